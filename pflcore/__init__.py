@@ -1,0 +1,3 @@
+"""pflcore: a compact algorithm core for personalized federated learning."""
+
+__version__ = "0.1.0"
