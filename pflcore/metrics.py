@@ -1,0 +1,166 @@
+"""What the papers report, as pure functions on one number per client (or per round).
+
+A vector holds one value per client, unweighted: each client counts once however many samples it has (Motley, section 4).
+A NaN stands for a client without a value, a client without test samples for instance: it is left out, and a vector with
+nothing left gives NaN, never an error. Standard deviations are the population's (ddof = 0), as in both papers, so N = 1 gives 0.
+Means are taken in float64. Shares and accuracies are in [0, 1]; only functions that say "percent" return percents.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Vector = Tensor | Sequence[float | None]
+
+
+class Point(NamedTuple):
+    """One value of a curve and the place it was found."""
+
+    value: float
+    at: int  # index into the curve, from 0; -1 when the curve has no value
+
+
+def vector(values: Vector, name: str = "values") -> Tensor:
+    """`values` as a float64 vector on the CPU, `[n]`; None becomes NaN."""
+    if isinstance(values, Tensor):
+        out = values.detach().to("cpu", torch.float64)
+    else:
+        out = torch.tensor([math.nan if v is None else float(v) for v in values], dtype=torch.float64)
+    if out.ndim != 1:
+        raise ValueError(f"{name} must be a vector with one value per client, but its shape is {tuple(out.shape)}; pass one row of it.")
+    return out
+
+
+def _kept(values: Vector, name: str = "values") -> Tensor:
+    out = vector(values, name)
+    return out[~out.isnan()]
+
+
+def _same_length(name: str, given: Sequence[int] | Tensor, other_name: str, other: Tensor) -> None:
+    if len(given) != len(other):
+        raise ValueError(
+            f"{name} must have as many entries as {other_name} ({len(other)}), but it has {len(given)}; pass matching vectors."
+        )
+
+
+def count(values: Vector) -> int:
+    """How many clients have a value (are not NaN)."""
+    return len(_kept(values))
+
+
+def mean(values: Vector) -> float:
+    """Mean over clients, each counted once."""
+    kept = _kept(values)
+    return kept.mean().item() if len(kept) else math.nan
+
+
+def std(values: Vector) -> float:
+    """Population standard deviation over clients (ddof = 0): the papers' measure of fairness."""
+    kept = _kept(values)
+    return kept.std(correction=0).item() if len(kept) else math.nan
+
+
+def weighted_mean(values: Vector, weight: Vector) -> float:
+    """Mean weighted by `weight` (samples per client), over the clients that have both a value and a positive weight."""
+    v, w = vector(values), vector(weight, "weight")
+    _same_length("weight", w, "values", v)
+    if (w < 0).any():
+        raise ValueError(f"weight must not be negative, but its smallest entry is {w.min().item():g}; pass numbers of samples.")
+    keep = ~v.isnan() & (w > 0)
+    return ((v[keep] * w[keep]).sum() / w[keep].sum()).item() if keep.any() else math.nan
+
+
+def worst_decile(values: Vector, share: float = 0.1, higher_is_better: bool = True) -> float:
+    """Mean of the worst `ceil(share * n)` clients, at least one (n counts the clients that have a value)."""
+    if not 0 < share <= 1:
+        raise ValueError(f"share must lie in (0, 1], but it is {share}; 0.1 is the worst decile.")
+    kept = _kept(values)
+    if not len(kept):
+        return math.nan
+    k = max(1, math.ceil(share * len(kept) - 1e-9))  # 0.1 * 30 is 3.0000000000000004 in floating point
+    return kept.sort(descending=not higher_is_better).values[:k].mean().item()
+
+
+def percentile(values: Vector, q: float = 10.0) -> float:
+    """The q-th percentile over clients, linearly interpolated; q in [0, 100]."""
+    if not 0 <= q <= 100:
+        raise ValueError(f"q must lie in [0, 100], but it is {q}; 10 is the tenth percentile.")
+    kept = _kept(values)
+    return torch.quantile(kept, q / 100).item() if len(kept) else math.nan
+
+
+def hurt(after: Vector, before: Vector, higher_is_better: bool = True) -> float:
+    """Percent of clients that are strictly worse `after` than `before` (Motley, section 4).
+
+    The denominator is the clients with a `before`; one whose `after` is NaN has lost its model, so it is hurt.
+    """
+    a, b = vector(after, "after"), vector(before, "before")
+    _same_length("after", a, "before", b)
+    keep = ~b.isnan()
+    a, b = a[keep], b[keep]
+    worse = (a < b if higher_is_better else a > b) | a.isnan()
+    return 100 * worse.double().mean().item() if len(b) else math.nan
+
+
+def largest_share(cluster: Tensor | Sequence[int]) -> float:
+    """Share of the clients in the largest cluster; `cluster [n]` holds each client's cluster id, negative for none."""
+    ids = torch.as_tensor(cluster).reshape(-1).long()
+    ids = ids[ids >= 0]
+    return ids.unique(return_counts=True)[1].max().item() / len(ids) if len(ids) else math.nan
+
+
+def best(curve: Vector, higher_is_better: bool = True) -> Point:
+    """Best value over rounds, at the first round that has it. On test data this selects on test data: label it so."""
+    v = vector(curve, "curve")
+    have = (~v.isnan()).nonzero()[:, 0]
+    if not len(have):
+        return Point(math.nan, -1)
+    i = int(have[v[have].argmax() if higher_is_better else v[have].argmin()])
+    return Point(v[i].item(), i)
+
+
+def final(curve: Vector) -> float:
+    """The last round's value; NaN when that round has none (a diverged run has no final accuracy)."""
+    v = vector(curve, "curve")
+    return v[-1].item() if len(v) else math.nan
+
+
+def last_mean(curve: Vector, rounds: Vector | None = None, k: int = 10) -> float:
+    """Mean over the last k rounds. With evaluations every few rounds pass their `rounds`: those later than `last - k` count."""
+    if k < 1:
+        raise ValueError(f"k must be at least 1 round, but it is {k}; 10 is the usual choice.")
+    v = vector(curve, "curve")
+    if not len(v):
+        return math.nan
+    at = torch.arange(len(v), dtype=torch.float64) if rounds is None else vector(rounds, "rounds")
+    _same_length("rounds", at, "curve", v)
+    return mean(v[at > at[-1] - k])
+
+
+def bytes_to_reach(curve: Vector, sent: Sequence[int] | Tensor, goal: float, higher_is_better: bool = True) -> int | None:
+    """Bytes sent up to the first value that reaches `goal` (at least, or at most where lower is better); None if never.
+
+    `sent` is cumulative and has one entry per value of `curve`.
+    """
+    v = vector(curve, "curve")
+    _same_length("sent", sent, "curve", v)
+    reached = (v >= goal if higher_is_better else v <= goal).nonzero()
+    return int(sent[int(reached[0])]) if len(reached) else None
+
+
+def truncate_percent(share: float) -> float:
+    """A share as a percent cut off (not rounded) after two decimals, as the WAFFLE paper's tables do: 0.97999 -> 97.99.
+
+    The tolerance of 1e-9 percent keeps a share such as 0.29, whose percent is 28.999999999999996 in floating point, at 29.00.
+    """
+    return math.nan if math.isnan(share) else math.floor(share * 1e4 + 1e-7) / 100
+
+
+def paper_cell(shares: Vector) -> str:
+    """`"97.99 ± 0.26"`: mean and population standard deviation over seeds in percent, both truncated (WAFFLE paper, Table 1)."""
+    return f"{truncate_percent(mean(shares)):.2f} ± {truncate_percent(std(shares)):.2f}"

@@ -1,0 +1,144 @@
+"""Metrics against values worked out by hand and against the definitions of the papers."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pflcore import metrics
+
+NAN = math.nan
+BASE = [0.9, 0.8, 0.7, 0.6, 0.95, 0.5, 0.85, 0.75, 0.65, 0.55]
+PERSONAL = [0.92, 0.8, 0.75, 0.58, 0.97, 0.6, 0.8, 0.9, 0.66, 0.55]
+shares = st.lists(st.floats(0, 1), min_size=1, max_size=40)
+
+
+def test_a_worked_example_of_ten_clients():
+    assert metrics.mean(PERSONAL) == pytest.approx(0.753, abs=1e-12)
+    assert metrics.std(PERSONAL) == pytest.approx(0.1429020644, abs=1e-10)
+    assert metrics.hurt(PERSONAL, BASE) == pytest.approx(20)
+    assert metrics.worst_decile(PERSONAL) == pytest.approx(0.55)
+    assert metrics.worst_decile(PERSONAL, share=0.2) == pytest.approx(0.565)
+    assert metrics.percentile(PERSONAL, 10) == pytest.approx(0.577)
+
+
+def test_mean_and_variance_of_seven_accuracies():
+    accuracy = [96, 97, 95, 98, 94, 70, 60]
+    assert metrics.mean(accuracy) == pytest.approx(87.1428571429)
+    assert metrics.std(accuracy) ** 2 == pytest.approx(204.6938775510)
+
+
+def test_lower_is_better_for_an_error():
+    assert metrics.hurt([0.1, 0.3], [0.2, 0.2], higher_is_better=False) == 50
+    assert metrics.worst_decile([0.1, 0.3, 0.2], higher_is_better=False) == pytest.approx(0.3)
+    assert metrics.best([0.3, 0.1, 0.1], higher_is_better=False) == (0.1, 1)
+    assert metrics.bytes_to_reach([0.3, 0.2, 0.1], [10, 20, 30], 0.2, higher_is_better=False) == 20
+
+
+@pytest.mark.parametrize(("clients", "k"), [(1, 1), (9, 1), (10, 1), (11, 2), (30, 3), (100, 10)])
+def test_worst_decile_counts_clients_rounded_up(clients, k):
+    values = torch.arange(clients, dtype=torch.float64)
+    assert metrics.worst_decile(values.flip(0)) == pytest.approx((k - 1) / 2)
+
+
+def test_one_client():
+    assert (metrics.mean([0.5]), metrics.std([0.5]), metrics.worst_decile([0.5]), metrics.percentile([0.5])) == (0.5, 0, 0.5, 0.5)
+    assert metrics.largest_share([3]) == 1
+
+
+def test_clients_without_a_value_are_left_out():
+    values = [0.2, NAN, None, 0.4]
+    assert metrics.count(values) == 2
+    assert metrics.mean(values) == pytest.approx(0.3)
+    assert metrics.std(values) == pytest.approx(0.1)
+    assert metrics.worst_decile(values) == pytest.approx(0.2)
+    assert metrics.weighted_mean(values, [1, 5, 5, 3]) == pytest.approx(0.35)
+    for nothing in ([], [NAN], torch.full((3,), NAN)):
+        for f in (metrics.mean, metrics.std, metrics.worst_decile, metrics.percentile, metrics.final, metrics.last_mean):
+            assert math.isnan(f(nothing)), f
+        assert metrics.best(nothing).at == -1
+    assert math.isnan(metrics.largest_share([])) and math.isnan(metrics.hurt([], [])) and math.isnan(metrics.weighted_mean([0.5], [0.0]))
+
+
+def test_hurt_is_strict_and_counts_a_lost_model():
+    assert metrics.hurt([0.5, 0.5], [0.5, 0.5]) == 0
+    assert metrics.hurt([NAN, 0.6, NAN], [0.5, 0.5, NAN]) == 50
+
+
+def test_weighted_mean_and_largest_cluster():
+    assert metrics.weighted_mean([0.5, 1.0], [10, 30]) == pytest.approx(0.875)
+    assert metrics.largest_share(torch.tensor([0, 1, 0])) == pytest.approx(2 / 3)
+    assert metrics.largest_share([0, -1, 1, 1, -1]) == pytest.approx(2 / 3)
+
+
+def test_curves_over_rounds():
+    curve = [0.1, 0.8, 0.6, 0.8, 0.7]
+    assert metrics.best(curve) == (0.8, 1)
+    assert metrics.final(curve) == 0.7
+    assert math.isnan(metrics.final([*curve, NAN])) and metrics.best([NAN, *curve]) == (0.8, 2)
+    assert metrics.last_mean(curve, k=2) == pytest.approx(0.75)
+    assert metrics.last_mean(curve, k=100) == pytest.approx(0.6)
+    assert metrics.last_mean(curve, rounds=[5, 10, 15, 20, 25], k=10) == pytest.approx(0.75)
+    assert metrics.bytes_to_reach(curve, [1, 2, 3, 4, 5], 0.8) == 2
+    assert metrics.bytes_to_reach(curve, [1, 2, 3, 4, 5], 0.9) is None
+
+
+@pytest.mark.parametrize(
+    ("share", "percent"),
+    [(0.97999, 97.99), (0.979999999, 97.99), (0.29, 29.0), (0.57, 57.0), (1.0, 100.0), (0.0, 0.0), (975 / 996, 97.89), (1009 / 1038, 97.2)],
+)
+def test_truncation_as_in_the_paper(share, percent):
+    assert metrics.truncate_percent(share) == pytest.approx(percent, abs=1e-12)
+
+
+def test_truncation_keeps_every_exact_percent():
+    for i in range(10_001):
+        assert metrics.truncate_percent(i / 10_000) == i / 100
+
+
+def test_a_cell_of_the_paper():
+    # mean 4881 / 4980 = 98.0120.. %, deviations -3.2, -1.2, -.2, 1.8, 2.8 of 996: sqrt(4.56) / 996 = 0.2144.. %
+    assert metrics.paper_cell([k / 996 for k in (973, 975, 976, 978, 979)]) == "98.01 ± 0.21"
+    assert metrics.paper_cell([NAN]) == "nan ± nan"
+
+
+@given(shares)
+def test_the_worst_decile_is_between_the_worst_client_and_the_mean(values):
+    worst = metrics.worst_decile(values)
+    assert min(values) - 1e-12 <= worst <= metrics.mean(values) + 1e-12
+    assert metrics.worst_decile(values, share=1) == pytest.approx(metrics.mean(values))
+
+
+@given(shares, st.floats(-3, 3))
+def test_a_shift_moves_the_mean_and_keeps_the_std(values, by):
+    moved = [v + by for v in values]
+    assert metrics.mean(moved) == pytest.approx(metrics.mean(values) + by, abs=1e-9)
+    assert metrics.std(moved) == pytest.approx(metrics.std(values), abs=1e-9)
+
+
+@given(shares)
+def test_nobody_is_hurt_by_their_own_baseline_and_the_order_of_clients_does_not_matter(values):
+    assert metrics.hurt(values, values) == 0
+    assert metrics.worst_decile(values) == pytest.approx(metrics.worst_decile(values[::-1]))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: metrics.mean(torch.zeros(2, 3)), "values must be a vector"),
+        (lambda: metrics.hurt([1.0], [1.0, 2.0]), "after must have"),
+        (lambda: metrics.worst_decile([1.0], share=0), "share must lie"),
+        (lambda: metrics.percentile([1.0], 101), "q must lie"),
+        (lambda: metrics.weighted_mean([1.0], [-1.0]), "weight must not be negative"),
+        (lambda: metrics.weighted_mean([1.0], [1.0, 2.0]), "weight must have"),
+        (lambda: metrics.last_mean([1.0], k=0), "k must be at least"),
+        (lambda: metrics.last_mean([1.0], rounds=[1.0, 2.0]), "rounds must have"),
+        (lambda: metrics.bytes_to_reach([1.0], [], 0.5), "sent must have"),
+    ],
+)
+def test_bad_input_is_one_sentence(call, words):
+    with pytest.raises(ValueError, match=words) as e:
+        call()
+    assert "\n" not in str(e.value) and str(e.value).endswith(".")
