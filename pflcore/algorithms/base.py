@@ -1,0 +1,212 @@
+"""The protocol, which is FedAvg, and one round of it: `step`.
+
+State is two dicts of tensors: `g` (the server's) and `own` (one row per client). Hyper-parameters are a frozen dataclass;
+nothing else remembers anything. What travels is a dict: `down` and `up`; the bytes of a round are counted from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pflcore import ops
+from pflcore.flat import Net
+from pflcore.local import Local, Setting, generator_of
+
+Tensors = dict[str, Tensor]
+Payload = dict[str, Any]  # Tensor or Pool
+
+
+class Pool(NamedTuple):
+    """M of R shared rows for each client, without the copies; what travels is M rows a client."""
+
+    rows: Tensor  # [R, P]
+    index: Tensor  # [S, M]
+
+
+class Cohort(NamedTuple):
+    """The clients of one round."""
+
+    ids: Tensor  # [S]
+    share: Tensor  # [S] float64, sums to 1: samples / all samples of the cohort, or 1 / S
+    size: Tensor  # [S] training samples
+    n: int  # N, all clients of the federation
+    round: int  # 1-based
+    rounds: int  # R
+
+
+@dataclass(frozen=True)
+class FedAvg:
+    """McMahan et al. 2017, Algorithm 1.
+
+    server: x [P] · client: nothing · down: x [S, P] · up: delta [S, P] (1 model).
+    `x <- x + lr * sum_i share_i delta_i`; `weighting` is `"samples"` (the paper's n_i / n) or `"uniform"`.
+    """
+
+    lr: float = 1.0
+    weighting: str = "samples"
+
+    returns: ClassVar[str] = "logits"  # what `predict` gives: "logits", "probabilities" or "values"
+    server_only: ClassVar[bool] = False  # needs nothing of a client but its model: other code bases can call it
+    required: ClassVar[tuple[int, ...]] = ()  # clients that join every round
+
+    def __post_init__(self) -> None:
+        if self.weighting not in ("samples", "uniform"):
+            raise ValueError(f"weighting: expected 'samples' or 'uniform', got {self.weighting!r}.")
+
+    def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
+        """The server's state and ONE client's fresh state."""
+        return {"x": net.w0}, {}
+
+    def send(self, g: Tensors, cohort: Cohort, gen: torch.Generator) -> Payload:
+        """What each client of the cohort receives: tensors [S, ...] or a `Pool`."""
+        return {"x": g["x"].expand(len(cohort.ids), -1)}
+
+    def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
+        """All clients' work of the round: their new state and what they upload, [S, ...] each."""
+        return own, {"delta": local.fit(down["x"]).w - down["x"]}
+
+    def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
+        """The server's new state. It owns `g` and may write rows into it in place."""
+        return {**g, "x": ops.aggregate(up["delta"], cohort.share[None], base=g["x"], lr=self.lr)[0]}
+
+    def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
+        """Each client's view for evaluation, [S, ...]; never stored."""
+        return {"w": down["x"]}
+
+    def predict(self, view: Tensors, net: Net, x: Tensor) -> Tensor:
+        """One client's scores on `x` [B, ...] from its slice of the view."""
+        return net(view["w"], x)
+
+    def report(self, g: Tensors) -> Tensors:
+        """Small tensors worth a line in the round's record; "weights" are the mixing weights, [N] or [M, N]."""
+        return {}
+
+
+@dataclass
+class State:
+    """Everything that changes over a run."""
+
+    g: Tensors
+    own: Tensors  # [N, ...]
+    buffers: Tensor  # [N, b]
+    round: int = 0  # rounds played
+    void: int = 0  # void rounds in a row
+
+
+@dataclass
+class Outcome:
+    """What one round did."""
+
+    ids: list[int]
+    dropped: list[int] = field(default_factory=list)  # clients whose update or new state was not finite
+    void: bool = False
+    bytes_down: int = 0
+    bytes_up: int = 0
+
+
+def begin(alg: FedAvg, net: Net, n: int) -> State:
+    """The state before the first round."""
+    for target in alg.required:
+        if not 0 <= target < n:
+            raise ValueError(f"target: expected a client from 0 to {n - 1}, got {target}.")
+    g, fresh = alg.init(net, n)
+    own = {k: v.expand(n, *v.shape).clone() for k, v in fresh.items()}
+    return State({k: v.clone() for k, v in g.items()}, own, net.b0.expand(n, -1).clone())
+
+
+def cohort_of(alg: FedAvg, setting: Setting, ids: Tensor, round: int) -> Cohort:
+    size = setting.data.size("train").cpu()[ids]
+    share = size.double() if alg.weighting == "samples" else torch.ones(len(ids), dtype=torch.float64)
+    return Cohort(ids, share / share.sum(), size, setting.data.n, round, setting.rounds)
+
+
+def sample(alg: FedAvg, setting: Setting, round: int, participation: float = 1.0) -> Tensor:
+    """The ids of this round's cohort, ascending: max(1, floor(participation * N + 0.5)) clients, the required ones among them."""
+    n = setting.data.n
+    m = max(1, int(participation * n + 0.5))
+    if m >= n:
+        return torch.arange(n)
+    order = torch.randperm(n, generator=generator_of(setting.seed, round, "cohort")).tolist()
+    first = [*alg.required, *(i for i in order if i not in alg.required)]
+    return torch.tensor(sorted(first[: max(m, len(alg.required))]))
+
+
+def step(alg: FedAvg, state: State, setting: Setting, ids: Tensor, buffers: str = "local") -> tuple[State, Outcome]:
+    """One round with the clients `ids`; gives the new state, or the old one (with the round counted) where the round is void.
+
+    A client with anything not finite in its upload or its new state is absent from the round: it keeps its old state and the
+    others' shares are renormalised. Without a required client, or without anybody, the round is void.
+    """
+    round = state.round + 1
+    cohort = cohort_of(alg, setting, ids, round)
+    local = Local(setting, ids, round, state.buffers[ids])
+    down = alg.send(state.g, cohort, generator_of(setting.seed, round, "send"))
+    new, up = alg.client(down, {k: v[ids] for k, v in state.own.items()}, local)
+    fine = finite(up, len(ids)) & finite(new, len(ids)) & finite({"b": local.buffers}, len(ids))
+    outcome = Outcome(ids.tolist(), ids[~fine].tolist(), bytes_down=nbytes(down), bytes_up=nbytes(up))
+    outcome.void = not bool(fine.any()) or any(t in outcome.dropped for t in alg.required)
+    if outcome.void:
+        return State(state.g, state.own, state.buffers, round, state.void + 1), outcome
+    if outcome.dropped:
+        ids = ids[fine]
+        cohort = cohort_of(alg, setting, ids, round)
+        up, new = ({k: v[fine.to(v.device)] for k, v in d.items()} for d in (up, new))
+        local.buffers = local.buffers[fine.to(local.buffers.device)]
+    g = alg.server(state.g, up, cohort)
+    for k, v in new.items():  # committed only now: the server has accepted the round
+        state.own[k][ids] = v.to(state.own[k].dtype)
+    if local.buffers.shape[1]:
+        if buffers == "average":
+            state.buffers[:] = ops.aggregate(local.buffers, cohort.share[None])
+        else:
+            state.buffers[ids] = local.buffers
+    return State(g, state.own, state.buffers, round, 0), outcome
+
+
+def finite(tensors: Tensors, count: int) -> Tensor:
+    """Bool [S]: which clients' rows are finite throughout. One pass: a float64 sum is finite only if all its float32 terms are."""
+    fine = torch.ones(count, dtype=torch.bool)
+    for v in tensors.values():
+        if v.is_floating_point() and v.numel():
+            fine &= v.reshape(count, -1).sum(1, dtype=torch.float64).isfinite().cpu()
+    return fine
+
+
+def nbytes(payload: Payload) -> int:
+    """Bytes that travel: every client's slice, a pooled row as often as it is sent."""
+    total = 0
+    for v in payload.values():
+        if isinstance(v, Pool):
+            total += v.index.numel() * v.rows[0].numel() * v.rows.element_size()
+        else:
+            total += v.numel() * v.element_size()
+    return total
+
+
+def evaluate(alg: FedAvg, state: State, setting: Setting, split: str = "test") -> Tensors:
+    """Every client's personalized model on its own data: "loss" [N], "size" [N] and, for classes, "accuracy" [N]."""
+    ids = torch.arange(setting.data.n)
+    round = max(1, state.round)
+    cohort = cohort_of(alg, setting, ids, round)
+    local = Local(setting, ids, round, state.buffers.clone())
+    down = alg.send(state.g, cohort, generator_of(setting.seed, round, "evaluation"))
+    view = alg.personal(down, state.own, local)
+    found = local.scores(alg.predict, view, split)
+    size = torch.tensor([len(y) for _, y in found])
+    losses, right = [], []
+    for scores, y in found:
+        if alg.returns == "probabilities":
+            losses.append(torch.nn.functional.nll_loss(scores.clamp(min=1e-12).log(), y))
+        else:
+            losses.append(setting.net.criterion(scores, y))
+        if not y.is_floating_point():
+            picked = scores.argmax(1) if scores.dim() > 1 and scores.shape[1] > 1 else (scores.reshape(-1) > 0).long()
+            right.append((picked == (y > 0).long() if scores.dim() == 1 or scores.shape[1] == 1 else picked == y).double().mean())
+    result = {"loss": torch.stack(losses).double().cpu(), "size": size}
+    if right:
+        result["accuracy"] = torch.stack(right).cpu()
+    return result

@@ -1,0 +1,493 @@
+"""Local training of a whole cohort: one contract, two engines.
+
+A step is `w -= lr * mask * (grad + shift + mu * (w - anchor))`, with weight decay and momentum as `torch.optim.SGD` has them.
+The *pool* engine trains one client after another on each of its threads (convolutions on a CPU); the *vmap* engine takes the
+same step for many clients at once (linear models, MLPs, GPUs). Both take the same batches in the same order, so their results
+agree up to rounding; neither depends on the number of workers or on the order of the cohort.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from pflcore import ops
+from pflcore.data.federation import Federation
+from pflcore.flat import Net, context, forward_mode
+
+LossFn = Callable[[Net, Tensor, Tensor, Tensor, dict[str, Tensor]], Tensor]
+T = TypeVar("T")
+EVAL_BATCH = 250  # a forward batch of 1,000 or more costs twice as much per sample
+
+
+def seed_of(*key: object) -> int:
+    """A 63-bit seed from any key, the same on every machine and in every process."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
+
+
+def generator_of(*key: object) -> torch.Generator:
+    """The random numbers of one (seed, round, client, stream), so that nobody's draws depend on who else takes part."""
+    return torch.Generator().manual_seed(seed_of(*key))
+
+
+@dataclass(frozen=True)
+class Training:
+    """How every client trains; the run's, not an algorithm's.
+
+    `lr` is the step size of round 1; `schedule(round, rounds)` multiplies it (default: constant).
+    """
+
+    lr: float = 0.1
+    batch_size: int = 32
+    epochs: int = 1
+    momentum: float = 0.0  # its buffer starts at zero in every round
+    weight_decay: float = 0.0
+    drop_last: bool = False
+    reshuffle: bool = True  # False: one order of the samples for the whole run
+    schedule: Callable[[int, int], float] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.lr >= 0:
+            raise ValueError(f"lr: expected a number >= 0, got {self.lr}.")
+        if self.batch_size < 1 or self.epochs < 1:
+            raise ValueError(f"batch_size and epochs: expected at least 1, got {self.batch_size} and {self.epochs}.")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum: expected 0 <= momentum < 1, got {self.momentum}.")
+        if not self.weight_decay >= 0:
+            raise ValueError(f"weight_decay: expected a number >= 0, got {self.weight_decay}.")
+
+    def lr_at(self, round: int, rounds: int) -> float:
+        return self.lr * (self.schedule(round, rounds) if self.schedule else 1.0)
+
+
+class Engine:
+    """Worker threads, each with one intra-op thread: a convolution's gradient differs bitwise between one and two."""
+
+    def __init__(self, name: str = "pool", workers: int | None = None) -> None:
+        if name not in ("pool", "vmap"):
+            raise ValueError(f"engine: expected 'pool' or 'vmap' (or 'auto' where a run is set up), got {name!r}.")
+        self.name = name
+        self.workers = workers or os.cpu_count() or 1
+        self._threads: ThreadPoolExecutor | None = None
+
+    def map(self, f: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
+        """`[f(i) for i in items]` on the workers; the caller's thread setting is untouched."""
+        if self._threads is None:
+            self._threads = self._start()
+        stop = threading.Event()
+
+        def run(item: Any) -> T:
+            if stop.is_set():
+                raise InterruptedError
+            return f(item)
+
+        futures = [self._threads.submit(run, i) for i in items]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            stop.set()
+            raise
+
+    def _start(self) -> ThreadPoolExecutor:
+        before = torch.get_num_threads()
+        barrier = threading.Barrier(self.workers + 1)
+
+        def one_thread() -> None:
+            torch.set_num_threads(1)
+            barrier.wait()
+
+        threads = ThreadPoolExecutor(self.workers, "pflcore")
+        try:
+            for _ in range(self.workers):
+                threads.submit(one_thread)
+            barrier.wait(60)
+        finally:
+            torch.set_num_threads(before)  # set_num_threads is also what *new* threads start with
+        return threads
+
+    def pieces(self, count: int, width: int) -> int:
+        """Into how many pieces a cohort of `count` rows of `width` is cut; never a matter of the number of workers."""
+        if self.name == "pool":
+            return count
+        return max(1, min(count, 2 if count * width >= 1 << 18 else 1))
+
+
+def choose_engine(net: Net, data: Federation, training: Training, rounds: int = 1) -> str:
+    """`"pool"` for convolutions on a CPU, else `"vmap"`: by model and sizes alone, so that results repeat on any machine."""
+    return "pool" if net.has_conv and net.w0.device.type == "cpu" else "vmap"
+
+
+class Setting(NamedTuple):
+    """What stays the same over a run."""
+
+    net: Net
+    data: Federation
+    training: Training
+    engine: Engine
+    seed: int = 0
+    rounds: int = 1
+
+
+class Fit(NamedTuple):
+    """What local training gives back."""
+
+    w: Tensor  # [S, Q] the trained rows
+    lr_sum: Tensor  # [S, 1] sum of the step sizes taken
+    loss: Tensor  # [S] mean loss of the minibatches, at the rows before each step
+    grad: Tensor | None  # [S, Q] mean raw minibatch gradient, when asked
+
+
+class _Step(NamedTuple):
+    """One step of the clients [a, b) of a piece: they take batches of one size, so one vmap serves them."""
+
+    k: int  # the number of the step, from 0
+    a: int
+    b: int
+    batches: list[tuple[int, int, int]]  # (epoch, first, last) of each minibatch of the step
+
+
+@dataclass
+class Local:
+    """What an algorithm's hook may do with its cohort's data. Rows are [S, Q]; S clients in the order of `ids`."""
+
+    setting: Setting
+    ids: Tensor  # [S]
+    round: int
+    buffers: Tensor  # [S, b] float buffers; training writes them, a probe does not
+    _size: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._ids = self.ids.tolist()
+        self._index = [self.setting.data.index["train"][i] for i in self._ids]
+        self._size = [len(i) for i in self._index]
+
+    @property
+    def net(self) -> Net:
+        return self.setting.net
+
+    @property
+    def rounds(self) -> int:
+        return self.setting.rounds
+
+    @property
+    def lr(self) -> float:
+        """The step size of this round."""
+        return self.setting.training.lr_at(self.round, self.rounds)
+
+    @property
+    def size(self) -> Tensor:
+        """Training samples of each client, [S]."""
+        return torch.tensor(self._size)
+
+    @property
+    def counts(self) -> Tensor:
+        """Training samples of each client and class, [S, C]."""
+        return self.setting.data.counts("train")[self.ids]
+
+    def has(self, split: str) -> bool:
+        return split in self.setting.data.index
+
+    # training --------------------------------------------------------------------------------------------------------
+    def fit(
+        self,
+        start: Tensor,  # [S, Q]
+        *,
+        shift: Tensor | None = None,  # [S, Q] added to every gradient
+        prox: tuple[Tensor | float, Tensor] | None = None,  # (mu, anchor [S, Q]): adds mu * (w - anchor); mu a number, [S] or [S, 1]
+        mask: Tensor | None = None,  # [Q] or [S, Q]: where it is 0 nothing moves
+        loss: LossFn | None = None,
+        extra: dict[str, Tensor] | None = None,  # tensors [S, ...] whose client's slice the loss gets
+        noise: int = 0,  # so many uniform numbers per client and step, in extra["noise"]
+        epochs: int | None = None,
+        steps: int | None = None,  # so many steps instead of epochs
+        lr: float | None = None,
+        stream: str = "fit",  # names the shuffle: two fits of one hook take two streams
+        probe: bool = False,  # leave the buffers as they were
+        want_grad: bool = False,
+    ) -> Fit:
+        """Minibatch SGD from `start` on each client's training data."""
+        t = self.setting.training
+        rate = self.lr if lr is None else lr
+        count, width = start.shape
+        w = torch.empty_like(start, memory_format=torch.contiguous_format)
+        mean_grad = torch.zeros_like(w) if want_grad else None
+        losses = torch.zeros(count, dtype=torch.float64, device=start.device)
+        taken = torch.zeros(count, 1)
+
+        def train(pos: list[int]) -> None:
+            work = _Piece(self, pos, loss, extra, noise, epochs, steps, 1, stream, probe, by_size=steps is None)
+            rows = start[pos].contiguous()  # indexing copies
+            grads = torch.zeros_like(rows) if want_grad else None
+            momentum = torch.zeros_like(rows) if t.momentum else None
+            shifts = None if shift is None else shift[pos]
+            masks = mask if mask is None or mask.dim() == 1 else mask[pos]
+            mu, anchor = (0.0, None) if prox is None else prox
+            mus = mu.reshape(-1)[pos] if isinstance(mu, Tensor) and mu.numel() > 1 else mu
+            anchors = None if anchor is None else anchor[pos]
+            for step in work.steps:
+                s = slice(step.a, step.b)
+                g = work.gradient(rows[s], step)
+                if grads is not None:
+                    grads[s] += g
+                ops.sgd_step_(
+                    rows[s],
+                    g,
+                    rate,
+                    shift=None if shifts is None else shifts[s],
+                    mask=masks if masks is None or masks.dim() == 1 else masks[s],
+                    mu=mus[s] if isinstance(mus, Tensor) and mus.dim() else mus,
+                    anchor=None if anchors is None else anchors[s],
+                    momentum=t.momentum,
+                    buffer=None if momentum is None else momentum[s],
+                    weight_decay=t.weight_decay,
+                )
+            w[pos] = rows
+            losses[pos] = work.losses / work.taken[:, 0].to(start.device)
+            taken[pos] = work.taken
+            if mean_grad is not None and grads is not None:
+                mean_grad[pos] = grads / work.taken.to(grads)
+            work.finish()
+
+        self._over_pieces(train, width)
+        return Fit(w, (taken * rate).to(start), losses.to(start.dtype), mean_grad)
+
+    def each_batch(
+        self,
+        rows: dict[str, Tensor],  # [S, ...]; rows[*] are changed by `update` alone
+        update: Callable[[dict[str, Tensor], Callable[..., Tensor], int], dict[str, Tensor]],
+        *,
+        loss: LossFn | None = None,
+        extra: dict[str, Tensor] | None = None,
+        noise: int = 0,
+        batches: int = 1,
+        epochs: int | None = None,
+        steps: int | None = None,
+        stream: str = "fit",
+        probe: bool = False,
+    ) -> dict[str, Tensor]:
+        """The general, slower form: `update(rows, grad, k) -> rows` takes step `k` (from 0).
+
+        `update` sees the rows of s clients at once ([s, ...]; s is 1 in the pool engine), and must treat each alone: sums over the
+        last axis, no sums over the first. `grad(w, which=0)` is the gradient [s, Q] of the loss on this step's `which`-th minibatch
+        at any `w` [s, Q]; the `batches` minibatches of a step come from as many independent shuffles.
+        """
+        out = {k: torch.empty_like(v, memory_format=torch.contiguous_format) for k, v in rows.items()}
+
+        def train(pos: list[int]) -> None:
+            work = _Piece(self, pos, loss, extra, noise, epochs, steps, batches, stream, probe, by_size=False)
+            mine = {k: v[pos] for k, v in rows.items()}
+            for step in work.steps:
+                s = slice(step.a, step.b)
+                new = update({k: v[s] for k, v in mine.items()}, work.grad_function(step), step.k)
+                for k, v in new.items():
+                    mine[k][s] = v
+            for k, v in mine.items():
+                out[k][pos] = v
+            work.finish()
+
+        self._over_pieces(train, max(v[0].numel() for v in rows.values()))
+        return out
+
+    # looking ---------------------------------------------------------------------------------------------------------
+    def loss(self, rows: Tensor, split: str = "train", *, loss: LossFn | None = None, extra: dict[str, Tensor] | None = None) -> Tensor:
+        """Each client's mean loss [S] at `rows` [S, Q] over all its samples of `split`, in evaluation mode."""
+
+        def value(i: int) -> Tensor:
+            parts = self._chunks(i, split)
+            with torch.no_grad(), forward_mode(False, self.buffers[i]):
+                return sum((self._value(rows[i], x, y, i, loss, extra) * (len(y) / n) for x, y, n in parts), torch.zeros(()))
+
+        return torch.stack(self._each_client(value))
+
+    def grad(self, rows: Tensor, split: str = "train", *, loss: LossFn | None = None, extra: dict[str, Tensor] | None = None) -> Tensor:
+        """Each client's full-batch gradient [S, Q] at `rows`, in evaluation mode (batch norm uses its running statistics)."""
+
+        def gradient(i: int) -> Tensor:
+            total = torch.zeros_like(rows[i])
+            with forward_mode(False, self.buffers[i]):
+                for x, y, n in self._chunks(i, split):
+                    w = rows[i].detach().requires_grad_()
+                    total += torch.autograd.grad(self._value(w, x, y, i, loss, extra), w)[0] * (len(y) / n)
+            return total
+
+        return torch.stack(self._each_client(gradient))
+
+    def features(self, rows: Tensor, split: str = "train") -> tuple[Tensor, Tensor]:
+        """What each client's head sees, [S, n, H], and the labels [S, n]; short clients are padded with zeros and labels -1."""
+
+        def look(i: int) -> tuple[Tensor, Tensor]:
+            with torch.no_grad(), forward_mode(False, self.buffers[i]):
+                parts = [(self.net.features(rows[i], x), y) for x, y, _ in self._chunks(i, split)]
+            return torch.cat([z for z, _ in parts]), torch.cat([y for _, y in parts])
+
+        found = self._each_client(look)
+        pad = torch.nn.utils.rnn.pad_sequence
+        return pad([z for z, _ in found], batch_first=True), pad([y for _, y in found], batch_first=True, padding_value=-1)
+
+    def scores(self, predict: Callable[[dict[str, Tensor], Net, Tensor], Tensor], view: dict[str, Tensor], split: str) -> list[tuple[Tensor, Tensor]]:
+        """Each client's (scores [n, ...], labels [n]) on `split` by `predict(its slice of view, net, x)`, in evaluation mode."""
+
+        def look(i: int) -> tuple[Tensor, Tensor]:
+            mine = {k: v[i] for k, v in view.items()}
+            with torch.no_grad(), forward_mode(False, self.buffers[i]):
+                parts = [(predict(mine, self.net, x), y) for x, y, _ in self._chunks(i, split)]
+            return torch.cat([z for z, _ in parts]), torch.cat([y for _, y in parts])
+
+        return self._each_client(look)
+
+    # inside ----------------------------------------------------------------------------------------------------------
+    def _value(self, row: Tensor, x: Tensor, y: Tensor, i: int, loss: LossFn | None, extra: dict[str, Tensor] | None) -> Tensor:
+        if loss is None:
+            return self.net.loss(row, x, y)
+        return loss(self.net, row, x, y, {k: v[i] for k, v in (extra or {}).items()})
+
+    def _chunks(self, i: int, split: str) -> Iterator[tuple[Tensor, Tensor, int]]:
+        if split not in self.setting.data.index:
+            raise ValueError(f"split: this federation has {', '.join(self.setting.data.index)}, not {split!r}; split the clients' samples first.")
+        x, y = self.setting.data.client(self._ids[i], split)
+        for a in range(0, len(y), EVAL_BATCH):
+            yield x[a : a + EVAL_BATCH], y[a : a + EVAL_BATCH], len(y)
+
+    def _each_client(self, f: Callable[[int], T]) -> list[T]:
+        return self.setting.engine.map(f, range(len(self._ids)))
+
+    def _over_pieces(self, f: Callable[[list[int]], None], width: int) -> None:
+        order = sorted(range(len(self._ids)), key=lambda i: (-self._size[i], self._ids[i]))
+        count = self.setting.engine.pieces(len(order), width)
+        cuts = [len(order) * j // count for j in range(count + 1)]
+        self.setting.engine.map(f, [order[a:b] for a, b in zip(cuts, cuts[1:], strict=False)])
+
+
+class _Piece:
+    """The clients `pos` of a cohort, largest first, on their way through their batches.
+
+    Sorting by size makes the clients that share a batch size neighbours, so every step works on slices of the rows.
+    """
+
+    def __init__(
+        self,
+        local: Local,
+        pos: list[int],
+        loss: LossFn | None,
+        extra: dict[str, Tensor] | None,
+        noise: int,
+        epochs: int | None,
+        steps: int | None,
+        batches: int,
+        stream: str,
+        probe: bool,
+        by_size: bool,
+    ) -> None:
+        t, data = local.setting.training, local.setting.data
+        self.local, self.pos, self.loss_fn, self.probe = local, pos, loss, probe
+        self.extra = {k: v[pos] for k, v in (extra or {}).items()}
+        self.buffers = local.buffers[pos]
+        self.size = [local._size[i] for i in pos]
+        self.relabel = None if data.relabel is None else data.relabel[local.ids[pos]]
+        self.vmap = local.setting.engine.name == "vmap"
+        counts = [len(self._cuts(n, t)) for n in self.size]
+        if not all(counts):
+            raise ValueError(f"drop_last: a client has {min(self.size)} samples, fewer than batch_size {t.batch_size}, so it would never train.")
+        if epochs is None and steps is None:
+            epochs = t.epochs
+        epochs = epochs or max(-(-(steps or 0) // c) for c in counts)
+        self.steps = list(self._by_size(t, epochs) if by_size else self._by_client(t, epochs, steps, batches))
+        self.taken = torch.zeros(len(pos), 1)
+        for s in self.steps:
+            self.taken[s.a : s.b] += 1
+        self.losses = torch.zeros(len(pos), dtype=torch.float64, device=data.y.device)
+        longest = int(self.taken.max())
+        key = (local.setting.seed, local.round) if t.reshuffle else (local.setting.seed, 0)
+        order = torch.zeros(len(pos), batches * epochs, self.size[0], dtype=torch.long)
+        draws, seeds = [], []
+        for j, i in enumerate(pos):
+            gen = generator_of(*key, local._ids[i], stream)
+            n = self.size[j]
+            perms = torch.stack([torch.randperm(n, generator=gen) for _ in range(batches * epochs if t.reshuffle else 1)])
+            order[j, :, :n] = local._index[i].cpu()[perms]
+            if noise:
+                draws.append(torch.rand(longest, noise, generator=gen).clamp_(min=2.0**-25))  # uniform on the open interval
+            seeds.append(seed_of(*key, local._ids[i], stream, "layers"))
+        self.order = order.to(data.y.device)
+        self.noise = torch.stack(draws).to(data.y.device) if draws else None
+        self.seeds = torch.tensor(seeds, device=data.y.device)
+
+    def _cuts(self, n: int, t: Training) -> list[tuple[int, int]]:
+        cuts = [(a, min(a + t.batch_size, n)) for a in range(0, n, t.batch_size)]
+        return [c for c in cuts if c[1] - c[0] == t.batch_size] if t.drop_last else cuts
+
+    def _by_size(self, t: Training, epochs: int) -> Iterator[_Step]:
+        """Whole epochs, everybody's i-th batch at once, grouped by the batch's size."""
+        cuts = [self._cuts(n, t) for n in self.size]
+        longest = len(cuts[0])
+        for e in range(epochs):
+            for k in range(longest):
+                a = 0
+                while a < len(cuts) and k < len(cuts[a]):
+                    b = a
+                    while b < len(cuts) and k < len(cuts[b]) and cuts[b][k] == cuts[a][k]:
+                        b += 1
+                    yield _Step(e * longest + k, a, b, [(e, *cuts[a][k])])
+                    a = b
+
+    def _by_client(self, t: Training, epochs: int, steps: int | None, batches: int) -> Iterator[_Step]:
+        """Clients of one size step together: their steps have one number and their batches one size throughout."""
+        a = 0
+        while a < len(self.size):
+            b = a
+            while b < len(self.size) and self.size[b] == self.size[a]:
+                b += 1
+            line = [(e, *c) for e in range(epochs) for c in self._cuts(self.size[a], t)]
+            for k in range(steps or len(line)):
+                e, first, last = line[k]
+                yield _Step(k, a, b, [(j * epochs + e, first, last) for j in range(batches)])
+            a = b
+
+    def gradient(self, rows: Tensor, step: _Step, which: int = 0) -> Tensor:
+        """The gradient [s, Q] at `rows` [s, Q] of the step's `which`-th minibatch."""
+        data, a, b = self.local.setting.data, step.a, step.b
+        epoch, first, last = step.batches[which]
+        index = self.order[a:b, epoch, first:last]
+        x, y = data.x[index], data.y[index]
+        if self.relabel is not None:
+            y = self.relabel[a:b].gather(1, y)
+        extra = {k: v[a:b] for k, v in self.extra.items()}
+        if self.noise is not None:
+            extra["noise"] = self.noise[a:b, step.k]
+        seeds = self.seeds[a:b] + step.k
+        w = rows.detach().requires_grad_()
+        if self.vmap:
+            losses, buffers = torch.vmap(self._loss)(w, x, y, self.buffers[a:b], seeds, extra)
+        else:
+            one, buffers = self._loss(w[0], x[0], y[0], self.buffers[a], seeds[0], {k: v[0] for k, v in extra.items()})
+            losses = one[None]
+        (g,) = torch.autograd.grad(losses.sum(), w)
+        if buffers.numel():
+            self.buffers[a:b] = buffers
+        if which == 0:
+            self.losses[a:b] += losses.detach()
+        return g
+
+    def grad_function(self, step: _Step) -> Callable[..., Tensor]:
+        def grad(w: Tensor, which: int = 0) -> Tensor:
+            return self.gradient(w, step, which)
+
+        return grad
+
+    def _loss(self, w: Tensor, x: Tensor, y: Tensor, buffers: Tensor, seed: Tensor, extra: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        net = self.local.net
+        with forward_mode(True, buffers, seed):
+            value = net.loss(w, x, y) if self.loss_fn is None else self.loss_fn(net, w, x, y, extra)
+            return value, context.buffers if context.buffers is not None else buffers
+
+    def finish(self) -> None:
+        if not self.probe:
+            self.local.buffers[self.pos] = self.buffers
