@@ -1,0 +1,243 @@
+"""Records survive what happens to files, and tables say what the records hold."""
+
+import json
+import math
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from pflcore import pictures, report
+from pflcore.record import Record, group, plain, read
+
+N = 4
+
+
+def line(r, accuracy, **more):
+    return {
+        "round": r,
+        "algorithm": "waffle",
+        "engine": "pool",
+        "seed": 0,
+        "seconds": 0.1,
+        "cohort": torch.arange(N),
+        "dropped": [],
+        "void": False,
+        "bytes_down": 600,
+        "bytes_up": 424,
+        "train_loss": 0.5,
+        "report": {},
+        "eval": {"accuracy": accuracy, "loss": [1.0] * N, "size": torch.tensor([10, 20, 30, 40])},
+        **more,
+    }
+
+
+def a_run(algorithm="waffle", seed=0, rounds=12, shift=0.0, target=1, **header):
+    """Client c's accuracy in round r is shift + r/100 + c/10."""
+    lines = [{"header": {"algorithm": algorithm, "data": "digits", "n": N, "target": target, "seed": seed, **header}}]
+    for r in range(1, rounds + 1):
+        weights = torch.full((N,), 1 / N) if target is not None else torch.eye(N)
+        accuracy = shift + r / 100 + torch.arange(N) / 10
+        lines.append(line(r, accuracy, algorithm=algorithm, seed=seed, report={"weights": weights}))
+    return lines
+
+
+def write(path, lines):
+    with Record(path) as record:
+        for one in lines:
+            record.write(one)
+    return path
+
+
+def cells(text, algorithm):
+    rows = [[c.strip() for c in row.strip("|").split("|")] for row in text.splitlines() if row.startswith("| ")]
+    return dict(zip(rows[0], next(r for r in rows if r[0] == algorithm), strict=True))
+
+
+def test_a_record_comes_back(tmp_path):
+    (run,) = read(write(tmp_path / "deep" / "record.jsonl", a_run()))
+    assert run.algorithm == "waffle" and run.target == 1 and len(run.rounds) == 12 and run.stopped is None
+    rounds, mean = run.curve()
+    assert rounds == list(range(1, 13)) and mean[-1] == pytest.approx(0.27)
+    assert run.curve(client=3)[1][0] == pytest.approx(0.31)
+    assert run.sent()[-1] == 12 * 1024
+    assert run.weights()[1][0].tolist() == [0.25] * 4
+
+
+def test_numbers_that_are_not_finite_are_strict_json(tmp_path):
+    path = write(tmp_path / "r.jsonl", [{"header": {"f": math.sqrt}}, line(1, [0.5, math.nan, math.inf, None], train_loss=math.nan)])
+    for text in path.read_text().splitlines():
+        json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    (run,) = read(path)
+    assert run.rounds[0]["train_loss"] is None and run.header["f"] == "sqrt"
+    values = run.values("accuracy")[1][0]
+    assert values[0] == 0.5 and values[1:].isnan().all()
+
+
+def test_a_file_cut_off_anywhere_is_readable(tmp_path):
+    path = write(tmp_path / "r.jsonl", a_run(rounds=3))
+    whole = path.read_bytes()
+    ends = [i for i, b in enumerate(whole) if b == ord("\n")]
+    for cut in range(ends[0] + 1, len(whole), 97):
+        path.write_bytes(whole[:cut])
+        (run,) = read(path)
+        complete = sum(e <= cut for e in ends) - 1
+        assert len(run.rounds) == complete
+    path.write_bytes(whole[: ends[1] + 20] + b"\n" + whole)  # a second run after a torn one
+    assert [len(r.rounds) for r in read(path)] == [1, 3]
+
+
+def test_a_killed_writer_leaves_every_line_it_wrote(tmp_path):
+    code = """
+        import os, sys
+        from pflcore.record import Record
+        record = Record(sys.argv[1])
+        record.write({"header": {"algorithm": "fedavg"}})
+        for r in range(1, 4):
+            record.write({"round": r, "eval": {"accuracy": [0.5], "loss": [1.0], "size": [1]}})
+        os._exit(9)
+    """
+    path = tmp_path / "r.jsonl"
+    assert subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(path)], check=False).returncode == 9
+    assert [r["round"] for r in read(path)[0].rounds] == [1, 2, 3]
+
+
+def test_an_existing_record_is_kept(tmp_path):
+    path = write(tmp_path / "r.jsonl", a_run())
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="already"):
+        Record(path)
+    assert path.read_bytes() == before
+    with Record(path, overwrite=True) as record:
+        record.write({"header": {}})
+    assert len(read(path)[0].rounds) == 0
+
+
+def test_an_unwritable_place_is_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("x")
+    for path in (tmp_path / "file" / "r.jsonl", tmp_path):
+        with pytest.raises(ValueError, match="can be written") as e:
+            Record(path)
+        assert "\n" not in str(e.value)
+
+
+def test_reading_nothing_is_one_sentence(tmp_path):
+    for path in (tmp_path, tmp_path / "missing.jsonl"):
+        with pytest.raises(ValueError, match="neither"):
+            read(path)
+
+
+def test_plain_turns_everything_into_json():
+    value = plain({"t": torch.ones(2, dtype=torch.long), "p": (1, 2.5), 3: {"x": torch.tensor(math.inf)}, "f": math.sqrt, "s": {"a"}})
+    assert json.loads(json.dumps(value)) == {"t": [1, 1], "p": [1, 2.5], "3": {"x": None}, "f": "sqrt", "s": ["a"]}
+
+
+def test_the_table_of_one_run():
+    text = report.table(group(a_run()))
+    row = cells(text, "waffle")
+    assert row["best\\*"] == "27.00" and row["final"] == "27.00"
+    assert row["mean of last 10"] == "22.50"
+    assert row["client 1: best\\*"] == "22.00" and row["client 1: mean of last 10"] == "17.50"
+    assert row["std over clients"] == "11.18" and row["worst decile"] == "12.00"
+    assert row["bytes sent"] == "12.0 KiB" and row["note"] == ""
+    assert "selected on test data" in text and "digits, 4 clients, 12 rounds" in text
+
+
+def test_seeds_become_mean_and_std():
+    runs = group([*a_run(seed=0), *a_run(seed=1, shift=0.1), *a_run("fedavg", seed=0)])
+    text = report.table(runs)
+    assert cells(text, "waffle")["final"] == "32.00 ± 5.00"
+    assert cells(text, "fedavg")["final"] == "27.00"
+    assert "over 2 seeds" in text
+
+
+def test_namesakes_are_told_apart_by_what_differs():
+    runs = group([*a_run(options={"tie": "closed", "k": 5}), *a_run(options={"tie": "open", "k": 5})])
+    assert list(report.label(runs)) == ["waffle (tie=closed)", "waffle (tie=open)"]
+
+
+def test_settings_do_not_share_a_table():
+    text = report.table(group([*a_run(), *a_run(data="mnist5k")]))
+    assert text.count("### ") == 2
+
+
+def test_clients_that_are_worse_off_than_with_a_baseline():
+    worse = a_run("fedavg")
+    for one in worse[1:]:
+        one["eval"]["accuracy"] = one["eval"]["accuracy"] - torch.tensor([0.01, 0, -0.01, 0])
+    runs = group([*a_run("local"), *worse])
+    text = report.table(runs, baseline="local")
+    assert cells(text, "fedavg")["% hurt vs local"] == "25.0" and cells(text, "local")["% hurt vs local"] == "0.0"
+    with pytest.raises(ValueError, match="baseline"):
+        report.table(runs, baseline="ditto")
+
+
+def test_a_run_that_stopped_says_so():
+    lines = [*a_run(rounds=3), {"stopped": "Everybody diverged three rounds in a row."}]
+    lines[2]["void"] = True
+    lines[3]["dropped"] = [0, 2]
+    text = report.table(group(lines))
+    assert cells(text, "waffle")["note"] == "stopped after round 3, 1 void rounds, 2 times a client was dropped"
+    assert "Everybody diverged three rounds in a row." in text
+
+
+def test_a_regression_is_told_by_its_loss():
+    lines = a_run("mocha", target=None)
+    for one in lines[1:]:
+        one["eval"] = {"accuracy": None, "loss": [0.01 / one["round"]] * N, "size": [1] * N}
+    text = report.table(group(lines))
+    assert cells(text, "mocha")["best\\*"] == "0.00083" and "Test loss" in text
+
+
+def test_runs_without_a_round_or_an_evaluation():
+    (run,) = group([{"header": {"algorithm": "fedavg", "n": 2}}, {"stopped": "Interrupted."}])
+    assert cells(report.table([run]), "fedavg")["final"] == "-"
+    assert len(run.last()) == 0 and pictures.by_round(run)[0] == []
+
+
+@pytest.mark.parametrize(("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 30, "3.0 GiB"), (1 << 52, "4096.0 TiB")])
+def test_bytes_for_people(size, text):
+    assert report.human(size) == text
+
+
+def test_every_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    runs = group([*a_run(), *a_run(seed=1, shift=0.1), *a_run("local"), *a_run("feddwa", target=None)])
+    names = {p.name for p in pictures.draw(runs, tmp_path, baseline="local")}
+    assert names == {"curves.png", "weights.png", "similarity.png", "clients.png", "deltas.png"}
+    for name in names:
+        assert (tmp_path / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_pictures_of_little(tmp_path):
+    pytest.importorskip("matplotlib")
+    assert pictures.draw(group([{"header": {}}]), tmp_path) == []
+    one_client = [{"header": {"algorithm": "fedavg", "n": 1}}, line(1, [math.nan], report={}), line(2, [0.5])]
+    assert {p.name for p in pictures.draw(group(one_client), tmp_path)} == {"curves.png", "clients.png"}
+
+
+def test_the_target_stands_in_the_middle():
+    for n in (1, 4, 5, 10):
+        for target in range(n):
+            ids = pictures.order(n, target)
+            assert ids[n // 2] == target and sorted(ids.tolist()) == list(range(n))
+
+
+def test_weights_by_round_of_one_and_of_several_models():
+    (one,), (several,) = group(a_run()), group(a_run(target=None))
+    rounds, weights = pictures.by_round(one)
+    assert rounds == list(range(1, 13)) and weights.shape == (12, N)
+    assert pictures.by_round(several)[0] == []
+    several.header["target"] = 2
+    assert pictures.by_round(several)[1][0].tolist() == [0, 0, 1, 0]
+
+
+def test_without_matplotlib_one_sentence_says_how_to_get_it(tmp_path, monkeypatch):
+    for name in [m for m in sys.modules if m.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"pflcore\[plot\]") as e:
+        pictures.draw(group(a_run()), tmp_path)
+    assert "\n" not in str(e.value)
