@@ -162,6 +162,7 @@ class Local:
     ids: Tensor  # [S]
     round: int
     buffers: Tensor  # [S, b] float buffers; training writes them, a probe does not
+    train_loss: Tensor | None = None  # [S] of the last training that was no probe
     _size: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -257,6 +258,8 @@ class Local:
             work.finish()
 
         self._over_pieces(train, width)
+        if not probe:
+            self.train_loss = losses
         return Fit(w, (taken * rate).to(start), losses.to(start.dtype), mean_grad)
 
     def each_batch(
@@ -280,6 +283,7 @@ class Local:
         at any `w` [s, Q]; the `batches` minibatches of a step come from as many independent shuffles.
         """
         out = {k: torch.empty_like(v, memory_format=torch.contiguous_format) for k, v in rows.items()}
+        losses = torch.zeros(len(self._ids), dtype=torch.float64, device=self.buffers.device)
 
         def train(pos: list[int]) -> None:
             work = _Piece(self, pos, loss, extra, noise, epochs, steps, batches, stream, probe, by_size=False)
@@ -291,9 +295,12 @@ class Local:
                     mine[k][s] = v
             for k, v in mine.items():
                 out[k][pos] = v
+            losses[pos] = work.losses / work.taken[:, 0].to(losses)
             work.finish()
 
         self._over_pieces(train, max(v[0].numel() for v in rows.values()))
+        if not probe:
+            self.train_loss = losses
         return out
 
     # looking ---------------------------------------------------------------------------------------------------------

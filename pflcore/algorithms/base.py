@@ -106,6 +106,7 @@ class Outcome:
     void: bool = False
     bytes_down: int = 0
     bytes_up: int = 0
+    train_loss: float | None = None  # mean over the cohort of the minibatch losses, weighted by share
 
 
 def begin(alg: FedAvg, net: Net, n: int) -> State:
@@ -149,6 +150,9 @@ def step(alg: FedAvg, state: State, setting: Setting, ids: Tensor, buffers: str 
     fine = finite(up, len(ids)) & finite(new, len(ids)) & finite({"b": local.buffers}, len(ids))
     outcome = Outcome(ids.tolist(), ids[~fine].tolist(), bytes_down=nbytes(down), bytes_up=nbytes(up))
     outcome.void = not bool(fine.any()) or any(t in outcome.dropped for t in alg.required)
+    if local.train_loss is not None and fine.any():
+        kept = cohort.share * fine
+        outcome.train_loss = float((local.train_loss[fine].double().cpu() * kept[fine]).sum() / kept.sum())
     if outcome.void:
         return State(state.g, state.own, state.buffers, round, state.void + 1), outcome
     if outcome.dropped:

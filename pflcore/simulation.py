@@ -1,0 +1,200 @@
+"""The thin loop: sample -> step -> evaluate -> record."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, is_dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+import pflcore
+from pflcore.algorithms import ALGORITHMS
+from pflcore.algorithms.base import FedAvg, State, begin, evaluate, sample, step
+from pflcore.data.federation import Federation
+from pflcore.flat import Net
+from pflcore.local import Engine, Setting, Training, choose_engine
+
+VOID_ROUNDS = 3  # so many void rounds in a row end a run: same data, same lr, it will not recover
+Record = dict[str, Any]
+
+
+@dataclass
+class History:
+    """What a run leaves: its header, one record per round, and why it stopped early if it did."""
+
+    header: Record
+    rounds: list[Record] = field(default_factory=list)
+    stopped: str | None = None
+    state: State | None = None
+
+    def series(self, key: str = "accuracy") -> tuple[list[int], torch.Tensor]:
+        """The evaluated rounds and each client's value in them, [T, N] float64."""
+        seen = [r for r in self.rounds if r["eval"] and key in r["eval"]]
+        return [r["round"] for r in seen], torch.tensor([r["eval"][key] for r in seen], dtype=torch.float64)
+
+    def lines(self) -> Iterator[Record]:
+        """The lines of the record file."""
+        yield {"header": self.header}
+        yield from self.rounds
+        if self.stopped:
+            yield {"stopped": self.stopped}
+
+
+@dataclass
+class Simulation:
+    """One algorithm on one federation.
+
+    >>> history = Simulation("waffle", model, data, Training(lr=0.1), rounds=20).run()   # doctest: +SKIP
+    """
+
+    algorithm: FedAvg | str
+    model: Net | nn.Module | Callable[[], nn.Module]
+    data: Federation
+    training: Training = field(default_factory=Training)
+    rounds: int = 100
+    participation: float = 1.0  # max(1, floor(participation * N + 0.5)) clients a round
+    seed: int = 0
+    engine: str = "auto"  # "pool", "vmap", or by model and sizes
+    workers: int | None = None  # threads; never changes a result
+    device: str = "cpu"
+    buffers: str = "local"  # batch norm's running statistics: each client its own, or "average"
+    eval_every: int = 1
+    eval_split: str = "test"
+    eval_train: bool = False  # the train loss of every client too
+    warm_start: State | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.algorithm, str):
+            if self.algorithm not in ALGORITHMS:
+                raise ValueError(f"algorithm: {self.algorithm!r} is none of {', '.join(ALGORITHMS)}.")
+            self.algorithm = ALGORITHMS[self.algorithm]()
+        if self.rounds < 1 or self.eval_every < 1:
+            raise ValueError(f"rounds and eval_every: expected at least 1, got {self.rounds} and {self.eval_every}.")
+        if not 0 < self.participation <= 1:
+            raise ValueError(f"participation: expected a fraction in (0, 1], got {self.participation}.")
+        if self.buffers not in ("local", "average"):
+            raise ValueError(f"buffers: expected 'local' or 'average', got {self.buffers!r}.")
+        if self.device.startswith("cuda") and not torch.cuda.is_available():
+            raise ValueError(f"device: got {self.device!r}, but torch {torch.__version__} sees no GPU here; use device='cpu'.")
+        if self.eval_split not in self.data.index:
+            raise ValueError(f"eval_split: the federation has {', '.join(self.data.index)}, not {self.eval_split!r}.")
+        model = self.model
+        net = model if isinstance(model, Net) else Net(model, criterion="squared" if self.data.y.is_floating_point() else "cross_entropy", seed=self.seed)
+        data = self.data
+        if self.device != "cpu":
+            net, data = net.to(self.device), data.to(self.device)
+        name = choose_engine(net, data, self.training, self.rounds) if self.engine == "auto" else self.engine
+        self.setting = Setting(net, data, self.training, Engine(name, self.workers), self.seed, self.rounds)
+        self.state = self.warm_start or begin(self.algorithm, net, data.n)
+
+    @property
+    def name(self) -> str:
+        return next((k for k, v in ALGORITHMS.items() if v is type(self.algorithm)), type(self.algorithm).__name__)
+
+    def peak_bytes(self) -> int:
+        """An estimate of the run's peak memory beside data and activations: 2 S P floats for FedAvg, 6 S P + N P for SCAFFOLD.
+
+        The state (server's, and N clients' rows), and for the cohort its trained rows and updates, and four matrices for each
+        matrix of client state: as gathered, its correction, as renewed, as uploaded.
+        """
+        net, n = self.setting.net, self.data.n
+        cohort = max(1, int(self.participation * n + 0.5))
+        g = sum(v.numel() * v.element_size() for v in self.state.g.values())
+        own = sum(v[0].numel() * v.element_size() for v in self.state.own.values())
+        return g + n * (own + net.b0.numel() * net.b0.element_size()) + cohort * (2 * net.size * net.w0.element_size() + 4 * own)
+
+    def header(self) -> Record:
+        """What the run is: everything needed to repeat it."""
+        assert isinstance(self.algorithm, FedAvg)
+        s = self.setting
+        return {
+            "algorithm": self.name,
+            "options": {k: _plain(v) for k, v in asdict(self.algorithm).items()} if is_dataclass(self.algorithm) else {},
+            "training": {k: _plain(v) for k, v in asdict(self.training).items()},
+            "data": self.data.name,
+            "n": self.data.n,
+            "size": s.data.size("train").tolist(),
+            "notes": list(self.data.notes),
+            "parameters": s.net.size,
+            "rounds": self.rounds,
+            "participation": self.participation,
+            "seed": self.seed,
+            "engine": s.engine.name,
+            "device": self.device,
+            "buffers": self.buffers,
+            "eval_split": self.eval_split,
+            "target": self.algorithm.required[0] if self.algorithm.required else None,
+            "backend": _plain(pflcore.backend()),
+            "versions": {"pflcore": pflcore.__version__, "torch": torch.__version__},
+            "peak_bytes": self.peak_bytes(),
+        }
+
+    def iterate(self) -> Iterator[Record]:
+        """Play the rounds, giving each one's record; ends early, after a record with the key "stopped", where the run diverged."""
+        assert isinstance(self.algorithm, FedAvg)
+        while self.state.round < self.rounds:
+            round, began = self.state.round + 1, time.perf_counter()
+            ids = sample(self.algorithm, self.setting, round, self.participation)
+            self.state, done = step(self.algorithm, self.state, self.setting, ids, self.buffers)
+            found = None
+            if round % self.eval_every == 0 or round == self.rounds:
+                found = {k: v.tolist() for k, v in evaluate(self.algorithm, self.state, self.setting, self.eval_split).items()}
+                if self.eval_train:
+                    found["train_loss"] = evaluate(self.algorithm, self.state, self.setting, "train")["loss"].tolist()
+            yield {
+                "round": round,
+                "algorithm": self.name,
+                "engine": self.setting.engine.name,
+                "seed": self.seed,
+                "seconds": round_to(time.perf_counter() - began),
+                "cohort": done.ids,
+                "dropped": done.dropped,
+                "void": done.void,
+                "bytes_down": done.bytes_down,
+                "bytes_up": done.bytes_up,
+                "train_loss": done.train_loss,
+                "report": {k: v.tolist() for k, v in self.algorithm.report(self.state.g).items()},
+                "eval": found,
+            }
+            if self.state.void >= VOID_ROUNDS and round < self.rounds:
+                yield {
+                    "stopped": f"The run diverged: rounds {round - VOID_ROUNDS + 1} to {round} were void, because client(s) {done.dropped} "
+                    f"sent updates that are not finite; lower the learning rate ({self.training.lr})."
+                }
+                return
+
+    def run(self, on_round: Callable[[int, Record], None] | None = None) -> History:
+        """Play all rounds; `on_round(round, record)` sees each record as it is made. Ctrl-C ends the run and keeps what there is."""
+        history = History(self.header(), state=self.state)
+        try:
+            for record in self.iterate():
+                if "stopped" in record:
+                    history.stopped = record["stopped"]
+                    break
+                history.rounds.append(record)
+                if on_round:
+                    on_round(record["round"], record)
+        except KeyboardInterrupt:
+            history.stopped = f"Interrupted after round {len(history.rounds)} of {self.rounds}."
+        history.state = self.state
+        return history
+
+
+def round_to(x: float, digits: int = 4) -> float:
+    return float(f"{x:.{digits}g}")
+
+
+def _plain(value: Any) -> Any:
+    """JSON's own types, and names for everything else."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return getattr(value, "__name__", None) or str(value)
