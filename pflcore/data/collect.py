@@ -1,0 +1,148 @@
+"""Other people's containers to a :class:`~pflcore.data.federation.Federation`: arrays, torch Datasets, partitioned pools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .federation import SPLITS, Federation
+
+if TYPE_CHECKING:
+    from .cuts import Partition
+
+Classes = int | Literal["infer"] | None
+
+
+def from_partition(
+    cls: type[Federation], x: Any, y: Any, partition: Partition, x_test: Any, y_test: Any, classes: Classes, name: str
+) -> Federation:
+    x, y = tensor(x, "x", None), target(y, "y", None)
+    if (x_test is None) != (y_test is None):
+        raise ValueError(f"x_test and y_test must come together, got only {'y_test' if x_test is None else 'x_test'}")
+    if x_test is not None:
+        xt, yt = tensor(x_test, "x_test", None), target(y_test, "y_test", None)
+        if xt.shape[1:] != x.shape[1:]:
+            raise ValueError(f"x_test must have inputs of shape {list(x.shape[1:])} as x has, got {list(xt.shape[1:])}")
+        x, y = torch.cat([x, xt]), torch.cat([y, yt])
+    index = {s: list(lists) for s, lists in partition.index.items()}
+    truth = {} if partition.group is None else {"group": partition.group}
+    return cls(x, y, index, infer(classes, y), partition.relabel, name, list(partition.notes), truth)
+
+
+def from_arrays(
+    cls: type[Federation],
+    clients: Sequence[Any],
+    test: Sequence[Any] | None,
+    test_fraction: float,
+    seed: int,
+    classes: Classes,
+    dtype: torch.dtype | None,
+    name: str,
+) -> Federation:
+    if len(clients) == 0:
+        raise ValueError("clients must hold the data of at least one client, got an empty list")
+    if test is not None and len(test) != len(clients):
+        raise ValueError(f"test must hold one entry per client ({len(clients)}), got {len(test)}")
+    if test is not None and test_fraction:
+        raise ValueError("give test or test_fraction, not both")
+    xs: list[Tensor] = []
+    ys: list[Tensor] = []
+    index: dict[str, list[Tensor]] = {}
+    start = 0
+    for i, entry in enumerate(clients):
+        parts = dict(entry) if isinstance(entry, Mapping) else {"train": entry}
+        if test is not None:
+            parts["test"] = test[i]
+        if not set(parts) <= set(SPLITS):
+            raise ValueError(f"client {i} must have splits among {list(SPLITS)}, got {list(parts)}")
+        for split, pair in parts.items():
+            x, y = _pair(pair, f"client {i} ({split})", dtype)
+            if xs and x.shape[1:] != xs[0].shape[1:]:
+                raise ValueError(f"client {i} ({split}) has inputs of shape {list(x.shape[1:])}, client 0 has {list(xs[0].shape[1:])}")
+            if ys and (y.shape[1:] != ys[0].shape[1:] or y.dtype != ys[0].dtype):
+                raise ValueError(f"client {i} ({split}) has targets {_kind(y)}, client 0 has {_kind(ys[0])}")
+            xs.append(x)
+            ys.append(y)
+            lists = index.setdefault(split, [])
+            lists += [torch.empty(0, dtype=torch.int64)] * (i - len(lists))  # earlier clients without this split
+            lists.append(torch.arange(start, start + len(x)))
+            start += len(x)
+    for lists in index.values():
+        lists += [torch.empty(0, dtype=torch.int64)] * (len(clients) - len(lists))
+    index.setdefault("train", [torch.empty(0, dtype=torch.int64)] * len(clients))
+    y = torch.cat(ys)
+    fed = cls(torch.cat(xs), y, index, infer(classes, y), None, name)
+    return fed.split_samples({"train": 1 - test_fraction, "test": test_fraction}, seed) if test_fraction else fed
+
+
+def from_datasets(
+    cls: type[Federation],
+    clients: Sequence[Any],
+    test: Sequence[Any] | None,
+    test_fraction: float,
+    seed: int,
+    classes: Classes,
+    dtype: torch.dtype | None,
+    name: str,
+) -> Federation:
+    pairs = [_read(d, f"client {i}") for i, d in enumerate(clients)]
+    tests = None if test is None else [_read(d, f"client {i} (test)") for i, d in enumerate(test)]
+    return from_arrays(cls, pairs, tests, test_fraction, seed, classes, dtype, name)
+
+
+def _read(dataset: Any, who: str) -> tuple[Tensor, Tensor]:
+    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise TypeError(f"{who} must be a torch Dataset with a length, got {type(dataset).__name__}")
+    if len(dataset) == 0:
+        raise ValueError(f"{who} has an empty Dataset: leave the client out, or give it at least one sample")
+    if isinstance(dataset, torch.utils.data.TensorDataset) and len(dataset.tensors) == 2:
+        return dataset.tensors[0], dataset.tensors[1]
+    samples = [dataset[k] for k in range(len(dataset))]
+    if not (isinstance(samples[0], (tuple, list)) and len(samples[0]) == 2):
+        raise TypeError(f"{who} must give pairs (x, y), got {type(samples[0]).__name__}")
+    try:
+        x = torch.stack([torch.as_tensor(s[0]) for s in samples])
+        y = torch.stack([torch.as_tensor(s[1]) for s in samples])
+    except (RuntimeError, TypeError, ValueError) as e:
+        raise ValueError(
+            f"{who} has samples that do not stack into one tensor ({str(e).splitlines()[0]}): use a transform such as ToTensor"
+        ) from e
+    return x, y
+
+
+def _pair(pair: Any, who: str, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
+        raise TypeError(f"{who} must be a pair (x, y), got {type(pair).__name__}")
+    x, y = tensor(pair[0], f"x of {who}", dtype), target(pair[1], f"y of {who}", dtype)
+    if x.dim() < 1 or y.dim() < 1 or len(x) != len(y):
+        raise ValueError(f"{who} must have one target per input, got shapes {list(x.shape)} and {list(y.shape)}")
+    return x, y
+
+
+def tensor(value: Any, what: str, dtype: torch.dtype | None) -> Tensor:
+    """A detached CPU-or-device tensor; floating values go to ``dtype``."""
+    try:
+        t = value.detach() if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))
+    except (TypeError, ValueError) as e:
+        raise TypeError(f"{what} must be numbers in one array, got {type(value).__name__} ({str(e).splitlines()[0]})") from e
+    return t.to(dtype) if dtype is not None and t.is_floating_point() else t
+
+
+def target(value: Any, what: str, dtype: torch.dtype | None) -> Tensor:
+    """As :func:`tensor`; every integer type becomes int64, the type of labels."""
+    t = tensor(value, what, dtype)
+    return t if t.is_floating_point() else t.to(torch.int64)
+
+
+def infer(classes: Classes, y: Tensor) -> int | None:
+    if classes != "infer":
+        return classes
+    return None if y.is_floating_point() or y.numel() == 0 else int(y.max()) + 1
+
+
+def _kind(y: Tensor) -> str:
+    return f"{y.dtype} {list(y.shape[1:])}"

@@ -1,0 +1,310 @@
+"""A federation: one pool of samples, and for each client and split the list of samples it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .cuts import Partition
+    from .splits import ClientGroups
+
+SPLITS = ("train", "val", "test")
+
+
+@dataclass(frozen=True, repr=False)
+class Federation:
+    """The data of N clients, without copies: every client is a list of indices into one pool.
+
+    x         [n_pool, ...]        inputs: floating point, or int64 (tokens)
+    y         [n_pool] or [n_pool, ...]   int64 labels in 0..classes-1, or floating targets (then ``classes`` is None)
+    index     split -> N index lists (int64, [n_i]); "train" is required, "val" and "test" are not
+    classes   C, or None for regression
+    relabel   [N, C] int64 or None: client i sees ``relabel[i][y]`` (concept shift); the pool keeps its own labels
+    truth     what is known of the clients beside their samples, each value [N, ...]: "group", "optimum", ...
+
+    A training sample belongs to one client, and no sample to two splits; two clients may share test samples (a common test set).
+
+    Raises ValueError or TypeError, one sentence: no client, a client without training samples, an index out of range or used twice,
+    shapes or dtypes that do not fit, labels outside 0..C-1, inputs or targets that are NaN or infinite.
+    """
+
+    x: Tensor
+    y: Tensor
+    index: dict[str, list[Tensor]]
+    classes: int | None = None
+    relabel: Tensor | None = None
+    name: str = "data"
+    notes: list[str] = field(default_factory=list)
+    truth: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_pool(self.x, self.y, self.classes)
+        _check_clients(self)
+
+    # -- what it holds ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def n(self) -> int:
+        """N, the number of clients."""
+        return len(self.index["train"])
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """The splits that exist, in the order train, val, test."""
+        return tuple(s for s in SPLITS if s in self.index)
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one input."""
+        return tuple(self.x.shape[1:])
+
+    def size(self, split: str = "train") -> Tensor:
+        """Samples per client: int64 [N], on the CPU."""
+        return torch.tensor([len(i) for i in self._lists(split)], dtype=torch.int64)
+
+    def counts(self, split: str = "train") -> Tensor:
+        """Samples per client and class, as the client labels them (after ``relabel``): int64 [N, C], on the CPU."""
+        if self.classes is None:
+            raise ValueError(f"counts needs labels: the targets of {self.name} are continuous (classes is None)")
+        rows = [torch.bincount(self.labels(i, split).flatten(), minlength=self.classes) for i in range(self.n)]
+        return torch.stack(rows).cpu()
+
+    def labels(self, i: int, split: str = "train") -> Tensor:
+        """Client i's own labels (after ``relabel``) or targets: [n_i] or [n_i, ...]."""
+        y = self.y[self._lists(split)[self._client(i)]]
+        return y if self.relabel is None else self.relabel[i][y]
+
+    def client(self, i: int, split: str = "train") -> tuple[Tensor, Tensor]:
+        """Client i's samples ``(x [n_i, ...], y [n_i])``, labelled as the client labels them. Fresh tensors: the pool is never altered."""
+        return self.x[self._lists(split)[self._client(i)]], self.labels(i, split)
+
+    def summary(self) -> str:
+        """A few lines of text: clients, samples, shapes, sizes, classes per client, what the partition noted."""
+        size = self.size()
+        samples = ", ".join(f"{int(self.size(s).sum()):,} {s}" for s in self.splits)
+        what = "targets" if self.classes is None else f"{self.classes} classes"
+        lines = [f"{self.name}: {self.n} clients, {samples} samples of shape {list(self.shape)}, {what}"]
+        lines.append(f"training samples per client: {int(size.min()):,} to {int(size.max()):,}, median {int(size.median()):,}")
+        if self.classes is not None:
+            held = (self.counts() > 0).sum(1)
+            lines.append(f"classes per client: {int(held.min())} to {int(held.max())}")
+        if self.relabel is not None:
+            moved = (self.relabel != torch.arange(self.relabel.shape[1], device=self.device)).any(1)
+            lines.append(f"concept shift: {int(moved.sum())} of {self.n} clients permute their labels")
+        return "\n".join([*lines, *self.notes])
+
+    def __repr__(self) -> str:
+        return f"Federation({self.name!r}, n={self.n}, splits={list(self.splits)}, shape={list(self.shape)}, classes={self.classes})"
+
+    # -- other federations made from it ----------------------------------------------------------------------------------------
+
+    def to(self, device: str | torch.device) -> Federation:
+        """The same federation with its pool and index lists on ``device``."""
+        if torch.device(device) == self.device:
+            return self
+        index = {s: [i.to(device) for i in lists] for s, lists in self.index.items()}
+        relabel = None if self.relabel is None else self.relabel.to(device)
+        truth = {k: v.to(device) for k, v in self.truth.items()}
+        return replace(self, x=self.x.to(device), y=self.y.to(device), index=index, relabel=relabel, truth=truth)
+
+    def subset(self, clients: Sequence[int] | Tensor) -> Federation:
+        """Only these clients, renumbered 0.. in the given order; the pool is shared."""
+        from .splits import subset
+
+        return subset(self, clients)
+
+    def split_clients(self, train: float = 0.8, val: float = 0.1, test: float = 0.1, seed: int = 13) -> ClientGroups:
+        """Cross-device: who trains, who chooses hyper-parameters, who is reported. See :func:`pflcore.data.splits.split_clients`."""
+        from .splits import split_clients
+
+        return split_clients(self, train, val, test, seed)
+
+    def halves(self, clients: Sequence[int] | Tensor | None = None, seed: int = 13, pool: Sequence[str] | None = None) -> Federation:
+        """Cross-device: "train" becomes the personalization half, "test" the evaluation half. See :func:`pflcore.data.splits.halves`."""
+        from .splits import halves
+
+        return halves(self, clients, seed, pool)
+
+    def keep(self, fraction: float, clients: Sequence[int] | Tensor | None = None) -> Federation:
+        """The first part of each training list, at least one sample: nested personalization sets (100, 50, 25 %)."""
+        from .splits import keep
+
+        return keep(self, fraction, clients)
+
+    def split_samples(self, fractions: Mapping[str, float], seed: int = 100, pool: Sequence[str] | None = None) -> Federation:
+        """Cross-silo: each client's own samples into train, val and test. See :func:`pflcore.data.splits.split_samples`."""
+        from .splits import split_samples
+
+        return split_samples(self, fractions, seed, pool)
+
+    def standardized(self) -> Federation:
+        """Each client's features to mean 0 and standard deviation 1 by its own training statistics. A new pool."""
+        from .splits import standardized
+
+        return standardized(self)
+
+    # -- constructors ----------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_partition(
+        cls,
+        x: Any,
+        y: Any,
+        partition: Partition,
+        *,
+        x_test: Any = None,
+        y_test: Any = None,
+        classes: int | Literal["infer"] | None = "infer",
+        name: str = "data",
+    ) -> Federation:
+        """A training pool, an optional test pool, and a partition of ``cat(y, y_test)`` as :mod:`pflcore.data.partition` makes them."""
+        from .collect import from_partition
+
+        return from_partition(cls, x, y, partition, x_test, y_test, classes, name)
+
+    @classmethod
+    def from_arrays(
+        cls,
+        clients: Sequence[Any],
+        *,
+        test: Sequence[Any] | None = None,
+        test_fraction: float = 0.0,
+        seed: int = 0,
+        classes: int | Literal["infer"] | None = "infer",
+        dtype: torch.dtype | None = torch.float32,
+        name: str = "data",
+    ) -> Federation:
+        """One ``(x, y)`` per client, or one ``{"train": (x, y), "test": (x, y), "val": ...}`` per client. Arrays, tensors or lists.
+
+        ``test``: one ``(x, y)`` per client. ``test_fraction``: cut that part of each client's samples off instead, shuffled by ``seed``.
+        Integer targets are labels (``classes="infer"``: the largest label plus one), floating ones regression targets. ``dtype``:
+        floating inputs and targets are converted to it; None keeps what came.
+        """
+        from .collect import from_arrays
+
+        return from_arrays(cls, clients, test, test_fraction, seed, classes, dtype, name)
+
+    @classmethod
+    def from_datasets(
+        cls,
+        clients: Sequence[Any],
+        *,
+        test: Sequence[Any] | None = None,
+        test_fraction: float = 0.0,
+        seed: int = 0,
+        classes: int | Literal["infer"] | None = "infer",
+        dtype: torch.dtype | None = torch.float32,
+        name: str = "data",
+    ) -> Federation:
+        """One torch ``Dataset`` of ``(x, y)`` pairs per client, read once into memory (so a random transform is drawn once).
+
+        Options as in :meth:`from_arrays`; ``test`` is a list of Datasets.
+        """
+        from .collect import from_datasets
+
+        return from_datasets(cls, clients, test, test_fraction, seed, classes, dtype, name)
+
+    # -- small helpers ---------------------------------------------------------------------------------------------------------
+
+    def _lists(self, split: str) -> list[Tensor]:
+        if split not in self.index:
+            raise ValueError(f"split must be one of {list(self.splits)} for {self.name}, got {split!r}")
+        return self.index[split]
+
+    def _client(self, i: int) -> int:
+        if not 0 <= i < self.n:
+            raise ValueError(f"client must be in 0..{self.n - 1}, got {i}")
+        return i
+
+
+def _check_pool(x: Tensor, y: Tensor, classes: int | None) -> None:
+    for what, t in (("x", x), ("y", y)):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{what} must be a tensor, got {type(t).__name__}: use Federation.from_arrays for arrays")
+        if not (t.is_floating_point() or t.dtype == torch.int64):
+            raise TypeError(f"{what} must be floating point or int64, got {t.dtype}: convert it first (images: to float, then normalise)")
+    if x.dim() < 1 or y.dim() < 1 or len(x) != len(y):
+        raise ValueError(f"x and y must have one row per sample, got shapes {list(x.shape)} and {list(y.shape)}")
+    if x.device != y.device:
+        raise ValueError(f"x and y must be on one device, got {x.device} and {y.device}")
+    for what, t in (("x", x), ("y", y)):
+        # min and max keep NaN and Inf and need no mask as large as the pool
+        if t.is_floating_point() and t.numel() and not bool(torch.isfinite(torch.stack(torch.aminmax(t))).all()):
+            bad = int((~torch.isfinite(t)).reshape(len(t), -1).any(1).nonzero()[0])
+            raise ValueError(f"{what} must be finite, got NaN or Inf in sample {bad}: clean the data first")
+    if classes is None:
+        return
+    if classes < 1:
+        raise ValueError(f"classes must be at least 1, or None for regression, got {classes}")
+    if y.dtype != torch.int64:
+        raise TypeError(f"y must hold int64 labels where classes is given ({classes}), got {y.dtype}: pass classes=None for regression")
+    if y.numel() and (int(y.min()) < 0 or int(y.max()) >= classes):
+        raise ValueError(f"y must hold labels in 0..{classes - 1}, got {int(y.min())}..{int(y.max())}")
+
+
+def _check_clients(fed: Federation) -> None:
+    unknown = [s for s in fed.index if s not in SPLITS]
+    if unknown or "train" not in fed.index:
+        raise ValueError(f"index must hold the split 'train' and may hold 'val' and 'test', got {list(fed.index)}")
+    n, pool = len(fed.index["train"]), len(fed.x)
+    if n == 0:
+        raise ValueError("a federation needs at least one client, got none")
+    where = torch.zeros(pool, dtype=torch.int8, device=fed.x.device)  # which split holds the sample, 0: none
+    for number, split in enumerate(fed.splits, 1):
+        lists = fed.index[split]
+        if len(lists) != n:
+            raise ValueError(f"index[{split!r}] must hold one list per client ({n}), got {len(lists)}")
+        for i, rows in enumerate(lists):
+            _check_list(rows, f"index[{split!r}][{i}]", pool, fed.x.device)
+            if split == "train" and len(rows) == 0:
+                raise ValueError(f"client {i} has no training samples: leave it out, or give it at least one")
+        every = torch.cat(lists)
+        if bool(where[every].any()):
+            raise ValueError(f"a sample must belong to one split, but sample {int(every[where[every] > 0][0])} is in {split!r} and another")
+        where[every] = number
+        shared = split == "test"  # clients may share a test set, but none counts a sample twice
+        for i, rows in enumerate(lists if shared else [every]):
+            if len(rows.unique()) != len(rows):
+                who = f"client {i}" if shared else "two clients, or one twice,"
+                raise ValueError(f"index[{split!r}] must not overlap, but {who} holds sample {_twice(rows)} more than once")
+    _check_extras(fed, n)
+
+
+def _check_list(rows: Tensor, what: str, pool: int, device: torch.device) -> None:
+    if not isinstance(rows, Tensor) or rows.dtype != torch.int64 or rows.dim() != 1:
+        got = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
+        raise TypeError(f"{what} must be a one-dimensional int64 tensor, got {got}")
+    if rows.device != device:
+        raise ValueError(f"{what} must be on the pool's device {device}, got {rows.device}")
+    if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= pool):
+        raise ValueError(f"{what} must lie in 0..{pool - 1}, got {int(rows.min())}..{int(rows.max())}")
+
+
+def _twice(rows: Tensor) -> int:
+    values, times = rows.unique(return_counts=True)
+    return int(values[times > 1][0])
+
+
+def _check_extras(fed: Federation, n: int) -> None:
+    for key, value in fed.truth.items():
+        if value.dim() < 1 or len(value) != n:
+            raise ValueError(f"truth[{key!r}] must have one row per client ({n}), got shape {list(value.shape)}")
+    if fed.relabel is None:
+        return
+    if fed.classes is None:
+        raise ValueError("relabel needs labels, but classes is None")
+    if fed.relabel.dtype != torch.int64 or tuple(fed.relabel.shape) != (n, fed.classes):
+        raise ValueError(f"relabel must be int64 [{n}, {fed.classes}], got {fed.relabel.dtype} {list(fed.relabel.shape)}")
+    if int(fed.relabel.min()) < 0 or int(fed.relabel.max()) >= fed.classes:
+        raise ValueError(f"relabel must map to labels in 0..{fed.classes - 1}, got {int(fed.relabel.min())}..{int(fed.relabel.max())}")
+    if fed.relabel.device != fed.x.device:
+        raise ValueError(f"relabel must be on the pool's device {fed.x.device}, got {fed.relabel.device}")

@@ -1,0 +1,152 @@
+"""Motley's two protocols as functions of a federation: clients held out (cross-device) and samples held out (cross-silo)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .federation import SPLITS, Federation
+
+
+class ClientGroups(NamedTuple):
+    """Who trains, who chooses hyper-parameters, who is reported: disjoint client ids, each int64 and sorted."""
+
+    train: Tensor
+    val: Tensor
+    test: Tensor
+
+
+def subset(fed: Federation, clients: Sequence[int] | Tensor) -> Federation:
+    ids = _ids(fed, clients)
+    index = {s: [fed.index[s][i] for i in ids] for s in fed.splits}
+    rows = torch.tensor(ids, device=fed.device)
+    relabel = None if fed.relabel is None else fed.relabel[rows]
+    return replace(fed, index=index, relabel=relabel, truth={k: v[rows.to(v.device)] for k, v in fed.truth.items()})
+
+
+def split_clients(fed: Federation, train: float, val: float, test: float, seed: int) -> ClientGroups:
+    """Split the clients at random (Motley's cross-device setting).
+
+    Each of ``train``, ``val``, ``test`` is a number of clients (int) or a fraction of them (float); one permutation by ``seed``: its
+    first ids are validation clients, the next test clients, then training clients. Fractions that add up to 1 use every client:
+    validation and test are rounded to the nearest number, training gets the rest.
+    """
+    given = {"train": train, "val": val, "test": test}
+    for key, value in given.items():
+        if value < 0:
+            raise ValueError(f"{key} must be a number of clients or a fraction >= 0, got {value}")
+    number = {k: v if isinstance(v, int) else math.floor(v * fed.n + 0.5) for k, v in given.items()}
+    if not isinstance(train, int) and abs(sum(v for v in given.values() if not isinstance(v, int)) - 1) < 1e-9:
+        number["train"] = fed.n - number["val"] - number["test"]
+    if sum(number.values()) > fed.n or number["train"] < 1:
+        got = ", ".join(f"{k} {number[k]}" for k in given)
+        raise ValueError(f"train, val and test must share {fed.n} clients with at least one to train, got {got}")
+    order = torch.from_numpy(np.random.RandomState(seed).permutation(fed.n))
+    val_ids, test_ids, train_ids = order[: number["val"]], order[number["val"] :][: number["test"]], order[number["val"] + number["test"] :]
+    return ClientGroups(train_ids[: number["train"]].sort().values, val_ids.sort().values, test_ids.sort().values)
+
+
+def halves(fed: Federation, clients: Sequence[int] | Tensor | None, seed: int, pool: Sequence[str] | None) -> Federation:
+    """Personalization and evaluation halves of these clients' (None: all clients') samples.
+
+    The client's samples of the splits in ``pool`` (None: all it has) are shuffled once by ``seed``; the first floor(n/2) become its
+    "train" list (personalization), the others its "test" list (evaluation); it has no "val". Other clients stay as they are. Nothing
+    but scoring may look at an evaluation half.
+    """
+    chosen = _ids(fed, range(fed.n) if clients is None else clients)
+    index = {s: list(fed.index.get(s, [_none(fed)] * fed.n)) for s in SPLITS if s in fed.index or s == "test"}
+    for i in chosen:
+        rows = _pooled(fed, i, pool)
+        if len(rows) < 2:
+            raise ValueError(f"client {i} must have at least 2 samples to be halved, got {len(rows)}")
+        rows = rows[_permutation(len(rows), seed, fed)]
+        index["train"][i], index["test"][i] = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+        if "val" in index:
+            index["val"][i] = _none(fed)
+    return replace(fed, index=index)
+
+
+def keep(fed: Federation, fraction: float, clients: Sequence[int] | Tensor | None) -> Federation:
+    """The first ``fraction`` of each training list, rounded up: keep(.25) is part of keep(.5). Other splits stay."""
+    if not 0 < fraction <= 1:
+        raise ValueError(f"fraction must be above 0 and at most 1, got {fraction}")
+    train = list(fed.index["train"])
+    for i in _ids(fed, range(fed.n) if clients is None else clients):
+        train[i] = train[i][: math.ceil(fraction * len(train[i]))]
+    return replace(fed, index={**fed.index, "train": train})
+
+
+def split_samples(fed: Federation, fractions: Mapping[str, float], seed: int, pool: Sequence[str] | None) -> Federation:
+    """Split each client's own samples (Motley's cross-silo setting).
+
+    ``fractions``: of "train", "val", "test", adding up to 1. ``pool``: the splits whose samples are divided anew (None: all).
+    Test samples go first, ceil(test * n); then validation, ceil(val / (1 - test) * rest); each by a fresh permutation from ``seed``.
+    That is ``train_test_split(random_state=seed)`` of scikit-learn called twice, as the Motley code does, index for index.
+    """
+    want = {s: float(fractions.get(s, 0.0)) for s in SPLITS}
+    if set(fractions) - set(SPLITS) or min(want.values()) < 0 or abs(sum(want.values()) - 1) > 1e-9 or want["train"] == 0:
+        raise ValueError(f"fractions must be of 'train' (above 0), 'val' and 'test' and add up to 1, got {dict(fractions)}")
+    index: dict[str, list[Tensor]] = {s: [] for s in SPLITS if want[s] > 0}
+    for i in range(fed.n):
+        rows = _pooled(fed, i, pool)
+        for split, share in (("test", want["test"]), ("val", want["val"] / (1 - want["test"]))):
+            if share == 0:
+                continue
+            order, cut = _permutation(len(rows), seed, fed), math.ceil(share * len(rows))
+            if cut >= len(rows):
+                raise ValueError(f"client {i} has too few samples ({len(_pooled(fed, i, pool))}) for the fractions {dict(fractions)}")
+            index[split].append(rows[order[:cut]])
+            rows = rows[order[cut:]]
+        index["train"].append(rows)
+    kept = {s: fed.index[s] for s in fed.splits if pool is not None and s not in pool}
+    if set(kept) & set(index):
+        raise ValueError(f"fractions must not name a split outside pool {list(pool or [])}, got {sorted(set(kept) & set(index))}")
+    return replace(fed, index={**kept, **index})
+
+
+def standardized(fed: Federation) -> Federation:
+    """Each client's features shifted and scaled by its own *training* statistics (ddof 0).
+
+    A feature that is constant on the client's training samples is shifted only. Statistics of other clients, or of held-out samples,
+    never enter.
+    """
+    if not fed.x.is_floating_point():
+        raise TypeError(f"standardized needs floating inputs, got {fed.x.dtype}")
+    x = fed.x.clone()
+    owner = torch.full((len(x),), -1, device=x.device)
+    for i in range(fed.n):
+        rows = torch.cat([fed.index[s][i] for s in fed.splits])
+        if bool(((owner[rows] >= 0) & (owner[rows] != i)).any()):
+            raise ValueError(f"standardized needs samples of one client each, but client {i} shares some with another")
+        owner[rows] = i
+        train = fed.x[fed.index["train"][i]].double()
+        mean, std = train.mean(0), train.std(0, correction=0)
+        scale = torch.where((train == train[0]).all(0), 1.0, std)
+        x[rows] = ((fed.x[rows].double() - mean) / scale).to(x.dtype)
+    return replace(fed, x=x, notes=[*fed.notes, "features standardised by each client's own training statistics"])
+
+
+def _ids(fed: Federation, clients: Sequence[int] | Tensor) -> list[int]:
+    ids = [int(i) for i in clients]
+    if not ids or min(ids) < 0 or max(ids) >= fed.n or len(set(ids)) != len(ids):
+        raise ValueError(f"clients must be distinct ids in 0..{fed.n - 1}, at least one, got {ids[:8]}{'...' if len(ids) > 8 else ''}")
+    return ids
+
+
+def _pooled(fed: Federation, i: int, pool: Sequence[str] | None) -> Tensor:
+    names = fed.splits if pool is None else tuple(pool)
+    return torch.cat([fed._lists(s)[i] for s in names])
+
+
+def _permutation(n: int, seed: int, fed: Federation) -> Tensor:
+    return torch.from_numpy(np.random.RandomState(seed).permutation(n)).to(fed.device)
+
+
+def _none(fed: Federation) -> Tensor:
+    return torch.empty(0, dtype=torch.int64, device=fed.device)
