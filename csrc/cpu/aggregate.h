@@ -1,0 +1,402 @@
+// out[m] = base[m] + lr * sum_n weight[m, n] * x[n]: one pass over the rows x, one write of the result.
+//
+// The columns are walked in panels of 64. A panel's rows are copied (widened to the accumulator's type) into a small buffer in
+// the first-level cache while the next panel is prefetched; then every result row takes its sum from that buffer, in registers.
+// So each row is read from memory once whatever the number of results, row strides that are a power of two do no harm, and a
+// sum runs over n in order for every element: the result depends neither on the cut into pieces nor on the threads.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+#include <vector>
+
+#include "isa.h"
+#include "simd.h"
+
+namespace pflcore::cpu {
+
+struct Aggregate {
+  Dtype in;              // of updates
+  Dtype out_dtype;       // of base and out
+  bool wide;             // accumulate in float64 (always where `in` is float64)
+  int64_t n, p, m, k;    // k == n where dense
+  const void* updates;   // [n, p]
+  int64_t updates_row;   // row strides in elements; 0 repeats one row
+  const double* weight;  // [m, k] contiguous
+  const int64_t* index;  // [m, k] contiguous, in [0, n); nullptr: dense. An update whose weights are all 0 is then never read
+  const void* base;      // [m, p], or nullptr
+  int64_t base_row;      // 0: one base for all
+  double lr;
+  void* out;             // [m, p]; may be `base` itself
+  int64_t out_row;
+};
+
+namespace aggregate_detail {
+
+constexpr int64_t kPanel = 64;            // columns
+constexpr int64_t kStreamBytes = 8 << 20; // results of this size and more are written past the caches
+
+template <class A>
+struct Entry { int64_t row; A weight; };
+
+// What all pieces share, read only.
+template <class A>
+struct Plan {
+  Aggregate job;
+  int block = 1;                     // result rows of one register block
+  std::vector<A> weight;             // dense: [m / block][n][block]
+  std::vector<Entry<A>> entry;       // sparse: result m sums entry[first[m] .. first[m + 1]); row: a slot in `row`
+  std::vector<int64_t> first;
+  std::vector<int64_t> row;          // rows of x that are read, ascending
+  bool packed = true;                // panels go through the buffer
+  bool stream = false;
+};
+
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wpsabi"
+#endif
+
+// Rows of register blocks: 32 vector registers hold 6 x 4 sums, 16 hold 6 x 2.
+template <int bytes>
+constexpr int kMaxBlock = 6;
+template <int bytes>
+constexpr int kAcross = bytes == 64 ? 4 : 2;
+
+template <int bytes, class A, class T>
+PFL_INLINE void pack_row(A* to, const T* from, int64_t width, int64_t ahead) {
+  constexpr int lanes = bytes / sizeof(A);
+  if (width == kPanel) {
+    for (size_t i = 0; i < kPanel * sizeof(T); i += 64) __builtin_prefetch(reinterpret_cast<const char*>(from + ahead) + i);
+    PFL_UNROLL
+    for (int64_t c = 0; c < kPanel; c += lanes) {
+      Vec<A, bytes> v;
+      load_as<bytes, A>(v, from + c);
+      store(to + c, v);
+    }
+  } else {
+    T tail[kPanel] = {};
+    std::memcpy(tail, from, sizeof(T) * width);
+    for (int64_t c = 0; c < kPanel; c += lanes) {
+      Vec<A, bytes> v;
+      load_as<bytes, A>(v, tail + c);
+      store(to + c, v);
+    }
+  }
+}
+
+template <int bytes, class A, class T>
+PFL_INLINE void pack_rows(A* panel, const Plan<A>& plan, int64_t column, int64_t width, int64_t ahead) {
+  const int64_t rows = static_cast<int64_t>(plan.row.size());
+  const T* x = static_cast<const T*>(plan.job.updates) + column;
+  for (int64_t i = 0; i < rows; i++) pack_row<bytes, A, T>(panel + i * kPanel, x + plan.row[i] * plan.job.updates_row, width, ahead);
+}
+
+template <int bytes, class A>
+PFL_INLINE void pack(A* panel, const Plan<A>& plan, int64_t column, int64_t width, int64_t ahead) {
+  switch (plan.job.in) {
+    case Dtype::f32: return pack_rows<bytes, A, float>(panel, plan, column, width, ahead);
+    case Dtype::f64: return pack_rows<bytes, A, double>(panel, plan, column, width, ahead);
+    case Dtype::f16: return pack_rows<bytes, A, Half>(panel, plan, column, width, ahead);
+    case Dtype::bf16: return pack_rows<bytes, A, BFloat16>(panel, plan, column, width, ahead);
+  }
+}
+
+// sum[r, 0..64) = sum_n weight[n, r] * x[n, 0..64) for `block` result rows.
+template <int bytes, class A, int block>
+PFL_INLINE void dense_block(A* sum, int64_t sum_stride, const A* x, int64_t stride, int64_t n, const A* weight, int64_t ahead) {
+  constexpr int lanes = bytes / sizeof(A), across = kAcross<bytes>;
+  using V = Vec<A, bytes>;
+  for (int64_t column = 0; column < kPanel; column += across * lanes) {
+    V acc[block][across];
+    PFL_UNROLL
+    for (int r = 0; r < block; r++)
+      PFL_UNROLL
+      for (int c = 0; c < across; c++) acc[r][c] = V{};
+    const A* from = x + column;
+    const A* w = weight;
+    for (int64_t i = 0; i < n; i++, from += stride, w += block) {
+      V v[across];
+      PFL_UNROLL
+      for (int c = 0; c < across; c++) {
+        load(v[c], from + c * lanes);
+        if (ahead) __builtin_prefetch(from + c * lanes + ahead);
+      }
+      PFL_UNROLL
+      for (int r = 0; r < block; r++) {
+        const V wide = w[r] - V{};
+        PFL_UNROLL
+        for (int c = 0; c < across; c++) acc[r][c] += wide * v[c];
+      }
+    }
+    PFL_UNROLL
+    for (int r = 0; r < block; r++)
+      PFL_UNROLL
+      for (int c = 0; c < across; c++) store(sum + r * sum_stride + column + c * lanes, acc[r][c]);
+  }
+}
+
+template <int bytes, class A>
+PFL_INLINE void dense(int rows, A* sum, int64_t sum_stride, const A* x, int64_t stride, int64_t n, const A* weight, int64_t ahead) {
+  switch (rows) {
+    case 1: return dense_block<bytes, A, 1>(sum, sum_stride, x, stride, n, weight, ahead);
+    case 2: return dense_block<bytes, A, 2>(sum, sum_stride, x, stride, n, weight, ahead);
+    case 3: return dense_block<bytes, A, 3>(sum, sum_stride, x, stride, n, weight, ahead);
+    case 4: return dense_block<bytes, A, 4>(sum, sum_stride, x, stride, n, weight, ahead);
+    case 5: return dense_block<bytes, A, 5>(sum, sum_stride, x, stride, n, weight, ahead);
+    default: return dense_block<bytes, A, 6>(sum, sum_stride, x, stride, n, weight, ahead);
+  }
+}
+
+// The same sum over a list of entries, for one result row.
+template <int bytes, class A>
+PFL_INLINE void sparse(A* sum, const A* x, const int64_t* offset, const Entry<A>* entry, const Entry<A>* end, int64_t ahead) {
+  constexpr int lanes = bytes / sizeof(A), across = 256 / bytes < 8 ? 256 / bytes : 8;
+  using V = Vec<A, bytes>;
+  for (int64_t column = 0; column < kPanel; column += across * lanes) {
+    V acc[across];
+    PFL_UNROLL
+    for (int c = 0; c < across; c++) acc[c] = V{};
+    for (const Entry<A>* e = entry; e != end; e++) {
+      const A* from = x + (offset ? offset[e->row] : e->row * kPanel) + column;
+      const V wide = e->weight - V{};
+      PFL_UNROLL
+      for (int c = 0; c < across; c++) {
+        V v;
+        load(v, from + c * lanes);
+        if (ahead) __builtin_prefetch(from + c * lanes + ahead);
+        acc[c] += wide * v;
+      }
+    }
+    PFL_UNROLL
+    for (int c = 0; c < across; c++) store(sum + column + c * lanes, acc[c]);
+  }
+}
+
+// sum = base + lr * sum over one panel.
+template <int bytes, class A, class T>
+PFL_INLINE void add_base(A* sum, const T* base, int64_t width, A lr) {
+  constexpr int lanes = bytes / sizeof(A);
+  T tail[kPanel] = {};
+  if (width < kPanel) {
+    std::memcpy(tail, base, sizeof(T) * width);
+    base = tail;
+  } else {
+    for (size_t i = 0; i < kPanel * sizeof(T); i += 64) __builtin_prefetch(reinterpret_cast<const char*>(base + kPanel) + i);
+  }
+  for (int64_t c = 0; c < kPanel; c += lanes) {
+    Vec<A, bytes> s, b;
+    load(s, sum + c);
+    load_as<bytes, A>(b, base + c);
+    s = b + lr * s;
+    store(sum + c, s);
+  }
+}
+
+template <int bytes, class A>
+PFL_INLINE void finish(A* sum, const Aggregate& job, int64_t row, int64_t column, int64_t width) {
+  constexpr int lanes = bytes / sizeof(A);
+  const A lr = static_cast<A>(job.lr);
+  if (!job.base) {
+    if (job.lr == 1.0) return;
+    for (int64_t c = 0; c < kPanel; c += lanes) {
+      Vec<A, bytes> s;
+      load(s, sum + c);
+      s *= lr;
+      store(sum + c, s);
+    }
+    return;
+  }
+  const int64_t at = row * job.base_row + column;
+  switch (job.out_dtype) {
+    case Dtype::f32: return add_base<bytes, A>(sum, static_cast<const float*>(job.base) + at, width, lr);
+    case Dtype::f64: return add_base<bytes, A>(sum, static_cast<const double*>(job.base) + at, width, lr);
+    case Dtype::f16: return add_base<bytes, A>(sum, static_cast<const Half*>(job.base) + at, width, lr);
+    case Dtype::bf16: return add_base<bytes, A>(sum, static_cast<const BFloat16*>(job.base) + at, width, lr);
+  }
+}
+
+template <int bytes, class A, class T>
+PFL_INLINE void put(T* out, const A* sum, int64_t width) {
+  constexpr int lanes = bytes / sizeof(A);
+  int64_t c = 0;
+  for (; c + lanes <= width; c += lanes) {
+    Vec<A, bytes> s;
+    load(s, sum + c);
+    store_as<bytes, A>(out + c, s);
+  }
+  if (c < width) {
+    T tail[lanes];
+    Vec<A, bytes> s;
+    load(s, sum + c);   // sums are 64 wide: never past the end
+    store_as<bytes, A>(tail, s);
+    std::memcpy(out + c, tail, sizeof(T) * (width - c));
+  }
+}
+
+template <int bytes, class A>
+PFL_INLINE void put_any(void* out, Dtype type, int64_t at, const A* sum, int64_t width) {
+  switch (type) {
+    case Dtype::f32: return put<bytes, A>(static_cast<float*>(out) + at, sum, width);
+    case Dtype::f64: return put<bytes, A>(static_cast<double*>(out) + at, sum, width);
+    case Dtype::f16: return put<bytes, A>(static_cast<Half*>(out) + at, sum, width);
+    case Dtype::bf16: return put<bytes, A>(static_cast<BFloat16*>(out) + at, sum, width);
+  }
+}
+
+// Writes a panel past the caches in whole lines of 64 bytes, wherever the row begins: what is left of a line at the panel's end
+// waits in `kept` (one line) for the next panel. `sum` has room for one line before it.
+template <int bytes, class A>
+PFL_INLINE void put_lines(A* out, A* sum, A* kept, int64_t width, bool begin, bool end) {
+  constexpr int64_t line = 64 / sizeof(A), lanes = bytes / sizeof(A);
+  const int64_t phase = static_cast<int64_t>(reinterpret_cast<uintptr_t>(out) % 64 / sizeof(A));
+  int64_t c = -phase;
+  if (phase) {
+    if (begin) {
+      c = std::min(line - phase, width);
+      std::memcpy(out, sum, sizeof(A) * c);
+    } else {
+      std::memcpy(sum - line, kept, 64);
+    }
+  }
+  for (; c + line <= width; c += line)
+    PFL_UNROLL
+    for (int64_t i = 0; i < line; i += lanes) {
+      Vec<A, bytes> s;
+      load(s, sum + c + i);
+      stream(out + c + i, s);
+    }
+  if (end) {
+    if (c < width) std::memcpy(out + c, sum + c, sizeof(A) * (width - c));
+  } else if (phase) {
+    std::memcpy(kept, sum + kPanel - line, 64);
+  }
+}
+
+// All result rows, columns begin .. end (begin a multiple of the panel).
+template <int bytes, class A>
+PFL_INLINE void columns(const Plan<A>& plan, int64_t begin, int64_t end) {
+  constexpr int64_t line = 64 / sizeof(A), sum_stride = kPanel + line;
+  const Aggregate& job = plan.job;
+  const int64_t rows = static_cast<int64_t>(plan.row.size());
+  Scratch<A> panel(rows * kPanel), kept(plan.stream ? job.m * line : 0);
+  alignas(64) A sums[kMaxBlock<bytes> * sum_stride];
+  A* const sum = sums + line;
+  std::vector<int64_t> offset;
+  if (!plan.packed && job.index)
+    for (int64_t r : plan.row) offset.push_back(r * job.updates_row);
+  for (int64_t column = begin; column < end; column += kPanel) {
+    const int64_t width = std::min(kPanel, end - column);
+    const bool last = column + kPanel >= end, through = plan.packed || width < kPanel;
+    const int64_t ahead = last ? 0 : kPanel;
+    const A* x = panel.data;
+    int64_t stride = kPanel;
+    if (through) {
+      pack<bytes, A>(panel.data, plan, column, width, ahead);
+    } else {
+      x = static_cast<const A*>(job.updates) + column;
+      stride = job.updates_row;
+    }
+    for (int64_t row = 0; row < job.m;) {
+      int64_t count = 1;
+      if (job.index) {
+        const Entry<A>* e = plan.entry.data();
+        sparse<bytes, A>(sum, x, through ? nullptr : offset.data(), e + plan.first[row], e + plan.first[row + 1], through ? 0 : ahead);
+      } else {
+        count = std::min<int64_t>(plan.block, job.m - row);
+        dense<bytes, A>(static_cast<int>(count), sum, sum_stride, x, stride, job.n, plan.weight.data() + row * job.n, through ? 0 : ahead);
+      }
+      for (int64_t r = 0; r < count; r++, row++) {
+        A* const s = sum + r * sum_stride;
+        finish<bytes, A>(s, job, row, column, width);
+        const int64_t at = row * job.out_row + column;
+        if (plan.stream) put_lines<bytes, A>(static_cast<A*>(job.out) + at, s, kept.data + row * line, width, column == begin, last);
+        else put_any<bytes, A>(job.out, job.out_dtype, at, s, width);
+      }
+    }
+  }
+  if (plan.stream) fence();
+}
+
+template <class A>
+void columns_plain(const Plan<A>& plan, int64_t begin, int64_t end) { columns<16, A>(plan, begin, end); }
+#if PFL_X86
+template <class A>
+PFL_AVX2 void columns_avx2(const Plan<A>& plan, int64_t begin, int64_t end) { columns<32, A>(plan, begin, end); }
+template <class A>
+PFL_AVX512 void columns_avx512(const Plan<A>& plan, int64_t begin, int64_t end) { columns<64, A>(plan, begin, end); }
+#endif
+
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic pop
+#endif
+
+template <class A>
+Plan<A> make_plan(const Aggregate& job) {
+  Plan<A> plan;
+  plan.job = job;
+  const bool same_type = job.in == (std::is_same_v<A, double> ? Dtype::f64 : Dtype::f32);
+  if (job.index) {
+    std::vector<int64_t> slot(job.n, -1);
+    for (int64_t i = 0; i < job.m; i++)
+      for (int64_t j = 0; j < job.k; j++)
+        if (static_cast<A>(job.weight[i * job.k + j]) != 0) slot[job.index[i * job.k + j]] = 0;
+    for (int64_t r = 0; r < job.n; r++)
+      if (slot[r] == 0) {
+        slot[r] = static_cast<int64_t>(plan.row.size());
+        plan.row.push_back(r);
+      }
+    plan.first.push_back(0);
+    for (int64_t i = 0; i < job.m; i++) {
+      for (int64_t j = 0; j < job.k; j++)
+        if (const A w = static_cast<A>(job.weight[i * job.k + j]); w != 0) plan.entry.push_back({slot[job.index[i * job.k + j]], w});
+      plan.first.push_back(static_cast<int64_t>(plan.entry.size()));
+    }
+    plan.packed = !same_type || plan.entry.size() > plan.row.size();
+  } else {
+    for (int64_t r = 0; r < job.n; r++) plan.row.push_back(r);
+    const int64_t blocks = (job.m + 5) / 6;
+    plan.block = static_cast<int>((job.m + blocks - 1) / blocks);
+    plan.weight.resize(job.m * job.n);
+    A* to = plan.weight.data();
+    for (int64_t i = 0; i < job.m; i += plan.block) {
+      const int64_t count = std::min<int64_t>(plan.block, job.m - i);
+      for (int64_t j = 0; j < job.n; j++)
+        for (int64_t r = 0; r < count; r++) *to++ = static_cast<A>(job.weight[(i + r) * job.k + j]);
+    }
+    plan.packed = !same_type || blocks > 1;
+  }
+  plan.stream = job.out_dtype == (std::is_same_v<A, double> ? Dtype::f64 : Dtype::f32) && job.m * job.p * size_of(job.out_dtype) >= kStreamBytes;
+  return plan;
+}
+
+template <class A, class Parallel>
+void run(const Aggregate& job, Parallel&& parallel) {
+  const Plan<A> plan = make_plan<A>(job);
+  // A piece is some twenty microseconds of work, so that a small problem is one piece and stays on the calling thread.
+  const double terms = job.index ? static_cast<double>(plan.entry.size()) : static_cast<double>(job.m) * job.n;
+  const double work = (terms / 16 + plan.row.size() + job.m + 1) * static_cast<double>(job.p);
+  const int64_t panels = (job.p + kPanel - 1) / kPanel;
+  const int64_t pieces = std::max<int64_t>(1, std::min({panels, static_cast<int64_t>(work / 1e5), int64_t{512}}));
+  parallel(pieces, [&plan, panels, pieces](int64_t first, int64_t last) {
+    const int64_t begin = panels * first / pieces * kPanel, end = std::min(panels * last / pieces * kPanel, plan.job.p);
+    if (begin >= end) return;
+#if PFL_X86
+    if (isa() == Isa::avx512) return columns_avx512<A>(plan, begin, end);
+    if (isa() == Isa::avx2) return columns_avx2<A>(plan, begin, end);
+#endif
+    columns_plain<A>(plan, begin, end);
+  });
+}
+
+}  // namespace aggregate_detail
+
+// parallel(n, body) calls body(begin, end) on ranges that cover 0..n, on any threads.
+template <class Parallel>
+void aggregate(const Aggregate& job, Parallel&& parallel) {
+  if (job.m == 0 || job.p == 0) return;
+  if (job.wide || job.in == Dtype::f64) aggregate_detail::run<double>(job, parallel);
+  else aggregate_detail::run<float>(job, parallel);
+}
+
+}  // namespace pflcore::cpu
