@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from . import natural, synthetic
 from .cuts import Partition
 from .federation import Federation
 from .partition import PARTITIONS, options_of, partition
 from .sources import SOURCES, Source, load
 from .splits import ClientGroups
 
+FEDERATIONS: dict[str, Callable[..., Federation]] = {
+    **natural.FEDERATIONS,
+    "synthetic_linear": synthetic.synthetic_linear,
+    "synthetic_quadratic": synthetic.synthetic_quadratic,
+    "synthetic_clusters": synthetic.synthetic_clusters,
+}
+CROSS_SILO = {"train": 0.7, "val": 0.15, "test": 0.15}  # Motley's split of a client's own samples
+
 __all__ = [
+    "CROSS_SILO",
+    "FEDERATIONS",
     "PARTITIONS",
     "SOURCES",
     "ClientGroups",
@@ -27,29 +39,45 @@ __all__ = [
 
 def federation_of(
     data: str | Source = "mnist5k",
-    partition: str = "A",
-    n: int = 10,
+    partition: str | None = None,
+    n: int | None = None,
     seed: int = 0,
     shift_seed: int = 0,
     *,
     root: str | os.PathLike[str] | None = None,
     train_samples: int | None = None,
     test_samples: int | None = None,
+    fractions: Mapping[str, float] | None = None,
+    standardize: bool | None = None,
     **options: Any,
 ) -> Federation:
-    """A federation from a data set's name and a partition's name.
+    """A federation from the names of a data set and of a partition.
 
-    n: clients. seed: of the partition. shift_seed: of the label permutations of A* and B*. root: the data folder (None: PFLCORE_DATA).
-    train_samples, test_samples: use a stratified part of the pools only. options: the partition's own (``options_of(partition)``).
-    Errors: ValueError (a name, an option), ImportError (a package), OSError (a file), each in one sentence.
+    data        a pool that a partition cuts (``SOURCES``, or a :class:`Source`), or data that comes with its clients (``FEDERATIONS``,
+                ``"leaf:PATH"``, ``"folder:PATH"``)
+    partition   one of ``PARTITIONS`` (None: "A"), with ``options`` from ``options_of(partition)``; data with clients takes none
+    n           clients: 10 where a partition makes them; the first n where the data brings them (None: all)
+    seed        of the partition or of the split; shift_seed: of the label permutations of A* and B*
+    root        the data folder (None: the one PFLCORE_DATA names)
+    train_samples, test_samples   use a stratified part of the pools only
+    fractions   data with clients: the split of each client's samples (None: 70 / 15 / 15 where the data has no test split)
+    standardize data with clients: features by each client's training statistics (None: for school and vehicle)
+
+    ValueError (a name, an option), ImportError (a package), OSError (a file): one sentence each.
     """
-    from .partition import partition as cut
-
-    own = options_of(partition)
-    if "shift_seed" in own:
+    if isinstance(data, str) and data not in SOURCES:
+        if partition is not None or train_samples is not None or test_samples is not None:
+            given = "partition" if partition is not None else "train_samples and test_samples"
+            _known(data)
+            raise ValueError(f"{given} cannot be chosen for {data!r}, which comes with its clients: leave it out")
+        return _with_clients(data, n, seed, root, fractions, standardize, options)
+    if fractions is not None or standardize is not None:
+        raise ValueError("fractions and standardize are for data that comes with its clients: use split_samples() or standardized()")
+    name = partition or "A"
+    if "shift_seed" in options_of(name):
         options = {**options, "shift_seed": shift_seed}
     source = (load(data, root) if isinstance(data, str) else data).sample(train_samples, test_samples, seed)
-    part = cut(partition, source.y_train, n, test_labels=source.y_test, seed=seed, classes=source.classes, **options)
+    part = _cut(name, source.y_train, 10 if n is None else n, test_labels=source.y_test, seed=seed, classes=source.classes, **options)
     return Federation.from_partition(
         source.x_train,
         source.y_train,
@@ -57,5 +85,47 @@ def federation_of(
         x_test=source.x_test,
         y_test=source.y_test,
         classes=source.classes,
-        name=f"{source.name} {partition}",
+        name=f"{source.name} {name}",
     )
+
+
+_cut = partition  # the function of that name; federation_of has an argument called so
+
+
+def _known(data: str) -> None:
+    if data not in FEDERATIONS and not data.startswith(tuple(prefix for prefix, _ in natural.READERS)):
+        raise ValueError(f"data must be one of {', '.join([*SOURCES, *FEDERATIONS])}, leaf:PATH or folder:PATH, got {data!r}")
+
+
+def _with_clients(
+    data: str,
+    n: int | None,
+    seed: int,
+    root: str | os.PathLike[str] | None,
+    fractions: Mapping[str, float] | None,
+    standardize: bool | None,
+    options: dict[str, Any],
+) -> Federation:
+    _known(data)
+    if data.startswith("synthetic"):
+        more = {} if data == "synthetic_quadratic" else {"seed": seed, **({} if n is None else {"n": n})}
+        make, args = FEDERATIONS[data], {**more, **options}
+    elif data in FEDERATIONS:
+        make, args = FEDERATIONS[data], {"root": root, **options}
+    else:
+        prefix, make = next((p, f) for p, f in natural.READERS if data.startswith(p))
+        args = {"path": data[len(prefix) :], **options}
+    try:
+        fed = make(**args)
+    except TypeError as e:
+        if "unexpected keyword" in str(e):
+            raise ValueError(f"options for {data!r}: {e}") from e
+        raise
+    if n is not None and n != fed.n:
+        if not 1 <= n <= fed.n:
+            raise ValueError(f"n must lie in 1..{fed.n}, the clients of {data!r}, got {n}")
+        fed = fed.subset(range(n))
+    if fractions is not None or "test" not in fed.index:
+        fed = fed.split_samples(CROSS_SILO if fractions is None else fractions, seed)
+    tabular = data in ("school", "vehicle")
+    return fed.standardized() if (tabular if standardize is None else standardize) else fed

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .federation import SPLITS, Federation
+from .checks import SPLITS
+from .federation import Federation
 
 if TYPE_CHECKING:
     from .cuts import Partition

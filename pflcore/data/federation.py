@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from .checks import SPLITS, check_clients, check_pool
+
 if TYPE_CHECKING:
     from .cuts import Partition
     from .splits import ClientGroups
-
-SPLITS = ("train", "val", "test")
 
 
 @dataclass(frozen=True, repr=False)
@@ -43,8 +43,8 @@ class Federation:
     truth: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check_pool(self.x, self.y, self.classes)
-        _check_clients(self)
+        check_pool(self.x, self.y, self.classes)
+        check_clients(self)
 
     # -- what it holds ---------------------------------------------------------------------------------------------------------
 
@@ -224,87 +224,3 @@ class Federation:
         if not 0 <= i < self.n:
             raise ValueError(f"client must be in 0..{self.n - 1}, got {i}")
         return i
-
-
-def _check_pool(x: Tensor, y: Tensor, classes: int | None) -> None:
-    for what, t in (("x", x), ("y", y)):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{what} must be a tensor, got {type(t).__name__}: use Federation.from_arrays for arrays")
-        if not (t.is_floating_point() or t.dtype == torch.int64):
-            raise TypeError(f"{what} must be floating point or int64, got {t.dtype}: convert it first (images: to float, then normalise)")
-    if x.dim() < 1 or y.dim() < 1 or len(x) != len(y):
-        raise ValueError(f"x and y must have one row per sample, got shapes {list(x.shape)} and {list(y.shape)}")
-    if x.device != y.device:
-        raise ValueError(f"x and y must be on one device, got {x.device} and {y.device}")
-    for what, t in (("x", x), ("y", y)):
-        # min and max keep NaN and Inf and need no mask as large as the pool
-        if t.is_floating_point() and t.numel() and not bool(torch.isfinite(torch.stack(torch.aminmax(t))).all()):
-            bad = int((~torch.isfinite(t)).reshape(len(t), -1).any(1).nonzero()[0])
-            raise ValueError(f"{what} must be finite, got NaN or Inf in sample {bad}: clean the data first")
-    if classes is None:
-        return
-    if classes < 1:
-        raise ValueError(f"classes must be at least 1, or None for regression, got {classes}")
-    if y.dtype != torch.int64:
-        raise TypeError(f"y must hold int64 labels where classes is given ({classes}), got {y.dtype}: pass classes=None for regression")
-    if y.numel() and (int(y.min()) < 0 or int(y.max()) >= classes):
-        raise ValueError(f"y must hold labels in 0..{classes - 1}, got {int(y.min())}..{int(y.max())}")
-
-
-def _check_clients(fed: Federation) -> None:
-    unknown = [s for s in fed.index if s not in SPLITS]
-    if unknown or "train" not in fed.index:
-        raise ValueError(f"index must hold the split 'train' and may hold 'val' and 'test', got {list(fed.index)}")
-    n, pool = len(fed.index["train"]), len(fed.x)
-    if n == 0:
-        raise ValueError("a federation needs at least one client, got none")
-    where = torch.zeros(pool, dtype=torch.int8, device=fed.x.device)  # which split holds the sample, 0: none
-    for number, split in enumerate(fed.splits, 1):
-        lists = fed.index[split]
-        if len(lists) != n:
-            raise ValueError(f"index[{split!r}] must hold one list per client ({n}), got {len(lists)}")
-        for i, rows in enumerate(lists):
-            _check_list(rows, f"index[{split!r}][{i}]", pool, fed.x.device)
-            if split == "train" and len(rows) == 0:
-                raise ValueError(f"client {i} has no training samples: leave it out, or give it at least one")
-        every = torch.cat(lists)
-        if bool(where[every].any()):
-            raise ValueError(f"a sample must belong to one split, but sample {int(every[where[every] > 0][0])} is in {split!r} and another")
-        where[every] = number
-        shared = split == "test"  # clients may share a test set, but none counts a sample twice
-        for i, rows in enumerate(lists if shared else [every]):
-            if len(rows.unique()) != len(rows):
-                who = f"client {i}" if shared else "two clients, or one twice,"
-                raise ValueError(f"index[{split!r}] must not overlap, but {who} holds sample {_twice(rows)} more than once")
-    _check_extras(fed, n)
-
-
-def _check_list(rows: Tensor, what: str, pool: int, device: torch.device) -> None:
-    if not isinstance(rows, Tensor) or rows.dtype != torch.int64 or rows.dim() != 1:
-        got = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
-        raise TypeError(f"{what} must be a one-dimensional int64 tensor, got {got}")
-    if rows.device != device:
-        raise ValueError(f"{what} must be on the pool's device {device}, got {rows.device}")
-    if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= pool):
-        raise ValueError(f"{what} must lie in 0..{pool - 1}, got {int(rows.min())}..{int(rows.max())}")
-
-
-def _twice(rows: Tensor) -> int:
-    values, times = rows.unique(return_counts=True)
-    return int(values[times > 1][0])
-
-
-def _check_extras(fed: Federation, n: int) -> None:
-    for key, value in fed.truth.items():
-        if value.dim() < 1 or len(value) != n:
-            raise ValueError(f"truth[{key!r}] must have one row per client ({n}), got shape {list(value.shape)}")
-    if fed.relabel is None:
-        return
-    if fed.classes is None:
-        raise ValueError("relabel needs labels, but classes is None")
-    if fed.relabel.dtype != torch.int64 or tuple(fed.relabel.shape) != (n, fed.classes):
-        raise ValueError(f"relabel must be int64 [{n}, {fed.classes}], got {fed.relabel.dtype} {list(fed.relabel.shape)}")
-    if int(fed.relabel.min()) < 0 or int(fed.relabel.max()) >= fed.classes:
-        raise ValueError(f"relabel must map to labels in 0..{fed.classes - 1}, got {int(fed.relabel.min())}..{int(fed.relabel.max())}")
-    if fed.relabel.device != fed.x.device:
-        raise ValueError(f"relabel must be on the pool's device {fed.x.device}, got {fed.relabel.device}")

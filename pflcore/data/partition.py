@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from .cuts import Partition, Pool, by_class, cut, cut_classes, rng_of, shares
-from .label_skew import dirichlet, pathological, practical1
+from .dirichlet import dirichlet
+from .label_skew import pathological, practical1
 
 BASES: dict[str, list[int]] = {  # WAFFLE paper, section 5.1: agent 0's share of each label; numerators
     "A": [1] * 10,

