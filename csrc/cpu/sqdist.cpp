@@ -1,0 +1,27 @@
+#include "sqdist.h"
+
+#include "../glue.h"
+
+namespace pflcore {
+namespace {
+
+Tensor pairwise_sqdist_cpu(const Tensor& a_in, const OptionalTensor& b_in) {
+  PFL_CHECK(a_in.dim() == 2, "pairwise_sqdist: expected a [M, P]");
+  const Dtype dtype = dtype_of(a_in, "pairwise_sqdist");
+  const Tensor a = rows(a_in);
+  const Tensor b = b_in ? rows(*b_in) : a;
+  PFL_CHECK(b.dim() == 2 && b.size(1) == a.size(1), "pairwise_sqdist: expected a [M, P] and b [N, P] with the same P");
+  PFL_CHECK(b.scalar_type() == a.scalar_type(), "pairwise_sqdist: expected a and b of one dtype");
+  const int64_t m = a.size(0), n = b.size(0), p = a.size(1);
+  Tensor out = torch::stable::new_empty(a, {m, n}, ScalarType::Double);
+  const double work = static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(p) / (b_in ? 1 : 2);
+  cpu::sqdist(dtype, a.const_data_ptr(), row_stride(a), m, b_in ? b.const_data_ptr() : nullptr, row_stride(b), n, p,
+              static_cast<double*>(out.mutable_data_ptr()), TorchParallel{work});
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(pflcore, CPU, m) { m.impl("pairwise_sqdist", TORCH_BOX(&pairwise_sqdist_cpu)); }
+
+}  // namespace pflcore

@@ -1,0 +1,175 @@
+"""The specification of the ops: one pure PyTorch function each, right before it is fast.
+
+These are the default bodies of the ops, so they run wherever no kernel is registered, and the tests hold the kernels against them.
+Arguments have been checked by `pflcore.ops`. N clients, M rows of the result, P parameters, K kept neighbours, B batch, F factors.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+BUDGET = 1 << 22  # elements of a temporary: what a reference may hold beside its result
+LANE = 256  # columns summed at a time
+
+
+def pairwise_sqdist(
+    a: Tensor,  # [M, P]
+    b: Tensor | None,  # [N, P]
+) -> Tensor:  # [M, N] float64
+    """Squared distances of rows: subtract, square, sum, all in float64."""
+    symmetric = b is None
+    b = a if b is None else b
+    m, n, p = a.shape[0], b.shape[0], a.shape[1]
+    out = torch.zeros(m, n, dtype=torch.float64, device=a.device)
+    width = LANE * max(1, min(LANE, BUDGET // (LANE * max(n, 1))))
+    for start in range(0, p, width):
+        size = min(width, p - start)
+        pad = -size % LANE  # whole lanes only, so that the order of a pair's sum depends on nothing but P
+        rows_a = torch.nn.functional.pad(a[:, start : start + size].double(), (0, pad))  # [M, L * LANE]
+        rows_b = rows_a if symmetric else torch.nn.functional.pad(b[:, start : start + size].double(), (0, pad))
+        for i in range(m):
+            first = i + 1 if symmetric else 0
+            if first < n:
+                diff = (rows_b[first:] - rows_a[i]).square().view(n - first, -1, LANE)  # [N, L, LANE]
+                out[i, first:] += diff.sum(-1).sum(-1)
+    return out + out.T if symmetric else out
+
+
+def waffle_weights(
+    dist: Tensor,  # [..., N] distances (not squared) from the target
+    target: Tensor,  # [...] int64
+    omega: float,
+    psi: float,
+    uniform_ties: bool,
+) -> Tensor:  # [..., N] float64
+    """WAFFLE's CalcWeights (Beaussart et al. 2021, Algorithm 1) in a form that never divides by zero."""
+    d = dist.double().clamp(min=0)
+    is_target = torch.arange(d.shape[-1], device=d.device) == target[..., None]  # [..., N]
+    other = d.isfinite() & ~is_target
+    high = torch.where(other, d, 0.0).amax(-1, keepdim=True)  # [..., 1]
+    low = torch.where(other, d, math.inf).amin(-1, keepdim=True)
+    gap = high - low
+    tied = gap <= 1e-12 * high
+    t = torch.where(tied, 0.0, (d - low) / gap)
+    s = torch.where(tied, 1.0, low / high) * (1 - omega)
+    ratio = (t + s) / (1 + s) if omega <= 1 else t + s
+    ratio = torch.where((high == 0) | (tied & uniform_ties), 0.0, ratio)
+    raw = torch.where(other, (psi - ratio).clamp(min=0), 0.0)
+    raw = torch.where(is_target, psi, raw)
+    alone = ~other.any(-1, keepdim=True) | (psi == 0)
+    return torch.where(alone, is_target.double(), raw / raw.sum(-1, keepdim=True))
+
+
+def feddwa_weights(
+    sqdist: Tensor,  # [M, N] squared distances
+    k: int,
+) -> tuple[Tensor, Tensor]:  # [M, K] float64, [M, K] int64
+    """The K nearest of each row by (distance, index), weighted by 1 / squared distance (FedDWA, Liu et al. 2023, Eq. 15 and 8)."""
+    d = sqdist.double()
+    d = torch.where(d.isnan(), math.inf, d.clamp(min=0))
+    value, index = d.sort(dim=1, stable=True)
+    value, index = value[:, :k], index[:, :k].contiguous()
+    nearest = value[:, :1]
+    equal = (nearest == 0) | nearest.isinf()  # only equals of the nearest count; else nearest / value is in [0, 1]
+    weight = torch.where(equal, (value == nearest).double(), nearest / value)
+    return weight / weight.sum(1, keepdim=True), index
+
+
+def aggregate_out(
+    updates: Tensor,  # [N, P]
+    weight: Tensor,  # [M, N], or [M, K] with index
+    index: Tensor | None,  # [M, K] int64
+    base: Tensor | None,  # [P] or [M, P]
+    lr: float,
+    precise: bool,
+    out: Tensor,  # [M, P]
+) -> None:
+    """out = base + lr * (weight @ updates), strip by strip."""
+    wide = precise or torch.float64 in (updates.dtype, out.dtype)
+    dtype = torch.float64 if wide else torch.float32
+    w = (lr * weight.double()).to(dtype)
+    width = max(1, BUDGET // max(1, sum(updates.shape[:1]) + w.shape[0]))
+    for start in range(0, updates.shape[1], width):
+        strip = slice(start, start + width)
+        if index is None:
+            total = w @ updates[:, strip].to(dtype)  # [M, width]
+        else:
+            total = torch.zeros(w.shape[0], updates[:, strip].shape[1], dtype=dtype, device=w.device)
+            for k in range(w.shape[1]):
+                weight_k = w[:, k, None]
+                total += torch.where(weight_k != 0, weight_k * updates[index[:, k], strip].to(dtype), 0.0)
+        out[:, strip] = total if base is None else base[..., strip].to(dtype) + total
+
+
+def aggregate(updates: Tensor, weight: Tensor, index: Tensor | None, base: Tensor | None, lr: float, precise: bool) -> Tensor:  # [M, P]
+    """The same into a fresh result of base's dtype, or else of updates'."""
+    out = updates.new_empty(weight.shape[0], updates.shape[1], dtype=updates.dtype if base is None else base.dtype)
+    aggregate_out(updates, weight, index, base, lr, precise, out)
+    return out
+
+
+def rank1_linear(
+    x: Tensor,  # [B, I] or [N, B, I]
+    w_a: Tensor,  # [O, F] or [N, O, F]
+    lam: Tensor,  # [F] or [N, F]
+    w_b: Tensor,  # [F, I] or [N, F, I]
+) -> Tensor:  # [B, O] or [N, B, O]
+    """((x w_b^T) * lam) w_a^T: a linear layer of weight sum_f lam_f w_a[:, f] w_b[f, :], which is never built."""
+    scale = lam[..., None, :]
+    hidden = torch.where(scale != 0, x @ w_b.mT * scale, 0.0)  # [.., B, F]
+    return hidden @ w_a.mT
+
+
+def rank1_linear_backward(
+    grad: Tensor,  # [B, O] or [N, B, O]
+    x: Tensor,
+    w_a: Tensor,
+    lam: Tensor,
+    w_b: Tensor,
+    need_x: bool,
+    need_a: bool,
+    need_lam: bool,
+    need_b: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of rank1_linear in its inputs' shapes; an empty tensor where one is not needed."""
+    scale = lam[..., None, :]
+    hidden, back = x @ w_b.mT, grad @ w_a  # [.., B, F] both
+    scaled = torch.where(scale != 0, back * scale, 0.0)
+    none = grad.new_empty(0)
+
+    def like(t: Tensor, g: Tensor) -> Tensor:
+        """Clients that share an input add up."""
+        return g.sum_to_size(t.shape).contiguous()
+
+    return (
+        like(x, scaled @ w_b) if need_x else none,
+        like(w_a, grad.mT @ torch.where(scale != 0, hidden * scale, 0.0)) if need_a else none,
+        like(lam, (hidden * back).sum(-2)) if need_lam else none,
+        like(w_b, scaled.mT @ x) if need_b else none,
+    )
+
+
+def sgd_step_(
+    w: Tensor,  # [S, Q], changed
+    grad: Tensor,  # [S, Q]
+    lr: float,
+    shift: Tensor | None,  # [S, Q]
+    mask: Tensor | None,  # [Q] or [S, Q]
+    mu: float,
+    mu_rows: Tensor | None,  # [S], replaces mu
+    anchor: Tensor | None,  # [S, Q]
+    momentum: float,
+    buffer: Tensor | None,  # [S, Q], changed
+    weight_decay: float,
+) -> None:
+    """One SGD step on flat rows with a correction, a proximal term, momentum, weight decay and a mask."""
+    d = grad if shift is None else grad + shift
+    if anchor is not None:
+        d = d + (mu if mu_rows is None else mu_rows[:, None].to(w.dtype)) * (w - anchor)
+    if weight_decay:
+        d = d + weight_decay * w
+    if buffer is not None and momentum:
+        buffer.mul_(momentum).add_(d)
+        d = buffer
+    w.sub_(lr * d if mask is None else lr * mask * d)
