@@ -151,12 +151,14 @@ def rank1_linear(
     if len(lead) <= 1 and all(t.dim() == o or t.shape[0] == lead[0] for t, o in ((x, 2), (w_a, 2), (lam, 1), (w_b, 2))):
         return library.rank1_linear(x, w_a, lam, w_b)
     if w_a.dim() == 2 and lam.dim() == 1 and w_b.dim() == 2:  # nothing but a larger batch
-        return library.rank1_linear(x.flatten(0, -2), w_a, lam, w_b).unflatten(0, x.shape[:-1])
+        y = library.rank1_linear(x.flatten(0, -2), w_a, lam, w_b)
+        return y.reshape(*x.shape[:-1], y.shape[-1])
 
     def flat(t: Tensor, own: int) -> Tensor:
         return t if t.dim() == own else t.expand(*lead, *t.shape[t.dim() - own :]).flatten(0, len(lead) - 1)
 
-    return library.rank1_linear(flat(x, 2), flat(w_a, 2), flat(lam, 1), flat(w_b, 2)).unflatten(0, lead)
+    y = library.rank1_linear(flat(x, 2), flat(w_a, 2), flat(lam, 1), flat(w_b, 2))
+    return y.reshape(*lead, *y.shape[1:])
 
 
 def sgd_step_(
