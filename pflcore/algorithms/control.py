@@ -1,0 +1,173 @@
+"""Control variates: clients correct each gradient by what they know of the others' gradients."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pflcore import ops
+from pflcore.algorithms.base import Cohort, FedAvg, Payload, Tensors
+from pflcore.flat import Net
+from pflcore.local import Fit, Local
+
+Schedule = Callable[[int, int], float]  # (round, rounds) -> how global this round is: 1 global, 0 local
+
+
+@dataclass(frozen=True)
+class Scaffold(FedAvg):
+    """Karimireddy et al. 2020, Algorithm 1: each step takes `gradient - c_i + c`.
+
+    server: x, c [P] · client: c [P] · down: x, c [S, P] (2 models) · up: delta, control = c_i' - c_i [S, P] (2 models).
+    `x <- x + lr * mean_S delta_i`, `c <- c + |S| / N * mean_S control_i`, so that `c = mean_N c_i` after every round.
+    The new `c_i'` is, by `option`: "mean_grad" the mean minibatch gradient of the round (exact for every local optimizer; equals
+    option II for plain SGD); "II" `c_i - c + (x - y_i) / (sum of step sizes)`; "I" the full-batch gradient at x. With momentum
+    option II divides by the effective number of steps, sum_k (1 - m^(K-k+1)) / (1 - m). Weight decay counts as part of the gradient.
+    `weighting="samples"` weighs x and c alike by n_i; then c is the n-weighted mean of the c_i under full participation only.
+    """
+
+    weighting: str = "uniform"  # "uniform" as in the paper, or "samples"
+    option: Literal["mean_grad", "II", "I"] = "mean_grad"  # how a client renews its control variate
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.option not in ("mean_grad", "II", "I"):
+            raise ValueError(f"option: expected 'mean_grad', 'II' or 'I', got {self.option!r}.")
+
+    def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
+        return {"x": net.w0, "c": torch.zeros_like(net.w0)}, {"c": torch.zeros_like(net.w0)}
+
+    def send(self, g: Tensors, cohort: Cohort, gen: torch.Generator) -> Payload:
+        return {k: g[k].expand(len(cohort.ids), -1) for k in ("x", "c")}
+
+    def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
+        fit, new = self.train(down, own, local)
+        return {"c": new}, {"delta": fit.w - down["x"], "control": new - own["c"]}
+
+    def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
+        share = cohort.share[None]
+        x = ops.aggregate(up["delta"], share, base=g["x"], lr=self.lr)[0]
+        return {**g, "x": x, "c": ops.aggregate(up["control"], share, base=g["c"], lr=len(cohort.ids) / cohort.n)[0]}
+
+    def train(self, down: Payload, own: Tensors, local: Local) -> tuple[Fit, Tensor]:
+        """Corrected local training and the clients' new control variates [S, P]."""
+        x, c, t = down["x"], down["c"], local.setting.training
+        fit = local.fit(x, shift=c - own["c"], want_grad=self.option == "mean_grad")
+        if self.option == "I":
+            return fit, local.grad(x) + t.weight_decay * x
+        if self.option == "II":
+            steps, m = fit.lr_sum.double() / local.lr, t.momentum
+            steps = steps / (1 - m) - m * (1 - m**steps) / (1 - m) ** 2  # the plain number where m is 0
+            return fit, own["c"] - c + (x - fit.w) / (steps * local.lr).to(x)
+        assert fit.grad is not None
+        return fit, fit.grad
+
+
+@dataclass(frozen=True)
+class Waffle(Scaffold):
+    """Beaussart et al. 2021, Algorithms 1 and 2: SCAFFOLD whose averages drift from global to what helps one client, the `target`.
+
+    server: x, c [P], history [2, N] of unsmoothed weights, weights [N] · client: c [P] · down: x, c [S, P] (2 models) ·
+    up: delta and control [S, P] (2 models). x is the target's personalized model; the others' numbers only show what it is to them.
+    The weights come from the distances between the clients' updates and the target's (`ops.waffle_weights`, eqs. 2 and 3) and are
+    averaged with those of the last two rounds; from round 0.95 R on the target is alone. Omega and Psi are eq. 4 with slope `do`,
+    or any function of (round, rounds). Absent clients have weight 0, and those present share the whole.
+
+    Deviations, each with the paper's own reading as an option: `control_agg="recompute"` keeps `c = sum_i weight_i c_i`; as printed
+    ("literal": `c += sum_i weight_i dc_i`) c forgets what it owes each client when weights change, the gap between c and the target's
+    own c_i freezes once the target is alone, and the target cannot reach its optimum. `option="mean_grad"` is as in SCAFFOLD ("II" is
+    the paper's). Decisions where the paper is silent: c and c_i start at 0, the history at 1/N, lr 1, the history holds unsmoothed
+    weights, no weighting by samples.
+    """
+
+    target: int = 0  # the client for whom the model is made
+    do: float = 3.2  # slope of the paper's Omega = Psi = 1 / (1 + exp(do * (2 (round + r0) / rounds - 1)))
+    r0: float = 0.0  # shifts that curve: positive turns local earlier
+    control_agg: Literal["recompute", "literal"] = "recompute"  # how c follows the weights; "literal" is Algorithm 2 as printed
+    distance_on: Literal["update", "raw_grad"] = "update"  # distances between updates (the paper) or between mean gradients
+    tie: str = "closed"  # weights where all others are equally far: "closed" form at the limit, or "uniform"
+    history_init: Literal["uniform", "replicate", "zeros"] = "uniform"  # the weights of the two rounds before the first
+    normalize_by_steps: bool = False  # divide an update by its client's steps before measuring distances
+    omega: Schedule | None = None  # a function of (round, rounds) instead of the paper's curve
+    psi: Schedule | None = None  # the same for Psi; by default Psi is Omega
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.target < 0:
+            raise ValueError(f"target: expected the number of a client, from 0, got {self.target}.")
+        if not (math.isfinite(self.do) and math.isfinite(self.r0)):
+            raise ValueError(f"do and r0: expected finite numbers, got {self.do} and {self.r0}.")
+        for name, allowed in (
+            ("control_agg", ("recompute", "literal")),
+            ("distance_on", ("update", "raw_grad")),
+            ("tie", ("closed", "uniform")),
+            ("history_init", ("uniform", "replicate", "zeros")),
+            ("weighting", ("uniform",)),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}: expected {' or '.join(map(repr, allowed))}, got {getattr(self, name)!r}.")
+
+    @property
+    def required(self) -> tuple[int, ...]:  # type: ignore[override]
+        return (self.target,)
+
+    def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
+        g, own = super().init(net, n)
+        even = torch.full((n,), 1 / n, dtype=torch.float64)
+        return {**g, "history": (even if self.history_init == "uniform" else 0 * even).repeat(2, 1), "weights": even}, own
+
+    def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
+        fit, new = self.train(down, own, local)
+        up = {"delta": fit.w - down["x"], "control": new if self.control_agg == "recompute" else new - own["c"]}
+        if self.normalize_by_steps:
+            up["lr_sum"] = fit.lr_sum
+        if self.distance_on == "raw_grad" and self.control_agg == "literal":
+            up["grad"] = new  # a third model: the server keeps no table of the c_i
+        return {"c": new}, up
+
+    def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
+        mixed, alone, smooth = self.mixing(g, up, cohort)
+        x = ops.aggregate(up["delta"], mixed[None], base=g["x"], lr=self.lr)[0]
+        c = ops.aggregate(up["control"], mixed[None], base=None if self.control_agg == "recompute" else g["c"])[0]
+        return {"x": x, "c": c, "history": torch.stack([alone, g["history"][0]]), "weights": smooth}
+
+    def mixing(self, g: Tensors, up: Tensors, cohort: Cohort) -> tuple[Tensor, Tensor, Tensor]:
+        """The smoothed weights of the cohort [S], then of all clients [N] the unsmoothed and the smoothed ones; all float64."""
+        look = up["delta"] / up["lr_sum"] if self.normalize_by_steps else up["delta"]
+        if self.distance_on == "raw_grad":
+            look = up["control"] if self.control_agg == "recompute" else up["grad"]
+        at = int((cohort.ids == self.target).nonzero())
+        dist = ops.pairwise_sqdist(look[at : at + 1], look)[0].sqrt().cpu()  # [S]
+        omega, psi = self.globality(cohort.round, cohort.rounds)
+        mine = ops.waffle_weights(dist, at, omega, psi, self.tie)
+        if 20 * cohort.round >= 19 * cohort.rounds:  # 0.95 R, in integers
+            mine = torch.zeros_like(mine).index_fill_(0, torch.tensor([at]), 1.0)
+        alone = torch.zeros(cohort.n, dtype=torch.float64).index_copy_(0, cohort.ids, mine)
+        history = g["history"]
+        if self.history_init == "replicate" and not history.any():
+            history = alone.expand(2, -1)
+        smooth = (history.sum(0) + alone) / 3
+        present = smooth[cohort.ids]
+        mixed = present * (smooth.sum() / present.sum())
+        return mixed, alone, torch.zeros_like(smooth).index_copy_(0, cohort.ids, mixed)
+
+    def globality(self, round: int, rounds: int) -> tuple[float, float]:
+        """Omega and Psi of this round (1-based)."""
+        z = self.do * ((round + self.r0) / (rounds / 2) - 1)
+        e = math.exp(-abs(z))  # never overflows
+        curve = (e if z > 0 else 1.0) / (1 + e)
+        omega = curve if self.omega is None else float(self.omega(round, rounds))
+        psi = omega if self.psi is None else float(self.psi(round, rounds))
+        if not (omega >= 0 and psi >= 0):
+            raise ValueError(f"omega and psi: expected numbers >= 0, got {omega} and {psi} in round {round}.")
+        if omega > 1:
+            warnings.warn("omega exceeds 1: other clients may outweigh the target.", stacklevel=2)
+        return omega, psi
+
+    def report(self, g: Tensors) -> Tensors:
+        return {"weights": g["weights"]}

@@ -1,0 +1,29 @@
+"""Methods that pull local training towards an anchor: a step is `w -= lr * (gradient + mu * (w - anchor))`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pflcore.algorithms.base import FedAvg, Payload, Tensors
+from pflcore.local import Local
+
+
+@dataclass(frozen=True)
+class FedProx(FedAvg):
+    """Li et al. 2020, Algorithm 2: clients minimise `F_i(w) + mu / 2 * |w - x|^2`, x being the model they received.
+
+    server: x [P] · client: nothing · down: x [S, P] · up: delta [S, P] (1 model). The server is FedAvg's.
+    Deviation: the paper samples clients with probability n_i / n and averages uniformly; here sampling is uniform and the average
+    is weighted by n_i, as in the authors' code. The explicit step is stable only while `lr_of_training * mu < 2`.
+    """
+
+    mu: float = 0.1  # strength of the pull towards x; 0 is FedAvg
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.mu < float("inf"):
+            raise ValueError(f"mu: expected a finite number >= 0, got {self.mu}.")
+
+    def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
+        x = down["x"]
+        return own, {"delta": local.fit(x, prox=(self.mu, x)).w - x}
