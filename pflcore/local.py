@@ -8,7 +8,6 @@ agree up to rounding; neither depends on the number of workers or on the order o
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -16,26 +15,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pflcore import ops
 from pflcore.data.federation import Federation
+from pflcore.dense import Dense
 from pflcore.flat import Net, context, forward_mode
+from pflcore.streams import client_seeds, shuffles, uniforms
 
 LossFn = Callable[[Net, Tensor, Tensor, Tensor, dict[str, Tensor]], Tensor]
 T = TypeVar("T")
+EPOCH_BYTES = 1 << 26  # an epoch's batches are gathered at once up to this size
 EVAL_BATCH = 250  # a forward batch of 1,000 or more costs twice as much per sample
-
-
-def seed_of(*key: object) -> int:
-    """A 63-bit seed from any key, the same on every machine and in every process."""
-    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
-
-
-def generator_of(*key: object) -> torch.Generator:
-    """The random numbers of one (seed, round, client, stream), so that nobody's draws depend on who else takes part."""
-    return torch.Generator().manual_seed(seed_of(*key))
 
 
 @dataclass(frozen=True)
@@ -77,6 +70,8 @@ class Engine:
         self.name = name
         self.workers = workers or os.cpu_count() or 1
         self._threads: ThreadPoolExecutor | None = None
+        self._tables: dict[tuple[int, str], tuple[Federation, Tensor]] = {}
+        self._dense: dict[int, tuple[Net, Dense | None]] = {}
 
     def map(self, f: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
         """`[f(i) for i in items]` on the workers; the caller's thread setting is untouched."""
@@ -95,6 +90,20 @@ class Engine:
         except BaseException:
             stop.set()
             raise
+
+    def table(self, data: Federation, split: str) -> Tensor:
+        """The split's index lists as one matrix [N, n_max] on the CPU, padded with 0."""
+        key = id(data), split
+        if key not in self._tables:
+            lists = [i.cpu() for i in data.index[split]]
+            self._tables[key] = data, torch.nn.utils.rnn.pad_sequence(lists, batch_first=True)  # keeps `data`, and so its id
+        return self._tables[key][1]
+
+    def dense(self, net: Net) -> Dense | None:
+        """The net's written-out form, where it has one."""
+        if id(net) not in self._dense:
+            self._dense[id(net)] = net, Dense.of(net)
+        return self._dense[id(net)][1]
 
     def _start(self) -> ThreadPoolExecutor:
         before = torch.get_num_threads()
@@ -152,6 +161,7 @@ class _Step(NamedTuple):
     a: int
     b: int
     batches: list[tuple[int, int, int]]  # (epoch, first, last) of each minibatch of the step
+    weight: Tensor | None = None  # [s, B] of the samples, where some clients' batches are shorter
 
 
 @dataclass
@@ -221,7 +231,7 @@ class Local:
         w = torch.empty_like(start, memory_format=torch.contiguous_format)
         mean_grad = torch.zeros_like(w) if want_grad else None
         losses = torch.zeros(count, dtype=torch.float64, device=start.device)
-        taken = torch.zeros(count, 1)
+        taken = torch.zeros(count, 1, dtype=torch.float64)
 
         def train(pos: list[int]) -> None:
             work = _Piece(self, pos, loss, extra, noise, epochs, steps, 1, stream, probe, by_size=steps is None)
@@ -233,9 +243,10 @@ class Local:
             mu, anchor = (0.0, None) if prox is None else prox
             mus = mu.reshape(-1)[pos] if isinstance(mu, Tensor) and mu.numel() > 1 else mu
             anchors = None if anchor is None else anchor[pos]
+            space = torch.empty_like(rows)
             for step in work.steps:
                 s = slice(step.a, step.b)
-                g = work.gradient(rows[s], step)
+                g = work.gradient(rows[s], step, out=space[s])
                 if grads is not None:
                     grads[s] += g
                 ops.sgd_step_(
@@ -393,47 +404,63 @@ class _Piece:
         probe: bool,
         by_size: bool,
     ) -> None:
-        t, data = local.setting.training, local.setting.data
-        self.local, self.pos, self.loss_fn, self.probe = local, pos, loss, probe
+        t, data, engine = local.setting.training, local.setting.data, local.setting.engine
+        self.local, self.pos, self.loss_fn, self.probe, self.data = local, pos, loss, probe, data
         self.extra = {k: v[pos] for k, v in (extra or {}).items()}
         self.buffers = local.buffers[pos]
         self.size = [local._size[i] for i in pos]
         self.relabel = None if data.relabel is None else data.relabel[local.ids[pos]]
-        self.vmap = local.setting.engine.name == "vmap"
-        counts = [len(self._cuts(n, t)) for n in self.size]
+        self.vmap = engine.name == "vmap"
+        self.dense = engine.dense(local.net) if self.vmap and loss is None else None
+        counts = [len(_cuts(n, t)) for n in self.size]
         if not all(counts):
             raise ValueError(f"drop_last: a client has {min(self.size)} samples, fewer than batch_size {t.batch_size}, so it would never train.")
         if epochs is None and steps is None:
             epochs = t.epochs
         epochs = epochs or max(-(-(steps or 0) // c) for c in counts)
-        self.steps = list(self._by_size(t, epochs) if by_size else self._by_client(t, epochs, steps, batches))
-        self.taken = torch.zeros(len(pos), 1)
+        if by_size:
+            self.steps = list(self._together(t, epochs) if self.dense else self._by_batch(t, epochs))
+        else:
+            self.steps = list(self._by_client(t, epochs, steps, batches))
+        taken = np.zeros(len(pos))
         for s in self.steps:
-            self.taken[s.a : s.b] += 1
+            taken[s.a : s.b] += 1
+        self.taken = torch.from_numpy(taken)[:, None]
         self.losses = torch.zeros(len(pos), dtype=torch.float64, device=data.y.device)
-        longest = int(self.taken.max())
-        key = (local.setting.seed, local.round) if t.reshuffle else (local.setting.seed, 0)
-        order = torch.zeros(len(pos), batches * epochs, self.size[0], dtype=torch.long)
-        draws, seeds = [], []
-        for j, i in enumerate(pos):
-            gen = generator_of(*key, local._ids[i], stream)
-            n = self.size[j]
-            perms = torch.stack([torch.randperm(n, generator=gen) for _ in range(batches * epochs if t.reshuffle else 1)])
-            order[j, :, :n] = local._index[i].cpu()[perms]
-            if noise:
-                draws.append(torch.rand(longest, noise, generator=gen).clamp_(min=2.0**-25))  # uniform on the open interval
-            seeds.append(seed_of(*key, local._ids[i], stream, "layers"))
-        self.order = order.to(data.y.device)
-        self.noise = torch.stack(draws).to(data.y.device) if draws else None
-        self.seeds = torch.tensor(seeds, device=data.y.device)
+        self._draw(t, stream, batches * epochs, noise, int(taken.max()))
+        self._epoch: tuple[int, Tensor, Tensor] | None = None
 
-    def _cuts(self, n: int, t: Training) -> list[tuple[int, int]]:
-        cuts = [(a, min(a + t.batch_size, n)) for a in range(0, n, t.batch_size)]
-        return [c for c in cuts if c[1] - c[0] == t.batch_size] if t.drop_last else cuts
+    def _draw(self, t: Training, stream: str, passes: int, noise: int, steps: int) -> None:
+        """The clients' shuffles and noise: each (seed, round, client, stream) has its own."""
+        local, device = self.local, self.data.y.device
+        ids = [local._ids[i] for i in self.pos]
+        round = local.round if t.reshuffle else 0
+        table = local.setting.engine.table(self.data, "train")
+        rows = torch.tensor(ids)[:, None]
+        orders = []
+        for p in range(passes):
+            order = torch.from_numpy(shuffles(client_seeds(ids, local.setting.seed, round, stream, p if t.reshuffle else 0), self.size))
+            orders.append(table[rows, order])
+        self.order = torch.stack(orders, 1).to(device, non_blocking=True)  # [s, passes, n_max] positions in the pool
+        seeds = client_seeds(ids, local.setting.seed, local.round, stream, "noise")
+        self.noise = uniforms(seeds, steps * noise).view(len(ids), steps, noise).to(device) if noise else None
+        self.seeds = torch.from_numpy(seeds.view(np.int64)).to(device)
 
-    def _by_size(self, t: Training, epochs: int) -> Iterator[_Step]:
-        """Whole epochs, everybody's i-th batch at once, grouped by the batch's size."""
-        cuts = [self._cuts(n, t) for n in self.size]
+    def _together(self, t: Training, epochs: int) -> Iterator[_Step]:
+        """Whole epochs, everybody's k-th batch at once, short ones too: their weights end with them."""
+        count = np.array([len(_cuts(n, t)) for n in self.size])
+        size = torch.tensor(self.size)
+        for e in range(epochs):
+            for k in range(count[0]):
+                first, last = k * t.batch_size, min((k + 1) * t.batch_size, self.size[0])
+                b = int((count > k).sum())
+                own = (size[:b] - first).clamp(max=last - first)  # samples in each one's batch
+                weight = None if bool((own == last - first).all()) else (torch.arange(last - first) < own[:, None]) / own[:, None]
+                yield _Step(e * int(count[0]) + k, 0, b, [(e, first, last)], weight)
+
+    def _by_batch(self, t: Training, epochs: int) -> Iterator[_Step]:
+        """Whole epochs, everybody's k-th batch at once, grouped by the batch's size."""
+        cuts = [_cuts(n, t) for n in self.size]
         longest = len(cuts[0])
         for e in range(epochs):
             for k in range(longest):
@@ -452,20 +479,44 @@ class _Piece:
             b = a
             while b < len(self.size) and self.size[b] == self.size[a]:
                 b += 1
-            line = [(e, *c) for e in range(epochs) for c in self._cuts(self.size[a], t)]
+            line = [(e, *c) for e in range(epochs) for c in _cuts(self.size[a], t)]
             for k in range(steps or len(line)):
                 e, first, last = line[k]
                 yield _Step(k, a, b, [(j * epochs + e, first, last) for j in range(batches)])
             a = b
 
-    def gradient(self, rows: Tensor, step: _Step, which: int = 0) -> Tensor:
-        """The gradient [s, Q] at `rows` [s, Q] of the step's `which`-th minibatch."""
-        data, a, b = self.local.setting.data, step.a, step.b
-        epoch, first, last = step.batches[which]
-        index = self.order[a:b, epoch, first:last]
-        x, y = data.x[index], data.y[index]
-        if self.relabel is not None:
-            y = self.relabel[a:b].gather(1, y)
+    def samples(self, a: int, b: int, batch: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+        """x [s, B, ...] and the clients' own labels y [s, B] of a minibatch."""
+        epoch, first, last = batch
+        if self._epoch is None or self._epoch[0] != epoch:
+            whole = self.order[:, epoch]
+            if whole.numel() * self.data.x[0].numel() * self.data.x.element_size() > EPOCH_BYTES:
+                index = whole[a:b, first:last]
+                return self.data.x[index], self._labels(index, a, b)
+            self._epoch = epoch, self.data.x[whole], self._labels(whole, 0, len(self.pos))
+        _, x, y = self._epoch
+        return x[a:b, first:last], y[a:b, first:last]
+
+    def _labels(self, index: Tensor, a: int, b: int) -> Tensor:
+        y = self.data.y[index]
+        return y if self.relabel is None else self.relabel[a:b].gather(1, y)
+
+    def gradient(self, rows: Tensor, step: _Step, which: int = 0, out: Tensor | None = None) -> Tensor:
+        """The gradient [s, Q] at `rows` [s, Q] of the step's `which`-th minibatch, in `out` where that helps."""
+        a, b = step.a, step.b
+        x, y = self.samples(a, b, step.batches[which])
+        if self.dense is not None:
+            weight = x.new_full(x.shape[:2], 1 / x.shape[1]) if step.weight is None else step.weight.to(x)
+            g = torch.empty_like(rows) if out is None else out
+            losses = self.dense.gradient(rows, x, y, weight, g)
+        else:
+            losses, g = self._autograd(rows, x, y, step)
+        if which == 0:
+            self.losses[a:b] += losses
+        return g
+
+    def _autograd(self, rows: Tensor, x: Tensor, y: Tensor, step: _Step) -> tuple[Tensor, Tensor]:
+        a, b = step.a, step.b
         extra = {k: v[a:b] for k, v in self.extra.items()}
         if self.noise is not None:
             extra["noise"] = self.noise[a:b, step.k]
@@ -479,9 +530,7 @@ class _Piece:
         (g,) = torch.autograd.grad(losses.sum(), w)
         if buffers.numel():
             self.buffers[a:b] = buffers
-        if which == 0:
-            self.losses[a:b] += losses.detach()
-        return g
+        return losses.detach(), g
 
     def grad_function(self, step: _Step) -> Callable[..., Tensor]:
         def grad(w: Tensor, which: int = 0) -> Tensor:
@@ -498,3 +547,9 @@ class _Piece:
     def finish(self) -> None:
         if not self.probe:
             self.local.buffers[self.pos] = self.buffers
+
+
+def _cuts(n: int, t: Training) -> list[tuple[int, int]]:
+    """Where `DataLoader(batch_size, drop_last)` cuts n samples."""
+    cuts = [(a, min(a + t.batch_size, n)) for a in range(0, n, t.batch_size)]
+    return [c for c in cuts if c[1] - c[0] == t.batch_size] if t.drop_last else cuts

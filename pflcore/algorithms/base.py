@@ -14,7 +14,8 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore.flat import Net
-from pflcore.local import Local, Setting, generator_of
+from pflcore.local import Local, Setting
+from pflcore.streams import generator_of
 
 Tensors = dict[str, Tensor]
 Payload = dict[str, Any]  # Tensor or Pool

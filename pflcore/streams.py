@@ -1,0 +1,71 @@
+"""Random numbers that depend on a key alone: every (seed, round, client, stream) has its own.
+
+They come from a counter (splitmix64), not from a generator's state, so those of all clients are drawn at once, in any order,
+on any number of workers, and nobody's draws depend on who else takes part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+U64 = npt.NDArray[np.uint64]
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+POSITION_BITS = np.uint64(24)  # clients of up to 16.7 million samples; 40 random bits decide their order
+
+
+def seed_of(*key: object) -> int:
+    """A 63-bit seed from any key, the same on every machine and in every process."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
+
+
+def generator_of(*key: object) -> torch.Generator:
+    """torch's own generator for a key: for draws that happen once a round."""
+    return torch.Generator().manual_seed(seed_of(*key))
+
+
+def mix64(z: U64) -> U64:
+    """splitmix64's finalizer (Steele, Lea, Flood 2014): a bijection of 64-bit words whose output bits look independent."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def client_seeds(ids: Sequence[int], *key: object) -> U64:
+    """One word per client [S] for this key (the run's seed, the round, the stream)."""
+    return mix64(np.uint64(seed_of(*key)) + GOLDEN * (np.asarray(ids, np.uint64) + np.uint64(1)))
+
+
+def words(seeds: U64, count: int) -> U64:
+    """`count` random words for each seed, [S, count]."""
+    return mix64(seeds[:, None] + GOLDEN * np.arange(1, count + 1, dtype=np.uint64))
+
+
+def shuffles(seeds: U64, sizes: Sequence[int]) -> npt.NDArray[np.int64]:
+    """For each client a permutation of its `sizes[i]` positions, [S, max size]; 0 beyond a client's size.
+
+    Random keys are sorted with their positions in the low bits.
+    """
+    size = np.asarray(sizes, np.int64)
+    longest = int(size.max())
+    if longest >> int(POSITION_BITS):
+        raise ValueError(f"sizes: a client has {longest} samples, more than the {(1 << int(POSITION_BITS)) - 1} that a shuffle can number.")
+    low = np.uint64((1 << int(POSITION_BITS)) - 1)
+    position = np.arange(longest, dtype=np.uint64)
+    keys = (words(seeds, longest) & ~low) | position
+    outside = np.arange(longest) >= size[:, None]
+    keys[outside] = ~np.uint64(0)  # sorts behind everybody's own
+    keys.sort(axis=1)
+    order = (keys & low).astype(np.int64)
+    order[outside] = 0
+    return order
+
+
+def uniforms(seeds: U64, count: int) -> Tensor:
+    """`count` numbers per seed, uniform on the open interval (0, 1), float32 [S, count]."""
+    return torch.from_numpy(((words(seeds, count) >> np.uint64(40)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-24))
