@@ -79,23 +79,40 @@ class Dense:
         margin = 1 - sign * z
         return margin.clamp(min=0), torch.where(margin >= 0, -sign, torch.zeros_like(sign)).view_as(scores)
 
-    def gradient(self, rows: Tensor, x: Tensor, y: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-        """Writes the gradient of `(weight * losses).sum(1)` into `out` [s, P]; gives those sums [s]. `weight` is [s, B]."""
+    def gradient(self, rows: Tensor, x: Tensor, y: Tensor, weight: Tensor | None, out: Tensor) -> Tensor:
+        """Writes the gradient of `(weight * losses).sum(1)` into `out` [s, P]; gives those sums [s].
+
+        `weight` is [s, B]; None is the mean over the batch.
+        """
+        return self._backward(rows, x, y, weight, out, None)
+
+    def descend(self, rows: Tensor, x: Tensor, y: Tensor, weight: Tensor | None, lr: float) -> Tensor:
+        """`rows -= lr * gradient` in place, without the gradient ever standing in memory; gives the losses [s] before the step."""
+        return self._backward(rows, x, y, weight, rows, lr)
+
+    def _backward(self, rows: Tensor, x: Tensor, y: Tensor, weight: Tensor | None, out: Tensor, lr: float | None) -> Tensor:
         saved: list[Tensor] = []
         losses, slope = self.losses(self.scores(rows, x, saved), y)
-        slope *= weight[..., None]
+        slope = slope / x.shape[1] if weight is None else slope.mul_(weight[..., None])
         first = next(i for i, layer in enumerate(self.layers) if isinstance(layer, _Linear))
         for i in range(len(self.layers) - 1, first - 1, -1):
-            layer, h = self.layers[i], saved[i]
-            if isinstance(layer, _Linear):
-                torch.bmm(slope.transpose(1, 2), h, out=out[:, layer.weight].unflatten(1, layer.shape))
-                if layer.bias is not None:
-                    torch.sum(slope, 1, out=out[:, layer.bias])
-                if i > first:
-                    slope = torch.bmm(slope, rows[:, layer.weight].unflatten(1, layer.shape))
-            else:
+            layer, h, here = self.layers[i], saved[i], slope
+            if not isinstance(layer, _Linear):
                 slope = _BACK[layer](slope, saved[i + 1] if i + 1 < len(saved) else _ACTIVATE[layer](h))
-        return (losses * weight).sum(1)
+                continue
+            if i > first:  # before the weights move
+                slope = torch.bmm(here, rows[:, layer.weight].unflatten(1, layer.shape))
+            into = out[:, layer.weight].unflatten(1, layer.shape)
+            if lr is None:
+                torch.bmm(here.transpose(1, 2), h, out=into)
+            else:
+                into.baddbmm_(here.transpose(1, 2), h, alpha=-lr)
+            if layer.bias is not None:
+                if lr is None:
+                    torch.sum(here, 1, out=out[:, layer.bias])
+                else:
+                    out[:, layer.bias].sub_(here.sum(1), alpha=lr)
+        return losses.mean(1) if weight is None else (losses * weight).sum(1)
 
 
 _ACTIVATE = {"ReLU": torch.relu, "Tanh": torch.tanh, "Sigmoid": torch.sigmoid}

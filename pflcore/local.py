@@ -71,6 +71,7 @@ class Engine:
         self.workers = workers or os.cpu_count() or 1
         self._threads: ThreadPoolExecutor | None = None
         self._tables: dict[tuple[int, str], tuple[Federation, Tensor]] = {}
+        self._plans: dict[tuple[Any, ...], _Plan] = {}
         self._dense: dict[int, tuple[Net, Dense | None]] = {}
 
     def map(self, f: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
@@ -98,6 +99,15 @@ class Engine:
             lists = [i.cpu() for i in data.index[split]]
             self._tables[key] = data, torch.nn.utils.rnn.pad_sequence(lists, batch_first=True)  # keeps `data`, and so its id
         return self._tables[key][1]
+
+    def plan(self, key: tuple[Any, ...], training: Training, device: torch.device) -> _Plan:
+        """The steps of clients of these sizes, made once a run."""
+        if key not in self._plans:
+            if len(self._plans) > 4096:  # cohorts that are never the same twice
+                self._plans.clear()
+            plan = _plan(*key, training)
+            self._plans[key] = plan._replace(steps=[s._replace(weight=None if s.weight is None else s.weight.to(device)) for s in plan.steps])
+        return self._plans[key]
 
     def dense(self, net: Net) -> Dense | None:
         """The net's written-out form, where it has one."""
@@ -243,9 +253,12 @@ class Local:
             mu, anchor = (0.0, None) if prox is None else prox
             mus = mu.reshape(-1)[pos] if isinstance(mu, Tensor) and mu.numel() > 1 else mu
             anchors = None if anchor is None else anchor[pos]
-            space = torch.empty_like(rows)
+            plain = shift is None and prox is None and mask is None and not (want_grad or t.momentum or t.weight_decay)
+            space = torch.empty_like(rows)  # touched only where a gradient is asked for
             for step in work.steps:
                 s = slice(step.a, step.b)
+                if plain and work.descend(rows[s], step, rate):
+                    continue
                 g = work.gradient(rows[s], step, out=space[s])
                 if grads is not None:
                     grads[s] += g
@@ -412,25 +425,15 @@ class _Piece:
         self.relabel = None if data.relabel is None else data.relabel[local.ids[pos]]
         self.vmap = engine.name == "vmap"
         self.dense = engine.dense(local.net) if self.vmap and loss is None else None
-        counts = [len(_cuts(n, t)) for n in self.size]
-        if not all(counts):
-            raise ValueError(f"drop_last: a client has {min(self.size)} samples, fewer than batch_size {t.batch_size}, so it would never train.")
         if epochs is None and steps is None:
             epochs = t.epochs
-        epochs = epochs or max(-(-(steps or 0) // c) for c in counts)
-        if by_size:
-            self.steps = list(self._together(t, epochs) if self.dense else self._by_batch(t, epochs))
-        else:
-            self.steps = list(self._by_client(t, epochs, steps, batches))
-        taken = np.zeros(len(pos))
-        for s in self.steps:
-            taken[s.a : s.b] += 1
-        self.taken = torch.from_numpy(taken)[:, None]
+        plan = engine.plan((tuple(self.size), epochs, steps, batches, by_size, self.dense is not None), t, data.x.device)
+        self.steps, self.taken, passes = plan
         self.losses = torch.zeros(len(pos), dtype=torch.float64, device=data.y.device)
-        self._draw(t, stream, batches * epochs, noise, int(taken.max()))
+        self._draw(t, stream, passes, noise)
         self._epoch: tuple[int, Tensor, Tensor] | None = None
 
-    def _draw(self, t: Training, stream: str, passes: int, noise: int, steps: int) -> None:
+    def _draw(self, t: Training, stream: str, passes: int, noise: int) -> None:
         """The clients' shuffles and noise: each (seed, round, client, stream) has its own."""
         local, device = self.local, self.data.y.device
         ids = [local._ids[i] for i in self.pos]
@@ -443,47 +446,9 @@ class _Piece:
             orders.append(table[rows, order])
         self.order = torch.stack(orders, 1).to(device, non_blocking=True)  # [s, passes, n_max] positions in the pool
         seeds = client_seeds(ids, local.setting.seed, local.round, stream, "noise")
+        steps = int(self.taken.max()) if noise else 0
         self.noise = uniforms(seeds, steps * noise).view(len(ids), steps, noise).to(device) if noise else None
         self.seeds = torch.from_numpy(seeds.view(np.int64)).to(device)
-
-    def _together(self, t: Training, epochs: int) -> Iterator[_Step]:
-        """Whole epochs, everybody's k-th batch at once, short ones too: their weights end with them."""
-        count = np.array([len(_cuts(n, t)) for n in self.size])
-        size = torch.tensor(self.size)
-        for e in range(epochs):
-            for k in range(count[0]):
-                first, last = k * t.batch_size, min((k + 1) * t.batch_size, self.size[0])
-                b = int((count > k).sum())
-                own = (size[:b] - first).clamp(max=last - first)  # samples in each one's batch
-                weight = None if bool((own == last - first).all()) else (torch.arange(last - first) < own[:, None]) / own[:, None]
-                yield _Step(e * int(count[0]) + k, 0, b, [(e, first, last)], weight)
-
-    def _by_batch(self, t: Training, epochs: int) -> Iterator[_Step]:
-        """Whole epochs, everybody's k-th batch at once, grouped by the batch's size."""
-        cuts = [_cuts(n, t) for n in self.size]
-        longest = len(cuts[0])
-        for e in range(epochs):
-            for k in range(longest):
-                a = 0
-                while a < len(cuts) and k < len(cuts[a]):
-                    b = a
-                    while b < len(cuts) and k < len(cuts[b]) and cuts[b][k] == cuts[a][k]:
-                        b += 1
-                    yield _Step(e * longest + k, a, b, [(e, *cuts[a][k])])
-                    a = b
-
-    def _by_client(self, t: Training, epochs: int, steps: int | None, batches: int) -> Iterator[_Step]:
-        """Clients of one size step together: their steps have one number and their batches one size throughout."""
-        a = 0
-        while a < len(self.size):
-            b = a
-            while b < len(self.size) and self.size[b] == self.size[a]:
-                b += 1
-            line = [(e, *c) for e in range(epochs) for c in _cuts(self.size[a], t)]
-            for k in range(steps or len(line)):
-                e, first, last = line[k]
-                yield _Step(k, a, b, [(j * epochs + e, first, last) for j in range(batches)])
-            a = b
 
     def samples(self, a: int, b: int, batch: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
         """x [s, B, ...] and the clients' own labels y [s, B] of a minibatch."""
@@ -493,7 +458,8 @@ class _Piece:
             if whole.numel() * self.data.x[0].numel() * self.data.x.element_size() > EPOCH_BYTES:
                 index = whole[a:b, first:last]
                 return self.data.x[index], self._labels(index, a, b)
-            self._epoch = epoch, self.data.x[whole], self._labels(whole, 0, len(self.pos))
+            x = self.data.x.index_select(0, whole.flatten()).unflatten(0, whole.shape)  # faster than x[whole]
+            self._epoch = epoch, x, self._labels(whole, 0, len(self.pos))
         _, x, y = self._epoch
         return x[a:b, first:last], y[a:b, first:last]
 
@@ -506,14 +472,21 @@ class _Piece:
         a, b = step.a, step.b
         x, y = self.samples(a, b, step.batches[which])
         if self.dense is not None:
-            weight = x.new_full(x.shape[:2], 1 / x.shape[1]) if step.weight is None else step.weight.to(x)
             g = torch.empty_like(rows) if out is None else out
-            losses = self.dense.gradient(rows, x, y, weight, g)
+            losses = self.dense.gradient(rows, x, y, step.weight, g)
         else:
             losses, g = self._autograd(rows, x, y, step)
         if which == 0:
             self.losses[a:b] += losses
         return g
+
+    def descend(self, rows: Tensor, step: _Step, lr: float) -> bool:
+        """Takes a plain SGD step in place where the model's form allows it without a gradient in memory; says whether it did."""
+        if self.dense is None:
+            return False
+        x, y = self.samples(step.a, step.b, step.batches[0])
+        self.losses[step.a : step.b] += self.dense.descend(rows, x, y, step.weight, lr)
+        return True
 
     def _autograd(self, rows: Tensor, x: Tensor, y: Tensor, step: _Step) -> tuple[Tensor, Tensor]:
         a, b = step.a, step.b
@@ -547,6 +520,67 @@ class _Piece:
     def finish(self) -> None:
         if not self.probe:
             self.local.buffers[self.pos] = self.buffers
+
+
+class _Plan(NamedTuple):
+    """The steps of a piece: they depend on the clients' sizes alone, so a run makes them once."""
+
+    steps: list[_Step]
+    taken: Tensor  # [s, 1] float64: how many steps each client takes
+    passes: int  # shuffles each client needs
+
+
+def _plan(sizes: tuple[int, ...], epochs: int | None, steps: int | None, batches: int, by_size: bool, dense: bool, t: Training) -> _Plan:
+    cuts = [_cuts(n, t) for n in sizes]
+    if not all(cuts):
+        raise ValueError(f"drop_last: a client has {min(sizes)} samples, fewer than batch_size {t.batch_size}, so it would never train.")
+    epochs = epochs or max(-(-(steps or 0) // len(c)) for c in cuts)
+    if not by_size:
+        found = list(_by_client(sizes, cuts, epochs, steps, batches))
+    else:
+        found = list(_together(sizes, cuts, epochs, t.batch_size) if dense else _by_batch(cuts, epochs))
+    taken = torch.zeros(len(sizes), 1, dtype=torch.float64)
+    for s in found:
+        taken[s.a : s.b] += 1
+    return _Plan(found, taken, batches * epochs)
+
+
+def _together(sizes: tuple[int, ...], cuts: list[list[tuple[int, int]]], epochs: int, batch: int) -> Iterator[_Step]:
+    """Whole epochs, everybody's k-th batch at once, short ones too: their weights end with them."""
+    size = torch.tensor(sizes)
+    for e in range(epochs):
+        for k, (first, last) in enumerate(cuts[0]):
+            b = sum(len(c) > k for c in cuts)
+            own = (size[:b] - first).clamp(max=last - first)  # samples in each one's batch
+            even = bool((own == last - first).all())
+            weight = None if even else (torch.arange(last - first) < own[:, None]).float() / own[:, None]
+            yield _Step(e * len(cuts[0]) + k, 0, b, [(e, first, last)], weight)
+
+
+def _by_batch(cuts: list[list[tuple[int, int]]], epochs: int) -> Iterator[_Step]:
+    """Whole epochs, everybody's k-th batch at once, grouped by the batch's size."""
+    for e in range(epochs):
+        for k in range(len(cuts[0])):
+            a = 0
+            while a < len(cuts) and k < len(cuts[a]):
+                b = a
+                while b < len(cuts) and k < len(cuts[b]) and cuts[b][k] == cuts[a][k]:
+                    b += 1
+                yield _Step(e * len(cuts[0]) + k, a, b, [(e, *cuts[a][k])])
+                a = b
+
+
+def _by_client(sizes: tuple[int, ...], cuts: list[list[tuple[int, int]]], epochs: int, steps: int | None, batches: int) -> Iterator[_Step]:
+    """Clients of one size step together: their steps have one number and their batches one size throughout."""
+    a = 0
+    while a < len(sizes):
+        b = a
+        while b < len(sizes) and sizes[b] == sizes[a]:
+            b += 1
+        line = [(e, *c) for e in range(epochs) for c in cuts[a]]
+        for k, (e, first, last) in enumerate(line[:steps]):
+            yield _Step(k, a, b, [(j * epochs + e, first, last) for j in range(batches)])
+        a = b
 
 
 def _cuts(n: int, t: Training) -> list[tuple[int, int]]:
