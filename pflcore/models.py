@@ -80,7 +80,7 @@ def lenet5(shape: Shape, classes: int, *, activation: str = "tanh", pool: str = 
 
 
 def fmnist_cnn(shape: Shape, classes: int, *, bias: bool = False) -> nn.Module:
-    """WAFFLe (weight factorization, 2020), Fashion-MNIST: 5 x 5 convolutions of 16 and 32 channels, same padding. 28,880 parameters, no bias."""
+    """WAFFLe (weight factorization, 2020), Fashion-MNIST: 5 x 5 convolutions of 16 and 32, same padding. 28,880 parameters."""
     return cnn(shape, classes, channels=(16, 32), hidden=(), padding="same", bias=bias)
 
 
