@@ -24,4 +24,4 @@ ALGORITHMS: dict[str, type[FedAvg]] = {
     "local": LocalOnly,
 }
 
-__all__ = ["ALGORITHMS", "Cohort", "FedAvg", "Outcome", "Pool", "State", "begin", "cohort_of", "evaluate", "sample", "step"]
+__all__ = ["ALGORITHMS", "APFL", "Cohort", "FedAvg", "Outcome", "Pool", "State", "begin", "cohort_of", "evaluate", "sample", "step"]

@@ -143,6 +143,9 @@ def step(alg: FedAvg, state: State, setting: Setting, ids: Tensor, buffers: str 
     A client with anything not finite in its upload or its new state is absent from the round: it keeps its old state and the
     others' shares are renormalised. Without a required client, or without anybody, the round is void.
     """
+    absent = set(alg.required) - set(ids.tolist())
+    if absent:
+        raise ValueError(f"ids: the target {min(absent)} must take part in every round, got {ids.tolist()}; `sample` picks it.")
     round = state.round + 1
     cohort = cohort_of(alg, setting, ids, round)
     local = Local(setting, ids, round, state.buffers[ids])

@@ -131,13 +131,13 @@ class Waffle(Scaffold):
         return {"c": new}, up
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
-        mixed, alone, smooth = self.mixing(g, up, cohort)
+        mixed, history, smooth = self.mixing(g, up, cohort)
         x = ops.aggregate(up["delta"], mixed[None], base=g["x"], lr=self.lr)[0]
         c = ops.aggregate(up["control"], mixed[None], base=None if self.control_agg == "recompute" else g["c"])[0]
-        return {"x": x, "c": c, "history": torch.stack([alone, g["history"][0]]), "weights": smooth}
+        return {"x": x, "c": c, "history": history, "weights": smooth}
 
     def mixing(self, g: Tensors, up: Tensors, cohort: Cohort) -> tuple[Tensor, Tensor, Tensor]:
-        """The smoothed weights of the cohort [S], then of all clients [N] the unsmoothed and the smoothed ones; all float64."""
+        """The smoothed weights of the cohort [S]; the new history [2, N] and the smoothed weights of all clients [N]; all float64."""
         look = up["delta"] / up["lr_sum"] if self.normalize_by_steps else up["delta"]
         if self.distance_on == "raw_grad":
             look = up["control"] if self.control_agg == "recompute" else up["grad"]
@@ -154,7 +154,7 @@ class Waffle(Scaffold):
         smooth = (history.sum(0) + alone) / 3
         present = smooth[cohort.ids]
         mixed = present * (smooth.sum() / present.sum())
-        return mixed, alone, torch.zeros_like(smooth).index_copy_(0, cohort.ids, mixed)
+        return mixed, torch.stack([alone, history[0]]), torch.zeros_like(smooth).index_copy_(0, cohort.ids, mixed)
 
     def globality(self, round: int, rounds: int) -> tuple[float, float]:
         """Omega and Psi of this round (1-based)."""

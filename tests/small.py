@@ -1,0 +1,84 @@
+"""Small federations and models with known answers, for the tests of local training and of the algorithms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from pflcore.algorithms import FedAvg, Outcome, State, begin, step
+from pflcore.data.federation import Federation
+from pflcore.flat import Net
+from pflcore.local import Engine, Setting, Training
+
+
+class Scale(nn.Module):
+    """scores = x * m, elementwise; with `half_square` and x = sqrt(a), y = sqrt(a) * b this is f(m) = sum a (m - b)^2 / 2."""
+
+    def __init__(self, start: Sequence[float]) -> None:
+        super().__init__()
+        self.m = nn.Parameter(torch.tensor(start, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.m
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.m)
+
+
+def half_square(scores: Tensor, y: Tensor) -> Tensor:
+    return 0.5 * ((scores - y) ** 2).sum(-1).mean()
+
+
+def quadratics(a: Tensor, b: Tensor, start: Sequence[float] | None = None, rows: int = 1, noise: float = 0.0) -> tuple[Net, Federation]:
+    """Client i's loss is `sum_k a_ik (m_k - b_ik)^2 / 2` on each of its `rows` samples; float64. With noise the samples' b differ, their mean does not."""
+    a, b = a.double(), b.double()
+    n, d = a.shape
+    spread = noise * torch.linspace(-1, 1, rows, dtype=torch.float64)[:, None] if rows > 1 else torch.zeros(1, 1, dtype=torch.float64)
+    x = a.sqrt()[:, None].expand(n, rows, d).reshape(n * rows, d)
+    y = x * (b[:, None] + spread).reshape(n * rows, d)
+    index = list(torch.arange(n * rows).split(rows))
+    data = Federation(torch.cat([x, x]), torch.cat([y, y]), {"train": index, "test": [i + n * rows for i in index]})
+    return Net(Scale([0.0] * d if start is None else start), criterion=half_square), data
+
+
+def images(sizes: Sequence[int] = (7, 20, 31), shape: Sequence[int] = (6,), classes: int = 4, seed: int = 0) -> Federation:
+    """Gaussian classes, half the clients with their labels turned by one; test sets of the training sets' sizes."""
+    gen = torch.Generator().manual_seed(seed)
+    total = sum(sizes)
+    centre = torch.randn(classes, *shape, generator=gen)
+    y = torch.randint(0, classes, (2 * total,), generator=gen)
+    x = centre[y] + torch.randn(2 * total, *shape, generator=gen)
+    index = list(torch.arange(total).split(list(sizes)))
+    turn = torch.stack([(torch.arange(classes) + i % 2) % classes for i in range(len(sizes))])
+    return Federation(x, y, {"train": index, "test": [i + total for i in index]}, classes, turn)
+
+
+def tiny_model(features: int = 6, classes: int = 4) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(nn.Linear(features, 5), nn.Tanh(), nn.Linear(5, classes))
+
+
+def setting(
+    net: Net, data: Federation, training: Training, rounds: int = 1, engine: str = "pool", workers: int = 2, seed: int = 0
+) -> Setting:
+    return Setting(net, data, training, Engine(engine, workers), seed, rounds)
+
+
+def play(
+    alg: FedAvg, s: Setting, rounds: int | None = None, ids: Callable[[int], Sequence[int]] | None = None
+) -> list[tuple[State, Outcome]]:
+    """The states after each round (copies) and what happened; `ids(round)` names the cohort (default: everybody)."""
+    state, found = begin(alg, s.net, s.data.n), []
+    for r in range(1, (s.rounds if rounds is None else rounds) + 1):
+        cohort = torch.arange(s.data.n) if ids is None else torch.tensor(ids(r))
+        state, done = step(alg, state, s, cohort)
+        found.append((copied(state), done))
+    return found
+
+
+def copied(state: State) -> State:
+    g = {k: v.clone() for k, v in state.g.items()}
+    own = {k: v.clone() for k, v in state.own.items()}
+    return State(g, own, state.buffers.clone(), state.round, state.void)
