@@ -16,6 +16,9 @@ from torch import Tensor
 from pflcore.flat import Net, hinge, squared
 
 
+SMALL = 4096  # below so many weights a product into a strided view costs several times one into fresh memory
+
+
 class _Linear(NamedTuple):
     weight: slice
     bias: slice | None
@@ -44,7 +47,9 @@ class Dense:
                 layers.append(_Linear(weight, bias, (module.out_features, module.in_features)))
             elif isinstance(module, nn.ReLU | nn.Tanh | nn.Sigmoid):
                 layers.append(type(module).__name__)
-            elif not (isinstance(module, nn.Identity) or (isinstance(module, nn.Flatten) and module.start_dim == 1 and module.end_dim == -1)):
+            elif not (
+                isinstance(module, nn.Identity) or (isinstance(module, nn.Flatten) and module.start_dim == 1 and module.end_dim == -1)
+            ):
                 return None
         weights = [layer.weight.start for layer in layers if isinstance(layer, _Linear)]
         tied = len(set(weights)) < len(weights)
@@ -103,7 +108,10 @@ class Dense:
             if i > first:  # before the weights move
                 slope = torch.bmm(here, rows[:, layer.weight].unflatten(1, layer.shape))
             into = out[:, layer.weight].unflatten(1, layer.shape)
-            if lr is None:
+            if into[0].numel() < SMALL:
+                product = torch.bmm(here.transpose(1, 2), h)
+                into.copy_(product) if lr is None else into.sub_(product, alpha=lr)
+            elif lr is None:
                 torch.bmm(here.transpose(1, 2), h, out=into)
             else:
                 into.baddbmm_(here.transpose(1, 2), h, alpha=-lr)

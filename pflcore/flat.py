@@ -118,7 +118,9 @@ class Net:
             raise ValueError("build: the model has no trainable parameter; set requires_grad on what should be trained.")
         dtypes = {p.dtype for p in trainable.values()}
         if len(dtypes) > 1:
-            raise ValueError(f"build: parameters have dtypes {sorted(map(str, dtypes))}; convert the model to one, for example model.float().")
+            raise ValueError(
+                f"build: parameters have dtypes {sorted(map(str, dtypes))}; convert the model to one, for example model.float()."
+            )
         self.dtype = dtypes.pop()
         self.names = list(trainable)
         self.shapes = [p.shape for p in trainable.values()]
@@ -131,7 +133,9 @@ class Net:
         self.buffer_shapes = [floats[n].shape for n in self.buffer_names]
         self.buffer_sizes = [floats[n].numel() for n in self.buffer_names]
         self.w0 = self.row(self.module)  # [P]
-        self.b0 = torch.cat([floats[n].detach().reshape(-1).to(self.dtype) for n in self.buffer_names] or [torch.empty(0, dtype=self.dtype)])  # [b]
+        self.b0 = torch.cat(
+            [floats[n].detach().reshape(-1).to(self.dtype) for n in self.buffer_names] or [torch.empty(0, dtype=self.dtype)]
+        )  # [b]
         self.head_name = self._find_head(head)
         self._threads = threading.local()
 
@@ -200,7 +204,9 @@ class Net:
         """Where the head's parameters stand in a row."""
         mine = [s for n, s in self.slices.items() if self._in_head(n)]
         if not mine:
-            raise ValueError("model: found no trainable head, neither an attribute `head` nor an nn.Linear; name it with Net(..., head='name').")
+            raise ValueError(
+                "model: found no trainable head, neither an attribute `head` nor an nn.Linear; name it with Net(..., head='name')."
+            )
         return slice(mine[0].start, mine[-1].stop)
 
     @property
@@ -279,7 +285,9 @@ class Net:
     def _find_head(self, head: str | None) -> str | None:
         if head is not None:
             if head not in dict(self.module.named_modules()):
-                raise ValueError(f"head: the model has no submodule {head!r}; its children are {[n for n, _ in self.module.named_children()]}.")
+                raise ValueError(
+                    f"head: the model has no submodule {head!r}; its children are {[n for n, _ in self.module.named_children()]}."
+                )
             return head
         if isinstance(getattr(self.module, "head", None), nn.Module):
             return "head"
@@ -311,4 +319,6 @@ def refuse_random(module: nn.Module) -> None:
         if isinstance(m, nn.RNNBase | nn.MultiheadAttention) and m.dropout > 0:
             raise ValueError(f"model: {name or 'the module'} drops out with the global generator; set its dropout to 0.")
         if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats and m.momentum is None:
-            raise ValueError(f"model: {name or 'the module'} averages its statistics by an integer count, which no policy can share; give it a momentum.")
+            raise ValueError(
+                f"model: {name or 'the module'} averages its statistics by an integer count, which no policy can share; give it a momentum."
+            )

@@ -71,6 +71,7 @@ class Engine:
         self.workers = workers or os.cpu_count() or 1
         self._threads: ThreadPoolExecutor | None = None
         self._tables: dict[tuple[int, str], tuple[Federation, Tensor]] = {}
+        self._sizes: dict[int, tuple[Federation, list[int]]] = {}
         self._plans: dict[tuple[Any, ...], _Plan] = {}
         self._dense: dict[int, tuple[Net, Dense | None]] = {}
 
@@ -100,13 +101,21 @@ class Engine:
             self._tables[key] = data, torch.nn.utils.rnn.pad_sequence(lists, batch_first=True)  # keeps `data`, and so its id
         return self._tables[key][1]
 
+    def sizes(self, data: Federation) -> list[int]:
+        """Training samples of each client of the federation."""
+        if id(data) not in self._sizes:
+            self._sizes[id(data)] = data, data.size("train").tolist()
+        return self._sizes[id(data)][1]
+
     def plan(self, key: tuple[Any, ...], training: Training, device: torch.device) -> _Plan:
         """The steps of clients of these sizes, made once a run."""
         if key not in self._plans:
             if len(self._plans) > 4096:  # cohorts that are never the same twice
                 self._plans.clear()
             plan = _plan(*key, training)
-            self._plans[key] = plan._replace(steps=[s._replace(weight=None if s.weight is None else s.weight.to(device)) for s in plan.steps])
+            self._plans[key] = plan._replace(
+                steps=[s._replace(weight=None if s.weight is None else s.weight.to(device)) for s in plan.steps]
+            )
         return self._plans[key]
 
     def dense(self, net: Net) -> Dense | None:
@@ -187,8 +196,8 @@ class Local:
 
     def __post_init__(self) -> None:
         self._ids = self.ids.tolist()
-        self._index = [self.setting.data.index["train"][i] for i in self._ids]
-        self._size = [len(i) for i in self._index]
+        sizes = self.setting.engine.sizes(self.setting.data)
+        self._size = [sizes[i] for i in self._ids]
 
     @property
     def net(self) -> Net:
@@ -363,7 +372,9 @@ class Local:
         pad = torch.nn.utils.rnn.pad_sequence
         return pad([z for z, _ in found], batch_first=True), pad([y for _, y in found], batch_first=True, padding_value=-1)
 
-    def scores(self, predict: Callable[[dict[str, Tensor], Net, Tensor], Tensor], view: dict[str, Tensor], split: str) -> list[tuple[Tensor, Tensor]]:
+    def scores(
+        self, predict: Callable[[dict[str, Tensor], Net, Tensor], Tensor], view: dict[str, Tensor], split: str
+    ) -> list[tuple[Tensor, Tensor]]:
         """Each client's (scores [n, ...], labels [n]) on `split` by `predict(its slice of view, net, x)`, in evaluation mode."""
 
         def look(i: int) -> tuple[Tensor, Tensor]:
@@ -382,7 +393,9 @@ class Local:
 
     def _chunks(self, i: int, split: str) -> Iterator[tuple[Tensor, Tensor, int]]:
         if split not in self.setting.data.index:
-            raise ValueError(f"split: this federation has {', '.join(self.setting.data.index)}, not {split!r}; split the clients' samples first.")
+            raise ValueError(
+                f"split: this federation has {', '.join(self.setting.data.index)}, not {split!r}; split the clients' samples first."
+            )
         x, y = self.setting.data.client(self._ids[i], split)
         for a in range(0, len(y), EVAL_BATCH):
             yield x[a : a + EVAL_BATCH], y[a : a + EVAL_BATCH], len(y)

@@ -82,7 +82,11 @@ class Simulation:
         if self.eval_split not in self.data.index:
             raise ValueError(f"eval_split: the federation has {', '.join(self.data.index)}, not {self.eval_split!r}.")
         model = self.model
-        net = model if isinstance(model, Net) else Net(model, criterion="squared" if self.data.y.is_floating_point() else "cross_entropy", seed=self.seed)
+        net = (
+            model
+            if isinstance(model, Net)
+            else Net(model, criterion="squared" if self.data.y.is_floating_point() else "cross_entropy", seed=self.seed)
+        )
         data = self.data
         if self.device != "cpu":
             net, data = net.to(self.device), data.to(self.device)
