@@ -74,10 +74,13 @@ def federation_of(
     if fractions is not None or standardize is not None:
         raise ValueError("fractions and standardize are for data that comes with its clients: use split_samples() or standardized()")
     name = partition or "A"
+    unknown = sorted(set(options) - set(options_of(name)))
+    if unknown:
+        raise ValueError(f"partition {name} takes the options {', '.join(options_of(name))}, got {', '.join(unknown)}")
     if "shift_seed" in options_of(name):
         options = {**options, "shift_seed": shift_seed}
     source = (load(data, root) if isinstance(data, str) else data).sample(train_samples, test_samples, seed)
-    part = _cut(name, source.y_train, 10 if n is None else n, test_labels=source.y_test, seed=seed, classes=source.classes, **options)
+    part = PARTITIONS[name](source.y_train, 10 if n is None else n, test_labels=source.y_test, seed=seed, classes=source.classes, **options)
     return Federation.from_partition(
         source.x_train,
         source.y_train,
@@ -87,9 +90,6 @@ def federation_of(
         classes=source.classes,
         name=f"{source.name} {name}",
     )
-
-
-_cut = partition  # the function of that name; federation_of has an argument called so
 
 
 def _known(data: str) -> None:

@@ -65,7 +65,7 @@ def halves(fed: Federation, clients: Sequence[int] | Tensor | None, seed: int, p
     for i in chosen:
         rows = _pooled(fed, i, pool)
         if len(rows) < 2:
-            raise ValueError(f"client {i} must have at least 2 samples to be halved, got {len(rows)}")
+            raise ValueError(f"client {i} must have at least 2 samples to be halved, got {len(rows)}: leave it out (subset)")
         rows = rows[_permutation(len(rows), seed, fed)]
         index["train"][i], index["test"][i] = rows[: len(rows) // 2], rows[len(rows) // 2 :]
         if "val" in index:

@@ -1,0 +1,363 @@
+"""A federation: what it holds, how it is made from other containers, Motley's two protocols, and what it refuses."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from pflcore.data import Federation, federation_of
+from pflcore.data.partition import PARTITIONS
+
+
+def index(*lists):
+    return [torch.tensor(i, dtype=torch.int64) for i in lists]
+
+
+def small(**change):
+    """Two clients, seven samples, three classes; sample 6 belongs to nobody."""
+    fields = {
+        "x": torch.arange(14.0).reshape(7, 2),
+        "y": torch.tensor([0, 1, 2, 0, 1, 2, 0]),
+        "index": {"train": index([0, 2], [1, 3]), "test": index([4], [5])},
+        "classes": 3,
+        "relabel": torch.tensor([[0, 1, 2], [1, 2, 0]]),
+    }
+    return Federation(**(fields | change))
+
+
+def sizes(fed, split="train"):
+    return fed.size(split).tolist()
+
+
+# -- what it holds -------------------------------------------------------------------------------------------------------------
+
+
+def test_clients_sizes_counts_and_labels():
+    fed = small()
+    assert fed.n == 2 and fed.splits == ("train", "test") and fed.shape == (2,)
+    assert sizes(fed) == [2, 2] and sizes(fed, "test") == [1, 1]
+    x, y = fed.client(1)
+    assert x.tolist() == [[2, 3], [6, 7]] and y.tolist() == [2, 1]  # pool labels 1, 0 through [1, 2, 0]
+    assert fed.client(0, "test")[1].tolist() == [1] and fed.client(1, "test")[1].tolist() == [0]
+    assert fed.counts().tolist() == [[1, 0, 1], [0, 1, 1]]
+    assert fed.counts("test").tolist() == [[0, 1, 0], [1, 0, 0]]
+    assert small(relabel=None).client(1)[1].tolist() == [1, 0]
+
+
+def test_the_pool_is_never_altered():
+    fed = small()
+    before = fed.x.clone(), fed.y.clone()
+    x, y = fed.client(1)
+    x.zero_()
+    y.zero_()
+    fed.counts()
+    assert torch.equal(fed.x, before[0]) and torch.equal(fed.y, before[1])
+
+
+def test_summary_is_short_text():
+    text = small(notes=["a note"]).summary()
+    assert "2 clients, 4 train, 2 test samples of shape [2], 3 classes" in text
+    assert "concept shift: 1 of 2 clients" in text and text.endswith("a note")
+    assert "targets" in Federation.from_arrays([([[1.0]], [0.5])]).summary()
+
+
+def test_the_same_device_is_no_copy():
+    fed = small()
+    assert fed.to("cpu") is fed and fed.device == torch.device("cpu")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_another_device_holds_everything():
+    fed = small(truth={"group": torch.tensor([0, 1])})
+    moved = fed.to("cuda")
+    assert moved.client(1)[1].is_cuda and moved.truth["group"].is_cuda and moved.to("cpu").client(1)[1].tolist() == [2, 1]
+    assert torch.equal(moved.counts(), fed.counts()) and moved.size().device.type == "cpu"
+    assert moved.halves().keep(0.5).subset([1]).n == 1
+
+
+def test_regression_and_tokens():
+    fed = Federation(torch.zeros(3, 4, dtype=torch.int64), torch.rand(3, 2), {"train": index([0], [1, 2])})
+    assert fed.classes is None and fed.client(1)[1].shape == (2, 2)
+    with pytest.raises(ValueError, match="counts needs labels"):
+        fed.counts()
+
+
+# -- constructors --------------------------------------------------------------------------------------------------------------
+
+
+def test_from_arrays_of_any_kind():
+    a = (np.random.rand(4, 2), [0, 1, 2, 1])  # float64 and a list
+    b = (torch.rand(3, 2), torch.tensor([0, 0, 1], dtype=torch.int32))
+    fed = Federation.from_arrays([a, b])
+    assert fed.classes == 3 and fed.x.dtype == torch.float32 and fed.y.dtype == torch.int64
+    assert sizes(fed) == [4, 3] and fed.splits == ("train",)
+    assert torch.equal(fed.client(1)[0], b[0])
+    assert Federation.from_arrays([a], dtype=None).x.dtype == torch.float64
+    assert Federation.from_arrays([(np.ones((2, 1)), np.array([0.5, 1.0]))]).classes is None
+    assert Federation.from_arrays([a, b], classes=7).counts().shape == (2, 7)
+    with_test = Federation.from_arrays([a, b], test=[b, a])
+    assert sizes(with_test) == [4, 3] and sizes(with_test, "test") == [3, 4]
+
+
+def test_from_arrays_with_splits_of_some_clients():
+    pair = ([[1.0], [2.0]], [0, 1])
+    fed = Federation.from_arrays([{"train": pair}, {"train": pair, "test": pair}, {"train": pair, "val": pair}])
+    assert fed.splits == ("train", "val", "test")
+    assert sizes(fed, "test") == [0, 2, 0] and sizes(fed, "val") == [0, 0, 2]
+
+
+def test_a_fraction_is_cut_off_for_testing():
+    pair = (np.arange(10.0)[:, None], np.arange(10) % 2)
+    fed = Federation.from_arrays([pair, pair], test_fraction=0.3, seed=5)
+    assert sizes(fed) == [7, 7] and sizes(fed, "test") == [3, 3]
+    every = torch.cat([fed.client(0)[0], fed.client(0, "test")[0]]).flatten()
+    assert sorted(every.tolist()) == list(range(10))
+
+
+class Squares(Dataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, k):
+        return np.full(2, float(k * k), dtype=np.float32), k
+
+
+def test_from_datasets():
+    tensors = TensorDataset(torch.rand(4, 2), torch.tensor([0, 1, 2, 2]))
+    fed = Federation.from_datasets([Squares(), tensors, Subset(tensors, [3, 0])], test=[tensors, Squares(), Squares()])
+    assert sizes(fed) == [3, 4, 2] and sizes(fed, "test") == [4, 3, 3]
+    assert fed.client(0)[0].tolist() == [[0, 0], [1, 1], [4, 4]] and fed.client(0)[1].tolist() == [0, 1, 2]
+    assert torch.equal(fed.client(2)[0][0], tensors[3][0])
+
+
+def test_from_partition_joins_the_pools():
+    x, y = torch.rand(40, 3), torch.arange(40) % 10
+    part = PARTITIONS["A*"](y[:30], 3, test_labels=y[30:], shift_seed=2)
+    fed = Federation.from_partition(x[:30], y[:30], part, x_test=x[30:], y_test=y[30:])
+    assert torch.equal(fed.x, x) and fed.classes == 10
+    assert int(fed.size().sum()) == 30 and int(fed.size("test").sum()) == 10
+    assert torch.equal(fed.client(0)[1], y[fed.index["train"][0]])
+    assert torch.equal(fed.client(1, "test")[1], part.relabel[1][y[fed.index["test"][1]]])
+    groups = PARTITIONS["practical1"](y, 4, groups=2)
+    assert Federation.from_partition(x, y, groups).truth["group"].tolist() == [0, 0, 1, 1]
+
+
+# -- Motley's protocols --------------------------------------------------------------------------------------------------------
+
+
+def many(n, low=2, high=30, seed=0):
+    rng = np.random.RandomState(seed)
+    return Federation.from_arrays([(rng.rand(k, 2), rng.randint(0, 3, k)) for k in rng.randint(low, high, n)], classes=3)
+
+
+def test_cross_silo_is_scikit_learns_split_called_twice():
+    split = pytest.importorskip("sklearn.model_selection").train_test_split
+    fed = many(8, 7, 60)
+    for seed in (100, 1100):
+        ours = fed.split_samples({"train": 0.7, "val": 0.15, "test": 0.15}, seed)
+        for i in range(fed.n):
+            rest, test = split(fed.index["train"][i].numpy(), test_size=0.15, random_state=seed)
+            train, val = split(rest, test_size=0.15 / 0.85, random_state=seed)
+            for name, want in (("train", train), ("val", val), ("test", test)):
+                assert ours.index[name][i].tolist() == want.tolist()
+
+
+@given(st.integers(2, 12), st.floats(0.05, 0.4), st.floats(0, 0.4), st.integers(0, 99))
+def test_cross_silo_laws(n, test, val, seed):
+    fed = many(n, 12, 40, seed)
+    fractions = {"train": 1 - test - val, "test": test} | ({"val": val} if val else {})
+    cut = fed.split_samples(fractions, seed)
+    for i in range(n):
+        rows = torch.cat([cut.index[s][i] for s in cut.splits])
+        assert sorted(rows.tolist()) == fed.index["train"][i].tolist()
+        assert len(cut.index["test"][i]) == math.ceil(test * len(rows))
+    again = cut.split_samples({"train": 1 - test, "test": test}, seed)  # all splits pooled anew
+    assert torch.equal(again.size() + again.size("test"), fed.size())
+
+
+def test_a_split_outside_the_pool_stays():
+    fed = many(4, 10, 20).split_samples({"train": 0.8, "test": 0.2}, 1)
+    held = fed.split_samples({"train": 0.8, "val": 0.2}, 2, pool=["train"])
+    assert all(torch.equal(a, b) for a, b in zip(fed.index["test"], held.index["test"], strict=True))
+    assert torch.equal(held.size() + held.size("val"), fed.size())
+    with pytest.raises(ValueError, match="fractions must not name a split outside pool"):
+        fed.split_samples({"train": 0.5, "test": 0.5}, 0, pool=["train"])
+
+
+@given(st.integers(3, 60), st.integers(0, 99))
+def test_client_groups_are_disjoint_and_exhaustive(n, seed):
+    fed = many(n)
+    groups = fed.split_clients(0.5, 0.25, 0.25, seed)
+    assert sorted(torch.cat(groups).tolist()) == list(range(n))
+    by_number = fed.split_clients(1, 1, n - 2, seed)
+    assert [len(g) for g in by_number] == [1, 1, n - 2]
+
+
+def test_client_groups_follow_one_permutation():
+    order = np.random.RandomState(13).permutation(20)
+    groups = many(20).split_clients(14, 2, 4)
+    assert groups.val.tolist() == sorted(order[:2]) and groups.test.tolist() == sorted(order[2:6])
+    assert groups.train.tolist() == sorted(order[6:])
+
+
+@given(st.integers(1, 12), st.integers(0, 99))
+def test_halves_laws(n, seed):
+    fed = many(n, 4, 40).split_samples({"train": 0.7, "test": 0.3}, 0)
+    total = fed.size() + fed.size("test")
+    chosen = list(range(0, n, 2))
+    half = fed.halves(chosen, seed)
+    for i in range(n):
+        a, b = half.index["train"][i], half.index["test"][i]
+        if i in chosen:
+            assert len(a) == int(total[i]) // 2 and len(a) + len(b) == int(total[i])
+            assert not set(a.tolist()) & set(b.tolist())
+        else:
+            assert torch.equal(a, fed.index["train"][i]) and torch.equal(b, fed.index["test"][i])
+    only = fed.halves(pool=["train"], seed=seed)
+    assert torch.equal(only.size() + only.size("test"), fed.size())
+
+
+def test_smaller_personalization_sets_are_nested():
+    fed = many(6, 4, 40).halves()
+    quarter, half = fed.keep(0.25), fed.keep(0.5)
+    for i in range(6):
+        n = len(fed.index["train"][i])
+        assert torch.equal(half.index["train"][i], fed.index["train"][i][: math.ceil(n / 2)])
+        assert torch.equal(quarter.index["train"][i], half.index["train"][i][: math.ceil(n / 4)])
+        assert torch.equal(half.index["test"][i], fed.index["test"][i])
+    assert sizes(fed.keep(0.5, [2]))[:2] == sizes(fed)[:2]
+
+
+def test_a_subset_keeps_its_labels_and_truth():
+    fed = federation_of("synthetic_clusters", n=5, groups=2)
+    part = fed.subset([3, 0])
+    assert part.n == 2 and part.truth["group"].tolist() == [1, 0]
+    for new, old in ((0, 3), (1, 0)):
+        assert torch.equal(part.client(new)[0], fed.client(old)[0]) and torch.equal(part.client(new)[1], fed.client(old)[1])
+
+
+def test_standardised_by_training_samples_only():
+    fed = many(5, 12, 40).split_samples({"train": 0.7, "test": 0.3}, 0)
+    x = fed.x.clone()
+    x[:, 1] = 7  # constant
+    fed = Federation(x, fed.y, fed.index, 3)
+    plain = fed.standardized()
+    assert torch.equal(fed.x, x)
+    for i in range(5):
+        train = plain.client(i)[0]
+        assert train[:, 0].mean().abs() < 1e-5 and (train[:, 0].std(correction=0) - 1).abs() < 1e-4
+        assert (train[:, 1] == 0).all() and (plain.client(i, "test")[0][:, 1] == 0).all()
+    poisoned = x.clone()
+    poisoned[fed.index["test"][0]] = 1e6  # held-out values, and other clients', change nothing
+    other = Federation(poisoned, fed.y, fed.index, 3).standardized()
+    for i in range(5):
+        assert torch.equal(other.client(i)[0], plain.client(i)[0])
+
+
+# -- bad input -----------------------------------------------------------------------------------------------------------------
+
+NAN = torch.arange(14.0).reshape(7, 2)
+NAN[3, 1] = float("nan")
+INF = NAN.nan_to_num()
+INF[5, 0] = float("inf")
+BAD = [
+    ({"index": {"train": []}}, "a federation needs at least one client, got none"),
+    ({"index": {"train": index([0], []), "test": index([4], [5])}}, "client 1 has no training samples: leave it out"),
+    ({"index": {"train": index([0, 2], [2])}}, "index['train'] must not overlap, but two clients, or one twice, holds sample 2"),
+    ({"index": {"train": index([0, 0], [1])}}, "holds sample 0 more than once"),
+    ({"index": {"train": index([0], [1]), "test": index([4, 4], [5])}}, "but client 0 holds sample 4 more than once"),
+    (
+        {"index": {"train": index([0], [1]), "test": index([4], [1])}},
+        "a sample must belong to one split, but sample 1 is in 'test' and another",
+    ),
+    ({"index": {"train": index([0], [7])}}, "index['train'][1] must lie in 0..6, got 7..7"),
+    ({"index": {"train": index([-1], [1])}}, "index['train'][0] must lie in 0..6, got -1..-1"),
+    (
+        {"index": {"train": [torch.tensor([0.0]), torch.tensor([1.0])]}},
+        "index['train'][0] must be a one-dimensional int64 tensor, got torch.float32",
+    ),
+    ({"index": {"train": [[0], [1]]}}, "index['train'][0] must be a one-dimensional int64 tensor, got list"),
+    ({"index": {"test": index([0])}}, "index must hold the split 'train' and may hold 'val' and 'test', got ['test']"),
+    ({"index": {"train": index([0], [1]), "extra": index([2], [3])}}, "got ['train', 'extra']"),
+    ({"index": {"train": index([0], [1]), "test": index([4])}}, "index['test'] must hold one list per client (2), got 1"),
+    ({"x": NAN}, "x must be finite, got NaN or Inf in sample 3: clean the data first"),
+    ({"x": INF}, "x must be finite, got NaN or Inf in sample 5: clean the data first"),
+    ({"x": torch.zeros(6, 2)}, "x and y must have one row per sample, got shapes [6, 2] and [7]"),
+    ({"x": torch.zeros(7, 2, dtype=torch.uint8)}, "x must be floating point or int64, got torch.uint8: convert it first"),
+    ({"x": np.zeros((7, 2))}, "x must be a tensor, got ndarray: use Federation.from_arrays for arrays"),
+    ({"y": torch.zeros(7)}, "y must hold int64 labels where classes is given (3), got torch.float32: pass classes=None for regression"),
+    ({"classes": 2, "relabel": None}, "y must hold labels in 0..1, got 0..2"),
+    ({"classes": 0}, "classes must be at least 1, or None for regression, got 0"),
+    ({"relabel": torch.zeros(2, 2, dtype=torch.int64)}, "relabel must be int64 [2, 3], got torch.int64 [2, 2]"),
+    ({"relabel": torch.full((2, 3), 3)}, "relabel must map to labels in 0..2, got 3..3"),
+    ({"classes": None}, "relabel needs labels, but classes is None"),
+    ({"truth": {"group": torch.zeros(3)}}, "truth['group'] must have one row per client (2), got shape [3]"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD, ids=range(len(BAD)))
+def test_bad_input_is_one_sentence(change, message):
+    with pytest.raises((ValueError, TypeError)) as e:
+        small(**change)
+    assert message in str(e.value) and "\n" not in str(e.value)
+
+
+def test_clients_may_share_a_test_set():
+    assert sizes(small(index={"train": index([0], [1]), "test": index([4, 5], [5, 4])}), "test") == [2, 2]
+
+
+PAIR = ([[1.0], [2.0]], [0, 1])
+BAD_CALLS = [
+    (lambda: Federation.from_arrays([]), "clients must hold the data of at least one client, got an empty list"),
+    (lambda: Federation.from_arrays([PAIR, ([], [])]), "client 1"),
+    (lambda: Federation.from_arrays([PAIR, (np.zeros((0, 1)), np.zeros(0, dtype=int))]), "client 1 has no training samples"),
+    (lambda: Federation.from_arrays([PAIR, ([[1.0, 2.0]], [0])]), "client 1 (train) has inputs of shape [2], client 0 has [1]"),
+    (
+        lambda: Federation.from_arrays([PAIR, ([[1.0]], [0.5])]),
+        "client 1 (train) has targets torch.float32 [], client 0 has torch.int64 []",
+    ),
+    (lambda: Federation.from_arrays([([[1.0]], [0, 1])]), "client 0 (train) must have one target per input, got shapes [1, 1] and [2]"),
+    (lambda: Federation.from_arrays([([["a"]], [0])]), "x of client 0 (train) must be numbers in one array"),
+    (lambda: Federation.from_arrays([[1, 2, 3]]), "client 0 (train) must be a pair (x, y), got list"),
+    (lambda: Federation.from_arrays([PAIR], test=[]), "test must hold one entry per client (1), got 0"),
+    (lambda: Federation.from_arrays([PAIR], test=[PAIR], test_fraction=0.5), "give test or test_fraction, not both"),
+    (lambda: Federation.from_arrays([{"train": PAIR, "dev": PAIR}]), "client 0 must have splits among ['train', 'val', 'test']"),
+    (lambda: Federation.from_arrays([{"test": PAIR}]), "client 0 has no training samples"),
+    (lambda: Federation.from_datasets([TensorDataset(torch.zeros(0, 1), torch.zeros(0))]), "client 0 has an empty Dataset"),
+    (lambda: Federation.from_datasets([5]), "client 0 must be a torch Dataset with a length, got int"),
+    (lambda: Federation.from_datasets([[1, 2]]), "client 0 must give pairs (x, y), got int"),
+    (lambda: small().client(2), "client must be in 0..1, got 2"),
+    (lambda: small().client(0, "val"), "split must be one of ['train', 'test'] for data, got 'val'"),
+    (lambda: small().subset([0, 0]), "clients must be distinct ids in 0..1, at least one, got [0, 0]"),
+    (lambda: small().subset([]), "clients must be distinct ids in 0..1, at least one, got []"),
+    (
+        lambda: small().split_clients(1, 1, 1),
+        "train, val and test must share 2 clients with at least one to train, got train 1, val 1, test 1",
+    ),
+    (lambda: small().split_clients(-1), "train must be a number of clients or a fraction >= 0, got -1"),
+    (lambda: small().keep(0), "fraction must be above 0 and at most 1, got 0"),
+    (
+        lambda: small().split_samples({"train": 0.5}),
+        "fractions must be of 'train' (above 0), 'val' and 'test' and add up to 1, got {'train': 0.5}",
+    ),
+    (lambda: small().split_samples({"test": 1.0}), "add up to 1, got {'test': 1.0}"),
+    (lambda: small().split_samples({"train": 0.1, "test": 0.9}), "client 0 has too few samples (3) for the fractions"),
+    (lambda: Federation.from_arrays([([[1.0]], [0])]).halves(), "client 0 must have at least 2 samples to be halved, got 1"),
+    (
+        lambda: Federation.from_partition(
+            torch.zeros(10, 1), torch.zeros(10).long(), PARTITIONS["iid"]([0] * 10, 2), x_test=torch.zeros(1, 1)
+        ),
+        "x_test and y_test must come together, got only x_test",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD_CALLS, ids=range(len(BAD_CALLS)))
+def test_bad_calls_are_one_sentence(call, message):
+    with pytest.raises((ValueError, TypeError)) as e:
+        call()
+    assert message in str(e.value) and "\n" not in str(e.value)

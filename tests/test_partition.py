@@ -1,0 +1,418 @@
+"""Who gets which sample: the papers' counts, the laws every partition obeys, and what is refused."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pflcore.data.dirichlet import _proportions, counts_of, cuts_of
+from pflcore.data.label_skew import dominant_classes, shards
+from pflcore.data.partition import PARTITIONS, concept_shift, options_of, partition, waffle
+
+MNIST = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
+MNIST_TEST = [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+
+
+def labels_with(counts, seed=0):
+    """Labels with these class counts, in random order."""
+    return np.random.RandomState(seed).permutation(np.repeat(np.arange(len(counts)), counts))
+
+
+def mnist_labels(kind):
+    if kind == "counts":
+        return labels_with(MNIST), labels_with(MNIST_TEST, 1)
+    root = os.environ.get("PFLCORE_DATA")
+    if root is None or not (Path(root) / "mnist").is_dir():
+        pytest.skip("PFLCORE_DATA holds no mnist/ here")
+    from pflcore.data.sources import load
+
+    source = load("mnist", root)
+    return source.y_train, source.y_test
+
+
+def sizes(part, split="train"):
+    return [len(rows) for rows in part.index[split]]
+
+
+def counts(part, y, split, classes=10):
+    y = torch.as_tensor(y)
+    return [torch.bincount(y[rows], minlength=classes).tolist() for rows in part.index[split]]
+
+
+GOLDEN = {
+    ("A", "left"): [5996, 6000, 5999, 6001, 6001, 5998, 6000, 6000, 5999, 6006],
+    ("A", "right"): [5996, 6000, 5999, 6001, 6001, 5998, 6000, 6000, 5999, 6006],
+    ("B", "left"): [6186, 6144, 6115, 5997, 5996, 5864, 5861, 5829, 5838, 6170],
+    ("B", "right"): [6186, 6169, 5838, 5827, 5862, 5863, 5996, 5998, 6116, 6145],
+    ("C", "left"): [5758, 5834, 6028, 6133, 6281, 6089, 6036, 5968, 5996, 5877],
+    ("C", "right"): [5758, 5873, 5996, 5967, 6035, 6089, 6281, 6134, 6030, 5837],
+}
+STEPS = {  # ceil(n_i / 32)
+    "A": [188] * 10,
+    "B": [194, 192, 192, 188, 188, 184, 184, 183, 183, 193],
+    "C": [180, 183, 189, 192, 197, 191, 189, 187, 188, 184],
+}
+ALICE = {
+    "A": [592, 674, 595, 613, 584, 542, 591, 626, 585, 594],
+    "B": [1480, 1685, 1489, 1532, 0, 0, 0, 0, 0, 0],
+    "C": [0, 0, 0, 613, 1168, 2168, 1183, 626, 0, 0],
+}
+ALICE_TEST = {
+    "A": [98, 113, 103, 101, 98, 89, 95, 102, 97, 100],  # 996
+    "B": [245, 283, 258, 252, 0, 0, 0, 0, 0, 0],  # 1038
+    "C": [0, 0, 0, 101, 196, 356, 191, 102, 0, 0],  # 946
+}
+
+
+@pytest.mark.parametrize("kind", ["counts", "mnist"])
+def test_counts_of_the_waffle_paper_on_mnist(kind):
+    y, yt = mnist_labels(kind)
+    both = torch.cat([torch.as_tensor(y), torch.as_tensor(yt)])
+    for (base, roll), want in GOLDEN.items():
+        part = PARTITIONS[base](y, 10, test_labels=yt, roll=roll, seed=3)
+        assert sizes(part) == want, (base, roll)
+        assert counts(part, both, "train")[0] == ALICE[base]
+        assert counts(part, both, "test")[0] == ALICE_TEST[base]
+        if roll == "left":
+            assert [-(-s // 32) for s in sizes(part)] == STEPS[base]
+    assert [sum(ALICE_TEST[b]) for b in "ABC"] == [996, 1038, 946]
+
+
+def test_alice_overlap_with_the_others():
+    y = labels_with([1000] * 10)
+    for base, want in (("B", [1, 0.75, 0.5, 0.25, 0, 0, 0, 0.25, 0.5, 0.75]), ("C", [1, 0.6, 0.4, 0.2, 0.1, 0, 0.1, 0.2, 0.4, 0.6])):
+        share = torch.tensor(counts(PARTITIONS[base](y, 10), y, "train")) / 1000
+        assert torch.minimum(share, share[:1]).sum(1).tolist() == pytest.approx(want)
+    left = torch.tensor(counts(waffle(y, 10, base="C"), y, "train"))
+    assert int(left[1].argmax()) == 4  # Table 2: agent 1 of C peaks at label 4
+
+
+class_counts = st.lists(st.integers(1, 60), min_size=10, max_size=10)
+
+
+@given(class_counts, st.integers(1, 33), st.sampled_from("ABC"), st.sampled_from(["left", "right"]), st.integers(0, 5))
+def test_waffle_is_disjoint_exhaustive_and_in_proportion(have, n, base, roll, seed):
+    y = labels_with(have, seed)
+    try:
+        part = waffle(y, n, base=base, roll=roll, seed=seed, test_labels=y)
+    except ValueError as e:  # few samples, many agents
+        assert "gets none" in str(e) or "at most the number" in str(e)
+        return
+    rows = torch.cat(part.index["train"]).tolist()
+    assert len(set(rows)) == len(rows)
+    got = torch.tensor(counts(part, y, "train"))
+    weight = np.array(
+        [
+            [
+                {"A": [1] * 10, "B": [1, 1, 1, 1] + [0] * 6, "C": [0, 0, 0, 1, 2, 4, 2, 1, 0, 0]}[base][
+                    (t + (i if roll == "left" else -i)) % 10
+                ]
+                for t in range(10)
+            ]
+            for i in range(n)
+        ]
+    )
+    column = weight.sum(0)
+    used = column > 0
+    assert (got.sum(0).numpy() == np.where(used, have, 0)).all()  # every class that somebody asks for is dealt whole
+    want = weight * np.array(have) / np.maximum(column, 1)
+    assert (np.abs(got.numpy() - want) < 1 + 1e-9).all()
+    unused = [int(t) for t in np.flatnonzero(~used)]
+    assert (str(unused) in part.notes[0]) if unused else part.notes == []
+    # the test set is cut by the same fractions, in pool order
+    test = torch.tensor(counts(part, np.concatenate([y, y]), "test"))
+    assert torch.equal(test, got)
+    assert all(((r[1:] > r[:-1]) | (y[r[1:] - len(y)] != y[r[:-1] - len(y)])).all() for r in (x.numpy() for x in part.index["test"]))
+
+
+@given(class_counts, st.integers(1, 3), st.sampled_from("ABC"))
+def test_left_and_right_are_the_same_agents_mirrored(have, k, base):
+    y, n = labels_with(have), 10 * k
+    left, right = (waffle(np.repeat(y, 10 * k), n, base=base, roll=r) for r in ("left", "right"))
+    y = np.repeat(y, 10 * k)
+    a, b = (np.array(counts(p, y, "train")) for p in (left, right))
+    mirror = [(-i) % 10 + 10 * (i // 10) for i in range(n)]
+    assert np.abs(a - b[mirror]).max() <= 1  # rounding only
+
+
+def test_seeds_differ_and_the_test_set_does_not():
+    y, yt = labels_with([50] * 10), labels_with([20] * 10, 1)
+    a, b = (waffle(y, 10, base="C", seed=s, test_labels=yt) for s in (0, 1))
+    assert sizes(a) == sizes(b)
+    assert not any(torch.equal(p.sort().values, q.sort().values) for p, q in zip(a.index["train"], b.index["train"], strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(a.index["test"], b.index["test"], strict=True))
+    plain = waffle(y, 10, base="A", shuffle=False)
+    first = np.concatenate([np.flatnonzero(y == t)[:5] for t in range(10)])
+    assert sorted(plain.index["train"][0].tolist()) == sorted(first.tolist())
+
+
+def test_the_size_distributions_of_table_4():
+    y = labels_with([1000] * 10)
+    for name, want in (("A", [10] * 10), ("B", [21, 6, 11, 6, 11, 6, 16, 6, 11, 6]), ("C", [10, 10, 10, 10, 20, 5, 5, 10, 10, 10])):
+        assert sizes(waffle(y, 10, base="A", sizes=name)) == [100 * s for s in want]
+        assert sizes(partition("iid", y, 10, sizes=name)) == [100 * s for s in want]
+    twenty = sizes(waffle(y, 20, base="A", sizes="C"))
+    assert twenty[:10] == twenty[10:] == [500, 500, 500, 500, 1000, 250, 250, 500, 500, 500]
+    assert sizes(partition("iid", y, 3, sizes=[0.1, 0.2, 0.7])) == [1000, 2000, 7000]
+    part = waffle(y, 10, base="B", sizes="B")
+    assert sum(sizes(part)) == 10_000
+
+
+# -- concept shift -------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 30), st.integers(2, 20), st.integers(0, 1000))
+def test_concept_shift_laws(n, classes, seed):
+    relabel = concept_shift(n, classes, seed)
+    assert relabel.shape == (n, classes)
+    assert torch.equal(relabel[0], torch.arange(classes))  # Alice
+    assert (relabel.sort(1).values == torch.arange(classes)).all()  # bijections
+    assert torch.equal(concept_shift(n + 3, classes, seed)[:n], relabel)  # a client's own does not depend on N
+
+
+def test_concept_shift_is_independent_per_client_and_of_the_seed():
+    y = labels_with([30] * 10)
+    a, b = (PARTITIONS["A*"](y, 10, seed=s) for s in (0, 1))
+    assert torch.equal(a.relabel, b.relabel)
+    assert not torch.equal(a.relabel, PARTITIONS["A*"](y, 10, shift_seed=1).relabel)
+    assert len({tuple(r) for r in a.relabel.tolist()}) == 10
+    assert PARTITIONS["A"](y, 10).relabel is None
+    plain, shifted = PARTITIONS["B"](y, 10, seed=4), PARTITIONS["B*"](y, 10, seed=4)  # samples are assigned by their true class
+    assert all(torch.equal(p, q) for p, q in zip(plain.index["train"], shifted.index["train"], strict=True))
+    fixed = (concept_shift(2000, 10, 0)[1:] == torch.arange(10)).float().sum(1)
+    assert abs(float(fixed.mean()) - 1) < 0.1  # uniform permutations: one fixed point each on average, none forced away
+
+
+# -- every partition -----------------------------------------------------------------------------------------------------------
+
+
+@given(st.sampled_from(list(PARTITIONS)), st.integers(1, 12), st.lists(st.integers(12, 60), min_size=10, max_size=10), st.integers(0, 3))
+def test_every_partition_is_disjoint_repeatable_and_in_range(name, n, have, seed):
+    y, yt = labels_with(have, seed), labels_with([h // 2 + 6 for h in have], seed + 1)
+    options = {"groups": min(n, 4)} if name == "practical1" else {}
+    part = partition(name, y, n, test_labels=yt, seed=seed, **options)
+    train, test = torch.cat(part.index["train"]), torch.cat(part.index["test"])
+    both = torch.cat([train, test])
+    assert len(part.index["train"]) == len(part.index["test"]) == n
+    assert min(sizes(part)) > 0
+    assert len(both.unique()) == len(both)
+    assert int(both.min()) >= 0 and int(both.max()) < len(y) + len(yt)
+    if name != "practical2":  # which pools both
+        assert int(train.max()) < len(y) <= int(test.min())
+    again = partition(name, torch.as_tensor(y), n, test_labels=torch.as_tensor(yt), seed=seed, **options)
+    assert all(torch.equal(p, q) for s in ("train", "test") for p, q in zip(part.index[s], again.index[s], strict=True))
+    if name in ("A", "A*", "iid", "dirichlet", "pathological"):
+        assert len(train) == len(y) and len(test) == len(yt)
+    if name == "practical2":
+        assert len(both) == len(y) + len(yt)
+    assert "test" not in partition(name, y, n, seed=seed, **options).index or name == "practical2"
+
+
+# -- Dirichlet -----------------------------------------------------------------------------------------------------------------
+
+
+def test_golden_dirichlet_cut():
+    p = np.array([0.105, 0.2, 0.695])
+    assert cuts_of(p, 10).tolist() == [1, 3]
+    assert counts_of(p[None], np.array([10]))[0].tolist() == [1, 2, 7]
+
+
+def test_dirichlet_same_proportions_on_the_test_pool():
+    y, yt = labels_with([1000] * 10), labels_with([500] * 10, 1)
+    part = partition("dirichlet", y, 8, test_labels=yt, alpha=0.3)
+    both = np.concatenate([y, yt])
+    a, b = (np.array(counts(part, both, s)) for s in ("train", "test"))
+    assert np.abs(a / 2 - b).max() <= 1.5
+    assert "was accepted" in part.notes[0]
+
+
+def test_dirichlet_alpha_and_the_number_of_classes_per_client():
+    y = labels_with([6000] * 10)
+    even = np.array(counts(partition("dirichlet", y, 10, alpha=1000.0), y, "train"))
+    assert np.abs(even / 600 - 1).max() < 0.2
+
+
+def test_practical2_draws_like_the_released_code():
+    """Classes per client and the share of draws that give everybody 20 samples, measured on that code: 60,000 balanced samples."""
+    totals = np.full(10, 6000)
+    for n, alpha, held, accepted in ((100, 0.07, 3.4, 0.002), (100, 0.1, 4.2, 0.08), (20, 0.07, 4.1, 0.76), (20, 0.1, 5.0, 0.93)):
+        rng = np.random.RandomState(0)
+        draws = [counts_of(_proportions(totals, n, alpha, True, rng), totals) for _ in range(150)]
+        assert all((d.sum(1) == totals).all() for d in draws)
+        assert abs(np.mean([(d > 0).sum(0).mean() for d in draws]) - held) < 0.15
+        assert abs(np.mean([d.sum(0).min() >= 20 for d in draws]) - accepted) < 0.1
+
+
+def test_dirichlet_falls_back_and_says_so():
+    y = labels_with([600] * 10)
+    kwargs = {"alpha": 0.05, "min_size": 40, "max_redraws": 3, "seed": 1}
+    part = partition("practical2", y, 100, **kwargs)
+    total = np.array(sizes(part)) + np.array(sizes(part, "test"))
+    assert total.min() == 40 and total.sum() == 6000
+    assert "none of 3 draws" in part.notes[0] and "were moved" in part.notes[0]
+    again = partition("practical2", y, 100, **kwargs)
+    assert all(torch.equal(p, q) for p, q in zip(part.index["train"], again.index["train"], strict=True))
+    assert "was accepted" in partition("practical2", y, 5).notes[0]
+    same = partition("dirichlet", y, 100, test_labels=labels_with([30] * 10), **kwargs)
+    assert min(sizes(same)) == 40 and min(sizes(same, "test")) >= 1
+
+
+def test_dirichlet_pooled_split_is_four_to_one_and_all_equal_min_size_terminates():
+    y = labels_with([100] * 10)
+    part = partition("practical2", y, 10)
+    for a, b in zip(sizes(part), sizes(part, "test"), strict=True):
+        assert a == int(0.8 * (a + b) + 1e-9)
+    tight = partition("dirichlet", y, 10, alpha=0.1, min_size=100, max_redraws=1)
+    assert sizes(tight) == [100] * 10
+
+
+def test_dirichlet_tiny_alpha_gives_whole_classes():
+    y = labels_with([50] * 10)
+    part = partition("dirichlet", y, 2, alpha=1e-8, min_size=1)
+    assert {v for row in counts(part, y, "train") for v in row} <= {0, 50, 49, 1}  # one sample may move to an empty client
+
+
+# -- pathological --------------------------------------------------------------------------------------------------------------
+
+
+def test_golden_shards():
+    y = np.repeat(np.arange(5), 6)
+    cut = shards(y, 10, 5)
+    assert [sorted(set(y[s].tolist())) for s in cut] == [[0], [0], [1], [1], [2], [2], [3], [3], [4], [4]]
+    assert {len(s) for s in cut} == {3}
+    deal = [[7, 1], [4, 9], [0, 2], [5, 3], [8, 6]]
+    part = partition("pathological", y, 5, assignment=deal)
+    got = [list(dict.fromkeys(y[rows].tolist())) for rows in part.index["train"]]
+    assert got == [[3, 0], [2, 4], [0, 1], [2, 1], [4, 3]]
+
+
+@given(st.integers(1, 30), st.integers(1, 4), st.integers(0, 9))
+def test_shards_bound_the_classes_and_test_classes_match(n, k, seed):
+    y, yt = labels_with([120 * n] * 10), labels_with([12 * n] * 10, 1)
+    part = partition("pathological", y, n, test_labels=yt, k=k, seed=seed)
+    both = np.concatenate([y, yt])
+    a, b = (np.array(counts(part, both, s)) > 0 for s in ("train", "test"))
+    assert a.sum(1).max() <= k * (-(-10 // (n * k)) + (n * k % 10 > 0 and 10 % (n * k) > 0))
+    assert (a == b).all()  # balanced pools whose boundaries are in proportion
+
+
+@given(st.integers(1, 25), st.integers(1, 10), st.lists(st.integers(30, 90), min_size=10, max_size=10), st.integers(0, 5))
+def test_exact_k_laws(n, k, have, seed):
+    y, yt = labels_with(have, seed), labels_with([40] * 10, 1)
+    part = partition("pathological", y, n, test_labels=yt, mode="exact_k", k=k, seed=seed)
+    both = np.concatenate([y, yt])
+    for split, supply in (("train", have), ("test", [40] * 10)):
+        got = np.array(counts(part, both, split))
+        assert ((got > 0).sum(1) == k).all()
+        owners = (got > 0).sum(0)
+        assert owners.max() - owners.min() <= 1
+        q = min(supply[c] // owners[c] for c in range(10) if owners[c])
+        assert set(got[got > 0].tolist()) == {q}  # the same amount of every class, for everybody
+        spare = sum(supply) - int(got.sum())
+        assert not spare or any(f"{spare} {split} samples" in note for note in part.notes)
+    train, test = (np.array(counts(part, both, s)) > 0 for s in ("train", "test"))
+    assert (train == test).all()
+
+
+# -- practical setting 1 -------------------------------------------------------------------------------------------------------
+
+
+def test_golden_groups_of_the_official_code():
+    want = [[0, 1, 2], [2, 3, 4], [5, 6, 7], [7, 8, 9]]
+    assert dominant_classes(10, 4) == want
+    y = labels_with([2000] * 10)
+    for mode in ("official", "paper"):
+        part = partition("practical1", y, 20, mode=mode, seed=2)
+        assert part.group.tolist() == [i // 5 for i in range(20)]
+        got = np.array(counts(part, y, "train")).reshape(4, 5, 10).sum(1)
+        assert [np.flatnonzero(row > 400).tolist() for row in got] == want  # 200 a class come from the common part
+        assert sizes(part) == [1000] * 20
+
+
+def test_paper_mode_is_four_fifths_dominant_and_equal_within_what_there_is():
+    y = labels_with([2000] * 10)
+    part = partition("practical1", y, 20)
+    got = np.array(counts(part, y, "train"))
+    for i, row in enumerate(got):
+        dominant = dominant_classes(10, 4)[i // 5]
+        rest = np.delete(row, dominant)
+        assert rest.sum() < 200 and row[dominant].sum() > 800  # 80 % and their part of the common 20 %
+    assert part.notes == []
+    # shared classes 2 and 7 are scarce: their two groups split them evenly
+    by_group = got.reshape(4, 5, 10).sum(1)
+    assert abs(by_group[0, 2] - by_group[1, 2]) <= 60 and abs(by_group[2, 7] - by_group[3, 7]) <= 60
+
+
+def test_mnist_runs_dry_and_says_so():
+    part = partition("practical1", labels_with(MNIST), 20)
+    assert sizes(part) == [3000] * 20
+    assert "ran dry" in part.notes[0]
+
+
+def test_official_sizes_when_the_groups_do_not_divide():
+    part = partition("practical1", labels_with([500] * 10), 22, mode="official")
+    assert sorted(set(sizes(part)))[0] in (187, 188) and max(sizes(part)) == 246
+    assert part.group.bincount().tolist() == [5, 5, 5, 7]
+    assert sizes(partition("practical1", labels_with([500] * 10), 22)) == [227] * 22  # the paper: the same size for all
+
+
+def test_dominant_classes_of_larger_sets():
+    assert [len(g) for g in dominant_classes(100, 4)] == [20] * 4
+    assert [g[0] for g in dominant_classes(100, 4)] == [0, 25, 50, 75]
+    assert [len(g) for g in dominant_classes(200, 4)] == [40] * 4
+    assert dominant_classes(3, 2) == [[0, 1, 2], [1, 2, 0]]
+
+
+# -- bad input -----------------------------------------------------------------------------------------------------------------
+
+Y = labels_with([20] * 10)
+BAD = [
+    ("A", {"n": 0}, "n must be at least one client, got 0"),
+    ("A", {"n": 201}, "n must be at most the number of training samples (200), got 201"),
+    ("A", {"roll": "up"}, "roll must be 'left' or 'right', got 'up'"),
+    ("A", {"sizes": "D"}, "sizes must be one of ['A', 'B', 'C'] or a list of proportions, got 'D'"),
+    ("A", {"sizes": [1, 0]}, "sizes must be proportions above 0, got [1, 0]"),
+    ("A", {"seed": -1}, "seed must lie in 0..2**32-1, got -1"),
+    ("A", {"labels": [0.5]}, "labels must be a non-empty list of integer labels, got float64 of shape [1]"),
+    ("A", {"labels": []}, "labels must be a non-empty list"),
+    ("A", {"labels": [-1, 2]}, "labels must not be negative, got -1"),
+    ("A", {"classes": 5}, "labels must lie in 0..4, got 9"),
+    ("A", {"n": 100, "labels": [0, 1] * 60}, "n must leave every client a training sample"),
+    ("B", {"labels": [0, 1, 2], "n": 2}, "partition B is defined for 10 classes, got 3: use A, iid or dirichlet"),
+    ("Z", {}, "partition must be one of A, B, C, A*, B*, iid"),
+    ("iid", {"alpha": 1}, "partition iid takes the options sizes, test_labels, seed, classes, got alpha"),
+    ("dirichlet", {"alpha": 0}, "alpha must be above 0 and finite, got 0"),
+    ("dirichlet", {"alpha": float("nan")}, "alpha must be above 0 and finite, got nan"),
+    ("dirichlet", {"mode": "x"}, "mode must be 'same_proportions' or 'pooled_split', got 'x'"),
+    ("dirichlet", {"min_size": 50}, "min_size must leave enough for 10 clients of 200 samples, got 50"),
+    ("dirichlet", {"max_redraws": 0}, "max_redraws must be at least 1, got 0"),
+    ("dirichlet", {"train_fraction": 1.0}, "train_fraction must lie between 0 and 1, got 1.0"),
+    ("dirichlet", {"test_labels": [0, 1]}, "n must be at most the number of test samples (2), got 10"),
+    ("pathological", {"k": 0}, "k must be at least 1 per client, got 0"),
+    ("pathological", {"k": 11, "mode": "exact_k"}, "k must be at most the number of classes (10), got 11"),
+    ("pathological", {"mode": "exact_k", "n": 150, "k": 2}, "class 0 has 20 train samples for 30 owners: use fewer clients or a smaller k"),
+    ("pathological", {"k": 30}, "k must leave 10 clients non-empty shards of 200 samples, got 30"),
+    ("pathological", {"assignment": [[0, 0]] * 10}, "assignment must deal each of the 20 shards once"),
+    ("practical1", {"groups": 11}, "groups must lie in 1..10 (the clients), got 11"),
+    ("practical1", {"share": 1.5}, "share must lie in 0..1, got 1.5"),
+    ("practical1", {"dominant": 0}, "dominant must lie in 1..10 (the classes), got 0"),
+    ("practical1", {"mode": "x"}, "mode must be 'paper' or 'official', got 'x'"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), BAD, ids=[f"{b[0]}-{'-'.join(b[1])}" for b in BAD])
+def test_bad_input_is_one_sentence(name, change, message):
+    arguments = {"labels": Y, "n": 10} | change
+    with pytest.raises(ValueError) as e:
+        partition(name, arguments.pop("labels"), arguments.pop("n"), **arguments)
+    assert message in str(e.value) and "\n" not in str(e.value)
+
+
+def test_options_are_listed_with_their_defaults():
+    assert options_of("A") == {"roll": "left", "sizes": None, "shuffle": True}
+    assert options_of("B*")["shift_seed"] == 0
+    assert options_of("practical2")["alpha"] == 0.1 and options_of("dirichlet")["alpha"] == 0.5
