@@ -12,7 +12,7 @@ import torch.nn as nn
 
 import pflcore
 from pflcore.algorithms import ALGORITHMS
-from pflcore.algorithms.base import FedAvg, State, begin, evaluate, sample, step
+from pflcore.algorithms.base import FedAvg, State, Stop, begin, evaluate, sample, step
 from pflcore.data.federation import Federation
 from pflcore.flat import Net
 from pflcore.local import Engine, Setting, Training, choose_engine
@@ -181,6 +181,8 @@ class Simulation:
                 history.rounds.append(record)
                 if on_round:
                     on_round(record["round"], record)
+        except Stop as stop:
+            history.stopped = str(stop)
         except KeyboardInterrupt:
             history.stopped = f"Interrupted after round {len(history.rounds)} of {self.rounds}."
         history.state = self.state

@@ -21,11 +21,15 @@ Tensors = dict[str, Tensor]
 Payload = dict[str, Any]  # Tensor or Pool
 
 
+class Stop(Exception):
+    """Ends the run: an algorithm raises it with one sentence where going on makes no sense."""
+
+
 class Pool(NamedTuple):
     """M of R shared rows for each client, without the copies; what travels is M rows a client."""
 
     rows: Tensor  # [R, P]
-    index: Tensor  # [S, M]
+    index: Tensor  # type: ignore[assignment]  # [S, M]; hides tuple.index
 
 
 class Cohort(NamedTuple):
@@ -205,16 +209,22 @@ def evaluate(alg: FedAvg, state: State, setting: Setting, split: str = "test") -
     view = alg.personal(down, state.own, local)
     found = local.scores(alg.predict, view, split)
     size = torch.tensor([len(y) for _, y in found])
-    losses, right = [], []
+    losses, hits = [], []
     for scores, y in found:
-        if alg.returns == "probabilities":
+        if alg.returns == "probabilities" and scores.dim() > 1 and scores.shape[1] > 1 and not y.is_floating_point():
             losses.append(torch.nn.functional.nll_loss(scores.clamp(min=1e-12).log(), y))
         else:
             losses.append(setting.net.criterion(scores, y))
         if not y.is_floating_point():
-            picked = scores.argmax(1) if scores.dim() > 1 and scores.shape[1] > 1 else (scores.reshape(-1) > 0).long()
-            right.append((picked == (y > 0).long() if scores.dim() == 1 or scores.shape[1] == 1 else picked == y).double().mean())
+            hits.append(right(scores, y).double().mean())
     result = {"loss": torch.stack(losses).double().cpu(), "size": size}
-    if right:
-        result["accuracy"] = torch.stack(right).cpu()
+    if hits:
+        result["accuracy"] = torch.stack(hits).cpu()
     return result
+
+
+def right(scores: Tensor, y: Tensor) -> Tensor:
+    """Bool [n]: which of the samples `scores` [n, C], or one score [n] or [n, 1] by its sign, gets right."""
+    if scores.dim() > 1 and scores.shape[1] > 1:
+        return scores.argmax(1) == y
+    return (scores.reshape(-1) > 0) == (y > 0)

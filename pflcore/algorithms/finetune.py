@@ -1,0 +1,129 @@
+"""Fine-tuning: everybody starts from the shared model and trains on, on their own data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from pflcore.algorithms.base import Payload, Tensors, right
+from pflcore.algorithms.server_opt import FedOpt
+from pflcore.flat import Net
+from pflcore.local import Local
+
+Choose = Literal["fixed", "global", "client"]
+
+
+@dataclass(frozen=True)
+class FineTune(FedOpt):
+    """FedAvg + fine-tuning (Wang et al. 2019; Yu et al. 2020; Motley, section 4.1).
+
+    server: x [P] and the optimizer's state · client: nothing · down: x (1 model) · up: delta (1 model). Trains as `FedOpt`; every
+    evaluation fine-tunes x on each client's training data by SGD, all layers or the last one, and throws the result away.
+    `choose="fixed"` takes `finetune_epochs` epochs. "client" and "global" try each step size of `lr_grid` with 1 .. `finetune_epochs`
+    epochs and keep what is best on the clients' validation split, for each client or for all clients together (mean over clients); ties
+    go to the earlier candidate, 0 epochs first. Epochs are then fits of their own: a client momentum starts at zero in each.
+    Acceptance (the remark of section 4.1): a client with less than `min_size` samples, or whose validation value does not beat x's by more
+    than `margin`, keeps x.
+    """
+
+    finetune_lr: float | None = None  # step size; default: the run's
+    finetune_epochs: int = 5  # epochs, or the most that are tried
+    layers: str = "all"  # "all", "last", or a pattern of parameter names such as "fc*"
+    choose: Choose = "fixed"
+    lr_grid: tuple[float, ...] = ()  # step sizes to choose from; default: finetune_lr alone
+    zero: bool = True  # no fine-tuning is a candidate too (Motley's silo code: not)
+    min_size: int = 0  # clients with fewer training samples keep x
+    margin: float | None = None  # by how much a tuned model must beat x on the validation split
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.choose not in get_args(Choose):
+            raise ValueError(f"choose: expected one of {', '.join(get_args(Choose))}, got {self.choose!r}.")
+        if self.finetune_epochs < 0 or (self.choose != "fixed" and self.finetune_epochs < 1):
+            raise ValueError(f"finetune_epochs: expected at least {int(self.choose != 'fixed')}, got {self.finetune_epochs}.")
+        if self.choose == "fixed" and self.lr_grid:
+            raise ValueError("lr_grid: nothing chooses from it with choose='fixed'; set finetune_lr, or choose='client' or 'global'.")
+
+    def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
+        x = down["x"]
+        mask = layer_mask(local.net, self.layers)
+        if self.choose == "fixed":
+            w = x if self.finetune_epochs == 0 else fit(local, x, self.finetune_epochs, self.finetune_lr, mask, "finetune")
+        else:
+            w = self.chosen(x, local, mask)
+        keep = local.size.to(x.device) < self.min_size
+        if self.margin is not None:
+            keep = keep | ~(value(local, w) > value(local, x) + self.margin)
+        return {"w": torch.where(keep[:, None], x, w)}
+
+    def chosen(self, x: Tensor, local: Local, mask: Tensor | None) -> Tensor:
+        """The best candidate of each client (or of all together) on the validation split: [S, P]."""
+        before = local.buffers.clone()
+        best = value(local, x) if self.zero else torch.full((len(x),), -torch.inf, dtype=torch.float64, device=x.device)
+        if self.choose == "global":
+            best = best.mean().expand(len(x))
+        w, buffers = x.clone(), before.clone()
+        for _, _, rows in lengths(local, x, self.lr_grid or (self.finetune_lr,), self.finetune_epochs, mask):
+            now = value(local, rows)
+            if self.choose == "global":
+                now = now.mean().expand(len(x))
+            better = (now > best)[:, None]
+            best, w = torch.where(better[:, 0], now, best), torch.where(better, rows, w)
+            buffers = torch.where(better, local.buffers, buffers)
+        local.buffers = buffers
+        return w
+
+
+def layer_mask(net: Net, layers: str) -> Tensor | None:
+    """Which parameters "all", "last" or a pattern of names leaves free: bool [P], None for all."""
+    if layers == "all":
+        return None
+    if layers != "last":
+        return net.mask(layers)
+    mask = torch.zeros(net.size, dtype=torch.bool, device=net.w0.device)
+    mask[net.head_slice] = True
+    return mask
+
+
+def fit(local: Local, start: Tensor, epochs: int, lr: float | None, mask: Tensor | None, stream: str) -> Tensor:
+    """Trained rows; with frozen layers batch norm's statistics stay frozen as well."""
+    free = None if mask is None else mask.to(start.dtype)
+    return local.fit(start, epochs=epochs, lr=lr, mask=free, stream=stream, probe=mask is not None).w
+
+
+def lengths(
+    local: Local, start: Tensor, lrs: tuple[float | None, ...], epochs: int, mask: Tensor | None = None
+) -> Iterator[tuple[int, int, Tensor]]:
+    """(which lr, epochs so far, rows [S, P]) after every epoch of fine-tuning from `start` with every step size."""
+    before = local.buffers.clone()
+    for i, lr in enumerate(lrs):
+        local.buffers, rows = before.clone(), start
+        for epoch in range(1, epochs + 1):
+            rows = fit(local, rows, 1, lr, mask, f"finetune {epoch}")
+            yield i, epoch, rows
+
+
+def value(local: Local, rows: Tensor, split: str = "val") -> Tensor:
+    """How good each client's model is on `split`: accuracy, or minus the loss where there is none; NaN counts as worst. float64 [S]."""
+    if not local.has(split):
+        raise ValueError(
+            f"choose: fine-tuning is tuned on the clients' {split!r} split, which this federation lacks; make one with "
+            "Federation.split_samples, or choose on validation clients with pflcore.tuning."
+        )
+    if local.setting.data.y.is_floating_point():
+        return -local.loss(rows, split).double().nan_to_num(nan=torch.inf)
+    found = local.scores(lambda view, net, x: net(view["w"], x), {"w": rows}, split)
+    return torch.stack([right(scores, y).double().mean() for scores, y in found]).nan_to_num(nan=-torch.inf)
+
+
+def pick(curve: Tensor, choose: Choose = "client") -> Tensor:
+    """Which (lr, epoch) is best on validation values `curve` [L, E, N]: index pairs [N, 2], the earliest among equals."""
+    flat = curve.flatten(0, 1).nan_to_num(nan=-torch.inf)  # [L * E, N]
+    if choose == "global":
+        flat = flat.mean(1, keepdim=True).expand_as(flat)
+    at = flat.argmax(0)
+    return torch.stack([at // curve.shape[1], at % curve.shape[1]], 1)

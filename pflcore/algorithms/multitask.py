@@ -1,0 +1,171 @@
+"""A model per client and something that holds them together: Ditto, MR-MTL, MOCHA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pflcore import ops
+from pflcore.algorithms.base import Cohort, FedAvg, Payload, Stop, Tensors
+from pflcore.algorithms.server_opt import FedOpt
+from pflcore.flat import Net
+from pflcore.local import Local
+
+
+@dataclass(frozen=True)
+class Ditto(FedOpt):
+    """Li et al. 2021, Algorithm 1 (the solver with a personal pass): a personal model pulled towards the global one.
+
+    server: x [P] and the optimizer's state · client: v [P] (starts at x's start) · down: x (1 model) · up: delta (1 model).
+    The client trains x as FedAvg does and v by `v -= personal_lr (grad(v) + lam (v - x))`, x as received. lam = 0 is Local.
+    The two passes shuffle separately (Motley; the original shares the batches).
+    """
+
+    lam: float = 0.1  # pull towards the global model
+    personal_lr: float | None = None  # step size of v; default: the run's
+    personal_epochs: int | None = None  # epochs of v; default: the run's
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.lam >= 0:
+            raise ValueError(f"lam: expected a number >= 0, got {self.lam}.")
+
+    def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
+        return super().init(net, n)[0], {"v": net.w0}
+
+    def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
+        x = down["x"]
+        delta = local.fit(x, stream="global").w - x  # v keeps Local's shuffle, so that lam = 0 is Local bit for bit
+        v = local.fit(own["v"], prox=(self.lam, x), lr=self.personal_lr, epochs=self.personal_epochs).w
+        return {"v": v}, {"delta": delta}
+
+    def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
+        return {"w": own["v"]}
+
+
+@dataclass(frozen=True)
+class MRMTL(FedOpt):
+    """Mean-regularized multi-task learning (Hanzely and Richtarik 2020; Liu et al. 2022): personal models pulled towards their mean.
+
+    server: x [P] · client: v [P] · down: x (1 model) · up: v's change (1 model). `v -= lr (grad(v) + lam (v - x))`, and x follows the
+    mean of the changes: with every client in every round and the plain server step, x is the mean of the v. lam = 0 is Local.
+    """
+
+    lam: float = 0.1  # pull towards the mean
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.lam >= 0:
+            raise ValueError(f"lam: expected a number >= 0, got {self.lam}.")
+
+    def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
+        return super().init(net, n)[0], {"v": net.w0}
+
+    def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
+        v = local.fit(own["v"], prox=(self.lam, down["x"])).w
+        return {"v": v}, {"delta": v - own["v"]}
+
+    def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
+        return {"w": own["v"]}
+
+
+@dataclass(frozen=True)
+class Mocha(FedAvg):
+    """MOCHA (Smith et al. 2017) in primal form: min over W, Omega of `sum_t mean_loss_t(w_t) + (lam / 2) tr(W^T Omega W)`.
+
+    server: w [N, P], omega [N, N] · client: w [P] (its row) · down: `sum_{j != t} Omega_tj w_j` (1 model) and two scalars · up: w (1 model)
+    and a scalar. One round is one inner iteration: a local epoch of `w_t -= lr (grad + lam (Omega_tt w_t + pull_t))`, the others frozen.
+    Every `outer` rounds `Sigma = (W W^T)^(1/2) / trace` and `Omega = ((1 - delta) Sigma + delta I / N)^-1`; at first Sigma = I / N.
+
+    `relation="sigma"` puts Sigma where Omega belongs, which is what Motley's code does (its table cannot be had otherwise).
+    `regulariser="server"`: clients run plain SGD and the server applies the regulariser implicitly,
+    `W <- (I + lr * steps * lam * Omega)^-1 W`: stable for every lam. The default, Motley's form, is an explicit block-Jacobi step,
+    stable only while the largest eigenvalue of `e^(1/2) Omega e^(1/2)` is below 2, `e_t = (1 - (1 - lr lam Omega_tt)^steps) / Omega_tt`:
+    checked after every update of Omega; where it fails the run stops with a sentence.
+    lam is not comparable with papers that sum over samples. Weights of the clients (`weighting`) play no part, nor does the server's lr.
+    """
+
+    lam: float = 0.01  # strength of the regulariser
+    delta: float = 0.01  # how much of I / N is mixed into Sigma: Omega's condition number is at most N / delta
+    outer: int = 2  # rounds between two updates of Omega
+    relation: Literal["omega", "sigma"] = "omega"
+    regulariser: Literal["client", "server"] = "client"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.relation not in ("omega", "sigma") or self.regulariser not in ("client", "server"):
+            raise ValueError(
+                "relation and regulariser: expected 'omega' or 'sigma' and 'client' or 'server', "
+                f"got {self.relation!r} and {self.regulariser!r}."
+            )
+        if not self.lam >= 0 or not 0 < self.delta <= 1 or self.outer < 1:
+            raise ValueError(
+                f"lam, delta and outer: expected lam >= 0, 0 < delta <= 1 and at least 1 round, got {self.lam}, {self.delta}, {self.outer}."
+            )
+
+    def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
+        eye = torch.eye(n, dtype=torch.float64, device=net.w0.device)
+        return {"w": net.w0.expand(n, -1), "omega": eye * n if self.relation == "omega" else eye / n}, {"w": net.w0}
+
+    def send(self, g: Tensors, cohort: Cohort, gen: torch.Generator) -> Payload:
+        if self.regulariser == "server":
+            return {"w": g["w"][cohort.ids]}
+        rows = g["omega"][cohort.ids]  # [S, N]
+        diagonal = rows.gather(1, cohort.ids.to(rows.device)[:, None])  # [S, 1]
+        others = rows.scatter(1, cohort.ids.to(rows.device)[:, None], 0.0)
+        return {"pull": ops.aggregate(g["w"], others), "o": diagonal}
+
+    def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
+        if self.regulariser == "server":
+            fit = local.fit(down["w"])
+        else:
+            mu = (self.lam * down["o"]).to(own["w"])
+            fit = local.fit(own["w"], shift=self.lam * down["pull"], prox=(mu[:, 0], torch.zeros_like(own["w"])))
+        return {"w": fit.w}, {"w": fit.w, "lr_sum": fit.lr_sum, "lr": torch.full_like(fit.lr_sum, local.lr)}
+
+    def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
+        w, omega = g["w"], g["omega"]
+        w[cohort.ids] = up["w"]
+        if cohort.round % self.outer == 0:
+            omega = relation(w, self.delta, self.relation)
+            if self.regulariser == "client":
+                self.check(omega[cohort.ids][:, cohort.ids], up["lr"][:, 0].double(), up["lr_sum"][:, 0].double(), cohort.round)
+        if self.regulariser == "server":
+            spread = torch.eye(len(w), dtype=torch.float64, device=w.device) + up["lr_sum"].double().mean() * self.lam * omega
+            w = ops.aggregate(w, torch.linalg.inv(spread))
+        return {"w": w, "omega": omega}
+
+    def check(self, omega: Tensor, lr: Tensor, lr_sum: Tensor, round: int) -> None:
+        """Stop where the next exchanges would amplify W."""
+        o = omega.diagonal()
+        shrink = lr * self.lam * o
+        e = (1 - (1 - shrink) ** (lr_sum / lr.clamp(min=1e-300)).round()) / o
+        root = e.clamp(min=0).sqrt()
+        value = max(shrink.max().item(), torch.linalg.eigvalsh(root[:, None] * omega * root).max().item())
+        if not value < 2:
+            raise Stop(
+                f"MOCHA is unstable from round {round} on: with lr {lr.max().item():g}, lam {self.lam:g} and delta {self.delta:g} "
+                f"an exchange amplifies the models (eigenvalue {value:.3g}, which must be below 2); "
+                "lower lr or lam, raise delta, or use regulariser='server'."
+            )
+
+    def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
+        return {"w": down["w"] if self.regulariser == "server" else own["w"]}
+
+
+def relation(w: Tensor, delta: float, kind: str = "omega", eps: float = 1e-8) -> Tensor:
+    """Sigma = (W W^T)^(1/2) / trace [N, N] float64 of `w` [N, P], or Omega = ((1 - delta) Sigma + delta I / N)^-1.
+
+    W W^T has rank P at most: its eigenvalues are clamped to `eps` from below (Motley's value), and delta bounds Omega.
+    """
+    rows = w.double()
+    values, vectors = torch.linalg.eigh(rows @ rows.T)
+    root = values.clamp(min=eps).sqrt()
+    root = root / root.sum()
+    if kind == "omega":
+        root = 1 / ((1 - delta) * root + delta / len(w))
+    matrix: Tensor = (vectors * root) @ vectors.T
+    return matrix

@@ -1,0 +1,616 @@
+"""Server optimizers, clusters, multi-task methods, kNN-Per and fine-tuning: worked examples first, then laws."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn as nn
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pflcore.algorithms import ALGORITHMS, Cohort, FedAvg, Stop, begin, evaluate, step
+from pflcore.algorithms.cluster import Ensemble, HypCluster, centres
+from pflcore.algorithms.finetune import FineTune, pick
+from pflcore.algorithms.knn import KnnPer, neighbours
+from pflcore.algorithms.multitask import MRMTL, Ditto, Mocha, relation
+from pflcore.algorithms.server_opt import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi, QFedAvg
+from pflcore.data import Federation
+from pflcore.flat import Net, hinge
+from pflcore.local import Engine, Local, Setting, Training
+
+D64 = torch.float64
+
+
+def close(a, b, atol=5e-10, rtol=1e-7):
+    torch.testing.assert_close(torch.as_tensor(a, dtype=D64), torch.as_tensor(b, dtype=D64), atol=atol, rtol=rtol)
+
+
+def half_squared(scores, y):
+    return 0.5 * ((scores.reshape(y.shape) - y) ** 2).mean()
+
+
+class Line(nn.Module):
+    """y = w x, in float64, starting at `w0`."""
+
+    def __init__(self, w0=(0.0,), dtype=D64):
+        super().__init__()
+        self.head = nn.Linear(len(w0), 1, bias=False, dtype=dtype)
+        with torch.no_grad():
+            self.head.weight.copy_(torch.tensor([w0]))
+
+    def forward(self, x):
+        return self.head(x)
+
+
+def federation(clients):
+    return Federation.from_arrays(
+        [(torch.tensor(x, dtype=D64).reshape(len(y), -1), torch.tensor(y, dtype=D64)) for x, y in clients],
+        test=[(torch.tensor(x, dtype=D64).reshape(len(y), -1), torch.tensor(y, dtype=D64)) for x, y in clients],
+        dtype=None,
+    )
+
+
+def setting_of(clients, w0=(0.0,), rounds=1, lr=0.1, batch_size=100, criterion=half_squared, **options):
+    fed = clients if isinstance(clients, Federation) else federation(clients)
+    net = Net(lambda: Line(w0), criterion)
+    return Setting(net, fed, Training(lr=lr, batch_size=batch_size, **options), Engine("vmap", 1), 0, rounds)
+
+
+def play(alg, setting, rounds=1, state=None):
+    state = state or begin(alg, setting.net, setting.data.n)
+    for _ in range(rounds):
+        state, _ = step(alg, state, setting, torch.arange(setting.data.n))
+    return state
+
+
+def classes_setting(seed=0, n=4, engine="vmap", rounds=5, val=True, **options):
+    """A small classification federation: MLP, 3 classes, clients of different sizes, splits train, val, test."""
+    gen = torch.Generator().manual_seed(seed)
+    parts = []
+    for i in range(n):
+        size = {"train": 9 + 4 * i, "val": 6, "test": 8} if val else {"train": 9 + 4 * i, "test": 8}
+        flip = torch.randperm(3, generator=gen)
+        parts.append({})
+        for s, m in size.items():
+            x = torch.randn(m, 5, generator=gen)
+            parts[-1][s] = (x, flip[x[:, :3].argmax(1)])
+    net = Net(lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)))
+    training = Training(**{"lr": 0.2, "batch_size": 4, **options})
+    return Setting(net, Federation.from_arrays(parts, classes=3), training, Engine(engine, 1), 3, rounds)
+
+
+# server optimizers -----------------------------------------------------------------------------------------------------------------
+def trajectory(alg, deltas, x0):
+    x = torch.tensor(x0, dtype=D64)
+    g = {"x": x, **alg.slots(x)}
+    out = []
+    for d in deltas:
+        g = alg.improve(g, torch.tensor(d, dtype=D64))
+        out.append(g["x"].tolist())
+    return out
+
+
+SCALARS = [
+    (FedAvgM(), [1, 2.4, 3.41]),
+    (FedAvgM(optimizer="nesterov"), [1.9, 3.66, 4.319]),
+    (FedAvgM(optimizer="ema"), [0.1, 0.24, 0.341]),
+    (FedAdam(v0=0.0), [0.0990099010, 0.2236146289, 0.3117606714]),
+    (FedAdam(), [0.0990050489, 0.2236048965, 0.3117476533]),
+    (FedAdam(v0=0.0, bias_correction="keras"), [0.0990099010, 0.1915239009, 0.2475795084]),
+    (FedAdam(v0=0.0, bias_correction="torch"), [0.0999000999, 0.1931267984, 0.2495902564]),
+    (FedAdagrad(v0=0.0), [0.0999000999, 0.1445814952, 0.1227787372]),
+    (FedYogi(), [0.0990049999, 0.2231098153, 0.3105036776]),
+]
+
+
+@pytest.mark.parametrize(("alg", "expected"), SCALARS, ids=lambda v: getattr(v, "optimizer", ""))
+def test_three_updates_of_one_weight(alg, expected):
+    found = trajectory(alg, [[1.0], [0.5], [-0.25]], [0.0])
+    close([x[0] for x in found], expected)
+
+
+TWO = [
+    (FedAvgM(optimizer="ema", lr=10.0), [[1, -1.6], [1.15, -1.34]]),
+    (FedAvgM(optimizer="heavy_ball", lr=1.0), [[1, -1.6], [1.15, -1.34]]),
+    (FedAdam(v0=0.0), [[1, -1.9024390244], [1.0937500000, -1.8405881156]]),
+    (FedAdam(v0=0.0, bias_correction="keras"), [[1, -1.9024390244], [1.0696056052, -1.8565172117]]),
+    (FedAdam(v0=0.0, bias_correction="torch"), [[1, -1.9002493766], [1.0735542387, -1.8533696715]]),
+]
+
+
+@pytest.mark.parametrize(("alg", "expected"), TWO, ids=lambda v: getattr(v, "optimizer", ""))
+def test_two_rounds_of_two_clients(alg, expected):
+    net = Net(lambda: Line((1.0, -2.0)))
+    g, _ = alg.init(net, 2)
+    rounds = [([[0.3, 0.1], [-0.1, 0.5]], [10, 30]), ([[0.2, -0.4], [0.1, 0.2]], [20, 20])]
+    for r, (delta, size) in enumerate(rounds):
+        share = torch.tensor(size, dtype=D64) / sum(size)
+        g = alg.server(g, {"delta": torch.tensor(delta, dtype=D64)}, Cohort(torch.arange(2), share, torch.tensor(size), 2, r + 1, 2))
+        close(g["x"], expected[r])
+
+
+@given(st.floats(0, 0.99), st.floats(0.01, 3), st.lists(st.floats(-5, 5), min_size=1, max_size=6))
+def test_ema_is_heavy_ball_with_a_smaller_step(beta, lr, deltas):
+    a = trajectory(FedOpt(optimizer="ema", beta1=beta, lr=lr), [[d] for d in deltas], [0.5])
+    b = trajectory(FedOpt(optimizer="heavy_ball", beta1=beta, lr=lr * (1 - beta)), [[d] for d in deltas], [0.5])
+    close(a, b, atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["heavy_ball", "nesterov", "ema"])
+def test_no_momentum_is_fedavg(name):
+    s = classes_setting()
+    plain = play(FedAvg(lr=0.7), s, 3).g["x"]
+    torch.testing.assert_close(play(FedOpt(optimizer=name, beta1=0.0, lr=0.7), s, 3).g["x"], plain)
+
+
+def test_nothing_moves_an_adaptive_optimizer_without_updates():
+    for alg in (FedAdam(), FedYogi(), FedAdagrad(), FedAdam(v0=0.0, bias_correction="keras")):
+        assert trajectory(alg, [[0.0], [0.0]], [0.5]) == [[0.5], [0.5]]
+
+
+Q = [
+    (0.0, [0.9, 0.75]),
+    (0.001, [0.9001716543, 0.7500829172]),
+    (1.0, [0.9814814815, 0.8148148148]),
+    (2.0, [0.9965870307, 0.8634812287]),
+    (5.0, [0.9999730785, 0.9310808992]),
+]
+
+
+@pytest.mark.parametrize(("q", "expected"), Q)
+def test_q_fedavg_by_hand(q, expected):
+    alg, w = QFedAvg(q=q, weighting="uniform"), torch.tensor([1.0, 1.0], dtype=D64)
+
+    class Fake:  # two clients that ended at given models, with given losses
+        lr = 0.1
+
+        def loss(self, rows):
+            return torch.tensor([0.5, 2.0], dtype=D64)
+
+        def fit(self, rows):
+            return type("Fit", (), {"w": torch.tensor([[0.8, 1.0], [1.0, 0.5]], dtype=D64)})
+
+    _, up = alg.client({"x": w.expand(2, -1)}, {}, Fake())
+    cohort = Cohort(torch.arange(2), torch.tensor([0.5, 0.5], dtype=D64), torch.tensor([1, 1]), 2, 1, 1)
+    close(alg.server({"x": w}, up, cohort)["x"], expected, atol=1e-9)
+
+
+def test_q_zero_is_fedavg_and_a_perfect_client_does_not_stop_the_server():
+    s = classes_setting()
+    torch.testing.assert_close(play(QFedAvg(q=0.0), s, 2).g["x"], play(FedAvg(), s, 2).g["x"])
+    perfect = setting_of([([1.0, 2.0], [0.0, 0.0]), ([1.0, 2.0], [2.0, 4.0])], w0=(0.0,))
+    assert abs(play(QFedAvg(q=0.5, weighting="uniform"), perfect, 1).g["x"].item()) > 1e-3
+
+
+# clusters --------------------------------------------------------------------------------------------------------------------------
+IFCA = [([1.0, 2.0], [1.0, 2.1]), ([1.0, -1.0, 2.0], [-1.0, 0.9, -2.2]), ([0.5, 1.5], [0.4, 1.6])]
+
+
+def test_ifca_of_three_clients_by_hand():
+    s, alg = setting_of(IFCA), HypCluster(k=2)
+    state = begin(alg, s.net, 3)
+    state.g["x"] = torch.tensor([[0.6], [-0.4]], dtype=D64)
+    state = play(alg, s, 1, state)
+    assert state.g["pick"].tolist() == [0, 1, 0]
+    close(state.g["x"], [[0.6825], [-0.53]])
+    assert alg.report(state.g)["cluster"].tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "ema", "adam"])
+def test_a_cluster_that_nobody_picks_keeps_model_and_optimizer(optimizer):
+    s, alg = setting_of(IFCA), HypCluster(k=2, optimizer=optimizer, bias_correction="keras")
+    state = begin(alg, s.net, 3)
+    state.g["x"] = torch.tensor([[0.6], [-0.4]], dtype=D64)
+    state = play(alg, s, 1, state)  # both clusters move, so momentum is not zero
+    before = {k: v.clone() for k, v in state.g.items()}
+    state, _ = step(alg, state, s, torch.tensor([0, 2]))
+    for k in set(before) - {"pick"}:
+        assert torch.equal(state.g[k][1], before[k][1]) and not torch.equal(state.g[k][0], before[k][0]), k
+    assert state.g["pick"].tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "heavy_ball", "adam"])
+def test_one_cluster_is_fedavg(optimizer):
+    s = classes_setting()
+    one = play(HypCluster(k=1, optimizer=optimizer), s, 3)
+    assert torch.equal(one.g["x"][0], play(FedOpt(optimizer=optimizer), s, 3).g["x"])
+    assert torch.equal(play(Ensemble(k=1, optimizer=optimizer), s, 3).g["x"], one.g["x"])
+
+
+@pytest.mark.parametrize("k", [2, 3, 5])
+def test_centres_never_start_equal(k):
+    zero = Net(lambda: Line((0.0,) * 28))
+    random = Net(lambda: nn.Linear(4, 3))
+    for net in (zero, random):
+        for seed in range(3):
+            rows = centres(net, k, seed)
+            assert len(rows.unique(dim=0)) == k
+    assert not torch.equal(centres(random, 2, 0), centres(random, 2, 1))
+    constant = Net(lambda: _Constant())
+    with pytest.raises(ValueError, match=r"^k: .* equal .*\.$"):
+        centres(constant, 2)
+
+
+class _Constant(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.b = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x):
+        return x + self.b
+
+
+def test_warm_start_trains_every_model_and_forgets_their_momentum():
+    s = classes_setting(rounds=4)
+    alg = HypCluster(k=2, warm=2, optimizer="ema", lr=3.0)
+    both = Ensemble(k=2, optimizer="ema", lr=3.0)
+    warm, ensemble = play(alg, s, 1), play(both, s, 1)
+    assert torch.equal(warm.g["x"], ensemble.g["x"]) and torch.equal(warm.g["m"], ensemble.g["m"]) and warm.g["m"].any()
+    warm, ensemble = play(alg, s, 1, warm), play(both, s, 1, ensemble)
+    assert torch.equal(warm.g["x"], ensemble.g["x"]) and not warm.g["m"].any() and ensemble.g["m"].any()
+    assert len(warm.g["x"].unique(dim=0)) == 2
+
+
+def test_bytes_of_clusters():
+    s = classes_setting()
+    model = s.net.size * 4 * s.data.n
+    _, out = step(HypCluster(k=3), begin(HypCluster(k=3), s.net, 4), s, torch.arange(4))
+    assert (out.bytes_down, out.bytes_up) == (3 * model, model + 4 * 8)
+    _, out = step(HypCluster(k=3, warm=1), begin(HypCluster(k=3), s.net, 4), s, torch.arange(4))
+    assert (out.bytes_down, out.bytes_up) == (3 * model, 3 * model + 4 * 8)
+
+
+def test_a_restart_finds_centres_that_share_the_clients():
+    clients = [([1.0, 2.0], [1.0, 2.0]) if i % 2 else ([1.0, 2.0], [-1.0, -2.0]) for i in range(8)]
+    s = setting_of(clients)
+    alg = HypCluster(k=2).restarted(s, tries=20, share=0.4)
+    picks = play(alg, s, 1).g["pick"]
+    assert picks.bincount().tolist() == [4, 4]
+
+
+def test_clusters_are_found_and_kept_apart():
+    clients = [([1.0, 2.0, -1.0], [1.0, 2.0, -1.0]) if i % 2 else ([1.0, 2.0, -1.0], [-1.0, -2.0, 1.0]) for i in range(6)]
+    s = setting_of(clients, rounds=60)
+    alg = HypCluster(k=2).restarted(s, share=0.4)
+    state = play(alg, s, 60)
+    assert sorted(state.g["x"].reshape(-1).tolist()) == pytest.approx([-1, 1], abs=1e-3)
+    assert evaluate(alg, state, s)["loss"].max() < 1e-5
+
+
+# personal models -------------------------------------------------------------------------------------------------------------------
+def test_one_round_of_ditto_by_hand():
+    fed = federation([([[1, 2], [-1, 0.5], [0.3, -0.7]], [1, 0, 0.5])])
+    s = setting_of(fed, w0=(0.2, -0.1))
+    alg = Ditto(lam=0.5)
+    state = begin(alg, s.net, 1)
+    state.own["v"] = torch.tensor([[0.5, 0.4]], dtype=D64)
+    local = Local(s, torch.arange(1), 1, torch.empty(1, 0))
+    close(local.grad(state.own["v"]), [[0.137, 0.297]])
+    state = play(alg, s, 1, state)
+    close(state.own["v"], [[0.4713, 0.3453]])
+    close(state.g["x"], [0.2287, -0.0378])
+
+
+def test_ditto_without_pull_is_local_training_and_its_global_model_is_fedavg():
+    s = classes_setting(engine="pool")
+    state = play(Ditto(lam=0.0), s, 3)
+    rows = s.net.w0.expand(4, -1)
+    for r in range(1, 4):
+        rows = Local(s, torch.arange(4), r, torch.empty(4, 0)).fit(rows).w
+    assert torch.equal(state.own["v"], rows)
+    whole = classes_setting(batch_size=100)  # one batch a client: no shuffle, so the two passes see the same
+    torch.testing.assert_close(play(Ditto(lam=0.3), whole, 2).g["x"], play(FedAvg(), whole, 2).g["x"])
+
+
+def test_a_strong_pull_keeps_ditto_at_the_global_model():
+    s = classes_setting(batch_size=100, lr=0.05)
+    state = begin(Ditto(), s.net, 4)
+    state.own["v"] += 0.1
+    far = (state.own["v"] - state.g["x"]).norm()
+    state = play(Ditto(lam=19.0), s, 1, state)
+    assert (state.own["v"] - s.net.w0).norm() < 0.2 * far
+
+
+def test_the_shared_model_of_mrmtl_is_the_mean():
+    s = classes_setting()
+    state = play(MRMTL(lam=0.3), s, 4)
+    share = s.data.size().double() / s.data.size().sum()
+    torch.testing.assert_close(state.g["x"], (share @ state.own["v"].double()).float())
+    torch.testing.assert_close(play(MRMTL(lam=0.0), s, 3).own["v"], play(Ditto(lam=0.0), s, 3).own["v"])
+
+
+W3 = torch.tensor([[1, 0], [1, 1], [-0.5, 2]], dtype=D64)
+
+
+def test_task_relations_by_hand():
+    close(torch.linalg.eigvalsh(W3 @ W3.T), [0, 2.25, 5], atol=1e-9)
+    sigma = relation(W3, 1e-3, "sigma")
+    close(
+        sigma,
+        [
+            [0.1784508154, 0.1784240501, -0.0892120250],
+            [0.1784240501, 0.2981439337, 0.1501742115],
+            [-0.0892120250, 0.1501742115, 0.5234052509],
+        ],
+    )
+    close(0.5 * 0.01 * torch.trace(W3.T @ sigma @ W3), 0.0194789688)
+    close(0.01 * (sigma @ W3)[0], [4.0148087801e-3, 0])
+    omega = relation(W3, 1e-3)
+    close(
+        omega,
+        [
+            [1544.0086691733, -1233.2139741312, 616.6069870656],
+            [-1233.2139741312, 988.8984616546, -493.6134279718],
+            [616.6069870656, -493.6134279718, 248.4783196970],
+        ],
+        rtol=1e-5,
+    )
+    close(0.5 * 0.01 * torch.trace(W3.T @ omega @ W3), 0.0698161598, rtol=1e-5)
+    close(0.01 * (omega @ W3)[0], [2.4912015093e-2, 0], rtol=1e-5, atol=1e-9)
+    close(torch.linalg.eigvalsh(omega)[-1], 2777.2226433, rtol=1e-5)
+
+
+def test_relations_of_two_tasks():
+    w = torch.tensor([[1, 0.2], [0.3, 1]], dtype=D64)
+    sigma, omega = relation(w, 0.0, "sigma"), relation(w, 0.0)
+    close(sigma, [[0.4937655860, 0.1246882793], [0.1246882793, 0.5062344140]])
+    close(omega, [[2.1595744681, -0.5319148936], [-0.5319148936, 2.1063829787]])
+    close(torch.trace(w.T @ omega @ w), 4.01)
+
+
+MOCHA_TASKS = [([[1, 2], [-1, 0.5], [0.3, -0.7]], [1, 0, 0.5]), ([[0.5, -1], [2, 1], [0, 1]], [0.2, 1, -0.4])]
+
+
+@pytest.mark.parametrize("matrix", ["omega", "sigma"])
+@pytest.mark.parametrize("regulariser", ["client", "server"])
+def test_mocha_reaches_the_closed_form_for_a_fixed_relation(matrix, regulariser):
+    """Two quadratic tasks, one full-batch step a round: the fixed point solves H_t w_t + lam sum_j Omega_tj w_j = b_t."""
+    s = setting_of(MOCHA_TASKS, w0=(0.0, 0.0), lr=0.3, rounds=250)
+    alg = Mocha(lam=0.2, outer=10_000, relation=matrix, regulariser=regulariser)
+    omega = torch.tensor([[2.1, -0.6], [-0.6, 1.8]], dtype=D64)
+    state = begin(alg, s.net, 2)
+    state.g["omega"] = omega
+    state = play(alg, s, 250, state)
+    x = [torch.tensor(a, dtype=D64) for a, _ in MOCHA_TASKS]
+    y = [torch.tensor(b, dtype=D64) for _, b in MOCHA_TASKS]
+    big = torch.block_diag(*[a.T @ a / 3 for a in x]) + 0.2 * torch.kron(omega, torch.eye(2, dtype=D64))
+    best = torch.linalg.solve(big, torch.cat([a.T @ b / 3 for a, b in zip(x, y, strict=True)])).view(2, 2)
+    close(state.g["w"], best, atol=1e-8)
+
+
+def test_mocha_without_regulariser_is_local_training():
+    s = classes_setting()
+    local = play(Ditto(lam=0.0), s, 4).own["v"]
+    for alg in (Mocha(lam=0.0), Mocha(lam=0.0, relation="sigma"), Mocha(lam=0.0, regulariser="server")):
+        state = play(alg, s, 4)
+        torch.testing.assert_close(state.g["w"], local)
+    assert torch.equal(play(Mocha(lam=0.0), s, 4).own["w"], play(Mocha(lam=0.0), s, 4).g["w"])
+
+
+def test_an_unstable_mocha_stops_with_a_sentence_and_the_server_form_does_not():
+    s = classes_setting(rounds=20)
+    with pytest.raises(Stop, match=r"lr 0\.2, lam 3 and delta 0\.01 .* must be below 2.*\.$"):
+        play(Mocha(lam=3.0), s, 20)
+    state = play(Mocha(lam=3.0, regulariser="server"), s, 20)
+    assert state.g["w"].isfinite().all() and state.g["w"].abs().max() < 10
+
+
+def test_the_stability_criterion_is_the_spectral_radius():
+    """W -> (I - diag(e) Omega) W is what an exchange does to the regulariser; criterion below 2 iff its radius is below 1."""
+    gen = torch.Generator().manual_seed(0)
+    seen = set()
+    for lr in (0.001, 0.01, 0.1, 0.3):
+        omega = relation(torch.randn(6, 3, generator=gen), 0.05)
+        alg, o = Mocha(lam=0.1), omega.diagonal()
+        e = (1 - (1 - lr * 0.1 * o) ** 4) / o
+        radius = torch.linalg.eigvals(torch.eye(6) - e[:, None] * omega).abs().max()
+        stable = bool(radius < 1) and bool((lr * 0.1 * o).max() < 2)
+        rates = torch.full((6,), lr, dtype=D64)
+        try:
+            alg.check(omega, rates, 4 * rates, 1)
+            assert stable, lr
+        except Stop:
+            assert not stable, lr
+        seen.add(stable)
+    assert seen == {True, False}
+
+
+# kNN-Per ---------------------------------------------------------------------------------------------------------------------------
+Z = torch.tensor([[0, 0], [1, 0], [0, 2], [3, 1], [2, 2]], dtype=D64)
+QUERY = torch.tensor([[0.5, 0.25]], dtype=D64)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "expected"),
+    [
+        ("exp", [0.4379496425, 0.5620503575, 0]),
+        ("inverse", [0.4334356493, 0.5665643507, 0]),
+        ("gauss_dim", [0.4498162177, 0.5501837823, 0]),
+    ],
+)
+def test_the_vote_of_three_neighbours(kernel, expected):
+    weight, near = neighbours(QUERY, Z, 5, 3, kernel)
+    assert set(near[0].tolist()) == {0, 1, 2}
+    vote = torch.zeros(3, dtype=D64).index_add(0, torch.tensor([0, 1, 1, 2, 0])[near[0]], weight[0])
+    close(vote, expected)
+
+
+class Fixed(nn.Module):
+    """Scores that do not depend on x, so that only the vote does."""
+
+    def __init__(self, scores):
+        super().__init__()
+        self.head = nn.Linear(2, len(scores), dtype=D64)
+        with torch.no_grad():
+            self.head.weight.zero_()
+            self.head.bias.copy_(torch.tensor(scores, dtype=D64))
+
+    def forward(self, x):
+        return self.head(x)
+
+
+@pytest.mark.parametrize(("lam", "expected"), [(0.4, [0.4751798570, 0.3448201430, 0.18]), (0.9, [0.4441546782, 0.5258453218, 0.03])])
+def test_the_mixture_with_the_shared_model(lam, expected):
+    net = Net(lambda: Fixed([math.log(p) for p in (0.5, 0.2, 0.3)]))
+    view = {"w": net.w0, "z": Z, "y": torch.tensor([0, 1, 1, 2, 0]), "n": torch.tensor(5)}
+    close(KnnPer(k=3, lam=lam).predict(view, net, QUERY)[0], expected)
+
+
+def test_neighbours_of_targets_and_of_signs():
+    net = Net(lambda: Fixed([0.6]), half_squared)
+    view = {"w": net.w0, "z": Z, "y": torch.tensor([0.2, 0.5, 0.4, 0.9, 0.7], dtype=D64), "n": torch.tensor(5)}
+    close(KnnPer(k=3, lam=1.0).predict(view, net, QUERY), [[0.3562050358]])
+    close(KnnPer(k=3, lam=0.5).predict(view, net, QUERY), [[0.4781025179]])
+    net = Net(lambda: Fixed([-0.35]), hinge)
+    for labels in ([-1, 1, 1, -1, 1], [0, 1, 1, 0, 1]):
+        close(KnnPer(k=3, lam=0.9).predict({**view, "w": net.w0, "y": torch.tensor(labels)}, net, QUERY), [[0.0766906436]])
+
+
+def test_far_points_few_points_and_equal_points():
+    far = torch.tensor([[800.0], [801.0], [803.0]], dtype=D64)
+    close(neighbours(torch.zeros(1, 1, dtype=D64), far, 3, 3)[0], [[0.7053845127, 0.2594964603, 0.0351190270]])
+    for kernel in ("exp", "inverse", "gauss_dim"):
+        for scale in (1e-20, 1.0, 1e12):
+            weight, near = neighbours(QUERY.float() * scale, Z.float() * scale, torch.tensor(2), 10, kernel)
+            assert weight.isfinite().all() and weight[near >= 2].abs().sum() == 0
+            close(weight.sum(1), [1.0])
+    weight, near = neighbours(Z[:1], Z[[0, 1, 0]], 3, 3, "inverse")
+    assert weight[near != 1].tolist() == [0.5, 0.5]
+
+
+@given(st.integers(1, 12), st.integers(1, 15), st.integers(0, 3))
+def test_weights_of_neighbours_sum_to_one_and_fall_with_distance(n, k, seed):
+    gen = torch.Generator().manual_seed(seed)
+    store, query = torch.randn(12, 3, generator=gen), torch.randn(4, 3, generator=gen)
+    for kernel in ("exp", "inverse", "gauss_dim"):
+        weight, near = neighbours(query, store, n, k, kernel)
+        close(weight.sum(1), torch.ones(4), atol=1e-9)
+        assert (near[weight > 0] < n).all()
+        d = torch.cdist(query.double(), store.double()).gather(1, near)
+        assert (weight.diff(dim=1)[d.diff(dim=1) > 0] <= 1e-12).all()
+
+
+def test_knn_alone_without_weight_is_fedavg_and_clients_may_be_small():
+    s = classes_setting(n=3)
+    state = play(KnnPer(lam=0.0), s, 2)
+    a, b = evaluate(KnnPer(lam=0.0), state, s), evaluate(FedAvg(), state, s)
+    torch.testing.assert_close(a["loss"], b["loss"], rtol=1e-5, atol=1e-6)
+    assert torch.equal(a["accuracy"], b["accuracy"])
+    small = s._replace(data=s.data.keep(0.2))  # 2 to 4 samples a client, k = 10
+    found = evaluate(KnnPer(lam=1.0, k=10), state, small)
+    assert found["loss"].isfinite().all()
+
+
+# fine-tuning -----------------------------------------------------------------------------------------------------------------------
+def test_selection_by_hand():
+    val = torch.tensor([[[0.80, 0.70], [0.85, 0.72], [0.83, 0.75]], [[0.82, 0.65], [0.88, 0.60], [0.90, 0.55]]])
+    test = val - torch.tensor([0.01, 0.02])
+    assert pick(val, "global").tolist() == [[0, 2], [0, 2]]
+    mine = pick(val, "client")
+    assert mine.tolist() == [[1, 2], [0, 2]]
+    close(test[mine[:, 0], mine[:, 1], torch.arange(2)], [0.89, 0.73], atol=1e-6)
+    assert pick(torch.tensor([[[0.5], [0.7]], [[0.7], [math.nan]]])).tolist() == [[0, 1]]
+
+
+def test_no_epochs_of_fine_tuning_is_fedavg():
+    s = classes_setting()
+    state = play(FineTune(), s, 3)
+    none = evaluate(FineTune(finetune_epochs=0), state, s)
+    for k, v in evaluate(FedAvg(), state, s).items():
+        assert torch.equal(none[k], v), k
+    assert not torch.equal(evaluate(FineTune(finetune_epochs=8), state, s)["loss"], none["loss"])
+
+
+def test_the_last_layer_alone_is_trained():
+    s = classes_setting()
+    state = play(FineTune(), s, 1)
+    local = Local(s, torch.arange(4), 1, torch.empty(4, 0))
+    w = FineTune(layers="last").personal({"x": state.g["x"].expand(4, -1)}, {}, local)["w"]
+    moved = (w != state.g["x"]).any(0)
+    head = torch.zeros_like(moved)
+    head[s.net.head_slice] = True
+    assert torch.equal(moved, head)
+
+
+def grid(choose, **options):
+    return FineTune(choose=choose, lr_grid=(0.05, 0.5), finetune_epochs=4, **options)
+
+
+def test_each_client_gets_its_best_candidate_on_validation():
+    s = classes_setting(seed=5)
+    state = play(FedAvg(), s, 3)
+    of_val = {c: evaluate(grid(c), state, s, "val")["accuracy"] for c in ("client", "global")}
+    start = evaluate(FedAvg(), state, s, "val")["accuracy"]
+    fixed = [
+        evaluate(FineTune(finetune_lr=lr, finetune_epochs=1), state, s, "val")["accuracy"] for lr in (0.05, 0.5)
+    ]  # candidates of one epoch
+    assert (of_val["client"] >= start).all() and of_val["global"].mean() >= start.mean()
+    assert (of_val["client"] >= of_val["global"]).all() and of_val["client"].mean() >= max(f.mean() for f in fixed) - 1
+
+
+@pytest.mark.parametrize("choose", ["client", "global"])
+def test_the_choice_never_sees_test_labels(choose):
+    s = classes_setting(seed=7)
+    state = play(FedAvg(), s, 3)
+    y = s.data.y.clone()
+    for rows in s.data.index["test"]:
+        y[rows] = (y[rows] + 1) % 3
+    poisoned = s._replace(data=replace(s.data, y=y))
+    local = [Local(t, torch.arange(4), 3, torch.empty(4, 0)) for t in (s, poisoned)]
+    down = {"x": state.g["x"].expand(4, -1)}
+    a, b = (grid(choose).personal(down, {}, v)["w"] for v in local)
+    assert torch.equal(a, b) and not torch.equal(a, down["x"])
+
+
+def test_acceptance():
+    s = classes_setting(seed=5)
+    state = play(FedAvg(), s, 3)
+    down = {"x": state.g["x"].expand(4, -1)}
+
+    def kept(alg):
+        w = alg.personal(down, {}, Local(s, torch.arange(4), 3, torch.empty(4, 0)))["w"]
+        return (w == down["x"]).all(1).tolist()
+
+    assert kept(FineTune(min_size=17)) == [True, True, False, False]  # 9, 13, 17 and 21 samples
+    assert kept(FineTune(margin=2.0)) == [True] * 4
+    assert kept(FineTune(margin=-2.0)) == [False] * 4
+
+
+def test_tuning_without_a_validation_split_is_refused():
+    s = classes_setting(val=False)
+    with pytest.raises(ValueError, match=r"^choose: .*'val'.*\.$"):
+        evaluate(grid("client"), play(FedAvg(), s, 1), s)
+
+
+# all of them -----------------------------------------------------------------------------------------------------------------------
+def test_hinge_with_weight_decay_by_hand():
+    x = torch.tensor([[1, 0.5], [-0.2, 1.5], [2, 1]], dtype=D64)
+    fed = Federation.from_arrays([(x, torch.tensor([1, 1, 0]))], test=[(x, torch.tensor([1, 1, 0]))], dtype=None)
+
+    def model():
+        m = nn.Linear(2, 1, dtype=D64)
+        with torch.no_grad():
+            m.weight.copy_(torch.tensor([[0.4, -0.3]]))
+            m.bias.fill_(0.1)
+        return m
+
+    net = Net(model, "hinge")
+    s = Setting(net, fed, Training(lr=1.0, batch_size=3, weight_decay=1e-4), Engine("vmap", 1), 0, 1)
+    loss = evaluate(FedAvg(), begin(FedAvg(), net, 1), s)
+    close(loss["loss"] + 0.5e-4 * net.w0.square().sum(), [1.2266796667])
+    close(loss["accuracy"], [1 / 3])
+    close(net.w0 - play(FedAvg(), s, 1).g["x"], [0.4000400000, -0.3333633333, -0.3333233333])
+
+
+OURS = [n for n, a in ALGORITHMS.items() if a.__module__.rpartition(".")[2] in {"server_opt", "multitask", "cluster", "finetune", "knn"}]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_bad_options_are_one_sentence(name):
+    bad = {
+        "qfedavg": {"q": -1}, "ditto": {"lam": -1}, "mrmtl": {"lam": math.nan}, "mocha": {"delta": 0.0}, "hypcluster": {"k": 0},
+        "ensemble": {"k": 0}, "finetune": {"choose": "best"}, "knnper": {"lam": 1.5},
+    }.get(name, {"tau": 0.0})  # fmt: skip
+    with pytest.raises(ValueError, match=r"^\w+.*: expected .*\.$"):
+        ALGORITHMS[name](**bad)
