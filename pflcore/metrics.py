@@ -32,7 +32,7 @@ def vector(values: Vector, name: str = "values") -> Tensor:
     else:
         out = torch.tensor([math.nan if v is None else float(v) for v in values], dtype=torch.float64)
     if out.ndim != 1:
-        raise ValueError(f"{name} must be a vector with one value per client, but its shape is {tuple(out.shape)}; pass one row of it.")
+        raise ValueError(f"{name}: expected a vector with one value per client, got shape {tuple(out.shape)}; pass one row of it.")
     return out
 
 
@@ -70,7 +70,7 @@ def weighted_mean(values: Vector, weight: Vector) -> float:
     v, w = vector(values), vector(weight, "weight")
     _same_length("weight", w, "values", v)
     if (w < 0).any():
-        raise ValueError(f"weight must not be negative, but its smallest entry is {w.min().item():g}; pass numbers of samples.")
+        raise ValueError(f"weight: expected numbers >= 0, got {w.min().item():g}; pass numbers of samples.")
     keep = ~v.isnan() & (w > 0)
     return ((v[keep] * w[keep]).sum() / w[keep].sum()).item() if keep.any() else math.nan
 
@@ -78,7 +78,7 @@ def weighted_mean(values: Vector, weight: Vector) -> float:
 def worst_decile(values: Vector, share: float = 0.1, higher_is_better: bool = True) -> float:
     """Mean of the worst `ceil(share * n)` clients, at least one (n counts the clients that have a value)."""
     if not 0 < share <= 1:
-        raise ValueError(f"share must lie in (0, 1], but it is {share}; 0.1 is the worst decile.")
+        raise ValueError(f"share: expected a number in (0, 1], got {share}; 0.1 is the worst decile.")
     kept = _kept(values)
     if not len(kept):
         return math.nan
@@ -89,7 +89,7 @@ def worst_decile(values: Vector, share: float = 0.1, higher_is_better: bool = Tr
 def percentile(values: Vector, q: float = 10.0) -> float:
     """The q-th percentile over clients, linearly interpolated; q in [0, 100]."""
     if not 0 <= q <= 100:
-        raise ValueError(f"q must lie in [0, 100], but it is {q}; 10 is the tenth percentile.")
+        raise ValueError(f"q: expected a number in [0, 100], got {q}; 10 is the tenth percentile.")
     kept = _kept(values)
     return torch.quantile(kept, q / 100).item() if len(kept) else math.nan
 
@@ -133,7 +133,7 @@ def final(curve: Vector) -> float:
 def last_mean(curve: Vector, rounds: Vector | None = None, k: int = 10) -> float:
     """Mean over the last k rounds. With evaluations every few rounds pass their `rounds`: those later than `last - k` count."""
     if k < 1:
-        raise ValueError(f"k must be at least 1 round, but it is {k}; 10 is the usual choice.")
+        raise ValueError(f"k: expected at least 1 round, got {k}; 10 is the usual choice.")
     v = vector(curve, "curve")
     if not len(v):
         return math.nan

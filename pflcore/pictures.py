@@ -149,7 +149,7 @@ def deltas(runs: Sequence[Run], baseline: str, path: str | Path) -> Path | None:
     others = [(n, m[0]) for n, m in groups.items() if base is not None and m[0] is not base and len(m[0].last()) == len(base.last())]
     if base is None or not others or not len(base.last()):
         return None
-    size = base.header.get("sizes") or base.evaluations[-1]["eval"].get("size")
+    size = base.header.get("size") or base.evaluations[-1]["eval"].get("size")
     if not size:
         return None
     figure, (axis,) = _figure(5.6, 4.2)
@@ -158,7 +158,7 @@ def deltas(runs: Sequence[Run], baseline: str, path: str | Path) -> Path | None:
         axis.plot(size, gain.tolist(), "o", label=name, alpha=0.75, markersize=4, color=COLOURS[i % len(COLOURS)])
     axis.axhline(0, color="0.4", linewidth=0.8)
     axis.legend(fontsize=8, frameon=False)
-    which = "training samples" if base.header.get("sizes") else "test samples"
+    which = "training samples" if base.header.get("size") else "test samples"
     _tidy(axis, f"each client against {baseline}", f"{which} of the client", f"difference of test {unit}")
     return _save(figure, path)
 

@@ -43,12 +43,12 @@ class Record:
         """Opens `path`, making its folder. A file that holds something is kept unless `overwrite`: ValueError."""
         self.path = Path(path)
         if self.path.exists() and self.path.is_file() and self.path.stat().st_size and not overwrite:
-            raise ValueError(f"path must not hold a record already, but {self.path} does; name another folder or allow overwriting it.")
+            raise ValueError(f"path: expected a new file, got {self.path}, which holds something; name another or allow overwriting it.")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self.path, "wb", buffering=0)  # noqa: SIM115 (closed by close())
         except OSError as e:
-            raise ValueError(f"path must be a file that can be written, but {self.path} is not ({e.strerror}); name another.") from None
+            raise ValueError(f"path: expected a file that can be written, got {self.path} ({e.strerror}); name another.") from None
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Appends one line: a header, a round or a stop."""
@@ -151,7 +151,7 @@ def read(path: str | Path) -> list[Run]:
     path = Path(path)
     files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
     if not files or not files[0].is_file():
-        raise ValueError(f"path must be a record (.jsonl) or a folder that holds one, but {path} is neither; check the name.")
+        raise ValueError(f"path: expected a record (.jsonl) or a folder that holds one, got {path}, which is neither; check the name.")
     runs: list[Run] = []
     for file in files:
         lines = []

@@ -51,7 +51,7 @@ def table(runs: Sequence[Run], last: int = 10, baseline: str | None = None) -> s
     """
     names = list(label(runs))
     if baseline is not None and baseline not in {*names, *(r.algorithm for r in runs)}:
-        raise ValueError(f"baseline must be one of the algorithms ({', '.join(names)}), but it is {baseline}; name one of them.")
+        raise ValueError(f"baseline: expected one of {', '.join(names)}, got {baseline!r}.")
     settings: dict[str, list[Run]] = {}
     for run in runs:
         settings.setdefault(setting(run), []).append(run)

@@ -28,6 +28,7 @@ class History:
     header: Record
     rounds: list[Record] = field(default_factory=list)
     stopped: str | None = None
+    interrupted: bool = False  # by Ctrl-C
     state: State | None = None
 
     def series(self, key: str = "accuracy") -> tuple[list[int], torch.Tensor]:
@@ -184,7 +185,7 @@ class Simulation:
         except Stop as stop:
             history.stopped = str(stop)
         except KeyboardInterrupt:
-            history.stopped = f"Interrupted after round {len(history.rounds)} of {self.rounds}."
+            history.stopped, history.interrupted = f"Interrupted after round {len(history.rounds)} of {self.rounds}.", True
         history.state = self.state
         return history
 

@@ -127,15 +127,15 @@ def test_nobody_is_hurt_by_their_own_baseline_and_the_order_of_clients_does_not_
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: metrics.mean(torch.zeros(2, 3)), "values must be a vector"),
-        (lambda: metrics.hurt([1.0], [1.0, 2.0]), "after must have"),
-        (lambda: metrics.worst_decile([1.0], share=0), "share must lie"),
-        (lambda: metrics.percentile([1.0], 101), "q must lie"),
-        (lambda: metrics.weighted_mean([1.0], [-1.0]), "weight must not be negative"),
-        (lambda: metrics.weighted_mean([1.0], [1.0, 2.0]), "weight must have"),
-        (lambda: metrics.last_mean([1.0], k=0), "k must be at least"),
-        (lambda: metrics.last_mean([1.0], rounds=[1.0, 2.0]), "rounds must have"),
-        (lambda: metrics.bytes_to_reach([1.0], [], 0.5), "sent must have"),
+        (lambda: metrics.mean(torch.zeros(2, 3)), "values: expected a vector"),
+        (lambda: metrics.hurt([1.0], [1.0, 2.0]), "after: expected"),
+        (lambda: metrics.worst_decile([1.0], share=0), "share: expected"),
+        (lambda: metrics.percentile([1.0], 101), "q: expected"),
+        (lambda: metrics.weighted_mean([1.0], [-1.0]), "weight: expected numbers"),
+        (lambda: metrics.weighted_mean([1.0], [1.0, 2.0]), "weight: expected as many"),
+        (lambda: metrics.last_mean([1.0], k=0), "k: expected"),
+        (lambda: metrics.last_mean([1.0], rounds=[1.0, 2.0]), "rounds: expected"),
+        (lambda: metrics.bytes_to_reach([1.0], [], 0.5), "sent: expected"),
     ],
 )
 def test_bad_input_is_one_sentence(call, words):

@@ -107,7 +107,7 @@ def test_a_killed_writer_leaves_every_line_it_wrote(tmp_path):
 def test_an_existing_record_is_kept(tmp_path):
     path = write(tmp_path / "r.jsonl", a_run())
     before = path.read_bytes()
-    with pytest.raises(ValueError, match="already"):
+    with pytest.raises(ValueError, match="new file"):
         Record(path)
     assert path.read_bytes() == before
     with Record(path, overwrite=True) as record:

@@ -1,0 +1,126 @@
+"""Command-line options from frozen dataclasses: names, types and defaults from the fields, help from the comments beside them."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import io
+import re
+import textwrap
+import tokenize
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union
+
+
+@dataclass(frozen=True)
+class Option:
+    name: str  # as a Python identifier; `eval_every` is `--eval-every`
+    type: Any
+    default: Any
+    help: str = ""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Options that stand under one heading of `--help`. `prefix` writes them `--TITLE.NAME`."""
+
+    title: str
+    about: str
+    options: Sequence[Option]
+    prefix: bool = False
+
+
+def simple(kind: Any) -> bool:
+    """Whether a value of this type can be typed on a command line."""
+    if kind in (int, float, bool, str, Path, type(None)):
+        return True
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        return True
+    if origin in (Union, types.UnionType):
+        return all(map(simple, inner))
+    return origin is tuple and all(i is Ellipsis or simple(i) for i in inner)
+
+
+def comments(cls: type) -> dict[str, str]:
+    """The comment beside each field of a class, by field name; nothing where the source is not at hand."""
+    try:
+        source = textwrap.dedent(inspect.getsource(cls))
+        body = ast.parse(source).body[0]
+        tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
+    except (OSError, TypeError, SyntaxError):
+        return {}
+    beside = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
+    assert isinstance(body, ast.ClassDef)
+    return {
+        node.target.id: beside[node.end_lineno or node.lineno]
+        for node in body.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and (node.end_lineno or node.lineno) in beside
+    }
+
+
+def of_dataclass(cls: type, rename: Mapping[str, str] | None = None) -> tuple[list[Option], list[str]]:
+    """The fields of a dataclass as options, and the names of those that a command line cannot express (functions, for instance)."""
+    told: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(base):
+            told |= comments(base)
+    hints, options, rest = typing.get_type_hints(cls), [], []
+    for f in dataclasses.fields(cls):
+        if not f.init:
+            continue
+        default = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
+        if not simple(hints[f.name]) or default is dataclasses.MISSING:
+            rest.append(f.name)
+        else:
+            options.append(Option((rename or {}).get(f.name, f.name), hints[f.name], default, told.get(f.name, "")))
+    return options, rest
+
+
+def of_defaults(defaults: Mapping[str, Any]) -> list[Option]:
+    """Options whose types follow from their defaults; None stands for words, several of them allowed."""
+    return [Option(k, type(v) if isinstance(v, bool | int | float | str) else tuple[str, ...] | None, v) for k, v in defaults.items()]
+
+
+def identifier(title: str) -> str:
+    return re.sub(r"\W", "_", title)
+
+
+def parse(prog: str, about: str, groups: Sequence[Group], argv: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The values of all options by group title. `--help` and a malformed option end the program (SystemExit 0 and 2)."""
+    try:
+        import tyro
+    except ImportError:
+        raise ImportError(f"{prog} needs tyro, which is not installed; get it with: pip install 'pflcore[cli]'.") from None
+    fields: list[tuple[str, Any, Any]] = []
+    for group in groups:
+        inner = [(o.name, Annotated[o.type, tyro.conf.arg(help=o.help or None)], field(default=o.default)) for o in group.options]
+        cls: Callable[[], Any] = dataclasses.make_dataclass(identifier(group.title), inner, frozen=True)
+        kind: Any = Annotated[cls, tyro.conf.arg(name=group.title, help=group.about)]
+        if not group.prefix:
+            kind = Annotated[kind, tyro.conf.OmitArgPrefixes]
+        fields.append((identifier(group.title), kind, field(default_factory=cls)))
+    whole = dataclasses.make_dataclass("Arguments", fields, frozen=True)
+    values: Any = tyro.cli(whole, prog=prog, description=about, args=list(argv))
+    return {g.title: {o.name: getattr(getattr(values, identifier(g.title)), o.name) for o in g.options} for g in groups}
+
+
+def peek(argv: Sequence[str], name: str) -> list[str]:
+    """The words given to option `name` in `argv`, before anything is parsed: what other options exist depends on some of them."""
+    words: list[str] = []
+    taking = False
+    for word in argv:
+        if word == name:
+            taking, words = True, []
+        elif word.startswith(name + "="):
+            taking, words = False, [word[len(name) + 1 :]]
+        elif word.startswith("--"):
+            taking = False
+        elif taking:
+            words.append(word)
+    return words
