@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pflcore.options import Group, Option, of_dataclass, of_defaults, parse, peek
+from pflcore.options import Group, Option, of_dataclass, of_function, of_words, parse, peek
 
 if TYPE_CHECKING:
     from pflcore.experiment import Job
@@ -68,8 +68,8 @@ def _play(command: str, names: list[str], argv: Sequence[str]) -> int:
     from pflcore.local import Training
 
     one = command == "run"
-    asked = {o: (peek(argv, f"--{o}") or [getattr(experiment.Options, o)])[0] for o in ("data", "partition")}
-    partition, cut = experiment.partition_of(**asked)
+    asked = {o: (peek(argv, f"--{o}") or [getattr(experiment.Options, o)])[0] for o in ("data", "partition", "model")}
+    chosen = {"partition": experiment.partition_of(asked["data"], asked["partition"]), "model": experiment.model_of(asked["model"])}
     groups = [
         Group("run", *_told(experiment.Options, choices=experiment.choices())),
         Group("training", *_told(Training)),
@@ -77,8 +77,9 @@ def _play(command: str, names: list[str], argv: Sequence[str]) -> int:
     ]
     if not one:
         groups.insert(0, Group("compare", "", [Option("algorithms", tuple[str, ...], tuple(names), f"any of {_algorithms()}")]))
-    if cut:
-        groups.append(Group(f"partition {partition}", "What this partition takes; None: its own choice.", of_defaults(cut)))
+    for what, choice in chosen.items():
+        if choice and choice.defaults:
+            groups.append(Group(f"{what} {choice.name}", "", of_function(choice.function, choice.defaults)))
     taken = {o.name for g in groups for o in g.options}
     hypers: dict[str, dict[str, str]] = {}  # algorithm -> option -> hyper-parameter
     for name in names:
@@ -93,11 +94,11 @@ def _play(command: str, names: list[str], argv: Sequence[str]) -> int:
     got = parse(prog, about, groups, argv)
     hyper = {name: {to: got[name][option] for option, to in options.items()} for name, options in hypers.items()}
     todo = experiment.jobs(names, experiment.Options(**got["run"]), Training(**got["training"]), hyper)
-    cut = {k: _words(v) for k, v in got.get(f"partition {partition}", {}).items()}
-    return _record(todo, cut, Output(**got["output"]))
+    own = {w: of_words(got.get(f"{w} {c.name}", {}), c.defaults) if c else {} for w, c in chosen.items()}
+    return _record(todo, own["partition"], own["model"], Output(**got["output"]))
 
 
-def _record(todo: Sequence[Job], cut: Mapping[str, Any], output: Output) -> int:
+def _record(todo: Sequence[Job], cut: Mapping[str, Any], shape: Mapping[str, Any], output: Output) -> int:
     from pflcore import experiment
     from pflcore.progress import Progress
     from pflcore.record import Record, read
@@ -108,7 +109,7 @@ def _record(todo: Sequence[Job], cut: Mapping[str, Any], output: Output) -> int:
     folder = output.out or _new_folder([j.algorithm for j in todo], options.data, options.partition or "")
     _check_folder(folder, output.overwrite)
     data = experiment.federation(options, cut)
-    model = experiment.model(options, data)
+    model = experiment.model(options, data, shape)
     first: Simulation | None = todo[0].simulation(data, model)  # so that what is wrong is said before a record is opened
     interrupted = False
     total = sum(j.options.rounds for j in todo)
@@ -117,7 +118,7 @@ def _record(todo: Sequence[Job], cut: Mapping[str, Any], output: Output) -> int:
         for i, job in enumerate(todo):
             try:
                 simulation, first = first or job.simulation(data, model), None
-                head = job.header(simulation)
+                head = job.header(simulation) | {"partition_options": cut, "model_options": shape}
                 record.write({"header": head})
                 if i == 0 or job.algorithm != todo[i - 1].algorithm:
                     progress.say(_plan(job, head))
@@ -200,8 +201,7 @@ def info(argv: Sequence[str]) -> int:
     for extra, modules in EXTRAS.items():
         missing = [m for m in modules if importlib.util.find_spec(m) is None]
         facts[f"[{extra}]"] = f"without {', '.join(missing)}: pip install 'pflcore[{extra}]'" if missing else "complete"
-    backend = pflcore.backend()
-    facts |= backend if isinstance(backend, dict) else {"kernels": backend}
+    facts["kernels"] = pflcore.backend()
     for name, fact in facts.items():
         print(f"{name:<{max(map(len, facts))}}  {fact}")
     return 0
@@ -266,19 +266,6 @@ def _told(cls: type, rename: Mapping[str, str] | None = None, choices: Mapping[s
     options, rest = of_dataclass(cls, rename)
     options = [replace(o, help=f"{o.help}: {choices[o.name]}") if choices and o.name in choices else o for o in options]
     return (inspect.getdoc(cls) or "") + (f"\nFrom Python only: {', '.join(rest)}." if rest else ""), options
-
-
-def _words(value: Any) -> Any:
-    """Words of the command line as a number, a list of numbers or a word; anything else as it is."""
-    if not isinstance(value, tuple):
-        return value
-    out: list[Any] = []
-    for word in value:
-        try:
-            out.append(int(word) if re.fullmatch(r"[+-]?\d+", word) else float(word))
-        except ValueError:
-            out.append(word)
-    return out[0] if len(out) == 1 else out
 
 
 def _new_folder(algorithms: Sequence[str], data: str, partition: str) -> Path:

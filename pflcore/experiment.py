@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from pflcore import models
 from pflcore.algorithms import ALGORITHMS
 from pflcore.algorithms.base import FedAvg
 from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES, Federation, federation_of, options_of
 from pflcore.flat import Net
 from pflcore.local import Training
+from pflcore.models import MODELS, model_for
 from pflcore.simulation import Simulation
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is run, on what, how long and how it is recorded."""
+    """What is run, on what and how long."""
 
     data: str = "mnist5k"  # data set by name
     partition: str | None = None  # how it is cut among the clients; A if not said
@@ -46,16 +47,34 @@ def choices() -> dict[str, str]:
     return {
         "data": ", ".join([*SOURCES, *FEDERATIONS, "leaf:PATH", "folder:PATH"]),
         "partition": ", ".join(PARTITIONS),
-        "model": ", ".join(models.MODELS),
+        "model": ", ".join(MODELS),
     }
 
 
-def partition_of(data: str, partition: str | None) -> tuple[str | None, dict[str, Any]]:
-    """The partition's name and what it takes, with its defaults (None: an optional word or list); nothing for data with clients."""
+class Choice(NamedTuple):
+    """Something chosen by name, with what it takes."""
+
+    name: str
+    function: Callable[..., Any]
+    defaults: dict[str, Any]
+
+
+def partition_of(data: str, partition: str | None) -> Choice | None:
+    """The partition and what it takes; None for data that come with their clients."""
     if data not in SOURCES:
-        return None, {}
+        return None
     name = partition or "A"
-    return name, options_of(name)
+    return Choice(name, PARTITIONS.get(name, options_of), options_of(name))
+
+
+def model_of(name: str) -> Choice | None:
+    """The model and what it takes beside shape and classes; None for "auto"."""
+    if name == "auto":
+        return None
+    if name not in MODELS:
+        raise ValueError(f"model: expected one of auto, {', '.join(MODELS)}, got {name!r}.")
+    own = inspect.signature(MODELS[name]).parameters.values()
+    return Choice(name, MODELS[name], {p.name: p.default for p in own if p.kind is p.KEYWORD_ONLY})
 
 
 def federation(options: Options, cut: Mapping[str, Any] | None = None) -> Federation:
@@ -76,13 +95,22 @@ def federation(options: Options, cut: Mapping[str, Any] | None = None) -> Federa
     return data
 
 
-def model(options: Options, data: Federation) -> Callable[[], nn.Module]:
-    """A function that makes the experiment's model for this data's shape and classes."""
-    return models.build(model_name(options, data), data.shape, None if options.criterion == "hinge" else data.classes)
+def model(options: Options, data: Federation, own: Mapping[str, Any] | None = None) -> Callable[[], nn.Module]:
+    """A function that makes the experiment's model for this data's shape and classes; `own` holds the model's own options."""
+    name, classes = model_name(options, data), None if options.criterion == "hinge" else data.classes
+
+    def make() -> nn.Module:
+        return model_for(name, data.shape, classes, **(own or {}))
+
+    make()  # so that a shape that does not fit is said now
+    return make
 
 
 def model_name(options: Options, data: Federation) -> str:
-    return models.default(data.shape) if options.model == "auto" else options.model
+    """The model that "auto" stands for: lenet5 for 28 x 28 and 32 x 32 images, linear for vectors, else mlp."""
+    if options.model != "auto":
+        return options.model
+    return "lenet5" if tuple(data.shape[1:]) in ((28, 28), (32, 32)) else "linear" if len(data.shape) == 1 else "mlp"
 
 
 def algorithm(name: str, hyper: Mapping[str, Any] | None = None, target: int | None = None) -> FedAvg:
@@ -129,8 +157,10 @@ class Job:
     def header(self, simulation: Simulation) -> dict[str, Any]:
         """The simulation's header, with the names that the experiment was asked for by."""
         head, o = simulation.header(), self.options
-        names = {"data": o.data, "partition": partition_of(o.data, o.partition)[0], "model": model_name(o, simulation.data)}
-        return {**head, **names, "criterion": o.criterion, "target": head["target"] if o.target is None else o.target}
+        cut = partition_of(o.data, o.partition)
+        names = {"data": o.data, "partition": cut.name if cut else None, "model": model_name(o, simulation.data)}
+        made_for = head["target"]  # whom the algorithm makes its one model for, if it does
+        return {**head, **names, "criterion": o.criterion, "target": made_for if o.target is None else o.target, "made_for": made_for}
 
 
 def jobs(algorithms: Sequence[str], options: Options, training: Training, hyper: Mapping[str, Mapping[str, Any]]) -> list[Job]:

@@ -43,9 +43,7 @@ def _kept(values: Vector, name: str = "values") -> Tensor:
 
 def _same_length(name: str, given: Sequence[int] | Tensor, other_name: str, other: Tensor) -> None:
     if len(given) != len(other):
-        raise ValueError(
-            f"{name} must have as many entries as {other_name} ({len(other)}), but it has {len(given)}; pass matching vectors."
-        )
+        raise ValueError(f"{name}: expected as many entries as {other_name} has ({len(other)}), got {len(given)}; pass vectors that match.")
 
 
 def count(values: Vector) -> int:

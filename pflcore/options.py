@@ -82,9 +82,43 @@ def of_dataclass(cls: type, rename: Mapping[str, str] | None = None) -> tuple[li
     return options, rest
 
 
-def of_defaults(defaults: Mapping[str, Any]) -> list[Option]:
-    """Options whose types follow from their defaults; None stands for words, several of them allowed."""
-    return [Option(k, type(v) if isinstance(v, bool | int | float | str) else tuple[str, ...] | None, v) for k, v in defaults.items()]
+def of_function(function: Callable[..., Any], defaults: Mapping[str, Any]) -> list[Option]:
+    """Options for these arguments of a function. What one word cannot say (a list, a word or a number) is None or several words."""
+    try:
+        hints = typing.get_type_hints(getattr(function, "func", function))  # a partial's own function
+    except (TypeError, NameError):
+        hints = {}
+    options = []
+    for name, default in defaults.items():
+        kind = hints.get(name, type(default))
+        if simple(kind) and kind is not type(None):
+            options.append(Option(name, kind, default))
+        else:
+            options.append(Option(name, tuple[str, ...] | None, None, "" if default is None else f"default: {words_of(default)}"))
+    return options
+
+
+def words_of(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def of_words(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """What was said for the options of `of_function`: words as numbers where they are, several as a list; what was not said is left out."""
+    out: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, tuple):
+            said = [_number(v) for v in value]
+            out[name] = said if len(said) != 1 or isinstance(defaults[name], list | tuple) else said[0]
+        elif value is not None:
+            out[name] = value
+    return out
+
+
+def _number(word: str) -> int | float | str:
+    try:
+        return int(word) if re.fullmatch(r"[+-]?\d+", word) else float(word)
+    except ValueError:
+        return word
 
 
 def identifier(title: str) -> str:

@@ -86,6 +86,9 @@ def _table(name: str, runs: Sequence[Run], last: int, baseline: str | None) -> s
         "",
     ]
     lines.append("\\* the best round, selected on test data (optimistic, as in the papers); std and worst decile: at the last evaluation.")
+    for_one = [(name, m[0].header["made_for"]) for name, m in groups.items() if m[0].header.get("made_for") is not None]
+    if for_one:
+        lines.append("\nMade for one client, whose columns count: " + ", ".join(f"{name} for client {c}" for name, c in for_one) + ".")
     for algorithm, members in groups.items():
         lines += [f"\n{algorithm}, seed {r.header.get('seed', '?')}, stopped: {r.stopped}" for r in members if r.stopped]
     return "\n".join(lines) + "\n"
