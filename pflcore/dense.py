@@ -15,7 +15,6 @@ from torch import Tensor
 
 from pflcore.flat import Net, hinge, squared
 
-
 SMALL = 4096  # below so many weights a product into a strided view costs several times one into fresh memory
 
 

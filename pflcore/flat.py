@@ -254,7 +254,7 @@ class Net:
                 mine = [n for n in self.names if self._in_head(n)]
                 bound = _Bound(self.module.get_submodule(self.head_name or ""), {i: n[len(self._prefix) :] for i, n in enumerate(mine)}, {})
             self._threads.__dict__[part] = bound
-        return bound  # type: ignore[no-any-return]
+        return bound
 
     @property
     def _prefix(self) -> str:
@@ -278,7 +278,8 @@ class Net:
                     m.reset_parameters()
                 elif any(p.requires_grad for p in m.parameters(recurse=False)):
                     raise ValueError(
-                        f"model: {name or type(m).__name__} holds parameters but has no reset_parameters(); give Net a function that makes the model."
+                        f"model: {name or type(m).__name__} holds parameters but has no reset_parameters(); "
+                        "give Net a function that makes the model."
                     )
         return module
 
@@ -313,7 +314,7 @@ def refuse_random(module: nn.Module) -> None:
     for name, m in module.named_modules():
         if isinstance(m, RANDOM_MODULES) and getattr(m, "p", 1) != 0:
             raise ValueError(
-                f"model: {name or 'the module'} is nn.{type(m).__name__}, which draws from the global generator, so results would not repeat; "
+                f"model: {name or 'the module'} is nn.{type(m).__name__}, which draws from the global generator; "
                 "use pflcore.nn.Dropout, which draws from the client's own."
             )
         if isinstance(m, nn.RNNBase | nn.MultiheadAttention) and m.dropout > 0:

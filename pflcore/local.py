@@ -8,160 +8,27 @@ agree up to rounding; neither depends on the number of workers or on the order o
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.data.federation import Federation
-from pflcore.dense import Dense
+from pflcore.engine import Engine, Setting, Step, Training, choose_engine
 from pflcore.flat import Net, context, forward_mode
 from pflcore.streams import client_seeds, shuffles, uniforms
+
+__all__ = ["Engine", "Fit", "Local", "LossFn", "Setting", "Training", "choose_engine"]
 
 LossFn = Callable[[Net, Tensor, Tensor, Tensor, dict[str, Tensor]], Tensor]
 T = TypeVar("T")
 EPOCH_BYTES = 1 << 26  # an epoch's batches are gathered at once up to this size
 EVAL_BATCH = 250  # a forward batch of 1,000 or more costs twice as much per sample
-
-
-@dataclass(frozen=True)
-class Training:
-    """How every client trains; the run's, not an algorithm's.
-
-    `lr` is the step size of round 1; `schedule(round, rounds)` multiplies it (default: constant).
-    """
-
-    lr: float = 0.1
-    batch_size: int = 32
-    epochs: int = 1
-    momentum: float = 0.0  # its buffer starts at zero in every round
-    weight_decay: float = 0.0
-    drop_last: bool = False
-    reshuffle: bool = True  # False: one order of the samples for the whole run
-    schedule: Callable[[int, int], float] | None = None
-
-    def __post_init__(self) -> None:
-        if not self.lr >= 0:
-            raise ValueError(f"lr: expected a number >= 0, got {self.lr}.")
-        if self.batch_size < 1 or self.epochs < 1:
-            raise ValueError(f"batch_size and epochs: expected at least 1, got {self.batch_size} and {self.epochs}.")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum: expected 0 <= momentum < 1, got {self.momentum}.")
-        if not self.weight_decay >= 0:
-            raise ValueError(f"weight_decay: expected a number >= 0, got {self.weight_decay}.")
-
-    def lr_at(self, round: int, rounds: int) -> float:
-        return self.lr * (self.schedule(round, rounds) if self.schedule else 1.0)
-
-
-class Engine:
-    """Worker threads, each with one intra-op thread: a convolution's gradient differs bitwise between one and two."""
-
-    def __init__(self, name: str = "pool", workers: int | None = None) -> None:
-        if name not in ("pool", "vmap"):
-            raise ValueError(f"engine: expected 'pool' or 'vmap' (or 'auto' where a run is set up), got {name!r}.")
-        self.name = name
-        self.workers = workers or os.cpu_count() or 1
-        self._threads: ThreadPoolExecutor | None = None
-        self._tables: dict[tuple[int, str], tuple[Federation, Tensor]] = {}
-        self._sizes: dict[int, tuple[Federation, list[int]]] = {}
-        self._plans: dict[tuple[Any, ...], _Plan] = {}
-        self._dense: dict[int, tuple[Net, Dense | None]] = {}
-
-    def map(self, f: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
-        """`[f(i) for i in items]` on the workers; the caller's thread setting is untouched."""
-        if self._threads is None:
-            self._threads = self._start()
-        stop = threading.Event()
-
-        def run(item: Any) -> T:
-            if stop.is_set():
-                raise InterruptedError
-            return f(item)
-
-        futures = [self._threads.submit(run, i) for i in items]
-        try:
-            return [future.result() for future in futures]
-        except BaseException:
-            stop.set()
-            raise
-
-    def table(self, data: Federation, split: str) -> Tensor:
-        """The split's index lists as one matrix [N, n_max] on the CPU, padded with 0."""
-        key = id(data), split
-        if key not in self._tables:
-            lists = [i.cpu() for i in data.index[split]]
-            self._tables[key] = data, torch.nn.utils.rnn.pad_sequence(lists, batch_first=True)  # keeps `data`, and so its id
-        return self._tables[key][1]
-
-    def sizes(self, data: Federation) -> list[int]:
-        """Training samples of each client of the federation."""
-        if id(data) not in self._sizes:
-            self._sizes[id(data)] = data, data.size("train").tolist()
-        return self._sizes[id(data)][1]
-
-    def plan(self, key: tuple[Any, ...], training: Training, device: torch.device) -> _Plan:
-        """The steps of clients of these sizes, made once a run."""
-        if key not in self._plans:
-            if len(self._plans) > 4096:  # cohorts that are never the same twice
-                self._plans.clear()
-            plan = _plan(*key, training)
-            self._plans[key] = plan._replace(
-                steps=[s._replace(weight=None if s.weight is None else s.weight.to(device)) for s in plan.steps]
-            )
-        return self._plans[key]
-
-    def dense(self, net: Net) -> Dense | None:
-        """The net's written-out form, where it has one."""
-        if id(net) not in self._dense:
-            self._dense[id(net)] = net, Dense.of(net)
-        return self._dense[id(net)][1]
-
-    def _start(self) -> ThreadPoolExecutor:
-        before = torch.get_num_threads()
-        barrier = threading.Barrier(self.workers + 1)
-
-        def one_thread() -> None:
-            torch.set_num_threads(1)
-            barrier.wait()
-
-        threads = ThreadPoolExecutor(self.workers, "pflcore")
-        try:
-            for _ in range(self.workers):
-                threads.submit(one_thread)
-            barrier.wait(60)
-        finally:
-            torch.set_num_threads(before)  # set_num_threads is also what *new* threads start with
-        return threads
-
-    def pieces(self, count: int, width: int) -> int:
-        """Into how many pieces a cohort of `count` rows of `width` is cut; never a matter of the number of workers."""
-        if self.name == "pool":
-            return count
-        return max(1, min(count, 2 if count * width >= 1 << 18 else 1))
-
-
-def choose_engine(net: Net, data: Federation, training: Training, rounds: int = 1) -> str:
-    """`"pool"` for convolutions on a CPU, else `"vmap"`: by model and sizes alone, so that results repeat on any machine."""
-    return "pool" if net.has_conv and net.w0.device.type == "cpu" else "vmap"
-
-
-class Setting(NamedTuple):
-    """What stays the same over a run."""
-
-    net: Net
-    data: Federation
-    training: Training
-    engine: Engine
-    seed: int = 0
-    rounds: int = 1
 
 
 class Fit(NamedTuple):
@@ -173,16 +40,6 @@ class Fit(NamedTuple):
     grad: Tensor | None  # [S, Q] mean raw minibatch gradient, when asked
 
 
-class _Step(NamedTuple):
-    """One step of the clients [a, b) of a piece: they take batches of one size, so one vmap serves them."""
-
-    k: int  # the number of the step, from 0
-    a: int
-    b: int
-    batches: list[tuple[int, int, int]]  # (epoch, first, last) of each minibatch of the step
-    weight: Tensor | None = None  # [s, B] of the samples, where some clients' batches are shorter
-
-
 @dataclass
 class Local:
     """What an algorithm's hook may do with its cohort's data. Rows are [S, Q]; S clients in the order of `ids`."""
@@ -192,12 +49,12 @@ class Local:
     round: int
     buffers: Tensor  # [S, b] float buffers; training writes them, a probe does not
     train_loss: Tensor | None = None  # [S] of the last training that was no probe
-    _size: list[int] = field(init=False)
+    _ids: NDArray[np.int64] = field(init=False)
+    _size: NDArray[np.int64] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._ids = self.ids.tolist()
-        sizes = self.setting.engine.sizes(self.setting.data)
-        self._size = [sizes[i] for i in self._ids]
+        self._ids = self.ids.numpy()
+        self._size = self.setting.engine.sizes(self.setting.data)[self._ids]
 
     @property
     def net(self) -> Net:
@@ -215,7 +72,7 @@ class Local:
     @property
     def size(self) -> Tensor:
         """Training samples of each client, [S]."""
-        return torch.tensor(self._size)
+        return torch.from_numpy(self._size)
 
     @property
     def counts(self) -> Tensor:
@@ -252,7 +109,7 @@ class Local:
         losses = torch.zeros(count, dtype=torch.float64, device=start.device)
         taken = torch.zeros(count, 1, dtype=torch.float64)
 
-        def train(pos: list[int]) -> None:
+        def train(pos: Tensor) -> None:
             work = _Piece(self, pos, loss, extra, noise, epochs, steps, 1, stream, probe, by_size=steps is None)
             rows = start[pos].contiguous()  # indexing copies
             grads = torch.zeros_like(rows) if want_grad else None
@@ -318,7 +175,7 @@ class Local:
         out = {k: torch.empty_like(v, memory_format=torch.contiguous_format) for k, v in rows.items()}
         losses = torch.zeros(len(self._ids), dtype=torch.float64, device=self.buffers.device)
 
-        def train(pos: list[int]) -> None:
+        def train(pos: Tensor) -> None:
             work = _Piece(self, pos, loss, extra, noise, epochs, steps, batches, stream, probe, by_size=False)
             mine = {k: v[pos] for k, v in rows.items()}
             for step in work.steps:
@@ -396,18 +253,18 @@ class Local:
             raise ValueError(
                 f"split: this federation has {', '.join(self.setting.data.index)}, not {split!r}; split the clients' samples first."
             )
-        x, y = self.setting.data.client(self._ids[i], split)
+        x, y = self.setting.data.client(int(self._ids[i]), split)
         for a in range(0, len(y), EVAL_BATCH):
             yield x[a : a + EVAL_BATCH], y[a : a + EVAL_BATCH], len(y)
 
     def _each_client(self, f: Callable[[int], T]) -> list[T]:
         return self.setting.engine.map(f, range(len(self._ids)))
 
-    def _over_pieces(self, f: Callable[[list[int]], None], width: int) -> None:
-        order = sorted(range(len(self._ids)), key=lambda i: (-self._size[i], self._ids[i]))
+    def _over_pieces(self, f: Callable[[Tensor], None], width: int) -> None:
+        order = torch.from_numpy(np.lexsort((self._ids, -self._size)))  # largest first, then by id
         count = self.setting.engine.pieces(len(order), width)
         cuts = [len(order) * j // count for j in range(count + 1)]
-        self.setting.engine.map(f, [order[a:b] for a, b in zip(cuts, cuts[1:], strict=False)])
+        self.setting.engine.map(f, [order[a:b] for a, b in pairwise(cuts)])
 
 
 class _Piece:
@@ -419,7 +276,7 @@ class _Piece:
     def __init__(
         self,
         local: Local,
-        pos: list[int],
+        pos: Tensor,
         loss: LossFn | None,
         extra: dict[str, Tensor] | None,
         noise: int,
@@ -434,13 +291,13 @@ class _Piece:
         self.local, self.pos, self.loss_fn, self.probe, self.data = local, pos, loss, probe, data
         self.extra = {k: v[pos] for k, v in (extra or {}).items()}
         self.buffers = local.buffers[pos]
-        self.size = [local._size[i] for i in pos]
+        self.size = local._size[pos.numpy()]
         self.relabel = None if data.relabel is None else data.relabel[local.ids[pos]]
         self.vmap = engine.name == "vmap"
         self.dense = engine.dense(local.net) if self.vmap and loss is None else None
         if epochs is None and steps is None:
             epochs = t.epochs
-        plan = engine.plan((tuple(self.size), epochs, steps, batches, by_size, self.dense is not None), t, data.x.device)
+        plan = engine.plan((tuple(self.size.tolist()), epochs, steps, batches, by_size, self.dense is not None), t, data.x.device)
         self.steps, self.taken, passes = plan
         self.losses = torch.zeros(len(pos), dtype=torch.float64, device=data.y.device)
         self._draw(t, stream, passes, noise)
@@ -449,10 +306,10 @@ class _Piece:
     def _draw(self, t: Training, stream: str, passes: int, noise: int) -> None:
         """The clients' shuffles and noise: each (seed, round, client, stream) has its own."""
         local, device = self.local, self.data.y.device
-        ids = [local._ids[i] for i in self.pos]
+        ids = local._ids[self.pos.numpy()]
         round = local.round if t.reshuffle else 0
         table = local.setting.engine.table(self.data, "train")
-        rows = torch.tensor(ids)[:, None]
+        rows = torch.from_numpy(ids)[:, None]
         orders = []
         for p in range(passes):
             order = torch.from_numpy(shuffles(client_seeds(ids, local.setting.seed, round, stream, p if t.reshuffle else 0), self.size))
@@ -480,7 +337,7 @@ class _Piece:
         y = self.data.y[index]
         return y if self.relabel is None else self.relabel[a:b].gather(1, y)
 
-    def gradient(self, rows: Tensor, step: _Step, which: int = 0, out: Tensor | None = None) -> Tensor:
+    def gradient(self, rows: Tensor, step: Step, which: int = 0, out: Tensor | None = None) -> Tensor:
         """The gradient [s, Q] at `rows` [s, Q] of the step's `which`-th minibatch, in `out` where that helps."""
         a, b = step.a, step.b
         x, y = self.samples(a, b, step.batches[which])
@@ -493,7 +350,7 @@ class _Piece:
             self.losses[a:b] += losses
         return g
 
-    def descend(self, rows: Tensor, step: _Step, lr: float) -> bool:
+    def descend(self, rows: Tensor, step: Step, lr: float) -> bool:
         """Takes a plain SGD step in place where the model's form allows it without a gradient in memory; says whether it did."""
         if self.dense is None:
             return False
@@ -501,7 +358,7 @@ class _Piece:
         self.losses[step.a : step.b] += self.dense.descend(rows, x, y, step.weight, lr)
         return True
 
-    def _autograd(self, rows: Tensor, x: Tensor, y: Tensor, step: _Step) -> tuple[Tensor, Tensor]:
+    def _autograd(self, rows: Tensor, x: Tensor, y: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         a, b = step.a, step.b
         extra = {k: v[a:b] for k, v in self.extra.items()}
         if self.noise is not None:
@@ -518,7 +375,7 @@ class _Piece:
             self.buffers[a:b] = buffers
         return losses.detach(), g
 
-    def grad_function(self, step: _Step) -> Callable[..., Tensor]:
+    def grad_function(self, step: Step) -> Callable[..., Tensor]:
         def grad(w: Tensor, which: int = 0) -> Tensor:
             return self.gradient(w, step, which)
 
@@ -533,70 +390,3 @@ class _Piece:
     def finish(self) -> None:
         if not self.probe:
             self.local.buffers[self.pos] = self.buffers
-
-
-class _Plan(NamedTuple):
-    """The steps of a piece: they depend on the clients' sizes alone, so a run makes them once."""
-
-    steps: list[_Step]
-    taken: Tensor  # [s, 1] float64: how many steps each client takes
-    passes: int  # shuffles each client needs
-
-
-def _plan(sizes: tuple[int, ...], epochs: int | None, steps: int | None, batches: int, by_size: bool, dense: bool, t: Training) -> _Plan:
-    cuts = [_cuts(n, t) for n in sizes]
-    if not all(cuts):
-        raise ValueError(f"drop_last: a client has {min(sizes)} samples, fewer than batch_size {t.batch_size}, so it would never train.")
-    epochs = epochs or max(-(-(steps or 0) // len(c)) for c in cuts)
-    if not by_size:
-        found = list(_by_client(sizes, cuts, epochs, steps, batches))
-    else:
-        found = list(_together(sizes, cuts, epochs, t.batch_size) if dense else _by_batch(cuts, epochs))
-    taken = torch.zeros(len(sizes), 1, dtype=torch.float64)
-    for s in found:
-        taken[s.a : s.b] += 1
-    return _Plan(found, taken, batches * epochs)
-
-
-def _together(sizes: tuple[int, ...], cuts: list[list[tuple[int, int]]], epochs: int, batch: int) -> Iterator[_Step]:
-    """Whole epochs, everybody's k-th batch at once, short ones too: their weights end with them."""
-    size = torch.tensor(sizes)
-    for e in range(epochs):
-        for k, (first, last) in enumerate(cuts[0]):
-            b = sum(len(c) > k for c in cuts)
-            own = (size[:b] - first).clamp(max=last - first)  # samples in each one's batch
-            even = bool((own == last - first).all())
-            weight = None if even else (torch.arange(last - first) < own[:, None]).float() / own[:, None]
-            yield _Step(e * len(cuts[0]) + k, 0, b, [(e, first, last)], weight)
-
-
-def _by_batch(cuts: list[list[tuple[int, int]]], epochs: int) -> Iterator[_Step]:
-    """Whole epochs, everybody's k-th batch at once, grouped by the batch's size."""
-    for e in range(epochs):
-        for k in range(len(cuts[0])):
-            a = 0
-            while a < len(cuts) and k < len(cuts[a]):
-                b = a
-                while b < len(cuts) and k < len(cuts[b]) and cuts[b][k] == cuts[a][k]:
-                    b += 1
-                yield _Step(e * len(cuts[0]) + k, a, b, [(e, *cuts[a][k])])
-                a = b
-
-
-def _by_client(sizes: tuple[int, ...], cuts: list[list[tuple[int, int]]], epochs: int, steps: int | None, batches: int) -> Iterator[_Step]:
-    """Clients of one size step together: their steps have one number and their batches one size throughout."""
-    a = 0
-    while a < len(sizes):
-        b = a
-        while b < len(sizes) and sizes[b] == sizes[a]:
-            b += 1
-        line = [(e, *c) for e in range(epochs) for c in cuts[a]]
-        for k, (e, first, last) in enumerate(line[:steps]):
-            yield _Step(k, a, b, [(j * epochs + e, first, last) for j in range(batches)])
-        a = b
-
-
-def _cuts(n: int, t: Training) -> list[tuple[int, int]]:
-    """Where `DataLoader(batch_size, drop_last)` cuts n samples."""
-    cuts = [(a, min(a + t.batch_size, n)) for a in range(0, n, t.batch_size)]
-    return [c for c in cuts if c[1] - c[0] == t.batch_size] if t.drop_last else cuts

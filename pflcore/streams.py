@@ -36,7 +36,7 @@ def mix64(z: U64) -> U64:
     return z ^ (z >> np.uint64(31))
 
 
-def client_seeds(ids: Sequence[int], *key: object) -> U64:
+def client_seeds(ids: Sequence[int] | npt.NDArray[np.int64], *key: object) -> U64:
     """One word per client [S] for this key (the run's seed, the round, the stream)."""
     return mix64(np.uint64(seed_of(*key)) + GOLDEN * (np.asarray(ids, np.uint64) + np.uint64(1)))
 
@@ -46,7 +46,7 @@ def words(seeds: U64, count: int) -> U64:
     return mix64(seeds[:, None] + GOLDEN * np.arange(1, count + 1, dtype=np.uint64))
 
 
-def shuffles(seeds: U64, sizes: Sequence[int]) -> npt.NDArray[np.int64]:
+def shuffles(seeds: U64, sizes: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """For each client a permutation of its `sizes[i]` positions, [S, max size]; 0 beyond a client's size.
 
     Random keys are sorted with their positions in the low bits.

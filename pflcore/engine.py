@@ -1,0 +1,231 @@
+"""Who trains when: a run's settings, the plan of its steps, and the threads that take them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pflcore.data.federation import Federation
+from pflcore.dense import Dense
+from pflcore.flat import Net
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Training:
+    """How every client trains; the run's, not an algorithm's.
+
+    `lr` is the step size of round 1; `schedule(round, rounds)` multiplies it (default: constant).
+    """
+
+    lr: float = 0.1
+    batch_size: int = 32
+    epochs: int = 1
+    momentum: float = 0.0  # its buffer starts at zero in every round
+    weight_decay: float = 0.0
+    drop_last: bool = False
+    reshuffle: bool = True  # False: one order of the samples for the whole run
+    schedule: Callable[[int, int], float] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.lr >= 0:
+            raise ValueError(f"lr: expected a number >= 0, got {self.lr}.")
+        if self.batch_size < 1 or self.epochs < 1:
+            raise ValueError(f"batch_size and epochs: expected at least 1, got {self.batch_size} and {self.epochs}.")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum: expected 0 <= momentum < 1, got {self.momentum}.")
+        if not self.weight_decay >= 0:
+            raise ValueError(f"weight_decay: expected a number >= 0, got {self.weight_decay}.")
+
+    def lr_at(self, round: int, rounds: int) -> float:
+        return self.lr * (self.schedule(round, rounds) if self.schedule else 1.0)
+
+
+class Step(NamedTuple):
+    """One step of the clients [a, b) of a piece: they take batches of one size, so one vmap serves them."""
+
+    k: int  # the number of the step, from 0
+    a: int
+    b: int
+    batches: list[tuple[int, int, int]]  # (epoch, first, last) of each minibatch of the step
+    weight: Tensor | None = None  # [s, B] of the samples, where some clients' batches are shorter
+
+
+class Plan(NamedTuple):
+    """The steps of a piece: they depend on the clients' sizes alone, so a run makes them once."""
+
+    steps: list[Step]
+    taken: Tensor  # [s, 1] float64: how many steps each client takes
+    passes: int  # shuffles each client needs
+
+
+def make_plan(t: Training, sizes: tuple[int, ...], epochs: int | None, steps: int | None, batches: int, by_size: bool, dense: bool) -> Plan:
+    cuts = [_cuts(n, t) for n in sizes]
+    if not all(cuts):
+        raise ValueError(f"drop_last: a client has {min(sizes)} samples, fewer than batch_size {t.batch_size}, so it would never train.")
+    epochs = epochs or max(-(-(steps or 0) // len(c)) for c in cuts)
+    if not by_size:
+        found = list(_by_client(sizes, cuts, epochs, steps, batches))
+    else:
+        found = list(_together(sizes, cuts, epochs, t.batch_size) if dense else _by_batch(cuts, epochs))
+    taken = torch.zeros(len(sizes), 1, dtype=torch.float64)
+    for s in found:
+        taken[s.a : s.b] += 1
+    return Plan(found, taken, batches * epochs)
+
+
+def _together(sizes: tuple[int, ...], cuts: list[list[tuple[int, int]]], epochs: int, batch: int) -> Iterator[Step]:
+    """Whole epochs, everybody's k-th batch at once, short ones too: their weights end with them."""
+    size = torch.tensor(sizes)
+    for e in range(epochs):
+        for k, (first, last) in enumerate(cuts[0]):
+            b = sum(len(c) > k for c in cuts)
+            own = (size[:b] - first).clamp(max=last - first)  # samples in each one's batch
+            even = bool((own == last - first).all())
+            weight = None if even else (torch.arange(last - first) < own[:, None]).float() / own[:, None]
+            yield Step(e * len(cuts[0]) + k, 0, b, [(e, first, last)], weight)
+
+
+def _by_batch(cuts: list[list[tuple[int, int]]], epochs: int) -> Iterator[Step]:
+    """Whole epochs, everybody's k-th batch at once, grouped by the batch's size."""
+    for e in range(epochs):
+        for k in range(len(cuts[0])):
+            a = 0
+            while a < len(cuts) and k < len(cuts[a]):
+                b = a
+                while b < len(cuts) and k < len(cuts[b]) and cuts[b][k] == cuts[a][k]:
+                    b += 1
+                yield Step(e * len(cuts[0]) + k, a, b, [(e, *cuts[a][k])])
+                a = b
+
+
+def _by_client(sizes: tuple[int, ...], cuts: list[list[tuple[int, int]]], epochs: int, steps: int | None, batches: int) -> Iterator[Step]:
+    """Clients of one size step together: their steps have one number and their batches one size throughout."""
+    a = 0
+    while a < len(sizes):
+        b = a
+        while b < len(sizes) and sizes[b] == sizes[a]:
+            b += 1
+        line = [(e, *c) for e in range(epochs) for c in cuts[a]]
+        for k, (e, first, last) in enumerate(line[:steps]):
+            yield Step(k, a, b, [(j * epochs + e, first, last) for j in range(batches)])
+        a = b
+
+
+def _cuts(n: int, t: Training) -> list[tuple[int, int]]:
+    """Where `DataLoader(batch_size, drop_last)` cuts n samples."""
+    cuts = [(a, min(a + t.batch_size, n)) for a in range(0, n, t.batch_size)]
+    return [c for c in cuts if c[1] - c[0] == t.batch_size] if t.drop_last else cuts
+
+
+class Engine:
+    """Worker threads, each with one intra-op thread: a convolution's gradient differs bitwise between one and two."""
+
+    def __init__(self, name: str = "pool", workers: int | None = None) -> None:
+        if name not in ("pool", "vmap"):
+            raise ValueError(f"engine: expected 'pool' or 'vmap' (or 'auto' where a run is set up), got {name!r}.")
+        self.name = name
+        self.workers = workers or os.cpu_count() or 1
+        self._threads: ThreadPoolExecutor | None = None
+        self._tables: dict[tuple[int, str], tuple[Federation, Tensor]] = {}
+        self._sizes: dict[int, tuple[Federation, NDArray[np.int64]]] = {}
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._dense: dict[int, tuple[Net, Dense | None]] = {}
+
+    def map(self, f: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
+        """`[f(i) for i in items]` on the workers; the caller's thread setting is untouched."""
+        if self._threads is None:
+            self._threads = self._start()
+        stop = threading.Event()
+
+        def run(item: Any) -> T:
+            if stop.is_set():
+                raise InterruptedError
+            return f(item)
+
+        futures = [self._threads.submit(run, i) for i in items]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            stop.set()
+            raise
+
+    def table(self, data: Federation, split: str) -> Tensor:
+        """The split's index lists as one matrix [N, n_max] on the CPU, padded with 0."""
+        key = id(data), split
+        if key not in self._tables:
+            lists = [i.cpu() for i in data.index[split]]
+            self._tables[key] = data, torch.nn.utils.rnn.pad_sequence(lists, batch_first=True)  # keeps `data`, and so its id
+        return self._tables[key][1]
+
+    def sizes(self, data: Federation) -> NDArray[np.int64]:
+        """Training samples of each client of the federation."""
+        if id(data) not in self._sizes:
+            self._sizes[id(data)] = data, data.size("train").numpy()
+        return self._sizes[id(data)][1]
+
+    def plan(self, key: tuple[Any, ...], training: Training, device: torch.device) -> Plan:
+        """The steps of clients of these sizes, made once a run."""
+        if key not in self._plans:
+            if len(self._plans) > 4096:  # cohorts that are never the same twice
+                self._plans.clear()
+            plan = make_plan(training, *key)
+            self._plans[key] = plan._replace(
+                steps=[s._replace(weight=None if s.weight is None else s.weight.to(device)) for s in plan.steps]
+            )
+        return self._plans[key]
+
+    def dense(self, net: Net) -> Dense | None:
+        """The net's written-out form, where it has one."""
+        if id(net) not in self._dense:
+            self._dense[id(net)] = net, Dense.of(net)
+        return self._dense[id(net)][1]
+
+    def _start(self) -> ThreadPoolExecutor:
+        before = torch.get_num_threads()
+        barrier = threading.Barrier(self.workers + 1)
+
+        def one_thread() -> None:
+            torch.set_num_threads(1)
+            barrier.wait()
+
+        threads = ThreadPoolExecutor(self.workers, "pflcore")
+        try:
+            for _ in range(self.workers):
+                threads.submit(one_thread)
+            barrier.wait(60)
+        finally:
+            torch.set_num_threads(before)  # set_num_threads is also what *new* threads start with
+        return threads
+
+    def pieces(self, count: int, width: int) -> int:
+        """Into how many pieces a cohort of `count` rows of `width` is cut; never a matter of the number of workers."""
+        if self.name == "pool":
+            return count
+        return max(1, min(count, 2 if count * width >= 1 << 18 else 1))
+
+
+def choose_engine(net: Net, data: Federation, training: Training, rounds: int = 1) -> str:
+    """`"pool"` for convolutions on a CPU, else `"vmap"`: by model and sizes alone, so that results repeat on any machine."""
+    return "pool" if net.has_conv and net.w0.device.type == "cpu" else "vmap"
+
+
+class Setting(NamedTuple):
+    """What stays the same over a run."""
+
+    net: Net
+    data: Federation
+    training: Training
+    engine: Engine
+    seed: int = 0
+    rounds: int = 1
