@@ -1,0 +1,276 @@
+// out = base + lr * (weight @ updates), dense or by a sparse gather. Knows nothing of torch.
+//
+// Dense: a warp owns 32 packs of columns and kRows rows of the result; a row of updates is fetched once per block of at most 8 * kRows rows
+// (64 for float32) and stays in the L1 cache for the other warps; blocks with the same columns run side by side and share them in L2.
+// The weights stay in shared memory while the block walks over the columns.
+// Sparse: a block owns 32 packs of columns for all rows of the result, so that a row chosen by many is fetched once and then found in L1.
+#pragma once
+#include "common.cuh"
+
+namespace pflcore::cuda {
+
+struct Aggregate {
+  Dtype in;              // of updates
+  Dtype out_dtype;       // of base and out
+  bool wide;             // accumulate in float64 (always where `in` is float64)
+  int64_t n, p, m, k;    // k == n where dense
+  const void* updates;   // [n, p]
+  int64_t updates_row;   // row strides in elements; 0 repeats one row
+  const double* weight;  // [m, k] contiguous
+  bool sparse;           // by index; a weight of 0 is then never read
+  const int64_t* index;  // [m, k] contiguous. One outside [0, n) makes its row NaN: kernels cannot raise an error without stopping the stream
+  const void* base;      // [m, p], or nullptr
+  int64_t base_row;      // 0: one base for all
+  double lr;
+  void* out;             // [m, p]; may be `base` itself
+  int64_t out_row;
+};
+
+constexpr int kAggregateThreads = 256;
+constexpr int64_t kAggregateShared = 48 * 1024;  // bytes for the weights: what every card gives without asking
+constexpr int64_t kAggregateBlocks = 4096;
+
+// Rows of the result per thread: as many as 32 registers of sums hold.
+template <class T, class Acc>
+constexpr int aggregate_rows = 32 / (per16<T> * static_cast<int>(sizeof(Acc)) / 4);
+
+// Columns [begin, end) of the whole matrix: whole packs of aligned rows, or any columns one by one.
+struct AggregatePlan {
+  int64_t begin, end;
+  int64_t tiles;         // tiles of columns
+  int warps_m, warps_c;  // how the block's 8 warps are spread over rows and columns
+  int rows;              // rows of the result a block does at a time
+  int chunk;             // rows of updates whose weights are in shared memory at a time
+  bool resident;         // all of them: they are loaded once per block
+  bool out_aligned;
+};
+
+template <class T, class Acc, int kRows>
+AggregatePlan aggregate_plan(const Aggregate& q, int64_t begin, int64_t end) {
+  AggregatePlan plan{};
+  plan.begin = begin, plan.end = end;
+  plan.warps_m = 1;
+  while (plan.warps_m < 8 && static_cast<int64_t>(plan.warps_m) * kRows < q.m) plan.warps_m *= 2;
+  plan.warps_c = 8 / plan.warps_m;
+  plan.tiles = ceil_div(end - begin, static_cast<int64_t>(plan.warps_c) * 32 * per16<T>);
+  const int64_t busy = ceil_div(q.m, kRows);
+  plan.rows = static_cast<int>(busy < plan.warps_m ? busy : plan.warps_m) * kRows;
+  const int64_t room = kAggregateShared / (plan.rows * static_cast<int64_t>(sizeof(Acc)));
+  plan.chunk = static_cast<int>(q.n < room ? (q.n < 1 ? 1 : q.n) : room);
+  plan.resident = q.n <= plan.chunk;
+  plan.out_aligned = aligned16(q.out, q.out_row, bytes_of(q.out_dtype)) &&
+                     (q.base == nullptr || aligned16(q.base, q.base_row, bytes_of(q.out_dtype)));
+  return plan;
+}
+
+// The columns a thread owns of a warp's tile that starts at c: a pack where rows are aligned, else every 32nd, so that a warp reads neighbours
+// either way.
+template <class T, bool kAligned>
+__device__ __forceinline__ int64_t owned(int64_t c, int lane, int v) {
+  return kAligned ? c + lane * per16<T> + v : c + lane + 32 * v;
+}
+
+template <class T, bool kAligned>
+__device__ __forceinline__ Pack<T> load_owned(const T* row, int64_t c, int lane, int64_t end) {
+  if constexpr (kAligned) {
+    return load16(row + owned<T, true>(c, lane, 0));
+  } else {
+    Pack<T> out;
+#pragma unroll
+    for (int v = 0; v < per16<T>; ++v) {
+      const int64_t at = owned<T, false>(c, lane, v);
+      out.v[v] = row[at < end ? at : end - 1];  // never out of the row; the sums of columns past the end are dropped
+    }
+    return out;
+  }
+}
+
+template <class Out, class T, class Acc, bool kAligned>
+__device__ __forceinline__ void write_typed(const Aggregate& q, const AggregatePlan& plan, int64_t row, int64_t c, int lane, const Acc* sum) {
+  Out* const out = static_cast<Out*>(q.out) + row * q.out_row;
+  const Out* const base = q.base ? static_cast<const Out*>(q.base) + row * q.base_row : nullptr;
+  if constexpr (kAligned && per16<T> == per16<Out>) {
+    if (plan.out_aligned) {
+      const int64_t at = owned<T, true>(c, lane, 0);
+      Pack<Out> value;
+      if (base) value = load16(base + at);
+#pragma unroll
+      for (int v = 0; v < per16<T>; ++v) value.v[v] = convert<Out>(base ? convert<Acc>(value.v[v]) + sum[v] : sum[v]);
+      store16(out + at, value);
+      return;
+    }
+  }
+#pragma unroll
+  for (int v = 0; v < per16<T>; ++v) {
+    const int64_t at = owned<T, kAligned>(c, lane, v);
+    if (at < plan.end) out[at] = convert<Out>(base ? convert<Acc>(base[at]) + sum[v] : sum[v]);
+  }
+}
+
+// `count` rows of sums. A result of the type of the updates is written from registers; any other goes through a rolled loop, whose sums lie in
+// (cached) local memory: one copy of the code for each of the other types is worth more than their last few percent.
+template <class T, class Acc, int kRows, bool kAligned>
+__device__ __forceinline__ void write(const Aggregate& q, const AggregatePlan& plan, int64_t row, int count, int64_t c, int lane,
+                                      const Acc (&sum)[kRows][per16<T>]) {
+  if (q.out_dtype == dtype_of<T>) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+      if (r < count) write_typed<T, T, Acc, kAligned>(q, plan, row + r, c, lane, sum[r]);
+    return;
+  }
+#pragma unroll 1
+  for (int r = 0; r < count; ++r) {
+    if constexpr (!std::is_same_v<T, float>)
+      if (q.out_dtype == Dtype::f32) write_typed<float, T, Acc, kAligned>(q, plan, row + r, c, lane, sum[r]);
+    if constexpr (!std::is_same_v<T, double>)
+      if (q.out_dtype == Dtype::f64) write_typed<double, T, Acc, kAligned>(q, plan, row + r, c, lane, sum[r]);
+    if constexpr (!std::is_same_v<T, __half>)
+      if (q.out_dtype == Dtype::f16) write_typed<__half, T, Acc, kAligned>(q, plan, row + r, c, lane, sum[r]);
+    if constexpr (!std::is_same_v<T, __nv_bfloat16>)
+      if (q.out_dtype == Dtype::bf16) write_typed<__nv_bfloat16, T, Acc, kAligned>(q, plan, row + r, c, lane, sum[r]);
+  }
+}
+
+template <class T, class Acc, int kRows, bool kAligned>
+__global__ void __launch_bounds__(kAggregateThreads, 2) aggregate_dense(Aggregate q, AggregatePlan plan) {
+  constexpr int kWide = per16<T>, kAhead = kRows == 1 ? 8 : 4;  // rows of updates on their way at a time
+  PFLCORE_DYNAMIC_SHARED(shared);
+  Acc* const weights = reinterpret_cast<Acc*>(shared);  // [chunk][rows]
+  const int rows = plan.rows, warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp_m = warp % plan.warps_m, warp_c = warp / plan.warps_m;
+  const Acc* const mine = weights + warp_m * kRows;
+  const T* const updates = static_cast<const T*>(q.updates);
+  const int64_t blocks_m = (q.m + rows - 1) / rows;  // blocks of rows are neighbours in the grid: they share the columns
+  const int64_t m0 = blockIdx.x % blocks_m * rows, my_m = m0 + warp_m * kRows;
+  const int64_t step = gridDim.x / blocks_m;
+  bool loaded = false;
+  for (int64_t tile = blockIdx.x / blocks_m; tile < plan.tiles; tile += step) {
+    const int64_t c = plan.begin + (tile * plan.warps_c + warp_c) * 32 * kWide;
+    const bool active = warp_m * kRows < rows && my_m < q.m && owned<T, kAligned>(c, lane, 0) < plan.end;
+    Acc sum[kRows][kWide] = {};
+    for (int64_t n0 = 0; n0 < q.n; n0 += plan.chunk) {
+      const int count = static_cast<int>(q.n - n0 < plan.chunk ? q.n - n0 : plan.chunk);
+      if (!(plan.resident && loaded)) {
+        __syncthreads();  // nobody reads the weights before these any more
+        for (int e = static_cast<int>(threadIdx.x); e < rows * count; e += kAggregateThreads) {
+          const int row = e / count, j = e % count;
+          weights[j * rows + row] = m0 + row < q.m ? static_cast<Acc>(q.lr * q.weight[(m0 + row) * q.k + n0 + j]) : Acc(0);
+        }
+        __syncthreads();
+        loaded = true;
+      }
+      if (!active) continue;
+      const T* from = updates + n0 * q.updates_row;
+      for (int j = 0; j < count; j += kAhead, from += kAhead * q.updates_row) {
+        Pack<T> u[kAhead];
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i)
+          if (j + i < count) u[i] = load_owned<T, kAligned>(from + i * q.updates_row, c, lane, plan.end);
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i)
+          if (j + i < count) {
+#pragma unroll
+            for (int r = 0; r < kRows; ++r) {
+              const Acc w = mine[(j + i) * rows + r];
+#pragma unroll
+              for (int v = 0; v < kWide; ++v) sum[r][v] += w * convert<Acc>(u[i].v[v]);
+            }
+          }
+      }
+    }
+    if (active) write<T, Acc, kRows, kAligned>(q, plan, my_m, static_cast<int>(q.m - my_m < kRows ? q.m - my_m : kRows), c, lane, sum);
+  }
+}
+
+template <class T, class Acc, bool kAligned>
+__global__ void __launch_bounds__(kAggregateThreads, 2) aggregate_sparse(Aggregate q, AggregatePlan plan) {
+  constexpr int kWide = per16<T>, kAhead = 4;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp_m = warp % plan.warps_m, warp_c = warp / plan.warps_m;
+  const T* const updates = static_cast<const T*>(q.updates);
+  for (int64_t tile = blockIdx.x; tile < plan.tiles; tile += gridDim.x) {
+    const int64_t c = plan.begin + (tile * plan.warps_c + warp_c) * 32 * kWide;
+    const bool active = owned<T, kAligned>(c, lane, 0) < plan.end;
+    for (int64_t row = warp_m; row < q.m; row += plan.warps_m) {
+      Acc sum[1][kWide] = {};
+      for (int64_t k0 = 0; k0 < q.k; k0 += 32) {  // each lane fetches one weight and its index, all lanes use all of them
+        const int count = static_cast<int>(q.k - k0 < 32 ? q.k - k0 : 32);
+        const double weight = lane < count ? q.weight[row * q.k + k0 + lane] : 0.0;
+        const int64_t at = weight != 0 ? q.index[row * q.k + k0 + lane] : 0;
+        const bool inside = at >= 0 && at < q.n;
+        const Acc w = static_cast<Acc>(q.lr * weight);
+        const unsigned used = __ballot_sync(0xffffffffu, weight != 0 && inside);
+        if (__ballot_sync(0xffffffffu, weight != 0 && !inside)) {
+#pragma unroll
+          for (int v = 0; v < kWide; ++v) sum[0][v] = static_cast<Acc>(NAN);
+        }
+        for (int j = 0; j < count; j += kAhead) {
+          Pack<T> u[kAhead];
+          Acc wj[kAhead];
+#pragma unroll
+          for (int i = 0; i < kAhead; ++i) {
+            wj[i] = __shfl_sync(0xffffffffu, w, j + i);
+            const int64_t from = __shfl_sync(0xffffffffu, at, j + i);
+            if (active && (used >> (j + i) & 1)) u[i] = load_owned<T, kAligned>(updates + from * q.updates_row, c, lane, plan.end);
+          }
+#pragma unroll
+          for (int i = 0; i < kAhead; ++i)
+            if (active && (used >> (j + i) & 1)) {
+#pragma unroll
+              for (int v = 0; v < kWide; ++v) sum[0][v] += wj[i] * convert<Acc>(u[i].v[v]);
+            }
+        }
+      }
+      if (active) write<T, Acc, 1, kAligned>(q, plan, row, 1, c, lane, sum);
+    }
+  }
+}
+
+template <class T, class Acc, int kRows, bool kAligned>
+void aggregate_dense_launch(const Aggregate& q, int64_t begin, int64_t end, cudaStream_t stream) {
+  const AggregatePlan plan = aggregate_plan<T, Acc, kRows>(q, begin, end);
+  const int64_t blocks_m = ceil_div(q.m, plan.rows), walkers = ceil_div(kAggregateBlocks, blocks_m);
+  const unsigned grid = static_cast<unsigned>(blocks_m * (plan.tiles < walkers ? plan.tiles : walkers));
+  auto* const kernel = &aggregate_dense<T, Acc, kRows, kAligned>;
+  PFLCORE_LAUNCH(kernel, grid, kAggregateThreads, plan.chunk * plan.rows * static_cast<int64_t>(sizeof(Acc)), stream, q, plan);
+}
+
+template <class T, class Acc, bool kAligned>
+void aggregate_columns(const Aggregate& q, int64_t begin, int64_t end, cudaStream_t stream) {
+  if (begin == end) return;
+  constexpr bool kCommon = sizeof(Acc) == 4 || sizeof(T) == 8;  // `precise` on narrower types has one kernel for any number of rows
+  if (q.sparse) {
+    const AggregatePlan plan = aggregate_plan<T, Acc, 1>(q, begin, end);
+    auto* const kernel = &aggregate_sparse<T, Acc, kAligned>;
+    PFLCORE_LAUNCH(kernel, grid_for(plan.tiles, 4 * kAggregateBlocks), kAggregateThreads, 0, stream, q, plan);
+  } else if (kCommon && q.m == 1) {
+    aggregate_dense_launch<T, Acc, kCommon ? 1 : aggregate_rows<T, Acc>, kAligned>(q, begin, end, stream);
+  } else {
+    aggregate_dense_launch<T, Acc, aggregate_rows<T, Acc>, kAligned>(q, begin, end, stream);
+  }
+}
+
+template <class T, class Acc>
+void aggregate_split(const Aggregate& q, cudaStream_t stream) {
+  const int64_t whole = aligned16(q.updates, q.updates_row, sizeof(T)) ? q.p / per16<T> * per16<T> : 0;
+  aggregate_columns<T, Acc, true>(q, 0, whole, stream);
+  aggregate_columns<T, Acc, false>(q, whole, q.p, stream);
+}
+
+template <class T>
+void aggregate_in(const Aggregate& q, cudaStream_t stream) {
+  if (sizeof(T) == 8 || q.wide) return aggregate_split<T, double>(q, stream);
+  if constexpr (sizeof(T) < 8) return aggregate_split<T, float>(q, stream);
+}
+
+inline void aggregate(const Aggregate& q, cudaStream_t stream) {
+  if (q.m == 0 || q.p == 0) return;
+  switch (q.in) {
+    case Dtype::f32: return aggregate_in<float>(q, stream);
+    case Dtype::f64: return aggregate_in<double>(q, stream);
+    case Dtype::f16: return aggregate_in<__half>(q, stream);
+    case Dtype::bf16: return aggregate_in<__nv_bfloat16>(q, stream);
+  }
+}
+
+}  // namespace pflcore::cuda

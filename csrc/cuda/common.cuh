@@ -1,0 +1,160 @@
+// What every kernel shares: dtypes, 16-byte accesses, copies that run beside the arithmetic, the launch. Knows nothing of torch.
+// With PFLCORE_CUDA_ON_CPU the same kernels are compiled by a plain C++ compiler and run block by block (tests/cuda_on_cpu).
+#pragma once
+#include <cfloat>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#ifdef PFLCORE_CUDA_ON_CPU
+#include "cuda_on_cpu.h"
+#else
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#define PFLCORE_LAUNCH(kernel, grid, block, shared, stream, ...) kernel<<<grid, block, shared, stream>>>(__VA_ARGS__)
+#define PFLCORE_DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
+#endif
+
+namespace pflcore::cuda {
+
+enum class Dtype { f32, f64, f16, bf16 };
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+template <class T>
+constexpr Dtype dtype_of = std::is_same_v<T, float>    ? Dtype::f32
+                           : std::is_same_v<T, double> ? Dtype::f64
+                           : std::is_same_v<T, __half> ? Dtype::f16
+                                                       : Dtype::bf16;
+
+inline int64_t bytes_of(Dtype dtype) { return dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : 2; }
+
+// May rows that start at `base` and lie `row` elements apart be read 16 bytes at a time? A null pointer asks for nothing.
+inline bool aligned16(const void* base, int64_t row, int64_t bytes) {
+  return reinterpret_cast<uintptr_t>(base) % 16 == 0 && (row * bytes) % 16 == 0;
+}
+
+// Grid-stride kernels: enough blocks to fill any card, never more than the work.
+inline unsigned grid_for(int64_t pieces, int64_t limit = 16384) {
+  return static_cast<unsigned>(pieces < 1 ? 1 : pieces < limit ? pieces : limit);
+}
+
+// ---- scalars ----
+template <class To, class From>
+struct Convert {
+  static __device__ __forceinline__ To run(From v) { return static_cast<To>(v); }
+};
+template <class To>
+struct Convert<To, __half> {
+  static __device__ __forceinline__ To run(__half v) { return static_cast<To>(__half2float(v)); }
+};
+template <class To>
+struct Convert<To, __nv_bfloat16> {
+  static __device__ __forceinline__ To run(__nv_bfloat16 v) { return static_cast<To>(__bfloat162float(v)); }
+};
+template <class From>
+struct Convert<__half, From> {
+  static __device__ __forceinline__ __half run(From v) { return __float2half_rn(static_cast<float>(v)); }
+};
+template <class From>
+struct Convert<__nv_bfloat16, From> {
+  static __device__ __forceinline__ __nv_bfloat16 run(From v) { return __float2bfloat16_rn(static_cast<float>(v)); }
+};
+template <class To, class From>
+__device__ __forceinline__ To convert(From v) { return Convert<To, From>::run(v); }
+
+// ---- 16 bytes of one type in registers ----
+template <class T>
+constexpr int per16 = 16 / static_cast<int>(sizeof(T));
+
+template <class T>
+struct alignas(16) Pack { T v[per16<T>]; };
+
+template <class T>
+__device__ __forceinline__ Pack<T> load16(const T* p) {
+  Pack<T> out;
+#ifdef PFLCORE_CUDA_ON_CPU
+  cuda_on_cpu::expect_aligned(p, 16);
+  std::memcpy(&out, p, 16);
+#else
+  const uint4 raw = *reinterpret_cast<const uint4*>(p);  // one 128-bit load whatever T is
+  memcpy(&out, &raw, 16);
+#endif
+  return out;
+}
+
+template <class T>
+__device__ __forceinline__ void store16(T* p, const Pack<T>& value) {
+#ifdef PFLCORE_CUDA_ON_CPU
+  cuda_on_cpu::expect_aligned(p, 16);
+  std::memcpy(p, &value, 16);
+#else
+  uint4 raw;
+  memcpy(&raw, &value, 16);
+  *reinterpret_cast<uint4*>(p) = raw;
+#endif
+}
+
+// ---- global to shared memory beside the arithmetic ----
+// kBytes (4, 8 or 16) to `shared`, of which the first `valid` come from `global` and the rest are zero.
+template <int kBytes>
+__device__ __forceinline__ void copy_async(void* shared, const void* global, int valid) {
+#ifdef PFLCORE_CUDA_ON_CPU
+  cuda_on_cpu::copy_async(shared, global, kBytes, valid);
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(global), "n"(kBytes), "r"(valid) : "memory");
+#else
+  for (int i = 0; i < kBytes; ++i)
+    static_cast<unsigned char*>(shared)[i] = i < valid ? static_cast<const unsigned char*>(global)[i] : 0;
+#endif
+}
+
+__device__ __forceinline__ void copy_commit() {
+#ifdef PFLCORE_CUDA_ON_CPU
+  cuda_on_cpu::copy_commit();
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits until at most kPending of this thread's newest groups are under way.
+template <int kPending>
+__device__ __forceinline__ void copy_wait() {
+#ifdef PFLCORE_CUDA_ON_CPU
+  cuda_on_cpu::copy_wait(kPending);
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+#endif
+}
+
+// ---- reductions over a block, in one fixed order ----
+struct Sum {
+  template <class T>
+  __device__ T operator()(T a, T b) const { return a + b; }
+};
+struct Max {
+  template <class T>
+  __device__ T operator()(T a, T b) const { return a < b ? b : a; }
+};
+struct Min {
+  template <class T>
+  __device__ T operator()(T a, T b) const { return b < a ? b : a; }
+};
+
+// The same total in every thread. `scratch` holds one T per warp; all threads of the block take part; blockDim.x is a multiple of 32.
+template <class T, class Op>
+__device__ T block_reduce(T value, T* scratch, Op op) {
+  for (int step = 16; step > 0; step /= 2) value = op(value, __shfl_xor_sync(0xffffffffu, value, step));
+  const int warps = static_cast<int>(blockDim.x) / 32;
+  __syncthreads();  // scratch may still be read from the reduction before
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = value;
+  __syncthreads();
+  T total = scratch[0];
+  for (int w = 1; w < warps; ++w) total = op(total, scratch[w]);
+  return total;
+}
+
+}  // namespace pflcore::cuda

@@ -1,0 +1,314 @@
+// out[i][j] = sum over the columns of (a_i - b_j)^2: differences first, float64 totals. Knows nothing of torch.
+//
+// There are few rows and very many columns, so the columns are split over the blocks and the partial sums are added up by a second
+// kernel in a fixed order: no atomics, the same bits every time. The split depends on the sizes alone, never on the card, and every pair
+// of rows is summed by the same schedule, so that results follow the rows when these are permuted.
+//
+// A block holds a window of at most 64 rows of a against 64 of b. A thread owns 4 x 4 pairs (rows ti + r * groups_a, tj + s * groups_b) and
+// every `lanes`-th 16-byte pack of the staged columns: 8 packs read from shared memory for 64 (double: 32) differences and squares. A float32 lane
+// takes 8 additions before it is flushed to float64, so a pair's error stays below (8 + 2) * 2^-24 = 6e-7 for every input.
+#pragma once
+#include "common.cuh"
+
+namespace pflcore::cuda {
+
+struct Sqdist {
+  Dtype dtype;
+  const void* a;       // [m, p]
+  int64_t a_row;       // row strides in elements; the columns are contiguous
+  int64_t m;
+  bool symmetric;      // b = a, n = m, the diagonal is exactly zero; b is not looked at. (No pointer says so: an empty matrix may have none)
+  const void* b;       // [n, p]
+  int64_t b_row;
+  int64_t n, p;
+  double* out;         // [m, n] contiguous
+  void* workspace;     // sqdist_workspace(q) bytes, 8-byte aligned
+};
+
+constexpr int kSqdistWindow = 64;        // rows of a block's window
+constexpr int kSqdistThreads = 256;
+constexpr int kSqdistShared = 48 * 1024;  // what every card gives without asking
+constexpr int64_t kSqdistBlocks = 2048;  // enough to fill any card several times
+constexpr double kSqdistTiny = 1e-30;    // below it float32 squares may have underflowed
+
+struct SqdistPlan {
+  int64_t m, n, p;
+  int64_t pairs;       // m * n: entries of one partial result
+  bool symmetric;
+  bool a_aligned, b_aligned;
+  int lanes_log2;      // lanes = threads that share a tile of 4 x 4 pairs, a power of two up to 32
+  int packs_log2;      // packs = 16-byte packs of a row staged at a time
+  int pitch;           // packs from one staged row to the next: the padding keeps 8 neighbouring threads on 32 different banks
+  int stages;          // staged column chunks: one in use, the others on their way
+  int stage_bytes;
+  int threads;
+  int64_t chunk;       // columns of a stage
+  int64_t per_split;   // columns of a block, a multiple of chunk
+  int64_t splits;
+};
+
+inline SqdistPlan sqdist_plan(const Sqdist& q) {
+  SqdistPlan plan{};
+  plan.symmetric = q.symmetric;
+  plan.m = q.m, plan.n = plan.symmetric ? q.m : q.n, plan.p = q.p;
+  plan.pairs = plan.m * plan.n;
+  if (plan.pairs == 0) return plan;
+  plan.a_aligned = aligned16(q.a, q.a_row, bytes_of(q.dtype));
+  plan.b_aligned = plan.symmetric ? plan.a_aligned : aligned16(q.b, q.b_row, bytes_of(q.dtype));
+  const int64_t rows_a = plan.m < kSqdistWindow ? plan.m : kSqdistWindow, rows_b = plan.n < kSqdistWindow ? plan.n : kSqdistWindow;
+  const int64_t windows_a = ceil_div(plan.m, kSqdistWindow), windows_b = ceil_div(plan.n, kSqdistWindow);
+  const bool one_triangle = plan.symmetric && windows_a == 1;
+  const int64_t groups_a = ceil_div(rows_a, 4), groups_b = ceil_div(rows_b, 4);
+  const int64_t tiles = one_triangle ? groups_a * (groups_a + 1) / 2 : groups_a * groups_b;
+  const int64_t rows = one_triangle ? rows_a : rows_a + rows_b;
+  for (plan.lanes_log2 = 5;; --plan.lanes_log2) {
+    const int lanes = 1 << plan.lanes_log2;
+    plan.packs_log2 = lanes > 4 ? plan.lanes_log2 + 1 : 3;
+    plan.pitch = (1 << plan.packs_log2) + (lanes < 8 ? lanes : 0);
+    plan.stage_bytes = static_cast<int>(rows) * plan.pitch * 16;
+    if (lanes == 1 || (tiles * lanes <= kSqdistThreads && 2 * plan.stage_bytes <= kSqdistShared)) break;
+  }
+  plan.stages = 4 * plan.stage_bytes <= kSqdistShared ? 4 : 2;
+  plan.threads = static_cast<int>(ceil_div(tiles << plan.lanes_log2, 32) * 32);
+  plan.chunk = static_cast<int64_t>(q.dtype == Dtype::f64 ? 2 : 4) << plan.packs_log2;
+  const int64_t chunks = ceil_div(plan.p, plan.chunk);
+  const int64_t window_pairs = plan.symmetric ? windows_a * (windows_a + 1) / 2 : windows_a * windows_b;
+  int64_t splits = kSqdistBlocks / window_pairs;
+  const int64_t worth = plan.p / (16 * rows);  // a block writes rows^2 doubles: let it read clearly more than that
+  splits = splits < worth ? splits : worth;
+  splits = splits < chunks ? splits : chunks;
+  if (splits < 1) splits = 1;
+  plan.per_split = ceil_div(chunks, splits) * plan.chunk;
+  plan.splits = plan.per_split == 0 ? 0 : ceil_div(plan.p, plan.per_split);
+  return plan;
+}
+
+inline int64_t sqdist_workspace(const Sqdist& q) {
+  const SqdistPlan plan = sqdist_plan(q);
+  return plan.splits * plan.pairs * static_cast<int64_t>(sizeof(double));
+}
+
+// A float32 result that cannot be trusted: overflow, NaN, or so small that squares may have underflowed.
+__device__ __forceinline__ bool sqdist_suspect(double value) { return !(value >= kSqdistTiny && value <= DBL_MAX); }
+
+// Stages `packs` packs of each of `rows` rows, zeros from column `end` on. S is the staged type: float, or double where T is double.
+template <class T, class S>
+__device__ __forceinline__ void sqdist_stage(S* to, int pitch, int packs_log2, const T* from, int64_t row_stride, int rows, bool aligned,
+                                             int64_t column, int64_t end) {
+  constexpr int kWide = per16<S>, kLoad = per16<T>;
+  const int threads = static_cast<int>(blockDim.x);
+  if (aligned) {
+    constexpr int kPacks = kLoad / kWide;  // staged packs that one 16-byte access of T fills: 1, or 2 for the half types
+    const int per_row_log2 = kPacks == 2 ? packs_log2 - 1 : packs_log2;
+    for (int e = static_cast<int>(threadIdx.x); e < rows << per_row_log2; e += threads) {
+      const int row = e >> per_row_log2, access = e & ((1 << per_row_log2) - 1);
+      const int64_t c = column + static_cast<int64_t>(access) * kLoad, left = end - c;
+      S* const dst = to + (static_cast<int64_t>(row) * pitch + access * kPacks) * kWide;
+      const T* const src = from + row * row_stride + (left > 0 ? c : 0);
+      if constexpr (kPacks == 1) {
+        copy_async<16>(dst, src, left >= kLoad ? 16 : left > 0 ? static_cast<int>(left * static_cast<int64_t>(sizeof(T))) : 0);
+      } else {
+        Pack<T> in;
+        if (left >= kLoad) {
+          in = load16(src);
+        } else {
+          for (int i = 0; i < kLoad; ++i) in.v[i] = i < left ? src[i] : convert<T>(0.0f);
+        }
+        for (int k = 0; k < kPacks; ++k) {
+          Pack<S> out;
+          for (int i = 0; i < kWide; ++i) out.v[i] = convert<S>(in.v[k * kWide + i]);
+          store16(dst + k * kWide, out);
+        }
+      }
+    }
+  } else {
+    const int per_row_log2 = packs_log2 + (kWide == 4 ? 2 : 1);
+    for (int e = static_cast<int>(threadIdx.x); e < rows << per_row_log2; e += threads) {
+      const int row = e >> per_row_log2, i = e & ((1 << per_row_log2) - 1);
+      const int64_t c = column + i;
+      const bool inside = c < end;
+      S* const dst = to + static_cast<int64_t>(row) * pitch * kWide + i;
+      const T* const src = from + row * row_stride + (inside ? c : 0);
+      if constexpr (sizeof(T) == sizeof(S)) {
+        copy_async<sizeof(T)>(dst, src, inside ? static_cast<int>(sizeof(T)) : 0);
+      } else {
+        *dst = inside ? convert<S>(*src) : S(0);
+      }
+    }
+  }
+}
+
+// One block: one window of pairs, one piece of the columns -> partial[split][i][j]. C is the type of the differences: float with flushes, or
+// double. With kRedo only pairs whose float32 result in `out` is suspect are done, and a block without any returns at once.
+template <class T, class S, class C, bool kRedo>
+__global__ void __launch_bounds__(kSqdistThreads, 2)
+    sqdist_partial(const T* __restrict__ a, int64_t a_row, const T* __restrict__ b, int64_t b_row, SqdistPlan plan, const double* out,
+                   double* __restrict__ partial) {
+  constexpr int kWide = per16<S>;
+  const int64_t row_a = static_cast<int64_t>(blockIdx.y) * kSqdistWindow, row_b = static_cast<int64_t>(blockIdx.x) * kSqdistWindow;
+  if (plan.symmetric && row_a > row_b) return;
+  const bool triangle = plan.symmetric && row_a == row_b;
+  const int rows_a = static_cast<int>(plan.m - row_a < kSqdistWindow ? plan.m - row_a : kSqdistWindow);
+  const int rows_b = static_cast<int>(plan.n - row_b < kSqdistWindow ? plan.n - row_b : kSqdistWindow);
+  const int groups_a = (rows_a + 3) / 4, groups_b = (rows_b + 3) / 4;
+
+  const int lanes = 1 << plan.lanes_log2, lane = static_cast<int>(threadIdx.x) & (lanes - 1);
+  const int tile = static_cast<int>(threadIdx.x) >> plan.lanes_log2;
+  int ti = 0, tj = 0;
+  if (triangle) {  // tiles row by row of the upper triangle
+    tj = tile;
+    while (ti < groups_a && tj >= groups_a - ti) tj -= groups_a - ti++;
+    tj += ti;
+  } else {
+    ti = tile / groups_b, tj = tile % groups_b;
+  }
+  bool active = ti < groups_a;
+  if (!active) ti = tj = 0;
+
+  int wanted = 0;  // bit 4 r + s: pair (ti + r groups_a, tj + s groups_b) is to be written
+  for (int r = 0; r < 4; ++r)
+    for (int s = 0; s < 4; ++s) {
+      const int i = ti + r * groups_a, j = tj + s * groups_b;
+      bool want = active && i < rows_a && j < rows_b && !(triangle && i >= j && ti == tj);
+      if (kRedo && want) {
+        const int64_t lo = triangle && i > j ? j : i, hi = triangle && i > j ? i : j;
+        want = sqdist_suspect(out[(row_a + lo) * plan.n + row_b + hi]);
+      }
+      wanted |= want ? 1 << (4 * r + s) : 0;
+    }
+  active = wanted != 0;
+  if (kRedo && !__syncthreads_or(active)) return;
+
+  PFLCORE_DYNAMIC_SHARED(shared);
+  const int64_t begin = static_cast<int64_t>(blockIdx.z) * plan.per_split;
+  const int64_t end = begin + plan.per_split < plan.p ? begin + plan.per_split : plan.p;
+  const int chunks = static_cast<int>((end - begin + plan.chunk - 1) / plan.chunk);
+  const int pitch = plan.pitch, packs = 1 << plan.packs_log2;
+  const auto stage = [&](int k) {
+    if (k < chunks) {
+      S* const to = reinterpret_cast<S*>(shared + static_cast<int64_t>(k % plan.stages) * plan.stage_bytes);
+      const int64_t column = begin + k * plan.chunk;
+      sqdist_stage<T, S>(to, pitch, plan.packs_log2, a + row_a * a_row, a_row, rows_a, plan.a_aligned, column, end);
+      if (!triangle)
+        sqdist_stage<T, S>(to + static_cast<int64_t>(rows_a) * pitch * kWide, pitch, plan.packs_log2, b + row_b * b_row, b_row, rows_b,
+                           plan.b_aligned, column, end);
+    }
+    copy_commit();  // a group for every chunk, empty ones too, so that the count of groups to wait for is constant
+  };
+
+  int from_a[4], from_b[4];  // where my rows stand in a stage; rows past the end repeat the last one, their results are dropped
+  for (int r = 0; r < 4; ++r) {
+    const int i = ti + r * groups_a < rows_a ? ti + r * groups_a : rows_a - 1, j = tj + r * groups_b < rows_b ? tj + r * groups_b : rows_b - 1;
+    from_a[r] = i * pitch * kWide;
+    from_b[r] = (j + (triangle ? 0 : rows_a)) * pitch * kWide;
+  }
+
+  double total[4][4] = {};
+  for (int k = 0; k < plan.stages - 1; ++k) stage(k);
+  for (int k = 0; k < chunks; ++k) {
+    if (plan.stages == 2) copy_wait<0>();
+    else copy_wait<2>();
+    __syncthreads();  // chunk k is there for all, and nobody reads the buffer any more that the next one goes to
+    stage(k + plan.stages - 1);
+    if (!active) continue;
+    const S* const now = reinterpret_cast<const S*>(shared + static_cast<int64_t>(k % plan.stages) * plan.stage_bytes);
+    for (int pack = lane; pack < packs; pack += 2 * lanes) {
+      C sum[4][4] = {};
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int at = (pack + half * lanes) * kWide;
+        Pack<S> va[4];
+#pragma unroll
+        for (int r = 0; r < 4; ++r) va[r] = load16(now + from_a[r] + at);
+#pragma unroll
+        for (int s = 0; s < 4; ++s) {
+          const Pack<S> vb = load16(now + from_b[s] + at);
+#pragma unroll
+          for (int r = 0; r < 4; ++r)
+#pragma unroll
+            for (int c = 0; c < kWide; ++c) {
+              const C d = static_cast<C>(va[r].v[c]) - static_cast<C>(vb.v[c]);
+              sum[r][s] += d * d;
+            }
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < 4; ++r)
+#pragma unroll
+        for (int s = 0; s < 4; ++s) total[r][s] += static_cast<double>(sum[r][s]);
+    }
+  }
+
+#pragma unroll
+  for (int r = 0; r < 4; ++r)
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+      double value = total[r][s];
+      for (int step = lanes / 2; step > 0; step /= 2) value += __shfl_xor_sync(0xffffffffu, value, step);
+      if (lane == 0 && (wanted >> (4 * r + s) & 1)) {
+        int64_t i = ti + r * groups_a, j = tj + s * groups_b;
+        if (triangle && i > j) {
+          const int64_t swap = i;
+          i = j, j = swap;
+        }
+        partial[blockIdx.z * plan.pairs + (row_a + i) * plan.n + row_b + j] = value;
+      }
+    }
+}
+
+// Adds the partial sums up: a column of 32 neighbouring pairs per block, blockDim.y threads to a pair.
+template <bool kRedo>
+__global__ void __launch_bounds__(1024) sqdist_total(const double* __restrict__ partial, SqdistPlan plan, double* out) {
+  __shared__ double sums[32][33];
+  const int64_t pair = static_cast<int64_t>(blockIdx.x) * 32 + threadIdx.x;
+  const int64_t i = pair / plan.n, j = pair % plan.n;
+  bool active = pair < plan.pairs && !(plan.symmetric && i > j);
+  const bool zero = plan.symmetric && i == j;
+  if (kRedo) active = active && !zero && sqdist_suspect(out[pair]);
+  double sum = 0;
+  if (active && !zero)
+    for (int64_t s = threadIdx.y; s < plan.splits; s += blockDim.y) sum += partial[s * plan.pairs + pair];
+  sums[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y != 0 || !active) return;
+  for (int y = 1; y < static_cast<int>(blockDim.y); ++y) sum += sums[y][threadIdx.x];
+  out[pair] = sum;
+  if (plan.symmetric) out[j * plan.n + i] = sum;
+}
+
+template <class T, class S, class C, bool kRedo>
+void sqdist_launch(const Sqdist& q, const SqdistPlan& plan, cudaStream_t stream) {
+  double* const partial = static_cast<double*>(q.workspace);
+  const T* const a = static_cast<const T*>(q.a);
+  const T* const b = plan.symmetric ? a : static_cast<const T*>(q.b);
+  if (plan.splits > 0) {
+    const dim3 grid(static_cast<unsigned>(ceil_div(plan.n, kSqdistWindow)), static_cast<unsigned>(ceil_div(plan.m, kSqdistWindow)),
+                    static_cast<unsigned>(plan.splits));
+    auto* const kernel = &sqdist_partial<T, S, C, kRedo>;
+    PFLCORE_LAUNCH(kernel, grid, plan.threads, plan.stages * plan.stage_bytes, stream, a, q.a_row, b, plan.symmetric ? q.a_row : q.b_row, plan,
+                   q.out, partial);
+  }
+  int ways = 1;
+  while (ways < 32 && ways * 8 < plan.splits) ways *= 2;
+  auto* const total = &sqdist_total<kRedo>;
+  PFLCORE_LAUNCH(total, static_cast<unsigned>(ceil_div(plan.pairs, 32)), dim3(32, static_cast<unsigned>(ways)), 0, stream, partial, plan, q.out);
+}
+
+template <class T>
+void sqdist_float(const Sqdist& q, const SqdistPlan& plan, cudaStream_t stream) {
+  sqdist_launch<T, float, float, false>(q, plan, stream);
+  if (plan.splits > 0) sqdist_launch<T, float, double, true>(q, plan, stream);
+}
+
+inline void sqdist(const Sqdist& q, cudaStream_t stream) {
+  const SqdistPlan plan = sqdist_plan(q);
+  if (plan.pairs == 0) return;
+  switch (q.dtype) {
+    case Dtype::f32: return sqdist_float<float>(q, plan, stream);
+    case Dtype::f64: return sqdist_launch<double, double, double, false>(q, plan, stream);
+    case Dtype::f16: return sqdist_float<__half>(q, plan, stream);
+    case Dtype::bf16: return sqdist_float<__nv_bfloat16>(q, plan, stream);
+  }
+}
+
+}  // namespace pflcore::cuda

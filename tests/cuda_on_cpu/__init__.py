@@ -1,0 +1,186 @@
+"""The CUDA kernels on the CPU: builds driver.cpp with the C++ compiler and calls it with tensors.
+
+Every buffer handed over lies between guards: NaN before and behind, so that a stray read poisons the result and a stray write is seen.
+"""
+
+import ctypes
+import os
+import shutil
+import subprocess
+from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_uint, c_void_p
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+HERE = Path(__file__).parent
+KERNELS = HERE.parents[1] / "csrc" / "cuda"
+DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
+
+
+def compiler() -> str | None:
+    return shutil.which(os.environ.get("CXX", "").split(" ")[0] or "g++") or shutil.which("g++")
+
+
+def build(folder: Path) -> ctypes.CDLL:
+    target = folder / "cuda_on_cpu.so"
+    flags = ["-std=c++17", "-O1", "-g0", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
+    command = [str(compiler()), *flags, f"-I{HERE}", f"-I{KERNELS}", str(HERE / "driver.cpp"), "-o", str(target)]
+    subprocess.run(command, check=True)
+    lib = ctypes.CDLL(str(target))
+    lib.last_error.restype = c_char_p
+    lib.launches.restype = c_int64
+    lib.set_order.argtypes = [c_uint]
+    lib.broken.argtypes = [c_int, c_void_p]
+    lib.sqdist_plan.argtypes = [c_int, c_int64, c_int64, c_int64, c_int, POINTER(c_int64)]
+    lib.sqdist.argtypes = [c_int, c_void_p, c_int64, c_int64, c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p]
+    lib.waffle.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_double, c_double, c_int, c_void_p]
+    lib.feddwa.argtypes = [c_int, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p]
+    lib.aggregate.argtypes = [
+        *[c_int] * 3,
+        *[c_int64] * 4,
+        c_void_p,
+        c_int64,
+        c_void_p,
+        c_int,
+        *[c_void_p] * 2,
+        c_int64,
+        c_double,
+        c_void_p,
+        c_int64,
+    ]
+    pairs = [c_void_p, c_int64]
+    for name in ("float", "double"):
+        getattr(lib, f"rank1_{name}").argtypes = [POINTER(c_int64), *[c_void_p] * 5]
+        getattr(lib, f"rank1_backward_{name}").argtypes = [POINTER(c_int64), POINTER(c_int64), *[c_void_p] * 9]
+        getattr(lib, f"sgd_{name}").argtypes = [
+            *[c_int64] * 2, *pairs, *pairs, c_double, *pairs, *pairs, c_double, c_void_p, *pairs, c_double, *pairs, c_double,
+        ]  # fmt: skip
+    return lib
+
+
+def guarded(t: Tensor, shift: int = 0, gap: int = 0) -> Tensor:
+    """A copy of t [R, C] in the midst of NaN: `shift` elements off a 16-byte boundary, rows `gap` elements apart beyond C."""
+    bad = float("nan") if t.is_floating_point() else -(1 << 40)
+    rows, cols = t.shape
+    memory = torch.full((64 + shift + rows * (cols + gap) + 64,), bad, dtype=t.dtype)
+    start = 64 + shift + (-(memory.data_ptr() // t.element_size()) % (16 // t.element_size()))
+    inner = memory[start : start + rows * (cols + gap)].view(rows, cols + gap)[:, :cols]
+    inner.copy_(t)
+    return inner
+
+
+def intact(inner: Tensor) -> bool:
+    """Is everything around a guarded tensor still untouched?"""
+    memory = torch.as_strided(inner, (inner.untyped_storage().nbytes() // inner.element_size(),), (1,), 0).clone()
+    torch.as_strided(memory, inner.shape, inner.stride(), inner.storage_offset()).fill_(
+        float("nan") if memory.is_floating_point() else -(1 << 40)
+    )
+    return bool(memory.isnan().all()) if memory.is_floating_point() else bool((memory == -(1 << 40)).all())
+
+
+def pointer(t: Tensor | None) -> int | None:
+    return None if t is None else t.data_ptr()
+
+
+def stride(t: Tensor | None) -> int:
+    return 0 if t is None or t.dim() < 2 else t.stride(0)
+
+
+class Kernels:
+    """The kernels with the signatures of `pflcore.ops.reference`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.lib = build(folder)
+
+    def check(self, failed: int) -> None:
+        if failed:
+            raise RuntimeError(self.lib.last_error().decode())
+
+    def order(self, seed: int) -> None:
+        """The order in which threads and blocks run: 0 forwards, 1 backwards, else shuffled."""
+        self.lib.set_order(seed)
+
+    def plan(self, m: int, n: int, p: int, symmetric: bool, dtype: torch.dtype = torch.float32) -> dict[str, int]:
+        out = (c_int64 * 5)()
+        self.lib.sqdist_plan(DTYPES[dtype], m, n, p, symmetric, out)
+        return dict(zip(("lanes", "threads", "stages", "chunk", "splits"), out, strict=True))
+
+    def pairwise_sqdist(self, a: Tensor, b: Tensor | None = None) -> Tensor:
+        n = (a if b is None else b).shape[0]
+        out = guarded(torch.full((a.shape[0], n), float("nan"), dtype=torch.float64))
+        kind, p = DTYPES[a.dtype], a.shape[1]
+        self.check(self.lib.sqdist(kind, pointer(a), stride(a), a.shape[0], b is None, pointer(b), stride(b), n, p, pointer(out)))
+        assert intact(out)
+        return out.clone()
+
+    def waffle_weights(self, dist: Tensor, target: Tensor, omega: float, psi: float, uniform_ties: bool) -> Tensor:
+        rows, n = dist.shape
+        out = guarded(torch.full((rows, n), float("nan"), dtype=torch.float64))
+        step = int(target.numel() > 1)
+        self.check(self.lib.waffle(pointer(dist), rows, n, pointer(target), step, omega, psi, uniform_ties, pointer(out)))
+        assert intact(out)
+        return out.clone()
+
+    def feddwa_weights(self, sqdist: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        (m, n), kept = sqdist.shape, min(k, sqdist.shape[1])
+        weight = guarded(torch.full((m, kept), float("nan"), dtype=torch.float64))
+        index = guarded(torch.full((m, kept), -1))
+        wide = sqdist.dtype == torch.float64
+        self.check(self.lib.feddwa(wide, pointer(sqdist), stride(sqdist), m, n, kept, pointer(weight), pointer(index)))
+        assert intact(weight) and intact(index)
+        return weight.clone(), index.clone()
+
+    def aggregate(
+        self, updates: Tensor, weight: Tensor, index: Tensor | None, base: Tensor | None, lr: float, precise: bool, out: Tensor
+    ) -> None:
+        wide = precise or torch.float64 in (updates.dtype, out.dtype)
+        (n, p), (m, k) = updates.shape, weight.shape
+        self.check(
+            self.lib.aggregate(
+                DTYPES[updates.dtype], DTYPES[out.dtype], wide, n, p, m, k, pointer(updates), stride(updates), pointer(weight),
+                index is not None, pointer(index), pointer(base), stride(base), lr, pointer(out), stride(out),
+            )
+        )  # fmt: skip
+
+    @staticmethod
+    def _rank1(x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor) -> tuple[str, list[int], int]:
+        n = next((t.shape[0] for t, own in ((x, 2), (w_a, 2), (lam, 1), (w_b, 2)) if t.dim() > own), 1)
+        batch = [t.stride(0) if t.dim() > own else 0 for t, own in ((x, 2), (w_a, 2), (lam, 1), (w_b, 2))]
+        sizes = [n, x.shape[-2], x.shape[-1], w_b.shape[-2], w_a.shape[-2], *batch]
+        return {torch.float32: "float", torch.float64: "double"}[x.dtype], sizes, n
+
+    def rank1_linear(self, x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor) -> Tensor:
+        name, sizes, n = self._rank1(x, w_a, lam, w_b)
+        y = guarded(torch.full((n * x.shape[-2], w_a.shape[-2]), float("nan"), dtype=x.dtype))
+        packed = (c_int64 * 9)(*sizes)
+        self.check(getattr(self.lib, f"rank1_{name}")(packed, *map(pointer, (x, w_a, lam, w_b, y))))
+        assert intact(y)
+        batched = x.dim() == 3 or w_a.dim() == 3 or lam.dim() == 2 or w_b.dim() == 3
+        return y.reshape(*([n] if batched else []), x.shape[-2], w_a.shape[-2])
+
+    def rank1_linear_backward(
+        self, grad: Tensor, x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor, *need: bool
+    ) -> tuple[Tensor | None, ...]:
+        name, sizes, _ = self._rank1(x, w_a, lam, w_b)
+        flat = [guarded(torch.full((1, t.numel()), float("nan"), dtype=x.dtype)) if want else None
+                for t, want in zip((x, w_a, lam, w_b), need, strict=True)]  # fmt: skip
+        shared = (c_int64 * 4)(x.dim() == 2, w_a.dim() == 2, lam.dim() == 1, w_b.dim() == 2)
+        packed = (c_int64 * 9)(*sizes)
+        call = getattr(self.lib, f"rank1_backward_{name}")
+        self.check(call(packed, shared, *map(pointer, (grad, x, w_a, lam, w_b, *flat))))
+        assert all(g is None or intact(g) for g in flat)
+        return tuple(None if g is None else g.reshape(t.shape) for g, t in zip(flat, (x, w_a, lam, w_b), strict=True))
+
+    def sgd_step_(
+        self, w: Tensor, grad: Tensor, lr: float, shift: Tensor | None, mask: Tensor | None, mu: float, mu_rows: Tensor | None,
+        anchor: Tensor | None, momentum: float, buffer: Tensor | None, weight_decay: float,
+    ) -> None:  # fmt: skip
+        call = getattr(self.lib, {torch.float32: "sgd_float", torch.float64: "sgd_double"}[w.dtype])
+        held = buffer if momentum else None
+        self.check(
+            call(
+                *w.shape, pointer(w), stride(w), pointer(grad), stride(grad), lr, pointer(shift), stride(shift), pointer(mask), stride(mask),
+                mu, pointer(mu_rows), pointer(anchor), stride(anchor), momentum, pointer(held), stride(held), weight_decay,
+            )
+        )  # fmt: skip

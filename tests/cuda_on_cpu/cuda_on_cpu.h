@@ -1,0 +1,328 @@
+// Runs CUDA kernels on a CPU, one block at a time, so that the very source of a kernel can be tested where there is no GPU.
+//
+// Each thread of a block is a fiber (ucontext) that runs until it waits at a barrier or a warp exchange. What a GPU leaves open is made as
+// unfriendly as the rules allow: the order of the threads is a setting (results must not depend on it), dynamic shared memory starts as NaN and
+// ends in a guard, asynchronous copies arrive only when they are waited for, misaligned 16-byte accesses and barriers that not every thread
+// reaches are errors. Enough of CUDA for these kernels, and no more.
+#pragma once
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __shared__ static  // one block at a time
+#define __align__(bytes) __attribute__((aligned(bytes)))
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define PFLCORE_LAUNCH(kernel, grid, block, shared, stream, ...) \
+  cuda_on_cpu::launch(grid, block, shared, stream, [&] { kernel(__VA_ARGS__); })
+#define PFLCORE_DYNAMIC_SHARED(name) unsigned char* const name = cuda_on_cpu::dynamic_shared()
+
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
+};
+using cudaStream_t = void*;
+
+namespace cuda_on_cpu {
+
+enum class Wait { none, block, warp, done };
+
+struct Copy {
+  void* to;
+  const void* from;
+  int bytes, valid, group;
+};
+
+struct Fiber {
+  ucontext_t context;
+  std::unique_ptr<unsigned char[]> stack;
+  dim3 thread;
+  int linear = 0;
+  Wait wait = Wait::none;
+  unsigned exchanges = 0;
+  int group = 0;
+  std::vector<Copy> copies;
+};
+
+struct Device {
+  static constexpr size_t stack_bytes = 128 * 1024, guard = 256, shared_limit = 48 * 1024;
+  std::vector<std::unique_ptr<Fiber>> fibers;
+  std::vector<int> order;
+  std::vector<unsigned char> shared;
+  std::vector<uint64_t> slots;  // [warp][2][32]: what the lanes of a warp show each other; two, so that a quick lane cannot overwrite
+  std::function<void()> body;
+  ucontext_t scheduler;
+  Fiber* now = nullptr;
+  dim3 grid, block, index;
+  int threads = 0, vote = 0, verdict = 0;
+  unsigned seed = 0;  // 0: threads in order, 1: backwards, else shuffled
+  std::string error;
+  long launches = 0, barriers = 0;
+};
+
+inline Device& device() {
+  static Device d;
+  return d;
+}
+
+inline void fail(const std::string& what) {
+  if (device().error.empty()) device().error = what;
+}
+
+inline void pause(Wait why) {
+  Fiber* const me = device().now;
+  me->wait = why;
+  swapcontext(&me->context, &device().scheduler);
+}
+
+inline void enter() {
+  Device& d = device();
+  d.body();
+  d.now->wait = Wait::done;
+  swapcontext(&d.now->context, &d.scheduler);
+}
+
+inline unsigned char* dynamic_shared() {
+  const uintptr_t at = reinterpret_cast<uintptr_t>(device().shared.data());
+  return device().shared.data() + (16 - at % 16) % 16;
+}
+
+inline void expect_aligned(const void* p, uintptr_t bytes) {
+  if (reinterpret_cast<uintptr_t>(p) % bytes) fail("misaligned " + std::to_string(bytes) + "-byte access");
+}
+
+inline void copy_async(void* to, const void* from, int bytes, int valid) {
+  expect_aligned(to, static_cast<uintptr_t>(bytes));
+  expect_aligned(from, static_cast<uintptr_t>(bytes));
+  device().now->copies.push_back({to, from, bytes, valid, device().now->group});
+}
+
+inline void copy_commit() { ++device().now->group; }
+
+inline void copy_wait(int pending) {
+  Fiber& me = *device().now;
+  const auto arrived = [&](const Copy& c) {
+    if (c.group >= me.group - pending) return false;
+    std::memcpy(c.to, c.from, static_cast<size_t>(c.valid));
+    std::memset(static_cast<unsigned char*>(c.to) + c.valid, 0, static_cast<size_t>(c.bytes - c.valid));
+    return true;
+  };
+  me.copies.erase(std::remove_if(me.copies.begin(), me.copies.end(), arrived), me.copies.end());
+}
+
+// Wakes those whose barrier is complete: all living threads of the block, or of a warp. False: nobody can go on.
+inline bool release() {
+  Device& d = device();
+  bool all = true, any = false;
+  for (int t = 0; t < d.threads; ++t) all = all && (d.fibers[t]->wait == Wait::block || d.fibers[t]->wait == Wait::done);
+  if (all) {
+    for (int t = 0; t < d.threads; ++t)
+      if (d.fibers[t]->wait == Wait::block) d.fibers[t]->wait = Wait::none, any = true;
+    d.verdict = d.vote, d.vote = 0;
+    ++d.barriers;
+    return any;
+  }
+  for (int w = 0; w < d.threads; w += 32) {
+    const int end = std::min(w + 32, d.threads);
+    bool ready = true, some = false;
+    for (int t = w; t < end; ++t) {
+      ready = ready && (d.fibers[t]->wait == Wait::warp || d.fibers[t]->wait == Wait::done);
+      some = some || d.fibers[t]->wait == Wait::warp;
+    }
+    if (ready && some) {
+      for (int t = w; t < end; ++t)
+        if (d.fibers[t]->wait == Wait::warp) d.fibers[t]->wait = Wait::none;
+      any = true;
+    }
+  }
+  return any;
+}
+
+inline void run_block(size_t shared_bytes) {
+  Device& d = device();
+  unsigned char* const shared = dynamic_shared();
+  std::memset(shared, 0xff, shared_bytes);  // as float, double and half: NaN
+  std::memset(shared + shared_bytes, 0xa5, Device::guard);
+  for (int t = 0; t < d.threads; ++t) {
+    Fiber& f = *d.fibers[t];
+    f.wait = Wait::none, f.exchanges = 0, f.group = 0, f.linear = t;
+    f.copies.clear();
+    const unsigned u = static_cast<unsigned>(t);
+    f.thread = dim3(u % d.block.x, u / d.block.x % d.block.y, u / d.block.x / d.block.y);
+    getcontext(&f.context);
+    f.context.uc_stack.ss_sp = f.stack.get();
+    f.context.uc_stack.ss_size = Device::stack_bytes;
+    f.context.uc_link = nullptr;
+    makecontext(&f.context, &enter, 0);
+  }
+  d.vote = 0;
+  for (bool alive = true; alive;) {
+    alive = false;
+    for (int t : d.order) {
+      Fiber& f = *d.fibers[t];
+      if (f.wait != Wait::none) continue;
+      d.now = &f;
+      swapcontext(&d.scheduler, &f.context);
+    }
+    for (int t = 0; t < d.threads && !alive; ++t) alive = d.fibers[t]->wait != Wait::done;
+    if (alive && !release()) {
+      fail("a barrier or a warp exchange that not every thread reaches");
+      break;
+    }
+  }
+  for (size_t i = 0; i < Device::guard; ++i)
+    if (shared[shared_bytes + i] != 0xa5) fail("written past the end of shared memory");
+}
+
+inline void launch(dim3 grid, dim3 block, int64_t shared_bytes, cudaStream_t, std::function<void()> body) {
+  Device& d = device();
+  ++d.launches;
+  d.threads = static_cast<int>(block.x * block.y * block.z);
+  if (d.threads < 1 || d.threads > 1024 || block.z > 64) throw std::runtime_error("launch: bad block of " + std::to_string(d.threads));
+  if (grid.x < 1 || grid.y < 1 || grid.z < 1 || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535)
+    throw std::runtime_error("launch: bad grid");
+  if (shared_bytes < 0 || shared_bytes > static_cast<int64_t>(Device::shared_limit))
+    throw std::runtime_error("launch: " + std::to_string(shared_bytes) + " bytes of shared memory");
+  d.grid = grid, d.block = block, d.body = std::move(body);
+  d.shared.resize(static_cast<size_t>(shared_bytes) + Device::guard + 16);
+  d.slots.assign(static_cast<size_t>((d.threads + 31) / 32) * 64, 0);
+  while (static_cast<int>(d.fibers.size()) < d.threads) {
+    d.fibers.push_back(std::make_unique<Fiber>());
+    d.fibers.back()->stack.reset(new unsigned char[Device::stack_bytes]);
+  }
+  d.order.resize(static_cast<size_t>(d.threads));
+  for (int t = 0; t < d.threads; ++t) d.order[static_cast<size_t>(t)] = d.seed == 1 ? d.threads - 1 - t : t;
+  if (d.seed > 1) std::shuffle(d.order.begin(), d.order.end(), std::mt19937(d.seed));
+  std::vector<dim3> blocks;
+  for (unsigned z = 0; z < grid.z; ++z)
+    for (unsigned y = 0; y < grid.y; ++y)
+      for (unsigned x = 0; x < grid.x; ++x) blocks.emplace_back(x, y, z);
+  if (d.seed == 1) std::reverse(blocks.begin(), blocks.end());
+  for (const dim3& index : blocks) {
+    d.index = index;
+    run_block(static_cast<size_t>(shared_bytes));
+    if (!d.error.empty()) {
+      std::string error;
+      error.swap(d.error);
+      throw std::runtime_error(error);
+    }
+  }
+}
+
+// What a lane shows, and what it sees of lane `from(lane)`; threads that have left show nothing and may not be asked.
+template <class T>
+T exchange(T value, int from) {
+  static_assert(sizeof(T) <= 8, "up to 8 bytes at a time");
+  Device& d = device();
+  Fiber& me = *d.now;
+  const int warp = me.linear / 32, lane = me.linear % 32;
+  uint64_t* const slots = d.slots.data() + warp * 64 + (me.exchanges++ & 1) * 32;
+  slots[lane] = 0;
+  std::memcpy(&slots[lane], &value, sizeof(T));
+  pause(Wait::warp);
+  const int other = warp * 32 + from;
+  if (from < 0 || from > 31 || other >= d.threads) {
+    fail("a warp exchange with a lane that is not there");
+    return value;
+  }
+  T out;
+  std::memcpy(&out, &slots[from], sizeof(T));
+  return out;
+}
+
+}  // namespace cuda_on_cpu
+
+#define threadIdx (cuda_on_cpu::device().now->thread)
+#define blockIdx (cuda_on_cpu::device().index)
+#define blockDim (cuda_on_cpu::device().block)
+#define gridDim (cuda_on_cpu::device().grid)
+
+inline void __syncthreads() { cuda_on_cpu::pause(cuda_on_cpu::Wait::block); }
+inline int __syncthreads_or(int predicate) {
+  cuda_on_cpu::device().vote |= predicate != 0;
+  __syncthreads();
+  return cuda_on_cpu::device().verdict;
+}
+inline void __syncwarp(unsigned = 0xffffffffu) { cuda_on_cpu::pause(cuda_on_cpu::Wait::warp); }
+
+template <class T>
+T __shfl_sync(unsigned, T value, int lane) { return cuda_on_cpu::exchange(value, lane & 31); }
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int bits) {
+  return cuda_on_cpu::exchange(value, cuda_on_cpu::device().now->linear % 32 ^ bits);
+}
+
+inline unsigned __ballot_sync(unsigned, int predicate) {
+  cuda_on_cpu::Device& d = cuda_on_cpu::device();
+  const int warp = d.now->linear / 32;
+  const unsigned turn = d.now->exchanges & 1;
+  cuda_on_cpu::exchange<int>(predicate != 0, d.now->linear % 32);
+  unsigned bits = 0;
+  for (int lane = 0; lane < 32; ++lane) bits |= d.slots[static_cast<size_t>(warp * 64 + static_cast<int>(turn) * 32 + lane)] ? 1u << lane : 0u;
+  return bits;
+}
+inline int __popc(unsigned v) { return __builtin_popcount(v); }
+
+template <class T>
+T atomicAdd(T* at, T value) {
+  static_assert(std::is_integral<T>::value, "sums of floating-point numbers by atomics do not repeat");
+  const T before = *at;
+  *at += value;
+  return before;
+}
+template <class T>
+T atomicOr(T* at, T value) {
+  const T before = *at;
+  *at |= value;
+  return before;
+}
+
+// ---- the half types: bits with the conversions of the hardware (nearest, ties to even) ----
+struct __half { uint16_t bits; };
+struct __nv_bfloat16 { uint16_t bits; };
+
+inline float __bfloat162float(__nv_bfloat16 h) {
+  const uint32_t bits = static_cast<uint32_t>(h.bits) << 16;
+  float out;
+  std::memcpy(&out, &bits, 4);
+  return out;
+}
+inline __nv_bfloat16 __float2bfloat16_rn(float v) {
+  uint32_t bits;
+  std::memcpy(&bits, &v, 4);
+  if (v != v) return {0x7fff};
+  return {static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16)};
+}
+inline float __half2float(__half h) {
+  const int exponent = h.bits >> 10 & 31, mantissa = h.bits & 1023;
+  const float size = exponent == 31 ? (mantissa ? NAN : INFINITY)
+                                    : std::ldexp(static_cast<float>(exponent ? mantissa | 1024 : mantissa), (exponent ? exponent : 1) - 25);
+  return h.bits & 0x8000 ? -size : size;
+}
+inline __half __float2half_rn(float v) {
+  uint32_t bits;
+  std::memcpy(&bits, &v, 4);
+  const uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000u);
+  const float size = std::fabs(v);
+  if (v != v) return {0x7fff};
+  if (size >= 65520.0f) return {static_cast<uint16_t>(sign | 0x7c00u)};
+  int exponent;
+  std::frexp(size, &exponent);                                        // size = f * 2^exponent, f in [0.5, 1)
+  const int last = std::max(exponent - 11, -24);                      // the exponent of the last bit kept
+  const uint32_t units = static_cast<uint32_t>(std::nearbyint(std::ldexp(size, -last)));  // 0..2048
+  if (units == 0) return {sign};
+  const uint32_t base = last == -24 ? 0u : static_cast<uint32_t>(last + 24) << 10;  // units carries the hidden bit, which counts one exponent up
+  return {static_cast<uint16_t>(sign | (base + units))};
+}

@@ -1,0 +1,161 @@
+// The CUDA kernels of csrc/cuda, compiled by a plain C++ compiler, behind C functions for ctypes. Returns 0, or 1 with the reason in last_error().
+#define PFLCORE_CUDA_ON_CPU
+#include "aggregate.cuh"
+#include "rank1.cuh"
+#include "sgd.cuh"
+#include "sqdist.cuh"
+#include "weights.cuh"
+
+namespace pc = pflcore::cuda;
+
+namespace {
+
+std::string failure;
+
+// A workspace of exactly the size that was asked for, full of NaN, with a guard behind it: a kernel must neither read what it did not write
+// nor write past the end.
+struct Workspace {
+  static constexpr size_t guard = 64;
+  size_t size;
+  std::vector<double> memory;
+  explicit Workspace(int64_t bytes) : size(static_cast<size_t>(bytes)), memory((size + guard) / 8 + 1) {
+    std::memset(memory.data(), 0xff, memory.size() * 8);
+  }
+  void* data() { return memory.data(); }
+  void check() const {
+    const unsigned char* const from = reinterpret_cast<const unsigned char*>(memory.data());
+    for (size_t i = size; i < memory.size() * 8; ++i)
+      if (from[i] != 0xff) throw std::runtime_error("written past the end of the workspace");
+  }
+};
+
+template <class Body>
+int guarded(const Body& body) {
+  try {
+    body();
+    return 0;
+  } catch (const std::exception& error) {
+    failure = error.what();
+    return 1;
+  }
+}
+
+template <class T>
+struct Rank1Call {
+  int64_t n, b, i, f, o;
+  const T *x, *w_a, *lam, *w_b;
+  int64_t x_batch, w_a_batch, lam_batch, w_b_batch;
+
+  pc::Rank1<T> q(void* workspace) const {
+    return {n, b, i, f, o, x, x_batch, i, w_a, w_a_batch, f, lam, lam_batch, w_b, w_b_batch, i, workspace};
+  }
+};
+
+}  // namespace
+
+extern "C" {
+
+const char* last_error() { return failure.c_str(); }
+void set_order(unsigned seed) { cuda_on_cpu::device().seed = seed; }
+int64_t launches() { return cuda_on_cpu::device().launches; }
+
+int sqdist(int dtype, const void* a, int64_t a_row, int64_t m, int symmetric, const void* b, int64_t b_row, int64_t n, int64_t p,
+           double* out) {
+  return guarded([&] {
+    pc::Sqdist q{static_cast<pc::Dtype>(dtype), a, a_row, m, symmetric != 0, b, b_row, n, p, out, nullptr};
+    Workspace workspace(pc::sqdist_workspace(q));
+    q.workspace = workspace.data();
+    pc::sqdist(q, nullptr);
+    workspace.check();
+  });
+}
+
+// The plan for these sizes: lanes, threads, stages, chunk, splits.
+void sqdist_plan(int dtype, int64_t m, int64_t n, int64_t p, int symmetric, int64_t* plan) {
+  const double here = 0;
+  pc::Sqdist q{static_cast<pc::Dtype>(dtype), &here, p, m, symmetric != 0, &here, p, n, p, nullptr, nullptr};
+  const pc::SqdistPlan got = pc::sqdist_plan(q);
+  plan[0] = 1 << got.lanes_log2, plan[1] = got.threads, plan[2] = got.stages, plan[3] = got.chunk, plan[4] = got.splits;
+}
+
+int waffle(const double* dist, int64_t rows, int64_t n, const int64_t* target, int64_t target_step, double omega, double psi, int uniform_ties,
+           double* weight) {
+  return guarded([&] { pc::waffle_weights({dist, rows, n, target, target_step, omega, psi, uniform_ties != 0, weight}, nullptr); });
+}
+
+int feddwa(int is_double, const void* sqdist, int64_t row, int64_t m, int64_t n, int64_t k, double* weight, int64_t* index) {
+  return guarded([&] {
+    if (is_double) pc::feddwa_weights<double>({static_cast<const double*>(sqdist), row, m, n, k, weight, index}, nullptr);
+    else pc::feddwa_weights<float>({static_cast<const float*>(sqdist), row, m, n, k, weight, index}, nullptr);
+  });
+}
+
+int aggregate(int in, int out_dtype, int wide, int64_t n, int64_t p, int64_t m, int64_t k, const void* updates, int64_t updates_row,
+              const double* weight, int sparse, const int64_t* index, const void* base, int64_t base_row, double lr, void* out, int64_t out_row) {
+  return guarded([&] {
+    pc::aggregate({static_cast<pc::Dtype>(in), static_cast<pc::Dtype>(out_dtype), wide != 0, n, p, m, k, updates, updates_row, weight, sparse != 0, index,
+                   base, base_row, lr, out, out_row},
+                  nullptr);
+  });
+}
+
+#define RANK1(name, T)                                                                                                                       \
+  int rank1_##name(const int64_t* sizes, const T* x, const T* w_a, const T* lam, const T* w_b, T* y) {                                       \
+    return guarded([&] {                                                                                                                     \
+      const Rank1Call<T> call{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], x, w_a, lam, w_b, sizes[5], sizes[6], sizes[7], sizes[8]};   \
+      Workspace workspace(pc::rank1_workspace(call.q(nullptr)));                                                                             \
+      pc::rank1_forward(call.q(workspace.data()), y, nullptr);                                                                               \
+      workspace.check();                                                                                                                     \
+    });                                                                                                                                      \
+  }                                                                                                                                          \
+  int rank1_backward_##name(const int64_t* sizes, const int64_t* shared, const T* grad, const T* x, const T* w_a, const T* lam, const T* w_b, \
+                            T* gx, T* ga, T* glam, T* gb) {                                                                                  \
+    return guarded([&] {                                                                                                                     \
+      const Rank1Call<T> call{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], x, w_a, lam, w_b, sizes[5], sizes[6], sizes[7], sizes[8]};   \
+      Workspace workspace(pc::rank1_workspace(call.q(nullptr)));                                                                             \
+      const pc::Rank1Grads<T> grads{grad, gx, shared[0] != 0, ga, shared[1] != 0, glam, shared[2] != 0, gb, shared[3] != 0};                 \
+      pc::rank1_backward(call.q(workspace.data()), grads, nullptr);                                                                          \
+      workspace.check();                                                                                                                     \
+    });                                                                                                                                      \
+  }
+RANK1(float, float)
+RANK1(double, double)
+
+#define SGD(name, T)                                                                                                                          \
+  int sgd_##name(int64_t s, int64_t q, T* w, int64_t w_row, const T* grad, int64_t grad_row, double lr, const T* shift, int64_t shift_row,     \
+                 const T* mask, int64_t mask_row, double mu, const double* mu_rows, const T* anchor, int64_t anchor_row, double momentum,      \
+                 T* buffer, int64_t buffer_row, double weight_decay) {                                                                         \
+    return guarded([&] {                                                                                                                       \
+      pc::sgd_step<T>({s, q, w, w_row, grad, grad_row, lr, shift, shift_row, mask, mask_row, mu, mu_rows, anchor, anchor_row, momentum,        \
+                       buffer, buffer_row, weight_decay},                                                                                      \
+                      nullptr);                                                                                                                \
+    });                                                                                                                                        \
+  }
+SGD(float, float)
+SGD(double, double)
+
+// What the harness must catch: a kernel that forgets a barrier (its result depends on the order), one whose threads part at a barrier, one that
+// reads shared memory it never wrote, one that uses a copy it did not wait for.
+int broken(int which, double* out) {
+  return guarded([&] {
+    auto* const kernel = +[](int fault, double* to) {
+      PFLCORE_DYNAMIC_SHARED(shared);
+      float* const mine = reinterpret_cast<float*>(shared);
+      const int t = static_cast<int>(threadIdx.x);
+      static float source[4] = {1, 2, 3, 4};
+      if (fault == 0) mine[t] = static_cast<float>(t);
+      if (fault == 0) to[t] = mine[63 - t];
+      if (fault == 1 && t < 16) __syncthreads();
+      if (fault == 1 && t >= 16) __syncwarp();
+      if (fault == 2) to[t] = mine[t];
+      if (fault == 3 && t == 0) pc::copy_async<16>(mine, source, 16), pc::copy_commit();
+      if (fault == 3) __syncthreads();
+      if (fault == 3) to[t] = mine[t % 4];
+      if (fault == 4) pc::load16(mine + 1);
+      if (fault == 5 && t == 0) mine[64] = 0;
+    };
+    PFLCORE_LAUNCH(kernel, 1, 64, 64 * sizeof(float), nullptr, which, out);
+  });
+}
+
+}  // extern "C"

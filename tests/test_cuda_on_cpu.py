@@ -1,0 +1,344 @@
+"""The CUDA kernels, run block by block on the CPU (tests/cuda_on_cpu), against the references."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pflcore.ops import reference
+from cuda_on_cpu import DTYPES, Kernels, compiler, guarded, intact
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler to run the CUDA kernels with")
+
+SIZES = (1, 2, 17, 31, 33, 257, 1023)  # columns
+ROWS = (1, 2, 3, 17)
+SHIFTS = (0, 1, 3)  # elements off a 16-byte boundary
+GAPS = (0, 1, 8)  # elements between rows
+
+
+@pytest.fixture(scope="session")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    return Kernels(Path(tmp_path_factory.mktemp("cuda_on_cpu")))
+
+
+@pytest.fixture(autouse=True)
+def forwards(kernels: Kernels) -> Iterator[None]:
+    kernels.order(0)
+    yield
+    kernels.order(0)
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    """The largest relative error; an entry that should be 0 must be 0."""
+    if not got.numel():
+        return 0.0
+    error = (got - want).abs() / want.abs()
+    return float(torch.where(want == 0, torch.where(got == 0, 0.0, float("inf")), error).max())
+
+
+# --- the harness itself ------------------------------------------------------------------------------------------------------------
+
+
+def test_harness_catches_what_a_gpu_would_not_forgive(kernels: Kernels) -> None:
+    out = torch.zeros(64, dtype=torch.float64)
+    results = []
+    for order in (0, 1):
+        kernels.order(order)
+        kernels.check(kernels.lib.broken(0, out.data_ptr()))
+        results.append(out.nan_to_num(-1.0))
+    assert not torch.equal(*results), "a missing barrier must show when the order of the threads changes"
+    kernels.check(kernels.lib.broken(2, out.data_ptr()))
+    assert out.isnan().all(), "shared memory that was never written must read as NaN"
+    kernels.check(kernels.lib.broken(3, out.data_ptr()))
+    assert out.isnan().all(), "a copy that was not waited for must not have arrived"
+    for fault, sentence in ((1, "not every thread reaches"), (4, "misaligned"), (5, "past the end of shared memory")):
+        with pytest.raises(RuntimeError, match=sentence):
+            kernels.check(kernels.lib.broken(fault, out.data_ptr()))
+
+
+# --- pairwise_sqdist ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(m=st.sampled_from(ROWS), n=st.sampled_from((0, *ROWS)), p=st.sampled_from(SIZES), shift=st.sampled_from(SHIFTS),
+       gap=st.sampled_from(GAPS), seed=st.integers(0, 99))  # fmt: skip
+def test_sqdist(kernels: Kernels, dtype: torch.dtype, m: int, n: int, p: int, shift: int, gap: int, seed: int) -> None:
+    centre = normal(1, p, seed=seed)
+    a = guarded((centre + 1e-3 * normal(m, p, seed=seed + 1)).to(dtype), shift, gap)  # models that are close, as after a round
+    b = guarded((centre + 1e-3 * normal(n, p, seed=seed + 2)).to(dtype), 0, gap) if n else None
+    got, want = kernels.pairwise_sqdist(a, b), reference.pairwise_sqdist(a, b)
+    assert relative(got, want) <= (1e-13 if dtype == torch.float64 else 1e-6)
+    if b is None:
+        assert torch.equal(got, got.T) and (got.diagonal() == 0).all()
+        assert relative(got, kernels.pairwise_sqdist(a, a)) <= 1e-6  # the same by the road of two matrices
+
+
+@pytest.mark.parametrize(("m", "n"), [(64, 0), (65, 0), (130, 0), (1, 100), (100, 1), (67, 129), (16, 16), (9, 40)])
+def test_sqdist_windows(kernels: Kernels, m: int, n: int) -> None:
+    a, b = normal(m, 263, seed=m), normal(n, 263, seed=n + 1) if n else None
+    assert relative(kernels.pairwise_sqdist(a, b), reference.pairwise_sqdist(a, b)) <= 1e-6
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-22, 1e-19, 1e-15, 1.0, 1e15, 1e19, 1e25, 1e30])
+def test_sqdist_scales(kernels: Kernels, scale: float) -> None:
+    a = normal(5, 333) * scale
+    a[3] = a[1]  # exact duplicates, too
+    got = kernels.pairwise_sqdist(a)
+    assert relative(got, reference.pairwise_sqdist(a, None)) <= 1e-6
+    assert got[1, 3] == 0 and got[3, 1] == 0
+
+
+def test_sqdist_mixed_scales_and_non_finite(kernels: Kernels) -> None:
+    a = normal(7, 700)
+    a[1] *= 1e25
+    a[2] *= 1e-25
+    a[3] = a[2]
+    a[3, 699] += 1e-24
+    a[4, 5] = float("nan")
+    a[5, 6] = float("inf")
+    a[6, :] = 0
+    got, want = kernels.pairwise_sqdist(a), reference.pairwise_sqdist(a, None)
+    assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.isinf(), want.isinf())
+    finite = want.isfinite()
+    assert relative(got[finite], want[finite]) <= 1e-6
+
+
+@pytest.mark.parametrize("p", [1, 8, 129, 1023])
+def test_sqdist_worst_rounding(kernels: Kernels, p: int) -> None:
+    """Rows whose float32 sums all round the same way: constants, and a large square that swallows small ones."""
+    constant = torch.full((1, p), 0.1)
+    spiky = torch.full((1, p), 2.0**-12 * (1 - 2**-10))
+    spiky[0, ::8] = 1.0
+    a = torch.cat([constant, constant * 3, spiky, torch.zeros(1, p), spiky.flip(1)])
+    assert relative(kernels.pairwise_sqdist(a), reference.pairwise_sqdist(a, None)) <= 1e-6
+
+
+def test_sqdist_repeats_and_follows_its_rows(kernels: Kernels) -> None:
+    a = normal(70, 1500)
+    first = kernels.pairwise_sqdist(a)
+    for order in (1, 7):
+        kernels.order(order)
+        assert torch.equal(kernels.pairwise_sqdist(a), first)
+    kernels.order(0)
+    assert torch.equal(kernels.pairwise_sqdist(guarded(a, 1, 3)), first)  # the same bits by the road of unaligned rows
+    moved = torch.randperm(70, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(kernels.pairwise_sqdist(a[moved]), first[moved][:, moved])
+
+
+def test_sqdist_empty(kernels: Kernels) -> None:
+    assert kernels.pairwise_sqdist(torch.zeros(0, 5)).shape == (0, 0)
+    assert torch.equal(kernels.pairwise_sqdist(torch.zeros(3, 0)), torch.zeros(3, 3, dtype=torch.float64))
+    assert torch.equal(kernels.pairwise_sqdist(torch.zeros(2, 0), torch.zeros(3, 0)), torch.zeros(2, 3, dtype=torch.float64))
+    assert kernels.pairwise_sqdist(torch.zeros(2, 4), torch.zeros(0, 4)).shape == (2, 0)
+
+
+@given(
+    m=st.integers(1, 300), n=st.integers(1, 300), p=st.integers(1, 1 << 40), symmetric=st.booleans(), dtype=st.sampled_from(list(DTYPES))
+)
+def test_sqdist_plan(kernels: Kernels, m: int, n: int, p: int, symmetric: bool, dtype: torch.dtype) -> None:
+    """What a launch may ask for, at every size: whole warps, a number of blocks that the grid holds, all columns covered once."""
+    plan = kernels.plan(m, m if symmetric else n, p, symmetric, dtype)
+    assert plan["threads"] % 32 == 0 and 32 <= plan["threads"] <= 256
+    assert plan["lanes"] in (1, 2, 4, 8, 16, 32) and plan["stages"] in (2, 4) and 1 <= plan["splits"] <= 2048
+    if p >= 1 << 24:  # huge P: a card must be filled however few rows there are
+        windows = -(-m // 64) * -(-(m if symmetric else n) // 64)
+        assert plan["splits"] * windows >= 1024
+
+
+# --- weights -----------------------------------------------------------------------------------------------------------------------
+
+
+def distances(rows: int, n: int, seed: int) -> Tensor:
+    """Ugly distances: ties, zeros, huge and tiny, absent clients."""
+    g = torch.Generator().manual_seed(seed)
+    d = torch.rand(rows, n, generator=g, dtype=torch.float64) * 10.0 ** torch.randint(-3, 4, (rows, 1), generator=g)
+    kind = torch.randint(0, 7, (rows, n), generator=g)
+    d = torch.where(kind == 0, 0.0, torch.where(kind == 1, 2.5, d))
+    if seed % 3 == 0:
+        d[kind == 2] = float("inf")
+        d[kind == 3] = float("nan")
+    return torch.full_like(d, 2.5) if seed % 7 == 0 else d
+
+
+@given(rows=st.sampled_from((1, 3)), n=st.sampled_from((1, 2, 3, 17, 300, 1100)), omega=st.sampled_from((0.0, 0.2, 0.7, 1.0, 1.3)),
+       psi=st.sampled_from((0.0, 0.3, 0.9)), ties=st.booleans(), seed=st.integers(0, 99))  # fmt: skip
+def test_waffle_weights(kernels: Kernels, rows: int, n: int, omega: float, psi: float, ties: bool, seed: int) -> None:
+    dist = distances(rows, n, seed)
+    target = torch.randint(0, n, (rows,), generator=torch.Generator().manual_seed(seed))
+    dist.scatter_(1, target[:, None], 0.0)
+    got = kernels.waffle_weights(guarded(dist), target, omega, psi, ties)
+    torch.testing.assert_close(got, reference.waffle_weights(dist, target, omega, psi, ties), rtol=1e-12, atol=1e-15)
+
+
+def test_waffle_weights_one_target_and_a_wrong_one(kernels: Kernels) -> None:
+    dist = distances(3, 5, 1)
+    one = kernels.waffle_weights(dist, torch.tensor([2]), 0.5, 0.5, False)
+    assert torch.equal(one, kernels.waffle_weights(dist, torch.tensor([2, 2, 2]), 0.5, 0.5, False))
+    wrong = kernels.waffle_weights(dist, torch.tensor([2, 5, -1]), 0.5, 0.5, False)
+    assert torch.equal(wrong[0], one[0]) and wrong[1:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@given(m=st.sampled_from((1, 3)), n=st.sampled_from((1, 2, 17, 255, 300, 1100)), k=st.sampled_from((1, 2, 5, 16, 255, 2000)),
+       gap=st.sampled_from(GAPS), seed=st.integers(0, 99))  # fmt: skip
+def test_feddwa_weights(kernels: Kernels, dtype: torch.dtype, m: int, n: int, k: int, gap: int, seed: int) -> None:
+    sqdist = guarded((distances(m, n, seed) - (0.1 if seed % 5 == 0 else 0)).to(dtype), 1, gap)
+    got, want = kernels.feddwa_weights(sqdist, k), reference.feddwa_weights(sqdist, k)
+    assert torch.equal(got[1], want[1])
+    torch.testing.assert_close(got[0], want[0], rtol=1e-12, atol=1e-300)
+
+
+# --- aggregate ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(n=st.sampled_from((0, 1, 2, 5, 17)), m=st.sampled_from((1, 2, 9, 17, 70)), p=st.sampled_from(SIZES), sparse=st.booleans(),
+       base=st.sampled_from((None, 1, 2)), base_dtype=st.sampled_from(list(DTYPES)), precise=st.booleans(), shift=st.sampled_from(SHIFTS),
+       gap=st.sampled_from(GAPS), seed=st.integers(0, 99))  # fmt: skip
+def test_aggregate(kernels: Kernels, dtype: torch.dtype, n: int, m: int, p: int, sparse: bool, base: int | None, base_dtype: torch.dtype,
+                   precise: bool, shift: int, gap: int, seed: int) -> None:  # fmt: skip
+    g = torch.Generator().manual_seed(seed)
+    updates = guarded(normal(n, p, seed=seed, dtype=dtype), shift, gap)
+    index = None
+    if sparse:
+        k = min(n, 3) if seed % 2 else (40 if n else 0)
+        index = torch.randint(0, max(n, 1), (m, k), generator=g)
+    weight = torch.rand(m, n if index is None else index.shape[1], generator=g, dtype=torch.float64)
+    weight[torch.rand(weight.shape, generator=g) < 0.2] = 0
+    start = None if base is None else guarded(normal(1 if base == 1 else m, p, seed=seed + 1, dtype=base_dtype), shift, gap)
+    start = start[0] if base == 1 and start is not None else start
+    out = guarded(torch.full((m, p), float("nan"), dtype=dtype if start is None else base_dtype), 0 if seed % 3 else shift, gap)
+    kernels.aggregate(updates, weight, index, start, -0.7, precise, out)
+    want = torch.empty(m, p, dtype=torch.float64)
+    reference.aggregate_out(updates, weight, index, None if start is None else start.double(), -0.7, True, want)
+    size = updates.abs().double().max().item() * weight.abs().sum(1).max().item() + 4 if n and weight.numel() else 4.0
+    wide = precise or torch.float64 in (dtype, out.dtype)
+    eps = torch.finfo(out.dtype).eps + (1e-15 if wide else 1e-6)
+    assert float((out.double() - want).abs().max()) <= eps * size
+    assert intact(out)
+
+
+@pytest.mark.parametrize("m", [1, 6, 70])
+def test_aggregate_more_rows_than_shared_memory_holds(kernels: Kernels, m: int) -> None:
+    updates, weight = normal(1500, 45), normal(m, 1500, seed=1).double()
+    out = torch.empty(m, 45)
+    kernels.aggregate(updates, weight, None, None, 1.0, False, out)
+    torch.testing.assert_close(out.double(), weight @ updates.double(), rtol=1e-4, atol=1e-3)
+
+
+def test_aggregate_in_place_and_unread_rows(kernels: Kernels) -> None:
+    updates, base = normal(6, 33), normal(4, 33, seed=1)
+    updates[5] = float("nan")
+    index = torch.tensor([[0, 5], [1, 2], [5, 3], [4, 4]])
+    weight = torch.tensor([[1.0, 0.0], [0.5, 0.5], [0.0, 2.0], [0.25, 0.75]], dtype=torch.float64)
+    want = base + torch.stack([updates[0], (updates[1] + updates[2]) / 2, 2 * updates[3], updates[4]])
+    kernels.aggregate(updates, weight, index, base, 1.0, False, base)  # out is base: every entry is read before it is written
+    torch.testing.assert_close(base, want)
+    kernels.aggregate(updates, weight, torch.tensor([[0, 0], [6, 0], [-1, 1], [1, -1]]), None, 1.0, False, base)
+    assert base[0].isfinite().all() and base[1].isnan().all() and base[2].isfinite().all() and base[3].isnan().all()
+
+
+def test_aggregate_nothing_to_add(kernels: Kernels) -> None:
+    base, none = normal(3, 5), torch.zeros(3, 0, dtype=torch.int64)
+    for updates, index in ((normal(4, 5), none), (normal(0, 5), None), (normal(0, 5), none)):
+        out = torch.full((3, 5), float("nan"))
+        kernels.aggregate(updates, torch.zeros(3, 0, dtype=torch.float64), index, base, 1.0, False, out)
+        assert torch.equal(out, base)
+
+
+def test_aggregate_repeats(kernels: Kernels) -> None:
+    updates, weight = normal(17, 1023), normal(20, 17, seed=1).double()
+    outs = []
+    for order in (0, 1, 5):
+        kernels.order(order)
+        outs.append(torch.empty(20, 1023))
+        kernels.aggregate(updates, weight, None, None, 1.0, False, outs[-1])
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+
+
+# --- rank1_linear ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@given(n=st.sampled_from((1, 3)), b=st.sampled_from((1, 5, 33)), i=st.sampled_from((1, 17, 70)), f=st.sampled_from((1, 31, 67)),
+       o=st.sampled_from((1, 10, 65)), own=st.tuples(*[st.booleans()] * 4), need=st.tuples(*[st.booleans()] * 4),
+       zeros=st.sampled_from((0.0, 0.5, 1.0)), seed=st.integers(0, 99))  # fmt: skip
+def test_rank1_linear(kernels: Kernels, dtype: torch.dtype, n: int, b: int, i: int, f: int, o: int, own: tuple[bool, ...],
+                      need: tuple[bool, ...], zeros: float, seed: int) -> None:  # fmt: skip
+    def draw(mine: bool, k: int, *shape: int) -> Tensor:
+        return normal(*([n] if mine else []), *shape, seed=seed + k, dtype=dtype)
+
+    x, w_a, lam, w_b = draw(own[0], 0, b, i), draw(own[1], 1, o, f), draw(own[2], 2, f), draw(own[3], 3, f, i)
+    lam[torch.rand(lam.shape, generator=torch.Generator().manual_seed(seed)) < zeros] = 0
+    wide = [t.double() for t in (x, w_a, lam, w_b)]
+    rtol = 1e-4 if dtype == torch.float32 else 1e-11
+    y, want = kernels.rank1_linear(x, w_a, lam, w_b), reference.rank1_linear(*wide)
+    assert y.shape == want.shape
+    torch.testing.assert_close(y.double(), want, rtol=rtol, atol=rtol * (i * f) ** 0.5)
+    grad = normal(*y.shape, seed=seed + 9, dtype=dtype)
+    got = kernels.rank1_linear_backward(grad, x, w_a, lam, w_b, *need)
+    for g, r, wanted in zip(got, reference.rank1_linear_backward(grad.double(), *wide, *need), need, strict=True):
+        assert (g is not None) == wanted
+        if g is not None:
+            torch.testing.assert_close(g.double(), r, rtol=rtol, atol=rtol * (n * b * (i + o) * f) ** 0.5)
+
+
+def test_rank1_linear_skips_inactive_factors(kernels: Kernels) -> None:
+    """Where lam is 0 and needs no gradient, a factor is not touched: what it holds cannot matter."""
+    x, w_a, w_b = normal(2, 4, 9), normal(7, 40, seed=1), normal(40, 9, seed=2)
+    lam = normal(2, 40, seed=3)
+    lam[:, ::3] = 0
+    grad = normal(2, 4, 7, seed=4)
+    clean = kernels.rank1_linear(x, w_a, lam, w_b)
+    grads = kernels.rank1_linear_backward(grad, x, w_a, lam, w_b, True, True, False, True)
+    w_a[:, ::3], w_b[::3] = float("nan"), float("nan")
+    assert torch.equal(kernels.rank1_linear(x, w_a, lam, w_b), clean)
+    for got, want in zip(kernels.rank1_linear_backward(grad, x, w_a, lam, w_b, True, True, False, True), grads, strict=True):
+        assert got is None or torch.equal(got, want)
+
+
+def test_rank1_linear_empty(kernels: Kernels) -> None:
+    for b, i, f, o in ((0, 3, 4, 5), (2, 0, 4, 5), (2, 3, 0, 5), (2, 3, 4, 0)):
+        x, w_a, lam, w_b = normal(b, i), normal(o, f), normal(f), normal(f, i)
+        assert torch.equal(kernels.rank1_linear(x, w_a, lam, w_b), reference.rank1_linear(x, w_a, lam, w_b))
+        got = kernels.rank1_linear_backward(normal(b, o), x, w_a, lam, w_b, True, True, True, True)
+        want = reference.rank1_linear_backward(normal(b, o), x, w_a, lam, w_b, True, True, True, True)
+        assert all(g is not None and torch.equal(g, r) for g, r in zip(got, want, strict=True))
+
+
+# --- sgd_step_ ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@given(s=st.sampled_from((1, 2, 17)), q=st.sampled_from(SIZES), has=st.tuples(*[st.booleans()] * 5), one_mask=st.booleans(),
+       decay=st.sampled_from((0.0, 0.01)), shift=st.sampled_from(SHIFTS), gap=st.sampled_from(GAPS), seed=st.integers(0, 99))  # fmt: skip
+def test_sgd_step(kernels: Kernels, dtype: torch.dtype, s: int, q: int, has: tuple[bool, ...], one_mask: bool, decay: float, shift: int,
+                  gap: int, seed: int) -> None:  # fmt: skip
+    def draw(k: int, rows: int = s, wanted: bool = True) -> Tensor | None:
+        return guarded(normal(rows, q, seed=seed + k, dtype=dtype), shift if k % 2 else 0, gap) if wanted else None
+
+    w, grad = draw(0), draw(1)
+    assert w is not None and grad is not None
+    correction, anchor, buffer = draw(2, wanted=has[0]), draw(3, wanted=has[1]), draw(4, wanted=has[2])
+    mask = draw(5, rows=1 if one_mask else s, wanted=has[3])
+    if mask is not None:
+        mask = (mask[0] if one_mask else mask).gt(0).to(dtype)
+    mu_rows = torch.rand(s, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) if has[4] else None
+    momentum = 0.9 if buffer is not None else 0.0
+    other, other_buffer = w.clone(), None if buffer is None else buffer.clone()
+    kernels.sgd_step_(w, grad, 0.1, correction, mask, 0.3, mu_rows, anchor, momentum, buffer, decay)
+    reference.sgd_step_(other, grad, 0.1, correction, mask, 0.3, mu_rows, anchor, momentum, other_buffer, decay)
+    tight = 1e-5 if dtype == torch.float32 else 1e-13
+    torch.testing.assert_close(w, other, rtol=tight, atol=tight)
+    assert intact(w)
+    if buffer is not None:
+        torch.testing.assert_close(buffer, other_buffer, rtol=tight, atol=tight)
+        assert intact(buffer)
