@@ -146,6 +146,7 @@ def deltas(runs: Sequence[Run], baseline: str, path: str | Path) -> Path | None:
     groups, (scale, unit) = label(runs), _percent(runs[0])
     found = find(groups, baseline)
     base = found[0] if found else None
+    names = list(groups)  # an algorithm has its colour of the other pictures
     others = [(n, m[0]) for n, m in groups.items() if base is not None and m[0] is not base and len(m[0].last()) == len(base.last())]
     if base is None or not others or not len(base.last()):
         return None
@@ -153,9 +154,9 @@ def deltas(runs: Sequence[Run], baseline: str, path: str | Path) -> Path | None:
     if not size:
         return None
     figure, (axis,) = _figure(5.6, 4.2)
-    for i, (name, run) in enumerate(others):
+    for name, run in others:
         gain = scale * (run.last(runs[0].measure) - base.last(runs[0].measure))
-        axis.plot(size, gain.tolist(), "o", label=name, alpha=0.75, markersize=4, color=COLOURS[i % len(COLOURS)])
+        axis.plot(size, gain.tolist(), "o", label=name, alpha=0.75, markersize=4, color=COLOURS[names.index(name) % len(COLOURS)])
     axis.axhline(0, color="0.4", linewidth=0.8)
     axis.legend(fontsize=8, frameon=False)
     which = "training samples" if base.header.get("size") else "test samples"

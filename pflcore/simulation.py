@@ -78,6 +78,10 @@ class Simulation:
             raise ValueError(f"participation: expected a fraction in (0, 1], got {self.participation}.")
         if self.buffers not in ("local", "average"):
             raise ValueError(f"buffers: expected 'local' or 'average', got {self.buffers!r}.")
+        try:
+            torch.device(self.device)
+        except RuntimeError:
+            raise ValueError(f"device: expected 'cpu' or 'cuda', got {self.device!r}.") from None
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise ValueError(f"device: got {self.device!r}, but torch {torch.__version__} sees no GPU here; use device='cpu'.")
         if self.eval_split not in self.data.index:
