@@ -1,0 +1,35 @@
+"""The examples are programs that people copy: they run, and they show what they say they show."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+import pflcore
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def test_the_ops_in_ones_own_code(capsys):
+    left = runpy.run_path(str(EXAMPLES / "use_ops.py"))
+    assert str(pflcore.backend()) in capsys.readouterr().out
+    sent, before, weight = left["sent"].double(), left["before"].double(), left["weight"]
+    assert torch.allclose(left["personal"].double(), before + weight @ (sent - before), atol=1e-6)
+    group = torch.arange(8) // 4
+    assert (group[left["nearest"].index] == group[:, None]).all() and (left["for_client_0"][4:] == 0).all()
+    assert torch.allclose(torch.cat([p.flatten() for p in left["models"][7].parameters()]), left["personal"][7])
+
+
+def test_a_simulation_in_ten_lines(capsys):
+    left = runpy.run_path(str(EXAMPLES / "ten_lines.py"))
+    out = capsys.readouterr().out
+    assert out.count("round 10:") == 2 and "waffle: client 0 ends at" in out
+    assert left["history"].stopped is None and left["rounds"] == list(range(1, 31))
+    assert left["accuracy"][-1, 0] > 0.9
+
+
+def test_simulations_are_at_hand_but_not_imported_with_the_ops():
+    assert {n for n in pflcore.__all__ if getattr(pflcore, n, None) is None} == set()
+    with pytest.raises(AttributeError, match="nothing_of_the_kind"):
+        _ = pflcore.nothing_of_the_kind
