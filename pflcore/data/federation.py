@@ -87,6 +87,17 @@ class Federation:
         """Client i's samples ``(x [n_i, ...], y [n_i])``, labelled as the client labels them. Fresh tensors: the pool is never altered."""
         return self.x[self._lists(split)[self._client(i)]], self.labels(i, split)
 
+    def pooled(
+        self, split: str = "test", clients: Sequence[int] | Tensor | None = None, limit: int = 1000, seed: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Motley's out-of-distribution set: up to ``limit`` samples ``(x, y)`` drawn from these clients' ``split`` without replacement.
+
+        Every sample keeps the label its owner gives it. One fixed draw by ``seed``, the same for whoever is tested on it.
+        """
+        from .splits import pooled
+
+        return pooled(self, split, clients, limit, seed)
+
     def summary(self) -> str:
         """A few lines of text: clients, samples, shapes, sizes, classes per client, what the partition noted."""
         size = self.size()

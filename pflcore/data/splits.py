@@ -111,6 +111,16 @@ def split_samples(fed: Federation, fractions: Mapping[str, float], seed: int, po
     return replace(fed, index={**kept, **index})
 
 
+def pooled(fed: Federation, split: str, clients: Sequence[int] | Tensor | None, limit: int, seed: int) -> tuple[Tensor, Tensor]:
+    ids = _ids(fed, range(fed.n) if clients is None else clients)
+    if limit < 1:
+        raise ValueError(f"limit must be at least 1 sample, got {limit}")
+    pairs = [fed.client(i, split) for i in ids]
+    x, y = torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
+    chosen = _permutation(len(x), seed, fed)[:limit]
+    return x[chosen], y[chosen]
+
+
 def standardized(fed: Federation) -> Federation:
     """Each client's features shifted and scaled by its own *training* statistics (ddof 0).
 

@@ -19,20 +19,21 @@ def synthetic_linear(
     groups: int = 2,
     spread: float = 0.0,
     noise: float = 0.1,
-    test_samples: int = 200,
+    held_out: int = 200,
     seed: int = 0,
 ) -> Federation:
     """Linear regression: y = x . w_i + noise, x normal; clients of a group (i mod groups) share w up to ``spread``.
 
+    Each client has ``samples`` to train on and ``held_out`` to test on.
     truth: "optimum" [N, dim] = w_i, "group" [N]. A client's best possible mean squared error is noise^2.
     """
-    _at_least(n=n, samples=samples, dim=dim, groups=groups, test_samples=test_samples)
+    _at_least(n=n, samples=samples, dim=dim, groups=groups, held_out=held_out)
     gen = torch.Generator().manual_seed(seed)
     group = torch.arange(n) % groups
     w = torch.randn(groups, dim, generator=gen)[group] + spread * torch.randn(n, dim, generator=gen)  # [N, D]
     clients = []
     for i in range(n):
-        x = torch.randn(samples + test_samples, dim, generator=gen)
+        x = torch.randn(samples + held_out, dim, generator=gen)
         y = x @ w[i] + noise * torch.randn(len(x), generator=gen)
         clients.append({"train": (x[:samples], y[:samples]), "test": (x[samples:], y[samples:])})
     fed = Federation.from_arrays(clients, classes=None, name="synthetic_linear")
@@ -65,7 +66,7 @@ def synthetic_clusters(
     classes: int = 4,
     dim: int = 8,
     separation: float = 3.0,
-    test_samples: int = 100,
+    held_out: int = 100,
     seed: int = 0,
 ) -> Federation:
     """Gaussian clouds, one per class, the same for all; the groups disagree on the clouds' names, so one model cannot serve two groups.
@@ -74,12 +75,12 @@ def synthetic_clusters(
     calls cloud c ``(c + g) mod classes`` (``relabel``), hence groups <= classes. truth: "group" [N], "centre" [N, C, dim] (the same for
     all). Whoever ignores the groups scores about 1/groups at best.
     """
-    _at_least(n=n, samples=samples, classes=classes, dim=dim, groups=groups, test_samples=test_samples)
+    _at_least(n=n, samples=samples, classes=classes, dim=dim, groups=groups, held_out=held_out)
     if groups > classes:
         raise ValueError(f"groups must be at most classes ({classes}), got {groups}")
     gen = torch.Generator().manual_seed(seed)
     centre = torch.nn.functional.normalize(torch.randn(classes, dim, generator=gen), dim=1) * separation
-    each = samples + test_samples
+    each = samples + held_out
     y = torch.arange(n * each) % classes
     x = centre[y] + torch.randn(n * each, dim, generator=gen)
     group = torch.arange(n) % groups
