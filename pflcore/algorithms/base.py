@@ -193,7 +193,7 @@ def nbytes(payload: Payload) -> int:
     total = 0
     for v in payload.values():
         if isinstance(v, Pool):
-            total += v.index.numel() * v.rows[0].numel() * v.rows.element_size()
+            total += v.index.numel() * v.rows.shape[1:].numel() * v.rows.element_size()
         else:
             total += v.numel() * v.element_size()
     return total

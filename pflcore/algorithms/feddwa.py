@@ -1,0 +1,119 @@
+"""FedDWA: every client's model is a mix of the models nearest to where the client is going."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pflcore import ops
+from pflcore.algorithms.base import Cohort, FedAvg, Payload, Tensors
+from pflcore.algorithms.qp import inner_products, simplex_qp
+from pflcore.flat import Net
+from pflcore.local import Local
+
+
+@dataclass(frozen=True)
+class FedDWA(FedAvg):
+    """Liu et al. 2023, Algorithm 1: w_i <- sum_j p_ij w_j over the k nearest, p_ij ~ 1 / |g_i - w_j|^2 (Eqs. 8 and 15).
+
+    server: x [N, P], the personalized models, and the guidance's cache with "previous" · client: nothing · down: x_i [S, P]
+    (1 model) · up: w, g [S, P] (2 models: the trained one and the guidance; 1 with "previous").
+    The guidance is where the client's next step would lead: "epoch" trains `ahead` epochs more (the authors' code), "steps" so many
+    minibatches, "full_grad" takes so many full-batch gradient steps (Eq. 16), "previous" is the model of the client's last round
+    (App. C.6, cached by the server; a client without one keeps its own model). Nothing of the look ahead stays with the client.
+    A client ranks among its own neighbours like any other and may miss its own k. Who is absent keeps its model, bit for bit.
+    Deviations: `ahead` > 1 goes on from where it is, where the authors' code starts again each time. `lr` and `weighting` play no part.
+    """
+
+    k: int = 5  # how many models are mixed, at most the cohort
+    guidance: str = "epoch"  # "epoch", "steps", "full_grad" or "previous"
+    ahead: int = 1  # epochs, minibatches or gradient steps of the guidance
+    newcomer: str = "init"  # a client's first model: "init", the common one, or "mean", that of the models so far
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.k < 1:
+            raise ValueError(f"k: expected at least 1 model to mix, got {self.k}.")
+        if self.guidance not in ("epoch", "steps", "full_grad", "previous"):
+            raise ValueError(f"guidance: expected 'epoch', 'steps', 'full_grad' or 'previous', got {self.guidance!r}.")
+        if self.ahead < 1:
+            raise ValueError(f"ahead: expected at least 1 step, got {self.ahead}.")
+        if self.newcomer not in ("init", "mean"):
+            raise ValueError(f"newcomer: expected 'init' or 'mean', got {self.newcomer!r}.")
+
+    def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
+        rows = net.w0.expand(n, -1)
+        g = {"x": rows, "seen": torch.zeros(n, dtype=torch.bool), "p": torch.zeros(n, n, dtype=torch.float64)}
+        return (g | {"last": rows} if self.guidance == "previous" else g), {}
+
+    def send(self, g: Tensors, cohort: Cohort, gen: torch.Generator) -> Payload:
+        x, seen = g["x"][cohort.ids], g["seen"]
+        if self.newcomer == "mean" and bool(seen.any()):
+            x[~seen[cohort.ids]] = g["x"][seen].mean(0)
+        return {"x": x}
+
+    def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
+        w = local.fit(down["x"]).w
+        return own, {"w": w} if self.guidance == "previous" else {"w": w, "g": self.look_ahead(w, local)}
+
+    def look_ahead(self, w: Tensor, local: Local) -> Tensor:
+        """The guidance models [S, P] of clients at `w` [S, P]; the clients stay as they are."""
+        if self.guidance != "full_grad":
+            length: dict[str, Any] = {"epochs" if self.guidance == "epoch" else "steps": self.ahead}
+            return local.fit(w, stream="ahead", probe=True, **length).w
+        for _ in range(self.ahead):
+            w = w - local.lr * local.grad(w)
+        return w
+
+    def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
+        ids, w = cohort.ids, up["w"]
+        guide = up["g"] if "g" in up else torch.where(g["seen"][ids][:, None].to(w.device), g["last"][ids], w)
+        weight, index = self.weights(guide, w)
+        g["x"][ids] = ops.aggregate(w, weight, index)
+        if "last" in g:
+            g["last"][ids] = w
+        g["seen"][ids] = True
+        p = torch.zeros_like(g["p"])
+        p[ids[:, None], ids[index.cpu()]] = weight.to(p)
+        return {**g, "p": p}
+
+    def weights(self, guide: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        """The mixing weights [S, K] and whose models they weigh [S, K], for guidance [S, P] and models [S, P]."""
+        weight, index = ops.feddwa_weights(ops.pairwise_sqdist(guide, w), self.k)
+        return weight, index
+
+    def report(self, g: Tensors) -> Tensors:
+        """weights [N, N]: row i is what client i was given in this round; zeros where it was absent."""
+        return {"weights": g["p"]}
+
+
+@dataclass(frozen=True)
+class FedDWAQP(FedDWA):
+    """FedDWA with Eq. 12 solved as it stands: the point nearest to the guidance in the convex hull of the k nearest models.
+
+    State and messages are FedDWA's. The paper keeps W's diagonal alone (Eq. 14), whose optimum is Eq. 15; `theta` leads from that
+    (0) to the whole W (1). With `k` at least the cohort's size nothing is left out; otherwise the problem is solved again among the
+    k nearest models. Eq. 13, the optimum without p >= 0, is no option: its weights may be negative.
+    """
+
+    theta: float = 1.0  # how much of W's off-diagonal counts
+    ridge: float = 1e-10  # times W's mean diagonal, added to it: the shortest of several optimal p
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.theta <= 1:
+            raise ValueError(f"theta: expected a number from 0 (Eq. 15) to 1 (Eq. 12), got {self.theta}.")
+        if not self.ridge >= 0:
+            raise ValueError(f"ridge: expected a number >= 0, got {self.ridge}.")
+
+    def weights(self, guide: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        d, between = ops.pairwise_sqdist(guide, w).cpu(), ops.pairwise_sqdist(w).cpu()
+        _, index = ops.feddwa_weights(d, self.k)  # the k nearest
+        weight = torch.empty(index.shape, dtype=torch.float64)
+        for i, near in enumerate(index):
+            inner = inner_products(d[i, near], between[near][:, near])
+            weight[i] = simplex_qp(self.theta * inner + (1 - self.theta) * inner.diagonal().diag(), self.ridge)
+        return weight.to(w.device), index.to(w.device)

@@ -1,0 +1,469 @@
+"""FedDWA: golden values, what its weights must obey, and the rounds around them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn as nn
+
+from pflcore import ops
+from pflcore.algorithms import Cohort, begin, evaluate, step
+from pflcore.algorithms.feddwa import FedDWA, FedDWAQP
+from pflcore.algorithms.qp import inner_products, simplex_qp
+from pflcore.data.federation import Federation
+from pflcore.flat import Net
+from pflcore.local import Engine, Local, Setting, Training
+
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "feddwa_family.json").read_text())
+
+
+def t(values) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def close(got, want, rtol=1e-9):
+    torch.testing.assert_close(torch.as_tensor(got).double(), t(want), rtol=rtol, atol=1e-12)
+
+
+def dense(top: ops.TopK, n: int) -> torch.Tensor:
+    return torch.zeros(len(top.index), n, dtype=torch.float64).scatter(1, top.index, top.weight)
+
+
+class Point(nn.Module):
+    """A model that is one number: its score is the parameter itself, whatever the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.w.expand(len(x))
+
+
+def half_squared(scores, y):
+    return ((scores - y) ** 2).mean() / 2
+
+
+def points(targets: list[list[float]], lr: float, batch_size: int = 100, seed: int = 0, engine: str = "pool", **training) -> Setting:
+    """f_i(w) = mean (w - y)^2 / 2 over the client's targets."""
+    y = torch.cat([t(c) for c in targets])
+    ends = torch.arange(len(y)).split([len(c) for c in targets])
+    data = Federation(
+        torch.zeros(2 * len(y), 1, dtype=torch.float64), y.repeat(2), {"train": list(ends), "test": [i + len(y) for i in ends]}
+    )
+    return Setting(Net(Point, half_squared), data, Training(lr=lr, batch_size=batch_size, **training), Engine(engine, 1), seed, 10)
+
+
+def cohort(ids: list[int], n: int, round: int = 1) -> Cohort:
+    share = torch.full((len(ids),), 1 / len(ids), dtype=torch.float64)
+    return Cohort(torch.tensor(ids), share, torch.ones(len(ids), dtype=torch.long), n, round, 10)
+
+
+def mixed(alg: FedDWA, w: torch.Tensor, g: torch.Tensor, ids=None, start=None) -> dict:
+    """The server's state after models `w` and guidance `g` came in."""
+    ids = list(range(len(w))) if ids is None else ids
+    n = max(ids) + 1
+    state = {"x": torch.zeros(n, w.shape[1], dtype=w.dtype) if start is None else start, "seen": torch.zeros(n, dtype=torch.bool)}
+    return alg.server(state | {"p": torch.zeros(n, n, dtype=torch.float64)}, {"w": w, "g": g}, cohort(ids, n))
+
+
+# golden values --------------------------------------------------------------------------------------------------------
+
+
+def test_golden_weights_and_mixes():
+    a1 = GOLDEN["A1_feddwa_basic"]
+    w, g = t(a1["W"]), t(a1["G"])
+    close(ops.pairwise_sqdist(g, w), a1["D2"])
+    for k, p, out in ((9, "P_full", "W_next_full"), (2, "P_top2", "W_next_top2"), (1, "P_top1", None)):
+        state = mixed(FedDWA(k=k), w, g)
+        close(state["p"], a1[p])
+        if out:
+            close(state["x"], a1[out])
+    assert not torch.allclose(mixed(FedDWA(k=9), w, g)["p"], t(a1["P_WRONG_power_minus1"]), atol=0.01)
+
+
+def test_golden_zeros_and_ties():
+    a2 = GOLDEN["A2_feddwa_zero_ties"]
+    for k in (1, 2, 3, 9):
+        close(dense(ops.feddwa_weights(t(a2["D2"]), k), 4), a2[{9: "P_topK9"}.get(k, f"P_top{k}")])
+    close(ops.feddwa_weights(t([GOLDEN["A3_two_clients"]["D2"]]), 2).weight[0], GOLDEN["A3_two_clients"]["p"])
+
+
+@pytest.mark.parametrize("engine", ["pool", "vmap"])
+def test_golden_rounds(engine):
+    a4 = GOLDEN["A4_feddwa_scalar_rounds"]
+    for guidance in ("epoch", "full_grad", "steps"):  # with one batch they are one thing
+        setting = points([[c] for c in a4["c"]], a4["eta"], engine=engine)
+        alg = FedDWA(k=a4["K"], guidance=guidance)
+        state = begin(alg, setting.net, 4)
+        for want in a4["rounds"]:
+            state, _ = step(alg, state, setting, torch.arange(4))
+            close(state.g["p"], want["P_top2"], 1e-8)
+            close(state.g["x"][:, 0], want["w_next"])
+
+
+def test_golden_partial_participation():
+    a5 = GOLDEN["A5_feddwa_partial"]
+    setting = points([[c] for c in a5["c"]], a5["eta"])
+    alg = FedDWA(k=a5["K"])
+    state = begin(alg, setting.net, 4)
+    for ids, want in zip(a5["sampled"], a5["rounds"], strict=True):
+        before, absent = state.g["x"].clone(), sorted({0, 1, 2, 3} - set(ids))
+        state, _ = step(alg, state, setting, torch.tensor(sorted(ids)))
+        s = torch.tensor(want["S"])
+        close(state.g["p"][s][:, s], want["P_top2"], 1e-8)
+        close(state.g["x"][:, 0], want["w_all_after"])
+        assert torch.equal(state.g["x"][absent], before[absent])
+        assert not state.g["p"][absent].any() and not state.g["p"][:, absent].any()
+
+
+def test_golden_guidance_epoch_against_full_gradient():
+    """One epoch ahead and one gradient step ahead can choose opposite neighbours."""
+    a9 = GOLDEN["A9_guidance_epoch_vs_fullgrad"]
+
+    class Fixed:  # local training in the order that the golden values have
+        lr = a9["eta"]
+
+        def fit(self, start, *, epochs=1, **_):
+            w = start.clone()
+            for _ in range(epochs):
+                for i, batches in enumerate(a9["batches"]):
+                    for b in batches:
+                        w[i] -= self.lr * (w[i] - t(b).mean())
+            return type("Fit", (), {"w": w})
+
+        def grad(self, w):
+            return torch.stack([w[i] - t([y for part in b for y in part]).mean() for i, b in enumerate(a9["batches"])])
+
+    for guidance, name in (("epoch", "epoch"), ("full_grad", "fullgrad")):
+        _, up = FedDWA(guidance=guidance).client({"x": torch.zeros(2, 1, dtype=torch.float64)}, {}, Fixed())
+        close(up["w"][:, 0], a9["w_hat"])
+        close(up["g"][:, 0], a9[f"g_{name}"])
+        close(mixed(FedDWA(), up["w"], up["g"])["p"], a9[f"P_{name}"])
+
+
+def test_golden_optimum_of_eq14():
+    d = t(GOLDEN["A1_feddwa_basic"]["D2"])
+    p = dense(ops.feddwa_weights(d, 3), 3)
+    want = GOLDEN["A6_eq14_optimum"]
+    close((p**2 * d).sum(1), want["opt_value"])
+    close(1 / (1 / d).sum(1), want["check"])
+    close((d / 9).sum(1), want["uniform_value"])
+    others = torch.rand(500, 1, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    others = others / others.sum(2, keepdim=True)
+    assert bool(((others**2 * d).sum(2) >= (p**2 * d).sum(1) - 1e-12).all())
+
+
+def test_golden_eq18():
+    a = GOLDEN["A8_eq18"]
+    wi, wj, grad = t(a["w_i"]), t(a["w_j"]), t(a["grad"])
+    close(ops.pairwise_sqdist((wi - a["eta"] * grad)[None], wj[None])[0, 0], a["lhs"])
+    close(((wi - wj) ** 2).sum() + 2 * a["eta"] * (wj - wi) @ grad + a["eta"] ** 2 * (grad**2).sum(), a["lhs"])
+    close([((wi - wj) ** 2).sum(), 2 * a["eta"] * (wj - wi) @ grad, a["eta"] ** 2 * (grad**2).sum()], [a["t1"], a["t2"], a["t3"]])
+
+
+# the exact problem ----------------------------------------------------------------------------------------------------
+
+
+def w_matrix(g: torch.Tensor, models: torch.Tensor) -> torch.Tensor:
+    return inner_products(ops.pairwise_sqdist(g[None], models)[0], ops.pairwise_sqdist(models))
+
+
+@pytest.mark.parametrize("name", ["B1_qp_interior", "B2_qp_singular_but_unique", "B3_qp_eq13_negative"])
+@pytest.mark.parametrize("ridge", [0.0, 1e-10])
+def test_golden_qp(name, ridge):
+    b = GOLDEN[name]
+    w = w_matrix(t(b["guidance"]), t(b["models"]))
+    close(w, b["Wmat"])
+    p = simplex_qp(w, ridge)
+    close(p, b["p_simplex_QP"], 1e-8)
+    torch.testing.assert_close(p @ w @ p, t(b["obj_QP"]), rtol=1e-9, atol=1e-12)
+    if b["p_eq13"] is not None:
+        affine = torch.linalg.solve(w, torch.ones(3, dtype=torch.float64))
+        close(affine / affine.sum(), b["p_eq13"])  # no solution of Eq. 12 where it is negative
+
+
+def test_golden_qp_of_a1():
+    a1, a7 = GOLDEN["A1_feddwa_basic"], GOLDEN["A7_qp_on_A1"]
+    w, g = t(a1["W"]), t(a1["G"])
+    state = mixed(FedDWAQP(k=3), w, g)
+    torch.testing.assert_close(state["p"], t(a7["p_simplex"]), rtol=1e-8, atol=1e-9)
+    torch.testing.assert_close(((state["x"] - g) ** 2).sum(1), t(a7["residual_sq_QP"]), rtol=1e-8, atol=1e-12)
+    for k, want in ((3, "residual_sq_eq15"), (2, "residual_sq_top2")):
+        close(((mixed(FedDWA(k=k), w, g)["x"] - g) ** 2).sum(1), a7[want])
+
+
+def kkt(w: torch.Tensor, p: torch.Tensor) -> float:
+    """By how much p misses the conditions of optimality, relative to W."""
+    slope = w @ p / w.diagonal().max()
+    mu = p @ slope
+    worst = (mu - slope).clamp(min=0).max()
+    return max(float(worst), float(((slope - mu).abs() * (p > 1e-9)).max()), float((-p).clamp(min=0).max()), abs(float(p.sum()) - 1))
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_qp_satisfies_kkt_and_beats_eq15(seed):
+    gen = torch.Generator().manual_seed(seed)
+    m, dim = int(torch.randint(1, 45, (), generator=gen)), int(torch.randint(1, 60, (), generator=gen))
+    scale = 10.0 ** float(torch.randint(-6, 4, (), generator=gen))
+    models = 1 + scale * torch.randn(m, dim, generator=gen, dtype=torch.float64)
+    g = 1 + scale * torch.randn(dim, generator=gen, dtype=torch.float64) * (0.1 if seed % 2 else 2)
+    if seed % 5 == 0 and m > 3:
+        models[1], models[2] = models[0], (models[0] + models[3]) / 2  # affinely dependent
+    if seed % 7 == 0:
+        g = models[-1].clone()
+    w = w_matrix(g, models)
+    p = simplex_qp(w)
+    assert kkt(w, p) < 1e-8
+    p15 = dense(ops.feddwa_weights(w.diagonal()[None], m), m)[0]
+    residual, residual15 = (((q @ models - g) ** 2).sum() for q in (p, p15))
+    assert residual <= residual15 + 1e-9 * w.diagonal().max()
+
+
+def test_qp_picks_the_shortest_of_several_optima():
+    torch.testing.assert_close(simplex_qp(torch.diag(t([0, 0, 1]))), t([0.5, 0.5, 0.0]), rtol=0, atol=1e-5)
+    close(simplex_qp(torch.zeros(3, 3)), [1 / 3] * 3)
+    one = simplex_qp(w_matrix(t([-5.0]), t([[1.0], [2.0], [3.0]])))  # dependent models, rank 1, and yet one optimum
+    close(one, [1.0, 0.0, 0.0])
+
+
+def test_qp_bridge_runs_from_eq15_to_eq12():
+    gen = torch.Generator().manual_seed(3)
+    w, g = torch.randn(12, 30, generator=gen).double(), torch.randn(12, 30, generator=gen).double()
+    start = mixed(FedDWAQP(k=4, theta=0.0, ridge=0.0), w, g)
+    torch.testing.assert_close(start["p"], mixed(FedDWA(k=4), w, g)["p"], rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(mixed(FedDWAQP(k=4, theta=0.0), w, g)["p"], start["p"], rtol=1e-6, atol=1e-8)
+    residual = [((mixed(FedDWAQP(k=4, theta=theta), w, g)["x"] - g) ** 2).sum() for theta in (0.0, 0.5, 1.0)]
+    assert residual[0] > residual[1] > residual[2]
+
+
+def test_qp_says_what_is_wrong():
+    with pytest.raises(ValueError, match=r"^w: expected a square matrix"):
+        simplex_qp(torch.zeros(2, 3))
+    with pytest.raises(ValueError, match=r"^w: expected finite entries"):
+        simplex_qp(torch.full((2, 2), torch.nan))
+    with pytest.raises(ValueError, match=r"^ridge:"):
+        simplex_qp(torch.eye(2), -1.0)
+
+
+# what the weights must obey -------------------------------------------------------------------------------------------
+
+
+def models(seed: int, m: int, dim: int = 50, spread: float = 1e-3, dtype=torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+    gen = torch.Generator().manual_seed(seed)
+    centre = torch.randn(dim, generator=gen, dtype=torch.float64)
+    w = centre + spread * torch.randn(m, dim, generator=gen, dtype=torch.float64)
+    return w.to(dtype), (w + spread * torch.randn(m, dim, generator=gen, dtype=torch.float64)).to(dtype)
+
+
+@pytest.mark.parametrize("m", [1, 2, 7, 40])
+@pytest.mark.parametrize("k", [1, 5, 100])
+def test_weights_are_a_distribution_over_k(m, k):
+    w, g = models(m, m)
+    state = mixed(FedDWA(k=k), w, g)
+    p, kept = state["p"], min(k, m)
+    torch.testing.assert_close(p.sum(1), torch.ones(m, dtype=torch.float64))
+    assert bool((p >= 0).all()) and bool(((p > 0).sum(1) == kept).all())
+    assert bool((state["x"] <= w.amax(0) + 1e-12).all() and (state["x"] >= w.amin(0) - 1e-12).all())  # inside the hull
+    if k == 1:
+        assert torch.equal(p.argmax(1), ops.pairwise_sqdist(g, w).argmin(1))
+    if k >= m:
+        torch.testing.assert_close(p, mixed(FedDWA(k=m), w, g)["p"], rtol=0, atol=0)
+
+
+def test_weights_follow_the_clients_and_no_frame():
+    w, g = models(0, 40)
+    p = mixed(FedDWA(k=6), w, g)["p"]
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(mixed(FedDWA(k=6), w[order], g[order])["p"], p[order][:, order], rtol=0, atol=0)
+    turn = torch.linalg.qr(torch.randn(50, 50, generator=torch.Generator().manual_seed(2), dtype=torch.float64)).Q
+    for move in (lambda z: z + 3.0, lambda z: z @ turn, lambda z: 1e-4 * z):
+        torch.testing.assert_close(mixed(FedDWA(k=6), move(w), move(g))["p"], p, rtol=1e-8, atol=1e-12)
+
+
+def test_float32_weights_are_right_for_forty_close_models():
+    """Expanding the square, as torch.cdist does above 25 rows, is wrong by more than 100 percent here."""
+    w, g = models(5, 40, dim=20_000, spread=1e-4, dtype=torch.float32)
+    exact = mixed(FedDWA(k=5), w.double(), g.double())
+    single = mixed(FedDWA(k=5), w, g)
+    torch.testing.assert_close(single["p"], exact["p"], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(single["x"].double(), exact["x"], rtol=1e-5, atol=1e-6)
+    wrong = torch.cdist(g, w) ** 2
+    assert bool((wrong / ops.pairwise_sqdist(g, w) - 1).abs().max() > 0.01)
+
+
+def test_equal_models_and_guidance_on_a_model():
+    w, g = models(2, 6)
+    w[3], g[0] = w[1], w[0]
+    g[1] = w[1]
+    p = mixed(FedDWA(k=5), w, g)["p"]
+    close(p[0], [1, 0, 0, 0, 0, 0])
+    close(p[1], [0, 0.5, 0, 0.5, 0, 0])
+    close(mixed(FedDWA(k=2), w, w)["p"][[0, 2, 4, 5]], torch.eye(6)[[0, 2, 4, 5]].tolist())
+
+
+def test_self_may_miss_its_own_k():
+    first = GOLDEN["A4_feddwa_scalar_rounds"]["rounds"][0]
+    p = mixed(FedDWA(k=2), t(first["w_hat"])[:, None], t(first["guidance"])[:, None])["p"]
+    assert p[2, 2] == 0 and p[2].nonzero()[:, 0].tolist() == [1, 3]
+
+
+def test_results_do_not_alias_inputs():
+    w, g = models(4, 5)
+    kept = w.clone()
+    state = mixed(FedDWA(k=3), w, g)
+    assert torch.equal(w, kept)
+    state["x"].zero_()
+    assert torch.equal(w, kept)
+
+
+# rounds ---------------------------------------------------------------------------------------------------------------
+
+
+def images(engine: str = "vmap", n: int = 6, seed: int = 0, batch_norm: bool = False, **training) -> Setting:
+    gen = torch.Generator().manual_seed(seed)
+    sizes = [8 + 3 * i for i in range(n)]
+    total = sum(sizes)
+    x, y = torch.randn(2 * total, 1, 5, 5, generator=gen), torch.randint(0, 4, (2 * total,), generator=gen)
+    index = list(torch.arange(total).split(sizes))
+    data = Federation(x, y, {"train": index, "test": [i + total for i in index]}, 4)
+
+    def build() -> nn.Module:
+        norm = [nn.BatchNorm2d(2)] if batch_norm else []
+        return nn.Sequential(nn.Conv2d(1, 2, 3), *norm, nn.ReLU(), nn.Flatten(), nn.Linear(18, 4))
+
+    options = {"lr": 0.1, "batch_size": 5} | training
+    return Setting(Net(build), data, Training(**options), Engine(engine, 2), 7, 10)
+
+
+@pytest.mark.parametrize("engine", ["pool", "vmap"])
+def test_look_ahead_leaves_no_trace(engine):
+    """Whatever the guidance is, training, statistics and later shuffles are those of a run that never looked ahead."""
+
+    setting = images(engine, batch_norm=True, momentum=0.5)
+    ids = torch.arange(6)
+    after = []
+    for guidance in ("previous", "epoch", "steps", "full_grad"):
+        local = Local(setting, ids, 3, setting.net.b0.expand(6, -1).clone())
+        down = {"x": setting.net.w0.expand(6, -1)}
+        _, up = FedDWA(guidance=guidance, ahead=2).client(down, {}, local)
+        again = local.fit(up["w"], stream="later").w
+        after.append((up["w"], local.buffers, again))
+        if "g" in up:
+            assert not torch.equal(up["g"], up["w"])
+    for other in after[1:]:
+        for a, b in zip(after[0], other, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_more_steps_ahead_go_further():
+    setting = points([[1.0, 2.0], [3.0, 5.0]], 0.1, batch_size=1)
+    guides = []
+    for ahead in (1, 2, 4):
+        local = Local(setting, torch.arange(2), 1, setting.net.b0.expand(2, -1))
+        guides.append(FedDWA(ahead=ahead).look_ahead(torch.zeros(2, 1, dtype=torch.float64), local))
+    assert bool((guides[0] < guides[1]).all() and (guides[1] < guides[2]).all())
+
+
+def test_step_size_zero_keeps_everybody_at_home():
+    setting = images(lr=0.0)
+    alg = FedDWA()
+    state = begin(alg, setting.net, 6)
+    state.g["x"] += torch.arange(6)[:, None] / 10
+    before = state.g["x"].clone()
+    state, _ = step(alg, state, setting, torch.arange(6))
+    assert torch.equal(state.g["p"], torch.eye(6, dtype=torch.float64)) and torch.equal(state.g["x"], before)
+
+
+def test_previous_guidance_uploads_one_model_and_starts_alone():
+    setting = images()
+    alg, p = FedDWA(guidance="previous", k=3), setting.net.size
+    state = begin(alg, setting.net, 6)
+    state, done = step(alg, state, setting, torch.arange(4))
+    assert (done.bytes_up, done.bytes_down) == (4 * 4 * p, 4 * 4 * p)
+    assert torch.equal(state.g["p"][:4, :4], torch.eye(4, dtype=torch.float64))  # nobody has a previous model yet
+    last = state.g["last"].clone()
+    state, _ = step(alg, state, setting, torch.tensor([1, 2, 5]))
+    want = ops.feddwa_weights(ops.pairwise_sqdist(last[[1, 2]], state.g["last"][[1, 2, 5]]), 3)
+    torch.testing.assert_close(state.g["p"][[1, 2]][:, [1, 2, 5]], dense(want, 3))
+    assert state.g["p"][5, 5] == 1
+    assert torch.equal(state.g["last"][0], last[0])
+
+
+def test_ahead_guidance_uploads_two_models():
+    setting = images()
+    _, done = step(FedDWA(), begin(FedDWA(), setting.net, 6), setting, torch.tensor([0, 3]))
+    assert (done.bytes_up, done.bytes_down) == (2 * 2 * 4 * setting.net.size, 2 * 4 * setting.net.size)
+
+
+def test_a_newcomer_starts_from_the_initial_model_or_the_mean():
+    setting = images()
+    for newcomer in ("init", "mean"):
+        alg = FedDWA(newcomer=newcomer)
+        state = begin(alg, setting.net, 6)
+        state, _ = step(alg, state, setting, torch.arange(4))
+        x = alg.send(state.g, cohort([1, 5], 6), torch.Generator())["x"]
+        assert torch.equal(x[0], state.g["x"][1])
+        want = setting.net.w0 if newcomer == "init" else state.g["x"][:4].mean(0)
+        torch.testing.assert_close(x[1], want)
+
+
+@pytest.mark.parametrize("alg", [FedDWA(k=2), FedDWAQP(k=3)])
+def test_a_client_with_nan_is_absent(alg):
+    setting = images()
+    setting.data.x[setting.data.index["train"][2]] = torch.nan
+    fine, _ = step(alg, begin(alg, setting.net, 6), setting, torch.tensor([0, 1, 3, 4, 5]))
+    state, done = step(alg, begin(alg, setting.net, 6), setting, torch.arange(6))
+    assert done.dropped == [2]
+    assert torch.equal(state.g["x"], fine.g["x"]) and torch.equal(state.g["x"][2], setting.net.w0)
+
+
+@pytest.mark.parametrize("alg", [FedDWA(), FedDWAQP(theta=0.5)])
+def test_engines_agree_and_everybody_is_evaluated(alg):
+    found = []
+    for engine in ("pool", "vmap"):
+        setting = images(engine, batch_norm=True)
+        state = begin(alg, setting.net, 6)
+        for ids in ([0, 1, 2, 3, 4, 5], [1, 3, 5]):
+            state, _ = step(alg, state, setting, torch.tensor(ids))
+        found.append((state.g["x"], state.buffers, evaluate(alg, state, setting)["loss"]))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert found[0][2].shape == (6,)
+
+
+def test_clients_of_one_task_find_each_other():
+    """Two groups with opposite labels: nearly all weight stays within a group, and the k nearest are the group."""
+    gen = torch.Generator().manual_seed(0)
+    n, each = 8, 40
+    x = torch.randn(n * each, 6, generator=gen)
+    y = (x @ torch.randn(6, generator=gen) > 0).long()
+    index = list(torch.arange(n * each).split(each))
+    group = torch.arange(n) // 4
+    relabel = torch.stack([torch.tensor([[0, 1], [1, 0]])[g] for g in group])
+    data = Federation(x, y, {"train": index}, 2, relabel)
+    setting = Setting(Net(nn.Linear(6, 2)), data, Training(lr=0.1, batch_size=10), Engine("vmap", 1), 0, 10)
+    alg = FedDWA(k=8)
+    state = begin(alg, setting.net, n)
+    for _ in range(10):
+        state, _ = step(alg, state, setting, torch.arange(n))
+    p, same = alg.report(state.g)["weights"], group[:, None] == group
+    assert p[same].mean() > 3 * p[~same].mean()
+    near = p.topk(4, 1).indices
+    assert torch.equal(group[near], group[:, None].expand(-1, 4))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"k": 0}, "k: "), ({"guidance": "current"}, "guidance: "), ({"ahead": 0}, "ahead: "), ({"newcomer": "x"}, "newcomer: ")],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match="^" + message):
+        FedDWA(**options)
+
+
+@pytest.mark.parametrize(("options", "message"), [({"theta": 1.5}, "theta: "), ({"ridge": -1.0}, "ridge: "), ({"k": -1}, "k: ")])
+def test_bad_options_of_the_qp(options, message):
+    with pytest.raises(ValueError, match="^" + message):
+        FedDWAQP(**options)
