@@ -261,6 +261,14 @@ def test_dirichlet_falls_back_and_says_so():
     assert min(sizes(same)) == 40 and min(sizes(same, "test")) >= 1
 
 
+def test_dirichlet_gives_everybody_a_test_sample():
+    y, few = labels_with([600] * 10), labels_with([1] * 10)
+    for seed in range(5):
+        part = partition("dirichlet", y, 10, alpha=0.1, test_labels=few, min_size=1, max_redraws=5, seed=seed)
+        assert sizes(part, "test") == [1] * 10  # moved one by one, never from a client that has only one
+        assert "none of 5 draws" in part.notes[0]  # a draw that leaves a client untested is not accepted
+
+
 def test_dirichlet_pooled_split_is_four_to_one_and_all_equal_min_size_terminates():
     y = labels_with([100] * 10)
     part = partition("practical2", y, 10)

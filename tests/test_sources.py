@@ -131,7 +131,7 @@ def test_torchvision_sets_by_a_stand_in(monkeypatch, tmp_path):
     letters = load("emnist_letters", tmp_path)
     assert letters.y_train.tolist() == [0, 25, 1] and letters.classes == 26
     assert letters.x_train[0, 0].argmax() == 20 * 28 + 5  # upright
-    message = f"data 'cifar100' could not be read from or downloaded to {tmp_path} by torchvision: cannot reach it"
+    message = f"data 'cifar100' could not be read from or downloaded to {tmp_path} by torchvision (cannot reach it at all)"
     sentence(OSError, lambda: load("cifar100", tmp_path), message)
 
 

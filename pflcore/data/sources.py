@@ -141,19 +141,18 @@ CIFAR = ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
 def _torchvision(
     name: str, cls: str, root: Path | None, classes: int, mean: tuple[float, ...], std: tuple[float, ...], **options: Any
 ) -> Source:
+    files = f", or set PFLCORE_DATA to a folder that holds {name}/{IDX_FILES[0]}.gz and its three fellows"
+    instead = files if cls in ("MNIST", "FashionMNIST") else ""
     try:
         datasets = package("torchvision.datasets", name)
     except ImportError as e:
-        if name in ("mnist", "fashion_mnist"):
-            files = f"set PFLCORE_DATA to a folder that holds {name}/{IDX_FILES[0]}.gz and its three fellows"
-            raise ImportError(f"{e}, or {files}") from e
-        raise
+        raise ImportError(f"{e}{instead}") from e
     folder = root if root is not None else Path.home() / ".cache" / "pflcore"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         train, test = (getattr(datasets, cls)(str(folder), train=t, download=True, **options) for t in (True, False))
     except Exception as e:  # no network, a full disk, a changed address: torchvision raises several kinds
-        raise OSError(f"data {name!r} could not be read from or downloaded to {folder} by torchvision: {_line(e)}") from e
+        raise OSError(f"data {name!r} could not be read from or downloaded to {folder} by torchvision ({_line(e)}){instead}") from e
     parts = []
     for part in (train, test):
         x = np.asarray(part.data)
@@ -212,4 +211,4 @@ def _stratified(x: Tensor, y: Tensor, number: int | None, what: str, seed: int) 
 
 
 def _line(e: BaseException) -> str:
-    return (str(e).strip().splitlines() or [type(e).__name__])[0]
+    return " ".join(str(e).split())[:200].rstrip(" :") or type(e).__name__
