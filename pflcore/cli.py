@@ -94,6 +94,10 @@ def _play(command: str, names: list[str], argv: Sequence[str]) -> int:
         hypers[name] = {o.name: next((k for k, v in new.items() if v == o.name), o.name) for o in groups[-1].options}
 
     about = f"{inspect.getdoc(run if one else compare)}\n\nAlgorithms: {_algorithms()}."
+    if not one:
+        about += " Their own options are --ALGORITHM.OPTION; --algorithms A B --help shows those of A and B."
+    elif not names:
+        about += " pflcore run ALGORITHM --help shows its own options, too."
     prog = f"pflcore run {names[0] if names else 'ALGORITHM'}" if one else "pflcore compare"
     got = parse(prog, about, groups, argv)
     hyper = {name: {to: got[name][option] for option, to in options.items()} for name, options in hypers.items()}

@@ -35,6 +35,8 @@ class Options:
     data_seed: int = 0  # of the cut of the data
     train_samples: int | None = None  # use so many of the training pool only
     test_samples: int | None = None  # use so many of the test pool only
+    val: float = 0.0  # fraction of each client's training samples kept for validation
+    eval_split: str = "test"  # what is evaluated: test, or val to choose hyper-parameters
     eval_every: int = 1  # rounds between evaluations of all clients
     engine: str = "auto"  # pool, vmap, or auto by model and sizes
     workers: int | None = None  # threads; never changes a result
@@ -90,6 +92,10 @@ def federation(options: Options, cut: Mapping[str, Any] | None = None) -> Federa
         test_samples=options.test_samples,
         **(cut or {}),
     )
+    if not 0 <= options.val < 1:
+        raise ValueError(f"val: expected a fraction in [0, 1), got {options.val}.")
+    if options.val:
+        data = data.split_samples({"train": 1 - options.val, "val": options.val}, options.data_seed, pool=("train",))
     if options.target is not None and not 0 <= options.target < data.n:
         raise ValueError(f"target: expected a client from 0 to {data.n - 1}, got {options.target}.")
     return data
@@ -152,6 +158,7 @@ class Job:
             device=o.device,
             buffers=o.buffers,
             eval_every=o.eval_every,
+            eval_split=o.eval_split,
         )
 
     def header(self, simulation: Simulation) -> dict[str, Any]:

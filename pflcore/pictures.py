@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pflcore import metrics
 from pflcore.record import Run
-from pflcore.report import find, label
+from pflcore.report import find, label, split_of
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")  # distinct for the colour-blind too
 STYLES = ("-", "--", "-.", ":")
@@ -41,13 +41,14 @@ def _tidy(axis: Any, title: str, x: str, y: str) -> None:
     axis.grid(alpha=0.25, linewidth=0.6)
 
 
-def _percent(run: Run) -> tuple[float, str]:
-    return (100.0, "accuracy, %") if run.measure == "accuracy" else (1.0, "loss")
+def _scale(run: Run) -> tuple[float, str]:
+    """Factor and name of what the axes show."""
+    return (100.0, f"{split_of(run)} accuracy, %") if run.measure == "accuracy" else (1.0, f"{split_of(run)} loss")
 
 
 def curves(runs: Sequence[Run], path: str | Path) -> Path:
     """Accuracy by round, a line per algorithm: mean over clients, and the target's own where there is one; a band is ± std over seeds."""
-    groups, (scale, unit) = label(runs), _percent(runs[0])
+    groups, (scale, unit) = label(runs), _scale(runs[0])
     targets: list[int | None] = [None, *sorted({r.target for r in runs if r.target is not None})]
     figure, axes = _figure(5.6 * len(targets), 4.2, len(targets))
     for axis, client in zip(axes, targets, strict=True):
@@ -60,7 +61,7 @@ def curves(runs: Sequence[Run], path: str | Path) -> Path:
             axis.plot(rounds, mean.tolist(), label=name, linewidth=1.6, marker="o" if len(rounds) == 1 else None, **line)
             if len(members) > 1:
                 axis.fill_between(rounds, (mean - std).tolist(), (mean + std).tolist(), alpha=0.18, linewidth=0, color=line["color"])
-        _tidy(axis, "mean over clients" if client is None else f"client {client}, the target", "round", f"test {unit}")
+        _tidy(axis, "mean over clients" if client is None else f"client {client}, the target", "round", unit)
     axes[-1].legend(fontsize=8, frameon=False)
     return _save(figure, path)
 
@@ -127,7 +128,7 @@ def similarity(runs: Sequence[Run], path: str | Path) -> Path | None:
 
 def clients(runs: Sequence[Run], path: str | Path) -> Path:
     """The clients' values at the last evaluation, a box per algorithm (seeds together), with a dot per client where they are few."""
-    groups, (scale, unit) = label(runs), _percent(runs[0])
+    groups, (scale, unit) = label(runs), _scale(runs[0])
     values = [torch.cat([scale * r.last(runs[0].measure) for r in members]) for members in groups.values()]
     values = [v[~v.isnan()] for v in values]
     figure, (axis,) = _figure(1.6 + 1.1 * len(groups), 4.0)
@@ -137,13 +138,13 @@ def clients(runs: Sequence[Run], path: str | Path) -> Path:
             spread = torch.linspace(-0.12, 0.12, len(v)) if len(v) > 1 else torch.zeros(len(v))
             axis.plot((i + 1 + spread).tolist(), v.tolist(), ".", color=COLOURS[0], alpha=0.6, markersize=5)
     axis.set_xticks(range(1, len(groups) + 1), list(groups), rotation=20, ha="right", fontsize=8)
-    _tidy(axis, "clients at the last evaluation", "", f"test {unit}")
+    _tidy(axis, "clients at the last evaluation", "", unit)
     return _save(figure, path)
 
 
 def deltas(runs: Sequence[Run], baseline: str, path: str | Path) -> Path | None:
     """Gain of each client over the `baseline` algorithm against its number of samples (Motley, Fig. 3). None without a baseline run."""
-    groups, (scale, unit) = label(runs), _percent(runs[0])
+    groups, (scale, unit) = label(runs), _scale(runs[0])
     found = find(groups, baseline)
     base = found[0] if found else None
     names = list(groups)  # an algorithm has its colour of the other pictures
@@ -160,7 +161,7 @@ def deltas(runs: Sequence[Run], baseline: str, path: str | Path) -> Path | None:
     axis.axhline(0, color="0.4", linewidth=0.8)
     axis.legend(fontsize=8, frameon=False)
     which = "training samples" if base.header.get("size") else "test samples"
-    _tidy(axis, f"each client against {baseline}", f"{which} of the client", f"difference of test {unit}")
+    _tidy(axis, f"each client against {baseline}", f"{which} of the client", f"difference of {unit}")
     return _save(figure, path)
 
 

@@ -41,7 +41,7 @@ class Record:
 
     def __init__(self, path: str | Path, overwrite: bool = False) -> None:
         """Opens `path`, making its folder. A file that holds something is kept unless `overwrite`: ValueError."""
-        self.path = Path(path)
+        self.path, self._torn = Path(path), False
         if self.path.exists() and self.path.is_file() and self.path.stat().st_size and not overwrite:
             raise ValueError(f"path: expected a new file, got {self.path}, which holds something; name another or allow overwriting it.")
         try:
@@ -52,9 +52,12 @@ class Record:
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Appends one line: a header, a round or a stop."""
-        data = memoryview((json.dumps(plain(line), allow_nan=False, separators=(",", ":")) + "\n").encode())
+        text = json.dumps(plain(line), allow_nan=False, separators=(",", ":"))
+        data = memoryview((("\n" if self._torn else "") + text + "\n").encode())
+        self._torn = True  # until the whole line is written: Ctrl-C or a full disk may come in between
         while data:
             data = data[self._file.write(data) or 0 :]
+        self._torn = False
 
     def close(self) -> None:
         if not self._file.closed:

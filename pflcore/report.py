@@ -9,10 +9,15 @@ from typing import Any
 from pflcore import metrics
 from pflcore.record import Run
 
+PARTS = ("partition_options", "model_options", "training", "options")
+CONDITIONS = ("rounds", "participation", "buffers", "criterion", "eval_split")  # of the header; with "setting" what seeds must share
+
 
 def options(run: Run) -> dict[str, Any]:
-    """The run's hyper-parameters: those of its local training and its algorithm's own."""
-    return {**(run.header.get("training") or {}), **(run.header.get("options") or {})}
+    """All that was chosen for the run but its seed and its setting, the algorithm's own hyper-parameters last."""
+    head = run.header
+    parts = [{k: head[k] for k in CONDITIONS if k in head}] + [head.get(k) or {} for k in PARTS]
+    return {k: v for part in parts for k, v in part.items()}
 
 
 def label(runs: Sequence[Run]) -> dict[str, list[Run]]:
@@ -34,6 +39,11 @@ def setting(run: Run) -> str:
     head = run.header
     words = [f"{head[k]}" if k == "data" else f"{k} {head[k]}" for k in ("data", "partition", "model") if head.get(k) not in (None, "")]
     return ", ".join(words + ([f"{head['n']} clients"] if "n" in head else [])) or "runs"
+
+
+def split_of(run: Run) -> str:
+    """On which of the clients' data the run was evaluated, in words."""
+    return {"test": "test", "val": "validation"}.get(run.header.get("eval_split", "test"), "training")
 
 
 def human(size: float) -> str:
@@ -76,7 +86,8 @@ def _table(name: str, runs: Sequence[Run], last: int, baseline: str | None) -> s
 
     length = max((r.rounds[-1]["round"] for r in runs if r.rounds), default=0)
     seeds = max(map(len, groups.values()))
-    said = f"{'Test accuracy in percent' if up else 'Test loss'}, mean over clients unless a client is named"
+    split = split_of(runs[0])
+    said = f"{split.capitalize()} {'accuracy in percent' if up else 'loss'}, mean over clients unless a client is named"
     lines = [
         f"### {name}, {length} rounds",
         "",
@@ -85,7 +96,8 @@ def _table(name: str, runs: Sequence[Run], last: int, baseline: str | None) -> s
         *_markdown(rows),
         "",
     ]
-    lines.append("\\* the best round, selected on test data (optimistic, as in the papers); std and worst decile: at the last evaluation.")
+    optimistic = " (optimistic, as in the papers)" if split == "test" else ""
+    lines.append(f"\\* the best round, selected on {split} data{optimistic}; std and worst decile: at the last evaluation.")
     for_one = [(name, m[0].header["made_for"]) for name, m in groups.items() if m[0].header.get("made_for") is not None]
     if for_one:
         lines.append("\nMade for one client, whose columns count: " + ", ".join(f"{name} for client {c}" for name, c in for_one) + ".")

@@ -1,6 +1,7 @@
 """The command line, end to end on real images; whatever goes wrong is one sentence and never costs a record."""
 
 import importlib.util
+import math
 import os
 import signal
 import subprocess
@@ -86,6 +87,14 @@ def test_data_that_come_with_their_clients():
     assert run.header["partition"] is None and run.header["n"] == 5
 
 
+def test_a_validation_split(capsys):
+    assert cli.main(["run", "fedavg", *DIGITS, "--val", "0.25", "--eval-split", "val", "--out", "o"]) == 0
+    assert "Validation accuracy" in capsys.readouterr().out
+    (run,) = read("o")
+    held = run.rounds[-1]["eval"]["size"]
+    assert held == [math.ceil((kept + v) / 4) for kept, v in zip(run.header["size"], held, strict=True)]
+
+
 def test_a_folder_is_made_below_runs_and_none_is_reused():
     for _ in range(2):
         assert cli.main(["run", "fedavg", "--partition", "A*", *DIGITS]) == 0
@@ -131,6 +140,8 @@ BAD = {
     "hyper-parameter": (["run", "fedprox", *DIGITS, "--mu", "-1"], "mu"),
     "learning rate": (["run", "fedavg", *DIGITS, "--lr", "-1"], "lr: expected"),
     "no rounds": (["run", "fedavg", *DIGITS, "--rounds", "0"], "rounds"),
+    "a split that is not there": (["run", "fedavg", *DIGITS, "--eval-split", "val"], "eval_split"),
+    "a validation share": (["run", "fedavg", *DIGITS, "--val", "1"], "val: expected"),
     "no clients": (["run", "fedavg", *DIGITS, "--n", "0"], "n: expected"),
     "no seeds": (["run", "fedavg", *DIGITS, "--seeds", "0"], "seeds: expected"),
     "participation": (["run", "fedavg", *DIGITS, "--participation", "0"], "participation"),

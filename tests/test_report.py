@@ -158,6 +158,34 @@ def test_namesakes_are_told_apart_by_what_differs():
     assert list(report.label(runs)) == ["waffle (tie=closed)", "waffle (tie=open)"]
 
 
+def test_other_conditions_are_not_other_seeds():
+    runs = group([*a_run(participation=1.0), *a_run(participation=0.2, seed=1), *a_run(participation=0.2, seed=2)])
+    assert {k: len(v) for k, v in report.label(runs).items()} == {"waffle (participation=1.0)": 1, "waffle (participation=0.2)": 2}
+
+
+def test_selection_on_validation_data_is_called_so():
+    text = report.table(group(a_run(eval_split="val")))
+    assert "Validation accuracy" in text and "selected on validation data;" in text
+
+
+def test_a_line_that_was_not_finished_costs_only_itself(tmp_path, monkeypatch):
+    record = Record(tmp_path / "r.jsonl")
+    record.write({"header": {}})
+    honest = record._file
+
+    class Full:
+        def write(self, data):
+            honest.write(data[:10])
+            raise OSError("the disk is full")
+
+    monkeypatch.setattr(record, "_file", Full())
+    with pytest.raises(OSError, match="full"):
+        record.write(line(1, [0.5] * N))
+    monkeypatch.setattr(record, "_file", honest)
+    record.write({"stopped": "The disk was full."})
+    assert read(record.path)[0].stopped == "The disk was full."
+
+
 def test_settings_do_not_share_a_table():
     text = report.table(group([*a_run(), *a_run(data="mnist5k")]))
     assert text.count("### ") == 2
