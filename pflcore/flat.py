@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,30 +17,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from pflcore.context import context, forward_mode
+from pflcore.pooling import swap_pooling
+
+__all__ = ["CRITERIA", "Net", "context", "forward_mode", "hinge", "refuse_random", "squared"]
+
 RANDOM_MODULES = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
-
-
-class _Context(threading.local):
-    """What a forward pass needs beside row and input. One per thread: workers run different clients at the same time."""
-
-    train: bool = False
-    buffers: Tensor | None = None  # [b]; a forward pass in training replaces it by the updated row
-    seed: Tensor | None = None  # [] int64, the client's and step's own, for pflcore.nn.Dropout
-    layer: int = 0  # counts the random layers of one forward pass, so that each draws its own numbers
-
-
-context = _Context()
-
-
-@contextmanager
-def forward_mode(train: bool = False, buffers: Tensor | None = None, seed: Tensor | None = None) -> Iterator[None]:
-    """Forward passes inside run in this mode; the caller's comes back afterwards."""
-    before = context.train, context.buffers, context.seed, context.layer
-    context.train, context.buffers, context.seed, context.layer = train, buffers, seed, 0
-    try:
-        yield
-    finally:
-        context.train, context.buffers, context.seed, context.layer = before
 
 
 def hinge(scores: Tensor, y: Tensor) -> Tensor:
@@ -63,6 +44,7 @@ class _Bound:
 
     def __init__(self, module: nn.Module, params: dict[int, str], buffers: dict[int, str]) -> None:
         self.module = copy.deepcopy(module)
+        swap_pooling(self.module)
         every = dict(self.module.named_parameters(remove_duplicate=False))
         floats = dict(self.module.named_buffers(remove_duplicate=False))
         self.params = [(i, self._places(n, every, "_parameters")) for i, n in params.items()]

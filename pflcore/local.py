@@ -199,7 +199,7 @@ class Local:
 
         def value(i: int) -> Tensor:
             parts = self._chunks(i, split)
-            with torch.no_grad(), forward_mode(False, self.buffers[i]):
+            with torch.no_grad(), forward_mode(False, self.buffers[i], alone=True):
                 return sum((self._value(rows[i], x, y, i, loss, extra) * (len(y) / n) for x, y, n in parts), torch.zeros(()))
 
         return torch.stack(self._each_client(value))
@@ -209,7 +209,7 @@ class Local:
 
         def gradient(i: int) -> Tensor:
             total = torch.zeros_like(rows[i])
-            with forward_mode(False, self.buffers[i]):
+            with forward_mode(False, self.buffers[i], alone=True):
                 for x, y, n in self._chunks(i, split):
                     w = rows[i].detach().requires_grad_()
                     total += torch.autograd.grad(self._value(w, x, y, i, loss, extra), w)[0] * (len(y) / n)
@@ -221,7 +221,7 @@ class Local:
         """What each client's head sees, [S, n, H], and the labels [S, n]; short clients are padded with zeros and labels -1."""
 
         def look(i: int) -> tuple[Tensor, Tensor]:
-            with torch.no_grad(), forward_mode(False, self.buffers[i]):
+            with torch.no_grad(), forward_mode(False, self.buffers[i], alone=True):
                 parts = [(self.net.features(rows[i], x), y) for x, y, _ in self._chunks(i, split)]
             return torch.cat([z for z, _ in parts]), torch.cat([y for _, y in parts])
 
@@ -236,7 +236,7 @@ class Local:
 
         def look(i: int) -> tuple[Tensor, Tensor]:
             mine = {k: v[i] for k, v in view.items()}
-            with torch.no_grad(), forward_mode(False, self.buffers[i]):
+            with torch.no_grad(), forward_mode(False, self.buffers[i], alone=True):
                 parts = [(predict(mine, self.net, x), y) for x, y, _ in self._chunks(i, split)]
             return torch.cat([z for z, _ in parts]), torch.cat([y for _, y in parts])
 
@@ -383,7 +383,7 @@ class _Piece:
 
     def _loss(self, w: Tensor, x: Tensor, y: Tensor, buffers: Tensor, seed: Tensor, extra: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         net = self.local.net
-        with forward_mode(True, buffers, seed):
+        with forward_mode(True, buffers, seed, alone=not self.vmap):
             value = net.loss(w, x, y) if self.loss_fn is None else self.loss_fn(net, w, x, y, extra)
             return value, context.buffers if context.buffers is not None else buffers
 

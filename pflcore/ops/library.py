@@ -59,6 +59,14 @@ def _fake_rank1_backward(
     return tuple(t.new_empty(t.shape if need else (0,)) for t, need in pairs)
 
 
+def _fake_pool(x: Tensor, average: bool) -> Tensor:
+    return x.new_empty(*x.shape[:2], x.shape[2] // 2, x.shape[3] // 2)
+
+
+def _fake_pool_backward(grad: Tensor, x: Tensor, average: bool) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 def _fake_nothing(*args: Any) -> None:
     return None
 
@@ -93,6 +101,8 @@ _define(
     reference.sgd_step_,
     _fake_nothing,
 )
+_define("pool2x2(Tensor x, bool average) -> Tensor", reference.pool2x2, _fake_pool)
+_define("pool2x2_backward(Tensor grad, Tensor x, bool average) -> Tensor", reference.pool2x2_backward, _fake_pool_backward)
 
 pairwise_sqdist: Callable[..., Tensor] = torch.ops.pflcore.pairwise_sqdist.default
 waffle_weights: Callable[..., Tensor] = torch.ops.pflcore.waffle_weights.default
@@ -102,6 +112,8 @@ aggregate_out: Callable[..., None] = torch.ops.pflcore.aggregate_out.default
 rank1_linear: Callable[..., Tensor] = torch.ops.pflcore.rank1_linear.default
 rank1_linear_backward: Callable[..., tuple[Tensor, ...]] = torch.ops.pflcore.rank1_linear_backward.default
 sgd_step_: Callable[..., None] = torch.ops.pflcore.sgd_step_.default
+pool2x2: Callable[..., Tensor] = torch.ops.pflcore.pool2x2.default
+pool2x2_backward: Callable[..., Tensor] = torch.ops.pflcore.pool2x2_backward.default
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------------------

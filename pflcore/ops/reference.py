@@ -7,6 +7,7 @@ Arguments have been checked by `pflcore.ops`. N clients, M rows of the result, P
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 BUDGET = 1 << 22  # elements of a temporary: what a reference may hold beside its result
@@ -173,3 +174,23 @@ def sgd_step_(
         buffer.mul_(momentum).add_(d)
         d = buffer
     w.sub_(lr * d if mask is None else lr * mask * d)
+
+
+def pool2x2(
+    x: Tensor,  # [B, C, H, W]
+    average: bool,
+) -> Tensor:  # [B, C, H // 2, W // 2]
+    """2x2 pooling with stride 2: the mean or the maximum of each window."""
+    return F.avg_pool2d(x, 2) if average else F.max_pool2d(x, 2)
+
+
+def pool2x2_backward(
+    grad: Tensor,  # [B, C, H // 2, W // 2]
+    x: Tensor,  # [B, C, H, W]
+    average: bool,
+) -> Tensor:  # [B, C, H, W]
+    """The gradient of `pool2x2` by its input; a maximum's goes to the first of equals."""
+    with torch.enable_grad():
+        z = x.detach().requires_grad_()
+        (g,) = torch.autograd.grad(pool2x2(z, average), z, grad)
+    return g

@@ -1,0 +1,38 @@
+# Everything sets itself up in .venv: Python, a C++ compiler and pip's registry are all that is needed.
+PYTHON ?= python3
+BIN := .venv/bin
+SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
+
+.PHONY: demo test lint build bench clean
+
+# torch comes first: the kernels are built against the torch that is there
+.venv/tools: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --upgrade pip setuptools wheel pybind11 ninja
+	$(BIN)/pip install --quiet torch torchvision numpy
+	touch $@
+
+.venv/ready: .venv/tools $(SOURCES)
+	$(BIN)/pip install --quiet --no-build-isolation -e ".[cli,data,plot,test]"
+	$(BIN)/python -m pflcore info
+	touch $@
+
+build: .venv/ready
+
+# six algorithms, two data distributions, real images; tables and pictures in runs/demo
+demo: build
+	$(BIN)/python examples/demo.py
+
+test: build
+	$(BIN)/python -m pytest
+
+lint: build
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: build
+	$(BIN)/python -m pflcore bench
+
+clean:
+	rm -rf .venv build pflcore/_C*.so

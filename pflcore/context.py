@@ -1,0 +1,31 @@
+"""What a forward pass needs beside row and input. One per thread: workers run different clients at the same time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+
+class _Context(threading.local):
+    train: bool = False
+    buffers: Tensor | None = None  # [b]; a forward pass in training replaces it by the updated row
+    seed: Tensor | None = None  # [] int64, the client's and step's own, for pflcore.nn.Dropout
+    layer: int = 0  # counts the random layers of one forward pass, so that each draws its own numbers
+    alone: bool = False  # one client, no vmap around: kernels that know no vmap may run
+
+
+context = _Context()
+
+
+@contextmanager
+def forward_mode(train: bool = False, buffers: Tensor | None = None, seed: Tensor | None = None, alone: bool = False) -> Iterator[None]:
+    """Forward passes inside run in this mode; the caller's comes back afterwards."""
+    before = context.train, context.buffers, context.seed, context.layer, context.alone
+    context.train, context.buffers, context.seed, context.layer, context.alone = train, buffers, seed, 0, alone
+    try:
+        yield
+    finally:
+        context.train, context.buffers, context.seed, context.layer, context.alone = before
