@@ -92,7 +92,7 @@ def _together(sizes: tuple[int, ...], cuts: list[list[tuple[int, int]]], epochs:
             b = sum(len(c) > k for c in cuts)
             own = (size[:b] - first).clamp(max=last - first)  # samples in each one's batch
             even = bool((own == last - first).all())
-            weight = None if even else (torch.arange(last - first) < own[:, None]).float() / own[:, None]
+            weight = None if even else (torch.arange(last - first) < own[:, None]).double() / own[:, None]
             yield Step(e * len(cuts[0]) + k, 0, b, [(e, first, last)], weight)
 
 
@@ -174,14 +174,14 @@ class Engine:
             self._sizes[id(data)] = data, data.size("train").numpy()
         return self._sizes[id(data)][1]
 
-    def plan(self, key: tuple[Any, ...], training: Training, device: torch.device) -> Plan:
+    def plan(self, key: tuple[Any, ...], training: Training, like: Tensor) -> Plan:
         """The steps of clients of these sizes, made once a run."""
         if key not in self._plans:
             if len(self._plans) > 4096:  # cohorts that are never the same twice
                 self._plans.clear()
             plan = make_plan(training, *key)
             self._plans[key] = plan._replace(
-                steps=[s._replace(weight=None if s.weight is None else s.weight.to(device)) for s in plan.steps]
+                steps=[s._replace(weight=None if s.weight is None else s.weight.to(like)) for s in plan.steps]
             )
         return self._plans[key]
 
@@ -196,6 +196,7 @@ class Engine:
         barrier = threading.Barrier(self.workers + 1)
 
         def one_thread() -> None:
+            torch.get_num_threads()  # a thread's first look sets its number to the process's: later it would undo the next line
             torch.set_num_threads(1)
             barrier.wait()
 

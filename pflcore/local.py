@@ -37,7 +37,7 @@ class Fit(NamedTuple):
     w: Tensor  # [S, Q] the trained rows
     lr_sum: Tensor  # [S, 1] sum of the step sizes taken
     loss: Tensor  # [S] mean loss of the minibatches, at the rows before each step
-    grad: Tensor | None  # [S, Q] mean raw minibatch gradient, when asked
+    grad: Tensor | None  # [S, Q] mean minibatch gradient, weight decay included (shift and prox are not), when asked
 
 
 @dataclass
@@ -128,6 +128,8 @@ class Local:
                 g = work.gradient(rows[s], step, out=space[s])
                 if grads is not None:
                     grads[s] += g
+                    if t.weight_decay:
+                        grads[s].add_(rows[s], alpha=t.weight_decay)
                 ops.sgd_step_(
                     rows[s],
                     g,
@@ -297,7 +299,7 @@ class _Piece:
         self.dense = engine.dense(local.net) if self.vmap and loss is None else None
         if epochs is None and steps is None:
             epochs = t.epochs
-        plan = engine.plan((tuple(self.size.tolist()), epochs, steps, batches, by_size, self.dense is not None), t, data.x.device)
+        plan = engine.plan((tuple(self.size.tolist()), epochs, steps, batches, by_size, self.dense is not None), t, local.net.w0)
         self.steps, self.taken, passes = plan
         self.losses = torch.zeros(len(pos), dtype=torch.float64, device=data.y.device)
         self._draw(t, stream, passes, noise)
@@ -315,10 +317,14 @@ class _Piece:
             order = torch.from_numpy(shuffles(client_seeds(ids, local.setting.seed, round, stream, p if t.reshuffle else 0), self.size))
             orders.append(table[rows, order])
         self.order = torch.stack(orders, 1).to(device, non_blocking=True)  # [s, passes, n_max] positions in the pool
-        seeds = client_seeds(ids, local.setting.seed, local.round, stream, "noise")
-        steps = int(self.taken.max()) if noise else 0
-        self.noise = uniforms(seeds, steps * noise).view(len(ids), steps, noise).to(device) if noise else None
-        self.seeds = torch.from_numpy(seeds.view(np.int64)).to(device)
+        if self.dense is not None:
+            return
+        # by pass and place within it: a step's number over the epochs depends on who else is in the piece
+        seeds = [client_seeds(ids, local.setting.seed, local.round, stream, "noise", p) for p in range(passes)]
+        self.seeds = torch.from_numpy(np.stack(seeds, 1).view(np.int64)).to(device)  # [s, passes]
+        steps = -(-int(self.size[0]) // t.batch_size)
+        draws = [uniforms(one, steps * noise).view(len(ids), steps, noise) for one in seeds] if noise else []
+        self.noise = torch.stack(draws, 1).to(device) if noise else None  # [s, passes, steps, noise]
 
     def samples(self, a: int, b: int, batch: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
         """x [s, B, ...] and the clients' own labels y [s, B] of a minibatch."""
@@ -345,7 +351,7 @@ class _Piece:
             g = torch.empty_like(rows) if out is None else out
             losses = self.dense.gradient(rows, x, y, step.weight, g)
         else:
-            losses, g = self._autograd(rows, x, y, step)
+            losses, g = self._autograd(rows, x, y, step, which)
         if which == 0:
             self.losses[a:b] += losses
         return g
@@ -358,12 +364,13 @@ class _Piece:
         self.losses[step.a : step.b] += self.dense.descend(rows, x, y, step.weight, lr)
         return True
 
-    def _autograd(self, rows: Tensor, x: Tensor, y: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+    def _autograd(self, rows: Tensor, x: Tensor, y: Tensor, step: Step, which: int) -> tuple[Tensor, Tensor]:
         a, b = step.a, step.b
         extra = {k: v[a:b] for k, v in self.extra.items()}
+        place = [(epoch, first // self.local.setting.training.batch_size) for epoch, first, _ in step.batches]
         if self.noise is not None:
-            extra["noise"] = self.noise[a:b, step.k]
-        seeds = self.seeds[a:b] + step.k
+            extra["noise"] = self.noise[a:b, place[0][0], place[0][1]]
+        seeds = self.seeds[a:b, place[which][0]] + place[which][1]
         w = rows.detach().requires_grad_()
         if self.vmap:
             losses, buffers = torch.vmap(self._loss)(w, x, y, self.buffers[a:b], seeds, extra)
