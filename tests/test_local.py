@@ -1,0 +1,462 @@
+"""Local training: what a step is, which batches it takes, and that both engines do the same."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from small import images, play, setting, tiny_model
+from torch import Tensor
+
+from pflcore import ops
+from pflcore.algorithms import FedAvg, begin, step
+from pflcore.data.federation import Federation
+from pflcore.flat import Net
+from pflcore.local import Engine, Fit, Local, Setting, Training
+from pflcore.nn import Dropout
+
+SIZES = (7, 20, 31)  # with batches of 20: one short batch, one whole, a whole and a short one
+
+
+def federation(dtype: torch.dtype = torch.float64, shape: Sequence[int] = (6,), sizes: Sequence[int] = SIZES) -> Federation:
+    data = images(sizes, shape)
+    return Federation(data.x.to(dtype), data.y, data.index, data.classes, data.relabel)
+
+
+def cohort(s: Setting, ids: Sequence[int] = (0, 1, 2), round: int = 1) -> Local:
+    return Local(s, torch.tensor(ids), round, s.net.b0.repeat(len(ids), 1))
+
+
+def mlp() -> nn.Module:
+    return tiny_model()().double()
+
+
+def conv() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(8, 4)).double()
+
+
+def norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4)).double()
+
+
+def dropout() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), Dropout(0.5), nn.Tanh(), Dropout(0.25), nn.Linear(8, 4)).double()
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": (mlp, (6,)),
+    "conv": (conv, (1, 6, 6)),
+    "batch norm": (norm, (6,)),
+    "dropout": (dropout, (6,)),
+}
+
+
+def custom_loss(net: Net, w: Tensor, x: Tensor, y: Tensor, extra: dict[str, Tensor]) -> Tensor:
+    """A row with two columns more than the model has; the columns, the client's own numbers and noise enter the loss."""
+    noise = extra["noise"].to(w.dtype)
+    z = net(w[: net.size], x) * (1 + w[net.size :].square().sum())
+    return F.cross_entropy(z + extra["shift"] + 0.1 * noise[:4], y) + 0.01 * noise[4] * w[-1]
+
+
+CASES: dict[str, tuple[Training, dict[str, Any]]] = {
+    "plain": (Training(lr=0.1, batch_size=20, epochs=2), {}),
+    "drop_last": (Training(lr=0.1, batch_size=6, epochs=2, drop_last=True), {}),
+    "no reshuffle": (Training(lr=0.1, batch_size=20, epochs=3, reshuffle=False), {}),
+    "schedule": (Training(lr=0.1, batch_size=20, schedule=lambda r, n: 0.5**r), {"want_grad": True}),
+    "momentum": (Training(lr=0.1, batch_size=20, epochs=3, momentum=0.9, weight_decay=0.01), {"want_grad": True}),
+    "steps": (Training(lr=0.1, batch_size=20), {"steps": 5, "want_grad": True}),
+    "one step": (Training(lr=0.1, batch_size=20, epochs=3), {"steps": 1}),
+    "own lr and epochs": (Training(lr=0.1, batch_size=20), {"lr": 0.03, "epochs": 2, "stream": "other"}),
+    "mask": (Training(lr=0.1, batch_size=20), {"mask": "head"}),
+    "masks": (Training(lr=0.1, batch_size=20), {"mask": "each"}),
+    "shift": (Training(lr=0.1, batch_size=20), {"shift": True, "want_grad": True}),
+    "prox": (Training(lr=0.1, batch_size=20), {"prox": 0.3}),
+    "prox by client": (
+        Training(lr=0.1, batch_size=20, momentum=0.5),
+        {"prox": torch.tensor([0.0, 0.3, 2.0], dtype=torch.float64), "shift": True},
+    ),
+    "loss": (Training(lr=0.1, batch_size=20, epochs=2), {"loss": custom_loss, "noise": 5}),
+}
+
+
+def options(given: dict[str, Any], net: Net, n: int) -> tuple[Tensor, dict[str, Any]]:
+    """The start rows and fit's arguments, with tensors in the place of the cases' words."""
+    gen = torch.Generator().manual_seed(1)
+    o, width = dict(given), net.size + (2 if "loss" in given else 0)
+    start = torch.cat([net.w0, torch.full((width - net.size,), 0.1, dtype=net.dtype)]).repeat(n, 1)
+    start += 0.01 * torch.randn(n, width, generator=gen, dtype=torch.float64).to(net.dtype)
+    if o.get("mask") == "head":
+        o["mask"] = (~net.mask(f"{net.head_name}.*")).to(net.dtype)
+    if o.get("mask") == "each":
+        o["mask"] = (torch.rand(n, width, generator=gen) < 0.5).to(net.dtype)
+    if o.get("shift"):
+        o["shift"] = 0.1 * torch.randn(n, width, generator=gen, dtype=torch.float64).to(net.dtype)
+    if "prox" in o:
+        o["prox"] = (o["prox"], start + 1)
+    if "loss" in o:
+        o["extra"] = {"shift": torch.randn(n, 4, generator=gen, dtype=torch.float64).to(net.dtype)}
+    return start, o
+
+
+def fitted(engine: str, model: str, case: str, workers: int = 2, dtype: torch.dtype = torch.float64) -> tuple[Fit, Tensor]:
+    build, shape = MODELS[model]
+    training, given = CASES[case]
+    net = Net(lambda: build().to(dtype))
+    start, o = options(given, net, 3)
+    local = cohort(setting(net, federation(dtype, shape), training, 5, engine, workers))
+    return local.fit(start, **o), local.buffers
+
+
+def same(a: Sequence[Any], b: Sequence[Any], **tolerance: float) -> None:
+    for u, v in zip(a, b, strict=True):
+        if u is None:
+            assert v is None
+        elif tolerance:
+            torch.testing.assert_close(u, v, **tolerance)
+        else:
+            assert torch.equal(u, v)
+
+
+# the two engines ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("model", MODELS)
+def test_engines_agree(model: str, case: str) -> None:
+    (pool, b1), (vmap, b2) = fitted("pool", model, case), fitted("vmap", model, case)
+    same([*pool, b1], [*vmap, b2], rtol=1e-9, atol=1e-11)
+    assert not torch.equal(pool.w, options(CASES[case][1], Net(MODELS[model][0]), 3)[0])
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_engines_agree_in_float32(model: str) -> None:
+    (pool, b1), (vmap, b2) = (fitted(e, model, "momentum", dtype=torch.float32) for e in ("pool", "vmap"))
+    assert pool.w.dtype == torch.float32
+    same([*pool, b1], [*vmap, b2], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["pool", "vmap"])
+@pytest.mark.parametrize("model", ["conv", "dropout", "mlp"])
+def test_the_number_of_workers_changes_no_bit(engine: str, model: str) -> None:
+    first, *others = [fitted(engine, model, "loss", workers, torch.float32) for workers in (1, 2, 3)]
+    for fit, buffers in others:
+        same([*fit, buffers], [*first[0], first[1]])
+
+
+@pytest.mark.parametrize("engine", ["pool", "vmap"])
+@pytest.mark.parametrize("model", ["mlp", "dropout", "batch norm"])
+def test_the_others_change_nothing(engine: str, model: str) -> None:
+    build, shape = MODELS[model]
+    s = setting(Net(build), federation(shape=shape), Training(lr=0.1, batch_size=20, epochs=2), engine=engine)
+    whole = cohort(s)
+    every = whole.fit(s.net.w0.repeat(3, 1))
+    for ids in ([1], [2, 0]):
+        part = cohort(s, ids)
+        fit = part.fit(s.net.w0.repeat(len(ids), 1))
+        same([*fit[:3], part.buffers], [*(v[ids] for v in every[:3]), whole.buffers[ids]], rtol=1e-9, atol=1e-12)
+
+
+# what a step is -----------------------------------------------------------------------------------------------------------------------
+
+
+def recorded(s: Setting, ids: Sequence[int] = (0, 1, 2), round: int = 1, **o: Any) -> list[list[tuple[Tensor, Tensor]]]:
+    """The batches (x, y) that each client trains on, in order."""
+    seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in ids]
+
+    def loss(net: Net, w: Tensor, x: Tensor, y: Tensor, extra: dict[str, Tensor]) -> Tensor:
+        seen[int(extra["at"])].append((x.clone(), y.clone()))
+        return net.loss(w, x, y)
+
+    pool = Setting(s.net, s.data, s.training, Engine("pool", 1), s.seed, s.rounds)
+    cohort(pool, ids, round).fit(s.net.w0.repeat(len(ids), 1), loss=loss, extra={"at": torch.arange(len(ids))}, **o)
+    return seen
+
+
+@pytest.mark.parametrize("engine", ["pool", "vmap"])
+@pytest.mark.parametrize("model", ["mlp", "conv", "batch norm"])
+@pytest.mark.parametrize("case", ["plain", "momentum", "mask", "shift", "prox"])
+def test_a_step_is_that_of_torch_optim(engine: str, model: str, case: str) -> None:
+    build, shape = MODELS[model]
+    training, given = CASES[case]
+    net = Net(build)
+    start, o = options(given, net, 3)
+    s = setting(net, federation(shape=shape), training, engine=engine)
+    local = cohort(s)
+    fit = local.fit(start, **o)
+    mask = o.get("mask", torch.ones(net.size, dtype=torch.float64))
+    for i, batches in enumerate(recorded(s)):
+        module = net.load(build(), start[i], net.b0).train()
+        sgd = torch.optim.SGD(module.parameters(), training.lr, training.momentum, weight_decay=training.weight_decay)
+        total, losses = torch.zeros(net.size, dtype=torch.float64), []
+        for x, y in batches:
+            sgd.zero_grad()
+            loss = F.cross_entropy(module(x), y)
+            loss.backward()
+            losses.append(float(loss.detach()))
+            w = net.row(module)
+            g = torch.cat([p.grad.reshape(-1) for p in module.parameters() if p.grad is not None])
+            total += g + training.weight_decay * w
+            if "shift" in o:
+                g = g + o["shift"][i]
+            if "prox" in o:
+                g = g + o["prox"][0] * (w - o["prox"][1][i])
+            at = 0
+            for p in module.parameters():
+                p.grad = (mask * g)[at : at + p.numel()].view_as(p)
+                at += p.numel()
+            sgd.step()
+        torch.testing.assert_close(fit.w[i], net.row(module))
+        assert float(fit.loss[i]) == pytest.approx(sum(losses) / len(losses))
+        assert float(fit.lr_sum[i]) == pytest.approx(training.lr * len(batches))
+        if fit.grad is not None:
+            torch.testing.assert_close(fit.grad[i], total / len(batches))
+        floats = [b.reshape(-1) for b in module.buffers() if b.is_floating_point()]
+        torch.testing.assert_close(local.buffers[i], torch.cat(floats) if floats else local.buffers[i])
+
+
+@pytest.mark.parametrize("engine", ["pool", "vmap"])
+def test_where_the_mask_is_zero_nothing_moves(engine: str) -> None:
+    (fit, _), net = fitted(engine, "mlp", "masks"), Net(mlp)
+    start, o = options(CASES["masks"][1], net, 3)
+    assert torch.equal(fit.w[o["mask"] == 0], start[o["mask"] == 0])
+    assert (fit.w != start)[o["mask"] == 1].all()
+
+
+@pytest.mark.parametrize("engine", ["pool", "vmap"])
+@pytest.mark.parametrize("model", MODELS)
+def test_each_batch_with_an_sgd_step_is_fit(engine: str, model: str) -> None:
+    build, shape = MODELS[model]
+    s = setting(Net(build), federation(shape=shape), Training(lr=0.1, batch_size=20, epochs=2), engine=engine)
+    one, two = cohort(s), cohort(s)
+    steps: list[int] = []
+
+    def update(rows: dict[str, Tensor], grad: Callable[..., Tensor], k: int) -> dict[str, Tensor]:
+        steps.append(k)
+        return {"w": rows["w"] - 0.1 * grad(rows["w"]), "count": rows["count"] + 1}
+
+    start = s.net.w0.repeat(3, 1)
+    found = two.each_batch({"w": start, "count": torch.zeros(3)}, update)
+    same([found["w"], two.buffers], [one.fit(start).w, one.buffers], rtol=1e-9, atol=1e-12)
+    assert found["count"].tolist() == [2, 2, 4] and sorted(set(steps)) == [0, 1, 2, 3]
+
+
+def test_the_minibatches_of_one_step_are_drawn_apart() -> None:
+    s = setting(Net(mlp), federation(), Training(lr=0.1, batch_size=20, epochs=2))
+    seen: list[tuple[int, int, Tensor]] = []
+
+    def loss(net: Net, w: Tensor, x: Tensor, y: Tensor, extra: dict[str, Tensor]) -> Tensor:
+        seen.append((int(extra["at"]), len(y), x[:, 0].clone()))
+        return net.loss(w, x, y)
+
+    def update(rows: dict[str, Tensor], grad: Callable[..., Tensor], k: int) -> dict[str, Tensor]:
+        return {"w": rows["w"] - 0.1 * (grad(rows["w"]) + grad(rows["w"], 1) + grad(rows["w"], 2))}
+
+    cohort(s).each_batch({"w": s.net.w0.repeat(3, 1)}, update, batches=3, loss=loss, extra={"at": torch.arange(3)})
+    mine = [x for at, _, x in seen if at == 2]
+    assert [len(x) for x in mine] == [20] * 3 + [11] * 3 + [20] * 3 + [11] * 3
+    for which in range(3):
+        one_pass = torch.cat([mine[which], mine[3 + which]])
+        assert torch.equal(one_pass.sort().values, s.data.client(2, "train")[0][:, 0].sort().values)
+    assert not torch.equal(mine[0].sort().values, mine[1].sort().values)
+
+
+# which batches ------------------------------------------------------------------------------------------------------------------------
+
+
+def numbered(sizes: Sequence[int] = SIZES) -> Setting:
+    """Every sample's x is its own number."""
+    total = sum(sizes)
+    x = torch.arange(total, dtype=torch.float64)[:, None].expand(-1, 6)
+    data = Federation(x.clone(), torch.arange(total) % 4, {"train": list(torch.arange(total).split(list(sizes)))}, 4)
+    return setting(Net(mlp), data, Training(lr=0.0, batch_size=20, epochs=3))
+
+
+def test_batches_are_cut_as_a_data_loader_cuts_them() -> None:
+    s = numbered()
+    for i, batches in enumerate(recorded(s)):
+        pairs = list(zip(*s.data.client(i, "train"), strict=True))
+        loader = torch.utils.data.DataLoader(pairs, batch_size=20, shuffle=True)  # type: ignore[arg-type]
+        expected = [len(y) for _ in range(3) for _, y in loader]
+        assert [len(y) for _, y in batches] == expected
+        per_epoch = len(expected) // 3
+        own = s.data.index["train"][i].double()
+        orders = [torch.cat([x[:, 0] for x, _ in batches[e * per_epoch : (e + 1) * per_epoch]]) for e in range(3)]
+        for order in orders:
+            assert torch.equal(order.sort().values, own)
+            assert not torch.equal(order, own)
+        assert not torch.equal(orders[0], orders[1]) and not torch.equal(orders[1], orders[2])
+        assert all(torch.equal(y, x[:, 0].long() % 4) for x, y in batches)
+
+
+def test_shuffles_belong_to_seed_round_client_and_stream() -> None:
+    s = numbered((40, 40))
+
+    def first(at: Setting = s, i: int = 0, round: int = 1, **o: Any) -> tuple[float, ...]:
+        return tuple(recorded(at, [i], round, **o)[0][0][0][:, 0].tolist())
+
+    found = [
+        first(),
+        first(round=2),
+        first(i=1),
+        first(stream="other"),
+        first(Setting(s.net, s.data, s.training, s.engine, 1, 1)),
+    ]
+    found[2] = tuple(v - 40 for v in found[2])
+    assert len(set(found)) == 5 and first() == found[0]
+    still = Setting(s.net, s.data, Training(lr=0.0, batch_size=20, epochs=2, reshuffle=False), s.engine, 0, 1)
+    one, two = recorded(still, [0], 1)[0], recorded(still, [0], 2)[0]
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(one, two, strict=True))
+    assert torch.equal(one[0][0], one[2][0])  # epoch after epoch
+
+
+def test_every_order_is_as_likely() -> None:
+    s = numbered((3,))
+    orders = [tuple(recorded(s, [0], r, epochs=1)[0][0][0][:, 0].tolist()) for r in range(1, 601)]
+    counts = [orders.count(o) for o in set(orders)]
+    assert len(counts) == 6 and min(counts) > 70 and max(counts) < 130
+
+
+def test_a_client_too_small_for_drop_last_is_refused() -> None:
+    s = setting(Net(mlp), federation(), Training(batch_size=20, drop_last=True))
+    with pytest.raises(ValueError, match=r"drop_last.*7 samples"):
+        cohort(s).fit(s.net.w0.repeat(3, 1))
+
+
+def test_an_empty_client_is_refused() -> None:
+    with pytest.raises(ValueError, match="client 1 has no training samples"):
+        Federation(torch.zeros(3, 6), torch.zeros(3, dtype=torch.long), {"train": [torch.arange(3), torch.arange(0)]}, 4)
+
+
+def test_training_options_are_checked() -> None:
+    for bad in ({"lr": -1.0}, {"batch_size": 0}, {"epochs": 0}, {"momentum": 1.0}, {"weight_decay": -0.1}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            Training(**bad)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="engine"):
+        Engine("gpu")
+
+
+# threads ------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["pool", "vmap"])
+def test_the_callers_thread_setting_comes_back(engine: str) -> None:
+    before = torch.get_num_threads()
+    try:
+        for threads in (2, 3):
+            torch.set_num_threads(threads)
+            inside: list[int] = []
+
+            def loss(net: Net, w: Tensor, x: Tensor, y: Tensor, extra: dict[str, Tensor], inside: list[int] = inside) -> Tensor:
+                inside.append(torch.get_num_threads())
+                return net.loss(w, x, y)
+
+            s = setting(Net(mlp), federation(), Training(lr=0.1, batch_size=20), engine=engine)
+            cohort(s).fit(s.net.w0.repeat(3, 1), loss=loss)
+            found: list[int] = [torch.get_num_threads()]
+            new = threading.Thread(target=lambda found=found: found.append(torch.get_num_threads()))
+            new.start()
+            new.join()
+            assert set(inside) == {1} and found == [threads, threads]
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("engine", ["pool", "vmap"])
+def test_an_error_in_a_worker_reaches_the_caller(engine: str) -> None:
+    s = setting(Net(mlp), federation(), Training(lr=0.1, batch_size=20), engine=engine)
+
+    def loss(net: Net, w: Tensor, x: Tensor, y: Tensor, extra: dict[str, Tensor]) -> Tensor:
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        cohort(s).fit(s.net.w0.repeat(3, 1), loss=loss)
+    assert cohort(s).fit(s.net.w0.repeat(3, 1)).w.isfinite().all()  # the engine lives on
+
+
+def test_nn_dropout_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"model: 1 is nn.Dropout.*pflcore.nn.Dropout"):
+        Net(nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 4)))
+    Net(nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.0), nn.Linear(8, 4)))
+
+
+# float buffers ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["pool", "vmap"])
+def test_buffers_are_the_clients_own_or_averaged_and_a_probe_leaves_them(engine: str) -> None:
+    s = setting(Net(norm), federation(), Training(lr=0.1, batch_size=20), engine=engine)
+    local = cohort(s)
+    fit = local.fit(s.net.w0.repeat(3, 1), probe=True)
+    assert torch.equal(local.buffers, s.net.b0.repeat(3, 1)) and not torch.equal(fit.w, s.net.w0.repeat(3, 1))
+    probed = local.each_batch({"w": s.net.w0.repeat(3, 1)}, lambda r, grad, k: {"w": r["w"] - 0.1 * grad(r["w"])}, probe=True)
+    assert torch.equal(local.buffers, s.net.b0.repeat(3, 1)) and not torch.equal(probed["w"], s.net.w0.repeat(3, 1))
+    again = local.fit(s.net.w0.repeat(3, 1))
+    assert torch.equal(again.w, fit.w) and (local.buffers != s.net.b0).any(1).all()
+    own, _ = step(FedAvg(), begin(FedAvg(), s.net, 3), s, torch.tensor([0, 2]))
+    assert torch.equal(own.buffers[1], s.net.b0) and torch.allclose(own.buffers[[0, 2]], local.buffers[[0, 2]])
+    shared, _ = step(FedAvg(), begin(FedAvg(), s.net, 3), s, torch.tensor([0, 2]), buffers="average")
+    mean = torch.tensor([7, 31], dtype=torch.float64) / 38 @ local.buffers[[0, 2]]
+    torch.testing.assert_close(shared.buffers, mean.expand(3, -1))
+
+
+# looking ------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["pool", "vmap"])
+def test_loss_grad_features_and_scores_are_the_whole_splits(engine: str) -> None:
+    s = setting(Net(norm), federation(sizes=(3, 600, 31)), Training(lr=0.1, batch_size=20), engine=engine)
+    local = cohort(s)
+    rows = local.fit(s.net.w0.repeat(3, 1)).w
+    for split in ("train", "test"):
+        losses, grads, (z, labels) = local.loss(rows, split), local.grad(rows, split), local.features(rows, split)
+        found = local.scores(lambda view, net, x: net(view["w"], x) + view["b"], {"w": rows, "b": torch.arange(3)}, split)
+        for i in range(3):
+            x, y = s.data.client(i, split)
+            module = s.net.load(norm(), rows[i], local.buffers[i]).eval()
+            value = F.cross_entropy(module(x), y)
+            torch.testing.assert_close(losses[i], value.detach())
+            torch.testing.assert_close(grads[i], torch.cat([g.reshape(-1) for g in torch.autograd.grad(value, list(module.parameters()))]))
+            torch.testing.assert_close(z[i, : len(y)], module[:3](x).detach())  # type: ignore[index]
+            assert torch.equal(labels[i, : len(y)], y) and (labels[i, len(y) :] == -1).all() and (z[i, len(y) :] == 0).all()
+            torch.testing.assert_close(found[i][0], module(x).detach() + i)
+            assert torch.equal(found[i][1], y)
+    with pytest.raises(ValueError, match="split: this federation has train, test, not 'val'"):
+        local.loss(rows, "val")
+    assert torch.equal(local.size, s.data.size()) and torch.equal(local.counts, s.data.counts()) and not local.has("val")
+
+
+# an op of ours inside the model -------------------------------------------------------------------------------------------------------
+
+
+def factorized(net: Net, w: Tensor, x: Tensor, y: Tensor, extra: dict[str, Tensor]) -> Tensor:
+    """A linear layer made of 3 factors: the row is w_a [4, 3] | lam [3] | w_b [3, 6]."""
+    w_a, lam, w_b = w.split([12, 3, 18])
+    return F.cross_entropy(ops.rank1_linear(x, w_a.view(4, 3), lam, w_b.view(3, 6)), y)
+
+
+def dense(net: Net, w: Tensor, x: Tensor, y: Tensor, extra: dict[str, Tensor]) -> Tensor:
+    w_a, lam, w_b = w.split([12, 3, 18])
+    return F.cross_entropy(((x @ w_b.view(3, 6).T) * lam) @ w_a.view(4, 3).T, y)
+
+
+@pytest.mark.parametrize("engine", ["pool", "vmap"])
+def test_a_factorized_model_trains_in_both_engines(engine: str) -> None:
+    s = setting(Net(mlp), federation(), Training(lr=0.1, batch_size=20, epochs=3), engine=engine)
+    start = torch.randn(3, 33, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    ours, theirs = cohort(s).fit(start, loss=factorized, want_grad=True), cohort(s).fit(start, loss=dense, want_grad=True)
+    same(ours, theirs, rtol=1e-9, atol=1e-12)
+    assert (ours.w != start).all()
+
+
+def test_learning_happens() -> None:
+    for engine in ("pool", "vmap"):
+        s = setting(Net(tiny_model()), images((60, 80), seed=1), Training(lr=0.3, batch_size=20, epochs=2), 20, engine)
+        local = Local(s, torch.arange(2), 1, s.net.b0.expand(2, -1))
+        w = local.fit(s.net.w0.repeat(2, 1), epochs=30).w
+        assert (local.loss(w) < 0.3 * local.loss(s.net.w0.repeat(2, 1))).all()
+        assert play(FedAvg(), s)[-1][0].round == 20
