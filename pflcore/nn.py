@@ -30,7 +30,8 @@ def uniform(seed: Tensor, layer: int, shape: torch.Size | tuple[int, ...]) -> Te
     for s in shape:
         count *= s
     places = torch.arange(count, device=seed.device) * _STEP
-    return _shifted(mixed(mixed(seed + layer * _STEP) + places), 40).view(shape)
+    jump = (layer * _STEP + (1 << 63)) % (1 << 64) - (1 << 63)  # wrapped by hand: Python's numbers do not overflow
+    return _shifted(mixed(mixed(seed + jump) + places), 40).view(shape)
 
 
 class Dropout(nn.Module):

@@ -1,0 +1,205 @@
+"""Modules as functions of flat rows."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from pflcore.flat import CRITERIA, Net, context, forward_mode
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(32, 5), nn.ReLU(), nn.Linear(5, 3))
+
+
+class Tied(nn.Module):
+    """One matrix encodes and decodes; the head has a name of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = nn.Linear(4, 4, bias=False)
+        self.decode = nn.Linear(4, 4, bias=False)
+        self.decode.weight = self.code.weight
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.decode(torch.tanh(self.code(x))))  # type: ignore[no-any-return]
+
+
+class Buffered(nn.Module):
+    """Batch norm, a float buffer that training changes, and an integer one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.out = nn.Linear(4, 2)
+        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("table", torch.arange(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen += x.mean()  # type: ignore[operator]
+        return self.out(self.norm(x[:, self.table]))  # type: ignore[no-any-return, index]
+
+
+@pytest.mark.parametrize("build", [small, Tied, Buffered])
+def test_rows_and_modules_round_trip(build: type[nn.Module]) -> None:
+    net = Net(build)
+    module = build()
+    row = net.row(module)
+    assert row.shape == (net.size,) == (sum(p.numel() for p in module.parameters()),)
+    assert torch.equal(torch.nn.utils.parameters_to_vector(module.parameters()), row)
+    copy = net.load(build(), row, net.b0)
+    x = torch.randn(6, 1, 6, 6) if build is small else torch.randn(6, 4)
+    assert torch.equal(copy.eval()(x), module.eval()(x))
+    assert torch.equal(net.row(copy), row)
+    assert torch.equal(net(row, x), module(x))
+    assert torch.equal(torch.cat([row[s] for s in net.slices.values()]), row)
+
+
+@pytest.mark.parametrize("build", [small, Tied])
+def test_gradients_are_the_modules(build: type[nn.Module]) -> None:
+    net, module = Net(build), build()
+    x, y = (torch.randn(6, 1, 6, 6) if build is small else torch.randn(6, 4)), torch.randint(0, 2, (6,))
+    w = net.row(module).requires_grad_()
+    (g,) = torch.autograd.grad(net.loss(w, x, y), w)
+    F.cross_entropy(module(x), y).backward()
+    torch.testing.assert_close(g, torch.cat([p.grad.reshape(-1) for p in module.parameters() if p.grad is not None]))
+
+
+def test_row_and_load_copy() -> None:
+    module = nn.Linear(2, 2)
+    net = Net(module)
+    before = net.w0.clone()
+    with torch.no_grad():
+        module.weight.add_(1)
+    assert torch.equal(net.w0, before)
+    row = net.row(module)
+    with torch.no_grad():
+        module.weight.add_(1)
+    assert not torch.equal(net.row(module), row)
+
+
+def test_init_is_seeded_and_leaves_the_global_state() -> None:
+    for net in (Net(small), Net(small())):
+        state = torch.random.get_rng_state()
+        assert torch.equal(net.init(3), net.init(3)) and not torch.equal(net.init(3), net.init(4))
+        assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.equal(Net(small).w0, Net(small).init(0)) and torch.equal(Net(small, seed=5).w0, Net(small).init(5))
+    module = small()
+    assert torch.equal(Net(module).w0, Net(small).row(module))  # a module keeps its weights
+
+
+def test_a_frozen_parameter_is_no_part_of_the_row() -> None:
+    module = small()
+    module[0].weight.requires_grad_(False)  # type: ignore[index, union-attr, operator]
+    net = Net(module)
+    assert net.size == sum(p.numel() for p in module.parameters()) - 18 and "0.weight" not in net.slices
+    x = torch.randn(2, 1, 6, 6)
+    assert torch.equal(net(net.w0, x), module(x))
+
+
+def test_masks_by_name() -> None:
+    net = Net(small)
+    assert net.mask("5.*").sum() == 18 and net.mask("5.*")[-18:].all()
+    assert torch.equal(net.mask("0.weight", "0.bias"), net.mask("0.*")) and net.mask("*").all()
+    assert net.mask("*.bias").sum() == 2 + 5 + 3
+    with pytest.raises(ValueError, match=r"patterns: 'head.\*' matches no parameter; the names are 0.weight"):
+        net.mask("head.*")
+
+
+@pytest.mark.parametrize("build", [small, Tied])
+def test_features_and_head_make_the_model(build: type[nn.Module]) -> None:
+    net = Net(build)
+    x = torch.randn(6, 1, 6, 6) if build is small else torch.randn(6, 4)
+    z = net.features(net.w0, x)
+    assert z.shape == (6, 5 if build is small else 4)
+    assert torch.equal(net.head(net.w0, z), net(net.w0, x))
+    assert torch.equal(net.head(net.w0[net.head_slice], z), net(net.w0, x))
+    assert net.classes == (3 if build is small else 2)
+    assert net.has_conv == (build is small)
+
+
+def test_the_head_may_be_named_or_be_everything() -> None:
+    net = Net(small, head="3")
+    assert (net.head_slice.start, net.head_slice.stop) == (20, 20 + 165)
+    whole = Net(nn.Linear(4, 3))
+    x = torch.randn(2, 4)
+    assert torch.equal(whole.features(whole.w0, x), x) and torch.equal(whole.head(whole.w0, x), whole(whole.w0, x))
+    with pytest.raises(ValueError, match="head: the model has no submodule 'top'"):
+        Net(small, head="top")
+    with pytest.raises(ValueError, match="found no trainable head"):
+        Net(nn.Conv2d(1, 1, 1)).head_slice  # noqa: B018
+
+
+def test_buffers_are_a_row_of_their_own() -> None:
+    net = Net(Buffered)
+    assert net.buffer_names == ["seen", "norm.running_mean", "norm.running_var"]
+    assert net.b0.tolist() == [0] + [0] * 4 + [1] * 4  # the integer ones, table and num_batches_tracked, are no model
+    x = torch.randn(8, 4) + 2
+    with forward_mode(True, net.b0):
+        net(net.w0, x)
+        after = context.buffers
+        assert after is not None
+    module = net.load(Buffered(), net.w0, net.b0).train()
+    module(x)
+    torch.testing.assert_close(after, torch.cat([module.seen, module.norm.running_mean, module.norm.running_var]))  # type: ignore[list-item, union-attr]
+    assert net.b0.tolist() == [0] * 5 + [1] * 4 and context.buffers is None
+    with forward_mode(False, after):
+        scores = net(net.w0, x)
+        assert context.buffers is after  # evaluation reads them only
+    torch.testing.assert_close(scores, module.eval()(x))
+    assert not torch.equal(net(net.w0, x), scores)  # outside: the model's own
+
+
+def test_modes_nest_and_are_the_threads_own() -> None:
+    seen: list[bool] = []
+    with forward_mode(True):
+        with forward_mode(False):
+            assert not context.train
+        assert context.train
+        other = threading.Thread(target=lambda: seen.append(context.train))
+        other.start()
+        other.join()
+    assert not context.train and seen == [False]
+
+
+def test_a_net_is_a_function_under_vmap() -> None:
+    net = Net(small)
+    rows, x = torch.stack([net.init(i) for i in range(3)]), torch.randn(3, 4, 1, 6, 6)
+    torch.testing.assert_close(torch.vmap(net)(rows, x), torch.stack([net(r, xi) for r, xi in zip(rows, x, strict=True)]))
+
+
+def test_criteria() -> None:
+    scores, y = torch.tensor([[0.5], [-2.0], [0.25]]), torch.tensor([1, 0, 0])
+    assert float(CRITERIA["hinge"](scores, y)) == pytest.approx((0.5 + 0 + 1.25) / 3)
+    assert float(CRITERIA["hinge"](scores, 2 * y - 1)) == pytest.approx((0.5 + 0 + 1.25) / 3)
+    assert float(CRITERIA["squared"](scores, y.float())) == pytest.approx((0.25 + 4 + 0.0625) / 3)
+    mine = Net(nn.Linear(2, 1), criterion=lambda s, y: s.sum() + y.sum())
+    assert float(mine.loss(torch.zeros(3), torch.ones(2, 2), torch.ones(2))) == 2
+
+
+def test_what_is_no_model_is_refused_in_a_sentence() -> None:
+    for build, words in (
+        (3, "build: expected an nn.Module"),
+        (nn.Flatten(), "no trainable parameter"),
+        (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), "dtypes"),
+        (nn.Sequential(nn.Linear(2, 2), nn.Dropout()), "pflcore.nn.Dropout"),
+        (nn.Sequential(nn.Linear(2, 2), nn.RReLU()), "RReLU"),
+        (nn.LSTM(2, 2, num_layers=2, dropout=0.5), "set its dropout to 0"),
+        (nn.BatchNorm1d(2, momentum=None), "give it a momentum"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=words):
+            Net(build)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="criterion"):
+        Net(nn.Linear(2, 2), criterion="nll")
+    net = Net(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="row: expected 6 parameters"):
+        net(torch.zeros(7), torch.zeros(1, 2))
+    with pytest.raises(ValueError, match="module: parameter 'weight'"):
+        net.row(nn.Linear(3, 2))

@@ -1,0 +1,74 @@
+"""The papers' networks: sizes, shapes, options."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn as nn
+
+from pflcore.flat import Net
+from pflcore.models import MODELS, model_for
+
+MNIST, CIFAR = (1, 28, 28), (3, 32, 32)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "classes", "options", "parameters"),
+    [
+        ("linear", (100,), 1, {}, 101),
+        ("linear", MNIST, 10, {"bias": False}, 7840),
+        ("mlp", MNIST, 10, {}, 159_010),
+        ("mlp", MNIST, 10, {"bias": False}, 158_800),
+        ("mlp", (29,), 1, {"hidden": (8, 4), "activation": "tanh"}, 29 * 8 + 8 + 8 * 4 + 4 + 5),
+        ("lenet5", MNIST, 10, {}, 61_706),
+        ("lenet5", MNIST, 10, {"activation": "relu", "pool": "max"}, 61_706),
+        ("lenet5", CIFAR, 10, {}, 62_006),
+        ("lenet5", CIFAR, 10, {"bias": False}, 61_770),
+        ("cnn", MNIST, 10, {}, 582_026),
+        ("fmnist_cnn", MNIST, 10, {}, 28_880),
+        ("cifar_cnn_small", CIFAR, 10, {}, 54_216),
+        ("cifar_cnn_small", CIFAR, 10, {"padding": "same"}, 90_056),
+        ("emnist_cnn_2048", MNIST, 62, {}, 2_278_334),
+        ("emnist_cnn_2048", MNIST, 62, {"padding": "same"}, 6_603_710),
+        ("sattler_cnn", MNIST, 62, {}, 18_506),
+    ],
+)
+def test_parameter_counts(name: str, shape: tuple[int, ...], classes: int, options: dict[str, object], parameters: int) -> None:
+    model = model_for(name, shape, classes, **options)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert model(torch.zeros(2, *shape)).shape == (2, classes)
+
+
+def test_lenet_is_the_classic_one_by_default() -> None:
+    kinds = [type(m) for m in model_for("lenet5", MNIST, 10).modules()]
+    assert kinds.count(nn.Tanh) == 4 and kinds.count(nn.AvgPool2d) == 2 and nn.ReLU not in kinds
+    kinds = [type(m) for m in model_for("lenet5", MNIST, 10, activation="relu", pool="max").modules()]
+    assert kinds.count(nn.ReLU) == 4 and kinds.count(nn.MaxPool2d) == 2 and nn.Tanh not in kinds
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_every_model_is_a_net_with_a_head(name: str) -> None:
+    shape = CIFAR if "cifar" in name else MNIST
+    net = Net(lambda: model_for(name, torch.Size(shape), 10))
+    assert net.classes == 10
+    x = torch.randn(3, *shape)
+    torch.testing.assert_close(net.head(net.w0, net.features(net.w0, x)), net(net.w0, x))
+    assert net.has_conv == (name not in ("linear", "mlp"))
+
+
+def test_regression_has_one_output() -> None:
+    assert model_for("linear", (5,), None)(torch.zeros(2, 5)).shape == (2, 1)
+
+
+def test_bad_requests_get_a_sentence() -> None:
+    for name, shape, options, words in (
+        ("lenet", MNIST, {}, "model: 'lenet' is none of .*lenet5"),
+        ("lenet5", (784,), {}, "shape: a convolutional model needs inputs"),
+        ("lenet5", (1, 6, 6), {}, "too small"),
+        ("mlp", MNIST, {"activation": "gelu"}, "activation: expected one of relu"),
+        ("cnn", MNIST, {"pool": "min"}, "pool: expected one of max"),
+        ("cnn", MNIST, {"padding": (1, 2, 3)}, "padding: expected a number"),
+        ("linear", MNIST, {"width": 3}, "model: linear does not take these options"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            model_for(name, shape, 10, **options)
