@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pflcore.algorithms import FedAvg, Outcome, State, begin, step
 from pflcore.data.federation import Federation
+from pflcore.engine import Engine, Setting, Training
 from pflcore.flat import Net
-from pflcore.local import Engine, Setting, Training
 
 
 class Scale(nn.Module):
@@ -33,7 +33,7 @@ def half_square(scores: Tensor, y: Tensor) -> Tensor:
 
 
 def quadratics(a: Tensor, b: Tensor, start: Sequence[float] | None = None, rows: int = 1, noise: float = 0.0) -> tuple[Net, Federation]:
-    """Client i's loss is `sum_k a_ik (m_k - b_ik)^2 / 2` on each of its `rows` samples; float64. With noise the samples' b differ, their mean does not."""
+    """Client i's loss is `sum_k a_ik (m_k - b_ik)^2 / 2`, float64; with `noise` its `rows` samples' b differ, their mean does not."""
     a, b = a.double(), b.double()
     n, d = a.shape
     spread = noise * torch.linspace(-1, 1, rows, dtype=torch.float64)[:, None] if rows > 1 else torch.zeros(1, 1, dtype=torch.float64)

@@ -16,8 +16,9 @@ from torch import Tensor
 from pflcore import ops
 from pflcore.algorithms import FedAvg, begin, step
 from pflcore.data.federation import Federation
+from pflcore.engine import Engine, Setting, Training
 from pflcore.flat import Net
-from pflcore.local import Engine, Fit, Local, Setting, Training
+from pflcore.local import Fit, Local
 from pflcore.nn import Dropout
 
 SIZES = (7, 20, 31)  # with batches of 20: one short batch, one whole, a whole and a short one

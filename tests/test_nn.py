@@ -10,8 +10,9 @@ import torch.nn as nn
 from small import images, setting
 from torch import Tensor
 
+from pflcore.engine import Training
 from pflcore.flat import Net, forward_mode
-from pflcore.local import Local, Training
+from pflcore.local import Local
 from pflcore.nn import Dropout, mixed, uniform
 
 

@@ -17,8 +17,9 @@ from pflcore import ops
 from pflcore.algorithms import APFL, Cohort, FedAvg, FedProx, LocalOnly, Scaffold, Waffle, begin, step
 from pflcore.algorithms.base import Tensors
 from pflcore.data.partition import waffle as waffle_partition
+from pflcore.engine import Training
 from pflcore.flat import Net
-from pflcore.local import Local, Training
+from pflcore.local import Local
 
 F64 = torch.float64
 
@@ -102,7 +103,7 @@ def sequence(d: list[float], rounds: int, upto: int | None = None, **options: ob
 
 
 def test_golden_weights_with_another_target_and_a_history() -> None:
-    net, data = quadratics(torch.ones(5, 1), torch.zeros(5, 1))
+    net, _ = quadratics(torch.ones(5, 1), torch.zeros(5, 1))
     alg = FixedDistances(target=2, d=(3, 1.5, 0, 0.5, 6))
     cohort = Cohort(torch.arange(5), torch.full((5,), 0.2, dtype=F64), torch.ones(5), 5, 40, 100)
     up = {"delta": torch.tensor([[3.0], [1.5], [0], [0.5], [6]], dtype=F64)}
@@ -413,7 +414,6 @@ def test_law_9_fedprox() -> None:
 
 
 def test_law_9_fedavg_weighs_by_samples() -> None:
-    net, data = quadratics(torch.ones(3, 1), torch.zeros(3, 1))
     cohort = Cohort(torch.arange(3), torch.tensor([0.1, 0.3, 0.6], dtype=F64), torch.tensor([10, 30, 60]), 3, 1, 1)
     up = {"delta": torch.tensor([[1.0], [2.0], [4.0]], dtype=F64)}
     close(FedAvg().server({"x": torch.zeros(1, dtype=F64)}, up, cohort)["x"], [3.1])
