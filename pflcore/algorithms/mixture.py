@@ -61,8 +61,8 @@ class APFL(FedAvg):
         def update(rows: Tensors, grad: Callable[..., Tensor], k: int) -> Tensors:
             row, gradient = rows["row"].clone(), grad(rows["row"])  # [s, 2 P + 1]: w | v | alpha
             buffer = rows["momentum"].clone() if t.momentum else None
-            models = {"momentum": t.momentum, "buffer": buffer, "weight_decay": t.weight_decay}
-            ops.sgd_step_(row[:, : 2 * P], gradient[:, : 2 * P], local.lr, **models)
+            models, g = row[:, : 2 * P], gradient[:, : 2 * P]
+            ops.sgd_step_(models, g, local.lr, momentum=t.momentum, buffer=buffer, weight_decay=t.weight_decay)
             if self.adaptive and k == 0:
                 alpha = row[:, 2 * P :]
                 row[:, 2 * P :] = (alpha - alpha_lr * (gradient[:, 2 * P :] + self.alpha_decay * alpha)).clamp(0, 1)

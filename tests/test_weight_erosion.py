@@ -1,0 +1,160 @@
+"""Weight Erosion: golden values, and law 8 of the WAFFLE family."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from small import images, play, quadratics, setting, tiny_model
+from torch import Tensor
+
+from pflcore.algorithms import Cohort, FedAvg, LocalOnly, WeightErosion, begin
+from pflcore.algorithms.base import Tensors
+from pflcore.engine import Training
+from pflcore.flat import Net
+from pflcore.local import Local
+
+F64 = torch.float64
+
+
+@dataclass(frozen=True)
+class FixedUpdates(WeightErosion):
+    """Weight Erosion on given updates: no training."""
+
+    updates: tuple[tuple[float, ...], ...] = ()
+
+    def client(self, down: Tensors, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
+        up = super().client(down, own, local)[1]
+        return own, {**up, "delta": torch.tensor(self.updates, dtype=F64)[local.ids]}
+
+
+def eroded(updates: tuple[tuple[float, ...], ...], sizes: tuple[int, ...], rounds: int, **options: Any) -> list[tuple[list[float], Tensor]]:
+    """alpha and the mean update of each round."""
+    net = (
+        Net(torch.nn.Linear(2, len(updates[0]) // 2, bias=False, dtype=F64))
+        if len(updates[0]) > 1
+        else quadratics(torch.ones(1, 1), torch.ones(1, 1))[0]
+    )
+    data = images(sizes, shape=(2,), classes=1)
+    data = type(data)(data.x.double(), data.y, data.index, 1)
+    found, last = [], net.w0
+    for state, _ in play(FixedUpdates(updates=updates, **options), setting(net, data, Training(batch_size=32), rounds)):
+        found.append((state.g["alpha"].tolist(), state.g["x"] - last))
+        last = state.g["x"]
+    return found
+
+
+UPDATES = ((3.0, 4.0), (3.0, 4.5), (0.0, 0.0), (-3.0, -4.0))
+
+
+@pytest.mark.parametrize(
+    ("p_s", "golden"),
+    [
+        (
+            2.0,
+            {
+                1: ([1, 0.99, 0.9, 0.8], [0.9674796748, 1.4241192412]),
+                2: ([1, 0.98, 0.8, 0.6], [1.2248520710, 1.7781065089]),
+                3: ([1, 0.97, 0.5, 0.4], [1.6411149826, 2.3571428571]),
+                4: ([1, 0.96, 0.2, 0.2], [2.2372881356, 3.1864406780]),
+                5: ([1, 0.93, 0, 0], [3, 4.2409326425]),
+            },
+        ),
+        (0.0, {3: ([1, 0.97, 0.7, 0.4], [1.5342019544, 2.2035830619]), 5: ([1, 0.95, 0.5, 0], [2.3877551020, 3.3775510204])}),
+    ],
+)
+def test_golden_rounds(p_s: float, golden: dict[int, tuple[list[float], list[float]]]) -> None:
+    found = eroded(UPDATES, (100, 100, 64, 100), 5, p_d=0.1, p_s=p_s)
+    for r, (alpha, mean) in golden.items():
+        assert found[r - 1][0] == pytest.approx(alpha, abs=1e-12)
+        assert found[r - 1][1].tolist() == pytest.approx(mean, abs=1e-9)
+
+
+def test_passes_are_counted_in_the_chosen_unit() -> None:
+    sizes = (100, 33, 1000)
+    net, data = Net(tiny_model(2, 1)), images(sizes, shape=(2,), classes=1)
+    s = setting(net, data, Training(batch_size=32, epochs=3))
+    down = {"x": net.w0.expand(3, -1)}
+    for unit, expected in (("samples", [1, 4, 0]), ("batches", [40, 80, 5]), ("epochs", [15, 15, 15])):
+        local = Local(s, torch.arange(3), 6, net.b0.expand(3, -1))
+        assert WeightErosion(size_unit=unit).client(down, {}, local)[1]["passes"].tolist() == expected  # type: ignore[arg-type]
+
+
+def test_law_8_weights_fall_and_the_targets_stays() -> None:
+    net, data = Net(tiny_model()), images((9, 20, 31, 12))
+    s = setting(net, data, Training(lr=0.1, batch_size=8), 6)
+    for p_d in (None, 0.05):
+        before = torch.ones(4, dtype=F64)
+        for state, _ in play(WeightErosion(target=2, p_d=p_d, p_s=0.5), s):
+            alpha = state.g["alpha"]
+            assert (alpha <= before).all() and (alpha >= 0).all() and alpha[2] == 1
+            assert WeightErosion().report(state.g)["weights"].sum() == pytest.approx(1)
+            before = alpha
+        assert before.min() < 0.9
+
+
+def test_law_8_between_fedavg_and_local_training() -> None:
+    net, data = Net(tiny_model()), images()
+    s = setting(net, data, Training(lr=0.1, batch_size=8), 4)
+    for (a, _), (b, _) in zip(play(WeightErosion(p_d=0.0), s), play(FedAvg(weighting="uniform"), s), strict=True):
+        torch.testing.assert_close(a.g["x"], b.g["x"])
+    for (a, _), (b, _) in zip(play(WeightErosion(target=1, p_d=1e9), s), play(LocalOnly(), s), strict=True):
+        torch.testing.assert_close(a.g["x"], b.own["w"][1], rtol=1e-5, atol=1e-6)
+
+
+@given(st.lists(st.tuples(*[st.floats(-10, 10)] * 2), min_size=1, max_size=6), st.sampled_from([0.0, 1e-3, 0.3, 1e12]), st.floats(0, 3))
+def test_any_updates_give_weights(updates: list[tuple[float, ...]], p_d: float, p_s: float) -> None:
+    alg, n = WeightErosion(p_d=p_d, p_s=p_s), len(updates)
+    g = begin(alg, Net(torch.nn.Linear(2, 1, bias=False, dtype=F64)), n).g
+    delta = torch.tensor(updates, dtype=F64)
+    cohort = Cohort(torch.arange(n), torch.full((n,), 1 / n, dtype=F64), torch.ones(n), n, 1, 10)
+    g = alg.server(g, {"delta": delta, "passes": torch.arange(n)}, cohort)
+    alpha = g["alpha"]
+    assert ((alpha >= 0) & (alpha <= 1)).all() and alpha[0] == 1 and g["x"].isfinite().all()
+    assert torch.equal(alpha == 1, ((delta == delta[0]).all(1)) | (p_d == 0) | (alpha == 1))
+
+
+def test_a_target_that_stands_still() -> None:
+    """|delta_target| = 0: who stands still too keeps its weight, everybody else loses it all, unless nothing erodes."""
+    still = ((0.0, 0.0), (0.0, 0.0), (1.0, 0.0))
+    for p_d, expected in ((0.1, [1, 1, 0]), (0.0, [1, 1, 1]), (None, [1, 1, 1])):
+        assert eroded(still, (10, 10, 10), 1, p_d=p_d)[0][0] == expected
+
+
+def test_calibrated_the_median_client_erodes_at_80_percent() -> None:
+    """Constant relative distances 1, 2, 3: the median's weight runs out after 0.8 R rounds, the nearest's lasts."""
+    updates = ((1.0, 0.0), (2.0, 0.0), (3.0, 0.0), (4.0, 0.0))
+    found = [alpha for alpha, _ in eroded(updates, (10, 10, 10, 10), 40)]
+    gone = [next((r for r, a in enumerate(found, 1) if a[i] < 1e-9), None) for i in range(4)]
+    assert gone == [None, None, 32, 22]
+    assert found[-1][1] == pytest.approx(1 - 40 * 0.5 / 32)
+
+
+@dataclass(frozen=True)
+class Broken(WeightErosion):
+    """Client 1 sends NaN in round 2."""
+
+    def client(self, down: Tensors, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
+        new, up = super().client(down, own, local)
+        if local.round == 2:
+            up["delta"][1] = math.nan
+        return new, up
+
+
+def test_an_absent_client_keeps_its_weight() -> None:
+    net, data = Net(tiny_model()), images()
+    (one, _), (two, done), (three, _) = play(Broken(p_d=0.05), setting(net, data, Training(lr=0.1, batch_size=8), 3))
+    assert done.dropped == [1] and two.g["alpha"][1] == one.g["alpha"][1] and two.g["alpha"][2] < one.g["alpha"][2]
+    assert three.g["alpha"][1] < two.g["alpha"][1]
+    assert two.g["x"].isfinite().all()
+
+
+def test_bad_options() -> None:
+    for bad in ({"target": -1}, {"p_d": -0.1}, {"p_d": math.nan}, {"p_s": -1.0}, {"size_unit": "rows"}):
+        with pytest.raises(ValueError, match=f"^{next(iter(bad))}: expected"):
+            WeightErosion(**bad)  # type: ignore[arg-type]
