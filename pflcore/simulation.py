@@ -57,6 +57,7 @@ class Simulation:
     training: Training = field(default_factory=Training)
     rounds: int = 100
     participation: float = 1.0  # max(1, floor(participation * N + 0.5)) clients a round
+    clients: torch.Tensor | None = None  # ids of those who may take part; default: all
     seed: int = 0
     engine: str = "auto"  # "pool", "vmap", or by model and sizes
     workers: int | None = None  # threads; never changes a result
@@ -64,6 +65,7 @@ class Simulation:
     buffers: str = "local"  # batch norm's running statistics: each client its own, or "average"
     eval_every: int = 1
     eval_split: str = "test"
+    eval_clients: torch.Tensor | None = None  # ids of those who are evaluated; default: all
     eval_train: bool = False  # the train loss of every client too
     warm_start: State | None = None
 
@@ -146,13 +148,13 @@ class Simulation:
         assert isinstance(self.algorithm, FedAvg)
         while self.state.round < self.rounds:
             round, began = self.state.round + 1, time.perf_counter()
-            ids = sample(self.algorithm, self.setting, round, self.participation)
+            ids = sample(self.algorithm, self.setting, round, self.participation, self.clients)
             self.state, done = step(self.algorithm, self.state, self.setting, ids, self.buffers)
             found = None
             if round % self.eval_every == 0 or round == self.rounds:
-                found = {k: v.tolist() for k, v in evaluate(self.algorithm, self.state, self.setting, self.eval_split).items()}
+                found = {k: v.tolist() for k, v in self.evaluate(self.eval_split).items()}
                 if self.eval_train:
-                    found["train_loss"] = evaluate(self.algorithm, self.state, self.setting, "train")["loss"].tolist()
+                    found["train_loss"] = self.evaluate("train")["loss"].tolist()
             yield {
                 "round": round,
                 "algorithm": self.name,
@@ -174,6 +176,11 @@ class Simulation:
                     f"sent updates that are not finite; lower the learning rate ({self.training.lr})."
                 }
                 return
+
+    def evaluate(self, split: str) -> dict[str, torch.Tensor]:
+        """Each client's personalized model as it is now: see `pflcore.algorithms.evaluate`."""
+        assert isinstance(self.algorithm, FedAvg)
+        return evaluate(self.algorithm, self.state, self.setting, split, self.eval_clients)
 
     def run(self, on_round: Callable[[int, Record], None] | None = None) -> History:
         """Play all rounds; `on_round(round, record)` sees each record as it is made. Ctrl-C ends the run and keeps what there is."""

@@ -57,6 +57,7 @@ class FedAvg:
     returns: ClassVar[str] = "logits"  # what `predict` gives: "logits", "probabilities" or "values"
     server_only: ClassVar[bool] = False  # needs nothing of a client but its model: other code bases can call it
     required: ClassVar[tuple[int, ...]] = ()  # clients that join every round
+    late: ClassVar[tuple[str, ...]] = ()  # options that play no part in training: they can be tuned on one trained state
 
     def __post_init__(self) -> None:
         if self.weighting not in ("samples", "uniform"):
@@ -130,13 +131,15 @@ def cohort_of(alg: FedAvg, setting: Setting, ids: Tensor, round: int) -> Cohort:
     return Cohort(ids, share / share.sum(), size, setting.data.n, round, setting.rounds)
 
 
-def sample(alg: FedAvg, setting: Setting, round: int, participation: float = 1.0) -> Tensor:
-    """The ids of this round's cohort, ascending: max(1, floor(participation * N + 0.5)) clients, the required ones among them."""
-    n = setting.data.n
+def sample(alg: FedAvg, setting: Setting, round: int, participation: float = 1.0, among: Tensor | None = None) -> Tensor:
+    """The ids of this round's cohort, ascending: max(1, floor(participation * n + 0.5)) of the n clients `among` (default: all),
+    the required ones in any case."""
+    clients = torch.arange(setting.data.n) if among is None else among.sort().values
+    n = len(clients)
     m = max(1, int(participation * n + 0.5))
-    if m >= n:
-        return torch.arange(n)
-    order = torch.randperm(n, generator=generator_of(setting.seed, round, "cohort")).tolist()
+    if m >= n and set(alg.required) <= set(clients.tolist()):
+        return clients
+    order = clients[torch.randperm(n, generator=generator_of(setting.seed, round, "cohort"))].tolist()
     first = [*alg.required, *(i for i in order if i not in alg.required)]
     return torch.tensor(sorted(first[: max(m, len(alg.required))]))
 
@@ -199,16 +202,23 @@ def nbytes(payload: Payload) -> int:
     return total
 
 
-def evaluate(alg: FedAvg, state: State, setting: Setting, split: str = "test") -> Tensors:
-    """Every client's personalized model on its own data: "loss" [N], "size" [N] and, for classes, "accuracy" [N]."""
-    ids = torch.arange(setting.data.n)
+def evaluate(alg: FedAvg, state: State, setting: Setting, split: str = "test", clients: Tensor | None = None) -> Tensors:
+    """Every client's personalized model on its own data: "loss" [N], "size" [N] and, for classes, "accuracy" [N].
+
+    A client without samples of `split`, or not among `clients` (ids; default: all), is not looked at: NaN, and size 0.
+    """
+    n, size = setting.data.n, setting.data.size(split)
+    if clients is not None:
+        size = torch.zeros_like(size).index_copy(0, clients, size[clients])
+    ids = size.nonzero()[:, 0]
+    if not len(ids):
+        raise ValueError(f"split: none of the clients has a sample of {split!r} to be evaluated on.")
     round = max(1, state.round)
     cohort = cohort_of(alg, setting, ids, round)
-    local = Local(setting, ids, round, state.buffers.clone())
+    local = Local(setting, ids, round, state.buffers[ids])
     down = alg.send(state.g, cohort, generator_of(setting.seed, round, "evaluation"))
-    view = alg.personal(down, state.own, local)
+    view = alg.personal(down, state.own if len(ids) == n else {k: v[ids] for k, v in state.own.items()}, local)
     found = local.scores(alg.predict, view, split)
-    size = torch.tensor([len(y) for _, y in found])
     losses, hits = [], []
     for scores, y in found:
         if alg.returns == "probabilities" and scores.dim() > 1 and scores.shape[1] > 1 and not y.is_floating_point():
@@ -217,10 +227,9 @@ def evaluate(alg: FedAvg, state: State, setting: Setting, split: str = "test") -
             losses.append(setting.net.criterion(scores, y))
         if not y.is_floating_point():
             hits.append(right(scores, y).double().mean())
-    result = {"loss": torch.stack(losses).double().cpu(), "size": size}
-    if hits:
-        result["accuracy"] = torch.stack(hits).cpu()
-    return result
+    result = {"loss": losses, "accuracy": hits} if hits else {"loss": losses}
+    none = torch.full((n,), torch.nan, dtype=torch.float64)
+    return {k: none.index_copy(0, ids, torch.stack(v).double().cpu()) for k, v in result.items()} | {"size": size}
 
 
 def right(scores: Tensor, y: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -25,10 +25,21 @@ class FineTune(FedOpt):
     evaluation fine-tunes x on each client's training data by SGD, all layers or the last one, and throws the result away.
     `choose="fixed"` takes `finetune_epochs` epochs. "client" and "global" try each step size of `lr_grid` with 1 .. `finetune_epochs`
     epochs and keep what is best on the clients' validation split, for each client or for all clients together (mean over clients); ties
-    go to the earlier candidate, 0 epochs first. Epochs are then fits of their own: a client momentum starts at zero in each.
+    go to the earlier candidate, 0 epochs first. A client momentum starts at zero in every epoch.
     Acceptance (the remark of section 4.1): a client with less than `min_size` samples, or whose validation value does not beat x's by more
     than `margin`, keeps x.
     """
+
+    late: ClassVar[tuple[str, ...]] = (
+        "finetune_lr",
+        "finetune_epochs",
+        "layers",
+        "choose",
+        "lr_grid",
+        "zero",
+        "min_size",
+        "margin",
+    )
 
     finetune_lr: float | None = None  # step size; default: the run's
     finetune_epochs: int = 5  # epochs, or the most that are tried
@@ -52,7 +63,9 @@ class FineTune(FedOpt):
         x = down["x"]
         mask = layer_mask(local.net, self.layers)
         if self.choose == "fixed":
-            w = x if self.finetune_epochs == 0 else fit(local, x, self.finetune_epochs, self.finetune_lr, mask, "finetune")
+            w = x
+            for _, _, w in lengths(local, x, (self.finetune_lr,), self.finetune_epochs, mask):  # noqa: B007
+                pass
         else:
             w = self.chosen(x, local, mask)
         keep = local.size.to(x.device) < self.min_size
@@ -89,21 +102,20 @@ def layer_mask(net: Net, layers: str) -> Tensor | None:
     return mask
 
 
-def fit(local: Local, start: Tensor, epochs: int, lr: float | None, mask: Tensor | None, stream: str) -> Tensor:
-    """Trained rows; with frozen layers batch norm's statistics stay frozen as well."""
-    free = None if mask is None else mask.to(start.dtype)
-    return local.fit(start, epochs=epochs, lr=lr, mask=free, stream=stream, probe=mask is not None).w
-
-
 def lengths(
     local: Local, start: Tensor, lrs: tuple[float | None, ...], epochs: int, mask: Tensor | None = None
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """(which lr, epochs so far, rows [S, P]) after every epoch of fine-tuning from `start` with every step size."""
-    before = local.buffers.clone()
+    """(which lr, epochs so far, rows [S, P]) after every epoch of fine-tuning from `start` with every step size.
+
+    With frozen layers batch norm's statistics stay frozen as well.
+    """
+    before, free = local.buffers.clone(), None if mask is None else mask.to(start.dtype)
+    shuffles = local.setting.training.reshuffle
     for i, lr in enumerate(lrs):
         local.buffers, rows = before.clone(), start
         for epoch in range(1, epochs + 1):
-            rows = fit(local, rows, 1, lr, mask, f"finetune {epoch}")
+            stream = f"finetune {epoch}" if shuffles else "finetune"
+            rows = local.fit(rows, epochs=1, lr=lr, mask=free, stream=stream, probe=mask is not None).w
             yield i, epoch, rows
 
 

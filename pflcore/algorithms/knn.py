@@ -30,6 +30,7 @@ class KnnPer(FedOpt):
     """
 
     returns: ClassVar[str] = "probabilities"
+    late: ClassVar[tuple[str, ...]] = ("k", "lam", "kernel")
 
     k: int = 10  # neighbours
     lam: float = 0.5  # 0: the shared model alone, 1: the neighbours alone

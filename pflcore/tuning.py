@@ -1,0 +1,340 @@
+"""Grids: every candidate is trained, scored on validation data, recorded; the best one is reported on test data, once.
+
+Selection works on `Protocol.blind`, a federation without a test split, so it cannot see test data even by mistake.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pflcore.algorithms.base import FedAvg, State, Tensors, cohort_of, evaluate
+from pflcore.algorithms.finetune import FineTune, layer_mask, lengths, value
+from pflcore.data.federation import Federation
+from pflcore.flat import Net
+from pflcore.local import Local, Setting, Training
+from pflcore.protocol import Protocol
+from pflcore.record import plain
+from pflcore.simulation import Simulation
+from pflcore.streams import generator_of
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One point of a grid."""
+
+    options: dict[str, Any]  # what the grid sets, by its names
+    algorithm: FedAvg
+    training: Training
+
+    @property
+    def trained(self) -> str:
+        """What sets its training apart: candidates that agree here differ in `late` options only and share a trained state."""
+        return _key({k: v for k, v in self.options.items() if k not in self.algorithm.late})
+
+
+@dataclass
+class Trial:
+    """What became of a candidate."""
+
+    candidate: Candidate
+    values: list[Tensor] = field(default_factory=list)  # one per protocol: each client's validation value [N], higher is better
+    stopped: str | None = None  # why its training ended early, if it did
+
+    @property
+    def score(self) -> float:
+        """Mean over protocols of the mean over clients; minus infinity for a candidate that diverged."""
+        if self.stopped or not self.values:
+            return -math.inf
+        means = [v[~v.isnan()].mean().item() for v in self.values]
+        score = sum(means) / len(means)
+        return score if math.isfinite(score) else -math.inf
+
+
+@dataclass
+class Tuned:
+    """A grid's trials and the choice. `report` is the only thing here that looks at test data."""
+
+    trials: list[Trial]
+    protocols: list[Protocol]
+    chosen: list[Tensor]  # one per protocol: each client's candidate [N], all the same unless chosen per client
+    states: Callable[[Candidate, int], tuple[State, Setting]]
+
+    @property
+    def best(self) -> Trial:
+        """The trial with the best mean validation value; the first of equals."""
+        return max(self.trials, key=lambda t: t.score)
+
+    def report(self, protocol: int = 0) -> Tensors:
+        """Test results of the chosen candidate(s) on a protocol's reported clients: see `pflcore.algorithms.evaluate`."""
+        p = self.protocols[protocol]
+        out: Tensors = {}
+        for j in self.chosen[protocol][p.report].unique().tolist():
+            mine = p.report[self.chosen[protocol][p.report] == j]
+            candidate = self.trials[j].candidate
+            state, setting = self.states(candidate, protocol)
+            found = evaluate(candidate.algorithm, state, setting._replace(data=p.data), "test", mine)
+            for k, v in found.items():
+                out[k] = v if k not in out else torch.where(torch.zeros(len(v)).index_fill(0, mine, 1.0).bool(), v, out[k])
+        return out
+
+    def table(self) -> str:
+        """Markdown: the candidates, best first."""
+        ranked = sorted(self.trials, key=lambda t: -t.score)
+        lines = ["| candidate | validation | note |", "|:---|---:|:---|"]
+        for t in ranked:
+            score = f"{t.score:.5f}" if math.isfinite(t.score) else "-"
+            lines.append(f"| {_told(t.candidate.options)} | {score} | {t.stopped or ('chosen' if t is self.best else '')} |")
+        return "\n".join(lines) + "\n"
+
+
+def candidates(algorithm: FedAvg, training: Training, grid: Mapping[str, Sequence[Any]]) -> list[Candidate]:
+    """Every combination of a grid. A key is an option of the algorithm, or "training." and one of the local training."""
+    own, its = {f.name for f in fields(algorithm)}, {f.name for f in fields(training)}
+    for key, choices in grid.items():
+        if not (key in own or (key.startswith("training.") and key.removeprefix("training.") in its)):
+            known = ", ".join([*sorted(own), *(f"training.{k}" for k in sorted(its))])
+            raise ValueError(f"grid: {key!r} is no option of {type(algorithm).__name__} or its training; there are {known}.")
+        if isinstance(choices, str) or not len(choices):
+            raise ValueError(f"grid: expected a list of values for {key!r}, got {choices!r}.")
+    names = sorted(grid, key=lambda k: k in algorithm.late)  # late options vary fastest, so that trained states are met in blocks
+    out = []
+    for combination in itertools.product(*(grid[k] for k in names)):
+        options = dict(zip(names, combination, strict=True))
+        ours = {k: v for k, v in options.items() if k in own}
+        theirs = {k.removeprefix("training."): v for k, v in options.items() if k not in own}
+        out.append(Candidate(options, replace(algorithm, **ours), replace(training, **theirs)))
+    return out
+
+
+def tune(
+    protocol: Protocol | Sequence[Protocol],
+    net: Net,
+    algorithm: FedAvg,
+    training: Training,
+    grid: Mapping[str, Sequence[Any]],
+    rounds: int,
+    *,
+    per_client: bool = False,
+    participation: float = 1.0,
+    seed: int = 0,
+    engine: str = "auto",
+    workers: int | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Tuned:
+    """Trains every candidate of the grid and picks the best on validation data, after the last round.
+
+    Several protocols (splits) are averaged; run j has seed `seed + j`. `per_client`: each client its own best candidate (cross-silo only).
+    With `folder` every result is recorded as it comes, and a second call with the same arguments goes on where the first one stopped.
+    A candidate whose run stopped early or whose values are not finite is recorded and never chosen.
+    """
+    protocols = [protocol] if isinstance(protocol, Protocol) else list(protocol)
+    if per_client and any(p.setting != "cross-silo" for p in protocols):
+        raise ValueError("per_client: clients of a cross-device protocol that are reported have no validation samples; choose globally.")
+    trials = [Trial(c) for c in candidates(algorithm, training, grid)]
+    bench = _Bench(protocols, net, rounds, participation, seed, engine, workers, Path(folder) if folder else None, per_client)
+    book = _Book(Path(folder) / "tuning.jsonl" if folder else None, bench.header(algorithm, training))
+    for j in range(len(protocols)):
+        for n, trial in enumerate(trials):
+            name = _key({**trial.candidate.options, "run": j})
+            if name not in book.lines:
+                for other, line in bench.score([t.candidate for t in trials[n:]], j):
+                    book.add(_key({**other.options, "run": j}), {"candidate": other.options, "run": j, **line})
+            line = book.lines[name]
+            trial.stopped = trial.stopped or line["stopped"]
+            trial.values.append(torch.tensor([math.nan if v is None else v for v in line["values"]], dtype=torch.float64))
+            say(f"{n + 1}/{len(trials)} {_told(trial.candidate.options)}: {line['stopped'] or f'{trial.score:.5f}'}")
+    if all(t.score == -math.inf for t in trials):
+        raise ValueError(f"grid: every candidate diverged, the first one with: {trials[0].stopped or 'values that are not finite'}")
+    best = max(range(len(trials)), key=lambda i: trials[i].score)
+    chosen = [torch.full((p.data.n,), best) for p in protocols]
+    if per_client:
+        for j in range(len(protocols)):
+            found = torch.stack([t.values[j] if t.score > -math.inf else torch.full_like(t.values[j], math.nan) for t in trials])
+            chosen[j] = found.nan_to_num(nan=-torch.inf).argmax(0)
+    return Tuned(trials, protocols, chosen, bench.state)
+
+
+class _Bench:
+    """Trains candidates, and remembers the states they end in: on disk where there is a folder, else the one that is needed."""
+
+    def __init__(
+        self,
+        protocols: list[Protocol],
+        net: Net,
+        rounds: int,
+        participation: float,
+        seed: int,
+        engine: str,
+        workers: int | None,
+        folder: Path | None,
+        keep: bool,
+    ) -> None:
+        self.protocols, self.net, self.rounds, self.participation, self.seed = protocols, net, rounds, participation, seed
+        self.engine, self.workers, self.folder, self.keep = engine, workers, folder, keep
+        self.blind = [p.blind for p in protocols]
+        self.memory: dict[str, tuple[State, str | None]] = {}
+
+    def header(self, algorithm: FedAvg, training: Training) -> dict[str, Any]:
+        """What must agree for results to be used again."""
+        return {
+            "algorithm": type(algorithm).__name__,
+            "options": asdict(algorithm),
+            "training": asdict(training),
+            "data": [f"{p.data.name}, {p.setting}, {_digest(p.blind)}" for p in self.protocols],
+            "parameters": self.net.size,
+            "start": hashlib.blake2b(self.net.w0.detach().cpu().numpy().tobytes(), digest_size=8).hexdigest(),
+            "rounds": self.rounds,
+            "participation": self.participation,
+            "seed": self.seed,
+        }
+
+    def simulation(self, candidate: Candidate, run: int) -> Simulation:
+        p = self.protocols[run]
+        return Simulation(
+            candidate.algorithm,
+            self.net,
+            self.blind[run],
+            candidate.training,
+            rounds=self.rounds,
+            participation=self.participation,
+            clients=p.train,
+            seed=self.seed + run,
+            engine=self.engine,
+            workers=self.workers,
+            eval_every=self.rounds + 1,
+            eval_split="val",
+            eval_clients=p.choose,
+        )
+
+    def trained(self, candidate: Candidate, run: int) -> tuple[State, Setting, str | None]:
+        """The state after the last round, from where it is kept or trained now."""
+        name, simulation = f"{candidate.trained}-{run}", self.simulation(candidate, run)
+        file = self.folder / f"state-{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}.pt" if self.folder else None
+        if name in self.memory:
+            state, stopped = self.memory[name]
+        elif file is not None and file.is_file():
+            saved = torch.load(file, weights_only=True)
+            stopped = saved.pop("stopped")
+            state = State(**saved)
+        else:
+            history = simulation.run()
+            state, stopped = simulation.state, history.stopped
+            if file is not None:
+                part = file.with_suffix(".part")
+                torch.save({**{f.name: getattr(state, f.name) for f in fields(state)}, "stopped": stopped}, part)
+                part.replace(file)
+        if not self.keep or file is not None:
+            self.memory.clear()
+        self.memory[name] = state, stopped
+        return state, simulation.setting, stopped
+
+    def state(self, candidate: Candidate, run: int) -> tuple[State, Setting]:
+        state, setting, _ = self.trained(candidate, run)
+        return state, setting
+
+    def score(self, todo: Sequence[Candidate], run: int) -> list[tuple[Candidate, dict[str, Any]]]:
+        """The record of the first candidate, and of others that come with it for free: all lengths of one fine-tuning."""
+        first, p = todo[0], self.protocols[run]
+        state, setting, stopped = self.trained(first, run)
+        if stopped:
+            return [(first, {"values": [], "stopped": stopped})]
+        alg = first.algorithm
+        if isinstance(alg, FineTune) and alg.choose == "fixed" and alg.min_size == 0 and alg.margin is None:
+            same = [c for c in todo if c.trained == first.trained and _same_but_epochs(c.algorithm, alg)]
+            most = max(c.algorithm.finetune_epochs for c in same if isinstance(c.algorithm, FineTune))
+            curve = finetuning_curve(replace(alg, finetune_epochs=most), state, setting, "val", p.choose)
+            return [(c, _line(curve[0, getattr(c.algorithm, "finetune_epochs")])) for c in same]  # noqa: B009
+        found = evaluate(alg, state, setting, "val", p.choose)
+        return [(first, _line(found["accuracy"] if "accuracy" in found else -found["loss"]))]
+
+
+def finetuning_curve(alg: FineTune, state: State, setting: Setting, split: str, clients: Tensor) -> Tensor:
+    """Values on `split` (accuracy, or minus the loss) after 0, 1, ..., `finetune_epochs` epochs with each step size: [L, E + 1, N].
+
+    Clients that are not among `clients` are NaN.
+    """
+    lrs = alg.lr_grid or (alg.finetune_lr,)
+    local = Local(setting, clients, max(1, state.round), state.buffers[clients])
+    cohort = cohort_of(alg, setting, clients, max(1, state.round))
+    x = alg.send(state.g, cohort, generator_of(setting.seed, max(1, state.round), "evaluation"))["x"]
+    out = torch.full((len(lrs), alg.finetune_epochs + 1, setting.data.n), math.nan, dtype=torch.float64)
+    out[:, 0, clients] = value(local, x, split).cpu()
+    for i, epoch, rows in lengths(local, x, lrs, alg.finetune_epochs, layer_mask(setting.net, alg.layers)):
+        out[i, epoch, clients] = value(local, rows, split).cpu()
+    return out
+
+
+class _Book:
+    """The record of a grid, JSON lines: read first, then written to line by line."""
+
+    def __init__(self, path: Path | None, header: Mapping[str, Any]) -> None:
+        self.path, self.lines, header = path, dict[str, Any](), plain(header)
+        if path is None:
+            return
+        kept = _read(path) if path.is_file() else []
+        if kept and kept[0].get("header") != header:
+            raise ValueError(f"folder: {path} holds the results of another grid or other data; name another folder.")
+        self.lines = {_key({**line["candidate"], "run": line["run"]}): line for line in kept[1:]}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_suffix(".part")  # whole lines only: one cut off in the middle must not swallow the next
+            part.write_text("".join(json.dumps(line) + "\n" for line in kept or [{"header": header}]), encoding="utf-8")
+            part.replace(path)
+        except OSError as e:
+            raise ValueError(f"folder: expected one that can be written, got {path.parent} ({e.strerror}).") from None
+
+    def add(self, name: str, line: Mapping[str, Any]) -> None:
+        self.lines[name] = plain(line)
+        if self.path is not None:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(self.lines[name]) + "\n")
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    lines = []
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            break
+    return lines
+
+
+def _line(values: Tensor) -> dict[str, Any]:
+    seen = values[~values.isnan()]
+    fine = len(seen) > 0 and bool(seen.isfinite().all())
+    return {"values": values.tolist(), "stopped": None if fine else "The validation values are not finite."}
+
+
+def _same_but_epochs(a: FedAvg, b: FedAvg) -> bool:
+    return isinstance(a, FineTune) and isinstance(b, FineTune) and replace(a, finetune_epochs=b.finetune_epochs) == b
+
+
+def _key(options: Mapping[str, Any]) -> str:
+    return json.dumps(plain(options), sort_keys=True)
+
+
+def _told(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{k} {v}" for k, v in options.items()) or "as given"
+
+
+def _digest(data: Federation) -> str:
+    """Who holds which training and validation samples, and what they are."""
+    digest = hashlib.blake2b(digest_size=8)
+    for split in data.splits:
+        for rows in data.index[split]:
+            digest.update(rows.cpu().numpy().tobytes() + b"|")
+            digest.update(data.y[rows].cpu().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,254 @@
+"""Motley's protocol: splits that leak nothing, grids that cannot see test data, records that resume."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn as nn
+
+from pflcore.algorithms import FedAvg, begin, evaluate, sample, step
+from pflcore.algorithms.finetune import FineTune
+from pflcore.algorithms.knn import KnnPer
+from pflcore.algorithms.multitask import Ditto, Mocha
+from pflcore.data import Federation
+from pflcore.flat import Net
+from pflcore.local import Engine, Setting, Training
+from pflcore.protocol import Protocol, cross_device, cross_silo
+from pflcore.simulation import Simulation
+from pflcore.tuning import candidates, finetuning_curve, tune
+
+
+def federation(n=12, seed=0, size=20, relabel=False):
+    gen = torch.Generator().manual_seed(seed)
+    parts = []
+    for i in range(n):
+        x = torch.randn(size + i, 4, generator=gen)
+        parts.append((x, x[:, :3].argmax(1) if i % 2 else x[:, 1:].argmax(1)))
+    fed = Federation.from_arrays(parts, classes=3)
+    return replace(fed, relabel=torch.stack([torch.randperm(3, generator=gen) for _ in range(n)])) if relabel else fed
+
+
+def model():
+    return Net(lambda: nn.Linear(4, 3))
+
+
+def poisoned(p: Protocol) -> Protocol:
+    """The same protocol with every test label wrong."""
+    y = p.data.y.clone()
+    for rows in p.data.index["test"]:
+        y[rows] = (y[rows] + 1) % 3
+    return replace(p, data=replace(p.data, y=y))
+
+
+PROTOCOLS = {"silo": lambda: cross_silo(federation()), "device": lambda: cross_device(federation(), 0.5, 0.25, 0.25)}
+TRAINING = Training(lr=0.3, batch_size=8)
+
+
+# splits ----------------------------------------------------------------------------------------------------------------------------
+def test_cross_device_roles_and_halves():
+    data = federation()
+    p = cross_device(data, 6, 3, 3)
+    everyone = torch.cat([p.train, p.choose, p.report])
+    assert sorted(everyone.tolist()) == list(range(12)) and (len(p.train), len(p.choose), len(p.report)) == (6, 3, 3)
+    for i in range(12):
+        n, own = data.size()[i], set(data.index["train"][i].tolist())
+        lists = {s: p.data.index[s][i].tolist() for s in ("train", "val", "test")}
+        assert {j for rows in lists.values() for j in rows} == own and sum(map(len, lists.values())) == n
+        role = "train" if i in p.train else "val" if i in p.choose else "test"
+        if role == "train":
+            assert lists["val"] == lists["test"] == []
+        else:
+            assert len(lists["train"]) == n // 2 and lists["test" if role == "val" else "val"] == []
+    again = cross_device(data, 6, 3, 3)
+    assert all(torch.equal(a, b) for s in p.data.splits for a, b in zip(p.data.index[s], again.data.index[s], strict=True))
+
+
+def test_cross_silo_sizes_and_what_blind_hides():
+    p = cross_silo(federation(size=22))
+    assert (p.data.size("test")[0], p.data.size("val")[0], p.data.size("train")[0]) == (4, 4, 14)  # ceil(3.3), ceil(18 * .15 / .85)
+    assert torch.equal(p.train, torch.arange(12)) and torch.equal(p.train, p.report)
+    assert p.blind.splits == ("train", "val")
+    with pytest.raises(ValueError, match="test"):
+        evaluate(FedAvg(), begin(FedAvg(), model(), 12), Setting(model(), p.blind, TRAINING, Engine("vmap", 1), 0, 1), "test")
+    assert cross_silo(p.data).data is p.data
+
+
+def test_smaller_personalization_sets_are_nested_and_leave_the_evaluation_halves():
+    p = PROTOCOLS["device"]()
+    sets = [p.keep(f).data for f in (1.0, 0.5, 0.25)]
+    for i in p.report.tolist():
+        a, b, c = (s.index["train"][i].tolist() for s in sets)
+        assert a[: len(b)] == b and b[: len(c)] == c and len(b) == math.ceil(len(a) / 2)
+        assert all(torch.equal(s.index["test"][i], p.data.index["test"][i]) for s in sets)
+    assert all(torch.equal(sets[2].index["train"][i], p.data.index["train"][i]) for i in p.train.tolist())
+
+
+@pytest.mark.parametrize("relabel", [False, True])
+def test_the_out_of_distribution_pool_comes_from_evaluation_halves_alone(relabel):
+    p = cross_device(federation(relabel=relabel), 6, 3, 3)
+    ood = p.out_of_distribution(size=10)
+    halves = {
+        j: (i, int(y)) for i in p.report.tolist() for j, y in zip(p.data.index["test"][i].tolist(), p.data.labels(i, "test"), strict=True)
+    }
+    pools = [ood.index["test"][i].tolist() for i in p.report.tolist()]
+    assert pools[0] == pools[1] == pools[2] and len(pools[0]) == 10 and set(pools[0]) <= set(halves)
+    x, y = ood.client(int(p.report[0]), "test")
+    assert torch.equal(x, p.data.x[pools[0]]) and y.tolist() == [halves[j][1] for j in pools[0]]
+    for i in (int(p.train[0]), int(p.report[0])):
+        assert torch.equal(ood.client(i, "train")[1], p.data.client(i, "train")[1])
+    assert len(p.out_of_distribution(size=10**6).index["test"][int(p.report[0])]) == len(halves)
+
+
+def test_only_some_clients_train_and_are_evaluated():
+    p = PROTOCOLS["device"]()
+    run = Simulation(Ditto(), model(), p.data, TRAINING, rounds=3, participation=0.5, clients=p.train, eval_clients=p.report)
+    history = run.run()
+    assert {i for r in history.rounds for i in r["cohort"]} <= set(p.train.tolist()) and len(history.rounds[0]["cohort"]) == 3
+    accuracy = torch.tensor(history.rounds[-1]["eval"]["accuracy"])
+    assert accuracy.isnan().logical_not().nonzero().flatten().tolist() == p.report.tolist()
+    fresh = begin(Ditto(), run.setting.net, 12).own["v"]
+    assert torch.equal(run.state.own["v"][p.report], fresh[p.report]) and not torch.equal(run.state.own["v"], fresh)
+    everybody = sample(FedAvg(), run.setting, 1, 1.0, p.train.flip(0))
+    assert torch.equal(everybody, p.train)
+
+
+def test_a_client_without_samples_to_test_on_is_nan_and_the_others_as_ever():
+    fed = federation(4)
+    p = cross_silo(fed)
+    setting = Setting(model(), p.data, TRAINING, Engine("vmap", 1), 0, 1)
+    state, _ = step(FedAvg(), begin(FedAvg(), setting.net, 4), setting, torch.arange(4))
+    whole = evaluate(KnnPer(), state, setting)
+    lists = list(p.data.index["test"])
+    lists[2] = lists[2][:0]
+    part = evaluate(KnnPer(), state, setting._replace(data=replace(p.data, index={**p.data.index, "test": lists})))
+    for k in ("loss", "accuracy"):
+        assert part[k][2].isnan() and torch.equal(part[k][[0, 1, 3]], whole[k][[0, 1, 3]])
+    assert part["size"].tolist() == [whole["size"][0], whole["size"][1], 0, whole["size"][3]]
+
+
+# grids -----------------------------------------------------------------------------------------------------------------------------
+def test_a_grid_is_every_combination_with_late_options_fastest():
+    grid = {"finetune_epochs": [1, 2], "lr": [0.5, 1.0], "training.lr": [0.1]}
+    found = candidates(FineTune(), TRAINING, grid)
+    assert [(c.algorithm.lr, c.algorithm.finetune_epochs, c.training.lr) for c in found] == [
+        (0.5, 1, 0.1), (0.5, 2, 0.1), (1.0, 1, 0.1), (1.0, 2, 0.1)]  # fmt: skip
+    assert found[0].trained == found[1].trained != found[2].trained and found[0].training.batch_size == 8
+    for bad in ({"learning": [1]}, {"lr": []}, {"training.size": [1]}, {"lr": "0.1"}):
+        with pytest.raises(ValueError, match=r"^grid: .*\.$"):
+            candidates(FineTune(), TRAINING, bad)
+
+
+GRIDS = {
+    "training": (FedAvg(), {"training.lr": [0.001, 0.3]}),
+    "finetune": (FineTune(), {"finetune_lr": [0.05, 0.5], "finetune_epochs": [0, 1, 4]}),
+    "knn": (KnnPer(k=3), {"lam": [0.0, 0.4, 0.8], "lr": [0.5, 1.0]}),
+}
+
+
+@pytest.mark.parametrize("setting", PROTOCOLS)
+@pytest.mark.parametrize("name", GRIDS)
+def test_poisoned_test_labels_change_no_choice(setting, name):
+    p, (alg, grid) = PROTOCOLS[setting](), GRIDS[name]
+    a, b = (tune(q, model(), alg, TRAINING, grid, 4) for q in (p, poisoned(p)))
+    assert torch.equal(a.chosen[0], b.chosen[0]) and [t.score for t in a.trials] == [t.score for t in b.trials]
+    clean, wrong = a.report()["accuracy"][p.report], b.report()["accuracy"][p.report]
+    assert not clean.isnan().any() and not torch.equal(clean, wrong)
+    outside = torch.ones(12, dtype=torch.bool).index_fill(0, p.report, False)
+    assert a.report()["accuracy"][outside].isnan().all()
+
+
+def test_the_choice_is_the_best_on_validation_and_the_report_is_its_test_result():
+    p = PROTOCOLS["device"]()
+    tuned = tune(p, model(), FedAvg(), TRAINING, {"training.lr": [0.001, 0.3]}, 4)
+    scores, results = [], []
+    for lr in (0.001, 0.3):
+        run = Simulation(FedAvg(), model(), p.data, replace(TRAINING, lr=lr), rounds=4, clients=p.train, eval_every=9)
+        run.run()
+        scores.append(evaluate(FedAvg(), run.state, run.setting, "val")["accuracy"][p.choose].mean().item())
+        results.append(evaluate(FedAvg(), run.state, run.setting, "test")["accuracy"])
+    assert [t.score for t in tuned.trials] == pytest.approx(scores) and scores[0] != scores[1]
+    best = max(range(2), key=scores.__getitem__)
+    torch.testing.assert_close(tuned.report()["accuracy"], results[best], equal_nan=True)
+    assert tuned.best.candidate.options == {"training.lr": (0.001, 0.3)[best]} and "chosen" in tuned.table()
+
+
+def test_each_client_its_own_candidate():
+    p = PROTOCOLS["silo"]()
+    tuned = tune(p, model(), KnnPer(k=3), TRAINING, {"lam": [0.0, 1.0]}, 4, per_client=True)
+    values = torch.stack([t.values[0] for t in tuned.trials])
+    assert torch.equal(tuned.chosen[0], values.argmax(0)) and len(tuned.chosen[0].unique()) == 2
+    state, setting = tuned.states(tuned.trials[0].candidate, 0)
+    each = [evaluate(KnnPer(k=3, lam=lam), state, setting._replace(data=p.data))["accuracy"] for lam in (0.0, 1.0)]
+    assert torch.equal(tuned.report()["accuracy"], torch.where(tuned.chosen[0] == 0, each[0], each[1]))
+    with pytest.raises(ValueError, match=r"^per_client: .*\.$"):
+        tune(PROTOCOLS["device"](), model(), KnnPer(), TRAINING, {"lam": [0.0]}, 1, per_client=True)
+
+
+def test_all_lengths_of_fine_tuning_come_from_one_pass():
+    p = PROTOCOLS["device"]()
+    grid = {"finetune_lr": [0.05, 0.5], "finetune_epochs": [0, 1, 2, 5]}
+    tuned = tune(p, model(), FineTune(), TRAINING, grid, 3)
+    state, setting = tuned.states(tuned.trials[0].candidate, 0)
+    for t in tuned.trials:
+        alone = evaluate(t.candidate.algorithm, state, setting, "val", p.choose)["accuracy"]
+        assert torch.equal(t.values[0][p.choose], alone[p.choose])
+    curve = finetuning_curve(FineTune(lr_grid=(0.05, 0.5), choose="client", finetune_epochs=5), state, setting, "val", p.choose)
+    assert curve.shape == (2, 6, 12) and torch.equal(curve[0, 0].isnan(), curve[1, 3].isnan())
+    torch.testing.assert_close(curve[1, 5], tuned.trials[-1].values[0], equal_nan=True)
+
+
+def test_a_diverged_candidate_is_recorded_and_loses(tmp_path):
+    p = PROTOCOLS["silo"]()
+    net = Net(lambda: nn.Linear(4, 1), "squared")
+    data = replace(p.data, y=p.data.y.float(), classes=None)
+    p = replace(p, data=data)
+    tuned = tune(p, net, FedAvg(), TRAINING, {"training.lr": [1e30, 0.01]}, 6, folder=tmp_path)
+    assert tuned.best.candidate.training.lr == 0.01 and tuned.trials[0].score == -math.inf and tuned.trials[0].stopped
+    lines = [json.loads(line) for line in (tmp_path / "tuning.jsonl").read_text().splitlines()]
+    assert "header" in lines[0] and lines[1]["stopped"] == tuned.trials[0].stopped and lines[2]["stopped"] is None
+    unstable = tune(p, net, Mocha(), replace(TRAINING, lr=0.01), {"lam": [30.0, 0.01]}, 6)
+    assert "MOCHA is unstable" in unstable.trials[0].stopped and unstable.best.candidate.algorithm.lam == 0.01
+    with pytest.raises(ValueError, match=r"^grid: every candidate diverged"):
+        tune(p, net, FedAvg(), TRAINING, {"training.lr": [1e30]}, 6)
+
+
+def test_a_grid_goes_on_where_it_stopped(tmp_path):
+    p, (alg, grid) = PROTOCOLS["silo"](), GRIDS["knn"]
+    whole = tune(p, model(), alg, TRAINING, grid, 3, folder=tmp_path / "a")
+    seen = []
+    file = tmp_path / "b" / "tuning.jsonl"
+
+    def stop(text):
+        seen.append(text)
+        if len(seen) == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tune(p, model(), alg, TRAINING, grid, 3, folder=tmp_path / "b", say=stop)
+    text = file.read_text()
+    file.write_text(text[:-20])  # and its last line was cut off
+    again = tune(p, model(), alg, TRAINING, grid, 3, folder=tmp_path / "b")
+    assert [t.score for t in again.trials] == [t.score for t in whole.trials] and torch.equal(again.chosen[0], whole.chosen[0])
+    assert file.read_text() == (tmp_path / "a" / "tuning.jsonl").read_text()
+    assert torch.equal(again.report()["accuracy"], whole.report()["accuracy"])
+    before = file.stat().st_mtime_ns, len(list(file.parent.glob("state-*.pt")))
+    assert before[1] == 2  # two trained states serve six candidates
+    for changed in (replace(TRAINING, lr=0.2), TRAINING):
+        if changed is TRAINING:
+            tune(p, model(), alg, changed, grid, 3, folder=tmp_path / "b")
+        else:
+            with pytest.raises(ValueError, match=r"^folder: .*\.$"):
+                tune(p, model(), alg, changed, grid, 3, folder=tmp_path / "b")
+
+
+def test_several_splits_are_averaged():
+    splits = [cross_silo(federation(), seed=s) for s in (100, 1100)]
+    both = tune(splits, model(), FedAvg(), TRAINING, {"training.lr": [0.01, 0.3]}, 3, seed=5)
+    alone = [tune(p, model(), FedAvg(), TRAINING, {"training.lr": [0.01, 0.3]}, 3, seed=5 + j) for j, p in enumerate(splits)]
+    for i in range(2):
+        assert both.trials[i].score == pytest.approx(sum(a.trials[i].score for a in alone) / 2)
+    for j, a in enumerate(alone):
+        if torch.equal(a.chosen[0], both.chosen[j]):
+            assert torch.equal(a.report()["accuracy"], both.report(j)["accuracy"])
