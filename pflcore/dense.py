@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from pflcore.flat import Net, hinge, squared
+from pflcore.flat import CRITERIA, Net
 
 SMALL = 4096  # below so many weights a product into a strided view costs several times one into fresh memory
 
@@ -33,7 +33,7 @@ class Dense:
     @classmethod
     def of(cls, net: Net) -> Dense | None:
         """The written-out form of `net`, or None where the model or the criterion is something else."""
-        criterion = {nn.functional.cross_entropy: "cross_entropy", squared: "squared", hinge: "hinge"}.get(net.criterion)
+        criterion = {f: name for name, f in CRITERIA.items()}.get(net.criterion)
         chain = _chain(net.module)
         if criterion is None or chain is None or net.buffer_names:
             return None
@@ -76,12 +76,17 @@ class Dense:
             slope.scatter_add_(2, index, torch.full_like(index, -1, dtype=slope.dtype))
             return -log_p.gather(2, index)[..., 0], slope
         z = scores.reshape(y.shape)
-        if self.criterion == "squared":
-            gap = z - y.to(z.dtype)
-            return gap * gap, (2 * gap).view_as(scores)
+        if self.criterion in ("squared", "half_squared"):
+            gap, factor = z - y.to(z.dtype), 1.0 if self.criterion == "squared" else 0.5
+            return factor * gap * gap, (2 * factor * gap).view_as(scores)
         sign = torch.where(y > 0, 1.0, -1.0).to(z.dtype)
         margin = 1 - sign * z
         return margin.clamp(min=0), torch.where(margin >= 0, -sign, torch.zeros_like(sign)).view_as(scores)
+
+    def loss(self, rows: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        """`(weight * losses).sum(1)` [s] with `weight` [s, B]; a sample with weight 0 does not count, whatever its loss."""
+        losses, _ = self.losses(self.scores(rows, x), y)
+        return (losses * weight).masked_fill(weight == 0, 0.0).sum(1)
 
     def gradient(self, rows: Tensor, x: Tensor, y: Tensor, weight: Tensor | None, out: Tensor) -> Tensor:
         """Writes the gradient of `(weight * losses).sum(1)` into `out` [s, P]; gives those sums [s].

@@ -71,8 +71,6 @@ class Plan(NamedTuple):
 
 def make_plan(t: Training, sizes: tuple[int, ...], epochs: int | None, steps: int | None, batches: int, by_size: bool, dense: bool) -> Plan:
     cuts = [_cuts(n, t) for n in sizes]
-    if not all(cuts):
-        raise ValueError(f"drop_last: a client has {min(sizes)} samples, fewer than batch_size {t.batch_size}, so it would never train.")
     epochs = epochs or max(-(-(steps or 0) // len(c)) for c in cuts)
     if not by_size:
         found = list(_by_client(sizes, cuts, epochs, steps, batches))
@@ -123,9 +121,9 @@ def _by_client(sizes: tuple[int, ...], cuts: list[list[tuple[int, int]]], epochs
 
 
 def _cuts(n: int, t: Training) -> list[tuple[int, int]]:
-    """Where `DataLoader(batch_size, drop_last)` cuts n samples."""
+    """Where `DataLoader(batch_size, drop_last)` cuts n samples; a client with less than a batch has one batch of what it has."""
     cuts = [(a, min(a + t.batch_size, n)) for a in range(0, n, t.batch_size)]
-    return [c for c in cuts if c[1] - c[0] == t.batch_size] if t.drop_last else cuts
+    return [c for c in cuts if c[1] - c[0] == min(t.batch_size, n)] if t.drop_last else cuts
 
 
 class Engine:

@@ -36,7 +36,17 @@ def squared(scores: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(scores.reshape(y.shape), y.to(scores.dtype))
 
 
-CRITERIA: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"cross_entropy": F.cross_entropy, "squared": squared, "hinge": hinge}
+def half_squared(scores: Tensor, y: Tensor) -> Tensor:
+    """Half the mean squared error: Motley's loss and metric for School."""
+    return 0.5 * squared(scores, y)
+
+
+CRITERIA: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cross_entropy": F.cross_entropy,
+    "squared": squared,
+    "half_squared": half_squared,
+    "hinge": hinge,
+}
 
 
 class _Bound:
@@ -69,7 +79,7 @@ class Net:
     """An `nn.Module` as a function of a flat row.
 
     `build` is a module (its weights become `w0`) or a function without arguments that makes one (then `w0 = init(0)`).
-    `criterion` is `"cross_entropy"`, `"squared"`, `"hinge"` or a function of (scores, y); `head` names the submodule that
+    `criterion` is `"cross_entropy"`, `"squared"`, `"half_squared"`, `"hinge"` or a function of (scores, y); `head` names the submodule that
     counts as the head (default: an attribute `head` of the model, else its last `nn.Linear`).
 
     >>> net = Net(nn.Linear(4, 3))

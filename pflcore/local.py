@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pflcore import ops
+from pflcore.dense import Dense
 from pflcore.engine import Engine, Setting, Step, Training, choose_engine
 from pflcore.flat import Net, context, forward_mode
 from pflcore.streams import client_seeds, shuffles, uniforms
@@ -198,6 +199,10 @@ class Local:
     # looking ---------------------------------------------------------------------------------------------------------
     def loss(self, rows: Tensor, split: str = "train", *, loss: LossFn | None = None, extra: dict[str, Tensor] | None = None) -> Tensor:
         """Each client's mean loss [S] at `rows` [S, Q] over all its samples of `split`, in evaluation mode."""
+        engine = self.setting.engine
+        dense = engine.dense(self.net) if loss is None and engine.name == "vmap" else None
+        if dense is not None and self.has(split):
+            return self._dense_loss(dense, rows, split)
 
         def value(i: int) -> Tensor:
             parts = self._chunks(i, split)
@@ -249,6 +254,21 @@ class Local:
         if loss is None:
             return self.net.loss(row, x, y)
         return loss(self.net, row, x, y, {k: v[i] for k, v in (extra or {}).items()})
+
+    def _dense_loss(self, dense: Dense, rows: Tensor, split: str) -> Tensor:
+        """Many clients at once, so many samples and clients at a time that a batch stays below EPOCH_BYTES."""
+        data = self.setting.data
+        table, size = self.setting.engine.table(data, split)[self.ids], data.size(split)[self.ids]
+        total = torch.zeros(len(size), dtype=rows.dtype, device=rows.device)
+        room = max(1, EPOCH_BYTES // max(1, data.x[0].numel() * data.x.element_size()) // EVAL_BATCH)
+        for a in range(0, table.shape[1], EVAL_BATCH):
+            for pos in (size > a).nonzero()[:, 0].split(room):
+                index = table[pos, a : a + EVAL_BATCH].to(data.device)
+                y = data.y[index] if data.relabel is None else data.relabel[self.ids[pos]].gather(1, data.y[index])
+                inside = torch.arange(a, a + index.shape[1]) < size[pos, None]
+                weight = (inside / size[pos, None]).to(rows)
+                total[pos] += dense.loss(rows[pos], data.x[index], y, weight)
+        return total
 
     def _chunks(self, i: int, split: str) -> Iterator[tuple[Tensor, Tensor, int]]:
         if split not in self.setting.data.index:

@@ -614,3 +614,36 @@ def test_bad_options_are_one_sentence(name):
     }.get(name, {"tau": 0.0})  # fmt: skip
     with pytest.raises(ValueError, match=r"^\w+.*: expected .*\.$"):
         ALGORITHMS[name](**bad)
+
+
+def test_dropping_the_last_batch_keeps_a_client_with_less_than_one():
+    """Motley's batches: min(n, B) samples each, what is left over is dropped."""
+    s = setting_of([([1.0, 2.0], [1.0, 2.0]), ([1.0] * 5, [1.0] * 5), ([2.0] * 8, [1.0] * 8)], batch_size=4, drop_last=True)
+    fit = Local(s, torch.arange(3), 1, torch.empty(3, 0)).fit(torch.zeros(3, 1, dtype=D64))
+    assert (fit.lr_sum / 0.1).round().flatten().tolist() == [1, 1, 2]
+    close(fit.w[:2, 0], [0.25, 0.1])
+
+
+@pytest.mark.parametrize("criterion", ["cross_entropy", "squared", "half_squared", "hinge"])
+def test_losses_of_many_clients_at_once_are_those_of_each_alone(criterion):
+    gen = torch.Generator().manual_seed(1)
+    sizes, labels = [1, 300, 7, 41], criterion == "cross_entropy"
+    parts = []
+    for n in sizes:
+        x = torch.randn(n, 5, generator=gen)
+        parts.append((x, torch.randint(0, 3 if labels else 2, (n,), generator=gen)))
+    fed = Federation.from_arrays(parts, classes=3 if labels else 2)
+    if labels:
+        fed = replace(fed, relabel=torch.stack([torch.randperm(3, generator=gen) for _ in sizes]))
+    net = Net(lambda: nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3 if labels else 1)), criterion)
+    rows, ids = torch.randn(3, net.size, generator=gen), torch.tensor([3, 0, 1])
+    found = [Local(Setting(net, fed, Training(), Engine(e, 1), 0, 1), ids, 1, torch.empty(3, 0)).loss(rows) for e in ("vmap", "pool")]
+    torch.testing.assert_close(*found)
+    if criterion == "half_squared":
+        local = Local(Setting(Net(net.build, "squared"), fed, Training(), Engine("vmap", 1), 0, 1), ids, 1, torch.empty(3, 0))
+        torch.testing.assert_close(found[0], local.loss(rows) / 2)
+        start = rows[:1].expand(3, -1)
+        a, b = (
+            Local(Setting(net, fed, Training(lr=0.1), Engine(e, 1), 0, 1), ids, 1, torch.empty(3, 0)).fit(start).w for e in ("vmap", "pool")
+        )
+        torch.testing.assert_close(a, b)
