@@ -1,7 +1,11 @@
-// One step of SGD on flat rows, every correction fused. Knows nothing of torch.
+// One step of SGD on flat rows with every correction fused: each array is read once, w and buffer are written once.
+// Knows nothing of torch.
 #pragma once
 #include <algorithm>
 #include <cstdint>
+
+#include "isa.h"
+#include "simd.h"
 
 namespace pflcore::cpu {
 
@@ -21,30 +25,122 @@ struct Sgd {
   double weight_decay;
 };
 
-template <class T, class Parallel>
-void sgd_step(const Sgd<T>& a, const Parallel& parallel) {
-  constexpr int64_t strip = 16384;
-  const int64_t strips = (a.q + strip - 1) / strip;
-  parallel(a.s * strips, [&](int64_t begin, int64_t end) {
-    for (int64_t piece = begin; piece < end; ++piece) {
-      const int64_t row = piece / strips, c0 = piece % strips * strip, c1 = std::min(a.q, c0 + strip);
-      T* w = a.w + row * a.w_row;
-      T* buffer = a.buffer ? a.buffer + row * a.buffer_row : nullptr;
-      const T* grad = a.grad + row * a.grad_row;
-      const T* shift = a.shift ? a.shift + row * a.shift_row : nullptr;
-      const T* mask = a.mask ? a.mask + row * a.mask_row : nullptr;
-      const T* anchor = a.anchor ? a.anchor + row * a.anchor_row : nullptr;
-      const T lr = static_cast<T>(a.lr), decay = static_cast<T>(a.weight_decay), momentum = static_cast<T>(a.momentum);
-      const T mu = static_cast<T>(a.mu_rows ? a.mu_rows[row] : a.mu);
-      for (int64_t c = c0; c < c1; ++c) {
-        T d = grad[c];
-        if (shift) d += shift[c];
-        if (anchor) d += mu * (w[c] - anchor[c]);
-        d += decay * w[c];
-        if (buffer) d = buffer[c] = momentum * buffer[c] + d;
-        w[c] -= mask ? lr * mask[c] * d : lr * d;
-      }
+namespace sgd_detail {
+
+template <class T>
+struct Row {
+  T* w;
+  const T *grad, *shift, *mask, *anchor;
+  T* buffer;
+  T lr, mu, momentum, decay;
+};
+
+// `count` vectors from element c on. The tests on the pointers are the same for a whole row: predicted, and shared by the vectors.
+template <class V, int count, class T>
+PFL_INLINE void step(const Row<T>& a, int64_t c) {
+  constexpr int64_t lanes = sizeof(V) / sizeof(T);
+  V w[count], d[count], t;
+  PFL_UNROLL
+  for (int i = 0; i < count; i++) {
+    load(w[i], a.w + c + i * lanes);
+    load(d[i], a.grad + c + i * lanes);
+  }
+  if (a.shift)
+    PFL_UNROLL
+    for (int i = 0; i < count; i++) {
+      load(t, a.shift + c + i * lanes);
+      d[i] += t;
     }
+  if (a.anchor)
+    PFL_UNROLL
+    for (int i = 0; i < count; i++) {
+      load(t, a.anchor + c + i * lanes);
+      d[i] += a.mu * (w[i] - t);
+    }
+  if (a.decay != 0)
+    PFL_UNROLL
+    for (int i = 0; i < count; i++) d[i] += a.decay * w[i];
+  if (a.buffer)
+    PFL_UNROLL
+    for (int i = 0; i < count; i++) {
+      load(t, a.buffer + c + i * lanes);
+      d[i] += a.momentum * t;
+      store(a.buffer + c + i * lanes, d[i]);
+    }
+  if (a.mask)
+    PFL_UNROLL
+    for (int i = 0; i < count; i++) {
+      load(t, a.mask + c + i * lanes);
+      d[i] *= t;
+    }
+  PFL_UNROLL
+  for (int i = 0; i < count; i++) {
+    w[i] -= a.lr * d[i];
+    store(a.w + c + i * lanes, w[i]);
+  }
+}
+
+template <int bytes, class T>
+PFL_INLINE void row(const Row<T>& a, int64_t c, int64_t end) {
+  constexpr int64_t lanes = bytes / sizeof(T), few = 16 / sizeof(T);
+  for (; c + 4 * lanes <= end; c += 4 * lanes) step<Vec<T, bytes>, 4>(a, c);
+  for (; c + lanes <= end; c += lanes) step<Vec<T, bytes>, 1>(a, c);
+  if constexpr (bytes > 16)
+    for (; c + few <= end; c += few) step<Vec<T, 16>, 1>(a, c);
+  for (; c < end; c++) step<T, 1>(a, c);
+}
+
+constexpr int64_t kStrip = 16384;
+
+// Pieces begin .. end: a piece is one strip of one row.
+template <int bytes, class T>
+PFL_INLINE void pieces(const Sgd<T>& a, int64_t begin, int64_t end) {
+  const int64_t strips = (a.q + kStrip - 1) / kStrip;
+  int64_t s = begin / strips, strip = begin % strips;
+  for (int64_t piece = begin; piece < end; piece++) {
+    const auto at = [s](auto* p, int64_t stride) { return p ? p + s * stride : p; };
+    const Row<T> r{a.w + s * a.w_row,
+                   a.grad + s * a.grad_row,
+                   at(a.shift, a.shift_row),
+                   at(a.mask, a.mask_row),
+                   at(a.anchor, a.anchor_row),
+                   at(a.buffer, a.buffer_row),
+                   static_cast<T>(a.lr),
+                   static_cast<T>(a.mu_rows ? a.mu_rows[s] : a.mu),
+                   static_cast<T>(a.momentum),
+                   static_cast<T>(a.weight_decay)};
+    row<bytes, T>(r, strip * kStrip, std::min(a.q, (strip + 1) * kStrip));
+    if (++strip == strips) strip = 0, s++;
+  }
+}
+
+template <class T>
+void pieces_plain(const Sgd<T>& a, int64_t begin, int64_t end) { pieces<16, T>(a, begin, end); }
+#if PFL_X86
+template <class T>
+PFL_AVX2 void pieces_avx2(const Sgd<T>& a, int64_t begin, int64_t end) { pieces<32, T>(a, begin, end); }
+template <class T>
+PFL_AVX512 void pieces_avx512(const Sgd<T>& a, int64_t begin, int64_t end) { pieces<64, T>(a, begin, end); }
+#endif
+
+}  // namespace sgd_detail
+
+template <class T, class Parallel>
+void sgd_step(Sgd<T> a, const Parallel& parallel) {
+  if (a.s == 0 || a.q == 0) return;
+  const auto whole = [&](const T* p, int64_t stride) { return !p || stride == a.q; };
+  if (!(a.mu_rows && a.anchor) && a.w_row == a.q && a.grad_row == a.q && whole(a.shift, a.shift_row) && whole(a.mask, a.mask_row) &&
+      whole(a.anchor, a.anchor_row) && whole(a.buffer, a.buffer_row)) {
+    a.q *= a.s;   // rows without gaps are one long row: no tails in between
+    a.s = 1;
+    a.mu_rows = nullptr;
+  }
+  parallel(a.s * ((a.q + sgd_detail::kStrip - 1) / sgd_detail::kStrip), [&a](int64_t begin, int64_t end) {
+#if PFL_X86
+    if (isa() == Isa::avx512) return sgd_detail::pieces_avx512(a, begin, end);
+    if (isa() == Isa::avx2) return sgd_detail::pieces_avx2(a, begin, end);
+#endif
+    sgd_detail::pieces_plain(a, begin, end);
   });
 }
 
