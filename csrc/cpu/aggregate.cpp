@@ -37,8 +37,7 @@ void aggregate_out_cpu(const Tensor& updates_in, const Tensor& weight_in, const 
               "aggregate: expected base [P] or [M, P] of out's dtype");
     q.base = base.const_data_ptr(), q.base_row = base.dim() == 1 ? 0 : row_stride(base);
   }
-  const double work = static_cast<double>(q.m) * static_cast<double>(q.k + 2) * static_cast<double>(q.p);
-  cpu::aggregate(q, TorchParallel{work});
+  cpu::aggregate(q, TorchParallel{TorchParallel::worthwhile});   // it cuts little work into one piece itself
 }
 
 Tensor aggregate_cpu(const Tensor& updates, const Tensor& weight, const OptionalTensor& index, const OptionalTensor& base, double lr,
@@ -46,6 +45,8 @@ Tensor aggregate_cpu(const Tensor& updates, const Tensor& weight, const Optional
   PFL_CHECK(updates.dim() == 2 && weight.dim() == 2, "aggregate: expected updates [N, P] and weight [M, K]");
   const ScalarType dtype = base ? base->scalar_type() : updates.scalar_type();
   Tensor out = torch::stable::new_empty(updates, {weight.size(0), updates.size(1)}, dtype);
+  const size_t bytes = static_cast<size_t>(out.numel()) * static_cast<size_t>(cpu::size_of(dtype_of(out, "aggregate")));
+  cpu::touch_fresh(out.mutable_data_ptr(), bytes, TorchParallel{static_cast<double>(bytes)});
   aggregate_out_cpu(updates, weight, index, base, lr, precise, out);
   return out;
 }

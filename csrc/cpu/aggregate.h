@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "isa.h"
+#include "scratch.h"
 #include "simd.h"
 
 namespace pflcore::cpu {
@@ -173,9 +174,9 @@ PFL_INLINE void sparse(A* sum, const A* x, const int64_t* offset, const Entry<A>
   }
 }
 
-// sum = base + lr * sum over one panel.
+// sum += base over one panel.
 template <int bytes, class A, class T>
-PFL_INLINE void add_base(A* sum, const T* base, int64_t width, A lr) {
+PFL_INLINE void add_base(A* sum, const T* base, int64_t width) {
   constexpr int lanes = bytes / sizeof(A);
   T tail[kPanel] = {};
   if (width < kPanel) {
@@ -188,31 +189,19 @@ PFL_INLINE void add_base(A* sum, const T* base, int64_t width, A lr) {
     Vec<A, bytes> s, b;
     load(s, sum + c);
     load_as<bytes, A>(b, base + c);
-    s = b + lr * s;
+    s += b;
     store(sum + c, s);
   }
 }
 
 template <int bytes, class A>
-PFL_INLINE void finish(A* sum, const Aggregate& job, int64_t row, int64_t column, int64_t width) {
-  constexpr int lanes = bytes / sizeof(A);
-  const A lr = static_cast<A>(job.lr);
-  if (!job.base) {
-    if (job.lr == 1.0) return;
-    for (int64_t c = 0; c < kPanel; c += lanes) {
-      Vec<A, bytes> s;
-      load(s, sum + c);
-      s *= lr;
-      store(sum + c, s);
-    }
-    return;
-  }
+PFL_INLINE void add_base_any(A* sum, const Aggregate& job, int64_t row, int64_t column, int64_t width) {
   const int64_t at = row * job.base_row + column;
   switch (job.out_dtype) {
-    case Dtype::f32: return add_base<bytes, A>(sum, static_cast<const float*>(job.base) + at, width, lr);
-    case Dtype::f64: return add_base<bytes, A>(sum, static_cast<const double*>(job.base) + at, width, lr);
-    case Dtype::f16: return add_base<bytes, A>(sum, static_cast<const Half*>(job.base) + at, width, lr);
-    case Dtype::bf16: return add_base<bytes, A>(sum, static_cast<const BFloat16*>(job.base) + at, width, lr);
+    case Dtype::f32: return add_base<bytes, A>(sum, static_cast<const float*>(job.base) + at, width);
+    case Dtype::f64: return add_base<bytes, A>(sum, static_cast<const double*>(job.base) + at, width);
+    case Dtype::f16: return add_base<bytes, A>(sum, static_cast<const Half*>(job.base) + at, width);
+    case Dtype::bf16: return add_base<bytes, A>(sum, static_cast<const BFloat16*>(job.base) + at, width);
   }
 }
 
@@ -308,7 +297,7 @@ PFL_INLINE void columns(const Plan<A>& plan, int64_t begin, int64_t end) {
       }
       for (int64_t r = 0; r < count; r++, row++) {
         A* const s = sum + r * sum_stride;
-        finish<bytes, A>(s, job, row, column, width);
+        if (job.base) add_base_any<bytes, A>(s, job, row, column, width);
         const int64_t at = row * job.out_row + column;
         if (plan.stream) put_lines<bytes, A>(static_cast<A*>(job.out) + at, s, kept.data + row * line, width, column == begin, last);
         else put_any<bytes, A>(job.out, job.out_dtype, at, s, width);
@@ -335,12 +324,13 @@ template <class A>
 Plan<A> make_plan(const Aggregate& job) {
   Plan<A> plan;
   plan.job = job;
+  const auto weight = [&job](int64_t i, int64_t j) { return static_cast<A>(job.lr * job.weight[i * job.k + j]); };
   const bool same_type = job.in == (std::is_same_v<A, double> ? Dtype::f64 : Dtype::f32);
   if (job.index) {
     std::vector<int64_t> slot(job.n, -1);
     for (int64_t i = 0; i < job.m; i++)
       for (int64_t j = 0; j < job.k; j++)
-        if (static_cast<A>(job.weight[i * job.k + j]) != 0) slot[job.index[i * job.k + j]] = 0;
+        if (weight(i, j) != 0) slot[job.index[i * job.k + j]] = 0;
     for (int64_t r = 0; r < job.n; r++)
       if (slot[r] == 0) {
         slot[r] = static_cast<int64_t>(plan.row.size());
@@ -349,7 +339,7 @@ Plan<A> make_plan(const Aggregate& job) {
     plan.first.push_back(0);
     for (int64_t i = 0; i < job.m; i++) {
       for (int64_t j = 0; j < job.k; j++)
-        if (const A w = static_cast<A>(job.weight[i * job.k + j]); w != 0) plan.entry.push_back({slot[job.index[i * job.k + j]], w});
+        if (const A w = weight(i, j); w != 0) plan.entry.push_back({slot[job.index[i * job.k + j]], w});
       plan.first.push_back(static_cast<int64_t>(plan.entry.size()));
     }
     plan.packed = !same_type || plan.entry.size() > plan.row.size();
@@ -362,7 +352,7 @@ Plan<A> make_plan(const Aggregate& job) {
     for (int64_t i = 0; i < job.m; i += plan.block) {
       const int64_t count = std::min<int64_t>(plan.block, job.m - i);
       for (int64_t j = 0; j < job.n; j++)
-        for (int64_t r = 0; r < count; r++) *to++ = static_cast<A>(job.weight[(i + r) * job.k + j]);
+        for (int64_t r = 0; r < count; r++) *to++ = weight(i + r, j);
     }
     plan.packed = !same_type || blocks > 1;
   }

@@ -35,16 +35,15 @@ struct Rank1Inputs {
     q.w_b = data(w_b), q.w_b_batch = batch(w_b, 2), q.w_b_row = row(w_b), q.w_b_shared = w_b.dim() == 2;
   }
 
-  TorchParallel parallel(double passes) const {
-    return {passes * static_cast<double>(q.n) * static_cast<double>(q.b) * static_cast<double>(q.f) * static_cast<double>(q.i + q.o)};
-  }
+  // The kernels cut little work into one piece themselves.
+  static TorchParallel parallel() { return {TorchParallel::worthwhile}; }
 };
 
 template <class T>
 Tensor rank1_typed(const Tensor& x, const Tensor& w_a, const Tensor& lam, const Tensor& w_b) {
   const Rank1Inputs<T> in(x, w_a, lam, w_b);
   Tensor y = in.batched ? torch::stable::new_empty(x, {in.q.n, in.q.b, in.q.o}) : torch::stable::new_empty(x, {in.q.b, in.q.o});
-  cpu::rank1_forward(in.q, static_cast<T*>(y.mutable_data_ptr()), in.parallel(1));
+  cpu::rank1_forward(in.q, static_cast<T*>(y.mutable_data_ptr()), in.parallel());
   return y;
 }
 
@@ -57,8 +56,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> rank1_backward_typed(const Tensor& gr
   const auto like = [](const Tensor& t, bool need) { return need ? torch::stable::new_empty(t, t.sizes()) : torch::stable::new_empty(t, {0}); };
   const auto data = [](const Tensor& t, bool need) { return need ? static_cast<T*>(t.mutable_data_ptr()) : nullptr; };
   Tensor gx = like(x, need_x), ga = like(w_a, need_a), glam = like(lam, need_lam), gb = like(w_b, need_b);
-  cpu::rank1_backward(in.q, static_cast<const T*>(grad.const_data_ptr()), data(gx, need_x), data(ga, need_a), data(glam, need_lam),
-                      data(gb, need_b), in.parallel(3));
+  const cpu::Rank1Grads<T> out{data(gx, need_x), data(ga, need_a), data(glam, need_lam), data(gb, need_b)};
+  cpu::rank1_backward(in.q, static_cast<const T*>(grad.const_data_ptr()), out, in.parallel());
   return {gx, ga, glam, gb};
 }
 

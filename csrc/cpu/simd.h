@@ -7,7 +7,6 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
-#include <new>
 
 #include "convert.h"
 #include "isa.h"
@@ -23,17 +22,6 @@
 namespace pflcore::cpu {
 
 inline int64_t size_of(Dtype t) { return t == Dtype::f64 ? 8 : t == Dtype::f32 ? 4 : 2; }
-
-// 64-byte aligned scratch memory, not initialised.
-template <class T>
-struct Scratch {
-  explicit Scratch(int64_t n) : data(static_cast<T*>(::operator new(sizeof(T) * (n > 0 ? n : 1), std::align_val_t(64)))) {}
-  ~Scratch() { ::operator delete(data, std::align_val_t(64)); }
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  T& operator[](int64_t i) const { return data[i]; }
-  T* data;
-};
 
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic push
