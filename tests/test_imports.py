@@ -12,7 +12,8 @@ import pytest
 ROOT = Path(__file__).parent.parent / "pflcore"
 LAYERS = [  # from the ground up; files of one line may know each other only where PEERS says so
     {"ops"},
-    {"context", "pooling", "streams"},
+    {"context", "streams"},
+    {"pooling"},
     {"flat"},
     {"nn", "models", "factorized"},
     {"data"},

@@ -84,7 +84,7 @@ def test_it_reaches_the_joint_optimum_where_fedavg_does_not(option: Any) -> None
     a, b = torch.tensor([[1.0], [5.0], [2.0]]), torch.tensor([[1.0], [-2.0], [4.0]])
     best = float((a * b).sum() / a.sum())
     net, data = quadratics(a, b)
-    s = setting(net, data, Training(lr=0.02, batch_size=1, epochs=10), 400)
+    s = setting(net, data, Training(lr=0.04, batch_size=1, epochs=5), 60, "vmap")
     assert float(play(Scaffold(option=option), s)[-1][0].g["x"]) == pytest.approx(best, abs=1e-6)
     assert abs(float(play(FedAvg(), s)[-1][0].g["x"]) - best) > 0.05
 

@@ -455,7 +455,7 @@ def test_law_11_only_recompute_reaches_the_targets_optimum() -> None:
     gen = torch.Generator().manual_seed(0)
     a, b = 0.5 + torch.rand(6, 3, generator=gen), torch.randn(6, 3, generator=gen)
     net, data = quadratics(a, b)
-    s = setting(net, data, Training(lr=0.1, batch_size=1, epochs=5), rounds=200)
+    s = setting(net, data, Training(lr=0.1, batch_size=1, epochs=5), rounds=200, engine="vmap")
     error = {}
     for mode in ("recompute", "literal"):
         found = [st for st, _ in play(Forced(even=20, control_agg=mode), s)]  # type: ignore[arg-type]

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore.algorithms.base import FedAvg, Payload, Tensors
-from pflcore.flat import Net, context
+from pflcore.context import context
+from pflcore.flat import Net
 from pflcore.local import Local
 
 
