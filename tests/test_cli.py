@@ -53,6 +53,7 @@ def test_a_run_on_real_images(tmp_path, capsys, monkeypatch):
     (run,) = read("o")
     head = run.header
     assert (head["model"], head["partition"], head["n"], head["target"], head["engine"]) == ("lenet5", "C", 10, 3, "pool")
+    assert head["made_for"] == 3 and head["options"]["target"] == 3
     assert head["options"]["do"] == 4 and head["options"]["lr"] == 0.9 and head["training"]["lr"] == 0.05
     assert [r["round"] for r in run.rounds] == [1, 2, 3] and run.stopped is None
     assert len(run.last()) == 10 and torch.stack(run.weights()[1]).shape == (3, 10)
