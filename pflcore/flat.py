@@ -179,6 +179,22 @@ class Net:
         """Scores of the model with parameters `row` [P] on a batch `x` [B, ...]."""
         return self._run("whole", row, x)
 
+    def leaves(self, row: Tensor) -> list[Tensor]:
+        """The parameters as leaf views of `row` [P]: bound in this thread until the next call of another kind, for `on_leaves`.
+
+        A training loop that moves the row in place saves the cutting of the row, and the joining of its gradient, in every step.
+        """
+        self._check(row)
+        found = [piece.view(shape).requires_grad_() for piece, shape in zip(row.detach().split(self.sizes), self.shapes, strict=True)]
+        for i, places in self._bound("whole").params:
+            for owner, name in places:
+                owner[name] = found[i]
+        return found
+
+    def on_leaves(self, x: Tensor) -> Tensor:
+        """Scores of the model with the parameters that `leaves` bound."""
+        return self._forward(self._bound("whole"), x)
+
     def features(self, row: Tensor, x: Tensor) -> Tensor:
         """What the head sees, [B, H]: the model's output with the head left out."""
         return self._run("body", row, x)
@@ -219,6 +235,9 @@ class Net:
         self._check(row)
         bound = self._bound(part)
         bound.bind(row.split(self.sizes), self.shapes)
+        return self._forward(bound, x)
+
+    def _forward(self, bound: _Bound, x: Tensor) -> Tensor:
         if bound.module.training != context.train:
             bound.module.train(context.train)
         if bound.buffers:

@@ -29,7 +29,7 @@ __all__ = ["Engine", "Fit", "Local", "LossFn", "Setting", "Training", "choose_en
 LossFn = Callable[[Net, Tensor, Tensor, Tensor, dict[str, Tensor]], Tensor]
 T = TypeVar("T")
 EPOCH_BYTES = 1 << 26  # an epoch's batches are gathered at once up to this size
-EVAL_BATCH = 250  # a forward batch of 1,000 or more costs twice as much per sample
+EVAL_BATCH = 125  # a forward batch of 1,000 or more costs twice as much per sample
 
 
 class Fit(NamedTuple):
@@ -121,6 +121,7 @@ class Local:
             mus = mu.reshape(-1)[pos] if isinstance(mu, Tensor) and mu.numel() > 1 else mu
             anchors = None if anchor is None else anchor[pos]
             plain = shift is None and prox is None and mask is None and not (want_grad or t.momentum or t.weight_decay)
+            work.bind(rows)
             space = torch.empty_like(rows)  # touched only where a gradient is asked for
             for step in work.steps:
                 s = slice(step.a, step.b)
@@ -275,9 +276,10 @@ class Local:
             raise ValueError(
                 f"split: this federation has {', '.join(self.setting.data.index)}, not {split!r}; split the clients' samples first."
             )
-        x, y = self.setting.data.client(int(self._ids[i]), split)
+        data, client = self.setting.data, int(self._ids[i])
+        index, y = data.index[split][client], data.labels(client, split)
         for a in range(0, len(y), EVAL_BATCH):
-            yield x[a : a + EVAL_BATCH], y[a : a + EVAL_BATCH], len(y)
+            yield data.x.index_select(0, index[a : a + EVAL_BATCH]), y[a : a + EVAL_BATCH], len(y)
 
     def _each_client(self, f: Callable[[int], T]) -> list[T]:
         return self.setting.engine.map(f, range(len(self._ids)))
@@ -323,6 +325,7 @@ class _Piece:
         self.steps, self.taken, passes = plan
         self.losses = torch.zeros(len(pos), dtype=torch.float64, device=data.y.device)
         self._draw(t, stream, passes, noise)
+        self.leaves: list[Tensor] | None = None
         self._epoch: tuple[int, Tensor, Tensor] | None = None
 
     def _draw(self, t: Training, stream: str, passes: int, noise: int) -> None:
@@ -365,6 +368,8 @@ class _Piece:
 
     def gradient(self, rows: Tensor, step: Step, which: int = 0, out: Tensor | None = None) -> Tensor:
         """The gradient [s, Q] at `rows` [s, Q] of the step's `which`-th minibatch, in `out` where that helps."""
+        if self.leaves is not None:
+            return torch.cat([g.reshape(-1) for g in self._on_leaves(step)], out=None if out is None else out[0])[None]
         a, b = step.a, step.b
         x, y = self.samples(a, b, step.batches[which])
         if self.dense is not None:
@@ -376,13 +381,34 @@ class _Piece:
             self.losses[a:b] += losses
         return g
 
+    def bind(self, rows: Tensor) -> None:
+        """From now on `gradient` and `descend` get these very rows [1, P]: the model's parameters may be views of them."""
+        if not self.vmap and self.loss_fn is None and rows.shape == (1, self.local.net.size):
+            self.leaves = self.local.net.leaves(rows[0])
+
     def descend(self, rows: Tensor, step: Step, lr: float) -> bool:
-        """Takes a plain SGD step in place where the model's form allows it without a gradient in memory; says whether it did."""
-        if self.dense is None:
-            return False
-        x, y = self.samples(step.a, step.b, step.batches[0])
-        self.losses[step.a : step.b] += self.dense.descend(rows, x, y, step.weight, lr)
-        return True
+        """Takes a plain SGD step in place where that needs no gradient row in memory; says whether it did."""
+        if self.dense is not None:
+            x, y = self.samples(step.a, step.b, step.batches[0])
+            self.losses[step.a : step.b] += self.dense.descend(rows, x, y, step.weight, lr)
+            return True
+        if self.leaves is not None:
+            grads = self._on_leaves(step)
+            with torch.no_grad():
+                torch._foreach_add_(self.leaves, grads, alpha=-lr)
+            return True
+        return False
+
+    def _on_leaves(self, step: Step) -> tuple[Tensor, ...]:
+        assert self.leaves is not None
+        net = self.local.net
+        x, y = self.samples(0, 1, step.batches[0])
+        with forward_mode(True, self.buffers[0], self.seeds[0] + step.k, alone=True):
+            loss = net.criterion(net.on_leaves(x[0]), y[0])
+            if context.buffers is not None and net.buffer_names:
+                self.buffers[0] = context.buffers
+        self.losses += loss.detach()
+        return torch.autograd.grad(loss, self.leaves, allow_unused=True, materialize_grads=True)
 
     def _autograd(self, rows: Tensor, x: Tensor, y: Tensor, step: Step, which: int) -> tuple[Tensor, Tensor]:
         a, b = step.a, step.b
