@@ -138,6 +138,7 @@ class Engine:
         self._tables: dict[tuple[int, str], tuple[Federation, Tensor]] = {}
         self._sizes: dict[int, tuple[Federation, NDArray[np.int64]]] = {}
         self._plans: dict[tuple[Any, ...], Plan] = {}
+        self.kept: dict[Any, tuple[Federation, list[Any]]] = {}  # samples of a cohort side by side, see Local
         self._dense: dict[int, tuple[Net, Dense | None]] = {}
 
     def map(self, f: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
@@ -178,9 +179,7 @@ class Engine:
             if len(self._plans) > 4096:  # cohorts that are never the same twice
                 self._plans.clear()
             plan = make_plan(training, *key)
-            self._plans[key] = plan._replace(
-                steps=[s._replace(weight=None if s.weight is None else s.weight.to(like)) for s in plan.steps]
-            )
+            self._plans[key] = plan._replace(steps=[s._replace(weight=None if s.weight is None else s.weight.to(like)) for s in plan.steps])
         return self._plans[key]
 
     def dense(self, net: Net) -> Dense | None:

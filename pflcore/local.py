@@ -8,7 +8,7 @@ agree up to rounding; neither depends on the number of workers or on the order o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
@@ -257,19 +257,41 @@ class Local:
         return loss(self.net, row, x, y, {k: v[i] for k, v in (extra or {}).items()})
 
     def _dense_loss(self, dense: Dense, rows: Tensor, split: str) -> Tensor:
-        """Many clients at once, so many samples and clients at a time that a batch stays below EPOCH_BYTES."""
+        def work(_: int) -> Tensor:
+            total = torch.zeros(len(self._ids), dtype=rows.dtype, device=rows.device)
+            for pos, x, y, weight in self._together(split):
+                total[pos] += dense.loss(rows[pos], x, y, weight.to(rows))
+            return total
+
+        return self.setting.engine.map(work, [0])[0]  # on a worker: it has one intra-op thread
+
+    def _together(self, split: str) -> Iterable[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Clients [s], their samples x [s, B, ...], y [s, B] and weights [s, B], until all samples of `split` were seen.
+
+        Short clients are padded with weight 0. Where all of it is small it is made once and kept.
+        """
+        data, engine = self.setting.data, self.setting.engine
+        key = id(data), split, self._ids.tobytes()
+        if key not in engine.kept:
+            table, size = engine.table(data, split)[self.ids], data.size(split)[self.ids]
+            one = max(1, data.x[0].numel() * data.x.element_size())
+            batches = self._batches(table, size, max(1, EPOCH_BYTES // one // EVAL_BATCH))
+            if table.numel() * one > EPOCH_BYTES:
+                return batches
+            if len(engine.kept) >= 4:
+                engine.kept.clear()
+            engine.kept[key] = data, list(batches)  # holds `data`, and so its id
+        return engine.kept[key][1]
+
+    def _batches(self, table: Tensor, size: Tensor, room: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         data = self.setting.data
-        table, size = self.setting.engine.table(data, split)[self.ids], data.size(split)[self.ids]
-        total = torch.zeros(len(size), dtype=rows.dtype, device=rows.device)
-        room = max(1, EPOCH_BYTES // max(1, data.x[0].numel() * data.x.element_size()) // EVAL_BATCH)
         for a in range(0, table.shape[1], EVAL_BATCH):
             for pos in (size > a).nonzero()[:, 0].split(room):
                 index = table[pos, a : a + EVAL_BATCH].to(data.device)
+                x = data.x.index_select(0, index.flatten()).unflatten(0, index.shape)
                 y = data.y[index] if data.relabel is None else data.relabel[self.ids[pos]].gather(1, data.y[index])
                 inside = torch.arange(a, a + index.shape[1]) < size[pos, None]
-                weight = (inside / size[pos, None]).to(rows)
-                total[pos] += dense.loss(rows[pos], data.x[index], y, weight)
-        return total
+                yield pos, x, y, inside / size[pos, None]
 
     def _chunks(self, i: int, split: str) -> Iterator[tuple[Tensor, Tensor, int]]:
         if split not in self.setting.data.index:
