@@ -142,8 +142,15 @@ class Broken(WeightErosion):
     def client(self, down: Tensors, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
         new, up = super().client(down, own, local)
         if local.round == 2:
-            up["delta"][1] = math.nan
+            up["delta"][local.ids == 1] = math.nan
         return new, up
+
+
+def test_those_present_share_the_whole_weight() -> None:
+    alg, one = WeightErosion(p_d=0.0), quadratics(torch.ones(3, 1), torch.zeros(3, 1))[0]
+    cohort = Cohort(torch.tensor([0, 2]), torch.tensor([0.5, 0.5], dtype=F64), torch.ones(2), 3, 1, 10)
+    up = {"delta": torch.tensor([[1.0], [3.0]], dtype=F64), "passes": torch.zeros(2, dtype=torch.long)}
+    assert alg.server(begin(alg, one, 3).g, up, cohort)["x"].tolist() == [2.0]
 
 
 def test_an_absent_client_keeps_its_weight() -> None:
@@ -151,7 +158,8 @@ def test_an_absent_client_keeps_its_weight() -> None:
     (one, _), (two, done), (three, _) = play(Broken(p_d=0.05), setting(net, data, Training(lr=0.1, batch_size=8), 3))
     assert done.dropped == [1] and two.g["alpha"][1] == one.g["alpha"][1] and two.g["alpha"][2] < one.g["alpha"][2]
     assert three.g["alpha"][1] < two.g["alpha"][1]
-    assert two.g["x"].isfinite().all()
+    without = play(Broken(p_d=0.05), setting(net, data, Training(lr=0.1, batch_size=8), 3), 2, lambda r: [0, 1, 2] if r == 1 else [0, 2])
+    assert torch.equal(two.g["x"], without[1][0].g["x"])  # those who are there share the whole weight
 
 
 def test_bad_options() -> None:

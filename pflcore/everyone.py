@@ -1,0 +1,70 @@
+"""A method that makes its one model for one target, run once for each client: a personalized model for everybody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch.nn as nn
+
+from pflcore.algorithms.base import FedAvg
+from pflcore.data.federation import Federation
+from pflcore.engine import Training
+from pflcore.flat import Net
+from pflcore.simulation import History, Record, Simulation
+
+
+def for_everyone(
+    algorithm: FedAvg,
+    model: Net | nn.Module | Callable[[], nn.Module],
+    data: Federation,
+    training: Training | None = None,
+    *,
+    on_round: Callable[[int, int, Record], None] | None = None,
+    **options: Any,
+) -> History:
+    """Runs `algorithm`, which has a `target`, N times from one start, each time for another client; N times the work and the traffic.
+
+    `options` are those of `Simulation`; `on_round(target, round, record)` sees each run's records. In the history that comes back a
+    client's numbers are those of the run made for it, "weights" has a row per target [N, N], bytes and seconds are sums, and a client
+    counts as dropped, and a round as void, where that happened in any run. It ends with the shortest run.
+    """
+    if not any(f.name == "target" for f in fields(algorithm)):
+        raise ValueError(f"algorithm: expected one with a target (WAFFLE, Weight Erosion), got {type(algorithm).__name__}.")
+    runs = []
+    for target in range(data.n):
+        made_for: FedAvg = replace(algorithm, **{"target": target})  # type: ignore[arg-type]
+        simulation = Simulation(made_for, model, data, training or Training(), **options)
+        seen = None if on_round is None else lambda r, record, target=target: on_round(target, r, record)
+        runs.append(simulation.run(seen))
+        if runs[-1].interrupted:
+            break
+    header = {**runs[0].header, "target": None, "made_for": "each client"}
+    header["options"] = {**header["options"], "target": "each client"}
+    complete = len(runs) == data.n and not any(r.interrupted for r in runs)
+    rounds = [merged(records) for records in zip(*(r.rounds for r in runs), strict=False)] if complete else []
+    stopped = [f"target {i}: {r.stopped}" for i, r in enumerate(runs) if r.stopped]
+    return History(header, rounds, " ".join(stopped) or None, interrupted=not complete)
+
+
+def merged(records: Sequence[Record]) -> Record:
+    """One round of all targets' runs as one record."""
+    first = records[0]
+
+    def own(key: str, split: str) -> list[Any]:
+        return [r[split][key][i] for i, r in enumerate(records)]
+
+    losses = [r["train_loss"] for r in records if r["train_loss"] is not None]
+    return {
+        **first,
+        "seconds": sum(r["seconds"] for r in records),
+        "cohort": sorted(set().union(*(r["cohort"] for r in records))),
+        "dropped": sorted(set().union(*(r["dropped"] for r in records))),
+        "void": any(r["void"] for r in records),
+        "bytes_down": sum(r["bytes_down"] for r in records),
+        "bytes_up": sum(r["bytes_up"] for r in records),
+        "train_loss": sum(losses) / len(losses) if losses else None,
+        "report": {k: [r["report"][k] for r in records] for k in first["report"]},
+        "eval": {k: own(k, "eval") for k in first["eval"]} if first["eval"] else None,
+    }
