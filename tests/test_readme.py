@@ -1,0 +1,35 @@
+"""What the README shows is run, and its table of algorithms is the one the code gives. `python tests/test_readme.py` prints that table."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from pflcore.algorithms import ALGORITHMS
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def algorithms_table() -> str:
+    """Name and first docstring line of every algorithm, as Markdown."""
+    rows = [(name, inspect.getdoc(cls).split("\n\n")[0].replace("\n", " ").replace("|", "\\|")) for name, cls in ALGORITHMS.items()]
+    return "\n".join(["| name | what it is |", "|---|---|", *(f"| `{name}` | {first} |" for name, first in rows)])
+
+
+def test_the_table_of_algorithms_is_the_codes():
+    assert algorithms_table() in README
+    assert f"runs {len(ALGORITHMS)} algorithms" in README
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_the_examples_run(number, capsys):
+    code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[number]
+    exec(compile(code, f"README, example {number}", "exec"), {"__name__": "readme"})
+    assert capsys.readouterr().out.strip()
+
+
+if __name__ == "__main__":
+    print(algorithms_table())

@@ -1,0 +1,73 @@
+"""The loop: records, warm starts, divergence, and one run for each target."""
+
+import pytest
+import torch
+from torch import nn
+
+from pflcore import Simulation, Training
+from pflcore.algorithms.control import Waffle
+from pflcore.data import federation_of
+from pflcore.simulation import for_every_target
+
+
+@pytest.fixture(scope="module")
+def data():
+    return federation_of("digits", "A*", 4, seed=0)
+
+
+def model():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+
+def test_a_record_counts_what_travels(data):
+    history = Simulation("fedavg", model, data, Training(lr=0.1), rounds=3, eval_every=2).run()
+    size = 650 * 4
+    assert [r["bytes_down"] for r in history.rounds] == [4 * size] * 3 == [r["bytes_up"] for r in history.rounds]
+    assert [r["round"] for r in history.rounds if r["eval"]] == [2, 3]  # every second, and the last
+    rounds, accuracy = history.series()
+    assert rounds == [2, 3] and accuracy.shape == (2, 4)
+
+
+def test_a_run_goes_on_from_a_state_as_if_it_had_not_stopped(data):
+    whole = Simulation("waffle", model, data, Training(lr=0.1), rounds=6).run()
+    half = Simulation("waffle", model, data, Training(lr=0.1), rounds=6)
+    rounds = half.iterate()
+    for _ in range(3):
+        next(rounds)
+    rest = Simulation("waffle", model, data, Training(lr=0.1), rounds=6, warm_start=half.state).run()
+    assert [r["round"] for r in rest.rounds] == [4, 5, 6]
+    assert torch.equal(rest.state.g["x"], whole.state.g["x"])
+
+
+def test_divergence_ends_a_run_with_a_sentence_and_the_record_intact(data):
+    history = Simulation("fedavg", model, data, Training(lr=1e38), rounds=50).run()
+    assert history.stopped and "diverged" in history.stopped and "learning rate" in history.stopped
+    assert len(history.rounds) < 50 and all(r["void"] for r in history.rounds[-3:]) and history.rounds[-1]["dropped"] == [0, 1, 2, 3]
+    assert all(bool(v.isfinite().all()) for v in history.state.g.values())
+
+
+def test_every_target_gets_a_model_of_its_own(data):
+    simulation = Simulation(Waffle(), model, data, Training(lr=0.3), rounds=12)
+    accuracy, runs = for_every_target(simulation)
+    assert accuracy.shape == (12, 4) and [r.header["target"] for r in runs] == [0, 1, 2, 3]
+    own, other = accuracy[-1].mean(), torch.stack([runs[0].series()[1][-1, i] for i in range(1, 4)]).mean()
+    assert own > other + 0.3  # labels are permuted: client 0's model is of no use to the others
+    with pytest.raises(ValueError, match="no model for one client"):
+        for_every_target(Simulation("fedavg", model, data, rounds=1))
+
+
+def test_bad_arguments_are_one_sentence(data):
+    for given, word in [
+        ({"rounds": 0}, "rounds"),
+        ({"participation": 0.0}, "participation"),
+        ({"buffers": "mean"}, "buffers"),
+        ({"engine": "gpu"}, "engine"),
+        ({"eval_split": "val"}, "eval_split"),
+    ]:
+        with pytest.raises(ValueError, match=word) as e:
+            Simulation("fedavg", model, data, **given)
+        assert str(e.value).count(". ") == 0
+    with pytest.raises(ValueError, match="algorithm"):
+        Simulation("fedavgg", model, data)
+    with pytest.raises(ValueError, match="target"):
+        Simulation(Waffle(target=4), model, data)
