@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any
 
 import torch
@@ -216,18 +216,3 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return getattr(value, "__name__", None) or str(value)
-
-
-def for_every_target(simulation: Simulation, on_round: Callable[[int, Record], None] | None = None) -> tuple[torch.Tensor, list[History]]:
-    """An algorithm made for one client (WAFFLE, Weight Erosion), played once for each of the N clients.
-
-    Gives each client's own accuracy (or, for regression, loss) by evaluated round under the model made for it, float64 [T, N], and the
-    N runs. Rounds that a diverged run did not reach are NaN. N times the work, the traffic and the client state of one run.
-    """
-    alg = simulation.algorithm
-    if not (is_dataclass(alg) and "target" in {f.name for f in fields(alg)}):
-        raise ValueError(f"algorithm: {simulation.name} makes no model for one client in particular; run it once.")
-    runs = [replace(simulation, algorithm=replace(alg, target=i)).run(on_round) for i in range(simulation.data.n)]
-    key = "loss" if simulation.data.y.is_floating_point() else "accuracy"
-    values = [run.series(key)[1][:, i] for i, run in enumerate(runs)]
-    return torch.nn.utils.rnn.pad_sequence(values, padding_value=float("nan")), runs

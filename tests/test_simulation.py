@@ -1,4 +1,4 @@
-"""The loop: records, warm starts, divergence, and one run for each target."""
+"""The loop: records, warm starts, divergence."""
 
 import pytest
 import torch
@@ -7,7 +7,6 @@ from torch import nn
 from pflcore import Simulation, Training
 from pflcore.algorithms.control import Waffle
 from pflcore.data import federation_of
-from pflcore.simulation import for_every_target
 
 
 @pytest.fixture(scope="module")
@@ -44,16 +43,6 @@ def test_divergence_ends_a_run_with_a_sentence_and_the_record_intact(data):
     assert history.stopped and "diverged" in history.stopped and "learning rate" in history.stopped
     assert len(history.rounds) < 50 and all(r["void"] for r in history.rounds[-3:]) and history.rounds[-1]["dropped"] == [0, 1, 2, 3]
     assert all(bool(v.isfinite().all()) for v in history.state.g.values())
-
-
-def test_every_target_gets_a_model_of_its_own(data):
-    simulation = Simulation(Waffle(), model, data, Training(lr=0.3), rounds=12)
-    accuracy, runs = for_every_target(simulation)
-    assert accuracy.shape == (12, 4) and [r.header["target"] for r in runs] == [0, 1, 2, 3]
-    own, other = accuracy[-1].mean(), torch.stack([runs[0].series()[1][-1, i] for i in range(1, 4)]).mean()
-    assert own > other + 0.3  # labels are permuted: client 0's model is of no use to the others
-    with pytest.raises(ValueError, match="no model for one client"):
-        for_every_target(Simulation("fedavg", model, data, rounds=1))
 
 
 def test_bad_arguments_are_one_sentence(data):
