@@ -1,5 +1,5 @@
-// The two products of small matrices that rank1 is made of, on rows padded to whole vectors: no packing into panels, since the
-// matrices fit in the caches and each is used once. Every element's sum has one fixed order, whatever the blocks around it.
+// The two products of small matrices that rank1 is made of, and the transposition between them, on rows padded to whole vectors: no
+// packing into panels, since the matrices fit in the caches. Every element's sum has one fixed order, whatever the blocks around it.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -182,16 +182,60 @@ PFL_INLINE void outer(int64_t rows, int64_t width, int64_t k, const T* a, int64_
   if (column < width) outer_rows<bytes, 1, T>(rows, k, a, a_row, a_step, b, column, c, width, add);
 }
 
-// to[i] = from[i] * by[i], 0 where `by` is 0 whatever `from` holds; n a multiple of the lanes.
+#ifdef PFL_SHUFFLE
+// One stage of a square block's transposition: rows `size` apart swap the blocks of `size` lanes beside their diagonal.
+template <int size, class V, size_t... lane>
+PFL_INLINE void swap_blocks(V& a, V& b, std::index_sequence<lane...>) {
+  constexpr size_t s = size, lanes = sizeof...(lane);
+  const V first = __builtin_shufflevector(a, b, (lane / s % 2 ? lane - s + lanes : lane)...);
+  b = __builtin_shufflevector(a, b, (lane / s % 2 ? lane + lanes : lane + s)...);
+  a = first;
+}
+template <int size, int lanes, class V>
+PFL_INLINE void transpose_stages(V* v) {
+  PFL_UNROLL
+  for (int i = 0; i < lanes; i++)
+    if (i / size % 2 == 0) swap_blocks<size>(v[i], v[i + size], std::make_index_sequence<lanes>{});
+  if constexpr (size > 1) transpose_stages<size / 2, lanes>(v);
+}
 template <int bytes, class T>
-PFL_INLINE void scale(T* to, const T* from, const T* by, int64_t n) {
-  for (int64_t i = 0; i < n; i += bytes / sizeof(T)) {
-    Vec<T, bytes> v, s;
-    load(v, from + i);
-    load(s, by + i);
-    v = s != 0 ? v * s : Vec<T, bytes>{};
-    store(to + i, v);
-  }
+PFL_INLINE void transpose_block(T* to, int64_t to_row, const T* from, int64_t from_row) {
+  constexpr int lanes = bytes / sizeof(T);
+  Vec<T, bytes> v[lanes];
+  PFL_UNROLL
+  for (int i = 0; i < lanes; i++) load(v[i], from + i * from_row);
+  transpose_stages<lanes / 2, lanes>(v);
+  PFL_UNROLL
+  for (int i = 0; i < lanes; i++) store(to + i * to_row, v[i]);
+}
+#else
+template <int bytes, class T>
+PFL_INLINE void transpose_block(T* to, int64_t to_row, const T* from, int64_t from_row) {
+  for (size_t i = 0; i < bytes / sizeof(T); i++)
+    for (size_t j = 0; j < bytes / sizeof(T); j++) to[j * to_row + i] = from[i * from_row + j];
+}
+#endif
+
+// to[j, i] = from[i, j] for rows x cols of `from`: whole blocks, smaller ones along the edges, single elements in the corner.
+template <int bytes, class T>
+PFL_INLINE void transpose(T* to, int64_t to_row, const T* from, int64_t from_row, int64_t rows, int64_t cols) {
+  constexpr int64_t large = bytes / sizeof(T), small = 16 / sizeof(T);
+  int64_t i = 0;
+  for (; i + large <= rows; i += large)
+    for (int64_t j = 0; j + large <= cols; j += large) transpose_block<bytes>(to + j * to_row + i, to_row, from + i * from_row + j, from_row);
+  const auto edge = [&](int64_t r0, int64_t r1, int64_t c0, int64_t c1) {
+    for (int64_t r = r0; r < r1; r += small)
+      for (int64_t c = c0; c < c1; c += small) {
+        if (r + small <= r1 && c + small <= c1) {
+          transpose_block<16>(to + c * to_row + r, to_row, from + r * from_row + c, from_row);
+        } else {
+          for (int64_t y = r; y < std::min(r1, r + small); y++)
+            for (int64_t x = c; x < std::min(c1, c + small); x++) to[x * to_row + y] = from[y * from_row + x];
+        }
+      }
+  };
+  edge(0, i, cols / large * large, cols);
+  edge(i, rows, 0, cols);
 }
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -210,7 +254,9 @@ PFL_INLINE void scale(T* to, const T* from, const T* by, int64_t n) {
                              T* const* c, bool add) {                                                                                     \
       cpu::outer<BYTES, T>(rows, width, k, a, a_row, a_step, b, c, add);                                                                  \
     }                                                                                                                                     \
-    TARGET static void scale(T* to, const T* from, const T* by, int64_t n) { cpu::scale<BYTES, T>(to, from, by, n); }                     \
+    TARGET static void transpose(T* to, int64_t to_row, const T* from, int64_t from_row, int64_t rows, int64_t cols) {                   \
+      cpu::transpose<BYTES, T>(to, to_row, from, from_row, rows, cols);                                                                   \
+    }                                                                                                                                     \
   };
 PFL_SMALL_GEMM(SmallGemmPlain, 16, )
 #if PFL_X86
