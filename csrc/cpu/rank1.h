@@ -76,13 +76,14 @@ struct Gathered {
         outputs(round_up(q.o, Gemm::lanes)),
         x(rows, q.i, Gemm::lanes),
         w_b(count, q.i, Gemm::lanes),
-        transposed(q.f * outputs) {
+        transposed(q.f * outputs),
+        lam(stride) {
     const T* const lam_row = q.lam + (q.lam_shared ? 0 : client * q.lam_batch);
     const T* const from_a = q.w_a + (q.w_a_shared ? 0 : client * q.w_a_batch);
     const T* const from_b = q.w_b + (q.w_b_shared ? 0 : client * q.w_b_batch);
     Gemm::transpose(transposed.data, outputs, from_a, q.w_a_row, q.o, q.f);
+    for (int64_t k = 0; k < stride; k++) lam[k] = k < count ? lam_row[active[k]] : T(0);
     for (int64_t k : active) {
-      lam.push_back(lam_row[k]);
       T* const a = transposed.data + k * outputs;
       std::fill(a + q.o, a + outputs, T(0));
       w_a.push_back(a);
@@ -109,14 +110,13 @@ struct Gathered {
   Padded<T> x, w_b;               // rows of the batch, rows of the active factors
   Scratch<T> transposed;          // [f, outputs]: w_a^T
   std::vector<const T*> w_a;      // its rows of the active factors
-  std::vector<T> lam;             // [count]
+  Scratch<T> lam;                 // [stride], 0 after the last factor
 };
 
 // rows * lam, column by column. A factor that is off gives 0 whatever it holds.
-template <class T>
-void scale(T* rows, int64_t n, int64_t stride, const std::vector<T>& lam) {
-  for (int64_t r = 0; r < n; r++)
-    for (size_t k = 0; k < lam.size(); k++) rows[r * stride + k] = lam[k] != 0 ? rows[r * stride + k] * lam[k] : T(0);
+template <class Gemm, class T>
+void scale(T* rows, int64_t n, const Gathered<Gemm, T>& in) {
+  for (int64_t r = 0; r < n; r++) Gemm::scale(rows + r * in.stride, in.lam.data, in.stride);
 }
 
 template <class Gemm, class T>
@@ -124,7 +124,7 @@ void forward_rows(const Rank1<T>& q, const Gathered<Gemm, T>& in, T* y, int64_t 
   const int64_t rows = end - begin;
   Scratch<T> hidden(rows * in.stride);
   Gemm::dots(rows, in.count, in.x.padded, in.x.row.data() + begin, in.w_b.row.data(), hidden.data, in.stride);
-  scale(hidden.data, rows, in.stride, in.lam);
+  scale(hidden.data, rows, in);
   Gemm::outer(rows, q.o, in.count, hidden.data, in.stride, 1, in.w_a.data(), row_pointers<T>(y + begin * q.o, rows, q.o).data(), false);
 }
 
@@ -151,8 +151,8 @@ void backward_rows(const Rank1<T>& q, const Gathered<Gemm, T>& in, const Rank1Gr
   if (out.lam)
     for (int64_t r = 0; r < rows; r++)
       for (int64_t k = r * in.stride; k < r * in.stride + in.count; k++) mid.dot[at + k] = scaled[k] * back[k];
-  if (out.w_a) scale(scaled, rows, in.stride, in.lam);
-  scale(back, rows, in.stride, in.lam);
+  if (out.w_a) scale(scaled, rows, in);
+  scale(back, rows, in);
   if (out.x)
     Gemm::outer(rows, q.i, in.count, back, in.stride, 1, in.w_b.row.data(), row_pointers<T>(out.x + begin * q.i, rows, q.i).data(), add_x);
 }

@@ -182,6 +182,18 @@ PFL_INLINE void outer(int64_t rows, int64_t width, int64_t k, const T* a, int64_
   if (column < width) outer_rows<bytes, 1, T>(rows, k, a, a_row, a_step, b, column, c, width, add);
 }
 
+// to[i] *= by[i], but 0 where `by` is 0 whatever `to` holds; n a multiple of the lanes.
+template <int bytes, class T>
+PFL_INLINE void scale(T* to, const T* by, int64_t n) {
+  for (int64_t i = 0; i < n; i += bytes / sizeof(T)) {
+    Vec<T, bytes> v, s;
+    load(v, to + i);
+    load(s, by + i);
+    v = s != 0 ? v * s : Vec<T, bytes>{};
+    store(to + i, v);
+  }
+}
+
 #ifdef PFL_SHUFFLE
 // One stage of a square block's transposition: rows `size` apart swap the blocks of `size` lanes beside their diagonal.
 template <int size, class V, size_t... lane>
@@ -254,6 +266,7 @@ PFL_INLINE void transpose(T* to, int64_t to_row, const T* from, int64_t from_row
                              T* const* c, bool add) {                                                                                     \
       cpu::outer<BYTES, T>(rows, width, k, a, a_row, a_step, b, c, add);                                                                  \
     }                                                                                                                                     \
+    TARGET static void scale(T* to, const T* by, int64_t n) { cpu::scale<BYTES, T>(to, by, n); }                                          \
     TARGET static void transpose(T* to, int64_t to_row, const T* from, int64_t from_row, int64_t rows, int64_t cols) {                   \
       cpu::transpose<BYTES, T>(to, to_row, from, from_row, rows, cols);                                                                   \
     }                                                                                                                                     \
