@@ -32,8 +32,8 @@ def torch_version(torch):
 def cuda_home(cpp_extension, torch):
     """The home of a CUDA compiler for this torch, whether or not a GPU is visible here; None where there is none.
 
-    CUDA_HOME where it is set; else the compiler that pip can bring (nvidia-cuda-nvcc, nvidia-nvvm and nvidia-cuda-crt of torch's CUDA version),
-    which lies beside the CUDA libraries that torch's own wheel brought; else an installed one.
+    CUDA_HOME where it is set; else the compiler that pip can bring (nvidia-cuda-nvcc, nvidia-nvvm and nvidia-cuda-crt of torch's
+    CUDA version), which lies beside the CUDA libraries that torch's own wheel brought; else an installed one.
     """
     if not torch.version.cuda:
         return None

@@ -20,7 +20,7 @@ static_assert(static_cast<int>(Dtype::f32) == static_cast<int>(pflcore::Dtype::f
 // and nothing waits, so that a call can be captured in a CUDA graph. Temporaries come from torch's allocator, which knows about both.
 class Call {
  public:
-  Call(const Tensor& t, const char* op) : op_(op), device_(t.get_device_index()), guard_(device_) {
+  Call(const Tensor& t, const char* op) : op_(op), device_(device_of(t, op)), guard_(device_) {
     void* stream = nullptr;
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_, &stream));
     stream_ = static_cast<cudaStream_t>(stream);
@@ -41,6 +41,11 @@ class Call {
   void launched() const { STD_CUDA_KERNEL_LAUNCH_CHECK(); }
 
  private:
+  static int32_t device_of(const Tensor& t, const char* op) {
+    PFL_CHECK(t.is_cuda(), op, ": expected all tensors on one GPU, got the first on another device");
+    return t.get_device_index();
+  }
+
   const char* op_;
   int32_t device_;
   torch::stable::accelerator::DeviceGuard guard_;

@@ -197,6 +197,7 @@ def check_sgd(w: Any, grad: Any, shift: Any, mask: Any, mu: Any, anchor: Any, mo
         expect(False, op, "buffer", f"{list(w.shape)} where momentum is {momentum}", "None", "use torch.zeros_like(w)")
     if isinstance(mu, Tensor) and mu.dim():
         expect(mu.shape == w.shape[:1], op, "mu", f"a number or [{w.shape[0]}]", shape(mu))
+        expect(mu.device == w.device, op, "mu", f"on {w.device} like w", shape(mu), "use mu.to(w.device)")
     has_mu = isinstance(mu, Tensor) or mu != 0
     if has_mu and anchor is None:
         expect(False, op, "anchor", f"{list(w.shape)} where mu is given", "None")

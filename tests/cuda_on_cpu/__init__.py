@@ -178,9 +178,13 @@ class Kernels:
     ) -> None:  # fmt: skip
         call = getattr(self.lib, {torch.float32: "sgd_float", torch.float64: "sgd_double"}[w.dtype])
         held = buffer if momentum else None
+
+        def rows(t: Tensor | None) -> tuple[int | None, int]:
+            return pointer(t), stride(t)
+
         self.check(
             call(
-                *w.shape, pointer(w), stride(w), pointer(grad), stride(grad), lr, pointer(shift), stride(shift), pointer(mask), stride(mask),
-                mu, pointer(mu_rows), pointer(anchor), stride(anchor), momentum, pointer(held), stride(held), weight_decay,
+                *w.shape, *rows(w), *rows(grad), lr, *rows(shift), *rows(mask), mu, pointer(mu_rows), *rows(anchor), momentum, *rows(held),
+                weight_decay,
             )
         )  # fmt: skip

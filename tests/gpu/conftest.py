@@ -1,0 +1,23 @@
+"""What runs only where there is a GPU: every test in this folder is skipped, with the reason, where torch sees none or no CUDA kernels are built."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pflcore import ops
+
+
+def why_not() -> str | None:
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} sees no GPU here"
+    if not ops.backend().cuda:
+        return f"the CUDA kernels are not built: {ops.backend()}"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = why_not()
+    for item in items:
+        if reason and Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason=reason))
