@@ -1,4 +1,4 @@
-"""What runs only where there is a GPU: every test in this folder is skipped, with the reason, where torch sees none or no CUDA kernels are built."""
+"""Tests that need a GPU: all of this folder are skipped, with the reason, where torch sees none or the CUDA kernels are not built."""
 
 from pathlib import Path
 
