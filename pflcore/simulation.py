@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -86,6 +86,8 @@ class Simulation:
             raise ValueError(f"device: expected 'cpu' or 'cuda', got {self.device!r}.") from None
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise ValueError(f"device: got {self.device!r}, but torch {torch.__version__} sees no GPU here; use device='cpu'.")
+        if self.algorithm.needs_val:
+            self.data = held_out(self.data, self.seed)
         if self.eval_split not in self.data.index:
             raise ValueError(f"eval_split: the federation has {', '.join(self.data.index)}, not {self.eval_split!r}.")
         model = self.model
@@ -199,6 +201,14 @@ class Simulation:
             history.stopped, history.interrupted = f"Interrupted after round {len(history.rounds)} of {self.rounds}.", True
         history.state = self.state
         return history
+
+
+def held_out(data: Federation, seed: int = 0, share: float = 0.2) -> Federation:
+    """The same federation with a split "val": that share of each client's training samples, at random. As it is where it has one."""
+    if "val" in data.index:
+        return data
+    new = data.split_samples({"train": 1 - share, "val": share}, seed, pool=("train",))
+    return replace(new, notes=[*new.notes, f"{share:.0%} of each client's training samples are held out for validation"])
 
 
 def round_to(x: float, digits: int = 4) -> float:

@@ -58,6 +58,7 @@ class FedAvg:
     server_only: ClassVar[bool] = False  # needs nothing of a client but its model: other code bases can call it
     required: ClassVar[tuple[int, ...]] = ()  # clients that join every round
     late: ClassVar[tuple[str, ...]] = ()  # options that play no part in training: they can be tuned on one trained state
+    needs_val: ClassVar[bool] = False  # needs a split "val"; a simulation holds 20 % of the training samples out where there is none
 
     def __post_init__(self) -> None:
         if self.weighting not in ("samples", "uniform"):

@@ -41,6 +41,7 @@ class FineTune(FedOpt):
         "margin",
     )
 
+    mu: float = 0.0  # FedProx's pull towards x while x is trained: FedProx + fine-tuning
     finetune_lr: float | None = None  # step size; default: the run's
     finetune_epochs: int = 5  # epochs, or the most that are tried
     layers: str = "all"  # "all", "last", or a pattern of parameter names such as "fc*"
@@ -54,10 +55,16 @@ class FineTune(FedOpt):
         super().__post_init__()
         if self.choose not in get_args(Choose):
             raise ValueError(f"choose: expected one of {', '.join(get_args(Choose))}, got {self.choose!r}.")
+        if not 0 <= self.mu < float("inf"):
+            raise ValueError(f"mu: expected a finite number >= 0, got {self.mu}.")
         if self.finetune_epochs < 0 or (self.choose != "fixed" and self.finetune_epochs < 1):
             raise ValueError(f"finetune_epochs: expected at least {int(self.choose != 'fixed')}, got {self.finetune_epochs}.")
         if self.choose == "fixed" and self.lr_grid:
             raise ValueError("lr_grid: nothing chooses from it with choose='fixed'; set finetune_lr, or choose='client' or 'global'.")
+
+    def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
+        x = down["x"]
+        return own, {"delta": local.fit(x, prox=(self.mu, x) if self.mu else None).w - x}
 
     def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
         x = down["x"]
