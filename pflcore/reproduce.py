@@ -283,6 +283,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--data", help="another data set than the plan's")
     parser.add_argument("--rounds", type=int, help="rounds of each run")
     parser.add_argument("--seeds", type=int, help="runs of each method")
+    parser.add_argument("--eval-every", type=int, help="rounds between evaluations of all clients")
     parser.add_argument("--methods", nargs="+", help="these only, by the plan's names")
     parser.add_argument("--settings", nargs="+", help="these only, by the plan's names")
     parser.add_argument("--equal-compute", action="store_true", help="beside it, methods that do not look ahead with as much local work")
@@ -295,7 +296,7 @@ def main(argv: Sequence[str]) -> int:
         unknown = set(getattr(got, what) or ()) - set(plan[what])
         if unknown:
             raise ValueError(f"{what}: expected some of {', '.join(plan[what])}, got {', '.join(sorted(unknown))}.")
-    given = {k: getattr(got, k) for k in ("data", "rounds", "workers") if getattr(got, k) is not None}
+    given = {k: getattr(got, k) for k in ("data", "rounds", "eval_every", "workers") if getattr(got, k) is not None}
     planned = dict(plan["options"])
     seeds = got.seeds or planned.pop("seeds", 1)
     planned.pop("seeds", None)
