@@ -54,6 +54,9 @@ class _Bound:
 
     def __init__(self, module: nn.Module, params: dict[int, str], buffers: dict[int, str]) -> None:
         self.module = copy.deepcopy(module)
+        for m in self.module.modules():
+            if isinstance(m, nn.modules.batchnorm._BatchNorm):
+                m.num_batches_tracked = None  # nothing reads the count, and adding to it in place is no function of the row
         swap_pooling(self.module)
         every = dict(self.module.named_parameters(remove_duplicate=False))
         floats = dict(self.module.named_buffers(remove_duplicate=False))

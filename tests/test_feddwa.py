@@ -23,7 +23,7 @@ def t(values) -> torch.Tensor:
 
 
 def close(got, want, rtol=1e-9):
-    torch.testing.assert_close(torch.as_tensor(got).double(), t(want), rtol=rtol, atol=1e-12)
+    torch.testing.assert_close(torch.as_tensor(got, dtype=torch.float64), t(want), rtol=rtol, atol=1e-12)
 
 
 def dense(top: ops.TopK, n: int) -> torch.Tensor:

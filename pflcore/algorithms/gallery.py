@@ -61,10 +61,10 @@ class FedAMP(FedAvg):
         super().__post_init__()
         if not (self.sigma > 0 and self.alpha > 0 and self.lam >= 0):
             raise ValueError(f"sigma, alpha, lam: expected sigma, alpha > 0 and lam >= 0, got {self.sigma}, {self.alpha}, {self.lam}.")
-        if self.start not in ("own", "u") or self.self_weight not in ("safe", "literal"):
-            raise ValueError(
-                f"start, self_weight: expected 'own' or 'u', and 'safe' or 'literal', got {self.start!r}, {self.self_weight!r}."
-            )
+        if self.start not in ("own", "u"):
+            raise ValueError(f"start: expected 'own' or 'u', got {self.start!r}.")
+        if self.self_weight not in ("safe", "literal"):
+            raise ValueError(f"self_weight: expected 'safe' or 'literal', got {self.self_weight!r}.")
 
     def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
         return gallery(net, n) | {"xi": torch.eye(n, dtype=torch.float64)}, {"w": net.w0}
@@ -158,9 +158,8 @@ class SFL(FedAvg):
         if self.adjacency.endswith(".npy"):
             g["graph"] = torch.from_numpy(np.load(self.adjacency, allow_pickle=False)).double()
             if g["graph"].shape != (n, n) or bool((g["graph"] < 0).any()):
-                raise ValueError(
-                    f"adjacency: expected a non-negative [{n}, {n}] matrix in {self.adjacency}, got {tuple(g['graph'].shape)}."
-                )
+                found = tuple(g["graph"].shape)
+                raise ValueError(f"adjacency: expected {n} x {n} numbers >= 0 in {self.adjacency}, got {found} or a negative one.")
         return g | ({"labels": torch.zeros(n, net.classes)} if self.adjacency == "oracle_labels" else {}), {}
 
     def send(self, g: Tensors, cohort: Cohort, gen: torch.Generator) -> Payload:

@@ -44,10 +44,10 @@ class FedFomo(FedAvg):
             raise ValueError(f"m: expected at least 1 model to download, got {self.m}.")
         if not (0 <= self.epsilon <= 1 and self.decay >= 0):
             raise ValueError(f"epsilon, decay: expected a share from 0 to 1 and a number >= 0, got {self.epsilon} and {self.decay}.")
-        if self.norm not in ("l1", "l2") or self.none_positive not in ("keep", "discard"):
-            raise ValueError(
-                f"norm, none_positive: expected 'l1' or 'l2', and 'keep' or 'discard', got {self.norm!r}, {self.none_positive!r}."
-            )
+        if self.norm not in ("l1", "l2"):
+            raise ValueError(f"norm: expected 'l1' or 'l2', got {self.norm!r}.")
+        if self.none_positive not in ("keep", "discard"):
+            raise ValueError(f"none_positive: expected 'keep' or 'discard', got {self.none_positive!r}.")
 
     def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
         g = {"w": net.w0.expand(n, -1), "p": torch.zeros(n, n, dtype=torch.float64), "seen": torch.zeros(n, dtype=torch.bool)}

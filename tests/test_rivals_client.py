@@ -1,0 +1,486 @@
+"""FedDWA's rivals that work on the clients: golden values, and for each the law that its known bug breaks."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn as nn
+from small import images, play, quadratics, setting, tiny_model
+
+from pflcore.algorithms import FedAvg, Pool, begin, evaluate, step
+from pflcore.algorithms.base import Cohort, Setting
+from pflcore.algorithms.finetune import FineTune
+from pflcore.algorithms.meta import PerFedAvg, PFedMe
+from pflcore.algorithms.proximal import FedProx
+from pflcore.algorithms.split import FedRoD
+from pflcore.algorithms.validation import L2C, FedFomo, mixing_weights
+from pflcore.data.federation import Federation
+from pflcore.flat import Net
+from pflcore.local import Local, Training
+from pflcore.simulation import Simulation, held_out
+
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "feddwa_family.json").read_text())
+
+
+def t(values) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def close(got, want, rtol=1e-8, atol=1e-10):
+    torch.testing.assert_close(torch.as_tensor(got, dtype=torch.float64), torch.as_tensor(want, dtype=torch.float64), rtol=rtol, atol=atol)
+
+
+def cohort(ids, n: int, round: int = 1) -> Cohort:
+    share = torch.full((len(ids),), 1 / len(ids), dtype=torch.float64)
+    return Cohort(torch.tensor(ids), share, torch.ones(len(ids), dtype=torch.long), n, round, 100)
+
+
+def one(loss, start: float, lr: float, engine: str, epochs: int = 1) -> tuple[Setting, Local]:
+    """A client whose model is one number w, started at `start`, and whose loss is `loss(w)`."""
+
+    class Number(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(t([start]))
+
+        def forward(self, x):
+            return self.w.expand(len(x))
+
+    data = Federation(
+        torch.zeros(2, 1, dtype=torch.float64),
+        torch.zeros(2, dtype=torch.float64),
+        {"train": [torch.arange(1)], "test": [torch.arange(1, 2)]},
+    )
+    s = setting(Net(Number(), lambda scores, y: loss(scores).mean()), data, Training(lr=lr, epochs=epochs), engine=engine)
+    return s, Local(s, torch.arange(1), 1, s.net.b0.expand(1, -1))
+
+
+ENGINES = pytest.mark.parametrize("engine", ["pool", "vmap"])
+
+
+# Per-FedAvg -----------------------------------------------------------------------------------------------------------
+
+
+@ENGINES
+@pytest.mark.parametrize("variant", ["fo", "hf", "exact"])
+def test_golden_per_fedavg(variant, engine):
+    name = {"fo": "FO", "hf": "HF", "exact": "exact"}[variant]
+    h1, h2 = GOLDEN["H1_perfedavg_quadratic"], GOLDEN["H2_perfedavg_quartic"]
+    for h, loss, delta in (
+        (h1, lambda w: h1["a"] * (w - h1["c"]) ** 2 / 2, 1e-3),
+        (h2, lambda w: w**4 / 4 - w, h2["delta"]),
+    ):
+        s, local = one(loss, h["w"], h["beta"], engine)
+        alg = PerFedAvg(variant=variant, alpha=h["alpha"], delta=delta, scaled=False)
+        _, up = alg.client({"x": s.net.w0[None]}, {}, local)
+        close(up["delta"], [[h[name] - h["w"]]])
+        close(alg.personal({"x": s.net.w0[None]}, {}, local)["w"], [[h["inner"]]])
+
+
+def test_scaled_differences_are_right_in_float32():
+    """With the paper's delta the two points differ by less than float32 holds, where the gradient is small."""
+    data = images((12, 9), shape=(6,))
+
+    def flat(scores, y):  # the gradient is small and the step sizes large
+        return 1e-5 * nn.functional.cross_entropy(scores, y)
+
+    training = Training(lr=1e4, batch_size=4)
+    s = setting(Net(tiny_model(), flat), data, training)
+    double = Federation(data.x.double(), data.y, data.index, 4, data.relabel)
+    wide = setting(Net(lambda: tiny_model()().double(), flat), double, training)
+
+    def played(alg, s):
+        return step(alg, begin(alg, s.net, 2), s, torch.arange(2))[0].g["x"].double()
+
+    want = played(PerFedAvg(variant="exact", alpha=5e4), wide)
+    close(played(PerFedAvg(variant="hf", alpha=5e4), wide), want, 1e-3, 1e-4)
+    error = {scaled: (played(PerFedAvg(variant="hf", alpha=5e4, scaled=scaled), s) - want).norm() for scaled in (True, False)}
+    assert error[True] < 0.05 * error[False]
+
+
+@ENGINES
+def test_exact_products_with_batch_norm(engine):
+    """Gradient of gradient through batch norm, in both engines: as finite differences in float64 have it."""
+
+    def build():
+        return nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 4)).double()
+
+    data = images((11, 8), shape=(1, 4, 4))
+    data = Federation(data.x.double(), data.y, data.index, 4, data.relabel)
+    s = setting(Net(build), data, Training(lr=0.1, batch_size=5), engine=engine)
+    found = []
+    for alg in (PerFedAvg(variant="exact", alpha=0.3), PerFedAvg(variant="hf", alpha=0.3, delta=1e-6)):
+        state, _ = step(alg, begin(alg, s.net, 2), s, torch.arange(2))
+        found.append(state.g["x"])
+    close(found[0], found[1], 1e-6, 1e-7)
+
+
+def test_per_fedavg_adapts_on_training_data():
+    """A widely used code takes its adaptation step on test batches, labels and all."""
+    s = setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4))
+    other = Federation(s.data.x.clone(), s.data.y.clone(), s.data.index, 4, s.data.relabel)
+    for rows in other.index["test"]:
+        other.x[rows] += 3.0
+        other.y[rows] = 1
+    for alg in (PerFedAvg(), FineTune(finetune_epochs=1)):
+        views = []
+        for data in (s.data, other):
+            local = Local(s._replace(data=data), torch.arange(3), 1, s.net.b0.expand(3, -1))
+            views.append(alg.personal({"x": s.net.w0.expand(3, -1)}, {}, local)["w"])
+        assert torch.equal(*views)
+        assert not torch.equal(views[0], s.net.w0.expand(3, -1))
+    assert torch.equal(PerFedAvg(steps=0).personal({"x": s.net.w0[None]}, {}, None)["w"], s.net.w0[None])
+
+
+def test_per_fedavg_without_an_inner_step_is_fedavg():
+    s = setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=100, epochs=2))
+    for variant in ("fo", "hf", "exact"):
+        a = play(PerFedAvg(variant=variant, alpha=0.0), s, 2)[-1][0].g["x"]
+        torch.testing.assert_close(a, play(FedAvg(), s, 2)[-1][0].g["x"], rtol=1e-5, atol=1e-6)
+
+
+def test_fine_tuning_after_fedprox():
+    s = setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4))
+    tuned, prox = play(FineTune(mu=1.0, finetune_epochs=1), s, 2)[-1][0], play(FedProx(mu=1.0), s, 2)[-1][0]
+    assert torch.equal(tuned.g["x"], prox.g["x"])
+    assert not torch.equal(prox.g["x"], play(FedAvg(), s, 2)[-1][0].g["x"])
+    with pytest.raises(ValueError, match=r"^mu: "):
+        FineTune(mu=-1.0)
+
+
+def test_golden_fedprox_step():
+    k1 = GOLDEN["K1_fedprox_step"]
+    w = t([[k1["w"]]])
+    net, data = quadratics(t([[1.0]]), t([[k1["w"] - k1["grad"]]]))
+    local = Local(setting(net, data, Training(lr=k1["eta"])), torch.arange(1), 1, net.b0.expand(1, -1))
+    close(local.fit(w, prox=(k1["mu"], t([[k1["w_global"]]]))).w, [[k1["w_new"]]])
+
+
+# pFedMe ---------------------------------------------------------------------------------------------------------------
+
+
+@ENGINES
+def test_golden_pfedme(engine):
+    i1 = GOLDEN["I1_pfedme"]
+    for inner, theta in enumerate(i1["theta_traj"], 1):
+        s, local = one(lambda w: (w - 2) ** 2 / 2, i1["w0"], i1["eta"], engine)
+        alg = PFedMe(lam=i1["lam"], inner=inner, personal_lr=i1["personal_lr"])
+        new, up = alg.client({"x": s.net.w0[None]}, {"theta": t([[i1["theta0"]]])}, local)
+        close(new["theta"], [[theta]])
+    close(up["delta"], [[i1["w_after"]]])
+    for beta, want in ((1.0, i1["server_beta1"][0]), (0.5, i1["server_beta05_prev0_mean"])):
+        alg = PFedMe(lam=i1["lam"], inner=5, personal_lr=i1["personal_lr"], lr=beta)
+        state, _ = step(alg, begin(alg, s.net, 1), s, torch.arange(1))
+        close(state.g["x"], [want])
+    far, local = one(lambda w: (w - 2) ** 2 / 2, 0.0, 0.0, engine)
+    new, _ = PFedMe(lam=1.0, inner=400, personal_lr=0.1).client({"x": far.net.w0[None]}, {"theta": t([[0.0]])}, local)
+    close(new["theta"], [[i1["theta_exact_prox"]]])
+
+
+def test_pfedme_evaluates_theta_and_keeps_it_warm():
+    """An alias in the authors' code makes its "personalized" accuracy that of w."""
+    s = setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4), rounds=4)
+    alg = PFedMe(lam=2.0, inner=3, personal_lr=0.05)
+    state = begin(alg, s.net, 3)
+    state, _ = step(alg, state, s, torch.arange(3))
+    theta = state.own["theta"].clone()
+    view = alg.personal({"x": state.g["x"].expand(3, -1)}, state.own, None)["w"]
+    assert torch.equal(view, theta) and not torch.equal(theta, state.g["x"].expand(3, -1))
+    state, _ = step(alg, state, s, torch.tensor([0, 2]))
+    assert torch.equal(state.own["theta"][1], theta[1]) and not torch.equal(state.own["theta"][0], theta[0])
+    # the second round went on from the first one's theta
+    again = begin(alg, s.net, 3)
+    again, _ = step(alg, again, s, torch.arange(3))
+    again.own["theta"] += 0.5
+    again, _ = step(alg, again, s, torch.tensor([0, 2]))
+    assert not torch.equal(again.own["theta"][0], state.own["theta"][0])
+
+
+def test_pfedme_without_a_pull_never_moves_the_shared_model():
+    s = setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4))
+    state = play(PFedMe(lam=0.0), s, 2)[-1][0]
+    assert torch.equal(state.g["x"], s.net.w0) and not torch.equal(state.own["theta"][0], s.net.w0)
+
+
+# FedRoD ---------------------------------------------------------------------------------------------------------------
+
+
+def logits_net() -> Net:
+    """A linear model without bias whose generic logits are its input."""
+    module = nn.Linear(3, 3, bias=False).double()
+    with torch.no_grad():
+        module.weight.copy_(torch.eye(3))
+    return Net(module)
+
+
+def test_golden_fedrod_losses():
+    j1, j2 = GOLDEN["J1_fedrod_bsm"], GOLDEN["J2_fedrod_personal"]
+    net, x = logits_net(), t([j1["logits"]])
+    row, n = torch.cat([net.w0, torch.zeros(9, dtype=torch.float64)]), {"n": t(j1["counts"])}
+
+    def loss(y, gamma=1.0, row=row):
+        return FedRoD(gamma=gamma).loss(net, row, x, torch.tensor([y]), n)
+
+    close(loss(0), j1["loss_y0"] + j1["plain_ce_y0"])
+    close(loss(2), j1["loss_y2"] + j1["plain_ce_y2"])
+    close(loss(2, 0.5), j1["loss_y2_gamma05"] + j1["plain_ce_y2"])
+    close(loss(2, 0.0), 2 * j1["plain_ce_y2"])
+    assert loss(1) == torch.inf
+    head = torch.zeros(3, 3, dtype=torch.float64)
+    head[:, 0] = t(j2["p_logits"])  # the input's first entry is 1
+    close(loss(0, row=torch.cat([net.w0, head.reshape(-1)])), j1["loss_y0"] + j2["ce_personal_y0"])
+    view = {"w": net.w0, "h": head.reshape(-1)}
+    scores = FedRoD().predict(view, net, x)[0]
+    close(scores, t(j2["g_logits"]) + t(j2["p_logits"]))
+    assert int(scores.argmax()) == j2["pred_personal"]
+
+
+@ENGINES
+def test_fedrod_personal_loss_moves_the_head_alone(engine):
+    """Detached: with gamma = 0 the shared part is FedAvg's, whatever the heads do."""
+    s = setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4), engine=engine)
+    states = [play(alg, s, 3)[-1][0] for alg in (FedRoD(gamma=0.0), FedRoD(gamma=0.0, head="copy"), FedAvg())]
+    for state in states[:2]:
+        torch.testing.assert_close(state.g["x"], states[2].g["x"], rtol=1e-5, atol=1e-6)
+    assert not torch.equal(states[0].own["h"], states[1].own["h"]) and states[0].own["h"].abs().sum() > 0.1
+
+
+def test_fedrod_head_sees_detached_features():
+    net = Net(tiny_model())
+    gen = torch.Generator().manual_seed(0)
+    x, y = torch.randn(5, 6, generator=gen), torch.randint(0, 4, (5,), generator=gen)
+    head = torch.randn(net.head_slice.stop - net.head_slice.start, generator=gen)
+    row = torch.cat([net.w0, head]).requires_grad_()
+    (g,) = torch.autograd.grad(FedRoD(gamma=0.0).loss(net, row, x, y, {"n": torch.ones(4)}), row)
+    generic = net.w0.clone().requires_grad_()
+    torch.testing.assert_close(g[: net.size], torch.autograd.grad(net.loss(generic, x, y), generic)[0])
+    own = head.clone().requires_grad_()
+    z = net.features(net.w0, x)
+    ce = nn.functional.cross_entropy(net.head(net.w0, z) + net.head(own, z), y)
+    torch.testing.assert_close(g[net.size :], torch.autograd.grad(ce, own)[0])
+
+
+def test_fedrod_newcomer_predicts_as_the_generic_model_and_absent_heads_rest():
+    s = setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4))
+    alg = FedRoD()
+    state, done = step(alg, begin(alg, s.net, 3), s, torch.tensor([0, 1]))
+    assert not state.own["h"][2].any()
+    assert done.bytes_up == 2 * 4 * s.net.size
+    view = alg.personal({"x": state.g["x"].expand(3, -1)}, state.own, None)
+    x = s.data.client(2, "test")[0]
+    torch.testing.assert_close(alg.predict({k: v[2] for k, v in view.items()}, s.net, x), s.net(state.g["x"], x))
+
+
+# FedFomo --------------------------------------------------------------------------------------------------------------
+
+
+class Losses:
+    """A cohort of one whose validation loss is told for each model; training changes nothing."""
+
+    def __init__(self, losses: dict[tuple, float], n: int) -> None:
+        self.losses, self.setting = losses, SimpleNamespace(data=SimpleNamespace(n=n))
+
+    def loss(self, rows, split):
+        assert split == "val"
+        return t([self.losses[tuple(row.tolist())] for row in rows])
+
+    def fit(self, start):
+        return SimpleNamespace(w=start)
+
+
+def fomo(alg: FedFomo, previous, candidates, before, after):
+    rows = t(candidates)
+    local = Losses({tuple(map(float, c)): l for c, l in zip([previous, *candidates], [before, *after], strict=True)}, len(candidates))
+    index = torch.arange(len(candidates) - 1)[None]
+    return alg.client({"w": Pool(rows, index)}, {"w": rows[-1:], "old": t([previous])}, local)
+
+
+def test_golden_fedfomo():
+    d1 = GOLDEN["D1_fedfomo"]
+    for norm in ("l2", "l1"):
+        want = d1[norm.upper()]
+        new, up = fomo(FedFomo(norm=norm), d1["theta_prev"], d1["candidates"], d1["loss_prev"], d1["loss_cand"])
+        close(new["w"], [want["theta_new"]])
+        close(new["old"], [want["theta_new"]])
+        close(up["a"][0, :3], want["raw"][:3])
+        close(mixing_weights(t([want["raw"]]))[0], want["w"])
+
+
+def test_golden_fedfomo_when_nothing_is_better():
+    d2 = GOLDEN["D2_fedfomo_none_better"]
+    for none_positive, want in (("keep", [2.0]), ("discard", [0.0])):
+        new, _ = fomo(FedFomo(none_positive=none_positive), [0.0], [[1.0], [2.0]], d2["loss_prev"], d2["loss_cand"])
+        close(new["w"], [want])
+    close(mixing_weights(t([[0.0, -0.2]])), [d2["w"]])
+
+
+def test_fedfomo_drops_candidates_without_distance_or_with_a_broken_loss():
+    new, up = fomo(FedFomo(), [0.0], [[0.0], [1.0], [2.0], [4.0]], 1.0, [1.0, torch.nan, -torch.inf, 0.8])
+    close(up["a"][0], [0, 0, 0, 0])
+    close(new["w"], [[4.0]])
+
+
+def test_fedfomo_downloads_the_best_models_and_explores():
+    alg = FedFomo(m=2, epsilon=0.0)
+    g = {"w": torch.zeros(6, 3), "seen": torch.tensor([1, 1, 1, 1, 1, 0]).bool(), "p": torch.zeros(6, 6, dtype=torch.float64)}
+    g["p"][0] = t([9.0, 1.0, 3.0, 2.0, -1.0, 99.0])
+    gen = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        rows, index = alg.send(g, cohort([0], 6), gen)["w"]
+        assert index.tolist() == [[2, 3]] and rows is g["w"]
+    picks = torch.cat([alg.send(g, cohort([1], 6), gen)["w"].index for _ in range(60)])
+    assert set(picks.flatten().tolist()) == {0, 2, 3, 4}  # equals are drawn; never itself, never who has not come yet
+    assert all(a != b for a, b in picks.tolist())
+    bold = torch.cat([FedFomo(m=2, epsilon=1.0, decay=0.0).send(g, cohort([0], 6), gen)["w"].index for _ in range(60)])
+    assert set(bold.flatten().tolist()) == {1, 2, 3, 4}
+    assert FedFomo(m=50).send(g, cohort([0, 5], 6), gen)["w"].index.shape == (2, 4)
+    late = FedFomo(m=2, epsilon=1.0, decay=0.5).send(g, cohort([0], 6, round=3), gen)["w"].index
+    assert late.tolist() == [[2, 3]]
+
+
+def validated(n: int = 4, engine: str = "vmap") -> Setting:
+    data = held_out(images([20 + 5 * i for i in range(n)]))
+    return setting(Net(tiny_model()), data, Training(lr=0.1, batch_size=8), engine=engine)
+
+
+def test_fedfomo_counts_the_models_it_downloads():
+    s = validated(4)
+    alg, p = FedFomo(m=2), 4 * s.net.size
+    state = begin(alg, s.net, 4)
+    state, first = step(alg, state, s, torch.arange(4))
+    assert first.bytes_down == 0
+    state, done = step(alg, state, s, torch.arange(4))
+    assert done.bytes_down == 4 * 2 * p and done.bytes_up == 4 * (p + 4 * 8)
+    state, done = step(alg, state, s, torch.tensor([1, 3]))
+    assert done.bytes_down == 2 * 2 * p
+    w = alg.report(state.g)["weights"]
+    assert w.shape == (4, 4) and not w[[0, 2]].any()
+
+
+# L2C ------------------------------------------------------------------------------------------------------------------
+
+
+def test_golden_l2c():
+    e1 = GOLDEN["E1_l2c"]
+    centre = t(e1["val_center"])
+    local = SimpleNamespace(grad=lambda w, split: w - centre, fit=lambda w: SimpleNamespace(w=w))
+    alg, zero = L2C(), torch.zeros(1, 3, dtype=torch.float64)
+    own = {"w": t([e1["theta_old"]]), "a": t([e1["alpha"]]), "m": zero, "v": zero, "t": zero[:, :1]}
+    down = {"delta": Pool(-t(e1["Delta"]), torch.arange(3)[None]), "who": torch.arange(3)[None]}
+    x, w = alg.mixed(down, own)
+    close(w[0], e1["w"])
+    close(x[0], e1["theta_new"])
+    close(x - centre, [e1["val_grad"]])
+    new, _ = alg.client(down, own, local)
+    close(new["w"][0], e1["theta_new"])
+    close(new["m"][0] / 0.1 - 0.01 * t(e1["alpha"]), e1["dL_dalpha"])
+    close(new["a"][0], e1["alpha_after_Adam_step"])
+    close(new["a"].softmax(1)[0], e1["w_after"])
+
+    def loss(a):
+        y = own["w"][0] - a.softmax(0) @ t(e1["Delta"])
+        return ((y - centre) ** 2).sum() / 2
+
+    a = t(e1["alpha"]).requires_grad_()
+    close(torch.autograd.grad(loss(a), a)[0], e1["dL_dalpha"])
+
+
+def test_l2c_with_everybody_equal_is_fedavg_at_first():
+    s = validated()
+    l2c, avg = L2C(), FedAvg(weighting="uniform")
+    a, b = begin(l2c, s.net, 4), begin(avg, s.net, 4)
+    a, _ = step(l2c, a, s, torch.arange(4))
+    b, _ = step(avg, b, s, torch.arange(4))
+    down = l2c.send(a.g, cohort([0, 1, 2, 3], 4), torch.Generator())
+    torch.testing.assert_close(l2c.personal(down, a.own, None)["w"], b.g["x"].expand(4, -1), rtol=1e-5, atol=1e-6)
+
+
+def test_l2c_mixes_the_updates_of_a_clients_own_last_round():
+    """However long it is absent: neither its own update nor its neighbours' are lost, and its model rests meanwhile."""
+    s = validated(4)
+    alg = L2C()
+    state = begin(alg, s.net, 4)
+    mixed, deltas = {i: s.net.w0 for i in range(4)}, {}
+    for round, ids in enumerate(([0, 1, 2, 3], [0, 1], [0, 2], [0, 2], [1, 3]), 1):
+        everybody = cohort([0, 1, 2, 3], 4, round)
+        before = alg.personal(alg.send(state.g, everybody, torch.Generator()), state.own, None)["w"]
+        for i in range(4):
+            torch.testing.assert_close(before[i], mixed[i], rtol=1e-5, atol=1e-6)
+        state, _ = step(alg, state, s, torch.tensor(ids))
+        assert torch.equal(state.own["w"][ids], before[ids])  # a round starts from the mixed model
+        logits = state.own["a"]
+        newest = state.g["delta"][-len(ids) :]
+        for i in ids:
+            deltas[i] = (ids, newest, state.own["w"][i].clone())
+            share = logits[i, ids].softmax(0).float()
+            mixed[i] = deltas[i][2] + share @ newest
+    assert set(state.g["round"].tolist()) == {4, 5} and len(state.g["delta"]) == 4  # nothing is kept that nobody needs
+    assert state.own["t"][:, 0].tolist() == [3, 2, 2, 1]
+
+
+def test_l2c_logits_of_absent_neighbours_rest():
+    s = validated(4)
+    alg = L2C()
+    state = begin(alg, s.net, 4)
+    for ids in ([0, 1, 2], [0, 1, 2]):
+        state, _ = step(alg, state, s, torch.tensor(ids))
+    assert not state.own["a"][:, 3].any() and state.own["a"][0, :3].abs().min() > 0
+
+
+@pytest.mark.parametrize("alg", [FedFomo(m=2), L2C()])
+def test_a_simulation_holds_validation_data_out_by_itself(alg):
+    data = images((20, 25, 30))
+    run = Simulation(alg, tiny_model(), data, Training(lr=0.1, batch_size=8), rounds=2)
+    assert run.data.size("train").tolist() == [16, 20, 24] and run.data.size("val").tolist() == [4, 5, 6]
+    assert run.data.size("test").tolist() == [20, 25, 30] and any("held out" in note for note in run.header()["notes"])
+    assert "val" not in data.index and held_out(run.data) is run.data
+    again = held_out(data).index["val"]
+    assert all(torch.equal(a, b) for a, b in zip(again, run.data.index["val"], strict=True))
+    assert len(run.run().rounds) == 2
+
+
+@pytest.mark.parametrize("alg", [FedFomo(m=2), L2C()])
+def test_without_validation_data_nobody_is_drawn_anywhere(alg):
+    """A client with an empty validation split keeps its trained model (FedFomo) or its logits (L2C)."""
+    s = validated(3)
+    s.data.index["val"][1] = s.data.index["val"][1][:0]
+    state = begin(alg, s.net, 3)
+    for _ in range(2):
+        kept = {k: v.clone() for k, v in state.own.items()}
+        state, done = step(alg, state, s, torch.arange(3))
+        assert not done.dropped
+    if isinstance(alg, FedFomo):
+        assert torch.equal(state.own["old"][1], kept["w"][1]) and not state.g["p"][1].any()
+    else:
+        assert not state.own["a"][1].any() and state.own["a"][0].abs().max() > 0
+    with pytest.raises(ValueError, match=r"^split: .*'val'"):
+        play(alg, setting(s.net, images(), s.training), 2)
+
+
+@pytest.mark.parametrize("alg", [FedFomo(m=2), L2C(), FedRoD(), PFedMe(), PerFedAvg(variant="exact")])
+def test_everybody_is_evaluated(alg):
+    s = validated(4)
+    state, _ = step(alg, begin(alg, s.net, 4), s, torch.tensor([0, 2]))
+    assert evaluate(alg, state, s)["accuracy"].shape == (4,)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FedFomo(m=0), "m: "),
+        (lambda: FedFomo(epsilon=2.0), "epsilon, decay: "),
+        (lambda: FedFomo(norm="l3"), "norm: "),
+        (lambda: FedFomo(none_positive="x"), "none_positive: "),
+        (lambda: L2C(alpha_lr=-1.0), "alpha_lr, alpha_decay: "),
+        (lambda: PerFedAvg(variant="so"), "variant: "),
+        (lambda: PerFedAvg(delta=0.0), "alpha, beta, delta, steps: "),
+        (lambda: PFedMe(inner=0), "lam, inner, personal_lr: "),
+        (lambda: FedRoD(gamma=-1.0), "gamma, head: "),
+        (lambda: FedRoD(head="ones"), "gamma, head: "),
+    ],
+)
+def test_bad_options(make, message):
+    with pytest.raises(ValueError, match="^" + message):
+        make()

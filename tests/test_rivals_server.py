@@ -1,0 +1,358 @@
+"""FedDWA's rivals that mix on the server: golden values, and for each the law that its known bug breaks."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+from small import quadratics, setting
+
+from pflcore import ops
+from pflcore.algorithms import Cohort, FedAvg, begin, step
+from pflcore.algorithms.adapt import LocalOnly
+from pflcore.algorithms.clustered import ClusteredFL, across, bipartition, cosines
+from pflcore.algorithms.gallery import SFL, FedAMP, HeurFedAMP, gallery, hang, nearest, smoothing
+from pflcore.flat import Net
+from pflcore.local import Training
+
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "feddwa_family.json").read_text())
+
+
+def t(values) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def close(got, want, rtol=1e-8, atol=1e-10):
+    torch.testing.assert_close(torch.as_tensor(got, dtype=torch.float64), torch.as_tensor(want, dtype=torch.float64), rtol=rtol, atol=atol)
+
+
+def cohort(ids, n: int, round: int = 1) -> Cohort:
+    share = torch.full((len(ids),), 1 / len(ids), dtype=torch.float64)
+    return Cohort(torch.tensor(ids), share, torch.ones(len(ids), dtype=torch.long), n, round, 100)
+
+
+def points(targets, lr: float, engine: str = "pool", start=0.0):
+    """Client i's loss is (w - target_i)^2 / 2, one sample each."""
+    b = t(targets)[:, None]
+    net, data = quadratics(torch.ones_like(b), b, [start])
+    return setting(net, data, Training(lr=lr), rounds=10, engine=engine)
+
+
+def everybody(n: int) -> torch.Tensor:
+    return torch.ones(n, dtype=torch.bool)
+
+
+def mixing(alg: FedAMP, w: torch.Tensor) -> torch.Tensor:
+    return alg.mixing(ops.pairwise_sqdist(w), (w.double() ** 2).sum(1), everybody(len(w)))
+
+
+# FedAMP ---------------------------------------------------------------------------------------------------------------
+
+
+def test_golden_fedamp():
+    c1 = GOLDEN["C1_fedamp"]
+    w = t(c1["W"])
+    close(ops.pairwise_sqdist(w), c1["D2"])
+    for alpha, sigma, name in ((1.0, 1.0, "a1_s1"), (0.5, 2.0, "a05_s2")):
+        xi = mixing(FedAMP(alpha=alpha, sigma=sigma), w)
+        close(xi, c1[f"xi_{name}"])
+        close(ops.aggregate(w, xi), c1[f"U_{name}"])
+
+
+def test_golden_fedamp_with_too_large_a_step():
+    c2 = GOLDEN["C2_fedamp_unstable_alpha"]
+    w = t(c2["W"])
+    xi = mixing(FedAMP(self_weight="literal"), w)
+    close(xi, c2["xi"])
+    close(ops.aggregate(w, xi), c2["U"])
+    with pytest.warns(UserWarning, match=r"alpha <= sigma / 3"):
+        safe = mixing(FedAMP(), w)
+    assert bool((safe >= 0).all()) and not safe.diagonal().abs().gt(1e-12).any()
+    close(safe.sum(1), torch.ones(4))
+    close(safe[0, 1:], t(c2["xi"])[0, 1:] / t(c2["xi"])[0, 1:].sum())
+
+
+@pytest.mark.parametrize("engine", ["pool", "vmap"])
+def test_golden_fedamp_proximal_term_moves_the_model(engine):
+    """Written with detached parameters, as in a widely used library, the term has no gradient and FedAMP is local training."""
+    from pflcore.local import Local
+
+    c3 = GOLDEN["C3_fedamp_prox_step"]
+    s = points([c3["c"]], 0.01, engine)
+    alg = FedAMP(lam=c3["lam"], alpha=c3["alpha"])
+    down, own = {"u": t([[c3["u"]]])}, {"w": t([[1.0]])}
+    new, up = alg.client(down, own, Local(s, torch.arange(1), 1, s.net.b0.expand(1, -1)))
+    close(up["w"], [[c3["one_sgd_step_from_w"]]])
+    assert torch.equal(new["w"], up["w"])
+    close(alg.personal(down, new, None)["w"], up["w"])
+    s = points([c3["c"]], 0.5, engine)
+    for round in range(1, 80):
+        own, _ = alg.client(down, own, Local(s, torch.arange(1), round, s.net.b0.expand(1, -1)))
+    close(own["w"], [[c3["w_star"]]])
+
+
+def test_fedamp_without_its_pull_is_local_training():
+    s = points([1.0, 2.0, 5.0], 0.1)
+    amp, local = begin(FedAMP(lam=0.0), s.net, 3), begin(LocalOnly(), s.net, 3)
+    pulled = begin(FedAMP(lam=2.0, sigma=3.0), s.net, 3)
+    for _ in range(5):
+        amp, _ = step(FedAMP(lam=0.0), amp, s, torch.arange(3))
+        local, _ = step(LocalOnly(), local, s, torch.arange(3))
+        pulled, _ = step(FedAMP(lam=2.0, sigma=3.0), pulled, s, torch.arange(3))
+    assert torch.equal(amp.own["w"], local.own["w"])
+    assert pulled.own["w"].std() < 0.95 * local.own["w"].std()
+
+
+def test_fedamp_mixes_latest_uploads_and_nobody_who_never_came():
+    s = points([1.0, 2.0, 3.0, 4.0], 0.3)
+    alg = FedAMP(sigma=2.0, alpha=0.2)
+    state = begin(alg, s.net, 4)
+    for ids in ([0, 1, 2], [1, 2], [0, 2]):
+        before, u = state.own["w"].clone(), alg.send(state.g, cohort(ids, 4), torch.Generator())["u"]
+        close(u, state.g["xi"][ids] @ state.g["w"])
+        state, _ = step(alg, state, s, torch.tensor(ids))
+        absent = [i for i in range(4) if i not in ids]
+        assert torch.equal(state.own["w"][absent], before[absent])
+        close(state.g["sqdist"], ops.pairwise_sqdist(state.g["w"]))
+        assert torch.equal(state.g["w"][ids], state.own["w"][ids])
+    report = alg.report(state.g)
+    assert report["last"].tolist() == [3, 2, 3, 0] and int(report["rescaled"]) == 0
+    assert report["weights"][3].tolist() == [0, 0, 0, 1] and not report["weights"][:3, 3].any()
+    close(report["weights"][0, 1], 0.1 * torch.exp(-((state.g["w"][0] - state.g["w"][1]) ** 2).sum() / 2))  # a stale model gives too
+
+
+def test_gallery_is_exact_for_forty_close_models():
+    """Expanding the square is off by more than 100 percent here, above 25 rows as torch.cdist does it."""
+    gen = torch.Generator().manual_seed(0)
+    w = (torch.randn(5000, generator=gen, dtype=torch.float64) + 1e-4 * torch.randn(40, 5000, generator=gen, dtype=torch.float64)).float()
+    net = Net(nn.Linear(4999, 1))
+    g = {k: v.clone() for k, v in gallery(net, 40).items()}
+    for ids in ([*range(0, 40, 2)], [*range(1, 40, 2)]):
+        hang(g, w[ids], cohort(ids, 40))
+    close(g["sqdist"], ops.pairwise_sqdist(w.double()), 1e-6)
+    close(g["norm2"], (w.double() ** 2).sum(1), 1e-6)
+    xi = HeurFedAMP(sigma=5.0).mixing(g["sqdist"], g["norm2"], everybody(40))
+    cosine = torch.nn.functional.cosine_similarity(w.double()[:, None], w.double()[None], dim=2)
+    want = (5 * cosine).masked_fill(torch.eye(40, dtype=torch.bool), -torch.inf).softmax(1) * (1 - 1 / 40)
+    close(xi - xi.diagonal().diag(), want, 1e-7)
+
+
+def test_golden_heurfedamp():
+    c4 = GOLDEN["C4_heurfedamp"]
+    w = t(c4["W"])
+    close(cosines(ops.pairwise_sqdist(w), w.norm(dim=1)), c4["cos"])
+    xi = mixing(HeurFedAMP(sigma=5.0, xi_self=1 / 3), w)
+    close(xi, c4["xi_sigma5_self1_3"])
+    close(mixing(HeurFedAMP(sigma=5.0), w), c4["xi_sigma5_self1_3"])  # 1 / N is the default
+    close(ops.aggregate(w, xi), c4["U"])
+
+
+def test_heurfedamp_of_zeros_and_of_one_client():
+    xi = mixing(HeurFedAMP(xi_self=0.5), t([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]]))
+    close(xi, [[0.5, 0.25, 0.25]] * 1 + [[0.25, 0.5, 0.25], [0.25, 0.25, 0.5]])
+    close(mixing(HeurFedAMP(), t([[1.0, 2.0]])), [[1.0]])
+    close(mixing(FedAMP(), t([[1.0, 2.0]])), [[1.0]])
+
+
+# SFL ------------------------------------------------------------------------------------------------------------------
+
+
+def test_golden_sfl():
+    f1 = GOLDEN["F1_sfl"]
+    a, x = t(f1["A"]), t(f1["X"])
+    close(smoothing(a, everybody(3), 1, 1.0), f1["A_norm"])
+    close(smoothing(a, everybody(3), 1, 1.0) @ x, f1["one_layer"])
+    three = smoothing(a, everybody(3), 3, 1.0)
+    close(three @ x, f1["three_layers"])
+    close(three.mean(0) @ x, [f1["readout_global"]])
+    close(smoothing(a, everybody(3), 3, 0.5) @ x, f1["alpha_mix_05"])
+
+
+def test_sfl_on_the_complete_graph_is_fedavg():
+    s = points([1.0, 2.0, 6.0], 0.1)
+    sfl, avg = SFL(k=2, lam1=0.0, lam2=0.0), FedAvg(weighting="uniform")
+    a, b = begin(sfl, s.net, 3), begin(avg, s.net, 3)
+    for _ in range(4):
+        a, _ = step(sfl, a, s, torch.arange(3))
+        b, _ = step(avg, b, s, torch.arange(3))
+        down = sfl.send(a.g, cohort([0, 1, 2], 3), torch.Generator())
+        close(down["x"], b.g["x"].expand(3, -1))
+        close(down["u"], b.g["x"].expand(3, -1))
+
+
+def test_sfl_regularisers_have_a_gradient():
+    """The released code computes them on detached copies, so that SFL trains as if there were none."""
+    from pflcore.local import Local
+
+    s = points([2.0, 2.0], 0.1)
+    local = Local(s, torch.arange(2), 1, s.net.b0.expand(2, -1))
+    down = {"x": t([[1.0], [1.0]]), "u": t([[0.0], [3.0]])}
+    _, up = SFL(lam1=0.3, lam2=0.3).client(down, {}, local)
+    close(up["w"], [[1 - 0.1 * ((1 - 2) + 0.3 * (1 - 0))], [1 - 0.1 * ((1 - 2) + 0.3 * (1 - 3))]])
+    two = setting(s.net, s.data, Training(lr=0.1, epochs=2))
+    _, up = SFL(lam1=0.3, lam2=0.5).client(down, {}, Local(two, torch.arange(2), 1, s.net.b0.expand(2, -1)))
+    w = down["x"]
+    for _ in range(2):
+        w = w - 0.1 * ((w - 2) + 0.3 * (w - down["u"]) + 0.5 * (w - down["x"]))
+    close(up["w"], w)
+    _, plain = SFL(lam1=0.0, lam2=0.0).client(down, {}, local)
+    close(plain["w"], [[1.1], [1.1]])
+
+
+def test_sfl_neighbours_are_the_nearest():
+    d = ops.pairwise_sqdist(t([[0.0], [1.0], [5.0], [5.5], [100.0]]))
+    assert nearest(d, 1, everybody(5)).tolist() == [
+        [1, 1, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [0, 0, 1, 1, 0],
+        [0, 0, 1, 1, 0],
+        [0, 0, 0, 1, 1],
+    ]
+    assert nearest(d, 9, everybody(5)).sum() == 25
+    usable = t([1, 1, 0, 1, 1]).bool()
+    assert not nearest(d, 2, usable)[:, 2].any()
+
+
+def test_sfl_with_a_graph_from_a_file_or_from_labels(tmp_path):
+    graph = np.array([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+    np.save(tmp_path / "graph.npy", graph)
+    s = points([1.0, 3.0, 8.0], 0.1)
+    alg = SFL(adjacency=str(tmp_path / "graph.npy"), lam1=0.0, lam2=0.0)
+    state, _ = step(alg, begin(alg, s.net, 3), s, torch.arange(3))
+    u = alg.send(state.g, cohort([0, 1, 2], 3), torch.Generator())["u"]
+    close(u, [[0.2], [0.2], [0.8]])  # the row of zeros keeps its own
+    np.save(tmp_path / "wrong.npy", graph[:2])
+    with pytest.raises(ValueError, match=r"^adjacency: expected 3 x 3 numbers"):
+        begin(SFL(adjacency=str(tmp_path / "wrong.npy")), s.net, 3)
+    with pytest.raises(ValueError, match=r"^adjacency: "):
+        SFL(adjacency="oracle")
+
+
+def test_sfl_newcomers_hold_the_readout():
+    s = points([1.0, 3.0, 8.0, 9.0], 0.1)
+    alg = SFL(k=1)
+    state, _ = step(alg, begin(alg, s.net, 4), s, torch.tensor([0, 1, 2]))
+    down = alg.send(state.g, cohort([0, 1, 2, 3], 4), torch.Generator())
+    close(down["u"][3], down["x"][3])
+    close(down["x"][0], down["u"][:3].mean(0))
+
+
+# Clustered FL ---------------------------------------------------------------------------------------------------------
+
+
+def similarity(rows: torch.Tensor) -> torch.Tensor:
+    return cosines(ops.pairwise_sqdist(rows), rows.norm(dim=1))
+
+
+def halves(second: torch.Tensor) -> list[list[int]]:
+    return [(~second).nonzero()[:, 0].tolist(), second.nonzero()[:, 0].tolist()]
+
+
+def test_golden_clustered_fl():
+    g1 = GOLDEN["G1_cfl"]
+    delta = t(g1["dW"])
+    s = similarity(delta)
+    close(s, g1["cos"])
+    for linkage in ("complete", "single"):
+        assert halves(bipartition(s, linkage)) == g1[f"bip_{linkage}"]
+    close(across(s, bipartition(s)), g1["alpha_cross_max"])
+    close(delta.norm(dim=1).max(), g1["max_norm"])
+    close(delta.mean(0).norm(), g1["mean_norm"])
+    assert ClusteredFL(eps1=0.0354, eps2=1.0198).split(delta) is not None
+    assert ClusteredFL(eps1=0.0353, eps2=1.0198).split(delta) is None
+    assert ClusteredFL(eps1=0.0354, eps2=1.0199).split(delta) is None
+    assert ClusteredFL(eps1=0.04, relative=True).split(delta) is not None
+    gamma = ((1 - g1["alpha_cross_max"]) / 2) ** 0.5
+    assert ClusteredFL(eps1=1.0, eps2=0.0, gamma=gamma - 1e-6).split(delta) is not None
+    assert ClusteredFL(eps1=1.0, eps2=0.0, gamma=gamma + 1e-6).split(delta) is None
+
+
+def test_golden_linkages_differ():
+    g2 = GOLDEN["G2_cfl_single_vs_complete"]
+    angle = torch.deg2rad(t(g2["angles_deg"]))
+    s = similarity(torch.stack([angle.cos(), angle.sin()], 1))
+    for linkage in ("complete", "single"):
+        second = bipartition(s, linkage)
+        assert halves(second) == g2[f"bip_{linkage}"]
+        close(across(s, second), g2[f"alpha_cross_{linkage}"])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_single_linkage_has_the_least_largest_similarity_across(seed):
+    gen = torch.Generator().manual_seed(seed)
+    s = similarity(torch.randn(7, 4, generator=gen, dtype=torch.float64))
+    every = [torch.tensor([bool(k >> i & 1) for i in range(7)]) for k in range(1, 2**6)]
+    close(across(s, bipartition(s, "single")), min(across(s, p) for p in every))
+
+
+def test_golden_nested_split_keeps_the_clients_numbers():
+    """Positions inside the cluster are not client ids: the released code, and others after it, take them for such."""
+    g3 = GOLDEN["G3_cfl_nested_index_bug"]
+    parent = g3["parent"]
+    cluster = torch.zeros(10, dtype=torch.long)
+    cluster[parent] = 1
+    delta = torch.zeros(10, 2, dtype=torch.float64)
+    delta[:, 0] = 1.0
+    for i, label in zip(parent, g3["sub_labels"], strict=True):
+        delta[i, 0] = 1.0 if label == 0 else -1.0
+    alg = ClusteredFL(relative=True, first=0)
+    g = alg.server({"x": torch.zeros(2, 2, dtype=torch.float64), "cluster": cluster}, {"delta": delta}, cohort(list(range(10)), 10, 1))
+    found = [(g["cluster"] == c).nonzero()[:, 0].tolist() for c in range(3)]
+    assert found[1:] == g3["correct"] and found[0] == [i for i in range(10) if i not in parent]
+    close(g["x"], [[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])  # this round's means are already those of the halves
+
+
+def test_clustered_fl_finds_nested_groups_with_absent_clients():
+    """Four groups on a line: two levels of splits, then rounds with a client missing."""
+    target = [0.0, 100.0, 10.0, 110.0] * 3
+    s = points(target, 0.5, start=50.0)
+    alg = ClusteredFL(relative=True, first=2, eps1=0.3)
+    state = begin(alg, s.net, 12)
+    for round in range(1, 16):
+        ids = [i for i in range(12) if i != round % 12] if round > 8 else list(range(12))
+        state, _ = step(alg, state, s, torch.tensor(ids))
+    cluster = alg.report(state.g)["cluster"]
+    assert len(state.g["x"]) == 4
+    for group in range(4):
+        assert len(set(cluster[group::4].tolist())) == 1
+    close(state.g["x"][cluster][:, 0], target, 1e-3, 0.1)
+
+
+def test_clustered_fl_before_the_first_split_is_fedavg():
+    s = points([1.0, -1.0, 5.0], 0.1)
+    cfl, avg = ClusteredFL(first=3, relative=True), FedAvg(weighting="uniform")
+    a, b = begin(cfl, s.net, 3), begin(avg, s.net, 3)
+    for _ in range(3):
+        a, _ = step(cfl, a, s, torch.arange(3))
+        b, _ = step(avg, b, s, torch.arange(3))
+    assert torch.equal(a.g["x"][0], b.g["x"]) and len(a.g["x"]) == 1
+
+
+def test_clusters_of_two_stay_and_clusters_without_anybody_keep_their_model():
+    alg = ClusteredFL(relative=True, first=0, eps1=1.0)
+    x = t([[1.0], [2.0]])
+    g = alg.server({"x": x, "cluster": torch.tensor([0, 0, 1, 1, 1])}, {"delta": t([[1.0], [-1.0]])}, cohort([0, 1], 5, 9))
+    assert g["cluster"].tolist() == [0, 0, 1, 1, 1]
+    close(g["x"], [[1.0], [2.0]])
+    zero = cosines(torch.zeros(2, 2), torch.zeros(2))
+    assert not zero.any()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FedAMP(sigma=0.0), "sigma, alpha, lam: "),
+        (lambda: FedAMP(start="w"), "start: "),
+        (lambda: FedAMP(self_weight="x"), "self_weight: "),
+        (lambda: HeurFedAMP(xi_self=1.5), "xi_self: "),
+        (lambda: SFL(k=0), "k, layers, s"),
+        (lambda: SFL(s=2.0), "k, layers, s"),
+        (lambda: ClusteredFL(linkage="average"), "linkage: "),
+        (lambda: ClusteredFL(eps1=-1.0), "eps1, eps2"),
+    ],
+)
+def test_bad_options(make, message):
+    with pytest.raises(ValueError, match="^" + message):
+        make()
