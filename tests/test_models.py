@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn as nn
+from small import images, setting
 
+from pflcore.algorithms import begin, evaluate, step
+from pflcore.algorithms.feddwa import FedDWA
 from pflcore.flat import Net
+from pflcore.local import Training
 from pflcore.models import MODELS, model_for
 
 MNIST, CIFAR = (1, 28, 28), (3, 32, 32)
@@ -28,6 +32,10 @@ MNIST, CIFAR = (1, 28, 28), (3, 32, 32)
         ("fmnist_cnn", MNIST, 10, {}, 28_880),
         ("cifar_cnn_small", CIFAR, 10, {}, 54_216),
         ("cifar_cnn_small", CIFAR, 10, {"padding": "same"}, 90_056),
+        ("cifar_cnn", CIFAR, 10, {}, 1_204_874),
+        ("cifar_cnn", CIFAR, 100, {}, 1_251_044),
+        ("resnet8", (3, 64, 64), 200, {}, 90_392),
+        ("resnet8", CIFAR, 10, {}, 78_042),
         ("emnist_cnn_2048", MNIST, 62, {}, 2_278_334),
         ("emnist_cnn_2048", MNIST, 62, {"padding": "same"}, 6_603_710),
         ("sattler_cnn", MNIST, 62, {}, 18_506),
@@ -56,6 +64,21 @@ def test_every_model_is_a_net_with_a_head(name: str) -> None:
     assert net.has_conv == (name not in ("linear", "mlp"))
 
 
+@pytest.mark.parametrize("buffers", ["local", "average"])
+@pytest.mark.parametrize(("name", "shape"), [("cifar_cnn", (3, 14, 14)), ("resnet8", (1, 16, 16))])
+def test_batch_norm_and_dropout_are_the_same_in_both_engines(name: str, shape: tuple[int, ...], buffers: str) -> None:
+    data = images((10, 6), shape=shape)
+    found = []
+    for engine in ("pool", "vmap"):
+        s = setting(Net(lambda: model_for(name, shape, 4)), data, Training(lr=0.05, batch_size=4), engine=engine)
+        state, _ = step(FedDWA(), begin(FedDWA(), s.net, 2), s, torch.arange(2), buffers)
+        found.append((state.g["x"], state.buffers, evaluate(FedDWA(), state, s)["loss"]))
+        assert not torch.equal(state.buffers[0], s.net.b0)
+        assert torch.equal(state.buffers[0], state.buffers[1]) == (buffers == "average")
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
 def test_regression_has_one_output() -> None:
     assert model_for("linear", (5,), None)(torch.zeros(2, 5)).shape == (2, 1)
 
@@ -65,6 +88,9 @@ def test_bad_requests_get_a_sentence() -> None:
         ("lenet", MNIST, {}, "model: 'lenet' is none of .*lenet5"),
         ("lenet5", (784,), {}, "shape: a convolutional model needs inputs"),
         ("lenet5", (1, 6, 6), {}, "too small"),
+        ("cifar_cnn", (3, 8, 8), {}, "too small"),
+        ("cifar_cnn", (100,), {}, "shape: a convolutional model needs inputs"),
+        ("resnet8", (100,), {}, "shape: a convolutional model needs inputs"),
         ("mlp", MNIST, {"activation": "gelu"}, "activation: expected one of relu"),
         ("cnn", MNIST, {"pool": "min"}, "pool: expected one of max"),
         ("cnn", MNIST, {"padding": (1, 2, 3)}, "padding: expected a number"),
