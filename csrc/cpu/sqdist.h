@@ -320,7 +320,7 @@ struct Worker {
     const bool copy_a = a.better_copied(rows), copy_b = b.better_copied(rows);
     if (!room && (copy_a || copy_b || a.must_copy(width))) room = std::make_unique<Scratch<T>>(rows_of(plan) * (plan.block + kSkew));
     T* const packed = room ? room->data : nullptr;
-    a.block(w.i0, w.mi == 1 ? 1 : up(w.mi, kTile), c, width, copy_a, packed, at_a);
+    a.block(w.i0, w.mi == 1 && !w.diagonal ? 1 : up(w.mi, kTile), c, width, copy_a, packed, at_a);
     if (!w.diagonal) b.block(w.j0, up(w.nj, kTile), c, width, copy_b, packed + w.mi * (plan.block + kSkew), at_b);
     const T* const* right = w.diagonal ? at_a : at_b;
 
@@ -427,7 +427,7 @@ void sqdist_typed(const In* a, int64_t a_row, int64_t m, const In* b, int64_t b_
     all_pairs<Kind::wide>(rows_a, rows_b, plan, out, parallel);
   } else {
     all_pairs<Kind::narrow>(rows_a, rows_b, plan, out, parallel);
-    if (p > 0) again(rows_a, rows_b, plan, out, parallel);
+    again(rows_a, rows_b, plan, out, parallel);
   }
   if (symmetric)
     for (int64_t i = 0; i < m; ++i) {
@@ -443,6 +443,7 @@ void sqdist_typed(const In* a, int64_t a_row, int64_t m, const In* b, int64_t b_
 template <class Parallel>
 void sqdist(Dtype dtype, const void* a, int64_t a_row, int64_t m, const void* b, int64_t b_row, int64_t n, int64_t p, double* out,
             const Parallel& parallel) {
+  if (p == 0) return void(std::fill(out, out + m * n, 0.0));  // rows without columns may have no address
   const auto run = [&](auto in, auto as) {
     using In = decltype(in);
     sqdist_detail::sqdist_typed<In, decltype(as)>(static_cast<const In*>(a), a_row, m, static_cast<const In*>(b), b_row, n, p, out, parallel);
