@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "isa.h"
+#include "scratch.h"
 #include "simd.h"
 
 namespace pflcore::cpu {
