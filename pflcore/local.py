@@ -421,11 +421,17 @@ class _Piece:
             return True
         return False
 
+    def _place(self, step: Step, which: int = 0) -> tuple[int, int]:
+        """The pass over the data and the place within it of the step's `which`-th minibatch."""
+        epoch, first, _ = step.batches[which]
+        return epoch, first // self.local.setting.training.batch_size
+
     def _on_leaves(self, step: Step) -> tuple[Tensor, ...]:
         assert self.leaves is not None
         net = self.local.net
         x, y = self.samples(0, 1, step.batches[0])
-        with forward_mode(True, self.buffers[0], self.seeds[0] + step.k, alone=True):
+        epoch, place = self._place(step)
+        with forward_mode(True, self.buffers[0], self.seeds[0, epoch] + place, alone=True):
             loss = net.criterion(net.on_leaves(x[0]), y[0])
             if context.buffers is not None and net.buffer_names:
                 self.buffers[0] = context.buffers
@@ -435,10 +441,11 @@ class _Piece:
     def _autograd(self, rows: Tensor, x: Tensor, y: Tensor, step: Step, which: int) -> tuple[Tensor, Tensor]:
         a, b = step.a, step.b
         extra = {k: v[a:b] for k, v in self.extra.items()}
-        place = [(epoch, first // self.local.setting.training.batch_size) for epoch, first, _ in step.batches]
         if self.noise is not None:
-            extra["noise"] = self.noise[a:b, place[0][0], place[0][1]]
-        seeds = self.seeds[a:b, place[which][0]] + place[which][1]
+            epoch, place = self._place(step)
+            extra["noise"] = self.noise[a:b, epoch, place]
+        epoch, place = self._place(step, which)
+        seeds = self.seeds[a:b, epoch] + place
         w = rows.detach().requires_grad_()
         if self.vmap:
             losses, buffers = torch.vmap(self._loss)(w, x, y, self.buffers[a:b], seeds, extra)
