@@ -20,7 +20,7 @@ SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 build: .venv/ready
 
 # six algorithms, two data distributions, real images; tables and pictures in runs/demo
-DEMO := compare --algorithms local fedavg scaffold weight_erosion waffle apfl --data mnist5k --rounds 100 --overwrite
+DEMO := compare --algorithms local fedavg scaffold weight_erosion waffle apfl --data mnist5k --rounds 60 --overwrite
 demo: build
 	$(BIN)/pflcore $(DEMO) --partition C --out runs/demo-C
 	$(BIN)/pflcore $(DEMO) --partition 'A*' --out runs/demo-Astar
