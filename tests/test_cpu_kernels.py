@@ -1,0 +1,353 @@
+"""The compiled CPU kernels where they could go wrong: tails, alignment, strides, every instruction set, any number of threads."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pflcore import ops
+from pflcore.ops import library, reference
+
+pytestmark = pytest.mark.skipif(not ops.backend().kernels, reason="the compiled kernels are not loaded")
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+# a float32 sum of some 20 terms of size 1; float64 the same; one rounding of the result for the 16-bit types
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+@pytest.fixture(autouse=True, params=["plain", "avx2", "avx512"])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = library._C.isa()
+    if library._C.set_isa(request.param) != request.param:
+        library._C.set_isa(before)
+        pytest.skip(f"this machine has no {request.param}")
+    yield request.param
+    library._C.set_isa(before)
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def gapped(rows: Tensor, gap: int, shift: int) -> Tensor:
+    """The same rows, `gap` elements apart and `shift` elements off a 64-byte boundary, surrounded by NaN."""
+    m, p = rows.shape
+    room = torch.full((16 + m * (p + gap),), float("nan"), dtype=rows.dtype)
+    view = room[shift : shift + m * (p + gap)].view(m, p + gap)[:, :p]
+    view.copy_(rows)
+    return view
+
+
+def close(got: Tensor, want: Tensor, tolerance: float) -> bool:
+    return bool(torch.allclose(got.double(), want.double(), rtol=tolerance, atol=tolerance, equal_nan=True))
+
+
+# --- aggregate --------------------------------------------------------------------------------------------------------------------
+
+
+@given(
+    n=st.sampled_from([1, 2, 7, 13, 31]),
+    m=st.sampled_from([1, 2, 5, 6, 7, 13, 23]),
+    p=st.sampled_from([1, 3, 15, 16, 17, 63, 64, 65, 127, 131, 1009]),
+    gap=st.integers(0, 3),
+    shift=st.integers(0, 5),
+    dtype=st.sampled_from(DTYPES),
+    base=st.sampled_from([None, 1, 2]),
+    base_dtype=st.sampled_from(DTYPES),
+    precise=st.booleans(),
+    sparse=st.booleans(),
+)
+def test_aggregate_is_the_reference(
+    n: int, m: int, p: int, gap: int, shift: int, dtype: torch.dtype, base: int | None, base_dtype: torch.dtype, precise: bool, sparse: bool
+) -> None:
+    updates = gapped(normal(n, p, dtype=dtype), gap, shift)
+    weight = torch.softmax(normal(m, n if not sparse else min(n, 3), seed=1), 1)
+    index = torch.randint(n, weight.shape, generator=torch.Generator().manual_seed(2)) if sparse else None  # duplicates too
+    start = None if base is None else gapped(normal(m, p, seed=3, dtype=base_dtype), gap, shift)
+    if base == 1 and start is not None:
+        start = start[0]
+    got = ops.aggregate(updates, weight, index, start, 0.7, precise=precise)
+    want = reference.aggregate(updates.double(), weight, index, None if start is None else start.double(), 0.7, True)
+    assert got.dtype == (dtype if start is None else start.dtype)
+    summed = torch.float64 if precise or torch.float64 in (dtype, got.dtype) else torch.float32
+    assert close(got, want, max(TOLERANCE[got.dtype], TOLERANCE[summed]))
+
+
+@pytest.mark.parametrize("shift", [0, 1, 15])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_aggregate_writes_large_results_past_the_caches_and_nothing_beside_them(sparse: bool, shift: int) -> None:
+    m, n, p, gap = 7, 5, 300_007, 5  # 8.4 MB: whole lines of 64 bytes, begun and ended anywhere
+    updates, weight = normal(n, p), normal(m, 2 if sparse else n, seed=1)
+    index = torch.randint(n, weight.shape, generator=torch.Generator().manual_seed(2)) if sparse else None
+    base = normal(p, seed=4)
+    room = torch.full((16 + m * (p + gap),), 7.0)
+    out = room[shift : shift + m * (p + gap)].view(m, p + gap)[:, :p]
+    assert ops.aggregate(updates, weight, index, base, 0.5, out=out) is out
+    assert close(out, reference.aggregate(updates.double(), weight.double(), index, base.double(), 0.5, True), 1e-5)
+    out.fill_(7.0)
+    assert torch.equal(room, torch.full_like(room, 7.0))
+
+
+@pytest.mark.parametrize(("m", "n", "p"), [(1, 7, 400_003), (20, 20, 120_011), (13, 101, 70_001), (3, 2, 1_000_003)])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_aggregate_is_bitwise_the_same_for_any_number_of_threads(m: int, n: int, p: int, sparse: bool) -> None:
+    updates, weight, base = normal(n, p), normal(m, 5 if sparse else n, seed=1), normal(m, p, seed=2)
+    index = torch.randint(n, weight.shape, generator=torch.Generator().manual_seed(2)) if sparse else None
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        results += [ops.aggregate(updates, weight, index, base), ops.aggregate(updates, weight, index, base, out=torch.empty(m, p))]
+    assert all(torch.equal(results[0], r) for r in results[1:])
+    # and column by column, wherever a column stands
+    assert torch.equal(ops.aggregate(updates[:, 77:], weight, index, base[:, 77:]), results[0][:, 77:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_aggregate_does_not_read_rows_of_weight_zero(dtype: torch.dtype) -> None:
+    updates = normal(6, 1003, dtype=dtype)
+    updates[2] = float("nan")
+    updates[4] = float("inf")
+    weight = torch.tensor([[0.25, 0.75, 0.0], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
+    index = torch.tensor([[0, 1, 2], [2, 4, 2], [5, 4, 2]])
+    got = ops.aggregate(updates, weight, index)
+    want = torch.stack([0.25 * updates[0].double() + 0.75 * updates[1].double(), torch.zeros(1003).double(), updates[5].double()])
+    assert close(got, want, TOLERANCE[dtype])
+    assert ops.aggregate(updates, weight, index, base=updates[0])[1].equal(updates[0])
+    assert ops.aggregate(updates, weight, index, lr=0.0).isfinite().all(), "nothing is read where lr is 0"
+
+
+def test_aggregate_shows_a_row_that_is_not_finite_where_it_counts() -> None:
+    updates = normal(6, 203)
+    updates[2, 100] = float("nan")
+    got = ops.aggregate(updates, torch.full((4, 6), 1 / 6))
+    assert got.isnan().sum() == 4
+    assert got[:, 100].isnan().all()
+
+
+@pytest.mark.parametrize("p", [5, 64, 3_000_001])
+def test_aggregate_into_its_own_base(p: int) -> None:
+    updates, weight, base = normal(3, p), torch.tensor([[0.5, 0.25, 0.25]]), normal(1, p, seed=1)
+    want = ops.aggregate(updates, weight, base=base, lr=0.5)
+    assert ops.aggregate(updates, weight, base=base, lr=0.5, out=base) is base
+    assert torch.equal(base, want)
+
+
+def test_aggregate_refuses_a_result_that_is_an_input() -> None:
+    room = normal(8, 50)
+    weight = torch.full((4, 4), 0.25)
+    with pytest.raises(ValueError, match="out"):
+        ops.aggregate(room[:4], weight, out=room[:4])
+    with pytest.raises(ValueError, match="out"):
+        ops.aggregate(room[:4], weight, out=room[3:7])
+    square = normal(4, 4)
+    with pytest.raises(ValueError, match="out"):
+        ops.aggregate(normal(4, 4, seed=1), square, out=square)
+
+
+@pytest.mark.parametrize(("m", "n", "p"), [(0, 3, 5), (2, 3, 0), (2, 0, 5)])
+def test_aggregate_of_nothing(m: int, n: int, p: int) -> None:
+    got = ops.aggregate(torch.ones(n, p), torch.ones(m, n))
+    assert got.shape == (m, p)
+    assert torch.equal(got, torch.full((m, p), float(n)))
+
+
+@pytest.mark.parametrize("narrow", [torch.float16, torch.bfloat16])
+def test_16_bit_floats_are_widened_and_rounded_as_torch_does(narrow: torch.dtype) -> None:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(narrow)[None]
+    one = torch.ones(1, 1)
+    same = ops.aggregate(every, one)
+    assert torch.equal(same.nan_to_num(nan=1.25), every.nan_to_num(nan=1.25))
+    assert torch.equal(same.isnan(), every.isnan())
+    bits = torch.randint(-(2**31), 2**31, (1, 200_000), generator=torch.Generator().manual_seed(0), dtype=torch.int64).to(torch.int32)
+    ties = (every.float().view(torch.int32)[:, None] + torch.tensor([[0x1000], [0x8000], [0x0800], [-1], [1]], dtype=torch.int32)).reshape(
+        1, -1
+    )
+    wide = torch.cat([bits, ties], 1).view(torch.float32)
+    got = ops.aggregate(torch.zeros_like(wide), one, base=wide.to(narrow))
+    assert torch.equal(got.nan_to_num(nan=1.25), wide.to(narrow).nan_to_num(nan=1.25))
+    rounded = ops.aggregate(wide, one, base=torch.zeros(wide.shape[1], dtype=narrow))
+    assert torch.equal(rounded.nan_to_num(nan=1.25), wide.to(narrow).nan_to_num(nan=1.25))
+
+
+# --- rank1_linear -----------------------------------------------------------------------------------------------------------------
+
+
+def factors(
+    lead: tuple[int, ...], b: int, i: int, f: int, o: int, active: float, dtype: torch.dtype = torch.float64, shared: str = ""
+) -> list[Tensor]:
+    """x, w_a, lam, w_b; those named in `shared` (x, a, l, b) have no leading axis."""
+    shapes = {"x": (b, i), "a": (o, f), "l": (f,), "b": (f, i)}
+    out = [normal(*(() if name in shared else lead), *shape, seed=k, dtype=dtype) for k, (name, shape) in enumerate(shapes.items())]
+    mask = torch.rand(out[2].shape, generator=torch.Generator().manual_seed(9)) < active
+    out[2] = torch.where(mask, out[2], 0.0)
+    return out
+
+
+@given(
+    lead=st.sampled_from([(), (1,), (3,)]),
+    b=st.sampled_from([0, 1, 2, 3, 5, 11, 17]),
+    i=st.sampled_from([1, 7, 16, 33, 64]),
+    f=st.sampled_from([1, 5, 16, 19, 40]),
+    o=st.sampled_from([1, 3, 10, 16, 37]),
+    active=st.sampled_from([0.0, 0.3, 1.0]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    shared=st.sampled_from(["", "x", "a", "l", "b", "alb", "xalb", "ab"]),
+    need=st.tuples(*[st.booleans()] * 4),
+)
+def test_rank1_is_the_reference(
+    lead: tuple[int, ...],
+    b: int,
+    i: int,
+    f: int,
+    o: int,
+    active: float,
+    dtype: torch.dtype,
+    shared: str,
+    need: tuple[bool, bool, bool, bool],
+) -> None:
+    inputs = factors(lead, b, i, f, o, active, dtype, shared if lead else "")
+    if lead and shared == "xalb":
+        inputs[0] = inputs[0].expand(*lead, b, i)  # a clients' axis of stride 0
+    wide = [t.double() for t in inputs]
+    tolerance = 1e-11 if dtype == torch.float64 else 2e-4  # sums of up to 3 * 17 * 64 terms of size 1
+    want = reference.rank1_linear(*wide)
+    assert close(library.rank1_linear(*inputs), want, tolerance)
+    grad = normal(*want.shape, seed=5, dtype=dtype)
+    got = library.rank1_linear_backward(grad, *inputs, *need)
+    for g, w, t, wanted in zip(got, reference.rank1_linear_backward(grad.double(), *wide, *need), inputs, need, strict=True):
+        assert g.shape == (t.shape if wanted else (0,))
+        assert close(g, w, tolerance)
+
+
+@pytest.mark.parametrize("clients", [(), (5,)])
+@pytest.mark.parametrize("active", [0.3, 1.0])
+def test_rank1_is_bitwise_the_same_for_any_number_of_threads(clients: tuple[int, ...], active: float) -> None:
+    inputs = factors(clients, 67, 401, 97, 103, active, torch.float32)
+    grad = normal(*clients, 67, 103, seed=5)
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        results.append((library.rank1_linear(*inputs), *library.rank1_linear_backward(grad, *inputs, True, True, False, True)))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_rank1_factors_that_are_off_are_not_used() -> None:
+    x, w_a, lam, w_b = factors((), 6, 30, 21, 9, 0.5, torch.float32)
+    off = lam == 0
+    assert 0 < off.sum() < 21
+    bad_a, bad_b = w_a.clone(), w_b.clone()
+    bad_a[:, off], bad_b[off] = float("nan"), float("inf")
+    assert torch.equal(library.rank1_linear(x, bad_a, lam, bad_b), library.rank1_linear(x, w_a, lam, w_b))
+    grad = normal(6, 9, seed=5)
+    got = library.rank1_linear_backward(grad, x, bad_a, lam, bad_b, True, True, False, True)
+    want = library.rank1_linear_backward(grad, x, w_a, lam, w_b, True, True, False, True)
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+    assert (got[1][:, off] == 0).all() and (got[3][off] == 0).all()
+
+
+@pytest.mark.parametrize("gap", [0, 1, 5])
+def test_rank1_takes_rows_of_any_stride(gap: int) -> None:
+    inputs = factors((2,), 7, 33, 12, 10, 0.6, torch.float32)
+    apart = [t if t.dim() == 2 else torch.nn.functional.pad(t, (0, gap))[..., : t.shape[-1]] for t in inputs]
+    assert torch.equal(library.rank1_linear(*apart), library.rank1_linear(*inputs))
+    grad = normal(2, 7, 10, seed=5)
+    for a, b in zip(
+        library.rank1_linear_backward(grad, *apart, *[True] * 4), library.rank1_linear_backward(grad, *inputs, *[True] * 4), strict=True
+    ):
+        assert torch.equal(a, b)
+
+
+# --- sgd_step_ --------------------------------------------------------------------------------------------------------------------
+
+
+@given(
+    s=st.sampled_from([1, 2, 5]),
+    q=st.sampled_from([1, 3, 4, 15, 16, 17, 67, 131, 16_384, 16_411]),
+    gap=st.integers(0, 2),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    shift=st.booleans(),
+    mask=st.sampled_from([None, 1, 2]),
+    prox=st.sampled_from([None, 0.3, "rows"]),
+    momentum=st.sampled_from([0.0, 0.9]),
+    decay=st.sampled_from([0.0, 0.01]),
+)
+def test_sgd_step_is_the_reference(
+    s: int,
+    q: int,
+    gap: int,
+    dtype: torch.dtype,
+    shift: bool,
+    mask: int | None,
+    prox: float | str | None,
+    momentum: float,
+    decay: float,
+) -> None:
+    def rows(seed: int) -> Tensor:
+        return gapped(normal(s, q, seed=seed, dtype=dtype), gap, seed % 3)
+
+    grad = rows(1)
+    held = None if mask is None else (rows(2) > 0).to(dtype)
+    rates = torch.linspace(0, 1, s, dtype=dtype)
+    w, buffer, anchor, correction = rows(4), rows(5), rows(6), rows(3) if shift else None
+    want_w, want_buffer = w.double(), buffer.double()
+    ops.sgd_step_(
+        w,
+        grad,
+        0.1,
+        correction,
+        held if mask != 1 or held is None else held[0],
+        rates if prox == "rows" else prox or 0.0,  # type: ignore[arg-type]
+        None if prox is None else anchor,
+        momentum,
+        buffer if momentum else None,
+        decay,
+    )
+    reference.sgd_step_(
+        want_w,
+        grad.double(),
+        0.1,
+        None if correction is None else correction.double(),
+        None if held is None else (held[0] if mask == 1 else held).double(),
+        0.3,
+        rates.double() if prox == "rows" else None,
+        None if prox is None else anchor.double(),
+        momentum,
+        want_buffer if momentum else None,
+        decay,
+    )
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-14
+    assert close(w, want_w, tolerance)
+    assert close(buffer, want_buffer, tolerance)
+    assert w.storage_offset() == 4 % 3 and w._base is not None and w._base.isnan().sum() == w._base.numel() - s * q, (
+        "nothing beside the rows"
+    )
+
+
+def test_sgd_step_is_bitwise_the_same_for_any_number_of_threads_and_clients() -> None:
+    w, grad, anchor, mask = (
+        normal(3, 200_003),
+        normal(3, 200_003, seed=1),
+        normal(3, 200_003, seed=2),
+        (normal(200_003, seed=3) > 0).float(),
+    )
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        out = w.clone()
+        ops.sgd_step_(out, grad, 0.1, mask=mask, mu=0.5, anchor=anchor)
+        results.append(out)
+    alone = w[1:2].clone()
+    ops.sgd_step_(alone, grad[1:2], 0.1, mask=mask, mu=0.5, anchor=anchor[1:2])
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2]) and torch.equal(alone[0], results[0][1])
