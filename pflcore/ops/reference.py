@@ -45,9 +45,10 @@ def waffle_weights(
     uniform_ties: bool,
 ) -> Tensor:  # [..., N] float64
     """WAFFLE's CalcWeights (Beaussart et al. 2021, Algorithm 1) in a form that never divides by zero."""
-    d = dist.double().clamp(min=0)
+    d = dist.double().contiguous()
     is_target = torch.arange(d.shape[-1], device=d.device) == target[..., None]  # [..., N]
-    other = d.isfinite() & ~is_target
+    other = d.isfinite() & ~is_target  # before the clamp: -Inf is no distance
+    d = d.clamp(min=0)
     high = torch.where(other, d, 0.0).amax(-1, keepdim=True)  # [..., 1]
     low = torch.where(other, d, math.inf).amin(-1, keepdim=True)
     gap = high - low
