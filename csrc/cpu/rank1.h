@@ -32,7 +32,11 @@ struct Rank1Grads {
 
 namespace rank1_detail {
 
+#ifdef PFL_SMALL_PIECES              // tests: all paths at small sizes
+constexpr double kPieceWork = 1e3;
+#else
 constexpr double kPieceWork = 1e6;   // multiply-adds, some ten microseconds: less is not worth another thread
+#endif
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 // The same to an odd number of `to`: rows a power of two apart would fall into a few sets of the cache.

@@ -11,6 +11,12 @@
 
 namespace pflcore::cpu {
 
+#if defined(__SANITIZE_ADDRESS__)
+constexpr bool kKeepScratch = false;   // blocks of exactly the size asked for, so that the sanitizer sees their ends
+#else
+constexpr bool kKeepScratch = true;
+#endif
+
 // The blocks a thread has given back. Some 100 KB from the system cost more in page faults than the work that is done in them.
 class Shelf {
  public:
@@ -33,7 +39,7 @@ class Shelf {
     Block* smallest = &blocks_[0];
     for (Block& b : blocks_)
       if (b.bytes < smallest->bytes) smallest = &b;   // an empty place has size 0
-    if (bytes <= kLargest && smallest->bytes < bytes) {
+    if (kKeepScratch && bytes <= kLargest && smallest->bytes < bytes) {
       std::swap(data, smallest->data);
       smallest->bytes = bytes;
     }

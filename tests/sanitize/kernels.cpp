@@ -1,0 +1,219 @@
+// Drives every torch-free CPU kernel with std::thread, on buffers of exactly their size, for a sanitizer to watch: 1 and 3 threads must agree
+// to the last bit on every instruction set this machine has. (Not OpenMP: the thread sanitizer does not see its barriers.)
+#include <atomic>
+#include <cstdio>
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#define PFL_SMALL_PIECES
+#include "cpu/aggregate.h"
+#include "cpu/pool.h"
+#include "cpu/rank1.h"
+#include "cpu/sgd.h"
+#include "cpu/sqdist.h"
+#include "cpu/weights.h"
+
+using namespace pflcore;
+using namespace pflcore::cpu;
+
+namespace {
+
+struct Threads {
+  int64_t count;
+  template <class Body>
+  void operator()(int64_t n, const Body& body) const {
+    std::atomic<int64_t> next{0};
+    const auto work = [&] {
+      for (int64_t i = next++; i < n; i = next++) body(i, i + 1);
+    };
+    std::vector<std::thread> others;
+    for (int64_t t = 1; t < std::min(n, count); t++) others.emplace_back(work);
+    work();
+    for (std::thread& t : others) t.join();
+  }
+};
+
+std::mt19937 dice(1);
+int failures = 0;
+
+// n numbers on the heap, nothing before or behind them.
+template <class T>
+struct Numbers {
+  explicit Numbers(int64_t n, bool filled = true) : size(n), data(new T[n]) {
+    for (int64_t i = 0; filled && i < n; i++) data[i] = static_cast<T>(static_cast<int>(dice() % 2001) - 1000) / T(1000);
+  }
+  bool operator==(const Numbers& other) const { return std::memcmp(data.get(), other.data.get(), sizeof(T) * size) == 0; }
+  int64_t size;
+  std::unique_ptr<T[]> data;
+};
+
+Numbers<uint16_t> halves(int64_t n) {
+  Numbers<uint16_t> out(n, false);
+  for (int64_t i = 0; i < n; i++) out.data[i] = static_cast<uint16_t>(0x3000 + dice() % 0x0c00);   // finite in both 16-bit formats
+  return out;
+}
+
+// The same results for 1 and 3 threads; `run` fills the result it is given.
+template <class T>
+void same(const char* what, int64_t size, const std::function<void(T*, const Threads&)>& run) {
+  Numbers<T> one(size, false), three(size, false);
+  run(one.data.get(), Threads{1});
+  run(three.data.get(), Threads{3});
+  if (!(one == three)) {
+    failures++;
+    std::printf("%s (%s): 1 and 3 threads differ\n", what, name(isa()));
+  }
+}
+
+void drive_sqdist() {
+  for (auto [m, n, p] : {std::array<int64_t, 3>{1, 1, 1}, {2, 3, 17}, {5, 7, 257}, {21, 4, 1031}, {7, 9, 20011}}) {
+    const Numbers<float> a(m * p), b(n * p);
+    const Numbers<uint16_t> h = halves(m * p);
+    same<double>("sqdist", m * n, [&](double* out, const Threads& t) { sqdist(Dtype::f32, a.data.get(), p, m, b.data.get(), p, n, p, out, t); });
+    same<double>("sqdist", m * m, [&](double* out, const Threads& t) { sqdist(Dtype::f32, a.data.get(), p, m, nullptr, 0, m, p, out, t); });
+    for (Dtype half : {Dtype::f16, Dtype::bf16})
+      same<double>("sqdist 16", m * m, [&](double* out, const Threads& t) { sqdist(half, h.data.get(), p, m, nullptr, 0, m, p, out, t); });
+  }
+}
+
+void drive_weights() {
+  for (auto [m, n, k] : {std::array<int64_t, 3>{1, 1, 1}, {3, 5, 5}, {37, 50, 7}, {40, 90, 60}}) {
+    Numbers<double> d(m * n);
+    for (int64_t i = 0; i < m * n; i++) d.data[i] = std::abs(d.data[i]);
+    std::vector<int64_t> target(m);
+    for (int64_t i = 0; i < m; i++) target[i] = i % n;
+    same<double>("waffle", m * n, [&](double* out, const Threads& t) { waffle_weights(d.data.get(), m, n, target.data(), 1, 0.5, 0.7, false, out, t); });
+    same<double>("feddwa", m * k, [&](double* out, const Threads& t) {
+      Numbers<int64_t> index(m * k, false);
+      feddwa_weights(d.data.get(), n, m, n, k, out, index.data.get(), t);
+    });
+  }
+}
+
+void drive_aggregate() {
+  for (auto [n, m, p] : {std::array<int64_t, 3>{1, 1, 1}, {3, 2, 63}, {7, 13, 1001}, {20, 6, 64 * 40 + 3}, {2, 5, 5009}}) {
+    const Numbers<float> x(n * p), start(m * p);
+    const Numbers<uint16_t> h = halves(n * p);
+    const int64_t k = std::min<int64_t>(n, 3);
+    const Numbers<double> w(m * n), v(m * k);
+    Numbers<int64_t> index(m * k, false);
+    for (int64_t i = 0; i < m * k; i++) {
+      index.data[i] = static_cast<int64_t>(dice() % n);
+      if (dice() % 4 == 0) v.data[i] = 0;
+    }
+    for (int base : {0, 1, 2})
+      for (bool sparse : {false, true})
+        for (bool wide : {false, true}) {
+          Aggregate q{};
+          q.in = Dtype::f32, q.out_dtype = Dtype::f32, q.wide = wide;
+          q.n = n, q.p = p, q.m = m, q.k = sparse ? k : n;
+          q.updates = x.data.get(), q.updates_row = p;
+          q.weight = sparse ? v.data.get() : w.data.get(), q.index = sparse ? index.data.get() : nullptr;
+          q.base = base ? start.data.get() : nullptr, q.base_row = base == 1 ? 0 : p;
+          q.lr = 0.5, q.out_row = p;
+          const auto run = [&q](auto* out, const Threads& t) {
+            Aggregate mine = q;
+            mine.out = out;
+            aggregate(mine, t);
+          };
+          same<float>("aggregate", m * p, run);
+          q.base = nullptr, q.updates = h.data.get();
+          for (Dtype half : {Dtype::f16, Dtype::bf16}) {
+            q.in = q.out_dtype = half;
+            same<uint16_t>("aggregate 16", m * p, run);
+          }
+        }
+  }
+  Numbers<char> fresh(9 << 20, false);
+  touch_fresh(fresh.data.get(), 9 << 20, Threads{3});
+}
+
+void drive_rank1() {
+  for (auto [n, b, i, f, o] : {std::array<int64_t, 5>{1, 1, 1, 1, 1}, {1, 5, 17, 9, 4}, {3, 4, 33, 21, 10}, {1, 13, 70, 40, 37}, {2, 13, 70, 40, 37}})
+    for (bool shared : {false, true})
+      for (bool all : {false, true}) {
+        const Numbers<float> x(n * b * i), w_a((shared ? 1 : n) * o * f), w_b((shared ? 1 : n) * f * i), grad(n * b * o);
+        Numbers<float> lam((shared ? 1 : n) * f);
+        for (int64_t k = 0; !all && k < lam.size; k++)
+          if (dice() % 2) lam.data[k] = 0;
+        const Rank1<float> q{n, b, i, f, o, x.data.get(), b * i, i, false, w_a.data.get(), o * f, f, shared, lam.data.get(), f, shared,
+                             w_b.data.get(), f * i, i, shared};
+        same<float>("rank1", n * b * o, [&](float* y, const Threads& t) { rank1_forward(q, y, t); });
+        for (bool want_lam : {false, true}) {
+          same<float>("rank1 x", x.size, [&](float* gx, const Threads& t) {
+            Numbers<float> ga(w_a.size, false), gl(lam.size, false), gb(w_b.size, false);
+            rank1_backward(q, grad.data.get(), Rank1Grads<float>{gx, ga.data.get(), want_lam ? gl.data.get() : nullptr, gb.data.get()}, t);
+          });
+          same<float>("rank1 w_b", w_b.size, [&](float* gb, const Threads& t) {
+            Numbers<float> ga(w_a.size, false), gl(lam.size, false);
+            rank1_backward(q, grad.data.get(), Rank1Grads<float>{nullptr, ga.data.get(), want_lam ? gl.data.get() : nullptr, gb}, t);
+          });
+        }
+      }
+}
+
+void drive_sgd() {
+  for (auto [s, q] : {std::array<int64_t, 2>{1, 1}, {3, 67}, {2, 20011}}) {
+    const Numbers<float> start(s * q), grad(s * q), shift(s * q), mask(q), anchor(s * q), buffer(s * q);
+    const Numbers<double> mu(s);
+    for (int kind = 0; kind < 8; kind++)
+      same<float>("sgd", s * q, [&](float* w, const Threads& t) {
+        std::copy(start.data.get(), start.data.get() + s * q, w);
+        Numbers<float> own(s * q, false);
+        std::copy(buffer.data.get(), buffer.data.get() + s * q, own.data.get());
+        Sgd<float> a{};
+        a.s = s, a.q = q, a.w = w, a.w_row = q, a.grad = grad.data.get(), a.grad_row = q, a.lr = 0.1, a.mu = 0.5;
+        if (kind & 1) a.shift = shift.data.get(), a.shift_row = q, a.weight_decay = 0.01;
+        if (kind & 2) a.mask = mask.data.get(), a.anchor = anchor.data.get(), a.anchor_row = q, a.mu_rows = mu.data.get();
+        if (kind & 4) a.momentum = 0.9, a.buffer = own.data.get(), a.buffer_row = q;
+        sgd_step(a, t);
+      });
+  }
+}
+
+void drive_pool() {
+  for (auto [planes, height, width] : {std::array<int64_t, 3>{1, 2, 2}, {3, 5, 7}, {11, 28, 28}}) {
+    const Pool p{planes, height, width};
+    const int64_t in = planes * height * width, out = planes * (height / 2) * (width / 2);
+    const Numbers<float> x(in), grad(out);
+    same<float>("pool", out, [&](float* y, const Threads& t) { pool_forward<false>(p, x.data.get(), y, t); });
+    same<float>("pool", out, [&](float* y, const Threads& t) { pool_forward<true>(p, x.data.get(), y, t); });
+    same<float>("pool", in, [&](float* gx, const Threads& t) { pool_backward<false>(p, x.data.get(), grad.data.get(), gx, t); });
+    same<float>("pool", in, [&](float* gx, const Threads& t) { pool_backward<true>(p, x.data.get(), grad.data.get(), gx, t); });
+  }
+}
+
+// What a sanitizer must catch: a last row one element short, or two threads that write one result.
+int drive_fault(const std::string& fault) {
+  const Numbers<float> x(64 * 3 - (fault == "short"));
+  Numbers<float> out(64 * 3, false);
+  const double weight[9] = {1, 0, 0, 0, 1, 0, 0, 0, 1};
+  Aggregate q{};
+  q.n = q.m = q.k = 3, q.p = 64, q.updates = x.data.get(), q.updates_row = 64, q.weight = weight, q.lr = 1, q.out = out.data.get(), q.out_row = 64;
+  std::thread other([&] { if (fault == "race") aggregate(q, Threads{1}); });
+  aggregate(q, Threads{1});
+  other.join();
+  return 0;
+}
+
+}  // namespace
+
+int main(int count, char** words) {
+  if (count > 1) return drive_fault(words[1]);
+  for (Isa wanted : {Isa::plain, Isa::avx2, Isa::avx512}) {
+    if (wanted > best_isa()) continue;
+    isa_slot() = wanted;
+    drive_sqdist();
+    drive_weights();
+    drive_aggregate();
+    drive_rank1();
+    drive_sgd();
+    drive_pool();
+    std::printf("%s\n", name(wanted));
+  }
+  return failures != 0;
+}

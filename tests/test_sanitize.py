@@ -1,0 +1,60 @@
+"""The CPU kernels under the address, undefined-behaviour and thread sanitizers, driven by a plain C++ program (tests/sanitize)."""
+
+import os
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+KINDS = {"address": "address,undefined", "thread": "thread"}
+COMPILER = shutil.which(os.environ.get("CXX", "g++").split()[0]) or shutil.which("c++")
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+
+def build(kind: str, to: Path, *defines: str) -> Path | str:
+    """The program built with a sanitizer, or why it cannot be."""
+    flags = ["-std=c++20", "-O0", "-g1", "-w", f"-fsanitize={KINDS[kind]}", "-fno-sanitize-recover=all", "-pthread"]
+    empty = to / "empty.cpp"
+    empty.write_text("int main() {}\n")
+    assert COMPILER is not None
+    probe = subprocess.run([COMPILER, *flags, str(empty), "-o", str(to / "empty")], capture_output=True, text=True)
+    if probe.returncode or subprocess.run([to / "empty"], capture_output=True).returncode:
+        return f"the compiler has no runtime for -fsanitize={KINDS[kind]}"
+    program = to / "kernels"
+    source = [*flags, *defines, "-I", str(HERE.parent / "csrc"), str(HERE / "sanitize" / "kernels.cpp")]
+    done = subprocess.run([COMPILER, *source, "-o", str(program)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return program
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path | str]:
+    """Both programs, compiled side by side."""
+    with ThreadPoolExecutor(2) as pool:
+        built = {kind: pool.submit(build, kind, tmp_path_factory.mktemp(kind)) for kind in KINDS}
+    return {kind: b.result() for kind, b in built.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_are_clean(programs: dict[str, Path | str], kind: str) -> None:
+    program = programs[kind]
+    if isinstance(program, str):
+        pytest.skip(program)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    assert "plain" in done.stdout
+
+
+@pytest.mark.parametrize(("kind", "fault", "said"), [("address", "short", "AddressSanitizer"), ("thread", "race", "data race")])
+def test_the_sanitizer_sees_a_fault(programs: dict[str, Path | str], kind: str, fault: str, said: str) -> None:
+    """A row one element short, and a result written by two threads: or the test above could not fail."""
+    program = programs[kind]
+    if isinstance(program, str):
+        pytest.skip(program)
+    done = subprocess.run([program, fault], capture_output=True, text=True, timeout=600)
+    assert done.returncode != 0
+    assert said in done.stderr
