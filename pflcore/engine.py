@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from pflcore.data.federation import Federation
 from pflcore.dense import Dense
 from pflcore.flat import Net
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -143,6 +145,8 @@ class Engine:
 
     def map(self, f: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
         """`[f(i) for i in items]` on the workers; the caller's thread setting is untouched."""
+        if len(items) == 1 and torch.get_num_threads() == 1:  # nothing to gain from a worker
+            return [f(items[0])]
         if self._threads is None:
             self._threads = self._start()
         stop = threading.Event()
@@ -216,6 +220,31 @@ class Engine:
 def choose_engine(net: Net, data: Federation, training: Training, rounds: int = 1) -> str:
     """`"pool"` for convolutions on a CPU, else `"vmap"`: by model and sizes alone, so that results repeat on any machine."""
     return "pool" if net.has_conv and net.w0.device.type == "cpu" else "vmap"
+
+
+SMALL_RUN = 1 << 18  # weights of all clients together
+
+
+def few_threads(f: Callable[P, T]) -> Callable[P, T]:
+    """For a function of (algorithm, state, setting, ...): with small models the calling thread works alone.
+
+    Some of torch's ops (indexing by a tensor, sqrt) wake its threads whatever the size of their input: microseconds on a quiet
+    machine, 25 ms on a busy one, where a round of a linear model takes 2.
+    """
+
+    @functools.wraps(f)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        setting: Any = kwargs["setting"] if "setting" in kwargs else args[2]
+        before = torch.get_num_threads()
+        if before == 1 or setting.data.n * setting.net.size >= SMALL_RUN:
+            return f(*args, **kwargs)
+        torch.set_num_threads(1)
+        try:
+            return f(*args, **kwargs)
+        finally:
+            torch.set_num_threads(before)
+
+    return wrapped
 
 
 class Setting(NamedTuple):

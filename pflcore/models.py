@@ -20,9 +20,16 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "si
 POOLS: dict[str, type[nn.Module]] = {"max": nn.MaxPool2d, "avg": nn.AvgPool2d}
 
 
-def linear(shape: Shape, classes: int, *, bias: bool = True) -> nn.Module:
-    """Logistic regression, a linear SVM or least squares, by the criterion: one linear layer on the flattened input."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(prod(shape), classes, bias=bias))
+def linear(shape: Shape, classes: int, *, bias: bool = True, zero: bool = False) -> nn.Module:
+    """Logistic regression, a linear SVM or least squares, by the criterion: one linear layer on the flattened input.
+
+    `zero` starts all weights at 0, as Motley does.
+    """
+    model = nn.Sequential(nn.Flatten(), nn.Linear(prod(shape), classes, bias=bias))
+    if zero:
+        for p in model.parameters():
+            nn.init.zeros_(p)
+    return model
 
 
 def mlp(shape: Shape, classes: int, *, hidden: Sequence[int] = (200,), activation: str = "relu", bias: bool = True) -> nn.Module:

@@ -63,7 +63,7 @@ class Simulation:
     workers: int | None = None  # threads; never changes a result
     device: str = "cpu"
     buffers: str = "local"  # batch norm's running statistics: each client its own, or "average"
-    eval_every: int = 1
+    eval_every: int = 1  # rounds between evaluations, the last round in any case; 0: none at all
     eval_split: str = "test"
     eval_clients: torch.Tensor | None = None  # ids of those who are evaluated; default: all
     eval_train: bool = False  # the train loss of every client too
@@ -74,8 +74,8 @@ class Simulation:
             if self.algorithm not in ALGORITHMS:
                 raise ValueError(f"algorithm: {self.algorithm!r} is none of {', '.join(ALGORITHMS)}.")
             self.algorithm = ALGORITHMS[self.algorithm]()
-        if self.rounds < 1 or self.eval_every < 1:
-            raise ValueError(f"rounds and eval_every: expected at least 1, got {self.rounds} and {self.eval_every}.")
+        if self.rounds < 1 or self.eval_every < 0:
+            raise ValueError(f"rounds and eval_every: expected at least 1 and 0, got {self.rounds} and {self.eval_every}.")
         if not 0 < self.participation <= 1:
             raise ValueError(f"participation: expected a fraction in (0, 1], got {self.participation}.")
         if self.buffers not in ("local", "average"):
@@ -153,7 +153,7 @@ class Simulation:
             ids = sample(self.algorithm, self.setting, round, self.participation, self.clients)
             self.state, done = step(self.algorithm, self.state, self.setting, ids, self.buffers)
             found = None
-            if round % self.eval_every == 0 or round == self.rounds:
+            if self.eval_every and (round % self.eval_every == 0 or round == self.rounds):
                 found = {k: v.tolist() for k, v in self.evaluate(self.eval_split).items()}
                 if self.eval_train:
                     found["train_loss"] = self.evaluate("train")["loss"].tolist()

@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from pflcore.algorithms.base import FedAvg, State, Tensors, cohort_of, evaluate
 from pflcore.algorithms.finetune import FineTune, layer_mask, lengths, value
-from pflcore.data.federation import Federation
 from pflcore.flat import Net
 from pflcore.local import Local, Setting, Training
 from pflcore.protocol import Protocol
@@ -119,12 +118,13 @@ def candidates(algorithm: FedAvg, training: Training, grid: Mapping[str, Sequenc
 
 def tune(
     protocol: Protocol | Sequence[Protocol],
-    net: Net,
+    net: Net | Sequence[Net],
     algorithm: FedAvg,
     training: Training,
     grid: Mapping[str, Sequence[Any]],
     rounds: int,
     *,
+    states: Sequence[State] | None = None,
     per_client: bool = False,
     participation: float = 1.0,
     seed: int = 0,
@@ -135,7 +135,9 @@ def tune(
 ) -> Tuned:
     """Trains every candidate of the grid and picks the best on validation data, after the last round.
 
-    Several protocols (splits) are averaged; run j has seed `seed + j`. `per_client`: each client its own best candidate (cross-silo only).
+    Several protocols (splits) are averaged; run j has seed `seed + j`, and starts at the j-th net where several are given. With `rounds=0`
+    the fresh state is the trained one. `states`, one per protocol: trained already, so the grid may hold `late` options only.
+    `per_client`: each client its own best candidate (cross-silo only).
     With `folder` every result is recorded as it comes, and a second call with the same arguments goes on where the first one stopped.
     A candidate whose run stopped early or whose values are not finite is recorded and never chosen.
     """
@@ -143,7 +145,10 @@ def tune(
     if per_client and any(p.setting != "cross-silo" for p in protocols):
         raise ValueError("per_client: clients of a cross-device protocol that are reported have no validation samples; choose globally.")
     trials = [Trial(c) for c in candidates(algorithm, training, grid)]
-    bench = _Bench(protocols, net, rounds, participation, seed, engine, workers, Path(folder) if folder else None, per_client)
+    if states is not None and len({t.candidate.trained for t in trials}) > 1:
+        raise ValueError(f"grid: with trained states it may hold {', '.join(algorithm.late) or 'nothing'}, got {', '.join(grid)}.")
+    nets = [net] * len(protocols) if isinstance(net, Net) else list(net)
+    bench = _Bench(protocols, nets, states, rounds, participation, seed, engine, workers, Path(folder) if folder else None, per_client)
     book = _Book(Path(folder) / "tuning.jsonl" if folder else None, bench.header(algorithm, training))
     for j in range(len(protocols)):
         for n, trial in enumerate(trials):
@@ -172,7 +177,8 @@ class _Bench:
     def __init__(
         self,
         protocols: list[Protocol],
-        net: Net,
+        nets: list[Net],
+        states: Sequence[State] | None,
         rounds: int,
         participation: float,
         seed: int,
@@ -181,7 +187,8 @@ class _Bench:
         folder: Path | None,
         keep: bool,
     ) -> None:
-        self.protocols, self.net, self.rounds, self.participation, self.seed = protocols, net, rounds, participation, seed
+        self.protocols, self.nets, self.states, self.rounds, self.seed = protocols, nets, states, rounds, seed
+        self.participation = participation
         self.engine, self.workers, self.folder, self.keep = engine, workers, folder, keep
         self.blind = [p.blind for p in protocols]
         self.memory: dict[str, tuple[State, str | None]] = {}
@@ -192,9 +199,9 @@ class _Bench:
             "algorithm": type(algorithm).__name__,
             "options": asdict(algorithm),
             "training": asdict(training),
-            "data": [f"{p.data.name}, {p.setting}, {_digest(p.blind)}" for p in self.protocols],
-            "parameters": self.net.size,
-            "start": hashlib.blake2b(self.net.w0.detach().cpu().numpy().tobytes(), digest_size=8).hexdigest(),
+            "data": [f"{p.data.name}, {p.setting}, {_digest(p)}" for p in self.protocols],
+            "start": [_digest_of([net.w0]) for net in self.nets],
+            "states": None if self.states is None else [_digest_of(s.g.values()) for s in self.states],
             "rounds": self.rounds,
             "participation": self.participation,
             "seed": self.seed,
@@ -204,16 +211,16 @@ class _Bench:
         p = self.protocols[run]
         return Simulation(
             candidate.algorithm,
-            self.net,
+            self.nets[run],
             self.blind[run],
             candidate.training,
-            rounds=self.rounds,
+            rounds=max(1, self.rounds),
             participation=self.participation,
             clients=p.train,
             seed=self.seed + run,
             engine=self.engine,
             workers=self.workers,
-            eval_every=self.rounds + 1,
+            eval_every=0,
             eval_split="val",
             eval_clients=p.choose,
         )
@@ -222,6 +229,8 @@ class _Bench:
         """The state after the last round, from where it is kept or trained now."""
         name, simulation = f"{candidate.trained}-{run}", self.simulation(candidate, run)
         file = self.folder / f"state-{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}.pt" if self.folder else None
+        if self.states is not None or self.rounds == 0:
+            return simulation.state if self.states is None else self.states[run], simulation.setting, None
         if name in self.memory:
             state, stopped = self.memory[name]
         elif file is not None and file.is_file():
@@ -312,6 +321,13 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def _digest_of(tensors: Iterable[Tensor]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for t in tensors:
+        digest.update(t.detach().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
 def _line(values: Tensor) -> dict[str, Any]:
     seen = values[~values.isnan()]
     fine = len(seen) > 0 and bool(seen.isfinite().all())
@@ -330,11 +346,8 @@ def _told(options: Mapping[str, Any]) -> str:
     return ", ".join(f"{k} {v}" for k, v in options.items()) or "as given"
 
 
-def _digest(data: Federation) -> str:
-    """Who holds which training and validation samples, and what they are."""
-    digest = hashlib.blake2b(digest_size=8)
-    for split in data.splits:
-        for rows in data.index[split]:
-            digest.update(rows.cpu().numpy().tobytes() + b"|")
-            digest.update(data.y[rows].cpu().numpy().tobytes())
-    return digest.hexdigest()
+def _digest(p: Protocol) -> str:
+    """Who takes part, who holds which training and validation samples, and what they are."""
+    data = p.blind
+    rows = (t for split in data.splits for r in data.index[split] for t in (r, data.y[r]))
+    return _digest_of([p.train, p.choose, *(data.size(s) for s in data.splits), *rows])

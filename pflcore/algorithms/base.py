@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pflcore import ops
+from pflcore.engine import few_threads
 from pflcore.flat import Net
 from pflcore.local import Local, Setting
 from pflcore.streams import generator_of
@@ -145,6 +146,7 @@ def sample(alg: FedAvg, setting: Setting, round: int, participation: float = 1.0
     return torch.tensor(sorted(first[: max(m, len(alg.required))]))
 
 
+@few_threads
 def step(alg: FedAvg, state: State, setting: Setting, ids: Tensor, buffers: str = "local") -> tuple[State, Outcome]:
     """One round with the clients `ids`; gives the new state, or the old one (with the round counted) where the round is void.
 
@@ -203,6 +205,7 @@ def nbytes(payload: Payload) -> int:
     return total
 
 
+@few_threads
 def evaluate(alg: FedAvg, state: State, setting: Setting, split: str = "test", clients: Tensor | None = None) -> Tensors:
     """Every client's personalized model on its own data: "loss" [N], "size" [N] and, for classes, "accuracy" [N].
 

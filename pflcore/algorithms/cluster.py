@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.algorithms.base import Cohort, Payload, Pool, Tensors
+from pflcore.algorithms.base import Cohort, Payload, Pool, State, Tensors
 from pflcore.algorithms.server_opt import FedOpt
 from pflcore.flat import Net
 from pflcore.local import Local, Setting
@@ -42,6 +42,11 @@ def losses(rows: Tensor, local: Local) -> Tensor:
     """Each client's mean training loss under each of the models `rows` [k, P], in evaluation mode: [S, k]."""
     found = torch.stack([local.loss(row.expand(len(local.ids), -1)) for row in rows], 1)
     return found.nan_to_num(nan=torch.inf)
+
+
+def picks(state: State, setting: Setting, clients: Tensor) -> Tensor:
+    """Which of the state's models each of `clients` (ids) picks on its training data, as for evaluation: [len(clients)]."""
+    return losses(state.g["x"], Local(setting, clients, max(1, state.round), state.buffers[clients])).argmin(1)
 
 
 @dataclass(frozen=True)
