@@ -144,7 +144,7 @@ class Benchmark:
         return Setting(net, data, training, Engine(choose_engine(net, data, training, rounds), self.workers), self.seed(j), max(1, rounds))
 
     def seed(self, j: int) -> int:
-        return int(self.plan["protocol"].get("seeds", range(len(self.protocols)))[j])
+        return seeds_of(self.plan["protocol"]["seeds"], len(self.protocols))[j]
 
     def result(self, name: str, j: int, algorithm: FedAvg, training: Training, chosen: dict[str, Any]) -> Result:
         """Trains (or takes what was trained), then reports on test data, along the way too where the plan asks for marks."""
@@ -343,13 +343,22 @@ def protocols(plan: Mapping[str, Any], seeds: int | None = None) -> list[Protoco
     """The plan's splits: cross-silo a split per seed; cross-device one split for all seeds."""
     how = dict(plan["protocol"])
     kind, given, cut = how.pop("setting"), how.pop("seeds"), how.pop("federation", {})
-    wanted = list(given)[:seeds] if seeds else list(given)
+    wanted = seeds_of(given, seeds)
     if kind == "cross-silo":
         return [cross_silo(federation_of(plan["data"], seed=s, **cut)) for s in wanted]
     if kind != "cross-device":
         raise ValueError(f"setting: expected 'cross-silo' or 'cross-device', got {kind!r}.")
     one = cross_device(federation_of(plan["data"], **cut), **how)
     return [one] * len(wanted)
+
+
+def seeds_of(given: Sequence[int], seeds: int | None) -> list[int]:
+    """The first `seeds` of the plan's (all where None), and further ones at the same distance where it has fewer."""
+    if seeds is not None and seeds < 1:
+        raise ValueError(f"seeds: expected at least 1, got {seeds}.")
+    gap = given[-1] - given[-2] if len(given) > 1 else 1
+    more = range(given[-1] + gap, given[-1] + gap * max(1, (seeds or 0) - len(given) + 1), gap)
+    return [*given, *more][:seeds]
 
 
 def _slug(name: str) -> str:
@@ -380,7 +389,6 @@ def reproduce(
         pictures(bench, folder)
     except ImportError as e:
         say(str(e))
-    say(text)
     return 0 if all(good for good, _ in bench.verdicts()) else 1
 
 

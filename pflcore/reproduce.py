@@ -72,6 +72,8 @@ def load(name: str) -> dict[str, Any]:
             f"name: expected one of {', '.join(plans()) or 'no plan (run it from a checkout of pflcore)'}, or a .json file, got {name}."
         )
     plan: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if "protocol" in plan:
+        return plan  # Motley's protocol: pflcore.motley checks and plays it
     unknown = set(plan) - KNOWN
     if unknown or not plan.get("settings") or not plan.get("methods"):
         raise ValueError(
@@ -292,6 +294,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     got = parser.parse_args(argv)
     plan = load(got.name)
+    if "protocol" in plan:
+        return _under_protocol(plan, got)
     for what in ("methods", "settings"):
         unknown = set(getattr(got, what) or ()) - set(plan[what])
         if unknown:
@@ -308,6 +312,29 @@ def main(argv: Sequence[str]) -> int:
     reproduce(plan, folder, todo, got.quiet)
     print((folder / "table.md").read_text(encoding="utf-8"))
     return 0
+
+
+def _under_protocol(plan: dict[str, Any], got: argparse.Namespace) -> int:
+    """A plan with held-out clients or samples and grids, in Motley's manner."""
+    from pflcore import motley
+
+    for what in ("settings", "equal_compute", "eval_every"):
+        if getattr(got, what):
+            raise ValueError(f"{what}: a plan under Motley's protocol takes none; leave it out.")
+    if got.rounds is not None:
+        if got.rounds < 1:
+            raise ValueError(f"rounds: expected at least 1, got {got.rounds}.")
+        for m in plan["methods"].values():  # methods with rounds of their own keep their part
+            m |= {"rounds": max(1, round(m["rounds"] * got.rounds / plan["rounds"]))} if m.get("rounds") else {}
+        plan["rounds"] = got.rounds
+    if got.data is not None:
+        plan["data"] = got.data
+    folder = got.out or Path("runs") / "reproduce" / f"{Path(got.name).stem}-{plan['data']}"
+    with Progress(0, True) as progress:
+        say = (lambda text: None) if got.quiet else progress.say
+        code = motley.reproduce(plan, folder, seeds=got.seeds, methods=got.methods, workers=got.workers, say=say)
+    print((folder / "table.md").read_text(encoding="utf-8"))
+    return code
 
 
 if __name__ == "__main__":

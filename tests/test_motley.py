@@ -17,13 +17,20 @@ from pflcore.algorithms.knn import KnnPer
 from pflcore.data import federation_of
 from pflcore.flat import Net
 from pflcore.local import Engine, Setting, Training
-from pflcore.motley import Benchmark, pictures, protocols, reproduce
+from pflcore.motley import Benchmark, pictures, protocols, reproduce, seeds_of
 from pflcore.protocol import cross_device
 
 PLANS = Path(__file__).parent.parent / "bench" / "reproduce"
 DEVICE = {
     "data": "synthetic_clusters",
-    "protocol": {"setting": "cross-device", "seeds": [0], "train": 8, "val": 4, "test": 4, "federation": {"n": 16, "groups": 2, "classes": 3}},
+    "protocol": {
+        "setting": "cross-device",
+        "seeds": [0],
+        "train": 8,
+        "val": 4,
+        "test": 4,
+        "federation": {"n": 16, "groups": 2, "classes": 3},
+    },
     "model": "linear",
     "rounds": 6,
     "participation": 0.5,
@@ -31,18 +38,37 @@ DEVICE = {
     "training": {"lr": 0.1, "batch_size": 20},
     "methods": {
         "FedAvg": {"algorithm": "fedavgm", "vary": {}},
-        "Local": {"algorithm": "finetune", "rounds": 0, "before": "FedAvg", "grid": {"finetune_lr": [0.01, 0.5], "finetune_epochs": [0, 5]}},
+        "Local": {
+            "algorithm": "finetune",
+            "rounds": 0,
+            "before": "FedAvg",
+            "grid": {"finetune_lr": [0.01, 0.5], "finetune_epochs": [0, 5]},
+        },
         "FT": {
-            "algorithm": "finetune", "state_of": "FedAvg", "before": "FedAvg", "sizes": True,
-            "grid": {"finetune_epochs": [0, 2, 6]}, "vary": {"finetune_epochs": [1, 3], "finetune_lr": [0.01, 0.1]},
+            "algorithm": "finetune",
+            "state_of": "FedAvg",
+            "before": "FedAvg",
+            "sizes": True,
+            "grid": {"finetune_epochs": [0, 2, 6]},
+            "vary": {"finetune_epochs": [1, 3], "finetune_lr": [0.01, 0.1]},
         },
         "HypCluster": {"algorithm": "hypcluster", "before": "FedAvg", "options": {"warm": 2}, "grid": {"k": [2, 3]}, "vary": {}},
-        "kNN": {"algorithm": "knnper", "state_of": "FedAvg", "before": "FedAvg", "grid": {"lam": [0.0, 0.5]}, "vary": {"lam": [0.0, 0.5, 1.0]}},
+        "kNN": {
+            "algorithm": "knnper",
+            "state_of": "FedAvg",
+            "before": "FedAvg",
+            "grid": {"lam": [0.0, 0.5]},
+            "vary": {"lam": [0.0, 0.5, 1.0]},
+        },
     },
-}  # fmt: skip
+}
 SILO = {
     "data": "synthetic_linear",
-    "protocol": {"setting": "cross-silo", "seeds": [1, 2], "federation": {"n": 6, "groups": 2, "fractions": {"train": 0.6, "val": 0.2, "test": 0.2}}},
+    "protocol": {
+        "setting": "cross-silo",
+        "seeds": [1, 2],
+        "federation": {"n": 6, "groups": 2, "fractions": {"train": 0.6, "val": 0.2, "test": 0.2}},
+    },
     "model": "linear",
     "model_options": {"zero": True},
     "criterion": "half_squared",
@@ -52,17 +78,22 @@ SILO = {
         "Local": {"algorithm": "local"},
         "FedAvg": {"algorithm": "fedavg"},
         "FT": {
-            "algorithm": "finetune", "state_of": "FedAvg", "before": "FedAvg",
+            "algorithm": "finetune",
+            "state_of": "FedAvg",
+            "before": "FedAvg",
             "options": {"choose": "client", "finetune_epochs": 8, "lr_grid": [0.05, 0.2]},
         },
         "HypCluster": {"algorithm": "hypcluster", "options": {"k": 2}, "before": "FedAvg"},
     },
     "expected": {"Local": 0.5},
     "checks": {
-        "tolerance": 0.5, "hurt": {"FT": [0, 100]}, "largest": {"HypCluster": [50, 50]},
-        "below": {"FedAvg": ["Local", "FT"]}, "above": {"FT": ["FedAvg"]},
+        "tolerance": 0.5,
+        "hurt": {"FT": [0, 100]},
+        "largest": {"HypCluster": [50, 50]},
+        "below": {"FedAvg": ["Local", "FT"]},
+        "above": {"FT": ["FedAvg"]},
     },
-}  # fmt: skip
+}
 
 
 def quiet(text):
@@ -132,7 +163,7 @@ def test_smaller_personalization_sets_reach_the_algorithm():
 
 
 def test_who_picks_which_cluster():
-    p, setting = majority_setting()
+    _, setting = majority_setting()
     state = begin(HypCluster(k=2), setting.net, 8)
     state.g["x"] = torch.tensor([[5.0, 0.0], [0.0, 5.0]])
     assert picks(state, setting, torch.arange(8)).tolist() == [i % 2 for i in range(8)]
@@ -266,3 +297,22 @@ def test_school_splits_are_those_of_the_paper():
             order = np.random.RandomState(seed).permutation(n)[: math.ceil(0.15 * n)]
             assert torch.equal(p.data.index["test"][i], whole.index["train"][i][torch.from_numpy(order)])
         assert (int(p.data.size().min()), p.data.n) == (14, 139)
+
+
+def test_the_command_line_plays_a_plan(tmp_path, capsys):
+    from pflcore.cli import main
+
+    plan = tmp_path / "small.json"
+    plan.write_text(json.dumps(SILO))
+    args = ["reproduce", str(plan), "--out", str(tmp_path / "out"), "--quiet", "--seeds", "3", "--rounds", "4", "--methods", "FT", "Local"]
+    assert main(args) == 0
+    said = capsys.readouterr()
+    assert "| FT |" in said.out and "3 run(s)" in said.out and "4 rounds" in said.out and said.err == ""
+    assert main([*args, "--equal-compute"]) == 2 and "equal_compute" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "seeds", "want"), [([1, 3], None, [1, 3]), ([1, 3], 1, [1]), ([1, 3], 4, [1, 3, 5, 7]), ([0], 3, [0, 1, 2])]
+)
+def test_further_seeds_go_on_as_the_plans_do(given, seeds, want):
+    assert seeds_of(given, seeds) == want
