@@ -169,6 +169,7 @@ class Local:
         steps: int | None = None,
         stream: str = "fit",
         probe: bool = False,
+        alone: bool = False,  # never under vmap, for a loss that it cannot carry
     ) -> dict[str, Tensor]:
         """The general, slower form: `update(rows, grad, k) -> rows` takes step `k` (from 0).
 
@@ -180,7 +181,7 @@ class Local:
         losses = torch.zeros(len(self._ids), dtype=torch.float64, device=self.buffers.device)
 
         def train(pos: Tensor) -> None:
-            work = _Piece(self, pos, loss, extra, noise, epochs, steps, batches, stream, probe, by_size=False)
+            work = _Piece(self, pos, loss, extra, noise, epochs, steps, batches, stream, probe, by_size=False, alone=alone)
             mine = {k: v[pos] for k, v in rows.items()}
             for step in work.steps:
                 s = slice(step.a, step.b)
@@ -192,7 +193,7 @@ class Local:
             losses[pos] = work.losses / work.taken[:, 0].to(losses)
             work.finish()
 
-        self._over_pieces(train, max(v[0].numel() for v in rows.values()))
+        self._over_pieces(train, max(v[0].numel() for v in rows.values()), alone)
         if not probe:
             self.train_loss = losses
         return out
@@ -306,9 +307,9 @@ class Local:
     def _each_client(self, f: Callable[[int], T]) -> list[T]:
         return self.setting.engine.map(f, range(len(self._ids)))
 
-    def _over_pieces(self, f: Callable[[Tensor], None], width: int) -> None:
+    def _over_pieces(self, f: Callable[[Tensor], None], width: int, alone: bool = False) -> None:
         order = torch.from_numpy(np.lexsort((self._ids, -self._size)))  # largest first, then by id
-        count = self.setting.engine.pieces(len(order), width)
+        count = len(order) if alone else self.setting.engine.pieces(len(order), width)
         cuts = [len(order) * j // count for j in range(count + 1)]
         self.setting.engine.map(f, [order[a:b] for a, b in pairwise(cuts)])
 
@@ -332,6 +333,7 @@ class _Piece:
         stream: str,
         probe: bool,
         by_size: bool,
+        alone: bool = False,
     ) -> None:
         t, data, engine = local.setting.training, local.setting.data, local.setting.engine
         self.local, self.pos, self.loss_fn, self.probe, self.data = local, pos, loss, probe, data
@@ -339,7 +341,7 @@ class _Piece:
         self.buffers = local.buffers[pos]
         self.size = local._size[pos.numpy()]
         self.relabel = None if data.relabel is None else data.relabel[local.ids[pos]]
-        self.vmap = engine.name == "vmap"
+        self.vmap = engine.name == "vmap" and not alone
         self.dense = engine.dense(local.net) if self.vmap and loss is None else None
         if epochs is None and steps is None:
             epochs = t.epochs

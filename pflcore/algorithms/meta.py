@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,8 +51,10 @@ class PerFedAvg(FedAvg):
             return {"w": w - beta * (v - alpha * self.curvature(w, v, grad))}
 
         x = down["x"]
-        loss = along if self.variant == "exact" else None
-        return own, {"delta": local.each_batch({"w": x}, update, loss=loss, batches=2 if self.variant == "fo" else 3)["w"] - x}
+        exact = self.variant == "exact"
+        # torch 2.15 refuses gradients of gradients through batch norm under vmap
+        how: dict[str, Any] = {"loss": along, "alone": bool(local.net.buffer_names)} if exact else {}
+        return own, {"delta": local.each_batch({"w": x}, update, batches=2 if self.variant == "fo" else 3, **how)["w"] - x}
 
     def curvature(self, w: Tensor, v: Tensor, grad: Callable[..., Tensor]) -> Tensor:
         """H v [s, P] on the step's third minibatch, as the variant has it."""
