@@ -27,6 +27,7 @@ void aggregate_out_cpu(const Tensor& updates_in, const Tensor& weight_in, const 
     PFL_CHECK(index.scalar_type() == ScalarType::Long && index.dim() == 2 && index.size(0) == q.m && index.size(1) == q.k,
               "aggregate: expected an int64 index of weight's shape");
     q.index = static_cast<const int64_t*>(index.const_data_ptr());
+    if (q.m * q.k == 0) q.index = &q.k;  // an empty tensor has no address, which would say "dense"
     for (int64_t i = 0; i < q.m * q.k; ++i)
       PFL_CHECK(q.index[i] >= 0 && q.index[i] < q.n, "aggregate: index holds ", q.index[i], ", expected 0 to ", q.n - 1);
   } else {

@@ -137,18 +137,21 @@ def rank1_linear_backward(
     """The gradients of rank1_linear in its inputs' shapes; an empty tensor where one is not needed."""
     scale = lam[..., None, :]
     hidden, back = x @ w_b.mT, grad @ w_a  # [.., B, F] both
-    scaled = torch.where(scale != 0, back * scale, 0.0)
     none = grad.new_empty(0)
+
+    def scaled(t: Tensor) -> Tensor:
+        """A factor that is off is skipped; where this is differentiated once more, by lam too, the plain product has the derivative."""
+        return t * scale if torch.is_grad_enabled() else torch.where(scale != 0, t * scale, 0.0)
 
     def like(t: Tensor, g: Tensor) -> Tensor:
         """Clients that share an input add up."""
         return g.sum_to_size(t.shape).contiguous()
 
     return (
-        like(x, scaled @ w_b) if need_x else none,
-        like(w_a, grad.mT @ torch.where(scale != 0, hidden * scale, 0.0)) if need_a else none,
+        like(x, scaled(back) @ w_b) if need_x else none,
+        like(w_a, grad.mT @ scaled(hidden)) if need_a else none,
         like(lam, (hidden * back).sum(-2)) if need_lam else none,
-        like(w_b, scaled.mT @ x) if need_b else none,
+        like(w_b, scaled(back).mT @ x) if need_b else none,
     )
 
 

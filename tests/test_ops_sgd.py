@@ -1,0 +1,115 @@
+"""sgd_step_: one pass of SGD on flat rows, against the formula and against torch.optim.SGD."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from isa import ISAS, use_isa, use_threads
+from tolerance import EPS
+
+from pflcore import ops
+
+SWITCH = st.sampled_from([False, True])
+
+
+def formula(w, grad, lr, shift, mask, mu, anchor, momentum, buffer, weight_decay):
+    """In float64: new w, new buffer."""
+    w, d = w.double(), grad.double()
+    if shift is not None:
+        d = d + shift.double()
+    if anchor is not None:
+        d = d + (mu.double()[:, None] if isinstance(mu, torch.Tensor) else mu) * (w - anchor.double())
+    d = d + weight_decay * w
+    if momentum:
+        buffer = momentum * buffer.double() + d
+        d = buffer
+    return w - lr * (1 if mask is None else mask.double()) * d, buffer
+
+
+@given(
+    st.sampled_from([0, 1, 2, 5]), st.sampled_from([0, 1, 3, 16, 17, 257, 5003]), st.sampled_from([torch.float32, torch.float64]), SWITCH,
+    st.sampled_from([None, "row", "matrix"]), st.sampled_from([None, "float", "rows"]), st.sampled_from([0.0, 0.9]),
+    st.sampled_from([0.0, 0.01]), SWITCH, st.sampled_from(ISAS), st.integers(0, 99),
+)  # fmt: skip
+def test_formula(s, q, dtype, with_shift, mask_kind, mu_kind, momentum, weight_decay, strided, isa, seed):
+    gen = torch.Generator().manual_seed(seed)
+
+    def make(*shape):
+        return torch.randn(*shape[:-1], shape[-1] + (3 if strided else 0), generator=gen).to(dtype)[..., : shape[-1]]
+
+    w, grad, shift = make(s, q), make(s, q), make(s, q) if with_shift else None
+    mask = None if mask_kind is None else (make(q) if mask_kind == "row" else make(s, q)).gt(0).to(dtype)
+    anchor = None if mu_kind is None else make(s, q)
+    mu = {None: 0.0, "float": 0.3, "rows": torch.rand(s, generator=gen)}[mu_kind]
+    buffer = make(s, q) if momentum else None
+    want, want_buffer = formula(w, grad, 0.1, shift, mask, mu, anchor, momentum, buffer, weight_decay)
+    start = w.clone()
+    with use_isa(isa):
+        result = ops.sgd_step_(w, grad, 0.1, shift, mask, mu, anchor, momentum, buffer, weight_decay)
+    assert result is None
+    torch.testing.assert_close(w.double(), want, rtol=8 * EPS[dtype], atol=8 * EPS[dtype])
+    if momentum:
+        torch.testing.assert_close(buffer.double(), want_buffer, rtol=8 * EPS[dtype], atol=8 * EPS[dtype])
+    if mask is not None:
+        frozen = mask.expand(s, q) == 0
+        assert torch.equal(w[frozen], start[frozen]), "what is masked does not move"
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_like_torch_optim(isa):
+    """Three steps with momentum and weight decay."""
+    gen = torch.Generator().manual_seed(0)
+    ours = torch.randn(3, 1001, generator=gen)
+    theirs, buffer = torch.nn.Parameter(ours.clone()), torch.zeros_like(ours)
+    optimizer = torch.optim.SGD([theirs], lr=0.1, momentum=0.9, weight_decay=0.01)
+    with use_isa(isa):
+        for _ in range(3):
+            grad = torch.randn(3, 1001, generator=gen)
+            ops.sgd_step_(ours, grad, 0.1, momentum=0.9, buffer=buffer, weight_decay=0.01)
+            theirs.grad = grad
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs.detach())
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_threads_do_not_matter(isa):
+    gen = torch.Generator().manual_seed(1)
+    w, grad, anchor = (torch.randn(5, 100_003, generator=gen) for _ in range(3))
+    results = []
+    with use_isa(isa):
+        for threads in (1, 2, 3):
+            with use_threads(threads):
+                results.append(w.clone())
+                ops.sgd_step_(results[-1], grad, 0.1, mu=0.5, anchor=anchor, weight_decay=0.1)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def test_shared_rows_are_read():
+    """An expanded anchor or shift is one row for all clients."""
+    w = torch.zeros(4, 50)
+    ops.sgd_step_(w, torch.zeros(4, 50), 1.0, shift=torch.ones(1, 50).expand(4, 50), mu=1.0, anchor=torch.full((1, 50), 2.0).expand(4, 50))
+    assert (w == 1).all()  # 0 - (1 + (0 - 2))
+
+
+W = torch.zeros(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "words"),
+    [
+        (lambda: ops.sgd_step_(torch.zeros(3), torch.zeros(3), 0.1), ValueError, r"w must be a matrix \[S, Q\]"),
+        (lambda: ops.sgd_step_(W.bfloat16(), W.bfloat16(), 0.1), TypeError, "w must be float32 or float64"),
+        (lambda: ops.sgd_step_(W, torch.zeros(2, 4), 0.1), ValueError, r"grad must be \[2, 3\] like w"),
+        (lambda: ops.sgd_step_(W, W.double(), 0.1), TypeError, "grad must be torch.float32 like w"),
+        (lambda: ops.sgd_step_(W, W, 0.1, momentum=0.9), ValueError, "buffer must be .* where momentum is 0.9"),
+        (lambda: ops.sgd_step_(W, W, 0.1, mu=1.0), ValueError, "anchor must be .* where mu is given"),
+        (lambda: ops.sgd_step_(W, W, 0.1, mu=torch.ones(3), anchor=W), ValueError, r"mu must be a number or \[2\]"),
+        (lambda: ops.sgd_step_(torch.zeros(3, 2).T, W, 0.1), ValueError, "w must be of contiguous rows"),
+        (lambda: ops.sgd_step_(W.clone().requires_grad_(), W, 0.1), ValueError, "w must be free of autograd"),
+        (lambda: ops.sgd_step_(W, W, 0.1, mask=torch.ones(2)), ValueError, "mask must be"),
+    ],
+)
+def test_bad_input(call, kind, words):
+    with pytest.raises(kind, match=words) as error:
+        call()
+    assert str(error.value).startswith("sgd_step_: ") and "\n" not in str(error.value)
