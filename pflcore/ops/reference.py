@@ -11,29 +11,35 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BUDGET = 1 << 22  # elements of a temporary: what a reference may hold beside its result
-LANE = 256  # columns summed at a time
 
 
 def pairwise_sqdist(
     a: Tensor,  # [M, P]
     b: Tensor | None,  # [N, P]
 ) -> Tensor:  # [M, N] float64
-    """Squared distances of rows: subtract, square, sum, all in float64."""
+    """Squared distances of rows: subtract, square, sum, all in float64.
+
+    Columns are folded in halves, so that the order of a pair's sum depends neither on the threads nor on where the pair stands.
+    """
     symmetric = b is None
     b = a if b is None else b
     m, n, p = a.shape[0], b.shape[0], a.shape[1]
     out = torch.zeros(m, n, dtype=torch.float64, device=a.device)
-    width = LANE * max(1, min(LANE, BUDGET // (LANE * max(n, 1))))
+    width = 1 << max(8, min(16, (BUDGET // max(m, n, 1)).bit_length() - 1))
     for start in range(0, p, width):
         size = min(width, p - start)
-        pad = -size % LANE  # whole lanes only, so that the order of a pair's sum depends on nothing but P
-        rows_a = torch.nn.functional.pad(a[:, start : start + size].double(), (0, pad))  # [M, L * LANE]
-        rows_b = rows_a if symmetric else torch.nn.functional.pad(b[:, start : start + size].double(), (0, pad))
+        fold = 1 << (size - 1).bit_length()
+        rows_a = F.pad(a[:, start : start + size].double(), (0, fold - size))  # [M, fold]
+        rows_b = rows_a if symmetric else F.pad(b[:, start : start + size].double(), (0, fold - size))
         for i in range(m):
             first = i + 1 if symmetric else 0
             if first < n:
-                diff = (rows_b[first:] - rows_a[i]).square().view(n - first, -1, LANE)  # [N, L, LANE]
-                out[i, first:] += diff.sum(-1).sum(-1)
+                square = (rows_b[first:] - rows_a[i]).square()  # [N, fold]
+                half = fold // 2
+                while half:
+                    square = square[:, :half] + square[:, half:]
+                    half //= 2
+                out[i, first:] += square[:, 0]
     return out + out.T if symmetric else out
 
 
