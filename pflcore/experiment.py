@@ -143,7 +143,7 @@ class Job:
     def name(self) -> str:
         return f"{self.algorithm}, seed {self.options.seed}"
 
-    def simulation(self, data: Federation, model: Callable[[], nn.Module], eval_split: str = "test") -> Simulation:
+    def simulation(self, data: Federation, model: Callable[[], nn.Module]) -> Simulation:
         o = self.options
         return Simulation(
             algorithm(self.algorithm, self.hyper, o.target),

@@ -1,6 +1,6 @@
 """`pflcore reproduce NAME`: the experiments behind a table of a paper.
 
-A plan is a small JSON file in bench/reproduce (or a path): the settings, the methods, how all of them train, and the paper's numbers.
+A plan is a small JSON file in bench/reproduce (or a path): see `pflcore.plans`.
 Every run (setting, method, seed) writes a record of its own; a run whose record is whole is not played again, so an interrupted
 reproduction goes on where it stopped. `result.json` holds one row per method and setting, `table.md` shows them.
 """
@@ -9,111 +9,27 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import json
+import os
 import platform
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pflcore import metrics
-from pflcore.experiment import Job, Options, federation, jobs, model
-from pflcore.local import Training
+import torch
+
+from pflcore import costs, metrics
+from pflcore.experiment import Options, algorithm, federation, model
+from pflcore.flat import Net
+from pflcore.models import model_for
+from pflcore.plans import Task, load, plans, tasks
 from pflcore.progress import Progress
 from pflcore.record import Record, Run, plain, read
 from pflcore.simulation import held_out
-
-PLANS = Path(__file__).resolve().parent.parent / "bench" / "reproduce"
-KNOWN = {"about", "paper", "data", "options", "training", "model_options", "settings", "methods", "equal_compute", "reported", "pictures"}
-
-
-@dataclass(frozen=True)
-class Task:
-    """One run of a plan."""
-
-    method: str
-    setting: str
-    variant: str  # "" or "equal compute"
-    job: Job
-    cut: Mapping[str, Any]  # the partition's own options
-    shape: Mapping[str, Any]  # the model's own options
-    split: str = "test"  # "val" while a grid is searched
-    point: Mapping[str, Any] | None = None  # of a grid
-
-    @property
-    def path(self) -> Path:
-        """Where its record stands in the output folder."""
-        words = [self.method, self.variant, *(f"{k}={v}" for k, v in (self.point or {}).items() if self.split == "val")]
-        name = "-".join(re.sub(r"[^\w.=+-]", "_", w) for w in words if w)
-        return Path("records") / re.sub(r"[^\w.-]", "_", self.setting) / f"{name}-seed{self.job.options.seed}.jsonl"
-
-    @property
-    def digest(self) -> str:
-        """What the run is, short: a record of something else is never taken for it."""
-        j = self.job
-        what = [j.algorithm, vars(j.options), vars(j.training), dict(j.hyper), dict(self.cut), dict(self.shape), self.split]
-        return hashlib.blake2b(json.dumps(plain(what), sort_keys=True).encode(), digest_size=8).hexdigest()
-
-
-def plans() -> list[str]:
-    return sorted(p.stem for p in PLANS.glob("*.json"))
-
-
-def load(name: str) -> dict[str, Any]:
-    """A plan by name or path. ValueError in one sentence where there is none or it has an unknown key."""
-    path = Path(name) if name.endswith(".json") else PLANS / f"{name}.json"
-    if not path.is_file():
-        raise ValueError(
-            f"name: expected one of {', '.join(plans()) or 'no plan (run it from a checkout of pflcore)'}, or a .json file, got {name}."
-        )
-    plan: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if "protocol" in plan:
-        return plan  # Motley's protocol: pflcore.motley checks and plays it
-    unknown = set(plan) - KNOWN
-    if unknown or not plan.get("settings") or not plan.get("methods"):
-        raise ValueError(
-            f"name: {path} must have settings and methods, and nothing beside {', '.join(sorted(KNOWN))}; found {sorted(unknown)}."
-        )
-    return {"about": "", "paper": "", "options": {}, "training": {}, "model_options": {}, "reported": {}, "pictures": []} | plan
-
-
-def tasks(
-    plan: Mapping[str, Any], options: Options, seeds: int, methods: Sequence[str], settings: Sequence[str], equal: bool
-) -> Iterator[Task]:
-    """The runs of a plan, setting by setting; every name and option checked before the first is played."""
-    for setting in settings:
-        own = dict(plan["settings"][setting])
-        cut, shape = own.pop("partition_options", {}), plan["model_options"]
-        asked = replace(options, **own)
-        for method in methods:
-            m = plan["methods"][method]
-            base = Training(**plan["training"] | m.get("training", {}))
-            variants = {"": base}
-            if equal and "equal_compute" in plan and not m.get("looks_ahead"):
-                variants["equal compute"] = replace(base, **plan["equal_compute"])
-            for variant, training in variants.items():
-                for seed in range(asked.seed, asked.seed + seeds):
-                    hyper = {m["algorithm"]: m.get("options", {})}
-                    (job,) = jobs([m["algorithm"]], replace(asked, seed=seed), training, hyper)
-                    for point in _points(m.get("grid", {})):
-                        yield Task(method, setting, variant, _at(job, point), cut, shape, "val" if m.get("grid") else "test", point)
-
-
-def _points(grid: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
-    yield from (dict(zip(grid, values, strict=True)) for values in product(*grid.values()))
-
-
-def _at(job: Job, point: Mapping[str, Any]) -> Job:
-    """The job at a grid's point; "training.lr" and the like set how clients train, other names the algorithm."""
-    training = {k.removeprefix("training."): v for k, v in point.items() if k.startswith("training.")}
-    hyper = {k: v for k, v in point.items() if not k.startswith("training.")}
-    (made,) = jobs([job.algorithm], job.options, replace(job.training, **training), {job.algorithm: {**job.hyper, **hyper}})
-    return made
 
 
 def whole(path: Path, task: Task) -> Run | None:
@@ -136,10 +52,11 @@ def play(task: Task, folder: Path, progress: Progress) -> Run:
     if run is not None:
         progress.skip(task.job.options.rounds)
         return run
-    data = federation(task.job.options, task.cut)
+    job = replace(task.job, options=replace(task.job.options, eval_split=task.split))
+    data = federation(job.options, task.cut)
     if task.split == "val":
-        data = held_out(data, task.job.options.seed)
-    simulation = task.job.simulation(data, model(task.job.options, data, task.shape), eval_split=task.split)
+        data = held_out(data, job.options.seed)
+    simulation = job.simulation(data, model(job.options, data, task.shape))
     with Record(path, overwrite=True) as record:
         extra = {
             "digest": task.digest,
@@ -148,7 +65,7 @@ def play(task: Task, folder: Path, progress: Progress) -> Run:
             "variant": task.variant,
             "partition_options": dict(task.cut),
         }
-        record.write({"header": task.job.header(simulation) | extra})
+        record.write({"header": job.header(simulation) | extra})
 
         def on_round(_: int, line: dict[str, Any]) -> None:
             record.write(line)
@@ -195,6 +112,7 @@ def row(plan: Mapping[str, Any], data: str, runs: Sequence[Run]) -> dict[str, An
             "weighted": scale * metrics.mean([_over_rounds(r, True)[0] for r in runs]),
             "weighted_final": scale * metrics.mean([_over_rounds(r, True)[1] for r in runs]),
             "variant": head["variant"],
+            "options": head["options"],
             "rounds": len(runs[0].rounds),
             "epochs": head["training"]["epochs"],
             "models_sent": sum(sent) / max(1, len(runs[0].rounds[-1]["cohort"])) / (4 * head["parameters"]) if runs[0].rounds else None,
@@ -259,18 +177,53 @@ def reproduce(plan: Mapping[str, Any], folder: Path, todo: Sequence[Task], quiet
             else:
                 done.setdefault(key, []).append(run)
             rows = [row(plan, task.job.options.data, runs) for runs in done.values()]
-            about = {"plan": plan["about"], "paper": plan["paper"], "date": time.strftime("%Y-%m-%d"), "machine": machine(), "rows": rows}
-            (folder / "result.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-            (folder / "table.md").write_text(table(plan, rows), encoding="utf-8")
+            write(folder, plan, rows, table(plan, rows))
     return rows
+
+
+def draw(folder: Path, todo: Sequence[Task], rows: Sequence[Mapping[str, Any]], option: str | None) -> None:
+    """Curves, heat maps and nearest neighbours of each setting (first seed), and accuracy against the plan's option."""
+    from pflcore import figures, pictures
+
+    first = min((t.job.options.seed for t in todo), default=0)
+    for setting in dict.fromkeys(t.setting for t in todo):
+        mine = [t for t in todo if t.setting == setting and not t.variant and t.split == "test" and t.job.options.seed == first]
+        runs = {t.method: read(folder / t.path)[0] for t in mine}
+        stem = re.sub(r"[^\w.-]", "_", setting)
+        if runs:
+            named = [replace(r, header=r.header | {"algorithm": name, "options": {}}) for name, r in runs.items()]
+            pictures.curves(named, folder / f"{stem}-curves.png")
+            figures.heat_maps(runs, folder / f"{stem}-weights.png")
+            figures.neighbours(runs, folder / f"{stem}-neighbours.png")
+    if option:
+        figures.against(rows, option, folder / f"against-{option}.png")
+
+
+def count(plan: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """What a round costs a client, for a plan with "costs": {model, shape, classes, n, samples}. Rows in MiB and in operations."""
+
+    c = dict(plan["costs"])
+    name, shape, classes = c.pop("model"), c.pop("shape"), c.pop("classes")
+    net = Net(lambda: model_for(name, shape, classes))
+    found = {m: costs.cost(algorithm(o["algorithm"], o.get("options")), net, shape, classes, **c) for m, o in plan["methods"].items()}
+    rows = []
+    for setting, value in (("MiB per client and round", lambda x: x.bytes / costs.MIB), ("FLOPs per client and round", lambda x: x.client)):
+        reported = plan["reported"].get(setting, {})
+        what = {"data": f"{name}, {net.size:,} parameters", "setting": setting, "std": None, "seeds": 1}
+        rows += [{"method": m, "ours": value(x), "paper": reported.get(m)} | what for m, x in found.items()]
+    write(folder, plan, rows, f"{plan['about']}\n\n{costs.table(found, c.get('samples', 2500))}")
+    return rows
+
+
+def write(folder: Path, plan: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], text: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    about = {"plan": plan["about"], "paper": plan["paper"], "date": time.strftime("%Y-%m-%d"), "machine": machine(), "rows": rows}
+    (folder / "result.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    (folder / "table.md").write_text(text, encoding="utf-8")
 
 
 def machine() -> str:
     """Processor, cores and torch, in words."""
-    import os
-
-    import torch
-
     name = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
@@ -300,6 +253,11 @@ def main(argv: Sequence[str]) -> int:
         unknown = set(getattr(got, what) or ()) - set(plan[what])
         if unknown:
             raise ValueError(f"{what}: expected some of {', '.join(plan[what])}, got {', '.join(sorted(unknown))}.")
+    if "costs" in plan:
+        folder = got.out or Path("runs") / "reproduce" / Path(got.name).stem
+        count(plan | {"methods": {m: plan["methods"][m] for m in got.methods or plan["methods"]}}, folder)
+        print((folder / "table.md").read_text(encoding="utf-8"))
+        return 0
     given = {k: getattr(got, k) for k in ("data", "rounds", "eval_every", "workers") if getattr(got, k) is not None}
     planned = dict(plan["options"])
     seeds = got.seeds or planned.pop("seeds", 1)
@@ -309,7 +267,11 @@ def main(argv: Sequence[str]) -> int:
     todo = list(
         tasks(plan, options, seeds, got.methods or list(plan["methods"]), got.settings or list(plan["settings"]), got.equal_compute)
     )
-    reproduce(plan, folder, todo, got.quiet)
+    rows = reproduce(plan, folder, todo, got.quiet)
+    try:
+        draw(folder, todo, rows, plan.get("against"))
+    except ImportError as e:
+        print(e, file=sys.stderr)
     print((folder / "table.md").read_text(encoding="utf-8"))
     return 0
 

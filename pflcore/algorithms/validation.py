@@ -118,7 +118,7 @@ class L2C(FedAvg):
 
     server: relays the updates, and keeps those of every round that is some client's last · client: w [P], its model before the round
     that is under way, logits a [N] and their Adam state · down: the updates of the client's last round (N models at full
-    participation) · up: delta (1 model).
+    participation) · up: delta (1 model), and its weights [N] for the record.
     A client mixes when it takes part again, or is evaluated; then its logits take one step of Adam along their exact gradient
     w_j (g . delta_j - sum_m w_m g . delta_m), g the gradient on the split "val" at the mixed model (its sign follows delta = after -
     before). Clients absent from a round are masked out of its softmax. No official code exists; this is the form that independent
@@ -139,6 +139,7 @@ class L2C(FedAvg):
     def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
         none, zeros = torch.empty(0, dtype=torch.long), torch.zeros(n, dtype=torch.float64, device=net.w0.device)
         g = {"delta": net.w0.new_empty(0, net.size), "who": none, "round": none, "last": torch.zeros(n, dtype=torch.long)}
+        g["p"] = torch.zeros(n, n, dtype=torch.float64)
         return g, {"w": net.w0, "a": zeros, "m": zeros, "v": zeros, "t": zeros[:1]}
 
     def send(self, g: Tensors, cohort: Cohort, gen: torch.Generator) -> Payload:
@@ -155,7 +156,9 @@ class L2C(FedAvg):
         if index.shape[1]:
             slope = (local.grad(x, "val") @ rows.T).double().gather(1, index)  # [S, M] g . delta_j
             new |= self.adam(own, who, w * (slope - (w * slope).sum(1, keepdim=True)))
-        return {**own, **new}, {"delta": local.fit(x).w - x}
+        n = own["a"].shape[1]
+        p = torch.zeros(len(w), n + 1, dtype=w.dtype, device=w.device).scatter(1, torch.where(who < 0, n, who), w)[:, :n]
+        return {**own, **new}, {"delta": local.fit(x).w - x, "p": p}
 
     def mixed(self, down: Payload, own: Tensors) -> tuple[Tensor, Tensor]:
         """Each client's model [S, P] and the weights [S, M] that made it."""
@@ -187,7 +190,12 @@ class L2C(FedAvg):
             "who": torch.cat([g["who"][kept], cohort.ids]),
             "round": torch.cat([g["round"][kept], torch.full_like(cohort.ids, cohort.round)]),
             "last": last,
+            "p": torch.zeros_like(g["p"]).index_copy_(0, cohort.ids, up["p"].to(g["p"])),
         }
+
+    def report(self, g: Tensors) -> Tensors:
+        """weights [N, N]: what the clients of this round made of the updates of their last one; zeros for the absent and at first."""
+        return {"weights": g["p"]}
 
     def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
         return {"w": self.mixed(down, own)[0]}

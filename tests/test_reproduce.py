@@ -1,0 +1,236 @@
+"""The runner of reproductions: it resumes, refuses what does not fit, selects on validation data, and counts costs."""
+
+import json
+
+import pytest
+import torch
+import torch.nn as nn
+
+from pflcore import cli, costs, figures, plans, reproduce
+from pflcore.algorithms import FedAvg
+from pflcore.algorithms.feddwa import FedDWA
+from pflcore.algorithms.validation import L2C, FedFomo
+from pflcore.flat import Net
+from pflcore.record import group, read
+from pflcore.simulation import Simulation
+
+pytest.importorskip("sklearn")
+
+
+def plan(tmp_path, **more):
+    made = {
+        "about": "A small plan",
+        "data": "digits",
+        "options": {"n": 4, "rounds": 2, "seeds": 1, "model": "linear"},
+        "training": {"lr": 0.1, "batch_size": 20},
+        "equal_compute": {"epochs": 2},
+        "settings": {
+            "two classes": {"partition": "pathological", "partition_options": {"k": 2}},
+            "iid": {"partition": "iid"},
+        },
+        "methods": {
+            "FedDWA": {"algorithm": "feddwa", "options": {"k": 2}, "looks_ahead": True},
+            "FedAvg": {"algorithm": "fedavg"},
+            "FedFomo": {"algorithm": "fedfomo"},
+        },
+        "reported": {"two classes": {"FedDWA": 92.97}},
+    }
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps(made | more))
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def without_pictures(monkeypatch):
+    monkeypatch.setattr(reproduce, "draw", lambda *_: None)
+
+
+def test_rows_records_and_table(tmp_path, capsys):
+    out = tmp_path / "out"
+    assert cli.main(["reproduce", plan(tmp_path), "--out", str(out), "--seeds", "2", "--quiet"]) == 0
+    rows = json.loads((out / "result.json").read_text())["rows"]
+    assert [(r["method"], r["setting"]) for r in rows] == [(m, s) for s in ("two classes", "iid") for m in ("FedDWA", "FedAvg", "FedFomo")]
+    first = rows[0]
+    assert set(first) >= {"method", "data", "setting", "ours", "std", "paper", "seeds"}
+    assert (first["data"], first["paper"], first["seeds"], first["rounds"]) == ("digits", 92.97, 2, 2)
+    assert 0 <= first["final"] <= first["ours"] <= 100 and first["std"] >= 0 and rows[1]["paper"] is None
+    assert abs(first["models_sent"] - 3) < 1e-9 and abs(rows[1]["models_sent"] - 2) < 1e-9
+    runs = read(out)
+    assert len(runs) == 2 * 3 * 2 and all(len(r.rounds) == 2 for r in runs)
+    best = [max(r.curve()[1]) for r in read(out / "records" / "two_classes" / "FedDWA-seed0.jsonl")]
+    other = [max(r.curve()[1]) for r in read(out / "records" / "two_classes" / "FedDWA-seed1.jsonl")]
+    assert abs(first["ours"] - 50 * (best[0] + other[0])) < 1e-9
+    table = capsys.readouterr().out
+    assert "| FedDWA |" in table and "92.97" in table and "selected on test data" in table
+    assert all(any("held out" in note for note in r.header["notes"]) == (r.algorithm == "fedfomo") for r in runs)
+
+
+def test_what_is_there_is_not_played_again(tmp_path, monkeypatch):
+    out, small = tmp_path / "out", plan(tmp_path)
+    argv = ["reproduce", small, "--out", str(out), "--settings", "iid", "--quiet"]
+    assert cli.main([*argv, "--methods", "FedAvg"]) == 0
+    path = out / "records" / "iid" / "FedAvg-seed0.jsonl"
+    before = path.read_bytes()
+    played = []
+    run = Simulation.run
+    monkeypatch.setattr(Simulation, "run", lambda self, *a: played.append(self.name) or run(self, *a))
+    assert cli.main(argv) == 0
+    assert played == ["feddwa", "fedfomo"] and path.read_bytes() == before
+    path.write_bytes(b"\n".join(before.splitlines()[:2]) + b'\n{"round": 2, "cut off')  # the process was killed here
+    played.clear()
+    assert cli.main(argv) == 0
+    assert played == ["fedavg"]
+    again = read(path)[0]
+    assert again.rounds[-1]["eval"] == json.loads(before.splitlines()[-1])["eval"]
+
+
+def test_a_record_of_something_else_is_never_taken_or_overwritten(tmp_path, capsys):
+    out, small = tmp_path / "out", plan(tmp_path)
+    argv = ["reproduce", small, "--out", str(out), "--settings", "iid", "--methods", "FedAvg", "--quiet"]
+    assert cli.main(argv) == 0
+    before = (out / "records" / "iid" / "FedAvg-seed0.jsonl").read_bytes()
+    capsys.readouterr()
+    assert cli.main([*argv, "--rounds", "3"]) == 2
+    assert "other options" in capsys.readouterr().err
+    assert (out / "records" / "iid" / "FedAvg-seed0.jsonl").read_bytes() == before
+
+
+def test_equal_compute_stands_beside_it(tmp_path):
+    out = tmp_path / "out"
+    argv = [
+        "reproduce",
+        plan(tmp_path),
+        "--out",
+        str(out),
+        "--settings",
+        "iid",
+        "--methods",
+        "FedDWA",
+        "FedAvg",
+        "--equal-compute",
+        "--quiet",
+    ]
+    assert cli.main(argv) == 0
+    rows = json.loads((out / "result.json").read_text())["rows"]
+    assert [(r["method"], r["variant"], r["epochs"]) for r in rows] == [
+        ("FedDWA", "", 1),
+        ("FedAvg", "", 1),
+        ("FedAvg", "equal compute", 2),
+    ]
+    line = next(x for x in (out / "table.md").read_text().splitlines() if x.startswith("| FedDWA"))
+    assert line.split("|")[2] == line.split("|")[4]  # a method that looks ahead has one number for both
+
+
+def test_a_grid_is_chosen_on_validation_data(tmp_path, monkeypatch):
+    small = plan(tmp_path, methods={"FedAvg": {"algorithm": "fedavg", "grid": {"training.lr": [1e-6, 0.2], "lr": [1.0]}}})
+    splits = []
+    run = Simulation.run
+    monkeypatch.setattr(Simulation, "run", lambda self, *a: splits.append((self.eval_split, self.training.lr)) or run(self, *a))
+    out = tmp_path / "out"
+    assert cli.main(["reproduce", small, "--out", str(out), "--settings", "iid", "--seeds", "2", "--quiet"]) == 0
+    assert splits == [("val", 1e-6), ("val", 0.2)] * 2 + [("test", 0.2)] * 2
+    (row,) = json.loads((out / "result.json").read_text())["rows"]
+    assert row["seeds"] == 2 and len(read(out)) == 6
+    samples = {split: {sum(r.header["size"]) for r in read(out) if r.header["eval_split"] == split} for split in ("val", "test")}
+    assert len(samples["val"]) == len(samples["test"]) == 1 and max(samples["val"]) < min(samples["test"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["nothing"], "name: expected one of feddwa-"),
+        (["feddwa-table1", "--methods", "FedSomething"], "methods: expected some of FedDWA"),
+        (["feddwa-table1", "--settings", "pathologic"], "settings: expected some of pathological"),
+    ],
+)
+def test_wrong_names_are_a_sentence(argv, message, capsys):
+    assert cli.main(["reproduce", *argv]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_plan_with_an_unknown_key_is_refused(tmp_path, capsys):
+    assert cli.main(["reproduce", plan(tmp_path, metods={})]) == 2
+    assert "metods" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", plans.plans())
+def test_every_plan_is_well_formed(name):
+    made = plans.load(name)
+    if "costs" in made or "protocol" in made:
+        return
+    options = reproduce.Options(**{"data": made["data"]} | {k: v for k, v in made["options"].items() if k != "seeds"})
+    todo = list(plans.tasks(made, options, 1, list(made["methods"]), list(made["settings"]), True))
+    assert len({t.path for t in todo}) == len(todo)
+    assert set(made["reported"]) <= set(made["settings"])
+    assert all(set(numbers) <= set(made["methods"]) for numbers in made["reported"].values())
+
+
+# costs ----------------------------------------------------------------------------------------------------------------
+
+
+def test_costs_are_those_of_the_papers_table():
+    """2, 3 and 1 + M, 1 + N models; looking ahead doubles the work."""
+    net = Net(nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 300), nn.ReLU(), nn.Linear(300, 5)))
+    algorithms = (FedAvg(), FedDWA(), FedFomo(m=3), L2C())
+    found = {a: costs.cost(a, net, (1, 8, 8), 5, n=7, samples=100, batch_size=8) for a in algorithms}
+    models = [(round(c.models_down, 1), round(c.models_up, 1)) for c in found.values()]
+    assert models == [(1, 1), (1, 2), (3, 1), (7, 1)]
+    avg, dwa, fomo, l2c = found.values()
+    macs = 6 * 6 * 4 * 9 + 144 * 300 + 300 * 5
+    inner = 144 * 300 + 300 * 5
+    assert avg.client == pytest.approx(2 * 100 * (2 * macs + inner), rel=1e-9)  # forward, weights, and inputs beyond the first layer
+    assert dwa.client == pytest.approx(2 * avg.client)
+    assert avg.bytes == 2 * 4 * net.size and dwa.bytes == 3 * 4 * net.size
+    assert avg.server == 2 * 7 * net.size and dwa.server == (3 * 49 + 2 * 7 * 5) * net.size
+    assert fomo.client > 1.2 * avg.client * 0.8 and l2c.client > avg.client * 0.8
+    table = costs.table({"FedAvg": avg, "FedDWA": dwa}, 100)
+    assert table.count("\n") == 4 and "| 2.00 |" in table
+
+
+def test_a_plan_that_counts_costs(tmp_path, capsys):
+    made = {
+        "about": "Costs",
+        "costs": {"model": "mlp", "shape": [1, 8, 8], "classes": 4, "n": 3, "samples": 40, "batch_size": 8},
+        "methods": {"FedAvg": {"algorithm": "fedavg"}, "FedDWA": {"algorithm": "feddwa"}},
+        "reported": {"MiB per client and round": {"FedAvg": 9.54}},
+    }
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(made))
+    assert cli.main(["reproduce", str(path), "--out", str(tmp_path / "o")]) == 0
+    rows = json.loads((tmp_path / "o" / "result.json").read_text())["rows"]
+    assert len(rows) == 4 and rows[0]["paper"] == 9.54 and rows[1]["ours"] == pytest.approx(1.5 * rows[0]["ours"])
+    assert "| FedDWA | 1.00 | 2.00 |" in capsys.readouterr().out
+
+
+# figures --------------------------------------------------------------------------------------------------------------
+
+
+def weighted(rounds: int = 6, n: int = 8):
+    lines = [{"header": {"algorithm": "feddwa"}}]
+    for r in range(1, rounds + 1):
+        w = torch.eye(n) + r * (torch.arange(n)[:, None] // 4 == torch.arange(n) // 4)
+        lines.append({"round": r, "algorithm": "feddwa", "report": {"weights": (w / w.sum(1, keepdim=True)).tolist()}, "eval": None})
+    return group(lines)[0]
+
+
+def test_nearest_and_within():
+    w = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.25, 0.25, 0.25, 0.25], [0.0, 0.0, 1.0, 0.0], [0.1, 0.4, 0.4, 0.1]])
+    assert figures.nearest(w, 2).tolist() == [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 1, 1, 0]]
+    inside, between = figures.within(torch.eye(4) * 0.5 + 0.1, torch.tensor([0, 0, 1, 1]))
+    assert inside == pytest.approx(0.35) and between == pytest.approx(0.1)
+    assert [r for r, _ in figures.of_rounds(weighted(), None)] == [1, 2, 3, 6]
+    assert [r for r, _ in figures.of_rounds(weighted(), [2, 5])] == [2, 5]
+
+
+def test_pictures(tmp_path):
+    pytest.importorskip("matplotlib")
+    runs = {"FedDWA": weighted(), "none": group([{"header": {}}])[0]}
+    rows = [{"setting": "a", "options": {"k": k}, "ours": 80.0 + k} for k in (1, 5, 3)] + [{"setting": "b", "options": {}, "ours": 1.0}]
+    made = [
+        figures.heat_maps(runs, tmp_path / "w.png"),
+        figures.neighbours(runs, tmp_path / "n.png", k=4),
+        figures.against(rows, "k", tmp_path / "k.png"),
+    ]
+    assert all(p.read_bytes().startswith(b"\x89PNG") for p in made)
+    assert figures.heat_maps({"none": runs["none"]}, tmp_path / "x.png") is None
+    assert figures.against(rows, "ahead", tmp_path / "x.png") is None
