@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from .data import Federation
     from .flat import Net
     from .local import Training
+    from .protocol import cross_device, cross_silo
     from .simulation import History, Simulation
+    from .tuning import tune
 
 __version__ = "0.1.0"
 
@@ -29,6 +31,9 @@ _LATER = {
     "Net": "flat",
     "Simulation": "simulation",
     "Training": "local",
+    "cross_device": "protocol",
+    "cross_silo": "protocol",
+    "tune": "tuning",
 }
 
 __all__ = [
@@ -42,9 +47,12 @@ __all__ = [
     "Training",
     "aggregate",
     "backend",
+    "cross_device",
+    "cross_silo",
     "feddwa_weights",
     "pairwise_sqdist",
     "rank1_linear",
+    "tune",
     "waffle_weights",
 ]
 

@@ -264,14 +264,15 @@ class Benchmark:
     def verdicts(self) -> list[tuple[bool, str]]:
         """What the plan says must hold, and whether it does. Methods that were not played are passed over."""
         checks, rows = self.plan.get("checks", {}), {r["method"]: r for r in self.rows()}
+        whole = len(self.protocols) == len(self.plan["protocol"]["seeds"])  # numbers are means over all of the plan's runs
         out = []
         for name, want in self.plan.get("expected", {}).items():
-            if name in rows and "tolerance" in checks:
+            if name in rows and "tolerance" in checks and whole:
                 got = rows[name]["mean"]
                 out.append((abs(got - want) <= checks["tolerance"], f"{name}: {got:.5f}, expected {want:.5f} ± {checks['tolerance']:g}"))
         for what in ("hurt", "largest"):
             for name, (want, within) in checks.get(what, {}).items():
-                if name in rows:
+                if name in rows and whole:
                     got = rows[name][what]
                     out.append((abs(got - want) <= within, f"{name}: {what} {got:.1f} %, expected {want:g} ± {within:g}"))
         for base, others in checks.get("below", {}).items():

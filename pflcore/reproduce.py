@@ -291,6 +291,8 @@ def _under_protocol(plan: dict[str, Any], got: argparse.Namespace) -> int:
         plan["rounds"] = got.rounds
     if got.data is not None:
         plan["data"] = got.data
+    if got.data is not None or got.rounds is not None:
+        plan |= {"reported": {}, "expected": {}, "checks": {}}  # they are of the plan as it stands
     folder = got.out or Path("runs") / "reproduce" / f"{Path(got.name).stem}-{plan['data']}"
     with Progress(0, True) as progress:
         say = (lambda text: None) if got.quiet else progress.say

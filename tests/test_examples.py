@@ -33,3 +33,10 @@ def test_simulations_are_at_hand_but_not_imported_with_the_ops():
     assert {n for n in pflcore.__all__ if getattr(pflcore, n, None) is None} == set()
     with pytest.raises(AttributeError, match="nothing_of_the_kind"):
         _ = pflcore.nothing_of_the_kind
+
+
+def test_choosing_on_some_clients_and_reporting_others(capsys):
+    left = runpy.run_path(str(EXAMPLES / "held_out.py"))
+    after, before, protocol = left["after"], left["before"], left["protocol"]
+    assert "| chosen |" in capsys.readouterr().out
+    assert after[protocol.report].mean() > before[protocol.report].mean() + 0.05 and int(after.isnan().sum()) == 50

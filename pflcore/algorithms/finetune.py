@@ -67,17 +67,19 @@ class FineTune(FedOpt):
         return own, {"delta": local.fit(x, prox=(self.mu, x) if self.mu else None).w - x}
 
     def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
-        x = down["x"]
+        x, buffers = down["x"], local.buffers.clone()
         mask = layer_mask(local.net, self.layers)
+        keep = local.size.to(x.device) < self.min_size
+        before = None if self.margin is None else value(local, x)
         if self.choose == "fixed":
             w = x
             for _, _, w in lengths(local, x, (self.finetune_lr,), self.finetune_epochs, mask):  # noqa: B007
                 pass
         else:
             w = self.chosen(x, local, mask)
-        keep = local.size.to(x.device) < self.min_size
-        if self.margin is not None:
-            keep = keep | ~(value(local, w) > value(local, x) + self.margin)
+        if before is not None and self.margin is not None:
+            keep = keep | ~(value(local, w) > before + self.margin)
+        local.buffers = torch.where(keep[:, None], buffers, local.buffers)
         return {"w": torch.where(keep[:, None], x, w)}
 
     def chosen(self, x: Tensor, local: Local, mask: Tensor | None) -> Tensor:
