@@ -64,6 +64,8 @@ def cross_silo(data: Federation, fractions: Mapping[str, float] | None = None, s
 def cross_device(data: Federation, train: float = 0.8, val: float = 0.1, test: float = 0.1, seed: int = 13) -> Protocol:
     """The clients are split (numbers or fractions of them); a validation or test client's samples are halved into a personalization
     set, its "train", and an evaluation set, its "val" or "test". Uses the samples in "train" only, as Motley does for EMNIST.
+
+    Validation and test clients never take part in training: a method with client state serves them from their fresh state.
     """
     groups = data.split_clients(train, val, test, seed)
     if not len(groups.val) or not len(groups.test):

@@ -82,7 +82,7 @@ class Tuned:
             mine = p.report[self.chosen[protocol][p.report] == j]
             candidate = self.trials[j].candidate
             state, setting = self.states(candidate, protocol)
-            found = evaluate(candidate.algorithm, state, setting._replace(data=p.data), "test", mine)
+            found = evaluate(candidate.algorithm, state, setting._replace(data=p.data.to(setting.data.device)), "test", mine)
             for k, v in found.items():
                 out[k] = v if k not in out else torch.where(torch.zeros(len(v)).index_fill(0, mine, 1.0).bool(), v, out[k])
         return out
@@ -130,6 +130,7 @@ def tune(
     seed: int = 0,
     engine: str = "auto",
     workers: int | None = None,
+    device: str = "cpu",
     folder: str | os.PathLike[str] | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Tuned:
@@ -148,7 +149,9 @@ def tune(
     if states is not None and len({t.candidate.trained for t in trials}) > 1:
         raise ValueError(f"grid: with trained states it may hold {', '.join(algorithm.late) or 'nothing'}, got {', '.join(grid)}.")
     nets = [net] * len(protocols) if isinstance(net, Net) else list(net)
-    bench = _Bench(protocols, nets, states, rounds, participation, seed, engine, workers, Path(folder) if folder else None, per_client)
+    bench = _Bench(
+        protocols, nets, states, rounds, participation, seed, engine, workers, device, Path(folder) if folder else None, per_client
+    )
     book = _Book(Path(folder) / "tuning.jsonl" if folder else None, bench.header(algorithm, training))
     for j in range(len(protocols)):
         for n, trial in enumerate(trials):
@@ -184,11 +187,12 @@ class _Bench:
         seed: int,
         engine: str,
         workers: int | None,
+        device: str,
         folder: Path | None,
         keep: bool,
     ) -> None:
         self.protocols, self.nets, self.states, self.rounds, self.seed = protocols, nets, states, rounds, seed
-        self.participation = participation
+        self.participation, self.device = participation, device
         self.engine, self.workers, self.folder, self.keep = engine, workers, folder, keep
         self.blind = [p.blind for p in protocols]
         self.memory: dict[str, tuple[State, str | None]] = {}
@@ -220,6 +224,7 @@ class _Bench:
             seed=self.seed + run,
             engine=self.engine,
             workers=self.workers,
+            device=self.device,
             eval_every=0,
             eval_split="val",
             eval_clients=p.choose,
@@ -234,7 +239,7 @@ class _Bench:
         if name in self.memory:
             state, stopped = self.memory[name]
         elif file is not None and file.is_file():
-            saved = torch.load(file, weights_only=True)
+            saved = torch.load(file, weights_only=True, map_location=self.device)
             stopped = saved.pop("stopped")
             state = State(**saved)
         else:
