@@ -5,6 +5,7 @@
 #include <string>
 
 #include "cpu/isa.h"
+#include "cpu/roofline.h"
 
 #ifdef PFLCORE_CUDA
 constexpr bool built_cuda = true;
@@ -31,4 +32,13 @@ PYBIND11_MODULE(_C, m) {
     cpu::isa_slot() = cpu::isa_from(wanted.c_str());
     return std::string(cpu::name(cpu::isa()));
   }, pybind11::arg("isa"), "Choose the instruction set (for tests); returns the one chosen: never more than the machine has.");
+  m.def("limits", [](int threads, int64_t bytes) {
+    const cpu::Limits limits = [&] {
+      pybind11::gil_scoped_release release;
+      return cpu::limits(threads, bytes);
+    }();
+    pybind11::dict out;
+    out["read"] = limits.read, out["write"] = limits.write, out["fma"] = limits.fma, out["sub_fma"] = limits.sub_fma;
+    return out;
+  }, pybind11::arg("threads"), pybind11::arg("bytes"), "This machine's limits: bytes read and written a second, float32 operations a second.");
 }

@@ -37,10 +37,11 @@ namespace aggregate_detail {
 constexpr int64_t kPanel = 64;            // columns
 #ifdef PFL_SMALL_PIECES                   // tests: all paths at small sizes
 constexpr int64_t kStreamBytes = 1 << 16;
-constexpr double kPieceWork = 1e4;
+constexpr double kPieceWork = 1e4, kAloneWork = 2e4;
 #else
 constexpr int64_t kStreamBytes = 8 << 20; // results of this size and more are written past the caches
-constexpr double kPieceWork = 1e5;        // some twenty microseconds: less is not worth another thread
+constexpr double kPieceWork = 1e5;        // a piece: some five microseconds
+constexpr double kAloneWork = 2.5e6;      // some hundred microseconds: less is not worth another thread
 #endif
 
 template <class A>
@@ -372,7 +373,7 @@ void run(const Aggregate& job, Parallel&& parallel) {
   const double terms = job.index ? static_cast<double>(plan.entry.size()) : static_cast<double>(job.m) * job.n;
   const double work = (terms / 16 + plan.row.size() + job.m + 1) * static_cast<double>(job.p);
   const int64_t panels = (job.p + kPanel - 1) / kPanel;
-  const int64_t pieces = std::max<int64_t>(1, std::min({panels, static_cast<int64_t>(work / kPieceWork), int64_t{512}}));
+  const int64_t pieces = work < kAloneWork ? 1 : std::min({panels, static_cast<int64_t>(work / kPieceWork), int64_t{512}});
   parallel(pieces, [&plan, panels, pieces](int64_t first, int64_t last) {
     const int64_t begin = panels * first / pieces * kPanel, end = std::min(panels * last / pieces * kPanel, plan.job.p);
     if (begin >= end) return;

@@ -33,9 +33,10 @@ struct Rank1Grads {
 namespace rank1_detail {
 
 #ifdef PFL_SMALL_PIECES              // tests: all paths at small sizes
-constexpr double kPieceWork = 1e3;
+constexpr double kPieceWork = 1e3, kAloneWork = 2e3;
 #else
-constexpr double kPieceWork = 1e6;   // multiply-adds, some ten microseconds: less is not worth another thread
+constexpr double kPieceWork = 1e6;   // multiply-adds of a piece: some ten microseconds
+constexpr double kAloneWork = 4e6;   // less is not worth another thread
 #endif
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
@@ -200,7 +201,9 @@ void backward_factors(const Rank1<T>& q, const Gathered<Gemm, T>& in, const Rank
     }
 }
 
-inline int64_t pieces(double work, int64_t most) { return std::max<int64_t>(1, std::min(most, static_cast<int64_t>(work / kPieceWork))); }
+inline int64_t pieces(double work, int64_t most) {
+  return work < kAloneWork ? 1 : std::max<int64_t>(1, std::min(most, static_cast<int64_t>(work / kPieceWork)));
+}
 
 template <class Gemm, class T, class Parallel>
 void forward(const Rank1<T>& q, T* y, const Parallel& parallel) {

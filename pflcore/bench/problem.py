@@ -1,0 +1,83 @@
+"""What is timed: one op at one size, the same data for every provider, and what the machine could do at best."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FREE = 0.6  # of the machine's free memory may be used by one problem
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One op at one size. `providers` are calls without arguments on the same data; `error` holds a result against float64."""
+
+    op: str
+    size: Mapping[str, int | float]
+    providers: Mapping[str, Call]
+    error: Callable[[Any], float | None]  # relative, None where the result is no such number
+    reads: int = 0  # bytes that must be read: every input once
+    writes: int = 0  # bytes that must be written: the result once
+    operations: float = 0.0  # float32 additions and multiplications that must be done
+    mix: str = "fma"  # the instructions they come in: "fma", or "sub_fma" for a subtraction and a multiply-add
+    costs: Mapping[str, float] = field(default_factory=dict)  # providers whose work is a multiple of `operations`
+
+    def limit(self, machine: Mapping[str, float]) -> float | None:
+        """Seconds that this machine needs at least: for the memory traffic, or for the arithmetic if that takes longer."""
+        if not machine or not self.operations:
+            return None
+        memory = self.reads / machine["read"] + self.writes / machine["write"]
+        return max(memory, self.operations / machine[self.mix])
+
+
+class Absent(Exception):
+    """A provider that is not installed, in one sentence."""
+
+
+def optional(module: str, extra: str) -> ModuleType:
+    """A module that only a comparison needs."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise Absent(f"{module.partition('.')[0]} is not installed; to compare with it: pip install {extra}.") from None
+
+
+def seconds_of(problem: Problem, provider: str, rates: dict[tuple[str, str], float]) -> float:
+    """What a call will take, from the rate that the provider reached at other sizes; 0 where nothing is known."""
+    rate = rates.get((problem.op, provider))
+    return problem.operations / rate if rate else 0.0
+
+
+def free_bytes() -> int:
+    """Memory that may be used: what the system calls available, where it says so."""
+    try:
+        with open("/proc/meminfo") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return 8 << 30
+
+
+def fits(*elements: int, bytes_each: int = 4) -> bool:
+    return sum(elements) * bytes_each <= FREE * free_bytes()
+
+
+def models(n: int, p: int, apart: float = 1e-3, seed: int = 0) -> Tensor:
+    """n client models of p parameters after a round, [n, p]: weights of size 1 that differ by `apart`."""
+    gen = torch.Generator().manual_seed(seed)
+    rows = torch.randn(n, p, generator=gen).mul_(apart)
+    return rows.add_(torch.randn(p, generator=gen))
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    """The largest error relative to the size of the numbers; NaN counts as infinite."""
+    error = float((got.double() - want).abs().max() / want.abs().max().clamp(min=1e-300))
+    return math.inf if math.isnan(error) else error
