@@ -14,6 +14,7 @@ from pflcore.algorithms.base import Cohort, Setting
 from pflcore.algorithms.finetune import FineTune
 from pflcore.algorithms.meta import PerFedAvg, PFedMe
 from pflcore.algorithms.proximal import FedProx
+from pflcore.algorithms.server_opt import FedAvgM
 from pflcore.algorithms.split import FedRoD
 from pflcore.algorithms.validation import L2C, FedFomo, mixing_weights
 from pflcore.data.federation import Federation
@@ -156,6 +157,17 @@ def test_golden_fedprox_step():
     net, data = quadratics(t([[1.0]]), t([[k1["w"] - k1["grad"]]]))
     local = Local(setting(net, data, Training(lr=k1["eta"])), torch.arange(1), 1, net.b0.expand(1, -1))
     close(local.fit(w, prox=(k1["mu"], t([[k1["w_global"]]]))).w, [[k1["w_new"]]])
+
+
+@pytest.mark.parametrize(("name", "optimizer"), [("K2_fedavgm_nesterov_pytorch_form", "nesterov"), ("K3_fedavgm_heavyball", "heavy_ball")])
+def test_golden_fedavgm(name, optimizer):
+    k = GOLDEN[name]
+    alg = FedAvgM(optimizer=optimizer, beta1=k["beta"], lr=k["lr"])
+    g = {"x": t([k["w0"]])} | alg.slots(t([k["w0"]]))
+    for pseudo, (v, w) in zip(k["pseudo_grads"], k["v_w"], strict=True):
+        g = alg.server(g, {"delta": t([[-pseudo]])}, cohort([0], 1))
+        close(-g["m"], [v])  # the golden values' momentum is that of w - w', ours that of w' - w
+        close(g["x"], [w])
 
 
 # pFedMe ---------------------------------------------------------------------------------------------------------------
@@ -424,9 +436,10 @@ def test_l2c_logits_of_absent_neighbours_rest():
     s = validated(4)
     alg = L2C()
     state = begin(alg, s.net, 4)
-    for ids in ([0, 1, 2], [0, 1, 2]):
-        state, _ = step(alg, state, s, torch.tensor(ids))
-    assert not state.own["a"][:, 3].any() and state.own["a"][0, :3].abs().min() > 0
+    for ids in ([0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2], [0, 1, 2]):
+        before, state = state.own["a"].clone(), step(alg, state, s, torch.tensor(ids))[0]
+    assert before[0].abs().min() > 0
+    assert torch.equal(state.own["a"][:, 3], before[:, 3]) and not torch.equal(state.own["a"][0, :3], before[0, :3])
 
 
 @pytest.mark.parametrize("alg", [FedFomo(m=2), L2C()])
