@@ -28,6 +28,7 @@ struct Sqdist {
 constexpr int kSqdistWindow = 64;        // rows of a block's window
 constexpr int kSqdistThreads = 256;
 constexpr int kSqdistShared = 48 * 1024;  // what every card gives without asking
+constexpr int kSqdistPacksLog2 = 3;       // packs of a row staged at a time, at least
 constexpr int64_t kSqdistBlocks = 2048;  // enough to fill any card several times
 constexpr double kSqdistTiny = 1e-30;    // below it float32 squares may have underflowed
 
@@ -63,7 +64,7 @@ inline SqdistPlan sqdist_plan(const Sqdist& q) {
   const int64_t rows = one_triangle ? rows_a : rows_a + rows_b;
   for (plan.lanes_log2 = 5;; --plan.lanes_log2) {
     const int lanes = 1 << plan.lanes_log2;
-    plan.packs_log2 = lanes > 4 ? plan.lanes_log2 + 1 : 3;
+    plan.packs_log2 = lanes > 4 ? plan.lanes_log2 + 1 : kSqdistPacksLog2;
     plan.pitch = (1 << plan.packs_log2) + (lanes < 8 ? lanes : 0);
     plan.stage_bytes = static_cast<int>(rows) * plan.pitch * 16;
     if (lanes == 1 || (tiles * lanes <= kSqdistThreads && 2 * plan.stage_bytes <= kSqdistShared)) break;
@@ -139,8 +140,9 @@ __device__ __forceinline__ void sqdist_stage(S* to, int pitch, int packs_log2, c
 }
 
 // One block: one window of pairs, one piece of the columns -> partial[split][i][j]. C is the type of the differences: float with flushes, or
-// double. With kRedo only pairs whose float32 result in `out` is suspect are done, and a block without any returns at once.
-template <class T, class S, class C, bool kRedo>
+// double. With kRedo only pairs whose float32 result in `out` is suspect are done, and a block without any returns at once. kOneLane: no two
+// threads share a tile, as where there are many rows; arithmetic is the bottleneck then, and all places in shared memory become constants.
+template <class T, class S, class C, bool kRedo, bool kOneLane>
 __global__ void __launch_bounds__(kSqdistThreads, 2)
     sqdist_partial(const T* __restrict__ a, int64_t a_row, const T* __restrict__ b, int64_t b_row, SqdistPlan plan, const double* out,
                    double* __restrict__ partial) {
@@ -152,8 +154,9 @@ __global__ void __launch_bounds__(kSqdistThreads, 2)
   const int rows_b = static_cast<int>(plan.n - row_b < kSqdistWindow ? plan.n - row_b : kSqdistWindow);
   const int groups_a = (rows_a + 3) / 4, groups_b = (rows_b + 3) / 4;
 
-  const int lanes = 1 << plan.lanes_log2, lane = static_cast<int>(threadIdx.x) & (lanes - 1);
-  const int tile = static_cast<int>(threadIdx.x) >> plan.lanes_log2;
+  const int lanes_log2 = kOneLane ? 0 : plan.lanes_log2, packs_log2 = kOneLane ? kSqdistPacksLog2 : plan.packs_log2;
+  const int lanes = 1 << lanes_log2, packs = 1 << packs_log2, pitch = kOneLane ? packs + 1 : plan.pitch;
+  const int lane = static_cast<int>(threadIdx.x) & (lanes - 1), tile = static_cast<int>(threadIdx.x) >> lanes_log2;
   int ti = 0, tj = 0;
   if (triangle) {  // tiles row by row of the upper triangle
     tj = tile;
@@ -183,14 +186,13 @@ __global__ void __launch_bounds__(kSqdistThreads, 2)
   const int64_t begin = static_cast<int64_t>(blockIdx.z) * plan.per_split;
   const int64_t end = begin + plan.per_split < plan.p ? begin + plan.per_split : plan.p;
   const int chunks = static_cast<int>((end - begin + plan.chunk - 1) / plan.chunk);
-  const int pitch = plan.pitch, packs = 1 << plan.packs_log2;
   const auto stage = [&](int k) {
     if (k < chunks) {
       S* const to = reinterpret_cast<S*>(shared + static_cast<int64_t>(k % plan.stages) * plan.stage_bytes);
       const int64_t column = begin + k * plan.chunk;
-      sqdist_stage<T, S>(to, pitch, plan.packs_log2, a + row_a * a_row, a_row, rows_a, plan.a_aligned, column, end);
+      sqdist_stage<T, S>(to, pitch, packs_log2, a + row_a * a_row, a_row, rows_a, plan.a_aligned, column, end);
       if (!triangle)
-        sqdist_stage<T, S>(to + static_cast<int64_t>(rows_a) * pitch * kWide, pitch, plan.packs_log2, b + row_b * b_row, b_row, rows_b,
+        sqdist_stage<T, S>(to + static_cast<int64_t>(rows_a) * pitch * kWide, pitch, packs_log2, b + row_b * b_row, b_row, rows_b,
                            plan.b_aligned, column, end);
     }
     copy_commit();  // a group for every chunk, empty ones too, so that the count of groups to wait for is constant
@@ -212,6 +214,7 @@ __global__ void __launch_bounds__(kSqdistThreads, 2)
     stage(k + plan.stages - 1);
     if (!active) continue;
     const S* const now = reinterpret_cast<const S*>(shared + static_cast<int64_t>(k % plan.stages) * plan.stage_bytes);
+#pragma unroll(kOneLane ? 4 : 1)
     for (int pack = lane; pack < packs; pack += 2 * lanes) {
       C sum[4][4] = {};
 #pragma unroll
@@ -284,7 +287,8 @@ void sqdist_launch(const Sqdist& q, const SqdistPlan& plan, cudaStream_t stream)
   if (plan.splits > 0) {
     const dim3 grid(static_cast<unsigned>(ceil_div(plan.n, kSqdistWindow)), static_cast<unsigned>(ceil_div(plan.m, kSqdistWindow)),
                     static_cast<unsigned>(plan.splits));
-    auto* const kernel = &sqdist_partial<T, S, C, kRedo>;
+    constexpr bool kOften = std::is_same_v<C, float>;  // worth a second copy of the code
+    auto* const kernel = kOften && plan.lanes_log2 == 0 ? &sqdist_partial<T, S, C, kRedo, kOften> : &sqdist_partial<T, S, C, kRedo, false>;
     PFLCORE_LAUNCH(kernel, grid, plan.threads, plan.stages * plan.stage_bytes, stream, a, q.a_row, b, plan.symmetric ? q.a_row : q.b_row, plan,
                    q.out, partial);
   }

@@ -1,0 +1,132 @@
+"""A pretended GPU: tensors that say `cuda:0` and compute on the CPU, for testing where things live on machines without a GPU.
+
+As on a real one, an operation on tensors of two devices is refused, numpy sees nothing, and looking at a value makes the host wait; such
+waits are counted. What it cannot show is anything about kernels (tests/cuda_on_cpu does) or about time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map
+
+GPU = torch.device("cuda:0")
+VALUES = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique", "_unique2"}  # ops whose result the host must know
+
+waits: list[str] = []  # what made the host wait for the device since the list was last emptied
+
+
+class Pretend(torch.Tensor):
+    """A tensor on the pretended GPU: `real` is where it really is."""
+
+    real_: Tensor
+
+    @staticmethod
+    def __new__(cls, real: Tensor) -> Pretend:
+        out = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, real.shape, strides=real.stride(), storage_offset=real.storage_offset(), dtype=real.dtype, device="meta"
+        )
+        out.real_ = real
+        return out  # type: ignore[no-any-return]
+
+    device = property(lambda self: GPU)  # type: ignore[assignment]
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+    is_cpu = property(lambda self: False)  # type: ignore[assignment]
+    is_meta = property(lambda self: False)  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return dispatch(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: Any) -> Pretend:
+        return Pretend(self.real_.detach().clone())
+
+    def __repr__(self, **_: Any) -> str:
+        return f"Pretend({self.real_})"
+
+    def numpy(self, **_: Any) -> Any:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    __array__ = numpy
+
+
+def looked_at(name: str) -> Callable[[Pretend], Any]:
+    def look(self: Pretend) -> Any:
+        waits.append(name)
+        return getattr(self.real_, name)()
+
+    return look
+
+
+for _name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__"):
+    setattr(Pretend, _name, looked_at(_name))
+
+
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = func._schema.name.split("::")[1]
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    here = [t for t in tensors if isinstance(t, Pretend)]
+    plain = [t for t in tensors if not isinstance(t, Pretend) and t.dim()]
+    target = None if kwargs.get("device") is None else torch.device(kwargs["device"]).type
+    if name in ("_to_copy", "copy_"):
+        on_gpu = isinstance(args[0], Pretend) if name == "copy_" else target == "cuda" or (target is None and bool(here))
+        if here and not on_gpu:
+            waits.append("to the CPU")
+    else:
+        by_index = name in ("index", "index_put", "index_put_", "_index_put_impl_") and isinstance(args[0], Pretend)
+        if here and plain and not (by_index and all(any(t is i for i in args[1]) for t in plain)):  # a GPU takes indices of the CPU
+            raise RuntimeError(f"{func}: expected all tensors on one device, got cuda:0 and cpu ({[list(t.shape) for t in plain]})")
+        on_gpu = target == "cuda" or (target is None and bool(here))
+        masks = by_index and any(isinstance(i, Tensor) and i.dtype == torch.bool for i in args[1])
+        if here and (name in VALUES or masks):
+            waits.append(name)
+
+    def real(value: Any) -> Any:
+        return value.real_ if isinstance(value, Pretend) else value
+
+    plainly = {**kwargs, "device": torch.device("cpu")} if target == "cuda" else dict(kwargs)
+    plainly.pop("pin_memory", None)
+    with _disable_current_modes():
+        out = func(*tree_map(real, args), **tree_map(real, plainly))
+    if not on_gpu:
+        return out
+    out = tree_map(lambda t: Pretend(t) if isinstance(t, Tensor) else t, out)
+    return return_and_correct_aliasing(func, args, kwargs, out)
+
+
+class _Dispatch(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        asked = kwargs.get("device")
+        if (asked is not None and torch.device(asked).type == "cuda") or any(issubclass(t, Pretend) for t in types):
+            return dispatch(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+class _Function(TorchFunctionMode):
+    """`t.to(other)` and `t.cpu()` ask C++ for the device, which knows no pretended one."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], Tensor):
+            return func(args[0], device=args[1].device, dtype=args[1].dtype, **kwargs)
+        if func is torch.Tensor.cpu:
+            return func.__objclass__.to(args[0], "cpu")
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def pretended_gpu() -> Iterator[torch.device]:
+    """Within it `device="cuda:0"` is there, on this thread: what would run on worker threads runs here, one after another."""
+    here = patch("pflcore.engine.Engine.map", lambda self, f, items: [f(i) for i in items])
+    seen, started = patch("torch.cuda.is_available", lambda: True), patch("torch.cuda._lazy_init", lambda: None)
+    waits.clear()
+    with here, seen, started, _Function(), _Dispatch():
+        yield GPU

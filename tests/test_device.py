@@ -1,0 +1,96 @@
+"""`device="cuda"` without a GPU: every algorithm on a pretended one (tests/pretend_gpu.py), which refuses to mix devices and counts waits."""
+
+from collections import Counter
+
+import pytest
+import torch
+from pretend_gpu import pretended_gpu, waits
+from small import images, tiny_model
+from torch import Tensor, nn
+
+from pflcore import Simulation, Training, ops
+from pflcore.algorithms import ALGORITHMS, begin, step
+from pflcore.data.federation import Federation
+from pflcore.engine import Engine, Setting
+from pflcore.flat import Net
+from pflcore.simulation import held_out
+
+
+class Convolutions(nn.Module):
+    """A model that is no chain of linear layers, so that the general engine runs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.max_pool2d(torch.relu(self.norm(self.conv(x))), 2).flatten(1))
+
+
+def data(convolutions: bool) -> Federation:
+    return held_out(images((7, 12, 9), (1, 4, 4) if convolutions else (6,)))
+
+
+def play(name: str, convolutions: bool, device: str) -> Simulation:
+    model = Convolutions if convolutions else tiny_model()
+    run = Simulation(name, model, data(convolutions), Training(lr=0.05, batch_size=5), rounds=2, engine="vmap", device=device)
+    run.history = run.run()  # type: ignore[attr-defined]
+    return run
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("convolutions", [False, True], ids=["mlp", "convolutions"])
+def test_everything_is_on_the_device(name: str, convolutions: bool) -> None:
+    want = play(name, convolutions, "cpu")
+    with pretended_gpu() as gpu:
+        got = play(name, convolutions, str(gpu))
+        assert got.history.stopped is None  # type: ignore[attr-defined]
+        rows = {f"g.{k}": v for k, v in got.state.g.items()} | {f"own.{k}": v for k, v in got.state.own.items()}
+        large = {k: v.device.type for k, v in rows.items() if v.dim() and v.shape[-1] == got.setting.net.size}
+        assert set(large.values()) <= {"cuda"}, f"rows of parameters that left the device: {large}"
+    for key in ("loss", "accuracy"):
+        torch.testing.assert_close(got.history.series(key)[1], want.history.series(key)[1], rtol=1e-3, atol=1e-3)  # type: ignore[attr-defined]
+
+
+def waits_of_a_round(name: str, epochs: int, gpu: torch.device) -> Counter[str]:
+    net, federation = Net(tiny_model()).to(gpu), data(False).to(gpu)
+    setting = Setting(net, federation, Training(lr=0.05, batch_size=3, epochs=epochs), Engine("vmap"), 0, 3)
+    algorithm = ALGORITHMS[name]()
+    state = begin(algorithm, net, federation.n)
+    for _ in range(2):
+        waits.clear()
+        state, _ = step(algorithm, state, setting, torch.arange(federation.n))
+    return Counter(waits)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_local_steps_do_not_wait_for_the_device(name: str) -> None:
+    """A round looks at a few values (who sent something that is not finite), but not at more of them when there are more steps."""
+    with pretended_gpu() as gpu:
+        assert waits_of_a_round(name, 1, gpu) == waits_of_a_round(name, 3, gpu)
+
+
+def test_two_devices_in_one_op_are_refused_with_a_sentence() -> None:
+    with pretended_gpu() as gpu:
+        a, cpu, half = torch.ones(3, 4, device=gpu), torch.ones(3, 4), torch.full((3, 3), 0.5, device=gpu)
+        index = torch.zeros(3, 3, dtype=torch.int64)
+        for call, name in (
+            (lambda: ops.pairwise_sqdist(a, cpu), "b"),
+            (lambda: ops.aggregate(a, half.to("cpu")), "weight"),
+            (lambda: ops.aggregate(a, half, index), "index"),
+            (lambda: ops.aggregate(a, half, base=cpu), "base"),
+            (lambda: ops.aggregate(a, half, out=cpu), "out"),
+            (lambda: ops.waffle_weights(half, torch.zeros(3, dtype=torch.int64), 0.5), "target"),
+            (lambda: ops.rank1_linear(a, half, half[0], cpu), "w_b"),
+            (lambda: ops.sgd_step_(a, cpu, 0.1), "grad"),
+            (lambda: ops.sgd_step_(a, a.clone(), 0.1, mu=torch.ones(3), anchor=a.clone()), "mu"),
+        ):
+            with pytest.raises(ValueError, match=rf": {name} must be .*cpu"):
+                call()
+
+
+def test_no_gpu_is_said_in_a_sentence() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    with pytest.raises(ValueError, match=r"device: got 'cuda', but torch .* sees no GPU here; use device='cpu'"):
+        Simulation("fedavg", tiny_model(), images(), device="cuda")
