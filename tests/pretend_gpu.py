@@ -18,7 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 GPU = torch.device("cuda:0")
-VALUES = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique", "_unique2"}  # ops whose result the host must know
+VALUES = {
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "equal",
+    "is_nonzero",
+    "unique",
+    "_unique2",
+}  # ops whose result the host must know
 
 waits: list[str] = []  # what made the host wait for the device since the list was last emptied
 
@@ -69,12 +77,18 @@ for _name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__")
     setattr(Pretend, _name, looked_at(_name))
 
 
+def where(kwargs: dict[str, Any]) -> str | None:
+    """The device that is asked for; C++ takes a pretended tensor for one on `meta` and asks for that."""
+    asked = kwargs.get("device")
+    return None if asked is None else "cpu" if torch.device(asked).type == "cpu" else "cuda"
+
+
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = func._schema.name.split("::")[1]
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     here = [t for t in tensors if isinstance(t, Pretend)]
     plain = [t for t in tensors if not isinstance(t, Pretend) and t.dim()]
-    target = None if kwargs.get("device") is None else torch.device(kwargs["device"]).type
+    target = where(kwargs)
     if name in ("_to_copy", "copy_"):
         on_gpu = isinstance(args[0], Pretend) if name == "copy_" else target == "cuda" or (target is None and bool(here))
         if here and not on_gpu:
@@ -104,8 +118,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 class _Dispatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        asked = kwargs.get("device")
-        if (asked is not None and torch.device(asked).type == "cuda") or any(issubclass(t, Pretend) for t in types):
+        if where(kwargs) == "cuda" or any(issubclass(t, Pretend) for t in types):
             return dispatch(func, args, kwargs)
         return func(*args, **kwargs)
 

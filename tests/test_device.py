@@ -1,4 +1,4 @@
-"""`device="cuda"` without a GPU: every algorithm on a pretended one (tests/pretend_gpu.py), which refuses to mix devices and counts waits."""
+"""`device="cuda"` without a GPU: every algorithm on a pretended one (tests/pretend_gpu.py) that refuses to mix devices and counts waits."""
 
 from collections import Counter
 

@@ -79,7 +79,7 @@ class FedAvg:
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
         """The server's new state. It owns `g` and may write rows into it in place."""
-        return {**g, "x": ops.aggregate(up["delta"], cohort.share[None], base=g["x"], lr=self.lr)[0]}
+        return {**g, "x": ops.aggregate(up["delta"], cohort.share[None].to(g["x"].device), base=g["x"], lr=self.lr)[0]}
 
     def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
         """Each client's view for evaluation, [S, ...]; never stored."""
@@ -179,7 +179,7 @@ def step(alg: FedAvg, state: State, setting: Setting, ids: Tensor, buffers: str 
         state.own[k][ids] = v.to(state.own[k].dtype)
     if local.buffers.shape[1]:
         if buffers == "average":
-            state.buffers[:] = ops.aggregate(local.buffers, cohort.share[None])
+            state.buffers[:] = ops.aggregate(local.buffers, cohort.share[None].to(local.buffers.device))
         else:
             state.buffers[ids] = local.buffers
     return State(g, state.own, state.buffers, round, 0), outcome

@@ -161,7 +161,7 @@ def fit_all(rows: Tensor, local: Local) -> Tensor:
 
 def mean_of_each(delta: Tensor, cohort: Cohort) -> Tensor:
     """The weighted mean over clients of `delta` [S, k, P]: [k, P]."""
-    return ops.aggregate(delta.flatten(1), cohort.share[None])[0].view(delta.shape[1:])
+    return ops.aggregate(delta.flatten(1), cohort.share[None].to(delta.device))[0].view(delta.shape[1:])
 
 
 def noted(old: Tensor, pick: Tensor, cohort: Cohort) -> Tensor:

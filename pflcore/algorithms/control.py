@@ -50,7 +50,7 @@ class Scaffold(FedAvg):
         return {"c": new}, {"delta": fit.w - down["x"], "control": new - own["c"]}
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
-        share = cohort.share[None]
+        share = cohort.share[None].to(g["x"].device)
         x = ops.aggregate(up["delta"], share, base=g["x"], lr=self.lr)[0]
         return {**g, "x": x, "c": ops.aggregate(up["control"], share, base=g["c"], lr=len(cohort.ids) / cohort.n)[0]}
 
@@ -132,8 +132,9 @@ class Waffle(Scaffold):
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
         mixed, history, smooth = self.mixing(g, up, cohort)
-        x = ops.aggregate(up["delta"], mixed[None], base=g["x"], lr=self.lr)[0]
-        c = ops.aggregate(up["control"], mixed[None], base=None if self.control_agg == "recompute" else g["c"])[0]
+        share = mixed[None].to(g["x"].device)
+        x = ops.aggregate(up["delta"], share, base=g["x"], lr=self.lr)[0]
+        c = ops.aggregate(up["control"], share, base=None if self.control_agg == "recompute" else g["c"])[0]
         return {"x": x, "c": c, "history": history, "weights": smooth}
 
     def mixing(self, g: Tensors, up: Tensors, cohort: Cohort) -> tuple[Tensor, Tensor, Tensor]:

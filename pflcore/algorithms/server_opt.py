@@ -93,7 +93,7 @@ class FedOpt(FedAvg):
         return {"x": net.w0, **self.slots(net.w0)}, {}
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
-        return self.improve(g, ops.aggregate(up["delta"], cohort.share[None])[0])
+        return self.improve(g, ops.aggregate(up["delta"], cohort.share[None].to(up["delta"].device))[0])
 
 
 @dataclass(frozen=True)

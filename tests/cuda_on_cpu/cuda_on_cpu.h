@@ -67,9 +67,9 @@ struct Device {
   Fiber* now = nullptr;
   dim3 grid, block, index;
   int threads = 0, vote = 0, verdict = 0;
-  unsigned seed = 0;  // 0: threads in order, 1: backwards, else shuffled
+  unsigned seed = 0;  // 0: threads in order, 1: backwards, else shuffled; but for 0, each warp runs ahead of the others
   std::string error;
-  long launches = 0, barriers = 0;
+  long launches = 0;
 };
 
 inline Device& device() {
@@ -122,6 +122,28 @@ inline void copy_wait(int pending) {
   me.copies.erase(std::remove_if(me.copies.begin(), me.copies.end(), arrived), me.copies.end());
 }
 
+inline void run(int t) {
+  Device& d = device();
+  Fiber& f = *d.fibers[t];
+  if (f.wait != Wait::none) return;
+  d.now = &f;
+  swapcontext(&d.scheduler, &f.context);
+}
+
+// Wakes a warp whose living threads all wait for each other.
+inline bool release_warp(int first) {
+  Device& d = device();
+  const int end = std::min(first + 32, d.threads);
+  bool some = false;
+  for (int t = first; t < end; ++t) {
+    if (d.fibers[t]->wait != Wait::warp && d.fibers[t]->wait != Wait::done) return false;
+    some = some || d.fibers[t]->wait == Wait::warp;
+  }
+  for (int t = first; t < end; ++t)
+    if (d.fibers[t]->wait == Wait::warp) d.fibers[t]->wait = Wait::none;
+  return some;
+}
+
 // Wakes those whose barrier is complete: all living threads of the block, or of a warp. False: nobody can go on.
 inline bool release() {
   Device& d = device();
@@ -131,22 +153,9 @@ inline bool release() {
     for (int t = 0; t < d.threads; ++t)
       if (d.fibers[t]->wait == Wait::block) d.fibers[t]->wait = Wait::none, any = true;
     d.verdict = d.vote, d.vote = 0;
-    ++d.barriers;
     return any;
   }
-  for (int w = 0; w < d.threads; w += 32) {
-    const int end = std::min(w + 32, d.threads);
-    bool ready = true, some = false;
-    for (int t = w; t < end; ++t) {
-      ready = ready && (d.fibers[t]->wait == Wait::warp || d.fibers[t]->wait == Wait::done);
-      some = some || d.fibers[t]->wait == Wait::warp;
-    }
-    if (ready && some) {
-      for (int t = w; t < end; ++t)
-        if (d.fibers[t]->wait == Wait::warp) d.fibers[t]->wait = Wait::none;
-      any = true;
-    }
-  }
+  for (int w = 0; w < d.threads; w += 32) any = release_warp(w) || any;
   return any;
 }
 
@@ -171,10 +180,11 @@ inline void run_block(size_t shared_bytes) {
   for (bool alive = true; alive;) {
     alive = false;
     for (int t : d.order) {
-      Fiber& f = *d.fibers[t];
-      if (f.wait != Wait::none) continue;
-      d.now = &f;
-      swapcontext(&d.scheduler, &f.context);
+      run(t);
+      while (d.seed != 0 && release_warp(t / 32 * 32)) {  // one warp far ahead of the others, as far as the barriers allow
+        for (int other : d.order)
+          if (other / 32 == t / 32) run(other);
+      }
     }
     for (int t = 0; t < d.threads && !alive; ++t) alive = d.fibers[t]->wait != Wait::done;
     if (alive && !release()) {
