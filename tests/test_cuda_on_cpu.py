@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler to r
 
 SIZES = (1, 2, 17, 31, 33, 257, 1023)  # columns
 ROWS = (1, 2, 3, 17)
-SHIFTS = (0, 1, 3)  # elements off a 16-byte boundary
+SHIFTS = (None, 0, 1, 3)  # elements off a 16-byte boundary; None: the last element is the last that may be touched
 GAPS = (0, 1, 8)  # elements between rows
 
 
@@ -59,9 +59,14 @@ def test_harness_catches_what_a_gpu_would_not_forgive(kernels: Kernels) -> None:
     assert out.isnan().all(), "shared memory that was never written must read as NaN"
     kernels.check(kernels.lib.broken(3, out.data_ptr()))
     assert out.isnan().all(), "a copy that was not waited for must not have arrived"
-    for fault, sentence in ((1, "not every thread reaches"), (4, "misaligned"), (5, "past the end of shared memory")):
+    for fault, sentence in (
+        (1, "not every thread reaches"),
+        (4, "misaligned"),
+        (5, "past the end of shared memory"),
+        (6, "outside of its buffers"),
+    ):
         with pytest.raises(RuntimeError, match=sentence):
-            kernels.check(kernels.lib.broken(fault, out.data_ptr()))
+            kernels.check(kernels.lib.broken(fault, guarded(out[None]).data_ptr()))
 
 
 # --- pairwise_sqdist ---------------------------------------------------------------------------------------------------------------
@@ -70,7 +75,7 @@ def test_harness_catches_what_a_gpu_would_not_forgive(kernels: Kernels) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(m=st.sampled_from(ROWS), n=st.sampled_from((0, *ROWS)), p=st.sampled_from(SIZES), shift=st.sampled_from(SHIFTS),
        gap=st.sampled_from(GAPS), seed=st.integers(0, 99))  # fmt: skip
-def test_sqdist(kernels: Kernels, dtype: torch.dtype, m: int, n: int, p: int, shift: int, gap: int, seed: int) -> None:
+def test_sqdist(kernels: Kernels, dtype: torch.dtype, m: int, n: int, p: int, shift: int | None, gap: int, seed: int) -> None:
     centre = normal(1, p, seed=seed)
     a = guarded((centre + 1e-3 * normal(m, p, seed=seed + 1)).to(dtype), shift, gap)  # models that are close, as after a round
     b = guarded((centre + 1e-3 * normal(n, p, seed=seed + 2)).to(dtype), 0, gap) if n else None
@@ -204,7 +209,7 @@ def test_feddwa_weights(kernels: Kernels, dtype: torch.dtype, m: int, n: int, k:
        base=st.sampled_from((None, 1, 2)), base_dtype=st.sampled_from(list(DTYPES)), precise=st.booleans(), shift=st.sampled_from(SHIFTS),
        gap=st.sampled_from(GAPS), seed=st.integers(0, 99))  # fmt: skip
 def test_aggregate(kernels: Kernels, dtype: torch.dtype, n: int, m: int, p: int, sparse: bool, base: int | None, base_dtype: torch.dtype,
-                   precise: bool, shift: int, gap: int, seed: int) -> None:  # fmt: skip
+                   precise: bool, shift: int | None, gap: int, seed: int) -> None:  # fmt: skip
     g = torch.Generator().manual_seed(seed)
     updates = guarded(normal(n, p, seed=seed, dtype=dtype), shift, gap)
     index = None
@@ -310,8 +315,10 @@ def test_rank1_linear_empty(kernels: Kernels) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @given(s=st.sampled_from((1, 2, 17)), q=st.sampled_from(SIZES), has=st.tuples(*[st.booleans()] * 5), one_mask=st.booleans(),
        decay=st.sampled_from((0.0, 0.01)), shift=st.sampled_from(SHIFTS), gap=st.sampled_from(GAPS), seed=st.integers(0, 99))  # fmt: skip
-def test_sgd_step(kernels: Kernels, dtype: torch.dtype, s: int, q: int, has: tuple[bool, ...], one_mask: bool, decay: float, shift: int,
-                  gap: int, seed: int) -> None:  # fmt: skip
+def test_sgd_step(
+    kernels: Kernels, dtype: torch.dtype, s: int, q: int, has: tuple[bool, ...], one_mask: bool, decay: float, shift: int | None, gap: int,
+    seed: int,
+) -> None:  # fmt: skip
     def draw(k: int, rows: int = s, wanted: bool = True) -> Tensor | None:
         return guarded(normal(rows, q, seed=seed + k, dtype=dtype), shift if k % 2 else 0, gap) if wanted else None
 

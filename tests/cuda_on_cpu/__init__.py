@@ -1,13 +1,15 @@
 """The CUDA kernels on the CPU: builds driver.cpp with the C++ compiler and calls it with tensors.
 
-Every buffer handed over lies between guards: NaN before and behind, so that a stray read poisons the result and a stray write is seen.
+Every buffer handed over has NaN before it, so that a stray read poisons the result and a stray write is seen, and behind it a page that may
+not be touched at all.
 """
 
 import ctypes
 import os
 import shutil
 import subprocess
-from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_uint, c_void_p
+import weakref
+from ctypes import POINTER, byref, c_char_p, c_double, c_int, c_int64, c_ubyte, c_uint, c_void_p
 from pathlib import Path
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 
 HERE = Path(__file__).parent
 KERNELS = HERE.parents[1] / "csrc" / "cuda"
+loaded: list[ctypes.CDLL] = []
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 
 
@@ -28,6 +31,8 @@ def build(folder: Path) -> ctypes.CDLL:
     command = [str(compiler()), *flags, f"-I{HERE}", f"-I{KERNELS}", str(HERE / "driver.cpp"), "-o", str(target)]
     subprocess.run(command, check=True)
     lib = ctypes.CDLL(str(target))
+    lib.fenced.argtypes, lib.fenced.restype = [c_int64, POINTER(c_int64)], c_void_p
+    lib.unfence.argtypes, lib.unfence.restype = [c_void_p, c_int64], None
     lib.last_error.restype = c_char_p
     lib.launches.restype = c_int64
     lib.set_order.argtypes = [c_uint]
@@ -59,15 +64,35 @@ def build(folder: Path) -> ctypes.CDLL:
     return lib
 
 
-def guarded(t: Tensor, shift: int = 0, gap: int = 0) -> Tensor:
-    """A copy of t [R, C] in the midst of NaN: `shift` elements off a 16-byte boundary, rows `gap` elements apart beyond C."""
+class Fence:
+    """Pages of memory with a forbidden one behind them; given back when the last tensor in them is gone."""
+
+    def __init__(self, size: int) -> None:
+        real = c_int64()
+        self.address = loaded[-1].fenced(size, byref(real))
+        assert self.address, "no memory for a fence"
+        self.size = real.value
+
+    def tensor(self, dtype: torch.dtype) -> Tensor:
+        memory = (c_ubyte * self.size).from_address(self.address)
+        weakref.finalize(memory, loaded[-1].unfence, self.address, self.size)
+        return torch.frombuffer(memory, dtype=dtype)
+
+
+def guarded(t: Tensor, shift: int | None = None, gap: int = 0) -> Tensor:
+    """A copy of t [R, C] with NaN before it and between its rows, `gap` elements, and a fence that no access can pass behind it.
+
+    With `shift` the first row starts so many elements off a 16-byte boundary, which may leave less than 16 bytes of NaN before the fence.
+    """
     bad = float("nan") if t.is_floating_point() else -(1 << 40)
-    rows, cols = t.shape
-    memory = torch.full((64 + shift + rows * (cols + gap) + 64,), bad, dtype=t.dtype)
-    start = 64 + shift + (-(memory.data_ptr() // t.element_size()) % (16 // t.element_size()))
-    inner = memory[start : start + rows * (cols + gap)].view(rows, cols + gap)[:, :cols]
-    inner.copy_(t)
-    return inner
+    (rows, cols), size = t.shape, t.element_size()
+    span = max(rows * (cols + gap) - gap, 0) if cols else 0
+    memory = Fence((span + 80) * size).tensor(t.dtype).fill_(bad)
+    start = memory.numel() - span
+    if shift is not None:
+        start -= (start - shift) % (16 // size)  # pages begin on 16-byte boundaries
+    inner = torch.as_strided(memory, (rows, cols), (cols + gap, 1), start if span else 0)
+    return inner.copy_(t)
 
 
 def intact(inner: Tensor) -> bool:
@@ -92,6 +117,7 @@ class Kernels:
 
     def __init__(self, folder: Path) -> None:
         self.lib = build(folder)
+        loaded.append(self.lib)
 
     def check(self, failed: int) -> None:
         if failed:

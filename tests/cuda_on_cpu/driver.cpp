@@ -1,5 +1,10 @@
 // The CUDA kernels of csrc/cuda, compiled by a plain C++ compiler, behind C functions for ctypes. Returns 0, or 1 with the reason in last_error().
 #define PFLCORE_CUDA_ON_CPU
+#include <setjmp.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include "aggregate.cuh"
 #include "rank1.cuh"
 #include "sgd.cuh"
@@ -29,8 +34,30 @@ struct Workspace {
   }
 };
 
+// A kernel that leaves its buffers runs into a fence (below); the call then fails instead of the process.
+sigjmp_buf way_out;
+void trapped(int) { siglongjmp(way_out, 1); }
+
+struct Trap {
+  struct sigaction action {}, before[2];
+  stack_t stack{}, stack_before;
+  std::vector<char> memory = std::vector<char>(64 * 1024);
+  Trap() {
+    stack.ss_sp = memory.data(), stack.ss_size = memory.size();
+    sigaltstack(&stack, &stack_before);
+    action.sa_handler = trapped, action.sa_flags = SA_ONSTACK;
+    sigaction(SIGSEGV, &action, &before[0]), sigaction(SIGBUS, &action, &before[1]);
+  }
+  ~Trap() { sigaction(SIGSEGV, &before[0], nullptr), sigaction(SIGBUS, &before[1], nullptr), sigaltstack(&stack_before, nullptr); }
+};
+
 template <class Body>
 int guarded(const Body& body) {
+  const Trap trap;
+  if (sigsetjmp(way_out, 1)) {
+    failure = "read or written outside of its buffers";
+    return 1;
+  }
   try {
     body();
     return 0;
@@ -54,6 +81,16 @@ struct Rank1Call {
 }  // namespace
 
 extern "C" {
+
+// Whole pages, at least `bytes`, with a forbidden page behind them; `size` gets their length.
+void* fenced(int64_t bytes, int64_t* size) {
+  const int64_t page = sysconf(_SC_PAGESIZE);
+  *size = (bytes + page - 1) / page * page;
+  char* const from = static_cast<char*>(mmap(nullptr, static_cast<size_t>(*size + page), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  if (from == MAP_FAILED || mprotect(from + *size, static_cast<size_t>(page), PROT_NONE)) return nullptr;
+  return from;
+}
+void unfence(void* from, int64_t size) { munmap(from, static_cast<size_t>(size + sysconf(_SC_PAGESIZE))); }
 
 const char* last_error() { return failure.c_str(); }
 void set_order(unsigned seed) { cuda_on_cpu::device().seed = seed; }
@@ -135,7 +172,7 @@ SGD(float, float)
 SGD(double, double)
 
 // What the harness must catch: a kernel that forgets a barrier (its result depends on the order), one whose threads part at a barrier, one that
-// reads shared memory it never wrote, one that uses a copy it did not wait for.
+// reads shared memory it never wrote, one that uses a copy it did not wait for, one that reads past its input.
 int broken(int which, double* out) {
   return guarded([&] {
     auto* const kernel = +[](int fault, double* to) {
@@ -153,6 +190,7 @@ int broken(int which, double* out) {
       if (fault == 3) to[t] = mine[t % 4];
       if (fault == 4) pc::load16(mine + 1);
       if (fault == 5 && t == 0) mine[64] = 0;
+      if (fault == 6 && t == 63) to[t] = to[t + 1];
     };
     PFLCORE_LAUNCH(kernel, 1, 64, 64 * sizeof(float), nullptr, which, out);
   });
