@@ -316,3 +316,16 @@ def test_the_command_line_plays_a_plan(tmp_path, capsys):
 )
 def test_further_seeds_go_on_as_the_plans_do(given, seeds, want):
     assert seeds_of(given, seeds) == want
+
+
+def test_school_of_the_first_split(tmp_path):
+    """Local .0124 and MOCHA .01205 are what an independent program gives for seed 100; the whole table takes `pflcore reproduce`."""
+    plan = json.loads((PLANS / "motley-school.json").read_text())
+    try:
+        b = Benchmark(plan, tmp_path, seeds=1, say=quiet)
+    except (OSError, ImportError):
+        pytest.skip("school.mat is not here")
+    b.play(["Local", "FedAvg + FT", "MOCHA, omega"])
+    mean = {r["method"]: r["mean"] for r in b.rows()}
+    assert mean["Local"] == pytest.approx(0.0124, abs=1e-4) and mean["MOCHA, omega"] == pytest.approx(0.01205, abs=5e-5)
+    assert [good for good, _ in b.verdicts()] == [True] * 3  # FT and MOCHA below Local, FedAvg above
