@@ -27,15 +27,21 @@ def samples():
     index = torch.tensor([[0, 2], [1, 1]])
     yield "pairwise_sqdist", (r(4, 9), None)
     yield "pairwise_sqdist", (r(4, 9, grad=True), r(3, 9, grad=True))
+    yield "pairwise_sqdist", (r(9, 4, dtype=torch.float16).T, r(0, 9, dtype=torch.float16))
     yield "waffle_weights", (r(2, 5).abs(), torch.tensor([0, 3]), 0.5, 0.4, False)
+    yield "waffle_weights", (r(5, 2, dtype=torch.float64).abs().T, torch.tensor(1), 1.5, 0.4, True)
     yield "feddwa_weights", (r(3, 5).abs(), 2)
+    yield "feddwa_weights", (r(5, 3).abs().T, 9)
     yield "aggregate", (r(3, 9, grad=True), r(2, 3, grad=True), None, r(9, grad=True), 0.5, False)
     yield "aggregate", (r(3, 9), r(2, 2, dtype=torch.float64), index, None, 1.0, True)
+    yield "aggregate", (r(3, 9, grad=True), r(2, 2, grad=True), index, r(2, 9, grad=True), 0.5, False)
     yield "aggregate_out", (r(3, 9), r(2, 2), index, r(2, 9), 1.0, False, r(2, 9))
     for lead in ((), (4,)):
         forward = (r(*lead, 5, 6, grad=True), r(7, 3, grad=True), r(*lead, 3, grad=True), r(3, 6, grad=True))
         yield "rank1_linear", forward
         yield "rank1_linear_backward", (r(*lead, 5, 7), *(t.detach() for t in forward), True, False, True, True)
+    yield "rank1_linear", (r(6, 0, dtype=torch.float16).T, *(r(*s, dtype=torch.float16) for s in ((7, 3), (3,), (3, 6))))
+    yield "sgd_step_", (r(2, 9), r(2, 9), 0.1, None, None, 0.0, None, None, 0.0, None, 0.0)
     yield "sgd_step_", (r(2, 9), r(2, 9), 0.1, None, r(9), 0.0, r(2), r(2, 9), 0.9, r(2, 9), 0.01)
 
 
@@ -58,16 +64,51 @@ def test_fake_and_meta(name, arguments):
             assert (other.shape, other.dtype, other.stride()) == (want.shape, want.dtype, want.stride())
 
 
+def test_every_op_has_a_sample():
+    """A new op of the library needs one, or a test of its own."""
+    named = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("pflcore::")}
+    assert named - {name for name, _ in samples()} == {"pool2x2", "pool2x2_backward"}  # tests/test_pooling.py
+
+
+def leaves(*shapes):
+    gen = torch.Generator().manual_seed(3)
+    return [torch.randn(*shape, generator=gen, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+def check_gradients(call, inputs):
+    assert torch.autograd.gradcheck(call, inputs) and torch.autograd.gradgradcheck(call, inputs)
+
+
+def test_gradcheck_pairwise_sqdist():
+    check_gradients(ops.pairwise_sqdist, leaves((3, 5)))
+    check_gradients(ops.pairwise_sqdist, leaves((3, 5), (4, 5)))
+
+
+@pytest.mark.parametrize("index", [None, torch.tensor([[0, 1], [2, 2], [3, 0]])])
+@pytest.mark.parametrize("base", [(7,), (3, 7)])
+def test_gradcheck_aggregate(index, base):
+    inputs = leaves((4, 7), (3, 4 if index is None else 2), base)
+    check_gradients(lambda u, w, b: ops.aggregate(u, w, index, b, 0.7), inputs)
+
+
+@pytest.mark.parametrize("lead", [(), (2,)])
+def test_gradcheck_rank1_linear(lead):
+    x, w_a, lam, w_b = leaves((*lead, 5, 4), (3, 6), (*lead, 6), (6, 4))
+    with torch.no_grad():
+        lam[..., 2] = 0  # a factor that is off, which its lambda's gradient may turn on
+    check_gradients(ops.rank1_linear, [x, w_a, lam, w_b])
+
+
+def test_weights_are_constants():
+    (d,) = leaves((3, 3))
+    assert not ops.waffle_weights(d, 0, 0.5).requires_grad and not ops.feddwa_weights(d, 2).weight.requires_grad
+
+
 def server_step(guide, model, out):
     top = ops.feddwa_weights(ops.pairwise_sqdist(guide, model), 3)
     ops.aggregate(model, top.weight, top.index, base=model, lr=0.5, out=out)
     weight = ops.waffle_weights(ops.pairwise_sqdist(guide).sqrt(), 1, 0.7)
     return ops.aggregate(model, weight), out
-
-
-def local_step(x, w_a, lam, w_b):
-    loss = ops.rank1_linear(x, w_a, lam, w_b).square().mean()
-    return torch.autograd.grad(loss, (w_a, lam, w_b))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -83,11 +124,29 @@ def test_compile(dynamic):
 
 def test_compile_with_gradient():
     gen = torch.Generator().manual_seed(2)
-    leaves = [torch.randn(*s, generator=gen).requires_grad_() for s in ((4, 5, 6), (7, 3), (4, 3), (3, 6))]
+    inputs = [torch.randn(*s, generator=gen).requires_grad_() for s in ((4, 5, 6), (7, 3), (4, 3), (3, 6))]
     compiled = torch.compile(lambda *t: ops.rank1_linear(*t).square().mean(), fullgraph=True, backend="aot_eager")
-    want = torch.autograd.grad(ops.rank1_linear(*leaves).square().mean(), leaves)
-    for g, w in zip(torch.autograd.grad(compiled(*leaves), leaves), want, strict=True):
+    want = torch.autograd.grad(ops.rank1_linear(*inputs).square().mean(), inputs)
+    for g, w in zip(torch.autograd.grad(compiled(*inputs), inputs), want, strict=True):
         torch.testing.assert_close(g, w)
+
+
+def test_compile_with_the_default_backend():
+    guide = torch.randn(5, 40, generator=torch.Generator().manual_seed(3))
+    compiled = torch.compile(lambda t: ops.aggregate(t, *ops.feddwa_weights(ops.pairwise_sqdist(t), 2)), fullgraph=True)
+    assert torch.equal(compiled(guide), ops.aggregate(guide, *ops.feddwa_weights(ops.pairwise_sqdist(guide), 2)))
+
+
+def test_compile_of_a_step_in_place():
+    def step(w, grad, buffer):
+        ops.sgd_step_(w, grad, 0.1, momentum=0.9, buffer=buffer, mu=0.5, anchor=torch.zeros_like(w))
+
+    gen = torch.Generator().manual_seed(4)
+    w, grad, buffer = (torch.randn(3, 40, generator=gen) for _ in range(3))
+    w2, buffer2 = w.clone(), buffer.clone()
+    step(w, grad, buffer)
+    torch.compile(step, fullgraph=True, backend="aot_eager")(w2, grad, buffer2)
+    assert torch.equal(w, w2) and torch.equal(buffer, buffer2)
 
 
 def test_backend_says_what_runs():

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tolerance import F32, F64, assert_close
-from ugly import same_for_any_threads
+from ugly import LAYOUTS, lay, randn, same_for_any_threads
 
 from pflcore import ops
 
@@ -30,19 +30,20 @@ def formula(w, grad, lr, shift, mask, mu, anchor, momentum, buffer, weight_decay
 @given(
     st.sampled_from([0, 1, 2, 5]), st.sampled_from([0, 1, 3, 16, 17, 257, 5003]), st.sampled_from([F32, F64]), SWITCH,
     st.sampled_from([None, "row", "matrix"]), st.sampled_from([None, "float", "rows"]), st.sampled_from([0.0, 0.9]),
-    st.sampled_from([0.0, 0.01]), SWITCH, st.integers(0, 99),
+    st.sampled_from([0.0, 0.01]), st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS[:3]), st.integers(0, 99),
 )  # fmt: skip
-def test_formula(s, q, dtype, with_shift, mask_kind, mu_kind, momentum, weight_decay, strided, seed):
+def test_formula(s, q, dtype, with_shift, mask_kind, mu_kind, momentum, weight_decay, layout, written, seed):
     gen = torch.Generator().manual_seed(seed)
 
-    def make(*shape):
-        return torch.randn(*shape[:-1], shape[-1] + (3 if strided else 0), generator=gen).to(dtype)[..., : shape[-1]]
+    def make(*shape, place=layout):
+        t = torch.randn(*shape, generator=gen).to(dtype)
+        return lay(t, place) if len(shape) == 2 else lay(t[None], place)[0]
 
-    w, grad, shift = make(s, q), make(s, q), make(s, q) if with_shift else None
+    w, grad, shift = make(s, q, place=written), make(s, q), make(s, q) if with_shift else None
     mask = None if mask_kind is None else (make(q) if mask_kind == "row" else make(s, q)).gt(0).to(dtype)
     anchor = None if mu_kind is None else make(s, q)
     mu = {None: 0.0, "float": 0.3, "rows": torch.rand(s, generator=gen)}[mu_kind]
-    buffer = make(s, q) if momentum else None
+    buffer = make(s, q, place=written) if momentum else None
     want, want_buffer = formula(w, grad, 0.1, shift, mask, mu, anchor, momentum, buffer, weight_decay)
     start, size = w.clone(), 20 * torch.ones_like(want)  # ten terms of size 2
     assert ops.sgd_step_(w, grad, 0.1, shift, mask, mu, anchor, momentum, buffer, weight_decay) is None
@@ -82,6 +83,45 @@ def test_threads_change_no_bit():
     same_for_any_threads(step)
 
 
+@pytest.mark.parametrize("dtype", [F32, F64])
+def test_proximal_steps_end_at_the_proximal_point(dtype):
+    """argmin |w - c|^2 / 2 + mu |w - a|^2 / 2 = (c + mu a) / (1 + mu), a mu for each client."""
+    c, a = randn(1, 4, 13, dtype=dtype), randn(2, 4, 13, dtype=dtype)
+    mu = torch.tensor([0.0, 0.5, 1.0, 4.0], dtype=dtype)
+    w = torch.zeros(4, 13, dtype=dtype)
+    for _ in range(200):
+        ops.sgd_step_(w, w - c, 0.15, mu=mu, anchor=a)
+    torch.testing.assert_close(w, (c + mu[:, None] * a) / (1 + mu[:, None]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", [F32, F64])
+def test_nothing_beside_the_rows_is_written_and_masked_numbers_stay(dtype):
+    home, memory = torch.full((5, 71), 7.0, dtype=dtype), torch.full((5, 67), 7.0, dtype=dtype)
+    w, buffer = home[1:4, 5:66], memory[1:4, 2:63]
+    mask = (torch.arange(61) % 3 == 0).to(dtype)
+    ops.sgd_step_(w, randn(1, 3, 61, dtype=dtype), 0.1, mask=mask, momentum=0.9, buffer=buffer)
+    assert bool((w[:, mask == 0] == 7.0).all()) and not bool((w[:, mask == 1] == 7.0).any())
+    w.fill_(7.0)
+    buffer.fill_(7.0)
+    assert bool((home == 7.0).all()) and bool((memory == 7.0).all())
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", [F32, F64])
+def test_a_row_alone_takes_the_same_step(dtype):
+    """Bit for bit: a client's training does not depend on who trains beside it."""
+    w, grad, shift, anchor, buffer = (randn(n, 5, 131, dtype=dtype) for n in range(5))
+    mu = torch.rand(5, generator=torch.Generator().manual_seed(0), dtype=F64)
+    together, memory = w.clone(), buffer.clone()
+    ops.sgd_step_(together, grad, 0.1, shift, None, mu, anchor, 0.9, memory, 1e-3)
+    for i in range(5):
+        one = slice(i, i + 1)
+        alone, own = w[one].clone(), buffer[one].clone()
+        ops.sgd_step_(alone, grad[one], 0.1, shift[one], None, mu[one], anchor[one], 0.9, own, 1e-3)
+        assert torch.equal(alone, together[one]) and torch.equal(own, memory[one])
+
+
 def test_shared_rows_are_read():
     """An expanded anchor or shift is one row for all clients."""
     w = torch.zeros(4, 50)
@@ -103,6 +143,10 @@ W = torch.zeros(2, 3)
         (lambda: ops.sgd_step_(W, W, 0.1, mu=1.0), ValueError, "anchor must be .* where mu is given"),
         (lambda: ops.sgd_step_(W, W, 0.1, mu=torch.ones(3), anchor=W), ValueError, r"mu must be a number or \[2\]"),
         (lambda: ops.sgd_step_(torch.zeros(3, 2).T, W, 0.1), ValueError, "w must be of contiguous rows"),
+        (lambda: ops.sgd_step_(torch.zeros(1, 3).expand(2, -1), W, 0.1), ValueError, "w must be of rows that do not overlap"),
+        (lambda: ops.sgd_step_(W, W, 0.1, momentum=0.9, buffer=torch.zeros(3, 2).T), ValueError, "buffer must be of contiguous rows"),
+        (lambda: ops.sgd_step_(W, W, 0.1, shift=0.0), TypeError, "shift must be a tensor"),
+        (lambda: ops.sgd_step_(W, W, 0.1, mask=torch.ones(3, dtype=torch.bool)), TypeError, "mask must be torch.float32"),
         (lambda: ops.sgd_step_(W.clone().requires_grad_(), W, 0.1), ValueError, "w must be free of autograd"),
         (lambda: ops.sgd_step_(W, W, 0.1, mask=torch.ones(2)), ValueError, "mask must be"),
     ],

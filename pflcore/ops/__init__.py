@@ -77,7 +77,7 @@ def waffle_weights(
     raw weight `max(psi - (t + s) / (1 + s), 0)`, the target's is `psi` (omega > 1: `t + s`, line 6 as printed). This closed form equals the
     paper's and never divides by zero. All others equally far: t = 0 (`tie="closed"`), or everybody gets 1/N (`tie="uniform"`); all at
     distance 0: 1/N; psi = 0 or N = 1: all weight on the target. The target's own distance is ignored. A distance that is not finite is an
-    absent client, of weight 0; a negative one counts as 0.
+    absent client, of weight 0; a negative one counts as 0. The weights are constants: no gradient flows through them.
 
     omega: Omega(r) >= 0; psi: Psi(r) >= 0, None: the same as omega. The 0.95 rule and the smoothing over rounds belong to the algorithm.
     """
@@ -85,7 +85,7 @@ def waffle_weights(
     goal = check_waffle(dist, target, omega, psi, tie)
     if library.on_references:
         library.warn_once()
-    return library.waffle_weights(dist, goal, omega, psi, tie == "uniform")
+    return library.waffle_weights(dist.detach() if dist.requires_grad else dist, goal, omega, psi, tie == "uniform")
 
 
 def feddwa_weights(
@@ -95,7 +95,8 @@ def feddwa_weights(
     """FedDWA's weights (Liu et al. 2023, Eq. 15 and 8): the k nearest of each row, weighted by 1 / squared distance, rows summing to 1.
 
     Ties go to the lower index; k >= N keeps all. Where distances are 0, only those count, equally. NaN counts as infinitely far, a negative
-    distance as 0; an infinitely far neighbour has weight 0, and a row of nothing else is uniform. Never NaN.
+    distance as 0; an infinitely far neighbour has weight 0, and a row of nothing else is uniform. Never NaN. The weights are constants: no
+    gradient flows through them.
     """
     if not (type(k) is int and k > 0):
         expect(is_int(k) and k > 0, "feddwa_weights", "k", "a whole number above 0", repr(k))
@@ -104,7 +105,7 @@ def feddwa_weights(
         expect(False, "feddwa_weights", "sqdist", "at least one column", shape(sqdist))
     if library.on_references:
         library.warn_once()
-    return TopK(*library.feddwa_weights(sqdist, k))
+    return TopK(*library.feddwa_weights(sqdist.detach() if sqdist.requires_grad else sqdist, k))
 
 
 def aggregate(

@@ -193,6 +193,8 @@ def check_sgd(w: Any, grad: Any, shift: Any, mask: Any, mu: Any, anchor: Any, mo
     for name, t in (("w", w), ("buffer", buffer)):
         if t is not None and t.numel() and t.shape[1] > 1 and t.stride(1) != 1:
             expect(False, op, name, "of contiguous rows", f"strides {list(t.stride())}", f"use {name}.contiguous()")
+        if t is not None and t.numel() and t.shape[0] > 1 and t.stride(0) < t.shape[1]:
+            expect(False, op, name, "of rows that do not overlap", f"strides {list(t.stride())}", f"use {name}.clone()")
     if momentum and buffer is None:
         expect(False, op, "buffer", f"{list(w.shape)} where momentum is {momentum}", "None", "use torch.zeros_like(w)")
     if isinstance(mu, Tensor) and mu.dim():

@@ -74,7 +74,7 @@ def feddwa_weights(
     k: int,
 ) -> tuple[Tensor, Tensor]:  # [M, K] float64, [M, K] int64
     """The K nearest of each row by (distance, index), weighted by 1 / squared distance (FedDWA, Liu et al. 2023, Eq. 15 and 8)."""
-    d = sqdist.double()
+    d = sqdist.double().contiguous()
     d = torch.where(d.isnan(), math.inf, d.clamp(min=0))
     value, index = d.sort(dim=1, stable=True)
     value, index = value[:, :k], index[:, :k].contiguous()
