@@ -73,7 +73,8 @@ class WeightErosion(FedAvg):
         alpha = g["alpha"].clone()
         alpha[cohort.ids] = (alpha[cohort.ids] - loss.nan_to_num(0.0, posinf=math.inf)).clamp(min=0)  # 0 * inf is 0: nothing to erode by
         mix = alpha[cohort.ids] / alpha[cohort.ids].sum()
-        return {"x": ops.aggregate(up["delta"], mix[None].to(g["x"].device), base=g["x"], lr=self.lr)[0], "alpha": alpha, "medians": medians}
+        x = ops.aggregate(up["delta"], mix[None].to(g["x"].device), base=g["x"], lr=self.lr)[0]
+        return {"x": x, "alpha": alpha, "medians": medians}
 
     def relative(self, delta: Tensor, cohort: Cohort) -> Tensor:
         """`|delta_i - delta_target| / |delta_target|`, [S] float64 on the CPU; infinite where only the target stood still."""
