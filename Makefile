@@ -35,6 +35,7 @@ lint: build
 
 # everything that needs a GPU: the op tests there, simulations against the CPU's, and the kernels beside torch and the card's limits
 gpu: build
+	$(BIN)/python -c "import pflcore; assert pflcore.backend().cuda" 2> /dev/null || { .ci/cuda_build && cp build/cuda/lib/pflcore/_C*.so pflcore/; }
 	$(BIN)/python -m pytest tests/gpu -rs
 	$(BIN)/python bench/bench_gpu.py
 

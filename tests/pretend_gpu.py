@@ -93,13 +93,15 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         on_gpu = isinstance(args[0], Pretend) if name == "copy_" else target == "cuda" or (target is None and bool(here))
         if here and not on_gpu:
             waits.append("to the CPU")
+        elif on_gpu and plain and not (kwargs.get("non_blocking") or args[2:] == (True,)):
+            waits.append("to the GPU")
     else:
         by_index = name in ("index", "index_put", "index_put_", "_index_put_impl_") and isinstance(args[0], Pretend)
         if here and plain and not (by_index and all(any(t is i for i in args[1]) for t in plain)):  # a GPU takes indices of the CPU
             raise RuntimeError(f"{func}: expected all tensors on one device, got cuda:0 and cpu ({[list(t.shape) for t in plain]})")
         on_gpu = target == "cuda" or (target is None and bool(here))
         masks = by_index and any(isinstance(i, Tensor) and i.dtype == torch.bool for i in args[1])
-        if here and (name in VALUES or masks):
+        if here and (name in VALUES or masks or (by_index and plain)):
             waits.append(name)
 
     def real(value: Any) -> Any:

@@ -53,8 +53,8 @@ def test_everything_is_on_the_device(name: str, convolutions: bool) -> None:
         torch.testing.assert_close(got.history.series(key)[1], want.history.series(key)[1], rtol=1e-3, atol=1e-3)  # type: ignore[attr-defined]
 
 
-def waits_of_a_round(name: str, epochs: int, gpu: torch.device) -> Counter[str]:
-    net, federation = Net(tiny_model()).to(gpu), data(False).to(gpu)
+def waits_of_a_round(name: str, convolutions: bool, epochs: int, gpu: torch.device) -> Counter[str]:
+    net, federation = Net(Convolutions if convolutions else tiny_model()).to(gpu), data(convolutions).to(gpu)
     setting = Setting(net, federation, Training(lr=0.05, batch_size=3, epochs=epochs), Engine("vmap"), 0, 3)
     algorithm = ALGORITHMS[name]()
     state = begin(algorithm, net, federation.n)
@@ -64,11 +64,11 @@ def waits_of_a_round(name: str, epochs: int, gpu: torch.device) -> Counter[str]:
     return Counter(waits)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_local_steps_do_not_wait_for_the_device(name: str) -> None:
+@pytest.mark.parametrize(("name", "convolutions"), [(n, False) for n in ALGORITHMS] + [("fedavg", True), ("apfl", True)])
+def test_local_steps_do_not_wait_for_the_device(name: str, convolutions: bool) -> None:
     """A round looks at a few values (who sent something that is not finite), but not at more of them when there are more steps."""
     with pretended_gpu() as gpu:
-        assert waits_of_a_round(name, 1, gpu) == waits_of_a_round(name, 3, gpu)
+        assert waits_of_a_round(name, convolutions, 1, gpu) == waits_of_a_round(name, convolutions, 3, gpu)
 
 
 def test_two_devices_in_one_op_are_refused_with_a_sentence() -> None:

@@ -11,19 +11,21 @@ from pflcore.algorithms import ALGORITHMS, begin, step
 from pflcore.data.federation import Federation
 from pflcore.engine import Engine, Setting
 from pflcore.flat import Net
+from pflcore.simulation import held_out
 
-# all but those that want a validation split or convex losses
-NAMES = [n for n in ALGORITHMS if n not in ("fedfomo", "knnper", "mocha")]
+
+def data() -> Federation:
+    return held_out(images())
 
 
 def play(name: str, device: str, training: Training) -> tuple[torch.Tensor, float]:
-    run = Simulation(name, tiny_model(), images(), training, rounds=3, engine="vmap", device=device)
+    run = Simulation(name, tiny_model(), data(), training, rounds=3, engine="vmap", device=device)
     history = run.run()
     assert history.stopped is None
     return history.series("loss")[1], max(history.series("accuracy")[1].flatten().tolist())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_same_losses_as_on_the_cpu(name: str) -> None:
     training = Training(lr=0.1, batch_size=5, epochs=2)
     torch.testing.assert_close(play(name, "cuda", training)[0], play(name, "cpu", training)[0], rtol=1e-3, atol=1e-3)
@@ -31,25 +33,25 @@ def test_same_losses_as_on_the_cpu(name: str) -> None:
 
 def waits(name: str, epochs: int) -> int:
     """How often the host waits for the device in the third round."""
-    data: Federation = images().to("cuda")
+    federation = data().to("cuda")
     net = Net(tiny_model()).to("cuda")
-    setting = Setting(net, data, Training(lr=0.1, batch_size=5, epochs=epochs), Engine("vmap"), 0, 3)
+    setting = Setting(net, federation, Training(lr=0.1, batch_size=5, epochs=epochs), Engine("vmap"), 0, 3)
     algorithm = ALGORITHMS[name]()
-    state = begin(algorithm, net, data.n)
+    state = begin(algorithm, net, federation.n)
     for _ in range(2):
-        state, _ = step(algorithm, state, setting, torch.arange(data.n))
+        state, _ = step(algorithm, state, setting, torch.arange(federation.n))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            step(algorithm, state, setting, torch.arange(data.n))
+            step(algorithm, state, setting, torch.arange(federation.n))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return sum("synchroniz" in str(w.message) for w in seen)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_local_steps_do_not_wait(name: str) -> None:
     """A round may look at a few numbers (who sent something that is not finite), but not more often when there are more local steps."""
     assert waits(name, 1) == waits(name, 4)
