@@ -124,12 +124,12 @@ def aggregate(
     with contiguous rows that shares no memory with updates or weight; it may be `base` itself. Without `out`, differentiable in updates,
     weight and base.
     """
-    check_aggregate(updates, weight, index, base, out)
+    check_aggregate(updates, weight, index, base, lr, out)
     if library.on_references:
         library.warn_once()
     if out is None:
-        return library.aggregate(updates, weight, index, base, lr, precise)
-    library.aggregate_out(updates, weight, index, base, lr, precise, out)
+        return library.aggregate(updates, weight, index, base, lr, bool(precise))
+    library.aggregate_out(updates, weight, index, base, lr, bool(precise), out)
     return out
 
 
@@ -179,7 +179,7 @@ def sgd_step_(
     `d = grad + shift + mu * (w - anchor) + weight_decay * w;  buffer = momentum * buffer + d;  w -= lr * mask * buffer`
     (without momentum: `w -= lr * mask * d`). float32 or float64, contiguous rows of any row stride. Not differentiable.
     """
-    check_sgd(w, grad, shift, mask, mu, anchor, momentum, buffer)
+    check_sgd(w, grad, lr, shift, mask, mu, anchor, momentum, buffer, weight_decay)
     if library.on_references:
         library.warn_once()
     rows = mu if isinstance(mu, Tensor) and mu.dim() else None

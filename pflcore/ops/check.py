@@ -12,7 +12,8 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 def shape(t: Any) -> str:
     """What a tensor is, in a few words."""
     if not isinstance(t, Tensor):
-        return f"{t!r:.60} of type {type(t).__name__}"
+        shown = " ".join(repr(t).split())
+        return f"{shown[:40]}{'...' if len(shown) > 40 else ''} of type {type(t).__name__}"
     return f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device}"
 
 
@@ -27,17 +28,30 @@ def is_int(value: Any) -> bool:
     return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
 
 
+def number(op: str, name: str, value: Any) -> None:
+    """`value` is a real number, or a tensor of one."""
+    if type(value) is float or type(value) is int:
+        return
+    fine = isinstance(value, int | float | torch.SymInt | torch.SymFloat) and not isinstance(value, bool)
+    fine = (
+        fine or (isinstance(value, Tensor) and value.dim() == 0) or (hasattr(value, "__float__") and not isinstance(value, Tensor | bool))
+    )
+    expect(fine, op, name, "a number", shape(value), kind=TypeError)
+
+
 def floating(op: str, name: str, t: Any) -> None:
     """`t` is a floating-point tensor."""
     if not isinstance(t, Tensor):
         expect(False, op, name, "a tensor", shape(t), "use torch.as_tensor", TypeError)
+    if t.layout is not torch.strided:
+        expect(False, op, name, "a dense tensor", str(t.layout), f"use {name}.to_dense()", TypeError)
     if t.dtype not in FLOATS:
         expect(False, op, name, "float32, float64, float16 or bfloat16", shape(t), f"use {name}.float()", TypeError)
 
 
 def matrix(op: str, name: str, t: Any, wanted: str) -> None:
     """`t` is a floating-point matrix."""
-    if type(t) is Tensor and t.dtype in FLOATS and t.dim() == 2:
+    if type(t) is Tensor and t.dtype in FLOATS and t.dim() == 2 and t.layout is torch.strided:
         return
     floating(op, name, t)
     expect(t.dim() == 2, op, name, f"a matrix {wanted}", shape(t))
@@ -96,9 +110,10 @@ def overlap(a: Tensor, b: Tensor) -> bool:
     return bool(a0 < b1 and b0 < a1)
 
 
-def check_aggregate(updates: Any, weight: Any, index: Any, base: Any, out: Any) -> None:
+def check_aggregate(updates: Any, weight: Any, index: Any, base: Any, lr: Any, out: Any) -> None:
     """The arguments of aggregate."""
     op = "aggregate"
+    number(op, "lr", lr)
     matrix(op, "updates", updates, "[N, P]")
     matrix(op, "weight", weight, "[M, N]" if index is None else "[M, K]")
     n, p = updates.shape
@@ -176,9 +191,13 @@ def check_rank1(x: Any, w_a: Any, lam: Any, w_b: Any) -> tuple[int, ...]:
         raise ValueError(f"{op}: the leading axes of x, w_a, lam and w_b must broadcast, got {came}.") from None
 
 
-def check_sgd(w: Any, grad: Any, shift: Any, mask: Any, mu: Any, anchor: Any, momentum: float, buffer: Any) -> None:
+def check_sgd(
+    w: Any, grad: Any, lr: Any, shift: Any, mask: Any, mu: Any, anchor: Any, momentum: Any, buffer: Any, weight_decay: Any
+) -> None:
     """The arguments of sgd_step_."""
     op = "sgd_step_"
+    for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
+        number(op, name, value)
     matrix(op, "w", w, "[S, Q]")
     if w.dtype not in (torch.float32, torch.float64):
         expect(False, op, "w", "float32 or float64", shape(w), kind=TypeError)
@@ -197,7 +216,9 @@ def check_sgd(w: Any, grad: Any, shift: Any, mask: Any, mu: Any, anchor: Any, mo
             expect(False, op, name, "of rows that do not overlap", f"strides {list(t.stride())}", f"use {name}.clone()")
     if momentum and buffer is None:
         expect(False, op, "buffer", f"{list(w.shape)} where momentum is {momentum}", "None", "use torch.zeros_like(w)")
-    if isinstance(mu, Tensor) and mu.dim():
+    if not (isinstance(mu, Tensor) and mu.dim()):
+        number(op, "mu", mu)
+    else:
         expect(mu.shape == w.shape[:1], op, "mu", f"a number or [{w.shape[0]}]", shape(mu))
         expect(mu.device == w.device, op, "mu", f"on {w.device} like w", shape(mu), "use mu.to(w.device)")
     has_mu = isinstance(mu, Tensor) or mu != 0
