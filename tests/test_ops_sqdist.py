@@ -82,6 +82,17 @@ def test_constant_rows(dtype):
     assert_close(pairwise_sqdist(a), p * exact(level[:, None]), "sqdist", dtype)
 
 
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize(("n", "p"), [(129, 1100), (300, 67)])
+def test_more_rows_than_fit_a_cache_block(n, p):
+    a, b = lay(randn(1, n, p, dtype=F32), "wide rows"), randn(2, 133, p, dtype=F32)
+    exact_a, exact_b = centred(a), centred(torch.cat([a, b]))[:n, n:]
+    off = ~torch.eye(n, dtype=torch.bool)
+    assert_close(pairwise_sqdist(a)[off], exact_a[off], "sqdist", F32)
+    assert_close(pairwise_sqdist(a, b), exact_b, "sqdist", F32)
+    assert_close(pairwise_sqdist(a[-1:], b), exact_b[-1:], "sqdist", F32)
+
+
 # --- laws ---------------------------------------------------------------------------------------------------------------------------
 
 

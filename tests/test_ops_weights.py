@@ -314,6 +314,16 @@ def test_feddwa_any_dtype_and_layout(dtype, data):
     assert torch.equal(got.index, want.index) and torch.equal(got.weight, want.weight)
 
 
+@pytest.mark.parametrize("k", [1, 31, 32, 33, 100, 400])
+def test_feddwa_many_columns_and_many_ties(k):
+    d = torch.randint(0, 50, (7, 1009), generator=torch.Generator().manual_seed(k)).double()[:, ::3]
+    top = feddwa_weights(d, k)
+    for row, weight, index in zip(d.tolist(), top.weight, top.index.tolist(), strict=True):
+        want = naive(row, k)
+        assert index == [j for j, _ in want]
+        assert_close(weight, f64([w for _, w in want]), "weights", size=ONE)
+
+
 @given(st.integers(2, 40), st.integers(1, 41), st.integers(0, 99), st.integers(-60, 60), st.data())
 def test_feddwa_scale_and_order(n, k, seed, power, data):
     d = randn(seed, 3, n).abs()  # all different
