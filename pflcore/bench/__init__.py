@@ -60,9 +60,7 @@ def run(options: Options) -> int:
         for size in module.sizes(options.quick):
             problem = module.problem(size)
             if problem is None:
-                print(
-                    table.line((name, " ".join(f"{k}={v}" for k, v in size.items()), "", "", "", "", "", "", "", "not enough free memory"))
-                )
+                print(table.line((name, table.size_of(size), "", "", "", "", "", "", "", "not enough free memory")))
                 continue
             for row in table.measure(problem, machine, budget, patience, rates):
                 rows.append(row)

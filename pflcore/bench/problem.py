@@ -39,7 +39,7 @@ class Problem:
         return max(memory, self.operations / machine[self.mix])
 
 
-class Absent(Exception):
+class Absent(ImportError):
     """A provider that is not installed, in one sentence."""
 
 

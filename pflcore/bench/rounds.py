@@ -35,6 +35,7 @@ def plain_loop(model: nn.Module, clients: list[tuple[torch.Tensor, torch.Tensor]
     state = {k: v.clone() for k, v in model.state_dict().items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
 
+    @torch.enable_grad()
     def round() -> dict[str, torch.Tensor]:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)

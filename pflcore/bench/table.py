@@ -7,7 +7,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -115,7 +115,9 @@ def measure(problem: Problem, machine: Machine, budget: float, patience: float, 
                 seconds, result = timed(call, budget)
                 row.error = problem.error(result)
                 del result
-        except (Absent, ArithmeticError, RuntimeError, MemoryError) as error:
+        except (Absent, MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "allocate" not in str(error):  # torch's own out-of-memory error is a RuntimeError
+                raise
             row.note = str(error).splitlines()[0][:120]
             yield row
             continue
@@ -139,15 +141,18 @@ def measure(problem: Problem, machine: Machine, budget: float, patience: float, 
 HEADINGS = ("op", "size", "provider", "ms", "GB/s", "GFLOP/s", "of limit", "error", "times ours", "")
 
 
+def size_of(size: Mapping[str, Any]) -> str:
+    return " ".join(str(v) if isinstance(v, str) else f"{k}={v}" for k, v in size.items())
+
+
 def cells(row: Row) -> tuple[str, ...]:
     def number(value: float | None, pattern: str) -> str:
         return "" if value is None else format(value, pattern)
 
-    size = " ".join(f"{k}={v}" for k, v in row.size.items())
     ms = "" if row.ms is None else f"{row.ms:.3f}" if row.ms < 10 else f"{row.ms:.1f}"
     return (
         row.op,
-        size,
+        size_of(row.size),
         row.provider,
         ms,
         number(row.gb_per_s, ".1f"),
