@@ -109,7 +109,7 @@ waffle_weights: Callable[..., Tensor] = torch.ops.pflcore.waffle_weights.default
 feddwa_weights: Callable[..., tuple[Tensor, Tensor]] = torch.ops.pflcore.feddwa_weights.default
 aggregate: Callable[..., Tensor] = torch.ops.pflcore.aggregate.default
 aggregate_out: Callable[..., None] = torch.ops.pflcore.aggregate_out.default
-rank1_linear: Callable[..., Tensor] = torch.ops.pflcore.rank1_linear.default
+_rank1_op: Callable[..., Tensor] = torch.ops.pflcore.rank1_linear.default
 rank1_linear_backward: Callable[..., tuple[Tensor, ...]] = torch.ops.pflcore.rank1_linear_backward.default
 sgd_step_: Callable[..., None] = torch.ops.pflcore.sgd_step_.default
 pool2x2: Callable[..., Tensor] = torch.ops.pflcore.pool2x2.default
@@ -189,6 +189,25 @@ def _rank1_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 torch.library.register_autograd("pflcore::rank1_linear", _rank1_backward, setup_context=_rank1_setup, lib=_lib)
 
 
+class _Rank1(torch.autograd.Function):
+    """The same formula without the op's registered autograd, which costs as much as a small layer's arithmetic."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        return _rank1_op(*inputs)
+
+    backward = staticmethod(_rank1_backward)
+
+
+def rank1_linear(x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor) -> Tensor:
+    eager = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())  # these need the op to stand alone
+    if eager and torch.is_grad_enabled() and (w_a.requires_grad or w_b.requires_grad or x.requires_grad or lam.requires_grad):
+        y: Tensor = _Rank1.apply(x, w_a, lam, w_b)
+        return y
+    return _rank1_op(x, w_a, lam, w_b)
+
+
 # --- vmap -------------------------------------------------------------------------------------------------------------------------
 
 _OWN = (2, 2, 1, 2)  # dimensions of x, w_a, lam, w_b without the clients' axis
@@ -218,7 +237,7 @@ def _inner(in_dims: Sequence[int | None], args: Sequence[Tensor], own: Sequence[
 
 
 def _rank1_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Tensor) -> tuple[Tensor, int]:
-    y = rank1_linear(*_clients_first(info.batch_size, in_dims, args, _OWN))
+    y = _rank1_op(*_clients_first(info.batch_size, in_dims, args, _OWN))
     return (y.unflatten(0, (info.batch_size, -1)) if _inner(in_dims, args, _OWN) else y), 0
 
 
