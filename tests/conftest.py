@@ -13,18 +13,21 @@ settings.load_profile("pflcore")
 
 @pytest.fixture(params=["plain", "avx2", "avx512"])
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The test runs on every path of the CPU kernels that this machine has; once where the references run."""
+    """The test runs on every path of the CPU kernels that this machine has; once where the references run. One thread, unless it asks."""
+    import torch
+
     from pflcore.ops import library
 
-    c = library._C
-    if c is None:
-        if request.param != "plain":
-            pytest.skip("the references have one path only")
-        yield "references"
-        return
-    before = c.isa()
-    if c.set_isa(request.param) != request.param:
-        c.set_isa(before)
-        pytest.skip(f"this machine has no {request.param}")
-    yield request.param
-    c.set_isa(before)
+    c, threads = library._C, torch.get_num_threads()
+    if c is None and request.param != "plain":
+        pytest.skip("the references have one path only")
+    before = None if c is None else c.isa()
+    try:
+        if c is not None and c.set_isa(request.param) != request.param:
+            pytest.skip(f"this machine has no {request.param}")
+        torch.set_num_threads(1)
+        yield "references" if c is None else request.param
+    finally:
+        torch.set_num_threads(threads)
+        if c is not None:
+            c.set_isa(before)
