@@ -39,6 +39,10 @@ class Problem:
         return max(memory, self.operations / machine[self.mix])
 
 
+class Measured(list[float]):
+    """Seconds that a call has measured itself, such as a framework's rounds without its start."""
+
+
 class Absent(ImportError):
     """A provider that is not installed, in one sentence."""
 

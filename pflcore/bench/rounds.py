@@ -1,4 +1,4 @@
-"""One round of training, end to end: an algorithm of every family, and a plain torch loop for FedAvg."""
+"""One round of training, end to end: an algorithm of every family; for FedAvg a plain torch loop, Flower and pfl beside it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pflcore.engine import Training
 from pflcore.models import lenet5, mlp
 from pflcore.simulation import Simulation
 
-PROVIDERS = ("pflcore", "plain loop")
+PROVIDERS = ("pflcore", "plain loop", "flwr", "pfl")
 FAMILIES = ("fedavg", "fedadam", "fedprox", "scaffold", "waffle", "weight_erosion", "feddwa", "hypcluster", "apfl", "perfedavg")
 MODELS: dict[str, Callable[[], nn.Module]] = {"lenet5": lambda: lenet5((1, 28, 28), 10), "mlp": lambda: mlp((1, 28, 28), 10, hidden=(200,))}
 BATCH, LR = 20, 0.005
@@ -30,23 +30,27 @@ def sizes(quick: bool) -> Iterator[dict[str, Any]]:
         yield {"algorithm": name, "model": model, "N": n, "images": 100 if quick or n > 20 else 1000}
 
 
+@torch.enable_grad()
+def epoch(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
+    for batch in torch.randperm(len(x)).split(BATCH):
+        loss = F.cross_entropy(model(x[batch]), y[batch])
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
 def plain_loop(model: nn.Module, clients: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], Any]:
     """What one writes without a framework: one nn.Module, torch.optim.SGD, one client after another, on one thread."""
     state = {k: v.clone() for k, v in model.state_dict().items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
 
-    @torch.enable_grad()
     def round() -> dict[str, torch.Tensor]:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         total = {k: torch.zeros_like(v) for k, v in state.items()}
         for x, y in clients:
             model.load_state_dict(state)
-            for batch in torch.randperm(len(x)).split(BATCH):
-                loss = F.cross_entropy(model(x[batch]), y[batch])
-                optimizer.zero_grad()
-                loss.backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
+            epoch(model, optimizer, x, y)
             for k, v in model.state_dict().items():
                 total[k].add_(v, alpha=1 / len(clients))
         state.update(total)
@@ -61,6 +65,8 @@ def problem(size: dict[str, Any]) -> Problem:
     n, images = size["N"], size["images"]
     clients = [(torch.randn(images, 1, 28, 28, generator=gen), torch.randint(10, (images,), generator=gen)) for _ in range(n)]
     data = Federation.from_arrays(clients, test_fraction=0.1)
+    from pflcore.bench import frameworks  # they train by this file's epoch
+
     build = MODELS[size["model"]]
     run = Simulation(size["algorithm"], build, data, Training(lr=LR, batch_size=BATCH), rounds=10_000, eval_every=0)
     rounds = run.iterate()
@@ -68,4 +74,7 @@ def problem(size: dict[str, Any]) -> Problem:
     if size["algorithm"] == "fedavg":
         own = [data.client(i, "train") for i in range(n)]
         providers["plain loop"] = plain_loop(build(), own)
+        count = len(own[0][0])
+        providers["flwr"] = lambda: frameworks.flower(size["model"], n, count)
+        providers["pfl"] = lambda: frameworks.apple(size["model"], n, count)
     return Problem("round", size, providers, lambda got: None)
