@@ -119,18 +119,26 @@ def _record(todo: Sequence[Job], cut: Mapping[str, Any], shape: Mapping[str, Any
     data = experiment.federation(options, cut)
     model = experiment.model(options, data, shape)
     first: Simulation | None = todo[0].simulation(data, model)  # so that what is wrong is said before a record is opened
-    interrupted = False
+    interrupted = failed = False
     total = sum(j.options.rounds for j in todo)
     with Record(folder / "record.jsonl", output.overwrite) as record, Progress(total, output.quiet) as progress:
         progress.say(f"{data.summary()}\nRecord: {record.path}")
         for i, job in enumerate(todo):
             try:
-                simulation, first = first or job.simulation(data, model), None
+                try:
+                    simulation, first = first or job.simulation(data, model), None
+                except MemoryError as e:  # the next one may fit
+                    progress.say(f"{job.name}: {e}")
+                    progress.skip(job.options.rounds)
+                    failed = True
+                    continue
                 head = job.header(simulation) | {"partition_options": cut, "model_options": shape}
                 record.write({"header": head})
                 if i == 0 or job.algorithm != todo[i - 1].algorithm:
                     progress.say(_plan(job, head))
-                interrupted = _one(job, simulation, record, progress).interrupted
+                history = _one(job, simulation, record, progress)
+                interrupted, failed = history.interrupted, failed or history.failed
+                del simulation, history  # the next one needs the memory
             except KeyboardInterrupt:
                 record.write({"stopped": "Interrupted before the first round."})
                 interrupted = True
@@ -138,7 +146,7 @@ def _record(todo: Sequence[Job], cut: Mapping[str, Any], shape: Mapping[str, Any
                 progress.say("Interrupted; the record is whole up to here.")
                 break
     _tell(read(record.path), folder, output)
-    return 130 if interrupted else 0
+    return 130 if interrupted else 1 if failed else 0
 
 
 def _one(job: Job, simulation: Simulation, record: Record, progress: Progress) -> History:
@@ -257,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as e:
         if os.environ.get("PFLCORE_DEBUG"):
             traceback.print_exc()
-        expected = isinstance(e, ValueError | TypeError | ImportError | OSError)
+        expected = isinstance(e, ValueError | TypeError | ImportError | OSError | MemoryError)
         said = _first_line(e) if expected or isinstance(e, RunFailed) else f"{type(e).__name__}: {_first_line(e)}"
         print(f"pflcore: {said}" + ("" if expected else " PFLCORE_DEBUG=1 shows where."), file=sys.stderr)
         return 2 if expected else 1

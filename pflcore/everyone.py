@@ -38,14 +38,15 @@ def for_everyone(
         simulation = Simulation(made_for, model, data, training or Training(), **options)
         seen = None if on_round is None else lambda r, record, target=target: on_round(target, r, record)
         runs.append(simulation.run(seen))
-        if runs[-1].interrupted:
+        if runs[-1].interrupted or runs[-1].failed:
             break
     header = {**runs[0].header, "target": None, "made_for": "each client"}
     header["options"] = {**header["options"], "target": "each client"}
-    complete = len(runs) == data.n and not any(r.interrupted for r in runs)
+    interrupted, failed = any(r.interrupted for r in runs), any(r.failed for r in runs)
+    complete = len(runs) == data.n and not (interrupted or failed)
     rounds = [merged(records) for records in zip(*(r.rounds for r in runs), strict=False)] if complete else []
     stopped = [f"target {i}: {r.stopped}" for i, r in enumerate(runs) if r.stopped]
-    return History(header, rounds, " ".join(stopped) or None, interrupted=not complete)
+    return History(header, rounds, " ".join(stopped) or None, interrupted=interrupted, failed=failed)
 
 
 def merged(records: Sequence[Record]) -> Record:

@@ -223,6 +223,8 @@ class Benchmark:
                 stopped = history.stopped
                 if stopped:
                     record.write({"stopped": stopped})
+            if history.failed:  # not the method's doing
+                raise MemoryError(stopped)
             if stopped and stopped.startswith("Interrupted"):
                 raise KeyboardInterrupt
             if not states or states[-1][0] < len(history.rounds):

@@ -78,6 +78,8 @@ def play(task: Task, folder: Path, progress: Progress) -> Run:
             progress.say(f"{task.setting}, {task.method}: {history.stopped}")
             if history.stopped.startswith("Interrupted"):
                 raise KeyboardInterrupt
+            if history.failed:  # not the method's doing
+                raise MemoryError(history.stopped)
     return read(path)[0]
 
 

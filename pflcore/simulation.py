@@ -11,11 +11,13 @@ import torch
 import torch.nn as nn
 
 import pflcore
+from pflcore import memory
 from pflcore.algorithms import ALGORITHMS
-from pflcore.algorithms.base import FedAvg, State, Stop, begin, evaluate, sample, step
+from pflcore.algorithms.base import FedAvg, Outcome, State, Stop, Tensors, begin, evaluate, sample, step
 from pflcore.data.federation import Federation
 from pflcore.flat import Net
 from pflcore.local import Engine, Setting, Training, choose_engine
+from pflcore.report import human
 
 VOID_ROUNDS = 3  # so many void rounds in a row end a run: same data, same lr, it will not recover
 Record = dict[str, Any]
@@ -29,6 +31,7 @@ class History:
     rounds: list[Record] = field(default_factory=list)
     stopped: str | None = None
     interrupted: bool = False  # by Ctrl-C
+    failed: bool = False  # for want of memory; the state is that of the last round in `rounds`
     state: State | None = None
 
     def series(self, key: str = "accuracy") -> tuple[list[int], torch.Tensor]:
@@ -96,28 +99,37 @@ class Simulation:
             if isinstance(model, Net)
             else Net(model, criterion="squared" if self.data.y.is_floating_point() else "cross_entropy", seed=self.seed)
         )
+        asked = self._set_up(net)
+        if asked is not None:
+            memory.give_back(self.device)
+            peak = peak_bytes(net, self.data.n, self.participation, *self.algorithm.init(net, self.data.n))
+            data = sum(t.numel() * t.element_size() for t in (self.data.x, self.data.y))
+            raise MemoryError(memory.sentence(f"before the first round, with {human(data)} of data", peak, asked, self.device))
+
+    def _set_up(self, net: Net) -> str | None:
+        """Everything to its device. Where memory runs out nothing is kept, and what was asked for last is returned."""
+        assert isinstance(self.algorithm, FedAvg)
         data = self.data
-        if self.device != "cpu":
-            net, data = net.to(self.device), data.to(self.device)
-        name = choose_engine(net, data, self.training, self.rounds) if self.engine == "auto" else self.engine
+        try:
+            if self.device != "cpu":
+                net, data = net.to(self.device), data.to(self.device)
+            name = choose_engine(net, data, self.training, self.rounds) if self.engine == "auto" else self.engine
+            self.state = self.warm_start or begin(self.algorithm, net, data.n)
+        except (MemoryError, RuntimeError) as error:
+            if not memory.ran_out(error):
+                raise
+            return memory.asked_for(error)
         self.setting = Setting(net, data, self.training, Engine(name, self.workers), self.seed, self.rounds)
-        self.state = self.warm_start or begin(self.algorithm, net, data.n)
+        return None
 
     @property
     def name(self) -> str:
         return next((k for k, v in ALGORITHMS.items() if v is type(self.algorithm)), type(self.algorithm).__name__)
 
     def peak_bytes(self) -> int:
-        """An estimate of the run's peak memory beside data and activations: 2 S P floats for FedAvg, 6 S P + N P for SCAFFOLD.
-
-        The state (server's, and N clients' rows), and for the cohort its trained rows and updates, and four matrices for each
-        matrix of client state: as gathered, its correction, as renewed, as uploaded.
-        """
-        net, n = self.setting.net, self.data.n
-        cohort = max(1, int(self.participation * n + 0.5))
-        g = sum(v.numel() * v.element_size() for v in self.state.g.values())
-        own = sum(v[0].numel() * v.element_size() for v in self.state.own.values())
-        return g + n * (own + net.b0.numel() * net.b0.element_size()) + cohort * (2 * net.size * net.w0.element_size() + 4 * own)
+        """An estimate of the run's peak memory, see `peak_bytes`."""
+        fresh = {k: v[0] for k, v in self.state.own.items()}
+        return peak_bytes(self.setting.net, self.data.n, self.participation, self.state.g, fresh)
 
     def header(self) -> Record:
         """What the run is: everything needed to repeat it."""
@@ -146,33 +158,51 @@ class Simulation:
         }
 
     def iterate(self) -> Iterator[Record]:
-        """Play the rounds, giving each one's record; ends early, after a record with the key "stopped", where the run diverged."""
+        """Play the rounds, giving each one's record; ends early, after a record with the key "stopped", where the run diverged or
+        memory ran out. In the latter case ("failed") the state is that of the last round given, and the run can be gone on with."""
         assert isinstance(self.algorithm, FedAvg)
         while self.state.round < self.rounds:
             round, began = self.state.round + 1, time.perf_counter()
-            ids = sample(self.algorithm, self.setting, round, self.participation, self.clients)
-            self.state, done = step(self.algorithm, self.state, self.setting, ids, self.buffers)
-            found = None
-            if self.eval_every and (round % self.eval_every == 0 or round == self.rounds):
-                found = {k: v.tolist() for k, v in self.evaluate(self.eval_split).items()}
-                if self.eval_train:
-                    found["train_loss"] = self.evaluate("train")["loss"].tolist()
-            yield {
-                "round": round,
-                "algorithm": self.name,
-                "engine": self.setting.engine.name,
-                "seed": self.seed,
-                "seconds": round_to(time.perf_counter() - began),
-                "cohort": done.ids,
-                "dropped": done.dropped,
-                "void": done.void,
-                "bytes_down": done.bytes_down,
-                "bytes_up": done.bytes_up,
-                "train_loss": done.train_loss,
-                "report": {k: v.tolist() for k, v in self.algorithm.report(self.state.g).items()},
-                "eval": found,
-            }
+            done: Outcome | None = None
+            found: Record | None = None
+            report: Record = {}
+            asked: str | None = None  # where memory ran out: what for, if that is known
+            try:
+                ids = sample(self.algorithm, self.setting, round, self.participation, self.clients)
+                self.state, done = step(self.algorithm, self.state, self.setting, ids, self.buffers)
+                report = {k: v.tolist() for k, v in self.algorithm.report(self.state.g).items()}
+                if self.eval_every and (round % self.eval_every == 0 or round == self.rounds):
+                    seen: Record = {k: v.tolist() for k, v in self.evaluate(self.eval_split).items()}
+                    if self.eval_train:
+                        seen["train_loss"] = self.evaluate("train")["loss"].tolist()
+                    found = seen
+            except (MemoryError, RuntimeError) as error:
+                if not memory.ran_out(error):
+                    raise
+                asked = memory.asked_for(error)  # the error itself holds the round's frames, and so its memory
+            if done is not None:  # a round that was played but not evaluated is a round
+                yield {
+                    "round": round,
+                    "algorithm": self.name,
+                    "engine": self.setting.engine.name,
+                    "seed": self.seed,
+                    "seconds": round_to(time.perf_counter() - began),
+                    "cohort": done.ids,
+                    "dropped": done.dropped,
+                    "void": done.void,
+                    "bytes_down": done.bytes_down,
+                    "bytes_up": done.bytes_up,
+                    "train_loss": done.train_loss,
+                    "report": report,
+                    "eval": found,
+                }
+            if asked is not None:
+                memory.give_back(self.device)
+                where = f"in round {round}" if done is None else f"in the evaluation after round {round}"
+                yield {"stopped": memory.sentence(where, self.peak_bytes(), asked, self.device), "failed": True}
+                return
             if self.state.void >= VOID_ROUNDS and round < self.rounds:
+                assert done is not None
                 yield {
                     "stopped": f"The run diverged: rounds {round - VOID_ROUNDS + 1} to {round} were void, because client(s) {done.dropped} "
                     f"sent updates that are not finite; lower the learning rate ({self.training.lr})."
@@ -190,7 +220,7 @@ class Simulation:
         try:
             for record in self.iterate():
                 if "stopped" in record:
-                    history.stopped = record["stopped"]
+                    history.stopped, history.failed = record["stopped"], record.get("failed", False)
                     break
                 history.rounds.append(record)
                 if on_round:
@@ -201,6 +231,17 @@ class Simulation:
             history.stopped, history.interrupted = f"Interrupted after round {len(history.rounds)} of {self.rounds}.", True
         history.state = self.state
         return history
+
+
+def peak_bytes(net: Net, n: int, participation: float, g: Tensors, own: Tensors) -> int:
+    """An estimate of a run's peak memory beside data and activations: 2 S P floats for FedAvg, 6 S P + N P for SCAFFOLD.
+
+    The state (the server's `g`, and of each client its `own` rows), and for the cohort its trained rows and updates, and four
+    matrices for each matrix of client state: as gathered, its correction, as renewed, as uploaded.
+    """
+    cohort = max(1, int(participation * n + 0.5))
+    server, client = (sum(v.numel() * v.element_size() for v in tensors.values()) for tensors in (g, own))
+    return server + n * (client + net.b0.numel() * net.b0.element_size()) + cohort * (2 * net.size * net.w0.element_size() + 4 * client)
 
 
 def held_out(data: Federation, seed: int = 0, share: float = 0.2) -> Federation:

@@ -244,6 +244,8 @@ class _Bench:
             state = State(**saved)
         else:
             history = simulation.run()
+            if history.failed:  # not the candidate's doing
+                raise MemoryError(history.stopped)
             state, stopped = simulation.state, history.stopped
             if file is not None:
                 part = file.with_suffix(".part")

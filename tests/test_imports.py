@@ -22,13 +22,13 @@ LAYERS = [  # from the ground up
     {"engine"},
     {"local"},
     {"algorithms"},
-    {"metrics", "privacy", "record", "pictures", "report"},
+    {"metrics", "privacy", "record", "pictures", "report", "memory"},
     {"simulation"},
     {"checkpoint"},
     {"the rest"},  # whatever is not named here: what is built upon simulations, and may know each other
     {"cli", "__main__"},
 ]
-PEERS = {"metrics", "privacy", "record", "pictures", "report", "the rest", "cli", "__main__"}  # these may know their own line
+PEERS = {"metrics", "privacy", "record", "pictures", "report", "memory", "the rest", "cli", "__main__"}  # these may know their own line
 FILES = sorted(p for p in ROOT.rglob("*.py") if p != ROOT / "__init__.py")
 
 

@@ -13,7 +13,7 @@ from pflcore import ops
 from pflcore.algorithms import Cohort, FedAvg, begin, step
 from pflcore.algorithms.adapt import LocalOnly
 from pflcore.algorithms.clustered import ClusteredFL, across, bipartition, cosines
-from pflcore.algorithms.gallery import SFL, FedAMP, HeurFedAMP, gallery, hang, nearest, smoothing
+from pflcore.algorithms.gallery import SFL, FedAMP, HeurFedAMP, gallery, hung, nearest, smoothing
 from pflcore.flat import Net
 from pflcore.local import Training
 
@@ -130,7 +130,8 @@ def test_gallery_is_exact_for_forty_close_models():
     net = Net(nn.Linear(4999, 1))
     g = {k: v.clone() for k, v in gallery(net, 40).items()}
     for ids in ([*range(0, 40, 2)], [*range(1, 40, 2)]):
-        hang(g, w[ids], cohort(ids, 40))
+        g["w"][ids] = w[ids]
+        g = hung(g, w[ids], cohort(ids, 40))
     close(g["sqdist"], ops.pairwise_sqdist(w.double()), 1e-6)
     close(g["norm2"], (w.double() ** 2).sum(1), 1e-6)
     xi = HeurFedAMP(sigma=5.0).mixing(g["sqdist"], g["norm2"], everybody(40))

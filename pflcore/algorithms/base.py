@@ -6,6 +6,8 @@ nothing else remembers anything. What travels is a dict: `down` and `up`; the by
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -78,7 +80,7 @@ class FedAvg:
         return own, {"delta": local.fit(down["x"]).w - down["x"]}
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
-        """The server's new state. It owns `g` and may write rows into it in place."""
+        """The server's new state. It owns `g` and may write rows into it in place, by `Commit` or `written`: all of them or none."""
         return {**g, "x": ops.aggregate(up["delta"], cohort.share[None].to(g["x"].device), base=g["x"], lr=self.lr)[0]}
 
     def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
@@ -174,15 +176,39 @@ def step(alg: FedAvg, state: State, setting: Setting, ids: Tensor, buffers: str 
         cohort = cohort_of(alg, setting, ids, round)
         up, new = ({k: v[fine.to(v.device)] for k, v in d.items()} for d in (up, new))
         local.buffers = local.buffers[fine.to(local.buffers.device)]
+    rows = local.buffers
+    if buffers == "average" and rows.shape[1]:
+        rows = ops.aggregate(rows, cohort.share[None].to(rows.device)).expand(len(state.buffers), -1)
+        ids = torch.arange(len(state.buffers))
+    commit = Commit(ids, *((state.own[k], v) for k, v in new.items()), (state.buffers, rows))
     g = alg.server(state.g, up, cohort)
-    for k, v in new.items():  # committed only now: the server has accepted the round
-        state.own[k][ids] = v.to(state.own[k].dtype)
-    if local.buffers.shape[1]:
-        if buffers == "average":
-            state.buffers[:] = ops.aggregate(local.buffers, cohort.share[None].to(local.buffers.device))
-        else:
-            state.buffers[ids] = local.buffers
+    commit.write()  # only now: the server has accepted the round
     return State(g, state.own, state.buffers, round, 0), outcome
+
+
+class Commit:
+    """Rows [S, ...] to be written into the rows `ids` of [N, ...]. What needs memory is done at once; `write` asks for none, so that a
+    round that runs out of memory has written everything or nothing."""
+
+    def __init__(self, ids: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
+        at = {into.device: ids.to(into.device) for into, _ in pairs}
+        self.pairs = [(into, at[into.device], rows.to(into)) for into, rows in pairs]
+
+    def write(self) -> None:
+        for into, at, rows in self.pairs:
+            into[at] = rows
+
+
+@contextmanager
+def written(into: Tensor, ids: Tensor, rows: Tensor) -> Iterator[None]:
+    """The rows `ids` of `into` are `rows` from here on; where the block fails they are again what they were."""
+    new, old = Commit(ids, (into, rows)), Commit(ids, (into, into[ids]))
+    new.write()
+    try:
+        yield
+    except BaseException:
+        old.write()
+        raise
 
 
 def finite(tensors: Tensors, count: int) -> Tensor:

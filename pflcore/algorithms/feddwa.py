@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.algorithms.base import Cohort, FedAvg, Payload, Tensors
+from pflcore.algorithms.base import Cohort, Commit, FedAvg, Payload, Tensors
 from pflcore.algorithms.qp import inner_products, simplex_qp
 from pflcore.flat import Net
 from pflcore.local import Local
@@ -72,12 +72,10 @@ class FedDWA(FedAvg):
         ids, w = cohort.ids, up["w"]
         guide = up["g"] if "g" in up else torch.where(g["seen"][ids][:, None].to(w.device), g["last"][ids], w)
         weight, index = self.weights(guide, w)
-        g["x"][ids] = ops.aggregate(w, weight, index)
-        if "last" in g:
-            g["last"][ids] = w
-        g["seen"][ids] = True
         p = torch.zeros_like(g["p"])
         p[ids[:, None], ids[index.cpu()]] = weight.to(p)
+        last = [(g["last"], w)] if "last" in g else []
+        Commit(ids, (g["x"], ops.aggregate(w, weight, index)), *last, (g["seen"], torch.ones(len(ids), dtype=torch.bool))).write()
         return {**g, "p": p}
 
     def weights(self, guide: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

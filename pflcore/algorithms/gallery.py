@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.algorithms.base import Cohort, FedAvg, Payload, Tensors
+from pflcore.algorithms.base import Cohort, FedAvg, Payload, Tensors, written
 from pflcore.flat import Net
 from pflcore.local import Local
 
@@ -27,14 +27,16 @@ def gallery(net: Net, n: int) -> Tensors:
     return {"w": net.w0.expand(n, -1), "sqdist": distance, "norm2": norm2.expand(n), "last": torch.zeros(n, dtype=torch.long)}
 
 
-def hang(g: Tensors, w: Tensor, cohort: Cohort) -> None:
-    """Put the cohort's models `w` [S, P] into the gallery, in place."""
-    ids = cohort.ids
-    g["w"][ids] = w
-    rows = ops.pairwise_sqdist(w, g["w"]).cpu()
-    g["sqdist"][ids], g["sqdist"][:, ids] = rows, rows.T
-    g["norm2"][ids] = ops.pairwise_sqdist(w, torch.zeros_like(w[:1]))[:, 0].cpu()
-    g["last"][ids] = cohort.round
+def hung(g: Tensors, w: Tensor, cohort: Cohort) -> Tensors:
+    """The gallery's distances, norms and rounds when the cohort's models `w` [S, P] have been written into g["w"]."""
+    ids, rows = cohort.ids, ops.pairwise_sqdist(w, g["w"]).cpu()
+    norm2 = ops.pairwise_sqdist(w, torch.zeros_like(w[:1]))[:, 0].cpu()
+    return {
+        **g,
+        "sqdist": g["sqdist"].index_copy(0, ids, rows).index_copy_(1, ids, rows.T),
+        "norm2": g["norm2"].index_copy(0, ids, norm2),
+        "last": g["last"].index_fill(0, ids, cohort.round),
+    }
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,9 @@ class FedAMP(FedAvg):
         return {"w": w}, {"w": w}
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
-        hang(g, up["w"], cohort)
-        return {**g, "xi": self.mixing(g["sqdist"], g["norm2"], g["last"] > 0)}
+        with written(g["w"], cohort.ids, up["w"]):
+            g = hung(g, up["w"], cohort)
+            return {**g, "xi": self.mixing(g["sqdist"], g["norm2"], g["last"] > 0)}
 
     def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
         return {"w": own["w"]}
@@ -174,14 +177,15 @@ class SFL(FedAvg):
         return own, up | ({"labels": local.counts / local.size[:, None]} if self.adjacency == "oracle_labels" else {})
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
-        hang(g, up["w"], cohort)
-        seen = g["last"] > 0
-        if "labels" in up:
-            g["labels"][cohort.ids] = up["labels"].to(g["labels"])
-            graph = torch.minimum(g["labels"][:, None], g["labels"]).sum(2).double()
-        else:
-            graph = g["graph"] if "graph" in g else nearest(g["sqdist"], self.k, seen)
-        return {**g, "mix": smoothing(graph, seen, self.layers, self.s)}
+        with written(g["w"], cohort.ids, up["w"]):
+            g = hung(g, up["w"], cohort)
+            seen = g["last"] > 0
+            if "labels" in up:
+                g["labels"] = g["labels"].index_copy(0, cohort.ids, up["labels"].to(g["labels"]))
+                graph = torch.minimum(g["labels"][:, None], g["labels"]).sum(2).double()
+            else:
+                graph = g["graph"] if "graph" in g else nearest(g["sqdist"], self.k, seen)
+            return {**g, "mix": smoothing(graph, seen, self.layers, self.s)}
 
     def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
         return {"w": down["u"]}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.algorithms.base import Cohort, FedAvg, Payload, Stop, Tensors
+from pflcore.algorithms.base import Cohort, FedAvg, Payload, Stop, Tensors, written
 from pflcore.algorithms.server_opt import FedOpt
 from pflcore.flat import Net
 from pflcore.local import Local
@@ -128,15 +128,15 @@ class Mocha(FedAvg):
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
         w, omega = g["w"], g["omega"]
-        w[cohort.ids] = up["w"]
-        if cohort.round % self.outer == 0:
-            omega = relation(w, self.delta, self.relation)
-            if self.regulariser == "client":
-                self.check(omega[cohort.ids][:, cohort.ids], up["lr"][:, 0].double(), up["lr_sum"][:, 0].double(), cohort.round)
-        if self.regulariser == "server":
-            spread = torch.eye(len(w), dtype=torch.float64, device=w.device) + up["lr_sum"].double().mean() * self.lam * omega
-            w = ops.aggregate(w, torch.linalg.inv(spread))
-        return {"w": w, "omega": omega}
+        with written(w, cohort.ids, up["w"]):
+            if cohort.round % self.outer == 0:
+                omega = relation(w, self.delta, self.relation)
+                if self.regulariser == "client":
+                    self.check(omega[cohort.ids][:, cohort.ids], up["lr"][:, 0].double(), up["lr_sum"][:, 0].double(), cohort.round)
+            if self.regulariser == "server":
+                spread = torch.eye(len(w), dtype=torch.float64, device=w.device) + up["lr_sum"].double().mean() * self.lam * omega
+                w = ops.aggregate(w, torch.linalg.inv(spread))
+            return {"w": w, "omega": omega}
 
     def check(self, omega: Tensor, lr: Tensor, lr_sum: Tensor, round: int) -> None:
         """Stop where the next exchanges would amplify W."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.algorithms.base import Cohort, FedAvg, Payload, Pool, Tensors
+from pflcore.algorithms.base import Cohort, Commit, FedAvg, Payload, Pool, Tensors
 from pflcore.flat import Net
 from pflcore.local import Local
 
@@ -92,10 +92,10 @@ class FedFomo(FedAvg):
         return torch.stack(found, 1).nan_to_num(0.0, 0.0, 0.0)
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
-        g["w"][cohort.ids] = up["w"]
-        g["p"][cohort.ids] += up["a"].to(g["p"])
-        g["seen"][cohort.ids] = True
-        return {**g, "found": torch.zeros_like(g["p"]).index_copy_(0, cohort.ids, up["a"].to(g["p"]))}
+        a, seen = up["a"].to(g["p"]), torch.ones(len(cohort.ids), dtype=torch.bool)
+        found = torch.zeros_like(g["p"]).index_copy_(0, cohort.ids, a)
+        Commit(cohort.ids, (g["w"], up["w"]), (g["p"], g["p"][cohort.ids] + a), (g["seen"], seen)).write()
+        return {**g, "found": found}
 
     def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
         return {"w": own["w"]}

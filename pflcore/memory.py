@@ -1,0 +1,57 @@
+"""Running out of memory, on a GPU or beside it: how it is recognised, what it is said with, and what can be given back."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import re
+
+import torch
+
+from pflcore.report import human
+
+SIGNS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether this is about memory. Not every library has an error class for it: torch on a CPU and cuBLAS raise RuntimeError."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
+
+
+def asked_for(error: BaseException) -> str:
+    """What the last, refused request was for, where the error says it: "20.00 MiB", or nothing."""
+    found = re.search(r"[Tt]ried to allocate ([\d.]+ ?[KMGT]?i?B|\d+ bytes)", str(error))
+    return human(int(found[1].split()[0])) if found and found[1].endswith("bytes") else found[1] if found else ""
+
+
+def give_back(device: str) -> None:
+    """Frees what a failed round left: errors and the frames they hold form cycles, and torch's allocator keeps what it once had."""
+    gc.collect()
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
+
+
+def there(device: str) -> str:
+    """What the device has: "cuda:0 has 79.1 GiB, of which 12.0 GiB are free", or nothing where it cannot be said."""
+    with contextlib.suppress(Exception):  # a sentence about an error must not become one
+        if device.startswith("cuda"):
+            free, total = torch.cuda.mem_get_info(device)
+            return f"{device} has {human(total)}, of which {human(free)} are free"
+        return f"this machine has {human(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))}"
+    return ""
+
+
+def sentence(where: str, peak: int, asked: str, device: str) -> str:
+    """One sentence: where memory ran out, what the run needs, what there is, what to do."""
+    has = there(device)
+    return (
+        f"Out of memory {where}"
+        + (f", when {asked} more were asked for" if asked else "")
+        + f": the run needs about {human(peak)} beside data and activations"
+        + (f", and {has}" if has else "")
+        + "; let fewer clients take part in a round (participation), make the batches (batch_size) or the model smaller"
+        + (", or use device='cpu'." if device.startswith("cuda") else ".")
+    )

@@ -1,0 +1,186 @@
+"""Memory that runs out, on a GPU or beside it: one sentence, the record whole, the state that of the last round."""
+
+import copy
+
+import pytest
+import torch
+from small import images, tiny_model
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pflcore import Simulation, Training, cli, memory
+from pflcore.algorithms import ALGORITHMS, FedAvg, base
+from pflcore.algorithms.feddwa import FedDWA
+from pflcore.algorithms.multitask import Mocha
+from pflcore.record import read
+from pflcore.simulation import held_out
+
+CUDA = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB of which 12.00 MiB is free."
+KINDS = {
+    "on a GPU": (torch.OutOfMemoryError(CUDA), "20.00 MiB"),
+    "of cuBLAS": (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), ""),
+    "of a kernel": (RuntimeError("CUDA error: out of memory"), ""),
+    "on a CPU": (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 3072 bytes."), "3.0 KiB"),
+    "of Python": (MemoryError(), ""),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_recognised(kind):
+    error, asked = KINDS[kind]
+    assert memory.ran_out(error) and memory.asked_for(error) == asked
+
+
+def test_other_errors_are_not_it():
+    assert not any(map(memory.ran_out, (RuntimeError("expected 3 rows"), ValueError("out of memory of a text"), KeyboardInterrupt())))
+
+
+def fails(function, at, error):
+    """`function`, failing at its `at`-th call (from 1), once."""
+    calls = []
+
+    def call(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == at:
+            raise error
+        return function(*args, **kwargs)
+
+    return call
+
+
+def normed():
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
+
+
+def simulation(algorithm="scaffold", model=None, **options):
+    data, training = held_out(images((6, 9, 7))), Training(lr=0.1, batch_size=5)
+    return Simulation(algorithm, model or tiny_model(), data, training, rounds=4, workers=1, **options)
+
+
+def same(a, b):
+    assert a.keys() == b.keys()
+    return all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_round_that_fails_leaves_no_trace_and_the_run_goes_on(kind, monkeypatch):
+    error, asked = KINDS[kind]
+    whole = simulation().run()
+    run = simulation()
+    monkeypatch.setattr(ALGORITHMS["scaffold"], "server", fails(ALGORITHMS["scaffold"].server, 3, error))
+    seen = []
+    history = run.run(lambda r, line: seen.append(r))
+    assert history.failed and [r["round"] for r in history.rounds] == seen == [1, 2] and run.state.round == 2
+    assert history.stopped.startswith("Out of memory in round 3") and history.stopped.count(". ") == asked.count(". ") == 0
+    assert asked in history.stopped and "participation" in history.stopped and "device='cpu'" not in history.stopped
+    assert list(history.lines())[-1] == {"stopped": history.stopped}
+    rest = run.run()  # the same simulation, a moment later
+    assert not rest.failed and [r["round"] for r in rest.rounds] == [3, 4]
+    assert same(run.state.g, whole.state.g) and same(run.state.own, whole.state.own)
+    for got, want in zip(history.rounds + rest.rounds, whole.rounds, strict=True):
+        assert {k: v for k, v in got.items() if k != "seconds"} == {k: v for k, v in want.items() if k != "seconds"}
+
+
+def test_a_round_that_cannot_be_evaluated_is_still_a_round(monkeypatch):
+    run = simulation("fedavg")
+    monkeypatch.setattr("pflcore.simulation.evaluate", fails(base.evaluate, 2, torch.OutOfMemoryError(CUDA)))
+    history = run.run()
+    assert history.failed and "in the evaluation after round 2, when 20.00 MiB more were asked for" in history.stopped
+    assert [(r["round"], r["eval"] is None) for r in history.rounds] == [(1, False), (2, True)] and run.state.round == 2
+
+
+def test_other_errors_come_through(monkeypatch):
+    monkeypatch.setattr(FedAvg, "server", fails(FedAvg.server, 1, RuntimeError("a bug")))
+    with pytest.raises(RuntimeError, match=r"^a bug$"):
+        simulation("fedavg").run()
+
+
+def test_what_the_card_has_is_said(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 << 30, 80 << 30))
+    said = memory.sentence("in round 7", 5 << 30, "20.00 MiB", "cuda:1")
+    assert said == (
+        "Out of memory in round 7, when 20.00 MiB more were asked for: the run needs about 5.0 GiB beside data and activations, and "
+        "cuda:1 has 80.0 GiB, of which 3.0 GiB are free; let fewer clients take part in a round (participation), make the batches "
+        "(batch_size) or the model smaller, or use device='cpu'."
+    )
+    monkeypatch.setattr(torch.cuda, "mem_get_info", fails(None, 1, RuntimeError("no driver")))
+    assert "activations; let" in memory.sentence("in round 7", 5 << 30, "", "cuda:1")
+
+
+def test_a_federation_that_does_not_fit_is_said_before_the_first_round(monkeypatch):
+    monkeypatch.setattr("pflcore.simulation.begin", fails(None, 1, torch.OutOfMemoryError(CUDA)))
+    with pytest.raises(
+        MemoryError, match=r"^Out of memory before the first round, with [\d.]+ KiB of data, when 20.00 MiB more .* needs about"
+    ):
+        simulation()
+
+
+class Refuse(TorchDispatchMode):
+    """Counts the operations that need memory and refuses the `at`-th of them."""
+
+    def __init__(self, at):
+        self.at, self.count = at, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not (func.is_view or func._schema.is_mutable):
+            self.count += 1
+            if self.count == self.at:
+                raise torch.OutOfMemoryError(CUDA)
+        return func(*args, **(kwargs or {}))
+
+
+def copied(state):
+    return copy.deepcopy((state.g, state.own, state.buffers, state.round, state.void))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [(n, {}) for n in ALGORITHMS]
+    + [("feddwa", {"model": normed, "buffers": "average"}), (Mocha(regulariser="server"), {}), (FedDWA(guidance="previous"), {})],
+)
+def test_wherever_the_servers_memory_ends_the_round_never_was(name, options, monkeypatch):
+    """Every single request of memory by the server and the commit is refused once."""
+    run = simulation(name, **options)
+    rounds = run.iterate()
+    next(rounds), next(rounds)
+    alg, before = type(run.algorithm), copied(run.state)
+    server, mode = alg.server, None
+
+    def refusing(self, g, up, cohort):
+        mode.__enter__()
+        return server(self, g, up, cohort)
+
+    monkeypatch.setattr(alg, "server", refusing)
+    for at in range(1, 1000):
+        mode = Refuse(at)
+        try:
+            run.state, _ = base.step(run.algorithm, run.state, run.setting, torch.arange(3), run.buffers)
+            break
+        except torch.OutOfMemoryError:
+            pass
+        finally:
+            mode.__exit__(None, None, None)
+        for old, new in zip(before, copied(run.state), strict=True):
+            assert same(old, new) if isinstance(old, dict) else torch.equal(torch.as_tensor(old), torch.as_tensor(new)), f"request {at}"
+    assert at > 1 or name == "local"
+    assert run.state.round == 3
+
+
+def test_on_the_command_line(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("tyro")
+    pytest.importorskip("sklearn")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pflcore.pictures.draw", lambda *_: [])
+    monkeypatch.setattr(FedAvg, "server", fails(FedAvg.server, 2, torch.OutOfMemoryError(CUDA)))
+    common = ["--data", "digits", "--n", "4", "--model", "linear", "--rounds", "3", "--quiet"]
+    assert cli.main(["compare", "--algorithms", "fedavg", "local", *common, "--out", "o"]) == 1
+    out, err = capsys.readouterr()
+    assert err.count("Out of memory in round 2") == 1 and "Traceback" not in err
+    first, second = read("o")
+    assert [r["round"] for r in first.rounds] == [1] and first.stopped.startswith("Out of memory in round 2")
+    assert len(second.rounds) == 3 and second.stopped is None and "| local" in out  # the others had their turn
+
+    monkeypatch.setattr("pflcore.simulation.begin", fails(None, 1, torch.OutOfMemoryError(CUDA)))
+    assert cli.main(["run", "fedavg", *common, "--out", "p"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("pflcore: Out of memory before the first round") and err.count("\n") == 1 and not (tmp_path / "p").exists()
