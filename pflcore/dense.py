@@ -14,6 +14,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from pflcore.flat import CRITERIA, Net
+from pflcore.ops.reference import losses_and_slopes
 
 SMALL = 4096  # below so many weights a product into a strided view costs several times one into fresh memory
 
@@ -54,6 +55,16 @@ class Dense:
         tied = len(set(weights)) < len(weights)
         return None if tied or not weights or sum(net.sizes) != net.size else cls(layers, criterion)
 
+    @property
+    def linear(self) -> tuple[int, bool] | None:
+        """(inputs, whether there is a bias) of a model that is one linear layer with its weight in front, else None."""
+        if len(self.layers) != 1 or not isinstance(self.layers[0], _Linear):
+            return None
+        weight, bias, (outputs, inputs) = self.layers[0]
+        end = outputs * inputs
+        fits = weight == slice(0, end) and bias in (None, slice(end, end + outputs))
+        return (inputs, bias is not None) if fits and (self.criterion == "cross_entropy" or outputs == 1) else None
+
     def scores(self, rows: Tensor, x: Tensor, saved: list[Tensor] | None = None) -> Tensor:
         """`rows` [s, P] on `x` [s, B, ...] -> [s, B, C]; `saved` collects every layer's input."""
         h = x.flatten(2)
@@ -69,19 +80,7 @@ class Dense:
 
     def losses(self, scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Per-sample losses [s, B] and their derivative by the scores [s, B, C]."""
-        if self.criterion == "cross_entropy":
-            log_p = scores.log_softmax(2)
-            index = y[..., None]
-            slope = log_p.exp()
-            slope.scatter_add_(2, index, torch.full_like(index, -1, dtype=slope.dtype))
-            return -log_p.gather(2, index)[..., 0], slope
-        z = scores.reshape(y.shape)
-        if self.criterion in ("squared", "half_squared"):
-            gap, factor = z - y.to(z.dtype), 1.0 if self.criterion == "squared" else 0.5
-            return factor * gap * gap, (2 * factor * gap).view_as(scores)
-        sign = torch.where(y > 0, 1.0, -1.0).to(z.dtype)
-        margin = 1 - sign * z
-        return margin.clamp(min=0), torch.where(margin >= 0, -sign, torch.zeros_like(sign)).view_as(scores)
+        return losses_and_slopes(self.criterion, scores, y)
 
     def loss(self, rows: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         """`(weight * losses).sum(1)` [s] with `weight` [s, B]; a sample with weight 0 does not count, whatever its loss."""

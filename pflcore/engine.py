@@ -210,11 +210,14 @@ class Engine:
             torch.set_num_threads(before)  # set_num_threads is also what *new* threads start with
         return threads
 
-    def pieces(self, count: int, width: int) -> int:
-        """Into how many pieces a cohort of `count` rows of `width` is cut; never a matter of the number of workers."""
+    def pieces(self, count: int, width: int, samples: int = 0) -> int:
+        """Into how many pieces a cohort of `count` rows of `width` is cut; never a matter of the number of workers.
+
+        `samples`: how many of them go through one kernel, where a call costs nothing and only the arithmetic counts.
+        """
         if self.name == "pool":
             return count
-        return max(1, min(count, 2 if count * width >= 1 << 18 else 1))
+        return max(1, min(count, 4 if samples * width >= 1 << 22 else 2 if count * width >= 1 << 18 else 1))
 
 
 def choose_engine(net: Net, data: Federation, training: Training, rounds: int = 1) -> str:

@@ -18,17 +18,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pflcore import ops
 from pflcore.dense import Dense
-from pflcore.engine import Engine, Setting, Step, Training, choose_engine
-from pflcore.flat import Net, context, forward_mode
-from pflcore.streams import client_seeds, shuffles, uniforms
+from pflcore.engine import Engine, Setting, Training, choose_engine
+from pflcore.flat import Net, forward_mode
+from pflcore.piece import EPOCH_BYTES, LossFn, Piece
 
 __all__ = ["Engine", "Fit", "Local", "LossFn", "Setting", "Training", "choose_engine"]
 
-LossFn = Callable[[Net, Tensor, Tensor, Tensor, dict[str, Tensor]], Tensor]
 T = TypeVar("T")
-EPOCH_BYTES = 1 << 26  # an epoch's batches are gathered at once up to this size
 EVAL_BATCH = 125  # a forward batch of 1,000 or more costs twice as much per sample
 
 
@@ -102,7 +99,6 @@ class Local:
         want_grad: bool = False,
     ) -> Fit:
         """Minibatch SGD from `start` on each client's training data."""
-        t = self.setting.training
         rate = self.lr if lr is None else lr
         count, width = start.shape
         w = torch.empty_like(start, memory_format=torch.contiguous_format)
@@ -111,39 +107,19 @@ class Local:
         taken = torch.zeros(count, 1, dtype=torch.float64)
 
         def train(pos: Tensor) -> None:
-            work = _Piece(self, pos, loss, extra, noise, epochs, steps, 1, stream, probe, by_size=steps is None)
+            work = Piece(self, pos, loss, extra, noise, epochs, steps, 1, stream, probe, by_size=steps is None)
             rows = start[pos].contiguous()  # indexing copies
             grads = torch.zeros_like(rows) if want_grad else None
-            momentum = torch.zeros_like(rows) if t.momentum else None
-            shifts = None if shift is None else shift[pos]
-            masks = mask if mask is None or mask.dim() == 1 else mask[pos]
             mu, anchor = (0.0, None) if prox is None else prox
-            mus = mu.reshape(-1)[pos] if isinstance(mu, Tensor) and mu.numel() > 1 else mu
-            anchors = None if anchor is None else anchor[pos]
-            plain = shift is None and prox is None and mask is None and not (want_grad or t.momentum or t.weight_decay)
-            work.bind(rows)
-            space = torch.empty_like(rows)  # touched only where a gradient is asked for
-            for step in work.steps:
-                s = slice(step.a, step.b)
-                if plain and work.descend(rows[s], step, rate):
-                    continue
-                g = work.gradient(rows[s], step, out=space[s])
-                if grads is not None:
-                    grads[s] += g
-                    if t.weight_decay:
-                        grads[s].add_(rows[s], alpha=t.weight_decay)
-                ops.sgd_step_(
-                    rows[s],
-                    g,
-                    rate,
-                    shift=None if shifts is None else shifts[s],
-                    mask=masks if masks is None or masks.dim() == 1 else masks[s],
-                    mu=mus[s] if isinstance(mus, Tensor) and mus.dim() else mus,
-                    anchor=None if anchors is None else anchors[s],
-                    momentum=t.momentum,
-                    buffer=None if momentum is None else momentum[s],
-                    weight_decay=t.weight_decay,
-                )
+            work.train(
+                rows,
+                rate,
+                shift=None if shift is None else shift[pos],
+                mask=mask if mask is None or mask.dim() == 1 else mask[pos],
+                mu=mu.reshape(-1)[pos] if isinstance(mu, Tensor) and mu.numel() > 1 else mu,
+                anchor=None if anchor is None else anchor[pos],
+                grads=grads,
+            )
             w[pos] = rows
             losses[pos] = work.losses / work.taken[:, 0].to(start.device)
             taken[pos] = work.taken
@@ -151,7 +127,7 @@ class Local:
                 mean_grad[pos] = grads / work.taken.to(grads)
             work.finish()
 
-        self._over_pieces(train, width)
+        self._over_pieces(train, width, samples=int(self._size.sum()) if loss is None and self._linear else 0)
         if not probe:
             self.train_loss = losses
         return Fit(w, (taken * rate).to(start), losses.to(start.dtype), mean_grad)
@@ -181,7 +157,7 @@ class Local:
         losses = torch.zeros(len(self._ids), dtype=torch.float64, device=self.buffers.device)
 
         def train(pos: Tensor) -> None:
-            work = _Piece(self, pos, loss, extra, noise, epochs, steps, batches, stream, probe, by_size=False, alone=alone)
+            work = Piece(self, pos, loss, extra, noise, epochs, steps, batches, stream, probe, by_size=False, alone=alone)
             mine = {k: v[pos] for k, v in rows.items()}
             for step in work.steps:
                 s = slice(step.a, step.b)
@@ -307,170 +283,16 @@ class Local:
     def _each_client(self, f: Callable[[int], T]) -> list[T]:
         return self.setting.engine.map(f, range(len(self._ids)))
 
-    def _over_pieces(self, f: Callable[[Tensor], None], width: int, alone: bool = False) -> None:
+    @property
+    def _linear(self) -> tuple[int, bool] | None:
+        """(inputs, whether there is a bias) where the model is one linear layer that a single kernel trains whole, else None."""
+        net, data, engine = self.net, self.setting.data, self.setting.engine
+        dense = engine.dense(net) if engine.name == "vmap" else None
+        numbers = data.x.dtype == net.dtype and data.y.dtype in (torch.int64, net.dtype) and data.y.dim() == 1 and data.x.is_contiguous()
+        return dense.linear if dense is not None and numbers else None
+
+    def _over_pieces(self, f: Callable[[Tensor], None], width: int, alone: bool = False, samples: int = 0) -> None:
         order = torch.from_numpy(np.lexsort((self._ids, -self._size)))  # largest first, then by id
-        count = len(order) if alone else self.setting.engine.pieces(len(order), width)
+        count = len(order) if alone else self.setting.engine.pieces(len(order), width, samples)
         cuts = [len(order) * j // count for j in range(count + 1)]
         self.setting.engine.map(f, [order[a:b] for a, b in pairwise(cuts)])
-
-
-class _Piece:
-    """The clients `pos` of a cohort, largest first, on their way through their batches.
-
-    Sorting by size makes the clients that share a batch size neighbours, so every step works on slices of the rows.
-    """
-
-    def __init__(
-        self,
-        local: Local,
-        pos: Tensor,
-        loss: LossFn | None,
-        extra: dict[str, Tensor] | None,
-        noise: int,
-        epochs: int | None,
-        steps: int | None,
-        batches: int,
-        stream: str,
-        probe: bool,
-        by_size: bool,
-        alone: bool = False,
-    ) -> None:
-        t, data, engine = local.setting.training, local.setting.data, local.setting.engine
-        self.local, self.pos, self.loss_fn, self.probe, self.data = local, pos, loss, probe, data
-        self.extra = {k: v[pos] for k, v in (extra or {}).items()}
-        self.buffers = local.buffers[pos]
-        self.size = local._size[pos.numpy()]
-        self.relabel = None if data.relabel is None else data.relabel[local.ids[pos]]
-        self.vmap = engine.name == "vmap" and not alone
-        self.dense = engine.dense(local.net) if self.vmap and loss is None else None
-        if epochs is None and steps is None:
-            epochs = t.epochs
-        plan = engine.plan((tuple(self.size.tolist()), epochs, steps, batches, by_size, self.dense is not None), t, local.net.w0)
-        self.steps, self.taken, passes = plan
-        self.losses = torch.zeros(len(pos), dtype=torch.float64, device=data.y.device)
-        self._draw(t, stream, passes, noise)
-        self.leaves: list[Tensor] | None = None
-        self._epoch: tuple[int, Tensor, Tensor] | None = None
-
-    def _draw(self, t: Training, stream: str, passes: int, noise: int) -> None:
-        """The clients' shuffles and noise: each (seed, round, client, stream) has its own."""
-        local, device = self.local, self.data.y.device
-        ids = local._ids[self.pos.numpy()]
-        round = local.round if t.reshuffle else 0
-        table = local.setting.engine.table(self.data, "train")
-        rows = torch.from_numpy(ids)[:, None]
-        orders = []
-        for p in range(passes):
-            order = torch.from_numpy(shuffles(client_seeds(ids, local.setting.seed, round, stream, p if t.reshuffle else 0), self.size))
-            orders.append(table[rows, order])
-        self.order = torch.stack(orders, 1).to(device, non_blocking=True)  # [s, passes, n_max] positions in the pool
-        if self.dense is not None:
-            return
-        # by pass and place within it: a step's number over the epochs depends on who else is in the piece
-        seeds = [client_seeds(ids, local.setting.seed, local.round, stream, "noise", p) for p in range(passes)]
-        self.seeds = torch.from_numpy(np.stack(seeds, 1).view(np.int64)).to(device)  # [s, passes]
-        steps = -(-int(self.size[0]) // t.batch_size)
-        draws = [uniforms(one, steps * noise).view(len(ids), steps, noise) for one in seeds] if noise else []
-        self.noise = torch.stack(draws, 1).to(device) if noise else None  # [s, passes, steps, noise]
-
-    def samples(self, a: int, b: int, batch: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
-        """x [s, B, ...] and the clients' own labels y [s, B] of a minibatch."""
-        epoch, first, last = batch
-        if self._epoch is None or self._epoch[0] != epoch:
-            whole = self.order[:, epoch]
-            if whole.numel() * self.data.x[0].numel() * self.data.x.element_size() > EPOCH_BYTES:
-                index = whole[a:b, first:last]
-                return self.data.x[index], self._labels(index, a, b)
-            x = self.data.x.index_select(0, whole.flatten()).unflatten(0, whole.shape)  # faster than x[whole]
-            self._epoch = epoch, x, self._labels(whole, 0, len(self.pos))
-        _, x, y = self._epoch
-        return x[a:b, first:last], y[a:b, first:last]
-
-    def _labels(self, index: Tensor, a: int, b: int) -> Tensor:
-        y = self.data.y[index]
-        return y if self.relabel is None else self.relabel[a:b].gather(1, y)
-
-    def gradient(self, rows: Tensor, step: Step, which: int = 0, out: Tensor | None = None) -> Tensor:
-        """The gradient [s, Q] at `rows` [s, Q] of the step's `which`-th minibatch, in `out` where that helps."""
-        if self.leaves is not None:
-            return torch.cat([g.reshape(-1) for g in self._on_leaves(step)], out=None if out is None else out[0])[None]
-        a, b = step.a, step.b
-        x, y = self.samples(a, b, step.batches[which])
-        if self.dense is not None:
-            g = torch.empty_like(rows) if out is None else out
-            losses = self.dense.gradient(rows, x, y, step.weight, g)
-        else:
-            losses, g = self._autograd(rows, x, y, step, which)
-        if which == 0:
-            self.losses[a:b] += losses
-        return g
-
-    def bind(self, rows: Tensor) -> None:
-        """From now on `gradient` and `descend` get these very rows [1, P]: the model's parameters may be views of them."""
-        if not self.vmap and self.loss_fn is None and rows.shape == (1, self.local.net.size):
-            self.leaves = self.local.net.leaves(rows[0])
-
-    def descend(self, rows: Tensor, step: Step, lr: float) -> bool:
-        """Takes a plain SGD step in place where that needs no gradient row in memory; says whether it did."""
-        if self.dense is not None:
-            x, y = self.samples(step.a, step.b, step.batches[0])
-            self.losses[step.a : step.b] += self.dense.descend(rows, x, y, step.weight, lr)
-            return True
-        if self.leaves is not None:
-            grads = self._on_leaves(step)
-            with torch.no_grad():
-                torch._foreach_add_(self.leaves, grads, alpha=-lr)
-            return True
-        return False
-
-    def _place(self, step: Step, which: int = 0) -> tuple[int, int]:
-        """The pass over the data and the place within it of the step's `which`-th minibatch."""
-        epoch, first, _ = step.batches[which]
-        return epoch, first // self.local.setting.training.batch_size
-
-    def _on_leaves(self, step: Step) -> tuple[Tensor, ...]:
-        assert self.leaves is not None
-        net = self.local.net
-        x, y = self.samples(0, 1, step.batches[0])
-        epoch, place = self._place(step)
-        with forward_mode(True, self.buffers[0], self.seeds[0, epoch] + place, alone=True):
-            loss = net.criterion(net.on_leaves(x[0]), y[0])
-            if context.buffers is not None and net.buffer_names:
-                self.buffers[0] = context.buffers
-        self.losses += loss.detach()
-        return torch.autograd.grad(loss, self.leaves, allow_unused=True, materialize_grads=True)
-
-    def _autograd(self, rows: Tensor, x: Tensor, y: Tensor, step: Step, which: int) -> tuple[Tensor, Tensor]:
-        a, b = step.a, step.b
-        extra = {k: v[a:b] for k, v in self.extra.items()}
-        if self.noise is not None:
-            epoch, place = self._place(step)
-            extra["noise"] = self.noise[a:b, epoch, place]
-        epoch, place = self._place(step, which)
-        seeds = self.seeds[a:b, epoch] + place
-        w = rows.detach().requires_grad_()
-        if self.vmap:
-            losses, buffers = torch.vmap(self._loss)(w, x, y, self.buffers[a:b], seeds, extra)
-        else:
-            one, buffers = self._loss(w[0], x[0], y[0], self.buffers[a], seeds[0], {k: v[0] for k, v in extra.items()})
-            losses = one[None]
-        (g,) = torch.autograd.grad(losses.sum(), w)
-        if buffers.numel():
-            self.buffers[a:b] = buffers
-        return losses.detach(), g
-
-    def grad_function(self, step: Step) -> Callable[..., Tensor]:
-        def grad(w: Tensor, which: int = 0) -> Tensor:
-            return self.gradient(w, step, which)
-
-        return grad
-
-    def _loss(self, w: Tensor, x: Tensor, y: Tensor, buffers: Tensor, seed: Tensor, extra: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        net = self.local.net
-        with forward_mode(True, buffers, seed, alone=not self.vmap):
-            value = net.loss(w, x, y) if self.loss_fn is None else self.loss_fn(net, w, x, y, extra)
-            return value, context.buffers if context.buffers is not None else buffers
-
-    def finish(self) -> None:
-        if not self.probe:
-            self.local.buffers[self.pos] = self.buffers

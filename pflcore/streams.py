@@ -31,9 +31,11 @@ def generator_of(*key: object) -> torch.Generator:
 
 def mix64(z: U64) -> U64:
     """splitmix64's finalizer (Steele, Lea, Flood 2014): a bijection of 64-bit words whose output bits look independent."""
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    z = z ^ (z >> np.uint64(30))
+    for factor, shift in ((np.uint64(0xBF58476D1CE4E5B9), np.uint64(27)), (np.uint64(0x94D049BB133111EB), np.uint64(31))):
+        z *= factor
+        z ^= z >> shift
+    return z
 
 
 def client_seeds(ids: Sequence[int] | npt.NDArray[np.int64], *key: object) -> U64:
@@ -57,13 +59,15 @@ def shuffles(seeds: U64, sizes: Sequence[int] | npt.NDArray[np.int64]) -> npt.ND
         raise ValueError(f"sizes: a client has {longest} samples, more than the {(1 << int(POSITION_BITS)) - 1} that a shuffle can number.")
     low = np.uint64((1 << int(POSITION_BITS)) - 1)
     position = np.arange(longest, dtype=np.uint64)
-    keys = (words(seeds, longest) & ~low) | position
+    keys = words(seeds, longest)
+    keys &= ~low
+    keys |= position
     outside = np.arange(longest) >= size[:, None]
-    keys[outside] = ~np.uint64(0)  # sorts behind everybody's own
+    np.putmask(keys, outside, ~np.uint64(0))  # sorts behind everybody's own
     keys.sort(axis=1)
-    order = (keys & low).astype(np.int64)
-    order[outside] = 0
-    return order
+    keys &= low
+    np.putmask(keys, outside, np.uint64(0))
+    return keys.view(np.int64)
 
 
 def uniforms(seeds: U64, count: int) -> Tensor:

@@ -20,6 +20,7 @@ LAYERS = [  # from the ground up
     {"data"},
     {"dense"},
     {"engine"},
+    {"piece"},
     {"local"},
     {"algorithms"},
     {"metrics", "privacy", "record", "pictures", "report", "memory"},
@@ -72,7 +73,7 @@ def test_a_file_knows_only_what_stands_below_it(path: Path) -> None:
 
 def test_the_order_would_be_noticed() -> None:
     assert imported(ROOT / "algorithms" / "base.py") >= {"ops", "flat", "local"}
-    assert "ops" in imported(ROOT / "local.py") and imported(ROOT / "models.py") == {"nn"}
+    assert "ops" in imported(ROOT / "piece.py") and imported(ROOT / "models.py") == {"nn"}
 
 
 def test_importing_pflcore_pulls_in_no_extra() -> None:

@@ -37,6 +37,10 @@ def mlp() -> nn.Module:
     return tiny_model()().double()
 
 
+def linear() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 4), nn.Identity()).double()
+
+
 def conv() -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(8, 4)).double()
 
@@ -51,6 +55,7 @@ def dropout() -> nn.Module:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (mlp, (6,)),
+    "linear": (linear, (6,)),
     "conv": (conv, (1, 6, 6)),
     "batch norm": (norm, (6,)),
     "dropout": (dropout, (6,)),
@@ -92,7 +97,7 @@ def options(given: dict[str, Any], net: Net, n: int) -> tuple[Tensor, dict[str, 
     start = torch.cat([net.w0, torch.full((width - net.size,), 0.1, dtype=net.dtype)]).repeat(n, 1)
     start += 0.01 * torch.randn(n, width, generator=gen, dtype=torch.float64).to(net.dtype)
     if o.get("mask") == "head":
-        o["mask"] = (~net.mask(f"{net.head_name}.*")).to(net.dtype)
+        o["mask"] = (~net.mask(f"{net.head_name}.bias")).to(net.dtype)
     if o.get("mask") == "each":
         o["mask"] = (torch.rand(n, width, generator=gen) < 0.5).to(net.dtype)
     if o.get("shift"):
@@ -142,7 +147,7 @@ def test_engines_agree_in_float32(model: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["pool", "vmap"])
-@pytest.mark.parametrize("model", ["conv", "dropout", "mlp"])
+@pytest.mark.parametrize("model", ["conv", "dropout", "mlp", "linear"])
 def test_the_number_of_workers_changes_no_bit(engine: str, model: str) -> None:
     first, *others = [fitted(engine, model, "loss", workers, torch.float32) for workers in (1, 2, 3)]
     for fit, buffers in others:
@@ -150,7 +155,7 @@ def test_the_number_of_workers_changes_no_bit(engine: str, model: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["pool", "vmap"])
-@pytest.mark.parametrize("model", ["mlp", "dropout", "batch norm"])
+@pytest.mark.parametrize("model", ["mlp", "linear", "dropout", "batch norm"])
 def test_the_others_change_nothing(engine: str, model: str) -> None:
     build, shape = MODELS[model]
     s = setting(Net(build), federation(shape=shape), Training(lr=0.1, batch_size=20, epochs=2), engine=engine)

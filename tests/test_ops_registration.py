@@ -41,6 +41,10 @@ def samples():
         yield "rank1_linear", forward
         yield "rank1_linear_backward", (r(*lead, 5, 7), *(t.detach() for t in forward), True, False, True, True)
     yield "rank1_linear", (r(6, 0, dtype=torch.float16).T, *(r(*s, dtype=torch.float16) for s in ((7, 3), (3,), (3, 6))))
+    order, labels = torch.arange(6).view(2, 1, 3), torch.tensor([0, 1, 2, 0, 1, 2])
+    sizes = (torch.tensor([3, 2]), torch.tensor([2, 1]), 2, False, "cross_entropy", True, 0.1)
+    yield "linear_sgd_", (r(2, 15), r(6, 4), labels, None, order, *sizes, None, None, 0.0, None, None, 0.0, 0.0, None)
+    yield "linear_sgd_", (r(2, 15), r(6, 4), labels, None, order, *sizes, r(2, 15), r(15), 0.0, r(2), r(2, 15), 0.9, 0.1, r(2, 15))
     yield "sgd_step_", (r(2, 9), r(2, 9), 0.1, None, None, 0.0, None, None, 0.0, None, 0.0)
     yield "sgd_step_", (r(2, 9), r(2, 9), 0.1, None, r(9), 0.0, r(2), r(2, 9), 0.9, r(2, 9), 0.01)
 

@@ -1,46 +1,27 @@
 #include "sgd.h"
 
-#include "../glue.h"
+#include "sgd_args.h"
 
 namespace pflcore {
 namespace {
 
 template <class T>
-void sgd_typed(const Tensor& w, const Tensor& grad_in, double lr, const OptionalTensor& shift_in, const OptionalTensor& mask_in, double mu,
-               const OptionalTensor& mu_rows_in, const OptionalTensor& anchor_in, double momentum, const OptionalTensor& buffer,
+void sgd_typed(const Tensor& w, const Tensor& grad_in, double lr, const OptionalTensor& shift, const OptionalTensor& mask, double mu,
+               const OptionalTensor& mu_rows, const OptionalTensor& anchor, double momentum, const OptionalTensor& buffer,
                double weight_decay) {
-  const auto read = [&](const OptionalTensor& t, const char* name, bool one_row = false) -> OptionalTensor {
-    if (!t) return t;
-    const bool fits = (t->dim() == 2 && t->size(0) == w.size(0) && t->size(1) == w.size(1)) ||
-                      (one_row && t->dim() == 1 && t->size(0) == w.size(1));
-    PFL_CHECK(fits && t->scalar_type() == w.scalar_type(), "sgd_step_: expected ", name, " of w's shape and dtype");
-    return rows(*t);
-  };
-  const auto data = [](const OptionalTensor& t) { return t ? static_cast<const T*>(t->const_data_ptr()) : nullptr; };
-  const auto step = [](const OptionalTensor& t) { return t && t->dim() == 2 ? row_stride(*t) : 0; };
-  const OptionalTensor grad = read(grad_in, "grad"), shift = read(shift_in, "shift"), mask = read(mask_in, "mask", true);
-  const OptionalTensor anchor = read(anchor_in, "anchor");
-  PFL_CHECK(momentum == 0 || buffer, "sgd_step_: expected a buffer where momentum is not 0");
-  for (const Tensor* t : {&w, buffer ? &*buffer : &w})
-    PFL_CHECK(t->size(1) <= 1 || t->stride(1) == 1, "sgd_step_: expected w and buffer with contiguous rows");
-  if (buffer) read(buffer, "buffer");
-  OptionalTensor mu_rows;
-  if (mu_rows_in) mu_rows = dense_as(*mu_rows_in, ScalarType::Double);
-  PFL_CHECK(!mu_rows || mu_rows->numel() == w.size(0), "sgd_step_: expected one mu for each row");
-
-  cpu::Sgd<T> a{};
-  a.s = w.size(0), a.q = w.size(1);
-  a.w = static_cast<T*>(w.mutable_data_ptr()), a.w_row = row_stride(w);
-  a.grad = data(grad), a.grad_row = step(grad);
-  a.lr = lr;
-  a.shift = data(shift), a.shift_row = step(shift);
-  a.mask = data(mask), a.mask_row = step(mask);
-  a.mu = mu, a.mu_rows = mu_rows ? static_cast<const double*>(mu_rows->const_data_ptr()) : nullptr;
-  a.anchor = data(anchor), a.anchor_row = step(anchor);
-  a.momentum = momentum;
-  a.buffer = buffer && momentum != 0 ? static_cast<T*>(buffer->mutable_data_ptr()) : nullptr;
-  a.buffer_row = a.buffer ? row_stride(*buffer) : 0;
-  a.weight_decay = weight_decay;
+  using Args = SgdArgs<T>;
+  const char* op = "sgd_step_";
+  Args args(op, w, lr, shift, mask, mu, mu_rows, anchor, momentum, weight_decay);
+  const OptionalTensor grad = Args::read(op, w, grad_in, "grad");
+  PFL_CHECK(momentum == 0 || buffer, op, ": expected a buffer where momentum is not 0");
+  cpu::Sgd<T>& a = args.step;
+  a.grad = Args::data(grad), a.grad_row = Args::stride(grad);
+  if (buffer) {
+    Args::written(op, *buffer);
+    Args::read(op, w, buffer, "buffer");
+    a.buffer = momentum != 0 ? static_cast<T*>(buffer->mutable_data_ptr()) : nullptr;
+    a.buffer_row = row_stride(*buffer);
+  }
   cpu::sgd_step(a, TorchParallel{4.0 * static_cast<double>(w.numel())});
 }
 

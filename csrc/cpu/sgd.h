@@ -35,6 +35,22 @@ struct Row {
   T lr, mu, momentum, decay;
 };
 
+// Row s, with its gradient and its buffer.
+template <class T>
+Row<T> row_of(const Sgd<T>& a, int64_t s, const T* grad, T* buffer) {
+  const auto at = [s](const T* p, int64_t stride) { return p ? p + s * stride : p; };
+  return {a.w + s * a.w_row,
+          grad,
+          at(a.shift, a.shift_row),
+          at(a.mask, a.mask_row),
+          at(a.anchor, a.anchor_row),
+          buffer,
+          static_cast<T>(a.lr),
+          static_cast<T>(a.mu_rows ? a.mu_rows[s] : a.mu),
+          static_cast<T>(a.momentum),
+          static_cast<T>(a.weight_decay)};
+}
+
 // `count` vectors from element c on. The tests on the pointers are the same for a whole row: predicted, and shared by the vectors.
 template <class V, int count, class T>
 PFL_INLINE void step(const Row<T>& a, int64_t c) {
@@ -98,17 +114,7 @@ PFL_INLINE void pieces(const Sgd<T>& a, int64_t begin, int64_t end) {
   const int64_t strips = (a.q + kStrip - 1) / kStrip;
   int64_t s = begin / strips, strip = begin % strips;
   for (int64_t piece = begin; piece < end; piece++) {
-    const auto at = [s](auto* p, int64_t stride) { return p ? p + s * stride : p; };
-    const Row<T> r{a.w + s * a.w_row,
-                   a.grad + s * a.grad_row,
-                   at(a.shift, a.shift_row),
-                   at(a.mask, a.mask_row),
-                   at(a.anchor, a.anchor_row),
-                   at(a.buffer, a.buffer_row),
-                   static_cast<T>(a.lr),
-                   static_cast<T>(a.mu_rows ? a.mu_rows[s] : a.mu),
-                   static_cast<T>(a.momentum),
-                   static_cast<T>(a.weight_decay)};
+    const Row<T> r = row_of(a, s, a.grad + s * a.grad_row, a.buffer ? a.buffer + s * a.buffer_row : nullptr);
     row<bytes, T>(r, strip * kStrip, std::min(a.q, (strip + 1) * kStrip));
     if (++strip == strips) strip = 0, s++;
   }

@@ -11,7 +11,8 @@
 #include "convert.h"
 #include "isa.h"
 
-#define PFL_INLINE static inline __attribute__((always_inline))
+#define PFL_INLINE_MEMBER inline __attribute__((always_inline))
+#define PFL_INLINE static PFL_INLINE_MEMBER
 
 #if defined(__clang__)
 #define PFL_UNROLL _Pragma("unroll")

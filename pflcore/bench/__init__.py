@@ -16,8 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
-Name = Literal["all", "sqdist", "aggregate", "weights", "rank1", "sgd", "rounds"]
-OPS = ("sqdist", "aggregate", "weights", "rank1", "sgd", "rounds")
+Name = Literal["all", "sqdist", "aggregate", "weights", "rank1", "sgd", "linear", "rounds"]
+OPS = ("sqdist", "aggregate", "weights", "rank1", "sgd", "linear", "rounds")
 
 
 @dataclass(frozen=True)

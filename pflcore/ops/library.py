@@ -67,6 +67,10 @@ def _fake_pool_backward(grad: Tensor, x: Tensor, average: bool) -> Tensor:
     return x.new_empty(x.shape)
 
 
+def _fake_linear(w: Tensor, *args: Any) -> Tensor:
+    return w.new_empty(w.shape[0], dtype=torch.float64)
+
+
 def _fake_nothing(*args: Any) -> None:
     return None
 
@@ -101,6 +105,13 @@ _define(
     reference.sgd_step_,
     _fake_nothing,
 )
+_define(
+    "linear_sgd_(Tensor(a!) w, Tensor x, Tensor y, Tensor? relabel, Tensor order, Tensor size, Tensor steps, int batch_size, "
+    "bool drop_last, str criterion, bool bias, float lr, Tensor? shift, Tensor? mask, float mu, Tensor? mu_rows, Tensor? anchor, "
+    "float momentum, float weight_decay, Tensor(b!)? grad_sum) -> Tensor",
+    reference.linear_sgd_,
+    _fake_linear,
+)
 _define("pool2x2(Tensor x, bool average) -> Tensor", reference.pool2x2, _fake_pool)
 _define("pool2x2_backward(Tensor grad, Tensor x, bool average) -> Tensor", reference.pool2x2_backward, _fake_pool_backward)
 
@@ -112,6 +123,7 @@ aggregate_out: Callable[..., None] = torch.ops.pflcore.aggregate_out.default
 _rank1_op: Callable[..., Tensor] = torch.ops.pflcore.rank1_linear.default
 rank1_linear_backward: Callable[..., tuple[Tensor, ...]] = torch.ops.pflcore.rank1_linear_backward.default
 sgd_step_: Callable[..., None] = torch.ops.pflcore.sgd_step_.default
+linear_sgd_: Callable[..., Tensor] = torch.ops.pflcore.linear_sgd_.default
 pool2x2: Callable[..., Tensor] = torch.ops.pflcore.pool2x2.default
 pool2x2_backward: Callable[..., Tensor] = torch.ops.pflcore.pool2x2_backward.default
 

@@ -11,6 +11,7 @@
 
 #define PFL_SMALL_PIECES
 #include "cpu/aggregate.h"
+#include "cpu/linear.h"
 #include "cpu/pool.h"
 #include "cpu/rank1.h"
 #include "cpu/sgd.h"
@@ -175,6 +176,34 @@ void drive_sgd() {
   }
 }
 
+void drive_linear() {
+  const Criterion criteria[] = {Criterion::cross_entropy, Criterion::squared, Criterion::half_squared, Criterion::hinge};
+  for (auto [features, classes, batch] : {std::array<int64_t, 3>{1, 1, 1}, {28, 1, 32}, {33, 7, 5}, {64, 10, 100}})
+    for (Criterion criterion : criteria) {
+      const int64_t s = 3, pool = 150, passes = 2, longest = 90, size[] = {90, 33, 1};
+      const bool softmax = criterion == Criterion::cross_entropy;
+      const int64_t outputs = softmax ? classes : 1, q = outputs * (features + 1);
+      const Numbers<float> start(s * q), x(pool * features), y(pool);
+      const std::unique_ptr<int64_t[]> label(new int64_t[pool]), order(new int64_t[s * passes * longest]), steps(new int64_t[s]);
+      for (int64_t i = 0; i < pool; i++) label[i] = dice() % outputs;
+      for (int64_t i = 0; i < s * passes * longest; i++) order[i] = dice() % pool;
+      for (int64_t i = 0; i < s; i++) steps[i] = passes * ((size[i] + batch - 1) / batch);
+      for (bool momentum : {false, true})
+        same<float>("linear", s * q, [&](float* w, const Threads& t) {
+          std::copy(start.data.get(), start.data.get() + s * q, w);
+          Numbers<double> loss(s, false);
+          LinearSgd<float> a{};
+          a.sgd.s = s, a.sgd.q = q, a.sgd.w = w, a.sgd.w_row = q, a.sgd.lr = 0.1, a.sgd.momentum = momentum ? 0.9 : 0;
+          a.classes = outputs, a.features = features, a.bias = true, a.criterion = criterion;
+          a.x = x.data.get(), a.x_row = features, a.pool = pool;
+          softmax ? void(a.label = label.get()) : void(a.value = y.data.get());
+          a.order = order.get(), a.passes = passes, a.longest = longest, a.size = size, a.steps = steps.get(), a.batch = batch;
+          a.loss = loss.data.get();
+          if (!linear_sgd(a, t)) std::printf("linear: out of range\n"), failures++;
+        });
+    }
+}
+
 void drive_pool() {
   for (auto [planes, height, width] : {std::array<int64_t, 3>{1, 2, 2}, {3, 5, 7}, {11, 28, 28}}) {
     const Pool p{planes, height, width};
@@ -212,6 +241,7 @@ int main(int count, char** words) {
     drive_aggregate();
     drive_rank1();
     drive_sgd();
+    drive_linear();
     drive_pool();
     std::printf("%s\n", name(wanted));
   }
