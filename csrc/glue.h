@@ -28,16 +28,38 @@ inline Dtype dtype_of(const Tensor& t, const char* op) {
   return Dtype::f32;
 }
 
+// torch's C interface says no more than that a call failed. Where all it has to do is to find memory, we know why, and say so.
+template <class Allocate>
+Tensor allocated(int64_t elements, const Allocate& allocate) {
+  try {
+    return allocate();
+  } catch (const std::exception&) {
+    throw std::runtime_error(text("out of memory (or an earlier error of the device): there is no room for ", elements, " more elements"));
+  }
+}
+
+template <class Sizes = std::initializer_list<int64_t>>
+Tensor make(const Tensor& like, const Sizes& sizes, std::optional<ScalarType> dtype = std::nullopt) {
+  int64_t elements = 1;
+  for (const int64_t size : sizes) elements *= size;
+  return allocated(elements, [&] { return torch::stable::new_empty(like, sizes, dtype); });
+}
+
+inline Tensor dense(const Tensor& t) {
+  return t.is_contiguous() ? t : allocated(t.numel(), [&] { return torch::stable::contiguous(t); });
+}
+
+inline Tensor converted(const Tensor& t, ScalarType dtype) {
+  return t.scalar_type() == dtype ? t : allocated(t.numel(), [&] { return torch::stable::to(t, dtype); });
+}
+
 // A tensor whose last dimension is contiguous: itself, or a copy.
 inline Tensor rows(const Tensor& t) {
   const int64_t last = t.dim() - 1;
-  if (last < 0 || t.size(last) <= 1 || t.stride(last) == 1) return t;
-  return torch::stable::contiguous(t);
+  return last < 0 || t.size(last) <= 1 || t.stride(last) == 1 ? t : dense(t);
 }
 
-inline Tensor dense_as(const Tensor& t, ScalarType dtype) {
-  return torch::stable::contiguous(t.scalar_type() == dtype ? t : torch::stable::to(t, dtype));
-}
+inline Tensor dense_as(const Tensor& t, ScalarType dtype) { return dense(converted(t, dtype)); }
 
 inline int64_t row_stride(const Tensor& t) { return t.size(0) > 1 ? t.stride(0) : t.size(1); }
 

@@ -30,6 +30,7 @@ def forwards(kernels: Kernels) -> Iterator[None]:
     kernels.order(0)
     yield
     kernels.order(0)
+    kernels.shared()
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -205,9 +206,9 @@ def test_feddwa_weights(kernels: Kernels, dtype: torch.dtype, m: int, n: int, k:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@given(n=st.sampled_from((0, 1, 2, 5, 17)), m=st.sampled_from((1, 2, 9, 17, 70)), p=st.sampled_from(SIZES), sparse=st.booleans(),
-       base=st.sampled_from((None, 1, 2)), base_dtype=st.sampled_from(list(DTYPES)), precise=st.booleans(), shift=st.sampled_from(SHIFTS),
-       gap=st.sampled_from(GAPS), seed=st.integers(0, 99))  # fmt: skip
+@given(n=st.sampled_from((0, 1, 2, 5, 17)), m=st.sampled_from((1, 2, 8, 9, 17, 33, 70, 100)), p=st.sampled_from(SIZES),
+       sparse=st.booleans(), base=st.sampled_from((None, 1, 2)), base_dtype=st.sampled_from(list(DTYPES)), precise=st.booleans(),
+       shift=st.sampled_from(SHIFTS), gap=st.sampled_from(GAPS), seed=st.integers(0, 99))  # fmt: skip
 def test_aggregate(kernels: Kernels, dtype: torch.dtype, n: int, m: int, p: int, sparse: bool, base: int | None, base_dtype: torch.dtype,
                    precise: bool, shift: int | None, gap: int, seed: int) -> None:  # fmt: skip
     g = torch.Generator().manual_seed(seed)
@@ -231,12 +232,35 @@ def test_aggregate(kernels: Kernels, dtype: torch.dtype, n: int, m: int, p: int,
     assert intact(out)
 
 
-@pytest.mark.parametrize("m", [1, 6, 70])
-def test_aggregate_more_rows_than_shared_memory_holds(kernels: Kernels, m: int) -> None:
-    updates, weight = normal(1500, 45), normal(m, 1500, seed=1).double()
-    out = torch.empty(m, 45)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shared", [48 * 1024, 64 * 1024, 227 * 1024])
+@pytest.mark.parametrize("m", [1, 6, 10, 70, 128, 130, 259])
+def test_aggregate_more_rows_than_shared_memory_holds(kernels: Kernels, m: int, shared: int, dtype: torch.dtype) -> None:
+    """On cards that give 48 KiB of it (every one), 64 (compute capability 7.5) or more than is wanted."""
+    kernels.shared(shared)
+    n = 1500 if m < 100 else 300
+    updates, weight = normal(n, 45, dtype=dtype), normal(m, n, seed=1).double()
+    out = torch.empty(m, 45, dtype=dtype)
     kernels.aggregate(updates, weight, None, None, 1.0, False, out)
-    torch.testing.assert_close(out.double(), weight @ updates.double(), rtol=1e-4, atol=1e-3)
+    rtol = max(1e-5, torch.finfo(dtype).eps)
+    torch.testing.assert_close(out.double(), weight @ updates.double(), rtol=rtol, atol=rtol * n**0.5 * 3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m", [9, 100, 130])
+def test_aggregate_of_many_rows_whatever_their_alignment(kernels: Kernels, m: int, dtype: torch.dtype) -> None:
+    """The updates are copied 16, 8, 4 or 2 bytes at a time, the result written in packs or one by one: the same bits."""
+    updates, weight = normal(37, 1290, dtype=dtype), normal(m, 37, seed=1).double()
+    want = torch.empty(m, 1290, dtype=dtype)
+    kernels.aggregate(updates, weight, None, None, 1.0, False, want)
+    for shift, gap in ((0, 6), (2, 4), (4, 0), (1, 1), (0, 14), (2, 6), (None, 0)):
+        out = guarded(torch.zeros(m, 1290, dtype=dtype), shift, gap)
+        kernels.aggregate(guarded(updates, shift, gap), weight, None, None, 1.0, False, out)
+        assert torch.equal(out, want) and intact(out), (shift, gap)
+    first = torch.empty(m, 1290, dtype=dtype)  # and a row is the same whoever else is made beside it
+    for row in (0, m - 1):
+        kernels.aggregate(updates, weight[row : row + 1].contiguous(), None, None, 1.0, False, first[row : row + 1])
+        assert torch.equal(first[row], want[row])
 
 
 def test_aggregate_in_place_and_unread_rows(kernels: Kernels) -> None:
@@ -352,12 +376,13 @@ def test_the_order_of_the_threads_does_not_matter(kernels: Kernels) -> None:
     dense, index = normal(20, 17, seed=1).double(), torch.randint(0, 17, (20, 5), generator=torch.Generator().manual_seed(1))
 
     def everything() -> list[Tensor | None]:
-        mixed, chosen, w = torch.empty(20, 1023), torch.empty(20, 1023), updates.clone()
+        mixed, few, chosen, w = torch.empty(20, 1023), torch.empty(5, 1023), torch.empty(20, 1023), updates.clone()
         kernels.aggregate(updates, dense, None, None, 1.0, False, mixed)
+        kernels.aggregate(updates, dense[:5].contiguous(), None, None, 1.0, False, few)
         kernels.aggregate(updates, dense[:, :5].contiguous(), index, None, 1.0, False, chosen)
         kernels.sgd_step_(w, updates, 0.1, None, None, 0.0, None, None, 0.0, None, 0.0)
         return [
-            kernels.pairwise_sqdist(updates), kernels.pairwise_sqdist(updates * 1e25), mixed, chosen, w,
+            kernels.pairwise_sqdist(updates), kernels.pairwise_sqdist(updates * 1e25), mixed, few, chosen, w,
             *kernels.feddwa_weights(dist, 40), kernels.waffle_weights(dist, torch.tensor([0, 5, 7]), 0.7, 0.6, False),
             kernels.rank1_linear(x, w_a, lam, w_b), *kernels.rank1_linear_backward(grad, x, w_a, lam, w_b, True, True, True, True),
         ]  # fmt: skip

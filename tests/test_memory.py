@@ -8,7 +8,7 @@ from small import images, tiny_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pflcore import Simulation, Training, cli, memory
+from pflcore import Simulation, Training, cli, memory, ops
 from pflcore.algorithms import ALGORITHMS, FedAvg, base
 from pflcore.algorithms.feddwa import FedDWA
 from pflcore.algorithms.multitask import Mocha
@@ -184,3 +184,17 @@ def test_on_the_command_line(tmp_path, monkeypatch, capsys):
     assert cli.main(["run", "fedavg", *common, "--out", "p"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("pflcore: Out of memory before the first round") and err.count("\n") == 1 and not (tmp_path / "p").exists()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: ops.pairwise_sqdist(torch.zeros(1, 1).expand(1 << 24, 1)),
+        lambda: ops.aggregate(torch.zeros(1, 1), torch.zeros(1, 1).expand(1 << 46, 1)),
+        lambda: ops.aggregate(torch.zeros(16, 1).expand(16, 1 << 50), torch.ones(1, 16)),
+    ],
+)
+def test_an_op_that_runs_out_of_memory_says_so(call):
+    with pytest.raises(RuntimeError) as e:
+        call()
+    assert memory.ran_out(e.value) and "API call failed" not in str(e.value)

@@ -10,7 +10,7 @@ void aggregate_out_cpu(const Tensor& updates_in, const Tensor& weight_in, const 
   PFL_CHECK(updates_in.dim() == 2 && weight_in.dim() == 2 && out.dim() == 2, "aggregate: expected updates [N, P], weight [M, K], out [M, P]");
   const Tensor updates = rows(updates_in);
   const Tensor weight = dense_as(weight_in, ScalarType::Double);
-  const Tensor index = index_in ? torch::stable::contiguous(*index_in) : weight;
+  const Tensor index = index_in ? dense(*index_in) : weight;
   const Tensor base = base_in ? rows(*base_in) : out;
 
   cpu::Aggregate q{};
@@ -45,7 +45,7 @@ Tensor aggregate_cpu(const Tensor& updates, const Tensor& weight, const Optional
                      bool precise) {
   PFL_CHECK(updates.dim() == 2 && weight.dim() == 2, "aggregate: expected updates [N, P] and weight [M, K]");
   const ScalarType dtype = base ? base->scalar_type() : updates.scalar_type();
-  Tensor out = torch::stable::new_empty(updates, {weight.size(0), updates.size(1)}, dtype);
+  Tensor out = make(updates, {weight.size(0), updates.size(1)}, dtype);
   const size_t bytes = static_cast<size_t>(out.numel()) * static_cast<size_t>(cpu::size_of(dtype_of(out, "aggregate")));
   cpu::touch_fresh(out.mutable_data_ptr(), bytes, TorchParallel{static_cast<double>(bytes)});
   aggregate_out_cpu(updates, weight, index, base, lr, precise, out);

@@ -42,7 +42,7 @@ struct Rank1Inputs {
 template <class T>
 Tensor rank1_typed(const Tensor& x, const Tensor& w_a, const Tensor& lam, const Tensor& w_b) {
   const Rank1Inputs<T> in(x, w_a, lam, w_b);
-  Tensor y = in.batched ? torch::stable::new_empty(x, {in.q.n, in.q.b, in.q.o}) : torch::stable::new_empty(x, {in.q.b, in.q.o});
+  Tensor y = in.batched ? make(x, {in.q.n, in.q.b, in.q.o}) : make(x, {in.q.b, in.q.o});
   cpu::rank1_forward(in.q, static_cast<T*>(y.mutable_data_ptr()), in.parallel());
   return y;
 }
@@ -53,7 +53,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> rank1_backward_typed(const Tensor& gr
   const Rank1Inputs<T> in(x, w_a, lam, w_b);
   const Tensor grad = dense_as(grad_in, x.scalar_type());
   PFL_CHECK(grad.numel() == in.q.n * in.q.b * in.q.o, "rank1_linear: the gradient does not fit the result");
-  const auto like = [](const Tensor& t, bool need) { return need ? torch::stable::new_empty(t, t.sizes()) : torch::stable::new_empty(t, {0}); };
+  const auto like = [](const Tensor& t, bool need) { return need ? make(t, t.sizes()) : make(t, {0}); };
   const auto data = [](const Tensor& t, bool need) { return need ? static_cast<T*>(t.mutable_data_ptr()) : nullptr; };
   Tensor gx = like(x, need_x), ga = like(w_a, need_a), glam = like(lam, need_lam), gb = like(w_b, need_b);
   const cpu::Rank1Grads<T> out{data(gx, need_x), data(ga, need_a), data(glam, need_lam), data(gb, need_b)};
@@ -63,7 +63,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> rank1_backward_typed(const Tensor& gr
 
 // 16-bit inputs are computed in float32 and rounded once at the end.
 bool is_half(const Tensor& t) { return t.scalar_type() == ScalarType::Half || t.scalar_type() == ScalarType::BFloat16; }
-Tensor as(const Tensor& t, ScalarType dtype) { return torch::stable::to(t, dtype); }
+Tensor as(const Tensor& t, ScalarType dtype) { return converted(t, dtype); }
 
 Tensor rank1_linear_cpu(const Tensor& x, const Tensor& w_a, const Tensor& lam, const Tensor& w_b) {
   const auto f32 = ScalarType::Float;

@@ -13,7 +13,7 @@ Tensor pairwise_sqdist_cpu(const Tensor& a_in, const OptionalTensor& b_in) {
   PFL_CHECK(b.dim() == 2 && b.size(1) == a.size(1), "pairwise_sqdist: expected a [M, P] and b [N, P] with the same P");
   PFL_CHECK(b.scalar_type() == a.scalar_type(), "pairwise_sqdist: expected a and b of one dtype");
   const int64_t m = a.size(0), n = b.size(0), p = a.size(1);
-  Tensor out = torch::stable::new_empty(a, {m, n}, ScalarType::Double);
+  Tensor out = make(a, {m, n}, ScalarType::Double);
   const double work = static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(p) / (b_in ? 1 : 2);
   cpu::sqdist(dtype, a.const_data_ptr(), row_stride(a), m, b_in ? b.const_data_ptr() : nullptr, row_stride(b), n, p,
               static_cast<double*>(out.mutable_data_ptr()), TorchParallel{work});

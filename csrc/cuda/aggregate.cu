@@ -12,7 +12,7 @@ void aggregate_out_cuda(const Tensor& updates_in, const Tensor& weight_in, const
   const cuda::Call call(updates_in, op);
   call.same(weight_in, "weight"), call.same(index_in, "index"), call.same(base_in, "base"), call.same(out, "out");
   const Tensor updates = rows(updates_in), weight = dense_as(weight_in, ScalarType::Double);
-  const Tensor index = index_in ? torch::stable::contiguous(*index_in) : weight, base = base_in ? rows(*base_in) : out;
+  const Tensor index = index_in ? dense(*index_in) : weight, base = base_in ? rows(*base_in) : out;
 
   cuda::Aggregate q{};
   q.in = cuda::dtype(updates, op), q.out_dtype = cuda::dtype(out, op);
@@ -43,7 +43,7 @@ Tensor aggregate_cuda(const Tensor& updates, const Tensor& weight, const Optiona
                       bool precise) {
   PFL_CHECK(updates.dim() == 2 && weight.dim() == 2, "aggregate: expected updates [N, P] and weight [M, K]");
   const ScalarType dtype = base ? base->scalar_type() : updates.scalar_type();
-  const Tensor out = torch::stable::new_empty(updates, {weight.size(0), updates.size(1)}, dtype);
+  const Tensor out = make(updates, {weight.size(0), updates.size(1)}, dtype);
   aggregate_out_cuda(updates, weight, index, base, lr, precise, out);
   return out;
 }

@@ -36,6 +36,23 @@ inline bool aligned16(const void* base, int64_t row, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(base) % 16 == 0 && (row * bytes) % 16 == 0;
 }
 
+// How many bytes of dynamic shared memory a kernel may ask for in a launch, at most `wanted`: 48 KiB everywhere, more where the card has more and
+// the kernel says so. No work for the device: it may be called while a graph is captured.
+inline int64_t shared_for(const void* kernel, int64_t wanted) {
+#ifdef PFLCORE_CUDA_ON_CPU
+  (void)kernel;
+  return cuda_on_cpu::allow_shared(wanted);
+#else
+  int device = 0, most = 0;
+  constexpr int64_t always = 48 * 1024;
+  if (wanted <= always || cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess || most <= always)
+    return always;
+  const int64_t bytes = wanted < most ? wanted : most;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)) == cudaSuccess ? bytes : always;
+#endif
+}
+
 // Grid-stride kernels: enough blocks to fill any card, never more than the work.
 inline unsigned grid_for(int64_t pieces, int64_t limit = 16384) {
   return static_cast<unsigned>(pieces < 1 ? 1 : pieces < limit ? pieces : limit);
@@ -65,37 +82,49 @@ struct Convert<__nv_bfloat16, From> {
 template <class To, class From>
 __device__ __forceinline__ To convert(From v) { return Convert<To, From>::run(v); }
 
-// ---- 16 bytes of one type in registers ----
+// ---- neighbours of one type in registers: 16 bytes, unless a number is said ----
 template <class T>
 constexpr int per16 = 16 / static_cast<int>(sizeof(T));
 
-template <class T>
-struct alignas(16) Pack { T v[per16<T>]; };
+template <class T, int kCount = per16<T>>
+struct alignas(kCount * sizeof(T)) Pack { T v[kCount]; };
 
-template <class T>
-__device__ __forceinline__ Pack<T> load16(const T* p) {
-  Pack<T> out;
+// One access of 8 or 16 bytes whatever T is.
+template <int kCount, class T>
+__device__ __forceinline__ Pack<T, kCount> load_pack(const T* p) {
+  constexpr int kBytes = kCount * static_cast<int>(sizeof(T));
+  static_assert(kBytes == 8 || kBytes == 16, "8 or 16 bytes");
+  Pack<T, kCount> out;
 #ifdef PFLCORE_CUDA_ON_CPU
-  cuda_on_cpu::expect_aligned(p, 16);
-  std::memcpy(&out, p, 16);
+  cuda_on_cpu::expect_aligned(p, kBytes);
+  std::memcpy(&out, p, kBytes);
 #else
-  const uint4 raw = *reinterpret_cast<const uint4*>(p);  // one 128-bit load whatever T is
-  memcpy(&out, &raw, 16);
+  using Raw = std::conditional_t<kBytes == 8, uint2, uint4>;
+  const Raw raw = *reinterpret_cast<const Raw*>(p);
+  memcpy(&out, &raw, kBytes);
 #endif
   return out;
 }
 
-template <class T>
-__device__ __forceinline__ void store16(T* p, const Pack<T>& value) {
+template <int kCount, class T>
+__device__ __forceinline__ void store_pack(T* p, const Pack<T, kCount>& value) {
+  constexpr int kBytes = kCount * static_cast<int>(sizeof(T));
+  static_assert(kBytes == 8 || kBytes == 16, "8 or 16 bytes");
 #ifdef PFLCORE_CUDA_ON_CPU
-  cuda_on_cpu::expect_aligned(p, 16);
-  std::memcpy(p, &value, 16);
+  cuda_on_cpu::expect_aligned(p, kBytes);
+  std::memcpy(p, &value, kBytes);
 #else
-  uint4 raw;
-  memcpy(&raw, &value, 16);
-  *reinterpret_cast<uint4*>(p) = raw;
+  using Raw = std::conditional_t<kBytes == 8, uint2, uint4>;
+  Raw raw;
+  memcpy(&raw, &value, kBytes);
+  *reinterpret_cast<Raw*>(p) = raw;
 #endif
 }
+
+template <class T>
+__device__ __forceinline__ Pack<T> load16(const T* p) { return load_pack<per16<T>>(p); }
+template <class T>
+__device__ __forceinline__ void store16(T* p, const Pack<T>& value) { store_pack<per16<T>>(p, value); }
 
 // ---- global to shared memory beside the arithmetic ----
 // kBytes (4, 8 or 16) to `shared`, of which the first `valid` come from `global` and the rest are zero.

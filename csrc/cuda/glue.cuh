@@ -36,7 +36,7 @@ class Call {
     if (t) same(*t, name);
   }
 
-  Tensor workspace(const Tensor& like, int64_t bytes) const { return torch::stable::new_empty(like, {bytes}, ScalarType::Byte); }
+  Tensor workspace(const Tensor& like, int64_t bytes) const { return make(like, {bytes}, ScalarType::Byte); }
 
   void launched() const { STD_CUDA_KERNEL_LAUNCH_CHECK(); }
 

@@ -41,7 +41,7 @@ struct Rank1Inputs {
 template <class T>
 Tensor rank1_typed(const cuda::Call& call, const Tensor& x, const Tensor& w_a, const Tensor& lam, const Tensor& w_b) {
   const Rank1Inputs<T> in(call, x, w_a, lam, w_b);
-  const Tensor y = in.batched ? torch::stable::new_empty(x, {in.q.n, in.q.b, in.q.o}) : torch::stable::new_empty(x, {in.q.b, in.q.o});
+  const Tensor y = in.batched ? make(x, {in.q.n, in.q.b, in.q.o}) : make(x, {in.q.b, in.q.o});
   cuda::rank1_forward(in.q, cuda::mutable_data<T>(y), call.stream());
   call.launched();
   return y;
@@ -55,7 +55,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> rank1_backward_typed(const cuda::Call
   call.same(grad_in, "grad");
   const Tensor grad = dense_as(grad_in, x.scalar_type());
   PFL_CHECK(grad.numel() == in.q.n * in.q.b * in.q.o, "rank1_linear: the gradient does not fit the result");
-  const auto like = [](const Tensor& t, bool need) { return need ? torch::stable::new_empty(t, t.sizes()) : torch::stable::new_empty(t, {0}); };
+  const auto like = [](const Tensor& t, bool need) { return need ? make(t, t.sizes()) : make(t, {0}); };
   const auto to = [](const Tensor& t, bool need) { return need ? cuda::mutable_data<T>(t) : nullptr; };
   const Tensor gx = like(x, need_x), ga = like(w_a, need_a), glam = like(lam, need_lam), gb = like(w_b, need_b);
   const cuda::Rank1Grads<T> grads{cuda::data<T>(grad), to(gx, need_x), x.dim() == 2, to(ga, need_a), w_a.dim() == 2,
@@ -67,7 +67,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> rank1_backward_typed(const cuda::Call
 
 // 16-bit inputs are computed in float32 and rounded once at the end.
 bool is_half(const Tensor& t) { return t.scalar_type() == ScalarType::Half || t.scalar_type() == ScalarType::BFloat16; }
-Tensor as(const Tensor& t, ScalarType dtype) { return torch::stable::to(t, dtype); }
+Tensor as(const Tensor& t, ScalarType dtype) { return converted(t, dtype); }
 
 Tensor rank1_linear_cuda(const Tensor& x, const Tensor& w_a, const Tensor& lam, const Tensor& w_b) {
   const cuda::Call call(x, "rank1_linear");

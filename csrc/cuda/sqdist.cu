@@ -20,7 +20,7 @@ Tensor pairwise_sqdist_cuda(const Tensor& a_in, const OptionalTensor& b_in) {
   q.symmetric = !b_in;
   q.b = b.const_data_ptr(), q.b_row = row_stride(b), q.n = b.size(0);
   q.p = a.size(1);
-  const Tensor out = torch::stable::new_empty(a, {q.m, q.n}, ScalarType::Double);
+  const Tensor out = make(a, {q.m, q.n}, ScalarType::Double);
   const Tensor workspace = call.workspace(a, cuda::sqdist_workspace(q));
   q.out = cuda::mutable_data<double>(out), q.workspace = workspace.mutable_data_ptr();
   cuda::sqdist(q, call.stream());

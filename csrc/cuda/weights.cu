@@ -16,8 +16,8 @@ Tensor waffle_weights_cuda(const Tensor& dist_in, const Tensor& target_in, doubl
   const int64_t n = dist_in.size(dist_in.dim() - 1), rows = n ? dist_in.numel() / n : 0;
   PFL_CHECK(target_in.scalar_type() == ScalarType::Long && (target_in.numel() == 1 || target_in.numel() == rows), op,
             ": expected one int64 target, or one for each row");
-  const Tensor dist = dense_as(dist_in, ScalarType::Double), target = torch::stable::contiguous(target_in);
-  const Tensor weight = torch::stable::new_empty(dist, dist.sizes());
+  const Tensor dist = dense_as(dist_in, ScalarType::Double), target = dense(target_in);
+  const Tensor weight = make(dist, dist.sizes());
   cuda::waffle_weights({cuda::data<double>(dist), rows, n, cuda::data<int64_t>(target), target.numel() == 1 ? 0 : 1, omega, psi, uniform_ties,
                         cuda::mutable_data<double>(weight)},
                        call.stream());
@@ -33,8 +33,8 @@ std::tuple<Tensor, Tensor> feddwa_weights_cuda(const Tensor& sqdist_in, int64_t 
   const Tensor sqdist = single ? rows(sqdist_in) : dense_as(sqdist_in, ScalarType::Double);
   const int64_t m = sqdist.size(0), n = sqdist.size(1), kept = std::min(k, n);
   PFL_CHECK(n > 0, op, ": expected at least one column in sqdist");
-  const Tensor weight = torch::stable::new_empty(sqdist, {m, kept}, ScalarType::Double);
-  const Tensor index = torch::stable::new_empty(sqdist, {m, kept}, ScalarType::Long);
+  const Tensor weight = make(sqdist, {m, kept}, ScalarType::Double);
+  const Tensor index = make(sqdist, {m, kept}, ScalarType::Long);
   const auto run = [&](auto zero) {
     using T = decltype(zero);
     cuda::feddwa_weights<T>({cuda::data<T>(sqdist), row_stride(sqdist), m, n, kept, cuda::mutable_data<double>(weight),

@@ -36,6 +36,7 @@ def build(folder: Path) -> ctypes.CDLL:
     lib.last_error.restype = c_char_p
     lib.launches.restype = c_int64
     lib.set_order.argtypes = [c_uint]
+    lib.set_shared.argtypes = [c_int64]
     lib.broken.argtypes = [c_int, c_void_p]
     lib.sqdist_plan.argtypes = [c_int, c_int64, c_int64, c_int64, c_int, POINTER(c_int64)]
     lib.sqdist.argtypes = [c_int, c_void_p, c_int64, c_int64, c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p]
@@ -126,6 +127,10 @@ class Kernels:
     def order(self, seed: int) -> None:
         """The order in which threads and blocks run: 0 forwards, 1 backwards, else shuffled."""
         self.lib.set_order(seed)
+
+    def shared(self, most: int = 99 * 1024) -> None:
+        """How much shared memory the card gives a kernel that asks for it."""
+        self.lib.set_shared(most)
 
     def plan(self, m: int, n: int, p: int, symmetric: bool, dtype: torch.dtype = torch.float32) -> dict[str, int]:
         out = (c_int64 * 5)()

@@ -57,7 +57,8 @@ struct Fiber {
 };
 
 struct Device {
-  static constexpr size_t stack_bytes = 128 * 1024, guard = 256, shared_limit = 48 * 1024;
+  static constexpr size_t stack_bytes = 128 * 1024, guard = 256;
+  int64_t shared_limit = 48 * 1024, shared_most = 99 * 1024;  // what a launch may ask for, and what this card gives a kernel that asks before
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::vector<int> order;
   std::vector<unsigned char> shared;
@@ -196,6 +197,9 @@ inline void run_block(size_t shared_bytes) {
     if (shared[shared_bytes + i] != 0xa5) fail("written past the end of shared memory");
 }
 
+// For the next launch: on a GPU it is the kernel that keeps the permission.
+inline int64_t allow_shared(int64_t wanted) { return device().shared_limit = std::min(wanted, device().shared_most); }
+
 inline void launch(dim3 grid, dim3 block, int64_t shared_bytes, cudaStream_t, std::function<void()> body) {
   Device& d = device();
   ++d.launches;
@@ -203,8 +207,9 @@ inline void launch(dim3 grid, dim3 block, int64_t shared_bytes, cudaStream_t, st
   if (d.threads < 1 || d.threads > 1024 || block.z > 64) throw std::runtime_error("launch: bad block of " + std::to_string(d.threads));
   if (grid.x < 1 || grid.y < 1 || grid.z < 1 || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535)
     throw std::runtime_error("launch: bad grid");
-  if (shared_bytes < 0 || shared_bytes > static_cast<int64_t>(Device::shared_limit))
+  if (shared_bytes < 0 || shared_bytes > d.shared_limit)
     throw std::runtime_error("launch: " + std::to_string(shared_bytes) + " bytes of shared memory");
+  d.shared_limit = 48 * 1024;
   d.grid = grid, d.block = block, d.body = std::move(body);
   d.shared.resize(static_cast<size_t>(shared_bytes) + Device::guard + 16);
   d.slots.assign(static_cast<size_t>((d.threads + 31) / 32) * 64, 0);

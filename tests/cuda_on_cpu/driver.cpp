@@ -94,6 +94,7 @@ void unfence(void* from, int64_t size) { munmap(from, static_cast<size_t>(size +
 
 const char* last_error() { return failure.c_str(); }
 void set_order(unsigned seed) { cuda_on_cpu::device().seed = seed; }
+void set_shared(int64_t most) { cuda_on_cpu::device().shared_most = most; }
 int64_t launches() { return cuda_on_cpu::device().launches; }
 
 int sqdist(int dtype, const void* a, int64_t a_row, int64_t m, int symmetric, const void* b, int64_t b_row, int64_t n, int64_t p,
