@@ -250,6 +250,13 @@ def few_threads(f: Callable[P, T]) -> Callable[P, T]:
     return wrapped
 
 
+def onto(t: Tensor, device: torch.device) -> Tensor:
+    """`t`, a small table, on `device`: to a GPU through pinned memory, so that the host does not wait for what runs there."""
+    if t.device == device:
+        return t
+    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
+
+
 class Setting(NamedTuple):
     """What stays the same over a run."""
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pflcore.dense import Dense
-from pflcore.engine import Engine, Setting, Training, choose_engine
+from pflcore.engine import Engine, Setting, Training, choose_engine, onto
 from pflcore.flat import Net, forward_mode
 from pflcore.piece import EPOCH_BYTES, LossFn, Piece
 
@@ -108,29 +108,29 @@ class Local:
 
         def train(pos: Tensor) -> None:
             work = Piece(self, pos, loss, extra, noise, epochs, steps, 1, stream, probe, by_size=steps is None)
-            rows = start[pos].contiguous()  # indexing copies
+            rows = work.mine(start).contiguous()  # indexing copies
             grads = torch.zeros_like(rows) if want_grad else None
             mu, anchor = (0.0, None) if prox is None else prox
             work.train(
                 rows,
                 rate,
-                shift=None if shift is None else shift[pos],
-                mask=mask if mask is None or mask.dim() == 1 else mask[pos],
-                mu=mu.reshape(-1)[pos] if isinstance(mu, Tensor) and mu.numel() > 1 else mu,
-                anchor=None if anchor is None else anchor[pos],
+                shift=None if shift is None else work.mine(shift),
+                mask=mask if mask is None or mask.dim() == 1 else work.mine(mask),
+                mu=work.mine(mu.reshape(-1)) if isinstance(mu, Tensor) and mu.numel() > 1 else mu,
+                anchor=None if anchor is None else work.mine(anchor),
                 grads=grads,
             )
-            w[pos] = rows
-            losses[pos] = work.losses / work.taken[:, 0].to(start.device)
+            w[work.at] = rows
+            losses[work.at] = work.mean(work.losses)
             taken[pos] = work.taken
             if mean_grad is not None and grads is not None:
-                mean_grad[pos] = grads / work.taken.to(grads)
+                mean_grad[work.at] = work.mean(grads)
             work.finish()
 
         self._over_pieces(train, width, samples=int(self._size.sum()) if loss is None and self._linear else 0)
         if not probe:
             self.train_loss = losses
-        return Fit(w, (taken * rate).to(start), losses.to(start.dtype), mean_grad)
+        return Fit(w, onto(taken * rate, start.device).to(start.dtype), losses.to(start.dtype), mean_grad)
 
     def each_batch(
         self,
@@ -158,15 +158,15 @@ class Local:
 
         def train(pos: Tensor) -> None:
             work = Piece(self, pos, loss, extra, noise, epochs, steps, batches, stream, probe, by_size=False, alone=alone)
-            mine = {k: v[pos] for k, v in rows.items()}
+            mine = {k: work.mine(v) for k, v in rows.items()}
             for step in work.steps:
                 s = slice(step.a, step.b)
                 new = update({k: v[s] for k, v in mine.items()}, work.grad_function(step), step.k)
                 for k, v in new.items():
                     mine[k][s] = v
             for k, v in mine.items():
-                out[k][pos] = v
-            losses[pos] = work.losses / work.taken[:, 0].to(losses)
+                out[k][work.at if v.device == work.at.device else pos] = v
+            losses[work.at] = work.mean(work.losses)
             work.finish()
 
         self._over_pieces(train, max(v[0].numel() for v in rows.values()), alone)
@@ -264,11 +264,11 @@ class Local:
         data = self.setting.data
         for a in range(0, table.shape[1], EVAL_BATCH):
             for pos in (size > a).nonzero()[:, 0].split(room):
-                index = table[pos, a : a + EVAL_BATCH].to(data.device)
+                index = onto(table[pos, a : a + EVAL_BATCH], data.device)
                 x = data.x.index_select(0, index.flatten()).unflatten(0, index.shape)
-                y = data.y[index] if data.relabel is None else data.relabel[self.ids[pos]].gather(1, data.y[index])
+                y = data.y[index] if data.relabel is None else data.relabel[onto(self.ids[pos], data.device)].gather(1, data.y[index])
                 inside = torch.arange(a, a + index.shape[1]) < size[pos, None]
-                yield pos, x, y, inside / size[pos, None]
+                yield onto(pos, data.device), x, y, onto(inside / size[pos, None], data.device)
 
     def _chunks(self, i: int, split: str) -> Iterator[tuple[Tensor, Tensor, int]]:
         if split not in self.setting.data.index:
@@ -289,7 +289,7 @@ class Local:
         net, data, engine = self.net, self.setting.data, self.setting.engine
         dense = engine.dense(net) if engine.name == "vmap" else None
         numbers = data.x.dtype == net.dtype and data.y.dtype in (torch.int64, net.dtype) and data.y.dim() == 1 and data.x.is_contiguous()
-        return dense.linear if dense is not None and numbers else None
+        return dense.linear if dense is not None and numbers and data.device.type == "cpu" else None  # elsewhere all take a step at once
 
     def _over_pieces(self, f: Callable[[Tensor], None], width: int, alone: bool = False, samples: int = 0) -> None:
         order = torch.from_numpy(np.lexsort((self._ids, -self._size)))  # largest first, then by id

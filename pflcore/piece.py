@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.engine import Step, Training
+from pflcore.engine import Step, Training, onto
 from pflcore.flat import Net, context, forward_mode
 from pflcore.ops.check import check_sgd
 from pflcore.ops.library import linear_sgd_
@@ -46,10 +46,11 @@ class Piece:
     ) -> None:
         t, data, engine = local.setting.training, local.setting.data, local.setting.engine
         self.local, self.pos, self.loss_fn, self.probe, self.data = local, pos, loss, probe, data
-        self.extra = {k: v[pos] for k, v in (extra or {}).items()}
-        self.buffers = local.buffers[pos]
+        self.at = onto(pos, local.buffers.device)
+        self.extra = {k: self.mine(v) for k, v in (extra or {}).items()}
+        self.buffers = self.mine(local.buffers)
         self.size = local._size[pos.numpy()]
-        self.relabel = None if data.relabel is None else data.relabel[local.ids[pos]]
+        self.relabel = None if data.relabel is None else data.relabel[onto(local.ids[pos], data.relabel.device)]
         self.vmap = engine.name == "vmap" and not alone
         self.dense = engine.dense(local.net) if self.vmap and loss is None else None
         self.linear = local._linear if self.dense is not None else None
@@ -61,6 +62,15 @@ class Piece:
         self._draw(t, stream, passes, noise)
         self.leaves: list[Tensor] | None = None
         self._epoch: tuple[int, Tensor, Tensor] | None = None
+
+    def mine(self, rows: Tensor) -> Tensor:
+        """A copy of these clients' rows of the cohort's [S, ...], wherever they are."""
+        return rows[self.at if rows.device == self.at.device else self.pos]
+
+    def mean(self, total: Tensor) -> Tensor:
+        """`total` [s] or [s, Q] by the number of steps that each client took."""
+        taken = onto(self.taken, total.device).to(total.dtype)
+        return total / (taken if total.dim() > 1 else taken[:, 0])
 
     def _draw(self, t: Training, stream: str, passes: int, noise: int) -> None:
         """The clients' shuffles and noise: each (seed, round, client, stream) has its own."""
@@ -74,15 +84,15 @@ class Piece:
             order = torch.from_numpy(shuffles(client_seeds(ids, local.setting.seed, round, stream, p if t.reshuffle else 0), self.size))
             orders.append(table.gather(1, order)[:, None])
         order = orders[0] if passes == 1 else torch.cat(orders, 1)
-        self.order = order.to(device, non_blocking=True)  # [s, passes, n_max] positions in the pool
+        self.order = onto(order, device)  # [s, passes, n_max] positions in the pool
         if self.dense is not None:
             return
         # by pass and place within it: a step's number over the epochs depends on who else is in the piece
         seeds = [client_seeds(ids, local.setting.seed, local.round, stream, "noise", p) for p in range(passes)]
-        self.seeds = torch.from_numpy(np.stack(seeds, 1).view(np.int64)).to(device)  # [s, passes]
+        self.seeds = onto(torch.from_numpy(np.stack(seeds, 1).view(np.int64)), device)  # [s, passes]
         steps = -(-int(self.size[0]) // t.batch_size)
         draws = [uniforms(one, steps * noise).view(len(ids), steps, noise) for one in seeds] if noise else []
-        self.noise = torch.stack(draws, 1).to(device) if noise else None  # [s, passes, steps, noise]
+        self.noise = onto(torch.stack(draws, 1), device) if noise else None  # [s, passes, steps, noise]
 
     def samples(self, a: int, b: int, batch: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
         """x [s, B, ...] and the clients' own labels y [s, B] of a minibatch."""
@@ -233,4 +243,4 @@ class Piece:
 
     def finish(self) -> None:
         if not self.probe:
-            self.local.buffers[self.pos] = self.buffers
+            self.local.buffers[self.at] = self.buffers

@@ -132,6 +132,8 @@ class _Function(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], Tensor):
             return func(args[0], device=args[1].device, dtype=args[1].dtype, **kwargs)
+        if func is torch.Tensor.pin_memory:
+            return args[0]
         if func is torch.Tensor.cpu:
             return func.__objclass__.to(args[0], "cpu")
         return func(*args, **kwargs)

@@ -1,6 +1,7 @@
 """`device="cuda"` without a GPU: every algorithm on a pretended one (tests/pretend_gpu.py) that refuses to mix devices and counts waits."""
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -53,8 +54,12 @@ def test_everything_is_on_the_device(name: str, convolutions: bool) -> None:
         torch.testing.assert_close(got.history.series(key)[1], want.history.series(key)[1], rtol=1e-3, atol=1e-3)  # type: ignore[attr-defined]
 
 
-def waits_of_a_round(name: str, convolutions: bool, epochs: int, gpu: torch.device) -> Counter[str]:
-    net, federation = Net(Convolutions if convolutions else tiny_model()).to(gpu), data(convolutions).to(gpu)
+def linear() -> nn.Module:
+    return nn.Linear(6, 4)
+
+
+def waits_of_a_round(name: str, model: Callable[[], nn.Module], epochs: int, gpu: torch.device) -> Counter[str]:
+    net, federation = Net(model).to(gpu), data(model is Convolutions).to(gpu)
     setting = Setting(net, federation, Training(lr=0.05, batch_size=3, epochs=epochs), Engine("vmap"), 0, 3)
     algorithm = ALGORITHMS[name]()
     state = begin(algorithm, net, federation.n)
@@ -64,11 +69,20 @@ def waits_of_a_round(name: str, convolutions: bool, epochs: int, gpu: torch.devi
     return Counter(waits)
 
 
-@pytest.mark.parametrize(("name", "convolutions"), [(n, False) for n in ALGORITHMS] + [("fedavg", True), ("apfl", True)])
-def test_local_steps_do_not_wait_for_the_device(name: str, convolutions: bool) -> None:
-    """A round looks at a few values (who sent something that is not finite), but not at more of them when there are more steps."""
+MODELS = {"MLP": tiny_model(), "linear": linear, "convolutions": Convolutions}
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [(n, "MLP") for n in ALGORITHMS] + [(n, m) for n in ("fedavg", "scaffold", "apfl") for m in ("linear", "convolutions")],
+)
+def test_a_round_hardly_waits_for_the_device(name: str, model: str) -> None:
+    """The host looks at a few numbers (who sent something that is not finite, the losses, small tables of the server's): once each,
+    however many the local steps. On its way to the device nothing waits."""
     with pretended_gpu() as gpu:
-        assert waits_of_a_round(name, convolutions, 1, gpu) == waits_of_a_round(name, convolutions, 3, gpu)
+        one, three = (waits_of_a_round(name, MODELS[model], epochs, gpu) for epochs in (1, 3))
+    assert one == three, "local steps wait"
+    assert sum(one.values()) <= {"fedavg": 2, "scaffold": 2, "feddwa_qp": 6}.get(name, 4) and "to the GPU" not in one, one
 
 
 def test_two_devices_in_one_op_are_refused_with_a_sentence() -> None:

@@ -21,7 +21,7 @@ Tensor linear_typed(const Tensor& w, const Tensor& x_in, const Tensor& y_in, con
                     const cpu::Sgd<T>& sgd, const OptionalTensor& grad_sum) {
   const int64_t s = w.size(0), q = w.size(1);
   const Tensor x = rows(x_in), order = dense_as(order_in, ScalarType::Long);
-  const Tensor size = dense_as(size_in, ScalarType::Long), steps = dense_as(steps_in, ScalarType::Long), y = torch::stable::contiguous(y_in);
+  const Tensor size = dense_as(size_in, ScalarType::Long), steps = dense_as(steps_in, ScalarType::Long), y = dense(y_in);
   PFL_CHECK(x.dim() == 2 && x.scalar_type() == w.scalar_type(), "linear_sgd_: expected x [n, I] of w's dtype");
   const int64_t columns = x.size(1) + (bias ? 1 : 0);
   PFL_CHECK(columns > 0 && q % columns == 0, "linear_sgd_: expected w of length C * (I + bias)");
@@ -52,7 +52,7 @@ Tensor linear_typed(const Tensor& w, const Tensor& x_in, const Tensor& y_in, con
               "linear_sgd_: expected a contiguous grad_sum of w's shape and dtype");
     a.grad_sum = static_cast<T*>(grad_sum->mutable_data_ptr());
   }
-  Tensor loss = torch::stable::new_empty(w, {s}, ScalarType::Double);
+  Tensor loss = make(w, {s}, ScalarType::Double);
   a.loss = static_cast<double*>(loss.mutable_data_ptr());
   torch::stable::zero_(loss);
   PFL_CHECK(cpu::linear_sgd(a, TorchParallel{6.0 * static_cast<double>(order.numel()) * static_cast<double>(q)}),

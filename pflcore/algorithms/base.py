@@ -6,7 +6,7 @@ nothing else remembers anything. What travels is a dict: `down` and `up`; the by
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.engine import few_threads
+from pflcore.engine import few_threads, onto
 from pflcore.flat import Net
 from pflcore.local import Local, Setting
 from pflcore.streams import generator_of
@@ -81,7 +81,7 @@ class FedAvg:
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
         """The server's new state. It owns `g` and may write rows into it in place, by `Commit` or `written`: all of them or none."""
-        return {**g, "x": ops.aggregate(up["delta"], cohort.share[None].to(g["x"].device), base=g["x"], lr=self.lr)[0]}
+        return {**g, "x": ops.aggregate(up["delta"], onto(cohort.share[None], g["x"].device), base=g["x"], lr=self.lr)[0]}
 
     def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
         """Each client's view for evaluation, [S, ...]; never stored."""
@@ -160,15 +160,16 @@ def step(alg: FedAvg, state: State, setting: Setting, ids: Tensor, buffers: str 
         raise ValueError(f"ids: the target {min(absent)} must take part in every round, got {ids.tolist()}; `sample` picks it.")
     round = state.round + 1
     cohort = cohort_of(alg, setting, ids, round)
-    local = Local(setting, ids, round, state.buffers[ids])
+    at = onto(ids, state.buffers.device)
+    local = Local(setting, ids, round, state.buffers[at])
     down = alg.send(state.g, cohort, generator_of(setting.seed, round, "send"))
-    new, up = alg.client(down, {k: v[ids] for k, v in state.own.items()}, local)
-    fine = finite(up, len(ids)) & finite(new, len(ids)) & finite({"b": local.buffers}, len(ids))
+    new, up = alg.client(down, {k: v[at if v.device == at.device else ids] for k, v in state.own.items()}, local)
+    fine = finite([*up.values(), *new.values(), local.buffers], len(ids))
     outcome = Outcome(ids.tolist(), ids[~fine].tolist(), bytes_down=nbytes(down), bytes_up=nbytes(up))
     outcome.void = not bool(fine.any()) or any(t in outcome.dropped for t in alg.required)
     if local.train_loss is not None and fine.any():
         kept = cohort.share * fine
-        outcome.train_loss = float((local.train_loss[fine].double().cpu() * kept[fine]).sum() / kept.sum())
+        outcome.train_loss = float((local.train_loss.double().cpu()[fine] * kept[fine]).sum() / kept.sum())
     if outcome.void:
         return State(state.g, state.own, state.buffers, round, state.void + 1), outcome
     if outcome.dropped:
@@ -178,7 +179,7 @@ def step(alg: FedAvg, state: State, setting: Setting, ids: Tensor, buffers: str 
         local.buffers = local.buffers[fine.to(local.buffers.device)]
     rows = local.buffers
     if buffers == "average" and rows.shape[1]:
-        rows = ops.aggregate(rows, cohort.share[None].to(rows.device)).expand(len(state.buffers), -1)
+        rows = ops.aggregate(rows, onto(cohort.share[None], rows.device)).expand(len(state.buffers), -1)
         ids = torch.arange(len(state.buffers))
     commit = Commit(ids, *((state.own[k], v) for k, v in new.items()), (state.buffers, rows))
     g = alg.server(state.g, up, cohort)
@@ -191,7 +192,7 @@ class Commit:
     round that runs out of memory has written everything or nothing."""
 
     def __init__(self, ids: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
-        at = {into.device: ids.to(into.device) for into, _ in pairs}
+        at = {into.device: onto(ids, into.device) for into, _ in pairs}
         self.pairs = [(into, at[into.device], rows.to(into)) for into, rows in pairs]
 
     def write(self) -> None:
@@ -202,7 +203,7 @@ class Commit:
 @contextmanager
 def written(into: Tensor, ids: Tensor, rows: Tensor) -> Iterator[None]:
     """The rows `ids` of `into` are `rows` from here on; where the block fails they are again what they were."""
-    new, old = Commit(ids, (into, rows)), Commit(ids, (into, into[ids]))
+    new, old = Commit(ids, (into, rows)), Commit(ids, (into, into[onto(ids, into.device)]))
     new.write()
     try:
         yield
@@ -211,13 +212,18 @@ def written(into: Tensor, ids: Tensor, rows: Tensor) -> Iterator[None]:
         raise
 
 
-def finite(tensors: Tensors, count: int) -> Tensor:
-    """Bool [S]: which clients' rows are finite throughout. One pass: a float64 sum is finite only if all its float32 terms are."""
-    fine = torch.ones(count, dtype=torch.bool)
-    for v in tensors.values():
+def finite(tensors: Iterable[Tensor], count: int) -> Tensor:
+    """Bool [S]: which clients' rows are finite throughout. One pass: a float64 sum is finite only if all its float32 terms are; and one
+    look at what a device found."""
+    found: dict[torch.device, Tensor] = {}
+    for v in tensors:
         if v.is_floating_point() and v.numel():
-            fine &= v.reshape(count, -1).sum(1, dtype=torch.float64).isfinite().cpu()
-    return fine
+            fine = v.reshape(count, -1).sum(1, dtype=torch.float64).isfinite()
+            found[v.device] = found[v.device] & fine if v.device in found else fine
+    everywhere = torch.ones(count, dtype=torch.bool)
+    for fine in found.values():
+        everywhere &= fine.cpu()
+    return everywhere
 
 
 def nbytes(payload: Payload) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 from pflcore import ops
 from pflcore.algorithms.base import Cohort, Payload, Pool, State, Tensors
 from pflcore.algorithms.server_opt import FedOpt
+from pflcore.engine import onto
 from pflcore.flat import Net
 from pflcore.local import Local, Setting
 from pflcore.streams import generator_of
@@ -123,7 +124,7 @@ class HypCluster(FedOpt):
         if cohort.round <= self.warm:
             g = self.improve(g, mean_of_each(up["delta"], cohort))
             return {**g, **(self.slots(g["x"]) if cohort.round == self.warm else {}), "pick": pick}
-        mix = F.one_hot(up["pick"], self.k).T * cohort.share.to(up["pick"].device)  # [k, S]
+        mix = F.one_hot(up["pick"], self.k).T * onto(cohort.share, up["pick"].device)  # [k, S]
         total = mix.sum(1, keepdim=True)
         new = self.improve(g, ops.aggregate(up["delta"], mix / total.clamp(min=1e-300)))
         live = total[:, 0] > 0
@@ -161,9 +162,9 @@ def fit_all(rows: Tensor, local: Local) -> Tensor:
 
 def mean_of_each(delta: Tensor, cohort: Cohort) -> Tensor:
     """The weighted mean over clients of `delta` [S, k, P]: [k, P]."""
-    return ops.aggregate(delta.flatten(1), cohort.share[None].to(delta.device))[0].view(delta.shape[1:])
+    return ops.aggregate(delta.flatten(1), onto(cohort.share[None], delta.device))[0].view(delta.shape[1:])
 
 
 def noted(old: Tensor, pick: Tensor, cohort: Cohort) -> Tensor:
     """Who picked what, [N], with this round's picks written in."""
-    return old.index_copy(0, cohort.ids.to(old.device), pick.to(old))
+    return old.index_copy(0, onto(cohort.ids, old.device), pick.to(old))

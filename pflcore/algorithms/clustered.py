@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore.algorithms.base import Cohort, FedAvg, Payload, Tensors
+from pflcore.engine import onto
 from pflcore.flat import Net
 
 
@@ -45,19 +46,19 @@ class ClusteredFL(FedAvg):
         return {"x": net.w0[None], "cluster": torch.zeros(n, dtype=torch.long)}, {}
 
     def send(self, g: Tensors, cohort: Cohort, gen: torch.Generator) -> Payload:
-        return {"x": g["x"][g["cluster"][cohort.ids].to(g["x"].device)]}
+        return {"x": g["x"][onto(g["cluster"][cohort.ids], g["x"].device)]}
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
         x, cluster, delta = g["x"], g["cluster"].clone(), up["delta"]
         for c in range(len(x)):
             members = (cluster[cohort.ids] == c).nonzero()[:, 0]  # positions in the cohort
             if cohort.round > self.first and len(members) > 2:
-                second = self.split(delta[members.to(delta.device)])
+                second = self.split(delta[onto(members, delta.device)])
                 if second is not None:
                     cluster[cohort.ids[members[second]]] = len(x)
                     x = torch.cat([x, x[c : c + 1]])
         mix = F.one_hot(cluster[cohort.ids], len(x)).T * cohort.share
-        mix = (mix / mix.sum(1, keepdim=True).clamp(min=1e-300)).to(x.device)
+        mix = onto(mix / mix.sum(1, keepdim=True).clamp(min=1e-300), x.device)
         return {"x": ops.aggregate(delta, mix, base=x, lr=self.lr), "cluster": cluster}
 
     def split(self, delta: Tensor) -> Tensor | None:

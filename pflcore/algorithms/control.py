@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore.algorithms.base import Cohort, FedAvg, Payload, Tensors
+from pflcore.engine import onto
 from pflcore.flat import Net
 from pflcore.local import Fit, Local
 
@@ -50,7 +51,7 @@ class Scaffold(FedAvg):
         return {"c": new}, {"delta": fit.w - down["x"], "control": new - own["c"]}
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
-        share = cohort.share[None].to(g["x"].device)
+        share = onto(cohort.share[None], g["x"].device)
         x = ops.aggregate(up["delta"], share, base=g["x"], lr=self.lr)[0]
         return {**g, "x": x, "c": ops.aggregate(up["control"], share, base=g["c"], lr=len(cohort.ids) / cohort.n)[0]}
 
@@ -132,7 +133,7 @@ class Waffle(Scaffold):
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
         mixed, history, smooth = self.mixing(g, up, cohort)
-        share = mixed[None].to(g["x"].device)
+        share = onto(mixed[None], g["x"].device)
         x = ops.aggregate(up["delta"], share, base=g["x"], lr=self.lr)[0]
         c = ops.aggregate(up["control"], share, base=None if self.control_agg == "recompute" else g["c"])[0]
         return {"x": x, "c": c, "history": history, "weights": smooth}

@@ -11,6 +11,7 @@ from torch import Tensor
 from pflcore import ops
 from pflcore.algorithms.base import Cohort, Commit, FedAvg, Payload, Tensors
 from pflcore.algorithms.qp import inner_products, simplex_qp
+from pflcore.engine import onto
 from pflcore.flat import Net
 from pflcore.local import Local
 
@@ -50,7 +51,7 @@ class FedDWA(FedAvg):
         return (g | {"last": rows} if self.guidance == "previous" else g), {}
 
     def send(self, g: Tensors, cohort: Cohort, gen: torch.Generator) -> Payload:
-        x, seen = g["x"][cohort.ids], g["seen"]
+        x, seen = g["x"][onto(cohort.ids, g["x"].device)], g["seen"]
         if self.newcomer == "mean" and bool(seen.any()):
             x[~seen[cohort.ids]] = g["x"][seen].mean(0)
         return {"x": x}
@@ -70,7 +71,7 @@ class FedDWA(FedAvg):
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
         ids, w = cohort.ids, up["w"]
-        guide = up["g"] if "g" in up else torch.where(g["seen"][ids][:, None].to(w.device), g["last"][ids], w)
+        guide = up["g"] if "g" in up else torch.where(onto(g["seen"][ids][:, None], w.device), g["last"][onto(ids, w.device)], w)
         weight, index = self.weights(guide, w)
         p = torch.zeros_like(g["p"])
         p[ids[:, None], ids[index.cpu()]] = weight.to(p)
@@ -114,4 +115,4 @@ class FedDWAQP(FedDWA):
         for i, near in enumerate(index):
             inner = inner_products(d[i, near], between[near][:, near])
             weight[i] = simplex_qp(self.theta * inner + (1 - self.theta) * inner.diagonal().diag(), self.ridge)
-        return weight.to(w.device), index.to(w.device)
+        return onto(weight, w.device), onto(index, w.device)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pflcore.algorithms.base import Payload, Tensors, right
 from pflcore.algorithms.server_opt import FedOpt
+from pflcore.engine import onto
 from pflcore.flat import Net
 from pflcore.local import Local
 
@@ -69,7 +70,7 @@ class FineTune(FedOpt):
     def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
         x, buffers = down["x"], local.buffers.clone()
         mask = layer_mask(local.net, self.layers)
-        keep = local.size.to(x.device) < self.min_size
+        keep = onto(local.size, x.device) < self.min_size
         before = None if self.margin is None else value(local, x)
         if self.choose == "fixed":
             w = x

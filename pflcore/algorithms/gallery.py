@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore.algorithms.base import Cohort, FedAvg, Payload, Tensors, written
+from pflcore.engine import onto
 from pflcore.flat import Net
 from pflcore.local import Local
 
@@ -72,7 +73,7 @@ class FedAMP(FedAvg):
         return gallery(net, n) | {"xi": torch.eye(n, dtype=torch.float64)}, {"w": net.w0}
 
     def send(self, g: Tensors, cohort: Cohort, gen: torch.Generator) -> Payload:
-        return {"u": ops.aggregate(g["w"], g["xi"][cohort.ids].to(g["w"].device))}
+        return {"u": ops.aggregate(g["w"], onto(g["xi"][cohort.ids], g["w"].device))}
 
     def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
         start = own["w"] if self.start == "own" else down["u"]
@@ -166,7 +167,7 @@ class SFL(FedAvg):
         return g | ({"labels": torch.zeros(n, net.classes)} if self.adjacency == "oracle_labels" else {}), {}
 
     def send(self, g: Tensors, cohort: Cohort, gen: torch.Generator) -> Payload:
-        mix = torch.cat([g["mix"][cohort.ids], g["mix"].mean(0, keepdim=True)]).to(g["w"].device)
+        mix = onto(torch.cat([g["mix"][cohort.ids], g["mix"].mean(0, keepdim=True)]), g["w"].device)
         rows = ops.aggregate(g["w"], mix)
         return {"x": rows[-1].expand(len(cohort.ids), -1), "u": rows[:-1]}
 

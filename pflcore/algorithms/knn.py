@@ -12,6 +12,7 @@ from torch import Tensor
 from pflcore import ops
 from pflcore.algorithms.base import Payload, Tensors
 from pflcore.algorithms.server_opt import FedOpt
+from pflcore.engine import onto
 from pflcore.flat import Net, hinge
 from pflcore.local import Local
 
@@ -45,7 +46,7 @@ class KnnPer(FedOpt):
 
     def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
         z, y = local.features(down["x"])  # [S, n, H], [S, n]: short clients are padded at the end
-        return {"w": down["x"], "z": z.flatten(2), "y": y, "n": local.size.to(y.device)}
+        return {"w": down["x"], "z": z.flatten(2), "y": y, "n": onto(local.size, y.device)}
 
     def predict(self, view: Tensors, net: Net, x: Tensor) -> Tensor:
         weight, near = neighbours(net.features(view["w"], x).flatten(1), view["z"], view["n"], self.k, self.kernel)  # [B, k], [B, k]

@@ -11,6 +11,7 @@ from torch import Tensor
 from pflcore import ops
 from pflcore.algorithms.base import Cohort, FedAvg, Payload, Stop, Tensors, written
 from pflcore.algorithms.server_opt import FedOpt
+from pflcore.engine import onto
 from pflcore.flat import Net
 from pflcore.local import Local
 
@@ -112,10 +113,11 @@ class Mocha(FedAvg):
 
     def send(self, g: Tensors, cohort: Cohort, gen: torch.Generator) -> Payload:
         if self.regulariser == "server":
-            return {"w": g["w"][cohort.ids]}
-        rows = g["omega"][cohort.ids]  # [S, N]
-        diagonal = rows.gather(1, cohort.ids.to(rows.device)[:, None])  # [S, 1]
-        others = rows.scatter(1, cohort.ids.to(rows.device)[:, None], 0.0)
+            return {"w": g["w"][onto(cohort.ids, g["w"].device)]}
+        ids = onto(cohort.ids, g["omega"].device)
+        rows = g["omega"][ids]  # [S, N]
+        diagonal = rows.gather(1, ids[:, None])  # [S, 1]
+        others = rows.scatter(1, ids[:, None], 0.0)
         return {"pull": ops.aggregate(g["w"], others), "o": diagonal}
 
     def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
@@ -130,9 +132,10 @@ class Mocha(FedAvg):
         w, omega = g["w"], g["omega"]
         with written(w, cohort.ids, up["w"]):
             if cohort.round % self.outer == 0:
+                ids = onto(cohort.ids, w.device)
                 omega = relation(w, self.delta, self.relation)
                 if self.regulariser == "client":
-                    self.check(omega[cohort.ids][:, cohort.ids], up["lr"][:, 0].double(), up["lr_sum"][:, 0].double(), cohort.round)
+                    self.check(omega[ids][:, ids], up["lr"][:, 0].double(), up["lr_sum"][:, 0].double(), cohort.round)
             if self.regulariser == "server":
                 spread = torch.eye(len(w), dtype=torch.float64, device=w.device) + up["lr_sum"].double().mean() * self.lam * omega
                 w = ops.aggregate(w, torch.linalg.inv(spread))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore.algorithms.base import Cohort, FedAvg, Tensors
+from pflcore.engine import onto
 from pflcore.flat import Net
 from pflcore.local import Local
 
@@ -93,7 +94,7 @@ class FedOpt(FedAvg):
         return {"x": net.w0, **self.slots(net.w0)}, {}
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
-        return self.improve(g, ops.aggregate(up["delta"], cohort.share[None].to(up["delta"].device))[0])
+        return self.improve(g, ops.aggregate(up["delta"], onto(cohort.share[None], up["delta"].device))[0])
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,6 @@ class QFedAvg(FedAvg):
         return own, {"delta": delta, "weight": f**self.q, "h": self.q * f ** (self.q - 1) * norm / local.lr + f**self.q}
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
-        share = cohort.share.to(up["h"])
+        share = onto(cohort.share, up["h"].device).to(up["h"].dtype)
         weight = share * up["weight"] / (share * up["h"]).sum()
         return {**g, "x": ops.aggregate(up["delta"], weight[None], base=g["x"], lr=self.lr)[0]}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore.algorithms.base import Cohort, FedAvg, Payload, Tensors
+from pflcore.engine import onto
 from pflcore.flat import Net
 from pflcore.local import Local
 
@@ -73,7 +74,7 @@ class WeightErosion(FedAvg):
         alpha = g["alpha"].clone()
         alpha[cohort.ids] = (alpha[cohort.ids] - loss.nan_to_num(0.0, posinf=math.inf)).clamp(min=0)  # 0 * inf is 0: nothing to erode by
         mix = alpha[cohort.ids] / alpha[cohort.ids].sum()
-        x = ops.aggregate(up["delta"], mix[None].to(g["x"].device), base=g["x"], lr=self.lr)[0]
+        x = ops.aggregate(up["delta"], onto(mix[None], g["x"].device), base=g["x"], lr=self.lr)[0]
         return {"x": x, "alpha": alpha, "medians": medians}
 
     def relative(self, delta: Tensor, cohort: Cohort) -> Tensor:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pflcore.algorithms.base import FedAvg, Payload, Tensors
+from pflcore.engine import onto
 from pflcore.flat import Net
 from pflcore.local import Local
 
@@ -45,7 +46,7 @@ class FedRoD(FedAvg):
 
     def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
         x = down["x"]
-        n = local.counts.to(x)
+        n = onto(local.counts, x.device).to(x.dtype)
         w = local.fit(torch.cat([x, own["h"]], 1), loss=self.loss, extra={"n": n}).w
         return {"h": w[:, x.shape[1] :]}, {"delta": w[:, : x.shape[1]] - x}
 

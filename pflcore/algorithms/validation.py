@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore.algorithms.base import Cohort, Commit, FedAvg, Payload, Pool, Tensors
+from pflcore.engine import onto
 from pflcore.flat import Net
 from pflcore.local import Local
 
@@ -67,7 +68,7 @@ class FedFomo(FedAvg):
             picked.append((chance + best).masked_fill(~free, -1).argmax(1))
             free = free & (torch.arange(cohort.n) != picked[-1][:, None])
         index = torch.stack(picked, 1) if picked else torch.empty(len(ids), 0, dtype=torch.long)
-        return {"w": Pool(g["w"], index.to(g["w"].device))}
+        return {"w": Pool(g["w"], onto(index, g["w"].device))}
 
     def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
         rows, index = down["w"]
@@ -147,10 +148,10 @@ class L2C(FedAvg):
         width = int(mine.sum(1).max()) if mine.numel() else 0
         index = mine.byte().sort(dim=1, descending=True, stable=True).indices[:, :width]
         who = g["who"][index].masked_fill(~mine.gather(1, index), -1)
-        return {"delta": Pool(g["delta"], index.to(g["delta"].device)), "who": who}  # -1: not an update of this client's last round
+        return {"delta": Pool(g["delta"], onto(index, g["delta"].device)), "who": who}  # -1: not an update of this client's last round
 
     def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
-        (rows, index), who = down["delta"], down["who"].to(own["a"].device)
+        (rows, index), who = down["delta"], onto(down["who"], own["a"].device)
         x, w = self.mixed(down, own)
         new = {"w": x}
         if index.shape[1]:
@@ -162,7 +163,7 @@ class L2C(FedAvg):
 
     def mixed(self, down: Payload, own: Tensors) -> tuple[Tensor, Tensor]:
         """Each client's model [S, P] and the weights [S, M] that made it."""
-        (rows, index), who = down["delta"], down["who"].to(own["a"].device)
+        (rows, index), who = down["delta"], onto(down["who"], own["a"].device)
         if not index.shape[1]:
             return own["w"], own["a"][:, :0]
         w = own["a"].gather(1, who.clamp(min=0)).masked_fill(who < 0, -torch.inf).softmax(1).nan_to_num(0.0)
@@ -186,7 +187,7 @@ class L2C(FedAvg):
         last[cohort.ids] = cohort.round
         kept = torch.isin(g["round"], last)
         return {
-            "delta": torch.cat([g["delta"][kept.to(g["delta"].device)], up["delta"]]),
+            "delta": torch.cat([g["delta"][onto(kept, g["delta"].device)], up["delta"]]),
             "who": torch.cat([g["who"][kept], cohort.ids]),
             "round": torch.cat([g["round"][kept], torch.full_like(cohort.ids, cohort.round)]),
             "last": last,
