@@ -120,6 +120,16 @@ def test_order_and_place_of_the_clients_change_no_bit(dtype, data):
 
 
 @pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", [F32, F64])
+def test_order_of_many_clients_changes_no_bit(dtype):
+    """More rows than one window of the kernel holds, more columns than one strip: pairs change from large windows to small ones."""
+    a = randn(1, 133, 1031, dtype=dtype)
+    got = pairwise_sqdist(a)
+    assert torch.equal(pairwise_sqdist(a.flip(0)), got.flip(0, 1))
+    assert torch.equal(pairwise_sqdist(a.flip(0), a[:7]), pairwise_sqdist(a, a[:7]).flip(0))
+
+
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("rows", "cols"), [(2, 300_007), (13, 10_007), (37, 1031)])
 def test_threads_change_no_bit(dtype, rows, cols):

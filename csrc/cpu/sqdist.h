@@ -2,7 +2,8 @@
 //
 // Columns are walked in blocks that fit the second-level cache with all their rows; a block's pairs are taken 4 x 4 in registers while the
 // next block is prefetched. A float32 lane takes at most 16 additions before it is flushed to float64, so that constant rows, whose rounding
-// errors all point one way, keep a relative error below 1e-6. A pair whose sum is not finite or below 1e-30 is done again in float64.
+// errors all point one way, keep a relative error below 1e-6 (sqdist_tile.h). A pair whose sum is not finite or below 1e-30 is done again in
+// float64.
 //
 // The order in which a pair is summed depends on the sizes alone: neither on the threads nor on where in the matrix the pair stands.
 #pragma once
@@ -16,188 +17,17 @@
 
 #include "isa.h"
 #include "scratch.h"
-#include "simd.h"
+#include "sqdist_tile.h"
 
 namespace pflcore::cpu {
 namespace sqdist_detail {
 
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wpsabi"
-#endif
-
-constexpr int64_t kTile = 4;          // rows of a register block
-constexpr int64_t kGroup = 256;       // columns that every instruction set takes in whole flushes: 16 products in 16 lanes
-constexpr int kProducts = 16;         // in a float32 lane before it is flushed
+constexpr int64_t kBand = 16;         // rows whose strips stay in the first-level cache
 constexpr int64_t kMacro = 128;       // rows of a window on either side
-constexpr int64_t kBlockBytes = 384 << 10;  // of a column block: with the next one it stays in the second-level cache
+constexpr int64_t kBlockBytes = 160 << 10;  // of a column block: with the next one it stays in the second-level cache
+constexpr int64_t kMany = 48;         // rows from which on pages and cache sets run short
 constexpr int64_t kSkew = 16;         // elements between packed rows, so that they do not fall into the same cache sets
 constexpr double kTiny = 1e-30;       // below it float32 squares may have underflowed
-
-// Rows whose next block is fetched while this one is worked on, a cache line of each at a time: bursts would hold up the loads.
-struct Ahead {
-  const char* const* row;  // first byte of each row's next block
-  int64_t begin, end;      // rows to fetch meanwhile
-  int64_t size;            // bytes of an element
-};
-
-PFL_INLINE void fetch(const Ahead& ahead, int64_t column) {
-  for (int64_t r = ahead.begin; r < ahead.end; ++r) __builtin_prefetch(ahead.row[r] + column * ahead.size, 0, 2);
-}
-
-// total += v, whose two halves are added in float32 first. The compiler splits the conversion in two when it is inlined into another
-// instruction set, hence the instruction by name.
-template <int bytes>
-PFL_INLINE void add_wide(Vec<double, bytes>& total, const Vec<float, bytes>& v) {
-  Vec<float, bytes / 2> half[2];
-  __builtin_memcpy(half, &v, bytes);
-  half[0] += half[1];
-#if PFL_X86
-  if constexpr (bytes > 16) {
-    Vec<double, bytes> d;
-    asm("vcvtps2pd %1, %0" : "=v"(d) : "v"(half[0]));
-    total += d;
-    return;
-  }
-#endif
-  total += __builtin_convertvector(half[0], Vec<double, bytes>);
-}
-
-template <int bytes>
-PFL_INLINE double sum_lanes(const Vec<double, bytes>& v) {
-  if constexpr (bytes == 16) {
-    return v[0] + v[1];
-  } else {
-    Vec<double, bytes / 2> half[2];
-    __builtin_memcpy(half, &v, bytes);
-    half[0] += half[1];
-    return sum_lanes<bytes / 2>(half[0]);
-  }
-}
-
-// One vector of columns of rows x kTile pairs. triangle: b is a, and only j > i is computed.
-template <bool first, bool triangle, int rows, class F>
-PFL_INLINE void step(F (&acc)[rows][kTile], const float* const* a, const float* const* b, int64_t at) {
-  F x[rows];
-  PFL_UNROLL
-  for (int i = 0; i < rows; ++i) load(x[i], a[i] + at);
-  PFL_UNROLL
-  for (int j = 0; j < kTile; ++j) {
-    F y;
-    if constexpr (triangle) y = x[j];
-    else load(y, b[j] + at);
-    PFL_UNROLL
-    for (int i = 0; i < rows; ++i) {
-      if (triangle && i >= j) continue;
-      const F d = x[i] - y;
-      if constexpr (first) acc[i][j] = d * d;
-      else acc[i][j] += d * d;
-    }
-  }
-}
-
-// sum[i][j] += sum over `columns` (whole groups) of (a_i - b_j)^2 in float32 lanes: 16 products in a lane and one sum of two lanes make its
-// 16 additions.
-template <int bytes, bool triangle, int rows>
-PFL_INLINE void tile(const float* const* a, const float* const* b, int64_t columns, double* sum, const Ahead& ahead) {
-  constexpr int lanes = bytes / 4;
-  using F = Vec<float, bytes>;
-  using D = Vec<double, bytes>;
-  D total[rows][kTile] = {};
-  for (int64_t c = 0; c < columns; c += lanes * kProducts) {
-    F acc[rows][kTile];
-    fetch(ahead, c);
-    step<true, triangle>(acc, a, b, c);
-    for (int64_t at = c + lanes; at < c + lanes * kProducts; at += lanes) {
-      if (at % 16 == 0) fetch(ahead, at);
-      step<false, triangle>(acc, a, b, at);
-    }
-    PFL_UNROLL
-    for (int i = 0; i < rows; ++i)
-      PFL_UNROLL
-      for (int j = 0; j < kTile; ++j)
-        if (!triangle || j > i) add_wide<bytes>(total[i][j], acc[i][j]);
-  }
-  PFL_UNROLL
-  for (int i = 0; i < rows; ++i)
-    PFL_UNROLL
-    for (int j = 0; j < kTile; ++j)
-      if (!triangle || j > i) sum[i * kTile + j] += sum_lanes<bytes>(total[i][j]);
-}
-
-// The same in float64 lanes: for float64 rows, and for pairs of float32 rows that are done again.
-template <int bytes, int rows, class T>
-PFL_INLINE void tile_wide(const T* const* a, const T* const* b, int64_t columns, double* sum, const Ahead& ahead) {
-  constexpr int lanes = bytes / 8;
-  using D = Vec<double, bytes>;
-  D total[rows][kTile] = {};
-  for (int64_t c = 0; c < columns; c += kGroup) {
-    for (int64_t at = c; at < c + kGroup; at += lanes) {
-      if (at % 8 == 0) fetch(ahead, at);
-      D x[rows];
-      PFL_UNROLL
-      for (int i = 0; i < rows; ++i) load_as<bytes, double>(x[i], a[i] + at);
-      PFL_UNROLL
-      for (int j = 0; j < kTile; ++j) {
-        D y;
-        load_as<bytes, double>(y, b[j] + at);
-        PFL_UNROLL
-        for (int i = 0; i < rows; ++i) {
-          const D d = x[i] - y;
-          total[i][j] += d * d;
-        }
-      }
-    }
-  }
-  PFL_UNROLL
-  for (int i = 0; i < rows; ++i)
-    PFL_UNROLL
-    for (int j = 0; j < kTile; ++j) sum[i * kTile + j] += sum_lanes<bytes>(total[i][j]);
-}
-
-// Which lanes: the type of the rows and that of the sums.
-enum class Kind { narrow, triangle, wide };
-
-template <class T>
-struct TileArgs {
-  const T* const* a;   // rows of one register block, `rows` and kTile of them
-  const T* const* b;
-  int64_t columns;
-  double* sum;
-  Ahead ahead;
-};
-
-template <int bytes, Kind kind, int rows, class T>
-PFL_INLINE void run_tile(const TileArgs<T>& q) {
-  if constexpr (kind == Kind::wide) tile_wide<bytes, rows>(q.a, q.b, q.columns, q.sum, q.ahead);
-  else tile<bytes, kind == Kind::triangle, rows>(q.a, q.b, q.columns, q.sum, q.ahead);
-}
-
-#if PFL_X86
-template <Kind kind, int rows, class T>
-PFL_AVX512 void tile_avx512(const TileArgs<T>& q) { run_tile<64, kind, rows>(q); }
-template <Kind kind, int rows, class T>
-PFL_AVX2 void tile_avx2(const TileArgs<T>& q) { run_tile<32, kind, rows>(q); }
-#endif
-template <Kind kind, int rows, class T>
-void tile_plain(const TileArgs<T>& q) { run_tile<16, kind, rows>(q); }
-
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic pop
-#endif
-
-template <class T>
-using TileFunction = void (*)(const TileArgs<T>&);
-
-template <Kind kind, int rows, class T>
-TileFunction<T> tile_for(Isa isa) {
-#if PFL_X86
-  if (isa == Isa::avx512) return tile_avx512<kind, rows, T>;
-  if (isa == Isa::avx2) return tile_avx2<kind, rows, T>;
-#endif
-  (void)isa;
-  return tile_plain<kind, rows, T>;
-}
 
 inline int64_t up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
@@ -213,7 +43,7 @@ struct Rows {
   // Many rows are read many times: then it pays to copy those that start off the cache lines, or all in the same cache sets.
   bool better_copied(int64_t rows) const {
     const auto at = reinterpret_cast<uintptr_t>(data) % 64, step = static_cast<uintptr_t>(row) * sizeof(In);
-    return rows >= 48 && (at != 0 || step % 64 != 0 || step % 4096 == 0);
+    return rows >= kMany && (at != 0 || step % 64 != 0 || step % 4096 == 0);
   }
 
   // at[i] = row first + i (the last one again beyond the end), columns [c, c + width), padded to whole groups; packed: room for a copy.
@@ -246,6 +76,7 @@ struct Plan {
   int64_t m, n, p;
   bool symmetric;
   int64_t block;        // columns of a block, whole groups
+  int64_t strip;        // columns of a block that all register blocks take before the next ones
   int64_t blocks;
   int64_t groups;       // partial results
   int64_t run;          // blocks of one group between two barriers
@@ -258,9 +89,11 @@ inline int64_t rows_of(const Plan& plan) {
 }
 
 inline Plan plan_for(int64_t m, int64_t n, int64_t p, bool symmetric, int64_t size) {
-  Plan plan{m, n, p, symmetric, 0, 0, 1, 1, 1, 1};
+  Plan plan{m, n, p, symmetric, 0, 0, 0, 1, 1, 1, 1};
   plan.windows_a = (m + kMacro - 1) / kMacro, plan.windows_b = (n + kMacro - 1) / kMacro;
   plan.block = std::clamp<int64_t>(kBlockBytes / (rows_of(plan) * size) / kGroup * kGroup, 2 * kGroup, 16 * kGroup);
+  // short strips stay in the first-level cache; many rows are more pages than the processor remembers, to be looked up anew for each strip
+  plan.strip = rows_of(plan) < kMany ? kGroup : 2 * kGroup;
   plan.blocks = (p + plan.block - 1) / plan.block;
   const int64_t pairs = symmetric ? plan.windows_a * (plan.windows_a + 1) / 2 : plan.windows_a * plan.windows_b;
   // enough pieces for many threads, each of several blocks, partial results of 32 MB at most
@@ -283,11 +116,14 @@ struct Window {
   int64_t across() const { return (nj + kTile - 1) / kTile; }
   int64_t tiles() const { return diagonal ? down() * (down() + 1) / 2 : down() * across(); }
 
+  // The register blocks, band by band of rows, in a band column by column: the band stays in the first-level cache, and the pages of the
+  // columns' rows are looked up once for all its blocks.
   template <class Body>
   void each(const Body& body) const {
     int64_t t = 0;
-    for (int64_t ti = 0; ti < down(); ++ti)
-      for (int64_t tj = diagonal ? ti : 0; tj < across(); ++tj, ++t) body(t, ti * kTile, tj * kTile);
+    for (int64_t i0 = 0; i0 < mi; i0 += kBand)
+      for (int64_t j = diagonal ? i0 : 0; j < nj; j += kTile)
+        for (int64_t i = i0; i < std::min(diagonal ? std::min(mi, j + kTile) : mi, i0 + kBand); i += kTile) body(t++, i, j);
   }
 };
 
@@ -303,6 +139,26 @@ inline std::vector<Window> windows_of(const Plan& plan) {
   return out;
 }
 
+// Fetches the rows' next block from memory while this one is worked on: some cache lines of a row before each register block, for bursts would
+// hold up the loads. The hint is for all caches: one for the second level alone is often dropped.
+struct Ahead {
+  static constexpr int64_t kPiece = 512;  // bytes
+  const char* row[2 * kMacro];  // first byte of each row's next block
+  int64_t rows = 0, bytes = 0;  // of a row
+  int64_t r = 0, at = 0;        // the next one
+
+  int64_t pieces() const { return rows * ((bytes + kPiece - 1) / kPiece); }
+  void fetch(int64_t pieces) {
+    for (; pieces > 0 && r < rows; --pieces) {
+      const char* from = row[r] + at;
+      PFL_UNROLL
+      for (int64_t k = 0; k < kPiece; k += 64) __builtin_prefetch(from + k);
+      at += kPiece;
+      if (at >= bytes) at = 0, ++r;
+    }
+  }
+};
+
 template <class In, class T>
 struct Worker {
   const Rows<In, T>& a;
@@ -312,7 +168,6 @@ struct Worker {
   std::unique_ptr<Scratch<T>> room = {};  // of the copies, made when first needed
   const T* at_a[kMacro] = {};
   const T* at_b[kMacro] = {};
-  const char* next[2 * kMacro] = {};
 
   // Adds the pairs of a window over one column block; fetches the next block meanwhile where there is `another`.
   void operator()(const Window& w, int64_t block, bool another, double* sums) {
@@ -325,19 +180,23 @@ struct Worker {
     if (!w.diagonal) b.block(w.j0, up(w.nj, kTile), c, width, copy_b, packed + w.mi * (plan.block + kSkew), at_b);
     const T* const* right = w.diagonal ? at_a : at_b;
 
-    Ahead ahead{next, 0, 0, static_cast<int64_t>(sizeof(In))};
-    int64_t to_fetch = 0;
+    Ahead ahead;
     if (another && plan.p - c >= 2 * plan.block) {
-      for (int64_t i = 0; i < w.mi; ++i) next[to_fetch++] = reinterpret_cast<const char*>(a.data + (w.i0 + i) * a.row + c + plan.block);
-      if (!w.diagonal)
-        for (int64_t j = 0; j < w.nj; ++j) next[to_fetch++] = reinterpret_cast<const char*>(b.data + (w.j0 + j) * b.row + c + plan.block);
+      const auto add = [&](const Rows<In, T>& rows, int64_t first, int64_t many) {
+        const In* from = rows.data + first * rows.row + c + plan.block;
+        for (int64_t i = 0; i < many; ++i) ahead.row[ahead.rows++] = reinterpret_cast<const char*>(from + i * rows.row);
+      };
+      add(a, w.i0, w.mi);
+      if (!w.diagonal) add(b, w.j0, w.nj);
+      ahead.bytes = plan.block * static_cast<int64_t>(sizeof(In));
     }
-    const int64_t tiles = w.tiles();
-    w.each([&](int64_t t, int64_t i, int64_t j) {
-      ahead.begin = to_fetch * t / tiles, ahead.end = to_fetch * (t + 1) / tiles;
-      const TileArgs<T> args{at_a + i, right + j, columns, sums + w.first + t * kTile * kTile, ahead};
-      (w.diagonal && i == j ? triangle : w.mi == 1 ? one : four)(args);
-    });
+    const int64_t turns = w.tiles() * (up(columns, plan.strip) / plan.strip), pieces = (ahead.pieces() + turns - 1) / turns;
+    for (int64_t from = 0; from < columns; from += plan.strip)
+      w.each([&](int64_t t, int64_t i, int64_t j) {
+        ahead.fetch(pieces);
+        const TileArgs<T> args{at_a + i, right + j, from, std::min(columns, from + plan.strip), sums + w.first + t * kTile * kTile};
+        (w.diagonal && i == j ? triangle : w.mi == 1 ? one : four)(args);
+      });
   }
 };
 
@@ -399,7 +258,7 @@ void again(const Rows<In, float>& a, const Rows<In, float>& b, const Plan& plan,
           const int64_t c = block * plan.block, width = std::min(plan.block, plan.p - c);
           a.block(at.i, kTile, c, width, false, packed.data, at_a);
           b.block(at.j, kTile, c, width, false, packed.data + kTile * (plan.block + kSkew), at_b);
-          wide({at_a, at_b, up(width, kGroup), in_part, Ahead{}});
+          wide({at_a, at_b, 0, up(width, kGroup), in_part});
         }
         for (int64_t s = 0; s < square; ++s) sum[s] += in_part[s];
       }

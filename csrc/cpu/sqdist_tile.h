@@ -1,0 +1,225 @@
+// Register blocks of squared distances: 4 x 4 pairs of rows over a strip of columns, for each instruction set. Knows nothing of torch.
+//
+// A float32 lane takes 12 products. Then the lanes are folded into one another until the sums of the 16 pairs lie side by side, and are added
+// to float64 totals. So a number takes part in 15 additions at most before it is flushed, and a block costs the same over few columns as over many.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+
+#include "isa.h"
+#include "simd.h"
+
+namespace pflcore::cpu {
+namespace sqdist_detail {
+
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wpsabi"
+#endif
+
+constexpr int64_t kTile = 4;     // rows of a register block
+constexpr int kProducts = 12;    // in a float32 lane before it is folded and flushed
+constexpr int64_t kGroup = 192;  // columns that every instruction set takes in whole flushes: 12 products in 16 lanes
+
+// Where lane k of a fold comes from: groups of 2 * half lanes of x, then of y (numbered on from x's), give the first half of their lanes.
+// Groups within 128 bits stay there: x's and y's take turns, and one cheap instruction does it.
+template <int lanes, int half>
+constexpr int source(int k) {
+  constexpr int width = half < 4 ? 4 : lanes, groups = width / (2 * half);
+  const int group = k % width / half;
+  return k / width * width + group % groups * 2 * half + k % half + (group < groups ? 0 : lanes);
+}
+
+// x = the sums of x and of y over groups of 2 * half lanes, as sums over groups of half as many.
+template <int half, class F, int... k>
+PFL_INLINE void fold(F& x, const F& y, std::integer_sequence<int, k...>) {
+  constexpr int lanes = sizeof...(k);
+#if defined(__clang__)
+  x = __builtin_shufflevector(x, y, source<lanes, half>(k)...) + __builtin_shufflevector(x, y, (source<lanes, half>(k) + half)...);
+#else
+  typedef int Lanes __attribute__((vector_size(sizeof(F))));
+  x = __builtin_shuffle(x, y, Lanes{source<lanes, half>(k)...}) + __builtin_shuffle(x, y, Lanes{source<lanes, half>(k) + half...});
+#endif
+}
+
+// total[..] += v. The compiler splits the conversion in two when it is inlined into another instruction set, hence the instruction by name.
+template <int bytes>
+PFL_INLINE void add_wide(double* total, const Vec<float, bytes>& v) {
+  Vec<double, bytes> d[2];
+#if PFL_X86
+  if constexpr (bytes > 16) {
+    Vec<float, bytes / 2> half[2];
+    __builtin_memcpy(half, &v, bytes);
+    for (int h = 0; h < 2; ++h) asm("vcvtps2pd %1, %0" : "=v"(d[h]) : "v"(half[h]));
+  } else
+#endif
+  {
+    const auto both = __builtin_convertvector(v, Vec<double, 2 * bytes>);
+    __builtin_memcpy(d, &both, sizeof d);
+  }
+  for (int h = 0; h < 2; ++h) {
+    Vec<double, bytes> sum;
+    load(sum, total + h * bytes / 8);
+    sum += d[h];
+    store(total + h * bytes / 8, sum);
+  }
+}
+
+// sum[i][j] += the lanes of acc[i][j], by two shuffles and an addition for each vector. acc is used up.
+template <int bytes, int rows>
+PFL_INLINE void flush(Vec<float, bytes> (&acc)[rows][kTile], double* sum) {
+  constexpr int together = bytes / 16;   // rows whose sums fill a vector
+  constexpr std::make_integer_sequence<int, bytes / 4> lanes{};
+  PFL_UNROLL
+  for (int i = 0; i < rows; i += together) {
+    PFL_UNROLL
+    for (int j = 0; j < kTile; ++j) {
+      if constexpr (together == 4) {
+        fold<8>(acc[i][j], acc[i + 1][j], lanes);
+        fold<8>(acc[i + 2][j], acc[i + 3][j], lanes);
+        fold<4>(acc[i][j], acc[i + 2][j], lanes);
+      } else if constexpr (together == 2) {
+        fold<4>(acc[i][j], acc[i + 1][j], lanes);
+      }
+    }
+    fold<2>(acc[i][0], acc[i][1], lanes);
+    fold<2>(acc[i][2], acc[i][3], lanes);
+    fold<1>(acc[i][0], acc[i][2], lanes);
+    add_wide<bytes>(sum + i * kTile, acc[i][0]);
+  }
+}
+
+template <int bytes>
+PFL_INLINE double sum_lanes(const Vec<double, bytes>& v) {
+  if constexpr (bytes == 16) {
+    return v[0] + v[1];
+  } else {
+    Vec<double, bytes / 2> half[2];
+    __builtin_memcpy(half, &v, bytes);
+    half[0] += half[1];
+    return sum_lanes<bytes / 2>(half[0]);
+  }
+}
+
+// One vector of columns of rows x kTile pairs. triangle: b is a, and only j > i is computed.
+template <bool first, bool triangle, int rows, int room, class F>
+PFL_INLINE void step(F (&acc)[room][kTile], const float* const* a, const float* const* b, int64_t at) {
+  F x[rows];
+  PFL_UNROLL
+  for (int i = 0; i < rows; ++i) load(x[i], a[i] + at);
+  PFL_UNROLL
+  for (int j = 0; j < kTile; ++j) {
+    F y;
+    if constexpr (triangle) y = x[j];
+    else load(y, b[j] + at);
+    PFL_UNROLL
+    for (int i = 0; i < rows; ++i) {
+      if (triangle && i >= j) continue;
+      const F d = x[i] - y;
+      if constexpr (first) acc[i][j] = d * d;
+      else acc[i][j] += d * d;
+    }
+  }
+}
+
+// sum[i][j] += sum over columns [begin, end), whole groups, of (a_i - b_j)^2 in float32 lanes.
+template <int bytes, bool triangle, int rows>
+PFL_INLINE void tile(const float* const* a, const float* const* b, int64_t begin, int64_t end, double* sum) {
+  constexpr int lanes = bytes / 4, room = std::max(rows, bytes / 16);
+  for (int64_t c = begin; c < end; c += lanes * kProducts) {
+    Vec<float, bytes> acc[room][kTile] = {};
+    step<true, triangle, rows>(acc, a, b, c);
+    for (int64_t at = c + lanes; at < c + lanes * kProducts; at += lanes) step<false, triangle, rows>(acc, a, b, at);
+    flush<bytes>(acc, sum);
+  }
+}
+
+// Rows whose sums with kTile others fit the registers: 32 with AVX-512 and on ARM, else 16.
+#if defined(__aarch64__)
+template <int bytes>
+constexpr int kAtOnce = 4;
+#else
+template <int bytes>
+constexpr int kAtOnce = bytes == 64 ? 4 : 2;
+#endif
+
+// The same in float64 lanes: for float64 rows, and for pairs of float32 rows that are done again.
+template <int bytes, int rows, class T>
+PFL_INLINE void tile_wide(const T* const* a, const T* const* b, int64_t begin, int64_t end, double* sum) {
+  constexpr int lanes = bytes / 8;
+  using D = Vec<double, bytes>;
+  D total[rows][kTile] = {};
+  for (int64_t c = begin; c < end; c += kGroup) {
+    for (int64_t at = c; at < c + kGroup; at += lanes) {
+      D x[rows];
+      PFL_UNROLL
+      for (int i = 0; i < rows; ++i) load_as<bytes, double>(x[i], a[i] + at);
+      PFL_UNROLL
+      for (int j = 0; j < kTile; ++j) {
+        D y;
+        load_as<bytes, double>(y, b[j] + at);
+        PFL_UNROLL
+        for (int i = 0; i < rows; ++i) {
+          const D d = x[i] - y;
+          total[i][j] += d * d;
+        }
+      }
+    }
+  }
+  PFL_UNROLL
+  for (int i = 0; i < rows; ++i)
+    PFL_UNROLL
+    for (int j = 0; j < kTile; ++j) sum[i * kTile + j] += sum_lanes<bytes>(total[i][j]);
+}
+
+// Which lanes: the type of the rows and that of the sums.
+enum class Kind { narrow, triangle, wide };
+
+template <class T>
+struct TileArgs {
+  const T* const* a;   // rows of one register block, `rows` and kTile of them
+  const T* const* b;
+  int64_t begin, end;  // columns
+  double* sum;
+};
+
+template <int bytes, Kind kind, int rows, class T>
+PFL_INLINE void run_tile(const TileArgs<T>& q) {
+  if constexpr (kind == Kind::wide) {
+    tile_wide<bytes, rows>(q.a, q.b, q.begin, q.end, q.sum);
+  } else {
+    constexpr bool triangle = kind == Kind::triangle;
+    constexpr int at_once = triangle ? rows : std::min(rows, kAtOnce<bytes>);
+    for (int i = 0; i < rows; i += at_once) tile<bytes, triangle, at_once>(q.a + i, q.b, q.begin, q.end, q.sum + i * kTile);
+  }
+}
+
+#if PFL_X86
+template <Kind kind, int rows, class T>
+PFL_AVX512 void tile_avx512(const TileArgs<T>& q) { run_tile<64, kind, rows>(q); }
+template <Kind kind, int rows, class T>
+PFL_AVX2 void tile_avx2(const TileArgs<T>& q) { run_tile<32, kind, rows>(q); }
+#endif
+template <Kind kind, int rows, class T>
+void tile_plain(const TileArgs<T>& q) { run_tile<16, kind, rows>(q); }
+
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic pop
+#endif
+
+template <class T>
+using TileFunction = void (*)(const TileArgs<T>&);
+
+template <Kind kind, int rows, class T>
+TileFunction<T> tile_for(Isa isa) {
+#if PFL_X86
+  if (isa == Isa::avx512) return tile_avx512<kind, rows, T>;
+  if (isa == Isa::avx2) return tile_avx2<kind, rows, T>;
+#endif
+  (void)isa;
+  return tile_plain<kind, rows, T>;
+}
+
+}  // namespace sqdist_detail
+}  // namespace pflcore::cpu
