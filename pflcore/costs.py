@@ -5,6 +5,7 @@ FedDWA's Tables 4 and 5 (Liu et al. 2023), for any algorithm and model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -82,7 +83,7 @@ def cost(
 
 
 def _own_ops(found: list[float]) -> dict[Any, Any]:
-    """How the counter shall count pflcore's ops; what it counts is put into `found` too."""
+    """How the counter shall count pflcore's ops; what it counts of the server's is put into `found` too."""
 
     def noted(flops: float) -> float:
         found.append(flops)
@@ -94,7 +95,14 @@ def _own_ops(found: list[float]) -> dict[Any, Any]:
     def mix(updates: Any, weight: Any, *_: Any, **__: Any) -> float:
         return noted(2 * weight[0] * weight[1] * updates[1])
 
-    return {torch.ops.pflcore.pairwise_sqdist: sqdist, torch.ops.pflcore.aggregate: mix}
+    def conv(x: Any, weight: Any, *_: Any, out_shape: Any, **__: Any) -> float:
+        return float(2 * math.prod(out_shape) * math.prod(weight[1:]))
+
+    def conv_backward(grad: Any, x: Any, weight: Any, pad_h: int, pad_w: int, need_x: bool, need_weight: bool, *_: Any, **__: Any) -> float:
+        return float(2 * math.prod(grad) * math.prod(weight[1:]) * (need_x + need_weight))
+
+    own = torch.ops.pflcore
+    return {own.pairwise_sqdist: sqdist, own.aggregate: mix, own.conv2d: conv, own.conv2d_backward: conv_backward}
 
 
 def table(costs: dict[str, Cost], samples: int) -> str:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pflcore.context import context, forward_mode
-from pflcore.pooling import swap_pooling
+from pflcore.layers import swap_layers
 
 __all__ = ["CRITERIA", "Net", "context", "forward_mode", "hinge", "refuse_random", "squared"]
 
@@ -57,7 +57,7 @@ class _Bound:
         for m in self.module.modules():
             if isinstance(m, nn.modules.batchnorm._BatchNorm):
                 m.num_batches_tracked = None  # nothing reads the count, and adding to it in place is no function of the row
-        swap_pooling(self.module)
+        swap_layers(self.module)
         every = dict(self.module.named_parameters(remove_duplicate=False))
         floats = dict(self.module.named_buffers(remove_duplicate=False))
         self.params = [(i, self._places(n, every, "_parameters")) for i, n in params.items()]

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent / "pflcore"
 LAYERS = [  # from the ground up
     {"ops"},
     {"context", "streams"},
-    {"pooling"},
+    {"layers"},
     {"flat"},
     {"nn"},
     {"models"},

@@ -25,6 +25,8 @@ TOLERANCE = {
     "rank1": {F64: 4e-14, F32: 1e-5, F16: 8 * ROUND[F16], BF16: 8 * ROUND[BF16]},
     # relative to the sum of the absolute values of all terms: some ten roundings, in any order, fused or not.
     "sgd": {F64: 2e-15, F32: 1e-6},
+    # relative to the same convolution of absolute values: sums of some hundred addends, a weight's gradient of some thousand.
+    "conv": {F64: 1e-14, F32: 4e-6},
     # relative to the sizes that met on the way: up to nine steps, each a product of up to 64 addends, an exponential, and the step's own.
     "linear": {F64: 1e-14, F32: 3e-6},
 }

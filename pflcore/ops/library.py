@@ -67,6 +67,18 @@ def _fake_pool_backward(grad: Tensor, x: Tensor, average: bool) -> Tensor:
     return x.new_empty(x.shape)
 
 
+def _fake_conv(x: Tensor, weight: Tensor, bias: Tensor | None, pad_h: int, pad_w: int) -> Tensor:
+    high, wide = x.shape[2] + 2 * pad_h - weight.shape[2] + 1, x.shape[3] + 2 * pad_w - weight.shape[3] + 1
+    return x.new_empty(x.shape[0], weight.shape[0], high, wide)
+
+
+def _fake_conv_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, pad_h: int, pad_w: int, need_x: bool, need_weight: bool, need_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    outputs = weight.shape[:1] if need_bias else (0,)
+    return x.new_empty(x.shape if need_x else (0,)), x.new_empty(weight.shape if need_weight else (0,)), x.new_empty(outputs)
+
+
 def _fake_linear(w: Tensor, *args: Any) -> Tensor:
     return w.new_empty(w.shape[0], dtype=torch.float64)
 
@@ -114,6 +126,13 @@ _define(
 )
 _define("pool2x2(Tensor x, bool average) -> Tensor", reference.pool2x2, _fake_pool)
 _define("pool2x2_backward(Tensor grad, Tensor x, bool average) -> Tensor", reference.pool2x2_backward, _fake_pool_backward)
+_define("conv2d(Tensor x, Tensor weight, Tensor? bias, int pad_h, int pad_w) -> Tensor", reference.conv2d, _fake_conv)
+_define(
+    "conv2d_backward(Tensor grad, Tensor x, Tensor weight, int pad_h, int pad_w, bool need_x, bool need_weight, bool need_bias) "
+    "-> (Tensor, Tensor, Tensor)",
+    reference.conv2d_backward,
+    _fake_conv_backward,
+)
 
 pairwise_sqdist: Callable[..., Tensor] = torch.ops.pflcore.pairwise_sqdist.default
 waffle_weights: Callable[..., Tensor] = torch.ops.pflcore.waffle_weights.default
@@ -124,6 +143,8 @@ _rank1_op: Callable[..., Tensor] = torch.ops.pflcore.rank1_linear.default
 rank1_linear_backward: Callable[..., tuple[Tensor, ...]] = torch.ops.pflcore.rank1_linear_backward.default
 sgd_step_: Callable[..., None] = torch.ops.pflcore.sgd_step_.default
 linear_sgd_: Callable[..., Tensor] = torch.ops.pflcore.linear_sgd_.default
+conv2d: Callable[..., Tensor] = torch.ops.pflcore.conv2d.default
+conv2d_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.ops.pflcore.conv2d_backward.default
 pool2x2: Callable[..., Tensor] = torch.ops.pflcore.pool2x2.default
 pool2x2_backward: Callable[..., Tensor] = torch.ops.pflcore.pool2x2_backward.default
 

@@ -284,3 +284,32 @@ def pool2x2_backward(
         z = x.detach().requires_grad_()
         (g,) = torch.autograd.grad(pool2x2(z, average), z, grad)
     return g
+
+
+def conv2d(
+    x: Tensor,  # [B, C, H, W]
+    weight: Tensor,  # [O, C, KH, KW]
+    bias: Tensor | None,  # [O]
+    pad_h: int,
+    pad_w: int,
+) -> Tensor:  # [B, O, H + 2 pad_h - KH + 1, W + 2 pad_w - KW + 1]
+    """Convolution with stride 1 of images with zeros around them."""
+    return F.conv2d(x, weight, bias, padding=(pad_h, pad_w)).contiguous()
+
+
+def conv2d_backward(
+    grad: Tensor,  # like the result
+    x: Tensor,
+    weight: Tensor,
+    pad_h: int,
+    pad_w: int,
+    need_x: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # [B, C, H, W], [O, C, KH, KW], [O]; empty where not needed
+    """The gradients of `conv2d`."""
+    need = [need_x, need_weight, need_bias]
+    sizes = [weight.shape[0]] if need_bias else None
+    found = torch.ops.aten.convolution_backward(grad, x, weight, sizes, [1, 1], [pad_h, pad_w], [1, 1], False, [0, 0], 1, need)
+    gx, gw, gb = (g.contiguous() if want else x.new_empty(0) for g, want in zip(found, need, strict=True))
+    return gx, gw, gb

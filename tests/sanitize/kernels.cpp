@@ -11,6 +11,7 @@
 
 #define PFL_SMALL_PIECES
 #include "cpu/aggregate.h"
+#include "cpu/conv.h"
 #include "cpu/linear.h"
 #include "cpu/pool.h"
 #include "cpu/rank1.h"
@@ -204,6 +205,23 @@ void drive_linear() {
     }
 }
 
+void drive_conv() {
+  struct Shape { int64_t n, c, h, w, o, kh, kw, pad_h, pad_w; };
+  for (const Shape& z : {Shape{1, 1, 1, 1, 1, 1, 1, 0, 0}, {5, 2, 7, 9, 3, 3, 2, 1, 0}, {9, 6, 14, 14, 16, 5, 5, 0, 0}, {2, 1, 3, 17, 6, 5, 5, 2, 2}}) {
+    Conv<float> q{z.n, z.c, z.h, z.w, z.o, z.kh, z.kw, z.pad_h, z.pad_w, nullptr, nullptr, nullptr};
+    const Numbers<float> x(z.n * z.c * z.h * z.w), weight(z.o * z.c * z.kh * z.kw), bias(z.o), grad(z.n * z.o * q.ho() * q.wo());
+    q.x = x.data.get(), q.weight = weight.data.get();
+    for (bool with_bias : {false, true}) {
+      q.bias = with_bias ? bias.data.get() : nullptr;
+      same<float>("conv", grad.size, [&](float* out, const Threads& t) { conv_forward(q, out, t); });
+    }
+    const float* g = grad.data.get();
+    same<float>("conv x", x.size, [&](float* gx, const Threads& t) { conv_backward(q, g, ConvGrads<float>{gx, nullptr, nullptr}, t); });
+    same<float>("conv weight", weight.size, [&](float* gw, const Threads& t) { conv_backward(q, g, ConvGrads<float>{nullptr, gw, nullptr}, t); });
+    same<float>("conv bias", z.o, [&](float* gb, const Threads& t) { conv_backward(q, g, ConvGrads<float>{nullptr, nullptr, gb}, t); });
+  }
+}
+
 void drive_pool() {
   for (auto [planes, height, width] : {std::array<int64_t, 3>{1, 2, 2}, {3, 5, 7}, {11, 28, 28}}) {
     const Pool p{planes, height, width};
@@ -242,6 +260,7 @@ int main(int count, char** words) {
     drive_rank1();
     drive_sgd();
     drive_linear();
+    drive_conv();
     drive_pool();
     std::printf("%s\n", name(wanted));
   }
