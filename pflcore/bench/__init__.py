@@ -16,8 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
-Name = Literal["all", "sqdist", "aggregate", "weights", "rank1", "sgd", "linear", "rounds"]
-OPS = ("sqdist", "aggregate", "weights", "rank1", "sgd", "linear", "rounds")
+Name = Literal["all", "sqdist", "aggregate", "weights", "rank1", "sgd", "linear", "conv", "rounds"]
+OPS = ("sqdist", "aggregate", "weights", "rank1", "sgd", "linear", "conv", "rounds")
 
 
 @dataclass(frozen=True)
