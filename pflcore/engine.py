@@ -254,7 +254,8 @@ def onto(t: Tensor, device: torch.device) -> Tensor:
     """`t`, a small table, on `device`: to a GPU through pinned memory, so that the host does not wait for what runs there."""
     if t.device == device:
         return t
-    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
+    pinned = device.type == "cuda" and t.device.type == "cpu"
+    return t.pin_memory().to(device, non_blocking=True) if pinned else t.to(device)
 
 
 class Setting(NamedTuple):

@@ -93,6 +93,13 @@ def test_sqdist_windows(kernels: Kernels, m: int, n: int) -> None:
     assert relative(kernels.pairwise_sqdist(a, b), reference.pairwise_sqdist(a, b)) <= 1e-6
 
 
+@pytest.mark.parametrize(("m", "n", "p"), [(300, 1, 9), (257, 3, 100), (129, 70, 5)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sqdist_of_more_rows_than_a_grid_holds(kernels: Kernels, m: int, n: int, p: int, dtype: torch.dtype) -> None:
+    a, b = guarded(normal(m, p, dtype=dtype), 1, 3), normal(n, p, seed=1, dtype=dtype)
+    assert relative(kernels.pairwise_sqdist(a, b, most=128), reference.pairwise_sqdist(a, b)) <= 1e-6
+
+
 @pytest.mark.parametrize("scale", [1e-30, 1e-22, 1e-19, 1e-15, 1.0, 1e15, 1e19, 1e25, 1e30])
 def test_sqdist_scales(kernels: Kernels, scale: float) -> None:
     a = normal(5, 333) * scale

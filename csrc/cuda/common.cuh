@@ -49,7 +49,9 @@ inline int64_t shared_for(const void* kernel, int64_t wanted) {
       cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess || most <= always)
     return always;
   const int64_t bytes = wanted < most ? wanted : most;
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)) == cudaSuccess ? bytes : always;
+  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)) == cudaSuccess) return bytes;
+  cudaGetLastError();  // it is no error of the launch
+  return always;
 #endif
 }
 

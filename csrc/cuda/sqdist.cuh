@@ -304,9 +304,20 @@ void sqdist_float(const Sqdist& q, const SqdistPlan& plan, cudaStream_t stream) 
   if (plan.splits > 0) sqdist_launch<T, float, double, true>(q, plan, stream);
 }
 
-inline void sqdist(const Sqdist& q, cudaStream_t stream) {
+// `most`: rows of a that one grid holds. More than that only a few rows of b can face, so the parts need less workspace than the whole.
+inline void sqdist(const Sqdist& q, cudaStream_t stream, int64_t most = int64_t{65535} * kSqdistWindow) {
   const SqdistPlan plan = sqdist_plan(q);
   if (plan.pairs == 0) return;
+  if (plan.m > most && !plan.symmetric) {
+    for (int64_t row = 0; row < q.m; row += most) {
+      Sqdist part = q;
+      part.a = static_cast<const unsigned char*>(q.a) + row * q.a_row * bytes_of(q.dtype);
+      part.m = q.m - row < most ? q.m - row : most;
+      part.out = q.out + row * q.n;
+      sqdist(part, stream, most);
+    }
+    return;
+  }
   switch (q.dtype) {
     case Dtype::f32: return sqdist_float<float>(q, plan, stream);
     case Dtype::f64: return sqdist_launch<double, double, double, false>(q, plan, stream);

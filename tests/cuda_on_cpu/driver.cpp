@@ -98,12 +98,12 @@ void set_shared(int64_t most) { cuda_on_cpu::device().shared_most = most; }
 int64_t launches() { return cuda_on_cpu::device().launches; }
 
 int sqdist(int dtype, const void* a, int64_t a_row, int64_t m, int symmetric, const void* b, int64_t b_row, int64_t n, int64_t p,
-           double* out) {
+           double* out, int64_t most) {
   return guarded([&] {
     pc::Sqdist q{static_cast<pc::Dtype>(dtype), a, a_row, m, symmetric != 0, b, b_row, n, p, out, nullptr};
     Workspace workspace(pc::sqdist_workspace(q));
     q.workspace = workspace.data();
-    pc::sqdist(q, nullptr);
+    most ? pc::sqdist(q, nullptr, most) : pc::sqdist(q, nullptr);
     workspace.check();
   });
 }
