@@ -409,6 +409,24 @@ def test_a_newcomer_starts_from_the_initial_model_or_the_mean():
         torch.testing.assert_close(x[1], want)
 
 
+def test_among_equals_a_client_may_take_its_own_model_first():
+    """Four models on a square, every guidance in its middle: all are equally near, and of two kept ones one is the client's own."""
+    w, middle = t([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]]), torch.zeros(4, 2, dtype=torch.float64)
+    weight, index = FedDWA(k=2).weights(middle, w)
+    assert index.tolist() == [[0, 1]] * 4 and bool((weight == 0.5).all())
+    weight, index = FedDWA(k=2, prefer_self=True).weights(middle, w)
+    assert [sorted(i) for i in index.tolist()] == [[0, 1], [0, 1], [0, 2], [0, 3]] and bool((weight == 0.5).all())
+    weight, index = FedDWA(k=1, prefer_self=True).weights(w[:1].expand(4, -1), w[:1].expand(4, -1))  # distances of zero
+    assert index[:, 0].tolist() == [0, 1, 2, 3] and bool((weight == 1).all())
+
+
+def test_without_ties_it_is_no_matter_whose_model_comes_first():
+    gen = torch.Generator().manual_seed(0)
+    w, guide = (torch.randn(9, 5, generator=gen, dtype=torch.float64) for _ in range(2))
+    for a, b in zip(FedDWA(k=3).weights(guide, w), FedDWA(k=3, prefer_self=True).weights(guide, w), strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("alg", [FedDWA(k=2), FedDWAQP(k=3)])
 def test_a_client_with_nan_is_absent(alg):
     setting = images()

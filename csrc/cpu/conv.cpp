@@ -34,7 +34,7 @@ template <class T>
 Tensor forward(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, int64_t pad_h, int64_t pad_w) {
   cpu::Conv<T> q = conv_of<T>(x, weight, pad_h, pad_w);
   if (bias) q.bias = static_cast<const T*>(bias->const_data_ptr());
-  Tensor out = torch::stable::new_empty(x, {q.n, q.o, q.ho(), q.wo()});
+  Tensor out = make(x, {q.n, q.o, q.ho(), q.wo()});
   cpu::conv_forward(q, static_cast<T*>(out.mutable_data_ptr()), parallel_of(q));
   return out;
 }
@@ -46,9 +46,9 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& x,
   PFL_CHECK(grad.dim() == 4 && grad.scalar_type() == x.scalar_type() && grad.size(0) == q.n && grad.size(1) == q.o &&
                 grad.size(2) == q.ho() && grad.size(3) == q.wo(),
             "conv2d_backward: expected grad of the result's shape and dtype");
-  Tensor gx = need_x ? torch::stable::empty_like(x) : torch::stable::new_empty(x, {0});
-  Tensor gw = need_weight ? torch::stable::empty_like(weight) : torch::stable::new_empty(x, {0});
-  Tensor gb = torch::stable::new_empty(x, {need_bias ? q.o : 0});
+  Tensor gx = need_x ? make(x, x.sizes()) : make(x, {0});
+  Tensor gw = need_weight ? make(weight, weight.sizes()) : make(x, {0});
+  Tensor gb = make(x, {need_bias ? q.o : 0});
   const auto data = [](const Tensor& t, bool need) { return need ? static_cast<T*>(t.mutable_data_ptr()) : nullptr; };
   const cpu::ConvGrads<T> out{data(gx, need_x), data(gw, need_weight), data(gb, need_bias)};
   cpu::conv_backward(q, static_cast<const T*>(grad.const_data_ptr()), out, parallel_of(q));
@@ -57,9 +57,9 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& x,
 
 Tensor conv2d_cpu(const Tensor& x_in, const Tensor& weight_in, const OptionalTensor& bias_in, int64_t pad_h, int64_t pad_w) {
   check(x_in, weight_in, pad_h, pad_w);
-  const Tensor x = torch::stable::contiguous(x_in), weight = torch::stable::contiguous(weight_in);
+  const Tensor x = dense(x_in), weight = dense(weight_in);
   OptionalTensor bias;
-  if (bias_in) bias = torch::stable::contiguous(*bias_in);
+  if (bias_in) bias = dense(*bias_in);
   PFL_CHECK(!bias || (bias->numel() == weight.size(0) && bias->scalar_type() == x.scalar_type()), "conv2d: expected bias [O] of x's dtype");
   if (x.scalar_type() == ScalarType::Float) return forward<float>(x, weight, bias, pad_h, pad_w);
   return forward<double>(x, weight, bias, pad_h, pad_w);
@@ -68,7 +68,7 @@ Tensor conv2d_cpu(const Tensor& x_in, const Tensor& weight_in, const OptionalTen
 std::tuple<Tensor, Tensor, Tensor> conv2d_backward_cpu(const Tensor& grad_in, const Tensor& x_in, const Tensor& weight_in, int64_t pad_h,
                                                        int64_t pad_w, bool need_x, bool need_weight, bool need_bias) {
   check(x_in, weight_in, pad_h, pad_w);
-  const Tensor grad = torch::stable::contiguous(grad_in), x = torch::stable::contiguous(x_in), weight = torch::stable::contiguous(weight_in);
+  const Tensor grad = dense(grad_in), x = dense(x_in), weight = dense(weight_in);
   if (x.scalar_type() == ScalarType::Float) return backward<float>(grad, x, weight, pad_h, pad_w, need_x, need_weight, need_bias);
   return backward<double>(grad, x, weight, pad_h, pad_w, need_x, need_weight, need_bias);
 }

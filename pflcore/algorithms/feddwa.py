@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,7 @@ class FedDWA(FedAvg):
     k: int = 5  # how many models are mixed, at most the cohort
     guidance: str = "epoch"  # "epoch", "steps", "full_grad" or "previous"
     ahead: int = 1  # epochs, minibatches or gradient steps of the guidance
+    prefer_self: bool = False  # among equally near models a client takes its own first, otherwise the one of the lowest id
     newcomer: str = "init"  # a client's first model: "init", the common one, or "mean", that of the models so far
 
     def __post_init__(self) -> None:
@@ -81,8 +83,18 @@ class FedDWA(FedAvg):
 
     def weights(self, guide: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         """The mixing weights [S, K] and whose models they weigh [S, K], for guidance [S, P] and models [S, P]."""
-        weight, index = ops.feddwa_weights(ops.pairwise_sqdist(guide, w), self.k)
-        return weight, index
+        d = ops.pairwise_sqdist(guide, w)
+        near = self.nearest(d)
+        weight, order = ops.feddwa_weights(d.gather(1, near), self.k)
+        return weight, near.gather(1, order)
+
+    def nearest(self, d: Tensor) -> Tensor:
+        """The k nearest [S, K] by distances [S, S], nearest first; of equals the lowest index, or the row's own where asked for."""
+        if self.prefer_self:
+            own = torch.eye(len(d), dtype=torch.bool, device=d.device)
+            d = torch.where((d == d.diagonal()[:, None]) & ~own, torch.nextafter(d, d.new_full((), math.inf)), d)
+        index: Tensor = ops.feddwa_weights(d, self.k).index
+        return index
 
     def report(self, g: Tensors) -> Tensors:
         """weights [N, N]: row i is what client i was given in this round; zeros where it was absent."""
@@ -110,7 +122,7 @@ class FedDWAQP(FedDWA):
 
     def weights(self, guide: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         d, between = ops.pairwise_sqdist(guide, w).cpu(), ops.pairwise_sqdist(w).cpu()
-        _, index = ops.feddwa_weights(d, self.k)  # the k nearest
+        index = self.nearest(d)
         weight = torch.empty(index.shape, dtype=torch.float64)
         for i, near in enumerate(index):
             inner = inner_products(d[i, near], between[near][:, near])
