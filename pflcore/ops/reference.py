@@ -280,10 +280,13 @@ def pool2x2_backward(
     average: bool,
 ) -> Tensor:  # [B, C, H, W]
     """The gradient of `pool2x2` by its input; a maximum's goes to the first of equals."""
-    with torch.enable_grad():
-        z = x.detach().requires_grad_()
-        (g,) = torch.autograd.grad(pool2x2(z, average), z, grad)
-    return g
+    aten = torch.ops.aten
+    if average:
+        g: Tensor = aten.avg_pool2d_backward(grad, x, [2, 2], [2, 2], [0, 0], False, True, None)
+    else:
+        _, index = aten.max_pool2d_with_indices(x, [2, 2], [2, 2])
+        g = aten.max_pool2d_with_indices_backward(grad, x, [2, 2], [2, 2], [0, 0], [1, 1], False, index)
+    return g.contiguous()
 
 
 def conv2d(
