@@ -227,6 +227,32 @@ class Local:
 
         return self._each_client(look)
 
+    def measure(self, rows: Tensor, split: str) -> tuple[Tensor, Tensor | None] | None:
+        """Each client's mean loss [S] and, for classes, its share of right answers [S] at `rows` [S, P], all clients at once.
+
+        None where that cannot be: the model has no written-out form, or the samples of `split` are too many to lie side by side.
+        """
+        engine = self.setting.engine
+        dense = engine.dense(self.net) if engine.name == "vmap" else None
+        batches = self._together(split) if dense is not None and self.has(split) else None
+        if dense is None or not isinstance(batches, list):
+            return None
+
+        def look(batch: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
+            pos, x, y, weight = batch
+            scores = dense.scores(rows[pos], x)
+            losses, _ = dense.losses(scores, y)
+            loss = (losses * weight.to(rows)).masked_fill(weight == 0, 0.0).sum(1)
+            return loss, None if y.is_floating_point() else (right(scores, y) & (weight > 0)).sum(1)
+
+        loss = torch.zeros(len(self._ids), dtype=torch.float64, device=rows.device)
+        hits, classes = torch.zeros_like(loss), not self.setting.data.y.is_floating_point()
+        for (pos, *_), (mean, count) in zip(batches, engine.map(look, batches), strict=True):
+            loss[pos] += mean
+            if count is not None:
+                hits[pos] += count
+        return loss, hits / onto(self.setting.data.size(split)[self.ids], hits.device) if classes else None
+
     # inside ----------------------------------------------------------------------------------------------------------
     def _value(self, row: Tensor, x: Tensor, y: Tensor, i: int, loss: LossFn | None, extra: dict[str, Tensor] | None) -> Tensor:
         if loss is None:
@@ -296,3 +322,10 @@ class Local:
         count = len(order) if alone else self.setting.engine.pieces(len(order), width, samples)
         cuts = [len(order) * j // count for j in range(count + 1)]
         self.setting.engine.map(f, [order[a:b] for a, b in pairwise(cuts)])
+
+
+def right(scores: Tensor, y: Tensor) -> Tensor:
+    """Bool like `y` [...]: which samples `scores` [..., C], or one score [..., 1] or [...] by its sign, get right."""
+    if scores.dim() > y.dim() and scores.shape[-1] > 1:
+        return scores.argmax(-1) == y
+    return (scores.reshape(y.shape) > 0) == (y > 0)

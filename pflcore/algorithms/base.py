@@ -17,7 +17,7 @@ from torch import Tensor
 from pflcore import ops
 from pflcore.engine import few_threads, onto
 from pflcore.flat import Net
-from pflcore.local import Local, Setting
+from pflcore.local import Local, Setting, right
 from pflcore.streams import generator_of
 
 Tensors = dict[str, Tensor]
@@ -254,22 +254,21 @@ def evaluate(alg: FedAvg, state: State, setting: Setting, split: str = "test", c
     local = Local(setting, ids, round, state.buffers[ids])
     down = alg.send(state.g, cohort, generator_of(setting.seed, round, "evaluation"))
     view = alg.personal(down, state.own if len(ids) == n else {k: v[ids] for k, v in state.own.items()}, local)
-    found = local.scores(alg.predict, view, split)
+    own_way = type(alg).predict is not FedAvg.predict or alg.returns != "logits"
+    loss, accuracy = (None if own_way else local.measure(view["w"], split)) or one_by_one(alg, view, local, split)
+    none = torch.full((n,), torch.nan, dtype=torch.float64)
+    result = {"loss": loss} if accuracy is None else {"loss": loss, "accuracy": accuracy}
+    return {k: none.index_copy(0, ids, v.double().cpu()) for k, v in result.items()} | {"size": size}
+
+
+def one_by_one(alg: FedAvg, view: Tensors, local: Local, split: str) -> tuple[Tensor, Tensor | None]:
+    """Each client's mean loss [S] and, for classes, its share of right answers [S], by the algorithm's own `predict`."""
     losses, hits = [], []
-    for scores, y in found:
+    for scores, y in local.scores(alg.predict, view, split):
         if alg.returns == "probabilities" and scores.dim() > 1 and scores.shape[1] > 1 and not y.is_floating_point():
             losses.append(torch.nn.functional.nll_loss(scores.clamp(min=1e-12).log(), y))
         else:
-            losses.append(setting.net.criterion(scores, y))
+            losses.append(local.net.criterion(scores, y))
         if not y.is_floating_point():
             hits.append(right(scores, y).double().mean())
-    result = {"loss": losses, "accuracy": hits} if hits else {"loss": losses}
-    none = torch.full((n,), torch.nan, dtype=torch.float64)
-    return {k: none.index_copy(0, ids, torch.stack(v).double().cpu()) for k, v in result.items()} | {"size": size}
-
-
-def right(scores: Tensor, y: Tensor) -> Tensor:
-    """Bool [n]: which of the samples `scores` [n, C], or one score [n] or [n, 1] by its sign, gets right."""
-    if scores.dim() > 1 and scores.shape[1] > 1:
-        return scores.argmax(1) == y
-    return (scores.reshape(-1) > 0) == (y > 0)
+    return torch.stack(losses), torch.stack(hits) if hits else None

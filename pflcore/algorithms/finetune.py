@@ -9,11 +9,11 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from pflcore.algorithms.base import Payload, Tensors, right
+from pflcore.algorithms.base import Payload, Tensors
 from pflcore.algorithms.server_opt import FedOpt
 from pflcore.engine import onto
 from pflcore.flat import Net
-from pflcore.local import Local
+from pflcore.local import Local, right
 
 Choose = Literal["fixed", "global", "client"]
 

@@ -1,6 +1,6 @@
 """The same FedAvg round in Flower's simulation and in Apple's pfl: each of their own, between two aggregations, without the start.
 
-Both are optional (`pip install 'flwr[simulation]'`, `pip install pfl`). Every client trains `rounds.epoch` on its own made-up images.
+Both are optional (the extra `bench`). Every client trains `rounds.epoch` on its own made-up images.
 """
 
 from __future__ import annotations
