@@ -235,7 +235,7 @@ def test_ctrl_c_leaves_a_readable_record(tmp_path):
             assert process.poll() is None and time.monotonic() < until, process.communicate()
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=300)  # a first start of matplotlib on a busy machine is slow
+        out, err = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode == 130 and "Traceback" not in err, err
