@@ -1,4 +1,4 @@
-"""The gradient of linear models and MLPs for many clients at once, written out.
+"""The gradient of linear models and MLPs, factorized ones too, for many clients at once, written out.
 
 Autograd under vmap costs about 25 small calls per layer and step; for a model of some thousand parameters that is nearly all of
 the time. Here a step is one batched product per layer and direction. Clients whose last batch is short take part with sample
@@ -13,6 +13,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from pflcore.factorized import FactorizedLinear
 from pflcore.flat import CRITERIA, Net
 from pflcore.ops.reference import losses_and_slopes
 
@@ -25,10 +26,18 @@ class _Linear(NamedTuple):
     shape: tuple[int, int]  # [O, I]
 
 
-class Dense:
-    """A chain of linear layers and activations on the rows of several clients."""
+class _Factors(NamedTuple):
+    w_a: slice
+    strength: slice
+    w_b: slice
+    bias: slice | None
+    shape: tuple[int, int, int]  # [O, F, I]
 
-    def __init__(self, layers: list[_Linear | str], criterion: str) -> None:
+
+class Dense:
+    """A chain of linear layers, plain or factorized, and activations on the rows of several clients."""
+
+    def __init__(self, layers: list[_Linear | _Factors | str], criterion: str) -> None:
         self.layers, self.criterion = layers, criterion
 
     @classmethod
@@ -38,20 +47,26 @@ class Dense:
         chain = _chain(net.module)
         if criterion is None or chain is None or net.buffer_names:
             return None
-        layers: list[_Linear | str] = []
+        layers: list[_Linear | _Factors | str] = []
         for name, module in chain:
             if isinstance(module, nn.Linear):
                 weight, bias = (net.slices.get(f"{name}.{p}" if name else p) for p in ("weight", "bias"))
                 if weight is None or (bias is None and module.bias is not None):
                     return None  # a frozen layer
                 layers.append(_Linear(weight, bias, (module.out_features, module.in_features)))
+            elif isinstance(module, FactorizedLinear):
+                of = [net.slices.get(f"{name}.{p}" if name else p) for p in ("w_a", "strength", "w_b", "bias")]
+                if None in of[:3] or (of[3] is None and module.bias is not None):
+                    return None
+                shape = (module.out_features, module.factors, module.in_features)
+                layers.append(_Factors(*of, shape))  # type: ignore[arg-type]
             elif isinstance(module, nn.ReLU | nn.Tanh | nn.Sigmoid):
                 layers.append(type(module).__name__)
             elif not (
                 isinstance(module, nn.Identity) or (isinstance(module, nn.Flatten) and module.start_dim == 1 and module.end_dim == -1)
             ):
                 return None
-        weights = [layer.weight.start for layer in layers if isinstance(layer, _Linear)]
+        weights = [layer[0].start for layer in layers if not isinstance(layer, str)]
         tied = len(set(weights)) < len(weights)
         return None if tied or not weights or sum(net.sizes) != net.size else cls(layers, criterion)
 
@@ -65,15 +80,22 @@ class Dense:
         fits = weight == slice(0, end) and bias in (None, slice(end, end + outputs))
         return (inputs, bias is not None) if fits and (self.criterion == "cross_entropy" or outputs == 1) else None
 
-    def scores(self, rows: Tensor, x: Tensor, saved: list[Tensor] | None = None) -> Tensor:
-        """`rows` [s, P] on `x` [s, B, ...] -> [s, B, C]; `saved` collects every layer's input."""
+    def scores(self, rows: Tensor, x: Tensor, saved: list[Tensor] | None = None, inner: dict[int, Tensor] | None = None) -> Tensor:
+        """`rows` [s, P] on `x` [s, B, ...] -> [s, B, C]; `saved` collects every layer's input, `inner` h W_b of the factorized ones."""
         h = x.flatten(2)
-        for layer in self.layers:
+        for i, layer in enumerate(self.layers):
             if saved is not None:
                 saved.append(h)
             if isinstance(layer, _Linear):
                 w = rows[:, layer.weight].unflatten(1, layer.shape).transpose(1, 2)  # [s, I, O]
                 h = torch.bmm(h, w) if layer.bias is None else torch.baddbmm(rows[:, None, layer.bias], h, w)
+            elif isinstance(layer, _Factors):
+                w_a, strength, w_b = _factors(rows, layer)
+                z = torch.bmm(h, w_b.transpose(1, 2))
+                if inner is not None:
+                    inner[i] = z
+                h = torch.bmm(z * strength, w_a.transpose(1, 2))
+                h = h if layer.bias is None else h + rows[:, None, layer.bias]
             else:
                 h = _ACTIVATE[layer](h)
         return h
@@ -100,30 +122,46 @@ class Dense:
 
     def _backward(self, rows: Tensor, x: Tensor, y: Tensor, weight: Tensor | None, out: Tensor, lr: float | None) -> Tensor:
         saved: list[Tensor] = []
-        losses, slope = self.losses(self.scores(rows, x, saved), y)
+        inner: dict[int, Tensor] = {}
+        losses, slope = self.losses(self.scores(rows, x, saved, inner), y)
         slope = slope / x.shape[1] if weight is None else slope.mul_(weight[..., None])
-        first = next(i for i, layer in enumerate(self.layers) if isinstance(layer, _Linear))
+        first = next(i for i, layer in enumerate(self.layers) if not isinstance(layer, str))
         for i in range(len(self.layers) - 1, first - 1, -1):
             layer, h, here = self.layers[i], saved[i], slope
-            if not isinstance(layer, _Linear):
+            if isinstance(layer, str):
                 slope = _BACK[layer](slope, saved[i + 1] if i + 1 < len(saved) else _ACTIVATE[layer](h))
                 continue
-            if i > first:  # before the weights move
-                slope = torch.bmm(here, rows[:, layer.weight].unflatten(1, layer.shape))
-            into = out[:, layer.weight].unflatten(1, layer.shape)
-            if into[0].numel() < SMALL:
-                product = torch.bmm(here.transpose(1, 2), h)
-                into.copy_(product) if lr is None else into.sub_(product, alpha=lr)
-            elif lr is None:
-                torch.bmm(here.transpose(1, 2), h, out=into)
+            if isinstance(layer, _Factors):
+                w_a, strength, w_b = _factors(rows, layer)
+                z, t = inner[i], torch.bmm(here, w_a)
+                into_h = t * strength, w_b
+                products = [(layer.w_a, here, z * strength), (layer.w_b, into_h[0], h)]
+                sums = [(layer.strength, (t * z).sum(1))]
             else:
-                into.baddbmm_(here.transpose(1, 2), h, alpha=-lr)
+                products, sums = [(layer.weight, here, h)], []
+                into_h = here, rows[:, layer.weight].unflatten(1, layer.shape)
+            if i > first:  # before the weights move
+                slope = torch.bmm(*into_h)
             if layer.bias is not None:
-                if lr is None:
-                    torch.sum(here, 1, out=out[:, layer.bias])
+                sums.append((layer.bias, here.sum(1)))
+            for at, left, right in products:
+                into = out[:, at].unflatten(1, (left.shape[2], right.shape[2]))
+                if into[0].numel() < SMALL:
+                    product = torch.bmm(left.transpose(1, 2), right)
+                    into.copy_(product) if lr is None else into.sub_(product, alpha=lr)
+                elif lr is None:
+                    torch.bmm(left.transpose(1, 2), right, out=into)
                 else:
-                    out[:, layer.bias].sub_(here.sum(1), alpha=lr)
+                    into.baddbmm_(left.transpose(1, 2), right, alpha=-lr)
+            for at, total in sums:
+                out[:, at].copy_(total) if lr is None else out[:, at].sub_(total, alpha=lr)
         return losses.mean(1) if weight is None else (losses * weight).sum(1)
+
+
+def _factors(rows: Tensor, layer: _Factors) -> tuple[Tensor, Tensor, Tensor]:
+    """W_a [s, O, F], the strengths [s, 1, F] and W_b [s, F, I]."""
+    o, f, i = layer.shape
+    return rows[:, layer.w_a].unflatten(1, (o, f)), rows[:, None, layer.strength], rows[:, layer.w_b].unflatten(1, (f, i))
 
 
 _ACTIVATE = {"ReLU": torch.relu, "Tanh": torch.tanh, "Sigmoid": torch.sigmoid}

@@ -100,7 +100,7 @@ class Net:
         if isinstance(criterion, str) and criterion not in CRITERIA:
             raise ValueError(f"criterion: expected one of {', '.join(CRITERIA)} or a function of (scores, y), got {criterion!r}.")
         self.criterion = CRITERIA[criterion] if isinstance(criterion, str) else criterion
-        self.build = build
+        self.build, self.seed = build, seed
         if isinstance(build, nn.Module):
             self.module = copy.deepcopy(build)
         elif callable(build):

@@ -146,18 +146,22 @@ class Local:
         stream: str = "fit",
         probe: bool = False,
         alone: bool = False,  # never under vmap, for a loss that it cannot carry
+        together: bool = False,  # clients of all sizes take their k-th batches at once (whole epochs, one batch a step)
     ) -> dict[str, Tensor]:
         """The general, slower form: `update(rows, grad, k) -> rows` takes step `k` (from 0).
 
         `update` sees the rows of s clients at once ([s, ...]; s is 1 in the pool engine), and must treat each alone: sums over the
         last axis, no sums over the first. `grad(w, which=0)` is the gradient [s, Q] of the loss on this step's `which`-th minibatch
-        at any `w` [s, Q]; the `batches` minibatches of a step come from as many independent shuffles.
+        at any `w` [s, Q]; the `batches` minibatches of a step come from as many independent shuffles. `update` may change rows in place,
+        and need not return those; `together` is faster where sizes differ, but then k depends on who else trains.
         """
+        if together and (steps is not None or batches != 1):
+            raise ValueError("together: expected whole epochs and one minibatch a step; leave out steps and batches.")
         out = {k: torch.empty_like(v, memory_format=torch.contiguous_format) for k, v in rows.items()}
         losses = torch.zeros(len(self._ids), dtype=torch.float64, device=self.buffers.device)
 
         def train(pos: Tensor) -> None:
-            work = Piece(self, pos, loss, extra, noise, epochs, steps, batches, stream, probe, by_size=False, alone=alone)
+            work = Piece(self, pos, loss, extra, noise, epochs, steps, batches, stream, probe, by_size=together, alone=alone)
             mine = {k: work.mine(v) for k, v in rows.items()}
             for step in work.steps:
                 s = slice(step.a, step.b)

@@ -34,6 +34,13 @@ def uniform(seed: Tensor, layer: int, shape: torch.Size | tuple[int, ...]) -> Te
     return _shifted(mixed(mixed(seed + jump) + places), 40).view(shape)
 
 
+def uniforms(seeds: Tensor, count: int) -> Tensor:
+    """`count` numbers, uniform on the open interval (0, 1), for each of `seeds` [s] int64: float32 [s, count]."""
+    places = torch.arange(count, device=seeds.device) * _STEP
+    bits = _shifted(mixed(mixed(seeds)[:, None] + places), 40)
+    return (bits.float() + 0.5) * 2.0**-24
+
+
 class Dropout(nn.Module):
     """`nn.Dropout` whose numbers belong to the client and the step, so that results repeat for any number of workers.
 

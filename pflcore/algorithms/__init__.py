@@ -7,6 +7,7 @@ from pflcore.algorithms.base import Cohort, FedAvg, Outcome, Pool, State, Stop, 
 from pflcore.algorithms.cluster import Ensemble, HypCluster
 from pflcore.algorithms.clustered import ClusteredFL
 from pflcore.algorithms.control import Scaffold, Waffle
+from pflcore.algorithms.factorized_waffle import FactorizedWaffle
 from pflcore.algorithms.feddwa import FedDWA, FedDWAQP
 from pflcore.algorithms.finetune import FineTune
 from pflcore.algorithms.gallery import SFL, FedAMP, HeurFedAMP
@@ -56,6 +57,7 @@ ALGORITHMS: dict[str, type[FedAvg]] = {
     "apfl": APFL,
     # split models
     "fedrod": FedRoD,
+    "factorized_waffle": FactorizedWaffle,
     # adaptation
     "local": LocalOnly,
     "finetune": FineTune,

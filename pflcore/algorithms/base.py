@@ -67,6 +67,10 @@ class FedAvg:
         if self.weighting not in ("samples", "uniform"):
             raise ValueError(f"weighting: expected 'samples' or 'uniform', got {self.weighting!r}.")
 
+    def prepare(self, net: Net) -> Net:
+        """The model that is trained, made of the one given: a simulation asks for it once, before `init`."""
+        return net
+
     def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
         """The server's state and ONE client's fresh state."""
         return {"x": net.w0}, {}

@@ -20,6 +20,7 @@ from torch import Tensor
 from .cuts import Partition, Pool, by_class, cut, cut_classes, rng_of, shares
 from .dirichlet import dirichlet
 from .label_skew import pathological, practical1
+from .subpopulations import multimodal, unimodal
 
 BASES: dict[str, list[int]] = {  # WAFFLE paper, section 5.1: agent 0's share of each label; numerators
     "A": [1] * 10,
@@ -119,6 +120,8 @@ PARTITIONS: dict[str, Callable[..., Partition]] = {
     "dirichlet": dirichlet,
     "pathological": pathological,
     "practical1": practical1,
+    "unimodal": unimodal,
+    "multimodal": multimodal,
     "practical2": partial(dirichlet, alpha=0.1, mode="pooled_split", balance=True),
 }
 

@@ -1,0 +1,198 @@
+"""WAFFLe: weights anonymized by factorization. The server knows a dictionary of weight factors, each client alone which of them it uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from pflcore import ops
+from pflcore.algorithms import ibp
+from pflcore.algorithms.base import FedAvg, Payload, Tensors
+from pflcore.factorized import Init, factorize, factorized_layers
+from pflcore.flat import Net
+from pflcore.local import Local
+from pflcore.nn import uniforms
+from pflcore.streams import client_seeds
+
+PRESETS: dict[str, tuple[str, float]] = {"recommended": ("adam", 0.01), "paper_literal": ("sgd", 1.0)}  # optimizer, kl_weight
+MODES = ("thr_soft", "mean", "relaxed_mean", "hard", "mc")
+BOUNDS = (7.0, 9.0, 9.0)  # of |logit|, |log c| and |log d|
+
+
+@dataclass(frozen=True)
+class FactorizedWaffle(FedAvg):
+    """Hao et al. 2020 (WAFFLe, weight factorization), Algorithm 1: W_i = W_a diag(r * b_i) W_b, b_i the client's private choice of factors.
+
+    server: x [P], the dictionary (W_a, r, W_b of each factorized layer, the other layers plain) · client: q [3 F] (logit pi, log c,
+    log d of each factor), Adam's moments m, v [3 F], steps taken t [1] · down: x [S, P] · up: delta [S, P] (1 model; q stays).
+    A step draws b (binary concrete) and v (Kumaraswamy), and moves x and q by the gradient of
+    NLL(minibatch) + kl_weight (KL_b + KL_v) / n_i (Eqs. 12 and 13). Evaluated is the server's dictionary with the client's own scores.
+    A model without factorized layers gets them, in the place of all layers but the head: see `pflcore.nn.factorize`.
+    Presets: "paper_literal" is the text's one SGD for everything and the full KL: scores then hardly move from the prior, and the method
+    stays near FedAvg. "recommended" gives the beliefs an Adam of their own and a weak KL; both are measured in docs/factorized.md.
+    Decisions where the paper is silent: alpha is F, tau 2/3, biases and the output layer are plain and shared, averaging is uniform.
+    """
+
+    weighting: str = "uniform"  # "uniform" as in the paper, or "samples"
+    preset: str = "recommended"  # what optimizer and kl_weight are unless given: "recommended" or "paper_literal"
+    optimizer: str | None = None  # of the beliefs: "adam" or "sgd"
+    lr_var: float | None = None  # step size of the beliefs; default: .05 with "adam", the run's own with "sgd"
+    kl_weight: float | None = None  # of the divergence from the prior; 1 is the variational bound
+    ranks: tuple[int, ...] = ()  # factors of each layer, or one number for all; none: 3 for 5 outputs
+    alpha: float | None = None  # the prior's; default: a layer's number of factors
+    start: Init = "match"  # initial strengths and scale: "match" (Glorot's variance) or "ibpwf" (N(0, .1^2))
+    tau: float = 2 / 3  # the relaxation's final temperature
+    tau_start: float | None = None  # its first; default: tau throughout
+    tau_decay: float = 0.99  # its factor for each of the client's steps, down to tau
+    kl_b: str = "mc"  # E_v KL(q(b) || p(b | v)): "mc", one sample of v, "concrete_mc", one of b too, or the exact "series" (slow)
+    eval_mode: str = "thr_soft"  # b in evaluation: "thr_soft" (pi where >= .5), "mean", "relaxed_mean", "hard" or "mc" (samples)
+    samples: int = 10  # of "mc"
+    never: str = "all"  # a client that never trained uses "all" factors, those of the "prior", or may "adapt" its beliefs first
+    adapt_epochs: int = 5  # of "adapt": beliefs alone, the dictionary frozen
+
+    late: ClassVar[tuple[str, ...]] = ("eval_mode", "samples", "never", "adapt_epochs")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        known = {"preset": PRESETS, "optimizer": (None, "adam", "sgd"), "kl_b": ("mc", "concrete_mc", "series"), "eval_mode": MODES}
+        for name, choices in {**known, "never": ("all", "prior", "adapt"), "start": ("match", "ibpwf")}.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}: expected one of {', '.join(map(str, choices))}, got {getattr(self, name)!r}.")
+        for name in ("lr_var", "kl_weight"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise ValueError(f"{name}: expected a number >= 0, got {value}.")
+        if not (self.tau > 0 and 0 < self.tau_decay <= 1 and (self.tau_start is None or self.tau_start > 0)):
+            raise ValueError("tau, tau_start, tau_decay: expected temperatures > 0 and a factor in (0, 1].")
+        if self.samples < 1 or self.adapt_epochs < 1:
+            raise ValueError(f"samples, adapt_epochs: expected at least 1, got {self.samples} and {self.adapt_epochs}.")
+
+    @property
+    def adam(self) -> bool:
+        return (self.optimizer or PRESETS[self.preset][0]) == "adam"
+
+    def prepare(self, net: Net) -> Net:
+        if factorized_layers(net.module):
+            return net
+
+        def build() -> nn.Module:
+            plain = net.module if isinstance(net.build, nn.Module) else net.build()
+            return factorize(plain, self.ranks, self.start, self.alpha, net.head_name)
+
+        return Net(build, net.criterion, net.head_name, net.seed)
+
+    def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
+        layers = factorized_layers(net.module).values()
+        if not layers:
+            raise ValueError("model: expected one with factorized layers, got none; make it with pflcore.nn.factorize(model, ranks).")
+        alphas = [float(m.factors) if self.alpha is None else self.alpha for m in layers]
+        pi = torch.cat([ibp.prior_mean(a, m.factors) for a, m in zip(alphas, layers, strict=True)])
+        c = torch.cat([torch.full((m.factors,), a, dtype=torch.float64) for a, m in zip(alphas, layers, strict=True)])
+        q = torch.cat([pi.logit(), c.log(), torch.zeros_like(c)]).to(net.w0)
+        return {"x": net.w0}, {"q": q, "m": torch.zeros_like(q), "v": torch.zeros_like(q), "t": torch.zeros_like(q[:1])}
+
+    def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
+        rows = self.train(down["x"], own, local)
+        return {k: rows[k] for k in own}, {"delta": rows["x"] - down["x"]}
+
+    def train(self, x: Tensor, own: Tensors, local: Local, frozen: bool = False, **how: Any) -> Tensors:
+        """The rows x [S, P] and beliefs after local training; `frozen`: x stays."""
+        t, at = local.setting.training, strengths(local.net)
+        lr_var = self.lr_var if self.lr_var is not None else 0.05 if self.adam else local.lr
+        weight = (PRESETS[self.preset][1] if self.kl_weight is None else self.kl_weight) / local.size.to(x)[:, None]
+        seeds = torch.from_numpy(client_seeds(local.ids.numpy(), local.setting.seed, "beliefs").view("int64")).to(x.device)
+        prior = self.init(local.net, 1)[1]["q"]
+
+        def update(rows: Tensors, grad: Callable[..., Tensor], k: int) -> Tensors:
+            x, step = rows["x"], rows["t"] + 1
+            q = rows["q"].detach().requires_grad_()
+            with torch.enable_grad():
+                u = 1e-4 + (1 - 2e-4) * uniforms(rows["seed"] + step[:, 0].long(), 2 * len(at)).to(x)
+                b, kl = self.drawn(q, prior, u, step, local.net)
+            r = x[:, at]
+            x[:, at] = r * b.detach()  # for the moment the row is the client's own model
+            g = grad(x)
+            x[:, at], own = r, g[:, at]
+            g[:, at] = own * b.detach()
+            (slope,) = torch.autograd.grad([b, kl], q, [own * r, rows["weight"][:, 0]])
+            if not frozen:
+                ops.sgd_step_(x, g, local.lr, momentum=t.momentum, buffer=rows.get("momentum"), weight_decay=t.weight_decay)
+            return self.moved(rows, slope, step, lr_var)  # x was changed in place: nothing of its size is copied
+
+        rows = {"x": x, **own, "seed": seeds, "weight": weight} | ({"momentum": torch.zeros_like(x)} if t.momentum else {})
+        return local.each_batch(rows, update, together=True, **how)
+
+    def drawn(self, q: Tensor, prior: Tensor, u: Tensor, step: Tensor, net: Net) -> tuple[Tensor, Tensor]:
+        """Samples b [s, F] and KL(q || prior) [s] for beliefs `q` [s, 3 F], `u` [s, 2 F] uniform, at the clients' `step` [s, 1]."""
+        (l, log_c, log_d), (u_b, u_v) = q.chunk(3, 1), u.chunk(2, 1)
+        tau: float | Tensor = self.tau
+        if self.tau_start is not None:
+            tau = (self.tau_start * self.tau_decay ** (step - 1)).clamp(min=self.tau)
+        c, d = log_c.exp(), log_d.exp()
+        sizes = [m.factors for m in factorized_layers(net.module).values()]
+
+        def along(values: Tensor) -> Tensor:  # sums over the factors up to each, layer by layer
+            return torch.cat([part.cumsum(1) for part in values.split(sizes, 1)], 1)
+
+        if self.kl_b == "series":
+            parts = zip(*(part.split(sizes, 1) for part in (l, c, d)), strict=True)
+            kl_b = torch.cat([ibp.expected_kl_b(*p) for p in parts], 1)
+        elif self.kl_b == "mc":
+            kl_b = ibp.kl_b(l, along(ibp.log_v(u_v, c, d)))
+        else:
+            kl_b = ibp.concrete_ratio(l, along(ibp.log_v(u_v, c, d)), u_b, tau)
+        alpha = prior.chunk(3)[1].exp()
+        return ibp.concrete(l, u_b, tau), (kl_b + ibp.kl_v(c, d, alpha)).sum(1)
+
+    def moved(self, rows: Tensors, slope: Tensor, step: Tensor, lr: float) -> Tensors:
+        """The beliefs one step on, within their bounds."""
+        new = {"t": step}
+        if self.adam:
+            m, v = 0.9 * rows["m"] + 0.1 * slope, 0.999 * rows["v"] + 0.001 * slope * slope
+            slope = (m / (1 - 0.9**step)) / ((v / (1 - 0.999**step)).sqrt() + 1e-8)
+            new |= {"m": m, "v": v}
+        parts = (rows["q"] - lr * slope).chunk(3, 1)
+        return {**new, "q": torch.cat([p.clamp(-bound, bound) for p, bound in zip(parts, BOUNDS, strict=True)], 1)}
+
+    def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
+        x, new = down["x"], own["t"][:, 0] == 0
+        if self.never == "adapt" and new.any():
+            there = Local(local.setting, local.ids[new.cpu()], local.round, local.buffers[new])
+            fitted = self.train(x[new], {k: v[new] for k, v in own.items()}, there, frozen=True, probe=True, epochs=self.adapt_epochs)
+            own = {k: v.masked_scatter(new[:, None].expand_as(v), fitted[k]) for k, v in own.items()}
+        b = self.scores(own["q"].chunk(3, 1)[0], local)
+        return {"w": x, "b": torch.where(new[:, None, None], torch.ones_like(b), b) if self.never == "all" else b}
+
+    def scores(self, logit: Tensor, local: Local) -> Tensor:
+        """b [S, samples, F] of clients with beliefs `logit` [S, F], as `eval_mode` has it."""
+        pi = logit.sigmoid()[:, None]
+        if self.eval_mode in ("mean", "thr_soft", "hard"):
+            above = (pi >= 0.5).to(pi)
+            return {"mean": pi, "thr_soft": pi * above, "hard": above}[self.eval_mode]
+        if self.eval_mode == "relaxed_mean":
+            u = (torch.arange(256, dtype=pi.dtype, device=pi.device) + 0.5) / 256
+            return ibp.concrete(logit[:, None, :, None], u, self.tau).mean(3)
+        seeds = client_seeds(local.ids.numpy(), local.setting.seed, local.round, "scores").view("int64")
+        u = uniforms(torch.from_numpy(seeds).to(logit.device), self.samples * logit.shape[1]).to(pi)
+        return ibp.concrete(logit[:, None], 1e-4 + (1 - 2e-4) * u.unflatten(1, (self.samples, -1)), self.tau)
+
+    def predict(self, view: Tensors, net: Net, x: Tensor) -> Tensor:
+        at = strengths(net)
+        scores = torch.stack([net(view["w"].index_copy(0, at, view["w"][at] * b), x) for b in view["b"]])
+        if len(scores) == 1 or scores.dim() < 3 or scores.shape[2] == 1:
+            return scores.mean(0)
+        return scores.log_softmax(2).logsumexp(0)  # of the mean of the probabilities
+
+
+def strengths(net: Net) -> Tensor:
+    """Where the factors' strengths stand in a row: int64 [F], layer after layer."""
+    return torch.cat([torch.arange(s.start, s.stop) for s in map(net.slices.__getitem__, strength_names(net))]).to(net.w0.device)
+
+
+def strength_names(net: Net) -> list[str]:
+    return [f"{name}.strength" if name else "strength" for name in factorized_layers(net.module)]

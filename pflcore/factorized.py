@@ -1,0 +1,191 @@
+"""Layers whose weight is a sum of F rank-1 factors with strengths: W = W_a diag(strength) W_b (Hao et al. 2020, Eqs. 2 to 4).
+
+A client's own choice of factors b enters as strength * b: a model row in which the strengths were multiplied by b is that client's
+model, and the layer needs to know nothing of it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from pflcore import ops
+
+Init = Literal["match", "ibpwf"]
+
+
+class _Factorized(nn.Module):
+    """The factors of an [O, M] weight: w_a [O, F], strength [F], w_b [F, M], and a plain bias [O]."""
+
+    w_a: nn.Parameter
+    strength: nn.Parameter
+    w_b: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, outputs: int, inputs: int, factors: int, bias: bool, init: Init, alpha: float | None, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        if factors < 1:
+            raise ValueError(f"factors: expected at least 1, got {factors}.")
+        if init not in ("match", "ibpwf"):
+            raise ValueError(f"init: expected 'match' or 'ibpwf', got {init!r}.")
+        if alpha is not None and not alpha > 0:
+            raise ValueError(f"alpha: expected a number > 0, or None for the number of factors, got {alpha}.")
+        self.factors, self.init, self.alpha = factors, init, float(factors if alpha is None else alpha)
+        self.w_a = nn.Parameter(torch.empty(outputs, factors, dtype=dtype))
+        self.strength = nn.Parameter(torch.empty(factors, dtype=dtype))
+        self.w_b = nn.Parameter(torch.empty(factors, inputs, dtype=dtype))
+        self.register_parameter("bias", nn.Parameter(torch.empty(outputs, dtype=dtype)) if bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Glorot-uniform factors. "ibpwf": strengths from N(0, .1^2), as the authors' earlier code. "match": strengths 1, and the factors
+        scaled so that the weight of a client that uses each factor k with the prior's probability has Glorot's variance 2 / (O + M)."""
+        nn.init.xavier_uniform_(self.w_a)
+        nn.init.xavier_uniform_(self.w_b)
+        if self.init == "ibpwf":
+            nn.init.normal_(self.strength, std=0.1)
+        else:
+            nn.init.ones_(self.strength)
+            (o, f), m = self.w_a.shape, self.w_b.shape[1]
+            k = torch.arange(1, f + 1, dtype=torch.float64)
+            used = ((self.alpha / (self.alpha + 1)) ** k).sum().item()  # factors that the prior expects a client to use
+            have = used * (2 / (o + f)) * (2 / (f + m))
+            with torch.no_grad():
+                for w in (self.w_a, self.w_b):
+                    w *= (2 / (o + m) / have) ** 0.25
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight [O, M]."""
+        return (self.w_a * self.strength) @ self.w_b
+
+
+class FactorizedLinear(_Factorized):
+    """`nn.Linear` with a factorized weight: y = ((x W_b^T) * strength) W_a^T + bias.
+
+    `alpha` is the prior's, for the initial scale (default: the number of factors).
+
+    >>> FactorizedLinear(784, 200, 120)(torch.zeros(2, 784)).shape
+    torch.Size([2, 200])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        factors: int,
+        bias: bool = False,
+        init: Init = "match",
+        alpha: float | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.in_features, self.out_features = in_features, out_features
+        super().__init__(out_features, in_features, factors, bias, init, alpha, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., I] -> [..., O]
+        y = ops.rank1_linear(x.reshape(-1, x.shape[-1]), self.w_a, self.strength, self.w_b).unflatten(0, x.shape[:-1] or (1,))
+        y = y if x.dim() > 1 else y[0]
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, factors={self.factors}, bias={self.bias is not None}"
+
+
+class FactorizedConv2d(_Factorized):
+    """`nn.Conv2d` (groups 1, zeros around) whose kernel, as a matrix [O, I kh kw], is factorized (appendix A).
+
+    The kernel is put together and used by one convolution; with `two_steps` a convolution with F filters is followed by a 1 x 1
+    convolution instead, which is the same and takes fewer operations where F is far below the number of outputs.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        factors: int,
+        stride: int | tuple[int, int] = 1,
+        padding: int | str | tuple[int, int] = 0,
+        dilation: int | tuple[int, int] = 1,
+        bias: bool = False,
+        init: Init = "match",
+        alpha: float | None = None,
+        dtype: torch.dtype | None = None,
+        two_steps: bool = False,
+    ) -> None:
+        self.in_channels, self.out_channels = in_channels, out_channels
+        self.kernel_size = (kernel_size, kernel_size) if isinstance(kernel_size, int) else tuple(kernel_size)
+        self.stride, self.padding, self.dilation, self.two_steps = stride, padding, dilation, two_steps
+        size = in_channels * self.kernel_size[0] * self.kernel_size[1]
+        super().__init__(out_channels, size, factors, bias, init, alpha, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, I, H, W] -> [B, O, H', W']
+        how = (self.stride, self.padding, self.dilation)
+        if self.two_steps:
+            z = F.conv2d(x, self._kernel(self.w_b), None, *how) * self.strength[:, None, None]
+            return F.conv2d(z, self.w_a[:, :, None, None], self.bias)
+        return F.conv2d(x, self._kernel(self.weight), self.bias, *how)
+
+    def _kernel(self, rows: Tensor) -> Tensor:
+        return rows.unflatten(1, (self.in_channels, *self.kernel_size))
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, factors={self.factors}, stride={self.stride}, "
+            f"padding={self.padding}, bias={self.bias is not None}"
+        )
+
+
+def factorize(
+    module: nn.Module,
+    ranks: int | Sequence[int] = (),
+    init: Init = "match",
+    alpha: float | None = None,
+    head: str | None = None,
+) -> nn.Module:
+    """A copy of `module` with freshly drawn factors in the place of every linear layer and convolution but the head.
+
+    `ranks`: the number of factors of each layer in the order of `named_modules`, or one for all; () is three factors for five outputs,
+    the paper's proportion on MNIST. `head` names the layer that stays (default: the last `nn.Linear`). Layers that are factorized already
+    stay as they are. Grouped convolutions and such with other padding than zeros cannot be factorized: ValueError.
+    """
+    module = copy.deepcopy(module)
+    layers = [n for n, m in module.named_modules() if type(m) in (nn.Linear, nn.Conv2d)]
+    if head is None:
+        head = next((n for n in reversed(layers) if isinstance(module.get_submodule(n), nn.Linear)), None)
+    layers = [n for n in layers if n != head and not n.startswith(f"{head}.")]
+    given = [ranks] if isinstance(ranks, int) else list(ranks)
+    if len(given) not in (0, 1, len(layers)):
+        raise ValueError(f"ranks: expected one number of factors, or one for each of the layers {', '.join(layers)}, got {len(given)} of them.")
+    for i, name in enumerate(layers):
+        m = module.get_submodule(name)
+        outputs = m.out_features if isinstance(m, nn.Linear) else m.out_channels
+        factors = given[i % len(given)] if given else -(-3 * int(outputs) // 5)  # type: ignore[operator]
+        parent, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(parent), leaf, _like(name, m, factors, init, alpha))
+    return module
+
+
+def _like(name: str, m: nn.Module, factors: int, init: Init, alpha: float | None) -> nn.Module:
+    if isinstance(m, nn.Linear):
+        new: nn.Module = FactorizedLinear(m.in_features, m.out_features, factors, m.bias is not None, init, alpha, m.weight.dtype)
+    else:
+        assert isinstance(m, nn.Conv2d)
+        if m.groups != 1 or m.padding_mode != "zeros":
+            raise ValueError(f"module: the convolution {name} has groups or pads with other things than zeros, which cannot be factorized.")
+        shape = (m.in_channels, m.out_channels, m.kernel_size, factors, m.stride, m.padding, m.dilation)
+        new = FactorizedConv2d(*shape, m.bias is not None, init, alpha, m.weight.dtype)  # type: ignore[arg-type]
+    return new.to(m.weight.device)
+
+
+def factorized_layers(module: nn.Module) -> dict[str, _Factorized]:
+    """The factorized layers of a model by name, in the order of `named_modules`."""
+    return {n: m for n, m in module.named_modules() if isinstance(m, _Factorized)}
