@@ -102,62 +102,69 @@ class FactorizedWaffle(FedAvg):
 
     def train(self, x: Tensor, own: Tensors, local: Local, frozen: bool = False, **how: Any) -> Tensors:
         """The rows x [S, P] and beliefs after local training; `frozen`: x stays."""
-        t, at = local.setting.training, strengths(local.net)
-        lr_var = self.lr_var if self.lr_var is not None else 0.05 if self.adam else local.lr
-        weight = (PRESETS[self.preset][1] if self.kl_weight is None else self.kl_weight) / local.size.to(x)[:, None]
-        seeds = torch.from_numpy(client_seeds(local.ids.numpy(), local.setting.seed, "beliefs").view("int64")).to(x.device)
-        prior = self.init(local.net, 1)[1]["q"]
+        t, at, count = local.setting.training, strengths(local.net), len(local.ids)
+        epochs = how.get("epochs") or t.epochs
+        steps = epochs * max(-(-n // t.batch_size) for n in local.size.tolist())
+        seeds = client_seeds(local.ids.numpy(), local.setting.seed, local.round, "beliefs")
+        u = uniforms(torch.from_numpy(seeds.view("int64")).to(x.device), steps * 2 * len(at)).mul_(1 - 2e-4).add_(1e-4).to(x)
+        u_b, u_v = u.view(count, steps, 2, -1).unbind(2)
+        rows = {"x": x, **own, "taken": torch.zeros(count, dtype=torch.int64), "noise": torch.stack([u_b.logit(), u_v], 2)}
+        rows |= {"n": local.size.to(x)[:, None]} | ({"momentum": torch.zeros_like(x)} if t.momentum else {})
 
-        def update(rows: Tensors, grad: Callable[..., Tensor], k: int) -> Tensors:
-            x, step = rows["x"], rows["t"] + 1
-            q = rows["q"].detach().requires_grad_()
-            with torch.enable_grad():
-                u = 1e-4 + (1 - 2e-4) * uniforms(rows["seed"] + step[:, 0].long(), 2 * len(at)).to(x)
-                b, kl = self.drawn(q, prior, u, step, local.net)
+        def update(rows: Tensors, grad: Callable[..., Tensor], k: int) -> Tensors:  # in place: nothing is copied
+            x, taken = rows["x"], rows["taken"]
+            noise = rows["noise"][torch.arange(len(taken)), taken]  # a client's own count: k depends on who else trains
+            rows["t"] += 1
+            taken += 1
+            b, by_b, slope = self.beliefs(rows, noise, local)
             r = x[:, at]
-            x[:, at] = r * b.detach()  # for the moment the row is the client's own model
+            x[:, at] = r * b  # for the moment the row is the client's own model
             g = grad(x)
-            x[:, at], own = r, g[:, at]
-            g[:, at] = own * b.detach()
-            (slope,) = torch.autograd.grad([b, kl], q, [own * r, rows["weight"][:, 0]])
+            x[:, at], by_strength = r, g[:, at]
+            g[:, at] = by_strength * b
+            slope[:, : len(at)] += by_strength * r * by_b
             if not frozen:
                 ops.sgd_step_(x, g, local.lr, momentum=t.momentum, buffer=rows.get("momentum"), weight_decay=t.weight_decay)
-            return self.moved(rows, slope, step, lr_var)  # x was changed in place: nothing of its size is copied
+            self.move(rows, slope, local.lr)
+            return {}
 
-        rows = {"x": x, **own, "seed": seeds, "weight": weight} | ({"momentum": torch.zeros_like(x)} if t.momentum else {})
         return local.each_batch(rows, update, together=True, **how)
 
-    def drawn(self, q: Tensor, prior: Tensor, u: Tensor, step: Tensor, net: Net) -> tuple[Tensor, Tensor]:
-        """Samples b [s, F] and KL(q || prior) [s] for beliefs `q` [s, 3 F], `u` [s, 2 F] uniform, at the clients' `step` [s, 1]."""
-        (l, log_c, log_d), (u_b, u_v) = q.chunk(3, 1), u.chunk(2, 1)
+    def beliefs(self, rows: Tensors, noise: Tensor, local: Local) -> tuple[Tensor, Tensor, Tensor]:
+        """Samples b [s, F], their derivative by the logits [s, F], and kl_weight / n times the divergence's gradient [s, 3 F]."""
         tau: float | Tensor = self.tau
         if self.tau_start is not None:
-            tau = (self.tau_start * self.tau_decay ** (step - 1)).clamp(min=self.tau)
-        c, d = log_c.exp(), log_d.exp()
-        sizes = [m.factors for m in factorized_layers(net.module).values()]
-
-        def along(values: Tensor) -> Tensor:  # sums over the factors up to each, layer by layer
-            return torch.cat([part.cumsum(1) for part in values.split(sizes, 1)], 1)
-
-        if self.kl_b == "series":
-            parts = zip(*(part.split(sizes, 1) for part in (l, c, d)), strict=True)
-            kl_b = torch.cat([ibp.expected_kl_b(*p) for p in parts], 1)
-        elif self.kl_b == "mc":
-            kl_b = ibp.kl_b(l, along(ibp.log_v(u_v, c, d)))
+            tau = (self.tau_start * self.tau_decay ** (rows["t"] - 1)).clamp(min=self.tau)
+        (logit, log_c, log_d), (noise_b, u_v) = rows["q"].chunk(3, 1), noise.unbind(1)
+        b = ((logit + noise_b) / tau).sigmoid_()
+        sizes = [m.factors for m in factorized_layers(local.net.module).values()]
+        alpha = torch.cat([torch.full((f,), float(self.alpha or f)) for f in sizes]).to(b)
+        if self.kl_b == "mc":
+            slope = ibp.kl_slope(logit, log_c, log_d, torch.log1p(-u_v), alpha, sizes)
         else:
-            kl_b = ibp.concrete_ratio(l, along(ibp.log_v(u_v, c, d)), u_b, tau)
-        alpha = prior.chunk(3)[1].exp()
-        return ibp.concrete(l, u_b, tau), (kl_b + ibp.kl_v(c, d, alpha)).sum(1)
+            q = rows["q"].detach().requires_grad_()
+            with torch.enable_grad():
+                (logit, log_c, log_d) = q.chunk(3, 1)
+                c, d = log_c.exp(), log_d.exp()
+                if self.kl_b == "series":
+                    kl = torch.cat([ibp.expected_kl_b(*of) for of in zip(*(p.split(sizes, 1) for p in (logit, c, d)), strict=True)], 1)
+                else:
+                    kl = ibp.concrete_ratio(logit, ibp.along(ibp.log_v(u_v, c, d), sizes), noise_b, tau)
+                (slope,) = torch.autograd.grad((kl + ibp.kl_v(c, d, alpha)).sum(), q)
+        weight = PRESETS[self.preset][1] if self.kl_weight is None else self.kl_weight
+        return b, b * (1 - b) / tau, slope.mul_(weight / rows["n"])
 
-    def moved(self, rows: Tensors, slope: Tensor, step: Tensor, lr: float) -> Tensors:
-        """The beliefs one step on, within their bounds."""
-        new = {"t": step}
+    def move(self, rows: Tensors, slope: Tensor, lr: float) -> None:
+        """The beliefs one step on, within their bounds, in place."""
+        q, m, v, t = (rows[k] for k in "qmvt")
         if self.adam:
-            m, v = 0.9 * rows["m"] + 0.1 * slope, 0.999 * rows["v"] + 0.001 * slope * slope
-            slope = (m / (1 - 0.9**step)) / ((v / (1 - 0.999**step)).sqrt() + 1e-8)
-            new |= {"m": m, "v": v}
-        parts = (rows["q"] - lr * slope).chunk(3, 1)
-        return {**new, "q": torch.cat([p.clamp(-bound, bound) for p, bound in zip(parts, BOUNDS, strict=True)], 1)}
+            m.mul_(0.9).add_(slope, alpha=0.1)
+            v.mul_(0.999).addcmul_(slope, slope, value=0.001)
+            q -= (0.05 if self.lr_var is None else self.lr_var) / (1 - 0.9**t) * m / ((v / (1 - 0.999**t)).sqrt_() + 1e-8)
+        else:
+            q.sub_(slope, alpha=lr if self.lr_var is None else self.lr_var)
+        for part, bound in zip(q.chunk(3, 1), BOUNDS, strict=True):
+            part.clamp_(-bound, bound)
 
     def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
         x, new = down["x"], own["t"][:, 0] == 0
@@ -176,10 +183,10 @@ class FactorizedWaffle(FedAvg):
             return {"mean": pi, "thr_soft": pi * above, "hard": above}[self.eval_mode]
         if self.eval_mode == "relaxed_mean":
             u = (torch.arange(256, dtype=pi.dtype, device=pi.device) + 0.5) / 256
-            return ibp.concrete(logit[:, None, :, None], u, self.tau).mean(3)
+            return ibp.concrete(logit[:, None, :, None], u.logit(), self.tau).mean(3)
         seeds = client_seeds(local.ids.numpy(), local.setting.seed, local.round, "scores").view("int64")
         u = uniforms(torch.from_numpy(seeds).to(logit.device), self.samples * logit.shape[1]).to(pi)
-        return ibp.concrete(logit[:, None], 1e-4 + (1 - 2e-4) * u.unflatten(1, (self.samples, -1)), self.tau)
+        return ibp.concrete(logit[:, None], u.logit().unflatten(1, (self.samples, -1)), self.tau)
 
     def predict(self, view: Tensors, net: Net, x: Tensor) -> Tensor:
         at = strengths(net)
