@@ -7,7 +7,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from pflcore.context import context
+from pflcore._mode import context
 
 _STEP = -7046029254386353131  # 2^64 / golden ratio, as int64: successive counters land far apart
 _MIX = (-4658895280553007687, -7723592293110705685)  # the multipliers of the 64-bit finaliser of SplitMix (Steele et al. 2014)
