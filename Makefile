@@ -37,10 +37,10 @@ lint: build
 gpu: build
 	$(BIN)/python -c "import pflcore; assert pflcore.backend().cuda" 2> /dev/null || { .ci/cuda_build && cp build/cuda/lib/pflcore/_C*.so pflcore/; }
 	$(BIN)/python -m pytest tests/gpu -rs
-	$(BIN)/python bench/bench_gpu.py
+	$(BIN)/python -m bench.gpu
 
 bench: build
-	$(BIN)/python -m pflcore bench
+	$(BIN)/python -m bench
 
 clean:
 	rm -rf .venv build pflcore/_C*.so

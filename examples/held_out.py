@@ -4,9 +4,10 @@ import torch
 from torch import nn
 
 from pflcore import Federation, Net, Training, cross_device, tune
-from pflcore.algorithms import FedAvg, evaluate
+from pflcore.algorithms import FedAvg
 from pflcore.algorithms.finetune import FineTune
 from pflcore.metrics import hurt, mean
+from pflcore.round import evaluate
 
 
 def my_clients() -> list[tuple[torch.Tensor, torch.Tensor]]:

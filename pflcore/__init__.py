@@ -1,8 +1,13 @@
 """pflcore: a compact algorithm core for personalized federated learning."""
 
-from typing import TYPE_CHECKING, Any
+__version__ = "0.1.0"
 
-from .ops import (
+from pflcore.algorithms import ALGORITHMS
+from pflcore.algorithms.base import FedAvg
+from pflcore.data import Federation
+from pflcore.data.roles import cross_device, cross_silo
+from pflcore.local import Local, Net, Training
+from pflcore.ops import (
     Backend,
     TopK,
     aggregate,
@@ -12,35 +17,17 @@ from .ops import (
     rank1_linear,
     waffle_weights,
 )
-
-if TYPE_CHECKING:
-    from .algorithms import ALGORITHMS
-    from .data import Federation
-    from .flat import Net
-    from .local import Training
-    from .protocol import cross_device, cross_silo
-    from .simulation import History, Simulation
-    from .tuning import tune
-
-__version__ = "0.1.0"
-
-_LATER = {
-    "ALGORITHMS": "algorithms",
-    "Federation": "data",
-    "History": "simulation",
-    "Net": "flat",
-    "Simulation": "simulation",
-    "Training": "local",
-    "cross_device": "protocol",
-    "cross_silo": "protocol",
-    "tune": "tuning",
-}
+from pflcore.round import evaluate, step
+from pflcore.simulation import History, Simulation, for_everyone
+from pflcore.tuning import tune
 
 __all__ = [
     "ALGORITHMS",
     "Backend",
+    "FedAvg",
     "Federation",
     "History",
+    "Local",
     "Net",
     "Simulation",
     "TopK",
@@ -49,18 +36,12 @@ __all__ = [
     "backend",
     "cross_device",
     "cross_silo",
+    "evaluate",
     "feddwa_weights",
+    "for_everyone",
     "pairwise_sqdist",
     "rank1_linear",
+    "step",
     "tune",
     "waffle_weights",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """What simulations need is imported when it is first asked for: somebody who wants the ops loads the ops."""
-    if name not in _LATER:
-        raise AttributeError(f"module 'pflcore' has no attribute {name!r}")
-    import importlib
-
-    return getattr(importlib.import_module(f"pflcore.{_LATER[name]}"), name)

@@ -12,8 +12,8 @@ from torch import nn
 from pflcore.algorithms import ALGORITHMS
 from pflcore.algorithms.base import FedAvg
 from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES, Federation, federation_of, options_of
-from pflcore.flat import Net
 from pflcore.local import Training
+from pflcore.local.net import Net
 from pflcore.models import MODELS, model_for
 from pflcore.simulation import Simulation
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn as nn
@@ -28,7 +28,9 @@ class _Factorized(nn.Module):
     w_b: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(self, outputs: int, inputs: int, factors: int, bias: bool, init: Init, alpha: float | None, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, outputs: int, inputs: int, factors: int, bias: bool, init: Init, alpha: float | None, dtype: torch.dtype | None
+    ) -> None:
         super().__init__()
         if factors < 1:
             raise ValueError(f"factors: expected at least 1, got {factors}.")
@@ -58,7 +60,7 @@ class _Factorized(nn.Module):
             have = used * (2 / (o + f)) * (2 / (f + m))
             with torch.no_grad():
                 for w in (self.w_a, self.w_b):
-                    w *= (2 / (o + m) / have) ** 0.25
+                    w.mul_((2 / (o + m) / have) ** 0.25)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -91,7 +93,7 @@ class FactorizedLinear(_Factorized):
         super().__init__(out_features, in_features, factors, bias, init, alpha, dtype)
 
     def forward(self, x: Tensor) -> Tensor:  # [..., I] -> [..., O]
-        y = ops.rank1_linear(x.reshape(-1, x.shape[-1]), self.w_a, self.strength, self.w_b).unflatten(0, x.shape[:-1] or (1,))
+        y: Tensor = ops.rank1_linear(x.reshape(-1, x.shape[-1]), self.w_a, self.strength, self.w_b).unflatten(0, x.shape[:-1] or (1,))
         y = y if x.dim() > 1 else y[0]
         return y if self.bias is None else y + self.bias
 
@@ -128,14 +130,14 @@ class FactorizedConv2d(_Factorized):
         super().__init__(out_channels, size, factors, bias, init, alpha, dtype)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, I, H, W] -> [B, O, H', W']
-        how = (self.stride, self.padding, self.dilation)
+        how: Any = (self.stride, self.padding, self.dilation)
         if self.two_steps:
             z = F.conv2d(x, self._kernel(self.w_b), None, *how) * self.strength[:, None, None]
             return F.conv2d(z, self.w_a[:, :, None, None], self.bias)
         return F.conv2d(x, self._kernel(self.weight), self.bias, *how)
 
     def _kernel(self, rows: Tensor) -> Tensor:
-        return rows.unflatten(1, (self.in_channels, *self.kernel_size))
+        return rows.view(len(rows), self.in_channels, *self.kernel_size)
 
     def extra_repr(self) -> str:
         return (
@@ -164,11 +166,12 @@ def factorize(
     layers = [n for n in layers if n != head and not n.startswith(f"{head}.")]
     given = [ranks] if isinstance(ranks, int) else list(ranks)
     if len(given) not in (0, 1, len(layers)):
-        raise ValueError(f"ranks: expected one number of factors, or one for each of the layers {', '.join(layers)}, got {len(given)} of them.")
+        raise ValueError(
+            f"ranks: expected one number of factors, or one for each of the layers {', '.join(layers)}, got {len(given)} of them."
+        )
     for i, name in enumerate(layers):
-        m = module.get_submodule(name)
-        outputs = m.out_features if isinstance(m, nn.Linear) else m.out_channels
-        factors = given[i % len(given)] if given else -(-3 * int(outputs) // 5)  # type: ignore[operator]
+        m: Any = module.get_submodule(name)
+        factors = given[i % len(given)] if given else -(-3 * len(m.weight) // 5)
         parent, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(parent), leaf, _like(name, m, factors, init, alpha))
     return module

@@ -9,7 +9,7 @@ import re
 
 import torch
 
-from pflcore.report import human
+from pflcore.metrics import human
 
 SIGNS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 

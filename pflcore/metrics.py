@@ -162,3 +162,18 @@ def truncate_percent(share: float) -> float:
 def paper_cell(shares: Vector) -> str:
     """`"97.99 ± 0.26"`: mean and population standard deviation over seeds in percent, both truncated (WAFFLE paper, Table 1)."""
     return f"{truncate_percent(mean(shares)):.2f} ± {truncate_percent(std(shares)):.2f}"
+
+
+def right(scores: Tensor, y: Tensor) -> Tensor:
+    """Bool like `y` [...]: which samples `scores` [..., C], or one score [..., 1] or [...] by its sign, get right."""
+    if scores.dim() > y.dim() and scores.shape[-1] > 1:
+        return scores.argmax(-1) == y
+    return (scores.reshape(y.shape) > 0) == (y > 0)
+
+
+def human(size: float) -> str:
+    """Bytes in binary units: 1536 -> "1.5 KiB"."""
+    unit = 0
+    while size >= 1024 and unit < 4:
+        size, unit = size / 1024, unit + 1
+    return f"{size:.0f} B" if unit == 0 else f"{size:.1f} {('KiB', 'MiB', 'GiB', 'TiB')[unit - 1]}"

@@ -7,7 +7,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from pflcore.context import context
+from pflcore._mode import context
+from pflcore.factorized import FactorizedConv2d, FactorizedLinear, factorize
+
+__all__ = ["Dropout", "FactorizedConv2d", "FactorizedLinear", "factorize", "mixed", "uniform"]
 
 _STEP = -7046029254386353131  # 2^64 / golden ratio, as int64: successive counters land far apart
 _MIX = (-4658895280553007687, -7723592293110705685)  # the multipliers of the 64-bit finaliser of SplitMix (Steele et al. 2014)
@@ -32,13 +35,6 @@ def uniform(seed: Tensor, layer: int, shape: torch.Size | tuple[int, ...]) -> Te
     places = torch.arange(count, device=seed.device) * _STEP
     jump = (layer * _STEP + (1 << 63)) % (1 << 64) - (1 << 63)  # wrapped by hand: Python's numbers do not overflow
     return _shifted(mixed(mixed(seed + jump) + places), 40).view(shape)
-
-
-def uniforms(seeds: Tensor, count: int) -> Tensor:
-    """`count` numbers, uniform on the open interval (0, 1), for each of `seeds` [s] int64: float32 [s, count]."""
-    places = torch.arange(count, device=seeds.device) * _STEP
-    bits = _shifted(mixed(mixed(seeds)[:, None] + places), 40)
-    return (bits.float() + 0.5) * 2.0**-24
 
 
 class Dropout(nn.Module):

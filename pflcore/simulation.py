@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -13,11 +13,13 @@ import torch.nn as nn
 import pflcore
 from pflcore import memory
 from pflcore.algorithms import ALGORITHMS
-from pflcore.algorithms.base import FedAvg, Outcome, State, Stop, Tensors, begin, evaluate, sample, step
+from pflcore.algorithms.base import FedAvg, State, Stop, Tensors
 from pflcore.data.federation import Federation
-from pflcore.flat import Net
+from pflcore.data.roles import held_out
 from pflcore.local import Engine, Setting, Training, choose_engine
-from pflcore.report import human
+from pflcore.local.net import Net
+from pflcore.metrics import human
+from pflcore.round import Outcome, begin, evaluate, sample, step
 
 VOID_ROUNDS = 3  # so many void rounds in a row end a run: same data, same lr, it will not recover
 Record = dict[str, Any]
@@ -244,14 +246,6 @@ def peak_bytes(net: Net, n: int, participation: float, g: Tensors, own: Tensors)
     return server + n * (client + net.b0.numel() * net.b0.element_size()) + cohort * (2 * net.size * net.w0.element_size() + 4 * client)
 
 
-def held_out(data: Federation, seed: int = 0, share: float = 0.2) -> Federation:
-    """The same federation with a split "val": that share of each client's training samples, at random. As it is where it has one."""
-    if "val" in data.index:
-        return data
-    new = data.split_samples({"train": 1 - share, "val": share}, seed, pool=("train",))
-    return replace(new, notes=[*new.notes, f"{share:.0%} of each client's training samples are held out for validation"])
-
-
 def round_to(x: float, digits: int = 4) -> float:
     return float(f"{x:.{digits}g}")
 
@@ -267,3 +261,59 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return getattr(value, "__name__", None) or str(value)
+
+
+def for_everyone(
+    algorithm: FedAvg,
+    model: Net | nn.Module | Callable[[], nn.Module],
+    data: Federation,
+    training: Training | None = None,
+    *,
+    on_round: Callable[[int, int, Record], None] | None = None,
+    **options: Any,
+) -> History:
+    """Runs `algorithm`, which has a `target`, N times from one start, each time for another client; N times the work and the traffic.
+
+    `options` are those of `Simulation`; `on_round(target, round, record)` sees each run's records. In the history that comes back a
+    client's numbers are those of the run made for it, "weights" has a row per target [N, N], bytes and seconds are sums, and a client
+    counts as dropped, and a round as void, where that happened in any run. It ends with the shortest run.
+    """
+    if not any(f.name == "target" for f in fields(algorithm)):
+        raise ValueError(f"algorithm: expected one with a target (WAFFLE, Weight Erosion), got {type(algorithm).__name__}.")
+    runs = []
+    for target in range(data.n):
+        made_for: FedAvg = replace(algorithm, **{"target": target})  # type: ignore[arg-type]
+        simulation = Simulation(made_for, model, data, training or Training(), **options)
+        seen = None if on_round is None else lambda r, record, target=target: on_round(target, r, record)
+        runs.append(simulation.run(seen))
+        if runs[-1].interrupted or runs[-1].failed:
+            break
+    header = {**runs[0].header, "target": None, "made_for": "each client"}
+    header["options"] = {**header["options"], "target": "each client"}
+    interrupted, failed = any(r.interrupted for r in runs), any(r.failed for r in runs)
+    complete = len(runs) == data.n and not (interrupted or failed)
+    rounds = [merged(records) for records in zip(*(r.rounds for r in runs), strict=False)] if complete else []
+    stopped = [f"target {i}: {r.stopped}" for i, r in enumerate(runs) if r.stopped]
+    return History(header, rounds, " ".join(stopped) or None, interrupted=interrupted, failed=failed)
+
+
+def merged(records: Sequence[Record]) -> Record:
+    """One round of all targets' runs as one record."""
+    first = records[0]
+
+    def own(key: str, split: str) -> list[Any]:
+        return [r[split][key][i] for i, r in enumerate(records)]
+
+    losses = [r["train_loss"] for r in records if r["train_loss"] is not None]
+    return {
+        **first,
+        "seconds": sum(r["seconds"] for r in records),
+        "cohort": sorted(set().union(*(r["cohort"] for r in records))),
+        "dropped": sorted(set().union(*(r["dropped"] for r in records))),
+        "void": any(r["void"] for r in records),
+        "bytes_down": sum(r["bytes_down"] for r in records),
+        "bytes_up": sum(r["bytes_up"] for r in records),
+        "train_loss": sum(losses) / len(losses) if losses else None,
+        "report": {k: [r["report"][k] for r in records] for k in first["report"]},
+        "eval": {k: own(k, "eval") for k in first["eval"]} if first["eval"] else None,
+    }

@@ -18,14 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pflcore.algorithms.base import FedAvg, State, Tensors, cohort_of, evaluate
+from pflcore.algorithms.base import FedAvg, State, Tensors, cohort_of
 from pflcore.algorithms.finetune import FineTune, layer_mask, lengths, value
-from pflcore.flat import Net
+from pflcore.data.roles import Protocol
 from pflcore.local import Local, Setting, Training
-from pflcore.protocol import Protocol
-from pflcore.record import plain
+from pflcore.local.net import Net
+from pflcore.local.random import generator_of
+from pflcore.results.record import plain
+from pflcore.round import evaluate
 from pflcore.simulation import Simulation
-from pflcore.streams import generator_of
 
 
 @dataclass(frozen=True)

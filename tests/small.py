@@ -8,10 +8,13 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from pflcore.algorithms import FedAvg, Outcome, State, begin, step
+from pflcore.algorithms import FedAvg, State
 from pflcore.data.federation import Federation
-from pflcore.engine import Engine, Setting, Training
-from pflcore.flat import Net
+from pflcore.local.net import Net
+from pflcore.local.settings import Setting
+from pflcore.local.training import Training
+from pflcore.local.workers import Engine
+from pflcore.round import Outcome, begin, step
 
 
 class Scale(nn.Module):

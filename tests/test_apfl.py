@@ -12,10 +12,12 @@ import torch.nn.functional as F
 from small import images, play, quadratics, setting, tiny_model
 from torch import Tensor
 
-from pflcore.algorithms import APFL, begin, evaluate, step
-from pflcore.engine import Setting, Training
-from pflcore.flat import Net
+from pflcore.algorithms import APFL
 from pflcore.local import Local
+from pflcore.local.net import Net
+from pflcore.local.settings import Setting
+from pflcore.local.training import Training
+from pflcore.round import begin, evaluate, step
 
 F64 = torch.float64
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from pflcore import bench
-from pflcore.bench import problem, table
+import bench
+from bench import problem, table
 
 LIMITS = {"read": 10.0, "write": 5.0, "fma": 4.0, "sub_fma": 8.0}
 MACHINE = table.Machine("a processor", 2, "plain", LIMITS, {"torch": "2"}, "today")

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import pflcore
-from pflcore import cli, experiment, pictures
+from pflcore import cli, experiment
 from pflcore.algorithms import ALGORITHMS
 from pflcore.local import Training
-from pflcore.record import read
+from pflcore.results import pictures
+from pflcore.results.record import read
 from pflcore.simulation import Simulation
 
 pytest.importorskip("tyro")
@@ -295,10 +296,7 @@ def test_every_algorithm_explains_its_options_and_keeps_its_defaults(name, capsy
     assert seen[0].training == Training() and seen[0].options == experiment.Options()
 
 
-def test_commands_that_live_elsewhere(capsys, monkeypatch, tmp_path):
-    (tmp_path / "elsewhere.py").write_text("def main(argv):\n    print('here', argv)\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert cli._elsewhere("elsewhere", "About.")(["x"]) == 0
-    assert "here ['x']" in capsys.readouterr().out
-    with pytest.raises(ImportError, match="nowhere_at_all"):
-        cli._elsewhere("nowhere_at_all", "About.")([])
+def test_the_benchmarks_need_a_checkout(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "pflcore" / "cli" / "__init__.py"))
+    assert cli.main(["bench", "--quick"]) == 2
+    assert "no part of the installed package" in capsys.readouterr().err

@@ -11,10 +11,13 @@ import torch.nn as nn
 from small import copied
 from torch import Tensor
 
-from pflcore.algorithms import ALGORITHMS, FedAvg, Outcome, Pool, State, begin, evaluate, sample, step
+from pflcore.algorithms import ALGORITHMS, FedAvg, Pool, State
 from pflcore.data.federation import Federation
-from pflcore.engine import Engine, Setting, Training
-from pflcore.flat import Net
+from pflcore.local.net import Net
+from pflcore.local.settings import Setting
+from pflcore.local.training import Training
+from pflcore.local.workers import Engine
+from pflcore.round import Outcome, begin, evaluate, sample, step
 
 OPTIONS: dict[str, dict[str, Any]] = {  # where the defaults do not fit a federation of four small clients
     "knnper": {"k": 3},

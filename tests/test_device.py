@@ -10,11 +10,13 @@ from small import images, tiny_model
 from torch import Tensor, nn
 
 from pflcore import Simulation, Training, ops
-from pflcore.algorithms import ALGORITHMS, begin, step
+from pflcore.algorithms import ALGORITHMS
 from pflcore.data.federation import Federation
-from pflcore.engine import Engine, Setting
-from pflcore.flat import Net
-from pflcore.simulation import held_out
+from pflcore.data.roles import held_out
+from pflcore.local.net import Net
+from pflcore.local.settings import Setting
+from pflcore.local.workers import Engine
+from pflcore.round import begin, step
 
 DIFFERENT = ("fedavg", "scaffold", "feddwa", "hypcluster", "apfl", "fedrod", "knnper")  # one of each family, for the slower model
 

@@ -4,11 +4,13 @@ import pytest
 import torch
 import torch.nn as nn
 
-from pflcore.algorithms import FedAvg, begin, evaluate
-from pflcore.algorithms.base import one_by_one
+from pflcore.algorithms import FedAvg
 from pflcore.data.federation import Federation
-from pflcore.flat import CRITERIA, Net
-from pflcore.local import Engine, Local, Setting, Training, right
+from pflcore.local import Engine, Local, Setting, Training
+from pflcore.local.losses import CRITERIA
+from pflcore.local.net import Net
+from pflcore.metrics import right
+from pflcore.round import begin, evaluate, one_by_one
 
 SIZES = [1, 300, 7, 125, 126]
 

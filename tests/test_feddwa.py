@@ -8,12 +8,13 @@ import torch
 import torch.nn as nn
 
 from pflcore import ops
-from pflcore.algorithms import Cohort, begin, evaluate, step
+from pflcore.algorithms import Cohort
 from pflcore.algorithms.feddwa import FedDWA, FedDWAQP
 from pflcore.algorithms.qp import inner_products, simplex_qp
 from pflcore.data.federation import Federation
-from pflcore.flat import Net
 from pflcore.local import Engine, Local, Setting, Training
+from pflcore.local.net import Net
+from pflcore.round import begin, evaluate, step
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "feddwa_family.json").read_text())
 

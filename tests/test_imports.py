@@ -1,86 +1,103 @@
-"""Which file may import which: a file knows only what stands below it; and what importing pflcore pulls in."""
+"""The rooms of the house: which may import which, that no two files need each other, and what importing pflcore pulls in."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent / "pflcore"
-LAYERS = [  # from the ground up
-    {"ops"},
-    {"context", "streams"},
-    {"layers"},
-    {"flat"},
-    {"nn"},
-    {"models"},
-    {"data"},
-    {"dense"},
-    {"engine"},
-    {"piece"},
-    {"local"},
-    {"algorithms"},
-    {"metrics", "privacy", "record", "pictures", "report", "memory"},
-    {"simulation"},
-    {"checkpoint"},
-    {"the rest"},  # whatever is not named here: what is built upon simulations, and may know each other
-    {"cli", "__main__"},
-]
-PEERS = {"metrics", "privacy", "record", "pictures", "report", "memory", "the rest", "cli", "__main__"}  # these may know their own line
-FILES = sorted(p for p in ROOT.rglob("*.py") if p != ROOT / "__init__.py")
+ROOMS: dict[str, set[str]] = {  # from the ground up: each room, and the rooms below it that it imports
+    "ops": set(),
+    "_mode": set(),
+    "metrics": set(),
+    "data": set(),
+    "factorized": {"ops"},
+    "nn": {"_mode", "factorized"},
+    "models": {"nn"},
+    "local": {"ops", "_mode", "metrics", "data", "factorized"},
+    "algorithms": {"ops", "_mode", "metrics", "factorized", "local"},
+    "round": {"ops", "metrics", "local", "algorithms"},
+    "memory": {"metrics"},
+    "results": {"metrics"},
+    "simulation": {"data", "metrics", "local", "algorithms", "round", "memory"},
+    "tuning": {"data", "local", "algorithms", "round", "simulation", "results"},
+    "experiment": {"data", "models", "local", "algorithms", "simulation"},
+    "reproduce": {"data", "metrics", "models", "local", "algorithms", "round", "simulation", "results", "tuning", "experiment"},
+    "cli": {"metrics", "local", "algorithms", "results", "experiment", "reproduce"},
+    "__main__": {"cli"},
+}
+FILES = sorted(ROOT.rglob("*.py"))
+DOOR = ROOT / "__init__.py"
 
 
-def layer(name: str) -> int:
-    return next((i for i, names in enumerate(LAYERS) if name in names), LAYERS.index({"the rest"}))
+def name_of(path: Path) -> str:
+    return ".".join(("pflcore", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
 
 
-def unit(path: Path) -> str:
-    """The file's or package's name below pflcore."""
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+MODULES = {name_of(p): p for p in FILES}
 
 
-def imported(path: Path) -> set[str]:
-    """The parts of pflcore that a file imports, lazily or not; type checking aside."""
+def imported(path: Path, lazy: bool = True) -> set[str]:
+    """The modules of pflcore that a file imports, type checking aside; `lazy`: inside functions too."""
     tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
+    package = name_of(path).split(".") if path.name == "__init__.py" else name_of(path).split(".")[:-1]
+    names: set[str] = set()
+    todo: list[ast.AST] = [tree]
+    while todo:
+        node = todo.pop()
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            node.body = []
-    found: set[str] = set()
-    package = ("pflcore", *path.relative_to(ROOT).parts[:-1])
-    for node in ast.walk(tree):
+            continue
+        if isinstance(node, ast.FunctionDef) and not lazy:
+            continue
         if isinstance(node, ast.Import):
-            names = [a.name for a in node.names]
+            names |= {a.name for a in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
             module = ".".join(p for p in (base, node.module) if p)
-            names = [module] if module != "pflcore" else [f"pflcore.{a.name}" for a in node.names]
-        else:
-            continue
-        found |= {n.split(".")[1] for n in names if n.startswith("pflcore.")}
-    return {f for f in found if (ROOT / f).is_dir() or (ROOT / f"{f}.py").exists()}
+            names |= {f"{module}.{a.name}" if f"{module}.{a.name}" in MODULES else module for a in node.names}
+        todo += ast.iter_child_nodes(node)
+    return {n for n in names if n in MODULES} - {"pflcore"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_a_file_knows_only_what_stands_below_it(path: Path) -> None:
-    me = unit(path)
-    for other in imported(path) - {me}:
-        level = layer(other) == layer(me) and bool(LAYERS[layer(me)] & PEERS)
-        assert layer(other) < layer(me) or level, f"{path.relative_to(ROOT)} imports {other}, which stands above it"
+def room(module: str) -> str:
+    return module.split(".")[1]
 
 
-def test_the_order_would_be_noticed() -> None:
-    assert imported(ROOT / "algorithms" / "base.py") >= {"ops", "flat", "local"}
-    assert "ops" in imported(ROOT / "piece.py") and imported(ROOT / "models.py") == {"nn"}
+def test_every_room_is_named() -> None:
+    assert {room(m) for m in MODULES if m != "pflcore"} == set(ROOMS)
+
+
+@pytest.mark.parametrize("name", ROOMS)
+def test_a_room_imports_what_it_may_and_nothing_else(name: str) -> None:
+    files = [p for m, p in MODULES.items() if m != "pflcore" and room(m) == name]
+    assert set().union(*({room(m) for m in imported(p)} for p in files)) - {name} == ROOMS[name]
+
+
+def test_no_room_imports_one_above_it() -> None:
+    order = list(ROOMS)
+    assert not [(a, b) for a, allowed in ROOMS.items() for b in allowed if order.index(b) >= order.index(a)]
+
+
+def test_no_two_files_need_each_other() -> None:
+    graph = {m: imported(p, lazy=False) - {m} for m, p in MODULES.items()}
+    list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the files
+
+
+def test_the_walls_would_be_noticed() -> None:
+    assert {"pflcore.ops", "pflcore.local.net"} <= imported(MODULES["pflcore.algorithms.base"])
+    assert imported(MODULES["pflcore.models"]) == {"pflcore.nn"}
 
 
 def test_importing_pflcore_pulls_in_no_extra() -> None:
     heavy = ("matplotlib", "torchvision", "tyro", "tqdm", "mlxtend", "scipy", "sklearn", "flwr", "pandas")
     code = (
         "import sys, torch; before = set(sys.modules)  # torch itself takes tqdm where there is one\n"
-        "import pflcore, pflcore.algorithms, pflcore.models, pflcore.simulation, pflcore.data, pflcore.report, pflcore.nn\n"
+        "import pflcore, pflcore.models, pflcore.results.table, pflcore.nn\n"
         f"print([m for m in {heavy!r} if m in sys.modules and m not in before])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent, check=False)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from tolerance import F32, F64, assert_close
 from ugly import randn, same_for_any_threads
 
-from pflcore.context import forward_mode
-from pflcore.flat import Net
-from pflcore.layers import SmallConv2d, swap_layers
+from pflcore._mode import forward_mode
+from pflcore.local.net import Net
+from pflcore.local.swap import SmallConv2d, swap_layers
 from pflcore.ops import library
 from pflcore.ops.library import conv2d, conv2d_backward, pool2x2, pool2x2_backward
 

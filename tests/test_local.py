@@ -14,12 +14,15 @@ from small import images, play, setting, tiny_model
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.algorithms import FedAvg, begin, step
+from pflcore.algorithms import FedAvg
 from pflcore.data.federation import Federation
-from pflcore.engine import Engine, Setting, Training
-from pflcore.flat import Net
 from pflcore.local import Fit, Local
+from pflcore.local.net import Net
+from pflcore.local.settings import Setting
+from pflcore.local.training import Training
+from pflcore.local.workers import Engine
 from pflcore.nn import Dropout
+from pflcore.round import begin, step
 
 SIZES = (7, 20, 31)  # with batches of 20: one short batch, one whole, a whole and a short one
 

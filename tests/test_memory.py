@@ -9,11 +9,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pflcore import Simulation, Training, cli, memory, ops
-from pflcore.algorithms import ALGORITHMS, FedAvg, base
+from pflcore.algorithms import ALGORITHMS, FedAvg
 from pflcore.algorithms.feddwa import FedDWA
-from pflcore.algorithms.multitask import Mocha
-from pflcore.record import read
-from pflcore.simulation import held_out
+from pflcore.algorithms.mocha import Mocha
+from pflcore.data.roles import held_out
+from pflcore.results.record import read
+from pflcore.round import evaluate, step
 
 CUDA = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB of which 12.00 MiB is free."
 KINDS = {
@@ -83,7 +84,7 @@ def test_a_round_that_fails_leaves_no_trace_and_the_run_goes_on(kind, monkeypatc
 
 def test_a_round_that_cannot_be_evaluated_is_still_a_round(monkeypatch):
     run = simulation("fedavg")
-    monkeypatch.setattr("pflcore.simulation.evaluate", fails(base.evaluate, 2, torch.OutOfMemoryError(CUDA)))
+    monkeypatch.setattr("pflcore.simulation.evaluate", fails(evaluate, 2, torch.OutOfMemoryError(CUDA)))
     history = run.run()
     assert history.failed and "in the evaluation after round 2, when 20.00 MiB more were asked for" in history.stopped
     assert [(r["round"], r["eval"] is None) for r in history.rounds] == [(1, False), (2, True)] and run.state.round == 2
@@ -154,7 +155,7 @@ def test_wherever_the_servers_memory_ends_the_round_never_was(name, options, mon
     for at in range(1, 1000):
         mode = Refuse(at)
         try:
-            run.state, _ = base.step(run.algorithm, run.state, run.setting, torch.arange(3), run.buffers)
+            run.state, _ = step(run.algorithm, run.state, run.setting, torch.arange(3), run.buffers)
             break
         except torch.OutOfMemoryError:
             pass
@@ -170,7 +171,7 @@ def test_on_the_command_line(tmp_path, monkeypatch, capsys):
     pytest.importorskip("tyro")
     pytest.importorskip("sklearn")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pflcore.pictures.draw", lambda *_: [])
+    monkeypatch.setattr("pflcore.results.pictures.draw", lambda *_: [])
     monkeypatch.setattr(FedAvg, "server", fails(FedAvg.server, 2, torch.OutOfMemoryError(CUDA)))
     common = ["--data", "digits", "--n", "4", "--model", "linear", "--rounds", "3", "--quiet"]
     assert cli.main(["compare", "--algorithms", "fedavg", "local", *common, "--out", "o"]) == 1

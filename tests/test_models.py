@@ -7,11 +7,11 @@ import torch
 import torch.nn as nn
 from small import images, setting
 
-from pflcore.algorithms import begin, evaluate, step
 from pflcore.algorithms.feddwa import FedDWA
-from pflcore.flat import Net
 from pflcore.local import Training
+from pflcore.local.net import Net
 from pflcore.models import MODELS, model_for
+from pflcore.round import begin, evaluate, step
 
 MNIST, CIFAR = (1, 28, 28), (3, 32, 32)
 

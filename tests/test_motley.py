@@ -9,18 +9,19 @@ import pytest
 import torch
 import torch.nn as nn
 
-from pflcore import study
-from pflcore.algorithms import FedAvg, begin, step
-from pflcore.algorithms.cluster import HypCluster, picks
+from pflcore.algorithms import FedAvg
 from pflcore.algorithms.finetune import FineTune
-from pflcore.algorithms.knn import KnnPer
+from pflcore.algorithms.hypcluster import HypCluster, picks
+from pflcore.algorithms.knnper import KnnPer
 from pflcore.data import federation_of
-from pflcore.flat import Net
+from pflcore.data.roles import cross_device
 from pflcore.local import Engine, Setting, Training
-from pflcore.motley import Benchmark, pictures, protocols, reproduce, seeds_of
-from pflcore.protocol import cross_device
+from pflcore.local.net import Net
+from pflcore.reproduce import study
+from pflcore.reproduce.motley import Benchmark, pictures, protocols, reproduce, seeds_of
+from pflcore.round import begin, step
 
-PLANS = Path(__file__).parent.parent / "bench" / "reproduce"
+PLANS = Path(__file__).parent.parent / "pflcore" / "reproduce" / "plans"
 DEVICE = {
     "data": "synthetic_clusters",
     "protocol": {

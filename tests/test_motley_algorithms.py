@@ -9,15 +9,19 @@ import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pflcore.algorithms import ALGORITHMS, Cohort, FedAvg, Stop, begin, evaluate, step
-from pflcore.algorithms.cluster import Ensemble, HypCluster, centres
+from pflcore.algorithms import ALGORITHMS, Cohort, FedAvg, Stop
+from pflcore.algorithms.ditto import MRMTL, Ditto
+from pflcore.algorithms.fedopt import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi
 from pflcore.algorithms.finetune import FineTune, pick
-from pflcore.algorithms.knn import KnnPer, neighbours
-from pflcore.algorithms.multitask import MRMTL, Ditto, Mocha, relation
-from pflcore.algorithms.server_opt import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi, QFedAvg
+from pflcore.algorithms.hypcluster import Ensemble, HypCluster, centres
+from pflcore.algorithms.knnper import KnnPer, neighbours
+from pflcore.algorithms.mocha import Mocha, relation
+from pflcore.algorithms.qfedavg import QFedAvg
 from pflcore.data import Federation
-from pflcore.flat import Net, hinge
 from pflcore.local import Engine, Local, Setting, Training
+from pflcore.local.losses import hinge
+from pflcore.local.net import Net
+from pflcore.round import begin, evaluate, step
 
 D64 = torch.float64
 

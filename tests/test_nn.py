@@ -10,9 +10,10 @@ import torch.nn as nn
 from small import images, setting
 from torch import Tensor
 
-from pflcore.engine import Training
-from pflcore.flat import Net, forward_mode
+from pflcore._mode import forward_mode
 from pflcore.local import Local
+from pflcore.local.net import Net
+from pflcore.local.training import Training
 from pflcore.nn import Dropout, mixed, uniform
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tolerance import F32, F64, assert_close
 from ugly import lay, randn, same_for_any_threads
 
-from pflcore.flat import CRITERIA
+from pflcore.local.losses import CRITERIA
 from pflcore.ops import library
 
 SWITCH = st.sampled_from([False, True])

@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 
-from pflcore.options import Group, Option, comments, of_dataclass, of_function, of_words, parse, peek, simple
+from pflcore.cli.options import Group, Option, comments, of_dataclass, of_function, of_words, parse, peek, simple
 
 
 @dataclass(frozen=True)

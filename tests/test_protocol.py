@@ -8,14 +8,16 @@ import pytest
 import torch
 import torch.nn as nn
 
-from pflcore.algorithms import FedAvg, begin, evaluate, sample, step
+from pflcore.algorithms import FedAvg
+from pflcore.algorithms.ditto import Ditto
 from pflcore.algorithms.finetune import FineTune
-from pflcore.algorithms.knn import KnnPer
-from pflcore.algorithms.multitask import Ditto, Mocha
+from pflcore.algorithms.knnper import KnnPer
+from pflcore.algorithms.mocha import Mocha
 from pflcore.data import Federation
-from pflcore.flat import Net
+from pflcore.data.roles import Protocol, cross_device, cross_silo
 from pflcore.local import Engine, Setting, Training
-from pflcore.protocol import Protocol, cross_device, cross_silo
+from pflcore.local.net import Net
+from pflcore.round import begin, evaluate, sample, step
 from pflcore.simulation import Simulation
 from pflcore.tuning import candidates, finetuning_curve, tune
 

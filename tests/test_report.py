@@ -9,8 +9,9 @@ import textwrap
 import pytest
 import torch
 
-from pflcore import pictures, report
-from pflcore.record import Record, group, plain, read
+from pflcore.results import pictures
+from pflcore.results import table as report
+from pflcore.results.record import Record, group, plain, read
 
 N = 4
 

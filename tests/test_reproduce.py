@@ -6,12 +6,17 @@ import pytest
 import torch
 import torch.nn as nn
 
-from pflcore import cli, costs, figures, plans, reproduce
+from pflcore import cli
 from pflcore.algorithms import FedAvg
 from pflcore.algorithms.feddwa import FedDWA
-from pflcore.algorithms.validation import L2C, FedFomo
-from pflcore.flat import Net
-from pflcore.record import group, read
+from pflcore.algorithms.fedfomo import FedFomo
+from pflcore.algorithms.l2c import L2C
+from pflcore.local.net import Net
+from pflcore.reproduce import costs
+from pflcore.reproduce import plan as plans
+from pflcore.reproduce import run as reproduce
+from pflcore.results import mixing as figures
+from pflcore.results.record import group, read
 from pflcore.simulation import Simulation
 
 pytest.importorskip("sklearn")

@@ -9,18 +9,22 @@ import torch
 import torch.nn as nn
 from small import images, play, quadratics, setting, tiny_model
 
-from pflcore.algorithms import FedAvg, Pool, begin, evaluate, step
+from pflcore.algorithms import FedAvg, Pool
 from pflcore.algorithms.base import Cohort, Setting
+from pflcore.algorithms.fedfomo import FedFomo, mixing_weights
+from pflcore.algorithms.fedopt import FedAvgM
+from pflcore.algorithms.fedprox import FedProx
+from pflcore.algorithms.fedrod import FedRoD
 from pflcore.algorithms.finetune import FineTune
-from pflcore.algorithms.meta import PerFedAvg, PFedMe
-from pflcore.algorithms.proximal import FedProx
-from pflcore.algorithms.server_opt import FedAvgM
-from pflcore.algorithms.split import FedRoD
-from pflcore.algorithms.validation import L2C, FedFomo, mixing_weights
+from pflcore.algorithms.l2c import L2C
+from pflcore.algorithms.per_fedavg import PerFedAvg
+from pflcore.algorithms.pfedme import PFedMe
 from pflcore.data.federation import Federation
-from pflcore.flat import Net
+from pflcore.data.roles import held_out
 from pflcore.local import Local, Training
-from pflcore.simulation import Simulation, held_out
+from pflcore.local.net import Net
+from pflcore.round import begin, evaluate, step
+from pflcore.simulation import Simulation
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "feddwa_family.json").read_text())
 

@@ -10,12 +10,15 @@ import torch.nn as nn
 from small import quadratics, setting
 
 from pflcore import ops
-from pflcore.algorithms import Cohort, FedAvg, begin, step
-from pflcore.algorithms.adapt import LocalOnly
-from pflcore.algorithms.clustered import ClusteredFL, across, bipartition, cosines
-from pflcore.algorithms.gallery import SFL, FedAMP, HeurFedAMP, gallery, hung, nearest, smoothing
-from pflcore.flat import Net
+from pflcore.algorithms import Cohort, FedAvg
+from pflcore.algorithms._latest import gallery, hung
+from pflcore.algorithms.clustered_fl import ClusteredFL, across, bipartition, cosines
+from pflcore.algorithms.fedamp import FedAMP, HeurFedAMP
+from pflcore.algorithms.local_only import LocalOnly
+from pflcore.algorithms.sfl import SFL, nearest, smoothing
 from pflcore.local import Training
+from pflcore.local.net import Net
+from pflcore.round import begin, step
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "feddwa_family.json").read_text())
 

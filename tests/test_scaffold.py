@@ -9,9 +9,9 @@ import torch
 from small import images, play, quadratics, setting, tiny_model
 
 from pflcore.algorithms import FedAvg, LocalOnly, Scaffold
-from pflcore.engine import Training
-from pflcore.flat import Net
 from pflcore.local import Local
+from pflcore.local.net import Net
+from pflcore.local.training import Training
 
 F64 = torch.float64
 GOLDEN = [  # x, c, c_i after rounds 1, 2, 3

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from pflcore import Simulation, Training
-from pflcore.algorithms.control import Waffle
+from pflcore.algorithms.waffle import Waffle
 from pflcore.data import federation_of
 
 

@@ -14,12 +14,13 @@ from small import images, play, quadratics, setting, tiny_model
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.algorithms import APFL, Cohort, FedAvg, FedProx, LocalOnly, Scaffold, Waffle, begin, step
+from pflcore.algorithms import APFL, Cohort, FedAvg, FedProx, LocalOnly, Scaffold, Waffle
 from pflcore.algorithms.base import Tensors
 from pflcore.data.partition import waffle as waffle_partition
-from pflcore.engine import Training
-from pflcore.flat import Net
 from pflcore.local import Local
+from pflcore.local.net import Net
+from pflcore.local.training import Training
+from pflcore.round import begin, step
 
 F64 = torch.float64
 

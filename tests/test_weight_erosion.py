@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from small import images, play, quadratics, setting, tiny_model
 from torch import Tensor
 
-from pflcore.algorithms import Cohort, FedAvg, LocalOnly, WeightErosion, begin
+from pflcore.algorithms import Cohort, FedAvg, LocalOnly, WeightErosion
 from pflcore.algorithms.base import Tensors
-from pflcore.engine import Training
-from pflcore.flat import Net
 from pflcore.local import Local
+from pflcore.local.net import Net
+from pflcore.local.training import Training
+from pflcore.round import begin
 
 F64 = torch.float64
 

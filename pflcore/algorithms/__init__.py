@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from pflcore.algorithms.adapt import LocalOnly
-from pflcore.algorithms.base import Cohort, FedAvg, Outcome, Pool, State, Stop, begin, cohort_of, evaluate, sample, step
-from pflcore.algorithms.cluster import Ensemble, HypCluster
-from pflcore.algorithms.clustered import ClusteredFL
-from pflcore.algorithms.control import Scaffold, Waffle
+from pflcore.algorithms.apfl import APFL
+from pflcore.algorithms.base import Cohort, FedAvg, Pool, State, Stop
+from pflcore.algorithms.clustered_fl import ClusteredFL
+from pflcore.algorithms.ditto import MRMTL, Ditto
 from pflcore.algorithms.factorized_waffle import FactorizedWaffle
+from pflcore.algorithms.fedamp import FedAMP, HeurFedAMP
 from pflcore.algorithms.feddwa import FedDWA, FedDWAQP
+from pflcore.algorithms.fedfomo import FedFomo
+from pflcore.algorithms.fedopt import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi
+from pflcore.algorithms.fedprox import FedProx
+from pflcore.algorithms.fedrod import FedRoD
 from pflcore.algorithms.finetune import FineTune
-from pflcore.algorithms.gallery import SFL, FedAMP, HeurFedAMP
-from pflcore.algorithms.knn import KnnPer
-from pflcore.algorithms.meta import PerFedAvg, PFedMe
-from pflcore.algorithms.mixture import APFL
-from pflcore.algorithms.multitask import MRMTL, Ditto, Mocha
-from pflcore.algorithms.proximal import FedProx
-from pflcore.algorithms.server_opt import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi, QFedAvg
-from pflcore.algorithms.similarity import WeightErosion
-from pflcore.algorithms.split import FedRoD
-from pflcore.algorithms.validation import L2C, FedFomo
+from pflcore.algorithms.hypcluster import Ensemble, HypCluster
+from pflcore.algorithms.knnper import KnnPer
+from pflcore.algorithms.l2c import L2C
+from pflcore.algorithms.local_only import LocalOnly
+from pflcore.algorithms.mocha import Mocha
+from pflcore.algorithms.per_fedavg import PerFedAvg
+from pflcore.algorithms.pfedme import PFedMe
+from pflcore.algorithms.qfedavg import QFedAvg
+from pflcore.algorithms.scaffold import Scaffold
+from pflcore.algorithms.sfl import SFL
+from pflcore.algorithms.waffle import Waffle
+from pflcore.algorithms.weight_erosion import WeightErosion
 
 ALGORITHMS: dict[str, type[FedAvg]] = {
     "fedavg": FedAvg,
@@ -65,4 +71,4 @@ ALGORITHMS: dict[str, type[FedAvg]] = {
     "per_fedavg": PerFedAvg,
 }
 
-__all__ = ["ALGORITHMS", "APFL", "Cohort", "FedAvg", "Outcome", "Pool", "State", "Stop", "begin", "cohort_of", "evaluate", "sample", "step"]
+__all__ = ["ALGORITHMS", "Cohort", "FedAvg", "Pool", "State", "Stop"]

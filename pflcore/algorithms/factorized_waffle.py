@@ -14,10 +14,9 @@ from pflcore import ops
 from pflcore.algorithms import ibp
 from pflcore.algorithms.base import FedAvg, Payload, Tensors
 from pflcore.factorized import Init, factorize, factorized_layers
-from pflcore.flat import Net
 from pflcore.local import Local
-from pflcore.nn import uniforms
-from pflcore.streams import client_seeds
+from pflcore.local.net import Net
+from pflcore.local.random import client_seeds, uniforms
 
 PRESETS: dict[str, tuple[str, float]] = {"recommended": ("adam", 0.01), "paper_literal": ("sgd", 1.0)}  # optimizer, kl_weight
 MODES = ("thr_soft", "mean", "relaxed_mean", "hard", "mc")
@@ -106,7 +105,7 @@ class FactorizedWaffle(FedAvg):
         epochs = how.get("epochs") or t.epochs
         steps = epochs * max(-(-n // t.batch_size) for n in local.size.tolist())
         seeds = client_seeds(local.ids.numpy(), local.setting.seed, local.round, "beliefs")
-        u = uniforms(torch.from_numpy(seeds.view("int64")).to(x.device), steps * 2 * len(at)).mul_(1 - 2e-4).add_(1e-4).to(x)
+        u = uniforms(seeds, steps * 2 * len(at)).mul_(1 - 2e-4).add_(1e-4).to(x)
         u_b, u_v = u.view(count, steps, 2, -1).unbind(2)
         rows = {"x": x, **own, "taken": torch.zeros(count, dtype=torch.int64), "noise": torch.stack([u_b.logit(), u_v], 2)}
         rows |= {"n": local.size.to(x)[:, None]} | ({"momentum": torch.zeros_like(x)} if t.momentum else {})
@@ -184,8 +183,8 @@ class FactorizedWaffle(FedAvg):
         if self.eval_mode == "relaxed_mean":
             u = (torch.arange(256, dtype=pi.dtype, device=pi.device) + 0.5) / 256
             return ibp.concrete(logit[:, None, :, None], u.logit(), self.tau).mean(3)
-        seeds = client_seeds(local.ids.numpy(), local.setting.seed, local.round, "scores").view("int64")
-        u = uniforms(torch.from_numpy(seeds).to(logit.device), self.samples * logit.shape[1]).to(pi)
+        seeds = client_seeds(local.ids.numpy(), local.setting.seed, local.round, "scores")
+        u = uniforms(seeds, self.samples * logit.shape[1]).to(pi)
         return ibp.concrete(logit[:, None], u.logit().unflatten(1, (self.samples, -1)), self.tau)
 
     def predict(self, view: Tensors, net: Net, x: Tensor) -> Tensor:

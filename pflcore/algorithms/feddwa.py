@@ -12,9 +12,9 @@ from torch import Tensor
 from pflcore import ops
 from pflcore.algorithms.base import Cohort, Commit, FedAvg, Payload, Tensors
 from pflcore.algorithms.qp import inner_products, simplex_qp
-from pflcore.engine import onto
-from pflcore.flat import Net
 from pflcore.local import Local
+from pflcore.local.net import Net
+from pflcore.local.workers import onto
 
 
 @dataclass(frozen=True)

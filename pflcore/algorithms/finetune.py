@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from pflcore.algorithms.base import Payload, Tensors
-from pflcore.algorithms.server_opt import FedOpt
-from pflcore.engine import onto
-from pflcore.flat import Net
-from pflcore.local import Local, right
+from pflcore.algorithms.fedopt import FedOpt
+from pflcore.local import Local
+from pflcore.local.net import Net
+from pflcore.local.workers import onto
+from pflcore.metrics import right
 
 Choose = Literal["fixed", "global", "client"]
 

@@ -7,11 +7,13 @@ import torch
 from small import images, tiny_model
 
 from pflcore import Simulation, Training
-from pflcore.algorithms import ALGORITHMS, begin, step
+from pflcore.algorithms import ALGORITHMS
 from pflcore.data.federation import Federation
-from pflcore.engine import Engine, Setting
-from pflcore.flat import Net
-from pflcore.simulation import held_out
+from pflcore.data.roles import held_out
+from pflcore.local.net import Net
+from pflcore.local.settings import Setting
+from pflcore.local.workers import Engine
+from pflcore.round import begin, step
 
 
 def data() -> Federation:

@@ -1,0 +1,87 @@
+"""`pflcore bench`: each op at each size beside the best that torch, numpy, scipy and scikit-learn offer, and beside the machine's limit.
+
+The limit is measured in the same run (csrc/cpu/roofline.h): bytes that must be read over the bandwidth of reading, plus bytes that must be
+written over the bandwidth of writing past the caches; or the arithmetic over the rate of a loop of the same instructions in registers,
+where that takes longer. Times are medians. Where somebody else is faster, the table says so.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Literal
+
+Name = Literal["all", "sqdist", "aggregate", "weights", "rank1", "sgd", "linear", "conv", "rounds"]
+OPS = ("sqdist", "aggregate", "weights", "rank1", "sgd", "linear", "conv", "rounds")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is timed, and for how long."""
+
+    op: tuple[Name, ...] = ("all",)  # which ops
+    quick: bool = False  # small sizes only, about a minute
+    seconds: float = 1.0  # for each provider at each size, about
+    patience: float = 10.0  # a call that would take longer is left out
+    threads: int | None = None  # torch's intra-op threads; default: as they are
+    json: Path | None = None  # write all measurements to this file
+    markdown: Path | None = None  # write the table to this file
+
+
+def suite(name: str) -> ModuleType:
+    """The module of an op: `PROVIDERS`, `sizes(quick)` and `problem(size)`."""
+    return importlib.import_module(f"bench.{name}")
+
+
+def run(options: Options) -> int:
+    """Prints the table, a line as soon as it is measured."""
+    import torch
+
+    from bench import table
+
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    for path in (options.json, options.markdown):
+        if path is not None and not path.parent.is_dir():
+            raise ValueError(f"expected a file in an existing folder, got {str(path)!r}.")
+    machine = table.Machine.measure(128 if options.quick else 512)
+    print("\n".join(machine.lines()), "", table.line(table.HEADINGS), sep="\n", flush=True)
+    rows: list[table.Row] = []
+    rates: dict[tuple[str, str], float] = {}
+    budget = min(options.seconds, 0.2) if options.quick else options.seconds
+    patience = min(options.patience, 3.0) if options.quick else options.patience
+    for name in OPS if "all" in options.op else dict.fromkeys(options.op):
+        module = suite(name)
+        for size in module.sizes(options.quick):
+            problem = module.problem(size)
+            if problem is None:
+                print(table.line((name, table.size_of(size), "", "", "", "", "", "", "", "not enough free memory")))
+                continue
+            for row in table.measure(problem, machine, budget, patience, rates):
+                rows.append(row)
+                print(table.line(table.cells(row)), flush=True)
+            del problem
+    if options.json is not None:
+        options.json.write_text(json.dumps(table.as_json(machine, rows), indent=1) + "\n")
+    if options.markdown is not None:
+        options.markdown.write_text(table.markdown(machine, rows))
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line."""
+    from pflcore.cli.options import Group, of_dataclass, parse
+
+    group = Group("bench", "", of_dataclass(Options)[0])
+    got = parse(
+        "pflcore bench",
+        "Times the ops beside torch, numpy, scipy and scikit-learn, and beside the machine's limit.",
+        [group],
+        sys.argv[1:] if argv is None else argv,
+    )
+    return run(Options(**got["bench"]))

@@ -1,0 +1,63 @@
+"""The fused step of local training: `sgd_step_` beside the torch calls it stands for, with a correction and a proximal term."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from bench.problem import Problem, relative
+from pflcore import ops
+from pflcore.ops import reference
+
+PROVIDERS = ("pflcore", "torch")
+LR, MU = 0.01, 0.1
+
+
+def sizes(quick: bool) -> Iterator[dict[str, int]]:
+    """S clients of Q parameters: a linear model, an MLP, a LeNet, a CNN; plain SGD, and with all corrections."""
+    for full, (s, q) in itertools.product((0, 1), ((139, 30), (10, 159_010), (20, 61_706), (20, 582_026))):
+        if not quick or s * q < 2_000_000:
+            yield {"S": s, "Q": q, "corrected": full}
+
+
+def problem(size: dict[str, int]) -> Problem:
+    s, q, full = size["S"], size["Q"], bool(size["corrected"])
+    gen = torch.Generator().manual_seed(0)
+    start, grad, shift, anchor = (torch.randn(s, q, generator=gen) for _ in range(4))
+    w = start.clone()
+
+    def ours() -> torch.Tensor:
+        if full:
+            ops.sgd_step_(w, grad, LR, shift, None, MU, anchor)
+        else:
+            ops.sgd_step_(w, grad, LR)
+        return w
+
+    def plain() -> torch.Tensor:
+        if full:
+            step = grad + shift
+            step.add_(w - anchor, alpha=MU)
+            return w.sub_(step, alpha=LR)
+        return w.sub_(grad, alpha=LR)
+
+    def error(got: Any) -> float:
+        """One step from the start: the timed calls took many."""
+        w.copy_(start)
+        want = start.double()
+        reference.sgd_step_(
+            want, grad.double(), LR, shift.double() if full else None, None, MU, None, anchor.double() if full else None, 0.0, None, 0.0
+        )
+        return relative(ours(), want)
+
+    return Problem(
+        "sgd_step_",
+        size,
+        {"pflcore": ours, "torch": plain},
+        error,
+        reads=4 * s * q * (4 if full else 2),
+        writes=4 * s * q,
+        operations=float(s * q * (6 if full else 2)),
+    )

@@ -1,0 +1,96 @@
+"""Methods that mix a global and a personal model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pflcore import ops
+from pflcore._mode import context
+from pflcore.algorithms.base import FedAvg, Payload, Tensors
+from pflcore.local import Local
+from pflcore.local.net import Net
+
+
+@dataclass(frozen=True)
+class APFL(FedAvg):
+    """Deng et al. 2020, Algorithm 1: client i uses `alpha_i v_i + (1 - alpha_i) w`, w global, v_i and alpha_i its own.
+
+    server: x [P] · client: v [P], alpha [1] (and w [P] with `evaluate_on="client"`) · down: x [S, P] · up: delta [S, P] (1 model).
+    On one minibatch, from the old values throughout: `w -= lr * grad(w)`, `v -= lr * alpha * grad(mixed)` and, at the first step of a
+    round, `alpha -= alpha_lr * <v - w, grad(mixed)>`, kept within [0, 1]. v starts as w.
+
+    Deviations, each with another reading as an option: the paper adapts alpha once a round and does not say at which step; the authors'
+    code mixes outputs (`mix="logits"`) and adds 0.02 alpha to alpha's gradient (`alpha_decay=0.02`). Batch norm's running statistics
+    are those of the mixed model, which is the one that is used. Momentum and weight decay apply to w and v.
+    """
+
+    weighting: str = "uniform"  # "uniform" as in the paper, or "samples"
+    alpha: float = 0.5  # share of the personal model at the start: 0 global, 1 local
+    adaptive: bool = True  # learn alpha
+    alpha_lr: float | None = None  # alpha's step size; None: that of training
+    alpha_decay: float = 0.0  # pull of alpha towards 0
+    mix: Literal["weights", "logits"] = "weights"  # what is mixed: the models (the paper) or their scores
+    evaluate_on: Literal["server", "client"] = "server"  # with which w: the server's newest, or the client's own of its last round
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"alpha: expected a number from 0 to 1, got {self.alpha}.")
+        if self.alpha_lr is not None and not self.alpha_lr >= 0:
+            raise ValueError(f"alpha_lr: expected a number >= 0, or None for that of training, got {self.alpha_lr}.")
+        if not self.alpha_decay >= 0:
+            raise ValueError(f"alpha_decay: expected a number >= 0, got {self.alpha_decay}.")
+        if self.mix not in ("weights", "logits"):
+            raise ValueError(f"mix: expected 'weights' or 'logits', got {self.mix!r}.")
+        if self.evaluate_on not in ("server", "client"):
+            raise ValueError(f"evaluate_on: expected 'server' or 'client', got {self.evaluate_on!r}.")
+
+    def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
+        own = {"v": net.w0, "alpha": torch.full_like(net.w0[:1], self.alpha)}
+        return {"x": net.w0}, {**own, "w": net.w0} if self.evaluate_on == "client" else own
+
+    def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
+        x, t = down["x"], local.setting.training
+        P = x.shape[1]
+        alpha_lr = local.lr if self.alpha_lr is None else self.alpha_lr
+
+        def update(rows: Tensors, grad: Callable[..., Tensor], k: int) -> Tensors:
+            row, gradient = rows["row"].clone(), grad(rows["row"])  # [s, 2 P + 1]: w | v | alpha
+            buffer = rows["momentum"].clone() if t.momentum else None
+            models, g = row[:, : 2 * P], gradient[:, : 2 * P]
+            ops.sgd_step_(models, g, local.lr, momentum=t.momentum, buffer=buffer, weight_decay=t.weight_decay)
+            if self.adaptive and k == 0:
+                alpha = row[:, 2 * P :]
+                row[:, 2 * P :] = (alpha - alpha_lr * (gradient[:, 2 * P :] + self.alpha_decay * alpha)).clamp(0, 1)
+            return {"row": row} if buffer is None else {"row": row, "momentum": buffer}
+
+        rows = {"row": torch.cat([x, own["v"], own["alpha"]], 1)}
+        if t.momentum:
+            rows["momentum"] = torch.zeros_like(rows["row"][:, : 2 * P])
+        w, v, alpha = local.each_batch(rows, update, loss=self.joint_loss)["row"].split([P, P, 1], 1)
+        new = {"v": v, "alpha": alpha}
+        return {**new, "w": w} if self.evaluate_on == "client" else new, {"delta": w - x}
+
+    def joint_loss(self, net: Net, row: Tensor, x: Tensor, y: Tensor, extra: Tensors) -> Tensor:
+        """Its gradient in w is that of w's loss, in v and alpha that of the mixture's; `row` [2 P + 1] is w | v | alpha."""
+        w, v, alpha = row.split([net.size, net.size, 1])
+        before = context.buffers
+        own = net.loss(w, x, y)
+        context.buffers = before  # the statistics that stay are the mixture's
+        return own + net.criterion(self.mixed(net, w.detach(), v, alpha, x), y)
+
+    def mixed(self, net: Net, w: Tensor, v: Tensor, alpha: Tensor, x: Tensor) -> Tensor:
+        if self.mix == "weights":
+            return net(alpha * v + (1 - alpha) * w, x)
+        return alpha * net(v, x) + (1 - alpha) * net(w, x)
+
+    def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
+        return {"w": own["w"] if self.evaluate_on == "client" else down["x"], "v": own["v"], "alpha": own["alpha"]}
+
+    def predict(self, view: Tensors, net: Net, x: Tensor) -> Tensor:
+        return self.mixed(net, view["w"], view["v"], view["alpha"], x)

@@ -1,0 +1,108 @@
+"""Clustered FL: a cluster splits in two where its clients' updates point apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pflcore import ops
+from pflcore.algorithms.base import Cohort, FedAvg, Payload, Tensors
+from pflcore.local.net import Net
+from pflcore.local.workers import onto
+
+
+@dataclass(frozen=True)
+class ClusteredFL(FedAvg):
+    """Sattler et al. 2021, Algorithm 2 (CFL), with the conditions of the authors' code.
+
+    server: x [clusters, P], cluster [N] · client: nothing · down: the cluster's x [S, P] · up: delta [S, P] (1 model).
+    A cluster splits where |mean delta| < eps1 and max |delta| > eps2, more than two of its clients took part and `first` rounds
+    are over; the two halves are those of agglomerative clustering by the updates' cosines, and already this round's means are theirs.
+    With `relative` the one condition on norms is |mean delta| < eps1 max |delta|, which depends on neither model nor learning rate.
+    `linkage="complete"` is the authors' code, "single" the paper's optimal bipartition (least largest cosine across); `gamma` > 0
+    adds the paper's sqrt((1 - largest cosine across) / 2) > gamma. Only clients of the round decide; who is absent while its cluster
+    splits stays in the first half. Deviation: `weighting` is uniform, as in the code. A client's number is its own at every level.
+    """
+
+    weighting: str = "uniform"
+    eps1: float = 0.4
+    eps2: float = 1.6
+    relative: bool = False  # eps1 times the largest norm in the place of eps1; no eps2
+    first: int = 20  # rounds before the first split
+    linkage: str = "complete"  # "complete" or "single"
+    gamma: float = 0.0  # least separation of the two halves; 0: not asked for
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.linkage not in ("complete", "single"):
+            raise ValueError(f"linkage: expected 'complete' or 'single', got {self.linkage!r}.")
+        if min(self.eps1, self.eps2, self.gamma, self.first) < 0:
+            raise ValueError("eps1, eps2, gamma, first: expected numbers >= 0.")
+
+    def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
+        return {"x": net.w0[None], "cluster": torch.zeros(n, dtype=torch.long)}, {}
+
+    def send(self, g: Tensors, cohort: Cohort, gen: torch.Generator) -> Payload:
+        return {"x": g["x"][onto(g["cluster"][cohort.ids], g["x"].device)]}
+
+    def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
+        x, cluster, delta = g["x"], g["cluster"].clone(), up["delta"]
+        for c in range(len(x)):
+            members = (cluster[cohort.ids] == c).nonzero()[:, 0]  # positions in the cohort
+            if cohort.round > self.first and len(members) > 2:
+                second = self.split(delta[onto(members, delta.device)])
+                if second is not None:
+                    cluster[cohort.ids[members[second]]] = len(x)
+                    x = torch.cat([x, x[c : c + 1]])
+        mix = F.one_hot(cluster[cohort.ids], len(x)).T * cohort.share
+        mix = onto(mix / mix.sum(1, keepdim=True).clamp(min=1e-300), x.device)
+        return {"x": ops.aggregate(delta, mix, base=x, lr=self.lr), "cluster": cluster}
+
+    def split(self, delta: Tensor) -> Tensor | None:
+        """Who of a cluster's clients, by their updates [m, P], leaves for a new one: bool [m], or None where it stays whole."""
+        uniform = torch.full((1, len(delta)), 1 / len(delta), dtype=torch.float64, device=delta.device)
+        rows = torch.cat([delta, ops.aggregate(delta, uniform)])
+        norm = ops.pairwise_sqdist(rows, torch.zeros_like(rows[:1]))[:, 0].sqrt().cpu()
+        mean, largest = norm[-1], norm[:-1].max()
+        if not (mean < self.eps1 * largest if self.relative else mean < self.eps1 and largest > self.eps2):
+            return None
+        cosine = cosines(ops.pairwise_sqdist(delta).cpu(), norm[:-1])
+        second = bipartition(cosine, self.linkage)
+        return None if self.gamma and ((1 - across(cosine, second)) / 2) ** 0.5 <= self.gamma else second
+
+    def report(self, g: Tensors) -> Tensors:
+        """cluster [N]: which cluster each client is in."""
+        return {"cluster": g["cluster"]}
+
+
+def cosines(sqdist: Tensor, norm: Tensor) -> Tensor:
+    """Cosines [m, m] from squared distances and norms [m]; 0 where a norm is 0. Exact distances make cosines near 1 exact too."""
+    length = norm[:, None] * norm
+    return torch.where(length > 0, (norm[:, None] ** 2 + norm**2 - sqdist) / (2 * length), 0.0).clamp(-1, 1)
+
+
+def bipartition(similarity: Tensor, linkage: str = "complete") -> Tensor:
+    """Two halves of m >= 2 clients by agglomerative clustering of `similarity` [m, m]: bool [m], False for client 0's half.
+
+    The two most similar groups merge until two are left; groups are as similar as their least similar pair ("complete") or their most
+    similar one ("single", which makes the largest similarity across the two halves as small as it can be).
+    """
+    link = similarity.double().clone()
+    link.fill_diagonal_(-torch.inf)
+    group = torch.arange(len(link))  # a group is called by its first client
+    for _ in range(len(link) - 2):
+        a, b = sorted(divmod(int(link.argmax()), len(link)))
+        merged = torch.minimum(link[a], link[b]) if linkage == "complete" else torch.maximum(link[a], link[b])
+        link[a], link[:, a] = merged, merged
+        link[a, a] = -torch.inf
+        link[b], link[:, b] = -torch.inf, -torch.inf
+        group[group == b] = a
+    return group != group[0]
+
+
+def across(similarity: Tensor, second: Tensor) -> float:
+    """The largest similarity between the two halves."""
+    return float(similarity[second][:, ~second].max())

@@ -1,0 +1,58 @@
+"""Models of which a part is shared and a part is the client's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pflcore.algorithms.base import FedAvg, Payload, Tensors
+from pflcore.local import Local
+from pflcore.local.net import Net
+from pflcore.local.workers import onto
+
+
+@dataclass(frozen=True)
+class FedRoD(FedAvg):
+    """Chen and Chao 2022, FedRoD (linear): a generic model, and a personal head h that adds its scores to the generic ones.
+
+    server: x [P] (body f and generic head g) · client: its head h · down: x [S, P] · up: delta [S, P] (1 model; h stays).
+    The generic model minimises balanced softmax, CE(g(z) + gamma log n_c), z = f(x) and n_c the client's samples of class c; the head
+    minimises CE(g(z) + h(z)) with g(z) and z detached, so that it moves nothing but h. Both are trained at once, by the run's SGD.
+    Predicted is g(z) + h(z). A client without class c gives it no generic score while it trains.
+    Decision where the paper is silent: h starts at zero, so that a new client's model is the generic one; `head="copy"` starts at g.
+    """
+
+    gamma: float = 1.0  # strength of the balancing; 0 is cross-entropy
+    head: str = "zeros"  # how h starts: "zeros" or as a "copy" of the generic head's initial weights
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.gamma >= 0 or self.head not in ("zeros", "copy"):
+            raise ValueError(f"gamma, head: expected a number >= 0, and 'zeros' or 'copy', got {self.gamma} and {self.head!r}.")
+
+    def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
+        h = net.w0[net.head_slice]
+        return {"x": net.w0}, {"h": h if self.head == "copy" else torch.zeros_like(h)}
+
+    def loss(self, net: Net, w: Tensor, x: Tensor, y: Tensor, extra: Tensors) -> Tensor:
+        """The sum of both losses at a row [x | h]."""
+        z = net.features(w[: net.size], x)
+        generic, personal = net.head(w[: net.size], z), net.head(w[net.size :], z.detach())
+        balanced = F.cross_entropy(generic + (extra["n"] ** self.gamma).log(), y)
+        return balanced + F.cross_entropy(generic.detach() + personal, y)
+
+    def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
+        x = down["x"]
+        n = onto(local.counts, x.device).to(x.dtype)
+        w = local.fit(torch.cat([x, own["h"]], 1), loss=self.loss, extra={"n": n}).w
+        return {"h": w[:, x.shape[1] :]}, {"delta": w[:, : x.shape[1]] - x}
+
+    def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
+        return {"w": down["x"], "h": own["h"]}
+
+    def predict(self, view: Tensors, net: Net, x: Tensor) -> Tensor:
+        z = net.features(view["w"], x)
+        return net.head(view["w"], z) + net.head(view["h"], z)

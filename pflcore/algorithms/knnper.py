@@ -1,0 +1,76 @@
+"""kNN-Per: the shared model and a vote of the client's own nearest training samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pflcore import ops
+from pflcore.algorithms.base import Payload, Tensors
+from pflcore.algorithms.fedopt import FedOpt
+from pflcore.local import Local
+from pflcore.local.losses import hinge
+from pflcore.local.net import Net
+from pflcore.local.workers import onto
+
+Kernel = Literal["exp", "inverse", "gauss_dim"]
+
+
+@dataclass(frozen=True)
+class KnnPer(FedOpt):
+    """kNN-Per (Marfoq et al. 2022, equations 6 and 7): `p = lam p_knn + (1 - lam) p_x` on probabilities.
+
+    server: x [P] and the optimizer's state · client: nothing · down: x (1 model) · up: delta (1 model). Trains as `FedOpt`; for evaluation
+    each client stores what the head sees of its training samples. p_knn weighs the labels of the k nearest (Euclidean distance d) by
+    `kernel`: "exp" exp(-d) (the paper), "inverse" 1 / d (an exact match takes all; Motley's silo code), "gauss_dim" exp(-d^2 / D)
+    (the authors' code). Targets instead of classes: the weighted mean of the neighbours' targets; hinge loss: of their signs, mixed
+    with the score. A client with fewer than k samples uses all of them. lam = 0 is FedAvg.
+    """
+
+    returns: ClassVar[str] = "probabilities"
+    late: ClassVar[tuple[str, ...]] = ("k", "lam", "kernel")
+
+    k: int = 10  # neighbours
+    lam: float = 0.5  # 0: the shared model alone, 1: the neighbours alone
+    kernel: Kernel = "exp"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.k < 1 or not 0 <= self.lam <= 1:
+            raise ValueError(f"k and lam: expected at least 1 neighbour and a number in [0, 1], got {self.k} and {self.lam}.")
+        if self.kernel not in get_args(Kernel):
+            raise ValueError(f"kernel: expected one of {', '.join(get_args(Kernel))}, got {self.kernel!r}.")
+
+    def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
+        z, y = local.features(down["x"])  # [S, n, H], [S, n]: short clients are padded at the end
+        return {"w": down["x"], "z": z.flatten(2), "y": y, "n": onto(local.size, y.device)}
+
+    def predict(self, view: Tensors, net: Net, x: Tensor) -> Tensor:
+        weight, near = neighbours(net.features(view["w"], x).flatten(1), view["z"], view["n"], self.k, self.kernel)  # [B, k], [B, k]
+        scores, labels = net(view["w"], x), view["y"][near]
+        if net.criterion is hinge:
+            return (1 - self.lam) * scores + self.lam * (weight * torch.where(labels > 0, 1.0, -1.0)).sum(1).to(scores).view_as(scores)
+        if labels.is_floating_point():
+            return (1 - self.lam) * scores + self.lam * (weight * labels).sum(1).to(scores).view_as(scores)
+        vote = (weight[..., None] * F.one_hot(labels.clamp(min=0), scores.shape[1])).sum(1)
+        return (1 - self.lam) * scores.softmax(1) + self.lam * vote.to(scores)
+
+
+def neighbours(queries: Tensor, store: Tensor, n: Tensor | int, k: int, kernel: Kernel = "exp") -> tuple[Tensor, Tensor]:
+    """Weights [B, k'] float64, summing to 1, and places [B, k'] of the k' = min(k, n) nearest of the first `n` rows of `store` [n_max, H].
+
+    Weights are a softmax of -d: exp(-d) itself is 0 / 0 for far points. Places past `n` come with weight 0.
+    """
+    square = ops.pairwise_sqdist(queries, store)  # [B, n_max] float64, exact where points coincide
+    square = torch.where(torch.arange(store.shape[0], device=store.device) < n, square, torch.inf)
+    square, near = square.topk(min(k, store.shape[0]), dim=1, largest=False)
+    if kernel == "inverse":
+        same = square == 0
+        weight = torch.where(same.any(1, keepdim=True), same.double(), square.rsqrt())
+        return weight / weight.sum(1, keepdim=True), near
+    far = square.sqrt() if kernel == "exp" else square / store.shape[1]
+    return torch.softmax(-far, 1), near

@@ -1,0 +1,116 @@
+"""MOCHA: a model per client and a learned relation between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pflcore import ops
+from pflcore.algorithms.base import Cohort, FedAvg, Payload, Stop, Tensors, written
+from pflcore.local import Local
+from pflcore.local.net import Net
+from pflcore.local.workers import onto
+
+
+@dataclass(frozen=True)
+class Mocha(FedAvg):
+    """MOCHA (Smith et al. 2017) in primal form: min over W, Omega of `sum_t mean_loss_t(w_t) + (lam / 2) tr(W^T Omega W)`.
+
+    server: w [N, P], omega [N, N] · client: w [P] (its row) · down: `sum_{j != t} Omega_tj w_j` (1 model) and two scalars · up: w (1 model)
+    and a scalar. One round is one inner iteration: a local epoch of `w_t -= lr (grad + lam (Omega_tt w_t + pull_t))`, the others frozen.
+    Every `outer` rounds `Sigma = (W W^T)^(1/2) / trace` and `Omega = ((1 - delta) Sigma + delta I / N)^-1`; at first Sigma = I / N.
+
+    `relation="sigma"` puts Sigma where Omega belongs, which is what Motley's code does (its table cannot be had otherwise).
+    `regulariser="server"`: clients run plain SGD and the server applies the regulariser implicitly,
+    `W <- (I + lr * steps * lam * Omega)^-1 W`: stable for every lam. The default, Motley's form, is an explicit block-Jacobi step,
+    stable only while the largest eigenvalue of `e^(1/2) Omega e^(1/2)` is below 2, `e_t = (1 - (1 - lr lam Omega_tt)^steps) / Omega_tt`:
+    checked after every update of Omega; where it fails the run stops with a sentence.
+    lam is not comparable with papers that sum over samples. Weights of the clients (`weighting`) play no part, nor does the server's lr.
+    """
+
+    lam: float = 0.01  # strength of the regulariser
+    delta: float = 0.01  # how much of I / N is mixed into Sigma: Omega's condition number is at most N / delta
+    outer: int = 2  # rounds between two updates of Omega
+    relation: Literal["omega", "sigma"] = "omega"
+    regulariser: Literal["client", "server"] = "client"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.relation not in ("omega", "sigma") or self.regulariser not in ("client", "server"):
+            raise ValueError(
+                "relation and regulariser: expected 'omega' or 'sigma' and 'client' or 'server', "
+                f"got {self.relation!r} and {self.regulariser!r}."
+            )
+        if not self.lam >= 0 or not 0 < self.delta <= 1 or self.outer < 1:
+            raise ValueError(
+                f"lam, delta and outer: expected lam >= 0, 0 < delta <= 1 and at least 1 round, got {self.lam}, {self.delta}, {self.outer}."
+            )
+
+    def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
+        eye = torch.eye(n, dtype=torch.float64, device=net.w0.device)
+        return {"w": net.w0.expand(n, -1), "omega": eye * n if self.relation == "omega" else eye / n}, {"w": net.w0}
+
+    def send(self, g: Tensors, cohort: Cohort, gen: torch.Generator) -> Payload:
+        if self.regulariser == "server":
+            return {"w": g["w"][onto(cohort.ids, g["w"].device)]}
+        ids = onto(cohort.ids, g["omega"].device)
+        rows = g["omega"][ids]  # [S, N]
+        diagonal = rows.gather(1, ids[:, None])  # [S, 1]
+        others = rows.scatter(1, ids[:, None], 0.0)
+        return {"pull": ops.aggregate(g["w"], others), "o": diagonal}
+
+    def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
+        if self.regulariser == "server":
+            fit = local.fit(down["w"])
+        else:
+            mu = (self.lam * down["o"]).to(own["w"])
+            fit = local.fit(own["w"], shift=self.lam * down["pull"], prox=(mu[:, 0], torch.zeros_like(own["w"])))
+        return {"w": fit.w}, {"w": fit.w, "lr_sum": fit.lr_sum, "lr": torch.full_like(fit.lr_sum, local.lr)}
+
+    def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
+        w, omega = g["w"], g["omega"]
+        with written(w, cohort.ids, up["w"]):
+            if cohort.round % self.outer == 0:
+                ids = onto(cohort.ids, w.device)
+                omega = relation(w, self.delta, self.relation)
+                if self.regulariser == "client":
+                    self.check(omega[ids][:, ids], up["lr"][:, 0].double(), up["lr_sum"][:, 0].double(), cohort.round)
+            if self.regulariser == "server":
+                spread = torch.eye(len(w), dtype=torch.float64, device=w.device) + up["lr_sum"].double().mean() * self.lam * omega
+                w = ops.aggregate(w, torch.linalg.inv(spread))
+            return {"w": w, "omega": omega}
+
+    def check(self, omega: Tensor, lr: Tensor, lr_sum: Tensor, round: int) -> None:
+        """Stop where the next exchanges would amplify W."""
+        o = omega.diagonal()
+        shrink = lr * self.lam * o
+        e = (1 - (1 - shrink) ** (lr_sum / lr.clamp(min=1e-300)).round()) / o
+        root = e.clamp(min=0).sqrt()
+        value = max(shrink.max().item(), torch.linalg.eigvalsh(root[:, None] * omega * root).max().item())
+        if not value < 2:
+            raise Stop(
+                f"MOCHA is unstable from round {round} on: with lr {lr.max().item():g}, lam {self.lam:g} and delta {self.delta:g} "
+                f"an exchange amplifies the models (eigenvalue {value:.3g}, which must be below 2); "
+                "lower lr or lam, raise delta, or use regulariser='server'."
+            )
+
+    def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
+        return {"w": down["w"] if self.regulariser == "server" else own["w"]}
+
+
+def relation(w: Tensor, delta: float, kind: str = "omega", eps: float = 1e-8) -> Tensor:
+    """Sigma = (W W^T)^(1/2) / trace [N, N] float64 of `w` [N, P], or Omega = ((1 - delta) Sigma + delta I / N)^-1.
+
+    W W^T has rank P at most: its eigenvalues are clamped to `eps` from below (Motley's value), and delta bounds Omega.
+    """
+    rows = w.double()
+    values, vectors = torch.linalg.eigh(rows @ rows.T)
+    root = values.clamp(min=eps).sqrt()
+    root = root / root.sum()
+    if kind == "omega":
+        root = 1 / ((1 - delta) * root + delta / len(w))
+    matrix: Tensor = (vectors * root) @ vectors.T
+    return matrix

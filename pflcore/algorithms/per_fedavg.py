@@ -1,0 +1,83 @@
+"""Per-FedAvg: a shared model that is a good start, one gradient step away from everybody's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pflcore._mode import context, forward_mode
+from pflcore.algorithms.base import FedAvg, Payload, Tensors
+from pflcore.local import Local
+from pflcore.local.net import Net
+
+
+@dataclass(frozen=True)
+class PerFedAvg(FedAvg):
+    """Fallah et al. 2020, Algorithm 1: w minimises mean_i f_i(w - alpha grad f_i(w)).
+
+    server: x [P] · client: nothing · down: x [S, P] · up: delta [S, P] (1 model). The server is FedAvg's.
+    A local step takes minibatches D, D', D'' of independent shuffles: u = w - alpha grad f(w; D), v = grad f(u; D'), then
+    w <- w - beta v ("fo"), w - beta (v - alpha (grad f(w + delta v; D'') - grad f(w - delta v; D'')) / (2 delta)) ("hf"), or
+    w - beta (v - alpha H(w; D'') v) ("exact", by automatic differentiation; pool and vmap engine alike).
+    Evaluated is x after `steps` such inner steps on the client's training data, never on test data.
+    Deviations: `scaled` divides delta by |v|, because w + delta v and w - delta v are equal in float32 where v is small (False is the
+    paper's). alpha and beta are the run's learning rate unless given. With batch norm each of the gradients updates the statistics.
+    """
+
+    variant: str = "fo"  # "fo", "hf" or "exact"
+    alpha: float | None = None  # the inner step size; default: the run's
+    beta: float | None = None  # the outer step size; default: the run's
+    delta: float = 1e-3  # of the finite difference
+    scaled: bool = True  # delta / |v| in the place of delta
+    steps: int = 1  # inner steps at evaluation
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.variant not in ("fo", "hf", "exact"):
+            raise ValueError(f"variant: expected 'fo', 'hf' or 'exact', got {self.variant!r}.")
+        if not self.delta > 0 or self.steps < 0 or min(self.alpha or 0, self.beta or 0) < 0:
+            raise ValueError("alpha, beta, delta, steps: expected alpha, beta, steps >= 0 and delta > 0.")
+
+    def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
+        alpha = local.lr if self.alpha is None else self.alpha
+        beta = local.lr if self.beta is None else self.beta
+
+        def update(rows: Tensors, grad: Callable[..., Tensor], k: int) -> Tensors:
+            w = rows["w"]
+            v = grad(w - alpha * grad(w), 1)
+            return {"w": w - beta * (v - alpha * self.curvature(w, v, grad))}
+
+        x = down["x"]
+        exact = self.variant == "exact"
+        # torch 2.15 refuses gradients of gradients through batch norm under vmap
+        how: dict[str, Any] = {"loss": along, "alone": bool(local.net.buffer_names)} if exact else {}
+        return own, {"delta": local.each_batch({"w": x}, update, batches=2 if self.variant == "fo" else 3, **how)["w"] - x}
+
+    def curvature(self, w: Tensor, v: Tensor, grad: Callable[..., Tensor]) -> Tensor:
+        """H v [s, P] on the step's third minibatch, as the variant has it."""
+        if self.variant == "fo":
+            return torch.zeros_like(v)
+        if self.variant == "exact":
+            return grad(torch.cat([w, v], 1), 2)[:, : w.shape[1]]
+        delta = self.delta / v.norm(dim=1, keepdim=True).clamp(min=1e-30) if self.scaled else self.delta
+        return (grad(w + delta * v, 2) - grad(w - delta * v, 2)) / (2 * delta)
+
+    def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
+        return {"w": local.fit(down["x"], steps=self.steps, lr=self.alpha, stream="adapt").w if self.steps else down["x"]}
+
+
+def along(net: Net, w: Tensor, x: Tensor, y: Tensor, extra: Tensors) -> Tensor:
+    """The loss at w [P]; for a row [w | v] of twice the length a number whose gradient in w is H(w) v.
+
+    H v is made inside, gradient of gradient: differentiating a gradient from outside `vmap` is wrong for batch norm (torch 2.13).
+    """
+    if len(w) == net.size:
+        return net.loss(w, x, y)
+    row, v = w.detach().split(net.size)
+    with forward_mode(context.train, context.buffers, context.seed):  # what these passes do to the statistics stays inside
+        product: Tensor = torch.func.vjp(torch.func.grad(lambda u: net.loss(u, x, y)), row)[1](v)[0]  # type: ignore[misc]
+    return (w[: net.size] * product).sum()

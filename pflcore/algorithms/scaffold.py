@@ -1,0 +1,64 @@
+"""SCAFFOLD: clients correct each gradient by what they know of the others' gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pflcore import ops
+from pflcore.algorithms.base import Cohort, FedAvg, Payload, Tensors
+from pflcore.local import Fit, Local
+from pflcore.local.net import Net
+from pflcore.local.workers import onto
+
+
+@dataclass(frozen=True)
+class Scaffold(FedAvg):
+    """Karimireddy et al. 2020, Algorithm 1: each step takes `gradient - c_i + c`.
+
+    server: x, c [P] · client: c [P] · down: x, c [S, P] (2 models) · up: delta, control = c_i' - c_i [S, P] (2 models).
+    `x <- x + lr * mean_S delta_i`, `c <- c + |S| / N * mean_S control_i`, so that `c = mean_N c_i` after every round.
+    The new `c_i'` is, by `option`: "mean_grad" the mean minibatch gradient of the round (exact for every local optimizer; equals
+    option II for plain SGD); "II" `c_i - c + (x - y_i) / (sum of step sizes)`; "I" the full-batch gradient at x. With momentum
+    option II divides by the effective number of steps, sum_k (1 - m^(K-k+1)) / (1 - m). Weight decay counts as part of the gradient.
+    `weighting="samples"` weighs x and c alike by n_i; then c is the n-weighted mean of the c_i under full participation only.
+    """
+
+    weighting: str = "uniform"  # "uniform" as in the paper, or "samples"
+    option: Literal["mean_grad", "II", "I"] = "mean_grad"  # how a client renews its control variate
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.option not in ("mean_grad", "II", "I"):
+            raise ValueError(f"option: expected 'mean_grad', 'II' or 'I', got {self.option!r}.")
+
+    def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
+        return {"x": net.w0, "c": torch.zeros_like(net.w0)}, {"c": torch.zeros_like(net.w0)}
+
+    def send(self, g: Tensors, cohort: Cohort, gen: torch.Generator) -> Payload:
+        return {k: g[k].expand(len(cohort.ids), -1) for k in ("x", "c")}
+
+    def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
+        fit, new = self.train(down, own, local)
+        return {"c": new}, {"delta": fit.w - down["x"], "control": new - own["c"]}
+
+    def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
+        share = onto(cohort.share[None], g["x"].device)
+        x = ops.aggregate(up["delta"], share, base=g["x"], lr=self.lr)[0]
+        return {**g, "x": x, "c": ops.aggregate(up["control"], share, base=g["c"], lr=len(cohort.ids) / cohort.n)[0]}
+
+    def train(self, down: Payload, own: Tensors, local: Local) -> tuple[Fit, Tensor]:
+        """Corrected local training and the clients' new control variates [S, P]."""
+        x, c, t = down["x"], down["c"], local.setting.training
+        fit = local.fit(x, shift=c - own["c"], want_grad=self.option == "mean_grad")
+        if self.option == "I":
+            return fit, local.grad(x) + t.weight_decay * x
+        if self.option == "II":
+            steps, m = fit.lr_sum.double() / local.lr, t.momentum
+            steps = steps / (1 - m) - m * (1 - m**steps) / (1 - m) ** 2  # the plain number where m is 0
+            return fit, own["c"] - c + (x - fit.w) / (steps * local.lr).to(x)
+        assert fit.grad is not None
+        return fit, fit.grad

@@ -1,0 +1,127 @@
+"""WAFFLE: SCAFFOLD whose averages drift from everybody to the clients that help one target."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pflcore import ops
+from pflcore.algorithms.base import Cohort, Payload, Tensors
+from pflcore.algorithms.scaffold import Scaffold
+from pflcore.local import Local
+from pflcore.local.net import Net
+from pflcore.local.workers import onto
+
+Schedule = Callable[[int, int], float]  # (round, rounds) -> how global this round is: 1 global, 0 local
+
+
+@dataclass(frozen=True)
+class Waffle(Scaffold):
+    """Beaussart et al. 2021, Algorithms 1 and 2: SCAFFOLD whose averages drift from global to what helps one client, the `target`.
+
+    server: x, c [P], history [2, N] of unsmoothed weights, weights [N] · client: c [P] · down: x, c [S, P] (2 models) ·
+    up: delta and control [S, P] (2 models). x is the target's personalized model; the others' numbers only show what it is to them.
+    The weights come from the distances between the clients' updates and the target's (`ops.waffle_weights`, eqs. 2 and 3) and are
+    averaged with those of the last two rounds; from round 0.95 R on the target is alone. Omega and Psi are eq. 4 with slope `do`,
+    or any function of (round, rounds). Absent clients have weight 0, and those present share the whole.
+
+    Deviations, each with the paper's own reading as an option: `control_agg="recompute"` keeps `c = sum_i weight_i c_i`; as printed
+    ("literal": `c += sum_i weight_i dc_i`) c forgets what it owes each client when weights change, the gap between c and the target's
+    own c_i freezes once the target is alone, and the target cannot reach its optimum. `option="mean_grad"` is as in SCAFFOLD ("II" is
+    the paper's). Decisions where the paper is silent: c and c_i start at 0, the history at 1/N, lr 1, the history holds unsmoothed
+    weights, no weighting by samples.
+    """
+
+    target: int = 0  # the client for whom the model is made
+    do: float = 3.2  # slope of the paper's Omega = Psi = 1 / (1 + exp(do * (2 (round + r0) / rounds - 1)))
+    r0: float = 0.0  # shifts that curve: positive turns local earlier
+    control_agg: Literal["recompute", "literal"] = "recompute"  # how c follows the weights; "literal" is Algorithm 2 as printed
+    distance_on: Literal["update", "raw_grad"] = "update"  # distances between updates (the paper) or between mean gradients
+    tie: str = "closed"  # weights where all others are equally far: "closed" form at the limit, or "uniform"
+    history_init: Literal["uniform", "replicate", "zeros"] = "uniform"  # the weights of the two rounds before the first
+    normalize_by_steps: bool = False  # divide an update by its client's steps before measuring distances
+    omega: Schedule | None = None  # a function of (round, rounds) instead of the paper's curve
+    psi: Schedule | None = None  # the same for Psi; by default Psi is Omega
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.target < 0:
+            raise ValueError(f"target: expected the number of a client, from 0, got {self.target}.")
+        if not (math.isfinite(self.do) and math.isfinite(self.r0)):
+            raise ValueError(f"do and r0: expected finite numbers, got {self.do} and {self.r0}.")
+        for name, allowed in (
+            ("control_agg", ("recompute", "literal")),
+            ("distance_on", ("update", "raw_grad")),
+            ("tie", ("closed", "uniform")),
+            ("history_init", ("uniform", "replicate", "zeros")),
+            ("weighting", ("uniform",)),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}: expected {' or '.join(map(repr, allowed))}, got {getattr(self, name)!r}.")
+
+    @property
+    def required(self) -> tuple[int, ...]:  # type: ignore[override]
+        return (self.target,)
+
+    def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
+        g, own = super().init(net, n)
+        even = torch.full((n,), 1 / n, dtype=torch.float64)
+        return {**g, "history": (even if self.history_init == "uniform" else 0 * even).repeat(2, 1), "weights": even}, own
+
+    def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
+        fit, new = self.train(down, own, local)
+        up = {"delta": fit.w - down["x"], "control": new if self.control_agg == "recompute" else new - own["c"]}
+        if self.normalize_by_steps:
+            up["lr_sum"] = fit.lr_sum
+        if self.distance_on == "raw_grad" and self.control_agg == "literal":
+            up["grad"] = new  # a third model: the server keeps no table of the c_i
+        return {"c": new}, up
+
+    def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
+        mixed, history, smooth = self.mixing(g, up, cohort)
+        share = onto(mixed[None], g["x"].device)
+        x = ops.aggregate(up["delta"], share, base=g["x"], lr=self.lr)[0]
+        c = ops.aggregate(up["control"], share, base=None if self.control_agg == "recompute" else g["c"])[0]
+        return {"x": x, "c": c, "history": history, "weights": smooth}
+
+    def mixing(self, g: Tensors, up: Tensors, cohort: Cohort) -> tuple[Tensor, Tensor, Tensor]:
+        """The smoothed weights of the cohort [S]; the new history [2, N] and the smoothed weights of all clients [N]; all float64."""
+        look = up["delta"] / up["lr_sum"] if self.normalize_by_steps else up["delta"]
+        if self.distance_on == "raw_grad":
+            look = up["control"] if self.control_agg == "recompute" else up["grad"]
+        at = int((cohort.ids == self.target).nonzero())
+        dist = ops.pairwise_sqdist(look[at : at + 1], look)[0].sqrt().cpu()  # [S]
+        omega, psi = self.globality(cohort.round, cohort.rounds)
+        mine = ops.waffle_weights(dist, at, omega, psi, self.tie)
+        if 20 * cohort.round >= 19 * cohort.rounds:  # 0.95 R, in integers
+            mine = torch.zeros_like(mine).index_fill_(0, torch.tensor([at]), 1.0)
+        alone = torch.zeros(cohort.n, dtype=torch.float64).index_copy_(0, cohort.ids, mine)
+        history = g["history"]
+        if self.history_init == "replicate" and not history.any():
+            history = alone.expand(2, -1)
+        smooth = (history.sum(0) + alone) / 3
+        present = smooth[cohort.ids]
+        mixed = present * (smooth.sum() / present.sum())
+        return mixed, torch.stack([alone, history[0]]), torch.zeros_like(smooth).index_copy_(0, cohort.ids, mixed)
+
+    def globality(self, round: int, rounds: int) -> tuple[float, float]:
+        """Omega and Psi of this round (1-based)."""
+        z = self.do * ((round + self.r0) / (rounds / 2) - 1)
+        e = math.exp(-abs(z))  # never overflows
+        curve = (e if z > 0 else 1.0) / (1 + e)
+        omega = curve if self.omega is None else float(self.omega(round, rounds))
+        psi = omega if self.psi is None else float(self.psi(round, rounds))
+        if not (omega >= 0 and psi >= 0):
+            raise ValueError(f"omega and psi: expected numbers >= 0, got {omega} and {psi} in round {round}.")
+        if omega > 1:
+            warnings.warn("omega exceeds 1: other clients may outweigh the target.", stacklevel=2)
+        return omega, psi
+
+    def report(self, g: Tensors) -> Tensors:
+        return {"weights": g["weights"]}

@@ -1,0 +1,321 @@
+"""The command line: `pflcore run ALGORITHM`, `pflcore compare --algorithms A B C`, `pflcore report FOLDER`, `pflcore info`, ...
+
+Every option comes from a frozen dataclass (the algorithm, Training, Options, Output) or from a partition's own defaults. What is wrong
+with an argument is said in one sentence on stderr with exit code 2, before anything is computed or written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import os
+import platform
+import re
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pflcore.cli.options import Group, Option, of_dataclass, of_function, of_words, parse, peek
+
+if TYPE_CHECKING:
+    from pflcore.experiment import Job
+    from pflcore.results.progress import Progress
+    from pflcore.results.record import Record, Run
+    from pflcore.simulation import History, Simulation
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where results go: record.jsonl, table.md, curves.png, weights.png and further pictures."""
+
+    out: Path | None = None  # folder; default: a new one below runs/
+    overwrite: bool = False  # replace the record that the folder holds
+    baseline: str | None = None  # an algorithm; adds the percent of clients that are worse off than with it
+    last: int = 10  # rounds in "mean of last"
+    quiet: bool = False  # no progress bar
+
+
+EXTRAS = {"cli": ("tyro", "tqdm"), "data": ("torchvision", "mlxtend", "sklearn", "scipy"), "plot": ("matplotlib",)}
+
+
+class RunFailed(Exception):
+    """Something broke in the middle of a run."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Runs one algorithm on a federation."""
+    named = bool(argv) and not argv[0].startswith("-")
+    if not named and not {"-h", "--help"} & set(argv):
+        raise ValueError(f"run: expected the name of an algorithm first ({_algorithms()}), got {argv[0] if argv else 'none'}.")
+    return _play("run", list(argv[:1]) if named else [], argv[1:] if named else argv)
+
+
+def compare(argv: Sequence[str]) -> int:
+    """Runs several algorithms on the same federation, from the same initial weights, with the same cohorts and batches."""
+    names = peek(argv, "--algorithms")
+    if not names and not {"-h", "--help"} & set(argv):
+        raise ValueError(f"algorithms: expected at least one of {_algorithms()}, got none; for example --algorithms local fedavg.")
+    return _play("compare", list(dict.fromkeys(names)), argv)
+
+
+def _play(command: str, names: list[str], argv: Sequence[str]) -> int:
+    from pflcore import experiment
+    from pflcore.local import Training
+
+    one = command == "run"
+    asked = {o: (peek(argv, f"--{o}") or [getattr(experiment.Options, o)])[0] for o in ("data", "partition", "model")}
+    chosen = {"partition": experiment.partition_of(asked["data"], asked["partition"]), "model": experiment.model_of(asked["model"])}
+    groups = [
+        Group("run", *_told(experiment.Options, choices=experiment.choices())),
+        Group("training", *_told(Training)),
+        Group("output", *_told(Output)),
+    ]
+    if not one:
+        groups.insert(0, Group("compare", "", [Option("algorithms", tuple[str, ...], tuple(names), f"any of {_algorithms()}")]))
+    for what, choice in chosen.items():
+        if choice and choice.defaults:
+            groups.append(Group(f"{what} {choice.name}", "", of_function(choice.function, choice.defaults)))
+    taken = {o.name for g in groups for o in g.options}
+    hypers: dict[str, dict[str, str]] = {}  # algorithm -> option -> hyper-parameter
+    for name in names:
+        cls = type(experiment.algorithm(name))
+        new = {
+            f.name: "server_lr" if f.name == "lr" else f"{name}_{f.name}"
+            for f in fields(cls)
+            if f.name in (taken if one else ("lr", "target"))
+        }
+        about, options = _told(cls, new)
+        groups.append(Group(name, about, [o for o in options if o.name != new.get("target")], prefix=not one))  # the run has --target
+        hypers[name] = {o.name: next((k for k, v in new.items() if v == o.name), o.name) for o in groups[-1].options}
+
+    about = f"{inspect.getdoc(run if one else compare)}\n\nAlgorithms: {_algorithms()}."
+    if not one:
+        about += " Their own options are --ALGORITHM.OPTION; --algorithms A B --help shows those of A and B."
+    elif not names:
+        about += " pflcore run ALGORITHM --help shows its own options, too."
+    prog = f"pflcore run {names[0] if names else 'ALGORITHM'}" if one else "pflcore compare"
+    got = parse(prog, about, groups, argv)
+    hyper = {name: {to: got[name][option] for option, to in options.items()} for name, options in hypers.items()}
+    todo = experiment.jobs(names, experiment.Options(**got["run"]), Training(**got["training"]), hyper)
+    own = {w: of_words(got.get(f"{w} {c.name}", {}), c.defaults) if c else {} for w, c in chosen.items()}
+    return _record(todo, own["partition"], own["model"], Output(**got["output"]))
+
+
+def _record(todo: Sequence[Job], cut: Mapping[str, Any], shape: Mapping[str, Any], output: Output) -> int:
+    from pflcore import experiment
+    from pflcore.results.progress import Progress
+    from pflcore.results.record import Record, read
+
+    options = todo[0].options
+    if output.baseline is not None and output.baseline not in {j.algorithm for j in todo}:
+        raise ValueError(f"baseline: expected one of the algorithms that run, got {output.baseline!r}.")
+    folder = output.out or _new_folder([j.algorithm for j in todo], options.data, options.partition or "")
+    _check_folder(folder, output.overwrite)
+    data = experiment.federation(options, cut)
+    model = experiment.model(options, data, shape)
+    first: Simulation | None = todo[0].simulation(data, model)  # so that what is wrong is said before a record is opened
+    interrupted = failed = False
+    total = sum(j.options.rounds for j in todo)
+    with Record(folder / "record.jsonl", output.overwrite) as record, Progress(total, output.quiet) as progress:
+        progress.say(f"{data.summary()}\nRecord: {record.path}")
+        for i, job in enumerate(todo):
+            try:
+                try:
+                    simulation, first = first or job.simulation(data, model), None
+                except MemoryError as e:  # the next one may fit
+                    progress.say(f"{job.name}: {e}")
+                    progress.skip(job.options.rounds)
+                    failed = True
+                    continue
+                head = job.header(simulation) | {"partition_options": cut, "model_options": shape}
+                record.write({"header": head})
+                if i == 0 or job.algorithm != todo[i - 1].algorithm:
+                    progress.say(_plan(job, head))
+                history = _one(job, simulation, record, progress)
+                interrupted, failed = history.interrupted, failed or history.failed
+                del simulation, history  # the next one needs the memory
+            except KeyboardInterrupt:
+                record.write({"stopped": "Interrupted before the first round."})
+                interrupted = True
+            if interrupted:
+                progress.say("Interrupted; the record is whole up to here.")
+                break
+    _tell(read(record.path), folder, output)
+    return 130 if interrupted else 1 if failed else 0
+
+
+def _one(job: Job, simulation: Simulation, record: Record, progress: Progress) -> History:
+    """Plays one job; whatever ends it, the record holds every round that was played and says why it is not whole."""
+    progress.name(job.name)
+
+    def on_round(_: int, line: dict[str, Any]) -> None:
+        record.write(line)
+        progress.step(line)
+
+    try:
+        history = simulation.run(on_round)
+    except Exception as e:
+        with contextlib.suppress(OSError):  # a full disk, perhaps
+            record.write({"stopped": f"{type(e).__name__}: {_first_line(e)}"})
+        raise RunFailed(f"{job.name} failed: {type(e).__name__}: {_first_line(e)}; the record up to there is {record.path}.") from e
+    if history.stopped:
+        record.write({"stopped": history.stopped})
+        progress.say(f"{job.name}: {history.stopped}")
+    progress.skip(simulation.rounds - len(history.rounds))
+    return history
+
+
+def _tell(runs: Sequence[Run], folder: Path, output: Output) -> None:
+    """Table to stdout and table.md; pictures, where matplotlib is there."""
+    from pflcore.results import pictures
+    from pflcore.results import table as report
+
+    text = report.table(runs, output.last, output.baseline)
+    print(text)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "table.md").write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise ValueError(f"out: expected a folder that can be written, got {folder} ({e.strerror}).") from None
+    try:
+        made = pictures.draw(runs, folder, output.baseline)
+    except ImportError as e:
+        print(f"{e} Then: pflcore report {folder}", file=sys.stderr)
+        made = []
+    print(f"In {folder}: {', '.join(p.name for p in [folder / 'table.md', *made])}", file=sys.stderr)
+
+
+def tell_again(argv: Sequence[str]) -> int:
+    """Makes the table and the pictures again, from the records in some folders."""
+    from pflcore.results.record import read
+
+    places = list(argv[: next((i for i, a in enumerate(argv) if a.startswith("-")), len(argv))])
+    options = [o for o in _told(Output)[1] if o.name in ("out", "baseline", "last")]
+    groups = [Group("output", "", options)]
+    got = parse("pflcore report FOLDER ...", inspect.getdoc(tell_again) or "", groups, argv[len(places) :])["output"]
+    if not places:
+        raise ValueError("report: expected at least one folder or .jsonl file that holds a record, got none.")
+    runs = [r for place in places for r in read(place)]
+    first = Path(places[0])
+    _tell(runs, got["out"] or (first if first.is_dir() else first.parent), Output(baseline=got["baseline"], last=got["last"]))
+    return 0
+
+
+def info(argv: Sequence[str]) -> int:
+    """Says what runs here: versions, kernels, devices, optional packages."""
+    import torch
+
+    import pflcore
+
+    facts: dict[str, Any] = {"pflcore": pflcore.__version__, "Python": platform.python_version(), "torch": torch.__version__}
+    facts |= {"system": platform.platform(), "threads": f"{torch.get_num_threads()} (the machine has {os.cpu_count()} cores)"}
+    facts["GPU"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "none that torch sees"
+    for extra, modules in EXTRAS.items():
+        missing = [m for m in modules if importlib.util.find_spec(m) is None]
+        facts[f"[{extra}]"] = f"without {', '.join(missing)}: pip install 'pflcore[{extra}]'" if missing else "complete"
+    facts["kernels"] = pflcore.backend()
+    for name, fact in facts.items():
+        print(f"{name:<{max(map(len, facts))}}  {fact}")
+    return 0
+
+
+def reproduce(argv: Sequence[str]) -> int:
+    """Runs the experiments behind a table of a paper."""
+    from pflcore.reproduce.run import main
+
+    return main(list(argv))
+
+
+def bench(argv: Sequence[str]) -> int:
+    """Times the kernels against the best torch call; needs a checkout of pflcore."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / "bench" / "__main__.py").exists():
+        raise ImportError("bench: the benchmarks are no part of the installed package; run `python -m bench` in a checkout of pflcore.")
+    sys.path.insert(0, str(root))
+    return int(importlib.import_module("bench").main(list(argv)))
+
+
+COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
+    "run": ("run ALGORITHM [options]", run),
+    "compare": ("compare --algorithms A B C [options]", compare),
+    "report": ("report FOLDER ... [options]", tell_again),
+    "reproduce": ("reproduce NAME [options]", reproduce),
+    "bench": ("bench [options]", bench),
+    "info": ("info", info),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; the exit code is 0, 2 for a wrong argument, 1 for a failure in the middle, 130 after Ctrl-C."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        if not argv or argv[0] in ("-h", "--help"):
+            width = max(len(usage) for usage, _ in COMMANDS.values())
+            print("usage: pflcore COMMAND ...\n")
+            for usage, command in COMMANDS.values():
+                print(f"  {usage:<{width}}  {inspect.getdoc(command)}")
+            print(f"\nAlgorithms: {_algorithms()}.\npflcore COMMAND --help shows a command's options.")
+            return 0 if argv else 2
+        if argv[0] not in COMMANDS:
+            raise ValueError(f"command: expected one of {', '.join(COMMANDS)}, got {argv[0]!r}.")
+        return COMMANDS[argv[0]][1](argv[1:])
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return 130
+    except Exception as e:
+        if os.environ.get("PFLCORE_DEBUG"):
+            traceback.print_exc()
+        expected = isinstance(e, ValueError | TypeError | ImportError | OSError | MemoryError)
+        said = _first_line(e) if expected or isinstance(e, RunFailed) else f"{type(e).__name__}: {_first_line(e)}"
+        print(f"pflcore: {said}" + ("" if expected else " PFLCORE_DEBUG=1 shows where."), file=sys.stderr)
+        return 2 if expected else 1
+
+
+def _algorithms() -> str:
+    from pflcore.algorithms import ALGORITHMS
+
+    return ", ".join(ALGORITHMS)
+
+
+def _told(cls: type, rename: Mapping[str, str] | None = None, choices: Mapping[str, str] | None = None) -> tuple[str, list[Option]]:
+    """A dataclass's docstring, with the fields that only Python can set, and its options; `choices` adds to their help."""
+    options, rest = of_dataclass(cls, rename)
+    options = [replace(o, help=f"{o.help}: {choices[o.name]}") if choices and o.name in choices else o for o in options]
+    return (inspect.getdoc(cls) or "") + (f"\nFrom Python only: {', '.join(rest)}." if rest else ""), options
+
+
+def _new_folder(algorithms: Sequence[str], data: str, partition: str) -> Path:
+    """A folder below runs/ that does not exist yet, with a name that any file system takes."""
+    what = algorithms[0] if len(set(algorithms)) == 1 else "compare"
+    stem = re.sub(r"[^\w.-]", "_", f"{what}-{data}-{partition.replace('*', 'star')}".rstrip("-"))
+    number = 1
+    while (folder := Path("runs") / (stem if number == 1 else f"{stem}-{number}")).exists():
+        number += 1
+    return folder
+
+
+def _check_folder(folder: Path, overwrite: bool) -> None:
+    """Says now, before data are loaded, what would go wrong when the record is opened. Writes nothing."""
+    if (folder / "record.jsonl").exists() and not overwrite:
+        raise ValueError(f"out: expected a folder without a record, got {folder}, which has one; name another or add --overwrite.")
+    there = next((p for p in (folder, *folder.absolute().parents) if p.exists()), Path("/"))
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(f"out: expected a folder that can be written, got {folder}, and {there} cannot; name another.")
+
+
+def _plan(job: Job, head: Mapping[str, Any]) -> str:
+    from pflcore.metrics import human
+
+    return (
+        f"{job.algorithm}: {head['parameters']:,} parameters, {head['rounds']} rounds, engine {head['engine']}, "
+        f"about {human(head['peak_bytes'])} of memory at the peak beside data and activations"
+    )
+
+
+def _first_line(e: BaseException) -> str:
+    return next(iter(str(e).strip().splitlines()), type(e).__name__)

@@ -1,0 +1,249 @@
+"""The part of a cohort that is trained together: its batches, its steps, and the gradients they take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pflcore import ops
+from pflcore._mode import context, forward_mode
+from pflcore.local.net import Net
+from pflcore.local.random import client_seeds, shuffles, uniforms
+from pflcore.local.steps import Step
+from pflcore.local.training import Training
+from pflcore.local.workers import onto
+from pflcore.ops.check import check_sgd
+from pflcore.ops.library import linear_sgd_
+
+if TYPE_CHECKING:
+    from pflcore.local import Local
+
+LossFn = Callable[[Net, Tensor, Tensor, Tensor, dict[str, Tensor]], Tensor]
+EPOCH_BYTES = 1 << 26  # an epoch's batches are gathered at once up to this size
+
+
+class Piece:
+    """The clients `pos` of a cohort, largest first, on their way through their batches.
+
+    Sorting by size makes the clients that share a batch size neighbours, so every step works on slices of the rows.
+    """
+
+    def __init__(
+        self,
+        local: Local,
+        pos: Tensor,
+        loss: LossFn | None,
+        extra: dict[str, Tensor] | None,
+        noise: int,
+        epochs: int | None,
+        steps: int | None,
+        batches: int,
+        stream: str,
+        probe: bool,
+        by_size: bool,
+        alone: bool = False,
+    ) -> None:
+        t, data, engine = local.setting.training, local.setting.data, local.setting.engine
+        self.local, self.pos, self.loss_fn, self.probe, self.data = local, pos, loss, probe, data
+        self.at = onto(pos, local.buffers.device)
+        self.extra = {k: self.mine(v) for k, v in (extra or {}).items()}
+        self.buffers = self.mine(local.buffers)
+        self.size = local._size[pos.numpy()]
+        self.relabel = None if data.relabel is None else data.relabel[onto(local.ids[pos], data.relabel.device)]
+        self.vmap = engine.name == "vmap" and not alone
+        self.dense = engine.dense(local.net) if self.vmap and loss is None else None
+        self.linear = local._linear if self.dense is not None else None
+        if epochs is None and steps is None:
+            epochs = t.epochs
+        plan = engine.plan((tuple(self.size.tolist()), epochs, steps, batches, by_size, self.dense is not None), t, local.net.w0)
+        self.steps, self.taken, passes = plan
+        self.losses = torch.zeros(len(pos), dtype=torch.float64, device=data.y.device)
+        self._draw(t, stream, passes, noise)
+        self.leaves: list[Tensor] | None = None
+        self._epoch: tuple[int, Tensor, Tensor] | None = None
+
+    def mine(self, rows: Tensor) -> Tensor:
+        """A copy of these clients' rows of the cohort's [S, ...], wherever they are."""
+        return rows[self.at if rows.device == self.at.device else self.pos]
+
+    def mean(self, total: Tensor) -> Tensor:
+        """`total` [s] or [s, Q] by the number of steps that each client took."""
+        taken = onto(self.taken, total.device).to(total.dtype)
+        return total / (taken if total.dim() > 1 else taken[:, 0])
+
+    def _draw(self, t: Training, stream: str, passes: int, noise: int) -> None:
+        """The clients' shuffles and noise: each (seed, round, client, stream) has its own."""
+        local, device = self.local, self.data.y.device
+        ids = local._ids[self.pos.numpy()]
+        round = local.round if t.reshuffle else 0
+        table = local.setting.engine.table(self.data, "train")
+        table = table.index_select(0, torch.from_numpy(ids))
+        orders = []
+        for p in range(passes):
+            order = torch.from_numpy(shuffles(client_seeds(ids, local.setting.seed, round, stream, p if t.reshuffle else 0), self.size))
+            orders.append(table.gather(1, order)[:, None])
+        order = orders[0] if passes == 1 else torch.cat(orders, 1)
+        self.order = onto(order, device)  # [s, passes, n_max] positions in the pool
+        if self.dense is not None:
+            return
+        # by pass and place within it: a step's number over the epochs depends on who else is in the piece
+        seeds = [client_seeds(ids, local.setting.seed, local.round, stream, "noise", p) for p in range(passes)]
+        self.seeds = onto(torch.from_numpy(np.stack(seeds, 1).view(np.int64)), device)  # [s, passes]
+        steps = -(-int(self.size[0]) // t.batch_size)
+        draws = [uniforms(one, steps * noise).view(len(ids), steps, noise) for one in seeds] if noise else []
+        self.noise = onto(torch.stack(draws, 1), device) if noise else None  # [s, passes, steps, noise]
+
+    def samples(self, a: int, b: int, batch: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+        """x [s, B, ...] and the clients' own labels y [s, B] of a minibatch."""
+        epoch, first, last = batch
+        if self._epoch is None or self._epoch[0] != epoch:
+            whole = self.order[:, epoch]
+            if whole.numel() * self.data.x[0].numel() * self.data.x.element_size() > EPOCH_BYTES:
+                index = whole[a:b, first:last]
+                return self.data.x[index], self._labels(index, a, b)
+            x = self.data.x.index_select(0, whole.flatten()).unflatten(0, whole.shape)  # faster than x[whole]
+            self._epoch = epoch, x, self._labels(whole, 0, len(self.pos))
+        _, x, y = self._epoch
+        return x[a:b, first:last], y[a:b, first:last]
+
+    def _labels(self, index: Tensor, a: int, b: int) -> Tensor:
+        y = self.data.y[index]
+        return y if self.relabel is None else self.relabel[a:b].gather(1, y)
+
+    def gradient(self, rows: Tensor, step: Step, which: int = 0, out: Tensor | None = None) -> Tensor:
+        """The gradient [s, Q] at `rows` [s, Q] of the step's `which`-th minibatch, in `out` where that helps."""
+        if self.leaves is not None:
+            return torch.cat([g.reshape(-1) for g in self._on_leaves(step)], out=None if out is None else out[0])[None]
+        a, b = step.a, step.b
+        x, y = self.samples(a, b, step.batches[which])
+        if self.dense is not None:
+            g = torch.empty_like(rows) if out is None else out
+            losses = self.dense.gradient(rows, x, y, step.weight, g)
+        else:
+            losses, g = self._autograd(rows, x, y, step, which)
+        if which == 0:
+            self.losses[a:b] += losses
+        return g
+
+    def train(
+        self,
+        rows: Tensor,  # [s, Q], changed
+        lr: float,
+        *,
+        shift: Tensor | None,  # [s, Q]
+        mask: Tensor | None,  # [Q] or [s, Q]
+        mu: float | Tensor,  # or [s]
+        anchor: Tensor | None,  # [s, Q]
+        grads: Tensor | None,  # [s, Q], added to
+    ) -> None:
+        """Takes all steps; `grads` collects the minibatch gradients."""
+        t = self.local.setting.training
+        mus = mu if isinstance(mu, Tensor) and mu.dim() else None
+        if self.linear is not None and self.dense is not None:
+            check_sgd(rows, rows, lr, shift, mask, mu, anchor, 0.0, None, t.weight_decay)
+            inputs, bias = self.linear
+            samples = (self.data.x.view(-1, inputs), self.data.y, self.relabel)
+            batches = (self.order, torch.from_numpy(self.size), self.taken[:, 0].long(), t.batch_size, t.drop_last)
+            pull = (0.0 if mus is not None else float(mu), mus, anchor)
+            how = (self.dense.criterion, bias, lr, shift, mask, *pull, t.momentum, t.weight_decay)
+            self.losses += linear_sgd_(rows, *samples, *batches, *how, grads)
+            return
+        plain = shift is None and anchor is None and mask is None and not (grads is not None or t.momentum or t.weight_decay)
+        momentum = torch.zeros_like(rows) if t.momentum else None
+        self.bind(rows)
+        space = torch.empty_like(rows)  # touched only where a gradient is asked for
+        for step in self.steps:
+            s = slice(step.a, step.b)
+            if plain and self.descend(rows[s], step, lr):
+                continue
+            g = self.gradient(rows[s], step, out=space[s])
+            if grads is not None:
+                grads[s] += g
+                if t.weight_decay:
+                    grads[s].add_(rows[s], alpha=t.weight_decay)
+            ops.sgd_step_(
+                rows[s],
+                g,
+                lr,
+                shift=None if shift is None else shift[s],
+                mask=mask if mask is None or mask.dim() == 1 else mask[s],
+                mu=mu if mus is None else mus[s],
+                anchor=None if anchor is None else anchor[s],
+                momentum=t.momentum,
+                buffer=None if momentum is None else momentum[s],
+                weight_decay=t.weight_decay,
+            )
+
+    def bind(self, rows: Tensor) -> None:
+        """From now on `gradient` and `descend` get these very rows [1, P]: the model's parameters may be views of them."""
+        if not self.vmap and self.loss_fn is None and rows.shape == (1, self.local.net.size):
+            self.leaves = self.local.net.leaves(rows[0])
+
+    def descend(self, rows: Tensor, step: Step, lr: float) -> bool:
+        """Takes a plain SGD step in place where that needs no gradient row in memory; says whether it did."""
+        if self.dense is not None:
+            x, y = self.samples(step.a, step.b, step.batches[0])
+            self.losses[step.a : step.b] += self.dense.descend(rows, x, y, step.weight, lr)
+            return True
+        if self.leaves is not None:
+            grads = self._on_leaves(step)
+            with torch.no_grad():
+                torch._foreach_add_(self.leaves, grads, alpha=-lr)
+            return True
+        return False
+
+    def _place(self, step: Step, which: int = 0) -> tuple[int, int]:
+        """The pass over the data and the place within it of the step's `which`-th minibatch."""
+        epoch, first, _ = step.batches[which]
+        return epoch, first // self.local.setting.training.batch_size
+
+    def _on_leaves(self, step: Step) -> tuple[Tensor, ...]:
+        assert self.leaves is not None
+        net = self.local.net
+        x, y = self.samples(0, 1, step.batches[0])
+        epoch, place = self._place(step)
+        with forward_mode(True, self.buffers[0], self.seeds[0, epoch] + place, alone=True):
+            loss = net.criterion(net.on_leaves(x[0]), y[0])
+            if context.buffers is not None and net.buffer_names:
+                self.buffers[0] = context.buffers
+        self.losses += loss.detach()
+        return torch.autograd.grad(loss, self.leaves, allow_unused=True, materialize_grads=True)
+
+    def _autograd(self, rows: Tensor, x: Tensor, y: Tensor, step: Step, which: int) -> tuple[Tensor, Tensor]:
+        a, b = step.a, step.b
+        extra = {k: v[a:b] for k, v in self.extra.items()}
+        if self.noise is not None:
+            epoch, place = self._place(step)
+            extra["noise"] = self.noise[a:b, epoch, place]
+        epoch, place = self._place(step, which)
+        seeds = self.seeds[a:b, epoch] + place
+        w = rows.detach().requires_grad_()
+        if self.vmap:
+            losses, buffers = torch.vmap(self._loss)(w, x, y, self.buffers[a:b], seeds, extra)
+        else:
+            one, buffers = self._loss(w[0], x[0], y[0], self.buffers[a], seeds[0], {k: v[0] for k, v in extra.items()})
+            losses = one[None]
+        (g,) = torch.autograd.grad(losses.sum(), w)
+        if buffers.numel():
+            self.buffers[a:b] = buffers
+        return losses.detach(), g
+
+    def grad_function(self, step: Step) -> Callable[..., Tensor]:
+        def grad(w: Tensor, which: int = 0) -> Tensor:
+            return self.gradient(w, step, which)
+
+        return grad
+
+    def _loss(self, w: Tensor, x: Tensor, y: Tensor, buffers: Tensor, seed: Tensor, extra: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        net = self.local.net
+        with forward_mode(True, buffers, seed, alone=not self.vmap):
+            value = net.loss(w, x, y) if self.loss_fn is None else self.loss_fn(net, w, x, y, extra)
+            return value, context.buffers if context.buffers is not None else buffers
+
+    def finish(self) -> None:
+        if not self.probe:
+            self.local.buffers[self.at] = self.buffers

@@ -1,0 +1,329 @@
+"""Local training of a whole cohort: one contract, two engines.
+
+A step is `w -= lr * mask * (grad + shift + mu * (w - anchor))`, with weight decay and momentum as `torch.optim.SGD` has them.
+The *pool* engine trains one client after another on each of its threads (convolutions on a CPU); the *vmap* engine takes the
+same step for many clients at once (linear models, MLPs, GPUs). Both take the same batches in the same order, so their results
+agree up to rounding; neither depends on the number of workers or on the order of the cohort.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pflcore._mode import forward_mode
+from pflcore.local.dense import Dense
+from pflcore.local.group import EPOCH_BYTES, LossFn, Piece
+from pflcore.local.net import Net
+from pflcore.local.settings import Setting
+from pflcore.local.workers import onto
+from pflcore.metrics import right
+
+T = TypeVar("T")
+EVAL_BATCH = 125  # a forward batch of 1,000 or more costs twice as much per sample
+
+
+class Fit(NamedTuple):
+    """What local training gives back."""
+
+    w: Tensor  # [S, Q] the trained rows
+    lr_sum: Tensor  # [S, 1] sum of the step sizes taken
+    loss: Tensor  # [S] mean loss of the minibatches, at the rows before each step
+    grad: Tensor | None  # [S, Q] mean minibatch gradient, weight decay included (shift and prox are not), when asked
+
+
+@dataclass
+class Local:
+    """What an algorithm's hook may do with its cohort's data. Rows are [S, Q]; S clients in the order of `ids`."""
+
+    setting: Setting
+    ids: Tensor  # [S]
+    round: int
+    buffers: Tensor  # [S, b] float buffers; training writes them, a probe does not
+    train_loss: Tensor | None = None  # [S] of the last training that was no probe
+    _ids: NDArray[np.int64] = field(init=False)
+    _size: NDArray[np.int64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._ids = self.ids.numpy()
+        self._size = self.setting.engine.sizes(self.setting.data)[self._ids]
+
+    @property
+    def net(self) -> Net:
+        return self.setting.net
+
+    @property
+    def rounds(self) -> int:
+        return self.setting.rounds
+
+    @property
+    def lr(self) -> float:
+        """The step size of this round."""
+        return self.setting.training.lr_at(self.round, self.rounds)
+
+    @property
+    def size(self) -> Tensor:
+        """Training samples of each client, [S]."""
+        return torch.from_numpy(self._size)
+
+    @property
+    def counts(self) -> Tensor:
+        """Training samples of each client and class, [S, C]."""
+        return self.setting.data.counts("train")[self.ids]
+
+    def has(self, split: str) -> bool:
+        return split in self.setting.data.index
+
+    # training --------------------------------------------------------------------------------------------------------
+    def fit(
+        self,
+        start: Tensor,  # [S, Q]
+        *,
+        shift: Tensor | None = None,  # [S, Q] added to every gradient
+        prox: tuple[Tensor | float, Tensor] | None = None,  # (mu, anchor [S, Q]): adds mu * (w - anchor); mu a number, [S] or [S, 1]
+        mask: Tensor | None = None,  # [Q] or [S, Q]: where it is 0 nothing moves
+        loss: LossFn | None = None,
+        extra: dict[str, Tensor] | None = None,  # tensors [S, ...] whose client's slice the loss gets
+        noise: int = 0,  # so many uniform numbers per client and step, in extra["noise"]
+        epochs: int | None = None,
+        steps: int | None = None,  # so many steps instead of epochs
+        lr: float | None = None,
+        stream: str = "fit",  # names the shuffle: two fits of one hook take two streams
+        probe: bool = False,  # leave the buffers as they were
+        want_grad: bool = False,
+    ) -> Fit:
+        """Minibatch SGD from `start` on each client's training data."""
+        rate = self.lr if lr is None else lr
+        count, width = start.shape
+        w = torch.empty_like(start, memory_format=torch.contiguous_format)
+        mean_grad = torch.zeros_like(w) if want_grad else None
+        losses = torch.zeros(count, dtype=torch.float64, device=start.device)
+        taken = torch.zeros(count, 1, dtype=torch.float64)
+
+        def train(pos: Tensor) -> None:
+            work = Piece(self, pos, loss, extra, noise, epochs, steps, 1, stream, probe, by_size=steps is None)
+            rows = work.mine(start).contiguous()  # indexing copies
+            grads = torch.zeros_like(rows) if want_grad else None
+            mu, anchor = (0.0, None) if prox is None else prox
+            work.train(
+                rows,
+                rate,
+                shift=None if shift is None else work.mine(shift),
+                mask=mask if mask is None or mask.dim() == 1 else work.mine(mask),
+                mu=work.mine(mu.reshape(-1)) if isinstance(mu, Tensor) and mu.numel() > 1 else mu,
+                anchor=None if anchor is None else work.mine(anchor),
+                grads=grads,
+            )
+            w[work.at] = rows
+            losses[work.at] = work.mean(work.losses)
+            taken[pos] = work.taken
+            if mean_grad is not None and grads is not None:
+                mean_grad[work.at] = work.mean(grads)
+            work.finish()
+
+        self._over_pieces(train, width, samples=int(self._size.sum()) if loss is None and self._linear else 0)
+        if not probe:
+            self.train_loss = losses
+        return Fit(w, onto(taken * rate, start.device).to(start.dtype), losses.to(start.dtype), mean_grad)
+
+    def each_batch(
+        self,
+        rows: dict[str, Tensor],  # [S, ...]; rows[*] are changed by `update` alone
+        update: Callable[[dict[str, Tensor], Callable[..., Tensor], int], dict[str, Tensor]],
+        *,
+        loss: LossFn | None = None,
+        extra: dict[str, Tensor] | None = None,
+        noise: int = 0,
+        batches: int = 1,
+        epochs: int | None = None,
+        steps: int | None = None,
+        stream: str = "fit",
+        probe: bool = False,
+        alone: bool = False,  # never under vmap, for a loss that it cannot carry
+        together: bool = False,  # clients of all sizes take their k-th batches at once (whole epochs, one batch a step)
+    ) -> dict[str, Tensor]:
+        """The general, slower form: `update(rows, grad, k) -> rows` takes step `k` (from 0).
+
+        `update` sees the rows of s clients at once ([s, ...]; s is 1 in the pool engine), and must treat each alone: sums over the
+        last axis, no sums over the first. `grad(w, which=0)` is the gradient [s, Q] of the loss on this step's `which`-th minibatch
+        at any `w` [s, Q]; the `batches` minibatches of a step come from as many independent shuffles. `update` may change rows in place,
+        and need not return those; `together` is faster where sizes differ, but then k depends on who else trains.
+        """
+        if together and (steps is not None or batches != 1):
+            raise ValueError("together: expected whole epochs and one minibatch a step; leave out steps and batches.")
+        out = {k: torch.empty_like(v, memory_format=torch.contiguous_format) for k, v in rows.items()}
+        losses = torch.zeros(len(self._ids), dtype=torch.float64, device=self.buffers.device)
+
+        def train(pos: Tensor) -> None:
+            work = Piece(self, pos, loss, extra, noise, epochs, steps, batches, stream, probe, by_size=together, alone=alone)
+            mine = {k: work.mine(v) for k, v in rows.items()}
+            for step in work.steps:
+                s = slice(step.a, step.b)
+                new = update({k: v[s] for k, v in mine.items()}, work.grad_function(step), step.k)
+                for k, v in new.items():
+                    mine[k][s] = v
+            for k, v in mine.items():
+                out[k][work.at if v.device == work.at.device else pos] = v
+            losses[work.at] = work.mean(work.losses)
+            work.finish()
+
+        self._over_pieces(train, max(v[0].numel() for v in rows.values()), alone)
+        if not probe:
+            self.train_loss = losses
+        return out
+
+    # looking ---------------------------------------------------------------------------------------------------------
+    def loss(self, rows: Tensor, split: str = "train", *, loss: LossFn | None = None, extra: dict[str, Tensor] | None = None) -> Tensor:
+        """Each client's mean loss [S] at `rows` [S, Q] over all its samples of `split`, in evaluation mode."""
+        engine = self.setting.engine
+        dense = engine.dense(self.net) if loss is None and engine.name == "vmap" else None
+        if dense is not None and self.has(split):
+            return self._dense_loss(dense, rows, split)
+
+        def value(i: int) -> Tensor:
+            parts = self._chunks(i, split)
+            with torch.no_grad(), forward_mode(False, self.buffers[i], alone=True):
+                return sum((self._value(rows[i], x, y, i, loss, extra) * (len(y) / n) for x, y, n in parts), torch.zeros(()))
+
+        return torch.stack(self._each_client(value))
+
+    def grad(self, rows: Tensor, split: str = "train", *, loss: LossFn | None = None, extra: dict[str, Tensor] | None = None) -> Tensor:
+        """Each client's full-batch gradient [S, Q] at `rows`, in evaluation mode (batch norm uses its running statistics)."""
+
+        def gradient(i: int) -> Tensor:
+            total = torch.zeros_like(rows[i])
+            with forward_mode(False, self.buffers[i], alone=True):
+                for x, y, n in self._chunks(i, split):
+                    w = rows[i].detach().requires_grad_()
+                    total += torch.autograd.grad(self._value(w, x, y, i, loss, extra), w)[0] * (len(y) / n)
+            return total
+
+        return torch.stack(self._each_client(gradient))
+
+    def features(self, rows: Tensor, split: str = "train") -> tuple[Tensor, Tensor]:
+        """What each client's head sees, [S, n, H], and the labels [S, n]; short clients are padded with zeros and labels -1."""
+
+        def look(i: int) -> tuple[Tensor, Tensor]:
+            with torch.no_grad(), forward_mode(False, self.buffers[i], alone=True):
+                parts = [(self.net.features(rows[i], x), y) for x, y, _ in self._chunks(i, split)]
+            return torch.cat([z for z, _ in parts]), torch.cat([y for _, y in parts])
+
+        found = self._each_client(look)
+        pad = torch.nn.utils.rnn.pad_sequence
+        return pad([z for z, _ in found], batch_first=True), pad([y for _, y in found], batch_first=True, padding_value=-1)
+
+    def scores(
+        self, predict: Callable[[dict[str, Tensor], Net, Tensor], Tensor], view: dict[str, Tensor], split: str
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Each client's (scores [n, ...], labels [n]) on `split` by `predict(its slice of view, net, x)`, in evaluation mode."""
+
+        def look(i: int) -> tuple[Tensor, Tensor]:
+            mine = {k: v[i] for k, v in view.items()}
+            with torch.no_grad(), forward_mode(False, self.buffers[i], alone=True):
+                parts = [(predict(mine, self.net, x), y) for x, y, _ in self._chunks(i, split)]
+            return torch.cat([z for z, _ in parts]), torch.cat([y for _, y in parts])
+
+        return self._each_client(look)
+
+    def measure(self, rows: Tensor, split: str) -> tuple[Tensor, Tensor | None] | None:
+        """Each client's mean loss [S] and, for classes, its share of right answers [S] at `rows` [S, P], all clients at once.
+
+        None where that cannot be: the model has no written-out form, or the samples of `split` are too many to lie side by side.
+        """
+        engine = self.setting.engine
+        dense = engine.dense(self.net) if engine.name == "vmap" else None
+        batches = self._together(split) if dense is not None and self.has(split) else None
+        if dense is None or not isinstance(batches, list):
+            return None
+
+        def look(batch: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
+            pos, x, y, weight = batch
+            scores = dense.scores(rows[pos], x)
+            losses, _ = dense.losses(scores, y)
+            loss = (losses * weight.to(rows)).masked_fill(weight == 0, 0.0).sum(1)
+            return loss, None if y.is_floating_point() else (right(scores, y) & (weight > 0)).sum(1)
+
+        loss = torch.zeros(len(self._ids), dtype=torch.float64, device=rows.device)
+        hits, classes = torch.zeros_like(loss), not self.setting.data.y.is_floating_point()
+        for (pos, *_), (mean, count) in zip(batches, engine.map(look, batches), strict=True):
+            loss[pos] += mean
+            if count is not None:
+                hits[pos] += count
+        return loss, hits / onto(self.setting.data.size(split)[self.ids], hits.device) if classes else None
+
+    # inside ----------------------------------------------------------------------------------------------------------
+    def _value(self, row: Tensor, x: Tensor, y: Tensor, i: int, loss: LossFn | None, extra: dict[str, Tensor] | None) -> Tensor:
+        if loss is None:
+            return self.net.loss(row, x, y)
+        return loss(self.net, row, x, y, {k: v[i] for k, v in (extra or {}).items()})
+
+    def _dense_loss(self, dense: Dense, rows: Tensor, split: str) -> Tensor:
+        def work(_: int) -> Tensor:
+            total = torch.zeros(len(self._ids), dtype=rows.dtype, device=rows.device)
+            for pos, x, y, weight in self._together(split):
+                total[pos] += dense.loss(rows[pos], x, y, weight.to(rows))
+            return total
+
+        return self.setting.engine.map(work, [0])[0]  # on a worker: it has one intra-op thread
+
+    def _together(self, split: str) -> Iterable[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Clients [s], their samples x [s, B, ...], y [s, B] and weights [s, B], until all samples of `split` were seen.
+
+        Short clients are padded with weight 0. Where all of it is small it is made once and kept.
+        """
+        data, engine = self.setting.data, self.setting.engine
+        key = id(data), split, self._ids.tobytes()
+        if key not in engine.kept:
+            table, size = engine.table(data, split)[self.ids], data.size(split)[self.ids]
+            one = max(1, data.x[0].numel() * data.x.element_size())
+            batches = self._batches(table, size, max(1, EPOCH_BYTES // one // EVAL_BATCH))
+            if table.numel() * one > EPOCH_BYTES:
+                return batches
+            if len(engine.kept) >= 4:
+                engine.kept.clear()
+            engine.kept[key] = data, list(batches)  # holds `data`, and so its id
+        return engine.kept[key][1]
+
+    def _batches(self, table: Tensor, size: Tensor, room: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        data = self.setting.data
+        for a in range(0, table.shape[1], EVAL_BATCH):
+            for pos in (size > a).nonzero()[:, 0].split(room):
+                index = onto(table[pos, a : a + EVAL_BATCH], data.device)
+                x = data.x.index_select(0, index.flatten()).unflatten(0, index.shape)
+                y = data.y[index] if data.relabel is None else data.relabel[onto(self.ids[pos], data.device)].gather(1, data.y[index])
+                inside = torch.arange(a, a + index.shape[1]) < size[pos, None]
+                yield onto(pos, data.device), x, y, onto(inside / size[pos, None], data.device)
+
+    def _chunks(self, i: int, split: str) -> Iterator[tuple[Tensor, Tensor, int]]:
+        if split not in self.setting.data.index:
+            raise ValueError(
+                f"split: this federation has {', '.join(self.setting.data.index)}, not {split!r}; split the clients' samples first."
+            )
+        data, client = self.setting.data, int(self._ids[i])
+        index, y = data.index[split][client], data.labels(client, split)
+        for a in range(0, len(y), EVAL_BATCH):
+            yield data.x.index_select(0, index[a : a + EVAL_BATCH]), y[a : a + EVAL_BATCH], len(y)
+
+    def _each_client(self, f: Callable[[int], T]) -> list[T]:
+        return self.setting.engine.map(f, range(len(self._ids)))
+
+    @property
+    def _linear(self) -> tuple[int, bool] | None:
+        """(inputs, whether there is a bias) where the model is one linear layer that a single kernel trains whole, else None."""
+        net, data, engine = self.net, self.setting.data, self.setting.engine
+        dense = engine.dense(net) if engine.name == "vmap" else None
+        numbers = data.x.dtype == net.dtype and data.y.dtype in (torch.int64, net.dtype) and data.y.dim() == 1 and data.x.is_contiguous()
+        return dense.linear if dense is not None and numbers and data.device.type == "cpu" else None  # elsewhere all take a step at once
+
+    def _over_pieces(self, f: Callable[[Tensor], None], width: int, alone: bool = False, samples: int = 0) -> None:
+        order = torch.from_numpy(np.lexsort((self._ids, -self._size)))  # largest first, then by id
+        count = len(order) if alone else self.setting.engine.pieces(len(order), width, samples)
+        cuts = [len(order) * j // count for j in range(count + 1)]
+        self.setting.engine.map(f, [order[a:b] for a, b in pairwise(cuts)])

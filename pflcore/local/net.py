@@ -1,0 +1,313 @@
+"""A model as one row: any `nn.Module` becomes a function of a flat row of its trainable parameters.
+
+A federation's models are rows of one [N, P] matrix, so that the ops see matrices and algorithms see vectors. Float buffers
+(batch norm's running statistics) live in a row of their own, [b]; integer buffers are no model and are never averaged.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from pflcore._mode import context
+from pflcore.local.losses import CRITERIA
+from pflcore.local.swap import swap_layers
+
+RANDOM_MODULES = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+
+
+class _Bound:
+    """One thread's private copy of the module (or of a part), whose tensors are replaced before each call."""
+
+    def __init__(self, module: nn.Module, params: dict[int, str], buffers: dict[int, str]) -> None:
+        self.module = copy.deepcopy(module)
+        for m in self.module.modules():
+            if isinstance(m, nn.modules.batchnorm._BatchNorm):
+                m.num_batches_tracked = None  # nothing reads the count, and adding to it in place is no function of the row
+        swap_layers(self.module)
+        every = dict(self.module.named_parameters(remove_duplicate=False))
+        floats = dict(self.module.named_buffers(remove_duplicate=False))
+        self.params = [(i, self._places(n, every, "_parameters")) for i, n in params.items()]
+        self.buffers = [(i, self._places(n, floats, "_buffers")) for i, n in buffers.items()]
+
+    def _places(self, name: str, every: dict[str, Any], kind: str) -> list[tuple[dict[str, Any], str]]:
+        same = [n for n, t in every.items() if t is every[name]]  # tied weights stand in several places
+        return [(getattr(self.module.get_submodule(n.rpartition(".")[0]), kind), n.rpartition(".")[2]) for n in same]
+
+    def bind(self, pieces: Sequence[Tensor], shapes: list[torch.Size]) -> None:
+        for i, places in self.params:
+            for owner, name in places:
+                owner[name] = pieces[i].view(shapes[i])
+
+    def bind_buffers(self, pieces: Sequence[Tensor], shapes: list[torch.Size]) -> None:
+        for i, places in self.buffers:
+            for owner, name in places:
+                owner[name] = pieces[i].view(shapes[i])
+
+
+class Net:
+    """An `nn.Module` as a function of a flat row.
+
+    `build` is a module (its weights become `w0`) or a function without arguments that makes one (then `w0 = init(0)`).
+    `criterion` is `"cross_entropy"`, `"squared"`, `"half_squared"`, `"hinge"` or a function of (scores, y); `head` names the submodule that
+    counts as the head (default: an attribute `head` of the model, else its last `nn.Linear`).
+
+    >>> net = Net(nn.Linear(4, 3))
+    >>> net(net.w0, torch.zeros(2, 4)).shape
+    torch.Size([2, 3])
+    """
+
+    def __init__(
+        self,
+        build: nn.Module | Callable[[], nn.Module],
+        criterion: str | Callable[[Tensor, Tensor], Tensor] = "cross_entropy",
+        head: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        if isinstance(criterion, str) and criterion not in CRITERIA:
+            raise ValueError(f"criterion: expected one of {', '.join(CRITERIA)} or a function of (scores, y), got {criterion!r}.")
+        self.criterion = CRITERIA[criterion] if isinstance(criterion, str) else criterion
+        self.build, self.seed = build, seed
+        if isinstance(build, nn.Module):
+            self.module = copy.deepcopy(build)
+        elif callable(build):
+            self.module = self._made(seed)
+        else:
+            raise TypeError(f"build: expected an nn.Module or a function that makes one, got {type(build).__name__}.")
+        refuse_random(self.module)
+        trainable = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        if not trainable:
+            raise ValueError("build: the model has no trainable parameter; set requires_grad on what should be trained.")
+        dtypes = {p.dtype for p in trainable.values()}
+        if len(dtypes) > 1:
+            raise ValueError(
+                f"build: parameters have dtypes {sorted(map(str, dtypes))}; convert the model to one, for example model.float()."
+            )
+        self.dtype = dtypes.pop()
+        self.names = list(trainable)
+        self.shapes = [p.shape for p in trainable.values()]
+        self.sizes = [p.numel() for p in trainable.values()]
+        self.size = sum(self.sizes)  # P
+        ends = torch.tensor(self.sizes).cumsum(0).tolist()
+        self.slices = {n: slice(e - s, e) for n, s, e in zip(self.names, self.sizes, ends, strict=True)}
+        self.buffer_names = [n for n, b in self.module.named_buffers() if b.is_floating_point()]
+        floats = dict(self.module.named_buffers())
+        self.buffer_shapes = [floats[n].shape for n in self.buffer_names]
+        self.buffer_sizes = [floats[n].numel() for n in self.buffer_names]
+        self.w0 = self.row(self.module)  # [P]
+        self.b0 = torch.cat(
+            [floats[n].detach().reshape(-1).to(self.dtype) for n in self.buffer_names] or [torch.empty(0, dtype=self.dtype)]
+        )  # [b]
+        self.head_name = self._find_head(head)
+        self._threads = threading.local()
+
+    # rows and modules ------------------------------------------------------------------------------------------------
+    def row(self, module: nn.Module) -> Tensor:
+        """The trainable parameters of `module` (of this architecture) as a new row [P]."""
+        params = dict(module.named_parameters())
+        missing = [n for n in self.names if n not in params or params[n].shape != self.shapes[self.names.index(n)]]
+        if missing:
+            raise ValueError(f"module: parameter {missing[0]!r} is absent or of another shape; give a module of the same architecture.")
+        return torch.cat([params[n].detach().reshape(-1) for n in self.names])
+
+    def load(self, module: nn.Module, row: Tensor, buffers: Tensor | None = None) -> nn.Module:
+        """Write `row` [P] (and float `buffers` [b]) into `module` and return it."""
+        self._check(row)
+        params, floats = dict(module.named_parameters()), dict(module.named_buffers())
+        with torch.no_grad():
+            for n, s in self.slices.items():
+                params[n].copy_(row[s].view_as(params[n]))
+            if buffers is not None:
+                for n, b in zip(self.buffer_names, buffers.split(self.buffer_sizes), strict=True):
+                    floats[n].copy_(b.view_as(floats[n]))
+        return module
+
+    def init(self, seed: int) -> Tensor:
+        """A freshly drawn row [P]; the global random state is left as it was."""
+        return self.row(self._made(seed))
+
+    def mask(self, *patterns: str) -> Tensor:
+        """Bool [P], true where the parameter's name matches one of the shell patterns: `mask("head.*")`."""
+        m = torch.zeros(self.size, dtype=torch.bool)
+        for pattern in patterns:
+            hits = [n for n in self.names if fnmatchcase(n, pattern)]
+            if not hits:
+                raise ValueError(f"patterns: {pattern!r} matches no parameter; the names are {', '.join(self.names)}.")
+            for n in hits:
+                m[self.slices[n]] = True
+        return m.to(self.w0.device)
+
+    def to(self, device: torch.device | str) -> Net:
+        """The same net with its rows and constants on `device`."""
+        other = copy.copy(self)
+        other.module = copy.deepcopy(self.module).to(device)
+        other.w0, other.b0, other._threads = self.w0.to(device), self.b0.to(device), threading.local()
+        return other
+
+    # the function of a row -------------------------------------------------------------------------------------------
+    def __call__(self, row: Tensor, x: Tensor) -> Tensor:
+        """Scores of the model with parameters `row` [P] on a batch `x` [B, ...]."""
+        return self._run("whole", row, x)
+
+    def leaves(self, row: Tensor) -> list[Tensor]:
+        """The parameters as leaf views of `row` [P]: bound in this thread until the next call of another kind, for `on_leaves`.
+
+        A training loop that moves the row in place saves the cutting of the row, and the joining of its gradient, in every step.
+        """
+        self._check(row)
+        found = [piece.view(shape).requires_grad_() for piece, shape in zip(row.detach().split(self.sizes), self.shapes, strict=True)]
+        for i, places in self._bound("whole").params:
+            for owner, name in places:
+                owner[name] = found[i]
+        return found
+
+    def on_leaves(self, x: Tensor) -> Tensor:
+        """Scores of the model with the parameters that `leaves` bound."""
+        return self._forward(self._bound("whole"), x)
+
+    def features(self, row: Tensor, x: Tensor) -> Tensor:
+        """What the head sees, [B, H]: the model's output with the head left out."""
+        return self._run("body", row, x)
+
+    def head(self, row: Tensor, z: Tensor) -> Tensor:
+        """The head's scores on features `z` [B, H]; `row` is a whole row [P] or the head's part alone."""
+        s = self.head_slice
+        h = row if row.shape[-1] == s.stop - s.start else row[s]
+        bound = self._bound("head")
+        bound.bind(h.split(self.sizes[self._head_first : self._head_first + len(bound.params)]), self.shapes[self._head_first :])
+        return bound.module(z)  # type: ignore[no-any-return]
+
+    @property
+    def head_slice(self) -> slice:
+        """Where the head's parameters stand in a row."""
+        mine = [s for n, s in self.slices.items() if self._in_head(n)]
+        if not mine:
+            raise ValueError(
+                "model: found no trainable head, neither an attribute `head` nor an nn.Linear; name it with Net(..., head='name')."
+            )
+        return slice(mine[0].start, mine[-1].stop)
+
+    @property
+    def classes(self) -> int:
+        """How many scores the head gives."""
+        return int(self.module.get_submodule(self.head_name or "").out_features)  # type: ignore[arg-type]
+
+    @property
+    def has_conv(self) -> bool:
+        return any(isinstance(m, nn.modules.conv._ConvNd) for m in self.module.modules())
+
+    def loss(self, row: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        """The criterion's value for one batch: a scalar."""
+        return self.criterion(self(row, x), y)
+
+    # inside ----------------------------------------------------------------------------------------------------------
+    def _run(self, part: str, row: Tensor, x: Tensor) -> Tensor:
+        self._check(row)
+        bound = self._bound(part)
+        bound.bind(row.split(self.sizes), self.shapes)
+        return self._forward(bound, x)
+
+    def _forward(self, bound: _Bound, x: Tensor) -> Tensor:
+        if bound.module.training != context.train:
+            bound.module.train(context.train)
+        if bound.buffers:
+            buffers = self.b0.clone() if context.buffers is None else context.buffers
+            # copies: under vmap batch norm writes into contiguous tensors only, and silently not into views
+            pieces = [p.clone() for p in buffers.split(self.buffer_sizes)]
+            bound.bind_buffers(pieces, self.buffer_shapes)
+        context.layer = 0
+        scores = bound.module(x)
+        if bound.buffers and context.train:
+            context.buffers = torch.cat(pieces)
+        return scores  # type: ignore[no-any-return]
+
+    def _bound(self, part: str) -> _Bound:
+        bound = self._threads.__dict__.get(part)
+        if bound is None:
+            params, buffers = dict(enumerate(self.names)), dict(enumerate(self.buffer_names))
+            if part == "whole":
+                bound = _Bound(self.module, params, buffers)
+            elif part == "body":
+                self.head_slice  # noqa: B018  (says in a sentence that there is none)
+                params, buffers = ({i: n for i, n in d.items() if not self._in_head(n)} for d in (params, buffers))
+                bound = _Bound(_without(self.module, self.head_name or ""), params, buffers)
+            else:
+                mine = [n for n in self.names if self._in_head(n)]
+                bound = _Bound(self.module.get_submodule(self.head_name or ""), {i: n[len(self._prefix) :] for i, n in enumerate(mine)}, {})
+            self._threads.__dict__[part] = bound
+        return bound
+
+    @property
+    def _prefix(self) -> str:
+        return f"{self.head_name}." if self.head_name else ""
+
+    def _in_head(self, name: str) -> bool:
+        return self.head_name is not None and name.startswith(self._prefix)
+
+    @property
+    def _head_first(self) -> int:
+        return next(i for i, n in enumerate(self.names) if self._in_head(n))
+
+    def _made(self, seed: int) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            if not isinstance(self.build, nn.Module):
+                return self.build()
+            module = copy.deepcopy(self.build)
+            for name, m in module.named_modules():
+                if hasattr(m, "reset_parameters"):
+                    m.reset_parameters()
+                elif any(p.requires_grad for p in m.parameters(recurse=False)):
+                    raise ValueError(
+                        f"model: {name or type(m).__name__} holds parameters but has no reset_parameters(); "
+                        "give Net a function that makes the model."
+                    )
+        return module
+
+    def _find_head(self, head: str | None) -> str | None:
+        if head is not None:
+            if head not in dict(self.module.named_modules()):
+                raise ValueError(
+                    f"head: the model has no submodule {head!r}; its children are {[n for n, _ in self.module.named_children()]}."
+                )
+            return head
+        if isinstance(getattr(self.module, "head", None), nn.Module):
+            return "head"
+        linear = [n for n, m in self.module.named_modules() if isinstance(m, nn.Linear)]
+        return linear[-1] if linear else None  # "" where the whole model is one nn.Linear
+
+    def _check(self, row: Tensor) -> None:
+        if row.shape[-1] != self.size:
+            raise ValueError(f"row: expected {self.size} parameters for this model, got {tuple(row.shape)}; cut extra columns off first.")
+
+
+def _without(module: nn.Module, name: str) -> nn.Module:
+    if not name:
+        return nn.Identity()
+    body = copy.deepcopy(module)
+    parent, _, leaf = name.rpartition(".")
+    setattr(body.get_submodule(parent), leaf, nn.Identity())
+    return body
+
+
+def refuse_random(module: nn.Module) -> None:
+    """Refuse modules that draw from torch's global generator: two threads share it, so results would not repeat."""
+    for name, m in module.named_modules():
+        if isinstance(m, RANDOM_MODULES) and getattr(m, "p", 1) != 0:
+            raise ValueError(
+                f"model: {name or 'the module'} is nn.{type(m).__name__}, which draws from the global generator; "
+                "use pflcore.nn.Dropout, which draws from the client's own."
+            )
+        if isinstance(m, nn.RNNBase | nn.MultiheadAttention) and m.dropout > 0:
+            raise ValueError(f"model: {name or 'the module'} drops out with the global generator; set its dropout to 0.")
+        if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats and m.momentum is None:
+            raise ValueError(
+                f"model: {name or 'the module'} averages its statistics by an integer count, which no policy can share; give it a momentum."
+            )

@@ -1,0 +1,36 @@
+"""How every client trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Training:
+    """How every client trains; the run's, not an algorithm's.
+
+    `lr` is the step size of round 1; `schedule(round, rounds)` multiplies it (default: constant).
+    """
+
+    lr: float = 0.1
+    batch_size: int = 32
+    epochs: int = 1
+    momentum: float = 0.0  # its buffer starts at zero in every round
+    weight_decay: float = 0.0
+    drop_last: bool = False
+    reshuffle: bool = True  # False: one order of the samples for the whole run
+    schedule: Callable[[int, int], float] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.lr >= 0:
+            raise ValueError(f"lr: expected a number >= 0, got {self.lr}.")
+        if self.batch_size < 1 or self.epochs < 1:
+            raise ValueError(f"batch_size and epochs: expected at least 1, got {self.batch_size} and {self.epochs}.")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum: expected 0 <= momentum < 1, got {self.momentum}.")
+        if not self.weight_decay >= 0:
+            raise ValueError(f"weight_decay: expected a number >= 0, got {self.weight_decay}.")
+
+    def lr_at(self, round: int, rounds: int) -> float:
+        return self.lr * (self.schedule(round, rounds) if self.schedule else 1.0)

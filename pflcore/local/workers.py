@@ -1,0 +1,156 @@
+"""The threads that train clients, and what they keep over a run."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pflcore.data.federation import Federation
+from pflcore.local.dense import Dense
+from pflcore.local.net import Net
+from pflcore.local.steps import Plan, make_plan
+from pflcore.local.training import Training
+
+P = ParamSpec("P")
+
+
+T = TypeVar("T")
+
+
+class Engine:
+    """Worker threads, each with one intra-op thread: a convolution's gradient differs bitwise between one and two."""
+
+    def __init__(self, name: str = "pool", workers: int | None = None) -> None:
+        if name not in ("pool", "vmap"):
+            raise ValueError(f"engine: expected 'pool' or 'vmap' (or 'auto' where a run is set up), got {name!r}.")
+        self.name = name
+        self.workers = workers or os.cpu_count() or 1
+        self._threads: ThreadPoolExecutor | None = None
+        self._tables: dict[tuple[int, str], tuple[Federation, Tensor]] = {}
+        self._sizes: dict[int, tuple[Federation, NDArray[np.int64]]] = {}
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self.kept: dict[Any, tuple[Federation, list[Any]]] = {}  # samples of a cohort side by side, see Local
+        self._dense: dict[int, tuple[Net, Dense | None]] = {}
+
+    def map(self, f: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
+        """`[f(i) for i in items]` on the workers; the caller's thread setting is untouched."""
+        if len(items) == 1 and torch.get_num_threads() == 1:  # nothing to gain from a worker
+            return [f(items[0])]
+        if self._threads is None:
+            self._threads = self._start()
+        stop = threading.Event()
+
+        def run(item: Any) -> T:
+            if stop.is_set():
+                raise InterruptedError
+            return f(item)
+
+        futures = [self._threads.submit(run, i) for i in items]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            stop.set()
+            raise
+
+    def table(self, data: Federation, split: str) -> Tensor:
+        """The split's index lists as one matrix [N, n_max] on the CPU, padded with 0."""
+        key = id(data), split
+        if key not in self._tables:
+            lists = [i.cpu() for i in data.index[split]]
+            self._tables[key] = data, torch.nn.utils.rnn.pad_sequence(lists, batch_first=True)  # keeps `data`, and so its id
+        return self._tables[key][1]
+
+    def sizes(self, data: Federation) -> NDArray[np.int64]:
+        """Training samples of each client of the federation."""
+        if id(data) not in self._sizes:
+            self._sizes[id(data)] = data, data.size("train").numpy()
+        return self._sizes[id(data)][1]
+
+    def plan(self, key: tuple[Any, ...], training: Training, like: Tensor) -> Plan:
+        """The steps of clients of these sizes, made once a run."""
+        if key not in self._plans:
+            if len(self._plans) > 4096:  # cohorts that are never the same twice
+                self._plans.clear()
+            plan = make_plan(training, *key)
+            self._plans[key] = plan._replace(steps=[s._replace(weight=None if s.weight is None else s.weight.to(like)) for s in plan.steps])
+        return self._plans[key]
+
+    def dense(self, net: Net) -> Dense | None:
+        """The net's written-out form, where it has one."""
+        if id(net) not in self._dense:
+            self._dense[id(net)] = net, Dense.of(net)
+        return self._dense[id(net)][1]
+
+    def _start(self) -> ThreadPoolExecutor:
+        before = torch.get_num_threads()
+        barrier = threading.Barrier(self.workers + 1)
+
+        def one_thread() -> None:
+            torch.get_num_threads()  # a thread's first look sets its number to the process's: later it would undo the next line
+            torch.set_num_threads(1)
+            barrier.wait()
+
+        threads = ThreadPoolExecutor(self.workers, "pflcore")
+        try:
+            for _ in range(self.workers):
+                threads.submit(one_thread)
+            barrier.wait(60)
+        finally:
+            torch.set_num_threads(before)  # set_num_threads is also what *new* threads start with
+        return threads
+
+    def pieces(self, count: int, width: int, samples: int = 0) -> int:
+        """Into how many pieces a cohort of `count` rows of `width` is cut; never a matter of the number of workers.
+
+        `samples`: how many of them go through one kernel, where a call costs nothing and only the arithmetic counts.
+        """
+        if self.name == "pool":
+            return count
+        return max(1, min(count, 4 if samples * width >= 1 << 22 else 2 if count * width >= 1 << 18 else 1))
+
+
+def choose_engine(net: Net, data: Federation, training: Training, rounds: int = 1) -> str:
+    """`"pool"` for convolutions on a CPU, else `"vmap"`: by model and sizes alone, so that results repeat on any machine."""
+    return "pool" if net.has_conv and net.w0.device.type == "cpu" else "vmap"
+
+
+SMALL_RUN = 1 << 18  # weights of all clients together
+
+
+def few_threads(f: Callable[P, T]) -> Callable[P, T]:
+    """For a function of (algorithm, state, setting, ...): with small models the calling thread works alone.
+
+    Some of torch's ops (indexing by a tensor, sqrt) wake its threads whatever the size of their input: microseconds on a quiet
+    machine, 25 ms on a busy one, where a round of a linear model takes 2.
+    """
+
+    @functools.wraps(f)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        setting: Any = kwargs["setting"] if "setting" in kwargs else args[2]
+        before = torch.get_num_threads()
+        if before == 1 or setting.data.n * setting.net.size >= SMALL_RUN:
+            return f(*args, **kwargs)
+        torch.set_num_threads(1)
+        try:
+            return f(*args, **kwargs)
+        finally:
+            torch.set_num_threads(before)
+
+    return wrapped
+
+
+def onto(t: Tensor, device: torch.device) -> Tensor:
+    """`t`, a small table, on `device`: to a GPU through pinned memory, so that the host does not wait for what runs there."""
+    if t.device == device:
+        return t
+    pinned = device.type == "cuda" and t.device.type == "cpu"
+    return t.pin_memory().to(device, non_blocking=True) if pinned else t.to(device)

@@ -1,0 +1,1 @@
+"""What a table of a paper takes, and its runs: `pflcore reproduce NAME`."""

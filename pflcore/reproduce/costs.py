@@ -1,0 +1,121 @@
+"""What a round costs a client: traffic as `step()` counts it, and floating point operations as torch counts them.
+
+FedDWA's Tables 4 and 5 (Liu et al. 2023), for any algorithm and model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from pflcore.algorithms.base import FedAvg
+from pflcore.data.federation import Federation
+from pflcore.data.roles import held_out
+from pflcore.local.net import Net
+from pflcore.local.settings import Setting
+from pflcore.local.training import Training
+from pflcore.local.workers import Engine
+from pflcore.round import begin, step
+
+T = TypeVar("T")
+MIB = 2**20
+
+
+class Cost(NamedTuple):
+    """Per client that takes part and round."""
+
+    models_down: float  # models received, in units of the model's parameters
+    models_up: float
+    bytes: float  # both ways
+    client: float  # floating point operations of its training on `samples` samples, a multiply and an add counted as two
+    server: float  # of the distances and mixes, all clients' together
+
+
+class _Inline(Engine):
+    """Everything on the calling thread, where torch's counter sees it; with one thread inside, as a worker has it."""
+
+    def map(self, f: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return [f(i) for i in items]
+        finally:
+            torch.set_num_threads(before)
+
+
+def cost(
+    algorithm: FedAvg,
+    model: Net | nn.Module | Callable[[], nn.Module],
+    shape: Sequence[int],
+    classes: int,
+    *,
+    n: int = 20,
+    samples: int = 2500,
+    batch_size: int = 20,
+    epochs: int = 1,
+    warm: int = 1,
+) -> Cost:
+    """The costs of a round with all `n` clients, after `warm` rounds (in the first one FedFomo and L2C have nothing to send).
+
+    Played on random inputs of `shape`, one batch for each client (and a quarter of it for validation where the algorithm asks for
+    that); operations are linear in the samples, so they are scaled to `samples` each. Evaluation is not counted.
+    """
+    if n < 1 or samples < 1 or batch_size < 1:
+        raise ValueError(f"n, samples, batch_size: expected at least 1, got {n}, {samples} and {batch_size}.")
+    net = model if isinstance(model, Net) else Net(model)
+    each = batch_size + -(-batch_size // 4) if algorithm.needs_val else batch_size
+    gen = torch.Generator().manual_seed(0)
+    x, y = torch.randn(n * each, *shape, generator=gen), torch.randint(0, classes, (n * each,), generator=gen)
+    data = Federation(x, y, {"train": list(torch.arange(n * each).split(each))}, classes)
+    data = held_out(data) if algorithm.needs_val else data
+    s = Setting(net, data, Training(1e-3, batch_size, epochs), _Inline("pool", 1), 0, warm + 1)
+    state = begin(algorithm, net, n)
+    for _ in range(warm):
+        state, _ = step(algorithm, state, s, torch.arange(n))
+    server: list[float] = []
+    with FlopCounterMode(display=False, custom_mapping=_own_ops(server)) as counter:
+        state, done = step(algorithm, state, s, torch.arange(n))
+    row = net.size * net.w0.element_size()
+    client = (counter.get_total_flops() - sum(server)) / n * samples / each
+    return Cost(done.bytes_down / n / row, done.bytes_up / n / row, (done.bytes_down + done.bytes_up) / n, client, sum(server))
+
+
+def _own_ops(found: list[float]) -> dict[Any, Any]:
+    """How the counter shall count pflcore's ops; what it counts of the server's is put into `found` too."""
+
+    def noted(flops: float) -> float:
+        found.append(flops)
+        return flops
+
+    def sqdist(a: Any, b: Any = None, *_: Any, **__: Any) -> float:
+        return noted(3 * a[0] * (a[0] if b is None else b[0]) * a[1])
+
+    def mix(updates: Any, weight: Any, *_: Any, **__: Any) -> float:
+        return noted(2 * weight[0] * weight[1] * updates[1])
+
+    def conv(x: Any, weight: Any, *_: Any, out_shape: Any, **__: Any) -> float:
+        return float(2 * math.prod(out_shape) * math.prod(weight[1:]))
+
+    def conv_backward(grad: Any, x: Any, weight: Any, pad_h: int, pad_w: int, need_x: bool, need_weight: bool, *_: Any, **__: Any) -> float:
+        return float(2 * math.prod(grad) * math.prod(weight[1:]) * (need_x + need_weight))
+
+    own = torch.ops.pflcore
+    return {own.pairwise_sqdist: sqdist, own.aggregate: mix, own.conv2d: conv, own.conv2d_backward: conv_backward}
+
+
+def table(costs: dict[str, Cost], samples: int) -> str:
+    """Markdown: traffic in models and MiB, operations per client and round."""
+    base = next(iter(costs.values())).client
+    lines = [
+        f"| method | models down | models up | MiB | FLOPs for {samples:,} samples | of the first | server FLOPs |",
+        "|:---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, c in costs.items():
+        cells = f"{c.models_down:.2f} | {c.models_up:.2f} | {c.bytes / MIB:.2f} | {c.client:.2e} | {c.client / base:.2f} | {c.server:.1e}"
+        lines.append(f"| {name} | {cells} |")
+    return "\n".join(lines) + "\n"

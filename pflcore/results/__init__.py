@@ -1,0 +1,1 @@
+"""What runs leave: records, tables, pictures."""

@@ -1,0 +1,198 @@
+"""Records of runs: JSON lines written as the run goes, and read back whatever happened to it.
+
+A record file holds one or more runs. A run is a header line `{"header": {...}}`, one line per round, and, if the run ended early,
+`{"stopped": "one sentence"}`. A number that is not finite is stored as null (JSON has no NaN) and read back as NaN where it is
+one value per client. The files can be concatenated.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pflcore import metrics
+
+PARTS = ("partition_options", "model_options", "training", "options")
+CONDITIONS = ("rounds", "participation", "buffers", "criterion", "eval_split")  # of the header; with "setting" what seeds must share
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON can hold it: tensors and tuples as lists, numbers that are not finite as None, the rest by its name."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Tensor):
+        return plain(value.detach().cpu().tolist())
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, Iterable):
+        return [plain(v) for v in value]
+    return getattr(value, "__name__", None) or str(value)
+
+
+class Record:
+    """Writes one record file. Each line is one unbuffered write, so an interrupted process leaves at most its last line cut off."""
+
+    def __init__(self, path: str | Path, overwrite: bool = False) -> None:
+        """Opens `path`, making its folder. A file that holds something is kept unless `overwrite`: ValueError."""
+        self.path, self._torn = Path(path), False
+        if self.path.exists() and self.path.is_file() and self.path.stat().st_size and not overwrite:
+            raise ValueError(f"path: expected a new file, got {self.path}, which holds something; name another or allow overwriting it.")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self.path, "wb", buffering=0)  # noqa: SIM115 (closed by close())
+        except OSError as e:
+            raise ValueError(f"path: expected a file that can be written, got {self.path} ({e.strerror}); name another.") from None
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Appends one line: a header, a round or a stop."""
+        text = json.dumps(plain(line), allow_nan=False, separators=(",", ":"))
+        data = memoryview((("\n" if self._torn else "") + text + "\n").encode())
+        self._torn = True  # until the whole line is written: Ctrl-C or a full disk may come in between
+        while data:
+            data = data[self._file.write(data) or 0 :]
+        self._torn = False
+
+    def close(self) -> None:
+        if not self._file.closed:
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+    def __enter__(self) -> Record:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass
+class Run:
+    """One run as it was recorded."""
+
+    header: dict[str, Any] = field(default_factory=dict)
+    rounds: list[dict[str, Any]] = field(default_factory=list)
+    stopped: str | None = None
+
+    @property
+    def algorithm(self) -> str:
+        return str(self.header.get("algorithm") or next((r["algorithm"] for r in self.rounds if "algorithm" in r), "?"))
+
+    @property
+    def target(self) -> int | None:
+        """The client that the run personalizes for, where it is a single one."""
+        target = self.header.get("target")
+        return target if isinstance(target, int) and not isinstance(target, bool) else None
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        return [r for r in self.rounds if r.get("eval")]
+
+    @property
+    def measure(self) -> str:
+        """ "accuracy", or "loss" where the task has no accuracy (regression)."""
+        has = any(any(v is not None for v in r["eval"].get("accuracy") or []) for r in self.evaluations)
+        return "accuracy" if has or not self.evaluations else "loss"
+
+    def values(self, measure: str | None = None) -> tuple[list[int], Tensor]:
+        """Rounds of the evaluations and their values per client, `[E, N]` float64 (NaN for none)."""
+        measure = measure or self.measure
+        rows = [metrics.vector(r["eval"][measure]) for r in self.evaluations]
+        return [r["round"] for r in self.evaluations], torch.stack(rows) if rows else torch.empty(0, 0, dtype=torch.float64)
+
+    def curve(self, client: int | None = None, measure: str | None = None) -> tuple[list[int], list[float]]:
+        """Rounds of the evaluations and one value each: the mean over clients, or one client's own."""
+        rounds, values = self.values(measure)
+        return rounds, [metrics.mean(v) if client is None else v[client].item() for v in values]
+
+    def last(self, measure: str | None = None) -> Tensor:
+        """Each client's value at the last evaluation, `[N]`."""
+        values = self.values(measure)[1]
+        return values[-1] if len(values) else values.reshape(0)
+
+    def sent(self) -> list[int]:
+        """Bytes sent down and up by all clients up to and including each round."""
+        total, out = 0, []
+        for r in self.rounds:
+            total += r.get("bytes_down", 0) + r.get("bytes_up", 0)
+            out.append(total)
+        return out
+
+    def weights(self) -> tuple[list[int], list[Tensor]]:
+        """Rounds that report mixing weights, and the weights: `[N]` for one model, `[M, N]` for several."""
+        have = [r for r in self.rounds if (r.get("report") or {}).get("weights")]
+        return [r["round"] for r in have], [torch.tensor(_nan(r["report"]["weights"]), dtype=torch.float64) for r in have]
+
+
+def _nan(value: Any) -> Any:
+    return [_nan(v) for v in value] if isinstance(value, list) else math.nan if value is None else value
+
+
+def group(lines: Iterable[Mapping[str, Any]]) -> list[Run]:
+    """Lines (as written, or as dicts that may hold tensors) to runs: each header starts one."""
+    out: list[Run] = []
+    for line in map(plain, lines):
+        if "header" in line:
+            out.append(Run(line["header"]))
+            continue
+        if not out:
+            out.append(Run())
+        if "stopped" in line:
+            out[-1].stopped = line["stopped"]
+        if "round" in line:
+            out[-1].rounds.append(line)
+    return out
+
+
+def read(path: str | Path) -> list[Run]:
+    """The runs in a record file, or in all `*.jsonl` files below a folder. A line cut off in the middle is left out."""
+    path = Path(path)
+    files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
+    if not files or not files[0].is_file():
+        raise ValueError(f"path: expected a record (.jsonl) or a folder that holds one, got {path}, which is neither; check the name.")
+    runs: list[Run] = []
+    for file in files:
+        lines = []
+        for text in file.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                line = json.loads(text)
+            except ValueError:
+                continue
+            if isinstance(line, dict):
+                lines.append(line)
+        runs += group(lines)
+    return runs
+
+
+def label(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Runs that differ in nothing but the seed under one name: the algorithm, with the options in which it differs from a namesake."""
+    by_key: dict[tuple[str, str], list[Run]] = {}
+    for run in runs:
+        by_key.setdefault((run.algorithm, json.dumps(options(run), sort_keys=True)), []).append(run)
+    out: dict[str, list[Run]] = {}
+    for (algorithm, _), members in by_key.items():
+        namesakes = [options(m[0]) for (other, _), m in by_key.items() if other == algorithm]
+        mine = options(members[0])
+        differ = [k for k in mine if any(k not in other or other[k] != mine[k] for other in namesakes)]
+        out[f"{algorithm} ({', '.join(f'{k}={mine[k]}' for k in differ)})" if differ else algorithm] = members
+    return out
+
+
+def find(groups: dict[str, list[Run]], name: str) -> list[Run] | None:
+    """The group with this label, or the first one of this algorithm."""
+    return groups.get(name) or next((m for m in groups.values() if m[0].algorithm == name), None)
+
+
+def options(run: Run) -> dict[str, Any]:
+    """All that was chosen for the run but its seed and its setting, the algorithm's own hyper-parameters last."""
+    head = run.header
+    parts = [{k: head[k] for k in CONDITIONS if k in head}] + [head.get(k) or {} for k in PARTS]
+    return {k: v for part in parts for k, v in part.items()}

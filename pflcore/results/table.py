@@ -1,0 +1,124 @@
+"""Runs told as a Markdown table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pflcore import metrics
+from pflcore.metrics import human
+from pflcore.results.record import Run, find, label
+
+
+def setting(run: Run) -> str:
+    """What must agree for runs to stand in one table: data, partition, model, number of clients."""
+    head = run.header
+    words = [f"{head[k]}" if k == "data" else f"{k} {head[k]}" for k in ("data", "partition", "model") if head.get(k) not in (None, "")]
+    return ", ".join(words + ([f"{head['n']} clients"] if "n" in head else [])) or "runs"
+
+
+def split_of(run: Run) -> str:
+    """On which of the clients' data the run was evaluated, in words."""
+    return {"test": "test", "val": "validation"}.get(run.header.get("eval_split", "test"), "training")
+
+
+def table(runs: Sequence[Run], last: int = 10, baseline: str | None = None) -> str:
+    """Markdown: one row per algorithm, one table per setting; accuracies in percent; several seeds as mean ± std over seeds.
+
+    `baseline`, the name of an algorithm among the runs, adds the percent of clients that are worse off than with it.
+    """
+    names = list(label(runs))
+    if baseline is not None and baseline not in {*names, *(r.algorithm for r in runs)}:
+        raise ValueError(f"baseline: expected one of {', '.join(names)}, got {baseline!r}.")
+    settings: dict[str, list[Run]] = {}
+    for run in runs:
+        settings.setdefault(setting(run), []).append(run)
+    return "\n".join(_table(name, members, last, baseline) for name, members in settings.items())
+
+
+def _table(name: str, runs: Sequence[Run], last: int, baseline: str | None) -> str:
+    measure, up = runs[0].measure, runs[0].measure == "accuracy"
+    groups = label(runs)
+    columns = _columns(runs, measure, up, last)
+    base = find(groups, baseline) if baseline else None
+    rows = [["algorithm", *columns, *([f"% hurt vs {baseline}"] if base else []), "bytes sent", "note"]]
+    for algorithm, members in groups.items():
+        row = [algorithm, *(_cell([f(r) for r in members], 100.0 if up else 1.0, 2 if up else 5) for f in columns.values())]
+        if base:
+            of_seed = {b.header.get("seed"): b for b in reversed(base)}
+            before = [of_seed.get(r.header.get("seed"), base[0]) for r in members]
+            row.append(_cell([metrics.hurt(r.last(measure), b.last(measure), up) for r, b in zip(members, before, strict=True)], 1.0, 1))
+        row.append(human(metrics.mean([float((r.sent() or [0])[-1]) for r in members])))
+        row.append("; ".join(dict.fromkeys(n for n in map(_note, members) if n)))
+        rows.append(row)
+
+    length = max((r.rounds[-1]["round"] for r in runs if r.rounds), default=0)
+    seeds = max(map(len, groups.values()))
+    split = split_of(runs[0])
+    said = f"{split.capitalize()} {'accuracy in percent' if up else 'loss'}, mean over clients unless a client is named"
+    lines = [
+        f"### {name}, {length} rounds",
+        "",
+        said + (f"; mean ± std over {seeds} seeds." if seeds > 1 else "."),
+        "",
+        *_markdown(rows),
+        "",
+    ]
+    optimistic = " (optimistic, as in the papers)" if split == "test" else ""
+    lines.append(f"\\* the best round, selected on {split} data{optimistic}; std and worst decile: at the last evaluation.")
+    for_one = [(name, m[0].header["made_for"]) for name, m in groups.items() if m[0].header.get("made_for") is not None]
+    if for_one:
+        lines.append("\nMade for one client, whose columns count: " + ", ".join(f"{name} for client {c}" for name, c in for_one) + ".")
+    for algorithm, members in groups.items():
+        lines += [f"\n{algorithm}, seed {r.header.get('seed', '?')}, stopped: {r.stopped}" for r in members if r.stopped]
+    return "\n".join(lines) + "\n"
+
+
+def _columns(runs: Sequence[Run], measure: str, up: bool, last: int) -> dict[str, Callable[[Run], float]]:
+    def best(run: Run, client: int | None) -> float:
+        return metrics.best(run.curve(client, measure)[1], up).value
+
+    def final(run: Run, client: int | None) -> float:
+        return metrics.final(run.curve(client, measure)[1])
+
+    def late(run: Run, client: int | None) -> float:
+        rounds, values = run.curve(client, measure)
+        return metrics.last_mean(values, rounds, last)
+
+    def of(f: Callable[[Run, int | None], float], client: int | None) -> Callable[[Run], float]:
+        return lambda run: f(run, client)
+
+    columns: dict[str, Callable[[Run], float]] = {}
+    for client in [None, *sorted({r.target for r in runs if r.target is not None})]:
+        who = "" if client is None else f"client {client}: "
+        columns |= {f"{who}best\\*": of(best, client), f"{who}final": of(final, client), f"{who}mean of last {last}": of(late, client)}
+    columns["std over clients"] = lambda run: metrics.std(run.last(measure))
+    columns["worst decile"] = lambda run: metrics.worst_decile(run.last(measure), higher_is_better=up)
+    return columns
+
+
+def _cell(values: Sequence[float], scale: float, digits: int) -> str:
+    """One number per seed: the number, or mean ± population standard deviation over the seeds."""
+    if not metrics.count(values):
+        return "-"
+    text = f"{scale * metrics.mean(values):.{digits}f}"
+    return f"{text} ± {scale * metrics.std(values):.{digits}f}" if len(values) > 1 else text
+
+
+def _note(run: Run) -> str:
+    void, dropped = sum(bool(r.get("void")) for r in run.rounds), sum(len(r.get("dropped") or []) for r in run.rounds)
+    parts = [f"stopped after round {run.rounds[-1]['round'] if run.rounds else 0}"] if run.stopped else []
+    parts += [f"{void} void rounds"] if void else []
+    parts += [f"{dropped} times a client was dropped"] if dropped else []
+    return ", ".join(parts)
+
+
+def _markdown(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as Markdown, padded so that they read as a table in a terminal too; first and last column left, numbers right."""
+    width = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left = [i in (0, len(width) - 1) for i in range(len(width))]
+    lines = []
+    for row in rows:
+        cells = [c.ljust(w) if flush else c.rjust(w) for c, w, flush in zip(row, width, left, strict=True)]
+        lines.append(f"| {' | '.join(cells)} |")
+    rule = [f":{'-' * (w + 1)}" if flush else f"{'-' * (w + 1)}:" for w, flush in zip(width, left, strict=True)]
+    return [lines[0], f"|{'|'.join(rule)}|", *lines[1:]]

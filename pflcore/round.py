@@ -1,0 +1,153 @@
+"""One round of any algorithm: who takes part, what each does, what is kept; and the evaluation between rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pflcore import ops
+from pflcore.algorithms.base import Commit, FedAvg, Payload, Pool, State, Tensors, cohort_of
+from pflcore.local import Local, Setting
+from pflcore.local.net import Net
+from pflcore.local.random import generator_of
+from pflcore.local.workers import few_threads, onto
+from pflcore.metrics import right
+
+
+@dataclass
+class Outcome:
+    """What one round did."""
+
+    ids: list[int]
+    dropped: list[int] = field(default_factory=list)  # clients whose update or new state was not finite
+    void: bool = False
+    bytes_down: int = 0
+    bytes_up: int = 0
+    train_loss: float | None = None  # mean over the cohort of the minibatch losses, weighted by share
+
+
+def begin(alg: FedAvg, net: Net, n: int) -> State:
+    """The state before the first round."""
+    for target in alg.required:
+        if not 0 <= target < n:
+            raise ValueError(f"target: expected a client from 0 to {n - 1}, got {target}.")
+    g, fresh = alg.init(net, n)
+    own = {k: v.expand(n, *v.shape).clone() for k, v in fresh.items()}
+    return State({k: v.clone() for k, v in g.items()}, own, net.b0.expand(n, -1).clone())
+
+
+def sample(alg: FedAvg, setting: Setting, round: int, participation: float = 1.0, among: Tensor | None = None) -> Tensor:
+    """The ids of this round's cohort, ascending: max(1, floor(participation * n + 0.5)) of the n clients `among` (default: all),
+    the required ones in any case."""
+    clients = torch.arange(setting.data.n) if among is None else among.sort().values
+    n = len(clients)
+    m = max(1, int(participation * n + 0.5))
+    if m >= n and set(alg.required) <= set(clients.tolist()):
+        return clients
+    order = clients[torch.randperm(n, generator=generator_of(setting.seed, round, "cohort"))].tolist()
+    first = [*alg.required, *(i for i in order if i not in alg.required)]
+    return torch.tensor(sorted(first[: max(m, len(alg.required))]))
+
+
+@few_threads
+def step(alg: FedAvg, state: State, setting: Setting, ids: Tensor, buffers: str = "local") -> tuple[State, Outcome]:
+    """One round with the clients `ids`; gives the new state, or the old one (with the round counted) where the round is void.
+
+    A client with anything not finite in its upload or its new state is absent from the round: it keeps its old state and the
+    others' shares are renormalised. Without a required client, or without anybody, the round is void.
+    """
+    absent = set(alg.required) - set(ids.tolist())
+    if absent:
+        raise ValueError(f"ids: the target {min(absent)} must take part in every round, got {ids.tolist()}; `sample` picks it.")
+    round = state.round + 1
+    cohort = cohort_of(alg, setting, ids, round)
+    at = onto(ids, state.buffers.device)
+    local = Local(setting, ids, round, state.buffers[at])
+    down = alg.send(state.g, cohort, generator_of(setting.seed, round, "send"))
+    new, up = alg.client(down, {k: v[at if v.device == at.device else ids] for k, v in state.own.items()}, local)
+    fine = finite([*up.values(), *new.values(), local.buffers], len(ids))
+    outcome = Outcome(ids.tolist(), ids[~fine].tolist(), bytes_down=nbytes(down), bytes_up=nbytes(up))
+    outcome.void = not bool(fine.any()) or any(t in outcome.dropped for t in alg.required)
+    if local.train_loss is not None and fine.any():
+        kept = cohort.share * fine
+        outcome.train_loss = float((local.train_loss.double().cpu()[fine] * kept[fine]).sum() / kept.sum())
+    if outcome.void:
+        return State(state.g, state.own, state.buffers, round, state.void + 1), outcome
+    if outcome.dropped:
+        ids = ids[fine]
+        cohort = cohort_of(alg, setting, ids, round)
+        up, new = ({k: v[fine.to(v.device)] for k, v in d.items()} for d in (up, new))
+        local.buffers = local.buffers[fine.to(local.buffers.device)]
+    rows = local.buffers
+    if buffers == "average" and rows.shape[1]:
+        rows = ops.aggregate(rows, onto(cohort.share[None], rows.device)).expand(len(state.buffers), -1)
+        ids = torch.arange(len(state.buffers))
+    commit = Commit(ids, *((state.own[k], v) for k, v in new.items()), (state.buffers, rows))
+    g = alg.server(state.g, up, cohort)
+    commit.write()  # only now: the server has accepted the round
+    return State(g, state.own, state.buffers, round, 0), outcome
+
+
+def finite(tensors: Iterable[Tensor], count: int) -> Tensor:
+    """Bool [S]: which clients' rows are finite throughout. One pass: a float64 sum is finite only if all its float32 terms are; and one
+    look at what a device found."""
+    found: dict[torch.device, Tensor] = {}
+    for v in tensors:
+        if v.is_floating_point() and v.numel():
+            fine = v.reshape(count, -1).sum(1, dtype=torch.float64).isfinite()
+            found[v.device] = found[v.device] & fine if v.device in found else fine
+    everywhere = torch.ones(count, dtype=torch.bool)
+    for fine in found.values():
+        everywhere &= fine.cpu()
+    return everywhere
+
+
+def nbytes(payload: Payload) -> int:
+    """Bytes that travel: every client's slice, a pooled row as often as it is sent."""
+    total = 0
+    for v in payload.values():
+        if isinstance(v, Pool):
+            total += v.index.numel() * v.rows.shape[1:].numel() * v.rows.element_size()
+        else:
+            total += v.numel() * v.element_size()
+    return total
+
+
+@few_threads
+def evaluate(alg: FedAvg, state: State, setting: Setting, split: str = "test", clients: Tensor | None = None) -> Tensors:
+    """Every client's personalized model on its own data: "loss" [N], "size" [N] and, for classes, "accuracy" [N].
+
+    A client without samples of `split`, or not among `clients` (ids; default: all), is not looked at: NaN, and size 0.
+    """
+    n, size = setting.data.n, setting.data.size(split)
+    if clients is not None:
+        size = torch.zeros_like(size).index_copy(0, clients, size[clients])
+    ids = size.nonzero()[:, 0]
+    if not len(ids):
+        raise ValueError(f"split: none of the clients has a sample of {split!r} to be evaluated on.")
+    round = max(1, state.round)
+    cohort = cohort_of(alg, setting, ids, round)
+    local = Local(setting, ids, round, state.buffers[ids])
+    down = alg.send(state.g, cohort, generator_of(setting.seed, round, "evaluation"))
+    view = alg.personal(down, state.own if len(ids) == n else {k: v[ids] for k, v in state.own.items()}, local)
+    own_way = type(alg).predict is not FedAvg.predict or alg.returns != "logits"
+    loss, accuracy = (None if own_way else local.measure(view["w"], split)) or one_by_one(alg, view, local, split)
+    none = torch.full((n,), torch.nan, dtype=torch.float64)
+    result = {"loss": loss} if accuracy is None else {"loss": loss, "accuracy": accuracy}
+    return {k: none.index_copy(0, ids, v.double().cpu()) for k, v in result.items()} | {"size": size}
+
+
+def one_by_one(alg: FedAvg, view: Tensors, local: Local, split: str) -> tuple[Tensor, Tensor | None]:
+    """Each client's mean loss [S] and, for classes, its share of right answers [S], by the algorithm's own `predict`."""
+    losses, hits = [], []
+    for scores, y in local.scores(alg.predict, view, split):
+        if alg.returns == "probabilities" and scores.dim() > 1 and scores.shape[1] > 1 and not y.is_floating_point():
+            losses.append(torch.nn.functional.nll_loss(scores.clamp(min=1e-12).log(), y))
+        else:
+            losses.append(local.net.criterion(scores, y))
+        if not y.is_floating_point():
+            hits.append(right(scores, y).double().mean())
+    return torch.stack(losses), torch.stack(hits) if hits else None

@@ -1,0 +1,46 @@
+"""One personalized model for each client, by as many runs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from small import images, tiny_model
+
+from pflcore.algorithms import ALGORITHMS, FedAvg, Waffle, WeightErosion
+from pflcore.local.training import Training
+from pflcore.simulation import Simulation, for_everyone
+
+
+@pytest.mark.parametrize("algorithm", [Waffle(do=2.0), WeightErosion(p_d=0.1)])
+def test_each_clients_numbers_are_those_of_its_own_run(algorithm: FedAvg) -> None:
+    data, training = images(), Training(lr=0.1, batch_size=8)
+    seen: list[tuple[int, int]] = []
+    history = for_everyone(
+        algorithm, tiny_model(), data, training, on_round=lambda t, r, record: seen.append((t, r)), rounds=3, eval_every=2
+    )
+    assert seen == [(t, r) for t in range(3) for r in (1, 2, 3)]
+    alone = [
+        Simulation(type(algorithm)(**{**vars(algorithm), "target": t}), tiny_model(), data, training, rounds=3, eval_every=2).run()
+        for t in range(3)
+    ]
+    assert [r["eval"] is None for r in history.rounds] == [True, False, False]
+    for r in range(3):
+        record = history.rounds[r]
+        assert record["report"]["weights"] == [a.rounds[r]["report"]["weights"] for a in alone]
+        assert record["bytes_up"] == sum(a.rounds[r]["bytes_up"] for a in alone) and record["cohort"] == [0, 1, 2]
+        if record["eval"]:
+            assert record["eval"]["accuracy"] == [a.rounds[r]["eval"]["accuracy"][t] for t, a in enumerate(alone)]
+    assert history.header["target"] is None and history.header["made_for"] == "each client" and history.stopped is None
+    json.dumps(list(history.lines()))
+
+
+def test_a_diverged_run_is_named() -> None:
+    history = for_everyone(Waffle(), tiny_model(), images(), Training(lr=1e200, batch_size=8), rounds=5)
+    assert history.stopped is not None and "target 0: The run diverged" in history.stopped and len(history.rounds) == 3
+    assert all(r["void"] for r in history.rounds)
+
+
+def test_a_method_without_a_target_is_refused() -> None:
+    with pytest.raises(ValueError, match="algorithm: expected one with a target"):
+        for_everyone(ALGORITHMS["fedavg"](), tiny_model(), images())
