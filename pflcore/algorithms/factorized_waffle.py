@@ -192,7 +192,7 @@ class FactorizedWaffle(FedAvg):
         scores = torch.stack([net(view["w"].index_copy(0, at, view["w"][at] * b), x) for b in view["b"]])
         if len(scores) == 1 or scores.dim() < 3 or scores.shape[2] == 1:
             return scores.mean(0)
-        return scores.log_softmax(2).logsumexp(0)  # of the mean of the probabilities
+        return scores.log_softmax(2).logsumexp(0)  # the logarithm of the mean of the probabilities, but for a constant
 
 
 def strengths(net: Net) -> Tensor:
