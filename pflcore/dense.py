@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from pflcore.flat import CRITERIA, Net
-from pflcore.ops.reference import losses_and_slopes
+from pflcore.ops.linear import losses_and_slopes
 
 SMALL = 4096  # below so many weights a product into a strided view costs several times one into fresh memory
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from pflcore import ops
 from pflcore.engine import Step, Training, onto
 from pflcore.flat import Net, context, forward_mode
-from pflcore.ops.check import check_sgd
-from pflcore.ops.library import linear_sgd_
+from pflcore.ops.linear import linear_sgd_
+from pflcore.ops.sgd import check_sgd
 from pflcore.streams import client_seeds, shuffles, uniforms
 
 if TYPE_CHECKING:
