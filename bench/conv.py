@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.problem import Problem, relative
-from pflcore.ops import library
+from pflcore.ops import conv
 
 PROVIDERS = ("pflcore", "torch")
 
@@ -36,7 +36,7 @@ def problem(size: dict[str, int]) -> Problem:
         return torch.ops.aten.convolution_backward(grad, x, weight, [o], [1, 1], [pad, pad], [1, 1], False, [0, 0], 1, need)
 
     def ours() -> Any:
-        return library.conv2d_backward(grad, x, weight, pad, pad, *need) if back else library.conv2d(x, weight, bias, pad, pad)
+        return conv.conv2d_backward(grad, x, weight, pad, pad, *need) if back else conv.conv2d(x, weight, bias, pad, pad)
 
     def error(got: Any) -> float:
         want = theirs(grad.double(), x.double(), weight.double())

@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from bench.problem import Problem, relative
-from pflcore.ops import library, reference
+from pflcore.ops import linear, reference
 
 PROVIDERS = ("pflcore", "batched torch", "plain loop")
 LR = 0.01
@@ -57,11 +57,11 @@ def problem(size: dict[str, int]) -> Problem:
     def error(got: torch.Tensor) -> float:
         want = call(reference.linear_sgd_, start.double(), x.double(), y if c > 1 else y.double())
         if got is w:  # the timed calls went on and on: once more from the start
-            got = call(library.linear_sgd_, w.copy_(start), x, y)
+            got = call(linear.linear_sgd_, w.copy_(start), x, y)
         return relative(got, want)
 
     providers = {
-        "pflcore": lambda: call(library.linear_sgd_, w, x, y),
+        "pflcore": lambda: call(linear.linear_sgd_, w, x, y),
         "batched torch": lambda: call(reference.linear_sgd_, w, x, y),
         "plain loop": plain,
     }

@@ -15,7 +15,7 @@ import torch
 
 import pflcore
 from bench.problem import Absent, Measured, Problem, seconds_of
-from pflcore.ops import library
+from pflcore.ops import _library as library
 
 
 @dataclass

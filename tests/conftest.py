@@ -16,7 +16,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """The test runs on every path of the CPU kernels that this machine has; once where the references run. One thread, unless it asks."""
     import torch
 
-    from pflcore.ops import library
+    from pflcore.ops import _library as library
 
     c, threads = library._C, torch.get_num_threads()
     if c is None and request.param != "plain":

@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.ops import library, reference
+from pflcore.ops import _library as library
+from pflcore.ops import reference
 
 pytestmark = pytest.mark.skipif(not ops.backend().kernels, reason="the compiled kernels are not loaded")
 
+OPS = torch.ops.pflcore
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 # a float32 sum of some 20 terms of size 1; float64 the same; one rounding of the result for the 16-bit types
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -222,9 +224,9 @@ def test_rank1_is_the_reference(
     wide = [t.double() for t in inputs]
     tolerance = 1e-11 if dtype == torch.float64 else 2e-4  # sums of up to 3 * 17 * 64 terms of size 1
     want = reference.rank1_linear(*wide)
-    assert close(library.rank1_linear(*inputs), want, tolerance)
+    assert close(OPS.rank1_linear(*inputs), want, tolerance)
     grad = normal(*want.shape, seed=5, dtype=dtype)
-    got = library.rank1_linear_backward(grad, *inputs, *need)
+    got = OPS.rank1_linear_backward(grad, *inputs, *need)
     for g, w, t, wanted in zip(got, reference.rank1_linear_backward(grad.double(), *wide, *need), inputs, need, strict=True):
         assert g.shape == (t.shape if wanted else (0,))
         assert close(g, w, tolerance)
@@ -238,7 +240,7 @@ def test_rank1_is_bitwise_the_same_for_any_number_of_threads(clients: tuple[int,
     results = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        results.append((library.rank1_linear(*inputs), *library.rank1_linear_backward(grad, *inputs, True, True, False, True)))
+        results.append((OPS.rank1_linear(*inputs), *OPS.rank1_linear_backward(grad, *inputs, True, True, False, True)))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
@@ -249,10 +251,10 @@ def test_rank1_factors_that_are_off_are_not_used() -> None:
     assert 0 < off.sum() < 21
     bad_a, bad_b = w_a.clone(), w_b.clone()
     bad_a[:, off], bad_b[off] = float("nan"), float("inf")
-    assert torch.equal(library.rank1_linear(x, bad_a, lam, bad_b), library.rank1_linear(x, w_a, lam, w_b))
+    assert torch.equal(OPS.rank1_linear(x, bad_a, lam, bad_b), OPS.rank1_linear(x, w_a, lam, w_b))
     grad = normal(6, 9, seed=5)
-    got = library.rank1_linear_backward(grad, x, bad_a, lam, bad_b, True, True, False, True)
-    want = library.rank1_linear_backward(grad, x, w_a, lam, w_b, True, True, False, True)
+    got = OPS.rank1_linear_backward(grad, x, bad_a, lam, bad_b, True, True, False, True)
+    want = OPS.rank1_linear_backward(grad, x, w_a, lam, w_b, True, True, False, True)
     assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
     assert (got[1][:, off] == 0).all() and (got[3][off] == 0).all()
 
@@ -261,10 +263,12 @@ def test_rank1_factors_that_are_off_are_not_used() -> None:
 def test_rank1_takes_rows_of_any_stride(gap: int) -> None:
     inputs = factors((2,), 7, 33, 12, 10, 0.6, torch.float32)
     apart = [t if t.dim() == 2 else torch.nn.functional.pad(t, (0, gap))[..., : t.shape[-1]] for t in inputs]
-    assert torch.equal(library.rank1_linear(*apart), library.rank1_linear(*inputs))
+    assert torch.equal(OPS.rank1_linear(*apart), OPS.rank1_linear(*inputs))
     grad = normal(2, 7, 10, seed=5)
     for a, b in zip(
-        library.rank1_linear_backward(grad, *apart, *[True] * 4), library.rank1_linear_backward(grad, *inputs, *[True] * 4), strict=True
+        OPS.rank1_linear_backward(grad, *apart, *[True] * 4),
+        OPS.rank1_linear_backward(grad, *inputs, *[True] * 4),
+        strict=True,
     ):
         assert torch.equal(a, b)
 

@@ -12,8 +12,9 @@ from ugly import randn, same_for_any_threads
 from pflcore._mode import forward_mode
 from pflcore.local.net import Net
 from pflcore.local.swap import SmallConv2d, swap_layers
-from pflcore.ops import library
-from pflcore.ops.library import conv2d, conv2d_backward, pool2x2, pool2x2_backward
+from pflcore.ops import _library as library
+from pflcore.ops.conv import conv2d, conv2d_backward
+from pflcore.ops.pool import pool2x2, pool2x2_backward
 
 SHAPES = [(1, 1, 2, 2), (3, 2, 28, 28), (2, 5, 7, 9), (1, 3, 33, 2), (4, 1, 2, 67), (0, 3, 8, 8)]
 

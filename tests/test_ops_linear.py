@@ -9,7 +9,8 @@ from tolerance import F32, F64, assert_close
 from ugly import lay, randn, same_for_any_threads
 
 from pflcore.local.losses import CRITERIA
-from pflcore.ops import library
+from pflcore.ops import _library as library
+from pflcore.ops.linear import linear_sgd_
 
 SWITCH = st.sampled_from([False, True])
 
@@ -83,7 +84,7 @@ def test_like_autograd(sizes, inputs, criterion, outputs, batch, dtype, bias, dr
     x = lay(x, "wide rows")
     mu_rows = mu if corrected else None
     how = (batch, drop_last, criterion, bias, 0.02, shift, mask, 0.0, mu_rows, anchor, momentum, decay)
-    losses = library.linear_sgd_(w, x, y, names, order, torch.tensor(sizes), steps, *how, sums)
+    losses = linear_sgd_(w, x, y, names, order, torch.tensor(sizes), steps, *how, sums)
     size = 1 + want.abs() + want_sums.abs() + (x.abs().sum(1).max() if len(x) else 0)
     assert_close(w, want, "linear", dtype, size)
     assert_close(sums, want_sums, "linear", dtype, size * steps.max())
@@ -97,7 +98,7 @@ def plain(w, problem, sizes, batch=32, criterion="cross_entropy"):
     steps = torch.tensor([len(cuts(n, batch, False)) for n in sizes])
     w = w.clone()
     how = (batch, False, criterion, True, 0.05, None, None, 0.0, None, None, 0.0, 0.0)
-    loss = library.linear_sgd_(w, x, y, names, order, torch.tensor(sizes), steps, *how, None)
+    loss = linear_sgd_(w, x, y, names, order, torch.tensor(sizes), steps, *how, None)
     return torch.cat([w, loss[:, None].to(w)], 1)
 
 
@@ -158,7 +159,7 @@ def test_memory_is_guarded(change, words):
     w, x, y, names, order = problem([40, 20], 9, 3, "cross_entropy")
     arguments = [w, x, y, names, order, torch.tensor([40, 20]), torch.tensor([2, 1]), 32, False, "cross_entropy", True, 0.1]
     arguments += [None, None, 0.0, None, None, 0.0, 0.0, None]
-    library.linear_sgd_(*[a.clone() if isinstance(a, torch.Tensor) else a for a in arguments])
+    linear_sgd_(*[a.clone() if isinstance(a, torch.Tensor) else a for a in arguments])
     change(arguments)
     with pytest.raises(RuntimeError, match=words):
-        library.linear_sgd_(*arguments)
+        linear_sgd_(*arguments)

@@ -12,7 +12,7 @@ from torch.library import opcheck
 
 import pflcore
 from pflcore import ops
-from pflcore.ops import library
+from pflcore.ops import _library as library
 
 KERNELS = library._C is not None
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from pflcore.factorized import FactorizedLinear
 from pflcore.local.losses import CRITERIA
 from pflcore.local.net import Net
-from pflcore.ops.reference import losses_and_slopes
+from pflcore.ops.linear import losses_and_slopes
 
 SMALL = 4096  # below so many weights a product into a strided view costs several times one into fresh memory
 

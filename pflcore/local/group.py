@@ -16,8 +16,8 @@ from pflcore.local.random import client_seeds, shuffles, uniforms
 from pflcore.local.steps import Step
 from pflcore.local.training import Training
 from pflcore.local.workers import onto
-from pflcore.ops.check import check_sgd
-from pflcore.ops.library import linear_sgd_
+from pflcore.ops.linear import linear_sgd_
+from pflcore.ops.sgd import check_sgd
 
 if TYPE_CHECKING:
     from pflcore.local import Local

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pflcore._mode import context
-from pflcore.ops.library import conv2d, conv2d_backward, pool2x2, pool2x2_backward
+from pflcore.ops.conv import conv2d, conv2d_backward
+from pflcore.ops.pool import pool2x2, pool2x2_backward
 
 FEW = 256  # products of input and output channels up to which the convolution is never slower than torch's
 IMAGE = 1 << 16  # numbers of a padded image that stay in the second-level cache

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.ops import library, reference
+from pflcore.ops import reference
 
+OPS = torch.ops.pflcore
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 SIZES = (1, 31, 33, 1023, 1024, 4097, 100_003)
 few = settings(max_examples=25)
@@ -172,7 +173,10 @@ def calls() -> dict[str, tuple[Callable[..., Any], list[Tensor]]]:
         "aggregate of one row": (ops.aggregate, [a, torch.rand(1, 20, device="cuda", dtype=torch.float64)]),
         "aggregate by index": (ops.aggregate, [a, top.weight, top.index]),
         "rank1_linear": (ops.rank1_linear, [x, w_a, lam, w_b]),
-        "rank1_linear_backward": (lambda *t: library.rank1_linear_backward(*t, *need)[:2], [normal(6, 8, 10).cuda(), x, w_a, lam, w_b]),
+        "rank1_linear_backward": (
+            lambda *t: OPS.rank1_linear_backward.default(*t, *need)[:2],
+            [normal(6, 8, 10).cuda(), x, w_a, lam, w_b],
+        ),
         "sgd_step_": (lambda w, g: (ops.sgd_step_(w, g, 0.1), w)[1], [a.clone(), a + 1]),
     }
 
@@ -275,7 +279,7 @@ def test_mixed_devices_are_refused_with_a_sentence() -> None:
         with pytest.raises(ValueError, match=rf": {name} must be .*cpu"):
             call()
     with pytest.raises(RuntimeError, match="expected index on cuda"):  # past the checks: the kernel's own
-        library.aggregate(a, half, index, None, 1.0, False)
+        OPS.aggregate.default(a, half, index, None, 1.0, False)
 
 
 def test_an_index_out_of_range_is_nan_not_a_crash() -> None:
@@ -286,12 +290,12 @@ def test_an_index_out_of_range_is_nan_not_a_crash() -> None:
 
 def test_opcheck_gradients_compile_and_vmap() -> None:
     a = normal(4, 9, dtype=torch.float64).cuda().requires_grad_()
-    torch.library.opcheck(library.pairwise_sqdist, (a, None))
-    torch.library.opcheck(library.feddwa_weights, (a.detach() ** 2, 2))
+    torch.library.opcheck(OPS.pairwise_sqdist.default, (a, None))
+    torch.library.opcheck(OPS.feddwa_weights.default, (a.detach() ** 2, 2))
     weight = torch.rand(3, 4, dtype=torch.float64, device="cuda", requires_grad=True)
-    torch.library.opcheck(library.aggregate, (a, weight, None, None, 1.0, False))
+    torch.library.opcheck(OPS.aggregate.default, (a, weight, None, None, 1.0, False))
     rank1 = [normal(*s, seed=k, dtype=torch.float64).cuda().requires_grad_() for k, s in enumerate([(2, 3, 5), (4, 6), (2, 6), (6, 5)])]
-    torch.library.opcheck(library.rank1_linear, tuple(rank1))
+    torch.library.opcheck(OPS.rank1_linear.default, tuple(rank1))
     assert torch.autograd.gradcheck(ops.pairwise_sqdist, (a,))
     assert torch.autograd.gradcheck(ops.aggregate, (a, weight))
     assert torch.autograd.gradcheck(ops.rank1_linear, tuple(rank1))

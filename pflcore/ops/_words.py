@@ -1,0 +1,82 @@
+"""The words of the ops' argument checks: one sentence that names the argument, what was expected, and what came."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def shape(t: Any) -> str:
+    """What a tensor is, in a few words."""
+    if not isinstance(t, Tensor):
+        shown = " ".join(repr(t).split())
+        return f"{shown[:40]}{'...' if len(shown) > 40 else ''} of type {type(t).__name__}"
+    return f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device}"
+
+
+def expect(ok: bool, op: str, name: str, wanted: str, came: str, do: str = "", kind: type[Exception] = ValueError) -> None:
+    """Raise `kind` with one sentence unless `ok`."""
+    if not ok:
+        raise kind(f"{op}: {name} must be {wanted}, got {came}{'; ' + do if do else ''}.")
+
+
+def is_int(value: Any) -> bool:
+    """A whole number, and not a truth value."""
+    return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
+
+
+def number(op: str, name: str, value: Any) -> None:
+    """`value` is a real number, or a tensor of one."""
+    if type(value) is float or type(value) is int:
+        return
+    fine = isinstance(value, int | float | torch.SymInt | torch.SymFloat) and not isinstance(value, bool)
+    fine = (
+        fine or (isinstance(value, Tensor) and value.dim() == 0) or (hasattr(value, "__float__") and not isinstance(value, Tensor | bool))
+    )
+    expect(fine, op, name, "a number", shape(value), kind=TypeError)
+
+
+def floating(op: str, name: str, t: Any) -> None:
+    """`t` is a floating-point tensor."""
+    if not isinstance(t, Tensor):
+        expect(False, op, name, "a tensor", shape(t), "use torch.as_tensor", TypeError)
+    if t.layout is not torch.strided:
+        expect(False, op, name, "a dense tensor", str(t.layout), f"use {name}.to_dense()", TypeError)
+    if t.dtype not in FLOATS:
+        expect(False, op, name, "float32, float64, float16 or bfloat16", shape(t), f"use {name}.float()", TypeError)
+
+
+def matrix(op: str, name: str, t: Any, wanted: str) -> None:
+    """`t` is a floating-point matrix."""
+    if type(t) is Tensor and t.dtype in FLOATS and t.dim() == 2 and t.layout is torch.strided:
+        return
+    floating(op, name, t)
+    expect(t.dim() == 2, op, name, f"a matrix {wanted}", shape(t))
+
+
+def check_same(op: str, name: str, a: Tensor, other: str, b: Tensor) -> None:
+    """`a` and `b` have one dtype and one device."""
+    if a.dtype is not b.dtype:
+        expect(False, op, other, f"{a.dtype} like {name}", shape(b), f"use {other}.to({name}.dtype)", TypeError)
+    if a.device != b.device:
+        expect(False, op, other, f"on {a.device} like {name}", shape(b), f"use {other}.to({name}.device)")
+
+
+def concrete(t: Tensor) -> bool:
+    """The values can be looked at for free: a plain CPU tensor, nothing traced."""
+    return type(t) is Tensor and t.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """The two tensors' memory ranges meet."""
+    if not (a.numel() and b.numel()) or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+        return False
+
+    def span(t: Tensor) -> tuple[Any, Any]:
+        first = t.storage_offset() * t.element_size()
+        return first, first + (sum((s - 1) * d for s, d in zip(t.shape, t.stride(), strict=True)) + 1) * t.element_size()
+
+    (a0, a1), (b0, b1) = span(a), span(b)
+    return bool(a0 < b1 and b0 < a1)

@@ -1,0 +1,161 @@
+"""aggregate: base + lr * (weight @ updates), dense or by index, in one pass over the updates."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._library import BUDGET, define, lib, nothing, warn_once
+from ._words import concrete, expect, floating, matrix, number, overlap, shape
+
+
+def aggregate(
+    updates: Tensor,  # [N, P]
+    weight: Tensor,  # [M, N], or [M, K] with index
+    index: Tensor | None = None,  # [M, K] int64
+    base: Tensor | None = None,  # [P] or [M, P]
+    lr: float = 1.0,
+    out: Tensor | None = None,  # [M, P]
+    precise: bool = False,
+) -> Tensor:  # [M, P]
+    """`base + lr * (weight @ updates)` in one pass over the updates; with `index`, row m mixes the rows `index[m]` only.
+
+    Accumulates in float32; in float64 where an input row is float64 or `precise` asks for it. The result has base's dtype, or else that of
+    updates. With `index`, a row of weight 0 is not read, so NaN there does not spread. `out` may be given to reuse memory: a [M, P] tensor
+    with contiguous rows that shares no memory with updates or weight; it may be `base` itself. Without `out`, differentiable in updates,
+    weight and base.
+    """
+    check_aggregate(updates, weight, index, base, lr, out)
+    warn_once()
+    if out is None:
+        return _op(updates, weight, index, base, lr, bool(precise))
+    _op_out(updates, weight, index, base, lr, bool(precise), out)
+    return out
+
+
+def check_aggregate(updates: Any, weight: Any, index: Any, base: Any, lr: Any, out: Any) -> None:
+    """The arguments of aggregate."""
+    op = "aggregate"
+    number(op, "lr", lr)
+    matrix(op, "updates", updates, "[N, P]")
+    matrix(op, "weight", weight, "[M, N]" if index is None else "[M, K]")
+    n, p = updates.shape
+    m, k = weight.shape
+    if weight.device != updates.device:
+        expect(False, op, "weight", f"on {updates.device} like updates", shape(weight), "use weight.to(updates.device)")
+    if index is None:
+        if k != n:
+            expect(False, op, "weight", f"[M, {n}], a column for each row of updates", shape(weight), "or give index")
+    else:
+        expect(isinstance(index, Tensor) and index.dtype == torch.int64, op, "index", "an int64 tensor", shape(index), kind=TypeError)
+        expect(index.shape == weight.shape, op, "index", f"{list(weight.shape)} like weight", shape(index))
+        expect(index.device == updates.device, op, "index", f"on {updates.device} like updates", shape(index))
+        if concrete(index) and m and k:
+            low, high = index.aminmax()
+            if low < 0 or high >= n:
+                expect(False, op, "index", f"from 0 to {n - 1}", f"{int(low)} to {int(high)}")
+    if base is not None:
+        floating(op, "base", base)
+        fits = base.shape == (p,) or base.shape == (m, p)
+        expect(fits and base.device == updates.device, op, "base", f"[{p}] or [{m}, {p}] on {updates.device}", shape(base))
+    if out is not None:
+        check_out(updates, weight, base, out)
+
+
+def check_out(updates: Tensor, weight: Tensor, base: Tensor | None, out: Any) -> None:
+    """The `out` of aggregate."""
+    op, wanted = "aggregate", [weight.shape[0], updates.shape[1]]
+    dtype = updates.dtype if base is None else base.dtype
+    fits = isinstance(out, Tensor) and list(out.shape) == wanted and out.dtype == dtype and out.device == updates.device
+    expect(fits, op, "out", f"{wanted} {str(dtype).removeprefix('torch.')} on {updates.device}", shape(out))
+    if out.numel() == 0:
+        return
+    rows = out.stride(1) == 1 or out.shape[1] == 1
+    apart = out.shape[0] == 1 or out.stride(0) >= out.shape[1]
+    expect(rows and apart, op, "out", "of contiguous rows that do not overlap", f"strides {list(out.stride())}", "use torch.empty")
+    if torch.compiler.is_compiling():
+        return
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (updates, weight, base, out)):
+        expect(False, op, "out", "None where a gradient is wanted", "inputs that require grad", "leave out away or use torch.no_grad()")
+    expect(not overlap(out, updates), op, "out", "memory of its own", "memory of updates")
+    expect(not overlap(out, weight), op, "out", "memory of its own", "memory of weight")
+    if base is not None and overlap(out, base):
+        itself = base.shape == out.shape and base.data_ptr() == out.data_ptr() and base.stride() == out.stride()
+        expect(itself, op, "out", "memory of its own or base itself", "a part of base's memory")
+
+
+def reference(updates: Tensor, weight: Tensor, index: Tensor | None, base: Tensor | None, lr: float, precise: bool) -> Tensor:  # [M, P]
+    """The same into a fresh result of base's dtype, or else of updates'."""
+    out = updates.new_empty(weight.shape[0], updates.shape[1], dtype=updates.dtype if base is None else base.dtype)
+    reference_out(updates, weight, index, base, lr, precise, out)
+    return out
+
+
+def reference_out(
+    updates: Tensor,  # [N, P]
+    weight: Tensor,  # [M, N], or [M, K] with index
+    index: Tensor | None,  # [M, K] int64
+    base: Tensor | None,  # [P] or [M, P]
+    lr: float,
+    precise: bool,
+    out: Tensor,  # [M, P]
+) -> None:
+    """out = base + lr * (weight @ updates), strip by strip."""
+    wide = precise or torch.float64 in (updates.dtype, out.dtype)
+    dtype = torch.float64 if wide else torch.float32
+    w = (lr * weight.double()).to(dtype)
+    width = max(1, BUDGET // max(1, sum(updates.shape[:1]) + w.shape[0]))
+    for start in range(0, updates.shape[1], width):
+        strip = slice(start, start + width)
+        if index is None:
+            total = w @ updates[:, strip].to(dtype)  # [M, width]
+        else:
+            total = torch.zeros(w.shape[0], updates[:, strip].shape[1], dtype=dtype, device=w.device)
+            for k in range(w.shape[1]):
+                weight_k = w[:, k, None]
+                total += torch.where(weight_k != 0, weight_k * updates[index[:, k], strip].to(dtype), 0.0)
+        out[:, strip] = total if base is None else base[..., strip].to(dtype) + total
+
+
+def _fake(updates: Tensor, weight: Tensor, index: Tensor | None, base: Tensor | None, lr: float, precise: bool) -> Tensor:
+    return updates.new_empty(weight.shape[0], updates.shape[1], dtype=updates.dtype if base is None else base.dtype)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    updates, weight, index, base, ctx.lr, _ = inputs
+    ctx.sparse, ctx.base_dim, ctx.base_dtype = index is not None, None if base is None else base.dim(), output.dtype
+    ctx.save_for_backward(updates, weight, *([index] if ctx.sparse else []))
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    updates, weight, *rest = ctx.saved_tensors
+    need_updates, need_weight, _, need_base = ctx.needs_input_grad[:4]
+    dense = weight.double()  # [M, N] or [M, K]
+    grad64 = grad.double()
+    grad_updates = grad_weight = None
+    if ctx.sparse:
+        index = rest[0]
+        if need_weight:
+            columns = [(grad64 * updates[index[:, k]].double()).sum(1) for k in range(index.shape[1])]
+            grad_weight = torch.stack(columns, 1) if columns else torch.zeros_like(dense)
+        dense = torch.zeros(weight.shape[0], updates.shape[0], dtype=torch.float64, device=grad.device).scatter_add(1, index, dense)
+    elif need_weight:
+        grad_weight = grad64 @ updates.double().T
+    if need_updates:
+        grad_updates = (ctx.lr * (dense.T @ grad64)).to(updates.dtype)
+    if grad_weight is not None:
+        grad_weight = (ctx.lr * grad_weight).to(weight.dtype)
+    grad_base = (grad if ctx.base_dim == 2 else grad.sum(0)) if need_base else None
+    return grad_updates, grad_weight, None, grad_base, None, None
+
+
+_op: Callable[..., Tensor] = define(
+    "aggregate(Tensor updates, Tensor weight, Tensor? index, Tensor? base, float lr, bool precise) -> Tensor", reference, _fake
+)
+_op_out: Callable[..., None] = define(
+    "aggregate_out(Tensor updates, Tensor weight, Tensor? index, Tensor? base, float lr, bool precise, Tensor(a!) out) -> ()",
+    reference_out,
+    nothing,
+)
+torch.library.register_autograd("pflcore::aggregate", _backward, setup_context=_setup, lib=lib)

@@ -1,0 +1,227 @@
+"""rank1_linear: a linear layer made of rank-1 factors, forward and backward, under vmap too."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._library import define, lib, warn_once
+from ._words import check_same, expect, floating, shape
+
+
+def rank1_linear(
+    x: Tensor,  # [..., B, I]
+    w_a: Tensor,  # [O, F] or [..., O, F]
+    lam: Tensor,  # [F] or [..., F]
+    w_b: Tensor,  # [F, I] or [..., F, I]
+) -> Tensor:  # [..., B, O]
+    """`((x w_b^T) * lam) w_a^T`: a linear layer made of F rank-1 factors, whose dense weight is never built (WAFFLe, Hao et al.).
+
+    Leading axes, the clients', broadcast; an input without them is shared, and its gradient summed. Factors with `lam == 0` are skipped.
+    One dtype for all inputs, 16-bit ones computed in float32. Differentiable in all four; works under `vmap`.
+    """
+    lead = check_rank1(x, w_a, lam, w_b)
+    warn_once()
+    if x.dim() == 1:
+        return rank1_linear(x[None], w_a, lam, w_b).squeeze(-2)
+    if len(lead) <= 1 and all(t.dim() == o or t.shape[0] == lead[0] for t, o in ((x, 2), (w_a, 2), (lam, 1), (w_b, 2))):
+        return _differentiable(x, w_a, lam, w_b)
+    if w_a.dim() == 2 and lam.dim() == 1 and w_b.dim() == 2:  # nothing but a larger batch
+        y = _differentiable(x.flatten(0, -2), w_a, lam, w_b)
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+
+    def flat(t: Tensor, own: int) -> Tensor:
+        return t if t.dim() == own else t.expand(*lead, *t.shape[t.dim() - own :]).flatten(0, len(lead) - 1)
+
+    y = _differentiable(flat(x, 2), flat(w_a, 2), flat(lam, 1), flat(w_b, 2))
+    return y.reshape(*lead, *y.shape[1:])
+
+
+def check_rank1(x: Any, w_a: Any, lam: Any, w_b: Any) -> tuple[int, ...]:
+    """The arguments of rank1_linear; returns the broadcast leading axes."""
+    op = "rank1_linear"
+    for name, t, own, wanted in (
+        ("x", x, 1, "[..., B, I]"),
+        ("w_a", w_a, 2, "[O, F]"),
+        ("lam", lam, 1, "[..., F]"),
+        ("w_b", w_b, 2, "[F, I]"),
+    ):
+        floating(op, name, t)
+        if t.dim() < own:
+            expect(False, op, name, wanted, shape(t))
+        if t is not x:
+            check_same(op, "x", x, name, t)
+    if w_b.shape[-1] != x.shape[-1]:
+        expect(False, op, "w_b", f"[F, {x.shape[-1]}] for the inputs of x", shape(w_b))
+    if w_a.shape[-1] != w_b.shape[-2]:
+        expect(False, op, "w_a", f"[O, {w_b.shape[-2]}] for the factors of w_b", shape(w_a))
+    if lam.shape[-1] != w_b.shape[-2]:
+        expect(False, op, "lam", f"[..., {w_b.shape[-2]}] for the factors of w_b", shape(lam))
+    leads = (x.shape[:-2], w_a.shape[:-2], lam.shape[:-1], w_b.shape[:-2])
+    if not any(leads):
+        return ()
+    try:
+        return tuple(torch.broadcast_shapes(*leads))
+    except RuntimeError:
+        came = ", ".join(str(list(lead)) for lead in leads)
+        raise ValueError(f"{op}: the leading axes of x, w_a, lam and w_b must broadcast, got {came}.") from None
+
+
+def reference(
+    x: Tensor,  # [B, I] or [N, B, I]
+    w_a: Tensor,  # [O, F] or [N, O, F]
+    lam: Tensor,  # [F] or [N, F]
+    w_b: Tensor,  # [F, I] or [N, F, I]
+) -> Tensor:  # [B, O] or [N, B, O]
+    """((x w_b^T) * lam) w_a^T: a linear layer of weight sum_f lam_f w_a[:, f] w_b[f, :], which is never built."""
+    scale = lam[..., None, :]
+    hidden = torch.where(scale != 0, x @ w_b.mT * scale, 0.0)  # [.., B, F]
+    return hidden @ w_a.mT
+
+
+def backward_reference(
+    grad: Tensor,  # [B, O] or [N, B, O]
+    x: Tensor,
+    w_a: Tensor,
+    lam: Tensor,
+    w_b: Tensor,
+    need_x: bool,
+    need_a: bool,
+    need_lam: bool,
+    need_b: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of rank1_linear in its inputs' shapes; an empty tensor where one is not needed."""
+    scale = lam[..., None, :]
+    hidden, back = x @ w_b.mT, grad @ w_a  # [.., B, F] both
+    none = grad.new_empty(0)
+
+    def scaled(t: Tensor) -> Tensor:
+        """A factor that is off is skipped; where this is differentiated once more, by lam too, the plain product has the derivative."""
+        return t * scale if torch.is_grad_enabled() else torch.where(scale != 0, t * scale, 0.0)
+
+    def like(t: Tensor, g: Tensor) -> Tensor:
+        """Clients that share an input add up."""
+        return g.sum_to_size(t.shape).contiguous()
+
+    return (
+        like(x, scaled(back) @ w_b) if need_x else none,
+        like(w_a, grad.mT @ scaled(hidden)) if need_a else none,
+        like(lam, (hidden * back).sum(-2)) if need_lam else none,
+        like(w_b, scaled(back).mT @ x) if need_b else none,
+    )
+
+
+def _fake(x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor) -> Tensor:
+    batch = next((t.shape[:1] for t, own in ((x, 2), (w_a, 2), (lam, 1), (w_b, 2)) if t.dim() > own), ())
+    return x.new_empty(*batch, x.shape[-2], w_a.shape[-2])
+
+
+def _fake_backward(
+    grad: Tensor, x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor, need_x: bool, need_a: bool, need_lam: bool, need_b: bool
+) -> tuple[Tensor, ...]:
+    pairs = ((x, need_x), (w_a, need_a), (lam, need_lam), (w_b, need_b))
+    return tuple(t.new_empty(t.shape if need else (0,)) for t, need in pairs)
+
+
+_op: Callable[..., Tensor] = define("rank1_linear(Tensor x, Tensor w_a, Tensor lam, Tensor w_b) -> Tensor", reference, _fake)
+_op_backward: Callable[..., tuple[Tensor, ...]] = define(
+    "rank1_linear_backward(Tensor grad, Tensor x, Tensor w_a, Tensor lam, Tensor w_b, bool need_x, bool need_a, bool need_lam, "
+    "bool need_b) -> (Tensor, Tensor, Tensor, Tensor)",
+    backward_reference,
+    _fake_backward,
+)
+
+
+# --- autograd ---------------------------------------------------------------------------------------------------------------------
+
+
+def _setup(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, w_a, lam, w_b = ctx.saved_tensors
+    twice = torch.is_grad_enabled()  # a second derivative is wanted: the same formula in differentiable torch
+    backward: Callable[..., tuple[Tensor, ...]] = backward_reference if twice else _op_backward
+    grads = backward(grad, x, w_a, lam, w_b, *ctx.needs_input_grad)
+    return tuple(g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=True))
+
+
+torch.library.register_autograd("pflcore::rank1_linear", _backward, setup_context=_setup, lib=lib)
+
+
+class _Rank1(torch.autograd.Function):
+    """The same formula without the op's registered autograd, which costs as much as a small layer's arithmetic."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        return _op(*inputs)
+
+    backward = staticmethod(_backward)
+
+
+def _differentiable(x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor) -> Tensor:
+    eager = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())  # these need the op to stand alone
+    if eager and torch.is_grad_enabled() and (w_a.requires_grad or w_b.requires_grad or x.requires_grad or lam.requires_grad):
+        y: Tensor = _Rank1.apply(x, w_a, lam, w_b)
+        return y
+    return _op(x, w_a, lam, w_b)
+
+
+# --- vmap -------------------------------------------------------------------------------------------------------------------------
+
+_OWN = (2, 2, 1, 2)  # dimensions of x, w_a, lam, w_b without the clients' axis
+
+
+def _clients_first(size: int, in_dims: Sequence[int | None], args: Sequence[Tensor], own: Sequence[int]) -> list[Tensor]:
+    """Each argument with the vmapped axis in front, folded into a clients' axis that is there already: [size * n, ...]."""
+    inner = next(
+        (t.shape[0 if d is None else int(d == 0)] for t, d, o in zip(args, in_dims, own, strict=True) if t.dim() - (d is not None) > o),
+        None,
+    )
+    out = []
+    for t, dim, o in zip(args, in_dims, own, strict=True):
+        has_inner = t.dim() - (dim is not None) > o
+        if dim is not None:
+            t = t.movedim(dim, 0)
+        if inner is not None and (dim is not None or has_inner):
+            t = t if dim is not None else t[None]
+            t = t if has_inner else t[:, None]
+            t = t.expand(size, inner, *t.shape[2:]).reshape(size * inner, *t.shape[2:])
+        out.append(t)
+    return out
+
+
+def _inner(in_dims: Sequence[int | None], args: Sequence[Tensor], own: Sequence[int]) -> bool:
+    return any(t.dim() - (d is not None) > o for t, d, o in zip(args, in_dims, own, strict=True))
+
+
+def _vmap(info: Any, in_dims: tuple[int | None, ...], *args: Tensor) -> tuple[Tensor, int]:
+    y = _op(*_clients_first(info.batch_size, in_dims, args, _OWN))
+    return (y.unflatten(0, (info.batch_size, -1)) if _inner(in_dims, args, _OWN) else y), 0
+
+
+def _backward_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    size, own, dims = info.batch_size, (2, *_OWN), in_dims[:5]
+    tensors, needs = args[:5], args[5:]
+    inner = _inner(dims, tensors, own)
+    # a gradient is wanted for each vmapped slice, so a shared input is repeated (without a copy) rather than summed over the slices
+    wide = [t if d is not None else t.expand(size, *t.shape) for t, d in zip(tensors, dims, strict=True)]
+    grads = _op_backward(*_clients_first(size, [0 if d is None else d for d in dims], wide, own), *needs)
+    out = []
+    for g, t, d, o, need in zip(grads, tensors[1:], dims[1:], _OWN, needs, strict=True):
+        if not need:
+            out.append(g.new_empty(size, 0))
+            continue
+        if inner:
+            g = g.unflatten(0, (size, -1))
+            if t.dim() - (d is not None) == o:  # shared by the inner clients
+                g = g.sum(1)
+        out.append(g)
+    return tuple(out), (0, 0, 0, 0)
+
+
+torch.library.register_vmap("pflcore::rank1_linear", _vmap, lib=lib)
+torch.library.register_vmap("pflcore::rank1_linear_backward", _backward_vmap, lib=lib)

@@ -1,0 +1,146 @@
+"""waffle_weights and feddwa_weights: the two rules that turn distances into mixing weights, in float64."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._library import define, warn_once
+from ._words import concrete, expect, floating, is_int, matrix, shape
+
+
+class TopK(NamedTuple):
+    """The K kept neighbours of each row, nearest first, ready for `aggregate(updates, *top)`."""
+
+    weight: Tensor  # [M, K] float64, rows sum to 1
+    index: Tensor  # type: ignore[assignment]  # [M, K] int64
+
+
+def waffle_weights(
+    dist: Tensor,  # [..., N] distances (not squared) from the target
+    target: int | Tensor,  # the target's number, or int64 [...]
+    omega: float,
+    psi: float | None = None,
+    tie: str = "closed",
+) -> Tensor:  # [..., N] float64
+    """WAFFLE's CalcWeights (Beaussart et al. 2021, Algorithm 1), each row summing to 1.
+
+    With low and high the least and largest distance of the others, `t = (d - low) / (high - low)` and `s = low / high * (1 - omega)`:
+    raw weight `max(psi - (t + s) / (1 + s), 0)`, the target's is `psi` (omega > 1: `t + s`, line 6 as printed). This closed form equals the
+    paper's and never divides by zero. All others equally far: t = 0 (`tie="closed"`), or everybody gets 1/N (`tie="uniform"`); all at
+    distance 0: 1/N; psi = 0 or N = 1: all weight on the target. The target's own distance is ignored. A distance that is not finite is an
+    absent client, of weight 0; a negative one counts as 0. The weights are constants: no gradient flows through them.
+
+    omega: Omega(r) >= 0; psi: Psi(r) >= 0, None: the same as omega. The 0.95 rule and the smoothing over rounds belong to the algorithm.
+    """
+    psi = omega if psi is None else psi
+    goal = check_waffle(dist, target, omega, psi, tie)
+    warn_once()
+    return _waffle(dist.detach() if dist.requires_grad else dist, goal, omega, psi, tie == "uniform")
+
+
+def feddwa_weights(
+    sqdist: Tensor,  # [M, N] squared distances, row i the receiver's
+    k: int,
+) -> TopK:
+    """FedDWA's weights (Liu et al. 2023, Eq. 15 and 8): the k nearest of each row, weighted by 1 / squared distance, rows summing to 1.
+
+    Ties go to the lower index; k >= N keeps all. Where distances are 0, only those count, equally. NaN counts as infinitely far, a negative
+    distance as 0; an infinitely far neighbour has weight 0, and a row of nothing else is uniform. Never NaN. The weights are constants: no
+    gradient flows through them.
+    """
+    if not (type(k) is int and k > 0):
+        expect(is_int(k) and k > 0, "feddwa_weights", "k", "a whole number above 0", repr(k))
+    matrix("feddwa_weights", "sqdist", sqdist, "[M, N]")
+    if sqdist.shape[1] == 0:
+        expect(False, "feddwa_weights", "sqdist", "at least one column", shape(sqdist))
+    warn_once()
+    return TopK(*_feddwa(sqdist.detach() if sqdist.requires_grad else sqdist, k))
+
+
+def check_waffle(dist: Any, target: Any, omega: float, psi: float, tie: str) -> Tensor:
+    """The arguments of waffle_weights; returns the target as a tensor."""
+    op = "waffle_weights"
+    floating(op, "dist", dist)
+    n = dist.shape[-1] if dist.dim() else 0
+    expect(n > 0, op, "dist", "[..., N] with N > 0", shape(dist))
+    for name, value in (("omega", omega), ("psi", psi)):
+        try:
+            fine = math.isfinite(value) and value >= 0
+        except TypeError:
+            expect(False, op, name, "a number", f"{value!r:.60}", kind=TypeError)
+        expect(fine, op, name, "a finite number >= 0", repr(value))
+    expect(tie in ("closed", "uniform"), op, "tie", "'closed' or 'uniform'", repr(tie))
+    if isinstance(target, Tensor):
+        expect(target.dtype == torch.int64, op, "target", "an int or an int64 tensor", shape(target), kind=TypeError)
+        expect(target.device == dist.device, op, "target", f"on {dist.device} like dist", shape(target))
+        fits = target.dim() == 0 or target.shape == dist.shape[:-1]
+        expect(fits, op, "target", f"one for each row of dist, {list(dist.shape[:-1])}", shape(target))
+        if concrete(target) and target.numel():
+            low, high = (int(v) for v in target.aminmax())
+            expect(low >= 0 and high < n, op, "target", f"from 0 to {n - 1}", f"{low} to {high}")
+        return target
+    expect(is_int(target), op, "target", "an int or an int64 tensor", f"{target!r:.60}", kind=TypeError)
+    expect(0 <= target < n, op, "target", f"from 0 to {n - 1}", str(target))
+    return torch.full((), target, dtype=torch.int64, device=dist.device)
+
+
+def waffle_reference(
+    dist: Tensor,  # [..., N] distances (not squared) from the target
+    target: Tensor,  # [...] int64
+    omega: float,
+    psi: float,
+    uniform_ties: bool,
+) -> Tensor:  # [..., N] float64
+    """WAFFLE's CalcWeights (Beaussart et al. 2021, Algorithm 1) in a form that never divides by zero."""
+    d = dist.double().contiguous()
+    is_target = torch.arange(d.shape[-1], device=d.device) == target[..., None]  # [..., N]
+    other = d.isfinite() & ~is_target  # before the clamp: -Inf is no distance
+    d = d.clamp(min=0)
+    high = torch.where(other, d, 0.0).amax(-1, keepdim=True)  # [..., 1]
+    low = torch.where(other, d, math.inf).amin(-1, keepdim=True)
+    gap = high - low
+    tied = gap <= 1e-12 * high
+    t = torch.where(tied, 0.0, (d - low) / gap)
+    s = torch.where(tied, 1.0, low / high) * (1 - omega)
+    ratio = (t + s) / (1 + s) if omega <= 1 else t + s
+    ratio = torch.where((high == 0) | (tied & uniform_ties), 0.0, ratio)
+    raw = torch.where(other, (psi - ratio).clamp(min=0), 0.0)
+    raw = torch.where(is_target, psi, raw)
+    alone = ~other.any(-1, keepdim=True) | (psi == 0)
+    return torch.where(alone, is_target.double(), raw / raw.sum(-1, keepdim=True))
+
+
+def feddwa_reference(
+    sqdist: Tensor,  # [M, N] squared distances
+    k: int,
+) -> tuple[Tensor, Tensor]:  # [M, K] float64, [M, K] int64
+    """The K nearest of each row by (distance, index), weighted by 1 / squared distance (FedDWA, Liu et al. 2023, Eq. 15 and 8)."""
+    d = sqdist.double().contiguous()
+    d = torch.where(d.isnan(), math.inf, d.clamp(min=0))
+    value, index = d.sort(dim=1, stable=True)
+    value, index = value[:, :k], index[:, :k].contiguous()
+    nearest = value[:, :1]
+    equal = (nearest == 0) | nearest.isinf()  # only equals of the nearest count; else nearest / value is in [0, 1]
+    weight = torch.where(equal, (value == nearest).double(), nearest / value)
+    return weight / weight.sum(1, keepdim=True), index
+
+
+def _fake_waffle(dist: Tensor, target: Tensor, omega: float, psi: float, uniform_ties: bool) -> Tensor:
+    return dist.new_empty(dist.shape, dtype=torch.float64)
+
+
+def _fake_feddwa(sqdist: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    m, n = sqdist.shape
+    kept = min(k, n)
+    return sqdist.new_empty(m, kept, dtype=torch.float64), sqdist.new_empty(m, kept, dtype=torch.int64)
+
+
+_waffle: Callable[..., Tensor] = define(
+    "waffle_weights(Tensor dist, Tensor target, float omega, float psi, bool uniform_ties) -> Tensor", waffle_reference, _fake_waffle
+)
+_feddwa: Callable[..., tuple[Tensor, Tensor]] = define(
+    "feddwa_weights(Tensor sqdist, int k) -> (Tensor, Tensor)", feddwa_reference, _fake_feddwa
+)
