@@ -105,6 +105,17 @@ def hurt(after: Vector, before: Vector, higher_is_better: bool = True) -> float:
     return 100 * worse.double().mean().item() if len(b) else math.nan
 
 
+def subpopulations(values: Vector, group: Tensor | Sequence[int]) -> dict[str, float]:
+    """ "majority", "minority" (means over the clients whose `group` [n] is 0 and 1), "gap", and "variance" over all (ddof = 0).
+
+    For accuracies in percent the gap is in points and the variance in percent squared (Hao et al. 2020, Table 2).
+    """
+    v, g = vector(values), torch.as_tensor(group).reshape(-1)
+    _same_length("group", g, "values", v)
+    major, minor = mean(v[g == 0]), mean(v[g == 1])
+    return {"majority": major, "minority": minor, "gap": major - minor, "variance": std(v) ** 2}
+
+
 def largest_share(cluster: Tensor | Sequence[int]) -> float:
     """Share of the clients in the largest cluster; `cluster [n]` holds each client's cluster id, negative for none."""
     ids = torch.as_tensor(cluster).reshape(-1).long()

@@ -132,8 +132,8 @@ def test_initial_scales() -> None:
     "bad, word", [({"factors": 0}, "factors"), ({"factors": 2, "init": "x"}, "init"), ({"factors": 2, "alpha": 0}, "alpha")]
 )
 def test_what_is_refused(bad: dict, word: str) -> None:
-    with pytest.raises(ValueError, match=f"^{word}: expected"):
-        FactorizedLinear(4, 3, **bad)
+    with pytest.raises(ValueError, match=rf"^{word}: expected"):
+        FactorizedLinear(4, 3, **{"factors": 2, **bad})
 
 
 # -- factorize ---------------------------------------------------------------------------------------------------------------------
@@ -167,9 +167,9 @@ def test_what_is_replaced() -> None:
     assert torch.equal(again[1].w_a, made[1].w_a)  # factorized layers stay
     named = factorize(plain, 2, head="1")
     assert type(named[1]) is nn.Linear and isinstance(named[5], FactorizedLinear)
-    with pytest.raises(ValueError, match="^ranks: expected one number"):
+    with pytest.raises(ValueError, match=r"^ranks: expected one number"):
         factorize(plain, (2, 3, 4))
-    with pytest.raises(ValueError, match="^module: the convolution 0 has groups"):
+    with pytest.raises(ValueError, match=r"^module: the convolution 0 has groups"):
         factorize(nn.Sequential(nn.Conv2d(4, 4, 3, groups=2), nn.Flatten(), nn.Linear(4, 2)))
 
 

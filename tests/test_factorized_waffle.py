@@ -248,7 +248,7 @@ def test_a_simulation_factorizes_the_model() -> None:
     assert history.stopped is None and history.rounds[-1]["bytes_up"] == 3 * 8 * run.setting.net.size
     own = Simulation(FactorizedWaffle(ranks=(2, 3)), factorize(model(), 6), federation(), rounds=1, workers=1)
     assert strengths(own.setting.net).numel() == 12  # a model that has factors keeps them
-    with pytest.raises(ValueError, match="^model: expected one with factorized layers"):
+    with pytest.raises(ValueError, match=r"^model: expected one with factorized layers"):
         begin(FactorizedWaffle(), Net(model()), 2)
 
 
@@ -283,5 +283,5 @@ def test_it_learns_what_one_model_cannot() -> None:
     ],
 )
 def test_what_is_refused(bad: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"^{next(iter(bad))}.*: expected"):
+    with pytest.raises(ValueError, match=rf"^{next(iter(bad))}.*: expected"):
         FactorizedWaffle(**bad)

@@ -4,7 +4,8 @@ A plan has the keys `settings` (name -> options of `pflcore run`, with "partitio
 "training", "grid", "looks_ahead"), `options` and `training` of all runs, and `reported` (setting -> method -> the paper's number).
 "equal_compute" is what methods that do not look ahead train with in `--equal-compute`; "against" is an option to draw accuracy against.
 A method's "grid" (option -> values; "training.lr" and the like set how clients train) is searched on validation data, 20 % of each
-client's training samples, and only the point that is chosen there is tested.
+client's training samples, and only the point that is chosen there is tested. A method's "late" (name -> options that play no part in
+training) are ways to evaluate its last state. With "groups": true the table is that of `pflcore.reproduce.groups`, of the last round.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,19 @@ from pflcore.local import Training
 from pflcore.results.record import plain
 
 PLANS = Path(__file__).resolve().parent / "plans"
-KNOWN = {"about", "paper", "data", "options", "training", "model_options", "settings", "methods", "equal_compute", "reported", "against"}
+KNOWN = {
+    "about",
+    "paper",
+    "data",
+    "options",
+    "training",
+    "model_options",
+    "settings",
+    "methods",
+    "equal_compute",
+    "reported",
+    "against",
+} | {"groups"}
 COUNTED = {"about", "paper", "costs", "methods", "reported"}  # a plan that counts what a round costs, and trains nothing
 
 
@@ -39,6 +52,7 @@ class Task:
     shape: Mapping[str, Any]  # the model's own options
     split: str = "test"  # "val" while a grid is searched
     point: Mapping[str, Any] | None = None  # of a grid
+    late: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # name -> options to evaluate the last state with
 
     @property
     def path(self) -> Path:
@@ -97,7 +111,8 @@ def tasks(
                     hyper = {m["algorithm"]: m.get("options", {})}
                     (job,) = jobs([m["algorithm"]], replace(asked, seed=seed), training, hyper)
                     for point in _points(m.get("grid", {})):
-                        yield Task(method, setting, variant, _at(job, point), cut, shape, "val" if m.get("grid") else "test", point)
+                        split = "val" if m.get("grid") else "test"
+                        yield Task(method, setting, variant, _at(job, point), cut, shape, split, point, m.get("late", {}))
 
 
 def _points(grid: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:

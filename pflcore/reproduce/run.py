@@ -27,7 +27,7 @@ from pflcore.data.roles import held_out
 from pflcore.experiment import Options, algorithm, federation, model
 from pflcore.local.net import Net
 from pflcore.models import model_for
-from pflcore.reproduce import costs
+from pflcore.reproduce import costs, groups
 from pflcore.reproduce.plan import Task, load, plans, tasks
 from pflcore.results.progress import Progress
 from pflcore.results.record import Record, Run, plain, read
@@ -42,7 +42,7 @@ def whole(path: Path, task: Task) -> Run | None:
     if run.header and run.header.get("digest") != task.digest:
         raise ValueError(f"out: {path} holds a run with other options; name another folder, or take that file away.")
     done = len(run.rounds) == task.job.options.rounds or (run.stopped or "").startswith("The run diverged")
-    return run if done else None
+    return run if done and set(task.late) <= set(run.late) else None
 
 
 def play(task: Task, folder: Path, progress: Progress) -> Run:
@@ -65,6 +65,7 @@ def play(task: Task, folder: Path, progress: Progress) -> Run:
             "setting": task.setting,
             "variant": task.variant,
             "partition_options": dict(task.cut),
+            "group": data.truth.get("group"),
         }
         record.write({"header": job.header(simulation) | extra})
 
@@ -81,6 +82,9 @@ def play(task: Task, folder: Path, progress: Progress) -> Run:
                 raise KeyboardInterrupt
             if history.failed:  # not the method's doing
                 raise MemoryError(history.stopped)
+        for name, options in task.late.items():
+            simulation.algorithm = algorithm(job.algorithm, {**job.hyper, **options})
+            record.write({"late": {name: simulation.evaluate(task.split)}})
     return read(path)[0]
 
 
@@ -124,6 +128,10 @@ def row(plan: Mapping[str, Any], data: str, runs: Sequence[Run]) -> dict[str, An
         }
     )
     return made
+
+
+def _rows(plan: Mapping[str, Any], data: str, runs: Sequence[Run]) -> list[dict[str, Any]]:
+    return [row(plan, data, runs)]
 
 
 def _over_rounds(run: Run, weighted: bool) -> tuple[float, float]:
@@ -179,8 +187,9 @@ def reproduce(plan: Mapping[str, Any], folder: Path, todo: Sequence[Task], quiet
                 done[key] = [play(t, folder, progress) for t in selected(searched[key])]
             else:
                 done.setdefault(key, []).append(run)
-            rows = [row(plan, task.job.options.data, runs) for runs in done.values()]
-            write(folder, plan, rows, table(plan, rows))
+            made, shown = (groups.rows, groups.table) if plan.get("groups") else (_rows, table)
+            rows = [r for runs in done.values() for r in made(plan, task.job.options.data, runs)]
+            write(folder, plan, rows, shown(plan, rows))
     return rows
 
 

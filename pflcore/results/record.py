@@ -81,6 +81,7 @@ class Run:
     header: dict[str, Any] = field(default_factory=dict)
     rounds: list[dict[str, Any]] = field(default_factory=list)
     stopped: str | None = None
+    late: dict[str, dict[str, Any]] = field(default_factory=dict)  # the last state evaluated with other options, by their name
 
     @property
     def algorithm(self) -> str:
@@ -147,6 +148,7 @@ def group(lines: Iterable[Mapping[str, Any]]) -> list[Run]:
             out.append(Run())
         if "stopped" in line:
             out[-1].stopped = line["stopped"]
+        out[-1].late |= line.get("late", {})
         if "round" in line:
             out[-1].rounds.append(line)
     return out
