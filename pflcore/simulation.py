@@ -101,7 +101,8 @@ class Simulation:
             if isinstance(model, Net)
             else Net(model, criterion="squared" if self.data.y.is_floating_point() else "cross_entropy", seed=self.seed)
         )
-        asked = self._set_up(self.algorithm.prepare(net))
+        net = self.algorithm.prepare(net)
+        asked = self._set_up(net)
         if asked is not None:
             memory.give_back(self.device)
             peak = peak_bytes(net, self.data.n, self.participation, *self.algorithm.init(net, self.data.n))

@@ -1,0 +1,409 @@
+"""Attacks on what travels: was this sample among the client's training data, and what do its classes look like?
+
+The adversary sees one round's messages of a federation and knows the protocol, the model and data of the same kind, never the client's
+state. Membership inference by shadow models (Shokri et al. 2017) and by likelihood ratios (LiRA, Carlini et al. 2022); model inversion
+by MI-FACE (Fredrikson et al. 2015). What a factorized upload lacks, the client's choice of factors, an adversary guesses: `views`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from pflcore.algorithms import FedAvg
+from pflcore.algorithms.factorized_waffle import FactorizedWaffle, strengths
+from pflcore.data.federation import Federation
+from pflcore.local import Engine, Local, Net, Setting, Training, choose_engine
+from pflcore.round import begin, sample, step
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def one_thread(f: Callable[P, T]) -> Callable[P, T]:
+    """Small products gain nothing from torch's threads, and on a busy machine they wait for each other."""
+
+    @functools.wraps(f)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return f(*args, **kwargs)
+        finally:
+            torch.set_num_threads(before)
+
+    return wrapped
+
+
+# -- what the adversary gets -------------------------------------------------------------------------------------------------------
+
+
+class Upload(NamedTuple):
+    """One round's messages as model rows, and, for reference only, what never travelled."""
+
+    net: Net
+    down: Tensor | None  # [S, P] the model each client received, where it is one
+    row: Tensor  # [S, P] the model each client sent
+    own: Mapping[str, Tensor]  # [S, ...] the clients' state after the round: no adversary has it
+
+
+def intercept(
+    algorithm: FedAvg,
+    model: Net | nn.Module | Callable[[], nn.Module],
+    data: Federation,
+    training: Training,
+    rounds: int,
+    seed: int = 0,
+    workers: int | None = None,
+    engine: str = "auto",
+) -> Upload:
+    """Plays `rounds` rounds with every client and takes the last one's messages off the wire."""
+    net = algorithm.prepare(model if isinstance(model, Net) else Net(model, seed=seed))
+    if net.buffer_names:
+        raise ValueError("model: expected one without running statistics (batch norm), which never travel; use another.")
+    caught: dict[str, Any] = {}
+
+    class Wire(type(algorithm)):  # type: ignore[misc]
+        def client(self, down: Any, own: Any, local: Local) -> Any:
+            new, up = super().client(down, own, local)
+            caught.update(down=down, up=up, own=new)
+            return new, up
+
+    tapped: FedAvg = object.__new__(Wire)
+    tapped.__dict__.update(algorithm.__dict__)
+    name = choose_engine(net, data, training, rounds) if engine == "auto" else engine
+    setting = Setting(net, data, training, Engine(name, workers), seed, rounds)
+    state = begin(tapped, net, data.n)
+    for r in range(1, rounds + 1):
+        state, done = step(tapped, state, setting, sample(tapped, setting, r))
+        if done.dropped:
+            raise ValueError(f"training: client(s) {done.dropped} sent updates that are not finite in round {r}; lower the learning rate.")
+    down = caught["down"].get("x")
+    down = down if isinstance(down, Tensor) and down.shape[-1] == net.size else None
+    return Upload(net, down, uploaded(caught["up"], down, net.size), caught["own"])
+
+
+def uploaded(up: Mapping[str, Tensor], down: Tensor | None, size: int) -> Tensor:
+    """The models [S, P] that an upload shows: as sent ("w"), or the received model and its change ("delta")."""
+    for key in ("w", "delta"):
+        v = up.get(key)
+        if v is not None and v.dim() == 2 and v.shape[1] == size and (key == "w" or down is not None):
+            return v if key == "w" or down is None else down + v
+    raise ValueError(
+        f"algorithm: its upload ({', '.join(up) or 'nothing'}) shows no client's model; choose one whose clients send a model."
+    )
+
+
+Samples = tuple[Tensor, Tensor]
+VIEWS = ("all", "prior", "random", "adaptive", "trace", "own")
+
+
+@one_thread
+def views(algorithm: FedAvg, upload: Upload, known: Samples, seed: int = 0, names: Sequence[str] = VIEWS) -> dict[str, Tensor]:
+    """The models [S, P] that the adversary makes of an upload, by the way it fills in the factor scores b.
+
+    "all": b = 1 · "prior": the prior's mean · "random": drawn from it · "adaptive": fitted to `known`, the adversary's own samples of the
+    same task, the dictionary frozen · "trace": from how far each factor moved since the download, for factors that a client does not use
+    do not move · "own": the client's beliefs, which never travel: what the anonymity hides. Of other algorithms the upload is the model:
+    {"upload": rows}.
+    """
+    if not isinstance(algorithm, FactorizedWaffle):
+        return {"upload": upload.row}
+    net, row, at = upload.net, upload.row, strengths(upload.net)
+    fresh = algorithm.init(net, 1)[1]["q"].chunk(3)[0].sigmoid()
+    gen = torch.Generator().manual_seed(seed)
+    ways: dict[str, Callable[[], Tensor]] = {
+        "all": lambda: torch.ones_like(fresh),
+        "prior": lambda: fresh,
+        "random": lambda: torch.bernoulli(fresh.expand(len(row), -1), generator=gen),
+        "adaptive": lambda: torch.stack([fit_scores(net, r, at, known) for r in row]),
+        "trace": lambda: trace(net, upload),
+        "own": lambda: upload.own["q"].chunk(3, 1)[0].sigmoid(),
+    }
+    return {name: row.index_copy(1, at, row[:, at] * ways[name]()) for name in names}
+
+
+def fit_scores(net: Net, row: Tensor, at: Tensor, known: Samples, steps: int = 200, lr: float = 0.1) -> Tensor:
+    """The scores b [F] in (0, 1) with which the dictionary `row` [P] suits these samples best, by Adam."""
+    logit = torch.zeros(len(at), dtype=row.dtype, requires_grad=True)
+    m, v = torch.zeros_like(row[at]), torch.zeros_like(row[at])
+    for k in range(1, steps + 1):
+        (g,) = torch.autograd.grad(net.loss(row.index_copy(0, at, row[at] * logit.sigmoid()), *known), logit)
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+        with torch.no_grad():
+            logit -= lr * (m / (1 - 0.9**k)) / ((v / (1 - 0.999**k)).sqrt() + 1e-8)
+    return logit.detach().sigmoid()
+
+
+def trace(net: Net, upload: Upload) -> Tensor:
+    """The scores b [S, F] that a client's update betrays: how far a factor's two vectors moved, the upper half's median being 1."""
+    if upload.down is None:
+        raise ValueError("views: 'trace' needs the download, which is not one model; leave it out.")
+    moved, found = upload.row - upload.down, []
+    for name in (n.removesuffix("strength") for n in net.names if n.endswith("strength")):
+        w_a, w_b = (moved[:, net.slices[name + p]].unflatten(1, net.shapes[net.names.index(name + p)]) for p in ("w_a", "w_b"))
+        size = (w_a.norm(dim=1) * w_b.norm(dim=2)).sqrt()
+        usual = size.sort(1, descending=True).values[:, : (size.shape[1] + 1) // 2].median(1, keepdim=True).values
+        found.append((size / usual.clamp(min=1e-30)).clamp(max=1))
+    return torch.cat(found, 1)
+
+
+# -- how well an attack does -------------------------------------------------------------------------------------------------------
+
+
+def measures(score: Tensor, member: Tensor, threshold: float = 0.5) -> dict[str, float]:
+    """ "accuracy" and "f1" of the decision score > threshold, "auc", and "tpr": true positives where false ones are at most 1 %.
+
+    `score` [n], higher for members; `member` bool [n].
+    """
+    yes, score = score > threshold, score.double()
+    hits, false = int((yes & member).sum()), int((yes & ~member).sum())
+    f1 = 2 * hits / max(1, 2 * hits + false + int((~yes & member).sum()))
+    out, inside = score[~member].sort().values, score[member]
+    below, up_to = torch.searchsorted(out, inside), torch.searchsorted(out, inside, right=True)
+    auc = float(((below + up_to).double() / 2).mean()) / len(out)  # ties count half
+    limit = out[len(out) - 1 - int(0.01 * len(out))]
+    return {"accuracy": float((yes == member).double().mean()), "f1": f1, "auc": auc, "tpr": float((inside > limit).double().mean())}
+
+
+def intervals(score: Tensor, member: Tensor, threshold: float = 0.5, draws: int = 200, seed: int = 0) -> dict[str, tuple[float, float]]:
+    """95 % intervals of `measures`, by resampling members and others, each among themselves."""
+    rng = np.random.RandomState(seed)
+    groups = [member.nonzero()[:, 0].numpy(), (~member).nonzero()[:, 0].numpy()]
+    found = []
+    for _ in range(draws):
+        at = torch.from_numpy(np.concatenate([g[rng.randint(len(g), size=len(g))] for g in groups]))
+        found.append(measures(score[at], member[at], threshold))
+    return {k: (float(np.percentile([f[k] for f in found], 2.5)), float(np.percentile([f[k] for f in found], 97.5))) for k in found[0]}
+
+
+# -- membership inference ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Game:
+    """N clients, each with `candidates` [N, 2 m] of which `member` [N, 2 m] are its m training samples."""
+
+    candidates: Tensor
+    member: Tensor
+
+    @classmethod
+    def draw(cls, candidates: Tensor, seed: int) -> Game:
+        """Half of each client's candidates at random."""
+        rng, (n, both) = np.random.RandomState(seed), candidates.shape
+        rank = torch.from_numpy(np.stack([rng.permutation(both) for _ in range(n)]))
+        return cls(candidates, rank < both // 2)
+
+    def federation(self, x: Tensor, y: Tensor, classes: int) -> Federation:
+        inside, outside = ([c[m] for c, m in zip(self.candidates, side, strict=True)] for side in (self.member, ~self.member))
+        return Federation(x, y, {"train": inside, "test": outside}, classes)
+
+
+def logits(net: Net, rows: Tensor, x: Tensor, candidates: Tensor) -> Tensor:
+    """Each client's model on its candidates: [N, 2 m, C]."""
+    with torch.no_grad():
+        return torch.stack([torch.cat([net(r, x[part]) for part in c.split(250)]) for r, c in zip(rows, candidates, strict=True)])
+
+
+@one_thread
+def shokri(shadow: tuple[Tensor, Tensor, Tensor], target: tuple[Tensor, Tensor], classes: int, seed: int = 0) -> Tensor:
+    """Shokri et al. 2017: the probability [n] of being a member, from one attack model per class.
+
+    `shadow`: scores [k, C], labels [k] and membership [k] of the shadow models' records; `target`: scores [n, C] and labels [n].
+    The attack models (C -> 64 ReLU -> 1) see the logarithms of the sorted posterior and the loss. A class with fewer than 20 records of
+    either kind uses a model trained on all classes.
+    """
+
+    def features(z: Tensor, y: Tensor) -> Tensor:
+        log_p = z.log_softmax(1).clamp(min=-20)
+        return torch.cat([log_p.sort(1, descending=True).values, log_p.gather(1, y[:, None])], 1)
+
+    z, y, member = shadow
+    f, g = features(z, y), features(*target)
+    mean, std = f.mean(0), f.std(0).clamp(min=1e-6)
+    f, g, out = (f - mean) / std, (g - mean) / std, torch.empty(len(target[1]))
+    whole: nn.Module | None = None
+    for c in range(classes):
+        mine, asked = y == c, target[1] == c
+        if not asked.any():
+            continue
+        if min(int((mine & member).sum()), int((mine & ~member).sum())) < 20:
+            attack = whole = _attack_model(f, member, seed) if whole is None else whole
+        else:
+            attack = _attack_model(f[mine], member[mine], seed)
+        with torch.no_grad():
+            out[asked] = torch.sigmoid(attack(g[asked])[:, 0])
+    return out
+
+
+def _attack_model(f: Tensor, member: Tensor, seed: int, steps: int = 200) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(f.shape[1], 64), nn.ReLU(), nn.Linear(64, 1)).to(f.dtype)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=1e-4)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        F.binary_cross_entropy_with_logits(model(f)[:, 0], member.to(f.dtype)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return model
+
+
+def confidence(z: Tensor, y: Tensor) -> Tensor:
+    """log(p_y / (1 - p_y)) of scores `z` [..., C]: what LiRA takes for normally distributed."""
+    true = z.gather(-1, y[..., None])
+    rest = z.scatter(-1, y[..., None], -torch.inf).logsumexp(-1)
+    return true[..., 0] - rest
+
+
+def lira(shadow: Tensor, inside: Tensor, target: Tensor) -> Tensor:
+    """LiRA, online with common variances (Carlini et al. 2022, section V): log likelihood ratios [n], above 0 for members.
+
+    `shadow` [L, n]: `confidence` of each candidate in each shadow model, `inside` [L, n] whether it was trained on; `target` [n].
+    A candidate that is in (or in no) shadow model alone takes the mean over all candidates for what is missing.
+    """
+
+    def normal(side: Tensor) -> tuple[Tensor, Tensor]:
+        count = side.sum(0)
+        mean = torch.where(count > 0, (shadow * side).sum(0) / count.clamp(min=1), (shadow * side).sum() / side.sum().clamp(min=1))
+        free = (count - 1).clamp(min=0).sum().clamp(min=1)  # each candidate's mean takes one
+        return mean, ((((shadow - mean) ** 2) * side).sum() / free).sqrt().clamp(min=1e-6)
+
+    (mean_in, std_in), (mean_out, std_out) = normal(inside), normal(~inside)
+    fit_in, fit_out = ((target - m) / s for m, s in ((mean_in, std_in), (mean_out, std_out)))
+    return (fit_out**2 - fit_in**2) / 2 + (std_out / std_in).log()
+
+
+class Verdict(NamedTuple):
+    """An attack on one view."""
+
+    view: str
+    attack: str
+    value: dict[str, float]
+    interval: dict[str, tuple[float, float]]
+    train: float  # the view's accuracy on members
+    test: float  # and on the others
+
+
+@one_thread
+def membership(
+    algorithm: FedAvg,
+    model: Callable[[], nn.Module],
+    pool: Samples,
+    classes: int,
+    training: Training,
+    *,
+    clients: int = 4,
+    samples: int = 1000,
+    rounds: int = 20,
+    shadows: int = 3,
+    ratios: int = 16,
+    seed: int = 0,
+    workers: int | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> tuple[list[Verdict], Upload, Game]:
+    """Plays a federation and attacks every client's upload of the last round, by `shadows` shadow federations on other data of the same
+    kind (Shokri) and by `ratios` federations on random halves of the candidates (LiRA; 0: not at all)."""
+    x, y = pool
+    need = 2 * samples * clients * (1 + shadows) + samples
+    if need > len(y):
+        raise ValueError(f"samples: expected at most {len(y) // (2 * clients * (1 + shadows) + 1)} of these data a client, got {samples}.")
+    order = torch.from_numpy(np.random.RandomState(seed).permutation(len(y)))
+    known, order = order[:samples], order[samples:]
+    blocks = order[: 2 * samples * clients * (1 + shadows)].view(1 + shadows, clients, 2 * samples)
+
+    def played(game: Game, number: int) -> tuple[Upload, dict[str, Tensor]]:
+        """The scores [N, 2 m, C] of each view of the game's uploads."""
+        say(f"{type(algorithm).__name__}: federation {number + 1} of {1 + shadows + ratios}")
+        upload = intercept(algorithm, model, game.federation(x, y, classes), training, rounds, seed + number, workers)
+        seen = views(algorithm, upload, (x[known], y[known]), seed + number)
+        return upload, {view: logits(upload.net, rows, x, game.candidates) for view, rows in seen.items()}
+
+    target = Game.draw(blocks[0], seed)
+    upload, found = played(target, 0)
+    shadow = [(g, played(g, i)[1]) for i, g in enumerate((Game.draw(b, seed + i) for i, b in enumerate(blocks[1:], 1)), 1)]
+    ratio = [(g, played(g, i)[1]) for i, g in enumerate((Game.draw(blocks[0], seed + 1000 + i) for i in range(ratios)), 1 + shadows)]
+    labels, member = y[target.candidates].flatten(), target.member.flatten()
+    out = []
+    for view, z in found.items():
+        z = z.flatten(0, 1)
+        right = (z.argmax(1) == labels).double()
+        tries: dict[str, tuple[Tensor, float]] = {}
+        if shadow:
+            parts = [(seen[view].flatten(0, 1), y[g.candidates].flatten(), g.member.flatten()) for g, seen in shadow]
+            records = torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]), torch.cat([p[2] for p in parts])
+            tries["shadow models"] = shokri(records, (z, labels), classes, seed), 0.5
+        if ratio:
+            phi = torch.stack([confidence(s[view].flatten(0, 1), labels) for _, s in ratio])
+            tries["LiRA"] = lira(phi, torch.stack([g.member.flatten() for g, _ in ratio]), confidence(z, labels)), 0.0
+        for attack, (score, threshold) in tries.items():
+            value = measures(score, member, threshold), intervals(score, member, threshold)
+            out.append(Verdict(view, attack, *value, float(right[member].mean()), float(right[~member].mean())))
+    return out, upload, target
+
+
+# -- model inversion ---------------------------------------------------------------------------------------------------------------
+
+
+@one_thread
+def invert(
+    scores: Callable[[Tensor], Tensor],
+    start: Tensor,
+    targets: Tensor,
+    *,
+    steps: int = 5000,
+    patience: int = 100,
+    confident: float = 0.99,
+    lr: float = 0.1,
+    low: float | Tensor | None = None,
+    high: float | Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """MI-FACE (Fredrikson et al. 2015, Algorithm 1): inputs [K, ...] that the model takes for `targets` [K], and its confidence [K].
+
+    x <- process(x - lr grad c(x)), c = 1 - p_target, process clips to [low, high]; until the model is `confident`, or c has not fallen for
+    `patience` steps. The best x of each target is kept. (The paper prints "c <= gamma" with gamma = .99, true from the start; p >= .99 is
+    what it means.)
+    """
+    x, at = start.clone(), torch.arange(len(targets))
+    best, least = x.clone(), torch.full((len(targets),), torch.inf, dtype=start.dtype)
+    idle, active = torch.zeros(len(targets), dtype=torch.long), torch.ones(len(targets), dtype=torch.bool)
+    for k in range(steps + 1):
+        x = x.detach().requires_grad_()
+        cost = 1 - scores(x).softmax(1)[at, targets]
+        (g,) = torch.autograd.grad(cost.sum(), x)
+        cost, x = cost.detach(), x.detach()
+        better = active & (cost < least)
+        best[better], least[better] = x[better], cost[better]
+        idle = torch.where(better, 0, idle + 1)
+        active &= (cost > 1 - confident) & (idle < patience)
+        if k == steps or not active.any():
+            break
+        moved = x - lr * g
+        if low is not None or high is not None:
+            moved = moved.clamp(low, high)  # type: ignore[arg-type]
+        x = torch.where(active.view(-1, *[1] * (x.dim() - 1)), moved, x)
+    return best, 1 - least
+
+
+def likeness(made: Tensor, real: Tensor, span: float) -> dict[str, float]:
+    """Means over images [K, C, H, W] of "correlation", "mse" and "ssim" (Wang et al. 2004, 7 x 7 windows); `span`: white less black."""
+    a, b = made.flatten(1), real.flatten(1)
+    a0, b0 = a - a.mean(1, keepdim=True), b - b.mean(1, keepdim=True)
+    correlation = (a0 * b0).sum(1) / (a0.norm(dim=1) * b0.norm(dim=1)).clamp(min=1e-12)
+
+    def local(v: Tensor) -> Tensor:
+        return F.avg_pool2d(v, 7, 1)
+
+    u, w = local(made), local(real)
+    uu, ww, uw = local(made * made) - u * u, local(real * real) - w * w, local(made * real) - u * w
+    c, d = (0.01 * span) ** 2, (0.03 * span) ** 2
+    ssim = ((2 * u * w + c) * (2 * uw + d) / ((u * u + w * w + c) * (uu + ww + d))).flatten(1).mean(1)
+    mse = ((a - b) ** 2).mean(1) / span**2
+    return {"correlation": float(correlation.mean()), "ssim": float(ssim.mean()), "mse": float(mse.mean())}

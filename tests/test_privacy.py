@@ -1,0 +1,229 @@
+"""Attacks on uploads: golden numbers, and whether they find what is there and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from pflcore import privacy
+from pflcore.algorithms import ALGORITHMS
+from pflcore.algorithms.factorized_waffle import FactorizedWaffle, strengths
+from pflcore.data.federation import Federation
+from pflcore.local import Net, Training
+from pflcore.nn import factorize
+
+D = torch.float64
+
+
+def noise(n: int, d: int = 12, classes: int = 3, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Inputs whose labels mean nothing: what a model knows of them it has learned by heart."""
+    gen = torch.Generator().manual_seed(seed)
+    return torch.randn(n, d, generator=gen), torch.randint(0, classes, (n,), generator=gen)
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 40), nn.ReLU(), nn.Linear(40, 3))
+
+
+def federation(n: int = 2, m: int = 30) -> Federation:
+    x, y = noise(2 * n * m)
+    index = list(torch.arange(2 * n * m).split(m))
+    return Federation(x, y, {"train": index[:n], "test": index[n:]}, 3)
+
+
+# -- measures ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_accuracy_and_f1() -> None:
+    score = torch.tensor([1.0] * 40 + [0.0] * 10 + [1.0] * 12 + [0.0] * 38)
+    got = privacy.measures(score, torch.arange(100) < 50)
+    assert got["accuracy"] == pytest.approx(0.78) and got["f1"] == pytest.approx(0.7843137255, rel=1e-9)
+
+
+def test_auc_and_true_positives_against_counting() -> None:
+    gen = torch.Generator().manual_seed(0)
+    member = torch.rand(400, generator=gen) < 0.5
+    score = (torch.randn(400, generator=gen) + member).mul(4).round()  # many ties
+    inside, out = score[member], score[~member]
+    pairs = (inside[:, None] > out).double() + 0.5 * (inside[:, None] == out).double()
+    got = privacy.measures(score, member)
+    assert got["auc"] == pytest.approx(pairs.mean().item())
+    allowed = int(0.01 * len(out))
+    best = max(float((inside > t).double().mean()) for t in score.unique() if int((out > t).sum()) <= allowed)
+    assert got["tpr"] == pytest.approx(best)
+    low, high = privacy.intervals(score, member)["auc"]
+    assert low < got["auc"] < high < low + 0.15
+
+
+# -- what travels ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fedavg", "feddwa", "waffle", "scaffold", "ditto", "fedfomo", "factorized_waffle"])
+def test_the_upload_is_the_clients_model(name: str) -> None:
+    alg = ALGORITHMS[name]()
+    data = federation() if not alg.needs_val else federation().split_samples({"train": 0.8, "val": 0.2}, pool=("train",))
+    got = privacy.intercept(alg, model, data, Training(lr=0.3, batch_size=10, epochs=20), 3, workers=1)
+    assert got.row.shape == (2, got.net.size) and not torch.equal(got.row[0], got.row[1])
+    right = [
+        (got.net(row, x).argmax(1) == y).float().mean() for row, (x, y) in zip(got.row, (data.client(i) for i in range(2)), strict=True)
+    ]
+    assert min(right) > 0.8  # it knows its own noise by heart
+
+
+def test_an_upload_without_a_model_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^algorithm: its upload \(nothing\) shows no client's model"):
+        privacy.intercept(ALGORITHMS["local"](), model, federation(), Training(), 1, workers=1)
+    with pytest.raises(ValueError, match=r"^training: client\(s\) \[0, 1\] sent updates"):
+        privacy.intercept(
+            ALGORITHMS["fedavg"](), lambda: nn.Sequential(model(), nn.Linear(3, 3)), federation(), Training(lr=1e30), 3, workers=1
+        )
+
+
+def test_views_of_a_dictionary() -> None:
+    alg = FactorizedWaffle(ranks=(10,), lr_var=1.0)
+    data = federation()
+    got = privacy.intercept(alg, model, data, Training(lr=0.1, batch_size=10, epochs=10), 3, workers=1)
+    at, known = strengths(got.net), noise(60)
+    seen = privacy.views(alg, got, known)
+    b = {k: rows[:, at] / got.row[:, at] for k, rows in seen.items()}
+    elsewhere = torch.ones(got.net.size, dtype=torch.bool).index_fill(0, at, False)
+    assert all(torch.equal(rows[:, elsewhere], got.row[:, elsewhere]) for rows in seen.values())
+    prior = alg.init(got.net, 1)[1]["q"][:10].sigmoid()
+    torch.testing.assert_close(b["all"], torch.ones(2, 10))
+    torch.testing.assert_close(b["prior"], prior.expand(2, -1))
+    assert set(b["random"].round(decimals=4).unique().tolist()) <= {0.0, 1.0}
+    torch.testing.assert_close(b["own"], got.own["q"][:, :10].sigmoid())
+    losses = {k: got.net.loss(rows[0], *known) for k, rows in seen.items()}
+    assert losses["adaptive"] < min(losses["all"], losses["prior"], losses["random"])
+    assert set(privacy.views(ALGORITHMS["fedavg"](), got, known)) == {"upload"}
+
+
+def test_an_update_betrays_the_factors_that_were_used() -> None:
+    """A factor with b = 0 gets no gradient: whoever has the download and the upload reads b off their difference."""
+    net = Net(lambda: factorize(model(), 10))
+    used = torch.tensor([1.0, 0, 1, 1, 0, 1, 1, 1, 0, 1])
+    at, x, y = strengths(net), *noise(40)
+    w = net.w0.clone()
+    for _ in range(20):
+        row = w.index_copy(0, at, w[at] * used).requires_grad_()
+        (g,) = torch.autograd.grad(net.loss(row, x, y), row)
+        w -= 0.1 * g.index_copy(0, at, g[at] * used)
+    found = privacy.trace(net, privacy.Upload(net, net.w0[None], w[None], {}))[0]
+    assert torch.equal(found > 0.2, used > 0) and bool((found[used == 0] == 0).all())
+
+
+# -- membership --------------------------------------------------------------------------------------------------------------------
+
+
+def attack(algorithm: Any, rounds: int, lr: float, **more: Any) -> dict[tuple[str, str], privacy.Verdict]:
+    t = Training(lr=lr, batch_size=10, epochs=10)
+    size: dict[str, Any] = {"clients": 2, "samples": 40, "shadows": 2, "ratios": 6, "workers": 1, **more}
+    found, _, _ = privacy.membership(algorithm, model, noise(2000), 3, t, rounds=rounds, **size)
+    return {(v.view, v.attack): v for v in found}
+
+
+def test_members_of_an_overfitted_model_are_found() -> None:
+    found = attack(ALGORITHMS["fedavg"](), 5, 0.3)
+    assert set(found) == {("upload", "shadow models"), ("upload", "LiRA")}
+    for verdict in found.values():
+        assert verdict.train > 0.9 and verdict.test < 0.6
+        assert verdict.value["auc"] > 0.9 and verdict.value["accuracy"] > 0.8 and verdict.value["f1"] > 0.8
+
+
+def test_a_model_that_learned_nothing_gives_nothing_away() -> None:
+    for verdict in attack(ALGORITHMS["fedavg"](), 1, 1e-6).values():
+        low, high = verdict.interval["auc"]
+        assert low - 0.02 < 0.5 < high + 0.02 and abs(verdict.value["accuracy"] - 0.5) < 0.15
+
+
+def test_every_view_of_a_dictionary_is_attacked() -> None:
+    found = attack(FactorizedWaffle(ranks=(20,)), 2, 0.3, samples=20, shadows=1, ratios=2)
+    assert {view for view, _ in found} == set(privacy.VIEWS) and len(found) == 12
+    assert found["own", "LiRA"].train > found["random", "LiRA"].train + 0.1
+
+
+def test_lira_is_the_likelihood_ratio() -> None:
+    gen = torch.Generator().manual_seed(0)
+    inside = torch.rand(200, 300, generator=gen) < 0.5
+    centre = torch.randn(300, generator=gen)
+    shadow = centre + torch.where(inside, 1.0, 0.0) + torch.randn(200, 300, generator=gen) * torch.where(inside, 0.5, 0.8)
+    target = centre + 0.3
+    normal = torch.distributions.Normal
+    want = normal(centre + 1, 0.5).log_prob(target) - normal(centre, 0.8).log_prob(target)
+    got = privacy.lira(shadow, inside, target)
+    assert (got - want).abs().mean() < 0.15
+    z, y = torch.randn(5, 4, generator=gen, dtype=D), torch.tensor([0, 1, 2, 3, 0])
+    p = z.softmax(1).gather(1, y[:, None])[:, 0]
+    torch.testing.assert_close(privacy.confidence(z, y), (p / (1 - p)).log())
+
+
+def test_a_class_that_the_shadows_hardly_know() -> None:
+    """Its members are judged by the attack model of all classes."""
+    gen = torch.Generator().manual_seed(0)
+
+    def records(n: int, rare: int) -> tuple[Tensor, Tensor, Tensor]:
+        y = torch.cat([torch.full((rare,), 2), torch.arange(n - rare) % 2])
+        member = torch.arange(n) % 2 == 0
+        z = torch.randn(n, 3, generator=gen)
+        return z.scatter_add(1, y[:, None], 6.0 * member[:, None].float()), y, member
+
+    z, y, member = records(400, 10)
+    score = privacy.shokri(records(400, 10), (z, y), 3)
+    assert privacy.measures(score, member)["auc"] > 0.9 and privacy.measures(score[:10], member[:10])["auc"] > 0.9
+
+
+def test_too_few_samples_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^samples: expected at most 11 of these data a client, got 400"):
+        privacy.membership(ALGORITHMS["fedavg"](), model, noise(200), 3, Training(), clients=2, samples=400)
+
+
+# -- inversion ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_model_inversion_step_by_step() -> None:
+    w, bias = torch.tensor([[0.5, -0.3, 0.2], [-0.4, 0.6, 0.1]], dtype=D), torch.tensor([0.1, -0.2], dtype=D)
+
+    def scores(x: Tensor) -> Tensor:
+        return x @ w.T + bias
+
+    want = [
+        ([0, 0, 0], 0.4255574832),
+        ([-0.0220012481, 0.0220012481, -0.0024445831], 0.4353260252),
+        ([-0.0441248030, 0.0441248030, -0.0049027559], 0.4451997505),
+        ([-0.0663545269, 0.0663545269, -0.0073727252], None),
+    ]
+    for steps, (x, p) in enumerate(want):
+        got, sure = privacy.invert(scores, torch.zeros(1, 3, dtype=D), torch.tensor([1]), steps=steps)
+        torch.testing.assert_close(got[0], torch.tensor(x, dtype=D), rtol=1e-7, atol=5e-10)
+        if p is not None:
+            torch.testing.assert_close(sure, torch.tensor([p], dtype=D), rtol=1e-7, atol=5e-10)
+    got, sure = privacy.invert(scores, torch.zeros(2, 3, dtype=D), torch.tensor([0, 1]), lr=2.0)
+    assert bool((sure >= 0.99).all()) and bool((sure < 0.995).all())  # it stops where the model is confident
+    held, _ = privacy.invert(scores, torch.zeros(1, 3, dtype=D), torch.tensor([1]), low=-0.01, high=0.01)
+    assert held.abs().max() <= 0.01
+
+
+def test_inversion_of_a_linear_model_finds_the_classes_means() -> None:
+    gen = torch.Generator().manual_seed(0)
+    mean = torch.randn(4, 64, generator=gen)
+    y = torch.arange(2000) % 4
+    x = mean[y] + torch.randn(2000, 64, generator=gen)
+    data = Federation(x, y, {"train": [torch.arange(2000)]}, 4)
+    got = privacy.intercept(ALGORITHMS["fedavg"](), lambda: nn.Linear(64, 4), data, Training(lr=0.05, batch_size=20), 3, workers=1)
+    made, sure = privacy.invert(lambda x: got.net(got.row[0], x), torch.zeros(4, 64), torch.arange(4))
+    shown = mean - mean.mean(0)  # a softmax model knows differences between classes alone
+    assert sure.min() > 0.98
+    assert torch.cosine_similarity(made, shown).min() > 0.9
+
+
+def test_likeness() -> None:
+    gen = torch.Generator().manual_seed(0)
+    a = torch.rand(3, 1, 16, 16, generator=gen)
+    same, other = privacy.likeness(a, a, 1.0), privacy.likeness(a, torch.rand(3, 1, 16, 16, generator=gen), 1.0)
+    assert same == pytest.approx({"correlation": 1, "ssim": 1, "mse": 0}, abs=1e-5)
+    assert abs(other["correlation"]) < 0.2 and other["ssim"] < 0.3 and other["mse"] == pytest.approx(1 / 6, rel=0.1)
+    assert privacy.likeness(-2 * a, a, 1.0)["correlation"] == pytest.approx(-1)
