@@ -305,6 +305,7 @@ def membership(
     rounds: int = 20,
     shadows: int = 3,
     ratios: int = 16,
+    names: Sequence[str] = VIEWS,
     seed: int = 0,
     workers: int | None = None,
     say: Callable[[str], None] = lambda text: None,
@@ -323,7 +324,7 @@ def membership(
         """The scores [N, 2 m, C] of each view of the game's uploads."""
         say(f"{type(algorithm).__name__}: federation {number + 1} of {1 + shadows + ratios}")
         upload = intercept(algorithm, model, game.federation(x, y, classes), training, rounds, seed + number, workers)
-        seen = views(algorithm, upload, (x[known], y[known]), seed + number)
+        seen = views(algorithm, upload, (x[known], y[known]), seed + number, names)
         return upload, {view: logits(upload.net, rows, x, game.candidates) for view, rows in seen.items()}
 
     target = Game.draw(blocks[0], seed)
