@@ -1,0 +1,161 @@
+// Whole local training, gradients and evaluation of models that are a chain of layers, many clients in one call. A client is always one thread's
+// work, and all that it needs (row, activations, gradients) stays in its core's caches. Its weights are turned into the kernels' own layout once,
+// and back at the end. Results depend neither on the threads nor on who else takes part. Knows nothing of torch.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <vector>
+
+#include "sgd.h"
+
+namespace pflcore::cpu {
+
+namespace chain {
+enum class Loss : int64_t { cross_entropy, squared, half_squared, hinge, logistic };
+}
+
+// ---- the program: layers with their shapes and their weights' places in a row ----
+struct ChainLayer {
+  enum Kind : int64_t { linear, conv, pool, act, flatten, dropout, norm, scale };
+  int64_t kind;
+  double field[8];
+  // linear: outputs, weight, bias (-1: none)            conv: outputs, kernel h, w, stride, padding h, w, weight, bias
+  // pool: 1 maximum or 2 mean, kernel h, w, stride h, w act: 1 ReLU, 2 tanh, 3 sigmoid, 4 GELU                 dropout: p
+  // norm: groups, features per weight, eps, weight, bias scale: place of the factors
+  int64_t operator[](int i) const { return static_cast<int64_t>(field[i]); }
+};
+
+struct ChainProgram {
+  std::vector<ChainLayer> layers;
+  int64_t c, h, w;   // of one input
+  int64_t q;         // a row's length
+  bool same(const ChainProgram& o) const {
+    return c == o.c && h == o.h && w == o.w && q == o.q && layers.size() == o.layers.size() &&
+           std::memcmp(layers.data(), o.layers.data(), layers.size() * sizeof(ChainLayer)) == 0;
+  }
+};
+
+// Samples of a pool, and what the clients call their labels.
+template <class T>
+struct ChainData {
+  const T* x; int64_t x_row, pool;
+  const int64_t* label;                            // [pool] classes, or
+  const T* value;                                  // [pool] numbers
+  const int64_t* relabel; int64_t names;           // [s, names]; nullptr: as they are
+};
+
+template <class T>
+struct ChainSgd {
+  Sgd<T> sgd;                                      // its gradient and its buffer are made here
+  ChainProgram program;
+  chain::Loss loss_kind;
+  ChainData<T> data;
+  const int64_t* order; int64_t passes, longest;   // [s, passes, longest] places in the pool
+  const int64_t *size, *steps;                     // [s] samples of each client, steps it takes
+  int64_t batch;
+  bool drop_last;
+  const int64_t* seeds;                            // [s, passes], for dropout; nullptr: none
+  double clip;                                     // the largest norm of a gradient; infinite: any
+  T* grad_sum;                                     // [s, q], added to; nullptr: not asked for
+  double* loss;                                    // [s] sum of the batches' mean losses
+};
+
+template <class T>
+struct ChainGrad {
+  const T* w; int64_t s, w_row;
+  ChainProgram program;
+  chain::Loss loss_kind;
+  ChainData<T> data;
+  const int64_t* order; int64_t longest;           // [s, longest]
+  const int64_t* size;                             // [s]
+  const int64_t* seeds;                            // [s]; nullptr: evaluation mode
+  T* grad;                                         // [s, q]
+  double* loss;                                    // [s] mean losses
+};
+
+template <class T>
+struct ChainEval {
+  const T* w; int64_t s, w_row;                    // w_row 0: one model for all
+  ChainProgram program;
+  chain::Loss loss_kind;
+  ChainData<T> data;
+  const int64_t *order, *begin;                    // [n] places, client after client; [s + 1] where each one's begin
+  double* loss;                                    // [n]
+  uint8_t* right;                                  // [n]
+  T* scores; int64_t classes;                      // [n, classes]; nullptr: not asked for
+};
+
+// The kernels of an instruction set, and what one client's training, gradient and evaluation are on it: chain_worker.h has them, and a file for
+// each set compiles them, which takes long.
+template <class T>
+struct ChainPlain;
+template <class T>
+struct ChainAvx2;
+template <class T>
+struct ChainAvx512;
+template <class T, class Kernels>
+struct ChainRun {
+  static bool train(const ChainSgd<T>& a, int64_t s);
+  static bool grad(const ChainGrad<T>& a, int64_t s);
+  static bool evaluate(const ChainEval<T>& a, int64_t s, int64_t first, int64_t last);   // samples of the list, all of client s, or from s on
+};
+
+// `f(ChainRun<...>{})` of the instruction set that runs; float64 has no form of its own for AVX-512.
+template <class T, class F>
+void chain_on_isa(const F& f) {
+#if PFL_X86
+  if constexpr (sizeof(T) == 4)
+    if (isa() == Isa::avx512) return f(ChainRun<T, ChainAvx512<T>>{});
+  if (isa() != Isa::plain) return f(ChainRun<T, ChainAvx2<T>>{});
+#endif
+  f(ChainRun<T, ChainPlain<T>>{});
+}
+
+// Each is false where a place or a label is out of range, or a client takes more steps than it has batches: rows are then of no use.
+template <class T, class Parallel>
+bool chain_sgd(const ChainSgd<T>& a, const Parallel& parallel) {
+  std::atomic<bool> fine{true};
+  chain_on_isa<T>([&](auto run) {
+    parallel(a.sgd.s, [&](int64_t begin, int64_t end) {
+      for (int64_t s = begin; s < end; s++)
+        if (!run.train(a, s)) fine = false;
+    });
+  });
+  return fine;
+}
+template <class T, class Parallel>
+bool chain_grad(const ChainGrad<T>& a, const Parallel& parallel) {
+  std::atomic<bool> fine{true};
+  chain_on_isa<T>([&](auto run) {
+    parallel(a.s, [&](int64_t begin, int64_t end) {
+      for (int64_t s = begin; s < end; s++)
+        if (!run.grad(a, s)) fine = false;
+    });
+  });
+  return fine;
+}
+template <class T, class Parallel>
+bool chain_eval(const ChainEval<T>& a, const Parallel& parallel) {
+  struct Part { int64_t s, first, last; };
+  constexpr int64_t most = 512;   // samples of a part
+  std::vector<Part> parts;
+  for (int64_t s = 0; s < (a.w_row == 0 ? 1 : a.s); s++) {
+    const int64_t end = a.begin[a.w_row == 0 ? a.s : s + 1];
+    int64_t owner = s;
+    for (int64_t at = a.begin[s]; at < end; at += most) {
+      while (a.w_row == 0 && owner + 1 < a.s && at >= a.begin[owner + 1]) owner++;
+      parts.push_back({owner, at, std::min(end, at + most)});
+    }
+  }
+  std::atomic<bool> fine{true};
+  chain_on_isa<T>([&](auto run) {
+    parallel(static_cast<int64_t>(parts.size()), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++)
+        if (!run.evaluate(a, parts[i].s, parts[i].first, parts[i].last)) fine = false;
+    });
+  });
+  return fine;
+}
+
+}  // namespace pflcore::cpu

@@ -1,0 +1,12 @@
+#include "isa.h"
+#if PFL_X86
+#define PFL_CHAIN_TARGET PFL_AVX2
+#define PFL_CHAIN_NAME ChainAvx2
+#define PFL_CHAIN_BYTES 32
+#include "chain_worker.h"
+
+namespace pflcore::cpu {
+template struct ChainRun<float, ChainAvx2<float>>;
+template struct ChainRun<double, ChainAvx2<double>>;
+}  // namespace pflcore::cpu
+#endif

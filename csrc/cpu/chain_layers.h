@@ -1,0 +1,330 @@
+// The small layers of a chain, on plain values [feature][sample], forward and backward: activations, pooling, dropout, norms, a scale; the losses.
+// Arrays have room for a few vectors behind their end; a vector that reaches into the next feature is stored before that one is.
+#pragma once
+#include "chain.h"
+#include "chain_tile.h"
+
+namespace pflcore::cpu::chain {
+
+// ---- activations ----
+template <class T, int bytes>
+PFL_FN void act_forward(int64_t act, const T* x, T* y, int64_t n) {
+  using V = Vec<T, bytes>;
+  for (int64_t i = 0; i < n; i += bytes / sizeof(T)) {
+    V v;
+    load(v, x + i);
+    if (act != kGelu) {
+      activate<T, bytes>(act, v);
+    } else {
+      V e = v * T(0.70710678118654752440);
+      if constexpr (sizeof(T) == 8) lane_by_lane(e, [](double t) { return std::erf(t); });
+      else error_function<bytes>(e);
+      v = v * T(.5) * (T(1) + e);
+    }
+    store(y + i, v);
+  }
+}
+template <class T, int bytes>
+PFL_FN void act_backward(int64_t act, const T* x, const T* y, const T* dy, T* dx, int64_t n) {
+  using V = Vec<T, bytes>;
+  for (int64_t i = 0; i < n; i += bytes / sizeof(T)) {
+    V g, v;
+    load(g, dy + i);
+    if (act != kGelu) {
+      load(v, y + i);
+      slope<T>(act, g, v);
+    } else {
+      load(v, x + i);
+      V e = v * T(0.70710678118654752440), bell = v * v * T(-.5);
+      if constexpr (sizeof(T) == 8) lane_by_lane(e, [](double t) { return std::erf(t); });
+      else error_function<bytes>(e);
+      exponential<T, bytes>(bell);
+      g *= T(.5) * (T(1) + e) + v * bell * T(0.39894228040143267794);
+    }
+    store(dx + i, g);
+  }
+}
+
+// ---- pooling of any window ----
+struct Pool {
+  int64_t c, h, w, mode, kh, kw, sh, sw, batch;
+  int64_t ho() const { return (h - kh) / sh + 1; }
+  int64_t wo() const { return (w - kw) / sw + 1; }
+};
+
+template <class T, int bytes>
+PFL_FN void pool_forward(const Pool& q, const T* x, T* y) {
+  using V = Vec<T, bytes>;
+  const int64_t ho = q.ho(), wo = q.wo();
+  for (int64_t p = 0; p < q.c * ho * wo; p++) {
+    const T* from = x + ((p / (ho * wo) * q.h + p / wo % ho * q.sh) * q.w + p % wo * q.sw) * q.batch;
+    for (int64_t b = 0; b < q.batch; b += bytes / sizeof(T)) {
+      V top, v;
+      load(top, from + b);
+      for (int64_t k = 1; k < q.kh * q.kw; k++) {
+        load(v, from + (k / q.kw * q.w + k % q.kw) * q.batch + b);
+        if (q.mode == kMax) top = (v > top) | (v != v) ? v : top;
+        else top += v;
+      }
+      if (q.mode == kMean) top /= static_cast<T>(q.kh * q.kw);
+      store(y + p * q.batch + b, top);
+    }
+  }
+}
+template <class T, int bytes>
+PFL_FN void pool_backward(const Pool& q, const T* x, const T* dy, T* dx) {
+  using V = Vec<T, bytes>;
+  using I = decltype(V{} < V{});
+  const int64_t ho = q.ho(), wo = q.wo();
+  zero(dx, q.c * q.h * q.w * q.batch);
+  for (int64_t p = 0; p < q.c * ho * wo; p++) {
+    const int64_t at = ((p / (ho * wo) * q.h + p / wo % ho * q.sh) * q.w + p % wo * q.sw) * q.batch;
+    for (int64_t b = 0; b < q.batch; b += bytes / sizeof(T)) {
+      V g, v, top;
+      I best{};
+      load(g, dy + p * q.batch + b);
+      keep_first<T>(g, q.batch - b);
+      if (q.mode == kMean) g /= static_cast<T>(q.kh * q.kw);
+      load(top, x + at + b);
+      for (int k = 1; k < q.kh * q.kw && q.mode == kMax; k++) {
+        load(v, x + at + (k / q.kw * q.w + k % q.kw) * q.batch + b);
+        const I later = (v > top) | (v != v);
+        top = later ? v : top;
+        best = later ? I{} + k : best;
+      }
+      for (int k = 0; k < q.kh * q.kw; k++) {
+        T* const to = dx + at + (k / q.kw * q.w + k % q.kw) * q.batch + b;
+        load(v, to);
+        v += q.mode == kMax ? (best == k ? g : V{}) : g;
+        store(to, v);
+      }
+    }
+  }
+}
+
+// ---- dropout: the mask of pflcore.nn.Dropout, a hash of the step's seed, the layer and the place [sample][feature] ----
+constexpr uint64_t kGolden = 0x9E3779B97F4A7C15u;
+PFL_FN uint64_t mixed(uint64_t z) {
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+  return z ^ (z >> 31);
+}
+// factor [feature][sample]: 1 / (1 - p) or 0; samples `first` and on of the step's batch.
+template <class T>
+PFL_FN void dropout_factors(uint64_t seed, int64_t layer, int64_t threshold, T scale, int64_t features, int64_t first, int64_t batch, T* factor) {
+  const uint64_t key = mixed(seed + static_cast<uint64_t>(layer) * kGolden);
+  for (int64_t f = 0; f < features; f++)
+    for (int64_t b = 0; b < batch; b++) {
+      const uint64_t place = static_cast<uint64_t>((first + b) * features + f);
+      factor[f * batch + b] = static_cast<int64_t>(mixed(key + place * kGolden) >> 40) >= threshold ? scale : T(0);
+    }
+}
+template <class T, int bytes>
+PFL_FN void multiply(const T* x, const T* factor, T* y, int64_t n) {
+  Vec<T, bytes> v, f;
+  for (int64_t i = 0; i < n; i += bytes / sizeof(T)) {
+    load(v, x + i);
+    load(f, factor + i);
+    v *= f;
+    store(y + i, v);
+  }
+}
+
+// ---- a factor for each feature: what stands between the two products of a rank-1 factorized layer; 0 is 0 whatever it meets ----
+template <class T, int bytes>
+PFL_FN void scale_features(int64_t features, int64_t batch, const T* lam, const T* x, T* y) {
+  Vec<T, bytes> v;
+  for (int64_t f = 0; f < features; f++)
+    for (int64_t b = 0; b < batch; b += bytes / sizeof(T)) {
+      load(v, x + f * batch + b);
+      if (lam[f] != 0) v *= lam[f];
+      else v = Vec<T, bytes>{};
+      store(y + f * batch + b, v);
+    }
+}
+template <class T, int bytes>
+PFL_FN void scale_backward(int64_t features, int64_t batch, const T* x, const T* dy, const Into<T>& into, T* dlam) {
+  Vec<T, bytes> v, g;
+  for (int64_t f = 0; f < features; f++) {
+    Vec<T, bytes> sum{};
+    for (int64_t b = 0; b < batch; b += bytes / sizeof(T)) {
+      load(v, x + f * batch + b);
+      load(g, dy + f * batch + b);
+      v *= g;
+      keep_first<T>(v, batch - b);
+      sum += v;
+    }
+    into(dlam[f], sum_of<T>(sum));
+  }
+}
+
+// ---- group norm and layer norm: the features of a group are normalized sample by sample ----
+struct Norm {
+  int64_t features, groups, per, batch;   // `per`: neighbouring features that share a weight and a bias
+  double eps;
+  bool affine;
+  int64_t group() const { return features / groups; }
+};
+
+// stats [groups][2][batch and a vector]: mean and 1 / deviation.
+template <class T, int bytes>
+PFL_FN void norm_forward(const Norm& q, const T* x, const T* weight, const T* bias, T* stats, T* y) {
+  using V = Vec<T, bytes>;
+  constexpr int64_t lanes = bytes / sizeof(T);
+  const int64_t wide = up(q.batch, lanes);
+  for (int64_t g = 0; g < q.groups; g++)   // all statistics first: y may reach over a group's end
+    for (int64_t b = 0; b < q.batch; b += lanes) {
+      V mean{}, square{}, v;
+      const T* from = x + g * q.group() * q.batch + b;
+      for (int64_t f = 0; f < q.group(); f++) {
+        load(v, from + f * q.batch);
+        mean += v;
+      }
+      mean /= static_cast<T>(q.group());
+      for (int64_t f = 0; f < q.group(); f++) {
+        load(v, from + f * q.batch);
+        square += (v - mean) * (v - mean);
+      }
+      square = square / static_cast<T>(q.group()) + static_cast<T>(q.eps);
+      lane_by_lane(square, [](T s) { return T(1) / std::sqrt(s); });
+      store(stats + g * 2 * wide + b, mean);
+      store(stats + (g * 2 + 1) * wide + b, square);
+    }
+  for (int64_t f = 0; f < q.features; f++)
+    for (int64_t b = 0; b < q.batch; b += lanes) {
+      V v, mean, scale;
+      load(v, x + f * q.batch + b);
+      load(mean, stats + f / q.group() * 2 * wide + b);
+      load(scale, stats + (f / q.group() * 2 + 1) * wide + b);
+      v = (v - mean) * scale;
+      if (q.affine) v = v * weight[f / q.per] + bias[f / q.per];
+      store(y + f * q.batch + b, v);
+    }
+}
+
+// dx may be nullptr. weight, bias and their gradients are of one layout.
+template <class T, int bytes>
+PFL_FN void norm_backward(const Norm& q, const T* x, const T* stats, const T* dy, const T* weight, const Into<T>& into, T* dweight, T* dbias, T* dx) {
+  using V = Vec<T, bytes>;
+  constexpr int64_t lanes = bytes / sizeof(T);
+  const int64_t wide = up(q.batch, lanes), n = q.group();
+  const auto look = [&](int64_t f, int64_t b, V& hat, V& g) PFL_LAMBDA {
+    V mean, scale;
+    load(hat, x + f * q.batch + b);
+    load(mean, stats + f / n * 2 * wide + b);
+    load(scale, stats + (f / n * 2 + 1) * wide + b);
+    hat = (hat - mean) * scale;
+    load(g, dy + f * q.batch + b);
+  };
+  for (int64_t f = 0; dx && f < q.features; f += n)
+    for (int64_t b = 0; b < q.batch; b += lanes) {
+      V sum{}, product{}, hat, g, scale;
+      for (int64_t i = f; i < f + n; i++) {
+        look(i, b, hat, g);
+        if (q.affine) g *= weight[i / q.per];
+        sum += g;
+        product += g * hat;
+      }
+      sum /= static_cast<T>(n);
+      product /= static_cast<T>(n);
+      load(scale, stats + (f / n * 2 + 1) * wide + b);
+      for (int64_t i = f; i < f + n; i++) {
+        look(i, b, hat, g);
+        if (q.affine) g *= weight[i / q.per];
+        g = scale * (g - sum - hat * product);
+        store_first(dx + i * q.batch + b, g, q.batch - b);
+      }
+    }
+  for (int64_t f = 0; q.affine && f < q.features; f += q.per) {
+    V dw{}, sum{}, hat, g;
+    for (int64_t i = f; i < f + q.per; i++)
+      for (int64_t b = 0; b < q.batch; b += lanes) {
+        look(i, b, hat, g);
+        hat *= g;
+        keep_first<T>(hat, q.batch - b);
+        keep_first<T>(g, q.batch - b);
+        dw += hat;
+        sum += g;
+      }
+    into(dweight[f / q.per], sum_of<T>(dw));
+    into(dbias[f / q.per], sum_of<T>(sum));
+  }
+}
+
+// ---- losses ----
+// scores [classes][batch] with targets [batch] -> each sample's loss [batch], whether it is right [batch], and the slopes of the losses times
+// `share` [classes][batch], which may be the scores' own place; loss, right and slope may be nullptr.
+template <class T, int bytes>
+PFL_FN void losses(Loss kind, int64_t classes, int64_t batch, T share, const T* score, const T* target, T* loss, uint8_t* right, T* slope) {
+  using V = Vec<T, bytes>;
+  using I = decltype(V{} < V{});
+  constexpr int64_t lanes = bytes / sizeof(T);
+  for (int64_t b = 0; b < batch; b += lanes) {
+    const int64_t some = std::min(lanes, batch - b);
+    V value, s;
+    I hit;
+    T aim[lanes] = {};
+    for (int64_t i = 0; i < some; i++) aim[i] = target[b + i];
+    V y;
+    load(y, aim);
+    if (kind == Loss::cross_entropy) {
+      V top, total{}, own{};
+      I best{};
+      load(top, score + b);
+      for (int c = 1; c < classes; c++) {
+        load(s, score + c * batch + b);
+        const I later = (s > top) | ((s != s) & (top == top));   // the first of equals, NaN above all
+        top = later ? s : top;
+        best = later ? I{} + c : best;
+      }
+      for (int64_t c = 0; c < classes; c++) {
+        load(s, score + c * batch + b);
+        own = y == static_cast<T>(c) ? s : own;
+        s -= top;
+        exponential<T, bytes>(s);
+        total += s;
+      }
+      hit = best == __builtin_convertvector(y, I);
+      value = total;
+      lane_by_lane(value, [](T t) { return std::log(t); });
+      value += top - own;
+      const V part = share / total;
+      for (int64_t c = 0; slope && c < classes; c++) {
+        load(s, score + c * batch + b);
+        s -= top;
+        exponential<T, bytes>(s);
+        s *= part;
+        s -= y == static_cast<T>(c) ? V{} + share : V{};
+        store_first(slope + c * batch + b, s, some);
+      }
+    } else {
+      load(s, score + b);
+      const V sign = y > 0 ? V{} + T(1) : V{} - T(1);
+      hit = (s > 0) == (y > 0);
+      V g;
+      if (kind == Loss::hinge) {
+        const V margin = T(1) - sign * s;
+        value = margin < 0 ? V{} : margin;
+        g = margin >= 0 ? -sign * share : V{};
+      } else if (kind == Loss::logistic) {   // log(1 + e^-margin), without overflow
+        const V margin = sign * s;
+        V e = margin < 0 ? margin : -margin, soft;
+        exponential<T, bytes>(e);
+        soft = e;
+        lane_by_lane(soft, [](T t) { return std::log1p(t); });
+        value = (margin < 0 ? -margin : margin - margin) + soft;
+        g = -sign * share * (margin < 0 ? T(1) / (T(1) + e) : e / (T(1) + e));
+      } else {
+        const T factor = kind == Loss::squared ? T(1) : T(.5);
+        const V gap = s - y;
+        value = factor * gap * gap;
+        g = 2 * factor * share * gap;
+      }
+      if (slope) store_first(slope + b, g, some);
+    }
+    if (loss) store_first(loss + b, value, some);
+    for (int64_t i = 0; right && i < some; i++) right[b + i] = hit[i] != 0;
+  }
+}
+
+}  // namespace pflcore::cpu::chain

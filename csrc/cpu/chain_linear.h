@@ -1,0 +1,136 @@
+// Linear layers of a chain. Values between layers lie [feature][sample].
+//
+// The usual form keeps its weights [in][out], so that forward is scalar times vector, and the gradient to the input and the step pass over them
+// once. A first layer with few outputs keeps them as the row has them, [out][in], and reads the samples where they are.
+#pragma once
+#include "chain_tile.h"
+#include "small_gemm.h"
+
+namespace pflcore::cpu::chain {
+
+struct Linear {
+  int64_t in, out, act, batch;
+  bool back;        // whether the input's gradient is wanted
+  bool narrow;      // a first layer with few outputs
+  int64_t high;     // `out` in whole vectors; narrow: `in`
+
+  void plan(int64_t samples, bool wants, int64_t vector) { batch = samples, back = wants, high = up(narrow ? in : out, vector); }
+  int64_t weights() const { return narrow ? out * high : in * high; }
+  int64_t by_sample() const { return narrow ? 0 : batch * high; }
+};
+
+// z by sample, y plain.
+template <class T, int bytes>
+PFL_FN void linear_forward(const Linear& q, const T* x, const T* w, const T* bias, T* z, T* y) {
+  using V = Vec<T, bytes>;
+  constexpr int64_t lanes = bytes / sizeof(T);
+  constexpr int two = Tile<T, bytes>::two;
+  split(q.high / lanes, 2, [&](int64_t v0, int64_t across) PFL_LAMBDA {
+    fixed<2>(across, [&](auto N_) PFL_LAMBDA {
+      split(q.batch, two, [&](int64_t b0, int64_t rows) PFL_LAMBDA {
+        fixed<two>(rows, [&](auto R_) PFL_LAMBDA {
+          constexpr int R = R_, N = N_;
+          V acc[R][N];
+          PFL_TILE(load(acc[r][j], bias + (v0 + j) * lanes));
+          outer_on<R, N>(acc, x + b0, 1, q.batch, q.in, w + v0 * lanes, q.high);
+          PFL_TILE(if (q.act == kRelu) acc[r][j] = acc[r][j] < 0 ? V{} : acc[r][j];
+                   store(z + (b0 + r) * q.high + (v0 + j) * lanes, acc[r][j]));
+        });
+      });
+    });
+  });
+  for (int64_t i = 0; i < q.batch * q.high && q.act > kRelu; i += lanes) {
+    V v;
+    load(v, z + i);
+    activate<T, bytes>(q.act, v);
+    store(z + i, v);
+  }
+  turn<bytes>(y, q.batch, [&](int64_t b) PFL_LAMBDA { return z + b * q.high; }, q.batch, q.out);
+}
+
+// From the gradient dy of what came out: dx where wanted, and the gradients, a few rows of the weights after another. `dz` is space like z, zeros
+// behind the outputs.
+template <class T, int bytes>
+PFL_FN void linear_backward(const Linear& q, const T* x, const T* z, const T* dy, const T* w, const Into<T>& into, T* dw, T* db, T* dx, T* dz) {
+  using V = Vec<T, bytes>;
+  constexpr int64_t lanes = bytes / sizeof(T);
+  constexpr int most = Tile<T, bytes>::across;
+  turn<bytes>(dz, q.high, [&](int64_t o) PFL_LAMBDA { return dy + o * q.batch; }, q.out, q.batch);
+  for (int64_t i = 0; i < q.batch * q.high && q.act != kNone; i += lanes) {
+    V g, value;
+    load(g, dz + i);
+    load(value, z + i);
+    slope<T>(q.act, g, value);
+    store(dz + i, g);
+  }
+  split(q.in, 6, [&](int64_t f, int64_t rows) PFL_LAMBDA {
+    fixed<6>(rows, [&](auto R_) PFL_LAMBDA {
+      constexpr int R = R_;
+      if (dx)
+        split(q.batch, most, [&](int64_t b0, int64_t some) PFL_LAMBDA {
+          fixed<most>(some, [&](auto M_) PFL_LAMBDA {
+            constexpr int M = M_;
+            V acc[M][R];
+            clear(acc);
+            const T* b[R];
+            PFL_EACH(r, R, b[r] = w + (f + r) * q.high);
+            dots_on<M, R>(acc, dz + b0 * q.high, q.high, b, q.high / lanes);
+            T sum[32];
+            sum_tile<M, R>(sum, acc);
+            for (int r = 0; r < R; r++)
+              for (int j = 0; j < M; j++) dx[(f + r) * q.batch + b0 + j] = sum[r * M + j];
+          });
+        });
+      split(q.high / lanes, most, [&](int64_t v0, int64_t across) PFL_LAMBDA {
+        fixed<most>(across, [&](auto N_) PFL_LAMBDA {
+          constexpr int N = N_;
+          V acc[R][N];
+          clear(acc);
+          outer_on<R, N>(acc, x + f * q.batch, q.batch, 1, q.batch, dz + v0 * lanes, q.high);
+          PFL_TILE(into.vector(dw + (f + r) * q.high + (v0 + j) * lanes, acc[r][j]));
+        });
+      });
+    });
+  });
+  for (int64_t o = 0; db && o < q.high; o += lanes) {
+    V sum{}, v;
+    for (int64_t b = 0; b < q.batch; b++) {
+      load(v, dz + b * q.high + o);
+      sum += v;
+    }
+    into.vector(db + o, sum);
+  }
+}
+
+// ---- a first layer with few outputs: x are the samples, zeros behind their features; y and dy plain ----
+
+template <class T, int bytes>
+PFL_FN void narrow_forward(const Linear& q, const T* const* x, const T* w, const T* bias, T* y) {
+  constexpr int64_t few = 16;
+  const T* rows[few];
+  for (int64_t o0 = 0; o0 < q.out; o0 += few) {
+    const int64_t some = std::min(few, q.out - o0);
+    for (int64_t o = 0; o < some; o++) rows[o] = w + (o0 + o) * q.high;
+    dots<bytes, T>(some, q.batch, q.high, rows, x, y + o0 * q.batch, q.batch);
+  }
+  for (int64_t o = 0; o < q.out; o++)
+    for (int64_t b = 0; b < q.batch; b++) y[o * q.batch + b] += bias[o];
+}
+
+template <class T, int bytes>
+PFL_FN void narrow_backward(const Linear& q, const T* const* x, const T* dy, bool add, T* dw, T* db) {
+  constexpr int64_t few = 16;
+  T* rows[few];
+  for (int64_t o0 = 0; o0 < q.out; o0 += few) {
+    const int64_t some = std::min(few, q.out - o0);
+    for (int64_t o = 0; o < some; o++) rows[o] = dw + (o0 + o) * q.high;
+    outer<bytes, T>(some, q.in, q.batch, dy + o0 * q.batch, q.batch, 1, x, rows, add);
+  }
+  for (int64_t o = 0; db && o < q.out; o++) {
+    T sum = add ? db[o] : T(0);
+    for (int64_t b = 0; b < q.batch; b++) sum += dy[o * q.batch + b];
+    db[o] = sum;
+  }
+}
+
+}  // namespace pflcore::cpu::chain

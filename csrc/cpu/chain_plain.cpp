@@ -1,0 +1,9 @@
+#define PFL_CHAIN_TARGET
+#define PFL_CHAIN_NAME ChainPlain
+#define PFL_CHAIN_BYTES 16
+#include "chain_worker.h"
+
+namespace pflcore::cpu {
+template struct ChainRun<float, ChainPlain<float>>;
+template struct ChainRun<double, ChainPlain<double>>;
+}  // namespace pflcore::cpu

@@ -1,0 +1,307 @@
+"""Which models are a chain of layers that the kernels train whole, and the program that such a model is.
+
+`torch.fx` walks through the model's own `forward`; what is found is told by exact types, and anything else (a subclass, a hook, a tied or a
+frozen weight, a forward of an instance's own, a pass that differs between training and evaluation) leaves the model to the general path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Node, Tracer
+
+from pflcore.flat import CRITERIA, Net
+from pflcore.nn import Dropout
+from pflcore.ops.chain import layer
+
+ACTS = {nn.ReLU: 1, nn.Tanh: 2, nn.Sigmoid: 3, nn.GELU: 4}
+MANY = 8000  # products of input and output channels from which torch's convolutions are faster
+FUNCTIONS: dict[Any, type[nn.Module]] = {
+    torch.relu: nn.ReLU, F.relu: nn.ReLU, "relu": nn.ReLU, torch.tanh: nn.Tanh, F.tanh: nn.Tanh, "tanh": nn.Tanh,
+    torch.sigmoid: nn.Sigmoid, F.sigmoid: nn.Sigmoid, "sigmoid": nn.Sigmoid, F.gelu: nn.GELU,
+}  # fmt: skip
+
+
+class NoChain(Exception):
+    """Why a model is none, in a few words."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A model and its criterion as the kernels know them."""
+
+    program: Tensor  # [L, 9] float64, see pflcore.ops.chain.layer
+    criterion: str
+    shape: tuple[int, int, int]  # of one sample
+    classes: int
+    dropout: bool  # whether training needs seeds
+    linear: bool  # whether all it has is one linear layer
+
+    @property
+    def head(self) -> tuple[Any, ...]:
+        """The ops' arguments that stay the same."""
+        return (self.program, self.criterion, *self.shape)
+
+    @classmethod
+    def of(cls, net: Net, shape: Sequence[int]) -> Chain | str:
+        """The chain that `net` is on samples of `shape`, or why it is none."""
+        try:
+            return _chain(net, tuple(shape))
+        except NoChain as why:
+            return str(why)
+
+
+def _chain(net: Net, shape: tuple[int, ...]) -> Chain:
+    criterion = {f: name for name, f in CRITERIA.items()}.get(net.criterion)
+    if criterion is None:
+        raise NoChain("a criterion of one's own")
+    if net.buffer_names:
+        raise NoChain("buffers")
+    if net.dtype not in (torch.float32, torch.float64):
+        raise NoChain(f"{net.dtype}")
+    if len(shape) not in (1, 3) or not all(shape):
+        raise NoChain(f"samples of shape {list(shape)}")
+    _plain(net.module)
+    steps = _steps(net.module, shape)
+    compiler = _Compiler(net, shape)
+    for step in steps:
+        compiler.add(step)
+    return compiler.finish(criterion)
+
+
+class _Compiler:
+    """Layers one after another, with the shape [C, H, W] or [F] of what they give."""
+
+    def __init__(self, net: Net, shape: tuple[int, ...]) -> None:
+        self.net, self.shape, self.first = net, shape, shape
+        self.places = {id(p): net.slices[n].start for n, p in net.module.named_parameters() if n in net.slices}
+        self.lines: list[list[float]] = []
+        self.taken: set[int] = set()
+        self.covered = 0
+
+    def place(self, p: Tensor | None) -> int:
+        if p is None:
+            return -1
+        if id(p) not in self.places:
+            raise NoChain("a frozen weight")
+        if id(p) in self.taken:
+            raise NoChain("a weight that stands in two places")
+        self.taken.add(id(p))
+        self.covered += p.numel()
+        return self.places[id(p)]
+
+    def line(self, kind: str, *fields: float) -> None:
+        self.lines.append(layer(kind, *fields))
+
+    def add(self, m: nn.Module) -> None:
+        kind, shape = type(m), self.shape
+        if isinstance(m, nn.Linear):
+            if shape != (m.in_features,):
+                raise NoChain(f"a linear layer on shape {list(shape)}")
+            self.line("linear", m.out_features, self.place(m.weight), self.place(m.bias))
+            self.shape = (m.out_features,)
+        elif isinstance(m, nn.Conv2d):
+            self._conv(m)
+        elif isinstance(m, nn.MaxPool2d | nn.AvgPool2d | nn.AdaptiveAvgPool2d):
+            self._pool(m)
+        elif kind in ACTS:
+            self.line("act", ACTS[kind])
+        elif kind is nn.Flatten:
+            self.line("flatten")
+            self.shape = (prod(shape),)
+        elif isinstance(m, Dropout):
+            if m.p > 0:
+                self.line("dropout", m.p)
+        elif isinstance(m, nn.GroupNorm):
+            if shape[0] != m.num_channels:
+                raise NoChain(f"a group norm on shape {list(shape)}")
+            self.line("norm", m.num_groups, prod(shape[1:]), m.eps, self.place(m.weight), self.place(m.bias))
+        elif isinstance(m, nn.LayerNorm):
+            if shape != tuple(m.normalized_shape) or (m.weight is None) != (m.bias is None):
+                raise NoChain(f"a layer norm over {list(m.normalized_shape)} on shape {list(shape)}")
+            self.line("norm", 1, 1, m.eps, self.place(m.weight), self.place(m.bias))
+
+    def _conv(self, m: nn.Conv2d) -> None:
+        if len(self.shape) != 3 or self.shape[0] != m.in_channels:
+            raise NoChain(f"a convolution on shape {list(self.shape)}")
+        if m.stride not in ((1, 1), (2, 2)) or m.dilation != (1, 1) or m.groups != 1 or m.padding_mode != "zeros":
+            raise NoChain("a convolution with steps, gaps, groups or borders that the kernels do not have")
+        if m.in_channels * m.out_channels >= MANY:
+            raise NoChain(f"a convolution of {m.in_channels} x {m.out_channels} channels, where torch is faster")
+        kh, kw = m.kernel_size
+        if isinstance(m.padding, str):
+            if m.padding == "same" and (kh % 2 == 0 or kw % 2 == 0):
+                raise NoChain("a convolution padded unevenly")
+            ph, pw = (0, 0) if m.padding == "valid" else (kh // 2, kw // 2)
+        else:
+            ph, pw = m.padding
+        stride = m.stride[0]
+        high, wide = ((n + 2 * p - k) // stride + 1 for n, p, k in zip(self.shape[1:], (ph, pw), (kh, kw), strict=True))
+        if high < 1 or wide < 1:
+            raise NoChain(f"a convolution on shape {list(self.shape)}")
+        self.line("conv", m.out_channels, kh, kw, stride, ph, pw, self.place(m.weight), self.place(m.bias))
+        self.shape = (m.out_channels, high, wide)
+
+    def _pool(self, m: nn.MaxPool2d | nn.AvgPool2d | nn.AdaptiveAvgPool2d) -> None:
+        def both(value: Any) -> tuple[int, int]:
+            a, b = (value, value) if isinstance(value, int) else value
+            return int(a), int(b)
+
+        if len(self.shape) != 3:
+            raise NoChain(f"pooling on shape {list(self.shape)}")
+        if isinstance(m, nn.AdaptiveAvgPool2d):
+            if m.output_size not in (1, (1, 1)):
+                raise NoChain("adaptive pooling to more than one value")
+            window = step = both(self.shape[1:])
+        else:
+            window, step = both(m.kernel_size), both(m.stride)
+            odd = m.ceil_mode or both(m.padding) != (0, 0)
+            if odd or (isinstance(m, nn.MaxPool2d) and (both(m.dilation) != (1, 1) or m.return_indices)):
+                raise NoChain("pooling with padding, gaps, indices or ceil_mode")
+            if isinstance(m, nn.AvgPool2d) and m.divisor_override is not None:
+                raise NoChain("pooling with a divisor")
+        high, wide = ((n - k) // s + 1 for n, k, s in zip(self.shape[1:], window, step, strict=True))
+        if high < 1 or wide < 1:
+            raise NoChain(f"pooling on shape {list(self.shape)}")
+        self.line("pool", 1 if isinstance(m, nn.MaxPool2d) else 2, *window, *step)
+        self.shape = (self.shape[0], high, wide)
+
+    def finish(self, criterion: str) -> Chain:
+        if len(self.shape) != 1:
+            raise NoChain(f"scores of shape {list(self.shape)}")
+        if not self.taken or self.covered != self.net.size:
+            raise NoChain("weights that the chain does not use")
+        if criterion != "cross_entropy" and self.shape != (1,):
+            raise NoChain(f"{self.shape[0]} outputs for {criterion}")
+        kinds = [int(line[0]) for line in self.lines]
+        shape = self.first if len(self.first) == 3 else (self.first[0], 1, 1)
+        program = torch.tensor(self.lines, dtype=torch.float64)
+        return Chain(program, criterion, shape, self.shape[0], 5 in kinds, [k for k in kinds if k != 4] == [0])
+
+
+LEAVES = (
+    nn.Linear, nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.Flatten, nn.Identity, nn.GroupNorm, nn.LayerNorm, Dropout, *ACTS,
+)  # fmt: skip
+
+
+def _plain(module: nn.Module) -> None:
+    """Refuses what changes a pass without standing in `forward`: hooks, parametrizations, a forward of an instance's own."""
+    if torch.nn.modules.module._has_any_global_hook():
+        raise NoChain("global hooks")
+    for name, m in module.named_modules():
+        mine = vars(m)
+        if any(v for k, v in mine.items() if k.endswith("_hooks") and not k.endswith(("state_dict_hooks", "state_dict_pre_hooks", "state_dict_post_hooks"))):
+            raise NoChain(f"a hook on {name or 'the model'}")
+        if "forward" in mine or "__call__" in mine or "parametrizations" in m._modules:
+            raise NoChain(f"a forward of its own, or a parametrization, on {name or 'the model'}")
+    for name, p in module.named_parameters():
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+            raise NoChain(f"a hook on {name}")
+
+
+class _Tracer(Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return type(m) in LEAVES or super().is_leaf_module(m, module_qualified_name)
+
+
+def _steps(module: nn.Module, shape: tuple[int, ...]) -> list[nn.Module]:
+    """The layers that a forward pass calls, one after another, a repeated one each time; the same in training and evaluation."""
+    found = []
+    mode = module.training
+    try:
+        for train in (True, False):
+            module.train(train)
+            if type(module) in LEAVES:
+                return [module]
+            try:
+                graph = _Tracer().trace(module)
+            except Exception as error:  # data-dependent control flow and much else
+                raise NoChain("a forward that torch.fx cannot trace") from error
+            found.append(_line(module, list(graph.nodes), shape))
+    finally:
+        module.train(mode)
+    if [_key(m) for m in found[0]] != [_key(m) for m in found[1]]:
+        raise NoChain("a forward that differs between training and evaluation")
+    return found[0]
+
+
+def _key(m: nn.Module) -> Any:
+    return type(m) if type(m) in ACTS or type(m) is nn.Flatten else (repr(m) if type(m) in (nn.MaxPool2d, nn.AvgPool2d) else id(m))
+
+
+def _line(module: nn.Module, nodes: list[Node], shape: tuple[int, ...]) -> list[nn.Module]:
+    steps: list[nn.Module] = []
+    last: Node | None = None
+    counts: set[Node] = set()  # nodes that hold the batch's size
+    shapes: set[Node] = set()
+    for node in nodes:
+        if node.op == "placeholder":
+            if last is not None:
+                raise NoChain("a forward with more than one input")
+            last = node
+        elif node.op == "output":
+            if node.args != (last,):
+                raise NoChain("an output that is not the last layer's")
+        elif _is_count(node, counts, shapes):
+            continue
+        else:
+            if not node.args or node.args[0] is not last or any(n is not last and n not in counts for n in node.all_input_nodes):
+                raise NoChain("layers that do not follow one another")
+            steps.append(_module(module, node, counts))
+            last = node
+    for m in steps:
+        if type(m) not in LEAVES:
+            raise NoChain(f"nn.{type(m).__name__}" if type(m).__module__.startswith("torch.") else type(m).__name__)
+        if type(m) is nn.Flatten and (m.start_dim, m.end_dim) != (1, -1):
+            raise NoChain("a flatten of some axes")
+        if isinstance(m, nn.GELU) and m.approximate != "none":
+            raise NoChain("an approximate GELU")
+    return [m for m in steps if type(m) is not nn.Identity]
+
+
+def _is_count(node: Node, counts: set[Node], shapes: set[Node]) -> bool:
+    """`x.size(0)`, `x.shape[0]`, `len(x)`: the size of the batch, wherever in the chain it is asked for."""
+    if node.op == "call_method" and node.target == "size" and node.args[1:] == (0,):
+        counts.add(node)
+    elif node.op == "call_function" and node.target is getattr and node.args[1:] == ("shape",):
+        shapes.add(node)
+    elif node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem" and node.args[0] in shapes and node.args[1] == 0:
+        counts.add(node)
+    else:
+        return False
+    return True
+
+
+def _module(module: nn.Module, node: Node, counts: set[Node]) -> nn.Module:
+    """The layer that a node is: a module of the model, or one that does what a function does."""
+    args, kwargs = node.args[1:], dict(node.kwargs)
+    if node.op == "call_module":
+        if args or kwargs:
+            raise NoChain("a layer that is called with more than its input")
+        return module.get_submodule(str(node.target))
+    target = node.target
+    if target in FUNCTIONS:
+        if args or {k: v for k, v in kwargs.items() if not (k == "inplace" or (k == "approximate" and v == "none"))}:
+            raise NoChain(f"{getattr(target, '__name__', target)} with options")
+        return FUNCTIONS[target]()
+    if target in (torch.flatten, "flatten") and (args, kwargs) in (((1,), {}), ((), {"start_dim": 1}), ((1, -1), {})):
+        return nn.Flatten()
+    if target in ("view", "reshape", torch.reshape) and not kwargs:
+        sizes = tuple(args[0]) if len(args) == 1 and isinstance(args[0], list | tuple) else args
+        if len(sizes) == 2 and (sizes[0] in counts if isinstance(sizes[0], Node) else False) and sizes[1] == -1:
+            return nn.Flatten()
+    if target in (F.max_pool2d, F.avg_pool2d) or getattr(target, "__name__", "") in ("boolean_dispatch", "max_pool2d"):
+        names = ("kernel_size", "stride", "padding")
+        options = {**dict(zip(names, args, strict=False)), **kwargs}
+        if set(options) <= set(names) and not any(isinstance(v, Node) for v in options.values()):
+            stride = options.get("stride") or options["kernel_size"]
+            kind = nn.AvgPool2d if target is F.avg_pool2d else nn.MaxPool2d
+            return kind(options["kernel_size"], stride, options.get("padding", 0))
+    raise NoChain(f"{getattr(target, '__name__', target)}")
