@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 
-.PHONY: demo test lint build gpu bench clean
+.PHONY: demo test lint build gpu attack bench clean
 
 # torch comes first: the kernels are built against the torch that is there
 .venv/tools: pyproject.toml
@@ -38,6 +38,10 @@ gpu: build
 	$(BIN)/python -c "import pflcore; assert pflcore.backend().cuda" 2> /dev/null || { .ci/cuda_build && cp build/cuda/lib/pflcore/_C*.so pflcore/; }
 	$(BIN)/python -m pytest tests/gpu -rs
 	$(BIN)/python -m bench.gpu
+
+# attacks on FedAvg's and WAFFLe's uploads in a minute or two; `pflcore attack` does it on Fashion-MNIST with 1,000 samples a client
+attack: build
+	$(BIN)/pflcore attack --data mnist5k --clients 2 --samples 200 --rounds 5 --shadows 2 --ratios 4 --steps 500 --out runs/attack
 
 bench: build
 	$(BIN)/python -m bench

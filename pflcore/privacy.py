@@ -292,6 +292,15 @@ class Verdict(NamedTuple):
     test: float  # and on the others
 
 
+class Attacked(NamedTuple):
+    """What `membership` found, and on what."""
+
+    verdicts: list[Verdict]
+    upload: Upload  # of the federation that was attacked
+    game: Game
+    known: Samples  # the adversary's own
+
+
 @one_thread
 def membership(
     algorithm: FedAvg,
@@ -309,7 +318,7 @@ def membership(
     seed: int = 0,
     workers: int | None = None,
     say: Callable[[str], None] = lambda text: None,
-) -> tuple[list[Verdict], Upload, Game]:
+) -> Attacked:
     """Plays a federation and attacks every client's upload of the last round, by `shadows` shadow federations on other data of the same
     kind (Shokri) and by `ratios` federations on random halves of the candidates (LiRA; 0: not at all)."""
     x, y = pool
@@ -347,7 +356,7 @@ def membership(
         for attack, (score, threshold) in tries.items():
             value = measures(score, member, threshold), intervals(score, member, threshold)
             out.append(Verdict(view, attack, *value, float(right[member].mean()), float(right[~member].mean())))
-    return out, upload, target
+    return Attacked(out, upload, target, (x[known], y[known]))
 
 
 # -- model inversion ---------------------------------------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ def test_an_update_betrays_the_factors_that_were_used() -> None:
 def attack(algorithm: Any, rounds: int, lr: float, **more: Any) -> dict[tuple[str, str], privacy.Verdict]:
     t = Training(lr=lr, batch_size=10, epochs=10)
     size: dict[str, Any] = {"clients": 2, "samples": 40, "shadows": 2, "ratios": 6, "workers": 1, **more}
-    found, _, _ = privacy.membership(algorithm, model, noise(2000), 3, t, rounds=rounds, **size)
+    found = privacy.membership(algorithm, model, noise(2000), 3, t, rounds=rounds, **size).verdicts
     return {(v.view, v.attack): v for v in found}
 
 

@@ -205,10 +205,13 @@ def tell_again(argv: Sequence[str]) -> int:
 
 
 def info(argv: Sequence[str]) -> int:
-    """Says what runs here: versions, kernels, devices, optional packages."""
+    """Says what runs here: versions, kernels, devices, optional packages; of a --model, the parameters, plain and factorized."""
     import torch
 
     import pflcore
+
+    if peek(argv, "--model"):
+        return _info_model(argv)
 
     facts: dict[str, Any] = {"pflcore": pflcore.__version__, "Python": platform.python_version(), "torch": torch.__version__}
     facts |= {"system": platform.platform(), "threads": f"{torch.get_num_threads()} (the machine has {os.cpu_count()} cores)"}
@@ -220,6 +223,48 @@ def info(argv: Sequence[str]) -> int:
     for name, fact in facts.items():
         print(f"{name:<{max(map(len, facts))}}  {fact}")
     return 0
+
+
+def _info_model(argv: Sequence[str]) -> int:
+    """The parameters of a model, as it is and with its layers factorized."""
+    from math import prod
+
+    from pflcore import experiment
+    from pflcore.factorized import factorized_layers
+    from pflcore.local import Net
+    from pflcore.models import model_for
+    from pflcore.nn import factorize
+
+    name = peek(argv, "--model")[0]
+    choice = experiment.model_of(name)
+    if choice is None:
+        raise ValueError("model: expected a model by name, got 'auto', which depends on the data.")
+    shape = [
+        Option("model", str, name, experiment.choices()["model"]),
+        Option("shape", tuple[int, ...], (1, 28, 28), "of one input"),
+        Option("classes", int, 10, "outputs"),
+        Option("ranks", tuple[int, ...], (), "factors of each layer, or one number for all; none: 3 for 5 outputs"),
+    ]
+    groups = [Group("model", "", shape), Group(name, "", of_function(choice.function, choice.defaults))]
+    got = parse("pflcore info", inspect.getdoc(_info_model) or "", groups, argv)
+    m = got["model"]
+    plain = model_for(name, m["shape"], m["classes"], **of_words(got[name], choice.defaults))
+    net = Net(plain)
+    made = factorize(plain, m["ranks"], head=net.head_name)
+    factors = sum(layer.factors for layer in factorized_layers(made).values())
+    size = Net(made).size
+    print(f"{name} on {prod(m['shape'])} inputs: {net.size:,} parameters")
+    for n, layer in factorized_layers(made).items():
+        print(f"  {n}: {tuple(layer.weight.shape)} as {layer.factors} factors, {sum(p.numel() for p in layer.parameters()):,} parameters")
+    print(f"factorized: {size:,} parameters travel ({size / net.size:.3f} of the model's), {3 * factors:,} stay with each client")
+    return 0
+
+
+def attack(argv: Sequence[str]) -> int:
+    """Attacks what travels: membership inference and model inversion against an algorithm's uploads."""
+    from pflcore.cli.attack import main
+
+    return main(argv)
 
 
 def reproduce(argv: Sequence[str]) -> int:
@@ -243,8 +288,9 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "compare": ("compare --algorithms A B C [options]", compare),
     "report": ("report FOLDER ... [options]", tell_again),
     "reproduce": ("reproduce NAME [options]", reproduce),
+    "attack": ("attack [options]", attack),
     "bench": ("bench [options]", bench),
-    "info": ("info", info),
+    "info": ("info [--model NAME]", info),
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,22 @@ def _tidy(axis: Any, title: str, x: str, y: str) -> None:
 def _scale(run: Run) -> tuple[float, str]:
     """Factor and name of what the axes show."""
     return (100.0, f"{split_of(run)} accuracy, %") if run.measure == "accuracy" else (1.0, f"{split_of(run)} loss")
+
+
+def grid(rows: Mapping[str, Tensor], path: str | Path) -> Path:
+    """Images [K, C, H, W] with values in 0..1, a named row of K each."""
+    count = max(len(v) for v in rows.values())
+    figure, axes = _figure(0.9 * count + 1.2, len(rows), 1)
+    axes[0].remove()
+    for i, (name, images) in enumerate(rows.items()):
+        for k, image in enumerate(images):
+            axis = figure.add_subplot(len(rows), count, i * count + k + 1)
+            axis.imshow(image.permute(1, 2, 0).squeeze(-1).numpy(), cmap="gray", vmin=0, vmax=1)
+            axis.set_xticks([])
+            axis.set_yticks([])
+            if k == 0:
+                axis.set_ylabel(name, fontsize=8)
+    return _save(figure, path)
 
 
 def curves(runs: Sequence[Run], path: str | Path) -> Path:
