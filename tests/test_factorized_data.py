@@ -1,0 +1,169 @@
+"""WAFFLe's partitions, the measures of its Table 2, and the reproduction's table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pflcore import metrics
+from pflcore.cli import main
+from pflcore.data import PARTITIONS, federation_of, partition
+from pflcore.reproduce import groups
+from pflcore.reproduce.plan import load
+from pflcore.results.record import Run
+
+MNIST = np.repeat(np.arange(10), [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949])
+
+
+def classes_of(part, i: int) -> np.ndarray:
+    return np.unique(MNIST[torch.cat([part.index["train"][i], part.index["test"][i]])])
+
+
+def all_of(part) -> torch.Tensor:
+    return torch.cat([r for lists in part.index.values() for r in lists])
+
+
+@pytest.mark.parametrize("z", [2, 3])
+def test_unimodal_deals_single_class_shards(z: int) -> None:
+    part = partition("unimodal", MNIST, 100, z=z, seed=1)
+    assert len(all_of(part)) == len(all_of(part).unique()) == 60_000  # everything, once
+    assert all(1 <= len(classes_of(part, i)) <= z for i in range(100))
+    sizes = torch.tensor([len(a) + len(b) for a, b in zip(*part.index.values(), strict=True)])
+    if z == 2:  # 20 shards of each class
+        assert int(sizes.min()) >= 542 and int(sizes.max()) <= 676
+    tests = torch.tensor([len(t) for t in part.index["test"]])
+    assert ((tests / sizes) - 0.2).abs().max() < 0.002
+    held = np.isin(MNIST[part.index["test"][0]], classes_of(part, 0))
+    assert held.all() and part.group is None
+    again, other = (partition("unimodal", MNIST, 100, z=z, seed=seed).index["train"][3] for seed in (1, 2))
+    assert torch.equal(again, part.index["train"][3]) and not torch.equal(other, part.index["train"][3])
+
+
+def test_distinct_classes() -> None:
+    plain, distinct = (partition("unimodal", MNIST, 100, distinct=d) for d in (False, True))
+    assert any(len(classes_of(plain, i)) == 1 for i in range(100))
+    assert all(len(classes_of(distinct, i)) == 2 for i in range(100)) and len(all_of(distinct).unique()) == 60_000
+
+
+def test_fewer_training_samples_leave_the_test_sets() -> None:
+    whole, few = partition("unimodal", MNIST, 100), partition("unimodal", MNIST, 100, train=20)
+    assert all(len(r) == 20 and torch.equal(r, w[:20]) for r, w in zip(few.index["train"], whole.index["train"], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(few.index["test"], whole.index["test"], strict=True))
+
+
+def test_multimodal_is_two_populations_with_equal_shards() -> None:
+    part = partition("multimodal", MNIST, 120, seed=3)
+    assert part.group is not None and part.group.tolist() == [0] * 100 + [1] * 20
+    sizes = {len(a) + len(b) for a, b in zip(*part.index.values(), strict=True)}
+    assert sizes == {270}  # 135 a shard: 5421 // 40
+    for i in range(120):
+        assert (classes_of(part, i) % 2 == (1 if i < 100 else 0)).all()
+    assert len(all_of(part).unique()) == 120 * 270 and part.notes == ["27600 training samples are unused: all shards have 135 samples"]
+    balanced = np.repeat(np.arange(10), 6000)
+    fashion = partition("multimodal", balanced, 110, minority="fashion_mnist")
+    assert {len(a) + len(b) for a, b in zip(*fashion.index.values(), strict=True)} == {332}
+    few = np.unique(balanced[torch.cat(fashion.index["train"][90:])])
+    assert few.tolist() == [0, 5, 6, 7, 9]
+    cifar = partition("multimodal", np.repeat(np.arange(10), 5000), 110, minority="cifar10")
+    assert {len(a) + len(b) for a, b in zip(*cifar.index.values(), strict=True)} == {332}
+
+
+@pytest.mark.parametrize(
+    "name, n, options, said",
+    [
+        ("unimodal", 5, {"test": 1.0}, r"^test must be a share"),
+        ("unimodal", 5, {"train": 0}, r"^train must be at least one"),
+        ("unimodal", 5, {"z": 11, "distinct": True}, r"^z must be at most the 10 classes"),
+        ("multimodal", 20, {}, r"^minority_clients must lie in 1..19"),
+        ("multimodal", 30, {"minority": "letters"}, r"^minority must be one of mnist, fashion_mnist, cifar10"),
+        ("multimodal", 30, {"minority": [1, 12]}, r"^minority must leave classes on both sides"),
+    ],
+)
+def test_what_is_refused(name: str, n: int, options: dict, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        partition(name, MNIST, n, **options)
+
+
+def test_a_federation_of_digits() -> None:
+    data = federation_of("digits", "multimodal", 12, minority_clients=2)
+    assert data.n == 12 and data.truth["group"].tolist() == [0] * 10 + [1] * 2
+    assert {"unimodal", "multimodal"} <= set(PARTITIONS)
+
+
+def test_subpopulations() -> None:
+    values, group = [96, 97, 95, 98, 94, 70, 60], [0, 0, 0, 0, 0, 1, 1]
+    got = metrics.subpopulations([float(v) for v in values], group)
+    assert (got["majority"], got["minority"], got["gap"]) == (96, 65, 31)
+    assert got["variance"] == pytest.approx(204.6938775510, rel=1e-9)
+    assert metrics.mean([float(v) for v in values]) == pytest.approx(87.1428571429)
+    assert metrics.subpopulations([1.0, float("nan"), 3.0], [0, 0, 1])["majority"] == 1
+
+
+def test_the_table_has_every_way_to_evaluate() -> None:
+    def run(accuracy: list[float]) -> Run:
+        head = {"method": "A", "setting": "multimodal", "options": {}, "parameters": 7, "group": [0, 0, 1]}
+        line = {"round": 1, "seconds": 2.0, "eval": {"accuracy": accuracy}}
+        return Run(head, [line], None, {"mean": {"accuracy": [0.5, 0.5, 0.5]}})
+
+    plan = {"about": "", "reported": {"multimodal": {"A": {"accuracy": 95.41, "gap": 2.07}}}}
+    rows = groups.rows(plan, "mnist", [run([0.9, 0.8, 0.4]), run([0.9, 0.8, 0.6])])
+    assert [r["method"] for r in rows] == ["A", "A, mean"]
+    assert [rows[0]["ours"][k] for k in ("accuracy", "majority", "minority", "gap")] == pytest.approx([220 / 3, 85, 50, 35])
+    assert rows[0]["std"]["minority"] == pytest.approx(10) and rows[1]["ours"]["variance"] == 0
+    text = groups.table(plan, rows)
+    assert "| A | 7 | 73.33 ± 3.33 | 85.00 ± 0.00 | 50.00 ± 10.00 | 35.00 ± 10.00 |" in text and "| 95.41 | 2.07 |" in text
+    assert "| A, mean | 7 | 50.00 ± 0.00 |" in text
+
+
+@pytest.mark.parametrize("name", ["factorized-table1", "factorized-fashion", "factorized-cifar"])
+def test_the_plans(name: str) -> None:
+    plan = load(name)
+    assert plan["options"]["rounds"] == 100 and plan["options"]["participation"] == 0.1 and plan["training"]["epochs"] == 5
+    assert set(plan["reported"]["unimodal"]) <= set(plan["methods"]) and {"Local", "FT", "Ditto"} <= set(plan["methods"])
+
+
+def test_reproduce_plays_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    late = {"mean": {"eval_mode": "mean"}}
+    plan = {
+        "about": "small",
+        "data": "digits",
+        "groups": True,
+        "options": {"n": 12, "rounds": 2, "participation": 0.5, "model": "mlp"},
+        "training": {"lr": 0.1, "batch_size": 16},
+        "model_options": {"hidden": [12]},
+        "settings": {"multimodal": {"partition": "multimodal", "partition_options": {"minority_clients": 2}}},
+        "methods": {
+            "FedAvg": {"algorithm": "fedavg"},
+            "WAFFLe": {"algorithm": "factorized_waffle", "options": {"ranks": [6]}, "late": late},
+        },
+    }
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    asked = ["reproduce", str(tmp_path / "plan.json"), "--out", str(tmp_path / "out"), "--workers", "1", "--quiet"]
+    assert main(asked) == 0
+    first = (tmp_path / "out" / "table.md").read_text()
+    assert "| WAFFLe, mean |" in first and "| minority |" in first
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "out").rglob("*.jsonl")}
+    assert main(asked) == 0 and {p: p.stat().st_mtime_ns for p in before} == before and len(before) == 2
+    rows = json.loads((tmp_path / "out" / "result.json").read_text())["rows"]
+    assert [r["method"] for r in rows] == ["FedAvg", "WAFFLe", "WAFFLe, mean"] and rows[1]["parameters"] < rows[0]["parameters"]
+
+
+def test_info_counts_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--model", "mlp", "--ranks", "120", "--no-bias"]) == 0
+    said = capsys.readouterr().out
+    assert "158,800 parameters" in said and "120,200 parameters travel (0.757 of the model's), 360 stay with each client" in said
+    assert main(["info", "--model", "nothing"]) == 2
+
+
+def test_attack_prints_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = "--clients 2 --samples 20 --rounds 1 --epochs 1 --shadows 1 --ratios 2 --steps 5 --views all own --workers 1 --quiet"
+    asked = ["attack", "--data", "digits", "--out", str(tmp_path), *small.split()]
+    assert main(asked) == 0
+    said = capsys.readouterr().out
+    assert said.count("| fedavg | upload |") == 3 and said.count("| factorized_waffle | own |") == 3
+    assert {p.name for p in tmp_path.iterdir()} >= {"fedavg.json", "factorized_waffle.json", "table.md"}
+    assert main(asked) == 0 and capsys.readouterr().out == said  # what was done is not done again
