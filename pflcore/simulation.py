@@ -64,7 +64,7 @@ class Simulation:
     participation: float = 1.0  # max(1, floor(participation * N + 0.5)) clients a round
     clients: torch.Tensor | None = None  # ids of those who may take part; default: all
     seed: int = 0
-    engine: str = "auto"  # "pool", "vmap", or by model and sizes
+    engine: str = "auto"  # "threads", "vmap", or by model and sizes
     workers: int | None = None  # threads; never changes a result
     device: str = "cpu"
     buffers: str = "local"  # batch norm's running statistics: each client its own, or "average"

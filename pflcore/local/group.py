@@ -112,7 +112,7 @@ class Piece:
 
     def _labels(self, index: Tensor, a: int, b: int) -> Tensor:
         y = self.data.y[index]
-        return y if self.relabel is None else self.relabel[a:b].gather(1, y)
+        return y if self.relabel is None else self.relabel[a:b].gather(1, y.flatten(1)).view_as(y)
 
     def gradient(self, rows: Tensor, step: Step, which: int = 0, out: Tensor | None = None) -> Tensor:
         """The gradient [s, Q] at `rows` [s, Q] of the step's `which`-th minibatch, in `out` where that helps."""

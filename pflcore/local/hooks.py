@@ -244,7 +244,11 @@ class Local:
             scores = dense.scores(rows[pos], x)
             losses, _ = dense.losses(scores, y)
             loss = (losses * weight.to(rows)).masked_fill(weight == 0, 0.0).sum(1)
-            return loss, None if y.is_floating_point() else (right(scores, y) & (weight > 0)).sum(1)
+            if y.is_floating_point():
+                return loss, None
+            hits = right(scores, y)
+            share = hits.double() if hits.dim() == 2 else hits.double().flatten(2).mean(2)  # several labels a sample
+            return loss, (share * (weight > 0)).sum(1)
 
         loss = torch.zeros(len(self._ids), dtype=torch.float64, device=rows.device)
         hits, classes = torch.zeros_like(loss), not self.setting.data.y.is_floating_point()
@@ -293,7 +297,9 @@ class Local:
             for pos in (size > a).nonzero()[:, 0].split(room):
                 index = onto(table[pos, a : a + EVAL_BATCH], data.device)
                 x = data.x.index_select(0, index.flatten()).unflatten(0, index.shape)
-                y = data.y[index] if data.relabel is None else data.relabel[onto(self.ids[pos], data.device)].gather(1, data.y[index])
+                y = data.y[index]
+                if data.relabel is not None:
+                    y = data.relabel[onto(self.ids[pos], data.device)].gather(1, y.flatten(1)).view_as(y)
                 inside = torch.arange(a, a + index.shape[1]) < size[pos, None]
                 yield onto(pos, data.device), x, y, onto(inside / size[pos, None], data.device)
 
@@ -313,10 +319,9 @@ class Local:
     @property
     def _linear(self) -> tuple[int, bool] | None:
         """(inputs, whether there is a bias) where the model is one linear layer that a single kernel trains whole, else None."""
-        net, data, engine = self.net, self.setting.data, self.setting.engine
-        dense = engine.dense(net) if engine.name == "vmap" else None
-        numbers = data.x.dtype == net.dtype and data.y.dtype in (torch.int64, net.dtype) and data.y.dim() == 1 and data.x.is_contiguous()
-        return dense.linear if dense is not None and numbers and data.device.type == "cpu" else None  # elsewhere all take a step at once
+        engine = self.setting.engine
+        dense = engine.dense(self.net) if engine.name == "vmap" else None
+        return None if dense is None else dense.kernel(self.net, self.setting.data)
 
     def _over_pieces(self, f: Callable[[Tensor], None], width: int, alone: bool = False, samples: int = 0) -> None:
         order = torch.from_numpy(np.lexsort((self._ids, -self._size)))  # largest first, then by id

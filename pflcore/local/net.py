@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pflcore._mode import context
 from pflcore.local.losses import CRITERIA
+from pflcore.local.plain import refuse_detours
 from pflcore.local.swap import swap_layers
 
 RANDOM_MODULES = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
@@ -82,6 +83,7 @@ class Net:
         else:
             raise TypeError(f"build: expected an nn.Module or a function that makes one, got {type(build).__name__}.")
         refuse_random(self.module)
+        refuse_detours(build if isinstance(build, nn.Module) else self.module)  # hooks of parameters do not survive a copy
         trainable = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         if not trainable:
             raise ValueError("build: the model has no trainable parameter; set requires_grad on what should be trained.")

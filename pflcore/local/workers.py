@@ -30,7 +30,7 @@ class Engine:
     """Worker threads, each with one intra-op thread: a convolution's gradient differs bitwise between one and two."""
 
     def __init__(self, name: str = "pool", workers: int | None = None) -> None:
-        if name not in ("pool", "vmap"):
+        if name not in ("threads", "vmap"):
             raise ValueError(f"engine: expected 'pool' or 'vmap' (or 'auto' where a run is set up), got {name!r}.")
         self.name = name
         self.workers = workers or os.cpu_count() or 1
