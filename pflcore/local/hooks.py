@@ -1,7 +1,7 @@
 """Local training of a whole cohort: one contract, two engines.
 
 A step is `w -= lr * mask * (grad + shift + mu * (w - anchor))`, with weight decay and momentum as `torch.optim.SGD` has them.
-The *pool* engine trains one client after another on each of its threads (convolutions on a CPU); the *vmap* engine takes the
+The engine of *threads* trains one client after another on each of its threads (convolutions on a CPU); the *vmap* engine takes the
 same step for many clients at once (linear models, MLPs, GPUs). Both take the same batches in the same order, so their results
 agree up to rounding; neither depends on the number of workers or on the order of the cohort.
 """
@@ -150,7 +150,7 @@ class Local:
     ) -> dict[str, Tensor]:
         """The general, slower form: `update(rows, grad, k) -> rows` takes step `k` (from 0).
 
-        `update` sees the rows of s clients at once ([s, ...]; s is 1 in the pool engine), and must treat each alone: sums over the
+        `update` sees the rows of s clients at once ([s, ...]; s is 1 in the engine of threads), and must treat each alone: sums over the
         last axis, no sums over the first. `grad(w, which=0)` is the gradient [s, Q] of the loss on this step's `which`-th minibatch
         at any `w` [s, Q]; the `batches` minibatches of a step come from as many independent shuffles.
         """

@@ -115,6 +115,11 @@ def swap_layers(module: nn.Module) -> None:
             m.__class__ = MaxPool2x2 if type(m) is nn.MaxPool2d else AvgPool2x2
 
 
+def swappable(module: nn.Module) -> bool:
+    """Whether `swap_layers` would exchange anything."""
+    return any(_is_small(m) or _is_2x2(m) for m in module.modules())
+
+
 def _is_small(m: nn.Module) -> bool:
     return (
         type(m) is nn.Conv2d
