@@ -227,8 +227,18 @@ class Piece:
         return losses, g
 
     def grad_function(self, step: Step) -> Callable[..., Tensor]:
+        """For `each_batch`: the step's loss is that of the first look at its first minibatch."""
+        before: list[Tensor] = []
+
         def grad(w: Tensor, which: int = 0) -> Tensor:
-            return self.gradient(w, step, which)
+            g = self.gradient(w, step, which)
+            if which == 0:
+                losses = self.losses[step.a : step.b]
+                if before:
+                    losses.copy_(before[0])
+                else:
+                    before.append(losses.clone())
+            return g
 
         return grad
 

@@ -148,7 +148,8 @@ class Local:
         probe: bool = False,
         alone: bool = False,  # never under vmap, for a loss that it cannot carry
     ) -> dict[str, Tensor]:
-        """The general, slower form: `update(rows, grad, k) -> rows` takes step `k` (from 0).
+        """The general, slower form: `update(rows, grad, k) -> rows` takes step `k`, 0 for a client's first; the numbers grow, and a client
+        that takes fewer steps an epoch than others skips some.
 
         `update` sees the rows of s clients at once ([s, ...]; s is 1 in the engine of threads), and must treat each alone: sums over the
         last axis, no sums over the first. `grad(w, which=0)` is the gradient [s, Q] of the loss on this step's `which`-th minibatch
