@@ -135,7 +135,7 @@ def by_hand(alg: FactorizedWaffle, s: Setting, client: int) -> tuple[Tensor, Ten
     return w.detach(), q.detach()
 
 
-@pytest.mark.parametrize("engine", ["vmap", "pool"])
+@pytest.mark.parametrize("engine", ["vmap", "threads"])
 @pytest.mark.parametrize("preset", ["recommended", "paper_literal"])
 def test_a_round_is_what_the_paper_says(engine: str, preset: str) -> None:
     s = setting(engine=engine, batch_size=100, epochs=3)
@@ -151,7 +151,7 @@ def test_a_round_is_what_the_paper_says(engine: str, preset: str) -> None:
 def test_engines_agree_and_neighbours_play_no_part(kl_b: str) -> None:
     """Clients of different sizes step together in one engine and alone in the other; a client's way is its own."""
     alg = FactorizedWaffle(kl_b=kl_b, tau_start=2.0, tau_decay=0.8)
-    a, b = (play(alg, setting(engine=e, momentum=0.5, weight_decay=1e-3), 2) for e in ("vmap", "pool"))
+    a, b = (play(alg, setting(engine=e, momentum=0.5, weight_decay=1e-3), 2) for e in ("vmap", "threads"))
     for k in a.own:
         torch.testing.assert_close(a.own[k], b.own[k], rtol=1e-8, atol=1e-10)
     torch.testing.assert_close(a.g["x"], b.g["x"], rtol=1e-8, atol=1e-10)

@@ -61,8 +61,12 @@ class APFL(FedAvg):
         P = x.shape[1]
         alpha_lr = local.lr if self.alpha_lr is None else self.alpha_lr
 
+        # two gradients of the plain loss, where no running statistics have to be the mixture's alone
+        apart = self.mix == "weights" and not local.net.buffer_names
+
         def update(rows: Tensors, grad: Callable[..., Tensor], k: int) -> Tensors:
-            row, gradient = rows["row"].clone(), grad(rows["row"])  # [s, 2 P + 1]: w | v | alpha
+            row = rows["row"].clone()  # [s, 2 P + 1]: w | v | alpha
+            gradient = self.two_gradients(row, grad) if apart else grad(row)
             buffer = rows["momentum"].clone() if t.momentum else None
             models, g = row[:, : 2 * P], gradient[:, : 2 * P]
             ops.sgd_step_(models, g, local.lr, momentum=t.momentum, buffer=buffer, weight_decay=t.weight_decay)
@@ -74,9 +78,17 @@ class APFL(FedAvg):
         rows = {"row": torch.cat([x, own["v"], own["alpha"]], 1)}
         if t.momentum:
             rows["momentum"] = torch.zeros_like(rows["row"][:, : 2 * P])
-        w, v, alpha = local.each_batch(rows, update, loss=self.joint_loss)["row"].split([P, P, 1], 1)
+        w, v, alpha = local.each_batch(rows, update, loss=None if apart else self.joint_loss)["row"].split([P, P, 1], 1)
         new = {"v": v, "alpha": alpha}
         return {**new, "w": w} if self.evaluate_on == "client" else new, {"delta": w - x}
+
+    def two_gradients(self, row: Tensor, grad: Callable[..., Tensor]) -> Tensor:
+        """What autograd makes of `joint_loss`, [s, 2 P + 1], from the gradients at w and at the mixture."""
+        P = row.shape[1] // 2
+        w, v, alpha = row.split([P, P, 1], 1)
+        g = grad(w)
+        mixed = grad(alpha * v + (1 - alpha) * w)
+        return torch.cat([g, alpha * mixed, ((v - w) * mixed).sum(1, keepdim=True)], 1)
 
     def joint_loss(self, net: Net, row: Tensor, x: Tensor, y: Tensor, extra: Tensors) -> Tensor:
         """Its gradient in w is that of w's loss, in v and alpha that of the mixture's; `row` [2 P + 1] is w | v | alpha."""

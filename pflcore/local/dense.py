@@ -13,10 +13,11 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from pflcore.data.federation import Federation
 from pflcore.factorized import FactorizedLinear
-from pflcore.local.losses import CRITERIA
+from pflcore.local.losses import CRITERIA, losses_and_slopes
 from pflcore.local.net import Net
-from pflcore.ops.linear import losses_and_slopes
+from pflcore.local.plain import is_plain
 
 SMALL = 4096  # below so many weights a product into a strided view costs several times one into fresh memory
 
@@ -38,37 +39,37 @@ class _Factors(NamedTuple):
 class Dense:
     """A chain of linear layers, plain or factorized, and activations on the rows of several clients."""
 
-    def __init__(self, layers: list[_Linear | _Factors | str], criterion: str) -> None:
-        self.layers, self.criterion = layers, criterion
+    def __init__(self, layers: list[_Linear | _Factors | str], criterion: str, flat: bool) -> None:
+        self.layers, self.criterion, self.flat = layers, criterion, flat  # flat: a sample of any shape becomes a vector
 
     @classmethod
     def of(cls, net: Net) -> Dense | None:
         """The written-out form of `net`, or None where the model or the criterion is something else."""
         criterion = {f: name for name, f in CRITERIA.items()}.get(net.criterion)
-        chain = _chain(net.module)
+        chain = _chain(net.module) if all(is_plain(m) for m in net.module.modules()) else None
         if criterion is None or chain is None or net.buffer_names:
             return None
         layers: list[_Linear | _Factors | str] = []
+        flat = False
         for name, module in chain:
-            if isinstance(module, nn.Linear):
+            if type(module) is nn.Linear:
                 weight, bias = (net.slices.get(f"{name}.{p}" if name else p) for p in ("weight", "bias"))
                 if weight is None or (bias is None and module.bias is not None):
-                    return None  # a frozen layer
+                    return None  # a frozen layer, or one that shares its weights
                 layers.append(_Linear(weight, bias, (module.out_features, module.in_features)))
-            elif isinstance(module, FactorizedLinear):
+            elif type(module) is FactorizedLinear:
                 w_a, strength, w_b, bias = (net.slices.get(f"{name}.{p}" if name else p) for p in ("w_a", "strength", "w_b", "bias"))
                 if w_a is None or strength is None or w_b is None or (bias is None and module.bias is not None):
                     return None
                 layers.append(_Factors(w_a, strength, w_b, bias, (module.out_features, module.factors, module.in_features)))
-            elif isinstance(module, nn.ReLU | nn.Tanh | nn.Sigmoid):
+            elif type(module) in (nn.ReLU, nn.Tanh, nn.Sigmoid):
                 layers.append(type(module).__name__)
-            elif not (
-                isinstance(module, nn.Identity) or (isinstance(module, nn.Flatten) and module.start_dim == 1 and module.end_dim == -1)
-            ):
+            elif type(module) is nn.Flatten and module.start_dim == 1 and module.end_dim == -1:
+                flat = flat or not layers
+            elif type(module) is not nn.Identity:
                 return None
-        weights = [layer[0].start for layer in layers if not isinstance(layer, str)]
-        tied = len(set(weights)) < len(weights)
-        return None if tied or not weights or sum(net.sizes) != net.size else cls(layers, criterion)
+        used = [p.start for layer in layers if not isinstance(layer, str) for p in layer[:-1] if p is not None]
+        return cls(layers, criterion, flat) if sorted(used) == [net.slices[n].start for n in net.names] else None  # each once, none unused
 
     @property
     def linear(self) -> tuple[int, bool] | None:
@@ -78,11 +79,21 @@ class Dense:
         weight, bias, (outputs, inputs) = self.layers[0]
         end = outputs * inputs
         fits = weight == slice(0, end) and bias in (None, slice(end, end + outputs))
-        return (inputs, bias is not None) if fits and (self.criterion == "cross_entropy" or outputs == 1) else None
+        single = outputs == 1 and self.criterion in ("squared", "half_squared", "hinge")
+        return (inputs, bias is not None) if fits and (self.criterion == "cross_entropy" or single) else None
+
+    def kernel(self, net: Net, data: Federation) -> tuple[int, bool] | None:
+        """`linear` where one kernel can do the whole local training on this data, else None."""
+        labels = data.y.dtype == torch.int64 or (data.y.dtype == net.dtype and self.criterion != "cross_entropy")
+        numbers = data.x.dtype == net.dtype and labels and data.y.dim() == 1 and data.x.is_contiguous()
+        fits = numbers and (self.flat or data.x.dim() == 2) and data.device.type == "cpu"  # elsewhere all take a step at once
+        return self.linear if fits else None
 
     def scores(self, rows: Tensor, x: Tensor, saved: list[Tensor] | None = None, inner: dict[int, Tensor] | None = None) -> Tensor:
         """`rows` [s, P] on `x` [s, B, ...] -> [s, B, C]; `saved` collects every layer's input, `inner` h W_b of the factorized ones."""
-        h = x.flatten(2)
+        h = x.flatten(2) if self.flat else x
+        if h.dim() != 3:
+            raise ValueError(f"x: expected vectors [s, B, I], got {list(x.shape)}; begin the model with nn.Flatten().")
         for i, layer in enumerate(self.layers):
             if saved is not None:
                 saved.append(h)
@@ -173,16 +184,28 @@ _BACK = {
 
 
 def _chain(module: nn.Module, name: str = "") -> list[tuple[str, nn.Module]] | None:
-    """The modules that a forward pass calls one after another, or None where that cannot be told."""
+    """The modules that a forward pass calls one after another, one as often as it is called; None where that cannot be told."""
     if type(module) is nn.Sequential:
-        found: list[tuple[str, nn.Module]] = []
-        for n, m in module.named_children():
-            part = _chain(m, f"{name}.{n}" if name else n)
+        chain: list[tuple[str, nn.Module]] = []
+        for n, m in module._modules.items():  # named_children() would leave repeats out
+            part = None if m is None else _chain(m, f"{name}.{n}" if name else n)
             if part is None:
                 return None
-            found += part
-        return found
-    return [(name, module)] if not list(module.children()) else _traced(module, name)
+            chain += part
+        return chain
+    if type(module) is FactorizedLinear or (not module._modules and type(module).__module__.startswith("torch.nn.modules")):
+        return [(name, module)]
+    was = module.training
+    try:
+        chains = [_traced(module.train(mode), name) for mode in (True, False)]
+    finally:
+        module.train(was)
+    return chains[0] if chains[0] is not None and chains[1] is not None and _alike(*chains) else None
+
+
+def _alike(a: list[tuple[str, nn.Module]], b: list[tuple[str, nn.Module]]) -> bool:
+    """Whether a forward pass does the same in training and in evaluation."""
+    return [(n, type(m)) for n, m in a] == [(n, type(m)) for n, m in b]
 
 
 def _traced(module: nn.Module, name: str) -> list[tuple[str, nn.Module]] | None:
@@ -191,24 +214,24 @@ def _traced(module: nn.Module, name: str) -> list[tuple[str, nn.Module]] | None:
         graph = torch.fx.symbolic_trace(module).graph
     except Exception:  # data-dependent control flow and much else: such a model goes the general way
         return None
-    found: list[tuple[str, nn.Module]] = []
+    chain: list[tuple[str, nn.Module]] = []
     last = None
     for node in graph.nodes:
         if node.op == "placeholder" and last is None:
             last = node
             continue
         if node.op == "output":
-            return found if node.args == (last,) else None
+            return chain if node.args == (last,) else None
         if not node.args or node.args[0] is not last or len(node.all_input_nodes) != 1:
             return None
         if node.op == "call_module":
-            found.append((f"{name}.{node.target}" if name else node.target, module.get_submodule(node.target)))
+            chain.append((f"{name}.{node.target}" if name else node.target, module.get_submodule(node.target)))
         elif node.target in (torch.relu, nn.functional.relu, "relu"):
-            found.append(("", nn.ReLU()))
+            chain.append(("", nn.ReLU()))
         elif node.target in (torch.tanh, nn.functional.tanh, "tanh"):
-            found.append(("", nn.Tanh()))
+            chain.append(("", nn.Tanh()))
         elif node.target in (torch.flatten, "flatten") and (node.args[1:] == (1,) or node.kwargs.get("start_dim") == 1):
-            found.append(("", nn.Flatten()))
+            chain.append(("", nn.Flatten()))
         else:
             return None
         last = node

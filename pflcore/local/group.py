@@ -112,7 +112,7 @@ class Piece:
 
     def _labels(self, index: Tensor, a: int, b: int) -> Tensor:
         y = self.data.y[index]
-        return y if self.relabel is None else self.relabel[a:b].gather(1, y)
+        return y if self.relabel is None else self.relabel[a:b].gather(1, y.flatten(1)).view_as(y)
 
     def gradient(self, rows: Tensor, step: Step, which: int = 0, out: Tensor | None = None) -> Tensor:
         """The gradient [s, Q] at `rows` [s, Q] of the step's `which`-th minibatch, in `out` where that helps."""
@@ -221,29 +221,56 @@ class Piece:
             extra["noise"] = self.noise[a:b, epoch, place]
         epoch, place = self._place(step, which)
         seeds = self.seeds[a:b, epoch] + place
-        w = rows.detach().requires_grad_()
-        if self.vmap:
-            losses, buffers = torch.vmap(self._loss)(w, x, y, self.buffers[a:b], seeds, extra)
-        else:
-            one, buffers = self._loss(w[0], x[0], y[0], self.buffers[a], seeds[0], {k: v[0] for k, v in extra.items()})
-            losses = one[None]
-        (g,) = torch.autograd.grad(losses.sum(), w)
+        losses, g, buffers = gradients(self.local.net, self.loss_fn, self.vmap, True, rows, x, y, self.buffers[a:b], seeds, extra)
         if buffers.numel():
             self.buffers[a:b] = buffers
-        return losses.detach(), g
+        return losses, g
 
     def grad_function(self, step: Step) -> Callable[..., Tensor]:
+        """For `each_batch`: the step's loss is that of the first look at its first minibatch."""
+        before: list[Tensor] = []
+
         def grad(w: Tensor, which: int = 0) -> Tensor:
-            return self.gradient(w, step, which)
+            g = self.gradient(w, step, which)
+            if which == 0:
+                losses = self.losses[step.a : step.b]
+                if before:
+                    losses.copy_(before[0])
+                else:
+                    before.append(losses.clone())
+            return g
 
         return grad
-
-    def _loss(self, w: Tensor, x: Tensor, y: Tensor, buffers: Tensor, seed: Tensor, extra: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        net = self.local.net
-        with forward_mode(True, buffers, seed, alone=not self.vmap):
-            value = net.loss(w, x, y) if self.loss_fn is None else self.loss_fn(net, w, x, y, extra)
-            return value, context.buffers if context.buffers is not None else buffers
 
     def finish(self) -> None:
         if not self.probe:
             self.local.buffers[self.at] = self.buffers
+
+
+def gradients(
+    net: Net,
+    loss_fn: LossFn | None,
+    vmap: bool,
+    train: bool,
+    rows: Tensor,  # [s, Q]
+    x: Tensor,  # [s, B, ...]
+    y: Tensor,  # [s, B, ...]
+    buffers: Tensor,  # [s, b]
+    seeds: Tensor,  # [s]
+    extra: dict[str, Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses [s], gradients [s, Q] and new buffers by autograd: of all clients at once under vmap, or of one (s = 1)."""
+
+    def loss(w: Tensor, x: Tensor, y: Tensor, buffers: Tensor, seed: Tensor, extra: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        with forward_mode(train, buffers, seed, alone=not vmap):
+            value = net.loss(w, x, y) if loss_fn is None else loss_fn(net, w, x, y, extra)
+            return value, context.buffers if context.buffers is not None else buffers
+
+    w = rows.detach().requires_grad_()
+    if vmap:
+        losses, buffers = torch.vmap(loss)(w, x, y, buffers, seeds, extra)
+    else:
+        one, own = loss(w[0], x[0], y[0], buffers[0], seeds[0], {k: v[0] for k, v in extra.items()})
+        losses, buffers = one[None], own[None]
+    (g,) = torch.autograd.grad(losses.sum(), w)
+    return losses.detach(), g, buffers

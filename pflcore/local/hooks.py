@@ -1,7 +1,7 @@
 """Local training of a whole cohort: one contract, two engines.
 
 A step is `w -= lr * mask * (grad + shift + mu * (w - anchor))`, with weight decay and momentum as `torch.optim.SGD` has them.
-The *pool* engine trains one client after another on each of its threads (convolutions on a CPU); the *vmap* engine takes the
+The engine of *threads* trains one client after another on each of its threads (convolutions on a CPU); the *vmap* engine takes the
 same step for many clients at once (linear models, MLPs, GPUs). Both take the same batches in the same order, so their results
 agree up to rounding; neither depends on the number of workers or on the order of the cohort.
 """
@@ -149,9 +149,10 @@ class Local:
         alone: bool = False,  # never under vmap, for a loss that it cannot carry
         together: bool = False,  # clients of all sizes take their k-th batches at once (whole epochs, one batch a step)
     ) -> dict[str, Tensor]:
-        """The general, slower form: `update(rows, grad, k) -> rows` takes step `k` (from 0).
+        """The general, slower form: `update(rows, grad, k) -> rows` takes step `k`, 0 for a client's first; the numbers grow, and a client
+        that takes fewer steps an epoch than others skips some.
 
-        `update` sees the rows of s clients at once ([s, ...]; s is 1 in the pool engine), and must treat each alone: sums over the
+        `update` sees the rows of s clients at once ([s, ...]; s is 1 in the engine of threads), and must treat each alone: sums over the
         last axis, no sums over the first. `grad(w, which=0)` is the gradient [s, Q] of the loss on this step's `which`-th minibatch
         at any `w` [s, Q]; the `batches` minibatches of a step come from as many independent shuffles. `update` may change rows in place,
         and need not return those; `together` is faster where sizes differ, but then k depends on who else trains.
@@ -248,7 +249,11 @@ class Local:
             scores = dense.scores(rows[pos], x)
             losses, _ = dense.losses(scores, y)
             loss = (losses * weight.to(rows)).masked_fill(weight == 0, 0.0).sum(1)
-            return loss, None if y.is_floating_point() else (right(scores, y) & (weight > 0)).sum(1)
+            if y.is_floating_point():
+                return loss, None
+            hits = right(scores, y)
+            share = hits.double() if hits.dim() == 2 else hits.double().flatten(2).mean(2)  # several labels a sample
+            return loss, (share * (weight > 0)).sum(1)
 
         loss = torch.zeros(len(self._ids), dtype=torch.float64, device=rows.device)
         hits, classes = torch.zeros_like(loss), not self.setting.data.y.is_floating_point()
@@ -297,7 +302,9 @@ class Local:
             for pos in (size > a).nonzero()[:, 0].split(room):
                 index = onto(table[pos, a : a + EVAL_BATCH], data.device)
                 x = data.x.index_select(0, index.flatten()).unflatten(0, index.shape)
-                y = data.y[index] if data.relabel is None else data.relabel[onto(self.ids[pos], data.device)].gather(1, data.y[index])
+                y = data.y[index]
+                if data.relabel is not None:
+                    y = data.relabel[onto(self.ids[pos], data.device)].gather(1, y.flatten(1)).view_as(y)
                 inside = torch.arange(a, a + index.shape[1]) < size[pos, None]
                 yield onto(pos, data.device), x, y, onto(inside / size[pos, None], data.device)
 
@@ -317,10 +324,9 @@ class Local:
     @property
     def _linear(self) -> tuple[int, bool] | None:
         """(inputs, whether there is a bias) where the model is one linear layer that a single kernel trains whole, else None."""
-        net, data, engine = self.net, self.setting.data, self.setting.engine
-        dense = engine.dense(net) if engine.name == "vmap" else None
-        numbers = data.x.dtype == net.dtype and data.y.dtype in (torch.int64, net.dtype) and data.y.dim() == 1 and data.x.is_contiguous()
-        return dense.linear if dense is not None and numbers and data.device.type == "cpu" else None  # elsewhere all take a step at once
+        engine = self.setting.engine
+        dense = engine.dense(self.net) if engine.name == "vmap" else None
+        return None if dense is None else dense.kernel(self.net, self.setting.data)
 
     def _over_pieces(self, f: Callable[[Tensor], None], width: int, alone: bool = False, samples: int = 0) -> None:
         order = torch.from_numpy(np.lexsort((self._ids, -self._size)))  # largest first, then by id

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pflcore.ops import reference
+
 
 def hinge(scores: Tensor, y: Tensor) -> Tensor:
     """Mean hinge loss of `scores` [B] or [B, 1] with labels `y` in {0, 1} or {-1, 1}."""
@@ -16,8 +18,13 @@ def hinge(scores: Tensor, y: Tensor) -> Tensor:
 
 
 def squared(scores: Tensor, y: Tensor) -> Tensor:
-    """Mean squared error of `scores` [B] or [B, 1] against `y` [B]."""
+    """Mean squared error of `scores` against `y`, element by element: [B], [B, 1], or [B, K] for K targets."""
     return F.mse_loss(scores.reshape(y.shape), y.to(scores.dtype))
+
+
+def binary_cross_entropy(scores: Tensor, y: Tensor) -> Tensor:
+    """Mean logistic loss of `scores` (logits) against `y` in [0, 1], element by element: [B], [B, 1], or [B, K] for K labels at once."""
+    return F.binary_cross_entropy_with_logits(scores.reshape(y.shape), y.to(scores.dtype))
 
 
 def half_squared(scores: Tensor, y: Tensor) -> Tensor:
@@ -30,4 +37,21 @@ CRITERIA: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "squared": squared,
     "half_squared": half_squared,
     "hinge": hinge,
+    "binary_cross_entropy": binary_cross_entropy,
 }
+
+
+def losses_and_slopes(criterion: str, scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Per-sample losses [s, B] and their derivative by `scores` [s, B, C], for `y` [s, B] or, with K targets a sample, [s, B, K].
+
+    Cross entropy takes labels [s, B] or probabilities [s, B, C].
+    """
+    if criterion == "cross_entropy" and y.is_floating_point():
+        log_p = scores.log_softmax(-1)
+        return -(y * log_p).sum(-1), y.sum(-1, keepdim=True) * log_p.exp() - y
+    if criterion == "binary_cross_entropy":
+        z, target = scores.reshape(y.shape), y.to(scores.dtype)
+        each, slope = F.softplus(z) - target * z, (z.sigmoid() - target).view_as(scores)
+    else:
+        each, slope = reference.losses_and_slopes(criterion, scores, y)
+    return (each, slope) if each.dim() == 2 else (each.flatten(2).mean(2), slope / each[0, 0].numel())

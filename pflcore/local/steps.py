@@ -31,18 +31,21 @@ class Plan(NamedTuple):
 
 def make_plan(t: Training, sizes: tuple[int, ...], epochs: int | None, steps: int | None, batches: int, by_size: bool, dense: bool) -> Plan:
     cuts = [_cuts(n, t) for n in sizes]
+    whole = steps is None
     epochs = epochs or max(-(-(steps or 0) // len(c)) for c in cuts)
-    if not by_size:
-        found = list(_by_client(sizes, cuts, epochs, steps, batches))
+    if dense and whole:
+        found = list(_together(sizes, cuts, epochs, batches))
+    elif by_size:
+        found = list(_by_batch(cuts, epochs))
     else:
-        found = list(_together(sizes, cuts, epochs, t.batch_size) if dense else _by_batch(cuts, epochs))
+        found = list(_by_client(sizes, cuts, epochs, steps, batches))
     taken = torch.zeros(len(sizes), 1, dtype=torch.float64)
     for s in found:
         taken[s.a : s.b] += 1
     return Plan(found, taken, batches * epochs)
 
 
-def _together(sizes: tuple[int, ...], cuts: list[list[tuple[int, int]]], epochs: int, batch: int) -> Iterator[Step]:
+def _together(sizes: tuple[int, ...], cuts: list[list[tuple[int, int]]], epochs: int, batches: int) -> Iterator[Step]:
     """Whole epochs, everybody's k-th batch at once, short ones too: their weights end with them."""
     size = torch.tensor(sizes)
     for e in range(epochs):
@@ -51,7 +54,7 @@ def _together(sizes: tuple[int, ...], cuts: list[list[tuple[int, int]]], epochs:
             own = (size[:b] - first).clamp(max=last - first)  # samples in each one's batch
             even = bool((own == last - first).all())
             weight = None if even else (torch.arange(last - first) < own[:, None]).double() / own[:, None]
-            yield Step(e * len(cuts[0]) + k, 0, b, [(e, first, last)], weight)
+            yield Step(e * len(cuts[0]) + k, 0, b, [(j * epochs + e, first, last) for j in range(batches)], weight)
 
 
 def _by_batch(cuts: list[list[tuple[int, int]]], epochs: int) -> Iterator[Step]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -21,18 +22,20 @@ from pflcore.local.steps import Plan, make_plan
 from pflcore.local.training import Training
 
 P = ParamSpec("P")
-
-
 T = TypeVar("T")
+MOST_WORKERS = 1024
 
 
 class Engine:
     """Worker threads, each with one intra-op thread: a convolution's gradient differs bitwise between one and two."""
 
-    def __init__(self, name: str = "pool", workers: int | None = None) -> None:
-        if name not in ("pool", "vmap"):
-            raise ValueError(f"engine: expected 'pool' or 'vmap' (or 'auto' where a run is set up), got {name!r}.")
+    def __init__(self, name: str = "threads", workers: int | None = None, written_out: bool = True) -> None:
+        if name not in ("threads", "vmap"):
+            raise ValueError(f"engine: expected 'threads' or 'vmap' (or 'auto' where a run is set up), got {name!r}.")
+        if workers is not None and not 1 <= workers <= MOST_WORKERS:
+            raise ValueError(f"workers: expected 1 to {MOST_WORKERS} threads, or None for one per core, got {workers}.")
         self.name = name
+        self.written_out = written_out  # may the gradient of a model be written out?
         self.workers = workers or os.cpu_count() or 1
         self._threads: ThreadPoolExecutor | None = None
         self._tables: dict[tuple[int, str], tuple[Federation, Tensor]] = {}
@@ -87,7 +90,7 @@ class Engine:
     def dense(self, net: Net) -> Dense | None:
         """The net's written-out form, where it has one."""
         if id(net) not in self._dense:
-            self._dense[id(net)] = net, Dense.of(net)
+            self._dense[id(net)] = net, Dense.of(net) if self.written_out else None
         return self._dense[id(net)][1]
 
     def _start(self) -> ThreadPoolExecutor:
@@ -113,14 +116,9 @@ class Engine:
 
         `samples`: how many of them go through one kernel, where a call costs nothing and only the arithmetic counts.
         """
-        if self.name == "pool":
+        if self.name == "threads":
             return count
         return max(1, min(count, 4 if samples * width >= 1 << 22 else 2 if count * width >= 1 << 18 else 1))
-
-
-def choose_engine(net: Net, data: Federation, training: Training, rounds: int = 1) -> str:
-    """`"pool"` for convolutions on a CPU, else `"vmap"`: by model and sizes alone, so that results repeat on any machine."""
-    return "pool" if net.has_conv and net.w0.device.type == "cpu" else "vmap"
 
 
 SMALL_RUN = 1 << 18  # weights of all clients together
@@ -136,16 +134,26 @@ def few_threads(f: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(f)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
         setting: Any = kwargs["setting"] if "setting" in kwargs else args[2]
-        before = torch.get_num_threads()
-        if before == 1 or setting.data.n * setting.net.size >= SMALL_RUN:
+        if setting.data.n * setting.net.size >= SMALL_RUN:
             return f(*args, **kwargs)
-        torch.set_num_threads(1)
-        try:
+        with one_thread():
             return f(*args, **kwargs)
-        finally:
-            torch.set_num_threads(before)
 
     return wrapped
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """The calling thread works alone inside."""
+    before = torch.get_num_threads()
+    if before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def onto(t: Tensor, device: torch.device) -> Tensor:
