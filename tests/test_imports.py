@@ -24,11 +24,12 @@ ROOMS: dict[str, set[str]] = {  # from the ground up: each room, and the rooms b
     "algorithms": {"ops", "_mode", "metrics", "factorized", "local"},
     "round": {"ops", "metrics", "local", "algorithms"},
     "results": {"metrics"},
+    "privacy": {"data", "local", "algorithms", "round"},
     "simulation": {"data", "metrics", "local", "algorithms", "round", "memory"},
     "tuning": {"data", "local", "algorithms", "round", "simulation", "results"},
     "experiment": {"data", "models", "local", "algorithms", "simulation"},
     "reproduce": {"data", "metrics", "models", "local", "algorithms", "round", "simulation", "results", "tuning", "experiment"},
-    "cli": {"metrics", "local", "algorithms", "results", "experiment", "reproduce"},
+    "cli": {"data", "metrics", "models", "nn", "factorized", "local", "algorithms", "results", "privacy", "experiment", "reproduce"},
     "__main__": {"cli"},
 }
 FILES = sorted(ROOT.rglob("*.py"))
