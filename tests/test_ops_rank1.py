@@ -265,3 +265,14 @@ def test_bad_input(change, name, kind):
     good = {"x": torch.zeros(5, 7), "w_a": torch.zeros(3, 6), "lam": torch.zeros(6), "w_b": torch.zeros(6, 7)}
     with refuses("rank1_linear", name, kind):
         rank1_linear(**{**good, **change})
+
+
+def test_gradients_of_nobody_are_zero():
+    """No clients: what they would share gets no gradient, not whatever lay in memory."""
+    x, w_a, lam, w_b = randn(0, 5, 300), randn(1, 200, 100), torch.zeros(0, 100), randn(3, 100, 300)
+    inputs = [t.float().requires_grad_() for t in (x, w_a, lam, w_b)]
+    for _ in range(3):
+        stale = [torch.full_like(t, torch.nan) for t in inputs]
+        del stale
+        grads = torch.autograd.grad(rank1_linear(*inputs).sum(), inputs)
+        assert all(bool((g == 0).all()) for g in grads)
