@@ -8,6 +8,7 @@ import importlib
 import os
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,7 +61,10 @@ def _load() -> tuple[Any, str, str | None]:
     try:
         module = importlib.import_module("pflcore._C")
     except ModuleNotFoundError:
-        return None, "the kernels are not built (they need a C++ compiler)", BUILD
+        failed = Path(__file__).parent.parent / "_C.failed"  # left there by setup.py
+        if failed.exists():
+            return None, f"building the kernels failed ({failed.read_text().strip()})", BUILD
+        return None, "the kernels are not built (they need torch and a C++ compiler when pflcore is installed)", BUILD
     except ImportError as error:
         return None, f"the kernels do not load beside this torch ({error})", BUILD
     return module, f"built with {module.compiler} against torch {module.torch_version}", None
