@@ -31,7 +31,7 @@ def script(path, *lines):
 @pytest.mark.skipif(not shutil.which("c++"), reason="no C++ compiler to fail")
 @pytest.mark.parametrize("want", ["auto", "cpu"])
 def test_a_failed_build_names_its_cause(tmp_path, want):
-    """Not "error compiling objects", nor a compiler that is missing: what the compiler itself says, to whoever asks what runs later, too."""
+    """Not "error compiling objects", nor a compiler that is missing: what the compiler itself says, to whoever asks later, too."""
     for module in ("setuptools", "ninja"):
         pytest.importorskip(module)
     broken = script(

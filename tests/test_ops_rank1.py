@@ -10,7 +10,7 @@ from tolerance import F16, F32, F64, FLOATS, assert_close
 from torch import Tensor
 from ugly import randn, refuses, same_for_any_threads
 
-from pflcore.ops import backend, rank1_linear
+from pflcore.ops import backend, rank1_linear, reference
 
 SIZES = st.sampled_from([1, 2, 3, 7, 8, 13, 17, 31, 64])
 NAMES = ("x", "w_a", "lam", "w_b")
@@ -276,3 +276,13 @@ def test_gradients_of_nobody_are_zero():
         del stale
         grads = torch.autograd.grad(rank1_linear(*inputs).sum(), inputs)
         assert all(bool((g == 0).all()) for g in grads)
+
+
+def test_a_factor_that_is_off_may_hold_anything():
+    """In the kernel and in its reference alike."""
+    x, w_a, lam, w_b = randn(1, 5, 4), randn(2, 3, 6), randn(3, 6), randn(4, 6, 4)
+    lam[2] = 0
+    want = rank1_linear(x, w_a, lam, w_b)
+    w_a[:, 2], w_b[2] = torch.nan, torch.inf
+    for call in (rank1_linear, reference.rank1_linear):
+        torch.testing.assert_close(call(x, w_a, lam, w_b), want)

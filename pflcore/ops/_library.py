@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd import forward_ad
 
 BUDGET = 1 << 22  # elements of a temporary: what a reference may hold beside its result
 
@@ -25,6 +27,21 @@ def define(schema: str, reference: Any, fake: Any) -> Any:
     lib.impl(name, reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"pflcore::{name}", fake, lib=lib)
     return getattr(torch.ops.pflcore, name).default
+
+
+def changed(*tensors: Tensor | None) -> None:
+    """Tell autograd that an op wrote into these: a tensor that it has saved for a backward pass is not what it was."""
+    if not torch.compiler.is_compiling():
+        for t in tensors:
+            if t is not None:
+                torch.autograd.graph.increment_version(t)
+
+
+def forward_mode() -> bool:
+    """Is forward-mode differentiation (`torch.func.jvp`, `forward_ad.dual_level`) on? An op knows backward formulas only and would drop
+    the tangents without a word; plain torch is right there.
+    """
+    return forward_ad._current_level >= 0
 
 
 def nothing(*args: Any) -> None:
