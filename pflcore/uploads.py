@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from pflcore import memory
 from pflcore.local.workers import onto
+from pflcore.results.record import OUTLIER
 
-OUTLIER = 20.0  # times the cohort's median update: honest clients with many times the data of the others stay below
 CHUNK = 1 << 20  # numbers looked at together, so that differences need no matrix of their own
 
 Tensors = Mapping[str, Tensor]
@@ -68,15 +69,19 @@ def ratios(norm: Tensor) -> Tensor | None:
 
 
 def not_finite(old: Tensors, new: Tensors) -> list[str]:
-    """What the server holds that was finite and is not any more; what it wrote row by row came from checked uploads."""
-    bad = []
-    for key, value in new.items():
-        before = old.get(key)
-        if value is before or not value.is_floating_point() or bool(value.sum(dtype=torch.float64).isfinite()):
-            continue
-        if before is None or bool(before.isfinite().all()):
-            bad.append(key)
-    return bad
+    """What the server holds that was finite and is not any more; what it wrote row by row came from checked uploads.
+
+    Where there is no memory left to look, nothing: the server has written already, so the round must not end here."""
+    try:
+        return [k for k, v in new.items() if v is not old.get(k) and not _fine(v) and (k not in old or _fine(old[k]))]
+    except (MemoryError, RuntimeError) as error:
+        if not memory.ran_out(error):
+            raise
+        return []
+
+
+def _fine(value: Tensor) -> bool:
+    return not value.is_floating_point() or bool(value.sum(dtype=torch.float64).isfinite())
 
 
 def farthest(cohort: Sequence[int], relative: Sequence[float | None] | None) -> tuple[int, float] | None:
