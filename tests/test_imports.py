@@ -26,7 +26,7 @@ ROOMS: dict[str, set[str]] = {  # from the ground up: each room, and the rooms b
     "round": {"ops", "metrics", "local", "algorithms", "uploads"},
     "arguments": {"local", "algorithms"},
     "simulation": {"data", "metrics", "local", "algorithms", "round", "memory", "arguments", "uploads"},
-    "tuning": {"data", "local", "algorithms", "round", "simulation", "results"},
+    "tuning": {"data", "local", "algorithms", "arguments", "round", "simulation", "results"},
     "experiment": {"data", "models", "local", "algorithms", "arguments", "simulation"},
     "reproduce": {"data", "metrics", "models", "local", "algorithms", "round", "simulation", "results", "tuning", "experiment"},
     "cli": {"metrics", "local", "algorithms", "results", "experiment", "reproduce"},

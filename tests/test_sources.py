@@ -135,12 +135,13 @@ def test_torchvision_sets_by_a_stand_in(monkeypatch, tmp_path):
     letters = load("emnist_letters", tmp_path)
     assert letters.y_train.tolist() == [0, 25, 1] and letters.classes == 26
     assert letters.x_train[0, 0].argmax() == 20 * 28 + 5  # upright
-    message = f"data 'cifar100' could be neither read nor downloaded to {tmp_path / 'home/.cache/pflcore'} by torchvision (cannot reach it at all)"
+    cache = tmp_path / "home" / ".cache" / "pflcore"
+    message = f"data 'cifar100' could be neither read nor downloaded to {cache} by torchvision (cannot reach it at all)"
     own = tmp_path / "own"
     own.mkdir()
     sentence(OSError, lambda: load("cifar100", own), message)
     assert not list(own.iterdir())  # the user's own folder is only read
-    assert tries[-2:] == [(str(own), False), (str(tmp_path / "home/.cache/pflcore"), True)]
+    assert tries[-2:] == [(str(own), False), (str(cache), True)]
 
 
 @pytest.mark.parametrize("partition", list(PARTITIONS))

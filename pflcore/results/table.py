@@ -47,7 +47,8 @@ def _table(name: str, runs: Sequence[Run], last: int, baseline: str | None) -> s
         if base:
             of_seed = {b.header.get("seed"): b for b in reversed(base)}
             before = [of_seed.get(r.header.get("seed"), base[0]) for r in members]
-            row.append(_cell([metrics.hurt(r.last(measure), b.last(measure), up) for r, b in zip(members, before, strict=True)], 1.0, 1))
+            pairs = [(r.last(measure), b.last(measure)) for r, b in zip(members, before, strict=True)]
+            row.append(_cell([metrics.hurt(a, b, up) if len(a) == len(b) else math.nan for a, b in pairs], 1.0, 1))
         row.append(human(metrics.mean([float((r.sent() or [0])[-1]) for r in members])))
         row.append("; ".join(dict.fromkeys(n for n in map(_note, members) if n)))
         rows.append(row)
@@ -118,7 +119,7 @@ def _note(run: Run) -> str:
     lost = int(run.last("loss").isinf().sum()) if run.evaluations and "loss" in run.evaluations[-1]["eval"] else 0
     parts += [f"{lost} client{'s have' if lost > 1 else ' has'} no finite loss"] if lost else []
     cut = len({i for r in run.rounds for i in r.get("clipped") or []})
-    parts += [f"the updates of {cut} client{'s were' if cut > 1 else ' was'} clipped"] if cut else []
+    parts += [f"the updates of {cut} client{'s' if cut > 1 else ''} were clipped"] if cut else []
     return ", ".join(parts)
 
 
