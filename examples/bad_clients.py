@@ -69,9 +69,10 @@ def main(path, names):
         "",
         f"One of {N} clients, number {BAD}, is bad; all take part in {ROUNDS} rounds of logistic regression on Gaussian clouds, the same",
         "for everybody (`examples/bad_clients.py` makes this page). NaN, Inf, 1e30, zeros: that is all it uploads; inputs of 1e10: it",
-        "trains honestly on such data. The numbers are the honest clients' mean test accuracy in percent after the last round, all losses finite.",
+        "trains honestly on such data. The numbers are the honest clients' mean test accuracy in percent after the last round.",
         "**d**: the bad client was dropped; **o**: it was reported as an outlier (an update of more than 20 times the median); **c**: its",
-        "update was clipped; **s**: the run stopped with a sentence. `local` uploads nothing.",
+        "update was clipped; **s**: the run stopped with a sentence. `local` uploads nothing. Clipping bounds updates, not what else is",
+        "uploaded: a loss of 1e30 still rules q-FedAvg's weights, and MOCHA stops at step sizes of 1e30.",
     ]
     for clip in (None, CLIP):
         lines += ["", f"## {'Without clipping' if clip is None else f'With clip={clip:g}'}", ""]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any
@@ -270,6 +271,8 @@ class Simulation:
             error.history = history  # type: ignore[attr-defined]
             raise
         history.state = self.state
+        if history.stopped and not history.interrupted:
+            warnings.warn(f"{self.name}, seed {self.seed}, stopped early: {history.stopped}", RuntimeWarning, stacklevel=2)
         return history
 
 

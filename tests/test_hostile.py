@@ -97,6 +97,11 @@ def test_whole_numbers_are_no_labels_to_a_squared_error():
         assert set(s.evaluate("test")) == {"loss", "size"}
 
 
+def test_what_stopped_a_run_is_said(data):
+    with pytest.warns(RuntimeWarning, match="fedavg, seed 0, stopped early: The run diverged"):
+        run(data, lr=1e38, rounds=9).run()
+
+
 # a run's end --------------------------------------------------------------------------------------------------------------------------
 def test_void_rounds_at_the_end_are_a_sentence(data):
     history = run(data, lr=1e38, rounds=2).run()

@@ -18,6 +18,7 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -161,7 +162,9 @@ def _one(job: Job, simulation: Simulation, record: Record, progress: Progress) -
         progress.step(line)
 
     try:
-        history = simulation.run(on_round)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*stopped early: ", RuntimeWarning)  # it is said below
+            history = simulation.run(on_round)
     except Exception as e:
         with contextlib.suppress(OSError):  # a full disk, perhaps
             record.write({"stopped": f"{type(e).__name__}: {_first_line(e)}"})
