@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -258,7 +259,9 @@ class _Bench:
             stopped = saved.pop("stopped")
             state = State(**saved)
         else:
-            history = simulation.run()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".*stopped early: ", RuntimeWarning)  # the trial says it
+                history = simulation.run()
             if history.failed:  # not the candidate's doing
                 raise MemoryError(history.stopped)
             state, stopped = simulation.state, history.stopped

@@ -95,12 +95,8 @@ def test_whoever_reads_along_the_files_are_whole(ear, tmp_path):
 
 
 def test_a_bad_plan_is_one_sentence(tmp_path, capsys):
-    for text in (
-        "{",
-        "[1]",
-        "{}",
-        json.dumps({"data": "digits", "settings": {"a": {}}, "methods": {"m": {"algorithm": "fedavg", "options": {"lr": 1}}}}),
-    ):
+    old = {"data": "digits", "settings": {"a": {}}, "methods": {"m": {"algorithm": "fedavg", "options": {"lr": 1}}}}
+    for text in ("{", "[1]", "{}", json.dumps(old)):
         (tmp_path / "plan.json").write_text(text)
         assert cli.main(["reproduce", "plan.json", "--quiet"]) == 2
         err = capsys.readouterr().err.splitlines()
