@@ -10,16 +10,20 @@ import itertools
 import json
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn as nn
 from torch import Tensor
 
 from pflcore.algorithms.base import FedAvg, State, Tensors, cohort_of
 from pflcore.algorithms.finetune import FineTune, layer_mask, lengths, value
+from pflcore.arguments import algorithm_of
+from pflcore.data.federation import Federation
 from pflcore.data.roles import Protocol
 from pflcore.local import Local, Setting, Training
 from pflcore.local.net import Net
@@ -102,6 +106,10 @@ def candidates(algorithm: FedAvg, training: Training, grid: Mapping[str, Sequenc
     """Every combination of a grid. A key is an option of the algorithm, or "training." and one of the local training."""
     own, its = {f.name for f in fields(algorithm)}, {f.name for f in fields(training)}
     for key, choices in grid.items():
+        if key in algorithm.unused:
+            raise ValueError(f"grid: {key!r} plays no part in {type(algorithm).__name__}, all candidates would be the same; leave it out.")
+        if key in its - own:
+            raise ValueError(f"grid: {key!r} is how clients train; write 'training.{key}'.")
         if not (key in own or (key.startswith("training.") and key.removeprefix("training.") in its)):
             known = ", ".join([*sorted(own), *(f"training.{k}" for k in sorted(its))])
             raise ValueError(f"grid: {key!r} is no option of {type(algorithm).__name__} or its training; there are {known}.")
@@ -119,8 +127,8 @@ def candidates(algorithm: FedAvg, training: Training, grid: Mapping[str, Sequenc
 
 def tune(
     protocol: Protocol | Sequence[Protocol],
-    net: Net | Sequence[Net],
-    algorithm: FedAvg,
+    net: Net | nn.Module | Callable[[], nn.Module] | Sequence[Net],
+    algorithm: FedAvg | str,
     training: Training,
     grid: Mapping[str, Sequence[Any]],
     rounds: int,
@@ -143,7 +151,14 @@ def tune(
     With `folder` every result is recorded as it comes, and a second call with the same arguments goes on where the first one stopped.
     A candidate whose run stopped early or whose values are not finite is recorded and never chosen.
     """
-    protocols = [protocol] if isinstance(protocol, Protocol) else list(protocol)
+    algorithm = algorithm_of(algorithm)
+    protocols = [protocol] if isinstance(protocol, Protocol | Federation) else list(protocol)
+    for p in protocols:
+        if not isinstance(p, Protocol):
+            raise TypeError(f"protocol: expected who trains and who is tested, got a {type(p).__name__}; make one: cross_silo(data).")
+    if not isinstance(net, Net | Sequence) or isinstance(net, nn.Module):
+        numbers = protocols[0].data.y.is_floating_point()
+        net = Net(net, criterion="squared" if numbers else "cross_entropy", seed=seed)
     if per_client and any(p.setting != "cross-silo" for p in protocols):
         raise ValueError("per_client: clients of a cross-device protocol that are reported have no validation samples; choose globally.")
     trials = [Trial(c) for c in candidates(algorithm, training, grid)]
@@ -244,7 +259,9 @@ class _Bench:
             stopped = saved.pop("stopped")
             state = State(**saved)
         else:
-            history = simulation.run()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".*stopped early: ", RuntimeWarning)  # the trial says it
+                history = simulation.run()
             if history.failed:  # not the candidate's doing
                 raise MemoryError(history.stopped)
             state, stopped = simulation.state, history.stopped

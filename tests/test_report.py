@@ -93,7 +93,7 @@ def test_a_file_cut_off_anywhere_is_readable(tmp_path):
 def test_a_killed_writer_leaves_every_line_it_wrote(tmp_path):
     code = """
         import os, sys
-        from pflcore.record import Record
+        from pflcore.results.record import Record
         record = Record(sys.argv[1])
         record.write({"header": {"algorithm": "fedavg"}})
         for r in range(1, 4):

@@ -117,11 +117,15 @@ def test_torchvision_sets_by_a_stand_in(monkeypatch, tmp_path):
             self.data[:, 5, 20] = 255
             self.targets = torch.tensor([1, 26, 2])
 
+    tries = []
+
     def no_network(root, train, download):
+        tries.append((root, download))
         raise RuntimeError("cannot reach it\nat all")
 
     stand_in = types.ModuleType("torchvision.datasets")
     stand_in.CIFAR10, stand_in.EMNIST, stand_in.CIFAR100 = CIFAR10, EMNIST, no_network
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
     monkeypatch.setitem(sys.modules, "torchvision", types.ModuleType("torchvision"))
     monkeypatch.setitem(sys.modules, "torchvision.datasets", stand_in)
     cifar = load("cifar10", tmp_path)
@@ -131,8 +135,13 @@ def test_torchvision_sets_by_a_stand_in(monkeypatch, tmp_path):
     letters = load("emnist_letters", tmp_path)
     assert letters.y_train.tolist() == [0, 25, 1] and letters.classes == 26
     assert letters.x_train[0, 0].argmax() == 20 * 28 + 5  # upright
-    message = f"data 'cifar100' could not be read from or downloaded to {tmp_path} by torchvision (cannot reach it at all)"
-    sentence(OSError, lambda: load("cifar100", tmp_path), message)
+    cache = tmp_path / "home" / ".cache" / "pflcore"
+    message = f"data 'cifar100' could be neither read nor downloaded to {cache} by torchvision (cannot reach it at all)"
+    own = tmp_path / "own"
+    own.mkdir()
+    sentence(OSError, lambda: load("cifar100", own), message)
+    assert not list(own.iterdir())  # the user's own folder is only read
+    assert tries[-2:] == [(str(own), False), (str(cache), True)]
 
 
 @pytest.mark.parametrize("partition", list(PARTITIONS))

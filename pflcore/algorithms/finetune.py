@@ -137,7 +137,7 @@ def value(local: Local, rows: Tensor, split: str = "val") -> Tensor:
             f"choose: fine-tuning is tuned on the clients' {split!r} split, which this federation lacks; make one with "
             "Federation.split_samples, or choose on validation clients with pflcore.tuning."
         )
-    if local.setting.data.y.is_floating_point():
+    if local.setting.data.y.is_floating_point() or not local.net.scores_classes:
         return -local.loss(rows, split).double().nan_to_num(nan=torch.inf)
     found = local.scores(lambda view, net, x: net(view["w"], x), {"w": rows}, split)
     return torch.stack([right(scores, y).double().mean() for scores, y in found]).nan_to_num(nan=-torch.inf)

@@ -115,6 +115,13 @@ def folder(path: Where, *, target: int | str = -1, classes: Classes = "infer", n
     files = {s: {f.stem: f for f in sorted(p.iterdir(), key=_natural) if f.suffix in (".csv", ".npz")} for s, p in parts.items()}
     if not files["train"]:
         raise FileNotFoundError(f"{parts['train']} must hold one .csv or .npz file per client, got none")
+    for split, part in parts.items():
+        known = {*files[split].values(), *parts.values()}
+        stray = [f.name for f in sorted(part.iterdir()) if f not in known and not f.name.startswith((".", "README", "LICENSE"))]
+        if stray:
+            raise ValueError(f"{part} must hold the clients' .csv or .npz files and nothing else, got {stray[0]}: give them a folder")
+    if len(files["train"]) < 2:
+        raise ValueError(f"{parts['train']} must hold the files of at least two clients, got {next(iter(files['train'].values())).name}")
     for of in files.values():
         strange = [stem for stem in of if stem not in files["train"]]
         if strange:

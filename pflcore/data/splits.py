@@ -40,7 +40,7 @@ def split_clients(fed: Federation, train: float, val: float, test: float, seed: 
     """
     given = {"train": train, "val": val, "test": test}
     for key, value in given.items():
-        if value < 0:
+        if not value >= 0:
             raise ValueError(f"{key} must be a number of clients or a fraction >= 0, got {value}")
     number = {k: v if isinstance(v, int) else math.floor(v * fed.n + 0.5) for k, v in given.items()}
     if not isinstance(train, int) and abs(sum(v for v in given.values() if not isinstance(v, int)) - 1) < 1e-9:
@@ -91,7 +91,8 @@ def split_samples(fed: Federation, fractions: Mapping[str, float], seed: int, po
     That is ``train_test_split(random_state=seed)`` of scikit-learn called twice, as the Motley code does, index for index.
     """
     want = {s: float(fractions.get(s, 0.0)) for s in SPLITS}
-    if set(fractions) - set(SPLITS) or min(want.values()) < 0 or abs(sum(want.values()) - 1) > 1e-9 or want["train"] == 0:
+    adds_up = all(v >= 0 for v in want.values()) and abs(sum(want.values()) - 1) <= 1e-9
+    if set(fractions) - set(SPLITS) or not adds_up or want["train"] == 0:
         raise ValueError(f"fractions must be of 'train' (above 0), 'val' and 'test' and add up to 1, got {dict(fractions)}")
     index: dict[str, list[Tensor]] = {s: [] for s in SPLITS if want[s] > 0}
     for i in range(fed.n):

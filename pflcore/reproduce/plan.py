@@ -81,13 +81,20 @@ def load(name: str) -> dict[str, Any]:
         raise ValueError(
             f"name: expected one of {', '.join(plans()) or 'no plan (run it from a checkout of pflcore)'}, or a .json file, got {name}."
         )
-    plan: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        plan: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise ValueError(f"name: expected a plan in JSON, got {path}, which is none ({e}).") from None
+    if not isinstance(plan, dict):
+        raise ValueError(f"name: expected a plan, an object of settings and methods, got {path}, which holds a {type(plan).__name__}.")
     if "protocol" in plan:
         return plan  # Motley's protocol: pflcore.motley checks and plays it
     unknown = set(plan) - (COUNTED if "costs" in plan else KNOWN)
-    if unknown or not plan.get("settings", plan.get("costs")) or not plan.get("methods"):
+    lacks = [k for k in (("costs", "methods") if "costs" in plan else ("data", "settings", "methods")) if not plan.get(k)]
+    if unknown or lacks:
         raise ValueError(
-            f"name: {path} must have settings and methods, and nothing beside {', '.join(sorted(KNOWN))}; found {sorted(unknown)}."
+            f"name: {path} must have data, settings and methods, and nothing beside {', '.join(sorted(KNOWN))}; "
+            f"{f'there is {sorted(unknown)[0]}' if unknown else f'there is no {lacks[0]}'}."
         )
     return {"about": "", "paper": "", "options": {}, "training": {}, "model_options": {}, "reported": {}, "settings": {}} | plan
 

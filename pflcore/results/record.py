@@ -21,7 +21,15 @@ from torch import Tensor
 from pflcore import metrics
 
 PARTS = ("partition_options", "model_options", "training", "options")
-CONDITIONS = ("rounds", "participation", "buffers", "criterion", "eval_split")  # of the header; with "setting" what seeds must share
+OUTLIER = 20.0  # times the cohort's median update: honest clients with many times the data of the others stay below
+CONDITIONS = (
+    "rounds",
+    "participation",
+    "buffers",
+    "criterion",
+    "clip",
+    "eval_split",
+)  # of the header; with "setting" what seeds must share
 
 
 def plain(value: Any) -> Any:
@@ -104,9 +112,10 @@ class Run:
         return "accuracy" if has or not self.evaluations else "loss"
 
     def values(self, measure: str | None = None) -> tuple[list[int], Tensor]:
-        """Rounds of the evaluations and their values per client, `[E, N]` float64 (NaN for none)."""
+        """Rounds of the evaluations and their values per client, `[E, N]` float64: NaN for a client without samples; a loss that was
+        not finite, null in the file, is infinite, so that no mean leaves it out."""
         measure = measure or self.measure
-        rows = [metrics.vector(r["eval"][measure]) for r in self.evaluations]
+        rows = [_worst(metrics.vector(r["eval"][measure]), r["eval"].get("size"), measure) for r in self.evaluations]
         return [r["round"] for r in self.evaluations], torch.stack(rows) if rows else torch.empty(0, 0, dtype=torch.float64)
 
     def curve(self, client: int | None = None, measure: str | None = None) -> tuple[list[int], list[float]]:
@@ -118,6 +127,27 @@ class Run:
         """Each client's value at the last evaluation, `[N]`."""
         values = self.values(measure)[1]
         return values[-1] if len(values) else values.reshape(0)
+
+    @property
+    def planned(self) -> int | None:
+        """The rounds that the run was to have."""
+        rounds = self.header.get("rounds")
+        return rounds if isinstance(rounds, int) and not isinstance(rounds, bool) else None
+
+    @property
+    def played(self) -> int:
+        """The number of the last round in the record."""
+        return int(self.rounds[-1]["round"]) if self.rounds else 0
+
+    def outliers(self) -> dict[int, tuple[float, int]]:
+        """Clients whose update was many times the cohort's median: the largest such number, and in how many rounds."""
+        out: dict[int, tuple[float, int]] = {}
+        for r in self.rounds:
+            for client, ratio in zip(r.get("cohort") or [], r.get("moved") or [], strict=False):
+                if ratio is not None and ratio > OUTLIER:
+                    most, times = out.get(client, (0.0, 0))
+                    out[client] = max(most, ratio), times + 1
+        return out
 
     def sent(self) -> list[int]:
         """Bytes sent down and up by all clients up to and including each round."""
@@ -133,6 +163,12 @@ class Run:
         return [r["round"] for r in have], [torch.tensor(_nan(r["report"]["weights"]), dtype=torch.float64) for r in have]
 
 
+def _worst(values: Tensor, size: Sequence[int] | None, measure: str) -> Tensor:
+    if not measure.endswith("loss") or not size or len(size) != len(values):
+        return values
+    return torch.where(values.isnan() & (torch.tensor(size) > 0), math.inf, values)
+
+
 def _nan(value: Any) -> Any:
     return [_nan(v) for v in value] if isinstance(value, list) else math.nan if value is None else value
 
@@ -144,7 +180,7 @@ def group(lines: Iterable[Mapping[str, Any]]) -> list[Run]:
         if "header" in line:
             out.append(Run(_today(line["header"])))
             continue
-        if not out:
+        if not out and ("stopped" in line or "round" in line):
             out.append(Run())
         if "stopped" in line:
             out[-1].stopped = line["stopped"]
@@ -205,4 +241,4 @@ def options(run: Run) -> dict[str, Any]:
     """All that was chosen for the run but its seed and its setting, the algorithm's own hyper-parameters last."""
     head = run.header
     parts = [{k: head[k] for k in CONDITIONS if k in head}] + [head.get(k) or {} for k in PARTS]
-    return {k: v for part in parts for k, v in part.items()}
+    return {k: v for part in parts for k, v in part.items() if (k, v) != ("clip", None)}
