@@ -166,6 +166,7 @@ class Job:
         head, o = simulation.header(), self.options
         cut = partition_of(o.data, o.partition)
         names = {"data": o.data, "partition": cut.name if cut else None, "model": model_name(o, simulation.data)}
+        names |= {k: getattr(o, k) for k in ("data_seed", "train_samples", "test_samples", "val")}
         made_for = head["target"]  # whom the algorithm makes its one model for, if it does
         return {**head, **names, "criterion": o.criterion, "target": made_for if o.target is None else o.target, "made_for": made_for}
 

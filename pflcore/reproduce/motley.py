@@ -23,7 +23,7 @@ from pflcore import metrics
 from pflcore.algorithms import ALGORITHMS
 from pflcore.algorithms.base import FedAvg, State
 from pflcore.algorithms.hypcluster import Ensemble, HypCluster, picks
-from pflcore.data import federation_of
+from pflcore.data import CROSS_SILO, SOURCES, TABULAR, federation_of
 from pflcore.data.roles import Protocol, cross_device, cross_silo
 from pflcore.local import Engine, Setting, Training, choose_engine
 from pflcore.local.net import Net
@@ -38,7 +38,7 @@ KEYS = {
     "about", "paper", "data", "protocol", "model", "model_options", "criterion", "rounds", "participation", "training", "marks",
     "methods", "reported", "expected", "checks", "unit",
 }  # fmt: skip
-METHOD_KEYS = {"algorithm", "options", "training", "rounds", "grid", "per_client", "state_of", "before", "vary", "sizes"}
+METHOD_KEYS = {"algorithm", "options", "training", "rounds", "grid", "state_of", "before", "vary", "sizes"}
 Say = Callable[[str], None]
 
 
@@ -80,6 +80,7 @@ class Benchmark:
 
         self.nets = [Net(make, criterion, seed=j) for j in range(len(self.protocols))]
         self.states: dict[tuple[str, int], list[tuple[int, int, State]]] = {}  # (round, bytes so far, state)
+        self.digests: dict[tuple[str, int], str] = {}
         self.results: dict[str, list[Result]] = {}
         self.trials: dict[str, list[Trial]] = {}
         self.algorithms: dict[str, tuple[FedAvg, Training]] = {}
@@ -133,6 +134,7 @@ class Benchmark:
             m.get("rounds", self.plan["rounds"]),
             states=[self.states[base, j][-1][2] for j in range(len(self.protocols))] if base else None,
             participation=self.plan.get("participation", 1.0),
+            seed=[self.seed(j) for j in range(len(self.protocols))],
             workers=self.workers,
             folder=self.folder / "tuning" / _slug(name),
             say=lambda text: self.say(f"{name}, candidate {text}"),
@@ -153,8 +155,10 @@ class Benchmark:
         m, p = self.plan["methods"][name], self.protocols[j]
         rounds, base = m.get("rounds", self.plan["rounds"]), m.get("state_of")
         what = [self.plan["data"], self.plan["protocol"], self.plan["model"], self.plan.get("model_options"), self.plan.get("criterion")]
-        what += [asdict(algorithm), type(algorithm).__name__, asdict(training), rounds, base, self.plan.get("participation"), j]
+        what += [asdict(algorithm), type(algorithm).__name__, asdict(training), rounds, self.plan.get("participation"), j]
+        what += [self.digests[base, j] if base else None]  # what the base was trained with counts too
         digest = hashlib.blake2b(json.dumps(plain(what), sort_keys=True).encode(), digest_size=8).hexdigest()
+        self.digests[name, j] = digest
         file = self.folder / "results" / f"{_slug(name)}-{j}.json"
         began = time.perf_counter()
         stopped = None
@@ -347,14 +351,17 @@ class Benchmark:
 def protocols(plan: Mapping[str, Any], seeds: int | None = None) -> list[Protocol]:
     """The plan's splits: cross-silo a split per seed; cross-device one split for all seeds."""
     how = dict(plan["protocol"])
-    kind, given, cut = how.pop("setting"), how.pop("seeds"), how.pop("federation", {})
+    kind, given, cut = how.pop("setting"), how.pop("seeds"), dict(how.pop("federation", {}))
     wanted = seeds_of(given, seeds)
-    if kind == "cross-silo":
-        return [cross_silo(federation_of(plan["data"], seed=s, **cut)) for s in wanted]
-    if kind != "cross-device":
+    if kind not in ("cross-silo", "cross-device"):
         raise ValueError(f"setting: expected 'cross-silo' or 'cross-device', got {kind!r}.")
-    one = cross_device(federation_of(plan["data"], **cut), **how)
-    return [one] * len(wanted)
+    fractions, scaled = cut.pop("fractions", None), cut.pop("standardize", plan["data"] in TABULAR)
+    if plan["data"] not in SOURCES:  # as it comes: the protocol divides it, with the run's seed, and standardises after that
+        cut |= {"fractions": {}, "standardize": False}
+    if kind == "cross-silo":
+        whole = [federation_of(plan["data"], **({"seed": s} | cut)) for s in wanted]
+        return [cross_silo(w, fractions or CROSS_SILO, s, standardize=scaled) for w, s in zip(whole, wanted, strict=True)]
+    return [cross_device(federation_of(plan["data"], **cut), **how, standardize=scaled)] * len(wanted)
 
 
 def seeds_of(given: Sequence[int], seeds: int | None) -> list[int]:

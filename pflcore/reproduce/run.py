@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import platform
 import re
@@ -91,8 +92,12 @@ def selected(found: Sequence[tuple[Task, Run]]) -> list[Task]:
     """
     scores: dict[str, list[float]] = {}
     for task, run in found:
-        scores.setdefault(repr(task.point), []).append(-1.0 if run.stopped else metrics.mean(run.last()))
+        values, sign = run.last(), 1 if run.measure == "accuracy" else -1
+        fine = not run.stopped and bool(values[~values.isnan()].isfinite().all())
+        scores.setdefault(repr(task.point), []).append(sign * metrics.mean(values) if fine else -math.inf)
     best = max(scores, key=lambda point: metrics.mean(scores[point]))
+    if metrics.mean(scores[best]) == -math.inf:
+        raise ValueError(f"grid: every point diverged for {found[0][0].method!r}; give it others.")
     return [replace(task, split="test") for task, _ in found if repr(task.point) == best]
 
 
@@ -290,8 +295,12 @@ def _under_protocol(plan: dict[str, Any], got: argparse.Namespace) -> int:
     if got.rounds is not None:
         if got.rounds < 1:
             raise ValueError(f"rounds: expected at least 1, got {got.rounds}.")
-        for m in plan["methods"].values():  # methods with rounds of their own keep their part
+        for name, m in plan["methods"].items():  # methods with rounds of their own keep their part, and so do their warm rounds
             m |= {"rounds": max(1, round(m["rounds"] * got.rounds / plan["rounds"]))} if m.get("rounds") else {}
+            warm = m.get("options", {}).get("warm")
+            if warm:
+                m["options"]["warm"] = round(warm * got.rounds / plan["rounds"])
+                print(f"{name}: warm {m['options']['warm']}, as {warm} of {plan['rounds']} rounds", file=sys.stderr)
         plan["rounds"] = got.rounds
     if got.data is not None:
         plan["data"] = got.data

@@ -21,7 +21,8 @@ from torch import Tensor
 from pflcore import metrics
 
 PARTS = ("partition_options", "model_options", "training", "options")
-CONDITIONS = ("rounds", "participation", "buffers", "criterion", "eval_split")  # of the header; with "setting" what seeds must share
+CUT = ("data_seed", "train_samples", "test_samples", "val")  # which of the data the run saw
+CONDITIONS = ("rounds", "participation", "buffers", "criterion", "eval_split", *CUT)  # of the header; with "setting" what seeds must share
 
 
 def plain(value: Any) -> Any:
