@@ -165,10 +165,10 @@ def paper_cell(shares: Vector) -> str:
 
 
 def right(scores: Tensor, y: Tensor) -> Tensor:
-    """Bool like `y` [...]: which samples `scores` [..., C], or one score [..., 1] or [...] by its sign, get right."""
+    """Bool like `y` [...]: which samples `scores` [..., C], or one score [..., 1] or [...] by its sign, get right; NaN never is."""
     if scores.dim() > y.dim() and scores.shape[-1] > 1:
-        return scores.argmax(-1) == y
-    return (scores.reshape(y.shape) > 0) == (y > 0)
+        return (scores.argmax(-1) == y) & ~scores.isnan().any(-1)  # of scores with a NaN, argmax takes the NaN's place
+    return ~scores.reshape(y.shape).isnan() & (scores.reshape(y.shape) > 0) == (y > 0)
 
 
 def human(size: float) -> str:

@@ -6,9 +6,10 @@ nothing else remembers anything. What travels is a dict: `down` and `up`; the by
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -52,19 +53,26 @@ class FedAvg:
     """McMahan et al. 2017, Algorithm 1.
 
     server: x [P] · client: nothing · down: x [S, P] · up: delta [S, P] (1 model).
-    `x <- x + lr * sum_i share_i delta_i`; `weighting` is `"samples"` (the paper's n_i / n) or `"uniform"`.
+    `x <- x + server_lr * sum_i share_i delta_i`; `weighting` is `"samples"` (the paper's n_i / n) or `"uniform"`.
     """
 
-    lr: float = 1.0
-    weighting: str = "samples"
+    server_lr: float = 1.0  # step size of the server
+    weighting: str = "samples"  # or uniform
 
     returns: ClassVar[str] = "logits"  # what `predict` gives: "logits", "probabilities" or "values"
     server_only: ClassVar[bool] = False  # needs nothing of a client but its model: other code bases can call it
     required: ClassVar[tuple[int, ...]] = ()  # clients that join every round
+    unused: ClassVar[tuple[str, ...]] = ()  # inherited options that play no part in this method: no command line or grid offers them
     late: ClassVar[tuple[str, ...]] = ()  # options that play no part in training: they can be tuned on one trained state
     needs_val: ClassVar[bool] = False  # needs a split "val"; a simulation holds 20 % of the training samples out where there is none
 
     def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{f.name}: expected a finite number, got {value}.")
+        if not self.server_lr >= 0:
+            raise ValueError(f"server_lr: expected a finite number >= 0, got {self.server_lr}.")
         if self.weighting not in ("samples", "uniform"):
             raise ValueError(f"weighting: expected 'samples' or 'uniform', got {self.weighting!r}.")
 
@@ -82,7 +90,7 @@ class FedAvg:
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
         """The server's new state. It owns `g` and may write rows into it in place, by `Commit` or `written`: all of them or none."""
-        return {**g, "x": ops.aggregate(up["delta"], onto(cohort.share[None], g["x"].device), base=g["x"], lr=self.lr)[0]}
+        return {**g, "x": ops.aggregate(up["delta"], onto(cohort.share[None], g["x"].device), base=g["x"], lr=self.server_lr)[0]}
 
     def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
         """Each client's view for evaluation, [S, ...]; never stored."""

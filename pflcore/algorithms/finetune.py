@@ -136,7 +136,7 @@ def lengths(
 def value(local: Local, rows: Tensor, split: str = "val") -> Tensor:
     """How good each client's model is on `split`: accuracy, or minus the loss where there is none. float64 [S].
 
-    A model whose outputs are not finite counts as worst, minus infinity; a client without samples of `split` has NaN.
+    A model whose outputs hold a NaN counts as worst, minus infinity; a client without samples of `split` has NaN.
     """
     some = local.setting.data.size(split)[local.ids] > 0 if local.has(split) else torch.zeros(len(rows), dtype=torch.bool)
     if not bool(some.any()):
@@ -148,7 +148,7 @@ def value(local: Local, rows: Tensor, split: str = "val") -> Tensor:
     if not bool(some.all()):
         at = onto(some, rows.device)
         seen, mine = Local(local.setting, local.ids[some], local.round, local.buffers[at]), rows[at]
-    if local.setting.data.y.is_floating_point():
+    if local.setting.data.y.is_floating_point() or not local.net.scores_classes:
         values = -seen.loss(mine, split).double().nan_to_num(nan=torch.inf)
     else:
         found = seen.scores(lambda view, net, x: net(view["w"], x), {"w": mine}, split)
@@ -157,7 +157,7 @@ def value(local: Local, rows: Tensor, split: str = "val") -> Tensor:
 
 
 def _accuracy(scores: Tensor, y: Tensor) -> Tensor:
-    return torch.where(scores.isfinite().all(), right(scores, y).double().mean(), -torch.inf)
+    return torch.where(scores.isnan().any(), -torch.inf, right(scores, y).double().mean())
 
 
 def pick(curve: Tensor, choose: Choose = "client") -> Tensor:

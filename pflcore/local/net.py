@@ -17,7 +17,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from pflcore._mode import context
-from pflcore.local.losses import CRITERIA
+from pflcore.local.losses import CRITERIA, REGRESSION
 from pflcore.local.swap import swap_layers
 
 RANDOM_MODULES = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
@@ -71,6 +71,12 @@ class Net:
         head: str | None = None,
         seed: int = 0,
     ) -> None:
+        if isinstance(criterion, type) or not (isinstance(criterion, str) or callable(criterion)):
+            name = criterion.__name__ if isinstance(criterion, type) else repr(criterion)
+            raise TypeError(
+                f"criterion: expected one of {', '.join(CRITERIA)} or a function of (scores, y), got {name}; "
+                f"{f'make one of it: {name}()' if isinstance(criterion, type) else 'pass a function'}."
+            )
         if isinstance(criterion, str) and criterion not in CRITERIA:
             raise ValueError(f"criterion: expected one of {', '.join(CRITERIA)} or a function of (scores, y), got {criterion!r}.")
         self.criterion = CRITERIA[criterion] if isinstance(criterion, str) else criterion
@@ -107,6 +113,11 @@ class Net:
         )  # [b]
         self.head_name = self._find_head(head)
         self._threads = threading.local()
+
+    @property
+    def scores_classes(self) -> bool:
+        """Whether integer targets are labels, so that there is an accuracy; to a squared error they are numbers."""
+        return self.criterion not in REGRESSION and not isinstance(self.criterion, nn.MSELoss | nn.L1Loss | nn.SmoothL1Loss | nn.HuberLoss)
 
     # rows and modules ------------------------------------------------------------------------------------------------
     def row(self, module: nn.Module) -> Tensor:
