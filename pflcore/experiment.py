@@ -112,6 +112,12 @@ def model(options: Options, data: Federation, own: Mapping[str, Any] | None = No
     return make
 
 
+def net(options: Options, data: Federation, make: Callable[[], nn.Module]) -> Net:
+    """The model as rows, with its loss, drawn by the run's seed."""
+    by_labels = "squared" if data.y.is_floating_point() else "cross_entropy"
+    return Net(make, by_labels if options.criterion == "auto" else options.criterion, seed=options.seed)
+
+
 def model_name(options: Options, data: Federation) -> str:
     """The model that "auto" stands for: lenet5 for 28 x 28 and 32 x 32 images, linear for vectors, else mlp."""
     if options.model != "auto":
@@ -143,11 +149,12 @@ class Job:
     def name(self) -> str:
         return f"{self.algorithm}, seed {self.options.seed}"
 
-    def simulation(self, data: Federation, model: Callable[[], nn.Module]) -> Simulation:
+    def simulation(self, data: Federation, model: Callable[[], nn.Module], **more: Any) -> Simulation:
+        """Its simulation; `more` are options that only Python can set: who may take part, who is evaluated."""
         o = self.options
         return Simulation(
             algorithm(self.algorithm, self.hyper, o.target),
-            model if o.criterion == "auto" else Net(model, o.criterion, seed=o.seed),
+            net(o, data, model),
             data,
             self.training,
             rounds=o.rounds,
@@ -159,6 +166,7 @@ class Job:
             buffers=o.buffers,
             eval_every=o.eval_every,
             eval_split=o.eval_split,
+            **more,
         )
 
     def header(self, simulation: Simulation) -> dict[str, Any]:

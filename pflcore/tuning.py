@@ -146,7 +146,7 @@ def tune(
     with the reason and never chosen, neither for all nor for one client: its mean would be that of the clients who survived it.
     """
     protocols = [protocol] if isinstance(protocol, Protocol) else list(protocol)
-    if per_client and any(p.setting != "cross-silo" for p in protocols):
+    if per_client and any(p.setting == "cross-device" for p in protocols):
         raise ValueError("per_client: clients of a cross-device protocol that are reported have no validation samples; choose globally.")
     trials = [Trial(c) for c in candidates(algorithm, training, grid)]
     if states is not None and len({t.candidate.trained for t in trials}) > 1:

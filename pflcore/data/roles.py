@@ -21,7 +21,7 @@ class Protocol:
     train: Tensor  # ids of the clients that take part in training
     choose: Tensor  # ids of the clients whose "val" samples decide on hyper-parameters
     report: Tensor  # ids of the clients whose "test" samples give the reported numbers
-    setting: str  # "cross-silo" or "cross-device"
+    setting: str  # "cross-silo", "cross-device", or "" for neither
 
     @property
     def blind(self) -> Federation:
@@ -51,6 +51,12 @@ class Protocol:
         return replace(self.data, y=y, relabel=None, index=index, name=f"{self.data.name}, out of distribution")
 
 
+def everybody(data: Federation) -> Protocol:
+    """The data as they are: everybody trains, chooses on its "val" samples and is reported."""
+    ids = torch.arange(data.n)
+    return Protocol(data, ids, ids, ids, "")
+
+
 def cross_silo(data: Federation, fractions: Mapping[str, float] | None = None, seed: int = 100, *, standardize: bool = False) -> Protocol:
     """Every client's samples are split, by default 70 / 15 / 15 %; everybody trains, chooses and is reported.
 
@@ -60,8 +66,7 @@ def cross_silo(data: Federation, fractions: Mapping[str, float] | None = None, s
     if fractions is not None or not {"val", "test"} <= set(data.splits):
         data = _not_standardized(data).split_samples(fractions or {"train": 0.7, "val": 0.15, "test": 0.15}, seed)
     data = data.standardized() if standardize else data
-    everybody = torch.arange(data.n)
-    return Protocol(data, everybody, everybody, everybody, "cross-silo")
+    return replace(everybody(data), setting="cross-silo")
 
 
 def cross_device(
