@@ -129,6 +129,12 @@ def check_criterion(criterion: str, data: Federation) -> None:
         raise ValueError(f"data: {data.name} has targets of shape {shape}, and the models here have one output for each; use Simulation.")
 
 
+def net(options: Options, data: Federation, make: Callable[[], nn.Module]) -> Net:
+    """The model as rows, with its loss, drawn by the run's seed."""
+    by_labels = "squared" if data.y.is_floating_point() else "cross_entropy"
+    return Net(make, by_labels if options.criterion == "auto" else options.criterion, seed=options.seed)
+
+
 def model_name(options: Options, data: Federation) -> str:
     """The model that "auto" stands for: lenet5 for 28 x 28 and 32 x 32 images, linear for vectors, else mlp."""
     if options.model != "auto":
@@ -164,11 +170,12 @@ class Job:
     def name(self) -> str:
         return f"{self.algorithm}, seed {self.options.seed}"
 
-    def simulation(self, data: Federation, model: Callable[[], nn.Module]) -> Simulation:
+    def simulation(self, data: Federation, model: Callable[[], nn.Module], **more: Any) -> Simulation:
+        """Its simulation; `more` are options that only Python can set: who may take part, who is evaluated."""
         o = self.options
         return Simulation(
             algorithm(self.algorithm, self.hyper, o.target),
-            model if o.criterion == "auto" else Net(model, o.criterion, seed=o.seed),
+            net(o, data, model),
             data,
             self.training,
             rounds=o.rounds,
@@ -181,6 +188,7 @@ class Job:
             clip=o.clip,
             eval_every=o.eval_every,
             eval_split=o.eval_split,
+            **more,
         )
 
     def header(self, simulation: Simulation) -> dict[str, Any]:
@@ -188,6 +196,7 @@ class Job:
         head, o = simulation.header(), self.options
         cut = partition_of(o.data, o.partition)
         names = {"data": o.data, "partition": cut.name if cut else None, "model": model_name(o, simulation.data)}
+        names |= {k: getattr(o, k) for k in ("data_seed", "train_samples", "test_samples", "val")}
         made_for = head["target"]  # whom the algorithm makes its one model for, if it does
         return {**head, **names, "criterion": o.criterion, "target": made_for if o.target is None else o.target, "made_for": made_for}
 

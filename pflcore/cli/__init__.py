@@ -137,14 +137,12 @@ def _record(todo: Sequence[Job], cut: Mapping[str, Any], shape: Mapping[str, Any
                     failed = True
                     continue
                 head = job.header(simulation) | {"partition_options": cut, "model_options": shape}
-                record.write({"header": head})
                 if i == 0 or job.algorithm != todo[i - 1].algorithm:
                     progress.say(_plan(job, head))
-                history = _one(job, simulation, record, progress)
+                history = _one(job, simulation, head, record, progress)
                 interrupted, failed = history.interrupted, failed or history.stopped is not None
                 del simulation, history  # the next one needs the memory
             except KeyboardInterrupt:
-                record.write({"stopped": "Interrupted before the first round."})
                 interrupted = True
             if interrupted:
                 progress.say("Interrupted; the record is whole up to here.")
@@ -153,24 +151,16 @@ def _record(todo: Sequence[Job], cut: Mapping[str, Any], shape: Mapping[str, Any
     return 130 if interrupted else 1 if failed else 0
 
 
-def _one(job: Job, simulation: Simulation, record: Record, progress: Progress) -> History:
+def _one(job: Job, simulation: Simulation, head: Mapping[str, Any], record: Record, progress: Progress) -> History:
     """Plays one job; whatever ends it, the record holds every round that was played and says why it is not whole."""
     progress.name(job.name)
-
-    def on_round(_: int, line: dict[str, Any]) -> None:
-        record.write(line)
-        progress.step(line)
-
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*stopped early: ", RuntimeWarning)  # it is said below
-            history = simulation.run(on_round)
+            history: History = record.run(head, simulation.run, lambda _, line: progress.step(line))
     except Exception as e:
-        with contextlib.suppress(OSError):  # a full disk, perhaps
-            record.write({"stopped": f"{type(e).__name__}: {_first_line(e)}"})
         raise RunFailed(f"{job.name} failed: {type(e).__name__}: {_first_line(e)}; the record up to there is {record.path}.") from e
     if history.stopped:
-        record.write({"stopped": history.stopped})
         progress.say(f"{job.name}: {history.stopped}")
     progress.skip(simulation.rounds - len(history.rounds))
     return history

@@ -31,7 +31,9 @@ def from_partition(
         x, y = torch.cat([x, xt]), torch.cat([y, yt])
     index = {s: list(lists) for s, lists in partition.index.items()}
     truth = {} if partition.group is None else {"group": partition.group}
-    return cls(x, y, index, infer(classes, y), partition.relabel, name, list(partition.notes), truth)
+    empty = sum(not len(rows) for rows in index.get("test", []))
+    notes = [*partition.notes, *([f"{empty} of {len(index['test'])} clients have no test samples, and so no result"] if empty else [])]
+    return cls(x, y, index, infer(classes, y), partition.relabel, name, notes, truth)
 
 
 def from_arrays(

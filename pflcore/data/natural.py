@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from .federation import Federation
-from .sources import package
+from .sources import DIGESTS, check, digest_of, package
 
 Where = str | os.PathLike[str]
 Classes = int | Literal["infer"] | None
@@ -27,7 +27,9 @@ def school(root: Where | None = None) -> Federation:
     Targets are (score - 1) / (70 - 1), the extremes being those of all scores. Everything is in "train": split it with
     ``split_samples``, then ``standardized()``. Reads ``school/school.mat`` (MALSAR's cell format) under ``root``.
     """
-    x, y = read_cells(_file(root, "school", "school/school.mat", "school.mat"), "school")
+    path = _file(root, "school", "school/school.mat", "school.mat")
+    x, y = read_cells(path, "school")
+    check("school", DIGESTS["school"], [digest_of(*x, *y)], path)
     low, high = min(float(v.min()) for v in y), max(float(v.max()) for v in y)
     clients = [(a, (b - low) / (high - low)) for a, b in zip(x, y, strict=True)]
     return _named(Federation.from_arrays(clients, classes=None, name="school"), f"targets are (score - {low:g}) / {high - low:g}")

@@ -7,10 +7,12 @@ one value per client. The files can be concatenated.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,16 +22,11 @@ from torch import Tensor
 
 from pflcore import metrics
 
+OnRound = Callable[[int, dict[str, Any]], None]
 PARTS = ("partition_options", "model_options", "training", "options")
 OUTLIER = 20.0  # times the cohort's median update: honest clients with many times the data of the others stay below
-CONDITIONS = (
-    "rounds",
-    "participation",
-    "buffers",
-    "criterion",
-    "clip",
-    "eval_split",
-)  # of the header; with "setting" what seeds must share
+CUT = ("data_seed", "train_samples", "test_samples", "val")  # which of the data the run saw
+CONDITIONS = ("rounds", "participation", "buffers", "criterion", "clip", "eval_split", *CUT)  # with "setting" what seeds must share
 
 
 def plain(value: Any) -> Any:
@@ -45,6 +42,11 @@ def plain(value: Any) -> Any:
     if isinstance(value, Iterable):
         return [plain(v) for v in value]
     return getattr(value, "__name__", None) or str(value)
+
+
+def slug(text: str) -> str:
+    """The text as a file's name."""
+    return re.sub(r"[^\w.+-]+", "_", text).strip("_")
 
 
 class Record:
@@ -70,6 +72,33 @@ class Record:
             data = data[self._file.write(data) or 0 :]
         self._torn = False
 
+    def run(self, header: Mapping[str, Any], play: Callable[[OnRound], Any], on_round: OnRound | None = None) -> Any:
+        """Writes a whole run, as `play(on_round)`, a `Simulation.run`, plays it: the header, each round, and why it ended early.
+
+        `on_round` sees each line first and may add to it. An error is written too, and goes on. Returns what `play` does.
+        """
+
+        def write(round: int, line: dict[str, Any]) -> None:
+            try:
+                if on_round:
+                    on_round(round, line)
+            finally:
+                self.write(line)
+
+        self.write({"header": header})
+        try:
+            history = play(write)
+        except KeyboardInterrupt:  # `Simulation.run` answers it from its first round on
+            self.write({"stopped": "Interrupted before the first round.", "unfinished": True})
+            raise
+        except Exception as e:
+            with contextlib.suppress(OSError):  # a full disk, perhaps
+                self.write({"stopped": f"{type(e).__name__}: {next(iter(str(e).strip().splitlines()), '')}", "unfinished": True})
+            raise
+        if history.stopped:
+            self.write({"stopped": history.stopped, "unfinished": history.interrupted or history.failed})
+        return history
+
     def close(self) -> None:
         if not self._file.closed:
             os.fsync(self._file.fileno())
@@ -89,7 +118,7 @@ class Run:
     header: dict[str, Any] = field(default_factory=dict)
     rounds: list[dict[str, Any]] = field(default_factory=list)
     stopped: str | None = None
-    late: dict[str, dict[str, Any]] = field(default_factory=dict)  # the last state evaluated with other options, by their name
+    unfinished: bool = False  # stopped by Ctrl-C, for want of memory or by an error, and not by what the method does
 
     @property
     def algorithm(self) -> str:
@@ -183,8 +212,7 @@ def group(lines: Iterable[Mapping[str, Any]]) -> list[Run]:
         if not out and ("stopped" in line or "round" in line):
             out.append(Run())
         if "stopped" in line:
-            out[-1].stopped = line["stopped"]
-        out[-1].late |= line.get("late", {})
+            out[-1].stopped, out[-1].unfinished = line["stopped"], bool(line.get("unfinished"))
         if "round" in line:
             out[-1].rounds.append(line)
     return out
@@ -201,7 +229,7 @@ def _today(head: dict[str, Any]) -> dict[str, Any]:
 def read(path: str | Path) -> list[Run]:
     """The runs in a record file, or in all `*.jsonl` files below a folder. A line cut off in the middle is left out."""
     path = Path(path)
-    files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
+    files = sorted(p for p in path.rglob("*.jsonl") if p.name != "tuning.jsonl") if path.is_dir() else [path]
     if not files or not files[0].is_file():
         raise ValueError(f"path: expected a record (.jsonl) or a folder that holds one, got {path}, which is neither; check the name.")
     runs: list[Run] = []
