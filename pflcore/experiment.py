@@ -41,7 +41,7 @@ class Options:
     engine: str = "auto"  # pool, vmap, or auto by model and sizes
     workers: int | None = None  # threads; never changes a result
     device: str = "cpu"  # cpu or cuda
-    buffers: str = "local"  # batch norm's running statistics: local or average
+    buffers: str = "auto"  # batch norm's running statistics: average, local, or auto, as the method has it
 
 
 def choices() -> dict[str, str]:

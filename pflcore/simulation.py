@@ -19,7 +19,7 @@ from pflcore.data.roles import held_out
 from pflcore.local import Engine, Setting, Training, choose_engine
 from pflcore.local.net import Net
 from pflcore.metrics import human
-from pflcore.round import Outcome, begin, evaluate, sample, step
+from pflcore.round import Outcome, begin, buffers_of, evaluate, sample, step
 
 VOID_ROUNDS = 3  # so many void rounds in a row end a run: same data, same lr, it will not recover
 Record = dict[str, Any]
@@ -67,7 +67,7 @@ class Simulation:
     engine: str = "auto"  # "pool", "vmap", or by model and sizes
     workers: int | None = None  # threads; never changes a result
     device: str = "cpu"
-    buffers: str = "local"  # batch norm's running statistics: each client its own, or "average"
+    buffers: str = "auto"  # batch norm's running statistics: "average", "local" (each client its own), or as the method has it
     eval_every: int = 1  # rounds between evaluations, the last round in any case; 0: none at all
     eval_split: str = "test"
     eval_clients: torch.Tensor | None = None  # ids of those who are evaluated; default: all
@@ -83,8 +83,6 @@ class Simulation:
             raise ValueError(f"rounds and eval_every: expected at least 1 and 0, got {self.rounds} and {self.eval_every}.")
         if not 0 < self.participation <= 1:
             raise ValueError(f"participation: expected a fraction in (0, 1], got {self.participation}.")
-        if self.buffers not in ("local", "average"):
-            raise ValueError(f"buffers: expected 'local' or 'average', got {self.buffers!r}.")
         try:
             torch.device(self.device)
         except RuntimeError:
@@ -101,6 +99,7 @@ class Simulation:
             if isinstance(model, Net)
             else Net(model, criterion="squared" if self.data.y.is_floating_point() else "cross_entropy", seed=self.seed)
         )
+        buffers_of(self.algorithm, net, self.buffers)
         asked = self._set_up(net)
         if asked is not None:
             memory.give_back(self.device)
@@ -214,7 +213,7 @@ class Simulation:
     def evaluate(self, split: str) -> dict[str, torch.Tensor]:
         """Each client's personalized model as it is now: see `pflcore.algorithms.evaluate`."""
         assert isinstance(self.algorithm, FedAvg)
-        return evaluate(self.algorithm, self.state, self.setting, split, self.eval_clients)
+        return evaluate(self.algorithm, self.state, self.setting, split, self.eval_clients, self.buffers)
 
     def run(self, on_round: Callable[[int, Record], None] | None = None) -> History:
         """Play all rounds; `on_round(round, record)` sees each record as it is made. Ctrl-C ends the run and keeps what there is."""

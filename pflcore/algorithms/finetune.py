@@ -141,12 +141,3 @@ def value(local: Local, rows: Tensor, split: str = "val") -> Tensor:
         return -local.loss(rows, split).double().nan_to_num(nan=torch.inf)
     found = local.scores(lambda view, net, x: net(view["w"], x), {"w": rows}, split)
     return torch.stack([right(scores, y).double().mean() for scores, y in found]).nan_to_num(nan=-torch.inf)
-
-
-def pick(curve: Tensor, choose: Choose = "client") -> Tensor:
-    """Which (lr, epoch) is best on validation values `curve` [L, E, N]: index pairs [N, 2], the earliest among equals."""
-    flat = curve.flatten(0, 1).nan_to_num(nan=-torch.inf)  # [L * E, N]
-    if choose == "global":
-        flat = flat.mean(1, keepdim=True).expand_as(flat)
-    at = flat.argmax(0)
-    return torch.stack([at // curve.shape[1], at % curve.shape[1]], 1)

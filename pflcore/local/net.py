@@ -75,6 +75,7 @@ class Net:
             raise ValueError(f"criterion: expected one of {', '.join(CRITERIA)} or a function of (scores, y), got {criterion!r}.")
         self.criterion = CRITERIA[criterion] if isinstance(criterion, str) else criterion
         self.build = build
+        self.seed = seed
         if isinstance(build, nn.Module):
             self.module = copy.deepcopy(build)
         elif callable(build):
