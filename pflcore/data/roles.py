@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pflcore.data.federation import Federation
+from pflcore.data.splits import split_samples
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,13 @@ def cross_device(data: Federation, train: float = 0.8, val: float = 0.1, test: f
 
 
 def held_out(data: Federation, seed: int = 0, share: float = 0.2) -> Federation:
-    """The same federation with a split "val": that share of each client's training samples, at random. As it is where it has one."""
+    """The same federation with a split "val": that share of each client's training samples, at random. As it is where it has one.
+
+    A client of one training sample keeps it and has nothing to validate on.
+    """
     if "val" in data.index:
         return data
-    new = data.split_samples({"train": 1 - share, "val": share}, seed, pool=("train",))
-    return replace(new, notes=[*new.notes, f"{share:.0%} of each client's training samples are held out for validation"])
+    new = split_samples(data, {"train": 1 - share, "val": share}, seed, ("train",), keep_small=True)
+    small = int((new.size("val") == 0).sum())
+    notes = [f"{share:.0%} of each client's training samples are held out for validation", f"{small} client(s) are too small for that"]
+    return replace(new, notes=[*new.notes, *notes[: 2 if small else 1]])

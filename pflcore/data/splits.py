@@ -83,12 +83,15 @@ def keep(fed: Federation, fraction: float, clients: Sequence[int] | Tensor | Non
     return replace(fed, index={**fed.index, "train": train})
 
 
-def split_samples(fed: Federation, fractions: Mapping[str, float], seed: int, pool: Sequence[str] | None) -> Federation:
+def split_samples(
+    fed: Federation, fractions: Mapping[str, float], seed: int, pool: Sequence[str] | None, keep_small: bool = False
+) -> Federation:
     """Split each client's own samples (Motley's cross-silo setting).
 
     ``fractions``: of "train", "val", "test", adding up to 1. ``pool``: the splits whose samples are divided anew (None: all).
     Test samples go first, ceil(test * n); then validation, ceil(val / (1 - test) * rest); each by a fresh permutation from ``seed``.
     That is ``train_test_split(random_state=seed)`` of scikit-learn called twice, as the Motley code does, index for index.
+    A client with too few samples is refused, or with ``keep_small`` has nothing but what it trains on.
     """
     want = {s: float(fractions.get(s, 0.0)) for s in SPLITS}
     if set(fractions) - set(SPLITS) or min(want.values()) < 0 or abs(sum(want.values()) - 1) > 1e-9 or want["train"] == 0:
@@ -101,6 +104,9 @@ def split_samples(fed: Federation, fractions: Mapping[str, float], seed: int, po
                 continue
             order, cut = _permutation(len(rows), seed, fed), math.ceil(share * len(rows))
             if cut >= len(rows):
+                if keep_small:
+                    index[split].append(rows[:0])
+                    continue
                 raise ValueError(f"client {i} has too few samples ({len(_pooled(fed, i, pool))}) for the fractions {dict(fractions)}")
             index[split].append(rows[order[:cut]])
             rows = rows[order[cut:]]
