@@ -165,7 +165,10 @@ def paper_cell(shares: Vector) -> str:
 
 
 def right(scores: Tensor, y: Tensor) -> Tensor:
-    """Bool like `y` [...]: which samples `scores` [..., C], or one score [..., 1] or [...] by its sign, get right."""
+    """Bool like `y` [...]: which samples `scores` [..., C], or one score [..., 1] or [...] by its sign, get right.
+
+    A score of 0 says the negative class, be its label 0 or -1.
+    """
     if scores.dim() > y.dim() and scores.shape[-1] > 1:
         return scores.argmax(-1) == y
     return (scores.reshape(y.shape) > 0) == (y > 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any
@@ -120,6 +121,15 @@ class Simulation:
             if not memory.ran_out(error):
                 raise
             return memory.asked_for(error)
+        left_out = set(range(data.n) if self.eval_clients is None else self.eval_clients.tolist()) - set(
+            range(data.n) if self.clients is None else self.clients.tolist()
+        )
+        if left_out and self.state.own:
+            warnings.warn(
+                f"{self.name} keeps a state for each client, and {len(left_out)} of those who are evaluated never take part: they get "
+                "what a newcomer is; in such a setting take a method without client state.",
+                stacklevel=4,
+            )
         self.setting = Setting(net, data, self.training, Engine(name, self.workers), self.seed, self.rounds)
         return None
 

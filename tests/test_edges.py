@@ -197,6 +197,16 @@ def test_who_never_joined_is_served_what_the_server_has_and_starts_there(alg: Fe
     assert 0 < (after.own[key][4] - shared).abs() < (after.own[key][4] - s.net.w0).abs()
 
 
+def test_a_method_with_client_state_warns_where_the_evaluated_never_train() -> None:
+    some = {"clients": torch.tensor([0, 1]), "eval_clients": torch.tensor([1, 2])}
+    with pytest.warns(UserWarning, match=r"^ditto keeps a state for each client, and 1 of those who are evaluated"):
+        Simulation("ditto", tiny_model(), images(), **some)  # type: ignore[arg-type]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Simulation("fedavg", tiny_model(), images(), **some)  # type: ignore[arg-type]
+        Simulation("ditto", tiny_model(), images())
+
+
 def test_pfedme_can_restart_at_w() -> None:
     s = lines()
     keep, restart = PFedMe(lam=1.0, personal_lr=0.05), PFedMe(lam=1.0, personal_lr=0.05, theta="restart")

@@ -30,8 +30,8 @@ class Waffle(Scaffold):
     The weights come from the distances between the clients' updates and the target's (`ops.waffle_weights`, eqs. 2 and 3) and are
     averaged with those of the last two rounds; from round 0.95 R on the target is alone. Omega and Psi are eq. 4 with slope `do`,
     or any function of (round, rounds). Absent clients have weight 0, and those present share the whole: each client's average is over the
-    last two rounds that it attended, in shares of an even one, since absence is no unlikeness (averaged as weight 0, in IID data with a
-    quarter of 12 clients a round, it raised the target's mean weight from .41 to .55).
+    last two rounds that it attended, in shares of an even one, since absence is no unlikeness (with a quarter of 12 equal
+    clients a round the target's mean weight is .56, what a round alone gives it; averaged as weight 0, absence made it .74).
 
     Deviations, each with the paper's own reading as an option: `control_agg="recompute"` keeps `c = sum_i weight_i c_i`; as printed
     ("literal": `c += sum_i weight_i dc_i`) c forgets what it owes each client when weights change, the gap between c and the target's
