@@ -116,4 +116,4 @@ def _words(missing: Sequence[str], foreign: Sequence[str]) -> str:
 def copied(state: State) -> State:
     """The state with tensors of its own."""
     g, own = ({k: v.clone() for k, v in d.items()} for d in (state.g, state.own))
-    return State(g, own, state.buffers.clone(), state.round, state.void)
+    return State(g, own, state.buffers.clone(), state.round, state.void, state.joined.clone())

@@ -44,7 +44,7 @@ class Options:
     workers: int | None = None  # threads; never changes a result
     device: str = "cpu"  # cpu or cuda
     clip: float | None = None  # no client's update is longer than this (Euclidean norm)
-    buffers: str = "local"  # batch norm's running statistics: local or average
+    buffers: str = "auto"  # batch norm's running statistics: average, local, or auto, as the method has it
 
 
 def choices() -> dict[str, str]:

@@ -180,7 +180,10 @@ def paper_cell(shares: Vector) -> str:
 
 
 def right(scores: Tensor, y: Tensor) -> Tensor:
-    """Bool like `y` [...]: which samples `scores` [..., C], or one score [..., 1] or [...] by its sign, get right; NaN never is."""
+    """Bool like `y` [...]: which samples `scores` [..., C], or one score [..., 1] or [...] by its sign, get right; NaN never is.
+
+    A score of 0 says the negative class, be its label 0 or -1.
+    """
     if scores.dim() > y.dim() and scores.shape[-1] > 1:
         return (scores.argmax(-1) == y) & ~scores.isnan().any(-1)  # of scores with a NaN, argmax takes the NaN's place
     one = scores.reshape(y.shape)

@@ -21,7 +21,7 @@ from pflcore.data.roles import held_out
 from pflcore.local import Training, prepared
 from pflcore.local.net import Net
 from pflcore.metrics import human
-from pflcore.round import Outcome, begin, evaluate, sample, step
+from pflcore.round import Outcome, begin, buffers_of, evaluate, sample, step
 from pflcore.uploads import farthest
 
 STREAM = 1  # the version of the random streams: runs of one version, seed and setting are the same run
@@ -71,7 +71,7 @@ class Simulation:
     engine: str = "auto"  # "threads", "vmap", or by the model; see `pflcore.local.path`
     workers: int | None = None  # threads; never changes a result
     device: str = "cpu"
-    buffers: str = "local"  # batch norm's running statistics: each client its own, or "average"
+    buffers: str = "auto"  # batch norm's running statistics: "average", "local" (each client its own), or as the method has it
     eval_every: int = 1  # rounds between evaluations, the last round in any case; 0: none at all
     eval_split: str = "test"
     eval_clients: torch.Tensor | Sequence[int] | None = None  # ids of those who are evaluated; default: all
@@ -89,8 +89,6 @@ class Simulation:
             raise TypeError(f"data: expected a Federation, got {type(self.data).__name__}; make one: Federation.from_arrays(...).")
         if not 0 < self.participation <= 1:
             raise ValueError(f"participation: expected a fraction in (0, 1], got {self.participation}.")
-        if self.buffers not in ("local", "average"):
-            raise ValueError(f"buffers: expected 'local' or 'average', got {self.buffers!r}.")
         self.device = device_of(self.device)
         self.clients, self.eval_clients = (ids_of(k, getattr(self, k), self.data.n) for k in ("clients", "eval_clients"))
         if self.algorithm.needs_val:
@@ -104,6 +102,7 @@ class Simulation:
             else Net(model, criterion="squared" if self.data.y.is_floating_point() else "cross_entropy", seed=self.seed)
         )
         net = self.algorithm.prepare(net)
+        buffers_of(self.algorithm, net, self.buffers)
         asked = self._set_up(net)
         if asked is not None:
             memory.give_back(self.device)
@@ -130,6 +129,15 @@ class Simulation:
             if not memory.ran_out(error):
                 raise
             return memory.asked_for(error)
+        everybody = torch.arange(data.n)
+        looked_at, training = (everybody if c is None else ids_of("clients", c, data.n) for c in (self.eval_clients, self.clients))
+        left_out = set(looked_at.tolist()) - set(training.tolist())  # type: ignore[union-attr]
+        if left_out and self._state.own:
+            warnings.warn(
+                f"{self.name} keeps a state for each client, and {len(left_out)} of those who are evaluated never take part: they get "
+                "what a newcomer is; in such a setting take a method without client state.",
+                stacklevel=4,
+            )
         return None
 
     @property
@@ -250,7 +258,8 @@ class Simulation:
     def evaluate(self, split: str) -> dict[str, torch.Tensor]:
         """Each client's personalized model as it is now: see `pflcore.algorithms.evaluate`."""
         assert isinstance(self.algorithm, FedAvg)
-        return evaluate(self.algorithm, self._state, self.setting, split, ids_of("eval_clients", self.eval_clients, self.data.n))
+        clients = ids_of("eval_clients", self.eval_clients, self.data.n)
+        return evaluate(self.algorithm, self._state, self.setting, split, clients, self.buffers)
 
     def run(self, on_round: Callable[[int, Record], None] | None = None) -> History:
         """Play all rounds; `on_round(round, record)` sees each record as it is made. Ctrl-C ends the run and keeps what there is.
