@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
@@ -11,13 +12,14 @@ import torch
 import torch.nn as nn
 
 import pflcore
-from pflcore import memory
+from pflcore import footprint, memory
 from pflcore.algorithms import ALGORITHMS
 from pflcore.algorithms.base import FedAvg, State, Stop, Tensors
 from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
-from pflcore.local import Training, prepared
+from pflcore.local import Path, Training, prepared
 from pflcore.local.net import Net
+from pflcore.local.preflight import check_modes, ids_of
 from pflcore.metrics import human
 from pflcore.round import Outcome, begin, evaluate, sample, step
 
@@ -56,13 +58,13 @@ class Simulation:
     >>> history = Simulation("waffle", model, data, Training(lr=0.1), rounds=20).run()   # doctest: +SKIP
     """
 
-    algorithm: FedAvg | str
+    algorithm: FedAvg | type[FedAvg] | str
     model: Net | nn.Module | Callable[[], nn.Module]
     data: Federation
     training: Training = field(default_factory=Training)
     rounds: int = 100
     participation: float = 1.0  # max(1, floor(participation * N + 0.5)) clients a round
-    clients: torch.Tensor | None = None  # ids of those who may take part; default: all
+    clients: Sequence[int] | torch.Tensor | None = None  # ids of those who may take part; default: all
     seed: int = 0
     engine: str = "auto"  # "threads", "vmap", or by the model; see `pflcore.local.path`
     workers: int | None = None  # threads; never changes a result
@@ -70,17 +72,19 @@ class Simulation:
     buffers: str = "local"  # batch norm's running statistics: each client its own, or "average"
     eval_every: int = 1  # rounds between evaluations, the last round in any case; 0: none at all
     eval_split: str = "test"
-    eval_clients: torch.Tensor | None = None  # ids of those who are evaluated; default: all
+    eval_clients: Sequence[int] | torch.Tensor | None = None  # ids of those who are evaluated; default: all
     eval_train: bool = False  # the train loss of every client too
     warm_start: State | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.algorithm, type):
+            self.algorithm = self.algorithm()
         if isinstance(self.algorithm, str):
             if self.algorithm not in ALGORITHMS:
                 raise ValueError(f"algorithm: {self.algorithm!r} is none of {', '.join(ALGORITHMS)}.")
             self.algorithm = ALGORITHMS[self.algorithm]()
-        if self.rounds < 1 or self.eval_every < 0:
-            raise ValueError(f"rounds and eval_every: expected at least 1 and 0, got {self.rounds} and {self.eval_every}.")
+        if not (isinstance(self.rounds, int) and isinstance(self.eval_every, int)) or self.rounds < 1 or self.eval_every < 0:
+            raise ValueError(f"rounds and eval_every: expected whole numbers, at least 1 and 0, got {self.rounds} and {self.eval_every}.")
         if not 0 < self.participation <= 1:
             raise ValueError(f"participation: expected a fraction in (0, 1], got {self.participation}.")
         if self.buffers not in ("local", "average"):
@@ -91,11 +95,13 @@ class Simulation:
             raise ValueError(f"device: expected 'cpu' or 'cuda', got {self.device!r}.") from None
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise ValueError(f"device: got {self.device!r}, but torch {torch.__version__} sees no GPU here; use device='cpu'.")
+        self.clients, self.eval_clients = (ids_of(k, getattr(self, k), self.data.n) for k in ("clients", "eval_clients"))
         if self.algorithm.needs_val:
             self.data = held_out(self.data, self.seed)
         if self.eval_split not in self.data.index:
             raise ValueError(f"eval_split: the federation has {', '.join(self.data.index)}, not {self.eval_split!r}.")
         model = self.model
+        check_modes()
         net = (
             model
             if isinstance(model, Net)
@@ -104,22 +110,23 @@ class Simulation:
         asked = self._set_up(net)
         if asked is not None:
             memory.give_back(self.device)
-            peak = peak_bytes(net, self.data.n, self.participation, *self.algorithm.init(net, self.data.n))
+            peak = self._peak_bytes(net)
             data = sum(t.numel() * t.element_size() for t in (self.data.x, self.data.y))
             raise MemoryError(memory.sentence(f"before the first round, with {human(data)} of data", peak, asked, self.device))
 
     def _set_up(self, net: Net) -> str | None:
         """Everything to its device. Where memory runs out nothing is kept, and what was asked for last is returned."""
         assert isinstance(self.algorithm, FedAvg)
-        data = self.data
+        data, self.path = self.data, Path("vmap", "vmap", "not chosen yet")
         try:
             if self.device != "cpu":
                 net, data = net.to(self.device), data.to(self.device)
             self.setting, self.path = prepared(net, data, self.training, self.engine, self.workers, self.seed, self.rounds)
             net = self.setting.net
+            memory.refuse(self._peak_bytes(net), self.device)
             self.state = self.warm_start or begin(self.algorithm, net, data.n)
         except (MemoryError, RuntimeError) as error:
-            if not memory.ran_out(error):
+            if not memory.ran_out(error) or isinstance(error, memory.RunTooLarge):
                 raise
             return memory.asked_for(error)
         return None
@@ -129,9 +136,13 @@ class Simulation:
         return next((k for k, v in ALGORITHMS.items() if v is type(self.algorithm)), type(self.algorithm).__name__)
 
     def peak_bytes(self) -> int:
-        """An estimate of the run's peak memory, see `peak_bytes`."""
-        fresh = {k: v[0] for k, v in self.state.own.items()}
-        return peak_bytes(self.setting.net, self.data.n, self.participation, self.state.g, fresh)
+        """An estimate of the run's peak memory beside data and activations, see `footprint`."""
+        return self._peak_bytes(self.setting.net)
+
+    def _peak_bytes(self, net: Net) -> int:
+        assert isinstance(self.algorithm, FedAvg)
+        workers = self.workers or os.cpu_count() or 1
+        return footprint.peak_bytes(self.algorithm, net, self.data.n, self.participation, self.training, self.path, workers)
 
     def header(self) -> Record:
         """What the run is: everything needed to repeat it."""
@@ -219,6 +230,7 @@ class Simulation:
 
     def run(self, on_round: Callable[[int, Record], None] | None = None) -> History:
         """Play all rounds; `on_round(round, record)` sees each record as it is made. Ctrl-C ends the run and keeps what there is."""
+        check_modes()
         history = History(self.header(), state=self.state)
         try:
             for record in self.iterate():
@@ -234,17 +246,6 @@ class Simulation:
             history.stopped, history.interrupted = f"Interrupted after round {len(history.rounds)} of {self.rounds}.", True
         history.state = self.state
         return history
-
-
-def peak_bytes(net: Net, n: int, participation: float, g: Tensors, own: Tensors) -> int:
-    """An estimate of a run's peak memory beside data and activations: 2 S P floats for FedAvg, 6 S P + N P for SCAFFOLD.
-
-    The state (the server's `g`, and of each client its `own` rows), and for the cohort its trained rows and updates, and four
-    matrices for each matrix of client state: as gathered, its correction, as renewed, as uploaded.
-    """
-    cohort = max(1, int(participation * n + 0.5))
-    server, client = (sum(v.numel() * v.element_size() for v in tensors.values()) for tensors in (g, own))
-    return server + n * (client + net.b0.numel() * net.b0.element_size()) + cohort * (2 * net.size * net.w0.element_size() + 4 * client)
 
 
 def round_to(x: float, digits: int = 4) -> float:

@@ -648,6 +648,7 @@ def test_losses_of_many_clients_at_once_are_those_of_each_alone(criterion):
         torch.testing.assert_close(found[0], local.loss(rows) / 2)
         start = rows[:1].expand(3, -1)
         a, b = (
-            Local(Setting(net, fed, Training(lr=0.1), Engine(e, 1), 0, 1), ids, 1, torch.empty(3, 0)).fit(start).w for e in ("vmap", "threads")
+            Local(Setting(net, fed, Training(lr=0.1), Engine(e, 1), 0, 1), ids, 1, torch.empty(3, 0)).fit(start).w
+            for e in ("vmap", "threads")
         )
         torch.testing.assert_close(a, b)

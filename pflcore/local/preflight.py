@@ -32,7 +32,7 @@ def check_run(net: Net, data: Federation, training: Training) -> None:
     x, y = samples(data, max(2, min(training.batch_size, BATCH)))
     for train in (True, False):
         before = states()
-        loss, scores = passed(net, data, x, y, train)
+        learns = passed(net, data, x, y, train)
         if before[0] != (after := states())[0]:
             torch.set_rng_state(before[1])
             what = next(k for k, v in before[0].items() if v != after[0][k])
@@ -40,7 +40,7 @@ def check_run(net: Net, data: Federation, training: Training) -> None:
                 f"model: its forward pass draws from {what}'s global generator, which threads share, so results would not repeat; use "
                 "pflcore.nn.Dropout, which draws from the client's own."
             )
-    if not loss.requires_grad:
+    if not learns:
         raise ValueError("model: the loss depends on no trainable parameter; compute it from the scores, without detach() or no_grad().")
     check_single(net, data, training)
 
@@ -49,12 +49,27 @@ def check_modes() -> None:
     """Refuses what would change every tensor that is made from here on."""
     device = torch.get_default_device()
     if device.type != "cpu":
-        raise ValueError(f"torch: the default device is {device}; call torch.set_default_device('cpu') and pass device='{device}' to the run.")
+        raise ValueError(
+            f"torch: the default device is {device}; call torch.set_default_device('cpu') and pass device='{device}' to the run."
+        )
     if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
         mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
         raise ValueError(f"torch: training needs gradients, and torch.{mode}() is on; set up and run the simulation outside of it.")
     if any(torch.is_autocast_enabled(d) for d in ("cpu", "cuda")):
         raise ValueError("torch: autocast is on, which mixes dtypes inside a model; run outside of it, or convert the model and the data.")
+
+
+def ids_of(what: str, given: Any, n: int) -> Tensor | None:
+    """Clients by number as a tensor [k]; each once, from 0 to n - 1."""
+    if given is None:
+        return None
+    ids = torch.as_tensor(given)
+    if ids.dim() != 1 or not len(ids) or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(f"{what}: expected a list of client numbers, got {given!r}; leave it out for all clients.")
+    ids = ids.long().cpu()
+    if int(ids.min()) < 0 or int(ids.max()) >= n or len(ids.unique()) < len(ids):
+        raise ValueError(f"{what}: expected clients from 0 to {n - 1}, each once, got {ids.tolist()}.")
+    return ids
 
 
 def check_dtypes(net: Net, data: Federation) -> None:
@@ -77,13 +92,15 @@ def states() -> tuple[dict[str, Any], Tensor]:
     return found, state
 
 
-def passed(net: Net, data: Federation, x: Tensor, y: Tensor, train: bool) -> tuple[Tensor, Tensor]:
-    """Loss and scores of one batch by the module itself, backward included; every failure in one sentence."""
+def passed(net: Net, data: Federation, x: Tensor, y: Tensor, train: bool) -> bool:
+    """One batch by the module itself, backward included: has its loss a gradient? Every failure in one sentence."""
     module = copy.deepcopy(net.module).train(train)
-    inside: list[tuple[str, nn.Module, Any]] = []
-    for name, m in module.named_modules():
-        if not m._modules:
-            m.register_forward_pre_hook(lambda m, given, name=name: inside.append((name, m, given[0] if given else None)))
+    inside: list[tuple[str, nn.Module, Any]] = []  # the layer that is working
+    hooks = [
+        m.register_forward_pre_hook(lambda m, given, name=name: inside.__setitem__(slice(None), [(name, m, given[0] if given else None)]))
+        for name, m in module.named_modules()
+        if not m._modules
+    ]
     with forward_mode(train, None, torch.zeros((), dtype=torch.int64, device=x.device)), torch.enable_grad():
         try:
             scores = module(x)
@@ -91,6 +108,10 @@ def passed(net: Net, data: Federation, x: Tensor, y: Tensor, train: bool) -> tup
             if memory.ran_out(e):
                 raise
             raise ValueError(unfit(inside, data, x, e)) from e
+        finally:
+            for hook in hooks:
+                hook.remove()
+        inside.clear()  # holds the module, whose hooks held it
         check_scores(net, data, scores, y)
         try:
             loss = net.criterion(scores, y)
@@ -103,12 +124,12 @@ def passed(net: Net, data: Federation, x: Tensor, y: Tensor, train: bool) -> tup
         raise ValueError(f"criterion: expected one number for a batch, got {got}; take the mean over its samples.")
     if train and loss.requires_grad:
         try:
-            loss.sum().backward()  # type: ignore[no-untyped-call]
+            torch.autograd.grad(loss.sum(), [p for p in module.parameters() if p.requires_grad], allow_unused=True)
         except Exception as e:
             if memory.ran_out(e):
                 raise
             raise ValueError(f"model: its backward pass fails: {first(e)}.") from e
-    return loss, scores
+    return bool(loss.requires_grad)
 
 
 def unfit(inside: list[tuple[str, nn.Module, Any]], data: Federation, x: Tensor, e: Exception) -> str:
@@ -135,7 +156,9 @@ def unfit(inside: list[tuple[str, nn.Module, Any]], data: Federation, x: Tensor,
 def check_scores(net: Net, data: Federation, scores: Any, y: Tensor) -> None:
     """The outputs against the labels."""
     if not isinstance(scores, Tensor):
-        raise ValueError(f"model: expected its forward pass to give one tensor of scores, got a {type(scores).__name__}; return the scores alone.")
+        raise ValueError(
+            f"model: expected its forward pass to give one tensor of scores, got a {type(scores).__name__}; return the scores alone."
+        )
     if scores.shape[:1] != y.shape[:1]:
         raise ValueError(
             f"model: expected one row of scores for each of {len(y)} samples, got shape {list(scores.shape)}; keep the batch as the first axis."
@@ -172,7 +195,9 @@ def _check_classes(data: Federation, scores: Tensor, y: Tensor, outputs: int) ->
     high = int(labels.max())
     if int(labels.min()) < 0 or high >= outputs:
         remedy = "or one and criterion='binary_cross_entropy' or 'hinge'" if outputs == 1 else "one for each class"
-        raise ValueError(f"model: it has {outputs} output(s), and the labels go from {int(labels.min())} to {high}; give it {high + 1}, {remedy}.")
+        raise ValueError(
+            f"model: it has {outputs} output(s), and the labels go from {int(labels.min())} to {high}; give it {high + 1}, {remedy}."
+        )
 
 
 def check_single(net: Net, data: Federation, training: Training) -> None:
