@@ -14,7 +14,7 @@ import torch.nn as nn
 import pflcore
 from pflcore import footprint, memory
 from pflcore.algorithms import ALGORITHMS
-from pflcore.algorithms.base import FedAvg, State, Stop, Tensors
+from pflcore.algorithms.base import FedAvg, State, Stop
 from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
 from pflcore.local import Path, Training, prepared

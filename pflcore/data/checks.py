@@ -21,7 +21,7 @@ def check_pool(x: Tensor, y: Tensor, classes: int | None) -> None:
             raise TypeError(f"{what} must be a dense tensor, got {t.layout}: convert it with {what}.to_dense()")
         if not (t.is_floating_point() or t.dtype == torch.int64):
             raise TypeError(
-                f"{what} must be floating point or int64, got {t.dtype}: convert it first (tokens: to int64, images: to float, then normalise)"
+                f"{what} must be floating point or int64, got {t.dtype}: convert it (tokens: to int64, images: to float, then normalise)"
             )
     if x.dim() < 1 or y.dim() < 1 or len(x) != len(y):
         raise ValueError(f"x and y must have one row per sample, got shapes {list(x.shape)} and {list(y.shape)}")
