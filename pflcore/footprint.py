@@ -24,6 +24,7 @@ from pflcore.local import Engine, Net, Path, Setting, Training
 from pflcore.round import begin, evaluate, step
 
 SMALL = 1 << 24  # bytes of two rows for each client below which nothing is measured: the interpreter alone needs ten times that
+COPIES = 12  # rows: the model as given, as started from, as bound in a thread, and what the allocator keeps of the comparison's copies
 SPLITS = ("train", "val", "test")
 
 
@@ -41,7 +42,7 @@ def peak_bytes(algorithm: FedAvg, net: Net, n: int, participation: float, traini
     fixed, each, everyone = rows_beside_state(algorithm, momentum, path.engine, path.written_out, whole)
     at_once = max(0, min(workers, cohort) - 1) if path.engine == "threads" else 0  # clients in work beside the one that was measured
     proof = 20 * row  # copies for the comparison of the faster forms, before the first round
-    return state + max(int(row * (2 + fixed + each * cohort + everyone * n + 3 * at_once)), proof)
+    return state + max(int(row * (COPIES + fixed + each * cohort + everyone * n + 3 * at_once)), proof)
 
 
 def nbytes(tensors: Tensors) -> int:

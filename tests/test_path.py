@@ -163,7 +163,7 @@ def test_a_padding_row_is_not_trained() -> None:
     data = federation((7,), tokens=True)
     run = same_as_by_hand(Tokens, data)
     assert run.path.engine == "threads" and "its gradient is another in training mode" in run.path.why
-    with pytest.raises(ValueError, match="^engine: 'vmap' cannot train this model: its gradient"):
+    with pytest.raises(ValueError, match=r"^engine: 'vmap' cannot train this model: its gradient"):
         Simulation("fedavg", Tokens(), data, engine="vmap")
 
 

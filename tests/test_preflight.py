@@ -121,7 +121,7 @@ def test_modes_of_torch() -> None:
         with mode, pytest.raises(ValueError, match=f"^torch: .*{sentence}"):
             Simulation("fedavg", model, data)
     run = Simulation("fedavg", model, data, rounds=1)
-    with torch.inference_mode(), pytest.raises(ValueError, match="^torch: .*inference_mode"):
+    with torch.inference_mode(), pytest.raises(ValueError, match=r"^torch: .*inference_mode"):
         run.run()
     torch.set_default_device("meta")
     try:
@@ -131,7 +131,7 @@ def test_modes_of_torch() -> None:
         torch.set_default_device(None)
     torch.set_default_dtype(torch.float64)
     try:
-        with pytest.raises(TypeError, match="^data: x is torch.float32 and the model's parameters are torch.float64"):
+        with pytest.raises(TypeError, match=r"^data: x is torch.float32 and the model's parameters are torch.float64"):
             Simulation("fedavg", lambda: nn.Linear(6, 4), data)
         wide = federation(torch.randn(24, 6), dtype=torch.float64)
         for algorithm in ("fedavg", "apfl", "feddwa"):
