@@ -77,7 +77,7 @@ def measured(algorithm: FedAvg, training: Training, engine: str, written_out: bo
     with Live() as live:
         state, _ = step(algorithm, state, setting, ids)
         evaluate(algorithm, state, setting)
-    return live.peak / (net.size * net.w0.element_size())
+    return float(live.peak) / (net.size * net.w0.element_size())
 
 
 class Inline(Engine):

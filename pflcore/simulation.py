@@ -95,7 +95,7 @@ class Simulation:
             raise ValueError(f"device: expected 'cpu' or 'cuda', got {self.device!r}.") from None
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise ValueError(f"device: got {self.device!r}, but torch {torch.__version__} sees no GPU here; use device='cpu'.")
-        self.clients, self.eval_clients = (ids_of(k, getattr(self, k), self.data.n) for k in ("clients", "eval_clients"))
+        self._among, self._looked_at = (ids_of(k, getattr(self, k), self.data.n) for k in ("clients", "eval_clients"))
         if self.algorithm.needs_val:
             self.data = held_out(self.data, self.seed)
         if self.eval_split not in self.data.index:
@@ -182,7 +182,7 @@ class Simulation:
             report: Record = {}
             asked: str | None = None  # where memory ran out: what for, if that is known
             try:
-                ids = sample(self.algorithm, self.setting, round, self.participation, self.clients)
+                ids = sample(self.algorithm, self.setting, round, self.participation, self._among)
                 self.state, done = step(self.algorithm, self.state, self.setting, ids, self.buffers)
                 report = {k: v.tolist() for k, v in self.algorithm.report(self.state.g).items()}
                 if self.eval_every and (round % self.eval_every == 0 or round == self.rounds):
@@ -226,7 +226,7 @@ class Simulation:
     def evaluate(self, split: str) -> dict[str, torch.Tensor]:
         """Each client's personalized model as it is now: see `pflcore.algorithms.evaluate`."""
         assert isinstance(self.algorithm, FedAvg)
-        return evaluate(self.algorithm, self.state, self.setting, split, self.eval_clients)
+        return evaluate(self.algorithm, self.state, self.setting, split, self._looked_at)
 
     def run(self, on_round: Callable[[int, Record], None] | None = None) -> History:
         """Play all rounds; `on_round(round, record)` sees each record as it is made. Ctrl-C ends the run and keeps what there is."""
