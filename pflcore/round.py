@@ -210,5 +210,6 @@ def one_by_one(alg: FedAvg, view: Tensors, local: Local, split: str) -> tuple[Te
         else:
             losses.append(local.net.criterion(scores, y))
         if local.net.scores_classes and not y.is_floating_point():
-            hits.append(right(scores, y).double().mean())
+            classes = scores.movedim(1, -1) if scores.dim() > y.dim() else scores  # [B, C, ...] for labels [B, ...]
+            hits.append(right(classes, y).double().mean())
     return torch.stack(losses), torch.stack(hits) if hits else None

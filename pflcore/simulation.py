@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -12,14 +13,15 @@ import torch
 import torch.nn as nn
 
 import pflcore
-from pflcore import memory
+from pflcore import footprint, memory
 from pflcore.algorithms import ALGORITHMS
-from pflcore.algorithms.base import FedAvg, State, Stop, Tensors
+from pflcore.algorithms.base import FedAvg, State, Stop
 from pflcore.arguments import SEEDS, WORKERS, algorithm_of, check_start, copied, device_of, ids_of, limit, whole
 from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
-from pflcore.local import Training, prepared
+from pflcore.local import Path, Training, prepared
 from pflcore.local.net import Net
+from pflcore.local.preflight import check_modes
 from pflcore.metrics import human
 from pflcore.round import Outcome, begin, buffers_of, evaluate, sample, step
 from pflcore.uploads import farthest
@@ -60,7 +62,7 @@ class Simulation:
     >>> history = Simulation("waffle", model, data, Training(lr=0.1), rounds=20).run()   # doctest: +SKIP
     """
 
-    algorithm: FedAvg | str
+    algorithm: FedAvg | type[FedAvg] | str
     model: Net | nn.Module | Callable[[], nn.Module]
     data: Federation
     training: Training = field(default_factory=Training)
@@ -96,6 +98,7 @@ class Simulation:
         if self.eval_split not in self.data.index:
             raise ValueError(f"eval_split: the federation has {', '.join(self.data.index)}, not {self.eval_split!r}.")
         model = self.model
+        check_modes()
         net = (
             model
             if isinstance(model, Net)
@@ -106,19 +109,20 @@ class Simulation:
         asked = self._set_up(net)
         if asked is not None:
             memory.give_back(self.device)
-            peak = peak_bytes(net, self.data.n, self.participation, *self.algorithm.init(net, self.data.n))
+            peak = self._peak_bytes(net)
             data = sum(t.numel() * t.element_size() for t in (self.data.x, self.data.y))
             raise MemoryError(memory.sentence(f"before the first round, with {human(data)} of data", peak, asked, self.device))
 
     def _set_up(self, net: Net) -> str | None:
         """Everything to its device. Where memory runs out nothing is kept, and what was asked for last is returned."""
         assert isinstance(self.algorithm, FedAvg)
-        data = self.data
+        data, self.path = self.data, Path("vmap", "vmap", "not chosen yet")
         try:
             if self.device != "cpu":
                 net, data = net.to(self.device), data.to(self.device)
             self.setting, self.path = prepared(net, data, self.training, self.engine, self.workers, self.seed, self.rounds)
             net = self.setting.net
+            memory.refuse(self._peak_bytes(net), self.device)
             if self.warm_start is not None:
                 check_start(self.warm_start, self.algorithm, net, data.n)
             self._state = begin(self.algorithm, net, data.n) if self.warm_start is None else copied(self.warm_start)
@@ -126,7 +130,7 @@ class Simulation:
             if self._state.round >= self.rounds:
                 raise ValueError(f"rounds: expected more than the {self._state.round} that the warm start has played, got {self.rounds}.")
         except (MemoryError, RuntimeError) as error:
-            if not memory.ran_out(error):
+            if not memory.ran_out(error) or isinstance(error, memory.RunTooLarge):
                 raise
             return memory.asked_for(error)
         everybody = torch.arange(data.n)
@@ -155,9 +159,13 @@ class Simulation:
         return next((k for k, v in ALGORITHMS.items() if v is type(self.algorithm)), type(self.algorithm).__name__)
 
     def peak_bytes(self) -> int:
-        """An estimate of the run's peak memory, see `peak_bytes`."""
-        fresh = {k: v[0] for k, v in self._state.own.items()}
-        return peak_bytes(self.setting.net, self.data.n, self.participation, self._state.g, fresh)
+        """An estimate of the run's peak memory beside data and activations, see `footprint`."""
+        return self._peak_bytes(self.setting.net)
+
+    def _peak_bytes(self, net: Net) -> int:
+        assert isinstance(self.algorithm, FedAvg)
+        workers = self.workers or os.cpu_count() or 1
+        return footprint.peak_bytes(self.algorithm, net, self.data.n, self.participation, self.training, self.path, workers)
 
     def header(self) -> Record:
         """What the run is: everything needed to repeat it."""
@@ -264,6 +272,7 @@ class Simulation:
     def run(self, on_round: Callable[[int, Record], None] | None = None) -> History:
         """Play all rounds; `on_round(round, record)` sees each record as it is made. Ctrl-C ends the run and keeps what there is.
         So does an error, in `on_round` for instance, which goes on from here with the history as its attribute `history`."""
+        check_modes()
         history = History(self.header())
         try:
             for record in self.iterate():
@@ -285,17 +294,6 @@ class Simulation:
         if history.stopped and not history.interrupted:
             warnings.warn(f"{self.name}, seed {self.seed}, stopped early: {history.stopped}", RuntimeWarning, stacklevel=2)
         return history
-
-
-def peak_bytes(net: Net, n: int, participation: float, g: Tensors, own: Tensors) -> int:
-    """An estimate of a run's peak memory beside data and activations: 2 S P floats for FedAvg, 6 S P + N P for SCAFFOLD.
-
-    The state (the server's `g`, and of each client its `own` rows), and for the cohort its trained rows and updates, and four
-    matrices for each matrix of client state: as gathered, its correction, as renewed, as uploaded.
-    """
-    cohort = max(1, int(participation * n + 0.5))
-    server, client = (sum(v.numel() * v.element_size() for v in tensors.values()) for tensors in (g, own))
-    return server + n * (client + net.b0.numel() * net.b0.element_size()) + cohort * (2 * net.size * net.w0.element_size() + 4 * client)
 
 
 def round_to(x: float, digits: int = 4) -> float:
