@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 
-.PHONY: demo test lint build gpu attack bench clean
+.PHONY: demo test lint build portability gpu attack bench clean
 
 # torch comes first: the kernels are built against the torch that is there
 .venv/tools: pyproject.toml
@@ -32,6 +32,10 @@ lint: build
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# the kernels against the oldest torch and the newest, on every Python that is here: gigabytes of downloads
+portability:
+	.ci/portability
 
 # everything that needs a GPU: the op tests there, simulations against the CPU's, and the kernels beside torch and the card's limits
 gpu: build

@@ -5,8 +5,12 @@ PFLCORE_EXT=auto (default) builds what can be built; =0 builds nothing; =cpu and
 
 import glob
 import os
+import re
 import shutil
+import subprocess
 import sys
+import tempfile
+from contextlib import contextmanager
 
 from setuptools import setup
 
@@ -62,6 +66,40 @@ def linked_home(wheels):
     return home
 
 
+def card_list(home):
+    """TORCH_CUDA_ARCH_LIST for cards that are not here: every generation that this compiler knows, and PTX for those to come."""
+    said = subprocess.run([os.path.join(home, "bin", "nvcc"), "--list-gpu-arch"], capture_output=True, text=True, check=False).stdout
+    known = {f"{int(n) // 10}.{int(n) % 10}" for n in re.findall(r"compute_(\d+)\b", said)}
+    cards = [c for c in ("7.5", "8.0", "8.6", "9.0", "10.0", "12.0") if c in known] or ["8.0", "9.0"]
+    return ";".join(cards) + "+PTX"
+
+
+@contextmanager
+def kept_output(path):
+    """What is printed meanwhile, by the compiler too, goes to a file and is shown at the end."""
+    sys.stdout.flush(), sys.stderr.flush()
+    before = os.dup(1), os.dup(2)
+    with open(path, "wb") as file:
+        os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stdout.flush(), sys.stderr.flush()
+            for fd, old in enumerate(before, 1):
+                os.dup2(old, fd), os.close(old)
+            with open(path, errors="replace") as said:
+                sys.stderr.write(said.read())
+
+
+def cause(error, path):
+    """Why a build failed: the compiler's or linker's first complaint, or else what the build system says."""
+    with open(path, errors="replace") as said:
+        complaints = [
+            line.strip() for line in said if re.search(r"\b(fatal )?error\b ?:|undefined reference|cannot find|command not found", line)
+        ]
+    return (complaints or str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def extension():
     if WANT not in ("0", "cpu", "cuda", "auto"):
         raise SystemExit(f"pflcore: PFLCORE_EXT is {WANT!r}, expected 0, cpu, cuda or auto")
@@ -91,7 +129,8 @@ def extension():
     plans = [(cpu, f"CPU kernels (no CUDA: {no_cuda})" if no_cuda else "CPU kernels")]
     if WANT != "cpu" and not no_cuda:
         cpp_extension.CUDA_HOME = home
-        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
+        if not torch.cuda.is_available():  # else torch builds for the card that it sees
+            os.environ.setdefault("TORCH_CUDA_ARCH_LIST", card_list(home))
         flags = {"cxx": [*cxx, "-DPFLCORE_CUDA", "-DUSE_CUDA"], "nvcc": ["-O3", *defines, "-DPFLCORE_CUDA", "-DUSE_CUDA"]}
         cuda = cpp_extension.CUDAExtension("pflcore._C", sources + cuda_sources, extra_compile_args=flags, extra_link_args=link)
         plans.insert(0, (cuda, "CPU and CUDA kernels"))
@@ -104,20 +143,36 @@ def extension():
             for plan, what in plans:
                 for field in ("sources", "extra_compile_args", "include_dirs", "library_dirs", "libraries", "extra_link_args"):
                     setattr(ext, field, getattr(plan, field))
-                try:
-                    super().build_extensions()
-                    return say(f"built {what} against torch {torch.__version__}")
-                except (Exception, SystemExit) as error:
-                    if WANT != "auto":
-                        raise
-                    why = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-                    say(f"{what} cannot be built here: {why}")
-            pure("the build failed, see above")
+                with tempfile.TemporaryDirectory() as folder:
+                    log = os.path.join(folder, "log")
+                    try:
+                        with kept_output(log):
+                            super().build_extensions()
+                        self.note(None)
+                        return say(f"built {what} against torch {torch.__version__}")
+                    except (Exception, SystemExit) as error:
+                        why = cause(error, log)
+                        if WANT != "auto":
+                            raise SystemExit(f"pflcore: {what} cannot be built here: {why}") from error
+                        say(f"{what} cannot be built here: {why}")
+            self.note(why)
+            pure(f"the build failed: {why}")
             self.extensions = []
+
+        def note(self, why):
+            """Leaves word beside where the kernels would be, for pflcore.backend(): pip shows nobody what a build says."""
+            path = os.path.join(os.path.dirname(self.get_ext_fullpath("pflcore._C")), "_C.failed")
+            if why is not None:
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                with open(path, "w") as file:
+                    file.write(why)
+            elif os.path.exists(path):
+                os.remove(path)
 
     ext = plans[0][0]
     ext.depends = [*glob.glob("csrc/*.h"), *glob.glob("csrc/*/*.h"), *glob.glob("csrc/cuda/*.cuh")]
     return {"ext_modules": [ext], "cmdclass": {"build_ext": Build}}
 
 
-setup(**extension())
+if __name__ == "__main__":
+    setup(**extension())

@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from pflcore.algorithms import ALGORITHMS
 from pflcore.algorithms.base import FedAvg
+from pflcore.arguments import WORKERS, device_of, limit, whole
 from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES, Federation, federation_of, options_of
 from pflcore.local import Training
 from pflcore.local.net import Net
@@ -41,6 +43,7 @@ class Options:
     engine: str = "auto"  # threads, vmap, or auto by the model
     workers: int | None = None  # threads; never changes a result
     device: str = "cpu"  # cpu or cuda
+    clip: float | None = None  # no client's update is longer than this (Euclidean norm)
     buffers: str = "local"  # batch norm's running statistics: local or average
 
 
@@ -103,13 +106,33 @@ def federation(options: Options, cut: Mapping[str, Any] | None = None) -> Federa
 
 def model(options: Options, data: Federation, own: Mapping[str, Any] | None = None) -> Callable[[], nn.Module]:
     """A function that makes the experiment's model for this data's shape and classes; `own` holds the model's own options."""
+    check_criterion(options.criterion, data)
     name, classes = model_name(options, data), None if options.criterion == "hinge" else data.classes
 
     def make() -> nn.Module:
-        return model_for(name, data.shape, classes, **(own or {}))
+        made = model_for(name, data.shape, classes, **(own or {}))
+        return made.to(data.x.dtype) if data.x.dtype == torch.float64 else made
 
     make()  # so that a shape that does not fit is said now
     return make
+
+
+def check_criterion(criterion: str, data: Federation) -> None:
+    """Whether the data's targets are what the criterion takes: labels or numbers."""
+    labels = not data.y.is_floating_point()
+    if labels and criterion in ("squared", "half_squared"):
+        raise ValueError(f"criterion: {data.name} has labels, and {criterion} compares numbers; use cross_entropy.")
+    if not labels and criterion in ("cross_entropy", "hinge"):
+        raise ValueError(f"criterion: the targets of {data.name} are numbers, and {criterion} takes labels; use squared.")
+    if data.y.dim() > 1 and data.y[0].numel() > 1:
+        shape = list(data.y.shape[1:])
+        raise ValueError(f"data: {data.name} has targets of shape {shape}, and the models here have one output for each; use Simulation.")
+
+
+def net(options: Options, data: Federation, make: Callable[[], nn.Module]) -> Net:
+    """The model as rows, with its loss, drawn by the run's seed."""
+    by_labels = "squared" if data.y.is_floating_point() else "cross_entropy"
+    return Net(make, by_labels if options.criterion == "auto" else options.criterion, seed=options.seed)
 
 
 def model_name(options: Options, data: Federation) -> str:
@@ -125,6 +148,10 @@ def algorithm(name: str, hyper: Mapping[str, Any] | None = None, target: int | N
         raise ValueError(f"algorithm: expected one of {', '.join(ALGORITHMS)}, got {name!r}.")
     cls = ALGORITHMS[name]
     given = dict(hyper or {})
+    unknown = sorted(set(given) - {f.name for f in fields(cls)})
+    if unknown:
+        known = ", ".join(f.name for f in fields(cls) if f.name not in cls.unused)
+        raise ValueError(f"{name}: expected options among {known or 'none'}, got {', '.join(unknown)}.")
     if target is not None and any(f.name == "target" for f in fields(cls)):
         given["target"] = target
     return cls(**given)
@@ -143,11 +170,12 @@ class Job:
     def name(self) -> str:
         return f"{self.algorithm}, seed {self.options.seed}"
 
-    def simulation(self, data: Federation, model: Callable[[], nn.Module]) -> Simulation:
+    def simulation(self, data: Federation, model: Callable[[], nn.Module], **more: Any) -> Simulation:
+        """Its simulation; `more` are options that only Python can set: who may take part, who is evaluated."""
         o = self.options
         return Simulation(
             algorithm(self.algorithm, self.hyper, o.target),
-            model if o.criterion == "auto" else Net(model, o.criterion, seed=o.seed),
+            net(o, data, model),
             data,
             self.training,
             rounds=o.rounds,
@@ -157,8 +185,10 @@ class Job:
             workers=o.workers,
             device=o.device,
             buffers=o.buffers,
+            clip=o.clip,
             eval_every=o.eval_every,
             eval_split=o.eval_split,
+            **more,
         )
 
     def header(self, simulation: Simulation) -> dict[str, Any]:
@@ -166,6 +196,7 @@ class Job:
         head, o = simulation.header(), self.options
         cut = partition_of(o.data, o.partition)
         names = {"data": o.data, "partition": cut.name if cut else None, "model": model_name(o, simulation.data)}
+        names |= {k: getattr(o, k) for k in ("data_seed", "train_samples", "test_samples", "val")}
         made_for = head["target"]  # whom the algorithm makes its one model for, if it does
         return {**head, **names, "criterion": o.criterion, "target": made_for if o.target is None else o.target, "made_for": made_for}
 
@@ -176,6 +207,11 @@ def jobs(algorithms: Sequence[str], options: Options, training: Training, hyper:
         raise ValueError(f"algorithms: expected at least one of {', '.join(ALGORITHMS)}, got none.")
     if options.seeds < 1:
         raise ValueError(f"seeds: expected at least 1 run, got {options.seeds}.")
+    if options.workers is not None:
+        whole("workers", options.workers, 1, WORKERS)
+    whole("data_seed", options.data_seed, 0, 2**32 - 1)
+    limit("clip", options.clip)
+    device_of(options.device)
     for name in algorithms:
         algorithm(name, hyper.get(name), options.target)
     seeds = range(options.seed, options.seed + options.seeds)

@@ -2,7 +2,9 @@
 
 A vector holds one value per client, unweighted: each client counts once however many samples it has (Motley, section 4).
 A NaN stands for a client without a value, a client without test samples for instance: it is left out, and a vector with
-nothing left gives NaN, never an error. Standard deviations are the population's (ddof = 0), as in both papers, so N = 1 gives 0.
+nothing left gives NaN, never an error.
+An infinite value, a loss that diverged, stays in: means and deviations are infinite with it.
+Standard deviations are the population's (ddof = 0), as in both papers, so N = 1 gives 0.
 Means are taken in float64. Shares and accuracies are in [0, 1]; only functions that say "percent" return percents.
 """
 
@@ -60,6 +62,8 @@ def mean(values: Vector) -> float:
 def std(values: Vector) -> float:
     """Population standard deviation over clients (ddof = 0): the papers' measure of fairness."""
     kept = _kept(values)
+    if kept.isinf().any():
+        return math.inf  # not NaN, which would read as "no clients"
     return kept.std(correction=0).item() if len(kept) else math.nan
 
 
@@ -176,10 +180,11 @@ def paper_cell(shares: Vector) -> str:
 
 
 def right(scores: Tensor, y: Tensor) -> Tensor:
-    """Bool like `y` [...]: which samples `scores` [..., C], or one score [..., 1] or [...] by its sign, get right."""
+    """Bool like `y` [...]: which samples `scores` [..., C], or one score [..., 1] or [...] by its sign, get right; NaN never is."""
     if scores.dim() > y.dim() and scores.shape[-1] > 1:
-        return scores.argmax(-1) == y
-    return (scores.reshape(y.shape) > 0) == (y > 0)
+        return (scores.argmax(-1) == y) & ~scores.isnan().any(-1)  # of scores with a NaN, argmax takes the NaN's place
+    one = scores.reshape(y.shape)
+    return ((one > 0) == (y > 0)) & ~one.isnan()
 
 
 def human(size: float) -> str:

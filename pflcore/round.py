@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from pflcore import ops
+from pflcore import ops, uploads
 from pflcore.algorithms.base import Commit, FedAvg, Payload, Pool, State, Tensors, cohort_of
 from pflcore.local import Local, Setting
 from pflcore.local.net import Net
@@ -27,6 +28,9 @@ class Outcome:
     bytes_down: int = 0
     bytes_up: int = 0
     train_loss: float | None = None  # mean over the cohort of the minibatch losses, weighted by share
+    moved: list[float | None] | None = None  # each client's update norm over the cohort's median; None: dropped, or nothing to measure
+    clipped: list[int] = field(default_factory=list)  # clients whose update was shortened to `clip`
+    spoilt: list[str] = field(default_factory=list)  # what the server would hold that is not finite: the round is void
 
 
 def begin(alg: FedAvg, net: Net, n: int) -> State:
@@ -53,11 +57,15 @@ def sample(alg: FedAvg, setting: Setting, round: int, participation: float = 1.0
 
 
 @few_threads
-def step(alg: FedAvg, state: State, setting: Setting, ids: Tensor, buffers: str = "local") -> tuple[State, Outcome]:
+def step(
+    alg: FedAvg, state: State, setting: Setting, ids: Tensor, buffers: str = "local", clip: float | None = None
+) -> tuple[State, Outcome]:
     """One round with the clients `ids`; gives the new state, or the old one (with the round counted) where the round is void.
+    `state` is used up: its rows may be written in place. No update is longer than `clip` (Euclidean norm) where that is given.
 
     A client with anything not finite in its upload or its new state is absent from the round: it keeps its old state and the
-    others' shares are renormalised. Without a required client, or without anybody, the round is void.
+    others' shares are renormalised. Without a required client, without anybody, or where the server's own new state is not finite,
+    the round is void.
     """
     absent = set(alg.required) - set(ids.tolist())
     if absent:
@@ -81,12 +89,25 @@ def step(alg: FedAvg, state: State, setting: Setting, ids: Tensor, buffers: str 
         cohort = cohort_of(alg, setting, ids, round)
         up, new = ({k: v[fine.to(v.device)] for k, v in d.items()} for d in (up, new))
         local.buffers = local.buffers[fine.to(local.buffers.device)]
+    norm = uploads.norms(up, state.g, ids, cohort.n)
+    if norm is not None:
+        relative = uploads.ratios(norm)
+        if relative is not None:
+            of = dict(zip(ids.tolist(), relative.tolist(), strict=True))
+            outcome.moved = [of.get(i) for i in outcome.ids]
+        if clip is not None:
+            outcome.clipped = ids[norm > clip].tolist()
+            up = uploads.shortened(up, state.g, ids, cohort.n, norm, clip)
     rows = local.buffers
     if buffers == "average" and rows.shape[1]:
         rows = ops.aggregate(rows, onto(cohort.share[None], rows.device)).expand(len(state.buffers), -1)
         ids = torch.arange(len(state.buffers))
     commit = Commit(ids, *((state.own[k], v) for k, v in new.items()), (state.buffers, rows))
     g = alg.server(state.g, up, cohort)
+    outcome.spoilt = uploads.not_finite(state.g, g)
+    if outcome.spoilt:
+        outcome.void = True
+        return State(state.g, state.own, state.buffers, round, state.void + 1), outcome
     commit.write()  # only now: the server has accepted the round
     return State(g, state.own, state.buffers, round, 0), outcome
 
@@ -120,7 +141,8 @@ def nbytes(payload: Payload) -> int:
 def evaluate(alg: FedAvg, state: State, setting: Setting, split: str = "test", clients: Tensor | None = None) -> Tensors:
     """Every client's personalized model on its own data: "loss" [N], "size" [N] and, for classes, "accuracy" [N].
 
-    A client without samples of `split`, or not among `clients` (ids; default: all), is not looked at: NaN, and size 0.
+    A client without samples of `split`, or not among `clients` (ids; default: all), is not looked at: NaN, and size 0. A loss that is
+    not finite is infinite, never NaN: whoever takes a mean meets it. There is an accuracy where the criterion scores classes.
     """
     n, size = setting.data.n, setting.data.size(split)
     if clients is not None:
@@ -135,6 +157,7 @@ def evaluate(alg: FedAvg, state: State, setting: Setting, split: str = "test", c
     view = alg.personal(down, state.own if len(ids) == n else {k: v[ids] for k, v in state.own.items()}, local)
     own_way = type(alg).predict is not FedAvg.predict or alg.returns != "logits"
     loss, accuracy = (None if own_way else local.measure(view["w"], split)) or one_by_one(alg, view, local, split)
+    loss = loss.double().nan_to_num(nan=math.inf)
     none = torch.full((n,), torch.nan, dtype=torch.float64)
     result = {"loss": loss} if accuracy is None else {"loss": loss, "accuracy": accuracy}
     return {k: none.index_copy(0, ids, v.double().cpu()) for k, v in result.items()} | {"size": size}
@@ -148,6 +171,6 @@ def one_by_one(alg: FedAvg, view: Tensors, local: Local, split: str) -> tuple[Te
             losses.append(torch.nn.functional.nll_loss(scores.clamp(min=1e-12).log(), y))
         else:
             losses.append(local.net.criterion(scores, y))
-        if not y.is_floating_point():
+        if local.net.scores_classes and not y.is_floating_point():
             hits.append(right(scores, y).double().mean())
     return torch.stack(losses), torch.stack(hits) if hits else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any
@@ -14,13 +15,16 @@ import pflcore
 from pflcore import memory
 from pflcore.algorithms import ALGORITHMS
 from pflcore.algorithms.base import FedAvg, State, Stop, Tensors
+from pflcore.arguments import SEEDS, WORKERS, algorithm_of, check_start, copied, device_of, ids_of, limit, whole
 from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
 from pflcore.local import Training, prepared
 from pflcore.local.net import Net
 from pflcore.metrics import human
 from pflcore.round import Outcome, begin, evaluate, sample, step
+from pflcore.uploads import farthest
 
+STREAM = 1  # the version of the random streams: runs of one version, seed and setting are the same run
 VOID_ROUNDS = 3  # so many void rounds in a row end a run: same data, same lr, it will not recover
 Record = dict[str, Any]
 
@@ -33,7 +37,7 @@ class History:
     rounds: list[Record] = field(default_factory=list)
     stopped: str | None = None
     interrupted: bool = False  # by Ctrl-C
-    failed: bool = False  # for want of memory; the state is that of the last round in `rounds`
+    failed: bool = False  # for want of memory, or by an error; the state is that of the last round in `rounds`
     state: State | None = None
 
     def series(self, key: str = "accuracy") -> tuple[list[int], torch.Tensor]:
@@ -62,7 +66,7 @@ class Simulation:
     training: Training = field(default_factory=Training)
     rounds: int = 100
     participation: float = 1.0  # max(1, floor(participation * N + 0.5)) clients a round
-    clients: torch.Tensor | None = None  # ids of those who may take part; default: all
+    clients: torch.Tensor | Sequence[int] | None = None  # ids of those who may take part; default: all
     seed: int = 0
     engine: str = "auto"  # "threads", "vmap", or by the model; see `pflcore.local.path`
     workers: int | None = None  # threads; never changes a result
@@ -70,27 +74,25 @@ class Simulation:
     buffers: str = "local"  # batch norm's running statistics: each client its own, or "average"
     eval_every: int = 1  # rounds between evaluations, the last round in any case; 0: none at all
     eval_split: str = "test"
-    eval_clients: torch.Tensor | None = None  # ids of those who are evaluated; default: all
+    eval_clients: torch.Tensor | Sequence[int] | None = None  # ids of those who are evaluated; default: all
     eval_train: bool = False  # the train loss of every client too
-    warm_start: State | None = None
+    warm_start: State | None = None  # is copied
+    clip: float | None = None  # no client's update is longer (Euclidean norm, before the server sees it)
 
     def __post_init__(self) -> None:
-        if isinstance(self.algorithm, str):
-            if self.algorithm not in ALGORITHMS:
-                raise ValueError(f"algorithm: {self.algorithm!r} is none of {', '.join(ALGORITHMS)}.")
-            self.algorithm = ALGORITHMS[self.algorithm]()
-        if self.rounds < 1 or self.eval_every < 0:
-            raise ValueError(f"rounds and eval_every: expected at least 1 and 0, got {self.rounds} and {self.eval_every}.")
+        self.algorithm = algorithm_of(self.algorithm)
+        self.rounds, self.eval_every = whole("rounds", self.rounds, 1), whole("eval_every", self.eval_every, 0)
+        self.seed = whole("seed", self.seed, -SEEDS, SEEDS - 1)
+        self.workers = None if self.workers is None else whole("workers", self.workers, 1, WORKERS)
+        self.clip = limit("clip", self.clip)
+        if not isinstance(self.data, Federation):
+            raise TypeError(f"data: expected a Federation, got {type(self.data).__name__}; make one: Federation.from_arrays(...).")
         if not 0 < self.participation <= 1:
             raise ValueError(f"participation: expected a fraction in (0, 1], got {self.participation}.")
         if self.buffers not in ("local", "average"):
             raise ValueError(f"buffers: expected 'local' or 'average', got {self.buffers!r}.")
-        try:
-            torch.device(self.device)
-        except RuntimeError:
-            raise ValueError(f"device: expected 'cpu' or 'cuda', got {self.device!r}.") from None
-        if self.device.startswith("cuda") and not torch.cuda.is_available():
-            raise ValueError(f"device: got {self.device!r}, but torch {torch.__version__} sees no GPU here; use device='cpu'.")
+        self.device = device_of(self.device)
+        self.clients, self.eval_clients = (ids_of(k, getattr(self, k), self.data.n) for k in ("clients", "eval_clients"))
         if self.algorithm.needs_val:
             self.data = held_out(self.data, self.seed)
         if self.eval_split not in self.data.index:
@@ -118,7 +120,12 @@ class Simulation:
                 net, data = net.to(self.device), data.to(self.device)
             self.setting, self.path = prepared(net, data, self.training, self.engine, self.workers, self.seed, self.rounds)
             net = self.setting.net
-            self.state = self.warm_start or begin(self.algorithm, net, data.n)
+            if self.warm_start is not None:
+                check_start(self.warm_start, self.algorithm, net, data.n)
+            self._state = begin(self.algorithm, net, data.n) if self.warm_start is None else copied(self.warm_start)
+            self._seen = False  # whether somebody outside holds the state, so that the run must go on with a copy
+            if self._state.round >= self.rounds:
+                raise ValueError(f"rounds: expected more than the {self._state.round} that the warm start has played, got {self.rounds}.")
         except (MemoryError, RuntimeError) as error:
             if not memory.ran_out(error):
                 raise
@@ -126,13 +133,23 @@ class Simulation:
         return None
 
     @property
+    def state(self) -> State:
+        """The state as it is now. It is a snapshot: whoever holds it never sees it change (the run goes on with a copy)."""
+        self._seen = True
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self._state, self._seen = state, True
+
+    @property
     def name(self) -> str:
         return next((k for k, v in ALGORITHMS.items() if v is type(self.algorithm)), type(self.algorithm).__name__)
 
     def peak_bytes(self) -> int:
         """An estimate of the run's peak memory, see `peak_bytes`."""
-        fresh = {k: v[0] for k, v in self.state.own.items()}
-        return peak_bytes(self.setting.net, self.data.n, self.participation, self.state.g, fresh)
+        fresh = {k: v[0] for k, v in self._state.own.items()}
+        return peak_bytes(self.setting.net, self.data.n, self.participation, self._state.g, fresh)
 
     def header(self) -> Record:
         """What the run is: everything needed to repeat it."""
@@ -154,6 +171,8 @@ class Simulation:
             "path": self.path._asdict(),
             "device": self.device,
             "buffers": self.buffers,
+            "clip": self.clip,
+            "stream": STREAM,
             "eval_split": self.eval_split,
             "target": self.algorithm.required[0] if self.algorithm.required else None,
             "backend": _plain(pflcore.backend()),
@@ -165,16 +184,19 @@ class Simulation:
         """Play the rounds, giving each one's record; ends early, after a record with the key "stopped", where the run diverged or
         memory ran out. In the latter case ("failed") the state is that of the last round given, and the run can be gone on with."""
         assert isinstance(self.algorithm, FedAvg)
-        while self.state.round < self.rounds:
-            round, began = self.state.round + 1, time.perf_counter()
+        outlier: tuple[float, int, int] | None = None  # times the median, client, round
+        while self._state.round < self.rounds:
+            round, began = self._state.round + 1, time.perf_counter()
             done: Outcome | None = None
             found: Record | None = None
             report: Record = {}
             asked: str | None = None  # where memory ran out: what for, if that is known
             try:
-                ids = sample(self.algorithm, self.setting, round, self.participation, self.clients)
-                self.state, done = step(self.algorithm, self.state, self.setting, ids, self.buffers)
-                report = {k: v.tolist() for k, v in self.algorithm.report(self.state.g).items()}
+                if self._seen:
+                    self._state, self._seen = copied(self._state), False
+                ids = sample(self.algorithm, self.setting, round, self.participation, ids_of("clients", self.clients, self.data.n))
+                self._state, done = step(self.algorithm, self._state, self.setting, ids, self.buffers, self.clip)
+                report = {k: v.tolist() for k, v in self.algorithm.report(self._state.g).items()}
                 if self.eval_every and (round % self.eval_every == 0 or round == self.rounds):
                     seen: Record = {k: v.tolist() for k, v in self.evaluate(self.eval_split).items()}
                     if self.eval_train:
@@ -197,6 +219,8 @@ class Simulation:
                     "bytes_down": done.bytes_down,
                     "bytes_up": done.bytes_up,
                     "train_loss": done.train_loss,
+                    "moved": [None if m is None else round_to(m, 3) for m in done.moved] if done.moved else None,
+                    "clipped": done.clipped,
                     "report": report,
                     "eval": found,
                 }
@@ -205,22 +229,33 @@ class Simulation:
                 where = f"in round {round}" if done is None else f"in the evaluation after round {round}"
                 yield {"stopped": memory.sentence(where, self.peak_bytes(), asked, self.device), "failed": True}
                 return
-            if self.state.void >= VOID_ROUNDS and round < self.rounds:
-                assert done is not None
-                yield {
-                    "stopped": f"The run diverged: rounds {round - VOID_ROUNDS + 1} to {round} were void, because client(s) {done.dropped} "
-                    f"sent updates that are not finite; lower the learning rate ({self.training.lr})."
-                }
+            assert done is not None
+            far = farthest(done.ids, done.moved)
+            if far is not None:
+                outlier = max(outlier or (0.0, 0, 0), (far[1], far[0], round))
+            if self._state.void >= VOID_ROUNDS or (self._state.void and round >= self.rounds):
+                yield {"stopped": self._why_void(round, done, outlier)}
                 return
+
+    def _why_void(self, round: int, done: Outcome, outlier: tuple[float, int, int] | None) -> str:
+        first = round - self._state.void + 1
+        which = f"round {round} was" if first == round else f"rounds {first} to {round} were"
+        why = f"the server's {', '.join(done.spoilt)} would not be finite" if done.spoilt else ""
+        why = why or f"client(s) {done.dropped} sent updates that are not finite"
+        what = f"lower the learning rate ({self.training.lr})"
+        if outlier is not None:
+            what = f"client {outlier[1]}'s update was {outlier[0]:.3g} times the median in round {outlier[2]}: look at its data or set clip"
+        return f"The run diverged: {which} void, because {why}; {what}."
 
     def evaluate(self, split: str) -> dict[str, torch.Tensor]:
         """Each client's personalized model as it is now: see `pflcore.algorithms.evaluate`."""
         assert isinstance(self.algorithm, FedAvg)
-        return evaluate(self.algorithm, self.state, self.setting, split, self.eval_clients)
+        return evaluate(self.algorithm, self._state, self.setting, split, ids_of("eval_clients", self.eval_clients, self.data.n))
 
     def run(self, on_round: Callable[[int, Record], None] | None = None) -> History:
-        """Play all rounds; `on_round(round, record)` sees each record as it is made. Ctrl-C ends the run and keeps what there is."""
-        history = History(self.header(), state=self.state)
+        """Play all rounds; `on_round(round, record)` sees each record as it is made. Ctrl-C ends the run and keeps what there is.
+        So does an error, in `on_round` for instance, which goes on from here with the history as its attribute `history`."""
+        history = History(self.header())
         try:
             for record in self.iterate():
                 if "stopped" in record:
@@ -233,7 +268,13 @@ class Simulation:
             history.stopped = str(stop)
         except KeyboardInterrupt:
             history.stopped, history.interrupted = f"Interrupted after round {len(history.rounds)} of {self.rounds}.", True
+        except Exception as error:
+            history.stopped, history.failed, history.state = f"{type(error).__name__}: {error}", True, self.state
+            error.history = history  # type: ignore[attr-defined]
+            raise
         history.state = self.state
+        if history.stopped and not history.interrupted:
+            warnings.warn(f"{self.name}, seed {self.seed}, stopped early: {history.stopped}", RuntimeWarning, stacklevel=2)
         return history
 
 

@@ -10,16 +10,20 @@ import itertools
 import json
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn as nn
 from torch import Tensor
 
 from pflcore.algorithms.base import FedAvg, State, Tensors, cohort_of
 from pflcore.algorithms.finetune import FineTune, layer_mask, lengths, value
+from pflcore.arguments import algorithm_of
+from pflcore.data.federation import Federation
 from pflcore.data.roles import Protocol
 from pflcore.local import Local, Setting, Training
 from pflcore.local.net import Net
@@ -102,6 +106,10 @@ def candidates(algorithm: FedAvg, training: Training, grid: Mapping[str, Sequenc
     """Every combination of a grid. A key is an option of the algorithm, or "training." and one of the local training."""
     own, its = {f.name for f in fields(algorithm)}, {f.name for f in fields(training)}
     for key, choices in grid.items():
+        if key in algorithm.unused:
+            raise ValueError(f"grid: {key!r} plays no part in {type(algorithm).__name__}, all candidates would be the same; leave it out.")
+        if key in its - own:
+            raise ValueError(f"grid: {key!r} is how clients train; write 'training.{key}'.")
         if not (key in own or (key.startswith("training.") and key.removeprefix("training.") in its)):
             known = ", ".join([*sorted(own), *(f"training.{k}" for k in sorted(its))])
             raise ValueError(f"grid: {key!r} is no option of {type(algorithm).__name__} or its training; there are {known}.")
@@ -119,8 +127,8 @@ def candidates(algorithm: FedAvg, training: Training, grid: Mapping[str, Sequenc
 
 def tune(
     protocol: Protocol | Sequence[Protocol],
-    net: Net | Sequence[Net],
-    algorithm: FedAvg,
+    net: Net | nn.Module | Callable[[], nn.Module] | Sequence[Net],
+    algorithm: FedAvg | str,
     training: Training,
     grid: Mapping[str, Sequence[Any]],
     rounds: int,
@@ -128,7 +136,7 @@ def tune(
     states: Sequence[State] | None = None,
     per_client: bool = False,
     participation: float = 1.0,
-    seed: int = 0,
+    seed: int | Sequence[int] = 0,
     engine: str = "auto",
     workers: int | None = None,
     device: str = "cpu",
@@ -137,21 +145,33 @@ def tune(
 ) -> Tuned:
     """Trains every candidate of the grid and picks the best on validation data, after the last round.
 
-    Several protocols (splits) are averaged; run j has seed `seed + j`, and starts at the j-th net where several are given. With `rounds=0`
+    Several protocols (splits) are averaged; run j has seed `seed + j`, or the j-th of several seeds, and starts at the j-th net where
+    several are given. With `rounds=0`
     the fresh state is the trained one. `states`, one per protocol: trained already, so the grid may hold `late` options only.
     `per_client`: each client its own best candidate (cross-silo only).
     With `folder` every result is recorded as it comes, and a second call with the same arguments goes on where the first one stopped.
-    A candidate whose run stopped early or whose values are not finite is recorded and never chosen.
+    A candidate whose run stopped early, or that leaves a single client with validation samples without a finite loss or value, is recorded
+    with the reason and never chosen, neither for all nor for one client: its mean would be that of the clients who survived it.
     """
-    protocols = [protocol] if isinstance(protocol, Protocol) else list(protocol)
-    if per_client and any(p.setting != "cross-silo" for p in protocols):
+    algorithm = algorithm_of(algorithm)
+    protocols = [protocol] if isinstance(protocol, Protocol | Federation) else list(protocol)
+    for p in protocols:
+        if not isinstance(p, Protocol):
+            raise TypeError(f"protocol: expected who trains and who is tested, got a {type(p).__name__}; make one: cross_silo(data).")
+    if not isinstance(net, Net | Sequence) or isinstance(net, nn.Module):
+        numbers = protocols[0].data.y.is_floating_point()
+        net = Net(net, criterion="squared" if numbers else "cross_entropy", seed=seed)
+    if per_client and any(p.setting == "cross-device" for p in protocols):
         raise ValueError("per_client: clients of a cross-device protocol that are reported have no validation samples; choose globally.")
     trials = [Trial(c) for c in candidates(algorithm, training, grid)]
     if states is not None and len({t.candidate.trained for t in trials}) > 1:
         raise ValueError(f"grid: with trained states it may hold {', '.join(algorithm.late) or 'nothing'}, got {', '.join(grid)}.")
     nets = [net] * len(protocols) if isinstance(net, Net) else list(net)
+    seeds = [seed + j for j in range(len(protocols))] if isinstance(seed, int) else list(seed)
+    if len(seeds) != len(protocols) or len(nets) != len(protocols):
+        raise ValueError(f"seed and net: expected one, or one per protocol ({len(protocols)}), got {len(seeds)} and {len(nets)}.")
     bench = _Bench(
-        protocols, nets, states, rounds, participation, seed, engine, workers, device, Path(folder) if folder else None, per_client
+        protocols, nets, states, rounds, participation, seeds, engine, workers, device, Path(folder) if folder else None, per_client
     )
     book = _Book(Path(folder) / "tuning.jsonl" if folder else None, bench.header(algorithm, training))
     for j in range(len(protocols)):
@@ -185,14 +205,14 @@ class _Bench:
         states: Sequence[State] | None,
         rounds: int,
         participation: float,
-        seed: int,
+        seeds: list[int],
         engine: str,
         workers: int | None,
         device: str,
         folder: Path | None,
         keep: bool,
     ) -> None:
-        self.protocols, self.nets, self.states, self.rounds, self.seed = protocols, nets, states, rounds, seed
+        self.protocols, self.nets, self.states, self.rounds, self.seeds = protocols, nets, states, rounds, seeds
         self.participation, self.device = participation, device
         self.engine, self.workers, self.folder, self.keep = engine, workers, folder, keep
         self.blind = [p.blind for p in protocols]
@@ -209,7 +229,7 @@ class _Bench:
             "states": None if self.states is None else [_digest_of(s.g.values()) for s in self.states],
             "rounds": self.rounds,
             "participation": self.participation,
-            "seed": self.seed,
+            "seeds": self.seeds,
         }
 
     def simulation(self, candidate: Candidate, run: int) -> Simulation:
@@ -222,7 +242,7 @@ class _Bench:
             rounds=max(1, self.rounds),
             participation=self.participation,
             clients=p.train,
-            seed=self.seed + run,
+            seed=self.seeds[run],
             engine=self.engine,
             workers=self.workers,
             device=self.device,
@@ -244,7 +264,9 @@ class _Bench:
             stopped = saved.pop("stopped")
             state = State(**saved)
         else:
-            history = simulation.run()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".*stopped early: ", RuntimeWarning)  # the trial says it
+                history = simulation.run()
             if history.failed:  # not the candidate's doing
                 raise MemoryError(history.stopped)
             state, stopped = simulation.state, history.stopped
@@ -272,9 +294,18 @@ class _Bench:
             same = [c for c in todo if c.trained == first.trained and _same_but_epochs(c.algorithm, alg)]
             most = max(c.algorithm.finetune_epochs for c in same if isinstance(c.algorithm, FineTune))
             curve = finetuning_curve(replace(alg, finetune_epochs=most), state, setting, "val", p.choose)
-            return [(c, _line(curve[0, getattr(c.algorithm, "finetune_epochs")])) for c in same]  # noqa: B009
+            return [(c, self.line(curve[0, getattr(c.algorithm, "finetune_epochs")], run)) for c in same]  # noqa: B009
         found = evaluate(alg, state, setting, "val", p.choose)
-        return [(first, _line(found["accuracy"] if "accuracy" in found else -found["loss"]))]
+        return [(first, self.line(found["accuracy"] if "accuracy" in found else -found["loss"], run, found["loss"]))]
+
+    def line(self, values: Tensor, run: int, loss: Tensor | None = None) -> dict[str, Any]:
+        """What is recorded of a candidate, with the count of clients that it left without a finite value or loss."""
+        who = self.protocols[run].choose
+        who = who[self.blind[run].size("val")[who] > 0]
+        lost = ~values[who].isfinite() if loss is None else ~(values[who] + loss[who]).isfinite()
+        count = int(lost.sum())
+        stopped = f"The validation values of {count} of {len(who)} clients are not finite." if count or not len(who) else None
+        return {"values": values.tolist(), "stopped": stopped}
 
 
 def finetuning_curve(alg: FineTune, state: State, setting: Setting, split: str, clients: Tensor) -> Tensor:
@@ -334,12 +365,6 @@ def _digest_of(tensors: Iterable[Tensor]) -> str:
     for t in tensors:
         digest.update(t.detach().cpu().numpy().tobytes())
     return digest.hexdigest()
-
-
-def _line(values: Tensor) -> dict[str, Any]:
-    seen = values[~values.isnan()]
-    fine = len(seen) > 0 and bool(seen.isfinite().all())
-    return {"values": values.tolist(), "stopped": None if fine else "The validation values are not finite."}
 
 
 def _same_but_epochs(a: FedAvg, b: FedAvg) -> bool:

@@ -189,10 +189,10 @@ def test_a_malformed_option_ends_with_code_2(tmp_path, capsys):
 
 
 def test_a_run_that_diverges_is_a_result(capsys):
-    assert cli.main(["compare", "--algorithms", "fedavg", "local", *DIGITS, "--rounds", "6", "--lr", "1e38", "--out", "o"]) == 0
+    assert cli.main(["compare", "--algorithms", "fedavg", "local", *DIGITS, "--rounds", "6", "--lr", "1e38", "--out", "o"]) == 1
     runs = read("o")
     assert "diverged" in runs[0].stopped and len(runs[0].rounds) == 3
-    assert "stopped after round 3" in capsys.readouterr().out
+    assert "3 of 6 rounds" in capsys.readouterr().out
     assert len(runs) == 2
 
 

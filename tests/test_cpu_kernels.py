@@ -355,3 +355,31 @@ def test_sgd_step_is_bitwise_the_same_for_any_number_of_threads_and_clients() ->
     alone = w[1:2].clone()
     ops.sgd_step_(alone, grad[1:2], 0.1, mask=mask, mu=0.5, anchor=anchor[1:2])
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2]) and torch.equal(alone[0], results[0][1])
+
+
+# --- float16 ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def flushed() -> Iterator[None]:
+    """float32 subnormals count as zero, as a user may ask torch for."""
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush subnormals")
+    yield
+    torch.set_flush_denormal(False)
+
+
+def test_every_float16_is_read_as_it_is(flushed: None) -> None:
+    """Subnormals too, the size of ordinary updates: in float32 they are normal numbers."""
+    half = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    wide = half.float()
+    got = ops.aggregate(half[None], torch.ones(1, 1), base=torch.zeros(1 << 16))[0]
+    assert torch.equal(got.isnan(), wide.isnan()) and torch.equal(got.nan_to_num(0.0), wide.nan_to_num(0.0))
+    small = half[1:0x400].contiguous()  # all positive subnormals
+    want = small.double().square().sum()
+    assert abs(float(ops.pairwise_sqdist(small[None], torch.zeros_like(small)[None]) - want)) <= 1e-6 * float(want)
+
+
+def test_a_mean_of_small_float16_updates(flushed: None) -> None:
+    updates = torch.full((4, 100), 1e-5, dtype=torch.float16)
+    assert torch.equal(ops.aggregate(updates, torch.full((2, 4), 0.25)), updates[:2])

@@ -101,8 +101,9 @@ def test_sqdist_of_more_rows_than_a_grid_holds(kernels: Kernels, m: int, n: int,
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-22, 1e-19, 1e-15, 1.0, 1e15, 1e19, 1e25, 1e30])
-def test_sqdist_scales(kernels: Kernels, scale: float) -> None:
-    a = normal(5, 333) * scale
+@pytest.mark.parametrize("p", [9, 333, 3000])  # one partial sum, several, and many
+def test_sqdist_scales(kernels: Kernels, scale: float, p: int) -> None:
+    a = normal(5, p) * scale
     a[3] = a[1]  # exact duplicates, too
     got = kernels.pairwise_sqdist(a)
     assert relative(got, reference.pairwise_sqdist(a, None)) <= 1e-6
@@ -280,6 +281,17 @@ def test_aggregate_in_place_and_unread_rows(kernels: Kernels) -> None:
     torch.testing.assert_close(base, want)
     kernels.aggregate(updates, weight, torch.tensor([[1, 9], [7, 1], [-1, 1], [1, -1]]), None, 1.0, False, base)
     assert base[0].isfinite().all() and base[1].isnan().all() and base[2].isfinite().all() and base[3].isnan().all()
+
+
+def test_aggregate_weights_that_lr_makes_zero(kernels: Kernels) -> None:
+    """A row is read where lr * weight, as it is summed, is not 0: NaN in it must not decide on a rounding."""
+    updates, out = normal(3, 33), torch.empty(2, 33)
+    updates[1] = float("nan")
+    weight = torch.tensor([[1e-50, 1.0], [1.0, 1e-30]], dtype=torch.float64)
+    kernels.aggregate(updates, weight, torch.tensor([[1, 2], [0, 1]]), None, 1e-20, True, out)
+    assert out.isnan().all(1).tolist() == [True, True]  # in float64 they count
+    kernels.aggregate(updates, weight, torch.tensor([[1, 2], [0, 1]]), None, 1e-20, False, out)
+    assert torch.equal(out, 1e-20 * updates[[2, 0]])
 
 
 def test_aggregate_nothing_to_add(kernels: Kernels) -> None:

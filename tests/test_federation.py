@@ -355,7 +355,7 @@ BAD_CALLS = [
         "fractions must be of 'train' (above 0), 'val' and 'test' and add up to 1, got {'train': 0.5}",
     ),
     (lambda: small().split_samples({"test": 1.0}), "add up to 1, got {'test': 1.0}"),
-    (lambda: small().split_samples({"train": 0.1, "test": 0.9}), "client 0 has too few samples (3) for the fractions"),
+    (lambda: small().split_samples({"train": 0.1, "test": 0.9}), "every client has too few samples (at most 3) for the fractions"),
     (lambda: Federation.from_arrays([([[1.0]], [0])]).halves(), "client 0 must have at least 2 samples to be halved, got 1"),
     (
         lambda: Federation.from_partition(

@@ -1,6 +1,7 @@
 """aggregate: base + lr * (weight @ updates), dense and sparse, into any dtype, against float64; what is not read and not overwritten."""
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -89,6 +90,23 @@ def test_many_clients(dtype):
     want = weight @ updates.double()
     got = aggregate(updates, weight).double()
     assert float((got - want).abs().max()) <= (3e-6 if dtype == F32 else 4e-15 if dtype == F64 else 2 * ROUND[dtype] + 3e-6) * 2
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.skipif(not backend().kernels, reason="the reference sums in float32")
+@pytest.mark.parametrize("n", [129, 1000, 20_000])
+@pytest.mark.parametrize("form", ["dense", "few results", "sparse", "sparse of many rows"])
+def test_the_error_does_not_grow_with_the_clients(n, form):
+    """Constant rows, whose roundings all point one way."""
+    value, m = 0.7, 7 if form == "dense" else 2
+    updates = torch.full((1, 67), value).expand(n, -1)
+    weight = torch.full((m, n), 1 / n, dtype=F64)
+    index = torch.arange(n).expand(m, n) if form.startswith("sparse") else None
+    if form == "sparse":  # a few rows named many times over
+        updates, index = updates[:50], index % 50
+    base = torch.ones(67)
+    got = aggregate(updates, weight, index, base).double() - 1
+    assert float((got - float(updates[0, 0])).abs().max()) <= 2e-6
 
 
 def test_weights_as_the_ops_give_them():
@@ -214,6 +232,18 @@ def test_out_is_no_other_input():
         aggregate(grad, weight, out=torch.zeros(2, 6))
     with torch.no_grad():
         aggregate(grad, weight, out=torch.zeros(2, 6))
+
+
+def test_two_views_of_one_array_share_memory():
+    """However many times numpy's memory was wrapped."""
+    home = np.ones((4, 7))
+    with refuses("aggregate", "out"):
+        aggregate(torch.from_numpy(home)[:3], torch.ones(2, 3), out=torch.from_numpy(home)[2:])
+    with refuses("aggregate", "out"):
+        aggregate(torch.ones(3, 7, dtype=F64), torch.ones(2, 3), base=torch.from_numpy(home)[1:3], out=torch.from_numpy(home)[2:])
+    base = torch.from_numpy(home)[:2]
+    aggregate(torch.ones(3, 7, dtype=F64), torch.ones(2, 3), base=base, out=torch.from_numpy(home)[:2])
+    assert torch.equal(base, torch.full((2, 7), 4.0, dtype=F64))
 
 
 # --- gradient -----------------------------------------------------------------------------------------------------------------------

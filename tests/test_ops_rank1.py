@@ -10,7 +10,7 @@ from tolerance import F16, F32, F64, FLOATS, assert_close
 from torch import Tensor
 from ugly import randn, refuses, same_for_any_threads
 
-from pflcore.ops import backend, rank1_linear
+from pflcore.ops import backend, rank1_linear, reference
 
 SIZES = st.sampled_from([1, 2, 3, 7, 8, 13, 17, 31, 64])
 NAMES = ("x", "w_a", "lam", "w_b")
@@ -265,3 +265,24 @@ def test_bad_input(change, name, kind):
     good = {"x": torch.zeros(5, 7), "w_a": torch.zeros(3, 6), "lam": torch.zeros(6), "w_b": torch.zeros(6, 7)}
     with refuses("rank1_linear", name, kind):
         rank1_linear(**{**good, **change})
+
+
+def test_gradients_of_nobody_are_zero():
+    """No clients: what they would share gets no gradient, not whatever lay in memory."""
+    x, w_a, lam, w_b = randn(0, 5, 300), randn(1, 200, 100), torch.zeros(0, 100), randn(3, 100, 300)
+    inputs = [t.float().requires_grad_() for t in (x, w_a, lam, w_b)]
+    for _ in range(3):
+        stale = [torch.full_like(t, torch.nan) for t in inputs]
+        del stale
+        grads = torch.autograd.grad(rank1_linear(*inputs).sum(), inputs)
+        assert all(bool((g == 0).all()) for g in grads)
+
+
+def test_a_factor_that_is_off_may_hold_anything():
+    """In the kernel and in its reference alike."""
+    x, w_a, lam, w_b = randn(1, 5, 4), randn(2, 3, 6), randn(3, 6), randn(4, 6, 4)
+    lam[2] = 0
+    want = rank1_linear(x, w_a, lam, w_b)
+    w_a[:, 2], w_b[2] = torch.nan, torch.inf
+    for call in (rank1_linear, reference.rank1_linear):
+        torch.testing.assert_close(call(x, w_a, lam, w_b), want)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tolerance import F32, F64, assert_close
-from ugly import LAYOUTS, lay, randn, same_for_any_threads
+from ugly import LAYOUTS, lay, randn, refuses, same_for_any_threads
 
 from pflcore import ops
 
@@ -158,3 +158,29 @@ def test_bad_input(call, kind, words):
     with pytest.raises(kind, match=words) as error:
         call()
     assert str(error.value).startswith("sgd_step_: ") and "\n" not in str(error.value)
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["grad", "shift", "mask", "anchor", "mu", "buffer"])
+def test_memory_that_meets_is_refused(name):
+    """A part of w, or of the buffer, that moves while it is read."""
+    home = torch.randn(7, 9, dtype=F64, generator=torch.Generator().manual_seed(0))
+    w, part = home[:3], home[2, 1:4] if name == "mu" else home[1:4]
+    arguments = {"grad": torch.zeros(3, 9, dtype=F64), "anchor": torch.zeros(3, 9, dtype=F64), name: part}
+    if name == "buffer":
+        arguments["momentum"] = 0.9
+    with refuses("sgd_step_", name):
+        ops.sgd_step_(w, lr=0.1, **arguments)
+    arguments = {**arguments, "momentum": 0.9, "buffer": home[4:], name: home[4, :3] if name == "mu" else home[4:]}
+    if name != "buffer":
+        with refuses("sgd_step_", "buffer"):
+            ops.sgd_step_(w, lr=0.1, **arguments)
+
+
+def test_the_row_itself_may_be_read_too():
+    w = torch.randn(3, 9, dtype=F64, generator=torch.Generator().manual_seed(1))
+    want = w - 0.5 * w
+    ops.sgd_step_(w, w, 0.5, anchor=w, mu=3.0)
+    assert torch.equal(w, want)

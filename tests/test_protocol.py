@@ -77,6 +77,39 @@ def test_cross_silo_sizes_and_what_blind_hides():
     assert cross_silo(p.data).data is p.data
 
 
+def test_a_client_of_one_sample_does_not_stop_the_others():
+    fed = Federation.from_arrays([(torch.randn(m, 2), torch.arange(m) % 3) for m in (1, 2, 20)], classes=3)
+    p = cross_silo(fed)
+    assert [p.data.size(s).tolist() for s in ("train", "val", "test")] == [[1, 1, 14], [0, 0, 3], [0, 1, 3]]
+    assert "2 of 3 clients have too few samples for every split: they lack validation or test samples" in p.data.notes
+    run = Simulation(FineTune(choose="client", margin=-1.0), Net(lambda: nn.Linear(2, 3)), p.data, TRAINING, rounds=1).run()
+    accuracy = torch.tensor(run.rounds[0]["eval"]["accuracy"])
+    assert accuracy.isnan().tolist() == [True, False, False]
+    with pytest.raises(ValueError, match=r"every client has too few samples \(at most 1\)"):
+        cross_silo(fed.subset([0]))
+
+
+def test_statistics_of_what_is_held_out_never_shape_the_features():
+    """Poisoned evaluation samples move nobody's features: they are standardised after the split, by personalization samples alone."""
+    fed = federation(n=6, size=24)
+    for make in (
+        lambda f: cross_silo(f, seed=3, standardize=True),
+        lambda f: cross_device(f, 2, 2, 2, standardize=True),
+    ):
+        p = make(fed)
+        x = fed.x.clone()
+        for split in ("val", "test"):
+            for rows in p.data.index[split]:
+                x[rows] = 1e6
+        again = make(replace(fed, x=x))
+        for i in range(6):
+            assert torch.equal(p.data.client(i)[0], again.data.client(i)[0])
+            torch.testing.assert_close(p.data.client(i)[0].mean(0), torch.zeros(4), atol=1e-6, rtol=0)
+    for split in (cross_silo, cross_device):
+        with pytest.raises(ValueError, match=r"^data: .*standardise.*standardize=True.*\.$"):
+            split(fed.standardized())
+
+
 def test_smaller_personalization_sets_are_nested_and_leave_the_evaluation_halves():
     p = PROTOCOLS["device"]()
     sets = [p.keep(f).data for f in (1.0, 0.5, 0.25)]
@@ -216,6 +249,33 @@ def test_a_diverged_candidate_is_recorded_and_loses(tmp_path):
         tune(p, net, FedAvg(), TRAINING, {"training.lr": [1e30]}, 6)
 
 
+def test_a_candidate_that_loses_clients_cannot_win():
+    """It would be the best of all where only those count that survived it."""
+    p = PROTOCOLS["silo"]()
+    p = replace(p, data=replace(p.data, y=p.data.y.float(), classes=None, relabel=None))
+
+    class Selective(KnnPer):
+        def personal(self, down, own, local):
+            w = down["x"].clone()
+            w[local.ids < 5] = torch.nan if self.lam > 0.5 else 10.0
+            return {"w": w}
+
+        predict = FedAvg.predict
+        returns = "logits"
+
+    tuned = tune(p, Net(lambda: nn.Linear(4, 1), "squared"), Selective(), replace(TRAINING, lr=0.01), {"lam": [0.0, 1.0]}, 3)
+    lost = tuned.trials[1]
+    survivors = lost.values[0][~lost.values[0].isnan()]
+    assert len(survivors) == 7 and survivors.mean() > tuned.trials[0].score  # so it looked better
+    assert tuned.best is tuned.trials[0] and lost.score == -math.inf
+    assert lost.stopped == "The validation values of 5 of 12 clients are not finite." and lost.stopped in tuned.table()
+
+
+def test_what_tuning_trains_on_has_no_test_split():
+    tuned = tune(PROTOCOLS["silo"](), model(), FedAvg(), TRAINING, {"training.lr": [0.1]}, 1)
+    assert tuned.states(tuned.best.candidate, 0)[1].data.splits == ("train", "val")
+
+
 def test_a_grid_goes_on_where_it_stopped(tmp_path):
     p, (alg, grid) = PROTOCOLS["silo"](), GRIDS["knn"]
     whole = tune(p, model(), alg, TRAINING, grid, 3, folder=tmp_path / "a")
@@ -254,3 +314,7 @@ def test_several_splits_are_averaged():
     for j, a in enumerate(alone):
         if torch.equal(a.chosen[0], both.chosen[j]):
             assert torch.equal(a.report()["accuracy"], both.report(j)["accuracy"])
+    seeds = tune(splits, model(), FedAvg(), TRAINING, {"training.lr": [0.01, 0.3]}, 3, seed=[5, 6])
+    assert [t.score for t in seeds.trials] == [t.score for t in both.trials]
+    with pytest.raises(ValueError, match=r"^seed and net: .*2.*\.$"):
+        tune(splits, model(), FedAvg(), TRAINING, {"training.lr": [0.1]}, 1, seed=[5])

@@ -93,7 +93,7 @@ def test_a_file_cut_off_anywhere_is_readable(tmp_path):
 def test_a_killed_writer_leaves_every_line_it_wrote(tmp_path):
     code = """
         import os, sys
-        from pflcore.record import Record
+        from pflcore.results.record import Record
         record = Record(sys.argv[1])
         record.write({"header": {"algorithm": "fedavg"}})
         for r in range(1, 4):
@@ -162,6 +162,18 @@ def test_namesakes_are_told_apart_by_what_differs():
 def test_other_conditions_are_not_other_seeds():
     runs = group([*a_run(participation=1.0), *a_run(participation=0.2, seed=1), *a_run(participation=0.2, seed=2)])
     assert {k: len(v) for k, v in report.label(runs).items()} == {"waffle (participation=1.0)": 1, "waffle (participation=0.2)": 2}
+
+
+@pytest.mark.parametrize("what", ["data_seed", "train_samples", "test_samples", "val"])
+def test_other_cuts_of_the_data_are_not_other_seeds(what):
+    text = report.table(group([*a_run(**{what: 100}), *a_run(**{what: 200}, seed=1)]))
+    assert "±" not in text and f"waffle ({what}=100)" in text
+
+
+def test_hurt_is_against_the_baseline_of_the_same_seed():
+    """Of the same seed nobody is worse off; against the other seed's, everybody is half of the time."""
+    runs = group([line for s in (0, 1) for name in ("local", "fedavg") for line in a_run(name, seed=s, shift=s / 10)])
+    assert cells(report.table(runs, baseline="local"), "fedavg")["% hurt vs local"] == "0.0 ± 0.0"
 
 
 def test_selection_on_validation_data_is_called_so():

@@ -11,6 +11,7 @@ from pflcore.algorithms import FedAvg
 from pflcore.algorithms.feddwa import FedDWA
 from pflcore.algorithms.fedfomo import FedFomo
 from pflcore.algorithms.l2c import L2C
+from pflcore.experiment import algorithm
 from pflcore.local.net import Net
 from pflcore.reproduce import costs
 from pflcore.reproduce import plan as plans
@@ -25,8 +26,8 @@ pytest.importorskip("sklearn")
 def plan(tmp_path, **more):
     made = {
         "about": "A small plan",
-        "data": "digits",
-        "options": {"n": 4, "rounds": 2, "seeds": 1, "model": "linear"},
+        "options": {"data": "digits", "n": 4, "rounds": 2, "model": "linear"},
+        "seeds": [0],
         "training": {"lr": 0.1, "batch_size": 20},
         "equal_compute": {"epochs": 2},
         "settings": {
@@ -47,7 +48,7 @@ def plan(tmp_path, **more):
 
 @pytest.fixture(autouse=True)
 def without_pictures(monkeypatch):
-    monkeypatch.setattr(reproduce, "draw", lambda *_: None)
+    monkeypatch.setattr(reproduce.study, "draw", lambda *_: None)
 
 
 def test_rows_records_and_table(tmp_path, capsys):
@@ -56,15 +57,15 @@ def test_rows_records_and_table(tmp_path, capsys):
     rows = json.loads((out / "result.json").read_text())["rows"]
     assert [(r["method"], r["setting"]) for r in rows] == [(m, s) for s in ("two classes", "iid") for m in ("FedDWA", "FedAvg", "FedFomo")]
     first = rows[0]
-    assert set(first) >= {"method", "data", "setting", "ours", "std", "paper", "seeds"}
+    assert set(first) >= {"method", "data", "setting", "best", "best_std", "final", "std", "paper", "seeds"}
     assert (first["data"], first["paper"], first["seeds"], first["rounds"]) == ("digits", 92.97, 2, 2)
-    assert 0 <= first["final"] <= first["ours"] <= 100 and first["std"] >= 0 and rows[1]["paper"] is None
-    assert abs(first["models_sent"] - 3) < 1e-9 and abs(rows[1]["models_sent"] - 2) < 1e-9
+    assert 0 <= first["final"] <= first["best"] <= 100 and first["best_std"] >= 0 and rows[1]["paper"] is None
+    assert abs(first["models_a_round"] - 3) < 1e-9 and abs(rows[1]["models_a_round"] - 2) < 1e-9
     runs = read(out)
     assert len(runs) == 2 * 3 * 2 and all(len(r.rounds) == 2 for r in runs)
     best = [max(r.curve()[1]) for r in read(out / "records" / "two_classes" / "FedDWA-seed0.jsonl")]
     other = [max(r.curve()[1]) for r in read(out / "records" / "two_classes" / "FedDWA-seed1.jsonl")]
-    assert abs(first["ours"] - 50 * (best[0] + other[0])) < 1e-9
+    assert abs(first["best"] - 50 * (best[0] + other[0])) < 1e-9
     table = capsys.readouterr().out
     assert "| FedDWA |" in table and "92.97" in table and "selected on test data" in table
     assert all(any("held out" in note for note in r.header["notes"]) == (r.algorithm == "fedfomo") for r in runs)
@@ -130,14 +131,30 @@ def test_a_grid_is_chosen_on_validation_data(tmp_path, monkeypatch):
     small = plan(tmp_path, methods={"FedAvg": {"algorithm": "fedavg", "grid": {"training.lr": [1e-6, 0.2], "server_lr": [1.0]}}})
     splits = []
     run = Simulation.run
-    monkeypatch.setattr(Simulation, "run", lambda self, *a: splits.append((self.eval_split, self.training.lr)) or run(self, *a))
+
+    def spy(self, *a):
+        splits.append((self.eval_split, self.training.lr, int(self.data.size().sum())))
+        return run(self, *a)
+
+    monkeypatch.setattr(Simulation, "run", spy)
     out = tmp_path / "out"
     assert cli.main(["reproduce", small, "--out", str(out), "--settings", "iid", "--seeds", "2", "--quiet"]) == 0
-    assert splits == [("val", 1e-6), ("val", 0.2)] * 2 + [("test", 0.2)] * 2
+    whole = splits[-1][2]
+    part = splits[0][2]
+    assert splits == [("val", lr, part) for lr in (1e-6, 0.2)] * 2 + [("test", 0.2, whole)] * 2 and part < whole
     (row,) = json.loads((out / "result.json").read_text())["rows"]
-    assert row["seeds"] == 2 and len(read(out)) == 6
-    samples = {split: {sum(r.header["size"]) for r in read(out) if r.header["eval_split"] == split} for split in ("val", "test")}
-    assert len(samples["val"]) == len(samples["test"]) == 1 and max(samples["val"]) < min(samples["test"])
+    assert row["seeds"] == 2 and len(read(out)) == 2
+    assert "training.lr 0.2" in (out / "table.md").read_text()
+    splits.clear()
+    assert cli.main(["reproduce", small, "--out", str(out), "--settings", "iid", "--seeds", "2", "--quiet"]) == 0 and not splits
+
+
+def test_a_grid_on_regression_takes_the_smallest_loss_of_those_that_did_not_diverge(tmp_path):
+    grid = {"training.lr": [1e30, 1e-9, 0.1]}
+    options = {"data": "synthetic_linear", "n": 4, "rounds": 4, "model": "linear"}
+    made = plans.complete({"options": options, "settings": {"a": {}}, "methods": {"FedAvg": {"algorithm": "fedavg", "grid": grid}}})
+    (runs,) = reproduce.reproduce(made, tmp_path, quiet=True, draw=False).runs.values()
+    assert runs[0].header["training"]["lr"] == 0.1
 
 
 @pytest.mark.parametrize(
@@ -146,6 +163,9 @@ def test_a_grid_is_chosen_on_validation_data(tmp_path, monkeypatch):
         (["nothing"], "name: expected one of feddwa-"),
         (["feddwa-table1", "--methods", "FedSomething"], "methods: expected some of FedDWA"),
         (["feddwa-table1", "--settings", "pathologic"], "settings: expected some of pathological"),
+        (["feddwa-table1", "--rounds", "0"], "rounds: expected at least 1, got 0."),
+        (["feddwa-table1", "--seeds", "0"], "seeds: expected at least 1, got 0."),
+        (["motley-school", "--equal-compute"], "equal_compute: this plan does not say"),
     ],
 )
 def test_wrong_names_are_a_sentence(argv, message, capsys):
@@ -161,13 +181,24 @@ def test_a_plan_with_an_unknown_key_is_refused(tmp_path, capsys):
 @pytest.mark.parametrize("name", plans.plans())
 def test_every_plan_is_well_formed(name):
     made = plans.load(name)
-    if "costs" in made or "protocol" in made:
+    for m in made["methods"].values():
+        alg = algorithm(m["algorithm"], m.get("options"))
+        assert {k for k in m.get("grid", {}) if not k.startswith("training.")} <= set(vars(alg)) and set(m.get("vary", {})) <= set(alg.late)
+    if made["costs"]:
         return
-    options = reproduce.Options(**{"data": made["data"]} | {k: v for k, v in made["options"].items() if k != "seeds"})
-    todo = list(plans.tasks(made, options, 1, list(made["methods"]), list(made["settings"]), True))
-    assert len({t.path for t in todo}) == len(todo)
-    assert set(made["reported"]) <= set(made["settings"])
-    assert all(set(numbers) <= set(made["methods"]) for numbers in made["reported"].values())
+    todo = plans.tasks(made, seeds=1, equal=True)
+    assert len({t.path for t in todo}) == len({t.digest for t in todo}) == len(todo)
+    for key in ("reported", "expected"):
+        assert set(made[key]) <= set(made["settings"]) and all(set(numbers) <= set(made["methods"]) for numbers in made[key].values())
+
+
+def test_the_list_names_every_plan_and_its_data(capsys):
+    assert cli.main(["reproduce", "--list"]) == 0
+    said = capsys.readouterr().out
+    for name in plans.plans():
+        assert f"{name}\n" in said and plans.load(name)["about"] in said
+    assert "data: school" in said and "data: fashion_mnist" in said and "data: none" in said
+    assert cli.main(["reproduce"]) == 2 and "--list" in capsys.readouterr().err
 
 
 # costs ----------------------------------------------------------------------------------------------------------------
@@ -203,7 +234,7 @@ def test_a_plan_that_counts_costs(tmp_path, capsys):
     path.write_text(json.dumps(made))
     assert cli.main(["reproduce", str(path), "--out", str(tmp_path / "o")]) == 0
     rows = json.loads((tmp_path / "o" / "result.json").read_text())["rows"]
-    assert len(rows) == 4 and rows[0]["paper"] == 9.54 and rows[1]["ours"] == pytest.approx(1.5 * rows[0]["ours"])
+    assert len(rows) == 4 and rows[0]["paper"] == 9.54 and rows[1]["final"] == pytest.approx(1.5 * rows[0]["final"])
     assert "| FedDWA | 1.00 | 2.00 |" in capsys.readouterr().out
 
 
@@ -230,7 +261,7 @@ def test_nearest_and_within():
 def test_pictures(tmp_path):
     pytest.importorskip("matplotlib")
     runs = {"FedDWA": weighted(), "none": group([{"header": {}}])[0]}
-    rows = [{"setting": "a", "options": {"k": k}, "ours": 80.0 + k} for k in (1, 5, 3)] + [{"setting": "b", "options": {}, "ours": 1.0}]
+    rows = [{"setting": "a", "options": {"k": k}, "best": 80.0 + k} for k in (1, 5, 3)] + [{"setting": "b", "options": {}, "best": 1.0}]
     made = [
         figures.heat_maps(runs, tmp_path / "w.png"),
         figures.neighbours(runs, tmp_path / "n.png", k=4),

@@ -14,7 +14,7 @@ import torch
 
 from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES, Federation, federation_of, load
 from pflcore.data.natural import femnist, folder, leaf, school, vehicle
-from pflcore.data.sources import IDX_FILES, read_idx
+from pflcore.data.sources import DIGESTS, IDX_FILES, digest_of, read_idx
 from pflcore.data.synthetic import synthetic_clusters, synthetic_linear, synthetic_quadratic
 
 
@@ -31,8 +31,9 @@ def write_idx(path, a, squeeze=gzip.compress):
 
 
 @pytest.fixture
-def tiny_mnist(tmp_path):
-    """Twenty training and ten test images in MNIST's files; two of them not gzipped."""
+def tiny_mnist(tmp_path, monkeypatch):
+    """Twenty training and ten test images in MNIST's files; two of them not gzipped. They need not be the published ones here."""
+    monkeypatch.delitem(DIGESTS, "mnist")
     rng = np.random.RandomState(0)
     at = tmp_path / "mnist"
     at.mkdir()
@@ -67,6 +68,26 @@ def test_the_real_files(name):
     assert abs(float(source.x_train.mean())) < 1e-3 and abs(float(source.x_train.std()) - 1) < 1e-3
     counts = source.y_train.bincount().tolist()
     assert counts == ([5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949] if name == "mnist" else [6000] * 10)
+
+
+def test_other_data_do_not_go_by_a_name(tiny_mnist, monkeypatch, tmp_path):
+    """Files in the right format are not enough: Fashion-MNIST's would load as MNIST, and so would a part of either."""
+    at = tiny_mnist / "mnist"
+    arrays = [read_idx(next(p for p in (at / f"{f}.gz", at / f) if p.is_file())) for f in IDX_FILES]
+    mine = [digest_of(a) for a in arrays]
+    monkeypatch.setitem(DIGESTS, "mnist", mine)
+    assert len(load("mnist", tiny_mnist).y_train) == 20  # packed or not, these are the published ones
+    monkeypatch.setitem(DIGESTS, "mnist", mine[::-1])
+    sentence(OSError, lambda: load("mnist", tiny_mnist), "must hold the published files of 'mnist', got others", mine[0])
+    monkeypatch.setitem(DIGESTS, "fashion_mnist", mine)
+    sentence(OSError, lambda: load("mnist", tiny_mnist), "got those of 'fashion_mnist'")
+    cells(tmp_path / "school" / "school.mat", [(np.ones((3, 28)), [1.0, 2.0, 3.0])])
+    sentence(OSError, lambda: school(tmp_path), "must hold the published files of 'school'")
+
+
+def test_fashion_mnist_is_not_mnist(tmp_path):
+    os.symlink(real("fashion_mnist") / "fashion_mnist", tmp_path / "mnist")
+    sentence(OSError, lambda: load("mnist", tmp_path), "got those of 'fashion_mnist'")
 
 
 @pytest.fixture(scope="module")
@@ -117,11 +138,15 @@ def test_torchvision_sets_by_a_stand_in(monkeypatch, tmp_path):
             self.data[:, 5, 20] = 255
             self.targets = torch.tensor([1, 26, 2])
 
+    tries = []
+
     def no_network(root, train, download):
+        tries.append((root, download))
         raise RuntimeError("cannot reach it\nat all")
 
     stand_in = types.ModuleType("torchvision.datasets")
     stand_in.CIFAR10, stand_in.EMNIST, stand_in.CIFAR100 = CIFAR10, EMNIST, no_network
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
     monkeypatch.setitem(sys.modules, "torchvision", types.ModuleType("torchvision"))
     monkeypatch.setitem(sys.modules, "torchvision.datasets", stand_in)
     cifar = load("cifar10", tmp_path)
@@ -131,8 +156,21 @@ def test_torchvision_sets_by_a_stand_in(monkeypatch, tmp_path):
     letters = load("emnist_letters", tmp_path)
     assert letters.y_train.tolist() == [0, 25, 1] and letters.classes == 26
     assert letters.x_train[0, 0].argmax() == 20 * 28 + 5  # upright
-    message = f"data 'cifar100' could not be read from or downloaded to {tmp_path} by torchvision (cannot reach it at all)"
-    sentence(OSError, lambda: load("cifar100", tmp_path), message)
+    cache = tmp_path / "home" / ".cache" / "pflcore"
+    message = f"data 'cifar100' could be neither read nor downloaded to {cache} by torchvision (cannot reach it at all)"
+    own = tmp_path / "own"
+    own.mkdir()
+    sentence(OSError, lambda: load("cifar100", own), message)
+    assert not list(own.iterdir())  # the user's own folder is only read
+    assert tries[-2:] == [(str(own), False), (str(cache), True)]
+
+
+def test_empty_test_sets_are_noted():
+    pytest.importorskip("sklearn")
+    fed = federation_of("digits", "A", n=50)
+    empty = int((fed.size("test") == 0).sum())
+    assert empty > 0 and f"{empty} of 50 clients have no test samples, and so no result" in fed.notes
+    assert not federation_of("digits", "A", n=5).notes
 
 
 @pytest.mark.parametrize("partition", list(PARTITIONS))

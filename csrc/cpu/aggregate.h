@@ -4,6 +4,7 @@
 // the first-level cache while the next panel is prefetched; then every result row takes its sum from that buffer, in registers.
 // So each row is read from memory once whatever the number of results, row strides that are a power of two do no harm, and a
 // sum runs over n in order for every element: the result depends neither on the cut into pieces nor on the threads.
+// Sums of more than 128 rows are taken 128 at a time and added up in float64: neither their error nor the buffer grows with the clients.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -36,9 +37,13 @@ namespace aggregate_detail {
 
 constexpr int64_t kPanel = 64;            // columns
 #ifdef PFL_SMALL_PIECES                   // tests: all paths at small sizes
+constexpr int64_t kChunk = 4, kPacked = 6, kBlocks = 2;
 constexpr int64_t kStreamBytes = 1 << 16;
 constexpr double kPieceWork = 1e4, kAloneWork = 2e4;
 #else
+constexpr int64_t kChunk = 128;           // rows that are summed before they are added to a float64 total
+constexpr int64_t kPacked = 4096;         // rows of a sparse sum that are held at a time
+constexpr int64_t kBlocks = 16;           // register blocks of results whose totals are held at a time
 constexpr int64_t kStreamBytes = 8 << 20; // results of this size and more are written past the caches
 constexpr double kPieceWork = 1e5;        // a piece: some five microseconds
 constexpr double kAloneWork = 2.5e6;      // some hundred microseconds: less is not worth another thread
@@ -55,9 +60,11 @@ struct Plan {
   std::vector<A> weight;             // dense: [m / block][n][block]
   std::vector<Entry<A>> entry;       // sparse: result m sums entry[first[m] .. first[m + 1]); row: a slot in `row`
   std::vector<int64_t> first;
-  std::vector<int64_t> row;          // rows of x that are read, ascending
+  std::vector<int64_t> row;          // sparse: rows of x that are read, ascending
   bool packed = true;                // panels go through the buffer
   bool stream = false;
+
+  int64_t reads() const { return job.index ? static_cast<int64_t>(row.size()) : job.n; }   // rows of x
 };
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -93,20 +100,22 @@ PFL_INLINE void pack_row(A* to, const T* from, int64_t width, int64_t ahead) {
   }
 }
 
+// Rows first .. last of x; by `row` or, where it is nullptr, by number.
 template <int bytes, class A, class T>
-PFL_INLINE void pack_rows(A* panel, const Plan<A>& plan, int64_t column, int64_t width, int64_t ahead) {
-  const int64_t rows = static_cast<int64_t>(plan.row.size());
-  const T* x = static_cast<const T*>(plan.job.updates) + column;
-  for (int64_t i = 0; i < rows; i++) pack_row<bytes, A, T>(panel + i * kPanel, x + plan.row[i] * plan.job.updates_row, width, ahead);
+PFL_INLINE void pack_rows(A* panel, const Aggregate& job, const int64_t* row, int64_t first, int64_t last, int64_t column, int64_t width,
+                          int64_t ahead) {
+  const T* x = static_cast<const T*>(job.updates) + column;
+  for (int64_t i = first; i < last; i++, panel += kPanel) pack_row<bytes, A, T>(panel, x + (row ? row[i] : i) * job.updates_row, width, ahead);
 }
 
 template <int bytes, class A>
-PFL_INLINE void pack(A* panel, const Plan<A>& plan, int64_t column, int64_t width, int64_t ahead) {
-  switch (plan.job.in) {
-    case Dtype::f32: return pack_rows<bytes, A, float>(panel, plan, column, width, ahead);
-    case Dtype::f64: return pack_rows<bytes, A, double>(panel, plan, column, width, ahead);
-    case Dtype::f16: return pack_rows<bytes, A, Half>(panel, plan, column, width, ahead);
-    case Dtype::bf16: return pack_rows<bytes, A, BFloat16>(panel, plan, column, width, ahead);
+PFL_INLINE void pack(A* panel, const Aggregate& job, const int64_t* row, int64_t first, int64_t last, int64_t column, int64_t width,
+                     int64_t ahead) {
+  switch (job.in) {
+    case Dtype::f32: return pack_rows<bytes, A, float>(panel, job, row, first, last, column, width, ahead);
+    case Dtype::f64: return pack_rows<bytes, A, double>(panel, job, row, first, last, column, width, ahead);
+    case Dtype::f16: return pack_rows<bytes, A, Half>(panel, job, row, first, last, column, width, ahead);
+    case Dtype::bf16: return pack_rows<bytes, A, BFloat16>(panel, job, row, first, last, column, width, ahead);
   }
 }
 
@@ -156,8 +165,11 @@ PFL_INLINE void dense(int rows, A* sum, int64_t sum_stride, const A* x, int64_t 
   }
 }
 
+// Where an entry's row of x begins: as many panels on as its number says, as there are entries before it, or at an offset.
+enum class Rows { numbered, in_order, apart };
+
 // The same sum over a list of entries, for one result row.
-template <int bytes, class A>
+template <int bytes, class A, Rows rows>
 PFL_INLINE void sparse(A* sum, const A* x, const int64_t* offset, const Entry<A>* entry, const Entry<A>* end, int64_t ahead) {
   constexpr int lanes = bytes / sizeof(A), across = 256 / bytes < 8 ? 256 / bytes : 8;
   using V = Vec<A, bytes>;
@@ -166,7 +178,7 @@ PFL_INLINE void sparse(A* sum, const A* x, const int64_t* offset, const Entry<A>
     PFL_UNROLL
     for (int c = 0; c < across; c++) acc[c] = V{};
     for (const Entry<A>* e = entry; e != end; e++) {
-      const A* from = x + (offset ? offset[e->row] : e->row * kPanel) + column;
+      const A* from = x + (rows == Rows::apart ? offset[e->row] : (rows == Rows::in_order ? e - entry : e->row) * kPanel) + column;
       const V wide = e->weight - V{};
       PFL_UNROLL
       for (int c = 0; c < across; c++) {
@@ -269,47 +281,136 @@ PFL_INLINE void put_lines(A* out, A* sum, A* kept, int64_t width, bool begin, bo
   }
 }
 
+// Where the results of one panel go.
+template <class A>
+struct Target {
+  const Plan<A>& plan;
+  A* kept;   // a line for each result row
+  int64_t column, width;
+  bool first, last;   // panel
+};
+
+template <int bytes, class A>
+PFL_INLINE void finish(const Target<A>& to, int64_t row, A* sum) {
+  constexpr int64_t line = 64 / sizeof(A);
+  const Aggregate& job = to.plan.job;
+  if (job.base) add_base_any<bytes, A>(sum, job, row, to.column, to.width);
+  const int64_t at = row * job.out_row + to.column;
+  if (to.plan.stream) put_lines<bytes, A>(static_cast<A*>(job.out) + at, sum, to.kept + row * line, to.width, to.first, to.last);
+  else put_any<bytes, A>(job.out, job.out_dtype, at, sum, to.width);
+}
+
+// total[0 .. 64) += sum, and back.
+template <int bytes, class A>
+PFL_INLINE void add_panel(double* total, const A* sum) {
+  constexpr int64_t lanes = bytes / sizeof(A);
+  for (int64_t c = 0; c < kPanel; c += lanes) {
+    Vec<A, bytes> v;
+    load(v, sum + c);
+    if constexpr (sizeof(A) == 4) {
+      add_wide<bytes>(total + c, v);
+    } else {
+      Vec<A, bytes> t;
+      load(t, total + c);
+      t += v;
+      store(total + c, t);
+    }
+  }
+}
+template <int bytes, class A>
+PFL_INLINE void round_panel(A* sum, const double* total) {
+  for (int64_t c = 0; c < kPanel; c += bytes / sizeof(A)) {
+    Vec<A, bytes> v;
+    load_as<bytes, A>(v, total + c);
+    store(sum + c, v);
+  }
+}
+
+// One panel of a dense product: register blocks of results, kBlocks of them at a time; kChunk rows of x at a time.
+template <int bytes, class A>
+PFL_INLINE void dense_panel(const Target<A>& to, A* panel, double* total, A* sum) {
+  constexpr int64_t sum_stride = kPanel + 64 / sizeof(A);
+  const Plan<A>& plan = to.plan;
+  const Aggregate& job = plan.job;
+  const bool through = plan.packed || to.width < kPanel, single = job.n <= kChunk;
+  // what is worth fetching while this panel is worked on: the next one, or, where that many rows would not stay, this one further down
+  const int64_t ahead = job.n > 8 * kChunk ? 8 * job.updates_row : to.last ? 0 : kPanel;
+  const int64_t together = single ? job.m : kBlocks * plan.block;
+  for (int64_t top = 0; top < job.m; top += together) {
+    const int64_t bottom = std::min(job.m, top + together);
+    if (!single) std::fill(total, total + (bottom - top) * kPanel, 0.0);
+    for (int64_t first = 0; first == 0 || first < job.n; first += kChunk) {
+      const int64_t some = std::min(kChunk, job.n - first);
+      if (through) pack<bytes, A>(panel, job, nullptr, first, first + some, to.column, to.width, ahead);
+      const A* const x = through ? panel : static_cast<const A*>(job.updates) + first * job.updates_row + to.column;
+      for (int64_t row = top; row < bottom; row += plan.block) {
+        const int64_t count = std::min<int64_t>(plan.block, job.m - row);
+        const A* const weight = plan.weight.data() + row * job.n + first * count;
+        dense<bytes, A>(static_cast<int>(count), sum, sum_stride, x, through ? kPanel : job.updates_row, some, weight, through ? 0 : ahead);
+        for (int64_t r = 0; r < count; r++) {
+          if (single) finish<bytes, A>(to, row + r, sum + r * sum_stride);
+          else add_panel<bytes, A>(total + (row + r - top) * kPanel, sum + r * sum_stride);
+        }
+      }
+    }
+    for (int64_t row = top; !single && row < bottom; row++) {
+      round_panel<bytes, A>(sum, total + (row - top) * kPanel);
+      finish<bytes, A>(to, row, sum);
+    }
+  }
+}
+
+// One panel of a sparse product, kChunk entries of a result at a time. The rows that are read lie in the panel all together, or, where they
+// are too many, those of the entries at hand.
+template <int bytes, class A>
+PFL_INLINE void sparse_panel(const Target<A>& to, A* panel, double* total, A* sum, const int64_t* offset) {
+  const Plan<A>& plan = to.plan;
+  const Aggregate& job = plan.job;
+  const bool through = plan.packed || to.width < kPanel, all = plan.reads() <= kPacked;
+  const int64_t ahead = to.last ? 0 : kPanel;
+  const A* const x = through ? panel : static_cast<const A*>(job.updates) + to.column;
+  if (through && all) pack<bytes, A>(panel, job, plan.row.data(), 0, plan.row.size(), to.column, to.width, ahead);
+  for (int64_t row = 0; row < job.m; row++) {
+    const Entry<A>* entry = plan.entry.data() + plan.first[row];
+    const Entry<A>* const end = plan.entry.data() + plan.first[row + 1];
+    const bool single = end - entry <= kChunk;
+    if (!single) std::fill(total, total + kPanel, 0.0);
+    do {
+      const Entry<A>* const stop = end - entry <= kChunk ? end : entry + kChunk;
+      if (!through) {
+        sparse<bytes, A, Rows::apart>(sum, x, offset, entry, stop, ahead);
+      } else if (all) {
+        sparse<bytes, A, Rows::numbered>(sum, x, nullptr, entry, stop, 0);
+      } else {
+        for (const Entry<A>* e = entry; e != stop; e++)
+          pack<bytes, A>(panel + (e - entry) * kPanel, job, plan.row.data(), e->row, e->row + 1, to.column, to.width, ahead);
+        sparse<bytes, A, Rows::in_order>(sum, x, nullptr, entry, stop, 0);
+      }
+      if (!single) add_panel<bytes, A>(total, sum);
+      entry = stop;
+    } while (entry != end);
+    if (!single) round_panel<bytes, A>(sum, total);
+    finish<bytes, A>(to, row, sum);
+  }
+}
+
 // All result rows, columns begin .. end (begin a multiple of the panel).
 template <int bytes, class A>
 PFL_INLINE void columns(const Plan<A>& plan, int64_t begin, int64_t end) {
   constexpr int64_t line = 64 / sizeof(A), sum_stride = kPanel + line;
   const Aggregate& job = plan.job;
-  const int64_t rows = static_cast<int64_t>(plan.row.size());
-  Scratch<A> panel(rows * kPanel), kept(plan.stream ? job.m * line : 0);
+  const int64_t most = job.index && plan.reads() <= kPacked ? kPacked : kChunk;
+  Scratch<A> panel(std::min(plan.reads(), most) * kPanel), kept(plan.stream ? job.m * line : 0);
+  Scratch<double> total(job.index ? kPanel : kBlocks * plan.block * kPanel);
   alignas(64) A sums[kMaxBlock<bytes> * sum_stride];
   A* const sum = sums + line;
   std::vector<int64_t> offset;
   if (!plan.packed && job.index)
     for (int64_t r : plan.row) offset.push_back(r * job.updates_row);
   for (int64_t column = begin; column < end; column += kPanel) {
-    const int64_t width = std::min(kPanel, end - column);
-    const bool last = column + kPanel >= end, through = plan.packed || width < kPanel;
-    const int64_t ahead = last ? 0 : kPanel;
-    const A* x = panel.data;
-    int64_t stride = kPanel;
-    if (through) {
-      pack<bytes, A>(panel.data, plan, column, width, ahead);
-    } else {
-      x = static_cast<const A*>(job.updates) + column;
-      stride = job.updates_row;
-    }
-    for (int64_t row = 0; row < job.m;) {
-      int64_t count = 1;
-      if (job.index) {
-        const Entry<A>* e = plan.entry.data();
-        sparse<bytes, A>(sum, x, through ? nullptr : offset.data(), e + plan.first[row], e + plan.first[row + 1], through ? 0 : ahead);
-      } else {
-        count = std::min<int64_t>(plan.block, job.m - row);
-        dense<bytes, A>(static_cast<int>(count), sum, sum_stride, x, stride, job.n, plan.weight.data() + row * job.n, through ? 0 : ahead);
-      }
-      for (int64_t r = 0; r < count; r++, row++) {
-        A* const s = sum + r * sum_stride;
-        if (job.base) add_base_any<bytes, A>(s, job, row, column, width);
-        const int64_t at = row * job.out_row + column;
-        if (plan.stream) put_lines<bytes, A>(static_cast<A*>(job.out) + at, s, kept.data + row * line, width, column == begin, last);
-        else put_any<bytes, A>(job.out, job.out_dtype, at, s, width);
-      }
-    }
+    const Target<A> to{plan, kept.data, column, std::min(kPanel, end - column), column == begin, column + kPanel >= end};
+    if (job.index) sparse_panel<bytes, A>(to, panel.data, total.data, sum, offset.data());
+    else dense_panel<bytes, A>(to, panel.data, total.data, sum);
   }
   if (plan.stream) fence();
 }
@@ -351,7 +452,6 @@ Plan<A> make_plan(const Aggregate& job) {
     }
     plan.packed = !same_type || plan.entry.size() > plan.row.size();
   } else {
-    for (int64_t r = 0; r < job.n; r++) plan.row.push_back(r);
     const int64_t blocks = (job.m + 5) / 6;
     plan.block = static_cast<int>((job.m + blocks - 1) / blocks);
     plan.weight.resize(job.m * job.n);
@@ -371,7 +471,7 @@ template <class A, class Parallel>
 void run(const Aggregate& job, Parallel&& parallel) {
   const Plan<A> plan = make_plan<A>(job);
   const double terms = job.index ? static_cast<double>(plan.entry.size()) : static_cast<double>(job.m) * job.n;
-  const double work = (terms / 16 + plan.row.size() + job.m + 1) * static_cast<double>(job.p);
+  const double work = (terms / 16 + plan.reads() + job.m + 1) * static_cast<double>(job.p);
   const int64_t panels = (job.p + kPanel - 1) / kPanel;
   const int64_t pieces = work < kAloneWork ? 1 : std::min({panels, static_cast<int64_t>(work / kPieceWork), int64_t{512}});
   parallel(pieces, [&plan, panels, pieces](int64_t first, int64_t last) {

@@ -1,8 +1,8 @@
 // 2x2 pooling with stride 2 over planes, forward and backward: what half of LeNet's forward pass is spent on when it is done one
 // window at a time. Same results as torch's max_pool2d and avg_pool2d, bit for bit; the gradient of a maximum goes to the first one.
 #pragma once
-#include <bit>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "isa.h"
@@ -41,6 +41,14 @@ inline __attribute__((always_inline)) void forward(const Pool& p, const T* x, T*
     }
 }
 
+template <class To, class From>
+inline __attribute__((always_inline)) To same_bits(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+
 template <bool average, class T>
 inline __attribute__((always_inline)) void backward(const Pool& p, const T* x, const T* grad, T* gx, int64_t begin, int64_t end) {
   const int64_t h = p.height / 2, w = p.width / 2;
@@ -65,12 +73,12 @@ inline __attribute__((always_inline)) void backward(const Pool& p, const T* x, c
           for (int64_t j = 0; j < n; ++j) {
             const T a = xt[2 * (at + j)], b = xt[2 * (at + j) + 1], c = xl[2 * (at + j)], d = xl[2 * (at + j) + 1];
             const T ab = larger(b, a), abc = larger(c, ab);
-            const Bits v = std::bit_cast<Bits>(g[at + j]);
+            const Bits v = same_bits<Bits>(g[at + j]);
             const Bits is_b = all_if(later(b, a)), is_c = all_if(later(c, ab)), is_d = all_if(later(d, abc));
-            gd[j] = std::bit_cast<T>(v & is_d);
-            gc[j] = std::bit_cast<T>(v & ~is_d & is_c);
-            gb[j] = std::bit_cast<T>(v & ~is_d & ~is_c & is_b);
-            ga[j] = std::bit_cast<T>(v & ~is_d & ~is_c & ~is_b);
+            gd[j] = same_bits<T>(v & is_d);
+            gc[j] = same_bits<T>(v & ~is_d & is_c);
+            gb[j] = same_bits<T>(v & ~is_d & ~is_c & is_b);
+            ga[j] = same_bits<T>(v & ~is_d & ~is_c & ~is_b);
           }
           for (int64_t j = 0; j < n; ++j) {
             top[2 * (at + j)] = ga[j], top[2 * (at + j) + 1] = gb[j];

@@ -273,6 +273,13 @@ void rank1_forward(const Rank1<T>& q, T* y, const Parallel& parallel) {
 template <class T, class Parallel>
 void rank1_backward(const Rank1<T>& q, const T* grad, const Rank1Grads<T>& out, const Parallel& parallel) {
   namespace d = rank1_detail;
+  if (q.n == 0) {   // nobody adds to the gradient of what clients share
+    const auto zero = [](T* p, bool shared, int64_t size) {
+      if (p && shared) std::fill(p, p + size, T(0));
+    };
+    zero(out.x, q.x_shared, q.b * q.i), zero(out.w_a, q.w_a_shared, q.o * q.f);
+    return zero(out.lam, q.lam_shared, q.f), zero(out.w_b, q.w_b_shared, q.f * q.i);
+  }
 #if PFL_X86
   if (isa() == Isa::avx512) return d::backward<SmallGemmAvx512<T>>(q, grad, out, parallel);
   if (isa() == Isa::avx2) return d::backward<SmallGemmAvx2<T>>(q, grad, out, parallel);

@@ -21,15 +21,6 @@ struct Limits {
 
 namespace roofline_detail {
 
-// Keeps a register's value from the compiler, so that a loop over it is not folded away. No instruction.
-#if PFL_X86
-#define PFL_OPAQUE(v) asm volatile("" : "+v"(v))
-#elif defined(__aarch64__)
-#define PFL_OPAQUE(v) asm volatile("" : "+w"(v))
-#else
-#define PFL_OPAQUE(v) (void)(v)
-#endif
-
 constexpr int kChains = 12;   // independent sums: more than latency times units, fewer than registers
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -61,15 +52,22 @@ PFL_INLINE void write(float* p, int64_t n) {
   fence();
 }
 
+// `memory`: room for kChains + 1 vectors.
 template <int bytes, bool subtract>
-PFL_INLINE void multiply(int64_t rounds, float* sink) {
+PFL_INLINE void multiply(int64_t rounds, float* memory) {
   using V = Vec<float, bytes>;
-  V sum[kChains] = {}, a = 0.5f - V{}, b = 0.25f - V{};
+  constexpr int64_t lanes = bytes / 4;
+  V sum[kChains] = {};
+  for (int64_t k = 0; k < (kChains + 1) * lanes; k++) memory[k] = 0.25f;
   for (int64_t i = 0; i < rounds; i++) {
-    PFL_OPAQUE(a);
+    const float* now = memory;
+    asm volatile("" : "+r"(now));   // for all the compiler knows it is elsewhere: no term is that of the round before
+    V a;
+    load(a, now + kChains * lanes);
     PFL_UNROLL
     for (int j = 0; j < kChains; j++) {
-      PFL_OPAQUE(b);   // each term is computed anew
+      V b;
+      load(b, now + j * lanes);   // a part of the arithmetic instruction
       if constexpr (subtract) {
         const V d = a - b;
         sum[j] += d * d;
@@ -79,7 +77,7 @@ PFL_INLINE void multiply(int64_t rounds, float* sink) {
     }
   }
   for (int j = 1; j < kChains; j++) sum[0] += sum[j];
-  store(sink, sum[0]);
+  store(memory, sum[0]);
 }
 
 #define PFL_LIMITS(NAME, BYTES, TARGET)                                                                           \
@@ -87,8 +85,8 @@ PFL_INLINE void multiply(int64_t rounds, float* sink) {
     static constexpr double lanes = BYTES / 4;                                                                    \
     TARGET static void read(const float* p, int64_t n, float* sink) { roofline_detail::read<BYTES>(p, n, sink); }   \
     TARGET static void write(float* p, int64_t n) { roofline_detail::write<BYTES>(p, n); }                          \
-    TARGET static void fma(int64_t rounds, float* sink) { multiply<BYTES, false>(rounds, sink); }                 \
-    TARGET static void sub_fma(int64_t rounds, float* sink) { multiply<BYTES, true>(rounds, sink); }              \
+    TARGET static void fma(int64_t rounds, float* memory) { multiply<BYTES, false>(rounds, memory); }             \
+    TARGET static void sub_fma(int64_t rounds, float* memory) { multiply<BYTES, true>(rounds, memory); }          \
   };
 PFL_LIMITS(Plain, 16, )
 #if PFL_X86
@@ -117,8 +115,7 @@ double fastest(int threads, const Body& body) {
 }
 
 template <class Path>
-Limits measure(int threads, int64_t bytes) {
-  constexpr int64_t rounds = 2'000'000;
+Limits measure(int threads, int64_t bytes, int64_t rounds) {
   const int64_t part = bytes / 4 / threads / 1024 * 1024;   // elements of one thread, whole pages
   const Scratch<float> memory(part * threads);
   const Scratch<float> sinks(threads * 1024);
@@ -135,13 +132,13 @@ Limits measure(int threads, int64_t bytes) {
 }  // namespace roofline_detail
 
 // Measured with `threads` threads over `bytes` of memory, which should be many times the caches, on the chosen instruction set.
-inline Limits limits(int threads, int64_t bytes) {
+inline Limits limits(int threads, int64_t bytes, int64_t rounds = 2'000'000) {
   namespace d = roofline_detail;
 #if PFL_X86
-  if (isa() == Isa::avx512) return d::measure<d::Avx512>(threads, bytes);
-  if (isa() == Isa::avx2) return d::measure<d::Avx2>(threads, bytes);
+  if (isa() == Isa::avx512) return d::measure<d::Avx512>(threads, bytes, rounds);
+  if (isa() == Isa::avx2) return d::measure<d::Avx2>(threads, bytes, rounds);
 #endif
-  return d::measure<d::Plain>(threads, bytes);
+  return d::measure<d::Plain>(threads, bytes, rounds);
 }
 
 }  // namespace pflcore::cpu

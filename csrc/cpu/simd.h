@@ -42,7 +42,9 @@ PFL_INLINE void store(T* p, const V& v) { __builtin_memcpy(p, &v, sizeof(V)); }
 // A store that goes past the caches; p is aligned to the vector's size. fence() after the last one of a thread.
 template <class V, class T>
 PFL_INLINE void stream(T* p, const V& v) {
-#if PFL_X86
+#if defined(__clang__)
+  __builtin_nontemporal_store(v, reinterpret_cast<V*>(p));
+#elif PFL_X86
   if constexpr (sizeof(V) == 64) asm volatile("vmovntps %1, %0" : "=m"(*reinterpret_cast<V*>(p)) : "v"(v));
   else if constexpr (sizeof(V) == 32) asm volatile("vmovntps %1, %0" : "=m"(*reinterpret_cast<V*>(p)) : "x"(v));
   else asm volatile("movntps %1, %0" : "=m"(*reinterpret_cast<V*>(p)) : "x"(v));
@@ -67,12 +69,14 @@ PFL_INLINE void widen(Vec<float, bytes>& v, const Vec<uint16_t, bytes / 2>& h, H
   using U = Vec<uint32_t, bytes>;
   const U x = __builtin_convertvector(h, U);
   const U magnitude = (x & 0x7fffu) << 13;
+  const U one_up = magnitude + 0x38800000u;   // 2^-14 + a subnormal: no float32 subnormal on the way, which a processor may flush to zero
   Vec<float, bytes> f;
-  __builtin_memcpy(&f, &magnitude, sizeof f);
-  f *= 0x1p112f;   // the exponent's bias, and subnormals made normal, in one product
-  U u;
-  __builtin_memcpy(&u, &f, sizeof u);
-  u |= U(magnitude >= 0x0f800000u) & 0x7f800000u;   // infinity and NaN keep the largest exponent
+  __builtin_memcpy(&f, &one_up, sizeof f);
+  f -= 0x1p-14f;
+  U subnormal;
+  __builtin_memcpy(&subnormal, &f, sizeof subnormal);
+  const U small = U(magnitude < 0x00800000u), large = U(magnitude >= 0x0f800000u);   // infinity and NaN keep the largest exponent
+  U u = (small & subnormal) | (~small & (magnitude + 0x38000000u)) | (large & 0x7f800000u);
   u |= (x & 0x8000u) << 16;
   __builtin_memcpy(&v, &u, sizeof v);
 }
@@ -103,6 +107,30 @@ PFL_INLINE void narrow(Vec<uint16_t, bytes / 2>& h, const Vec<float, bytes>& v, 
   const U extreme = (nan & 0x7e00u) | (~nan & 0x7c00u);
   const U r = (large & extreme) | (small & subnormal) | (~(large | small) & normal);
   h = __builtin_convertvector(r | sign, Vec<uint16_t, bytes / 2>);
+}
+
+// total[..] += v. GCC splits the conversion in two when it is inlined into another instruction set, hence the instruction by name; clang
+// takes no vector in assembly that the function around it has no registers for, and converts in one instruction anyway.
+template <int bytes>
+PFL_INLINE void add_wide(double* total, const Vec<float, bytes>& v) {
+  Vec<double, bytes> d[2];
+#if PFL_X86 && !defined(__clang__)
+  if constexpr (bytes > 16) {
+    Vec<float, bytes / 2> half[2];
+    __builtin_memcpy(half, &v, bytes);
+    for (int h = 0; h < 2; ++h) asm("vcvtps2pd %1, %0" : "=v"(d[h]) : "v"(half[h]));
+  } else
+#endif
+  {
+    const auto both = __builtin_convertvector(v, Vec<double, 2 * bytes>);
+    __builtin_memcpy(d, &both, sizeof d);
+  }
+  for (int h = 0; h < 2; ++h) {
+    Vec<double, bytes> sum;
+    load(sum, total + h * bytes / 8);
+    sum += d[h];
+    store(total + h * bytes / 8, sum);
+  }
 }
 
 // bytes / sizeof(A) elements of type T at p, as a vector of A, and back.

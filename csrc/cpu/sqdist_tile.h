@@ -43,29 +43,6 @@ PFL_INLINE void fold(F& x, const F& y, std::integer_sequence<int, k...>) {
 #endif
 }
 
-// total[..] += v. The compiler splits the conversion in two when it is inlined into another instruction set, hence the instruction by name.
-template <int bytes>
-PFL_INLINE void add_wide(double* total, const Vec<float, bytes>& v) {
-  Vec<double, bytes> d[2];
-#if PFL_X86
-  if constexpr (bytes > 16) {
-    Vec<float, bytes / 2> half[2];
-    __builtin_memcpy(half, &v, bytes);
-    for (int h = 0; h < 2; ++h) asm("vcvtps2pd %1, %0" : "=v"(d[h]) : "v"(half[h]));
-  } else
-#endif
-  {
-    const auto both = __builtin_convertvector(v, Vec<double, 2 * bytes>);
-    __builtin_memcpy(d, &both, sizeof d);
-  }
-  for (int h = 0; h < 2; ++h) {
-    Vec<double, bytes> sum;
-    load(sum, total + h * bytes / 8);
-    sum += d[h];
-    store(total + h * bytes / 8, sum);
-  }
-}
-
 // sum[i][j] += the lanes of acc[i][j], by two shuffles and an addition for each vector. acc is used up.
 template <int bytes, int rows>
 PFL_INLINE void flush(Vec<float, bytes> (&acc)[rows][kTile], double* sum) {

@@ -36,7 +36,6 @@ void aggregate_out_cuda(const Tensor& updates_in, const Tensor& weight_in, const
     q.base = base.const_data_ptr(), q.base_row = base.dim() == 1 ? 0 : row_stride(base);
   }
   cuda::aggregate(q, call.stream());
-  call.launched();
 }
 
 Tensor aggregate_cuda(const Tensor& updates, const Tensor& weight, const OptionalTensor& index, const OptionalTensor& base, double lr,

@@ -19,7 +19,7 @@ struct Aggregate {
   const void* updates;   // [n, p]
   int64_t updates_row;   // row strides in elements; 0 repeats one row
   const double* weight;  // [m, k] contiguous
-  bool sparse;           // by index; a weight of 0 is then never read
+  bool sparse;           // by index; a row whose weight times lr is 0 is then never read
   const int64_t* index;  // [m, k] contiguous. One outside [0, n) makes its row NaN: kernels cannot raise an error without stopping the stream
   const void* base;      // [m, p], or nullptr
   int64_t base_row;      // 0: one base for all
@@ -30,7 +30,7 @@ struct Aggregate {
 
 constexpr int kAggregateThreads = 256;
 constexpr int64_t kAggregateShared = 48 * 1024;  // bytes for the weights: what every card gives without asking
-constexpr int64_t kStagedShared = 96 * 1024;     // bytes for weights and stages, where the card gives them: two blocks fit an A100, an H100
+constexpr int64_t kStagedShared = 80 * 1024;     // bytes for weights and stages, where the card gives them: two blocks fit an A100's 164 KiB
 constexpr int64_t kAggregateBlocks = 4096;
 
 // Rows of the result per thread: as many as 32 registers of sums hold.
@@ -355,11 +355,11 @@ __global__ void __launch_bounds__(kAggregateThreads, 2) aggregate_sparse(Aggrega
       for (int64_t k0 = 0; k0 < q.k; k0 += 32) {  // each lane fetches one weight and its index, all lanes use all of them
         const int count = static_cast<int>(q.k - k0 < 32 ? q.k - k0 : 32);
         const double weight = lane < count ? q.weight[row * q.k + k0 + lane] : 0.0;
-        const int64_t at = weight != 0 ? q.index[row * q.k + k0 + lane] : 0;
+        const Acc w = static_cast<Acc>(q.lr * weight);  // what counts is this: it may be 0 where the weight is not
+        const int64_t at = w != 0 ? q.index[row * q.k + k0 + lane] : 0;
         const bool inside = at >= 0 && at < q.n;
-        const Acc w = static_cast<Acc>(q.lr * weight);
-        const unsigned used = __ballot_sync(0xffffffffu, weight != 0 && inside);
-        if (__ballot_sync(0xffffffffu, weight != 0 && !inside)) {
+        const unsigned used = __ballot_sync(0xffffffffu, w != 0 && inside);
+        if (__ballot_sync(0xffffffffu, w != 0 && !inside)) {
 #pragma unroll
           for (int v = 0; v < kWide; ++v) sum[0][v] = static_cast<Acc>(NAN);
         }
@@ -401,7 +401,8 @@ void aggregate_staged_launch(const Aggregate& q, cudaStream_t stream) {
                      (q.base == nullptr || aligned16(q.base, q.base_row, bytes));
   auto* const kernel = packs ? &aggregate_staged<T, Acc, true> : &aggregate_staged<T, Acc, false>;
   const StagedPlan plan = staged_plan<T, Acc>(q, shared_for(reinterpret_cast<const void*>(kernel), kStagedShared));
-  const int64_t walkers = ceil_div(kAggregateBlocks, plan.blocks_m);
+  // as many blocks as the card holds at a time: each loads its weights once
+  const int64_t walkers = ceil_div(2 * multiprocessors(), plan.blocks_m);
   const unsigned grid = static_cast<unsigned>(plan.blocks_m * (plan.tiles < walkers ? plan.tiles : walkers));
   PFLCORE_LAUNCH(kernel, grid, kAggregateThreads, plan.shared, stream, q, plan);
 }

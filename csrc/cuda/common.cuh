@@ -5,6 +5,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <stdexcept>
+#include <string>
 #include <type_traits>
 
 #ifdef PFLCORE_CUDA_ON_CPU
@@ -13,7 +15,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
-#define PFLCORE_LAUNCH(kernel, grid, block, shared, stream, ...) kernel<<<grid, block, shared, stream>>>(__VA_ARGS__)
+#define PFLCORE_LAUNCH(kernel, grid, block, shared, stream, ...) \
+  (kernel<<<grid, block, shared, stream>>>(__VA_ARGS__), pflcore::cuda::launched(__func__))
 #define PFLCORE_DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
 #endif
 
@@ -54,6 +57,26 @@ inline int64_t shared_for(const void* kernel, int64_t wanted) {
   return always;
 #endif
 }
+
+// How many processors the card has, each good for several blocks.
+inline int64_t multiprocessors() {
+#ifdef PFLCORE_CUDA_ON_CPU
+  return 2;
+#else
+  int device = 0, count = 0;
+  if (cudaGetDevice(&device) == cudaSuccess && cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess && count > 0)
+    return count;
+  return 128;
+#endif
+}
+
+#ifndef PFLCORE_CUDA_ON_CPU
+// Right after each launch, so that an error is that of this kernel (or of earlier work that has failed meanwhile).
+inline void launched(const char* where) {
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) throw std::runtime_error(std::string("pflcore: a CUDA kernel could not be launched (") + where + "): " + cudaGetErrorString(error));
+}
+#endif
 
 // Grid-stride kernels: enough blocks to fill any card, never more than the work.
 inline unsigned grid_for(int64_t pieces, int64_t limit = 16384) {

@@ -38,8 +38,6 @@ class Call {
 
   Tensor workspace(const Tensor& like, int64_t bytes) const { return make(like, {bytes}, ScalarType::Byte); }
 
-  void launched() const { STD_CUDA_KERNEL_LAUNCH_CHECK(); }
-
  private:
   static int32_t device_of(const Tensor& t, const char* op) {
     PFL_CHECK(t.is_cuda(), op, ": expected all tensors on one GPU, got the first on another device");

@@ -43,7 +43,6 @@ Tensor rank1_typed(const cuda::Call& call, const Tensor& x, const Tensor& w_a, c
   const Rank1Inputs<T> in(call, x, w_a, lam, w_b);
   const Tensor y = in.batched ? make(x, {in.q.n, in.q.b, in.q.o}) : make(x, {in.q.b, in.q.o});
   cuda::rank1_forward(in.q, cuda::mutable_data<T>(y), call.stream());
-  call.launched();
   return y;
 }
 
@@ -61,7 +60,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> rank1_backward_typed(const cuda::Call
   const cuda::Rank1Grads<T> grads{cuda::data<T>(grad), to(gx, need_x), x.dim() == 2, to(ga, need_a), w_a.dim() == 2,
                                   to(glam, need_lam), lam.dim() == 1, to(gb, need_b), w_b.dim() == 2};
   cuda::rank1_backward(in.q, grads, call.stream());
-  call.launched();
   return {gx, ga, glam, gb};
 }
 

@@ -45,7 +45,6 @@ void sgd_typed(const Tensor& w, const Tensor& grad_in, double lr, const Optional
   a.buffer_row = a.buffer ? row_stride(*buffer) : 0;
   a.weight_decay = weight_decay;
   cuda::sgd_step(a, call.stream());
-  call.launched();
 }
 
 void sgd_step_cuda(const Tensor& w, const Tensor& grad, double lr, const OptionalTensor& shift, const OptionalTensor& mask, double mu,

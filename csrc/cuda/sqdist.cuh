@@ -22,7 +22,7 @@ struct Sqdist {
   int64_t b_row;
   int64_t n, p;
   double* out;         // [m, n] contiguous
-  void* workspace;     // sqdist_workspace(q) bytes, 8-byte aligned
+  void* workspace;     // sqdist_workspace(q) bytes, 8-byte aligned; may be nullptr where that is 0
 };
 
 constexpr int kSqdistWindow = 64;        // rows of a block's window
@@ -30,6 +30,7 @@ constexpr int kSqdistThreads = 256;
 constexpr int kSqdistShared = 48 * 1024;  // what every card gives without asking
 constexpr int kSqdistPacksLog2 = 3;       // packs of a row staged at a time, at least
 constexpr int64_t kSqdistBlocks = 2048;  // enough to fill any card several times
+constexpr int64_t kSqdistMost = int64_t{65535} * kSqdistWindow;
 constexpr double kSqdistTiny = 1e-30;    // below it float32 squares may have underflowed
 
 struct SqdistPlan {
@@ -84,9 +85,16 @@ inline SqdistPlan sqdist_plan(const Sqdist& q) {
   return plan;
 }
 
-inline int64_t sqdist_workspace(const Sqdist& q) {
+// `most`: rows of a that one grid holds; more are done in parts. A single partial sum needs no memory beside the result's.
+inline int64_t sqdist_workspace(const Sqdist& q, int64_t most = kSqdistMost) {
+  if (q.m > most && !q.symmetric) {
+    Sqdist part = q, rest = q;
+    part.m = most, rest.m = q.m % most;
+    const int64_t some = sqdist_workspace(part, most), last = sqdist_workspace(rest, most);
+    return some > last ? some : last;
+  }
   const SqdistPlan plan = sqdist_plan(q);
-  return plan.splits * plan.pairs * static_cast<int64_t>(sizeof(double));
+  return plan.splits > 1 ? plan.splits * plan.pairs * static_cast<int64_t>(sizeof(double)) : 0;
 }
 
 // A float32 result that cannot be trusted: overflow, NaN, or so small that squares may have underflowed.
@@ -145,7 +153,7 @@ __device__ __forceinline__ void sqdist_stage(S* to, int pitch, int packs_log2, c
 template <class T, class S, class C, bool kRedo, bool kOneLane>
 __global__ void __launch_bounds__(kSqdistThreads, 2)
     sqdist_partial(const T* __restrict__ a, int64_t a_row, const T* __restrict__ b, int64_t b_row, SqdistPlan plan, const double* out,
-                   double* __restrict__ partial) {
+                   double* partial) {
   constexpr int kWide = per16<S>;
   const int64_t row_a = static_cast<int64_t>(blockIdx.y) * kSqdistWindow, row_b = static_cast<int64_t>(blockIdx.x) * kSqdistWindow;
   if (plan.symmetric && row_a > row_b) return;
@@ -259,15 +267,16 @@ __global__ void __launch_bounds__(kSqdistThreads, 2)
     }
 }
 
-// Adds the partial sums up: a column of 32 neighbouring pairs per block, blockDim.y threads to a pair.
+// Adds the partial sums up and mirrors a symmetric result: a column of 32 neighbouring pairs per block, blockDim.y threads to a pair. A single
+// partial sum lies in `out` already, so that after a redo nothing shows which were done again: all are mirrored once more.
 template <bool kRedo>
-__global__ void __launch_bounds__(1024) sqdist_total(const double* __restrict__ partial, SqdistPlan plan, double* out) {
+__global__ void __launch_bounds__(1024) sqdist_total(const double* partial, SqdistPlan plan, double* out) {
   __shared__ double sums[32][33];
   const int64_t pair = static_cast<int64_t>(blockIdx.x) * 32 + threadIdx.x;
   const int64_t i = pair / plan.n, j = pair % plan.n;
   bool active = pair < plan.pairs && !(plan.symmetric && i > j);
   const bool zero = plan.symmetric && i == j;
-  if (kRedo) active = active && !zero && sqdist_suspect(out[pair]);
+  if (kRedo) active = active && !zero && (plan.splits == 1 || sqdist_suspect(out[pair]));
   double sum = 0;
   if (active && !zero)
     for (int64_t s = threadIdx.y; s < plan.splits; s += blockDim.y) sum += partial[s * plan.pairs + pair];
@@ -281,7 +290,7 @@ __global__ void __launch_bounds__(1024) sqdist_total(const double* __restrict__ 
 
 template <class T, class S, class C, bool kRedo>
 void sqdist_launch(const Sqdist& q, const SqdistPlan& plan, cudaStream_t stream) {
-  double* const partial = static_cast<double*>(q.workspace);
+  double* const partial = plan.splits > 1 ? static_cast<double*>(q.workspace) : q.out;
   const T* const a = static_cast<const T*>(q.a);
   const T* const b = plan.symmetric ? a : static_cast<const T*>(q.b);
   if (plan.splits > 0) {
@@ -304,8 +313,7 @@ void sqdist_float(const Sqdist& q, const SqdistPlan& plan, cudaStream_t stream) 
   if (plan.splits > 0) sqdist_launch<T, float, double, true>(q, plan, stream);
 }
 
-// `most`: rows of a that one grid holds. More than that only a few rows of b can face, so the parts need less workspace than the whole.
-inline void sqdist(const Sqdist& q, cudaStream_t stream, int64_t most = int64_t{65535} * kSqdistWindow) {
+inline void sqdist(const Sqdist& q, cudaStream_t stream, int64_t most = kSqdistMost) {
   const SqdistPlan plan = sqdist_plan(q);
   if (plan.pairs == 0) return;
   if (plan.m > most && !plan.symmetric) {

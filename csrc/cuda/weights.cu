@@ -21,7 +21,6 @@ Tensor waffle_weights_cuda(const Tensor& dist_in, const Tensor& target_in, doubl
   cuda::waffle_weights({cuda::data<double>(dist), rows, n, cuda::data<int64_t>(target), target.numel() == 1 ? 0 : 1, omega, psi, uniform_ties,
                         cuda::mutable_data<double>(weight)},
                        call.stream());
-  call.launched();
   return weight;
 }
 
@@ -42,7 +41,6 @@ std::tuple<Tensor, Tensor> feddwa_weights_cuda(const Tensor& sqdist_in, int64_t 
                             call.stream());
   };
   single ? run(float{}) : run(double{});
-  call.launched();
   return {weight, index};
 }
 

@@ -6,9 +6,10 @@ nothing else remembers anything. What travels is a dict: `down` and `up`; the by
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -66,6 +67,12 @@ class FedAvg:
     needs_val: ClassVar[bool] = False  # needs a split "val"; a simulation holds 20 % of the training samples out where there is none
 
     def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{f.name}: expected a finite number, got {value}.")
+        if not self.server_lr >= 0:
+            raise ValueError(f"server_lr: expected a finite number >= 0, got {self.server_lr}.")
         if self.weighting not in ("samples", "uniform"):
             raise ValueError(f"weighting: expected 'samples' or 'uniform', got {self.weighting!r}.")
 

@@ -27,6 +27,8 @@ class Ditto(FedOpt):
         super().__post_init__()
         if not self.lam >= 0:
             raise ValueError(f"lam: expected a number >= 0, got {self.lam}.")
+        if self.personal_epochs is not None and self.personal_epochs < 1:
+            raise ValueError(f"personal_epochs: expected at least 1, or None for the run's, got {self.personal_epochs}.")
 
     def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
         return super().init(net, n)[0], {"v": net.w0}

@@ -27,9 +27,10 @@ class FineTune(FedOpt):
     evaluation fine-tunes x on each client's training data by SGD, all layers or the last one, and throws the result away.
     `choose="fixed"` takes `finetune_epochs` epochs. "client" and "global" try each step size of `lr_grid` with 1 .. `finetune_epochs`
     epochs and keep what is best on the clients' validation split, for each client or for all clients together (mean over clients); ties
-    go to the earlier candidate, 0 epochs first. A client momentum starts at zero in every epoch.
+    go to the earlier candidate, 0 epochs first. A client without validation samples takes what is best for all the others together.
+    A client momentum starts at zero in every epoch.
     Acceptance (the remark of section 4.1): a client with less than `min_size` samples, or whose validation value does not beat x's by more
-    than `margin`, keeps x.
+    than `margin` (without validation samples it cannot), keeps x.
     """
 
     late: ClassVar[tuple[str, ...]] = (
@@ -87,19 +88,21 @@ class FineTune(FedOpt):
     def chosen(self, x: Tensor, local: Local, mask: Tensor | None) -> Tensor:
         """The best candidate of each client (or of all together) on the validation split: [S, P]."""
         before = local.buffers.clone()
-        best = value(local, x) if self.zero else torch.full((len(x),), -torch.inf, dtype=torch.float64, device=x.device)
-        if self.choose == "global":
-            best = best.mean().expand(len(x))
+        best = self.judged(value(local, x))
+        best = best if self.zero else torch.full_like(best, -torch.inf)
         w, buffers = x.clone(), before.clone()
         for _, _, rows in lengths(local, x, self.lr_grid or (self.finetune_lr,), self.finetune_epochs, mask):
-            now = value(local, rows)
-            if self.choose == "global":
-                now = now.mean().expand(len(x))
+            now = self.judged(value(local, rows))
             better = (now > best)[:, None]
             best, w = torch.where(better[:, 0], now, best), torch.where(better, rows, w)
             buffers = torch.where(better, local.buffers, buffers)
         local.buffers = buffers
         return w
+
+    def judged(self, values: Tensor) -> Tensor:
+        """What counts for each client [S]: its own value, or the mean where all choose together or it has none."""
+        everybody = values.nanmean().expand(len(values))
+        return everybody if self.choose == "global" else torch.where(values.isnan(), everybody, values)
 
 
 def layer_mask(net: Net, layers: str) -> Tensor | None:
@@ -131,16 +134,30 @@ def lengths(
 
 
 def value(local: Local, rows: Tensor, split: str = "val") -> Tensor:
-    """How good each client's model is on `split`: accuracy, or minus the loss where there is none; NaN counts as worst. float64 [S]."""
-    if not local.has(split):
+    """How good each client's model is on `split`: accuracy, or minus the loss where there is none. float64 [S].
+
+    A model whose outputs hold a NaN counts as worst, minus infinity; a client without samples of `split` has NaN.
+    """
+    some = local.setting.data.size(split)[local.ids] > 0 if local.has(split) else torch.zeros(len(rows), dtype=torch.bool)
+    if not bool(some.any()):
         raise ValueError(
-            f"choose: fine-tuning is tuned on the clients' {split!r} split, which this federation lacks; make one with "
+            f"choose: fine-tuning is tuned on the clients' {split!r} split, which these clients lack; make one with "
             "Federation.split_samples, or choose on validation clients with pflcore.tuning."
         )
-    if local.setting.data.y.is_floating_point():
-        return -local.loss(rows, split).double().nan_to_num(nan=torch.inf)
-    found = local.scores(lambda view, net, x: net(view["w"], x), {"w": rows}, split)
-    return torch.stack([right(scores, y).double().mean() for scores, y in found]).nan_to_num(nan=-torch.inf)
+    seen, mine = local, rows
+    if not bool(some.all()):
+        at = onto(some, rows.device)
+        seen, mine = Local(local.setting, local.ids[some], local.round, local.buffers[at]), rows[at]
+    if local.setting.data.y.is_floating_point() or not local.net.scores_classes:
+        values = -seen.loss(mine, split).double().nan_to_num(nan=torch.inf)
+    else:
+        found = seen.scores(lambda view, net, x: net(view["w"], x), {"w": mine}, split)
+        values = torch.stack([_accuracy(scores, y) for scores, y in found])
+    return values.new_full((len(rows),), torch.nan).masked_scatter(onto(some, rows.device), values)
+
+
+def _accuracy(scores: Tensor, y: Tensor) -> Tensor:
+    return torch.where(scores.isnan().any(), -torch.inf, right(scores, y).double().mean())
 
 
 def pick(curve: Tensor, choose: Choose = "client") -> Tensor:

@@ -10,12 +10,16 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
+import io
 import os
 import platform
 import re
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,15 +114,17 @@ def _record(todo: Sequence[Job], cut: Mapping[str, Any], shape: Mapping[str, Any
     from pflcore.results.record import Record, read
 
     options = todo[0].options
+    _check_output(output)
     if output.baseline is not None and output.baseline not in {j.algorithm for j in todo}:
         raise ValueError(f"baseline: expected one of the algorithms that run, got {output.baseline!r}.")
-    folder = output.out or _new_folder([j.algorithm for j in todo], options.data, options.partition or "")
-    _check_folder(folder, output.overwrite)
+    if output.out is not None:
+        _check_folder(output.out, output.overwrite)
     data = experiment.federation(options, cut)
     model = experiment.model(options, data, shape)
     first: Simulation | None = todo[0].simulation(data, model)  # so that what is wrong is said before a record is opened
     interrupted = failed = False
     total = sum(j.options.rounds for j in todo)
+    folder = output.out or _new_folder([j.algorithm for j in todo], options.data, options.partition or "")
     with Record(folder / "record.jsonl", output.overwrite) as record, Progress(total, output.quiet) as progress:
         progress.say(f"{data.summary()}\nRecord: {record.path}")
         for i, job in enumerate(todo):
@@ -131,14 +137,12 @@ def _record(todo: Sequence[Job], cut: Mapping[str, Any], shape: Mapping[str, Any
                     failed = True
                     continue
                 head = job.header(simulation) | {"partition_options": cut, "model_options": shape}
-                record.write({"header": head})
                 if i == 0 or job.algorithm != todo[i - 1].algorithm:
                     progress.say(_plan(job, head))
-                history = _one(job, simulation, record, progress)
-                interrupted, failed = history.interrupted, failed or history.failed
+                history = _one(job, simulation, head, record, progress)
+                interrupted, failed = history.interrupted, failed or history.stopped is not None
                 del simulation, history  # the next one needs the memory
             except KeyboardInterrupt:
-                record.write({"stopped": "Interrupted before the first round."})
                 interrupted = True
             if interrupted:
                 progress.say("Interrupted; the record is whole up to here.")
@@ -147,22 +151,16 @@ def _record(todo: Sequence[Job], cut: Mapping[str, Any], shape: Mapping[str, Any
     return 130 if interrupted else 1 if failed else 0
 
 
-def _one(job: Job, simulation: Simulation, record: Record, progress: Progress) -> History:
+def _one(job: Job, simulation: Simulation, head: Mapping[str, Any], record: Record, progress: Progress) -> History:
     """Plays one job; whatever ends it, the record holds every round that was played and says why it is not whole."""
     progress.name(job.name)
-
-    def on_round(_: int, line: dict[str, Any]) -> None:
-        record.write(line)
-        progress.step(line)
-
     try:
-        history = simulation.run(on_round)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*stopped early: ", RuntimeWarning)  # it is said below
+            history: History = record.run(head, simulation.run, lambda _, line: progress.step(line))
     except Exception as e:
-        with contextlib.suppress(OSError):  # a full disk, perhaps
-            record.write({"stopped": f"{type(e).__name__}: {_first_line(e)}"})
         raise RunFailed(f"{job.name} failed: {type(e).__name__}: {_first_line(e)}; the record up to there is {record.path}.") from e
     if history.stopped:
-        record.write({"stopped": history.stopped})
         progress.say(f"{job.name}: {history.stopped}")
     progress.skip(simulation.rounds - len(history.rounds))
     return history
@@ -174,7 +172,7 @@ def _tell(runs: Sequence[Run], folder: Path, output: Output) -> None:
     from pflcore.results import table as report
 
     text = report.table(runs, output.last, output.baseline)
-    print(text)
+    _check_table(folder, output.overwrite)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "table.md").write_text(text, encoding="utf-8")
@@ -185,6 +183,7 @@ def _tell(runs: Sequence[Run], folder: Path, output: Output) -> None:
     except ImportError as e:
         print(f"{e} Then: pflcore report {folder}", file=sys.stderr)
         made = []
+    print(text)  # when all is written: whoever reads along may have gone
     print(f"In {folder}: {', '.join(p.name for p in [folder / 'table.md', *made])}", file=sys.stderr)
 
 
@@ -198,7 +197,10 @@ def tell_again(argv: Sequence[str]) -> int:
     got = parse("pflcore report FOLDER ...", inspect.getdoc(tell_again) or "", groups, argv[len(places) :])["output"]
     if not places:
         raise ValueError("report: expected at least one folder or .jsonl file that holds a record, got none.")
+    _check_output(Output(last=got["last"]))
     runs = [r for place in places for r in read(place)]
+    if not runs:
+        raise ValueError(f"report: expected a folder or .jsonl file that holds a record, got {', '.join(places)}, which holds none.")
     first = Path(places[0])
     _tell(runs, got["out"] or (first if first.is_dir() else first.parent), Output(baseline=got["baseline"], last=got["last"]))
     return 0
@@ -297,20 +299,21 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; the exit code is 0, 2 for a wrong argument, 1 for a failure in the middle, 130 after Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that has no sign for ± gets a question mark
     try:
-        if not argv or argv[0] in ("-h", "--help"):
-            width = max(len(usage) for usage, _ in COMMANDS.values())
-            print("usage: pflcore COMMAND ...\n")
-            for usage, command in COMMANDS.values():
-                print(f"  {usage:<{width}}  {inspect.getdoc(command)}")
-            print(f"\nAlgorithms: {_algorithms()}.\npflcore COMMAND --help shows a command's options.")
-            return 0 if argv else 2
-        if argv[0] not in COMMANDS:
-            raise ValueError(f"command: expected one of {', '.join(COMMANDS)}, got {argv[0]!r}.")
-        return COMMANDS[argv[0]][1](argv[1:])
+        with _signals():
+            status = _command(argv)
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # whoever read along has gone; what was to be written is written
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except Exception as e:
         if os.environ.get("PFLCORE_DEBUG"):
             traceback.print_exc()
@@ -318,6 +321,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         said = _first_line(e) if expected or isinstance(e, RunFailed) else f"{type(e).__name__}: {_first_line(e)}"
         print(f"pflcore: {said}" + ("" if expected else " PFLCORE_DEBUG=1 shows where."), file=sys.stderr)
         return 2 if expected else 1
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end a command as Ctrl-C does; nohup's wish, a SIGHUP that is ignored, is respected."""
+
+    def end(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    kept: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in filter(None, (getattr(signal, "SIGTERM", None), getattr(signal, "SIGHUP", None))):
+            if signal.getsignal(number) == signal.SIG_DFL:
+                kept[number] = signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+def _command(argv: Sequence[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        width = max(len(usage) for usage, _ in COMMANDS.values())
+        print("usage: pflcore COMMAND ...\n")
+        for usage, command in COMMANDS.values():
+            print(f"  {usage:<{width}}  {inspect.getdoc(command)}")
+        print(f"\nAlgorithms: {_algorithms()}.\npflcore COMMAND --help shows a command's options.")
+        return 0 if argv else 2
+    if argv[0] not in COMMANDS:
+        raise ValueError(f"command: expected one of {', '.join(COMMANDS)}, got {argv[0]!r}.")
+    return COMMANDS[argv[0]][1](argv[1:])
 
 
 def _algorithms() -> str:
@@ -334,19 +369,37 @@ def _told(cls: type, rename: Mapping[str, str] | None = None, choices: Mapping[s
 
 
 def _new_folder(algorithms: Sequence[str], data: str, partition: str) -> Path:
-    """A folder below runs/ that does not exist yet, with a name that any file system takes."""
+    """A new folder below runs/, made now, with a name that any file system takes."""
     what = algorithms[0] if len(set(algorithms)) == 1 else "compare"
     stem = re.sub(r"[^\w.-]", "_", f"{what}-{data}-{partition.replace('*', 'star')}".rstrip("-"))
     number = 1
-    while (folder := Path("runs") / (stem if number == 1 else f"{stem}-{number}")).exists():
-        number += 1
-    return folder
+    while True:
+        folder = Path("runs") / (stem if number == 1 else f"{stem}-{number}")
+        try:
+            folder.mkdir(parents=True)  # of two runs that start at once, only one makes it
+            return folder
+        except FileExistsError:
+            number += 1
+        except OSError as e:
+            raise ValueError(f"out: expected a folder that can be written, got {folder} ({e.strerror}); name another.") from None
+
+
+def _check_output(output: Output) -> None:
+    if output.last < 1:
+        raise ValueError(f"last: expected at least 1 round, got {output.last}.")
+
+
+def _check_table(folder: Path, overwrite: bool) -> None:
+    table = folder / "table.md"
+    if table.is_file() and not overwrite and not table.read_text(encoding="utf-8", errors="replace").startswith("### "):
+        raise ValueError(f"out: expected a folder without a table.md of somebody else's, got {folder}; name another or add --overwrite.")
 
 
 def _check_folder(folder: Path, overwrite: bool) -> None:
     """Says now, before data are loaded, what would go wrong when the record is opened. Writes nothing."""
     if (folder / "record.jsonl").exists() and not overwrite:
         raise ValueError(f"out: expected a folder without a record, got {folder}, which has one; name another or add --overwrite.")
+    _check_table(folder, overwrite)
     there = next((p for p in (folder, *folder.absolute().parents) if p.exists()), Path("/"))
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ValueError(f"out: expected a folder that can be written, got {folder}, and {there} cannot; name another.")

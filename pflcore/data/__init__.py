@@ -19,6 +19,7 @@ FEDERATIONS: dict[str, Callable[..., Federation]] = {
     "synthetic_quadratic": synthetic.synthetic_quadratic,
     "synthetic_clusters": synthetic.synthetic_clusters,
 }
+TABULAR = ("school", "vehicle")  # each client's features have scales of their own
 CROSS_SILO = {"train": 0.7, "val": 0.15, "test": 0.15}  # Motley's split of a client's own samples
 
 __all__ = [
@@ -60,7 +61,7 @@ def federation_of(
     seed        of the partition or of the split; shift_seed: of the label permutations of A* and B*
     root        the data folder (None: the one PFLCORE_DATA names)
     train_samples, test_samples   use a stratified part of the pools only
-    fractions   data with clients: the split of each client's samples (None: 70 / 15 / 15 where the data has no test split)
+    fractions   data with clients: the split of each client's samples (None: 70 / 15 / 15 where the data has no test split; {}: as it comes)
     standardize data with clients: features by each client's training statistics (None: for school and vehicle)
 
     ValueError (a name, an option), ImportError (a package), OSError (a file): one sentence each.
@@ -125,7 +126,6 @@ def _with_clients(
         if not 1 <= n <= fed.n:
             raise ValueError(f"n must lie in 1..{fed.n}, the clients of {data!r}, got {n}")
         fed = fed.subset(range(n))
-    if fractions is not None or "test" not in fed.index:
+    if fractions or (fractions is None and "test" not in fed.index):
         fed = fed.split_samples(CROSS_SILO if fractions is None else fractions, seed)
-    tabular = data in ("school", "vehicle")
-    return fed.standardized() if (tabular if standardize is None else standardize) else fed
+    return fed.standardized() if (data in TABULAR if standardize is None else standardize) else fed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 SPLITS = ("train", "val", "test")
 
 
-def check_pool(x: Tensor, y: Tensor, classes: int | None) -> None:
+def check_pool(x: Tensor, y: Tensor, classes: int | None, index: Mapping[str, Sequence[Tensor]]) -> None:
     for what, t in (("x", x), ("y", y)):
         if not isinstance(t, Tensor):
             raise TypeError(f"{what} must be a tensor, got {type(t).__name__}: use Federation.from_arrays for arrays")
@@ -27,15 +28,25 @@ def check_pool(x: Tensor, y: Tensor, classes: int | None) -> None:
         # min and max keep NaN and Inf and need no mask as large as the pool
         if t.is_floating_point() and t.numel() and not bool(torch.isfinite(torch.stack(torch.aminmax(t))).all()):
             bad = int((~torch.isfinite(t)).reshape(len(t), -1).any(1).nonzero()[0])
-            raise ValueError(f"{what} must be finite, got NaN or Inf in sample {bad}: clean the data first")
+            raise ValueError(f"{what} must be finite, got NaN or Inf in sample {bad}{_owner(bad, index)}: clean the data first")
     if classes is None:
         return
     if classes < 1:
         raise ValueError(f"classes must be at least 1, or None for regression, got {classes}")
     if y.dtype != torch.int64:
         raise TypeError(f"y must hold int64 labels where classes is given ({classes}), got {y.dtype}: pass classes=None for regression")
+    if y.numel() and int(y.min()) == -1 and int(y.max()) <= 1 and not bool((y == 0).any()):
+        raise ValueError("y must hold labels in 0..1, got -1 and 1: pass (y > 0) as integers, which hinge takes too")
     if y.numel() and (int(y.min()) < 0 or int(y.max()) >= classes):
         raise ValueError(f"y must hold labels in 0..{classes - 1}, got {int(y.min())}..{int(y.max())}")
+
+
+def _owner(sample: int, index: Mapping[str, Sequence[Tensor]]) -> str:
+    for split, lists in index.items():
+        for i, rows in enumerate(lists):
+            if isinstance(rows, Tensor) and bool((rows == sample).any()):
+                return f", number {int((rows == sample).nonzero()[0])} of client {i}'s {split} samples"
+    return ""
 
 
 def check_clients(fed: Federation) -> None:

@@ -31,7 +31,9 @@ def from_partition(
         x, y = torch.cat([x, xt]), torch.cat([y, yt])
     index = {s: list(lists) for s, lists in partition.index.items()}
     truth = {} if partition.group is None else {"group": partition.group}
-    return cls(x, y, index, infer(classes, y), partition.relabel, name, list(partition.notes), truth)
+    empty = sum(not len(rows) for rows in index.get("test", []))
+    notes = [*partition.notes, *([f"{empty} of {len(index['test'])} clients have no test samples, and so no result"] if empty else [])]
+    return cls(x, y, index, infer(classes, y), partition.relabel, name, notes, truth)
 
 
 def from_arrays(
@@ -50,6 +52,8 @@ def from_arrays(
         raise ValueError(f"test must hold one entry per client ({len(clients)}), got {len(test)}")
     if test is not None and test_fraction:
         raise ValueError("give test or test_fraction, not both")
+    if not 0 <= test_fraction < 1:
+        raise ValueError(f"test_fraction must be at least 0 and below 1, got {test_fraction}")
     xs: list[Tensor] = []
     ys: list[Tensor] = []
     index: dict[str, list[Tensor]] = {}
@@ -109,9 +113,7 @@ def _read(dataset: Any, who: str) -> tuple[Tensor, Tensor]:
         x = torch.stack([torch.as_tensor(s[0]) for s in samples])
         y = torch.stack([torch.as_tensor(s[1]) for s in samples])
     except (RuntimeError, TypeError, ValueError) as e:
-        raise ValueError(
-            f"{who} has samples that do not stack into one tensor ({str(e).splitlines()[0]}): use a transform such as ToTensor"
-        ) from e
+        raise ValueError(f"{who} has samples that do not stack into one tensor ({_unlike([s[0] for s in samples])})") from e
     return x, y
 
 
@@ -128,9 +130,22 @@ def tensor(value: Any, what: str, dtype: torch.dtype | None) -> Tensor:
     """A detached CPU-or-device tensor; floating values go to ``dtype``."""
     try:
         t = value.detach() if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))
-    except (TypeError, ValueError) as e:
-        raise TypeError(f"{what} must be numbers in one array, got {type(value).__name__} ({str(e).splitlines()[0]})") from e
+    except (TypeError, ValueError, RuntimeError) as e:
+        raise TypeError(f"{what} must be numbers in one array, got {type(value).__name__} ({_unlike(value)})") from e
+    if t.dtype in (torch.int8, torch.int16, torch.int32):
+        return t.to(torch.int64)  # tokens
     return t.to(dtype) if dtype is not None and t.is_floating_point() else t
+
+
+def _unlike(samples: Any) -> str:
+    """What keeps samples from being one array, and what to do."""
+    values = list(samples) if isinstance(samples, list | tuple) else [samples]
+    other = next((v for v in values if isinstance(v, Mapping | str) or not (hasattr(v, "__len__") or isinstance(v, int | float))), None)
+    if isinstance(other, Mapping):
+        return "a sample is a dict, and a model takes one tensor: stack or join its entries"
+    if other is not None:
+        return f"a sample is a {type(other).__name__}: turn it into numbers first, images with a transform such as ToTensor"
+    return "their lengths or shapes differ: pad them to one"
 
 
 def target(value: Any, what: str, dtype: torch.dtype | None) -> Tensor:

@@ -43,7 +43,7 @@ class Federation:
     truth: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_pool(self.x, self.y, self.classes)
+        check_pool(self.x, self.y, self.classes, self.index)
         check_clients(self)
 
     # -- what it holds ---------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from .federation import Federation
-from .sources import package
+from .sources import DIGESTS, check, digest_of, package
 
 Where = str | os.PathLike[str]
 Classes = int | Literal["infer"] | None
@@ -27,7 +27,9 @@ def school(root: Where | None = None) -> Federation:
     Targets are (score - 1) / (70 - 1), the extremes being those of all scores. Everything is in "train": split it with
     ``split_samples``, then ``standardized()``. Reads ``school/school.mat`` (MALSAR's cell format) under ``root``.
     """
-    x, y = read_cells(_file(root, "school", "school/school.mat", "school.mat"), "school")
+    path = _file(root, "school", "school/school.mat", "school.mat")
+    x, y = read_cells(path, "school")
+    check("school", DIGESTS["school"], [digest_of(*x, *y)], path)
     low, high = min(float(v.min()) for v in y), max(float(v.max()) for v in y)
     clients = [(a, (b - low) / (high - low)) for a, b in zip(x, y, strict=True)]
     return _named(Federation.from_arrays(clients, classes=None, name="school"), f"targets are (score - {low:g}) / {high - low:g}")
@@ -115,6 +117,13 @@ def folder(path: Where, *, target: int | str = -1, classes: Classes = "infer", n
     files = {s: {f.stem: f for f in sorted(p.iterdir(), key=_natural) if f.suffix in (".csv", ".npz")} for s, p in parts.items()}
     if not files["train"]:
         raise FileNotFoundError(f"{parts['train']} must hold one .csv or .npz file per client, got none")
+    for split, part in parts.items():
+        known = {*files[split].values(), *parts.values()}
+        stray = [f.name for f in sorted(part.iterdir()) if f not in known and not f.name.startswith((".", "README", "LICENSE"))]
+        if stray:
+            raise ValueError(f"{part} must hold the clients' .csv or .npz files and nothing else, got {stray[0]}: give them a folder")
+    if len(files["train"]) < 2:
+        raise ValueError(f"{parts['train']} must hold the files of at least two clients, got {next(iter(files['train'].values())).name}")
     for of in files.values():
         strange = [stem for stem in of if stem not in files["train"]]
         if strange:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pflcore.data.federation import Federation
+from pflcore.data.splits import STANDARDIZED
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Protocol:
     train: Tensor  # ids of the clients that take part in training
     choose: Tensor  # ids of the clients whose "val" samples decide on hyper-parameters
     report: Tensor  # ids of the clients whose "test" samples give the reported numbers
-    setting: str  # "cross-silo" or "cross-device"
+    setting: str  # "cross-silo", "cross-device", or "" for neither
 
     @property
     def blind(self) -> Federation:
@@ -50,27 +51,38 @@ class Protocol:
         return replace(self.data, y=y, relabel=None, index=index, name=f"{self.data.name}, out of distribution")
 
 
-def cross_silo(data: Federation, fractions: Mapping[str, float] | None = None, seed: int = 100) -> Protocol:
+def everybody(data: Federation) -> Protocol:
+    """The data as they are: everybody trains, chooses on its "val" samples and is reported."""
+    ids = torch.arange(data.n)
+    return Protocol(data, ids, ids, ids, "")
+
+
+def cross_silo(data: Federation, fractions: Mapping[str, float] | None = None, seed: int = 100, *, standardize: bool = False) -> Protocol:
     """Every client's samples are split, by default 70 / 15 / 15 %; everybody trains, chooses and is reported.
 
-    A federation that has "val" and "test" already keeps them where `fractions` is None.
+    A federation that has "val" and "test" already keeps them where `fractions` is None. `standardize`: features by each client's own
+    training samples, after the split. ValueError where the features were standardised before it: by samples that are held out now.
     """
     if fractions is not None or not {"val", "test"} <= set(data.splits):
-        data = data.split_samples(fractions or {"train": 0.7, "val": 0.15, "test": 0.15}, seed)
-    everybody = torch.arange(data.n)
-    return Protocol(data, everybody, everybody, everybody, "cross-silo")
+        data = _not_standardized(data).split_samples(fractions or {"train": 0.7, "val": 0.15, "test": 0.15}, seed)
+    data = data.standardized() if standardize else data
+    return replace(everybody(data), setting="cross-silo")
 
 
-def cross_device(data: Federation, train: float = 0.8, val: float = 0.1, test: float = 0.1, seed: int = 13) -> Protocol:
+def cross_device(
+    data: Federation, train: float = 0.8, val: float = 0.1, test: float = 0.1, seed: int = 13, *, standardize: bool = False
+) -> Protocol:
     """The clients are split (numbers or fractions of them); a validation or test client's samples are halved into a personalization
     set, its "train", and an evaluation set, its "val" or "test". Uses the samples in "train" only, as Motley does for EMNIST.
 
     Validation and test clients never take part in training: a method with client state serves them from their fresh state.
+    `standardize`: features by each client's own training samples, of a validation or test client by its personalization set alone.
+    ValueError where the features were standardised before.
     """
     groups = data.split_clients(train, val, test, seed)
     if not len(groups.val) or not len(groups.test):
         raise ValueError(f"val and test: expected at least one client each, got {len(groups.val)} and {len(groups.test)} of {data.n}.")
-    halved = data.halves(torch.cat([groups.val, groups.test]), seed, ("train",))
+    halved = _not_standardized(data).halves(torch.cat([groups.val, groups.test]), seed, ("train",))
     none = torch.empty(0, dtype=torch.int64, device=data.device)
     chooses, reports = set(groups.val.tolist()), set(groups.test.tolist())
     scored = halved.index["test"]
@@ -79,12 +91,37 @@ def cross_device(data: Federation, train: float = 0.8, val: float = 0.1, test: f
         "val": [scored[i] if i in chooses else none for i in range(data.n)],
         "test": [scored[i] if i in reports else none for i in range(data.n)],
     }
-    return Protocol(replace(halved, index=index), groups.train, groups.val, groups.test, "cross-device")
+    divided = replace(halved, index=index)
+    return Protocol(divided.standardized() if standardize else divided, groups.train, groups.val, groups.test, "cross-device")
+
+
+def _not_standardized(data: Federation) -> Federation:
+    """The data, or ValueError where statistics of what is about to be held out have gone into the features."""
+    if STANDARDIZED in data.notes:
+        raise ValueError(
+            f"data: expected features that were not standardised before the samples are divided (what is held out would have shaped them), "
+            f"got {data.name!r}; make it with standardize=False and pass standardize=True here."
+        )
+    return data
 
 
 def held_out(data: Federation, seed: int = 0, share: float = 0.2) -> Federation:
-    """The same federation with a split "val": that share of each client's training samples, at random. As it is where it has one."""
+    """The same federation with a split "val": that share of each client's training samples, at random. As it is where it has one.
+
+    A client with a single training sample keeps it and has none for validation.
+    """
     if "val" in data.index:
         return data
-    new = data.split_samples({"train": 1 - share, "val": share}, seed, pool=("train",))
-    return replace(new, notes=[*new.notes, f"{share:.0%} of each client's training samples are held out for validation"])
+    few = {i for i, n in enumerate(data.size("train").tolist()) if n < 2}
+    note = f"{share:.0%} of each client's training samples are held out for validation"
+    if not few:
+        new = data.split_samples({"train": 1 - share, "val": share}, seed, pool=("train",))
+        return replace(new, notes=[*new.notes, note])
+    many = [i for i in range(data.n) if i not in few]
+    if not many:
+        raise ValueError("clients must have at least 2 training samples for some to be held out, got 1 each: pass a split 'val'")
+    part = data.subset(many).split_samples({"train": 1 - share, "val": share}, seed, pool=("train",))
+    index = {**data.index, "train": list(data.index["train"]), "val": [data.index["train"][0][:0]] * data.n}
+    for j, i in enumerate(many):
+        index["train"][i], index["val"][i] = part.index["train"][j], part.index["val"][j]
+    return replace(data, index=index, notes=[*data.notes, f"{note}; {len(few)} with a single one keep it"])

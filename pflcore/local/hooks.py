@@ -244,19 +244,21 @@ class Local:
         if dense is None or not isinstance(batches, list):
             return None
 
+        classes = self.net.scores_classes and not self.setting.data.y.is_floating_point()
+
         def look(batch: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
             pos, x, y, weight = batch
             scores = dense.scores(rows[pos], x)
             losses, _ = dense.losses(scores, y)
             loss = (losses * weight.to(rows)).masked_fill(weight == 0, 0.0).sum(1)
-            if y.is_floating_point():
+            if not classes:
                 return loss, None
             hits = right(scores, y)
             share = hits.double() if hits.dim() == 2 else hits.double().flatten(2).mean(2)  # several labels a sample
             return loss, (share * (weight > 0)).sum(1)
 
         loss = torch.zeros(len(self._ids), dtype=torch.float64, device=rows.device)
-        hits, classes = torch.zeros_like(loss), not self.setting.data.y.is_floating_point()
+        hits = torch.zeros_like(loss)
         for (pos, *_), (mean, count) in zip(batches, engine.map(look, batches), strict=True):
             loss[pos] += mean
             if count is not None:

@@ -32,6 +32,9 @@ def half_squared(scores: Tensor, y: Tensor) -> Tensor:
     return 0.5 * squared(scores, y)
 
 
+REGRESSION = (squared, half_squared)  # integers are numbers to these, not labels
+
+
 CRITERIA: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cross_entropy": F.cross_entropy,
     "squared": squared,

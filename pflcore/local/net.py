@@ -17,7 +17,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from pflcore._mode import context
-from pflcore.local.losses import CRITERIA
+from pflcore.local.losses import CRITERIA, REGRESSION
 from pflcore.local.plain import refuse_detours
 from pflcore.local.swap import swap_layers
 
@@ -73,10 +73,14 @@ class Net:
         head: str | None = None,
         seed: int = 0,
     ) -> None:
+        if isinstance(criterion, type) or not (isinstance(criterion, str) or callable(criterion)):
+            name = criterion.__name__ if isinstance(criterion, type) else repr(criterion)
+            raise TypeError(
+                f"criterion: expected one of {', '.join(CRITERIA)} or a function of (scores, y), got {name}; "
+                f"{f'make one of it: {name}()' if isinstance(criterion, type) else 'pass a function'}."
+            )
         if isinstance(criterion, str) and criterion not in CRITERIA:
             raise ValueError(f"criterion: expected one of {', '.join(CRITERIA)} or a function of (scores, y), got {criterion!r}.")
-        if isinstance(criterion, type):
-            raise TypeError(f"criterion: got the class {criterion.__name__}; give one of it, {criterion.__name__}().")
         self.criterion = CRITERIA[criterion] if isinstance(criterion, str) else criterion
         self.build, self.seed = build, seed
         if isinstance(build, nn.Module):
@@ -113,6 +117,11 @@ class Net:
         self.head_name = self._find_head(head)
         self.kernels = True  # pflcore's own in the place of layers that they can stand for
         self._threads = threading.local()
+
+    @property
+    def scores_classes(self) -> bool:
+        """Whether integer targets are labels, so that there is an accuracy; to a squared error they are numbers."""
+        return self.criterion not in REGRESSION and not isinstance(self.criterion, nn.MSELoss | nn.L1Loss | nn.SmoothL1Loss | nn.HuberLoss)
 
     # rows and modules ------------------------------------------------------------------------------------------------
     def row(self, module: nn.Module) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,14 +24,14 @@ class Training:
     schedule: Callable[[int, int], float] | None = None
 
     def __post_init__(self) -> None:
-        if not self.lr >= 0:
-            raise ValueError(f"lr: expected a number >= 0, got {self.lr}.")
-        if self.batch_size < 1 or self.epochs < 1:
-            raise ValueError(f"batch_size and epochs: expected at least 1, got {self.batch_size} and {self.epochs}.")
+        if not 0 <= self.lr < math.inf:
+            raise ValueError(f"lr: expected a finite number >= 0, got {self.lr}.")
+        if not all(isinstance(v, int) and v >= 1 for v in (self.batch_size, self.epochs)):
+            raise ValueError(f"batch_size and epochs: expected whole numbers, at least 1, got {self.batch_size} and {self.epochs}.")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum: expected 0 <= momentum < 1, got {self.momentum}.")
-        if not self.weight_decay >= 0:
-            raise ValueError(f"weight_decay: expected a number >= 0, got {self.weight_decay}.")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay: expected a finite number >= 0, got {self.weight_decay}.")
 
     def lr_at(self, round: int, rounds: int) -> float:
         return self.lr * (self.schedule(round, rounds) if self.schedule else 1.0)

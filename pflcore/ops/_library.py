@@ -8,9 +8,12 @@ import importlib
 import os
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd import forward_ad
 
 BUDGET = 1 << 22  # elements of a temporary: what a reference may hold beside its result
 
@@ -24,6 +27,21 @@ def define(schema: str, reference: Any, fake: Any) -> Any:
     lib.impl(name, reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"pflcore::{name}", fake, lib=lib)
     return getattr(torch.ops.pflcore, name).default
+
+
+def changed(*tensors: Tensor | None) -> None:
+    """Tell autograd that an op wrote into these: a tensor that it has saved for a backward pass is not what it was."""
+    if not torch.compiler.is_compiling():
+        for t in tensors:
+            if t is not None:
+                torch.autograd.graph.increment_version(t)
+
+
+def forward_mode() -> bool:
+    """Is forward-mode differentiation (`torch.func.jvp`, `forward_ad.dual_level`) on? An op knows backward formulas only and would drop
+    the tangents without a word; plain torch is right there.
+    """
+    return forward_ad._current_level >= 0
 
 
 def nothing(*args: Any) -> None:
@@ -60,7 +78,10 @@ def _load() -> tuple[Any, str, str | None]:
     try:
         module = importlib.import_module("pflcore._C")
     except ModuleNotFoundError:
-        return None, "the kernels are not built (they need a C++ compiler)", BUILD
+        failed = Path(__file__).parent.parent / "_C.failed"  # left there by setup.py
+        if failed.exists():
+            return None, f"building the kernels failed ({failed.read_text().strip()})", BUILD
+        return None, "the kernels are not built (they need torch and a C++ compiler when pflcore is installed)", BUILD
     except ImportError as error:
         return None, f"the kernels do not load beside this torch ({error})", BUILD
     return module, f"built with {module.compiler} against torch {module.torch_version}", None

@@ -1,9 +1,11 @@
 """The words of the ops' argument checks: one sentence that names the argument, what was expected, and what came."""
 
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -24,7 +26,7 @@ def expect(ok: bool, op: str, name: str, wanted: str, came: str, do: str = "", k
 
 def is_int(value: Any) -> bool:
     """A whole number, and not a truth value."""
-    return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
+    return isinstance(value, int | torch.SymInt | Integral) and not isinstance(value, bool)
 
 
 def number(op: str, name: str, value: Any) -> None:
@@ -36,6 +38,8 @@ def number(op: str, name: str, value: Any) -> None:
         fine or (isinstance(value, Tensor) and value.dim() == 0) or (hasattr(value, "__float__") and not isinstance(value, Tensor | bool))
     )
     expect(fine, op, name, "a number", shape(value), kind=TypeError)
+    if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
+        expect(False, op, name, "a number", "a tensor that requires grad, which it would not get", f"use {name}.item()")
 
 
 def floating(op: str, name: str, t: Any) -> None:
@@ -64,19 +68,31 @@ def check_same(op: str, name: str, a: Tensor, other: str, b: Tensor) -> None:
         expect(False, op, other, f"on {a.device} like {name}", shape(b), f"use {other}.to({name}.device)")
 
 
+def in_memory(t: Tensor) -> bool:
+    """The tensor lies at an address: nothing traced, no fake, no `vmap` or `grad` around it."""
+    if torch.compiler.is_compiling() or type(t) not in (Tensor, Parameter) or t.is_meta:
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(t)
+
+
 def concrete(t: Tensor) -> bool:
-    """The values can be looked at for free: a plain CPU tensor, nothing traced."""
-    return type(t) is Tensor and t.device.type == "cpu" and not torch.compiler.is_compiling()
+    """The values can be looked at for free."""
+    return t.device.type == "cpu" and in_memory(t)
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """The two tensors' memory ranges meet."""
-    if not (a.numel() and b.numel()) or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+    """The two tensors' memory ranges meet, whoever owns the memory: two views of one numpy array have two storages."""
+    if not (in_memory(a) and in_memory(b)) or a.device != b.device or not (a.numel() and b.numel()):
         return False
 
-    def span(t: Tensor) -> tuple[Any, Any]:
-        first = t.storage_offset() * t.element_size()
+    def span(t: Tensor) -> tuple[int, int]:
+        first = t.data_ptr()
         return first, first + (sum((s - 1) * d for s, d in zip(t.shape, t.stride(), strict=True)) + 1) * t.element_size()
 
     (a0, a1), (b0, b1) = span(a), span(b)
-    return bool(a0 < b1 and b0 < a1)
+    return a0 < b1 and b0 < a1
+
+
+def same_view(a: Tensor, b: Tensor) -> bool:
+    """The very same elements in the same places."""
+    return a.shape == b.shape and a.stride() == b.stride() and a.data_ptr() == b.data_ptr()

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._library import BUDGET, define, lib, nothing, warn_once
-from ._words import concrete, expect, floating, matrix, number, overlap, shape
+from ._library import BUDGET, changed, define, forward_mode, lib, nothing, warn_once
+from ._words import concrete, expect, floating, matrix, number, overlap, same_view, shape
 
 
 def aggregate(
@@ -21,16 +21,21 @@ def aggregate(
 ) -> Tensor:  # [M, P]
     """`base + lr * (weight @ updates)` in one pass over the updates; with `index`, row m mixes the rows `index[m]` only.
 
-    Accumulates in float32; in float64 where an input row is float64 or `precise` asks for it. The result has base's dtype, or else that of
-    updates. With `index`, a row of weight 0 is not read, so NaN there does not spread. `out` may be given to reuse memory: a [M, P] tensor
-    with contiguous rows that shares no memory with updates or weight; it may be `base` itself. Without `out`, differentiable in updates,
-    weight and base.
+    Accumulates in float32, on CPUs in float64 after every 128 rows, so that the error does not grow with N (CUDA kernels and the reference
+    sum all rows in float32: above some thousand clients `precise` is the better choice there); in float64 where an input row is float64 or
+    `precise` asks for it. The result has base's dtype, or else that of updates. With `index`, a row of weight 0 is not read, so NaN there
+    does not spread. `out` may be given to reuse memory: a [M, P] tensor with contiguous rows that shares no memory with updates or weight;
+    it may be `base` itself. Without `out`, differentiable in updates, weight and base, but not in lr; in forward mode it is plain torch,
+    where a row of weight 0 is read.
     """
     check_aggregate(updates, weight, index, base, lr, out)
     warn_once()
+    if forward_mode():
+        return _formula(updates, weight, index, base, lr, precise)
     if out is None:
         return _op(updates, weight, index, base, lr, bool(precise))
     _op_out(updates, weight, index, base, lr, bool(precise), out)
+    changed(out)
     return out
 
 
@@ -69,6 +74,8 @@ def check_out(updates: Tensor, weight: Tensor, base: Tensor | None, out: Any) ->
     dtype = updates.dtype if base is None else base.dtype
     fits = isinstance(out, Tensor) and list(out.shape) == wanted and out.dtype == dtype and out.device == updates.device
     expect(fits, op, "out", f"{wanted} {str(dtype).removeprefix('torch.')} on {updates.device}", shape(out))
+    if forward_mode():
+        expect(False, op, "out", "None in forward-mode differentiation", "a tensor", "leave out away")
     if out.numel() == 0:
         return
     rows = out.stride(1) == 1 or out.shape[1] == 1
@@ -81,8 +88,7 @@ def check_out(updates: Tensor, weight: Tensor, base: Tensor | None, out: Any) ->
     expect(not overlap(out, updates), op, "out", "memory of its own", "memory of updates")
     expect(not overlap(out, weight), op, "out", "memory of its own", "memory of weight")
     if base is not None and overlap(out, base):
-        itself = base.shape == out.shape and base.data_ptr() == out.data_ptr() and base.stride() == out.stride()
-        expect(itself, op, "out", "memory of its own or base itself", "a part of base's memory")
+        expect(same_view(out, base), op, "out", "memory of its own or base itself", "a part of base's memory")
 
 
 def reference(updates: Tensor, weight: Tensor, index: Tensor | None, base: Tensor | None, lr: float, precise: bool) -> Tensor:  # [M, P]
@@ -116,6 +122,21 @@ def reference_out(
                 weight_k = w[:, k, None]
                 total += torch.where(weight_k != 0, weight_k * updates[index[:, k], strip].to(dtype), 0.0)
         out[:, strip] = total if base is None else base[..., strip].to(dtype) + total
+
+
+def _formula(updates: Tensor, weight: Tensor, index: Tensor | None, base: Tensor | None, lr: float, precise: bool) -> Tensor:
+    """The same in plain torch, which differentiates itself."""
+    dtype = updates.dtype if base is None else base.dtype
+    wide = torch.float64 if precise or torch.float64 in (updates.dtype, dtype) else torch.float32
+    w = weight.to(wide)
+    if index is None:
+        total = w @ updates.to(wide)
+    else:
+        total = w.new_zeros(w.shape[0], updates.shape[1])
+        for k in range(w.shape[1]):
+            total = total + w[:, k, None] * updates[index[:, k]].to(wide)
+    total = lr * total
+    return (total if base is None else base.to(wide) + total).to(dtype)
 
 
 def _fake(updates: Tensor, weight: Tensor, index: Tensor | None, base: Tensor | None, lr: float, precise: bool) -> Tensor:

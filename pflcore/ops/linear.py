@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import sgd
-from ._library import define
+from ._library import changed, define
 
 
 def reference(
@@ -94,10 +94,17 @@ def _fake(w: Tensor, *args: Any) -> Tensor:
     return w.new_empty(w.shape[0], dtype=torch.float64)
 
 
-linear_sgd_: Callable[..., Tensor] = define(
+_op: Callable[..., Tensor] = define(
     "linear_sgd_(Tensor(a!) w, Tensor x, Tensor y, Tensor? relabel, Tensor order, Tensor size, Tensor steps, int batch_size, "
     "bool drop_last, str criterion, bool bias, float lr, Tensor? shift, Tensor? mask, float mu, Tensor? mu_rows, Tensor? anchor, "
     "float momentum, float weight_decay, Tensor(b!)? grad_sum) -> Tensor",
     reference,
     _fake,
 )
+
+
+def linear_sgd_(w: Tensor, *args: Any) -> Tensor:  # [S] float64
+    """`reference`, by a kernel where there is one; w and the last argument, grad_sum, are changed."""
+    loss = _op(w, *args)
+    changed(w, args[-1])
+    return loss

@@ -6,8 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._library import define, lib, warn_once
+from ._library import define, forward_mode, lib, warn_once
 from ._words import check_same, expect, floating, shape
+
+NARROW = (torch.float32, torch.float16, torch.bfloat16)  # what autocast may cast
 
 
 def rank1_linear(
@@ -19,12 +21,19 @@ def rank1_linear(
     """`((x w_b^T) * lam) w_a^T`: a linear layer made of F rank-1 factors, whose dense weight is never built (WAFFLe, Hao et al.).
 
     Leading axes, the clients', broadcast; an input without them is shared, and its gradient summed. Factors with `lam == 0` are skipped.
-    One dtype for all inputs, 16-bit ones computed in float32. Differentiable in all four; works under `vmap`.
+    One dtype for all inputs, 16-bit ones computed in float32; under `autocast` all are cast to its dtype, as for `F.linear`. Differentiable
+    in all four; works under `vmap`. In forward mode it is plain torch, which reads every factor.
     """
+    if isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type):
+        low = torch.get_autocast_dtype(x.device.type)
+        x, w_a, lam, w_b = (t.to(low) if isinstance(t, Tensor) and t.dtype in NARROW else t for t in (x, w_a, lam, w_b))
     lead = check_rank1(x, w_a, lam, w_b)
     warn_once()
     if x.dim() == 1:
         return rank1_linear(x[None], w_a, lam, w_b).squeeze(-2)
+    if forward_mode():
+        wide = [t.float() if t.dtype in NARROW else t for t in (x, w_a, lam, w_b)]
+        return ((wide[0] @ wide[3].mT) * wide[2][..., None, :] @ wide[1].mT).to(x.dtype)
     if len(lead) <= 1 and all(t.dim() == o or t.shape[0] == lead[0] for t, o in ((x, 2), (w_a, 2), (lam, 1), (w_b, 2))):
         return _differentiable(x, w_a, lam, w_b)
     if w_a.dim() == 2 and lam.dim() == 1 and w_b.dim() == 2:  # nothing but a larger batch
@@ -77,7 +86,7 @@ def reference(
     """((x w_b^T) * lam) w_a^T: a linear layer of weight sum_f lam_f w_a[:, f] w_b[f, :], which is never built."""
     scale = lam[..., None, :]
     hidden = torch.where(scale != 0, x @ w_b.mT * scale, 0.0)  # [.., B, F]
-    return hidden @ w_a.mT
+    return hidden @ torch.where(scale != 0, w_a, 0.0).mT  # a factor that is off is off, whatever it holds
 
 
 def backward_reference(

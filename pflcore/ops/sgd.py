@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._library import define, nothing, warn_once
-from ._words import check_same, expect, matrix, number, shape
+from ._library import changed, define, forward_mode, nothing, warn_once
+from ._words import check_same, expect, matrix, number, overlap, same_view, shape
 
 
 def sgd_step_(
@@ -25,12 +25,16 @@ def sgd_step_(
     """One SGD step on flat rows, in place and in one pass:
 
     `d = grad + shift + mu * (w - anchor) + weight_decay * w;  buffer = momentum * buffer + d;  w -= lr * mask * buffer`
-    (without momentum: `w -= lr * mask * d`). float32 or float64, contiguous rows of any row stride. Not differentiable.
+    (without momentum: `w -= lr * mask * d`). float32 or float64, contiguous rows of any row stride. Not differentiable. The buffer shares
+    no memory with the other tensors; w may be grad, shift, mask or anchor itself, as it was before the step, but not a part of one.
     """
     check_sgd(w, grad, lr, shift, mask, mu, anchor, momentum, buffer, weight_decay)
     warn_once()
     rows = mu if isinstance(mu, Tensor) and mu.dim() else None
+    if isinstance(mu, Tensor) and rows is None and torch.compiler.is_compiling():
+        rows = mu.expand(len(w))  # its value is not known while a graph is made
     _op(w, grad, lr, shift, mask, 0.0 if rows is not None else float(mu), rows, anchor, momentum, buffer, weight_decay)
+    changed(w, buffer if momentum else None)
 
 
 def check_sgd(
@@ -68,6 +72,16 @@ def check_sgd(
         expect(False, op, "anchor", f"{list(w.shape)} where mu is given", "None")
     if torch.is_grad_enabled() and not torch.compiler.is_compiling() and (w.requires_grad or grad.requires_grad):
         expect(False, op, "w", "free of autograd", "a tensor that requires grad", "use torch.no_grad()")
+    expect(not forward_mode(), op, "w", "free of forward-mode differentiation", "a step inside of it", "write the step in plain torch")
+    for name, t in (("grad", grad), ("shift", shift), ("mask", mask), ("anchor", anchor), ("mu", mu if isinstance(mu, Tensor) else None)):
+        if t is None:
+            continue
+        if overlap(w, t) and not same_view(w, t):
+            expect(False, op, name, "memory of its own or w itself", "a part of w's memory", f"use {name}.clone()")
+        if buffer is not None and overlap(buffer, t):
+            expect(False, op, "buffer", "memory of its own", f"memory of {name}", "use buffer.clone()")
+    if buffer is not None and overlap(buffer, w):
+        expect(False, op, "buffer", "memory of its own", "memory of w", "use buffer.clone()")
 
 
 def reference(

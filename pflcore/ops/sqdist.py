@@ -1,5 +1,6 @@
 """pairwise_sqdist: squared distances of rows, subtracted before they are squared."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._library import BUDGET, define, lib, warn_once
+from ._library import BUDGET, define, forward_mode, lib, warn_once
 from ._words import check_same, expect, matrix, shape
 
 
@@ -20,7 +21,8 @@ def pairwise_sqdist(
     float32, float64, float16 or bfloat16 rows of any row stride. Relative error <= 1e-6 against float64 of the same inputs for models that
     differ by little, for constant rows, for P up to 1e8, and for scales from 1e-30 to 1e30 (float64 rows: where the squares fit float64).
     Without `b` the result is symmetric and its diagonal exactly 0. A client with NaN makes its own row and column NaN, nobody else's.
-    The result depends neither on the number of threads nor on the order of the clients, to the last bit. Differentiable in a and b.
+    The result depends neither on the number of threads nor on the order of the clients, to the last bit. Differentiable in a and b; in
+    forward mode it is plain torch, in float64. A pair that takes no part in a loss adds nothing to a gradient, even where a client is NaN.
     """
     matrix("pairwise_sqdist", "a", a, "[M, P]")
     if b is not None:
@@ -29,6 +31,9 @@ def pairwise_sqdist(
         if b.shape[1] != a.shape[1]:
             expect(False, "pairwise_sqdist", "b", f"P = {a.shape[1]} columns like a", shape(b))
     warn_once()
+    if forward_mode():
+        rows_a, rows_b = a.double(), (a if b is None else b).double()
+        return torch.stack([(rows_b - row).square().sum(1) for row in rows_a]) if len(a) else _op(a, b)
     return _op(a, b)
 
 
@@ -73,18 +78,26 @@ def _setup(ctx: Any, inputs: tuple[Tensor, Tensor | None], output: Tensor) -> No
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """d/da_i = 2 sum_j g_ij (a_i - b_j), in float64: the two terms nearly cancel for models that are close."""
     if ctx.symmetric:
         (a,) = ctx.saved_tensors
-        both = grad + grad.T
-        return 2 * (both.sum(1, keepdim=True) * a.double() - both @ a.double()).to(a.dtype), None
+        return _pull(grad + grad.T, a, a), None
     a, b = ctx.saved_tensors
-    grad_a = grad_b = None
-    if ctx.needs_input_grad[0]:
-        grad_a = 2 * (grad.sum(1, keepdim=True) * a.double() - grad @ b.double()).to(a.dtype)
-    if ctx.needs_input_grad[1]:
-        grad_b = 2 * (grad.sum(0)[:, None] * b.double() - grad.T @ a.double()).to(b.dtype)
-    return grad_a, grad_b
+    need_a, need_b = ctx.needs_input_grad
+    return _pull(grad, a, b) if need_a else None, _pull(grad.T, b, a) if need_b else None
+
+
+def _pull(
+    grad: Tensor,  # [M, N] by the squared distances
+    a: Tensor,  # [M, P]
+    b: Tensor,  # [N, P]
+) -> Tensor:  # [M, P]
+    """2 sum_j grad_ij (a_i - b_j), in float64: the two terms nearly cancel for models that are close. A row that is not finite touches
+    those alone that have a gradient with it: in a matrix product it would touch all, as 0 * NaN.
+    """
+    fine_a, fine_b = a.isfinite().all(1), b.isfinite().all(1)
+    x, y = (torch.where(fine[:, None], t, 0.0).double() for fine, t in ((fine_a, a), (fine_b, b)))
+    lost = ((grad != 0) & ~(fine_a[:, None] & fine_b)).any(1, keepdim=True)
+    return torch.where(lost, math.nan, 2 * (grad.sum(1, keepdim=True) * x - grad @ y)).to(a.dtype)
 
 
 _op: Callable[..., Tensor] = define("pairwise_sqdist(Tensor a, Tensor? b) -> Tensor", reference, _fake)

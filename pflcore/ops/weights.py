@@ -53,6 +53,7 @@ def feddwa_weights(
     """
     if not (type(k) is int and k > 0):
         expect(is_int(k) and k > 0, "feddwa_weights", "k", "a whole number above 0", repr(k))
+        k = k if isinstance(k, int | torch.SymInt) else int(k)  # numpy's
     matrix("feddwa_weights", "sqdist", sqdist, "[M, N]")
     if sqdist.shape[1] == 0:
         expect(False, "feddwa_weights", "sqdist", "at least one column", shape(sqdist))
@@ -68,10 +69,10 @@ def check_waffle(dist: Any, target: Any, omega: float, psi: float, tie: str) -> 
     expect(n > 0, op, "dist", "[..., N] with N > 0", shape(dist))
     for name, value in (("omega", omega), ("psi", psi)):
         try:
-            fine = math.isfinite(value) and value >= 0
+            fine = 0 <= value <= 1e100  # so that a sum of them is finite
         except TypeError:
             expect(False, op, name, "a number", f"{value!r:.60}", kind=TypeError)
-        expect(fine, op, name, "a finite number >= 0", repr(value))
+        expect(fine, op, name, "a number from 0 to 1e100", repr(value))
     expect(tie in ("closed", "uniform"), op, "tie", "'closed' or 'uniform'", repr(tie))
     if isinstance(target, Tensor):
         expect(target.dtype == torch.int64, op, "target", "an int or an int64 tensor", shape(target), kind=TypeError)
@@ -84,7 +85,7 @@ def check_waffle(dist: Any, target: Any, omega: float, psi: float, tie: str) -> 
         return target
     expect(is_int(target), op, "target", "an int or an int64 tensor", f"{target!r:.60}", kind=TypeError)
     expect(0 <= target < n, op, "target", f"from 0 to {n - 1}", str(target))
-    return torch.full((), target, dtype=torch.int64, device=dist.device)
+    return torch.full((), int(target), dtype=torch.int64, device=dist.device)
 
 
 def waffle_reference(

@@ -1,43 +1,47 @@
 """Plans of reproductions: what a table of a paper takes, as a small JSON file, and the runs that it stands for.
 
-A plan has the keys `settings` (name -> options of `pflcore run`, with "partition_options"), `methods` (name -> "algorithm", "options",
-"training", "grid", "looks_ahead"), `options` and `training` of all runs, and `reported` (setting -> method -> the paper's number).
-"equal_compute" is what methods that do not look ahead train with in `--equal-compute`; "against" is an option to draw accuracy against.
-A method's "grid" (option -> values; "training.lr" and the like set how clients train) is searched on validation data, 20 % of each
-client's training samples, and only the point that is chosen there is tested. A method's "late" (name -> options that play no part in
-training) are ways to evaluate its last state. With "groups": true the table is that of `pflcore.reproduce.groups`, of the last round.
+A plan has the keys
+`options`, `training`, `model_options`   of all runs: those of `pflcore run`, without seeds
+`seeds`          of the runs, [0, 1, 2] for instance
+`settings`       name -> what is its own: options, "partition_options", and "protocol" where samples or clients are held out as in Motley:
+                 {"kind": "cross-silo", "fractions"} (a split for each seed), {"kind": "cross-device", "train", "val", "test", "seed"}.
+                 Without one everybody trains and is tested on its test samples.
+`methods`        name -> "algorithm", "options", "training", and
+  "grid"         option -> values ("training.lr" and the like set how clients train): searched by `pflcore.tuning` on validation data, the
+                 protocol's or 20 % of each client's training samples; only the point that is chosen there is tested
+  "state_of"     another method, whose trained states are evaluated in this method's way: nothing is trained
+  "before"       the method that clients are hurt against
+  "rounds"       where they are not the options'; 0: the fresh state is evaluated
+  "looks_ahead"  no row of its own under `--equal-compute`, where the others train with "equal_compute"
+  "vary" (a late option -> values), "sizes"  studies of the trained state: see `pflcore.reproduce.study`
+`reported`, `expected`   setting -> method -> the paper's number; what must come out, by
+`checks`         {"tolerance", "hurt" and "largest": {method: [percent, within]}, "below" and "above": {method: [others, in every run]}}
+`against`        an option that results are drawn against; `takes`: how long, in words; `about`, `paper`: more words
+`costs`          instead of settings: a plan that counts what a round costs, and trains nothing
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import product
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from pflcore.experiment import Job, Options, jobs
+from pflcore.data import CROSS_SILO, SOURCES, TABULAR
+from pflcore.data.roles import Protocol, cross_device, cross_silo, everybody
+from pflcore.experiment import Job, Options, federation, jobs
 from pflcore.local import Training
-from pflcore.results.record import plain
+from pflcore.results.record import plain, slug
 
 PLANS = Path(__file__).resolve().parent / "plans"
-KNOWN = {
-    "about",
-    "paper",
-    "data",
-    "options",
-    "training",
-    "model_options",
-    "settings",
-    "methods",
-    "equal_compute",
-    "reported",
-    "against",
-} | {"groups"}
-COUNTED = {"about", "paper", "costs", "methods", "reported"}  # a plan that counts what a round costs, and trains nothing
+EMPTY: dict[str, Any] = {
+    "about": "", "paper": "", "takes": "", "options": {}, "training": {}, "model_options": {}, "seeds": [0], "settings": {}, "methods": {},
+    "equal_compute": {}, "reported": {}, "expected": {}, "checks": {}, "against": None, "costs": {},
+}  # fmt: skip
+METHOD = {"algorithm", "options", "training", "grid", "state_of", "before", "rounds", "looks_ahead", "vary", "sizes"}
+PROTOCOL = {"cross-silo": {"fractions"}, "cross-device": {"train", "val", "test", "seed"}}
 
 
 @dataclass(frozen=True)
@@ -47,27 +51,51 @@ class Task:
     method: str
     setting: str
     variant: str  # "" or "equal compute"
-    job: Job
+    job: Job  # with its rounds, which may be 0
     cut: Mapping[str, Any]  # the partition's own options
     shape: Mapping[str, Any]  # the model's own options
-    split: str = "test"  # "val" while a grid is searched
-    point: Mapping[str, Any] | None = None  # of a grid
-    late: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # name -> options to evaluate the last state with
+    roles: Mapping[str, Any]  # the setting's protocol, {} for none
+    grid: Mapping[str, Sequence[Any]]  # what is open yet
+    base: Task | None = None  # whose trained states are evaluated
+    keeps: bool = False  # whether the trained states are needed again
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What runs that differ in the seed have in common."""
+        return self.setting, self.method, self.variant
 
     @property
     def path(self) -> Path:
         """Where its record stands in the output folder."""
-        words = [self.method, self.variant, *(f"{k}={v}" for k, v in (self.point or {}).items() if self.split == "val")]
-        name = "-".join(re.sub(r"[^\w.=+-]", "_", w) for w in words if w)
-        return Path("records") / re.sub(r"[^\w.-]", "_", self.setting) / f"{name}-seed{self.job.options.seed}.jsonl"
+        name = "-".join(slug(w) for w in (self.method, self.variant) if w)
+        return Path("records") / slug(self.setting) / f"{name}-seed{self.job.options.seed}.jsonl"
 
     @property
     def digest(self) -> str:
         """What the run is, short, so that a record of something else is never taken for it. Only what differs from the defaults counts."""
         j = self.job
-        asked = [{k: v for k, v in vars(o).items() if v != vars(type(o)())[k] and k != "workers"} for o in (j.options, j.training)]
-        what = [j.algorithm, *asked, dict(j.hyper), dict(self.cut), dict(self.shape), self.split]
+        given = [{k: v for k, v in vars(o).items() if v != vars(type(o)())[k] and k != "workers"} for o in (j.options, j.training)]
+        what = [j.algorithm, *given, dict(j.hyper), dict(self.cut), dict(self.shape), dict(self.roles), self.base and self.base.digest]
         return hashlib.blake2b(json.dumps(plain(what), sort_keys=True).encode(), digest_size=8).hexdigest()
+
+    def at(self, point: Mapping[str, Any]) -> Task:
+        """The run at a grid's point."""
+        training = {k.removeprefix("training."): v for k, v in point.items() if k.startswith("training.")}
+        hyper = {k: v for k, v in point.items() if not k.startswith("training.")}
+        job = replace(self.job, training=replace(self.job.training, **training), hyper={**self.job.hyper, **hyper})
+        return replace(self, job=job, grid={})
+
+    def protocol(self) -> Protocol:
+        """Its data, and who trains, chooses and is reported."""
+        options, how = self.job.options, {k: v for k, v in self.roles.items() if k != "kind"}
+        if not self.roles:
+            return everybody(federation(options, self.cut))
+        # what comes with its clients is divided by the protocol, with the run's seed, and standardised only then
+        cut = self.cut if options.data in SOURCES else {**self.cut, "fractions": {}, "standardize": False}
+        data, scaled = federation(options, cut), options.data in TABULAR
+        if self.roles["kind"] == "cross-silo":
+            return cross_silo(data, how.get("fractions", CROSS_SILO), options.seed, standardize=scaled)
+        return cross_device(data, **how, standardize=scaled)
 
 
 def plans() -> list[str]:
@@ -75,53 +103,117 @@ def plans() -> list[str]:
 
 
 def load(name: str) -> dict[str, Any]:
-    """A plan by name or path. ValueError in one sentence where there is none or it has an unknown key."""
+    """A plan by name or path, whole: see `complete`."""
     path = Path(name) if name.endswith(".json") else PLANS / f"{name}.json"
     if not path.is_file():
-        raise ValueError(
-            f"name: expected one of {', '.join(plans()) or 'no plan (run it from a checkout of pflcore)'}, or a .json file, got {name}."
-        )
-    plan: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if "protocol" in plan:
-        return plan  # Motley's protocol: pflcore.motley checks and plays it
-    unknown = set(plan) - (COUNTED if "costs" in plan else KNOWN)
-    if unknown or not plan.get("settings", plan.get("costs")) or not plan.get("methods"):
-        raise ValueError(
-            f"name: {path} must have settings and methods, and nothing beside {', '.join(sorted(KNOWN))}; found {sorted(unknown)}."
-        )
-    return {"about": "", "paper": "", "options": {}, "training": {}, "model_options": {}, "reported": {}, "settings": {}} | plan
+        raise ValueError(f"name: expected one of {', '.join(plans())}, or a .json file, got {name}.")
+    try:
+        return complete(json.loads(path.read_text(encoding="utf-8")))
+    except json.JSONDecodeError as e:
+        raise ValueError(f"name: expected a plan in JSON, got {path} ({e}).") from None
+
+
+def complete(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """The plan with every key. ValueError in one sentence for a key that is unknown or missing, or a name that nothing bears."""
+    if not isinstance(plan, Mapping) or not plan.get("methods") or not (plan.get("settings") or plan.get("costs")):
+        raise ValueError("plan: expected methods and settings (or methods and costs), got neither; see pflcore.reproduce.plan.")
+    _known("plan", plan, EMPTY)
+    plan = {**EMPTY, **plan}
+    own = {f.name for f in fields(Options)} - {"seed", "seeds"}
+    _known("options", plan["options"], own)
+    above: dict[str, Any] = {}
+    for name, m in plan["methods"].items():
+        _known(f"method {name!r}", m, METHOD)
+        for key in ("state_of", "before"):
+            if key in m and (m[key] not in above or "state_of" in above[m[key]]):
+                raise ValueError(f"method {name!r}: expected {key} to be a method above it that is trained itself, got {m[key]!r}.")
+        above[name] = m
+    for name, s in plan["settings"].items():
+        _known(f"setting {name!r}", s, own | {"partition_options", "protocol"})
+        roles = s.get("protocol")
+        if roles is not None:
+            if roles.get("kind") not in PROTOCOL:
+                raise ValueError(f"protocol: expected the kind {' or '.join(PROTOCOL)}, got {roles.get('kind')!r} in {name!r}.")
+            _known(f"protocol of {name!r}", roles, {"kind", *PROTOCOL[roles["kind"]]})
+    return plan
+
+
+def _known(what: str, got: Mapping[str, Any], keys: Any) -> None:
+    unknown = sorted(set(got) - set(keys))
+    if unknown:
+        raise ValueError(f"{what}: expected no keys beside {', '.join(sorted(keys))}, got {', '.join(unknown)}.")
+
+
+def shortened(plan: Mapping[str, Any], rounds: int) -> tuple[dict[str, Any], list[str]]:
+    """The plan with other rounds, and sentences on what they change besides: methods with rounds of their own and warm rounds (HypCluster)
+    keep their part of the whole. What must come out is of the plan as it stands, and left out."""
+    if rounds < 1:
+        raise ValueError(f"rounds: expected at least 1, got {rounds}.")
+    planned, methods, said = plan["options"].get("rounds", Options.rounds), {}, []
+    for name, m in plan["methods"].items():
+        warm = m.get("options", {}).get("warm")
+        methods[name] = m | ({"rounds": max(1, round(m["rounds"] * rounds / planned))} if m.get("rounds") else {})
+        if warm:
+            methods[name]["options"] = m["options"] | {"warm": round(warm * rounds / planned)}
+            said.append(f"{name}: {round(warm * rounds / planned)} warm rounds of {rounds}, as {warm} of {planned}.")
+    return {**plan, "options": plan["options"] | {"rounds": rounds}, "methods": methods, "expected": {}, "checks": {}}, said
+
+
+def seeds_of(given: Sequence[int], seeds: int | None) -> list[int]:
+    """The first `seeds` of the plan's (all where None), and further ones at the same distance where it has fewer."""
+    if seeds is not None and seeds < 1:
+        raise ValueError(f"seeds: expected at least 1, got {seeds}.")
+    gap = given[-1] - given[-2] if len(given) > 1 else 1
+    more = range(given[-1] + gap, given[-1] + gap * max(1, (seeds or 0) - len(given) + 1), gap)
+    return [*given, *more][:seeds]
+
+
+def chosen(what: str, plan: Mapping[str, Any], names: Sequence[str] | None) -> list[str]:
+    """These of the plan's methods or settings (None: all) in its order, with the methods that they build upon."""
+    wanted = set(plan[what] if names is None else names)
+    if wanted - set(plan[what]):
+        raise ValueError(f"{what}: expected some of {', '.join(plan[what])}, got {', '.join(sorted(wanted - set(plan[what])))}.")
+    for name in reversed(plan[what]):
+        if name in wanted and what == "methods":
+            wanted |= {plan[what][name].get("state_of", name), plan[what][name].get("before", name)}
+    return [name for name in plan[what] if name in wanted]
 
 
 def tasks(
-    plan: Mapping[str, Any], options: Options, seeds: int, methods: Sequence[str], settings: Sequence[str], equal: bool
-) -> Iterator[Task]:
-    """The runs of a plan, setting by setting; every name and option checked before the first is played."""
-    for setting in settings:
+    plan: Mapping[str, Any],
+    *,
+    seeds: int | None = None,
+    methods: Sequence[str] | None = None,
+    settings: Sequence[str] | None = None,
+    equal: bool = False,
+    **options: Any,
+) -> list[Task]:
+    """The runs of a plan, setting by setting; every name and option checked before the first is played. `options` go before the plan's."""
+    wanted, out = chosen("methods", plan, methods), []
+    bases = {m.get("state_of") for m in plan["methods"].values()}
+    for setting in chosen("settings", plan, settings):
         own = dict(plan["settings"][setting])
-        cut, shape = own.pop("partition_options", {}), plan["model_options"]
-        asked = replace(options, **own)
-        for method in methods:
+        cut, roles = own.pop("partition_options", {}), own.pop("protocol", None) or {}
+        trained: dict[tuple[str, str, int], Task] = {}
+        for method in wanted:
             m = plan["methods"][method]
-            base = Training(**plan["training"] | m.get("training", {}))
-            variants = {"": base}
-            if equal and "equal_compute" in plan and not m.get("looks_ahead"):
-                variants["equal compute"] = replace(base, **plan["equal_compute"])
+            base = m.get("state_of")
+            asked = Options(**{**plan["options"], **own, **options})
+            rounds = plan["methods"][base or method].get("rounds", asked.rounds)
+            asked = replace(asked, rounds=rounds, eval_every=asked.eval_every or max(1, rounds))
+            variants = {"": m.get("training", {})}
+            if equal and plan["equal_compute"] and not m.get("looks_ahead"):
+                variants["equal compute"] = {**variants[""], **plan["equal_compute"]}
+            hyper = {k: tuple(v) if isinstance(v, list) else v for k, v in m.get("options", {}).items()}
             for variant, training in variants.items():
-                for seed in range(asked.seed, asked.seed + seeds):
-                    hyper = {m["algorithm"]: m.get("options", {})}
-                    (job,) = jobs([m["algorithm"]], replace(asked, seed=seed), training, hyper)
-                    for point in _points(m.get("grid", {})):
-                        split = "val" if m.get("grid") else "test"
-                        yield Task(method, setting, variant, _at(job, point), cut, shape, split, point, m.get("late", {}))
-
-
-def _points(grid: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
-    yield from (dict(zip(grid, values, strict=True)) for values in product(*grid.values()))
-
-
-def _at(job: Job, point: Mapping[str, Any]) -> Job:
-    """The job at a grid's point; "training.lr" and the like set how clients train, other names the algorithm."""
-    training = {k.removeprefix("training."): v for k, v in point.items() if k.startswith("training.")}
-    hyper = {k: v for k, v in point.items() if not k.startswith("training.")}
-    (made,) = jobs([job.algorithm], job.options, replace(job.training, **training), {job.algorithm: {**job.hyper, **hyper}})
-    return made
+                for seed in seeds_of(plan["seeds"], seeds):
+                    try:
+                        how = Training(**{**plan["training"], **training})
+                        (job,) = jobs([m["algorithm"]], replace(asked, seed=seed), how, {m["algorithm"]: hyper})
+                    except TypeError as e:
+                        raise ValueError(f"options: {method!r} does not take these ({e}).") from None
+                    keeps = not base and (method in bases or "vary" in m or "sizes" in m)
+                    task = Task(method, setting, variant, job, cut, plan["model_options"], roles, m.get("grid", {}), keeps=keeps)
+                    trained[method, variant, seed] = task
+                    out.append(replace(task, base=trained.get((base, variant, seed), trained.get((base, "", seed)))) if base else task)
+    return out

@@ -15,223 +15,202 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pflcore import metrics
-from pflcore.data.roles import held_out
-from pflcore.experiment import Options, algorithm, federation, model
+from pflcore.algorithms.base import State
+from pflcore.algorithms.hypcluster import Ensemble, HypCluster, picks
+from pflcore.data.roles import Protocol, everybody, held_out
+from pflcore.experiment import algorithm, model, net
 from pflcore.local.net import Net
 from pflcore.models import model_for
-from pflcore.reproduce import costs, groups
-from pflcore.reproduce.plan import Task, load, plans, tasks
+from pflcore.reproduce import costs, study
+from pflcore.reproduce.plan import EMPTY, Task, chosen, load, plans, shortened, tasks
+from pflcore.reproduce.table import rows_of, table, verdicts
 from pflcore.results.progress import Progress
-from pflcore.results.record import Record, Run, plain, read
+from pflcore.results.record import Record, Run, plain, read, slug
+from pflcore.round import evaluate
+from pflcore.simulation import History, Simulation
+from pflcore.tuning import tune
 
 
-def whole(path: Path, task: Task) -> Run | None:
-    """The record of this very run, if it is whole (all rounds, or stopped because it diverged)."""
-    if not path.is_file() or not path.stat().st_size:
-        return None
-    runs = read(path)
-    run = runs[0] if runs else Run()
-    if run.header and run.header.get("digest") != task.digest:
-        raise ValueError(f"out: {path} holds a run with other options; name another folder, or take that file away.")
-    done = len(run.rounds) == task.job.options.rounds or (run.stopped or "").startswith("The run diverged")
-    return run if done and set(task.late) <= set(run.late) else None
+class Reproduction:
+    """The runs of a plan and their folder. `runs` has those that are there, by setting, method and variant, one for each seed."""
 
+    def __init__(self, plan: Mapping[str, Any], folder: Path, progress: Progress) -> None:
+        self.plan, self.folder, self.progress = plan, folder, progress
+        self.runs: dict[tuple[str, str, str], list[Run]] = {}
+        self.first: dict[tuple[str, str, str], Task] = {}  # the runs' first tasks, with what a grid chose
+        self.protocols: dict[str, Protocol] = {}
+        self.kept: dict[Path, list[tuple[int, int, int, State]]] = {}
 
-def play(task: Task, folder: Path, progress: Progress) -> Run:
-    """The run's record, played now unless it is there already."""
-    path = folder / task.path
-    run = whole(path, task)
-    progress.name(f"{task.setting}, {task.method}{f' ({task.variant})' if task.variant else ''}, seed {task.job.options.seed}")
-    if run is not None:
-        progress.skip(task.job.options.rounds)
-        return run
-    job = replace(task.job, options=replace(task.job.options, eval_split=task.split))
-    data = federation(job.options, task.cut)
-    if task.split == "val":
-        data = held_out(data, job.options.seed)
-    simulation = job.simulation(data, model(job.options, data, task.shape))
-    with Record(path, overwrite=True) as record:
-        extra = {
+    def play(self, todo: Sequence[Task]) -> list[dict[str, Any]]:
+        """Plays what is missing and writes result.json and table.md after every method, so that there is a result at any time."""
+        rows: list[dict[str, Any]] = []
+        for key, group in groupby(todo, lambda task: task.key):
+            these = self.tuned(list(group))
+            self.first[key] = these[0]
+            self.runs[key] = [self.run(task) for task in these]
+            rows = rows_of(self.plan, self.runs)
+            checks = verdicts(self.plan, rows)
+            write(self.folder, self.plan, rows, table(self.plan, rows, checks), checks)
+        return rows
+
+    def protocol(self, task: Task) -> Protocol:
+        """The task's data and roles, made once."""
+        seed = task.job.options.seed if task.roles.get("kind") == "cross-silo" else None
+        name = json.dumps(plain([task.setting, seed]))
+        if name not in self.protocols:
+            self.protocols = {k: v for k, v in self.protocols.items() if json.loads(k)[0] == task.setting}  # the others are over
+            self.protocols[name] = task.protocol()
+        return self.protocols[name]
+
+    def simulation(self, task: Task) -> tuple[Simulation, Protocol]:
+        """The task's simulation, not begun, and its protocol."""
+        p = self.protocol(task)
+        job = replace(task.job, options=replace(task.job.options, rounds=max(1, task.job.options.rounds)))
+        return job.simulation(p.data, model(job.options, p.data, task.shape), clients=p.train, eval_clients=p.report), p
+
+    def tuned(self, group: list[Task]) -> list[Task]:
+        """The runs of a method, one for each seed, at the point of its grid that is best on validation data."""
+        task, options = group[0], group[0].job.options
+        if not task.grid:
+            return group
+        searched = [self.protocol(t) for t in group]
+        if not task.roles:
+            searched = [everybody(held_out(p.data, t.job.options.seed)) for t, p in zip(group, searched, strict=True)]
+        tuned = tune(
+            searched,
+            [net(t.job.options, p.data, model(options, p.data, t.shape)) for t, p in zip(group, searched, strict=True)],
+            algorithm(task.job.algorithm, task.job.hyper, options.target),
+            task.job.training,
+            task.grid,
+            options.rounds,
+            states=[self.states(t.base)[-1][3] for t in group if t.base] or None,
+            participation=options.participation,
+            seed=[t.job.options.seed for t in group],
+            engine=options.engine,
+            workers=options.workers,
+            device=options.device,
+            folder=self.folder / "tuning" / Path(*map(slug, filter(None, task.key))),
+            say=lambda text: self.progress.say(f"{task.setting}, {task.method}, candidate {text}"),
+        )
+        return [t.at(tuned.best.candidate.options) for t in group]
+
+    def run(self, task: Task) -> Run:
+        """The run's record, played now unless it is there already."""
+        rounds, run = task.job.options.rounds, self.whole(task)
+        self.progress.name(f"{task.setting}, {task.method}{f' ({task.variant})' if task.variant else ''}, seed {task.job.options.seed}")
+        if run is not None:
+            self.progress.skip(0 if task.base else rounds)
+            return run
+        simulation, p = self.simulation(task)
+        ours: dict[str, Any] = {
             "digest": task.digest,
             "method": task.method,
             "setting": task.setting,
             "variant": task.variant,
-            "partition_options": dict(task.cut),
-            "group": data.truth.get("group"),
+            "protocol": task.roles,
         }
-        record.write({"header": job.header(simulation) | extra})
+        ours |= {"partition_options": task.cut, "model_options": task.shape, "takes_part": len(p.train), "rounds": rounds}
+        ours |= {"data_seed": "each run's seed"} if task.roles.get("kind") == "cross-silo" else {}
+        states: list[tuple[int, int, int, State]] = []
+        sent = {"bytes_down": 0, "bytes_up": 0}
 
-        def on_round(_: int, line: dict[str, Any]) -> None:
-            record.write(line)
-            progress.step(line)
+        def on_round(round: int, line: dict[str, Any]) -> None:
+            for way in sent:
+                sent[way] += line[way]
+            if line["eval"] and isinstance(simulation.algorithm, HypCluster | Ensemble):
+                of_all = torch.full((p.data.n,), -1)
+                line["eval"]["cluster"] = of_all.index_copy(
+                    0, p.report, picks(simulation.state, simulation.setting, p.report).cpu()
+                ).tolist()
+            if line["eval"] and task.keeps:
+                states.append((round, sent["bytes_down"], sent["bytes_up"], simulation.state))
+                sent.update(bytes_down=0, bytes_up=0)
+            if not task.base:
+                self.progress.step(line)
 
-        history = simulation.run(on_round)
+        play: Callable[..., History] = simulation.run
+        if task.base or not rounds:
+            trained = self.states(task.base) if task.base else [(0, 0, 0, simulation.state)]
+            play = lambda on_round: later(simulation, p, trained, on_round)  # noqa: E731
+        with Record(self.folder / task.path, overwrite=True) as record:
+            history = record.run(task.job.header(simulation) | ours, play, on_round)
         if history.stopped:
-            record.write({"stopped": history.stopped})
-            progress.skip(simulation.rounds - len(history.rounds))
-            progress.say(f"{task.setting}, {task.method}: {history.stopped}")
-            if history.stopped.startswith("Interrupted"):
-                raise KeyboardInterrupt
-            if history.failed:  # not the method's doing
-                raise MemoryError(history.stopped)
-        for name, options in task.late.items():
-            simulation.algorithm = algorithm(job.algorithm, {**job.hyper, **options})
-            record.write({"late": {name: simulation.evaluate(task.split)}})
-    return read(path)[0]
+            self.progress.skip(rounds - len(history.rounds))
+            self.progress.say(f"{task.setting}, {task.method}: {history.stopped}")
+        if history.interrupted:
+            raise KeyboardInterrupt
+        if history.failed:  # not the method's doing
+            raise MemoryError(history.stopped)
+        if task.keeps:
+            part = (self.folder / task.path).with_suffix(".part")
+            torch.save({"digest": task.digest, "states": [(*at, dict(vars(state))) for *at, state in states]}, part)
+            part.replace(part.with_suffix(".pt"))
+        return read(self.folder / task.path)[0]
+
+    def whole(self, task: Task) -> Run | None:
+        """The record of this very run, if it is whole (all rounds, or stopped because it diverged), with the states that it must keep."""
+        path = self.folder / task.path
+        if not path.is_file() or not path.stat().st_size:
+            return None
+        run = next(iter(read(path)), Run())
+        if run.header and run.header.get("digest") != task.digest:
+            raise ValueError(f"out: {path} holds a run with other options; name another folder, or take that file away.")
+        over = bool(run.rounds) and run.rounds[-1]["round"] == task.job.options.rounds
+        if not over and (run.stopped is None or run.unfinished):
+            return None
+        return run if not task.keeps or self.states(task) or not run.evaluations else None
+
+    def states(self, task: Task) -> list[tuple[int, int, int, State]]:
+        """A kept run's states when it was evaluated: round, bytes down and up since the one before, state."""
+        path = (self.folder / task.path).with_suffix(".pt")
+        if path not in self.kept and path.is_file():
+            saved = torch.load(path, weights_only=True)
+            if saved["digest"] == task.digest:
+                self.kept[path] = [(*at, State(**state)) for *at, state in saved["states"]]
+        return self.kept.get(path, [])
 
 
-def selected(found: Sequence[tuple[Task, Run]]) -> list[Task]:
-    """A grid's best point by the last validation value (mean over clients, then seeds), as runs to test, one per seed.
-
-    A point that diverged is not chosen; the first of equals is.
-    """
-    scores: dict[str, list[float]] = {}
-    for task, run in found:
-        scores.setdefault(repr(task.point), []).append(-1.0 if run.stopped else metrics.mean(run.last()))
-    best = max(scores, key=lambda point: metrics.mean(scores[point]))
-    return [replace(task, split="test") for task, _ in found if repr(task.point) == best]
-
-
-def row(plan: Mapping[str, Any], data: str, runs: Sequence[Run]) -> dict[str, Any]:
-    """One method in one setting: `ours` is the best round's mean over clients in percent, selected on test data as in the papers."""
-    head, scale = runs[0].header, 100.0 if runs[0].measure == "accuracy" else 1.0
-    best = [_over_rounds(r, False) for r in runs]
-    paper = plan["reported"].get(head["setting"], {}).get(head["method"])
-    sent = [r["bytes_down"] + r["bytes_up"] for r in runs[0].rounds[-1:]]
-    made: dict[str, Any] = plain(
-        {
-            "method": head["method"],
-            "data": data,
-            "setting": head["setting"],
-            "ours": scale * metrics.mean([b for b, _ in best]),
-            "std": scale * metrics.std([b for b, _ in best]) if len(runs) > 1 else None,
-            "paper": paper,
-            "seeds": len(runs),
-            "final": scale * metrics.mean([f for _, f in best]),
-            "weighted": scale * metrics.mean([_over_rounds(r, True)[0] for r in runs]),
-            "weighted_final": scale * metrics.mean([_over_rounds(r, True)[1] for r in runs]),
-            "variant": head["variant"],
-            "options": head["options"],
-            "rounds": len(runs[0].rounds),
-            "epochs": head["training"]["epochs"],
-            "models_sent": sum(sent) / max(1, len(runs[0].rounds[-1]["cohort"])) / (4 * head["parameters"]) if runs[0].rounds else None,
-            "seconds_per_round": metrics.mean([r["seconds"] for run in runs for r in run.rounds]),
-            "stopped": next((r.stopped for r in runs if r.stopped), None),
-        }
-    )
-    return made
+def later(simulation: Simulation, p: Protocol, states: Sequence[Any], on_round: Callable[[int, dict[str, Any]], None]) -> History:
+    """What a run would have been that trained as another did: that one's states, evaluated in this algorithm's way."""
+    history = History(simulation.header())
+    for round, down, up, state in states:
+        began = time.perf_counter()
+        simulation.state = state
+        found = evaluate(simulation.algorithm, state, simulation.setting, simulation.eval_split, p.report)  # type: ignore[arg-type]
+        line = {"round": round, "cohort": [], "void": False, "bytes_down": down, "bytes_up": up, "seconds": time.perf_counter() - began}
+        history.rounds.append(line | {"eval": {k: v.tolist() for k, v in found.items()}})
+        on_round(round, history.rounds[-1])
+    if not states:
+        history.stopped = "What it builds upon was stopped before it was evaluated."
+    return history
 
 
-def _rows(plan: Mapping[str, Any], data: str, runs: Sequence[Run]) -> list[dict[str, Any]]:
-    return [row(plan, data, runs)]
-
-
-def _over_rounds(run: Run, weighted: bool) -> tuple[float, float]:
-    """The best and the last of the means over clients, uniform or by their test samples."""
-    values = run.values()[1]
-    size = run.evaluations[-1]["eval"]["size"] if run.evaluations else []
-    means = [metrics.weighted_mean(v, size) if weighted else metrics.mean(v) for v in values]
-    return metrics.best(means, run.measure == "accuracy").value, metrics.final(means)
-
-
-def table(plan: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown: a table per setting, methods in the plan's order, "best (final)" beside the paper's number."""
-    lines = [f"{plan['about']}", ""] if plan["about"] else []
-    for setting in dict.fromkeys(r["setting"] for r in rows):
-        mine = [r for r in rows if r["setting"] == setting]
-        variants = list(dict.fromkeys(r["variant"] for r in mine))
-        columns = [c for v in variants for c in ((v or "best") + "\\*", "final")] + ["by size", "paper", "models sent", "seconds a round"]
-        lines += [f"**{setting}**, {mine[0]['data']}, {mine[0]['rounds']} rounds, {mine[0]['seeds']} seed(s)", ""]
-        lines += ["| method | " + " | ".join(columns) + " |", "|:---|" + "---:|" * len(columns)]
-        for method in dict.fromkeys(r["method"] for r in mine):
-            of = {r["variant"]: r for r in mine if r["method"] == method}
-            cells = [method]
-            for v in variants:
-                r = of.get(v) or of[""]  # a method that looks ahead has one number for both
-                cells += [_number(r["ours"], r["std"]), _number(r["final"])]
-            r = of.get("") or next(iter(of.values()))
-            cells += [_number(r["weighted"]), _number(r["paper"]), _number(r["models_sent"]), _number(r["seconds_per_round"])]
-            lines.append("| " + " | ".join(cells) + (f" | {r['stopped']}" if r["stopped"] else "") + " |")
-        lines.append("")
-    lines.append(
-        '\\* the best round\'s mean over clients, selected on test data as in the paper; "by size" weighs clients by their test samples.'
-    )
-    return "\n".join(lines) + "\n"
-
-
-def _number(x: float | None, std: float | None = None) -> str:
-    return "-" if x is None else f"{x:.2f}" + (f" ± {std:.2f}" if std is not None else "")
-
-
-def reproduce(plan: Mapping[str, Any], folder: Path, todo: Sequence[Task], quiet: bool = False) -> list[dict[str, Any]]:
-    """Plays what is missing and writes result.json and table.md after every method, so that there is a result at any time."""
-    done: dict[tuple[str, str, str], list[Run]] = {}
-    searched: dict[tuple[str, str, str], list[tuple[Task, Run]]] = {}
-    with Progress(sum(t.job.options.rounds for t in todo), quiet) as progress:
-        progress.say(f"Results: {folder}")
-        for i, task in enumerate(todo):
-            run, key = play(task, folder, progress), (task.setting, task.method, task.variant)
-            if task.split == "val":
-                searched.setdefault(key, []).append((task, run))
-                last = i + 1 == len(todo) or (todo[i + 1].setting, todo[i + 1].method, todo[i + 1].variant) != key
-                if not last:
-                    continue
-                done[key] = [play(t, folder, progress) for t in selected(searched[key])]
-            else:
-                done.setdefault(key, []).append(run)
-            made, shown = (groups.rows, groups.table) if plan.get("groups") else (_rows, table)
-            rows = [r for runs in done.values() for r in made(plan, task.job.options.data, runs)]
-            write(folder, plan, rows, shown(plan, rows))
-    return rows
-
-
-def draw(folder: Path, todo: Sequence[Task], rows: Sequence[Mapping[str, Any]], option: str | None) -> None:
-    """Curves, heat maps and nearest neighbours of each setting (first seed), and accuracy against the plan's option."""
-    from pflcore.results import mixing as figures
-    from pflcore.results import pictures
-
-    first = min((t.job.options.seed for t in todo), default=0)
-    for setting in dict.fromkeys(t.setting for t in todo):
-        mine = [t for t in todo if t.setting == setting and not t.variant and t.split == "test" and t.job.options.seed == first]
-        runs = {t.method: read(folder / t.path)[0] for t in mine}
-        stem = re.sub(r"[^\w.-]", "_", setting)
-        if runs:
-            named = [replace(r, header=r.header | {"algorithm": name, "options": {}}) for name, r in runs.items()]
-            pictures.curves(named, folder / f"{stem}-curves.png")
-            figures.heat_maps(runs, folder / f"{stem}-weights.png")
-            figures.neighbours(runs, folder / f"{stem}-neighbours.png")
-    if option:
-        figures.against(rows, option, folder / f"against-{option}.png")
-
-
-def count(plan: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
+def count(plan: Mapping[str, Any], folder: Path) -> None:
     """What a round costs a client, for a plan with "costs": {model, shape, classes, n, samples}. Rows in MiB and in operations."""
-
     c = dict(plan["costs"])
     name, shape, classes = c.pop("model"), c.pop("shape"), c.pop("classes")
     net = Net(lambda: model_for(name, shape, classes))
-    found = {m: costs.cost(algorithm(o["algorithm"], o.get("options")), net, shape, classes, **c) for m, o in plan["methods"].items()}
+    each = {m: costs.cost(algorithm(o["algorithm"], o.get("options")), net, shape, classes, **c) for m, o in plan["methods"].items()}
     rows = []
     for setting, value in (("MiB per client and round", lambda x: x.bytes / costs.MIB), ("FLOPs per client and round", lambda x: x.client)):
-        reported = plan["reported"].get(setting, {})
-        what = {"data": f"{name}, {net.size:,} parameters", "setting": setting, "std": None, "seeds": 1}
-        rows += [{"method": m, "ours": value(x), "paper": reported.get(m)} | what for m, x in found.items()]
-    write(folder, plan, rows, f"{plan['about']}\n\n{costs.table(found, c.get('samples', 2500))}")
-    return rows
+        paper, what = plan["reported"].get(setting, {}), {"setting": setting, "data": f"{name}, {net.size:,} parameters"}
+        rows += [{"method": m, "final": value(x), "paper": paper.get(m), "seeds": 1} | what for m, x in each.items()]
+    write(folder, plan, rows, f"{plan['about']}\n\n{costs.table(each, c.get('samples', 2500))}")
 
 
-def write(folder: Path, plan: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], text: str) -> None:
+def write(folder: Path, plan: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], text: str, checks: Sequence[Any] = ()) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     about = {"plan": plan["about"], "paper": plan["paper"], "date": time.strftime("%Y-%m-%d"), "machine": machine(), "rows": rows}
-    (folder / "result.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    about["checks"] = [{"holds": good, "what": what} for good, what in checks]
+    (folder / "result.json").write_text(json.dumps(plain(about), indent=1) + "\n", encoding="utf-8")
     (folder / "table.md").write_text(text, encoding="utf-8")
 
 
@@ -239,19 +218,56 @@ def machine() -> str:
     """Processor, cores and torch, in words."""
     name = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
-        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
-        name = found[1] if found else name
+        line = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+        name = line[1] if line else name
     return f"{name}, {os.cpu_count()} cores, torch {torch.__version__}"
+
+
+def listed() -> str:
+    """Every plan: what it is, the data that it needs, and how long it takes where it says so."""
+    lines = []
+    for name in plans():
+        plan = load(name)
+        data = sorted({s.get("data", plan["options"].get("data", "")) for s in plan["settings"].values()})
+        lines += [
+            name,
+            f"  {plan['about']}",
+            f"  data: {', '.join(data) or 'none'}" + (f"; takes {plan['takes']}" if plan["takes"] else ""),
+        ]
+    return "\n".join(lines)
+
+
+def reproduce(
+    plan: Mapping[str, Any],
+    folder: str | Path,
+    *,
+    quiet: bool = False,
+    draw: bool = True,
+    **choice: Any,
+) -> Reproduction:
+    """Plays a whole plan (see `pflcore.reproduce.plan.complete`) into `folder`; `choice`: see `pflcore.reproduce.plan.tasks`."""
+    todo = tasks(plan, **choice)
+    with Progress(sum(t.job.options.rounds for t in todo if not t.base), quiet) as progress:
+        progress.say(f"Results: {folder}")
+        made = Reproduction(plan, Path(folder), progress)
+        rows = made.play(todo)
+    if draw:
+        try:
+            study.draw(made, rows)
+        except ImportError as e:
+            print(e, file=sys.stderr)
+    return made
 
 
 def main(argv: Sequence[str]) -> int:
     """The command line."""
     parser = argparse.ArgumentParser("pflcore reproduce", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", help=f"a plan: {', '.join(plans())}, or the path of a .json file")
+    parser.add_argument("name", nargs="?", help=f"a plan: {', '.join(plans())}, or the path of a .json file")
+    parser.add_argument("--list", action="store_true", help="every plan, with the data that it needs")
     parser.add_argument("--data", help="another data set than the plan's")
     parser.add_argument("--rounds", type=int, help="rounds of each run")
     parser.add_argument("--seeds", type=int, help="runs of each method")
-    parser.add_argument("--eval-every", type=int, help="rounds between evaluations of all clients")
+    parser.add_argument("--eval-every", type=int, help="rounds between evaluations of all clients; 0: after the last one only")
     parser.add_argument("--methods", nargs="+", help="these only, by the plan's names")
     parser.add_argument("--settings", nargs="+", help="these only, by the plan's names")
     parser.add_argument("--equal-compute", action="store_true", help="beside it, methods that do not look ahead with as much local work")
@@ -259,59 +275,31 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--workers", type=int, help="threads; never changes a result")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     got = parser.parse_args(argv)
-    plan = load(got.name)
-    if "protocol" in plan:
-        return _under_protocol(plan, got)
-    for what in ("methods", "settings"):
-        unknown = set(getattr(got, what) or ()) - set(plan[what])
-        if unknown:
-            raise ValueError(f"{what}: expected some of {', '.join(plan[what])}, got {', '.join(sorted(unknown))}.")
-    if "costs" in plan:
-        folder = got.out or Path("runs") / "reproduce" / Path(got.name).stem
-        count(plan | {"methods": {m: plan["methods"][m] for m in got.methods or plan["methods"]}}, folder)
-        print((folder / "table.md").read_text(encoding="utf-8"))
+    if got.list:
+        print(listed())
         return 0
-    given = {k: getattr(got, k) for k in ("data", "rounds", "eval_every", "workers") if getattr(got, k) is not None}
-    planned = dict(plan["options"])
-    seeds = got.seeds or planned.pop("seeds", 1)
-    planned.pop("seeds", None)
-    options = Options(**{"data": plan["data"], **planned, **given})
-    folder = got.out or Path("runs") / "reproduce" / f"{Path(got.name).stem}-{options.data}"
-    todo = list(
-        tasks(plan, options, seeds, got.methods or list(plan["methods"]), got.settings or list(plan["settings"]), got.equal_compute)
-    )
-    rows = reproduce(plan, folder, todo, got.quiet)
-    try:
-        draw(folder, todo, rows, plan.get("against"))
-    except ImportError as e:
-        print(e, file=sys.stderr)
-    print((folder / "table.md").read_text(encoding="utf-8"))
-    return 0
-
-
-def _under_protocol(plan: dict[str, Any], got: argparse.Namespace) -> int:
-    """A plan with held-out clients or samples and grids, in Motley's manner."""
-    from pflcore.reproduce import motley
-
-    for what in ("settings", "equal_compute", "eval_every"):
-        if getattr(got, what):
-            raise ValueError(f"{what}: a plan under Motley's protocol takes none; leave it out.")
+    if got.name is None:
+        raise ValueError(f"name: expected one of {', '.join(plans())}, or a .json file, got none; --list says what they are.")
+    plan = load(got.name)
+    if got.equal_compute and not plan["equal_compute"]:
+        raise ValueError("equal_compute: this plan does not say what equal computation is; leave it out.")
     if got.rounds is not None:
-        if got.rounds < 1:
-            raise ValueError(f"rounds: expected at least 1, got {got.rounds}.")
-        for m in plan["methods"].values():  # methods with rounds of their own keep their part
-            m |= {"rounds": max(1, round(m["rounds"] * got.rounds / plan["rounds"]))} if m.get("rounds") else {}
-        plan["rounds"] = got.rounds
+        plan, said = shortened(plan, got.rounds)
+        print(*said, sep="\n", end="\n" if said else "", file=sys.stderr)
+    data = got.data or plan["options"].get("data")
     if got.data is not None:
-        plan["data"] = got.data
-    if got.data is not None or got.rounds is not None:
-        plan |= {"reported": {}, "expected": {}, "checks": {}}  # they are of the plan as it stands
-    folder = got.out or Path("runs") / "reproduce" / f"{Path(got.name).stem}-{plan['data']}"
-    with Progress(0, True) as progress:
-        say = (lambda text: None) if got.quiet else progress.say
-        code = motley.reproduce(plan, folder, seeds=got.seeds, methods=got.methods, workers=got.workers, say=say)
+        plan |= {k: EMPTY[k] for k in ("expected", "checks")}  # they are of the plan as it stands
+    folder = got.out or Path("runs") / "reproduce" / "-".join(filter(None, (Path(got.name).stem, data)))
+    if plan["costs"]:
+        count(plan | {"methods": {m: plan["methods"][m] for m in chosen("methods", plan, got.methods)}}, folder)
+        good = True
+    else:
+        given = {k: getattr(got, k) for k in ("data", "eval_every", "workers") if getattr(got, k) is not None}
+        choice = {"seeds": got.seeds, "methods": got.methods, "settings": got.settings, "equal": got.equal_compute}
+        made = reproduce(plan, folder, quiet=got.quiet, **choice, **given)
+        good = all(holds for holds, _ in verdicts(plan, rows_of(plan, made.runs)))
     print((folder / "table.md").read_text(encoding="utf-8"))
-    return code
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

@@ -1,21 +1,29 @@
-"""What Motley asks of a trained state beside the mean: who is hurt, other distributions, less data, one option varied (section 4).
+"""What Motley asks of a trained state beside the mean: who is hurt, other distributions, less data, one option varied (section 4); and a
+reproduction's pictures.
 
 Everything here is evaluation: nothing is trained on the server, and nothing is chosen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from pflcore import metrics
 from pflcore.algorithms.base import FedAvg, State
 from pflcore.data.roles import Protocol
 from pflcore.local import Setting
+from pflcore.results.record import Run, plain, slug
 from pflcore.round import evaluate
+
+if TYPE_CHECKING:
+    from pflcore.reproduce.run import Reproduction
 
 
 class Point(NamedTuple):
@@ -59,3 +67,72 @@ def summary(after: Tensor, before: Tensor | None = None, higher_is_better: bool 
         "percentile": metrics.percentile(after[~after.isnan()], 10 if higher_is_better else 90),
     }
     return out if before is None else {**out, "hurt": metrics.hurt(after, before, higher_is_better)}
+
+
+def draw(made: Reproduction, rows: Sequence[Mapping[str, Any]]) -> list[Path]:
+    """Pictures of each setting, of the first seed where not of all: curves, mixing weights and neighbours, clients in boxes, gains by
+    size, cost, and the studies that the plan asks for (studies.json has their numbers); and results against the plan's option."""
+    from pflcore.results import mixing, pictures, tradeoffs
+
+    out: list[Path | None] = []
+    studies: dict[str, Any] = {}
+    for setting in dict.fromkeys(s for s, _, _ in made.runs):
+        runs = {m: r for (s, m, v), r in made.runs.items() if s == setting and not v and r[0].evaluations}
+        if not runs:
+            continue
+        stem, first = made.folder / slug(setting), {m: r[0] for m, r in runs.items()}
+        measure = next(iter(first.values())).measure
+        up, unit = measure == "accuracy", measure
+        last = {m: r.last(measure) for m, r in first.items()}
+        curves = {m: [metrics.mean(v) for v in r.values(measure)[1]] for m, r in first.items()}
+        if any(len(c) > 1 for c in curves.values()):
+            named = [replace(r, header=r.header | {"algorithm": m, "options": {}}) for m, r in first.items()]
+            at = {m: [s for s, line in zip(r.sent(), r.rounds, strict=True) if line["eval"]] for m, r in first.items()}
+            out += [pictures.curves(named, f"{stem}-curves.png")]
+            out += [tradeoffs.cost({m: (at[m], c) for m, c in curves.items()}, f"{stem}-cost.png", unit)]
+        out += [mixing.heat_maps(first, f"{stem}-weights.png"), mixing.neighbours(first, f"{stem}-neighbours.png")]
+        out += [tradeoffs.boxes({m: torch.cat([r.last(measure) for r in all_]) for m, all_ in runs.items()}, f"{stem}-boxes.png", unit)]
+        before = {m: b for m in first if (b := made.plan["methods"][m].get("before")) in first}
+        if before:
+            size = torch.tensor(next(iter(first.values())).header["size"])
+            gains = {m: last[m] - last[b] for m, b in before.items()}
+            out += [tradeoffs.deltas(size, gains, f"{stem}-deltas.png", unit, "up" if up else "down")]
+        studies[setting] = _trained(made, setting, first, {m: last[before.get(m, m)] for m in first}, up, out)
+    if made.plan["against"]:
+        out.append(mixing.against(rows, made.plan["against"], made.folder / f"against-{made.plan['against']}.png"))
+    (made.folder / "studies.json").write_text(json.dumps(plain(studies)) + "\n", encoding="utf-8")
+    return [p for p in out if p]
+
+
+def _trained(
+    made: Reproduction, setting: str, first: Mapping[str, Run], before: Mapping[str, Tensor], up: bool, out: list[Path | None]
+) -> dict[str, Any]:
+    """The studies of trained states; their pictures are added to `out`."""
+    from pflcore.results import tradeoffs
+
+    stem, unit = made.folder / slug(setting), "accuracy" if up else "loss"
+    spread: dict[str, list[tuple[Any, float, float]]] = {}
+    fewer: dict[str, dict[float, Tensor]] = {}
+    for method in first:
+        m, task = made.plan["methods"][method], made.first[setting, method, ""]
+        states = made.states(task.base or task) if "vary" in m or "sizes" in m else []
+        if not states:
+            continue
+        simulation, p = made.simulation(task)
+        alg, state, where = simulation.algorithm, states[-1][3], simulation.setting
+        assert isinstance(alg, FedAvg)
+        if m.get("sizes"):
+            fewer[method] = by_size(alg, state, where, p)
+        for option, choices in m.get("vary", {}).items():
+            points = vary(alg, state, where, p, option, choices)
+            by = [(q.value, metrics.mean(q.own), metrics.hurt(q.own, before[method], up)) for q in points]
+            out.append(tradeoffs.option(by, f"{stem}-{slug(method)}-{option}.png", option, unit, log=option.endswith("lr")))
+            if option != "finetune_lr":
+                spread[method] = [(q.value, metrics.mean(q.own), metrics.mean(q.others)) for q in points]
+        if "vary" in m and method not in spread:
+            other = replace(p, data=p.out_of_distribution())
+            own, others = (metrics.mean(results(alg, state, where, q)) for q in (p, other))
+            spread[method] = [(method, own, others)]
+    out += [tradeoffs.distributions(spread, f"{stem}-distributions.png", unit)] if spread else []
+    out += [tradeoffs.sizes(fewer, f"{stem}-sizes.png", unit)] if fewer else []
+    return {"distributions": spread, "sizes": {m: {str(f): metrics.mean(v) for f, v in by.items()} for m, by in fewer.items()}}

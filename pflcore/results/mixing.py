@@ -67,8 +67,8 @@ def against(rows: Sequence[Mapping[str, Any]], option: str, path: str | Path) ->
     """Accuracy against an option of the algorithm (Figs. 2 and 3: `k`, `ahead`), a line for each setting, from a result's rows."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for r in rows:
-        if option in r["options"] and r["ours"] is not None:
-            lines.setdefault(r["setting"], []).append((r["options"][option], r["ours"]))
+        if option in r["options"] and r["best"] is not None:
+            lines.setdefault(r["setting"], []).append((r["options"][option], r["best"]))
     if not lines:
         return None
     figure, (axis,) = _figure(5.6, 4.2)

@@ -146,7 +146,7 @@ def clients(runs: Sequence[Run], path: str | Path) -> Path:
     """The clients' values at the last evaluation, a box per algorithm (seeds together), with a dot per client where they are few."""
     groups, (scale, unit) = label(runs), _scale(runs[0])
     values = [torch.cat([scale * r.last(runs[0].measure) for r in members]) for members in groups.values()]
-    values = [v[~v.isnan()] for v in values]
+    values = [v[v.isfinite()] for v in values]
     figure, (axis,) = _figure(1.6 + 1.1 * len(groups), 4.0)
     axis.boxplot([v.tolist() for v in values], widths=0.5, showfliers=False, medianprops={"color": COLOURS[1]})
     for i, v in enumerate(values):

@@ -7,10 +7,12 @@ one value per client. The files can be concatenated.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,11 @@ from torch import Tensor
 
 from pflcore import metrics
 
+OnRound = Callable[[int, dict[str, Any]], None]
 PARTS = ("partition_options", "model_options", "training", "options")
-CONDITIONS = ("rounds", "participation", "buffers", "criterion", "eval_split")  # of the header; with "setting" what seeds must share
+OUTLIER = 20.0  # times the cohort's median update: honest clients with many times the data of the others stay below
+CUT = ("data_seed", "train_samples", "test_samples", "val")  # which of the data the run saw
+CONDITIONS = ("rounds", "participation", "buffers", "criterion", "clip", "eval_split", *CUT)  # with "setting" what seeds must share
 
 
 def plain(value: Any) -> Any:
@@ -37,6 +42,11 @@ def plain(value: Any) -> Any:
     if isinstance(value, Iterable):
         return [plain(v) for v in value]
     return getattr(value, "__name__", None) or str(value)
+
+
+def slug(text: str) -> str:
+    """The text as a file's name."""
+    return re.sub(r"[^\w.+-]+", "_", text).strip("_")
 
 
 class Record:
@@ -62,6 +72,33 @@ class Record:
             data = data[self._file.write(data) or 0 :]
         self._torn = False
 
+    def run(self, header: Mapping[str, Any], play: Callable[[OnRound], Any], on_round: OnRound | None = None) -> Any:
+        """Writes a whole run, as `play(on_round)`, a `Simulation.run`, plays it: the header, each round, and why it ended early.
+
+        `on_round` sees each line first and may add to it. An error is written too, and goes on. Returns what `play` does.
+        """
+
+        def write(round: int, line: dict[str, Any]) -> None:
+            try:
+                if on_round:
+                    on_round(round, line)
+            finally:
+                self.write(line)
+
+        self.write({"header": header})
+        try:
+            history = play(write)
+        except KeyboardInterrupt:  # `Simulation.run` answers it from its first round on
+            self.write({"stopped": "Interrupted before the first round.", "unfinished": True})
+            raise
+        except Exception as e:
+            with contextlib.suppress(OSError):  # a full disk, perhaps
+                self.write({"stopped": f"{type(e).__name__}: {next(iter(str(e).strip().splitlines()), '')}", "unfinished": True})
+            raise
+        if history.stopped:
+            self.write({"stopped": history.stopped, "unfinished": history.interrupted or history.failed})
+        return history
+
     def close(self) -> None:
         if not self._file.closed:
             os.fsync(self._file.fileno())
@@ -81,7 +118,7 @@ class Run:
     header: dict[str, Any] = field(default_factory=dict)
     rounds: list[dict[str, Any]] = field(default_factory=list)
     stopped: str | None = None
-    late: dict[str, dict[str, Any]] = field(default_factory=dict)  # the last state evaluated with other options, by their name
+    unfinished: bool = False  # stopped by Ctrl-C, for want of memory or by an error, and not by what the method does
 
     @property
     def algorithm(self) -> str:
@@ -104,9 +141,10 @@ class Run:
         return "accuracy" if has or not self.evaluations else "loss"
 
     def values(self, measure: str | None = None) -> tuple[list[int], Tensor]:
-        """Rounds of the evaluations and their values per client, `[E, N]` float64 (NaN for none)."""
+        """Rounds of the evaluations and their values per client, `[E, N]` float64: NaN for a client without samples; a loss that was
+        not finite, null in the file, is infinite, so that no mean leaves it out."""
         measure = measure or self.measure
-        rows = [metrics.vector(r["eval"][measure]) for r in self.evaluations]
+        rows = [_worst(metrics.vector(r["eval"][measure]), r["eval"].get("size"), measure) for r in self.evaluations]
         return [r["round"] for r in self.evaluations], torch.stack(rows) if rows else torch.empty(0, 0, dtype=torch.float64)
 
     def curve(self, client: int | None = None, measure: str | None = None) -> tuple[list[int], list[float]]:
@@ -118,6 +156,27 @@ class Run:
         """Each client's value at the last evaluation, `[N]`."""
         values = self.values(measure)[1]
         return values[-1] if len(values) else values.reshape(0)
+
+    @property
+    def planned(self) -> int | None:
+        """The rounds that the run was to have."""
+        rounds = self.header.get("rounds")
+        return rounds if isinstance(rounds, int) and not isinstance(rounds, bool) else None
+
+    @property
+    def played(self) -> int:
+        """The number of the last round in the record."""
+        return int(self.rounds[-1]["round"]) if self.rounds else 0
+
+    def outliers(self) -> dict[int, tuple[float, int]]:
+        """Clients whose update was many times the cohort's median: the largest such number, and in how many rounds."""
+        out: dict[int, tuple[float, int]] = {}
+        for r in self.rounds:
+            for client, ratio in zip(r.get("cohort") or [], r.get("moved") or [], strict=False):
+                if ratio is not None and ratio > OUTLIER:
+                    most, times = out.get(client, (0.0, 0))
+                    out[client] = max(most, ratio), times + 1
+        return out
 
     def sent(self) -> list[int]:
         """Bytes sent down and up by all clients up to and including each round."""
@@ -133,6 +192,12 @@ class Run:
         return [r["round"] for r in have], [torch.tensor(_nan(r["report"]["weights"]), dtype=torch.float64) for r in have]
 
 
+def _worst(values: Tensor, size: Sequence[int] | None, measure: str) -> Tensor:
+    if not measure.endswith("loss") or not size or len(size) != len(values):
+        return values
+    return torch.where(values.isnan() & (torch.tensor(size) > 0), math.inf, values)
+
+
 def _nan(value: Any) -> Any:
     return [_nan(v) for v in value] if isinstance(value, list) else math.nan if value is None else value
 
@@ -144,11 +209,10 @@ def group(lines: Iterable[Mapping[str, Any]]) -> list[Run]:
         if "header" in line:
             out.append(Run(_today(line["header"])))
             continue
-        if not out:
+        if not out and ("stopped" in line or "round" in line):
             out.append(Run())
         if "stopped" in line:
-            out[-1].stopped = line["stopped"]
-        out[-1].late |= line.get("late", {})
+            out[-1].stopped, out[-1].unfinished = line["stopped"], bool(line.get("unfinished"))
         if "round" in line:
             out[-1].rounds.append(line)
     return out
@@ -165,7 +229,7 @@ def _today(head: dict[str, Any]) -> dict[str, Any]:
 def read(path: str | Path) -> list[Run]:
     """The runs in a record file, or in all `*.jsonl` files below a folder. A line cut off in the middle is left out."""
     path = Path(path)
-    files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
+    files = sorted(p for p in path.rglob("*.jsonl") if p.name != "tuning.jsonl") if path.is_dir() else [path]
     if not files or not files[0].is_file():
         raise ValueError(f"path: expected a record (.jsonl) or a folder that holds one, got {path}, which is neither; check the name.")
     runs: list[Run] = []
@@ -205,4 +269,4 @@ def options(run: Run) -> dict[str, Any]:
     """All that was chosen for the run but its seed and its setting, the algorithm's own hyper-parameters last."""
     head = run.header
     parts = [{k: head[k] for k in CONDITIONS if k in head}] + [head.get(k) or {} for k in PARTS]
-    return {k: v for part in parts for k, v in part.items()}
+    return {k: v for part in parts for k, v in part.items() if (k, v) != ("clip", None)}

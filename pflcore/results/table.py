@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from pflcore import metrics
@@ -46,7 +47,8 @@ def _table(name: str, runs: Sequence[Run], last: int, baseline: str | None) -> s
         if base:
             of_seed = {b.header.get("seed"): b for b in reversed(base)}
             before = [of_seed.get(r.header.get("seed"), base[0]) for r in members]
-            row.append(_cell([metrics.hurt(r.last(measure), b.last(measure), up) for r, b in zip(members, before, strict=True)], 1.0, 1))
+            pairs = [(r.last(measure), b.last(measure)) for r, b in zip(members, before, strict=True)]
+            row.append(_cell([metrics.hurt(a, b, up) if len(a) == len(b) else math.nan for a, b in pairs], 1.0, 1))
         row.append(human(metrics.mean([float((r.sent() or [0])[-1]) for r in members])))
         row.append("; ".join(dict.fromkeys(n for n in map(_note, members) if n)))
         rows.append(row)
@@ -69,6 +71,8 @@ def _table(name: str, runs: Sequence[Run], last: int, baseline: str | None) -> s
     if for_one:
         lines.append("\nMade for one client, whose columns count: " + ", ".join(f"{name} for client {c}" for name, c in for_one) + ".")
     for algorithm, members in groups.items():
+        far = [(r.header.get("seed", "?"), _outliers(r)) for r in members]
+        lines += [f"\n{algorithm}, seed {seed}, moved far: {whom}; look at the data or set clip." for seed, whom in far if whom]
         lines += [f"\n{algorithm}, seed {r.header.get('seed', '?')}, stopped: {r.stopped}" for r in members if r.stopped]
     return "\n".join(lines) + "\n"
 
@@ -98,7 +102,7 @@ def _columns(runs: Sequence[Run], measure: str, up: bool, last: int) -> dict[str
 
 def _cell(values: Sequence[float], scale: float, digits: int) -> str:
     """One number per seed: the number, or mean ± population standard deviation over the seeds."""
-    if not metrics.count(values):
+    if not metrics.count(values) or any(map(math.isinf, values)):
         return "-"
     text = f"{scale * metrics.mean(values):.{digits}f}"
     return f"{text} ± {scale * metrics.std(values):.{digits}f}" if len(values) > 1 else text
@@ -109,7 +113,21 @@ def _note(run: Run) -> str:
     parts = [f"stopped after round {run.rounds[-1]['round'] if run.rounds else 0}"] if run.stopped else []
     parts += [f"{void} void rounds"] if void else []
     parts += [f"{dropped} times a client was dropped"] if dropped else []
+    if run.planned is not None and run.played < run.planned:
+        parts.insert(0, f"{run.played} of {run.planned} rounds")
+        parts = [p for p in parts if not p.startswith("stopped after")]
+    lost = int(run.last("loss").isinf().sum()) if run.evaluations and "loss" in run.evaluations[-1]["eval"] else 0
+    parts += [f"{lost} client{'s have' if lost > 1 else ' has'} no finite loss"] if lost else []
+    cut = len({i for r in run.rounds for i in r.get("clipped") or []})
+    parts += [f"the updates of {cut} client{'s' if cut > 1 else ''} were clipped"] if cut else []
     return ", ".join(parts)
+
+
+def _outliers(run: Run) -> str:
+    """Who moved much farther than the others, the farthest first; "" for nobody."""
+    far = sorted(run.outliers().items(), key=lambda item: -item[1][0])
+    said = [f"client {i} by up to {ratio:.3g} times the median ({times} round{'s' if times > 1 else ''})" for i, (ratio, times) in far[:3]]
+    return ", ".join(said) + (f" and {len(far) - 3} more" if len(far) > 3 else "")
 
 
 def _markdown(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -101,7 +101,7 @@ int sqdist(int dtype, const void* a, int64_t a_row, int64_t m, int symmetric, co
            double* out, int64_t most) {
   return guarded([&] {
     pc::Sqdist q{static_cast<pc::Dtype>(dtype), a, a_row, m, symmetric != 0, b, b_row, n, p, out, nullptr};
-    Workspace workspace(pc::sqdist_workspace(q));
+    Workspace workspace(most ? pc::sqdist_workspace(q, most) : pc::sqdist_workspace(q));
     q.workspace = workspace.data();
     most ? pc::sqdist(q, nullptr, most) : pc::sqdist(q, nullptr);
     workspace.check();

@@ -15,6 +15,7 @@
 #include "cpu/linear.h"
 #include "cpu/pool.h"
 #include "cpu/rank1.h"
+#include "cpu/roofline.h"
 #include "cpu/sgd.h"
 #include "cpu/sqdist.h"
 #include "cpu/weights.h"
@@ -71,10 +72,28 @@ void same(const char* what, int64_t size, const std::function<void(T*, const Thr
   }
 }
 
+// Within a relative 1e-6 of subtracting, squaring and adding one number after the other in float64.
+void right(const float* a, int64_t m, const float* b, int64_t n, int64_t p) {
+  Numbers<double> got(m * n, false);
+  sqdist(Dtype::f32, a, p, m, b, p, n, p, got.data.get(), Threads{1});
+  for (int64_t i = 0; i < m; i++)
+    for (int64_t j = 0; j < n; j++) {
+      double want = 0;
+      for (int64_t k = 0; k < p; k++) {
+        const double d = static_cast<double>(a[i * p + k]) - b[j * p + k];
+        want += d * d;
+      }
+      if (std::abs(got.data[i * n + j] - want) <= 1e-6 * want) continue;
+      failures++;
+      std::printf("sqdist (%s): %.9g instead of %.9g\n", name(isa()), got.data[i * n + j], want);
+    }
+}
+
 void drive_sqdist() {
   for (auto [m, n, p] : {std::array<int64_t, 3>{1, 1, 1}, {2, 3, 17}, {5, 7, 257}, {21, 4, 1031}, {7, 9, 20011}}) {
     const Numbers<float> a(m * p), b(n * p);
     const Numbers<uint16_t> h = halves(m * p);
+    right(a.data.get(), m, b.data.get(), n, p);
     same<double>("sqdist", m * n, [&](double* out, const Threads& t) { sqdist(Dtype::f32, a.data.get(), p, m, b.data.get(), p, n, p, out, t); });
     same<double>("sqdist", m * m, [&](double* out, const Threads& t) { sqdist(Dtype::f32, a.data.get(), p, m, nullptr, 0, m, p, out, t); });
     for (Dtype half : {Dtype::f16, Dtype::bf16})
@@ -262,6 +281,8 @@ int main(int count, char** words) {
     drive_linear();
     drive_conv();
     drive_pool();
+    const Limits most = limits(2, 1 << 16, 100);
+    if (!(most.read > 0 && most.write > 0 && most.fma > 0 && most.sub_fma > 0)) failures++;
     std::printf("%s\n", name(wanted));
   }
   return failures != 0;

@@ -1,0 +1,119 @@
+"""What a run is given, checked: each mistake is one sentence that names the argument."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pflcore.algorithms import ALGORITHMS
+from pflcore.algorithms.base import FedAvg, State, Tensors
+from pflcore.local.net import Net
+
+WORKERS = 1024  # threads; beyond that a number is a slip of the keyboard
+SEEDS = 2**63  # what generators are keyed by
+
+
+def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """`value` as a Python integer from `least` to `most`."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if isinstance(value, bool) or number is None or number < least or (most is not None and number > most):
+        limits = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{name}: expected a whole number, {limits}, got {value!r}.")
+    return int(number)
+
+
+def limit(name: str, value: Any) -> float | None:
+    """`value` as a number above 0, or None."""
+    if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
+        raise ValueError(f"{name}: expected a finite number above 0, or None for no limit, got {value!r}.")
+    return value
+
+
+def device_of(name: Any) -> str:
+    """The name of a device that is there."""
+    try:
+        kind = torch.device(name).type
+    except (RuntimeError, TypeError):
+        kind = ""
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"device: expected 'cpu' or 'cuda', got {name!r}.")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device: got {name!r}, but torch {torch.__version__} sees no GPU here; use device='cpu'.")
+    return str(name)
+
+
+def algorithm_of(given: Any) -> FedAvg:
+    """An algorithm by its name, or itself."""
+    if isinstance(given, FedAvg):
+        return given
+    if isinstance(given, str):
+        if given not in ALGORITHMS:
+            raise ValueError(f"algorithm: {given!r} is none of {', '.join(ALGORITHMS)}.")
+        return ALGORITHMS[given]()
+    if inspect.isclass(given) and issubclass(given, FedAvg):
+        raise TypeError(f"algorithm: expected an instance, got the class {given.__name__}; make one: {given.__name__}().")
+    raise TypeError(f"algorithm: expected one of {', '.join(ALGORITHMS)} or an instance of one, got {type(given).__name__}.")
+
+
+def ids_of(name: str, given: Tensor | Sequence[int] | None, n: int) -> Tensor | None:
+    """Ids of distinct clients, ascending, as int64; None as it is."""
+    if given is None:
+        return None
+    try:
+        ids = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError):
+        ids = torch.empty(0)
+    if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex() or ids.dim() != 1 or not len(ids):
+        raise ValueError(f"{name}: expected ids of clients from 0 to {n - 1}, at least one, got {given!r}.")
+    ids = ids.long().cpu().sort().values
+    if int(ids[0]) < 0 or int(ids[-1]) >= n:
+        raise ValueError(f"{name}: expected ids of clients from 0 to {n - 1}, got {int(ids[0] if ids[0] < 0 else ids[-1])}.")
+    if len(ids.unique()) < len(ids):
+        raise ValueError(f"{name}: expected each client once, got {int(ids[1:][ids[1:] == ids[:-1]][0])} more than once.")
+    return ids
+
+
+def check_start(start: Any, algorithm: FedAvg, net: Net, n: int) -> None:
+    """Whether a state is one of this algorithm, federation and model."""
+    if not isinstance(start, State):
+        raise TypeError(f"warm_start: expected a State (a history's or a simulation's), got {type(start).__name__}.")
+    g, fresh = algorithm.init(net, n)
+    want = {**_shapes("server", g), **_shapes("client", fresh), "buffers": (n, *net.b0.shape)}
+    have = {**_shapes("server", start.g), **_shapes("client", start.own, 1), "buffers": tuple(start.buffers.shape)}
+    rows = {len(v) for v in (*start.own.values(), start.buffers)}
+    name = type(algorithm).__name__
+    missing = sorted(set(want) - set(have))
+    foreign = sorted(k for k in set(have) - set(want) if k.startswith("client"))
+    if missing or foreign:
+        raise ValueError(f"warm_start: expected a state of {name}, got one {_words(missing, foreign)}; start from a run of {name}.")
+    if rows != {n}:
+        raise ValueError(f"warm_start: expected a state of {n} clients, got one of {max(rows - {n})}; start from a run on this federation.")
+    for key, shape in want.items():
+        got = have[key]
+        grown = key.startswith("server") and len(got) == len(shape) and got[-1:] == shape[-1:]  # rows that a run adds to
+        if got != shape and not (grown and shape and n not in (shape[0], got[0])):
+            raise ValueError(f"warm_start: expected {key} of shape {list(shape)}, got {list(got)}; start from a run of this model.")
+
+
+def _shapes(whose: str, tensors: Tensors | Mapping[str, Tensor], skip: int = 0) -> dict[str, tuple[int, ...]]:
+    return {f"{whose}'s {k}": tuple(v.shape[skip:]) for k, v in tensors.items()}
+
+
+def _words(missing: Sequence[str], foreign: Sequence[str]) -> str:
+    said = [f"without the {', '.join(missing)}"] if missing else []
+    return " and ".join([*said, *([f"with the {', '.join(foreign)}"] if foreign else [])])
+
+
+def copied(state: State) -> State:
+    """The state with tensors of its own."""
+    g, own = ({k: v.clone() for k, v in d.items()} for d in (state.g, state.own))
+    return State(g, own, state.buffers.clone(), state.round, state.void)

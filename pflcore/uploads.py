@@ -1,0 +1,93 @@
+"""How far clients moved in a round: the norms of their updates, who stands out, and how far an update may go at most.
+
+An update is what the upload "delta" says, or an uploaded model ("w", "g") minus the model that the server had of the client before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from pflcore import memory
+from pflcore.local.workers import onto
+from pflcore.results.record import OUTLIER
+
+CHUNK = 1 << 20  # numbers looked at together, so that differences need no matrix of their own
+
+Tensors = Mapping[str, Tensor]
+
+
+def _updates(up: Tensors, g: Tensors, n: int) -> dict[str, Tensor | None]:
+    """The uploads that are updates, and for those that are models the server's matrix [N, P] of the clients' last ones."""
+    held = next((g[k] for k in ("w", "x") if k in g and g[k].dim() == 2 and len(g[k]) == n), None)
+    models: dict[str, Tensor | None] = {k: held for k in ("w", "g") if k in up and held is not None and held.shape[1] == up[k].shape[1]}
+    return {"delta": None, **models} if "delta" in up else models
+
+
+def _pieces(count: int, width: int) -> list[slice]:
+    step = max(1, CHUNK // max(1, width))
+    return [slice(a, min(count, a + step)) for a in range(0, count, step)]
+
+
+def norms(up: Tensors, g: Tensors, ids: Tensor, n: int) -> Tensor | None:
+    """Each client's largest update norm [S], float64 on the CPU; None where nothing that is uploaded is an update."""
+    found: list[Tensor] = []
+    for key, held in _updates(up, g, n).items():
+        rows = up[key].reshape(len(ids), -1)
+        parts = []
+        for piece in _pieces(*rows.shape):
+            moved = rows[piece] if held is None else rows[piece] - held[onto(ids[piece], held.device)]
+            parts.append(torch.linalg.vector_norm(moved, dim=1, dtype=torch.float64))
+        found.append(torch.cat(parts).cpu())
+    return torch.stack(found).amax(0) if found else None
+
+
+def shortened(up: Tensors, g: Tensors, ids: Tensor, n: int, norm: Tensor, limit: float) -> dict[str, Tensor]:
+    """`up` with every update [S, P] longer than `limit` cut down to it: one factor per client, for its control variate too."""
+    factor = (limit / norm.clamp(min=1e-300)).clamp(max=1.0)
+    long = (factor < 1).nonzero()[:, 0]
+    if not len(long):
+        return dict(up)
+    which, out = _updates(up, g, n), dict(up)
+    for key in [*which, *(["control"] if "control" in up else [])]:
+        rows, held = up[key].clone(), which.get(key)
+        for i in long.tolist():
+            base = torch.zeros_like(rows[i]) if held is None else held[int(ids[i])].to(rows)
+            rows[i] = (base.double() + (rows[i].double() - base.double()) * float(factor[i])).to(rows)
+        out[key] = rows
+    return out
+
+
+def ratios(norm: Tensor) -> Tensor | None:
+    """Norms [S] over their median; None for fewer than three, or where most are 0."""
+    if len(norm) < 3:
+        return None
+    middle = norm.quantile(0.5)
+    return norm / middle if middle > 0 else None
+
+
+def not_finite(old: Tensors, new: Tensors) -> list[str]:
+    """What the server holds that was finite and is not any more; what it wrote row by row came from checked uploads.
+
+    Where there is no memory left to look, nothing: the server has written already, so the round must not end here."""
+    try:
+        return [k for k, v in new.items() if v is not old.get(k) and not _fine(v) and (k not in old or _fine(old[k]))]
+    except (MemoryError, RuntimeError) as error:
+        if not memory.ran_out(error):
+            raise
+        return []
+
+
+def _fine(value: Tensor) -> bool:
+    return not value.is_floating_point() or bool(value.sum(dtype=torch.float64).isfinite())
+
+
+def farthest(cohort: Sequence[int], relative: Sequence[float | None] | None) -> tuple[int, float] | None:
+    """The client that moved farthest and how many times the median, where that makes it an outlier."""
+    pairs = [(r, i) for i, r in zip(cohort, relative or [], strict=False) if r is not None and r > OUTLIER]
+    if not pairs:
+        return None
+    ratio, client = max(pairs)
+    return client, ratio

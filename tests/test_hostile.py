@@ -1,0 +1,358 @@
+"""Bad clients, bad numbers, bad arguments: nothing of it improves a table, and each is said in one sentence."""
+
+import copy
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from pflcore import ALGORITHMS, Simulation, Training, metrics
+from pflcore.algorithms.base import FedAvg
+from pflcore.algorithms.ditto import Ditto
+from pflcore.algorithms.fedopt import FedAdam
+from pflcore.data import Federation, federation_of
+from pflcore.data.roles import cross_silo, held_out
+from pflcore.data.synthetic import synthetic_clusters
+from pflcore.local.net import Net
+from pflcore.results.record import Record, group, read
+from pflcore.results.table import table
+from pflcore.tuning import candidates, tune
+
+
+@pytest.fixture(scope="module")
+def data():
+    return synthetic_clusters(n=4, groups=1, samples=20, classes=3, dim=5, held_out=20)
+
+
+def model():
+    return nn.Linear(5, 3)
+
+
+def run(data, algorithm="fedavg", **options):
+    options = {"rounds": 3, "workers": 1} | options
+    return Simulation(algorithm, options.pop("model", model), data, Training(lr=options.pop("lr", 0.1), batch_size=10), **options)
+
+
+class Far(FedAvg):
+    """One client's upload is huge, from the second round on."""
+
+    size = 1e10
+
+    def client(self, down, own, local):
+        new, up = super().client(down, own, local)
+        if local.round > 1:
+            up["delta"][local.ids == 2] = self.size
+        return new, up
+
+
+def sentence(error):
+    text = str(error.value)
+    assert text.count(". ") == 0 and "\n" not in text
+    return text
+
+
+# losses and accuracies ----------------------------------------------------------------------------------------------------------------
+def test_a_model_that_answers_nan_is_wrong():
+    scores = torch.tensor([[torch.nan, torch.nan], [0.0, 1.0], [torch.nan, 9.0]])
+    assert metrics.right(scores, torch.tensor([0, 1, 1])).tolist() == [False, True, False]
+    assert metrics.right(torch.tensor([torch.nan, -1.0]), torch.tensor([0, 0])).tolist() == [False, True]
+
+
+@pytest.mark.parametrize("engine", ["pool", "vmap"])
+def test_a_loss_that_is_not_finite_spoils_the_mean_and_is_counted(data, engine):
+    s = run(data, engine=engine)
+    s.state.g["x"][:] = torch.nan
+    seen = s.evaluate("test")
+    assert seen["loss"].isinf().all() and (seen["accuracy"] == 0).all()
+
+
+def test_a_diverged_client_never_improves_a_table(tmp_path):
+    with Record(tmp_path / "r.jsonl") as record:
+        record.write({"header": {"algorithm": "fedavg", "n": 3, "rounds": 2, "seed": 0}})
+        record.write({"round": 1, "eval": {"loss": [1.0, 3.0, math.nan], "size": [5, 5, 0]}})
+        record.write({"round": 2, "eval": {"loss": [1.0, math.inf, math.nan], "size": [5, 5, 0]}})
+    (got,) = read(tmp_path / "r.jsonl")
+    assert got.curve() == ([1, 2], [2.0, math.inf])  # the client without samples is left out
+    row = next(line for line in table([got]).splitlines() if line.startswith("| fedavg"))
+    cells = [c.strip() for c in row.split("|")]
+    assert cells[2:7] == ["2.00000", "-", "-", "-", "-"] and cells[-2] == "1 client has no finite loss"
+    from pflcore.results import pictures
+
+    pytest.importorskip("matplotlib")
+    assert len(pictures.draw([got], tmp_path)) == 2
+
+
+def test_whole_numbers_are_no_labels_to_a_squared_error():
+    parts = [(torch.randn(8, 2), torch.arange(8)) for _ in range(2)]
+    fed = Federation.from_arrays(parts, test=parts, classes=None)
+    for engine in ("pool", "vmap"):
+        s = Simulation("fedavg", Net(lambda: nn.Linear(2, 1), "squared"), fed, Training(lr=0.01), rounds=1, engine=engine)
+        assert set(s.evaluate("test")) == {"loss", "size"}
+
+
+def test_what_stopped_a_run_is_said(data):
+    with pytest.warns(RuntimeWarning, match="fedavg, seed 0, stopped early: The run diverged"):
+        run(data, lr=1e38, rounds=9).run()
+
+
+# a run's end --------------------------------------------------------------------------------------------------------------------------
+def test_void_rounds_at_the_end_are_a_sentence(data):
+    history = run(data, lr=1e38, rounds=2).run()
+    assert [r["void"] for r in history.rounds] == [False, True] and "round 2 was void" in history.stopped
+
+
+def test_a_run_cut_short_says_so(tmp_path):
+    lines = [{"header": {"algorithm": "fedavg", "rounds": 150}}] + [{"round": r, "eval": {"accuracy": [0.5]}} for r in range(1, 65)]
+    text = table(group(lines))
+    assert "| 64 of 150 rounds" in text and "of 64" not in text
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no such signals")
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGHUP"])
+def test_other_signals_end_a_run_like_ctrl_c(tmp_path, number):
+    pytest.importorskip("tyro")
+    argv = [
+        "run",
+        "fedavg",
+        "--data",
+        "synthetic_clusters",
+        "--rounds",
+        "1000000",
+        "--eval-every",
+        "1000",
+        "--out",
+        str(tmp_path),
+        "--quiet",
+    ]
+    code = "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); from pflcore.cli import main; sys.exit(main())"
+    process = subprocess.Popen([sys.executable, "-c", code, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    record = tmp_path / "record.jsonl"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (record.is_file() and record.read_bytes().count(b"\n") > 3):
+        time.sleep(0.05)
+    process.send_signal(getattr(signal, number))
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "of 1000000 rounds" in out and (tmp_path / "table.md").read_text() == out.removesuffix("\n")
+    assert "Interrupted" in err and read(tmp_path)[0].stopped.startswith("Interrupted after round")
+
+
+def test_an_error_in_a_callback_keeps_the_history(data):
+    def on_round(r, record):
+        if r == 2:
+            raise KeyError("mine")
+
+    s = run(data)
+    with pytest.raises(KeyError) as e:
+        s.run(on_round)
+    assert [r["round"] for r in e.value.history.rounds] == [1, 2] and e.value.history.state.round == 2
+
+
+# huge but finite ----------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("cls", ["fedadam", "fedyogi", "fedadagrad"])
+def test_a_servers_second_moment_never_becomes_infinite(data, cls):
+    kind = type("Spoilt", (ALGORITHMS[cls],), {"client": Far.client, "size": 1e25})
+    kind.client = lambda self, down, own, local: _far(ALGORITHMS[cls], self, down, own, local)
+    s = run(data, kind(), rounds=9)
+    history = s.run()
+    assert [r["void"] for r in history.rounds] == [False, True, True, True]
+    assert (
+        "the server's" in history.stopped
+        and " v" in history.stopped
+        and "client 2's update" in history.stopped
+        and "clip" in history.stopped
+    )
+    assert all(bool(v.isfinite().all()) for v in history.state.g.values())
+
+
+def _far(base, self, down, own, local):
+    new, up = base.client(self, down, own, local)
+    if local.round > 1:
+        up["delta"][local.ids == 2] = 1e25
+    return new, up
+
+
+def test_who_moved_far_is_in_the_record_and_in_the_table(data):
+    history = run(data, Far()).run()
+    assert max(history.rounds[0]["moved"]) < 5
+    assert history.rounds[1]["moved"][2] > 1e8 and sorted(history.rounds[1]["moved"])[2] < 5
+    text = table(group(history.lines()))
+    assert "moved far: client 2 by up to" in text
+    assert "moved far" not in table(group(run(data).run().lines()))
+
+
+def test_a_clipped_update_is_as_long_as_allowed(data):
+    free, held = (run(data, Far(), rounds=2, clip=c).run() for c in (None, 0.5))
+    assert held.rounds[1]["clipped"] == [2] and held.header["clip"] == 0.5 and free.rounds[1]["clipped"] == []
+    assert float(free.state.g["x"].norm()) > 1e8 > 10 > float(held.state.g["x"].norm())
+    assert "the updates of 1 client were clipped" in table(group(held.lines()))
+    one = run(data, clip=0.01, rounds=1, participation=0.25)
+    before = one.state.g["x"].clone()
+    moved = one.run().state.g["x"] - before
+    assert float(moved.norm()) == pytest.approx(0.01, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_method_takes_a_clip(name, data):
+    fed, clip = held_out(data), 1e-3
+    loose, wide = (run(fed, name, rounds=2, eval_every=0, clip=c) for c in (None, 1e30))
+    a, b = loose.run().state, wide.run().state
+    assert all(torch.equal(a.g[k], b.g[k]) for k in a.g)  # a limit that nobody meets changes nothing
+    history = run(fed, name, rounds=2, eval_every=0, clip=clip).run()
+    assert history.stopped is None and all(bool(r["clipped"]) == (name != "local") for r in history.rounds)
+    assert all(bool(r["moved"]) == (name != "local") for r in history.rounds)
+
+
+# states -------------------------------------------------------------------------------------------------------------------------------
+def test_what_a_caller_holds_never_changes(data):
+    start = run(data, "ditto", rounds=2).run().state
+    kept = copy.deepcopy(start)
+    results = [run(data, "ditto", rounds=4, warm_start=start).run() for _ in range(2)]
+    seen = []
+    s = run(data, "ditto", rounds=3)
+    s.run(lambda r, record: seen.append((s.state, copy.deepcopy(s.state))))
+    for one, two in [(start, kept), (results[0].state, results[1].state), *seen]:
+        assert all(torch.equal(one.own[k], two.own[k]) for k in two.own) and torch.equal(one.g["x"], two.g["x"])
+    again = run(data, "ditto", rounds=3).run().state
+    assert torch.equal(again.own["v"], s.state.own["v"])  # looking changes nothing
+
+
+def test_a_warm_start_of_something_else_is_refused(data):
+    state = run(data, "ditto").run().state
+    other = synthetic_clusters(n=5, groups=1, samples=20, classes=3, dim=5, held_out=20)
+    wide = lambda: nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))  # noqa: E731
+    cases = [("scaffold", data, model, "Scaffold"), ("ditto", other, model, "5 clients"), ("ditto", data, wide, "shape")]
+    for name, fed, build, word in cases:
+        with pytest.raises(ValueError, match=r"^warm_start: .*" + word) as e:
+            run(fed, name, model=build, rounds=9, warm_start=state)
+        sentence(e)
+    with pytest.raises(ValueError, match=r"^rounds: ") as e:
+        run(data, "ditto", rounds=3, warm_start=state)
+
+
+# arguments ----------------------------------------------------------------------------------------------------------------------------
+BAD = {
+    "clients": {"clients": [1, 1, 1]},
+    "eval_clients": {"eval_clients": [0, 9]},
+    "rounds": {"rounds": math.nan},
+    "workers": {"workers": -1},
+    "device": {"device": "mps"},
+    "seed": {"seed": 1e23},
+    "clip": {"clip": math.nan},
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments(data, name):
+    with pytest.raises(ValueError, match=rf"^{name}: expected") as e:
+        run(data, **BAD[name])
+    sentence(e)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: FedAvg(server_lr=math.nan),
+        lambda: FedAdam(server_lr=math.inf),
+        lambda: FedAvg(server_lr=-1.0),
+        lambda: Ditto(personal_epochs=0),
+        lambda: Ditto(lam=math.inf),
+        lambda: Training(lr=math.inf),
+        lambda: Training(weight_decay=math.inf),
+        lambda: Training(epochs=1.5),
+    ],
+)
+def test_bad_options(make):
+    with pytest.raises(ValueError, match="expected") as e:
+        make()
+    sentence(e)
+
+
+def test_lists_of_clients_will_do(data):
+    history = run(data, clients=[2, 0], eval_clients=[0, 1]).run()
+    assert history.rounds[0]["cohort"] == [0, 2] and history.rounds[0]["eval"]["size"][2:] == [0, 0]
+
+
+def test_a_class_in_the_place_of_an_instance(data):
+    with pytest.raises(TypeError, match=r"make one: Ditto\(\)") as e:
+        run(data, Ditto)
+    sentence(e)
+    with pytest.raises(TypeError, match=r"make one of it: CrossEntropyLoss\(\)") as e:
+        Net(model, nn.CrossEntropyLoss)
+    sentence(e)
+
+
+def test_tuning_takes_names_and_functions_and_refuses_what_changes_nothing(data):
+    p = cross_silo(data, {"train": 0.6, "val": 0.2, "test": 0.2})
+    tuned = tune(p, model, "fedavg", Training(batch_size=10), {"training.lr": [0.1, 1e-6]}, 2, workers=1)
+    assert tuned.best.candidate.training.lr == 0.1
+    with pytest.raises(TypeError, match=r"^protocol: .*cross_silo") as e:
+        tune(data, model, "fedavg", Training(), {}, 2)
+    sentence(e)
+    for key, word in (("server_lr", "plays no part in LocalOnly"), ("lr", "training.lr")):
+        with pytest.raises(ValueError, match=word) as e:
+            candidates(ALGORITHMS["local"](), Training(), {key: [0.1, 0.2]})
+        sentence(e)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_options_that_play_no_part_change_nothing_and_the_others_do(name):
+    fed = held_out(synthetic_clusters(n=4, groups=2, samples=20, classes=3, dim=5, held_out=20).keep(0.7, [0, 1]))
+    algorithm = ALGORITHMS[name]()
+    base = run(fed, algorithm).run()
+    for key, value in (("server_lr", 0.5), ("weighting", "uniform")):
+        other = run(fed, replace(algorithm, **{key: value})).run()
+        assert (torch.equal(base.series("loss")[1], other.series("loss")[1])) == (key in algorithm.unused)
+
+
+# data ---------------------------------------------------------------------------------------------------------------------------------
+def test_data_errors_name_the_client_and_the_remedy():
+    x, y = torch.randn(4, 3), torch.tensor([0, 1, 0, 1])
+    bad = x.clone()
+    bad[2, 1] = torch.nan
+    ragged = [[1.0, 2.0], [1.0]], [0, 1]
+    for parts, word in [
+        ([(x, y), (bad, y)], "client 1"),
+        ([(x, 2 * y - 1)], r"\(y > 0\)"),
+        ([ragged], "pad them"),
+        ([([{"a": 1}], [0])], "dict"),
+    ]:
+        with pytest.raises((ValueError, TypeError), match=word) as e:
+            Federation.from_arrays(parts)
+        sentence(e)
+    assert Federation.from_arrays([(torch.zeros(4, 3, dtype=torch.int32), y)]).x.dtype == torch.int64
+    for fraction in (math.nan, 1.0, -0.5):
+        with pytest.raises(ValueError, match="test_fraction"):
+            Federation.from_arrays([(x, y)], test_fraction=fraction)
+    fed = Federation.from_arrays([(x, y)] * 4)
+    with pytest.raises(ValueError, match="fractions"):
+        fed.split_samples({"train": math.nan, "test": 0.5})
+    with pytest.raises(ValueError, match="val"):
+        fed.split_clients(0.5, math.nan, 0.5)
+
+
+def test_a_client_with_one_sample_keeps_it():
+    parts = [(torch.randn(k, 3), torch.arange(k) % 2) for k in (10, 1, 10)]
+    fed = held_out(Federation.from_arrays(parts, test=parts, classes=2))
+    assert fed.size("train").tolist() == [8, 1, 8] and fed.size("val").tolist() == [2, 0, 2]
+    with pytest.raises(ValueError, match="at least 2"):
+        held_out(Federation.from_arrays([(torch.randn(1, 3), torch.tensor([0]))]))
+
+
+def test_a_download_folder_is_no_federation(tmp_path):
+    (tmp_path / "a.csv").write_text("1,0\n2,1\n")
+    with pytest.raises(ValueError, match="at least two clients"):
+        federation_of(f"folder:{tmp_path}")
+    (tmp_path / "b.csv").write_text("1,0\n2,1\n")
+    (tmp_path / "README.md").write_text("about")
+    assert federation_of(f"folder:{tmp_path}", fractions={"train": 0.5, "test": 0.5}).n == 2
+    (tmp_path / "holiday.jpg").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"holiday\.jpg") as e:
+        federation_of(f"folder:{tmp_path}")
+    sentence(e)
