@@ -7,10 +7,9 @@ by MI-FACE (Fredrikson et al. 2015). What a factorized upload lacks, the client'
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,27 +20,9 @@ from torch import Tensor
 from pflcore.algorithms import FedAvg
 from pflcore.algorithms.factorized_waffle import FactorizedWaffle, strengths
 from pflcore.data.federation import Federation
-from pflcore.local import Engine, Local, Net, Setting, Training, choose_engine
+from pflcore.local import Local, Net, Training, prepared
+from pflcore.local.workers import one_thread
 from pflcore.round import begin, sample, step
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def one_thread(f: Callable[P, T]) -> Callable[P, T]:
-    """Small products gain nothing from torch's threads, and on a busy machine they wait for each other."""
-
-    @functools.wraps(f)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        before = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            return f(*args, **kwargs)
-        finally:
-            torch.set_num_threads(before)
-
-    return wrapped
-
 
 # -- what the adversary gets -------------------------------------------------------------------------------------------------------
 
@@ -79,8 +60,8 @@ def intercept(
 
     tapped: FedAvg = object.__new__(Wire)
     tapped.__dict__.update(algorithm.__dict__)
-    name = choose_engine(net, data, training, rounds) if engine == "auto" else engine
-    setting = Setting(net, data, training, Engine(name, workers), seed, rounds)
+    setting, _ = prepared(net, data, training, engine, workers, seed, rounds)
+    net = setting.net
     state = begin(tapped, net, data.n)
     for r in range(1, rounds + 1):
         state, done = step(tapped, state, setting, sample(tapped, setting, r))
@@ -106,7 +87,7 @@ Samples = tuple[Tensor, Tensor]
 VIEWS = ("all", "prior", "random", "adaptive", "trace", "own")
 
 
-@one_thread
+@one_thread()
 def views(algorithm: FedAvg, upload: Upload, known: Samples, seed: int = 0, names: Sequence[str] = VIEWS) -> dict[str, Tensor]:
     """The models [S, P] that the adversary makes of an upload, by the way it fills in the factor scores b.
 
@@ -213,7 +194,7 @@ def logits(net: Net, rows: Tensor, x: Tensor, candidates: Tensor) -> Tensor:
         return torch.stack([torch.cat([net(r, x[part]) for part in c.split(250)]) for r, c in zip(rows, candidates, strict=True)])
 
 
-@one_thread
+@one_thread()
 def shokri(shadow: tuple[Tensor, Tensor, Tensor], target: tuple[Tensor, Tensor], classes: int, seed: int = 0) -> Tensor:
     """Shokri et al. 2017: the probability [n] of being a member, from one attack model per class.
 
@@ -301,7 +282,7 @@ class Attacked(NamedTuple):
     known: Samples  # the adversary's own
 
 
-@one_thread
+@one_thread()
 def membership(
     algorithm: FedAvg,
     model: Callable[[], nn.Module],
@@ -362,7 +343,7 @@ def membership(
 # -- model inversion ---------------------------------------------------------------------------------------------------------------
 
 
-@one_thread
+@one_thread()
 def invert(
     scores: Callable[[Tensor], Tensor],
     start: Tensor,
