@@ -11,6 +11,7 @@ from torch import nn
 
 from pflcore.algorithms import ALGORITHMS
 from pflcore.algorithms.base import FedAvg
+from pflcore.algorithms.lookup import algorithm_of, class_of, name_of
 from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES, Federation, federation_of, options_of
 from pflcore.local import Training
 from pflcore.local.net import Net
@@ -120,14 +121,12 @@ def model_name(options: Options, data: Federation) -> str:
 
 
 def algorithm(name: str, hyper: Mapping[str, Any] | None = None, target: int | None = None) -> FedAvg:
-    """An algorithm by name. `target` is given to those that personalize for one client."""
-    if name not in ALGORITHMS:
-        raise ValueError(f"algorithm: expected one of {', '.join(ALGORITHMS)}, got {name!r}.")
-    cls = ALGORITHMS[name]
+    """An algorithm by name or "package.module:Class". `target` is given to those that personalize for one client."""
+    cls = class_of(name)
     given = dict(hyper or {})
     if target is not None and any(f.name == "target" for f in fields(cls)):
         given["target"] = target
-    return cls(**given)
+    return algorithm_of(cls, **given)
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        return f"{self.algorithm}, seed {self.options.seed}"
+        return f"{name_of(self.algorithm)}, seed {self.options.seed}"
 
     def simulation(self, data: Federation, model: Callable[[], nn.Module]) -> Simulation:
         o = self.options

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,17 +13,21 @@ import torch.nn as nn
 
 import pflcore
 from pflcore import memory
-from pflcore.algorithms import ALGORITHMS
 from pflcore.algorithms.base import FedAvg, State, Stop, Tensors
+from pflcore.algorithms.lookup import algorithm_of, name_of
 from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
 from pflcore.local import Engine, Setting, Training, choose_engine
+from pflcore.local.losses import Loss, default_loss, loss_name
 from pflcore.local.net import Net
-from pflcore.metrics import human
+from pflcore.metrics import Metric, human, metrics_of
+from pflcore.personal import Models, Personalized
+from pflcore.results import export
 from pflcore.round import Outcome, begin, evaluate, sample, step
 
 VOID_ROUNDS = 3  # so many void rounds in a row end a run: same data, same lr, it will not recover
 Record = dict[str, Any]
+Callback = Callable[[int, Record], None]
 
 
 @dataclass
@@ -35,6 +40,7 @@ class History:
     interrupted: bool = False  # by Ctrl-C
     failed: bool = False  # for want of memory; the state is that of the last round in `rounds`
     state: State | None = None
+    models: Models | Sequence[Personalized] | None = field(default=None, repr=False)  # of the last state, see `model`
 
     def series(self, key: str = "accuracy") -> tuple[list[int], torch.Tensor]:
         """The evaluated rounds and each client's value in them, [T, N] float64."""
@@ -48,6 +54,46 @@ class History:
         if self.stopped:
             yield {"stopped": self.stopped}
 
+    # what comes out ---------------------------------------------------------------------------------------------------
+    def model(self, client: int) -> Personalized:
+        """One client's personalized model after the last round, an `nn.Module` from samples [B, ...] to scores, for every algorithm.
+
+        ValueError where there is no such client, or where the run kept no model.
+        """
+        if self.models is None:
+            raise ValueError("model: this history holds no models; they come with the history that run() returns.")
+        if not isinstance(self.models, Models) and not (isinstance(client, int) and 0 <= client < len(self.models)):
+            raise ValueError(f"client: expected a number from 0 to {len(self.models) - 1}, got {client!r}.")
+        return self.models[client]
+
+    def predict(self, client: int, x: Any) -> torch.Tensor:
+        """What the client's model says of the samples `x` [B, ...]: labels int64 [B], or values for continuous targets."""
+        return self.model(client).predict(x)
+
+    def adapt(self, samples: Any, rounds: int = 5) -> Personalized:
+        """The model of a client who was not there, personalized by the algorithm's own rule; the run's state stays as it is.
+
+        `samples` are a Dataset, (x, y), or {"train": (x, y), "val": (x, y)}. The newcomer starts from a fresh client's state and does its
+        own work of `rounds` rounds (so FedAvg's model is the shared one, Ditto's a personal one), then what an evaluation does
+        (fine-tuning, kNN-Per's neighbours). Where the server makes a model for each client (FedDWA, FedAMP, MOCHA, ...) everybody plays
+        these rounds with it, on copies. ValueError in one sentence for samples that do not fit.
+        """
+        if not isinstance(self.models, Models):
+            raise ValueError("adapt: expected the history that Simulation.run() returns; runs for each client have no model for others.")
+        return self.models.adapt(samples, rounds)
+
+    def to_pandas(self, per: export.Per = "round") -> Any:
+        """A `pandas.DataFrame` with one row per round (means over clients), or per evaluated round and client."""
+        return export.frame(self.header, self.rounds, per)
+
+    def to_csv(self, path: str | Path, per: export.Per = "round") -> None:
+        """The rows of `to_pandas` as a CSV file; needs no pandas."""
+        export.to_csv(self.header, self.rounds, path, per)
+
+    def to_tensorboard(self, folder: str | Path, clients: bool = False) -> None:
+        """The rounds as TensorBoard's events in `folder`, with `clients` a curve for each client; needs the package tensorboard."""
+        export.to_tensorboard(self.rounds, folder, clients)
+
 
 @dataclass
 class Simulation:
@@ -56,7 +102,7 @@ class Simulation:
     >>> history = Simulation("waffle", model, data, Training(lr=0.1), rounds=20).run()   # doctest: +SKIP
     """
 
-    algorithm: FedAvg | str
+    algorithm: FedAvg | type[FedAvg] | str  # an instance, a class, a name, or "package.module:Class"
     model: Net | nn.Module | Callable[[], nn.Module]
     data: Federation
     training: Training = field(default_factory=Training)
@@ -73,12 +119,11 @@ class Simulation:
     eval_clients: torch.Tensor | None = None  # ids of those who are evaluated; default: all
     eval_train: bool = False  # the train loss of every client too
     warm_start: State | None = None
+    loss: Loss | None = None  # a name, a function of (scores, y) or an nn.Module; default: by the targets, or the Net's own
+    metrics: Sequence[str | Metric] | Mapping[str, Metric] = ()  # "auc", "f1", "mae", "r2", ..., functions of one client's (scores, labels)
 
     def __post_init__(self) -> None:
-        if isinstance(self.algorithm, str):
-            if self.algorithm not in ALGORITHMS:
-                raise ValueError(f"algorithm: {self.algorithm!r} is none of {', '.join(ALGORITHMS)}.")
-            self.algorithm = ALGORITHMS[self.algorithm]()
+        self.algorithm = algorithm_of(self.algorithm)
         if self.rounds < 1 or self.eval_every < 0:
             raise ValueError(f"rounds and eval_every: expected at least 1 and 0, got {self.rounds} and {self.eval_every}.")
         if not 0 < self.participation <= 1:
@@ -96,11 +141,12 @@ class Simulation:
         if self.eval_split not in self.data.index:
             raise ValueError(f"eval_split: the federation has {', '.join(self.data.index)}, not {self.eval_split!r}.")
         model = self.model
-        net = (
-            model
-            if isinstance(model, Net)
-            else Net(model, criterion="squared" if self.data.y.is_floating_point() else "cross_entropy", seed=self.seed)
-        )
+        if isinstance(model, Net) and self.loss is not None:
+            raise ValueError("loss: this Net has a loss of its own; give it to the Net, Net(model, loss), or give the bare model.")
+        net = model if isinstance(model, Net) else Net(model, self.loss or default_loss(self.data.y), seed=self.seed)
+        self.measures = metrics_of(self.metrics, not self.data.y.is_floating_point())
+        self.training.lr_at(1, self.rounds)  # so that a schedule that fails does so now
+        self.history: History | None = None  # of the last call of `run`
         asked = self._set_up(net)
         if asked is not None:
             memory.give_back(self.device)
@@ -126,7 +172,7 @@ class Simulation:
 
     @property
     def name(self) -> str:
-        return next((k for k, v in ALGORITHMS.items() if v is type(self.algorithm)), type(self.algorithm).__name__)
+        return name_of(self.algorithm)
 
     def peak_bytes(self) -> int:
         """An estimate of the run's peak memory, see `peak_bytes`."""
@@ -152,6 +198,8 @@ class Simulation:
             "engine": s.engine.name,
             "device": self.device,
             "buffers": self.buffers,
+            "criterion": loss_name(s.net.criterion),
+            "metrics": list(self.measures),
             "eval_split": self.eval_split,
             "target": self.algorithm.required[0] if self.algorithm.required else None,
             "backend": _plain(pflcore.backend()),
@@ -214,24 +262,37 @@ class Simulation:
     def evaluate(self, split: str) -> dict[str, torch.Tensor]:
         """Each client's personalized model as it is now: see `pflcore.algorithms.evaluate`."""
         assert isinstance(self.algorithm, FedAvg)
-        return evaluate(self.algorithm, self.state, self.setting, split, self.eval_clients)
+        return evaluate(self.algorithm, self.state, self.setting, split, self.eval_clients, self.measures if split == self.eval_split else None)
 
-    def run(self, on_round: Callable[[int, Record], None] | None = None) -> History:
-        """Play all rounds; `on_round(round, record)` sees each record as it is made. Ctrl-C ends the run and keeps what there is."""
-        history = History(self.header(), state=self.state)
+    def run(self, on_round: Callback | Sequence[Callback] | None = None) -> History:
+        """Play all rounds; `on_round(round, record)`, one function or several, sees each record as it is made.
+
+        Ctrl-C, or a callback that raises `Stop`, ends the run and keeps what there is. Any other exception ends it too and is passed on;
+        the rounds up to there are in its attribute `history` and in the simulation's, and another `run()` goes on from them.
+        """
+        assert isinstance(self.algorithm, FedAvg)
+        callbacks = [] if on_round is None else [on_round] if callable(on_round) else list(on_round)
+        if not all(map(callable, callbacks)):
+            raise TypeError(f"on_round: expected a function of (round, record), or several in a list, got {on_round!r}.")
+        history = self.history = History(self.header(), state=self.state)
         try:
             for record in self.iterate():
                 if "stopped" in record:
                     history.stopped, history.failed = record["stopped"], record.get("failed", False)
                     break
                 history.rounds.append(record)
-                if on_round:
-                    on_round(record["round"], record)
+                for callback in callbacks:
+                    callback(record["round"], record)
         except Stop as stop:
             history.stopped = str(stop)
         except KeyboardInterrupt:
             history.stopped, history.interrupted = f"Interrupted after round {len(history.rounds)} of {self.rounds}.", True
-        history.state = self.state
+        except Exception as error:
+            history.stopped = f"{type(error).__name__} in round {self.state.round}: {str(error) or 'without a message'}"
+            error.history = history  # type: ignore[attr-defined]
+            raise
+        finally:
+            history.state, history.models = self.state, Models(self.algorithm, self.setting, self.state)
         return history
 
 
@@ -264,7 +325,7 @@ def _plain(value: Any) -> Any:
 
 
 def for_everyone(
-    algorithm: FedAvg,
+    algorithm: FedAvg | type[FedAvg] | str,
     model: Net | nn.Module | Callable[[], nn.Module],
     data: Federation,
     training: Training | None = None,
@@ -278,9 +339,10 @@ def for_everyone(
     client's numbers are those of the run made for it, "weights" has a row per target [N, N], bytes and seconds are sums, and a client
     counts as dropped, and a round as void, where that happened in any run. It ends with the shortest run.
     """
+    algorithm = algorithm_of(algorithm)
     if not any(f.name == "target" for f in fields(algorithm)):
         raise ValueError(f"algorithm: expected one with a target (WAFFLE, Weight Erosion), got {type(algorithm).__name__}.")
-    runs = []
+    runs, models = [], []
     for target in range(data.n):
         made_for: FedAvg = replace(algorithm, **{"target": target})  # type: ignore[arg-type]
         simulation = Simulation(made_for, model, data, training or Training(), **options)
@@ -288,13 +350,14 @@ def for_everyone(
         runs.append(simulation.run(seen))
         if runs[-1].interrupted or runs[-1].failed:
             break
+        models.append(runs[-1].model(target))
     header = {**runs[0].header, "target": None, "made_for": "each client"}
     header["options"] = {**header["options"], "target": "each client"}
     interrupted, failed = any(r.interrupted for r in runs), any(r.failed for r in runs)
     complete = len(runs) == data.n and not (interrupted or failed)
     rounds = [merged(records) for records in zip(*(r.rounds for r in runs), strict=False)] if complete else []
     stopped = [f"target {i}: {r.stopped}" for i, r in enumerate(runs) if r.stopped]
-    return History(header, rounds, " ".join(stopped) or None, interrupted=interrupted, failed=failed)
+    return History(header, rounds, " ".join(stopped) or None, interrupted=interrupted, failed=failed, models=models)
 
 
 def merged(records: Sequence[Record]) -> Record:

@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pflcore.algorithms.base import FedAvg, State, Tensors, cohort_of
+from pflcore.algorithms.lookup import algorithm_of
 from pflcore.algorithms.finetune import FineTune, layer_mask, lengths, value
 from pflcore.data.roles import Protocol
 from pflcore.local import Local, Setting, Training
+from pflcore.local.losses import default_loss
 from pflcore.local.net import Net
 from pflcore.local.random import generator_of
 from pflcore.results.record import plain
@@ -119,8 +121,8 @@ def candidates(algorithm: FedAvg, training: Training, grid: Mapping[str, Sequenc
 
 def tune(
     protocol: Protocol | Sequence[Protocol],
-    net: Net | Sequence[Net],
-    algorithm: FedAvg,
+    net: Net | nn.Module | Callable[[], nn.Module] | Sequence[Net],
+    algorithm: FedAvg | type[FedAvg] | str,
     training: Training,
     grid: Mapping[str, Sequence[Any]],
     rounds: int,
@@ -143,13 +145,21 @@ def tune(
     With `folder` every result is recorded as it comes, and a second call with the same arguments goes on where the first one stopped.
     A candidate whose run stopped early or whose values are not finite is recorded and never chosen.
     """
-    protocols = [protocol] if isinstance(protocol, Protocol) else list(protocol)
+    algorithm = algorithm_of(algorithm)
+    protocols = [protocol] if isinstance(protocol, Protocol) else list(protocol) if isinstance(protocol, Sequence) else []
+    if not protocols or not all(isinstance(p, Protocol) for p in protocols):
+        raise TypeError(
+            f"protocol: expected cross_silo(data) or cross_device(data), which say what is chosen on what, got {type(protocol).__name__}."
+        )
     if per_client and any(p.setting != "cross-silo" for p in protocols):
         raise ValueError("per_client: clients of a cross-device protocol that are reported have no validation samples; choose globally.")
     trials = [Trial(c) for c in candidates(algorithm, training, grid)]
     if states is not None and len({t.candidate.trained for t in trials}) > 1:
         raise ValueError(f"grid: with trained states it may hold {', '.join(algorithm.late) or 'nothing'}, got {', '.join(grid)}.")
-    nets = [net] * len(protocols) if isinstance(net, Net) else list(net)
+    if not isinstance(net, Sequence) or isinstance(net, nn.Module):  # nn.Sequential is a model
+        net = net if isinstance(net, Net) else Net(net, default_loss(protocols[0].data), seed=seed)
+        net = [net] * len(protocols)
+    nets = list(net)
     bench = _Bench(
         protocols, nets, states, rounds, participation, seed, engine, workers, device, Path(folder) if folder else None, per_client
     )
