@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ def test_a_run_on_real_images(tmp_path, capsys, monkeypatch):
     head = run.header
     assert (head["model"], head["partition"], head["n"], head["target"], head["engine"]) == ("lenet5", "C", 10, 3, "pool")
     assert head["made_for"] == 3 and head["options"]["target"] == 3
-    assert head["options"]["do"] == 4 and head["options"]["lr"] == 0.9 and head["training"]["lr"] == 0.05
+    assert head["options"]["do"] == 4 and head["options"]["server_lr"] == 0.9 and head["training"]["lr"] == 0.05
     assert [r["round"] for r in run.rounds] == [1, 2, 3] and run.stopped is None
     assert len(run.last()) == 10 and torch.stack(run.weights()[1]).shape == (3, 10)
     assert (tmp_path / "o" / "table.md").read_text() in out
@@ -287,7 +288,9 @@ def test_help_of_the_program(capsys):
 def test_every_algorithm_explains_its_options_and_keeps_its_defaults(name, capsys, monkeypatch):
     with pytest.raises(SystemExit) as e:
         cli.main(["run", name, "--help"])
-    assert e.value.code == 0 and f"{name.replace('_', '-')} options" in capsys.readouterr().out
+    out, own = capsys.readouterr().out, {f.name for f in fields(ALGORITHMS[name])} - set(ALGORITHMS[name].unused)
+    assert e.value.code == 0 and (f"{name.replace('_', '-')} options" in out) == bool(own)
+    assert ("--server-lr" in out) == ("server_lr" in own) and ("--weighting" in out) == ("weighting" in own)
     seen = []
     monkeypatch.setattr(cli, "_record", lambda todo, *_: seen.extend(todo) or 0)
     cli.main(["run", name])

@@ -147,7 +147,7 @@ def test_in_and_out_of_distribution_by_hand():
     torch.testing.assert_close(points[1].others[p.report], torch.where(own == 1, pool, 1 - pool).double())
     assert points[0].own[p.report].tolist() == (1 - own).tolist()  # without tuning: scores tie at 0, and the first class is taken
     with pytest.raises(ValueError, match=r"^option: .*\.$"):
-        study.vary(FedAvg(), state, setting, p, "lr", (1,))
+        study.vary(FedAvg(), state, setting, p, "server_lr", (1,))
 
 
 def test_smaller_personalization_sets_reach_the_algorithm():

@@ -115,8 +115,8 @@ def test_three_updates_of_one_weight(alg, expected):
 
 
 TWO = [
-    (FedAvgM(optimizer="ema", lr=10.0), [[1, -1.6], [1.15, -1.34]]),
-    (FedAvgM(optimizer="heavy_ball", lr=1.0), [[1, -1.6], [1.15, -1.34]]),
+    (FedAvgM(optimizer="ema", server_lr=10.0), [[1, -1.6], [1.15, -1.34]]),
+    (FedAvgM(optimizer="heavy_ball", server_lr=1.0), [[1, -1.6], [1.15, -1.34]]),
     (FedAdam(v0=0.0), [[1, -1.9024390244], [1.0937500000, -1.8405881156]]),
     (FedAdam(v0=0.0, bias_correction="keras"), [[1, -1.9024390244], [1.0696056052, -1.8565172117]]),
     (FedAdam(v0=0.0, bias_correction="torch"), [[1, -1.9002493766], [1.0735542387, -1.8533696715]]),
@@ -136,16 +136,16 @@ def test_two_rounds_of_two_clients(alg, expected):
 
 @given(st.floats(0, 0.99), st.floats(0.01, 3), st.lists(st.floats(-5, 5), min_size=1, max_size=6))
 def test_ema_is_heavy_ball_with_a_smaller_step(beta, lr, deltas):
-    a = trajectory(FedOpt(optimizer="ema", beta1=beta, lr=lr), [[d] for d in deltas], [0.5])
-    b = trajectory(FedOpt(optimizer="heavy_ball", beta1=beta, lr=lr * (1 - beta)), [[d] for d in deltas], [0.5])
+    a = trajectory(FedOpt(optimizer="ema", beta1=beta, server_lr=lr), [[d] for d in deltas], [0.5])
+    b = trajectory(FedOpt(optimizer="heavy_ball", beta1=beta, server_lr=lr * (1 - beta)), [[d] for d in deltas], [0.5])
     close(a, b, atol=1e-12, rtol=1e-10)
 
 
 @pytest.mark.parametrize("name", ["heavy_ball", "nesterov", "ema"])
 def test_no_momentum_is_fedavg(name):
     s = classes_setting()
-    plain = play(FedAvg(lr=0.7), s, 3).g["x"]
-    torch.testing.assert_close(play(FedOpt(optimizer=name, beta1=0.0, lr=0.7), s, 3).g["x"], plain)
+    plain = play(FedAvg(server_lr=0.7), s, 3).g["x"]
+    torch.testing.assert_close(play(FedOpt(optimizer=name, beta1=0.0, server_lr=0.7), s, 3).g["x"], plain)
 
 
 def test_nothing_moves_an_adaptive_optimizer_without_updates():
@@ -247,8 +247,8 @@ class _Constant(nn.Module):
 
 def test_warm_start_trains_every_model_and_forgets_their_momentum():
     s = classes_setting(rounds=4)
-    alg = HypCluster(k=2, warm=2, optimizer="ema", lr=3.0)
-    both = Ensemble(k=2, optimizer="ema", lr=3.0)
+    alg = HypCluster(k=2, warm=2, optimizer="ema", server_lr=3.0)
+    both = Ensemble(k=2, optimizer="ema", server_lr=3.0)
     warm, ensemble = play(alg, s, 1), play(both, s, 1)
     assert torch.equal(warm.g["x"], ensemble.g["x"]) and torch.equal(warm.g["m"], ensemble.g["m"]) and warm.g["m"].any()
     warm, ensemble = play(alg, s, 1, warm), play(both, s, 1, ensemble)

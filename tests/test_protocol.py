@@ -132,12 +132,12 @@ def test_a_client_without_samples_to_test_on_is_nan_and_the_others_as_ever():
 
 # grids -----------------------------------------------------------------------------------------------------------------------------
 def test_a_grid_is_every_combination_with_late_options_fastest():
-    grid = {"finetune_epochs": [1, 2], "lr": [0.5, 1.0], "training.lr": [0.1]}
+    grid = {"finetune_epochs": [1, 2], "server_lr": [0.5, 1.0], "training.lr": [0.1]}
     found = candidates(FineTune(), TRAINING, grid)
-    assert [(c.algorithm.lr, c.algorithm.finetune_epochs, c.training.lr) for c in found] == [
+    assert [(c.algorithm.server_lr, c.algorithm.finetune_epochs, c.training.lr) for c in found] == [
         (0.5, 1, 0.1), (0.5, 2, 0.1), (1.0, 1, 0.1), (1.0, 2, 0.1)]  # fmt: skip
     assert found[0].trained == found[1].trained != found[2].trained and found[0].training.batch_size == 8
-    for bad in ({"learning": [1]}, {"lr": []}, {"training.size": [1]}, {"lr": "0.1"}):
+    for bad in ({"learning": [1]}, {"lr": [0.1]}, {"server_lr": []}, {"training.size": [1]}, {"server_lr": "0.1"}):
         with pytest.raises(ValueError, match=r"^grid: .*\.$"):
             candidates(FineTune(), TRAINING, bad)
 
@@ -145,7 +145,7 @@ def test_a_grid_is_every_combination_with_late_options_fastest():
 GRIDS = {
     "training": (FedAvg(), {"training.lr": [0.001, 0.3]}),
     "finetune": (FineTune(), {"finetune_lr": [0.05, 0.5], "finetune_epochs": [0, 1, 4]}),
-    "knn": (KnnPer(k=3), {"lam": [0.0, 0.4, 0.8], "lr": [0.5, 1.0]}),
+    "knn": (KnnPer(k=3), {"lam": [0.0, 0.4, 0.8], "server_lr": [0.5, 1.0]}),
 }
 
 

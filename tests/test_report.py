@@ -270,3 +270,8 @@ def test_without_matplotlib_one_sentence_says_how_to_get_it(tmp_path, monkeypatc
     with pytest.raises(ImportError, match=r"pflcore\[plot\]") as e:
         pictures.draw(group(a_run()), tmp_path)
     assert "\n" not in str(e.value)
+
+
+def test_an_old_record_says_server_lr_where_it_said_lr():
+    (old,) = group([{"header": {"algorithm": "fedavgm", "options": {"lr": 3, "optimizer": "ema"}, "training": {"lr": 0.1}}}])
+    assert old.header["options"] == {"server_lr": 3, "optimizer": "ema"} and old.header["training"] == {"lr": 0.1}

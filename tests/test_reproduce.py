@@ -127,7 +127,7 @@ def test_equal_compute_stands_beside_it(tmp_path):
 
 
 def test_a_grid_is_chosen_on_validation_data(tmp_path, monkeypatch):
-    small = plan(tmp_path, methods={"FedAvg": {"algorithm": "fedavg", "grid": {"training.lr": [1e-6, 0.2], "lr": [1.0]}}})
+    small = plan(tmp_path, methods={"FedAvg": {"algorithm": "fedavg", "grid": {"training.lr": [1e-6, 0.2], "server_lr": [1.0]}}})
     splits = []
     run = Simulation.run
     monkeypatch.setattr(Simulation, "run", lambda self, *a: splits.append((self.eval_split, self.training.lr)) or run(self, *a))

@@ -166,7 +166,7 @@ def test_golden_fedprox_step():
 @pytest.mark.parametrize(("name", "optimizer"), [("K2_fedavgm_nesterov_pytorch_form", "nesterov"), ("K3_fedavgm_heavyball", "heavy_ball")])
 def test_golden_fedavgm(name, optimizer):
     k = GOLDEN[name]
-    alg = FedAvgM(optimizer=optimizer, beta1=k["beta"], lr=k["lr"])
+    alg = FedAvgM(optimizer=optimizer, beta1=k["beta"], server_lr=k["lr"])
     g = {"x": t([k["w0"]])} | alg.slots(t([k["w0"]]))
     for pseudo, (v, w) in zip(k["pseudo_grads"], k["v_w"], strict=True):
         g = alg.server(g, {"delta": t([[-pseudo]])}, cohort([0], 1))
@@ -187,7 +187,7 @@ def test_golden_pfedme(engine):
         close(new["theta"], [[theta]])
     close(up["delta"], [[i1["w_after"]]])
     for beta, want in ((1.0, i1["server_beta1"][0]), (0.5, i1["server_beta05_prev0_mean"])):
-        alg = PFedMe(lam=i1["lam"], inner=5, personal_lr=i1["personal_lr"], lr=beta)
+        alg = PFedMe(lam=i1["lam"], inner=5, personal_lr=i1["personal_lr"], server_lr=beta)
         state, _ = step(alg, begin(alg, s.net, 1), s, torch.arange(1))
         close(state.g["x"], [want])
     far, local = one(lambda w: (w - 2) ** 2 / 2, 0.0, 0.0, engine)

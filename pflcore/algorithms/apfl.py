@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -36,6 +36,8 @@ class APFL(FedAvg):
     alpha_decay: float = 0.0  # pull of alpha towards 0
     mix: Literal["weights", "logits"] = "weights"  # what is mixed: the models (the paper) or their scores
     evaluate_on: Literal["server", "client"] = "server"  # with which w: the server's newest, or the client's own of its last round
+
+    unused: ClassVar[tuple[str, ...]] = ("weighting",)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -52,15 +52,16 @@ class FedAvg:
     """McMahan et al. 2017, Algorithm 1.
 
     server: x [P] · client: nothing · down: x [S, P] · up: delta [S, P] (1 model).
-    `x <- x + lr * sum_i share_i delta_i`; `weighting` is `"samples"` (the paper's n_i / n) or `"uniform"`.
+    `x <- x + server_lr * sum_i share_i delta_i`; `weighting` is `"samples"` (the paper's n_i / n) or `"uniform"`.
     """
 
-    lr: float = 1.0
-    weighting: str = "samples"
+    server_lr: float = 1.0  # step size of the server
+    weighting: str = "samples"  # or uniform
 
     returns: ClassVar[str] = "logits"  # what `predict` gives: "logits", "probabilities" or "values"
     server_only: ClassVar[bool] = False  # needs nothing of a client but its model: other code bases can call it
     required: ClassVar[tuple[int, ...]] = ()  # clients that join every round
+    unused: ClassVar[tuple[str, ...]] = ()  # inherited options that play no part in this method: no command line or grid offers them
     late: ClassVar[tuple[str, ...]] = ()  # options that play no part in training: they can be tuned on one trained state
     needs_val: ClassVar[bool] = False  # needs a split "val"; a simulation holds 20 % of the training samples out where there is none
 
@@ -82,7 +83,7 @@ class FedAvg:
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
         """The server's new state. It owns `g` and may write rows into it in place, by `Commit` or `written`: all of them or none."""
-        return {**g, "x": ops.aggregate(up["delta"], onto(cohort.share[None], g["x"].device), base=g["x"], lr=self.lr)[0]}
+        return {**g, "x": ops.aggregate(up["delta"], onto(cohort.share[None], g["x"].device), base=g["x"], lr=self.server_lr)[0]}
 
     def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
         """Each client's view for evaluation, [S, ...]; never stored."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +36,8 @@ class ClusteredFL(FedAvg):
     linkage: str = "complete"  # "complete" or "single"
     gamma: float = 0.0  # least separation of the two halves; 0: not asked for
 
+    unused: ClassVar[tuple[str, ...]] = ("weighting",)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.linkage not in ("complete", "single"):
@@ -59,7 +62,7 @@ class ClusteredFL(FedAvg):
                     x = torch.cat([x, x[c : c + 1]])
         mix = F.one_hot(cluster[cohort.ids], len(x)).T * cohort.share
         mix = onto(mix / mix.sum(1, keepdim=True).clamp(min=1e-300), x.device)
-        return {"x": ops.aggregate(delta, mix, base=x, lr=self.lr), "cluster": cluster}
+        return {"x": ops.aggregate(delta, mix, base=x, lr=self.server_lr), "cluster": cluster}
 
     def split(self, delta: Tensor) -> Tensor | None:
         """Who of a cluster's clients, by their updates [m, P], leaves for a new one: bool [m], or None where it stays whole."""

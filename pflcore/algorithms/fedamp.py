@@ -26,7 +26,7 @@ class FedAMP(FedAvg):
     xi_ii is what is left of 1. Where the others' weights exceed 1 (alpha > sigma / (N - 1) and models that are close) it would be
     negative, an extrapolation that swaps models: they are scaled to sum to 1, counted in the record's "rescaled";
     `self_weight="literal"` leaves them. An absent client's latest model still gives; the record's "last" says from which round.
-    Deviation: the paper has everybody in every round. `lr` and `weighting` play no part.
+    Deviation: the paper has everybody in every round. `server_lr` and `weighting` play no part.
     """
 
     sigma: float = 1.0
@@ -36,6 +36,7 @@ class FedAMP(FedAvg):
     self_weight: str = "safe"  # "safe": never negative, "literal": 1 minus the rest
 
     server_only: ClassVar[bool] = True
+    unused: ClassVar[tuple[str, ...]] = ("server_lr", "weighting")
 
     def __post_init__(self) -> None:
         super().__post_init__()

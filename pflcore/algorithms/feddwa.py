@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ class FedDWA(FedAvg):
     minibatches, "full_grad" takes so many full-batch gradient steps (Eq. 16), "previous" is the model of the client's last round
     (App. C.6, cached by the server; a client without one keeps its own model). Nothing of the look ahead stays with the client.
     A client ranks among its own neighbours like any other and may miss its own k. Who is absent keeps its model, bit for bit.
-    Deviations: `ahead` > 1 goes on from where it is, where the authors' code starts again each time. `lr` and `weighting` play no part.
+    Deviations: `ahead` > 1 goes on from where it is; the authors' code starts again each time. `server_lr` and `weighting` play no part.
     """
 
     k: int = 5  # how many models are mixed, at most the cohort
@@ -35,6 +35,8 @@ class FedDWA(FedAvg):
     ahead: int = 1  # epochs, minibatches or gradient steps of the guidance
     prefer_self: bool = False  # among equally near models a client takes its own first, otherwise the one of the lowest id
     newcomer: str = "init"  # a client's first model: "init", the common one, or "mean", that of the models so far
+
+    unused: ClassVar[tuple[str, ...]] = ("server_lr", "weighting")
 
     def __post_init__(self) -> None:
         super().__post_init__()

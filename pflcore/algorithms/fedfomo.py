@@ -28,7 +28,7 @@ class FedFomo(FedAvg):
     The server picks the m by affinity, the sum of the a so far; a share `epsilon`, falling by `decay` a round, is picked at random.
     Where nothing is better the client goes on from its trained model; `none_positive="discard"` goes back to `old`, as the
     authors' code does. A candidate at distance 0, or whose loss is not finite, has weight 0. An absent client's model can be sent.
-    `lr` and `weighting` play no part.
+    `server_lr` and `weighting` play no part.
     """
 
     m: int = 5  # models downloaded
@@ -38,6 +38,7 @@ class FedFomo(FedAvg):
     none_positive: str = "keep"  # "keep" the trained model or "discard" it
 
     needs_val: ClassVar[bool] = True  # needs a split "val" of each client's data
+    unused: ClassVar[tuple[str, ...]] = ("server_lr", "weighting")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -26,11 +26,11 @@ class FedOpt(FedAvg):
     server: x [P], and of m, v [P] (momentum, second moment) and t (updates so far) what the optimizer needs · client: nothing ·
     down: x (1 model) · up: delta (1 model). With D the weighted mean of the deltas:
 
-    sgd         x += lr D
-    heavy_ball  m = beta1 m + D ;  x += lr m                          (Hsu's formula)
-    nesterov    m = beta1 m + D ;  x += lr (D + beta1 m)
-    ema         m = beta1 m + (1 - beta1) D ;  x += lr m              (Motley's: lr 10 at beta1 .9 is heavy_ball's lr 1)
-    adam        m as ema, v = beta2 v + (1 - beta2) D^2 ;  x += lr m / (sqrt(v) + tau)
+    sgd         x += server_lr D
+    heavy_ball  m = beta1 m + D ;  x += server_lr m                          (Hsu's formula)
+    nesterov    m = beta1 m + D ;  x += server_lr (D + beta1 m)
+    ema         m = beta1 m + (1 - beta1) D ;  x += server_lr m              (Motley's: 10 at beta1 .9 is heavy_ball's 1)
+    adam        m as ema, v = beta2 v + (1 - beta2) D^2 ;  x += server_lr m / (sqrt(v) + tau)
     yogi        v -= (1 - beta2) D^2 sign(v - D^2)      adagrad     v += D^2
 
     `bias_correction`: "none" is the paper; "keras" scales the step by sqrt(1 - beta2^t) / (1 - beta1^t), as the paper's own code
@@ -72,11 +72,11 @@ class FedOpt(FedAvg):
     def improve(self, g: Tensors, d: Tensor) -> Tensors:
         """`g` after the mean update `d` [..., P] of its models `g["x"]` [..., P]."""
         if self.optimizer == "sgd":
-            return {**g, "x": g["x"] + self.lr * d}
+            return {**g, "x": g["x"] + self.server_lr * d}
         b1, b2 = self.beta1, self.beta2
         m = b1 * g["m"] + (d if self.optimizer in ("heavy_ball", "nesterov") else (1 - b1) * d)
         if not self.adaptive:
-            return {**g, "x": g["x"] + self.lr * (d + b1 * m if self.optimizer == "nesterov" else m), "m": m}
+            return {**g, "x": g["x"] + self.server_lr * (d + b1 * m if self.optimizer == "nesterov" else m), "m": m}
         v, t = g["v"], g["t"] + 1
         if self.optimizer == "adam":
             v = b2 * v + (1 - b2) * d**2
@@ -89,7 +89,7 @@ class FedOpt(FedAvg):
             step = m / first / ((v / second) ** 0.5 + self.tau)
         else:
             step = m * (second**0.5 / first) / (v**0.5 + self.tau)
-        return {**g, "x": g["x"] + self.lr * step, "m": m, "v": v, "t": t}
+        return {**g, "x": g["x"] + self.server_lr * step, "m": m, "v": v, "t": t}
 
     def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
         return {"x": net.w0, **self.slots(net.w0)}, {}
@@ -109,7 +109,7 @@ class FedAvgM(FedOpt):
 class FedAdam(FedOpt):
     """Reddi et al. 2021. Motley's cross-device preset is `bias_correction="keras"`, `v0=0`. See `FedOpt`."""
 
-    lr: float = 0.1
+    server_lr: float = 0.1
     optimizer: Optimizer = "adam"
 
 
@@ -117,7 +117,7 @@ class FedAdam(FedOpt):
 class FedYogi(FedOpt):
     """Reddi et al. 2021. See `FedOpt`."""
 
-    lr: float = 0.1
+    server_lr: float = 0.1
     optimizer: Optimizer = "yogi"
 
 
@@ -125,6 +125,6 @@ class FedYogi(FedOpt):
 class FedAdagrad(FedOpt):
     """Reddi et al. 2021, with beta1 = 0 as there. See `FedOpt`."""
 
-    lr: float = 0.1
+    server_lr: float = 0.1
     optimizer: Optimizer = "adagrad"
     beta1: float = 0.0

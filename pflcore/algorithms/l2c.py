@@ -26,13 +26,14 @@ class L2C(FedAvg):
     w_j (g . delta_j - sum_m w_m g . delta_m), g the gradient on the split "val" at the mixed model (its sign follows delta = after -
     before). Clients absent from a round are masked out of its softmax. No official code exists; this is the form that independent
     re-implementations agree on. Deviations: one step a round on all validation data; no pruning of neighbours (T0, K0), which
-    Table 4 of the FedDWA paper does not count either. `lr` and `weighting` play no part.
+    Table 4 of the FedDWA paper does not count either. `server_lr` and `weighting` play no part.
     """
 
     alpha_lr: float = 0.1  # Adam's
     alpha_decay: float = 0.01  # weight decay of the logits
 
     needs_val: ClassVar[bool] = True
+    unused: ClassVar[tuple[str, ...]] = ("server_lr", "weighting")
 
     def __post_init__(self) -> None:
         super().__post_init__()

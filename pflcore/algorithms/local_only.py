@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -15,8 +16,10 @@ from pflcore.local.net import Net
 class LocalOnly(FedAvg):
     """Each client trains a model of its own, from one common start, and shares nothing: the baseline of every paper.
 
-    server: nothing · client: w [P] · down: nothing · up: nothing (0 models). `lr` and `weighting` have no effect.
+    server: nothing · client: w [P] · down: nothing · up: nothing (0 models). `server_lr` and `weighting` have no effect.
     """
+
+    unused: ClassVar[tuple[str, ...]] = ("server_lr", "weighting")
 
     def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
         return {}, {"w": net.w0}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class Mocha(FedAvg):
     `W <- (I + lr * steps * lam * Omega)^-1 W`: stable for every lam. The default, Motley's form, is an explicit block-Jacobi step,
     stable only while the largest eigenvalue of `e^(1/2) Omega e^(1/2)` is below 2, `e_t = (1 - (1 - lr lam Omega_tt)^steps) / Omega_tt`:
     checked after every update of Omega; where it fails the run stops with a sentence.
-    lam is not comparable with papers that sum over samples. Weights of the clients (`weighting`) play no part, nor does the server's lr.
+    lam is not comparable with papers that sum over samples. Weights of the clients (`weighting`) play no part, nor does `server_lr`.
     """
 
     lam: float = 0.01  # strength of the regulariser
@@ -36,6 +36,8 @@ class Mocha(FedAvg):
     outer: int = 2  # rounds between two updates of Omega
     relation: Literal["omega", "sigma"] = "omega"
     regulariser: Literal["client", "server"] = "client"
+
+    unused: ClassVar[tuple[str, ...]] = ("server_lr", "weighting")
 
     def __post_init__(self) -> None:
         super().__post_init__()

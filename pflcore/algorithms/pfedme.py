@@ -18,7 +18,7 @@ class PFedMe(FedAvg):
 
     server: x [P] · client: theta [P] · down: x [S, P] · up: delta [S, P] (1 model).
     For every minibatch of the local epochs: `inner` steps theta <- theta - personal_lr (grad f(theta) + lam (theta - w)), then
-    w <- w - lr_of_training lam (w - theta). The server's x <- (1 - lr) x + lr sum_i share_i w_i: `lr` is the paper's beta.
+    w <- w - lr_of_training lam (w - theta). The server's x <- (1 - beta) x + beta sum_i share_i w_i: `server_lr` is beta.
     theta goes on from where it was, over minibatches and rounds. Evaluated is theta.
     Deviations: `weighting` is by samples, as in the authors' code (the paper: uniform); absent clients do not train, where their code
     trains everybody and averages the chosen; no extra decay of theta (their optimizer's mu = 0.001).

@@ -18,7 +18,7 @@ class QFedAvg(FedAvg):
 
     server: x [P] · client: nothing · down: x (1 model) · up: delta (1 model) and two scalars. With F_i the mean loss of the received
     x on client i's whole training set, L = 1 / (the clients' lr) and p the shares:
-    `x += lr * sum p F^q delta / sum p (q F^(q-1) L |delta|^2 + F^q)`: the paper's sums, with one L cancelled.
+    `x += server_lr * sum p F^q delta / sum p (q F^(q-1) L |delta|^2 + F^q)`: the paper's sums, with one L cancelled.
     The paper samples clients by their size and sets p = 1: that is `weighting="uniform"`. q = 0 is FedAvg.
     Deviation: F is clamped to 1e-6 (at q < 1, F^(q-1) of a client with no loss would stop the server).
     """
@@ -39,4 +39,4 @@ class QFedAvg(FedAvg):
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
         share = onto(cohort.share, up["h"].device).to(up["h"].dtype)
         weight = share * up["weight"] / (share * up["h"]).sum()
-        return {**g, "x": ops.aggregate(up["delta"], weight[None], base=g["x"], lr=self.lr)[0]}
+        return {**g, "x": ops.aggregate(up["delta"], weight[None], base=g["x"], lr=self.server_lr)[0]}

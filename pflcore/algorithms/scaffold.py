@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ class Scaffold(FedAvg):
     """Karimireddy et al. 2020, Algorithm 1: each step takes `gradient - c_i + c`.
 
     server: x, c [P] · client: c [P] · down: x, c [S, P] (2 models) · up: delta, control = c_i' - c_i [S, P] (2 models).
-    `x <- x + lr * mean_S delta_i`, `c <- c + |S| / N * mean_S control_i`, so that `c = mean_N c_i` after every round.
+    `x <- x + server_lr * mean_S delta_i`, `c <- c + |S| / N * mean_S control_i`, so that `c = mean_N c_i` after every round.
     The new `c_i'` is, by `option`: "mean_grad" the mean minibatch gradient of the round (exact for every local optimizer; equals
     option II for plain SGD); "II" `c_i - c + (x - y_i) / (sum of step sizes)`; "I" the full-batch gradient at x. With momentum
     option II divides by the effective number of steps, sum_k (1 - m^(K-k+1)) / (1 - m). Weight decay counts as part of the gradient.
@@ -29,6 +29,8 @@ class Scaffold(FedAvg):
 
     weighting: str = "uniform"  # "uniform" as in the paper, or "samples"
     option: Literal["mean_grad", "II", "I"] = "mean_grad"  # how a client renews its control variate
+
+    unused: ClassVar[tuple[str, ...]] = ("weighting",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,7 +49,7 @@ class Scaffold(FedAvg):
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
         share = onto(cohort.share[None], g["x"].device)
-        x = ops.aggregate(up["delta"], share, base=g["x"], lr=self.lr)[0]
+        x = ops.aggregate(up["delta"], share, base=g["x"], lr=self.server_lr)[0]
         return {**g, "x": x, "c": ops.aggregate(up["control"], share, base=g["c"], lr=len(cohort.ids) / cohort.n)[0]}
 
     def train(self, down: Payload, own: Tensors, local: Local) -> tuple[Fit, Tensor]:

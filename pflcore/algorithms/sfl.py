@@ -38,6 +38,7 @@ class SFL(FedAvg):
     lam2: float = 0.3
 
     server_only: ClassVar[bool] = True
+    unused: ClassVar[tuple[str, ...]] = ("server_lr", "weighting")
 
     def __post_init__(self) -> None:
         super().__post_init__()

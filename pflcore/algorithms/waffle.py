@@ -34,7 +34,7 @@ class Waffle(Scaffold):
     Deviations, each with the paper's own reading as an option: `control_agg="recompute"` keeps `c = sum_i weight_i c_i`; as printed
     ("literal": `c += sum_i weight_i dc_i`) c forgets what it owes each client when weights change, the gap between c and the target's
     own c_i freezes once the target is alone, and the target cannot reach its optimum. `option="mean_grad"` is as in SCAFFOLD ("II" is
-    the paper's). Decisions where the paper is silent: c and c_i start at 0, the history at 1/N, lr 1, the history holds unsmoothed
+    the paper's). Decisions where the paper is silent: c and c_i start at 0, the history at 1/N, server_lr 1, the history holds unsmoothed
     weights, no weighting by samples.
     """
 
@@ -86,7 +86,7 @@ class Waffle(Scaffold):
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
         mixed, history, smooth = self.mixing(g, up, cohort)
         share = onto(mixed[None], g["x"].device)
-        x = ops.aggregate(up["delta"], share, base=g["x"], lr=self.lr)[0]
+        x = ops.aggregate(up["delta"], share, base=g["x"], lr=self.server_lr)[0]
         c = ops.aggregate(up["control"], share, base=None if self.control_agg == "recompute" else g["c"])[0]
         return {"x": x, "c": c, "history": history, "weights": smooth}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ class WeightErosion(FedAvg):
 
     server: x [P], alpha [N] · client: nothing · down: x [S, P] · up: delta [S, P] (1 model), passes [S].
     `alpha_i <- max(0, alpha_i - (1 + p_s * passes_i) * p_d * |delta_i - delta_target| / |delta_target|)`, from 1; then
-    `x <- x + lr * sum_i alpha_i delta_i / sum_i alpha_i`. A client whose weight is 0 has lost it for good; an absent client keeps its.
+    `x <- x + server_lr * sum_i alpha_i delta_i / sum_i alpha_i`. A weight of 0 is lost for good; an absent client keeps its own.
     `passes` is `floor((round - 1) * b / n_i)`, b the batch size ("samples", as printed), n_i / b in the place of n_i ("batches", the
     authors' code) or the epochs trained so far ("epochs").
 
@@ -34,6 +34,8 @@ class WeightErosion(FedAvg):
     p_d: float | None = None  # distance penalty; None: calibrated while the run goes on (the paper: .006 to .0088 on MNIST, 100 rounds)
     p_s: float = 0.0  # size penalty: extra erosion of clients whose data have been seen often
     size_unit: Literal["samples", "batches", "epochs"] = "samples"  # how passes over a client's data are counted
+
+    unused: ClassVar[tuple[str, ...]] = ("weighting",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,7 +76,7 @@ class WeightErosion(FedAvg):
         alpha = g["alpha"].clone()
         alpha[cohort.ids] = (alpha[cohort.ids] - loss.nan_to_num(0.0, posinf=math.inf)).clamp(min=0)  # 0 * inf is 0: nothing to erode by
         mix = alpha[cohort.ids] / alpha[cohort.ids].sum()
-        x = ops.aggregate(up["delta"], onto(mix[None], g["x"].device), base=g["x"], lr=self.lr)[0]
+        x = ops.aggregate(up["delta"], onto(mix[None], g["x"].device), base=g["x"], lr=self.server_lr)[0]
         return {"x": x, "alpha": alpha, "medians": medians}
 
     def relative(self, delta: Tensor, cohort: Cohort) -> Tensor:

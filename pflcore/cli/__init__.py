@@ -84,13 +84,11 @@ def _play(command: str, names: list[str], argv: Sequence[str]) -> int:
     hypers: dict[str, dict[str, str]] = {}  # algorithm -> option -> hyper-parameter
     for name in names:
         cls = type(experiment.algorithm(name))
-        new = {
-            f.name: "server_lr" if f.name == "lr" else f"{name}_{f.name}"
-            for f in fields(cls)
-            if f.name in (taken if one else ("lr", "target"))
-        }
+        new = {f.name: f"{name}_{f.name}" for f in fields(cls) if f.name in (taken if one else ("target",))}
         about, options = _told(cls, new)
-        groups.append(Group(name, about, [o for o in options if o.name != new.get("target")], prefix=not one))  # the run has --target
+        groups.append(
+            Group(name, about, [o for o in options if o.name not in (*cls.unused, new.get("target"))], prefix=not one)
+        )  # the run has --target
         hypers[name] = {o.name: next((k for k, v in new.items() if v == o.name), o.name) for o in groups[-1].options}
 
     about = f"{inspect.getdoc(run if one else compare)}\n\nAlgorithms: {_algorithms()}."
