@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
@@ -16,7 +16,7 @@ from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES, Federation, federatio
 from pflcore.local import Training
 from pflcore.local.net import Net
 from pflcore.models import MODELS, model_for
-from pflcore.simulation import Simulation
+from pflcore.simulation import History, Simulation, for_everyone
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Options:
     criterion: str = "auto"  # cross_entropy, squared or hinge; auto: by the labels
     rounds: int = 50  # rounds of each run
     participation: float = 1.0  # fraction of the clients in a round
-    target: int | None = None  # the client to personalize for, whose own accuracy is reported
+    target: int | Literal["all"] | None = None  # the client to personalize for, whose accuracy is reported; all: each in a run of its own
     seed: int = 0  # of the weights, the batches and the cohorts
     seeds: int = 1  # so many runs, with seed, seed + 1, ...; the cut of the data stays that of --data-seed
     data_seed: int = 0  # of the cut of the data
@@ -43,6 +43,7 @@ class Options:
     workers: int | None = None  # threads; never changes a result
     device: str = "cpu"  # cpu or cuda
     buffers: str = "local"  # batch norm's running statistics: local or average
+    metrics: tuple[str, ...] = ()  # of each client beside loss and accuracy: auc, f1, balanced_accuracy; for targets mae, rmse, r2
 
 
 def choices() -> dict[str, str]:
@@ -97,7 +98,7 @@ def federation(options: Options, cut: Mapping[str, Any] | None = None) -> Federa
         raise ValueError(f"val: expected a fraction in [0, 1), got {options.val}.")
     if options.val:
         data = data.split_samples({"train": 1 - options.val, "val": options.val}, options.data_seed, pool=("train",))
-    if options.target is not None and not 0 <= options.target < data.n:
+    if isinstance(options.target, int) and not 0 <= options.target < data.n:
         raise ValueError(f"target: expected a client from 0 to {data.n - 1}, got {options.target}.")
     return data
 
@@ -120,12 +121,12 @@ def model_name(options: Options, data: Federation) -> str:
     return "lenet5" if tuple(data.shape[1:]) in ((28, 28), (32, 32)) else "linear" if len(data.shape) == 1 else "mlp"
 
 
-def algorithm(name: str, hyper: Mapping[str, Any] | None = None, target: int | None = None) -> FedAvg:
-    """An algorithm by name or "package.module:Class". `target` is given to those that personalize for one client."""
+def algorithm(name: str, hyper: Mapping[str, Any] | None = None, target: int | Literal["all"] | None = None) -> FedAvg:
+    """An algorithm by name or "package.module:Class". `target` is given to those that personalize for one client ("all": the first)."""
     cls = class_of(name)
     given = dict(hyper or {})
     if target is not None and any(f.name == "target" for f in fields(cls)):
-        given["target"] = target
+        given["target"] = 0 if target == "all" else target
     return algorithm_of(cls, **given)
 
 
@@ -142,23 +143,43 @@ class Job:
     def name(self) -> str:
         return f"{name_of(self.algorithm)}, seed {self.options.seed}"
 
+    @property
+    def for_each(self) -> bool:
+        """Whether it is a run for each client: `target` is "all", and the algorithm makes its model for one."""
+        return self.options.target == "all" and any(f.name == "target" for f in fields(class_of(self.algorithm)))
+
+    def length(self, n: int) -> int:
+        """The rounds that it plays on n clients, those of all runs."""
+        return self.options.rounds * (n if self.for_each else 1)
+
     def simulation(self, data: Federation, model: Callable[[], nn.Module]) -> Simulation:
-        o = self.options
+        """The simulation, with `for_each` that of the first client."""
         return Simulation(
-            algorithm(self.algorithm, self.hyper, o.target),
-            model if o.criterion == "auto" else Net(model, o.criterion, seed=o.seed),
-            data,
-            self.training,
-            rounds=o.rounds,
-            participation=o.participation,
-            seed=o.seed,
-            engine=o.engine,
-            workers=o.workers,
-            device=o.device,
-            buffers=o.buffers,
-            eval_every=o.eval_every,
-            eval_split=o.eval_split,
+            algorithm(self.algorithm, self.hyper, self.options.target), self._model(model), data, self.training, **self._common
         )
+
+    def play(self, simulation: Simulation, model: Callable[[], nn.Module], on_round: Callable[[int, dict[str, Any]], None]) -> History:
+        """Runs it, each client's run after the other where it is `for_each`; `on_round` sees every round played."""
+        if not self.for_each:
+            return simulation.run(on_round)
+        assert isinstance(simulation.algorithm, FedAvg)
+        return for_everyone(
+            simulation.algorithm,
+            self._model(model),
+            simulation.data,
+            self.training,
+            on_round=lambda _, r, record: on_round(r, record),
+            **self._common,
+        )
+
+    def _model(self, model: Callable[[], nn.Module]) -> Callable[[], nn.Module] | Net:
+        return model if self.options.criterion == "auto" else Net(model, self.options.criterion, seed=self.options.seed)
+
+    @property
+    def _common(self) -> dict[str, Any]:
+        """The options that are the simulation's own."""
+        theirs = {f.name for f in fields(Simulation)} - {"model", "data"}
+        return {f.name: getattr(self.options, f.name) for f in fields(self.options) if f.name in theirs}
 
     def header(self, simulation: Simulation) -> dict[str, Any]:
         """The simulation's header, with the names that the experiment was asked for by."""
@@ -166,7 +187,12 @@ class Job:
         cut = partition_of(o.data, o.partition)
         names = {"data": o.data, "partition": cut.name if cut else None, "model": model_name(o, simulation.data)}
         made_for = head["target"]  # whom the algorithm makes its one model for, if it does
-        return {**head, **names, "criterion": o.criterion, "target": made_for if o.target is None else o.target, "made_for": made_for}
+        if self.for_each:
+            head["options"] |= {"target": "each client"}
+            target, made_for = None, "each client"
+        else:
+            target = o.target if isinstance(o.target, int) else made_for
+        return {**head, **names, "criterion": o.criterion, "target": target, "made_for": made_for}
 
 
 def jobs(algorithms: Sequence[str], options: Options, training: Training, hyper: Mapping[str, Mapping[str, Any]]) -> list[Job]:

@@ -67,7 +67,7 @@ class Personalized(nn.Module):
         return (scores.reshape(len(scores)) > 0).long() if one or scores.dim() == 1 else scores.argmax(-1)
 
     def module(self) -> nn.Module:
-        """The model as a module of its own class, in evaluation mode, to be saved or trained on. ValueError where a method is no single one."""
+        """The model as a module of its own class, in evaluation mode, to be saved or trained on. ValueError where it is no single one."""
         if own_way(self.algorithm):
             name = type(self.algorithm).__name__
             raise ValueError(f"module: {name} predicts with more than one model; call this object itself, which is an nn.Module too.")
@@ -179,5 +179,4 @@ def _joined(data: Federation, one: Federation) -> Federation:
     relabel = data.relabel
     if relabel is not None:  # it labels its samples itself
         relabel = torch.cat([relabel, torch.arange(relabel.shape[1], device=relabel.device)[None]])
-    pool = (torch.cat([a, b]) for a, b in ((data.x, one.x), (data.y, one.y)))
-    return Federation(*pool, index, data.classes, relabel, data.name)
+    return Federation(torch.cat([data.x, one.x]), torch.cat([data.y, one.y]), index, data.classes, relabel, data.name)

@@ -262,7 +262,9 @@ class Simulation:
     def evaluate(self, split: str) -> dict[str, torch.Tensor]:
         """Each client's personalized model as it is now: see `pflcore.algorithms.evaluate`."""
         assert isinstance(self.algorithm, FedAvg)
-        return evaluate(self.algorithm, self.state, self.setting, split, self.eval_clients, self.measures if split == self.eval_split else None)
+        return evaluate(
+            self.algorithm, self.state, self.setting, split, self.eval_clients, self.measures if split == self.eval_split else None
+        )
 
     def run(self, on_round: Callback | Sequence[Callback] | None = None) -> History:
         """Play all rounds; `on_round(round, record)`, one function or several, sees each record as it is made.

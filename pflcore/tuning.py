@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from pflcore.algorithms.base import FedAvg, State, Tensors, cohort_of
-from pflcore.algorithms.lookup import algorithm_of
 from pflcore.algorithms.finetune import FineTune, layer_mask, lengths, value
+from pflcore.algorithms.lookup import algorithm_of
 from pflcore.data.roles import Protocol
 from pflcore.local import Local, Setting, Training
 from pflcore.local.losses import default_loss
@@ -157,7 +157,7 @@ def tune(
     if states is not None and len({t.candidate.trained for t in trials}) > 1:
         raise ValueError(f"grid: with trained states it may hold {', '.join(algorithm.late) or 'nothing'}, got {', '.join(grid)}.")
     if not isinstance(net, Sequence) or isinstance(net, nn.Module):  # nn.Sequential is a model
-        net = net if isinstance(net, Net) else Net(net, default_loss(protocols[0].data), seed=seed)
+        net = net if isinstance(net, Net) else Net(net, default_loss(protocols[0].data.y), seed=seed)
         net = [net] * len(protocols)
     nets = list(net)
     bench = _Bench(

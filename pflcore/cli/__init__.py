@@ -48,7 +48,7 @@ class RunFailed(Exception):
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs one algorithm on a federation."""
+    """Runs one algorithm on a federation: one of those below, or package.module:Class for one of your own."""
     named = bool(argv) and not argv[0].startswith("-")
     if not named and not {"-h", "--help"} & set(argv):
         raise ValueError(f"run: expected the name of an algorithm first ({_algorithms()}), got {argv[0] if argv else 'none'}.")
@@ -65,6 +65,7 @@ def compare(argv: Sequence[str]) -> int:
 
 def _play(command: str, names: list[str], argv: Sequence[str]) -> int:
     from pflcore import experiment
+    from pflcore.algorithms.lookup import class_of, name_of
     from pflcore.local import Training
 
     one = command == "run"
@@ -83,11 +84,13 @@ def _play(command: str, names: list[str], argv: Sequence[str]) -> int:
     taken = {o.name for g in groups for o in g.options}
     hypers: dict[str, dict[str, str]] = {}  # algorithm -> option -> hyper-parameter
     for name in names:
-        cls = type(experiment.algorithm(name))
-        new = {f.name: f"{name}_{f.name}" for f in fields(cls) if f.name in (taken if one else ("target",))}
+        cls, title = class_of(name), name_of(name)
+        if title in {g.title for g in groups}:
+            raise ValueError(f"algorithms: expected different names, got {title!r} twice; rename one of the classes.")
+        new = {f.name: f"{title}_{f.name}" for f in fields(cls) if f.name in (taken if one else ("target",))}
         about, options = _told(cls, new)
         groups.append(
-            Group(name, about, [o for o in options if o.name not in (*cls.unused, new.get("target"))], prefix=not one)
+            Group(title, about, [o for o in options if o.name not in (*cls.unused, new.get("target"))], prefix=not one)
         )  # the run has --target
         hypers[name] = {o.name: next((k for k, v in new.items() if v == o.name), o.name) for o in groups[-1].options}
 
@@ -98,7 +101,7 @@ def _play(command: str, names: list[str], argv: Sequence[str]) -> int:
         about += " pflcore run ALGORITHM --help shows its own options, too."
     prog = f"pflcore run {names[0] if names else 'ALGORITHM'}" if one else "pflcore compare"
     got = parse(prog, about, groups, argv)
-    hyper = {name: {to: got[name][option] for option, to in options.items()} for name, options in hypers.items()}
+    hyper = {name: {to: got[name_of(name)][option] for option, to in options.items()} for name, options in hypers.items()}
     todo = experiment.jobs(names, experiment.Options(**got["run"]), Training(**got["training"]), hyper)
     own = {w: of_words(got.get(f"{w} {c.name}", {}), c.defaults) if c else {} for w, c in chosen.items()}
     return _record(todo, own["partition"], own["model"], Output(**got["output"]))
@@ -106,19 +109,20 @@ def _play(command: str, names: list[str], argv: Sequence[str]) -> int:
 
 def _record(todo: Sequence[Job], cut: Mapping[str, Any], shape: Mapping[str, Any], output: Output) -> int:
     from pflcore import experiment
+    from pflcore.algorithms.lookup import name_of
     from pflcore.results.progress import Progress
     from pflcore.results.record import Record, read
 
     options = todo[0].options
-    if output.baseline is not None and output.baseline not in {j.algorithm for j in todo}:
+    if output.baseline is not None and output.baseline not in {name_of(j.algorithm) for j in todo}:
         raise ValueError(f"baseline: expected one of the algorithms that run, got {output.baseline!r}.")
-    folder = output.out or _new_folder([j.algorithm for j in todo], options.data, options.partition or "")
+    folder = output.out or _new_folder([name_of(j.algorithm) for j in todo], options.data, options.partition or "")
     _check_folder(folder, output.overwrite)
     data = experiment.federation(options, cut)
     model = experiment.model(options, data, shape)
     first: Simulation | None = todo[0].simulation(data, model)  # so that what is wrong is said before a record is opened
     interrupted = failed = False
-    total = sum(j.options.rounds for j in todo)
+    total = sum(j.length(data.n) for j in todo)
     with Record(folder / "record.jsonl", output.overwrite) as record, Progress(total, output.quiet) as progress:
         progress.say(f"{data.summary()}\nRecord: {record.path}")
         for i, job in enumerate(todo):
@@ -127,14 +131,14 @@ def _record(todo: Sequence[Job], cut: Mapping[str, Any], shape: Mapping[str, Any
                     simulation, first = first or job.simulation(data, model), None
                 except MemoryError as e:  # the next one may fit
                     progress.say(f"{job.name}: {e}")
-                    progress.skip(job.options.rounds)
+                    progress.skip(job.length(data.n))
                     failed = True
                     continue
                 head = job.header(simulation) | {"partition_options": cut, "model_options": shape}
                 record.write({"header": head})
                 if i == 0 or job.algorithm != todo[i - 1].algorithm:
                     progress.say(_plan(job, head))
-                history = _one(job, simulation, record, progress)
+                history = _one(job, simulation, model, record, progress)
                 interrupted, failed = history.interrupted, failed or history.failed
                 del simulation, history  # the next one needs the memory
             except KeyboardInterrupt:
@@ -147,16 +151,24 @@ def _record(todo: Sequence[Job], cut: Mapping[str, Any], shape: Mapping[str, Any
     return 130 if interrupted else 1 if failed else 0
 
 
-def _one(job: Job, simulation: Simulation, record: Record, progress: Progress) -> History:
+def _one(job: Job, simulation: Simulation, model: Callable[[], Any], record: Record, progress: Progress) -> History:
     """Plays one job; whatever ends it, the record holds every round that was played and says why it is not whole."""
     progress.name(job.name)
 
+    played = 0
+
     def on_round(_: int, line: dict[str, Any]) -> None:
-        record.write(line)
+        nonlocal played
+        if not job.for_each:  # else a round's record needs all the clients' runs
+            record.write(line)
+        played += 1
         progress.step(line)
 
     try:
-        history = simulation.run(on_round)
+        history = job.play(simulation, model, on_round)
+        if job.for_each:
+            for line in history.rounds:
+                record.write(line)
     except Exception as e:
         with contextlib.suppress(OSError):  # a full disk, perhaps
             record.write({"stopped": f"{type(e).__name__}: {_first_line(e)}"})
@@ -164,7 +176,7 @@ def _one(job: Job, simulation: Simulation, record: Record, progress: Progress) -
     if history.stopped:
         record.write({"stopped": history.stopped})
         progress.say(f"{job.name}: {history.stopped}")
-    progress.skip(simulation.rounds - len(history.rounds))
+    progress.skip(job.length(simulation.data.n) - played)
     return history
 
 
@@ -251,6 +263,8 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; the exit code is 0, 2 for a wrong argument, 1 for a failure in the middle, 130 after Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())  # for package.module:Class
     try:
         if not argv or argv[0] in ("-h", "--help"):
             width = max(len(usage) for usage, _ in COMMANDS.values())

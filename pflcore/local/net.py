@@ -56,8 +56,8 @@ class Net:
     """An `nn.Module` as a function of a flat row.
 
     `build` is a module (its weights become `w0`) or a function without arguments that makes one (then `w0 = init(0)`).
-    `criterion` is `"cross_entropy"`, `"squared"`, `"half_squared"`, `"hinge"`, or a function or `nn.Module` of (scores, y); `head` names the
-    submodule that counts as the head (default: an attribute `head` of the model, else its last `nn.Linear`).
+    `criterion` is `"cross_entropy"`, `"squared"`, `"half_squared"`, `"hinge"`, or a function or `nn.Module` of (scores, y); `head` names
+    the submodule that counts as the head (default: an attribute `head` of the model, else its last `nn.Linear`).
 
     >>> net = Net(nn.Linear(4, 3))
     >>> net(net.w0, torch.zeros(2, 4)).shape

@@ -65,9 +65,13 @@ def _table(name: str, runs: Sequence[Run], last: int, baseline: str | None) -> s
     ]
     optimistic = " (optimistic, as in the papers)" if split == "test" else ""
     lines.append(f"\\* the best round, selected on {split} data{optimistic}; std and worst decile: at the last evaluation.")
-    for_one = [(name, m[0].header["made_for"]) for name, m in groups.items() if m[0].header.get("made_for") is not None]
+    made_for = {name: m[0].header.get("made_for") for name, m in groups.items()}
+    for_one = [(name, client) for name, client in made_for.items() if isinstance(client, int)]
+    for_each = [name for name, client in made_for.items() if client == "each client"]
     if for_one:
         lines.append("\nMade for one client, whose columns count: " + ", ".join(f"{name} for client {c}" for name, c in for_one) + ".")
+    if for_each:
+        lines.append(f"\nMade for each client in a run of its own: {', '.join(for_each)}.")
     for algorithm, members in groups.items():
         lines += [f"\n{algorithm}, seed {r.header.get('seed', '?')}, stopped: {r.stopped}" for r in members if r.stopped]
     return "\n".join(lines) + "\n"
