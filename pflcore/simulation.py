@@ -273,8 +273,8 @@ class Simulation:
         the rounds up to there are in its attribute `history` and in the simulation's, and another `run()` goes on from them.
         """
         assert isinstance(self.algorithm, FedAvg)
-        callbacks = [] if on_round is None else [on_round] if callable(on_round) else list(on_round)
-        if not all(map(callable, callbacks)):
+        callbacks = [on_round] if callable(on_round) else on_round or []
+        if not (isinstance(callbacks, Sequence) and all(map(callable, callbacks))):
             raise TypeError(f"on_round: expected a function of (round, record), or several in a list, got {on_round!r}.")
         history = self.history = History(self.header(), state=self.state)
         try:

@@ -68,12 +68,14 @@ def _stepped(make: Callable[..., Any], lr: float, rounds: int) -> list[float]:
         scheduler = make(optimizer)
     except TypeError as error:
         raise TypeError(f"{WANTED}; calling it with an optimizer said: {error}.") from None
-    except (ValueError, KeyError) as error:  # OneCycleLR, which would cycle a momentum
-        raise ValueError(f"schedule: torch's scheduler refused an SGD optimizer without momentum: {error}; let it move lr alone.") from None
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"schedule: torch's scheduler was not made: {error}.") from None
     if isinstance(scheduler, ReduceLROnPlateau):
         raise _plateau()
     if not isinstance(scheduler, LRScheduler):
         raise TypeError(f"{WANTED}; it made {type(scheduler).__name__}.")
+    if optimizer.param_groups[0]["momentum"]:
+        raise ValueError("schedule: this scheduler of torch's moves the momentum too, which is the run's; give it cycle_momentum=False.")
     found = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that lr_scheduler.step() came before optimizer.step()
