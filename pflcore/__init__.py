@@ -18,6 +18,7 @@ from pflcore.ops import (
     rank1_linear,
     waffle_weights,
 )
+from pflcore.personal import Personalized
 from pflcore.round import evaluate, step
 from pflcore.simulation import History, Simulation, for_everyone
 from pflcore.tuning import tune
@@ -31,6 +32,7 @@ __all__ = [
     "History",
     "Local",
     "Net",
+    "Personalized",
     "Simulation",
     "Stop",
     "TensorBoard",

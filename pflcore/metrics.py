@@ -15,6 +15,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+__all__ = [
+    "auc",
+    "balanced_accuracy",
+    "best",
+    "bytes_to_reach",
+    "count",
+    "f1",
+    "final",
+    "hurt",
+    "largest_share",
+    "last_mean",
+    "mae",
+    "mean",
+    "paper_cell",
+    "percentile",
+    "r2",
+    "right",
+    "rmse",
+    "std",
+    "weighted_mean",
+    "worst_decile",
+]
 Vector = Tensor | Sequence[float | None]
 Metric = Callable[[Tensor, Tensor], Any]  # (scores [n, ...], labels [n, ...]) of one client -> a number
 
@@ -190,7 +212,7 @@ def metrics_of(metrics: Sequence[str | Metric] | Mapping[str, Metric], classes: 
         raise TypeError(f"metrics: expected a list such as ['auc', my_function] or a dict of functions by name, got {metrics!r}.")
     out: dict[str, Metric] = {}
     for key, metric in metrics.items() if isinstance(metrics, Mapping) else ((None, m) for m in metrics):
-        name: str = key or (metric if isinstance(metric, str) else getattr(metric, "__name__", type(metric).__name__))
+        name = str(key or (metric if isinstance(metric, str) else getattr(metric, "__name__", type(metric).__name__)))
         if name in ("loss", "accuracy", "size", "train_loss") or name in out:
             raise ValueError(f"metrics: {name!r} is {'there twice' if name in out else 'recorded anyway'}; leave it out or rename it.")
         out[name] = _by_name(metric, classes) if isinstance(metric, str) else metric

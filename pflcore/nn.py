@@ -9,6 +9,8 @@ from torch import Tensor
 
 from pflcore._mode import context
 
+__all__ = ["Dropout"]
+
 _STEP = -7046029254386353131  # 2^64 / golden ratio, as int64: successive counters land far apart
 _MIX = (-4658895280553007687, -7723592293110705685)  # the multipliers of the 64-bit finaliser of SplitMix (Steele et al. 2014)
 

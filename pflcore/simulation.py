@@ -172,6 +172,7 @@ class Simulation:
 
     @property
     def name(self) -> str:
+        """What the algorithm is called in records."""
         return name_of(self.algorithm)
 
     def peak_bytes(self) -> int:

@@ -80,10 +80,12 @@ class Case:
 
     @cached_property
     def net(self) -> Net:
+        """The model that is tried on, in float64."""
         return Net(lambda: (self.model or _mlp)().double(), default_loss(self.data.y), seed=1)
 
     @property
     def split(self) -> str:
+        """The split that is evaluated on."""
         return "test" if "test" in self.data.index else "train"
 
     @cached_property
@@ -99,6 +101,7 @@ class Case:
     def setting(
         self, data: Federation | None = None, engine: str = ENGINES[0], workers: int = 2, training: Training = TRAINING, seed: int = 0
     ) -> Setting:
+        """What a run on this case, or on other data, keeps the same."""
         return Setting(self.net, self.data if data is None else data, training, Engine(engine, workers), seed, 6)
 
     def breaking(self, clients: Sequence[int]) -> Federation:
@@ -118,10 +121,12 @@ class Case:
         return state, done
 
     def step(self, state: State, s: Setting, ids: Sequence[int], alg: FedAvg | None = None) -> tuple[State, Outcome]:
+        """The state after one round with the clients `ids`, and what the round did; Fault where it fails."""
         with _named("round", f" in round {state.round + 1} with {len(ids)} of {s.data.n} clients"):
             return step(alg or self.watched, state, s, torch.tensor(ids))
 
     def evaluate(self, state: State, s: Setting, alg: FedAvg | None = None) -> Tensors:
+        """What an evaluation finds; Fault where it fails."""
         with _named("predict"):
             return evaluate(alg or self.watched, state, s, self.split)
 

@@ -330,7 +330,7 @@ def test_early_stopping() -> None:
     for round in (1, 2, 4):
         stop(round, record(next(values)))
     stop(5, {"eval": None})
-    with pytest.raises(Stop, match="Stopped early after round 6: accuracy 0.5 of round 2 stood for 2 evaluations"):
+    with pytest.raises(Stop, match=r"Stopped early after round 6: accuracy 0\.5 of round 2 stood for 2 evaluations"):
         stop(6, record(next(values)))
     stop(1, record(0.1))  # the next run
     assert stop.best == 0.1 and stop.round == 1

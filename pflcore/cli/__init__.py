@@ -324,7 +324,7 @@ def _plan(job: Job, head: Mapping[str, Any]) -> str:
     from pflcore.metrics import human
 
     return (
-        f"{job.algorithm}: {head['parameters']:,} parameters, {head['rounds']} rounds, engine {head['engine']}, "
+        f"{head['algorithm']}: {head['parameters']:,} parameters, {head['rounds']} rounds, engine {head['engine']}, "
         f"about {human(head['peak_bytes'])} of memory at the peak beside data and activations"
     )
 

@@ -57,10 +57,12 @@ class Local:
 
     @property
     def net(self) -> Net:
+        """The model as a function of a row."""
         return self.setting.net
 
     @property
     def rounds(self) -> int:
+        """R, all rounds of the run."""
         return self.setting.rounds
 
     @property
@@ -79,6 +81,7 @@ class Local:
         return self.setting.data.counts("train")[self.ids]
 
     def has(self, split: str) -> bool:
+        """Whether the federation has this split."""
         return split in self.setting.data.index
 
     # training --------------------------------------------------------------------------------------------------------

@@ -247,6 +247,7 @@ class Net:
 
     @property
     def has_conv(self) -> bool:
+        """Whether the model has a convolution."""
         return any(isinstance(m, nn.modules.conv._ConvNd) for m in self.module.modules())
 
     def loss(self, row: Tensor, x: Tensor, y: Tensor) -> Tensor:

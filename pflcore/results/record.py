@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pflcore import metrics
 
+__all__ = ["Record", "Run", "read"]
 PARTS = ("partition_options", "model_options", "training", "options")
 CONDITIONS = ("rounds", "participation", "buffers", "criterion", "eval_split")  # of the header; with "setting" what seeds must share
 
@@ -63,6 +64,7 @@ class Record:
         self._torn = False
 
     def close(self) -> None:
+        """Closes the file; what was written is on disk."""
         if not self._file.closed:
             os.fsync(self._file.fileno())
             self._file.close()
@@ -84,6 +86,7 @@ class Run:
 
     @property
     def algorithm(self) -> str:
+        """What the algorithm is called."""
         return str(self.header.get("algorithm") or next((r["algorithm"] for r in self.rounds if "algorithm" in r), "?"))
 
     @property
@@ -94,6 +97,7 @@ class Run:
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
+        """The rounds that were evaluated."""
         return [r for r in self.rounds if r.get("eval")]
 
     @property

@@ -8,6 +8,8 @@ from pflcore import metrics
 from pflcore.metrics import human
 from pflcore.results.record import Run, find, label
 
+__all__ = ["table"]
+
 
 def setting(run: Run) -> str:
     """What must agree for runs to stand in one table: data, partition, model, number of clients."""
