@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,7 +15,7 @@ from pflcore.local import Local, Setting
 from pflcore.local.net import Net
 from pflcore.local.random import generator_of
 from pflcore.local.workers import few_threads, onto
-from pflcore.metrics import right
+from pflcore.metrics import Metric, measured_by, right
 
 
 @dataclass
@@ -172,9 +172,15 @@ def nbytes(payload: Payload) -> int:
 
 @few_threads
 def evaluate(
-    alg: FedAvg, state: State, setting: Setting, split: str = "test", clients: Tensor | None = None, buffers: str = "auto"
+    alg: FedAvg,
+    state: State,
+    setting: Setting,
+    split: str = "test",
+    clients: Tensor | None = None,
+    buffers: str = "auto",
+    metrics: Mapping[str, Metric] | None = None,
 ) -> Tensors:
-    """Every client's personalized model on its own data: "loss" [N], "size" [N] and, for classes, "accuracy" [N].
+    """Every client's personalized model on its own data: "loss" [N], "size" [N], for classes "accuracy" [N], and each of `metrics` [N].
 
     A client without samples of `split`, or not among `clients` (ids; default: all), is not looked at: NaN, and size 0. A loss that is
     not finite is infinite, never NaN: whoever takes a mean meets it. There is an accuracy where the criterion scores classes.
@@ -185,6 +191,19 @@ def evaluate(
     ids = size.nonzero()[:, 0]
     if not len(ids):
         raise ValueError(f"split: none of the clients has a sample of {split!r} to be evaluated on.")
+    view, local = views(alg, state, setting, ids, buffers)
+    at_once = None if own_way(alg) else local.measure(view["w"], split)
+    pairs = [] if at_once and not metrics else local.scores(alg.predict, view, split)
+    loss, accuracy = at_once or one_by_one(alg, pairs, local.net)
+    loss = loss.double().nan_to_num(nan=math.inf)
+    none = torch.full((n,), torch.nan, dtype=torch.float64)
+    result = {"loss": loss} if accuracy is None else {"loss": loss, "accuracy": accuracy}
+    result |= {name: measured_by(name, f, pairs, ids.tolist()) for name, f in (metrics or {}).items()}
+    return {k: none.index_copy(0, ids, v.double().cpu()) for k, v in result.items()} | {"size": size}
+
+
+def views(alg: FedAvg, state: State, setting: Setting, ids: Tensor, buffers: str = "auto") -> tuple[Tensors, Local]:
+    """The personalized views [S, ...] of the clients `ids` [S] as evaluation has them, and what their hook was given."""
     round = max(1, state.round)
     cohort = cohort_of(alg, setting, ids, round)
     joined, rows = state.joined[ids], state.buffers[onto(ids, state.buffers.device)]
@@ -192,24 +211,24 @@ def evaluate(
         rows[onto(~joined, rows.device)] = state.buffers[onto(state.joined, rows.device)].mean(0)
     local = Local(setting, ids, round, rows, joined=joined)
     down = alg.send(state.g, cohort, generator_of(setting.seed, round, "evaluation"))
-    view = alg.personal(down, state.own if len(ids) == n else {k: v[ids] for k, v in state.own.items()}, local)
-    own_way = type(alg).predict is not FedAvg.predict or alg.returns != "logits"
-    loss, accuracy = (None if own_way else local.measure(view["w"], split)) or one_by_one(alg, view, local, split)
-    loss = loss.double().nan_to_num(nan=math.inf)
-    none = torch.full((n,), torch.nan, dtype=torch.float64)
-    result = {"loss": loss} if accuracy is None else {"loss": loss, "accuracy": accuracy}
-    return {k: none.index_copy(0, ids, v.double().cpu()) for k, v in result.items()} | {"size": size}
+    own = state.own if len(ids) == setting.data.n else {k: v[ids] for k, v in state.own.items()}
+    return alg.personal(down, own, local), local
 
 
-def one_by_one(alg: FedAvg, view: Tensors, local: Local, split: str) -> tuple[Tensor, Tensor | None]:
-    """Each client's mean loss [S] and, for classes, its share of right answers [S], by the algorithm's own `predict`."""
+def own_way(alg: FedAvg) -> bool:
+    """Whether the algorithm predicts otherwise than by one model's logits."""
+    return type(alg).predict is not FedAvg.predict or alg.returns != "logits"
+
+
+def one_by_one(alg: FedAvg, pairs: Sequence[tuple[Tensor, Tensor]], net: Net) -> tuple[Tensor, Tensor | None]:
+    """Each client's mean loss [S] and, for classes, its share of right answers [S], from its scores and labels."""
     losses, hits = [], []
-    for scores, y in local.scores(alg.predict, view, split):
+    for scores, y in pairs:
         if alg.returns == "probabilities" and scores.dim() > 1 and scores.shape[1] > 1 and not y.is_floating_point():
             losses.append(torch.nn.functional.nll_loss(scores.clamp(min=1e-12).log(), y))
         else:
-            losses.append(local.net.criterion(scores, y))
-        if local.net.scores_classes and not y.is_floating_point():
+            losses.append(net.criterion(scores, y))
+        if net.scores_classes and not y.is_floating_point():
             classes = scores.movedim(1, -1) if scores.dim() > y.dim() else scores  # [B, C, ...] for labels [B, ...]
             hits.append(right(classes, y).double().mean())
     return torch.stack(losses), torch.stack(hits) if hits else None

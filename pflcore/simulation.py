@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,21 +15,25 @@ import torch.nn as nn
 
 import pflcore
 from pflcore import footprint, memory
-from pflcore.algorithms import ALGORITHMS
 from pflcore.algorithms.base import FedAvg, State, Stop
-from pflcore.arguments import SEEDS, WORKERS, algorithm_of, check_start, copied, device_of, ids_of, limit, whole
+from pflcore.algorithms.lookup import algorithm_of, name_of
+from pflcore.arguments import SEEDS, WORKERS, check_start, copied, device_of, ids_of, limit, whole
 from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
-from pflcore.local import Path, Training, prepared
+from pflcore.local import Training, prepared
+from pflcore.local.losses import Loss, default_loss, loss_name
 from pflcore.local.net import Net
 from pflcore.local.preflight import check_modes
-from pflcore.metrics import human
+from pflcore.metrics import Metric, human, metrics_of
+from pflcore.personal import Models, Personalized
+from pflcore.results import export
 from pflcore.round import Outcome, begin, buffers_of, evaluate, sample, step
 from pflcore.uploads import farthest
 
 STREAM = 1  # the version of the random streams: runs of one version, seed and setting are the same run
 VOID_ROUNDS = 3  # so many void rounds in a row end a run: same data, same lr, it will not recover
 Record = dict[str, Any]
+Callback = Callable[[int, Record], None]
 
 
 @dataclass
@@ -41,6 +46,7 @@ class History:
     interrupted: bool = False  # by Ctrl-C
     failed: bool = False  # for want of memory, or by an error; the state is that of the last round in `rounds`
     state: State | None = None
+    models: Models | Sequence[Personalized] | None = field(default=None, repr=False)  # of the last state, see `model`
 
     def series(self, key: str = "accuracy") -> tuple[list[int], torch.Tensor]:
         """The evaluated rounds and each client's value in them, [T, N] float64."""
@@ -54,6 +60,46 @@ class History:
         if self.stopped:
             yield {"stopped": self.stopped}
 
+    # what comes out ---------------------------------------------------------------------------------------------------
+    def model(self, client: int) -> Personalized:
+        """One client's personalized model after the last round, an `nn.Module` from samples [B, ...] to scores, for every algorithm.
+
+        ValueError where there is no such client, or where the run kept no model.
+        """
+        if self.models is None:
+            raise ValueError("model: this history holds no models; they come with the history that run() returns.")
+        if not isinstance(self.models, Models) and not (isinstance(client, int) and 0 <= client < len(self.models)):
+            raise ValueError(f"client: expected a number from 0 to {len(self.models) - 1}, got {client!r}.")
+        return self.models[client]
+
+    def predict(self, client: int, x: Any) -> torch.Tensor:
+        """What the client's model says of the samples `x` [B, ...]: labels int64 [B], or values for continuous targets."""
+        return self.model(client).predict(x)
+
+    def adapt(self, samples: Any, rounds: int = 5) -> Personalized:
+        """The model of a client who was not there, personalized by the algorithm's own rule; the run's state stays as it is.
+
+        `samples` are a Dataset, (x, y), or {"train": (x, y), "val": (x, y)}. The newcomer starts from a fresh client's state and does its
+        own work of `rounds` rounds (so FedAvg's model is the shared one, Ditto's a personal one), then what an evaluation does
+        (fine-tuning, kNN-Per's neighbours). Where the server makes a model for each client (FedDWA, FedAMP, MOCHA, ...) everybody plays
+        these rounds with it, on copies. ValueError in one sentence for samples that do not fit.
+        """
+        if not isinstance(self.models, Models):
+            raise ValueError("adapt: expected the history that Simulation.run() returns; runs for each client have no model for others.")
+        return self.models.adapt(samples, rounds)
+
+    def to_pandas(self, per: export.Per = "round") -> Any:
+        """A `pandas.DataFrame` with one row per round (means over clients), or per evaluated round and client."""
+        return export.frame(self.header, self.rounds, per)
+
+    def to_csv(self, path: str | Path, per: export.Per = "round") -> None:
+        """The rows of `to_pandas` as a CSV file; needs no pandas."""
+        export.to_csv(self.header, self.rounds, path, per)
+
+    def to_tensorboard(self, folder: str | Path, clients: bool = False) -> None:
+        """The rounds as TensorBoard's events in `folder`, with `clients` a curve for each client; needs the package tensorboard."""
+        export.to_tensorboard(self.rounds, folder, clients)
+
 
 @dataclass
 class Simulation:
@@ -62,7 +108,7 @@ class Simulation:
     >>> history = Simulation("waffle", model, data, Training(lr=0.1), rounds=20).run()   # doctest: +SKIP
     """
 
-    algorithm: FedAvg | type[FedAvg] | str
+    algorithm: FedAvg | type[FedAvg] | str  # an instance, a class, a name, or "package.module:Class"
     model: Net | nn.Module | Callable[[], nn.Module]
     data: Federation
     training: Training = field(default_factory=Training)
@@ -80,6 +126,8 @@ class Simulation:
     eval_train: bool = False  # the train loss of every client too
     warm_start: State | None = None  # is copied
     clip: float | None = None  # no client's update is longer (Euclidean norm, before the server sees it)
+    loss: Loss | None = None  # a name, a function of (scores, y) or an nn.Module; default: by the targets, or the Net's own
+    metrics: Sequence[str | Metric] | Mapping[str, Metric] = ()  # "auc", "f1", "mae", "r2", ..., functions of one client's (scores, labels)
 
     def __post_init__(self) -> None:
         self.algorithm = algorithm_of(self.algorithm)
@@ -99,13 +147,14 @@ class Simulation:
             raise ValueError(f"eval_split: the federation has {', '.join(self.data.index)}, not {self.eval_split!r}.")
         model = self.model
         check_modes()
-        net = (
-            model
-            if isinstance(model, Net)
-            else Net(model, criterion="squared" if self.data.y.is_floating_point() else "cross_entropy", seed=self.seed)
-        )
+        if isinstance(model, Net) and self.loss is not None:
+            raise ValueError("loss: this Net has a loss of its own; give it to the Net, Net(model, loss), or give the bare model.")
+        net = model if isinstance(model, Net) else Net(model, self.loss or default_loss(self.data.y), seed=self.seed)
         net = self.algorithm.prepare(net)
         buffers_of(self.algorithm, net, self.buffers)
+        self.measures = metrics_of(self.metrics, not self.data.y.is_floating_point())
+        self.training.lr_at(1, self.rounds)  # so that a schedule that fails does so now
+        self.history: History | None = None  # of the last call of `run`
         asked = self._set_up(net)
         if asked is not None:
             memory.give_back(self.device)
@@ -156,7 +205,8 @@ class Simulation:
 
     @property
     def name(self) -> str:
-        return next((k for k, v in ALGORITHMS.items() if v is type(self.algorithm)), type(self.algorithm).__name__)
+        """What the algorithm is called in records."""
+        return name_of(self.algorithm)
 
     def peak_bytes(self) -> int:
         """An estimate of the run's peak memory beside data and activations, see `footprint`."""
@@ -189,6 +239,8 @@ class Simulation:
             "buffers": self.buffers,
             "clip": self.clip,
             "stream": STREAM,
+            "criterion": loss_name(s.net.criterion),
+            "metrics": list(self.measures),
             "eval_split": self.eval_split,
             "target": self.algorithm.required[0] if self.algorithm.required else None,
             "backend": _plain(pflcore.backend()),
@@ -267,30 +319,40 @@ class Simulation:
         """Each client's personalized model as it is now: see `pflcore.algorithms.evaluate`."""
         assert isinstance(self.algorithm, FedAvg)
         clients = ids_of("eval_clients", self.eval_clients, self.data.n)
-        return evaluate(self.algorithm, self._state, self.setting, split, clients, self.buffers)
+        measures = self.measures if split == self.eval_split else None
+        return evaluate(self.algorithm, self._state, self.setting, split, clients, self.buffers, measures)
 
-    def run(self, on_round: Callable[[int, Record], None] | None = None) -> History:
-        """Play all rounds; `on_round(round, record)` sees each record as it is made. Ctrl-C ends the run and keeps what there is.
-        So does an error, in `on_round` for instance, which goes on from here with the history as its attribute `history`."""
+    def run(self, on_round: Callback | Sequence[Callback] | None = None) -> History:
+        """Play all rounds; `on_round(round, record)`, one function or several, sees each record as it is made.
+
+        Ctrl-C, or a callback that raises `Stop`, ends the run and keeps what there is. Any other exception ends it too and is passed on;
+        the rounds up to there are in its attribute `history` and in the simulation's, and another `run()` goes on from them.
+        """
+        assert isinstance(self.algorithm, FedAvg)
         check_modes()
-        history = History(self.header())
+        callbacks = [on_round] if callable(on_round) else on_round or []
+        if not (isinstance(callbacks, Sequence) and all(map(callable, callbacks))):
+            raise TypeError(f"on_round: expected a function of (round, record), or several in a list, got {on_round!r}.")
+        history = self.history = History(self.header())
         try:
             for record in self.iterate():
                 if "stopped" in record:
                     history.stopped, history.failed = record["stopped"], record.get("failed", False)
                     break
                 history.rounds.append(record)
-                if on_round:
-                    on_round(record["round"], record)
+                for callback in callbacks:
+                    callback(record["round"], record)
         except Stop as stop:
             history.stopped = str(stop)
         except KeyboardInterrupt:
             history.stopped, history.interrupted = f"Interrupted after round {len(history.rounds)} of {self.rounds}.", True
         except Exception as error:
-            history.stopped, history.failed, history.state = f"{type(error).__name__}: {error}", True, self.state
-            error.history = history  # type: ignore[attr-defined]
+            history.stopped = f"{type(error).__name__} in round {self._state.round}: {str(error) or 'without a message'}"
+            history.failed, error.history = True, history  # type: ignore[attr-defined]
             raise
-        history.state = self.state
+        finally:
+            history.state = self.state
+            history.models = Models(self.algorithm, self.setting, history.state)
         if history.stopped and not history.interrupted:
             warnings.warn(f"{self.name}, seed {self.seed}, stopped early: {history.stopped}", RuntimeWarning, stacklevel=2)
         return history
@@ -314,7 +376,7 @@ def _plain(value: Any) -> Any:
 
 
 def for_everyone(
-    algorithm: FedAvg,
+    algorithm: FedAvg | type[FedAvg] | str,
     model: Net | nn.Module | Callable[[], nn.Module],
     data: Federation,
     training: Training | None = None,
@@ -328,9 +390,10 @@ def for_everyone(
     client's numbers are those of the run made for it, "weights" has a row per target [N, N], bytes and seconds are sums, and a client
     counts as dropped, and a round as void, where that happened in any run. It ends with the shortest run.
     """
+    algorithm = algorithm_of(algorithm)
     if not any(f.name == "target" for f in fields(algorithm)):
         raise ValueError(f"algorithm: expected one with a target (WAFFLE, Weight Erosion), got {type(algorithm).__name__}.")
-    runs = []
+    runs, models = [], []
     for target in range(data.n):
         made_for: FedAvg = replace(algorithm, **{"target": target})  # type: ignore[arg-type]
         simulation = Simulation(made_for, model, data, training or Training(), **options)
@@ -338,13 +401,14 @@ def for_everyone(
         runs.append(simulation.run(seen))
         if runs[-1].interrupted or runs[-1].failed:
             break
+        models.append(runs[-1].model(target))
     header = {**runs[0].header, "target": None, "made_for": "each client"}
     header["options"] = {**header["options"], "target": "each client"}
     interrupted, failed = any(r.interrupted for r in runs), any(r.failed for r in runs)
     complete = len(runs) == data.n and not (interrupted or failed)
     rounds = [merged(records) for records in zip(*(r.rounds for r in runs), strict=False)] if complete else []
     stopped = [f"target {i}: {r.stopped}" for i, r in enumerate(runs) if r.stopped]
-    return History(header, rounds, " ".join(stopped) or None, interrupted=interrupted, failed=failed)
+    return History(header, rounds, " ".join(stopped) or None, interrupted=interrupted, failed=failed, models=models)
 
 
 def merged(records: Sequence[Record]) -> Record:

@@ -123,13 +123,13 @@ def lengths(
 
     With frozen layers batch norm's statistics stay frozen as well.
     """
-    before, free = local.buffers.clone(), None if mask is None else mask.to(start.dtype)
+    before = local.buffers.clone()
     shuffles = local.setting.training.reshuffle
     for i, lr in enumerate(lrs):
         local.buffers, rows = before.clone(), start
         for epoch in range(1, epochs + 1):
             stream = f"finetune {epoch}" if shuffles else "finetune"
-            rows = local.fit(rows, epochs=1, lr=lr, mask=free, stream=stream, probe=mask is not None).w
+            rows = local.fit(rows, epochs=1, lr=lr, mask=mask, stream=stream, probe=mask is not None).w
             yield i, epoch, rows
 
 

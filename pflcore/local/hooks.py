@@ -59,10 +59,12 @@ class Local:
 
     @property
     def net(self) -> Net:
+        """The model as a function of a row."""
         return self.setting.net
 
     @property
     def rounds(self) -> int:
+        """R, all rounds of the run."""
         return self.setting.rounds
 
     @property
@@ -86,6 +88,7 @@ class Local:
         return onto(~joined[:, None], device)
 
     def has(self, split: str) -> bool:
+        """Whether the federation has this split."""
         return split in self.setting.data.index
 
     # training --------------------------------------------------------------------------------------------------------
@@ -95,7 +98,7 @@ class Local:
         *,
         shift: Tensor | None = None,  # [S, Q] added to every gradient
         prox: tuple[Tensor | float, Tensor] | None = None,  # (mu, anchor [S, Q]): adds mu * (w - anchor); mu a number, [S] or [S, 1]
-        mask: Tensor | None = None,  # [Q] or [S, Q]: where it is 0 nothing moves
+        mask: Tensor | None = None,  # [Q] or [S, Q], bool or a number: where it is 0 nothing moves
         loss: LossFn | None = None,
         extra: dict[str, Tensor] | None = None,  # tensors [S, ...] whose client's slice the loss gets
         noise: int = 0,  # so many uniform numbers per client and step, in extra["noise"]
@@ -108,6 +111,7 @@ class Local:
     ) -> Fit:
         """Minibatch SGD from `start` on each client's training data."""
         rate = self.lr if lr is None else lr
+        mask = None if mask is None else mask.to(start.dtype)
         count, width = start.shape
         w = torch.empty_like(start, memory_format=torch.contiguous_format)
         mean_grad = torch.zeros_like(w) if want_grad else None
