@@ -477,7 +477,7 @@ def test_clients_of_one_task_find_each_other():
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"k": 0}, "k: "), ({"guidance": "current"}, "guidance: "), ({"ahead": 0}, "ahead: "), ({"newcomer": "x"}, "newcomer: ")],
+    [({"k": 0}, "k: "), ({"guidance": "next"}, "guidance: "), ({"ahead": 0}, "ahead: "), ({"newcomer": "x"}, "newcomer: ")],
 )
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match="^" + message):
