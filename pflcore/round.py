@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -192,13 +192,13 @@ def evaluate(
     if not len(ids):
         raise ValueError(f"split: none of the clients has a sample of {split!r} to be evaluated on.")
     view, local = views(alg, state, setting, ids, buffers)
-    at_once = None if own_way(alg) else local.measure(view["w"], split)
-    pairs = [] if at_once and not metrics else local.scores(alg.predict, view, split)
-    loss, accuracy = at_once or one_by_one(alg, pairs, local.net)
+    loss, accuracy = (None if own_way(alg) else local.measure(view["w"], split)) or one_by_one(alg, view, local, split)
     loss = loss.double().nan_to_num(nan=math.inf)
     none = torch.full((n,), torch.nan, dtype=torch.float64)
     result = {"loss": loss} if accuracy is None else {"loss": loss, "accuracy": accuracy}
-    result |= {name: measured_by(name, f, pairs, ids.tolist()) for name, f in (metrics or {}).items()}
+    if metrics:
+        pairs = local.scores(alg.predict, view, split)
+        result |= {name: measured_by(name, f, pairs, ids.tolist()) for name, f in metrics.items()}
     return {k: none.index_copy(0, ids, v.double().cpu()) for k, v in result.items()} | {"size": size}
 
 
@@ -220,15 +220,15 @@ def own_way(alg: FedAvg) -> bool:
     return type(alg).predict is not FedAvg.predict or alg.returns != "logits"
 
 
-def one_by_one(alg: FedAvg, pairs: Sequence[tuple[Tensor, Tensor]], net: Net) -> tuple[Tensor, Tensor | None]:
-    """Each client's mean loss [S] and, for classes, its share of right answers [S], from its scores and labels."""
+def one_by_one(alg: FedAvg, view: Tensors, local: Local, split: str) -> tuple[Tensor, Tensor | None]:
+    """Each client's mean loss [S] and, for classes, its share of right answers [S], by the algorithm's own `predict`."""
     losses, hits = [], []
-    for scores, y in pairs:
+    for scores, y in local.scores(alg.predict, view, split):
         if alg.returns == "probabilities" and scores.dim() > 1 and scores.shape[1] > 1 and not y.is_floating_point():
             losses.append(torch.nn.functional.nll_loss(scores.clamp(min=1e-12).log(), y))
         else:
-            losses.append(net.criterion(scores, y))
-        if net.scores_classes and not y.is_floating_point():
+            losses.append(local.net.criterion(scores, y))
+        if local.net.scores_classes and not y.is_floating_point():
             classes = scores.movedim(1, -1) if scores.dim() > y.dim() else scores  # [B, C, ...] for labels [B, ...]
             hits.append(right(classes, y).double().mean())
     return torch.stack(losses), torch.stack(hits) if hits else None
