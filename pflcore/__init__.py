@@ -3,7 +3,8 @@
 __version__ = "0.1.0"
 
 from pflcore.algorithms import ALGORITHMS
-from pflcore.algorithms.base import FedAvg
+from pflcore.algorithms.base import FedAvg, Stop
+from pflcore.callbacks import EarlyStopping, TensorBoard
 from pflcore.data import Federation
 from pflcore.data.roles import cross_device, cross_silo
 from pflcore.local import Local, Net, Training
@@ -17,6 +18,7 @@ from pflcore.ops import (
     rank1_linear,
     waffle_weights,
 )
+from pflcore.personal import Personalized
 from pflcore.round import evaluate, step
 from pflcore.simulation import History, Simulation, for_everyone
 from pflcore.tuning import tune
@@ -24,12 +26,16 @@ from pflcore.tuning import tune
 __all__ = [
     "ALGORITHMS",
     "Backend",
+    "EarlyStopping",
     "FedAvg",
     "Federation",
     "History",
     "Local",
     "Net",
+    "Personalized",
     "Simulation",
+    "Stop",
+    "TensorBoard",
     "TopK",
     "Training",
     "aggregate",

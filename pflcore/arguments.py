@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pflcore.algorithms import ALGORITHMS
 from pflcore.algorithms.base import FedAvg, State, Tensors
 from pflcore.local.net import Net
 
@@ -49,19 +47,6 @@ def device_of(name: Any) -> str:
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: got {name!r}, but torch {torch.__version__} sees no GPU here; use device='cpu'.")
     return str(name)
-
-
-def algorithm_of(given: Any) -> FedAvg:
-    """An algorithm by its name, or itself."""
-    if isinstance(given, FedAvg):
-        return given
-    if isinstance(given, str):
-        if given not in ALGORITHMS:
-            raise ValueError(f"algorithm: {given!r} is none of {', '.join(ALGORITHMS)}.")
-        return ALGORITHMS[given]()
-    if inspect.isclass(given) and issubclass(given, FedAvg):
-        raise TypeError(f"algorithm: expected an instance, got the class {given.__name__}; make one: {given.__name__}().")
-    raise TypeError(f"algorithm: expected one of {', '.join(ALGORITHMS)} or an instance of one, got {type(given).__name__}.")
 
 
 def ids_of(name: str, given: Tensor | Sequence[int] | None, n: int) -> Tensor | None:
@@ -116,4 +101,4 @@ def _words(missing: Sequence[str], foreign: Sequence[str]) -> str:
 def copied(state: State) -> State:
     """The state with tensors of its own."""
     g, own = ({k: v.clone() for k, v in d.items()} for d in (state.g, state.own))
-    return State(g, own, state.buffers.clone(), state.round, state.void)
+    return State(g, own, state.buffers.clone(), state.round, state.void, state.joined.clone())

@@ -5,19 +5,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
 from pflcore.algorithms import ALGORITHMS
 from pflcore.algorithms.base import FedAvg
+from pflcore.algorithms.lookup import algorithm_of, class_of, name_of
 from pflcore.arguments import WORKERS, device_of, limit, whole
 from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES, Federation, federation_of, options_of
 from pflcore.local import Training
 from pflcore.local.net import Net
 from pflcore.models import MODELS, model_for
-from pflcore.simulation import Simulation
+from pflcore.simulation import History, Simulation, for_everyone
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Options:
     criterion: str = "auto"  # cross_entropy, squared or hinge; auto: by the labels
     rounds: int = 50  # rounds of each run
     participation: float = 1.0  # fraction of the clients in a round
-    target: int | None = None  # the client to personalize for, whose own accuracy is reported
+    target: int | Literal["all"] | None = None  # the client to personalize for, whose accuracy is reported; all: each in a run of its own
     seed: int = 0  # of the weights, the batches and the cohorts
     seeds: int = 1  # so many runs, with seed, seed + 1, ...; the cut of the data stays that of --data-seed
     data_seed: int = 0  # of the cut of the data
@@ -44,7 +45,8 @@ class Options:
     workers: int | None = None  # threads; never changes a result
     device: str = "cpu"  # cpu or cuda
     clip: float | None = None  # no client's update is longer than this (Euclidean norm)
-    buffers: str = "local"  # batch norm's running statistics: local or average
+    buffers: str = "auto"  # batch norm's running statistics: average, local, or auto, as the method has it
+    metrics: tuple[str, ...] = ()  # of each client beside loss and accuracy: auc, f1, balanced_accuracy; for targets mae, rmse, r2
 
 
 def choices() -> dict[str, str]:
@@ -99,7 +101,7 @@ def federation(options: Options, cut: Mapping[str, Any] | None = None) -> Federa
         raise ValueError(f"val: expected a fraction in [0, 1), got {options.val}.")
     if options.val:
         data = data.split_samples({"train": 1 - options.val, "val": options.val}, options.data_seed, pool=("train",))
-    if options.target is not None and not 0 <= options.target < data.n:
+    if isinstance(options.target, int) and not 0 <= options.target < data.n:
         raise ValueError(f"target: expected a client from 0 to {data.n - 1}, got {options.target}.")
     return data
 
@@ -142,19 +144,17 @@ def model_name(options: Options, data: Federation) -> str:
     return "lenet5" if tuple(data.shape[1:]) in ((28, 28), (32, 32)) else "linear" if len(data.shape) == 1 else "mlp"
 
 
-def algorithm(name: str, hyper: Mapping[str, Any] | None = None, target: int | None = None) -> FedAvg:
-    """An algorithm by name. `target` is given to those that personalize for one client."""
-    if name not in ALGORITHMS:
-        raise ValueError(f"algorithm: expected one of {', '.join(ALGORITHMS)}, got {name!r}.")
-    cls = ALGORITHMS[name]
+def algorithm(name: str, hyper: Mapping[str, Any] | None = None, target: int | Literal["all"] | None = None) -> FedAvg:
+    """An algorithm by name or "package.module:Class". `target` is given to those that personalize for one client ("all": the first)."""
+    cls = class_of(name)
     given = dict(hyper or {})
     unknown = sorted(set(given) - {f.name for f in fields(cls)})
     if unknown:
         known = ", ".join(f.name for f in fields(cls) if f.name not in cls.unused)
         raise ValueError(f"{name}: expected options among {known or 'none'}, got {', '.join(unknown)}.")
     if target is not None and any(f.name == "target" for f in fields(cls)):
-        given["target"] = target
-    return cls(**given)
+        given["target"] = 0 if target == "all" else target
+    return algorithm_of(cls, **given)
 
 
 @dataclass(frozen=True)
@@ -168,28 +168,41 @@ class Job:
 
     @property
     def name(self) -> str:
-        return f"{self.algorithm}, seed {self.options.seed}"
+        return f"{name_of(self.algorithm)}, seed {self.options.seed}"
+
+    @property
+    def for_each(self) -> bool:
+        """Whether it is a run for each client: `target` is "all", and the algorithm makes its model for one."""
+        return self.options.target == "all" and any(f.name == "target" for f in fields(class_of(self.algorithm)))
+
+    def length(self, n: int) -> int:
+        """The rounds that it plays on n clients, those of all runs."""
+        return self.options.rounds * (n if self.for_each else 1)
 
     def simulation(self, data: Federation, model: Callable[[], nn.Module], **more: Any) -> Simulation:
-        """Its simulation; `more` are options that only Python can set: who may take part, who is evaluated."""
+        """Its simulation, with `for_each` that of the first client; `more` are options that only Python can set: who may take part."""
         o = self.options
-        return Simulation(
-            algorithm(self.algorithm, self.hyper, o.target),
-            net(o, data, model),
-            data,
+        return Simulation(algorithm(self.algorithm, self.hyper, o.target), net(o, data, model), data, self.training, **self._common, **more)
+
+    def play(self, simulation: Simulation, model: Callable[[], nn.Module], on_round: Callable[[int, dict[str, Any]], None]) -> History:
+        """Runs it, each client's run after the other where it is `for_each`; `on_round` sees every round played."""
+        if not self.for_each:
+            return simulation.run(on_round)
+        assert isinstance(simulation.algorithm, FedAvg)
+        return for_everyone(
+            simulation.algorithm,
+            net(self.options, simulation.data, model),
+            simulation.data,
             self.training,
-            rounds=o.rounds,
-            participation=o.participation,
-            seed=o.seed,
-            engine=o.engine,
-            workers=o.workers,
-            device=o.device,
-            buffers=o.buffers,
-            clip=o.clip,
-            eval_every=o.eval_every,
-            eval_split=o.eval_split,
-            **more,
+            on_round=lambda _, r, record: on_round(r, record),
+            **self._common,
         )
+
+    @property
+    def _common(self) -> dict[str, Any]:
+        """The options that are the simulation's own."""
+        theirs = {f.name for f in fields(Simulation)} - {"model", "data"}
+        return {f.name: getattr(self.options, f.name) for f in fields(self.options) if f.name in theirs}
 
     def header(self, simulation: Simulation) -> dict[str, Any]:
         """The simulation's header, with the names that the experiment was asked for by."""
@@ -198,7 +211,12 @@ class Job:
         names = {"data": o.data, "partition": cut.name if cut else None, "model": model_name(o, simulation.data)}
         names |= {k: getattr(o, k) for k in ("data_seed", "train_samples", "test_samples", "val")}
         made_for = head["target"]  # whom the algorithm makes its one model for, if it does
-        return {**head, **names, "criterion": o.criterion, "target": made_for if o.target is None else o.target, "made_for": made_for}
+        if self.for_each:
+            head["options"] |= {"target": "each client"}
+            target, made_for = None, "each client"
+        else:
+            target = o.target if isinstance(o.target, int) else made_for
+        return {**head, **names, "criterion": o.criterion, "target": target, "made_for": made_for}
 
 
 def jobs(algorithms: Sequence[str], options: Options, training: Training, hyper: Mapping[str, Mapping[str, Any]]) -> list[Job]:

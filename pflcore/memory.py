@@ -34,6 +34,33 @@ def give_back(device: str) -> None:
         torch.cuda.empty_cache()
 
 
+def capacity(device: str) -> int | None:
+    """Bytes that the device has, or that this process may use; None where it cannot be said."""
+    with contextlib.suppress(Exception):
+        if device.startswith("cuda"):
+            return int(torch.cuda.mem_get_info(device)[1])
+        limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+        for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):  # a container's
+            with contextlib.suppress(OSError, ValueError), open(file) as text:
+                limits.append(int(text.read()))
+        return min(limits)
+    return None
+
+
+class RunTooLarge(MemoryError):
+    """Refused before it began; its text is the whole sentence."""
+
+
+def refuse(peak: int, device: str) -> None:
+    """A run that cannot fit is not begun."""
+    most = capacity(device)
+    if most is not None and peak > most:
+        raise RunTooLarge(
+            f"memory: the run needs about {human(peak)} beside data and activations, and {device} has {human(most)}; let fewer clients take "  # noqa: E501
+            "part in a round (participation), or make the federation or the model smaller."
+        )
+
+
 def there(device: str) -> str:
     """What the device has: "cuda:0 has 79.1 GiB, of which 12.0 GiB are free", or nothing where it cannot be said."""
     with contextlib.suppress(Exception):  # a sentence about an error must not become one

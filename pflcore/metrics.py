@@ -11,13 +11,36 @@ Means are taken in float64. Shares and accuracies are in [0, 1]; only functions 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+__all__ = [
+    "auc",
+    "balanced_accuracy",
+    "best",
+    "bytes_to_reach",
+    "count",
+    "f1",
+    "final",
+    "hurt",
+    "largest_share",
+    "last_mean",
+    "mae",
+    "mean",
+    "paper_cell",
+    "percentile",
+    "r2",
+    "right",
+    "rmse",
+    "std",
+    "weighted_mean",
+    "worst_decile",
+]
 Vector = Tensor | Sequence[float | None]
+Metric = Callable[[Tensor, Tensor], Any]  # (scores [n, ...], labels [n, ...]) of one client -> a number
 
 
 class Point(NamedTuple):
@@ -180,7 +203,10 @@ def paper_cell(shares: Vector) -> str:
 
 
 def right(scores: Tensor, y: Tensor) -> Tensor:
-    """Bool like `y` [...]: which samples `scores` [..., C], or one score [..., 1] or [...] by its sign, get right; NaN never is."""
+    """Bool like `y` [...]: which samples `scores` [..., C], or one score [..., 1] or [...] by its sign, get right; NaN never is.
+
+    A score of 0 says the negative class, be its label 0 or -1.
+    """
     if scores.dim() > y.dim() and scores.shape[-1] > 1:
         return (scores.argmax(-1) == y) & ~scores.isnan().any(-1)  # of scores with a NaN, argmax takes the NaN's place
     one = scores.reshape(y.shape)
@@ -193,3 +219,104 @@ def human(size: float) -> str:
     while size >= 1024 and unit < 4:
         size, unit = size / 1024, unit + 1
     return f"{size:.0f} B" if unit == 0 else f"{size:.1f} {('KiB', 'MiB', 'GiB', 'TiB')[unit - 1]}"
+
+
+# one client's scores and labels -> a number, by name through scikit-learn -----------------------------------------------------------
+
+
+def metrics_of(metrics: Sequence[str | Metric] | Mapping[str, Metric], classes: bool) -> dict[str, Metric]:
+    """Functions of one client's (scores, labels) by name: of `CLASS_METRICS` for labels (`classes`), of `VALUE_METRICS` for targets,
+    or one's own, which goes by its `__name__` or by its key. ValueError, TypeError or ImportError in one sentence."""
+    if isinstance(metrics, str) or not isinstance(metrics, Mapping | Sequence):
+        raise TypeError(f"metrics: expected a list such as ['auc', my_function] or a dict of functions by name, got {metrics!r}.")
+    out: dict[str, Metric] = {}
+    for key, metric in metrics.items() if isinstance(metrics, Mapping) else ((None, m) for m in metrics):
+        name = str(key or (metric if isinstance(metric, str) else getattr(metric, "__name__", type(metric).__name__)))
+        if name in ("loss", "accuracy", "size", "train_loss") or name in out:
+            raise ValueError(f"metrics: {name!r} is {'there twice' if name in out else 'recorded anyway'}; leave it out or rename it.")
+        out[name] = _by_name(metric, classes) if isinstance(metric, str) else metric
+        if not callable(out[name]):
+            raise TypeError(f"metrics: expected a name or a function of (scores, labels), got {metric!r}.")
+    return out
+
+
+def measured_by(name: str, metric: Metric, pairs: Sequence[tuple[Tensor, Tensor]], clients: Sequence[int]) -> Tensor:
+    """`metric` of each of the `clients`' (scores, labels): float64 [S], NaN where it has no value. ValueError where it breaks."""
+    values = []
+    for (scores, y), i in zip(pairs, clients, strict=True):
+        try:
+            values.append(float(metric(scores.detach(), y)))
+        except Exception as error:
+            raise ValueError(f"metrics: {name!r} failed for client {i} with {type(error).__name__}: {error}.") from error
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _by_name(name: str, classes: bool) -> Metric:
+    known, other = (CLASS_METRICS, VALUE_METRICS) if classes else (VALUE_METRICS, CLASS_METRICS)
+    if name not in known:
+        what = "labels" if classes else "continuous targets"
+        why = f", and {name!r} is for {'targets' if classes else 'labels'}" if name in other else f", got {name!r}"
+        raise ValueError(f"metrics: for {what} there are {', '.join(known)}, or a function of (scores, labels){why}.")
+    _sklearn()
+    return known[name]
+
+
+def _sklearn() -> Any:
+    try:
+        import sklearn.metrics
+    except ImportError:
+        raise ImportError("metrics: these are scikit-learn's, which is not installed; get it with: pip install scikit-learn.") from None
+    return sklearn.metrics
+
+
+def _classes(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(scores of class 1 [n] or of each class [n, C], the class that wins [n], labels from 0 [n]), samples and positions in one row."""
+    if scores.dim() > y.dim() and scores.shape[-1] > 1:
+        scores, y = scores.reshape(-1, scores.shape[-1]).double().cpu(), y.reshape(-1).cpu()
+        return (scores[:, 1] - scores[:, 0] if scores.shape[1] == 2 else scores), scores.argmax(1), y
+    scores, y = scores.reshape(-1).double().cpu(), (y.reshape(-1) > 0).long().cpu()
+    return scores, (scores > 0).long(), y
+
+
+def auc(scores: Tensor, y: Tensor) -> float:
+    """Area under the ROC curve; of several classes the mean of one against the rest, over those that some samples have and some lack."""
+    scores, _, y = _classes(scores, y)
+    if scores.dim() > 1 and not ((scores >= 0).all() and torch.allclose(scores.sum(1), scores.new_ones(()))):
+        scores = scores.softmax(1)  # logits of different samples are comparable between samples only as probabilities
+    if not scores.isfinite().all():
+        return math.nan
+    columns = {1: scores} if scores.dim() == 1 else dict(enumerate(scores.T))
+    found = [_sklearn().roc_auc_score(y == c, s) for c, s in columns.items() if 0 < int((y == c).sum()) < len(y)]
+    return float(sum(found) / len(found)) if found else math.nan
+
+
+def f1(scores: Tensor, y: Tensor) -> float:
+    """F1: of class 1 where there are two, else the unweighted mean over the classes that samples have or were given."""
+    scores, won, y = _classes(scores, y)
+    average = "binary" if scores.dim() == 1 else "macro"
+    return float(_sklearn().f1_score(y, won, average=average, zero_division=math.nan))
+
+
+def balanced_accuracy(scores: Tensor, y: Tensor) -> float:
+    """The mean over the classes that samples have of the share of them that is right."""
+    _, won, y = _classes(scores, y)
+    return mean([(won[y == c] == c).double().mean().item() for c in y.unique()])
+
+
+def mae(scores: Tensor, y: Tensor) -> float:
+    """Mean absolute error."""
+    return (scores.reshape(y.shape).double() - y.double()).abs().mean().item()
+
+
+def rmse(scores: Tensor, y: Tensor) -> float:
+    """Root of the mean squared error."""
+    return (scores.reshape(y.shape).double() - y.double()).square().mean().sqrt().item()
+
+
+def r2(scores: Tensor, y: Tensor) -> float:
+    """Coefficient of determination; NaN for fewer than two samples; of several outputs the unweighted mean."""
+    return float(_sklearn().r2_score(y.cpu(), scores.reshape(y.shape).cpu())) if len(y) > 1 and scores.isfinite().all() else math.nan
+
+
+CLASS_METRICS: dict[str, Metric] = {"auc": auc, "f1": f1, "balanced_accuracy": balanced_accuracy}
+VALUE_METRICS: dict[str, Metric] = {"mae": mae, "rmse": rmse, "r2": r2}

@@ -14,6 +14,7 @@ import torch.nn as nn
 
 from pflcore.nn import Dropout
 
+__all__ = ["MODELS", "model_for"]
 Shape = Sequence[int]  # of one input: (features,) or (channels, height, width)
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "sigmoid": nn.Sigmoid}

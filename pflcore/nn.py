@@ -12,6 +12,8 @@ from pflcore.factorized import FactorizedConv2d, FactorizedLinear, factorize
 
 __all__ = ["Dropout", "FactorizedConv2d", "FactorizedLinear", "factorize", "mixed", "uniform"]
 
+__all__ = ["Dropout"]
+
 _STEP = -7046029254386353131  # 2^64 / golden ratio, as int64: successive counters land far apart
 _MIX = (-4658895280553007687, -7723592293110705685)  # the multipliers of the 64-bit finaliser of SplitMix (Steele et al. 2014)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from pflcore.local import Local, Setting
 from pflcore.local.net import Net
 from pflcore.local.random import generator_of
 from pflcore.local.workers import few_threads, onto
-from pflcore.metrics import right
+from pflcore.metrics import Metric, measured_by, right
 
 
 @dataclass
@@ -58,11 +58,12 @@ def sample(alg: FedAvg, setting: Setting, round: int, participation: float = 1.0
 
 @few_threads
 def step(
-    alg: FedAvg, state: State, setting: Setting, ids: Tensor, buffers: str = "local", clip: float | None = None
+    alg: FedAvg, state: State, setting: Setting, ids: Tensor, buffers: str = "auto", clip: float | None = None
 ) -> tuple[State, Outcome]:
-    """One round with the clients `ids`; gives the new state, or the old one (with the round counted) where the round is void.
+    """One round with the clients `ids`, in any order; gives the new state, or the old one (with the round counted) where it is void.
     `state` is used up: its rows may be written in place. No update is longer than `clip` (Euclidean norm) where that is given.
 
+    `buffers` says what becomes of batch norm's running statistics: see `buffers_of`.
     A client with anything not finite in its upload or its new state is absent from the round: it keeps its old state and the
     others' shares are renormalised. Without a required client, without anybody, or where the server's own new state is not finite,
     the round is void.
@@ -70,20 +71,26 @@ def step(
     absent = set(alg.required) - set(ids.tolist())
     if absent:
         raise ValueError(f"ids: the target {min(absent)} must take part in every round, got {ids.tolist()}; `sample` picks it.")
+    policy = buffers_of(alg, setting.net, buffers)
+    given, ids = ids, ids.unique()  # ascending
+    if len(ids) < len(given):
+        raise ValueError(f"ids: expected each client once, got {given.tolist()}.")
     round = state.round + 1
     cohort = cohort_of(alg, setting, ids, round)
     at = onto(ids, state.buffers.device)
-    local = Local(setting, ids, round, state.buffers[at])
+    local = Local(setting, ids, round, state.buffers[at], joined=state.joined[ids])
     down = alg.send(state.g, cohort, generator_of(setting.seed, round, "send"))
     new, up = alg.client(down, {k: v[at if v.device == at.device else ids] for k, v in state.own.items()}, local)
     fine = finite([*up.values(), *new.values(), local.buffers], len(ids))
     outcome = Outcome(ids.tolist(), ids[~fine].tolist(), bytes_down=nbytes(down), bytes_up=nbytes(up))
+    if policy == "average":
+        outcome.bytes_down, outcome.bytes_up = (n + nbytes({"": local.buffers}) for n in (outcome.bytes_down, outcome.bytes_up))
     outcome.void = not bool(fine.any()) or any(t in outcome.dropped for t in alg.required)
     if local.train_loss is not None and fine.any():
         kept = cohort.share * fine
         outcome.train_loss = float((local.train_loss.double().cpu()[fine] * kept[fine]).sum() / kept.sum())
     if outcome.void:
-        return State(state.g, state.own, state.buffers, round, state.void + 1), outcome
+        return replace(state, round=round, void=state.void + 1), outcome
     if outcome.dropped:
         ids = ids[fine]
         cohort = cohort_of(alg, setting, ids, round)
@@ -98,18 +105,44 @@ def step(
         if clip is not None:
             outcome.clipped = ids[norm > clip].tolist()
             up = uploads.shortened(up, state.g, ids, cohort.n, norm, clip)
-    rows = local.buffers
-    if buffers == "average" and rows.shape[1]:
-        rows = ops.aggregate(rows, onto(cohort.share[None], rows.device)).expand(len(state.buffers), -1)
-        ids = torch.arange(len(state.buffers))
-    commit = Commit(ids, *((state.own[k], v) for k, v in new.items()), (state.buffers, rows))
-    g = alg.server(state.g, up, cohort)
+    commit = Commit(ids, *((state.own[k], v) for k, v in new.items()), (state.joined, torch.ones(len(ids), dtype=torch.bool)))
+    averaged = policy == "average" and local.buffers.shape[1] > 0
+    statistics = None if averaged else Commit(ids, (state.buffers, local.buffers))
+    # of its own where more can fail after the server
+    g = alg.server({k: v.clone() for k, v in state.g.items()} if averaged else state.g, up, cohort)
     outcome.spoilt = uploads.not_finite(state.g, g)
     if outcome.spoilt:
         outcome.void = True
-        return State(state.g, state.own, state.buffers, round, state.void + 1), outcome
+        return replace(state, round=round, void=state.void + 1), outcome
+    if statistics is None:
+        rows = mixed_statistics(state.buffers, local.buffers, alg.statistics(g, up, cohort))
+        statistics = Commit(torch.arange(len(rows)), (state.buffers, rows))
     commit.write()  # only now: the server has accepted the round
-    return State(g, state.own, state.buffers, round, 0), outcome
+    statistics.write()
+    return replace(state, g=g, round=round, void=0), outcome
+
+
+def buffers_of(alg: FedAvg, net: Net, buffers: str = "auto") -> str:
+    """What becomes of batch norm's running statistics: "average", by the weights that the models themselves are mixed with, for every
+    client, also one that did not take part; or "local", each client's own. "auto" is what the method's paper says, else "average" where
+    clients are served a mix of models, and "local" where they are served what they trained themselves.
+
+    Under "local" a client that never trained is evaluated with the mean of those who did.
+    """
+    if buffers == "auto":
+        return alg.buffers[0]
+    if buffers not in ("average", "local", "models"):
+        raise ValueError(f"buffers: expected 'auto', 'average' or 'local', got {buffers!r}.")
+    if buffers not in alg.buffers and net.buffer_names:
+        raise ValueError(f"buffers: {type(alg).__name__} knows {' and '.join(map(repr, alg.buffers))} statistics, got {buffers!r}.")
+    return buffers
+
+
+def mixed_statistics(old: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+    """All clients' statistics [N, b]: `weight` [1, S] or [N, S], by its sums, times the `rows` [S, b]; `old` for a row of zeros."""
+    total = weight.sum(1, keepdim=True)
+    mixed = ops.aggregate(rows, onto(weight / total.clamp(min=1e-300), rows.device))
+    return torch.where(onto(total > 0, rows.device), mixed, old)
 
 
 def finite(tensors: Iterable[Tensor], count: int) -> Tensor:
@@ -131,15 +164,23 @@ def nbytes(payload: Payload) -> int:
     total = 0
     for v in payload.values():
         if isinstance(v, Pool):
-            total += v.index.numel() * v.rows.shape[1:].numel() * v.rows.element_size()
+            total += int((v.index >= 0).sum()) * v.rows.shape[1:].numel() * v.rows.element_size()
         else:
             total += v.numel() * v.element_size()
     return total
 
 
 @few_threads
-def evaluate(alg: FedAvg, state: State, setting: Setting, split: str = "test", clients: Tensor | None = None) -> Tensors:
-    """Every client's personalized model on its own data: "loss" [N], "size" [N] and, for classes, "accuracy" [N].
+def evaluate(
+    alg: FedAvg,
+    state: State,
+    setting: Setting,
+    split: str = "test",
+    clients: Tensor | None = None,
+    buffers: str = "auto",
+    metrics: Mapping[str, Metric] | None = None,
+) -> Tensors:
+    """Every client's personalized model on its own data: "loss" [N], "size" [N], for classes "accuracy" [N], and each of `metrics` [N].
 
     A client without samples of `split`, or not among `clients` (ids; default: all), is not looked at: NaN, and size 0. A loss that is
     not finite is infinite, never NaN: whoever takes a mean meets it. There is an accuracy where the criterion scores classes.
@@ -150,27 +191,44 @@ def evaluate(alg: FedAvg, state: State, setting: Setting, split: str = "test", c
     ids = size.nonzero()[:, 0]
     if not len(ids):
         raise ValueError(f"split: none of the clients has a sample of {split!r} to be evaluated on.")
-    round = max(1, state.round)
-    cohort = cohort_of(alg, setting, ids, round)
-    local = Local(setting, ids, round, state.buffers[ids])
-    down = alg.send(state.g, cohort, generator_of(setting.seed, round, "evaluation"))
-    view = alg.personal(down, state.own if len(ids) == n else {k: v[ids] for k, v in state.own.items()}, local)
-    own_way = type(alg).predict is not FedAvg.predict or alg.returns != "logits"
-    loss, accuracy = (None if own_way else local.measure(view["w"], split)) or one_by_one(alg, view, local, split)
+    view, local = views(alg, state, setting, ids, buffers)
+    at_once = None if own_way(alg) else local.measure(view["w"], split)
+    pairs = [] if at_once and not metrics else local.scores(alg.predict, view, split)
+    loss, accuracy = at_once or one_by_one(alg, pairs, local.net)
     loss = loss.double().nan_to_num(nan=math.inf)
     none = torch.full((n,), torch.nan, dtype=torch.float64)
     result = {"loss": loss} if accuracy is None else {"loss": loss, "accuracy": accuracy}
+    result |= {name: measured_by(name, f, pairs, ids.tolist()) for name, f in (metrics or {}).items()}
     return {k: none.index_copy(0, ids, v.double().cpu()) for k, v in result.items()} | {"size": size}
 
 
-def one_by_one(alg: FedAvg, view: Tensors, local: Local, split: str) -> tuple[Tensor, Tensor | None]:
-    """Each client's mean loss [S] and, for classes, its share of right answers [S], by the algorithm's own `predict`."""
+def views(alg: FedAvg, state: State, setting: Setting, ids: Tensor, buffers: str = "auto") -> tuple[Tensors, Local]:
+    """The personalized views [S, ...] of the clients `ids` [S] as evaluation has them, and what their hook was given."""
+    round = max(1, state.round)
+    cohort = cohort_of(alg, setting, ids, round)
+    joined, rows = state.joined[ids], state.buffers[onto(ids, state.buffers.device)]
+    if rows.shape[1] and state.joined.any() and buffers_of(alg, setting.net, buffers) == "local":
+        rows[onto(~joined, rows.device)] = state.buffers[onto(state.joined, rows.device)].mean(0)
+    local = Local(setting, ids, round, rows, joined=joined)
+    down = alg.send(state.g, cohort, generator_of(setting.seed, round, "evaluation"))
+    own = state.own if len(ids) == setting.data.n else {k: v[ids] for k, v in state.own.items()}
+    return alg.personal(down, own, local), local
+
+
+def own_way(alg: FedAvg) -> bool:
+    """Whether the algorithm predicts otherwise than by one model's logits."""
+    return type(alg).predict is not FedAvg.predict or alg.returns != "logits"
+
+
+def one_by_one(alg: FedAvg, pairs: Sequence[tuple[Tensor, Tensor]], net: Net) -> tuple[Tensor, Tensor | None]:
+    """Each client's mean loss [S] and, for classes, its share of right answers [S], from its scores and labels."""
     losses, hits = [], []
-    for scores, y in local.scores(alg.predict, view, split):
+    for scores, y in pairs:
         if alg.returns == "probabilities" and scores.dim() > 1 and scores.shape[1] > 1 and not y.is_floating_point():
             losses.append(torch.nn.functional.nll_loss(scores.clamp(min=1e-12).log(), y))
         else:
-            losses.append(local.net.criterion(scores, y))
-        if local.net.scores_classes and not y.is_floating_point():
-            hits.append(right(scores, y).double().mean())
+            losses.append(net.criterion(scores, y))
+        if net.scores_classes and not y.is_floating_point():
+            classes = scores.movedim(1, -1) if scores.dim() > y.dim() else scores  # [B, C, ...] for labels [B, ...]
+            hits.append(right(classes, y).double().mean())
     return torch.stack(losses), torch.stack(hits) if hits else None

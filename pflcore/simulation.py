@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn as nn
 
 import pflcore
-from pflcore import memory
-from pflcore.algorithms import ALGORITHMS
-from pflcore.algorithms.base import FedAvg, State, Stop, Tensors
-from pflcore.arguments import SEEDS, WORKERS, algorithm_of, check_start, copied, device_of, ids_of, limit, whole
+from pflcore import footprint, memory
+from pflcore.algorithms.base import FedAvg, State, Stop
+from pflcore.algorithms.lookup import algorithm_of, name_of
+from pflcore.arguments import SEEDS, WORKERS, check_start, copied, device_of, ids_of, limit, whole
 from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
 from pflcore.local import Training, prepared
+from pflcore.local.losses import Loss, default_loss, loss_name
 from pflcore.local.net import Net
-from pflcore.metrics import human
-from pflcore.round import Outcome, begin, evaluate, sample, step
+from pflcore.local.preflight import check_modes
+from pflcore.metrics import Metric, human, metrics_of
+from pflcore.personal import Models, Personalized
+from pflcore.results import export
+from pflcore.round import Outcome, begin, buffers_of, evaluate, sample, step
 from pflcore.uploads import farthest
 
 STREAM = 1  # the version of the random streams: runs of one version, seed and setting are the same run
 VOID_ROUNDS = 3  # so many void rounds in a row end a run: same data, same lr, it will not recover
 Record = dict[str, Any]
+Callback = Callable[[int, Record], None]
 
 
 @dataclass
@@ -39,6 +46,7 @@ class History:
     interrupted: bool = False  # by Ctrl-C
     failed: bool = False  # for want of memory, or by an error; the state is that of the last round in `rounds`
     state: State | None = None
+    models: Models | Sequence[Personalized] | None = field(default=None, repr=False)  # of the last state, see `model`
 
     def series(self, key: str = "accuracy") -> tuple[list[int], torch.Tensor]:
         """The evaluated rounds and each client's value in them, [T, N] float64."""
@@ -52,6 +60,46 @@ class History:
         if self.stopped:
             yield {"stopped": self.stopped}
 
+    # what comes out ---------------------------------------------------------------------------------------------------
+    def model(self, client: int) -> Personalized:
+        """One client's personalized model after the last round, an `nn.Module` from samples [B, ...] to scores, for every algorithm.
+
+        ValueError where there is no such client, or where the run kept no model.
+        """
+        if self.models is None:
+            raise ValueError("model: this history holds no models; they come with the history that run() returns.")
+        if not isinstance(self.models, Models) and not (isinstance(client, int) and 0 <= client < len(self.models)):
+            raise ValueError(f"client: expected a number from 0 to {len(self.models) - 1}, got {client!r}.")
+        return self.models[client]
+
+    def predict(self, client: int, x: Any) -> torch.Tensor:
+        """What the client's model says of the samples `x` [B, ...]: labels int64 [B], or values for continuous targets."""
+        return self.model(client).predict(x)
+
+    def adapt(self, samples: Any, rounds: int = 5) -> Personalized:
+        """The model of a client who was not there, personalized by the algorithm's own rule; the run's state stays as it is.
+
+        `samples` are a Dataset, (x, y), or {"train": (x, y), "val": (x, y)}. The newcomer starts from a fresh client's state and does its
+        own work of `rounds` rounds (so FedAvg's model is the shared one, Ditto's a personal one), then what an evaluation does
+        (fine-tuning, kNN-Per's neighbours). Where the server makes a model for each client (FedDWA, FedAMP, MOCHA, ...) everybody plays
+        these rounds with it, on copies. ValueError in one sentence for samples that do not fit.
+        """
+        if not isinstance(self.models, Models):
+            raise ValueError("adapt: expected the history that Simulation.run() returns; runs for each client have no model for others.")
+        return self.models.adapt(samples, rounds)
+
+    def to_pandas(self, per: export.Per = "round") -> Any:
+        """A `pandas.DataFrame` with one row per round (means over clients), or per evaluated round and client."""
+        return export.frame(self.header, self.rounds, per)
+
+    def to_csv(self, path: str | Path, per: export.Per = "round") -> None:
+        """The rows of `to_pandas` as a CSV file; needs no pandas."""
+        export.to_csv(self.header, self.rounds, path, per)
+
+    def to_tensorboard(self, folder: str | Path, clients: bool = False) -> None:
+        """The rounds as TensorBoard's events in `folder`, with `clients` a curve for each client; needs the package tensorboard."""
+        export.to_tensorboard(self.rounds, folder, clients)
+
 
 @dataclass
 class Simulation:
@@ -60,7 +108,7 @@ class Simulation:
     >>> history = Simulation("waffle", model, data, Training(lr=0.1), rounds=20).run()   # doctest: +SKIP
     """
 
-    algorithm: FedAvg | str
+    algorithm: FedAvg | type[FedAvg] | str  # an instance, a class, a name, or "package.module:Class"
     model: Net | nn.Module | Callable[[], nn.Module]
     data: Federation
     training: Training = field(default_factory=Training)
@@ -71,13 +119,15 @@ class Simulation:
     engine: str = "auto"  # "threads", "vmap", or by the model; see `pflcore.local.path`
     workers: int | None = None  # threads; never changes a result
     device: str = "cpu"
-    buffers: str = "local"  # batch norm's running statistics: each client its own, or "average"
+    buffers: str = "auto"  # batch norm's running statistics: "average", "local" (each client its own), or as the method has it
     eval_every: int = 1  # rounds between evaluations, the last round in any case; 0: none at all
     eval_split: str = "test"
     eval_clients: torch.Tensor | Sequence[int] | None = None  # ids of those who are evaluated; default: all
     eval_train: bool = False  # the train loss of every client too
     warm_start: State | None = None  # is copied
     clip: float | None = None  # no client's update is longer (Euclidean norm, before the server sees it)
+    loss: Loss | None = None  # a name, a function of (scores, y) or an nn.Module; default: by the targets, or the Net's own
+    metrics: Sequence[str | Metric] | Mapping[str, Metric] = ()  # "auc", "f1", "mae", "r2", ..., functions of one client's (scores, labels)
 
     def __post_init__(self) -> None:
         self.algorithm = algorithm_of(self.algorithm)
@@ -89,8 +139,6 @@ class Simulation:
             raise TypeError(f"data: expected a Federation, got {type(self.data).__name__}; make one: Federation.from_arrays(...).")
         if not 0 < self.participation <= 1:
             raise ValueError(f"participation: expected a fraction in (0, 1], got {self.participation}.")
-        if self.buffers not in ("local", "average"):
-            raise ValueError(f"buffers: expected 'local' or 'average', got {self.buffers!r}.")
         self.device = device_of(self.device)
         self.clients, self.eval_clients = (ids_of(k, getattr(self, k), self.data.n) for k in ("clients", "eval_clients"))
         if self.algorithm.needs_val:
@@ -98,28 +146,32 @@ class Simulation:
         if self.eval_split not in self.data.index:
             raise ValueError(f"eval_split: the federation has {', '.join(self.data.index)}, not {self.eval_split!r}.")
         model = self.model
-        net = (
-            model
-            if isinstance(model, Net)
-            else Net(model, criterion="squared" if self.data.y.is_floating_point() else "cross_entropy", seed=self.seed)
-        )
+        check_modes()
+        if isinstance(model, Net) and self.loss is not None:
+            raise ValueError("loss: this Net has a loss of its own; give it to the Net, Net(model, loss), or give the bare model.")
+        net = model if isinstance(model, Net) else Net(model, self.loss or default_loss(self.data.y), seed=self.seed)
         net = self.algorithm.prepare(net)
+        buffers_of(self.algorithm, net, self.buffers)
+        self.measures = metrics_of(self.metrics, not self.data.y.is_floating_point())
+        self.training.lr_at(1, self.rounds)  # so that a schedule that fails does so now
+        self.history: History | None = None  # of the last call of `run`
         asked = self._set_up(net)
         if asked is not None:
             memory.give_back(self.device)
-            peak = peak_bytes(net, self.data.n, self.participation, *self.algorithm.init(net, self.data.n))
+            peak = self._peak_bytes(net)
             data = sum(t.numel() * t.element_size() for t in (self.data.x, self.data.y))
             raise MemoryError(memory.sentence(f"before the first round, with {human(data)} of data", peak, asked, self.device))
 
     def _set_up(self, net: Net) -> str | None:
         """Everything to its device. Where memory runs out nothing is kept, and what was asked for last is returned."""
         assert isinstance(self.algorithm, FedAvg)
-        data = self.data
+        data, self.path = self.data, Path("vmap", "vmap", "not chosen yet")
         try:
             if self.device != "cpu":
                 net, data = net.to(self.device), data.to(self.device)
             self.setting, self.path = prepared(net, data, self.training, self.engine, self.workers, self.seed, self.rounds)
             net = self.setting.net
+            memory.refuse(self._peak_bytes(net), self.device)
             if self.warm_start is not None:
                 check_start(self.warm_start, self.algorithm, net, data.n)
             self._state = begin(self.algorithm, net, data.n) if self.warm_start is None else copied(self.warm_start)
@@ -127,9 +179,18 @@ class Simulation:
             if self._state.round >= self.rounds:
                 raise ValueError(f"rounds: expected more than the {self._state.round} that the warm start has played, got {self.rounds}.")
         except (MemoryError, RuntimeError) as error:
-            if not memory.ran_out(error):
+            if not memory.ran_out(error) or isinstance(error, memory.RunTooLarge):
                 raise
             return memory.asked_for(error)
+        everybody = torch.arange(data.n)
+        looked_at, training = (everybody if c is None else ids_of("clients", c, data.n) for c in (self.eval_clients, self.clients))
+        left_out = set(looked_at.tolist()) - set(training.tolist())  # type: ignore[union-attr]
+        if left_out and self._state.own:
+            warnings.warn(
+                f"{self.name} keeps a state for each client, and {len(left_out)} of those who are evaluated never take part: they get "
+                "what a newcomer is; in such a setting take a method without client state.",
+                stacklevel=4,
+            )
         return None
 
     @property
@@ -144,12 +205,17 @@ class Simulation:
 
     @property
     def name(self) -> str:
-        return next((k for k, v in ALGORITHMS.items() if v is type(self.algorithm)), type(self.algorithm).__name__)
+        """What the algorithm is called in records."""
+        return name_of(self.algorithm)
 
     def peak_bytes(self) -> int:
-        """An estimate of the run's peak memory, see `peak_bytes`."""
-        fresh = {k: v[0] for k, v in self._state.own.items()}
-        return peak_bytes(self.setting.net, self.data.n, self.participation, self._state.g, fresh)
+        """An estimate of the run's peak memory beside data and activations, see `footprint`."""
+        return self._peak_bytes(self.setting.net)
+
+    def _peak_bytes(self, net: Net) -> int:
+        assert isinstance(self.algorithm, FedAvg)
+        workers = self.workers or os.cpu_count() or 1
+        return footprint.peak_bytes(self.algorithm, net, self.data.n, self.participation, self.training, self.path, workers)
 
     def header(self) -> Record:
         """What the run is: everything needed to repeat it."""
@@ -173,6 +239,8 @@ class Simulation:
             "buffers": self.buffers,
             "clip": self.clip,
             "stream": STREAM,
+            "criterion": loss_name(s.net.criterion),
+            "metrics": list(self.measures),
             "eval_split": self.eval_split,
             "target": self.algorithm.required[0] if self.algorithm.required else None,
             "backend": _plain(pflcore.backend()),
@@ -250,43 +318,44 @@ class Simulation:
     def evaluate(self, split: str) -> dict[str, torch.Tensor]:
         """Each client's personalized model as it is now: see `pflcore.algorithms.evaluate`."""
         assert isinstance(self.algorithm, FedAvg)
-        return evaluate(self.algorithm, self._state, self.setting, split, ids_of("eval_clients", self.eval_clients, self.data.n))
+        clients = ids_of("eval_clients", self.eval_clients, self.data.n)
+        measures = self.measures if split == self.eval_split else None
+        return evaluate(self.algorithm, self._state, self.setting, split, clients, self.buffers, measures)
 
-    def run(self, on_round: Callable[[int, Record], None] | None = None) -> History:
-        """Play all rounds; `on_round(round, record)` sees each record as it is made. Ctrl-C ends the run and keeps what there is.
-        So does an error, in `on_round` for instance, which goes on from here with the history as its attribute `history`."""
-        history = History(self.header())
+    def run(self, on_round: Callback | Sequence[Callback] | None = None) -> History:
+        """Play all rounds; `on_round(round, record)`, one function or several, sees each record as it is made.
+
+        Ctrl-C, or a callback that raises `Stop`, ends the run and keeps what there is. Any other exception ends it too and is passed on;
+        the rounds up to there are in its attribute `history` and in the simulation's, and another `run()` goes on from them.
+        """
+        assert isinstance(self.algorithm, FedAvg)
+        check_modes()
+        callbacks = [on_round] if callable(on_round) else on_round or []
+        if not (isinstance(callbacks, Sequence) and all(map(callable, callbacks))):
+            raise TypeError(f"on_round: expected a function of (round, record), or several in a list, got {on_round!r}.")
+        history = self.history = History(self.header())
         try:
             for record in self.iterate():
                 if "stopped" in record:
                     history.stopped, history.failed = record["stopped"], record.get("failed", False)
                     break
                 history.rounds.append(record)
-                if on_round:
-                    on_round(record["round"], record)
+                for callback in callbacks:
+                    callback(record["round"], record)
         except Stop as stop:
             history.stopped = str(stop)
         except KeyboardInterrupt:
             history.stopped, history.interrupted = f"Interrupted after round {len(history.rounds)} of {self.rounds}.", True
         except Exception as error:
-            history.stopped, history.failed, history.state = f"{type(error).__name__}: {error}", True, self.state
-            error.history = history  # type: ignore[attr-defined]
+            history.stopped = f"{type(error).__name__} in round {self._state.round}: {str(error) or 'without a message'}"
+            history.failed, error.history = True, history  # type: ignore[attr-defined]
             raise
-        history.state = self.state
+        finally:
+            history.state = self.state
+            history.models = Models(self.algorithm, self.setting, history.state)
         if history.stopped and not history.interrupted:
             warnings.warn(f"{self.name}, seed {self.seed}, stopped early: {history.stopped}", RuntimeWarning, stacklevel=2)
         return history
-
-
-def peak_bytes(net: Net, n: int, participation: float, g: Tensors, own: Tensors) -> int:
-    """An estimate of a run's peak memory beside data and activations: 2 S P floats for FedAvg, 6 S P + N P for SCAFFOLD.
-
-    The state (the server's `g`, and of each client its `own` rows), and for the cohort its trained rows and updates, and four
-    matrices for each matrix of client state: as gathered, its correction, as renewed, as uploaded.
-    """
-    cohort = max(1, int(participation * n + 0.5))
-    server, client = (sum(v.numel() * v.element_size() for v in tensors.values()) for tensors in (g, own))
-    return server + n * (client + net.b0.numel() * net.b0.element_size()) + cohort * (2 * net.size * net.w0.element_size() + 4 * client)
 
 
 def round_to(x: float, digits: int = 4) -> float:
@@ -307,7 +376,7 @@ def _plain(value: Any) -> Any:
 
 
 def for_everyone(
-    algorithm: FedAvg,
+    algorithm: FedAvg | type[FedAvg] | str,
     model: Net | nn.Module | Callable[[], nn.Module],
     data: Federation,
     training: Training | None = None,
@@ -321,9 +390,10 @@ def for_everyone(
     client's numbers are those of the run made for it, "weights" has a row per target [N, N], bytes and seconds are sums, and a client
     counts as dropped, and a round as void, where that happened in any run. It ends with the shortest run.
     """
+    algorithm = algorithm_of(algorithm)
     if not any(f.name == "target" for f in fields(algorithm)):
         raise ValueError(f"algorithm: expected one with a target (WAFFLE, Weight Erosion), got {type(algorithm).__name__}.")
-    runs = []
+    runs, models = [], []
     for target in range(data.n):
         made_for: FedAvg = replace(algorithm, **{"target": target})  # type: ignore[arg-type]
         simulation = Simulation(made_for, model, data, training or Training(), **options)
@@ -331,13 +401,14 @@ def for_everyone(
         runs.append(simulation.run(seen))
         if runs[-1].interrupted or runs[-1].failed:
             break
+        models.append(runs[-1].model(target))
     header = {**runs[0].header, "target": None, "made_for": "each client"}
     header["options"] = {**header["options"], "target": "each client"}
     interrupted, failed = any(r.interrupted for r in runs), any(r.failed for r in runs)
     complete = len(runs) == data.n and not (interrupted or failed)
     rounds = [merged(records) for records in zip(*(r.rounds for r in runs), strict=False)] if complete else []
     stopped = [f"target {i}: {r.stopped}" for i, r in enumerate(runs) if r.stopped]
-    return History(header, rounds, " ".join(stopped) or None, interrupted=interrupted, failed=failed)
+    return History(header, rounds, " ".join(stopped) or None, interrupted=interrupted, failed=failed, models=models)
 
 
 def merged(records: Sequence[Record]) -> Record:

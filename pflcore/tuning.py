@@ -17,15 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 
 from pflcore.algorithms.base import FedAvg, State, Tensors, cohort_of
 from pflcore.algorithms.finetune import FineTune, layer_mask, lengths, value
-from pflcore.arguments import algorithm_of
-from pflcore.data.federation import Federation
+from pflcore.algorithms.lookup import algorithm_of
 from pflcore.data.roles import Protocol
 from pflcore.local import Local, Setting, Training
+from pflcore.local.losses import default_loss
 from pflcore.local.net import Net
 from pflcore.local.random import generator_of
 from pflcore.results.record import plain
@@ -128,7 +127,7 @@ def candidates(algorithm: FedAvg, training: Training, grid: Mapping[str, Sequenc
 def tune(
     protocol: Protocol | Sequence[Protocol],
     net: Net | nn.Module | Callable[[], nn.Module] | Sequence[Net],
-    algorithm: FedAvg | str,
+    algorithm: FedAvg | type[FedAvg] | str,
     training: Training,
     grid: Mapping[str, Sequence[Any]],
     rounds: int,
@@ -154,20 +153,21 @@ def tune(
     with the reason and never chosen, neither for all nor for one client: its mean would be that of the clients who survived it.
     """
     algorithm = algorithm_of(algorithm)
-    protocols = [protocol] if isinstance(protocol, Protocol | Federation) else list(protocol)
-    for p in protocols:
-        if not isinstance(p, Protocol):
-            raise TypeError(f"protocol: expected who trains and who is tested, got a {type(p).__name__}; make one: cross_silo(data).")
-    if not isinstance(net, Net | Sequence) or isinstance(net, nn.Module):
-        numbers = protocols[0].data.y.is_floating_point()
-        net = Net(net, criterion="squared" if numbers else "cross_entropy", seed=seed)
+    protocols = [protocol] if isinstance(protocol, Protocol) else list(protocol) if isinstance(protocol, Sequence) else []
+    if not protocols or not all(isinstance(p, Protocol) for p in protocols):
+        raise TypeError(
+            f"protocol: expected cross_silo(data) or cross_device(data), which say what is chosen on what, got {type(protocol).__name__}."
+        )
     if per_client and any(p.setting == "cross-device" for p in protocols):
         raise ValueError("per_client: clients of a cross-device protocol that are reported have no validation samples; choose globally.")
     trials = [Trial(c) for c in candidates(algorithm, training, grid)]
     if states is not None and len({t.candidate.trained for t in trials}) > 1:
         raise ValueError(f"grid: with trained states it may hold {', '.join(algorithm.late) or 'nothing'}, got {', '.join(grid)}.")
-    nets = [net] * len(protocols) if isinstance(net, Net) else list(net)
     seeds = [seed + j for j in range(len(protocols))] if isinstance(seed, int) else list(seed)
+    if not isinstance(net, Sequence) or isinstance(net, nn.Module):  # nn.Sequential is a model
+        net = net if isinstance(net, Net) else Net(net, default_loss(protocols[0].data.y), seed=seeds[0] if seeds else 0)
+        net = [net] * len(protocols)
+    nets = list(net)
     if len(seeds) != len(protocols) or len(nets) != len(protocols):
         raise ValueError(f"seed and net: expected one, or one per protocol ({len(protocols)}), got {len(seeds)} and {len(nets)}.")
     bench = _Bench(

@@ -84,4 +84,4 @@ def play(
 def copied(state: State) -> State:
     g = {k: v.clone() for k, v in state.g.items()}
     own = {k: v.clone() for k, v in state.own.items()}
-    return State(g, own, state.buffers.clone(), state.round, state.void)
+    return State(g, own, state.buffers.clone(), state.round, state.void, state.joined.clone())

@@ -1,5 +1,6 @@
 """The examples are programs that people copy: they run, and they show what they say they show."""
 
+import ast
 import runpy
 from pathlib import Path
 
@@ -40,3 +41,15 @@ def test_choosing_on_some_clients_and_reporting_others(capsys):
     after, before, protocol = left["after"], left["before"], left["protocol"]
     assert "| chosen |" in capsys.readouterr().out
     assert after[protocol.report].mean() > before[protocol.report].mean() + 0.05 and int(after.isnan().sum()) == 50
+
+
+def test_an_algorithm_of_ones_own(capsys):
+    path = EXAMPLES / "own_algorithm.py"
+    left = runpy.run_path(str(path), run_name="__main__")  # it checks itself first
+    lines = capsys.readouterr().out.split()
+    assert "FedPer" in lines and float(lines[-1]) > float(lines[7]) + 0.03 and int(lines[-2]) < int(lines[6])
+    cls = next(n for n in ast.parse(path.read_text()).body if isinstance(n, ast.ClassDef))
+    assert cls.end_lineno - cls.lineno + 2 <= 25  # with its decorator
+    assert issubclass(left["FedPer"], pflcore.FedAvg)
+    text = (EXAMPLES.parent / "docs" / "own_algorithm.md").read_text()
+    assert ast.get_source_segment(path.read_text(), cls) in text  # what the document shows is what runs

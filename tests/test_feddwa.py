@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -125,6 +126,7 @@ def test_golden_guidance_epoch_against_full_gradient():
 
     class Fixed:  # local training in the order that the golden values have
         lr = a9["eta"]
+        setting = SimpleNamespace(training=Training())
 
         def fit(self, start, *, epochs=1, **_):
             w = start.clone()
@@ -475,7 +477,7 @@ def test_clients_of_one_task_find_each_other():
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"k": 0}, "k: "), ({"guidance": "current"}, "guidance: "), ({"ahead": 0}, "ahead: "), ({"newcomer": "x"}, "newcomer: ")],
+    [({"k": 0}, "k: "), ({"guidance": "next"}, "guidance: "), ({"ahead": 0}, "ahead: "), ({"newcomer": "x"}, "newcomer: ")],
 )
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match="^" + message):

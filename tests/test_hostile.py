@@ -347,8 +347,6 @@ def test_a_client_with_one_sample_keeps_it():
 
 def test_a_download_folder_is_no_federation(tmp_path):
     (tmp_path / "a.csv").write_text("1,0\n2,1\n")
-    with pytest.raises(ValueError, match="at least two clients"):
-        federation_of(f"folder:{tmp_path}")
     (tmp_path / "b.csv").write_text("1,0\n2,1\n")
     (tmp_path / "README.md").write_text("about")
     assert federation_of(f"folder:{tmp_path}", fractions={"train": 0.5, "test": 0.5}).n == 2

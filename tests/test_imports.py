@@ -27,8 +27,12 @@ ROOMS: dict[str, set[str]] = {  # from the ground up: each room, and the rooms b
     "round": {"ops", "metrics", "local", "algorithms", "uploads"},
     "arguments": {"local", "algorithms"},
     "privacy": {"data", "local", "algorithms", "round"},
-    "simulation": {"data", "metrics", "local", "algorithms", "round", "memory", "arguments", "uploads"},
-    "tuning": {"data", "local", "algorithms", "arguments", "round", "simulation", "results"},
+    "footprint": {"data", "local", "algorithms", "round"},
+    "personal": {"_mode", "data", "local", "algorithms", "round"},
+    "simulation": {"data", "metrics", "local", "algorithms", "round", "memory", "arguments", "uploads", "footprint", "results", "personal"},
+    "callbacks": {"metrics", "algorithms", "results"},
+    "testing": {"data", "local", "algorithms", "round"},
+    "tuning": {"data", "local", "algorithms", "round", "simulation", "results"},
     "experiment": {"data", "models", "local", "algorithms", "arguments", "simulation"},
     "reproduce": {"data", "metrics", "models", "local", "algorithms", "round", "simulation", "results", "tuning", "experiment"},
     "cli": {"data", "metrics", "models", "nn", "factorized", "local", "algorithms", "results", "privacy", "experiment", "reproduce"},
@@ -97,10 +101,10 @@ def test_the_walls_would_be_noticed() -> None:
 
 
 def test_importing_pflcore_pulls_in_no_extra() -> None:
-    heavy = ("matplotlib", "torchvision", "tyro", "tqdm", "mlxtend", "scipy", "sklearn", "flwr", "pandas")
+    heavy = ("matplotlib", "torchvision", "tyro", "tqdm", "mlxtend", "scipy", "sklearn", "flwr", "pandas", "tensorboard")
     code = (
         "import sys, torch; before = set(sys.modules)  # torch itself takes tqdm where there is one\n"
-        "import pflcore, pflcore.models, pflcore.results.table, pflcore.nn\n"
+        "import pflcore, pflcore.models, pflcore.results.table, pflcore.nn, pflcore.callbacks, pflcore.testing\n"
         f"print([m for m in {heavy!r} if m in sys.modules and m not in before])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent, check=False)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from pflcore.algorithms import ALGORITHMS, Cohort, FedAvg, Stop
 from pflcore.algorithms.ditto import MRMTL, Ditto
 from pflcore.algorithms.fedopt import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi
-from pflcore.algorithms.finetune import FineTune, pick
+from pflcore.algorithms.finetune import FineTune
 from pflcore.algorithms.hypcluster import Ensemble, HypCluster, centres
 from pflcore.algorithms.knnper import KnnPer, neighbours
 from pflcore.algorithms.mocha import Mocha, relation
@@ -209,7 +210,7 @@ def test_a_cluster_that_nobody_picks_keeps_model_and_optimizer(optimizer):
     state = play(alg, s, 1, state)  # both clusters move, so momentum is not zero
     before = {k: v.clone() for k, v in state.g.items()}
     state, _ = step(alg, state, s, torch.tensor([0, 2]))
-    for k in set(before) - {"pick"}:
+    for k in set(before) - {"pick", "b"}:
         assert torch.equal(state.g[k][1], before[k][1]) and not torch.equal(state.g[k][0], before[k][0]), k
     assert state.g["pick"].tolist() == [0, 1, 0]
 
@@ -260,9 +261,9 @@ def test_bytes_of_clusters():
     s = classes_setting()
     model = s.net.size * 4 * s.data.n
     _, out = step(HypCluster(k=3), begin(HypCluster(k=3), s.net, 4), s, torch.arange(4))
-    assert (out.bytes_down, out.bytes_up) == (3 * model, model + 4 * 8)
+    assert (out.bytes_down, out.bytes_up) == (3 * model, model + 4)
     _, out = step(HypCluster(k=3, warm=1), begin(HypCluster(k=3), s.net, 4), s, torch.arange(4))
-    assert (out.bytes_down, out.bytes_up) == (3 * model, 3 * model + 4 * 8)
+    assert (out.bytes_down, out.bytes_up) == (3 * model, 3 * model + 4)
 
 
 def test_a_restart_finds_centres_that_share_the_clients():
@@ -288,7 +289,7 @@ def test_one_round_of_ditto_by_hand():
     s = setting_of(fed, w0=(0.2, -0.1))
     alg = Ditto(lam=0.5)
     state = begin(alg, s.net, 1)
-    state.own["v"] = torch.tensor([[0.5, 0.4]], dtype=D64)
+    state.own["v"], state.joined[0] = torch.tensor([[0.5, 0.4]], dtype=D64), True
     local = Local(s, torch.arange(1), 1, torch.empty(1, 0))
     close(local.grad(state.own["v"]), [[0.137, 0.297]])
     state = play(alg, s, 1, state)
@@ -507,14 +508,22 @@ def test_knn_alone_without_weight_is_fedavg_and_clients_may_be_small():
 
 
 # fine-tuning -----------------------------------------------------------------------------------------------------------------------
-def test_selection_by_hand():
-    val = torch.tensor([[[0.80, 0.70], [0.85, 0.72], [0.83, 0.75]], [[0.82, 0.65], [0.88, 0.60], [0.90, 0.55]]])
-    test = val - torch.tensor([0.01, 0.02])
-    assert pick(val, "global").tolist() == [[0, 2], [0, 2]]
-    mine = pick(val, "client")
-    assert mine.tolist() == [[1, 2], [0, 2]]
-    close(test[mine[:, 0], mine[:, 1], torch.arange(2)], [0.89, 0.73], atol=1e-6)
-    assert pick(torch.tensor([[[0.5], [0.7]], [[0.7], [math.nan]]])).tolist() == [[0, 1]]
+@pytest.mark.parametrize(
+    ("choose", "val", "zero", "expected"),
+    [
+        ("client", [[0.80, 0.70], [0.85, 0.72], [0.83, 0.75], [0.82, 0.65], [0.88, 0.60], [0.90, 0.55]], [0.1, 0.1], [6, 3]),
+        ("global", [[0.80, 0.70], [0.85, 0.72], [0.83, 0.75], [0.82, 0.65], [0.88, 0.60], [0.90, 0.55]], [0.1, 0.1], [3, 3]),
+        ("client", [[0.5, 0.5], [0.7, 0.5], [0.6, 0.5], [0.7, 0.5], [-math.inf, 0.5], [0.7, 0.5]], [0.6, 0.5], [2, 0]),  # ties: the earlier
+    ],
+)
+def test_selection_by_hand(choose, val, zero, expected, monkeypatch):
+    """Candidate c = 1 .. 6 (two step sizes, three lengths) is the row of c's; 0 is the untuned model."""
+    rows = [torch.full((2, 1), float(c), dtype=D64) for c in range(7)]
+    table = torch.tensor([zero, *val], dtype=D64)
+    monkeypatch.setattr("pflcore.algorithms.finetune.lengths", lambda *_: ((c > 3, (c - 1) % 3 + 1, rows[c]) for c in range(1, 7)))
+    monkeypatch.setattr("pflcore.algorithms.finetune.value", lambda local, w: table[w[:, 0].long(), torch.arange(2)])
+    local = SimpleNamespace(buffers=torch.empty(2, 0))
+    assert FineTune(choose=choose).chosen(rows[0], local, None)[:, 0].tolist() == expected
 
 
 def test_no_epochs_of_fine_tuning_is_fedavg():

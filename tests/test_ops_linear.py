@@ -64,7 +64,7 @@ def by_autograd(w, x, y, names, order, sizes, steps, batch, drop_last, criterion
 @pytest.mark.usefixtures("isa")
 @given(
     st.lists(st.sampled_from([1, 2, 5, 16, 33, 70, 130]), min_size=1, max_size=4), st.sampled_from([1, 3, 16, 28, 33, 64]),
-    st.sampled_from(["cross_entropy", "half_squared", "hinge", "squared"]), st.sampled_from([1, 2, 5, 10]), st.sampled_from([1, 4, 32, 200]), st.sampled_from([F32, F64]),
+    st.sampled_from(["cross_entropy", "half_squared", "hinge", "squared"]), st.sampled_from([1, 2, 5, 10]), st.sampled_from([1, 4, 32, 200]), st.sampled_from([F32, F64]),  # noqa: E501
     SWITCH, SWITCH, SWITCH, SWITCH, st.sampled_from([0.0, 0.9]), st.sampled_from([1, 2]), st.integers(0, 99),
 )  # fmt: skip
 def test_like_autograd(sizes, inputs, criterion, outputs, batch, dtype, bias, drop_last, corrected, relabel, momentum, passes, seed):

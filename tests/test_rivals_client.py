@@ -23,7 +23,7 @@ from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
 from pflcore.local import Local, Training
 from pflcore.local.net import Net
-from pflcore.round import begin, evaluate, step
+from pflcore.round import begin, evaluate, nbytes, step
 from pflcore.simulation import Simulation
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "feddwa_family.json").read_text())
@@ -202,7 +202,7 @@ def test_pfedme_evaluates_theta_and_keeps_it_warm():
     state = begin(alg, s.net, 3)
     state, _ = step(alg, state, s, torch.arange(3))
     theta = state.own["theta"].clone()
-    view = alg.personal({"x": state.g["x"].expand(3, -1)}, state.own, None)["w"]
+    view = alg.personal({"x": state.g["x"].expand(3, -1)}, state.own, Local(s, torch.arange(3), 1, state.buffers))["w"]
     assert torch.equal(view, theta) and not torch.equal(theta, state.g["x"].expand(3, -1))
     state, _ = step(alg, state, s, torch.tensor([0, 2]))
     assert torch.equal(state.own["theta"][1], theta[1]) and not torch.equal(state.own["theta"][0], theta[0])
@@ -351,7 +351,8 @@ def test_fedfomo_downloads_the_best_models_and_explores():
     assert all(a != b for a, b in picks.tolist())
     bold = torch.cat([FedFomo(m=2, epsilon=1.0, decay=0.0).send(g, cohort([0], 6), gen)["w"].index for _ in range(60)])
     assert set(bold.flatten().tolist()) == {1, 2, 3, 4}
-    assert FedFomo(m=50).send(g, cohort([0, 5], 6), gen)["w"].index.shape == (2, 4)
+    index = FedFomo(m=50).send(g, cohort([0, 5], 6), gen)["w"].index  # more than there are: each gets all that there are for it
+    assert index.sort().values.tolist() == [[-1, 1, 2, 3, 4], [0, 1, 2, 3, 4]] and nbytes({"w": Pool(torch.zeros(6, 1), index)}) == 9 * 4
     late = FedFomo(m=2, epsilon=1.0, decay=0.5).send(g, cohort([0], 6, round=3), gen)["w"].index
     assert late.tolist() == [[2, 3]]
 

@@ -250,6 +250,11 @@ def similarity(rows: torch.Tensor) -> torch.Tensor:
     return cosines(ops.pairwise_sqdist(rows), rows.norm(dim=1))
 
 
+def tree(x: torch.Tensor, cluster: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Clustered FL's state of clusters that have not split."""
+    return {"x": x, "way": torch.zeros_like(x), "child": torch.full((len(x),), -1), "cluster": cluster}
+
+
 def halves(second: torch.Tensor) -> list[list[int]]:
     return [(~second).nonzero()[:, 0].tolist(), second.nonzero()[:, 0].tolist()]
 
@@ -302,10 +307,11 @@ def test_golden_nested_split_keeps_the_clients_numbers():
     for i, label in zip(parent, g3["sub_labels"], strict=True):
         delta[i, 0] = 1.0 if label == 0 else -1.0
     alg = ClusteredFL(relative=True, first=0)
-    g = alg.server({"x": torch.zeros(2, 2, dtype=torch.float64), "cluster": cluster}, {"delta": delta}, cohort(list(range(10)), 10, 1))
-    found = [(g["cluster"] == c).nonzero()[:, 0].tolist() for c in range(3)]
-    assert found[1:] == g3["correct"] and found[0] == [i for i in range(10) if i not in parent]
-    close(g["x"], [[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])  # this round's means are already those of the halves
+    g = tree(torch.zeros(2, 2, dtype=torch.float64), cluster)
+    g = alg.server(g, {"delta": delta}, cohort(list(range(10)), 10, 1))
+    found = [(g["cluster"] == c).nonzero()[:, 0].tolist() for c in range(4)]
+    assert found[2:] == g3["correct"] and found[0] == [i for i in range(10) if i not in parent] and not found[1]
+    close(g["x"], [[1.0, 0.0], [0.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])  # this round's means are already those of the halves
 
 
 def test_clustered_fl_finds_nested_groups_with_absent_clients():
@@ -318,7 +324,7 @@ def test_clustered_fl_finds_nested_groups_with_absent_clients():
         ids = [i for i in range(12) if i != round % 12] if round > 8 else list(range(12))
         state, _ = step(alg, state, s, torch.tensor(ids))
     cluster = alg.report(state.g)["cluster"]
-    assert len(state.g["x"]) == 4
+    assert len(set(cluster.tolist())) == 4 and len(state.g["x"]) == 7  # three of the tree's nodes have split
     for group in range(4):
         assert len(set(cluster[group::4].tolist())) == 1
     close(state.g["x"][cluster][:, 0], target, 1e-3, 0.1)
@@ -337,7 +343,7 @@ def test_clustered_fl_before_the_first_split_is_fedavg():
 def test_clusters_of_two_stay_and_clusters_without_anybody_keep_their_model():
     alg = ClusteredFL(relative=True, first=0, eps1=1.0)
     x = t([[1.0], [2.0]])
-    g = alg.server({"x": x, "cluster": torch.tensor([0, 0, 1, 1, 1])}, {"delta": t([[1.0], [-1.0]])}, cohort([0, 1], 5, 9))
+    g = alg.server(tree(x, torch.tensor([0, 0, 1, 1, 1])), {"delta": t([[1.0], [-1.0]])}, cohort([0, 1], 5, 9))
     assert g["cluster"].tolist() == [0, 0, 1, 1, 1]
     close(g["x"], [[1.0], [2.0]])
     zero = cosines(torch.zeros(2, 2), torch.zeros(2))

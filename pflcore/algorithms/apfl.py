@@ -29,6 +29,8 @@ class APFL(FedAvg):
     are those of the mixed model, which is the one that is used. Momentum and weight decay apply to w and v.
     """
 
+    buffers: ClassVar[tuple[str, ...]] = ("local",)  # those of the client's own mixture
+
     weighting: str = "uniform"  # "uniform" as in the paper, or "samples"
     alpha: float = 0.5  # share of the personal model at the start: 0 global, 1 local
     adaptive: bool = True  # learn alpha

@@ -7,9 +7,10 @@ nothing else remembers anything. What travels is a dict: `down` and `up`; the by
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -31,10 +32,10 @@ class Stop(Exception):
 
 
 class Pool(NamedTuple):
-    """M of R shared rows for each client, without the copies; what travels is M rows a client."""
+    """At most M of R shared rows for each client, without the copies; what travels is the rows whose numbers are not -1."""
 
     rows: Tensor  # [R, P]
-    index: Tensor  # type: ignore[assignment]  # [S, M]; hides tuple.index
+    index: Tensor  # type: ignore[assignment]  # [S, M], -1: nothing; hides tuple.index
 
 
 class Cohort(NamedTuple):
@@ -64,6 +65,7 @@ class FedAvg:
     required: ClassVar[tuple[int, ...]] = ()  # clients that join every round
     unused: ClassVar[tuple[str, ...]] = ()  # inherited options that play no part in this method: no command line or grid offers them
     late: ClassVar[tuple[str, ...]] = ()  # options that play no part in training: they can be tuned on one trained state
+    buffers: ClassVar[tuple[str, ...]] = ("average", "local")  # what may become of batch norm's running statistics; "auto" is the first
     needs_val: ClassVar[bool] = False  # needs a split "val"; a simulation holds 20 % of the training samples out where there is none
 
     def __post_init__(self) -> None:
@@ -104,6 +106,11 @@ class FedAvg:
         """One client's scores on `x` [B, ...] from its slice of the view."""
         return net(view["w"], x)
 
+    def statistics(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensor:
+        """With `buffers="average"`: how the cohort's running statistics are mixed, weights [1, S] (one mean for all N clients) or [N, S]
+        (a row of zeros: the client keeps its own) by which the models themselves are mixed; `g` is the server's new state."""
+        return cohort.share[None]
+
     def report(self, g: Tensors) -> Tensors:
         """Small tensors worth a line in the round's record; "weights" are the mixing weights, [N] or [M, N]."""
         return {}
@@ -118,12 +125,29 @@ class State:
     buffers: Tensor  # [N, b]
     round: int = 0  # rounds played
     void: int = 0  # void rounds in a row
+    joined: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))  # [N]: who has ever taken part; by default nobody
+
+    def __post_init__(self) -> None:
+        if not len(self.joined):
+            self.joined = torch.zeros(len(self.buffers), dtype=torch.bool)
 
 
 def cohort_of(alg: FedAvg, setting: Setting, ids: Tensor, round: int) -> Cohort:
     size = setting.data.size("train").cpu()[ids]
     share = size.double() if alg.weighting == "samples" else torch.ones(len(ids), dtype=torch.float64)
     return Cohort(ids, share / share.sum(), size, setting.data.n, round, setting.rounds)
+
+
+def plain_steps(alg: FedAvg, local: Local) -> None:
+    """Warns where the run's momentum or weight decay plays no part in the steps of `alg`."""
+    t = local.setting.training
+    if t.momentum or t.weight_decay:
+        name = type(alg).__name__
+        warnings.warn(
+            f"{name}: its local steps are its paper's, without momentum and weight decay; momentum={t.momentum:g} and "
+            f"weight_decay={t.weight_decay:g} play no part.",
+            stacklevel=3,
+        )
 
 
 class Commit:

@@ -35,6 +35,7 @@ class FedAMP(FedAvg):
     start: str = "own"  # local training starts from the client's "own" model or from "u"
     self_weight: str = "safe"  # "safe": never negative, "literal": 1 minus the rest
 
+    buffers: ClassVar[tuple[str, ...]] = ("local",)  # the client's own model is never mixed
     server_only: ClassVar[bool] = True
     unused: ClassVar[tuple[str, ...]] = ("server_lr", "weighting")
 

@@ -22,28 +22,31 @@ class FedDWA(FedAvg):
     """Liu et al. 2023, Algorithm 1: w_i <- sum_j p_ij w_j over the k nearest, p_ij ~ 1 / |g_i - w_j|^2 (Eqs. 8 and 15).
 
     server: x [N, P], the personalized models, and the guidance's cache with "previous" · client: nothing · down: x_i [S, P]
-    (1 model) · up: w, g [S, P] (2 models: the trained one and the guidance; 1 with "previous").
-    The guidance is where the client's next step would lead: "epoch" trains `ahead` epochs more (the authors' code), "steps" so many
-    minibatches, "full_grad" takes so many full-batch gradient steps (Eq. 16), "previous" is the model of the client's last round
-    (App. C.6, cached by the server; a client without one keeps its own model). Nothing of the look ahead stays with the client.
-    A client ranks among its own neighbours like any other and may miss its own k. Who is absent keeps its model, bit for bit.
-    Deviations: `ahead` > 1 goes on from where it is; the authors' code starts again each time. `server_lr` and `weighting` play no part.
+    (1 model) · up: w, g [S, P] (2 models: the trained one and the guidance; 1 with "previous" and "current").
+    The guidance is where the client's next step would lead: "epoch" trains `ahead` epochs more (the authors' code as many as a round has),
+    "steps" so many minibatches, "full_grad" takes so many full-batch gradient steps (Eq. 16), "previous" is the model of the client's last
+    round (App. C.6, cached by the server; a client without one keeps its own model). Nothing of the look ahead stays with the client.
+    "current" (section 4.1) is the trained model itself: its distance to itself is 0, so Eq. 15 gives it (and exact copies) the whole
+    weight, and FedDWA is Local. So it nearly is with one step of "full_grad" at the paper's step size of .01: a self weight above .999. A
+    client ranks among its own neighbours like any other and may miss its own k. Who is absent keeps its model, bit for bit. Deviations:
+    `ahead` > 1 goes on from where it is; the authors' code starts again each time. `server_lr` and `weighting` play no part.
     """
 
     k: int = 5  # how many models are mixed, at most the cohort
-    guidance: str = "epoch"  # "epoch", "steps", "full_grad" or "previous"
+    guidance: str = "epoch"  # "epoch", "steps", "full_grad", "previous" or "current"
     ahead: int = 1  # epochs, minibatches or gradient steps of the guidance
     prefer_self: bool = False  # among equally near models a client takes its own first, otherwise the one of the lowest id
     newcomer: str = "init"  # a client's first model: "init", the common one, or "mean", that of the models so far
 
     unused: ClassVar[tuple[str, ...]] = ("server_lr", "weighting")
+    buffers: ClassVar[tuple[str, ...]] = ("local", "average")  # local in the authors' code
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.k < 1:
             raise ValueError(f"k: expected at least 1 model to mix, got {self.k}.")
-        if self.guidance not in ("epoch", "steps", "full_grad", "previous"):
-            raise ValueError(f"guidance: expected 'epoch', 'steps', 'full_grad' or 'previous', got {self.guidance!r}.")
+        if self.guidance not in ("epoch", "steps", "full_grad", "previous", "current"):
+            raise ValueError(f"guidance: expected 'epoch', 'steps', 'full_grad', 'previous' or 'current', got {self.guidance!r}.")
         if self.ahead < 1:
             raise ValueError(f"ahead: expected at least 1 step, got {self.ahead}.")
         if self.newcomer not in ("init", "mean"):
@@ -62,26 +65,33 @@ class FedDWA(FedAvg):
 
     def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
         w = local.fit(down["x"]).w
-        return own, {"w": w} if self.guidance == "previous" else {"w": w, "g": self.look_ahead(w, local)}
+        return own, {"w": w} if self.guidance in ("previous", "current") else {"w": w, "g": self.look_ahead(w, local)}
 
     def look_ahead(self, w: Tensor, local: Local) -> Tensor:
         """The guidance models [S, P] of clients at `w` [S, P]; the clients stay as they are."""
         if self.guidance != "full_grad":
             length: dict[str, Any] = {"epochs" if self.guidance == "epoch" else "steps": self.ahead}
             return local.fit(w, stream="ahead", probe=True, **length).w
+        t, move = local.setting.training, torch.zeros_like(w)
         for _ in range(self.ahead):
-            w = w - local.lr * local.grad(w)
+            move = t.momentum * move + local.grad(w) + t.weight_decay * w
+            w = w - local.lr * move
         return w
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
         ids, w = cohort.ids, up["w"]
-        guide = up["g"] if "g" in up else torch.where(onto(g["seen"][ids][:, None], w.device), g["last"][onto(ids, w.device)], w)
+        guide = up.get("g", w)
+        if "last" in g:
+            guide = torch.where(onto(g["seen"][ids][:, None], w.device), g["last"][onto(ids, w.device)], w)
         weight, index = self.weights(guide, w)
         p = torch.zeros_like(g["p"])
         p[ids[:, None], ids[index.cpu()]] = weight.to(p)
         last = [(g["last"], w)] if "last" in g else []
         Commit(ids, (g["x"], ops.aggregate(w, weight, index)), *last, (g["seen"], torch.ones(len(ids), dtype=torch.bool))).write()
         return {**g, "p": p}
+
+    def statistics(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensor:
+        return g["p"][:, cohort.ids]
 
     def weights(self, guide: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         """The mixing weights [S, K] and whose models they weigh [S, K], for guidance [S, P] and models [S, P]."""

@@ -14,6 +14,7 @@ from pflcore import ops
 from pflcore.algorithms.base import Cohort, Commit, FedAvg, Payload, Pool, Tensors
 from pflcore.local import Local
 from pflcore.local.net import Net
+from pflcore.local.random import client_seeds, uniforms
 from pflcore.local.workers import onto
 
 
@@ -22,13 +23,14 @@ class FedFomo(FedAvg):
     """Zhang et al. 2021, FedFomo: a client moves towards the models that do better than its own on its validation data.
 
     server: the latest models w [N, P], affinities p [N, N] · client: w, its trained model, and old, the model before that training
-    [P] each · down: m other models (m models) · up: w (1 model) and the weights found [N].
+    [P] each · down: m other models, or all there are (m models) · up: w (1 model) and the weights found [N].
     a_j = (L(old) - L(w_j)) / |w_j - old|, L on the split "val"; w <- old + sum_j w_j (w_j - old), w_j = max(a_j, 0) / sum max(a, 0),
     then local training. The client's own trained model is always a candidate and costs nothing.
-    The server picks the m by affinity, the sum of the a so far; a share `epsilon`, falling by `decay` a round, is picked at random.
-    Where nothing is better the client goes on from its trained model; `none_positive="discard"` goes back to `old`, as the
-    authors' code does. A candidate at distance 0, or whose loss is not finite, has weight 0. An absent client's model can be sent.
-    `server_lr` and `weighting` play no part.
+    20 % of each client's training samples are held out for that where there is no split "val" (a client of one sample has none, and does
+    not mix). The server picks the m by affinity, the sum of the a so far; a share `epsilon`, falling by `decay` a round, is picked at
+    random. Where nothing is better the client goes on from its trained model; `none_positive="discard"` goes back to `old`, as the authors'
+    code does. A candidate at distance 0, or whose loss is not finite, has weight 0. An absent client's model can be sent. `server_lr` and
+    `weighting` play no part.
     """
 
     m: int = 5  # models downloaded
@@ -37,6 +39,7 @@ class FedFomo(FedAvg):
     norm: str = "l2"  # of w_j - old: "l2", or "l1", the authors' code's default
     none_positive: str = "keep"  # "keep" the trained model or "discard" it
 
+    buffers: ClassVar[tuple[str, ...]] = ("local",)  # parameters alone are mixed, as others have it too
     needs_val: ClassVar[bool] = True  # needs a split "val" of each client's data
     unused: ClassVar[tuple[str, ...]] = ("server_lr", "weighting")
 
@@ -58,29 +61,31 @@ class FedFomo(FedAvg):
     def send(self, g: Tensors, cohort: Cohort, gen: torch.Generator) -> Payload:
         ids, seen = cohort.ids, g["seen"]
         free = seen & (torch.arange(cohort.n) != ids[:, None])  # [S, N] who can be sent to whom
-        count = min(self.m, int(free.sum(1).min()))
         epsilon = max(0.0, self.epsilon - self.decay * (cohort.round - 1))
+        seed = int(torch.randint(1 << 62, (1,), generator=gen))
         picked = []
-        for _ in range(count):
-            chance = torch.rand(free.shape, generator=gen, dtype=torch.float64)
-            explore = torch.rand(len(ids), 1, generator=gen) < epsilon
+        for i in range(min(self.m, int(free.sum(1).max()))):
+            draws = uniforms(client_seeds(ids.tolist(), seed, i), cohort.n + 1)  # a client's own, whoever else is there
             p = g["p"][ids].masked_fill(~free, -torch.inf)
-            best = (p == p.amax(1, keepdim=True)) & ~explore  # chance decides among equals
-            picked.append((chance + best).masked_fill(~free, -1).argmax(1))
+            best = (p == p.amax(1, keepdim=True)) & (draws[:, -1:] >= epsilon)  # chance decides among equals
+            pick = (draws[:, :-1] + best).masked_fill(~free, -1).argmax(1)
+            picked.append(torch.where(free.any(1), pick, -1))
             free = free & (torch.arange(cohort.n) != picked[-1][:, None])
         index = torch.stack(picked, 1) if picked else torch.empty(len(ids), 0, dtype=torch.long)
         return {"w": Pool(g["w"], onto(index, g["w"].device))}
 
     def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
         rows, index = down["w"]
+        given, index = index >= 0, index.clamp(min=0)
         a = self.gains(own["old"], chain((rows[i] for i in index.T), [own["w"]]), local)  # [S, m + 1], the own model last
+        a[:, :-1] *= given
         w, a = mixing_weights(a), a.cpu()
         rest = own["old"] if self.none_positive == "discard" else own["w"]
         start = torch.where(w.sum(1, keepdim=True) > 0, w[:, -1:].to(rest) * own["w"], rest)
         if index.shape[1]:
             start = ops.aggregate(rows, w[:, :-1], index, base=start)
         new = local.fit(start).w
-        found = torch.zeros(len(a), local.setting.data.n, dtype=a.dtype).scatter_(1, index.cpu(), a[:, :-1])
+        found = torch.zeros(len(a), local.setting.data.n, dtype=a.dtype).scatter_add_(1, index.cpu(), a[:, :-1])
         return {"w": new, "old": start}, {"w": new, "a": found}
 
     def gains(self, old: Tensor, candidates: Iterable[Tensor], local: Local) -> Tensor:

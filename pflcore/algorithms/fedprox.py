@@ -14,10 +14,11 @@ class FedProx(FedAvg):
 
     server: x [P] · client: nothing · down: x [S, P] · up: delta [S, P] (1 model). The server is FedAvg's.
     Deviation: the paper samples clients with probability n_i / n and averages uniformly; here sampling is uniform and the average
-    is weighted by n_i, as in the authors' code. The explicit step is stable only while `lr_of_training * mu < 2`.
+    is weighted by n_i, as in the authors' code. mu = 1 is what the FedDWA and WAFFLe papers found best for it. The explicit step is stable
+    only while `lr_of_training * mu < 2`.
     """
 
-    mu: float = 0.1  # strength of the pull towards x; 0 is FedAvg
+    mu: float = 1.0  # strength of the pull towards x; 0 is FedAvg
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -123,13 +123,13 @@ def lengths(
 
     With frozen layers batch norm's statistics stay frozen as well.
     """
-    before, free = local.buffers.clone(), None if mask is None else mask.to(start.dtype)
+    before = local.buffers.clone()
     shuffles = local.setting.training.reshuffle
     for i, lr in enumerate(lrs):
         local.buffers, rows = before.clone(), start
         for epoch in range(1, epochs + 1):
             stream = f"finetune {epoch}" if shuffles else "finetune"
-            rows = local.fit(rows, epochs=1, lr=lr, mask=free, stream=stream, probe=mask is not None).w
+            rows = local.fit(rows, epochs=1, lr=lr, mask=mask, stream=stream, probe=mask is not None).w
             yield i, epoch, rows
 
 
@@ -158,12 +158,3 @@ def value(local: Local, rows: Tensor, split: str = "val") -> Tensor:
 
 def _accuracy(scores: Tensor, y: Tensor) -> Tensor:
     return torch.where(scores.isnan().any(), -torch.inf, right(scores, y).double().mean())
-
-
-def pick(curve: Tensor, choose: Choose = "client") -> Tensor:
-    """Which (lr, epoch) is best on validation values `curve` [L, E, N]: index pairs [N, 2], the earliest among equals."""
-    flat = curve.flatten(0, 1).nan_to_num(nan=-torch.inf)  # [L * E, N]
-    if choose == "global":
-        flat = flat.mean(1, keepdim=True).expand_as(flat)
-    at = flat.argmax(0)
-    return torch.stack([at // curve.shape[1], at % curve.shape[1]], 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,17 +18,19 @@ from pflcore.local.random import generator_of
 from pflcore.local.workers import onto
 
 
-def centres(net: Net, k: int, seed: int = 0) -> Tensor:
-    """k different initial models [k, P]; the net's own `w0` for k = 1.
+def centres(net: Net, k: int, seed: int | None = None) -> Tensor:
+    """k different initial models [k, P] for this seed (default: the net's, which is the run's); the net's own `w0` for k = 1.
 
     Equal models would tie for every client and stay equal for ever. Where the net draws its weights they are k draws; where it always
-    starts at the same point (a linear model at zero), matrices are drawn with standard deviation 1 / sqrt(fan in), the rest stays.
+    starts at the same point (a linear model at zero), the matrices of all k are drawn with standard deviation 1 / sqrt(fan in), the rest
+    stays: a model at zero beside drawn ones would be the best for everybody.
     """
     if k == 1:
         return net.w0[None].clone()
+    seed = net.seed if seed is None else seed
     rows = torch.stack([net.init(seed * k + j + 1) for j in range(k)]).to(net.w0)
-    for j in range(1, k):
-        if (rows[:j] == rows[j]).all(1).any():
+    if len(rows.unique(dim=0)) < k:
+        for j in range(k):
             gen = generator_of("centre", seed, j)
             for name, shape in zip(net.names, net.shapes, strict=True):
                 if len(shape) > 1:
@@ -39,47 +42,41 @@ def centres(net: Net, k: int, seed: int = 0) -> Tensor:
     return rows
 
 
-def losses(rows: Tensor, local: Local) -> Tensor:
-    """Each client's mean training loss under each of the models `rows` [k, P], in evaluation mode: [S, k]."""
-    found = torch.stack([local.loss(row.expand(len(local.ids), -1)) for row in rows], 1)
-    return found.nan_to_num(nan=torch.inf)
+def losses(rows: Tensor, b: Tensor, local: Local) -> Tensor:
+    """Each client's mean training loss under each of the models `rows` [k, P], each with its statistics `b` [k, b]: [S, k]."""
+    found = []
+    for row, mine in zip(rows, b, strict=True):
+        local.buffers = mine.expand(len(local.ids), -1)
+        found.append(local.loss(row.expand(len(local.ids), -1)))
+    return torch.stack(found, 1).nan_to_num(nan=torch.inf)
 
 
 def picks(state: State, setting: Setting, clients: Tensor) -> Tensor:
     """Which of the state's models each of `clients` (ids) picks on its training data, as for evaluation: [len(clients)]."""
-    return losses(state.g["x"], Local(setting, clients, max(1, state.round), state.buffers[clients])).argmin(1)
+    return losses(state.g["x"], state.g["b"], Local(setting, clients, max(1, state.round), state.buffers[clients])).argmin(1)
 
 
-@dataclass(frozen=True)
-class Ensemble(FedOpt):
-    """k independent FedAvg runs; a client uses the model with the lowest loss on its training data (Motley, section 4.2).
+class _Models(FedOpt):
+    """k models at the server, each with its batch norm statistics: what HypCluster and the ensemble have in common."""
 
-    server: x [k, P] and each model's optimizer state · client: nothing · down: k models · up: delta [S, k, P] (k models).
-    """
+    buffers: ClassVar[tuple[str, ...]] = ("models",)  # each model's go with it, and are mixed as it is
 
-    k: int = 2  # models
-    seed: int = 0  # of their initial weights
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.k < 1:
-            raise ValueError(f"k: expected at least 1 model, got {self.k}.")
+    k: int
+    seed: int | None
 
     def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
         x = centres(net, self.k, self.seed)
-        return {"x": x, **self.slots(x), "pick": torch.full((n,), -1)}, {}
+        return {"x": x, "b": net.b0.expand(self.k, -1), **self.slots(x), "pick": torch.full((n,), -1)}, {}
 
     def send(self, g: Tensors, cohort: Cohort, gen: torch.Generator) -> Payload:
-        return {"x": Pool(g["x"], torch.arange(self.k).expand(len(cohort.ids), -1))}
-
-    def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
-        return own, {"delta": fit_all(down["x"].rows, local), "pick": losses(down["x"].rows, local).argmin(1)}
-
-    def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
-        return {**self.improve(g, mean_of_each(up["delta"], cohort)), "pick": noted(g["pick"], up["pick"], cohort)}
+        every = torch.arange(self.k).expand(len(cohort.ids), -1)
+        return {"x": Pool(g["x"], every), "b": Pool(g["b"], every)}
 
     def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
-        return {"w": down["x"].rows[losses(down["x"].rows, local).argmin(1)]}
+        rows, b = down["x"].rows, down["b"].rows
+        pick = losses(rows, b, local).argmin(1)
+        local.buffers = b[pick]
+        return {"w": rows[pick]}
 
     def report(self, g: Tensors) -> Tensors:
         """ "cluster" [N]: which model each client picked when it last took part, -1 for never."""
@@ -87,7 +84,33 @@ class Ensemble(FedOpt):
 
 
 @dataclass(frozen=True)
-class HypCluster(FedOpt):
+class Ensemble(_Models):
+    """k FedAvg runs; a client uses the model with the lowest loss on its training data (Motley, section 4.2).
+
+    They differ in initial weights and in shuffles; one cohort a round serves all k (k runs of their own would draw k).
+
+    server: x [k, P] and each model's optimizer state · client: nothing · down: k models · up: delta [S, k, P] (k models).
+    """
+
+    k: int = 2  # models
+    seed: int | None = None  # of their initial weights; default: the run's
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.k < 1:
+            raise ValueError(f"k: expected at least 1 model, got {self.k}.")
+
+    def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
+        rows, b = down["x"].rows, down["b"].rows
+        return own, {"pick": numbers(losses(rows, b, local)), **fit_all(rows, b, local)}
+
+    def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
+        new = {**self.improve(g, mean_of_each(up["delta"], cohort)), "pick": noted(g["pick"], up["pick"], cohort)}
+        return {**new, "b": mean_of_each(up["b"], cohort)}
+
+
+@dataclass(frozen=True)
+class HypCluster(_Models):
     """HypCluster (Mansour et al. 2020), which is IFCA (Ghosh et al. 2020, Algorithm 1): each client trains the model that fits it best.
 
     server: x [k, P], each model's optimizer state, pick [N] · client: nothing · down: k models · up: delta (1 model) and the pick.
@@ -98,54 +121,44 @@ class HypCluster(FedOpt):
 
     k: int = 2  # clusters
     warm: int = 0  # rounds of independent FedAvg before the clustering
-    seed: int = 0  # of the models' initial weights
+    seed: int | None = None  # of the models' initial weights; default: the run's
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.k < 1 or self.warm < 0:
             raise ValueError(f"k and warm: expected at least 1 cluster and 0 rounds, got {self.k} and {self.warm}.")
 
-    def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
-        x = centres(net, self.k, self.seed)
-        return {"x": x, **self.slots(x), "pick": torch.full((n,), -1)}, {}
-
-    def send(self, g: Tensors, cohort: Cohort, gen: torch.Generator) -> Payload:
-        return {"x": Pool(g["x"], torch.arange(self.k).expand(len(cohort.ids), -1))}
-
     def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
-        rows = down["x"].rows
-        pick = losses(rows, local).argmin(1)
+        rows, b = down["x"].rows, down["b"].rows
+        pick = numbers(losses(rows, b, local))
         if local.round <= self.warm:
-            return own, {"delta": fit_all(rows, local), "pick": pick}
-        return own, {"delta": local.fit(rows[pick]).w - rows[pick], "pick": pick}
+            return own, {"pick": pick, **fit_all(rows, b, local)}
+        start, local.buffers = rows[pick.long()], b[pick.long()]
+        delta = local.fit(start).w - start
+        return own, {"pick": pick, "delta": delta, "b": local.buffers}
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
         pick = noted(g["pick"], up["pick"], cohort)
         if cohort.round <= self.warm:
-            g = self.improve(g, mean_of_each(up["delta"], cohort))
+            g = self.improve(g, mean_of_each(up["delta"], cohort)) | {"b": mean_of_each(up["b"], cohort)}
             return {**g, **(self.slots(g["x"]) if cohort.round == self.warm else {}), "pick": pick}
-        mix = F.one_hot(up["pick"], self.k).T * onto(cohort.share, up["pick"].device)  # [k, S]
+        mix = F.one_hot(up["pick"].long(), self.k).T * onto(cohort.share, up["pick"].device)  # [k, S]
         total = mix.sum(1, keepdim=True)
-        new = self.improve(g, ops.aggregate(up["delta"], mix / total.clamp(min=1e-300)))
+        mix = mix / total.clamp(min=1e-300)
+        new = self.improve(g, ops.aggregate(up["delta"], mix)) | {"b": averaged(up["b"], mix)}
         live = total[:, 0] > 0
         for key in new.keys() - {"pick"}:
             new[key] = torch.where(live.view(-1, *[1] * (new[key].dim() - 1)), new[key], g[key])
         return {**new, "pick": pick}
 
-    def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
-        return {"w": down["x"].rows[losses(down["x"].rows, local).argmin(1)]}
-
-    def report(self, g: Tensors) -> Tensors:
-        """ "cluster" [N]: which cluster each client picked when it last took part, -1 for never."""
-        return {"cluster": g["pick"]}
-
     def restarted(self, setting: Setting, tries: int = 10, share: float = 0.1) -> HypCluster:
         """Random starts that are not lopsided (IFCA's own code): this algorithm with the first of `tries` seeds whose every centre gets
         at least `share` of the clients, or the seed whose smallest cluster is largest. Costs k models down a try."""
-        best, seed = -1.0, self.seed
-        for s in range(self.seed, self.seed + tries):
-            local = Local(setting, torch.arange(setting.data.n), 1, setting.net.b0.expand(setting.data.n, -1).clone())
-            pick = losses(centres(setting.net, self.k, s), local).argmin(1)
+        first = setting.net.seed if self.seed is None else self.seed
+        best, seed = -1.0, first
+        for s in range(first, first + tries):
+            local = Local(setting, torch.arange(setting.data.n), 1, setting.net.b0.expand(setting.data.n, -1))
+            pick = losses(centres(setting.net, self.k, s), setting.net.b0.expand(self.k, -1), local).argmin(1)
             least = torch.bincount(pick, minlength=self.k).min().item() / len(pick)
             if least > best:
                 best, seed = least, s
@@ -154,15 +167,30 @@ class HypCluster(FedOpt):
         return replace(self, seed=seed)
 
 
-def fit_all(rows: Tensor, local: Local) -> Tensor:
-    """Every client trains every model of `rows` [k, P], each with a shuffle of its own: the updates [S, k, P]."""
-    streams = ["fit", *(f"fit {j}" for j in range(1, len(rows)))]
-    return torch.stack([local.fit(r.expand(len(local.ids), -1), stream=s).w - r for r, s in zip(rows, streams, strict=True)], 1)
+def fit_all(rows: Tensor, b: Tensor, local: Local) -> Tensors:
+    """Every client trains every model of `rows` [k, P] with statistics `b` [k, b], each with a shuffle of its own: "delta" [S, k, P]
+    and the statistics after it, "b" [S, k, b]."""
+    deltas, found = [], []
+    for j, row in enumerate(rows):
+        local.buffers = b[j].repeat(len(local.ids), 1)
+        deltas.append(local.fit(row.expand(len(local.ids), -1), stream=f"fit {j}" if j else "fit").w - row)
+        found.append(local.buffers)
+    return {"delta": torch.stack(deltas, 1), "b": torch.stack(found, 1)}
+
+
+def numbers(losses: Tensor) -> Tensor:
+    """The lowest of each row of `losses` [S, k], as it travels: one byte for up to 256 models."""
+    return losses.argmin(1).to(torch.uint8 if losses.shape[1] <= 256 else torch.int32)
+
+
+def averaged(rows: Tensor, mix: Tensor) -> Tensor:
+    """`mix` [k, S] times `rows` [S, b], also of no columns."""
+    return ops.aggregate(rows, mix) if rows.shape[1] else rows.new_empty(len(mix), 0)
 
 
 def mean_of_each(delta: Tensor, cohort: Cohort) -> Tensor:
     """The weighted mean over clients of `delta` [S, k, P]: [k, P]."""
-    return ops.aggregate(delta.flatten(1), onto(cohort.share[None], delta.device))[0].view(delta.shape[1:])
+    return averaged(delta.flatten(1), onto(cohort.share[None], delta.device))[0].view(delta.shape[1:])
 
 
 def noted(old: Tensor, pick: Tensor, cohort: Cohort) -> Tensor:

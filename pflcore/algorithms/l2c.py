@@ -24,14 +24,16 @@ class L2C(FedAvg):
     participation) · up: delta (1 model), and its weights [N] for the record.
     A client mixes when it takes part again, or is evaluated; then its logits take one step of Adam along their exact gradient
     w_j (g . delta_j - sum_m w_m g . delta_m), g the gradient on the split "val" at the mixed model (its sign follows delta = after -
-    before). Clients absent from a round are masked out of its softmax. No official code exists; this is the form that independent
-    re-implementations agree on. Deviations: one step a round on all validation data; no pruning of neighbours (T0, K0), which
+    before); 20 % of each client's training samples are held out for it where there is no such split, and a client of one sample has none
+    and keeps its logits. Clients absent from a round are masked out of its softmax. No official code exists; this is the form that
+    independent re-implementations agree on. Deviations: one step a round on all validation data; no pruning of neighbours (T0, K0), which
     Table 4 of the FedDWA paper does not count either. `server_lr` and `weighting` play no part.
     """
 
     alpha_lr: float = 0.1  # Adam's
     alpha_decay: float = 0.01  # weight decay of the logits
 
+    buffers: ClassVar[tuple[str, ...]] = ("local",)  # parameters alone are mixed, as others have it too
     needs_val: ClassVar[bool] = True
     unused: ClassVar[tuple[str, ...]] = ("server_lr", "weighting")
 
@@ -51,11 +53,13 @@ class L2C(FedAvg):
         width = int(mine.sum(1).max()) if mine.numel() else 0
         index = mine.byte().sort(dim=1, descending=True, stable=True).indices[:, :width]
         who = g["who"][index].masked_fill(~mine.gather(1, index), -1)
-        return {"delta": Pool(g["delta"], onto(index, g["delta"].device)), "who": who}  # -1: not an update of this client's last round
+        index = index.masked_fill(who < 0, -1)  # not an update of this client's last round: not sent
+        return {"delta": Pool(g["delta"], onto(index, g["delta"].device)), "who": who}
 
     def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
         (rows, index), who = down["delta"], onto(down["who"], own["a"].device)
         x, w = self.mixed(down, own)
+        index = index.clamp(min=0)
         new = {"w": x}
         if index.shape[1]:
             slope = (local.grad(x, "val") @ rows.T).double().gather(1, index)  # [S, M] g . delta_j
@@ -70,7 +74,7 @@ class L2C(FedAvg):
         if not index.shape[1]:
             return own["w"], own["a"][:, :0]
         w = own["a"].gather(1, who.clamp(min=0)).masked_fill(who < 0, -torch.inf).softmax(1).nan_to_num(0.0)
-        return ops.aggregate(rows, w, index, base=own["w"]), w
+        return ops.aggregate(rows, w, index.clamp(min=0), base=own["w"]), w
 
     def adam(self, own: Tensors, who: Tensor, slope: Tensor) -> Tensors:
         """One step of Adam on the logits of the clients `who` [S, M] along `slope` [S, M]; the others' stay."""

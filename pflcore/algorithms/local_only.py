@@ -20,6 +20,7 @@ class LocalOnly(FedAvg):
     """
 
     unused: ClassVar[tuple[str, ...]] = ("server_lr", "weighting")
+    buffers: ClassVar[tuple[str, ...]] = ("local",)  # nothing is shared
 
     def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
         return {}, {"w": net.w0}

@@ -19,15 +19,17 @@ from pflcore.local.workers import onto
 class Mocha(FedAvg):
     """MOCHA (Smith et al. 2017) in primal form: min over W, Omega of `sum_t mean_loss_t(w_t) + (lam / 2) tr(W^T Omega W)`.
 
-    server: w [N, P], omega [N, N] · client: w [P] (its row) · down: `sum_{j != t} Omega_tj w_j` (1 model) and two scalars · up: w (1 model)
-    and a scalar. One round is one inner iteration: a local epoch of `w_t -= lr (grad + lam (Omega_tt w_t + pull_t))`, the others frozen.
-    Every `outer` rounds `Sigma = (W W^T)^(1/2) / trace` and `Omega = ((1 - delta) Sigma + delta I / N)^-1`; at first Sigma = I / N.
+    server: w [N, P], omega [N, N], seen [N] · client: w [P] (its row) · down: `sum_{j != t} Omega_tj w_j` (1 model) and a scalar · up: w
+    (1 model) and two scalars. One round is one inner iteration: a local epoch of `w_t -= lr (grad + lam (Omega_tt w_t + pull_t))`, the
+    others
+    frozen. Every `outer` rounds `Sigma = (W W^T)^(1/2) / trace` and `Omega = ((1 - delta) Sigma + delta I / N)^-1`; at first Sigma = I / N.
 
     `relation="sigma"` puts Sigma where Omega belongs, which is what Motley's code does (its table cannot be had otherwise).
     `regulariser="server"`: clients run plain SGD and the server applies the regulariser implicitly,
     `W <- (I + lr * steps * lam * Omega)^-1 W`: stable for every lam. The default, Motley's form, is an explicit block-Jacobi step,
     stable only while the largest eigenvalue of `e^(1/2) Omega e^(1/2)` is below 2, `e_t = (1 - (1 - lr lam Omega_tt)^steps) / Omega_tt`:
-    checked after every update of Omega; where it fails the run stops with a sentence.
+    checked after every update of Omega, and in every round lr lam Omega_tt < 2; where it fails the run stops with a sentence.
+    Decision where the paper is silent: a client that joins late starts from the mean of the models so far, and is served it until then.
     lam is not comparable with papers that sum over samples. Weights of the clients (`weighting`) play no part, nor does `server_lr`.
     """
 
@@ -37,6 +39,7 @@ class Mocha(FedAvg):
     relation: Literal["omega", "sigma"] = "omega"
     regulariser: Literal["client", "server"] = "client"
 
+    buffers: ClassVar[tuple[str, ...]] = ("local",)  # everybody trains a model of its own
     unused: ClassVar[tuple[str, ...]] = ("server_lr", "weighting")
 
     def __post_init__(self) -> None:
@@ -53,23 +56,31 @@ class Mocha(FedAvg):
 
     def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
         eye = torch.eye(n, dtype=torch.float64, device=net.w0.device)
-        return {"w": net.w0.expand(n, -1), "omega": eye * n if self.relation == "omega" else eye / n}, {"w": net.w0}
+        g = {"w": net.w0.expand(n, -1), "omega": eye * n if self.relation == "omega" else eye / n}
+        return g | {"seen": torch.zeros(n, dtype=torch.bool)}, {"w": net.w0}
 
     def send(self, g: Tensors, cohort: Cohort, gen: torch.Generator) -> Payload:
+        new, start = g["seen"].any() & ~g["seen"][cohort.ids], {}  # they start from the mean, which is sent where somebody needs it
+        if bool(new.any()):
+            start = {"start": g["w"][onto(g["seen"], g["w"].device)].mean(0).expand(len(new), -1)}
         if self.regulariser == "server":
-            return {"w": g["w"][onto(cohort.ids, g["w"].device)]}
+            w = g["w"][onto(cohort.ids, g["w"].device)]
+            return {"w": torch.where(onto(new[:, None], w.device), start["start"], w) if start else w}
         ids = onto(cohort.ids, g["omega"].device)
         rows = g["omega"][ids]  # [S, N]
         diagonal = rows.gather(1, ids[:, None])  # [S, 1]
         others = rows.scatter(1, ids[:, None], 0.0)
-        return {"pull": ops.aggregate(g["w"], others), "o": diagonal}
+        return {"pull": ops.aggregate(g["w"], others), "o": diagonal, **start}
 
     def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
         if self.regulariser == "server":
             fit = local.fit(down["w"])
         else:
+            shrink = local.lr * self.lam * float(down["o"].max())
+            if not shrink < 2:
+                raise self.unstable(local.round, local.lr, shrink)
             mu = (self.lam * down["o"]).to(own["w"])
-            fit = local.fit(own["w"], shift=self.lam * down["pull"], prox=(mu[:, 0], torch.zeros_like(own["w"])))
+            fit = local.fit(self.start(down, own, local), shift=self.lam * down["pull"], prox=(mu[:, 0], torch.zeros_like(own["w"])))
         return {"w": fit.w}, {"w": fit.w, "lr_sum": fit.lr_sum, "lr": torch.full_like(fit.lr_sum, local.lr)}
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
@@ -83,7 +94,11 @@ class Mocha(FedAvg):
             if self.regulariser == "server":
                 spread = torch.eye(len(w), dtype=torch.float64, device=w.device) + up["lr_sum"].double().mean() * self.lam * omega
                 w = ops.aggregate(w, torch.linalg.inv(spread))
-            return {"w": w, "omega": omega}
+            return {"w": w, "omega": omega, "seen": g["seen"].index_fill(0, cohort.ids, True)}
+
+    def start(self, down: Payload, own: Tensors, local: Local) -> Tensor:
+        """The clients' own models [S, P], the mean of the others' for those who have none yet."""
+        return torch.where(local.newcomers(own["w"].device), down["start"], own["w"]) if "start" in down else own["w"]
 
     def check(self, omega: Tensor, lr: Tensor, lr_sum: Tensor, round: int) -> None:
         """Stop where the next exchanges would amplify W."""
@@ -93,14 +108,17 @@ class Mocha(FedAvg):
         root = e.clamp(min=0).sqrt()
         value = max(shrink.max().item(), torch.linalg.eigvalsh(root[:, None] * omega * root).max().item())
         if not value < 2:
-            raise Stop(
-                f"MOCHA is unstable from round {round} on: with lr {lr.max().item():g}, lam {self.lam:g} and delta {self.delta:g} "
-                f"an exchange amplifies the models (eigenvalue {value:.3g}, which must be below 2); "
-                "lower lr or lam, raise delta, or use regulariser='server'."
-            )
+            raise self.unstable(round, lr.max().item(), value)
+
+    def unstable(self, round: int, lr: float, value: float) -> Stop:
+        return Stop(
+            f"MOCHA is unstable from round {round} on: with lr {lr:g}, lam {self.lam:g} and delta {self.delta:g} "
+            f"an exchange amplifies the models (eigenvalue {value:.3g}, which must be below 2); "
+            "lower lr or lam, raise delta, or use regulariser='server'."
+        )
 
     def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
-        return {"w": down["w"] if self.regulariser == "server" else own["w"]}
+        return {"w": down["w"] if self.regulariser == "server" else self.start(down, own, local)}
 
 
 def relation(w: Tensor, delta: float, kind: str = "omega", eps: float = 1e-8) -> Tensor:

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from pflcore._mode import context, forward_mode
-from pflcore.algorithms.base import FedAvg, Payload, Tensors
+from pflcore.algorithms.base import FedAvg, Payload, Tensors, plain_steps
 from pflcore.local import Local
 from pflcore.local.net import Net
 
 
 @dataclass(frozen=True)
 class PerFedAvg(FedAvg):
-    """Fallah et al. 2020, Algorithm 1: w minimises mean_i f_i(w - alpha grad f_i(w)).
+    """Fallah et al. 2020, Algorithm 1: w minimises sum_i share_i f_i(w - alpha grad f_i(w)).
 
     server: x [P] · client: nothing · down: x [S, P] · up: delta [S, P] (1 model). The server is FedAvg's.
     A local step takes minibatches D, D', D'' of independent shuffles: u = w - alpha grad f(w; D), v = grad f(u; D'), then
@@ -25,7 +25,8 @@ class PerFedAvg(FedAvg):
     w - beta (v - alpha H(w; D'') v) ("exact", by automatic differentiation; on every engine alike).
     Evaluated is x after `steps` such inner steps on the client's training data, never on test data.
     Deviations: `scaled` divides delta by |v|, because w + delta v and w - delta v are equal in float32 where v is small (False is the
-    paper's). alpha and beta are the run's learning rate unless given. With batch norm each of the gradients updates the statistics.
+    paper's); clients weigh by their samples (the paper: alike; `weighting="uniform"`). alpha and beta are the run's learning rate unless
+    given; its momentum and weight decay play no part. With batch norm each of the gradients updates the statistics.
     """
 
     variant: str = "fo"  # "fo", "hf" or "exact"
@@ -43,6 +44,7 @@ class PerFedAvg(FedAvg):
             raise ValueError("alpha, beta, delta, steps: expected alpha, beta, steps >= 0 and delta > 0.")
 
     def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
+        plain_steps(self, local)
         alpha = local.lr if self.alpha is None else self.alpha
         beta = local.lr if self.beta is None else self.beta
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from pflcore.algorithms.base import FedAvg, Payload, Tensors
+from pflcore.algorithms.base import FedAvg, Payload, Tensors, plain_steps
 from pflcore.local import Local
 from pflcore.local.net import Net
 
@@ -19,19 +21,26 @@ class PFedMe(FedAvg):
     server: x [P] · client: theta [P] · down: x [S, P] · up: delta [S, P] (1 model).
     For every minibatch of the local epochs: `inner` steps theta <- theta - personal_lr (grad f(theta) + lam (theta - w)), then
     w <- w - lr_of_training lam (w - theta). The server's x <- (1 - beta) x + beta sum_i share_i w_i: `server_lr` is beta.
-    theta goes on from where it was, over minibatches and rounds. Evaluated is theta.
+    theta goes on from where it was over the minibatches, and over the rounds too (`theta="keep"`) or from w at the start of each
+    ("restart", the authors' code); in a client's first round it starts at w. Evaluated is theta, w for who has none yet.
+    The run's momentum and weight decay play no part.
     Deviations: `weighting` is by samples, as in the authors' code (the paper: uniform); absent clients do not train, where their code
     trains everybody and averages the chosen; no extra decay of theta (their optimizer's mu = 0.001).
     """
 
+    buffers: ClassVar[tuple[str, ...]] = ("local",)  # theta is never mixed
+
     lam: float = 1.0  # strength of the pull between theta and w
     inner: int = 5  # the paper's K, steps towards the proximal point
     personal_lr: float = 0.01  # step size of theta
+    theta: str = "keep"  # a round starts from the client's last theta ("keep") or from w ("restart")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.inner < 1 or not (self.lam >= 0 and self.personal_lr >= 0):
             raise ValueError("lam, inner, personal_lr: expected lam, personal_lr >= 0 and inner >= 1.")
+        if self.theta not in ("keep", "restart"):
+            raise ValueError(f"theta: expected 'keep' or 'restart', got {self.theta!r}.")
 
     def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
         return {"x": net.w0}, {"theta": net.w0}
@@ -43,8 +52,11 @@ class PFedMe(FedAvg):
                 theta = theta - self.personal_lr * (grad(theta) + self.lam * (theta - w))
             return {"w": w - local.lr * self.lam * (w - theta), "theta": theta}
 
-        rows = local.each_batch({"w": down["x"], "theta": own["theta"]}, update)
-        return {"theta": rows["theta"]}, {"delta": rows["w"] - down["x"]}
+        plain_steps(self, local)
+        x = down["x"]
+        theta = x if self.theta == "restart" else torch.where(local.newcomers(x.device), x, own["theta"])
+        rows = local.each_batch({"w": x, "theta": theta}, update)
+        return {"theta": rows["theta"]}, {"delta": rows["w"] - x}
 
     def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
-        return {"w": own["theta"]}
+        return {"w": torch.where(local.newcomers(down["x"].device), down["x"], own["theta"])}

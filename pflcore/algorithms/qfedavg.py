@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from pflcore import ops
 from pflcore.algorithms.base import Cohort, FedAvg, Tensors
@@ -34,7 +35,10 @@ class QFedAvg(FedAvg):
         f = (local.loss(down["x"]).double() + 1e-10).clamp(min=1e-6)
         delta = local.fit(down["x"]).w - down["x"]
         norm = torch.linalg.vector_norm(delta, dim=1, dtype=torch.float64) ** 2
-        return own, {"delta": delta, "weight": f**self.q, "h": self.q * f ** (self.q - 1) * norm / local.lr + f**self.q}
+        return own, {"delta": delta, "weight": f**self.q, "h": self.q * f ** (self.q - 1) * norm / (local.lr or 1) + f**self.q}
+
+    def statistics(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensor:
+        return (cohort.share * up["weight"].cpu())[None]
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
         share = onto(cohort.share, up["h"].device).to(up["h"].dtype)

@@ -22,8 +22,9 @@ class Scaffold(FedAvg):
     server: x, c [P] · client: c [P] · down: x, c [S, P] (2 models) · up: delta, control = c_i' - c_i [S, P] (2 models).
     `x <- x + server_lr * mean_S delta_i`, `c <- c + |S| / N * mean_S control_i`, so that `c = mean_N c_i` after every round.
     The new `c_i'` is, by `option`: "mean_grad" the mean minibatch gradient of the round (exact for every local optimizer; equals
-    option II for plain SGD); "II" `c_i - c + (x - y_i) / (sum of step sizes)`; "I" the full-batch gradient at x. With momentum
-    option II divides by the effective number of steps, sum_k (1 - m^(K-k+1)) / (1 - m). Weight decay counts as part of the gradient.
+    option II for plain SGD, also at a step size of 0); "II" `c_i - c + (x - y_i) / (sum of step sizes)`; "I" the full-batch
+    gradient at x (with batch norm the mean of its minibatches'). With momentum option II divides by the effective number of steps, sum_k
+    (1 - m^(K-k+1)) / (1 - m). Weight decay counts as part of the gradient.
     `weighting="samples"` weighs x and c alike by n_i; then c is the n-weighted mean of the c_i under full participation only.
     """
 
@@ -55,10 +56,10 @@ class Scaffold(FedAvg):
     def train(self, down: Payload, own: Tensors, local: Local) -> tuple[Fit, Tensor]:
         """Corrected local training and the clients' new control variates [S, P]."""
         x, c, t = down["x"], down["c"], local.setting.training
-        fit = local.fit(x, shift=c - own["c"], want_grad=self.option == "mean_grad")
+        fit = local.fit(x, shift=c - own["c"], want_grad=self.option == "mean_grad" or local.lr == 0)
         if self.option == "I":
             return fit, local.grad(x) + t.weight_decay * x
-        if self.option == "II":
+        if self.option == "II" and local.lr > 0:  # its limit at 0 is the mean gradient
             steps, m = fit.lr_sum.double() / local.lr, t.momentum
             steps = steps / (1 - m) - m * (1 - m**steps) / (1 - m) ** 2  # the plain number where m is 0
             return fit, own["c"] - c + (x - fit.w) / (steps * local.lr).to(x)

@@ -78,6 +78,9 @@ class SFL(FedAvg):
                 graph = g["graph"] if "graph" in g else nearest(g["sqdist"], self.k, seen)
             return {**g, "mix": smoothing(graph, seen, self.layers, self.s)}
 
+    def statistics(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensor:
+        return g["mix"][:, cohort.ids]  # of the neighbours, those who are present
+
     def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
         return {"w": down["u"]}
 

@@ -29,7 +29,9 @@ class Waffle(Scaffold):
     up: delta and control [S, P] (2 models). x is the target's personalized model; the others' numbers only show what it is to them.
     The weights come from the distances between the clients' updates and the target's (`ops.waffle_weights`, eqs. 2 and 3) and are
     averaged with those of the last two rounds; from round 0.95 R on the target is alone. Omega and Psi are eq. 4 with slope `do`,
-    or any function of (round, rounds). Absent clients have weight 0, and those present share the whole.
+    or any function of (round, rounds). Absent clients have weight 0, and those present share the whole: each client's average is over the
+    last two rounds that it attended, in shares of an even one, since absence is no unlikeness (with a quarter of 12 equal
+    clients a round the target's mean weight is .56, what a round alone gives it; averaged as weight 0, absence made it .74).
 
     Deviations, each with the paper's own reading as an option: `control_agg="recompute"` keeps `c = sum_i weight_i c_i`; as printed
     ("literal": `c += sum_i weight_i dc_i`) c forgets what it owes each client when weights change, the gap between c and the target's
@@ -72,7 +74,8 @@ class Waffle(Scaffold):
     def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
         g, own = super().init(net, n)
         even = torch.full((n,), 1 / n, dtype=torch.float64)
-        return {**g, "history": (even if self.history_init == "uniform" else 0 * even).repeat(2, 1), "weights": even}, own
+        before = {"uniform": even, "zeros": 0 * even, "replicate": 0 * even - 1}[self.history_init]  # -1: none yet
+        return {**g, "history": before.repeat(2, 1), "weights": even}, own
 
     def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
         fit, new = self.train(down, own, local)
@@ -90,6 +93,9 @@ class Waffle(Scaffold):
         c = ops.aggregate(up["control"], share, base=None if self.control_agg == "recompute" else g["c"])[0]
         return {"x": x, "c": c, "history": history, "weights": smooth}
 
+    def statistics(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensor:
+        return g["weights"][None, cohort.ids]
+
     def mixing(self, g: Tensors, up: Tensors, cohort: Cohort) -> tuple[Tensor, Tensor, Tensor]:
         """The smoothed weights of the cohort [S]; the new history [2, N] and the smoothed weights of all clients [N]; all float64."""
         look = up["delta"] / up["lr_sum"] if self.normalize_by_steps else up["delta"]
@@ -101,14 +107,17 @@ class Waffle(Scaffold):
         mine = ops.waffle_weights(dist, at, omega, psi, self.tie)
         if 20 * cohort.round >= 19 * cohort.rounds:  # 0.95 R, in integers
             mine = torch.zeros_like(mine).index_fill_(0, torch.tensor([at]), 1.0)
-        alone = torch.zeros(cohort.n, dtype=torch.float64).index_copy_(0, cohort.ids, mine)
-        history = g["history"]
-        if self.history_init == "replicate" and not history.any():
-            history = alone.expand(2, -1)
-        smooth = (history.sum(0) + alone) / 3
-        present = smooth[cohort.ids]
-        mixed = present * (smooth.sum() / present.sum())
-        return mixed, torch.stack([alone, history[0]]), torch.zeros_like(smooth).index_copy_(0, cohort.ids, mixed)
+        mine = mine * (len(mine) / cohort.n)  # as large as in a round of everybody
+        history = g["history"][:, cohort.ids]  # of the last two rounds that each one attended
+        history = torch.where(history < 0, mine, history)
+        new = torch.stack([mine, history[0]])
+        if 20 * (cohort.round - 2) >= 19 * cohort.rounds:  # the last two rounds were the target's alone, attended or not
+            history = mine.expand(2, -1)
+        smooth = (history.sum(0) + mine) / 3
+        whole = min(cohort.round, 3) / 3 if self.history_init == "zeros" else 1.0
+        mixed = smooth * (whole / smooth.sum())
+        weights = torch.zeros(cohort.n, dtype=torch.float64).index_copy_(0, cohort.ids, mixed)
+        return mixed, g["history"].index_copy(1, cohort.ids, new), weights
 
     def globality(self, round: int, rounds: int) -> tuple[float, float]:
         """Omega and Psi of this round (1-based)."""

@@ -26,12 +26,13 @@ class WeightErosion(FedAvg):
     `passes` is `floor((round - 1) * b / n_i)`, b the batch size ("samples", as printed), n_i / b in the place of n_i ("batches", the
     authors' code) or the epochs trained so far ("epochs").
 
-    Decision where the papers are silent: without a `p_d` it is `1 / (0.8 * rounds * mean median relative distance so far)`, at which the
-    median client's weight runs out after about 80 % of the rounds (published values fit one data set, one model and one number of rounds).
+    Decision where the papers are silent: without a `p_d` it is `1 / (0.8 * rounds * this round's median relative distance)`, at which the
+    median client's weight runs out after 80 % of the rounds, however the distances grow; what a mean over the rounds so far lags behind.
+    (Published values fit one data set, one model and one number of rounds.)
     """
 
     target: int = 0  # the client for whom the model is made
-    p_d: float | None = None  # distance penalty; None: calibrated while the run goes on (the paper: .006 to .0088 on MNIST, 100 rounds)
+    p_d: float | None = None  # distance penalty; None: calibrated in every round (the paper: .006 to .0088 on MNIST, 100 rounds)
     p_s: float = 0.0  # size penalty: extra erosion of clients whose data have been seen often
     size_unit: Literal["samples", "batches", "epochs"] = "samples"  # how passes over a client's data are counted
 
@@ -53,7 +54,7 @@ class WeightErosion(FedAvg):
         return (self.target,)
 
     def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
-        return {"x": net.w0, "alpha": torch.ones(n, dtype=torch.float64), "medians": torch.zeros(2, dtype=torch.float64)}, {}
+        return {"x": net.w0, "alpha": torch.ones(n, dtype=torch.float64)}, {}
 
     def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
         t, n = local.setting.training, local.size
@@ -65,19 +66,19 @@ class WeightErosion(FedAvg):
         return own, {"delta": local.fit(down["x"]).w - down["x"], "passes": passes}
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
-        distance, medians = self.relative(up["delta"], cohort), g["medians"]
-        others = distance[(cohort.ids != self.target) & distance.isfinite()]
-        if len(others):
-            medians = medians + torch.stack([others.median(), torch.ones_like(medians[0])])
-        p_d = self.p_d
+        distance, p_d = self.relative(up["delta"], cohort), self.p_d
         if p_d is None:
-            p_d = float(medians[1] / (0.8 * cohort.rounds * medians[0])) if medians[0] > 0 else 0.0
+            others = distance[(cohort.ids != self.target) & (distance > 0) & distance.isfinite()]
+            p_d = 1 / (0.8 * cohort.rounds * float(others.median())) if len(others) else 0.0
         loss = p_d * (1 + self.p_s * up["passes"].cpu().double()) * distance
         alpha = g["alpha"].clone()
         alpha[cohort.ids] = (alpha[cohort.ids] - loss.nan_to_num(0.0, posinf=math.inf)).clamp(min=0)  # 0 * inf is 0: nothing to erode by
         mix = alpha[cohort.ids] / alpha[cohort.ids].sum()
         x = ops.aggregate(up["delta"], onto(mix[None], g["x"].device), base=g["x"], lr=self.server_lr)[0]
-        return {"x": x, "alpha": alpha, "medians": medians}
+        return {"x": x, "alpha": alpha}
+
+    def statistics(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensor:
+        return g["alpha"][None, cohort.ids]
 
     def relative(self, delta: Tensor, cohort: Cohort) -> Tensor:
         """`|delta_i - delta_target| / |delta_target|`, [S] float64 on the CPU; infinite where only the target stood still."""

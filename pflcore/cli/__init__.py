@@ -52,7 +52,7 @@ class RunFailed(Exception):
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs one algorithm on a federation."""
+    """Runs one algorithm on a federation: one of those below, or package.module:Class for one of your own."""
     named = bool(argv) and not argv[0].startswith("-")
     if not named and not {"-h", "--help"} & set(argv):
         raise ValueError(f"run: expected the name of an algorithm first ({_algorithms()}), got {argv[0] if argv else 'none'}.")
@@ -69,6 +69,7 @@ def compare(argv: Sequence[str]) -> int:
 
 def _play(command: str, names: list[str], argv: Sequence[str]) -> int:
     from pflcore import experiment
+    from pflcore.algorithms.lookup import class_of, name_of
     from pflcore.local import Training
 
     one = command == "run"
@@ -87,11 +88,13 @@ def _play(command: str, names: list[str], argv: Sequence[str]) -> int:
     taken = {o.name for g in groups for o in g.options}
     hypers: dict[str, dict[str, str]] = {}  # algorithm -> option -> hyper-parameter
     for name in names:
-        cls = type(experiment.algorithm(name))
-        new = {f.name: f"{name}_{f.name}" for f in fields(cls) if f.name in (taken if one else ("target",))}
+        cls, title = class_of(name), name_of(name)
+        if title in {g.title for g in groups}:
+            raise ValueError(f"algorithms: expected different names, got {title!r} twice; rename one of the classes.")
+        new = {f.name: f"{title}_{f.name}" for f in fields(cls) if f.name in (taken if one else ("target",))}
         about, options = _told(cls, new)
         groups.append(
-            Group(name, about, [o for o in options if o.name not in (*cls.unused, new.get("target"))], prefix=not one)
+            Group(title, about, [o for o in options if o.name not in (*cls.unused, new.get("target"))], prefix=not one)
         )  # the run has --target
         hypers[name] = {o.name: next((k for k, v in new.items() if v == o.name), o.name) for o in groups[-1].options}
 
@@ -102,7 +105,7 @@ def _play(command: str, names: list[str], argv: Sequence[str]) -> int:
         about += " pflcore run ALGORITHM --help shows its own options, too."
     prog = f"pflcore run {names[0] if names else 'ALGORITHM'}" if one else "pflcore compare"
     got = parse(prog, about, groups, argv)
-    hyper = {name: {to: got[name][option] for option, to in options.items()} for name, options in hypers.items()}
+    hyper = {name: {to: got[name_of(name)][option] for option, to in options.items()} for name, options in hypers.items()}
     todo = experiment.jobs(names, experiment.Options(**got["run"]), Training(**got["training"]), hyper)
     own = {w: of_words(got.get(f"{w} {c.name}", {}), c.defaults) if c else {} for w, c in chosen.items()}
     return _record(todo, own["partition"], own["model"], Output(**got["output"]))
@@ -110,12 +113,13 @@ def _play(command: str, names: list[str], argv: Sequence[str]) -> int:
 
 def _record(todo: Sequence[Job], cut: Mapping[str, Any], shape: Mapping[str, Any], output: Output) -> int:
     from pflcore import experiment
+    from pflcore.algorithms.lookup import name_of
     from pflcore.results.progress import Progress
     from pflcore.results.record import Record, read
 
     options = todo[0].options
     _check_output(output)
-    if output.baseline is not None and output.baseline not in {j.algorithm for j in todo}:
+    if output.baseline is not None and output.baseline not in {name_of(j.algorithm) for j in todo}:
         raise ValueError(f"baseline: expected one of the algorithms that run, got {output.baseline!r}.")
     if output.out is not None:
         _check_folder(output.out, output.overwrite)
@@ -123,8 +127,8 @@ def _record(todo: Sequence[Job], cut: Mapping[str, Any], shape: Mapping[str, Any
     model = experiment.model(options, data, shape)
     first: Simulation | None = todo[0].simulation(data, model)  # so that what is wrong is said before a record is opened
     interrupted = failed = False
-    total = sum(j.options.rounds for j in todo)
-    folder = output.out or _new_folder([j.algorithm for j in todo], options.data, options.partition or "")
+    total = sum(j.length(data.n) for j in todo)
+    folder = output.out or _new_folder([name_of(j.algorithm) for j in todo], options.data, options.partition or "")
     with Record(folder / "record.jsonl", output.overwrite) as record, Progress(total, output.quiet) as progress:
         progress.say(f"{data.summary()}\nRecord: {record.path}")
         for i, job in enumerate(todo):
@@ -133,13 +137,13 @@ def _record(todo: Sequence[Job], cut: Mapping[str, Any], shape: Mapping[str, Any
                     simulation, first = first or job.simulation(data, model), None
                 except MemoryError as e:  # the next one may fit
                     progress.say(f"{job.name}: {e}")
-                    progress.skip(job.options.rounds)
+                    progress.skip(job.length(data.n))
                     failed = True
                     continue
                 head = job.header(simulation) | {"partition_options": cut, "model_options": shape}
                 if i == 0 or job.algorithm != todo[i - 1].algorithm:
                     progress.say(_plan(job, head))
-                history = _one(job, simulation, head, record, progress)
+                history = _one(job, simulation, model, head, record, progress)
                 interrupted, failed = history.interrupted, failed or history.stopped is not None
                 del simulation, history  # the next one needs the memory
             except KeyboardInterrupt:
@@ -151,18 +155,35 @@ def _record(todo: Sequence[Job], cut: Mapping[str, Any], shape: Mapping[str, Any
     return 130 if interrupted else 1 if failed else 0
 
 
-def _one(job: Job, simulation: Simulation, head: Mapping[str, Any], record: Record, progress: Progress) -> History:
+def _one(
+    job: Job, simulation: Simulation, model: Callable[[], Any], head: Mapping[str, Any], record: Record, progress: Progress
+) -> History:
     """Plays one job; whatever ends it, the record holds every round that was played and says why it is not whole."""
     progress.name(job.name)
+    played = 0
+
+    def step(_: int, line: dict[str, Any]) -> None:
+        nonlocal played
+        played += 1
+        progress.step(line)
+
+    def play(on_round: Callable[[int, dict[str, Any]], None]) -> History:
+        if not job.for_each:
+            return simulation.run(on_round)
+        history = job.play(simulation, model, step)  # a round's record needs all the clients' runs
+        for line in history.rounds:
+            record.write(line)
+        return history
+
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*stopped early: ", RuntimeWarning)  # it is said below
-            history: History = record.run(head, simulation.run, lambda _, line: progress.step(line))
+            history: History = record.run(head, play, step)
     except Exception as e:
         raise RunFailed(f"{job.name} failed: {type(e).__name__}: {_first_line(e)}; the record up to there is {record.path}.") from e
     if history.stopped:
         progress.say(f"{job.name}: {history.stopped}")
-    progress.skip(simulation.rounds - len(history.rounds))
+    progress.skip(job.length(simulation.data.n) - played)
     return history
 
 
@@ -302,6 +323,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that has no sign for ± gets a question mark
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())  # for package.module:Class
     try:
         with _signals():
             status = _command(argv)
@@ -409,7 +432,7 @@ def _plan(job: Job, head: Mapping[str, Any]) -> str:
     from pflcore.metrics import human
 
     return (
-        f"{job.algorithm}: {head['parameters']:,} parameters, {head['rounds']} rounds, engine {head['engine']}, "
+        f"{head['algorithm']}: {head['parameters']:,} parameters, {head['rounds']} rounds, engine {head['engine']}, "
         f"about {human(head['peak_bytes'])} of memory at the peak beside data and activations"
     )
 

@@ -18,8 +18,12 @@ def check_pool(x: Tensor, y: Tensor, classes: int | None, index: Mapping[str, Se
     for what, t in (("x", x), ("y", y)):
         if not isinstance(t, Tensor):
             raise TypeError(f"{what} must be a tensor, got {type(t).__name__}: use Federation.from_arrays for arrays")
+        if t.layout != torch.strided:
+            raise TypeError(f"{what} must be a dense tensor, got {t.layout}: convert it with {what}.to_dense()")
         if not (t.is_floating_point() or t.dtype == torch.int64):
-            raise TypeError(f"{what} must be floating point or int64, got {t.dtype}: convert it first (images: to float, then normalise)")
+            raise TypeError(
+                f"{what} must be floating point or int64, got {t.dtype}: convert it (tokens: to int64, images: to float, then normalise)"
+            )
     if x.dim() < 1 or y.dim() < 1 or len(x) != len(y):
         raise ValueError(f"x and y must have one row per sample, got shapes {list(x.shape)} and {list(y.shape)}")
     if x.device != y.device:

@@ -127,13 +127,13 @@ def _pair(pair: Any, who: str, dtype: torch.dtype | None) -> tuple[Tensor, Tenso
 
 
 def tensor(value: Any, what: str, dtype: torch.dtype | None) -> Tensor:
-    """A detached CPU-or-device tensor; floating values go to ``dtype``."""
+    """A detached CPU-or-device tensor; floating values go to ``dtype``, tokens of 16 or 32 bits to int64."""
     try:
         t = value.detach() if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))
     except (TypeError, ValueError, RuntimeError) as e:
         raise TypeError(f"{what} must be numbers in one array, got {type(value).__name__} ({_unlike(value)})") from e
-    if t.dtype in (torch.int8, torch.int16, torch.int32):
-        return t.to(torch.int64)  # tokens
+    if t.dtype in (torch.int16, torch.int32):  # tokens; bytes are left to be refused, they may be images
+        return t.long()
     return t.to(dtype) if dtype is not None and t.is_floating_point() else t
 
 

@@ -60,6 +60,7 @@ class Federation:
 
     @property
     def device(self) -> torch.device:
+        """Where the pool is."""
         return self.x.device
 
     @property

@@ -122,8 +122,6 @@ def folder(path: Where, *, target: int | str = -1, classes: Classes = "infer", n
         stray = [f.name for f in sorted(part.iterdir()) if f not in known and not f.name.startswith((".", "README", "LICENSE"))]
         if stray:
             raise ValueError(f"{part} must hold the clients' .csv or .npz files and nothing else, got {stray[0]}: give them a folder")
-    if len(files["train"]) < 2:
-        raise ValueError(f"{parts['train']} must hold the files of at least two clients, got {next(iter(files['train'].values())).name}")
     for of in files.values():
         strange = [stem for stem in of if stem not in files["train"]]
         if strange:

@@ -112,16 +112,5 @@ def held_out(data: Federation, seed: int = 0, share: float = 0.2) -> Federation:
     """
     if "val" in data.index:
         return data
-    few = {i for i, n in enumerate(data.size("train").tolist()) if n < 2}
-    note = f"{share:.0%} of each client's training samples are held out for validation"
-    if not few:
-        new = data.split_samples({"train": 1 - share, "val": share}, seed, pool=("train",))
-        return replace(new, notes=[*new.notes, note])
-    many = [i for i in range(data.n) if i not in few]
-    if not many:
-        raise ValueError("clients must have at least 2 training samples for some to be held out, got 1 each: pass a split 'val'")
-    part = data.subset(many).split_samples({"train": 1 - share, "val": share}, seed, pool=("train",))
-    index = {**data.index, "train": list(data.index["train"]), "val": [data.index["train"][0][:0]] * data.n}
-    for j, i in enumerate(many):
-        index["train"][i], index["val"][i] = part.index["train"][j], part.index["val"][j]
-    return replace(data, index=index, notes=[*data.notes, f"{note}; {len(few)} with a single one keep it"])
+    new = data.split_samples({"train": 1 - share, "val": share}, seed, pool=("train",))
+    return replace(new, notes=[*new.notes, f"{share:.0%} of each client's training samples are held out for validation"])

@@ -197,10 +197,10 @@ def _chain(module: nn.Module, name: str = "") -> list[tuple[str, nn.Module]] | N
         return [(name, module)]
     was = module.training
     try:
-        chains = [_traced(module.train(mode), name) for mode in (True, False)]
+        training, evaluating = (_traced(module.train(mode), name) for mode in (True, False))
     finally:
         module.train(was)
-    return chains[0] if chains[0] is not None and chains[1] is not None and _alike(*chains) else None
+    return training if training is not None and evaluating is not None and _alike(training, evaluating) else None
 
 
 def _alike(a: list[tuple[str, nn.Module]], b: list[tuple[str, nn.Module]]) -> bool:

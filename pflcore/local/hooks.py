@@ -22,6 +22,7 @@ from pflcore._mode import forward_mode
 from pflcore.local.dense import Dense
 from pflcore.local.group import EPOCH_BYTES, LossFn, Piece
 from pflcore.local.net import Net
+from pflcore.local.random import client_seeds
 from pflcore.local.settings import Setting
 from pflcore.local.workers import onto
 from pflcore.metrics import right
@@ -48,6 +49,7 @@ class Local:
     round: int
     buffers: Tensor  # [S, b] float buffers; training writes them, a probe does not
     train_loss: Tensor | None = None  # [S] of the last training that was no probe
+    joined: Tensor | None = None  # [S] bool: who took part in a round before; None: everybody
     _ids: NDArray[np.int64] = field(init=False)
     _size: NDArray[np.int64] = field(init=False)
 
@@ -57,10 +59,12 @@ class Local:
 
     @property
     def net(self) -> Net:
+        """The model as a function of a row."""
         return self.setting.net
 
     @property
     def rounds(self) -> int:
+        """R, all rounds of the run."""
         return self.setting.rounds
 
     @property
@@ -78,7 +82,13 @@ class Local:
         """Training samples of each client and class, [S, C]."""
         return self.setting.data.counts("train")[self.ids]
 
+    def newcomers(self, device: torch.device) -> Tensor:
+        """Bool [S, 1] on `device`: who takes part for the first time, or has not yet."""
+        joined = torch.ones(len(self._ids), dtype=torch.bool) if self.joined is None else self.joined
+        return onto(~joined[:, None], device)
+
     def has(self, split: str) -> bool:
+        """Whether the federation has this split."""
         return split in self.setting.data.index
 
     # training --------------------------------------------------------------------------------------------------------
@@ -88,7 +98,7 @@ class Local:
         *,
         shift: Tensor | None = None,  # [S, Q] added to every gradient
         prox: tuple[Tensor | float, Tensor] | None = None,  # (mu, anchor [S, Q]): adds mu * (w - anchor); mu a number, [S] or [S, 1]
-        mask: Tensor | None = None,  # [Q] or [S, Q]: where it is 0 nothing moves
+        mask: Tensor | None = None,  # [Q] or [S, Q], bool or a number: where it is 0 nothing moves
         loss: LossFn | None = None,
         extra: dict[str, Tensor] | None = None,  # tensors [S, ...] whose client's slice the loss gets
         noise: int = 0,  # so many uniform numbers per client and step, in extra["noise"]
@@ -101,6 +111,7 @@ class Local:
     ) -> Fit:
         """Minibatch SGD from `start` on each client's training data."""
         rate = self.lr if lr is None else lr
+        mask = None if mask is None else mask.to(start.dtype)
         count, width = start.shape
         w = torch.empty_like(start, memory_format=torch.contiguous_format)
         mean_grad = torch.zeros_like(w) if want_grad else None
@@ -196,12 +207,20 @@ class Local:
         return torch.stack(self._each_client(value))
 
     def grad(self, rows: Tensor, split: str = "train", *, loss: LossFn | None = None, extra: dict[str, Tensor] | None = None) -> Tensor:
-        """Each client's full-batch gradient [S, Q] at `rows`, in evaluation mode (batch norm uses its running statistics)."""
+        """Each client's gradient [S, Q] at `rows` over all its samples of `split`, in evaluation mode.
+
+        The gradient that training takes has batch norm normalise by the batch: with batch norm, and on "train", this is the mean over
+        minibatches (of the run's size, in the order of the samples, no last one of a single sample) in training mode; the running
+        statistics stay.
+        """
+        train = split == "train" and bool(self.net.buffer_names)
+        size = self.setting.training.batch_size if train else EVAL_BATCH
 
         def gradient(i: int) -> Tensor:
             total = torch.zeros_like(rows[i])
-            with forward_mode(False, self.buffers[i], alone=True):
-                for x, y, n in self._chunks(i, split):
+            seed = torch.from_numpy(client_seeds(self._ids[i : i + 1], self.setting.seed, self.round, "grad").view(np.int64))[0]
+            for k, (x, y, n) in enumerate(self._chunks(i, split, size, whole=train)):
+                with forward_mode(train, self.buffers[i].clone(), seed.to(x.device) + k, alone=True):
                     w = rows[i].detach().requires_grad_()
                     total += torch.autograd.grad(self._value(w, x, y, i, loss, extra), w)[0] * (len(y) / n)
             return total
@@ -308,17 +327,19 @@ class Local:
                 if data.relabel is not None:
                     y = data.relabel[onto(self.ids[pos], data.device)].gather(1, y.flatten(1)).view_as(y)
                 inside = torch.arange(a, a + index.shape[1]) < size[pos, None]
-                yield onto(pos, data.device), x, y, onto(inside / size[pos, None], data.device)
+                yield onto(pos, data.device), x, y, onto(inside.double() / size[pos, None], data.device)
 
-    def _chunks(self, i: int, split: str) -> Iterator[tuple[Tensor, Tensor, int]]:
+    def _chunks(self, i: int, split: str, size: int = EVAL_BATCH, whole: bool = False) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """x, y of the client's samples in batches of `size`, and their number; with `whole` a last one alone joins those before it."""
         if split not in self.setting.data.index:
             raise ValueError(
                 f"split: this federation has {', '.join(self.setting.data.index)}, not {split!r}; split the clients' samples first."
             )
         data, client = self.setting.data, int(self._ids[i])
         index, y = data.index[split][client], data.labels(client, split)
-        for a in range(0, len(y), EVAL_BATCH):
-            yield data.x.index_select(0, index[a : a + EVAL_BATCH]), y[a : a + EVAL_BATCH], len(y)
+        for a in range(0, len(y) - (whole and len(y) > 1), size):
+            b = a + size + (whole and a + size + 1 == len(y))
+            yield data.x.index_select(0, index[a:b]), y[a:b], len(y)
 
     def _each_client(self, f: Callable[[int], T]) -> list[T]:
         return self.setting.engine.map(f, range(len(self._ids)))

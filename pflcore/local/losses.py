@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from pflcore.ops import reference
 
@@ -43,6 +43,9 @@ CRITERIA: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "binary_cross_entropy": binary_cross_entropy,
 }
 
+PLAIN = {nn.CrossEntropyLoss: "cross_entropy", nn.MSELoss: "squared"}  # as torch makes them by default, they are ours by name
+Loss = str | Callable[[Tensor, Tensor], Tensor]
+
 
 def losses_and_slopes(criterion: str, scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Per-sample losses [s, B] and their derivative by `scores` [s, B, C], for `y` [s, B] or, with K targets a sample, [s, B, K].
@@ -58,3 +61,41 @@ def losses_and_slopes(criterion: str, scores: Tensor, y: Tensor) -> tuple[Tensor
     else:
         each, slope = reference.losses_and_slopes(criterion, scores, y)
     return (each, slope) if each.dim() == 2 else (each.flatten(2).mean(2), slope / each[0, 0].numel())
+
+
+def default_loss(y: Tensor) -> str:
+    """The criterion for targets that nobody named one for: by their dtype."""
+    return "squared" if y.is_floating_point() else "cross_entropy"
+
+
+def loss_of(loss: Loss, name: str = "loss") -> Callable[[Tensor, Tensor], Tensor]:
+    """A function of (scores, y) [B, ...] -> the batch's mean loss, from a name of `CRITERIA`, a function or an `nn.Module` such as
+    `nn.CrossEntropyLoss(weight=w)`. ValueError or TypeError in one sentence that begins with `name`."""
+    if isinstance(loss, str):
+        if loss not in CRITERIA:
+            raise ValueError(f"{name}: expected one of {', '.join(CRITERIA)}, a function of (scores, y) or an nn.Module, got {loss!r}.")
+        return CRITERIA[loss]
+    if isinstance(loss, type):
+        raise TypeError(f"{name}: expected a loss, got the class {loss.__name__}; write {loss.__name__}().")
+    if not callable(loss):
+        raise TypeError(f"{name}: expected one of {', '.join(CRITERIA)}, a function of (scores, y) or an nn.Module, got {loss!r}.")
+    if not isinstance(loss, nn.Module):
+        return squared if loss is F.mse_loss else loss  # [B, 1] against [B] would be spread to [B, B]
+    if any(p.requires_grad for p in loss.parameters()):
+        raise ValueError(f"{name}: {type(loss).__name__} has parameters, which nothing would train; make them a part of the model.")
+    if getattr(loss, "reduction", "mean") != "mean":
+        raise ValueError(f"{name}: expected the mean over a batch, got {type(loss).__name__}(reduction={loss.reduction!r}).")
+    plain = PLAIN.get(type(loss))
+    return CRITERIA[plain] if plain and _same_options(loss) else loss
+
+
+def _same_options(loss: nn.Module) -> bool:
+    """Whether a loss module is as its class makes it without arguments."""
+    default = type(loss)()
+    names = getattr(loss, "__constants__", [])
+    return all(getattr(loss, n) == getattr(default, n) for n in names) and not list(loss.buffers()) and not loss._forward_hooks
+
+
+def loss_name(criterion: Callable[[Tensor, Tensor], Tensor]) -> str:
+    """What a criterion is called in records."""
+    return next((k for k, v in CRITERIA.items() if v is criterion), getattr(criterion, "__name__", type(criterion).__name__))

@@ -17,7 +17,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from pflcore._mode import context
-from pflcore.local.losses import CRITERIA, REGRESSION
+from pflcore.local.losses import REGRESSION, Loss, loss_of
 from pflcore.local.plain import refuse_detours
 from pflcore.local.swap import swap_layers
 
@@ -58,8 +58,8 @@ class Net:
     """An `nn.Module` as a function of a flat row.
 
     `build` is a module (its weights become `w0`) or a function without arguments that makes one (then `w0 = init(0)`).
-    `criterion` is `"cross_entropy"`, `"squared"`, `"half_squared"`, `"hinge"` or a function of (scores, y); `head` names the submodule that
-    counts as the head (default: an attribute `head` of the model, else its last `nn.Linear`).
+    `criterion` is `"cross_entropy"`, `"squared"`, `"half_squared"`, `"hinge"`, or a function or `nn.Module` of (scores, y); `head` names
+    the submodule that counts as the head (default: an attribute `head` of the model, else its last `nn.Linear`).
 
     >>> net = Net(nn.Linear(4, 3))
     >>> net(net.w0, torch.zeros(2, 4)).shape
@@ -69,19 +69,11 @@ class Net:
     def __init__(
         self,
         build: nn.Module | Callable[[], nn.Module],
-        criterion: str | Callable[[Tensor, Tensor], Tensor] = "cross_entropy",
+        criterion: Loss = "cross_entropy",
         head: str | None = None,
         seed: int = 0,
     ) -> None:
-        if isinstance(criterion, type) or not (isinstance(criterion, str) or callable(criterion)):
-            name = criterion.__name__ if isinstance(criterion, type) else repr(criterion)
-            raise TypeError(
-                f"criterion: expected one of {', '.join(CRITERIA)} or a function of (scores, y), got {name}; "
-                f"{f'make one of it: {name}()' if isinstance(criterion, type) else 'pass a function'}."
-            )
-        if isinstance(criterion, str) and criterion not in CRITERIA:
-            raise ValueError(f"criterion: expected one of {', '.join(CRITERIA)} or a function of (scores, y), got {criterion!r}.")
-        self.criterion = CRITERIA[criterion] if isinstance(criterion, str) else criterion
+        self.criterion = loss_of(criterion, "criterion")
         self.build, self.seed = build, seed
         if isinstance(build, nn.Module):
             self.module = _copied(build)
@@ -152,18 +144,66 @@ class Net:
         """Bool [P], true where the parameter's name matches one of the shell patterns: `mask("head.*")`."""
         m = torch.zeros(self.size, dtype=torch.bool)
         for pattern in patterns:
-            hits = [n for n in self.names if fnmatchcase(n, pattern)]
-            if not hits:
-                raise ValueError(f"patterns: {pattern!r} matches no parameter; the names are {', '.join(self.names)}.")
-            for n in hits:
+            for n in self._matches(pattern):
                 m[self.slices[n]] = True
         return m.to(self.w0.device)
+
+    def split(self, row: Tensor, *patterns: str) -> tuple[Tensor, Tensor]:
+        """A model's columns in two: (shared, private). Private are the parameters whose names match, without patterns the head.
+
+        `row` [..., P] -> [..., P - K], [..., K]; `join` puts them together again. What only the shared part of travels is counted so.
+        """
+        self._check(row)
+        blocks = self._blocks(patterns)
+        pieces = row.split([size for size, _ in blocks], -1)
+        shared, private = ([p for p, (_, mine) in zip(pieces, blocks, strict=True) if mine is side] for side in (False, True))
+        return torch.cat(shared, -1) if shared else row[..., :0], torch.cat(private, -1) if private else row[..., :0]
+
+    def join(self, shared: Tensor, private: Tensor, *patterns: str) -> Tensor:
+        """The model [..., P] of which `split` with the same patterns gives `shared` and `private`; leading axes are broadcast."""
+        blocks = self._blocks(patterns)
+        sizes = [[size for size, mine in blocks if mine is side] for side in (False, True)]
+        if [shared.shape[-1], private.shape[-1]] != [sum(s) for s in sizes]:
+            raise ValueError(
+                f"shared and private: expected {sum(sizes[0])} and {sum(sizes[1])} columns, got {shared.shape[-1]} and "
+                f"{private.shape[-1]}; give join the patterns that split was given."
+            )
+        axes = torch.broadcast_shapes(shared.shape[:-1], private.shape[:-1])
+        both = [iter(t.expand(*axes, -1).split(s, -1)) for t, s in zip((shared, private), sizes, strict=True)]
+        return torch.cat([next(both[mine]) for _, mine in blocks], -1)
+
+    def _blocks(self, patterns: tuple[str, ...]) -> list[tuple[int, bool]]:
+        """The row as neighbouring columns of one kind: (how many, whether they are private)."""
+        for pattern in patterns:
+            self._matches(pattern)
+        if not patterns:
+            self.head_slice  # noqa: B018  (says in a sentence that there is none)
+        blocks: list[tuple[int, bool]] = []
+        for name, size in zip(self.names, self.sizes, strict=True):
+            mine = any(fnmatchcase(name, p) for p in patterns) if patterns else self._in_head(name)
+            blocks = [*blocks[:-1], (blocks[-1][0] + size, mine)] if blocks and blocks[-1][1] is mine else [*blocks, (size, mine)]
+        return blocks
+
+    def _matches(self, pattern: str) -> list[str]:
+        """The parameters whose names match; ValueError where none does."""
+        hits = [n for n in self.names if fnmatchcase(n, pattern)]
+        if not hits:
+            raise ValueError(f"patterns: {pattern!r} matches no parameter; the names are {', '.join(self.names)}.")
+        return hits
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in vars(self).items() if k != "_threads"}  # bound modules are made anew in each thread
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _threads=threading.local())
 
     def to(self, device: torch.device | str) -> Net:
         """The same net with its rows and constants on `device`."""
         other = copy.copy(self)
         other.module = copy.deepcopy(self.module).to(device)
         other.w0, other.b0, other._threads = self.w0.to(device), self.b0.to(device), threading.local()
+        if isinstance(self.criterion, nn.Module):  # class weights, for instance
+            other.criterion = copy.deepcopy(self.criterion).to(device)
         return other
 
     # the function of a row -------------------------------------------------------------------------------------------
@@ -216,6 +256,7 @@ class Net:
 
     @property
     def has_conv(self) -> bool:
+        """Whether the model has a convolution."""
         return any(isinstance(m, nn.modules.conv._ConvNd) for m in self.module.modules())
 
     def loss(self, row: Tensor, x: Tensor, y: Tensor) -> Tensor:

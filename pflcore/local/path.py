@@ -131,8 +131,8 @@ def by_module(net: Net) -> Form:
     def form(t: Trial) -> tuple[Tensor, Tensor]:
         found = []
         for i in range(len(t.rows)):
-            one = (v[i : i + 1] for v in (t.rows, t.x, t.y, t.buffers, t.seeds))
-            found.append(gradients(net, None, False, t.train, *one, {})[:2])
+            s = slice(i, i + 1)
+            found.append(gradients(net, None, False, t.train, t.rows[s], t.x[s], t.y[s], t.buffers[s], t.seeds[s], {})[:2])
         losses, grads = zip(*found, strict=True)
         return torch.cat(losses), torch.cat(grads)
 

@@ -32,7 +32,7 @@ def check_run(net: Net, data: Federation, training: Training) -> None:
     x, y = samples(data, max(2, min(training.batch_size, BATCH)))
     for train in (True, False):
         before = states()
-        loss, scores = passed(net, data, x, y, train)
+        learns = passed(net, data, x, y, train)
         if before[0] != (after := states())[0]:
             torch.set_rng_state(before[1])
             what = next(k for k, v in before[0].items() if v != after[0][k])
@@ -40,7 +40,7 @@ def check_run(net: Net, data: Federation, training: Training) -> None:
                 f"model: its forward pass draws from {what}'s global generator, which threads share, so results would not repeat; use "
                 "pflcore.nn.Dropout, which draws from the client's own."
             )
-    if not loss.requires_grad:
+    if not learns:
         raise ValueError("model: the loss depends on no trainable parameter; compute it from the scores, without detach() or no_grad().")
     check_single(net, data, training)
 
@@ -49,7 +49,9 @@ def check_modes() -> None:
     """Refuses what would change every tensor that is made from here on."""
     device = torch.get_default_device()
     if device.type != "cpu":
-        raise ValueError(f"torch: the default device is {device}; call torch.set_default_device('cpu') and pass device='{device}' to the run.")
+        raise ValueError(
+            f"torch: the default device is {device}; call torch.set_default_device('cpu') and pass device='{device}' to the run."
+        )
     if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
         mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
         raise ValueError(f"torch: training needs gradients, and torch.{mode}() is on; set up and run the simulation outside of it.")
@@ -70,20 +72,26 @@ def check_dtypes(net: Net, data: Federation) -> None:
 
 def states() -> tuple[dict[str, Any], Tensor]:
     """The global generators' states, by whose they are, and torch's own to be put back."""
-    state, (_, words, place, *_) = torch.get_rng_state(), np.random.get_state()
-    found: dict[str, Any] = {"torch": state.numpy().tobytes(), "Python": random.getstate(), "NumPy": (bytes(words), place)}
+    state, numpy = torch.get_rng_state(), np.random.get_state(legacy=False)
+    found: dict[str, Any] = {
+        "torch": state.numpy().tobytes(),
+        "Python": random.getstate(),
+        "NumPy": (numpy["state"]["key"].tobytes(), numpy["state"]["pos"]),
+    }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         found["torch.cuda"] = b"".join(s.numpy().tobytes() for s in torch.cuda.get_rng_state_all())
     return found, state
 
 
-def passed(net: Net, data: Federation, x: Tensor, y: Tensor, train: bool) -> tuple[Tensor, Tensor]:
-    """Loss and scores of one batch by the module itself, backward included; every failure in one sentence."""
+def passed(net: Net, data: Federation, x: Tensor, y: Tensor, train: bool) -> bool:
+    """One batch by the module itself, backward included: has its loss a gradient? Every failure in one sentence."""
     module = copy.deepcopy(net.module).train(train)
-    inside: list[tuple[str, nn.Module, Any]] = []
-    for name, m in module.named_modules():
-        if not m._modules:
-            m.register_forward_pre_hook(lambda m, given, name=name: inside.append((name, m, given[0] if given else None)))
+    inside: list[tuple[str, nn.Module, Any]] = []  # the layer that is working
+    hooks = [
+        m.register_forward_pre_hook(lambda m, given, name=name: inside.__setitem__(slice(None), [(name, m, given[0] if given else None)]))
+        for name, m in module.named_modules()
+        if not m._modules
+    ]
     with forward_mode(train, None, torch.zeros((), dtype=torch.int64, device=x.device)), torch.enable_grad():
         try:
             scores = module(x)
@@ -91,6 +99,10 @@ def passed(net: Net, data: Federation, x: Tensor, y: Tensor, train: bool) -> tup
             if memory.ran_out(e):
                 raise
             raise ValueError(unfit(inside, data, x, e)) from e
+        finally:
+            for hook in hooks:
+                hook.remove()
+        inside.clear()  # holds the module, whose hooks held it
         check_scores(net, data, scores, y)
         try:
             loss = net.criterion(scores, y)
@@ -103,12 +115,12 @@ def passed(net: Net, data: Federation, x: Tensor, y: Tensor, train: bool) -> tup
         raise ValueError(f"criterion: expected one number for a batch, got {got}; take the mean over its samples.")
     if train and loss.requires_grad:
         try:
-            loss.sum().backward()  # type: ignore[no-untyped-call]
+            torch.autograd.grad(loss.sum(), [p for p in module.parameters() if p.requires_grad], allow_unused=True)
         except Exception as e:
             if memory.ran_out(e):
                 raise
             raise ValueError(f"model: its backward pass fails: {first(e)}.") from e
-    return loss, scores
+    return bool(loss.requires_grad)
 
 
 def unfit(inside: list[tuple[str, nn.Module, Any]], data: Federation, x: Tensor, e: Exception) -> str:
@@ -120,7 +132,7 @@ def unfit(inside: list[tuple[str, nn.Module, Any]], data: Federation, x: Tensor,
     if isinstance(m, nn.Embedding):
         if given.is_floating_point():
             return f"data: {layer} takes integers (tokens), and its input is {given.dtype}; give x as int64."
-        return f"data: x holds tokens from {int(data.x.min())} to {int(data.x.max())}, and {layer} knows 0 to {m.num_embeddings - 1}; make it larger."
+        return f"data: x holds tokens from {int(data.x.min())} to {int(data.x.max())}, and {layer} knows 0 to {m.num_embeddings - 1}; make it larger."  # noqa: E501
     if not given.is_floating_point():
         return f"data: x holds integers ({x.dtype}), and {layer} takes numbers; convert x to float, or begin the model with nn.Embedding."
     wants = next((f"{k}={getattr(m, k)}" for k in ("in_features", "in_channels", "num_features", "input_size") if hasattr(m, k)), None)
@@ -135,10 +147,12 @@ def unfit(inside: list[tuple[str, nn.Module, Any]], data: Federation, x: Tensor,
 def check_scores(net: Net, data: Federation, scores: Any, y: Tensor) -> None:
     """The outputs against the labels."""
     if not isinstance(scores, Tensor):
-        raise ValueError(f"model: expected its forward pass to give one tensor of scores, got a {type(scores).__name__}; return the scores alone.")
+        raise ValueError(
+            f"model: expected its forward pass to give one tensor of scores, got a {type(scores).__name__}; return the scores alone."
+        )
     if scores.shape[:1] != y.shape[:1]:
         raise ValueError(
-            f"model: expected one row of scores for each of {len(y)} samples, got shape {list(scores.shape)}; keep the batch as the first axis."
+            f"model: expected one row of scores for each of {len(y)} samples, got shape {list(scores.shape)}; keep the batch as the first axis."  # noqa: E501
         )
     name = {f: name for name, f in CRITERIA.items()}.get(net.criterion)
     outputs = scores.shape[1] if scores.dim() > 1 else 1
@@ -151,7 +165,7 @@ def check_scores(net: Net, data: Federation, scores: Any, y: Tensor) -> None:
                 "target(s) a sample; change the model's outputs, or take criterion='cross_entropy' for classes."
             )
         low, high = (float(v) for v in torch.aminmax(data.y))
-        if name == "binary_cross_entropy" and not (0 <= low and high <= 1):
+        if name == "binary_cross_entropy" and not (low >= 0 and high <= 1):
             raise ValueError(f"criterion: 'binary_cross_entropy' takes targets from 0 to 1, and these go from {low:g} to {high:g}.")
 
 
@@ -159,7 +173,7 @@ def _check_classes(data: Federation, scores: Tensor, y: Tensor, outputs: int) ->
     if y.is_floating_point():
         if y.shape != scores.shape:
             raise ValueError(
-                f"criterion: 'cross_entropy' takes int64 labels, or probabilities of the scores' shape {list(scores.shape)}, and the targets "
+                f"criterion: 'cross_entropy' takes int64 labels, or probabilities of the scores' shape {list(scores.shape)}, and the targets "  # noqa: E501
                 f"are {y.dtype} of shape {list(y.shape)}; give labels as integers, or take criterion='squared' for numbers."
             )
         return
@@ -172,7 +186,9 @@ def _check_classes(data: Federation, scores: Tensor, y: Tensor, outputs: int) ->
     high = int(labels.max())
     if int(labels.min()) < 0 or high >= outputs:
         remedy = "or one and criterion='binary_cross_entropy' or 'hinge'" if outputs == 1 else "one for each class"
-        raise ValueError(f"model: it has {outputs} output(s), and the labels go from {int(labels.min())} to {high}; give it {high + 1}, {remedy}.")
+        raise ValueError(
+            f"model: it has {outputs} output(s), and the labels go from {int(labels.min())} to {high}; give it {high + 1}, {remedy}."
+        )
 
 
 def check_single(net: Net, data: Federation, training: Training) -> None:
@@ -187,7 +203,7 @@ def check_single(net: Net, data: Federation, training: Training) -> None:
     except ValueError as e:
         i = int(alone.nonzero()[0])
         raise ValueError(
-            f"data: client {i} ({int(size[i])} samples, batch_size {batch}) has a batch of one sample, on which this model cannot train, as "
+            f"data: client {i} ({int(size[i])} samples, batch_size {batch}) has a batch of one sample, on which this model cannot train, as "  # noqa: E501
             "batch norm cannot; take another batch_size, drop_last=True, or leave clients of one sample out."
         ) from e
 

@@ -77,9 +77,10 @@ def _by_client(sizes: tuple[int, ...], cuts: list[list[tuple[int, int]]], epochs
         b = a
         while b < len(sizes) and sizes[b] == sizes[a]:
             b += 1
-        line = [(e, *c) for e in range(epochs) for c in cuts[a]]
+        own = epochs if steps is None else -(-steps // len(cuts[a]))  # passes by the client's own size, whoever else is there
+        line = [(e, *c) for e in range(own) for c in cuts[a]]
         for k, (e, first, last) in enumerate(line[:steps]):
-            yield Step(k, a, b, [(j * epochs + e, first, last) for j in range(batches)])
+            yield Step(k, a, b, [(j * own + e, first, last) for j in range(batches)])
         a = b
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
+
+from pflcore.local.schedules import Schedule, rates
 
 
 @dataclass(frozen=True)
 class Training:
     """How every client trains; the run's, not an algorithm's.
 
-    `lr` is the step size of round 1; `schedule(round, rounds)` multiplies it (default: constant).
+    `lr` is the step size of round 1 (default schedule: of all rounds). `schedule` is a function of (round, rounds), which multiplies it, or
+    one of an optimizer that makes a scheduler of torch's: `lambda optimizer: CosineAnnealingLR(optimizer, T_max=20)`, one step a round.
     """
 
     lr: float = 0.1
@@ -21,7 +23,7 @@ class Training:
     weight_decay: float = 0.0
     drop_last: bool = False
     reshuffle: bool = True  # False: one order of the samples for the whole run
-    schedule: Callable[[int, int], float] | None = None
+    schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.lr < math.inf:
@@ -34,4 +36,5 @@ class Training:
             raise ValueError(f"weight_decay: expected a finite number >= 0, got {self.weight_decay}.")
 
     def lr_at(self, round: int, rounds: int) -> float:
-        return self.lr * (self.schedule(round, rounds) if self.schedule else 1.0)
+        """The step size of `round` (from 1) of `rounds`."""
+        return self.lr if self.schedule is None else rates(self.schedule, self.lr, max(round, rounds))[round - 1]

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pflcore import metrics
 
+__all__ = ["Record", "Run", "read"]
 OnRound = Callable[[int, dict[str, Any]], None]
 PARTS = ("partition_options", "model_options", "training", "options")
 OUTLIER = 20.0  # times the cohort's median update: honest clients with many times the data of the others stay below
@@ -100,6 +101,7 @@ class Record:
         return history
 
     def close(self) -> None:
+        """Closes the file; what was written is on disk."""
         if not self._file.closed:
             os.fsync(self._file.fileno())
             self._file.close()
@@ -122,6 +124,7 @@ class Run:
 
     @property
     def algorithm(self) -> str:
+        """What the algorithm is called."""
         return str(self.header.get("algorithm") or next((r["algorithm"] for r in self.rounds if "algorithm" in r), "?"))
 
     @property
@@ -132,6 +135,7 @@ class Run:
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
+        """The rounds that were evaluated."""
         return [r for r in self.rounds if r.get("eval")]
 
     @property

@@ -9,6 +9,8 @@ from pflcore import metrics
 from pflcore.metrics import human
 from pflcore.results.record import Run, find, label
 
+__all__ = ["table"]
+
 
 def setting(run: Run) -> str:
     """What must agree for runs to stand in one table: data, partition, model, number of clients."""
@@ -67,9 +69,13 @@ def _table(name: str, runs: Sequence[Run], last: int, baseline: str | None) -> s
     ]
     optimistic = " (optimistic, as in the papers)" if split == "test" else ""
     lines.append(f"\\* the best round, selected on {split} data{optimistic}; std and worst decile: at the last evaluation.")
-    for_one = [(name, m[0].header["made_for"]) for name, m in groups.items() if m[0].header.get("made_for") is not None]
+    made_for = {name: m[0].header.get("made_for") for name, m in groups.items()}
+    for_one = [(name, client) for name, client in made_for.items() if isinstance(client, int)]
+    for_each = [name for name, client in made_for.items() if client == "each client"]
     if for_one:
         lines.append("\nMade for one client, whose columns count: " + ", ".join(f"{name} for client {c}" for name, c in for_one) + ".")
+    if for_each:
+        lines.append(f"\nMade for each client in a run of its own: {', '.join(for_each)}.")
     for algorithm, members in groups.items():
         far = [(r.header.get("seed", "?"), _outliers(r)) for r in members]
         lines += [f"\n{algorithm}, seed {seed}, moved far: {whom}; look at the data or set clip." for seed, whom in far if whom]

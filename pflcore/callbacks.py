@@ -1,0 +1,68 @@
+"""What can be given to `Simulation.run(on_round=...)`: a function of (round, record), or several in a list.
+
+One that raises `Stop` ends the run with its sentence. One that raises anything else ends it too, and nothing is lost: the rounds up to
+there are in `simulation.history` (and in the exception's attribute `history`), and `simulation.run()` goes on from them.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from pflcore.algorithms.base import Stop
+from pflcore.metrics import mean
+from pflcore.results.export import scalars, summary_writer
+
+__all__ = ["EarlyStopping", "Stop", "TensorBoard"]
+LOWER = {"loss", "train_loss", "mae", "rmse"}  # where less is better
+
+
+class EarlyStopping:
+    """Ends a run whose mean over clients has not improved for `patience` evaluations.
+
+    `key` is "accuracy", "loss" or one of the run's metrics, `higher` whether more of it is better (default: by its name). An improvement
+    is one by more than `min_delta`; a mean that is NaN is none. It looks at the run's `eval_split`: "test" data select on test data, so
+    give the simulation `eval_split="val"`. What was best is in `best` (the mean) and `round` (where).
+    """
+
+    def __init__(self, patience: int = 5, key: str = "loss", higher: bool | None = None, min_delta: float = 0.0) -> None:
+        if patience < 1 or not min_delta >= 0:
+            raise ValueError(f"patience and min_delta: expected at least 1 evaluation and a number >= 0, got {patience} and {min_delta}.")
+        self.patience, self.key, self.min_delta = patience, key, min_delta
+        self.sign = 1.0 if (key not in LOWER if higher is None else higher) else -1.0
+        self.best, self.round, self._misses, self._last = math.nan, 0, 0, 0
+
+    def __call__(self, round: int, record: dict[str, Any]) -> None:
+        """Looks at one round's record. Raises Stop after `patience` evaluations without improvement, ValueError for an unknown key."""
+        if round <= self._last:  # another run
+            self.best, self.round, self._misses = math.nan, 0, 0
+        self._last = round
+        if not record["eval"]:
+            return
+        if self.key not in record["eval"]:
+            raise ValueError(f"key: expected one of {', '.join(k for k in record['eval'] if k != 'size')}, got {self.key!r}.")
+        value = mean(record["eval"][self.key])
+        if self.sign * value > self.sign * self.best + self.min_delta or (math.isnan(self.best) and not math.isnan(value)):
+            self.best, self.round, self._misses = value, round, 0
+            return
+        self._misses += 1
+        if self._misses >= self.patience:
+            best = f"no mean {self.key} was finite" if math.isnan(self.best) else f"{self.key} {self.best:.4g} of round {self.round} stood"
+            raise Stop(f"Stopped early after round {round}: {best} for {self.patience} evaluations.")
+
+
+class TensorBoard:
+    """Writes each round's numbers to `folder` as they come, for `tensorboard --logdir`; needs the package tensorboard.
+
+    `clients`: one curve per client too, beside the means over clients.
+    """
+
+    def __init__(self, folder: str | Path, clients: bool = False) -> None:
+        self.clients, self._writer = clients, summary_writer(folder)
+
+    def __call__(self, round: int, record: dict[str, Any]) -> None:
+        """Writes one round's record."""
+        for name, value in scalars(record, self.clients).items():
+            self._writer.add_scalar(name, value, round)
+        self._writer.flush()

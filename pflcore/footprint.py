@@ -1,0 +1,112 @@
+"""How much memory a run needs at its peak, beside data and activations: measured on a stand-in, so that it is right for any algorithm.
+
+The state's size is known. What a round and an evaluation need beside it grows with the cohort and with the federation; both slopes are
+found by playing two rounds of the algorithm itself with a model of some thousand parameters, while every tensor that lives is counted.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pflcore.algorithms.base import FedAvg, Tensors
+from pflcore.data.federation import Federation
+from pflcore.local import Engine, Net, Path, Setting, Training
+from pflcore.round import begin, evaluate, step
+
+SMALL = 1 << 24  # bytes of two rows for each client below which nothing is measured: the interpreter alone needs ten times that
+COPIES = 12  # rows: the model as given, as started from, as bound in a thread, and what the allocator keeps of the comparison's copies
+SPLITS = ("train", "val", "test")
+
+
+def peak_bytes(algorithm: FedAvg, net: Net, n: int, participation: float, training: Training, path: Path, workers: int) -> int:
+    """An estimate of a run's peak memory beside data and activations."""
+    cohort = max(1, int(participation * n + 0.5))
+    row = net.size * net.w0.element_size()
+    g, own = algorithm.init(net, n)
+    state = nbytes(g) + n * (nbytes(own) + net.b0.numel() * net.b0.element_size())
+    if 2 * n * row < SMALL:
+        return state + 2 * cohort * row + 4 * cohort * nbytes(own)
+    head = net.head_slice if net.head_name is not None else slice(0, 0)
+    whole = 2 * (head.stop - head.start) > net.size  # is most of the model its head?
+    momentum = replace(training, lr=0.01, batch_size=2, epochs=1, momentum=0.5 if training.momentum else 0.0, schedule=None)
+    fixed, each, everyone = rows_beside_state(algorithm, momentum, path.engine, path.written_out, whole)
+    at_once = max(0, min(workers, cohort) - 1) if path.engine == "threads" else 0  # clients in work beside the one that was measured
+    proof = 20 * row  # copies for the comparison of the faster forms, before the first round
+    return state + max(int(row * (COPIES + fixed + each * cohort + everyone * n + 3 * at_once)), proof)
+
+
+def nbytes(tensors: Tensors) -> int:
+    return sum(v.numel() * v.element_size() for v in tensors.values())
+
+
+@functools.lru_cache(maxsize=256)
+def rows_beside_state(algorithm: FedAvg, training: Training, engine: str, written_out: bool, whole: bool) -> tuple[float, float, float]:
+    """Rows [P] that live at the peak beside the state: so many in any case, per client of the cohort, per client of the federation."""
+    try:
+        low, wide, both = (measured(algorithm, training, engine, written_out, whole, *c) for c in ((2, 4), (2, 8), (6, 8)))
+    except Exception:  # an algorithm that asks more of its data than a stand-in has
+        return 0.0, 6.0, 0.0
+    everyone, each = max(0.0, (wide - low) / 4), max(0.0, (both - wide) / 4)
+    return max(0.0, both - 6 * each - 8 * everyone), each, everyone
+
+
+def measured(algorithm: FedAvg, training: Training, engine: str, written_out: bool, whole: bool, cohort: int, n: int) -> float:
+    if any(f.name == "target" for f in fields(algorithm)):
+        algorithm = replace(algorithm, **{"target": 0})  # type: ignore[arg-type]
+    with torch.random.fork_rng(devices=[]):
+        layers = [nn.Linear(60, 200, bias=False)] if whole else [nn.Linear(30, 400), nn.Linear(400, 2)]
+        net = Net(nn.Sequential(*layers), seed=0)
+    gen = torch.Generator().manual_seed(0)
+    count = 4 * n
+    index = {s: list((torch.arange(count) + i * count).split(4)) for i, s in enumerate(SPLITS)}
+    x, y = torch.randn(3 * count, layers[0].in_features, generator=gen), torch.randint(0, 2, (3 * count,), generator=gen)
+    setting = Setting(net, Federation(x, y, index, 2), training, Inline(engine, 1, written_out), 0, 3)
+    state = begin(algorithm, net, n)
+    ids = torch.arange(cohort)
+    state, _ = step(algorithm, state, setting, ids)  # in the first round some have nothing to send yet
+    with Live() as live:
+        state, _ = step(algorithm, state, setting, ids)
+        evaluate(algorithm, state, setting)
+    return float(live.peak) / (net.size * net.w0.element_size())
+
+
+class Inline(Engine):
+    """Works in the calling thread, where allocations are seen."""
+
+    def map(self, f: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+        return [f(i) for i in items]
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of tensors that live, of those that are made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.note((args, kwargs), counts=False)
+        out = func(*args, **(kwargs or {}))
+        self.note(out, counts=True)
+        self.seen = {k: v for k, v in self.seen.items() if not v[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.seen.values()))
+        return out
+
+    def note(self, tree: Any, counts: bool) -> None:
+        for t in tree_leaves(tree):
+            if isinstance(t, Tensor):
+                storage = t.untyped_storage()
+                ref = StorageWeakRef(storage)
+                if ref.cdata not in self.seen or self.seen[ref.cdata][0].expired():
+                    self.seen[ref.cdata] = ref, storage.nbytes() if counts else 0

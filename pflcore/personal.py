@@ -1,0 +1,182 @@
+"""The models that a run leaves: one client's as an `nn.Module`, whatever its method calls a model; and that of a client who comes later."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pflcore._mode import forward_mode
+from pflcore.algorithms.base import FedAvg, State, Tensors, cohort_of
+from pflcore.data.federation import Federation
+from pflcore.data.roles import held_out
+from pflcore.local import Engine, Local, Setting
+from pflcore.local.net import Net
+from pflcore.local.random import generator_of
+from pflcore.round import begin, own_way, step, views
+
+BATCH = 125  # samples of one forward pass
+
+
+class Personalized(nn.Module):
+    """One client's personalized model: `model(x)` gives scores, `model.predict(x)` the labels or values that they stand for.
+
+    It is what the algorithm evaluates: of APFL the mixture, of kNN-Per the shared model with the client's neighbours, of FedRoD both
+    heads. Batch norm uses the client's statistics, dropout is off. `returns` says what the scores are: "logits", "probabilities" or
+    "values". Nothing in it is trained further; `module()` gives a module that can be.
+    """
+
+    def __init__(self, algorithm: FedAvg, net: Net, view: Tensors, statistics: Tensor, classes: int | None) -> None:
+        super().__init__()
+        self.algorithm, self.net, self.classes, self.keys = algorithm, net, classes, tuple(view)
+        for key, value in view.items():
+            self.register_buffer(f"view_{key}", value.detach().clone())
+        self.register_buffer("statistics", statistics.detach().clone())
+
+    @property
+    def returns(self) -> str:
+        """What the scores are: "logits", "probabilities" or "values"."""
+        return self.algorithm.returns
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scores of the samples `x` [B, ...]."""
+        statistics: Any = self.statistics
+        if self.net.w0.device != statistics.device:
+            self.net = self.net.to(statistics.device)
+        view = {k: getattr(self, f"view_{k}") for k in self.keys}
+        with forward_mode(False, statistics, alone=True):
+            return self.algorithm.predict(view, self.net, x)
+
+    @torch.no_grad()
+    def predict(self, x: Any) -> Tensor:
+        """Labels int64 [B] of the samples `x` [B, ...], a tensor or an array; for continuous targets the values [B] or [B, K].
+
+        A single score stands for class 1 where it is positive. ValueError where `x` is no batch of samples.
+        """
+        x = torch.as_tensor(x)
+        if not x.dim():
+            raise ValueError("x: expected samples [B, ...], got a single number; for one sample give x[None].")
+        x = x.to(self.statistics.device, self.net.dtype if x.is_floating_point() else x.dtype)
+        scores = torch.cat([self(part) for part in x.split(BATCH)]) if len(x) else self(x)
+        one = scores.dim() > 1 and scores.shape[-1] == 1
+        if self.classes is None:
+            return scores[..., 0] if one else scores
+        return (scores.reshape(len(scores)) > 0).long() if one or scores.dim() == 1 else scores.argmax(-1)
+
+    def module(self) -> nn.Module:
+        """The model as a module of its own class, in evaluation mode, to be saved or trained on. ValueError where it is no single one."""
+        if own_way(self.algorithm):
+            name = type(self.algorithm).__name__
+            raise ValueError(f"module: {name} predicts with more than one model; call this object itself, which is an nn.Module too.")
+        row: Any = getattr(self, "view_w")  # noqa: B009
+        statistics: Any = self.statistics
+        return self.net.load(self.net.to(row.device).module, row, statistics).eval()
+
+
+class Models:
+    """The personalized models of a state, made when they are asked for: all at once, as an evaluation does."""
+
+    def __init__(self, algorithm: FedAvg, setting: Setting, state: State) -> None:
+        self.algorithm, self.setting, self.state = algorithm, setting, state
+        self._views: tuple[Tensors, Local] | None = None
+
+    def __getitem__(self, client: int) -> Personalized:
+        """The model of one client, 0 to N - 1. ValueError for another."""
+        n = self.setting.data.n
+        if isinstance(client, bool) or not isinstance(client, int) or not 0 <= client < n:
+            raise ValueError(f"client: expected a number from 0 to {n - 1}, got {client!r}.")
+        if self._views is None:
+            self._views = views(self.algorithm, self.state, self.setting, torch.arange(n))
+        return _one(self.algorithm, self.setting, *self._views, client)
+
+    def adapt(self, samples: Any, rounds: int = 5) -> Personalized:
+        """The model of a client who was not there, made by the algorithm's own rule: see `History.adapt`."""
+        if rounds < 0:
+            raise ValueError(f"rounds: expected a number >= 0, got {rounds}.")
+        alg, n = self.algorithm, self.setting.data.n
+        data = _joined(self.setting.data, _newcomer(samples, self.setting.data, alg.needs_val, self.setting.seed))
+        training = self.setting.training
+        training = replace(training, lr=training.lr_at(max(1, self.state.round), self.setting.rounds), schedule=None)
+        engine = Engine(self.setting.engine.name, self.setting.engine.workers)
+        setting = self.setting._replace(data=data, training=training, engine=engine, rounds=self.setting.rounds + rounds)
+        state, everybody = _with_one_more(alg, self.state, setting.net, n)
+        if everybody:  # what the newcomer gets is made by the server from everybody's uploads of one round
+            for _ in range(rounds):
+                state, outcome = step(alg, state, setting, torch.arange(n + 1))
+                if n in outcome.dropped or outcome.void:
+                    raise ValueError("samples: training on them diverged, the updates are not finite; check their scale.")
+        else:
+            state = _alone(alg, state, setting, n, rounds)
+        return _one(alg, setting, *views(alg, state, setting, torch.tensor([n])), 0)
+
+
+def _one(alg: FedAvg, setting: Setting, view: Tensors, local: Local, i: int) -> Personalized:
+    return Personalized(alg, setting.net, {k: v[i] for k, v in view.items()}, local.buffers[i], setting.data.classes)
+
+
+def _alone(alg: FedAvg, state: State, setting: Setting, client: int, rounds: int) -> State:
+    """The client's own work of some rounds, of which nothing reaches the server."""
+    ids = torch.tensor([client])
+    own, buffers = {k: v[ids] for k, v in state.own.items()}, state.buffers[ids]
+    for round in range(state.round + 1, state.round + rounds + 1):
+        local = Local(setting, ids, round, buffers)
+        down = alg.send(state.g, cohort_of(alg, setting, ids, round), generator_of(setting.seed, round, "send"))
+        new, _ = alg.client(down, own, local)
+        own, buffers = {**own, **new}, local.buffers
+    if not all(bool(v.isfinite().all()) for v in [*own.values(), buffers]):
+        raise ValueError("samples: training on them diverged, the client's state is not finite; check their scale.")
+    for k, v in own.items():
+        state.own[k][ids] = v
+    state.buffers[ids] = buffers
+    return state
+
+
+def _with_one_more(alg: FedAvg, state: State, net: Net, n: int) -> tuple[State, bool]:
+    """A copy of the state with a fresh client n, and whether the server keeps a model for each client.
+
+    What is the clients' is told by its shape: it is what a federation with one more client has more of. The newcomer's batch norm
+    starts with the mean of the others' statistics.
+    """
+    few, many = begin(alg, net, n), begin(alg, net, n + 1)
+    everybody = any(v.shape != few.g[k].shape and v.shape[-1:] == (net.size,) for k, v in many.g.items())
+
+    def grown(old: Tensor, small: Tensor | None, large: Tensor | None) -> Tensor:
+        if small is None or large is None or small.shape == large.shape:
+            return old.clone()
+        new = large.to(old).clone()
+        new[tuple(slice(0, length) for length in old.shape)] = old
+        return new
+
+    g = {k: grown(v, few.g.get(k), many.g.get(k)) for k, v in state.g.items()}
+    own = {k: grown(v, few.own[k], many.own[k]) for k, v in state.own.items()}
+    return State(g, own, torch.cat([state.buffers, state.buffers.mean(0, keepdim=True)]), state.round), everybody
+
+
+def _newcomer(samples: Any, data: Federation, needs_val: bool, seed: int) -> Federation:
+    """One client's samples, however they come, as a federation of one."""
+    dtype = data.x.dtype if data.x.is_floating_point() else data.y.dtype if data.y.is_floating_point() else None
+    if isinstance(samples, Federation):
+        one = samples
+    elif isinstance(samples, tuple | list | Mapping):
+        one = Federation.from_arrays([samples], classes=data.classes, dtype=dtype)
+    else:
+        one = Federation.from_datasets([samples], classes=data.classes, dtype=dtype)
+    if one.n != 1:
+        raise ValueError(f"samples: expected those of one client, got a federation of {one.n}; adapt them one after the other.")
+    if one.shape != data.shape or one.x.dtype != data.x.dtype or one.y.dtype != data.y.dtype:
+        what, wanted = ((f.shape, f.x.dtype, f.y.dtype) for f in (one, data))
+        raise ValueError(f"samples: expected inputs of shape {wanted[0]} ({wanted[1]}, targets {wanted[2]}), got {what}.")
+    return (held_out(one, seed) if needs_val else one).to(data.device)
+
+
+def _joined(data: Federation, one: Federation) -> Federation:
+    """The federation with one more client."""
+    start, none = len(data.x), torch.empty(0, dtype=torch.int64, device=data.device)
+    index = {s: [*rows, one.index[s][0] + start if s in one.index else none] for s, rows in data.index.items()}
+    relabel = data.relabel
+    if relabel is not None:  # it labels its samples itself
+        relabel = torch.cat([relabel, torch.arange(relabel.shape[1], device=relabel.device)[None]])
+    return Federation(torch.cat([data.x, one.x]), torch.cat([data.y, one.y]), index, data.classes, relabel, data.name)

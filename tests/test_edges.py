@@ -1,0 +1,420 @@
+"""The edges of the algorithms: batch norm's statistics, clients who come late or never, draws, step sizes of 0."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from small import images, play, quadratics, setting, tiny_model
+from torch import Tensor
+
+from pflcore.algorithms import ALGORITHMS, FedAvg
+from pflcore.algorithms.apfl import APFL
+from pflcore.algorithms.base import Cohort
+from pflcore.algorithms.clustered_fl import ClusteredFL
+from pflcore.algorithms.ditto import MRMTL, Ditto
+from pflcore.algorithms.feddwa import FedDWA
+from pflcore.algorithms.fedfomo import FedFomo
+from pflcore.algorithms.hypcluster import Ensemble, HypCluster, centres
+from pflcore.algorithms.knnper import neighbours
+from pflcore.algorithms.l2c import L2C
+from pflcore.algorithms.local_only import LocalOnly
+from pflcore.algorithms.mocha import Mocha
+from pflcore.algorithms.per_fedavg import PerFedAvg
+from pflcore.algorithms.pfedme import PFedMe
+from pflcore.algorithms.qfedavg import QFedAvg
+from pflcore.algorithms.scaffold import Scaffold
+from pflcore.algorithms.sfl import SFL
+from pflcore.algorithms.waffle import Waffle
+from pflcore.algorithms.weight_erosion import WeightErosion
+from pflcore.data.federation import Federation
+from pflcore.data.roles import held_out
+from pflcore.local import Local, Training
+from pflcore.local.net import Net
+from pflcore.local.settings import Setting
+from pflcore.round import begin, buffers_of, evaluate, step
+from pflcore.simulation import Simulation
+
+F64 = torch.float64
+
+
+def close(a: Any, b: Any, rtol: float = 1e-9, atol: float = 1e-12) -> None:
+    torch.testing.assert_close(torch.as_tensor(a, dtype=F64), torch.as_tensor(b, dtype=F64), rtol=rtol, atol=atol)
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4)).double()
+
+
+def normal(sizes: Sequence[int] = (8, 20, 32, 12), engine: str = "pool", **training: Any) -> Setting:
+    """Clients and a model with batch norm, in float64."""
+    data = images(sizes)
+    data = Federation(data.x.double(), data.y, data.index, 4, data.relabel)
+    return setting(Net(normed, seed=1), data, Training(**{"lr": 0.1, "batch_size": 8, **training}), rounds=10, engine=engine)
+
+
+# batch norm's statistics ------------------------------------------------------------------------------------------------
+
+
+class Watched:
+    """An algorithm's own statistics, client by client, before anything is mixed."""
+
+    def __init__(self, alg: FedAvg, s: Setting, ids: Sequence[int]) -> None:
+        seen: dict[str, Tensor] = {}
+        client = type(alg).client
+
+        class Spy(type(alg)):  # type: ignore[misc]
+            def client(self, down: Any, own: Any, local: Local) -> Any:
+                found = client(self, down, own, local)
+                seen["b"] = local.buffers.clone()
+                return found
+
+        spy = Spy(**{k: v for k, v in vars(alg).items()})
+        self.state, self.done = step(spy, begin(spy, s.net, s.data.n), s, torch.tensor(ids))
+        self.trained = seen["b"]
+
+
+def test_each_method_has_its_policy_and_only_what_it_knows() -> None:
+    net = normal().net
+    served = {n for n, c in ALGORITHMS.items() if c.buffers[0] == "average"}
+    assert {"fedavg", "scaffold", "waffle", "weight_erosion", "clustered_fl", "finetune", "fedrod", "sfl", "per_fedavg"} <= served
+    assert {n for n, c in ALGORITHMS.items() if c.buffers[0] == "models"} == {"hypcluster", "ensemble"}
+    assert buffers_of(FedDWA(), net) == "local" and buffers_of(FedDWA(), net, "average") == "average"
+    for alg in (APFL(), Ditto(), LocalOnly(), PFedMe(), Mocha(), L2C()):
+        assert buffers_of(alg, net) == "local"
+        with pytest.raises(ValueError, match=r"^buffers: \w+ knows 'local' statistics, got 'average'\.$"):
+            buffers_of(alg, net, "average")
+        assert buffers_of(alg, Net(tiny_model()), "average")  # nothing to average
+    with pytest.raises(ValueError, match=r"^buffers: HypCluster knows 'models'"):
+        Simulation(HypCluster(), normed, images(), buffers="local")
+
+
+@pytest.mark.parametrize("alg", [FedAvg(), FedAvg(weighting="uniform"), Waffle(target=2), WeightErosion(target=2, p_d=0.3), QFedAvg(q=2.0)])
+def test_statistics_are_mixed_as_the_model_is(alg: FedAvg) -> None:
+    """Every client, present or not, has the mean with the model's own weights; the bytes are counted."""
+    s, ids = normal(), [0, 2, 3]
+    found = Watched(alg, s, ids)
+    weight = {
+        "FedAvg": torch.tensor([8, 32, 12], dtype=F64) if alg.weighting == "samples" else torch.ones(3, dtype=F64),
+        "Waffle": found.state.g.get("weights", torch.zeros(4))[ids],
+        "WeightErosion": found.state.g.get("alpha", torch.zeros(4))[ids],
+        "QFedAvg": None,
+    }[type(alg).__name__]
+    if weight is None:
+        local = Local(s, torch.tensor(ids), 1, s.net.b0.expand(3, -1))
+        weight = torch.tensor([8, 32, 12], dtype=F64) * local.loss(s.net.w0.expand(3, -1)).double() ** 2
+    close(found.state.buffers, (weight / weight.sum() @ found.trained).expand(4, -1))
+    assert found.done.bytes_up >= 3 * 8 * (s.net.size + s.net.b0.numel())
+
+
+def test_statistics_of_feddwa_and_sfl_follow_their_mixing_matrix() -> None:
+    s = normal()
+    for alg, key in ((FedDWA(k=2), "p"), (SFL(k=1), "mix")):
+        state, spied = begin(alg, s.net, 4), Watched(alg, s, [0, 1, 3])
+        state, _ = step(alg, state, s, torch.tensor([0, 1, 3]), "average")
+        mix = state.g[key][:, [0, 1, 3]]
+        want = mix / mix.sum(1, keepdim=True) @ spied.trained
+        close(state.buffers[[0, 1, 3]], want[[0, 1, 3]])
+        if key == "p":
+            assert torch.equal(state.buffers[2], s.net.b0)  # absent: it keeps its own
+
+
+def test_who_never_trained_is_evaluated_with_the_average() -> None:
+    s = normal()
+    state, _ = step(LocalOnly(), begin(LocalOnly(), s.net, 4), s, torch.tensor([0, 2]))
+    assert torch.equal(state.buffers[1], s.net.b0) and state.joined.tolist() == [True, False, True, False]
+    seen = evaluate(LocalOnly(), state, s)
+    state.buffers[1] = state.buffers[[0, 2]].mean(0)
+    state.joined[1] = True
+    close(seen["loss"], evaluate(LocalOnly(), state, s)["loss"])
+
+
+@pytest.mark.parametrize("alg", [HypCluster(k=3), Ensemble(k=3), HypCluster(k=3, warm=1)])
+def test_each_cluster_has_statistics_of_its_own(alg: HypCluster) -> None:
+    """They are the mean of those who trained that model, and every model is judged with its own."""
+    s = normal()
+    state = begin(alg, s.net, 4)
+    for _ in range(3):
+        state, _ = step(alg, state, s, torch.arange(4))
+    b = state.g["b"]
+    assert b.shape == (3, s.net.b0.numel()) and len(b.unique(dim=0)) >= 2
+    want = []
+    for j in range(3):
+        local = Local(s, torch.arange(4), 3, b[j].expand(4, -1).clone())
+        want.append(local.loss(state.g["x"][j].expand(4, -1)))
+    best = torch.stack(want, 1).argmin(1)
+    local = Local(s, torch.arange(4), 3, s.net.b0.expand(4, -1).clone())
+    view = alg.personal(alg.send(state.g, Cohort(torch.arange(4), b, b, 4, 3, 10), torch.Generator()), {}, local)
+    assert torch.equal(view["w"], state.g["x"][best]) and torch.equal(local.buffers, b[best])
+
+
+def test_one_cluster_with_batch_norm_is_fedavg() -> None:
+    s = normal()
+    a, b = (play(alg, s, 2)[-1][0] for alg in (HypCluster(k=1), FedAvg()))
+    close(a.g["x"][0], b.g["x"])
+    close(a.g["b"][0], b.buffers[0])
+    close(evaluate(HypCluster(k=1), a, s)["loss"], evaluate(FedAvg(), b, s)["loss"])
+
+
+@pytest.mark.parametrize("engine", ["pool", "vmap"])
+def test_a_gradient_with_batch_norm_is_that_of_training(engine: str) -> None:
+    s = normal((8, 8, 8), engine=engine)  # one batch each
+    local = Local(s, torch.arange(3), 1, s.net.b0.expand(3, -1).clone())
+    x = s.net.w0.expand(3, -1)
+    want = local.fit(x, want_grad=True, probe=True).grad
+    close(local.grad(x), want, 1e-8, 1e-10)
+    assert torch.equal(local.buffers, s.net.b0.expand(3, -1))
+    odd = normal((9, 17))  # a last sample alone joins the batch before it: batch norm needs two
+    assert Local(odd, torch.arange(2), 1, odd.net.b0.expand(2, -1).clone()).grad(x[:2]).isfinite().all()
+
+
+# clients who come late or never -----------------------------------------------------------------------------------------
+
+
+def lines(n: int = 6, lr: float = 0.3, **training: Any) -> Setting:
+    b = torch.linspace(1, 2, n, dtype=F64)[:, None]
+    net, data = quadratics(torch.ones_like(b), b, [0.0])
+    return setting(net, data, Training(lr=lr, **training), rounds=100)
+
+
+@pytest.mark.parametrize(
+    "alg", [Ditto(lam=0.5), MRMTL(lam=0.5), PFedMe(personal_lr=0.1), Mocha(lam=1e-3), Mocha(lam=1e-3, regulariser="server")]
+)
+def test_who_never_joined_is_served_what_the_server_has_and_starts_there(alg: FedAvg) -> None:
+    s = lines()
+    ids = [0, 1, 2, 3]
+    state = play(alg, s, 12, lambda r: ids)[-1][0]
+    shared = state.g["x"] if "x" in state.g else state.g["w"][ids].mean(0)
+    assert shared.abs().min() > 0.5
+    cohort = Cohort(torch.arange(6), torch.full((6,), 1 / 6, dtype=F64), torch.ones(6), 6, 13, 100)
+    local = Local(s, torch.arange(6), 13, state.buffers, joined=state.joined)
+    view = alg.personal(alg.send(state.g, cohort, torch.Generator()), state.own, local)["w"]
+    close(view[4:], shared.expand(2, -1))
+    after = step(alg, state, s, torch.tensor([4]))[0]
+    key = next(k for k in ("v", "theta", "w") if k in after.own)
+    assert 0 < (after.own[key][4] - shared).abs() < (after.own[key][4] - s.net.w0).abs()
+
+
+def test_a_method_with_client_state_warns_where_the_evaluated_never_train() -> None:
+    some = {"clients": torch.tensor([0, 1]), "eval_clients": torch.tensor([1, 2])}
+    with pytest.warns(UserWarning, match=r"^ditto keeps a state for each client, and 1 of those who are evaluated"):
+        Simulation("ditto", tiny_model(), images(), **some)  # type: ignore[arg-type]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Simulation("fedavg", tiny_model(), images(), **some)  # type: ignore[arg-type]
+        Simulation("ditto", tiny_model(), images())
+
+
+def test_pfedme_can_restart_at_w() -> None:
+    s = lines()
+    keep, restart = PFedMe(lam=1.0, personal_lr=0.05), PFedMe(lam=1.0, personal_lr=0.05, theta="restart")
+    one, other = play(keep, s, 1)[-1][0], play(restart, s, 1)[-1][0]
+    assert torch.equal(one.own["theta"], other.own["theta"])  # the first round is the same
+    other.own["theta"] += 7.0
+    again = step(restart, other, s, torch.arange(6))[0].own["theta"]
+    close(again, step(restart, play(restart, s, 1)[-1][0], s, torch.arange(6))[0].own["theta"])
+    assert not torch.allclose(again, step(keep, one, s, torch.arange(6))[0].own["theta"])
+    with pytest.raises(ValueError, match=r"^theta: expected 'keep' or 'restart'"):
+        PFedMe(theta="reset")
+
+
+def test_clustered_fl_finds_two_kinds_though_most_are_absent_when_it_splits() -> None:
+    kind = torch.arange(40) % 2
+    gen = torch.Generator().manual_seed(1)
+    b = (20.0 * kind + 0.3 * torch.randn(40, generator=gen)).double()[:, None]
+    net, data = quadratics(torch.ones_like(b), b, [10.0])
+    s = setting(net, data, Training(lr=0.3), rounds=60)
+    alg = ClusteredFL(eps1=1.0, eps2=1.0, first=3)
+    order = [torch.randperm(40, generator=gen)[:8].tolist() for _ in range(60)]
+    state = play(alg, s, 60, lambda r: order[r - 1])[-1][0]
+    cluster = alg.report(state.g)["cluster"]
+    assert len(set(cluster.tolist())) == 2 and len({(int(k), int(c)) for k, c in zip(kind, cluster, strict=True)}) == 2
+    close(state.g["x"][cluster][:, 0], 20.0 * kind, 0, 1.0)
+
+
+def test_the_inner_nodes_of_the_tree_keep_the_model_they_split_at() -> None:
+    alg, x = ClusteredFL(relative=True, first=0), torch.zeros(1, 2, dtype=F64)
+    g = {"x": x, "way": x.clone(), "child": torch.tensor([-1]), "cluster": torch.zeros(6, dtype=torch.long)}
+    delta = torch.tensor([[1.0, 0], [1, 0], [-1, 0], [-1, 0]], dtype=F64)
+
+    def cohort(ids: Sequence[int]) -> Cohort:
+        return Cohort(torch.tensor(ids), torch.full((len(ids),), 1 / len(ids), dtype=F64), torch.ones(len(ids)), 6, 5, 9)
+
+    g = alg.server(g, {"delta": delta}, cohort([0, 1, 2, 3]))
+    assert g["cluster"].tolist() == [1, 1, 2, 2, 0, 0] and g["child"].tolist() == [1, -1, -1]
+    assert alg.send(g, cohort([4, 0]), torch.Generator())["x"].tolist() == [[0, 0], [1, 0]]
+    g = alg.server(g, {"delta": torch.tensor([[-0.2, 0.1], [0.5, 0]], dtype=F64)}, cohort([4, 0]))
+    assert g["cluster"].tolist() == [1, 1, 2, 2, 2, 0]
+    close(g["x"], [[0, 0], [1.5, 0], [-1, 0]])  # client 4's update was from another model
+
+
+def test_absence_is_no_unlikeness_for_waffle() -> None:
+    """Equal clients, a quarter of 12 a round: attended rounds alone count, so the target's weight is what one round gives it."""
+    n, gen = 12, torch.Generator().manual_seed(0)
+    alg, net = Waffle(target=0, omega=lambda r, rounds: 0.9), Net(nn.Linear(8, 1))
+    g = begin(alg, net, n).g
+    smoothed, alone = [], []
+    for round in range(1, 61):
+        ids = torch.cat([torch.tensor([0]), 1 + torch.randperm(n - 1, generator=gen)[:2].sort().values])
+        up = {"delta": torch.randn(3, net.size, generator=gen), "control": torch.zeros(3, net.size)}
+        cohort = Cohort(ids, torch.full((3,), 1 / 3, dtype=F64), torch.ones(3), n, round, 1000)
+        g = alg.server(g, up, cohort)
+        assert float(g["weights"].sum()) == pytest.approx(1)
+        smoothed.append(float(g["weights"][0]))
+        alone.append(float(g["history"][0, 0]) * n / 3)
+    assert sum(smoothed) / 60 == pytest.approx(sum(alone) / 60, abs=0.03)
+
+
+# draws ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fedfomo", "l2c", "feddwa", "scaffold", "hypcluster"])
+def test_the_order_of_a_cohorts_ids_changes_nothing(name: str) -> None:
+    data = held_out(images((20, 25, 30, 35, 22)))
+    s = setting(Net(tiny_model()), data, Training(lr=0.1, batch_size=8), rounds=9)
+    alg = ALGORITHMS[name](**({"m": 2} if name == "fedfomo" else {}))
+    found = []
+    for orders in ([[0, 1, 2, 3, 4], [0, 2, 4], [1, 2, 3]], [[3, 1, 0, 4, 2], [4, 0, 2], [2, 3, 1]]):
+        state = begin(alg, s.net, 5)
+        for ids in orders:
+            state, done = step(alg, state, s, torch.tensor(ids))
+            assert done.ids == sorted(ids)
+        found.append(state.g | state.own)
+    for k in found[0]:
+        assert torch.equal(found[0][k], found[1][k]), k
+    with pytest.raises(ValueError, match=r"^ids: expected each client once"):
+        step(alg, begin(alg, s.net, 5), s, torch.tensor([1, 1]))
+
+
+def test_what_fedfomo_draws_for_a_client_does_not_depend_on_the_others() -> None:
+    alg = FedFomo(m=2, epsilon=0.5)
+    g = {"w": torch.zeros(9, 3), "seen": torch.ones(9, dtype=torch.bool), "p": torch.zeros(9, 9, dtype=F64)}
+    sent = []
+    for ids in ([0, 3, 7], [3], list(range(9))):
+        cohort = Cohort(torch.tensor(ids), torch.ones(len(ids)), torch.ones(len(ids)), 9, 1, 9)
+        sent.append(alg.send(g, cohort, torch.Generator().manual_seed(5))["w"].index[ids.index(3)].tolist())
+    assert sent[0] == sent[1] == sent[2]
+
+
+@pytest.mark.parametrize("name", ["fedfomo", "l2c"])
+def test_a_client_of_one_sample_does_not_end_the_run(name: str) -> None:
+    run = Simulation(name, tiny_model(), images((1, 20, 25)), Training(lr=0.1, batch_size=8), rounds=3)
+    assert run.data.size("train").tolist() == [1, 16, 20] and run.data.size("val").tolist() == [0, 4, 5]
+    assert any("too small" in note for note in run.data.notes)
+    assert len(run.run().rounds) == 3
+
+
+@pytest.mark.parametrize("engine", ["pool", "vmap"])
+def test_shuffles_of_several_batches_a_step_do_not_depend_on_who_is_there(engine: str) -> None:
+    s = setting(Net(tiny_model()), images((5, 12, 31)), Training(lr=0.1, batch_size=4), engine=engine)
+
+    def update(rows: dict[str, Tensor], grad: Any, k: int) -> dict[str, Tensor]:
+        return {"w": rows["w"] - 0.1 * (grad(rows["w"]) + 2 * grad(rows["w"], 1))}
+
+    def moved(ids: Sequence[int]) -> Tensor:
+        local = Local(s, torch.tensor(ids), 1, torch.empty(len(ids), 0))
+        return local.each_batch({"w": s.net.w0.expand(len(ids), -1)}, update, steps=7, batches=2)["w"]
+
+    torch.testing.assert_close(moved([0, 1, 2]), torch.cat([moved([i]) for i in range(3)]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("k", [1, 3, 5])
+def test_ties_among_neighbours_do_not_depend_on_the_padding(k: int) -> None:
+    gen = torch.Generator().manual_seed(3)
+    store = torch.randint(0, 2, (40, 3), generator=gen).double()
+    queries = torch.randint(0, 2, (6, 3), generator=gen).double()
+    weight, near = neighbours(queries, store, 40, k)
+    d = ((queries[:, None] - store) ** 2).sum(2)
+    assert near.tolist() == d.sort(dim=1, stable=True).indices[:, :k].tolist()
+    for padded in (64, 200, 999):
+        wide = torch.cat([store, torch.zeros(padded - 40, 3, dtype=F64)])
+        again = neighbours(queries, wide, 40, k)
+        assert torch.equal(again[1], near) and torch.equal(again[0], weight)
+
+
+def test_no_centre_of_a_zero_started_model_is_zero_and_seeds_follow_the_run() -> None:
+    class Zero(nn.Linear):
+        def reset_parameters(self) -> None:
+            nn.init.zeros_(self.weight), nn.init.zeros_(self.bias)
+
+    rows = centres(Net(lambda: Zero(5, 3), seed=4), 3)
+    assert rows.any(1).all() and len(rows.unique(dim=0)) == 3
+    a, b = (Simulation(HypCluster(k=2), tiny_model(), images(), seed=seed).state.g["x"] for seed in (0, 1))
+    assert not torch.equal(a, b)
+    assert torch.equal(Simulation(HypCluster(k=2, seed=0), tiny_model(), images(), seed=1).state.g["x"], a)
+
+
+# step sizes, options that play no part ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alg", [Scaffold(option="II"), QFedAvg(q=1.0)])
+def test_a_step_size_of_zero_drops_nobody(alg: FedAvg) -> None:
+    s = setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=8, schedule=lambda r, rounds: float(r != 2)), rounds=3)
+    state = begin(alg, s.net, 3)
+    for _ in range(3):
+        state, done = step(alg, state, s, torch.arange(3))
+        assert not done.dropped and not done.void
+    if isinstance(alg, Scaffold):
+        still = setting(s.net, s.data, Training(lr=0.0, batch_size=8))
+        two, one = (step(a, begin(a, s.net, 3), still, torch.arange(3))[0].own["c"] for a in (alg, Scaffold()))
+        assert torch.equal(two, one) and one.any()
+
+
+@pytest.mark.parametrize("alg", [PerFedAvg(), PFedMe()])
+def test_momentum_that_plays_no_part_is_said(alg: FedAvg) -> None:
+    plain, other = (setting(Net(tiny_model()), images(), Training(lr=0.1, **t)) for t in ({}, {"momentum": 0.9, "weight_decay": 0.1}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(alg, begin(alg, plain.net, 3), plain, torch.arange(3))
+    with pytest.warns(UserWarning, match=r"momentum=0\.9 and weight_decay=0\.1 play no part\.$"):
+        step(alg, begin(alg, other.net, 3), other, torch.arange(3))
+
+
+def test_the_full_gradient_guidance_decays_as_training_does() -> None:
+    """With one batch a client the guidance is one more epoch of training, momentum from zero and weight decay included."""
+    s = setting(
+        Net(lambda: tiny_model()().double()), _double(images((6, 7))), Training(lr=0.1, batch_size=32, momentum=0.5, weight_decay=0.3)
+    )
+    local = Local(s, torch.arange(2), 1, torch.empty(2, 0))
+    w = s.net.w0.expand(2, -1)
+    close(FedDWA(guidance="full_grad", ahead=3).look_ahead(w, local), local.fit(w, epochs=3, probe=True).w)
+
+
+def test_the_current_model_as_guidance_is_local_training() -> None:
+    s = setting(Net(tiny_model()), images((9, 12, 15)), Training(lr=0.1, batch_size=4), rounds=3)
+    alone, local = play(FedDWA(guidance="current"), s)[-1], play(LocalOnly(), s)[-1]
+    assert torch.equal(alone[0].g["x"], local[0].own["w"]) and torch.equal(alone[0].g["p"], torch.eye(3, dtype=F64))
+    assert alone[1].bytes_up == 3 * s.net.size * 4
+
+
+def test_losses_of_double_models_are_double() -> None:
+    data = _double(images((7, 11, 13)))
+    s = setting(Net(lambda: nn.Linear(6, 4).double()), data, Training(), engine="vmap")
+    local = Local(s, torch.arange(3), 1, torch.empty(3, 0))
+    want = [nn.functional.cross_entropy(s.net(s.net.w0, data.x[data.index["train"][i]]), data.labels(i, "train")) for i in range(3)]
+    close(local.loss(s.net.w0.expand(3, -1)), torch.stack(want).detach(), 1e-13, 1e-15)
+
+
+def test_mochas_first_relation_is_checked_too() -> None:
+    from pflcore.algorithms import Stop
+
+    with pytest.raises(Stop, match=r"^MOCHA is unstable from round 1 on"):
+        play(Mocha(lam=2.0, outer=50), lines(lr=0.5), 1)
+
+
+@pytest.mark.parametrize("growth", [0.0, 1.0, 4.0])
+def test_calibrated_erosion_ends_at_80_percent_however_distances_grow(growth: float) -> None:
+    alg, net = WeightErosion(), quadratics(torch.ones(4, 1), torch.zeros(4, 1))[0]
+    g, gone = begin(alg, net, 4).g, None
+    for round in range(1, 51):
+        far = torch.tensor([0.0, 1.0, 2.0, 3.0], dtype=F64)[:, None] * (1 + growth * round / 50)
+        cohort = Cohort(torch.arange(4), torch.full((4,), 0.25, dtype=F64), torch.ones(4), 4, round, 50)
+        g = alg.server(g, {"delta": 1 + far, "passes": torch.zeros(4, dtype=torch.long)}, cohort)
+        gone = round if gone is None and g["alpha"][2] < 1e-9 else gone
+    assert gone == 40 and g["alpha"][1] > 0
+
+
+def _double(data: Federation) -> Federation:
+    return Federation(data.x.double(), data.y, data.index, 4, data.relabel)

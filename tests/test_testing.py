@@ -1,0 +1,212 @@
+"""`pflcore.testing.check` names what is wrong with an algorithm, in one sentence, and nothing where nothing is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pflcore import FedAvg, ops
+from pflcore.data import federation_of
+from pflcore.testing import CHECKS, Case, Fault, check
+
+
+class ChangesDown(FedAvg):
+    def send(self, g: Any, cohort: Any, gen: Any) -> Any:
+        return {"x": g["x"].repeat(len(cohort.ids), 1)}
+
+    def client(self, down: Any, own: Any, local: Any) -> Any:
+        start = down["x"].clone()
+        down["x"].copy_(local.fit(down["x"]).w)
+        return own, {"delta": down["x"] - start}
+
+
+class GrowingState(FedAvg):
+    def init(self, net: Any, n: int) -> Any:
+        return {"x": net.w0}, {"losses": torch.zeros(0)}
+
+    def client(self, down: Any, own: Any, local: Any) -> Any:
+        fit = local.fit(down["x"])
+        return {"losses": torch.cat([own["losses"], fit.loss[:, None]], 1)}, {"delta": fit.w - down["x"]}
+
+
+class UnknownState(FedAvg):
+    def client(self, down: Any, own: Any, local: Any) -> Any:
+        w = local.fit(down["x"]).w
+        return {"v": w}, {"delta": w - down["x"]}
+
+
+class OneRow(FedAvg):
+    def client(self, down: Any, own: Any, local: Any) -> Any:
+        return own, {"delta": (local.fit(down["x"]).w - down["x"]).mean(0)}
+
+
+class Number(FedAvg):
+    def client(self, down: Any, own: Any, local: Any) -> Any:
+        return own, {"delta": local.fit(down["x"]).w - down["x"], "lr": local.lr}
+
+
+class Everybody(FedAvg):
+    """Forgets that some clients are absent."""
+
+    def server(self, g: Any, up: Any, cohort: Any) -> Any:
+        return {"x": g["x"] + torch.full((cohort.n,), 1 / cohort.n, dtype=torch.float64) @ up["delta"]}
+
+
+class FirstComesFirst(FedAvg):
+    def server(self, g: Any, up: Any, cohort: Any) -> Any:
+        return {"x": g["x"] + up["delta"][0]}
+
+
+class Divides(FedAvg):
+    def server(self, g: Any, up: Any, cohort: Any) -> Any:
+        return {"x": g["x"] + (up["delta"] / (cohort.round - 2)).mean(0)}
+
+
+class GlobalNoise(FedAvg):
+    def server(self, g: Any, up: Any, cohort: Any) -> Any:
+        new = super().server(g, up, cohort)
+        return {"x": new["x"] + 1e-3 * torch.randn_like(new["x"])}
+
+
+class Remembers(FedAvg):
+    def __init__(self) -> None:
+        object.__setattr__(self, "server_lr", 1.0)
+        object.__setattr__(self, "weighting", "samples")
+        object.__setattr__(self, "seen", [0.0])
+
+    def server(self, g: Any, up: Any, cohort: Any) -> Any:
+        self.seen[0] += 0.1  # type: ignore[attr-defined]
+        return {"x": ops.aggregate(up["delta"], cohort.share[None], base=g["x"], lr=self.seen[0])[0]}  # type: ignore[attr-defined]
+
+
+class MixesClients(FedAvg):
+    """Its update forgets that it sees the rows of several clients at once."""
+
+    def client(self, down: Any, own: Any, local: Any) -> Any:
+        def update(rows: Any, grad: Callable[..., Any], k: int) -> Any:
+            g = grad(rows["w"])
+            return {"w": rows["w"] - local.lr * g / g.norm()}
+
+        return own, {"delta": local.each_batch({"w": down["x"]}, update)["w"] - down["x"]}
+
+
+class EvaluationTrains(FedAvg):
+    def init(self, net: Any, n: int) -> Any:
+        return {"x": net.w0}, {"w": net.w0}
+
+    def personal(self, down: Any, own: Any, local: Any) -> Any:
+        own["w"].copy_(local.fit(down["x"]).w)
+        return {"w": own["w"]}
+
+
+class SendsZeros(FedAvg):
+    """A naive FedPer: the private columns do not move, but travel."""
+
+    def client(self, down: Any, own: Any, local: Any) -> Any:
+        delta = local.fit(down["x"]).w - down["x"]
+        delta[:, local.net.mask("2.*")] = 0
+        return own, {"delta": delta}
+
+
+class NothingTrained(FedAvg):
+    def client(self, down: Any, own: Any, local: Any) -> Any:
+        return own, {"delta": torch.ones_like(down["x"])}
+
+
+class ChangesTheModelItEvaluates(FedAvg):
+    def report(self, g: Any) -> Any:
+        g["x"].zero_()
+        return {}
+
+
+class BelievesWhatOverflows(FedAvg):
+    """Sends what hides that training overflowed."""
+
+    def client(self, down: Any, own: Any, local: Any) -> Any:
+        delta = local.fit(down["x"]).w - down["x"]
+        fine = delta.isfinite().all(1, keepdim=True)
+        return own, {"delta": torch.where(fine, delta, 1.0), "fine": fine}
+
+    def server(self, g: Any, up: Any, cohort: Any) -> Any:
+        return {"x": g["x"] + torch.where(up["fine"], up["delta"], torch.nan).mean(0)}
+
+
+class Misspelt(FedAvg):
+    def personal(self, down: Any, own: Any, local: Any) -> Any:
+        return {"w": own["v"]}
+
+
+@dataclass(frozen=True)
+class Shared(FedAvg):
+    """Keeps, as it should, everything that changes in its state."""
+
+    def init(self, net: Any, n: int) -> Any:
+        shared, private = net.split(net.w0, "2.*")
+        return {"x": shared}, {"head": private}
+
+    def client(self, down: Any, own: Any, local: Any) -> Any:
+        w = local.fit(local.net.join(down["x"], own["head"], "2.*")).w
+        shared, private = local.net.split(w, "2.*")
+        return {"head": private}, {"delta": shared - down["x"]}
+
+    def personal(self, down: Any, own: Any, local: Any) -> Any:
+        return {"w": local.net.join(down["x"], own["head"], "2.*")}
+
+
+FAULTS: dict[type[FedAvg], str] = {
+    ChangesDown: r"client: down\['x'\] was changed in place",
+    GrowingState: r"client: the state 'losses' of a client was \[0\] torch\.float32 and became \[1\]",
+    UnknownState: r"client: its new state has 'v', which init gave no fresh client",
+    OneRow: r"client: expected one row for each of the 4 clients in 'delta' of its upload, got shape \[53\]",
+    Number: r"client: expected a tensor for 'lr' of its upload, got float",
+    Everybody: r"server: raised RuntimeError with 2 of 4 clients",
+    FirstComesFirst: r"server: own|the evaluation's \w+ depends on the clients' numbers",
+    Divides: r"server: g\['x'\] is not finite on well-behaved data, after round 2",
+    GlobalNoise: r"g\['x'\] differs between two runs of one seed",
+    Remembers: r"g\['x'\] differs between two runs of one seed",
+    MixesClients: r"g\['x'\] differs between the engines",
+    EvaluationTrains: r"personal: own\['w'\] was changed in place",
+    SendsZeros: r"client: the columns of '2\.weight' in the upload 'delta' are always zero, but are counted as sent",
+    NothingTrained: r"client: another seed gives the same run",
+    ChangesTheModelItEvaluates: r"report: g\['x'\] was changed in place",
+    BelievesWhatOverflows: r"server: g\['x'\] is not finite after a client's update overflowed",
+    Misspelt: r"personal: raised KeyError with 4 of 4 clients: 'v'",
+}
+
+
+@pytest.mark.parametrize("broken", FAULTS, ids=lambda c: c.__name__)
+@pytest.mark.filterwarnings("ignore")
+def test_a_fault_is_named_in_one_sentence(broken: type[FedAvg]) -> None:
+    with pytest.raises(Fault, match=FAULTS[broken]) as e:
+        check(broken())
+    assert "\n" not in str(e.value) and str(e.value).count(". ") == 0
+
+
+def test_nothing_is_found_where_nothing_is_wrong() -> None:
+    check(Shared)
+
+
+def test_a_check_can_be_left_out() -> None:
+    check(NothingTrained, skip=["seeds_differ"])
+    with pytest.raises(ValueError, match=r"skip: expected some of clients_start_alike, .* got 'seeds'"):
+        check(FedAvg, skip=["seeds"])
+
+
+def test_ones_own_model_and_data() -> None:
+    data = federation_of("digits", "A", 5, seed=0, train_samples=120)
+    quick = [name for name in CHECKS if name not in ("shapes_stay", "bytes_are_counted", "broken_clients_are_absent", "engines_agree")]
+    check("fedavg", model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), data=data, skip=quick)
+    with pytest.raises(ValueError, match="at least 4 clients, got 3"):
+        check("fedavg", data=data.subset([0, 1, 2]))
+
+
+def test_a_watched_algorithm_is_the_algorithm() -> None:
+    alg = Shared(server_lr=0.5)
+    case = Case(alg)
+    assert isinstance(case.watched, Shared) and case.watched.server_lr == 0.5 and type(case.watched).predict is FedAvg.predict
+    assert type(alg).client is Shared.client

@@ -1,0 +1,491 @@
+"""What a user brings (an algorithm, a loss, metrics, a schedule, callbacks), and what comes out (tables, events, models, newcomers)."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import pickle
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small import images, tiny_model
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, OneCycleLR, ReduceLROnPlateau, StepLR
+
+from pflcore import ALGORITHMS, EarlyStopping, FedAvg, Federation, Net, Simulation, Stop, Training, cross_silo, for_everyone, tune
+from pflcore.algorithms.apfl import APFL
+from pflcore.algorithms.ditto import Ditto
+from pflcore.algorithms.lookup import algorithm_of, class_of, name_of
+from pflcore.algorithms.waffle import Waffle
+from pflcore.local.losses import CRITERIA, hinge, loss_of, squared
+from pflcore.metrics import auc, balanced_accuracy, f1, mae, metrics_of, r2, rmse
+
+TRAINING = Training(lr=0.1, batch_size=8)
+
+
+class Mine(FedAvg):
+    pass
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    module = types.ModuleType("mine")
+    module.Mine, module.number = Mine, 3  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mine", module)
+    return module
+
+
+def simulation(algorithm: Any = "fedavg", data: Federation | None = None, **options: Any) -> Simulation:
+    return Simulation(algorithm, tiny_model(), images() if data is None else data, TRAINING, **{"rounds": 3, **options})
+
+
+def targets() -> Federation:
+    gen = torch.Generator().manual_seed(0)
+    x = [torch.randn(20, 6, generator=gen) for _ in range(3)]
+    return Federation.from_arrays([(v, v @ torch.arange(6.0) / 6 + 0.1 * i) for i, v in enumerate(x)], test_fraction=0.4)
+
+
+# an algorithm -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_an_algorithm_by_name_class_instance_or_place(package: types.ModuleType) -> None:
+    assert isinstance(algorithm_of("ditto"), Ditto) and isinstance(algorithm_of(Ditto, lam=0.5), Ditto)
+    mine = Mine()
+    assert algorithm_of(mine) is mine and class_of("mine:Mine") is Mine and name_of("mine:Mine") == name_of(mine) == "Mine"
+    assert name_of(Ditto) == name_of("ditto") == "ditto"
+    for given in (Mine, mine, "mine:Mine"):
+        assert simulation(given, rounds=1).run().header["algorithm"] == "Mine"
+    tuned = tune(cross_silo(images((20, 30))), tiny_model(), Mine, TRAINING, {"server_lr": [0.5, 1.0]}, rounds=1)
+    assert type(tuned.best.candidate.algorithm) is Mine
+    assert len(for_everyone("waffle", tiny_model(), images(), TRAINING, rounds=1).rounds) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ("fedavgg", "expected one of fedavg, .* or 'package.module:Class' for one of your own, got 'fedavgg'"),
+        ("no_such_module:Mine", "there is no module 'no_such_module' to import from here"),
+        ("mine:Yours", "the module 'mine' has no 'Yours'"),
+        ("mine:number", "expected 'mine:number' to be a class derived from pflcore.FedAvg, got int"),
+        (3, "expected a name, a class derived from pflcore.FedAvg or an instance of one, got int"),
+        (nn.Linear, "expected a name, a class derived from pflcore.FedAvg or an instance of one, got Linear"),
+    ],
+)
+def test_what_is_no_algorithm_is_one_sentence(package: types.ModuleType, given: Any, sentence: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=f"^algorithm: {sentence}") as e:
+        simulation(given)
+    assert str(e.value).count(". ") == 0
+
+
+def test_tuning_asks_for_roles() -> None:
+    with pytest.raises(TypeError, match=r"protocol: expected cross_silo\(data\) or cross_device\(data\), .* got Federation"):
+        tune(images(), tiny_model(), "fedavg", TRAINING, {}, rounds=1)  # type: ignore[arg-type]
+
+
+# shared and private columns ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("patterns", [(), ("0.*",), ("*.bias",), ("*",)])
+def test_split_and_join_are_inverse(patterns: tuple[str, ...]) -> None:
+    net = Net(tiny_model())
+    rows = torch.arange(3.0 * net.size).view(3, net.size)
+    shared, private = net.split(rows, *patterns)
+    mask = net.mask(*(patterns or ("2.*",)))
+    assert torch.equal(private, rows[:, mask]) and torch.equal(shared, rows[:, ~mask])
+    assert torch.equal(net.join(shared, private, *patterns), rows)
+    assert torch.equal(net.join(shared[0], private, *patterns)[1:, ~mask], rows[0, ~mask].expand(2, -1))  # one body, several heads
+    assert torch.equal(torch.vmap(lambda r: net.join(*net.split(r, *patterns), *patterns))(rows), rows)
+
+
+def test_split_and_join_refuse_what_does_not_fit() -> None:
+    net = Net(tiny_model())
+    with pytest.raises(ValueError, match=r"patterns: 'fc\.\*' matches no parameter"):
+        net.split(net.w0, "fc.*")
+    with pytest.raises(ValueError, match="shared and private: expected 35 and 24 columns, got 24 and 35; give join the patterns"):
+        net.join(*reversed(net.split(net.w0)))
+
+
+@pytest.mark.parametrize("engine", [Simulation.engine, "vmap"])
+def test_a_bool_mask_is_a_mask(engine: str) -> None:
+    class Masked(FedAvg):
+        def client(self, down: Any, own: Any, local: Any) -> Any:
+            mask = local.net.mask("2.*")
+            w = local.fit(down["x"], mask=mask).w
+            assert torch.equal(w, local.fit(down["x"], mask=mask.to(w.dtype)).w) and torch.equal(w[:, ~mask], down["x"][:, ~mask])
+            assert not torch.equal(w[:, mask], down["x"][:, mask])
+            return own, {"delta": w - down["x"]}
+
+    assert simulation(Masked, rounds=1, engine=engine).run().stopped is None
+
+
+# a loss -----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_loss_is_a_name_a_function_or_a_module() -> None:
+    by_default = simulation().run()
+    for loss in ("cross_entropy", F.cross_entropy, nn.CrossEntropyLoss(), lambda scores, y: F.cross_entropy(scores, y)):
+        history = simulation(loss=loss).run()
+        assert torch.allclose(history.series("loss")[1], by_default.series("loss")[1], rtol=1e-5)
+    weighted = simulation(loss=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 1.0, 1.0])))
+    assert not torch.allclose(weighted.run().series("loss")[1], by_default.series("loss")[1], rtol=1e-2)
+    assert by_default.header["criterion"] == "cross_entropy" and weighted.header()["criterion"] == "CrossEntropyLoss"
+
+
+def test_torchs_losses_with_default_options_take_the_fast_path() -> None:
+    assert loss_of(nn.CrossEntropyLoss()) is CRITERIA["cross_entropy"] and loss_of(nn.MSELoss()) is squared is loss_of(F.mse_loss)
+    for loss in (nn.CrossEntropyLoss(label_smoothing=0.1), nn.CrossEntropyLoss(weight=torch.ones(4)), nn.CrossEntropyLoss(ignore_index=1)):
+        assert loss_of(loss) is loss
+    scores, y = torch.randn(5, 1), torch.randn(5)
+    assert loss_of(nn.MSELoss())(scores, y) == F.mse_loss(scores[:, 0], y)  # not [5, 1] against [5]
+
+
+@pytest.mark.parametrize(
+    ("loss", "sentence"),
+    [
+        ("entropy", "expected one of cross_entropy, .* got 'entropy'"),
+        (nn.CrossEntropyLoss, r"expected a loss, got the class CrossEntropyLoss; write CrossEntropyLoss\(\)"),
+        (nn.CrossEntropyLoss(reduction="none"), r"expected the mean over a batch, got CrossEntropyLoss\(reduction='none'\)"),
+        (nn.Linear(2, 1), "Linear has parameters, which nothing would train"),
+        (0.5, "expected one of cross_entropy, .* got 0.5"),
+    ],
+)
+def test_what_is_no_loss_is_one_sentence(loss: Any, sentence: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=f"^criterion: {sentence}"):
+        Net(tiny_model(), loss)
+    with pytest.raises((ValueError, TypeError), match=f"^(loss|criterion): {sentence}"):
+        simulation(loss=loss)
+
+
+def test_a_net_has_its_own_loss() -> None:
+    with pytest.raises(ValueError, match="loss: this Net has a loss of its own"):
+        Simulation("fedavg", Net(tiny_model()), images(), loss="cross_entropy")
+
+
+# metrics ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_are_those_of_scikit_learn() -> None:
+    metrics = pytest.importorskip("sklearn.metrics")
+    gen = torch.Generator().manual_seed(0)
+    scores, y = torch.randn(60, 3, generator=gen), torch.randint(0, 3, (60,), generator=gen)
+    p, won = scores.softmax(1).double(), scores.argmax(1)
+    ovr = metrics.roc_auc_score(y, p, multi_class="ovr")
+    assert auc(scores, y) == pytest.approx(ovr) == auc(p, y)
+    assert f1(scores, y) == metrics.f1_score(y, won, average="macro")
+    assert balanced_accuracy(scores, y) == pytest.approx(metrics.balanced_accuracy_score(y, won))
+    two, label = scores[:, :2], (y > 0).long()
+    assert auc(two, label) == pytest.approx(metrics.roc_auc_score(label, two.softmax(1)[:, 1]))
+    assert f1(two, label) == metrics.f1_score(label, two.argmax(1))
+    assert auc(two[:, :1], 2 * label - 1) == metrics.roc_auc_score(label, two[:, 0])  # one score, labels -1 and 1
+    t = torch.randn(60, generator=gen)
+    assert mae(scores[:, :1], t) == pytest.approx(metrics.mean_absolute_error(t, scores[:, 0]))
+    assert rmse(scores[:, :1], t) == pytest.approx(metrics.mean_squared_error(t, scores[:, 0]) ** 0.5)
+    assert r2(scores[:, :1], t) == pytest.approx(metrics.r2_score(t, scores[:, 0]))
+
+
+def test_a_metric_without_a_value_is_nan() -> None:
+    pytest.importorskip("sklearn")
+    one_class = torch.zeros(4, dtype=torch.long)
+    nans = auc(torch.randn(4, 2), one_class), f1(torch.tensor([[1.0, 0.0]] * 4), one_class), r2(torch.randn(1), torch.randn(1))
+    assert all(v != v for v in nans)
+    scores = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+    present = [auc(scores.softmax(1)[:, c : c + 1] - 0.5, (torch.tensor([0, 0, 0, 1, 1, 1]) == c).long()) for c in (0, 1)]
+    assert auc(scores, torch.tensor([0, 0, 0, 1, 1, 1])) == pytest.approx(sum(present) / 2)  # class 2, which nobody has, does not count
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "knnper", "apfl"])
+def test_a_run_records_metrics_per_client(algorithm: str) -> None:
+    pytest.importorskip("sklearn")
+
+    def share_right(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (scores.argmax(1) == y).double().mean()
+
+    history = simulation(algorithm, metrics=["auc", share_right]).run()
+    seen = history.rounds[-1]["eval"]
+    assert seen["share_right"] == pytest.approx(seen["accuracy"]) and len(seen["auc"]) == 3
+    assert history.header["metrics"] == ["auc", "share_right"]
+    named = simulation(metrics={"zero": lambda s, y: 0}).run()
+    assert named.series("zero")[1].tolist() == [[0, 0, 0]] * 3
+
+
+def test_a_run_records_metrics_of_values() -> None:
+    pytest.importorskip("sklearn")
+    values = Simulation("fedavg", nn.Linear(6, 1), targets(), TRAINING, rounds=20, metrics=["mae", "r2"])
+    assert min(values.run().rounds[-1]["eval"]["r2"]) > 0.5
+
+
+@pytest.mark.parametrize(
+    ("metrics", "sentence"),
+    [
+        (["acc"], "for labels there are auc, f1, balanced_accuracy, or a function of .* got 'acc'"),
+        (["mae"], "'mae' is for targets"),
+        ("auc", r"expected a list such as \['auc', my_function\]"),
+        ([3], r"expected a name or a function of \(scores, labels\), got 3"),
+        ({"loss": min}, "'loss' is recorded anyway"),
+        (["f1", f1], "'f1' is there twice"),
+    ],
+)
+def test_what_is_no_metric_is_one_sentence(metrics: Any, sentence: str) -> None:
+    pytest.importorskip("sklearn")
+    with pytest.raises((ValueError, TypeError), match=f"^metrics: .*{sentence}"):
+        metrics_of(metrics, classes=True)
+
+
+def test_a_metric_that_breaks_says_for_whom() -> None:
+    def broken(scores: torch.Tensor, y: torch.Tensor) -> float:
+        return 1 / (len(y) - 20)
+
+    run = simulation(metrics=[broken])
+    with pytest.raises(ValueError, match="metrics: 'broken' failed for client 1 with ZeroDivisionError: division by zero"):
+        run.run()
+
+
+# a schedule -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_schedule_of_torchs_gives_its_rates() -> None:
+    def rates(schedule: Any, rounds: int = 4, lr: float = 0.1) -> list[float]:
+        return [Training(lr=lr, schedule=schedule).lr_at(r, rounds) for r in range(1, rounds + 1)]
+
+    assert rates(lambda optimizer: StepLR(optimizer, 2, 0.5)) == pytest.approx([0.1, 0.1, 0.05, 0.05])
+    assert rates(lambda o: ExponentialLR(o, 0.5)) == pytest.approx([0.1, 0.05, 0.025, 0.0125])
+    assert rates(lambda o: CosineAnnealingLR(o, T_max=2, eta_min=0.02), 3) == pytest.approx([0.1, 0.06, 0.02])  # eta_min is no multiplier
+    assert rates(lambda o: OneCycleLR(o, 0.4, total_steps=4, cycle_momentum=False))[0] == pytest.approx(0.4 / 25)
+    with pytest.raises(ValueError, match="schedule: torch's scheduler ends after round 4 of 5"):
+        rates(lambda o: OneCycleLR(o, 0.4, total_steps=3, cycle_momentum=False), 5)
+    assert rates(lambda r, n: 1 - r / n) == pytest.approx([0.075, 0.05, 0.025, 0])
+    a = simulation().run()
+    slow = Simulation(
+        "fedavg", tiny_model(), images(), Training(lr=0.1, batch_size=8, schedule=lambda o: StepLR(o, 1, 0.0)), rounds=3
+    ).run()
+    assert slow.rounds[0]["eval"] == a.rounds[0]["eval"] and slow.rounds[1]["eval"] == slow.rounds[2]["eval"]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "sentence"),
+    [
+        (ReduceLROnPlateau, "ReduceLROnPlateau looks at results"),
+        (lambda o: ReduceLROnPlateau(o), "ReduceLROnPlateau looks at results"),
+        (ExponentialLR, "expected a function of .* missing 1 required positional argument: 'gamma'"),
+        (ExponentialLR(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0), 0.5), "got a ExponentialLR that has an optimizer"),
+        (lambda o: None, "it made NoneType"),
+        (lambda r, n: None, "in round 1 it gave NoneType"),
+        (lambda r, n: -1.0, "expected a finite step size >= 0 in every round, got -0.1 in round 1 of 3"),
+        (lambda r, n: 1 / (r - 2), "for round 2 of 3 it raised ZeroDivisionError"),
+        (lambda o: OneCycleLR(o, 0.1, total_steps=9), "this scheduler of torch's moves the momentum too"),
+        (lambda o: OneCycleLR(o, 0.1, total_steps=-9), "torch's scheduler was not made"),
+        (0.9, "expected a function of"),
+    ],
+)
+def test_what_is_no_schedule_is_said_before_the_first_round(schedule: Any, sentence: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=f"^schedule: .*{sentence}|^schedule: {sentence}"):
+        Simulation("fedavg", tiny_model(), images(), Training(schedule=schedule), rounds=3)
+
+
+# callbacks --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_callback_that_raises_loses_nothing() -> None:
+    whole = simulation(rounds=5).run()
+    run, seen = simulation(rounds=5), []
+
+    def callback(round: int, record: dict[str, Any]) -> None:
+        seen.append(round)
+        if round == 3:
+            raise KeyError("my own mistake")
+
+    with pytest.raises(KeyError) as e:
+        run.run([callback, lambda r, record: None])
+    kept = e.value.history  # type: ignore[attr-defined]
+    assert kept is run.history and [r["round"] for r in kept.rounds] == [1, 2, 3] and "KeyError in round 3" in kept.stopped
+    assert kept.model(0) is not None
+    rest = run.run()
+    assert [r["round"] for r in rest.rounds] == [4, 5] and [r["eval"] for r in kept.rounds + rest.rounds] == [
+        r["eval"] for r in whole.rounds
+    ]
+    with pytest.raises(TypeError, match="on_round: expected a function"):
+        run.run(3)  # type: ignore[arg-type]
+
+
+def test_stop_ends_a_run_with_its_sentence() -> None:
+    def callback(round: int, record: dict[str, Any]) -> None:
+        if round == 2:
+            raise Stop("That will do.")
+
+    history = simulation(rounds=5).run(callback)
+    assert history.stopped == "That will do." and len(history.rounds) == 2
+
+
+def test_early_stopping() -> None:
+    stop = EarlyStopping(patience=2, key="accuracy", min_delta=0.1)
+    values = iter([0.2, 0.5, 0.55, float("nan")])
+
+    def record(value: float) -> dict[str, Any]:
+        return {"eval": {"accuracy": [value, None, value], "size": [1, 0, 1]}}
+
+    for round in (1, 2, 4):
+        stop(round, record(next(values)))
+    stop(5, {"eval": None})
+    with pytest.raises(Stop, match=r"Stopped early after round 6: accuracy 0\.5 of round 2 stood for 2 evaluations"):
+        stop(6, record(next(values)))
+    stop(1, record(0.1))  # the next run
+    assert stop.best == 0.1 and stop.round == 1
+    with pytest.raises(ValueError, match="key: expected one of accuracy, got 'auc'"):
+        EarlyStopping(key="auc")(1, record(0.3))
+    frozen = Simulation("fedavg", tiny_model(), images(), Training(lr=0.0), rounds=20).run(EarlyStopping(patience=3))
+    assert len(frozen.rounds) == 4 and frozen.stopped is not None
+
+
+# what comes out ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_history_as_a_table(tmp_path: Any) -> None:
+    history = simulation(eval_every=2, participation=0.7).run()
+    history.to_csv(tmp_path / "rounds.csv")
+    history.to_csv(tmp_path / "clients.csv", per="client")
+    with open(tmp_path / "rounds.csv") as file:
+        rounds = list(csv.DictReader(file))
+    with open(tmp_path / "clients.csv") as file:
+        clients = list(csv.DictReader(file))
+    assert [r["round"] for r in rounds] == ["1", "2", "3"] and rounds[0]["mean_accuracy"] == "" and rounds[0]["clients"] == "2"
+    assert float(rounds[1]["mean_accuracy"]) == pytest.approx(history.series()[1][0].mean().item())
+    assert [(c["round"], c["client"]) for c in clients] == [(str(r), str(i)) for r in (2, 3) for i in range(3)]
+    assert [c["took_part"] == "True" for c in clients[:3]] == [i in history.rounds[1]["cohort"] for i in range(3)]
+    with pytest.raises(ValueError, match="per: expected 'round' or 'client', got 'seed'"):
+        history.to_csv(tmp_path / "x.csv", per="seed")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="path: expected a file that can be written"):
+        history.to_csv(tmp_path / "nowhere" / "x.csv")
+    pandas = pytest.importorskip("pandas")
+    frame = history.to_pandas("client")
+    assert isinstance(frame, pandas.DataFrame) and frame.groupby("round")["accuracy"].mean()[3] == pytest.approx(
+        history.series()[1][1].mean().item()
+    )
+
+
+def test_a_history_as_events(tmp_path: Any) -> None:
+    from pflcore.results.export import scalars
+
+    history = simulation().run()
+    assert scalars(history.rounds[0], clients=True)["eval/accuracy/client 1"] == history.rounds[0]["eval"]["accuracy"][1]
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from pflcore import TensorBoard
+
+    history.to_tensorboard(tmp_path / "after")
+    simulation().run(TensorBoard(tmp_path / "during"))
+    for name in ("after", "during"):
+        events = EventAccumulator(str(tmp_path / name)).Reload()
+        assert [e.step for e in events.Scalars("eval/accuracy")] == [1, 2, 3]
+        assert events.Scalars("eval/accuracy")[-1].value == pytest.approx(history.series()[1][-1].mean().item())
+
+
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+def test_a_clients_model_is_what_was_evaluated(algorithm: str) -> None:
+    run = simulation(algorithm, rounds=2)
+    history, data = run.run(), run.data
+    for i in range(data.n):
+        x, y = data.client(i, "test")
+        assert (history.predict(i, x.numpy()) == y).double().mean().item() == pytest.approx(history.rounds[-1]["eval"]["accuracy"][i])
+    model = history.model(1)
+    assert isinstance(model, nn.Module)
+    again = copy.deepcopy(model)
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again(x), model(x))
+
+
+def test_a_model_of_its_own_class() -> None:
+    run = simulation(Ditto, rounds=2)
+    history = run.run()
+    module = history.model(1).module()
+    x, _ = run.data.client(1, "test")
+    assert isinstance(module, nn.Sequential) and torch.equal(module(x), history.model(1)(x)) and not module.training
+    pickle.dumps(module)
+    with pytest.raises(ValueError, match="module: APFL predicts with more than one model"):
+        simulation(APFL, rounds=1).run().model(0).module()
+    for client in (3, -1, "0", True):
+        with pytest.raises(ValueError, match="client: expected a number from 0 to 2, got"):
+            history.model(client)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"x: expected samples \[B, ...\]"):
+        history.predict(0, 1.0)
+
+
+def test_values_are_predicted_as_values() -> None:
+    data = targets()
+    history = Simulation("fedavg", nn.Linear(6, 1), data, TRAINING, rounds=2).run()
+    x, y = data.client(0, "test")
+    assert history.predict(0, x).shape == y.shape
+    labels = Federation.from_arrays([(v, (v[:, 0] > 0).long()) for v in (x, -x)], test_fraction=0.5)
+    history = Simulation("fedavg", nn.Linear(6, 1), labels, TRAINING, rounds=9, loss=hinge).run()
+    x, y = labels.client(0, "test")
+    assert (history.predict(0, x) == y).double().mean() == history.rounds[-1]["eval"]["accuracy"][0]
+
+
+def test_batch_norm_predicts_with_the_clients_statistics() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
+
+    data = images()
+    history = Simulation("ditto", model, data, TRAINING, rounds=2).run()
+    for i in range(3):
+        x, y = data.client(i, "test")
+        assert (history.predict(i, x) == y).double().mean() == pytest.approx(history.rounds[-1]["eval"]["accuracy"][i])
+        assert torch.allclose(history.model(i).module()(x), history.model(i)(x))
+
+
+def test_a_model_for_everyone() -> None:
+    data = images()
+    history = for_everyone(Waffle, tiny_model(), data, TRAINING, rounds=2)
+    for i in range(3):
+        x, y = data.client(i, "test")
+        assert (history.predict(i, x) == y).double().mean() == pytest.approx(history.rounds[-1]["eval"]["accuracy"][i])
+    with pytest.raises(ValueError, match="client: expected a number from 0 to 2"):
+        history.model(3)
+    with pytest.raises(ValueError, match="adapt: expected the history that"):
+        history.adapt(data.client(0, "train"))
+
+
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+def test_a_newcomer_leaves_the_run_as_it_was(algorithm: str) -> None:
+    everybody = images((7, 20, 31, 24))
+    run = simulation(algorithm, everybody.subset([0, 1, 2]), rounds=2)
+    history = run.run()
+    before = copy.deepcopy(history.state)
+    x, y = everybody.client(3, "train")
+    model = history.adapt((x, y), rounds=2)
+    assert model.predict(x).shape == y.shape and model(x).isfinite().all()
+    for part in ("g", "own"):
+        for k, v in getattr(before, part).items():
+            assert torch.equal(v, getattr(history.state, part)[k]), (part, k)
+    assert torch.equal(history.adapt((x, y), rounds=2)(x), model(x))
+
+
+def test_a_newcomer_is_personalized_by_the_algorithms_rule() -> None:
+    everybody = images((40, 40, 40, 40))  # clients 1 and 3 turn their labels
+    few, (x, y) = everybody.subset([0, 2, 1]), everybody.client(3, "train")
+    test = everybody.client(3, "test")
+
+    def right(algorithm: Any, rounds: int = 5) -> float:
+        history = Simulation(algorithm, tiny_model(), few, Training(lr=0.3, batch_size=8), rounds=8).run()
+        return (history.adapt((x, y), rounds).predict(test[0]) == test[1]).double().mean().item()
+
+    shared = right("fedavg")
+    assert right("fedavg", 0) == shared < 0.6  # it has no rule: the newcomer gets the shared model
+    for algorithm in ("ditto", "local", "finetune", "feddwa", "fedrod"):
+        assert right(algorithm) > shared + 0.15, algorithm
+
+
+def test_a_newcomer_that_does_not_fit_is_one_sentence() -> None:
+    history = simulation(rounds=1).run()
+    with pytest.raises(ValueError, match=r"samples: expected inputs of shape \(6,\)"):
+        history.adapt((torch.randn(9, 5), torch.zeros(9, dtype=torch.long)))
+    with pytest.raises(ValueError, match="samples: expected those of one client, got a federation of 3"):
+        history.adapt(images())
+    with pytest.raises(ValueError, match="rounds: expected a number >= 0, got -1"):
+        history.adapt(images().client(0), rounds=-1)
+    with pytest.raises(ValueError, match="model: this history holds no models"):
+        type(history)({}).model(0)
