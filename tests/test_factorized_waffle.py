@@ -285,3 +285,11 @@ def test_it_learns_what_one_model_cannot() -> None:
 def test_what_is_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=rf"^{next(iter(bad))}.*: expected"):
         FactorizedWaffle(**bad)
+
+
+def test_clients_step_together_in_whole_epochs_only() -> None:
+    s = setting()
+    local = Local(s, torch.arange(3), 1, torch.zeros(3, 0, dtype=D))
+    for more in ({"steps": 3}, {"batches": 2}):
+        with pytest.raises(ValueError, match=r"^together: expected whole epochs"):
+            local.each_batch({"x": s.net.w0.expand(3, -1)}, lambda rows, grad, k: rows, together=True, **more)
