@@ -198,6 +198,10 @@ def test_a_cross_device_plan_from_grid_to_pictures(tmp_path):
     seen = runs["HypCluster"].evaluations[-1]["eval"]
     assert [c >= 0 for c in seen["cluster"]] == [v is not None for v in seen["accuracy"]] and sum(c >= 0 for c in seen["cluster"]) == 4
     assert rows["HypCluster"]["largest"] == 100 * metrics.largest_share(seen["cluster"])
+    simulation, p = made.simulation(made.first["device", "HypCluster", ""])
+    state = made.states(made.first["device", "HypCluster", ""])[-1][3]
+    ours = picks(state, simulation.setting, p.report).tolist()
+    assert [c for c in seen["cluster"] if c >= 0] == ours and ours != picks(state, simulation.setting, p.train[:4]).tolist()
     pytest.importorskip("matplotlib")
     pictures = {f.name.removeprefix("device-") for f in tmp_path.glob("device-*.png")}
     studies = {"distributions.png", "sizes.png", "FT-finetune_epochs.png", "FT-finetune_lr.png", "kNN-lam.png"}
