@@ -105,12 +105,15 @@ def test_subpopulations() -> None:
 
 def test_the_table_has_every_way_to_evaluate() -> None:
     def run(accuracy: list[float]) -> Run:
-        head = {"method": "A", "setting": "multimodal", "options": {}, "parameters": 7, "group": [0, 0, 1]}
-        line = {"round": 1, "seconds": 2.0, "eval": {"accuracy": accuracy}}
-        return Run(head, [line], None, {"mean": {"accuracy": [0.5, 0.5, 0.5]}})
+        head = {"data": "mnist", "rounds": 1, "options": {}, "parameters": 7, "group": [0, 0, 1]}
+        return Run(head, [{"round": 1, "seconds": 2.0, "eval": {"accuracy": accuracy}}])
 
     plan = {"about": "", "reported": {"multimodal": {"A": {"accuracy": 95.41, "gap": 2.07}}}}
-    rows = groups.rows(plan, "mnist", [run([0.9, 0.8, 0.4]), run([0.9, 0.8, 0.6])])
+    runs = {
+        ("multimodal", "A", ""): [run([0.9, 0.8, 0.4]), run([0.9, 0.8, 0.6])],
+        ("multimodal", "A, mean", ""): [run([0.5, 0.5, 0.5])] * 2,
+    }
+    rows = groups.rows_of(plan, runs)
     assert [r["method"] for r in rows] == ["A", "A, mean"]
     assert [rows[0]["ours"][k] for k in ("accuracy", "majority", "minority", "gap")] == pytest.approx([220 / 3, 85, 50, 35])
     assert rows[0]["std"]["minority"] == pytest.approx(10) and rows[1]["ours"]["variance"] == 0
@@ -127,18 +130,18 @@ def test_the_plans(name: str) -> None:
 
 
 def test_reproduce_plays_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    late = {"mean": {"eval_mode": "mean"}}
+    ranks = {"ranks": [6]}
     plan = {
         "about": "small",
-        "data": "digits",
         "groups": True,
-        "options": {"n": 12, "rounds": 2, "participation": 0.5, "model": "mlp"},
+        "options": {"data": "digits", "n": 12, "rounds": 2, "participation": 0.5, "model": "mlp"},
         "training": {"lr": 0.1, "batch_size": 16},
         "model_options": {"hidden": [12]},
         "settings": {"multimodal": {"partition": "multimodal", "partition_options": {"minority_clients": 2}}},
         "methods": {
             "FedAvg": {"algorithm": "fedavg"},
-            "WAFFLe": {"algorithm": "factorized_waffle", "options": {"ranks": [6]}, "late": late},
+            "WAFFLe": {"algorithm": "factorized_waffle", "options": ranks},
+            "WAFFLe, mean": {"algorithm": "factorized_waffle", "options": {**ranks, "eval_mode": "mean"}, "state_of": "WAFFLe"},
         },
     }
     (tmp_path / "plan.json").write_text(json.dumps(plan))
@@ -147,7 +150,7 @@ def test_reproduce_plays_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixtu
     first = (tmp_path / "out" / "table.md").read_text()
     assert "| WAFFLe, mean |" in first and "| minority |" in first
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "out").rglob("*.jsonl")}
-    assert main(asked) == 0 and {p: p.stat().st_mtime_ns for p in before} == before and len(before) == 2
+    assert main(asked) == 0 and {p: p.stat().st_mtime_ns for p in before} == before and len(before) == 3
     rows = json.loads((tmp_path / "out" / "result.json").read_text())["rows"]
     assert [r["method"] for r in rows] == ["FedAvg", "WAFFLe", "WAFFLe, mean"] and rows[1]["parameters"] < rows[0]["parameters"]
 

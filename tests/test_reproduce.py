@@ -160,7 +160,7 @@ def test_a_grid_on_regression_takes_the_smallest_loss_of_those_that_did_not_dive
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["nothing"], "name: expected one of feddwa-"),
+        (["nothing"], "name: expected one of factorized-"),
         (["feddwa-table1", "--methods", "FedSomething"], "methods: expected some of FedDWA"),
         (["feddwa-table1", "--settings", "pathologic"], "settings: expected some of pathological"),
         (["feddwa-table1", "--rounds", "0"], "rounds: expected at least 1, got 0."),

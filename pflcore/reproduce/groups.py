@@ -6,34 +6,32 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pflcore import metrics
-from pflcore.results.record import Run, plain
+from pflcore.reproduce.table import Runs
+from pflcore.results.record import plain
 
 COLUMNS = ("accuracy", "majority", "minority", "gap", "variance")
 
 
-def rows(plan: Mapping[str, Any], data: str, runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """A method in one setting, and each of its late ways: means over runs in percent, "std" over runs (ddof = 0) beside them."""
-    head = runs[0].header
-    ways: dict[str, list[Any]] = {"": [r.last() for r in runs]}
-    ways |= {name: [r.late[name]["accuracy"] for r in runs] for name in runs[0].late}
+def rows_of(plan: Mapping[str, Any], runs: Runs) -> list[dict[str, Any]]:
+    """One row per setting and method: means over runs in percent, "std" over runs (ddof = 0) beside them."""
     out = []
-    for way, found in ways.items():
-        method = f"{head['method']}, {way}" if way else head["method"]
-        seen = [_measures([100 * v for v in metrics.vector(values).tolist()], head.get("group")) for values in found]
+    for (setting, method, variant), mine in runs.items():
+        head = mine[0].header
+        seen = [_measures([100 * v for v in metrics.vector(r.last("accuracy")).tolist()], head.get("group")) for r in mine]
         out.append(
             {
                 "method": method,
-                "data": data,
-                "setting": head["setting"],
-                "seeds": len(runs),
-                "rounds": len(runs[0].rounds),
+                "data": head["data"],
+                "setting": setting,
+                "variant": variant,
+                "seeds": len(mine),
+                "rounds": head["rounds"],
                 "options": head["options"],
                 "ours": {k: metrics.mean([s[k] for s in seen]) for k in seen[0]},
                 "std": {k: metrics.std([s[k] for s in seen]) for k in seen[0]},
-                "paper": plan["reported"].get(head["setting"], {}).get(method),
+                "paper": plan["reported"].get(setting, {}).get(method),
                 "parameters": head["parameters"],
-                "seconds_per_round": metrics.mean([r["seconds"] for run in runs for r in run.rounds]),
-                "stopped": next((r.stopped for r in runs if r.stopped), None),
+                "stopped": next((r.stopped for r in mine if r.stopped), None),
             }
         )
     return [dict(plain(r)) for r in out]
@@ -52,13 +50,13 @@ def table(plan: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
         mine = [r for r in rows if r["setting"] == setting]
         columns = [c for c in COLUMNS if c in mine[0]["ours"]]
         told = [c for c in columns if any(c in (r["paper"] or {}) for r in mine)]
-        head = ["parameters", *columns, *(f"paper: {c}" for c in told), "seconds a round"]
+        head = ["parameters", *columns, *(f"paper: {c}" for c in told)]
         lines += [f"**{setting}**, {mine[0]['data']}, {mine[0]['rounds']} rounds, {mine[0]['seeds']} seed(s)", ""]
         lines += ["| method | " + " | ".join(head) + " |", "|:---|" + "---:|" * len(head)]
         for r in mine:
             ours = [_number(r["ours"][c], r["std"][c] if r["seeds"] > 1 else None) for c in columns]
             paper = [_number((r["paper"] or {}).get(c)) for c in told]
-            cells = [r["method"], f"{r['parameters']:,}", *ours, *paper, _number(r["seconds_per_round"])]
+            cells = [r["method"], f"{r['parameters']:,}", *ours, *paper]
             lines.append("| " + " | ".join(cells) + f" |{' ' + r['stopped'] if r['stopped'] else ''}")
         lines.append("")
     lines.append(

@@ -17,6 +17,7 @@ A plan has the keys
 `reported`, `expected`   setting -> method -> the paper's number; what must come out, by
 `checks`         {"tolerance", "hurt" and "largest": {method: [percent, within]}, "below" and "above": {method: [others, in every run]}}
 `against`        an option that results are drawn against; `takes`: how long, in words; `about`, `paper`: more words
+`groups`         true: the table of `pflcore.reproduce.groups`, of the last round and its subpopulations; "reported" then names measures
 `costs`          instead of settings: a plan that counts what a round costs, and trains nothing
 """
 
@@ -38,7 +39,7 @@ from pflcore.results.record import plain, slug
 PLANS = Path(__file__).resolve().parent / "plans"
 EMPTY: dict[str, Any] = {
     "about": "", "paper": "", "takes": "", "options": {}, "training": {}, "model_options": {}, "seeds": [0], "settings": {}, "methods": {},
-    "equal_compute": {}, "reported": {}, "expected": {}, "checks": {}, "against": None, "costs": {},
+    "equal_compute": {}, "reported": {}, "expected": {}, "checks": {}, "against": None, "costs": {}, "groups": False,
 }  # fmt: skip
 METHOD = {"algorithm", "options", "training", "grid", "state_of", "before", "rounds", "looks_ahead", "vary", "sizes"}
 PROTOCOL = {"cross-silo": {"fractions"}, "cross-device": {"train", "val", "test", "seed"}}

@@ -29,7 +29,7 @@ from pflcore.data.roles import Protocol, everybody, held_out
 from pflcore.experiment import algorithm, model, net
 from pflcore.local.net import Net
 from pflcore.models import model_for
-from pflcore.reproduce import costs, study
+from pflcore.reproduce import costs, groups, study
 from pflcore.reproduce.plan import EMPTY, Task, chosen, load, plans, shortened, tasks
 from pflcore.reproduce.table import rows_of, table, verdicts
 from pflcore.results.progress import Progress
@@ -56,6 +56,10 @@ class Reproduction:
             these = self.tuned(list(group))
             self.first[key] = these[0]
             self.runs[key] = [self.run(task) for task in these]
+            if self.plan["groups"]:
+                rows = groups.rows_of(self.plan, self.runs)
+                write(self.folder, self.plan, rows, groups.table(self.plan, rows))
+                continue
             rows = rows_of(self.plan, self.runs)
             checks = verdicts(self.plan, rows)
             write(self.folder, self.plan, rows, table(self.plan, rows, checks), checks)
@@ -118,6 +122,7 @@ class Reproduction:
             "protocol": task.roles,
         }
         ours |= {"partition_options": task.cut, "model_options": task.shape, "takes_part": len(p.train), "rounds": rounds}
+        ours |= {"group": p.data.truth["group"].tolist()} if self.plan["groups"] and "group" in p.data.truth else {}
         ours |= {"data_seed": "each run's seed"} if task.roles.get("kind") == "cross-silo" else {}
         states: list[tuple[int, int, int, State]] = []
         sent = {"bytes_down": 0, "bytes_up": 0}
