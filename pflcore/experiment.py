@@ -38,7 +38,7 @@ class Options:
     val: float = 0.0  # fraction of each client's training samples kept for validation
     eval_split: str = "test"  # what is evaluated: test, or val to choose hyper-parameters
     eval_every: int = 1  # rounds between evaluations of all clients
-    engine: str = "auto"  # pool, vmap, or auto by model and sizes
+    engine: str = "auto"  # threads, vmap, or auto by the model
     workers: int | None = None  # threads; never changes a result
     device: str = "cpu"  # cpu or cuda
     buffers: str = "local"  # batch norm's running statistics: local or average

@@ -16,7 +16,7 @@ from pflcore.algorithms import ALGORITHMS
 from pflcore.algorithms.base import FedAvg, State, Stop, Tensors
 from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
-from pflcore.local import Engine, Setting, Training, choose_engine
+from pflcore.local import Training, prepared
 from pflcore.local.net import Net
 from pflcore.metrics import human
 from pflcore.round import Outcome, begin, evaluate, sample, step
@@ -64,7 +64,7 @@ class Simulation:
     participation: float = 1.0  # max(1, floor(participation * N + 0.5)) clients a round
     clients: torch.Tensor | None = None  # ids of those who may take part; default: all
     seed: int = 0
-    engine: str = "auto"  # "pool", "vmap", or by model and sizes
+    engine: str = "auto"  # "threads", "vmap", or by the model; see `pflcore.local.path`
     workers: int | None = None  # threads; never changes a result
     device: str = "cpu"
     buffers: str = "local"  # batch norm's running statistics: each client its own, or "average"
@@ -115,13 +115,13 @@ class Simulation:
         try:
             if self.device != "cpu":
                 net, data = net.to(self.device), data.to(self.device)
-            name = choose_engine(net, data, self.training, self.rounds) if self.engine == "auto" else self.engine
+            self.setting, self.path = prepared(net, data, self.training, self.engine, self.workers, self.seed, self.rounds)
+            net = self.setting.net
             self.state = self.warm_start or begin(self.algorithm, net, data.n)
         except (MemoryError, RuntimeError) as error:
             if not memory.ran_out(error):
                 raise
             return memory.asked_for(error)
-        self.setting = Setting(net, data, self.training, Engine(name, self.workers), self.seed, self.rounds)
         return None
 
     @property
@@ -150,6 +150,7 @@ class Simulation:
             "participation": self.participation,
             "seed": self.seed,
             "engine": s.engine.name,
+            "path": self.path._asdict(),
             "device": self.device,
             "buffers": self.buffers,
             "eval_split": self.eval_split,

@@ -64,7 +64,7 @@ def tiny_model(features: int = 6, classes: int = 4) -> Callable[[], nn.Module]:
 
 
 def setting(
-    net: Net, data: Federation, training: Training, rounds: int = 1, engine: str = "pool", workers: int = 2, seed: int = 0
+    net: Net, data: Federation, training: Training, rounds: int = 1, engine: str = "threads", workers: int = 2, seed: int = 0
 ) -> Setting:
     return Setting(net, data, training, Engine(engine, workers), seed, rounds)
 

@@ -51,7 +51,7 @@ def test_golden_options() -> None:
     assert golden_steps(adaptive=False)[1][2] == 0.25
 
 
-@pytest.mark.parametrize("engine", ["pool", "vmap"])
+@pytest.mark.parametrize("engine", ["threads", "vmap"])
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_a_round_step_by_step(engine: str, momentum: float) -> None:
     """Against the definition, gradient by gradient: alpha moves at the first step only, all from the old values."""
@@ -111,7 +111,7 @@ def test_what_is_evaluated(mix: Any, where: Any) -> None:
     assert torch.equal(same.g["x"], state.g["x"]) and torch.equal(same.own["v"], state.own["v"])  # only the looking differs
 
 
-@pytest.mark.parametrize("engine", ["pool", "vmap"])
+@pytest.mark.parametrize("engine", ["threads", "vmap"])
 def test_the_statistics_of_batch_norm_are_the_mixtures(engine: str) -> None:
     net = Net(lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4)))
     data = images((8, 8, 8))

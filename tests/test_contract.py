@@ -51,7 +51,7 @@ def model() -> nn.Module:
 
 
 def setting(
-    data: Federation | None = None, engine: str = "pool", workers: int = 2, training: Training | None = None, seed: int = 0
+    data: Federation | None = None, engine: str = "threads", workers: int = 2, training: Training | None = None, seed: int = 0
 ) -> Setting:
     t = Training(lr=0.1, batch_size=8, epochs=2) if training is None else training
     return Setting(Net(model, seed=1), federation() if data is None else data, t, Engine(engine, workers), seed, 6)
@@ -146,7 +146,7 @@ def test_renumbered_clients_give_renumbered_results(name: str) -> None:
 
 
 @every
-@pytest.mark.parametrize("engine", ["pool", "vmap"])
+@pytest.mark.parametrize("engine", ["threads", "vmap"])
 def test_the_same_seed_gives_the_same_bits_for_any_number_of_workers(name: str, engine: str) -> None:
     alg, found = algorithm(name), []
     for workers in (1, 2, 3):
@@ -168,7 +168,7 @@ def test_another_seed_gives_another_run(name: str) -> None:
 def test_both_engines_agree(name: str) -> None:
     alg = algorithm(name)
     found = []
-    for engine in ("pool", "vmap"):
+    for engine in ("threads", "vmap"):
         s = setting(engine=engine)
         found.append(tensors(alg, play(alg, s)[0], s))
     same(*found, rtol=1e-6, atol=1e-8)

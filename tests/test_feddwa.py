@@ -46,7 +46,7 @@ def half_squared(scores, y):
     return ((scores - y) ** 2).mean() / 2
 
 
-def points(targets: list[list[float]], lr: float, batch_size: int = 100, seed: int = 0, engine: str = "pool", **training) -> Setting:
+def points(targets: list[list[float]], lr: float, batch_size: int = 100, seed: int = 0, engine: str = "threads", **training) -> Setting:
     """f_i(w) = mean (w - y)^2 / 2 over the client's targets."""
     y = torch.cat([t(c) for c in targets])
     ends = torch.arange(len(y)).split([len(c) for c in targets])
@@ -91,7 +91,7 @@ def test_golden_zeros_and_ties():
     close(ops.feddwa_weights(t([GOLDEN["A3_two_clients"]["D2"]]), 2).weight[0], GOLDEN["A3_two_clients"]["p"])
 
 
-@pytest.mark.parametrize("engine", ["pool", "vmap"])
+@pytest.mark.parametrize("engine", ["threads", "vmap"])
 def test_golden_rounds(engine):
     a4 = GOLDEN["A4_feddwa_scalar_rounds"]
     for guidance in ("epoch", "full_grad", "steps"):  # with one batch they are one thing
@@ -338,7 +338,7 @@ def images(engine: str = "vmap", n: int = 6, seed: int = 0, batch_norm: bool = F
     return Setting(Net(build), data, Training(**options), Engine(engine, 2), 7, 10)
 
 
-@pytest.mark.parametrize("engine", ["pool", "vmap"])
+@pytest.mark.parametrize("engine", ["threads", "vmap"])
 def test_look_ahead_leaves_no_trace(engine):
     """Whatever the guidance is, training, statistics and later shuffles are those of a run that never looked ahead."""
 
@@ -441,7 +441,7 @@ def test_a_client_with_nan_is_absent(alg):
 @pytest.mark.parametrize("alg", [FedDWA(), FedDWAQP(theta=0.5)])
 def test_engines_agree_and_everybody_is_evaluated(alg):
     found = []
-    for engine in ("pool", "vmap"):
+    for engine in ("threads", "vmap"):
         setting = images(engine, batch_norm=True)
         state = begin(alg, setting.net, 6)
         for ids in ([0, 1, 2, 3, 4, 5], [1, 3, 5]):

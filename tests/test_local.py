@@ -137,19 +137,19 @@ def same(a: Sequence[Any], b: Sequence[Any], **tolerance: float) -> None:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("model", MODELS)
 def test_engines_agree(model: str, case: str) -> None:
-    (pool, b1), (vmap, b2) = fitted("pool", model, case), fitted("vmap", model, case)
+    (pool, b1), (vmap, b2) = fitted("threads", model, case), fitted("vmap", model, case)
     same([*pool, b1], [*vmap, b2], rtol=1e-9, atol=1e-11)
     assert not torch.equal(pool.w, options(CASES[case][1], Net(MODELS[model][0]), 3)[0])
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_engines_agree_in_float32(model: str) -> None:
-    (pool, b1), (vmap, b2) = (fitted(e, model, "momentum", dtype=torch.float32) for e in ("pool", "vmap"))
+    (pool, b1), (vmap, b2) = (fitted(e, model, "momentum", dtype=torch.float32) for e in ("threads", "vmap"))
     assert pool.w.dtype == torch.float32
     same([*pool, b1], [*vmap, b2], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("engine", ["pool", "vmap"])
+@pytest.mark.parametrize("engine", ["threads", "vmap"])
 @pytest.mark.parametrize("model", ["conv", "dropout", "mlp", "linear"])
 def test_the_number_of_workers_changes_no_bit(engine: str, model: str) -> None:
     first, *others = [fitted(engine, model, "loss", workers, torch.float32) for workers in (1, 2, 3)]
@@ -157,7 +157,7 @@ def test_the_number_of_workers_changes_no_bit(engine: str, model: str) -> None:
         same([*fit, buffers], [*first[0], first[1]])
 
 
-@pytest.mark.parametrize("engine", ["pool", "vmap"])
+@pytest.mark.parametrize("engine", ["threads", "vmap"])
 @pytest.mark.parametrize("model", ["mlp", "linear", "dropout", "batch norm"])
 def test_the_others_change_nothing(engine: str, model: str) -> None:
     build, shape = MODELS[model]
@@ -181,12 +181,12 @@ def recorded(s: Setting, ids: Sequence[int] = (0, 1, 2), round: int = 1, **o: An
         seen[int(extra["at"])].append((x.clone(), y.clone()))
         return net.loss(w, x, y)
 
-    pool = Setting(s.net, s.data, s.training, Engine("pool", 1), s.seed, s.rounds)
+    pool = Setting(s.net, s.data, s.training, Engine("threads", 1), s.seed, s.rounds)
     cohort(pool, ids, round).fit(s.net.w0.repeat(len(ids), 1), loss=loss, extra={"at": torch.arange(len(ids))}, **o)
     return seen
 
 
-@pytest.mark.parametrize("engine", ["pool", "vmap"])
+@pytest.mark.parametrize("engine", ["threads", "vmap"])
 @pytest.mark.parametrize("model", ["mlp", "conv", "batch norm"])
 @pytest.mark.parametrize("case", ["plain", "momentum", "mask", "shift", "prox"])
 def test_a_step_is_that_of_torch_optim(engine: str, model: str, case: str) -> None:
@@ -228,7 +228,7 @@ def test_a_step_is_that_of_torch_optim(engine: str, model: str, case: str) -> No
         torch.testing.assert_close(local.buffers[i], torch.cat(floats) if floats else local.buffers[i])
 
 
-@pytest.mark.parametrize("engine", ["pool", "vmap"])
+@pytest.mark.parametrize("engine", ["threads", "vmap"])
 def test_where_the_mask_is_zero_nothing_moves(engine: str) -> None:
     (fit, _), net = fitted(engine, "mlp", "masks"), Net(mlp)
     start, o = options(CASES["masks"][1], net, 3)
@@ -236,7 +236,7 @@ def test_where_the_mask_is_zero_nothing_moves(engine: str) -> None:
     assert (fit.w != start)[o["mask"] == 1].all()
 
 
-@pytest.mark.parametrize("engine", ["pool", "vmap"])
+@pytest.mark.parametrize("engine", ["threads", "vmap"])
 @pytest.mark.parametrize("model", MODELS)
 def test_each_batch_with_an_sgd_step_is_fit(engine: str, model: str) -> None:
     build, shape = MODELS[model]
@@ -352,7 +352,7 @@ def test_training_options_are_checked() -> None:
 # threads ------------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", ["pool", "vmap"])
+@pytest.mark.parametrize("engine", ["threads", "vmap"])
 def test_the_callers_thread_setting_comes_back(engine: str) -> None:
     before = torch.get_num_threads()
     try:
@@ -375,7 +375,7 @@ def test_the_callers_thread_setting_comes_back(engine: str) -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("engine", ["pool", "vmap"])
+@pytest.mark.parametrize("engine", ["threads", "vmap"])
 def test_an_error_in_a_worker_reaches_the_caller(engine: str) -> None:
     s = setting(Net(mlp), federation(), Training(lr=0.1, batch_size=20), engine=engine)
 
@@ -396,7 +396,7 @@ def test_nn_dropout_is_refused() -> None:
 # float buffers ------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", ["pool", "vmap"])
+@pytest.mark.parametrize("engine", ["threads", "vmap"])
 def test_buffers_are_the_clients_own_or_averaged_and_a_probe_leaves_them(engine: str) -> None:
     s = setting(Net(norm), federation(), Training(lr=0.1, batch_size=20), engine=engine)
     local = cohort(s)
@@ -416,7 +416,7 @@ def test_buffers_are_the_clients_own_or_averaged_and_a_probe_leaves_them(engine:
 # looking ------------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", ["pool", "vmap"])
+@pytest.mark.parametrize("engine", ["threads", "vmap"])
 def test_loss_grad_features_and_scores_are_the_whole_splits(engine: str) -> None:
     s = setting(Net(norm), federation(sizes=(3, 600, 31)), Training(lr=0.1, batch_size=20), engine=engine)
     local = cohort(s)
@@ -453,7 +453,7 @@ def dense(net: Net, w: Tensor, x: Tensor, y: Tensor, extra: dict[str, Tensor]) -
     return F.cross_entropy(((x @ w_b.view(3, 6).T) * lam) @ w_a.view(4, 3).T, y)
 
 
-@pytest.mark.parametrize("engine", ["pool", "vmap"])
+@pytest.mark.parametrize("engine", ["threads", "vmap"])
 def test_a_factorized_model_trains_in_both_engines(engine: str) -> None:
     s = setting(Net(mlp), federation(), Training(lr=0.1, batch_size=20, epochs=3), engine=engine)
     start = torch.randn(3, 33, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -463,7 +463,7 @@ def test_a_factorized_model_trains_in_both_engines(engine: str) -> None:
 
 
 def test_learning_happens() -> None:
-    for engine in ("pool", "vmap"):
+    for engine in ("threads", "vmap"):
         s = setting(Net(tiny_model()), images((60, 80), seed=1), Training(lr=0.3, batch_size=20, epochs=2), 20, engine)
         local = Local(s, torch.arange(2), 1, s.net.b0.expand(2, -1))
         w = local.fit(s.net.w0.repeat(2, 1), epochs=30).w

@@ -69,7 +69,7 @@ def test_every_model_is_a_net_with_a_head(name: str) -> None:
 def test_batch_norm_and_dropout_are_the_same_in_both_engines(name: str, shape: tuple[int, ...], buffers: str) -> None:
     data = images((10, 6), shape=shape)
     found = []
-    for engine in ("pool", "vmap"):
+    for engine in ("threads", "vmap"):
         s = setting(Net(lambda: model_for(name, shape, 4)), data, Training(lr=0.05, batch_size=4), engine=engine)
         state, _ = step(FedDWA(), begin(FedDWA(), s.net, 2), s, torch.arange(2), buffers)
         found.append((state.g["x"], state.buffers, evaluate(FedDWA(), state, s)["loss"]))

@@ -297,7 +297,7 @@ def test_one_round_of_ditto_by_hand():
 
 
 def test_ditto_without_pull_is_local_training_and_its_global_model_is_fedavg():
-    s = classes_setting(engine="pool")
+    s = classes_setting(engine="threads")
     state = play(Ditto(lam=0.0), s, 3)
     rows = s.net.w0.expand(4, -1)
     for r in range(1, 4):
@@ -641,13 +641,14 @@ def test_losses_of_many_clients_at_once_are_those_of_each_alone(criterion):
         fed = replace(fed, relabel=torch.stack([torch.randperm(3, generator=gen) for _ in sizes]))
     net = Net(lambda: nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3 if labels else 1)), criterion)
     rows, ids = torch.randn(3, net.size, generator=gen), torch.tensor([3, 0, 1])
-    found = [Local(Setting(net, fed, Training(), Engine(e, 1), 0, 1), ids, 1, torch.empty(3, 0)).loss(rows) for e in ("vmap", "pool")]
+    found = [Local(Setting(net, fed, Training(), Engine(e, 1), 0, 1), ids, 1, torch.empty(3, 0)).loss(rows) for e in ("vmap", "threads")]
     torch.testing.assert_close(*found)
     if criterion == "half_squared":
         local = Local(Setting(Net(net.build, "squared"), fed, Training(), Engine("vmap", 1), 0, 1), ids, 1, torch.empty(3, 0))
         torch.testing.assert_close(found[0], local.loss(rows) / 2)
         start = rows[:1].expand(3, -1)
         a, b = (
-            Local(Setting(net, fed, Training(lr=0.1), Engine(e, 1), 0, 1), ids, 1, torch.empty(3, 0)).fit(start).w for e in ("vmap", "pool")
+            Local(Setting(net, fed, Training(lr=0.1), Engine(e, 1), 0, 1), ids, 1, torch.empty(3, 0)).fit(start).w
+            for e in ("vmap", "threads")
         )
         torch.testing.assert_close(a, b)

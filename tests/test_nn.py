@@ -115,7 +115,7 @@ def test_gradients_pass_where_values_do() -> None:
     assert torch.equal(g, y.detach())
 
 
-@pytest.mark.parametrize("engine", ["pool", "vmap"])
+@pytest.mark.parametrize("engine", ["threads", "vmap"])
 def test_masks_differ_between_steps_clients_rounds_and_runs(engine: str) -> None:
     """A model whose gradient shows its mask: scores = dropout(x) * w."""
 

@@ -20,7 +20,7 @@ def line(r, accuracy, **more):
     return {
         "round": r,
         "algorithm": "waffle",
-        "engine": "pool",
+        "engine": "threads",
         "seed": 0,
         "seconds": 0.1,
         "cohort": torch.arange(N),

@@ -62,7 +62,7 @@ def one(loss, start: float, lr: float, engine: str, epochs: int = 1) -> tuple[Se
     return s, Local(s, torch.arange(1), 1, s.net.b0.expand(1, -1))
 
 
-ENGINES = pytest.mark.parametrize("engine", ["pool", "vmap"])
+ENGINES = pytest.mark.parametrize("engine", ["threads", "vmap"])
 
 
 # Per-FedAvg -----------------------------------------------------------------------------------------------------------

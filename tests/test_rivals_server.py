@@ -36,7 +36,7 @@ def cohort(ids, n: int, round: int = 1) -> Cohort:
     return Cohort(torch.tensor(ids), share, torch.ones(len(ids), dtype=torch.long), n, round, 100)
 
 
-def points(targets, lr: float, engine: str = "pool", start=0.0):
+def points(targets, lr: float, engine: str = "threads", start=0.0):
     """Client i's loss is (w - target_i)^2 / 2, one sample each."""
     b = t(targets)[:, None]
     net, data = quadratics(torch.ones_like(b), b, [start])
@@ -77,7 +77,7 @@ def test_golden_fedamp_with_too_large_a_step():
     close(safe[0, 1:], t(c2["xi"])[0, 1:] / t(c2["xi"])[0, 1:].sum())
 
 
-@pytest.mark.parametrize("engine", ["pool", "vmap"])
+@pytest.mark.parametrize("engine", ["threads", "vmap"])
 def test_golden_fedamp_proximal_term_moves_the_model(engine):
     """Written with detached parameters, as in a widely used library, the term has no gradient and FedAMP is local training."""
     from pflcore.local import Local

@@ -168,7 +168,7 @@ QUADRATIC = (torch.tensor([[1.0], [2], [0.5]]), torch.tensor([[1.0], [-2], [0.5]
 
 
 @pytest.mark.parametrize("option", ["mean_grad", "II"])
-@pytest.mark.parametrize("engine", ["pool", "vmap"])
+@pytest.mark.parametrize("engine", ["threads", "vmap"])
 def test_golden_waffle_from_end_to_end(option: str, engine: str) -> None:
     net, data = quadratics(*QUADRATIC)
     for mode, golden_x, golden_c in (
@@ -196,7 +196,7 @@ def control_state(alg: Scaffold, net: Net, n: int, seed: int = 3) -> tuple[Tenso
     return 0.1 * torch.randn(net.size, generator=gen), 0.1 * torch.randn(n, net.size, generator=gen)
 
 
-@pytest.mark.parametrize("engine", ["pool", "vmap"])
+@pytest.mark.parametrize("engine", ["threads", "vmap"])
 def test_law_1_the_new_control_variate_is_the_mean_minibatch_gradient(engine: str) -> None:
     net, data = Net(tiny_model()), images()
     s = setting(net, data, Training(lr=0.1, batch_size=8, epochs=2), engine=engine)

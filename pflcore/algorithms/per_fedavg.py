@@ -22,7 +22,7 @@ class PerFedAvg(FedAvg):
     server: x [P] · client: nothing · down: x [S, P] · up: delta [S, P] (1 model). The server is FedAvg's.
     A local step takes minibatches D, D', D'' of independent shuffles: u = w - alpha grad f(w; D), v = grad f(u; D'), then
     w <- w - beta v ("fo"), w - beta (v - alpha (grad f(w + delta v; D'') - grad f(w - delta v; D'')) / (2 delta)) ("hf"), or
-    w - beta (v - alpha H(w; D'') v) ("exact", by automatic differentiation; pool and vmap engine alike).
+    w - beta (v - alpha H(w; D'') v) ("exact", by automatic differentiation; on every engine alike).
     Evaluated is x after `steps` such inner steps on the client's training data, never on test data.
     Deviations: `scaled` divides delta by |v|, because w + delta v and w - delta v are equal in float32 where v is small (False is the
     paper's). alpha and beta are the run's learning rate unless given. With batch norm each of the gradients updates the statistics.

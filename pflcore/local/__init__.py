@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from pflcore.data.federation import Federation
 from pflcore.local.group import LossFn
 from pflcore.local.hooks import Fit, Local
 from pflcore.local.net import Net
+from pflcore.local.path import Path, choose_path
+from pflcore.local.preflight import check_run
 from pflcore.local.settings import Setting
 from pflcore.local.training import Training
-from pflcore.local.workers import Engine, choose_engine, onto
+from pflcore.local.workers import Engine, one_thread, onto
 
-__all__ = ["Engine", "Fit", "Local", "LossFn", "Net", "Setting", "Training", "choose_engine", "onto"]
+__all__ = ["Engine", "Fit", "Local", "LossFn", "Net", "Path", "Setting", "Training", "onto", "prepared"]
+
+
+def prepared(
+    net: Net, data: Federation, training: Training, engine: str = "auto", workers: int | None = None, seed: int = 0, rounds: int = 1
+) -> tuple[Setting, Path]:
+    """What a run needs, after one forward and backward pass of one batch: model, data and criterion fit together, and the path that
+    trains the model is the model. ValueError or TypeError in one sentence where something does not fit."""
+    with one_thread():
+        check_run(net, data, training)
+        net, path, chain = choose_path(net, data, engine)
+    return Setting(net, data, training, Engine(path.engine, workers, chain), seed, rounds), path

@@ -16,8 +16,13 @@ def hinge(scores: Tensor, y: Tensor) -> Tensor:
 
 
 def squared(scores: Tensor, y: Tensor) -> Tensor:
-    """Mean squared error of `scores` [B] or [B, 1] against `y` [B]."""
+    """Mean squared error of `scores` against `y`, element by element: [B], [B, 1], or [B, K] for K targets."""
     return F.mse_loss(scores.reshape(y.shape), y.to(scores.dtype))
+
+
+def binary_cross_entropy(scores: Tensor, y: Tensor) -> Tensor:
+    """Mean logistic loss of `scores` (logits) against `y` in [0, 1], element by element: [B], [B, 1], or [B, K] for K labels at once."""
+    return F.binary_cross_entropy_with_logits(scores.reshape(y.shape), y.to(scores.dtype))
 
 
 def half_squared(scores: Tensor, y: Tensor) -> Tensor:
@@ -30,4 +35,5 @@ CRITERIA: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "squared": squared,
     "half_squared": half_squared,
     "hinge": hinge,
+    "binary_cross_entropy": binary_cross_entropy,
 }

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pflcore._mode import context
 from pflcore.local.losses import CRITERIA
+from pflcore.local.plain import refuse_detours
 from pflcore.local.swap import swap_layers
 
 RANDOM_MODULES = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
@@ -26,12 +27,13 @@ RANDOM_MODULES = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2
 class _Bound:
     """One thread's private copy of the module (or of a part), whose tensors are replaced before each call."""
 
-    def __init__(self, module: nn.Module, params: dict[int, str], buffers: dict[int, str]) -> None:
+    def __init__(self, module: nn.Module, params: dict[int, str], buffers: dict[int, str], kernels: bool) -> None:
         self.module = copy.deepcopy(module)
         for m in self.module.modules():
             if isinstance(m, nn.modules.batchnorm._BatchNorm):
                 m.num_batches_tracked = None  # nothing reads the count, and adding to it in place is no function of the row
-        swap_layers(self.module)
+        if kernels:
+            swap_layers(self.module)
         every = dict(self.module.named_parameters(remove_duplicate=False))
         floats = dict(self.module.named_buffers(remove_duplicate=False))
         self.params = [(i, self._places(n, every, "_parameters")) for i, n in params.items()]
@@ -73,15 +75,18 @@ class Net:
     ) -> None:
         if isinstance(criterion, str) and criterion not in CRITERIA:
             raise ValueError(f"criterion: expected one of {', '.join(CRITERIA)} or a function of (scores, y), got {criterion!r}.")
+        if isinstance(criterion, type):
+            raise TypeError(f"criterion: got the class {criterion.__name__}; give one of it, {criterion.__name__}().")
         self.criterion = CRITERIA[criterion] if isinstance(criterion, str) else criterion
         self.build = build
         if isinstance(build, nn.Module):
-            self.module = copy.deepcopy(build)
+            self.module = _copied(build)
         elif callable(build):
             self.module = self._made(seed)
         else:
             raise TypeError(f"build: expected an nn.Module or a function that makes one, got {type(build).__name__}.")
         refuse_random(self.module)
+        refuse_detours(build if isinstance(build, nn.Module) else self.module)  # hooks of parameters do not survive a copy
         trainable = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         if not trainable:
             raise ValueError("build: the model has no trainable parameter; set requires_grad on what should be trained.")
@@ -106,6 +111,7 @@ class Net:
             [floats[n].detach().reshape(-1).to(self.dtype) for n in self.buffer_names] or [torch.empty(0, dtype=self.dtype)]
         )  # [b]
         self.head_name = self._find_head(head)
+        self.kernels = True  # pflcore's own in the place of layers that they can stand for
         self._threads = threading.local()
 
     # rows and modules ------------------------------------------------------------------------------------------------
@@ -233,14 +239,15 @@ class Net:
         if bound is None:
             params, buffers = dict(enumerate(self.names)), dict(enumerate(self.buffer_names))
             if part == "whole":
-                bound = _Bound(self.module, params, buffers)
+                bound = _Bound(self.module, params, buffers, self.kernels)
             elif part == "body":
                 self.head_slice  # noqa: B018  (says in a sentence that there is none)
                 params, buffers = ({i: n for i, n in d.items() if not self._in_head(n)} for d in (params, buffers))
-                bound = _Bound(_without(self.module, self.head_name or ""), params, buffers)
+                bound = _Bound(_without(self.module, self.head_name or ""), params, buffers, self.kernels)
             else:
                 mine = [n for n in self.names if self._in_head(n)]
-                bound = _Bound(self.module.get_submodule(self.head_name or ""), {i: n[len(self._prefix) :] for i, n in enumerate(mine)}, {})
+                own = {i: n[len(self._prefix) :] for i, n in enumerate(mine)}
+                bound = _Bound(self.module.get_submodule(self.head_name or ""), own, {}, self.kernels)
             self._threads.__dict__[part] = bound
         return bound
 
@@ -286,6 +293,16 @@ class Net:
     def _check(self, row: Tensor) -> None:
         if row.shape[-1] != self.size:
             raise ValueError(f"row: expected {self.size} parameters for this model, got {tuple(row.shape)}; cut extra columns off first.")
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(module)
+    except RuntimeError as e:  # torch.nn.utils.weight_norm keeps a tensor that is no leaf
+        raise ValueError(
+            "build: the model cannot be copied, and every thread trains a copy; instead of torch.nn.utils.weight_norm take "
+            "torch.nn.utils.parametrizations.weight_norm, and keep no computed tensors in the model."
+        ) from e
 
 
 def _without(module: nn.Module, name: str) -> nn.Module:

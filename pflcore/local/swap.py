@@ -44,20 +44,29 @@ class _Pool(torch.autograd.Function):
         return torch.autograd.grad(y, x, grad, create_graph=True)[0], None
 
 
-class Pool2x2(nn.Module):
-    """Stands for a pooling layer, which it asks wherever the kernel does not apply."""
+def _pooled(x: Tensor, average: bool) -> Tensor | None:
+    """By the kernel, or None where it does not apply."""
+    if not _plain(x) or min(x.shape[2:]) < 2:
+        return None
+    if x.requires_grad and torch.is_grad_enabled():
+        return _Pool.apply(x, average)  # type: ignore[no-any-return,no-untyped-call]
+    return pool2x2(x, average)
 
-    def __init__(self, layer: nn.MaxPool2d | nn.AvgPool2d) -> None:
-        super().__init__()
-        self.layer = layer
-        self.average = isinstance(layer, nn.AvgPool2d)
+
+class MaxPool2x2(nn.MaxPool2d):
+    """Maxima of 2x2 windows."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if not _plain(x) or min(x.shape[2:]) < 2:
-            return self.layer(x)  # type: ignore[no-any-return]
-        if x.requires_grad and torch.is_grad_enabled():
-            return _Pool.apply(x, self.average)  # type: ignore[no-any-return,no-untyped-call]
-        return pool2x2(x, self.average)
+        y = _pooled(x, average=False)
+        return super().forward(x) if y is None else y  # type: ignore[no-any-return]
+
+
+class AvgPool2x2(nn.AvgPool2d):
+    """Means of 2x2 windows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = _pooled(x, average=True)
+        return super().forward(x) if y is None else y
 
 
 class _Conv(torch.autograd.Function):
@@ -96,13 +105,20 @@ class SmallConv2d(nn.Conv2d):
 
 
 def swap_layers(module: nn.Module) -> None:
-    """Put the kernels in the place of what they can stand for inside `module`, which nobody else may hold."""
-    for parent in list(module.modules()):
-        if _is_small(parent):
-            parent.__class__ = SmallConv2d  # keeps its parameters, their names and its hooks
-        for name, m in list(parent.named_children()):
-            if _is_2x2(m):
-                setattr(parent, name, Pool2x2(m))  # type: ignore[arg-type]
+    """Put the kernels in the place of what they can stand for inside `module`, which nobody else may hold.
+
+    A layer changes its class: it keeps its parameters, their names and its hooks.
+    """
+    for m in list(module.modules()):
+        if _is_small(m):
+            m.__class__ = SmallConv2d
+        elif _is_2x2(m):
+            m.__class__ = MaxPool2x2 if type(m) is nn.MaxPool2d else AvgPool2x2
+
+
+def swappable(module: nn.Module) -> bool:
+    """Whether `swap_layers` would exchange anything."""
+    return any(_is_small(m) or _is_2x2(m) for m in module.modules())
 
 
 def _is_small(m: nn.Module) -> bool:

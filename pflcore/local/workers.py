@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -15,31 +16,31 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pflcore.data.federation import Federation
-from pflcore.local.dense import Dense
-from pflcore.local.net import Net
+from pflcore.local.chain import Chain
 from pflcore.local.steps import Plan, make_plan
 from pflcore.local.training import Training
 
 P = ParamSpec("P")
-
-
 T = TypeVar("T")
+MOST_WORKERS = 1024
 
 
 class Engine:
     """Worker threads, each with one intra-op thread: a convolution's gradient differs bitwise between one and two."""
 
-    def __init__(self, name: str = "pool", workers: int | None = None) -> None:
-        if name not in ("pool", "vmap"):
-            raise ValueError(f"engine: expected 'pool' or 'vmap' (or 'auto' where a run is set up), got {name!r}.")
+    def __init__(self, name: str = "threads", workers: int | None = None, chain: Chain | None = None) -> None:
+        if name not in ("threads", "vmap"):
+            raise ValueError(f"engine: expected 'threads' or 'vmap' (or 'auto' where a run is set up), got {name!r}.")
+        if workers is not None and not 1 <= workers <= MOST_WORKERS:
+            raise ValueError(f"workers: expected 1 to {MOST_WORKERS} threads, or None for one per core, got {workers}.")
         self.name = name
+        self.chain = chain  # what the kernels train; the rest is this engine's
         self.workers = workers or os.cpu_count() or 1
         self._threads: ThreadPoolExecutor | None = None
         self._tables: dict[tuple[int, str], tuple[Federation, Tensor]] = {}
         self._sizes: dict[int, tuple[Federation, NDArray[np.int64]]] = {}
         self._plans: dict[tuple[Any, ...], Plan] = {}
-        self.kept: dict[Any, tuple[Federation, list[Any]]] = {}  # samples of a cohort side by side, see Local
-        self._dense: dict[int, tuple[Net, Dense | None]] = {}
+        self._lists: dict[Any, tuple[Federation, Tensor, Tensor]] = {}
 
     def map(self, f: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
         """`[f(i) for i in items]` on the workers; the caller's thread setting is untouched."""
@@ -75,20 +76,24 @@ class Engine:
             self._sizes[id(data)] = data, data.size("train").numpy()
         return self._sizes[id(data)][1]
 
-    def plan(self, key: tuple[Any, ...], training: Training, like: Tensor) -> Plan:
+    def plan(self, key: tuple[Any, ...], training: Training) -> Plan:
         """The steps of clients of these sizes, made once a run."""
         if key not in self._plans:
             if len(self._plans) > 4096:  # cohorts that are never the same twice
                 self._plans.clear()
-            plan = make_plan(training, *key)
-            self._plans[key] = plan._replace(steps=[s._replace(weight=None if s.weight is None else s.weight.to(like)) for s in plan.steps])
+            self._plans[key] = make_plan(training, *key)
         return self._plans[key]
 
-    def dense(self, net: Net) -> Dense | None:
-        """The net's written-out form, where it has one."""
-        if id(net) not in self._dense:
-            self._dense[id(net)] = net, Dense.of(net)
-        return self._dense[id(net)][1]
+    def lists(self, data: Federation, split: str, ids: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """The clients' samples of a split one after another: places in the pool [n], and where each client's begin [S + 1]."""
+        key = id(data), split, ids.tobytes()
+        if key not in self._lists:
+            if len(self._lists) >= 4:
+                self._lists.clear()
+            own = [data.index[split][i] for i in ids.tolist()]
+            begin = torch.tensor([0, *(len(i) for i in own)]).cumsum(0)
+            self._lists[key] = data, torch.cat(own), begin  # holds `data`, and so its id
+        return self._lists[key][1:]
 
     def _start(self) -> ThreadPoolExecutor:
         before = torch.get_num_threads()
@@ -111,16 +116,12 @@ class Engine:
     def pieces(self, count: int, width: int, samples: int = 0) -> int:
         """Into how many pieces a cohort of `count` rows of `width` is cut; never a matter of the number of workers.
 
-        `samples`: how many of them go through one kernel, where a call costs nothing and only the arithmetic counts.
+        `samples`: how many of them go through the kernels of a chain, where a call costs little and only the arithmetic counts.
         """
-        if self.name == "pool":
+        if self.name == "threads" and not samples:
             return count
-        return max(1, min(count, 4 if samples * width >= 1 << 22 else 2 if count * width >= 1 << 18 else 1))
-
-
-def choose_engine(net: Net, data: Federation, training: Training, rounds: int = 1) -> str:
-    """`"pool"` for convolutions on a CPU, else `"vmap"`: by model and sizes alone, so that results repeat on any machine."""
-    return "pool" if net.has_conv and net.w0.device.type == "cpu" else "vmap"
+        most = 16 if samples * width >= 1 << 28 else 4 if samples * width >= 1 << 22 else 2 if count * width >= 1 << 18 else 1
+        return max(1, min(count, most))
 
 
 SMALL_RUN = 1 << 18  # weights of all clients together
@@ -136,16 +137,26 @@ def few_threads(f: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(f)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
         setting: Any = kwargs["setting"] if "setting" in kwargs else args[2]
-        before = torch.get_num_threads()
-        if before == 1 or setting.data.n * setting.net.size >= SMALL_RUN:
+        if setting.data.n * setting.net.size >= SMALL_RUN:
             return f(*args, **kwargs)
-        torch.set_num_threads(1)
-        try:
+        with one_thread():
             return f(*args, **kwargs)
-        finally:
-            torch.set_num_threads(before)
 
     return wrapped
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """The calling thread works alone inside."""
+    before = torch.get_num_threads()
+    if before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def onto(t: Tensor, device: torch.device) -> Tensor:

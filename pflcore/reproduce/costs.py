@@ -73,7 +73,7 @@ def cost(
     x, y = torch.randn(n * each, *shape, generator=gen), torch.randint(0, classes, (n * each,), generator=gen)
     data = Federation(x, y, {"train": list(torch.arange(n * each).split(each))}, classes)
     data = held_out(data) if algorithm.needs_val else data
-    s = Setting(net, data, Training(1e-3, batch_size, epochs), _Inline("pool", 1), 0, warm + 1)
+    s = Setting(net, data, Training(1e-3, batch_size, epochs), _Inline("threads", 1), 0, warm + 1)
     state = begin(algorithm, net, n)
     for _ in range(warm):
         state, _ = step(algorithm, state, s, torch.arange(n))

@@ -25,7 +25,7 @@ from pflcore.algorithms.base import FedAvg, State
 from pflcore.algorithms.hypcluster import Ensemble, HypCluster, picks
 from pflcore.data import federation_of
 from pflcore.data.roles import Protocol, cross_device, cross_silo
-from pflcore.local import Engine, Setting, Training, choose_engine
+from pflcore.local import Setting, Training, prepared
 from pflcore.local.net import Net
 from pflcore.models import model_for
 from pflcore.reproduce import study
@@ -143,7 +143,7 @@ class Benchmark:
 
     def setting(self, j: int, training: Training, rounds: int) -> Setting:
         data, net = self.protocols[j].data, self.nets[j]
-        return Setting(net, data, training, Engine(choose_engine(net, data, training, rounds), self.workers), self.seed(j), max(1, rounds))
+        return prepared(net, data, training, workers=self.workers, seed=self.seed(j), rounds=max(1, rounds))[0]
 
     def seed(self, j: int) -> int:
         return seeds_of(self.plan["protocol"]["seeds"], len(self.protocols))[j]

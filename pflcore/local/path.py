@@ -1,0 +1,198 @@
+"""Which path trains my model? The one place that answers: by model, data and device alone, so that results repeat on any machine.
+
+Engines: "threads" trains one client after another on each of its threads, "vmap" takes the same step for many clients at once.
+Forms, from the fastest to the most general:
+"chain" one C++ call trains many clients' models, layer after layer (see `chain`) · "vmap" autograd under vmap ·
+"module with kernels" the module with its pooling and small convolutions exchanged · "module" the module as it is.
+The engine then does what the chain cannot: an algorithm's own loss, features.
+A form that is not the model (see `proof`), or that cannot be run, gives way to the next one; what was passed over is said.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pflcore import memory
+from pflcore.data.federation import Federation
+from pflcore.local.chain import Chain, compiled, find_chain
+from pflcore.local.group import gradients
+from pflcore.local.net import Net
+from pflcore.local.proof import Form, Trial, difference, trials
+from pflcore.local.swap import swappable
+from pflcore.ops.chain import chain_eval, chain_grad, chain_sgd_
+
+ENGINES = ("auto", "chain", "threads", "vmap")
+
+
+class Path(NamedTuple):
+    """How a model is trained, and why so."""
+
+    engine: str  # "threads" or "vmap"
+    form: str
+    why: str
+
+
+def choose_path(net: Net, data: Federation, engine: str = "auto") -> tuple[Net, Path, Chain | None]:
+    """The net to train with (without exchanged layers where they are not the model), its path, and the chain that it is. ValueError in
+    one sentence where the engine that was asked for cannot train this model."""
+    if engine not in ENGINES:
+        raise ValueError(f"engine: expected one of {', '.join(ENGINES)}, got {engine!r}.")
+    judge = Judge(net, data)
+    exchanged = swappable(net.module)
+    wrong = judge.wrong(by_module)
+    if wrong is not None and exchanged:
+        said = f"the kernels in the place of this model's layers are not the model: {wrong}; its own layers train it"
+        net, exchanged = without_kernels(net), False
+        judge.net, judge.wide = net, without_kernels(judge.wide)
+        judge.say(said)
+        wrong = judge.wrong(by_module)
+    if wrong is not None:
+        raise ValueError(
+            f"model: as a function of its parameters it is not what the module computes: {wrong}; its forward must use the parameters "
+            "where they are registered, and nothing that another pass has changed."
+        )
+    alone = "module with kernels" if exchanged else "module"
+    if engine == "threads":
+        return net, judge.path("threads", alone, "asked for"), None
+    chain = None
+    if engine != "vmap":
+        chain = judge.chain(data)
+        if chain is None and engine == "chain":
+            raise ValueError(f"engine: 'chain' cannot train this model: {judge.reasons[-1]}; take 'auto'.")
+    if engine != "vmap" and net.has_conv and net.w0.device.type == "cpu":
+        if chain is not None:
+            return net, judge.path("threads", "chain", "a chain of layers that the kernels know"), chain
+        return net, judge.path("threads", alone, "a model with convolutions, on a CPU"), None
+    wrong = judge.wrong(under_vmap)
+    if wrong is not None and engine == "vmap":
+        raise ValueError(f"engine: 'vmap' cannot train this model: {wrong}; take 'auto' or 'threads'.")
+    general = "threads" if wrong is not None else "vmap"
+    if chain is not None:
+        return net, judge.path(general, "chain", "a chain of layers that the kernels know"), chain
+    if wrong is not None:
+        return net, judge.path("threads", alone, f"vmap cannot train this model: {wrong}"), None
+    return net, judge.path("vmap", "vmap", "asked for" if engine == "vmap" else "all clients take a step at once"), None
+
+
+class Judge:
+    """Compares forms of one model with it, and collects what there is to say."""
+
+    def __init__(self, net: Net, data: Federation) -> None:
+        self.net, self.reasons = net, []  # type: tuple[Net, list[str]]
+        self.wide, self.given = trials(net, data)
+        self.raised = False  # did the last form fail, rather than differ?
+
+    def wrong(self, make: Callable[[Net], Form]) -> str | None:
+        """What is wrong with a form: where it differs, or what it raises, also in the model's own dtype."""
+        self.raised = False
+        try:
+            found = difference(make(self.wide), self.given)
+            if found is None and self.wide.dtype != self.net.dtype:
+                make(self.net)(self.given[0].to(self.net.dtype))
+            return found
+        except Exception as e:
+            if memory.ran_out(e):
+                raise
+            self.raised = True
+            return f"{type(e).__name__}, {str(e).splitlines()[0] if str(e) else 'without a word'}".rstrip(".")
+
+    def chain(self, data: Federation) -> Chain | None:
+        """The model's chain, where it has one and that is the model."""
+        found = find_chain(self.net, data)
+        if isinstance(found, str):
+            self.reasons.append(f"no chain of layers that the kernels know: {found}")
+            return None
+        for make in (by_chain, by_chain_steps):
+            wrong = self.wrong(make)
+            if wrong is not None:
+                self.say(f"the chain that stands for this model is not the model: {wrong}; the general path trains it")
+                return None
+        return found
+
+    def say(self, sentence: str) -> None:
+        """For the record; a form that gives other numbers is also worth a warning."""
+        self.reasons.append(sentence)
+        if not self.raised:
+            warnings.warn(f"pflcore: {sentence}.", UserWarning, stacklevel=4)
+
+    def path(self, engine: str, form: str, why: str) -> Path:
+        return Path(engine, form, "; ".join([why, *self.reasons]))
+
+
+def without_kernels(net: Net) -> Net:
+    other = copy.copy(net)
+    other.kernels, other._threads = False, threading.local()
+    return other
+
+
+# the forms --------------------------------------------------------------------------------------------------------------------------
+
+
+def by_module(net: Net) -> Form:
+    """The net as a function of a row, one client at a time."""
+
+    def form(t: Trial) -> tuple[Tensor, Tensor]:
+        found = []
+        for i in range(len(t.rows)):
+            one = (v[i : i + 1] for v in (t.rows, t.x, t.y, t.buffers, t.seeds))
+            found.append(gradients(net, None, False, t.train, *one, {})[:2])
+        losses, grads = zip(*found, strict=True)
+        return torch.cat(losses), torch.cat(grads)
+
+    return form
+
+
+def under_vmap(net: Net) -> Form:
+    def form(t: Trial) -> tuple[Tensor, Tensor]:
+        return gradients(net, None, True, t.train, t.rows, t.x, t.y, t.buffers, t.seeds, {})[:2]
+
+    return form
+
+
+def by_chain(net: Net) -> Form:
+    """Gradients of the kernels that train a chain, and in evaluation mode their losses."""
+
+    def form(t: Trial) -> tuple[Tensor, Tensor]:
+        head, (count, size) = _head(net, t), t.x.shape[:2]
+        order, sizes = torch.arange(count * size).view(count, size), torch.full((count,), size)
+        grads, losses = chain_grad(t.rows, *head, order.to(t.x.device), sizes, t.seeds if t.train else None)
+        if not t.train:
+            losses = (
+                chain_eval(t.rows, *head, order.flatten().to(t.x.device), torch.arange(count + 1) * size, 0)[0].view(count, size).mean(1)
+            )
+        return losses.to(t.rows), grads
+
+    return form
+
+
+def by_chain_steps(net: Net) -> Form:
+    """Their step of size 1: what the rows lose is the gradient."""
+
+    def form(t: Trial) -> tuple[Tensor, Tensor]:
+        head, (count, size) = _head(net, t), t.x.shape[:2]
+        rows, order = t.rows.clone(), torch.arange(count * size).view(count, 1, size).to(t.x.device)
+        batches = (
+            order,
+            torch.full((count,), size),
+            torch.ones(count, dtype=torch.int64),
+            size,
+            False,
+            t.seeds[:, None] if t.train else None,
+        )
+        losses = chain_sgd_(rows, *head, *batches, 1.0, None, None, 0.0, None, None, 0.0, 0.0, float("inf"), None)
+        return losses.to(rows), t.rows - rows
+
+    return form
+
+
+def _head(net: Net, t: Trial) -> tuple[Any, ...]:
+    """The first arguments of the chain's ops."""
+    chain = compiled(net, tuple(t.x.shape[2:]))
+    return (*chain.head, t.x.reshape(-1, *t.x.shape[2:]), t.y.reshape(-1), None)
