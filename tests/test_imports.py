@@ -19,7 +19,7 @@ ROOMS: dict[str, set[str]] = {  # from the ground up: each room, and the rooms b
     "nn": {"_mode"},
     "models": {"nn"},
     "memory": {"metrics"},
-    "local": {"ops", "_mode", "metrics", "data", "memory", "nn"},
+    "local": {"ops", "_mode", "data", "memory", "nn"},
     "algorithms": {"ops", "_mode", "metrics", "local"},
     "round": {"ops", "metrics", "local", "algorithms"},
     "results": {"metrics"},

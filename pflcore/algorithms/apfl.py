@@ -60,9 +60,16 @@ class APFL(FedAvg):
         x, t = down["x"], local.setting.training
         P = x.shape[1]
         alpha_lr = local.lr if self.alpha_lr is None else self.alpha_lr
+        apart = self.mix == "weights" and not local.net.buffer_names  # two gradients of the model's own loss, which kernels may take
+
+        def joint(row: Tensor, grad: Callable[..., Tensor]) -> Tensor:
+            w, v, alpha = row.split([P, P, 1], 1)
+            mixed = grad(alpha * v + (1 - alpha) * w)
+            return torch.cat([grad(w.contiguous()), alpha * mixed, ((v - w) * mixed).sum(1, keepdim=True)], 1)
 
         def update(rows: Tensors, grad: Callable[..., Tensor], k: int) -> Tensors:
-            row, gradient = rows["row"].clone(), grad(rows["row"])  # [s, 2 P + 1]: w | v | alpha
+            row = rows["row"].clone()  # [s, 2 P + 1]: w | v | alpha
+            gradient = joint(row, grad) if apart else grad(row)
             buffer = rows["momentum"].clone() if t.momentum else None
             models, g = row[:, : 2 * P], gradient[:, : 2 * P]
             ops.sgd_step_(models, g, local.lr, momentum=t.momentum, buffer=buffer, weight_decay=t.weight_decay)
@@ -74,7 +81,7 @@ class APFL(FedAvg):
         rows = {"row": torch.cat([x, own["v"], own["alpha"]], 1)}
         if t.momentum:
             rows["momentum"] = torch.zeros_like(rows["row"][:, : 2 * P])
-        w, v, alpha = local.each_batch(rows, update, loss=self.joint_loss)["row"].split([P, P, 1], 1)
+        w, v, alpha = local.each_batch(rows, update, loss=None if apart else self.joint_loss)["row"].split([P, P, 1], 1)
         new = {"v": v, "alpha": alpha}
         return {**new, "w": w} if self.evaluate_on == "client" else new, {"delta": w - x}
 
