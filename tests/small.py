@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pflcore.algorithms import FedAvg, State
 from pflcore.data.federation import Federation
+from pflcore.local.chain import find_chain
 from pflcore.local.net import Net
 from pflcore.local.settings import Setting
 from pflcore.local.training import Training
@@ -66,7 +67,16 @@ def tiny_model(features: int = 6, classes: int = 4) -> Callable[[], nn.Module]:
 def setting(
     net: Net, data: Federation, training: Training, rounds: int = 1, engine: str = "threads", workers: int = 2, seed: int = 0
 ) -> Setting:
-    return Setting(net, data, training, Engine(engine, workers), seed, rounds)
+    return Setting(net, data, training, engine_of(net, data, engine, workers), seed, rounds)
+
+
+def engine_of(net: Net, data: Federation, engine: str, workers: int | None = 1) -> Engine:
+    """An engine by name; "chain": the kernels of a chain, beside the engine for the rest."""
+    if engine != "chain":
+        return Engine(engine, workers)
+    chain = find_chain(net, data)
+    assert not isinstance(chain, str), chain
+    return Engine("threads" if net.has_conv else "vmap", workers, chain)
 
 
 def play(

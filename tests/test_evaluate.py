@@ -3,10 +3,11 @@
 import pytest
 import torch
 import torch.nn as nn
+from small import engine_of
 
 from pflcore.algorithms import FedAvg
 from pflcore.data.federation import Federation
-from pflcore.local import Engine, Local, Setting, Training
+from pflcore.local import Local, Setting, Training
 from pflcore.local.losses import CRITERIA
 from pflcore.local.net import Net
 from pflcore.metrics import right
@@ -15,7 +16,7 @@ from pflcore.round import begin, evaluate, one_by_one
 SIZES = [1, 300, 7, 125, 126]
 
 
-def setting(criterion, outputs, engine="vmap", relabel=False, test=None):
+def setting(criterion, outputs, engine="chain", relabel=False, test=None):
     gen = torch.Generator().manual_seed(0)
     sizes = [n + (test or n) for n in SIZES]
     x = torch.randn(sum(sizes), 6, generator=gen)
@@ -26,7 +27,7 @@ def setting(criterion, outputs, engine="vmap", relabel=False, test=None):
     own = torch.stack([torch.randperm(classes, generator=gen) for _ in SIZES]) if relabel else None
     data = Federation(x, y, {"train": [a for a, _ in index], "test": [b for _, b in index]}, classes, own)
     net = Net(lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, outputs)), criterion=criterion)
-    return Setting(net, data, Training(batch_size=5), Engine(engine, 1), 0, 3)
+    return Setting(net, data, Training(batch_size=5), engine_of(net, data, engine), 0, 3)
 
 
 @pytest.mark.parametrize(("criterion", "outputs"), [("cross_entropy", 4), *((c, 1) for c in sorted(CRITERIA) if c != "cross_entropy")])
@@ -49,11 +50,11 @@ def test_side_by_side_is_one_by_one(criterion, outputs, relabel, split):
 
 
 def test_engines_evaluate_alike():
-    found = [
-        evaluate(FedAvg(), begin(FedAvg(), s.net, 5), s) for s in (setting("cross_entropy", 4, engine) for engine in ("vmap", "threads"))
-    ]
+    settings = [setting("cross_entropy", 4, engine) for engine in ("chain", "vmap", "threads")]
+    found = [evaluate(FedAvg(), begin(FedAvg(), s.net, 5), s) for s in settings]
     for key in ("loss", "accuracy", "size"):
-        torch.testing.assert_close(found[0][key], found[1][key], rtol=1e-5, atol=1e-6)
+        for other in found[1:]:
+            torch.testing.assert_close(found[0][key], other[key], rtol=1e-5, atol=1e-6)
 
 
 def test_a_client_without_test_samples_is_not_looked_at():

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pflcore.local import Net
-from pflcore.local.dense import Dense
+from pflcore.local.chain import compiled
 from pflcore.models import model_for
 from pflcore.nn import FactorizedConv2d, FactorizedLinear, factorize
+from pflcore.ops.chain import chain_grad
 
 D = torch.float64
 
@@ -84,23 +85,19 @@ def model(bias: bool = True) -> nn.Module:
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_gradient_written_out_is_autograds(bias: bool) -> None:
-    """Two factorized layers behind one another, with sample weights and without, as a gradient and as a step in place."""
+    """Two factorized layers behind one another, as a chain: the gradient of every client's own samples."""
     net = Net(lambda: factorize(model(bias), (5, 6)))
-    dense = Dense.of(net)
-    assert dense is not None
+    chain = compiled(net, (9,))
     gen = torch.Generator().manual_seed(0)
     rows = torch.stack([net.init(i) for i in range(3)]) + 0.1 * torch.randn(3, net.size, dtype=D, generator=gen)
-    x, y = torch.randn(3, 6, 9, dtype=D, generator=gen), torch.randint(0, 4, (3, 6), generator=gen)
-    for weight in (None, torch.rand(3, 6, dtype=D, generator=gen)):
-        leaf = rows.clone().requires_grad_()
-        share = torch.full((3, 6), 1 / 6, dtype=D) if weight is None else weight
-        losses = torch.stack([(F.cross_entropy(net(leaf[i], x[i]), y[i], reduction="none") * share[i]).sum() for i in range(3)])
-        (want,) = torch.autograd.grad(losses.sum(), leaf)
-        got, moved = torch.empty_like(rows), rows.clone()
-        torch.testing.assert_close(dense.gradient(rows, x, y, weight, got), losses.detach(), rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
-        dense.descend(moved, x, y, weight, 0.1)
-        torch.testing.assert_close(moved, rows - 0.1 * want, rtol=1e-11, atol=1e-12)
+    x, y = torch.randn(18, 9, dtype=D, generator=gen), torch.randint(0, 4, (18,), generator=gen)
+    order, size = torch.arange(18).view(3, 6), torch.tensor([6, 6, 4])
+    leaf = rows.clone().requires_grad_()
+    losses = torch.stack([net.loss(leaf[i], x[order[i, :n]], y[order[i, :n]]) for i, n in enumerate(size.tolist())])
+    (want,) = torch.autograd.grad(losses.sum(), leaf)
+    grad, loss = chain_grad(rows, *chain.head, x, y, None, order, size, None)
+    torch.testing.assert_close(loss, losses.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grad, want, rtol=1e-11, atol=1e-12)
 
 
 def test_rows_under_vmap() -> None:

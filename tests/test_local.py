@@ -63,6 +63,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "batch norm": (norm, (6,)),
     "dropout": (dropout, (6,)),
 }
+CHAINS = [name for name in MODELS if name != "batch norm"]
 
 
 def custom_loss(net: Net, w: Tensor, x: Tensor, y: Tensor, extra: dict[str, Tensor]) -> Tensor:
@@ -139,6 +140,9 @@ def same(a: Sequence[Any], b: Sequence[Any], **tolerance: float) -> None:
 def test_engines_agree(model: str, case: str) -> None:
     (pool, b1), (vmap, b2) = fitted("threads", model, case), fitted("vmap", model, case)
     same([*pool, b1], [*vmap, b2], rtol=1e-9, atol=1e-11)
+    if model in CHAINS:
+        chain, b3 = fitted("chain", model, case)
+        same([*pool, b1], [*chain, b3], rtol=1e-9, atol=1e-11)
     assert not torch.equal(pool.w, options(CASES[case][1], Net(MODELS[model][0]), 3)[0])
 
 
@@ -147,19 +151,24 @@ def test_engines_agree_in_float32(model: str) -> None:
     (pool, b1), (vmap, b2) = (fitted(e, model, "momentum", dtype=torch.float32) for e in ("threads", "vmap"))
     assert pool.w.dtype == torch.float32
     same([*pool, b1], [*vmap, b2], rtol=1e-4, atol=1e-5)
+    if model in CHAINS:
+        same([*pool, b1], [*(found := fitted("chain", model, "momentum", dtype=torch.float32))[0], found[1]], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("engine", ["threads", "vmap"])
+@pytest.mark.parametrize("engine", ["threads", "vmap", "chain"])
 @pytest.mark.parametrize("model", ["conv", "dropout", "mlp", "linear"])
 def test_the_number_of_workers_changes_no_bit(engine: str, model: str) -> None:
-    first, *others = [fitted(engine, model, "loss", workers, torch.float32) for workers in (1, 2, 3)]
+    case = "momentum" if engine == "chain" else "loss"
+    first, *others = [fitted(engine, model, case, workers, torch.float32) for workers in (1, 2, 3)]
     for fit, buffers in others:
         same([*fit, buffers], [*first[0], first[1]])
 
 
-@pytest.mark.parametrize("engine", ["threads", "vmap"])
+@pytest.mark.parametrize("engine", ["threads", "vmap", "chain"])
 @pytest.mark.parametrize("model", ["mlp", "linear", "dropout", "batch norm"])
 def test_the_others_change_nothing(engine: str, model: str) -> None:
+    if engine == "chain" and model not in CHAINS:
+        pytest.skip("no chain")
     build, shape = MODELS[model]
     s = setting(Net(build), federation(shape=shape), Training(lr=0.1, batch_size=20, epochs=2), engine=engine)
     whole = cohort(s)
@@ -186,10 +195,12 @@ def recorded(s: Setting, ids: Sequence[int] = (0, 1, 2), round: int = 1, **o: An
     return seen
 
 
-@pytest.mark.parametrize("engine", ["threads", "vmap"])
+@pytest.mark.parametrize("engine", ["threads", "vmap", "chain"])
 @pytest.mark.parametrize("model", ["mlp", "conv", "batch norm"])
 @pytest.mark.parametrize("case", ["plain", "momentum", "mask", "shift", "prox"])
 def test_a_step_is_that_of_torch_optim(engine: str, model: str, case: str) -> None:
+    if engine == "chain" and model not in CHAINS:
+        pytest.skip("no chain")
     build, shape = MODELS[model]
     training, given = CASES[case]
     net = Net(build)
@@ -228,7 +239,7 @@ def test_a_step_is_that_of_torch_optim(engine: str, model: str, case: str) -> No
         torch.testing.assert_close(local.buffers[i], torch.cat(floats) if floats else local.buffers[i])
 
 
-@pytest.mark.parametrize("engine", ["threads", "vmap"])
+@pytest.mark.parametrize("engine", ["threads", "vmap", "chain"])
 def test_where_the_mask_is_zero_nothing_moves(engine: str) -> None:
     (fit, _), net = fitted(engine, "mlp", "masks"), Net(mlp)
     start, o = options(CASES["masks"][1], net, 3)
@@ -236,9 +247,11 @@ def test_where_the_mask_is_zero_nothing_moves(engine: str) -> None:
     assert (fit.w != start)[o["mask"] == 1].all()
 
 
-@pytest.mark.parametrize("engine", ["threads", "vmap"])
+@pytest.mark.parametrize("engine", ["threads", "vmap", "chain"])
 @pytest.mark.parametrize("model", MODELS)
 def test_each_batch_with_an_sgd_step_is_fit(engine: str, model: str) -> None:
+    if engine == "chain" and model not in CHAINS:
+        pytest.skip("no chain")
     build, shape = MODELS[model]
     s = setting(Net(build), federation(shape=shape), Training(lr=0.1, batch_size=20, epochs=2), engine=engine)
     one, two = cohort(s), cohort(s)
@@ -352,7 +365,7 @@ def test_training_options_are_checked() -> None:
 # threads ------------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", ["threads", "vmap"])
+@pytest.mark.parametrize("engine", ["threads", "vmap", "chain"])
 def test_the_callers_thread_setting_comes_back(engine: str) -> None:
     before = torch.get_num_threads()
     try:
@@ -375,7 +388,7 @@ def test_the_callers_thread_setting_comes_back(engine: str) -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("engine", ["threads", "vmap"])
+@pytest.mark.parametrize("engine", ["threads", "vmap", "chain"])
 def test_an_error_in_a_worker_reaches_the_caller(engine: str) -> None:
     s = setting(Net(mlp), federation(), Training(lr=0.1, batch_size=20), engine=engine)
 
@@ -416,9 +429,10 @@ def test_buffers_are_the_clients_own_or_averaged_and_a_probe_leaves_them(engine:
 # looking ------------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", ["threads", "vmap"])
+@pytest.mark.parametrize("engine", ["threads", "vmap", "chain"])
 def test_loss_grad_features_and_scores_are_the_whole_splits(engine: str) -> None:
-    s = setting(Net(norm), federation(sizes=(3, 600, 31)), Training(lr=0.1, batch_size=20), engine=engine)
+    build = mlp if engine == "chain" else norm
+    s = setting(Net(build), federation(sizes=(3, 600, 31)), Training(lr=0.1, batch_size=20), engine=engine)
     local = cohort(s)
     rows = local.fit(s.net.w0.repeat(3, 1)).w
     for split in ("train", "test"):
@@ -426,11 +440,11 @@ def test_loss_grad_features_and_scores_are_the_whole_splits(engine: str) -> None
         found = local.scores(lambda view, net, x: net(view["w"], x) + view["b"], {"w": rows, "b": torch.arange(3)}, split)
         for i in range(3):
             x, y = s.data.client(i, split)
-            module = s.net.load(norm(), rows[i], local.buffers[i]).eval()
+            module = s.net.load(build(), rows[i], local.buffers[i]).eval()
             value = F.cross_entropy(module(x), y)
             torch.testing.assert_close(losses[i], value.detach())
             torch.testing.assert_close(grads[i], torch.cat([g.reshape(-1) for g in torch.autograd.grad(value, list(module.parameters()))]))
-            torch.testing.assert_close(z[i, : len(y)], module[:3](x).detach())  # type: ignore[index]
+            torch.testing.assert_close(z[i, : len(y)], module[:-1](x).detach())  # type: ignore[index]
             assert torch.equal(labels[i, : len(y)], y) and (labels[i, len(y) :] == -1).all() and (z[i, len(y) :] == 0).all()
             torch.testing.assert_close(found[i][0], module(x).detach() + i)
             assert torch.equal(found[i][1], y)

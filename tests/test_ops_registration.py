@@ -13,6 +13,7 @@ from torch.library import opcheck
 import pflcore
 from pflcore import ops
 from pflcore.ops import _library as library
+from pflcore.ops import chain
 
 KERNELS = library._C is not None
 
@@ -50,9 +51,15 @@ def samples():
     yield "conv2d_backward", (r(3, 4, 6, 6), image, kernel, 1, 0, True, True, True)
     yield "conv2d_backward", (r(3, 4, 6, 6), image, kernel, 1, 0, False, True, False)
     order, labels = torch.arange(6).view(2, 1, 3), torch.tensor([0, 1, 2, 0, 1, 2])
-    sizes = (torch.tensor([3, 2]), torch.tensor([2, 1]), 2, False, "cross_entropy", True, 0.1)
-    yield "linear_sgd_", (r(2, 15), r(6, 4), labels, None, order, *sizes, None, None, 0.0, None, None, 0.0, 0.0, None)
-    yield "linear_sgd_", (r(2, 15), r(6, 4), labels, None, order, *sizes, r(2, 15), r(15), 0.0, r(2), r(2, 15), 0.9, 0.1, r(2, 15))
+    program = torch.tensor([chain.layer("linear", 3, 0, 12)], dtype=torch.float64)
+    head, sizes = (program, "cross_entropy", 4, 1, 1, r(6, 4), labels, None), torch.tensor([3, 2])
+    steps = (torch.tensor([2, 1]), 2, False, None, 0.1)
+    plain = (None, None, 0.0, None, None, 0.0, 0.0, float("inf"), None)
+    yield "chain_sgd_", (r(2, 15), *head, order, sizes, *steps, *plain)
+    yield "chain_sgd_", (r(2, 15), *head, order, sizes, *steps, r(2, 15), r(15), 0.0, r(2), r(2, 15), 0.9, 0.1, 0.5, r(2, 15))
+    yield "chain_grad", (r(2, 15), *head, order[:, 0], sizes, None)
+    yield "chain_eval", (r(2, 15), *head, order.flatten()[:5], torch.tensor([0, 3, 5]), 3)
+    yield "chain_eval", (r(2, 15), *head, order.flatten()[:5], torch.tensor([0, 3, 5]), 0)
     yield "sgd_step_", (r(2, 9), r(2, 9), 0.1, None, None, 0.0, None, None, 0.0, None, 0.0)
     yield "sgd_step_", (r(2, 9), r(2, 9), 0.1, None, r(9), 0.0, r(2), r(2, 9), 0.9, r(2, 9), 0.01)
 

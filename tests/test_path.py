@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from pflcore.local.dense import Dense
 from torch import Tensor
 from torch.nn.utils import parametrizations, spectral_norm
 
 from pflcore import Simulation, Training
 from pflcore.data.federation import Federation
 from pflcore.local import Net, prepared
-from pflcore.local.dense import Dense
 from pflcore.local.path import by_module, under_vmap, written_out
 from pflcore.local.proof import difference, trials
 
@@ -219,13 +219,14 @@ def test_targets_of_every_kind_on_every_path(target: str, body: str) -> None:
 
 
 def test_a_wrong_form_is_found_told_and_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pflcore.local import dense
+    from pflcore.local import path
 
-    monkeypatch.setitem(dense._BACK, "Tanh", lambda slope, h: slope * (1 - h))
+    right = path.chain_grad
+    monkeypatch.setattr(path, "chain_grad", lambda *a: (1.001 * right(*a)[0], right(*a)[1]))
     build = lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))  # noqa: E731
-    with pytest.warns(UserWarning, match="^pflcore: the written-out form of this model is not the model: its gradient is another"):
+    with pytest.warns(UserWarning, match="^pflcore: the chain that stands for this model is not the model: its gradient is another"):
         run = same_as_by_hand(build, federation())
-    assert run.path.form == "vmap" and "not the model" in run.header()["path"]["why"] and run.setting.engine.dense(run.setting.net) is None
+    assert run.path.form == "vmap" and "not the model" in run.header()["path"]["why"] and run.setting.engine.chain is None
 
 
 def test_wrong_kernels_give_way_to_the_models_own_layers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ cpu::chain::Loss loss_of(const char* op, const std::string& name) {
   if (name == "cross_entropy") return Loss::cross_entropy;
   if (name == "squared") return Loss::squared;
   if (name == "half_squared") return Loss::half_squared;
-  if (name == "logistic") return Loss::logistic;
-  PFL_CHECK(name == "hinge", op, ": expected criterion cross_entropy, squared, half_squared, hinge or logistic, got ", name);
+  if (name == "binary_cross_entropy") return Loss::binary_cross_entropy;
+  PFL_CHECK(name == "hinge", op, ": expected criterion cross_entropy, squared, half_squared, hinge or binary_cross_entropy, got ", name);
   return Loss::hinge;
 }
 

@@ -12,7 +12,7 @@
 namespace pflcore::cpu {
 
 namespace chain {
-enum class Loss : int64_t { cross_entropy, squared, half_squared, hinge, logistic };
+enum class Loss : int64_t { cross_entropy, squared, half_squared, hinge, binary_cross_entropy };
 }
 
 // ---- the program: layers with their shapes and their weights' places in a row ----

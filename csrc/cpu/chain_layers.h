@@ -306,14 +306,13 @@ PFL_FN void losses(Loss kind, int64_t classes, int64_t batch, T share, const T* 
         const V margin = T(1) - sign * s;
         value = margin < 0 ? V{} : margin;
         g = margin >= 0 ? -sign * share : V{};
-      } else if (kind == Loss::logistic) {   // log(1 + e^-margin), without overflow
-        const V margin = sign * s;
-        V e = margin < 0 ? margin : -margin, soft;
+      } else if (kind == Loss::binary_cross_entropy) {   // log(1 + e^s) - y s, without overflow
+        V e = s < 0 ? s : -s, soft;
         exponential<T, bytes>(e);
         soft = e;
         lane_by_lane(soft, [](T t) { return std::log1p(t); });
-        value = (margin < 0 ? -margin : margin - margin) + soft;
-        g = -sign * share * (margin < 0 ? T(1) / (T(1) + e) : e / (T(1) + e));
+        value = (s < 0 ? V{} : s) + soft - y * s;
+        g = share * ((s < 0 ? e : e - e + T(1)) / (T(1) + e) - y);
       } else {
         const T factor = kind == Loss::squared ? T(1) : T(.5);
         const V gap = s - y;

@@ -56,13 +56,15 @@ PFL_FN void linear_backward(const Linear& q, const T* x, const T* z, const T* dy
   constexpr int64_t lanes = bytes / sizeof(T);
   constexpr int most = Tile<T, bytes>::across;
   turn<bytes>(dz, q.high, [&](int64_t o) PFL_LAMBDA { return dy + o * q.batch; }, q.out, q.batch);
-  for (int64_t i = 0; i < q.batch * q.high && q.act != kNone; i += lanes) {
-    V g, value;
-    load(g, dz + i);
-    load(value, z + i);
-    slope<T>(q.act, g, value);
-    store(dz + i, g);
-  }
+  for (int64_t b = 0; b < q.batch && q.act != kNone; b++)
+    for (int64_t o = 0; o < q.high; o += lanes) {
+      V g, value;
+      load(g, dz + b * q.high + o);
+      load(value, z + b * q.high + o);
+      slope<T>(q.act, g, value);
+      keep_first<T>(g, q.out - o);   // z may be NaN behind the outputs
+      store(dz + b * q.high + o, g);
+    }
   split(q.in, 6, [&](int64_t f, int64_t rows) PFL_LAMBDA {
     fixed<6>(rows, [&](auto R_) PFL_LAMBDA {
       constexpr int R = R_;

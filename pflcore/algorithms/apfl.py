@@ -62,13 +62,16 @@ class APFL(FedAvg):
         x, t = down["x"], local.setting.training
         P = x.shape[1]
         alpha_lr = local.lr if self.alpha_lr is None else self.alpha_lr
+        apart = self.mix == "weights" and not local.net.buffer_names  # two gradients of the model's own loss, which kernels may take
 
-        # two gradients of the plain loss, where no running statistics have to be the mixture's alone
-        apart = self.mix == "weights" and not local.net.buffer_names
+        def joint(row: Tensor, grad: Callable[..., Tensor]) -> Tensor:
+            w, v, alpha = row.split([P, P, 1], 1)
+            mixed = grad(alpha * v + (1 - alpha) * w)
+            return torch.cat([grad(w.contiguous()), alpha * mixed, ((v - w) * mixed).sum(1, keepdim=True)], 1)
 
         def update(rows: Tensors, grad: Callable[..., Tensor], k: int) -> Tensors:
             row = rows["row"].clone()  # [s, 2 P + 1]: w | v | alpha
-            gradient = self.two_gradients(row, grad) if apart else grad(row)
+            gradient = joint(row, grad) if apart else grad(row)
             buffer = rows["momentum"].clone() if t.momentum else None
             models, g = row[:, : 2 * P], gradient[:, : 2 * P]
             ops.sgd_step_(models, g, local.lr, momentum=t.momentum, buffer=buffer, weight_decay=t.weight_decay)

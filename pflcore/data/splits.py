@@ -85,9 +85,7 @@ def keep(fed: Federation, fraction: float, clients: Sequence[int] | Tensor | Non
     return replace(fed, index={**fed.index, "train": train})
 
 
-def split_samples(
-    fed: Federation, fractions: Mapping[str, float], seed: int, pool: Sequence[str] | None
-) -> Federation:
+def split_samples(fed: Federation, fractions: Mapping[str, float], seed: int, pool: Sequence[str] | None) -> Federation:
     """Split each client's own samples (Motley's cross-silo setting).
 
     ``fractions``: of "train", "val", "test", adding up to 1. ``pool``: the splits whose samples are divided anew (None: all).

@@ -22,5 +22,5 @@ def prepared(
     trains the model is the model. ValueError or TypeError in one sentence where something does not fit."""
     with one_thread():
         check_run(net, data, training)
-        net, path = choose_path(net, data, engine)
-    return Setting(net, data, training, Engine(path.engine, workers, path.written_out), seed, rounds), path
+        net, path, chain = choose_path(net, data, engine)
+    return Setting(net, data, training, Engine(path.engine, workers, chain), seed, rounds), path

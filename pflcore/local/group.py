@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,12 +11,13 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore._mode import context, forward_mode
+from pflcore.local.chain import Chain
 from pflcore.local.net import Net
 from pflcore.local.random import client_seeds, shuffles, uniforms
 from pflcore.local.steps import Step
 from pflcore.local.training import Training
 from pflcore.local.workers import onto
-from pflcore.ops.linear import linear_sgd_
+from pflcore.ops.chain import chain_grad, chain_sgd_
 from pflcore.ops.sgd import check_sgd
 
 if TYPE_CHECKING:
@@ -48,18 +49,17 @@ class Piece:
         alone: bool = False,
     ) -> None:
         t, data, engine = local.setting.training, local.setting.data, local.setting.engine
-        self.local, self.pos, self.loss_fn, self.probe, self.data = local, pos, loss, probe, data
+        self.local, self.pos, self.loss_fn, self.probe, self.data, self.batches = local, pos, loss, probe, data, batches
         self.at = onto(pos, local.buffers.device)
         self.extra = {k: self.mine(v) for k, v in (extra or {}).items()}
         self.buffers = self.mine(local.buffers)
         self.size = local._size[pos.numpy()]
         self.relabel = None if data.relabel is None else data.relabel[onto(local.ids[pos], data.relabel.device)]
         self.vmap = engine.name == "vmap" and not alone
-        self.dense = engine.dense(local.net) if self.vmap and loss is None else None
-        self.linear = local._linear if self.dense is not None else None
+        self.chain = engine.chain if loss is None and not alone else None
         if epochs is None and steps is None:
             epochs = t.epochs
-        plan = engine.plan((tuple(self.size.tolist()), epochs, steps, batches, by_size, self.dense is not None), t, local.net.w0)
+        plan = engine.plan((tuple(self.size.tolist()), epochs, steps, batches, by_size, self.chain is not None), t)
         self.steps, self.taken, passes = plan
         self.losses = torch.zeros(len(pos), dtype=torch.float64, device=data.y.device)
         self._draw(t, stream, passes, noise)
@@ -88,7 +88,7 @@ class Piece:
             orders.append(table.gather(1, order)[:, None])
         order = orders[0] if passes == 1 else torch.cat(orders, 1)
         self.order = onto(order, device)  # [s, passes, n_max] positions in the pool
-        if self.dense is not None:
+        if self.chain is not None and not self.chain.dropout:
             return
         # by pass and place within it: a step's number over the epochs depends on who else is in the piece
         seeds = [client_seeds(ids, local.setting.seed, local.round, stream, "noise", p) for p in range(passes)]
@@ -119,12 +119,10 @@ class Piece:
         if self.leaves is not None:
             return torch.cat([g.reshape(-1) for g in self._on_leaves(step)], out=None if out is None else out[0])[None]
         a, b = step.a, step.b
-        x, y = self.samples(a, b, step.batches[which])
-        if self.dense is not None:
-            g = torch.empty_like(rows) if out is None else out
-            losses = self.dense.gradient(rows, x, y, step.weight, g)
+        if self.chain is not None:
+            losses, g = self._by_chain(self.chain, rows, step, which)
         else:
-            losses, g = self._autograd(rows, x, y, step, which)
+            losses, g = self._autograd(rows, *self.samples(a, b, step.batches[which]), step, which)
         if which == 0:
             self.losses[a:b] += losses
         return g
@@ -143,14 +141,12 @@ class Piece:
         """Takes all steps; `grads` collects the minibatch gradients."""
         t = self.local.setting.training
         mus = mu if isinstance(mu, Tensor) and mu.dim() else None
-        if self.linear is not None and self.dense is not None:
+        if self.chain is not None:
             check_sgd(rows, rows, lr, shift, mask, mu, anchor, 0.0, None, t.weight_decay)
-            inputs, bias = self.linear
-            samples = (self.data.x.view(-1, inputs), self.data.y, self.relabel)
             batches = (self.order, torch.from_numpy(self.size), self.taken[:, 0].long(), t.batch_size, t.drop_last)
             pull = (0.0 if mus is not None else float(mu), mus, anchor)
-            how = (self.dense.criterion, bias, lr, shift, mask, *pull, t.momentum, t.weight_decay)
-            self.losses += linear_sgd_(rows, *samples, *batches, *how, grads)
+            how = (lr, shift, mask, *pull, t.momentum, t.weight_decay, float("inf"), grads)
+            self.losses += chain_sgd_(rows, *self._head(self.chain), *batches, self.seeds if self.chain.dropout else None, *how)
             return
         plain = shift is None and anchor is None and mask is None and not (grads is not None or t.momentum or t.weight_decay)
         momentum = torch.zeros_like(rows) if t.momentum else None
@@ -180,21 +176,36 @@ class Piece:
 
     def bind(self, rows: Tensor) -> None:
         """From now on `gradient` and `descend` get these very rows [1, P]: the model's parameters may be views of them."""
-        if not self.vmap and self.loss_fn is None and rows.shape == (1, self.local.net.size):
+        if not self.vmap and self.loss_fn is None and self.chain is None and rows.shape == (1, self.local.net.size):
             self.leaves = self.local.net.leaves(rows[0])
 
     def descend(self, rows: Tensor, step: Step, lr: float) -> bool:
         """Takes a plain SGD step in place where that needs no gradient row in memory; says whether it did."""
-        if self.dense is not None:
-            x, y = self.samples(step.a, step.b, step.batches[0])
-            self.losses[step.a : step.b] += self.dense.descend(rows, x, y, step.weight, lr)
-            return True
         if self.leaves is not None:
             grads = self._on_leaves(step)
             with torch.no_grad():
                 torch._foreach_add_(self.leaves, grads, alpha=-lr)
             return True
         return False
+
+    def _head(self, chain: Chain, count: int | None = None) -> tuple[Any, ...]:
+        """The ops' arguments for the first `count` clients."""
+        return (*chain.head, self.data.x, self.data.y, None if self.relabel is None else self.relabel[:count])
+
+    def _by_chain(self, chain: Chain, rows: Tensor, step: Step, which: int) -> tuple[Tensor, Tensor]:
+        """Losses [s] and gradients [s, Q] of everybody's own k-th batch."""
+        b, t, passes = step.b, self.local.setting.training, self.order.shape[1]
+        size = torch.from_numpy(self.size[:b])
+        whole = size.clamp(max=t.batch_size)
+        cuts = size // whole if t.drop_last else -(size // -whole)
+        epoch, place = step.k // cuts + which * (passes // self.batches), step.k % cuts
+        first = place * whole
+        count = torch.minimum(whole, size - first)
+        at = (first[:, None] + torch.arange(int(count.max()))).clamp(max=int(size[0]) - 1)
+        index = self.order[torch.arange(b), epoch].gather(1, onto(at, self.order.device))
+        seeds = self.seeds[torch.arange(b), epoch] + onto(place, self.order.device) if chain.dropout else None
+        g, losses = chain_grad(rows.detach(), *self._head(chain, b), index, count, seeds)
+        return losses, g
 
     def _place(self, step: Step, which: int = 0) -> tuple[int, int]:
         """The pass over the data and the place within it of the step's `which`-th minibatch."""

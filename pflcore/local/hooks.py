@@ -8,7 +8,7 @@ agree up to rounding; neither depends on the number of workers or on the order o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
@@ -19,16 +19,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pflcore._mode import forward_mode
-from pflcore.local.dense import Dense
-from pflcore.local.group import EPOCH_BYTES, LossFn, Piece
+from pflcore.local.chain import Chain
+from pflcore.local.group import LossFn, Piece
 from pflcore.local.net import Net
 from pflcore.local.random import client_seeds
 from pflcore.local.settings import Setting
 from pflcore.local.workers import onto
-from pflcore.metrics import right
+from pflcore.ops.chain import chain_eval, chain_grad
 
 T = TypeVar("T")
 EVAL_BATCH = 125  # a forward batch of 1,000 or more costs twice as much per sample
+PARTS = 8  # of an evaluation by the kernels of a chain
 
 
 class Fit(NamedTuple):
@@ -139,7 +140,7 @@ class Local:
                 mean_grad[work.at] = work.mean(grads)
             work.finish()
 
-        self._over_pieces(train, width, samples=int(self._size.sum()) if loss is None and self._linear else 0)
+        self._over_pieces(train, width, self._samples(loss))
         if not probe:
             self.train_loss = losses
         return Fit(w, onto(taken * rate, start.device).to(start.dtype), losses.to(start.dtype), mean_grad)
@@ -186,7 +187,7 @@ class Local:
             losses[work.at] = work.mean(work.losses)
             work.finish()
 
-        self._over_pieces(train, max(v[0].numel() for v in rows.values()), alone)
+        self._over_pieces(train, max(v[0].numel() for v in rows.values()), 0 if alone else self._samples(loss), alone)
         if not probe:
             self.train_loss = losses
         return out
@@ -194,10 +195,9 @@ class Local:
     # looking ---------------------------------------------------------------------------------------------------------
     def loss(self, rows: Tensor, split: str = "train", *, loss: LossFn | None = None, extra: dict[str, Tensor] | None = None) -> Tensor:
         """Each client's mean loss [S] at `rows` [S, Q] over all its samples of `split`, in evaluation mode."""
-        engine = self.setting.engine
-        dense = engine.dense(self.net) if loss is None and engine.name == "vmap" else None
-        if dense is not None and self.has(split):
-            return self._dense_loss(dense, rows, split)
+        chain = self.setting.engine.chain if loss is None else None
+        if chain is not None and self.has(split):
+            return self._evaluated(chain, rows, split)[0].to(rows)
 
         def value(i: int) -> Tensor:
             parts = self._chunks(i, split)
@@ -213,6 +213,9 @@ class Local:
         minibatches (of the run's size, in the order of the samples, no last one of a single sample) in training mode; the running
         statistics stay.
         """
+        chain = self.setting.engine.chain if loss is None else None
+        if chain is not None and self.has(split):
+            return self._chain_grad(chain, rows, split)
         train = split == "train" and bool(self.net.buffer_names)
         size = self.setting.training.batch_size if train else EVAL_BATCH
 
@@ -243,6 +246,8 @@ class Local:
         self, predict: Callable[[dict[str, Tensor], Net, Tensor], Tensor], view: dict[str, Tensor], split: str
     ) -> list[tuple[Tensor, Tensor]]:
         """Each client's (scores [n, ...], labels [n]) on `split` by `predict(its slice of view, net, x)`, in evaluation mode."""
+        if view and not self.net.buffer_names and all(len(v) > 1 and v.stride(0) == 0 for v in view.values()) and self.has(split):
+            return self._shared_scores(predict, {k: v[0] for k, v in view.items()}, split)
 
         def look(i: int) -> tuple[Tensor, Tensor]:
             mine = {k: v[i] for k, v in view.items()}
@@ -255,34 +260,13 @@ class Local:
     def measure(self, rows: Tensor, split: str) -> tuple[Tensor, Tensor | None] | None:
         """Each client's mean loss [S] and, for classes, its share of right answers [S] at `rows` [S, P], all clients at once.
 
-        None where that cannot be: the model has no written-out form, or the samples of `split` are too many to lie side by side.
+        None where the model is no chain.
         """
-        engine = self.setting.engine
-        dense = engine.dense(self.net) if engine.name == "vmap" else None
-        batches = self._together(split) if dense is not None and self.has(split) else None
-        if dense is None or not isinstance(batches, list):
+        chain = self.setting.engine.chain
+        if chain is None or not self.has(split):
             return None
-
-        classes = self.net.scores_classes and not self.setting.data.y.is_floating_point()
-
-        def look(batch: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
-            pos, x, y, weight = batch
-            scores = dense.scores(rows[pos], x)
-            losses, _ = dense.losses(scores, y)
-            loss = (losses * weight.to(rows)).masked_fill(weight == 0, 0.0).sum(1)
-            if not classes:
-                return loss, None
-            hits = right(scores, y)
-            share = hits.double() if hits.dim() == 2 else hits.double().flatten(2).mean(2)  # several labels a sample
-            return loss, (share * (weight > 0)).sum(1)
-
-        loss = torch.zeros(len(self._ids), dtype=torch.float64, device=rows.device)
-        hits = torch.zeros_like(loss)
-        for (pos, *_), (mean, count) in zip(batches, engine.map(look, batches), strict=True):
-            loss[pos] += mean
-            if count is not None:
-                hits[pos] += count
-        return loss, hits / onto(self.setting.data.size(split)[self.ids], hits.device) if classes else None
+        loss, hits = self._evaluated(chain, rows, split)
+        return loss, hits if self.net.scores_classes and not self.setting.data.y.is_floating_point() else None
 
     # inside ----------------------------------------------------------------------------------------------------------
     def _value(self, row: Tensor, x: Tensor, y: Tensor, i: int, loss: LossFn | None, extra: dict[str, Tensor] | None) -> Tensor:
@@ -290,44 +274,56 @@ class Local:
             return self.net.loss(row, x, y)
         return loss(self.net, row, x, y, {k: v[i] for k, v in (extra or {}).items()})
 
-    def _dense_loss(self, dense: Dense, rows: Tensor, split: str) -> Tensor:
-        def work(_: int) -> Tensor:
-            total = torch.zeros(len(self._ids), dtype=rows.dtype, device=rows.device)
-            for pos, x, y, weight in self._together(split):
-                total[pos] += dense.loss(rows[pos], x, y, weight.to(rows))
-            return total
-
-        return self.setting.engine.map(work, [0])[0]  # on a worker: it has one intra-op thread
-
-    def _together(self, split: str) -> Iterable[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Clients [s], their samples x [s, B, ...], y [s, B] and weights [s, B], until all samples of `split` were seen.
-
-        Short clients are padded with weight 0. Where all of it is small it is made once and kept.
-        """
+    def _shared_scores(
+        self, predict: Callable[[dict[str, Tensor], Net, Tensor], Tensor], view: dict[str, Tensor], split: str
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The same where all clients have one model: one pass over all their samples, in batches that end where they like."""
         data, engine = self.setting.data, self.setting.engine
-        key = id(data), split, self._ids.tobytes()
-        if key not in engine.kept:
-            table, size = engine.table(data, split)[self.ids], data.size(split)[self.ids]
-            one = max(1, data.x[0].numel() * data.x.element_size())
-            batches = self._batches(table, size, max(1, EPOCH_BYTES // one // EVAL_BATCH))
-            if table.numel() * one > EPOCH_BYTES:
-                return batches
-            if len(engine.kept) >= 4:
-                engine.kept.clear()
-            engine.kept[key] = data, list(batches)  # holds `data`, and so its id
-        return engine.kept[key][1]
+        order, begin = engine.lists(data, split, self._ids)
 
-    def _batches(self, table: Tensor, size: Tensor, room: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        data = self.setting.data
-        for a in range(0, table.shape[1], EVAL_BATCH):
-            for pos in (size > a).nonzero()[:, 0].split(room):
-                index = onto(table[pos, a : a + EVAL_BATCH], data.device)
-                x = data.x.index_select(0, index.flatten()).unflatten(0, index.shape)
-                y = data.y[index]
-                if data.relabel is not None:
-                    y = data.relabel[onto(self.ids[pos], data.device)].gather(1, y.flatten(1)).view_as(y)
-                inside = torch.arange(a, a + index.shape[1]) < size[pos, None]
-                yield onto(pos, data.device), x, y, onto(inside.double() / size[pos, None], data.device)
+        def look(places: Tensor) -> Tensor:
+            with torch.no_grad(), forward_mode(False, self.buffers[0], alone=True):
+                return predict(view, self.net, data.x.index_select(0, places))
+
+        scores = torch.cat(engine.map(look, order.split(EVAL_BATCH))).split(begin.diff().tolist())
+        return [(z, data.labels(int(i), split)) for z, i in zip(scores, self._ids, strict=True)]
+
+    def _evaluated(self, chain: Chain, rows: Tensor, split: str) -> tuple[Tensor, Tensor]:
+        """Each client's mean loss [S] float64 and share of right answers [S] float64; one pass where all have one row."""
+        data, engine = self.setting.data, self.setting.engine
+        order, begin = engine.lists(data, split, self._ids)
+        n, count = len(order), len(self._ids)
+        relabel = None if data.relabel is None else data.relabel[onto(self.ids, data.device)]
+        parts = min(count, PARTS if n * self.net.size >= 1 << 24 else 1)
+        cuts = [0, *np.searchsorted(begin.numpy(), [n * j // parts for j in range(1, parts)]).tolist(), count]  # about as many samples each
+
+        def look(clients: tuple[int, int]) -> tuple[Tensor, Tensor]:
+            a, b = clients
+            own = None if relabel is None else relabel[a:b]
+            places, first = order[int(begin[a]) : int(begin[b])], begin[a : b + 1] - begin[a]
+            losses, right, _ = chain_eval(rows[a:b], *chain.head, data.x, data.y, own, places, first, 0)
+            return losses.cpu(), (right & ~losses.isnan()).cpu()  # a NaN among the scores is no answer
+
+        found = engine.map(look, [(a, b) for a, b in pairwise(cuts) if a < b])
+        owner = torch.arange(count).repeat_interleave(begin.diff())
+        values = torch.stack([torch.cat([loss for loss, _ in found]), torch.cat([right for _, right in found]).double()], 1)
+        total = torch.zeros(count, 2, dtype=torch.float64).index_add_(0, owner, values) / begin.diff()[:, None]
+        loss, hits = onto(total, rows.device).unbind(1)
+        return loss, hits
+
+    def _chain_grad(self, chain: Chain, rows: Tensor, split: str) -> Tensor:
+        data, engine = self.setting.data, self.setting.engine
+        table, size = engine.table(data, split)[self.ids], data.size(split)[self.ids]
+        relabel = None if data.relabel is None else data.relabel[onto(self.ids, data.device)]
+        grads = torch.empty_like(rows, memory_format=torch.contiguous_format)
+
+        def gradient(pos: Tensor) -> None:
+            at = onto(pos, rows.device)
+            own, index = None if relabel is None else relabel[at], onto(table[pos], rows.device)
+            grads[at] = chain_grad(rows[at], *chain.head, data.x, data.y, own, index, size[pos], None)[0]
+
+        self._over_pieces(gradient, rows.shape[1], int(size.sum()))
+        return grads
 
     def _chunks(self, i: int, split: str, size: int = EVAL_BATCH, whole: bool = False) -> Iterator[tuple[Tensor, Tensor, int]]:
         """x, y of the client's samples in batches of `size`, and their number; with `whole` a last one alone joins those before it."""
@@ -344,14 +340,12 @@ class Local:
     def _each_client(self, f: Callable[[int], T]) -> list[T]:
         return self.setting.engine.map(f, range(len(self._ids)))
 
-    @property
-    def _linear(self) -> tuple[int, bool] | None:
-        """(inputs, whether there is a bias) where the model is one linear layer that a single kernel trains whole, else None."""
-        engine = self.setting.engine
-        dense = engine.dense(self.net) if engine.name == "vmap" else None
-        return None if dense is None else dense.kernel(self.net, self.setting.data)
+    def _samples(self, loss: LossFn | None) -> int:
+        """How many samples the kernels of a chain are given in a pass; 0 where the general path runs."""
+        chain = self.setting.engine.chain if loss is None and self.setting.data.device.type == "cpu" else None
+        return int(self._size.sum()) if chain is not None else 0
 
-    def _over_pieces(self, f: Callable[[Tensor], None], width: int, alone: bool = False, samples: int = 0) -> None:
+    def _over_pieces(self, f: Callable[[Tensor], None], width: int, samples: int = 0, alone: bool = False) -> None:
         order = torch.from_numpy(np.lexsort((self._ids, -self._size)))  # largest first, then by id
         count = len(order) if alone else self.setting.engine.pieces(len(order), width, samples)
         cuts = [len(order) * j // count for j in range(count + 1)]

@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pflcore.ops import reference
-
 
 def hinge(scores: Tensor, y: Tensor) -> Tensor:
     """Mean hinge loss of `scores` [B] or [B, 1] with labels `y` in {0, 1} or {-1, 1}."""
@@ -45,22 +43,6 @@ CRITERIA: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 PLAIN = {nn.CrossEntropyLoss: "cross_entropy", nn.MSELoss: "squared"}  # as torch makes them by default, they are ours by name
 Loss = str | Callable[[Tensor, Tensor], Tensor]
-
-
-def losses_and_slopes(criterion: str, scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Per-sample losses [s, B] and their derivative by `scores` [s, B, C], for `y` [s, B] or, with K targets a sample, [s, B, K].
-
-    Cross entropy takes labels [s, B] or probabilities [s, B, C].
-    """
-    if criterion == "cross_entropy" and y.is_floating_point():
-        log_p = scores.log_softmax(-1)
-        return -(y * log_p).sum(-1), y.sum(-1, keepdim=True) * log_p.exp() - y
-    if criterion == "binary_cross_entropy":
-        z, target = scores.reshape(y.shape), y.to(scores.dtype)
-        each, slope = F.softplus(z) - target * z, (z.sigmoid() - target).view_as(scores)
-    else:
-        each, slope = reference.losses_and_slopes(criterion, scores, y)
-    return (each, slope) if each.dim() == 2 else (each.flatten(2).mean(2), slope / each[0, 0].numel())
 
 
 def default_loss(y: Tensor) -> str:

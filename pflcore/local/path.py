@@ -2,8 +2,9 @@
 
 Engines: "threads" trains one client after another on each of its threads, "vmap" takes the same step for many clients at once.
 Forms, from the fastest to the most general:
-"linear kernel" one C++ call trains a linear model · "written out" products of many clients' layers · "vmap" autograd under vmap ·
+"chain" one C++ call trains many clients' models, layer after layer (see `chain`) · "vmap" autograd under vmap ·
 "module with kernels" the module with its pooling and small convolutions exchanged · "module" the module as it is.
+The engine then does what the chain cannot: an algorithm's own loss, features.
 A form that is not the model (see `proof`), or that cannot be run, gives way to the next one; what was passed over is said.
 """
 
@@ -13,21 +14,21 @@ import copy
 import threading
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pflcore import memory
 from pflcore.data.federation import Federation
-from pflcore.local.dense import Dense
+from pflcore.local.chain import Chain, compiled, find_chain
 from pflcore.local.group import gradients
 from pflcore.local.net import Net
 from pflcore.local.proof import Form, Trial, difference, trials
 from pflcore.local.swap import swappable
-from pflcore.ops.linear import linear_sgd_
+from pflcore.ops.chain import chain_eval, chain_grad, chain_sgd_
 
-ENGINES = ("auto", "threads", "vmap")
+ENGINES = ("auto", "chain", "threads", "vmap")
 
 
 class Path(NamedTuple):
@@ -37,14 +38,10 @@ class Path(NamedTuple):
     form: str
     why: str
 
-    @property
-    def written_out(self) -> bool:
-        return self.form in ("linear kernel", "written out")
 
-
-def choose_path(net: Net, data: Federation, engine: str = "auto") -> tuple[Net, Path]:
-    """The net to train with (without exchanged layers where they are not the model) and its path. ValueError in one sentence where
-    the engine that was asked for cannot train this model."""
+def choose_path(net: Net, data: Federation, engine: str = "auto") -> tuple[Net, Path, Chain | None]:
+    """The net to train with (without exchanged layers where they are not the model), its path, and the chain that it is. ValueError in
+    one sentence where the engine that was asked for cannot train this model."""
     if engine not in ENGINES:
         raise ValueError(f"engine: expected one of {', '.join(ENGINES)}, got {engine!r}.")
     judge = Judge(net, data)
@@ -63,25 +60,25 @@ def choose_path(net: Net, data: Federation, engine: str = "auto") -> tuple[Net, 
         )
     alone = "module with kernels" if exchanged else "module"
     if engine == "threads":
-        return net, judge.path("threads", alone, "asked for")
-    if engine == "auto" and net.has_conv and net.w0.device.type == "cpu":
-        return net, judge.path("threads", alone, "a model with convolutions, on a CPU")
+        return net, judge.path("threads", alone, "asked for"), None
+    chain = None
+    if engine != "vmap":
+        chain = judge.chain(data)
+        if chain is None and engine == "chain":
+            raise ValueError(f"engine: 'chain' cannot train this model: {judge.reasons[-1]}; take 'auto'.")
+    if engine != "vmap" and net.has_conv and net.w0.device.type == "cpu":
+        if chain is not None:
+            return net, judge.path("threads", "chain", "a chain of layers that the kernels know"), chain
+        return net, judge.path("threads", alone, "a model with convolutions, on a CPU"), None
     wrong = judge.wrong(under_vmap)
     if wrong is not None and engine == "vmap":
         raise ValueError(f"engine: 'vmap' cannot train this model: {wrong}; take 'auto' or 'threads'.")
+    general = "threads" if wrong is not None else "vmap"
+    if chain is not None:
+        return net, judge.path(general, "chain", "a chain of layers that the kernels know"), chain
     if wrong is not None:
-        return net, judge.path("threads", alone, f"vmap cannot train this model: {wrong}")
-    why = "asked for" if engine == "vmap" else "all clients take a step at once"
-    dense = Dense.of(net)
-    if dense is None:
-        return net, judge.path("vmap", "vmap", why)
-    kernel = dense.kernel(net, data) is not None
-    for makes in ([by_kernel] if kernel else []) + [written_out, stepping]:
-        wrong = judge.wrong(makes)
-        if wrong is not None:
-            judge.say(f"the written-out form of this model is not the model: {wrong}; the general one trains it")
-            return net, judge.path("vmap", "vmap", why)
-    return net, judge.path("vmap", "linear kernel" if kernel else "written out", why)
+        return net, judge.path("threads", alone, f"vmap cannot train this model: {wrong}"), None
+    return net, judge.path("vmap", "vmap", "asked for" if engine == "vmap" else "all clients take a step at once"), None
 
 
 class Judge:
@@ -105,6 +102,19 @@ class Judge:
                 raise
             self.raised = True
             return f"{type(e).__name__}, {str(e).splitlines()[0] if str(e) else 'without a word'}".rstrip(".")
+
+    def chain(self, data: Federation) -> Chain | None:
+        """The model's chain, where it has one and that is the model."""
+        found = find_chain(self.net, data)
+        if isinstance(found, str):
+            self.reasons.append(f"no chain of layers that the kernels know: {found}")
+            return None
+        for make in (by_chain, by_chain_steps):
+            wrong = self.wrong(make)
+            if wrong is not None:
+                self.say(f"the chain that stands for this model is not the model: {wrong}; the general path trains it")
+                return None
+        return found
 
     def say(self, sentence: str) -> None:
         """For the record; a form that gives other numbers is also worth a warning."""
@@ -146,47 +156,43 @@ def under_vmap(net: Net) -> Form:
     return form
 
 
-def written_out(net: Net) -> Form:
-    """The gradient as products of all clients' layers, and the loss as evaluation takes it."""
+def by_chain(net: Net) -> Form:
+    """Gradients of the kernels that train a chain, and in evaluation mode their losses."""
 
     def form(t: Trial) -> tuple[Tensor, Tensor]:
-        dense, grads = _dense(net), torch.empty_like(t.rows)
-        losses = dense.gradient(t.rows, t.x, t.y, None, grads)
-        weight = torch.full(t.x.shape[:2], 1 / t.x.shape[1], dtype=t.rows.dtype, device=t.rows.device)
-        return losses if t.train else dense.loss(t.rows, t.x, t.y, weight), grads
+        head, (count, size) = _head(net, t), t.x.shape[:2]
+        order, sizes = torch.arange(count * size).view(count, size), torch.full((count,), size)
+        grads, losses = chain_grad(t.rows, *head, order.to(t.x.device), sizes, t.seeds if t.train else None)
+        if not t.train:
+            losses = (
+                chain_eval(t.rows, *head, order.flatten().to(t.x.device), torch.arange(count + 1) * size, 0)[0].view(count, size).mean(1)
+            )
+        return losses.to(t.rows), grads
 
     return form
 
 
-def stepping(net: Net) -> Form:
-    """The step of size 1 that never builds a gradient: what the rows lose is the gradient."""
+def by_chain_steps(net: Net) -> Form:
+    """Their step of size 1: what the rows lose is the gradient."""
 
     def form(t: Trial) -> tuple[Tensor, Tensor]:
-        rows = t.rows.clone()
-        losses = _dense(net).descend(rows, t.x, t.y, None, 1.0)
-        return losses, t.rows - rows
-
-    return form
-
-
-def by_kernel(net: Net) -> Form:
-    """The same of the kernel that trains a linear model whole."""
-
-    def form(t: Trial) -> tuple[Tensor, Tensor]:
-        dense, (count, size) = _dense(net), t.x.shape[:2]
-        assert dense.linear is not None
-        inputs, bias = dense.linear
-        rows, order = t.rows.clone(), torch.arange(count * size).view(count, 1, size)
-        sizes, one = torch.full((count,), size), torch.ones(count, dtype=torch.int64)
-        how = (dense.criterion, bias, 1.0, None, None, 0.0, None, None, 0.0, 0.0, None)
-        losses = linear_sgd_(rows, t.x.reshape(-1, inputs), t.y.reshape(-1), None, order, sizes, one, size, False, *how)
+        head, (count, size) = _head(net, t), t.x.shape[:2]
+        rows, order = t.rows.clone(), torch.arange(count * size).view(count, 1, size).to(t.x.device)
+        batches = (
+            order,
+            torch.full((count,), size),
+            torch.ones(count, dtype=torch.int64),
+            size,
+            False,
+            t.seeds[:, None] if t.train else None,
+        )
+        losses = chain_sgd_(rows, *head, *batches, 1.0, None, None, 0.0, None, None, 0.0, 0.0, float("inf"), None)
         return losses.to(rows), t.rows - rows
 
     return form
 
 
-def _dense(net: Net) -> Dense:
-    dense = Dense.of(net)
-    if dense is None:
-        raise TypeError("the model has no written-out form in float64")
-    return dense
+def _head(net: Net, t: Trial) -> tuple[Any, ...]:
+    """The first arguments of the chain's ops."""
+    chain = compiled(net, tuple(t.x.shape[2:]))
+    return (*chain.head, t.x.reshape(-1, *t.x.shape[2:]), t.y.reshape(-1), None)

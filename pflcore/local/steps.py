@@ -12,13 +12,12 @@ from pflcore.local.training import Training
 
 
 class Step(NamedTuple):
-    """One step of the clients [a, b) of a piece: they take batches of one size, so one vmap serves them."""
+    """One step of the clients [a, b) of a piece: they take batches of one size, so one vmap serves them; of any size in a chain."""
 
     k: int  # the number of the step, from 0
     a: int
     b: int
-    batches: list[tuple[int, int, int]]  # (epoch, first, last) of each minibatch of the step
-    weight: Tensor | None = None  # [s, B] of the samples, where some clients' batches are shorter
+    batches: list[tuple[int, int, int]]  # (epoch, first, last) of each minibatch of the step; none in a chain
 
 
 class Plan(NamedTuple):
@@ -29,32 +28,27 @@ class Plan(NamedTuple):
     passes: int  # shuffles each client needs
 
 
-def make_plan(t: Training, sizes: tuple[int, ...], epochs: int | None, steps: int | None, batches: int, by_size: bool, dense: bool) -> Plan:
+def make_plan(t: Training, sizes: tuple[int, ...], epochs: int | None, steps: int | None, batches: int, by_size: bool, chain: bool) -> Plan:
     cuts = [_cuts(n, t) for n in sizes]
-    whole = steps is None
     epochs = epochs or max(-(-(steps or 0) // len(c)) for c in cuts)
-    if dense and whole:
-        found = list(_together(sizes, cuts, epochs, batches))
-    elif by_size:
-        found = list(_by_batch(cuts, epochs))
+    if chain:
+        found = list(_at_once(cuts, epochs, steps))
     else:
-        found = list(_by_client(sizes, cuts, epochs, steps, batches))
+        found = list(_by_batch(cuts, epochs) if by_size else _by_client(sizes, cuts, epochs, steps, batches))
     taken = torch.zeros(len(sizes), 1, dtype=torch.float64)
     for s in found:
         taken[s.a : s.b] += 1
     return Plan(found, taken, batches * epochs)
 
 
-def _together(sizes: tuple[int, ...], cuts: list[list[tuple[int, int]]], epochs: int, batches: int) -> Iterator[Step]:
-    """Whole epochs, everybody's k-th batch at once, short ones too: their weights end with them."""
-    size = torch.tensor(sizes)
-    for e in range(epochs):
-        for k, (first, last) in enumerate(cuts[0]):
-            b = sum(len(c) > k for c in cuts)
-            own = (size[:b] - first).clamp(max=last - first)  # samples in each one's batch
-            even = bool((own == last - first).all())
-            weight = None if even else (torch.arange(last - first) < own[:, None]).double() / own[:, None]
-            yield Step(e * len(cuts[0]) + k, 0, b, [(j * epochs + e, first, last) for j in range(batches)], weight)
+def _at_once(cuts: list[list[tuple[int, int]]], epochs: int, steps: int | None) -> Iterator[Step]:
+    """Everybody's k-th step at once, whatever the sizes: the largest clients, which come first, take the most."""
+    taken = [len(c) * epochs if steps is None else min(steps, len(c) * epochs) for c in cuts]
+    b = len(taken)
+    for k in range(max(taken)):
+        while taken[b - 1] <= k:
+            b -= 1
+        yield Step(k, 0, b, [])
 
 
 def _by_batch(cuts: list[list[tuple[int, int]]], epochs: int) -> Iterator[Step]:

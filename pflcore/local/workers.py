@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pflcore.data.federation import Federation
-from pflcore.local.dense import Dense
-from pflcore.local.net import Net
+from pflcore.local.chain import Chain
 from pflcore.local.steps import Plan, make_plan
 from pflcore.local.training import Training
 
@@ -29,20 +28,19 @@ MOST_WORKERS = 1024
 class Engine:
     """Worker threads, each with one intra-op thread: a convolution's gradient differs bitwise between one and two."""
 
-    def __init__(self, name: str = "threads", workers: int | None = None, written_out: bool = True) -> None:
+    def __init__(self, name: str = "threads", workers: int | None = None, chain: Chain | None = None) -> None:
         if name not in ("threads", "vmap"):
             raise ValueError(f"engine: expected 'threads' or 'vmap' (or 'auto' where a run is set up), got {name!r}.")
         if workers is not None and not 1 <= workers <= MOST_WORKERS:
             raise ValueError(f"workers: expected 1 to {MOST_WORKERS} threads, or None for one per core, got {workers}.")
         self.name = name
-        self.written_out = written_out  # may the gradient of a model be written out?
+        self.chain = chain  # what the kernels train; the rest is this engine's
         self.workers = workers or os.cpu_count() or 1
         self._threads: ThreadPoolExecutor | None = None
         self._tables: dict[tuple[int, str], tuple[Federation, Tensor]] = {}
         self._sizes: dict[int, tuple[Federation, NDArray[np.int64]]] = {}
         self._plans: dict[tuple[Any, ...], Plan] = {}
-        self.kept: dict[Any, tuple[Federation, list[Any]]] = {}  # samples of a cohort side by side, see Local
-        self._dense: dict[int, tuple[Net, Dense | None]] = {}
+        self._lists: dict[Any, tuple[Federation, Tensor, Tensor]] = {}
 
     def map(self, f: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
         """`[f(i) for i in items]` on the workers; the caller's thread setting is untouched."""
@@ -78,20 +76,24 @@ class Engine:
             self._sizes[id(data)] = data, data.size("train").numpy()
         return self._sizes[id(data)][1]
 
-    def plan(self, key: tuple[Any, ...], training: Training, like: Tensor) -> Plan:
+    def plan(self, key: tuple[Any, ...], training: Training) -> Plan:
         """The steps of clients of these sizes, made once a run."""
         if key not in self._plans:
             if len(self._plans) > 4096:  # cohorts that are never the same twice
                 self._plans.clear()
-            plan = make_plan(training, *key)
-            self._plans[key] = plan._replace(steps=[s._replace(weight=None if s.weight is None else s.weight.to(like)) for s in plan.steps])
+            self._plans[key] = make_plan(training, *key)
         return self._plans[key]
 
-    def dense(self, net: Net) -> Dense | None:
-        """The net's written-out form, where it has one."""
-        if id(net) not in self._dense:
-            self._dense[id(net)] = net, Dense.of(net) if self.written_out else None
-        return self._dense[id(net)][1]
+    def lists(self, data: Federation, split: str, ids: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """The clients' samples of a split one after another: places in the pool [n], and where each client's begin [S + 1]."""
+        key = id(data), split, ids.tobytes()
+        if key not in self._lists:
+            if len(self._lists) >= 4:
+                self._lists.clear()
+            own = [data.index[split][i] for i in ids.tolist()]
+            begin = torch.tensor([0, *(len(i) for i in own)]).cumsum(0)
+            self._lists[key] = data, torch.cat(own), begin  # holds `data`, and so its id
+        return self._lists[key][1:]
 
     def _start(self) -> ThreadPoolExecutor:
         before = torch.get_num_threads()
@@ -114,11 +116,12 @@ class Engine:
     def pieces(self, count: int, width: int, samples: int = 0) -> int:
         """Into how many pieces a cohort of `count` rows of `width` is cut; never a matter of the number of workers.
 
-        `samples`: how many of them go through one kernel, where a call costs nothing and only the arithmetic counts.
+        `samples`: how many of them go through the kernels of a chain, where a call costs little and only the arithmetic counts.
         """
-        if self.name == "threads":
+        if self.name == "threads" and not samples:
             return count
-        return max(1, min(count, 4 if samples * width >= 1 << 22 else 2 if count * width >= 1 << 18 else 1))
+        most = 16 if samples * width >= 1 << 28 else 4 if samples * width >= 1 << 22 else 2 if count * width >= 1 << 18 else 1
+        return max(1, min(count, most))
 
 
 SMALL_RUN = 1 << 18  # weights of all clients together

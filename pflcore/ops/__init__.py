@@ -4,7 +4,7 @@ Letters: N clients, M rows of the result, P parameters, K kept neighbours, B bat
 Q a row's length. Every op has a pure-PyTorch reference, which runs where no kernel is loaded (`pflcore.backend()`).
 """
 
-from . import conv, linear, pool  # the ops that only pflcore's own training calls
+from . import chain, conv, pool  # the ops that only pflcore's own training calls
 from ._library import Backend, backend
 from .aggregate import aggregate
 from .rank1 import rank1_linear
@@ -17,9 +17,9 @@ __all__ = [
     "TopK",
     "aggregate",
     "backend",
+    "chain",
     "conv",
     "feddwa_weights",
-    "linear",
     "pairwise_sqdist",
     "pool",
     "rank1_linear",

@@ -8,18 +8,18 @@ The references below take every client's k-th step at once, in differentiable to
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .library import _define
-from .reference import sgd_step_
+from ._library import changed, define
+from .sgd import reference as sgd_step_
 
 KINDS = ("linear", "conv", "pool", "act", "flatten", "dropout", "norm", "scale")
 ACTS: tuple[Callable[[Tensor], Tensor], ...] = (torch.relu, torch.tanh, torch.sigmoid, F.gelu)
-LOSSES = ("cross_entropy", "squared", "half_squared", "hinge", "logistic")
 FIELDS = 8
 CHUNK = 128  # samples of a client that the references take at once
 
@@ -119,9 +119,10 @@ def losses(criterion: str, scores: Tensor, y: Tensor) -> Tensor:
     if criterion == "cross_entropy":
         return F.cross_entropy(scores.flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
     z = scores.reshape(y.shape)
-    if criterion in ("hinge", "logistic"):
-        sign = torch.where(y > 0, 1.0, -1.0).to(z.dtype)
-        return (1 - sign * z).clamp(min=0) if criterion == "hinge" else F.softplus(-sign * z)
+    if criterion == "hinge":
+        return (1 - torch.where(y > 0, 1.0, -1.0).to(z.dtype) * z).clamp(min=0)
+    if criterion == "binary_cross_entropy":
+        return F.binary_cross_entropy_with_logits(z, y.to(z.dtype), reduction="none")
     return (z - y.to(z.dtype)).square() * (1.0 if criterion == "squared" else 0.5)
 
 
@@ -142,11 +143,13 @@ def _gradient(
     return g, total.detach()
 
 
-def _chain_sgd_(
+def sgd_reference(
     w: Tensor,  # [S, Q], changed
     program: Tensor,  # [L, 9] float64
     criterion: str,
-    c: int, h: int, wide: int,  # of one sample
+    c: int,
+    h: int,
+    wide: int,  # of one sample
     x: Tensor,  # [n, ...] the pool
     y: Tensor,  # [n] int64 labels, or numbers of w's dtype
     relabel: Tensor | None,  # [S, classes] a label as each client knows it
@@ -167,7 +170,6 @@ def _chain_sgd_(
     clip: float,  # the largest norm of a minibatch's gradient; inf: any
     grad_sum: Tensor | None,  # [S, Q], added to
 ) -> Tensor:  # [S] float64, the sum of the batches' mean losses
-    # fmt: skip
     """Everybody's k-th step at once, with sample weights that are 0 beyond a short batch."""
     device = w.device
     buffer = torch.zeros_like(w) if momentum else None
@@ -203,11 +205,13 @@ def _chain_sgd_(
     return loss
 
 
-def _chain_grad(
+def grad_reference(
     w: Tensor,  # [S, Q]
     program: Tensor,
     criterion: str,
-    c: int, h: int, wide: int,
+    c: int,
+    h: int,
+    wide: int,
     x: Tensor,
     y: Tensor,
     relabel: Tensor | None,
@@ -215,7 +219,6 @@ def _chain_grad(
     size: Tensor,  # [S] of which each client takes so many
     seeds: Tensor | None,  # [S]; None: evaluation mode
 ) -> tuple[Tensor, Tensor]:  # [S, Q] gradients of the mean losses, [S] float64
-    # fmt: skip
     grad, loss, of = torch.zeros_like(w), torch.zeros(len(w), dtype=torch.float64, device=w.device), size.to(w.device)
     step = max(1, order.shape[1]) if seeds is not None else CHUNK  # a mask's numbers go through the whole batch
     for a in range(0, order.shape[1], step):
@@ -229,11 +232,13 @@ def _chain_grad(
     return grad, loss
 
 
-def _chain_eval(
+def eval_reference(
     w: Tensor,  # [S, Q]; an expanded row where all have one model
     program: Tensor,
     criterion: str,
-    c: int, h: int, wide: int,
+    c: int,
+    h: int,
+    wide: int,
     x: Tensor,
     y: Tensor,
     relabel: Tensor | None,
@@ -241,13 +246,12 @@ def _chain_eval(
     begin: Tensor,  # [S + 1] where each one's begin, on the CPU
     classes: int,  # 0: no scores wanted
 ) -> tuple[Tensor, Tensor, Tensor]:  # losses [n] float64, right answers [n], scores [n, classes]
-    # fmt: skip
     n = len(order)
     owner = torch.arange(len(w)).repeat_interleave(begin.diff().cpu()).to(w.device)
     loss, right = torch.zeros(n, dtype=torch.float64, device=w.device), torch.zeros(n, dtype=torch.bool, device=w.device)
     scores = w.new_empty(n if classes else 0, classes)
     ends = begin.tolist() if len(w) > 1 and w.stride(0) else [0, n]
-    for i, (first, last) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
+    for i, (first, last) in enumerate(pairwise(ends)):
         for a in range(first, last, CHUNK):
             b = min(last, a + CHUNK)
             labels = y[order[a:b]]
@@ -279,16 +283,25 @@ def _fake_eval(w: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return w.new_empty(n, dtype=torch.float64), w.new_empty(n, dtype=torch.bool), w.new_empty(n if classes else 0, classes)
 
 
-_define(
+_chain_sgd_: Callable[..., Tensor] = define(
     f"chain_sgd_(Tensor(a!) w, {_HEAD}, Tensor size, Tensor steps, int batch_size, bool drop_last, Tensor? seeds, float lr, "
     "Tensor? shift, Tensor? mask, float mu, Tensor? mu_rows, Tensor? anchor, float momentum, float weight_decay, float clip, "
     "Tensor(b!)? grad_sum) -> Tensor",
-    _chain_sgd_,
+    sgd_reference,
     _fake_sgd,
 )
-_define(f"chain_grad(Tensor w, {_HEAD}, Tensor size, Tensor? seeds) -> (Tensor, Tensor)", _chain_grad, _fake_grad)
-_define(f"chain_eval(Tensor w, {_HEAD}, Tensor begin, int classes) -> (Tensor, Tensor, Tensor)", _chain_eval, _fake_eval)
 
-chain_sgd_: Callable[..., Tensor] = torch.ops.pflcore.chain_sgd_.default
-chain_grad: Callable[..., tuple[Tensor, Tensor]] = torch.ops.pflcore.chain_grad.default
-chain_eval: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.ops.pflcore.chain_eval.default
+
+def chain_sgd_(w: Tensor, *args: Any) -> Tensor:
+    """See `sgd_reference`; autograd learns that `w` and the sums of gradients are not what they were."""
+    loss = _chain_sgd_(w, *args)
+    changed(w, args[-1])
+    return loss
+
+
+chain_grad: Callable[..., tuple[Tensor, Tensor]] = define(
+    f"chain_grad(Tensor w, {_HEAD}, Tensor size, Tensor? seeds) -> (Tensor, Tensor)", grad_reference, _fake_grad
+)
+chain_eval: Callable[..., tuple[Tensor, Tensor, Tensor]] = define(
+    f"chain_eval(Tensor w, {_HEAD}, Tensor begin, int classes) -> (Tensor, Tensor, Tensor)", eval_reference, _fake_eval
+)

@@ -6,10 +6,11 @@ against it. Its arguments have been checked. Here they are together, under their
 
 from .aggregate import reference as aggregate
 from .aggregate import reference_out as aggregate_out
+from .chain import eval_reference as chain_eval
+from .chain import grad_reference as chain_grad
+from .chain import sgd_reference as chain_sgd_
 from .conv import backward_reference as conv2d_backward
 from .conv import reference as conv2d
-from .linear import losses_and_slopes
-from .linear import reference as linear_sgd_
 from .pool import backward_reference as pool2x2_backward
 from .pool import reference as pool2x2
 from .rank1 import backward_reference as rank1_linear_backward
@@ -22,11 +23,12 @@ from .weights import waffle_reference as waffle_weights
 __all__ = [
     "aggregate",
     "aggregate_out",
+    "chain_eval",
+    "chain_grad",
+    "chain_sgd_",
     "conv2d",
     "conv2d_backward",
     "feddwa_weights",
-    "linear_sgd_",
-    "losses_and_slopes",
     "pairwise_sqdist",
     "pool2x2",
     "pool2x2_backward",

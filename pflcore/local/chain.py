@@ -6,7 +6,6 @@ frozen weight, a forward of an instance's own, a pass that differs between train
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -17,8 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node, Tracer
 
-from pflcore.flat import CRITERIA, Net
+from pflcore.data.federation import Federation
+from pflcore.factorized import FactorizedLinear
+from pflcore.local.losses import CRITERIA
+from pflcore.local.net import Net
+from pflcore.local.plain import is_plain
 from pflcore.nn import Dropout
+from pflcore.ops import backend
 from pflcore.ops.chain import layer
 
 ACTS = {nn.ReLU: 1, nn.Tanh: 2, nn.Sigmoid: 3, nn.GELU: 4}
@@ -42,38 +46,48 @@ class Chain:
     shape: tuple[int, int, int]  # of one sample
     classes: int
     dropout: bool  # whether training needs seeds
-    linear: bool  # whether all it has is one linear layer
+    has_conv: bool
 
     @property
     def head(self) -> tuple[Any, ...]:
         """The ops' arguments that stay the same."""
         return (self.program, self.criterion, *self.shape)
 
-    @classmethod
-    def of(cls, net: Net, shape: Sequence[int]) -> Chain | str:
-        """The chain that `net` is on samples of `shape`, or why it is none."""
-        try:
-            return _chain(net, tuple(shape))
-        except NoChain as why:
-            return str(why)
+
+def find_chain(net: Net, data: Federation) -> Chain | str:
+    """The chain that `net` is on the samples of `data`, or in a few words why it is none that the kernels train."""
+    try:
+        chain = compiled(net, tuple(data.shape))
+        _check_data(net, data, chain)
+        return chain
+    except NoChain as why:
+        return str(why)
 
 
-def _chain(net: Net, shape: tuple[int, ...]) -> Chain:
+def compiled(net: Net, shape: tuple[int, ...]) -> Chain:
     criterion = {f: name for name, f in CRITERIA.items()}.get(net.criterion)
     if criterion is None:
         raise NoChain("a criterion of one's own")
     if net.buffer_names:
         raise NoChain("buffers")
     if net.dtype not in (torch.float32, torch.float64):
-        raise NoChain(f"{net.dtype}")
+        raise NoChain(f"parameters of {net.dtype}")
     if len(shape) not in (1, 3) or not all(shape):
         raise NoChain(f"samples of shape {list(shape)}")
-    _plain(net.module)
-    steps = _steps(net.module, shape)
     compiler = _Compiler(net, shape)
-    for step in steps:
-        compiler.add(step)
+    for m in _layers(net.module):
+        compiler.add(m)
     return compiler.finish(criterion)
+
+
+def _check_data(net: Net, data: Federation, chain: Chain) -> None:
+    if data.x.dtype != net.dtype or not data.x.is_contiguous():
+        raise NoChain("samples that do not lie as the kernels read them")
+    labels = data.y.dtype == torch.int64
+    if data.y.dim() != 1 or not (labels or (data.y.dtype == net.dtype and chain.criterion != "cross_entropy")):
+        raise NoChain(f"targets of {data.y.dtype} and shape {list(data.y.shape)}")
+    if chain.has_conv and not (data.device.type == "cpu" and backend().kernels):
+        raise NoChain("convolutions without the CPU's kernels")
 
 
 class _Compiler:
@@ -81,7 +95,7 @@ class _Compiler:
 
     def __init__(self, net: Net, shape: tuple[int, ...]) -> None:
         self.net, self.shape, self.first = net, shape, shape
-        self.places = {id(p): net.slices[n].start for n, p in net.module.named_parameters() if n in net.slices}
+        self.places: dict[int, int] = {id(p): net.slices[n].start for n, p in net.module.named_parameters() if n in net.slices}
         self.lines: list[list[float]] = []
         self.taken: set[int] = set()
         self.covered = 0
@@ -106,6 +120,13 @@ class _Compiler:
             if shape != (m.in_features,):
                 raise NoChain(f"a linear layer on shape {list(shape)}")
             self.line("linear", m.out_features, self.place(m.weight), self.place(m.bias))
+            self.shape = (m.out_features,)
+        elif isinstance(m, FactorizedLinear):
+            if shape != (m.in_features,):
+                raise NoChain(f"a linear layer on shape {list(shape)}")
+            self.line("linear", m.factors, self.place(m.w_b), -1)
+            self.line("scale", self.place(m.strength))
+            self.line("linear", m.out_features, self.place(m.w_a), self.place(m.bias))
             self.shape = (m.out_features,)
         elif isinstance(m, nn.Conv2d):
             self._conv(m)
@@ -178,32 +199,18 @@ class _Compiler:
             raise NoChain(f"scores of shape {list(self.shape)}")
         if not self.taken or self.covered != self.net.size:
             raise NoChain("weights that the chain does not use")
-        if criterion != "cross_entropy" and self.shape != (1,):
-            raise NoChain(f"{self.shape[0]} outputs for {criterion}")
+        if (criterion == "cross_entropy") != (self.shape != (1,)):
+            raise NoChain(f"{self.shape[0]} output(s) for {criterion}")
         kinds = [int(line[0]) for line in self.lines]
         shape = self.first if len(self.first) == 3 else (self.first[0], 1, 1)
         program = torch.tensor(self.lines, dtype=torch.float64)
-        return Chain(program, criterion, shape, self.shape[0], 5 in kinds, [k for k in kinds if k != 4] == [0])
+        return Chain(program, criterion, shape, self.shape[0], 5 in kinds, 1 in kinds)
 
 
 LEAVES = (
-    nn.Linear, nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.Flatten, nn.Identity, nn.GroupNorm, nn.LayerNorm, Dropout, *ACTS,
+    nn.Linear, nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.Flatten, nn.Identity, nn.GroupNorm, nn.LayerNorm,
+    Dropout, FactorizedLinear, *ACTS,
 )  # fmt: skip
-
-
-def _plain(module: nn.Module) -> None:
-    """Refuses what changes a pass without standing in `forward`: hooks, parametrizations, a forward of an instance's own."""
-    if torch.nn.modules.module._has_any_global_hook():
-        raise NoChain("global hooks")
-    for name, m in module.named_modules():
-        mine = vars(m)
-        if any(v for k, v in mine.items() if k.endswith("_hooks") and not k.endswith(("state_dict_hooks", "state_dict_pre_hooks", "state_dict_post_hooks"))):
-            raise NoChain(f"a hook on {name or 'the model'}")
-        if "forward" in mine or "__call__" in mine or "parametrizations" in m._modules:
-            raise NoChain(f"a forward of its own, or a parametrization, on {name or 'the model'}")
-    for name, p in module.named_parameters():
-        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
-            raise NoChain(f"a hook on {name}")
 
 
 class _Tracer(Tracer):
@@ -211,32 +218,45 @@ class _Tracer(Tracer):
         return type(m) in LEAVES or super().is_leaf_module(m, module_qualified_name)
 
 
-def _steps(module: nn.Module, shape: tuple[int, ...]) -> list[nn.Module]:
+def _layers(module: nn.Module) -> list[nn.Module]:
     """The layers that a forward pass calls, one after another, a repeated one each time; the same in training and evaluation."""
-    found = []
-    mode = module.training
+    for name, m in module.named_modules():
+        if not is_plain(m):
+            raise NoChain(f"a hook on {name or 'the model'}, or a forward of its own")
+    found, mode = [], module.training
     try:
         for train in (True, False):
             module.train(train)
             if type(module) in LEAVES:
-                return [module]
+                return _checked([module])
             try:
                 graph = _Tracer().trace(module)
             except Exception as error:  # data-dependent control flow and much else
                 raise NoChain("a forward that torch.fx cannot trace") from error
-            found.append(_line(module, list(graph.nodes), shape))
+            found.append(_checked(_line(module, list(graph.nodes))))
     finally:
         module.train(mode)
-    if [_key(m) for m in found[0]] != [_key(m) for m in found[1]]:
+    if [repr(m) for m in found[0]] != [repr(m) for m in found[1]] or any(_owned(a) is not _owned(b) for a, b in zip(*found, strict=True)):
         raise NoChain("a forward that differs between training and evaluation")
     return found[0]
 
 
-def _key(m: nn.Module) -> Any:
-    return type(m) if type(m) in ACTS or type(m) is nn.Flatten else (repr(m) if type(m) in (nn.MaxPool2d, nn.AvgPool2d) else id(m))
+def _owned(m: nn.Module) -> Tensor | None:
+    return next(m.parameters(), None)
 
 
-def _line(module: nn.Module, nodes: list[Node], shape: tuple[int, ...]) -> list[nn.Module]:
+def _checked(layers: list[nn.Module]) -> list[nn.Module]:
+    for m in layers:
+        if type(m) not in LEAVES:
+            raise NoChain(type(m).__name__)
+        if type(m) is nn.Flatten and (m.start_dim, m.end_dim) != (1, -1):
+            raise NoChain("a flatten of some axes")
+        if type(m) is nn.GELU and m.approximate != "none":
+            raise NoChain("an approximate GELU")
+    return [m for m in layers if type(m) is not nn.Identity]
+
+
+def _line(module: nn.Module, nodes: list[Node]) -> list[nn.Module]:
     steps: list[nn.Module] = []
     last: Node | None = None
     counts: set[Node] = set()  # nodes that hold the batch's size
@@ -256,14 +276,7 @@ def _line(module: nn.Module, nodes: list[Node], shape: tuple[int, ...]) -> list[
                 raise NoChain("layers that do not follow one another")
             steps.append(_module(module, node, counts))
             last = node
-    for m in steps:
-        if type(m) not in LEAVES:
-            raise NoChain(f"nn.{type(m).__name__}" if type(m).__module__.startswith("torch.") else type(m).__name__)
-        if type(m) is nn.Flatten and (m.start_dim, m.end_dim) != (1, -1):
-            raise NoChain("a flatten of some axes")
-        if isinstance(m, nn.GELU) and m.approximate != "none":
-            raise NoChain("an approximate GELU")
-    return [m for m in steps if type(m) is not nn.Identity]
+    return steps
 
 
 def _is_count(node: Node, counts: set[Node], shapes: set[Node]) -> bool:
@@ -299,7 +312,7 @@ def _module(module: nn.Module, node: Node, counts: set[Node]) -> nn.Module:
             return nn.Flatten()
     if target in (F.max_pool2d, F.avg_pool2d) or getattr(target, "__name__", "") in ("boolean_dispatch", "max_pool2d"):
         names = ("kernel_size", "stride", "padding")
-        options = {**dict(zip(names, args, strict=False)), **kwargs}
+        options: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
         if set(options) <= set(names) and not any(isinstance(v, Node) for v in options.values()):
             stride = options.get("stride") or options["kernel_size"]
             kind = nn.AvgPool2d if target is F.avg_pool2d else nn.MaxPool2d
