@@ -10,6 +10,7 @@ from ugly import lay, randn, same_for_any_threads
 
 from pflcore.flat import CRITERIA
 from pflcore.ops import _library as library
+from pflcore.ops import reference
 from pflcore.ops.linear import linear_sgd_
 
 SWITCH = st.sampled_from([False, True])
@@ -163,3 +164,14 @@ def test_memory_is_guarded(change, words):
     change(arguments)
     with pytest.raises(RuntimeError, match=words):
         linear_sgd_(*arguments)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize(("y", "moved"), [(1, 0.1), (0, -0.1)])
+def test_a_hinge_that_just_touches_pulls(y, moved):
+    """At a margin of exactly 1 the slope is that of the side that still learns, in the kernel and in the reference."""
+    for call in (linear_sgd_, reference.linear_sgd_):
+        w = torch.tensor([[1.0 if y else -1.0]])
+        how = (torch.zeros(1, 1, 1, dtype=torch.int64), torch.tensor([1]), torch.tensor([1]), 1, False, "hinge", False, 0.1)
+        loss = call(w, torch.ones(1, 1), torch.tensor([y]), None, *how, None, None, 0.0, None, None, 0.0, 0.0, None)
+        assert float(loss) == 0 and float(w) == pytest.approx((1.0 if y else -1.0) + moved)
