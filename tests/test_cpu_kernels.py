@@ -404,6 +404,13 @@ def test_tiny_distances_over_many_columns(n: int, at: str) -> None:
         torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("p", [160, 192, 5760])
+def test_constant_rows_whose_roundings_all_point_one_way(p: int) -> None:
+    value = (1 + torch.arange(500, dtype=torch.float32) / 500)[:, None]
+    got = ops.pairwise_sqdist(value.expand(-1, p), torch.zeros(1, p))
+    torch.testing.assert_close(got, value.double().square() * p, rtol=9.6e-7, atol=0)
+
+
 def test_squares_that_float32_holds_badly() -> None:
     """1e-41 has three digits in float32, though a sum of many is not small itself."""
     a = torch.zeros(3, 300_000)
