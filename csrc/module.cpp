@@ -1,4 +1,5 @@
 // pflcore._C: what was built and which path runs. No tensors: the ops register themselves when this library is loaded.
+#undef TORCH_TARGET_VERSION   // with it, torch 2.10's pybind11 is refused; this file holds no tensors, and nothing of it could break
 #include <pybind11/pybind11.h>
 #include <torch/headeronly/version.h>
 

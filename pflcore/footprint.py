@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from pflcore.algorithms.base import FedAvg, Tensors
 from pflcore.data.federation import Federation
 from pflcore.local import Engine, Net, Path, Setting, Training
+from pflcore.local.chain import Chain, find_chain
 from pflcore.round import begin, evaluate, step
 
 SMALL = 1 << 24  # bytes of two rows for each client below which nothing is measured: the interpreter alone needs ten times that
@@ -39,7 +40,7 @@ def peak_bytes(algorithm: FedAvg, net: Net, n: int, participation: float, traini
     head = net.head_slice if net.head_name is not None else slice(0, 0)
     whole = 2 * (head.stop - head.start) > net.size  # is most of the model its head?
     momentum = replace(training, lr=0.01, batch_size=2, epochs=1, momentum=0.5 if training.momentum else 0.0, schedule=None)
-    fixed, each, everyone = rows_beside_state(algorithm, momentum, path.engine, path.written_out, whole)
+    fixed, each, everyone = rows_beside_state(algorithm, momentum, path.engine, path.form == "chain", whole)
     at_once = max(0, min(workers, cohort) - 1) if path.engine == "threads" else 0  # clients in work beside the one that was measured
     proof = 20 * row  # copies for the comparison of the faster forms, before the first round
     return state + max(int(row * (COPIES + fixed + each * cohort + everyone * n + 3 * at_once)), proof)
@@ -50,17 +51,17 @@ def nbytes(tensors: Tensors) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def rows_beside_state(algorithm: FedAvg, training: Training, engine: str, written_out: bool, whole: bool) -> tuple[float, float, float]:
+def rows_beside_state(algorithm: FedAvg, training: Training, engine: str, chained: bool, whole: bool) -> tuple[float, float, float]:
     """Rows [P] that live at the peak beside the state: so many in any case, per client of the cohort, per client of the federation."""
     try:
-        low, wide, both = (measured(algorithm, training, engine, written_out, whole, *c) for c in ((2, 4), (2, 8), (6, 8)))
+        low, wide, both = (measured(algorithm, training, engine, chained, whole, *c) for c in ((2, 4), (2, 8), (6, 8)))
     except Exception:  # an algorithm that asks more of its data than a stand-in has
         return 0.0, 6.0, 0.0
     everyone, each = max(0.0, (wide - low) / 4), max(0.0, (both - wide) / 4)
     return max(0.0, both - 6 * each - 8 * everyone), each, everyone
 
 
-def measured(algorithm: FedAvg, training: Training, engine: str, written_out: bool, whole: bool, cohort: int, n: int) -> float:
+def measured(algorithm: FedAvg, training: Training, engine: str, chained: bool, whole: bool, cohort: int, n: int) -> float:
     if any(f.name == "target" for f in fields(algorithm)):
         algorithm = replace(algorithm, **{"target": 0})  # type: ignore[arg-type]
     with torch.random.fork_rng(devices=[]):
@@ -70,7 +71,9 @@ def measured(algorithm: FedAvg, training: Training, engine: str, written_out: bo
     count = 4 * n
     index = {s: list((torch.arange(count) + i * count).split(4)) for i, s in enumerate(SPLITS)}
     x, y = torch.randn(3 * count, layers[0].in_features, generator=gen), torch.randint(0, 2, (3 * count,), generator=gen)
-    setting = Setting(net, Federation(x, y, index, 2), training, Inline(engine, 1, written_out), 0, 3)
+    data = Federation(x, y, index, 2)
+    chain = find_chain(net, data) if chained else None
+    setting = Setting(net, data, training, Inline(engine, 1, chain if isinstance(chain, Chain) else None), 0, 3)
     state = begin(algorithm, net, n)
     ids = torch.arange(cohort)
     state, _ = step(algorithm, state, setting, ids)  # in the first round some have nothing to send yet

@@ -23,6 +23,7 @@ from pflcore.data.roles import held_out
 from pflcore.local import Training, prepared
 from pflcore.local.losses import Loss, default_loss, loss_name
 from pflcore.local.net import Net
+from pflcore.local.path import Path as LocalPath
 from pflcore.local.preflight import check_modes
 from pflcore.metrics import Metric, human, metrics_of
 from pflcore.personal import Models, Personalized
@@ -165,7 +166,7 @@ class Simulation:
     def _set_up(self, net: Net) -> str | None:
         """Everything to its device. Where memory runs out nothing is kept, and what was asked for last is returned."""
         assert isinstance(self.algorithm, FedAvg)
-        data, self.path = self.data, Path("vmap", "vmap", "not chosen yet")
+        data, self.path = self.data, LocalPath("vmap", "vmap", "not chosen yet")
         try:
             if self.device != "cpu":
                 net, data = net.to(self.device), data.to(self.device)

@@ -383,3 +383,102 @@ def test_every_float16_is_read_as_it_is(flushed: None) -> None:
 def test_a_mean_of_small_float16_updates(flushed: None) -> None:
     updates = torch.full((4, 100), 1e-5, dtype=torch.float16)
     assert torch.equal(ops.aggregate(updates, torch.full((2, 4), 0.25)), updates[:2])
+
+
+# --- far from the ordinary -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [2, 9, 70])
+@pytest.mark.parametrize("at", ["everywhere", "in the last columns", "in the first columns"])
+def test_tiny_distances_over_many_columns(n: int, at: str) -> None:
+    """What is done again in float64 is all of the row, however many blocks it has."""
+    p = 60_000 if n < 70 else 9_000
+    a = normal(n, p) * 1e-22
+    if at != "everywhere":
+        a[:, : p - 300 if "last" in at else p] = 0
+    if "first" in at:
+        a[:, :300] = normal(n, 300, seed=1) * 1e-22
+    want = reference.pairwise_sqdist(a, None)
+    assert float(want.max()) < 1e-30 and bool((want + torch.eye(n) > 0).all())
+    for got in (ops.pairwise_sqdist(a), ops.pairwise_sqdist(a, a)):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("p", [160, 192, 5760])
+def test_constant_rows_whose_roundings_all_point_one_way(p: int) -> None:
+    value = (1 + torch.arange(500, dtype=torch.float32) / 500)[:, None]
+    got = ops.pairwise_sqdist(value.expand(-1, p), torch.zeros(1, p))
+    torch.testing.assert_close(got, value.double().square() * p, rtol=9.6e-7, atol=0)
+
+
+def test_squares_that_float32_holds_badly() -> None:
+    """1e-41 has three digits in float32, though a sum of many is not small itself."""
+    a = torch.zeros(3, 300_000)
+    a[1], a[2] = 3.3e-21, 6.1e-21
+    want = reference.pairwise_sqdist(a, None)
+    assert 1e-36 < float(want[0, 1]) < 1e-30
+    torch.testing.assert_close(ops.pairwise_sqdist(a), want, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("p", [65, 71, 79, 80])
+@pytest.mark.parametrize("shift", [0, 1, 15])
+def test_large_results_leave_what_lies_between_their_rows(p: int, shift: int) -> None:
+    """Results of megabytes are written in whole cache lines: the line that a row ends in belongs to others, too."""
+    m = (8 << 20) // (4 * p) + 100
+    home = torch.full((m, p + 40), 7.0)
+    out = home[:, shift : shift + p]
+    updates, index = normal(5, p), torch.arange(m)[:, None] % 5
+    ops.aggregate(updates, torch.ones(m, 1), index, out=out)
+    assert torch.equal(out, updates[index[:, 0]])
+    assert bool((home[:, :shift] == 7).all()) and bool((home[:, shift + p :] == 7).all())
+
+
+@pytest.mark.parametrize("gapped", ["w", "grad", "shift", "anchor", "mask", "buffer"])
+def test_sgd_step_with_one_row_stride_unlike_the_others(gapped: str) -> None:
+    t = {name: normal(3, 37, seed=k) for k, name in enumerate(("w", "grad", "shift", "anchor", "mask", "buffer"))}
+    want = {name: v.double() for name, v in t.items()}
+    reference.sgd_step_(want["w"], want["grad"], 0.1, want["shift"], want["mask"], 0.5, None, want["anchor"], 0.9, want["buffer"], 0.01)
+    home = torch.full((3, 45), 7.0)
+    home[:, 3:40] = t[gapped]
+    t[gapped] = home[:, 3:40]
+    ops.sgd_step_(t["w"], t["grad"], 0.1, t["shift"], t["mask"], 0.5, t["anchor"], 0.9, t["buffer"], 0.01)
+    assert close(t["w"], want["w"], 1e-5) and close(t["buffer"], want["buffer"], 1e-5)
+    assert bool((home[:, :3] == 7).all()) and bool((home[:, 40:] == 7).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rank1_a_factor_that_is_off_but_may_be_turned_on(dtype: torch.dtype) -> None:
+    """Where lam's gradient is wanted all factors are computed; one that is off still adds nothing to the other gradients."""
+    x, w_a, lam, w_b = (normal(*s, seed=k, dtype=dtype) for k, s in enumerate([(5, 9), (7, 6), (6,), (6, 9)]))
+    grad = normal(5, 7, seed=8, dtype=dtype)
+    lam[2] = lam[5] = 0
+    want = OPS.rank1_linear_backward(grad, x, w_a, lam, w_b, True, True, True, True)
+    bad_a, bad_b = w_a.clone(), w_b.clone()
+    bad_a[:, 2], bad_b[5] = torch.nan, torch.inf
+    got = OPS.rank1_linear_backward(grad, x, bad_a, lam, w_b, True, True, True, True)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1]) and torch.equal(got[3], want[3])
+    got = OPS.rank1_linear_backward(grad, x, w_a, lam, bad_b, True, True, True, True)
+    assert torch.equal(got[1], want[1]) and torch.equal(got[3], want[3])
+    on = lam != 0
+    assert torch.equal(got[2][on], want[2][on]) and not bool(got[2][5].isfinite())
+
+
+@pytest.mark.parametrize("k", [31, 32, 33, 34])
+def test_feddwa_around_the_number_that_is_held_in_registers(k: int) -> None:
+    d = normal(3, 60, dtype=torch.float64).square()
+    d[1, ::2] = d[1, 0]
+    for n in (k, k + 1, 60):
+        got, want = ops.feddwa_weights(d[:, :n], k), reference.feddwa_weights(d[:, :n], k)
+        assert torch.equal(got.index, want[1])
+        torch.testing.assert_close(got.weight, want[0], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("gap", [1e-9, 1e-10, 1e-11])
+def test_waffle_distances_that_differ_by_little_are_no_tie(gap: float) -> None:
+    d = torch.tensor([0.0, 1.0, 1.0 + gap / 2, 1.0 + gap], dtype=torch.float64)
+    low, high = d[1], d[3]
+    s = low / high * (1 - 0.6)
+    raw = (0.6 - ((d[1:] - low) / (high - low) + s) / (1 + s)).clamp(min=0)
+    want = torch.cat([torch.tensor([0.6], dtype=torch.float64), raw])
+    for tie in ("closed", "uniform"):
+        torch.testing.assert_close(ops.waffle_weights(d, 0, 0.6, tie=tie), want / want.sum(), rtol=1e-5, atol=1e-12)

@@ -343,6 +343,18 @@ def test_rank1_linear_skips_inactive_factors(kernels: Kernels) -> None:
         assert got is None or torch.equal(got, want)
 
 
+def test_rank1_linear_whatever_runs_first(kernels: Kernels) -> None:
+    """More clients than the grid has blocks: what a block holds in shared memory is read by all before it takes the next client."""
+    inputs = normal(5, 9, 6), normal(5, 7, 33, seed=1), normal(5, 33, seed=2), normal(5, 33, 6, seed=3)
+    grad, results = normal(5, 9, 7, seed=4), []
+    for order in (0, 1, 7):
+        kernels.order(order)
+        grads = kernels.rank1_linear_backward(grad, *inputs, True, True, True, True)
+        results.append([kernels.rank1_linear(*inputs), *(g for g in grads if g is not None)])
+    for other in results[1:]:
+        assert len(other) == 5 and all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
 def test_rank1_linear_empty(kernels: Kernels) -> None:
     for b, i, f, o in ((0, 3, 4, 5), (2, 0, 4, 5), (2, 3, 0, 5), (2, 3, 4, 0)):
         x, w_a, lam, w_b = normal(b, i), normal(o, f), normal(f), normal(f, i)

@@ -235,15 +235,15 @@ def test_out_is_no_other_input():
 
 
 def test_two_views_of_one_array_share_memory():
-    """However many times numpy's memory was wrapped."""
+    """However many times numpy's memory was wrapped: each wrapping is a storage of its own."""
     home = np.ones((4, 7))
+    head, tail = torch.from_numpy(home[:3]), torch.from_numpy(home[2:])
     with refuses("aggregate", "out"):
-        aggregate(torch.from_numpy(home)[:3], torch.ones(2, 3), out=torch.from_numpy(home)[2:])
+        aggregate(head, torch.ones(2, 3), out=tail)
     with refuses("aggregate", "out"):
-        aggregate(torch.ones(3, 7, dtype=F64), torch.ones(2, 3), base=torch.from_numpy(home)[1:3], out=torch.from_numpy(home)[2:])
-    base = torch.from_numpy(home)[:2]
-    aggregate(torch.ones(3, 7, dtype=F64), torch.ones(2, 3), base=base, out=torch.from_numpy(home)[:2])
-    assert torch.equal(base, torch.full((2, 7), 4.0, dtype=F64))
+        aggregate(torch.ones(3, 7, dtype=F64), torch.ones(2, 3), base=head[1:], out=tail)
+    aggregate(torch.ones(3, 7, dtype=F64), torch.ones(2, 3), base=tail, out=torch.from_numpy(home[2:]))  # the base itself
+    assert torch.equal(tail, torch.full((2, 7), 4.0, dtype=F64))
 
 
 # --- gradient -----------------------------------------------------------------------------------------------------------------------

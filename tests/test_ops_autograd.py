@@ -25,7 +25,7 @@ def changes(t, call):
 
 
 def test_a_step_in_place_is_seen_by_autograd():
-    w, buffer, grads, loss = randn(1, 2, 15), randn(2, 2, 15), randn(3, 2, 15), randn(4, 2, 15)
+    w, buffer, grads = randn(1, 2, 15), randn(2, 2, 15), randn(3, 2, 15)
     changes(w, lambda: ops.sgd_step_(w, grads, 0.1))
     changes(buffer, lambda: ops.sgd_step_(w, grads, 0.1, momentum=0.9, buffer=buffer))
     program = torch.tensor([chain.layer("linear", 3, 0, 12)], dtype=torch.float64)

@@ -13,8 +13,8 @@ ROUND = {F64: 2.0**-53, F32: 2.0**-24, F16: 2.0**-11, BF16: 2.0**-8}
 TINY = {F64: 5e-324, F32: 7.1e-46, F16: 3.0e-8, BF16: 4.6e-41}
 
 TOLERANCE = {
-    # relative to each distance. Rows are used as they are (already rounded) and at most 16 squares meet in a float32 lane: (1 + 1 + 16)
-    # roundings of 6e-8 in the worst case, a tenth of that in practice. float64 rows have float64 all the way.
+    # relative to each distance. Rows are used as they are (already rounded) and a square meets at most 16 roundings of 6e-8 before it is
+    # added to a float64 total, a tenth of that in practice. float64 rows have float64 all the way.
     "sqdist": {F32: 1e-6, F16: 1e-6, BF16: 1e-6, F64: 1e-13},
     # relative to the largest weight: float64 arithmetic on a handful of distances, whatever their dtype.
     "weights": {F64: 1e-12, F32: 1e-12, F16: 1e-12, BF16: 1e-12},

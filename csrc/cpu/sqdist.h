@@ -1,8 +1,8 @@
 // out[i][j] = sum over the columns of (a_i - b_j)^2: differences first, float64 totals. Knows nothing of torch.
 //
 // Columns are walked in blocks that fit the second-level cache with all their rows; a block's pairs are taken 4 x 4 in registers while the
-// next block is prefetched. A float32 lane takes at most 16 additions before it is flushed to float64, so that constant rows, whose rounding
-// errors all point one way, keep a relative error below 1e-6 (sqdist_tile.h). A pair whose sum is not finite or below 1e-30 is done again in
+// next block is prefetched. A float32 sum meets at most 16 roundings before it is flushed to float64, so that constant rows, whose errors all
+// point one way, keep a relative error below 1e-6 (sqdist_tile.h). A pair whose sum is not finite or below 1e-30 is done again in
 // float64.
 //
 // The order in which a pair is summed depends on the sizes alone: neither on the threads nor on where in the matrix the pair stands.

@@ -171,6 +171,11 @@ struct GradBProduct : Rank1Side<T> {  // gb[f, i] = (lam back)[b, f] x[b, i]
 };
 
 constexpr int kRank1Rows = 32, kRank1Cols = 64, kRank1Depth = 16, kRank1Threads = 128;
+#ifdef PFLCORE_CUDA_ON_CPU  // tests: a block takes several clients
+constexpr int64_t kRank1Grid = 2;
+#else
+constexpr int64_t kRank1Grid = 65535;  // clients side by side
+#endif
 
 // A tile of 32 x 64 results per block, 4 x 4 per thread. a is asked as (client, row, depth) where it lies along the depth, else as
 // (client, depth, row); b always as (client, depth, column).
@@ -248,7 +253,7 @@ void rank1_run(const Rank1Side<T>& side, int64_t rows, int64_t cols, cudaStream_
   if (rows == 0 || cols == 0 || batches == 0) return;
   Product<T> p;
   static_cast<Rank1Side<T>&>(p) = side;
-  const dim3 grid(static_cast<unsigned>(ceil_div(cols, kRank1Cols)), grid_for(ceil_div(rows, kRank1Rows), 65535), grid_for(batches, 65535));
+  const dim3 grid(static_cast<unsigned>(ceil_div(cols, kRank1Cols)), grid_for(ceil_div(rows, kRank1Rows), 65535), grid_for(batches, kRank1Grid));
   auto* const kernel = &rank1_product<T, Product<T>>;
   PFLCORE_LAUNCH(kernel, grid, kRank1Threads, 0, stream, p);
 }
@@ -282,7 +287,7 @@ void rank1_backward(const Rank1<T>& q, const Rank1Grads<T>& g, cudaStream_t stre
   const int64_t batches = g.lam_shared ? 1 : q.n;
   if (g.lam && q.f > 0 && batches > 0) {
     auto* const kernel = &rank1_grad_lam<T>;
-    const dim3 grid(static_cast<unsigned>(ceil_div(q.f, 32)), grid_for(batches, 65535));
+    const dim3 grid(static_cast<unsigned>(ceil_div(q.f, 32)), grid_for(batches, kRank1Grid));
     PFLCORE_LAUNCH(kernel, grid, dim3(32, 8), 0, stream, side(g.lam, g.lam_shared));
   }
 }

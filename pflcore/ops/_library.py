@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 
 BUDGET = 1 << 22  # elements of a temporary: what a reference may hold beside its result
 
@@ -31,10 +32,11 @@ def define(schema: str, reference: Any, fake: Any) -> Any:
 
 def changed(*tensors: Tensor | None) -> None:
     """Tell autograd that an op wrote into these: a tensor that it has saved for a backward pass is not what it was."""
-    if not torch.compiler.is_compiling():
-        for t in tensors:
-            if t is not None:
-                torch.autograd.graph.increment_version(t)
+    if torch.compiler.is_compiling():
+        return
+    for t in tensors:
+        if t is not None:
+            increment_version(t)
 
 
 def forward_mode() -> bool:

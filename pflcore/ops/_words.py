@@ -68,29 +68,28 @@ def check_same(op: str, name: str, a: Tensor, other: str, b: Tensor) -> None:
         expect(False, op, other, f"on {a.device} like {name}", shape(b), f"use {other}.to({name}.device)")
 
 
-def in_memory(t: Tensor) -> bool:
-    """The tensor lies at an address: nothing traced, no fake, no `vmap` or `grad` around it."""
-    if torch.compiler.is_compiling() or type(t) not in (Tensor, Parameter) or t.is_meta:
-        return False
-    return not torch._C._functorch.is_functorch_wrapped_tensor(t)
-
-
 def concrete(t: Tensor) -> bool:
-    """The values can be looked at for free."""
-    return t.device.type == "cpu" and in_memory(t)
+    """The values can be looked at for free: a CPU tensor, nothing traced, no `vmap` or `grad` around it."""
+    return not torch.compiler.is_compiling() and t.device.type == "cpu" and span(t) is not None
 
 
-def overlap(a: Tensor, b: Tensor) -> bool:
-    """The two tensors' memory ranges meet, whoever owns the memory: two views of one numpy array have two storages."""
-    if not (in_memory(a) and in_memory(b)) or a.device != b.device or not (a.numel() and b.numel()):
-        return False
-
-    def span(t: Tensor) -> tuple[int, int]:
+def span(t: Tensor | None) -> tuple[int, int] | None:
+    """The addresses of the memory that a tensor lies in; None where there is none: a fake, meta or empty tensor. Not while compiling."""
+    if type(t) is not Tensor and type(t) is not Parameter:
+        return None
+    try:
         first = t.data_ptr()
-        return first, first + (sum((s - 1) * d for s, d in zip(t.shape, t.stride(), strict=True)) + 1) * t.element_size()
+    except RuntimeError:  # inside of a `vmap` or `grad`
+        return None
+    if first == 0 or t.is_contiguous():
+        return (first, first + t.nbytes) if first else None
+    elements = sum((s - 1) * d for s, d in zip(t.shape, t.stride(), strict=True)) + 1
+    return first, first + elements * t.element_size()
 
-    (a0, a1), (b0, b1) = span(a), span(b)
-    return a0 < b1 and b0 < a1
+
+def meet(a: tuple[int, int] | None, b: tuple[int, int] | None) -> bool:
+    """Two spans overlap. They are addresses, whoever owns the memory: two wrappings of one numpy array have two storages."""
+    return a is not None and b is not None and a[0] < b[1] and b[0] < a[1]
 
 
 def same_view(a: Tensor, b: Tensor) -> bool:

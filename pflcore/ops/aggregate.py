@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ._library import BUDGET, changed, define, forward_mode, lib, nothing, warn_once
-from ._words import concrete, expect, floating, matrix, number, overlap, same_view, shape
+from ._words import concrete, expect, floating, matrix, meet, number, same_view, shape, span
 
 
 def aggregate(
@@ -65,10 +65,10 @@ def check_aggregate(updates: Any, weight: Any, index: Any, base: Any, lr: Any, o
         fits = base.shape == (p,) or base.shape == (m, p)
         expect(fits and base.device == updates.device, op, "base", f"[{p}] or [{m}, {p}] on {updates.device}", shape(base))
     if out is not None:
-        check_out(updates, weight, base, out)
+        check_out(updates, weight, index, base, out)
 
 
-def check_out(updates: Tensor, weight: Tensor, base: Tensor | None, out: Any) -> None:
+def check_out(updates: Tensor, weight: Tensor, index: Tensor | None, base: Tensor | None, out: Any) -> None:
     """The `out` of aggregate."""
     op, wanted = "aggregate", [weight.shape[0], updates.shape[1]]
     dtype = updates.dtype if base is None else base.dtype
@@ -85,9 +85,11 @@ def check_out(updates: Tensor, weight: Tensor, base: Tensor | None, out: Any) ->
         return
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (updates, weight, base, out)):
         expect(False, op, "out", "None where a gradient is wanted", "inputs that require grad", "leave out away or use torch.no_grad()")
-    expect(not overlap(out, updates), op, "out", "memory of its own", "memory of updates")
-    expect(not overlap(out, weight), op, "out", "memory of its own", "memory of weight")
-    if base is not None and overlap(out, base):
+    mine = span(out)
+    for name, t in (("updates", updates), ("weight", weight), ("index", index)):
+        if meet(mine, span(t)):
+            expect(False, op, "out", "memory of its own", f"memory of {name}")
+    if base is not None and meet(mine, span(base)):
         expect(same_view(out, base), op, "out", "memory of its own or base itself", "a part of base's memory")
 
 

@@ -24,7 +24,7 @@ def rank1_linear(
     One dtype for all inputs, 16-bit ones computed in float32; under `autocast` all are cast to its dtype, as for `F.linear`. Differentiable
     in all four; works under `vmap`. In forward mode it is plain torch, which reads every factor.
     """
-    if isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type):
+    if torch._C._is_any_autocast_enabled() and isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type):
         low = torch.get_autocast_dtype(x.device.type)
         x, w_a, lam, w_b = (t.to(low) if isinstance(t, Tensor) and t.dtype in NARROW else t for t in (x, w_a, lam, w_b))
     lead = check_rank1(x, w_a, lam, w_b)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ._library import changed, define, forward_mode, nothing, warn_once
-from ._words import check_same, expect, matrix, number, overlap, same_view, shape
+from ._words import check_same, expect, matrix, meet, number, same_view, shape, span
 
 
 def sgd_step_(
@@ -72,15 +72,20 @@ def check_sgd(
         expect(False, op, "anchor", f"{list(w.shape)} where mu is given", "None")
     if torch.is_grad_enabled() and not torch.compiler.is_compiling() and (w.requires_grad or grad.requires_grad):
         expect(False, op, "w", "free of autograd", "a tensor that requires grad", "use torch.no_grad()")
-    expect(not forward_mode(), op, "w", "free of forward-mode differentiation", "a step inside of it", "write the step in plain torch")
-    for name, t in (("grad", grad), ("shift", shift), ("mask", mask), ("anchor", anchor), ("mu", mu if isinstance(mu, Tensor) else None)):
-        if t is None:
+    if forward_mode():
+        expect(False, op, "w", "free of forward-mode differentiation", "a step inside of it", "write the step in plain torch")
+    if torch.compiler.is_compiling():
+        return
+    row, velocity = span(w), span(buffer)
+    for name, t in (("grad", grad), ("shift", shift), ("mask", mask), ("anchor", anchor), ("mu", mu)):
+        if t is None or type(t) is float:
             continue
-        if overlap(w, t) and not same_view(w, t):
+        other = span(t)
+        if meet(row, other) and not same_view(w, t):
             expect(False, op, name, "memory of its own or w itself", "a part of w's memory", f"use {name}.clone()")
-        if buffer is not None and overlap(buffer, t):
+        if meet(velocity, other):
             expect(False, op, "buffer", "memory of its own", f"memory of {name}", "use buffer.clone()")
-    if buffer is not None and overlap(buffer, w):
+    if meet(velocity, row):
         expect(False, op, "buffer", "memory of its own", "memory of w", "use buffer.clone()")
 
 

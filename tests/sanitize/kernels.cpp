@@ -102,7 +102,7 @@ void drive_sqdist() {
 }
 
 void drive_weights() {
-  for (auto [m, n, k] : {std::array<int64_t, 3>{1, 1, 1}, {3, 5, 5}, {37, 50, 7}, {40, 90, 60}}) {
+  for (auto [m, n, k] : {std::array<int64_t, 3>{1, 1, 1}, {3, 5, 5}, {37, 50, 7}, {3, 40, 32}, {3, 40, 33}, {40, 90, 60}}) {
     Numbers<double> d(m * n);
     for (int64_t i = 0; i < m * n; i++) d.data[i] = std::abs(d.data[i]);
     std::vector<int64_t> target(m);
@@ -116,7 +116,7 @@ void drive_weights() {
 }
 
 void drive_aggregate() {
-  for (auto [n, m, p] : {std::array<int64_t, 3>{1, 1, 1}, {3, 2, 63}, {7, 13, 1001}, {20, 6, 64 * 40 + 3}, {2, 5, 5009}}) {
+  for (auto [n, m, p] : {std::array<int64_t, 3>{1, 1, 1}, {3, 2, 63}, {7, 13, 1001}, {40, 21, 131}, {20, 6, 64 * 40 + 3}, {2, 5, 5009}}) {
     const Numbers<float> x(n * p), start(m * p);
     const Numbers<uint16_t> h = halves(n * p);
     const int64_t k = std::min<int64_t>(n, 3);
