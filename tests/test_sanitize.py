@@ -25,7 +25,9 @@ def build(kind: str, to: Path, *defines: str) -> Path | str:
     if probe.returncode or subprocess.run([to / "empty"], capture_output=True).returncode:
         return f"the compiler has no runtime for -fsanitize={KINDS[kind]}"
     program = to / "kernels"
-    source = [*flags, *defines, "-I", str(HERE.parent / "csrc"), str(HERE / "sanitize" / "kernels.cpp")]
+    csrc, here = HERE.parent / "csrc", HERE / "sanitize"
+    files = [here / "kernels.cpp", here / "widest.cpp", csrc / "cpu" / "chain_plain.cpp", csrc / "cpu" / "chain_avx2.cpp"]
+    source = [*flags, *defines, "-I", str(csrc), *map(str, files)]
     done = subprocess.run([COMPILER, *source, "-o", str(program)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return program

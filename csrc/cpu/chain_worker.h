@@ -282,9 +282,11 @@ class Worker {
   struct Arena {                                   // one block of memory, every array at a cache line
     std::unique_ptr<Scratch<std::byte>> memory;
     int64_t used = 0, bytes = 0;
+    std::vector<std::unique_ptr<Scratch<std::byte>>> apart;   // where a sanitizer watches: every array by itself
     void begin() { used = 0, counting = true; }
     void grow() {
-      if (used > bytes) {
+      apart.clear();
+      if (kKeepScratch && used > bytes) {
         bytes = used;
         memory.reset();
         memory = std::make_unique<Scratch<std::byte>>(bytes);
@@ -294,6 +296,11 @@ class Worker {
     }
     template <class U>
     U* take(int64_t n, bool zero = false) {
+      if (!kKeepScratch && !counting) {
+        apart.push_back(std::make_unique<Scratch<std::byte>>(n * sizeof(U)));
+        std::memset(apart.back()->data, 0, n * sizeof(U));
+        return reinterpret_cast<U*>(apart.back()->data);
+      }
       U* p = counting ? nullptr : reinterpret_cast<U*>(memory->data + used);
       if (zero && !counting) std::fill_n(p, n, U(0));
       used += up(n * sizeof(U), 64) + 64;          // neighbours do not begin in one set of the cache

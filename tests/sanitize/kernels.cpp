@@ -1,6 +1,7 @@
 // Drives every torch-free CPU kernel with std::thread, on buffers of exactly their size, for a sanitizer to watch: 1 and 3 threads must agree
 // to the last bit on every instruction set this machine has. (Not OpenMP: the thread sanitizer does not see its barriers.)
 #include <atomic>
+#include <cmath>
 #include <cstdio>
 #include <functional>
 #include <memory>
@@ -11,8 +12,8 @@
 
 #define PFL_SMALL_PIECES
 #include "cpu/aggregate.h"
+#include "cpu/chain.h"
 #include "cpu/conv.h"
-#include "cpu/linear.h"
 #include "cpu/pool.h"
 #include "cpu/rank1.h"
 #include "cpu/roofline.h"
@@ -196,32 +197,102 @@ void drive_sgd() {
   }
 }
 
-void drive_linear() {
-  const Criterion criteria[] = {Criterion::cross_entropy, Criterion::squared, Criterion::half_squared, Criterion::hinge};
-  for (auto [features, classes, batch] : {std::array<int64_t, 3>{1, 1, 1}, {28, 1, 32}, {33, 7, 5}, {64, 10, 100}})
-    for (Criterion criterion : criteria) {
-      const int64_t s = 3, pool = 150, passes = 2, longest = 90, size[] = {90, 33, 1};
-      const bool softmax = criterion == Criterion::cross_entropy;
-      const int64_t outputs = softmax ? classes : 1, q = outputs * (features + 1);
-      const Numbers<float> start(s * q), x(pool * features), y(pool);
-      const std::unique_ptr<int64_t[]> label(new int64_t[pool]), order(new int64_t[s * passes * longest]), steps(new int64_t[s]);
-      for (int64_t i = 0; i < pool; i++) label[i] = dice() % outputs;
-      for (int64_t i = 0; i < s * passes * longest; i++) order[i] = dice() % pool;
-      for (int64_t i = 0; i < s; i++) steps[i] = passes * ((size[i] + batch - 1) / batch);
-      for (bool momentum : {false, true})
-        same<float>("linear", s * q, [&](float* w, const Threads& t) {
+// A chain of layers with everything in it that kernels exist for; row: places in the order of the layers.
+struct ChainCase {
+  cpu::ChainProgram program;
+  int64_t classes;
+};
+ChainCase chain_case(int which) {
+  using L = ChainLayer;
+  ChainCase out{};
+  int64_t q = 0;
+  const auto at = [&](int64_t n) { return static_cast<double>((q += n) - n); };
+  const auto add = [&](int64_t kind, std::initializer_list<double> fields) {
+    L l{kind, {}};
+    std::copy(fields.begin(), fields.end(), l.field);
+    out.program.layers.push_back(l);
+  };
+  const auto conv = [&](int64_t c, double o, double kh, double kw, double stride, double ph, double pw) {
+    const double w = at(static_cast<int64_t>(o * kh * kw) * c), b = at(static_cast<int64_t>(o));
+    add(L::conv, {o, kh, kw, stride, ph, pw, w, b});
+  };
+  const auto linear = [&](int64_t in, int64_t o, bool bias) {
+    const double w = at(in * o), b = bias ? at(o) : -1;
+    add(L::linear, {static_cast<double>(o), w, b});
+  };
+  if (which == 0) {
+    out.program.c = 33, out.program.h = out.program.w = 1, out.classes = 3;
+    linear(33, 3, true);
+  } else if (which == 1) {
+    out.program.c = 7, out.program.h = out.program.w = 1, out.classes = 5;
+    linear(7, 37, true), add(L::act, {3}), linear(37, 4, false), add(L::scale, {at(4)}), linear(4, 5, true);
+  } else if (which == 2) {
+    out.program.c = 2, out.program.h = 9, out.program.w = 11, out.classes = 4;
+    conv(2, 7, 3, 3, 1, 1, 1), add(L::act, {1}), add(L::pool, {1, 2, 2, 2, 2}), conv(7, 13, 2, 3, 1, 0, 1), add(L::act, {2}), add(L::pool, {2, 2, 2, 2, 2});
+    add(L::dropout, {0.5}), add(L::flatten, {}), linear(13 * 1 * 2, 4, true);
+  } else {
+    out.program.c = 3, out.program.h = 8, out.program.w = 7, out.classes = 4;
+    add(L::norm, {1, 1, 1e-5, at(168), at(168)}), conv(3, 5, 3, 2, 2, 1, 0), add(L::act, {4}), add(L::norm, {5, 12, 1e-5, at(5), at(5)});
+    conv(5, 6, 2, 2, 1, 0, 0), add(L::pool, {2, 2, 1, 1, 1}), add(L::pool, {1, 1, 2, 1, 1}), add(L::flatten, {}), linear(6, 4, true);
+  }
+  out.program.q = q;
+  return out;
+}
+
+// `run(parallel, body)` for chains, by the instruction set that runs or by the widest form in smaller vectors.
+void drive_chain(bool widest) {
+  for (int which = 0; which < 4; which++) {
+    const ChainCase c = chain_case(which);
+    const int64_t s = 3, pool = 60, passes = 2, longest = 45, size[] = {45, 13, 1}, q = c.program.q, f = c.program.c * c.program.h * c.program.w;
+    const Numbers<float> start(s * q), x(pool * f), shift(s * q);
+    const std::unique_ptr<int64_t[]> label(new int64_t[pool]), order(new int64_t[s * passes * longest]), steps(new int64_t[s]), seeds(new int64_t[s * passes]);
+    for (int64_t i = 0; i < pool; i++) label[i] = dice() % c.classes;
+    for (int64_t i = 0; i < s * passes * longest; i++) order[i] = dice() % pool;
+    for (int64_t i = 0; i < s * passes; i++) seeds[i] = dice();
+    const ChainData<float> data{x.data.get(), f, pool, label.get(), nullptr, nullptr, 0};
+    const auto each = [&](const Threads& t, int64_t n, const auto& job, const auto& own) {   // false: something out of range
+      if (!widest) return own(t);
+      std::atomic<bool> fine{true};
+      t(n, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++)
+          if (!job(ChainRun<float, ChainAvx512<float>>{}, i)) fine = false;
+      });
+      return fine.load();
+    };
+    for (int64_t batch : {5, 40})
+      for (bool options : {false, true})
+        same<float>("chain", 2 * s * q, [&](float* w, const Threads& t) {
           std::copy(start.data.get(), start.data.get() + s * q, w);
+          std::fill_n(w + s * q, s * q, 0.f);
           Numbers<double> loss(s, false);
-          LinearSgd<float> a{};
-          a.sgd.s = s, a.sgd.q = q, a.sgd.w = w, a.sgd.w_row = q, a.sgd.lr = 0.1, a.sgd.momentum = momentum ? 0.9 : 0;
-          a.classes = outputs, a.features = features, a.bias = true, a.criterion = criterion;
-          a.x = x.data.get(), a.x_row = features, a.pool = pool;
-          softmax ? void(a.label = label.get()) : void(a.value = y.data.get());
-          a.order = order.get(), a.passes = passes, a.longest = longest, a.size = size, a.steps = steps.get(), a.batch = batch;
-          a.loss = loss.data.get();
-          if (!linear_sgd(a, t)) std::printf("linear: out of range\n"), failures++;
+          for (int64_t i = 0; i < s; i++) steps[i] = passes * ((size[i] + batch - 1) / batch);
+          ChainSgd<float> a{};
+          a.sgd.s = s, a.sgd.q = q, a.sgd.w = w, a.sgd.w_row = q, a.sgd.lr = 0.1;
+          if (options) a.sgd.momentum = 0.9, a.sgd.weight_decay = 0.1, a.sgd.shift = shift.data.get(), a.sgd.shift_row = q, a.grad_sum = w + s * q;
+          a.program = c.program, a.data = data, a.order = order.get(), a.passes = passes, a.longest = longest, a.size = size, a.steps = steps.get();
+          a.batch = batch, a.seeds = seeds.get(), a.clip = options ? 1.0 : INFINITY, a.loss = loss.data.get();
+          if (!each(t, s, [&](auto run, int64_t i) { return run.train(a, i); }, [&](const Threads& t) { return chain_sgd(a, t); }))
+            std::printf("chain: out of range\n"), failures++;
         });
-    }
+    same<float>("chain grad", s * q, [&](float* g, const Threads& t) {
+      Numbers<double> loss(s, false);
+      ChainGrad<float> a{};
+      a.w = start.data.get(), a.s = s, a.w_row = q, a.program = c.program, a.data = data, a.order = order.get(), a.longest = longest, a.size = size;
+      a.grad = g, a.loss = loss.data.get();
+      if (!each(t, s, [&](auto run, int64_t i) { return run.grad(a, i); }, [&](const Threads& t) { return chain_grad(a, t); })) failures++;
+    });
+    const int64_t begin[] = {0, 20, 20, 59};
+    for (int64_t row : {q, int64_t{0}})
+      same<double>("chain eval", 59, [&](double* loss, const Threads& t) {
+        Numbers<uint8_t> right(59, false);
+        Numbers<float> scores(59 * c.classes, false);
+        ChainEval<float> a{};
+        a.w = start.data.get(), a.s = s, a.w_row = row, a.program = c.program, a.data = data, a.order = order.get(), a.begin = begin;
+        a.loss = loss, a.right = right.data.get(), a.scores = scores.data.get(), a.classes = c.classes;
+        const auto job = [&](auto run, int64_t i) { return run.evaluate(a, i, begin[i], begin[i + 1]); };
+        if (!each(t, s, job, [&](const Threads& t) { return chain_eval(a, t); })) failures++;
+      });
+  }
 }
 
 void drive_conv() {
@@ -278,12 +349,13 @@ int main(int count, char** words) {
     drive_aggregate();
     drive_rank1();
     drive_sgd();
-    drive_linear();
+    drive_chain(false);
     drive_conv();
     drive_pool();
     const Limits most = limits(2, 1 << 16, 100);
     if (!(most.read > 0 && most.write > 0 && most.fma > 0 && most.sub_fma > 0)) failures++;
     std::printf("%s\n", name(wanted));
   }
+  drive_chain(true);
   return failures != 0;
 }
