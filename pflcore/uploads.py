@@ -73,15 +73,24 @@ def not_finite(old: Tensors, new: Tensors) -> list[str]:
 
     Where there is no memory left to look, nothing: the server has written already, so the round must not end here."""
     try:
-        return [k for k, v in new.items() if v is not old.get(k) and not _fine(v) and (k not in old or _fine(old[k]))]
+        made = {k: v for k, v in new.items() if v is not old.get(k)}
+        spoilt = _spoilt(made)
+        return [k for k in spoilt if k not in old or not _spoilt({k: old[k]})]
     except (MemoryError, RuntimeError) as error:
         if not memory.ran_out(error):
             raise
         return []
 
 
-def _fine(value: Tensor) -> bool:
-    return not value.is_floating_point() or bool(value.sum(dtype=torch.float64).isfinite())
+def _spoilt(tensors: Tensors) -> list[str]:
+    """The names of those that are not finite throughout, with one look at each device."""
+    sums = {k: v.sum(dtype=torch.float64) for k, v in tensors.items() if v.is_floating_point()}
+    out: list[str] = []
+    for device in {s.device for s in sums.values()}:
+        names = [k for k, s in sums.items() if s.device == device]
+        fine = torch.stack([sums[k] for k in names]).isfinite().cpu().tolist()
+        out += [k for k, one in zip(names, fine, strict=True) if not one]
+    return out
 
 
 def farthest(cohort: Sequence[int], relative: Sequence[float | None] | None) -> tuple[int, float] | None:

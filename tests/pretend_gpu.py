@@ -54,7 +54,8 @@ class Pretend(torch.Tensor):
         return dispatch(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: Any) -> Pretend:
-        return Pretend(self.real_.detach().clone())
+        copied = Pretend(self.real_.detach().clone())
+        return copied.requires_grad_() if self.requires_grad and torch._C._functorch.maybe_current_level() is None else copied
 
     def __repr__(self, **_: Any) -> str:
         return f"Pretend({self.real_})"

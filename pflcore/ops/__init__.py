@@ -4,7 +4,9 @@ Letters: N clients, M rows of the result, P parameters, K kept neighbours, B bat
 Q a row's length. Every op has a pure-PyTorch reference, which runs where no kernel is loaded (`pflcore.backend()`).
 """
 
-from . import chain, conv, pool  # the ops that only pflcore's own training calls
+from . import chain as chain  # the ops that only pflcore's own training calls
+from . import conv as conv
+from . import pool as pool
 from ._library import Backend, backend
 from .aggregate import aggregate
 from .rank1 import rank1_linear
@@ -17,11 +19,8 @@ __all__ = [
     "TopK",
     "aggregate",
     "backend",
-    "chain",
-    "conv",
     "feddwa_weights",
     "pairwise_sqdist",
-    "pool",
     "rank1_linear",
     "sgd_step_",
     "waffle_weights",
