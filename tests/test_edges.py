@@ -48,7 +48,7 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4)).double()
 
 
-def normal(sizes: Sequence[int] = (8, 20, 32, 12), engine: str = "pool", **training: Any) -> Setting:
+def normal(sizes: Sequence[int] = (8, 20, 32, 12), engine: str = "threads", **training: Any) -> Setting:
     """Clients and a model with batch norm, in float64."""
     data = images(sizes)
     data = Federation(data.x.double(), data.y, data.index, 4, data.relabel)
@@ -158,7 +158,7 @@ def test_one_cluster_with_batch_norm_is_fedavg() -> None:
     close(evaluate(HypCluster(k=1), a, s)["loss"], evaluate(FedAvg(), b, s)["loss"])
 
 
-@pytest.mark.parametrize("engine", ["pool", "vmap"])
+@pytest.mark.parametrize("engine", ["threads", "vmap"])
 def test_a_gradient_with_batch_norm_is_that_of_training(engine: str) -> None:
     s = normal((8, 8, 8), engine=engine)  # one batch each
     local = Local(s, torch.arange(3), 1, s.net.b0.expand(3, -1).clone())
@@ -302,11 +302,11 @@ def test_what_fedfomo_draws_for_a_client_does_not_depend_on_the_others() -> None
 def test_a_client_of_one_sample_does_not_end_the_run(name: str) -> None:
     run = Simulation(name, tiny_model(), images((1, 20, 25)), Training(lr=0.1, batch_size=8), rounds=3)
     assert run.data.size("train").tolist() == [1, 16, 20] and run.data.size("val").tolist() == [0, 4, 5]
-    assert any("too small" in note for note in run.data.notes)
+    assert any("too few samples" in note for note in run.data.notes)
     assert len(run.run().rounds) == 3
 
 
-@pytest.mark.parametrize("engine", ["pool", "vmap"])
+@pytest.mark.parametrize("engine", ["threads", "vmap"])
 def test_shuffles_of_several_batches_a_step_do_not_depend_on_who_is_there(engine: str) -> None:
     s = setting(Net(tiny_model()), images((5, 12, 31)), Training(lr=0.1, batch_size=4), engine=engine)
 

@@ -296,7 +296,7 @@ BAD = [
     ({"x": NAN}, "x must be finite, got NaN or Inf in sample 3, number 1 of client 1's train samples: clean the data first"),
     ({"x": INF}, "x must be finite, got NaN or Inf in sample 5, number 0 of client 1's test samples: clean the data first"),
     ({"x": torch.zeros(6, 2)}, "x and y must have one row per sample, got shapes [6, 2] and [7]"),
-    ({"x": torch.zeros(7, 2, dtype=torch.uint8)}, "x must be floating point or int64, got torch.uint8: convert it first"),
+    ({"x": torch.zeros(7, 2, dtype=torch.uint8)}, "x must be floating point or int64, got torch.uint8: convert it (tokens"),
     ({"x": np.zeros((7, 2))}, "x must be a tensor, got ndarray: use Federation.from_arrays for arrays"),
     ({"y": torch.zeros(7)}, "y must hold int64 labels where classes is given (3), got torch.float32: pass classes=None for regression"),
     ({"classes": 2, "relabel": None}, "y must hold labels in 0..1, got 0..2"),

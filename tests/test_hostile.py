@@ -65,7 +65,7 @@ def test_a_model_that_answers_nan_is_wrong():
     assert metrics.right(torch.tensor([torch.nan, -1.0]), torch.tensor([0, 0])).tolist() == [False, True]
 
 
-@pytest.mark.parametrize("engine", ["pool", "vmap"])
+@pytest.mark.parametrize("engine", ["threads", "vmap"])
 def test_a_loss_that_is_not_finite_spoils_the_mean_and_is_counted(data, engine):
     s = run(data, engine=engine)
     s.state.g["x"][:] = torch.nan
@@ -92,7 +92,7 @@ def test_a_diverged_client_never_improves_a_table(tmp_path):
 def test_whole_numbers_are_no_labels_to_a_squared_error():
     parts = [(torch.randn(8, 2), torch.arange(8)) for _ in range(2)]
     fed = Federation.from_arrays(parts, test=parts, classes=None)
-    for engine in ("pool", "vmap"):
+    for engine in ("threads", "vmap"):
         s = Simulation("fedavg", Net(lambda: nn.Linear(2, 1), "squared"), fed, Training(lr=0.01), rounds=1, engine=engine)
         assert set(s.evaluate("test")) == {"loss", "size"}
 
@@ -200,6 +200,8 @@ def test_a_clipped_update_is_as_long_as_allowed(data):
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_method_takes_a_clip(name, data):
+    if name == "factorized_waffle":
+        pytest.skip("it trains models with factorized layers alone")
     fed, clip = held_out(data), 1e-3
     loose, wide = (run(fed, name, rounds=2, eval_every=0, clip=c) for c in (None, 1e30))
     a, b = loose.run().state, wide.run().state
@@ -280,10 +282,8 @@ def test_lists_of_clients_will_do(data):
 
 
 def test_a_class_in_the_place_of_an_instance(data):
-    with pytest.raises(TypeError, match=r"make one: Ditto\(\)") as e:
-        run(data, Ditto)
-    sentence(e)
-    with pytest.raises(TypeError, match=r"make one of it: CrossEntropyLoss\(\)") as e:
+    assert run(data, Ditto).algorithm == Ditto()  # a class stands for its defaults
+    with pytest.raises(TypeError, match=r"class CrossEntropyLoss; write CrossEntropyLoss\(\)") as e:
         Net(model, nn.CrossEntropyLoss)
     sentence(e)
 
@@ -303,6 +303,8 @@ def test_tuning_takes_names_and_functions_and_refuses_what_changes_nothing(data)
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_options_that_play_no_part_change_nothing_and_the_others_do(name):
+    if name == "factorized_waffle":
+        pytest.skip("it trains models with factorized layers alone")
     fed = held_out(synthetic_clusters(n=4, groups=2, samples=20, classes=3, dim=5, held_out=20).keep(0.7, [0, 1]))
     algorithm = ALGORITHMS[name]()
     base = run(fed, algorithm).run()
@@ -341,7 +343,7 @@ def test_a_client_with_one_sample_keeps_it():
     parts = [(torch.randn(k, 3), torch.arange(k) % 2) for k in (10, 1, 10)]
     fed = held_out(Federation.from_arrays(parts, test=parts, classes=2))
     assert fed.size("train").tolist() == [8, 1, 8] and fed.size("val").tolist() == [2, 0, 2]
-    with pytest.raises(ValueError, match="at least 2"):
+    with pytest.raises(ValueError, match="too few samples"):
         held_out(Federation.from_arrays([(torch.randn(1, 3), torch.tensor([0]))]))
 
 

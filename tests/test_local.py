@@ -419,7 +419,7 @@ def test_buffers_are_the_clients_own_or_averaged_and_a_probe_leaves_them(engine:
     assert torch.equal(local.buffers, s.net.b0.repeat(3, 1)) and not torch.equal(probed["w"], s.net.w0.repeat(3, 1))
     again = local.fit(s.net.w0.repeat(3, 1))
     assert torch.equal(again.w, fit.w) and (local.buffers != s.net.b0).any(1).all()
-    own, _ = step(FedAvg(), begin(FedAvg(), s.net, 3), s, torch.tensor([0, 2]))
+    own, _ = step(FedAvg(), begin(FedAvg(), s.net, 3), s, torch.tensor([0, 2]), buffers="local")
     assert torch.equal(own.buffers[1], s.net.b0) and torch.allclose(own.buffers[[0, 2]], local.buffers[[0, 2]])
     shared, _ = step(FedAvg(), begin(FedAvg(), s.net, 3), s, torch.tensor([0, 2]), buffers="average")
     mean = torch.tensor([7, 31], dtype=torch.float64) / 38 @ local.buffers[[0, 2]]
@@ -443,7 +443,9 @@ def test_loss_grad_features_and_scores_are_the_whole_splits(engine: str) -> None
             module = s.net.load(build(), rows[i], local.buffers[i]).eval()
             value = F.cross_entropy(module(x), y)
             torch.testing.assert_close(losses[i], value.detach())
-            torch.testing.assert_close(grads[i], torch.cat([g.reshape(-1) for g in torch.autograd.grad(value, list(module.parameters()))]))
+            if engine == "chain" or split == "test":  # with batch norm, the gradient on "train" is that of training
+                want = torch.cat([g.reshape(-1) for g in torch.autograd.grad(value, list(module.parameters()))])
+                torch.testing.assert_close(grads[i], want)
             torch.testing.assert_close(z[i, : len(y)], module[:-1](x).detach())  # type: ignore[index]
             assert torch.equal(labels[i, : len(y)], y) and (labels[i, len(y) :] == -1).all() and (z[i, len(y) :] == 0).all()
             torch.testing.assert_close(found[i][0], module(x).detach() + i)

@@ -11,14 +11,14 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from pflcore.local.dense import Dense
 from torch import Tensor
 from torch.nn.utils import parametrizations, spectral_norm
 
 from pflcore import Simulation, Training
 from pflcore.data.federation import Federation
 from pflcore.local import Net, prepared
-from pflcore.local.path import by_module, under_vmap, written_out
+from pflcore.local.chain import NoChain, compiled
+from pflcore.local.path import by_chain, by_chain_steps, by_module, under_vmap
 from pflcore.local.proof import difference, trials
 
 CPU = "threads"
@@ -106,9 +106,9 @@ def pools() -> nn.Module:
 
 Case = tuple[Callable[[], nn.Module], str, str]
 VECTORS: dict[str, Case] = {  # model, engine, form
-    "linear": (lambda: nn.Linear(6, 4), "vmap", "linear kernel"),
-    "mlp": (lambda: nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4)), "vmap", "written out"),
-    "an activation twice": (repeated, "vmap", "written out"),
+    "linear": (lambda: nn.Linear(6, 4), "vmap", "chain"),
+    "mlp": (lambda: nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4)), "vmap", "chain"),
+    "an activation twice": (repeated, "vmap", "chain"),
     "a layer twice": (twice, "vmap", "vmap"),
     "a subclass": (lambda: Scaled(6, 4), "vmap", "vmap"),
     "low rank": (LowRank, "vmap", "vmap"),
@@ -234,8 +234,9 @@ def test_wrong_kernels_give_way_to_the_models_own_layers(monkeypatch: pytest.Mon
 
     right = swap.conv2d
     monkeypatch.setattr(swap, "conv2d", lambda *a: 1.001 * right(*a))
+    build = lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 4))  # noqa: E731
     with pytest.warns(UserWarning, match="its own layers train it"):
-        run = same_as_by_hand(lambda: BODIES["conv"][0](4), federation((1, 4, 4)))
+        run = same_as_by_hand(build, federation((1, 4, 4)))
     assert run.path[:2] == ("threads", "module")
 
 
@@ -243,7 +244,7 @@ def test_wrong_kernels_give_way_to_the_models_own_layers(monkeypatch: pytest.Mon
 def test_the_proof_sees_small_differences(size: float) -> None:
     net, given = trials(Net(lambda: nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))), federation())
     assert len(given) == 4 and net.dtype == torch.float64
-    for form in (by_module, under_vmap, written_out):
+    for form in (by_module, under_vmap, by_chain, by_chain_steps):
         assert difference(form(net), given) is None
     exact = by_module(net)
 
@@ -262,10 +263,11 @@ def test_the_proof_sees_small_differences(size: float) -> None:
 
 
 def test_the_chain_names_what_it_calls() -> None:
-    assert Dense.of(Net(repeated())).layers[1::2] == ["ReLU", "ReLU"]  # type: ignore[union-attr]
+    assert [int(kind) for kind in compiled(Net(repeated()), (6,)).program[:, 0]] == [0, 3, 0, 3, 0]  # a repeated layer stands twice
     torch.nn.modules.module.register_module_forward_hook(handle := lambda m, x, y: None)
     try:
-        assert Dense.of(Net(repeated())) is None
+        with pytest.raises(NoChain, match="a hook"):
+            compiled(Net(repeated()), (6,))
     finally:
         torch.nn.modules.module._global_forward_hooks.clear()
         del handle
