@@ -43,6 +43,7 @@ def test_a_failed_build_names_its_cause(tmp_path, want):
         "CXX": broken,
         "CC": broken,
         "PFLCORE_EXT": want,
+        "PFLCORE_KERNELS": "1",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300)

@@ -53,10 +53,13 @@ def test_kernels_are_clean(programs: dict[str, Path | str], kind: str) -> None:
 
 @pytest.mark.parametrize(("kind", "fault", "said"), [("address", "short", "AddressSanitizer"), ("thread", "race", "data race")])
 def test_the_sanitizer_sees_a_fault(programs: dict[str, Path | str], kind: str, fault: str, said: str) -> None:
-    """A row one element short, and a result written by two threads: or the test above could not fail."""
+    """A row one element short, and a result written by two threads: or the test above could not fail.
+
+    Without AVX: gcc's thread sanitizer does not see stores of 32 bytes. How work is cut into pieces is the same on every instruction set.
+    """
     program = programs[kind]
     if isinstance(program, str):
         pytest.skip(program)
-    done = subprocess.run([program, fault], capture_output=True, text=True, timeout=600)
+    done = subprocess.run([program, fault], capture_output=True, text=True, timeout=600, env={**os.environ, "PFLCORE_ISA": "plain"})
     assert done.returncode != 0
     assert said in done.stderr
