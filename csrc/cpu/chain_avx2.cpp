@@ -7,6 +7,8 @@
 
 namespace pflcore::cpu {
 template struct ChainRun<float, ChainAvx2<float>>;
+#ifndef PFL_SMALL_PIECES   // a sanitizer's program has enough to compile
 template struct ChainRun<double, ChainAvx2<double>>;
+#endif
 }  // namespace pflcore::cpu
 #endif

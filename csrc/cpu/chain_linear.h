@@ -54,7 +54,7 @@ template <class T, int bytes>
 PFL_FN void linear_backward(const Linear& q, const T* x, const T* z, const T* dy, const T* w, const Into<T>& into, T* dw, T* db, T* dx, T* dz) {
   using V = Vec<T, bytes>;
   constexpr int64_t lanes = bytes / sizeof(T);
-  constexpr int most = Tile<T, bytes>::across;
+  constexpr int most = Tile<T, bytes>::across, six = Tile<T, bytes>::six;
   turn<bytes>(dz, q.high, [&](int64_t o) PFL_LAMBDA { return dy + o * q.batch; }, q.out, q.batch);
   for (int64_t b = 0; b < q.batch && q.act != kNone; b++)
     for (int64_t o = 0; o < q.high; o += lanes) {
@@ -65,8 +65,8 @@ PFL_FN void linear_backward(const Linear& q, const T* x, const T* z, const T* dy
       keep_first<T>(g, q.out - o);   // z may be NaN behind the outputs
       store(dz + b * q.high + o, g);
     }
-  split(q.in, 6, [&](int64_t f, int64_t rows) PFL_LAMBDA {
-    fixed<6>(rows, [&](auto R_) PFL_LAMBDA {
+  split(q.in, six, [&](int64_t f, int64_t rows) PFL_LAMBDA {
+    fixed<six>(rows, [&](auto R_) PFL_LAMBDA {
       constexpr int R = R_;
       if (dx)
         split(q.batch, most, [&](int64_t b0, int64_t some) PFL_LAMBDA {

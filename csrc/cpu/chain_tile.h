@@ -42,8 +42,12 @@ namespace pflcore::cpu::chain {
 template <class T, int bytes>
 struct Tile {   // rows of the tiles with four, and with two vectors across: 32 vector registers, or 16
   static constexpr int lanes = bytes / sizeof(T);
+#ifdef PFL_SMALL_PIECES   // for a sanitizer, which compiles every tile for long
+  static constexpr int four = 2, two = 2, six = 2, across = 2;
+#else
   static constexpr int four = bytes == 64 ? 6 : 2, two = bytes == 64 ? 12 : 6;
-  static constexpr int across = bytes == 64 ? 4 : 2;   // of a linear gradient's tile of six rows
+  static constexpr int six = 6, across = bytes == 64 ? 4 : 2;   // rows and vectors of a linear gradient's tile
+#endif
 };
 
 inline int64_t up(int64_t n, int64_t m) { return (n + m - 1) / m * m; }

@@ -10,7 +10,9 @@
 #include <thread>
 #include <vector>
 
+#ifndef PFL_SMALL_PIECES
 #define PFL_SMALL_PIECES
+#endif
 #include "cpu/aggregate.h"
 #include "cpu/chain.h"
 #include "cpu/conv.h"
