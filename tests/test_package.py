@@ -1,0 +1,54 @@
+"""What is given away: the source archive holds every kernel file, the wheel holds the plans and no benchmark, and it runs by itself."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+KERNELS = {str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*") if p.suffix in {".h", ".cpp", ".cuh", ".cu"}}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an archive and a wheel, made from a copy of the sources without torch's part of the build."""
+    folder = tmp_path_factory.mktemp("package")
+    for name in ("csrc", "pflcore", "bench"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder / name)
+    code = "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
+    env = {**os.environ, "PFLCORE_EXT": "0"}
+    run = subprocess.run([sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return folder / "dist"
+
+
+def test_the_source_archive_holds_every_kernel_file(built: Path) -> None:
+    (path,) = built.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {n.partition("/")[2] for n in archive.getnames()}
+    assert names >= KERNELS and "setup.py" in names
+
+
+def test_the_wheel_holds_the_plans_and_no_benchmark_and_runs(built: Path, tmp_path: Path) -> None:
+    (path,) = built.glob("*.whl")
+    with zipfile.ZipFile(path) as wheel:
+        names = wheel.namelist()
+        wheel.extractall(tmp_path)
+    assert not [n for n in names if n.startswith(("bench", "tests", "csrc"))]
+    assert {f"pflcore/reproduce/plans/{p.name}" for p in (ROOT / "pflcore/reproduce/plans").glob("*.json")} <= set(names)
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "PFLCORE_KERNELS": "0"}
+    for command in (["reproduce", "--list"], ["run", "fedavg", "--data", "digits", "--rounds", "1", "--quiet", "--out", "out"]):
+        run = subprocess.run(
+            [sys.executable, "-m", "pflcore", *command], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+        )
+        assert run.returncode == 0, run.stderr[-2000:]
+    assert (tmp_path / "out" / "record.jsonl").is_file()
