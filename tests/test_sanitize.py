@@ -26,7 +26,7 @@ def build(kind: str, to: Path, *defines: str) -> Path | str:
         return f"the compiler has no runtime for -fsanitize={KINDS[kind]}"
     program = to / "kernels"
     csrc, here = HERE.parent / "csrc", HERE / "sanitize"
-    files = [here / "kernels.cpp", here / "widest.cpp", csrc / "cpu" / "chain_plain.cpp", csrc / "cpu" / "chain_avx2.cpp"]
+    files = [here / "kernels.cpp", *sorted((csrc / "cpu").glob("chain_*.cpp"))]
     source = [*flags, *defines, "-DPFL_SMALL_PIECES", "-I", str(csrc), *map(str, files)]
     done = subprocess.run([COMPILER, *source, "-o", str(program)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]

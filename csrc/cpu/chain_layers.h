@@ -63,7 +63,7 @@ PFL_FN void pool_forward(const Pool& q, const T* x, T* y) {
       load(top, from + b);
       for (int64_t k = 1; k < q.kh * q.kw; k++) {
         load(v, from + (k / q.kw * q.w + k % q.kw) * q.batch + b);
-        if (q.mode == kMax) top = (v > top) | (v != v) ? v : top;
+        if (q.mode == kMax) top = ((v > top) | (v != v)) ? v : top;
         else top += v;
       }
       if (q.mode == kMean) top /= static_cast<T>(q.kh * q.kw);

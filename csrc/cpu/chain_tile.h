@@ -76,7 +76,7 @@ PFL_FN void split(int64_t n, int64_t most, F&& f) {
 // Keeps v in a register: GCC would read it from memory again at every use.
 template <class V>
 PFL_FN void hold(V& v) {
-#if PFL_X86 && !defined(PFL_CHAIN_LOWERED)
+#if PFL_X86
   if constexpr (sizeof(V) == 64) asm("" : "+v"(v));
   else asm("" : "+x"(v));
 #else

@@ -241,8 +241,7 @@ ChainCase chain_case(int which) {
   return out;
 }
 
-// `run(parallel, body)` for chains, by the instruction set that runs or by the widest form in smaller vectors.
-void drive_chain(bool widest) {
+void drive_chain() {
   for (int which = 0; which < 4; which++) {
     const ChainCase c = chain_case(which);
     const int64_t s = 3, pool = 60, passes = 2, longest = 45, size[] = {45, 13, 1}, q = c.program.q, f = c.program.c * c.program.h * c.program.w;
@@ -252,15 +251,6 @@ void drive_chain(bool widest) {
     for (int64_t i = 0; i < s * passes * longest; i++) order[i] = dice() % pool;
     for (int64_t i = 0; i < s * passes; i++) seeds[i] = dice();
     const ChainData<float> data{x.data.get(), f, pool, label.get(), nullptr, nullptr, 0};
-    const auto each = [&](const Threads& t, int64_t n, const auto& job, const auto& own) {   // false: something out of range
-      if (!widest) return own(t);
-      std::atomic<bool> fine{true};
-      t(n, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; i++)
-          if (!job(ChainRun<float, ChainAvx512<float>>{}, i)) fine = false;
-      });
-      return fine.load();
-    };
     for (int64_t batch : {5, 40})
       for (bool options : {false, true})
         same<float>("chain", 2 * s * q, [&](float* w, const Threads& t) {
@@ -273,7 +263,7 @@ void drive_chain(bool widest) {
           if (options) a.sgd.momentum = 0.9, a.sgd.weight_decay = 0.1, a.sgd.shift = shift.data.get(), a.sgd.shift_row = q, a.grad_sum = w + s * q;
           a.program = c.program, a.data = data, a.order = order.get(), a.passes = passes, a.longest = longest, a.size = size, a.steps = steps.get();
           a.batch = batch, a.seeds = seeds.get(), a.clip = options ? 1.0 : INFINITY, a.loss = loss.data.get();
-          if (!each(t, s, [&](auto run, int64_t i) { return run.train(a, i); }, [&](const Threads& t) { return chain_sgd(a, t); }))
+          if (!chain_sgd(a, t))
             std::printf("chain: out of range\n"), failures++;
         });
     same<float>("chain grad", s * q, [&](float* g, const Threads& t) {
@@ -281,7 +271,7 @@ void drive_chain(bool widest) {
       ChainGrad<float> a{};
       a.w = start.data.get(), a.s = s, a.w_row = q, a.program = c.program, a.data = data, a.order = order.get(), a.longest = longest, a.size = size;
       a.grad = g, a.loss = loss.data.get();
-      if (!each(t, s, [&](auto run, int64_t i) { return run.grad(a, i); }, [&](const Threads& t) { return chain_grad(a, t); })) failures++;
+      if (!chain_grad(a, t)) failures++;
     });
     const int64_t begin[] = {0, 20, 20, 59};
     for (int64_t row : {q, int64_t{0}})
@@ -291,8 +281,7 @@ void drive_chain(bool widest) {
         ChainEval<float> a{};
         a.w = start.data.get(), a.s = s, a.w_row = row, a.program = c.program, a.data = data, a.order = order.get(), a.begin = begin;
         a.loss = loss, a.right = right.data.get(), a.scores = scores.data.get(), a.classes = c.classes;
-        const auto job = [&](auto run, int64_t i) { return run.evaluate(a, i, begin[i], begin[i + 1]); };
-        if (!each(t, s, job, [&](const Threads& t) { return chain_eval(a, t); })) failures++;
+        if (!chain_eval(a, t)) failures++;
       });
   }
 }
@@ -351,13 +340,12 @@ int main(int count, char** words) {
     drive_aggregate();
     drive_rank1();
     drive_sgd();
-    drive_chain(false);
+    drive_chain();
     drive_conv();
     drive_pool();
     const Limits most = limits(2, 1 << 16, 100);
     if (!(most.read > 0 && most.write > 0 && most.fma > 0 && most.sub_fma > 0)) failures++;
     std::printf("%s\n", name(wanted));
   }
-  drive_chain(true);
   return failures != 0;
 }
