@@ -120,17 +120,17 @@ def _one(alg: FedAvg, setting: Setting, view: Tensors, local: Local, i: int) -> 
 def _alone(alg: FedAvg, state: State, setting: Setting, client: int, rounds: int) -> State:
     """The client's own work of some rounds, of which nothing reaches the server."""
     ids = torch.tensor([client])
-    own, buffers = {k: v[ids] for k, v in state.own.items()}, state.buffers[ids]
+    own, buffers, joined = {k: v[ids] for k, v in state.own.items()}, state.buffers[ids], state.joined[ids]
     for round in range(state.round + 1, state.round + rounds + 1):
-        local = Local(setting, ids, round, buffers)
+        local = Local(setting, ids, round, buffers, joined=joined)
         down = alg.send(state.g, cohort_of(alg, setting, ids, round), generator_of(setting.seed, round, "send"))
         new, _ = alg.client(down, own, local)
-        own, buffers = {**own, **new}, local.buffers
+        own, buffers, joined = {**own, **new}, local.buffers, torch.ones(1, dtype=torch.bool)
     if not all(bool(v.isfinite().all()) for v in [*own.values(), buffers]):
         raise ValueError("samples: training on them diverged, the client's state is not finite; check their scale.")
     for k, v in own.items():
         state.own[k][ids] = v
-    state.buffers[ids] = buffers
+    state.buffers[ids], state.joined[ids] = buffers, joined
     return state
 
 
@@ -152,7 +152,11 @@ def _with_one_more(alg: FedAvg, state: State, net: Net, n: int) -> tuple[State, 
 
     g = {k: grown(v, few.g.get(k), many.g.get(k)) for k, v in state.g.items()}
     own = {k: grown(v, few.own[k], many.own[k]) for k, v in state.own.items()}
-    return State(g, own, torch.cat([state.buffers, state.buffers.mean(0, keepdim=True)]), state.round), everybody
+    buffers, joined = (
+        torch.cat([state.buffers, state.buffers.mean(0, keepdim=True)]),
+        torch.cat([state.joined, torch.zeros(1, dtype=torch.bool)]),
+    )
+    return State(g, own, buffers, state.round, joined=joined), everybody
 
 
 def _newcomer(samples: Any, data: Federation, needs_val: bool, seed: int) -> Federation:

@@ -266,9 +266,10 @@ def stays_finite(case: Case) -> None:
             raise Fault(
                 f"client: the upload or new state of client {done.dropped[0]} is not finite on well-behaved data, in round {round}."
             )
-        for key, value in _state(state).items():
-            if value.is_floating_point() and not value.isfinite().all():
-                raise Fault(f"server: {key} is not finite on well-behaved data, after round {round}.")
+        unfit = [f"g[{k!r}]" for k in done.spoilt]  # the round was void for it
+        unfit += [k for k, v in _state(state).items() if v.is_floating_point() and not v.isfinite().all()]
+        if unfit:
+            raise Fault(f"server: {unfit[0]} is not finite on well-behaved data, after round {round}.")
     for key, value in case.evaluate(state, s).items():
         if not value.isfinite().all():
             raise Fault(f"personal or predict: the evaluation's {key} is not finite on well-behaved data.")
@@ -359,9 +360,10 @@ def broken_clients_are_absent(case: Case) -> None:
     s = case.setting(case.breaking([1]))
     state, done = case.play(s, 2)
     before = begin(case.watched, s.net, s.data.n)
-    for key, value in _state(state).items():
-        if value.is_floating_point() and not value.isfinite().all():
-            raise Fault(f"server: {key} is not finite after a client's update overflowed; nothing but checked uploads may reach it.")
+    unfit = [f"g[{k!r}]" for d in done for k in d.spoilt]
+    unfit += [k for k, v in _state(state).items() if v.is_floating_point() and not v.isfinite().all()]
+    if unfit:
+        raise Fault(f"server: {unfit[0]} is not finite after a client's update overflowed; nothing but checked uploads may reach it.")
     if all(d.dropped == [1] for d in done):
         for key, value in state.own.items():
             if not _equal(value[1], before.own[key][1]):
