@@ -241,6 +241,7 @@ ChainCase chain_case(int which) {
   return out;
 }
 
+#ifndef PFL_NO_CHAINS
 void drive_chain() {
   for (int which = 0; which < 4; which++) {
     const ChainCase c = chain_case(which);
@@ -285,6 +286,8 @@ void drive_chain() {
       });
   }
 }
+
+#endif
 
 void drive_conv() {
   struct Shape { int64_t n, c, h, w, o, kh, kw, pad_h, pad_w; };
@@ -340,7 +343,9 @@ int main(int count, char** words) {
     drive_aggregate();
     drive_rank1();
     drive_sgd();
+#ifndef PFL_NO_CHAINS
     drive_chain();
+#endif
     drive_conv();
     drive_pool();
     const Limits most = limits(2, 1 << 16, 100);
