@@ -1,9 +1,13 @@
 """One hypothesis profile for all tests: the same examples on every run and every machine, no deadlines."""
 
+import sys
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+from places import ROOT
+
+sys.path.append(str(ROOT))  # bench; last, so that the pflcore that is tested is the one that is installed
 
 settings.register_profile(
     "pflcore", derandomize=True, deadline=None, max_examples=60, database=None, suppress_health_check=[HealthCheck.too_slow]

@@ -1,20 +1,19 @@
 """waffle_weights and feddwa_weights: golden values, the printed formulas, laws and edge cases."""
 
-import json
 import math
-from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import assume, given
+from places import golden
 from tolerance import F64, FLOATS, assert_close
 from torch import Tensor
 from ugly import LAYOUTS, lay, matrices, randn, refuses, same_for_any_threads
 
 from pflcore.ops import TopK, feddwa_weights, waffle_weights
 
-GOLDEN = json.loads((Path(__file__).parent / "golden" / "feddwa_family.json").read_text())
+GOLDEN = golden("feddwa_family")
 ONE = torch.ones((), dtype=F64)
 
 

@@ -1,12 +1,11 @@
 """FedDWA's rivals that work on the clients: golden values, and for each the law that its known bug breaks."""
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn as nn
+from places import golden
 from small import images, play, quadratics, setting, tiny_model
 
 from pflcore.algorithms import FedAvg, Pool
@@ -26,7 +25,7 @@ from pflcore.local.net import Net
 from pflcore.round import begin, evaluate, nbytes, step
 from pflcore.simulation import Simulation
 
-GOLDEN = json.loads((Path(__file__).parent / "golden" / "feddwa_family.json").read_text())
+GOLDEN = golden("feddwa_family")
 
 
 def t(values) -> torch.Tensor:

@@ -1,12 +1,10 @@
 """FedDWA's rivals that mix on the server: golden values, and for each the law that its known bug breaks."""
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 import torch.nn as nn
+from places import golden
 from small import quadratics, setting
 
 from pflcore import ops
@@ -20,7 +18,7 @@ from pflcore.local import Training
 from pflcore.local.net import Net
 from pflcore.round import begin, step
 
-GOLDEN = json.loads((Path(__file__).parent / "golden" / "feddwa_family.json").read_text())
+GOLDEN = golden("feddwa_family")
 
 
 def t(values) -> torch.Tensor:

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from cuda_on_cpu import DTYPES, Kernels, compiler, guarded, intact
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cuda_on_cpu import DTYPES, Kernels, compiler, guarded, intact
 from pflcore.ops import reference
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler to run the CUDA kernels with")

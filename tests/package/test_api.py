@@ -6,16 +6,16 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from places import ROOT
 
 from pflcore import FedAvg
 from pflcore.algorithms import ALGORITHMS
 
-LIST = (Path(__file__).parent.parent / "docs" / "api.md").read_text(encoding="utf-8")
+LIST = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 SECTIONS = {m[1]: m[2] for m in re.finditer(r"^## `(pflcore[\w.]*)`\n(.*?)(?=^## |\Z)", LIST, re.M | re.S)}
 LISTED = {module: re.findall(r"^- `(\w+)`: \S.*", text, re.M) for module, text in SECTIONS.items()}
 

@@ -9,8 +9,9 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from places import ROOT
 
-ROOT = Path(__file__).parent.parent / "pflcore"
+PACKAGE = ROOT / "pflcore"
 ROOMS: dict[str, set[str]] = {  # from the ground up: each room, and the rooms below it that it imports
     "ops": set(),
     "_mode": set(),
@@ -38,12 +39,12 @@ ROOMS: dict[str, set[str]] = {  # from the ground up: each room, and the rooms b
     "cli": {"data", "metrics", "models", "nn", "factorized", "local", "algorithms", "results", "privacy", "experiment", "reproduce"},
     "__main__": {"cli"},
 }
-FILES = sorted(ROOT.rglob("*.py"))
-DOOR = ROOT / "__init__.py"
+FILES = sorted(PACKAGE.rglob("*.py"))
+DOOR = PACKAGE / "__init__.py"
 
 
 def name_of(path: Path) -> str:
-    return ".".join(("pflcore", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+    return ".".join(("pflcore", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
 
 
 MODULES = {name_of(p): p for p in FILES}
@@ -107,6 +108,6 @@ def test_importing_pflcore_pulls_in_no_extra() -> None:
         "import pflcore, pflcore.models, pflcore.results.table, pflcore.nn, pflcore.callbacks, pflcore.testing\n"
         f"print([m for m in {heavy!r} if m in sys.modules and m not in before])"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent, check=False)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "[]"

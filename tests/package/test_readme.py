@@ -1,16 +1,16 @@
-"""What the README shows is run, and its table of algorithms is the one the code gives. `python tests/test_readme.py` prints that table."""
+"""What the README shows is run, and its table of algorithms is the code's; where it is not, the test prints the right one."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from pathlib import Path
 
 import pytest
+from places import ROOT
 
 from pflcore.algorithms import ALGORITHMS
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+README = (ROOT / "README.md").read_text()
 
 
 def algorithms_table() -> str:
@@ -20,7 +20,8 @@ def algorithms_table() -> str:
 
 
 def test_the_table_of_algorithms_is_the_codes():
-    assert algorithms_table() in README
+    table = algorithms_table()
+    assert table in README, table
     assert f"runs {len(ALGORITHMS)} algorithms" in README
 
 
@@ -29,7 +30,3 @@ def test_the_examples_run(number, capsys):
     code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[number]
     exec(compile(code, f"README, example {number}", "exec"), {"__name__": "readme"})
     assert capsys.readouterr().out.strip()
-
-
-if __name__ == "__main__":
-    print(algorithms_table())

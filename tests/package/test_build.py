@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from places import ROOT
 
-ROOT = Path(__file__).parent.parent
 SETUP = importlib.util.spec_from_file_location("pflcore_setup", ROOT / "setup.py")
 
 

@@ -1,12 +1,11 @@
 """FedDWA: golden values, what its weights must obey, and the rounds around them."""
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn as nn
+from places import golden
 
 from pflcore import ops
 from pflcore.algorithms import Cohort
@@ -17,7 +16,7 @@ from pflcore.local import Engine, Local, Setting, Training
 from pflcore.local.net import Net
 from pflcore.round import begin, evaluate, step
 
-GOLDEN = json.loads((Path(__file__).parent / "golden" / "feddwa_family.json").read_text())
+GOLDEN = golden("feddwa_family")
 
 
 def t(values) -> torch.Tensor:

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from places import ROOT
 
-HERE = Path(__file__).parent
 KINDS = {"address": "address,undefined", "thread": "thread"}
 COMPILER = shutil.which(os.environ.get("CXX", "g++").split()[0]) or shutil.which("c++")
 
@@ -25,7 +25,7 @@ def build(kind: str, to: Path, *defines: str) -> Path | str:
     if probe.returncode or subprocess.run([to / "empty"], capture_output=True).returncode:
         return f"the compiler has no runtime for -fsanitize={KINDS[kind]}"
     program = to / "kernels"
-    csrc, here = HERE.parent / "csrc", HERE / "sanitize"
+    csrc, here = ROOT / "csrc", Path(__file__).parent
     files = [here / "kernels.cpp", *sorted((csrc / "cpu").glob("chain_*.cpp"))]
     source = [*flags, *defines, "-DPFL_SMALL_PIECES", "-I", str(csrc), *map(str, files)]
     done = subprocess.run([COMPILER, *source, "-o", str(program)], capture_output=True, text=True)

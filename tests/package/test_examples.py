@@ -2,14 +2,14 @@
 
 import ast
 import runpy
-from pathlib import Path
 
 import pytest
 import torch
+from places import ROOT
 
 import pflcore
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = ROOT / "examples"
 
 
 def test_the_ops_in_ones_own_code(capsys):
