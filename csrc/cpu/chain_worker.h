@@ -64,8 +64,9 @@ struct Plan {
       const auto next = [&](size_t ahead, int64_t kind) { return i + ahead < layers.size() && layers[i + ahead].kind == kind; };
       const auto fusable = [&] { return next(1, ChainLayer::act) && layers[i + 1][0] < kGelu; };
       const auto halves = [&] {
+        if (!next(1, ChainLayer::pool)) return false;
         const ChainLayer& p = layers[i + 1];
-        return next(1, ChainLayer::pool) && p[1] == 2 && p[2] == 2 && p[3] == 2 && p[4] == 2;
+        return p[1] == 2 && p[2] == 2 && p[3] == 2 && p[4] == 2;
       };
       Block b{};
       b.kind = l.kind, b.c = c, b.h = h, b.w = w, b.back = weighted;
