@@ -7,6 +7,7 @@ found by playing two rounds of the algorithm itself with a model of some thousan
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -55,7 +56,11 @@ def rows_beside_state(algorithm: FedAvg, training: Training, engine: str, chaine
     """Rows [P] that live at the peak beside the state: so many in any case, per client of the cohort, per client of the federation."""
     try:
         low, wide, both = (measured(algorithm, training, engine, chained, whole, *c) for c in ((2, 4), (2, 8), (6, 8)))
-    except Exception:  # an algorithm that asks more of its data than a stand-in has
+    except Exception as error:  # an algorithm that asks more of its data than a stand-in has
+        why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".strip(": ")
+        warnings.warn(
+            f"memory: {type(algorithm).__name__} cannot be tried on a stand-in ({why}); 6 models for each client are assumed.", stacklevel=2
+        )
         return 0.0, 6.0, 0.0
     everyone, each = max(0.0, (wide - low) / 4), max(0.0, (both - wide) / 4)
     return max(0.0, both - 6 * each - 8 * everyone), each, everyone

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import re
@@ -28,10 +29,12 @@ def asked_for(error: BaseException) -> str:
 
 
 def give_back(device: str) -> None:
-    """Frees what a failed round left: errors and the frames they hold form cycles, and torch's allocator keeps what it once had."""
+    """Frees what a failed round left: errors and the frames they hold form cycles, and allocators keep what they once had."""
     gc.collect()
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
+    with contextlib.suppress(Exception):  # there only with glibc, whose heap keeps blocks of up to 32 MB
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def capacity(device: str) -> int | None:

@@ -25,6 +25,7 @@ from pflcore.local.losses import Loss, default_loss, loss_name
 from pflcore.local.net import Net
 from pflcore.local.path import Path as LocalPath
 from pflcore.local.preflight import check_modes
+from pflcore.local.proof import LARGE
 from pflcore.metrics import Metric, human, metrics_of
 from pflcore.personal import Models, Personalized
 from pflcore.results import export
@@ -172,6 +173,8 @@ class Simulation:
                 net, data = net.to(self.device), data.to(self.device)
             self.setting, self.path = prepared(net, data, self.training, self.engine, self.workers, self.seed, self.rounds)
             net = self.setting.net
+            if net.size > LARGE:
+                memory.give_back(self.device)  # the copies that the model was compared with
             memory.refuse(self._peak_bytes(net), self.device)
             if self.warm_start is not None:
                 check_start(self.warm_start, self.algorithm, net, data.n)

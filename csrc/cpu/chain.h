@@ -55,7 +55,7 @@ struct ChainSgd {
   const int64_t *size, *steps;                     // [s] samples of each client, steps it takes
   int64_t batch;
   bool drop_last;
-  const int64_t* seeds;                            // [s, passes], for dropout; nullptr: none
+  const int64_t* seeds;                            // [s, passes], for dropout; nullptr: no dropout
   double clip;                                     // the largest norm of a gradient; infinite: any
   T* grad_sum;                                     // [s, q], added to; nullptr: not asked for
   double* loss;                                    // [s] sum of the batches' mean losses

@@ -169,6 +169,7 @@ class Worker {
 
   // This thread's, made anew for another program.
   static Worker& mine(const ChainProgram& program) {
+    Shelf::mine();                                 // made first, so that it outlives the worker, which gives its memory back to it
     thread_local std::unique_ptr<Worker> worker;
     if (!worker || !worker->program_.same(program) || !kKeepScratch) worker = std::make_unique<Worker>(program);
     return *worker;
@@ -209,7 +210,7 @@ class Worker {
       const int64_t* const place = a.order + (s * a.passes + pass) * a.longest + first;
       seed_ = a.seeds ? static_cast<uint64_t>(a.seeds[s * a.passes + pass]) + static_cast<uint64_t>(k % cuts) : 0;
       double loss = 0;
-      fine = gradient(a.data, a.loss_kind, s, place, count, std::min(size, n - first - count), true, direct, row.lr, loss);
+      fine = gradient(a.data, a.loss_kind, s, place, count, std::min(size, n - first - count), a.seeds != nullptr, direct, row.lr, loss);
       total += loss;
       if (direct || !fine) continue;
       if (clipped) clip(a.clip);

@@ -41,7 +41,8 @@ class FedRoD(FedAvg):
         """The sum of both losses at a row [x | h]."""
         z = net.features(w[: net.size], x)
         generic, personal = net.head(w[: net.size], z), net.head(w[net.size :], z.detach())
-        balanced = F.cross_entropy(generic + (extra["n"] ** self.gamma).log(), y)
+        n = F.pad(extra["n"], (0, generic.shape[-1] - extra["n"].shape[-1]))  # the model may know more classes than the data has
+        balanced = F.cross_entropy(generic + (n**self.gamma).log(), y)
         return balanced + F.cross_entropy(generic.detach() + personal, y)
 
     def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:

@@ -25,7 +25,8 @@ class SFL(FedAvg):
     row u of X' [S, P] (2 models; the paper's tables count 1) · up: w [S, P] (1 model).
     A client trains from the readout and minimises F_i(w) + lam1 / 2 |w - u_i|^2 + lam2 / 2 |w - x|^2; tested is u_i.
     A, with self loops and rows that sum to 1: "knn_models" the `k` nearest by the models' distance; "oracle_labels" by the overlap of
-    the clients' label shares, which tells the server the labels and is no fair rival; or the path of an [N, N] .npy file.
+    the clients' label shares, which tells the server the labels and is no fair rival; or the path of an [N, N] .npy file, in which
+    a client without a self loop gets one of weight 1.
     Deviations: squared regularisers with a gradient, where the released code's are not squared and detached, so without effect;
     neighbours are the nearest clients, where its learned graph keeps the farthest. Who never took part holds the readout.
     """
@@ -54,6 +55,7 @@ class SFL(FedAvg):
             if g["graph"].shape != (n, n) or bool((g["graph"] < 0).any()):
                 found = tuple(g["graph"].shape)
                 raise ValueError(f"adjacency: expected {n} x {n} numbers >= 0 in {self.adjacency}, got {found} or a negative one.")
+            g["graph"] += torch.diag((g["graph"].diagonal() == 0).double())
         return g | ({"labels": torch.zeros(n, net.classes)} if self.adjacency == "oracle_labels" else {}), {}
 
     def send(self, g: Tensors, cohort: Cohort, gen: torch.Generator) -> Payload:

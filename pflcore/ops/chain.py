@@ -158,7 +158,7 @@ def sgd_reference(
     steps: Tensor,  # [S] steps it takes, on the CPU
     batch_size: int,
     drop_last: bool,
-    seeds: Tensor | None,  # [S, passes] of the clients' dropout, the place within the pass is added
+    seeds: Tensor | None,  # [S, passes] of the clients' dropout, the place within the pass is added; None: no dropout
     lr: float,
     shift: Tensor | None,  # [S, Q]
     mask: Tensor | None,  # [Q] or [S, Q]

@@ -5,6 +5,7 @@ FedDWA's Tables 4 and 5 (Liu et al. 2023), for any algorithm and model.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -77,26 +78,41 @@ def cost(
     state = begin(algorithm, net, n)
     for _ in range(warm):
         state, _ = step(algorithm, state, s, torch.arange(n))
-    server: list[float] = []
-    with FlopCounterMode(display=False, custom_mapping=_own_ops(server)) as counter:
+    with FlopCounterMode(display=False, custom_mapping=_own_ops()) as counter:
+        algorithm, server = _overheard(algorithm, counter)
         state, done = step(algorithm, state, s, torch.arange(n))
     row = net.size * net.w0.element_size()
     client = (counter.get_total_flops() - sum(server)) / n * samples / each
     return Cost(done.bytes_down / n / row, done.bytes_up / n / row, (done.bytes_down + done.bytes_up) / n, client, sum(server))
 
 
-def _own_ops(found: list[float]) -> dict[Any, Any]:
-    """How the counter shall count pflcore's ops; what it counts of the server's is put into `found` too."""
+def _overheard(algorithm: FedAvg, counter: FlopCounterMode) -> tuple[FedAvg, list[float]]:
+    """The algorithm, and a list that gets the operations of every call of its server's hooks: MOCHA's W W^T is no client's work."""
+    server: list[float] = []
 
-    def noted(flops: float) -> float:
-        found.append(flops)
-        return flops
+    def counted(hook: Callable[..., T]) -> Callable[..., T]:
+        def call(*args: Any, **kwargs: Any) -> T:
+            before = counter.get_total_flops()
+            out = hook(*args, **kwargs)
+            server.append(counter.get_total_flops() - before)
+            return out
+
+        return call
+
+    heard = copy.copy(algorithm)
+    for name in ("send", "server"):
+        object.__setattr__(heard, name, counted(getattr(algorithm, name)))  # it is frozen
+    return heard, server
+
+
+def _own_ops() -> dict[Any, Any]:
+    """How the counter shall count pflcore's ops."""
 
     def sqdist(a: Any, b: Any = None, *_: Any, **__: Any) -> float:
-        return noted(3 * a[0] * (a[0] if b is None else b[0]) * a[1])
+        return float(3 * a[0] * (a[0] if b is None else b[0]) * a[1])
 
     def mix(updates: Any, weight: Any, *_: Any, **__: Any) -> float:
-        return noted(2 * weight[0] * weight[1] * updates[1])
+        return float(2 * weight[0] * weight[1] * updates[1])
 
     def conv(x: Any, weight: Any, *_: Any, out_shape: Any, **__: Any) -> float:
         return float(2 * math.prod(out_shape) * math.prod(weight[1:]))

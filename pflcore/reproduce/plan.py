@@ -213,6 +213,8 @@ def tasks(
                         (job,) = jobs([m["algorithm"]], replace(asked, seed=seed), how, {m["algorithm"]: hyper})
                     except TypeError as e:
                         raise ValueError(f"options: {method!r} does not take these ({e}).") from None
+                    except ValueError as e:
+                        raise ValueError(f"method {method!r}: {e}") from None
                     keeps = not base and (method in bases or "vary" in m or "sizes" in m)
                     task = Task(method, setting, variant, job, cut, plan["model_options"], roles, m.get("grid", {}), keeps=keeps)
                     trained[method, variant, seed] = task

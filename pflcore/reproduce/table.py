@@ -78,6 +78,7 @@ def _row(plan: Mapping[str, Any], runs: Runs, setting: str, method: str, variant
         "curve": [[r, sent, scale * metrics.mean(v)] for r, sent, v in _curve(mine[0], measure)],
         "to_goal": _to_goal(runs, setting, mine, measure),
         "seconds_a_round": metrics.mean([r["seconds"] for run in trained for r in run.rounds]),
+        "held_out": mine[0].held_out,
         "stopped": next((r.stopped for r in mine if r.stopped), None),
     }
 
@@ -166,7 +167,8 @@ def table(plan: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], checks: Se
             cells["MiB to 98 %" if up else "MiB to 102 %"] = _number(r["to_goal"] and r["to_goal"] / 2**20, digits=1)
             cells["seconds a round"] = _number(r["seconds_a_round"], digits=3)
             played = [] if r["stopped"] is None else [f"{min(r['played'])} of {r['rounds']} rounds: {r['stopped']}"]
-            cells["note"] = "; ".join([*(f"{k} {_option(r, k)}" for k in r["tuned"]), *played])
+            tuned = [f"{k} {_option(r, k)}" for k in r["tuned"]]
+            cells["note"] = "; ".join([*tuned, *([r["held_out"]] if r["held_out"] else []), *played])
             body.append(cells)
         columns = [c for c in body[0] if c == "method" or any(cells[c] not in ("", "-") for cells in body)]
         unit = "accuracy in percent" if up else "loss"

@@ -25,6 +25,7 @@ from pflcore import metrics
 __all__ = ["Record", "Run", "read"]
 OnRound = Callable[[int, dict[str, Any]], None]
 PARTS = ("partition_options", "model_options", "training", "options")
+HELD_OUT = "of each client's training samples are held out for validation"  # ends the note of a federation that was cut so
 OUTLIER = 20.0  # times the cohort's median update: honest clients with many times the data of the others stay below
 CUT = ("data_seed", "train_samples", "test_samples", "val")  # which of the data the run saw
 CONDITIONS = ("rounds", "participation", "buffers", "criterion", "clip", "eval_split", *CUT)  # with "setting" what seeds must share
@@ -132,6 +133,12 @@ class Run:
         """The client that the run personalizes for, where it is a single one."""
         target = self.header.get("target")
         return target if isinstance(target, int) and not isinstance(target, bool) else None
+
+    @property
+    def held_out(self) -> str:
+        """What the method kept from its own training for validation, in words; "" where it trains on all samples as others do."""
+        notes = [str(n) for n in self.header.get("notes") or [] if str(n).endswith(HELD_OUT)]
+        return notes[-1].partition(" of ")[0] + " of its training samples held out" if notes else ""
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:

@@ -124,6 +124,7 @@ def _note(run: Run) -> str:
         parts = [p for p in parts if not p.startswith("stopped after")]
     lost = int(run.last("loss").isinf().sum()) if run.evaluations and "loss" in run.evaluations[-1]["eval"] else 0
     parts += [f"{lost} client{'s have' if lost > 1 else ' has'} no finite loss"] if lost else []
+    parts += [run.held_out] if run.held_out else []
     cut = len({i for r in run.rounds for i in r.get("clipped") or []})
     parts += [f"the updates of {cut} client{'s' if cut > 1 else ''} were clipped"] if cut else []
     return ", ".join(parts)

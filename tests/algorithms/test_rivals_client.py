@@ -262,6 +262,12 @@ def test_fedrod_personal_loss_moves_the_head_alone(engine):
     assert not torch.equal(states[0].own["h"], states[1].own["h"]) and states[0].own["h"].abs().sum() > 0.1
 
 
+def test_fedrod_takes_a_model_that_knows_more_classes():
+    s = setting(Net(tiny_model(classes=6)), images(), Training(lr=0.1, batch_size=4))
+    state = play(FedRoD(), s, 2)[-1][0]
+    assert state.g["x"].isfinite().all() and state.own["h"].isfinite().all()
+
+
 def test_fedrod_head_sees_detached_features():
     net = Net(tiny_model())
     gen = torch.Generator().manual_seed(0)

@@ -1,5 +1,7 @@
 """FedDWA's rivals that mix on the server: golden values, and for each the law that its known bug breaks."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -225,6 +227,8 @@ def test_sfl_with_a_graph_from_a_file_or_from_labels(tmp_path):
     state, _ = step(alg, begin(alg, s.net, 3), s, torch.arange(3))
     u = alg.send(state.g, cohort([0, 1, 2], 3), torch.Generator())["u"]
     close(u, [[0.2], [0.2], [0.8]])  # the row of zeros keeps its own
+    np.save(tmp_path / "bare.npy", graph - np.diag(np.diag(graph)))  # a client counts itself
+    assert begin(replace(alg, adjacency=str(tmp_path / "bare.npy")), s.net, 3).g["graph"].diagonal().tolist() == [1, 1, 1]
     np.save(tmp_path / "wrong.npy", graph[:2])
     with pytest.raises(ValueError, match=r"^adjacency: expected 3 x 3 numbers"):
         begin(SFL(adjacency=str(tmp_path / "wrong.npy")), s.net, 3)

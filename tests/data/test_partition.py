@@ -192,8 +192,10 @@ def test_concept_shift_is_independent_per_client_and_of_the_seed():
 
 @given(st.sampled_from(list(PARTITIONS)), st.integers(1, 12), st.lists(st.integers(12, 60), min_size=10, max_size=10), st.integers(0, 3))
 def test_every_partition_is_disjoint_repeatable_and_in_range(name, n, have, seed):
+    n = max(n, 2) if name == "multimodal" else n  # it has two kinds of clients
     y, yt = labels_with(have, seed), labels_with([h // 2 + 6 for h in have], seed + 1)
-    options = {"groups": min(n, 4)} if name == "practical1" else {}
+    options = {"practical1": {"groups": min(n, 4)}, "multimodal": {"minority_clients": max(1, n // 3)}}.get(name, {})
+    own_cut = name in ("practical2", "unimodal", "multimodal")  # of both pools, or of the one for training
     part = partition(name, y, n, test_labels=yt, seed=seed, **options)
     train, test = torch.cat(part.index["train"]), torch.cat(part.index["test"])
     both = torch.cat([train, test])
@@ -201,7 +203,7 @@ def test_every_partition_is_disjoint_repeatable_and_in_range(name, n, have, seed
     assert min(sizes(part)) > 0
     assert len(both.unique()) == len(both)
     assert int(both.min()) >= 0 and int(both.max()) < len(y) + len(yt)
-    if name != "practical2":  # which pools both
+    if not own_cut:
         assert int(train.max()) < len(y) <= int(test.min())
     again = partition(name, torch.as_tensor(y), n, test_labels=torch.as_tensor(yt), seed=seed, **options)
     assert all(torch.equal(p, q) for s in ("train", "test") for p, q in zip(part.index[s], again.index[s], strict=True))
@@ -209,7 +211,7 @@ def test_every_partition_is_disjoint_repeatable_and_in_range(name, n, have, seed
         assert len(train) == len(y) and len(test) == len(yt)
     if name == "practical2":
         assert len(both) == len(y) + len(yt)
-    assert "test" not in partition(name, y, n, seed=seed, **options).index or name == "practical2"
+    assert "test" not in partition(name, y, n, seed=seed, **options).index or own_cut
 
 
 # -- Dirichlet -----------------------------------------------------------------------------------------------------------------

@@ -18,8 +18,9 @@ from pflcore import Simulation, Training
 from pflcore.data.federation import Federation
 from pflcore.local import Net, prepared
 from pflcore.local.chain import NoChain, compiled
-from pflcore.local.path import by_chain, by_chain_steps, by_module, under_vmap
+from pflcore.local.path import by_chain, by_chain_steps, by_module, choose_path, under_vmap
 from pflcore.local.proof import difference, trials
+from pflcore.nn import Dropout
 
 CPU = "threads"
 
@@ -278,3 +279,11 @@ def test_the_global_generators_are_left_alone() -> None:
     before = torch.get_rng_state()
     prepared(net, data, Training())
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_chain_with_dropout_is_a_chain() -> None:
+    model = nn.Sequential(nn.Linear(6, 5), Dropout(0.5), nn.Linear(5, 4))
+    data = Federation(torch.ones(24, 6), torch.arange(24) % 4, {"train": list(torch.arange(24).split(8))}, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert choose_path(Net(model), data)[1].form == "chain"

@@ -160,14 +160,14 @@ def test_clients_by_number(key: str) -> None:
 def test_options() -> None:
     data, model = federation(), nn.Linear(6, 4)
     for options, sentence in (
-        ({"rounds": float("nan")}, "rounds and eval_every: expected whole numbers"),
-        ({"workers": -1}, "workers: expected 1 to"),
-        ({"workers": 100_000}, "workers: expected 1 to"),
-        ({"engine": "pool"}, "engine: expected one of auto, threads, vmap"),
+        ({"rounds": float("nan")}, "rounds: expected a whole number, at least 1, got nan"),
+        ({"workers": -1}, "workers: expected a whole number, from 1 to"),
+        ({"workers": 100_000}, "workers: expected a whole number, from 1 to"),
+        ({"engine": "pool"}, "engine: expected one of auto, chain, threads, vmap"),
     ):
         with pytest.raises(ValueError, match=f"^{sentence}"):
             Simulation("fedavg", model, data, **options)
-    with pytest.raises(TypeError, match=r"^criterion: got the class CrossEntropyLoss; give one of it, CrossEntropyLoss\(\)"):
+    with pytest.raises(TypeError, match=r"^criterion: expected a loss, got the class CrossEntropyLoss; write CrossEntropyLoss\(\)"):
         Net(model, nn.CrossEntropyLoss)
     from pflcore.algorithms import ALGORITHMS
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -222,6 +224,14 @@ def test_dropouts_mask_is_the_modules() -> None:
     torch.testing.assert_close(g[0], want, rtol=1e-12, atol=1e-14)
 
 
+def test_without_seeds_nothing_is_dropped() -> None:
+    p = Problem("dropout", [5, 12])
+    p.seeds = None
+    got, want = p.train(), p.train(reference.chain_sgd_, F64)
+    close(got[0], want[0], F32, (want[0] - p.w).abs().max())
+    close(got[1], want[1], F32, want[1])
+
+
 # --- laws -------------------------------------------------------------------------------------------------------------------------
 
 
@@ -371,3 +381,30 @@ def test_memory_is_guarded(change: Any, words: str) -> None:
     change(arguments)
     with pytest.raises(RuntimeError, match=words):
         chain.chain_sgd_(*arguments)
+
+
+ENDING = """
+import threading
+import torch, torch.nn as nn
+from pflcore.local.chain import compiled
+from pflcore.local.net import Net
+from pflcore.ops import chain
+
+def work():
+    for width in range(50, 1450, 100):  # each model's memory is larger than the one before left behind
+        net = Net(nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 20)))
+        x, y, order = torch.randn(40, 8), torch.zeros(40, dtype=torch.int64), torch.arange(40)[None]
+        chain.chain_grad(net.w0[None], *compiled(net, (8,)).head, x, y, None, order, torch.tensor([40]), None)
+
+torch.set_num_threads(1)
+for _ in range(5):
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+"""
+
+
+def test_a_thread_that_ends_leaves_the_heap_whole() -> None:
+    """What it kept for its next chain goes back before the place that it goes back to is gone."""
+    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -337,7 +337,7 @@ def test_a_method_brings_those_it_builds_upon(tmp_path):
         ({"options": {"speed": 1}}, "options: .*speed"),
         ({"methods": {"A": {"algorithm": "nothing"}}}, "algorithm: .*nothing"),
         ({"methods": {"A": {"algorithm": "fedavg", "per_client": True}}}, "method 'A': .*per_client"),
-        ({"methods": {"A": {"algorithm": "fedavg", "options": {"speed": 1}}}}, "options: 'A' .*speed"),
+        ({"methods": {"A": {"algorithm": "fedavg", "options": {"speed": 1}}}}, "method 'A': .*speed"),
         ({"methods": {"A": {"algorithm": "fedavg", "state_of": "B"}, "B": {"algorithm": "fedavg"}}}, "method 'A': .*above it.*'B'"),
         ({"settings": {"a": {"protocol": {"kind": "cross-town"}}}}, "protocol: .*cross-town"),
         ({"settings": {"a": {"protocol": {"kind": "cross-silo", "train": 3}}}}, "protocol of 'a': .*train"),

@@ -11,6 +11,7 @@ from pflcore.algorithms import FedAvg
 from pflcore.algorithms.feddwa import FedDWA
 from pflcore.algorithms.fedfomo import FedFomo
 from pflcore.algorithms.l2c import L2C
+from pflcore.algorithms.mocha import Mocha
 from pflcore.experiment import algorithm
 from pflcore.local.net import Net
 from pflcore.reproduce import costs
@@ -219,6 +220,8 @@ def test_costs_are_those_of_the_papers_table():
     assert avg.bytes == 2 * 4 * net.size and dwa.bytes == 3 * 4 * net.size
     assert avg.server == 2 * 7 * net.size and dwa.server == (3 * 49 + 2 * 7 * 5) * net.size
     assert fomo.client > 1.2 * avg.client * 0.8 and l2c.client > avg.client * 0.8
+    mocha = costs.cost(Mocha(outer=1), net, (1, 8, 8), 5, n=7, samples=100, batch_size=8)
+    assert mocha.client == pytest.approx(avg.client, rel=1e-9) and mocha.server > 2 * 7 * 7 * net.size  # W W^T is the server's
     table = costs.table({"FedAvg": avg, "FedDWA": dwa}, 100)
     assert table.count("\n") == 4 and "| 2.00 |" in table
 

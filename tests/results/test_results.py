@@ -224,6 +224,12 @@ def test_a_run_that_stopped_says_so():
     assert "Everybody diverged three rounds in a row." in text
 
 
+def test_what_a_method_held_out_stands_in_its_row():
+    lines = a_run("fedfomo", notes=["20% of each client's training samples are held out for validation"])
+    text = report.table(group([*a_run(), *lines]))
+    assert cells(text, "fedfomo")["note"] == "20% of its training samples held out" and cells(text, "waffle")["note"] == ""
+
+
 def test_a_regression_is_told_by_its_loss():
     lines = a_run("mocha", target=None)
     for one in lines[1:]:
