@@ -31,7 +31,7 @@ from pflcore.local.net import Net
 from pflcore.local.path import Path as LocalPath
 from pflcore.local.preflight import check_modes
 from pflcore.metrics import Metric, human, metrics_of
-from pflcore.personal import Models, Personalized
+from pflcore.personal import Models, Personalized, export_models
 from pflcore.results import export
 from pflcore.round import Outcome, begin, buffers_of, evaluate, sample, step
 from pflcore.uploads import farthest
@@ -67,6 +67,15 @@ class History:
             yield {"stopped": self.stopped}
 
     # what comes out ---------------------------------------------------------------------------------------------------
+    def export(self, folder: str | Path) -> None:
+        """Writes every client's personalized model into `folder`, which is made: a safetensors file each, and `manifest.json`, which says
+        whose is which, what the tensors are called and how to predict with them.
+
+        Where a method serves one model the file is its `state_dict`; else the tensors that its prediction takes, a model's parameters as
+        `w.NAME`. ValueError where the run kept no model, OSError where the folder cannot be written.
+        """
+        export_models((self.model(i) for i in range(self.header["n"])), self.header, folder)
+
     def model(self, client: int) -> Personalized:
         """One client's personalized model after the last round, an `nn.Module` from samples [B, ...] to scores, for every algorithm.
 
@@ -453,8 +462,8 @@ class Simulation:
         checkpoints.save(keeper.folder, tensors, facts)
 
     def _take(self, folder: str | Path, tensors: dict[str, torch.Tensor], facts: Record) -> None:
-        here, aside = self._what(), ("machine", "made_with")
-        differs = checkpoints.difference(*({k: v for k, v in run.items() if k not in aside} for run in (facts["run"], here)))
+        here, aside = self._what(), {"machine": None, "made_with": None}
+        differs = checkpoints.difference(facts["run"] | aside, here | aside)
         if differs:
             raise ValueError(f"checkpoint: {folder} holds that of another run: {differs}; give what it was made with, or another folder.")
         other = checkpoints.difference(facts["run"]["made_with"], here["made_with"])

@@ -30,7 +30,7 @@ ROOMS: dict[str, set[str]] = {  # from the ground up: each room, and the rooms b
     "checkpoint": {"data", "local"},
     "privacy": {"data", "local", "algorithms", "round"},
     "footprint": {"data", "local", "algorithms", "round"},
-    "personal": {"_mode", "data", "local", "algorithms", "round"},
+    "personal": {"_mode", "data", "local", "algorithms", "round", "checkpoint"},
     "simulation": {
         *("data", "metrics", "local", "algorithms", "round", "memory", "arguments", "uploads", "footprint", "results", "personal"),
         "checkpoint",
@@ -41,18 +41,8 @@ ROOMS: dict[str, set[str]] = {  # from the ground up: each room, and the rooms b
     "experiment": {"data", "models", "local", "algorithms", "arguments", "checkpoint", "simulation"},
     "reproduce": {"data", "metrics", "models", "local", "algorithms", "round", "simulation", "results", "tuning", "experiment"},
     "cli": {
-        "data",
-        "metrics",
-        "models",
-        "nn",
-        "factorized",
-        "local",
-        "algorithms",
-        "results",
-        "privacy",
+        *("data", "metrics", "models", "nn", "factorized", "local", "algorithms", "results", "privacy", "experiment", "reproduce"),
         "checkpoint",
-        "experiment",
-        "reproduce",
     },
     "__main__": {"cli"},
 }
