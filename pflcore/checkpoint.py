@@ -94,7 +94,7 @@ def lock(folder: str | Path) -> Iterator[None]:
 def save(folder: str | Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
     """Writes `tensors` (any shape and device; they may share memory) and `facts` (what JSON can hold, and NaN) into `folder`, in the place
     of the checkpoint that is there. OSError in one sentence where it cannot be written: then the earlier one stands."""
-    folder, name, digest = Path(folder), None, None
+    folder, name, digest, placed = Path(folder), None, None, False
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if tensors:
@@ -106,8 +106,12 @@ def save(folder: str | Path, tensors: Mapping[str, Tensor], facts: Mapping[str, 
         text = json.dumps({**facts, "format": FORMAT, "tensors": name, "sha256": digest})
         with replacing(folder / NAME) as part:
             part.write_text(f'{{"sha256": "{_sha256([text.encode()])}", "checkpoint": {text}}}\n')
+        placed = True
     except OSError as e:
         raise OSError(f"checkpoint: it cannot be written into {folder} ({e.strerror or e}); the one before it, if any, stands.") from None
+    finally:
+        if name is not None and not placed:
+            (folder / name).unlink(missing_ok=True)
     for old in [*folder.glob(f"checkpoint-{'[0-9a-f]' * 16}.safetensors"), *folder.glob("checkpoint*.part")]:
         if old.name != name:
             old.unlink(missing_ok=True)

@@ -422,7 +422,7 @@ class Simulation:
             raise ValueError(f"checkpoint: {folder} is that of a command between two runs, and holds no state; go on with its --resume.")
         stored = {**run["conditions"], **run["machine"]}
         if loss is not None or isinstance(model, Net):
-            stored["loss"] = loss
+            options["loss"] = loss
         if "algorithm" not in options:
             if run["algorithm"] not in ALGORITHMS:
                 raise ValueError(f"algorithm: the checkpoint is of {run['algorithm']}, which is not pflcore's own; give it: algorithm=...")

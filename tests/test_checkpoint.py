@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 import warnings
 from collections.abc import Iterator
@@ -32,7 +31,7 @@ from pflcore.personal import own_way
 from pflcore.results import pictures
 from pflcore.results.record import Record, read
 
-DATA = images((7, 20, 31, 9, 12))
+DATA = images((8, 20, 30, 9, 12))
 TRAINING = Training(lr=0.1, batch_size=5)
 OPTIONS: dict[str, Any] = {"rounds": 4, "participation": 0.6}
 
@@ -131,7 +130,7 @@ def test_functions_are_given_again(tmp_path):
         sentence(e)
     again = Simulation.load(tmp_path, model=tiny_model(), data=DATA, loss=nn.functional.cross_entropy, **given_).run()
     assert without_seconds(again.rounds) == without_seconds(history.rounds)
-    with pytest.raises(ValueError, match="^loss: ") as e:
+    with pytest.raises(ValueError, match=r"^loss: ") as e:
         Simulation.load(tmp_path, model=tiny_model(), data=DATA, **given_)
     sentence(e)
 
@@ -179,27 +178,30 @@ def test_numbers_that_are_not_finite_come_back_in_the_records(tmp_path):
     assert math.isnan(rounds[0]["eval"]["loss"][1]) and without_seconds(rounds[:2]) == without_seconds(simulation.history.rounds)
 
 
+@dataclass(frozen=True)
+class Spoils(FedAvg):
+    """Client 1 moves far in round 2; from round 4 on the server's model is none."""
+
+    def client(self, down: Any, own: Any, local: Any) -> Any:
+        own, up = super().client(down, own, local)
+        up["delta"][(local.ids == 1) & (local.round == 2)] *= 30
+        return own, up
+
+    def server(self, g: Any, up: Any, cohort: Any) -> Any:
+        new = super().server(g, up, cohort)
+        return {**new, "x": new["x"] * math.nan} if cohort.round > 3 else new
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_void_rounds_are_counted_over_the_break(tmp_path):
-    """A client whose numbers explode: the run ends at the third void round in a row, wherever it was broken, and names the same culprit."""
-    data = replace(DATA, x=DATA.x.clone())
-    data.x[data.index["train"][2]] *= 1e3
-    options = {"rounds": 9, "training": Training(lr=3.0, batch_size=5)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        history = Simulation("waffle", tiny_model(), data, loss="squared_by_class" if False else None, **options).run()
-        if history.stopped is None:  # make it diverge for certain
-            options["training"] = Training(lr=1e38, batch_size=5)
-            history = Simulation("waffle", tiny_model(), data, **options).run()
-        assert history.stopped is not None and "diverged" in history.stopped
-        for after in range(1, len(history.rounds) + 1):
-            simulation = Simulation("waffle", tiny_model(), data, **options)
-            broken_off(simulation, after)
-            if simulation.state.void == 3:
-                break
-            simulation.save(tmp_path)
-            again = Simulation.load(tmp_path, model=tiny_model(), data=data).run()
-            assert again.stopped == history.stopped and without_seconds(again.rounds) == without_seconds(history.rounds)
-    assert after >= 2
+    """The run ends at the third void round in a row, wherever it was broken off, and names the same culprit."""
+    options = {"rounds": 9, "participation": 1.0}
+    history = make(Spoils, **options).run()
+    assert history.stopped and "rounds 4 to 6 were void" in history.stopped and "client 1's update was" in history.stopped
+    for after in (2, 3, 4, 5):
+        saved(tmp_path, after, name=Spoils, **options)
+        again = Simulation.load(tmp_path, model=tiny_model(), data=DATA, algorithm=Spoils).run()
+        assert again.stopped == history.stopped and without_seconds(again.rounds) == without_seconds(history.rounds)
 
 
 def test_early_stopping_remembers_the_rounds_before(tmp_path):
@@ -281,11 +283,11 @@ def test_runs_for_everyone_go_on(tmp_path):
 def test_what_differs_is_named(tmp_path):
     saved(tmp_path, name="ditto")
     other = {
-        "clients": (images((7, 20, 31, 9)), tiny_model()),
-        "training samples": (images((7, 20, 31, 12, 9)), tiny_model()),
-        "digest of the samples": (images((7, 20, 31, 9, 12), seed=1), tiny_model()),
+        "clients": (images((8, 20, 30, 9)), tiny_model()),
+        "training samples": (images((8, 20, 30, 12, 9)), tiny_model()),
+        "digest of the samples": (images((8, 20, 30, 9, 12), seed=1), tiny_model()),
         "0.weight": (DATA, lambda: nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 4))),
-        "first.weight": (DATA, lambda: nn.Sequential(__import__("collections").OrderedDict(first=nn.Linear(6, 4)))),
+        "0.weight is": (DATA, lambda: nn.Sequential(__import__("collections").OrderedDict(first=nn.Linear(6, 4)))),
         "what is not trained": (DATA, frozen),
     }
     for word, (data, model) in other.items():
@@ -312,7 +314,7 @@ def frozen() -> nn.Module:
 
 def test_a_folder_without_a_checkpoint_is_one_sentence(tmp_path):
     for place in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(ValueError, match="has no checkpoint.json") as e:
+        with pytest.raises(ValueError, match=r"has no checkpoint\.json") as e:
             checkpoint.load(place)
         sentence(e)
 
@@ -381,25 +383,18 @@ def test_one_of_a_later_format_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_disk_that_is_full_leaves_the_checkpoint_before(tmp_path):
-    """A limit on the size of files in a process of its own: the kernel refuses the write as it does on a full disk."""
+    """By a limit on the size of files: the kernel refuses to write as it does on a full disk."""
     saved(tmp_path)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-    code = """
-        import resource, sys, torch, warnings
-        from pflcore import checkpoint
-        for limit in (0, 10, 5000):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-            try:
-                checkpoint.save(sys.argv[1], {"x": torch.zeros(1000)}, {"long": "x" * 9000})
-            except OSError as e:
-                print(str(e).count(chr(10)), e)
-            else:
-                raise SystemExit("it was written")
-    """
-    run = subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(tmp_path)], capture_output=True, text=True, check=False)
-    lines = run.stdout.splitlines()
-    assert run.returncode == 0 and len(lines) == 3, run.stdout + run.stderr
-    assert all(line.startswith("0 checkpoint: it cannot be written into") and line.endswith("stands.") for line in lines), lines
+    _, hard = kept = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for size in (0, 10, 5000):  # of which the last has room for the tensors
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+            with pytest.raises(OSError, match="checkpoint: it cannot be written into") as e:
+                checkpoint.save(tmp_path, {"x": torch.zeros(1000)}, {"long": "x" * 9000})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, kept)
+        assert "stands" in sentence(e)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
     assert Simulation.load(tmp_path, model=tiny_model(), data=DATA).state.round == 2
 
@@ -433,8 +428,8 @@ def test_only_the_last_checkpoint_and_no_leavings_stay(tmp_path):
 
 # one run a folder -------------------------------------------------------------------------------------------------------------
 def test_two_runs_in_one_folder_are_refused_until_the_first_has_died(tmp_path):
-    code = "import sys, time; from pflcore import checkpoint\nwith checkpoint.lock(sys.argv[1]): print('in', flush=True); time.sleep(60)"
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as owner:
+    code = "import fcntl, sys, time; f = open(sys.argv[1], 'ab'); fcntl.flock(f, fcntl.LOCK_EX); print('in', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / ".lock")], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None and owner.stdout.readline() == "in\n"
         for attempt in (lambda: make().save(tmp_path), lambda: make().run(checkpoint=tmp_path)):
             with pytest.raises(ValueError, match="another run is writing into") as e:
@@ -477,7 +472,7 @@ def test_a_record_is_cut_back_to_its_mark(tmp_path):
 
 # the command line -------------------------------------------------------------------------------------------------------------
 SMALL = ["--data", "synthetic_linear", "--n", "5", "--lr", "0.01", "--quiet"]
-COMPARE = ["compare", "--algorithms", "fedavg", "ditto", *SMALL, "--participation", "0.5", "--rounds", "25"]
+COMPARE = ["compare", "--algorithms", "fedavg", "ditto", *SMALL, "--participation", "0.5", "--rounds", "15"]
 
 
 @pytest.fixture
@@ -514,7 +509,7 @@ def test_a_run_killed_twenty_times_is_the_run_that_was_not(tmp_path, no_pictures
             every = str(rng.choice((1, 2, 7)))
             child = forks.Process(target=cli.main, args=([*COMPARE, "--out", str(folder), "--resume", "--checkpoint-every", every],))
             child.start()
-            more = rng.randrange(1, 25)
+            more = rng.randrange(1, 12)
             start = record.read_bytes().count(b"\n") if record.exists() else 0
             while child.is_alive() and (record.read_bytes().count(b"\n") if record.exists() else 0) < start + more:
                 time.sleep(0.0005)
@@ -634,7 +629,7 @@ def test_exported_models_predict_what_the_history_does(name, tmp_path):
             continue
         statistics = torch.cat([tensors.pop(f"statistics.{n}").flatten() for n in kept.net.buffer_names])
         view: dict[str, Any] = {}
-        for k, v in tensors.items():
+        for k, v in ((k, tensors[k]) for k in entry["tensors"] if k in tensors):
             key, _, parameter = k.partition(".")
             view.setdefault(key, []).append(v.flatten() if parameter else v)
         view = {k: torch.cat(v) if len(v) > 1 or v[0].dim() == 1 else v[0] for k, v in view.items()}
@@ -651,6 +646,6 @@ def test_models_of_runs_for_everyone_are_exported_and_others_are_refused(tmp_pat
         History(history.header).export(tmp_path)
     sentence(e)
     (tmp_path / "file").write_text("x")
-    with pytest.raises(OSError, match="export: .* cannot be written") as e:
+    with pytest.raises(OSError, match=r"export: .* cannot be written") as e:
         history.export(tmp_path / "file" / "x")
     sentence(e)
