@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
