@@ -293,6 +293,9 @@ class Simulation:
                     raise
                 asked = memory.asked_for(error)  # the error itself holds the round's frames, and so its memory
             if done is not None:  # a round that was played but not evaluated is a round
+                far = farthest(done.ids, done.moved)
+                if far is not None:  # before the record is given: whoever gets it may save
+                    self._outlier = max(self._outlier or (0.0, 0, 0), (far[1], far[0], round))
                 yield {
                     "round": round,
                     "algorithm": self.name,
@@ -316,9 +319,6 @@ class Simulation:
                 yield {"stopped": memory.sentence(where, self.peak_bytes(), asked, self.device), "failed": True}
                 return
             assert done is not None
-            far = farthest(done.ids, done.moved)
-            if far is not None:
-                self._outlier = max(self._outlier or (0.0, 0, 0), (far[1], far[0], round))
             if self._state.void >= VOID_ROUNDS or (self._state.void and round >= self.rounds):
                 yield {"stopped": self._why_void(round, done)}
                 return

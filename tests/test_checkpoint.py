@@ -300,7 +300,7 @@ def test_what_differs_is_named(tmp_path):
             Simulation.load(tmp_path, model=tiny_model(), data=DATA, **options)
         sentence(e)
     with pytest.raises(ValueError, match="another run: criterion") as e:
-        Simulation.load(tmp_path, model=tiny_model(), data=DATA, loss="squared")
+        Simulation.load(tmp_path, model=tiny_model(), data=DATA, loss=nn.MultiMarginLoss())
     sentence(e)
     Simulation.load(tmp_path, model=tiny_model(), data=DATA, workers=1)  # which never changes a result
     with pytest.warns(UserWarning, match="last digits"):
