@@ -58,6 +58,11 @@ def broken_off(simulation: Simulation, after: int) -> History:
         return simulation.run(stop)
 
 
+def unbroken(simulation: Simulation, folder: Path, after: int = 2) -> History:
+    """Plays all rounds, and leaves the checkpoint of one on the way."""
+    return simulation.run(lambda round, _: simulation.save(folder) if round == after else None)
+
+
 def saved(folder: Path, after: int = 2, **options: Any) -> Path:
     simulation = make(**options)
     broken_off(simulation, after)
@@ -83,10 +88,7 @@ def test_two_rounds_and_two_more_are_four(name, tmp_path):
     options = {"first": 1, "relative": True, "eps1": 10.0} if name == "clustered_fl" else {}  # it splits on both sides of the break
     algorithm = ALGORITHMS[name](**options)
     whole = make(algorithm)
-    history = whole.run()
-    half = make(algorithm)
-    broken_off(half, 2)
-    half.save(tmp_path)
+    history = unbroken(whole, tmp_path)
     rest = Simulation.load(tmp_path, model=tiny_model(), data=DATA)
     went_on = rest.run()
     assert without_seconds(went_on.rounds) == without_seconds(history.rounds) and len(went_on.rounds) == 4
@@ -111,10 +113,7 @@ def test_batch_norm_clip_and_evaluation_options_go_on(tmp_path):
 
     options = {"clip": 0.3, "eval_every": 3, "eval_train": True, "clients": [0, 1, 2, 3], "seed": 5, "metrics": ("f1",), "rounds": 5}
     for policy in ("local", "average"):
-        made = [Simulation("fedavg", model, DATA, TRAINING, buffers=policy, **options) for _ in range(2)]
-        history = made[0].run()
-        broken_off(made[1], 2)
-        made[1].save(tmp_path)
+        history = unbroken(Simulation("fedavg", model, DATA, TRAINING, buffers=policy, **options), tmp_path)
         assert without_seconds(Simulation.load(tmp_path, model=model, data=DATA).run().rounds) == without_seconds(history.rounds)
 
 
@@ -122,8 +121,7 @@ def test_functions_are_given_again(tmp_path):
     training = Training(lr=0.1, schedule=lambda round, rounds: 1 / round)
     options: dict[str, Any] = {"training": training, "metrics": {"first": lambda scores, y: float(scores[0, 0])}}
     algorithm = ALGORITHMS["waffle"](omega=lambda round, rounds: 0.5)  # type: ignore[call-arg]
-    history = make(algorithm, loss=nn.functional.cross_entropy, **options).run()
-    saved(tmp_path, name=algorithm, loss=nn.functional.cross_entropy, **options)
+    history = unbroken(make(algorithm, loss=nn.functional.cross_entropy, **options), tmp_path)
     given_: dict[str, Any] = {"algorithm": algorithm, **options}
     for key in given_:
         with pytest.raises(ValueError, match=f"^{key}: .*function") as e:
@@ -493,7 +491,9 @@ def forks() -> Iterator[Any]:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         pytest.skip("no fork here")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pflcore.cli", "pflcore.experiment", "pflcore.results.table", "tyro", "tqdm"])
+    context.set_forkserver_preload(
+        ["pytest", "pflcore.cli", "pflcore.experiment", "pflcore.results.table", "tyro", "tqdm", "matplotlib.pyplot"]
+    )
     yield context
 
 

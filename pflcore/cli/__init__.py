@@ -178,7 +178,7 @@ def _record(todo: Sequence[Job], cut: Mapping[str, Any], shape: Mapping[str, Any
             except KeyboardInterrupt:
                 interrupted = True
             if interrupted:
-                progress.say("Interrupted; the record is whole up to here." + " --resume goes on with it." * output.resume)
+                progress.say("Interrupted; the record is whole up to here, and --resume goes on from the last checkpoint.")
                 break
         if not (interrupted or broken):
             _between(folder, stands(len(todo)))
