@@ -33,6 +33,7 @@ from pflcore.local.preflight import check_modes
 from pflcore.metrics import Metric, human, metrics_of
 from pflcore.personal import Models, Personalized, export_models
 from pflcore.results import export
+from pflcore.results.export import Per
 from pflcore.round import Outcome, begin, buffers_of, evaluate, sample, step
 from pflcore.uploads import farthest
 
@@ -103,11 +104,11 @@ class History:
             raise ValueError("adapt: expected the history that Simulation.run() returns; runs for each client have no model for others.")
         return self.models.adapt(samples, rounds)
 
-    def to_pandas(self, per: export.Per = "round") -> Any:
+    def to_pandas(self, per: Per = "round") -> Any:
         """A `pandas.DataFrame` with one row per round (means over clients), or per evaluated round and client."""
         return export.frame(self.header, self.rounds, per)
 
-    def to_csv(self, path: str | Path, per: export.Per = "round") -> None:
+    def to_csv(self, path: str | Path, per: Per = "round") -> None:
         """The rows of `to_pandas` as a CSV file; needs no pandas."""
         export.to_csv(self.header, self.rounds, path, per)
 
