@@ -391,7 +391,7 @@ class Simulation:
             history.state = self.state
             history.models = Models(self.algorithm, self.setting, history.state)
         if history.stopped and not history.interrupted:
-            warnings.warn(f"{self.name}, seed {self.seed}, stopped early: {history.stopped}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"{self.name}, seed {self.seed}, stopped early: {history.stopped}", RuntimeWarning, stacklevel=3)
         return history
 
     # checkpoints ------------------------------------------------------------------------------------------------------
@@ -469,7 +469,7 @@ class Simulation:
             raise ValueError(f"checkpoint: {folder} holds that of another run: {differs}; give what it was made with, or another folder.")
         other = checkpoints.difference(facts["run"]["made_with"], here["made_with"])
         if other:
-            warnings.warn(f"checkpoint: {other}; numbers may differ in their last digits from an unbroken run's.", stacklevel=4)
+            warnings.warn(f"checkpoint: {other}; numbers may differ in their last digits from an unbroken run's.", stacklevel=3)
         tensors = {k: v.to(self.device) if k in facts["on_device"] else v for k, v in tensors.items()}
         trees: dict[str, dict[str, torch.Tensor]] = {"g": {}, "own": {}, "state": {}, "net": {}}
         for name, v in tensors.items():
