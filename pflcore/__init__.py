@@ -5,6 +5,7 @@ __version__ = "0.1.0"
 from pflcore.algorithms import ALGORITHMS
 from pflcore.algorithms.base import FedAvg, Stop
 from pflcore.callbacks import EarlyStopping, TensorBoard
+from pflcore.checkpoint import Checkpoint
 from pflcore.data import Federation
 from pflcore.data.roles import cross_device, cross_silo
 from pflcore.local import Local, Net, Training
@@ -26,6 +27,7 @@ from pflcore.tuning import tune
 __all__ = [
     "ALGORITHMS",
     "Backend",
+    "Checkpoint",
     "EarlyStopping",
     "FedAvg",
     "Federation",

@@ -1,5 +1,6 @@
 """What can be given to `Simulation.run(on_round=...)`: a function of (round, record), or several in a list.
 
+One with a method `resume(rounds)` is given, before a run goes on from a checkpoint, the records of the rounds up to there.
 One that raises `Stop` ends the run with its sentence. One that raises anything else ends it too, and nothing is lost: the rounds up to
 there are in `simulation.history` (and in the exception's attribute `history`), and `simulation.run()` goes on from them.
 """
@@ -7,6 +8,7 @@ there are in `simulation.history` (and in the exception's attribute `history`), 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,11 @@ class EarlyStopping:
         if self._misses >= self.patience:
             best = f"no mean {self.key} was finite" if math.isnan(self.best) else f"{self.key} {self.best:.4g} of round {self.round} stood"
             raise Stop(f"Stopped early after round {round}: {best} for {self.patience} evaluations.")
+
+    def resume(self, rounds: Sequence[dict[str, Any]]) -> None:
+        """Looks again at the records of the rounds before a run goes on from its checkpoint."""
+        for record in rounds:
+            self(record["round"], record)
 
 
 class TensorBoard:

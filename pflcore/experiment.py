@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from pflcore.algorithms import ALGORITHMS
 from pflcore.algorithms.base import FedAvg
 from pflcore.algorithms.lookup import algorithm_of, class_of, name_of
 from pflcore.arguments import WORKERS, device_of, limit, whole
+from pflcore.checkpoint import Checkpoint
 from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES, Federation, federation_of, options_of
 from pflcore.local import Training
 from pflcore.local.net import Net
@@ -184,10 +185,16 @@ class Job:
         o = self.options
         return Simulation(algorithm(self.algorithm, self.hyper, o.target), net(o, data, model), data, self.training, **self._common, **more)
 
-    def play(self, simulation: Simulation, model: Callable[[], nn.Module], on_round: Callable[[int, dict[str, Any]], None]) -> History:
+    def play(
+        self,
+        simulation: Simulation,
+        model: Callable[[], nn.Module],
+        on_round: Callable[[int, dict[str, Any]], None],
+        checkpoint: Checkpoint | None = None,
+    ) -> History:
         """Runs it, each client's run after the other where it is `for_each`; `on_round` sees every round played."""
         if not self.for_each:
-            return simulation.run(on_round)
+            return simulation.run(on_round, checkpoint)
         assert isinstance(simulation.algorithm, FedAvg)
         return for_everyone(
             simulation.algorithm,
@@ -195,6 +202,7 @@ class Job:
             simulation.data,
             self.training,
             on_round=lambda _, r, record: on_round(r, record),
+            checkpoint=checkpoint,
             **self._common,
         )
 
@@ -217,6 +225,14 @@ class Job:
         else:
             target = o.target if isinstance(o.target, int) else made_for
         return {**head, **names, "criterion": o.criterion, "target": target, "made_for": made_for}
+
+
+def described(todo: Sequence[Job], cut: Mapping[str, Any], shape: Mapping[str, Any]) -> dict[str, Any]:
+    """What some jobs compute, but for where: two descriptions that are equal stand for the same numbers."""
+    options = {k: v for k, v in asdict(todo[0].options).items() if k not in ("device", "engine", "workers")}
+    hyper = {job.name: dict(job.hyper) for job in todo}
+    own = {"partition_options": dict(cut), "model_options": dict(shape), "options": hyper}
+    return {"runs": list(hyper), **options, "training": asdict(todo[0].training), **own}
 
 
 def jobs(algorithms: Sequence[str], options: Options, training: Training, hyper: Mapping[str, Mapping[str, Any]]) -> list[Job]:

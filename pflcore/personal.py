@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +14,7 @@ from torch import Tensor, nn
 
 from pflcore._mode import forward_mode
 from pflcore.algorithms.base import FedAvg, State, Tensors, cohort_of
+from pflcore.checkpoint import replacing, write_tensors
 from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
 from pflcore.local import Engine, Local, Setting
@@ -19,6 +23,7 @@ from pflcore.local.random import generator_of
 from pflcore.round import begin, own_way, step, views
 
 BATCH = 125  # samples of one forward pass
+ONE_MODEL = "model.load_state_dict(safetensors.torch.load_file(file)) into a model of the run's class; model.eval()(x) gives the scores."
 
 
 class Personalized(nn.Module):
@@ -74,6 +79,43 @@ class Personalized(nn.Module):
         row: Any = getattr(self, "view_w")  # noqa: B009
         statistics: Any = self.statistics
         return self.net.load(self.net.to(row.device).module, row, statistics).eval()
+
+    def tensors(self) -> Tensors:
+        """What predictions are made of, by name: the module's `state_dict` where it is one model, else what the method's `predict` is
+        given, with a row as the parameters that it holds, and batch norm's statistics."""
+        if not own_way(self.algorithm):
+            return dict(self.module().state_dict())
+        net, statistics = self.net, self.get_buffer("statistics").split(self.net.buffer_sizes)
+        out = {f"statistics.{n}": b.view(s) for n, b, s in zip(net.buffer_names, statistics, net.buffer_shapes, strict=True)}
+        for key in self.keys:
+            value = self.get_buffer(f"view_{key}")
+            head = net.head_slice if net.head_name is not None else slice(0, 0)
+            start = {net.size: 0, head.stop - head.start: head.start}.get(len(value)) if value.dim() == 1 else None
+            if start is None:
+                out[key] = value
+                continue
+            for name, at, shape in zip(net.names, net.slices.values(), net.shapes, strict=True):
+                if start <= at.start < start + len(value):
+                    out[f"{key}.{name}"] = value[at.start - start : at.stop - start].view(shape)
+        return out
+
+
+def export_models(models: Iterable[Personalized], header: Mapping[str, Any], folder: str | Path) -> None:
+    """Clients' models 0, 1, ... as files; see `History.export`."""
+    folder, clients, predict = Path(folder), [], ""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for client, model in enumerate(models):
+            tensors, file = model.tensors(), f"client-{client}.safetensors"
+            with replacing(folder / file) as part:
+                write_tensors(tensors, part)
+            clients.append({"client": client, "file": file, "tensors": {k: list(v.shape) for k, v in tensors.items()}})
+            predict = inspect.getdoc(model.algorithm.predict) or "" if own_way(model.algorithm) else ONE_MODEL
+        facts = {"method": header["algorithm"], "options": header["options"], "training": header["training"], "data": header["data"]}
+        with replacing(folder / "manifest.json") as part:  # last: what it names is there
+            part.write_text(json.dumps({**facts, "returns": model.returns, "predict": predict, "clients": clients}, indent=1) + "\n")
+    except OSError as e:
+        raise OSError(f"export: {folder} cannot be written ({e.strerror or e}); make room there, or name another folder.") from None
 
 
 class Models:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import time
 import warnings
@@ -14,10 +16,13 @@ import torch
 import torch.nn as nn
 
 import pflcore
+from pflcore import checkpoint as checkpoints
 from pflcore import footprint, memory
+from pflcore.algorithms import ALGORITHMS
 from pflcore.algorithms.base import FedAvg, State, Stop
 from pflcore.algorithms.lookup import algorithm_of, name_of
 from pflcore.arguments import SEEDS, WORKERS, check_start, copied, device_of, ids_of, limit, whole
+from pflcore.checkpoint import Checkpoint, facts_of, lock
 from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
 from pflcore.local import Training, prepared
@@ -27,8 +32,9 @@ from pflcore.local.path import Path as LocalPath
 from pflcore.local.preflight import check_modes
 from pflcore.local.proof import LARGE
 from pflcore.metrics import Metric, human, metrics_of
-from pflcore.personal import Models, Personalized
+from pflcore.personal import Models, Personalized, export_models
 from pflcore.results import export
+from pflcore.results.export import Per
 from pflcore.round import Outcome, begin, buffers_of, evaluate, sample, step
 from pflcore.uploads import farthest
 
@@ -63,6 +69,15 @@ class History:
             yield {"stopped": self.stopped}
 
     # what comes out ---------------------------------------------------------------------------------------------------
+    def export(self, folder: str | Path) -> None:
+        """Writes every client's personalized model into `folder`, which is made: a safetensors file each, and `manifest.json`, which says
+        whose is which, what the tensors are called and how to predict with them.
+
+        Where a method serves one model the file is its `state_dict`; else the tensors that its prediction takes, a model's parameters as
+        `w.NAME`. ValueError where the run kept no model, OSError where the folder cannot be written.
+        """
+        export_models((self.model(i) for i in range(self.header["n"])), self.header, folder)
+
     def model(self, client: int) -> Personalized:
         """One client's personalized model after the last round, an `nn.Module` from samples [B, ...] to scores, for every algorithm.
 
@@ -90,11 +105,11 @@ class History:
             raise ValueError("adapt: expected the history that Simulation.run() returns; runs for each client have no model for others.")
         return self.models.adapt(samples, rounds)
 
-    def to_pandas(self, per: export.Per = "round") -> Any:
+    def to_pandas(self, per: Per = "round") -> Any:
         """A `pandas.DataFrame` with one row per round (means over clients), or per evaluated round and client."""
         return export.frame(self.header, self.rounds, per)
 
-    def to_csv(self, path: str | Path, per: export.Per = "round") -> None:
+    def to_csv(self, path: str | Path, per: Per = "round") -> None:
         """The rows of `to_pandas` as a CSV file; needs no pandas."""
         export.to_csv(self.header, self.rounds, path, per)
 
@@ -157,6 +172,10 @@ class Simulation:
         self.measures = metrics_of(self.metrics, not self.data.y.is_floating_point())
         self.training.lr_at(1, self.rounds)  # so that a schedule that fails does so now
         self.history: History | None = None  # of the last call of `run`
+        self._content: Record | None = None  # of the federation: what a checkpoint says of it
+        self._past: list[Record] = []  # the rounds before the checkpoint that the run goes on from
+        self._came_from: Path | None = None  # that checkpoint's folder
+        self._outlier: tuple[float, int, int] | None = None  # the farthest update so far: times the median, client, round
         asked = self._set_up(net)
         if asked is not None:
             memory.give_back(self.device)
@@ -256,7 +275,6 @@ class Simulation:
         """Play the rounds, giving each one's record; ends early, after a record with the key "stopped", where the run diverged or
         memory ran out. In the latter case ("failed") the state is that of the last round given, and the run can be gone on with."""
         assert isinstance(self.algorithm, FedAvg)
-        outlier: tuple[float, int, int] | None = None  # times the median, client, round
         while self._state.round < self.rounds:
             round, began = self._state.round + 1, time.perf_counter()
             done: Outcome | None = None
@@ -279,6 +297,9 @@ class Simulation:
                     raise
                 asked = memory.asked_for(error)  # the error itself holds the round's frames, and so its memory
             if done is not None:  # a round that was played but not evaluated is a round
+                far = farthest(done.ids, done.moved)
+                if far is not None:  # before the record is given: whoever gets it may save
+                    self._outlier = max(self._outlier or (0.0, 0, 0), (far[1], far[0], round))
                 yield {
                     "round": round,
                     "algorithm": self.name,
@@ -302,14 +323,12 @@ class Simulation:
                 yield {"stopped": memory.sentence(where, self.peak_bytes(), asked, self.device), "failed": True}
                 return
             assert done is not None
-            far = farthest(done.ids, done.moved)
-            if far is not None:
-                outlier = max(outlier or (0.0, 0, 0), (far[1], far[0], round))
             if self._state.void >= VOID_ROUNDS or (self._state.void and round >= self.rounds):
-                yield {"stopped": self._why_void(round, done, outlier)}
+                yield {"stopped": self._why_void(round, done)}
                 return
 
-    def _why_void(self, round: int, done: Outcome, outlier: tuple[float, int, int] | None) -> str:
+    def _why_void(self, round: int, done: Outcome) -> str:
+        outlier = self._outlier
         first = round - self._state.void + 1
         which = f"round {round} was" if first == round else f"rounds {first} to {round} were"
         why = f"the server's {', '.join(done.spoilt)} would not be finite" if done.spoilt else ""
@@ -326,8 +345,11 @@ class Simulation:
         measures = self.measures if split == self.eval_split else None
         return evaluate(self.algorithm, self._state, self.setting, split, clients, self.buffers, measures)
 
-    def run(self, on_round: Callback | Sequence[Callback] | None = None) -> History:
+    def run(self, on_round: Callback | Sequence[Callback] | None = None, checkpoint: Checkpoint | str | Path | None = None) -> History:
         """Play all rounds; `on_round(round, record)`, one function or several, sees each record as it is made.
+
+        With `checkpoint`, a folder or when and where, the run can be gone on with after a crash: `Simulation.load(folder, ...).run()` gives
+        what this one would have given; see `save`. One that cannot be written is a warning.
 
         Ctrl-C, or a callback that raises `Stop`, ends the run and keeps what there is. Any other exception ends it too and is passed on;
         the rounds up to there are in its attribute `history` and in the simulation's, and another `run()` goes on from them.
@@ -337,7 +359,18 @@ class Simulation:
         callbacks = [on_round] if callable(on_round) else on_round or []
         if not (isinstance(callbacks, Sequence) and all(map(callable, callbacks))):
             raise TypeError(f"on_round: expected a function of (round, record), or several in a list, got {on_round!r}.")
-        history = self.history = History(self.header())
+        keeper = checkpoint if isinstance(checkpoint, Checkpoint) or checkpoint is None else Checkpoint(checkpoint)
+        with lock(keeper.folder) if keeper is not None and keeper.note is None else contextlib.nullcontext():
+            return self._run(callbacks, keeper)
+
+    def _run(self, callbacks: Sequence[Callback], keeper: Checkpoint | None) -> History:
+        assert isinstance(self.algorithm, FedAvg)
+        history = self.history = History(self.header(), self._past)
+        before, self._past = self._state.round - len(self._past), []
+        for callback in callbacks if history.rounds else ():
+            getattr(callback, "resume", lambda rounds: None)(history.rounds)
+        if keeper is not None and keeper.note is None and self._came_from != Path(keeper.folder):
+            self._keep(keeper)  # what stands there may be of another run
         try:
             for record in self.iterate():
                 if "stopped" in record:
@@ -346,10 +379,13 @@ class Simulation:
                 history.rounds.append(record)
                 for callback in callbacks:
                     callback(record["round"], record)
+                last = self._state.round >= self.rounds and keeper is not None and keeper.note is None
+                if keeper is not None and not self._state.void and (keeper.due(self._state.round) or last):  # void: it may be about to end
+                    self._keep(keeper)
         except Stop as stop:
             history.stopped = str(stop)
         except KeyboardInterrupt:
-            history.stopped, history.interrupted = f"Interrupted after round {len(history.rounds)} of {self.rounds}.", True
+            history.stopped, history.interrupted = f"Interrupted after round {before + len(history.rounds)} of {self.rounds}.", True
         except Exception as error:
             history.stopped = f"{type(error).__name__} in round {self._state.round}: {str(error) or 'without a message'}"
             history.failed, error.history = True, history  # type: ignore[attr-defined]
@@ -358,8 +394,126 @@ class Simulation:
             history.state = self.state
             history.models = Models(self.algorithm, self.setting, history.state)
         if history.stopped and not history.interrupted:
-            warnings.warn(f"{self.name}, seed {self.seed}, stopped early: {history.stopped}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"{self.name}, seed {self.seed}, stopped early: {history.stopped}", RuntimeWarning, stacklevel=3)
         return history
+
+    # checkpoints ------------------------------------------------------------------------------------------------------
+    def save(self, folder: str | Path) -> None:
+        """Leaves a checkpoint in `folder`, in the place of one that is there: the state as it is now, the records of `run` so far, and what
+        the run is. OSError where it cannot be written, ValueError where another run is in the folder."""
+        with lock(folder):
+            self._save(Checkpoint(folder))
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | Path,
+        *,
+        model: Net | nn.Module | Callable[[], nn.Module],
+        data: Federation,
+        loss: Loss | None = None,
+        **options: Any,
+    ) -> Simulation:
+        """The simulation whose checkpoint is in `folder`; `run()` plays what is left of it, to the same numbers, and gives all records.
+
+        `model`, `data` and `loss` (where it was no name) are those it was made with. So are all `options`, and they need not be given, but
+        for functions, which no file holds: an `algorithm` of one's own, a `training` with a schedule, `metrics`. Other may be `device`,
+        `engine` and `workers`. ValueError in one sentence for a checkpoint that is absent, damaged, or of another run.
+        """
+        tensors, facts = checkpoints.load(folder)
+        run = facts["run"]
+        if run is None:
+            raise ValueError(f"checkpoint: {folder} is that of a command between two runs, and holds no state; go on with its --resume.")
+        stored = {**run["conditions"], **run["machine"]}
+        if loss is not None or isinstance(model, Net):
+            options["loss"] = loss
+        if "algorithm" not in options:
+            if run["algorithm"] not in ALGORITHMS:
+                raise ValueError(f"algorithm: the checkpoint is of {run['algorithm']}, which is not pflcore's own; give it: algorithm=...")
+            options["algorithm"] = ALGORITHMS[run["algorithm"]](**_rebuilt("algorithm", run["options"]))
+        if "training" not in options:
+            options["training"] = Training(**_rebuilt("training", run["training"]))
+        stored = {k: v for k, v in stored.items() if k not in options}
+        simulation = cls(model=model, data=data, **{k: _rebuilt(k, {k: v})[k] for k, v in stored.items()}, **options)
+        simulation._take(folder, tensors, facts)
+        return simulation
+
+    def restore(self, folder: str | Path) -> None:
+        """Takes up the checkpoint in `folder`, which must be one of this very run. ValueError in one sentence where it is not."""
+        self._take(folder, *checkpoints.load(folder))
+
+    def _keep(self, keeper: Checkpoint) -> None:
+        try:
+            self._save(keeper)
+        except OSError as e:
+            warnings.warn(f"{e} The run goes on.", RuntimeWarning, stacklevel=4)
+
+    def _save(self, keeper: Checkpoint) -> None:
+        state, net = self._state, self.setting.net
+        trees = {"g": state.g, "own": state.own, "state": {"buffers": state.buffers, "joined": state.joined}}
+        trees["net"] = {"w0": net.w0, "b0": net.b0}
+        tensors = {f"{tree}.{k}": v for tree, d in trees.items() for k, v in d.items()}
+        note = keeper.note() if keeper.note else None
+        facts = {
+            "run": self._what(),
+            "round": state.round,
+            "void": state.void,
+            "outlier": self._outlier,
+            "on_device": [k for k, v in tensors.items() if v.device.type != "cpu"],
+            "note": note,
+            "rounds": self.history.rounds if note is None and self.history else [],
+        }
+        checkpoints.save(keeper.folder, tensors, facts)
+
+    def _take(self, folder: str | Path, tensors: dict[str, torch.Tensor], facts: Record) -> None:
+        here, aside = self._what(), {"machine": None, "made_with": None}
+        differs = checkpoints.difference(facts["run"] | aside, here | aside)
+        if differs:
+            raise ValueError(f"checkpoint: {folder} holds that of another run: {differs}; give what it was made with, or another folder.")
+        other = checkpoints.difference(facts["run"]["made_with"], here["made_with"])
+        if other:
+            warnings.warn(f"checkpoint: {other}; numbers may differ in their last digits from an unbroken run's.", stacklevel=3)
+        tensors = {k: v.to(self.device) if k in facts["on_device"] else v for k, v in tensors.items()}
+        trees: dict[str, dict[str, torch.Tensor]] = {"g": {}, "own": {}, "state": {}, "net": {}}
+        for name, v in tensors.items():
+            tree, _, key = name.partition(".")
+            trees[tree][key] = v
+        net = self.setting.net.to(self.setting.net.w0.device)  # one of its own
+        net.w0, net.b0 = (v.to(net.w0.device) for v in (trees["net"]["w0"], trees["net"]["b0"]))
+        self.setting = self.setting._replace(net=net)
+        self._state = State(trees["g"], trees["own"], **trees["state"], round=facts["round"], void=facts["void"])
+        self._outlier = facts["outlier"] and tuple(facts["outlier"])
+        self._past, self._came_from = facts["rounds"], Path(folder)
+
+    def _what(self) -> Record:
+        """What the run is, as a checkpoint says it; `machine` and `made_with` may be other when it goes on."""
+        assert isinstance(self.algorithm, FedAvg)
+        net, machine = self.setting.net, ("device", "engine", "workers", "loss")
+        aside = ("algorithm", "model", "data", "training", "warm_start", *machine)
+        if self._content is None:
+            self._content = checkpoints.of_data(self.data)
+        return facts_of(  # type: ignore[no-any-return]
+            {
+                "algorithm": self.name,
+                "options": asdict(self.algorithm),
+                "training": asdict(self.training),
+                "conditions": {f.name: getattr(self, f.name) for f in fields(self) if f.name not in aside},
+                "federation": self._content,
+                "model": checkpoints.of_net(net),
+                "criterion": loss_name(net.criterion),
+                "stream": STREAM,
+                "machine": {k: getattr(self, k) for k in machine},
+                "made_with": {"pflcore": pflcore.__version__, "torch": torch.__version__, "device": self.device, "path": self.path[:2]},
+            }
+        )
+
+
+def _rebuilt(name: str, values: Record) -> Record:
+    """Values that were kept as JSON, lists as tuples. ValueError where one was a function."""
+    for key, value in values.items():
+        if '{"function":' in json.dumps(value):
+            raise ValueError(f"{name}: the checkpoint's {key} has a function in it, which no file holds; give it: {name}=...")
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
 
 
 def round_to(x: float, digits: int = 4) -> float:
@@ -386,13 +540,15 @@ def for_everyone(
     training: Training | None = None,
     *,
     on_round: Callable[[int, int, Record], None] | None = None,
+    checkpoint: Checkpoint | None = None,
     **options: Any,
 ) -> History:
     """Runs `algorithm`, which has a `target`, N times from one start, each time for another client; N times the work and the traffic.
 
     `options` are those of `Simulation`; `on_round(target, round, record)` sees each run's records. In the history that comes back a
     client's numbers are those of the run made for it, "weights" has a row per target [N, N], bytes and seconds are sums, and a client
-    counts as dropped, and a round as void, where that happened in any run. It ends with the shortest run.
+    counts as dropped, and a round as void, where that happened in any run. It ends with the shortest run. With `checkpoint` every run has
+    one in a folder of its own, and goes on from it where it is there.
     """
     algorithm = algorithm_of(algorithm)
     if not any(f.name == "target" for f in fields(algorithm)):
@@ -402,7 +558,10 @@ def for_everyone(
         made_for: FedAvg = replace(algorithm, **{"target": target})  # type: ignore[arg-type]
         simulation = Simulation(made_for, model, data, training or Training(), **options)
         seen = None if on_round is None else lambda r, record, target=target: on_round(target, r, record)
-        runs.append(simulation.run(seen))
+        keeper = checkpoint and Checkpoint(Path(checkpoint.folder) / f"target-{target}", checkpoint.every, checkpoint.minutes)
+        if keeper and keeper.there:
+            simulation.restore(keeper.folder)
+        runs.append(simulation.run(seen, keeper))
         if runs[-1].interrupted or runs[-1].failed:
             break
         models.append(runs[-1].model(target))

@@ -112,4 +112,5 @@ class APFL(FedAvg):
         return {"w": own["w"] if self.evaluate_on == "client" else down["x"], "v": own["v"], "alpha": own["alpha"]}
 
     def predict(self, view: Tensors, net: Net, x: Tensor) -> Tensor:
+        """Scores of the model `alpha v + (1 - alpha) w`; where the option mix is "logits", the same mixture of both models' scores."""
         return self.mixed(net, view["w"], view["v"], view["alpha"], x)

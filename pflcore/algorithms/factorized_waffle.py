@@ -188,6 +188,7 @@ class FactorizedWaffle(FedAvg):
         return ibp.concrete(logit[:, None], u.logit().unflatten(1, (self.samples, -1)), self.tau)
 
     def predict(self, view: Tensors, net: Net, x: Tensor) -> Tensor:
+        """The factorized model w, its layers' `strength` times a row of b: the logarithm of the probabilities' mean over the rows."""
         at = strengths(net)
         scores = torch.stack([net(view["w"].index_copy(0, at, view["w"][at] * b), x) for b in view["b"]])
         if len(scores) == 1 or scores.dim() < 3 or scores.shape[2] == 1:

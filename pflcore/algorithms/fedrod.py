@@ -55,5 +55,6 @@ class FedRoD(FedAvg):
         return {"w": down["x"], "h": own["h"]}
 
     def predict(self, view: Tensors, net: Net, x: Tensor) -> Tensor:
+        """The scores of w plus those that its head gives, with the parameters h, on the same features."""
         z = net.features(view["w"], x)
         return net.head(view["w"], z) + net.head(view["h"], z)

@@ -50,6 +50,8 @@ class KnnPer(FedOpt):
         return {"w": down["x"], "z": z.flatten(2), "y": y, "n": onto(local.size, y.device)}
 
     def predict(self, view: Tensors, net: Net, x: Tensor) -> Tensor:
+        """`(1 - lam) p + lam q`: p are w's probabilities (for numbers its scores), q is the mean of the labels y of the k nearest
+        of z's first n rows to the features of x (what w's head sees), weighted as the option kernel says."""
         weight, near = neighbours(net.features(view["w"], x).flatten(1), view["z"], view["n"], self.k, self.kernel)  # [B, k], [B, k]
         scores, labels = net(view["w"], x), view["y"][near]
         if net.criterion is hinge:

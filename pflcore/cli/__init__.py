@@ -7,6 +7,7 @@ with an argument is said in one sentence on stderr with exit code 2, before anyt
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -14,6 +15,7 @@ import io
 import os
 import platform
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -27,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from pflcore.cli.options import Group, Option, of_dataclass, of_function, of_words, parse, peek
 
 if TYPE_CHECKING:
+    from pflcore.checkpoint import Checkpoint
     from pflcore.experiment import Job
     from pflcore.results.progress import Progress
     from pflcore.results.record import Record, Run
@@ -39,6 +42,9 @@ class Output:
 
     out: Path | None = None  # folder; default: a new one below runs/
     overwrite: bool = False  # replace the record that the folder holds
+    resume: bool = False  # go on with the record that the folder holds, from its last checkpoint; where it holds none, begin
+    checkpoint_every: int = 0  # rounds between checkpoints; 0: by time alone
+    checkpoint_minutes: float = 10.0  # minutes between checkpoints; 0: by rounds alone
     baseline: str | None = None  # an algorithm; adds the percent of clients that are worse off than with it
     last: int = 10  # rounds in "mean of last"
     quiet: bool = False  # no progress bar
@@ -112,7 +118,7 @@ def _play(command: str, names: list[str], argv: Sequence[str]) -> int:
 
 
 def _record(todo: Sequence[Job], cut: Mapping[str, Any], shape: Mapping[str, Any], output: Output) -> int:
-    from pflcore import experiment
+    from pflcore import checkpoint, experiment
     from pflcore.algorithms.lookup import name_of
     from pflcore.results.progress import Progress
     from pflcore.results.record import Record, read
@@ -122,17 +128,37 @@ def _record(todo: Sequence[Job], cut: Mapping[str, Any], shape: Mapping[str, Any
     if output.baseline is not None and output.baseline not in {name_of(j.algorithm) for j in todo}:
         raise ValueError(f"baseline: expected one of the algorithms that run, got {output.baseline!r}.")
     if output.out is not None:
-        _check_folder(output.out, output.overwrite)
+        _check_folder(output.out, output)
     data = experiment.federation(options, cut)
     model = experiment.model(options, data, shape)
-    first: Simulation | None = todo[0].simulation(data, model)  # so that what is wrong is said before a record is opened
-    interrupted = failed = False
+    resume = output.resume and _checkpoint(output.out or Path(), output).there
+    first: Simulation | None = None if resume else todo[0].simulation(data, model)  # what is wrong is said before a record is opened
+    interrupted = failed = broken = False
     total = sum(j.length(data.n) for j in todo)
     folder = output.out or _new_folder([name_of(j.algorithm) for j in todo], options.data, options.partition or "")
-    with Record(folder / "record.jsonl", output.overwrite) as record, Progress(total, output.quiet) as progress:
+    with contextlib.ExitStack() as held:
+        held.enter_context(checkpoint.lock(folder))
+        command = checkpoint.facts_of(experiment.described(todo, cut, shape) | {"federation": checkpoint.of_data(data)})
+        start, mark, begun = _standing(folder, command) if resume else (0, None, False)
+        if begun:
+            first = todo[start].simulation(data, model)
+            first.restore(folder)
+        record = held.enter_context(Record(folder / "record.jsonl", output.overwrite, mark))
+        progress = held.enter_context(Progress(total, output.quiet))
         progress.say(f"{data.summary()}\nRecord: {record.path}")
+        targets = folder / "checkpoint-targets"  # of a run for each client
+
+        def stands(job: int) -> dict[str, Any]:
+            return {"command": command, "job": job, "record": record.mark()}
+
         for i, job in enumerate(todo):
+            if i < start:
+                progress.skip(job.length(data.n))
+                continue
             try:
+                if not (resume and i == start):
+                    _between(folder, stands(i))
+                    _remove(targets)
                 try:
                     simulation, first = first or job.simulation(data, model), None
                 except MemoryError as e:  # the next one may fit
@@ -141,24 +167,73 @@ def _record(todo: Sequence[Job], cut: Mapping[str, Any], shape: Mapping[str, Any
                     failed = True
                     continue
                 head = job.header(simulation) | {"partition_options": cut, "model_options": shape}
-                if i == 0 or job.algorithm != todo[i - 1].algorithm:
+                if i in (0, start) or job.algorithm != todo[i - 1].algorithm:
                     progress.say(_plan(job, head))
-                history = _one(job, simulation, model, head, record, progress)
-                interrupted, failed = history.interrupted, failed or history.stopped is not None
+                keeper = _checkpoint(targets if job.for_each else folder, output)
+                keeper.note = None if job.for_each else functools.partial(stands, i)
+                history = _one(job, simulation, model, None if begun else head, record, progress, keeper)
+                interrupted, failed, broken = history.interrupted, failed or history.stopped is not None, history.failed
+                begun = False
                 del simulation, history  # the next one needs the memory
             except KeyboardInterrupt:
                 interrupted = True
             if interrupted:
-                progress.say("Interrupted; the record is whole up to here.")
+                progress.say("Interrupted; the record is whole up to here, and --resume goes on from the last checkpoint.")
                 break
+        if not (interrupted or broken):
+            _between(folder, stands(len(todo)))
+            _remove(targets)
     _tell(read(record.path), folder, output)
     return 130 if interrupted else 1 if failed else 0
 
 
+def _checkpoint(folder: Path, output: Output) -> Checkpoint:
+    from pflcore.checkpoint import Checkpoint
+
+    return Checkpoint(folder, output.checkpoint_every, output.checkpoint_minutes)
+
+
+def _standing(folder: Path, command: Mapping[str, Any]) -> tuple[int, Mapping[str, Any], bool]:
+    """Where a command stands by the checkpoint in its folder: which job, how far the record goes, whether the job has begun."""
+    from pflcore.checkpoint import difference, load
+
+    _, facts = load(folder)
+    note = facts["note"]
+    if note is None:
+        raise ValueError(f"resume: {folder} holds a checkpoint made by Simulation.run or save; go on with Simulation.load.")
+    differs = difference(note["command"], command)
+    if differs:
+        raise ValueError(f"resume: {folder} holds another run: {differs}; give the options it was begun with, or another folder.")
+    return note["job"], note["record"], facts["run"] is not None
+
+
+def _between(folder: Path, note: Mapping[str, Any]) -> None:
+    """Says in the folder that a command stands between two runs. One that cannot be written is a warning: the one before it stands."""
+    from pflcore.checkpoint import save
+
+    try:
+        save(folder, {}, {"run": None, "note": note})
+    except OSError as e:
+        warnings.warn(str(e), RuntimeWarning, stacklevel=2)
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder of ours, so that it is never there in part."""
+    if folder.exists():
+        shutil.rmtree(folder.replace(folder.with_name(f".{folder.name}-{os.getpid()}")), ignore_errors=True)
+
+
 def _one(
-    job: Job, simulation: Simulation, model: Callable[[], Any], head: Mapping[str, Any], record: Record, progress: Progress
+    job: Job,
+    simulation: Simulation,
+    model: Callable[[], Any],
+    head: Mapping[str, Any] | None,
+    record: Record,
+    progress: Progress,
+    keeper: Checkpoint,
 ) -> History:
-    """Plays one job; whatever ends it, the record holds every round that was played and says why it is not whole."""
+    """Plays one job; whatever ends it, the record holds every round that was played and says why it is not whole. `head`: None where the
+    record has it, because the run goes on."""
     progress.name(job.name)
     played = 0
 
@@ -169,8 +244,8 @@ def _one(
 
     def play(on_round: Callable[[int, dict[str, Any]], None]) -> History:
         if not job.for_each:
-            return simulation.run(on_round)
-        history = job.play(simulation, model, step)  # a round's record needs all the clients' runs
+            return simulation.run(on_round, keeper)
+        history = job.play(simulation, model, step, keeper)  # a round's record needs all the clients' runs
         for line in history.rounds:
             record.write(line)
         return history
@@ -410,6 +485,8 @@ def _new_folder(algorithms: Sequence[str], data: str, partition: str) -> Path:
 def _check_output(output: Output) -> None:
     if output.last < 1:
         raise ValueError(f"last: expected at least 1 round, got {output.last}.")
+    if output.resume and (output.out is None or output.overwrite):
+        raise ValueError(f"resume: expected the folder of the run with --out, and no --overwrite, got {output.out}.")
 
 
 def _check_table(folder: Path, overwrite: bool) -> None:
@@ -418,11 +495,13 @@ def _check_table(folder: Path, overwrite: bool) -> None:
         raise ValueError(f"out: expected a folder without a table.md of somebody else's, got {folder}; name another or add --overwrite.")
 
 
-def _check_folder(folder: Path, overwrite: bool) -> None:
+def _check_folder(folder: Path, output: Output) -> None:
     """Says now, before data are loaded, what would go wrong when the record is opened. Writes nothing."""
-    if (folder / "record.jsonl").exists() and not overwrite:
+    if output.resume and (folder / "record.jsonl").exists() and not (folder / "checkpoint.json").exists():
+        raise ValueError(f"resume: {folder} holds a record without a checkpoint; name another folder, or begin anew with --overwrite.")
+    if (folder / "record.jsonl").exists() and not (output.overwrite or output.resume):
         raise ValueError(f"out: expected a folder without a record, got {folder}, which has one; name another or add --overwrite.")
-    _check_table(folder, overwrite)
+    _check_table(folder, output.overwrite)
     there = next((p for p in (folder, *folder.absolute().parents) if p.exists()), Path("/"))
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ValueError(f"out: expected a folder that can be written, got {folder}, and {there} cannot; name another.")

@@ -8,6 +8,7 @@ one value per client. The files can be concatenated.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -54,16 +55,39 @@ def slug(text: str) -> str:
 class Record:
     """Writes one record file. Each line is one unbuffered write, so an interrupted process leaves at most its last line cut off."""
 
-    def __init__(self, path: str | Path, overwrite: bool = False) -> None:
-        """Opens `path`, making its folder. A file that holds something is kept unless `overwrite`: ValueError."""
-        self.path, self._torn = Path(path), False
-        if self.path.exists() and self.path.is_file() and self.path.stat().st_size and not overwrite:
+    def __init__(self, path: str | Path, overwrite: bool = False, mark: Mapping[str, Any] | None = None) -> None:
+        """Opens `path`, making its folder. A file that holds something is kept unless `overwrite`: ValueError.
+
+        With `mark`, what `mark()` gave when the file was written before, it is cut back to there and goes on; ValueError where what stands
+        before the mark is not what was written then.
+        """
+        self.path, self._torn, self._size, self._digest = Path(path), False, 0, hashlib.sha256()
+        if mark is None and self.path.is_file() and self.path.stat().st_size and not overwrite:
             raise ValueError(f"path: expected a new file, got {self.path}, which holds something; name another or allow overwriting it.")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.path, "wb", buffering=0)  # noqa: SIM115 (closed by close())
+            self._file = open(self.path, "wb" if mark is None else "r+b", buffering=0)  # noqa: SIM115 (closed by close())
+            if mark is not None:
+                self._cut(mark)
         except OSError as e:
             raise ValueError(f"path: expected a file that can be written, got {self.path} ({e.strerror}); name another.") from None
+
+    def _cut(self, mark: Mapping[str, Any]) -> None:
+        while piece := self._file.read(min(2**20, mark["bytes"] - self._size)):
+            self._count(piece)
+        if self.mark() != mark:
+            self._file.close()
+            raise ValueError(f"path: {self.path} is not the record that its checkpoint was made with; put that one back.")
+        self._file.truncate()  # in one step, and no disk is too full for it
+
+    def mark(self) -> dict[str, Any]:
+        """Where the record stands, once it is on the disk: how many bytes, and their SHA-256."""
+        os.fsync(self._file.fileno())
+        return {"bytes": self._size, "sha256": self._digest.hexdigest()}
+
+    def _count(self, data: bytes | memoryview) -> None:
+        self._size += len(data)
+        self._digest.update(data)
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Appends one line: a header, a round or a stop."""
@@ -71,11 +95,14 @@ class Record:
         data = memoryview((("\n" if self._torn else "") + text + "\n").encode())
         self._torn = True  # until the whole line is written: Ctrl-C or a full disk may come in between
         while data:
-            data = data[self._file.write(data) or 0 :]
+            done = self._file.write(data) or 0
+            self._count(data[:done])
+            data = data[done:]
         self._torn = False
 
-    def run(self, header: Mapping[str, Any], play: Callable[[OnRound], Any], on_round: OnRound | None = None) -> Any:
-        """Writes a whole run, as `play(on_round)`, a `Simulation.run`, plays it: the header, each round, and why it ended early.
+    def run(self, header: Mapping[str, Any] | None, play: Callable[[OnRound], Any], on_round: OnRound | None = None) -> Any:
+        """Writes a whole run, as `play(on_round)`, a `Simulation.run`, plays it: the header (None: the run goes on), each round, and why it
+        ended early.
 
         `on_round` sees each line first and may add to it. An error is written too, and goes on. Returns what `play` does.
         """
@@ -87,7 +114,8 @@ class Record:
             finally:
                 self.write(line)
 
-        self.write({"header": header})
+        if header is not None:
+            self.write({"header": header})
         try:
             history = play(write)
         except KeyboardInterrupt:  # `Simulation.run` answers it from its first round on

@@ -253,7 +253,7 @@ def test_without_matplotlib_everything_but_the_pictures(tmp_path, capsys, monkey
     assert cli.main(["run", "fedavg", *DIGITS, "--out", "o"]) == 0
     out, err = capsys.readouterr()
     assert "| fedavg " in out and err.count("matplotlib") == 1 and "pflcore[plot]" in err and "pflcore report o" in err
-    assert {p.name for p in (tmp_path / "o").iterdir()} == {"record.jsonl", "table.md"}
+    assert {p.name for p in (tmp_path / "o").iterdir()} == {"record.jsonl", "table.md", "checkpoint.json", ".lock"}
 
 
 def test_without_tqdm_everything_but_the_bar(capsys, monkeypatch):

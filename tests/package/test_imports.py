@@ -27,16 +27,23 @@ ROOMS: dict[str, set[str]] = {  # from the ground up: each room, and the rooms b
     "uploads": {"local", "memory", "results"},
     "round": {"ops", "metrics", "local", "algorithms", "uploads"},
     "arguments": {"local", "algorithms"},
+    "checkpoint": {"data", "local"},
     "privacy": {"data", "local", "algorithms", "round"},
     "footprint": {"data", "local", "algorithms", "round"},
-    "personal": {"_mode", "data", "local", "algorithms", "round"},
-    "simulation": {"data", "metrics", "local", "algorithms", "round", "memory", "arguments", "uploads", "footprint", "results", "personal"},
+    "personal": {"_mode", "data", "local", "algorithms", "round", "checkpoint"},
+    "simulation": {
+        *("data", "metrics", "local", "algorithms", "round", "memory", "arguments", "uploads", "footprint", "results", "personal"),
+        "checkpoint",
+    },
     "callbacks": {"metrics", "algorithms", "results"},
     "testing": {"data", "local", "algorithms", "round"},
     "tuning": {"data", "local", "algorithms", "round", "simulation", "results"},
-    "experiment": {"data", "models", "local", "algorithms", "arguments", "simulation"},
+    "experiment": {"data", "models", "local", "algorithms", "arguments", "checkpoint", "simulation"},
     "reproduce": {"data", "metrics", "models", "local", "algorithms", "round", "simulation", "results", "tuning", "experiment"},
-    "cli": {"data", "metrics", "models", "nn", "factorized", "local", "algorithms", "results", "privacy", "experiment", "reproduce"},
+    "cli": {
+        *("data", "metrics", "models", "nn", "factorized", "local", "algorithms", "results", "privacy", "experiment", "reproduce"),
+        "checkpoint",
+    },
     "__main__": {"cli"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -102,7 +109,7 @@ def test_the_walls_would_be_noticed() -> None:
 
 
 def test_importing_pflcore_pulls_in_no_extra() -> None:
-    heavy = ("matplotlib", "torchvision", "tyro", "tqdm", "mlxtend", "scipy", "sklearn", "flwr", "pandas", "tensorboard")
+    heavy = ("matplotlib", "torchvision", "tyro", "tqdm", "mlxtend", "scipy", "sklearn", "flwr", "pandas", "tensorboard", "safetensors")
     code = (
         "import sys, torch; before = set(sys.modules)  # torch itself takes tqdm where there is one\n"
         "import pflcore, pflcore.models, pflcore.results.table, pflcore.nn, pflcore.callbacks, pflcore.testing\n"

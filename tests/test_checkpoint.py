@@ -1,0 +1,651 @@
+"""Checkpoints: a run that went on is the run that was never broken; whatever happens to a file is one sentence and costs nothing whole."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import example, given, settings
+from small import images, tiny_model
+from torch import nn
+
+from pflcore import Checkpoint, EarlyStopping, FedAvg, History, Net, Simulation, Stop, Training, checkpoint, cli, for_everyone
+from pflcore.algorithms import ALGORITHMS
+from pflcore.personal import own_way
+from pflcore.results import pictures
+from pflcore.results.record import Record, read
+
+DATA = images((8, 20, 30, 9, 12))
+TRAINING = Training(lr=0.1, batch_size=5)
+OPTIONS: dict[str, Any] = {"rounds": 4, "participation": 0.6}
+
+
+def make(name: Any = "fedavg", **options: Any) -> Simulation:
+    return Simulation(name, tiny_model(), DATA, **{"training": TRAINING, **OPTIONS, **options})
+
+
+def without_seconds(rounds: list[dict[str, Any]]) -> str:
+    """Records as text, so that every bit of a number counts and NaN equals NaN."""
+    return json.dumps([{k: v for k, v in r.items() if k != "seconds"} for r in rounds])
+
+
+def broken_off(simulation: Simulation, after: int) -> History:
+    """Plays so many rounds and stops."""
+
+    def stop(round: int, _: object) -> None:
+        if round == after:
+            raise Stop("Enough.")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return simulation.run(stop)
+
+
+def unbroken(simulation: Simulation, folder: Path, after: int = 2) -> History:
+    """Plays all rounds, and leaves the checkpoint of one on the way."""
+    return simulation.run(lambda round, _: simulation.save(folder) if round == after else None)
+
+
+def saved(folder: Path, after: int = 2, **options: Any) -> Path:
+    simulation = make(**options)
+    broken_off(simulation, after)
+    simulation.save(folder)
+    return folder
+
+
+def sentence(error: pytest.ExceptionInfo[BaseException]) -> str:
+    text = str(error.value)
+    assert "\n" not in text and text.endswith(".") and "Traceback" not in text
+    return text
+
+
+def tensors_of(simulation: Simulation) -> dict[str, torch.Tensor]:
+    s = simulation.state
+    return {**{f"g.{k}": v for k, v in s.g.items()}, **{f"own.{k}": v for k, v in s.own.items()}, "b": s.buffers, "j": s.joined}
+
+
+# the same run -----------------------------------------------------------------------------------------------------------------
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_two_rounds_and_two_more_are_four(name, tmp_path):
+    options = {"first": 1, "relative": True, "eps1": 10.0} if name == "clustered_fl" else {}  # it splits on both sides of the break
+    algorithm = ALGORITHMS[name](**options)
+    whole = make(algorithm)
+    history = unbroken(whole, tmp_path)
+    rest = Simulation.load(tmp_path, model=tiny_model(), data=DATA)
+    went_on = rest.run()
+    assert without_seconds(went_on.rounds) == without_seconds(history.rounds) and len(went_on.rounds) == 4
+    assert went_on.stopped == history.stopped and rest.state.round == 4
+    one, two = tensors_of(whole), tensors_of(rest)
+    assert one.keys() == two.keys() and all(torch.equal(one[k], two[k]) and one[k].dtype == two[k].dtype for k in one)
+    x = DATA.client(1, "test")[0]
+    assert torch.equal(history.model(1)(x), went_on.model(1)(x))
+
+
+def test_clustered_fl_changes_its_shape_between_checkpoints(tmp_path):
+    """Or the case above would try nothing."""
+    for after, folder in ((1, tmp_path / "a"), (3, tmp_path / "b")):
+        saved(folder, after, name=ALGORITHMS["clustered_fl"](first=1, relative=True, eps1=10.0))
+    few, many = (checkpoint.load(tmp_path / f)[0]["g.x"] for f in "ab")
+    assert len(few) == 1 < len(many)
+
+
+def test_batch_norm_clip_and_evaluation_options_go_on(tmp_path):
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
+
+    options = {"clip": 0.3, "eval_every": 3, "eval_train": True, "clients": [0, 1, 2, 3], "seed": 5, "metrics": ("f1",), "rounds": 5}
+    for policy in ("local", "average"):
+        history = unbroken(Simulation("fedavg", model, DATA, TRAINING, buffers=policy, **options), tmp_path)
+        assert without_seconds(Simulation.load(tmp_path, model=model, data=DATA).run().rounds) == without_seconds(history.rounds)
+
+
+def test_functions_are_given_again(tmp_path):
+    training = Training(lr=0.1, schedule=lambda round, rounds: 1 / round)
+    options: dict[str, Any] = {"training": training, "metrics": {"first": lambda scores, y: float(scores[0, 0])}}
+    algorithm = ALGORITHMS["waffle"](omega=lambda round, rounds: 0.5)  # type: ignore[call-arg]
+    history = unbroken(make(algorithm, loss=nn.functional.cross_entropy, **options), tmp_path)
+    given_: dict[str, Any] = {"algorithm": algorithm, **options}
+    for key in given_:
+        with pytest.raises(ValueError, match=f"^{key}: .*function") as e:
+            Simulation.load(tmp_path, model=tiny_model(), data=DATA, **{k: v for k, v in given_.items() if k != key})
+        sentence(e)
+    again = Simulation.load(tmp_path, model=tiny_model(), data=DATA, loss=nn.functional.cross_entropy, **given_).run()
+    assert without_seconds(again.rounds) == without_seconds(history.rounds)
+    with pytest.raises(ValueError, match=r"^loss: ") as e:
+        Simulation.load(tmp_path, model=tiny_model(), data=DATA, **given_)
+    sentence(e)
+
+
+@dataclass(frozen=True)
+class Odd(FedAvg):
+    """State of every dtype and shape, some of it one memory, one key there only from the second round on."""
+
+    def init(self, net: Net, n: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        dtypes = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.float16, torch.bfloat16, torch.complex64)
+        g = {str(d): torch.arange(6).view(2, 3).to(d).T for d in dtypes}
+        own = {"none": torch.empty(0, 3), "cube": torch.ones(2, 3, 4, dtype=torch.float64), "one": torch.tensor(7)}
+        return {"x": net.w0, "a.b/c": torch.tensor(math.nan), "empty": torch.empty(3, 0), **g}, own
+
+    def server(self, g: Any, up: Any, cohort: Any) -> Any:
+        new = super().server(g, up, cohort)
+        return {**new, "view": new["x"][2:5], "again": new["x"]}
+
+
+def test_every_dtype_and_shape_comes_back(tmp_path):
+    simulation = make(Odd)
+    broken_off(simulation, 2)
+    simulation.save(tmp_path)
+    with pytest.raises(ValueError, match="algorithm: the checkpoint is of Odd") as e:
+        Simulation.load(tmp_path, model=tiny_model(), data=DATA)
+    sentence(e)
+    other = Simulation.load(tmp_path, model=tiny_model(), data=DATA, algorithm=Odd)
+    one, two = tensors_of(simulation), tensors_of(other)
+    assert list(one) == list(two) or set(one) == set(two)
+    for k in one:
+        assert one[k].shape == two[k].shape and one[k].dtype == two[k].dtype, k
+        assert torch.equal(one[k].nan_to_num(), two[k].nan_to_num()) if one[k].is_floating_point() else torch.equal(one[k], two[k]), k
+    with pytest.raises(TypeError, match="complex128") as e:
+        checkpoint.save(tmp_path, {"z": torch.zeros(1, dtype=torch.complex128)}, {})
+    sentence(e)
+    assert Simulation.load(tmp_path, model=tiny_model(), data=DATA, algorithm=Odd).state.round == 2  # what stood there stands
+
+
+def test_numbers_that_are_not_finite_come_back_in_the_records(tmp_path):
+    lonely = replace(DATA, index={**DATA.index, "test": [DATA.index["test"][0], *[torch.empty(0, dtype=torch.long)] * 4]})
+    simulation = Simulation("fedavg", tiny_model(), lonely, TRAINING, **OPTIONS)
+    broken_off(simulation, 2)
+    simulation.save(tmp_path)
+    rounds = Simulation.load(tmp_path, model=tiny_model(), data=lonely).run().rounds
+    assert math.isnan(rounds[0]["eval"]["loss"][1]) and without_seconds(rounds[:2]) == without_seconds(simulation.history.rounds)
+
+
+@dataclass(frozen=True)
+class Spoils(FedAvg):
+    """Client 1 moves far in round 2; from round 4 on the server's model is none."""
+
+    def client(self, down: Any, own: Any, local: Any) -> Any:
+        own, up = super().client(down, own, local)
+        up["delta"][(local.ids == 1) & (local.round == 2)] *= 30
+        return own, up
+
+    def server(self, g: Any, up: Any, cohort: Any) -> Any:
+        new = super().server(g, up, cohort)
+        return {**new, "x": new["x"] * math.nan} if cohort.round > 3 else new
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_void_rounds_are_counted_over_the_break(tmp_path):
+    """The run ends at the third void round in a row, wherever it was broken off, and names the same culprit."""
+    options = {"rounds": 9, "participation": 1.0}
+    history = make(Spoils, **options).run()
+    assert history.stopped and "rounds 4 to 6 were void" in history.stopped and "client 1's update was" in history.stopped
+    for after in (2, 3, 4, 5):
+        saved(tmp_path, after, name=Spoils, **options)
+        again = Simulation.load(tmp_path, model=tiny_model(), data=DATA, algorithm=Spoils).run()
+        assert again.stopped == history.stopped and without_seconds(again.rounds) == without_seconds(history.rounds)
+
+
+def test_early_stopping_remembers_the_rounds_before(tmp_path):
+    def watch() -> EarlyStopping:
+        return EarlyStopping(patience=3, min_delta=10.0)
+
+    with pytest.warns(RuntimeWarning, match="Stopped early after round 4"):
+        whole = make(rounds=9).run(watch())
+    with pytest.warns(RuntimeWarning, match="Stopped early after round 4"):
+        again = Simulation.load(saved(tmp_path, after=3, rounds=9), model=tiny_model(), data=DATA).run(watch())
+    assert without_seconds(again.rounds) == without_seconds(whole.rounds) and again.stopped == whole.stopped
+
+
+def test_a_run_leaves_checkpoints_as_it_was_told(tmp_path, monkeypatch):
+    at = []
+    monkeypatch.setattr(Simulation, "_save", lambda self, keeper: at.append(self._state.round))
+    make(rounds=7).run(checkpoint=Checkpoint(tmp_path, every=3, minutes=0))
+    assert at == [0, 3, 6, 7]  # the beginning and the end in any case
+    at.clear()
+    clock = iter(range(0, 10**6, 40))
+    monkeypatch.setattr(checkpoint.time, "monotonic", lambda: float(next(clock)))  # 40 seconds a look
+    keeper = Checkpoint(tmp_path, minutes=2)
+    keeper._since = 0.0
+    make(rounds=9).run(checkpoint=keeper)
+    assert at[0] == 0 and at[-1] == 9 and 3 <= len(at) <= 6
+    for wrong in ({"every": -1}, {"every": 1.5}, {"minutes": -1.0}, {"minutes": math.nan}):
+        with pytest.raises(ValueError, match="checkpoint_") as e:
+            Checkpoint(tmp_path, **wrong)
+        sentence(e)
+
+
+def test_a_run_that_raised_goes_on_from_its_checkpoint(tmp_path):
+    def fail(round: int, _: object) -> None:
+        if round == 3:
+            raise RuntimeError("power cut")
+
+    history = make(rounds=5).run()
+    with pytest.raises(RuntimeError, match="power cut"):
+        make(rounds=5).run(fail, checkpoint=Checkpoint(tmp_path, every=2))
+    simulation = Simulation.load(tmp_path, model=tiny_model(), data=DATA)
+    assert simulation.state.round == 2
+    seen: list[int] = []
+    again = simulation.run(lambda round, _: seen.append(round), checkpoint=tmp_path)
+    assert seen == [3, 4, 5] and without_seconds(again.rounds) == without_seconds(history.rounds)
+    over = Simulation.load(tmp_path, model=tiny_model(), data=DATA).run()  # it had ended: nothing is played again
+    assert without_seconds(over.rounds) == without_seconds(history.rounds)
+
+
+def test_a_newcomer_after_the_break_is_who_he_would_have_been(tmp_path):
+    """His fresh state comes from the initial weights, which a module drawn anew does not have."""
+    torch.manual_seed(0)
+    simulation = Simulation("ditto", tiny_model()(), DATA, TRAINING, **OPTIONS)
+    history = simulation.run()
+    simulation.save(tmp_path)
+    other = Simulation.load(tmp_path, model=tiny_model()(), data=DATA)
+    samples, x = DATA.client(2), DATA.client(3, "test")[0]
+    assert torch.equal(history.adapt(samples, 2)(x), other.run().adapt(samples, 2)(x))
+
+
+def test_runs_for_everyone_go_on(tmp_path):
+    history = for_everyone("waffle", tiny_model(), DATA, TRAINING, **OPTIONS)
+    keeper = Checkpoint(tmp_path, every=1)
+
+    def die(target: int, round: int, _: object) -> None:
+        if (target, round) == (2, 3):
+            raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        for_everyone("waffle", tiny_model(), DATA, TRAINING, on_round=die, checkpoint=keeper, **OPTIONS)
+    played = []
+    again = for_everyone(
+        "waffle", tiny_model(), DATA, TRAINING, on_round=lambda t, r, _: played.append((t, r)), checkpoint=keeper, **OPTIONS
+    )
+    assert without_seconds(again.rounds) == without_seconds(history.rounds)
+    assert played == [(2, 3), (2, 4), *((t, r) for t in (3, 4) for r in range(1, 5))]
+
+
+# another run ------------------------------------------------------------------------------------------------------------------
+def test_what_differs_is_named(tmp_path):
+    saved(tmp_path, name="ditto")
+    other = {
+        "clients": (images((8, 20, 30, 9)), tiny_model()),
+        "training samples": (images((8, 20, 30, 12, 9)), tiny_model()),
+        "digest of the samples": (images((8, 20, 30, 9, 12), seed=1), tiny_model()),
+        "0.weight": (DATA, lambda: nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 4))),
+        "0.weight is": (DATA, lambda: nn.Sequential(__import__("collections").OrderedDict(first=nn.Linear(6, 4)))),
+        "what is not trained": (DATA, frozen),
+    }
+    for word, (data, model) in other.items():
+        with pytest.raises(ValueError, match=f"another run: .*{word}") as e:
+            Simulation.load(tmp_path, model=model, data=data)
+        sentence(e)
+    for word, options in {"seed": {"seed": 3}, "rounds": {"rounds": 9}, "lam": {"algorithm": ALGORITHMS["ditto"](lam=7.0)}}.items():
+        with pytest.raises(ValueError, match=f"another run: .*{word}") as e:
+            Simulation.load(tmp_path, model=tiny_model(), data=DATA, **options)
+        sentence(e)
+    with pytest.raises(ValueError, match="another run: criterion") as e:
+        Simulation.load(tmp_path, model=tiny_model(), data=DATA, loss=nn.NLLLoss())
+    sentence(e)
+    Simulation.load(tmp_path, model=tiny_model(), data=DATA, workers=1)  # which never changes a result
+    with pytest.warns(UserWarning, match="last digits"):
+        Simulation.load(tmp_path, model=tiny_model(), data=DATA, engine="threads")
+
+
+def frozen() -> nn.Module:
+    model = tiny_model()()
+    model.register_parameter("constant", nn.Parameter(torch.ones(3), requires_grad=False))
+    return model
+
+
+def test_a_folder_without_a_checkpoint_is_one_sentence(tmp_path):
+    for place in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(ValueError, match=r"has no checkpoint\.json") as e:
+            checkpoint.load(place)
+        sentence(e)
+
+
+# damaged files ----------------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("whole"), name="waffle")
+
+
+@settings(max_examples=150)
+@given(
+    which=st.sampled_from([".json", ".safetensors"]),
+    how=st.sampled_from(["alter", "cut", "insert", "empty"]),
+    at=st.floats(0, 1, exclude_max=True),
+    byte=st.integers(1, 255),
+)
+@example(which=".json", how="cut", at=0.999999, byte=1)
+def test_an_altered_checkpoint_is_refused_or_is_what_it_was(whole, which, how, at, byte):
+    tensors, facts = checkpoint.load(whole)
+    (path,) = whole.glob(f"checkpoint*{which}")
+    before = path.read_bytes()
+    i = int(at * len(before))
+    altered = {
+        "alter": before[:i] + bytes([before[i] ^ byte]) + before[i + 1 :],
+        "cut": before[:i],
+        "insert": before[:i] + bytes([byte]) + before[i:],
+        "empty": b"",
+    }[how]
+    try:
+        path.write_bytes(altered)
+        try:
+            new, other = checkpoint.load(whole)
+        except ValueError as e:
+            assert str(e).startswith("checkpoint: ") and str(e).count("\n") == 0 and "damaged" in str(e)
+        else:  # white space, for instance
+            assert other == facts and new.keys() == tensors.keys() and all(torch.equal(new[k], tensors[k]) for k in tensors)
+    finally:
+        path.write_bytes(before)
+
+
+def test_an_exchanged_file_is_refused(tmp_path):
+    a, b = saved(tmp_path / "a", name="waffle"), saved(tmp_path / "b", name="waffle", seed=1)
+    (mine,), (theirs,) = (list(f.glob("*.safetensors")) for f in (a, b))
+    shutil.copy(theirs, mine)
+    with pytest.raises(ValueError, match="exchanged") as e:
+        checkpoint.load(a)
+    sentence(e)
+    mine.unlink()
+    with pytest.raises(ValueError, match="damaged") as e:
+        checkpoint.load(a)
+    sentence(e)
+    shutil.copy(b / checkpoint.NAME, a / checkpoint.NAME)
+    shutil.copy(theirs, a)
+    with pytest.raises(ValueError, match="another run: seed") as e:
+        make("waffle").restore(a)
+    sentence(e)
+
+
+def test_one_of_a_later_format_is_refused(tmp_path, monkeypatch):
+    saved(tmp_path)
+    monkeypatch.setattr(checkpoint, "FORMAT", 2)
+    with pytest.raises(ValueError, match="expected format 2, got 1") as e:
+        checkpoint.load(tmp_path)
+    sentence(e)
+
+
+def test_a_disk_that_is_full_leaves_the_checkpoint_before(tmp_path):
+    """By a limit on the size of files: the kernel refuses to write as it does on a full disk."""
+    saved(tmp_path)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    _, hard = kept = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for size in (0, 10, 5000):  # of which the last has room for the tensors
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+            with pytest.raises(OSError, match="checkpoint: it cannot be written into") as e:
+                checkpoint.save(tmp_path, {"x": torch.zeros(1000)}, {"long": "x" * 9000})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, kept)
+        assert "stands" in sentence(e)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+    assert Simulation.load(tmp_path, model=tiny_model(), data=DATA).state.round == 2
+
+
+def test_a_run_outlives_a_full_disk(tmp_path, monkeypatch):
+    history = make().run()
+    sync = os.fsync
+
+    def full(handle: int) -> None:
+        if Path(f"/proc/self/fd/{handle}").resolve().name.endswith(".part") and not wanted:
+            raise OSError(28, "No space left on device")
+        sync(handle)
+
+    wanted = [1]
+    monkeypatch.setattr(os, "fsync", full)
+    simulation = make()
+    with pytest.warns(RuntimeWarning, match=r"No space left.*The run goes on\.$"):
+        again = simulation.run(lambda round, _: wanted.clear() if round == 2 else None, checkpoint=Checkpoint(tmp_path, every=1))
+    assert without_seconds(again.rounds) == without_seconds(history.rounds)
+    assert Simulation.load(tmp_path, model=tiny_model(), data=DATA).state.round == 1
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_only_the_last_checkpoint_and_no_leavings_stay(tmp_path):
+    (tmp_path / "checkpoint-notes.safetensors").write_text("the user's own")
+    (tmp_path / "checkpoint-0123456789abcdef.safetensors.part").write_text("of a process that was killed")
+    make().run(checkpoint=Checkpoint(tmp_path, every=1))
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert names[0] == ".lock" and "checkpoint-notes.safetensors" in names and checkpoint.NAME in names and len(names) == 4
+
+
+# one run a folder -------------------------------------------------------------------------------------------------------------
+def test_two_runs_in_one_folder_are_refused_until_the_first_has_died(tmp_path):
+    code = "import fcntl, sys, time; f = open(sys.argv[1], 'ab'); fcntl.flock(f, fcntl.LOCK_EX); print('in', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / ".lock")], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None and owner.stdout.readline() == "in\n"
+        for attempt in (lambda: make().save(tmp_path), lambda: make().run(checkpoint=tmp_path)):
+            with pytest.raises(ValueError, match="another run is writing into") as e:
+                attempt()
+            sentence(e)
+        owner.kill()
+    saved(tmp_path)
+    assert checkpoint.load(tmp_path)[1]["round"] == 2
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ValueError, match="can be written") as e:
+        make().save(tmp_path / "file" / "folder")
+    sentence(e)
+
+
+# records ----------------------------------------------------------------------------------------------------------------------
+def test_a_record_is_cut_back_to_its_mark(tmp_path):
+    path = tmp_path / "record.jsonl"
+    with Record(path) as record:
+        for i in range(3):
+            record.write({"round": i})
+        mark, kept = record.mark(), path.read_bytes()
+        record.write({"round": 3})
+    with open(path, "ab") as file:
+        file.write(b'{"round": 4, "ev')  # torn
+    with Record(path, mark=mark) as record:
+        assert path.read_bytes() == kept
+        record.write({"round": 3})
+        later = record.mark()
+    assert path.read_bytes() == kept + b'{"round":3}\n' and later["bytes"] == path.stat().st_size
+    for text in (kept[:-5], b"x" + kept[1:]):
+        path.write_bytes(text)
+        with pytest.raises(ValueError, match="not the record that its checkpoint was made with") as e:
+            Record(path, mark=mark)
+        sentence(e)
+        assert path.read_bytes() == text
+
+
+# the command line -------------------------------------------------------------------------------------------------------------
+SMALL = ["--data", "synthetic_linear", "--n", "5", "--lr", "0.01", "--quiet"]
+COMPARE = ["compare", "--algorithms", "fedavg", "ditto", *SMALL, "--participation", "0.5", "--rounds", "15"]
+
+
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tyro")
+    monkeypatch.setattr(pictures, "draw", lambda *_: [])
+
+
+def lines_of(folder: Path) -> list[Any]:
+    lines = [json.loads(line) for line in (folder / "record.jsonl").read_bytes().splitlines()]
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in lines]
+
+
+@pytest.fixture
+def forks() -> Iterator[Any]:
+    """Processes that start in milliseconds, because theirs is a parent that has imported everything and computed nothing."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        pytest.skip("no fork here")
+    context = multiprocessing.get_context("forkserver")
+    ours = ["pflcore.cli", "pflcore.experiment", "pflcore.results.table"]
+    context.set_forkserver_preload(["pytest", "tyro", "tqdm", "matplotlib.pyplot", *ours])
+    yield context
+
+
+def test_a_run_killed_twenty_times_is_the_run_that_was_not(tmp_path, no_pictures, forks, capfd):
+    assert cli.main([*COMPARE, "--out", str(tmp_path / "whole")]) == 0
+    want = lines_of(tmp_path / "whole")
+    rng, kills, folders = random.Random(0), 0, 0
+    seen = set()
+    while kills < 20:
+        folders += 1
+        folder = tmp_path / f"broken-{folders}"
+        record = folder / "record.jsonl"
+        while True:
+            every = str(rng.choice((1, 2, 5)))
+            child = forks.Process(target=cli.main, args=([*COMPARE, "--out", str(folder), "--resume", "--checkpoint-every", every],))
+            child.start()
+            more = rng.randrange(1, 8)
+            start = record.read_bytes().count(b"\n") if record.exists() else 0
+            while child.is_alive() and (record.read_bytes().count(b"\n") if record.exists() else 0) < start + more:
+                time.sleep(0.002)
+            time.sleep(rng.random() * 0.01)
+            child.kill()
+            child.join()
+            if child.exitcode == 0:
+                break
+            assert child.exitcode == -signal.SIGKILL, capfd.readouterr().err
+            kills += 1
+            seen.add(record.read_bytes().count(b"\n") if record.exists() else 0)
+        assert lines_of(folder) == want
+        assert not list(folder.glob("*.safetensors")) and folders < 20
+    assert len(seen) > 5, "the kills came at the same places"
+
+
+def test_resume_begins_where_there_is_nothing_and_is_done_where_all_is(tmp_path, no_pictures, capsys):
+    argv = ["run", "fedavg", *SMALL, "--rounds", "3", "--out", str(tmp_path), "--resume"]
+    assert cli.main(argv) == 0
+    before = (tmp_path / "record.jsonl").read_bytes()
+    assert cli.main(argv) == 0 and (tmp_path / "record.jsonl").read_bytes() == before
+    for more, word in (
+        (["--seed", "1"], "runs is"),
+        (["--participation", "0.5"], "participation is 1.0 there and 0.5 here"),
+        (["--overwrite"], "no --overwrite"),
+        (["--checkpoint-every", "-1"], "checkpoint_every"),
+    ):
+        capsys.readouterr()
+        assert cli.main([*argv, *more]) == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1 and word in err, err
+        assert (tmp_path / "record.jsonl").read_bytes() == before
+    (tmp_path / "checkpoint.json").unlink()
+    assert cli.main(argv) == 2 and "without a checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", ["checkpoint", "record"])
+def test_a_damaged_folder_is_left_as_it_is(damage, tmp_path, no_pictures, capsys, monkeypatch):
+    argv = ["run", "fedavg", *SMALL, "--rounds", "9", "--out", str(tmp_path), "--resume", "--checkpoint-every", "2"]
+    interrupt(monkeypatch, 5)
+    assert cli.main(argv) == 130
+    (path,) = tmp_path.glob("checkpoint-*") if damage == "checkpoint" else [tmp_path / "record.jsonl"]
+    path.write_bytes(path.read_bytes().replace(b"0", b"1"))
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    monkeypatch.undo()
+    monkeypatch.setattr(pictures, "draw", lambda *_: [])
+    capsys.readouterr()
+    assert cli.main(argv) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and ("damaged" if damage == "checkpoint" else "not the record") in err, err
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, round: int) -> None:
+    """Ctrl-C when the record gets the line of this round."""
+    write = Record.write
+
+    def break_off(self: Record, line: Any) -> None:
+        if line.get("round") == round:
+            raise KeyboardInterrupt
+        write(self, line)
+
+    monkeypatch.setattr(Record, "write", break_off)
+
+
+def test_ctrl_c_and_a_run_for_each_client_go_on(tmp_path, no_pictures, monkeypatch):
+    argv = ["run", "waffle", *SMALL, "--target", "all", "--rounds", "4", "--checkpoint-every", "1", "--resume"]
+    assert cli.main([*argv, "--out", str(tmp_path / "whole")]) == 0
+    from pflcore.simulation import step as real
+
+    calls = iter(range(10**6))
+
+    def step(*a: Any, **k: Any) -> Any:
+        if next(calls) == 10:
+            raise KeyboardInterrupt
+        return real(*a, **k)
+
+    monkeypatch.setattr("pflcore.simulation.step", step)
+    assert cli.main([*argv, "--out", str(tmp_path / "broken")]) == 130
+    assert cli.main([*argv, "--out", str(tmp_path / "broken")]) == 0
+    assert next(calls) == 11 + 4 * 5 - 10, "what had been played was played again"
+    assert lines_of(tmp_path / "broken") == lines_of(tmp_path / "whole")
+    assert not (tmp_path / "broken" / "checkpoint-targets").exists()
+
+
+def test_a_second_command_in_the_folder_is_refused(tmp_path, no_pictures, capsys):
+    argv = ["run", "fedavg", *SMALL, "--rounds", "2", "--out", str(tmp_path)]
+    with checkpoint.lock(tmp_path):
+        for more in ([], ["--overwrite"], ["--resume"]):
+            assert cli.main([*argv, *more]) == 2
+            assert "another run is writing into" in capsys.readouterr().err
+    assert cli.main(argv) == 0 and len(read(tmp_path)[0].rounds) == 2
+
+
+# models -----------------------------------------------------------------------------------------------------------------------
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["fedavg", "feddwa", "finetune", "hypcluster", "apfl", "fedrod", "knnper", "factorized_waffle"])
+def test_exported_models_predict_what_the_history_does(name, tmp_path):
+    from safetensors.torch import load_file
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4))
+
+    history = Simulation(name, model, DATA, TRAINING, **OPTIONS).run()
+    history.export(tmp_path / "models")
+    manifest = json.loads((tmp_path / "models" / "manifest.json").read_text())
+    assert manifest["method"] == name and manifest["predict"] and [c["client"] for c in manifest["clients"]] == [0, 1, 2, 3, 4]
+    for entry in manifest["clients"]:
+        tensors = load_file(tmp_path / "models" / entry["file"])
+        assert {k: list(v.shape) for k, v in tensors.items()} == entry["tensors"]
+        x, kept = DATA.client(entry["client"], "test")[0], history.model(entry["client"])
+        want = kept(x).detach()
+        if not own_way(kept.algorithm):
+            one = model()
+            one.load_state_dict(tensors)
+            assert torch.allclose(one.eval()(x).detach(), want, atol=1e-6)
+            continue
+        statistics = torch.cat([tensors.pop(f"statistics.{n}").flatten() for n in kept.net.buffer_names])
+        view: dict[str, Any] = {}
+        for k, v in ((k, tensors[k]) for k in entry["tensors"] if k in tensors):
+            key, _, parameter = k.partition(".")
+            view.setdefault(key, []).append(v.flatten() if parameter else v)
+        view = {k: torch.cat(v) if len(v) > 1 or v[0].dim() == 1 else v[0] for k, v in view.items()}
+        again = type(kept)(kept.algorithm, kept.net, view, statistics, kept.classes)
+        assert torch.equal(again(x).detach(), want)
+        assert manifest["returns"] == kept.returns and manifest["predict"] == type(kept.algorithm).predict.__doc__.replace("        ", "")
+
+
+def test_models_of_runs_for_everyone_are_exported_and_others_are_refused(tmp_path):
+    history = for_everyone("waffle", tiny_model(), DATA, TRAINING, **OPTIONS)
+    history.export(tmp_path)
+    assert len(list(tmp_path.glob("client-*.safetensors"))) == 5
+    with pytest.raises(ValueError, match="holds no models") as e:
+        History(history.header).export(tmp_path)
+    sentence(e)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(OSError, match=r"export: .* cannot be written") as e:
+        history.export(tmp_path / "file" / "x")
+    sentence(e)
