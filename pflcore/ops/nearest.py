@@ -18,7 +18,8 @@ from .weights import feddwa_weights
 METHODS = ("exact", "groups", "sketch")
 MARGIN = 1e-6  # twice what a distance may be off: the squared one has a relative error of 1e-6
 PAIRS = 1 << 24  # distances that are held at a time
-GROUP_WIDTH, WIDTH = 64, 1024  # columns of the sketch that chooses pivots, and of the one that chooses candidates
+SERIAL = 1 << 15  # elements up to which torch asks no other thread for help
+GROUP_WIDTH, WIDTH = 256, 1024  # columns of the sketch that chooses pivots, and of the one that chooses candidates
 
 
 class Nearest(NamedTuple):
@@ -83,9 +84,9 @@ def _sketch(
     turn = torch.randint(0, width, (strips,), generator=gen).tolist()
     wide = torch.float64 if block(rows, 0, 0).dtype is torch.float64 else torch.float32
     parts = []
-    for first, last in spans(rows, 1 << 24):
-        part = block(rows, first, last)
-        signs, out = sign.to(part.device, wide), torch.zeros(last - first, width, dtype=wide, device=part.device)
+    parts_of_rows = (part for first, last in spans(rows) for part in block(rows, first, last).split(max(1, SERIAL // width)))
+    for part in parts_of_rows:
+        signs, out = sign.to(part.device, wide), torch.zeros(len(part), width, dtype=wide, device=part.device)
         for s in range(strips):
             x = part[:, s * width : (s + 1) * width].to(wide)
             size, at = x.shape[1], turn[s]
@@ -110,11 +111,11 @@ class _Pivots:
         self.guide = self.rows if guide is rows else self._distances(guide, pivots)  # [M, G]
         group = self.rows.argmin(1)
         self.members = [torch.nonzero(group == g)[:, 0] for g in range(len(chosen))]
-        self.home = self.guide.argsort(1, stable=True)  # [M, G] the groups of each guide, the nearest pivot first
+        self.home = self.guide.argsort(1)  # [M, G] the groups of each guide, the nearest pivot first
         empty = self.rows.new_full((len(chosen), len(chosen)), math.inf)
         at = group[:, None].expand_as(self.rows)
-        low = empty.scatter_reduce(0, at, self.rows, "amin") * (1 - MARGIN)
-        high = (-empty).scatter_reduce(0, at, self.rows, "amax") * (1 + MARGIN)
+        low = empty.scatter_reduce(0, at, self.rows, "amin")
+        high = (-empty).scatter_reduce(0, at, self.rows, "amax")
         self.bound = _spared(self.guide, low, high)  # [M, G] no squared distance of a guide to a group's rows is less
 
     @staticmethod
@@ -125,7 +126,7 @@ class _Pivots:
     def bounds(self, guides: Tensor, rows: Tensor) -> Tensor:  # [m, n]
         """No squared distance of these guides and rows is less."""
         d = self.rows[rows]
-        return _spared(self.guide[guides], d * (1 - MARGIN), d * (1 + MARGIN))
+        return _spared(self.guide[guides], d, d)
 
 
 def _spared(
@@ -135,13 +136,15 @@ def _spared(
 ) -> Tensor:  # [M, n]
     """What `pairwise_sqdist` gives is not less, its own rounding and that of the distances here counted; 0 where nothing is known.
 
-    The subtracted 1e-150 is what float64 squares lose below their range.
+    Infinities say nothing, nor does a group without rows (low > high). The subtracted 1e-150 is what float64 squares lose below their range.
     """
+    none = -math.inf
+    least, most = torch.where(low.isinf(), none, low * (1 - MARGIN)), torch.where(low > high, math.inf, high * (1 + MARGIN))
+    near, far = torch.where(d.isinf(), none, d * (1 - MARGIN)), d * (1 + MARGIN)
     bound = d.new_zeros(len(d), len(low))
     for p in range(d.shape[1]):
-        own = d[:, p : p + 1]
-        for gap in (low[:, p] - own * (1 + MARGIN), own * (1 - MARGIN) - high[:, p]):
-            bound = torch.maximum(bound, gap.nan_to_num(0, 0, 0))
+        torch.maximum(bound, least[:, p] - far[:, p : p + 1], out=bound)
+        torch.maximum(bound, near[:, p : p + 1] - most[:, p], out=bound)
     return (bound - 1e-150).clamp(min=0).square() * (1 - 4 * MARGIN)
 
 
