@@ -26,7 +26,7 @@ Tensor pairwise_sqdist_cuda(const Tensor& a_in, const OptionalTensor& b_in, cons
     PFL_CHECK(index_in->dim() == 2 && index_in->size(0) == q.m && index_in->scalar_type() == ScalarType::Long, op, ": expected index [M, L] int64");
     index = dense(*index_in), q.index = cuda::data<int64_t>(index), q.listed = index.size(1);
   }
-  const Tensor out = make(a, {q.m, index_in ? q.listed : q.n}, ScalarType::Double);
+  const Tensor out = make(a, {q.m, q.across()}, ScalarType::Double);
   const Tensor workspace = call.workspace(a, cuda::sqdist_workspace(q));
   q.out = cuda::mutable_data<double>(out), q.workspace = workspace.mutable_data_ptr();
   cuda::sqdist(q, call.stream());

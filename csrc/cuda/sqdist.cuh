@@ -24,7 +24,9 @@ struct Sqdist {
   double* out;         // [m, n] contiguous, or [m, listed]
   void* workspace;     // sqdist_workspace(q) bytes, 8-byte aligned; may be nullptr where that is 0
   const int64_t* index = nullptr;  // [m, listed] contiguous: only the pairs (i, index[i, l]); negative: infinity, n and above: NaN
-  int64_t listed = 0;
+  int64_t listed = -1;             // negative: all pairs (no pointer says so: an empty list may have none)
+
+  int64_t across() const { return listed < 0 ? n : listed; }  // columns of the result
 };
 
 constexpr int kSqdistWindow = 64;        // rows of a block's window
@@ -96,7 +98,7 @@ inline int64_t sqdist_workspace(const Sqdist& q, int64_t most = kSqdistMost) {
     return some > last ? some : last;
   }
   const SqdistPlan plan = sqdist_plan(q);
-  return plan.splits > 1 ? plan.splits * (q.index ? q.m * q.listed : plan.pairs) * static_cast<int64_t>(sizeof(double)) : 0;
+  return plan.splits > 1 ? plan.splits * (q.listed < 0 ? plan.pairs : q.m * q.listed) * static_cast<int64_t>(sizeof(double)) : 0;
 }
 
 // A float32 result that cannot be trusted: overflow, NaN, or so small that squares may have underflowed.
@@ -345,7 +347,7 @@ void sqdist_launch(const Sqdist& q, SqdistPlan plan, cudaStream_t stream) {
   const T* const a = static_cast<const T*>(q.a);
   const T* const b = plan.symmetric ? a : static_cast<const T*>(q.b);
   const int64_t b_row = plan.symmetric ? q.a_row : q.b_row;
-  if (q.index) {
+  if (q.listed >= 0) {
     const dim3 grid(static_cast<unsigned>(ceil_div((q.m * q.listed) << plan.lanes_log2, kSqdistThreads)), static_cast<unsigned>(plan.splits));
     auto* const kernel = &sqdist_listed<T, S, C, kRedo>;
     PFLCORE_LAUNCH(kernel, grid, kSqdistThreads, 0, stream, a, q.a_row, b, b_row, plan, q.index, q.listed, q.out, partial);
@@ -371,15 +373,15 @@ void sqdist_float(const Sqdist& q, const SqdistPlan& plan, cudaStream_t stream) 
 
 inline void sqdist(const Sqdist& q, cudaStream_t stream, int64_t most = kSqdistMost) {
   SqdistPlan plan = sqdist_plan(q);
-  if ((q.index ? q.m * q.listed : plan.pairs) == 0) return;
-  if (q.index && plan.splits == 0) plan.splits = 1;  // without a column there is still infinity to be written
+  if ((q.listed < 0 ? plan.pairs : q.m * q.listed) == 0) return;
+  if (q.listed >= 0 && plan.splits == 0) plan.splits = 1;  // without a column there is still infinity to be written
   if (plan.m > most && !plan.symmetric) {
     for (int64_t row = 0; row < q.m; row += most) {
       Sqdist part = q;
       part.a = static_cast<const unsigned char*>(q.a) + row * q.a_row * bytes_of(q.dtype);
       part.m = q.m - row < most ? q.m - row : most;
-      part.out = q.out + row * (q.index ? q.listed : q.n);
-      if (q.index) part.index = q.index + row * q.listed;
+      part.out = q.out + row * q.across();
+      if (q.listed >= 0) part.index = q.index + row * q.listed;
       sqdist(part, stream, most);
     }
     return;

@@ -14,9 +14,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from . import aggregate as _aggregate
-from . import sqdist as _sqdist
 from ._words import expect, matrix, shape
+from .aggregate import aggregate as aggregate_op
+from .aggregate import check_aggregate
+from .sqdist import pairwise_sqdist as sqdist_op
 
 __all__ = ["Files", "Progress", "Rows", "aggregate", "pairwise_sqdist"]
 
@@ -117,9 +118,9 @@ def check_rows(op: str, name: str, rows: Any) -> Tensor:
     return none
 
 
-def spans(rows: Tensor | Rows, limit: int = BYTES) -> Iterator[tuple[int, int]]:
-    """first, last of the blocks in which rows are read: of `limit` bytes at most, at least a row."""
-    step = max(1, limit // max(1, rows.shape[1] * block(rows, 0, 0).element_size()))
+def spans(rows: Tensor | Rows) -> Iterator[tuple[int, int]]:
+    """first, last of the blocks in which rows are read: of BYTES at most, at least a row."""
+    step = max(1, BYTES // max(1, rows.shape[1] * block(rows, 0, 0).element_size()))
     return ((first, min(first + step, rows.shape[0])) for first in range(0, rows.shape[0], step))
 
 
@@ -137,9 +138,9 @@ def pairwise_sqdist(
         x = block(a, first, last)
         for low, high in spans(other):
             if b is None and low == first:
-                out[first:last, low:high] = _sqdist.pairwise_sqdist(x)
+                out[first:last, low:high] = sqdist_op(x)
             elif b is not None or low > first:
-                tile = _sqdist.pairwise_sqdist(x, block(other, low, high))
+                tile = sqdist_op(x, block(other, low, high))
                 out[first:last, low:high] = tile
                 if b is None:
                     out[low:high, first:last] = tile.T
@@ -175,7 +176,7 @@ def aggregate(
         return out
     none = check_rows("aggregate", "updates", updates)
     rows: Any = updates
-    _aggregate.check_aggregate(none.new_empty(1, 1).expand(*rows.shape), weight, index, base, lr, None)
+    check_aggregate(none.new_empty(1, 1).expand(*rows.shape), weight, index, base, lr, None)
     if out is None:
         out = torch.empty(m, rows.shape[1], dtype=none.dtype if base is None else base.dtype)
     step = max(1, BYTES // max(1, rows.shape[1] * none.element_size() * index.shape[1]))
@@ -185,7 +186,7 @@ def aggregate(
         slot = torch.zeros(rows.shape[0], dtype=torch.int64).index_put((used,), torch.arange(len(used)))
         start = base[some] if base is not None and base.dim() == 2 else base
         part = take(rows, used) if len(used) else none.new_zeros(1, rows.shape[1])
-        out[some] = _aggregate.aggregate(part, weight[some], slot[index[some]], start, lr, precise=precise)
+        out[some] = aggregate_op(part, weight[some], slot[index[some]], start, lr, precise=precise)
         if progress:
             progress(min(first + step, m), m)
     return out
@@ -225,12 +226,12 @@ def _dense(
     for rows in blocks:
         some = weight[:, done : done + len(rows)]
         if n <= CHUNK:
-            total = _aggregate.aggregate(rows, some, None, base, lr, precise=precise)
+            total = aggregate_op(rows, some, None, base, lr, precise=precise)
         else:
             dtype = rows.dtype if base is None else base.dtype
             wide = torch.float64 if precise or torch.float64 in (rows.dtype, dtype) else torch.float32
             zero = torch.zeros(rows.shape[1], dtype=wide)
-            part = _aggregate.aggregate(rows, some, None, zero, lr, precise=precise)
+            part = aggregate_op(rows, some, None, zero, lr, precise=precise)
             total = part.double() if total is None else total.add_(part)
         done += len(rows)
         if progress:

@@ -140,8 +140,8 @@ class Kernels:
     def pairwise_sqdist(self, a: Tensor, b: Tensor | None = None, index: Tensor | None = None, most: int = 0) -> Tensor:
         """`most`: rows of a per grid, if not as many as a grid holds."""
         n = (a if b is None else b).shape[0]
-        listed = n if index is None else index.shape[1]
-        out = guarded(torch.full((a.shape[0], listed), float("nan"), dtype=torch.float64))
+        listed = -1 if index is None else index.shape[1]
+        out = guarded(torch.full((a.shape[0], n if index is None else listed), float("nan"), dtype=torch.float64))
         kind, p = DTYPES[a.dtype], a.shape[1]
         rows = pointer(a), stride(a), a.shape[0], b is None, pointer(b), stride(b), n
         self.check(self.lib.sqdist(kind, *rows, p, pointer(out), most, pointer(index), listed))
