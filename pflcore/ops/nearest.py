@@ -164,7 +164,9 @@ class _Search:
 
     def result(self, certified: Tensor | None = None) -> Nearest:
         """What was found; without a word, all of it certain."""
-        return Nearest(self.sqdist, self.index, torch.ones(self.m, dtype=torch.bool, device=self.device) if certified is None else certified)
+        return Nearest(
+            self.sqdist, self.index, torch.ones(self.m, dtype=torch.bool, device=self.device) if certified is None else certified
+        )
 
     def keep(self, guides: Tensor, sqdist: Tensor, index: Tensor) -> None:
         """Merge distances [m, n] of guides [m] to rows `index` [n] or [m, n], in ascending order."""

@@ -39,7 +39,21 @@ def build(folder: Path) -> ctypes.CDLL:
     lib.set_shared.argtypes = [c_int64]
     lib.broken.argtypes = [c_int, c_void_p]
     lib.sqdist_plan.argtypes = [c_int, c_int64, c_int64, c_int64, c_int, POINTER(c_int64)]
-    lib.sqdist.argtypes = [c_int, c_void_p, c_int64, c_int64, c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int64]
+    lib.sqdist.argtypes = [
+        c_int,
+        c_void_p,
+        c_int64,
+        c_int64,
+        c_int,
+        c_void_p,
+        c_int64,
+        c_int64,
+        c_int64,
+        c_void_p,
+        c_int64,
+        c_void_p,
+        c_int64,
+    ]
     lib.waffle.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_double, c_double, c_int, c_void_p]
     lib.feddwa.argtypes = [c_int, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p]
     lib.aggregate.argtypes = [
