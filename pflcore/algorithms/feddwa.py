@@ -32,9 +32,9 @@ class FedDWA(FedAvg):
     weight, and FedDWA is Local. So it nearly is with one step of "full_grad" at the paper's step size of .01: a self weight above .999. A
     client ranks among its own neighbours like any other and may miss its own k. Who is absent keeps its model, bit for bit. Deviations:
     `ahead` > 1 goes on from where it is; the authors' code starts again each time. `server_lr` and `weighting` play no part.
-    `search` says how the nearest are looked for, not which they are: "exact" takes all S * S distances; "groups" (`ops.nearest`) gives the same
-    bits from few of them where clients form clusters, and some 2 / sqrt(S) more than all where they do not; "auto" is "groups" from 1000 clients
-    of a cohort on.
+    `search` says how the nearest are looked for, not which they are: "exact" takes all S * S distances; "groups" (`ops.nearest`) gives the
+    same bits from few of them where clients form clusters, and takes some 2 / sqrt(S) more than all where they do not; "auto" is "groups"
+    from 1000 clients of a cohort on.
     """
 
     k: int = 5  # how many models are mixed, at most the cohort

@@ -43,8 +43,8 @@ class Rows(Protocol):
 class Files:
     """Rows from safetensors files, one client's model each: the tensors `keys`, flattened and joined in this order.
 
-    `keys` None: all of the first file's floating-point tensors by name. All files must have them in one dtype and of the same sizes. Needs the
-    package safetensors (ImportError).
+    `keys` None: all of the first file's floating-point tensors by name. All files must have them in one dtype and of the same sizes. Needs
+    the package safetensors (ImportError).
     """
 
     def __init__(self, paths: Sequence[str | Path], keys: Sequence[str] | None = None) -> None:
@@ -161,8 +161,8 @@ def aggregate(
 ) -> Any:  # [M, P]
     """`pflcore.aggregate` over rows that can be read again or, without `index`, over blocks of rows that come but once.
 
-    Dense, it holds a float64 total [M, P] and 128 rows; with `index`, the rows that so many results need as 256 MB hold. `progress(done, of)`
-    counts rows of updates, with `index` those of the result. Errors are those of `pflcore.aggregate`.
+    Dense, it holds a float64 total [M, P] and 128 rows; with `index`, the rows that so many results need as 256 MB hold.
+    `progress(done, of)` counts rows of updates, with `index` those of the result. Errors are those of `pflcore.aggregate`.
     """
     matrix("aggregate", "weight", weight, "[M, N]" if index is None else "[M, K]")
     again = isinstance(updates, Tensor) or hasattr(updates, "shape")
@@ -221,7 +221,7 @@ def _dense(
     blocks: Iterator[Tensor], weight: Tensor, base: Tensor | None, lr: float, precise: bool, progress: Progress | None
 ) -> Tensor:  # [M, P]
     """The sum of the blocks' sums, in float64 where there are several, as the kernel takes them."""
-    (m, n), done = weight.shape, 0
+    n, done = weight.shape[1], 0
     total: Tensor | None = None
     for rows in blocks:
         some = weight[:, done : done + len(rows)]
