@@ -41,7 +41,7 @@ def nearest(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Nearest:
-    """The k nearest rows of each guide by `(pairwise_sqdist, index)`, the rule of `feddwa_weights`: NaN is infinitely far, k >= N gives all.
+    """The k nearest rows of each guide by `(pairwise_sqdist, index)`, as `feddwa_weights` ranks: NaN is infinitely far, k >= N gives all.
 
     Tensors, or rows that can be read again (`stream.Rows`, then on the CPU). Constants: no gradient flows through them.
     "exact" takes all pairs. "groups" gives the same, bit for bit: exact distances to `pivots` rows (None: the root of N), then, as
@@ -136,7 +136,7 @@ def _spared(
 ) -> Tensor:  # [M, n]
     """What `pairwise_sqdist` gives is not less, its rounding and that of the distances here counted; 0 where nothing is known.
 
-    Infinities say nothing, nor does a group without rows (low > high). The subtracted 1e-150 is what float64 squares lose below their range.
+    Infinities say nothing, nor does a group without rows (low > high). 1e-150 is what float64 squares lose below their range.
     """
     none = -math.inf
     least, most = torch.where(low.isinf(), none, low * (1 - MARGIN)), torch.where(low > high, math.inf, high * (1 + MARGIN))

@@ -28,8 +28,8 @@ def pairwise_sqdist(
     forward mode it is plain torch, in float64. A pair that takes no part in a loss adds nothing to a gradient, even where a client is NaN.
 
     With `index`, entry (m, l) is the distance of a_m and b_index[m, l] alone, bit for bit that of all pairs; a negative index is padding,
-    infinitely far. On CPUs (and in the reference) a pair's bits depend on nothing but its two rows, so parts of a matrix are those of the whole;
-    on GPUs also on M and N, and an index of N or more, which only a CPU refuses, gives NaN.
+    infinitely far. On CPUs (and in the reference) a pair's bits depend on nothing but its two rows, so parts of a matrix are those of the
+    whole; on GPUs also on M and N, and an index of N or more, which only a CPU refuses, gives NaN.
     """
     matrix("pairwise_sqdist", "a", a, "[M, P]")
     if b is not None:
