@@ -16,8 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
-Name = Literal["all", "sqdist", "aggregate", "weights", "rank1", "sgd", "chain", "conv", "factorized", "rounds"]
-OPS = ("sqdist", "aggregate", "weights", "rank1", "sgd", "chain", "conv", "factorized", "rounds")
+Name = Literal["all", "sqdist", "nearest", "aggregate", "weights", "rank1", "sgd", "chain", "conv", "factorized", "rounds"]
+OPS = ("sqdist", "nearest", "aggregate", "weights", "rank1", "sgd", "chain", "conv", "factorized", "rounds")
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,14 @@
 // point one way, keep a relative error below 1e-6 (sqdist_tile.h). A pair whose sum is not finite or below 1e-30 is done again in
 // float64.
 //
-// The order in which a pair is summed depends on the sizes alone: neither on the threads nor on where in the matrix the pair stands.
+// The order in which a pair is summed depends on the number of columns and the type alone: not on the threads, not on where the pair stands, and
+// not on how many rows there are. So listed pairs, and tiles of a matrix that is taken in parts, have the very bits of all pairs.
 #pragma once
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <type_traits>
 #include <vector>
@@ -26,6 +28,8 @@ constexpr int64_t kBand = 16;         // rows whose strips stay in the first-lev
 constexpr int64_t kMacro = 128;       // rows of a window on either side
 constexpr int64_t kBlockBytes = 160 << 10;  // of a column block: with the next one it stays in the second-level cache
 constexpr int64_t kMany = 48;         // rows from which on pages and cache sets run short
+constexpr int64_t kStretch = 2 * kGroup;  // columns between two totals of float64 lanes
+constexpr int64_t kUnit = 2 * kStretch;   // a chunk of columns is so many units
 constexpr int64_t kSkew = 16;         // elements between packed rows, so that they do not fall into the same cache sets
 constexpr double kTiny = 1e-30;       // below it float32 squares may have underflowed
 
@@ -35,7 +39,10 @@ inline int64_t up(int64_t value, int64_t step) { return (value + step - 1) / ste
 template <class In, class T>
 struct Rows {
   const In* data;
-  int64_t row, count;  // elements from one row to the next, number of rows
+  int64_t row;         // elements from one row to the next
+  const int64_t* index = nullptr;  // row r is the data's row index[r]; negative: any, its results are dropped
+
+  const In* at(int64_t r) const { return data + (index ? std::max<int64_t>(index[r], 0) : r) * row; }
 
   // Is a copy needed whatever the speed?
   bool must_copy(int64_t width) const { return !std::is_same_v<In, T> || width % kGroup != 0; }
@@ -46,16 +53,16 @@ struct Rows {
     return rows >= kMany && (at != 0 || step % 64 != 0 || step % 4096 == 0);
   }
 
-  // at[i] = row first + i (the last one again beyond the end), columns [c, c + width), padded to whole groups; packed: room for a copy.
-  void block(int64_t first, int64_t many, int64_t c, int64_t width, bool copy, T* packed, const T** at) const {
+  // at[i] = row first + i (the last one again up to whole tiles), columns [c, c + width), padded to whole groups; packed: room
+  // for a copy.
+  void block(int64_t first, int64_t many, int64_t tile, int64_t c, int64_t width, bool copy, T* packed, const T** at) const {
     const int64_t padded = up(width, kGroup);
-    for (int64_t i = 0; i < many; ++i) {
-      const int64_t r = first + i;
-      if (r >= count) {
-        at[i] = at[count - 1 - first];
+    for (int64_t i = 0; i < up(many, tile); ++i) {
+      if (i >= many) {
+        at[i] = at[many - 1];
         continue;
       }
-      const In* from = data + r * row + c;
+      const In* from = this->at(first + i) + c;
       if constexpr (std::is_same_v<In, T>) {
         if (!copy && !must_copy(width)) {
           at[i] = from;
@@ -71,38 +78,37 @@ struct Rows {
   }
 };
 
-// Column blocks are numbered; `groups` of them are summed apart (so that threads need not wait for one another) and added up in order.
+// Columns are cut into chunks that depend on their number alone. A chunk is summed apart (so that threads need not wait for one another), and the
+// chunks' sums are added up in order.
 struct Plan {
   int64_t m, n, p;
   bool symmetric;
-  int64_t block;        // columns of a block, whole groups
+  const int64_t* index;  // [m, listed] rows of b for each row of a, or nullptr
+  int64_t listed;
+  int64_t block;        // columns of a block, whole stretches
   int64_t strip;        // columns of a block that all register blocks take before the next ones
-  int64_t blocks;
-  int64_t groups;       // partial results
-  int64_t run;          // blocks of one group between two barriers
-  int64_t windows_a, windows_b;
+  int64_t chunk, chunks;
+  int64_t together;     // chunks that are summed at a time
+  int64_t run;          // blocks of one chunk between two barriers
+
+  int64_t right() const { return index ? listed : n; }   // columns of the result
+  int64_t rows() const { return std::min(index ? 1 : m, kMacro) + (symmetric && !index && m <= kMacro ? 0 : std::min(right(), kMacro)); }   // that a window reads
+  int64_t end(int64_t k) const { return std::min(p, (k + 1) * chunk); }
 };
 
-// The most rows that a window reads.
-inline int64_t rows_of(const Plan& plan) {
-  return std::min(plan.m, kMacro) + (plan.symmetric && plan.windows_a == 1 ? 0 : std::min(plan.n, kMacro));
-}
-
-inline Plan plan_for(int64_t m, int64_t n, int64_t p, bool symmetric, int64_t size) {
-  Plan plan{m, n, p, symmetric, 0, 0, 0, 1, 1, 1, 1};
-  plan.windows_a = (m + kMacro - 1) / kMacro, plan.windows_b = (n + kMacro - 1) / kMacro;
-  plan.block = std::clamp<int64_t>(kBlockBytes / (rows_of(plan) * size) / kGroup * kGroup, 2 * kGroup, 16 * kGroup);
+inline Plan plan_for(int64_t m, int64_t n, int64_t p, bool symmetric, const int64_t* index, int64_t listed, int64_t windows, int64_t size) {
+  Plan plan{m, n, p, symmetric, index, listed, 0, 0, 0, 0, 1, 1};
+  const int64_t units = (p + kUnit - 1) / kUnit, most = std::clamp<int64_t>(std::max(units / 32, std::min<int64_t>(units, 16)), 1, 64);
+  plan.chunk = (units + most - 1) / most * kUnit, plan.chunks = (p + plan.chunk - 1) / plan.chunk;
+  plan.block = std::clamp<int64_t>(kBlockBytes / (plan.rows() * size) / kStretch * kStretch, kStretch, std::min(16 * kGroup, plan.chunk));
   // short strips stay in the first-level cache; many rows are more pages than the processor remembers, to be looked up anew for each strip
-  plan.strip = rows_of(plan) < kMany ? kGroup : 2 * kGroup;
-  plan.blocks = (p + plan.block - 1) / plan.block;
-  const int64_t pairs = symmetric ? plan.windows_a * (plan.windows_a + 1) / 2 : plan.windows_a * plan.windows_b;
-  // enough pieces for many threads, each of several blocks, partial results of 32 MB at most
-  const int64_t room = std::max<int64_t>(1, (32 << 20) / (8 * m * n));
-  const int64_t most = std::min(room, std::max<int64_t>(1, 64 / pairs));
-  plan.groups = std::clamp<int64_t>(std::max(plan.blocks / 8, std::min<int64_t>(plan.blocks, 16)), 1, most);
-  plan.run = (plan.blocks + plan.groups - 1) / plan.groups;
+  plan.strip = size == 4 && plan.rows() < kMany ? kGroup : kStretch;
+  // enough pieces for many threads, partial results of 32 MB at most
+  const int64_t room = (32 << 20) / (8 * m * plan.right());
+  plan.together = std::clamp<int64_t>(std::min(room, 64 / windows), 1, plan.chunks);
+  plan.run = (plan.chunk + plan.block - 1) / plan.block;
   // with several windows the blocks between two barriers should stay in the last-level cache, where the other windows find them
-  if (pairs > 1) plan.run = std::min(plan.run, std::max<int64_t>(1, (8 << 20) / (plan.groups * (m + n) * plan.block * size)));
+  if (windows > 1) plan.run = std::clamp<int64_t>((8 << 20) / (plan.together * (m + n) * plan.block * size), 1, plan.run);
   return plan;
 }
 
@@ -127,15 +133,25 @@ struct Window {
   }
 };
 
-inline std::vector<Window> windows_of(const Plan& plan) {
+// All pairs; or for each row its list, less what is negative at its end.
+inline std::vector<Window> windows_of(int64_t m, int64_t n, bool symmetric, const int64_t* index, int64_t listed) {
   std::vector<Window> out;
   int64_t first = 0;
-  for (int64_t i0 = 0; i0 < plan.m; i0 += kMacro)
-    for (int64_t j0 = plan.symmetric ? i0 : 0; j0 < plan.n; j0 += kMacro) {
-      const Window w{i0, j0, std::min(kMacro, plan.m - i0), std::min(kMacro, plan.n - j0), plan.symmetric && i0 == j0, first};
-      first += w.tiles() * kTile * kTile;
-      out.push_back(w);
+  const auto add = [&](int64_t i0, int64_t j0, int64_t mi, int64_t nj, bool diagonal) {
+    const Window w{i0, j0, mi, std::min(kMacro, nj), diagonal, first};
+    first += w.tiles() * kTile * kTile;
+    out.push_back(w);
+  };
+  if (index) {
+    for (int64_t i = 0; i < m; ++i) {
+      int64_t many = listed;
+      while (many > 0 && index[i * listed + many - 1] < 0) --many;
+      for (int64_t j = 0; j < many; j += kMacro) add(i, i * listed + j, 1, many - j, false);
     }
+  } else {
+    for (int64_t i = 0; i < m; i += kMacro)
+      for (int64_t j = symmetric ? i : 0; j < n; j += kMacro) add(i, j, std::min(kMacro, m - i), n - j, symmetric && i == j);
+  }
   return out;
 }
 
@@ -169,22 +185,21 @@ struct Worker {
   const T* at_a[kMacro] = {};
   const T* at_b[kMacro] = {};
 
-  // Adds the pairs of a window over one column block; fetches the next block meanwhile where there is `another`.
-  void operator()(const Window& w, int64_t block, bool another, double* sums) {
-    const int64_t c = block * plan.block, width = std::min(plan.block, plan.p - c), columns = up(width, kGroup);
-    const int64_t rows = w.mi + (w.diagonal ? 0 : w.nj);
+  // Adds the pairs of a window over one column block; fetches the next block meanwhile where there is `another`, and it is whole.
+  void operator()(const Window& w, int64_t c, int64_t width, bool another, double* sums) {
+    const int64_t columns = up(width, kGroup);
+    const int64_t rows = plan.index ? 0 : w.mi + (w.diagonal ? 0 : w.nj);   // a list's rows are read once
     const bool copy_a = a.better_copied(rows), copy_b = b.better_copied(rows);
-    if (!room && (copy_a || copy_b || a.must_copy(width))) room = std::make_unique<Scratch<T>>(rows_of(plan) * (plan.block + kSkew));
+    if (!room && (copy_a || copy_b || a.must_copy(width))) room = std::make_unique<Scratch<T>>(plan.rows() * (plan.block + kSkew));
     T* const packed = room ? room->data : nullptr;
-    a.block(w.i0, w.mi == 1 && !w.diagonal ? 1 : up(w.mi, kTile), c, width, copy_a, packed, at_a);
-    if (!w.diagonal) b.block(w.j0, up(w.nj, kTile), c, width, copy_b, packed + w.mi * (plan.block + kSkew), at_b);
+    a.block(w.i0, w.mi, w.mi == 1 && !w.diagonal ? 1 : kTile, c, width, copy_a, packed, at_a);
+    if (!w.diagonal) b.block(w.j0, w.nj, kTile, c, width, copy_b, packed + w.mi * (plan.block + kSkew), at_b);
     const T* const* right = w.diagonal ? at_a : at_b;
 
     Ahead ahead;
-    if (another && plan.p - c >= 2 * plan.block) {
+    if (another) {
       const auto add = [&](const Rows<In, T>& rows, int64_t first, int64_t many) {
-        const In* from = rows.data + first * rows.row + c + plan.block;
-        for (int64_t i = 0; i < many; ++i) ahead.row[ahead.rows++] = reinterpret_cast<const char*>(from + i * rows.row);
+        for (int64_t i = 0; i < many; ++i) ahead.row[ahead.rows++] = reinterpret_cast<const char*>(rows.at(first + i) + c + plan.block);
       };
       add(a, w.i0, w.mi);
       if (!w.diagonal) add(b, w.j0, w.nj);
@@ -200,97 +215,111 @@ struct Worker {
   }
 };
 
+// Calls body(result, i, j) for the pairs of a register block: i, j from its corner.
+template <class Body>
+void each_pair(const Plan& plan, const Window& w, int64_t ti, int64_t tj, double* out, const Body& body) {
+  for (int64_t i = ti; i < std::min(w.mi, ti + kTile); ++i)
+    for (int64_t j = tj; j < std::min(w.nj, tj + kTile); ++j)
+      if (!(w.diagonal && i >= j) && !(plan.index && plan.index[w.j0 + j] < 0))
+        body(out[(plan.index ? 0 : (w.i0 + i) * plan.n) + w.j0 + j], i - ti, j - tj);
+}
+
 template <Kind kind, class In, class T, class Parallel>
-void all_pairs(const Rows<In, T>& a, const Rows<In, T>& b, const Plan& plan, double* out, const Parallel& parallel) {
-  const std::vector<Window> windows = windows_of(plan);
-  const int64_t pairs = static_cast<int64_t>(windows.size()), per_wave = plan.groups * plan.run;
-  const int64_t size = windows.back().first + windows.back().tiles() * kTile * kTile;
-  std::vector<double> sums(size * plan.groups);
+void all_pairs(const Rows<In, T>& a, const Rows<In, T>& b, const Plan& plan, const std::vector<Window>& windows, double* out,
+               const Parallel& parallel) {
+  const int64_t many = static_cast<int64_t>(windows.size()), size = windows.back().first + windows.back().tiles() * kTile * kTile;
+  std::vector<double> sums(size * plan.together);
   const TileFunction<T> four = tile_for<kind, kTile, T>(isa()), one = tile_for<kind, 1, T>(isa());
   const TileFunction<T> triangle = tile_for<kind == Kind::wide ? Kind::wide : Kind::triangle, kTile, T>(isa());
-  for (int64_t wave = 0; wave < plan.blocks; wave += per_wave)
-    parallel(plan.groups * pairs, [&](int64_t begin, int64_t end) {
-      Worker<In, T> work{a, b, plan, four, one, triangle};
-      for (int64_t piece = begin; piece < end; ++piece) {
-        const int64_t group = piece / pairs, first = wave + group * plan.run, last = std::min(plan.blocks, first + plan.run);
-        for (int64_t block = first; block < last; ++block) work(windows[piece % pairs], block, block + 1 < last, sums.data() + group * size);
-      }
+  for (int64_t k0 = 0; k0 < plan.chunks; k0 += plan.together) {
+    const int64_t chunks = std::min(plan.together, plan.chunks - k0);
+    if (k0) std::fill(sums.begin(), sums.end(), 0.0);
+    for (int64_t wave = 0; wave < plan.chunk; wave += plan.run * plan.block)
+      parallel(chunks * many, [&](int64_t begin, int64_t end) {
+        Worker<In, T> work{a, b, plan, four, one, triangle};
+        for (int64_t piece = begin; piece < end; ++piece) {
+          const int64_t k = piece / many, first = (k0 + k) * plan.chunk + wave, last = std::min(plan.end(k0 + k), first + plan.run * plan.block);
+          for (int64_t c = first; c < last; c += plan.block)
+            work(windows[piece % many], c, std::min(plan.block, last - c), c + 2 * plan.block <= last, sums.data() + k * size);
+        }
+      });
+    parallel(many, [&](int64_t begin, int64_t end) {
+      for (int64_t v = begin; v < end; ++v)
+        windows[v].each([&](int64_t t, int64_t ti, int64_t tj) {
+          const double* sum = sums.data() + windows[v].first + t * kTile * kTile;
+          each_pair(plan, windows[v], ti, tj, out, [&](double& value, int64_t i, int64_t j) {
+            for (int64_t k = 0; k < chunks; ++k) value = k0 + k ? value + sum[k * size + i * kTile + j] : sum[i * kTile + j];
+          });
+        });
     });
-  for (int64_t g = 1; g < plan.groups; ++g)
-    for (int64_t k = 0; k < size; ++k) sums[k] += sums[g * size + k];
-  for (const Window& w : windows)
-    w.each([&](int64_t t, int64_t ti, int64_t tj) {
-      for (int64_t i = ti; i < std::min(w.mi, ti + kTile); ++i)
-        for (int64_t j = tj; j < std::min(w.nj, tj + kTile); ++j)
-          out[(w.i0 + i) * plan.n + w.j0 + j] = sums[w.first + (t * kTile + i - ti) * kTile + j - tj];
-    });
+  }
 }
 
 inline bool suspect(double value) { return !(value >= kTiny && value <= 1.7976931348623157e308); }
 
 // Does the suspect pairs again in float64, register block by register block; the other pairs keep their value.
 template <class In, class Parallel>
-void again(const Rows<In, float>& a, const Rows<In, float>& b, const Plan& plan, double* out, const Parallel& parallel) {
-  struct Block { int64_t i, j; };
+void again(const Rows<In, float>& a, const Rows<In, float>& b, const Plan& plan, const std::vector<Window>& windows, double* out,
+           const Parallel& parallel) {
+  struct Block { const Window* w; int64_t i, j; };
   std::vector<Block> blocks;
-  for (int64_t i0 = 0; i0 < plan.m; i0 += kTile)
-    for (int64_t j0 = plan.symmetric ? i0 : 0; j0 < plan.n; j0 += kTile) {
+  for (const Window& w : windows)
+    w.each([&](int64_t, int64_t i, int64_t j) {
       bool bad = false;
-      for (int64_t i = i0; i < std::min(plan.m, i0 + kTile); ++i)
-        for (int64_t j = j0; j < std::min(plan.n, j0 + kTile); ++j) bad |= suspect(out[i * plan.n + j]) && !(plan.symmetric && i >= j);
-      if (bad) blocks.push_back({i0, j0});
-    }
+      each_pair(plan, w, i, j, out, [&](double& value, int64_t, int64_t) { bad |= suspect(value); });
+      if (bad) blocks.push_back({&w, i, j});
+    });
   if (blocks.empty()) return;
-  constexpr int64_t parts = 16, square = kTile * kTile;
-  const int64_t many = static_cast<int64_t>(blocks.size()), split = many < 64 ? parts : 1;  // how the work is cut, not how it is summed
-  const int64_t part = (plan.blocks + parts - 1) / parts;
+  constexpr int64_t square = kTile * kTile;
+  const int64_t many = static_cast<int64_t>(blocks.size()), split = many < 64 ? plan.chunks : 1;  // how the work is cut, not how it is summed
   std::vector<double> sums(many * split * square);
-  const TileFunction<float> wide = tile_for<Kind::wide, kTile, float>(isa());
+  const TileFunction<float> four = tile_for<Kind::wide, kTile, float>(isa()), one = tile_for<Kind::wide, 1, float>(isa());
   parallel(many * split, [&](int64_t begin, int64_t end) {
-    Scratch<float> packed(2 * kTile * (plan.block + kSkew));
+    Scratch<float> packed(2 * kTile * (kStretch + kSkew));
     const float *at_a[kTile], *at_b[kTile];
     for (int64_t piece = begin; piece < end; ++piece) {
       const Block at = blocks[piece / split];
+      const int64_t rows = at.w->mi == 1 ? 1 : kTile;
       double* sum = sums.data() + piece * square;
-      for (int64_t k = split == 1 ? 0 : piece % split; k < (split == 1 ? parts : piece % split + 1); ++k) {
-        double in_part[square] = {};
-        for (int64_t block = k * part; block < std::min(plan.blocks, (k + 1) * part); ++block) {
-          const int64_t c = block * plan.block, width = std::min(plan.block, plan.p - c);
-          a.block(at.i, kTile, c, width, false, packed.data, at_a);
-          b.block(at.j, kTile, c, width, false, packed.data + kTile * (plan.block + kSkew), at_b);
-          wide({at_a, at_b, 0, up(width, kGroup), in_part});
+      for (int64_t k = split == 1 ? 0 : piece % split; k < (split == 1 ? plan.chunks : piece % split + 1); ++k) {
+        double in_chunk[square] = {};
+        for (int64_t c = k * plan.chunk; c < plan.end(k); c += kStretch) {
+          const int64_t width = std::min(kStretch, plan.end(k) - c);
+          a.block(at.w->i0 + at.i, std::min(kTile, at.w->mi - at.i), rows, c, width, false, packed.data, at_a);
+          b.block(at.w->j0 + at.j, std::min(kTile, at.w->nj - at.j), kTile, c, width, false, packed.data + kTile * (kStretch + kSkew), at_b);
+          (rows == 1 ? one : four)({at_a, at_b, 0, up(width, kGroup), in_chunk});
         }
-        for (int64_t s = 0; s < square; ++s) sum[s] += in_part[s];
+        for (int64_t s = 0; s < square; ++s) sum[s] += in_chunk[s];
       }
     }
   });
   for (int64_t t = 0; t < many; ++t)
-    for (int64_t i = 0; i < std::min(kTile, plan.m - blocks[t].i); ++i)
-      for (int64_t j = 0; j < std::min(kTile, plan.n - blocks[t].j); ++j) {
-        double& value = out[(blocks[t].i + i) * plan.n + blocks[t].j + j];
-        if (!suspect(value)) continue;
-        value = 0;
-        for (int64_t k = 0; k < split; ++k) value += sums[(t * split + k) * square + i * kTile + j];
-      }
+    each_pair(plan, *blocks[t].w, blocks[t].i, blocks[t].j, out, [&](double& value, int64_t i, int64_t j) {
+      if (!suspect(value)) return;
+      value = 0;
+      for (int64_t k = 0; k < split; ++k) value += sums[(t * split + k) * square + i * kTile + j];
+    });
 }
 
 template <class In, class T, class Parallel>
 void sqdist_typed(const In* a, int64_t a_row, int64_t m, const In* b, int64_t b_row, int64_t n, int64_t p, double* out,
-                  const Parallel& parallel) {
-  if (m == 0 || n == 0) return;
+                  const Parallel& parallel, const int64_t* index, int64_t listed) {
   const bool symmetric = b == nullptr;
-  if (symmetric && m == 1) return void(*out = 0);
-  if (!symmetric && n == 1 && m > 1) return sqdist_typed<In, T>(b, b_row, n, a, a_row, m, p, out, parallel);  // (a - b)^2 = (b - a)^2
-  const Rows<In, T> rows_a{a, a_row, m}, rows_b{symmetric ? a : b, symmetric ? a_row : b_row, n};
-  const Plan plan = plan_for(m, n, p, symmetric, sizeof(T));
-  if constexpr (std::is_same_v<T, double>) {
-    all_pairs<Kind::wide>(rows_a, rows_b, plan, out, parallel);
-  } else {
-    all_pairs<Kind::narrow>(rows_a, rows_b, plan, out, parallel);
-    again(rows_a, rows_b, plan, out, parallel);
+  if (!symmetric && !index && n == 1 && m > 1)
+    return sqdist_typed<In, T>(b, b_row, n, a, a_row, m, p, out, parallel, nullptr, 0);  // (a - b)^2 = (b - a)^2
+  const std::vector<Window> windows = windows_of(m, n, symmetric, index, listed);
+  if (!windows.empty()) {
+    const Rows<In, T> rows_a{a, a_row}, rows_b{symmetric ? a : b, symmetric ? a_row : b_row, index};
+    const Plan plan = plan_for(m, n, p, symmetric, index, listed, static_cast<int64_t>(windows.size()), sizeof(T));
+    all_pairs<std::is_same_v<T, double> ? Kind::wide : Kind::narrow>(rows_a, rows_b, plan, windows, out, parallel);
+    if constexpr (std::is_same_v<T, float>) again(rows_a, rows_b, plan, windows, out, parallel);
   }
-  if (symmetric)
-    for (int64_t i = 0; i < m; ++i) {
+  if (!symmetric) return;
+  for (int64_t i = 0; i < m; ++i)
+    if (index) {
+      for (int64_t k = i * listed; k < (i + 1) * listed; ++k)
+        if (index[k] == i) out[k] = 0;
+    } else {
       out[i * n + i] = 0;
       for (int64_t j = i + 1; j < n; ++j) out[j * n + i] = out[i * n + j];
     }
@@ -299,14 +328,18 @@ void sqdist_typed(const In* a, int64_t a_row, int64_t m, const In* b, int64_t b_
 }  // namespace sqdist_detail
 
 // out [m, n] <- sum((a_i - b_j)^2). a [m, p], b [n, p], rows a_row and b_row elements apart; b == nullptr: b is a, n == m, and the
-// diagonal is exactly 0.
+// diagonal is exactly 0. With an index [m, listed], entries below n: out [m, listed] of the pairs (i, index[i, l]) alone; negative: infinity.
 template <class Parallel>
 void sqdist(Dtype dtype, const void* a, int64_t a_row, int64_t m, const void* b, int64_t b_row, int64_t n, int64_t p, double* out,
-            const Parallel& parallel) {
-  if (p == 0) return void(std::fill(out, out + m * n, 0.0));  // rows without columns may have no address
+            const Parallel& parallel, const int64_t* index = nullptr, int64_t listed = 0) {
+  const int64_t size = m * (index ? listed : n);
+  for (int64_t k = 0; k < size && index; ++k) out[k] = index[k] < 0 ? std::numeric_limits<double>::infinity() : 0;
+  if (p == 0 && !index) std::fill(out, out + size, 0.0);
+  if (p == 0 || size == 0) return;  // rows without columns may have no address
   const auto run = [&](auto in, auto as) {
     using In = decltype(in);
-    sqdist_detail::sqdist_typed<In, decltype(as)>(static_cast<const In*>(a), a_row, m, static_cast<const In*>(b), b_row, n, p, out, parallel);
+    sqdist_detail::sqdist_typed<In, decltype(as)>(static_cast<const In*>(a), a_row, m, static_cast<const In*>(b), b_row, n, p, out, parallel,
+                                                  index, listed);
   };
   switch (dtype) {
     case Dtype::f32: return run(float{}, float{});

@@ -80,8 +80,9 @@ PFL_INLINE double sum_lanes(const Vec<double, bytes>& v) {
   }
 }
 
-// One vector of columns of rows x kTile pairs. triangle: b is a, and only j > i is computed.
-template <bool first, bool triangle, int rows, int room, class F>
+// One vector of columns of rows x kTile pairs. triangle: b is a, and only j > i is computed. (The first product is added to zero like the others:
+// of d * d + e * e compilers may fuse either product with the sum, and would not choose alike in each kind of block.)
+template <bool triangle, int rows, int room, class F>
 PFL_INLINE void step(F (&acc)[room][kTile], const float* const* a, const float* const* b, int64_t at) {
   F x[rows];
   PFL_UNROLL
@@ -95,8 +96,7 @@ PFL_INLINE void step(F (&acc)[room][kTile], const float* const* a, const float* 
     for (int i = 0; i < rows; ++i) {
       if (triangle && i >= j) continue;
       const F d = x[i] - y;
-      if constexpr (first) acc[i][j] = d * d;
-      else acc[i][j] += d * d;
+      acc[i][j] += d * d;
     }
   }
 }
@@ -108,8 +108,7 @@ PFL_INLINE void tile(const float* const* a, const float* const* b, int64_t begin
   static_assert((2 + kProducts + folds) * 0x1p-24 < 1e-6, "the relative error that is promised");
   for (int64_t c = begin; c < end; c += lanes * kProducts) {
     Vec<float, bytes> acc[room][kTile] = {};
-    step<true, triangle, rows>(acc, a, b, c);
-    for (int64_t at = c + lanes; at < c + lanes * kProducts; at += lanes) step<false, triangle, rows>(acc, a, b, at);
+    for (int64_t at = c; at < c + lanes * kProducts; at += lanes) step<triangle, rows>(acc, a, b, at);
     flush<bytes>(acc, sum);
   }
 }

@@ -21,8 +21,12 @@ struct Sqdist {
   const void* b;       // [n, p]
   int64_t b_row;
   int64_t n, p;
-  double* out;         // [m, n] contiguous
+  double* out;         // [m, n] contiguous, or [m, listed]
   void* workspace;     // sqdist_workspace(q) bytes, 8-byte aligned; may be nullptr where that is 0
+  const int64_t* index = nullptr;  // [m, listed] contiguous: only the pairs (i, index[i, l]); negative: infinity, n and above: NaN
+  int64_t listed = -1;             // negative: all pairs (no pointer says so: an empty list may have none)
+
+  int64_t across() const { return listed < 0 ? n : listed; }  // columns of the result
 };
 
 constexpr int kSqdistWindow = 64;        // rows of a block's window
@@ -94,7 +98,7 @@ inline int64_t sqdist_workspace(const Sqdist& q, int64_t most = kSqdistMost) {
     return some > last ? some : last;
   }
   const SqdistPlan plan = sqdist_plan(q);
-  return plan.splits > 1 ? plan.splits * plan.pairs * static_cast<int64_t>(sizeof(double)) : 0;
+  return plan.splits > 1 ? plan.splits * (q.listed < 0 ? plan.pairs : q.m * q.listed) * static_cast<int64_t>(sizeof(double)) : 0;
 }
 
 // A float32 result that cannot be trusted: overflow, NaN, or so small that squares may have underflowed.
@@ -288,18 +292,72 @@ __global__ void __launch_bounds__(1024) sqdist_total(const double* partial, Sqdi
   if (plan.symmetric) out[j * plan.n + i] = sum;
 }
 
+// A pack of a row's columns, zeros from `end` on.
+template <class S, class T>
+__device__ __forceinline__ Pack<S> sqdist_pack(const T* row, bool aligned, int64_t column, int64_t end) {
+  constexpr int kWide = per16<S>;
+  Pack<S> out;
+  if (aligned && column + kWide <= end) {
+    const Pack<T, kWide> in = load_pack<kWide>(row + column);
+    for (int c = 0; c < kWide; ++c) out.v[c] = convert<S>(in.v[c]);
+  } else {
+    for (int c = 0; c < kWide; ++c) out.v[c] = column + c < end ? convert<S>(row[column + c]) : S(0);
+  }
+  return out;
+}
+
+// Listed pairs: `lanes` threads to a pair, which take its columns as sqdist_partial does under the plan of all pairs, so the bits are the same.
 template <class T, class S, class C, bool kRedo>
-void sqdist_launch(const Sqdist& q, const SqdistPlan& plan, cudaStream_t stream) {
+__global__ void __launch_bounds__(kSqdistThreads)
+    sqdist_listed(const T* __restrict__ a, int64_t a_row, const T* __restrict__ b, int64_t b_row, SqdistPlan plan, const int64_t* index,
+                  int64_t listed, const double* out, double* partial) {
+  constexpr int kWide = per16<S>;
+  const int lanes = 1 << plan.lanes_log2, packs = 1 << plan.packs_log2, lane = static_cast<int>(threadIdx.x) & (lanes - 1);
+  const int64_t pair = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) >> plan.lanes_log2;
+  const bool active = pair < plan.m * listed && !(kRedo && !sqdist_suspect(out[pair]));
+  const int64_t i = active ? pair / listed : 0, j = active ? index[pair] : 0;
+  double total = j < 0 ? static_cast<double>(INFINITY) : j < plan.n ? 0.0 : static_cast<double>(NAN);
+  if (active && j >= 0 && j < plan.n && !(plan.symmetric && i == j)) {
+    const int64_t begin = static_cast<int64_t>(blockIdx.y) * plan.per_split;
+    const int64_t end = begin + plan.per_split < plan.p ? begin + plan.per_split : plan.p;
+    const T *const x = a + i * a_row, *const y = b + j * b_row;
+    for (int64_t column = begin; column < end; column += plan.chunk)
+      for (int pack = lane; pack < packs; pack += 2 * lanes) {
+        C sum = 0;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int64_t at = column + (pack + half * lanes) * kWide;
+          const Pack<S> va = sqdist_pack<S>(x, plan.a_aligned, at, end), vb = sqdist_pack<S>(y, plan.b_aligned, at, end);
+#pragma unroll
+          for (int c = 0; c < kWide; ++c) {
+            const C d = static_cast<C>(va.v[c]) - static_cast<C>(vb.v[c]);
+            sum += d * d;
+          }
+        }
+        total += static_cast<double>(sum);
+      }
+  }
+  for (int step = lanes / 2; step > 0; step /= 2) total += __shfl_xor_sync(0xffffffffu, total, step);
+  if (lane == 0 && active) partial[blockIdx.y * plan.m * listed + pair] = total;
+}
+
+template <class T, class S, class C, bool kRedo>
+void sqdist_launch(const Sqdist& q, SqdistPlan plan, cudaStream_t stream) {
   double* const partial = plan.splits > 1 ? static_cast<double*>(q.workspace) : q.out;
   const T* const a = static_cast<const T*>(q.a);
   const T* const b = plan.symmetric ? a : static_cast<const T*>(q.b);
-  if (plan.splits > 0) {
+  const int64_t b_row = plan.symmetric ? q.a_row : q.b_row;
+  if (q.listed >= 0) {
+    const dim3 grid(static_cast<unsigned>(ceil_div((q.m * q.listed) << plan.lanes_log2, kSqdistThreads)), static_cast<unsigned>(plan.splits));
+    auto* const kernel = &sqdist_listed<T, S, C, kRedo>;
+    PFLCORE_LAUNCH(kernel, grid, kSqdistThreads, 0, stream, a, q.a_row, b, b_row, plan, q.index, q.listed, q.out, partial);
+    plan.symmetric = false, plan.n = q.listed, plan.pairs = q.m * q.listed;
+  } else if (plan.splits > 0) {
     const dim3 grid(static_cast<unsigned>(ceil_div(plan.n, kSqdistWindow)), static_cast<unsigned>(ceil_div(plan.m, kSqdistWindow)),
                     static_cast<unsigned>(plan.splits));
     constexpr bool kOften = std::is_same_v<C, float>;  // worth a second copy of the code
     auto* const kernel = kOften && plan.lanes_log2 == 0 ? &sqdist_partial<T, S, C, kRedo, kOften> : &sqdist_partial<T, S, C, kRedo, false>;
-    PFLCORE_LAUNCH(kernel, grid, plan.threads, plan.stages * plan.stage_bytes, stream, a, q.a_row, b, plan.symmetric ? q.a_row : q.b_row, plan,
-                   q.out, partial);
+    PFLCORE_LAUNCH(kernel, grid, plan.threads, plan.stages * plan.stage_bytes, stream, a, q.a_row, b, b_row, plan, q.out, partial);
   }
   int ways = 1;
   while (ways < 32 && ways * 8 < plan.splits) ways *= 2;
@@ -314,14 +372,16 @@ void sqdist_float(const Sqdist& q, const SqdistPlan& plan, cudaStream_t stream) 
 }
 
 inline void sqdist(const Sqdist& q, cudaStream_t stream, int64_t most = kSqdistMost) {
-  const SqdistPlan plan = sqdist_plan(q);
-  if (plan.pairs == 0) return;
+  SqdistPlan plan = sqdist_plan(q);
+  if ((q.listed < 0 ? plan.pairs : q.m * q.listed) == 0) return;
+  if (q.listed >= 0 && plan.splits == 0) plan.splits = 1;  // without a column there is still infinity to be written
   if (plan.m > most && !plan.symmetric) {
     for (int64_t row = 0; row < q.m; row += most) {
       Sqdist part = q;
       part.a = static_cast<const unsigned char*>(q.a) + row * q.a_row * bytes_of(q.dtype);
       part.m = q.m - row < most ? q.m - row : most;
-      part.out = q.out + row * q.n;
+      part.out = q.out + row * q.across();
+      if (q.listed >= 0) part.index = q.index + row * q.listed;
       sqdist(part, stream, most);
     }
     return;

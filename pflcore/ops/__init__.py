@@ -7,8 +7,10 @@ Q a row's length. Every op has a pure-PyTorch reference, which runs where no ker
 from . import chain as chain  # the ops that only pflcore's own training calls
 from . import conv as conv
 from . import pool as pool
+from . import stream as stream
 from ._library import Backend, backend
 from .aggregate import aggregate
+from .nearest import Nearest, nearest
 from .rank1 import rank1_linear
 from .sgd import sgd_step_
 from .sqdist import pairwise_sqdist
@@ -16,10 +18,12 @@ from .weights import TopK, feddwa_weights, waffle_weights
 
 __all__ = [
     "Backend",
+    "Nearest",
     "TopK",
     "aggregate",
     "backend",
     "feddwa_weights",
+    "nearest",
     "pairwise_sqdist",
     "rank1_linear",
     "sgd_step_",

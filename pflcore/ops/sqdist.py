@@ -9,13 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._library import BUDGET, define, forward_mode, lib, warn_once
-from ._words import check_same, expect, matrix, shape
+from ._words import check_same, concrete, expect, matrix, shape
+
+LEAF = 1 << 12  # columns that the reference folds at a time
 
 
 def pairwise_sqdist(
     a: Tensor,  # [M, P]
     b: Tensor | None = None,  # [N, P]; None: b = a
-) -> Tensor:  # [M, N] float64
+    index: Tensor | None = None,  # [M, L] int64
+) -> Tensor:  # [M, N] float64, or [M, L] with index
     """Squared Euclidean distances `sum((a_i - b_j)^2)` of the rows: subtracted first, then squared, summed to float64.
 
     float32, float64, float16 or bfloat16 rows of any row stride. Relative error <= 1e-6 against float64 of the same inputs for models that
@@ -23,6 +26,10 @@ def pairwise_sqdist(
     Without `b` the result is symmetric and its diagonal exactly 0. A client with NaN makes its own row and column NaN, nobody else's.
     The result depends neither on the number of threads nor on the order of the clients, to the last bit. Differentiable in a and b; in
     forward mode it is plain torch, in float64. A pair that takes no part in a loss adds nothing to a gradient, even where a client is NaN.
+
+    With `index`, entry (m, l) is the distance of a_m and b_index[m, l] alone, bit for bit that of all pairs; a negative index is padding,
+    infinitely far. On CPUs (and in the reference) a pair's bits depend on nothing but its two rows, so parts of a matrix are those of the
+    whole; on GPUs also on M and N, and an index of N or more, which only a CPU refuses, gives NaN.
     """
     matrix("pairwise_sqdist", "a", a, "[M, P]")
     if b is not None:
@@ -30,60 +37,79 @@ def pairwise_sqdist(
         check_same("pairwise_sqdist", "a", a, "b", b)
         if b.shape[1] != a.shape[1]:
             expect(False, "pairwise_sqdist", "b", f"P = {a.shape[1]} columns like a", shape(b))
+    if index is not None:
+        check_index(index, a, (a if b is None else b).shape[0])
     warn_once()
-    if forward_mode():
+    if forward_mode() and len(a):
         rows_a, rows_b = a.double(), (a if b is None else b).double()
-        return torch.stack([(rows_b - row).square().sum(1) for row in rows_a]) if len(a) else _op(a, b)
-    return _op(a, b)
+        others = [rows_b] * len(a) if index is None else [rows_b[near.clamp(min=0)] for near in index]
+        out = torch.stack([(other - row).square().sum(1) for other, row in zip(others, rows_a, strict=True)])
+        return out if index is None else torch.where(index < 0, math.inf, out)
+    return _op(a, b, index)
+
+
+def check_index(index: Any, a: Tensor, n: int) -> None:
+    """The `index` of pairwise_sqdist."""
+    op = "pairwise_sqdist"
+    expect(isinstance(index, Tensor) and index.dtype == torch.int64, op, "index", "an int64 tensor", shape(index), kind=TypeError)
+    expect(index.dim() == 2 and index.shape[0] == a.shape[0], op, "index", f"[{a.shape[0]}, L], a list for each row of a", shape(index))
+    expect(index.device == a.device, op, "index", f"on {a.device} like a", shape(index), f"use index.to('{a.device}')")
+    if concrete(index) and index.numel():
+        high = int(index.max())
+        expect(high < n, op, "index", f"below {n}, the number of rows", str(high), "use a negative number for padding")
 
 
 def reference(
     a: Tensor,  # [M, P]
     b: Tensor | None,  # [N, P]
-) -> Tensor:  # [M, N] float64
+    index: Tensor | None = None,  # [M, L]
+) -> Tensor:  # [M, N] float64, or [M, L]
     """Squared distances of rows: subtract, square, sum, all in float64.
 
-    Columns are folded in halves, so that the order of a pair's sum depends neither on the threads nor on where the pair stands.
+    Columns are folded in halves, LEAF of them at a time: the order of a pair's sum depends neither on the threads nor on other pairs.
     """
     symmetric = b is None
     b = a if b is None else b
-    m, n, p = a.shape[0], b.shape[0], a.shape[1]
+    m, n, p = a.shape[0], b.shape[0] if index is None else index.shape[1], a.shape[1]
     out = torch.zeros(m, n, dtype=torch.float64, device=a.device)
-    width = 1 << max(8, min(16, (BUDGET // max(m, n, 1)).bit_length() - 1))
-    for start in range(0, p, width):
-        size = min(width, p - start)
-        fold = 1 << (size - 1).bit_length()
-        rows_a = F.pad(a[:, start : start + size].double(), (0, fold - size))  # [M, fold]
-        rows_b = rows_a if symmetric else F.pad(b[:, start : start + size].double(), (0, fold - size))
-        for i in range(m):
-            first = i + 1 if symmetric else 0
-            if first < n:
-                square = (rows_b[first:] - rows_a[i]).square()  # [N, fold]
-                half = fold // 2
-                while half:
+    near, columns = (None, p) if index is None else (index.clamp(min=0), p if len(b) else 0)
+    for i in range(m):
+        for first in range(i + 1 if symmetric and index is None else 0, n, BUDGET // LEAF):
+            some = slice(first, first + BUDGET // LEAF)
+            for start in range(0, columns, LEAF):
+                strip = slice(start, start + LEAF)
+                other = b[some, strip] if near is None else b[near[i, some], strip]
+                square = (other.double() - a[i, strip].double()).square()  # [some, strip]
+                half = 1 << (square.shape[1] - 1).bit_length()
+                square = F.pad(square, (0, half - square.shape[1]))
+                while half := half // 2:
                     square = square[:, :half] + square[:, half:]
-                    half //= 2
-                out[i, first:] += square[:, 0]
+                out[i, some] += square[:, 0]
+    if index is not None:
+        out = torch.where(index < 0, math.inf, out)
+        return torch.where(index == torch.arange(m, device=a.device)[:, None], 0.0, out) if symmetric else out
     return out + out.T if symmetric else out
 
 
-def _fake(a: Tensor, b: Tensor | None) -> Tensor:
-    return a.new_empty(a.shape[0], (a if b is None else b).shape[0], dtype=torch.float64)
+def _fake(a: Tensor, b: Tensor | None, index: Tensor | None = None) -> Tensor:
+    return a.new_empty(a.shape[0], (a if b is None else b).shape[0] if index is None else index.shape[1], dtype=torch.float64)
 
 
-def _setup(ctx: Any, inputs: tuple[Tensor, Tensor | None], output: Tensor) -> None:
-    a, b = inputs
-    ctx.symmetric = b is None
-    ctx.save_for_backward(a) if b is None else ctx.save_for_backward(a, b)
+def _setup(ctx: Any, inputs: tuple[Tensor, Tensor | None, Tensor | None], output: Tensor) -> None:
+    ctx.given = [t is not None for t in inputs]
+    ctx.save_for_backward(*(t for t in inputs if t is not None))
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    if ctx.symmetric:
-        (a,) = ctx.saved_tensors
-        return _pull(grad + grad.T, a, a), None
-    a, b = ctx.saved_tensors
-    need_a, need_b = ctx.needs_input_grad
-    return _pull(grad, a, b) if need_a else None, _pull(grad.T, b, a) if need_b else None
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    saved = iter(ctx.saved_tensors)
+    a, b, index = (next(saved) if given else None for given in ctx.given)
+    if index is not None:
+        dense = grad.new_zeros(a.shape[0], (a if b is None else b).shape[0])
+        grad = dense.scatter_add(1, index.clamp(min=0), torch.where(index < 0, 0.0, grad)) if dense.numel() else dense
+    if b is None:
+        return _pull(grad + grad.T, a, a), None, None
+    need_a, need_b = ctx.needs_input_grad[:2]
+    return _pull(grad, a, b) if need_a else None, _pull(grad.T, b, a) if need_b else None, None
 
 
 def _pull(
@@ -100,5 +126,5 @@ def _pull(
     return torch.where(lost, math.nan, 2 * (grad.sum(1, keepdim=True) * x - grad @ y)).to(a.dtype)
 
 
-_op: Callable[..., Tensor] = define("pairwise_sqdist(Tensor a, Tensor? b) -> Tensor", reference, _fake)
+_op: Callable[..., Tensor] = define("pairwise_sqdist(Tensor a, Tensor? b, Tensor? index=None) -> Tensor", reference, _fake)
 torch.library.register_autograd("pflcore::pairwise_sqdist", _backward, setup_context=_setup, lib=lib)

@@ -487,3 +487,27 @@ def test_bad_options(options, message):
 def test_bad_options_of_the_qp(options, message):
     with pytest.raises(ValueError, match="^" + message):
         FedDWAQP(**options)
+
+
+@pytest.mark.parametrize("prefer_self", [False, True])
+@pytest.mark.parametrize("k", [1, 5, 99])
+def test_a_search_by_groups_changes_no_bit(prefer_self, k, monkeypatch):
+    """Clusters, copies of models, a guidance that is another's model; and a cohort of many takes it by itself."""
+    gen = torch.Generator().manual_seed(0)
+    w = torch.randn(5, 67, generator=gen).repeat(8, 1) + 1e-3 * torch.randn(40, 67, generator=gen)
+    w[30:35] = w[5:10]
+    guide = w + 1e-3 * torch.randn(40, 67, generator=gen)
+    guide[:20] = w[torch.randint(0, 40, (20,), generator=gen)]
+    guide[20:34] = w[20:34]
+    want = FedDWA(k=k, prefer_self=prefer_self, search="exact").weights(guide, w)
+    for a, b in zip(FedDWA(k=k, prefer_self=prefer_self, search="groups").weights(guide, w), want, strict=True):
+        assert torch.equal(a, b)
+    monkeypatch.setattr("pflcore.algorithms.feddwa.MANY", 40)
+    monkeypatch.setattr(ops, "pairwise_sqdist", None if not prefer_self else ops.pairwise_sqdist)  # not all pairs
+    for a, b in zip(FedDWA(k=k, prefer_self=prefer_self).weights(guide, w), want, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_an_unknown_search():
+    with pytest.raises(ValueError, match="search: expected 'auto', 'exact' or 'groups', got 'fast'"):
+        FedDWA(search="fast")

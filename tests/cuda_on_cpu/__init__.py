@@ -39,7 +39,21 @@ def build(folder: Path) -> ctypes.CDLL:
     lib.set_shared.argtypes = [c_int64]
     lib.broken.argtypes = [c_int, c_void_p]
     lib.sqdist_plan.argtypes = [c_int, c_int64, c_int64, c_int64, c_int, POINTER(c_int64)]
-    lib.sqdist.argtypes = [c_int, c_void_p, c_int64, c_int64, c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64]
+    lib.sqdist.argtypes = [
+        c_int,
+        c_void_p,
+        c_int64,
+        c_int64,
+        c_int,
+        c_void_p,
+        c_int64,
+        c_int64,
+        c_int64,
+        c_void_p,
+        c_int64,
+        c_void_p,
+        c_int64,
+    ]
     lib.waffle.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_double, c_double, c_int, c_void_p]
     lib.feddwa.argtypes = [c_int, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p]
     lib.aggregate.argtypes = [
@@ -137,12 +151,14 @@ class Kernels:
         self.lib.sqdist_plan(DTYPES[dtype], m, n, p, symmetric, out)
         return dict(zip(("lanes", "threads", "stages", "chunk", "splits"), out, strict=True))
 
-    def pairwise_sqdist(self, a: Tensor, b: Tensor | None = None, most: int = 0) -> Tensor:
+    def pairwise_sqdist(self, a: Tensor, b: Tensor | None = None, index: Tensor | None = None, most: int = 0) -> Tensor:
         """`most`: rows of a per grid, if not as many as a grid holds."""
         n = (a if b is None else b).shape[0]
-        out = guarded(torch.full((a.shape[0], n), float("nan"), dtype=torch.float64))
+        listed = -1 if index is None else index.shape[1]
+        out = guarded(torch.full((a.shape[0], n if index is None else listed), float("nan"), dtype=torch.float64))
         kind, p = DTYPES[a.dtype], a.shape[1]
-        self.check(self.lib.sqdist(kind, pointer(a), stride(a), a.shape[0], b is None, pointer(b), stride(b), n, p, pointer(out), most))
+        rows = pointer(a), stride(a), a.shape[0], b is None, pointer(b), stride(b), n
+        self.check(self.lib.sqdist(kind, *rows, p, pointer(out), most, pointer(index), listed))
         assert intact(out)
         return out.clone()
 

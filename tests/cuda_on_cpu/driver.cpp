@@ -98,9 +98,9 @@ void set_shared(int64_t most) { cuda_on_cpu::device().shared_most = most; }
 int64_t launches() { return cuda_on_cpu::device().launches; }
 
 int sqdist(int dtype, const void* a, int64_t a_row, int64_t m, int symmetric, const void* b, int64_t b_row, int64_t n, int64_t p,
-           double* out, int64_t most) {
+           double* out, int64_t most, const int64_t* index, int64_t listed) {
   return guarded([&] {
-    pc::Sqdist q{static_cast<pc::Dtype>(dtype), a, a_row, m, symmetric != 0, b, b_row, n, p, out, nullptr};
+    pc::Sqdist q{static_cast<pc::Dtype>(dtype), a, a_row, m, symmetric != 0, b, b_row, n, p, out, nullptr, index, listed};
     Workspace workspace(most ? pc::sqdist_workspace(q, most) : pc::sqdist_workspace(q));
     q.workspace = workspace.data();
     most ? pc::sqdist(q, nullptr, most) : pc::sqdist(q, nullptr);

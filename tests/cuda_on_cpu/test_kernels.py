@@ -147,6 +147,37 @@ def test_sqdist_repeats_and_follows_its_rows(kernels: Kernels) -> None:
     assert torch.equal(kernels.pairwise_sqdist(a[moved]), first[moved][:, moved])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(m=st.sampled_from(ROWS), n=st.sampled_from((0, *ROWS)), p=st.sampled_from((0, *SIZES, 3000)), many=st.sampled_from((0, 1, 3, 9)),
+       shift=st.sampled_from(SHIFTS), gap=st.sampled_from(GAPS), seed=st.integers(0, 99))  # fmt: skip
+def test_sqdist_of_listed_pairs(
+    kernels: Kernels, dtype: torch.dtype, m: int, n: int, p: int, many: int, shift: int | None, gap: int, seed: int
+) -> None:
+    """The bits of all pairs in the same order of the threads, or in another; infinity where the list is negative, NaN beyond the rows."""
+    a = guarded(normal(m, p, seed=seed, dtype=dtype), shift, gap)
+    b = guarded(normal(n, p, seed=seed + 1, dtype=dtype), 0, gap) if n else None
+    a[0] *= 1e-25  # to be done again
+    rows = n or m
+    index = guarded(torch.randint(-1, rows + 1, (m, many), generator=torch.Generator().manual_seed(seed)))
+    all_pairs = kernels.pairwise_sqdist(a, b)
+    want = torch.where(index < 0, torch.inf, all_pairs.gather(1, index.clamp(0, rows - 1)))
+    want[index == rows] = torch.nan
+    for order in (0, 1 + seed % 3):
+        kernels.order(order)
+        got = kernels.pairwise_sqdist(a, b, index)
+        assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.nan_to_num(), want.nan_to_num())
+    kernels.order(0)
+
+
+@pytest.mark.parametrize(("m", "n", "p"), [(70, 0, 1500), (130, 67, 263), (300, 3, 9)])
+@pytest.mark.parametrize("most", [0, 128])
+def test_sqdist_of_listed_pairs_in_windows(kernels: Kernels, m: int, n: int, p: int, most: int) -> None:
+    a, b = normal(m, p), normal(n, p, seed=1) if n else None
+    index = torch.randint(-1, n or m, (m, 5), generator=torch.Generator().manual_seed(2))
+    got = kernels.pairwise_sqdist(a, b, index, most=most)
+    assert torch.equal(got, torch.where(index < 0, torch.inf, kernels.pairwise_sqdist(a, b, most=most).gather(1, index.clamp(min=0))))
+
+
 def test_sqdist_empty(kernels: Kernels) -> None:
     assert kernels.pairwise_sqdist(torch.zeros(0, 5)).shape == (0, 0)
     assert torch.equal(kernels.pairwise_sqdist(torch.zeros(3, 0)), torch.zeros(3, 3, dtype=torch.float64))

@@ -29,6 +29,10 @@ def samples():
     yield "pairwise_sqdist", (r(4, 9), None)
     yield "pairwise_sqdist", (r(4, 9, grad=True), r(3, 9, grad=True))
     yield "pairwise_sqdist", (r(9, 4, dtype=torch.float16).T, r(0, 9, dtype=torch.float16))
+    near = torch.tensor([[0, 2, -1], [1, 1, 0], [-1, -1, -1], [2, 0, 3]])
+    yield "pairwise_sqdist", (r(4, 9), None, near)
+    yield "pairwise_sqdist", (r(4, 9, grad=True), r(5, 9, grad=True), near)
+    yield "pairwise_sqdist", (r(4, 9, dtype=torch.float64), r(5, 9, dtype=torch.float64), near.T.contiguous().T[:, :2])
     yield "waffle_weights", (r(2, 5).abs(), torch.tensor([0, 3]), 0.5, 0.4, False)
     yield "waffle_weights", (r(5, 2, dtype=torch.float64).abs().T, torch.tensor(1), 1.5, 0.4, True)
     yield "feddwa_weights", (r(3, 5).abs(), 2)
@@ -104,6 +108,9 @@ def check_gradients(call, inputs):
 def test_gradcheck_pairwise_sqdist():
     check_gradients(ops.pairwise_sqdist, leaves((3, 5)))
     check_gradients(ops.pairwise_sqdist, leaves((3, 5), (4, 5)))
+    near = torch.tensor([[0, 1], [2, 2], [1, 0]])
+    check_gradients(lambda a: ops.pairwise_sqdist(a, index=near), leaves((3, 5)))
+    check_gradients(lambda a, b: ops.pairwise_sqdist(a, b, near), leaves((3, 5), (4, 5)))
 
 
 @pytest.mark.parametrize("index", [None, torch.tensor([[0, 1], [2, 2], [3, 0]])])
@@ -130,7 +137,7 @@ def server_step(guide, model, out):
     top = ops.feddwa_weights(ops.pairwise_sqdist(guide, model), 3)
     ops.aggregate(model, top.weight, top.index, base=model, lr=0.5, out=out)
     weight = ops.waffle_weights(ops.pairwise_sqdist(guide).sqrt(), 1, 0.7)
-    return ops.aggregate(model, weight), out
+    return ops.aggregate(model, weight), out, ops.pairwise_sqdist(guide, model, top.index)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

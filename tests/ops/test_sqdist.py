@@ -8,7 +8,7 @@ from tolerance import BF16, F16, F32, F64, FLOATS, assert_close
 from torch import Tensor
 from ugly import LAYOUTS, SIZES, dtypes, lay, matrices, randn, refuses, same_for_any_threads, scales
 
-from pflcore.ops import pairwise_sqdist
+from pflcore.ops import pairwise_sqdist, reference
 
 ROWS = st.sampled_from([0, 1, 2, 3, 5, 7, 11])
 COLS = st.sampled_from(SIZES)
@@ -165,6 +165,116 @@ def test_one_row_for_everybody():
     """A row expanded without a copy."""
     a = randn(1, 1, 67, dtype=F32)
     assert torch.equal(pairwise_sqdist(a.expand(5, -1)), torch.zeros(5, 5, dtype=F64))
+
+
+# --- listed pairs -------------------------------------------------------------------------------------------------------------------
+
+
+def listed(all_pairs: Tensor, index: Tensor) -> Tensor:
+    """The entries of all pairs; padding is infinitely far."""
+    return torch.where(index < 0, torch.inf, all_pairs.gather(1, index.clamp(min=0)))
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", FLOATS)
+@given(st.data())
+def test_listed_pairs_have_the_bits_of_all_pairs(dtype, data):
+    scale, cols = data.draw(scales(dtype)), data.draw(COLS)
+    a = data.draw(matrices(st.sampled_from([1, 2, 5, 7]), st.just(cols), dtype, scale))
+    b = data.draw(matrices(st.sampled_from([1, 2, 5, 11]), st.just(cols), dtype, scale))
+    many = data.draw(st.sampled_from([0, 1, 3, 4, 9]))
+    gen = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    bad = data.draw(st.sampled_from([None, torch.nan, torch.inf]))
+    if bad is not None and cols:
+        a[0, -1] = bad
+    index = torch.randint(-1, len(b), (len(a), many), generator=gen)
+    own = torch.randint(-1, len(a), (many, len(a)), generator=gen).T  # not contiguous
+    for got, want in (
+        (pairwise_sqdist(a, b, index), listed(pairwise_sqdist(a, b), index)),
+        (pairwise_sqdist(a, index=own), listed(pairwise_sqdist(a), own)),
+        (reference.pairwise_sqdist(a, b, index), listed(reference.pairwise_sqdist(a, b), index)),
+        (reference.pairwise_sqdist(a, None, own), listed(reference.pairwise_sqdist(a, None), own)),
+    ):
+        assert got.dtype == F64 and torch.equal(got.isnan(), want.isnan())
+        assert torch.equal(got.nan_to_num(), want.nan_to_num())
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("m", "n", "p", "many"), [(2, 300, 700, 290), (150, 133, 1031, 3), (3, 5, 20_011, 4), (40, 40, 3001, 129)])
+def test_a_pair_has_the_same_bits_in_every_matrix(dtype, m, n, p, many):
+    """In lists longer than a window, in parts of a matrix, in a row alone: a pair's sum depends on its columns alone."""
+    a, b = randn(1, m, p, dtype=dtype), randn(2, n, p, dtype=dtype)
+    if dtype in (F32, F64, BF16):
+        b[::2] = a[0] * (1 + 2**-7)  # close, and
+        a[1], b[1] = a[1] * 1e-25, b[1] * 1e-25  # to be done again
+    index = torch.randint(-1, n, (m, many), generator=torch.Generator().manual_seed(3))
+    full = pairwise_sqdist(a, b)
+    same_for_any_threads(lambda: pairwise_sqdist(a, b, index))
+    assert torch.equal(pairwise_sqdist(a, b, index), listed(full, index))
+    assert torch.equal(pairwise_sqdist(a[1:], b[1:5]), full[1:, 1:5])
+    assert torch.equal(pairwise_sqdist(a[1:2], b), full[1:2]) and torch.equal(pairwise_sqdist(a, b[1:2]), full[:, 1:2])
+    off = ~torch.eye(m, dtype=torch.bool)
+    assert torch.equal(pairwise_sqdist(a)[off], pairwise_sqdist(a, a[:])[off])
+    some = slice(0, min(m, 3))
+    assert torch.equal(reference.pairwise_sqdist(a[some], b[1:5]), reference.pairwise_sqdist(a[some], b[:7])[:, 1:5])
+
+
+def test_a_list_of_nobody():
+    a = randn(1, 3, 9, dtype=F32)
+    index = torch.full((3, 2), -1)
+    for call in (pairwise_sqdist, reference.pairwise_sqdist):
+        for other, cols in ((None, 9), (a[:0], 9), (None, 0)):
+            got = call(a[:, :cols], None if other is None else other[:, :cols], index)
+            assert torch.equal(got, torch.full((3, 2), torch.inf, dtype=F64))
+        assert call(a[:0], a, index[:0]).shape == (0, 2) and call(a, None, index[:, :0]).shape == (3, 0)
+
+
+def test_gradient_of_listed_pairs():
+    """That of the same entries of all pairs; what is padding, and a client that is NaN and in no pair, add nothing."""
+    index = torch.tensor([[1, 4, -1], [0, 0, 2], [-1, -1, -1], [3, 1, 4]])
+    for own in (False, True):
+        a, b = randn(1, 4, 21).requires_grad_(), randn(2, 5, 21)
+        b[1 if own else 3, 0] = 1.0
+        inputs = (a,) if own else (a, b.requires_grad_())
+        near = index.clamp(max=3) if own else index
+        grad = randn(3, 4, 3)
+        got = torch.autograd.grad(pairwise_sqdist(*inputs, index=near), inputs, grad)
+        dense = torch.zeros(4, 4 if own else 5, dtype=F64).scatter_add(1, near.clamp(min=0), torch.where(near < 0, 0.0, grad))
+        want = torch.autograd.grad(pairwise_sqdist(*inputs), inputs, dense)
+        for g, w in zip(got, want, strict=True):
+            assert torch.equal(g, w)
+    a = randn(1, 3, 5).requires_grad_()
+    with torch.no_grad():
+        a[2] = torch.nan
+    (got,) = torch.autograd.grad(pairwise_sqdist(a, index=torch.tensor([[1, -1], [0, 0], [-1, -1]])).nan_to_num(posinf=0).sum(), a)
+    assert bool(got.isfinite().all())
+
+
+def test_listed_pairs_in_forward_mode():
+    a, b = randn(1, 3, 7), randn(2, 4, 7)
+    index = torch.tensor([[0, 3], [2, 2], [1, -1]])
+    step = randn(3, 3, 7)
+    value, slope = torch.func.jvp(lambda t: pairwise_sqdist(t, b, index), (a,), (step,))
+    torch.testing.assert_close(value, pairwise_sqdist(a, b, index))
+    want = 2 * ((a[:, None] - b[index.clamp(min=0)]) * step[:, None]).sum(-1)
+    torch.testing.assert_close(slope, torch.where(index < 0, 0.0, want))
+
+
+@pytest.mark.parametrize(
+    ("index", "kind"),
+    [
+        ([[0]], TypeError),
+        (torch.zeros(2, 1), TypeError),
+        (torch.zeros(2, dtype=torch.int64), ValueError),
+        (torch.zeros(3, 1, dtype=torch.int64), ValueError),
+        (torch.tensor([[0], [4]]), ValueError),
+        (torch.zeros(2, 1, dtype=torch.int64, device="meta"), ValueError),
+    ],
+)
+def test_bad_index(index, kind):
+    with refuses("pairwise_sqdist", "index", kind):
+        pairwise_sqdist(torch.zeros(2, 3), torch.zeros(4, 3), index)
 
 
 # --- gradient -----------------------------------------------------------------------------------------------------------------------

@@ -92,6 +92,24 @@ void right(const float* a, int64_t m, const float* b, int64_t n, int64_t p) {
     }
 }
 
+// Listed pairs have the bits of all pairs; negative entries are infinitely far.
+void listed(Dtype dtype, const void* a, int64_t m, const void* b, int64_t n, int64_t p) {
+  const int64_t many = 7;
+  Numbers<double> all(m * n, false);
+  Numbers<int64_t> index(m * many, false);
+  for (int64_t k = 0; k < index.size; k++) index.data[k] = static_cast<int64_t>(dice() % (n + 1)) - 1;
+  sqdist(dtype, a, p, m, b, p, n, p, all.data.get(), Threads{1});
+  same<double>("sqdist of a list", m * many, [&](double* out, const Threads& t) {
+    sqdist(dtype, a, p, m, b, p, n, p, out, t, index.data.get(), many);
+    for (int64_t k = 0; k < m * many; k++) {
+      const int64_t j = index.data[k];
+      if (out[k] == (j < 0 ? INFINITY : all.data[k / many * n + j])) continue;
+      failures++;
+      std::printf("sqdist of a list (%s): %.17g at %d of %d columns\n", name(isa()), out[k], static_cast<int>(k), static_cast<int>(p));
+    }
+  });
+}
+
 void drive_sqdist() {
   for (auto [m, n, p] : {std::array<int64_t, 3>{1, 1, 1}, {2, 3, 17}, {5, 7, 257}, {21, 4, 1031}, {7, 9, 20011}}) {
     const Numbers<float> a(m * p), b(n * p);
@@ -99,6 +117,9 @@ void drive_sqdist() {
     right(a.data.get(), m, b.data.get(), n, p);
     same<double>("sqdist", m * n, [&](double* out, const Threads& t) { sqdist(Dtype::f32, a.data.get(), p, m, b.data.get(), p, n, p, out, t); });
     same<double>("sqdist", m * m, [&](double* out, const Threads& t) { sqdist(Dtype::f32, a.data.get(), p, m, nullptr, 0, m, p, out, t); });
+    listed(Dtype::f32, a.data.get(), m, b.data.get(), n, p);
+    listed(Dtype::f32, a.data.get(), m, nullptr, m, p);
+    listed(Dtype::bf16, h.data.get(), m, nullptr, m, p);
     for (Dtype half : {Dtype::f16, Dtype::bf16})
       same<double>("sqdist 16", m * m, [&](double* out, const Threads& t) { sqdist(half, h.data.get(), p, m, nullptr, 0, m, p, out, t); });
   }

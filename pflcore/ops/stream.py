@@ -1,0 +1,245 @@
+"""Rows that need not fit memory: files, memory maps, blocks that come one after the other.
+
+`Rows` is anything with a `shape` [N, P] and slices of rows, tensors or numpy arrays (`numpy.memmap`, `Files`, an HDF5 data set): it can be
+read again. What comes out is, on CPUs with the kernels, bit for bit what the ops give for the same rows in memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ._words import expect, matrix, shape
+from .aggregate import aggregate as aggregate_op
+from .aggregate import check_aggregate
+from .sqdist import pairwise_sqdist as sqdist_op
+
+__all__ = ["Files", "Progress", "Rows", "aggregate", "pairwise_sqdist"]
+
+BYTES = 1 << 28  # of rows that are held at a time
+CHUNK = 128  # rows that `aggregate` sums before it adds them to a float64 total
+
+Progress = Callable[[int, int], object]
+
+
+class Rows(Protocol):
+    """N rows of P numbers that can be read again: `shape` is [N, P], a slice of rows gives them as a tensor or a numpy array."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """[N, P]."""
+        ...
+
+    def __getitem__(self, rows: slice, /) -> Any:
+        """The rows first:last, [last - first, P]."""
+        ...
+
+
+class Files:
+    """Rows from safetensors files, one client's model each: the tensors `keys`, flattened and joined in this order.
+
+    `keys` None: all of the first file's floating-point tensors by name. All files must have them in one dtype and of the same sizes. Needs
+    the package safetensors (ImportError).
+    """
+
+    def __init__(self, paths: Sequence[str | Path], keys: Sequence[str] | None = None) -> None:
+        try:
+            from safetensors import safe_open
+        except ImportError:
+            raise ImportError("Files needs the package safetensors; install it: pip install safetensors") from None
+        self._open: Any = safe_open
+        self.paths, self.keys = list(paths), None if keys is None else list(keys)
+        expect(len(self.paths) > 0, "Files", "paths", "at least one file", "none")
+        if self.keys is None:
+            with safe_open(self.paths[0], "pt") as file:
+                self.keys = [key for key in sorted(file.keys()) if file.get_slice(key).get_dtype() in ("F16", "BF16", "F32", "F64")]
+            expect(len(self.keys) > 0, "Files", "paths", "files with floating-point tensors", str(self.paths[0]))
+        self._first = self._row(0)
+        self.shape = (len(self.paths), len(self._first))
+
+    def _row(self, number: int) -> Tensor:
+        with self._open(self.paths[number], "pt") as file:
+            missing = sorted(set(self.keys or ()) - set(file.keys()))
+            expect(not missing, "Files", "keys", f"names of tensors in {self.paths[number]}", ", ".join(missing))
+            parts = [file.get_tensor(key).flatten() for key in self.keys or ()]
+        kinds = sorted({str(t.dtype).removeprefix("torch.") for t in parts})
+        expect(len(kinds) == 1, "Files", "keys", f"tensors of one dtype in {self.paths[number]}", ", ".join(kinds), "choose keys")
+        return torch.cat(parts)
+
+    def __getitem__(self, rows: slice, /) -> Tensor:
+        """The models of the files first:last as rows, [last - first, P]."""
+        picked = [self._row(number) for number in range(len(self.paths))[rows]]
+        for number, row in zip(range(len(self.paths))[rows], picked, strict=True):
+            if row.shape != self._first.shape or row.dtype is not self._first.dtype:
+                expect(False, "Files", "paths", f"files of {shape(self._first)} like the first", f"{shape(row)} in {self.paths[number]}")
+        return torch.stack(picked) if picked else self._first.new_empty(0, self.shape[1])
+
+
+def block(
+    rows: Tensor | Rows,  # [N, P]
+    first: int,
+    last: int,
+) -> Tensor:  # [last - first, P]
+    """The rows first:last as a tensor."""
+    part = rows[first:last]
+    if not isinstance(part, Tensor):
+        flags = getattr(part, "flags", None)  # torch warns of memory that it might write into: a map opened for reading
+        part = torch.tensor(part) if flags is not None and not flags.writeable else torch.as_tensor(part)
+    return part
+
+
+def take(
+    rows: Tensor | Rows,  # [N, P]
+    index: Tensor,  # [n] int64
+) -> Tensor:  # [n, P]
+    """These rows as a tensor: a view or one slice where they are neighbours, else slice by slice."""
+    if len(index) == 0 or bool((index.diff() == 1).all()):
+        first = int(index[0]) if len(index) else 0
+        return block(rows, first, first + len(index))
+    if isinstance(rows, Tensor):
+        return rows[index]
+    bounds = [0, *(torch.nonzero(index.diff() != 1)[:, 0] + 1).tolist(), len(index)]
+    runs = itertools.pairwise(bounds)
+    return torch.cat([block(rows, int(index[i]), int(index[j - 1]) + 1) for i, j in runs])
+
+
+def check_rows(op: str, name: str, rows: Any) -> Tensor:
+    """`rows` is a matrix or something with a shape [N, P] and slices; returns an empty slice of it: its dtype, device and P."""
+    if not isinstance(rows, Tensor):
+        fine = hasattr(rows, "__getitem__") and len(getattr(rows, "shape", ())) == 2
+        expect(fine, op, name, "a tensor, or rows with a shape [N, P] and slices", shape(rows), kind=TypeError)
+    none = block(rows, 0, 0)
+    matrix(op, name, none, "[N, P]")
+    return none
+
+
+def spans(rows: Tensor | Rows) -> Iterator[tuple[int, int]]:
+    """first, last of the blocks in which rows are read: of BYTES at most, at least a row."""
+    step = max(1, BYTES // max(1, rows.shape[1] * block(rows, 0, 0).element_size()))
+    return ((first, min(first + step, rows.shape[0])) for first in range(0, rows.shape[0], step))
+
+
+def pairwise_sqdist(
+    a: Tensor | Rows,  # [M, P]
+    b: Tensor | Rows | None = None,  # [N, P]; None: b = a
+    progress: Progress | None = None,
+) -> Tensor:  # [M, N] float64
+    """`pflcore.pairwise_sqdist` over rows that can be read again, tile by tile; `progress(done, of)` counts the rows of a."""
+    for name, rows in (("a", a), *([] if b is None else [("b", b)])):
+        check_rows("pairwise_sqdist", name, rows)
+    other = a if b is None else b
+    out = torch.zeros(a.shape[0], other.shape[0], dtype=torch.float64)
+    for first, last in spans(a):
+        x = block(a, first, last)
+        for low, high in spans(other):
+            if b is None and low == first:
+                out[first:last, low:high] = sqdist_op(x)
+            elif b is not None or low > first:
+                tile = sqdist_op(x, block(other, low, high))
+                out[first:last, low:high] = tile
+                if b is None:
+                    out[low:high, first:last] = tile.T
+        if progress:
+            progress(last, a.shape[0])
+    return out
+
+
+def aggregate(
+    updates: Tensor | Rows | Iterable[Any],  # [N, P], or blocks [n, P] of N rows in all
+    weight: Tensor,  # [M, N], or [M, K] with index
+    index: Tensor | None = None,  # [M, K] int64
+    base: Tensor | None = None,  # [P] or [M, P]
+    lr: float = 1.0,
+    out: Any = None,  # [M, P]: a tensor, or what takes slices of rows (numpy.memmap)
+    precise: bool = False,
+    progress: Progress | None = None,
+) -> Any:  # [M, P]
+    """`pflcore.aggregate` over rows that can be read again or, without `index`, over blocks of rows that come but once.
+
+    Dense, it holds a float64 total [M, P] and 128 rows; with `index`, the rows that so many results need as 256 MB hold.
+    `progress(done, of)` counts rows of updates, with `index` those of the result. Errors are those of `pflcore.aggregate`.
+    """
+    matrix("aggregate", "weight", weight, "[M, N]" if index is None else "[M, K]")
+    again = isinstance(updates, Tensor) or hasattr(updates, "shape")
+    expect(index is None or again, "aggregate", "updates", "rows that can be read again where index is given", type(updates).__name__)
+    m = weight.shape[0]
+    if index is None:
+        result = _dense(_blocks(updates, weight.shape[1]), weight, base, lr, precise, progress)
+        if out is None:
+            return result
+        out[:] = result
+        return out
+    none = check_rows("aggregate", "updates", updates)
+    rows: Any = updates
+    check_aggregate(none.new_empty(1, 1).expand(*rows.shape), weight, index, base, lr, None)
+    if out is None:
+        out = torch.empty(m, rows.shape[1], dtype=none.dtype if base is None else base.dtype)
+    step = max(1, BYTES // max(1, rows.shape[1] * none.element_size() * index.shape[1]))
+    for first in range(0, m, step):
+        some = slice(first, first + step)
+        used = index[some][(lr * weight[some]) != 0].unique()  # what has no weight is not read
+        slot = torch.zeros(rows.shape[0], dtype=torch.int64).index_put((used,), torch.arange(len(used)))
+        start = base[some] if base is not None and base.dim() == 2 else base
+        part = take(rows, used) if len(used) else none.new_zeros(1, rows.shape[1])
+        out[some] = aggregate_op(part, weight[some], slot[index[some]], start, lr, precise=precise)
+        if progress:
+            progress(min(first + step, m), m)
+    return out
+
+
+def _blocks(updates: Any, n: int) -> Iterator[Tensor]:
+    """The rows in blocks of CHUNK, whatever blocks they come in."""
+    if isinstance(updates, Tensor) or hasattr(updates, "shape"):
+        check_rows("aggregate", "updates", updates)
+        expect(updates.shape[0] == n, "aggregate", "weight", f"[M, {updates.shape[0]}], a column for each row of updates", f"{n} columns")
+        yield from (block(updates, first, min(first + CHUNK, n)) for first in range(0, n, CHUNK))
+        return
+    held: list[Tensor] = []
+    done = 0
+    for part in updates:
+        rows = torch.as_tensor(part)
+        matrix("aggregate", "updates", rows, "[n, P] in each block")
+        done += len(rows)
+        expect(done <= n, "aggregate", "updates", f"{n} rows in all, as weight has columns", f"at least {done}")
+        same = not held or (rows.shape[1] == held[0].shape[1] and rows.dtype is held[0].dtype)
+        expect(same, "aggregate", "updates", "blocks of one P and one dtype", shape(rows))
+        held = [torch.cat([*held, rows])]
+        while len(held[0]) >= CHUNK:
+            yield held[0][:CHUNK]
+            held = [held[0][CHUNK:]]
+    expect(done == n, "aggregate", "updates", f"{n} rows in all, as weight has columns", str(done))
+    if len(held[0]):
+        yield held[0]
+
+
+def _dense(
+    blocks: Iterator[Tensor], weight: Tensor, base: Tensor | None, lr: float, precise: bool, progress: Progress | None
+) -> Tensor:  # [M, P]
+    """The sum of the blocks' sums, in float64 where there are several, as the kernel takes them."""
+    n, done = weight.shape[1], 0
+    total: Tensor | None = None
+    for rows in blocks:
+        some = weight[:, done : done + len(rows)]
+        if n <= CHUNK:
+            total = aggregate_op(rows, some, None, base, lr, precise=precise)
+        else:
+            dtype = rows.dtype if base is None else base.dtype
+            wide = torch.float64 if precise or torch.float64 in (rows.dtype, dtype) else torch.float32
+            zero = torch.zeros(rows.shape[1], dtype=wide)
+            part = aggregate_op(rows, some, None, zero, lr, precise=precise)
+            total = part.double() if total is None else total.add_(part)
+        done += len(rows)
+        if progress:
+            progress(done, n)
+    if total is None:
+        expect(False, "aggregate", "updates", "at least one row", "none")
+    assert total is not None
+    if n > CHUNK:
+        total = total.to(wide)
+        total = (total if base is None else base.to(wide) + total).to(dtype)
+    return total
