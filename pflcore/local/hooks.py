@@ -22,10 +22,12 @@ from torch import Tensor
 from pflcore._mode import forward_mode
 from pflcore.local.chain import Chain
 from pflcore.local.group import LossFn, Piece
+from pflcore.local.losses import CRITERIA
 from pflcore.local.net import Net
 from pflcore.local.random import client_seeds
 from pflcore.local.settings import Setting
 from pflcore.local.workers import onto
+from pflcore.metrics import right
 from pflcore.ops.chain import chain_eval, chain_grad
 
 T = TypeVar("T")
@@ -205,9 +207,9 @@ class Local:
     # looking ---------------------------------------------------------------------------------------------------------
     def loss(self, rows: Tensor, split: str = "train", *, loss: LossFn | None = None, extra: dict[str, Tensor] | None = None) -> Tensor:
         """Each client's mean loss [S] at `rows` [S, Q] over all its samples of `split`, in evaluation mode."""
-        chain = self.setting.engine.chain if loss is None else None
-        if chain is not None and self.has(split):
-            return self._evaluated(chain, rows, split)[0].to(rows)
+        measured = self.measure(rows, split) if loss is None else None
+        if measured is not None:
+            return measured[0].to(rows)
 
         def value(i: int) -> Tensor:
             parts = self._chunks(i, split)
@@ -256,7 +258,7 @@ class Local:
         self, predict: Callable[[dict[str, Tensor], Net, Tensor], Tensor], view: dict[str, Tensor], split: str
     ) -> list[tuple[Tensor, Tensor]]:
         """Each client's (scores [n, ...], labels [n]) on `split` by `predict(its slice of view, net, x)`, in evaluation mode."""
-        if view and not self.net.buffer_names and all(len(v) > 1 and v.stride(0) == 0 for v in view.values()) and self.has(split):
+        if self._all_alike(*view.values()) and self.has(split):
             return self._shared_scores(predict, {k: v[0] for k, v in view.items()}, split)
 
         def look(i: int) -> tuple[Tensor, Tensor]:
@@ -270,15 +272,53 @@ class Local:
     def measure(self, rows: Tensor, split: str) -> tuple[Tensor, Tensor | None] | None:
         """Each client's mean loss [S] and, for classes, its share of right answers [S] at `rows` [S, P], all clients at once.
 
-        None where the model is no chain.
+        None where that cannot be: the models differ and are no chain, or the loss of a batch may be another than the mean over its samples.
         """
         chain = self.setting.engine.chain
-        if chain is None or not self.has(split):
+        if not self.has(split):
             return None
-        loss, hits = self._evaluated(chain, rows, split)
-        return loss, hits if self.net.scores_classes and not self.setting.data.y.is_floating_point() else None
+        if chain is not None:
+            loss, hits = self._evaluated(chain, rows, split)
+        elif self._all_alike(rows) and self.net.criterion in CRITERIA.values():
+            loss, hits = self._of_one_model(rows[0], split)
+        else:
+            return None
+        return loss, hits if self._scored else None
 
     # inside ----------------------------------------------------------------------------------------------------------
+    def _all_alike(self, *rows: Tensor) -> bool:
+        """Whether all clients have one model: rows that are one row expanded, and the same statistics."""
+        one = bool(rows) and all(len(v) > 1 and v.stride(0) == 0 for v in rows)
+        return one and bool((self.buffers == self.buffers[:1]).all())
+
+    def _of_one_model(self, row: Tensor, split: str) -> tuple[Tensor, Tensor]:
+        """Each client's mean loss [S] float64 and share of right answers [S] float64 where all have one model: one pass."""
+        data, engine = self.setting.data, self.setting.engine
+        order, begin = engine.lists(data, split, self._ids)
+        owner, scored = torch.arange(len(self._ids)).repeat_interleave(begin.diff()), self._scored
+        relabel = None if data.relabel is None else data.relabel[onto(self.ids, data.device)]
+
+        def look(chunk: tuple[Tensor, Tensor]) -> Tensor:
+            places, whose = chunk[0], onto(chunk[1], data.device)
+            y = data.y.index_select(0, places)
+            y = y if relabel is None else relabel.index_select(0, whose).gather(1, y.view(len(y), -1)).view_as(y)
+            with torch.no_grad(), forward_mode(False, self.buffers[0], alone=True):
+                scores = self.net(row, data.x.index_select(0, places))
+            losses = torch.vmap(self.net.criterion)(scores[:, None], y[:, None]).double()
+            classes = scores.movedim(1, -1) if scores.dim() > y.dim() else scores  # [B, C, ...] for labels [B, ...]
+            hits = right(classes, y).double().view(len(y), -1).mean(1) if scored else losses
+            return torch.stack([losses, hits], 1)
+
+        found = torch.cat(engine.map(look, list(zip(order.split(EVAL_BATCH), owner.split(EVAL_BATCH), strict=True))))
+        total = found.new_zeros(len(self._ids), 2).index_add_(0, onto(owner, found.device), found)
+        loss, hits = (total / onto(begin.diff()[:, None], found.device)).unbind(1)
+        return loss, hits
+
+    @property
+    def _scored(self) -> bool:
+        """Whether there are right answers: labels, and a criterion that takes them as such."""
+        return self.net.scores_classes and not self.setting.data.y.is_floating_point()
+
     def _value(self, row: Tensor, x: Tensor, y: Tensor, i: int, loss: LossFn | None, extra: dict[str, Tensor] | None) -> Tensor:
         if loss is None:
             return self.net.loss(row, x, y)

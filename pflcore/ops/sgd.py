@@ -89,9 +89,7 @@ def check_sgd(
         expect(False, op, "buffer", "memory of its own", "memory of w", "use buffer.clone()")
 
 
-def corrected(
-    w: Tensor, grad: Tensor, shift: Tensor | None, mu: float | Tensor, mu_rows: Tensor | None, anchor: Tensor | None
-) -> Tensor:
+def corrected(w: Tensor, grad: Tensor, shift: Tensor | None, mu: float | Tensor, mu_rows: Tensor | None, anchor: Tensor | None) -> Tensor:
     """`grad + shift + mu * (w - anchor)` [S, Q], `grad` itself where there is nothing to add."""
     d = grad if shift is None else grad + shift
     if anchor is not None:
