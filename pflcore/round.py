@@ -107,8 +107,8 @@ def step(
         if clip is not None:
             outcome.clipped = ids[norm > clip].tolist()
             up = uploads.shortened(up, state.g, ids, cohort.n, norm, clip)
-    kept = {k: v.new_zeros(cohort.n, v.shape[1]) for k, v in moments.items() if k not in state.moments} | state.moments
-    rows = [*((state.own[k], v) for k, v in new.items()), *((kept[k], v) for k, v in moments.items())]
+    all_moments = {k: v.new_zeros(cohort.n, v.shape[1]) for k, v in moments.items() if k not in state.moments} | state.moments
+    rows = [*((state.own[k], v) for k, v in new.items()), *((all_moments[k], v) for k, v in moments.items())]
     commit = Commit(ids, *rows, (state.joined, torch.ones(len(ids), dtype=torch.bool)))
     averaged = policy == "average" and local.buffers.shape[1] > 0
     statistics = None if averaged else Commit(ids, (state.buffers, local.buffers))
@@ -123,7 +123,7 @@ def step(
         statistics = Commit(torch.arange(len(mixed)), (state.buffers, mixed))
     commit.write()  # only now: the server has accepted the round
     statistics.write()
-    return replace(state, g=g, round=round, void=0, moments=kept), outcome
+    return replace(state, g=g, round=round, void=0, moments=all_moments), outcome
 
 
 def buffers_of(alg: FedAvg, net: Net, buffers: str = "auto") -> str:

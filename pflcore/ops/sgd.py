@@ -99,7 +99,8 @@ def corrected(w: Tensor, grad: Tensor, shift: Tensor | None, mu: float | Tensor,
 
 def clipped(grad: Tensor, norm: float) -> Tensor:
     """Each row of `grad` [S, Q], no longer than `norm`, as `torch.nn.utils.clip_grad_norm_`."""
-    return grad * (norm / (torch.linalg.vector_norm(grad, dim=1, keepdim=True) + 1e-6)).clamp(max=1)
+    length: Tensor = torch.linalg.vector_norm(grad, dim=1, keepdim=True)
+    return grad * (norm / (length + 1e-6)).clamp(max=1)
 
 
 def reference(
