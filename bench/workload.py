@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from pflcore.data import Federation, sources
 from pflcore.models import cnn, lenet5, linear, mlp
 
 BATCH, LR = 20, 0.005
+FOLDERS = {"mnist": "mnist", "cifar10": "cifar-10-batches-py"}
 SHAPES = {"mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
 MODELS: dict[str, Callable[[], nn.Module]] = {"lenet5": lambda: lenet5((1, 28, 28), 10), "mlp": lambda: mlp((1, 28, 28), 10, hidden=(200,))}
 PUBLISHED: dict[str, Callable[[], nn.Module]] = {
@@ -79,8 +81,10 @@ WORKLOADS = {
 
 
 def is_real(data: str) -> bool:
-    """Whether the data set itself lies in the folder PFLCORE_DATA."""
-    return data in SHAPES and (Path(os.environ.get("PFLCORE_DATA", "/nowhere")) / data).is_dir()
+    """Whether the data set itself lies in the folder PFLCORE_DATA, as `pflcore.data.load` reads it: nothing is downloaded for a benchmark."""
+    if data == "cifar10" and importlib.util.find_spec("torchvision") is None:
+        return False
+    return data in FOLDERS and (Path(os.environ.get("PFLCORE_DATA", "/nowhere")) / FOLDERS[data]).is_dir()
 
 
 @functools.lru_cache(2)
