@@ -81,7 +81,7 @@ WORKLOADS = {
 
 
 def is_real(data: str) -> bool:
-    """Whether the data set itself lies in the folder PFLCORE_DATA, as `pflcore.data.load` reads it: nothing is downloaded for a benchmark."""
+    """Whether the data set itself lies in the folder PFLCORE_DATA, as `load` reads it: nothing is downloaded for a benchmark."""
     if data == "cifar10" and importlib.util.find_spec("torchvision") is None:
         return False
     return data in FOLDERS and (Path(os.environ.get("PFLCORE_DATA", "/nowhere")) / FOLDERS[data]).is_dir()

@@ -8,7 +8,7 @@ The engine then does what the chain cannot: an algorithm's own loss, features.
 A form that is not the model (see `proof`), or that cannot be run, gives way to the next one; what was passed over is said.
 
 What "auto" takes on a CPU where the model is no chain. Processor milliseconds of one epoch on one worker, minima on a busy
-machine, in batches of 20; 20 clients of 100 samples, the last two rows 6 of 60; the plain loop is a module and a `torch.optim.SGD` for each client:
+machine, in batches of 20; 20 clients of 100 samples, the last two rows 6 of 60; the plain loop is a module and an optimizer for each:
 
 | kind of model | auto | plain loop | threads | vmap |
 |---|---|---|---|---|
