@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 Name = Literal["all", "sqdist", "nearest", "aggregate", "weights", "rank1", "sgd", "chain", "conv", "factorized", "rounds"]
+Work = Literal["flute-lr", "pfllib-mnist", "blazefl-cnn"]
 OPS = ("sqdist", "nearest", "aggregate", "weights", "rank1", "sgd", "chain", "conv", "factorized", "rounds")
 
 
@@ -25,6 +26,8 @@ class Options:
     """What is timed, and for how long."""
 
     op: tuple[Name, ...] = ("all",)  # which ops
+    workload: tuple[Work, ...] = ()  # in the place of ops: rounds that others have published times of, side by side with them
+    rounds: int | None = None  # of a workload; default: its own
     quick: bool = False  # small sizes only, about a minute
     seconds: float = 1.0  # for each provider at each size, about
     patience: float = 10.0  # a call that would take longer is left out
@@ -50,8 +53,14 @@ def run(options: Options) -> int:
         if path is not None and not path.parent.is_dir():
             raise ValueError(f"expected a file in an existing folder, got {str(path)!r}.")
     machine = table.Machine.measure(128 if options.quick else 512)
+    if options.workload:
+        from bench import published
+
+        print("\n".join(machine.lines()), flush=True)
+        rows, said = published.run(options.workload, options.rounds, machine)
+        return written(options, table.as_json(machine, rows), "\n".join([*machine.lines(), "```", *said, "```", ""]))
     print("\n".join(machine.lines()), "", table.line(table.HEADINGS), sep="\n", flush=True)
-    rows: list[table.Row] = []
+    rows = []
     rates: dict[tuple[str, str], float] = {}
     budget = min(options.seconds, 0.2) if options.quick else options.seconds
     patience = min(options.patience, 3.0) if options.quick else options.patience
@@ -66,10 +75,14 @@ def run(options: Options) -> int:
                 rows.append(row)
                 print(table.line(table.cells(row)), flush=True)
             del problem
+    return written(options, table.as_json(machine, rows), table.markdown(machine, rows))
+
+
+def written(options: Options, measured: Any, text: str) -> int:
     if options.json is not None:
-        options.json.write_text(json.dumps(table.as_json(machine, rows), indent=1) + "\n")
+        options.json.write_text(json.dumps(measured, indent=1) + "\n")
     if options.markdown is not None:
-        options.markdown.write_text(table.markdown(machine, rows))
+        options.markdown.write_text(text)
     return 0
 
 

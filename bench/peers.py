@@ -1,12 +1,11 @@
 """The same FedAvg round in Flower's simulation and in Apple's pfl: each of their own, between two aggregations, without the start.
 
-Both are optional (the extra `bench`). Every client trains `workload.epoch` on its own made-up images.
+Both are optional (the extra `bench`). Every client trains as `workload.train` does, on its own samples of the workload's federation.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import itertools
 import os
@@ -21,16 +20,8 @@ from torch import Tensor
 from bench import workload
 from bench.problem import Measured, optional
 
-TIMED = 4  # rounds after the first
 
-
-@functools.lru_cache(128)
-def images(client: int, count: int) -> tuple[Tensor, Tensor]:
-    gen = torch.Generator().manual_seed(client)
-    return torch.randn(count, 1, 28, 28, generator=gen), torch.randint(10, (count,), generator=gen)
-
-
-def flower(model: str, n: int, count: int) -> Measured:
+def flower(w: workload.Workload) -> Measured:
     """`run_simulation` with one CPU for each client."""
     quiet = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
     os.environ.update({"FLWR_HOME": tempfile.mkdtemp(), **quiet, **os.environ})
@@ -41,25 +32,42 @@ def flower(model: str, n: int, count: int) -> Measured:
     optional("ray", "'flwr[simulation]'")
     client, marks = client_app.ClientApp(), [0.0]
 
+    def received(message: Any) -> torch.nn.Module:
+        torch.set_num_threads(1)
+        net = w.build()
+        net.load_state_dict(message.content["arrays"].to_torch_state_dict())
+        return net
+
     @client.train()  # type: ignore[untyped-decorator]
     def train(message: Any, context: Any) -> Any:
-        torch.set_num_threads(1)
-        net = workload.MODELS[model]()
-        net.load_state_dict(message.content["arrays"].to_torch_state_dict())
-        x, y = images(int(context.node_config["partition-id"]), count)
-        workload.epoch(net, torch.optim.SGD(net.parameters(), lr=workload.LR), x, y)
-        reply = {"arrays": app.ArrayRecord(net.state_dict()), "metrics": app.MetricRecord({"num-examples": len(x)})}
+        net = received(message)
+        count = workload.train(net, w, int(context.node_config["partition-id"]))
+        reply = {"arrays": app.ArrayRecord(net.state_dict()), "metrics": app.MetricRecord({"num-examples": count})}
+        return app.Message(content=app.RecordDict(reply), reply_to=message)
+
+    @client.evaluate()  # type: ignore[untyped-decorator]
+    def test(message: Any, context: Any) -> Any:
+        loss, accuracy, count = workload.test(received(message), w, int(context.node_config["partition-id"]))
+        reply = {"metrics": app.MetricRecord({"loss": loss, "accuracy": accuracy, "num-examples": count})}
         return app.Message(content=app.RecordDict(reply), reply_to=message)
 
     class Clocked(strategy.FedAvg):  # type: ignore[misc, name-defined]
         def aggregate_train(self, server_round: int, replies: Any) -> Any:
             result = super().aggregate_train(server_round, replies)
-            marks.append(time.perf_counter())
+            if not w.evaluate:
+                marks.append(time.perf_counter())
+            return result
+
+        def aggregate_evaluate(self, server_round: int, replies: Any) -> Any:
+            result = super().aggregate_evaluate(server_round, replies)
+            if w.evaluate:
+                marks.append(time.perf_counter())
             return result
 
     def serve(grid: Any, context: Any) -> None:
-        everybody = {"min_train_nodes": n, "min_available_nodes": n, "min_evaluate_nodes": n, "fraction_evaluate": 0.0}
-        Clocked(**everybody).start(grid, app.ArrayRecord(workload.MODELS[model]().state_dict()), num_rounds=TIMED + 1)
+        least = {"min_train_nodes": w.cohort, "min_available_nodes": w.n, "min_evaluate_nodes": w.n}
+        share = {"fraction_train": w.cohort / w.n, "fraction_evaluate": float(w.evaluate)}
+        Clocked(**least, **share).start(grid, app.ArrayRecord(w.build().state_dict()), num_rounds=w.rounds + 1)
 
     server = server_app.ServerApp()
     server.main()(serve)
@@ -68,11 +76,11 @@ def flower(model: str, n: int, count: int) -> Measured:
         "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
         "init_args": {"num_cpus": cpus, "num_gpus": 0, "include_dashboard": False},
     }
-    simulation.run_simulation(server, client, num_supernodes=n, backend_config=backend)
+    simulation.run_simulation(server, client, num_supernodes=w.n, backend_config=backend)
     return Measured(b - a for a, b in itertools.pairwise(marks[1:]))
 
 
-def apple(model: str, n: int, count: int) -> Measured:
+def apple(w: workload.Workload) -> Measured:
     """pfl's `FederatedAveraging` on its `SimulatedBackend`."""
     optional("pfl", "pfl")
     parts = (
@@ -85,7 +93,7 @@ def apple(model: str, n: int, count: int) -> Measured:
     )
     simulate, base, averaging, callback, dataset, federated = (optional(f"pfl.{part}", "pfl") for part in parts)
     hyper, pytorch = optional("pfl.hyperparam.base", "pfl"), optional("pfl.model.pytorch", "pfl")
-    net, marks = workload.MODELS[model](), [0.0]
+    net, marks, metrics = w.build(), [0.0], optional("pfl.metrics", "pfl")
 
     class Module(torch.nn.Module):
         def __init__(self) -> None:
@@ -96,20 +104,29 @@ def apple(model: str, n: int, count: int) -> Measured:
             return F.cross_entropy(self.net(x), y)
 
         def metrics(self, x: Tensor, y: Tensor) -> dict[str, Any]:
-            return {}
+            with torch.no_grad():
+                scores = self.net(x)
+                loss, hits = float(F.cross_entropy(scores, y, reduction="sum")), int((scores.argmax(1) == y).sum())
+            return {"loss": metrics.Weighted(loss, len(x)), "accuracy": metrics.Weighted(hits, len(x))}
 
     class Clock(callback.TrainingProcessCallback):  # type: ignore[misc, name-defined]
         def after_central_iteration(self, *args: Any, **words: Any) -> tuple[bool, Any]:
             marks.append(time.perf_counter())
-            return False, optional("pfl.metrics", "pfl").Metrics()
+            return False, metrics.Metrics()
 
-    module, turn = Module(), itertools.cycle(range(n))
+    module = Module()
     wrapped = pytorch.PyTorchModel(module, torch.optim.SGD, torch.optim.SGD(module.parameters(), lr=1.0))
-    data = federated.FederatedDataset(lambda i: dataset.Dataset(images(i, count), user_id=str(i)), lambda: next(turn))
-    training = hyper.NNTrainHyperParams(local_num_epochs=1, local_learning_rate=workload.LR, local_batch_size=workload.BATCH)
-    evaluation = hyper.NNEvalHyperParams(local_batch_size=workload.BATCH)
-    plan = base.NNAlgorithmParams(central_num_iterations=TIMED + 1, evaluation_frequency=1000, train_cohort_size=n, val_cohort_size=0)
-    backend = simulate.SimulatedBackend(training_data=data, val_data=data)
+
+    def clients(split: str) -> Any:
+        turn = itertools.cycle(torch.randperm(w.n, generator=torch.Generator().manual_seed(0)).tolist())
+        samples = workload.federation(w)
+        return federated.FederatedDataset(lambda i: dataset.Dataset(samples.client(i, split), user_id=str(i)), lambda: next(turn))
+
+    training = hyper.NNTrainHyperParams(local_num_epochs=w.epochs, local_learning_rate=w.lr, local_batch_size=w.batch)
+    evaluation = hyper.NNEvalHyperParams(local_batch_size=500)
+    often = {"evaluation_frequency": 1 if w.evaluate else 10**6, "val_cohort_size": w.n if w.evaluate else 0}
+    plan = base.NNAlgorithmParams(central_num_iterations=w.rounds + 1, train_cohort_size=w.cohort, **often)
+    backend = simulate.SimulatedBackend(training_data=clients("train"), val_data=clients("test"))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with torch.enable_grad(), contextlib.redirect_stdout(io.StringIO()):  # it prints every round

@@ -11,7 +11,7 @@ import torch.nn as nn
 
 from bench import peers
 from bench.problem import Problem
-from bench.workload import BATCH, LR, MODELS, epoch
+from bench.workload import BATCH, LR, MODELS, Workload, epoch
 from pflcore.data import Federation
 from pflcore.local.training import Training
 from pflcore.simulation import Simulation
@@ -24,6 +24,11 @@ def sizes(quick: bool) -> Iterator[dict[str, Any]]:
     """N clients of `images` made-up images of 1 x 28 x 28, batches of 20, one epoch."""
     for name, model, n in itertools.product(FAMILIES, MODELS, (10,) if quick else (10, 20, 100)):
         yield {"algorithm": name, "model": model, "N": n, "images": 100 if quick or n > 20 else 1000}
+
+
+def made_up(model: str, n: int, count: int) -> Workload:
+    """What the frameworks are given: n clients of `count` images each, everybody in every round."""
+    return Workload("rounds", model, "made up", n, n, n * count, n)
 
 
 def plain_loop(model: nn.Module, clients: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], Any]:
@@ -60,6 +65,6 @@ def problem(size: dict[str, Any]) -> Problem:
         own = [data.client(i, "train") for i in range(n)]
         providers["plain loop"] = plain_loop(build(), own)
         count = len(own[0][0])
-        providers["flwr"] = lambda: peers.flower(size["model"], n, count)
-        providers["pfl"] = lambda: peers.apple(size["model"], n, count)
+        providers["flwr"] = lambda: peers.flower(made_up(size["model"], n, count))
+        providers["pfl"] = lambda: peers.apple(made_up(size["model"], n, count))
     return Problem("round", size, providers, lambda got: None)

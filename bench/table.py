@@ -33,6 +33,7 @@ class Row:
     error: float | None = None  # relative, against float64
     slower: float | None = None  # times pflcore's time; below 1: pflcore loses here
     note: str = ""
+    published: str | None = None  # a round's time as its authors say
 
 
 @dataclass
@@ -169,8 +170,7 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def line(texts: tuple[str, ...]) -> str:
-    widths = (14, 38, 22, 9, 7, 8, 8, 6, 10, 0)
+def line(texts: tuple[str, ...], widths: tuple[int, ...] = (14, 38, 22, 9, 7, 8, 8, 6, 10, 0)) -> str:
     return " ".join(t.ljust(w) if i < 3 or not w else t.rjust(w) for i, (t, w) in enumerate(zip(texts, widths, strict=True))).rstrip()
 
 

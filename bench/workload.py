@@ -1,23 +1,134 @@
-"""What clients train in the benchmark of whole rounds, whoever runs the round."""
+"""What clients train in the benchmarks of whole rounds, whoever runs the round; and the workloads that others have published times of."""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import os
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 
-from pflcore.models import lenet5, mlp
+from pflcore.data import Federation, sources
+from pflcore.models import cnn, lenet5, linear, mlp
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"lenet5": lambda: lenet5((1, 28, 28), 10), "mlp": lambda: mlp((1, 28, 28), 10, hidden=(200,))}
 BATCH, LR = 20, 0.005
+FOLDERS = {"mnist": "mnist", "cifar10": "cifar-10-batches-py"}
+SHAPES = {"mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
+MODELS: dict[str, Callable[[], nn.Module]] = {"lenet5": lambda: lenet5((1, 28, 28), 10), "mlp": lambda: mlp((1, 28, 28), 10, hidden=(200,))}
+PUBLISHED: dict[str, Callable[[], nn.Module]] = {
+    "logistic regression": lambda: linear((1, 28, 28), 10),
+    "cnn": lambda: cnn((1, 28, 28), 10),
+    "tutorial cnn": lambda: cnn((3, 32, 32), 10, channels=(6, 16), hidden=(120, 84)),
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """FedAvg on `n` clients, `cohort` of them a round. Two of the same values are the same work."""
+
+    name: str
+    model: str  # of MODELS or PUBLISHED
+    data: str  # "mnist", "cifar10", or "made up": numbers of MNIST's shape
+    n: int
+    cohort: int
+    samples: int  # of all clients together
+    tests: int  # test samples of all clients together
+    batch: int = BATCH
+    lr: float = LR
+    epochs: int = 1
+    rounds: int = 4  # timed ones, after the first
+    power: float = 0.0  # sizes go by rank^-power; 0: all alike
+    evaluate: bool = False  # everybody's test samples, after each round
+    published: tuple[tuple[str, str], ...] = ()  # who needs how long for a round, as they say
+
+    def build(self) -> nn.Module:
+        return (MODELS | PUBLISHED)[self.model]()
+
+    @property
+    def sizes(self) -> list[int]:
+        """Training samples of each client, at least one."""
+        weight = torch.arange(1, self.n + 1, dtype=torch.float64) ** -self.power
+        ends = (weight.cumsum(0) / weight.sum() * (self.samples - self.n)).round().long()
+        return (ends.diff(prepend=torch.zeros(1, dtype=torch.int64)) + 1).tolist()
+
+
+WORKLOADS = {
+    w.name: w
+    for w in (
+        Workload(
+            "flute-lr", "logistic regression", "mnist", 1000, 10, 60_000, 10_000, 10, 0.03, rounds=100, power=0.6,
+            published=(("flwr", "18.1 s (1.0, CPU)"), ("FLUTE", "2.0 s (CPU), .86 s (GPU)"), ("FedML", "1.9 s (GPU)")),
+        ),
+        Workload(
+            "pfllib-mnist", "cnn", "mnist", 20, 20, 52_500, 10_000, 10, 0.005, rounds=5,
+            published=(("PFLlib", "17 to 18 s, evaluation included (RTX 5090)"),),
+        ),
+        Workload(
+            "blazefl-cnn", "tutorial cnn", "cifar10", 100, 100, 50_000, 10_000, 50, 0.1, 5, rounds=5,
+            published=(
+                ("flwr", "76, 42, 13 s (1, 2, 16 workers and 4 RTX 6000)"),
+                ("BlazeFL", "34, 19, 5.0 s (1, 2, 16 threads and 4 RTX 6000)"),
+            ),
+        ),
+    )
+}  # fmt: skip
+
+
+def is_real(data: str) -> bool:
+    """Whether the data set itself lies in the folder PFLCORE_DATA, as `load` reads it: nothing is downloaded for a benchmark."""
+    if data == "cifar10" and importlib.util.find_spec("torchvision") is None:
+        return False
+    return data in FOLDERS and (Path(os.environ.get("PFLCORE_DATA", "/nowhere")) / FOLDERS[data]).is_dir()
+
+
+@functools.lru_cache(2)
+def pool(data: str, samples: int, tests: int) -> tuple[Tensor, Tensor]:
+    """`samples` training and then `tests` test images x [n, ...], and their labels y [n]."""
+    if is_real(data):
+        source = sources.load(data)
+        if samples > len(source.x_train) or tests > len(source.x_test):
+            raise ValueError(f"{data}: expected {samples} and {tests} images, it has {len(source.x_train)} and {len(source.x_test)}.")
+        order = torch.randperm(len(source.x_train), generator=torch.Generator().manual_seed(0))[:samples]
+        return torch.cat([source.x_train[order], source.x_test[:tests]]), torch.cat([source.y_train[order], source.y_test[:tests]])
+    gen, n = torch.Generator().manual_seed(0), samples + tests
+    return torch.randn(n, *SHAPES.get(data, SHAPES["mnist"]), generator=gen), torch.randint(10, (n,), generator=gen)
+
+
+@functools.lru_cache(4)
+def federation(w: Workload) -> Federation:
+    x, y = pool(w.data, w.samples, w.tests)
+    train = list(torch.arange(w.samples).split(w.sizes))
+    test = list((w.samples + torch.arange(w.tests)).tensor_split(w.n))
+    return Federation(x, y, {"train": train, "test": test}, 10)
 
 
 @torch.enable_grad()
-def epoch(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
-    for batch in torch.randperm(len(x)).split(BATCH):
-        loss = F.cross_entropy(model(x[batch]), y[batch])
+def epoch(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, batch: int = BATCH) -> None:
+    for at in torch.randperm(len(x)).split(batch):
+        loss = F.cross_entropy(model(x[at]), y[at])
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
+
+
+def train(model: nn.Module, w: Workload, client: int) -> int:
+    """A client's part of a round; gives its number of samples."""
+    x, y = federation(w).client(client, "train")
+    optimizer = torch.optim.SGD(model.parameters(), lr=w.lr)
+    for _ in range(w.epochs):
+        epoch(model, optimizer, x, y, w.batch)
+    return len(x)
+
+
+@torch.no_grad()
+def test(model: nn.Module, w: Workload, client: int) -> tuple[float, float, int]:
+    """Mean loss, accuracy and number of a client's test samples."""
+    x, y = federation(w).client(client, "test")
+    scores = model(x)
+    return float(F.cross_entropy(scores, y)), float((scores.argmax(1) == y).double().mean()), len(x)

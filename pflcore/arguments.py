@@ -100,5 +100,5 @@ def _words(missing: Sequence[str], foreign: Sequence[str]) -> str:
 
 def copied(state: State) -> State:
     """The state with tensors of its own."""
-    g, own = ({k: v.clone() for k, v in d.items()} for d in (state.g, state.own))
-    return State(g, own, state.buffers.clone(), state.round, state.void, state.joined.clone())
+    g, own, moments = ({k: v.clone() for k, v in d.items()} for d in (state.g, state.own, state.moments))
+    return State(g, own, state.buffers.clone(), state.round, state.void, state.joined.clone(), moments)

@@ -35,7 +35,7 @@ def peak_bytes(algorithm: FedAvg, net: Net, n: int, participation: float, traini
     cohort = max(1, int(participation * n + 0.5))
     row = net.size * net.w0.element_size()
     g, own = algorithm.init(net, n)
-    state = nbytes(g) + n * (nbytes(own) + net.b0.numel() * net.b0.element_size())
+    state = nbytes(g) + n * (nbytes(own) + net.b0.numel() * net.b0.element_size() + 2 * row * training.keep_moments)
     if 2 * n * row < SMALL:
         return state + 2 * cohort * row + 4 * cohort * nbytes(own)
     head = net.head_slice if net.head_name is not None else slice(0, 0)

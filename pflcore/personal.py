@@ -163,8 +163,9 @@ def _alone(alg: FedAvg, state: State, setting: Setting, client: int, rounds: int
     """The client's own work of some rounds, of which nothing reaches the server."""
     ids = torch.tensor([client])
     own, buffers, joined = {k: v[ids] for k, v in state.own.items()}, state.buffers[ids], state.joined[ids]
+    moments: Tensors = {}
     for round in range(state.round + 1, state.round + rounds + 1):
-        local = Local(setting, ids, round, buffers, joined=joined)
+        local = Local(setting, ids, round, buffers, joined=joined, moments=moments)
         down = alg.send(state.g, cohort_of(alg, setting, ids, round), generator_of(setting.seed, round, "send"))
         new, _ = alg.client(down, own, local)
         own, buffers, joined = {**own, **new}, local.buffers, torch.ones(1, dtype=torch.bool)
@@ -198,7 +199,8 @@ def _with_one_more(alg: FedAvg, state: State, net: Net, n: int) -> tuple[State, 
         torch.cat([state.buffers, state.buffers.mean(0, keepdim=True)]),
         torch.cat([state.joined, torch.zeros(1, dtype=torch.bool)]),
     )
-    return State(g, own, buffers, state.round, joined=joined), everybody
+    moments = {k: torch.cat([v, torch.zeros_like(v[:1])]) for k, v in state.moments.items()}
+    return State(g, own, buffers, state.round, joined=joined, moments=moments), everybody
 
 
 def _newcomer(samples: Any, data: Federation, needs_val: bool, seed: int) -> Federation:

@@ -68,6 +68,7 @@ def step(
     others' shares are renormalised. Without a required client, without anybody, or where the server's own new state is not finite,
     the round is void.
     """
+    alg.check_training(setting.training)
     absent = set(alg.required) - set(ids.tolist())
     if absent:
         raise ValueError(f"ids: the target {min(absent)} must take part in every round, got {ids.tolist()}; `sample` picks it.")
@@ -78,10 +79,11 @@ def step(
     round = state.round + 1
     cohort = cohort_of(alg, setting, ids, round)
     at = onto(ids, state.buffers.device)
-    local = Local(setting, ids, round, state.buffers[at], joined=state.joined[ids])
+    local = Local(setting, ids, round, state.buffers[at], joined=state.joined[ids], moments={k: v[at] for k, v in state.moments.items()})
     down = alg.send(state.g, cohort, generator_of(setting.seed, round, "send"))
     new, up = alg.client(down, {k: v[at if v.device == at.device else ids] for k, v in state.own.items()}, local)
-    fine = finite([*up.values(), *new.values(), local.buffers], len(ids))
+    moments = local.moments or {}
+    fine = finite([*up.values(), *new.values(), local.buffers, *moments.values()], len(ids))
     outcome = Outcome(ids.tolist(), ids[~fine].tolist(), bytes_down=nbytes(down), bytes_up=nbytes(up))
     if policy == "average":
         outcome.bytes_down, outcome.bytes_up = (n + nbytes({"": local.buffers}) for n in (outcome.bytes_down, outcome.bytes_up))
@@ -94,7 +96,7 @@ def step(
     if outcome.dropped:
         ids = ids[fine]
         cohort = cohort_of(alg, setting, ids, round)
-        up, new = ({k: v[fine.to(v.device)] for k, v in d.items()} for d in (up, new))
+        up, new, moments = ({k: v[fine.to(v.device)] for k, v in d.items()} for d in (up, new, moments))
         local.buffers = local.buffers[fine.to(local.buffers.device)]
     norm = uploads.norms(up, state.g, ids, cohort.n)
     if norm is not None:
@@ -105,7 +107,9 @@ def step(
         if clip is not None:
             outcome.clipped = ids[norm > clip].tolist()
             up = uploads.shortened(up, state.g, ids, cohort.n, norm, clip)
-    commit = Commit(ids, *((state.own[k], v) for k, v in new.items()), (state.joined, torch.ones(len(ids), dtype=torch.bool)))
+    all_moments = {k: v.new_zeros(cohort.n, v.shape[1]) for k, v in moments.items() if k not in state.moments} | state.moments
+    rows = [*((state.own[k], v) for k, v in new.items()), *((all_moments[k], v) for k, v in moments.items())]
+    commit = Commit(ids, *rows, (state.joined, torch.ones(len(ids), dtype=torch.bool)))
     averaged = policy == "average" and local.buffers.shape[1] > 0
     statistics = None if averaged else Commit(ids, (state.buffers, local.buffers))
     # of its own where more can fail after the server
@@ -115,11 +119,11 @@ def step(
         outcome.void = True
         return replace(state, round=round, void=state.void + 1), outcome
     if statistics is None:
-        rows = mixed_statistics(state.buffers, local.buffers, alg.statistics(g, up, cohort))
-        statistics = Commit(torch.arange(len(rows)), (state.buffers, rows))
+        mixed = mixed_statistics(state.buffers, local.buffers, alg.statistics(g, up, cohort))
+        statistics = Commit(torch.arange(len(mixed)), (state.buffers, mixed))
     commit.write()  # only now: the server has accepted the round
     statistics.write()
-    return replace(state, g=g, round=round, void=0), outcome
+    return replace(state, g=g, round=round, void=0, moments=all_moments), outcome
 
 
 def buffers_of(alg: FedAvg, net: Net, buffers: str = "auto") -> str:

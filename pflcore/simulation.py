@@ -158,6 +158,7 @@ class Simulation:
             raise ValueError(f"participation: expected a fraction in (0, 1], got {self.participation}.")
         self.device = device_of(self.device)
         self.clients, self.eval_clients = (ids_of(k, getattr(self, k), self.data.n) for k in ("clients", "eval_clients"))
+        self.algorithm.check_training(self.training)
         if self.algorithm.needs_val:
             self.data = held_out(self.data, self.seed)
         if self.eval_split not in self.data.index:

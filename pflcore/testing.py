@@ -216,7 +216,7 @@ def _copies(payload: Mapping[str, Any]) -> Tensors:
 
 
 def _copied(state: State) -> State:
-    return State(_copies(state.g), _copies(state.own), state.buffers.clone(), state.round, state.void)
+    return State(_copies(state.g), _copies(state.own), state.buffers.clone(), state.round, state.void, moments=_copies(state.moments))
 
 
 def _equal(a: Tensor, b: Tensor, rtol: float = 0.0, atol: float = 0.0) -> bool:

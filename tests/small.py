@@ -93,5 +93,5 @@ def play(
 
 def copied(state: State) -> State:
     g = {k: v.clone() for k, v in state.g.items()}
-    own = {k: v.clone() for k, v in state.own.items()}
-    return State(g, own, state.buffers.clone(), state.round, state.void, state.joined.clone())
+    own, moments = ({k: v.clone() for k, v in d.items()} for d in (state.own, state.moments))
+    return State(g, own, state.buffers.clone(), state.round, state.void, state.joined.clone(), moments)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import bench
-from bench import problem, table
+from bench import problem, published, table, workload
 
 LIMITS = {"read": 10.0, "write": 5.0, "fma": 4.0, "sub_fma": 8.0}
 MACHINE = table.Machine("a processor", 2, "plain", LIMITS, {"torch": "2"}, "today")
@@ -91,3 +92,75 @@ def test_limits_of_this_machine() -> None:
     limits = table.library._C.limits(1, 1 << 20)
     assert limits.keys() == LIMITS.keys()
     assert all(v > 0 for v in limits.values())
+
+
+SMALL = {"n": 6, "cohort": 3, "samples": 60, "tests": 13, "batch": 4, "rounds": 2, "data": "made up"}
+
+
+@pytest.mark.parametrize("name", sorted(workload.WORKLOADS))
+@pytest.mark.parametrize("evaluate", [False, True])
+def test_workloads_of_published_times(name: str, evaluate: bool) -> None:
+    w = replace(workload.WORKLOADS[name], evaluate=evaluate, **(SMALL | ({"data": "cifar10"} if name == "blazefl-cnn" else {})))  # type: ignore[arg-type]
+    data = workload.federation(w)
+    assert sum(w.sizes) == 60 and data.n == 6 and data.size("test").sum() == 13
+    case = published.problem(w)
+    for provider, call in case.providers.items():
+        try:
+            seconds = call()
+        except problem.Absent:
+            assert provider not in ("pflcore", "plain loop")
+            continue
+        assert isinstance(seconds, problem.Measured) and len(seconds) == 2 and min(seconds) > 0
+    forward, step = published.flops(w)
+    assert 2 * forward <= step <= 3 * forward
+    assert case.operations == 30 * w.epochs * step + 13 * forward * evaluate
+    assert ("made-up data" in published.title(w)) is (not workload.is_real(w.data))
+
+
+def test_arithmetic_of_a_linear_model_and_sizes_by_a_power_law() -> None:
+    w = replace(workload.WORKLOADS["flute-lr"], data="made up", n=50, samples=1000)
+    assert published.flops(w) == (2 * 784 * 10, 4 * 784 * 10)
+    sizes = w.sizes
+    assert sum(sizes) == 1000 and min(sizes) >= 1 and max(sizes) == sizes[0]
+    assert sizes[0] / sizes[-1] > 5
+    assert set(replace(w, power=0.0).sizes) == {20}
+
+
+def test_a_plain_round_is_fedavg(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one batch a client the plain loop's round is pflcore's: the same model after it."""
+    from pflcore.simulation import Simulation
+
+    w = replace(workload.WORKLOADS["flute-lr"], **(SMALL | {"cohort": 6, "batch": 1000, "rounds": 1}), power=1.0)  # type: ignore[arg-type]
+    start = w.build().double().state_dict()
+    runs: list[Any] = []
+    monkeypatch.setattr(workload.Workload, "build", lambda w: _loaded(runs, start))
+    play = Simulation.iterate
+    monkeypatch.setattr(Simulation, "iterate", lambda s: runs.append(s) or play(s))
+    monkeypatch.setattr(workload, "pool", lambda *a, pool=workload.pool: (lambda x, y: (x.double(), y))(*pool(*a)))
+    workload.federation.cache_clear()
+    published.plain(w)
+    trained = runs[-1].state_dict()
+    published.ours(w)
+    got = runs[-1].state.g["x"]
+    workload.federation.cache_clear()
+    torch.testing.assert_close(got, torch.cat([v.reshape(-1) for v in trained.values()]))
+
+
+def _loaded(runs: list[Any], start: dict[str, Any]) -> torch.nn.Module:
+    model = workload.PUBLISHED["logistic regression"]().double()
+    model.load_state_dict(start)
+    runs.append(model)
+    return model
+
+
+def test_command_line_plays_workloads(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tyro")
+    small = {k: replace(w, **SMALL) for k, w in workload.WORKLOADS.items() if k != "blazefl-cnn"}  # type: ignore[arg-type]
+    monkeypatch.setattr(published, "WORKLOADS", small)
+    monkeypatch.setattr(table.Machine, "measure", lambda *a: MACHINE)
+    files = tmp_path / "bench.json", tmp_path / "bench.md"
+    assert bench.main(["--workload", "flute-lr", "--rounds", "1", "--json", str(files[0]), "--markdown", str(files[1])]) == 0
+    told, rows = capsys.readouterr().out, json.loads(files[0].read_text())["rows"]
+    assert "medians of 1 rounds" in told and "18.1 s (1.0, CPU)" in told and told.count("FLUTE") == 2 == files[1].read_text().count("FLUTE")
+    assert [r["size"]["evaluate"] for r in rows if r["provider"] == "pflcore"] == [False, True]
+    assert all(r["ms"] > 0 and r["of_limit"] > 0 and r["runs"] == 1 for r in rows if r["provider"] in ("pflcore", "plain loop"))

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore._mode import context
-from pflcore.algorithms.base import FedAvg, Payload, Tensors
-from pflcore.local import Local
+from pflcore.algorithms.base import FedAvg, Payload, Tensors, only_sgd
+from pflcore.local import Local, Training
 from pflcore.local.net import Net
 
 
@@ -53,6 +53,9 @@ class APFL(FedAvg):
             raise ValueError(f"mix: expected 'weights' or 'logits', got {self.mix!r}.")
         if self.evaluate_on not in ("server", "client"):
             raise ValueError(f"evaluate_on: expected 'server' or 'client', got {self.evaluate_on!r}.")
+
+    def check_training(self, training: Training) -> None:
+        only_sgd(self, training, "takes steps of SGD along the gradients of two models")
 
     def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
         own = {"v": net.w0, "alpha": torch.full_like(net.w0[:1], self.alpha)}

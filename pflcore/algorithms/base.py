@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.local import Local, Setting
+from pflcore.local import Local, Setting, Training
 from pflcore.local.net import Net
 from pflcore.local.workers import onto
 
@@ -78,6 +78,9 @@ class FedAvg:
         if self.weighting not in ("samples", "uniform"):
             raise ValueError(f"weighting: expected 'samples' or 'uniform', got {self.weighting!r}.")
 
+    def check_training(self, training: Training) -> None:
+        """ValueError in one sentence where the method cannot train so; see `only_sgd`."""
+
     def prepare(self, net: Net) -> Net:
         """The model that is trained, made of the one given: a simulation asks for it once, before `init`."""
         return net
@@ -126,6 +129,7 @@ class State:
     round: int = 0  # rounds played
     void: int = 0  # void rounds in a row
     joined: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))  # [N]: who has ever taken part; by default nobody
+    moments: Tensors = field(default_factory=dict)  # [N, ...] AdamW's, by what is trained, where clients keep them
 
     def __post_init__(self) -> None:
         if not len(self.joined):
@@ -136,6 +140,15 @@ def cohort_of(alg: FedAvg, setting: Setting, ids: Tensor, round: int) -> Cohort:
     size = setting.data.size("train").cpu()[ids]
     share = size.double() if alg.weighting == "samples" else torch.ones(len(ids), dtype=torch.float64)
     return Cohort(ids, share / share.sum(), size, setting.data.n, round, setting.rounds)
+
+
+def only_sgd(alg: FedAvg, training: Training, why: str, clip: bool = False) -> None:
+    """Refuses AdamW for `alg`, and clipped gradients where they do not fit either (`clip` says that they do)."""
+    name = type(alg).__name__
+    if training.local_optimizer != "sgd":
+        raise ValueError(f"local_optimizer: {name} {why}, and AdamW's steps are others; take local_optimizer='sgd'.")
+    if training.clip_grad is not None and not clip:
+        raise ValueError(f"clip_grad: {name} {why}, which are not clipped; leave clip_grad out.")
 
 
 def plain_steps(alg: FedAvg, local: Local) -> None:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore.algorithms import ibp
-from pflcore.algorithms.base import FedAvg, Payload, Tensors
+from pflcore.algorithms.base import FedAvg, Payload, Tensors, only_sgd
 from pflcore.factorized import Init, factorize, factorized_layers
-from pflcore.local import Local
+from pflcore.local import Local, Training
 from pflcore.local.net import Net
 from pflcore.local.random import client_seeds, uniforms
 
@@ -84,6 +84,9 @@ class FactorizedWaffle(FedAvg):
             return factorize(plain, self.ranks, self.start, self.alpha, net.head_name)
 
         return Net(build, net.criterion, net.head_name, net.seed)
+
+    def check_training(self, training: Training) -> None:
+        only_sgd(self, training, "moves its dictionary by steps of SGD along one gradient with the beliefs'")
 
     def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
         layers = factorized_layers(net.module).values()

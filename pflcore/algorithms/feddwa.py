@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.algorithms.base import Cohort, Commit, FedAvg, Payload, Tensors
+from pflcore.algorithms.base import Cohort, Commit, FedAvg, Payload, Tensors, only_sgd
 from pflcore.algorithms.qp import inner_products, simplex_qp
-from pflcore.local import Local
+from pflcore.local import Local, Training
 from pflcore.local.net import Net
 from pflcore.local.workers import onto
 
@@ -59,6 +59,10 @@ class FedDWA(FedAvg):
             raise ValueError(f"search: expected 'auto', 'exact' or 'groups', got {self.search!r}.")
         if self.newcomer not in ("init", "mean"):
             raise ValueError(f"newcomer: expected 'init' or 'mean', got {self.newcomer!r}.")
+
+    def check_training(self, training: Training) -> None:
+        if self.guidance == "full_grad":
+            only_sgd(self, training, "with guidance='full_grad' takes steps of SGD along whole gradients")
 
     def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
         rows = net.w0.expand(n, -1)

@@ -24,11 +24,11 @@ class FineTune(FedOpt):
     """FedAvg + fine-tuning (Wang et al. 2019; Yu et al. 2020; Motley, section 4.1).
 
     server: x [P] and the optimizer's state · client: nothing · down: x (1 model) · up: delta (1 model). Trains as `FedOpt`; every
-    evaluation fine-tunes x on each client's training data by SGD, all layers or the last one, and throws the result away.
+    evaluation fine-tunes x on each client's training data by the run's optimizer, all layers or the last one, and throws the result away.
     `choose="fixed"` takes `finetune_epochs` epochs. "client" and "global" try each step size of `lr_grid` with 1 .. `finetune_epochs`
     epochs and keep what is best on the clients' validation split, for each client or for all clients together (mean over clients); ties
     go to the earlier candidate, 0 epochs first. A client without validation samples takes what is best for all the others together.
-    A client momentum starts at zero in every epoch.
+    Momentum and AdamW's moments start at zero in every epoch.
     Acceptance (the remark of section 4.1): a client with less than `min_size` samples, or whose validation value does not beat x's by more
     than `margin` (without validation samples it cannot), keeps x.
     """

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.algorithms.base import Cohort, FedAvg, Payload, Stop, Tensors, written
-from pflcore.local import Local
+from pflcore.algorithms.base import Cohort, FedAvg, Payload, Stop, Tensors, only_sgd, written
+from pflcore.local import Local, Training
 from pflcore.local.net import Net
 from pflcore.local.workers import onto
 
@@ -53,6 +53,9 @@ class Mocha(FedAvg):
             raise ValueError(
                 f"lam, delta and outer: expected lam >= 0, 0 < delta <= 1 and at least 1 round, got {self.lam}, {self.delta}, {self.outer}."
             )
+
+    def check_training(self, training: Training) -> None:
+        only_sgd(self, training, "takes its regulariser and its test of stability from the sum of SGD's step sizes", clip=True)
 
     def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
         eye = torch.eye(n, dtype=torch.float64, device=net.w0.device)

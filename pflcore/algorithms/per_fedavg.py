@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from pflcore._mode import context, forward_mode
-from pflcore.algorithms.base import FedAvg, Payload, Tensors, plain_steps
-from pflcore.local import Local
+from pflcore.algorithms.base import FedAvg, Payload, Tensors, only_sgd, plain_steps
+from pflcore.local import Local, Training
 from pflcore.local.net import Net
 
 
@@ -42,6 +42,9 @@ class PerFedAvg(FedAvg):
             raise ValueError(f"variant: expected 'fo', 'hf' or 'exact', got {self.variant!r}.")
         if not self.delta > 0 or self.steps < 0 or min(self.alpha or 0, self.beta or 0) < 0:
             raise ValueError("alpha, beta, delta, steps: expected alpha, beta, steps >= 0 and delta > 0.")
+
+    def check_training(self, training: Training) -> None:
+        only_sgd(self, training, "takes its paper's own steps of SGD")
 
     def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
         plain_steps(self, local)

@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pflcore.algorithms.base import FedAvg, Payload, Tensors, plain_steps
-from pflcore.local import Local
+from pflcore.algorithms.base import FedAvg, Payload, Tensors, only_sgd, plain_steps
+from pflcore.local import Local, Training
 from pflcore.local.net import Net
 
 
@@ -41,6 +41,9 @@ class PFedMe(FedAvg):
             raise ValueError("lam, inner, personal_lr: expected lam, personal_lr >= 0 and inner >= 1.")
         if self.theta not in ("keep", "restart"):
             raise ValueError(f"theta: expected 'keep' or 'restart', got {self.theta!r}.")
+
+    def check_training(self, training: Training) -> None:
+        only_sgd(self, training, "takes its paper's own steps of SGD")
 
     def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
         return {"x": net.w0}, {"theta": net.w0}

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.algorithms.base import Cohort, FedAvg, Tensors
-from pflcore.local import Local
+from pflcore.algorithms.base import Cohort, FedAvg, Tensors, only_sgd
+from pflcore.local import Local, Training
 from pflcore.local.workers import onto
 
 
@@ -30,6 +30,10 @@ class QFedAvg(FedAvg):
         super().__post_init__()
         if not self.q >= 0:
             raise ValueError(f"q: expected a number >= 0, got {self.q}.")
+
+    def check_training(self, training: Training) -> None:
+        if self.q > 0:
+            only_sgd(self, training, "takes an update over the step size for a gradient", clip=True)
 
     def client(self, down: Tensors, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
         f = (local.loss(down["x"]).double() + 1e-10).clamp(min=1e-6)

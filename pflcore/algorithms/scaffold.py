@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.algorithms.base import Cohort, FedAvg, Payload, Tensors
-from pflcore.local import Fit, Local
+from pflcore.algorithms.base import Cohort, FedAvg, Payload, Tensors, only_sgd
+from pflcore.local import Fit, Local, Training
 from pflcore.local.net import Net
 from pflcore.local.workers import onto
 
@@ -24,7 +24,8 @@ class Scaffold(FedAvg):
     The new `c_i'` is, by `option`: "mean_grad" the mean minibatch gradient of the round (exact for every local optimizer; equals
     option II for plain SGD, also at a step size of 0); "II" `c_i - c + (x - y_i) / (sum of step sizes)`; "I" the full-batch
     gradient at x (with batch norm the mean of its minibatches'). With momentum option II divides by the effective number of steps, sum_k
-    (1 - m^(K-k+1)) / (1 - m). Weight decay counts as part of the gradient.
+    (1 - m^(K-k+1)) / (1 - m). SGD's weight decay counts as part of the gradient, and clipped gradients are what is averaged; option II is
+    refused with AdamW, whose steps do not add up to gradients, and option I with clipping.
     `weighting="samples"` weighs x and c alike by n_i; then c is the n-weighted mean of the c_i under full participation only.
     """
 
@@ -37,6 +38,12 @@ class Scaffold(FedAvg):
         super().__post_init__()
         if self.option not in ("mean_grad", "II", "I"):
             raise ValueError(f"option: expected 'mean_grad', 'II' or 'I', got {self.option!r}.")
+
+    def check_training(self, training: Training) -> None:
+        if self.option == "II":
+            only_sgd(self, training, "with option 'II' divides by the sum of SGD's step sizes", clip=True)
+        if self.option == "I" and training.clip_grad is not None:
+            raise ValueError("clip_grad: Scaffold with option 'I' takes whole gradients; leave clip_grad out, or take option='mean_grad'.")
 
     def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
         return {"x": net.w0, "c": torch.zeros_like(net.w0)}, {"c": torch.zeros_like(net.w0)}
@@ -58,7 +65,7 @@ class Scaffold(FedAvg):
         x, c, t = down["x"], down["c"], local.setting.training
         fit = local.fit(x, shift=c - own["c"], want_grad=self.option == "mean_grad" or local.lr == 0)
         if self.option == "I":
-            return fit, local.grad(x) + t.weight_decay * x
+            return fit, local.grad(x) + t.gradient_decay * x
         if self.option == "II" and local.lr > 0:  # its limit at 0 is the mean gradient
             steps, m = fit.lr_sum.double() / local.lr, t.momentum
             steps = steps / (1 - m) - m * (1 - m**steps) / (1 - m) ** 2  # the plain number where m is 0

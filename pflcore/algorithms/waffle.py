@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.algorithms.base import Cohort, Payload, Tensors
+from pflcore.algorithms.base import Cohort, Payload, Tensors, only_sgd
 from pflcore.algorithms.scaffold import Scaffold
-from pflcore.local import Local
+from pflcore.local import Local, Training
 from pflcore.local.net import Net
 from pflcore.local.workers import onto
 
@@ -70,6 +70,11 @@ class Waffle(Scaffold):
     @property
     def required(self) -> tuple[int, ...]:  # type: ignore[override]
         return (self.target,)
+
+    def check_training(self, training: Training) -> None:
+        super().check_training(training)
+        if self.normalize_by_steps:
+            only_sgd(self, training, "with normalize_by_steps divides by the sum of SGD's step sizes", clip=True)
 
     def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
         g, own = super().init(net, n)

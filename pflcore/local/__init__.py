@@ -23,4 +23,6 @@ def prepared(
     with one_thread():
         check_run(net, data, training)
         net, path, chain = choose_path(net, data, engine)
+    if chain is not None and training.local_optimizer != "sgd":
+        path = path._replace(why=f"{path.why}; it gives the gradients, and AdamW takes its steps in torch")
     return Setting(net, data, training, Engine(path.engine, workers, chain), seed, rounds), path

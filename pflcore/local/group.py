@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore._mode import context, forward_mode
+from pflcore.local.adamw import AdamW
 from pflcore.local.chain import Chain
 from pflcore.local.net import Net
 from pflcore.local.random import client_seeds, shuffles, uniforms
@@ -18,7 +19,7 @@ from pflcore.local.steps import Step
 from pflcore.local.training import Training
 from pflcore.local.workers import onto
 from pflcore.ops.chain import chain_grad, chain_sgd_
-from pflcore.ops.sgd import check_sgd
+from pflcore.ops.sgd import check_sgd, clipped, corrected
 
 if TYPE_CHECKING:
     from pflcore.local import Local
@@ -137,18 +138,22 @@ class Piece:
         mu: float | Tensor,  # or [s]
         anchor: Tensor | None,  # [s, Q]
         grads: Tensor | None,  # [s, Q], added to
+        moments: Tensor | None,  # [s, 2 Q + 1], changed: AdamW's
     ) -> None:
         """Takes all steps; `grads` collects the minibatch gradients."""
         t = self.local.setting.training
         mus = mu if isinstance(mu, Tensor) and mu.dim() else None
-        if self.chain is not None:
+        if self.chain is not None or moments is not None:
             check_sgd(rows, rows, lr, shift, mask, mu, anchor, 0.0, None, t.weight_decay)
+        if self.chain is not None and moments is None:
             batches = (self.order, torch.from_numpy(self.size), self.taken[:, 0].long(), t.batch_size, t.drop_last)
             pull = (0.0 if mus is not None else float(mu), mus, anchor)
-            how = (lr, shift, mask, *pull, t.momentum, t.weight_decay, float("inf"), grads)
+            how = (lr, shift, mask, *pull, t.momentum, t.weight_decay, t.clip_grad or float("inf"), grads)
             self.losses += chain_sgd_(rows, *self._head(self.chain), *batches, self.seeds if self.chain.dropout else None, *how)
             return
-        plain = shift is None and anchor is None and mask is None and not (grads is not None or t.momentum or t.weight_decay)
+        adamw = None if moments is None else AdamW(t, moments)
+        more = (shift, anchor, mask, grads, moments, t.clip_grad)
+        plain = all(v is None for v in more) and not (t.momentum or t.weight_decay)
         momentum = torch.zeros_like(rows) if t.momentum else None
         self.bind(rows)
         space = torch.empty_like(rows)  # touched only where a gradient is asked for
@@ -157,18 +162,26 @@ class Piece:
             if plain and self.descend(rows[s], step, lr):
                 continue
             g = self.gradient(rows[s], step, out=space[s])
+            if t.clip_grad is not None:
+                g = clipped(g, t.clip_grad)
             if grads is not None:
                 grads[s] += g
-                if t.weight_decay:
-                    grads[s].add_(rows[s], alpha=t.weight_decay)
+                if t.gradient_decay:
+                    grads[s].add_(rows[s], alpha=t.gradient_decay)
+            own_shift, own_anchor = (None if v is None else v[s] for v in (shift, anchor))
+            own_mask = mask if mask is None or mask.dim() == 1 else mask[s]
+            if adamw is not None:
+                d = corrected(rows[s], g, own_shift, mu, None if mus is None else mus[s], own_anchor)
+                adamw.step(s, rows[s], d, lr, own_mask)
+                continue
             ops.sgd_step_(
                 rows[s],
                 g,
                 lr,
-                shift=None if shift is None else shift[s],
-                mask=mask if mask is None or mask.dim() == 1 else mask[s],
+                shift=own_shift,
+                mask=own_mask,
                 mu=mu if mus is None else mus[s],
-                anchor=None if anchor is None else anchor[s],
+                anchor=own_anchor,
                 momentum=t.momentum,
                 buffer=None if momentum is None else momentum[s],
                 weight_decay=t.weight_decay,

@@ -1,6 +1,7 @@
 """Local training of a whole cohort: one contract, two engines.
 
-A step is `w -= lr * mask * (grad + shift + mu * (w - anchor))`, with weight decay and momentum as `torch.optim.SGD` has them.
+A step is `w -= lr * mask * (grad + shift + mu * (w - anchor))`, with weight decay and momentum as `torch.optim.SGD` has them, or AdamW's
+for the gradient `grad + shift + mu * (w - anchor)`.
 The engine of *threads* trains one client after another on each of its threads (convolutions on a CPU); the *vmap* engine takes the
 same step for many clients at once (linear models, MLPs, GPUs). Both take the same batches in the same order, so their results
 agree up to rounding; neither depends on the number of workers or on the order of the cohort.
@@ -21,10 +22,12 @@ from torch import Tensor
 from pflcore._mode import forward_mode
 from pflcore.local.chain import Chain
 from pflcore.local.group import LossFn, Piece
+from pflcore.local.losses import CRITERIA
 from pflcore.local.net import Net
 from pflcore.local.random import client_seeds
 from pflcore.local.settings import Setting
 from pflcore.local.workers import onto
+from pflcore.metrics import right
 from pflcore.ops.chain import chain_eval, chain_grad
 
 T = TypeVar("T")
@@ -38,7 +41,7 @@ class Fit(NamedTuple):
     w: Tensor  # [S, Q] the trained rows
     lr_sum: Tensor  # [S, 1] sum of the step sizes taken
     loss: Tensor  # [S] mean loss of the minibatches, at the rows before each step
-    grad: Tensor | None  # [S, Q] mean minibatch gradient, weight decay included (shift and prox are not), when asked
+    grad: Tensor | None  # [S, Q] mean minibatch gradient, clipped, SGD's weight decay included (shift and prox are not), when asked
 
 
 @dataclass
@@ -51,6 +54,7 @@ class Local:
     buffers: Tensor  # [S, b] float buffers; training writes them, a probe does not
     train_loss: Tensor | None = None  # [S] of the last training that was no probe
     joined: Tensor | None = None  # [S] bool: who took part in a round before; None: everybody
+    moments: dict[str, Tensor] | None = None  # [S, 2 Q + 1] by stream and Q: AdamW's, which training goes on with; None: it starts anew
     _ids: NDArray[np.int64] = field(init=False)
     _size: NDArray[np.int64] = field(init=False)
 
@@ -107,20 +111,25 @@ class Local:
         steps: int | None = None,  # so many steps instead of epochs
         lr: float | None = None,
         stream: str = "fit",  # names the shuffle: two fits of one hook take two streams
-        probe: bool = False,  # leave the buffers as they were
+        probe: bool = False,  # leave the buffers as they were, and AdamW's moments, which start at zero
         want_grad: bool = False,
     ) -> Fit:
-        """Minibatch SGD from `start` on each client's training data."""
-        rate = self.lr if lr is None else lr
+        """Minibatch training from `start` on each client's training data, by the run's optimizer."""
+        rate, t = self.lr if lr is None else lr, self.setting.training
         mask = None if mask is None else mask.to(start.dtype)
         count, width = start.shape
         w = torch.empty_like(start, memory_format=torch.contiguous_format)
         mean_grad = torch.zeros_like(w) if want_grad else None
         losses = torch.zeros(count, dtype=torch.float64, device=start.device)
         taken = torch.zeros(count, 1, dtype=torch.float64)
+        kept = self.moments if t.keep_moments and not probe else None
+        moments = None if kept is None else kept.setdefault(f"{stream} {width}", w.new_zeros(count, 2 * width + 1))
 
         def train(pos: Tensor) -> None:
             work = Piece(self, pos, loss, extra, noise, epochs, steps, 1, stream, probe, by_size=steps is None)
+            own = None
+            if t.local_optimizer == "adamw":
+                own = w.new_zeros(len(pos), 2 * width + 1) if moments is None else work.mine(moments)
             rows = work.mine(start).contiguous()  # indexing copies
             grads = torch.zeros_like(rows) if want_grad else None
             mu, anchor = (0.0, None) if prox is None else prox
@@ -132,8 +141,11 @@ class Local:
                 mu=work.mine(mu.reshape(-1)) if isinstance(mu, Tensor) and mu.numel() > 1 else mu,
                 anchor=None if anchor is None else work.mine(anchor),
                 grads=grads,
+                moments=own,
             )
             w[work.at] = rows
+            if moments is not None and own is not None:
+                moments[work.at] = own
             losses[work.at] = work.mean(work.losses)
             taken[pos] = work.taken
             if mean_grad is not None and grads is not None:
@@ -195,9 +207,9 @@ class Local:
     # looking ---------------------------------------------------------------------------------------------------------
     def loss(self, rows: Tensor, split: str = "train", *, loss: LossFn | None = None, extra: dict[str, Tensor] | None = None) -> Tensor:
         """Each client's mean loss [S] at `rows` [S, Q] over all its samples of `split`, in evaluation mode."""
-        chain = self.setting.engine.chain if loss is None else None
-        if chain is not None and self.has(split):
-            return self._evaluated(chain, rows, split)[0].to(rows)
+        measured = self.measure(rows, split) if loss is None else None
+        if measured is not None:
+            return measured[0].to(rows)
 
         def value(i: int) -> Tensor:
             parts = self._chunks(i, split)
@@ -246,7 +258,7 @@ class Local:
         self, predict: Callable[[dict[str, Tensor], Net, Tensor], Tensor], view: dict[str, Tensor], split: str
     ) -> list[tuple[Tensor, Tensor]]:
         """Each client's (scores [n, ...], labels [n]) on `split` by `predict(its slice of view, net, x)`, in evaluation mode."""
-        if view and not self.net.buffer_names and all(len(v) > 1 and v.stride(0) == 0 for v in view.values()) and self.has(split):
+        if self._all_alike(*view.values()) and self.has(split):
             return self._shared_scores(predict, {k: v[0] for k, v in view.items()}, split)
 
         def look(i: int) -> tuple[Tensor, Tensor]:
@@ -260,15 +272,53 @@ class Local:
     def measure(self, rows: Tensor, split: str) -> tuple[Tensor, Tensor | None] | None:
         """Each client's mean loss [S] and, for classes, its share of right answers [S] at `rows` [S, P], all clients at once.
 
-        None where the model is no chain.
+        None where that cannot be: the models differ and are no chain, or the loss of a batch may be another than the mean over its samples.
         """
         chain = self.setting.engine.chain
-        if chain is None or not self.has(split):
+        if not self.has(split):
             return None
-        loss, hits = self._evaluated(chain, rows, split)
-        return loss, hits if self.net.scores_classes and not self.setting.data.y.is_floating_point() else None
+        if chain is not None:
+            loss, hits = self._evaluated(chain, rows, split)
+        elif self._all_alike(rows) and self.net.criterion in CRITERIA.values():
+            loss, hits = self._of_one_model(rows[0], split)
+        else:
+            return None
+        return loss, hits if self._scored else None
 
     # inside ----------------------------------------------------------------------------------------------------------
+    def _all_alike(self, *rows: Tensor) -> bool:
+        """Whether all clients have one model: rows that are one row expanded, and the same statistics."""
+        one = bool(rows) and all(len(v) > 1 and v.stride(0) == 0 for v in rows)
+        return one and bool((self.buffers == self.buffers[:1]).all())
+
+    def _of_one_model(self, row: Tensor, split: str) -> tuple[Tensor, Tensor]:
+        """Each client's mean loss [S] float64 and share of right answers [S] float64 where all have one model: one pass."""
+        data, engine = self.setting.data, self.setting.engine
+        order, begin = engine.lists(data, split, self._ids)
+        owner, scored = torch.arange(len(self._ids)).repeat_interleave(begin.diff()), self._scored
+        relabel = None if data.relabel is None else data.relabel[onto(self.ids, data.device)]
+
+        def look(chunk: tuple[Tensor, Tensor]) -> Tensor:
+            places, whose = chunk[0], onto(chunk[1], data.device)
+            y = data.y.index_select(0, places)
+            y = y if relabel is None else relabel.index_select(0, whose).gather(1, y.view(len(y), -1)).view_as(y)
+            with torch.no_grad(), forward_mode(False, self.buffers[0], alone=True):
+                scores = self.net(row, data.x.index_select(0, places))
+            losses = torch.vmap(self.net.criterion)(scores[:, None], y[:, None]).double()
+            classes = scores.movedim(1, -1) if scores.dim() > y.dim() else scores  # [B, C, ...] for labels [B, ...]
+            hits = right(classes, y).double().view(len(y), -1).mean(1) if scored else losses
+            return torch.stack([losses, hits], 1)
+
+        found = torch.cat(engine.map(look, list(zip(order.split(EVAL_BATCH), owner.split(EVAL_BATCH), strict=True))))
+        total = found.new_zeros(len(self._ids), 2).index_add_(0, onto(owner, found.device), found)
+        loss, hits = (total / onto(begin.diff()[:, None], found.device)).unbind(1)
+        return loss, hits
+
+    @property
+    def _scored(self) -> bool:
+        """Whether there are right answers: labels, and a criterion that takes them as such."""
+        return self.net.scores_classes and not self.setting.data.y.is_floating_point()
+
     def _value(self, row: Tensor, x: Tensor, y: Tensor, i: int, loss: LossFn | None, extra: dict[str, Tensor] | None) -> Tensor:
         if loss is None:
             return self.net.loss(row, x, y)

@@ -6,6 +6,22 @@ Forms, from the fastest to the most general:
 "module with kernels" the module with its pooling and small convolutions exchanged · "module" the module as it is.
 The engine then does what the chain cannot: an algorithm's own loss, features.
 A form that is not the model (see `proof`), or that cannot be run, gives way to the next one; what was passed over is said.
+
+What "auto" takes on a CPU where the model is no chain. Processor milliseconds of one epoch on one worker, minima on a busy
+machine, in batches of 20; 20 clients of 100 samples, the last two rows 6 of 60; the plain loop is a module and an optimizer for each:
+
+| kind of model | auto | plain loop | threads | vmap |
+|---|---|---|---|---|
+| 30-20-10 with batch norm, 870 weights | vmap | 132 | 127 | 18 |
+| residual 30-32-10, 2,442 | vmap | 116 | 121 | 26 |
+| attention over 20 tokens, 10,314 | vmap | 382 | 361 | 236 |
+| 784-200-10 with batch norm, 159,410 | vmap | 225 | 246 | 174 |
+| residual 784-256-10, 269,834: above `WIDE` | threads | 299 | 270 | 285 |
+| residual 784-512-10, 670,730 | threads | 435 | 510 | 733 |
+| convolutions with batch norm, 3 x 32 x 32 | threads | 294 | 248 | |
+| GRU of two layers, which vmap cannot carry | threads | 337 | 279 | |
+
+On a GPU it is vmap wherever that can carry the model.
 """
 
 from __future__ import annotations
@@ -29,6 +45,7 @@ from pflcore.local.swap import swappable
 from pflcore.ops.chain import chain_eval, chain_grad, chain_sgd_
 
 ENGINES = ("auto", "chain", "threads", "vmap")
+WIDE = 1 << 18  # weights from which, on a CPU, clients are trained faster one by one than under vmap
 
 
 class Path(NamedTuple):
@@ -66,10 +83,11 @@ def choose_path(net: Net, data: Federation, engine: str = "auto") -> tuple[Net, 
         chain = judge.chain(data)
         if chain is None and engine == "chain":
             raise ValueError(f"engine: 'chain' cannot train this model: {judge.reasons[-1]}; take 'auto'.")
-    if engine != "vmap" and net.has_conv and net.w0.device.type == "cpu":
+    if engine != "vmap" and (net.has_conv or net.size > WIDE) and net.w0.device.type == "cpu":
         if chain is not None:
             return net, judge.path("threads", "chain", "a chain of layers that the kernels know"), chain
-        return net, judge.path("threads", alone, "a model with convolutions, on a CPU"), None
+        what = "with convolutions" if net.has_conv else f"of {net.size} weights"
+        return net, judge.path("threads", alone, f"a model {what}, on a CPU"), None
     wrong = judge.wrong(under_vmap)
     if wrong is not None and engine == "vmap":
         raise ValueError(f"engine: 'vmap' cannot train this model: {wrong}; take 'auto' or 'threads'.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from pflcore.local.schedules import Schedule, rates
 
@@ -14,6 +15,9 @@ class Training:
 
     `lr` is the step size of round 1 (default schedule: of all rounds). `schedule` is a function of (round, rounds), which multiplies it, or
     one of an optimizer that makes a scheduler of torch's: `lambda optimizer: CosineAnnealingLR(optimizer, T_max=20)`, one step a round.
+    Its optimizer is SGD or AdamW (`torch.optim.AdamW`'s formula; weight decay is then decoupled from the gradient, and lr wants to be some
+    hundred times smaller). What a method adds to the gradient is added before the optimizer sees it, and after clipping; columns that it
+    masks never move. A method whose formula rests on SGD's steps refuses AdamW in one sentence.
     """
 
     lr: float = 0.1
@@ -24,6 +28,11 @@ class Training:
     drop_last: bool = False
     reshuffle: bool = True  # False: one order of the samples for the whole run
     schedule: Schedule | None = None
+    local_optimizer: Literal["sgd", "adamw"] = "sgd"  # of each client
+    betas: tuple[float, float] = (0.9, 0.999)  # AdamW's, of the mean gradient and of the mean square
+    eps: float = 1e-8  # AdamW's, added to the root of the mean square
+    keep_moments: bool = False  # a client goes on with AdamW's moments of its last round; False: they start at zero in every round
+    clip_grad: float | None = None  # no minibatch's gradient is longer (Euclidean norm); None: any
 
     def __post_init__(self) -> None:
         if not 0 <= self.lr < math.inf:
@@ -34,6 +43,21 @@ class Training:
             raise ValueError(f"momentum: expected 0 <= momentum < 1, got {self.momentum}.")
         if not 0 <= self.weight_decay < math.inf:
             raise ValueError(f"weight_decay: expected a finite number >= 0, got {self.weight_decay}.")
+        if self.local_optimizer not in ("sgd", "adamw"):
+            raise ValueError(f"local_optimizer: expected 'sgd' or 'adamw', got {self.local_optimizer!r}.")
+        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas) or not 0 <= self.eps < math.inf:
+            raise ValueError(f"betas and eps: expected two numbers in [0, 1) and one >= 0, got {self.betas} and {self.eps}.")
+        if self.local_optimizer == "adamw" and self.momentum:
+            raise ValueError(f"momentum: AdamW has betas in its place, got {self.momentum}; leave momentum out, or take SGD.")
+        if self.local_optimizer == "sgd" and self.keep_moments:
+            raise ValueError("keep_moments: SGD has none; leave it out, or take local_optimizer='adamw'.")
+        if self.clip_grad is not None and not 0 < self.clip_grad < math.inf:
+            raise ValueError(f"clip_grad: expected a finite number above 0, or None for no limit, got {self.clip_grad}.")
+
+    @property
+    def gradient_decay(self) -> float:
+        """The weight decay that is a part of the gradient: AdamW's is none."""
+        return self.weight_decay if self.local_optimizer == "sgd" else 0.0
 
     def lr_at(self, round: int, rounds: int) -> float:
         """The step size of `round` (from 1) of `rounds`."""

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._library import changed, define
+from .sgd import clipped
 from .sgd import reference as sgd_step_
 
 KINDS = ("linear", "conv", "pool", "act", "flatten", "dropout", "norm", "scale")
@@ -191,7 +192,7 @@ def sgd_reference(
         grad, value = _gradient(program, criterion, rows, xs, ys, weight, None if seeds is None else seeds[some, epoch] + turn.to(device))
         loss[some] += value.double()
         if clip < float("inf"):
-            grad = grad * (clip / (grad.norm(dim=1, keepdim=True) + 1e-6)).clamp(max=1)
+            grad = clipped(grad, clip)
         if grad_sum is not None:
             grad_sum[some] += grad + weight_decay * rows
         own = None if buffer is None else buffer[some]

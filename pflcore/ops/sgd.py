@@ -89,6 +89,20 @@ def check_sgd(
         expect(False, op, "buffer", "memory of its own", "memory of w", "use buffer.clone()")
 
 
+def corrected(w: Tensor, grad: Tensor, shift: Tensor | None, mu: float | Tensor, mu_rows: Tensor | None, anchor: Tensor | None) -> Tensor:
+    """`grad + shift + mu * (w - anchor)` [S, Q], `grad` itself where there is nothing to add."""
+    d = grad if shift is None else grad + shift
+    if anchor is not None:
+        d = d + (mu if mu_rows is None else mu_rows[:, None].to(w.dtype)) * (w - anchor)
+    return d
+
+
+def clipped(grad: Tensor, norm: float) -> Tensor:
+    """Each row of `grad` [S, Q], no longer than `norm`, as `torch.nn.utils.clip_grad_norm_`."""
+    length: Tensor = torch.linalg.vector_norm(grad, dim=1, keepdim=True)
+    return grad * (norm / (length + 1e-6)).clamp(max=1)
+
+
 def reference(
     w: Tensor,  # [S, Q], changed
     grad: Tensor,  # [S, Q]
@@ -103,9 +117,7 @@ def reference(
     weight_decay: float,
 ) -> None:
     """One SGD step on flat rows with a correction, a proximal term, momentum, weight decay and a mask."""
-    d = grad if shift is None else grad + shift
-    if anchor is not None:
-        d = d + (mu if mu_rows is None else mu_rows[:, None].to(w.dtype)) * (w - anchor)
+    d = corrected(w, grad, shift, mu, mu_rows, anchor)
     if weight_decay:
         d = d + weight_decay * w
     if buffer is not None and momentum:

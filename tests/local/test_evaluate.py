@@ -57,6 +57,50 @@ def test_engines_evaluate_alike():
             torch.testing.assert_close(found[0][key], other[key], rtol=1e-5, atol=1e-6)
 
 
+MODELS = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4)), (6,)),
+    "batch norm": (lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4)), (6,)),
+    "conv": (lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8, 4)), (1, 6, 6)),
+    "scores per place": (lambda: nn.Conv1d(2, 4, 1), (2, 3)),
+}
+
+
+@pytest.mark.parametrize("engine", ["threads", "vmap"])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("relabel", [False, True])
+def test_one_model_for_all_is_one_pass_over_all_samples(engine, model, relabel, monkeypatch):
+    build, shape = MODELS[model]
+    gen, n = torch.Generator().manual_seed(0), sum(SIZES)
+    y = torch.randint(4, (n, 3) if model == "scores per place" else (n,), generator=gen)
+    own = torch.stack([torch.randperm(4, generator=gen) for _ in SIZES]) if relabel else None
+    data = Federation(torch.randn(n, *shape, generator=gen), y, {"train": list(torch.arange(n).split(SIZES))}, 4, own)
+    s = Setting(Net(build), data, Training(), engine_of(Net(build), data, engine, 2), 0, 3)
+    local = Local(s, torch.tensor([4, 0, 1, 3]), 1, s.net.b0.expand(4, -1) + 0.5)  # somebody is not looked at
+    row = s.net.w0 + torch.randn(s.net.size, generator=gen)
+    want = one_by_one(FedAvg(), {"w": row.repeat(4, 1)}, local, "train")
+    batches = []
+    forward = Net.__call__
+    monkeypatch.setattr(Net, "__call__", lambda net, w, x: batches.append(len(x)) or forward(net, w, x))
+    loss, hits = local.measure(row.expand(4, -1), "train")
+    assert sorted(batches) == sorted(len(c) for c in torch.arange(n - SIZES[2]).split(125))
+    torch.testing.assert_close(loss, want[0].double(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(hits, want[1], rtol=0, atol=1e-12)
+    torch.testing.assert_close(local.loss(row.expand(4, -1)), want[0], rtol=1e-5, atol=1e-6)
+
+
+def test_what_may_differ_is_looked_at_one_by_one():
+    s = setting("cross_entropy", 4, "threads")
+    rows = s.net.w0.expand(5, -1)
+    weighted = Net(s.net.module, nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0, 4.0])))
+    for net, w, buffers in (
+        (s.net, rows.clone(), torch.empty(5, 0)),
+        (s.net, rows, torch.arange(5.0)[:, None]),
+        (weighted, rows, torch.empty(5, 0)),
+    ):
+        assert Local(s._replace(net=net), torch.arange(5), 1, buffers).measure(w, "train") is None
+    assert Local(s, torch.arange(5), 1, torch.empty(5, 0)).measure(rows, "train") is not None
+
+
 def test_a_client_without_test_samples_is_not_looked_at():
     s = setting("cross_entropy", 4)
     index = {**s.data.index, "test": [i if k != 2 else i[:0] for k, i in enumerate(s.data.index["test"])]}

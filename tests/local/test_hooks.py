@@ -91,6 +91,17 @@ CASES: dict[str, tuple[Training, dict[str, Any]]] = {
         {"prox": torch.tensor([0.0, 0.3, 2.0], dtype=torch.float64), "shift": True},
     ),
     "loss": (Training(lr=0.1, batch_size=20, epochs=2), {"loss": custom_loss, "noise": 5}),
+    "adamw": (
+        Training(lr=0.01, batch_size=20, epochs=3, weight_decay=0.1, local_optimizer="adamw", betas=(0.8, 0.95), eps=1e-6),
+        {"shift": True, "prox": 0.3, "want_grad": True},
+    ),
+    "adamw, masked": (Training(lr=0.01, batch_size=20, epochs=2, local_optimizer="adamw"), {"mask": "each", "want_grad": True}),
+    "adamw, loss": (Training(lr=0.01, batch_size=20, local_optimizer="adamw", clip_grad=0.4), {"loss": custom_loss, "noise": 5}),
+    "clip": (Training(lr=0.1, batch_size=20, epochs=2, clip_grad=0.4), {}),
+    "clip, all": (
+        Training(lr=0.1, batch_size=20, epochs=2, clip_grad=0.4, momentum=0.5, weight_decay=0.1),
+        {"shift": True, "prox": 0.3, "mask": "each", "want_grad": True},
+    ),
 }
 
 
@@ -195,9 +206,15 @@ def recorded(s: Setting, ids: Sequence[int] = (0, 1, 2), round: int = 1, **o: An
     return seen
 
 
+def optimizer_of(t: Training, module: nn.Module) -> torch.optim.Optimizer:
+    if t.local_optimizer == "adamw":
+        return torch.optim.AdamW(module.parameters(), t.lr, t.betas, t.eps, t.weight_decay)
+    return torch.optim.SGD(module.parameters(), t.lr, t.momentum, weight_decay=t.weight_decay)
+
+
 @pytest.mark.parametrize("engine", ["threads", "vmap", "chain"])
 @pytest.mark.parametrize("model", ["mlp", "conv", "batch norm"])
-@pytest.mark.parametrize("case", ["plain", "momentum", "mask", "shift", "prox"])
+@pytest.mark.parametrize("case", ["plain", "momentum", "mask", "shift", "prox", "adamw", "adamw, masked", "clip", "clip, all"])
 def test_a_step_is_that_of_torch_optim(engine: str, model: str, case: str) -> None:
     if engine == "chain" and model not in CHAINS:
         pytest.skip("no chain")
@@ -211,26 +228,30 @@ def test_a_step_is_that_of_torch_optim(engine: str, model: str, case: str) -> No
     mask = o.get("mask", torch.ones(net.size, dtype=torch.float64))
     for i, batches in enumerate(recorded(s)):
         module = net.load(build(), start[i], net.b0).train()
-        sgd = torch.optim.SGD(module.parameters(), training.lr, training.momentum, weight_decay=training.weight_decay)
-        total, losses = torch.zeros(net.size, dtype=torch.float64), []
+        optimizer = optimizer_of(training, module)
+        total, losses, norms = torch.zeros(net.size, dtype=torch.float64), [], [0.1]
         for x, y in batches:
-            sgd.zero_grad()
+            optimizer.zero_grad()
             loss = F.cross_entropy(module(x), y)
             loss.backward()
             losses.append(float(loss.detach()))
+            if training.clip_grad is not None:
+                norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), training.clip_grad)))
             w = net.row(module)
             g = torch.cat([p.grad.reshape(-1) for p in module.parameters() if p.grad is not None])
-            total += g + training.weight_decay * w
+            total += g + (training.weight_decay * w if training.local_optimizer == "sgd" else 0)
             if "shift" in o:
                 g = g + o["shift"][i]
             if "prox" in o:
                 g = g + o["prox"][0] * (w - o["prox"][1][i])
             at = 0
             for p in module.parameters():
-                p.grad = (mask * g)[at : at + p.numel()].view_as(p)
+                p.grad = g[at : at + p.numel()].view_as(p)
                 at += p.numel()
-            sgd.step()
+            optimizer.step()
+            net.load(module, torch.where(mask[i] > 0 if mask.dim() > 1 else mask > 0, net.row(module), w))
         torch.testing.assert_close(fit.w[i], net.row(module))
+        assert max(norms) > (training.clip_grad or 0)
         assert float(fit.loss[i]) == pytest.approx(sum(losses) / len(losses))
         assert float(fit.lr_sum[i]) == pytest.approx(training.lr * len(batches))
         if fit.grad is not None:
@@ -240,9 +261,10 @@ def test_a_step_is_that_of_torch_optim(engine: str, model: str, case: str) -> No
 
 
 @pytest.mark.parametrize("engine", ["threads", "vmap", "chain"])
-def test_where_the_mask_is_zero_nothing_moves(engine: str) -> None:
-    (fit, _), net = fitted(engine, "mlp", "masks"), Net(mlp)
-    start, o = options(CASES["masks"][1], net, 3)
+@pytest.mark.parametrize("case", ["masks", "adamw, masked", "clip, all"])
+def test_where_the_mask_is_zero_nothing_moves(engine: str, case: str) -> None:
+    (fit, _), net = fitted(engine, "mlp", case), Net(mlp)
+    start, o = options(CASES[case][1], net, 3)
     assert torch.equal(fit.w[o["mask"] == 0], start[o["mask"] == 0])
     assert (fit.w != start)[o["mask"] == 1].all()
 

@@ -274,6 +274,14 @@ def test_the_chain_names_what_it_calls() -> None:
         del handle
 
 
+@pytest.mark.parametrize(("width", "engine"), [(64, "vmap"), (1024, "threads")])
+def test_wide_models_train_client_after_client_on_a_cpu(width: int, engine: str) -> None:
+    net = Net(lambda: nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width), nn.Linear(width, 300), nn.ReLU(), nn.Linear(300, 4)))
+    path = prepared(net, federation(), Training())[1]
+    assert path.engine == engine and (f"{net.size} weights" in path.why) is (engine == "threads")
+    assert prepared(net, federation(), Training(), "vmap")[1].engine == "vmap"
+
+
 def test_the_global_generators_are_left_alone() -> None:
     net, data = Net(nn.Linear(6, 4)), federation()
     before = torch.get_rng_state()

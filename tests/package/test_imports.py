@@ -21,7 +21,7 @@ ROOMS: dict[str, set[str]] = {  # from the ground up: each room, and the rooms b
     "nn": {"_mode", "factorized"},
     "models": {"nn"},
     "memory": {"metrics"},
-    "local": {"ops", "_mode", "data", "memory", "nn", "factorized"},
+    "local": {"ops", "_mode", "data", "memory", "metrics", "nn", "factorized"},
     "algorithms": {"ops", "_mode", "metrics", "factorized", "local"},
     "results": {"metrics"},
     "uploads": {"local", "memory", "results"},
