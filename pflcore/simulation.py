@@ -452,7 +452,7 @@ class Simulation:
     def _save(self, keeper: Checkpoint) -> None:
         state, net = self._state, self.setting.net
         trees = {"g": state.g, "own": state.own, "state": {"buffers": state.buffers, "joined": state.joined}}
-        trees["net"] = {"w0": net.w0, "b0": net.b0}
+        trees |= {"moments": state.moments, "net": {"w0": net.w0, "b0": net.b0}}
         tensors = {f"{tree}.{k}": v for tree, d in trees.items() for k, v in d.items()}
         note = keeper.note() if keeper.note else None
         facts = {
@@ -475,14 +475,14 @@ class Simulation:
         if other:
             warnings.warn(f"checkpoint: {other}; numbers may differ in their last digits from an unbroken run's.", stacklevel=3)
         tensors = {k: v.to(self.device) if k in facts["on_device"] else v for k, v in tensors.items()}
-        trees: dict[str, dict[str, torch.Tensor]] = {"g": {}, "own": {}, "state": {}, "net": {}}
+        trees: dict[str, dict[str, torch.Tensor]] = {"g": {}, "own": {}, "state": {}, "moments": {}, "net": {}}
         for name, v in tensors.items():
             tree, _, key = name.partition(".")
             trees[tree][key] = v
         net = self.setting.net.to(self.setting.net.w0.device)  # one of its own
         net.w0, net.b0 = (v.to(net.w0.device) for v in (trees["net"]["w0"], trees["net"]["b0"]))
         self.setting = self.setting._replace(net=net)
-        self._state = State(trees["g"], trees["own"], **trees["state"], round=facts["round"], void=facts["void"])
+        self._state = State(trees["g"], trees["own"], **trees["state"], moments=trees["moments"], round=facts["round"], void=facts["void"])
         self._outlier = facts["outlier"] and tuple(facts["outlier"])
         self._past, self._came_from = facts["rounds"], Path(folder)
 
