@@ -7,6 +7,7 @@ from pflcore.algorithms.base import FedAvg, Stop
 from pflcore.callbacks import EarlyStopping, TensorBoard
 from pflcore.data import Federation
 from pflcore.data.roles import cross_device, cross_silo
+from pflcore.interop import Client, Server, pack, personalize, unpack
 from pflcore.local import Local, Net, Training
 from pflcore.ops import (
     Backend,
@@ -26,6 +27,7 @@ from pflcore.tuning import tune
 __all__ = [
     "ALGORITHMS",
     "Backend",
+    "Client",
     "EarlyStopping",
     "FedAvg",
     "Federation",
@@ -33,6 +35,7 @@ __all__ = [
     "Local",
     "Net",
     "Personalized",
+    "Server",
     "Simulation",
     "Stop",
     "TensorBoard",
@@ -45,9 +48,12 @@ __all__ = [
     "evaluate",
     "feddwa_weights",
     "for_everyone",
+    "pack",
     "pairwise_sqdist",
+    "personalize",
     "rank1_linear",
     "step",
     "tune",
+    "unpack",
     "waffle_weights",
 ]

@@ -1,0 +1,179 @@
+"""The server of any algorithm without a simulation: clients are wherever they are, and come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pflcore.algorithms.base import Cohort, FedAvg, State, Tensors, cohort_from
+from pflcore.algorithms.lookup import algorithm_of, name_of
+from pflcore.arguments import check_start, limit, whole
+from pflcore.interop.wire import STATISTICS, About, finished, net_of, opened, packed
+from pflcore.local.random import generator_of
+from pflcore.personal import with_one_more
+from pflcore.round import Outcome, begin, buffers_of, receive
+
+PURPOSES = {"train": "send", "evaluation": "evaluation"}  # what the draws of each are called
+
+
+class Server:
+    """The server's half of a round, for every algorithm: `download` for each client, `aggregate` for those who answered.
+
+    `template` is the model (an `nn.Module`, a function that makes one, or a `Net`), `rounds` how many there will be (for schedules). A
+    client is called by any string or whole number; it is numbered when it is first seen: 0 to num_clients - 1 are themselves (an algorithm's
+    `target` is such a number), others take the first free one, and beyond `num_clients` the state grows by a client at a time.
+    With `Client`s of the same model, seed and training it gives what `Simulation` gives. `buffers`, `clip`: as there.
+    """
+
+    def __init__(
+        self,
+        algorithm: FedAvg | type[FedAvg] | str,
+        template: Any,
+        num_clients: int,
+        *,
+        rounds: int = 100,
+        seed: int = 0,
+        buffers: str = "auto",
+        clip: float | None = None,
+    ) -> None:
+        self.algorithm = algorithm_of(algorithm)
+        self.net = net_of(self.algorithm, template, "cross_entropy", seed)
+        self.rounds, self.seed, self.clip = whole("rounds", rounds, 1), seed, limit("clip", clip)
+        self.policy = buffers_of(self.algorithm, self.net, buffers)
+        n = whole("num_clients", num_clients, 1)
+        self._state = begin(self.algorithm, self.net, n, server=True)
+        self._accepted = torch.zeros(n, dtype=torch.long)  # [N] the last round that each client was part of
+        self._numbers: dict[Hashable, int] = {}
+        self._gone: set[int] = set()
+        self._form: dict[str, tuple[torch.Size, torch.dtype]] | None = None  # of an upload
+
+    @property
+    def round(self) -> int:
+        """How many rounds have been played."""
+        return self._state.round
+
+    @property
+    def clients(self) -> dict[Hashable, int]:
+        """The clients that are known, and their numbers in what `report` gives."""
+        return dict(self._numbers)
+
+    def download(self, client_id: Hashable, purpose: str = "train") -> Tensors:
+        """What a client needs for the round that comes ("train"), or for its model as it is now ("evaluation"): a dict of tensors."""
+        if purpose not in PURPOSES:
+            raise ValueError(f"purpose: expected 'train' or 'evaluation', got {purpose!r}.")
+        number, state = self._number(client_id), self._state
+        round, n, one = state.round + 1 if purpose == "train" else max(1, state.round), len(state.buffers), torch.ones(1)
+        cohort = Cohort(torch.tensor([number]), one.double(), one.long(), n, round, self.rounds)
+        down = self.algorithm.send(state.g, cohort, generator_of(self.seed, round, PURPOSES[purpose]))
+        about = About(number, n, self.net.size, round, self.rounds, state.round, int(self._accepted[number]))
+        return packed(down, about, state.buffers[number] if self.policy == "average" else None)
+
+    def aggregate(self, uploads: Mapping[Any, tuple[Tensors, int]]) -> Outcome:
+        """Ends a round with what `Client.train` gave: {client id: (upload, number of training samples)}.
+
+        Who is not there was absent. Says what happened: `dropped` (clients whose upload is not finite: they were absent too), `void` (then
+        nothing changed), `moved`, `clipped`. ValueError in one sentence, and nothing changed, for an upload that does not fit.
+        """
+        if not isinstance(uploads, Mapping) or not uploads:
+            raise ValueError(f"uploads: expected {{client id: (upload, number of samples)}} of at least one client, got {uploads!r:.80}.")
+        order = sorted((self._known(client), client) for client in uploads)
+        ups, sizes = zip(*(self._upload(client, uploads[client], number) for number, client in order), strict=True)
+        ids, state = torch.tensor([number for number, _ in order]), self._state
+        absent = set(self.algorithm.required) - set(ids.tolist())
+        if absent:
+            raise ValueError(f"uploads: the target, client number {min(absent)}, must take part in every round.")
+        cohort = cohort_from(self.algorithm, ids, torch.tensor(sizes), len(state.buffers), state.round + 1, self.rounds)
+        up = {k: torch.stack([u[k] for u in ups]) for k in ups[0]}
+        buffers, outcome = up.pop(STATISTICS, state.buffers[ids.to(state.buffers.device)]), Outcome(ids.tolist())
+        self._form = {k: (v.shape[1:], v.dtype) for k, v in up.items()}
+        self._state = receive(self.algorithm, state, cohort, up, {}, buffers, outcome, self.policy, self.clip)
+        names = dict(order)
+        if not outcome.void:
+            self._accepted[[i for i in outcome.ids if i not in outcome.dropped]] = self._state.round
+        return replace(outcome, **{k: [names[i] for i in getattr(outcome, k)] for k in ("ids", "dropped", "clipped")})
+
+    def leave(self, client_id: Hashable) -> None:
+        """Forgets who has a number, for good: whoever comes by this id later is a newcomer. What the method holds of it, stays."""
+        self._gone.add(self._known(client_id))
+        del self._numbers[client_id]
+
+    def report(self) -> Tensors:
+        """The algorithm's own report of the last round: mixing weights, clusters, ..., by the clients' numbers."""
+        return self.algorithm.report(self._state.g)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that changes, in tensors of its own, numbers, strings and dicts, as `torch.save` and `torch.load` take it."""
+        s = self._state
+        tensors = {"statistics": s.buffers.clone(), "joined": s.joined.clone(), "accepted": self._accepted.clone()}
+        return {
+            "algorithm": name_of(self.algorithm),
+            "g": {k: v.clone() for k, v in s.g.items()},
+            **tensors,
+            "round": s.round,
+            "void": s.void,
+            "numbers": dict(self._numbers),
+            "gone": sorted(self._gone),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` gave. ValueError, and nothing changed, where it is another algorithm's or another model's."""
+        try:
+            g, n = {k: v.clone().to(self.net.w0.device) for k, v in state["g"].items()}, len(state["statistics"])
+            new = State(g, {}, state["statistics"].clone(), int(state["round"]), int(state["void"]), state["joined"].clone())
+            accepted, numbers, gone, name = state["accepted"].clone(), dict(state["numbers"]), set(state["gone"]), state["algorithm"]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"state: expected what Server.state_dict() gives, got {type(state).__name__} ({error}).") from None
+        if name != name_of(self.algorithm):
+            raise ValueError(f"state: expected one of {name_of(self.algorithm)}, got one of {name}.")
+        fresh = self.algorithm.init(self.net, n)[1]
+        try:
+            check_start(replace(new, own={k: v.expand(n, *v.shape) for k, v in fresh.items()}), self.algorithm, self.net, n)
+        except ValueError as error:
+            raise ValueError(str(error).replace("warm_start", "state")) from None
+        self._state, self._accepted, self._numbers, self._gone, self._form = new, accepted, numbers, gone, None
+
+    # inside ----------------------------------------------------------------------------------------------------------
+    def _known(self, client: Hashable) -> int:
+        if client not in self._numbers:
+            raise ValueError(f"client {client!r}: it is not known here; let it download first.")
+        return self._numbers[client]
+
+    def _number(self, client: Any) -> int:
+        if not isinstance(client, str | int) or isinstance(client, bool):
+            raise TypeError(f"client_id: expected a string or a whole number, got {client!r}.")
+        if client not in self._numbers:
+            n, taken = len(self._accepted), {*self._numbers.values(), *self._gone}
+            own = isinstance(client, int) and 0 <= client < n and client not in taken
+            number = client if isinstance(client, int) and own else next((i for i in range(n) if i not in taken), n)
+            if number == n:
+                void, (state, _) = self._state.void, with_one_more(self.algorithm, self._state, self.net, n)
+                self._state, self._accepted = replace(state, void=void), torch.cat([self._accepted, torch.zeros(1, dtype=torch.long)])
+            self._numbers[client] = number
+        return self._numbers[client]
+
+    def _upload(self, client: Any, given: Any, number: int) -> tuple[Tensors, int]:
+        """One client's upload and its number of samples, when they fit."""
+        who = f"client {client!r}"
+        if not (isinstance(given, tuple) and len(given) == 2):
+            raise ValueError(f"{who}: expected (upload, number of samples), got {type(given).__name__}.")
+        payload, about, statistics = opened(given[0], self.net, who)
+        if (about.number, about.round) != (number, self.round + 1):
+            raise ValueError(
+                f"{who}: its upload is number {about.number}'s of round {about.round}, expected {number}'s of round {self.round + 1}; "
+                "leave it out."
+            )
+        up = {k: v[0] for k, v in payload.items()}
+        form = {k: (v.shape, v.dtype) for k, v in up.items()}
+        if self._form is None:
+            self._form = form
+        if form != self._form or (statistics is None) != (self.policy != "average"):
+            raise ValueError(f"{who}: its upload holds {_words(form)}, expected {_words(self._form)} and the same `buffers` on both sides.")
+        return up | ({} if statistics is None else {STATISTICS: statistics}), whole(f"{who}, number of samples", given[1], 1)
+
+
+def _words(form: Mapping[str, tuple[Any, torch.dtype]]) -> str:
+    return ", ".join(f"{k} {list(shape)} {str(dtype).removeprefix('torch.')}" for k, (shape, dtype) in form.items())
