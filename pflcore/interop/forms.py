@@ -103,6 +103,10 @@ class Upload:
                 f"safetensors file, got {what}."
             )
 
+    def label(self, name: str) -> str:
+        """How a sentence calls one of its tensors."""
+        return f"{self.who}: {name!r}" if name else f"{self.who}: its row"
+
     def named(self) -> Iterator[tuple[str, Any]]:
         """The tensors by name, read one after another."""
         g = self.given
@@ -132,9 +136,11 @@ class Upload:
                 for n, t in new.items():
                     tensors[n].copy_(t)
             return module
-        if isinstance(g, type) and issubclass(g, Mapping):
+        if issubclass(g, Mapping):
             return _mapping(g, every)
-        return g(every.values()) if g in (list, tuple) else every if g is Path else every[""]
+        if issubclass(g, Path):
+            return every
+        return g(every.values()) if g in (list, tuple) else every[""]
 
     def forget(self) -> None:
         """Drops the numbers: of the client's model only its form is needed from here on (a module is copied later)."""

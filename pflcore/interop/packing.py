@@ -77,7 +77,7 @@ def pack(
                 kind.update((n, tuple(v.shape)) for n, v in mine.items())
             rows = _empty(len(models), values, client)
         for kind, mine, into in zip(kinds, values, rows, strict=True):
-            _fill(kind, mine, into[i], client.upload.who, form.ids[0])
+            _fill(kind, mine, into[i], client.upload, form.ids[0])
         client.upload.forget()
         form.clients.append(client)
     choose.finish()
@@ -177,7 +177,7 @@ def _opened(upload: Upload, choose: _Chosen, buffers: str, first: bool) -> tuple
     for name, value in upload.named():
         client.names.append(name)
         client.kept[name] = value
-        who = f"{upload.who}: {name!r}" if name else upload.who
+        who = upload.label(name)
         opened = own(value, who) if choose(name) else None
         if opened is None:
             continue
@@ -194,6 +194,7 @@ def _opened(upload: Upload, choose: _Chosen, buffers: str, first: bool) -> tuple
         client.makes[name] = make
         del client.kept[name]
     if first and not packed:
+        choose.finish()
         raise ValueError(f"{upload.who}: found no floating-point tensor to pack among {', '.join(client.names) or 'none'}.")
     return client, (packed, averaged)
 
@@ -208,20 +209,20 @@ def _empty(n: int, values: Sequence[dict[str, Any]], client: Client) -> list[Ten
     return matrices
 
 
-def _fill(columns: dict[str, tuple[int, ...]], mine: dict[str, Any], row: Tensor, who: str, first: Any) -> None:
+def _fill(columns: dict[str, tuple[int, ...]], mine: dict[str, Any], row: Tensor, upload: Upload, first: Any) -> None:
     """One client's tensors into its row, when they are those that the columns are for."""
     missing, extra = [n for n in columns if n not in mine], [n for n in mine if n not in columns]
     if missing or extra:
         said = [f"{word} {', '.join(map(repr, names[:5]))}" for word, names in (("without", missing), ("with", extra)) if names]
-        raise ValueError(f"{who}: expected the tensors of client {first!r}, got a model {' and '.join(said)}; exclude what is private.")
+        raise ValueError(f"{upload.who}: expected the tensors of client {first!r}, got a model {' and '.join(said)}; exclude what is private.")
     for name, piece in _cut(columns, row).items():
-        value, shape = mine[name], columns[name]
+        value, shape, who = mine[name], columns[name], upload.label(name)
         if tuple(value.shape) != shape:
-            raise ValueError(f"{who}: {name!r} has shape {list(value.shape)}, client {first!r}'s has {list(shape)}; exclude it or mend it.")
+            raise ValueError(f"{who} has shape {list(value.shape)}, client {first!r}'s has {list(shape)}; exclude it or mend it.")
         dtype, device = dtype_of(value, who), str(getattr(value, "device", "cpu"))
         if dtype != row.dtype or device != str(row.device):
             got, want = (f"{str(t).removeprefix('torch.')} on {d}" for t, d in ((dtype, device), (row.dtype, row.device)))
-            raise ValueError(f"{who}: {name!r} is {got} where the row is {want}; convert it, or exclude it.")
+            raise ValueError(f"{who} is {got} where the row is {want}; convert it, or exclude it.")
         put(value, piece)
 
 
