@@ -125,8 +125,8 @@ def pack(states: Sequence[State] | Mapping[Any, State], scale: Sequence[Scale] |
 
 
 def unpack(rows: Tensor, layout: Layout) -> tuple[Any, list[float]]:
-    """N adapters from rows [N, P], as they came, each with its client's ranks, scales, dtypes and integers; and for each the largest share of
-    a layer's square that the cut to the rank lost. Values are new tensors."""
+    """N adapters from rows [N, P], as they came, each with its client's ranks, scales, dtypes and integers; and for each the largest share
+    of a layer's square that the cut to the rank lost."""
     width = sum(p[3] for p in layout.parts)
     if rows.shape != (len(layout.states), width):
         raise ValueError(f"rows: expected [{len(layout.states)}, {width}], a row for each adapter, got {list(rows.shape)}.")
@@ -167,7 +167,7 @@ def mix(
 
 
 def scales(model: nn.Module, adapter: str = "default") -> dict[str, float]:
-    """The name of each A, as `get_peft_model_state_dict` has it, -> its scale in this PEFT model. ValueError where there is no LoRA adapter."""
+    """The name of each A, as `get_peft_model_state_dict` has it, -> its scale in this PEFT model. ValueError where it has no such adapter."""
     found: dict[str, float] = {}
     for name, module in model.named_modules():
         for held, tail in (("lora_A", ".weight"), ("lora_embedding_A", "")):
@@ -188,7 +188,9 @@ def ffa_lora(states: Any, **options: Any) -> Any:
     frozen, form = pack_factors(states, include=("*lora_A*", "*lora_embedding_A*") if _has_embedding(states) else "*lora_A*")
     other = (frozen != frozen[0]).any(1).nonzero()[:, 0].tolist()
     if other:
-        raise ValueError(f"client {form.ids[other[0]]!r}: its A differs from client {form.ids[0]!r}'s, FFA-LoRA freezes one A for all; use project.")
+        raise ValueError(
+            f"client {form.ids[other[0]]!r}: its A differs from client {form.ids[0]!r}'s, FFA-LoRA freezes one A for all; use project."
+        )
     return pack_factors(states, include="*lora_*B*", **options)
 
 
@@ -249,7 +251,9 @@ def _named(name: str, f: Callable[..., Any], *factors: Any) -> Any:
         raise ValueError(f"{name}: {error}") from None
 
 
-def _adapter(row: Tensor, parts: Sequence[tuple[str, str, Basis | None, int]], like: State, scale: Scale) -> tuple[dict[str, Tensor], float]:
+def _adapter(
+    row: Tensor, parts: Sequence[tuple[str, str, Basis | None, int]], like: State, scale: Scale
+) -> tuple[dict[str, Tensor], float]:
     """One row as an adapter of the ranks, shapes and dtypes of `like`, and the largest share lost."""
     new: dict[str, Tensor] = {}
     most = 0.0
@@ -266,7 +270,9 @@ def _pairs(states: Sequence[State], scale: Sequence[Mapping[str, float]]) -> dic
     """Name of A -> name of B, when all clients have the same tensors and a scale for each product."""
     for j, state in enumerate(states):
         if state.keys() != states[0].keys():
-            raise ValueError(f"client {j}: its adapter differs from client 0's in {', '.join(sorted(state.keys() ^ states[0].keys())[:5])}.")
+            raise ValueError(
+                f"client {j}: its adapter differs from client 0's in {', '.join(sorted(state.keys() ^ states[0].keys())[:5])}."
+            )
     for name in states[0]:
         kind = next((kind for mark, kind in REFUSED.items() if mark in name), None)
         if kind:

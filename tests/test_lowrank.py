@@ -15,7 +15,16 @@ DOUBLE = {"dtype": torch.float64}
 
 
 def factors(
-    n: int, o: int, i: int, ranks: list[int], spread: float, *, shared: bool = False, zero: Any = (), dependent: bool = False, gauge: bool = False
+    n: int,
+    o: int,
+    i: int,
+    ranks: list[int],
+    spread: float,
+    *,
+    shared: bool = False,
+    zero: Any = (),
+    dependent: bool = False,
+    gauge: bool = False,
 ) -> tuple[list[Tensor], list[Tensor], list[float]]:
     draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0), **DOUBLE)
     least, a, b = min(ranks), [], []
@@ -95,7 +104,7 @@ def scale_of(rank: int, alpha: float = 16.0) -> dict[str, float]:
 def products(state: dict[str, Tensor], scale: dict[str, float]) -> dict[str, Tensor]:
     """Everything that a row stands for, dense."""
     found = {k: scale[k] * state[k.replace("A", "B", 1)].double().flatten(1) @ state[k].double().flatten(1) for k in NAMES}
-    return found | {k: v.double() for k, v in state.items() if v.is_floating_point() and not ("_A" in k or "_B.w" in k or "_B" == k[-2:])}
+    return found | {k: v.double() for k, v in state.items() if v.is_floating_point() and not ("_A" in k or "_B.w" in k or k[-2:] == "_B")}
 
 
 def test_adapters_of_different_ranks_are_packed_and_come_back() -> None:
@@ -173,7 +182,11 @@ BAD: list[tuple[Any, Any, str]] = [
     ([{"m.q.lokr_w1": torch.ones(2, 2)}], scale_of(2), "m.q.lokr_w1: LoKr"),
     ([{"m.q.weight": torch.ones(2, 2)}], scale_of(2), "found no lora_A"),
     ([{"m.q.lora_A.weight": torch.ones(2, 2)}], scale_of(2), "found no m.q.lora_B.weight"),
-    ([adapter(0, 2), adapter(1, 2) | {"m.q.lora_B.weight": torch.ones(9, 2)}], scale_of(2), "m.q.lora_A.weight: a, b: expected .* client 1's"),
+    (
+        [adapter(0, 2), adapter(1, 2) | {"m.q.lora_B.weight": torch.ones(9, 2)}],
+        scale_of(2),
+        "m.q.lora_A.weight: a, b: expected .* client 1's",
+    ),
     ([adapter(0, 2), adapter(1, 2) | {"m.classifier.weight": torch.ones(4, 10)}], scale_of(2), "client 1: m.classifier.weight has shape"),
     ([adapter(0, 2), adapter(1, 2) | {"m.q.lora_B.weight": torch.full((10, 2), torch.nan)}], scale_of(2), "client 1's are not"),
 ]

@@ -107,7 +107,7 @@ def cosines(sqdist: Tensor, norm: Tensor) -> Tensor:
 
 
 def groups(similarity: Tensor, k: int, linkage: str = "complete") -> Tensor:
-    """At most k groups of m clients by agglomerative clustering of `similarity` [m, m]: each client's group [m], called by its first client.
+    """At most k groups of m clients by agglomerative clustering of `similarity` [m, m]: each one's group [m], called by its first client.
 
     The two most similar groups merge until k are left; groups are as similar as their least similar pair ("complete") or their most
     similar one ("single", which makes the largest similarity across two halves as small as it can be).

@@ -54,9 +54,7 @@ def dtype_of(value: Any, who: str) -> torch.dtype:
     try:
         return torch.from_numpy(np.empty(0, value.dtype.newbyteorder("="))).dtype
     except TypeError:
-        raise ValueError(
-            f"{who}: numpy carries no {value.dtype} to torch; send bfloat16 as float32 or as a torch tensor."
-        ) from None
+        raise ValueError(f"{who}: numpy carries no {value.dtype} to torch; send bfloat16 as float32 or as a torch tensor.") from None
 
 
 def _array(t: Tensor, shape: tuple[int, ...], dtype: Any) -> Any:

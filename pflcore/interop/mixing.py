@@ -41,7 +41,7 @@ class Krum:
     def chosen(self, sqdist: Tensor) -> Tensor:
         """The chosen clients [m], best first, by squared distances [N, N]."""
         n = len(sqdist)
-        if not (0 <= self.f and 2 * self.f + 2 < n and 1 <= self.m <= n - self.f):
+        if not (self.f >= 0 and 2 * self.f + 2 < n and 1 <= self.m <= n - self.f):
             raise ValueError(f"f, m: expected 0 <= f with 2 f + 2 < {n} clients and 1 <= m <= N - f, got f={self.f}, m={self.m}.")
         others = sqdist.double().cpu().clone().fill_diagonal_(torch.inf)
         return others.sort(1).values[:, : n - self.f - 2].sum(1).sort(stable=True).indices[: self.m]
@@ -170,8 +170,12 @@ def _mix(
         return Mix(alg.mixing(sqdist, _norm2(rows), everybody))
     assert isinstance(alg, SFL)
     if alg.adjacency == "oracle_labels":
-        raise ValueError("adjacency: 'oracle_labels' needs the clients' labels, which are not in a model; take 'knn_models' or a .npy file.")
-    return Mix(smoothing(alg.graph(n) if alg.adjacency.endswith(".npy") else nearest(sqdist, alg.k, everybody), everybody, alg.layers, alg.s))
+        raise ValueError(
+            "adjacency: 'oracle_labels' needs the clients' labels, which are not in a model; take 'knn_models' or a .npy file."
+        )
+    return Mix(
+        smoothing(alg.graph(n) if alg.adjacency.endswith(".npy") else nearest(sqdist, alg.k, everybody), everybody, alg.layers, alg.s)
+    )
 
 
 def _norm2(rows: Tensor) -> Tensor:

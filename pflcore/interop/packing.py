@@ -145,7 +145,9 @@ def _outer(uploads: Any) -> tuple[Form, list[Any]]:
         form, models = Form(list(uploads), "dict"), list(uploads.values())
         tensors = [v for v in models if isinstance(v, Tensor | np.ndarray)]
         if tensors and (len(tensors) < len(models) or len({tuple(t.shape) for t in tensors}) > 1 or tensors[0].ndim != 1):
-            raise ValueError("uploads: expected a dict of models by client id, got what looks like one state dict; give [model, model, ...].")
+            raise ValueError(
+                "uploads: expected a dict of models by client id, got what looks like one state dict; give [model, model, ...]."
+            )
     elif isinstance(uploads, str | bytes | Tensor | np.ndarray | nn.Module) or not hasattr(uploads, "__iter__"):
         what = f"shape {tuple(uploads.shape)}" if isinstance(uploads, Tensor | np.ndarray) else type(uploads).__name__
         raise TypeError(f"uploads: expected rows [N, P], a list of models or a dict of them by client id, got {what}.")
@@ -214,7 +216,9 @@ def _fill(columns: dict[str, tuple[int, ...]], mine: dict[str, Any], row: Tensor
     missing, extra = [n for n in columns if n not in mine], [n for n in mine if n not in columns]
     if missing or extra:
         said = [f"{word} {', '.join(map(repr, names[:5]))}" for word, names in (("without", missing), ("with", extra)) if names]
-        raise ValueError(f"{upload.who}: expected the tensors of client {first!r}, got a model {' and '.join(said)}; exclude what is private.")
+        raise ValueError(
+            f"{upload.who}: expected the tensors of client {first!r}, got a model {' and '.join(said)}; exclude what is private."
+        )
     for name, piece in _cut(columns, row).items():
         value, shape, who = mine[name], columns[name], upload.label(name)
         if tuple(value.shape) != shape:

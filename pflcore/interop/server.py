@@ -7,12 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from pflcore.algorithms.base import Cohort, FedAvg, State, Tensors, cohort_from
 from pflcore.algorithms.lookup import algorithm_of, name_of
 from pflcore.arguments import check_start, limit, whole
-from pflcore.interop.wire import STATISTICS, About, finished, net_of, opened, packed
+from pflcore.interop.wire import STATISTICS, About, net_of, opened, packed
 from pflcore.local.random import generator_of
 from pflcore.personal import with_one_more
 from pflcore.round import Outcome, begin, buffers_of, receive
@@ -24,8 +23,8 @@ class Server:
     """The server's half of a round, for every algorithm: `download` for each client, `aggregate` for those who answered.
 
     `template` is the model (an `nn.Module`, a function that makes one, or a `Net`), `rounds` how many there will be (for schedules). A
-    client is called by any string or whole number; it is numbered when it is first seen: 0 to num_clients - 1 are themselves (an algorithm's
-    `target` is such a number), others take the first free one, and beyond `num_clients` the state grows by a client at a time.
+    client is called by any string or whole number; it is numbered when it is first seen: 0 to num_clients - 1 are themselves (so is
+    an algorithm's `target`), others take the first free one, and beyond `num_clients` the state grows by a client, between rounds.
     With `Client`s of the same model, seed and training it gives what `Simulation` gives. `buffers`, `clip`: as there.
     """
 
@@ -50,6 +49,7 @@ class Server:
         self._numbers: dict[Hashable, int] = {}
         self._gone: set[int] = set()
         self._form: dict[str, tuple[torch.Size, torch.dtype]] | None = None  # of an upload
+        self._begun = False  # has somebody been given what this round trains on?
 
     @property
     def round(self) -> int:
@@ -65,7 +65,8 @@ class Server:
         """What a client needs for the round that comes ("train"), or for its model as it is now ("evaluation"): a dict of tensors."""
         if purpose not in PURPOSES:
             raise ValueError(f"purpose: expected 'train' or 'evaluation', got {purpose!r}.")
-        number, state = self._number(client_id), self._state
+        number, state = self.join(client_id), self._state
+        self._begun |= purpose == "train"
         round, n, one = state.round + 1 if purpose == "train" else max(1, state.round), len(state.buffers), torch.ones(1)
         cohort = Cohort(torch.tensor([number]), one.double(), one.long(), n, round, self.rounds)
         down = self.algorithm.send(state.g, cohort, generator_of(self.seed, round, PURPOSES[purpose]))
@@ -89,12 +90,30 @@ class Server:
         cohort = cohort_from(self.algorithm, ids, torch.tensor(sizes), len(state.buffers), state.round + 1, self.rounds)
         up = {k: torch.stack([u[k] for u in ups]) for k in ups[0]}
         buffers, outcome = up.pop(STATISTICS, state.buffers[ids.to(state.buffers.device)]), Outcome(ids.tolist())
-        self._form = {k: (v.shape[1:], v.dtype) for k, v in up.items()}
         self._state = receive(self.algorithm, state, cohort, up, {}, buffers, outcome, self.policy, self.clip)
-        names = dict(order)
+        names, self._begun, self._form = dict(order), False, None
         if not outcome.void:
             self._accepted[[i for i in outcome.ids if i not in outcome.dropped]] = self._state.round
         return replace(outcome, **{k: [names[i] for i in getattr(outcome, k)] for k in ("ids", "dropped", "clipped")})
+
+    def join(self, client_id: Hashable) -> int:
+        """A client's number; a new one's first `download` does the same. ValueError where a round that has begun would have to grow."""
+        if not isinstance(client_id, str | int) or isinstance(client_id, bool):
+            raise TypeError(f"client_id: expected a string or a whole number, got {client_id!r}.")
+        if client_id in self._numbers:
+            return self._numbers[client_id]
+        n, taken = len(self._accepted), {*self._numbers.values(), *self._gone}
+        first = next((i for i in range(n) if i not in taken), n)
+        number = client_id if isinstance(client_id, int) and 0 <= client_id < n and client_id not in taken else first
+        if number == n:
+            if self._begun:
+                raise ValueError(
+                    f"client {client_id!r}: the round has begun with {n} clients; let it come after aggregate, or raise num_clients."
+                )
+            void, (state, _) = self._state.void, with_one_more(self.algorithm, self._state, self.net, n)
+            self._state, self._accepted = replace(state, void=void), torch.cat([self._accepted, torch.zeros(1, dtype=torch.long)])
+        self._numbers[client_id] = number
+        return number
 
     def leave(self, client_id: Hashable) -> None:
         """Forgets who has a number, for good: whoever comes by this id later is a newcomer. What the method holds of it, stays."""
@@ -134,25 +153,12 @@ class Server:
             check_start(replace(new, own={k: v.expand(n, *v.shape) for k, v in fresh.items()}), self.algorithm, self.net, n)
         except ValueError as error:
             raise ValueError(str(error).replace("warm_start", "state")) from None
-        self._state, self._accepted, self._numbers, self._gone, self._form = new, accepted, numbers, gone, None
+        self._state, self._accepted, self._numbers, self._gone, self._form, self._begun = new, accepted, numbers, gone, None, False
 
     # inside ----------------------------------------------------------------------------------------------------------
     def _known(self, client: Hashable) -> int:
         if client not in self._numbers:
             raise ValueError(f"client {client!r}: it is not known here; let it download first.")
-        return self._numbers[client]
-
-    def _number(self, client: Any) -> int:
-        if not isinstance(client, str | int) or isinstance(client, bool):
-            raise TypeError(f"client_id: expected a string or a whole number, got {client!r}.")
-        if client not in self._numbers:
-            n, taken = len(self._accepted), {*self._numbers.values(), *self._gone}
-            own = isinstance(client, int) and 0 <= client < n and client not in taken
-            number = client if isinstance(client, int) and own else next((i for i in range(n) if i not in taken), n)
-            if number == n:
-                void, (state, _) = self._state.void, with_one_more(self.algorithm, self._state, self.net, n)
-                self._state, self._accepted = replace(state, void=void), torch.cat([self._accepted, torch.zeros(1, dtype=torch.long)])
-            self._numbers[client] = number
         return self._numbers[client]
 
     def _upload(self, client: Any, given: Any, number: int) -> tuple[Tensors, int]:
@@ -168,8 +174,7 @@ class Server:
             )
         up = {k: v[0] for k, v in payload.items()}
         form = {k: (v.shape, v.dtype) for k, v in up.items()}
-        if self._form is None:
-            self._form = form
+        self._form = self._form or form
         if form != self._form or (statistics is None) != (self.policy != "average"):
             raise ValueError(f"{who}: its upload holds {_words(form)}, expected {_words(self._form)} and the same `buffers` on both sides.")
         return up | ({} if statistics is None else {STATISTICS: statistics}), whole(f"{who}, number of samples", given[1], 1)

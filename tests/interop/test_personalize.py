@@ -40,7 +40,9 @@ def one_round(name: str, first: torch.Tensor | None, last: torch.Tensor, more: d
 @pytest.mark.parametrize("options", [{"sigma": 3.0, "alpha": 0.5}, {"alpha": 5.0}, {"alpha": 5.0, "self_weight": "literal"}])
 @pytest.mark.filterwarnings("ignore:FedAMP")
 def test_fedamp_is_its_servers_step(options: dict[str, Any]) -> None:
-    torch.testing.assert_close(personalize(rows(), "fedamp", **options), one_round("fedamp", None, rows(), {}, **options)["u"], rtol=0, atol=0)
+    torch.testing.assert_close(
+        personalize(rows(), "fedamp", **options), one_round("fedamp", None, rows(), {}, **options)["u"], rtol=0, atol=0
+    )
 
 
 def test_heurfedamp_is_its_servers_step() -> None:
