@@ -131,7 +131,7 @@ def unpack(rows: Tensor, layout: Layout) -> tuple[Any, list[float]]:
     if rows.shape != (len(layout.states), width):
         raise ValueError(f"rows: expected [{len(layout.states)}, {width}], a row for each adapter, got {list(rows.shape)}.")
     pairs = zip(rows, layout.states, layout.scale, strict=True)
-    adapters, lost = zip(*(_adapter(row, layout.parts, *like) for row, *like in pairs), strict=True)
+    adapters, lost = zip(*(_adapter(row, layout.parts, state, scale) for row, state, scale in pairs), strict=True)
     return list(adapters) if layout.ids is None else dict(zip(layout.ids, adapters, strict=True)), list(lost)
 
 
@@ -167,7 +167,7 @@ def mix(
 
 
 def scales(model: nn.Module, adapter: str = "default") -> dict[str, float]:
-    """The name of each A, as `get_peft_model_state_dict` has it, -> its scale in this PEFT model. ValueError where it has no such adapter."""
+    """The name of each A, as `get_peft_model_state_dict` has it, -> its scale in this PEFT model. ValueError where it has none."""
     found: dict[str, float] = {}
     for name, module in model.named_modules():
         for held, tail in (("lora_A", ".weight"), ("lora_embedding_A", "")):

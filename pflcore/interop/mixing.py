@@ -25,7 +25,7 @@ class Mix(NamedTuple):
     """Whose models make whose: weights [N, N], or [N, K] with whose they are."""
 
     weight: Tensor
-    index: Tensor | None = None
+    index: Tensor | None = None  # type: ignore[assignment]  # hides tuple.index
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ def personalize(
     "clusters" (k groups), "feddwa" and "feddwa_qp". FedDWA asks how near the others' models are to where a client is going: `guidance` are
     models of all the clients one look ahead, `previous` those of their last round (where uploads and these are dicts or pairs, clients
     without one keep their model). `base`, one model, is what clusters' updates are counted from. All in the form of the uploads.
-    `include`, `exclude` as `pack` has them; `buffers`: "auto" is the method's own. `directions` compares the models' directions, as adapters
-    of different ranks ask for; what is mixed stays as it is. ValueError in one sentence, also where an upload is not finite.
+    `include`, `exclude` as `pack` has them; `buffers`: "auto" is the method's own. `directions` compares the models' directions, as
+    adapters of different ranks ask for; what is mixed stays as it is. ValueError in one sentence, also where an upload is not finite.
     """
     alg = _method(method, options)
     if buffers == "auto":
@@ -98,7 +98,7 @@ def personalize(
         extra["base"] = _rows_of("base", base[None] if form.outer == "matrix" else [base], rows, [0], False, only)
     compared = {k: F.normalize(v.double()) if directions and base is None else v for k, v in (("rows", rows), *extra.items())}
     weight, index = _mix(alg, **compared)
-    at = {"weight": weight.to(rows.device), "index": None if index is None else index.to(rows.device)}
+    at: dict[str, Any] = {"weight": weight.to(rows.device), "index": None if index is None else index.to(rows.device)}
     return unpack(ops.aggregate(rows, **at), form, **at)
 
 

@@ -55,12 +55,12 @@ def pack(
 ) -> Packed:
     """The rows [N, P] of N clients' models, in their own dtype, and the form that `unpack` gives mixed rows back in.
 
-    `uploads` is an [N, P] tensor or array (which is taken as it is), or one model for each client, in a list, in (client id, model) pairs,
-    or in a dict by client id: 1-D tensors, lists of arrays, state dicts, Flower ArrayRecords, `nn.Module`s, paths of safetensors files.
-    Values with a `materialize()` are asked for it one client at a time. Only tensors that match one of the shell patterns `include` (default:
-    all) and none of `exclude` are packed, as in `net.mask("head.*")`; lists of arrays are called "0", "1", ... The others stay each
+    `uploads` is an [N, P] tensor or array (which is taken as it is), or one model for each client, in a list, in (client id, model)
+    pairs, or in a dict by client id: 1-D tensors, lists of arrays, state dicts, Flower ArrayRecords, `nn.Module`s, safetensors files.
+    Values with a `materialize()` are asked for it one client at a time. Only tensors that match a shell pattern of `include` (default: all)
+    and none of `exclude` are packed, as in `net.mask("head.*")`; lists of arrays are called "0", "1", ... The others stay each
     client's own, as integers always do. `buffers` says what becomes of batch norm's running statistics, which are never in the rows:
-    "local" leaves each client its own, "average" has `unpack` mix them. ValueError or TypeError in one sentence that names client and tensor.
+    "local" leaves each client its own, "average" has `unpack` mix them. ValueError or TypeError in a sentence that names client and tensor.
     """
     if buffers not in ("local", "average"):
         raise ValueError(f"buffers: expected 'local' or 'average', got {buffers!r}.")
@@ -206,7 +206,7 @@ def _empty(n: int, values: Sequence[dict[str, Any]], client: Client) -> list[Ten
     matrices = []
     for mine in values:
         first = next(iter(mine.items()), None)
-        like = {"dtype": dtype_of(first[1], ""), "device": getattr(first[1], "device", "cpu")} if first else {}
+        like: dict[str, Any] = {"dtype": dtype_of(first[1], ""), "device": getattr(first[1], "device", "cpu")} if first else {}
         matrices.append(torch.empty(n, sum(int(np.prod(v.shape)) for v in mine.values()), **like))
     return matrices
 

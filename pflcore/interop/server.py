@@ -94,7 +94,8 @@ class Server:
         names, self._begun, self._form = dict(order), False, None
         if not outcome.void:
             self._accepted[[i for i in outcome.ids if i not in outcome.dropped]] = self._state.round
-        return replace(outcome, **{k: [names[i] for i in getattr(outcome, k)] for k in ("ids", "dropped", "clipped")})
+        ids_of: dict[str, Any] = {k: [names[i] for i in getattr(outcome, k)] for k in ("ids", "dropped", "clipped")}
+        return replace(outcome, **ids_of)
 
     def join(self, client_id: Hashable) -> int:
         """A client's number; a new one's first `download` does the same. ValueError where a round that has begun would have to grow."""
