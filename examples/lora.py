@@ -2,7 +2,7 @@
 
 Twelve clients in three groups, each group with a language of its own, fine-tune one tiny transformer for one round (its config is below;
 nothing is fetched). With one first A for everybody the factors will do; with an A of their own for each client only products compare.
-Needs the extra `lora`: pip install 'pflcore[lora]'. Takes about a minute.
+Needs the extra `lora`: pip install 'pflcore[lora]'. Takes about a minute on a quiet machine.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def train(model: torch.nn.Module, languages: list[torch.Tensor], steps: int, lr:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return float(loss)
+    return loss.item()
 
 
 def adapters(
@@ -73,8 +73,8 @@ def right(rows: torch.Tensor) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rank", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=60, help="of each client's round")
-    parser.add_argument("--warm-up", type=int, default=150, help="steps of pre-training on all languages")
+    parser.add_argument("--steps", type=int, default=40, help="of each client's round")
+    parser.add_argument("--warm-up", type=int, default=100, help="steps of pre-training on all languages")
     options = parser.parse_args()
     torch.manual_seed(0)
     model = LlamaForCausalLM(CONFIG)

@@ -16,6 +16,7 @@ from pflcore.local.random import generator_of
 from pflcore.personal import with_one_more
 from pflcore.round import Outcome, begin, buffers_of, receive
 
+_Form = dict[str, tuple[torch.Size, torch.dtype]]
 PURPOSES = {"train": "send", "evaluation": "evaluation"}  # what the draws of each are called
 
 
@@ -48,7 +49,7 @@ class Server:
         self._accepted = torch.zeros(n, dtype=torch.long)  # [N] the last round that each client was part of
         self._numbers: dict[Hashable, int] = {}
         self._gone: set[int] = set()
-        self._form: dict[str, tuple[torch.Size, torch.dtype]] | None = None  # of an upload
+        self._form: tuple[int, _Form] | None = None  # of the last round's uploads, with N
         self._begun = False  # has somebody been given what this round trains on?
 
     @property
@@ -82,8 +83,13 @@ class Server:
         if not isinstance(uploads, Mapping) or not uploads:
             raise ValueError(f"uploads: expected {{client id: (upload, number of samples)}} of at least one client, got {uploads!r:.80}.")
         order = sorted((self._known(client), client) for client in uploads)
-        ups, sizes = zip(*(self._upload(client, uploads[client], number) for number, client in order), strict=True)
-        ids, state = torch.tensor([number for number, _ in order]), self._state
+        ids, state, ups, sizes = torch.tensor([number for number, _ in order]), self._state, [], []
+        form = self._form[1] if self._form and self._form[0] == len(state.buffers) else None
+        for number, client in order:
+            one, size = self._upload(client, uploads[client], number, form)
+            form = form or _form_of(one)
+            ups.append(one)
+            sizes.append(size)
         absent = set(self.algorithm.required) - set(ids.tolist())
         if absent:
             raise ValueError(f"uploads: the target, client number {min(absent)}, must take part in every round.")
@@ -91,7 +97,8 @@ class Server:
         up = {k: torch.stack([u[k] for u in ups]) for k in ups[0]}
         buffers, outcome = up.pop(STATISTICS, state.buffers[ids.to(state.buffers.device)]), Outcome(ids.tolist())
         self._state = receive(self.algorithm, state, cohort, up, {}, buffers, outcome, self.policy, self.clip)
-        names, self._begun, self._form = dict(order), False, None
+        assert form is not None
+        names, self._begun, self._form = dict(order), False, (len(state.buffers), form)
         if not outcome.void:
             self._accepted[[i for i in outcome.ids if i not in outcome.dropped]] = self._state.round
         ids_of: dict[str, Any] = {k: [names[i] for i in getattr(outcome, k)] for k in ("ids", "dropped", "clipped")}
@@ -162,7 +169,7 @@ class Server:
             raise ValueError(f"client {client!r}: it is not known here; let it download first.")
         return self._numbers[client]
 
-    def _upload(self, client: Any, given: Any, number: int) -> tuple[Tensors, int]:
+    def _upload(self, client: Any, given: Any, number: int, form: _Form | None) -> tuple[Tensors, int]:
         """One client's upload and its number of samples, when they fit."""
         who = f"client {client!r}"
         if not (isinstance(given, tuple) and len(given) == 2):
@@ -173,13 +180,18 @@ class Server:
                 f"{who}: its upload is number {about.number}'s of round {about.round}, expected {number}'s of round {self.round + 1}; "
                 "leave it out."
             )
-        up = {k: v[0] for k, v in payload.items()}
-        form = {k: (v.shape, v.dtype) for k, v in up.items()}
-        self._form = self._form or form
-        if form != self._form or (statistics is None) != (self.policy != "average"):
-            raise ValueError(f"{who}: its upload holds {_words(form)}, expected {_words(self._form)} and the same `buffers` on both sides.")
-        return up | ({} if statistics is None else {STATISTICS: statistics}), whole(f"{who}, number of samples", given[1], 1)
+        up = {k: v[0] for k, v in payload.items()} | ({} if statistics is None else {STATISTICS: statistics})
+        mine = _form_of(up)
+        if mine != (form or mine) or (statistics is None) != (self.policy != "average"):
+            raise ValueError(
+                f"{who}: its upload holds {_words(mine)}, expected {_words(form or mine)} and the same `buffers` on both sides."
+            )
+        return up, whole(f"{who}, number of samples", given[1], 1)
 
 
-def _words(form: Mapping[str, tuple[Any, torch.dtype]]) -> str:
+def _form_of(up: Tensors) -> _Form:
+    return {k: (v.shape, v.dtype) for k, v in up.items()}
+
+
+def _words(form: _Form) -> str:
     return ", ".join(f"{k} {list(shape)} {str(dtype).removeprefix('torch.')}" for k, (shape, dtype) in form.items())

@@ -210,6 +210,16 @@ def test_mistakes_are_one_sentence_and_cost_nothing() -> None:
     assert not server.aggregate({0: (up, n), 1: (other, m)}).void
 
 
+def test_a_refused_upload_does_not_spoil_the_round_for_the_others() -> None:
+    server, clients = apart(algorithm("fedavg"))
+    good = {i: clients[i].train(server.download(i)) for i in (0, 1)}
+    up, n = clients[2].train(server.download(2))
+    for client, bad in ((0, {**good[0][0], "delta": up["delta"].float()}), (2, {**up, "delta": up["delta"][:5]})):
+        with pytest.raises(ValueError, match="its upload holds delta"):
+            server.aggregate({**good, client: (bad, n)})
+    assert server.aggregate(good).ids == [0, 1]
+
+
 def test_mistakes_at_the_door() -> None:
     server, clients = apart(algorithm("fedavg"))
     with pytest.raises(TypeError, match="client_id: expected a string or a whole number"):

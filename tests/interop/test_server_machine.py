@@ -90,4 +90,4 @@ class Comings(RuleBasedStateMachine):
 
 
 TestComings = Comings.TestCase
-TestComings.settings = settings(max_examples=15, stateful_step_count=15)
+TestComings.settings = settings(max_examples=8, stateful_step_count=10)
