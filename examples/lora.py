@@ -2,7 +2,7 @@
 
 Twelve clients in three groups, each group with a language of its own, fine-tune one tiny transformer for one round (its config is below;
 nothing is fetched). With one first A for everybody the factors will do; with an A of their own for each client only products compare.
-Needs the extra `lora`: pip install 'pflcore[lora]'. Takes about a minute on a quiet machine.
+Needs the extra `lora`: pip install 'pflcore[lora]'. Takes half a minute.
 """
 
 from __future__ import annotations

@@ -204,3 +204,26 @@ def test_lift_refuses_what_it_cannot_do() -> None:
     for rank, scale in ((0, 1.0), (3, 1.0), (2, 0.0)):
         with pytest.raises(ValueError, match="rank, scale"):
             lowrank.lift(rows[0], basis, rank, scale)
+
+
+def test_the_scales_and_states_of_peft() -> None:
+    peft = pytest.importorskip("peft")
+    states, scales, products = [], [], []
+    for j, rslora in enumerate((False, True)):
+        torch.manual_seed(j)
+        base = torch.nn.ModuleDict({"q": torch.nn.Linear(12, 10), "v": torch.nn.Linear(12, 8), "e": torch.nn.Embedding(20, 6)})
+        config = peft.LoraConfig(r=2 + j, lora_alpha=5, target_modules=["q", "v", "e"], rank_pattern={"v": 4}, use_rslora=rslora)
+        model = peft.get_peft_model(base, config)
+        for name, p in model.named_parameters():
+            if "lora_" in name:
+                p.data.normal_()
+        states.append(peft.get_peft_model_state_dict(model))
+        scales.append(lowrank.scales(model))
+        layers = [m for m in model.modules() if hasattr(m, "get_delta_weight")]
+        products.append(torch.cat([m.get_delta_weight("default").detach().double().flatten() for m in layers]))
+    rows, layout = lowrank.pack(states, scales)
+    torch.testing.assert_close(pairwise_sqdist(rows), pairwise_sqdist(torch.stack(products)), rtol=1e-5, atol=1e-5)
+    back, _ = lowrank.unpack(rows, layout)
+    peft.set_peft_model_state_dict(model, back[1])
+    again = torch.cat([m.get_delta_weight("default").detach().double().flatten() for m in layers])
+    torch.testing.assert_close(again, products[1], rtol=1e-4, atol=1e-4)
