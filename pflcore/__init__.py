@@ -8,6 +8,7 @@ from pflcore.callbacks import EarlyStopping, TensorBoard
 from pflcore.checkpoint import Checkpoint
 from pflcore.data import Federation
 from pflcore.data.roles import cross_device, cross_silo
+from pflcore.interop import Client, Server, pack, personalize, unpack
 from pflcore.local import Local, Net, Training
 from pflcore.ops import (
     Backend,
@@ -28,6 +29,7 @@ __all__ = [
     "ALGORITHMS",
     "Backend",
     "Checkpoint",
+    "Client",
     "EarlyStopping",
     "FedAvg",
     "Federation",
@@ -35,6 +37,7 @@ __all__ = [
     "Local",
     "Net",
     "Personalized",
+    "Server",
     "Simulation",
     "Stop",
     "TensorBoard",
@@ -47,9 +50,12 @@ __all__ = [
     "evaluate",
     "feddwa_weights",
     "for_everyone",
+    "pack",
     "pairwise_sqdist",
+    "personalize",
     "rank1_linear",
     "step",
     "tune",
+    "unpack",
     "waffle_weights",
 ]

@@ -84,8 +84,8 @@ def check_start(start: Any, algorithm: FedAvg, net: Net, n: int) -> None:
         raise ValueError(f"warm_start: expected a state of {n} clients, got one of {max(rows - {n})}; start from a run on this federation.")
     for key, shape in want.items():
         got = have[key]
-        grown = key.startswith("server") and len(got) == len(shape) and got[-1:] == shape[-1:]  # rows that a run adds to
-        if got != shape and not (grown and shape and n not in (shape[0], got[0])):
+        grown = key.startswith("server") and len(got) == len(shape) > 0 and got[1:] == shape[1:]  # rows that a run adds to
+        if got != shape and not (grown and shape[0] not in (n, net.size)):
             raise ValueError(f"warm_start: expected {key} of shape {list(shape)}, got {list(got)}; start from a run of this model.")
 
 

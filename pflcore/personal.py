@@ -144,7 +144,7 @@ class Models:
         training = replace(training, lr=training.lr_at(max(1, self.state.round), self.setting.rounds), schedule=None)
         engine = Engine(self.setting.engine.name, self.setting.engine.workers)
         setting = self.setting._replace(data=data, training=training, engine=engine, rounds=self.setting.rounds + rounds)
-        state, everybody = _with_one_more(alg, self.state, setting.net, n)
+        state, everybody = with_one_more(alg, self.state, setting.net, n)
         if everybody:  # what the newcomer gets is made by the server from everybody's uploads of one round
             for _ in range(rounds):
                 state, outcome = step(alg, state, setting, torch.arange(n + 1))
@@ -177,24 +177,20 @@ def _alone(alg: FedAvg, state: State, setting: Setting, client: int, rounds: int
     return state
 
 
-def _with_one_more(alg: FedAvg, state: State, net: Net, n: int) -> tuple[State, bool]:
+def with_one_more(alg: FedAvg, state: State, net: Net, n: int) -> tuple[State, bool]:
     """A copy of the state with a fresh client n, and whether the server keeps a model for each client.
 
     What is the clients' is told by its shape: it is what a federation with one more client has more of. The newcomer's batch norm
     starts with the mean of the others' statistics.
     """
-    few, many = begin(alg, net, n), begin(alg, net, n + 1)
+    few, many = (begin(alg, net, m, server=not state.own) for m in (n, n + 1))
     everybody = any(v.shape != few.g[k].shape and v.shape[-1:] == (net.size,) for k, v in many.g.items())
 
-    def grown(old: Tensor, small: Tensor | None, large: Tensor | None) -> Tensor:
-        if small is None or large is None or small.shape == large.shape:
-            return old.clone()
-        new = large.to(old).clone()
-        new[tuple(slice(0, length) for length in old.shape)] = old
-        return new
+    def larger(old: Tensor, small: Tensor | None, large: Tensor | None) -> Tensor:
+        return old.clone() if small is None or large is None or small.shape == large.shape else grown(old, large)
 
-    g = {k: grown(v, few.g.get(k), many.g.get(k)) for k, v in state.g.items()}
-    own = {k: grown(v, few.own[k], many.own[k]) for k, v in state.own.items()}
+    g = {k: larger(v, few.g.get(k), many.g.get(k)) for k, v in state.g.items()}
+    own = {k: larger(v, few.own[k], many.own[k]) for k, v in state.own.items()}
     buffers, joined = (
         torch.cat([state.buffers, state.buffers.mean(0, keepdim=True)]),
         torch.cat([state.joined, torch.zeros(1, dtype=torch.bool)]),
@@ -203,17 +199,29 @@ def _with_one_more(alg: FedAvg, state: State, net: Net, n: int) -> tuple[State, 
     return State(g, own, buffers, state.round, joined=joined, moments=moments), everybody
 
 
-def _newcomer(samples: Any, data: Federation, needs_val: bool, seed: int) -> Federation:
+def grown(old: Tensor, large: Tensor) -> Tensor:
+    """A copy of `large`, a fresh tensor of more clients, with `old` in its first rows and columns."""
+    new = large.to(old).clone()
+    new[tuple(slice(0, length) for length in old.shape)] = old
+    return new
+
+
+def one_client(samples: Any, **options: Any) -> Federation:
     """One client's samples, however they come, as a federation of one."""
-    dtype = data.x.dtype if data.x.is_floating_point() else data.y.dtype if data.y.is_floating_point() else None
     if isinstance(samples, Federation):
         one = samples
     elif isinstance(samples, tuple | list | Mapping):
-        one = Federation.from_arrays([samples], classes=data.classes, dtype=dtype)
+        one = Federation.from_arrays([samples], **options)
     else:
-        one = Federation.from_datasets([samples], classes=data.classes, dtype=dtype)
+        one = Federation.from_datasets([samples], **options)
     if one.n != 1:
-        raise ValueError(f"samples: expected those of one client, got a federation of {one.n}; adapt them one after the other.")
+        raise ValueError(f"samples: expected those of one client, got a federation of {one.n}; give them one after the other.")
+    return one
+
+
+def _newcomer(samples: Any, data: Federation, needs_val: bool, seed: int) -> Federation:
+    dtype = data.x.dtype if data.x.is_floating_point() else data.y.dtype if data.y.is_floating_point() else None
+    one = one_client(samples, classes=data.classes, dtype=dtype)
     if one.shape != data.shape or one.x.dtype != data.x.dtype or one.y.dtype != data.y.dtype:
         what, wanted = ((f.shape, f.x.dtype, f.y.dtype) for f in (one, data))
         raise ValueError(f"samples: expected inputs of shape {wanted[0]} ({wanted[1]}, targets {wanted[2]}), got {what}.")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from pflcore import ops, uploads
-from pflcore.algorithms.base import Commit, FedAvg, Payload, Pool, State, Tensors, cohort_of
+from pflcore.algorithms.base import Cohort, Commit, FedAvg, Payload, Pool, State, Tensors, cohort_from, cohort_of
 from pflcore.local import Local, Setting
 from pflcore.local.net import Net
 from pflcore.local.random import generator_of
@@ -33,13 +34,13 @@ class Outcome:
     spoilt: list[str] = field(default_factory=list)  # what the server would hold that is not finite: the round is void
 
 
-def begin(alg: FedAvg, net: Net, n: int) -> State:
-    """The state before the first round."""
+def begin(alg: FedAvg, net: Net, n: int, server: bool = False) -> State:
+    """The state before the first round; with `server` without the clients' own."""
     for target in alg.required:
         if not 0 <= target < n:
             raise ValueError(f"target: expected a client from 0 to {n - 1}, got {target}.")
     g, fresh = alg.init(net, n)
-    own = {k: v.expand(n, *v.shape).clone() for k, v in fresh.items()}
+    own = {} if server else {k: v.expand(n, *v.shape).clone() for k, v in fresh.items()}
     return State({k: v.clone() for k, v in g.items()}, own, net.b0.expand(n, -1).clone())
 
 
@@ -82,22 +83,40 @@ def step(
     local = Local(setting, ids, round, state.buffers[at], joined=state.joined[ids], moments={k: v[at] for k, v in state.moments.items()})
     down = alg.send(state.g, cohort, generator_of(setting.seed, round, "send"))
     new, up = alg.client(down, {k: v[at if v.device == at.device else ids] for k, v in state.own.items()}, local)
-    moments = local.moments or {}
-    fine = finite([*up.values(), *new.values(), local.buffers, *moments.values()], len(ids))
-    outcome = Outcome(ids.tolist(), ids[~fine].tolist(), bytes_down=nbytes(down), bytes_up=nbytes(up))
+    outcome = Outcome(ids.tolist(), bytes_down=nbytes(down), bytes_up=nbytes(up))
     if policy == "average":
         outcome.bytes_down, outcome.bytes_up = (n + nbytes({"": local.buffers}) for n in (outcome.bytes_down, outcome.bytes_up))
+    return receive(alg, state, cohort, up, new, local.buffers, outcome, policy, clip, local.train_loss, local.moments or {}), outcome
+
+
+def receive(
+    alg: FedAvg,
+    state: State,
+    cohort: Cohort,
+    up: Tensors,  # [S, ...]
+    new: Tensors,  # [S, ...] the clients' own state
+    buffers: Tensor,  # [S, b]
+    outcome: Outcome,
+    policy: str,
+    clip: float | None = None,
+    loss: Tensor | None = None,  # [S]
+    moments: Mapping[str, Tensor] = MappingProxyType({}),  # [S, ...] of the clients' optimizer, where they keep them
+) -> State:
+    """The server's part of a round, `step`'s second half: the state that follows; `outcome` is told what happened."""
+    ids, round = cohort.ids, cohort.round
+    fine = finite([*up.values(), *new.values(), buffers, *moments.values()], len(ids))
+    outcome.dropped = ids[~fine].tolist()
     outcome.void = not bool(fine.any()) or any(t in outcome.dropped for t in alg.required)
-    if local.train_loss is not None and fine.any():
+    if loss is not None and fine.any():
         kept = cohort.share * fine
-        outcome.train_loss = float((local.train_loss.double().cpu()[fine] * kept[fine]).sum() / kept.sum())
+        outcome.train_loss = float((loss.double().cpu()[fine] * kept[fine]).sum() / kept.sum())
     if outcome.void:
-        return replace(state, round=round, void=state.void + 1), outcome
+        return replace(state, round=round, void=state.void + 1)
     if outcome.dropped:
         ids = ids[fine]
-        cohort = cohort_of(alg, setting, ids, round)
+        cohort = cohort_from(alg, ids, cohort.size[fine], cohort.n, round, cohort.rounds)
         up, new, moments = ({k: v[fine.to(v.device)] for k, v in d.items()} for d in (up, new, moments))
-        local.buffers = local.buffers[fine.to(local.buffers.device)]
+        buffers = buffers[fine.to(buffers.device)]
     norm = uploads.norms(up, state.g, ids, cohort.n)
     if norm is not None:
         relative = uploads.ratios(norm)
@@ -110,20 +129,20 @@ def step(
     all_moments = {k: v.new_zeros(cohort.n, v.shape[1]) for k, v in moments.items() if k not in state.moments} | state.moments
     rows = [*((state.own[k], v) for k, v in new.items()), *((all_moments[k], v) for k, v in moments.items())]
     commit = Commit(ids, *rows, (state.joined, torch.ones(len(ids), dtype=torch.bool)))
-    averaged = policy == "average" and local.buffers.shape[1] > 0
-    statistics = None if averaged else Commit(ids, (state.buffers, local.buffers))
+    averaged = policy == "average" and buffers.shape[1] > 0
+    statistics = None if averaged else Commit(ids, (state.buffers, buffers))
     # of its own where more can fail after the server
     g = alg.server({k: v.clone() for k, v in state.g.items()} if averaged else state.g, up, cohort)
     outcome.spoilt = uploads.not_finite(state.g, g)
     if outcome.spoilt:
         outcome.void = True
-        return replace(state, round=round, void=state.void + 1), outcome
+        return replace(state, round=round, void=state.void + 1)
     if statistics is None:
-        mixed = mixed_statistics(state.buffers, local.buffers, alg.statistics(g, up, cohort))
+        mixed = mixed_statistics(state.buffers, buffers, alg.statistics(g, up, cohort))
         statistics = Commit(torch.arange(len(mixed)), (state.buffers, mixed))
     commit.write()  # only now: the server has accepted the round
     statistics.write()
-    return replace(state, g=g, round=round, void=0, moments=all_moments), outcome
+    return replace(state, g=g, round=round, void=0, moments=all_moments)
 
 
 def buffers_of(alg: FedAvg, net: Net, buffers: str = "auto") -> str:

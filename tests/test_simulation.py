@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import pflcore
 from pflcore import Simulation, Training
 from pflcore.algorithms.waffle import Waffle
 from pflcore.data import federation_of
@@ -36,6 +37,13 @@ def test_a_run_goes_on_from_a_state_as_if_it_had_not_stopped(data):
     rest = Simulation("waffle", model, data, Training(lr=0.1), rounds=6, warm_start=half.state).run()
     assert [r["round"] for r in rest.rounds] == [4, 5, 6]
     assert torch.equal(rest.state.g["x"], whole.state.g["x"])
+
+
+@pytest.mark.parametrize("name", ["l2c", "clustered_fl"])
+def test_a_server_whose_state_has_grown_is_a_warm_start(data, name):
+    algorithm = pflcore.ALGORITHMS[name](**({"first": 0, "eps1": 10.0, "eps2": 0.0} if name == "clustered_fl" else {}))
+    state = Simulation(algorithm, model, data, Training(lr=0.1), rounds=1, eval_every=0).run().state
+    assert len(Simulation(algorithm, model, data, Training(lr=0.1), rounds=2, eval_every=0, warm_start=state).run().rounds) == 1
 
 
 def test_divergence_ends_a_run_with_a_sentence_and_the_record_intact(data):

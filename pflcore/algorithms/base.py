@@ -137,9 +137,13 @@ class State:
 
 
 def cohort_of(alg: FedAvg, setting: Setting, ids: Tensor, round: int) -> Cohort:
-    size = setting.data.size("train").cpu()[ids]
+    return cohort_from(alg, ids, setting.data.size("train").cpu()[ids], setting.data.n, round, setting.rounds)
+
+
+def cohort_from(alg: FedAvg, ids: Tensor, size: Tensor, n: int, round: int, rounds: int) -> Cohort:
+    """The cohort of the clients `ids` [S] with so many samples `size` [S]."""
     share = size.double() if alg.weighting == "samples" else torch.ones(len(ids), dtype=torch.float64)
-    return Cohort(ids, share / share.sum(), size, setting.data.n, round, setting.rounds)
+    return Cohort(ids, share / share.sum(), size, n, round, rounds)
 
 
 def only_sgd(alg: FedAvg, training: Training, why: str, clip: bool = False) -> None:

@@ -106,22 +106,28 @@ def cosines(sqdist: Tensor, norm: Tensor) -> Tensor:
     return torch.where(length > 0, (norm[:, None] ** 2 + norm**2 - sqdist) / (2 * length), 0.0).clamp(-1, 1)
 
 
-def bipartition(similarity: Tensor, linkage: str = "complete") -> Tensor:
-    """Two halves of m >= 2 clients by agglomerative clustering of `similarity` [m, m]: bool [m], False for client 0's half.
+def groups(similarity: Tensor, k: int, linkage: str = "complete") -> Tensor:
+    """At most k groups of m clients by agglomerative clustering of `similarity` [m, m]: each one's group [m], called by its first client.
 
-    The two most similar groups merge until two are left; groups are as similar as their least similar pair ("complete") or their most
-    similar one ("single", which makes the largest similarity across the two halves as small as it can be).
+    The two most similar groups merge until k are left; groups are as similar as their least similar pair ("complete") or their most
+    similar one ("single", which makes the largest similarity across two halves as small as it can be).
     """
     link = similarity.double().clone()
     link.fill_diagonal_(-torch.inf)
-    group = torch.arange(len(link))  # a group is called by its first client
-    for _ in range(len(link) - 2):
+    group = torch.arange(len(link))
+    for _ in range(len(link) - k):
         a, b = sorted(divmod(int(link.argmax()), len(link)))
         merged = torch.minimum(link[a], link[b]) if linkage == "complete" else torch.maximum(link[a], link[b])
         link[a], link[:, a] = merged, merged
         link[a, a] = -torch.inf
         link[b], link[:, b] = -torch.inf, -torch.inf
         group[group == b] = a
+    return group
+
+
+def bipartition(similarity: Tensor, linkage: str = "complete") -> Tensor:
+    """Two halves of m >= 2 clients, as `groups` has them: bool [m], False for client 0's half."""
+    group = groups(similarity, 2, linkage)
     return group != group[0]
 
 

@@ -51,12 +51,15 @@ class SFL(FedAvg):
     def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
         g = gallery(net, n) | {"mix": torch.eye(n, dtype=torch.float64)}
         if self.adjacency.endswith(".npy"):
-            g["graph"] = torch.from_numpy(np.load(self.adjacency, allow_pickle=False)).double()
-            if g["graph"].shape != (n, n) or bool((g["graph"] < 0).any()):
-                found = tuple(g["graph"].shape)
-                raise ValueError(f"adjacency: expected {n} x {n} numbers >= 0 in {self.adjacency}, got {found} or a negative one.")
-            g["graph"] += torch.diag((g["graph"].diagonal() == 0).double())
+            g["graph"] = self.graph(n)
         return g | ({"labels": torch.zeros(n, net.classes)} if self.adjacency == "oracle_labels" else {}), {}
+
+    def graph(self, n: int) -> Tensor:
+        """The adjacency [N, N] in the file."""
+        graph = torch.from_numpy(np.load(self.adjacency, allow_pickle=False)).double()
+        if graph.shape != (n, n) or bool((graph < 0).any()):
+            raise ValueError(f"adjacency: expected {n} x {n} numbers >= 0 in {self.adjacency}, got {tuple(graph.shape)} or a negative one.")
+        return graph + torch.diag((graph.diagonal() == 0).double())
 
     def send(self, g: Tensors, cohort: Cohort, gen: torch.Generator) -> Payload:
         mix = onto(torch.cat([g["mix"][cohort.ids], g["mix"].mean(0, keepdim=True)]), g["w"].device)

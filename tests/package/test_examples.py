@@ -53,3 +53,13 @@ def test_an_algorithm_of_ones_own(capsys):
     assert issubclass(left["FedPer"], pflcore.FedAvg)
     text = (EXAMPLES.parent / "docs" / "own_algorithm.md").read_text()
     assert ast.get_source_segment(path.read_text(), cls) in text  # what the document shows is what runs
+
+
+def test_adapters_by_their_products(capsys, monkeypatch):
+    pytest.importorskip("peft")
+    pytest.importorskip("transformers")
+    monkeypatch.setattr("sys.argv", ["lora.py"])
+    runpy.run_path(str(EXAMPLES / "lora.py"), run_name="__main__")
+    common, own = (line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith(("| common", "| their own")))
+    assert [int(n) for n in common[1:5]] == [12] * 4
+    assert int(own[1]) <= 8 and int(own[2]) <= 8 and int(own[4]) >= 11

@@ -35,6 +35,8 @@ ROOMS: dict[str, set[str]] = {  # from the ground up: each room, and the rooms b
         *("data", "metrics", "local", "algorithms", "round", "memory", "arguments", "uploads", "footprint", "results", "personal"),
         "checkpoint",
     },
+    "interop": {"ops", "data", "local", "algorithms", "arguments", "round", "personal"},
+    "lowrank": {"ops", "interop"},
     "callbacks": {"metrics", "algorithms", "results"},
     "testing": {"data", "local", "algorithms", "round"},
     "tuning": {"data", "local", "algorithms", "round", "simulation", "results"},
@@ -109,10 +111,24 @@ def test_the_walls_would_be_noticed() -> None:
 
 
 def test_importing_pflcore_pulls_in_no_extra() -> None:
-    heavy = ("matplotlib", "torchvision", "tyro", "tqdm", "mlxtend", "scipy", "sklearn", "flwr", "pandas", "tensorboard", "safetensors")
+    heavy = (
+        "matplotlib",
+        "safetensors",
+        "peft",
+        "transformers",
+        "torchvision",
+        "tyro",
+        "tqdm",
+        "mlxtend",
+        "scipy",
+        "sklearn",
+        "flwr",
+        "pandas",
+        "tensorboard",
+    )
     code = (
         "import sys, torch; before = set(sys.modules)  # torch itself takes tqdm where there is one\n"
-        "import pflcore, pflcore.models, pflcore.results.table, pflcore.nn, pflcore.callbacks, pflcore.testing\n"
+        "import pflcore, pflcore.lowrank, pflcore.models, pflcore.results.table, pflcore.nn, pflcore.callbacks, pflcore.testing\n"
         f"print([m for m in {heavy!r} if m in sys.modules and m not in before])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=False)

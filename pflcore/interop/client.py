@@ -1,0 +1,123 @@
+"""One client of any algorithm on a machine of its own: what it keeps, its work of a round, its personalized model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pflcore.algorithms.base import FedAvg, Payload, Tensors
+from pflcore.algorithms.lookup import algorithm_of
+from pflcore.arguments import device_of
+from pflcore.data.federation import Federation
+from pflcore.data.roles import held_out
+from pflcore.interop.wire import About, finished, net_of, opened
+from pflcore.local import Local, Training, prepared
+from pflcore.local.losses import Loss, default_loss
+from pflcore.local.workers import one_thread
+from pflcore.personal import Personalized, grown, one_client
+from pflcore.round import buffers_of
+
+
+class Client:
+    """One client's half of a round, for every algorithm: `train` on what `Server.download` gave, `model` for its personalized model.
+
+    `model` must start as the server's template does (the same weights, or the same function and `seed`). `data`: (x, y), {"train": (x, y),
+    "val": ...}, a Dataset or a Federation of one client. What the algorithm keeps at a client stays here, batch norm's statistics too
+    unless they are averaged; a round that the server did not take this client's upload in, leaves no trace.
+    """
+
+    def __init__(
+        self,
+        algorithm: FedAvg | type[FedAvg] | str,
+        model: Any,
+        data: Any,
+        training: Training | None = None,
+        *,
+        seed: int = 0,
+        engine: str = "auto",
+        workers: int = 1,
+        device: str = "cpu",
+        buffers: str = "auto",
+        loss: Loss | None = None,
+    ) -> None:
+        self.algorithm = algorithm_of(algorithm)
+        one = one_client(data, dtype=None)
+        net = net_of(self.algorithm, model, loss or default_loss(one.y), seed).to(device_of(device))
+        x, y = (t.to(net.dtype) if t.is_floating_point() else t for t in (one.x, one.y))
+        some = one.classes is not None and one.relabel is None and net.head_name is not None  # one client may not have all classes
+        one = replace(one, x=x, y=y, classes=max(one.classes or 0, net.classes) if some else one.classes).to(device)
+        self.data = held_out(one, seed) if self.algorithm.needs_val else one
+        self.policy = buffers_of(self.algorithm, net, buffers)
+        self._setting, _ = prepared(net, self.data, training or Training(), engine, workers, seed)
+        self._statistics = self._setting.net.b0[None]  # [1, b]
+        self._own: Tensors = {}  # [1, ...]
+        self._pending: tuple[int, Tensors, Tensor] | None = None  # of a round of which the server has not said what became
+
+    def train(self, download: Mapping[str, Tensor]) -> tuple[Tensors, int]:
+        """This client's work of a round: its upload, a dict of tensors, and its number of training samples, for `Server.aggregate`."""
+        with one_thread():
+            down, about, local = self._at(download)
+            if about.round != about.done + 1:
+                raise ValueError("download: expected one to train on, got one for an evaluation; ask for download(client_id).")
+            new, up = self.algorithm.client(down, self._own, local)
+        self._pending = about.round, {**self._own, **new}, local.buffers
+        statistics = local.buffers[0] if self.policy == "average" else None
+        return finished({k: v[0].clone() for k, v in up.items()}, about, statistics), int(local.size[0])
+
+    def model(self, download: Mapping[str, Tensor]) -> Personalized:
+        """The personalized model, from `Server.download(client_id, "evaluation")`."""
+        with one_thread():
+            down, _, local = self._at(download)
+            view = self.algorithm.personal(down, self._own, local)
+        return Personalized(self.algorithm, local.net, {k: v[0] for k, v in view.items()}, local.buffers[0], self.data.classes)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this client keeps between rounds, for `torch.save`."""
+        return {"own": dict(self._own), "statistics": self._statistics, "pending": self._pending}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` gave. ValueError where it is something else."""
+        try:
+            self._own, self._statistics, self._pending = dict(state["own"]), state["statistics"], state["pending"]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"state: expected what Client.state_dict() gives, got {type(state).__name__} ({error}).") from None
+
+    # inside ----------------------------------------------------------------------------------------------------------
+    def _at(self, download: Mapping[str, Tensor]) -> tuple[Payload, About, Local]:
+        """What was sent, and what a hook is given, when the last round is settled."""
+        net = self._setting.net
+        down, about, statistics = opened(download, net, "download")
+        if (statistics is None) != (self.policy != "average"):
+            raise ValueError("download: the server has other `buffers` than this client; give both sides the same.")
+        fresh = {k: v[None] for k, v in self.algorithm.init(net, about.n)[1].items()} if self._n != about.n else {}
+        self._own = {k: grown(self._own[k], v) if k in self._own else v.clone() for k, v in fresh.items()} or self._own
+        if self._pending is not None and about.done >= self._pending[0]:
+            if about.accepted == self._pending[0]:
+                own, self._statistics = self._pending[1:]
+                self._own = {k: grown(own[k], v) for k, v in self._own.items()}
+            self._pending = None
+        if self._n != about.n:
+            self._setting = self._setting._replace(data=_alone(self.data, about.n))
+        rows = self._statistics.clone() if statistics is None else statistics[None].clone()
+        setting = self._setting._replace(rounds=about.rounds)
+        return down, about, Local(setting, torch.tensor([about.number]), about.round, rows, joined=torch.tensor([about.accepted > 0]))
+
+    @property
+    def _n(self) -> int:
+        return self._setting.data.n if isinstance(self._setting.data, _Alone) else 0
+
+
+class _Alone(Federation):
+    """A federation of which one client's data are here: whoever is asked for, it is this client. So its draws are those of its number."""
+
+    def __post_init__(self) -> None:
+        """Nothing is checked: no two clients of a federation may share a sample."""
+
+
+def _alone(one: Federation, n: int) -> Federation:
+    relabel = None if one.relabel is None else one.relabel.expand(n, -1)
+    return _Alone(one.x, one.y, {split: rows * n for split, rows in one.index.items()}, one.classes, relabel, one.name)

@@ -1,0 +1,172 @@
+"""One call is one step of the algorithm's server; Krum and clusters by their definitions."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from pflcore import pairwise_sqdist, personalize
+from pflcore.algorithms import ALGORITHMS, Cohort
+from pflcore.interop import Clusters, Krum
+from pflcore.local.net import Net
+from pflcore.local.random import generator_of
+
+N, P = 7, 15
+
+
+def rows(seed: int = 0, spread: float = 0.3) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(1, P, generator=draw).double() + spread * torch.randn(N, P, generator=draw).double()
+
+
+def one_round(name: str, first: torch.Tensor | None, last: torch.Tensor, more: dict[str, torch.Tensor], **options: Any) -> dict[str, Any]:
+    """What the server of a simulation sends after everybody's upload, of one round or of two."""
+    alg, net = ALGORITHMS[name](**options), Net(nn.Linear(4, 3).double())
+    g = {k: v.clone() for k, v in alg.init(net, N)[0].items()}
+    share = torch.full((N,), 1 / N, dtype=torch.float64)
+    for r, w in enumerate([last] if first is None else [first, last], 1):
+        cohort = Cohort(torch.arange(N), share, torch.ones(N, dtype=torch.long), N, r, 2)
+        g = alg.server(g, {"w": w, **more}, cohort)
+    return alg.send(g, cohort, generator_of(0))
+
+
+@pytest.mark.parametrize("options", [{"sigma": 3.0, "alpha": 0.5}, {"alpha": 5.0}, {"alpha": 5.0, "self_weight": "literal"}])
+@pytest.mark.filterwarnings("ignore:FedAMP")
+def test_fedamp_is_its_servers_step(options: dict[str, Any]) -> None:
+    torch.testing.assert_close(
+        personalize(rows(), "fedamp", **options), one_round("fedamp", None, rows(), {}, **options)["u"], rtol=0, atol=0
+    )
+
+
+def test_heurfedamp_is_its_servers_step() -> None:
+    assert torch.equal(personalize(rows(), "heurfedamp", sigma=2.0), one_round("heurfedamp", None, rows(), {}, sigma=2.0)["u"])
+
+
+def test_sfl_is_its_servers_step(tmp_path: Path) -> None:
+    graph = str(tmp_path / "graph.npy")
+    np.save(graph, np.random.default_rng(0).random((N, N)))
+    for options in ({"k": 2, "layers": 2, "s": 0.7}, {"adjacency": graph}):
+        assert torch.equal(personalize(rows(), "sfl", **options), one_round("sfl", None, rows(), {}, **options)["u"])
+    with pytest.raises(ValueError, match="oracle_labels"):
+        personalize(rows(), "sfl", adjacency="oracle_labels")
+
+
+@pytest.mark.parametrize("name", ["feddwa", "feddwa_qp"])
+def test_feddwa_is_its_servers_step(name: str) -> None:
+    guide = rows() + 0.1 * rows(1)
+    assert torch.equal(personalize(rows(), name, guidance=guide, k=3), one_round(name, None, rows(), {"g": guide}, k=3)["x"])
+    last = {"k": 3, "guidance": "previous"}
+    assert torch.equal(personalize(rows(), name, previous=rows(1), k=3), one_round(name, rows(1), rows(), {}, **last)["x"])
+
+
+def test_feddwa_keeps_the_model_of_a_client_without_a_previous_one() -> None:
+    uploads = {f"c{i}": row for i, row in enumerate(rows())}
+    mixed = personalize(uploads, "feddwa", previous={f"c{i}": row for i, row in enumerate(rows(1)) if i != 4})
+    assert torch.equal(mixed["c4"], uploads["c4"]) and not torch.equal(mixed["c3"], uploads["c3"])
+
+
+def test_clusters_of_updates_are_clustered_fls_split() -> None:
+    base, delta = rows(2)[0], rows() * torch.tensor([1, -1, 1, -1, -1, 1, 1])[:, None]
+    alg, net = ALGORITHMS["clustered_fl"](first=0, eps1=1e9, eps2=0.0), Net(nn.Linear(4, 3).double())
+    g = {k: v.clone() for k, v in alg.init(net, N)[0].items()} | {"x": base[None]}
+    share = torch.full((N,), 1 / N, dtype=torch.float64)
+    g = alg.server(g, {"delta": delta}, Cohort(torch.arange(N), share, torch.ones(N, dtype=torch.long), N, 1, 1))
+    assert len(g["x"]) == 3
+    torch.testing.assert_close(personalize(base + delta, "clusters", base=base), g["x"][g["cluster"]], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("linkage", ["complete", "single"])
+def test_clusters_are_the_groups_that_there_are(linkage: str) -> None:
+    centre = 10 * torch.eye(3, P).double()
+    models = centre[[0, 1, 2, 1, 0, 2, 2]] + 0.01 * rows()
+    mixed = personalize(models, Clusters(3, linkage))
+    for group in ([0, 4], [1, 3], [2, 5, 6]):
+        torch.testing.assert_close(mixed[group], models[group].mean(0).expand(len(group), -1), rtol=1e-12, atol=1e-12)
+    assert torch.equal(personalize(models, "clusters", k=N), models)
+
+
+@pytest.mark.parametrize("f", [0, 1, 2])
+def test_krum_is_its_definition(f: int) -> None:
+    models = rows(3, 1.0)
+    d = pairwise_sqdist(models)
+    score = [sum(sorted(float(d[i, j]) for j in range(N) if j != i)[: N - f - 2]) for i in range(N)]
+    order = sorted(range(N), key=lambda i: score[i])
+    assert Krum(f).chosen(d).tolist() == order[:1]
+    assert torch.equal(personalize(models, "krum", f=f), models[order[0]].expand(N, -1))
+    torch.testing.assert_close(personalize(models, "multikrum", f=f, m=3), models[order[:3]].mean(0).expand(N, -1), rtol=1e-12, atol=1e-12)
+
+
+def test_krum_never_takes_the_hostile_where_a_gram_matrix_does() -> None:
+    torch.manual_seed(0)
+    fooled = 0
+    for _ in range(10):
+        honest = torch.randn(1, 20000) + 3e-5 * torch.randn(10, 20000)
+        hostile = honest.mean(0) + 1e-4 * torch.randn(4, 20000)  # farther from everybody, each other included
+        models = torch.cat([hostile, honest])
+        assert min(Krum(4, 5).chosen(pairwise_sqdist(models)).tolist()) >= 4
+        square = models.square().sum(1)
+        fooled += min(Krum(4, 5).chosen(square[:, None] + square - 2 * models @ models.T).tolist()) < 4
+    assert fooled >= 3
+
+
+def test_every_method_returns_the_form_it_was_given_and_is_blind_to_the_order() -> None:
+    models = {f"client {i}": nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)) for i in range(5)}
+    for method, extra in itertools.product(("fedamp", "heurfedamp", "sfl", "krum", "multikrum", "clusters"), ({}, {"exclude": "1.*"})):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            one = personalize(models, method, **extra)
+            other = personalize(dict(reversed(models.items())), method, **extra)
+        assert list(one) == list(models) and list(other) == list(models)[::-1]
+        for k in models:
+            assert isinstance(one[k], nn.Sequential) and one[k] is not models[k]
+            torch.testing.assert_close(dict(one[k].state_dict()), dict(other[k].state_dict()))
+            if extra:
+                assert torch.equal(one[k][1].weight, models[k][1].weight)
+
+
+def test_statistics_go_with_the_models_where_the_method_mixes_them() -> None:
+    models = [nn.BatchNorm1d(2) for _ in range(5)]
+    for i, m in enumerate(models):
+        m.weight.data.fill_(float(i // 3))
+        m.running_mean.fill_(float(i))
+    mixed = personalize(models, "clusters")
+    assert [float(m.running_mean[0]) for m in mixed] == [1, 1, 1, 3.5, 3.5]
+    assert [float(m.running_mean[0]) for m in personalize(models, "clusters", buffers="local")] == [0, 1, 2, 3, 4]
+    assert [float(m.running_mean[0]) for m in personalize(models, "heurfedamp")] == [0, 1, 2, 3, 4]
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"method": "feddwa"}, "own distance is 0"),
+    ({"method": "feddwa", "guidance": rows(), "previous": rows()}, "needs one of them"),
+    ({"method": "feddwa", "guidance": rows()[:3]}, "guidance: expected 7 models of 15 float64 parameters"),
+    ({"method": "feddwa", "previous": rows() * torch.nan}, "previous: expected finite"),
+    ({"method": "fedamp", "previous": rows()}, "they are FedDWA's, FedAMP does not look"),
+    ({"method": "fedamp", "base": rows()[0]}, "base: only clusters"),
+    ({"method": "scaffold"}, "Scaffold needs more of a client than its model"),
+    ({"method": "krums"}, "algorithm: expected one of"),
+    ({"method": "krum", "f": 3}, r"expected 0 <= f with 2 f \+ 2 < 7"),
+    ({"method": "multikrum", "m": 7}, "f, m"),
+    ({"method": "clusters", "k": 8}, "k: expected at most 7"),
+    ({"method": "clusters", "linkage": "ward"}, "k, linkage"),
+    ({"method": "fedamp", "uploads": torch.cat([rows()[:3], rows()[3:] * torch.inf])}, "client 3's model is not finite"),
+]
+
+
+@pytest.mark.parametrize("given, words", BAD)
+def test_mistakes_are_one_sentence(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words) as error:
+        personalize(**{"uploads": rows(), **given})
+    assert str(error.value).count(". ") == 0 and str(error.value).endswith(".")
+
+
+def test_unknown_options_are_one_sentence() -> None:
+    for method in ("krum", "clusters", "fedamp"):
+        with pytest.raises(TypeError, match="temperature"):
+            personalize(rows(), method, temperature=3)

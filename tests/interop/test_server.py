@@ -1,0 +1,249 @@
+"""A server and clients apart give what a simulation gives, for every algorithm; clients come and go."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from small import tiny_model
+from torch import nn
+
+from pflcore import Client, Server, Simulation, Training
+from pflcore.algorithms import ALGORITHMS, FedAvg
+from pflcore.round import sample
+from pflcore.testing import Case
+
+ROUNDS, SEED = 3, 5
+TRAINING = Training(lr=0.05, batch_size=7, epochs=1, schedule=lambda round, rounds: 1 / round)
+OPTIONS: dict[str, dict[str, Any]] = {"knnper": {"k": 3}, "clustered_fl": {"first": 0, "eps1": 10.0, "eps2": 0.0}}
+
+
+def algorithm(name: str) -> FedAvg:
+    return ALGORITHMS[name](**OPTIONS.get(name, {}))
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).double()
+
+
+DATA = Case(FedAvg()).data
+SETTING = {"engine": "threads", "workers": 1, "seed": SEED}
+
+
+def play(server: Server, clients: list[Client], cohorts: list[list[int]]) -> list[Any]:
+    done = []
+    for ids in cohorts:
+        downloads = {i: server.download(i) for i in ids}
+        done.append(server.aggregate({i: clients[i].train(d) for i, d in reversed(downloads.items())}))
+    return done
+
+
+def apart(alg: FedAvg, make: Any = model, **options: Any) -> tuple[Server, list[Client]]:
+    server = Server(alg, make, DATA.n, rounds=ROUNDS, seed=SEED, **options)
+    more = {k: v for k, v in options.items() if k == "buffers"}
+    return server, [Client(alg, make, DATA.subset([i]), TRAINING, **SETTING, **more) for i in range(DATA.n)]
+
+
+@pytest.mark.parametrize("participation", [1.0, 0.5])
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_server_and_clients_are_the_simulation(name: str, participation: float) -> None:
+    alg = algorithm(name)
+    whole = Simulation(alg, model, DATA, TRAINING, ROUNDS, participation, eval_every=0, **SETTING)
+    history = whole.run()
+    server, clients = apart(alg)
+    play(server, clients, [sample(alg, whole.setting, r, participation).tolist() for r in range(1, ROUNDS + 1)])
+    for i, client in enumerate(clients):
+        x = DATA.client(i, "test")[0]
+        one, other = history.model(i), client.model(server.download(i, "evaluation"))
+        torch.testing.assert_close(other(x), one(x), rtol=1e-9, atol=1e-12)
+        if "view_w" in one.state_dict():
+            torch.testing.assert_close(other.state_dict()["view_w"], one.state_dict()["view_w"], rtol=1e-9, atol=1e-12)
+    assert server.round == ROUNDS
+
+
+def test_what_travels_is_plain_tensors_of_the_algorithms_size() -> None:
+    server, clients = apart(algorithm("fedfomo"))
+    play(server, clients, [[0, 1, 2, 3]])
+    down = server.download(0)
+    assert all(type(v) is torch.Tensor for v in down.values())
+    sent = sum(v.numel() for v in down.values() if v.is_floating_point())
+    assert sent == 3 * server.net.size  # the three others, each once
+    again = torch.load(io.BytesIO(saved(down)), weights_only=True)
+    up, n = clients[0].train(again)
+    assert n == 9 and all(type(v) is torch.Tensor for v in up.values())
+
+
+def saved(what: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(what, file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("name", ["fedavg", "feddwa", "l2c", "waffle", "clustered_fl"])
+def test_a_server_and_clients_that_were_saved_go_on_as_if_they_had_not_stopped(name: str) -> None:
+    one, two = apart(algorithm(name)), apart(algorithm(name))
+    cohorts = [[0, 1, 2, 3], [0, 2], [0, 1, 3]]
+    play(*one, cohorts)
+    play(*two, cohorts[:2])
+    fresh = apart(algorithm(name))
+    for new, old in zip([fresh[0], *fresh[1]], [two[0], *two[1]], strict=True):
+        new.load_state_dict(torch.load(io.BytesIO(saved(old.state_dict())), weights_only=True))
+    play(*fresh, cohorts[2:])
+    for key, value in one[0].state_dict()["g"].items():
+        assert torch.equal(fresh[0].state_dict()["g"][key], value), key
+    assert fresh[0].clients == one[0].clients and fresh[0].round == 3
+
+
+def test_a_state_of_something_else_is_refused_and_nothing_changes() -> None:
+    server, _ = apart(algorithm("fedavg"))
+    before = server.state_dict()
+    other = Server("fedavg", tiny_model(), 4).state_dict()
+    for state, words in (
+        (Server("fedprox", model, 4).state_dict(), "expected one of fedavg, got one of fedprox"),
+        (other, "state: expected server's x of shape"),
+        ({}, r"expected what Server.state_dict\(\) gives"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            server.load_state_dict(state)
+    assert torch.equal(server.state_dict()["g"]["x"], before["g"]["x"])
+
+
+def bn_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3)).double()
+
+
+@pytest.mark.parametrize("buffers", ["average", "local"])
+def test_running_statistics_travel_where_they_are_averaged(buffers: str) -> None:
+    whole = Simulation("fedavg", bn_model, DATA, TRAINING, ROUNDS, eval_every=0, buffers=buffers, **SETTING)
+    history = whole.run()
+    server, clients = apart(algorithm("fedavg"), bn_model, buffers=buffers)
+    play(server, clients, [[0, 1, 2, 3]] * ROUNDS)
+    for i, client in enumerate(clients):
+        one, other = history.model(i).state_dict(), client.model(server.download(i, "evaluation")).state_dict()
+        for key in ("view_w", "statistics"):
+            torch.testing.assert_close(other[key], one[key], rtol=1e-9, atol=1e-12)
+    assert ("@statistics" in server.download(0)) is (buffers == "average")
+
+
+def test_a_client_whose_upload_was_lost_or_refused_keeps_its_old_state() -> None:
+    server, clients = apart(algorithm("ditto"))
+    play(server, clients, [[0, 1, 2, 3]])
+    before = clients[1].model(server.download(1, "evaluation")).state_dict()["view_w"]
+    up, n = clients[1].train(server.download(1))
+    play(server, clients, [[0, 2, 3]])  # the upload never arrived
+    assert torch.equal(clients[1].model(server.download(1, "evaluation")).state_dict()["view_w"], before)
+    up, n = clients[1].train(server.download(1))
+    up["delta"][0] = torch.nan
+    others = {i: clients[i].train(server.download(i)) for i in (0, 2)}
+    done = server.aggregate({1: (up, n), **others})
+    assert done.dropped == [1] and not done.void
+    assert torch.equal(clients[1].model(server.download(1, "evaluation")).state_dict()["view_w"], before)
+    play(server, clients, [[1]])
+    assert not torch.equal(clients[1].model(server.download(1, "evaluation")).state_dict()["view_w"], before)
+
+
+def test_a_void_round_changes_nothing_and_is_counted() -> None:
+    server, clients = apart(algorithm("feddwa"))
+    play(server, clients, [[0, 1]])
+    g = server.state_dict()["g"]
+    up, n = clients[0].train(server.download(0))
+    done = server.aggregate({0: ({k: v if k[0] == "@" else v * torch.nan for k, v in up.items()}, n)})
+    assert done.void and server.round == 2 and all(torch.equal(v, g[k]) for k, v in server.state_dict()["g"].items())
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_clients_come_by_any_name_beyond_the_number_that_was_expected(name: str) -> None:
+    alg = algorithm(name)
+    server = Server(alg, model, 2, rounds=ROUNDS, seed=SEED)
+    clients = {c: Client(alg, model, DATA.subset([i]), TRAINING, **SETTING) for i, c in enumerate(("x", 17, "y", "z"))}
+    for there in (["x", 17], ["x", "z", 17], ["x", "y", "z"]):
+        for c in there:
+            server.join(c)
+        uploads = {c: clients[c].train(server.download(c)) for c in there}
+        assert server.aggregate(uploads).void is False
+    assert server.clients == {"x": 0, 17: 1, "z": 2, "y": 3}
+    server.download("x")
+    server.leave(17)
+    with pytest.raises(ValueError, match="client 17: the round has begun with 4 clients"):
+        server.download(17)
+    server.aggregate({"x": clients["x"].train(server.download("x"))})
+    assert server.download(17)["@about"][0] == 4  # a newcomer, whoever had the number
+    scores = clients["y"].model(server.download("y", "evaluation"))(DATA.client(2, "test")[0])
+    assert scores.isfinite().all()
+
+
+def test_numbers_of_whole_numbers_are_their_own() -> None:
+    server = Server("fedavg", model, 4)
+    for client in (3, "a", 0, 1):
+        server.download(client)
+    assert server.clients == {3: 3, "a": 0, 0: 1, 1: 2}
+
+
+def test_mistakes_are_one_sentence_and_cost_nothing() -> None:
+    server, clients = apart(algorithm("waffle"))
+    late = {0: clients[0].train(server.download(0))}
+    play(server, clients, [[0, 1]])
+    before = server.state_dict()
+    up, n = clients[0].train(server.download(0))
+    other, m = clients[1].train(server.download(1))
+    cases: list[tuple[Any, str]] = [
+        ({}, "uploads: expected"),
+        ([up], "uploads: expected"),
+        (late, "upload is number 0's of round 1, expected 0's of round 2"),
+        ({0: (other, m)}, "upload is number 1's of round 2, expected 0's"),
+        ({1: (other, m)}, "the target, client number 0, must take part"),
+        ({0: (up, n), 9: (other, m)}, "client 9: it is not known here"),
+        ({0: up}, r"client 0: expected \(upload, number of samples\)"),
+        ({0: (up, 0)}, "client 0, number of samples: expected a whole number"),
+        ({0: ({"delta": up["delta"]}, n)}, "client 0: expected a dict of tensors as the other side made it"),
+        ({0: ({**up, "delta": up["delta"][:3]}, n)}, r"its upload holds delta \[3\] float64"),
+        ({0: ({k: v for k, v in up.items() if k != "delta"}, n)}, "its upload holds .* expected delta"),
+    ]
+    for uploads, words in cases:
+        with pytest.raises(ValueError, match=words) as error:
+            server.aggregate(uploads)
+        assert str(error.value).count(". ") == 0 and str(error.value).endswith(".")
+    for key, value in before["g"].items():
+        assert torch.equal(server.state_dict()["g"][key], value)
+    assert not server.aggregate({0: (up, n), 1: (other, m)}).void
+
+
+def test_a_refused_upload_does_not_spoil_the_round_for_the_others() -> None:
+    server, clients = apart(algorithm("fedavg"))
+    good = {i: clients[i].train(server.download(i)) for i in (0, 1)}
+    up, n = clients[2].train(server.download(2))
+    for client, bad in ((0, {**good[0][0], "delta": up["delta"].float()}), (2, {**up, "delta": up["delta"][:5]})):
+        with pytest.raises(ValueError, match="its upload holds delta"):
+            server.aggregate({**good, client: (bad, n)})
+    assert server.aggregate(good).ids == [0, 1]
+
+
+def test_mistakes_at_the_door() -> None:
+    server, clients = apart(algorithm("fedavg"))
+    with pytest.raises(TypeError, match="client_id: expected a string or a whole number"):
+        server.download(1.5)
+    with pytest.raises(ValueError, match="purpose"):
+        server.download(1, "test")
+    play(server, clients, [[0]])
+    with pytest.raises(ValueError, match="got one for an evaluation"):
+        clients[0].train(server.download(0, "evaluation"))
+    with pytest.raises(ValueError, match="it is for a model of 53 parameters, this one has 60"):
+        Client("fedavg", lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3, bias=False)).double(), DATA.subset([0])).train(
+            server.download(0)
+        )
+    with pytest.raises(ValueError, match="expected those of one client"):
+        Client("fedavg", model, DATA)
+    with pytest.raises(TypeError, match="model: expected an nn"):
+        Server("fedavg", 3, 4)
+    with pytest.raises(ValueError, match="other `buffers`"):
+        Client("fedavg", bn_model, DATA.subset([0]), buffers="local").train(Server("fedavg", bn_model, 4).download(0))
+
+
+def test_a_client_takes_arrays_and_knows_classes_that_it_has_not() -> None:
+    x, y = DATA.client(0)
+    client = Client("fedrod", model, (x.float().numpy(), (y * 0).numpy()), TRAINING, **SETTING)
+    assert client.data.classes == 3 and client.data.x.dtype == torch.float64
+    server = Server("fedrod", model, 1, seed=SEED)
+    assert not server.aggregate({0: client.train(server.download(0))}).void
