@@ -13,7 +13,7 @@ from pflcore import ops, uploads
 from pflcore.algorithms.base import Commit, FedAvg, Payload, Pool, State, Tensors, cohort_of
 from pflcore.local import Local, Setting
 from pflcore.local.net import Net
-from pflcore.local.random import generator_of
+from pflcore.local.random import drawn, generator_of
 from pflcore.local.workers import few_threads, onto
 from pflcore.metrics import Metric, measured_by, right
 
@@ -44,15 +44,16 @@ def begin(alg: FedAvg, net: Net, n: int) -> State:
 
 
 def sample(alg: FedAvg, setting: Setting, round: int, participation: float = 1.0, among: Tensor | None = None) -> Tensor:
-    """The ids of this round's cohort, ascending: max(1, floor(participation * n + 0.5)) of the n clients `among` (default: all),
-    the required ones in any case."""
-    clients = torch.arange(setting.data.n) if among is None else among.sort().values
-    n = len(clients)
+    """The ids of this round's cohort, ascending: max(1, floor(participation * n + 0.5)) of the n clients `among` (ids, ascending; default:
+    all), the required ones in any case."""
+    n = setting.data.n if among is None else len(among)
     m = max(1, int(participation * n + 0.5))
-    if m >= n and set(alg.required) <= set(clients.tolist()):
-        return clients
-    order = clients[torch.randperm(n, generator=generator_of(setting.seed, round, "cohort"))].tolist()
-    first = [*alg.required, *(i for i in order if i not in alg.required)]
+    order = drawn(n, m, setting.seed, round, "cohort") if m < n else torch.arange(n)
+    if among is not None:
+        order = among[order]
+    if not alg.required:
+        return order.sort().values
+    first = [*alg.required, *(i for i in order.tolist() if i not in alg.required)]
     return torch.tensor(sorted(first[: max(m, len(alg.required))]))
 
 
@@ -185,21 +186,43 @@ def evaluate(
     A client without samples of `split`, or not among `clients` (ids; default: all), is not looked at: NaN, and size 0. A loss that is
     not finite is infinite, never NaN: whoever takes a mean meets it. There is an accuracy where the criterion scores classes.
     """
-    n, size = setting.data.n, setting.data.size(split)
-    if clients is not None:
-        size = torch.zeros_like(size).index_copy(0, clients, size[clients])
-    ids = size.nonzero()[:, 0]
+    ids, found = looked_at(alg, state, setting, split, torch.arange(setting.data.n) if clients is None else clients, buffers, metrics)
+    none = torch.full((setting.data.n,), torch.nan, dtype=torch.float64)
+    size = torch.zeros(setting.data.n, dtype=torch.int64).index_copy(0, ids, found.pop("size"))
+    return {k: none.index_copy(0, ids, v) for k, v in found.items()} | {"size": size}
+
+
+@few_threads
+def evaluate_some(
+    alg: FedAvg,
+    state: State,
+    setting: Setting,
+    split: str,
+    clients: Tensor,
+    buffers: str = "auto",
+    metrics: Mapping[str, Metric] | None = None,
+) -> Tensors:
+    """The values of `evaluate` of those of `clients` who have samples of `split`, and of nobody else: each [S], their ids in "clients"."""
+    ids, found = looked_at(alg, state, setting, split, clients, buffers, metrics)
+    return {"clients": ids, **found}
+
+
+def looked_at(
+    alg: FedAvg, state: State, setting: Setting, split: str, clients: Tensor, buffers: str, metrics: Mapping[str, Metric] | None
+) -> tuple[Tensor, Tensors]:
+    """Who of `clients` has samples, ids [S], and their values [S], in float64, "size" in int64."""
+    size = setting.data.size(split)[clients]
+    ids, size = clients[size > 0], size[size > 0]
     if not len(ids):
         raise ValueError(f"split: none of the clients has a sample of {split!r} to be evaluated on.")
     view, local = views(alg, state, setting, ids, buffers)
     loss, accuracy = (None if own_way(alg) else local.measure(view["w"], split)) or one_by_one(alg, view, local, split)
     loss = loss.double().nan_to_num(nan=math.inf)
-    none = torch.full((n,), torch.nan, dtype=torch.float64)
     result = {"loss": loss} if accuracy is None else {"loss": loss, "accuracy": accuracy}
     if metrics:
         pairs = local.scores(alg.predict, view, split)
         result |= {name: measured_by(name, f, pairs, ids.tolist()) for name, f in metrics.items()}
-    return {k: none.index_copy(0, ids, v.double().cpu()) for k, v in result.items()} | {"size": size}
+    return ids, {k: v.double().cpu() for k, v in result.items()} | {"size": size}
 
 
 def views(alg: FedAvg, state: State, setting: Setting, ids: Tensor, buffers: str = "auto") -> tuple[Tensors, Local]:

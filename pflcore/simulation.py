@@ -25,13 +25,14 @@ from pflcore.local.losses import Loss, default_loss, loss_name
 from pflcore.local.net import Net
 from pflcore.local.path import Path as LocalPath
 from pflcore.local.preflight import check_modes
+from pflcore.local.random import drawn
 from pflcore.metrics import Metric, human, metrics_of
 from pflcore.personal import Models, Personalized
 from pflcore.results import export
-from pflcore.round import Outcome, begin, buffers_of, evaluate, sample, step
+from pflcore.round import Outcome, begin, buffers_of, evaluate, evaluate_some, sample, step
 from pflcore.uploads import farthest
 
-STREAM = 1  # the version of the random streams: runs of one version, seed and setting are the same run
+STREAM = 2  # the version of the random streams: runs of one version, seed and setting are the same run
 VOID_ROUNDS = 3  # so many void rounds in a row end a run: same data, same lr, it will not recover
 Record = dict[str, Any]
 Callback = Callable[[int, Record], None]
@@ -123,7 +124,7 @@ class Simulation:
     buffers: str = "auto"  # batch norm's running statistics: "average", "local" (each client its own), or as the method has it
     eval_every: int = 1  # rounds between evaluations, the last round in any case; 0: none at all
     eval_split: str = "test"
-    eval_clients: torch.Tensor | Sequence[int] | None = None  # ids of those who are evaluated; default: all
+    eval_clients: torch.Tensor | Sequence[int] | int | None = None  # ids of those who are evaluated, or so many, drawn once; default: all
     eval_train: bool = False  # the train loss of every client too
     warm_start: State | None = None  # is copied
     clip: float | None = None  # no client's update is longer (Euclidean norm, before the server sees it)
@@ -141,11 +142,13 @@ class Simulation:
         if not 0 < self.participation <= 1:
             raise ValueError(f"participation: expected a fraction in (0, 1], got {self.participation}.")
         self.device = device_of(self.device)
-        self.clients, self.eval_clients = (ids_of(k, getattr(self, k), self.data.n) for k in ("clients", "eval_clients"))
+        self._drawn = isinstance(self.eval_clients, int) and not isinstance(self.eval_clients, bool)
+        self.clients = ids_of("clients", self.clients, self.data.n)
         if self.algorithm.needs_val:
             self.data = held_out(self.data, self.seed)
         if self.eval_split not in self.data.index:
             raise ValueError(f"eval_split: the federation has {', '.join(self.data.index)}, not {self.eval_split!r}.")
+        self.eval_clients = self._evaluated()
         model = self.model
         check_modes()
         if isinstance(model, Net) and self.loss is not None:
@@ -162,6 +165,14 @@ class Simulation:
             peak = self._peak_bytes(net)
             data = sum(t.numel() * t.element_size() for t in (self.data.x, self.data.y))
             raise MemoryError(memory.sentence(f"before the first round, with {human(data)} of data", peak, asked, self.device))
+
+    def _evaluated(self) -> torch.Tensor | None:
+        """The ids of those who are evaluated, ascending; None: everybody. A number of them is drawn of those with samples."""
+        if not self._drawn:
+            return ids_of("eval_clients", self.eval_clients, self.data.n)  # type: ignore[arg-type]
+        count = whole("eval_clients", self.eval_clients, 1)
+        have = self.data.size(self.eval_split).nonzero()[:, 0]
+        return have[drawn(len(have), min(count, len(have)), self.seed, "eval_clients")].sort().values
 
     def _set_up(self, net: Net) -> str | None:
         """Everything to its device. Where memory runs out nothing is kept, and what was asked for last is returned."""
@@ -183,12 +194,11 @@ class Simulation:
             if not memory.ran_out(error) or isinstance(error, memory.RunTooLarge):
                 raise
             return memory.asked_for(error)
-        everybody = torch.arange(data.n)
-        looked_at, training = (everybody if c is None else ids_of("clients", c, data.n) for c in (self.eval_clients, self.clients))
-        left_out = set(looked_at.tolist()) - set(training.tolist())  # type: ignore[union-attr]
+        training = torch.zeros(data.n, dtype=torch.bool).index_fill(0, self.clients, True) if self.clients is not None else None
+        left_out = 0 if training is None else int((~(training if self.eval_clients is None else training[self.eval_clients])).sum())
         if left_out and self._state.own:
             warnings.warn(
-                f"{self.name} keeps a state for each client, and {len(left_out)} of those who are evaluated never take part: they get "
+                f"{self.name} keeps a state for each client, and {left_out} of those who are evaluated never take part: they get "
                 "what a newcomer is; in such a setting take a method without client state.",
                 stacklevel=4,
             )
@@ -263,7 +273,7 @@ class Simulation:
             try:
                 if self._seen:
                     self._state, self._seen = copied(self._state), False
-                ids = sample(self.algorithm, self.setting, round, self.participation, ids_of("clients", self.clients, self.data.n))
+                ids = sample(self.algorithm, self.setting, round, self.participation, self.clients)
                 self._state, done = step(self.algorithm, self._state, self.setting, ids, self.buffers, self.clip)
                 report = {k: v.tolist() for k, v in self.algorithm.report(self._state.g).items()}
                 if self.eval_every and (round % self.eval_every == 0 or round == self.rounds):
@@ -317,11 +327,13 @@ class Simulation:
         return f"The run diverged: {which} void, because {why}; {what}."
 
     def evaluate(self, split: str) -> dict[str, torch.Tensor]:
-        """Each client's personalized model as it is now: see `pflcore.algorithms.evaluate`."""
+        """Each client's personalized model as it is now: see `pflcore.algorithms.evaluate`. Where `eval_clients` was a number, the values of
+        those clients alone, whose ids are in "clients"."""
         assert isinstance(self.algorithm, FedAvg)
-        clients = ids_of("eval_clients", self.eval_clients, self.data.n)
         measures = self.measures if split == self.eval_split else None
-        return evaluate(self.algorithm, self._state, self.setting, split, clients, self.buffers, measures)
+        if self._drawn:
+            return evaluate_some(self.algorithm, self._state, self.setting, split, self.eval_clients, self.buffers, measures)
+        return evaluate(self.algorithm, self._state, self.setting, split, self.eval_clients, self.buffers, measures)
 
     def run(self, on_round: Callback | Sequence[Callback] | None = None) -> History:
         """Play all rounds; `on_round(round, record)`, one function or several, sees each record as it is made.

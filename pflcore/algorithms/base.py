@@ -133,7 +133,7 @@ class State:
 
 
 def cohort_of(alg: FedAvg, setting: Setting, ids: Tensor, round: int) -> Cohort:
-    size = setting.data.size("train").cpu()[ids]
+    size = setting.data.size("train")[ids]
     share = size.double() if alg.weighting == "samples" else torch.ones(len(ids), dtype=torch.float64)
     return Cohort(ids, share / share.sum(), size, setting.data.n, round, setting.rounds)
 

@@ -27,7 +27,7 @@ class ClientGroups(NamedTuple):
 
 def subset(fed: Federation, clients: Sequence[int] | Tensor) -> Federation:
     ids = _ids(fed, clients)
-    index = {s: [fed.index[s][i] for i in ids] for s in fed.splits}
+    index = {s: fed.lists(s).take(torch.tensor(ids)) for s in fed.splits}
     rows = torch.tensor(ids, device=fed.device)
     relabel = None if fed.relabel is None else fed.relabel[rows]
     return replace(fed, index=index, relabel=relabel, truth={k: v[rows.to(v.device)] for k, v in fed.truth.items()})
@@ -163,7 +163,7 @@ def _ids(fed: Federation, clients: Sequence[int] | Tensor) -> list[int]:
 
 def _pooled(fed: Federation, i: int, pool: Sequence[str] | None) -> Tensor:
     names = fed.splits if pool is None else tuple(pool)
-    return torch.cat([fed._lists(s)[i] for s in names])
+    return torch.cat([fed.lists(s)[i] for s in names])
 
 
 def _permutation(n: int, seed: int, fed: Federation) -> Tensor:
