@@ -29,6 +29,7 @@ from pflcore.local.random import drawn
 from pflcore.metrics import Metric, human, metrics_of
 from pflcore.personal import Models, Personalized
 from pflcore.results import export
+from pflcore.results.record import LONG
 from pflcore.round import Outcome, begin, buffers_of, evaluate, evaluate_some, sample, step
 from pflcore.uploads import farthest
 
@@ -275,7 +276,7 @@ class Simulation:
                     self._state, self._seen = copied(self._state), False
                 ids = sample(self.algorithm, self.setting, round, self.participation, self.clients)
                 self._state, done = step(self.algorithm, self._state, self.setting, ids, self.buffers, self.clip)
-                report = {k: v.tolist() for k, v in self.algorithm.report(self._state.g).items()}
+                report = {k: _told(v) for k, v in self.algorithm.report(self._state.g).items()}
                 if self.eval_every and (round % self.eval_every == 0 or round == self.rounds):
                     seen: Record = {k: v.tolist() for k, v in self.evaluate(self.eval_split).items()}
                     if self.eval_train:
@@ -373,6 +374,11 @@ class Simulation:
 
 def round_to(x: float, digits: int = 4) -> float:
     return float(f"{x:.{digits}g}")
+
+
+def _told(value: torch.Tensor) -> Any:
+    """A small tensor as lists; a large one as itself, a copy."""
+    return value.tolist() if value.numel() <= LONG else value.detach().cpu().clone()
 
 
 def _plain(value: Any) -> Any:

@@ -28,6 +28,18 @@ class Ragged(Sequence[Tensor]):
         size = torch.tensor([i.numel() for i in lists], dtype=torch.int64)  # numel: len of a tensor is slow
         return cls(torch.cat(list(lists)) if len(size) else torch.empty(0, dtype=torch.int64, device=device), starts(size))
 
+    @classmethod
+    def of_parts(cls, n: int, parts: Sequence[tuple[Tensor, Tensor]]) -> Ragged:
+        """The lists of n clients from parts of equal lengths: ids [m] and their lists [m, length]; together everybody, each once."""
+        size = torch.zeros(n, dtype=torch.int64)
+        for ids, rows in parts:
+            size[ids] = rows.shape[1]
+        begin = starts(size)
+        flat = torch.empty(int(begin[-1]), dtype=torch.int64, device=parts[0][1].device)
+        for ids, rows in parts:
+            flat[(begin[ids][:, None] + torch.arange(rows.shape[1])).to(flat.device)] = rows
+        return cls(flat, begin)
+
     def __len__(self) -> int:
         return len(self.size)
 
