@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from pflcore import ops, uploads
+from pflcore import ops, rows, uploads
 from pflcore.algorithms.base import Commit, FedAvg, Payload, Pool, State, Tensors, cohort_of
 from pflcore.local import Local, Setting
 from pflcore.local.net import Net
@@ -33,14 +34,20 @@ class Outcome:
     spoilt: list[str] = field(default_factory=list)  # what the server would hold that is not finite: the round is void
 
 
-def begin(alg: FedAvg, net: Net, n: int) -> State:
-    """The state before the first round."""
+def begin(alg: FedAvg, net: Net, n: int, folder: Path | None = None) -> State:
+    """The state before the first round; with `folder` each client's rows, its own and the server's, are in a file there."""
     for target in alg.required:
         if not 0 <= target < n:
             raise ValueError(f"target: expected a client from 0 to {n - 1}, got {target}.")
     g, fresh = alg.init(net, n)
-    own = {k: v.expand(n, *v.shape).clone() for k, v in fresh.items()}
-    return State({k: v.clone() for k, v in g.items()}, own, net.b0.expand(n, -1).clone())
+    own = rows.OnDisk(fresh, n, folder) if folder else {k: v.expand(n, *v.shape).clone() for k, v in fresh.items()}
+    on_disk = per_client(g, n) if folder else set()
+    return State({k: rows.cloned(v, folder if k in on_disk else None) for k, v in g.items()}, own, net.b0.expand(n, -1).clone())
+
+
+def per_client(g: Tensors, n: int) -> set[str]:
+    """Which of the server's tensors are a model for each client."""
+    return {k for k, v in g.items() if v.dim() == 2 and len(v) == n and v.is_floating_point() and v.dtype != torch.float64}
 
 
 def sample(alg: FedAvg, setting: Setting, round: int, participation: float = 1.0, among: Tensor | None = None) -> Tensor:
@@ -81,6 +88,7 @@ def step(
     at = onto(ids, state.buffers.device)
     local = Local(setting, ids, round, state.buffers[at], joined=state.joined[ids])
     down = alg.send(state.g, cohort, generator_of(setting.seed, round, "send"))
+    rows.see(state.own, ids)
     new, up = alg.client(down, {k: v[at if v.device == at.device else ids] for k, v in state.own.items()}, local)
     fine = finite([*up.values(), *new.values(), local.buffers], len(ids))
     outcome = Outcome(ids.tolist(), ids[~fine].tolist(), bytes_down=nbytes(down), bytes_up=nbytes(up))
@@ -116,8 +124,8 @@ def step(
         outcome.void = True
         return replace(state, round=round, void=state.void + 1), outcome
     if statistics is None:
-        rows = mixed_statistics(state.buffers, local.buffers, alg.statistics(g, up, cohort))
-        statistics = Commit(torch.arange(len(rows)), (state.buffers, rows))
+        mixed = mixed_statistics(state.buffers, local.buffers, alg.statistics(g, up, cohort))
+        statistics = Commit(torch.arange(len(mixed)), (state.buffers, mixed))
     commit.write()  # only now: the server has accepted the round
     statistics.write()
     return replace(state, g=g, round=round, void=0), outcome
@@ -215,6 +223,10 @@ def looked_at(
     ids, size = clients[size > 0], size[size > 0]
     if not len(ids):
         raise ValueError(f"split: none of the clients has a sample of {split!r} to be evaluated on.")
+    most = min(map(rows.at_once, state.own.values()), default=len(ids)) if isinstance(state.own, rows.OnDisk) else len(ids)
+    if len(ids) > most:
+        parts = [looked_at(alg, state, setting, split, part, buffers, metrics)[1] for part in ids.split(most)]
+        return ids, {k: torch.cat([p[k] for p in parts]) for k in parts[0]}
     view, local = views(alg, state, setting, ids, buffers)
     loss, accuracy = (None if own_way(alg) else local.measure(view["w"], split)) or one_by_one(alg, view, local, split)
     loss = loss.double().nan_to_num(nan=math.inf)
@@ -229,11 +241,12 @@ def views(alg: FedAvg, state: State, setting: Setting, ids: Tensor, buffers: str
     """The personalized views [S, ...] of the clients `ids` [S] as evaluation has them, and what their hook was given."""
     round = max(1, state.round)
     cohort = cohort_of(alg, setting, ids, round)
-    joined, rows = state.joined[ids], state.buffers[onto(ids, state.buffers.device)]
-    if rows.shape[1] and state.joined.any() and buffers_of(alg, setting.net, buffers) == "local":
-        rows[onto(~joined, rows.device)] = state.buffers[onto(state.joined, rows.device)].mean(0)
-    local = Local(setting, ids, round, rows, joined=joined)
+    joined, buffer = state.joined[ids], state.buffers[onto(ids, state.buffers.device)]
+    if buffer.shape[1] and state.joined.any() and buffers_of(alg, setting.net, buffers) == "local":
+        buffer[onto(~joined, buffer.device)] = state.buffers[onto(state.joined, buffer.device)].mean(0)
+    local = Local(setting, ids, round, buffer, joined=joined)
     down = alg.send(state.g, cohort, generator_of(setting.seed, round, "evaluation"))
+    rows.see(state.own, ids)
     own = state.own if len(ids) == setting.data.n else {k: v[ids] for k, v in state.own.items()}
     return alg.personal(down, own, local), local
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn as nn
 
 import pflcore
-from pflcore import footprint, memory
+from pflcore import footprint, memory, rows
 from pflcore.algorithms.base import FedAvg, State, Stop
 from pflcore.algorithms.lookup import algorithm_of, name_of
 from pflcore.arguments import SEEDS, WORKERS, check_start, copied, device_of, ids_of, limit, whole
@@ -30,7 +30,7 @@ from pflcore.metrics import Metric, human, metrics_of
 from pflcore.personal import Models, Personalized
 from pflcore.results import export
 from pflcore.results.record import LONG
-from pflcore.round import Outcome, begin, buffers_of, evaluate, evaluate_some, sample, step
+from pflcore.round import Outcome, begin, buffers_of, evaluate, evaluate_some, per_client, sample, step
 from pflcore.uploads import farthest
 
 STREAM = 2  # the version of the random streams: runs of one version, seed and setting are the same run
@@ -130,6 +130,7 @@ class Simulation:
     warm_start: State | None = None  # is copied
     clip: float | None = None  # no client's update is longer (Euclidean norm, before the server sees it)
     loss: Loss | None = None  # a name, a function of (scores, y) or an nn.Module; default: by the targets, or the Net's own
+    rows: str | Path = "auto"  # where each client's rows are: "memory", a folder for a file of them, or by what fits
     metrics: Sequence[str | Metric] | Mapping[str, Metric] = ()  # "auc", "f1", "mae", "r2", ..., functions of one client's (scores, labels)
 
     def __post_init__(self) -> None:
@@ -178,16 +179,18 @@ class Simulation:
     def _set_up(self, net: Net) -> str | None:
         """Everything to its device. Where memory runs out nothing is kept, and what was asked for last is returned."""
         assert isinstance(self.algorithm, FedAvg)
+        self.folder: Path | None = None  # of the file with the clients' rows
         data, self.path = self.data, LocalPath("vmap", "vmap", "not chosen yet")
         try:
             if self.device != "cpu":
                 net, data = net.to(self.device), data.to(self.device)
             self.setting, self.path = prepared(net, data, self.training, self.engine, self.workers, self.seed, self.rounds)
             net = self.setting.net
+            self.folder = self._place(net)
             memory.refuse(self._peak_bytes(net), self.device)
             if self.warm_start is not None:
                 check_start(self.warm_start, self.algorithm, net, data.n)
-            self._state = begin(self.algorithm, net, data.n) if self.warm_start is None else copied(self.warm_start)
+            self._state = begin(self.algorithm, net, data.n, self.folder) if self.warm_start is None else copied(self.warm_start)
             self._seen = False  # whether somebody outside holds the state, so that the run must go on with a copy
             if self._state.round >= self.rounds:
                 raise ValueError(f"rounds: expected more than the {self._state.round} that the warm start has played, got {self.rounds}.")
@@ -227,7 +230,29 @@ class Simulation:
     def _peak_bytes(self, net: Net) -> int:
         assert isinstance(self.algorithm, FedAvg)
         workers = self.workers or os.cpu_count() or 1
-        return footprint.peak_bytes(self.algorithm, net, self.data.n, self.participation, self.training, self.path, workers)
+        peak = footprint.peak_bytes(self.algorithm, net, self.data.n, self.participation, self.training, self.path, workers)
+        return peak - sum(self._row_bytes(net)) if self.folder else peak
+
+    def _row_bytes(self, net: Net) -> tuple[int, int]:
+        """Bytes of all clients' own rows, and of the server's models for each."""
+        assert isinstance(self.algorithm, FedAvg)
+        g, fresh = self.algorithm.init(net, self.data.n)
+        return self.data.n * rows.nbytes(fresh.values()), rows.nbytes(g[k] for k in per_client(g, self.data.n))
+
+    def _place(self, net: Net) -> Path | None:
+        own, server = self._row_bytes(net)
+        n = self.data.n
+        looked_at = 0 if not self.eval_every else n if self.eval_clients is None else len(self.eval_clients)
+        ever = min(n, int(self.participation * n + 1) * self.rounds + looked_at)
+        need = own * ever // n + server
+        return rows.place(self.rows, own + server if self.warm_start is None else 0, need, self._peak_bytes(net), self.device)
+
+    def where(self) -> str:
+        """One line: where the clients' rows are, with bytes, and the memory that the run needs at its peak."""
+        own, server = self._row_bytes(self.setting.net)
+        place = f"in a file in {self.folder}, blocks only for clients that are seen" if self.folder else "in memory"
+        kept = f"{human(own)} of the clients' own and {human(server)} of the server's for each"
+        return f"rows: {kept}, {place}; peak memory beside data and activations about {human(self.peak_bytes())}"
 
     def header(self) -> Record:
         """What the run is: everything needed to repeat it."""
@@ -248,6 +273,7 @@ class Simulation:
             "engine": s.engine.name,
             "path": self.path._asdict(),
             "device": self.device,
+            "rows": "disk" if self.folder else "memory",
             "buffers": self.buffers,
             "clip": self.clip,
             "stream": STREAM,

@@ -42,6 +42,7 @@ class Output:
     baseline: str | None = None  # an algorithm; adds the percent of clients that are worse off than with it
     last: int = 10  # rounds in "mean of last"
     quiet: bool = False  # no progress bar
+    dry_run: bool = False  # say what would run, where the clients' rows would be and what memory it takes; write nothing
 
 
 EXTRAS = {"cli": ("tyro", "tqdm"), "data": ("torchvision", "mlxtend", "sklearn", "scipy"), "plot": ("matplotlib",)}
@@ -126,6 +127,9 @@ def _record(todo: Sequence[Job], cut: Mapping[str, Any], shape: Mapping[str, Any
     data = experiment.federation(options, cut)
     model = experiment.model(options, data, shape)
     first: Simulation | None = todo[0].simulation(data, model)  # so that what is wrong is said before a record is opened
+    if output.dry_run:
+        print(f"{data.summary()}\n{_plan(todo[0], todo[0].header(first))}\n{first.where()}")
+        return 0
     interrupted = failed = False
     total = sum(j.length(data.n) for j in todo)
     folder = output.out or _new_folder([name_of(j.algorithm) for j in todo], options.data, options.partition or "")
