@@ -45,7 +45,7 @@ class Output:
     dry_run: bool = False  # say what would run, where the clients' rows would be and what memory it takes; write nothing
 
 
-EXTRAS = {"cli": ("tyro", "tqdm"), "data": ("torchvision", "mlxtend", "sklearn", "scipy"), "plot": ("matplotlib",)}
+EXTRAS = {"cli": ("tyro", "tqdm"), "data": ("torchvision", "mlxtend", "sklearn", "scipy"), "plot": ("matplotlib",), "table": ("pyarrow",)}
 
 
 class RunFailed(Exception):

@@ -172,7 +172,9 @@ def deltas(runs: Sequence[Run], baseline: str, path: str | Path) -> Path | None:
     others = [(n, m[0]) for n, m in groups.items() if base is not None and m[0] is not base and len(m[0].last()) == len(base.last())]
     if base is None or not others or not len(base.last()):
         return None
-    size = base.header.get("size") or base.evaluations[-1]["eval"].get("size")
+    size, some = base.header.get("size") or base.evaluations[-1]["eval"].get("size"), base.evaluations[-1]["eval"].get("clients")
+    if some and base.header.get("size"):
+        size = [size[i] for i in some]
     if not size:
         return None
     figure, (axis,) = _figure(5.6, 4.2)

@@ -193,7 +193,11 @@ class Run:
     def curve(self, client: int | None = None, measure: str | None = None) -> tuple[list[int], list[float]]:
         """Rounds of the evaluations and one value each: the mean over clients, or one client's own."""
         rounds, values = self.values(measure)
-        return rounds, [metrics.mean(v) if client is None else v[client].item() for v in values]
+        if client is None:
+            return rounds, [metrics.mean(v) for v in values]
+        some = self.evaluations[0]["eval"].get("clients") if rounds else None  # who was evaluated, where not all
+        at = client if some is None else some.index(client) if client in some else None
+        return rounds, [math.nan if at is None else v[at].item() for v in values]
 
     def last(self, measure: str | None = None) -> Tensor:
         """Each client's value at the last evaluation, `[N]`."""
