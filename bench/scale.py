@@ -48,7 +48,9 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     from pflcore.results.pictures import _figure, _save, _tidy
 
     figure, axes = _figure(13, 4, 3)
-    for axis, (key, unit) in zip(axes, {"least": "ms a round", "rss": "RssAnon, MB", "bytes": "bytes of record a round"}.items(), strict=True):
+    for axis, (key, unit) in zip(
+        axes, {"least": "ms a round", "rss": "RssAnon, MB", "bytes": "bytes of record a round"}.items(), strict=True
+    ):
         for name in dict.fromkeys(r["algorithm"] for r in rows):
             mine = [r for r in rows if r["algorithm"] == name]
             axis.loglog([r["n"] for r in mine], [r[key] for r in mine], marker="o", label=name)
@@ -75,7 +77,8 @@ def one(name: str, n: int, seconds: float) -> dict[str, Any]:
     lists = {s: Ragged(p.reshape(-1), torch.arange(n + 1) * p.shape[1]) for s, p in index.items()}
     options: dict[str, Any] = {"participation": min(1.0, COHORT / n), "eval_clients": min(n, EVALUATED), "eval_every": 10}
     play = Simulation(name, lambda: torch.nn.Linear(INPUTS, 2), Federation(x, y, lists, 2), Training(), rounds=10**6, **options)
-    rounds, times, until = play.iterate(), [], time.perf_counter() + seconds
+    times: list[float] = []
+    rounds, until = play.iterate(), time.perf_counter() + seconds
     with tempfile.TemporaryDirectory() as folder, Record(Path(folder) / "record.jsonl") as record:
         record.write({"header": play.header()})
         before = sum(p.stat().st_size for p in Path(folder).iterdir())
@@ -85,7 +88,8 @@ def one(name: str, n: int, seconds: float) -> dict[str, Any]:
             times.append(1e3 * (time.perf_counter() - began))
             record.write(line)
         size = (sum(p.stat().st_size for p in Path(folder).iterdir()) - before) // len(times)
-    rss = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")) / 1e3
+    status = Path("/proc/self/status").read_text().splitlines()
+    rss = next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) / 1e3
     times = sorted(times[2:])  # the first ones make what the others use
     return {"algorithm": name, "n": n, "least": times[0], "median": times[len(times) // 2], "rss": rss, "bytes": size}
 

@@ -102,4 +102,6 @@ def _words(missing: Sequence[str], foreign: Sequence[str]) -> str:
 def copied(state: State) -> State:
     """The state with tensors of its own."""
     g, own = ({k: cloned(v) for k, v in d.items()} for d in (state.g, {} if isinstance(state.own, OnDisk) else state.own))
-    return State(g, state.own.clone() if isinstance(state.own, OnDisk) else own, state.buffers.clone(), state.round, state.void, state.joined.clone())
+    return State(
+        g, state.own.clone() if isinstance(state.own, OnDisk) else own, state.buffers.clone(), state.round, state.void, state.joined.clone()
+    )

@@ -145,12 +145,12 @@ class Simulation:
             raise ValueError(f"participation: expected a fraction in (0, 1], got {self.participation}.")
         self.device = device_of(self.device)
         self._drawn = isinstance(self.eval_clients, int) and not isinstance(self.eval_clients, bool)
-        self.clients = ids_of("clients", self.clients, self.data.n)
+        self.clients = self._among = ids_of("clients", self.clients, self.data.n)
         if self.algorithm.needs_val:
             self.data = held_out(self.data, self.seed)
         if self.eval_split not in self.data.index:
             raise ValueError(f"eval_split: the federation has {', '.join(self.data.index)}, not {self.eval_split!r}.")
-        self.eval_clients = self._evaluated()
+        self.eval_clients = self._looked_at = self._evaluated()
         model = self.model
         check_modes()
         if isinstance(model, Net) and self.loss is not None:
@@ -198,8 +198,8 @@ class Simulation:
             if not memory.ran_out(error) or isinstance(error, memory.RunTooLarge):
                 raise
             return memory.asked_for(error)
-        training = torch.zeros(data.n, dtype=torch.bool).index_fill(0, self.clients, True) if self.clients is not None else None
-        left_out = 0 if training is None else int((~(training if self.eval_clients is None else training[self.eval_clients])).sum())
+        training = torch.zeros(data.n, dtype=torch.bool).index_fill(0, self._among, True) if self._among is not None else None
+        left_out = 0 if training is None else int((~(training if self._looked_at is None else training[self._looked_at])).sum())
         if left_out and self._state.own:
             warnings.warn(
                 f"{self.name} keeps a state for each client, and {left_out} of those who are evaluated never take part: they get "
@@ -242,7 +242,7 @@ class Simulation:
     def _place(self, net: Net) -> Path | None:
         own, server = self._row_bytes(net)
         n = self.data.n
-        looked_at = 0 if not self.eval_every else n if self.eval_clients is None else len(self.eval_clients)
+        looked_at = 0 if not self.eval_every else n if self._looked_at is None else len(self._looked_at)
         ever = min(n, int(self.participation * n + 1) * self.rounds + looked_at)
         need = own * ever // n + server
         return rows.place(self.rows, own + server if self.warm_start is None else 0, need, self._peak_bytes(net), self.device)
@@ -300,7 +300,7 @@ class Simulation:
             try:
                 if self._seen:
                     self._state, self._seen = copied(self._state), False
-                ids = sample(self.algorithm, self.setting, round, self.participation, self.clients)
+                ids = sample(self.algorithm, self.setting, round, self.participation, self._among)
                 self._state, done = step(self.algorithm, self._state, self.setting, ids, self.buffers, self.clip)
                 report = {k: _told(v) for k, v in self.algorithm.report(self._state.g).items()}
                 if self.eval_every and (round % self.eval_every == 0 or round == self.rounds):
@@ -354,13 +354,13 @@ class Simulation:
         return f"The run diverged: {which} void, because {why}; {what}."
 
     def evaluate(self, split: str) -> dict[str, torch.Tensor]:
-        """Each client's personalized model as it is now: see `pflcore.algorithms.evaluate`. Where `eval_clients` was a number, the values of
-        those clients alone, whose ids are in "clients"."""
+        """Each client's personalized model as it is now: see `pflcore.algorithms.evaluate`. Where `eval_clients` was a number, the
+        values of those clients alone, whose ids are in "clients"."""
         assert isinstance(self.algorithm, FedAvg)
         measures = self.measures if split == self.eval_split else None
-        if self._drawn:
-            return evaluate_some(self.algorithm, self._state, self.setting, split, self.eval_clients, self.buffers, measures)
-        return evaluate(self.algorithm, self._state, self.setting, split, self.eval_clients, self.buffers, measures)
+        if self._drawn and self._looked_at is not None:
+            return evaluate_some(self.algorithm, self._state, self.setting, split, self._looked_at, self.buffers, measures)
+        return evaluate(self.algorithm, self._state, self.setting, split, self._looked_at, self.buffers, measures)
 
     def run(self, on_round: Callback | Sequence[Callback] | None = None) -> History:
         """Play all rounds; `on_round(round, record)`, one function or several, sees each record as it is made.

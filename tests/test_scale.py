@@ -66,7 +66,9 @@ def test_a_number_of_clients_is_evaluated_as_a_list_of_them_is():
     data = many(50)
     some = simulation("ditto", data, eval_clients=6)
     given = simulation("ditto", data, eval_clients=some.eval_clients.tolist())
-    assert len(some.eval_clients) == 6 and not torch.equal(some.eval_clients, simulation("ditto", data, eval_clients=6, seed=1).eval_clients)
+    assert len(some.eval_clients) == 6 and not torch.equal(
+        some.eval_clients, simulation("ditto", data, eval_clients=6, seed=1).eval_clients
+    )
     for a, b in zip(some.iterate(), given.iterate(), strict=True):
         ids = a["eval"]["clients"]
         assert ids == some.eval_clients.tolist() and len(b["eval"]["loss"]) == 50
@@ -138,7 +140,7 @@ def test_a_full_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
         free = 100
 
     monkeypatch.setattr(on_disk.shutil, "disk_usage", lambda folder: Full)
-    with pytest.raises(memory.RunTooLarge, match="rows: the clients' rows may take .* on disk, and .* has 100 B free"):
+    with pytest.raises(memory.RunTooLarge, match=r"rows: the clients' rows may take .* on disk, and .* has 100 B free"):
         simulation("ditto", many(40), rows=tmp_path)
     assert os.listdir(tmp_path) == []
     with pytest.raises(ValueError, match="rows: expected 'auto', 'memory' or a folder, got 'nowhere'"):
@@ -147,7 +149,7 @@ def test_a_full_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
 
 def test_what_does_not_fit_goes_to_disk_by_itself(monkeypatch):
     assert simulation("ditto", many(40)).folder is None
-    monkeypatch.setattr(memory, "capacity", lambda device: 3000)
+    monkeypatch.setattr(memory, "capacity", lambda device: 12_000)
     assert simulation("ditto", many(40)).folder is not None
 
 

@@ -127,7 +127,7 @@ def _record(todo: Sequence[Job], cut: Mapping[str, Any], shape: Mapping[str, Any
     data = experiment.federation(options, cut)
     model = experiment.model(options, data, shape)
     first: Simulation | None = todo[0].simulation(data, model)  # so that what is wrong is said before a record is opened
-    if output.dry_run:
+    if output.dry_run and first is not None:
         print(f"{data.summary()}\n{_plan(todo[0], todo[0].header(first))}\n{first.where()}")
         return 0
     interrupted = failed = False

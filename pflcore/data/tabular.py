@@ -64,7 +64,9 @@ def _columns(path: Path, y: Any, client: Any) -> tuple[Any, Any, Any]:
     try:
         from pyarrow import ArrowException, feather, parquet
     except ImportError:
-        raise ImportError("from_table reads files with pyarrow, which is not installed; get it with: pip install 'pflcore[table]'.") from None
+        raise ImportError(
+            "from_table reads files with pyarrow, which is not installed; get it with: pip install 'pflcore[table]'."
+        ) from None
     try:
         table = (parquet if path.suffix in (".parquet", ".pq") else feather).read_table(str(path))
     except (OSError, ArrowException) as e:

@@ -240,7 +240,9 @@ class Local:
             return torch.cat([z for z, _ in parts]), torch.cat([y for _, y in parts])
 
         found = self._each_client(look)
-        return pad_sequence([z for z, _ in found], batch_first=True), pad_sequence([y for _, y in found], batch_first=True, padding_value=-1)
+        return pad_sequence([z for z, _ in found], batch_first=True), pad_sequence(
+            [y for _, y in found], batch_first=True, padding_value=-1
+        )
 
     def scores(
         self, predict: Callable[[dict[str, Tensor], Net, Tensor], Tensor], view: dict[str, Tensor], split: str
@@ -312,7 +314,7 @@ class Local:
         return loss, hits
 
     def _chain_grad(self, chain: Chain, rows: Tensor, split: str) -> Tensor:
-        data, engine = self.setting.data, self.setting.engine
+        data = self.setting.data
         lists = data.lists(split).take(self.ids)
         size = lists.size
         relabel = None if data.relabel is None else data.relabel[onto(self.ids, data.device)]

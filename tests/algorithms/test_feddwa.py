@@ -9,8 +9,7 @@ from places import golden
 
 from pflcore import ops
 from pflcore.algorithms import Cohort
-from pflcore.algorithms.feddwa import spread
-from pflcore.algorithms.feddwa import FedDWA, FedDWAQP
+from pflcore.algorithms.feddwa import FedDWA, FedDWAQP, spread
 from pflcore.algorithms.qp import inner_products, simplex_qp
 from pflcore.data.federation import Federation
 from pflcore.local import Engine, Local, Setting, Training

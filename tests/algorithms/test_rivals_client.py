@@ -1,6 +1,6 @@
-from dataclasses import replace
 """FedDWA's rivals that work on the clients: golden values, and for each the law that its known bug breaks."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest

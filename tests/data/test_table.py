@@ -105,7 +105,7 @@ def test_a_file_is_its_columns(tmp_path):
     for file in ("t.parquet", "t.arrow"):
         got = Federation.from_table(tmp_path / file, "label", "who")
         assert torch.equal(got.x, want.x) and torch.equal(got.y, want.y) and torch.equal(got.lists("train").flat, want.lists("train").flat)
-    with pytest.raises(ValueError, match="y must name one of the columns u, label, v, who of t.parquet, got 'y'"):
+    with pytest.raises(ValueError, match=r"y must name one of the columns u, label, v, who of t\.parquet, got 'y'"):
         Federation.from_table(tmp_path / "t.parquet", client="who")
     with pytest.raises(ValueError, match="not there"):
         Federation.from_table(tmp_path / "none.parquet")
