@@ -76,7 +76,7 @@ class Federation:
         return self.lists(split).size
 
     def counts(self, split: str = "train", clients: Tensor | None = None) -> Tensor:
-        """Samples per client (or of these ``clients``) and class, labelled as the client does (after ``relabel``): int64 [N, C], on the CPU."""
+        """Samples per client (or of these ``clients``) and class, as each labels them (after ``relabel``): int64 [N, C], on the CPU."""
         if self.classes is None:
             raise ValueError(f"counts needs labels: the targets of {self.name} are continuous (classes is None)")
         lists = self.lists(split) if clients is None else self.lists(split).take(clients)
