@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-Name = Literal["all", "sqdist", "nearest", "aggregate", "weights", "rank1", "sgd", "chain", "conv", "factorized", "rounds"]
+Name = Literal["all", "sqdist", "nearest", "aggregate", "weights", "rank1", "sgd", "chain", "conv", "factorized", "rounds", "scale"]
 Work = Literal["flute-lr", "pfllib-mnist", "blazefl-cnn"]
 OPS = ("sqdist", "nearest", "aggregate", "weights", "rank1", "sgd", "chain", "conv", "factorized", "rounds")
 
@@ -34,6 +34,7 @@ class Options:
     threads: int | None = None  # torch's intra-op threads; default: as they are
     json: Path | None = None  # write all measurements to this file
     markdown: Path | None = None  # write the table to this file
+    plot: Path | None = None  # with "scale": write its picture to this file
 
 
 def suite(name: str) -> ModuleType:
@@ -49,9 +50,16 @@ def run(options: Options) -> int:
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    for path in (options.json, options.markdown):
+    for path in (options.json, options.markdown, options.plot):
         if path is not None and not path.parent.is_dir():
             raise ValueError(f"expected a file in an existing folder, got {str(path)!r}.")
+    if "scale" in options.op:
+        from bench import scale
+
+        found = scale.run(options.quick, options.seconds, options.plot)
+        if options.json is not None:
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
+        return 0
     machine = table.Machine.measure(128 if options.quick else 512)
     if options.workload:
         from bench import published

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pflcore.algorithms.base import FedAvg, State, Tensors
 from pflcore.local.net import Net
+from pflcore.rows import OnDisk, cloned
 
 WORKERS = 1024  # threads; beyond that a number is a slip of the keyboard
 SEEDS = 2**63  # what generators are keyed by
@@ -100,5 +101,6 @@ def _words(missing: Sequence[str], foreign: Sequence[str]) -> str:
 
 def copied(state: State) -> State:
     """The state with tensors of its own."""
-    g, own, moments = ({k: v.clone() for k, v in d.items()} for d in (state.g, state.own, state.moments))
+    g, moments = ({k: cloned(v) for k, v in d.items()} for d in (state.g, state.moments))
+    own = state.own.clone() if isinstance(state.own, OnDisk) else {k: v.clone() for k, v in state.own.items()}
     return State(g, own, state.buffers.clone(), state.round, state.void, state.joined.clone(), moments)

@@ -21,6 +21,7 @@ from pflcore.local import Engine, Local, Setting
 from pflcore.local.net import Net
 from pflcore.local.random import generator_of
 from pflcore.round import begin, own_way, step, views
+from pflcore.rows import OnDisk
 
 BATCH = 125  # samples of one forward pass
 ONE_MODEL = "model.load_state_dict(safetensors.torch.load_file(file)) into a model of the run's class; model.eval()(x) gives the scores."
@@ -130,6 +131,8 @@ class Models:
         n = self.setting.data.n
         if isinstance(client, bool) or not isinstance(client, int) or not 0 <= client < n:
             raise ValueError(f"client: expected a number from 0 to {n - 1}, got {client!r}.")
+        if isinstance(self.state.own, OnDisk):  # not all at once
+            return _one(self.algorithm, self.setting, *views(self.algorithm, self.state, self.setting, torch.tensor([client])), 0)
         if self._views is None:
             self._views = views(self.algorithm, self.state, self.setting, torch.arange(n))
         return _one(self.algorithm, self.setting, *self._views, client)

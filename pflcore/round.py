@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from pflcore import ops, uploads
+from pflcore import ops, rows, uploads
 from pflcore.algorithms.base import Cohort, Commit, FedAvg, Payload, Pool, State, Tensors, cohort_from, cohort_of
 from pflcore.local import Local, Setting
 from pflcore.local.net import Net
-from pflcore.local.random import generator_of
+from pflcore.local.random import drawn, generator_of
 from pflcore.local.workers import few_threads, onto
 from pflcore.metrics import Metric, measured_by, right
 
@@ -34,26 +35,35 @@ class Outcome:
     spoilt: list[str] = field(default_factory=list)  # what the server would hold that is not finite: the round is void
 
 
-def begin(alg: FedAvg, net: Net, n: int, server: bool = False) -> State:
-    """The state before the first round; with `server` without the clients' own."""
+def begin(alg: FedAvg, net: Net, n: int, folder: Path | None = None, server: bool = False) -> State:
+    """The state before the first round; with `folder` each client's rows, its own and the server's, are in a file there; with `server`
+    without the clients' own."""
     for target in alg.required:
         if not 0 <= target < n:
             raise ValueError(f"target: expected a client from 0 to {n - 1}, got {target}.")
     g, fresh = alg.init(net, n)
-    own = {} if server else {k: v.expand(n, *v.shape).clone() for k, v in fresh.items()}
-    return State({k: v.clone() for k, v in g.items()}, own, net.b0.expand(n, -1).clone())
+    fresh = {} if server else fresh
+    own = rows.OnDisk(fresh, n, folder) if folder else {k: v.expand(n, *v.shape).clone() for k, v in fresh.items()}
+    on_disk = per_client(g, n) if folder else set()
+    return State({k: rows.cloned(v, folder if k in on_disk else None) for k, v in g.items()}, own, net.b0.expand(n, -1).clone())
+
+
+def per_client(g: Tensors, n: int) -> set[str]:
+    """Which of the server's tensors are a model for each client."""
+    return {k for k, v in g.items() if v.dim() == 2 and len(v) == n and v.is_floating_point() and v.dtype != torch.float64}
 
 
 def sample(alg: FedAvg, setting: Setting, round: int, participation: float = 1.0, among: Tensor | None = None) -> Tensor:
-    """The ids of this round's cohort, ascending: max(1, floor(participation * n + 0.5)) of the n clients `among` (default: all),
-    the required ones in any case."""
-    clients = torch.arange(setting.data.n) if among is None else among.sort().values
-    n = len(clients)
+    """The ids of this round's cohort, ascending: max(1, floor(participation * n + 0.5)) of the n clients `among` (ids, ascending; default:
+    all), the required ones in any case."""
+    n = setting.data.n if among is None else len(among)
     m = max(1, int(participation * n + 0.5))
-    if m >= n and set(alg.required) <= set(clients.tolist()):
-        return clients
-    order = clients[torch.randperm(n, generator=generator_of(setting.seed, round, "cohort"))].tolist()
-    first = [*alg.required, *(i for i in order if i not in alg.required)]
+    order = drawn(n, m, setting.seed, round, "cohort") if m < n else torch.arange(n)
+    if among is not None:
+        order = among[order]
+    if not alg.required:
+        return order.sort().values
+    first = [*alg.required, *(i for i in order.tolist() if i not in alg.required)]
     return torch.tensor(sorted(first[: max(m, len(alg.required))]))
 
 
@@ -82,6 +92,7 @@ def step(
     at = onto(ids, state.buffers.device)
     local = Local(setting, ids, round, state.buffers[at], joined=state.joined[ids], moments={k: v[at] for k, v in state.moments.items()})
     down = alg.send(state.g, cohort, generator_of(setting.seed, round, "send"))
+    rows.see(state.own, ids)
     new, up = alg.client(down, {k: v[at if v.device == at.device else ids] for k, v in state.own.items()}, local)
     outcome = Outcome(ids.tolist(), bytes_down=nbytes(down), bytes_up=nbytes(up))
     if policy == "average":
@@ -127,8 +138,8 @@ def receive(
             outcome.clipped = ids[norm > clip].tolist()
             up = uploads.shortened(up, state.g, ids, cohort.n, norm, clip)
     all_moments = {k: v.new_zeros(cohort.n, v.shape[1]) for k, v in moments.items() if k not in state.moments} | state.moments
-    rows = [*((state.own[k], v) for k, v in new.items()), *((all_moments[k], v) for k, v in moments.items())]
-    commit = Commit(ids, *rows, (state.joined, torch.ones(len(ids), dtype=torch.bool)))
+    kept = [*((state.own[k], v) for k, v in new.items()), *((all_moments[k], v) for k, v in moments.items())]
+    commit = Commit(ids, *kept, (state.joined, torch.ones(len(ids), dtype=torch.bool)))
     averaged = policy == "average" and buffers.shape[1] > 0
     statistics = None if averaged else Commit(ids, (state.buffers, buffers))
     # of its own where more can fail after the server
@@ -208,32 +219,59 @@ def evaluate(
     A client without samples of `split`, or not among `clients` (ids; default: all), is not looked at: NaN, and size 0. A loss that is
     not finite is infinite, never NaN: whoever takes a mean meets it. There is an accuracy where the criterion scores classes.
     """
-    n, size = setting.data.n, setting.data.size(split)
-    if clients is not None:
-        size = torch.zeros_like(size).index_copy(0, clients, size[clients])
-    ids = size.nonzero()[:, 0]
+    ids, found = looked_at(alg, state, setting, split, torch.arange(setting.data.n) if clients is None else clients, buffers, metrics)
+    none = torch.full((setting.data.n,), torch.nan, dtype=torch.float64)
+    size = torch.zeros(setting.data.n, dtype=torch.int64).index_copy(0, ids, found.pop("size"))
+    return {k: none.index_copy(0, ids, v) for k, v in found.items()} | {"size": size}
+
+
+@few_threads
+def evaluate_some(
+    alg: FedAvg,
+    state: State,
+    setting: Setting,
+    split: str,
+    clients: Tensor,
+    buffers: str = "auto",
+    metrics: Mapping[str, Metric] | None = None,
+) -> Tensors:
+    """The values of `evaluate` of those of `clients` who have samples of `split`, and of nobody else: each [S], their ids in "clients"."""
+    ids, found = looked_at(alg, state, setting, split, clients, buffers, metrics)
+    return {"clients": ids, **found}
+
+
+def looked_at(
+    alg: FedAvg, state: State, setting: Setting, split: str, clients: Tensor, buffers: str, metrics: Mapping[str, Metric] | None
+) -> tuple[Tensor, Tensors]:
+    """Who of `clients` has samples, ids [S], and their values [S], in float64, "size" in int64."""
+    size = setting.data.size(split)[clients]
+    ids, size = clients[size > 0], size[size > 0]
     if not len(ids):
         raise ValueError(f"split: none of the clients has a sample of {split!r} to be evaluated on.")
+    most = min(map(rows.at_once, state.own.values()), default=len(ids)) if isinstance(state.own, rows.OnDisk) else len(ids)
+    if len(ids) > most:
+        parts = [looked_at(alg, state, setting, split, part, buffers, metrics)[1] for part in ids.split(most)]
+        return ids, {k: torch.cat([p[k] for p in parts]) for k in parts[0]}
     view, local = views(alg, state, setting, ids, buffers)
     loss, accuracy = (None if own_way(alg) else local.measure(view["w"], split)) or one_by_one(alg, view, local, split)
     loss = loss.double().nan_to_num(nan=math.inf)
-    none = torch.full((n,), torch.nan, dtype=torch.float64)
     result = {"loss": loss} if accuracy is None else {"loss": loss, "accuracy": accuracy}
     if metrics:
         pairs = local.scores(alg.predict, view, split)
         result |= {name: measured_by(name, f, pairs, ids.tolist()) for name, f in metrics.items()}
-    return {k: none.index_copy(0, ids, v.double().cpu()) for k, v in result.items()} | {"size": size}
+    return ids, {k: v.double().cpu() for k, v in result.items()} | {"size": size}
 
 
 def views(alg: FedAvg, state: State, setting: Setting, ids: Tensor, buffers: str = "auto") -> tuple[Tensors, Local]:
     """The personalized views [S, ...] of the clients `ids` [S] as evaluation has them, and what their hook was given."""
     round = max(1, state.round)
     cohort = cohort_of(alg, setting, ids, round)
-    joined, rows = state.joined[ids], state.buffers[onto(ids, state.buffers.device)]
-    if rows.shape[1] and state.joined.any() and buffers_of(alg, setting.net, buffers) == "local":
-        rows[onto(~joined, rows.device)] = state.buffers[onto(state.joined, rows.device)].mean(0)
-    local = Local(setting, ids, round, rows, joined=joined)
+    joined, buffer = state.joined[ids], state.buffers[onto(ids, state.buffers.device)]
+    if buffer.shape[1] and state.joined.any() and buffers_of(alg, setting.net, buffers) == "local":
+        buffer[onto(~joined, buffer.device)] = state.buffers[onto(state.joined, buffer.device)].mean(0)
+    local = Local(setting, ids, round, buffer, joined=joined)
     down = alg.send(state.g, cohort, generator_of(setting.seed, round, "evaluation"))
+    rows.see(state.own, ids)
     own = state.own if len(ids) == setting.data.n else {k: v[ids] for k, v in state.own.items()}
     return alg.personal(down, own, local), local
 

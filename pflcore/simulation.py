@@ -17,7 +17,7 @@ import torch.nn as nn
 
 import pflcore
 from pflcore import checkpoint as checkpoints
-from pflcore import footprint, memory
+from pflcore import footprint, memory, rows
 from pflcore.algorithms import ALGORITHMS
 from pflcore.algorithms.base import FedAvg, State, Stop
 from pflcore.algorithms.lookup import algorithm_of, name_of
@@ -31,14 +31,16 @@ from pflcore.local.net import Net
 from pflcore.local.path import Path as LocalPath
 from pflcore.local.preflight import check_modes
 from pflcore.local.proof import LARGE
+from pflcore.local.random import drawn
 from pflcore.metrics import Metric, human, metrics_of
 from pflcore.personal import Models, Personalized, export_models
 from pflcore.results import export
 from pflcore.results.export import Per
-from pflcore.round import Outcome, begin, buffers_of, evaluate, sample, step
+from pflcore.results.record import LONG
+from pflcore.round import Outcome, begin, buffers_of, evaluate, evaluate_some, per_client, sample, step
 from pflcore.uploads import farthest
 
-STREAM = 1  # the version of the random streams: runs of one version, seed and setting are the same run
+STREAM = 2  # the version of the random streams: runs of one version, seed and setting are the same run
 VOID_ROUNDS = 3  # so many void rounds in a row end a run: same data, same lr, it will not recover
 Record = dict[str, Any]
 Callback = Callable[[int, Record], None]
@@ -139,11 +141,12 @@ class Simulation:
     buffers: str = "auto"  # batch norm's running statistics: "average", "local" (each client its own), or as the method has it
     eval_every: int = 1  # rounds between evaluations, the last round in any case; 0: none at all
     eval_split: str = "test"
-    eval_clients: torch.Tensor | Sequence[int] | None = None  # ids of those who are evaluated; default: all
+    eval_clients: torch.Tensor | Sequence[int] | int | None = None  # ids of those who are evaluated, or so many, drawn once; default: all
     eval_train: bool = False  # the train loss of every client too
     warm_start: State | None = None  # is copied
     clip: float | None = None  # no client's update is longer (Euclidean norm, before the server sees it)
     loss: Loss | None = None  # a name, a function of (scores, y) or an nn.Module; default: by the targets, or the Net's own
+    rows: str | Path = "auto"  # where each client's rows are: "memory", a folder for a file of them, or by what fits
     metrics: Sequence[str | Metric] | Mapping[str, Metric] = ()  # "auc", "f1", "mae", "r2", ..., functions of one client's (scores, labels)
 
     def __post_init__(self) -> None:
@@ -157,12 +160,14 @@ class Simulation:
         if not 0 < self.participation <= 1:
             raise ValueError(f"participation: expected a fraction in (0, 1], got {self.participation}.")
         self.device = device_of(self.device)
-        self.clients, self.eval_clients = (ids_of(k, getattr(self, k), self.data.n) for k in ("clients", "eval_clients"))
+        self._drawn = isinstance(self.eval_clients, int) and not isinstance(self.eval_clients, bool)
+        self.clients = self._among = ids_of("clients", self.clients, self.data.n)
         self.algorithm.check_training(self.training)
         if self.algorithm.needs_val:
             self.data = held_out(self.data, self.seed)
         if self.eval_split not in self.data.index:
             raise ValueError(f"eval_split: the federation has {', '.join(self.data.index)}, not {self.eval_split!r}.")
+        self.eval_clients = self._looked_at = self._evaluated()
         model = self.model
         check_modes()
         if isinstance(model, Net) and self.loss is not None:
@@ -184,9 +189,18 @@ class Simulation:
             data = sum(t.numel() * t.element_size() for t in (self.data.x, self.data.y))
             raise MemoryError(memory.sentence(f"before the first round, with {human(data)} of data", peak, asked, self.device))
 
+    def _evaluated(self) -> torch.Tensor | None:
+        """The ids of those who are evaluated, ascending; None: everybody. A number of them is drawn of those with samples."""
+        if not self._drawn:
+            return ids_of("eval_clients", self.eval_clients, self.data.n)  # type: ignore[arg-type]
+        count = whole("eval_clients", self.eval_clients, 1)
+        have = self.data.size(self.eval_split).nonzero()[:, 0]
+        return have[drawn(len(have), min(count, len(have)), self.seed, "eval_clients")].sort().values
+
     def _set_up(self, net: Net) -> str | None:
         """Everything to its device. Where memory runs out nothing is kept, and what was asked for last is returned."""
         assert isinstance(self.algorithm, FedAvg)
+        self.folder: Path | None = None  # of the file with the clients' rows
         data, self.path = self.data, LocalPath("vmap", "vmap", "not chosen yet")
         try:
             if self.device != "cpu":
@@ -195,10 +209,11 @@ class Simulation:
             net = self.setting.net
             if net.size > LARGE:
                 memory.give_back(self.device)  # the copies that the model was compared with
+            self.folder = self._place(net)
             memory.refuse(self._peak_bytes(net), self.device)
             if self.warm_start is not None:
                 check_start(self.warm_start, self.algorithm, net, data.n)
-            self._state = begin(self.algorithm, net, data.n) if self.warm_start is None else copied(self.warm_start)
+            self._state = begin(self.algorithm, net, data.n, self.folder) if self.warm_start is None else copied(self.warm_start)
             self._seen = False  # whether somebody outside holds the state, so that the run must go on with a copy
             if self._state.round >= self.rounds:
                 raise ValueError(f"rounds: expected more than the {self._state.round} that the warm start has played, got {self.rounds}.")
@@ -206,12 +221,11 @@ class Simulation:
             if not memory.ran_out(error) or isinstance(error, memory.RunTooLarge):
                 raise
             return memory.asked_for(error)
-        everybody = torch.arange(data.n)
-        looked_at, training = (everybody if c is None else ids_of("clients", c, data.n) for c in (self.eval_clients, self.clients))
-        left_out = set(looked_at.tolist()) - set(training.tolist())  # type: ignore[union-attr]
+        training = torch.zeros(data.n, dtype=torch.bool).index_fill(0, self._among, True) if self._among is not None else None
+        left_out = 0 if training is None else int((~(training if self._looked_at is None else training[self._looked_at])).sum())
         if left_out and self._state.own:
             warnings.warn(
-                f"{self.name} keeps a state for each client, and {len(left_out)} of those who are evaluated never take part: they get "
+                f"{self.name} keeps a state for each client, and {left_out} of those who are evaluated never take part: they get "
                 "what a newcomer is; in such a setting take a method without client state.",
                 stacklevel=4,
             )
@@ -239,7 +253,29 @@ class Simulation:
     def _peak_bytes(self, net: Net) -> int:
         assert isinstance(self.algorithm, FedAvg)
         workers = self.workers or os.cpu_count() or 1
-        return footprint.peak_bytes(self.algorithm, net, self.data.n, self.participation, self.training, self.path, workers)
+        peak = footprint.peak_bytes(self.algorithm, net, self.data.n, self.participation, self.training, self.path, workers)
+        return peak - sum(self._row_bytes(net)) if self.folder else peak
+
+    def _row_bytes(self, net: Net) -> tuple[int, int]:
+        """Bytes of all clients' own rows, and of the server's models for each."""
+        assert isinstance(self.algorithm, FedAvg)
+        g, fresh = self.algorithm.init(net, self.data.n)
+        return self.data.n * rows.nbytes(fresh.values()), rows.nbytes(g[k] for k in per_client(g, self.data.n))
+
+    def _place(self, net: Net) -> Path | None:
+        own, server = self._row_bytes(net)
+        n = self.data.n
+        looked_at = 0 if not self.eval_every else n if self._looked_at is None else len(self._looked_at)
+        ever = min(n, int(self.participation * n + 1) * self.rounds + looked_at)
+        need = own * ever // n + server
+        return rows.place(self.rows, own + server if self.warm_start is None else 0, need, self._peak_bytes(net), self.device)
+
+    def where(self) -> str:
+        """One line: where the clients' rows are, with bytes, and the memory that the run needs at its peak."""
+        own, server = self._row_bytes(self.setting.net)
+        place = f"in a file in {self.folder}, blocks only for clients that are seen" if self.folder else "in memory"
+        kept = f"{human(own)} of the clients' own and {human(server)} of the server's for each"
+        return f"rows: {kept}, {place}; peak memory beside data and activations about {human(self.peak_bytes())}"
 
     def header(self) -> Record:
         """What the run is: everything needed to repeat it."""
@@ -260,6 +296,7 @@ class Simulation:
             "engine": s.engine.name,
             "path": self.path._asdict(),
             "device": self.device,
+            "rows": "disk" if self.folder else "memory",
             "buffers": self.buffers,
             "clip": self.clip,
             "stream": STREAM,
@@ -285,9 +322,9 @@ class Simulation:
             try:
                 if self._seen:
                     self._state, self._seen = copied(self._state), False
-                ids = sample(self.algorithm, self.setting, round, self.participation, ids_of("clients", self.clients, self.data.n))
+                ids = sample(self.algorithm, self.setting, round, self.participation, self._among)
                 self._state, done = step(self.algorithm, self._state, self.setting, ids, self.buffers, self.clip)
-                report = {k: v.tolist() for k, v in self.algorithm.report(self._state.g).items()}
+                report = {k: _told(v) for k, v in self.algorithm.report(self._state.g).items()}
                 if self.eval_every and (round % self.eval_every == 0 or round == self.rounds):
                     seen: Record = {k: v.tolist() for k, v in self.evaluate(self.eval_split).items()}
                     if self.eval_train:
@@ -340,11 +377,13 @@ class Simulation:
         return f"The run diverged: {which} void, because {why}; {what}."
 
     def evaluate(self, split: str) -> dict[str, torch.Tensor]:
-        """Each client's personalized model as it is now: see `pflcore.algorithms.evaluate`."""
+        """Each client's personalized model as it is now: see `pflcore.algorithms.evaluate`. Where `eval_clients` was a number, the
+        values of those clients alone, whose ids are in "clients"."""
         assert isinstance(self.algorithm, FedAvg)
-        clients = ids_of("eval_clients", self.eval_clients, self.data.n)
         measures = self.measures if split == self.eval_split else None
-        return evaluate(self.algorithm, self._state, self.setting, split, clients, self.buffers, measures)
+        if self._drawn and self._looked_at is not None:
+            return evaluate_some(self.algorithm, self._state, self.setting, split, self._looked_at, self.buffers, measures)
+        return evaluate(self.algorithm, self._state, self.setting, split, self._looked_at, self.buffers, measures)
 
     def run(self, on_round: Callback | Sequence[Callback] | None = None, checkpoint: Checkpoint | str | Path | None = None) -> History:
         """Play all rounds; `on_round(round, record)`, one function or several, sees each record as it is made.
@@ -451,7 +490,10 @@ class Simulation:
 
     def _save(self, keeper: Checkpoint) -> None:
         state, net = self._state, self.setting.net
-        trees = {"g": state.g, "own": state.own, "state": {"buffers": state.buffers, "joined": state.joined}}
+        seen = state.own.known.nonzero()[:, 0] if isinstance(state.own, rows.OnDisk) else None
+        own = dict(state.own) if seen is None else {k: v[seen] for k, v in state.own.items()}
+        trees = {"g": state.g, "own": own, "state": {"buffers": state.buffers, "joined": state.joined}}
+        trees["seen"] = {} if seen is None else {"ids": seen}
         trees |= {"moments": state.moments, "net": {"w0": net.w0, "b0": net.b0}}
         tensors = {f"{tree}.{k}": v for tree, d in trees.items() for k, v in d.items()}
         note = keeper.note() if keeper.note else None
@@ -475,14 +517,23 @@ class Simulation:
         if other:
             warnings.warn(f"checkpoint: {other}; numbers may differ in their last digits from an unbroken run's.", stacklevel=3)
         tensors = {k: v.to(self.device) if k in facts["on_device"] else v for k, v in tensors.items()}
-        trees: dict[str, dict[str, torch.Tensor]] = {"g": {}, "own": {}, "state": {}, "moments": {}, "net": {}}
+        trees: dict[str, dict[str, torch.Tensor]] = {"g": {}, "own": {}, "state": {}, "moments": {}, "seen": {}, "net": {}}
         for name, v in tensors.items():
             tree, _, key = name.partition(".")
             trees[tree][key] = v
         net = self.setting.net.to(self.setting.net.w0.device)  # one of its own
         net.w0, net.b0 = (v.to(net.w0.device) for v in (trees["net"]["w0"], trees["net"]["b0"]))
         self.setting = self.setting._replace(net=net)
-        self._state = State(trees["g"], trees["own"], **trees["state"], moments=trees["moments"], round=facts["round"], void=facts["void"])
+        g, own = trees["g"], trees["own"]
+        if self.folder is not None or trees["seen"]:  # rows of those who were seen, into the file or the memory of this run
+            fresh = begin(self.algorithm, net, self.data.n, self.folder).own
+            seen = trees["seen"].get("ids", torch.arange(self.data.n))
+            rows.see(fresh, seen)
+            for k, v in own.items():
+                fresh[k][seen] = v
+            on_disk = per_client(g, self.data.n) if self.folder else set()
+            g, own = {k: rows.cloned(v, self.folder if k in on_disk else None) for k, v in g.items()}, fresh
+        self._state = State(g, own, **trees["state"], moments=trees["moments"], round=facts["round"], void=facts["void"])
         self._outlier = facts["outlier"] and tuple(facts["outlier"])
         self._past, self._came_from = facts["rounds"], Path(folder)
 
@@ -519,6 +570,11 @@ def _rebuilt(name: str, values: Record) -> Record:
 
 def round_to(x: float, digits: int = 4) -> float:
     return float(f"{x:.{digits}g}")
+
+
+def _told(value: torch.Tensor) -> Any:
+    """A small tensor as lists; a large one as itself, a copy."""
+    return value.tolist() if value.numel() <= LONG else value.detach().cpu().clone()
 
 
 def _plain(value: Any) -> Any:

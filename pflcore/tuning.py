@@ -29,7 +29,7 @@ from pflcore.local.net import Net
 from pflcore.local.random import generator_of
 from pflcore.results.record import plain
 from pflcore.round import evaluate
-from pflcore.simulation import Simulation
+from pflcore.simulation import STREAM, Simulation
 
 
 @dataclass(frozen=True)
@@ -230,6 +230,7 @@ class _Bench:
             "rounds": self.rounds,
             "participation": self.participation,
             "seeds": self.seeds,
+            "stream": STREAM,
         }
 
     def simulation(self, candidate: Candidate, run: int) -> Simulation:

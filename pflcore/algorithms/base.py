@@ -137,7 +137,7 @@ class State:
 
 
 def cohort_of(alg: FedAvg, setting: Setting, ids: Tensor, round: int) -> Cohort:
-    return cohort_from(alg, ids, setting.data.size("train").cpu()[ids], setting.data.n, round, setting.rounds)
+    return cohort_from(alg, ids, setting.data.size("train")[ids], setting.data.n, round, setting.rounds)
 
 
 def cohort_from(alg: FedAvg, ids: Tensor, size: Tensor, n: int, round: int, rounds: int) -> Cohort:

@@ -48,9 +48,10 @@ class Output:
     baseline: str | None = None  # an algorithm; adds the percent of clients that are worse off than with it
     last: int = 10  # rounds in "mean of last"
     quiet: bool = False  # no progress bar
+    dry_run: bool = False  # say what would run, where the clients' rows would be and what memory it takes; write nothing
 
 
-EXTRAS = {"cli": ("tyro", "tqdm"), "data": ("torchvision", "mlxtend", "sklearn", "scipy"), "plot": ("matplotlib",)}
+EXTRAS = {"cli": ("tyro", "tqdm"), "data": ("torchvision", "mlxtend", "sklearn", "scipy"), "plot": ("matplotlib",), "table": ("pyarrow",)}
 
 
 class RunFailed(Exception):
@@ -133,6 +134,10 @@ def _record(todo: Sequence[Job], cut: Mapping[str, Any], shape: Mapping[str, Any
     model = experiment.model(options, data, shape)
     resume = output.resume and _checkpoint(output.out or Path(), output).there
     first: Simulation | None = None if resume else todo[0].simulation(data, model)  # what is wrong is said before a record is opened
+    if output.dry_run:
+        first = first or todo[0].simulation(data, model)
+        print(f"{data.summary()}\n{_plan(todo[0], todo[0].header(first))}\n{first.where()}")
+        return 0
     interrupted = failed = broken = False
     total = sum(j.length(data.n) for j in todo)
     folder = output.out or _new_folder([name_of(j.algorithm) for j in todo], options.data, options.partition or "")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
+
+from .ragged import Ragged
 
 if TYPE_CHECKING:
     from .federation import Federation
@@ -53,47 +55,69 @@ def _owner(sample: int, index: Mapping[str, Sequence[Tensor]]) -> str:
     return ""
 
 
-def check_clients(fed: Federation) -> None:
+def check_lists(fed: Federation) -> None:
+    """What came as N lists: whether each split has one list of the right kind per client."""
     unknown = [s for s in fed.index if s not in SPLITS]
     if unknown or "train" not in fed.index:
         raise ValueError(f"index must hold the split 'train' and may hold 'val' and 'test', got {list(fed.index)}")
-    n, pool = len(fed.index["train"]), len(fed.x)
+    n = len(fed.index["train"])
     if n == 0:
         raise ValueError("a federation needs at least one client, got none")
-    where = torch.zeros(pool, dtype=torch.int8, device=fed.x.device)  # which split holds the sample, 0: none
-    for number, split in enumerate(fed.splits, 1):
+    for split in fed.splits:
         lists = fed.index[split]
         if len(lists) != n:
             raise ValueError(f"index[{split!r}] must hold one list per client ({n}), got {len(lists)}")
+        if isinstance(lists, Ragged):
+            _check_kind(lists.flat, f"index[{split!r}]", fed.x.device)
+            continue
         for i, rows in enumerate(lists):
-            _check_list(rows, f"index[{split!r}][{i}]", pool, fed.x.device)
-            if split == "train" and len(rows) == 0:
-                raise ValueError(f"client {i} has no training samples: leave it out, or give it at least one")
-        every = torch.cat(lists)
+            _check_kind(rows, f"index[{split!r}][{i}]", fed.x.device)
+
+
+def check_clients(fed: Federation) -> None:
+    pool = len(fed.x)
+    where = torch.zeros(pool, dtype=torch.int8, device=fed.x.device)  # which split holds the sample, 0: none
+    for number, split in enumerate(fed.splits, 1):
+        lists = fed.lists(split)
+        every = lists.flat
+        if split == "train" and not bool(lists.size.all()):
+            without_samples((lists.size == 0).nonzero()[:, 0].tolist())
+        if not len(every):
+            continue
+        low, high = (int(v) for v in every.aminmax())
+        if low < 0 or high >= pool:
+            i = int(lists.owner()[(every < 0) | (every >= pool)][0])
+            low, high = (int(v) for v in lists[i].aminmax())
+            raise ValueError(f"index[{split!r}][{i}] must lie in 0..{pool - 1}, got {low}..{high}")
         if bool(where[every].any()):
             raise ValueError(f"a sample must belong to one split, but sample {int(every[where[every] > 0][0])} is in {split!r} and another")
         where[every] = number
+        if int((where == number).sum()) == len(every):
+            continue
         shared = split == "test"  # clients may share a test set, but none counts a sample twice
-        for i, rows in enumerate(lists if shared else [every]):
-            if len(rows.unique()) != len(rows):
-                who = f"client {i}" if shared else "two clients, or one twice,"
-                raise ValueError(f"index[{split!r}] must not overlap, but {who} holds sample {_twice(rows)} more than once")
-    _check_extras(fed, n)
+        key = lists.owner() * pool + every if shared else every
+        key = key.sort().values
+        twice = key[1:][key[1:] == key[:-1]]
+        if len(twice):
+            who = f"client {int(twice[0]) // pool}" if shared else "two clients, or one twice,"
+            raise ValueError(f"index[{split!r}] must not overlap, but {who} holds sample {int(twice[0]) % pool} more than once")
+    _check_extras(fed, fed.n)
 
 
-def _check_list(rows: Tensor, what: str, pool: int, device: torch.device) -> None:
+def without_samples(clients: Sequence[object]) -> NoReturn:
+    """Refuses clients that have nothing to train on."""
+    if len(clients) == 1:
+        raise ValueError(f"client {clients[0]} has no training samples: leave it out, or give it at least one")
+    first = ", ".join(str(c) for c in clients[:5]) + (", ..." if len(clients) > 5 else "")
+    raise ValueError(f"{len(clients)} clients have no training samples ({first}): leave them out, or give each at least one")
+
+
+def _check_kind(rows: Tensor, what: str, device: torch.device) -> None:
     if not isinstance(rows, Tensor) or rows.dtype != torch.int64 or rows.dim() != 1:
         got = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
         raise TypeError(f"{what} must be a one-dimensional int64 tensor, got {got}")
     if rows.device != device:
         raise ValueError(f"{what} must be on the pool's device {device}, got {rows.device}")
-    if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= pool):
-        raise ValueError(f"{what} must lie in 0..{pool - 1}, got {int(rows.min())}..{int(rows.max())}")
-
-
-def _twice(rows: Tensor) -> int:
-    values, times = rows.unique(return_counts=True)
-    return int(values[times > 1][0])
 
 
 def _check_extras(fed: Federation, n: int) -> None:

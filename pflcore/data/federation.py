@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from .checks import SPLITS, check_clients, check_pool
+from .checks import SPLITS, check_clients, check_lists, check_pool
+from .ragged import Ragged
 
 if TYPE_CHECKING:
     from .cuts import Partition
@@ -22,7 +23,7 @@ class Federation:
 
     x         [n_pool, ...]        inputs: floating point, or int64 (tokens)
     y         [n_pool] or [n_pool, ...]   int64 labels in 0..classes-1, or floating targets (then ``classes`` is None)
-    index     split -> N index lists (int64, [n_i]); "train" is required, "val" and "test" are not
+    index     split -> N index lists (int64, [n_i]); "train" is required, "val" and "test" are not; kept as :class:`Ragged`
     classes   C, or None for regression
     relabel   [N, C] int64 or None: client i sees ``relabel[i][y]`` (concept shift); the pool keeps its own labels
     truth     what is known of the clients beside their samples, each value [N, ...]: "group", "optimum", ...
@@ -35,7 +36,7 @@ class Federation:
 
     x: Tensor
     y: Tensor
-    index: dict[str, list[Tensor]]
+    index: Mapping[str, Sequence[Tensor]]
     classes: int | None = None
     relabel: Tensor | None = None
     name: str = "data"
@@ -44,6 +45,8 @@ class Federation:
 
     def __post_init__(self) -> None:
         check_pool(self.x, self.y, self.classes, self.index)
+        check_lists(self)
+        object.__setattr__(self, "index", {s: Ragged.of(lists, self.x.device) for s, lists in self.index.items()})
         check_clients(self)
 
     # -- what it holds ---------------------------------------------------------------------------------------------------------
@@ -70,23 +73,27 @@ class Federation:
 
     def size(self, split: str = "train") -> Tensor:
         """Samples per client: int64 [N], on the CPU."""
-        return torch.tensor([i.numel() for i in self._lists(split)], dtype=torch.int64)  # numel: len of a tensor is slow
+        return self.lists(split).size
 
-    def counts(self, split: str = "train") -> Tensor:
-        """Samples per client and class, as the client labels them (after ``relabel``): int64 [N, C], on the CPU."""
+    def counts(self, split: str = "train", clients: Tensor | None = None) -> Tensor:
+        """Samples per client (or of these ``clients``) and class, as each labels them (after ``relabel``): int64 [N, C], on the CPU."""
         if self.classes is None:
             raise ValueError(f"counts needs labels: the targets of {self.name} are continuous (classes is None)")
-        rows = [torch.bincount(self.labels(i, split).flatten(), minlength=self.classes) for i in range(self.n)]
-        return torch.stack(rows).cpu()
+        lists = self.lists(split) if clients is None else self.lists(split).take(clients)
+        y = self.y[lists.flat].reshape(len(lists.flat), -1)
+        owner = lists.owner()[:, None]
+        if self.relabel is not None:
+            y = (self.relabel if clients is None else self.relabel[clients.to(self.device)])[owner, y]
+        return torch.bincount((owner * self.classes + y).flatten(), minlength=len(lists) * self.classes).view(-1, self.classes).cpu()
 
     def labels(self, i: int, split: str = "train") -> Tensor:
         """Client i's own labels (after ``relabel``) or targets: [n_i] or [n_i, ...]."""
-        y = self.y[self._lists(split)[self._client(i)]]
+        y = self.y[self.lists(split)[self._client(i)]]
         return y if self.relabel is None else self.relabel[i][y]
 
     def client(self, i: int, split: str = "train") -> tuple[Tensor, Tensor]:
         """Client i's samples ``(x [n_i, ...], y [n_i])``, labelled as the client labels them. Fresh tensors: the pool is never altered."""
-        return self.x[self._lists(split)[self._client(i)]], self.labels(i, split)
+        return self.x[self.lists(split)[self._client(i)]], self.labels(i, split)
 
     def pooled(
         self, split: str = "test", clients: Sequence[int] | Tensor | None = None, limit: int = 1000, seed: int = 0
@@ -123,7 +130,7 @@ class Federation:
         """The same federation with its pool and index lists on ``device``."""
         if torch.device(device) == self.device:
             return self
-        index = {s: [i.to(device) for i in lists] for s, lists in self.index.items()}
+        index = {s: self.lists(s).to(device) for s in self.index}
         relabel = None if self.relabel is None else self.relabel.to(device)
         truth = {k: v.to(device) for k, v in self.truth.items()}
         return replace(self, x=self.x.to(device), y=self.y.to(device), index=index, relabel=relabel, truth=truth)
@@ -206,6 +213,30 @@ class Federation:
         return from_arrays(cls, clients, test, test_fraction, seed, classes, dtype, name)
 
     @classmethod
+    def from_table(
+        cls,
+        x: Any,
+        y: Any = None,
+        client: Any = None,
+        *,
+        test_fraction: float = 0.0,
+        seed: int = 0,
+        classes: int | Literal["infer"] | None = "infer",
+        dtype: torch.dtype | None = torch.float32,
+        name: str = "data",
+    ) -> Federation:
+        """All samples in one table: ``x [n, ...]``, ``y [n]``, and whose each is, ``client [n]``: whole numbers or strings.
+
+        Arrays or tensors, memory-mapped ones too (with ``dtype=None``, or of that dtype, they stay where they are). Or ``x`` is the path
+        of a Parquet or Arrow file, ``y`` and ``client`` name two of its columns (default "y", "client"), and the others are the inputs;
+        that needs pyarrow. Clients are numbered in the order of their ids, which are in ``truth["client"]`` where they are numbers.
+        Other options as in :meth:`from_arrays`. A million clients of 20 samples take seconds.
+        """
+        from .tabular import from_table
+
+        return from_table(cls, x, y, client, test_fraction, seed, classes, dtype, name)
+
+    @classmethod
     def from_datasets(
         cls,
         clients: Sequence[Any],
@@ -227,10 +258,13 @@ class Federation:
 
     # -- small helpers ---------------------------------------------------------------------------------------------------------
 
-    def _lists(self, split: str) -> list[Tensor]:
+    def lists(self, split: str) -> Ragged:
+        """All clients' index lists of a split."""
         if split not in self.index:
             raise ValueError(f"split must be one of {list(self.splits)} for {self.name}, got {split!r}")
-        return self.index[split]
+        lists = self.index[split]
+        assert isinstance(lists, Ragged)
+        return lists
 
     def _client(self, i: int) -> int:
         if not 0 <= i < self.n:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .checks import SPLITS
 from .federation import Federation
+from .ragged import Ragged, starts
 
 STANDARDIZED = "features standardised by each client's own training statistics"
 
@@ -27,7 +28,7 @@ class ClientGroups(NamedTuple):
 
 def subset(fed: Federation, clients: Sequence[int] | Tensor) -> Federation:
     ids = _ids(fed, clients)
-    index = {s: [fed.index[s][i] for i in ids] for s in fed.splits}
+    index = {s: fed.lists(s).take(torch.tensor(ids)) for s in fed.splits}
     rows = torch.tensor(ids, device=fed.device)
     relabel = None if fed.relabel is None else fed.relabel[rows]
     return replace(fed, index=index, relabel=relabel, truth={k: v[rows.to(v.device)] for k, v in fed.truth.items()})
@@ -98,28 +99,29 @@ def split_samples(fed: Federation, fractions: Mapping[str, float], seed: int, po
     adds_up = all(v >= 0 for v in want.values()) and abs(sum(want.values()) - 1) <= 1e-9
     if set(fractions) - set(SPLITS) or not adds_up or want["train"] == 0:
         raise ValueError(f"fractions must be of 'train' (above 0), 'val' and 'test' and add up to 1, got {dict(fractions)}")
-    index: dict[str, list[Tensor]] = {s: [] for s in SPLITS if want[s] > 0}
-    small = set()
-    for i in range(fed.n):
-        rows = _pooled(fed, i, pool)
+    parts: dict[str, list[tuple[Tensor, Tensor]]] = {s: [] for s in SPLITS if want[s] > 0}
+    lists, small = _joined(fed, pool), torch.zeros(fed.n, dtype=torch.bool)
+    for n in lists.size.unique().tolist():  # clients with as many samples are permuted alike
+        mine = (lists.size == n).nonzero()[:, 0]
+        rows = lists.flat[(lists.begin[mine][:, None] + torch.arange(n)).to(fed.device)]
         for split, share in (("test", want["test"]), ("val", want["val"] / (1 - want["test"]))):
             if share == 0:
                 continue
-            order, cut = _permutation(len(rows), seed, fed), math.ceil(share * len(rows))
-            if cut >= len(rows):
-                small.add(i)
+            order, cut = _permutation(rows.shape[1], seed, fed), math.ceil(share * rows.shape[1])
+            if cut >= rows.shape[1]:
+                small[mine] = True
                 cut = 0
-            index[split].append(rows[order[:cut]])
-            rows = rows[order[cut:]]
-        index["train"].append(rows)
-    if len(small) == fed.n:
-        most = max(len(_pooled(fed, i, pool)) for i in small)
-        raise ValueError(f"every client has too few samples (at most {most}) for the fractions {dict(fractions)}")
+            parts[split].append((mine, rows[:, order[:cut]]))
+            rows = rows[:, order[cut:]]
+        parts["train"].append((mine, rows))
+    if bool(small.all()):
+        raise ValueError(f"every client has too few samples (at most {int(lists.size.max())}) for the fractions {dict(fractions)}")
+    index = {s: Ragged.of_parts(fed.n, p) for s, p in parts.items()}
     kept = {s: fed.index[s] for s in fed.splits if pool is not None and s not in pool}
     if set(kept) & set(index):
         raise ValueError(f"fractions must not name a split outside pool {list(pool or [])}, got {sorted(set(kept) & set(index))}")
-    note = f"{len(small)} of {fed.n} clients have too few samples for every split: they lack validation or test samples"
-    return replace(fed, index={**kept, **index}, notes=[*fed.notes, note] if small else fed.notes)
+    note = f"{int(small.sum())} of {fed.n} clients have too few samples for every split: they lack validation or test samples"
+    return replace(fed, index={**kept, **index}, notes=[*fed.notes, note] if bool(small.any()) else fed.notes)
 
 
 def pooled(fed: Federation, split: str, clients: Sequence[int] | Tensor | None, limit: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -163,7 +165,17 @@ def _ids(fed: Federation, clients: Sequence[int] | Tensor) -> list[int]:
 
 def _pooled(fed: Federation, i: int, pool: Sequence[str] | None) -> Tensor:
     names = fed.splits if pool is None else tuple(pool)
-    return torch.cat([fed._lists(s)[i] for s in names])
+    return torch.cat([fed.lists(s)[i] for s in names])
+
+
+def _joined(fed: Federation, pool: Sequence[str] | None) -> Ragged:
+    """Each client's samples of these splits (None: all) one after the other."""
+    lists = [fed.lists(s) for s in (fed.splits if pool is None else pool)]
+    if len(lists) == 1:
+        return lists[0]
+    order = torch.cat([one.owner() for one in lists]).sort(stable=True).indices
+    size = torch.stack([one.size for one in lists]).sum(0)
+    return Ragged(torch.cat([one.flat for one in lists])[order], starts(size))
 
 
 def _permutation(n: int, seed: int, fed: Federation) -> Tensor:

@@ -81,14 +81,14 @@ class Piece:
         local, device = self.local, self.data.y.device
         ids = local._ids[self.pos.numpy()]
         round = local.round if t.reshuffle else 0
-        table = local.setting.engine.table(self.data, "train")
-        table = table.index_select(0, torch.from_numpy(ids))
+        lists = self.data.lists("train")
+        begin = lists.begin[torch.from_numpy(ids)][:, None]
         orders = []
         for p in range(passes):
             order = torch.from_numpy(shuffles(client_seeds(ids, local.setting.seed, round, stream, p if t.reshuffle else 0), self.size))
-            orders.append(table.gather(1, order)[:, None])
+            orders.append(order.add_(begin)[:, None])
         order = orders[0] if passes == 1 else torch.cat(orders, 1)
-        self.order = onto(order, device)  # [s, passes, n_max] positions in the pool
+        self.order = lists.flat.take(onto(order, lists.flat.device))  # [s, passes, n_max] positions in the pool
         if self.chain is not None and not self.chain.dropout:
             return
         # by pass and place within it: a step's number over the epochs depends on who else is in the piece

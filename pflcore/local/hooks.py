@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from pflcore._mode import forward_mode
 from pflcore.local.chain import Chain
@@ -60,7 +61,7 @@ class Local:
 
     def __post_init__(self) -> None:
         self._ids = self.ids.numpy()
-        self._size = self.setting.engine.sizes(self.setting.data)[self._ids]
+        self._size = self.setting.data.size("train").numpy()[self._ids]
 
     @property
     def net(self) -> Net:
@@ -85,7 +86,7 @@ class Local:
     @property
     def counts(self) -> Tensor:
         """Training samples of each client and class, [S, C]."""
-        return self.setting.data.counts("train")[self.ids]
+        return self.setting.data.counts("train", self.ids)
 
     def newcomers(self, device: torch.device) -> Tensor:
         """Bool [S, 1] on `device`: who takes part for the first time, or has not yet."""
@@ -251,8 +252,9 @@ class Local:
             return torch.cat([z for z, _ in parts]), torch.cat([y for _, y in parts])
 
         found = self._each_client(look)
-        pad = torch.nn.utils.rnn.pad_sequence
-        return pad([z for z, _ in found], batch_first=True), pad([y for _, y in found], batch_first=True, padding_value=-1)
+        return pad_sequence([z for z, _ in found], batch_first=True), pad_sequence(
+            [y for _, y in found], batch_first=True, padding_value=-1
+        )
 
     def scores(
         self, predict: Callable[[dict[str, Tensor], Net, Tensor], Tensor], view: dict[str, Tensor], split: str
@@ -362,14 +364,15 @@ class Local:
         return loss, hits
 
     def _chain_grad(self, chain: Chain, rows: Tensor, split: str) -> Tensor:
-        data, engine = self.setting.data, self.setting.engine
-        table, size = engine.table(data, split)[self.ids], data.size(split)[self.ids]
+        data = self.setting.data
+        lists = data.lists(split).take(self.ids)
+        size = lists.size
         relabel = None if data.relabel is None else data.relabel[onto(self.ids, data.device)]
         grads = torch.empty_like(rows, memory_format=torch.contiguous_format)
 
         def gradient(pos: Tensor) -> None:
             at = onto(pos, rows.device)
-            own, index = None if relabel is None else relabel[at], onto(table[pos], rows.device)
+            own, index = None if relabel is None else relabel[at], pad_sequence(list(lists.take(pos)), batch_first=True)
             grads[at] = chain_grad(rows[at], *chain.head, data.x, data.y, own, index, size[pos], None)[0]
 
         self._over_pieces(gradient, rows.shape[1], int(size.sum()))

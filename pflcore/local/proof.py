@@ -101,7 +101,7 @@ def in_float64(net: Net) -> Net:
 
 def samples(data: Federation, count: int) -> tuple[Tensor, Tensor]:
     """`count` training samples and their labels, from as many clients as there are, some twice where there are too few."""
-    lists = data.index["train"]
+    lists = data.lists("train")
     each = -(-count // len(lists))
     index = torch.cat([i[:each] for i in lists[:count]])
     index = index.repeat(-(-count // len(index)))[:count]

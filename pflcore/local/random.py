@@ -70,6 +70,20 @@ def shuffles(seeds: U64, sizes: Sequence[int] | npt.NDArray[np.int64]) -> npt.ND
     return keys.view(np.int64)
 
 
+def drawn(n: int, count: int, *key: object) -> Tensor:
+    """`count` of the numbers 0..n-1 without replacement, in the order of their draw, int64 [count]: work of `count`, not of `n`."""
+    seeds = np.asarray([seed_of(*key)], np.uint64)
+    if 4 * count >= n:
+        return torch.from_numpy(words(seeds, n)[0].argsort(kind="stable")[:count])
+    tries = 2 * count + 8
+    while True:
+        numbers = (words(seeds, tries)[0] % np.uint64(n)).view(np.int64)
+        first = np.unique(numbers, return_index=True)[1]
+        if len(first) >= count:
+            return torch.from_numpy(numbers[np.sort(first)[:count]])
+        tries *= 2
+
+
 def uniforms(seeds: U64, count: int) -> Tensor:
     """`count` numbers per seed, uniform on the open interval (0, 1), float32 [S, count]."""
     return torch.from_numpy(((words(seeds, count) >> np.uint64(40)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-24))

@@ -37,8 +37,6 @@ class Engine:
         self.chain = chain  # what the kernels train; the rest is this engine's
         self.workers = workers or os.cpu_count() or 1
         self._threads: ThreadPoolExecutor | None = None
-        self._tables: dict[tuple[int, str], tuple[Federation, Tensor]] = {}
-        self._sizes: dict[int, tuple[Federation, NDArray[np.int64]]] = {}
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._lists: dict[Any, tuple[Federation, Tensor, Tensor]] = {}
 
@@ -62,20 +60,6 @@ class Engine:
             stop.set()
             raise
 
-    def table(self, data: Federation, split: str) -> Tensor:
-        """The split's index lists as one matrix [N, n_max] on the CPU, padded with 0."""
-        key = id(data), split
-        if key not in self._tables:
-            lists = [i.cpu() for i in data.index[split]]
-            self._tables[key] = data, torch.nn.utils.rnn.pad_sequence(lists, batch_first=True)  # keeps `data`, and so its id
-        return self._tables[key][1]
-
-    def sizes(self, data: Federation) -> NDArray[np.int64]:
-        """Training samples of each client of the federation."""
-        if id(data) not in self._sizes:
-            self._sizes[id(data)] = data, data.size("train").numpy()
-        return self._sizes[id(data)][1]
-
     def plan(self, key: tuple[Any, ...], training: Training) -> Plan:
         """The steps of clients of these sizes, made once a run."""
         if key not in self._plans:
@@ -90,9 +74,9 @@ class Engine:
         if key not in self._lists:
             if len(self._lists) >= 4:
                 self._lists.clear()
-            own = [data.index[split][i] for i in ids.tolist()]
-            begin = torch.tensor([0, *(len(i) for i in own)]).cumsum(0)
-            self._lists[key] = data, torch.cat(own), begin  # holds `data`, and so its id
+            lists = data.lists(split)
+            own = lists if len(ids) == data.n and bool((ids[1:] > ids[:-1]).all()) else lists.take(torch.from_numpy(ids))
+            self._lists[key] = data, own.flat, own.begin  # holds `data`, and so its id
         return self._lists[key][1:]
 
     def _start(self) -> ThreadPoolExecutor:
@@ -124,7 +108,7 @@ class Engine:
         return max(1, min(count, most))
 
 
-SMALL_RUN = 1 << 18  # weights of all clients together
+SMALL_RUN = 1 << 18  # weights of all clients that are looked at together
 
 
 def few_threads(f: Callable[P, T]) -> Callable[P, T]:
@@ -137,7 +121,8 @@ def few_threads(f: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(f)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
         setting: Any = kwargs["setting"] if "setting" in kwargs else args[2]
-        if setting.data.n * setting.net.size >= SMALL_RUN:
+        ids = next((a for a in (*args[3:], *kwargs.values()) if isinstance(a, Tensor)), None)  # of the clients, where not all
+        if (setting.data.n if ids is None else len(ids)) * setting.net.size >= SMALL_RUN:
             return f(*args, **kwargs)
         with one_thread():
             return f(*args, **kwargs)

@@ -35,6 +35,7 @@ from pflcore.data.roles import Protocol, cross_device, cross_silo, everybody
 from pflcore.experiment import Job, Options, federation, jobs
 from pflcore.local import Training
 from pflcore.results.record import plain, slug
+from pflcore.simulation import STREAM
 
 PLANS = Path(__file__).resolve().parent / "plans"
 EMPTY: dict[str, Any] = {
@@ -76,7 +77,16 @@ class Task:
         """What the run is, short, so that a record of something else is never taken for it. Only what differs from the defaults counts."""
         j = self.job
         given = [{k: v for k, v in vars(o).items() if v != vars(type(o)())[k] and k != "workers"} for o in (j.options, j.training)]
-        what = [j.algorithm, *given, dict(j.hyper), dict(self.cut), dict(self.shape), dict(self.roles), self.base and self.base.digest]
+        what = [
+            j.algorithm,
+            *given,
+            dict(j.hyper),
+            dict(self.cut),
+            dict(self.shape),
+            dict(self.roles),
+            self.base and self.base.digest,
+            STREAM,
+        ]
         return hashlib.blake2b(json.dumps(plain(what), sort_keys=True).encode(), digest_size=8).hexdigest()
 
     def at(self, point: Mapping[str, Any]) -> Task:

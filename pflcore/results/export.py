@@ -22,14 +22,14 @@ def rows(header: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]], per: Pe
     if per not in ("round", "client"):
         raise ValueError(f"per: expected 'round' or 'client', got {per!r}.")
     run = {"algorithm": header.get("algorithm"), "seed": header.get("seed")}
-    keys = list(dict.fromkeys(k for r in rounds for k, v in (r["eval"] or {}).items() if k != "size" and _per_client(v)))
+    keys = list(dict.fromkeys(k for r in rounds for k, v in (r["eval"] or {}).items() if k not in ("size", "clients") and _per_client(v)))
     out: list[dict[str, Any]] = []
     for r in rounds:
         seen = r["eval"] or {}
         if per == "client":
-            for i in range(len(next(iter(seen.values()), ()))):
+            for at, i in enumerate(seen.get("clients") or range(len(next(iter(seen.values()), ())))):
                 took_part = {"took_part": i in r["cohort"], "dropped": i in r["dropped"]}
-                values = {k: _number(seen[k][i]) for k in [*keys, "size"] if k in seen}
+                values = {k: _number(seen[k][at]) for k in [*keys, "size"] if k in seen}
                 out.append({**run, "round": r["round"], "client": i, **took_part, **values})
             continue
         counts = {"clients": len(r["cohort"]), "dropped": len(r["dropped"])}
@@ -80,11 +80,12 @@ def scalars(record: Mapping[str, Any], clients: bool = False) -> dict[str, float
     if record["train_loss"] is not None:
         out["train/loss"] = record["train_loss"]
     for key, values in (record["eval"] or {}).items():
-        if key == "size" or not _per_client(values):
+        if key in ("size", "clients") or not _per_client(values):
             continue
         out[f"eval/{key}"] = mean(values)
         if clients:
-            out |= {f"eval/{key}/client {i}": _number(v) for i, v in enumerate(values)}
+            ids = record["eval"].get("clients") or range(len(values))
+            out |= {f"eval/{key}/client {i}": _number(v) for i, v in zip(ids, values, strict=True)}
     return {k: float(v) for k, v in out.items() if not math.isnan(v)}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pflcore.results.pictures import COLOURS, _client_ticks, _figure, _save, _tidy
+from pflcore.results.pictures import COLOURS, MOST, _client_ticks, _figure, _save, _tidy
 from pflcore.results.record import Run
 
 
@@ -27,11 +27,16 @@ def within(weights: Tensor, group: Tensor) -> tuple[float, float]:
 
 def of_rounds(run: Run, rounds: Sequence[int] | None, count: int = 4) -> list[tuple[int, Tensor]]:
     """The [N, N] weights of these rounds; by default of the first, the last and some between, closer together early on."""
-    found = [(r, w) for r, w in zip(*run.weights(), strict=True) if w.ndim == 2 and bool(w.any())]
-    if rounds is not None:
-        return [(r, w) for r, w in found if r in rounds]
-    at = sorted({round((len(found) - 1) * (i / (count - 1)) ** 2) for i in range(count)}) if found else []
-    return [found[i] for i in at]
+    if rounds is None:
+        found = [r for r in run.weighted() if _any(run, r)]
+        at = sorted({round((len(found) - 1) * (i / (count - 1)) ** 2) for i in range(count)}) if found else []
+        rounds = [found[i] for i in at]
+    return [(r, w) for r, w in zip(*run.weights(rounds, MOST), strict=True) if w.ndim == 2 and bool(w.any())]
+
+
+def _any(run: Run, round: int) -> bool:
+    _, (w,) = run.weights([round], MOST)
+    return w.ndim == 2 and bool(w.any())
 
 
 def heat_maps(runs: Mapping[str, Run], path: str | Path, rounds: Sequence[int] | None = None) -> Path | None:

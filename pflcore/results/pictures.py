@@ -14,6 +14,7 @@ from pflcore.results.record import Run, find, label
 from pflcore.results.table import split_of
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")  # distinct for the colour-blind too
+MOST = 1000  # rows and columns of a picture; of more clients, blocks
 STYLES = ("-", "--", "-.", ":")
 
 
@@ -90,6 +91,9 @@ def order(n: int, target: int | None) -> Tensor:
 
 def by_round(run: Run) -> tuple[list[int], Tensor]:
     """Weights of one model by round, `[T, N]`: the run's only model, or the target's of several. T is 0 where there are none."""
+    last = run.weighted()[-1:]
+    if run.target is None and last and run.weights(last, MOST)[1][0].ndim > 1:  # a matrix for each round may not fit into memory
+        return [], torch.empty(0, 0)
     rounds, weights = run.weights()
     target = -1 if run.target is None else run.target
     rows = [(r, w if w.ndim == 1 else w[target]) for r, w in zip(rounds, weights, strict=True) if w.ndim == 1 or 0 <= target < len(w)]
@@ -125,16 +129,17 @@ def similarity(runs: Sequence[Run], path: str | Path) -> Path | None:
     """Who mixes with whom: the last round's M x N weights as a heat map, one panel per algorithm that keeps several models."""
     shown = []
     for name, members in label(runs).items():
-        rounds, weights = members[0].weights()
+        rounds, weights = members[0].weights(members[0].weighted()[-1:], MOST)
         if rounds and weights[-1].ndim == 2:
-            shown.append((name, rounds[-1], weights[-1]))
+            shown.append((name, rounds[-1], weights[-1], members[0].header.get("n")))
     if not shown:
         return None
     figure, axes = _figure(4.6 * len(shown), 4.0, len(shown))
-    for axis, (name, r, w) in zip(axes, shown, strict=True):
+    for axis, (name, r, w, n) in zip(axes, shown, strict=True):
         image = axis.imshow(w.numpy(), cmap="Blues", vmin=0, interpolation="nearest", aspect="auto")
-        _client_ticks(axis.xaxis, torch.arange(w.shape[1]))
-        _client_ticks(axis.yaxis, torch.arange(w.shape[0]))
+        block = -(-(n or 1) // MOST)
+        _client_ticks(axis.xaxis, torch.arange(w.shape[1]) * block)
+        _client_ticks(axis.yaxis, torch.arange(w.shape[0]) * block)
         axis.set_title(f"{name}, round {r}", fontsize=10)
         axis.set_xlabel("gives (client)")
         axis.set_ylabel("receives (model)")
@@ -167,7 +172,9 @@ def deltas(runs: Sequence[Run], baseline: str, path: str | Path) -> Path | None:
     others = [(n, m[0]) for n, m in groups.items() if base is not None and m[0] is not base and len(m[0].last()) == len(base.last())]
     if base is None or not others or not len(base.last()):
         return None
-    size = base.header.get("size") or base.evaluations[-1]["eval"].get("size")
+    size, some = base.header.get("size") or base.evaluations[-1]["eval"].get("size"), base.evaluations[-1]["eval"].get("clients")
+    if some and base.header.get("size"):
+        size = [size[i] for i in some]
     if not size:
         return None
     figure, (axis,) = _figure(5.6, 4.2)
@@ -183,7 +190,7 @@ def deltas(runs: Sequence[Run], baseline: str, path: str | Path) -> Path | None:
 
 def draw(runs: Sequence[Run], folder: str | Path, baseline: str | None = None) -> list[Path]:
     """Every picture that the runs have something for, into `folder`; returns the files."""
-    runs, folder = [r for r in runs if r.evaluations or r.weights()[0]], Path(folder)
+    runs, folder = [r for r in runs if r.evaluations or r.weighted()], Path(folder)
     if not runs:
         return []
     made: list[Path | None] = [weights(runs, folder / "weights.png"), similarity(runs, folder / "similarity.png")]

@@ -3,6 +3,10 @@
 A record file holds one or more runs. A run is a header line `{"header": {...}}`, one line per round, and, if the run ended early,
 `{"stopped": "one sentence"}`. A number that is not finite is stored as null (JSON has no NaN) and read back as NaN where it is
 one value per client. The files can be concatenated.
+
+Lists longer than 1,000 and matrices of more numbers than that are in a side file, `record.arrays` beside `record.jsonl`: one block of
+numpy's .npy format after another, read without pickle. In the line stands where: `{"array": ["record.arrays", 1234]}`, the block's first
+byte. The blocks of a line are written before it, so a run that was killed leaves at most some that no line names.
 """
 
 from __future__ import annotations
@@ -18,12 +22,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pflcore import metrics
 
 __all__ = ["Record", "Run", "read"]
+LONG = 1000  # entries from which a list is no part of a line
 OnRound = Callable[[int, dict[str, Any]], None]
 PARTS = ("partition_options", "model_options", "training", "options")
 HELD_OUT = "of each client's training samples are held out for validation"  # ends the note of a federation that was cut so
@@ -62,12 +68,15 @@ class Record:
         before the mark is not what was written then.
         """
         self.path, self._torn, self._size, self._digest = Path(path), False, 0, hashlib.sha256()
+        self.side, self._arrays = self.path.with_suffix(".arrays"), None  # type: Path, Any
         if mark is None and self.path.is_file() and self.path.stat().st_size and not overwrite:
             raise ValueError(f"path: expected a new file, got {self.path}, which holds something; name another or allow overwriting it.")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self.path, "wb" if mark is None else "r+b", buffering=0)  # noqa: SIM115 (closed by close())
-            if mark is not None:
+            if mark is None:
+                self.side.unlink(missing_ok=True)
+            else:
                 self._cut(mark)
         except OSError as e:
             raise ValueError(f"path: expected a file that can be written, got {self.path} ({e.strerror}); name another.") from None
@@ -75,15 +84,20 @@ class Record:
     def _cut(self, mark: Mapping[str, Any]) -> None:
         while piece := self._file.read(min(2**20, mark["bytes"] - self._size)):
             self._count(piece)
-        if self.mark() != mark:
+        aside = mark.get("arrays", 0)
+        if self.mark() | {"arrays": aside} != {**mark, "arrays": aside} or (self.side.stat().st_size if aside else 0) < aside:
             self._file.close()
             raise ValueError(f"path: {self.path} is not the record that its checkpoint was made with; put that one back.")
         self._file.truncate()  # in one step, and no disk is too full for it
+        if self.side.exists():
+            os.truncate(self.side, aside)
 
     def mark(self) -> dict[str, Any]:
-        """Where the record stands, once it is on the disk: how many bytes, and their SHA-256."""
-        os.fsync(self._file.fileno())
-        return {"bytes": self._size, "sha256": self._digest.hexdigest()}
+        """Where the record stands, once it is on the disk: how many bytes and their SHA-256, and how many bytes of long lists aside."""
+        for file in filter(None, (self._file, self._arrays)):
+            os.fsync(file.fileno())
+        aside = self.side.stat().st_size if self.side.exists() else 0
+        return {"bytes": self._size, "sha256": self._digest.hexdigest(), "arrays": aside}
 
     def _count(self, data: bytes | memoryview) -> None:
         self._size += len(data)
@@ -91,7 +105,7 @@ class Record:
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Appends one line: a header, a round or a stop."""
-        text = json.dumps(plain(line), allow_nan=False, separators=(",", ":"))
+        text = json.dumps(plain(self._aside(line)), allow_nan=False, separators=(",", ":"))
         data = memoryview((("\n" if self._torn else "") + text + "\n").encode())
         self._torn = True  # until the whole line is written: Ctrl-C or a full disk may come in between
         while data:
@@ -99,6 +113,20 @@ class Record:
             self._count(data[:done])
             data = data[done:]
         self._torn = False
+
+    def _aside(self, value: Any) -> Any:
+        """`value` with its long lists and matrices in the side file."""
+        if isinstance(value, Mapping):
+            return {k: self._aside(v) for k, v in value.items()}
+        numbers = _numbers(value)
+        if numbers is None:
+            return value
+        if self._arrays is None:
+            self._arrays = open(self.side, "ab")  # noqa: SIM115 (closed by close())
+        at = self._arrays.seek(0, os.SEEK_END)
+        np.save(self._arrays, numbers, allow_pickle=False)
+        self._arrays.flush()
+        return {"array": [self.side.name, at]}
 
     def run(self, header: Mapping[str, Any] | None, play: Callable[[OnRound], Any], on_round: OnRound | None = None) -> Any:
         """Writes a whole run, as `play(on_round)`, a `Simulation.run`, plays it: the header (None: the run goes on), each round, and why it
@@ -131,6 +159,9 @@ class Record:
 
     def close(self) -> None:
         """Closes the file; what was written is on disk."""
+        if self._arrays is not None and not self._arrays.closed:
+            os.fsync(self._arrays.fileno())
+            self._arrays.close()
         if not self._file.closed:
             os.fsync(self._file.fileno())
             self._file.close()
@@ -140,6 +171,20 @@ class Record:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _numbers(value: Any) -> np.ndarray[Any, Any] | None:
+    """What goes to the side file: a long list or matrix of numbers, None in it as NaN."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu().numpy() if value.numel() > LONG else None
+    if not isinstance(value, list) or not value or len(value) * (len(value[0]) if isinstance(value[0], list) else 1) <= LONG:
+        return None
+    try:
+        array = np.array(value)
+        array = array.astype(np.float64) if array.dtype == object else array
+    except (TypeError, ValueError):
+        return None
+    return array if array.dtype.kind in "biuf" else None
 
 
 @dataclass
@@ -189,7 +234,11 @@ class Run:
     def curve(self, client: int | None = None, measure: str | None = None) -> tuple[list[int], list[float]]:
         """Rounds of the evaluations and one value each: the mean over clients, or one client's own."""
         rounds, values = self.values(measure)
-        return rounds, [metrics.mean(v) if client is None else v[client].item() for v in values]
+        if client is None:
+            return rounds, [metrics.mean(v) for v in values]
+        some = self.evaluations[0]["eval"].get("clients") if rounds else None  # who was evaluated, where not all
+        at = client if some is None else some.index(client) if client in some else None
+        return rounds, [math.nan if at is None else v[at].item() for v in values]
 
     def last(self, measure: str | None = None) -> Tensor:
         """Each client's value at the last evaluation, `[N]`."""
@@ -225,10 +274,37 @@ class Run:
             out.append(total)
         return out
 
-    def weights(self) -> tuple[list[int], list[Tensor]]:
-        """Rounds that report mixing weights, and the weights: `[N]` for one model, `[M, N]` for several."""
-        have = [r for r in self.rounds if (r.get("report") or {}).get("weights")]
-        return [r["round"] for r in have], [torch.tensor(_nan(r["report"]["weights"]), dtype=torch.float64) for r in have]
+    def weighted(self) -> list[int]:
+        """Rounds that report mixing weights."""
+        return [r["round"] for r in self.rounds if _has_weights(r.get("report") or {})]
+
+    def weights(self, rounds: Sequence[int] | None = None, most: int | None = None) -> tuple[list[int], list[Tensor]]:
+        """Rounds (of these; default: all) that report mixing weights, and the weights: `[N]` for one model, `[M, N]` for several.
+
+        A matrix of more than `most` rows and columns comes as the means over rows, and sums over columns, of blocks of clients.
+        """
+        wanted = set(self.weighted() if rounds is None else rounds)
+        have = [r for r in self.rounds if r["round"] in wanted and _has_weights(r.get("report") or {})]
+        return [r["round"] for r in have], [self._matrix(r["report"], most) for r in have]
+
+    def _matrix(self, report: Mapping[str, Any], most: int | None) -> Tensor:
+        if "index" not in report:
+            dense = torch.as_tensor(_nan(report["weights"]), dtype=torch.float64)
+            n = max(dense.shape)
+            if dense.ndim < 2 or most is None or n <= most:
+                return dense
+            rows, index, weight = torch.arange(len(dense)), torch.arange(dense.shape[1]).expand_as(dense), dense
+        else:
+            rows, index = (torch.as_tensor(report[k], dtype=torch.int64) for k in ("rows", "index"))
+            weight = torch.as_tensor(_nan(report["weight"]), dtype=torch.float64)
+            n = int(self.header.get("n") or max(int(rows.max()), int(index.max())) + 1)
+        block = 1 if most is None else -(-n // most)
+        matrix = torch.zeros(-(-n // block), -(-n // block), dtype=torch.float64)
+        return matrix.index_put_(((rows // block)[:, None].expand_as(index), index // block), weight, accumulate=True) / block
+
+
+def _has_weights(report: Mapping[str, Any]) -> bool:
+    return any(k in report and len(report[k]) > 0 for k in ("weights", "weight"))
 
 
 def _worst(values: Tensor, size: Sequence[int] | None, measure: str) -> Tensor:
@@ -238,13 +314,19 @@ def _worst(values: Tensor, size: Sequence[int] | None, measure: str) -> Tensor:
 
 
 def _nan(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value
     return [_nan(v) for v in value] if isinstance(value, list) else math.nan if value is None else value
 
 
 def group(lines: Iterable[Mapping[str, Any]]) -> list[Run]:
     """Lines (as written, or as dicts that may hold tensors) to runs: each header starts one."""
+    return _grouped(map(plain, lines))
+
+
+def _grouped(lines: Iterable[dict[str, Any]]) -> list[Run]:
     out: list[Run] = []
-    for line in map(plain, lines):
+    for line in lines:
         if "header" in line:
             out.append(Run(_today(line["header"])))
             continue
@@ -277,12 +359,29 @@ def read(path: str | Path) -> list[Run]:
         for text in file.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 line = json.loads(text)
-            except ValueError:
+                lines.append(_whole(line, file.parent) if '{"array":[' in text else line)
+            except (ValueError, EOFError):
                 continue
-            if isinstance(line, dict):
-                lines.append(line)
-        runs += group(lines)
+        runs += _grouped(line for line in lines if isinstance(line, dict))
     return runs
+
+
+def _whole(value: Any, folder: Path) -> Any:
+    """`value` with what is in side files: lists as lists, matrices as tensors. ValueError or EOFError where a block was cut off."""
+    if not isinstance(value, dict):
+        return value
+    if set(value) != {"array"}:
+        return {k: _whole(v, folder) for k, v in value.items()}
+    name, at = value["array"]
+    file = folder / Path(name).name
+    if not file.is_file():
+        raise FileNotFoundError(f"path: expected {file} beside the record, which holds its long lists; keep the two together.")
+    with open(file, "rb") as blocks:
+        blocks.seek(at)
+        array = np.load(blocks, allow_pickle=False)
+    if array.ndim > 1:
+        return torch.from_numpy(array)
+    return [None if v != v else v for v in array.tolist()] if array.dtype.kind == "f" else array.tolist()
 
 
 def label(runs: Sequence[Run]) -> dict[str, list[Run]]:

@@ -35,6 +35,13 @@ def table(runs: Sequence[Run], last: int = 10, baseline: str | None = None) -> s
     settings: dict[str, list[Run]] = {}
     for run in runs:
         settings.setdefault(setting(run), []).append(run)
+    for members in settings.values():
+        streams = sorted({str(r.header["stream"]) for r in members if "stream" in r.header})
+        if len(streams) > 1:
+            raise ValueError(
+                f"stream: expected runs of one version of the random streams, got {' and '.join(streams)}; run the older ones again, or "
+                "report them apart."
+            )
     return "\n".join(_table(name, members, last, baseline) for name, members in settings.items())
 
 

@@ -9,7 +9,7 @@ from places import golden
 
 from pflcore import ops
 from pflcore.algorithms import Cohort
-from pflcore.algorithms.feddwa import FedDWA, FedDWAQP
+from pflcore.algorithms.feddwa import FedDWA, FedDWAQP, spread
 from pflcore.algorithms.qp import inner_products, simplex_qp
 from pflcore.data.federation import Federation
 from pflcore.local import Engine, Local, Setting, Training
@@ -66,7 +66,15 @@ def mixed(alg: FedDWA, w: torch.Tensor, g: torch.Tensor, ids=None, start=None) -
     ids = list(range(len(w))) if ids is None else ids
     n = max(ids) + 1
     state = {"x": torch.zeros(n, w.shape[1], dtype=w.dtype) if start is None else start, "seen": torch.zeros(n, dtype=torch.bool)}
-    return alg.server(state | {"p": torch.zeros(n, n, dtype=torch.float64)}, {"w": w, "g": g}, cohort(ids, n))
+    k = min(alg.k, n)
+    state |= {"p": torch.zeros(n, k, dtype=torch.float64), "near": torch.zeros(n, k, dtype=torch.int64)}
+    made = alg.server(state, {"w": w, "g": g}, cohort(ids, n))
+    return {**made, "p": matrix(made)}
+
+
+def matrix(g: dict) -> torch.Tensor:
+    """The weights of the last round as a matrix [N, N]."""
+    return spread(g["p"], g["near"], len(g["p"]))
 
 
 # golden values --------------------------------------------------------------------------------------------------------
@@ -100,7 +108,7 @@ def test_golden_rounds(engine):
         state = begin(alg, setting.net, 4)
         for want in a4["rounds"]:
             state, _ = step(alg, state, setting, torch.arange(4))
-            close(state.g["p"], want["P_top2"], 1e-8)
+            close(matrix(state.g), want["P_top2"], 1e-8)
             close(state.g["x"][:, 0], want["w_next"])
 
 
@@ -113,10 +121,10 @@ def test_golden_partial_participation():
         before, absent = state.g["x"].clone(), sorted({0, 1, 2, 3} - set(ids))
         state, _ = step(alg, state, setting, torch.tensor(sorted(ids)))
         s = torch.tensor(want["S"])
-        close(state.g["p"][s][:, s], want["P_top2"], 1e-8)
+        close(matrix(state.g)[s][:, s], want["P_top2"], 1e-8)
         close(state.g["x"][:, 0], want["w_all_after"])
         assert torch.equal(state.g["x"][absent], before[absent])
-        assert not state.g["p"][absent].any() and not state.g["p"][:, absent].any()
+        assert not matrix(state.g)[absent].any() and not matrix(state.g)[:, absent].any()
 
 
 def test_golden_guidance_epoch_against_full_gradient():
@@ -375,7 +383,7 @@ def test_step_size_zero_keeps_everybody_at_home():
     state.g["x"] += torch.arange(6)[:, None] / 10
     before = state.g["x"].clone()
     state, _ = step(alg, state, setting, torch.arange(6))
-    assert torch.equal(state.g["p"], torch.eye(6, dtype=torch.float64)) and torch.equal(state.g["x"], before)
+    assert torch.equal(matrix(state.g), torch.eye(6, dtype=torch.float64)) and torch.equal(state.g["x"], before)
 
 
 def test_previous_guidance_uploads_one_model_and_starts_alone():
@@ -384,12 +392,12 @@ def test_previous_guidance_uploads_one_model_and_starts_alone():
     state = begin(alg, setting.net, 6)
     state, done = step(alg, state, setting, torch.arange(4))
     assert (done.bytes_up, done.bytes_down) == (4 * 4 * p, 4 * 4 * p)
-    assert torch.equal(state.g["p"][:4, :4], torch.eye(4, dtype=torch.float64))  # nobody has a previous model yet
+    assert torch.equal(matrix(state.g)[:4, :4], torch.eye(4, dtype=torch.float64))  # nobody has a previous model yet
     last = state.g["last"].clone()
     state, _ = step(alg, state, setting, torch.tensor([1, 2, 5]))
     want = ops.feddwa_weights(ops.pairwise_sqdist(last[[1, 2]], state.g["last"][[1, 2, 5]]), 3)
-    torch.testing.assert_close(state.g["p"][[1, 2]][:, [1, 2, 5]], dense(want, 3))
-    assert state.g["p"][5, 5] == 1
+    torch.testing.assert_close(matrix(state.g)[[1, 2]][:, [1, 2, 5]], dense(want, 3))
+    assert matrix(state.g)[5, 5] == 1
     assert torch.equal(state.g["last"][0], last[0])
 
 
@@ -468,7 +476,7 @@ def test_clients_of_one_task_find_each_other():
     state = begin(alg, setting.net, n)
     for _ in range(10):
         state, _ = step(alg, state, setting, torch.arange(n))
-    p, same = alg.report(state.g)["weights"], group[:, None] == group
+    p, same = matrix(state.g), group[:, None] == group
     assert p[same].mean() > 3 * p[~same].mean()
     near = p.topk(4, 1).indices
     assert torch.equal(group[near], group[:, None].expand(-1, 4))

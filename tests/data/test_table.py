@@ -1,0 +1,135 @@
+"""Federations from one table of samples, and index lists as one flat tensor."""
+
+from __future__ import annotations
+
+import builtins
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from pflcore.data import Federation
+from pflcore.data.ragged import Ragged
+
+
+def table(n=12, clients=4, seed=0):
+    draw = np.random.default_rng(seed)
+    ids = draw.permutation(np.arange(n) % clients)
+    return draw.normal(size=(n, 3)).astype(np.float32), draw.integers(0, 2, n), ids
+
+
+def test_a_client_holds_its_own_rows_in_their_order():
+    x, y, ids = table()
+    data = Federation.from_table(x, y, 10 * ids + 7)
+    assert data.n == 4 and data.truth["client"].tolist() == [7, 17, 27, 37]
+    for i in range(4):
+        mine = data.client(i)
+        assert np.array_equal(mine[0], x[ids == i]) and np.array_equal(mine[1], y[ids == i])
+        assert data.counts()[i].tolist() == np.bincount(y[ids == i], minlength=2).tolist()
+
+
+def test_strings_are_ids_too_and_whole_floats_are_numbers():
+    x, y, ids = table()
+    names = np.array(["d", "a", "c", "b"])[ids]
+    data = Federation.from_table(torch.from_numpy(x), torch.from_numpy(y), names.astype(object))
+    assert np.array_equal(data.client(0)[0], x[names == "a"]) and not data.truth
+    assert Federation.from_table(x, y, ids.astype(float)).truth["client"].tolist() == [0, 1, 2, 3]
+
+
+def test_a_memory_mapped_pool_stays_where_it_is(tmp_path, recwarn):
+    x, y, ids = table()
+    np.save(tmp_path / "x.npy", x)
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    data = Federation.from_table(mapped, y, ids)
+    assert data.x.data_ptr() == mapped.ctypes.data and not recwarn
+
+
+def test_held_out_samples_are_those_of_the_slow_way():
+    x, y, ids = table(60, 7)
+    data, lists = Federation.from_table(x, y, ids, test_fraction=0.3, seed=5), Federation.from_table(x, y, ids).index["train"]
+    for i, rows in enumerate(lists):
+        order, cut = torch.from_numpy(np.random.RandomState(5).permutation(len(rows))), -(-3 * len(rows) // 10)
+        assert torch.equal(data.index["test"][i], rows[order[:cut]]) and torch.equal(data.index["train"][i], rows[order[cut:]])
+
+
+@pytest.mark.parametrize(
+    ("client", "said"),
+    [
+        (np.array([0, 1.5] * 6), "whole numbers or strings, got 1.5"),
+        (np.array([0, np.nan] * 6), "whole numbers or strings, got nan"),
+        (np.array([True, False] * 6), "whole numbers or strings, got bool"),
+        (np.array([None, "a"] * 6, object), "whole numbers or strings, got object"),
+        (np.arange(11), "one id per sample"),
+        (None, "needs y and client"),
+    ],
+)
+def test_ids_that_are_none(client, said):
+    x, y, _ = table()
+    with pytest.raises((ValueError, TypeError), match=said):
+        Federation.from_table(x, y, client)
+
+
+def test_clients_without_samples_are_counted_and_an_index_outside_is_said():
+    x, y = torch.zeros(3, 2), torch.zeros(3)
+    begin = torch.tensor([0, 1, *[1] * 7, 3])
+    with pytest.raises(ValueError, match=r"7 clients have no training samples \(1, 2, 3, 4, 5, \.\.\.\)"):
+        Federation(x, y, {"train": Ragged(torch.arange(3), begin)})
+    with pytest.raises(ValueError, match=r"index\['train'\]\[1\] must lie in 0\.\.2, got 2\.\.3"):
+        Federation(x, y, {"train": [torch.tensor([0, 1]), torch.tensor([2, 3])]})
+
+
+def test_without_pyarrow_a_file_is_one_sentence(monkeypatch, tmp_path):
+    real = builtins.__import__
+
+    def none(name, *rest):
+        if name.startswith("pyarrow"):
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", none)
+    with pytest.raises(ImportError, match=r"pflcore\[table\]"):
+        Federation.from_table(tmp_path / "x.parquet")
+
+
+def test_a_file_is_its_columns(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import feather, parquet
+
+    x, y, ids = table()
+    who = np.array(["b", "a", "d", "c"])[ids]
+    columns = pyarrow.table({"u": x[:, 0], "label": y, "v": x[:, 1], "who": who})
+    parquet.write_table(columns, tmp_path / "t.parquet")
+    feather.write_feather(columns, tmp_path / "t.arrow")
+    want = Federation.from_table(x[:, :2], y, who)
+    for file in ("t.parquet", "t.arrow"):
+        got = Federation.from_table(tmp_path / file, "label", "who")
+        assert torch.equal(got.x, want.x) and torch.equal(got.y, want.y) and torch.equal(got.lists("train").flat, want.lists("train").flat)
+    with pytest.raises(ValueError, match=r"y must name one of the columns u, label, v, who of t\.parquet, got 'y'"):
+        Federation.from_table(tmp_path / "t.parquet", client="who")
+    with pytest.raises(ValueError, match="not there"):
+        Federation.from_table(tmp_path / "none.parquet")
+    (tmp_path / "bad.parquet").write_text("no")
+    with pytest.raises(ValueError, match="which is none"):
+        Federation.from_table(tmp_path / "bad.parquet")
+
+
+def test_lists_of_some_clients_and_of_slices():
+    lists = [torch.arange(3), torch.arange(0), torch.tensor([7, 5])]
+    ragged = Ragged.of(lists)
+    assert [r.tolist() for r in ragged] == [r.tolist() for r in lists] == [ragged[i].tolist() for i in range(3)]
+    assert [r.tolist() for r in ragged.take(torch.tensor([2, 0, 1]))] == [[7, 5], [0, 1, 2], []]
+    assert [r.tolist() for r in ragged[1:]] == [[], [7, 5]] and ragged.owner().tolist() == [0, 0, 0, 2, 2]
+    with pytest.raises(IndexError):
+        ragged[3]
+
+
+def test_one_large_client_costs_nothing_for_the_others():
+    size = torch.ones(100_000, dtype=torch.int64)
+    size[0] = 300_000  # padded, these lists would take 240 GB
+    begin = torch.cat([torch.zeros(1, dtype=torch.int64), size.cumsum(0)])
+    n = int(begin[-1])
+    began = time.process_time()
+    data = Federation(torch.zeros(n, 1), torch.zeros(n, dtype=torch.int64), {"train": Ragged(torch.arange(n), begin)}, 1)
+    assert data.size()[0] == 300_000 and data.counts().sum() == n and data.split_samples({"train": 0.5, "test": 0.5}).n == 100_000
+    assert time.process_time() - began < 5

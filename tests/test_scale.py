@@ -1,0 +1,160 @@
+"""Very many clients: a round costs its cohort, rows may be on disk, and neither changes a result."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn as nn
+
+from pflcore import cli, memory
+from pflcore import rows as on_disk
+from pflcore.data.federation import Federation
+from pflcore.data.ragged import Ragged
+from pflcore.footprint import Live
+from pflcore.local import Training
+from pflcore.local.random import drawn
+from pflcore.results.export import rows
+from pflcore.results.record import group, plain
+from pflcore.results.table import table
+from pflcore.simulation import Simulation
+
+
+def many(n: int, each: int = 3) -> Federation:
+    gen = torch.Generator().manual_seed(0)
+    x, y = torch.randn(n * each, 4, generator=gen), torch.randint(0, 2, (n * each,), generator=gen)
+    place = torch.arange(n * each).view(n, each)
+    index = {"train": place[:, 1:], "test": place[:, :1]}
+    return Federation(x, y, {s: Ragged(p.reshape(-1), torch.arange(n + 1) * p.shape[1]) for s, p in index.items()}, 2)
+
+
+def simulation(name, data, **options):
+    return Simulation(name, lambda: nn.Linear(4, 2), data, Training(lr=0.1, batch_size=2), **{"rounds": 4, **options})
+
+
+# a round costs its cohort ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "ditto"])
+def test_nothing_in_a_round_or_its_record_is_as_long_as_the_federation(name):
+    n = 20_000
+    play = simulation(name, many(n), participation=10 / n, eval_clients=20).iterate()
+    next(play)
+    with Live() as live:
+        record = next(play)
+    assert len(record["cohort"]) == 10 and live.peak < n and len(json.dumps(plain(record))) < 5000
+
+
+@pytest.mark.parametrize(("n", "count"), [(10, 10), (10, 9), (12, 3), (13, 3), (1000, 7), (10**12, 50)])
+def test_draws_are_distinct_and_their_own(n, count):
+    a, b = drawn(n, count, 1, "x"), drawn(n, count, 2, "x")
+    assert len(a.unique()) == len(a) == count and int(a.min()) >= 0 and int(a.max()) < n
+    assert torch.equal(a, drawn(n, count, 1, "x")) and (n == count or not torch.equal(a, b))
+
+
+@pytest.mark.parametrize(("n", "count"), [(5, 2), (9, 2)])  # the permutation, and the draws
+def test_every_client_is_drawn_as_often(n, count):
+    times = Counter(i for key in range(4000) for i in drawn(n, count, key).tolist())
+    expected = 4000 * count / n
+    assert sum((times[i] - expected) ** 2 / (expected * (1 - count / n)) for i in range(n)) < 30  # chi squared, 8 degrees: p < 3e-4
+
+
+def test_a_number_of_clients_is_evaluated_as_a_list_of_them_is():
+    data = many(50)
+    some = simulation("ditto", data, eval_clients=6)
+    given = simulation("ditto", data, eval_clients=some.eval_clients.tolist())
+    assert len(some.eval_clients) == 6 and not torch.equal(
+        some.eval_clients, simulation("ditto", data, eval_clients=6, seed=1).eval_clients
+    )
+    for a, b in zip(some.iterate(), given.iterate(), strict=True):
+        ids = a["eval"]["clients"]
+        assert ids == some.eval_clients.tolist() and len(b["eval"]["loss"]) == 50
+        assert all(a["eval"][k] == [b["eval"][k][i] for i in ids] for k in ("loss", "accuracy", "size"))
+    with pytest.raises(ValueError, match="eval_clients: expected a whole number, at least 1, got 0"):
+        simulation("fedavg", data, eval_clients=0)
+
+
+def test_means_and_rows_of_some_clients():
+    history = simulation("fedavg", many(50), eval_clients=6).run()
+    found, ids = rows(history.header, history.rounds, "client"), history.rounds[0]["eval"]["clients"]
+    assert [r["client"] for r in found[:6]] == ids and "mean_clients" not in rows(history.header, history.rounds)[0]
+    run = group(history.lines())[0]
+    assert run.curve(ids[2])[1][-1] == history.rounds[-1]["eval"]["accuracy"][2]
+
+
+def test_records_of_two_streams_stand_in_no_table():
+    history = simulation("fedavg", many(8), rounds=1).run()
+    old = {**history.header, "stream": 1, "seed": 5}
+    with pytest.raises(ValueError, match="stream: expected runs of one version of the random streams, got 1 and 2"):
+        table(group([*history.lines(), {"header": old}, *history.rounds]))
+
+
+# rows on disk ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ditto", "scaffold", "feddwa"])
+def test_rows_on_disk_change_nothing(name, tmp_path):
+    data, options = many(40), {"participation": 0.2, "eval_every": 2}
+    a, b = (simulation(name, data, rows=where, **options) for where in ("memory", tmp_path))
+    first, second = a.run(), b.run()
+    keep = [{k: v for k, v in r.items() if k != "seconds"} for r in first.rounds]
+    assert keep == [{k: v for k, v in r.items() if k != "seconds"} for r in second.rounds]
+    assert first.header["rows"] == "memory" and second.header["rows"] == "disk" and os.listdir(tmp_path) == []
+    at = first.state.joined
+    assert all(torch.equal(v[at], second.state.own[k][at]) for k, v in first.state.own.items())
+    assert all(torch.equal(v, second.state.g[k]) for k, v in first.state.g.items())
+    x = data.x[:5]
+    assert all(torch.equal(first.model(i)(x), second.model(i)(x)) for i in (0, 7, 39))
+
+
+def test_only_clients_that_were_seen_take_room(tmp_path):
+    run = simulation("ditto", many(40), rows=tmp_path, participation=0.1, rounds=2, eval_every=0)
+    play = run.iterate()
+    cohort = next(play)["cohort"]
+    own = run._state.own
+    assert own.known.nonzero()[:, 0].tolist() == cohort and not own["v"][~own.known].any()
+
+
+def test_a_snapshot_on_disk_does_not_change(tmp_path):
+    run = simulation("ditto", many(12), rows=tmp_path)
+    play = run.iterate()
+    next(play)
+    seen = run.state
+    before = seen.own["v"].clone()
+    next(play)
+    assert torch.equal(seen.own["v"], before) and not torch.equal(run.state.own["v"], before)
+
+
+def test_many_clients_are_evaluated_in_parts(tmp_path, monkeypatch):
+    whole = simulation("ditto", many(12), rows=tmp_path).run()
+    monkeypatch.setattr(on_disk, "CHUNK", 5 * 10 * 4)
+    parts = simulation("ditto", many(12), rows=tmp_path).run()
+    assert parts.rounds[-1]["eval"] == whole.rounds[-1]["eval"]
+
+
+def test_a_full_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
+    class Full:
+        free = 100
+
+    monkeypatch.setattr(on_disk.shutil, "disk_usage", lambda folder: Full)
+    with pytest.raises(memory.RunTooLarge, match=r"rows: the clients' rows may take .* on disk, and .* has 100 B free"):
+        simulation("ditto", many(40), rows=tmp_path)
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(ValueError, match="rows: expected 'auto', 'memory' or a folder, got 'nowhere'"):
+        simulation("ditto", many(40), rows="nowhere")
+
+
+def test_what_does_not_fit_goes_to_disk_by_itself(monkeypatch):
+    assert simulation("ditto", many(40)).folder is None
+    monkeypatch.setattr(memory, "capacity", lambda device: 12_000)
+    assert simulation("ditto", many(40)).folder is not None
+
+
+def test_a_dry_run_says_where_the_rows_are(tmp_path, capsys):
+    out = tmp_path / "out"
+    assert cli.main(["run", "ditto", "--data", "synthetic_linear", "--rounds", "3", "--dry-run", "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "of the clients' own" in said and "in memory; peak memory" in said and not out.exists()
