@@ -101,8 +101,8 @@ def _setup(ctx: Any, inputs: tuple[Tensor, Tensor | None, Tensor | None], output
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-    saved = iter(ctx.saved_tensors)
-    a, b, index = (next(saved) if given else None for given in ctx.given)
+    saved = list(ctx.saved_tensors)
+    a, b, index = saved.pop(0), saved.pop(0) if ctx.given[1] else None, saved.pop(0) if ctx.given[2] else None
     if index is not None:
         dense = grad.new_zeros(a.shape[0], (a if b is None else b).shape[0])
         grad = dense.scatter_add(1, index.clamp(min=0), torch.where(index < 0, 0.0, grad)) if dense.numel() else dense
