@@ -138,8 +138,8 @@ def receive(
             outcome.clipped = ids[norm > clip].tolist()
             up = uploads.shortened(up, state.g, ids, cohort.n, norm, clip)
     all_moments = {k: v.new_zeros(cohort.n, v.shape[1]) for k, v in moments.items() if k not in state.moments} | state.moments
-    kept = [*((state.own[k], v) for k, v in new.items()), *((all_moments[k], v) for k, v in moments.items())]
-    commit = Commit(ids, *kept, (state.joined, torch.ones(len(ids), dtype=torch.bool)))
+    pairs = [*((state.own[k], v) for k, v in new.items()), *((all_moments[k], v) for k, v in moments.items())]
+    commit = Commit(ids, *pairs, (state.joined, torch.ones(len(ids), dtype=torch.bool)))
     averaged = policy == "average" and buffers.shape[1] > 0
     statistics = None if averaged else Commit(ids, (state.buffers, buffers))
     # of its own where more can fail after the server

@@ -509,6 +509,7 @@ class Simulation:
         checkpoints.save(keeper.folder, tensors, facts)
 
     def _take(self, folder: str | Path, tensors: dict[str, torch.Tensor], facts: Record) -> None:
+        assert isinstance(self.algorithm, FedAvg)
         here, aside = self._what(), {"machine": None, "made_with": None}
         differs = checkpoints.difference(facts["run"] | aside, here | aside)
         if differs:

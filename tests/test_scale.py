@@ -9,8 +9,9 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn as nn
+from small import images, tiny_model
 
-from pflcore import cli, memory
+from pflcore import checkpoint, cli, memory
 from pflcore import rows as on_disk
 from pflcore.data.federation import Federation
 from pflcore.data.ragged import Ragged
@@ -158,3 +159,25 @@ def test_a_dry_run_says_where_the_rows_are(tmp_path, capsys):
     assert cli.main(["run", "ditto", "--data", "synthetic_linear", "--rounds", "3", "--dry-run", "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert "of the clients' own" in said and "in memory; peak memory" in said and not out.exists()
+
+
+def test_a_checkpoint_of_rows_on_disk_goes_on_there_and_in_memory(tmp_path):
+    """Only the rows of clients that were seen are in it; the others' are a fresh client's wherever the run goes on."""
+    data, training = images((8, 20, 30, 9, 12)), Training(lr=0.1, batch_size=5)
+
+    def run(where):
+        return Simulation("ditto", tiny_model(), data, training, rounds=6, participation=0.4, rows=where)
+
+    whole = run("memory").run()
+    half = run(tmp_path)
+    half.rounds = 6
+    half.run(lambda r, _: half.save(tmp_path / "kept") if r == 2 else None)
+    held, _ = checkpoint.load(tmp_path / "kept")
+    assert len(held["seen.ids"]) == len(held["own.v"]) < 5
+    for where in (tmp_path, "memory"):
+        rest = run(where)
+        rest.restore(tmp_path / "kept")
+        rest.run()
+        assert torch.equal(rest.state.g["x"], whole.state.g["x"])
+        ids = rest.state.joined
+        assert all(torch.equal(rest.state.own[k][ids], whole.state.own[k][ids]) for k in whole.state.own)

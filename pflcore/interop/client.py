@@ -13,6 +13,7 @@ from pflcore.algorithms.base import FedAvg, Payload, Tensors
 from pflcore.algorithms.lookup import algorithm_of
 from pflcore.arguments import device_of
 from pflcore.data.federation import Federation
+from pflcore.data.ragged import Ragged
 from pflcore.data.roles import held_out
 from pflcore.interop.wire import About, finished, net_of, opened
 from pflcore.local import Local, Training, prepared
@@ -120,4 +121,4 @@ class _Alone(Federation):
 
 def _alone(one: Federation, n: int) -> Federation:
     relabel = None if one.relabel is None else one.relabel.expand(n, -1)
-    return _Alone(one.x, one.y, {split: rows * n for split, rows in one.index.items()}, one.classes, relabel, one.name)
+    return _Alone(one.x, one.y, {split: Ragged.of(list(rows) * n) for split, rows in one.index.items()}, one.classes, relabel, one.name)
