@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from pflcore.data.federation import Federation
+from pflcore.data.ragged import Ragged
 from pflcore.local.net import Net
 
 try:
@@ -237,6 +238,8 @@ def digest_of(thing: Any) -> str:
             digest.update(f"{thing.dtype}{list(thing.shape)}".encode())
             rows = thing[:: max(1, thing.nbytes // LARGE)] if thing.dim() else thing
             digest.update(rows.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        elif isinstance(thing, Ragged):
+            add(thing.flat), add(thing.begin)
         elif isinstance(thing, Mapping):
             for key in sorted(thing):
                 digest.update(f"{key}:".encode())

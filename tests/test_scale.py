@@ -166,7 +166,7 @@ def test_a_checkpoint_of_rows_on_disk_goes_on_there_and_in_memory(tmp_path):
     data, training = images((8, 20, 30, 9, 12)), Training(lr=0.1, batch_size=5)
 
     def run(where):
-        return Simulation("ditto", tiny_model(), data, training, rounds=6, participation=0.4, rows=where)
+        return Simulation("ditto", tiny_model(), data, training, rounds=6, participation=0.4, eval_every=0, rows=where)
 
     whole = run("memory").run()
     half = run(tmp_path)
