@@ -458,7 +458,7 @@ class Simulation:
 
         `model`, `data` and `loss` (where it was no name) are those it was made with. So are all `options`, and they need not be given, but
         for functions, which no file holds: an `algorithm` of one's own, a `training` with a schedule, `metrics`. Other may be `device`,
-        `engine` and `workers`. ValueError in one sentence for a checkpoint that is absent, damaged, or of another run.
+        `engine`, `workers` and `rows`. ValueError in one sentence for a checkpoint that is absent, damaged, or of another run.
         """
         tensors, facts = checkpoints.load(folder)
         run = facts["run"]
@@ -541,7 +541,7 @@ class Simulation:
     def _what(self) -> Record:
         """What the run is, as a checkpoint says it; `machine` and `made_with` may be other when it goes on."""
         assert isinstance(self.algorithm, FedAvg)
-        net, machine = self.setting.net, ("device", "engine", "workers", "loss")
+        net, machine = self.setting.net, ("device", "engine", "workers", "rows", "loss")
         aside = ("algorithm", "model", "data", "training", "warm_start", *machine)
         if self._content is None:
             self._content = checkpoints.of_data(self.data)
@@ -555,7 +555,7 @@ class Simulation:
                 "model": checkpoints.of_net(net),
                 "criterion": loss_name(net.criterion),
                 "stream": STREAM,
-                "machine": {k: getattr(self, k) for k in machine},
+                "machine": {k: getattr(self, k) for k in machine} | {"rows": str(self.rows)},
                 "made_with": {"pflcore": pflcore.__version__, "torch": torch.__version__, "device": self.device, "path": self.path[:2]},
             }
         )

@@ -174,9 +174,9 @@ def test_a_checkpoint_of_rows_on_disk_goes_on_there_and_in_memory(tmp_path):
     half.run(lambda r, _: half.save(tmp_path / "kept") if r == 2 else None)
     held, _ = checkpoint.load(tmp_path / "kept")
     assert len(held["seen.ids"]) == len(held["own.v"]) < 5
-    for where in (tmp_path, "memory"):
-        rest = run(where)
-        rest.restore(tmp_path / "kept")
+    for options in ({}, {"rows": "memory"}):
+        rest = Simulation.load(tmp_path / "kept", model=tiny_model(), data=data, **options)
+        assert (rest.folder is None) == bool(options)
         rest.run()
         assert torch.equal(rest.state.g["x"], whole.state.g["x"])
         ids = rest.state.joined
