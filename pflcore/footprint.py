@@ -26,7 +26,8 @@ from pflcore.local.chain import Chain, find_chain
 from pflcore.round import begin, evaluate, step
 
 SMALL = 1 << 24  # bytes of two rows for each client below which nothing is measured: the interpreter alone needs ten times that
-COPIES = 12  # rows: the model as given, as started from, as bound in a thread, and what the allocator keeps of the comparison's copies
+COPIES = 27  # rows: the model as given, as started from, as bound in a thread, a kernel's own, what an allocator keeps of freed ones
+HIDDEN = 1  # row for each client of the cohort that is made inside of an op, where it is not seen
 SPLITS = ("train", "val", "test")
 
 
@@ -44,7 +45,7 @@ def peak_bytes(algorithm: FedAvg, net: Net, n: int, participation: float, traini
     fixed, each, everyone = rows_beside_state(algorithm, momentum, path.engine, path.form == "chain", whole)
     at_once = max(0, min(workers, cohort) - 1) if path.engine == "threads" else 0  # clients in work beside the one that was measured
     proof = 20 * row  # copies for the comparison of the faster forms, before the first round
-    return state + max(int(row * (COPIES + fixed + each * cohort + everyone * n + 3 * at_once)), proof)
+    return state + max(int(row * (COPIES + fixed + (HIDDEN + each) * cohort + everyone * n + 3 * at_once)), proof)
 
 
 def nbytes(tensors: Tensors) -> int:
