@@ -86,7 +86,7 @@ class Local:
     @property
     def counts(self) -> Tensor:
         """Training samples of each client and class, [S, C]."""
-        return self.setting.data.counts("train", self.ids)
+        return self.setting.engine.counts(self.setting.data, self.ids)
 
     def newcomers(self, device: torch.device) -> Tensor:
         """Bool [S, 1] on `device`: who takes part for the first time, or has not yet."""
@@ -291,7 +291,7 @@ class Local:
     def _all_alike(self, *rows: Tensor) -> bool:
         """Whether all clients have one model: rows that are one row expanded, and the same statistics."""
         one = bool(rows) and all(len(v) > 1 and v.stride(0) == 0 for v in rows)
-        return one and bool((self.buffers == self.buffers[:1]).all())
+        return one and (not self.buffers.shape[1] or bool((self.buffers == self.buffers[:1]).all()))
 
     def _of_one_model(self, row: Tensor, split: str) -> tuple[Tensor, Tensor]:
         """Each client's mean loss [S] float64 and share of right answers [S] float64 where all have one model: one pass."""

@@ -39,6 +39,7 @@ class Engine:
         self._threads: ThreadPoolExecutor | None = None
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._lists: dict[Any, tuple[Federation, Tensor, Tensor]] = {}
+        self._counts: tuple[Federation, Tensor] | None = None
 
     def map(self, f: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
         """`[f(i) for i in items]` on the workers; the caller's thread setting is untouched."""
@@ -59,6 +60,14 @@ class Engine:
         except BaseException:
             stop.set()
             raise
+
+    def counts(self, data: Federation, ids: Tensor) -> Tensor:
+        """Training samples of these clients by class, [S, C], on the CPU; on a GPU all clients' are counted, but once a run."""
+        if data.device.type == "cpu":
+            return data.counts("train", ids)
+        if self._counts is None or self._counts[0] is not data:
+            self._counts = data, data.counts("train")
+        return self._counts[1][ids]
 
     def plan(self, key: tuple[Any, ...], training: Training) -> Plan:
         """The steps of clients of these sizes, made once a run."""
