@@ -27,6 +27,7 @@ from pflcore.round import begin, evaluate, step
 
 SMALL = 1 << 24  # bytes of two rows for each client below which nothing is measured: the interpreter alone needs ten times that
 COPIES = 27  # rows: the model as given, as started from, as bound in a thread, a kernel's own, what an allocator keeps of freed ones
+PREPARED = 6.0  # rows for each client of the cohort, as measured with FactorizedWaffle
 HIDDEN = 1  # row for each client of the cohort that is made inside of an op, where it is not seen
 SPLITS = ("train", "val", "test")
 
@@ -55,6 +56,8 @@ def nbytes(tensors: Tensors) -> int:
 @functools.lru_cache(maxsize=256)
 def rows_beside_state(algorithm: FedAvg, training: Training, engine: str, chained: bool, whole: bool) -> tuple[float, float, float]:
     """Rows [P] that live at the peak beside the state: so many in any case, per client of the cohort, per client of the federation."""
+    if type(algorithm).prepare is not FedAvg.prepare:  # it trains a model that the stand-in is not
+        return 0.0, PREPARED, 0.0
     try:
         low, wide, both = (measured(algorithm, training, engine, chained, whole, *c) for c in ((2, 4), (2, 8), (6, 8)))
     except Exception as error:  # an algorithm that asks more of its data than a stand-in has
