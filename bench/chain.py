@@ -37,9 +37,11 @@ def problem(size: dict[str, Any]) -> Problem:
     setting, path = prepared(net, data, Training(lr=LR, batch_size=20), seed=0)
     rows = setting.net.w0.expand(n, -1)
 
+    @torch.enable_grad()
     def call() -> torch.Tensor:
         return Local(setting, torch.arange(n), 1, setting.net.b0.expand(n, -1).clone()).fit(rows).w
 
+    @torch.enable_grad()
     def plain() -> torch.Tensor:
         model, trained = build(), []
         for i in range(n):
@@ -48,6 +50,7 @@ def problem(size: dict[str, Any]) -> Problem:
             trained.append(net.row(model))
         return torch.stack(trained)
 
+    @torch.enable_grad()
     def error(got: torch.Tensor) -> float | None:
         if path.form != "chain":
             return None
