@@ -132,8 +132,8 @@ def receive(
     if norm is not None:
         relative = uploads.ratios(norm)
         if relative is not None:
-            of = dict(zip(ids.tolist(), relative.tolist(), strict=True))
-            outcome.moved = [of.get(i) for i in outcome.ids]
+            each = iter(relative.tolist())
+            outcome.moved = [next(each) if one else None for one in fine.tolist()] if outcome.dropped else list(each)
         if clip is not None:
             outcome.clipped = ids[norm > clip].tolist()
             up = uploads.shortened(up, state.g, ids, cohort.n, norm, clip)

@@ -38,7 +38,7 @@ from pflcore.results import export
 from pflcore.results.export import Per
 from pflcore.results.record import LONG
 from pflcore.round import Outcome, begin, buffers_of, evaluate, evaluate_some, per_client, sample, step
-from pflcore.uploads import farthest
+from pflcore.uploads import farthest, rounded
 
 STREAM = 2  # the version of the random streams: runs of one version, seed and setting are the same run
 VOID_ROUNDS = 3  # so many void rounds in a row end a run: same data, same lr, it will not recover
@@ -350,7 +350,7 @@ class Simulation:
                     "bytes_down": done.bytes_down,
                     "bytes_up": done.bytes_up,
                     "train_loss": done.train_loss,
-                    "moved": [None if m is None else round_to(m, 3) for m in done.moved] if done.moved else None,
+                    "moved": rounded(done.moved) if done.moved else None,
                     "clipped": done.clipped,
                     "report": report,
                     "eval": found,

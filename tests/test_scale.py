@@ -22,6 +22,7 @@ from pflcore.results.export import rows
 from pflcore.results.record import group, plain
 from pflcore.results.table import table
 from pflcore.simulation import Simulation
+from pflcore.uploads import farthest, rounded
 
 
 def many(n: int, each: int = 3) -> Federation:
@@ -181,3 +182,19 @@ def test_a_checkpoint_of_rows_on_disk_goes_on_there_and_in_memory(tmp_path):
         assert torch.equal(rest.state.g["x"], whole.state.g["x"])
         ids = rest.state.joined
         assert all(torch.equal(rest.state.own[k][ids], whole.state.own[k][ids]) for k in whole.state.own)
+
+
+# what ten thousand numbers are made of ---------------------------------------------------------------------------------
+
+
+def test_numbers_rounded_at_once_are_those_rounded_one_by_one():
+    gen = torch.Generator().manual_seed(0)
+    wide = (10 ** (9 * torch.rand(5000, generator=gen, dtype=torch.float64) - 5)).tolist()
+    ties = [k / 1024 for k in range(1, 3000)] + [k / 2000 for k in range(1, 3000)]
+    values = [*wide, *ties, 0.0, None, 1.005, 99.95, 0.0099951, 1e-320, 1e300, float("inf")]
+    assert rounded(values) == [None if v is None else float(f"{v:.3g}") for v in values]
+
+
+def test_the_farthest_of_many_updates():
+    assert farthest([3, 4, 5, 6], [1.0, None, 30.0, 40.0]) == (6, 40.0)
+    assert farthest([3, 4], [1.0, None]) is None and farthest([3], None) is None
