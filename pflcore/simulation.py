@@ -265,15 +265,14 @@ class Simulation:
     def _place(self, net: Net) -> Path | None:
         own, server = self._row_bytes(net)
         n = self.data.n
-        looked_at = 0 if not self.eval_every else n if self._looked_at is None else len(self._looked_at)
-        ever = min(n, int(self.participation * n + 1) * self.rounds + looked_at)
+        ever = min(n, int(self.participation * n + 1) * self.rounds)
         need = own * ever // n + server
         return rows.place(self.rows, own + server if self.warm_start is None else 0, need, self._peak_bytes(net), self.device)
 
     def where(self) -> str:
         """One line: where the clients' rows are, with bytes, and the memory that the run needs at its peak."""
         own, server = self._row_bytes(self.setting.net)
-        place = f"in a file in {self.folder}, blocks only for clients that are seen" if self.folder else "in memory"
+        place = f"in a file in {self.folder}, blocks only for clients that take part" if self.folder else "in memory"
         kept = f"{human(own)} of the clients' own and {human(server)} of the server's for each"
         return f"rows: {kept}, {place}; peak memory beside data and activations about {human(self.peak_bytes())}"
 

@@ -112,8 +112,10 @@ def test_rows_on_disk_change_nothing(name, tmp_path):
     assert all(torch.equal(first.model(i)(x), second.model(i)(x)) for i in (0, 7, 39))
 
 
-def test_only_clients_that_were_seen_take_room(tmp_path):
-    run = simulation("ditto", many(40), rows=tmp_path, participation=0.1, rounds=2, eval_every=0)
+@pytest.mark.parametrize("every", [0, 1])
+def test_only_clients_that_took_part_take_room(tmp_path, every):
+    """An evaluation of everybody writes nothing."""
+    run = simulation("ditto", many(40), rows=tmp_path, participation=0.1, rounds=2, eval_every=every)
     play = run.iterate()
     cohort = next(play)["cohort"]
     own = run._state.own
@@ -147,6 +149,28 @@ def test_a_full_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
     with pytest.raises(ValueError, match="rows: expected 'auto', 'memory' or a folder, got 'nowhere'"):
         simulation("ditto", many(40), rows="nowhere")
+
+
+def test_a_disk_that_becomes_full_ends_the_run_with_a_sentence_and_the_state_of_the_last_round(tmp_path, monkeypatch):
+    run = simulation("ditto", many(40), rows=tmp_path, participation=0.2)
+
+    def fill(round, record):
+        monkeypatch.setattr(on_disk.shutil, "disk_usage", lambda folder: type("Full", (), {"free": 100}))
+
+    with pytest.raises(OSError, match=r"rows: \d more clients need up to .* on disk, and .* has 100 B free; make room there") as told:
+        run.run(fill)
+    assert len(told.value.history.rounds) == 1 and run._state.round == 1
+    monkeypatch.undo()
+    rest = run.run()
+    whole = simulation("ditto", many(40), participation=0.2).run()
+    assert [r["round"] for r in rest.rounds] == [2, 3, 4] and rest.rounds[-1]["eval"] == whole.rounds[-1]["eval"]
+
+
+def test_a_newcomer_meets_fresh_rows_of_those_who_never_took_part(tmp_path):
+    data, x = many(12), torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
+    new = (torch.ones(4, 4), torch.tensor([0, 1, 0, 1]))
+    a, b = (simulation("ditto", data, rows=where, participation=0.2, eval_every=0).run().adapt(new, 2) for where in ("memory", tmp_path))
+    assert torch.equal(a(x), b(x))
 
 
 def test_what_does_not_fit_goes_to_disk_by_itself(monkeypatch):
