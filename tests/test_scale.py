@@ -169,7 +169,7 @@ def test_a_disk_that_becomes_full_ends_the_run_with_a_sentence_and_the_state_of_
 def test_a_newcomer_meets_fresh_rows_of_those_who_never_took_part(tmp_path):
     data, x = many(12), torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
     new = (torch.ones(4, 4), torch.tensor([0, 1, 0, 1]))
-    a, b = (simulation("ditto", data, rows=where, participation=0.2, eval_every=0).run().adapt(new, 2) for where in ("memory", tmp_path))
+    a, b = (simulation("fedamp", data, rows=where, participation=0.2, eval_every=0).run().adapt(new, 2) for where in ("memory", tmp_path))
     assert torch.equal(a(x), b(x))
 
 
