@@ -36,7 +36,8 @@ class OnDisk(dict[str, Tensor]):
         new = ids[~self.known[ids]]
         size = {k: v.numel() * v.element_size() for k, v in self.fresh.items()}
         need = sum(min(len(new) * (one + BLOCK), len(self.known) * one) for one in size.values())
-        if len(new) and need > (free := shutil.disk_usage(self.folder).free):
+        free = shutil.disk_usage(self.folder).free if len(new) else 0
+        if len(new) and need > free:
             raise OSError(
                 f"rows: {len(new)} more clients need up to {human(need)} on disk, and {self.folder} has {human(free)} free; make room there, "
                 "or name another folder (rows)."
