@@ -39,7 +39,7 @@ class OnDisk(dict[str, Tensor]):
         free = shutil.disk_usage(self.folder).free if len(new) else 0
         if len(new) and need > free:
             raise OSError(
-                f"rows: {len(new)} more clients need up to {human(need)} on disk, and {self.folder} has {human(free)} free; make room there, "
+                f"rows: {len(new)} more clients need up to {human(need)} on disk, and {self.folder} has {human(free)} free; make room, "
                 "or name another folder (rows)."
             )
         for k, v in self.fresh.items() if len(new) else ():

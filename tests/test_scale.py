@@ -157,7 +157,7 @@ def test_a_disk_that_becomes_full_ends_the_run_with_a_sentence_and_the_state_of_
     def fill(round, record):
         monkeypatch.setattr(on_disk.shutil, "disk_usage", lambda folder: type("Full", (), {"free": 100}))
 
-    with pytest.raises(OSError, match=r"rows: \d more clients need up to .* on disk, and .* has 100 B free; make room there") as told:
+    with pytest.raises(OSError, match=r"rows: \d more clients need up to .* on disk, and .* has 100 B free; make room") as told:
         run.run(fill)
     assert len(told.value.history.rounds) == 1 and run._state.round == 1
     monkeypatch.undo()
