@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pflcore import rows
 from pflcore._mode import forward_mode
 from pflcore.algorithms.base import FedAvg, State, Tensors, cohort_of
 from pflcore.checkpoint import replacing, write_tensors
@@ -193,7 +194,7 @@ def with_one_more(alg: FedAvg, state: State, net: Net, n: int) -> tuple[State, b
         return old.clone() if small is None or large is None or small.shape == large.shape else grown(old, large)
 
     g = {k: larger(v, few.g.get(k), many.g.get(k)) for k, v in state.g.items()}
-    own = {k: larger(v, few.own[k], many.own[k]) for k, v in state.own.items()}
+    own = {k: larger(v, few.own[k], many.own[k]) for k, v in rows.read(state.own, torch.arange(n)).items()}
     buffers, joined = (
         torch.cat([state.buffers, state.buffers.mean(0, keepdim=True)]),
         torch.cat([state.joined, torch.zeros(1, dtype=torch.bool)]),

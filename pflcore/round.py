@@ -132,8 +132,8 @@ def receive(
     if norm is not None:
         relative = uploads.ratios(norm)
         if relative is not None:
-            of = dict(zip(ids.tolist(), relative.tolist(), strict=True))
-            outcome.moved = [of.get(i) for i in outcome.ids]
+            each = iter(relative.tolist())
+            outcome.moved = [next(each) if one else None for one in fine.tolist()] if outcome.dropped else list(each)
         if clip is not None:
             outcome.clipped = ids[norm > clip].tolist()
             up = uploads.shortened(up, state.g, ids, cohort.n, norm, clip)
@@ -271,8 +271,8 @@ def views(alg: FedAvg, state: State, setting: Setting, ids: Tensor, buffers: str
         buffer[onto(~joined, buffer.device)] = state.buffers[onto(state.joined, buffer.device)].mean(0)
     local = Local(setting, ids, round, buffer, joined=joined)
     down = alg.send(state.g, cohort, generator_of(setting.seed, round, "evaluation"))
-    rows.see(state.own, ids)
-    own = state.own if len(ids) == setting.data.n else {k: v[ids] for k, v in state.own.items()}
+    everybody = len(ids) == setting.data.n and not isinstance(state.own, rows.OnDisk)
+    own = state.own if everybody else rows.read(state.own, ids)
     return alg.personal(down, own, local), local
 
 

@@ -19,21 +19,37 @@ from pflcore import memory
 from pflcore.metrics import human
 
 CHUNK = 1 << 26  # bytes that are copied, or evaluated, at once
+BLOCK = 1 << 12  # bytes of a file's blocks: a row may take so many more
 
 
 class OnDisk(dict[str, Tensor]):
-    """The clients' state, name -> [N, ...], in a file. A client's rows are written when it is first seen: until then they are zeros."""
+    """The clients' state, name -> [N, ...], in a file. A client's rows are written when it first takes part: until then they are zeros
+    there, and `read` gives a fresh client's."""
 
     def __init__(self, fresh: dict[str, Tensor], n: int, folder: Path) -> None:
         super().__init__({k: mapped((n, *v.shape), v.dtype, folder) for k, v in fresh.items()})
         self.fresh, self.known, self.folder = fresh, torch.zeros(n, dtype=torch.bool), folder
 
     def see(self, ids: Tensor) -> None:
-        """From here on the rows of the clients `ids` are what they are: for those who come first, a fresh client's."""
+        """From here on the rows of the clients `ids` are what they are: for those who come first, a fresh client's. OSError, one
+        sentence, where the disk has no room for them: a mapped file that cannot grow would end the process."""
         new = ids[~self.known[ids]]
+        size = {k: v.numel() * v.element_size() for k, v in self.fresh.items()}
+        need = sum(min(len(new) * (one + BLOCK), len(self.known) * one) for one in size.values())
+        free = shutil.disk_usage(self.folder).free if len(new) else 0
+        if len(new) and need > free:
+            raise OSError(
+                f"rows: {len(new)} more clients need up to {human(need)} on disk, and {self.folder} has {human(free)} free; make room, "
+                "or name another folder (rows)."
+            )
         for k, v in self.fresh.items() if len(new) else ():
             self[k][new] = v
         self.known[new] = True
+
+    def read(self, ids: Tensor) -> dict[str, Tensor]:
+        """A copy of the rows of the clients `ids` in memory; nothing is written."""
+        new = ~self.known[ids]
+        return {k: torch.where(new.view(-1, *[1] * v.dim()), v, self[k][ids]) for k, v in self.fresh.items()}
 
     def clone(self) -> OnDisk:
         """Another file with the same rows."""
@@ -47,9 +63,14 @@ class OnDisk(dict[str, Tensor]):
 
 
 def see(own: dict[str, Tensor], ids: Tensor) -> None:
-    """Whoever reads the rows `ids` of the clients' state says so first."""
+    """Whoever is about to write the rows `ids` of the clients' state says so first."""
     if isinstance(own, OnDisk):
         own.see(ids)
+
+
+def read(own: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
+    """A copy of the rows `ids` of the clients' state."""
+    return own.read(ids) if isinstance(own, OnDisk) else {k: v[ids] for k, v in own.items()}
 
 
 def mapped(shape: tuple[int, ...], dtype: torch.dtype, folder: Path) -> Tensor:

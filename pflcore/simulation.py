@@ -38,7 +38,7 @@ from pflcore.results import export
 from pflcore.results.export import Per
 from pflcore.results.record import LONG
 from pflcore.round import Outcome, begin, buffers_of, evaluate, evaluate_some, per_client, sample, step
-from pflcore.uploads import farthest
+from pflcore.uploads import farthest, rounded
 
 STREAM = 2  # the version of the random streams: runs of one version, seed and setting are the same run
 VOID_ROUNDS = 3  # so many void rounds in a row end a run: same data, same lr, it will not recover
@@ -265,15 +265,14 @@ class Simulation:
     def _place(self, net: Net) -> Path | None:
         own, server = self._row_bytes(net)
         n = self.data.n
-        looked_at = 0 if not self.eval_every else n if self._looked_at is None else len(self._looked_at)
-        ever = min(n, int(self.participation * n + 1) * self.rounds + looked_at)
+        ever = min(n, int(self.participation * n + 1) * self.rounds)
         need = own * ever // n + server
         return rows.place(self.rows, own + server if self.warm_start is None else 0, need, self._peak_bytes(net), self.device)
 
     def where(self) -> str:
         """One line: where the clients' rows are, with bytes, and the memory that the run needs at its peak."""
         own, server = self._row_bytes(self.setting.net)
-        place = f"in a file in {self.folder}, blocks only for clients that are seen" if self.folder else "in memory"
+        place = f"in a file in {self.folder}, blocks only for clients that take part" if self.folder else "in memory"
         kept = f"{human(own)} of the clients' own and {human(server)} of the server's for each"
         return f"rows: {kept}, {place}; peak memory beside data and activations about {human(self.peak_bytes())}"
 
@@ -350,7 +349,7 @@ class Simulation:
                     "bytes_down": done.bytes_down,
                     "bytes_up": done.bytes_up,
                     "train_loss": done.train_loss,
-                    "moved": [None if m is None else round_to(m, 3) for m in done.moved] if done.moved else None,
+                    "moved": rounded(done.moved) if done.moved else None,
                     "clipped": done.clipped,
                     "report": report,
                     "eval": found,

@@ -22,6 +22,7 @@ from pflcore.results.export import rows
 from pflcore.results.record import group, plain
 from pflcore.results.table import table
 from pflcore.simulation import Simulation
+from pflcore.uploads import farthest, rounded
 
 
 def many(n: int, each: int = 3) -> Federation:
@@ -111,8 +112,10 @@ def test_rows_on_disk_change_nothing(name, tmp_path):
     assert all(torch.equal(first.model(i)(x), second.model(i)(x)) for i in (0, 7, 39))
 
 
-def test_only_clients_that_were_seen_take_room(tmp_path):
-    run = simulation("ditto", many(40), rows=tmp_path, participation=0.1, rounds=2, eval_every=0)
+@pytest.mark.parametrize("every", [0, 1])
+def test_only_clients_that_took_part_take_room(tmp_path, every):
+    """An evaluation of everybody writes nothing."""
+    run = simulation("ditto", many(40), rows=tmp_path, participation=0.1, rounds=2, eval_every=every)
     play = run.iterate()
     cohort = next(play)["cohort"]
     own = run._state.own
@@ -148,6 +151,28 @@ def test_a_full_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
         simulation("ditto", many(40), rows="nowhere")
 
 
+def test_a_disk_that_becomes_full_ends_the_run_with_a_sentence_and_the_state_of_the_last_round(tmp_path, monkeypatch):
+    run = simulation("ditto", many(40), rows=tmp_path, participation=0.2)
+
+    def fill(round, record):
+        monkeypatch.setattr(on_disk.shutil, "disk_usage", lambda folder: type("Full", (), {"free": 100}))
+
+    with pytest.raises(OSError, match=r"rows: \d more clients need up to .* on disk, and .* has 100 B free; make room") as told:
+        run.run(fill)
+    assert len(told.value.history.rounds) == 1 and run._state.round == 1
+    monkeypatch.undo()
+    rest = run.run()
+    whole = simulation("ditto", many(40), participation=0.2).run()
+    assert [r["round"] for r in rest.rounds] == [2, 3, 4] and rest.rounds[-1]["eval"] == whole.rounds[-1]["eval"]
+
+
+def test_a_newcomer_meets_fresh_rows_of_those_who_never_took_part(tmp_path):
+    data, x = many(12), torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
+    new = (torch.ones(4, 4), torch.tensor([0, 1, 0, 1]))
+    a, b = (simulation("fedamp", data, rows=where, participation=0.2, eval_every=0).run().adapt(new, 2) for where in ("memory", tmp_path))
+    assert torch.equal(a(x), b(x))
+
+
 def test_what_does_not_fit_goes_to_disk_by_itself(monkeypatch):
     assert simulation("ditto", many(40)).folder is None
     monkeypatch.setattr(memory, "capacity", lambda device: 12_000)
@@ -181,3 +206,19 @@ def test_a_checkpoint_of_rows_on_disk_goes_on_there_and_in_memory(tmp_path):
         assert torch.equal(rest.state.g["x"], whole.state.g["x"])
         ids = rest.state.joined
         assert all(torch.equal(rest.state.own[k][ids], whole.state.own[k][ids]) for k in whole.state.own)
+
+
+# what ten thousand numbers are made of ---------------------------------------------------------------------------------
+
+
+def test_numbers_rounded_at_once_are_those_rounded_one_by_one():
+    gen = torch.Generator().manual_seed(0)
+    wide = (10 ** (9 * torch.rand(5000, generator=gen, dtype=torch.float64) - 5)).tolist()
+    ties = [k / 1024 for k in range(1, 3000)] + [k / 2000 for k in range(1, 3000)]
+    values = [*wide, *ties, 0.0, None, 1.005, 99.95, 0.0099951, 1e-320, 1e300, float("inf")]
+    assert rounded(values) == [None if v is None else float(f"{v:.3g}") for v in values]
+
+
+def test_the_farthest_of_many_updates():
+    assert farthest([3, 4, 5, 6], [1.0, None, 30.0, 40.0]) == (6, 40.0)
+    assert farthest([3, 4], [1.0, None]) is None and farthest([3], None) is None

@@ -56,9 +56,9 @@ class Ragged(Sequence[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self.flat.split(self.size.tolist()))
 
-    def take(self, ids: Tensor) -> Ragged:
-        """The lists of these clients [S], in their order."""
-        size = self.size[ids]
+    def take(self, ids: Tensor, size: Tensor | None = None) -> Ragged:
+        """The lists of these clients [S], in their order; of each the first `size` [S] where that is given."""
+        size = self.size[ids] if size is None else size
         begin = starts(size)
         at = torch.arange(int(begin[-1])) + (self.begin[ids] - begin[:-1]).repeat_interleave(size)
         return Ragged(self.flat[at.to(self.flat.device)], begin)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -63,27 +63,29 @@ def halves(fed: Federation, clients: Sequence[int] | Tensor | None, seed: int, p
     "train" list (personalization), the others its "test" list (evaluation); it has no "val". Other clients stay as they are. Nothing
     but scoring may look at an evaluation half.
     """
-    chosen = _ids(fed, range(fed.n) if clients is None else clients)
-    index = {s: list(fed.index.get(s, [_none(fed)] * fed.n)) for s in SPLITS if s in fed.index or s == "test"}
-    for i in chosen:
-        rows = _pooled(fed, i, pool)
-        if len(rows) < 2:
-            raise ValueError(f"client {i} must have at least 2 samples to be halved, got {len(rows)}: leave it out (subset)")
-        rows = rows[_permutation(len(rows), seed, fed)]
-        index["train"][i], index["test"][i] = rows[: len(rows) // 2], rows[len(rows) // 2 :]
-        if "val" in index:
-            index["val"][i] = _none(fed)
-    return replace(fed, index=index)
+    ids = torch.tensor(_ids(fed, range(fed.n) if clients is None else clients))
+    mine = _joined(fed, pool).take(ids)
+    for i in (mine.size < 2).nonzero()[:1, 0].tolist():
+        raise ValueError(f"client {int(ids[i])} must have at least 2 samples to be halved, got {int(mine.size[i])}: leave it out (subset)")
+    parts: dict[str, list[tuple[Tensor, Tensor]]] = {"train": [], "test": []}
+    for at, rows in _alike(mine):
+        n = rows.shape[1]
+        rows = rows[:, _permutation(n, seed, fed)]
+        parts["train"].append((at, rows[:, : n // 2]))
+        parts["test"].append((at, rows[:, n // 2 :]))
+    new = {s: Ragged.of_parts(len(ids), p) for s, p in parts.items()}
+    index = {s: fed.lists(s) if s in fed.index else _none(fed, fed.n) for s in SPLITS if s in fed.index or s == "test"}
+    return replace(fed, index={s: _exchanged(lists, ids, new.get(s, _none(fed, len(ids)))) for s, lists in index.items()})
 
 
 def keep(fed: Federation, fraction: float, clients: Sequence[int] | Tensor | None) -> Federation:
     """The first ``fraction`` of each training list, rounded up: keep(.25) is part of keep(.5). Other splits stay."""
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction must be above 0 and at most 1, got {fraction}")
-    train = list(fed.index["train"])
-    for i in _ids(fed, range(fed.n) if clients is None else clients):
-        train[i] = train[i][: math.ceil(fraction * len(train[i]))]
-    return replace(fed, index={**fed.index, "train": train})
+    lists, size = fed.lists("train"), fed.size()
+    ids = torch.tensor(_ids(fed, range(fed.n) if clients is None else clients))
+    size = size.index_copy(0, ids, (fraction * size[ids].double()).ceil().long())
+    return replace(fed, index={**fed.index, "train": lists.take(torch.arange(fed.n), size)})
 
 
 def split_samples(fed: Federation, fractions: Mapping[str, float], seed: int, pool: Sequence[str] | None) -> Federation:
@@ -101,9 +103,7 @@ def split_samples(fed: Federation, fractions: Mapping[str, float], seed: int, po
         raise ValueError(f"fractions must be of 'train' (above 0), 'val' and 'test' and add up to 1, got {dict(fractions)}")
     parts: dict[str, list[tuple[Tensor, Tensor]]] = {s: [] for s in SPLITS if want[s] > 0}
     lists, small = _joined(fed, pool), torch.zeros(fed.n, dtype=torch.bool)
-    for n in lists.size.unique().tolist():  # clients with as many samples are permuted alike
-        mine = (lists.size == n).nonzero()[:, 0]
-        rows = lists.flat[(lists.begin[mine][:, None] + torch.arange(n)).to(fed.device)]
+    for mine, rows in _alike(lists):
         for split, share in (("test", want["test"]), ("val", want["val"] / (1 - want["test"]))):
             if share == 0:
                 continue
@@ -128,10 +128,13 @@ def pooled(fed: Federation, split: str, clients: Sequence[int] | Tensor | None, 
     ids = _ids(fed, range(fed.n) if clients is None else clients)
     if limit < 1:
         raise ValueError(f"limit must be at least 1 sample, got {limit}")
-    pairs = [fed.client(i, split) for i in ids]
-    x, y = torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
-    chosen = _permutation(len(x), seed, fed)[:limit]
-    return x[chosen], y[chosen]
+    lists = fed.lists(split).take(torch.tensor(ids))
+    chosen = _permutation(len(lists.flat), seed, fed)[:limit]
+    y = fed.y[lists.flat[chosen]]
+    if fed.relabel is not None:
+        owner = torch.tensor(ids, device=fed.device)[lists.owner()[chosen]]
+        y = fed.relabel[owner].gather(1, y.reshape(len(y), -1)).view_as(y)
+    return fed.x[lists.flat[chosen]], y
 
 
 def standardized(fed: Federation) -> Federation:
@@ -163,11 +166,6 @@ def _ids(fed: Federation, clients: Sequence[int] | Tensor) -> list[int]:
     return ids
 
 
-def _pooled(fed: Federation, i: int, pool: Sequence[str] | None) -> Tensor:
-    names = fed.splits if pool is None else tuple(pool)
-    return torch.cat([fed.lists(s)[i] for s in names])
-
-
 def _joined(fed: Federation, pool: Sequence[str] | None) -> Ragged:
     """Each client's samples of these splits (None: all) one after the other."""
     lists = [fed.lists(s) for s in (fed.splits if pool is None else pool)]
@@ -182,5 +180,18 @@ def _permutation(n: int, seed: int, fed: Federation) -> Tensor:
     return torch.from_numpy(np.random.RandomState(seed).permutation(n)).to(fed.device)
 
 
-def _none(fed: Federation) -> Tensor:
-    return torch.empty(0, dtype=torch.int64, device=fed.device)
+def _none(fed: Federation, n: int) -> Ragged:
+    return Ragged(torch.empty(0, dtype=torch.int64, device=fed.device), torch.zeros(n + 1, dtype=torch.int64))
+
+
+def _alike(lists: Ragged) -> Iterator[tuple[Tensor, Tensor]]:
+    """Clients [m] with as many samples, which one permutation serves, and their lists [m, length]."""
+    for n in lists.size.unique().tolist():
+        mine = (lists.size == n).nonzero()[:, 0]
+        yield mine, lists.flat[(lists.begin[mine][:, None] + torch.arange(n)).to(lists.flat.device)]
+
+
+def _exchanged(old: Ragged, ids: Tensor, new: Ragged) -> Ragged:
+    """`old` with the lists `new` in the place of those of the clients `ids`."""
+    which = torch.arange(len(old)).index_copy(0, ids, len(old) + torch.arange(len(ids)))
+    return Ragged(torch.cat([old.flat, new.flat]), starts(torch.cat([old.size, new.size]))).take(which)

@@ -296,8 +296,8 @@ class Local:
     def _of_one_model(self, row: Tensor, split: str) -> tuple[Tensor, Tensor]:
         """Each client's mean loss [S] float64 and share of right answers [S] float64 where all have one model: one pass."""
         data, engine = self.setting.data, self.setting.engine
-        order, begin = engine.lists(data, split, self._ids)
-        owner, scored = torch.arange(len(self._ids)).repeat_interleave(begin.diff()), self._scored
+        lists, owner = engine.lists(data, split, self._ids)
+        scored = self._scored
         relabel = None if data.relabel is None else data.relabel[onto(self.ids, data.device)]
 
         def look(chunk: tuple[Tensor, Tensor]) -> Tensor:
@@ -311,9 +311,9 @@ class Local:
             hits = right(classes, y).double().view(len(y), -1).mean(1) if scored else losses
             return torch.stack([losses, hits], 1)
 
-        found = torch.cat(engine.map(look, list(zip(order.split(EVAL_BATCH), owner.split(EVAL_BATCH), strict=True))))
+        found = torch.cat(engine.map(look, list(zip(lists.flat.split(EVAL_BATCH), owner.split(EVAL_BATCH), strict=True))))
         total = found.new_zeros(len(self._ids), 2).index_add_(0, onto(owner, found.device), found)
-        loss, hits = (total / onto(begin.diff()[:, None], found.device)).unbind(1)
+        loss, hits = (total / onto(lists.size[:, None], found.device)).unbind(1)
         return loss, hits
 
     @property
@@ -331,20 +331,20 @@ class Local:
     ) -> list[tuple[Tensor, Tensor]]:
         """The same where all clients have one model: one pass over all their samples, in batches that end where they like."""
         data, engine = self.setting.data, self.setting.engine
-        order, begin = engine.lists(data, split, self._ids)
+        lists = engine.lists(data, split, self._ids)[0]
 
         def look(places: Tensor) -> Tensor:
             with torch.no_grad(), forward_mode(False, self.buffers[0], alone=True):
                 return predict(view, self.net, data.x.index_select(0, places))
 
-        scores = torch.cat(engine.map(look, order.split(EVAL_BATCH))).split(begin.diff().tolist())
+        scores = torch.cat(engine.map(look, lists.flat.split(EVAL_BATCH))).split(lists.size.tolist())
         return [(z, data.labels(int(i), split)) for z, i in zip(scores, self._ids, strict=True)]
 
     def _evaluated(self, chain: Chain, rows: Tensor, split: str) -> tuple[Tensor, Tensor]:
         """Each client's mean loss [S] float64 and share of right answers [S] float64; one pass where all have one row."""
         data, engine = self.setting.data, self.setting.engine
-        order, begin = engine.lists(data, split, self._ids)
-        n, count = len(order), len(self._ids)
+        lists, owner = engine.lists(data, split, self._ids)
+        order, begin, n, count = lists.flat, lists.begin, len(lists.flat), len(self._ids)
         relabel = None if data.relabel is None else data.relabel[onto(self.ids, data.device)]
         parts = min(count, PARTS if n * self.net.size >= 1 << 24 else 1)
         cuts = [0, *np.searchsorted(begin.numpy(), [n * j // parts for j in range(1, parts)]).tolist(), count]  # about as many samples each
@@ -357,9 +357,8 @@ class Local:
             return losses.cpu(), (right & ~losses.isnan()).cpu()  # a NaN among the scores is no answer
 
         found = engine.map(look, [(a, b) for a, b in pairwise(cuts) if a < b])
-        owner = torch.arange(count).repeat_interleave(begin.diff())
         values = torch.stack([torch.cat([loss for loss, _ in found]), torch.cat([right for _, right in found]).double()], 1)
-        total = torch.zeros(count, 2, dtype=torch.float64).index_add_(0, owner, values) / begin.diff()[:, None]
+        total = torch.zeros(count, 2, dtype=torch.float64).index_add_(0, owner, values) / lists.size[:, None]
         loss, hits = onto(total, rows.device).unbind(1)
         return loss, hits
 

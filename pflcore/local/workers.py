@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pflcore.data.federation import Federation
+from pflcore.data.ragged import Ragged
 from pflcore.local.chain import Chain
 from pflcore.local.steps import Plan, make_plan
 from pflcore.local.training import Training
@@ -38,7 +39,7 @@ class Engine:
         self.workers = workers or os.cpu_count() or 1
         self._threads: ThreadPoolExecutor | None = None
         self._plans: dict[tuple[Any, ...], Plan] = {}
-        self._lists: dict[Any, tuple[Federation, Tensor, Tensor]] = {}
+        self._lists: dict[Any, tuple[Federation, Ragged, Tensor]] = {}
         self._counts: tuple[Federation, Tensor] | None = None
 
     def map(self, f: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
@@ -77,15 +78,15 @@ class Engine:
             self._plans[key] = make_plan(training, *key)
         return self._plans[key]
 
-    def lists(self, data: Federation, split: str, ids: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """The clients' samples of a split one after another: places in the pool [n], and where each client's begin [S + 1]."""
+    def lists(self, data: Federation, split: str, ids: NDArray[np.int64]) -> tuple[Ragged, Tensor]:
+        """The clients' samples of a split, and whose (0 to S - 1) each of them is: int64 [n], on the CPU."""
         key = id(data), split, ids.tobytes()
         if key not in self._lists:
             if len(self._lists) >= 4:
                 self._lists.clear()
             lists = data.lists(split)
             own = lists if len(ids) == data.n and bool((ids[1:] > ids[:-1]).all()) else lists.take(torch.from_numpy(ids))
-            self._lists[key] = data, own.flat, own.begin  # holds `data`, and so its id
+            self._lists[key] = data, own, torch.arange(len(own)).repeat_interleave(own.size)  # holds `data`, and so its id
         return self._lists[key][1:]
 
     def _start(self) -> ThreadPoolExecutor:
@@ -117,7 +118,7 @@ class Engine:
         return max(1, min(count, most))
 
 
-SMALL_RUN = 1 << 18  # weights of all clients that are looked at together
+SMALL_RUN = 1 << 22  # weights of all clients that are looked at together: one thread passes through them in a few milliseconds
 
 
 def few_threads(f: Callable[P, T]) -> Callable[P, T]:
