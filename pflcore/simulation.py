@@ -220,7 +220,7 @@ class Simulation:
         except (MemoryError, RuntimeError) as error:
             if not memory.ran_out(error) or isinstance(error, memory.RunTooLarge):
                 raise
-            return memory.asked_for(error)
+            return memory.request_of(error)
         training = torch.zeros(data.n, dtype=torch.bool).index_fill(0, self._among, True) if self._among is not None else None
         left_out = 0 if training is None else int((~(training if self._looked_at is None else training[self._looked_at])).sum())
         if left_out and self._state.own:
@@ -333,7 +333,7 @@ class Simulation:
             except (MemoryError, RuntimeError) as error:
                 if not memory.ran_out(error):
                     raise
-                asked = memory.asked_for(error)  # the error itself holds the round's frames, and so its memory
+                asked = memory.request_of(error)  # the error itself holds the round's frames, and so its memory
             if done is not None:  # a round that was played but not evaluated is a round
                 far = farthest(done.ids, done.moved)
                 if far is not None:  # before the record is given: whoever gets it may save
