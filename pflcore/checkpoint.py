@@ -58,7 +58,7 @@ class Checkpoint:
         _safetensors()  # now, not after ten minutes
 
     @property
-    def there(self) -> bool:
+    def exists(self) -> bool:
         """Whether the folder holds a checkpoint."""
         return (Path(self.folder) / NAME).exists()
 

@@ -617,7 +617,7 @@ def for_everyone(
         simulation = Simulation(made_for, model, data, training or Training(), **options)
         seen = None if on_round is None else lambda r, record, target=target: on_round(target, r, record)
         keeper = checkpoint and Checkpoint(Path(checkpoint.folder) / f"target-{target}", checkpoint.every, checkpoint.minutes)
-        if keeper and keeper.there:
+        if keeper and keeper.exists:
             simulation.restore(keeper.folder)
         runs.append(simulation.run(seen, keeper))
         if runs[-1].interrupted or runs[-1].failed:

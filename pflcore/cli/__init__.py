@@ -132,7 +132,7 @@ def _record(todo: Sequence[Job], cut: Mapping[str, Any], shape: Mapping[str, Any
         _check_folder(output.out, output)
     data = experiment.federation(options, cut)
     model = experiment.model(options, data, shape)
-    resume = output.resume and _checkpoint(output.out or Path(), output).there
+    resume = output.resume and _checkpoint(output.out or Path(), output).exists
     first: Simulation | None = None if resume else todo[0].simulation(data, model)  # what is wrong is said before a record is opened
     if output.dry_run:
         first = first or todo[0].simulation(data, model)
