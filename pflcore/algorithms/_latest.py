@@ -18,7 +18,7 @@ def latest_models(net: Net, n: int) -> Tensors:
 
 
 def with_uploads(g: Tensors, w: Tensor, cohort: Cohort) -> Tensors:
-    """The server's state with the distances, norms and rounds of its rows, once the cohort's models `w` [S, P] have been written into g["w"]."""
+    """The state with new distances, norms and rounds, once the cohort's models `w` [S, P] have been written into g["w"]."""
     ids, rows = cohort.ids, ops.pairwise_sqdist(w, g["w"]).cpu()
     norm2 = ops.pairwise_sqdist(w, torch.zeros_like(w[:1]))[:, 0].cpu()
     return {
