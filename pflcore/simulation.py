@@ -182,12 +182,12 @@ class Simulation:
         self._past: list[Record] = []  # the rounds before the checkpoint that the run goes on from
         self._came_from: Path | None = None  # that checkpoint's folder
         self._outlier: tuple[float, int, int] | None = None  # the farthest update so far: times the median, client, round
-        asked = self._set_up(net)
-        if asked is not None:
+        request = self._set_up(net)
+        if request is not None:
             memory.give_back(self.device)
             peak = self._peak_bytes(net)
             data = sum(t.numel() * t.element_size() for t in (self.data.x, self.data.y))
-            raise MemoryError(memory.sentence(f"before the first round, with {human(data)} of data", peak, asked, self.device))
+            raise MemoryError(memory.sentence(f"before the first round, with {human(data)} of data", peak, request, self.device))
 
     def _evaluated(self) -> torch.Tensor | None:
         """The ids of those who are evaluated, ascending; None: everybody. A number of them is drawn of those with samples."""
@@ -318,13 +318,13 @@ class Simulation:
             done: Outcome | None = None
             found: Record | None = None
             report: Record = {}
-            asked: str | None = None  # where memory ran out: what for, if that is known
+            request: str | None = None  # where memory ran out: what for, if that is known
             try:
                 if self._seen:
                     self._state, self._seen = copied(self._state), False
                 ids = sample(self.algorithm, self.setting, round, self.participation, self._among)
                 self._state, done = step(self.algorithm, self._state, self.setting, ids, self.buffers, self.clip)
-                report = {k: _told(v) for k, v in self.algorithm.report(self._state.g).items()}
+                report = {k: _as_lists(v) for k, v in self.algorithm.report(self._state.g).items()}
                 if self.eval_every and (round % self.eval_every == 0 or round == self.rounds):
                     seen: Record = {k: v.tolist() for k, v in self.evaluate(self.eval_split).items()}
                     if self.eval_train:
@@ -333,7 +333,7 @@ class Simulation:
             except (MemoryError, RuntimeError) as error:
                 if not memory.ran_out(error):
                     raise
-                asked = memory.request_of(error)  # the error itself holds the round's frames, and so its memory
+                request = memory.request_of(error)  # the error itself holds the round's frames, and so its memory
             if done is not None:  # a round that was played but not evaluated is a round
                 far = farthest(done.ids, done.moved)
                 if far is not None:  # before the record is given: whoever gets it may save
@@ -355,10 +355,10 @@ class Simulation:
                     "report": report,
                     "eval": found,
                 }
-            if asked is not None:
+            if request is not None:
                 memory.give_back(self.device)
                 where = f"in round {round}" if done is None else f"in the evaluation after round {round}"
-                yield {"stopped": memory.sentence(where, self.peak_bytes(), asked, self.device), "failed": True}
+                yield {"stopped": memory.sentence(where, self.peak_bytes(), request, self.device), "failed": True}
                 return
             assert done is not None
             if self._state.void >= VOID_ROUNDS or (self._state.void and round >= self.rounds):
@@ -573,7 +573,7 @@ def round_to(x: float, digits: int = 4) -> float:
     return float(f"{x:.{digits}g}")
 
 
-def _told(value: torch.Tensor) -> Any:
+def _as_lists(value: torch.Tensor) -> Any:
     """A small tensor as lists; a large one as itself, a copy."""
     return value.tolist() if value.numel() <= LONG else value.detach().cpu().clone()
 

@@ -97,7 +97,7 @@ class Tuned:
         lines = ["| candidate | validation | note |", "|:---|---:|:---|"]
         for t in ranked:
             score = f"{t.score:.5f}" if math.isfinite(t.score) else "-"
-            lines.append(f"| {_told(t.candidate.options)} | {score} | {t.stopped or ('chosen' if t is self.best else '')} |")
+            lines.append(f"| {_in_words(t.candidate.options)} | {score} | {t.stopped or ('chosen' if t is self.best else '')} |")
         return "\n".join(lines) + "\n"
 
 
@@ -183,7 +183,7 @@ def tune(
             line = book.lines[name]
             trial.stopped = trial.stopped or line["stopped"]
             trial.values.append(torch.tensor([math.nan if v is None else v for v in line["values"]], dtype=torch.float64))
-            say(f"{n + 1}/{len(trials)} {_told(trial.candidate.options)}: {line['stopped'] or f'{trial.score:.5f}'}")
+            say(f"{n + 1}/{len(trials)} {_in_words(trial.candidate.options)}: {line['stopped'] or f'{trial.score:.5f}'}")
     if all(t.score == -math.inf for t in trials):
         raise ValueError(f"grid: every candidate diverged, the first one with: {trials[0].stopped or 'values that are not finite'}")
     best = max(range(len(trials)), key=lambda i: trials[i].score)
@@ -376,7 +376,7 @@ def _key(options: Mapping[str, Any]) -> str:
     return json.dumps(plain(options), sort_keys=True)
 
 
-def _told(options: Mapping[str, Any]) -> str:
+def _in_words(options: Mapping[str, Any]) -> str:
     return ", ".join(f"{k} {v}" for k, v in options.items()) or "as given"
 
 
