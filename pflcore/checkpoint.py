@@ -239,7 +239,8 @@ def digest_of(thing: Any) -> str:
             rows = thing[:: max(1, thing.nbytes // LARGE)] if thing.dim() else thing
             digest.update(rows.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         elif isinstance(thing, Ragged):
-            add(thing.flat), add(thing.begin)
+            add(thing.flat)
+            add(thing.begin)
         elif isinstance(thing, Mapping):
             for key in sorted(thing):
                 digest.update(f"{key}:".encode())
