@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pflcore import kinds
+
 __all__ = [
     "auc",
     "balanced_accuracy",
@@ -55,7 +57,10 @@ def vector(values: Vector, name: str = "values") -> Tensor:
     if isinstance(values, Tensor):
         out = values.detach().to("cpu", torch.float64)
     else:
-        out = torch.tensor([math.nan if v is None else float(v) for v in values], dtype=torch.float64)
+        try:
+            out = torch.tensor([math.nan if v is None else float(v) for v in values], dtype=torch.float64)
+        except (TypeError, ValueError):
+            raise ValueError(f"{name}: expected a vector of numbers, got {kinds.shown(values)}.") from None
     if out.ndim != 1:
         raise ValueError(f"{name}: expected a vector with one value per client, got shape {tuple(out.shape)}; pass one row of it.")
     return out
@@ -100,6 +105,7 @@ def weighted_mean(values: Vector, weight: Vector) -> float:
     return ((v[keep] * w[keep]).sum() / w[keep].sum()).item() if keep.any() else math.nan
 
 
+@kinds.takes(share=kinds.number(0, 1, "a number in (0, 1]"))
 def worst_decile(values: Vector, share: float = 0.1, higher_is_better: bool = True) -> float:
     """Mean of the worst `ceil(share * n)` clients, at least one (n counts the clients that have a value)."""
     if not 0 < share <= 1:
@@ -111,6 +117,7 @@ def worst_decile(values: Vector, share: float = 0.1, higher_is_better: bool = Tr
     return kept.sort(descending=not higher_is_better).values[:k].mean().item()
 
 
+@kinds.takes(q=kinds.number(0, 100, "a number in [0, 100]"))
 def percentile(values: Vector, q: float = 10.0) -> float:
     """The q-th percentile over clients, linearly interpolated; q in [0, 100]."""
     if not 0 <= q <= 100:
@@ -166,6 +173,7 @@ def final(curve: Vector) -> float:
     return v[-1].item() if len(v) else math.nan
 
 
+@kinds.takes(k=kinds.whole(1))
 def last_mean(curve: Vector, rounds: Vector | None = None, k: int = 10) -> float:
     """Mean over the last k rounds. With evaluations every few rounds pass their `rounds`: those later than `last - k` count."""
     if k < 1:
@@ -178,6 +186,7 @@ def last_mean(curve: Vector, rounds: Vector | None = None, k: int = 10) -> float
     return mean(v[at > at[-1] - k])
 
 
+@kinds.takes(goal=kinds.number())
 def bytes_to_reach(curve: Vector, sent: Sequence[int] | Tensor, goal: float, higher_is_better: bool = True) -> int | None:
     """Bytes sent up to the first value that reaches `goal` (at least, or at most where lower is better); None if never.
 
@@ -278,6 +287,7 @@ def _classes(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return scores, (scores > 0).long(), y
 
 
+@kinds.takes(scores=kinds.TENSOR, y=kinds.TENSOR)
 def auc(scores: Tensor, y: Tensor) -> float:
     """Area under the ROC curve; of several classes the mean of one against the rest, over those that some samples have and some lack."""
     scores, _, y = _classes(scores, y)
@@ -290,6 +300,7 @@ def auc(scores: Tensor, y: Tensor) -> float:
     return float(sum(found) / len(found)) if found else math.nan
 
 
+@kinds.takes(scores=kinds.TENSOR, y=kinds.TENSOR)
 def f1(scores: Tensor, y: Tensor) -> float:
     """F1: of class 1 where there are two, else the unweighted mean over the classes that samples have or were given."""
     scores, won, y = _classes(scores, y)
@@ -297,22 +308,26 @@ def f1(scores: Tensor, y: Tensor) -> float:
     return float(_sklearn().f1_score(y, won, average=average, zero_division=math.nan))
 
 
+@kinds.takes(scores=kinds.TENSOR, y=kinds.TENSOR)
 def balanced_accuracy(scores: Tensor, y: Tensor) -> float:
     """The mean over the classes that samples have of the share of them that is right."""
     _, won, y = _classes(scores, y)
     return mean([(won[y == c] == c).double().mean().item() for c in y.unique()])
 
 
+@kinds.takes(scores=kinds.TENSOR, y=kinds.TENSOR)
 def mae(scores: Tensor, y: Tensor) -> float:
     """Mean absolute error."""
     return (scores.reshape(y.shape).double() - y.double()).abs().mean().item()
 
 
+@kinds.takes(scores=kinds.TENSOR, y=kinds.TENSOR)
 def rmse(scores: Tensor, y: Tensor) -> float:
     """Root of the mean squared error."""
     return (scores.reshape(y.shape).double() - y.double()).square().mean().sqrt().item()
 
 
+@kinds.takes(scores=kinds.TENSOR, y=kinds.TENSOR)
 def r2(scores: Tensor, y: Tensor) -> float:
     """Coefficient of determination; NaN for fewer than two samples; of several outputs the unweighted mean."""
     return float(_sklearn().r2_score(y.cpu(), scores.reshape(y.shape).cpu())) if len(y) > 1 and scores.isfinite().all() else math.nan

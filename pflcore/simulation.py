@@ -17,7 +17,7 @@ import torch.nn as nn
 
 import pflcore
 from pflcore import checkpoint as checkpoints
-from pflcore import footprint, memory, rows
+from pflcore import footprint, kinds, memory, rows
 from pflcore.algorithms import ALGORITHMS
 from pflcore.algorithms.base import FedAvg, State, Stop
 from pflcore.algorithms.lookup import algorithm_of, name_of
@@ -120,6 +120,13 @@ class History:
         export.to_tensorboard(self.rounds, folder, clients)
 
 
+@kinds.takes(
+    training=kinds.a(Training),
+    participation=kinds.number(0, 1, "a fraction in (0, 1]"),
+    eval_split=kinds.TEXT,
+    clip=kinds.POSITIVE,
+    rows=kinds.PLACE,
+)
 @dataclass
 class Simulation:
     """One algorithm on one federation.
@@ -591,6 +598,7 @@ def _plain(value: Any) -> Any:
     return getattr(value, "__name__", None) or str(value)
 
 
+@kinds.takes(data=kinds.a(Federation), training=kinds.a(Training), on_round=kinds.FUNCTION, checkpoint=kinds.a(Checkpoint))
 def for_everyone(
     algorithm: FedAvg | type[FedAvg] | str,
     model: Net | nn.Module | Callable[[], nn.Module],

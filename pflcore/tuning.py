@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pflcore import kinds
 from pflcore.algorithms.base import FedAvg, State, Tensors, cohort_of
 from pflcore.algorithms.finetune import FineTune, layer_mask, lengths, value
 from pflcore.algorithms.lookup import algorithm_of
@@ -30,6 +31,10 @@ from pflcore.local.random import generator_of
 from pflcore.results.record import plain
 from pflcore.round import evaluate
 from pflcore.simulation import STREAM, Simulation
+
+
+def _are_seeds(value: Any) -> bool:
+    return kinds.SEED.fits(value) or kinds.many(kinds.SEED, "").fits(value)
 
 
 @dataclass(frozen=True)
@@ -124,6 +129,16 @@ def candidates(algorithm: FedAvg, training: Training, grid: Mapping[str, Sequenc
     return out
 
 
+@kinds.takes(
+    training=kinds.a(Training),
+    grid=kinds.MAPPING,
+    rounds=kinds.whole(0),
+    states=kinds.many(kinds.a(State), "a State for each protocol"),
+    participation=kinds.POSITIVE,
+    seed=kinds.Kind("a whole number, or one for each protocol", _are_seeds),
+    folder=kinds.PLACE,
+    say=kinds.FUNCTION,
+)
 def tune(
     protocol: Protocol | Sequence[Protocol],
     net: Net | nn.Module | Callable[[], nn.Module] | Sequence[Net],
