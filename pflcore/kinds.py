@@ -85,11 +85,18 @@ def of_dim(dim: int, words: str) -> Kind:
     return Kind(words, lambda v: isinstance(v, Tensor) and v.is_floating_point() and not v.is_sparse and v.dim() == dim)
 
 
+def some(words: str) -> Kind:
+    """A collection of anything, but no string."""
+    return Kind(words, lambda v: hasattr(v, "__len__") and not isinstance(v, str) and len(v) > 0)
+
+
 SEED = Kind("a whole number of 64 bits", lambda v: isinstance(v, Integral) and not isinstance(v, bool) and -(2**63) <= v < 2**63)
 TENSOR = a(Tensor, words="a tensor")
 MATRIX = of_dim(2, "a matrix of floating-point numbers")
 FUNCTION = Kind("a function", callable)
 PLACE = a(str, os.PathLike, words="a path")
+MODEL = Kind("an nn.Module, a function that makes one or a Net", lambda v: callable(v) or hasattr(v, "module"))
+BUFFERS = Kind("'auto', 'average' or 'local'", lambda v: v in ("auto", "average", "local"))
 MAPPING = a(Mapping, words="a dict")
 TEXT = a(str, words="a string")
 NAMES = Kind("a name or a list of names", lambda v: isinstance(v, str) or (isinstance(v, Sequence) and all(isinstance(x, str) for x in v)))

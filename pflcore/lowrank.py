@@ -160,7 +160,12 @@ def distances(states: Sequence[State] | Mapping[Any, State], scale: Sequence[Sca
     return total
 
 
-@kinds.takes(states=MODELS, scale=SCALES, weight=kinds.MATRIX, index=kinds.a(Tensor, words="int64 numbers of adapters [M, K]"))
+@kinds.takes(
+    states=MODELS,
+    scale=SCALES,
+    weight=kinds.MATRIX,
+    index=kinds.Kind("int64 numbers of adapters [M, K]", lambda v: isinstance(v, Tensor) and v.dtype == torch.int64 and v.dim() == 2),
+)
 def mix(
     states: Sequence[State] | Mapping[Any, State],
     scale: Sequence[Scale] | Mapping[Any, Any],
@@ -192,6 +197,7 @@ def scales(model: nn.Module, adapter: str = "default") -> dict[str, float]:
     return found
 
 
+@kinds.takes(states=kinds.some("adapters, in a list or by client id, at least one"))
 def ffa_lora(states: Any, **options: Any) -> Any:
     """FFA-LoRA (Sun et al. 2024): A is frozen and the same for all, so B alone is packed: `pflcore.pack` with include "*lora_B*".
 
@@ -207,6 +213,7 @@ def ffa_lora(states: Any, **options: Any) -> Any:
     return pack_factors(states, include="*lora_*B*", **options)
 
 
+@kinds.takes(states=kinds.some("adapters, in a list or by client id, at least one"))
 def fedsa_lora(states: Any, **options: Any) -> Any:
     """FedSA-LoRA (Guo et al. 2025): A is shared, B stays each client's own: `pflcore.pack` with include "*lora_A*"."""
     return pack_factors(states, include=("*lora_A*", "*lora_embedding_A*") if _has_embedding(states) else "*lora_A*", **options)

@@ -152,7 +152,7 @@ def subpopulations(values: Vector, group: Tensor | Sequence[int]) -> dict[str, f
 
 def largest_share(cluster: Tensor | Sequence[int]) -> float:
     """Share of the clients in the largest cluster; `cluster [n]` holds each client's cluster id, negative for none."""
-    ids = torch.as_tensor(cluster).reshape(-1).long()
+    ids = vector(cluster, "cluster").long()
     ids = ids[ids >= 0]
     return ids.unique(return_counts=True)[1].max().item() / len(ids) if len(ids) else math.nan
 
@@ -186,7 +186,7 @@ def last_mean(curve: Vector, rounds: Vector | None = None, k: int = 10) -> float
     return mean(v[at > at[-1] - k])
 
 
-@kinds.takes(goal=kinds.number())
+@kinds.takes(sent=kinds.some("a list of bytes"), goal=kinds.number())
 def bytes_to_reach(curve: Vector, sent: Sequence[int] | Tensor, goal: float, higher_is_better: bool = True) -> int | None:
     """Bytes sent up to the first value that reaches `goal` (at least, or at most where lower is better); None if never.
 
@@ -208,7 +208,15 @@ def truncate_percent(share: float) -> float:
 
 def paper_cell(shares: Vector) -> str:
     """`"97.99 ± 0.26"`: mean and population standard deviation over seeds in percent, both truncated (WAFFLE paper, Table 1)."""
+    shares = vector(shares, "shares")
     return f"{truncate_percent(mean(shares)):.2f} ± {truncate_percent(std(shares)):.2f}"
+
+
+def _check_pair(scores: Tensor, y: Tensor, classes: bool = False) -> None:
+    if not (isinstance(scores, Tensor) and isinstance(y, Tensor)):
+        raise ValueError(f"scores and y: expected two tensors, got {kinds.shown(scores)} and {kinds.shown(y)}.")
+    if scores.numel() != y.numel() and not (classes and scores.shape[:-1] == y.shape):
+        raise ValueError(f"scores and y: expected scores for each of y, got shapes {list(scores.shape)} and {list(y.shape)}.")
 
 
 def right(scores: Tensor, y: Tensor) -> Tensor:
@@ -216,6 +224,7 @@ def right(scores: Tensor, y: Tensor) -> Tensor:
 
     A score of 0 says the negative class, be its label 0 or -1.
     """
+    _check_pair(scores, y, True)
     if scores.dim() > y.dim() and scores.shape[-1] > 1:
         return (scores.argmax(-1) == y) & ~scores.isnan().any(-1)  # of scores with a NaN, argmax takes the NaN's place
     one = scores.reshape(y.shape)
@@ -280,6 +289,7 @@ def _sklearn() -> Any:
 
 def _classes(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(scores of class 1 [n] or of each class [n, C], the class that wins [n], labels from 0 [n]), samples and positions in one row."""
+    _check_pair(scores, y, True)
     if scores.dim() > y.dim() and scores.shape[-1] > 1:
         scores, y = scores.reshape(-1, scores.shape[-1]).double().cpu(), y.reshape(-1).cpu()
         return (scores[:, 1] - scores[:, 0] if scores.shape[1] == 2 else scores), scores.argmax(1), y
@@ -287,7 +297,6 @@ def _classes(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return scores, (scores > 0).long(), y
 
 
-@kinds.takes(scores=kinds.TENSOR, y=kinds.TENSOR)
 def auc(scores: Tensor, y: Tensor) -> float:
     """Area under the ROC curve; of several classes the mean of one against the rest, over those that some samples have and some lack."""
     scores, _, y = _classes(scores, y)
@@ -300,7 +309,6 @@ def auc(scores: Tensor, y: Tensor) -> float:
     return float(sum(found) / len(found)) if found else math.nan
 
 
-@kinds.takes(scores=kinds.TENSOR, y=kinds.TENSOR)
 def f1(scores: Tensor, y: Tensor) -> float:
     """F1: of class 1 where there are two, else the unweighted mean over the classes that samples have or were given."""
     scores, won, y = _classes(scores, y)
@@ -308,28 +316,27 @@ def f1(scores: Tensor, y: Tensor) -> float:
     return float(_sklearn().f1_score(y, won, average=average, zero_division=math.nan))
 
 
-@kinds.takes(scores=kinds.TENSOR, y=kinds.TENSOR)
 def balanced_accuracy(scores: Tensor, y: Tensor) -> float:
     """The mean over the classes that samples have of the share of them that is right."""
     _, won, y = _classes(scores, y)
     return mean([(won[y == c] == c).double().mean().item() for c in y.unique()])
 
 
-@kinds.takes(scores=kinds.TENSOR, y=kinds.TENSOR)
 def mae(scores: Tensor, y: Tensor) -> float:
     """Mean absolute error."""
+    _check_pair(scores, y)
     return (scores.reshape(y.shape).double() - y.double()).abs().mean().item()
 
 
-@kinds.takes(scores=kinds.TENSOR, y=kinds.TENSOR)
 def rmse(scores: Tensor, y: Tensor) -> float:
     """Root of the mean squared error."""
+    _check_pair(scores, y)
     return (scores.reshape(y.shape).double() - y.double()).square().mean().sqrt().item()
 
 
-@kinds.takes(scores=kinds.TENSOR, y=kinds.TENSOR)
 def r2(scores: Tensor, y: Tensor) -> float:
     """Coefficient of determination; NaN for fewer than two samples; of several outputs the unweighted mean."""
+    _check_pair(scores, y)
     return float(_sklearn().r2_score(y.cpu(), scores.reshape(y.shape).cpu())) if len(y) > 1 and scores.isfinite().all() else math.nan
 
 

@@ -67,7 +67,9 @@ def sample(alg: FedAvg, setting: Setting, round: int, participation: float = 1.0
     return torch.tensor(sorted(first[: max(m, len(alg.required))]))
 
 
-@kinds.takes(alg=kinds.a(FedAvg), state=kinds.a(State), setting=kinds.a(Setting), ids=kinds.TENSOR, clip=kinds.POSITIVE)
+@kinds.takes(
+    buffers=kinds.BUFFERS, alg=kinds.a(FedAvg), state=kinds.a(State), setting=kinds.a(Setting), ids=kinds.TENSOR, clip=kinds.POSITIVE
+)
 @few_threads
 def step(
     alg: FedAvg, state: State, setting: Setting, ids: Tensor, buffers: str = "auto", clip: float | None = None
@@ -206,6 +208,7 @@ def nbytes(payload: Payload) -> int:
 
 
 @kinds.takes(
+    buffers=kinds.BUFFERS,
     alg=kinds.a(FedAvg),
     state=kinds.a(State),
     setting=kinds.a(Setting),

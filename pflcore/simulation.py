@@ -121,6 +121,7 @@ class History:
 
 
 @kinds.takes(
+    model=kinds.MODEL,
     training=kinds.a(Training),
     participation=kinds.number(0, 1, "a fraction in (0, 1]"),
     eval_split=kinds.TEXT,
@@ -598,7 +599,9 @@ def _plain(value: Any) -> Any:
     return getattr(value, "__name__", None) or str(value)
 
 
-@kinds.takes(data=kinds.a(Federation), training=kinds.a(Training), on_round=kinds.FUNCTION, checkpoint=kinds.a(Checkpoint))
+@kinds.takes(
+    model=kinds.MODEL, data=kinds.a(Federation), training=kinds.a(Training), on_round=kinds.FUNCTION, checkpoint=kinds.a(Checkpoint)
+)
 def for_everyone(
     algorithm: FedAvg | type[FedAvg] | str,
     model: Net | nn.Module | Callable[[], nn.Module],

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -73,7 +74,7 @@ class FedAvg:
             value = getattr(self, f.name)
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{f.name}: expected a finite number, got {value}.")
-        if not self.server_lr >= 0:
+        if not (isinstance(self.server_lr, Real) and self.server_lr >= 0):
             raise ValueError(f"server_lr: expected a finite number >= 0, got {self.server_lr}.")
         if self.weighting not in ("samples", "uniform"):
             raise ValueError(f"weighting: expected 'samples' or 'uniform', got {self.weighting!r}.")

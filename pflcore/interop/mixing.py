@@ -62,7 +62,13 @@ class Clusters:
             raise ValueError(f"k, linkage: expected k >= 1 and 'complete' or 'single', got {self.k} and {self.linkage!r}.")
 
 
-@kinds.takes(include=kinds.NAMES, exclude=kinds.NAMES)
+@kinds.takes(
+    guidance=kinds.some("models, as uploads are given"),
+    previous=kinds.some("models, as uploads are given"),
+    method=kinds.Kind("a method's name, its class or an instance", lambda v: isinstance(v, str | type | FedAvg | Krum | Clusters)),
+    include=kinds.NAMES,
+    exclude=kinds.NAMES,
+)
 def personalize(
     uploads: Any,
     method: FedAvg | Krum | Clusters | str = "fedamp",

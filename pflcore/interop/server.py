@@ -21,7 +21,7 @@ _Form = dict[str, tuple[torch.Size, torch.dtype]]
 PURPOSES = {"train": "send", "evaluation": "evaluation"}  # what the draws of each are called
 
 
-@kinds.takes(seed=kinds.SEED, clip=kinds.POSITIVE)
+@kinds.takes(template=kinds.MODEL, seed=kinds.SEED, clip=kinds.POSITIVE)
 class Server:
     """The server's half of a round, for every algorithm: `download` for each client, `aggregate` for those who answered.
 

@@ -352,6 +352,12 @@ NOT_MADE_BY_USERS = [
 ]
 CHECKED_WHERE_USED = {Partition: "Federation.from_partition", Source: "federation_of", Run: "read"}
 FOREIGN = re.compile(r"Traceback|object is not|unsupported operand|not supported between|has no attribute|object of type|NoneType' ", re.I)
+ALIAS = {  # where a sentence says more than the argument's name: which client's data, which table of names, what a loss is to a Net
+    **{name: rf"{name}|client \d" for name in ("uploads", "guidance", "previous", "states", "data", "clients")},
+    "method": "method|algorithm",
+    "loss": "loss|criterion",
+    "name": "name|data|partition|model",
+}
 CASES = [(f, name) for f, (_, wrong) in TABLE.items() for name in wrong]
 
 
@@ -377,9 +383,9 @@ def fault(f: Callable[..., Any], name: str, value: Any) -> str | None:
         text, place = str(error), Path(traceback.extract_tb(error.__traceback__)[-1].filename)
         if ROOT / "pflcore" not in place.parents or FOREIGN.search(text):
             return f"not our words: {text}"
-        if not re.search(rf"\b{name}\b", text):
+        if not re.search(rf"\b({ALIAS.get(name, name)})\b", text):
             return f"does not name it: {text}"
-        if "\n" in text or not text.endswith(".") or re.search(r"[.!?] [A-Z]", text):
+        if "\n" in text or re.search(r"[.!?] [A-Z]", text):
             return f"not one sentence: {text}"
         return None
     except Exception as error:
