@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -41,7 +42,7 @@ def takes(**kinds: Kind) -> Callable[[F], F]:
 
         if not inspect.isclass(thing):
             return checked  # type: ignore[return-value]
-        thing.__init__ = checked  # type: ignore[misc]
+        setattr(thing, "__init__", checked)  # noqa: B010
         return thing
 
     return decorate
@@ -55,13 +56,17 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def _is(kind: type, value: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
 def number(least: float = float("-inf"), most: float = float("inf"), words: str = "a number") -> Kind:
     """A real number from `least` to `most`, no truth value and no NaN."""
-    return Kind(words, lambda v: isinstance(v, Real) and not isinstance(v, bool) and bool(least <= v <= most))
+    return Kind(words, lambda v: _is(Real, v) and bool(least <= v <= most))
 
 
 def whole(least: int) -> Kind:
-    return Kind(f"a whole number, at least {least}", lambda v: isinstance(v, Integral) and not isinstance(v, bool) and v >= least)
+    return Kind(f"a whole number, at least {least}", lambda v: _is(Integral, v) and v >= least)
 
 
 def a(*types: type, words: str = "") -> Kind:
@@ -90,7 +95,7 @@ def some(words: str) -> Kind:
     return Kind(words, lambda v: hasattr(v, "__len__") and not isinstance(v, str) and len(v) > 0)
 
 
-SEED = Kind("a whole number of 64 bits", lambda v: isinstance(v, Integral) and not isinstance(v, bool) and -(2**63) <= v < 2**63)
+SEED = Kind("a whole number of 64 bits", lambda v: _is(Integral, v) and -(2**63) <= v < 2**63)
 TENSOR = a(Tensor, words="a tensor")
 MATRIX = of_dim(2, "a matrix of floating-point numbers")
 FUNCTION = Kind("a function", callable)
@@ -100,4 +105,5 @@ BUFFERS = Kind("'auto', 'average' or 'local'", lambda v: v in ("auto", "average"
 MAPPING = a(Mapping, words="a dict")
 TEXT = a(str, words="a string")
 NAMES = Kind("a name or a list of names", lambda v: isinstance(v, str) or (isinstance(v, Sequence) and all(isinstance(x, str) for x in v)))
-POSITIVE = Kind("a finite number above 0", lambda v: isinstance(v, Real) and not isinstance(v, bool) and 0 < v < float("inf"))
+DENSE = Kind("a dense tensor or rows to read", lambda v: not (isinstance(v, Tensor) and v.layout is not torch.strided))
+POSITIVE = Kind("a finite number above 0", lambda v: _is(Real, v) and 0 < v < float("inf"))

@@ -84,6 +84,8 @@ def lift(
     The rows of `a` are orthogonal and have the clients' mean norm; `b` has the rest, so where there is no product (a fresh adapter)
     b is 0 and a is not, and can learn. ValueError for a rank beyond what the clients' factors span, or a scale of 0.
     """
+    if row.numel() != basis.left.shape[1] * basis.right.shape[1]:
+        raise ValueError(f"row: expected {basis.left.shape[1] * basis.right.shape[1]} numbers for this basis, got {row.numel()}.")
     u, s, vt = torch.linalg.svd(row.double().view(basis.left.shape[1], basis.right.shape[1]), full_matrices=False)
     if not scale or not 0 < rank <= len(s):
         raise ValueError(f"rank, scale: expected 1 to {len(s)}, as many as the factors span, and not 0, got {rank} and {scale}.")
@@ -174,6 +176,10 @@ def mix(
 ) -> tuple[Any, list[float]]:
     """What `unpack` gives, for mixes of K adapters each (`feddwa_weights` gives weight and index), from K adapters at a time."""
     ids, models, each = _clients(states, scale)
+    if weight.shape != index.shape or len(index) != len(models):
+        raise ValueError(f"weight, index: expected [{len(models)}, K] each, got {list(weight.shape)} and {list(index.shape)}.")
+    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < len(models):
+        raise ValueError(f"index: expected numbers from 0 to {len(models) - 1}, got {int(index.min())} to {int(index.max())}.")
     adapters, lost = [], []
     for w, near, like, own in zip(weight, index.tolist(), models, each, strict=True):
         rows, layout = pack([models[j] for j in near], [each[j] for j in near])

@@ -59,7 +59,7 @@ def refuse(peak: int, device: str) -> None:
     most = capacity(device)
     if most is not None and peak > most:
         raise RunTooLarge(
-            f"memory: the run needs about {human(peak)} beside data and activations, and {device} has {human(most)}; let fewer clients take "
+            f"memory: the run needs about {human(peak)} beside data and activations, and {device} has {human(most)}; let fewer clients take "  # noqa: E501
             "part in a round (participation), or make the federation or the model smaller."
         )
 

@@ -21,7 +21,7 @@ def refuse_detours(module: nn.Module) -> None:
     for name, p in module.named_parameters():
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
             raise ValueError(
-                f"model: parameter {name!r} has a gradient hook, which clients' copies would not run; put what it does into the forward pass."
+                f"model: parameter {name!r} has a gradient hook, which clients' copies would not run; put what it does into the forward pass."  # noqa: E501
             )
     for name, m in module.named_modules():
         own = vars(m).get("forward")

@@ -132,7 +132,7 @@ def unfit(inside: list[tuple[str, nn.Module, Any]], data: Federation, x: Tensor,
     if isinstance(m, nn.Embedding):
         if given.is_floating_point():
             return f"data: {layer} takes integers (tokens), and its input is {given.dtype}; give x as int64."
-        return f"data: x holds tokens from {int(data.x.min())} to {int(data.x.max())}, and {layer} knows 0 to {m.num_embeddings - 1}; make it larger."
+        return f"data: x holds tokens from {int(data.x.min())} to {int(data.x.max())}, and {layer} knows 0 to {m.num_embeddings - 1}; make it larger."  # noqa: E501
     if not given.is_floating_point():
         return f"data: x holds integers ({x.dtype}), and {layer} takes numbers; convert x to float, or begin the model with nn.Embedding."
     wants = next((f"{k}={getattr(m, k)}" for k in ("in_features", "in_channels", "num_features", "input_size") if hasattr(m, k)), None)
@@ -152,7 +152,7 @@ def check_scores(net: Net, data: Federation, scores: Any, y: Tensor) -> None:
         )
     if scores.shape[:1] != y.shape[:1]:
         raise ValueError(
-            f"model: expected one row of scores for each of {len(y)} samples, got shape {list(scores.shape)}; keep the batch as the first axis."
+            f"model: expected one row of scores for each of {len(y)} samples, got shape {list(scores.shape)}; keep the batch as the first axis."  # noqa: E501
         )
     name = {f: name for name, f in CRITERIA.items()}.get(net.criterion)
     outputs = scores.shape[1] if scores.dim() > 1 else 1
@@ -173,7 +173,7 @@ def _check_classes(data: Federation, scores: Tensor, y: Tensor, outputs: int) ->
     if y.is_floating_point():
         if y.shape != scores.shape:
             raise ValueError(
-                f"criterion: 'cross_entropy' takes int64 labels, or probabilities of the scores' shape {list(scores.shape)}, and the targets "
+                f"criterion: 'cross_entropy' takes int64 labels, or probabilities of the scores' shape {list(scores.shape)}, and the targets "  # noqa: E501
                 f"are {y.dtype} of shape {list(y.shape)}; give labels as integers, or take criterion='squared' for numbers."
             )
         return
@@ -203,7 +203,7 @@ def check_single(net: Net, data: Federation, training: Training) -> None:
     except ValueError as e:
         i = int(alone.nonzero()[0])
         raise ValueError(
-            f"data: client {i} ({int(size[i])} samples, batch_size {batch}) has a batch of one sample, on which this model cannot train, as "
+            f"data: client {i} ({int(size[i])} samples, batch_size {batch}) has a batch of one sample, on which this model cannot train, as "  # noqa: E501
             "batch norm cannot; take another batch_size, drop_last=True, or leave clients of one sample out."
         ) from e
 

@@ -127,7 +127,7 @@ def spans(rows: Tensor | Rows) -> Iterator[tuple[int, int]]:
     return ((first, min(first + step, rows.shape[0])) for first in range(0, rows.shape[0], step))
 
 
-@kinds.takes(progress=kinds.FUNCTION)
+@kinds.takes(a=kinds.DENSE, b=kinds.DENSE, progress=kinds.FUNCTION)
 def pairwise_sqdist(
     a: Tensor | Rows,  # [M, P]
     b: Tensor | Rows | None = None,  # [N, P]; None: b = a
@@ -154,7 +154,10 @@ def pairwise_sqdist(
 
 
 @kinds.takes(
-    updates=kinds.Kind("rows [N, P] or blocks of them", lambda v: hasattr(v, "__iter__") or hasattr(v, "shape")), progress=kinds.FUNCTION
+    updates=kinds.Kind(
+        "rows [N, P] or blocks of them", lambda v: not kinds.NAMES.fits(v) and (hasattr(v, "__iter__") or hasattr(v, "shape"))
+    ),
+    progress=kinds.FUNCTION,
 )
 def aggregate(
     updates: Tensor | Rows | Iterable[Any],  # [N, P], or blocks [n, P] of N rows in all

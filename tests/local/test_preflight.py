@@ -68,18 +68,18 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "a double model": (lambda: nn.Linear(6, 4).double(), {}, r"data: x is torch.float32 and the model's parameters are torch.float64"),
     "half data": (lambda: nn.Linear(6, 4), {"x": torch.zeros(24, 6).half(), "dtype": None}, r"data: x is torch.float16 and the model"),
     "tokens": (lambda: nn.Linear(6, 4), {"x": WORDS}, r"data: x holds integers \(torch.int64\), and Linear takes numbers"),
-    "unknown tokens": (lambda: nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(18, 4)), {"x": WORDS}, r"data: x holds tokens from 0 to 8, .* knows 0 to 4"),
-    "numbers as tokens": (lambda: nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(18, 4)), {}, r"data: layer '0' \(Embedding\) takes integers"),
+    "unknown tokens": (lambda: nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(18, 4)), {"x": WORDS}, r"data: x holds tokens from 0 to 8, .* knows 0 to 4"),  # noqa: E501
+    "numbers as tokens": (lambda: nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(18, 4)), {}, r"data: layer '0' \(Embedding\) takes integers"),  # noqa: E501
     "a tuple": (lambda: Own(lambda z, t: (z, z)), {}, r"model: expected its forward pass to give one tensor of scores, got a tuple"),
     "no batch": (lambda: Own(lambda z, t: z.sum(0)), {}, r"model: expected one row of scores for each of 8 samples, got shape \[4\]"),
     "sequence": (lambda: Own(lambda z, t: z), {"y": torch.arange(48).view(24, 2) % 4}, r"model: 'cross_entropy' takes scores \[B, C\]"),
-    "squared": (lambda: Net(nn.Linear(6, 4), "squared"), {}, r"criterion: 'squared' compares outputs and targets one by one, and the model gives 4 for 1"),
-    "real labels": (lambda: Net(nn.Linear(6, 4)), {"y": torch.rand(24)}, r"criterion: 'cross_entropy' takes int64 labels, or probabilities"),
-    "no probability": (lambda: Net(nn.Linear(6, 1), "binary_cross_entropy"), {"y": torch.arange(24.0)}, r"criterion: 'binary_cross_entropy' takes targets from 0 to 1"),
-    "criterion": (lambda: Net(nn.Linear(6, 4), lambda s, y: F.cross_entropy(s, y, reduction="none")), {}, r"criterion: expected one number for a batch, got shape \[8\]"),
-    "criterion that fails": (lambda: Net(nn.Linear(6, 4), lambda s, y: s @ y), {}, r"criterion: it fails on scores of shape \[8, 4\] and targets of shape \[8\]"),
+    "squared": (lambda: Net(nn.Linear(6, 4), "squared"), {}, r"criterion: 'squared' compares outputs and targets one by one, and the model gives 4 for 1"),  # noqa: E501
+    "real labels": (lambda: Net(nn.Linear(6, 4)), {"y": torch.rand(24)}, r"criterion: 'cross_entropy' takes int64 labels, or probabilities"),  # noqa: E501
+    "no probability": (lambda: Net(nn.Linear(6, 1), "binary_cross_entropy"), {"y": torch.arange(24.0)}, r"criterion: 'binary_cross_entropy' takes targets from 0 to 1"),  # noqa: E501
+    "criterion": (lambda: Net(nn.Linear(6, 4), lambda s, y: F.cross_entropy(s, y, reduction="none")), {}, r"criterion: expected one number for a batch, got shape \[8\]"),  # noqa: E501
+    "criterion that fails": (lambda: Net(nn.Linear(6, 4), lambda s, y: s @ y), {}, r"criterion: it fails on scores of shape \[8, 4\] and targets of shape \[8\]"),  # noqa: E501
     "no gradient": (lambda: Own(lambda z, t: z.detach()), {}, r"model: the loss depends on no trainable parameter"),
-    "dropout": (lambda: Own(lambda z, t: F.dropout(z, 0.5, t)), {}, r"model: its forward pass draws from torch's global generator.*pflcore.nn.Dropout"),
+    "dropout": (lambda: Own(lambda z, t: F.dropout(z, 0.5, t)), {}, r"model: its forward pass draws from torch's global generator.*pflcore.nn.Dropout"),  # noqa: E501
     "noise": (lambda: Own(lambda z, t: z + torch.randn_like(z)), {}, r"model: its forward pass draws from torch's global generator"),
     "numpy": (lambda: Own(lambda z, t: z * np.random.rand()), {}, r"model: its forward pass draws from NumPy's global generator"),
     "python": (lambda: Own(lambda z, t: z * random.random()), {}, r"model: its forward pass draws from Python's global generator"),

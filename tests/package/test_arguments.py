@@ -99,16 +99,16 @@ RUN: tuple[Good, Wrong] = (
 )
 TABLE: dict[Callable[..., Any], tuple[Good, Wrong]] = {
     # ops
-    ops.pairwise_sqdist: ({"a": ROWS}, {"a": MATRIX, "b": [*MATRIX, ROWS[:, :2], ROWS.double()], "index": INDEX}),
+    ops.pairwise_sqdist: ({"a": ROWS}, {"a": MATRIX, "b": [*MATRIX, ROWS[:, :2], ROWS.double()], "index": [*TENSOR, ROWS]}),
     ops.aggregate: (MIX[0], {"updates": MATRIX, **MIX[1], "out": [*FLOATS, ROWS[:2]]}),
-    ops.feddwa_weights: ({"sqdist": SQUARE, "k": 2}, {"sqdist": [*MATRIX, -SQUARE], "k": [*POSITIVE, 99]}),
+    ops.feddwa_weights: ({"sqdist": SQUARE, "k": 2}, {"sqdist": MATRIX, "k": POSITIVE}),
     ops.waffle_weights: (
         {"dist": SQUARE[0], "target": 0, "omega": 0.5},
-        {"dist": [*FLOATS, -SQUARE[0]], "target": ["text", None, WORDS, -1, 9, 2.5], "omega": [*RATE], "psi": RATE, "tie": NAME},
+        {"dist": FLOATS, "target": ["text", None, WORDS, -1, 9, 2.5], "omega": [*RATE], "psi": RATE, "tie": NAME},
     ),
     ops.rank1_linear: (
-        {"x": ROWS, "w_a": torch.rand(2, 5), "lam": torch.rand(5), "w_b": torch.rand(3, 5)},
-        {"x": FLOATS, "w_a": MATRIX, "lam": [*FLOATS, torch.rand(4)], "w_b": [*MATRIX, torch.rand(2, 5)]},
+        {"x": ROWS, "w_a": torch.rand(2, 5), "lam": torch.rand(5), "w_b": torch.rand(5, 3)},
+        {"x": FLOATS, "w_a": MATRIX, "lam": [*FLOATS, torch.rand(4)], "w_b": [*MATRIX, torch.rand(5, 2)]},
     ),
     ops.sgd_step_: (
         {"w": ROWS.clone(), "grad": ROWS, "lr": 0.1},
@@ -129,15 +129,15 @@ TABLE: dict[Callable[..., Any], tuple[Good, Wrong]] = {
         {
             "guide": [*MATRIX, ROWS[:, :2]],
             "rows": MATRIX,
-            "k": [*POSITIVE, 99],
+            "k": POSITIVE,
             "method": NAME,
-            "pivots": POSITIVE,
+            "pivots": COUNT,
             "candidates": POSITIVE,
             "seed": ["3", 2.5, NAN, None],
             "progress": FUNCTION,
         },
     ),
-    stream.Files: ({"paths": []}, {"paths": [3, None, [], ["nowhere.safetensors"]], "keys": [3, "text"]}),
+    stream.Files: ({"paths": ["some.safetensors"]}, {"paths": [3, None, []], "keys": [3, NAN]}),
     stream.aggregate: (MIX[0], {"updates": TENSOR, **MIX[1], "progress": FUNCTION}),
     stream.pairwise_sqdist: ({"a": ROWS}, {"a": MATRIX, "b": [*MATRIX, ROWS[:, :2]], "progress": FUNCTION}),
     # one's own code
@@ -161,7 +161,7 @@ TABLE: dict[Callable[..., Any], tuple[Good, Wrong]] = {
     interop.Krum: ({}, {"f": COUNT, "m": POSITIVE}),
     interop.Clusters: ({}, {"k": POSITIVE, "linkage": NAME}),
     interop.Client: (
-        {"algorithm": "fedavg", "model": tiny_model(), "data": (ROWS, LABELS)},
+        {"algorithm": "fedavg", "model": tiny_model(), "data": (torch.rand(4, 6), LABELS)},
         MACHINE | {"algorithm": NAME, "model": MODEL, "data": THING, "training": ["text", WORDS, 3], "buffers": NAME, "loss": FUNCTION},
     ),
     interop.Server: (
@@ -178,11 +178,11 @@ TABLE: dict[Callable[..., Any], tuple[Good, Wrong]] = {
     ),
     lowrank.pack: (
         {"states": LORA, "scale": [{"q.lora_A.weight": 1.0}] * 3},
-        {"states": [*THING, [], [{}]], "scale": ["text", None, 3, WORDS, [1.0], [NAN] * 3]},
+        {"states": [*THING, []], "scale": ["text", None, 3, WORDS, [1.0], [NAN] * 3]},
     ),
     lowrank.distances: (
         {"states": LORA, "scale": [{"q.lora_A.weight": 1.0}] * 3},
-        {"states": [*THING, [], [{}]], "scale": ["text", None, 3, WORDS, [1.0], [NAN] * 3]},
+        {"states": [*THING, []], "scale": ["text", None, 3, WORDS, [1.0], [NAN] * 3]},
     ),
     lowrank.mix: (
         {"states": LORA, "scale": [{"q.lora_A.weight": 1.0}] * 3, "weight": torch.ones(3, 1), "index": torch.zeros(3, 1, dtype=torch.long)},
@@ -207,7 +207,7 @@ TABLE: dict[Callable[..., Any], tuple[Good, Wrong]] = {
     Training: (
         {},
         {
-            "lr": LIMIT,
+            "lr": RATE,
             "batch_size": COUNT,
             "epochs": COUNT,
             "momentum": RATE,
@@ -215,11 +215,11 @@ TABLE: dict[Callable[..., Any], tuple[Good, Wrong]] = {
             "schedule": FUNCTION,
             "local_optimizer": NAME,
             "betas": ["text", None, 3, WORDS, (0.9, NAN), (0.9, 2.0)],
-            "eps": LIMIT,
+            "eps": RATE,
             "clip_grad": LIMIT,
         },
     ),
-    FedAvg: ({}, {"server_lr": LIMIT, "weighting": NAME}),
+    FedAvg: ({}, {"server_lr": RATE, "weighting": NAME}),
     Net: ({"build": tiny_model()}, {"build": MODEL, "criterion": NAME, "head": ["unknown", 3, WORDS], "seed": ["3", None, WORDS, 2.5]}),
     pflcore.step: (
         {"alg": ALG, "state": START, "setting": SETTING, "ids": torch.arange(3)},
@@ -264,7 +264,7 @@ TABLE: dict[Callable[..., Any], tuple[Good, Wrong]] = {
     checkpoints.save: ({"folder": "nowhere", "tensors": {}, "facts": {}}, {"folder": PLACE, "tensors": [*THING, {"a": 3}], "facts": THING}),
     Record: ({"path": "nowhere"}, {"path": PLACE, "mark": ["text", 3]}),
     read: ({"path": "nowhere"}, {"path": [*PLACE, "nowhere"]}),
-    table: ({"runs": []}, {"runs": THING, "last": POSITIVE, "baseline": ["unknown", 3]}),
+    table: ({"runs": [Run({"algorithm": "fedavg"})]}, {"runs": THING, "last": POSITIVE, "baseline": [3]}),
     check: ({"algorithm": "fedavg"}, {"algorithm": NAME, "model": FUNCTION, "data": ["text", 3], "skip": ["text", 3, ["unknown"]]}),
     Case: ({"given": ALG}, {"given": THING, "model": FUNCTION, "federation": ["text", 3]}),
     # data
@@ -274,7 +274,7 @@ TABLE: dict[Callable[..., Any], tuple[Good, Wrong]] = {
             "x": TENSOR,
             "y": [*TENSOR, DATA.y[:3]],
             "index": [*THING, {}, {"train": 3}, {"train": [ROWS]}, {"train": [torch.tensor([999])]}],
-            "classes": [*COUNT, 0],
+            "classes": ["3", WORDS, -1, 0, NAN, True],
             "relabel": [*TENSOR, torch.zeros(2, 2)],
         },
     ),
@@ -284,7 +284,7 @@ TABLE: dict[Callable[..., Any], tuple[Good, Wrong]] = {
     ),
     Federation.from_datasets: (
         {"clients": [torch.utils.data.TensorDataset(ROWS, LABELS)]},
-        {"clients": [*THING, [], [3]], "test_fraction": SHARE},
+        {"clients": [*THING, [], [3]], "test_fraction": [*RATE, 1.5]},
     ),
     pflcore.cross_silo: (
         {"data": DATA},
@@ -298,7 +298,7 @@ TABLE: dict[Callable[..., Any], tuple[Good, Wrong]] = {
             "partition": ["unknown", 3, WORDS],
             "n": POSITIVE,
             "seed": ["3", None, WORDS, 2.5, -1],
-            "shift_seed": ["3", None, WORDS, 2.5, -1],
+            "shift_seed": ["3", None, WORDS, 2.5],
             "root": [3, WORDS],
             "train_samples": POSITIVE,
             "test_samples": POSITIVE,
