@@ -253,6 +253,7 @@ TABLE: dict[Callable[..., Any], tuple[Good, Wrong]] = {
             "workers": POSITIVE,
             "device": NAME,
             "folder": [3, WORDS],
+            "metric": ["unknown", WORDS, 3, NAN],
             "say": FUNCTION,
         },
     ),
@@ -356,6 +357,7 @@ ALIAS = {  # where a sentence says more than the argument's name: which client's
     **{name: rf"{name}|client \d" for name in ("uploads", "guidance", "previous", "states", "data", "clients")},
     "method": "method|algorithm",
     "loss": "loss|criterion",
+    "metric": "metrics?",
     "name": "name|data|partition|model",
 }
 CASES = [(f, name) for f, (_, wrong) in TABLE.items() for name in wrong]
