@@ -235,7 +235,7 @@ class Simulation:
             warnings.warn(
                 f"{self.name} keeps a state for each client, and {left_out} of those who are evaluated never take part: they get "
                 "what a newcomer is; in such a setting take a method without client state.",
-                stacklevel=4,
+                stacklevel=5,
             )
         return None
 
