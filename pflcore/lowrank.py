@@ -71,7 +71,7 @@ def project(
     return rows, Basis(left, right, float(torch.cat([x for x, _, _ in factors]).norm(dim=1).mean()) or 1.0)
 
 
-@kinds.takes(row=kinds.of_dim(1, "a row of floating-point numbers"), basis=kinds.a(Basis), rank=kinds.whole(1), scale=kinds.number())
+@kinds.takes(row=kinds.of_dim(1, "a row of floating-point numbers"), basis=kinds.a(Basis), rank=kinds.whole(0), scale=kinds.number())
 def lift(
     row: Tensor,  # [m * n]
     basis: Basis,

@@ -67,6 +67,9 @@ def sample(alg: FedAvg, setting: Setting, round: int, participation: float = 1.0
     return torch.tensor(sorted(first[: max(m, len(alg.required))]))
 
 
+METRICS = kinds.Kind("a dict of functions by name", lambda v: isinstance(v, Mapping) and all(map(callable, v.values())))
+
+
 @kinds.takes(
     buffers=kinds.BUFFERS, alg=kinds.a(FedAvg), state=kinds.a(State), setting=kinds.a(Setting), ids=kinds.TENSOR, clip=kinds.POSITIVE
 )
@@ -214,7 +217,7 @@ def nbytes(payload: Payload) -> int:
     setting=kinds.a(Setting),
     split=kinds.TEXT,
     clients=kinds.TENSOR,
-    metrics=kinds.many(kinds.FUNCTION, "a dict of functions by name"),
+    metrics=METRICS,
 )
 @few_threads
 def evaluate(
