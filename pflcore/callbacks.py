@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pflcore import kinds
 from pflcore.algorithms.base import Stop
 from pflcore.metrics import mean
 from pflcore.results.export import scalars, summary_writer
@@ -20,6 +21,7 @@ __all__ = ["EarlyStopping", "Stop", "TensorBoard"]
 LOWER = {"loss", "train_loss", "mae", "rmse"}  # where less is better
 
 
+@kinds.takes(patience=kinds.whole(1), key=kinds.TEXT, min_delta=kinds.number(0, words="a number >= 0"))
 class EarlyStopping:
     """Ends a run whose mean over clients has not improved for `patience` evaluations.
 
@@ -59,6 +61,7 @@ class EarlyStopping:
             self(record["round"], record)
 
 
+@kinds.takes(folder=kinds.PLACE)
 class TensorBoard:
     """Writes each round's numbers to `folder` as they come, for `tensorboard --logdir`; needs the package tensorboard.
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pflcore import kinds
 from pflcore.data.federation import Federation
 from pflcore.data.ragged import Ragged
 from pflcore.local.net import Net
@@ -37,6 +38,13 @@ LARGE = 2**28  # bytes of a tensor beyond which its digest looks at rows in even
 Facts = dict[str, Any]
 
 
+def _are_tensors(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(t, Tensor) for t in value.values())
+
+
+@kinds.takes(
+    folder=kinds.PLACE, every=kinds.whole(0), minutes=kinds.number(0, words="a number of minutes, 0 for none"), note=kinds.FUNCTION
+)
 @dataclass
 class Checkpoint:
     """Where and when a run leaves what it needs to go on: after every `every` rounds or `minutes`, whichever comes first; 0 is never.
@@ -58,7 +66,7 @@ class Checkpoint:
         _safetensors()  # now, not after ten minutes
 
     @property
-    def there(self) -> bool:
+    def exists(self) -> bool:
         """Whether the folder holds a checkpoint."""
         return (Path(self.folder) / NAME).exists()
 
@@ -71,6 +79,7 @@ class Checkpoint:
         return True
 
 
+@kinds.takes(folder=kinds.PLACE)
 @contextlib.contextmanager
 def lock(folder: str | Path) -> Iterator[None]:
     """Keeps other runs out of `folder`, which is made, until the block or the process ends, however that ends. ValueError where another
@@ -92,6 +101,7 @@ def lock(folder: str | Path) -> Iterator[None]:
         yield
 
 
+@kinds.takes(folder=kinds.PLACE, tensors=kinds.Kind("a dict of tensors", _are_tensors), facts=kinds.MAPPING)
 def save(folder: str | Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
     """Writes `tensors` (any shape and device; they may share memory) and `facts` (what JSON can hold, and NaN) into `folder`, in the place
     of the checkpoint that is there. OSError in one sentence where it cannot be written: then the earlier one stands."""
@@ -118,6 +128,7 @@ def save(folder: str | Path, tensors: Mapping[str, Tensor], facts: Mapping[str, 
             old.unlink(missing_ok=True)
 
 
+@kinds.takes(folder=kinds.PLACE)
 def load(folder: str | Path) -> tuple[dict[str, Tensor], Facts]:
     """The tensors, on the CPU, and the facts of the checkpoint in `folder`. ValueError in one sentence where there is none, or where one
     byte of it is not what was written."""
@@ -239,7 +250,8 @@ def digest_of(thing: Any) -> str:
             rows = thing[:: max(1, thing.nbytes // LARGE)] if thing.dim() else thing
             digest.update(rows.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         elif isinstance(thing, Ragged):
-            add(thing.flat), add(thing.begin)
+            add(thing.flat)
+            add(thing.begin)
         elif isinstance(thing, Mapping):
             for key in sorted(thing):
                 digest.update(f"{key}:".encode())

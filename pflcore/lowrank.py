@@ -15,13 +15,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pflcore import ops
+from pflcore import kinds, ops
 from pflcore.interop.packing import pack as pack_factors
 
 __all__ = ["Basis", "Layout", "distances", "fedsa_lora", "ffa_lora", "lift", "mix", "pack", "project", "scales", "sqdist", "unpack"]
 
 State = Mapping[str, Tensor]
 Scale = Mapping[str, float]  # name of A -> alpha / r
+MODELS = kinds.many(kinds.MAPPING, "adapters, as get_peft_model_state_dict gives them, in a list or by client id, at least one")
+SCALES = kinds.Kind(
+    "scales by name of A, of each client or for all", lambda v: isinstance(v, Mapping) or kinds.many(kinds.MAPPING, "").fits(v)
+)
+FACTORS = kinds.many(kinds.MATRIX, "a matrix for each client, at least one")
 FACTOR = re.compile(r"lora_(embedding_)?A(?:\.\w+)*$")  # lora_A.weight, lora_A.default.weight, lora_embedding_A
 REFUSED = {"hada_": "LoHa", "lokr_": "LoKr", "lora_E": "AdaLoRA", "ranknum": "AdaLoRA", "oft_": "OFT", "vera_lambda": "VeRA"}
 
@@ -43,6 +48,7 @@ class Layout(NamedTuple):
     ids: list[Any] | None  # of clients that came in a dict
 
 
+@kinds.takes(a=FACTORS, b=FACTORS, scale=kinds.many(kinds.POSITIVE, "a finite number above 0 for each client"))
 def project(
     a: Sequence[Tensor],  # [N] of [r_j, i]
     b: Sequence[Tensor],  # [N] of [o, r_j]
@@ -65,6 +71,7 @@ def project(
     return rows, Basis(left, right, float(torch.cat([x for x, _, _ in factors]).norm(dim=1).mean()) or 1.0)
 
 
+@kinds.takes(row=kinds.of_dim(1, "a row of floating-point numbers"), basis=kinds.a(Basis), rank=kinds.whole(0), scale=kinds.number())
 def lift(
     row: Tensor,  # [m * n]
     basis: Basis,
@@ -77,6 +84,8 @@ def lift(
     The rows of `a` are orthogonal and have the clients' mean norm; `b` has the rest, so where there is no product (a fresh adapter)
     b is 0 and a is not, and can learn. ValueError for a rank beyond what the clients' factors span, or a scale of 0.
     """
+    if row.numel() != basis.left.shape[1] * basis.right.shape[1]:
+        raise ValueError(f"row: expected {basis.left.shape[1] * basis.right.shape[1]} numbers for this basis, got {row.numel()}.")
     u, s, vt = torch.linalg.svd(row.double().view(basis.left.shape[1], basis.right.shape[1]), full_matrices=False)
     if not scale or not 0 < rank <= len(s):
         raise ValueError(f"rank, scale: expected 1 to {len(s)}, as many as the factors span, and not 0, got {rank} and {scale}.")
@@ -85,6 +94,7 @@ def lift(
     return b / (scale * basis.size), a * basis.size, float(s[rank:].square().sum()) / total if total > 0 else 0.0
 
 
+@kinds.takes(a=FACTORS, b=FACTORS, scale=kinds.many(kinds.POSITIVE, "a finite number above 0 for each client"))
 def sqdist(a: Sequence[Tensor], b: Sequence[Tensor], scale: Sequence[float] | None = None) -> Tensor:
     """Squared distances [N, N] float64 between the products scale_j b_j a_j of one layer, by inner products of factors in float64.
 
@@ -100,6 +110,7 @@ def sqdist(a: Sequence[Tensor], b: Sequence[Tensor], scale: Sequence[float] | No
     return (square[:, None] + square - inner - inner.T).clamp(min=0).fill_diagonal_(0)
 
 
+@kinds.takes(states=MODELS, scale=SCALES)
 def pack(states: Sequence[State] | Mapping[Any, State], scale: Sequence[Scale] | Mapping[Any, Any]) -> tuple[Tensor, Layout]:
     """Rows [N, P] float64 of N PEFT adapters (`get_peft_model_state_dict`), in a list or by client id, and the layout that `unpack` needs.
 
@@ -124,6 +135,7 @@ def pack(states: Sequence[State] | Mapping[Any, State], scale: Sequence[Scale] |
     return torch.cat(rows, 1), Layout(parts, models, each, ids)
 
 
+@kinds.takes(rows=kinds.MATRIX, layout=kinds.a(Layout))
 def unpack(rows: Tensor, layout: Layout) -> tuple[Any, list[float]]:
     """N adapters from rows [N, P], as they came, each with its client's ranks, scales, dtypes and integers; and for each the largest share
     of a layer's square that the cut to the rank lost."""
@@ -135,6 +147,7 @@ def unpack(rows: Tensor, layout: Layout) -> tuple[Any, list[float]]:
     return list(adapters) if layout.ids is None else dict(zip(layout.ids, adapters, strict=True)), list(lost)
 
 
+@kinds.takes(states=MODELS, scale=SCALES)
 def distances(states: Sequence[State] | Mapping[Any, State], scale: Sequence[Scale] | Mapping[Any, Any]) -> Tensor:
     """Squared distances [N, N] float64 between whole adapters by `sqdist`, for more clients than `pack` is made for (ranks that add up
     to more than the layers are wide). Arguments and errors are those of `pack`."""
@@ -149,6 +162,12 @@ def distances(states: Sequence[State] | Mapping[Any, State], scale: Sequence[Sca
     return total
 
 
+@kinds.takes(
+    states=MODELS,
+    scale=SCALES,
+    weight=kinds.MATRIX,
+    index=kinds.Kind("int64 numbers of adapters [M, K]", lambda v: isinstance(v, Tensor) and v.dtype == torch.int64 and v.dim() == 2),
+)
 def mix(
     states: Sequence[State] | Mapping[Any, State],
     scale: Sequence[Scale] | Mapping[Any, Any],
@@ -157,6 +176,10 @@ def mix(
 ) -> tuple[Any, list[float]]:
     """What `unpack` gives, for mixes of K adapters each (`feddwa_weights` gives weight and index), from K adapters at a time."""
     ids, models, each = _clients(states, scale)
+    if weight.shape != index.shape or len(index) != len(models):
+        raise ValueError(f"weight, index: expected [{len(models)}, K] each, got {list(weight.shape)} and {list(index.shape)}.")
+    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < len(models):
+        raise ValueError(f"index: expected numbers from 0 to {len(models) - 1}, got {int(index.min())} to {int(index.max())}.")
     adapters, lost = [], []
     for w, near, like, own in zip(weight, index.tolist(), models, each, strict=True):
         rows, layout = pack([models[j] for j in near], [each[j] for j in near])
@@ -166,6 +189,7 @@ def mix(
     return adapters if ids is None else dict(zip(ids, adapters, strict=True)), lost
 
 
+@kinds.takes(model=kinds.a(nn.Module, words="a PEFT model"), adapter=kinds.TEXT)
 def scales(model: nn.Module, adapter: str = "default") -> dict[str, float]:
     """The name of each A, as `get_peft_model_state_dict` has it, -> its scale in this PEFT model. ValueError where it has none."""
     found: dict[str, float] = {}
@@ -179,6 +203,7 @@ def scales(model: nn.Module, adapter: str = "default") -> dict[str, float]:
     return found
 
 
+@kinds.takes(states=kinds.some("adapters, in a list or by client id, at least one"))
 def ffa_lora(states: Any, **options: Any) -> Any:
     """FFA-LoRA (Sun et al. 2024): A is frozen and the same for all, so B alone is packed: `pflcore.pack` with include "*lora_B*".
 
@@ -194,6 +219,7 @@ def ffa_lora(states: Any, **options: Any) -> Any:
     return pack_factors(states, include="*lora_*B*", **options)
 
 
+@kinds.takes(states=kinds.some("adapters, in a list or by client id, at least one"))
 def fedsa_lora(states: Any, **options: Any) -> Any:
     """FedSA-LoRA (Guo et al. 2025): A is shared, B stays each client's own: `pflcore.pack` with include "*lora_A*"."""
     return pack_factors(states, include=("*lora_A*", "*lora_embedding_A*") if _has_embedding(states) else "*lora_A*", **options)

@@ -22,7 +22,7 @@ def ran_out(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
 
 
-def asked_for(error: BaseException) -> str:
+def request_of(error: BaseException) -> str:
     """What the last, refused request was for, where the error says it: "20.00 MiB", or nothing."""
     found = re.search(r"[Tt]ried to allocate ([\d.]+ ?[KMGT]?i?B|\d+ bytes)", str(error))
     return human(int(found[1].split()[0])) if found and found[1].endswith("bytes") else found[1] if found else ""
@@ -64,7 +64,7 @@ def refuse(peak: int, device: str) -> None:
         )
 
 
-def there(device: str) -> str:
+def room(device: str) -> str:
     """What the device has: "cuda:0 has 79.1 GiB, of which 12.0 GiB are free", or nothing where it cannot be said."""
     with contextlib.suppress(Exception):  # a sentence about an error must not become one
         if device.startswith("cuda"):
@@ -74,12 +74,12 @@ def there(device: str) -> str:
     return ""
 
 
-def sentence(where: str, peak: int, asked: str, device: str) -> str:
+def sentence(where: str, peak: int, request: str, device: str) -> str:
     """One sentence: where memory ran out, what the run needs, what there is, what to do."""
-    has = there(device)
+    has = room(device)
     return (
         f"Out of memory {where}"
-        + (f", when {asked} more were asked for" if asked else "")
+        + (f", when {request} more were asked for" if request else "")
         + f": the run needs about {human(peak)} beside data and activations"
         + (f", and {has}" if has else "")
         + "; let fewer clients take part in a round (participation), make the batches (batch_size) or the model smaller"

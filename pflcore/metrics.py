@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pflcore import kinds
+
 __all__ = [
     "auc",
     "balanced_accuracy",
@@ -55,7 +57,10 @@ def vector(values: Vector, name: str = "values") -> Tensor:
     if isinstance(values, Tensor):
         out = values.detach().to("cpu", torch.float64)
     else:
-        out = torch.tensor([math.nan if v is None else float(v) for v in values], dtype=torch.float64)
+        try:
+            out = torch.tensor([math.nan if v is None else float(v) for v in values], dtype=torch.float64)
+        except (TypeError, ValueError):
+            raise ValueError(f"{name}: expected a vector of numbers, got {kinds.shown(values)}.") from None
     if out.ndim != 1:
         raise ValueError(f"{name}: expected a vector with one value per client, got shape {tuple(out.shape)}; pass one row of it.")
     return out
@@ -100,6 +105,7 @@ def weighted_mean(values: Vector, weight: Vector) -> float:
     return ((v[keep] * w[keep]).sum() / w[keep].sum()).item() if keep.any() else math.nan
 
 
+@kinds.takes(share=kinds.number(0, 1, "a number in (0, 1]"))
 def worst_decile(values: Vector, share: float = 0.1, higher_is_better: bool = True) -> float:
     """Mean of the worst `ceil(share * n)` clients, at least one (n counts the clients that have a value)."""
     if not 0 < share <= 1:
@@ -111,6 +117,7 @@ def worst_decile(values: Vector, share: float = 0.1, higher_is_better: bool = Tr
     return kept.sort(descending=not higher_is_better).values[:k].mean().item()
 
 
+@kinds.takes(q=kinds.number(0, 100, "a number in [0, 100]"))
 def percentile(values: Vector, q: float = 10.0) -> float:
     """The q-th percentile over clients, linearly interpolated; q in [0, 100]."""
     if not 0 <= q <= 100:
@@ -145,7 +152,7 @@ def subpopulations(values: Vector, group: Tensor | Sequence[int]) -> dict[str, f
 
 def largest_share(cluster: Tensor | Sequence[int]) -> float:
     """Share of the clients in the largest cluster; `cluster [n]` holds each client's cluster id, negative for none."""
-    ids = torch.as_tensor(cluster).reshape(-1).long()
+    ids = vector(cluster, "cluster").long()
     ids = ids[ids >= 0]
     return ids.unique(return_counts=True)[1].max().item() / len(ids) if len(ids) else math.nan
 
@@ -166,6 +173,7 @@ def final(curve: Vector) -> float:
     return v[-1].item() if len(v) else math.nan
 
 
+@kinds.takes(k=kinds.whole(1))
 def last_mean(curve: Vector, rounds: Vector | None = None, k: int = 10) -> float:
     """Mean over the last k rounds. With evaluations every few rounds pass their `rounds`: those later than `last - k` count."""
     if k < 1:
@@ -178,6 +186,7 @@ def last_mean(curve: Vector, rounds: Vector | None = None, k: int = 10) -> float
     return mean(v[at > at[-1] - k])
 
 
+@kinds.takes(sent=kinds.some("a list of bytes"), goal=kinds.number())
 def bytes_to_reach(curve: Vector, sent: Sequence[int] | Tensor, goal: float, higher_is_better: bool = True) -> int | None:
     """Bytes sent up to the first value that reaches `goal` (at least, or at most where lower is better); None if never.
 
@@ -199,7 +208,15 @@ def truncate_percent(share: float) -> float:
 
 def paper_cell(shares: Vector) -> str:
     """`"97.99 ± 0.26"`: mean and population standard deviation over seeds in percent, both truncated (WAFFLE paper, Table 1)."""
+    shares = vector(shares, "shares")
     return f"{truncate_percent(mean(shares)):.2f} ± {truncate_percent(std(shares)):.2f}"
+
+
+def _check_pair(scores: Tensor, y: Tensor, classes: bool = False) -> None:
+    if not (isinstance(scores, Tensor) and isinstance(y, Tensor)):
+        raise ValueError(f"scores and y: expected two tensors, got {kinds.shown(scores)} and {kinds.shown(y)}.")
+    if scores.numel() != y.numel() and not (classes and scores.shape[:-1] == y.shape):
+        raise ValueError(f"scores and y: expected scores for each of y, got shapes {list(scores.shape)} and {list(y.shape)}.")
 
 
 def right(scores: Tensor, y: Tensor) -> Tensor:
@@ -207,6 +224,7 @@ def right(scores: Tensor, y: Tensor) -> Tensor:
 
     A score of 0 says the negative class, be its label 0 or -1.
     """
+    _check_pair(scores, y, True)
     if scores.dim() > y.dim() and scores.shape[-1] > 1:
         return (scores.argmax(-1) == y) & ~scores.isnan().any(-1)  # of scores with a NaN, argmax takes the NaN's place
     one = scores.reshape(y.shape)
@@ -271,6 +289,7 @@ def _sklearn() -> Any:
 
 def _classes(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(scores of class 1 [n] or of each class [n, C], the class that wins [n], labels from 0 [n]), samples and positions in one row."""
+    _check_pair(scores, y, True)
     if scores.dim() > y.dim() and scores.shape[-1] > 1:
         scores, y = scores.reshape(-1, scores.shape[-1]).double().cpu(), y.reshape(-1).cpu()
         return (scores[:, 1] - scores[:, 0] if scores.shape[1] == 2 else scores), scores.argmax(1), y
@@ -305,16 +324,19 @@ def balanced_accuracy(scores: Tensor, y: Tensor) -> float:
 
 def mae(scores: Tensor, y: Tensor) -> float:
     """Mean absolute error."""
+    _check_pair(scores, y)
     return (scores.reshape(y.shape).double() - y.double()).abs().mean().item()
 
 
 def rmse(scores: Tensor, y: Tensor) -> float:
     """Root of the mean squared error."""
+    _check_pair(scores, y)
     return (scores.reshape(y.shape).double() - y.double()).square().mean().sqrt().item()
 
 
 def r2(scores: Tensor, y: Tensor) -> float:
     """Coefficient of determination; NaN for fewer than two samples; of several outputs the unweighted mean."""
+    _check_pair(scores, y)
     return float(_sklearn().r2_score(y.cpu(), scores.reshape(y.shape).cpu())) if len(y) > 1 and scores.isfinite().all() else math.nan
 
 

@@ -12,6 +12,7 @@ from math import prod
 import torch
 import torch.nn as nn
 
+from pflcore import kinds
 from pflcore.nn import Dropout
 
 __all__ = ["MODELS", "model_for"]
@@ -182,6 +183,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
+@kinds.takes(name=kinds.TEXT, shape=kinds.many(kinds.whole(1), "the sizes of one input, each at least 1"), classes=kinds.whole(1))
 def model_for(name: str, shape: Shape | torch.Size, classes: int | None, **options: object) -> nn.Module:
     """A fresh `MODELS[name]` for inputs of `shape` and `classes` outputs (None: one output, for regression)."""
     if name not in MODELS:

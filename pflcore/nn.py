@@ -7,6 +7,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from pflcore import kinds
 from pflcore._mode import context
 from pflcore.factorized import FactorizedConv2d, FactorizedLinear, factorize
 
@@ -39,6 +40,7 @@ def uniform(seed: Tensor, layer: int, shape: torch.Size | tuple[int, ...]) -> Te
     return _shifted(mixed(mixed(seed + jump) + places), 40).view(shape)
 
 
+@kinds.takes(p=kinds.number(0, 1, "a share in [0, 1)"))
 class Dropout(nn.Module):
     """`nn.Dropout` whose numbers belong to the client and the step, so that results repeat for any number of workers.
 

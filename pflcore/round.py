@@ -11,7 +11,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from pflcore import ops, rows, uploads
+from pflcore import kinds, ops, rows, uploads
 from pflcore.algorithms.base import Cohort, Commit, FedAvg, Payload, Pool, State, Tensors, cohort_from, cohort_of
 from pflcore.local import Local, Setting
 from pflcore.local.net import Net
@@ -67,6 +67,12 @@ def sample(alg: FedAvg, setting: Setting, round: int, participation: float = 1.0
     return torch.tensor(sorted(first[: max(m, len(alg.required))]))
 
 
+METRICS = kinds.Kind("a dict of functions by name", lambda v: isinstance(v, Mapping) and all(map(callable, v.values())))
+
+
+@kinds.takes(
+    buffers=kinds.BUFFERS, alg=kinds.a(FedAvg), state=kinds.a(State), setting=kinds.a(Setting), ids=kinds.TENSOR, clip=kinds.POSITIVE
+)
 @few_threads
 def step(
     alg: FedAvg, state: State, setting: Setting, ids: Tensor, buffers: str = "auto", clip: float | None = None
@@ -204,6 +210,15 @@ def nbytes(payload: Payload) -> int:
     return total
 
 
+@kinds.takes(
+    buffers=kinds.BUFFERS,
+    alg=kinds.a(FedAvg),
+    state=kinds.a(State),
+    setting=kinds.a(Setting),
+    split=kinds.TEXT,
+    clients=kinds.TENSOR,
+    metrics=METRICS,
+)
 @few_threads
 def evaluate(
     alg: FedAvg,

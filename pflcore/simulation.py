@@ -17,7 +17,7 @@ import torch.nn as nn
 
 import pflcore
 from pflcore import checkpoint as checkpoints
-from pflcore import footprint, memory, rows
+from pflcore import footprint, kinds, memory, rows
 from pflcore.algorithms import ALGORITHMS
 from pflcore.algorithms.base import FedAvg, State, Stop
 from pflcore.algorithms.lookup import algorithm_of, name_of
@@ -120,6 +120,14 @@ class History:
         export.to_tensorboard(self.rounds, folder, clients)
 
 
+@kinds.takes(
+    model=kinds.MODEL,
+    training=kinds.a(Training),
+    participation=kinds.number(0, 1, "a fraction in (0, 1]"),
+    eval_split=kinds.TEXT,
+    clip=kinds.POSITIVE,
+    rows=kinds.PLACE,
+)
 @dataclass
 class Simulation:
     """One algorithm on one federation.
@@ -182,12 +190,12 @@ class Simulation:
         self._past: list[Record] = []  # the rounds before the checkpoint that the run goes on from
         self._came_from: Path | None = None  # that checkpoint's folder
         self._outlier: tuple[float, int, int] | None = None  # the farthest update so far: times the median, client, round
-        asked = self._set_up(net)
-        if asked is not None:
+        request = self._set_up(net)
+        if request is not None:
             memory.give_back(self.device)
             peak = self._peak_bytes(net)
             data = sum(t.numel() * t.element_size() for t in (self.data.x, self.data.y))
-            raise MemoryError(memory.sentence(f"before the first round, with {human(data)} of data", peak, asked, self.device))
+            raise MemoryError(memory.sentence(f"before the first round, with {human(data)} of data", peak, request, self.device))
 
     def _evaluated(self) -> torch.Tensor | None:
         """The ids of those who are evaluated, ascending; None: everybody. A number of them is drawn of those with samples."""
@@ -220,14 +228,14 @@ class Simulation:
         except (MemoryError, RuntimeError) as error:
             if not memory.ran_out(error) or isinstance(error, memory.RunTooLarge):
                 raise
-            return memory.asked_for(error)
+            return memory.request_of(error)
         training = torch.zeros(data.n, dtype=torch.bool).index_fill(0, self._among, True) if self._among is not None else None
         left_out = 0 if training is None else int((~(training if self._looked_at is None else training[self._looked_at])).sum())
         if left_out and self._state.own:
             warnings.warn(
                 f"{self.name} keeps a state for each client, and {left_out} of those who are evaluated never take part: they get "
                 "what a newcomer is; in such a setting take a method without client state.",
-                stacklevel=4,
+                stacklevel=5,
             )
         return None
 
@@ -317,13 +325,13 @@ class Simulation:
             done: Outcome | None = None
             found: Record | None = None
             report: Record = {}
-            asked: str | None = None  # where memory ran out: what for, if that is known
+            request: str | None = None  # where memory ran out: what for, if that is known
             try:
                 if self._seen:
                     self._state, self._seen = copied(self._state), False
                 ids = sample(self.algorithm, self.setting, round, self.participation, self._among)
                 self._state, done = step(self.algorithm, self._state, self.setting, ids, self.buffers, self.clip)
-                report = {k: _told(v) for k, v in self.algorithm.report(self._state.g).items()}
+                report = {k: _as_lists(v) for k, v in self.algorithm.report(self._state.g).items()}
                 if self.eval_every and (round % self.eval_every == 0 or round == self.rounds):
                     seen: Record = {k: v.tolist() for k, v in self.evaluate(self.eval_split).items()}
                     if self.eval_train:
@@ -332,7 +340,7 @@ class Simulation:
             except (MemoryError, RuntimeError) as error:
                 if not memory.ran_out(error):
                     raise
-                asked = memory.asked_for(error)  # the error itself holds the round's frames, and so its memory
+                request = memory.request_of(error)  # the error itself holds the round's frames, and so its memory
             if done is not None:  # a round that was played but not evaluated is a round
                 far = farthest(done.ids, done.moved)
                 if far is not None:  # before the record is given: whoever gets it may save
@@ -354,10 +362,10 @@ class Simulation:
                     "report": report,
                     "eval": found,
                 }
-            if asked is not None:
+            if request is not None:
                 memory.give_back(self.device)
                 where = f"in round {round}" if done is None else f"in the evaluation after round {round}"
-                yield {"stopped": memory.sentence(where, self.peak_bytes(), asked, self.device), "failed": True}
+                yield {"stopped": memory.sentence(where, self.peak_bytes(), request, self.device), "failed": True}
                 return
             assert done is not None
             if self._state.void >= VOID_ROUNDS or (self._state.void and round >= self.rounds):
@@ -572,7 +580,7 @@ def round_to(x: float, digits: int = 4) -> float:
     return float(f"{x:.{digits}g}")
 
 
-def _told(value: torch.Tensor) -> Any:
+def _as_lists(value: torch.Tensor) -> Any:
     """A small tensor as lists; a large one as itself, a copy."""
     return value.tolist() if value.numel() <= LONG else value.detach().cpu().clone()
 
@@ -590,6 +598,9 @@ def _plain(value: Any) -> Any:
     return getattr(value, "__name__", None) or str(value)
 
 
+@kinds.takes(
+    model=kinds.MODEL, data=kinds.a(Federation), training=kinds.a(Training), on_round=kinds.FUNCTION, checkpoint=kinds.a(Checkpoint)
+)
 def for_everyone(
     algorithm: FedAvg | type[FedAvg] | str,
     model: Net | nn.Module | Callable[[], nn.Module],
@@ -616,7 +627,7 @@ def for_everyone(
         simulation = Simulation(made_for, model, data, training or Training(), **options)
         seen = None if on_round is None else lambda r, record, target=target: on_round(target, r, record)
         keeper = checkpoint and Checkpoint(Path(checkpoint.folder) / f"target-{target}", checkpoint.every, checkpoint.minutes)
-        if keeper and keeper.there:
+        if keeper and keeper.exists:
             simulation.restore(keeper.folder)
         runs.append(simulation.run(seen, keeper))
         if runs[-1].interrupted or runs[-1].failed:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pflcore import kinds
 from pflcore.algorithms.base import FedAvg, Pool, State, Stop, Tensors
 from pflcore.algorithms.lookup import algorithm_of
 from pflcore.data.federation import Federation
@@ -36,6 +37,7 @@ class Fault(AssertionError):
     """What an algorithm does wrong, in one sentence."""
 
 
+@kinds.takes(model=kinds.FUNCTION, data=kinds.a(Federation), skip=kinds.a(Collection, words="a list of checks"))
 def check(
     algorithm: FedAvg | type[FedAvg] | str,
     *,
@@ -58,6 +60,7 @@ def check(
             one(case)
 
 
+@kinds.takes(given=kinds.a(FedAvg), model=kinds.FUNCTION, federation=kinds.a(Federation))
 @dataclass(frozen=True)
 class Case:
     """An algorithm, every hook of which is watched, with what it is tried on."""

@@ -14,11 +14,12 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from pflcore import kinds
 from pflcore.algorithms.base import FedAvg, State, Tensors, cohort_of
 from pflcore.algorithms.finetune import FineTune, layer_mask, lengths, value
 from pflcore.algorithms.lookup import algorithm_of
@@ -27,9 +28,37 @@ from pflcore.local import Local, Setting, Training
 from pflcore.local.losses import default_loss
 from pflcore.local.net import Net
 from pflcore.local.random import generator_of
+from pflcore.metrics import Metric, metrics_of
 from pflcore.results.record import plain
 from pflcore.round import evaluate
 from pflcore.simulation import STREAM, Simulation
+
+
+def _are_seeds(value: Any) -> bool:
+    return kinds.SEED.fits(value) or kinds.many(kinds.SEED, "").fits(value)
+
+
+class Criterion(NamedTuple):
+    """What the best is best in."""
+
+    name: str
+    metrics: dict[str, Metric]  # the function by its name; none for what every evaluation gives
+    maximize: bool
+
+
+def criterion_of(metric: Any, maximize: bool | None, classes: bool) -> Criterion:
+    """A criterion by name or function. ValueError, TypeError or ImportError in one sentence."""
+    if metric in (("accuracy", "loss") if classes else ("loss",)):
+        name, metrics = str(metric), {}
+    elif isinstance(metric, str) or callable(metric):
+        metrics = metrics_of([metric], classes)
+        name = next(iter(metrics))
+    else:
+        raise TypeError(f"metric: expected a name or a function of (scores, labels), got {kinds.shown(metric)}.")
+    if isinstance(metric, str) == (maximize is not None) or not isinstance(maximize, bool | None):
+        words = "nothing, the direction of a name is known" if isinstance(metric, str) else "True or False with a function of one's own"
+        raise ValueError(f"maximize: expected {words}, got {kinds.shown(maximize)}.")
+    return Criterion(name, metrics, metric not in ("loss", "mae", "rmse") if maximize is None else maximize)
 
 
 @dataclass(frozen=True)
@@ -97,7 +126,7 @@ class Tuned:
         lines = ["| candidate | validation | note |", "|:---|---:|:---|"]
         for t in ranked:
             score = f"{t.score:.5f}" if math.isfinite(t.score) else "-"
-            lines.append(f"| {_told(t.candidate.options)} | {score} | {t.stopped or ('chosen' if t is self.best else '')} |")
+            lines.append(f"| {_in_words(t.candidate.options)} | {score} | {t.stopped or ('chosen' if t is self.best else '')} |")
         return "\n".join(lines) + "\n"
 
 
@@ -112,7 +141,7 @@ def candidates(algorithm: FedAvg, training: Training, grid: Mapping[str, Sequenc
         if not (key in own or (key.startswith("training.") and key.removeprefix("training.") in its)):
             known = ", ".join([*sorted(own), *(f"training.{k}" for k in sorted(its))])
             raise ValueError(f"grid: {key!r} is no option of {type(algorithm).__name__} or its training; there are {known}.")
-        if isinstance(choices, str) or not len(choices):
+        if not kinds.some("").fits(choices):
             raise ValueError(f"grid: expected a list of values for {key!r}, got {choices!r}.")
     names = sorted(grid, key=lambda k: k in algorithm.late)  # late options vary fastest, so that trained states are met in blocks
     out = []
@@ -124,6 +153,17 @@ def candidates(algorithm: FedAvg, training: Training, grid: Mapping[str, Sequenc
     return out
 
 
+@kinds.takes(
+    net=kinds.Kind(kinds.MODEL.words + ", or one for each protocol", lambda v: kinds.MODEL.fits(v) or kinds.some("").fits(v)),
+    training=kinds.a(Training),
+    grid=kinds.MAPPING,
+    rounds=kinds.whole(0),
+    states=kinds.many(kinds.a(State), "a State for each protocol"),
+    participation=kinds.POSITIVE,
+    seed=kinds.Kind("a whole number, or one for each protocol", _are_seeds),
+    folder=kinds.PLACE,
+    say=kinds.FUNCTION,
+)
 def tune(
     protocol: Protocol | Sequence[Protocol],
     net: Net | nn.Module | Callable[[], nn.Module] | Sequence[Net],
@@ -139,6 +179,8 @@ def tune(
     engine: str = "auto",
     workers: int | None = None,
     device: str = "cpu",
+    metric: str | Metric | None = None,
+    maximize: bool | None = None,
     folder: str | os.PathLike[str] | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Tuned:
@@ -148,6 +190,8 @@ def tune(
     several are given. With `rounds=0`
     the fresh state is the trained one. `states`, one per protocol: trained already, so the grid may hold `late` options only.
     `per_client`: each client its own best candidate (cross-silo only).
+    The best has the highest accuracy, or for targets the least loss; else the best `metric`: "accuracy", "loss", a name that `Simulation`'s
+    `metrics` takes, whose direction is known, or a function of one client's (scores, labels), with `maximize` for its direction.
     With `folder` every result is recorded as it comes, and a second call with the same arguments goes on where the first one stopped.
     A candidate whose run stopped early, or that leaves a single client with validation samples without a finite loss or value, is recorded
     with the reason and never chosen, neither for all nor for one client: its mean would be that of the clients who survived it.
@@ -170,10 +214,10 @@ def tune(
     nets = list(net)
     if len(seeds) != len(protocols) or len(nets) != len(protocols):
         raise ValueError(f"seed and net: expected one, or one per protocol ({len(protocols)}), got {len(seeds)} and {len(nets)}.")
-    bench = _Bench(
-        protocols, nets, states, rounds, participation, seeds, engine, workers, device, Path(folder) if folder else None, per_client
-    )
-    book = _Book(Path(folder) / "tuning.jsonl" if folder else None, bench.header(algorithm, training))
+    criterion = None if metric is None and maximize is None else criterion_of(metric, maximize, not protocols[0].data.y.is_floating_point())
+    where = Path(folder) if folder else None
+    bench = _Bench(criterion, protocols, nets, states, rounds, participation, seeds, engine, workers, device, where, per_client)
+    book = _Book(where and where / "tuning.jsonl", bench.header(algorithm, training))
     for j in range(len(protocols)):
         for n, trial in enumerate(trials):
             name = _key({**trial.candidate.options, "run": j})
@@ -183,7 +227,7 @@ def tune(
             line = book.lines[name]
             trial.stopped = trial.stopped or line["stopped"]
             trial.values.append(torch.tensor([math.nan if v is None else v for v in line["values"]], dtype=torch.float64))
-            say(f"{n + 1}/{len(trials)} {_told(trial.candidate.options)}: {line['stopped'] or f'{trial.score:.5f}'}")
+            say(f"{n + 1}/{len(trials)} {_in_words(trial.candidate.options)}: {line['stopped'] or f'{trial.score:.5f}'}")
     if all(t.score == -math.inf for t in trials):
         raise ValueError(f"grid: every candidate diverged, the first one with: {trials[0].stopped or 'values that are not finite'}")
     best = max(range(len(trials)), key=lambda i: trials[i].score)
@@ -200,6 +244,7 @@ class _Bench:
 
     def __init__(
         self,
+        criterion: Criterion | None,
         protocols: list[Protocol],
         nets: list[Net],
         states: Sequence[State] | None,
@@ -213,7 +258,7 @@ class _Bench:
         keep: bool,
     ) -> None:
         self.protocols, self.nets, self.states, self.rounds, self.seeds = protocols, nets, states, rounds, seeds
-        self.participation, self.device = participation, device
+        self.participation, self.device, self.criterion = participation, device, criterion
         self.engine, self.workers, self.folder, self.keep = engine, workers, folder, keep
         self.blind = [p.blind for p in protocols]
         self.memory: dict[str, tuple[State, str | None]] = {}
@@ -231,6 +276,7 @@ class _Bench:
             "participation": self.participation,
             "seeds": self.seeds,
             "stream": STREAM,
+            **({"metric": [self.criterion.name, self.criterion.maximize]} if self.criterion else {}),
         }
 
     def simulation(self, candidate: Candidate, run: int) -> Simulation:
@@ -291,11 +337,15 @@ class _Bench:
         if stopped:
             return [(first, {"values": [], "stopped": stopped})]
         alg = first.algorithm
-        if isinstance(alg, FineTune) and alg.choose == "fixed" and alg.min_size == 0 and alg.margin is None:
+        if self.criterion is None and isinstance(alg, FineTune) and alg.choose == "fixed" and alg.min_size == 0 and alg.margin is None:
             same = [c for c in todo if c.trained == first.trained and _same_but_epochs(c.algorithm, alg)]
             most = max(c.algorithm.finetune_epochs for c in same if isinstance(c.algorithm, FineTune))
             curve = finetuning_curve(replace(alg, finetune_epochs=most), state, setting, "val", p.choose)
             return [(c, self.line(curve[0, getattr(c.algorithm, "finetune_epochs")], run)) for c in same]  # noqa: B009
+        if self.criterion is not None:
+            found = evaluate(alg, state, setting, "val", p.choose, metrics=self.criterion.metrics)
+            values = found[self.criterion.name]
+            return [(first, self.line(values if self.criterion.maximize else -values, run, found["loss"]))]
         found = evaluate(alg, state, setting, "val", p.choose)
         return [(first, self.line(found["accuracy"] if "accuracy" in found else -found["loss"], run, found["loss"]))]
 
@@ -303,7 +353,12 @@ class _Bench:
         """What is recorded of a candidate, with the count of clients that it left without a finite value or loss."""
         who = self.protocols[run].choose
         who = who[self.blind[run].size("val")[who] > 0]
-        lost = ~values[who].isfinite() if loss is None else ~(values[who] + loss[who]).isfinite()
+        if loss is None:
+            lost = ~values[who].isfinite()
+        elif self.criterion is None:
+            lost = ~(values[who] + loss[who]).isfinite()
+        else:  # a metric may have no value for a client: AUC where there is one class
+            lost = values[who].isinf() | ~loss[who].isfinite()
         count = int(lost.sum())
         stopped = f"The validation values of {count} of {len(who)} clients are not finite." if count or not len(who) else None
         return {"values": values.tolist(), "stopped": stopped}
@@ -376,7 +431,7 @@ def _key(options: Mapping[str, Any]) -> str:
     return json.dumps(plain(options), sort_keys=True)
 
 
-def _told(options: Mapping[str, Any]) -> str:
+def _in_words(options: Mapping[str, Any]) -> str:
     return ", ".join(f"{k} {v}" for k, v in options.items()) or "as given"
 
 

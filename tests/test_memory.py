@@ -29,7 +29,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_recognised(kind):
     error, asked = KINDS[kind]
-    assert memory.ran_out(error) and memory.asked_for(error) == asked
+    assert memory.ran_out(error) and memory.request_of(error) == asked
 
 
 def test_other_errors_are_not_it():

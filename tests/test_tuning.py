@@ -318,3 +318,42 @@ def test_several_splits_are_averaged():
     assert [t.score for t in seeds.trials] == [t.score for t in both.trials]
     with pytest.raises(ValueError, match=r"^seed and net: .*2.*\.$"):
         tune(splits, model(), FedAvg(), TRAINING, {"training.lr": [0.1]}, 1, seed=[5])
+
+
+# the criterion ---------------------------------------------------------------------------------------------------------------------
+def confidence(scores, y):
+    """Mean of the largest score: grows with the steps that training takes."""
+    return scores.max(1).values.mean().item()
+
+
+@pytest.mark.parametrize(("metric", "maximize", "lr"), [("loss", None, 0.3), (confidence, True, 0.3), (confidence, False, 1e-4)])
+def test_a_metric_and_its_direction_choose(metric, maximize, lr):
+    tuned = tune(
+        PROTOCOLS["silo"](), model(), "fedavg", TRAINING, {"training.lr": [1e-4, 0.3]}, 3, metric=metric, maximize=maximize, workers=1
+    )
+    assert tuned.best.candidate.training.lr == lr
+    found = evaluate(tuned.best.candidate.algorithm, *tuned.states(tuned.best.candidate, 0), "val", metrics={"confidence": confidence})
+    want = -found["loss"] if metric == "loss" else found["confidence"] * (1 if maximize else -1)
+    assert torch.equal(tuned.best.values[0], want.double())
+
+
+def test_a_named_metric_is_scikit_learns():
+    pytest.importorskip("sklearn")
+    tuned = tune(PROTOCOLS["silo"](), model(), "fedavg", TRAINING, {"training.lr": [1e-4, 0.3]}, 3, metric="f1", workers=1)
+    assert 0 < tuned.best.score <= 1 and tuned.best.candidate.training.lr == 0.3
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"metric": "unknown"}, "metrics: for labels there are auc"),
+        ({"metric": "mae"}, "metrics: for labels there are auc"),
+        ({"metric": 3}, "metric: expected a name or a function"),
+        ({"metric": confidence}, "maximize: expected True or False"),
+        ({"metric": "auc", "maximize": False}, "maximize: expected nothing"),
+        ({"maximize": True}, "metric: expected a name or a function"),
+    ],
+)
+def test_an_unknown_criterion_is_refused(options, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        tune(PROTOCOLS["silo"](), model(), "fedavg", TRAINING, {"training.lr": [0.1]}, 1, **options)

@@ -11,12 +11,13 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pflcore import ops
+from pflcore import kinds, ops
 from pflcore.local import Local, Setting, Training
 from pflcore.local.net import Net
 from pflcore.local.workers import onto
@@ -73,8 +74,8 @@ class FedAvg:
             value = getattr(self, f.name)
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{f.name}: expected a finite number, got {value}.")
-        if not self.server_lr >= 0:
-            raise ValueError(f"server_lr: expected a finite number >= 0, got {self.server_lr}.")
+        if not (isinstance(self.server_lr, Real) and self.server_lr >= 0):
+            raise ValueError(f"server_lr: expected a finite number >= 0, got {kinds.shown(self.server_lr)}.")
         if self.weighting not in ("samples", "uniform"):
             raise ValueError(f"weighting: expected 'samples' or 'uniform', got {self.weighting!r}.")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.algorithms._latest import gallery, hung
+from pflcore.algorithms._latest import latest_models, with_uploads
 from pflcore.algorithms.base import Cohort, FedAvg, Payload, Tensors, written
 from pflcore.local import Local
 from pflcore.local.net import Net
@@ -49,7 +49,7 @@ class FedAMP(FedAvg):
             raise ValueError(f"self_weight: expected 'safe' or 'literal', got {self.self_weight!r}.")
 
     def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
-        return gallery(net, n) | {"xi": torch.eye(n, dtype=torch.float64)}, {"w": net.w0}
+        return latest_models(net, n) | {"xi": torch.eye(n, dtype=torch.float64)}, {"w": net.w0}
 
     def send(self, g: Tensors, cohort: Cohort, gen: torch.Generator) -> Payload:
         return {"u": ops.aggregate(g["w"], onto(g["xi"][cohort.ids], g["w"].device))}
@@ -61,7 +61,7 @@ class FedAMP(FedAvg):
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
         with written(g["w"], cohort.ids, up["w"]):
-            g = hung(g, up["w"], cohort)
+            g = with_uploads(g, up["w"], cohort)
             return {**g, "xi": self.mixing(g["sqdist"], g["norm2"], g["last"] > 0)}
 
     def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:

@@ -105,7 +105,7 @@ class Ensemble(_Models):
         return own, {"pick": numbers(losses(rows, b, local)), **fit_all(rows, b, local)}
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
-        new = {**self.improve(g, mean_of_each(up["delta"], cohort)), "pick": noted(g["pick"], up["pick"], cohort)}
+        new = {**self.improve(g, mean_of_each(up["delta"], cohort)), "pick": with_picks(g["pick"], up["pick"], cohort)}
         return {**new, "b": mean_of_each(up["b"], cohort)}
 
 
@@ -138,7 +138,7 @@ class HypCluster(_Models):
         return own, {"pick": pick, "delta": delta, "b": local.buffers}
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
-        pick = noted(g["pick"], up["pick"], cohort)
+        pick = with_picks(g["pick"], up["pick"], cohort)
         if cohort.round <= self.warm:
             g = self.improve(g, mean_of_each(up["delta"], cohort)) | {"b": mean_of_each(up["b"], cohort)}
             return {**g, **(self.slots(g["x"]) if cohort.round == self.warm else {}), "pick": pick}
@@ -193,6 +193,6 @@ def mean_of_each(delta: Tensor, cohort: Cohort) -> Tensor:
     return averaged(delta.flatten(1), onto(cohort.share[None], delta.device))[0].view(delta.shape[1:])
 
 
-def noted(old: Tensor, pick: Tensor, cohort: Cohort) -> Tensor:
+def with_picks(old: Tensor, pick: Tensor, cohort: Cohort) -> Tensor:
     """Who picked what, [N], with this round's picks written in."""
     return old.index_copy(0, onto(cohort.ids, old.device), pick.to(old))

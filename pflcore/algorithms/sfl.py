@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.algorithms._latest import gallery, hung
+from pflcore.algorithms._latest import latest_models, with_uploads
 from pflcore.algorithms.base import Cohort, FedAvg, Payload, Tensors, written
 from pflcore.local import Local
 from pflcore.local.net import Net
@@ -49,7 +49,7 @@ class SFL(FedAvg):
             raise ValueError("k, layers, s, lam1, lam2: expected k, layers >= 1, 0 <= s <= 1 and lam1, lam2 >= 0.")
 
     def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
-        g = gallery(net, n) | {"mix": torch.eye(n, dtype=torch.float64)}
+        g = latest_models(net, n) | {"mix": torch.eye(n, dtype=torch.float64)}
         if self.adjacency.endswith(".npy"):
             g["graph"] = self.graph(n)
         return g | ({"labels": torch.zeros(n, net.classes)} if self.adjacency == "oracle_labels" else {}), {}
@@ -74,7 +74,7 @@ class SFL(FedAvg):
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
         with written(g["w"], cohort.ids, up["w"]):
-            g = hung(g, up["w"], cohort)
+            g = with_uploads(g, up["w"], cohort)
             seen = g["last"] > 0
             if "labels" in up:
                 g["labels"] = g["labels"].index_copy(0, cohort.ids, up["labels"].to(g["labels"]))

@@ -83,9 +83,9 @@ def _play(command: str, names: list[str], argv: Sequence[str]) -> int:
     asked = {o: (peek(argv, f"--{o}") or [getattr(experiment.Options, o)])[0] for o in ("data", "partition", "model")}
     chosen = {"partition": experiment.partition_of(asked["data"], asked["partition"]), "model": experiment.model_of(asked["model"])}
     groups = [
-        Group("run", *_told(experiment.Options, choices=experiment.choices())),
-        Group("training", *_told(Training)),
-        Group("output", *_told(Output)),
+        Group("run", *_options_of(experiment.Options, choices=experiment.choices())),
+        Group("training", *_options_of(Training)),
+        Group("output", *_options_of(Output)),
     ]
     if not one:
         groups.insert(0, Group("compare", "", [Option("algorithms", tuple[str, ...], tuple(names), f"any of {_algorithms()}")]))
@@ -99,7 +99,7 @@ def _play(command: str, names: list[str], argv: Sequence[str]) -> int:
         if title in {g.title for g in groups}:
             raise ValueError(f"algorithms: expected different names, got {title!r} twice; rename one of the classes.")
         new = {f.name: f"{title}_{f.name}" for f in fields(cls) if f.name in (taken if one else ("target",))}
-        about, options = _told(cls, new)
+        about, options = _options_of(cls, new)
         groups.append(
             Group(title, about, [o for o in options if o.name not in (*cls.unused, new.get("target"))], prefix=not one)
         )  # the run has --target
@@ -132,7 +132,7 @@ def _record(todo: Sequence[Job], cut: Mapping[str, Any], shape: Mapping[str, Any
         _check_folder(output.out, output)
     data = experiment.federation(options, cut)
     model = experiment.model(options, data, shape)
-    resume = output.resume and _checkpoint(output.out or Path(), output).there
+    resume = output.resume and _checkpoint(output.out or Path(), output).exists
     first: Simulation | None = None if resume else todo[0].simulation(data, model)  # what is wrong is said before a record is opened
     if output.dry_run:
         first = first or todo[0].simulation(data, model)
@@ -188,7 +188,7 @@ def _record(todo: Sequence[Job], cut: Mapping[str, Any], shape: Mapping[str, Any
         if not (interrupted or broken):
             _between(folder, stands(len(todo)))
             _remove(targets)
-    _tell(read(record.path), folder, output)
+    _write_report(read(record.path), folder, output)
     return 130 if interrupted else 1 if failed else 0
 
 
@@ -267,12 +267,11 @@ def _one(
     return history
 
 
-def _tell(runs: Sequence[Run], folder: Path, output: Output) -> None:
+def _write_report(runs: Sequence[Run], folder: Path, output: Output) -> None:
     """Table to stdout and table.md; pictures, where matplotlib is there."""
-    from pflcore.results import pictures
-    from pflcore.results import table as report
+    from pflcore.results import pictures, table
 
-    text = report.table(runs, output.last, output.baseline)
+    text = table.table(runs, output.last, output.baseline)
     _check_table(folder, output.overwrite)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -288,14 +287,14 @@ def _tell(runs: Sequence[Run], folder: Path, output: Output) -> None:
     print(f"In {folder}: {', '.join(p.name for p in [folder / 'table.md', *made])}", file=sys.stderr)
 
 
-def tell_again(argv: Sequence[str]) -> int:
+def report(argv: Sequence[str]) -> int:
     """Makes the table and the pictures again, from the records in some folders."""
     from pflcore.results.record import read
 
     places = list(argv[: next((i for i, a in enumerate(argv) if a.startswith("-")), len(argv))])
-    options = [o for o in _told(Output)[1] if o.name in ("out", "baseline", "last")]
+    options = [o for o in _options_of(Output)[1] if o.name in ("out", "baseline", "last")]
     groups = [Group("output", "", options)]
-    got = parse("pflcore report FOLDER ...", inspect.getdoc(tell_again) or "", groups, argv[len(places) :])["output"]
+    got = parse("pflcore report FOLDER ...", inspect.getdoc(report) or "", groups, argv[len(places) :])["output"]
     if not places:
         raise ValueError("report: expected at least one folder or .jsonl file that holds a record, got none.")
     _check_output(Output(last=got["last"]))
@@ -303,7 +302,7 @@ def tell_again(argv: Sequence[str]) -> int:
     if not runs:
         raise ValueError(f"report: expected a folder or .jsonl file that holds a record, got {', '.join(places)}, which holds none.")
     first = Path(places[0])
-    _tell(runs, got["out"] or (first if first.is_dir() else first.parent), Output(baseline=got["baseline"], last=got["last"]))
+    _write_report(runs, got["out"] or (first if first.is_dir() else first.parent), Output(baseline=got["baseline"], last=got["last"]))
     return 0
 
 
@@ -389,7 +388,7 @@ def bench(argv: Sequence[str]) -> int:
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "run": ("run ALGORITHM [options]", run),
     "compare": ("compare --algorithms A B C [options]", compare),
-    "report": ("report FOLDER ... [options]", tell_again),
+    "report": ("report FOLDER ... [options]", report),
     "reproduce": ("reproduce NAME [options]", reproduce),
     "attack": ("attack [options]", attack),
     "bench": ("bench [options]", bench),
@@ -464,7 +463,7 @@ def _algorithms() -> str:
     return ", ".join(ALGORITHMS)
 
 
-def _told(cls: type, rename: Mapping[str, str] | None = None, choices: Mapping[str, str] | None = None) -> tuple[str, list[Option]]:
+def _options_of(cls: type, rename: Mapping[str, str] | None = None, choices: Mapping[str, str] | None = None) -> tuple[str, list[Option]]:
     """A dataclass's docstring, with the fields that only Python can set, and its options; `choices` adds to their help."""
     options, rest = of_dataclass(cls, rename)
     options = [replace(o, help=f"{o.help}: {choices[o.name]}") if choices and o.name in choices else o for o in options]

@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pflcore import kinds
+
 from . import natural, synthetic
 from .cuts import Partition
 from .federation import Federation
@@ -38,6 +40,15 @@ __all__ = [
 ]
 
 
+@kinds.takes(
+    data=kinds.a(str, Source, words="a name or a Source"),
+    partition=kinds.TEXT,
+    seed=kinds.SEED,
+    shift_seed=kinds.SEED,
+    root=kinds.PLACE,
+    train_samples=kinds.whole(1),
+    test_samples=kinds.whole(1),
+)
 def federation_of(
     data: str | Source = "mnist5k",
     partition: str | None = None,

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from pflcore import kinds
+
 from .checks import SPLITS, check_clients, check_lists, check_pool
 from .ragged import Ragged
 
@@ -17,6 +19,13 @@ if TYPE_CHECKING:
     from .splits import ClientGroups
 
 
+CLIENTS = kinds.Kind("each client's data in a list", lambda v: hasattr(v, "__iter__") and not isinstance(v, str))
+
+
+@kinds.takes(
+    index=kinds.many(kinds.some("index tensors"), "a dict of lists of index tensors by split"),
+    classes=kinds.number(words="a whole number, or None for regression"),
+)
 @dataclass(frozen=True, repr=False)
 class Federation:
     """The data of N clients, without copies: every client is a list of indices into one pool.
@@ -191,6 +200,7 @@ class Federation:
         return from_partition(cls, x, y, partition, x_test, y_test, classes, name)
 
     @classmethod
+    @kinds.takes(clients=CLIENTS)
     def from_arrays(
         cls,
         clients: Sequence[Any],
@@ -237,6 +247,7 @@ class Federation:
         return from_table(cls, x, y, client, test_fraction, seed, classes, dtype, name)
 
     @classmethod
+    @kinds.takes(clients=CLIENTS, test_fraction=kinds.number())
     def from_datasets(
         cls,
         clients: Sequence[Any],

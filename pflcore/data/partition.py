@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pflcore import kinds
+
 from .cuts import Partition, Pool, by_class, cut, cut_classes, rng_of, shares
 from .dirichlet import dirichlet
 from .label_skew import pathological, practical1
@@ -126,6 +128,7 @@ PARTITIONS: dict[str, Callable[..., Partition]] = {
 }
 
 
+@kinds.takes(name=kinds.TEXT)
 def partition(name: str, labels: Any, n: int, **options: Any) -> Partition:
     """``PARTITIONS[name](labels, n, **options)``; an unknown name or option is a sentence that lists the known ones."""
     known = [*options_of(name), "test_labels", "seed", "classes"]
@@ -135,6 +138,7 @@ def partition(name: str, labels: Any, n: int, **options: Any) -> Partition:
     return PARTITIONS[name](labels, n, **options)
 
 
+@kinds.takes(name=kinds.TEXT)
 def options_of(name: str) -> dict[str, Any]:
     """A partition's own options and their defaults (every partition takes ``test_labels``, ``seed`` and ``classes`` besides)."""
     if name not in PARTITIONS:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pflcore import kinds
 from pflcore.data.federation import Federation
 from pflcore.data.splits import STANDARDIZED
 
@@ -57,6 +58,7 @@ def everybody(data: Federation) -> Protocol:
     return Protocol(data, ids, ids, ids, "")
 
 
+@kinds.takes(data=kinds.a(Federation), fractions=kinds.many(kinds.number(), "a share of each split"), seed=kinds.SEED)
 def cross_silo(data: Federation, fractions: Mapping[str, float] | None = None, seed: int = 100, *, standardize: bool = False) -> Protocol:
     """Every client's samples are split, by default 70 / 15 / 15 %; everybody trains, chooses and is reported.
 
@@ -69,6 +71,7 @@ def cross_silo(data: Federation, fractions: Mapping[str, float] | None = None, s
     return replace(everybody(data), setting="cross-silo")
 
 
+@kinds.takes(data=kinds.a(Federation), train=kinds.number(), val=kinds.number(), test=kinds.number(), seed=kinds.SEED)
 def cross_device(
     data: Federation, train: float = 0.8, val: float = 0.1, test: float = 0.1, seed: int = 13, *, standardize: bool = False
 ) -> Protocol:

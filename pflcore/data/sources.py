@@ -23,6 +23,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pflcore import kinds
+
 
 @dataclass(frozen=True, repr=False)
 class Source:
@@ -47,6 +49,7 @@ class Source:
         return replace(self, x_train=xs, y_train=ys, x_test=xt, y_test=yt)
 
 
+@kinds.takes(name=kinds.TEXT, root=kinds.PLACE)
 def load(name: str, root: str | os.PathLike[str] | None = None) -> Source:
     """A data set by name. ``root``: the folder to read; None: PFLCORE_DATA. What torchvision downloads goes to ~/.cache/pflcore.
 

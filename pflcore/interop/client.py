@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pflcore import kinds
 from pflcore.algorithms.base import FedAvg, Payload, Tensors
 from pflcore.algorithms.lookup import algorithm_of
 from pflcore.arguments import device_of
@@ -23,6 +24,7 @@ from pflcore.personal import Personalized, grown, one_client
 from pflcore.round import buffers_of
 
 
+@kinds.takes(training=kinds.a(Training), seed=kinds.SEED, workers=kinds.whole(1))
 class Client:
     """One client's half of a round, for every algorithm: `train` on what `Server.download` gave, `model` for its personalized model.
 

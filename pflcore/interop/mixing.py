@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pflcore import ops
+from pflcore import kinds, ops
 from pflcore.algorithms.base import FedAvg
 from pflcore.algorithms.clustered_fl import cosines, groups
 from pflcore.algorithms.fedamp import FedAMP
@@ -28,6 +28,7 @@ class Mix(NamedTuple):
     index: Tensor | None = None  # type: ignore[assignment]  # hides tuple.index
 
 
+@kinds.takes(f=kinds.whole(0), m=kinds.whole(1))
 @dataclass(frozen=True)
 class Krum:
     """Blanchard et al. 2017: the model whose squared distances to its N - f - 2 nearest others have the least sum; everybody gets it.
@@ -47,6 +48,7 @@ class Krum:
         return others.sort(1).values[:, : n - self.f - 2].sum(1).sort(stable=True).indices[: self.m]
 
 
+@kinds.takes(k=kinds.whole(1))
 @dataclass(frozen=True)
 class Clusters:
     """Agglomerative clustering into `k` groups, each client gets its group's mean: by distances between models, or, where the call
@@ -60,6 +62,13 @@ class Clusters:
             raise ValueError(f"k, linkage: expected k >= 1 and 'complete' or 'single', got {self.k} and {self.linkage!r}.")
 
 
+@kinds.takes(
+    guidance=kinds.some("models, as uploads are given"),
+    previous=kinds.some("models, as uploads are given"),
+    method=kinds.Kind("a method's name, its class or an instance", lambda v: isinstance(v, str | type | FedAvg | Krum | Clusters)),
+    include=kinds.NAMES,
+    exclude=kinds.NAMES,
+)
 def personalize(
     uploads: Any,
     method: FedAvg | Krum | Clusters | str = "fedamp",

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pflcore import ops
+from pflcore import kinds, ops
 from pflcore.interop.forms import Make, Upload, dtype_of, own, put
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -47,6 +47,7 @@ class Packed(NamedTuple):
     form: Form
 
 
+@kinds.takes(include=kinds.NAMES, exclude=kinds.NAMES)
 def pack(
     uploads: Any,
     include: str | Sequence[str] = (),
@@ -86,6 +87,7 @@ def pack(
     return Packed(rows[0], form)
 
 
+@kinds.takes(rows=kinds.MATRIX, form=kinds.a(Form), weight=kinds.MATRIX)
 def unpack(rows: Tensor, form: Form, weight: Tensor | None = None, index: Tensor | None = None) -> Any:
     """One model for each client from rows [N, P], in the form that `pack` was given: containers, dtypes, devices, client ids.
 

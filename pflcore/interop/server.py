@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from pflcore import kinds
 from pflcore.algorithms.base import Cohort, FedAvg, State, Tensors, cohort_from
 from pflcore.algorithms.lookup import algorithm_of, name_of
 from pflcore.arguments import check_start, limit, whole
@@ -20,6 +21,7 @@ _Form = dict[str, tuple[torch.Size, torch.dtype]]
 PURPOSES = {"train": "send", "evaluation": "evaluation"}  # what the draws of each are called
 
 
+@kinds.takes(template=kinds.MODEL, seed=kinds.SEED, clip=kinds.POSITIVE)
 class Server:
     """The server's half of a round, for every algorithm: `download` for each client, `aggregate` for those who answered.
 

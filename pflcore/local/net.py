@@ -16,6 +16,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from pflcore import kinds
 from pflcore._mode import context
 from pflcore.local.losses import REGRESSION, Loss, loss_of
 from pflcore.local.plain import refuse_detours
@@ -54,6 +55,7 @@ class _Bound:
                 owner[name] = pieces[i].view(shapes[i])
 
 
+@kinds.takes(head=kinds.TEXT, seed=kinds.SEED)
 class Net:
     """An `nn.Module` as a function of a flat row.
 

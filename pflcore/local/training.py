@@ -6,9 +6,21 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from pflcore import kinds
 from pflcore.local.schedules import Schedule, rates
 
 
+@kinds.takes(
+    lr=kinds.number(0, words="a finite number >= 0"),
+    batch_size=kinds.whole(1),
+    epochs=kinds.whole(1),
+    momentum=kinds.number(0, 1, "0 <= momentum < 1"),
+    weight_decay=kinds.number(0, words="a finite number >= 0"),
+    schedule=kinds.FUNCTION,
+    betas=kinds.many(kinds.number(0, 1), "two numbers in [0, 1)"),
+    eps=kinds.number(0, words="a finite number >= 0"),
+    clip_grad=kinds.POSITIVE,
+)
 @dataclass(frozen=True)
 class Training:
     """How every client trains; the run's, not an algorithm's.

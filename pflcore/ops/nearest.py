@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pflcore import kinds
+
 from . import stream
 from ._words import check_same, expect, is_int, shape
 from .sqdist import pairwise_sqdist
@@ -30,6 +32,7 @@ class Nearest(NamedTuple):
     certified: Tensor  # [M] bool: these are the K nearest, whatever the sketch or the data
 
 
+@kinds.takes(guide=kinds.DENSE, rows=kinds.DENSE, pivots=kinds.whole(0), seed=kinds.SEED, progress=kinds.FUNCTION)
 def nearest(
     guide: Tensor | Rows,  # [M, P]
     rows: Tensor | Rows,  # [N, P]

@@ -48,10 +48,10 @@ def check_sgd(
     if w.dtype not in (torch.float32, torch.float64):
         expect(False, op, "w", "float32 or float64", shape(w), kind=TypeError)
     for name, t in (("grad", grad), ("shift", shift), ("anchor", anchor), ("buffer", buffer), ("mask", mask)):
-        if t is None:
+        if t is None and name != "grad":
             continue
-        if not isinstance(t, Tensor):
-            expect(False, op, name, "a tensor", shape(t), kind=TypeError)
+        if not isinstance(t, Tensor) or t.layout is not torch.strided:
+            expect(False, op, name, "a tensor of rows, dense", shape(t), kind=TypeError)
         if t.shape != w.shape and not (t is mask and t.shape == w.shape[1:]):
             expect(False, op, name, f"{list(w.shape)} like w", shape(t))
         check_same(op, "w", w, name, t)

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pflcore import kinds
+
 from ._words import expect, matrix, shape
 from .aggregate import aggregate as aggregate_op
 from .aggregate import check_aggregate
@@ -40,6 +42,7 @@ class Rows(Protocol):
         ...
 
 
+@kinds.takes(paths=kinds.some("a list of files"), keys=kinds.NAMES)
 class Files:
     """Rows from safetensors files, one client's model each: the tensors `keys`, flattened and joined in this order.
 
@@ -124,6 +127,7 @@ def spans(rows: Tensor | Rows) -> Iterator[tuple[int, int]]:
     return ((first, min(first + step, rows.shape[0])) for first in range(0, rows.shape[0], step))
 
 
+@kinds.takes(a=kinds.DENSE, b=kinds.DENSE, progress=kinds.FUNCTION)
 def pairwise_sqdist(
     a: Tensor | Rows,  # [M, P]
     b: Tensor | Rows | None = None,  # [N, P]; None: b = a
@@ -149,6 +153,12 @@ def pairwise_sqdist(
     return out
 
 
+@kinds.takes(
+    updates=kinds.Kind(
+        "rows [N, P] or blocks of them", lambda v: not kinds.NAMES.fits(v) and (hasattr(v, "__iter__") or hasattr(v, "shape"))
+    ),
+    progress=kinds.FUNCTION,
+)
 def aggregate(
     updates: Tensor | Rows | Iterable[Any],  # [N, P], or blocks [n, P] of N rows in all
     weight: Tensor,  # [M, N], or [M, K] with index

@@ -79,14 +79,14 @@ def cost(
     for _ in range(warm):
         state, _ = step(algorithm, state, s, torch.arange(n))
     with FlopCounterMode(display=False, custom_mapping=_own_ops()) as counter:
-        algorithm, server = _overheard(algorithm, counter)
+        algorithm, server = _with_counter(algorithm, counter)
         state, done = step(algorithm, state, s, torch.arange(n))
     row = net.size * net.w0.element_size()
     client = (counter.get_total_flops() - sum(server)) / n * samples / each
     return Cost(done.bytes_down / n / row, done.bytes_up / n / row, (done.bytes_down + done.bytes_up) / n, client, sum(server))
 
 
-def _overheard(algorithm: FedAvg, counter: FlopCounterMode) -> tuple[FedAvg, list[float]]:
+def _with_counter(algorithm: FedAvg, counter: FlopCounterMode) -> tuple[FedAvg, list[float]]:
     """The algorithm, and a list that gets the operations of every call of its server's hooks: MOCHA's W W^T is no client's work."""
     server: list[float] = []
 

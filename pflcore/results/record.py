@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pflcore import metrics
+from pflcore import kinds, metrics
 
 __all__ = ["Record", "Run", "read"]
 LONG = 1000  # entries from which a list is no part of a line
@@ -58,6 +58,7 @@ def slug(text: str) -> str:
     return re.sub(r"[^\w.+-]+", "_", text).strip("_")
 
 
+@kinds.takes(path=kinds.PLACE, mark=kinds.MAPPING)
 class Record:
     """Writes one record file. Each line is one unbuffered write, so an interrupted process leaves at most its last line cut off."""
 
@@ -347,6 +348,7 @@ def _today(head: dict[str, Any]) -> dict[str, Any]:
     return {**head, "options": {"server_lr" if k == "lr" else k: v for k, v in own.items()}}
 
 
+@kinds.takes(path=kinds.PLACE)
 def read(path: str | Path) -> list[Run]:
     """The runs in a record file, or in all `*.jsonl` files below a folder. A line cut off in the middle is left out."""
     path = Path(path)

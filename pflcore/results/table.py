@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from pflcore import metrics
+from pflcore import kinds, metrics
 from pflcore.metrics import human
 from pflcore.results.record import Run, find, label
 
@@ -24,6 +24,7 @@ def split_of(run: Run) -> str:
     return {"test": "test", "val": "validation"}.get(run.header.get("eval_split", "test"), "training")
 
 
+@kinds.takes(runs=kinds.many(kinds.a(Run), "a list of runs, as read gives them, at least one"), last=kinds.whole(1), baseline=kinds.TEXT)
 def table(runs: Sequence[Run], last: int = 10, baseline: str | None = None) -> str:
     """Markdown: one row per algorithm, one table per setting; accuracies in percent; several seeds as mean ± std over seeds.
 

@@ -13,34 +13,36 @@ from places import ROOT
 
 PACKAGE = ROOT / "pflcore"
 ROOMS: dict[str, set[str]] = {  # from the ground up: each room, and the rooms below it that it imports
-    "ops": set(),
+    "kinds": set(),
+    "ops": {"kinds"},
     "_mode": set(),
-    "metrics": set(),
-    "data": set(),
+    "metrics": {"kinds"},
+    "data": {"kinds"},
     "factorized": {"ops"},
-    "nn": {"_mode", "factorized"},
-    "models": {"nn"},
+    "nn": {"kinds", "_mode", "factorized"},
+    "models": {"kinds", "nn"},
     "memory": {"metrics"},
     "rows": {"memory", "metrics"},
-    "local": {"ops", "_mode", "data", "memory", "metrics", "nn", "factorized"},
-    "algorithms": {"ops", "_mode", "metrics", "factorized", "local"},
-    "results": {"metrics"},
+    "local": {"kinds", "ops", "_mode", "data", "memory", "metrics", "nn", "factorized"},
+    "algorithms": {"kinds", "ops", "_mode", "metrics", "factorized", "local"},
+    "results": {"kinds", "metrics"},
     "uploads": {"local", "memory", "results"},
-    "round": {"ops", "rows", "metrics", "local", "algorithms", "uploads"},
+    "round": {"kinds", "ops", "rows", "metrics", "local", "algorithms", "uploads"},
     "arguments": {"rows", "local", "algorithms"},
-    "checkpoint": {"data", "local"},
+    "checkpoint": {"kinds", "data", "local"},
     "privacy": {"data", "local", "algorithms", "round"},
     "footprint": {"data", "local", "algorithms", "round"},
     "personal": {"_mode", "rows", "data", "local", "algorithms", "round", "checkpoint"},
     "simulation": {
+        "kinds",
         *("data", "metrics", "local", "algorithms", "round", "memory", "arguments", "uploads", "footprint", "results", "personal"),
         *("rows", "checkpoint"),
     },
-    "interop": {"ops", "data", "local", "algorithms", "arguments", "round", "personal"},
-    "lowrank": {"ops", "interop"},
-    "callbacks": {"metrics", "algorithms", "results"},
-    "testing": {"data", "local", "algorithms", "round"},
-    "tuning": {"data", "local", "algorithms", "round", "simulation", "results"},
+    "interop": {"kinds", "ops", "data", "local", "algorithms", "arguments", "round", "personal"},
+    "lowrank": {"kinds", "ops", "interop"},
+    "callbacks": {"kinds", "metrics", "algorithms", "results"},
+    "testing": {"kinds", "data", "local", "algorithms", "round"},
+    "tuning": {"kinds", "metrics", "data", "local", "algorithms", "round", "simulation", "results"},
     "experiment": {"data", "models", "local", "algorithms", "arguments", "checkpoint", "simulation"},
     "reproduce": {"data", "metrics", "models", "local", "algorithms", "round", "simulation", "results", "tuning", "experiment"},
     "cli": {
@@ -108,7 +110,7 @@ def test_no_two_files_need_each_other() -> None:
 
 def test_the_walls_would_be_noticed() -> None:
     assert {"pflcore.ops", "pflcore.local.net"} <= imported(MODULES["pflcore.algorithms.base"])
-    assert imported(MODULES["pflcore.models"]) == {"pflcore.nn"}
+    assert imported(MODULES["pflcore.models"]) == {"pflcore.kinds", "pflcore.nn"}
 
 
 def test_importing_pflcore_pulls_in_no_extra() -> None:

@@ -1,0 +1,109 @@
+"""The kinds of arguments of what is public: what is expected of one, in words and as a test."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Kind(NamedTuple):
+    """What is expected, after the word "expected", and whether a value is that."""
+
+    words: str
+    fits: Callable[[Any], bool]
+
+
+def takes(**kinds: Kind) -> Callable[[F], F]:
+    """A function, or a class's `__init__`, whose arguments are of these kinds or their own defaults. ValueError in one sentence."""
+
+    def decorate(thing: F) -> F:
+        call: Any = thing.__init__ if inspect.isclass(thing) else thing  # type: ignore[misc]
+        signature = inspect.signature(call)
+
+        @functools.wraps(call)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            try:
+                given = signature.bind(*args, **kwargs).arguments
+            except TypeError:  # which the call itself says better
+                given = {}
+            for name, kind in kinds.items():
+                if name in given and given[name] is not signature.parameters[name].default and not kind.fits(given[name]):
+                    raise ValueError(f"{name}: expected {kind.words}, got {shown(given[name])}.")
+            return call(*args, **kwargs)
+
+        if not inspect.isclass(thing):
+            return checked  # type: ignore[return-value]
+        setattr(thing, "__init__", checked)  # noqa: B010
+        return thing
+
+    return decorate
+
+
+def shown(value: Any) -> str:
+    """A value in a few words on one line; of a tensor the shape and dtype."""
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _is(kind: type, value: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def number(least: float = float("-inf"), most: float = float("inf"), words: str = "a number") -> Kind:
+    """A real number from `least` to `most`, no truth value and no NaN."""
+    return Kind(words, lambda v: _is(Real, v) and bool(least <= v <= most))
+
+
+def whole(least: int) -> Kind:
+    return Kind(f"a whole number, at least {least}", lambda v: _is(Integral, v) and v >= least)
+
+
+def a(*types: type, words: str = "") -> Kind:
+    """An instance of one of the types."""
+    return Kind(words or " or ".join(f"a {t.__name__}" for t in types), lambda v: isinstance(v, types))
+
+
+def many(kind: Kind, words: str) -> Kind:
+    """One or more of a kind, in a list or another sequence, or as the values of a dict."""
+
+    def fits(v: Any) -> bool:
+        listed: Iterable[Any] = v.values() if isinstance(v, Mapping) else v if isinstance(v, Sequence) and not isinstance(v, str) else ()
+        values = list(listed)
+        return bool(values) and all(kind.fits(x) for x in values)
+
+    return Kind(words, fits)
+
+
+def of_dim(dim: int, words: str) -> Kind:
+    """A dense floating-point tensor of so many dimensions."""
+    return Kind(words, lambda v: isinstance(v, Tensor) and v.is_floating_point() and not v.is_sparse and v.dim() == dim)
+
+
+def some(words: str) -> Kind:
+    """A collection of anything, but no string."""
+    return Kind(words, lambda v: hasattr(v, "__len__") and not isinstance(v, str) and len(v) > 0)
+
+
+SEED = Kind("a whole number of 64 bits", lambda v: _is(Integral, v) and -(2**63) <= v < 2**63)
+TENSOR = a(Tensor, words="a tensor")
+MATRIX = of_dim(2, "a matrix of floating-point numbers")
+FUNCTION = Kind("a function", callable)
+PLACE = a(str, os.PathLike, words="a path")
+MODEL = Kind("an nn.Module, a function that makes one or a Net", lambda v: callable(v) or hasattr(v, "module"))
+BUFFERS = Kind("'auto', 'average' or 'local'", lambda v: v in ("auto", "average", "local"))
+MAPPING = a(Mapping, words="a dict")
+TEXT = a(str, words="a string")
+NAMES = Kind("a name or a list of names", lambda v: isinstance(v, str) or (isinstance(v, Sequence) and all(isinstance(x, str) for x in v)))
+DENSE = Kind("a dense tensor or rows to read", lambda v: not (isinstance(v, Tensor) and v.layout is not torch.strided))
+POSITIVE = Kind("a finite number above 0", lambda v: _is(Real, v) and 0 < v < float("inf"))
