@@ -23,11 +23,13 @@ class Kind(NamedTuple):
 
 
 def takes(**kinds: Kind) -> Callable[[F], F]:
-    """A function, or a class's `__init__`, whose arguments are of these kinds or their own defaults. ValueError in one sentence."""
+    """A function, or a class's `__init__`, whose arguments are of these kinds, their own defaults, or None where that is annotated. ValueError in one
+    sentence."""
 
     def decorate(thing: F) -> F:
         call: Any = thing.__init__ if inspect.isclass(thing) else thing  # type: ignore[misc]
         signature = inspect.signature(call)
+        free = {n: [p.default, *([None] if "None" in str(p.annotation) else [])] for n, p in signature.parameters.items()}
 
         @functools.wraps(call)
         def checked(*args: Any, **kwargs: Any) -> Any:
@@ -36,7 +38,7 @@ def takes(**kinds: Kind) -> Callable[[F], F]:
             except TypeError:  # which the call itself says better
                 given = {}
             for name, kind in kinds.items():
-                if name in given and given[name] is not signature.parameters[name].default and not kind.fits(given[name]):
+                if name in given and not any(given[name] is v for v in free[name]) and not kind.fits(given[name]):
                     raise ValueError(f"{name}: expected {kind.words}, got {shown(given[name])}.")
             return call(*args, **kwargs)
 
