@@ -23,8 +23,9 @@ class Kind(NamedTuple):
 
 
 def takes(**kinds: Kind) -> Callable[[F], F]:
-    """A function, or a class's `__init__`, whose arguments are of these kinds, their own defaults, or None where that is annotated. ValueError in one
-    sentence."""
+    """A function, or a class's `__init__`, whose arguments are of these kinds, their defaults, or None where that is annotated.
+
+    ValueError in one sentence where one is not."""
 
     def decorate(thing: F) -> F:
         call: Any = thing.__init__ if inspect.isclass(thing) else thing  # type: ignore[misc]
