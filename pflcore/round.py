@@ -186,12 +186,15 @@ def mixed_statistics(old: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def finite(tensors: Iterable[Tensor], count: int) -> Tensor:
-    """Bool [S]: which clients' rows are finite throughout. One pass: a float64 sum is finite only if all its float32 terms are; and one
-    look at what a device found."""
+    """Bool [S]: which clients' rows are finite throughout. One pass: a float64 sum is finite only if all its terms are (those of float32
+    squared, by the kernel for distances); and one look at what a device found."""
     found: dict[torch.device, Tensor] = {}
     for v in tensors:
         if v.is_floating_point() and v.numel():
-            fine = v.reshape(count, -1).sum(1, dtype=torch.float64).isfinite()
+            rows = v.reshape(count, -1)
+            fine = (
+                rows.sum(1) if v.dtype == torch.float64 else ops.pairwise_sqdist(rows, rows.new_zeros(1, rows.shape[1]))[:, 0]
+            ).isfinite()
             found[v.device] = found[v.device] & fine if v.device in found else fine
     everywhere = torch.ones(count, dtype=torch.bool)
     for fine in found.values():

@@ -11,11 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pflcore import memory
+from pflcore import memory, ops
 from pflcore.local.workers import onto
 from pflcore.results.record import OUTLIER
-
-CHUNK = 1 << 20  # numbers looked at together, so that differences need no matrix of their own
 
 Tensors = Mapping[str, Tensor]
 
@@ -27,21 +25,16 @@ def _updates(up: Tensors, g: Tensors, n: int) -> dict[str, Tensor | None]:
     return {"delta": None, **models} if "delta" in up else models
 
 
-def _pieces(count: int, width: int) -> list[slice]:
-    step = max(1, CHUNK // max(1, width))
-    return [slice(a, min(count, a + step)) for a in range(0, count, step)]
-
-
 def norms(up: Tensors, g: Tensors, ids: Tensor, n: int) -> Tensor | None:
     """Each client's largest update norm [S], float64 on the CPU; None where nothing that is uploaded is an update."""
     found: list[Tensor] = []
     for key, held in _updates(up, g, n).items():
         rows = up[key].reshape(len(ids), -1)
-        parts = []
-        for piece in _pieces(*rows.shape):
-            moved = rows[piece] if held is None else rows[piece] - held[onto(ids[piece], held.device)]
-            parts.append(torch.linalg.vector_norm(moved, dim=1, dtype=torch.float64))
-        found.append(torch.cat(parts).cpu())
+        if held is None:
+            square = ops.pairwise_sqdist(rows, rows.new_zeros(1, rows.shape[1]))
+        else:
+            square = ops.pairwise_sqdist(rows, held.to(rows.dtype), onto(ids[:, None], held.device))
+        found.append(square[:, 0].sqrt().cpu())
     return torch.stack(found).amax(0) if found else None
 
 

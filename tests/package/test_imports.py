@@ -26,7 +26,7 @@ ROOMS: dict[str, set[str]] = {  # from the ground up: each room, and the rooms b
     "local": {"kinds", "ops", "_mode", "data", "memory", "metrics", "nn", "factorized"},
     "algorithms": {"kinds", "ops", "_mode", "metrics", "factorized", "local"},
     "results": {"kinds", "metrics"},
-    "uploads": {"local", "memory", "results"},
+    "uploads": {"ops", "local", "memory", "results"},
     "round": {"kinds", "ops", "rows", "metrics", "local", "algorithms", "uploads"},
     "arguments": {"rows", "local", "algorithms"},
     "checkpoint": {"kinds", "data", "local"},
