@@ -72,6 +72,7 @@ def reference(
     b = a if b is None else b
     m, n, p = a.shape[0], b.shape[0] if index is None else index.shape[1], a.shape[1]
     out = torch.zeros(m, n, dtype=torch.float64, device=a.device)
+    index = None if index is None else index.contiguous()  # whose strides the result would have
     near, columns = (None, p) if index is None else (index.clamp(min=0), p if len(b) else 0)
     for i in range(m):
         for first in range(i + 1 if symmetric and index is None else 0, n, BUDGET // LEAF):
