@@ -235,7 +235,7 @@ def test_mistakes_at_the_door() -> None:
         )
     with pytest.raises(ValueError, match="expected those of one client"):
         Client("fedavg", model, DATA)
-    with pytest.raises(TypeError, match="model: expected an nn"):
+    with pytest.raises(ValueError, match="template: expected an nn"):
         Server("fedavg", 3, 4)
     with pytest.raises(ValueError, match="other `buffers`"):
         Client("fedavg", bn_model, DATA.subset([0]), buffers="local").train(Server("fedavg", bn_model, 4).download(0))
