@@ -79,30 +79,30 @@ def cost(
     for _ in range(warm):
         state, _ = step(algorithm, state, s, torch.arange(n))
     with FlopCounterMode(display=False, custom_mapping=_own_ops()) as counter:
-        algorithm, server = _with_counter(algorithm, counter)
+        algorithm, spent = _with_counter(algorithm, counter)
         state, done = step(algorithm, state, s, torch.arange(n))
     row = net.size * net.w0.element_size()
-    client = (counter.get_total_flops() - sum(server)) / n * samples / each
-    return Cost(done.bytes_down / n / row, done.bytes_up / n / row, (done.bytes_down + done.bytes_up) / n, client, sum(server))
+    client, server = spent["client"] / n * samples / each, spent["send"] + spent["server"]
+    return Cost(done.bytes_down / n / row, done.bytes_up / n / row, (done.bytes_down + done.bytes_up) / n, client, server)
 
 
-def _with_counter(algorithm: FedAvg, counter: FlopCounterMode) -> tuple[FedAvg, list[float]]:
-    """The algorithm, and a list that gets the operations of every call of its server's hooks: MOCHA's W W^T is no client's work."""
-    server: list[float] = []
+def _with_counter(algorithm: FedAvg, counter: FlopCounterMode) -> tuple[FedAvg, dict[str, float]]:
+    """The algorithm, and the operations of its hooks: MOCHA's W W^T is no client's work, a look whether uploads are finite no method's."""
+    spent = dict.fromkeys(("client", "send", "server"), 0.0)
 
-    def counted(hook: Callable[..., T]) -> Callable[..., T]:
+    def counted(name: str, hook: Callable[..., T]) -> Callable[..., T]:
         def call(*args: Any, **kwargs: Any) -> T:
             before = counter.get_total_flops()
             out = hook(*args, **kwargs)
-            server.append(counter.get_total_flops() - before)
+            spent[name] += counter.get_total_flops() - before
             return out
 
         return call
 
     heard = copy.copy(algorithm)
-    for name in ("send", "server"):
-        object.__setattr__(heard, name, counted(getattr(algorithm, name)))  # it is frozen
-    return heard, server
+    for name in spent:
+        object.__setattr__(heard, name, counted(name, getattr(algorithm, name)))  # it is frozen
+    return heard, spent
 
 
 def _own_ops() -> dict[Any, Any]:
