@@ -59,10 +59,6 @@ class Checkpoint:
     _since: float = field(default_factory=time.monotonic, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 0:
-            raise ValueError(f"checkpoint_every: expected a number of rounds, 0 for none, got {self.every!r}.")
-        if not self.minutes >= 0:
-            raise ValueError(f"checkpoint_minutes: expected a number of minutes, 0 for none, got {self.minutes!r}.")
         _safetensors()  # now, not after ten minutes
 
     @property

@@ -195,7 +195,10 @@ def _record(todo: Sequence[Job], cut: Mapping[str, Any], shape: Mapping[str, Any
 def _checkpoint(folder: Path, output: Output) -> Checkpoint:
     from pflcore.checkpoint import Checkpoint
 
-    return Checkpoint(folder, output.checkpoint_every, output.checkpoint_minutes)
+    try:
+        return Checkpoint(folder, output.checkpoint_every, output.checkpoint_minutes)
+    except ValueError as e:
+        raise ValueError(f"checkpoint_{e}") from None  # the option's name
 
 
 def _standing(folder: Path, command: Mapping[str, Any]) -> tuple[int, Mapping[str, Any], bool]:
