@@ -40,7 +40,7 @@ def uniform(seed: Tensor, layer: int, shape: torch.Size | tuple[int, ...]) -> Te
     return _shifted(mixed(mixed(seed + jump) + places), 40).view(shape)
 
 
-@kinds.takes(p=kinds.number(0, 1, "a share in [0, 1)"))
+@kinds.takes(p=kinds.number(0, 1, "a probability in [0, 1]"))
 class Dropout(nn.Module):
     """`nn.Dropout` whose numbers belong to the client and the step, so that results repeat for any number of workers.
 
