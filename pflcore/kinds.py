@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple, TypeVar
 
@@ -78,12 +78,12 @@ def a(*types: type, words: str = "") -> Kind:
 
 
 def many(kind: Kind, words: str) -> Kind:
-    """One or more of a kind, in a list or another sequence, or as the values of a dict."""
+    """Things of a kind, in a list or another sequence, or as the values of a dict; that there are some is for the function to say."""
 
     def fits(v: Any) -> bool:
-        listed: Iterable[Any] = v.values() if isinstance(v, Mapping) else v if isinstance(v, Sequence) and not isinstance(v, str) else ()
-        values = list(listed)
-        return bool(values) and all(kind.fits(x) for x in values)
+        if isinstance(v, str) or not isinstance(v, Mapping | Sequence):
+            return False
+        return all(kind.fits(x) for x in (v.values() if isinstance(v, Mapping) else v))
 
     return Kind(words, fits)
 
@@ -94,8 +94,8 @@ def of_dim(dim: int, words: str) -> Kind:
 
 
 def some(words: str) -> Kind:
-    """A collection of anything, but no string."""
-    return Kind(words, lambda v: hasattr(v, "__len__") and not isinstance(v, str) and len(v) > 0)
+    """A collection of anything, but no string; it may be empty, as far as its kind goes."""
+    return Kind(words, lambda v: hasattr(v, "__len__") and not isinstance(v, str))
 
 
 SEED = Kind("a whole number of 64 bits", lambda v: _is(Integral, v) and -(2**63) <= v < 2**63)

@@ -226,7 +226,9 @@ def fedsa_lora(states: Any, **options: Any) -> Any:
 
 
 def _has_embedding(states: Any) -> bool:
-    first = next(iter(states.values() if isinstance(states, Mapping) else states))
+    first = next(iter(states.values() if isinstance(states, Mapping) else states), None)
+    if first is None:
+        raise ValueError(f"states: expected the adapters of at least one client, got {states!r}.")
     first = first[1] if isinstance(first, tuple) else first
     return any("lora_embedding_A" in n for n in first) if isinstance(first, Mapping) else False
 

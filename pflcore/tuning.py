@@ -141,7 +141,7 @@ def candidates(algorithm: FedAvg, training: Training, grid: Mapping[str, Sequenc
         if not (key in own or (key.startswith("training.") and key.removeprefix("training.") in its)):
             known = ", ".join([*sorted(own), *(f"training.{k}" for k in sorted(its))])
             raise ValueError(f"grid: {key!r} is no option of {type(algorithm).__name__} or its training; there are {known}.")
-        if not kinds.some("").fits(choices):
+        if not kinds.some("").fits(choices) or not len(choices):
             raise ValueError(f"grid: expected a list of values for {key!r}, got {choices!r}.")
     names = sorted(grid, key=lambda k: k in algorithm.late)  # late options vary fastest, so that trained states are met in blocks
     out = []

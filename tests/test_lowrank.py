@@ -174,7 +174,7 @@ def test_presets() -> None:
 
 BAD: list[tuple[Any, Any, str]] = [
     ([], scale_of(2), "states: expected adapters"),
-    ([adapter(0, 2)], [], "scale: expected"),
+    ([adapter(0, 2)], [], "scale: expected that of each of 1"),
     ([adapter(0, 2)], [{}], "scale: client 0 has none for m.q.lora_A.weight"),
     ([adapter(0, 2), adapter(1, 2, more=torch.ones(1))], scale_of(2), "client 1: its adapter differs from client 0's in more"),
     ([adapter(0, 2, **{"m.q.lora_E": torch.ones(2)})], scale_of(2), "m.q.lora_E: AdaLoRA"),

@@ -83,7 +83,7 @@ class FineTune(FedOpt):
         if before is not None and self.margin is not None:
             keep = keep | ~(value(local, w) > before + self.margin)
         local.buffers = torch.where(keep[:, None], buffers, local.buffers)
-        return {"w": torch.where(keep[:, None], x, w)}
+        return {"w": x if w is x else torch.where(keep[:, None], x, w)}
 
     def chosen(self, x: Tensor, local: Local, mask: Tensor | None) -> Tensor:
         """The best candidate of each client (or of all together) on the validation split: [S, P]."""

@@ -18,7 +18,7 @@ from pflcore.local.schedules import Schedule, rates
     weight_decay=kinds.number(0, words="a finite number >= 0"),
     schedule=kinds.Kind("a function of (round, rounds) or of an optimizer", lambda v: callable(v) or hasattr(v, "optimizer")),
     betas=kinds.many(kinds.number(0, 1), "two numbers in [0, 1)"),
-    eps=kinds.number(0, words="a finite number >= 0"),
+    eps=kinds.number(words="a finite number >= 0"),
     clip_grad=kinds.POSITIVE,
 )
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class Nearest(NamedTuple):
     certified: Tensor  # [M] bool: these are the K nearest, whatever the sketch or the data
 
 
-@kinds.takes(guide=kinds.DENSE, rows=kinds.DENSE, pivots=kinds.whole(0), seed=kinds.SEED, progress=kinds.FUNCTION)
+@kinds.takes(guide=kinds.DENSE, rows=kinds.DENSE, seed=kinds.SEED, progress=kinds.FUNCTION)
 def nearest(
     guide: Tensor | Rows,  # [M, P]
     rows: Tensor | Rows,  # [N, P]

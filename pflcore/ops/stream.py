@@ -155,7 +155,8 @@ def pairwise_sqdist(
 
 @kinds.takes(
     updates=kinds.Kind(
-        "rows [N, P] or blocks of them", lambda v: not kinds.NAMES.fits(v) and (hasattr(v, "__iter__") or hasattr(v, "shape"))
+        "rows [N, P] or blocks of them",
+        lambda v: hasattr(v, "shape") or (hasattr(v, "__iter__") and not (v and kinds.NAMES.fits(v))),
     ),
     progress=kinds.FUNCTION,
 )

@@ -274,7 +274,7 @@ NAN[3, 1] = float("nan")
 INF = NAN.nan_to_num()
 INF[5, 0] = float("inf")
 BAD = [
-    ({"index": {"train": []}}, "index: expected a dict of lists of index tensors by split, got"),
+    ({"index": {"train": []}}, "a federation needs at least one client, got none"),
     ({"index": {"train": index([0], []), "test": index([4], [5])}}, "client 1 has no training samples: leave it out"),
     ({"index": {"train": index([0, 2], [2])}}, "index['train'] must not overlap, but two clients, or one twice, holds sample 2"),
     ({"index": {"train": index([0, 0], [1])}}, "holds sample 0 more than once"),

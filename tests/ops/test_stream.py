@@ -24,7 +24,7 @@ def mapped(t: Tensor, folder, name: str = "rows", mode: str = "r") -> np.memmap:
 def same(got: Tensor, want: Tensor) -> None:
     """To the last bit; the references sum all rows in one product, whose order torch chooses."""
     assert got.dtype == want.dtype and got.shape == want.shape
-    assert torch.equal(got, want) if KERNELS else torch.allclose(got, want, rtol=1e-3, atol=1e-4 if got.dtype is not F16 else 1e-2)
+    assert torch.equal(got, want) if KERNELS else torch.allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture
