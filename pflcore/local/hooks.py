@@ -200,7 +200,9 @@ class Local:
             losses[work.at] = work.mean(work.losses)
             work.finish()
 
-        self._over_pieces(train, max(v[0].numel() for v in rows.values()), 0 if alone else self._samples(loss), alone)
+        width = max(v[0].numel() for v in rows.values())
+        most = max(2, len(self._ids) * self.setting.training.batch_size * width >> 23)  # so many steps' arithmetic outweighs their Python
+        self._over_pieces(train, width, 0 if alone else self._samples(loss), alone, most)
         if not probe:
             self.train_loss = losses
         return out
@@ -397,8 +399,8 @@ class Local:
         chain = self.setting.engine.chain if loss is None and self.setting.data.device.type == "cpu" else None
         return int(self._size.sum()) if chain is not None else 0
 
-    def _over_pieces(self, f: Callable[[Tensor], None], width: int, samples: int = 0, alone: bool = False) -> None:
+    def _over_pieces(self, f: Callable[[Tensor], None], width: int, samples: int = 0, alone: bool = False, most: int = 16) -> None:
         order = torch.from_numpy(np.lexsort((self._ids, -self._size)))  # largest first, then by id
-        count = len(order) if alone else self.setting.engine.pieces(len(order), width, samples)
+        count = len(order) if alone else self.setting.engine.pieces(len(order), width, samples, most)
         cuts = [len(order) * j // count for j in range(count + 1)]
         self.setting.engine.map(f, [order[a:b] for a, b in pairwise(cuts)])

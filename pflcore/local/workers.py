@@ -107,15 +107,16 @@ class Engine:
             torch.set_num_threads(before)  # set_num_threads is also what *new* threads start with
         return threads
 
-    def pieces(self, count: int, width: int, samples: int = 0) -> int:
+    def pieces(self, count: int, width: int, samples: int = 0, most: int = 16) -> int:
         """Into how many pieces a cohort of `count` rows of `width` is cut; never a matter of the number of workers.
 
-        `samples`: how many of them go through the kernels of a chain, where a call costs little and only the arithmetic counts.
+        `samples`: how many of them go through the kernels of a chain, where a call costs little and only the arithmetic counts; `most` is
+        for work that is Python's at every step, which each piece does for itself and one at a time.
         """
         if self.name == "threads" and not samples:
             return count
-        most = 16 if samples * width >= 1 << 28 else 4 if samples * width >= 1 << 22 else 2 if count * width >= 1 << 18 else 1
-        return max(1, min(count, most))
+        parts = 16 if samples * width >= 1 << 28 else 4 if samples * width >= 1 << 22 else 2 if count * width >= 1 << 18 else 1
+        return max(1, min(count, parts, most))
 
 
 SMALL_RUN = 1 << 22  # weights of all clients that are looked at together: one thread passes through them in a few milliseconds
