@@ -11,7 +11,7 @@ from bench.problem import Problem
 from pflcore.algorithms.factorized_waffle import FactorizedWaffle
 from pflcore.data import Federation
 from pflcore.local import Local, Net, Training, prepared
-from pflcore.models import model_for
+from pflcore.nn.models import model_for
 
 PROVIDERS = ("factorized layers", "dense layers", "with sampling and divergence")
 CLIENTS = 10

@@ -236,7 +236,7 @@ def bench_round() -> list[Row]:
     from pflcore.local.settings import Setting
     from pflcore.local.training import Training
     from pflcore.local.workers import Engine
-    from pflcore.round import begin, step
+    from pflcore.simulation.round import begin, step
 
     class LeNet(torch.nn.Module):
         def __init__(self) -> None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pflcore.data import Federation, sources
-from pflcore.models import cnn, lenet5, linear, mlp
+from pflcore.nn.models import cnn, lenet5, linear, mlp
 
 BATCH, LR = 20, 0.005
 FOLDERS = {"mnist": "mnist", "cifar10": "cifar-10-batches-py"}

@@ -7,7 +7,7 @@ from pflcore import Federation, Net, Training, cross_device, tune
 from pflcore.algorithms import FedAvg
 from pflcore.algorithms.finetune import FineTune
 from pflcore.metrics import hurt, mean
-from pflcore.round import evaluate
+from pflcore.simulation.round import evaluate
 
 
 def my_clients() -> list[tuple[torch.Tensor, torch.Tensor]]:

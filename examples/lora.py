@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import pflcore
-from pflcore import lowrank
+from pflcore.interop import lowrank
 
 CLIENTS, GROUPS, WORDS, LENGTH, BATCH = 12, 3, 24, 24, 16
 CONFIG = LlamaConfig(

@@ -1,11 +1,7 @@
 """pflcore: a compact algorithm core for personalized federated learning."""
 
-__version__ = "0.1.0"
-
 from pflcore.algorithms import ALGORITHMS
 from pflcore.algorithms.base import FedAvg, Stop
-from pflcore.callbacks import EarlyStopping, TensorBoard
-from pflcore.checkpoint import Checkpoint
 from pflcore.data import Federation
 from pflcore.data.roles import cross_device, cross_silo
 from pflcore.interop import Client, Server, pack, personalize, unpack
@@ -20,9 +16,12 @@ from pflcore.ops import (
     rank1_linear,
     waffle_weights,
 )
-from pflcore.personal import Personalized
-from pflcore.round import evaluate, step
+from pflcore.ops import __version__ as __version__
 from pflcore.simulation import History, Simulation, for_everyone
+from pflcore.simulation.callbacks import EarlyStopping, TensorBoard
+from pflcore.simulation.checkpoint import Checkpoint
+from pflcore.simulation.personal import Personalized
+from pflcore.simulation.round import evaluate, step
 from pflcore.tuning import tune
 
 __all__ = [

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pflcore import kinds
+from pflcore.ops import kinds
 
 __all__ = [
     "auc",

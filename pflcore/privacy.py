@@ -22,7 +22,7 @@ from pflcore.algorithms.factorized_waffle import FactorizedWaffle, strengths
 from pflcore.data.federation import Federation
 from pflcore.local import Local, Net, Training, prepared
 from pflcore.local.workers import one_thread
-from pflcore.round import begin, sample, step
+from pflcore.simulation.round import begin, sample, step
 
 # -- what the adversary gets -------------------------------------------------------------------------------------------------------
 

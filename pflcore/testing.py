@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pflcore import kinds
 from pflcore.algorithms.base import FedAvg, Pool, State, Stop, Tensors
 from pflcore.algorithms.lookup import algorithm_of
 from pflcore.data.federation import Federation
@@ -22,7 +21,8 @@ from pflcore.data.roles import held_out
 from pflcore.local import Engine, Setting, Training
 from pflcore.local.losses import default_loss
 from pflcore.local.net import Net
-from pflcore.round import Outcome, begin, evaluate, nbytes, sample, step
+from pflcore.ops import kinds
+from pflcore.simulation.round import Outcome, begin, evaluate, nbytes, sample, step
 
 __all__ = ["CHECKS", "Case", "Fault", "check"]
 

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pflcore import kinds
 from pflcore.algorithms.base import FedAvg, State, Tensors, cohort_of
 from pflcore.algorithms.finetune import FineTune, layer_mask, lengths, value
 from pflcore.algorithms.lookup import algorithm_of
@@ -29,9 +28,11 @@ from pflcore.local.losses import default_loss
 from pflcore.local.net import Net
 from pflcore.local.random import generator_of
 from pflcore.metrics import Metric, metrics_of
+from pflcore.ops import kinds
 from pflcore.results.record import plain
-from pflcore.round import evaluate
-from pflcore.simulation import STREAM, Simulation
+from pflcore.simulation import Simulation
+from pflcore.simulation.loop import STREAM
+from pflcore.simulation.round import evaluate
 
 
 def _are_seeds(value: Any) -> bool:

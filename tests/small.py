@@ -15,7 +15,7 @@ from pflcore.local.net import Net
 from pflcore.local.settings import Setting
 from pflcore.local.training import Training
 from pflcore.local.workers import Engine
-from pflcore.round import Outcome, begin, step
+from pflcore.simulation.round import Outcome, begin, step
 
 
 class Scale(nn.Module):

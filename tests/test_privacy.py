@@ -14,8 +14,8 @@ from pflcore.algorithms import ALGORITHMS
 from pflcore.algorithms.factorized_waffle import FactorizedWaffle, strengths
 from pflcore.data.federation import Federation
 from pflcore.local import Net, Training
-from pflcore.models import model_for
 from pflcore.nn import factorize
+from pflcore.nn.models import model_for
 
 D = torch.float64
 

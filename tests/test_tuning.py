@@ -17,8 +17,8 @@ from pflcore.data import Federation
 from pflcore.data.roles import Protocol, cross_device, cross_silo
 from pflcore.local import Engine, Setting, Training
 from pflcore.local.net import Net
-from pflcore.round import begin, evaluate, sample, step
 from pflcore.simulation import Simulation
+from pflcore.simulation.round import begin, evaluate, sample, step
 from pflcore.tuning import candidates, finetuning_curve, tune
 
 

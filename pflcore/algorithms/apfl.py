@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from pflcore import ops
-from pflcore._mode import context
 from pflcore.algorithms.base import FedAvg, Payload, Tensors, only_sgd
 from pflcore.local import Local, Training
 from pflcore.local.net import Net
+from pflcore.nn.mode import context
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from pflcore import kinds, ops
+from pflcore import ops
 from pflcore.local import Local, Setting, Training
 from pflcore.local.net import Net
 from pflcore.local.workers import onto
+from pflcore.ops import kinds
 
 Tensors = dict[str, Tensor]
 

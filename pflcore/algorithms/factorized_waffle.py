@@ -13,10 +13,10 @@ from torch import Tensor
 from pflcore import ops
 from pflcore.algorithms import ibp
 from pflcore.algorithms.base import FedAvg, Payload, Tensors, only_sgd
-from pflcore.factorized import Init, factorize, factorized_layers
 from pflcore.local import Local, Training
 from pflcore.local.net import Net
 from pflcore.local.random import client_seeds, uniforms
+from pflcore.nn.factorized import Init, factorize, factorized_layers
 
 PRESETS: dict[str, tuple[str, float]] = {"recommended": ("adam", 0.01), "paper_literal": ("sgd", 1.0)}  # optimizer, kl_weight
 MODES = ("thr_soft", "mean", "relaxed_mean", "hard", "mc")

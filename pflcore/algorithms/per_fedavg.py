@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pflcore._mode import context, forward_mode
 from pflcore.algorithms.base import FedAvg, Payload, Tensors, only_sgd, plain_steps
 from pflcore.local import Local, Training
 from pflcore.local.net import Net
+from pflcore.nn.mode import context, forward_mode
 
 
 @dataclass(frozen=True)

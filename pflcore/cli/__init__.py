@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import importlib.util
 import inspect
 import io
@@ -17,6 +16,7 @@ import platform
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import traceback
@@ -29,11 +29,11 @@ from typing import TYPE_CHECKING, Any
 from pflcore.cli.options import Group, Option, of_dataclass, of_function, of_words, parse, peek
 
 if TYPE_CHECKING:
-    from pflcore.checkpoint import Checkpoint
-    from pflcore.experiment import Job
+    from pflcore.reproduce.experiment import Job
     from pflcore.results.progress import Progress
     from pflcore.results.record import Record, Run
     from pflcore.simulation import History, Simulation
+    from pflcore.simulation.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ def compare(argv: Sequence[str]) -> int:
 
 
 def _play(command: str, names: list[str], argv: Sequence[str]) -> int:
-    from pflcore import experiment
     from pflcore.algorithms.lookup import class_of, name_of
     from pflcore.local import Training
+    from pflcore.reproduce import experiment
 
     one = command == "run"
     asked = {o: (peek(argv, f"--{o}") or [getattr(experiment.Options, o)])[0] for o in ("data", "partition", "model")}
@@ -119,10 +119,11 @@ def _play(command: str, names: list[str], argv: Sequence[str]) -> int:
 
 
 def _record(todo: Sequence[Job], cut: Mapping[str, Any], shape: Mapping[str, Any], output: Output) -> int:
-    from pflcore import checkpoint, experiment
     from pflcore.algorithms.lookup import name_of
+    from pflcore.reproduce import experiment
     from pflcore.results.progress import Progress
     from pflcore.results.record import Record, read
+    from pflcore.simulation import checkpoint
 
     options = todo[0].options
     _check_output(output)
@@ -193,7 +194,7 @@ def _record(todo: Sequence[Job], cut: Mapping[str, Any], shape: Mapping[str, Any
 
 
 def _checkpoint(folder: Path, output: Output) -> Checkpoint:
-    from pflcore.checkpoint import Checkpoint
+    from pflcore.simulation.checkpoint import Checkpoint
 
     try:
         return Checkpoint(folder, output.checkpoint_every, output.checkpoint_minutes)
@@ -203,7 +204,7 @@ def _checkpoint(folder: Path, output: Output) -> Checkpoint:
 
 def _standing(folder: Path, command: Mapping[str, Any]) -> tuple[int, Mapping[str, Any], bool]:
     """Where a command stands by the checkpoint in its folder: which job, how far the record goes, whether the job has begun."""
-    from pflcore.checkpoint import difference, load
+    from pflcore.simulation.checkpoint import difference, load
 
     _, facts = load(folder)
     note = facts["note"]
@@ -217,7 +218,7 @@ def _standing(folder: Path, command: Mapping[str, Any]) -> tuple[int, Mapping[st
 
 def _between(folder: Path, note: Mapping[str, Any]) -> None:
     """Says in the folder that a command stands between two runs. One that cannot be written is a warning: the one before it stands."""
-    from pflcore.checkpoint import save
+    from pflcore.simulation.checkpoint import save
 
     try:
         save(folder, {}, {"run": None, "note": note})
@@ -334,11 +335,11 @@ def _info_model(argv: Sequence[str]) -> int:
     """The parameters of a model, as it is and with its layers factorized."""
     from math import prod
 
-    from pflcore import experiment
-    from pflcore.factorized import factorized_layers
     from pflcore.local import Net
-    from pflcore.models import model_for
     from pflcore.nn import factorize
+    from pflcore.nn.factorized import factorized_layers
+    from pflcore.nn.models import model_for
+    from pflcore.reproduce import experiment
 
     name = peek(argv, "--model")[0]
     choice = experiment.model_of(name)
@@ -384,8 +385,8 @@ def bench(argv: Sequence[str]) -> int:
     root = Path(__file__).resolve().parents[2]
     if not (root / "bench" / "__main__.py").exists():
         raise ImportError("bench: the benchmarks are no part of the installed package; run `python -m bench` in a checkout of pflcore.")
-    sys.path.insert(0, str(root))
-    return int(importlib.import_module("bench").main(list(argv)))
+    paths = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.run([sys.executable, "-m", "bench", *argv], env={**os.environ, "PYTHONPATH": paths}, check=False).returncode
 
 
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from pflcore import privacy
 from pflcore.data import SOURCES, Federation, Source, load
-from pflcore.experiment import algorithm
 from pflcore.local import Net, Training
-from pflcore.models import MODELS, model_for
+from pflcore.nn.models import MODELS, model_for
+from pflcore.reproduce.experiment import algorithm
 
 
 def main(argv: Sequence[str]) -> int:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pflcore import kinds
+from pflcore.ops import kinds
 
 from . import natural, synthetic
 from .cuts import Partition

@@ -1,17 +1,14 @@
-"""What a federation refuses, each with one sentence."""
+"""What a federation refuses, each with one sentence; `fed` is a :class:`~pflcore.data.pool.Pool`, whose file needs this one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from .ragged import Ragged
-
-if TYPE_CHECKING:
-    from .federation import Federation
 
 SPLITS = ("train", "val", "test")
 
@@ -55,7 +52,7 @@ def _owner(sample: int, index: Mapping[str, Sequence[Tensor]]) -> str:
     return ""
 
 
-def check_lists(fed: Federation) -> None:
+def check_lists(fed: Any) -> None:
     """What came as N lists: whether each split has one list of the right kind per client."""
     unknown = [s for s in fed.index if s not in SPLITS]
     if unknown or "train" not in fed.index:
@@ -74,7 +71,7 @@ def check_lists(fed: Federation) -> None:
             _check_kind(rows, f"index[{split!r}][{i}]", fed.x.device)
 
 
-def check_clients(fed: Federation) -> None:
+def check_clients(fed: Any) -> None:
     pool = len(fed.x)
     where = torch.zeros(pool, dtype=torch.int8, device=fed.x.device)  # which split holds the sample, 0: none
     for number, split in enumerate(fed.splits, 1):
@@ -120,7 +117,7 @@ def _check_kind(rows: Tensor, what: str, device: torch.device) -> None:
         raise ValueError(f"{what} must be on the pool's device {device}, got {rows.device}")
 
 
-def _check_extras(fed: Federation, n: int) -> None:
+def _check_extras(fed: Any, n: int) -> None:
     for key, value in fed.truth.items():
         if value.dim() < 1 or len(value) != n:
             raise ValueError(f"truth[{key!r}] must have one row per client ({n}), got shape {list(value.shape)}")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .checks import SPLITS
-from .federation import Federation
+from .splits import P, split_samples
 
 if TYPE_CHECKING:
     from .cuts import Partition
@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 Classes = int | Literal["infer"] | None
 
 
-def from_partition(
-    cls: type[Federation], x: Any, y: Any, partition: Partition, x_test: Any, y_test: Any, classes: Classes, name: str
-) -> Federation:
+def from_partition(cls: type[P], x: Any, y: Any, partition: Partition, x_test: Any, y_test: Any, classes: Classes, name: str) -> P:
     x, y = tensor(x, "x", None), target(y, "y", None)
     if (x_test is None) != (y_test is None):
         raise ValueError(f"x_test and y_test must come together, got only {'y_test' if x_test is None else 'x_test'}")
@@ -37,7 +35,7 @@ def from_partition(
 
 
 def from_arrays(
-    cls: type[Federation],
+    cls: type[P],
     clients: Sequence[Any],
     test: Sequence[Any] | None,
     test_fraction: float,
@@ -45,7 +43,7 @@ def from_arrays(
     classes: Classes,
     dtype: torch.dtype | None,
     name: str,
-) -> Federation:
+) -> P:
     if len(clients) == 0:
         raise ValueError("clients must hold the data of at least one client, got an empty list")
     if test is not None and len(test) != len(clients):
@@ -81,11 +79,11 @@ def from_arrays(
     index.setdefault("train", [torch.empty(0, dtype=torch.int64)] * len(clients))
     y = torch.cat(ys)
     fed = cls(torch.cat(xs), y, index, infer(classes, y), None, name)
-    return fed.split_samples({"train": 1 - test_fraction, "test": test_fraction}, seed) if test_fraction else fed
+    return split_samples(fed, {"train": 1 - test_fraction, "test": test_fraction}, seed, None) if test_fraction else fed
 
 
 def from_datasets(
-    cls: type[Federation],
+    cls: type[P],
     clients: Sequence[Any],
     test: Sequence[Any] | None,
     test_fraction: float,
@@ -93,7 +91,7 @@ def from_datasets(
     classes: Classes,
     dtype: torch.dtype | None,
     name: str,
-) -> Federation:
+) -> P:
     pairs = [_read(d, f"client {i}") for i, d in enumerate(clients)]
     tests = None if test is None else [_read(d, f"client {i} (test)") for i, d in enumerate(test)]
     return from_arrays(cls, pairs, tests, test_fraction, seed, classes, dtype, name)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pflcore import kinds
+from pflcore.ops import kinds
 
 from .cuts import Partition, Pool, by_class, cut, cut_classes, rng_of, shares
 from .dirichlet import dirichlet

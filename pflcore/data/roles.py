@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pflcore import kinds
 from pflcore.data.federation import Federation
 from pflcore.data.splits import STANDARDIZED
+from pflcore.ops import kinds
 
 
 @dataclass(frozen=True)

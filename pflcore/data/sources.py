@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pflcore import kinds
+from pflcore.ops import kinds
 
 
 @dataclass(frozen=True, repr=False)

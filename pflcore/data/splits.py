@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .checks import SPLITS
-from .federation import Federation
+from .pool import Pool
 from .ragged import Ragged, starts
 
+P = TypeVar("P", bound=Pool)  # a federation stays one
 STANDARDIZED = "features standardised by each client's own training statistics"
 
 
@@ -26,7 +27,7 @@ class ClientGroups(NamedTuple):
     test: Tensor
 
 
-def subset(fed: Federation, clients: Sequence[int] | Tensor) -> Federation:
+def subset(fed: P, clients: Sequence[int] | Tensor) -> P:
     ids = _ids(fed, clients)
     index = {s: fed.lists(s).take(torch.tensor(ids)) for s in fed.splits}
     rows = torch.tensor(ids, device=fed.device)
@@ -34,7 +35,7 @@ def subset(fed: Federation, clients: Sequence[int] | Tensor) -> Federation:
     return replace(fed, index=index, relabel=relabel, truth={k: v[rows.to(v.device)] for k, v in fed.truth.items()})
 
 
-def split_clients(fed: Federation, train: float, val: float, test: float, seed: int) -> ClientGroups:
+def split_clients(fed: Pool, train: float, val: float, test: float, seed: int) -> ClientGroups:
     """Split the clients at random (Motley's cross-device setting).
 
     Each of ``train``, ``val``, ``test`` is a number of clients (int) or a fraction of them (float); one permutation by ``seed``: its
@@ -56,7 +57,7 @@ def split_clients(fed: Federation, train: float, val: float, test: float, seed: 
     return ClientGroups(train_ids[: number["train"]].sort().values, val_ids.sort().values, test_ids.sort().values)
 
 
-def halves(fed: Federation, clients: Sequence[int] | Tensor | None, seed: int, pool: Sequence[str] | None) -> Federation:
+def halves(fed: P, clients: Sequence[int] | Tensor | None, seed: int, pool: Sequence[str] | None) -> P:
     """Personalization and evaluation halves of these clients' (None: all clients') samples.
 
     The client's samples of the splits in ``pool`` (None: all it has) are shuffled once by ``seed``; the first floor(n/2) become its
@@ -78,7 +79,7 @@ def halves(fed: Federation, clients: Sequence[int] | Tensor | None, seed: int, p
     return replace(fed, index={s: _exchanged(lists, ids, new.get(s, _none(fed, len(ids)))) for s, lists in index.items()})
 
 
-def keep(fed: Federation, fraction: float, clients: Sequence[int] | Tensor | None) -> Federation:
+def keep(fed: P, fraction: float, clients: Sequence[int] | Tensor | None) -> P:
     """The first ``fraction`` of each training list, rounded up: keep(.25) is part of keep(.5). Other splits stay."""
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction must be above 0 and at most 1, got {fraction}")
@@ -88,7 +89,7 @@ def keep(fed: Federation, fraction: float, clients: Sequence[int] | Tensor | Non
     return replace(fed, index={**fed.index, "train": lists.take(torch.arange(fed.n), size)})
 
 
-def split_samples(fed: Federation, fractions: Mapping[str, float], seed: int, pool: Sequence[str] | None) -> Federation:
+def split_samples(fed: P, fractions: Mapping[str, float], seed: int, pool: Sequence[str] | None) -> P:
     """Split each client's own samples (Motley's cross-silo setting).
 
     ``fractions``: of "train", "val", "test", adding up to 1. ``pool``: the splits whose samples are divided anew (None: all).
@@ -124,7 +125,7 @@ def split_samples(fed: Federation, fractions: Mapping[str, float], seed: int, po
     return replace(fed, index={**kept, **index}, notes=[*fed.notes, note] if bool(small.any()) else fed.notes)
 
 
-def pooled(fed: Federation, split: str, clients: Sequence[int] | Tensor | None, limit: int, seed: int) -> tuple[Tensor, Tensor]:
+def pooled(fed: Pool, split: str, clients: Sequence[int] | Tensor | None, limit: int, seed: int) -> tuple[Tensor, Tensor]:
     ids = _ids(fed, range(fed.n) if clients is None else clients)
     if limit < 1:
         raise ValueError(f"limit must be at least 1 sample, got {limit}")
@@ -137,7 +138,7 @@ def pooled(fed: Federation, split: str, clients: Sequence[int] | Tensor | None, 
     return fed.x[lists.flat[chosen]], y
 
 
-def standardized(fed: Federation) -> Federation:
+def standardized(fed: P) -> P:
     """Each client's features shifted and scaled by its own *training* statistics (ddof 0).
 
     A feature that is constant on the client's training samples is shifted only. Statistics of other clients, or of held-out samples,
@@ -159,14 +160,14 @@ def standardized(fed: Federation) -> Federation:
     return replace(fed, x=x, notes=[*fed.notes, STANDARDIZED])
 
 
-def _ids(fed: Federation, clients: Sequence[int] | Tensor) -> list[int]:
+def _ids(fed: Pool, clients: Sequence[int] | Tensor) -> list[int]:
     ids = [int(i) for i in clients]
     if not ids or min(ids) < 0 or max(ids) >= fed.n or len(set(ids)) != len(ids):
         raise ValueError(f"clients must be distinct ids in 0..{fed.n - 1}, at least one, got {ids[:8]}{'...' if len(ids) > 8 else ''}")
     return ids
 
 
-def _joined(fed: Federation, pool: Sequence[str] | None) -> Ragged:
+def _joined(fed: Pool, pool: Sequence[str] | None) -> Ragged:
     """Each client's samples of these splits (None: all) one after the other."""
     lists = [fed.lists(s) for s in (fed.splits if pool is None else pool)]
     if len(lists) == 1:
@@ -176,11 +177,11 @@ def _joined(fed: Federation, pool: Sequence[str] | None) -> Ragged:
     return Ragged(torch.cat([one.flat for one in lists])[order], starts(size))
 
 
-def _permutation(n: int, seed: int, fed: Federation) -> Tensor:
+def _permutation(n: int, seed: int, fed: Pool) -> Tensor:
     return torch.from_numpy(np.random.RandomState(seed).permutation(n)).to(fed.device)
 
 
-def _none(fed: Federation, n: int) -> Ragged:
+def _none(fed: Pool, n: int) -> Ragged:
     return Ragged(torch.empty(0, dtype=torch.int64, device=fed.device), torch.zeros(n + 1, dtype=torch.int64))
 
 

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from .collect import Classes, infer, target, tensor
-from .federation import Federation
 from .ragged import Ragged, starts
+from .splits import P, split_samples
 
 
 def from_table(
-    cls: type[Federation],
+    cls: type[P],
     x: Any,
     y: Any,
     client: Any,
@@ -24,7 +24,7 @@ def from_table(
     classes: Classes,
     dtype: torch.dtype | None,
     name: str,
-) -> Federation:
+) -> P:
     if isinstance(x, str | Path):
         x, y, client = _columns(Path(x), y, client)
     if y is None or client is None:
@@ -35,7 +35,7 @@ def from_table(
     order, size, ids = _by_client(client, len(xs))
     truth = {"client": torch.from_numpy(ids)} if ids.dtype == np.int64 else {}
     fed = cls(xs, ys, {"train": Ragged(torch.from_numpy(order), starts(torch.from_numpy(size)))}, infer(classes, ys), None, name, [], truth)
-    return fed.split_samples({"train": 1 - test_fraction, "test": test_fraction}, seed) if test_fraction else fed
+    return split_samples(fed, {"train": 1 - test_fraction, "test": test_fraction}, seed, None) if test_fraction else fed
 
 
 def _by_client(client: Any, count: int) -> tuple[Any, Any, Any]:

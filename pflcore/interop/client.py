@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pflcore import kinds
 from pflcore.algorithms.base import FedAvg, Payload, Tensors
 from pflcore.algorithms.lookup import algorithm_of
-from pflcore.arguments import device_of
 from pflcore.data.federation import Federation
 from pflcore.data.ragged import Ragged
 from pflcore.data.roles import held_out
@@ -20,8 +18,10 @@ from pflcore.interop.wire import About, finished, net_of, opened
 from pflcore.local import Local, Training, prepared
 from pflcore.local.losses import Loss, default_loss
 from pflcore.local.workers import one_thread
-from pflcore.personal import Personalized, grown, one_client
-from pflcore.round import buffers_of
+from pflcore.ops import kinds
+from pflcore.simulation.arguments import device_of
+from pflcore.simulation.personal import Personalized, grown, one_client
+from pflcore.simulation.round import buffers_of
 
 
 @kinds.takes(training=kinds.a(Training), seed=kinds.SEED, workers=kinds.whole(1))

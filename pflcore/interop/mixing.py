@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pflcore import kinds, ops
+from pflcore import ops
 from pflcore.algorithms.base import FedAvg
 from pflcore.algorithms.clustered_fl import cosines, groups
 from pflcore.algorithms.fedamp import FedAMP
@@ -18,7 +18,8 @@ from pflcore.algorithms.feddwa import FedDWA
 from pflcore.algorithms.lookup import algorithm_of
 from pflcore.algorithms.sfl import SFL, nearest, smoothing
 from pflcore.interop.packing import pack, unpack
-from pflcore.round import finite
+from pflcore.ops import kinds
+from pflcore.simulation.round import finite
 
 
 class Mix(NamedTuple):

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pflcore import kinds, ops
+from pflcore import ops
 from pflcore.interop.forms import Make, Upload, dtype_of, own, put
+from pflcore.ops import kinds
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 

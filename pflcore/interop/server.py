@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from pflcore import kinds
 from pflcore.algorithms.base import Cohort, FedAvg, State, Tensors, cohort_from
 from pflcore.algorithms.lookup import algorithm_of, name_of
-from pflcore.arguments import check_start, limit, whole
 from pflcore.interop.wire import STATISTICS, About, net_of, opened, packed
 from pflcore.local.random import generator_of
-from pflcore.personal import with_one_more
-from pflcore.round import Outcome, begin, buffers_of, receive
+from pflcore.ops import kinds
+from pflcore.simulation.arguments import check_start, limit, whole
+from pflcore.simulation.personal import with_one_more
+from pflcore.simulation.round import Outcome, begin, buffers_of, receive
 
 _Form = dict[str, tuple[torch.Size, torch.dtype]]
 PURPOSES = {"train": "send", "evaluation": "evaluation"}  # what the draws of each are called

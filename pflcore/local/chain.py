@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.fx import Node, Tracer
 
 from pflcore.data.federation import Federation
-from pflcore.factorized import FactorizedLinear
 from pflcore.local.losses import CRITERIA
 from pflcore.local.net import Net
 from pflcore.local.plain import is_plain
 from pflcore.nn import Dropout
+from pflcore.nn.factorized import FactorizedLinear
 from pflcore.ops import backend
 from pflcore.ops.chain import layer
 

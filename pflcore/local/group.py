@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from pflcore import ops
-from pflcore._mode import context, forward_mode
 from pflcore.local.adamw import AdamW
 from pflcore.local.chain import Chain
 from pflcore.local.net import Net
@@ -18,6 +17,7 @@ from pflcore.local.random import client_seeds, shuffles, uniforms
 from pflcore.local.steps import Step
 from pflcore.local.training import Training
 from pflcore.local.workers import onto
+from pflcore.nn.mode import context, forward_mode
 from pflcore.ops.chain import chain_grad, chain_sgd_
 from pflcore.ops.sgd import check_sgd, clipped, corrected
 

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from pflcore._mode import forward_mode
 from pflcore.local.chain import Chain
 from pflcore.local.group import LossFn, Piece
 from pflcore.local.losses import CRITERIA
@@ -29,6 +28,7 @@ from pflcore.local.random import client_seeds
 from pflcore.local.settings import Setting
 from pflcore.local.workers import onto
 from pflcore.metrics import right
+from pflcore.nn.mode import forward_mode
 from pflcore.ops.chain import chain_eval, chain_grad
 
 T = TypeVar("T")

@@ -16,11 +16,11 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from pflcore import kinds
-from pflcore._mode import context
 from pflcore.local.losses import REGRESSION, Loss, loss_of
 from pflcore.local.plain import refuse_detours
 from pflcore.local.swap import swap_layers
+from pflcore.nn.mode import context
+from pflcore.ops import kinds
 
 RANDOM_MODULES = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 

@@ -35,8 +35,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pflcore import memory
 from pflcore.data.federation import Federation
+from pflcore.local import memory
 from pflcore.local.chain import Chain, compiled, find_chain
 from pflcore.local.group import gradients
 from pflcore.local.net import Net

@@ -14,13 +14,13 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from pflcore import memory
-from pflcore._mode import forward_mode
 from pflcore.data.federation import Federation
+from pflcore.local import memory
 from pflcore.local.losses import CRITERIA
 from pflcore.local.net import Net
 from pflcore.local.proof import samples
 from pflcore.local.training import Training
+from pflcore.nn.mode import forward_mode
 
 BATCH = 8
 

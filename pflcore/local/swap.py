@@ -14,7 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from pflcore._mode import context
+from pflcore.nn.mode import context
 from pflcore.ops.conv import conv2d, conv2d_backward
 from pflcore.ops.pool import pool2x2, pool2x2_backward
 

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from pflcore import kinds
 from pflcore.local.schedules import Schedule, rates
+from pflcore.ops import kinds
 
 
 @kinds.takes(

@@ -16,6 +16,8 @@ from .sgd import sgd_step_
 from .sqdist import pairwise_sqdist
 from .weights import TopK, feddwa_weights, waffle_weights
 
+__version__ = "0.1.0"  # pflcore's, kernels and all
+
 __all__ = [
     "Backend",
     "Nearest",

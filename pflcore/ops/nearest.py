@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pflcore import kinds
+from pflcore.ops import kinds
 
 from . import stream
 from ._words import check_same, expect, is_int, shape

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pflcore import kinds
+from pflcore.ops import kinds
 
 from ._words import expect, matrix, shape
 from .aggregate import aggregate as aggregate_op

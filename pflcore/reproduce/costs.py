@@ -21,7 +21,7 @@ from pflcore.local.net import Net
 from pflcore.local.settings import Setting
 from pflcore.local.training import Training
 from pflcore.local.workers import Engine
-from pflcore.round import begin, step
+from pflcore.simulation.round import begin, step
 
 T = TypeVar("T")
 MIB = 2**20

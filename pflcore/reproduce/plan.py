@@ -32,10 +32,10 @@ from typing import Any
 
 from pflcore.data import CROSS_SILO, SOURCES, TABULAR
 from pflcore.data.roles import Protocol, cross_device, cross_silo, everybody
-from pflcore.experiment import Job, Options, federation, jobs
 from pflcore.local import Training
+from pflcore.reproduce.experiment import Job, Options, federation, jobs
 from pflcore.results.record import plain, slug
-from pflcore.simulation import STREAM
+from pflcore.simulation.loop import STREAM
 
 PLANS = Path(__file__).resolve().parent / "plans"
 EMPTY: dict[str, Any] = {

@@ -8,194 +8,19 @@ reproduction goes on where it stopped. `result.json` holds one row per method an
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
-import os
-import platform
-import re
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from itertools import groupby
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from pflcore.algorithms.base import State
-from pflcore.algorithms.hypcluster import Ensemble, HypCluster, picks
-from pflcore.data.roles import Protocol, everybody, held_out
-from pflcore.experiment import algorithm, model, net
 from pflcore.local.net import Net
-from pflcore.models import model_for
-from pflcore.reproduce import costs, groups, study
-from pflcore.reproduce.plan import EMPTY, Task, chosen, load, plans, shortened, tasks
-from pflcore.reproduce.table import rows_of, table, verdicts
+from pflcore.nn.models import model_for
+from pflcore.reproduce import costs, study
+from pflcore.reproduce.experiment import algorithm
+from pflcore.reproduce.plan import EMPTY, chosen, load, plans, shortened, tasks
+from pflcore.reproduce.runs import Reproduction, write
+from pflcore.reproduce.table import rows_of, verdicts
 from pflcore.results.progress import Progress
-from pflcore.results.record import Record, Run, plain, read, slug
-from pflcore.round import evaluate
-from pflcore.simulation import History, Simulation
-from pflcore.tuning import tune
-
-
-class Reproduction:
-    """The runs of a plan and their folder. `runs` has those that are there, by setting, method and variant, one for each seed."""
-
-    def __init__(self, plan: Mapping[str, Any], folder: Path, progress: Progress) -> None:
-        self.plan, self.folder, self.progress = plan, folder, progress
-        self.runs: dict[tuple[str, str, str], list[Run]] = {}
-        self.first: dict[tuple[str, str, str], Task] = {}  # the runs' first tasks, with what a grid chose
-        self.protocols: dict[str, Protocol] = {}
-        self.kept: dict[Path, list[tuple[int, int, int, State]]] = {}
-
-    def play(self, todo: Sequence[Task]) -> list[dict[str, Any]]:
-        """Plays what is missing and writes result.json and table.md after every method, so that there is a result at any time."""
-        rows: list[dict[str, Any]] = []
-        for key, group in groupby(todo, lambda task: task.key):
-            these = self.tuned(list(group))
-            self.first[key] = these[0]
-            self.runs[key] = [self.run(task) for task in these]
-            if self.plan["groups"]:
-                rows = groups.rows_of(self.plan, self.runs)
-                write(self.folder, self.plan, rows, groups.table(self.plan, rows))
-                continue
-            rows = rows_of(self.plan, self.runs)
-            checks = verdicts(self.plan, rows)
-            write(self.folder, self.plan, rows, table(self.plan, rows, checks), checks)
-        return rows
-
-    def protocol(self, task: Task) -> Protocol:
-        """The task's data and roles, made once."""
-        seed = task.job.options.seed if task.roles.get("kind") == "cross-silo" else None
-        name = json.dumps(plain([task.setting, seed]))
-        if name not in self.protocols:
-            self.protocols = {k: v for k, v in self.protocols.items() if json.loads(k)[0] == task.setting}  # the others are over
-            self.protocols[name] = task.protocol()
-        return self.protocols[name]
-
-    def simulation(self, task: Task) -> tuple[Simulation, Protocol]:
-        """The task's simulation, not begun, and its protocol."""
-        p = self.protocol(task)
-        job = replace(task.job, options=replace(task.job.options, rounds=max(1, task.job.options.rounds)))
-        return job.simulation(p.data, model(job.options, p.data, task.shape), clients=p.train, eval_clients=p.report), p
-
-    def tuned(self, group: list[Task]) -> list[Task]:
-        """The runs of a method, one for each seed, at the point of its grid that is best on validation data."""
-        task, options = group[0], group[0].job.options
-        if not task.grid:
-            return group
-        searched = [self.protocol(t) for t in group]
-        if not task.roles:
-            searched = [everybody(held_out(p.data, t.job.options.seed)) for t, p in zip(group, searched, strict=True)]
-        tuned = tune(
-            searched,
-            [net(t.job.options, p.data, model(options, p.data, t.shape)) for t, p in zip(group, searched, strict=True)],
-            algorithm(task.job.algorithm, task.job.hyper, options.target),
-            task.job.training,
-            task.grid,
-            options.rounds,
-            states=[self.states(t.base)[-1][3] for t in group if t.base] or None,
-            participation=options.participation,
-            seed=[t.job.options.seed for t in group],
-            engine=options.engine,
-            workers=options.workers,
-            device=options.device,
-            folder=self.folder / "tuning" / Path(*map(slug, filter(None, task.key))),
-            say=lambda text: self.progress.say(f"{task.setting}, {task.method}, candidate {text}"),
-        )
-        return [t.at(tuned.best.candidate.options) for t in group]
-
-    def run(self, task: Task) -> Run:
-        """The run's record, played now unless it is there already."""
-        rounds, run = task.job.options.rounds, self.whole(task)
-        self.progress.name(f"{task.setting}, {task.method}{f' ({task.variant})' if task.variant else ''}, seed {task.job.options.seed}")
-        if run is not None:
-            self.progress.skip(0 if task.base else rounds)
-            return run
-        simulation, p = self.simulation(task)
-        ours: dict[str, Any] = {
-            "digest": task.digest,
-            "method": task.method,
-            "setting": task.setting,
-            "variant": task.variant,
-            "protocol": task.roles,
-        }
-        ours |= {"partition_options": task.cut, "model_options": task.shape, "takes_part": len(p.train), "rounds": rounds}
-        ours |= {"group": p.data.truth["group"].tolist()} if self.plan["groups"] and "group" in p.data.truth else {}
-        ours |= {"data_seed": "each run's seed"} if task.roles.get("kind") == "cross-silo" else {}
-        states: list[tuple[int, int, int, State]] = []
-        sent = {"bytes_down": 0, "bytes_up": 0}
-
-        def on_round(round: int, line: dict[str, Any]) -> None:
-            for way in sent:
-                sent[way] += line[way]
-            if line["eval"] and isinstance(simulation.algorithm, HypCluster | Ensemble):
-                of_all = torch.full((p.data.n,), -1)
-                line["eval"]["cluster"] = of_all.index_copy(
-                    0, p.report, picks(simulation.state, simulation.setting, p.report).cpu()
-                ).tolist()
-            if line["eval"] and task.keeps:
-                states.append((round, sent["bytes_down"], sent["bytes_up"], simulation.state))
-                sent.update(bytes_down=0, bytes_up=0)
-            if not task.base:
-                self.progress.step(line)
-
-        play: Callable[..., History] = simulation.run
-        if task.base or not rounds:
-            trained = self.states(task.base) if task.base else [(0, 0, 0, simulation.state)]
-            play = lambda on_round: later(simulation, p, trained, on_round)  # noqa: E731
-        with Record(self.folder / task.path, overwrite=True) as record:
-            history = record.run(task.job.header(simulation) | ours, play, on_round)
-        if history.stopped:
-            self.progress.skip(rounds - len(history.rounds))
-            self.progress.say(f"{task.setting}, {task.method}: {history.stopped}")
-        if history.interrupted:
-            raise KeyboardInterrupt
-        if history.failed:  # not the method's doing
-            raise MemoryError(history.stopped)
-        if task.keeps:
-            part = (self.folder / task.path).with_suffix(".part")
-            torch.save({"digest": task.digest, "states": [(*at, dict(vars(state))) for *at, state in states]}, part)
-            part.replace(part.with_suffix(".pt"))
-        return read(self.folder / task.path)[0]
-
-    def whole(self, task: Task) -> Run | None:
-        """The record of this very run, if it is whole (all rounds, or stopped because it diverged), with the states that it must keep."""
-        path = self.folder / task.path
-        if not path.is_file() or not path.stat().st_size:
-            return None
-        run = next(iter(read(path)), Run())
-        if run.header and run.header.get("digest") != task.digest:
-            raise ValueError(f"out: {path} holds a run with other options; name another folder, or take that file away.")
-        over = bool(run.rounds) and run.rounds[-1]["round"] == task.job.options.rounds
-        if not over and (run.stopped is None or run.unfinished):
-            return None
-        return run if not task.keeps or self.states(task) or not run.evaluations else None
-
-    def states(self, task: Task) -> list[tuple[int, int, int, State]]:
-        """A kept run's states when it was evaluated: round, bytes down and up since the one before, state."""
-        path = (self.folder / task.path).with_suffix(".pt")
-        if path not in self.kept and path.is_file():
-            saved = torch.load(path, weights_only=True)
-            if saved["digest"] == task.digest:
-                self.kept[path] = [(*at, State(**state)) for *at, state in saved["states"]]
-        return self.kept.get(path, [])
-
-
-def later(simulation: Simulation, p: Protocol, states: Sequence[Any], on_round: Callable[[int, dict[str, Any]], None]) -> History:
-    """What a run would have been that trained as another did: that one's states, evaluated in this algorithm's way."""
-    history = History(simulation.header())
-    for round, down, up, state in states:
-        began = time.perf_counter()
-        simulation.state = state
-        found = evaluate(simulation.algorithm, state, simulation.setting, simulation.eval_split, p.report)  # type: ignore[arg-type]
-        line = {"round": round, "cohort": [], "void": False, "bytes_down": down, "bytes_up": up, "seconds": time.perf_counter() - began}
-        history.rounds.append(line | {"eval": {k: v.tolist() for k, v in found.items()}})
-        on_round(round, history.rounds[-1])
-    if not states:
-        history.stopped = "What it builds upon was stopped before it was evaluated."
-    return history
 
 
 def count(plan: Mapping[str, Any], folder: Path) -> None:
@@ -209,23 +34,6 @@ def count(plan: Mapping[str, Any], folder: Path) -> None:
         paper, what = plan["reported"].get(setting, {}), {"setting": setting, "data": f"{name}, {net.size:,} parameters"}
         rows += [{"method": m, "final": value(x), "paper": paper.get(m), "seeds": 1} | what for m, x in each.items()]
     write(folder, plan, rows, f"{plan['about']}\n\n{costs.table(each, c.get('samples', 2500))}")
-
-
-def write(folder: Path, plan: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], text: str, checks: Sequence[Any] = ()) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    about = {"plan": plan["about"], "paper": plan["paper"], "date": time.strftime("%Y-%m-%d"), "machine": machine(), "rows": rows}
-    about["checks"] = [{"holds": good, "what": what} for good, what in checks]
-    (folder / "result.json").write_text(json.dumps(plain(about), indent=1) + "\n", encoding="utf-8")
-    (folder / "table.md").write_text(text, encoding="utf-8")
-
-
-def machine() -> str:
-    """Processor, cores and torch, in words."""
-    name = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        line = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
-        name = line[1] if line else name
-    return f"{name}, {os.cpu_count()} cores, torch {torch.__version__}"
 
 
 def listed() -> str:

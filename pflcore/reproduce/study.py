@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +19,9 @@ from pflcore import metrics
 from pflcore.algorithms.base import FedAvg, State
 from pflcore.data.roles import Protocol
 from pflcore.local import Setting
+from pflcore.reproduce.runs import Reproduction
 from pflcore.results.record import Run, plain, slug
-from pflcore.round import evaluate
-
-if TYPE_CHECKING:
-    from pflcore.reproduce.run import Reproduction
+from pflcore.simulation.round import evaluate
 
 
 class Point(NamedTuple):
@@ -56,17 +54,6 @@ def by_size(
 ) -> dict[float, Tensor]:
     """Results with the first part of each reported client's personalization set, its test samples unchanged (Motley, Fig. 7c)."""
     return {f: results(alg, state, setting, protocol.keep(f)) for f in fractions}
-
-
-def summary(after: Tensor, before: Tensor | None = None, higher_is_better: bool = True) -> dict[str, float]:
-    """Mean and deviation over clients, worst decile, tenth percentile (ninetieth of a loss), and the percent hurt against `before`."""
-    out = {
-        "mean": metrics.mean(after),
-        "std": metrics.std(after),
-        "worst_decile": metrics.worst_decile(after, higher_is_better=higher_is_better),
-        "percentile": metrics.percentile(after[~after.isnan()], 10 if higher_is_better else 90),
-    }
-    return out if before is None else {**out, "hurt": metrics.hurt(after, before, higher_is_better)}
 
 
 def draw(made: Reproduction, rows: Sequence[Mapping[str, Any]]) -> list[Path]:

@@ -5,11 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from pflcore import metrics
-from pflcore.reproduce.study import summary
 from pflcore.results.record import Run
 
 Runs = Mapping[tuple[str, str, str], Sequence[Run]]
+
+
+def summary(after: Tensor, before: Tensor | None = None, higher_is_better: bool = True) -> dict[str, float]:
+    """Mean and deviation over clients, worst decile, tenth percentile (ninetieth of a loss), and the percent hurt against `before`."""
+    out = {
+        "mean": metrics.mean(after),
+        "std": metrics.std(after),
+        "worst_decile": metrics.worst_decile(after, higher_is_better=higher_is_better),
+        "percentile": metrics.percentile(after[~after.isnan()], 10 if higher_is_better else 90),
+    }
+    return out if before is None else {**out, "hurt": metrics.hurt(after, before, higher_is_better)}
 
 
 def rows_of(plan: Mapping[str, Any], runs: Runs) -> list[dict[str, Any]]:

@@ -26,7 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pflcore import kinds, metrics
+from pflcore import metrics
+from pflcore.ops import kinds
 
 __all__ = ["Record", "Run", "read"]
 LONG = 1000  # entries from which a list is no part of a line

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from pflcore import kinds, metrics
+from pflcore import metrics
 from pflcore.metrics import human
+from pflcore.ops import kinds
 from pflcore.results.record import Run, find, label
 
 __all__ = ["table"]

@@ -17,7 +17,7 @@ from pflcore.local import Local
 from pflcore.local.net import Net
 from pflcore.local.settings import Setting
 from pflcore.local.training import Training
-from pflcore.round import begin, evaluate, step
+from pflcore.simulation.round import begin, evaluate, step
 
 F64 = torch.float64
 

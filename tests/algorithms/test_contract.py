@@ -9,7 +9,7 @@ import torch
 
 from pflcore.algorithms import ALGORITHMS, FedAvg
 from pflcore.local import Training
-from pflcore.round import evaluate
+from pflcore.simulation.round import evaluate
 from pflcore.testing import CHECKS, Case
 
 OPTIONS: dict[str, dict[str, Any]] = {  # where the defaults do not fit a federation of four small clients

@@ -18,8 +18,8 @@ from pflcore.data.federation import Federation
 from pflcore.local import Engine, Local, Net, Setting, Training
 from pflcore.local.random import client_seeds, uniforms
 from pflcore.nn import factorize
-from pflcore.round import begin, evaluate, step
 from pflcore.simulation import Simulation
+from pflcore.simulation.round import begin, evaluate, step
 
 D = torch.float64
 

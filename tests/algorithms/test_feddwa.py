@@ -14,7 +14,7 @@ from pflcore.algorithms.qp import inner_products, simplex_qp
 from pflcore.data.federation import Federation
 from pflcore.local import Engine, Local, Setting, Training
 from pflcore.local.net import Net
-from pflcore.round import begin, evaluate, step
+from pflcore.simulation.round import begin, evaluate, step
 
 GOLDEN = golden("feddwa_family")
 

@@ -22,7 +22,7 @@ from pflcore.data import Federation
 from pflcore.local import Engine, Local, Setting, Training
 from pflcore.local.losses import hinge
 from pflcore.local.net import Net
-from pflcore.round import begin, evaluate, step
+from pflcore.simulation.round import begin, evaluate, step
 
 D64 = torch.float64
 

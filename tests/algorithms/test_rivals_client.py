@@ -23,8 +23,8 @@ from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
 from pflcore.local import Local, Training
 from pflcore.local.net import Net
-from pflcore.round import begin, evaluate, nbytes, step
 from pflcore.simulation import Simulation
+from pflcore.simulation.round import begin, evaluate, nbytes, step
 
 GOLDEN = golden("feddwa_family")
 

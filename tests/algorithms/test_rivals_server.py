@@ -18,7 +18,7 @@ from pflcore.algorithms.local_only import LocalOnly
 from pflcore.algorithms.sfl import SFL, nearest, smoothing
 from pflcore.local import Training
 from pflcore.local.net import Net
-from pflcore.round import begin, step
+from pflcore.simulation.round import begin, step
 
 GOLDEN = golden("feddwa_family")
 

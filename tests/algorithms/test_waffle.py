@@ -20,7 +20,7 @@ from pflcore.data.partition import waffle as waffle_partition
 from pflcore.local import Local
 from pflcore.local.net import Net
 from pflcore.local.training import Training
-from pflcore.round import begin, step
+from pflcore.simulation.round import begin, step
 
 F64 = torch.float64
 

@@ -18,7 +18,7 @@ from pflcore.algorithms.base import Tensors
 from pflcore.local import Local
 from pflcore.local.net import Net
 from pflcore.local.training import Training
-from pflcore.round import begin
+from pflcore.simulation.round import begin
 
 F64 = torch.float64
 

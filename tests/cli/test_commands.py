@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import pflcore
-from pflcore import cli, experiment
+from pflcore import cli
 from pflcore.algorithms import ALGORITHMS
 from pflcore.local import Training
+from pflcore.reproduce import experiment
 from pflcore.results import pictures
 from pflcore.results.record import read
 from pflcore.simulation import Simulation

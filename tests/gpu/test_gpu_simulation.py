@@ -13,7 +13,7 @@ from pflcore.data.roles import held_out
 from pflcore.local.net import Net
 from pflcore.local.settings import Setting
 from pflcore.local.workers import Engine
-from pflcore.round import begin, step
+from pflcore.simulation.round import begin, step
 
 
 def data() -> Federation:

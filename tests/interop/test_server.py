@@ -12,7 +12,7 @@ from torch import nn
 
 from pflcore import Client, Server, Simulation, Training
 from pflcore.algorithms import ALGORITHMS, FedAvg
-from pflcore.round import sample
+from pflcore.simulation.round import sample
 from pflcore.testing import Case
 
 ROUNDS, SEED = 3, 5

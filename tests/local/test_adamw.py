@@ -32,7 +32,7 @@ from pflcore.data.federation import Federation
 from pflcore.local import Local, prepared
 from pflcore.local.net import Net
 from pflcore.local.settings import Setting
-from pflcore.round import begin, step
+from pflcore.simulation.round import begin, step
 
 ADAMW: dict[str, Any] = {"lr": 0.01, "batch_size": 10, "local_optimizer": "adamw", "weight_decay": 0.1}
 KEPT = Training(**ADAMW, keep_moments=True)

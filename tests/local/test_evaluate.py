@@ -11,7 +11,7 @@ from pflcore.local import Local, Setting, Training
 from pflcore.local.losses import CRITERIA
 from pflcore.local.net import Net
 from pflcore.metrics import right
-from pflcore.round import begin, evaluate, one_by_one
+from pflcore.simulation.round import begin, evaluate, one_by_one
 
 SIZES = [1, 300, 7, 125, 126]
 

@@ -22,7 +22,7 @@ from pflcore.local.settings import Setting
 from pflcore.local.training import Training
 from pflcore.local.workers import Engine
 from pflcore.nn import Dropout
-from pflcore.round import begin, step
+from pflcore.simulation.round import begin, step
 
 SIZES = (7, 20, 31)  # with batches of 20: one short batch, one whole, a whole and a short one
 

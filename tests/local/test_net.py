@@ -10,9 +10,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from pflcore._mode import context, forward_mode
 from pflcore.local.losses import CRITERIA
 from pflcore.local.net import Net
+from pflcore.nn.mode import context, forward_mode
 
 
 def small() -> nn.Module:

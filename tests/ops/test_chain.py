@@ -212,7 +212,7 @@ def test_criteria_of_one_output(criterion: str) -> None:
 @pytest.mark.usefixtures("isa")
 def test_dropouts_mask_is_the_modules() -> None:
     """The bits that pflcore.nn.Dropout draws: with an input of ones the first layer's gradient shows them."""
-    from pflcore._mode import forward_mode
+    from pflcore.nn.mode import forward_mode
 
     net = Net(nn.Sequential(Dropout(0.3), nn.Flatten(), Dropout(0.5), nn.Linear(21, 2)).double())
     x, y, seed = torch.ones(200, 3, 7, dtype=F64), torch.zeros(200, dtype=torch.int64), torch.tensor([123456789])

@@ -16,16 +16,17 @@ from places import ROOT
 from small import images, setting, tiny_model
 
 import pflcore
-from pflcore import Federation, Net, Simulation, Training, interop, lowrank, metrics, ops
-from pflcore import checkpoint as checkpoints
+from pflcore import Federation, Net, Simulation, Training, interop, metrics, ops
 from pflcore.algorithms import FedAvg, State
 from pflcore.data import Partition, Source, federation_of, load, options_of, partition
-from pflcore.models import model_for
-from pflcore.nn import Dropout
+from pflcore.interop import lowrank
+from pflcore.nn import Dropout, FactorizedConv2d, FactorizedLinear, factorize
+from pflcore.nn.models import model_for
 from pflcore.ops import stream
 from pflcore.results.record import Record, Run, read
 from pflcore.results.table import table
-from pflcore.round import begin
+from pflcore.simulation import checkpoint as checkpoints
+from pflcore.simulation.round import begin
 from pflcore.testing import Case, check
 
 NAN = float("nan")
@@ -65,6 +66,8 @@ PLACE: list[Any] = [None, 3, WORDS, NAN]
 VECTOR: list[Any] = ["text", None, WORDS, 3, ROWS]
 PAIRS: list[Any] = [*TENSOR, torch.zeros(3)]
 BOOL: list[Any] = []
+
+LAYER: dict[str, list[Any]] = {"factors": POSITIVE, "init": NAME, "alpha": LIMIT}
 
 Good = Mapping[str, Any]
 Wrong = Mapping[str, list[Any]]
@@ -313,6 +316,15 @@ TABLE: dict[Callable[..., Any], tuple[Good, Wrong]] = {
         {"name": NAME, "shape": ["text", None, WORDS, NAN, (0, 3), (-1,)], "classes": ["3", WORDS, -1, 0, 2.5, NAN]},
     ),
     Dropout: ({}, {"p": [*RATE, 1.5]}),
+    FactorizedLinear: ({"in_features": 4, "out_features": 3, "factors": 2}, {"in_features": POSITIVE, "out_features": POSITIVE, **LAYER}),
+    FactorizedConv2d: (
+        {"in_channels": 1, "out_channels": 3, "kernel_size": 2, "factors": 2},
+        {"in_channels": POSITIVE, "out_channels": POSITIVE, "kernel_size": POSITIVE, **LAYER},
+    ),
+    factorize: (
+        {"module": torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 2))},
+        {"module": MODEL, "ranks": ["text", None, WORDS, 2.5, 0, -1, [1, 2, 3]], "init": NAME, "alpha": LIMIT, "head": ["unknown", 3]},
+    ),
     # metrics
     metrics.auc: PREDICTION,
     metrics.f1: PREDICTION,

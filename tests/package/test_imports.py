@@ -13,42 +13,20 @@ from places import ROOT
 
 PACKAGE = ROOT / "pflcore"
 ROOMS: dict[str, set[str]] = {  # from the ground up: each room, and the rooms below it that it imports
-    "kinds": set(),
-    "ops": {"kinds"},
-    "_mode": set(),
-    "metrics": {"kinds"},
-    "data": {"kinds"},
-    "factorized": {"ops"},
-    "nn": {"kinds", "_mode", "factorized"},
-    "models": {"kinds", "nn"},
-    "memory": {"metrics"},
-    "rows": {"memory", "metrics"},
-    "local": {"kinds", "ops", "_mode", "data", "memory", "metrics", "nn", "factorized"},
-    "algorithms": {"kinds", "ops", "_mode", "metrics", "factorized", "local"},
-    "results": {"kinds", "metrics"},
-    "uploads": {"ops", "local", "memory", "results"},
-    "round": {"kinds", "ops", "rows", "metrics", "local", "algorithms", "uploads"},
-    "arguments": {"rows", "local", "algorithms"},
-    "checkpoint": {"kinds", "data", "local"},
-    "privacy": {"data", "local", "algorithms", "round"},
-    "footprint": {"data", "local", "algorithms", "round"},
-    "personal": {"_mode", "rows", "data", "local", "algorithms", "round", "checkpoint"},
-    "simulation": {
-        "kinds",
-        *("data", "metrics", "local", "algorithms", "round", "memory", "arguments", "uploads", "footprint", "results", "personal"),
-        *("rows", "checkpoint"),
-    },
-    "interop": {"kinds", "ops", "data", "local", "algorithms", "arguments", "round", "personal"},
-    "lowrank": {"kinds", "ops", "interop"},
-    "callbacks": {"kinds", "metrics", "algorithms", "results"},
-    "testing": {"kinds", "data", "local", "algorithms", "round"},
-    "tuning": {"kinds", "metrics", "data", "local", "algorithms", "round", "simulation", "results"},
-    "experiment": {"data", "models", "local", "algorithms", "arguments", "checkpoint", "simulation"},
-    "reproduce": {"data", "metrics", "models", "local", "algorithms", "round", "simulation", "results", "tuning", "experiment"},
-    "cli": {
-        *("data", "metrics", "models", "nn", "factorized", "local", "algorithms", "results", "privacy", "experiment", "reproduce"),
-        "checkpoint",
-    },
+    "ops": set(),
+    "metrics": {"ops"},
+    "data": {"ops"},
+    "nn": {"ops"},
+    "results": {"ops", "metrics"},
+    "local": {"ops", "metrics", "data", "nn"},
+    "algorithms": {"ops", "metrics", "nn", "local"},
+    "simulation": {"ops", "metrics", "data", "nn", "results", "local", "algorithms"},
+    "interop": {"ops", "data", "local", "algorithms", "simulation"},
+    "privacy": {"data", "local", "algorithms", "simulation"},
+    "testing": {"ops", "data", "local", "algorithms", "simulation"},
+    "tuning": {"ops", "metrics", "data", "local", "algorithms", "results", "simulation"},
+    "reproduce": {"data", "metrics", "nn", "local", "algorithms", "results", "simulation", "tuning"},
+    "cli": {"data", "metrics", "nn", "local", "algorithms", "results", "simulation", "privacy", "reproduce"},
     "__main__": {"cli"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -110,7 +88,7 @@ def test_no_two_files_need_each_other() -> None:
 
 def test_the_walls_would_be_noticed() -> None:
     assert {"pflcore.ops", "pflcore.local.net"} <= imported(MODULES["pflcore.algorithms.base"])
-    assert imported(MODULES["pflcore.models"]) == {"pflcore.kinds", "pflcore.nn"}
+    assert imported(MODULES["pflcore.nn.models"]) == {"pflcore.ops.kinds", "pflcore.nn"}
 
 
 def test_importing_pflcore_pulls_in_no_extra() -> None:
@@ -131,7 +109,8 @@ def test_importing_pflcore_pulls_in_no_extra() -> None:
     )
     code = (
         "import sys, torch; before = set(sys.modules)  # torch itself takes tqdm where there is one\n"
-        "import pflcore, pflcore.lowrank, pflcore.models, pflcore.results.table, pflcore.nn, pflcore.callbacks, pflcore.testing\n"
+        "import pflcore, pflcore.interop.lowrank, pflcore.nn.models, pflcore.results.table, pflcore.nn\n"
+        "import pflcore.simulation.callbacks, pflcore.testing\n"
         f"print([m for m in {heavy!r} if m in sys.modules and m not in before])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=False)

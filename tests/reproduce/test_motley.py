@@ -16,14 +16,14 @@ from pflcore.data import federation_of
 from pflcore.data.roles import cross_device
 from pflcore.local import Engine, Setting, Training
 from pflcore.local.net import Net
-from pflcore.reproduce import study
+from pflcore.reproduce import study, table
 from pflcore.reproduce.plan import complete, load, seeds_of, shortened, tasks
 from pflcore.reproduce.run import reproduce
 from pflcore.reproduce.table import goal_of, rows_of, verdicts
 from pflcore.results.progress import Progress
 from pflcore.results.record import read
-from pflcore.round import begin, step
 from pflcore.simulation import Simulation
+from pflcore.simulation.round import begin, step
 
 DEVICE = complete(
     {
@@ -109,9 +109,9 @@ def test_a_summary_by_hand():
     nan = math.nan
     before = torch.tensor([0.9, 0.8, 0.7, 0.6, 0.95, 0.5, 0.85, 0.75, 0.65, 0.55, nan])
     after = torch.tensor([0.92, 0.8, 0.75, 0.58, 0.97, 0.6, 0.8, 0.9, 0.66, 0.55, nan])
-    found = study.summary(after.double(), before.double())
+    found = table.summary(after.double(), before.double())
     assert found == pytest.approx({"mean": 0.753, "std": 0.1429020644, "hurt": 20, "worst_decile": 0.55, "percentile": 0.577}, abs=1e-6)
-    loss = study.summary(torch.tensor([0.1, 0.4, 0.2, 0.3]), torch.tensor([0.2, 0.3, 0.2, 0.2]), higher_is_better=False)
+    loss = table.summary(torch.tensor([0.1, 0.4, 0.2, 0.3]), torch.tensor([0.2, 0.3, 0.2, 0.2]), higher_is_better=False)
     assert (loss["hurt"], loss["worst_decile"]) == (50, pytest.approx(0.4)) and loss["percentile"] == pytest.approx(0.37)
 
 

@@ -12,11 +12,11 @@ from pflcore.algorithms.feddwa import FedDWA
 from pflcore.algorithms.fedfomo import FedFomo
 from pflcore.algorithms.l2c import L2C
 from pflcore.algorithms.mocha import Mocha
-from pflcore.experiment import algorithm
 from pflcore.local.net import Net
 from pflcore.reproduce import costs
 from pflcore.reproduce import plan as plans
 from pflcore.reproduce import run as reproduce
+from pflcore.reproduce.experiment import algorithm
 from pflcore.results import mixing as figures
 from pflcore.results.record import group, read
 from pflcore.simulation import Simulation

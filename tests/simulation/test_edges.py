@@ -34,8 +34,8 @@ from pflcore.data.roles import held_out
 from pflcore.local import Local, Training
 from pflcore.local.net import Net
 from pflcore.local.settings import Setting
-from pflcore.round import begin, buffers_of, evaluate, step
 from pflcore.simulation import Simulation
+from pflcore.simulation.round import begin, buffers_of, evaluate, step
 
 F64 = torch.float64
 

@@ -2,42 +2,16 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from pflcore import kinds
-from pflcore._mode import context
-from pflcore.factorized import FactorizedConv2d, FactorizedLinear, factorize
+from pflcore.nn.factorized import FactorizedConv2d, FactorizedLinear, factorize
+from pflcore.nn.mode import context
+from pflcore.ops import kinds
+from pflcore.ops.chain import uniform
 
-__all__ = ["Dropout", "FactorizedConv2d", "FactorizedLinear", "factorize", "mixed", "uniform"]
-
-__all__ = ["Dropout"]
-
-_STEP = -7046029254386353131  # 2^64 / golden ratio, as int64: successive counters land far apart
-_MIX = (-4658895280553007687, -7723592293110705685)  # the multipliers of the 64-bit finaliser of SplitMix (Steele et al. 2014)
-
-
-def _shifted(z: Tensor, by: int) -> Tensor:
-    return (z >> by) & ((1 << (64 - by)) - 1)  # >> repeats the sign bit; a hash needs zeros
-
-
-def mixed(z: Tensor) -> Tensor:
-    """A bijective hash of int64 numbers, elementwise: bits of the result look independent even for successive numbers."""
-    z = (z ^ _shifted(z, 30)) * _MIX[0]
-    z = (z ^ _shifted(z, 27)) * _MIX[1]
-    return z ^ _shifted(z, 31)
-
-
-def uniform(seed: Tensor, layer: int, shape: torch.Size | tuple[int, ...]) -> Tensor:
-    """Integers from 0 to 2^24 - 1, of this shape, a function of `seed` ([] int64), `layer` and each element's place alone."""
-    count = 1
-    for s in shape:
-        count *= s
-    places = torch.arange(count, device=seed.device) * _STEP
-    jump = (layer * _STEP + (1 << 63)) % (1 << 64) - (1 << 63)  # wrapped by hand: Python's numbers do not overflow
-    return _shifted(mixed(mixed(seed + jump) + places), 40).view(shape)
+__all__ = ["Dropout", "FactorizedConv2d", "FactorizedLinear", "factorize"]
 
 
 @kinds.takes(p=kinds.number(0, 1, "a probability in [0, 1]"))

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pflcore import rows
-from pflcore._mode import forward_mode
 from pflcore.algorithms.base import FedAvg, State, Tensors, cohort_of
-from pflcore.checkpoint import replacing, write_tensors
 from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
 from pflcore.local import Engine, Local, Setting
 from pflcore.local.net import Net
 from pflcore.local.random import generator_of
-from pflcore.round import begin, own_way, step, views
-from pflcore.rows import OnDisk
+from pflcore.nn.mode import forward_mode
+from pflcore.simulation import rows
+from pflcore.simulation.checkpoint import replacing, write_tensors
+from pflcore.simulation.round import begin, own_way, step, views
+from pflcore.simulation.rows import OnDisk
 
 BATCH = 125  # samples of one forward pass
 ONE_MODEL = "model.load_state_dict(safetensors.torch.load_file(file)) into a model of the run's class; model.eval()(x) gives the scores."

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pflcore import kinds
 from pflcore.data.federation import Federation
 from pflcore.data.ragged import Ragged
 from pflcore.local.net import Net
+from pflcore.ops import kinds
 
 try:
     import fcntl

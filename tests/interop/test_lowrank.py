@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pflcore import lowrank, pairwise_sqdist, personalize
+from pflcore import pairwise_sqdist, personalize
+from pflcore.interop import lowrank
 
 DOUBLE = {"dtype": torch.float64}
 

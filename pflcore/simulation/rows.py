@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pflcore import memory
+from pflcore.local import memory
 from pflcore.metrics import human
 
 CHUNK = 1 << 26  # bytes that are copied, or evaluated, at once

@@ -16,7 +16,7 @@ from pflcore.data.roles import held_out
 from pflcore.local.net import Net
 from pflcore.local.settings import Setting
 from pflcore.local.workers import Engine
-from pflcore.round import begin, step
+from pflcore.simulation.round import begin, step
 
 DIFFERENT = ("fedavg", "scaffold", "feddwa", "hypcluster", "apfl", "fedrod", "knnper")  # one of each family, for the slower model
 

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pflcore import kinds, ops
+from pflcore import ops
 from pflcore.interop.packing import pack as pack_factors
+from pflcore.ops import kinds
 
 __all__ = ["Basis", "Layout", "distances", "fedsa_lora", "ffa_lora", "lift", "mix", "pack", "project", "scales", "sqdist", "unpack"]
 

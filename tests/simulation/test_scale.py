@@ -11,18 +11,18 @@ import torch
 import torch.nn as nn
 from small import images, tiny_model
 
-from pflcore import checkpoint, cli, memory
-from pflcore import rows as on_disk
+from pflcore import cli
 from pflcore.data.federation import Federation
 from pflcore.data.ragged import Ragged
-from pflcore.footprint import Live
-from pflcore.local import Training
+from pflcore.local import Training, memory
 from pflcore.local.random import drawn
 from pflcore.results.export import rows
 from pflcore.results.record import group, plain
 from pflcore.results.table import table
-from pflcore.simulation import Simulation
-from pflcore.uploads import farthest, rounded
+from pflcore.simulation import Simulation, checkpoint
+from pflcore.simulation import rows as on_disk
+from pflcore.simulation.footprint import Live
+from pflcore.simulation.uploads import farthest, rounded
 
 
 def many(n: int, each: int = 3) -> Federation:

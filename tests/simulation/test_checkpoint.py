@@ -26,11 +26,12 @@ from hypothesis import example, given, settings
 from small import images, tiny_model
 from torch import nn
 
-from pflcore import Checkpoint, EarlyStopping, FedAvg, History, Net, Simulation, Stop, Training, checkpoint, cli, for_everyone
+from pflcore import Checkpoint, EarlyStopping, FedAvg, History, Net, Simulation, Stop, Training, cli, for_everyone
 from pflcore.algorithms import ALGORITHMS
-from pflcore.personal import own_way
 from pflcore.results import pictures
 from pflcore.results.record import Record, read
+from pflcore.simulation import checkpoint
+from pflcore.simulation.personal import own_way
 
 DATA = images((8, 20, 30, 9, 12))
 TRAINING = Training(lr=0.1, batch_size=5)
@@ -498,7 +499,7 @@ def forks() -> Iterator[Any]:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         pytest.skip("no fork here")
     context = multiprocessing.get_context("forkserver")
-    ours = ["pflcore.cli", "pflcore.experiment", "pflcore.results.table"]
+    ours = ["pflcore.cli", "pflcore.reproduce.experiment", "pflcore.results.table"]
     context.set_forkserver_preload(["pytest", "tyro", "tqdm", "matplotlib.pyplot", *ours])
     yield context
 
@@ -585,7 +586,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, round: int) -> None:
 def test_ctrl_c_and_a_run_for_each_client_go_on(tmp_path, no_pictures, monkeypatch):
     argv = ["run", "waffle", *SMALL, "--target", "all", "--rounds", "4", "--checkpoint-every", "1", "--resume"]
     assert cli.main([*argv, "--out", str(tmp_path / "whole")]) == 0
-    from pflcore.simulation import step as real
+    from pflcore.simulation.loop import step as real
 
     calls = iter(range(10**6))
 
@@ -594,7 +595,7 @@ def test_ctrl_c_and_a_run_for_each_client_go_on(tmp_path, no_pictures, monkeypat
             raise KeyboardInterrupt
         return real(*a, **k)
 
-    monkeypatch.setattr("pflcore.simulation.step", step)
+    monkeypatch.setattr("pflcore.simulation.loop.step", step)
     assert cli.main([*argv, "--out", str(tmp_path / "broken")]) == 130
     assert cli.main([*argv, "--out", str(tmp_path / "broken")]) == 0
     assert next(calls) == 11 + 4 * 5 - 10, "what had been played was played again"

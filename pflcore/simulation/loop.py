@@ -8,24 +8,19 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn as nn
 
-import pflcore
-from pflcore import checkpoint as checkpoints
-from pflcore import footprint, kinds, memory, rows
 from pflcore.algorithms import ALGORITHMS
 from pflcore.algorithms.base import FedAvg, State, Stop
 from pflcore.algorithms.lookup import algorithm_of, name_of
-from pflcore.arguments import SEEDS, WORKERS, check_start, copied, device_of, ids_of, limit, whole
-from pflcore.checkpoint import Checkpoint, facts_of, lock
 from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
-from pflcore.local import Training, prepared
+from pflcore.local import Training, memory, prepared
 from pflcore.local.losses import Loss, default_loss, loss_name
 from pflcore.local.net import Net
 from pflcore.local.path import Path as LocalPath
@@ -33,91 +28,20 @@ from pflcore.local.preflight import check_modes
 from pflcore.local.proof import LARGE
 from pflcore.local.random import drawn
 from pflcore.metrics import Metric, human, metrics_of
-from pflcore.personal import Models, Personalized, export_models
-from pflcore.results import export
-from pflcore.results.export import Per
+from pflcore.ops import __version__, backend, kinds
 from pflcore.results.record import LONG
-from pflcore.round import Outcome, begin, buffers_of, evaluate, evaluate_some, per_client, sample, step
-from pflcore.uploads import farthest, rounded
+from pflcore.simulation import checkpoint as checkpoints
+from pflcore.simulation import footprint, rows
+from pflcore.simulation.arguments import SEEDS, WORKERS, check_start, copied, device_of, ids_of, limit, whole
+from pflcore.simulation.checkpoint import Checkpoint, facts_of, lock
+from pflcore.simulation.history import History, Record
+from pflcore.simulation.personal import Models
+from pflcore.simulation.round import Outcome, begin, buffers_of, evaluate, evaluate_some, per_client, sample, step
+from pflcore.simulation.uploads import farthest, rounded
 
 STREAM = 2  # the version of the random streams: runs of one version, seed and setting are the same run
 VOID_ROUNDS = 3  # so many void rounds in a row end a run: same data, same lr, it will not recover
-Record = dict[str, Any]
 Callback = Callable[[int, Record], None]
-
-
-@dataclass
-class History:
-    """What a run leaves: its header, one record per round, and why it stopped early if it did."""
-
-    header: Record
-    rounds: list[Record] = field(default_factory=list)
-    stopped: str | None = None
-    interrupted: bool = False  # by Ctrl-C
-    failed: bool = False  # for want of memory, or by an error; the state is that of the last round in `rounds`
-    state: State | None = None
-    models: Models | Sequence[Personalized] | None = field(default=None, repr=False)  # of the last state, see `model`
-
-    def series(self, key: str = "accuracy") -> tuple[list[int], torch.Tensor]:
-        """The evaluated rounds and each client's value in them, [T, N] float64."""
-        seen = [r for r in self.rounds if r["eval"] and key in r["eval"]]
-        return [r["round"] for r in seen], torch.tensor([r["eval"][key] for r in seen], dtype=torch.float64)
-
-    def lines(self) -> Iterator[Record]:
-        """The lines of the record file."""
-        yield {"header": self.header}
-        yield from self.rounds
-        if self.stopped:
-            yield {"stopped": self.stopped}
-
-    # what comes out ---------------------------------------------------------------------------------------------------
-    def export(self, folder: str | Path) -> None:
-        """Writes every client's personalized model into `folder`, which is made: a safetensors file each, and `manifest.json`, which says
-        whose is which, what the tensors are called and how to predict with them.
-
-        Where a method serves one model the file is its `state_dict`; else the tensors that its prediction takes, a model's parameters as
-        `w.NAME`. ValueError where the run kept no model, OSError where the folder cannot be written.
-        """
-        export_models((self.model(i) for i in range(self.header["n"])), self.header, folder)
-
-    def model(self, client: int) -> Personalized:
-        """One client's personalized model after the last round, an `nn.Module` from samples [B, ...] to scores, for every algorithm.
-
-        ValueError where there is no such client, or where the run kept no model.
-        """
-        if self.models is None:
-            raise ValueError("model: this history holds no models; they come with the history that run() returns.")
-        if not isinstance(self.models, Models) and not (isinstance(client, int) and 0 <= client < len(self.models)):
-            raise ValueError(f"client: expected a number from 0 to {len(self.models) - 1}, got {client!r}.")
-        return self.models[client]
-
-    def predict(self, client: int, x: Any) -> torch.Tensor:
-        """What the client's model says of the samples `x` [B, ...]: labels int64 [B], or values for continuous targets."""
-        return self.model(client).predict(x)
-
-    def adapt(self, samples: Any, rounds: int = 5) -> Personalized:
-        """The model of a client who was not there, personalized by the algorithm's own rule; the run's state stays as it is.
-
-        `samples` are a Dataset, (x, y), or {"train": (x, y), "val": (x, y)}. The newcomer starts from a fresh client's state and does its
-        own work of `rounds` rounds (so FedAvg's model is the shared one, Ditto's a personal one), then what an evaluation does
-        (fine-tuning, kNN-Per's neighbours). Where the server makes a model for each client (FedDWA, FedAMP, MOCHA, ...) everybody plays
-        these rounds with it, on copies. ValueError in one sentence for samples that do not fit.
-        """
-        if not isinstance(self.models, Models):
-            raise ValueError("adapt: expected the history that Simulation.run() returns; runs for each client have no model for others.")
-        return self.models.adapt(samples, rounds)
-
-    def to_pandas(self, per: Per = "round") -> Any:
-        """A `pandas.DataFrame` with one row per round (means over clients), or per evaluated round and client."""
-        return export.frame(self.header, self.rounds, per)
-
-    def to_csv(self, path: str | Path, per: Per = "round") -> None:
-        """The rows of `to_pandas` as a CSV file; needs no pandas."""
-        export.to_csv(self.header, self.rounds, path, per)
-
-    def to_tensorboard(self, folder: str | Path, clients: bool = False) -> None:
-        """The rounds as TensorBoard's events in `folder`, with `clients` a curve for each client; needs the package tensorboard."""
-        export.to_tensorboard(self.rounds, folder, clients)
 
 
 @kinds.takes(
@@ -311,8 +235,8 @@ class Simulation:
             "metrics": list(self.measures),
             "eval_split": self.eval_split,
             "target": self.algorithm.required[0] if self.algorithm.required else None,
-            "backend": _plain(pflcore.backend()),
-            "versions": {"pflcore": pflcore.__version__, "torch": torch.__version__},
+            "backend": _plain(backend()),
+            "versions": {"pflcore": __version__, "torch": torch.__version__},
             "peak_bytes": self.peak_bytes(),
         }
 
@@ -563,7 +487,7 @@ class Simulation:
                 "criterion": loss_name(net.criterion),
                 "stream": STREAM,
                 "machine": {k: getattr(self, k) for k in machine} | {"rows": str(self.rows)},
-                "made_with": {"pflcore": pflcore.__version__, "torch": torch.__version__, "device": self.device, "path": self.path[:2]},
+                "made_with": {"pflcore": __version__, "torch": torch.__version__, "device": self.device, "path": self.path[:2]},
             }
         )
 
@@ -596,69 +520,3 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return getattr(value, "__name__", None) or str(value)
-
-
-@kinds.takes(
-    model=kinds.MODEL, data=kinds.a(Federation), training=kinds.a(Training), on_round=kinds.FUNCTION, checkpoint=kinds.a(Checkpoint)
-)
-def for_everyone(
-    algorithm: FedAvg | type[FedAvg] | str,
-    model: Net | nn.Module | Callable[[], nn.Module],
-    data: Federation,
-    training: Training | None = None,
-    *,
-    on_round: Callable[[int, int, Record], None] | None = None,
-    checkpoint: Checkpoint | None = None,
-    **options: Any,
-) -> History:
-    """Runs `algorithm`, which has a `target`, N times from one start, each time for another client; N times the work and the traffic.
-
-    `options` are those of `Simulation`; `on_round(target, round, record)` sees each run's records. In the history that comes back a
-    client's numbers are those of the run made for it, "weights" has a row per target [N, N], bytes and seconds are sums, and a client
-    counts as dropped, and a round as void, where that happened in any run. It ends with the shortest run. With `checkpoint` every run has
-    one in a folder of its own, and goes on from it where it is there.
-    """
-    algorithm = algorithm_of(algorithm)
-    if not any(f.name == "target" for f in fields(algorithm)):
-        raise ValueError(f"algorithm: expected one with a target (WAFFLE, Weight Erosion), got {type(algorithm).__name__}.")
-    runs, models = [], []
-    for target in range(data.n):
-        made_for: FedAvg = replace(algorithm, **{"target": target})  # type: ignore[arg-type]
-        simulation = Simulation(made_for, model, data, training or Training(), **options)
-        seen = None if on_round is None else lambda r, record, target=target: on_round(target, r, record)
-        keeper = checkpoint and Checkpoint(Path(checkpoint.folder) / f"target-{target}", checkpoint.every, checkpoint.minutes)
-        if keeper and keeper.exists:
-            simulation.restore(keeper.folder)
-        runs.append(simulation.run(seen, keeper))
-        if runs[-1].interrupted or runs[-1].failed:
-            break
-        models.append(runs[-1].model(target))
-    header = {**runs[0].header, "target": None, "made_for": "each client"}
-    header["options"] = {**header["options"], "target": "each client"}
-    interrupted, failed = any(r.interrupted for r in runs), any(r.failed for r in runs)
-    complete = len(runs) == data.n and not (interrupted or failed)
-    rounds = [merged(records) for records in zip(*(r.rounds for r in runs), strict=False)] if complete else []
-    stopped = [f"target {i}: {r.stopped}" for i, r in enumerate(runs) if r.stopped]
-    return History(header, rounds, " ".join(stopped) or None, interrupted=interrupted, failed=failed, models=models)
-
-
-def merged(records: Sequence[Record]) -> Record:
-    """One round of all targets' runs as one record."""
-    first = records[0]
-
-    def own(key: str, split: str) -> list[Any]:
-        return [r[split][key][i] for i, r in enumerate(records)]
-
-    losses = [r["train_loss"] for r in records if r["train_loss"] is not None]
-    return {
-        **first,
-        "seconds": sum(r["seconds"] for r in records),
-        "cohort": sorted(set().union(*(r["cohort"] for r in records))),
-        "dropped": sorted(set().union(*(r["dropped"] for r in records))),
-        "void": any(r["void"] for r in records),
-        "bytes_down": sum(r["bytes_down"] for r in records),
-        "bytes_up": sum(r["bytes_up"] for r in records),
-        "train_loss": sum(losses) / len(losses) if losses else None,
-        "report": {k: [r["report"][k] for r in records] for k in first["report"]},
-        "eval": {k: own(k, "eval") for k in first["eval"]} if first["eval"] else None,
-    }

@@ -61,7 +61,7 @@ def ratio(*case):
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not tell a process's peak")
 @pytest.mark.parametrize("case", [("fedavg", 1.0, "auto", 1), ("ditto", 0.5, "auto", 1), ("scaffold", 1.0, "threads", 2)])
 def test_the_estimate_is_near_the_peak(case):
-    """Within 1.5 for every algorithm when `python tests/test_footprint.py` was last run; an allocator's mood has its share in it."""
+    """Within 1.5 for every algorithm when this file was last run by `python`; an allocator's mood has its share in it."""
     assert 1 / 1.7 < ratio(*case)[0] < 1.7
 
 

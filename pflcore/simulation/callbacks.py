@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pflcore import kinds
 from pflcore.algorithms.base import Stop
 from pflcore.metrics import mean
+from pflcore.ops import kinds
 from pflcore.results.export import scalars, summary_writer
 
 __all__ = ["EarlyStopping", "Stop", "TensorBoard"]

@@ -8,13 +8,14 @@ from small import images, tiny_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pflcore import Simulation, Training, cli, memory, ops
+from pflcore import Simulation, Training, cli, ops
 from pflcore.algorithms import ALGORITHMS, FedAvg
 from pflcore.algorithms.feddwa import FedDWA
 from pflcore.algorithms.mocha import Mocha
 from pflcore.data.roles import held_out
+from pflcore.local import memory
 from pflcore.results.record import read
-from pflcore.round import evaluate, step
+from pflcore.simulation.round import evaluate, step
 
 CUDA = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB of which 12.00 MiB is free."
 KINDS = {
@@ -84,7 +85,7 @@ def test_a_round_that_fails_leaves_no_trace_and_the_run_goes_on(kind, monkeypatc
 
 def test_a_round_that_cannot_be_evaluated_is_still_a_round(monkeypatch):
     run = simulation("fedavg")
-    monkeypatch.setattr("pflcore.simulation.evaluate", fails(evaluate, 2, torch.OutOfMemoryError(CUDA)))
+    monkeypatch.setattr("pflcore.simulation.loop.evaluate", fails(evaluate, 2, torch.OutOfMemoryError(CUDA)))
     history = run.run()
     assert history.failed and "in the evaluation after round 2, when 20.00 MiB more were asked for" in history.stopped
     assert [(r["round"], r["eval"] is None) for r in history.rounds] == [(1, False), (2, True)] and run.state.round == 2
@@ -109,7 +110,7 @@ def test_what_the_card_has_is_said(monkeypatch):
 
 
 def test_a_federation_that_does_not_fit_is_said_before_the_first_round(monkeypatch):
-    monkeypatch.setattr("pflcore.simulation.begin", fails(None, 1, torch.OutOfMemoryError(CUDA)))
+    monkeypatch.setattr("pflcore.simulation.loop.begin", fails(None, 1, torch.OutOfMemoryError(CUDA)))
     with pytest.raises(
         MemoryError, match=r"^Out of memory before the first round, with [\d.]+ KiB of data, when 20.00 MiB more .* needs about"
     ):
@@ -181,7 +182,7 @@ def test_on_the_command_line(tmp_path, monkeypatch, capsys):
     assert [r["round"] for r in first.rounds] == [1] and first.stopped.startswith("Out of memory in round 2")
     assert len(second.rounds) == 3 and second.stopped is None and "| local" in out  # the others had their turn
 
-    monkeypatch.setattr("pflcore.simulation.begin", fails(None, 1, torch.OutOfMemoryError(CUDA)))
+    monkeypatch.setattr("pflcore.simulation.loop.begin", fails(None, 1, torch.OutOfMemoryError(CUDA)))
     assert cli.main(["run", "fedavg", *common, "--out", "p"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("pflcore: Out of memory before the first round") and err.count("\n") == 1 and not (tmp_path / "p").exists()

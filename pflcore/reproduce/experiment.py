@@ -13,13 +13,13 @@ from torch import nn
 from pflcore.algorithms import ALGORITHMS
 from pflcore.algorithms.base import FedAvg
 from pflcore.algorithms.lookup import algorithm_of, class_of, name_of
-from pflcore.arguments import WORKERS, device_of, limit, whole
-from pflcore.checkpoint import Checkpoint
 from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES, Federation, federation_of, options_of
 from pflcore.local import Training
 from pflcore.local.net import Net
-from pflcore.models import MODELS, model_for
+from pflcore.nn.models import MODELS, model_for
 from pflcore.simulation import History, Simulation, for_everyone
+from pflcore.simulation.arguments import WORKERS, device_of, limit, whole
+from pflcore.simulation.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)

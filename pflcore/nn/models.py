@@ -12,8 +12,8 @@ from math import prod
 import torch
 import torch.nn as nn
 
-from pflcore import kinds
 from pflcore.nn import Dropout
+from pflcore.ops import kinds
 
 __all__ = ["MODELS", "model_for"]
 Shape = Sequence[int]  # of one input: (features,) or (channels, height, width)

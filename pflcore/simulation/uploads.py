@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pflcore import memory, ops
+from pflcore import ops
+from pflcore.local import memory
 from pflcore.local.workers import onto
 from pflcore.results.record import OUTLIER
 

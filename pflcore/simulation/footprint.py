@@ -23,7 +23,7 @@ from pflcore.algorithms.base import FedAvg, Tensors
 from pflcore.data.federation import Federation
 from pflcore.local import Engine, Net, Path, Setting, Training
 from pflcore.local.chain import Chain, find_chain
-from pflcore.round import begin, evaluate, step
+from pflcore.simulation.round import begin, evaluate, step
 
 SMALL = 1 << 24  # bytes of two rows for each client below which nothing is measured: the interpreter alone needs ten times that
 COPIES = 27  # rows: the model as given, as started from, as bound in a thread, a kernel's own, what an allocator keeps of freed ones

@@ -10,11 +10,12 @@ import torch.nn as nn
 from small import images, setting
 from torch import Tensor
 
-from pflcore._mode import forward_mode
 from pflcore.local import Local
 from pflcore.local.net import Net
 from pflcore.local.training import Training
-from pflcore.nn import Dropout, mixed, uniform
+from pflcore.nn import Dropout
+from pflcore.nn.mode import forward_mode
+from pflcore.ops.chain import mixed, uniform
 
 
 def mask(seed: int, layers: int = 1, n: int = 1000, p: float = 0.5) -> Tensor:

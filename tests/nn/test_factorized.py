@@ -12,8 +12,8 @@ from torch import Tensor
 
 from pflcore.local import Net
 from pflcore.local.chain import compiled
-from pflcore.models import model_for
 from pflcore.nn import FactorizedConv2d, FactorizedLinear, factorize
+from pflcore.nn.models import model_for
 from pflcore.ops.chain import chain_grad
 
 D = torch.float64

@@ -11,8 +11,8 @@ from pflcore.algorithms import FedAvg
 from pflcore.algorithms.feddwa import FedDWA
 from pflcore.local import Training
 from pflcore.local.net import Net
-from pflcore.models import MODELS, model_for
-from pflcore.round import begin, evaluate, step
+from pflcore.nn.models import MODELS, model_for
+from pflcore.simulation.round import begin, evaluate, step
 
 MNIST, CIFAR = (1, 28, 28), (3, 32, 32)
 

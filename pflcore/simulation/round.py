@@ -11,13 +11,15 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from pflcore import kinds, ops, rows, uploads
+from pflcore import ops
 from pflcore.algorithms.base import Cohort, Commit, FedAvg, Payload, Pool, State, Tensors, cohort_from, cohort_of
 from pflcore.local import Local, Setting
 from pflcore.local.net import Net
 from pflcore.local.random import drawn, generator_of
 from pflcore.local.workers import few_threads, onto
 from pflcore.metrics import Metric, measured_by, right
+from pflcore.ops import kinds
+from pflcore.simulation import rows, uploads
 
 
 @dataclass

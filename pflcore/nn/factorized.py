@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pflcore import ops
+from pflcore.ops import kinds
 
 Init = Literal["match", "ibpwf"]
+INIT = kinds.Kind("'match' or 'ibpwf'", lambda v: v in ("match", "ibpwf"))
 
 
 class _Factorized(nn.Module):
@@ -32,12 +34,6 @@ class _Factorized(nn.Module):
         self, outputs: int, inputs: int, factors: int, bias: bool, init: Init, alpha: float | None, dtype: torch.dtype | None
     ) -> None:
         super().__init__()
-        if factors < 1:
-            raise ValueError(f"factors: expected at least 1, got {factors}.")
-        if init not in ("match", "ibpwf"):
-            raise ValueError(f"init: expected 'match' or 'ibpwf', got {init!r}.")
-        if alpha is not None and not alpha > 0:
-            raise ValueError(f"alpha: expected a number > 0, or None for the number of factors, got {alpha}.")
         self.factors, self.init, self.alpha = factors, init, float(factors if alpha is None else alpha)
         self.w_a = nn.Parameter(torch.empty(outputs, factors, dtype=dtype))
         self.strength = nn.Parameter(torch.empty(factors, dtype=dtype))
@@ -70,6 +66,7 @@ class _Factorized(nn.Module):
         return (self.w_a * self.strength) @ self.w_b
 
 
+@kinds.takes(in_features=kinds.whole(1), out_features=kinds.whole(1), factors=kinds.whole(1), init=INIT, alpha=kinds.POSITIVE)
 class FactorizedLinear(_Factorized):
     """`nn.Linear` with a factorized weight: y = ((x W_b^T) * strength) W_a^T + bias.
 
@@ -101,6 +98,16 @@ class FactorizedLinear(_Factorized):
         return f"{self.in_features}, {self.out_features}, factors={self.factors}, bias={self.bias is not None}"
 
 
+@kinds.takes(
+    in_channels=kinds.whole(1),
+    out_channels=kinds.whole(1),
+    kernel_size=kinds.Kind(
+        "a whole number above 0, or two", lambda v: all(kinds.whole(1).fits(k) for k in (v if isinstance(v, tuple) else (v,)))
+    ),
+    factors=kinds.whole(1),
+    init=INIT,
+    alpha=kinds.POSITIVE,
+)
 class FactorizedConv2d(_Factorized):
     """`nn.Conv2d` (groups 1, zeros around) whose kernel, as a matrix [O, I kh kw], is factorized (appendix A).
 
@@ -146,6 +153,15 @@ class FactorizedConv2d(_Factorized):
         )
 
 
+@kinds.takes(
+    module=kinds.a(nn.Module),
+    ranks=kinds.Kind(
+        "a whole number above 0, or a list of them", lambda v: kinds.whole(1).fits(v) or kinds.many(kinds.whole(1), "").fits(v)
+    ),
+    init=INIT,
+    alpha=kinds.POSITIVE,
+    head=kinds.TEXT,
+)
 def factorize(
     module: nn.Module,
     ranks: int | Sequence[int] = (),
@@ -160,6 +176,8 @@ def factorize(
     stay as they are. Grouped convolutions and such with other padding than zeros cannot be factorized: ValueError.
     """
     module = copy.deepcopy(module)
+    if head is not None and head not in dict(module.named_modules()):
+        raise ValueError(f"head: expected one of the model's modules {', '.join(n for n, _ in module.named_children())}, got {head!r}.")
     layers = [n for n, m in module.named_modules() if type(m) in (nn.Linear, nn.Conv2d)]
     if head is None:
         head = next((n for n in reversed(layers) if isinstance(module.get_submodule(n), nn.Linear)), None)

@@ -1,0 +1,86 @@
+"""One run for each client as the target: WAFFLE and Weight Erosion for everyone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch.nn as nn
+
+from pflcore.algorithms.base import FedAvg
+from pflcore.algorithms.lookup import algorithm_of
+from pflcore.data.federation import Federation
+from pflcore.local import Training
+from pflcore.local.net import Net
+from pflcore.ops import kinds
+from pflcore.simulation.checkpoint import Checkpoint
+from pflcore.simulation.history import History, Record
+from pflcore.simulation.loop import Simulation
+
+
+@kinds.takes(
+    model=kinds.MODEL, data=kinds.a(Federation), training=kinds.a(Training), on_round=kinds.FUNCTION, checkpoint=kinds.a(Checkpoint)
+)
+def for_everyone(
+    algorithm: FedAvg | type[FedAvg] | str,
+    model: Net | nn.Module | Callable[[], nn.Module],
+    data: Federation,
+    training: Training | None = None,
+    *,
+    on_round: Callable[[int, int, Record], None] | None = None,
+    checkpoint: Checkpoint | None = None,
+    **options: Any,
+) -> History:
+    """Runs `algorithm`, which has a `target`, N times from one start, each time for another client; N times the work and the traffic.
+
+    `options` are those of `Simulation`; `on_round(target, round, record)` sees each run's records. In the history that comes back a
+    client's numbers are those of the run made for it, "weights" has a row per target [N, N], bytes and seconds are sums, and a client
+    counts as dropped, and a round as void, where that happened in any run. It ends with the shortest run. With `checkpoint` every run has
+    one in a folder of its own, and goes on from it where it is there.
+    """
+    algorithm = algorithm_of(algorithm)
+    if not any(f.name == "target" for f in fields(algorithm)):
+        raise ValueError(f"algorithm: expected one with a target (WAFFLE, Weight Erosion), got {type(algorithm).__name__}.")
+    runs, models = [], []
+    for target in range(data.n):
+        made_for: FedAvg = replace(algorithm, **{"target": target})  # type: ignore[arg-type]
+        simulation = Simulation(made_for, model, data, training or Training(), **options)
+        seen = None if on_round is None else lambda r, record, target=target: on_round(target, r, record)
+        keeper = checkpoint and Checkpoint(Path(checkpoint.folder) / f"target-{target}", checkpoint.every, checkpoint.minutes)
+        if keeper and keeper.exists:
+            simulation.restore(keeper.folder)
+        runs.append(simulation.run(seen, keeper))
+        if runs[-1].interrupted or runs[-1].failed:
+            break
+        models.append(runs[-1].model(target))
+    header = {**runs[0].header, "target": None, "made_for": "each client"}
+    header["options"] = {**header["options"], "target": "each client"}
+    interrupted, failed = any(r.interrupted for r in runs), any(r.failed for r in runs)
+    complete = len(runs) == data.n and not (interrupted or failed)
+    rounds = [merged(records) for records in zip(*(r.rounds for r in runs), strict=False)] if complete else []
+    stopped = [f"target {i}: {r.stopped}" for i, r in enumerate(runs) if r.stopped]
+    return History(header, rounds, " ".join(stopped) or None, interrupted=interrupted, failed=failed, models=models)
+
+
+def merged(records: Sequence[Record]) -> Record:
+    """One round of all targets' runs as one record."""
+    first = records[0]
+
+    def own(key: str, split: str) -> list[Any]:
+        return [r[split][key][i] for i, r in enumerate(records)]
+
+    losses = [r["train_loss"] for r in records if r["train_loss"] is not None]
+    return {
+        **first,
+        "seconds": sum(r["seconds"] for r in records),
+        "cohort": sorted(set().union(*(r["cohort"] for r in records))),
+        "dropped": sorted(set().union(*(r["dropped"] for r in records))),
+        "void": any(r["void"] for r in records),
+        "bytes_down": sum(r["bytes_down"] for r in records),
+        "bytes_up": sum(r["bytes_up"] for r in records),
+        "train_loss": sum(losses) / len(losses) if losses else None,
+        "report": {k: [r["report"][k] for r in records] for k in first["report"]},
+        "eval": {k: own(k, "eval") for k in first["eval"]} if first["eval"] else None,
+    }
