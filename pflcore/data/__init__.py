@@ -11,6 +11,7 @@ from pflcore.ops import kinds
 from . import natural, synthetic
 from .cuts import Partition
 from .federation import Federation
+from .fields import padded
 from .partition import PARTITIONS, options_of, partition
 from .sources import SOURCES, Source, load
 from .splits import ClientGroups
@@ -36,6 +37,7 @@ __all__ = [
     "federation_of",
     "load",
     "options_of",
+    "padded",
     "partition",
 ]
 

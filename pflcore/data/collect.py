@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .checks import SPLITS
+from .fields import Fields, joined
 from .splits import P, split_samples
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ Classes = int | Literal["infer"] | None
 
 
 def from_partition(cls: type[P], x: Any, y: Any, partition: Partition, x_test: Any, y_test: Any, classes: Classes, name: str) -> P:
+    if isinstance(x, Mapping):
+        raise TypeError("x must be one tensor where a partition cuts it; give the clients' dicts to Federation.from_arrays")
     x, y = tensor(x, "x", None), target(y, "y", None)
     if (x_test is None) != (y_test is None):
         raise ValueError(f"x_test and y_test must come together, got only {'y_test' if x_test is None else 'x_test'}")
@@ -55,7 +58,7 @@ def from_arrays(
     xs: list[Tensor] = []
     ys: list[Tensor] = []
     index: dict[str, list[Tensor]] = {}
-    start = 0
+    start, fields = 0, None
     for i, entry in enumerate(clients):
         parts = dict(entry) if isinstance(entry, Mapping) else {"train": entry}
         if test is not None:
@@ -63,7 +66,10 @@ def from_arrays(
         if not set(parts) <= set(SPLITS):
             raise ValueError(f"client {i} must have splits among {list(SPLITS)}, got {list(parts)}")
         for split, pair in parts.items():
-            x, y = _pair(pair, f"client {i} ({split})", dtype)
+            x, y, mine = _pair(pair, f"client {i} ({split})", dtype)
+            if xs and mine != fields:
+                raise ValueError(f"client {i} ({split}) has inputs {mine or 'of one tensor'}, client 0 has {fields or 'one tensor'}")
+            fields = mine
             if xs and x.shape[1:] != xs[0].shape[1:]:
                 raise ValueError(f"client {i} ({split}) has inputs of shape {list(x.shape[1:])}, client 0 has {list(xs[0].shape[1:])}")
             if ys and (y.shape[1:] != ys[0].shape[1:] or y.dtype != ys[0].dtype):
@@ -78,7 +84,7 @@ def from_arrays(
         lists += [torch.empty(0, dtype=torch.int64)] * (len(clients) - len(lists))
     index.setdefault("train", [torch.empty(0, dtype=torch.int64)] * len(clients))
     y = torch.cat(ys)
-    fed = cls(torch.cat(xs), y, index, infer(classes, y), None, name)
+    fed = cls(torch.cat(xs), y, index, infer(classes, y), None, name, fields=fields)
     return split_samples(fed, {"train": 1 - test_fraction, "test": test_fraction}, seed, None) if test_fraction else fed
 
 
@@ -97,7 +103,7 @@ def from_datasets(
     return from_arrays(cls, pairs, tests, test_fraction, seed, classes, dtype, name)
 
 
-def _read(dataset: Any, who: str) -> tuple[Tensor, Tensor]:
+def _read(dataset: Any, who: str) -> tuple[Any, Tensor]:
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise TypeError(f"{who} must be a torch Dataset with a length, got {type(dataset).__name__}")
     if len(dataset) == 0:
@@ -108,20 +114,30 @@ def _read(dataset: Any, who: str) -> tuple[Tensor, Tensor]:
     if not (isinstance(samples[0], (tuple, list)) and len(samples[0]) == 2):
         raise TypeError(f"{who} must give pairs (x, y), got {type(samples[0]).__name__}")
     try:
-        x = torch.stack([torch.as_tensor(s[0]) for s in samples])
+        first = samples[0][0]
+        rows: Any = {k: [s[0][k] for s in samples] for k in first} if isinstance(first, Mapping) else {"": [s[0] for s in samples]}
+        x = {k: torch.stack([torch.as_tensor(v) for v in column]) for k, column in rows.items()}
         y = torch.stack([torch.as_tensor(s[1]) for s in samples])
     except (RuntimeError, TypeError, ValueError) as e:
         raise ValueError(f"{who} has samples that do not stack into one tensor ({_unlike([s[0] for s in samples])})") from e
-    return x, y
+    return x if isinstance(first, Mapping) else x[""], y
 
 
-def _pair(pair: Any, who: str, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+def _pair(pair: Any, who: str, dtype: torch.dtype | None) -> tuple[Tensor, Tensor, Fields | None]:
     if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
         raise TypeError(f"{who} must be a pair (x, y), got {type(pair).__name__}")
-    x, y = tensor(pair[0], f"x of {who}", dtype), target(pair[1], f"y of {who}", dtype)
+    x, fields = inputs(pair[0], f"x of {who}", dtype)
+    y = target(pair[1], f"y of {who}", dtype)
     if x.dim() < 1 or y.dim() < 1 or len(x) != len(y):
         raise ValueError(f"{who} must have one target per input, got shapes {list(x.shape)} and {list(y.shape)}")
-    return x, y
+    return x, y, fields
+
+
+def inputs(value: Any, what: str, dtype: torch.dtype | None) -> tuple[Tensor, Fields | None]:
+    """As :func:`tensor`; a dict's entries side by side in one row, and which they are."""
+    if not isinstance(value, Mapping):
+        return tensor(value, what, dtype), None
+    return joined({k: tensor(v, f"{what}[{k!r}]", dtype) for k, v in value.items()}, dtype or torch.float32, what)
 
 
 def tensor(value: Any, what: str, dtype: torch.dtype | None) -> Tensor:
@@ -140,7 +156,7 @@ def _unlike(samples: Any) -> str:
     values = list(samples) if isinstance(samples, list | tuple) else [samples]
     other = next((v for v in values if isinstance(v, Mapping | str) or not (hasattr(v, "__len__") or isinstance(v, int | float))), None)
     if isinstance(other, Mapping):
-        return "a sample is a dict, and a model takes one tensor: stack or join its entries"
+        return "a sample is a dict: give one dict of tensors, a row for each sample in every one"
     if other is not None:
         return f"a sample is a {type(other).__name__}: turn it into numbers first, images with a transform such as ToTensor"
     return "their lengths or shapes differ: pad them to one"

@@ -10,6 +10,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .checks import SPLITS, check_clients, check_lists, check_pool
+from .fields import IGNORED, Fields, joined, masked
 from .ragged import Ragged
 
 
@@ -17,7 +18,7 @@ from .ragged import Ragged
 class Pool:
     """The data of N clients as it is, see :class:`pflcore.Federation`, which makes other federations of it too."""
 
-    x: Tensor
+    x: Tensor  # or, when it is made, a dict of tensors
     y: Tensor
     index: Mapping[str, Sequence[Tensor]]
     classes: int | None = None
@@ -25,9 +26,17 @@ class Pool:
     name: str = "data"
     notes: list[str] = field(default_factory=list)
     truth: dict[str, Tensor] = field(default_factory=dict)
+    fields: Fields | None = None
 
     def __post_init__(self) -> None:
-        check_pool(self.x, self.y, self.classes, self.index)
+        if isinstance(self.x, Mapping):
+            dtypes = [v.dtype for v in self.x.values() if isinstance(v, Tensor) and v.is_floating_point()]
+            x, fields = joined(self.x, dtypes[0] if dtypes else torch.float32)
+            object.__setattr__(self, "x", x)
+            object.__setattr__(self, "fields", fields)
+        if isinstance(self.y, Tensor):
+            object.__setattr__(self, "y", masked(self.y, self.x, self.fields))
+        check_pool(self.x, self.y, self.classes, self.index, self.fields)
         check_lists(self)
         object.__setattr__(self, "index", {s: Ragged.of(lists, self.x.device) for s, lists in self.index.items()})
         check_clients(self)
@@ -64,7 +73,9 @@ class Pool:
             raise ValueError(f"counts needs labels: the targets of {self.name} are continuous (classes is None)")
         lists = self.lists(split) if clients is None else self.lists(split).take(clients)
         y = self.y[lists.flat].reshape(len(lists.flat), -1)
-        owner = lists.owner()[:, None]
+        owner = lists.owner()[:, None].expand_as(y)
+        if self.fields is not None:  # steps that a mask leaves out are nobody's
+            owner, y = owner[y != IGNORED][:, None], y[y != IGNORED][:, None]
         if self.relabel is not None:
             y = (self.relabel if clients is None else self.relabel[clients.to(self.device)])[owner, y]
         return torch.bincount((owner * self.classes + y).flatten(), minlength=len(lists) * self.classes).view(-1, self.classes).cpu()
@@ -83,7 +94,8 @@ class Pool:
         size = self.size()
         samples = ", ".join(f"{int(self.size(s).sum()):,} {s}" for s in self.splits)
         what = "targets" if self.classes is None else f"{self.classes} classes"
-        lines = [f"{self.name}: {self.n} clients, {samples} samples of shape {list(self.shape)}, {what}"]
+        shape = f"shape {list(self.shape)}" if self.fields is None else str(self.fields)
+        lines = [f"{self.name}: {self.n} clients, {samples} samples of {shape}, {what}"]
         lines.append(f"training samples per client: {int(size.min()):,} to {int(size.max()):,}, median {int(size.median()):,}")
         if self.classes is not None:
             held = (self.counts() > 0).sum(1)

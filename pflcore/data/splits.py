@@ -144,8 +144,8 @@ def standardized(fed: P) -> P:
     A feature that is constant on the client's training samples is shifted only. Statistics of other clients, or of held-out samples,
     never enter.
     """
-    if not fed.x.is_floating_point():
-        raise TypeError(f"standardized needs floating inputs, got {fed.x.dtype}")
+    if not fed.x.is_floating_point() or fed.fields is not None:
+        raise TypeError(f"standardized needs floating inputs, got {fed.fields or fed.x.dtype}")
     x = fed.x.clone()
     owner = torch.full((len(x),), -1, device=x.device)
     for i in range(fed.n):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ def synthetic_clusters(
 
 
 def _known(fed: Federation, **truth: Tensor) -> Federation:
-    return Federation(fed.x, fed.y, fed.index, fed.classes, fed.relabel, fed.name, fed.notes, truth)
+    return replace(fed, truth=truth)
 
 
 def _at_least(**numbers: float) -> None:

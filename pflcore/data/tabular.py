@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .collect import Classes, infer, target, tensor
+from .collect import Classes, infer, inputs, target
 from .ragged import Ragged, starts
 from .splits import P, split_samples
 
@@ -31,10 +31,20 @@ def from_table(
         raise TypeError("from_table needs y and client, one value per sample, or the names of a file's columns")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # a pool is never written to
-        xs, ys = tensor(x, "x", dtype), target(y, "y", dtype)
+        (xs, fields), ys = inputs(x, "x", dtype), target(y, "y", dtype)
     order, size, ids = _by_client(client, len(xs))
     truth = {"client": torch.from_numpy(ids)} if ids.dtype == np.int64 else {}
-    fed = cls(xs, ys, {"train": Ragged(torch.from_numpy(order), starts(torch.from_numpy(size)))}, infer(classes, ys), None, name, [], truth)
+    fed = cls(
+        xs,
+        ys,
+        {"train": Ragged(torch.from_numpy(order), starts(torch.from_numpy(size)))},
+        infer(classes, ys),
+        None,
+        name,
+        [],
+        truth,
+        fields,
+    )
     return split_samples(fed, {"train": 1 - test_fraction, "test": test_fraction}, seed, None) if test_fraction else fed
 
 

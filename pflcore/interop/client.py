@@ -123,4 +123,12 @@ class _Alone(Federation):
 
 def _alone(one: Federation, n: int) -> Federation:
     relabel = None if one.relabel is None else one.relabel.expand(n, -1)
-    return _Alone(one.x, one.y, {split: Ragged.of(list(rows) * n) for split, rows in one.index.items()}, one.classes, relabel, one.name)
+    return _Alone(
+        one.x,
+        one.y,
+        {split: Ragged.of(list(rows) * n) for split, rows in one.index.items()},
+        one.classes,
+        relabel,
+        one.name,
+        fields=one.fields,
+    )

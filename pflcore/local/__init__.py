@@ -21,6 +21,7 @@ def prepared(
     """What a run needs, after one forward and backward pass of one batch: model, data and criterion fit together, and the path that
     trains the model is the model. ValueError or TypeError in one sentence where something does not fit."""
     with one_thread():
+        net = net.reading(data.fields)
         check_run(net, data, training)
         net, path, chain = choose_path(net, data, engine)
     if chain is not None and training.local_optimizer != "sgd":

@@ -22,12 +22,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from pflcore.local.chain import Chain
 from pflcore.local.group import LossFn, Piece
-from pflcore.local.losses import CRITERIA
+from pflcore.local.losses import CRITERIA, shares_right
 from pflcore.local.net import Net
 from pflcore.local.random import client_seeds
 from pflcore.local.settings import Setting
 from pflcore.local.workers import onto
-from pflcore.metrics import right
 from pflcore.nn.mode import forward_mode
 from pflcore.ops.chain import chain_eval, chain_grad
 
@@ -309,8 +308,7 @@ class Local:
             with torch.no_grad(), forward_mode(False, self.buffers[0], alone=True):
                 scores = self.net(row, data.x.index_select(0, places))
             losses = torch.vmap(self.net.criterion)(scores[:, None], y[:, None]).double()
-            classes = scores.movedim(1, -1) if scores.dim() > y.dim() else scores  # [B, C, ...] for labels [B, ...]
-            hits = right(classes, y).double().view(len(y), -1).mean(1) if scored else losses
+            hits = shares_right(scores, y) if scored else losses
             return torch.stack([losses, hits], 1)
 
         found = torch.cat(engine.map(look, list(zip(lists.flat.split(EVAL_BATCH), owner.split(EVAL_BATCH), strict=True))))

@@ -8,6 +8,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pflcore.data.fields import IGNORED
+from pflcore.metrics import right
+
+
+def cross_entropy(scores: Tensor, y: Tensor) -> Tensor:
+    """Mean cross entropy of `scores` [B, C] or [B, C, T] with labels `y` [B] or [B, T], or probabilities.
+
+    Steps of the label `IGNORED` are left out, and a sample's loss is the mean over its others, so that a batch's is the mean over its
+    samples however long they are.
+    """
+    if y.dim() < 2 or y.is_floating_point():
+        return F.cross_entropy(scores, y)
+    steps = F.cross_entropy(scores.movedim(1, -1).flatten(0, -2), y.flatten(), reduction="none", ignore_index=IGNORED)
+    return mean_of_steps(steps.view(y.shape), y)
+
+
+def mean_of_steps(values: Tensor, y: Tensor) -> Tensor:
+    """The mean over samples of each one's mean over the steps that count: `values` [B, T, ...], labels `y` of that shape."""
+    counts = (y != IGNORED).flatten(1)
+    return ((values.flatten(1) * counts).sum(1) / counts.sum(1).clamp(min=1)).mean()
+
 
 def hinge(scores: Tensor, y: Tensor) -> Tensor:
     """Mean hinge loss of `scores` [B] or [B, 1] with labels `y` in {0, 1} or {-1, 1}."""
@@ -34,7 +55,7 @@ REGRESSION = (squared, half_squared)  # integers are numbers to these, not label
 
 
 CRITERIA: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "cross_entropy": F.cross_entropy,
+    "cross_entropy": cross_entropy,
     "squared": squared,
     "half_squared": half_squared,
     "hinge": hinge,
@@ -62,7 +83,8 @@ def loss_of(loss: Loss, name: str = "loss") -> Callable[[Tensor, Tensor], Tensor
     if not callable(loss):
         raise TypeError(f"{name}: expected one of {', '.join(CRITERIA)}, a function of (scores, y) or an nn.Module, got {loss!r}.")
     if not isinstance(loss, nn.Module):
-        return squared if loss is F.mse_loss else loss  # [B, 1] against [B] would be spread to [B, B]
+        # [B, 1] against [B] would be spread to [B, B]; a batch's mean over steps is no mean over samples
+        return squared if loss is F.mse_loss else cross_entropy if loss is F.cross_entropy else loss
     if any(p.requires_grad for p in loss.parameters()):
         raise ValueError(f"{name}: {type(loss).__name__} has parameters, which nothing would train; make them a part of the model.")
     if getattr(loss, "reduction", "mean") != "mean":
@@ -81,3 +103,19 @@ def _same_options(loss: nn.Module) -> bool:
 def loss_name(criterion: Callable[[Tensor, Tensor], Tensor]) -> str:
     """What a criterion is called in records."""
     return next((k for k, v in CRITERIA.items() if v is criterion), getattr(criterion, "__name__", type(criterion).__name__))
+
+
+def shares_right(scores: Tensor, y: Tensor) -> Tensor:
+    """Which share of its labels [B, ...] each sample's `scores` [B, C, ...] get right, of those that count: [B] float64."""
+    classes = scores.movedim(1, -1) if scores.dim() > y.dim() else scores
+    hits = right(classes, y).double().view(len(y), -1)
+    counts = (y != IGNORED).view(len(y), -1)
+    return (hits * counts).sum(1) / counts.sum(1).clamp(min=1)
+
+
+def that_count(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """The scores [n, C] and labels [n] of the steps that count, of scores [B, C, T] and labels [B, T]; others as they are."""
+    counts = y != IGNORED
+    if y.is_floating_point() or y.dim() < 2 or bool(counts.all()):
+        return scores, y
+    return (scores.movedim(1, -1) if scores.dim() > y.dim() else scores)[counts], y[counts]

@@ -16,6 +16,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from pflcore.data.fields import Fields
 from pflcore.local.losses import REGRESSION, Loss, loss_of
 from pflcore.local.plain import refuse_detours
 from pflcore.local.swap import swap_layers
@@ -77,6 +78,7 @@ class Net:
     ) -> None:
         self.criterion = loss_of(criterion, "criterion")
         self.build, self.seed = build, seed
+        self.fields: Fields | None = None  # what `reading` gave its module
         if isinstance(build, nn.Module):
             self.module = _copied(build)
         elif callable(build):
@@ -206,6 +208,16 @@ class Net:
         other.w0, other.b0, other._threads = self.w0.to(device), self.b0.to(device), threading.local()
         if isinstance(self.criterion, nn.Module):  # class weights, for instance
             other.criterion = copy.deepcopy(self.criterion).to(device)
+        return other
+
+    def reading(self, fields: Fields | None) -> Net:
+        """The same net for a pool of several fields: its module takes the dict of them that a batch of rows holds."""
+        if fields is None or fields == self.fields:
+            return self
+        other = copy.copy(self)
+        other.fields = fields
+        other.module, other._threads = copy.deepcopy(self.module), threading.local()
+        other.module.register_forward_pre_hook(fields)
         return other
 
     # the function of a row -------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from pflcore.data.federation import Federation
+from pflcore.data.fields import IGNORED
 from pflcore.local import memory
 from pflcore.local.losses import CRITERIA
 from pflcore.local.net import Net
@@ -183,6 +184,9 @@ def _check_classes(data: Federation, scores: Tensor, y: Tensor, outputs: int) ->
             f"for labels {list(y.shape)}; reshape or transpose what the model returns, or make the targets floating point."
         )
     labels = data.y if data.relabel is None else data.relabel
+    labels = labels[labels != IGNORED] if y.dim() > 1 else labels
+    if not labels.numel():
+        raise ValueError("data: the mask leaves out every step of every sample; nothing is left to be learnt.")
     high = int(labels.max())
     if int(labels.min()) < 0 or high >= outputs:
         remedy = "or one and criterion='binary_cross_entropy' or 'hinge'" if outputs == 1 else "one for each class"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pflcore.algorithms.base import FedAvg, State, Tensors, cohort_of
+from pflcore.data.collect import inputs
 from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
 from pflcore.local import Engine, Local, Setting
@@ -59,10 +60,15 @@ class Personalized(nn.Module):
 
     @torch.no_grad()
     def predict(self, x: Any) -> Tensor:
-        """Labels int64 [B] of the samples `x` [B, ...], a tensor or an array; for continuous targets the values [B] or [B, K].
+        """Labels int64 [B], or [B, T] of every step, of the samples `x` [B, ...], a tensor, an array, or a dict of them where the pool has
+        several fields; for continuous targets the values [B] or [B, K].
 
         A single score stands for class 1 where it is positive. ValueError where `x` is no batch of samples.
         """
+        if isinstance(x, Mapping):
+            x, fields = inputs(x, "x", self.net.dtype)
+            if fields != self.net.fields:
+                raise ValueError(f"x: expected {self.net.fields or 'one tensor'}, got the fields {fields}.")
         x = torch.as_tensor(x)
         if not x.dim():
             raise ValueError("x: expected samples [B, ...], got a single number; for one sample give x[None].")
@@ -71,7 +77,7 @@ class Personalized(nn.Module):
         one = scores.dim() > 1 and scores.shape[-1] == 1
         if self.classes is None:
             return scores[..., 0] if one else scores
-        return (scores.reshape(len(scores)) > 0).long() if one or scores.dim() == 1 else scores.argmax(-1)
+        return (scores.reshape(len(scores)) > 0).long() if one or scores.dim() == 1 else scores.argmax(1)
 
     def module(self) -> nn.Module:
         """The model as a module of its own class, in evaluation mode, to be saved or trained on. ValueError where it is no single one."""
@@ -226,8 +232,8 @@ def one_client(samples: Any, **options: Any) -> Federation:
 def _newcomer(samples: Any, data: Federation, needs_val: bool, seed: int) -> Federation:
     dtype = data.x.dtype if data.x.is_floating_point() else data.y.dtype if data.y.is_floating_point() else None
     one = one_client(samples, classes=data.classes, dtype=dtype)
-    if one.shape != data.shape or one.x.dtype != data.x.dtype or one.y.dtype != data.y.dtype:
-        what, wanted = ((f.shape, f.x.dtype, f.y.dtype) for f in (one, data))
+    if one.shape != data.shape or one.x.dtype != data.x.dtype or one.y.dtype != data.y.dtype or one.fields != data.fields:
+        what, wanted = ((str(f.fields or f.shape), f.x.dtype, f.y.dtype) for f in (one, data))
         raise ValueError(f"samples: expected inputs of shape {wanted[0]} ({wanted[1]}, targets {wanted[2]}), got {what}.")
     return (held_out(one, seed) if needs_val else one).to(data.device)
 
@@ -239,4 +245,4 @@ def _joined(data: Federation, one: Federation) -> Federation:
     relabel = data.relabel
     if relabel is not None:  # it labels its samples itself
         relabel = torch.cat([relabel, torch.arange(relabel.shape[1], device=relabel.device)[None]])
-    return Federation(torch.cat([data.x, one.x]), torch.cat([data.y, one.y]), index, data.classes, relabel, data.name)
+    return Federation(torch.cat([data.x, one.x]), torch.cat([data.y, one.y]), index, data.classes, relabel, data.name, fields=data.fields)

@@ -14,10 +14,11 @@ from torch import Tensor
 from pflcore import ops
 from pflcore.algorithms.base import Cohort, Commit, FedAvg, Payload, Pool, State, Tensors, cohort_from, cohort_of
 from pflcore.local import Local, Setting
+from pflcore.local.losses import cross_entropy, shares_right, that_count
 from pflcore.local.net import Net
 from pflcore.local.random import drawn, generator_of
 from pflcore.local.workers import few_threads, onto
-from pflcore.metrics import Metric, measured_by, right
+from pflcore.metrics import Metric, measured_by
 from pflcore.ops import kinds
 from pflcore.simulation import rows, uploads
 
@@ -277,7 +278,7 @@ def looked_at(
     loss = loss.double().nan_to_num(nan=math.inf)
     result = {"loss": loss} if accuracy is None else {"loss": loss, "accuracy": accuracy}
     if metrics:
-        pairs = local.scores(alg.predict, view, split)
+        pairs = [that_count(*pair) for pair in local.scores(alg.predict, view, split)]
         result |= {name: measured_by(name, f, pairs, ids.tolist()) for name, f in metrics.items()}
     return ids, {k: v.double().cpu() for k, v in result.items()} | {"size": size}
 
@@ -306,10 +307,9 @@ def one_by_one(alg: FedAvg, view: Tensors, local: Local, split: str) -> tuple[Te
     losses, hits = [], []
     for scores, y in local.scores(alg.predict, view, split):
         if alg.returns == "probabilities" and scores.dim() > 1 and scores.shape[1] > 1 and not y.is_floating_point():
-            losses.append(torch.nn.functional.nll_loss(scores.clamp(min=1e-12).log(), y))
+            losses.append(cross_entropy(scores.clamp(min=1e-12).log(), y))
         else:
             losses.append(local.net.criterion(scores, y))
         if local.net.scores_classes and not y.is_floating_point():
-            classes = scores.movedim(1, -1) if scores.dim() > y.dim() else scores  # [B, C, ...] for labels [B, ...]
-            hits.append(right(classes, y).double().mean())
+            hits.append(shares_right(scores, y).mean())
     return torch.stack(losses), torch.stack(hits) if hits else None

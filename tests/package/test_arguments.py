@@ -18,7 +18,7 @@ from small import images, setting, tiny_model
 import pflcore
 from pflcore import Federation, Net, Simulation, Training, interop, metrics, ops
 from pflcore.algorithms import FedAvg, State
-from pflcore.data import Partition, Source, federation_of, load, options_of, partition
+from pflcore.data import Partition, Source, federation_of, load, options_of, padded, partition
 from pflcore.interop import lowrank
 from pflcore.nn import Dropout, FactorizedConv2d, FactorizedLinear, factorize
 from pflcore.nn.models import model_for
@@ -308,6 +308,7 @@ TABLE: dict[Callable[..., Any], tuple[Good, Wrong]] = {
             "test_samples": POSITIVE,
         },
     ),
+    padded: ({"sequences": [[1, 2], [3]]}, {"sequences": ["text", None, 3, NAN, WORDS, [3], []], "length": POSITIVE}),
     load: ({"name": "digits"}, {"name": NAME, "root": [3, WORDS]}),
     options_of: ({"name": "iid"}, {"name": NAME}),
     partition: ({"name": "iid", "labels": LABELS, "n": 2}, {"name": NAME, "labels": ["text", None, WORDS, 3, ROWS], "n": POSITIVE}),

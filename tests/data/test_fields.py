@@ -1,0 +1,212 @@
+"""Inputs of several tensors, and sequences of several lengths: what the model and the loss get of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pflcore import Federation, Net, Simulation, Training, evaluate
+from pflcore.data import padded
+from pflcore.data.fields import IGNORED, Fields, joined
+from pflcore.local import Local, prepared
+from pflcore.local.losses import cross_entropy
+
+WORDS, STEPS, CLASSES = 11, 6, 3
+
+
+class Tagger(nn.Module):
+    """A class for every step; the mask keeps padding out of the context."""
+
+    def __init__(self, per_step: bool) -> None:
+        super().__init__()
+        self.embed, self.head, self.per_step = nn.Embedding(WORDS, 4), nn.Linear(5, CLASSES), per_step
+
+    def forward(self, x: dict[str, Tensor]) -> Tensor:
+        assert x["tokens"].dtype == torch.int64 and x["mask"].dtype == torch.bool and x["age"].dtype == torch.float32
+        mask = x["mask"].float()[..., None]
+        z = self.embed(x["tokens"]) * mask
+        context = z.sum(1) / mask.sum(1)
+        if not self.per_step:
+            return self.head(torch.cat([context, x["age"][:, None]], 1))
+        every = torch.cat([z + context[:, None], x["age"][:, None, None].expand(-1, z.shape[1], 1)], 2)
+        return self.head(every).movedim(-1, 1)  # [B, C, T]
+
+
+def sequences(n: int, gen: torch.Generator) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Fields, a label of each sequence, and one of each step."""
+    length = torch.randint(1, STEPS + 1, (n,), generator=gen)
+    tokens, mask = padded([torch.randint(1, WORDS, (int(t),), generator=gen) for t in length], length=STEPS)
+    fields = {"tokens": tokens, "mask": mask, "age": torch.rand(n, generator=gen)}
+    return fields, tokens.sum(1) % CLASSES, tokens % CLASSES
+
+
+def federation(per_step: bool, clients: int = 4) -> Federation:
+    gen = torch.Generator().manual_seed(3)
+    made = [sequences(8 + 3 * i, gen) for i in range(clients)]
+    return Federation.from_arrays([(x, steps if per_step else y) for x, y, steps in made], test_fraction=0.25)
+
+
+@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=7), min_size=1, max_size=5), st.integers(1, 9))
+def test_padded_rows_hold_the_sequences(rows: list[list[int]], length: int) -> None:
+    out, mask = padded(rows, value=-1, length=length)
+    assert out.shape == mask.shape == (len(rows), length)
+    for row, values, there in zip(rows, out, mask, strict=True):
+        assert values[there].tolist() == row[:length] and bool((values[~there] == -1).all())
+
+
+def test_fields_come_back_as_they_were() -> None:
+    x, _, _ = sequences(20, torch.Generator().manual_seed(0))
+    rows, fields = joined(x, torch.float32)
+    assert rows.shape == (20, 2 * STEPS + 1)
+    for name, back in fields.apart(rows).items():
+        assert back.dtype == x[name].dtype and torch.equal(back, x[name])
+    assert all(torch.equal(v, x[k][[3, 1]]) for k, v in fields.apart(rows[[3, 1]]).items())
+
+
+@pytest.mark.parametrize("per_step", [False, True])
+@pytest.mark.parametrize("engine", ["vmap", "threads"])
+def test_training_is_a_loop_over_the_sequences_as_they_are(per_step: bool, engine: str) -> None:
+    data = federation(per_step)
+    torch.manual_seed(0)
+    module, training = Tagger(per_step), Training(lr=0.3, batch_size=100, epochs=2)
+    setting, _ = prepared(Net(module), data, training, engine, workers=1)
+    got = Local(setting, torch.arange(data.n), 1, torch.zeros(data.n, 0)).fit(setting.net.w0.expand(data.n, -1)).w
+    for i in range(data.n):
+        rows, y = data.client(i)
+        assert data.fields is not None
+        x, model = data.fields.apart(rows), Tagger(per_step)
+        model.load_state_dict(module.state_dict())
+        for _ in range(2):
+            model.zero_grad()
+            each = []
+            for j in range(len(y)):  # one sequence at a time, cut to its length: no padding, no mask
+                t = int(x["mask"][j].sum())
+                one = {k: v[j : j + 1, :t] if v.dim() > 1 else v[j : j + 1] for k, v in x.items()}
+                each.append(F.cross_entropy(model(one), y[j : j + 1, :t] if per_step else y[j : j + 1]))
+            torch.stack(each).mean().backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.3 * p.grad  # type: ignore[operator]
+        torch.testing.assert_close(got[i], setting.net.row(model), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("per_step", [False, True])
+@pytest.mark.parametrize("algorithm", ["fedavg", "ditto", "apfl", "fedrod"])
+def test_a_run_counts_the_steps_that_are_there(per_step: bool, algorithm: str) -> None:
+    if per_step and algorithm == "fedrod":
+        pytest.skip("its head and its class priors are of one label a sample")
+    data = federation(per_step)
+    seen = {"share": lambda scores, y: float((scores.argmax(-1) == y).double().mean())}
+    run = Simulation(algorithm, Tagger(per_step), data, Training(lr=0.3, batch_size=8, epochs=3), rounds=5, metrics=seen)
+    history = run.run()
+    assert history.rounds[-1]["train_loss"] < history.rounds[0]["train_loss"]
+    last = history.rounds[-1]["eval"]
+    assert data.fields is not None
+    for i in range(data.n):
+        rows, y = data.client(i, "test")
+        x = data.fields.apart(rows)
+        labels = history.predict(i, x)
+        assert labels.shape == y.shape and torch.equal(labels, history.model(i).predict(rows))
+        right, there = (labels == y).double(), (y != IGNORED)
+        if per_step:
+            assert torch.equal(there, x["mask"])
+            assert last["share"][i] == pytest.approx(float(right[there].mean()))
+            each = torch.stack([r[t].mean() for r, t in zip(right, there, strict=True)])
+            assert last["accuracy"][i] == pytest.approx(float(each.mean()))
+        else:
+            assert last["accuracy"][i] == pytest.approx(float(right.mean()))
+
+
+def test_one_model_for_all_is_evaluated_as_many() -> None:
+    data = federation(True)
+    run = Simulation("fedavg", Tagger(True), data, Training(lr=0.3, batch_size=8), rounds=2)
+    run.run()
+    together = evaluate(run.algorithm, run.state, run.setting)  # type: ignore[arg-type]
+    apart = [evaluate(run.algorithm, run.state, run.setting, clients=torch.tensor([i])) for i in range(data.n)]  # type: ignore[arg-type]
+    for key in ("loss", "accuracy"):
+        torch.testing.assert_close(together[key], torch.stack([a[key][i] for i, a in enumerate(apart)]))
+
+
+def test_cross_entropy_of_whole_sequences_is_torchs() -> None:
+    scores, y = torch.randn(5, CLASSES, STEPS, dtype=torch.float64), torch.randint(CLASSES, (5, STEPS))
+    torch.testing.assert_close(cross_entropy(scores, y), F.cross_entropy(scores, y))
+    y[2, 1:] = IGNORED
+    want = torch.stack([F.cross_entropy(s[None], t[None]) for s, t in zip(scores, y, strict=True)]).mean()
+    torch.testing.assert_close(cross_entropy(scores, y), want)
+    y[3] = IGNORED  # a sequence without a step has no loss, and no gradient that is none
+    assert bool(cross_entropy(scores.requires_grad_(), y).isfinite())
+
+
+def test_made_by_all_doors_it_is_the_same() -> None:
+    x, y, _ = sequences(12, torch.Generator().manual_seed(1))
+    halves = [slice(0, 5), slice(5, 12)]
+    clients = [({k: v[s] for k, v in x.items()}, y[s]) for s in halves]
+    one = Federation.from_arrays(clients)
+    index = {"train": [torch.arange(12)[s] for s in halves]}
+    items = [[({k: v[j] for k, v in x.items()}, y[j]) for j in range(12)[s]] for s in halves]
+    others = [
+        Federation(x, y, index, CLASSES),  # type: ignore[arg-type]
+        Federation.from_table(x, y, torch.tensor([0] * 5 + [1] * 7)),
+        Federation.from_datasets(items),
+    ]
+    for other in others:
+        assert other.fields == one.fields and torch.equal(other.x, one.x) and torch.equal(other.y, one.y)
+    small = one.subset([1])
+    assert small.fields == one.fields and "tokens [6] (int64), mask [6] (bool), age [] (float32)" in small.summary()
+    assert one.to("cpu").split_samples({"train": 0.5, "test": 0.5}).fields == one.fields
+
+
+def test_labels_that_are_left_out_are_counted_nowhere() -> None:
+    data = federation(True)
+    counts = data.counts()
+    for i in range(data.n):
+        y = data.labels(i)
+        assert counts[i].tolist() == torch.bincount(y[y >= 0], minlength=CLASSES).tolist() and bool((y == IGNORED).any())
+
+
+def test_a_newcomer_brings_the_same_fields() -> None:
+    data = federation(False)
+    history = Simulation("ditto", Tagger(False), data, Training(lr=0.1, batch_size=8), rounds=2).run()
+    x, y, _ = sequences(9, torch.Generator().manual_seed(9))
+    assert history.adapt((x, y), rounds=1).predict(x).shape == (9,)
+    with pytest.raises(ValueError, match=r"^samples: expected inputs of shape tokens \[6\] \(int64\), .*, got [^\n]*\.$"):
+        history.adapt(({k: v for k, v in x.items() if k != "age"}, y))
+    with pytest.raises(ValueError, match=r"^x: expected tokens \[6\] \(int64\), .*, got the fields tokens [^\n]*\.$"):
+        history.predict(0, {k: v for k, v in x.items() if k != "age"})
+
+
+TWO, LABELS = torch.zeros(2, 3), torch.tensor([0, 1])
+BAD: list[tuple[Any, Any, str]] = [
+    ({}, LABELS, "must hold tensors by name, one row for each sample"),
+    ({"a": TWO, "b": torch.zeros(3)}, LABELS, "must hold one row per sample in every field, got {'a': 2, 'b': 3}"),
+    ({"a": TWO.to(torch.complex64)}, LABELS, "x['a'] must be floating point, int64 or bool, got torch.complex64"),
+    ({"a": torch.tensor([1, 2**24 + 1])}, LABELS, "must lie within +-16,777,216, which torch.float32 holds exactly, got 16,777,217"),
+    ({"a": TWO, "mask": TWO > 0}, TWO, "y must hold labels, or one target a sample, where x has a mask of its steps"),
+    ({"a": TWO}, torch.tensor([0, IGNORED]), "y must hold labels in 0..0, got -100..0"),
+]
+
+
+@pytest.mark.parametrize(("x", "y", "words"), BAD)
+def test_bad_fields_are_one_sentence(x: Any, y: Any, words: str) -> None:
+    classes = None if y.is_floating_point() else 1 if int(y.min()) < 0 else 2
+    with pytest.raises((ValueError, TypeError)) as caught:
+        Federation(x, y, {"train": [torch.arange(2)]}, classes)
+    assert words in str(caught.value)
+
+
+def test_clients_with_other_fields_are_named() -> None:
+    with pytest.raises(ValueError, match=r"^client 1 \(train\) has inputs a \[2\] \(float32\), client 0 has a \[3\] \(float32\)"):
+        Federation.from_arrays([({"a": TWO}, LABELS), ({"a": TWO[:, :2]}, LABELS)])
+    with pytest.raises(ValueError, match=r"client 1 .* has inputs of one tensor, client 0 has a"):
+        Federation.from_arrays([({"a": TWO}, LABELS), (TWO, LABELS)])
+
+
+def test_fields_are_a_value() -> None:
+    assert joined({"a": TWO}, torch.float32)[1] == Fields(joined({"a": TWO}, torch.float32)[1])
