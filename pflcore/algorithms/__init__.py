@@ -24,6 +24,7 @@ from pflcore.algorithms.pfedme import PFedMe
 from pflcore.algorithms.qfedavg import QFedAvg
 from pflcore.algorithms.scaffold import Scaffold
 from pflcore.algorithms.sfl import SFL
+from pflcore.algorithms.split import FedBABU, FedBN, FedPer, FedRep, LGFedAvg, Split
 from pflcore.algorithms.waffle import Waffle
 from pflcore.algorithms.weight_erosion import WeightErosion
 
@@ -62,6 +63,12 @@ ALGORITHMS: dict[str, type[FedAvg]] = {
     # mixture
     "apfl": APFL,
     # split models
+    "split": Split,
+    "fedper": FedPer,
+    "lg_fedavg": LGFedAvg,
+    "fedrep": FedRep,
+    "fedbabu": FedBABU,
+    "fedbn": FedBN,
     "fedrod": FedRoD,
     "factorized_waffle": FactorizedWaffle,
     # adaptation
