@@ -7,6 +7,7 @@ from pflcore.algorithms.base import Cohort, FedAvg, Pool, State, Stop
 from pflcore.algorithms.clustered_fl import ClusteredFL
 from pflcore.algorithms.ditto import MRMTL, Ditto
 from pflcore.algorithms.factorized_waffle import FactorizedWaffle
+from pflcore.algorithms.fedala import FedALA
 from pflcore.algorithms.fedamp import FedAMP, HeurFedAMP
 from pflcore.algorithms.feddwa import FedDWA, FedDWAQP
 from pflcore.algorithms.fedfomo import FedFomo
@@ -62,6 +63,7 @@ ALGORITHMS: dict[str, type[FedAvg]] = {
     "clustered_fl": ClusteredFL,
     # mixture
     "apfl": APFL,
+    "fedala": FedALA,
     # split models
     "split": Split,
     "fedper": FedPer,

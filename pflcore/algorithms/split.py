@@ -76,10 +76,8 @@ class Split(FedAvg):
     def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
         x, h = self.cut(net, net.w0)
         if not (x.numel() and h.numel()):
-            what = (
-                "the whole model is private, so nothing is" if h.numel() else f"the model has no {self.private} parameter, so all of it is"
-            )
-            warnings.warn(f"private: {what} shared.", stacklevel=1)  # of this line: once, whoever calls
+            what = "the whole model is private, so nothing" if h.numel() else f"the model has no {self.private} parameter, so all of it"
+            warnings.warn(f"private: {what} is shared.", stacklevel=1)  # of this line: once, whoever calls
         return {"x": x}, {} if self.train == "body" else {"h": h}
 
     def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
