@@ -7,6 +7,7 @@ from pflcore.algorithms.base import Cohort, FedAvg, Pool, State, Stop
 from pflcore.algorithms.clustered_fl import ClusteredFL
 from pflcore.algorithms.ditto import MRMTL, Ditto
 from pflcore.algorithms.factorized_waffle import FactorizedWaffle
+from pflcore.algorithms.fedala import FedALA
 from pflcore.algorithms.fedamp import FedAMP, HeurFedAMP
 from pflcore.algorithms.feddwa import FedDWA, FedDWAQP
 from pflcore.algorithms.fedfomo import FedFomo
@@ -24,6 +25,7 @@ from pflcore.algorithms.pfedme import PFedMe
 from pflcore.algorithms.qfedavg import QFedAvg
 from pflcore.algorithms.scaffold import Scaffold
 from pflcore.algorithms.sfl import SFL
+from pflcore.algorithms.split import FedBABU, FedBN, FedPer, FedRep, LGFedAvg, Split
 from pflcore.algorithms.waffle import Waffle
 from pflcore.algorithms.weight_erosion import WeightErosion
 
@@ -61,7 +63,14 @@ ALGORITHMS: dict[str, type[FedAvg]] = {
     "clustered_fl": ClusteredFL,
     # mixture
     "apfl": APFL,
+    "fedala": FedALA,
     # split models
+    "split": Split,
+    "fedper": FedPer,
+    "lg_fedavg": LGFedAvg,
+    "fedrep": FedRep,
+    "fedbabu": FedBABU,
+    "fedbn": FedBN,
     "fedrod": FedRoD,
     "factorized_waffle": FactorizedWaffle,
     # adaptation

@@ -59,7 +59,9 @@ def rows_beside_state(algorithm: FedAvg, training: Training, engine: str, chaine
     if type(algorithm).prepare is not FedAvg.prepare:  # it trains a model that the stand-in is not
         return 0.0, PREPARED, 0.0
     try:
-        low, wide, both = (measured(algorithm, training, engine, chained, whole, *c) for c in ((2, 4), (2, 8), (6, 8)))
+        with warnings.catch_warnings():  # what a method says of the stand-in
+            warnings.simplefilter("ignore")
+            low, wide, both = (measured(algorithm, training, engine, chained, whole, *c) for c in ((2, 4), (2, 8), (6, 8)))
     except Exception as error:  # an algorithm that asks more of its data than a stand-in has
         why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".strip(": ")
         warnings.warn(
@@ -71,8 +73,8 @@ def rows_beside_state(algorithm: FedAvg, training: Training, engine: str, chaine
 
 
 def measured(algorithm: FedAvg, training: Training, engine: str, chained: bool, whole: bool, cohort: int, n: int) -> float:
-    if any(f.name == "target" for f in fields(algorithm)):
-        algorithm = replace(algorithm, **{"target": 0})  # type: ignore[arg-type]
+    own = {"target": 0, "private": "body" if getattr(algorithm, "private", "") == "body" else "head"}  # names of the stand-in's own
+    algorithm = replace(algorithm, **{f.name: own[f.name] for f in fields(algorithm) if f.name in own})  # type: ignore[arg-type]
     with torch.random.fork_rng(devices=[]):
         layers = [nn.Linear(60, 200, bias=False)] if whole else [nn.Linear(30, 400), nn.Linear(400, 2)]
         net = Net(nn.Sequential(*layers), seed=0)

@@ -14,6 +14,7 @@ from pflcore.testing import CHECKS, Case
 
 OPTIONS: dict[str, dict[str, Any]] = {  # where the defaults do not fit a federation of four small clients
     "knnper": {"k": 3},
+    "fedala": {"sample": 1.0},  # which part of its samples is drawn belongs to a client's number
 }
 OWN_DRAWS = {"factorized_waffle"}  # its draws belong to a client's number, so renumbered clients draw others
 WEIGHTS = {"waffle", "weight_erosion"}  # with mixing weights in the record

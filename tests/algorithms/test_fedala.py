@@ -1,0 +1,150 @@
+"""FedALA against a plain torch program of its Algorithm 1 that shares no code with it, and its laws."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from small import images, play, setting, tiny_model
+
+from pflcore import Net, Training
+from pflcore.algorithms import FedAvg
+from pflcore.algorithms.fedala import FedALA, sampled
+from pflcore.data.federation import Federation
+from pflcore.local import Local
+from pflcore.round import views
+
+COHORTS = ([0, 1, 2], [0, 1], [1, 2], [0, 1, 2])
+TRAINING = Training(lr=0.3, batch_size=64, epochs=2)  # whole batches, so that no shuffle plays a part
+
+
+def federation() -> Federation:
+    d = images((7, 20, 31))
+    return Federation(d.x.double(), d.y, d.index, 4, d.relabel)
+
+
+class Person:
+    """One client of the program: its model, its weights, and whether it has learned them once."""
+
+    def __init__(self, start: nn.Module, layers: int) -> None:
+        self.own, self.fresh = copy.deepcopy(start), True
+        self.weights = [torch.ones_like(p) for p in self.own.parameters()][-layers:]
+        self.epochs: list[int] = []
+
+    def mix(self, server: nn.Module, x: torch.Tensor, y: torch.Tensor, eta: float, window: int, threshold: float) -> nn.Module:
+        mine, theirs = (list(m.parameters()) for m in (self.own, server))
+        model, low = copy.deepcopy(server), len(mine) - len(self.weights)
+        if all(torch.equal(a, b) for a, b in zip(mine[low:], theirs[low:], strict=True)):
+            return model
+
+        def put() -> None:
+            for p, a, b, w in zip(list(model.parameters())[low:], mine[low:], theirs[low:], self.weights, strict=True):
+                p.data = a.data + (b.data - a.data) * w
+
+        losses: list[float] = []
+        while True:
+            put()
+            model.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            losses.append(loss.item())
+            for i, (p, a, b) in enumerate(zip(list(model.parameters())[low:], mine[low:], theirs[low:], strict=True)):
+                self.weights[i] = torch.clip(self.weights[i] - eta * p.grad * (b.data - a.data), 0, 1)
+            if not self.fresh or (len(losses) > window and statistics.pstdev(losses[-window:]) < threshold):
+                break
+        put()
+        self.fresh, self.epochs = False, [*self.epochs, len(losses)]
+        return model
+
+
+def program(start: nn.Module, data: Federation, layers: int, **how: Any) -> tuple[nn.Module, list[Person], list[nn.Module]]:
+    server, people = copy.deepcopy(start), [Person(start, layers) for _ in range(3)]
+    for cohort in COHORTS:
+        for i in cohort:
+            x, y = data.client(i)
+            people[i].own = people[i].mix(server, x, y, **how)
+            optimizer = torch.optim.SGD(people[i].own.parameters(), 0.3)
+            for _ in range(2):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(people[i].own(x), y).backward()
+                optimizer.step()
+        total = sum(len(data.client(i)[1]) for i in cohort)
+        states = {i: people[i].own.state_dict() for i in cohort}
+        server.load_state_dict({k: sum(len(data.client(i)[1]) / total * s[k] for i, s in states.items()) for k in server.state_dict()})
+    served = [copy.deepcopy(p).mix(server, *data.client(i), **how) for i, p in enumerate(people)]
+    return server, people, served
+
+
+@pytest.mark.parametrize("engine", ["threads", "vmap"])
+@pytest.mark.parametrize("layers", [0, 2])
+def test_golden_fedala(layers: int, engine: str) -> None:
+    """Four rounds with absent clients: the server, theta, W, and what is evaluated; the first time takes more than `window` epochs."""
+    how = {"eta": 4.0, "window": 3, "threshold": 0.004}
+    net, data = Net(lambda: tiny_model()().double(), seed=3), federation()
+    alg, s = FedALA(layers=layers, sample=1.0, **how), setting(net, data, TRAINING, 4, engine)
+    state = play(alg, s, ids=lambda r: COHORTS[r - 1])[-1][0]
+    server, people, served = program(net.module, data, layers, **how)
+    assert all(p.epochs[0] > 4 and set(p.epochs[1:]) <= {1} for p in people), [p.epochs for p in people]
+    view, _ = views(alg, state, s, torch.arange(3))
+    torch.testing.assert_close(state.g["x"], net.row(server), rtol=1e-9, atol=1e-11)
+    for i, p in enumerate(people):
+        W = torch.cat([w.flatten() for w in p.weights])
+        assert W.lt(1).sum() > 0 and W.min() >= 0 and W.max() <= 1
+        torch.testing.assert_close(state.own["W"][i], W, rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(state.own["theta"][i], net.row(p.own), rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(view["w"][i], net.row(served[i]), rtol=1e-9, atol=1e-11)
+
+
+def test_without_a_step_of_w_it_is_fedavg_and_lower_layers_are_the_servers() -> None:
+    s = setting(Net(lambda: tiny_model()().double()), federation(), Training(lr=0.1, batch_size=8), 3)
+    (fedala, done), (fedavg, _) = (play(a, s)[-1] for a in (FedALA(eta=0.0), FedAvg()))
+    torch.testing.assert_close(fedala.g["x"], fedavg.g["x"], rtol=1e-9, atol=1e-11)
+    assert done.bytes_up == done.bytes_down == 3 * 8 * s.net.size
+    state = play(FedALA(layers=2), s)[-1][0]
+    w, low = views(FedALA(layers=2), state, s, torch.arange(3))[0]["w"], s.net.size - 24
+    assert state.own["W"].shape == (3, 24) and torch.equal(w[:, :low], state.g["x"][:low].expand(3, -1))
+    assert not torch.equal(w[:, low:], state.g["x"][low:].expand(3, -1))
+
+
+def test_who_never_took_part_is_served_the_global_model() -> None:
+    s = setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=8), 2)
+    state = play(FedALA(), s, ids=lambda _: [0, 2])[-1][0]
+    assert torch.equal(views(FedALA(), state, s, torch.tensor([1]))[0]["w"][0], state.g["x"])
+    assert state.own["begun"][:, 0].tolist() == [1, 0, 1]
+
+
+def test_w_is_learned_on_a_part_of_the_samples_drawn_anew_each_round() -> None:
+    s = setting(Net(tiny_model()), images((1, 20, 31)), TRAINING, 3)
+    drawn = []
+    for round, ids in ((1, [0, 1, 2]), (2, [0, 1, 2]), (1, [2, 1])):
+        lists = sampled(Local(s, torch.tensor(ids), round, s.net.b0.expand(len(ids), -1)), 0.8).data.lists("train")
+        drawn.append([set(lists[i].tolist()) for i in range(3)])
+    whole = [set(s.data.lists("train")[i].tolist()) for i in range(3)]
+    assert [len(d) for d in drawn[0]] == [1, 16, 24] and all(d <= w for d, w in zip(drawn[0], whole, strict=True))
+    assert drawn[0][1] != drawn[1][1] and drawn[2] == [set(), *drawn[0][1:]]  # whoever else is there
+
+
+def test_the_first_time_ends() -> None:
+    """Where losses never settle, after `most` epochs; where they are not finite, at once."""
+    s = setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=8), 2)
+    calls: list[int] = []
+
+    class Counted(FedALA):
+        def loss(self, *args: Any) -> torch.Tensor:
+            calls.append(1)
+            return super().loss(*args)
+
+    play(Counted(threshold=0.0, most=12, sample=1.0), s)
+    assert len(calls) == 12 * sum(-(-n // 8) for n in (7, 20, 31))
+
+
+@pytest.mark.parametrize(
+    "options", [{"layers": -1}, {"window": 1}, {"most": 0}, {"eta": -1.0}, {"sample": 0.0}, {"sample": 1.5}, {"threshold": -1.0}]
+)
+def test_bad_options_are_one_sentence(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"^.*{next(iter(options))}.*: expected .*\.$"):
+        FedALA(**options)

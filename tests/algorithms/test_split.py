@@ -1,0 +1,236 @@
+"""Split models against a plain torch program of each paper's algorithm, which shares no code with them, and their laws."""
+
+from __future__ import annotations
+
+import copy
+import runpy
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+from places import ROOT
+from small import copied, images, play, setting, tiny_model
+
+from pflcore import Net, Simulation, Training, footprint
+from pflcore.algorithms import ALGORITHMS, FedAvg
+from pflcore.algorithms.local_only import LocalOnly
+from pflcore.algorithms.split import FedBABU, FedBN, FedPer, FedRep, LGFedAvg, Split
+from pflcore.data.federation import Federation
+from pflcore.local import Local
+from pflcore.personal import with_one_more
+from pflcore.round import evaluate, views
+from pflcore.testing import check
+
+LR, EPOCHS, COHORTS = 0.3, 2, ([0, 1, 2], [1], [0, 2])
+TRAINING = Training(lr=LR, batch_size=64, epochs=EPOCHS)  # whole batches, so that no shuffle plays a part
+BODY, HEAD, NORM = ("0.weight", "0.bias", "1.weight", "1.bias"), ("3.weight", "3.bias"), ("1.weight", "1.bias")
+ENGINES = pytest.mark.parametrize("engine", ["threads", "vmap"])
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4)).double()
+
+
+def federation() -> Federation:
+    d = images((7, 20, 31))
+    return Federation(d.x.double(), d.y, d.index, 4, d.relabel)
+
+
+def descend(model: nn.Module, x: torch.Tensor, y: torch.Tensor, names: tuple[str, ...], epochs: int) -> None:
+    """Whole-batch SGD of the parameters `names`."""
+    params = dict(model.named_parameters())
+    optimizer = torch.optim.SGD([params[n] for n in names], LR)
+    for _ in range(epochs):
+        model.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def program(name: str, start: nn.Module, data: Federation) -> tuple[dict[str, torch.Tensor], list[nn.Module]]:
+    """The method by whole modules: the server's parameters and each client's model for evaluation."""
+    private = {"lg_fedavg": BODY, "fedbn": NORM}.get(name, HEAD)
+    shared = tuple(n for n in (*BODY, *HEAD) if n not in private)
+    server = {n: p.detach().clone() for n, p in start.named_parameters() if n in shared}
+    clients = [copy.deepcopy(start) for _ in range(3)]
+    stays = name in ("lg_fedavg", "fedbn")  # batch norm's statistics
+
+    def receive(i: int) -> None:
+        clients[i].load_state_dict(server, strict=False)
+
+    for cohort in COHORTS:
+        for i in cohort:
+            receive(i)
+            model, (x, y) = clients[i].train(), data.client(i)
+            if name == "fedrep":
+                kept = {n: b.clone() for n, b in model.named_buffers()}
+                descend(model, x, y, HEAD, 3)
+                model.load_state_dict(kept, strict=False)
+                descend(model, x, y, BODY, EPOCHS)
+            else:
+                descend(model, x, y, BODY if name == "fedbabu" else (*BODY, *HEAD), EPOCHS)
+        even = name in ("fedrep", "fedbn")
+        n = torch.tensor([1 if even else len(data.client(i)[1]) for i in cohort], dtype=torch.float64)
+        states = [clients[i].state_dict() for i in cohort]
+        mean = {k: sum(w * s[k] for w, s in zip(n / n.sum(), states, strict=True)) for k in states[0]}
+        server = {k: mean[k] for k in shared}
+        if not stays:
+            for c in clients:
+                c.load_state_dict({k: v for k, v in mean.items() if "running" in k}, strict=False)
+    for i, model in enumerate(clients):
+        receive(i)
+        if name == "fedbabu":
+            descend(model.train(), *data.client(i), (*BODY, *HEAD), 4)
+    return server, [c.eval() for c in clients]
+
+
+@ENGINES
+@pytest.mark.parametrize("name", ["fedper", "lg_fedavg", "fedrep", "fedbabu", "fedbn"])
+def test_golden_presets(name: str, engine: str) -> None:
+    """Three rounds, of which two lack somebody: the shared columns, the private ones and every client's own scores."""
+    options = {"fedrep": {"private_epochs": 3}, "fedbabu": {"finetune_epochs": 4}}.get(name, {})
+    alg, net, data = ALGORITHMS[name](**options), Net(normed, seed=5), federation()
+    s = setting(net, data, TRAINING, 3, engine)
+    state = play(alg, s, ids=lambda r: COHORTS[r - 1])[-1][0]
+    server, clients = program(name, net.module, data)
+    torch.testing.assert_close(state.g["x"], torch.cat([v.flatten() for v in server.values()]), rtol=1e-10, atol=1e-12)
+    view, local = views(alg, state, s, torch.arange(3))
+    for i, model in enumerate(clients):
+        torch.testing.assert_close(view["w"][i], net.row(model), rtol=1e-10, atol=1e-12)
+        scores = local.scores(alg.predict, view, "test")[i][0]
+        torch.testing.assert_close(scores, model(data.client(i, "test")[0]), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["fedper", "fedrep", "fedbabu"])
+def test_the_kernels_of_a_chain_train_the_same(name: str) -> None:
+    net, data = Net(lambda: tiny_model()().double()), federation()
+    runs = [play(ALGORITHMS[name](), setting(net, data, TRAINING, 2, engine))[-1][0] for engine in ("threads", "chain")]
+    for one, other in zip(runs[0].g.values(), runs[1].g.values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_the_documents_fedper_is_ours() -> None:
+    theirs = runpy.run_path(str(ROOT / "examples" / "own_algorithm.py"))["FedPer"]
+    s = setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4), 3)
+    (one, done), (other, also) = (play(a, s, ids=lambda r: [0, r % 3] if r % 3 else [0])[-1] for a in (FedPer(), theirs()))
+    assert torch.equal(one.g["x"], other.g["x"]) and torch.equal(one.own["h"], other.own["head"]) and done == also
+
+
+# laws -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("alg", "width"), [(FedPer(), 45), (FedRep(), 45), (FedBABU(), 45), (LGFedAvg(), 24), (FedBN(), 59), (Split(private="?.bias"), 55)]
+)
+def test_private_columns_never_travel(alg: Split, width: int) -> None:
+    """Counted are the shared columns, and batch norm's statistics where they are averaged."""
+    s = setting(Net(normed), federation(), TRAINING, 1)
+    _, done = play(alg, s, ids=lambda _: [0, 2])[-1]
+    statistics = s.net.b0.numel() if alg.buffers[0] == "average" else 0
+    assert done.bytes_down == done.bytes_up == 2 * 8 * (width + statistics)
+
+
+def test_with_everything_private_it_is_local_and_with_nothing_private_fedavg() -> None:
+    s = setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4), 3)
+    with pytest.warns(UserWarning, match=r"^private: the whole model is private, so nothing is shared\.$"):
+        alone = play(Split(private=("0.*", "2.*")), s)[-1][0]
+    assert torch.equal(alone.own["h"], play(LocalOnly(), s)[-1][0].own["w"])
+    with pytest.warns(UserWarning, match=r"^private: the model has no batch_norm parameter, so all of it is shared\.$"):
+        all_of_it = play(FedBN(), s)[-1][0]
+    assert torch.equal(all_of_it.g["x"], play(FedAvg(weighting="uniform"), s)[-1][0].g["x"]) and all_of_it.own["h"].shape == (3, 0)
+
+
+def test_a_frozen_part_never_moves_not_even_by_adamw() -> None:
+    t = Training(lr=0.01, batch_size=4, local_optimizer="adamw", weight_decay=0.1, keep_moments=True)
+    s = setting(Net(normed), federation(), t, 2)
+    state = play(FedBABU(finetune_epochs=0), s)[-1][0]
+    x, h = s.net.split(s.net.w0)
+    assert not state.own and (state.g["x"] != x).all()
+    view, _ = views(FedBABU(finetune_epochs=0), state, s, torch.arange(3))
+    assert torch.equal(view["w"], s.net.join(state.g["x"], h.expand(3, -1)))
+    state = play(FedRep(server_lr=0.0), s)[-1][0]  # the body never moves: the heads have seen it alone
+    assert torch.equal(state.g["x"], x) and (state.own["h"] != h).all()
+
+
+def test_heads_are_trained_before_bodies() -> None:
+    """FedRep's head has not seen the body that its own round makes; trained the other way round it would have."""
+    s = setting(Net(tiny_model()), images(), TRAINING, 1)
+    local, w0 = Local(s, torch.arange(3), 1, s.net.b0.expand(3, -1)), s.net.w0.expand(3, -1)
+    x, h = s.net.split(w0)
+    new, _ = FedRep().client({"x": x}, {"h": h}, local)
+    assert torch.equal(new["h"], s.net.split(local.fit(w0, mask=s.net.mask("2.*"), stream="private").w)[1])
+
+
+@pytest.mark.parametrize("alg", [FedPer(), FedRep(), LGFedAvg(), FedBN()])
+def test_who_never_took_part_has_the_initial_private_part_and_others_statistics(alg: Split) -> None:
+    s = setting(Net(normed), federation(), TRAINING, 2)
+    state = play(alg, s, ids=lambda _: [0, 2])[-1][0]
+    view, local = views(alg, state, s, torch.tensor([1]))
+    assert torch.equal(alg.cut(s.net, view["w"])[1][0], alg.cut(s.net, s.net.w0)[1])
+    torch.testing.assert_close(local.buffers[0], state.buffers[[0, 2]].mean(0))
+    assert evaluate(alg, state, s)["loss"].isfinite().all()
+
+
+@pytest.mark.parametrize("alg", [FedPer(), FedRep(), LGFedAvg(), FedBABU(), FedBN()])
+def test_a_newcomer_learns_its_own_part_and_gets_the_others(alg: Split) -> None:
+    data = federation()
+    history = Simulation(alg, normed, data.subset([0, 1]), TRAINING, rounds=2, workers=1).run()
+    state, everybody = with_one_more(alg, copied(history.state), history.model(0).net, 2)
+    assert not everybody and len(state.own.get("h", state.buffers)) == 3
+    model = history.adapt(data.client(2), rounds=3)
+    x, h = alg.cut(model.net, model.view_w)
+    if alg.train == "body":
+        assert (model.view_w != history.model(0).view_w).any()
+    else:
+        assert torch.equal(x, history.state.g["x"]) and not torch.equal(h, alg.cut(model.net, model.net.w0)[1])
+
+
+# with batch norm, beside the table of contracts ------------------------------------------------------------------------
+
+
+def small_normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 4))
+
+
+def test_the_contract_with_batch_norm() -> None:
+    check(FedBN(), model=small_normed, data=images((10, 20, 31, 20)))  # no batch of a single sample
+
+
+def test_names_with_brackets_are_no_patterns() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleDict({"a[0]": nn.Linear(6, 5), "b": nn.Linear(5, 4)})
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.parts["b"](self.parts["a[0]"](x).tanh())  # type: ignore[no-any-return]
+
+    net = Net(Odd)
+    assert LGFedAvg().cut(net, net.w0)[1].shape == (35,) and FedPer().cut(net, net.w0)[1].shape == (24,)
+
+
+def test_memory_is_measured_whatever_is_private() -> None:
+    """The stand-in has other names than the model; it is not to be mistaken for it."""
+    for alg, whole in ((Split(private="conv1.*"), False), (LGFedAvg(), True), (FedBN(), False)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            fixed, each, _ = footprint.rows_beside_state(alg, TRAINING, "threads", False, whole)
+        assert each > 0 and fixed >= 0
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (lambda: Split(train="both"), "train: expected one of joint, alternate, body, got 'both'"),
+        (lambda: Split(private=()), "private: expected 'head'"),
+        (lambda: Split(private=3), "private: expected 'head'"),
+        (lambda: FedRep(private_epochs=0), "private_epochs: expected at least 1"),
+        (lambda: FedBABU(finetune_epochs=-1), "finetune_epochs: expected at least 0"),
+        (lambda: Split(private="fc*").init(Net(tiny_model()), 3), r"patterns: 'fc\*' matches no parameter; the names are 0.weight"),
+        (lambda: FedPer().init(Net(nn.Conv2d(1, 1, 1)), 3), "model: found no trainable head"),
+    ],
+)
+def test_bad_options_are_one_sentence(make: Callable[[], object], word: str) -> None:
+    with pytest.raises(ValueError, match=f"^{word}.*\\.$"):
+        make()
