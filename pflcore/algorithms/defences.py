@@ -36,7 +36,7 @@ def defended(defence: str, delta: Tensor, share: Tensor, hostile: int, root: int
     if defence in ("krum", "multi_krum"):
         m = 1 if defence == "krum" else s - hostile
         return delta, torch.zeros_like(share).index_fill_(1, krum(ops.pairwise_sqdist(delta), hostile, m).to(share.device), 1 / m)
-    norm = ops.pairwise_sqdist(delta, torch.zeros_like(delta[:1]))[:, 0].sqrt().clamp(min=1e-300)
+    norm = ops.pairwise_sqdist(delta, torch.zeros_like(delta[:1]))[:, 0].sqrt().clamp(min=1e-150)
     if defence == "clip":
         return delta, share * (norm.quantile(0.5) / norm).clamp(max=1.0)
     own, far = norm[root], ops.pairwise_sqdist(delta, delta[root : root + 1])[:, 0]
