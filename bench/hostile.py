@@ -1,4 +1,4 @@
-"""What bad clients do: `python -m bench.hostile [inputs] [attacks] [waffle]` prints the figures and tables of docs/trust.md (default: inputs).
+"""What bad clients do: `python -m bench.hostile [inputs] [attacks] [waffle]` prints the figures of docs/trust.md (default: inputs).
 
 inputs    bad uploads, messages and drop-outs tried on every algorithm, by kind, and how many were lost; a minute
 attacks   accuracy under attack by defence: 10 clients of MNIST's 5,000-image subset, 2 of them bad; some minutes

@@ -145,7 +145,7 @@ def test_an_attacked_run_goes_on_from_its_checkpoint(data: Federation, tmp_path:
     rest = Simulation.load(tmp_path, model=lambda: nn.Linear(8, 4), data=data)
     rest.run()
     assert rest.adversary == options["adversary"] and torch.equal(rest.state.g["x"], whole.state.g["x"])
-    with pytest.raises(ValueError, match="another run: (adversary|eval_clients)"):
+    with pytest.raises(ValueError, match=r"another run: (adversary|eval_clients)"):
         run(data, **{**options, "adversary": None}).restore(tmp_path)
 
 
