@@ -25,6 +25,7 @@ N, ROUNDS, TRAINING = 10, 20, Training(lr=0.1, batch_size=20)
 BAD = (8, 9)  # of the first table
 TARGET, NEAREST = 0, (1, 9, 2, 8)  # of the second: the agents who share most classes with the target, the nearest first
 HOLDS, POINTS = "multi_krum", 5.0  # the defence that must keep what the honest clients have, but for so many points
+CLIP = 1.0
 Table = list[list[str]]
 
 
@@ -32,7 +33,9 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
-def played(algorithm: FedAvg, data: Federation, attack: str | None, bad: tuple[int, ...], absent: bool = False) -> tuple[float, float]:
+def played(
+    algorithm: FedAvg, data: Federation, attack: str | None, bad: tuple[int, ...], absent: bool = False, clip: float | None = None
+) -> tuple[float, float]:
     """The honest clients' mean accuracy in percent (the target's alone, where there is one to look at), and the share of the server's
     weights that the bad ones had, mean over rounds."""
     honest = [i for i in range(N) if i not in bad]
@@ -45,6 +48,7 @@ def played(algorithm: FedAvg, data: Federation, attack: str | None, bad: tuple[i
         eval_every=ROUNDS,
         eval_clients=[TARGET] if data.name.endswith(" C") else honest,
         clients=honest if absent else None,
+        clip=clip,
         adversary=Adversary(attack, bad) if attack else None,  # type: ignore[arg-type]
         workers=1,
     )
@@ -75,12 +79,13 @@ def waffle() -> tuple[Table, Table]:
     table = [["attack", *(f"{name}, {b}" for name in names for b in (0, *counts))]]
     share = [["attack", *(f"{b} bad" for b in counts)]]
     clean = {name: played(ALGORITHMS[name](), data, None, ())[0] for name in names}
-    for attack in (None, *ATTACKS):
-        row, weights = [attack or "they are absent"], [attack or "they are honest"]
+    for attack, clip in ((None, None), *((a, None) for a in ATTACKS), ("scale", CLIP)):
+        label = f"{attack}, clip={clip:g}" if clip else attack
+        row, weights = [label or "they are absent"], [label or "they are honest"]
         for name in names:
             row.append(f"{clean[name]:.0f}")
             for b in counts:
-                accuracy, weight = played(ALGORITHMS[name](), data, attack, NEAREST[:b], absent=attack is None)
+                accuracy, weight = played(ALGORITHMS[name](), data, attack, NEAREST[:b], absent=attack is None, clip=clip)
                 row.append(f"{accuracy:.0f}")
                 if name == "waffle":
                     weight = weight if attack else played(ALGORITHMS[name](), data, None, NEAREST[:b])[1]

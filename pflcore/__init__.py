@@ -4,6 +4,7 @@ __version__ = "0.1.0"
 
 from pflcore.algorithms import ALGORITHMS
 from pflcore.algorithms.base import FedAvg, Stop
+from pflcore.attacks import Adversary
 from pflcore.callbacks import EarlyStopping, TensorBoard
 from pflcore.checkpoint import Checkpoint
 from pflcore.data import Federation
@@ -27,6 +28,7 @@ from pflcore.tuning import tune
 
 __all__ = [
     "ALGORITHMS",
+    "Adversary",
     "Backend",
     "Checkpoint",
     "Client",

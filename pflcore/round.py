@@ -72,7 +72,13 @@ METRICS = kinds.Kind("a dict of functions by name", lambda v: isinstance(v, Mapp
 
 
 @kinds.takes(
-    buffers=kinds.BUFFERS, alg=kinds.a(FedAvg), state=kinds.a(State), setting=kinds.a(Setting), ids=kinds.TENSOR, clip=kinds.POSITIVE
+    buffers=kinds.BUFFERS,
+    alg=kinds.a(FedAvg),
+    state=kinds.a(State),
+    setting=kinds.a(Setting),
+    ids=kinds.TENSOR,
+    clip=kinds.POSITIVE,
+    transport=kinds.FUNCTION,
 )
 @few_threads
 def step(
