@@ -18,6 +18,7 @@ from pflcore.ops import (
 )
 from pflcore.ops import __version__ as __version__
 from pflcore.simulation import History, Simulation, for_everyone
+from pflcore.simulation.attacks import Adversary
 from pflcore.simulation.callbacks import EarlyStopping, TensorBoard
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.simulation.personal import Personalized
@@ -26,6 +27,7 @@ from pflcore.tuning import tune
 
 __all__ = [
     "ALGORITHMS",
+    "Adversary",
     "Backend",
     "Checkpoint",
     "Client",

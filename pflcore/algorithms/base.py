@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from numbers import Real
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from pflcore import ops
+from pflcore.algorithms import defences
 from pflcore.local import Local, Setting, Training
 from pflcore.local.net import Net
 from pflcore.local.workers import onto
@@ -57,14 +58,26 @@ class FedAvg:
 
     server: x [P] · client: nothing · down: x [S, P] · up: delta [S, P] (1 model).
     `x <- x + server_lr * sum_i share_i delta_i`; `weighting` is `"samples"` (the paper's n_i / n) or `"uniform"`.
+
+    `defence` puts something else in the place of the mean, with `hostile` = f bad clients in a round of S; d_i are the updates. All but
+    "clip" give every client one voice, since the number of its samples is its own word.
+    "clip": sum_i share_i d_i min(1, M / |d_i|), M the median of the norms (Sun et al. 2019 with M for the fixed bound, which is `clip` of
+    the run) · "median": coordinate by coordinate, of an even number the mean of the two in the middle (Yin et al. 2018, Definition 1) ·
+    "trimmed_mean": coordinate by coordinate without the f least and f largest (Definition 2) · "krum", "multi_krum": the update, or the
+    mean of the S - f updates, of the least Krum score (Blanchard et al. 2017), by exact distances · "fltrust": sum_i t_i (|r| / |d_i|) d_i
+    / sum_i t_i with t_i = max(0, cos(d_i, r)) and r the update of the trusted client `root`, who joins every round (Cao et al. 2021,
+    eqs. 2 to 4, where r is trained by the server on data of its own and is not part of the sum).
+    Running statistics of batch norm stay each client's own then: they would be a way around the defence.
     """
 
     server_lr: float = 1.0  # step size of the server
     weighting: str = "samples"  # or uniform
+    defence: defences.Defence | None = field(default=None, kw_only=True)  # in the place of the mean update, where clients may be hostile
+    hostile: int = field(default=1, kw_only=True)  # how many of a round's clients may be: for krum, multi_krum and trimmed_mean
+    root: int | None = field(default=None, kw_only=True)  # the client that fltrust trusts
 
     returns: ClassVar[str] = "logits"  # what `predict` gives: "logits", "probabilities" or "values"
     server_only: ClassVar[bool] = False  # needs nothing of a client but its model: other code bases can call it
-    required: ClassVar[tuple[int, ...]] = ()  # clients that join every round
     unused: ClassVar[tuple[str, ...]] = ()  # inherited options that play no part in this method: no command line or grid offers them
     late: ClassVar[tuple[str, ...]] = ()  # options that play no part in training: they can be tuned on one trained state
     buffers: ClassVar[tuple[str, ...]] = ("average", "local")  # what may become of batch norm's running statistics; "auto" is the first
@@ -79,6 +92,28 @@ class FedAvg:
             raise ValueError(f"server_lr: expected a finite number >= 0, got {kinds.shown(self.server_lr)}.")
         if self.weighting not in ("samples", "uniform"):
             raise ValueError(f"weighting: expected 'samples' or 'uniform', got {self.weighting!r}.")
+        if self.defence not in (None, *get_args(defences.Defence)):
+            raise ValueError(f"defence: expected one of {', '.join(get_args(defences.Defence))}, or None, got {kinds.shown(self.defence)}.")
+        if self.defence is not None and "defence" in self.unused:
+            raise ValueError(
+                f"defence: {type(self).__name__} takes no step along the mean of the updates, whose place a defence takes; leave it "
+                "out, and limit how long an update may be with the run's clip."
+            )
+        if not kinds.whole(0).fits(self.hostile):
+            raise ValueError(f"hostile: expected a number of clients, from 0, got {kinds.shown(self.hostile)}.")
+        if (self.defence == "fltrust") != kinds.whole(0).fits(self.root):
+            raise ValueError(f"root: expected a client's number with defence='fltrust', None without it, got {kinds.shown(self.root)}.")
+
+    def __init_subclass__(cls, averages: bool | None = None) -> None:
+        """A class with a `server` of its own takes no defence, unless it says that it `averages` by `defended`."""
+        super().__init_subclass__()
+        if not averages and ("server" in vars(cls) or any("defence" in getattr(base, "unused", ()) for base in cls.__bases__)):
+            cls.unused = tuple(dict.fromkeys((*cls.unused, "defence", "hostile", "root")))
+
+    @property
+    def required(self) -> tuple[int, ...]:
+        """Clients that join every round."""
+        return () if self.root is None else (self.root,)
 
     def check_training(self, training: Training) -> None:
         """ValueError in one sentence where the method cannot train so; see `only_sgd`."""
@@ -101,7 +136,22 @@ class FedAvg:
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
         """The server's new state. It owns `g` and may write rows into it in place, by `Commit` or `written`: all of them or none."""
-        return {**g, "x": ops.aggregate(up["delta"], onto(cohort.share[None], g["x"].device), base=g["x"], lr=self.server_lr)[0]}
+        return {**g, "x": ops.aggregate(*self.defended(up["delta"], cohort), base=g["x"], lr=self.server_lr)[0]}
+
+    def defended(self, delta: Tensor, cohort: Cohort) -> tuple[Tensor, Tensor]:
+        """Rows and their weights [1, rows], as `ops.aggregate` takes them: the cohort's updates [S, P] and shares, or what the
+        defence makes of them. Stop where the cohort is too small for it."""
+        share = onto(cohort.share[None], delta.device)
+        if self.defence is None:
+            return delta, share
+        least = defences.least(self.defence, self.hostile)
+        if len(delta) < least:
+            raise Stop(
+                f"defence: {self.defence} against {self.hostile} hostile clients needs {least} in a round, and round {cohort.round} has "
+                f"{len(delta)}; lower hostile, or raise participation."
+            )
+        root = 0 if self.root is None else int((cohort.ids == self.root).nonzero())
+        return defences.defended(self.defence, delta, share, self.hostile, root)
 
     def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
         """Each client's view for evaluation, [S, ...]; never stored."""

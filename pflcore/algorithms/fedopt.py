@@ -11,7 +11,6 @@ from torch import Tensor
 from pflcore import ops
 from pflcore.algorithms.base import Cohort, FedAvg, Tensors
 from pflcore.local.net import Net
-from pflcore.local.workers import onto
 
 Optimizer = Literal["sgd", "heavy_ball", "nesterov", "ema", "adam", "yogi", "adagrad"]
 
@@ -20,7 +19,7 @@ Correction = Literal["none", "keras", "torch"]
 
 
 @dataclass(frozen=True)
-class FedOpt(FedAvg):
+class FedOpt(FedAvg, averages=True):
     """Reddi et al. 2021, Algorithm 2, and Hsu et al. 2019: FedAvg with a server optimizer.
 
     server: x [P], and of m, v [P] (momentum, second moment) and t (updates so far) what the optimizer needs · client: nothing ·
@@ -95,7 +94,7 @@ class FedOpt(FedAvg):
         return {"x": net.w0, **self.slots(net.w0)}, {}
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
-        return self.improve(g, ops.aggregate(up["delta"], onto(cohort.share[None], up["delta"].device))[0])
+        return self.improve(g, ops.aggregate(*self.defended(up["delta"], cohort))[0])
 
 
 @dataclass(frozen=True)

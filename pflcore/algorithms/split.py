@@ -10,11 +10,11 @@ from typing import ClassVar, Literal, get_args
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pflcore import kinds
 from pflcore.algorithms.base import FedAvg, Payload, Tensors
 from pflcore.algorithms.finetune import FineTune
 from pflcore.local import Local
 from pflcore.local.net import Net
+from pflcore.ops import kinds
 
 Train = Literal["joint", "alternate", "body"]
 

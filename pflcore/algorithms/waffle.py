@@ -68,7 +68,7 @@ class Waffle(Scaffold):
                 raise ValueError(f"{name}: expected {' or '.join(map(repr, allowed))}, got {getattr(self, name)!r}.")
 
     @property
-    def required(self) -> tuple[int, ...]:  # type: ignore[override]
+    def required(self) -> tuple[int, ...]:
         return (self.target,)
 
     def check_training(self, training: Training) -> None:

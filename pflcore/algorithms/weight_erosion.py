@@ -50,7 +50,7 @@ class WeightErosion(FedAvg):
             raise ValueError(f"size_unit: expected 'samples', 'batches' or 'epochs', got {self.size_unit!r}.")
 
     @property
-    def required(self) -> tuple[int, ...]:  # type: ignore[override]
+    def required(self) -> tuple[int, ...]:
         return (self.target,)
 
     def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:

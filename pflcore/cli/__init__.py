@@ -264,7 +264,10 @@ def _one(
             warnings.filterwarnings("ignore", ".*stopped early: ", RuntimeWarning)  # it is said below
             history: History = record.run(head, play, step)
     except Exception as e:
-        raise RunFailed(f"{job.name} failed: {type(e).__name__}: {_first_line(e)}; the record up to there is {record.path}.") from e
+        why = f"{type(e).__name__}: {_first_line(e)}; the record up to there is {record.path}"
+        if isinstance(e, OSError):  # a full disk, most of all
+            why = f"{e.strerror or e}; the record up to there is {record.path}, and --resume goes on from the last checkpoint"
+        raise RunFailed(f"{job.name} failed: {why}.") from e
     if history.stopped:
         progress.say(f"{job.name}: {history.stopped}")
     progress.skip(job.length(simulation.data.n) - played)
@@ -424,8 +427,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("PFLCORE_DEBUG"):
             traceback.print_exc()
         expected = isinstance(e, ValueError | TypeError | ImportError | OSError | MemoryError)
+        clear = expected or isinstance(e.__cause__, OSError)
         said = _first_line(e) if expected or isinstance(e, RunFailed) else f"{type(e).__name__}: {_first_line(e)}"
-        print(f"pflcore: {said}" + ("" if expected else " PFLCORE_DEBUG=1 shows where."), file=sys.stderr)
+        print(f"pflcore: {said}" + ("" if clear else " PFLCORE_DEBUG=1 shows where."), file=sys.stderr)
         return 2 if expected else 1
 
 

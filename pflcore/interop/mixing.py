@@ -13,6 +13,7 @@ from torch import Tensor
 from pflcore import ops
 from pflcore.algorithms.base import FedAvg
 from pflcore.algorithms.clustered_fl import cosines, groups
+from pflcore.algorithms.defences import krum
 from pflcore.algorithms.fedamp import FedAMP
 from pflcore.algorithms.feddwa import FedDWA
 from pflcore.algorithms.lookup import algorithm_of
@@ -45,8 +46,7 @@ class Krum:
         n = len(sqdist)
         if not (self.f >= 0 and 2 * self.f + 2 < n and 1 <= self.m <= n - self.f):
             raise ValueError(f"f, m: expected 0 <= f with 2 f + 2 < {n} clients and 1 <= m <= N - f, got f={self.f}, m={self.m}.")
-        others = sqdist.double().cpu().clone().fill_diagonal_(torch.inf)
-        return others.sort(1).values[:, : n - self.f - 2].sum(1).sort(stable=True).indices[: self.m]
+        return krum(sqdist, self.f, self.m)
 
 
 @kinds.takes(k=kinds.whole(1))

@@ -18,6 +18,7 @@ from pflcore.simulation.personal import with_one_more
 from pflcore.simulation.round import Outcome, begin, buffers_of, receive
 
 _Form = dict[str, tuple[torch.Size, torch.dtype]]
+SAMPLES = 2**40  # of one client; the sum over clients is a whole number of 64 bits
 PURPOSES = {"train": "send", "evaluation": "evaluation"}  # what the draws of each are called
 
 
@@ -85,13 +86,16 @@ class Server:
         if not isinstance(uploads, Mapping) or not uploads:
             raise ValueError(f"uploads: expected {{client id: (upload, number of samples)}} of at least one client, got {uploads!r:.80}.")
         order = sorted((self._known(client), client) for client in uploads)
-        ids, state, ups, sizes = torch.tensor([number for number, _ in order]), self._state, [], []
-        form = self._form[1] if self._form and self._form[0] == len(state.buffers) else None
-        for number, client in order:
-            one, size = self._upload(client, uploads[client], number, form)
-            form = form or _form_of(one)
-            ups.append(one)
-            sizes.append(size)
+        ids, state = torch.tensor([number for number, _ in order]), self._state
+        ups, sizes = map(list, zip(*(self._upload(client, uploads[client], number) for number, client in order), strict=True))
+        forms = [_form_of(up) for up in ups]
+        same = self._form is not None and self._form[0] == len(state.buffers)
+        form = self._form[1] if same and self._form else max(forms, key=forms.count)  # of the first round, what most of them sent
+        for (_, client), mine in zip(order, forms, strict=True):
+            if mine != form:
+                raise ValueError(
+                    f"client {client!r}: its upload holds {_words(mine)}, expected {_words(form)} and the same `buffers` on both sides."
+                )
         absent = set(self.algorithm.required) - set(ids.tolist())
         if absent:
             raise ValueError(f"uploads: the target, client number {min(absent)}, must take part in every round.")
@@ -99,7 +103,6 @@ class Server:
         up = {k: torch.stack([u[k] for u in ups]) for k in ups[0]}
         buffers, outcome = up.pop(STATISTICS, state.buffers[ids.to(state.buffers.device)]), Outcome(ids.tolist())
         self._state = receive(self.algorithm, state, cohort, up, {}, buffers, outcome, self.policy, self.clip)
-        assert form is not None
         names, self._begun, self._form = dict(order), False, (len(state.buffers), form)
         if not outcome.void:
             self._accepted[[i for i in outcome.ids if i not in outcome.dropped]] = self._state.round
@@ -171,8 +174,8 @@ class Server:
             raise ValueError(f"client {client!r}: it is not known here; let it download first.")
         return self._numbers[client]
 
-    def _upload(self, client: Any, given: Any, number: int, form: _Form | None) -> tuple[Tensors, int]:
-        """One client's upload and its number of samples, when they fit."""
+    def _upload(self, client: Any, given: Any, number: int) -> tuple[Tensors, int]:
+        """One client's upload and its number of samples."""
         who = f"client {client!r}"
         if not (isinstance(given, tuple) and len(given) == 2):
             raise ValueError(f"{who}: expected (upload, number of samples), got {type(given).__name__}.")
@@ -183,12 +186,9 @@ class Server:
                 "leave it out."
             )
         up = {k: v[0] for k, v in payload.items()} | ({} if statistics is None else {STATISTICS: statistics})
-        mine = _form_of(up)
-        if mine != (form or mine) or (statistics is None) != (self.policy != "average"):
-            raise ValueError(
-                f"{who}: its upload holds {_words(mine)}, expected {_words(form or mine)} and the same `buffers` on both sides."
-            )
-        return up, whole(f"{who}, number of samples", given[1], 1)
+        if (statistics is None) != (self.policy != "average"):
+            raise ValueError(f"{who}: its upload holds {_words(_form_of(up))}, expected the same `buffers` on both sides.")
+        return up, whole(f"{who}, number of samples", given[1], 1, SAMPLES)
 
 
 def _form_of(up: Tensors) -> _Form:

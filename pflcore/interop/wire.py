@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from pflcore.algorithms.base import FedAvg, Payload, Pool, Tensors
 from pflcore.local.losses import Loss
 from pflcore.local.net import Net
+from pflcore.ops import kinds
 
 ABOUT, STATISTICS = "@about", "@statistics"  # beside the algorithm's own keys
 
@@ -56,15 +57,15 @@ def opened(message: Any, net: Net, what: str) -> tuple[Payload, About, Tensor | 
     try:
         about = About(*message[ABOUT].tolist())
         tensors = {k: v.to(net.w0.device) for k, v in message.items() if k != ABOUT}
-    except (TypeError, KeyError, AttributeError, IndexError):
-        raise ValueError(f"{what}: expected a dict of tensors as the other side made it, got {type(message).__name__}.") from None
+        statistics = tensors.pop(STATISTICS, None)
+        payload: Payload = {k: v[None] for k, v in tensors.items() if "@" not in k}
+        for key in (k.removesuffix("@rows") for k in tensors if k.endswith("@rows")):
+            sent, few = tensors[f"{key}@sent"], tensors[f"{key}@rows"]
+            rows = few.new_zeros(len(sent), *few.shape[1:])  # a row's number may be a client's
+            rows[sent] = few
+            payload[key] = Pool(rows, tensors[f"{key}@index"][None])
+    except (TypeError, KeyError, AttributeError, IndexError, RuntimeError):
+        raise ValueError(f"{what}: expected a dict of tensors as the other side made it, got {kinds.shown(message)}.") from None
     if about.size != net.size:
         raise ValueError(f"{what}: it is for a model of {about.size} parameters, this one has {net.size}; give both sides one model.")
-    statistics = tensors.pop(STATISTICS, None)
-    payload: Payload = {k: v[None] for k, v in tensors.items() if "@" not in k}
-    for key in (k.removesuffix("@rows") for k in tensors if k.endswith("@rows")):
-        sent, few = tensors[f"{key}@sent"], tensors[f"{key}@rows"]
-        rows = few.new_zeros(len(sent), *few.shape[1:])  # a row's number may be a client's
-        rows[sent] = few
-        payload[key] = Pool(rows, tensors[f"{key}@index"][None])
     return payload, about, statistics

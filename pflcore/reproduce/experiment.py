@@ -19,6 +19,7 @@ from pflcore.local.net import Net
 from pflcore.nn.models import MODELS, model_for
 from pflcore.simulation import History, Simulation, for_everyone
 from pflcore.simulation.arguments import WORKERS, device_of, limit, whole
+from pflcore.simulation.attacks import Adversary, Attack
 from pflcore.simulation.checkpoint import Checkpoint
 
 
@@ -46,6 +47,9 @@ class Options:
     workers: int | None = None  # threads; never changes a result
     device: str = "cpu"  # cpu or cuda
     clip: float | None = None  # no client's update is longer than this (Euclidean norm)
+    poison: Attack | None = None  # what the bad clients do; the others are evaluated
+    bad: tuple[int, ...] | None = None  # the clients that do it
+    poison_strength: float | None = None  # how far it goes; each attack has a default
     buffers: str = "auto"  # batch norm's running statistics: average, local, or auto, as the method has it
     metrics: tuple[str, ...] = ()  # of each client beside loss and accuracy: auc, f1, balanced_accuracy; for targets mae, rmse, r2
 
@@ -132,6 +136,15 @@ def check_criterion(criterion: str, data: Federation) -> None:
         raise ValueError(f"data: {data.name} has targets of shape {shape}, and the models here have one output for each; use Simulation.")
 
 
+def adversary(options: Options) -> Adversary | None:
+    """The bad clients of an experiment."""
+    if options.poison is None and options.bad is None and options.poison_strength is None:
+        return None
+    if options.poison is None or not options.bad:
+        raise ValueError(f"poison: expected an attack and, with --bad, the clients that do it, got {options.poison} by {options.bad}.")
+    return Adversary(options.poison, options.bad, options.poison_strength)
+
+
 def net(options: Options, data: Federation, make: Callable[[], nn.Module]) -> Net:
     """The model as rows, with its loss, drawn by the run's seed."""
     by_labels = "squared" if data.y.is_floating_point() else "cross_entropy"
@@ -210,7 +223,8 @@ class Job:
     def _common(self) -> dict[str, Any]:
         """The options that are the simulation's own."""
         theirs = {f.name for f in fields(Simulation)} - {"model", "data"}
-        return {f.name: getattr(self.options, f.name) for f in fields(self.options) if f.name in theirs}
+        own = {f.name: getattr(self.options, f.name) for f in fields(self.options) if f.name in theirs}
+        return own | {"adversary": adversary(self.options)}
 
     def header(self, simulation: Simulation) -> dict[str, Any]:
         """The simulation's header, with the names that the experiment was asked for by."""
@@ -245,6 +259,7 @@ def jobs(algorithms: Sequence[str], options: Options, training: Training, hyper:
         whole("workers", options.workers, 1, WORKERS)
     whole("data_seed", options.data_seed, 0, 2**32 - 1)
     limit("clip", options.clip)
+    adversary(options)
     device_of(options.device)
     for name in algorithms:
         algorithm(name, hyper.get(name), options.target)

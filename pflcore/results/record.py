@@ -36,7 +36,8 @@ PARTS = ("partition_options", "model_options", "training", "options")
 HELD_OUT = "of each client's training samples are held out for validation"  # ends the note of a federation that was cut so
 OUTLIER = 20.0  # times the cohort's median update: honest clients with many times the data of the others stay below
 CUT = ("data_seed", "train_samples", "test_samples", "val")  # which of the data the run saw
-CONDITIONS = ("rounds", "participation", "buffers", "criterion", "clip", "eval_split", *CUT)  # with "setting" what seeds must share
+# with "setting" what seeds must share
+CONDITIONS = ("rounds", "participation", "buffers", "criterion", "clip", "adversary", "eval_split", *CUT)
 
 
 def plain(value: Any) -> Any:

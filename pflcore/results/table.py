@@ -136,6 +136,8 @@ def _note(run: Run) -> str:
     parts += [run.held_out] if run.held_out else []
     cut = len({i for r in run.rounds for i in r.get("clipped") or []})
     parts += [f"the updates of {cut} client{'s' if cut > 1 else ''} were clipped"] if cut else []
+    bad = run.header.get("adversary")
+    parts += [f"{bad['attack']} by client{'s' if len(bad['clients']) > 1 else ''} {', '.join(map(str, bad['clients']))}"] if bad else []
     return ", ".join(parts)
 
 

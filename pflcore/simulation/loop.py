@@ -33,6 +33,7 @@ from pflcore.results.record import LONG
 from pflcore.simulation import checkpoint as checkpoints
 from pflcore.simulation import footprint, rows
 from pflcore.simulation.arguments import SEEDS, WORKERS, check_start, copied, device_of, ids_of, limit, whole
+from pflcore.simulation.attacks import Adversary
 from pflcore.simulation.checkpoint import Checkpoint, facts_of, lock
 from pflcore.simulation.history import History, Record
 from pflcore.simulation.personal import Models
@@ -51,6 +52,7 @@ Callback = Callable[[int, Record], None]
     eval_split=kinds.TEXT,
     clip=kinds.POSITIVE,
     rows=kinds.PLACE,
+    adversary=kinds.a(Adversary, Mapping, words="an Adversary"),
 )
 @dataclass
 class Simulation:
@@ -80,6 +82,7 @@ class Simulation:
     loss: Loss | None = None  # a name, a function of (scores, y) or an nn.Module; default: by the targets, or the Net's own
     rows: str | Path = "auto"  # where each client's rows are: "memory", a folder for a file of them, or by what fits
     metrics: Sequence[str | Metric] | Mapping[str, Metric] = ()  # "auc", "f1", "mae", "r2", ..., functions of one client's (scores, labels)
+    adversary: Adversary | Mapping[str, Any] | None = None  # clients that attack; the others are evaluated, unless `eval_clients` says so
 
     def __post_init__(self) -> None:
         self.algorithm = algorithm_of(self.algorithm)
@@ -92,6 +95,12 @@ class Simulation:
         if not 0 < self.participation <= 1:
             raise ValueError(f"participation: expected a fraction in (0, 1], got {self.participation}.")
         self.device = device_of(self.device)
+        if isinstance(self.adversary, Mapping):
+            self.adversary = Adversary(**self.adversary)
+        if self.adversary is not None:
+            self._honest, self.data = self.adversary.honest(self.data.n), self.adversary.poisoned(self.data)
+        else:
+            self._honest = torch.arange(self.data.n)
         self._drawn = isinstance(self.eval_clients, int) and not isinstance(self.eval_clients, bool)
         self.clients = self._among = ids_of("clients", self.clients, self.data.n)
         self.algorithm.check_training(self.training)
@@ -123,10 +132,12 @@ class Simulation:
 
     def _evaluated(self) -> torch.Tensor | None:
         """The ids of those who are evaluated, ascending; None: everybody. A number of them is drawn of those with samples."""
+        if self.eval_clients is None and self.adversary is not None:
+            return self._honest
         if not self._drawn:
             return ids_of("eval_clients", self.eval_clients, self.data.n)  # type: ignore[arg-type]
         count = whole("eval_clients", self.eval_clients, 1)
-        have = self.data.size(self.eval_split).nonzero()[:, 0]
+        have = self._honest[self.data.size(self.eval_split)[self._honest] > 0]
         return have[drawn(len(have), min(count, len(have)), self.seed, "eval_clients")].sort().values
 
     def _set_up(self, net: Net) -> str | None:
@@ -230,11 +241,12 @@ class Simulation:
             "rows": "disk" if self.folder else "memory",
             "buffers": self.buffers,
             "clip": self.clip,
+            **({} if self.adversary is None else {"adversary": _plain(self.adversary)}),
             "stream": STREAM,
             "criterion": loss_name(s.net.criterion),
             "metrics": list(self.measures),
             "eval_split": self.eval_split,
-            "target": self.algorithm.required[0] if self.algorithm.required else None,
+            "target": self.algorithm.required[0] if self.algorithm.required and self.algorithm.root is None else None,
             "backend": _plain(backend()),
             "versions": {"pflcore": __version__, "torch": torch.__version__},
             "peak_bytes": self.peak_bytes(),
@@ -254,7 +266,8 @@ class Simulation:
                 if self._seen:
                     self._state, self._seen = copied(self._state), False
                 ids = sample(self.algorithm, self.setting, round, self.participation, self._among)
-                self._state, done = step(self.algorithm, self._state, self.setting, ids, self.buffers, self.clip)
+                transport = self.adversary.send if isinstance(self.adversary, Adversary) else None
+                self._state, done = step(self.algorithm, self._state, self.setting, ids, self.buffers, self.clip, transport)
                 report = {k: _as_lists(v) for k, v in self.algorithm.report(self._state.g).items()}
                 if self.eval_every and (round % self.eval_every == 0 or round == self.rounds):
                     seen: Record = {k: v.tolist() for k, v in self.evaluate(self.eval_split).items()}
@@ -481,7 +494,8 @@ class Simulation:
                 "algorithm": self.name,
                 "options": asdict(self.algorithm),
                 "training": asdict(self.training),
-                "conditions": {f.name: getattr(self, f.name) for f in fields(self) if f.name not in aside},
+                "conditions": {f.name: getattr(self, f.name) for f in fields(self) if f.name not in aside}
+                | ({} if self.adversary is None else {"adversary": _plain(self.adversary)}),
                 "federation": self._content,
                 "model": checkpoints.of_net(net),
                 "criterion": loss_name(net.criterion),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -43,7 +43,7 @@ def begin(alg: FedAvg, net: Net, n: int, folder: Path | None = None, server: boo
     without the clients' own."""
     for target in alg.required:
         if not 0 <= target < n:
-            raise ValueError(f"target: expected a client from 0 to {n - 1}, got {target}.")
+            raise ValueError(f"{'target' if alg.root is None else 'root'}: expected a client from 0 to {n - 1}, got {target}.")
     g, fresh = alg.init(net, n)
     fresh = {} if server else fresh
     own = rows.OnDisk(fresh, n, folder) if folder else {k: v.expand(n, *v.shape).clone() for k, v in fresh.items()}
@@ -70,20 +70,34 @@ def sample(alg: FedAvg, setting: Setting, round: int, participation: float = 1.0
     return torch.tensor(sorted(first[: max(m, len(alg.required))]))
 
 
+Transport = Callable[[Tensors, Tensors, Cohort, torch.Generator], Tensors]
 METRICS = kinds.Kind("a dict of functions by name", lambda v: isinstance(v, Mapping) and all(map(callable, v.values())))
 
 
 @kinds.takes(
-    buffers=kinds.BUFFERS, alg=kinds.a(FedAvg), state=kinds.a(State), setting=kinds.a(Setting), ids=kinds.TENSOR, clip=kinds.POSITIVE
+    buffers=kinds.BUFFERS,
+    alg=kinds.a(FedAvg),
+    state=kinds.a(State),
+    setting=kinds.a(Setting),
+    ids=kinds.TENSOR,
+    clip=kinds.POSITIVE,
+    transport=kinds.FUNCTION,
 )
 @few_threads
 def step(
-    alg: FedAvg, state: State, setting: Setting, ids: Tensor, buffers: str = "auto", clip: float | None = None
+    alg: FedAvg,
+    state: State,
+    setting: Setting,
+    ids: Tensor,
+    buffers: str = "auto",
+    clip: float | None = None,
+    transport: Transport | None = None,
 ) -> tuple[State, Outcome]:
     """One round with the clients `ids`, in any order; gives the new state, or the old one (with the round counted) where it is void.
     `state` is used up: its rows may be written in place. No update is longer than `clip` (Euclidean norm) where that is given.
 
-    `buffers` says what becomes of batch norm's running statistics: see `buffers_of`.
+    `buffers` says what becomes of batch norm's running statistics: see `buffers_of`. `transport` is what happens to the uploads on their
+    way: a function of (uploads [S, ...], server's state, cohort, generator) that gives what reaches the server.
     A client with anything not finite in its upload or its new state is absent from the round: it keeps its old state and the
     others' shares are renormalised. Without a required client, without anybody, or where the server's own new state is not finite,
     the round is void.
@@ -103,6 +117,8 @@ def step(
     down = alg.send(state.g, cohort, generator_of(setting.seed, round, "send"))
     rows.see(state.own, ids)
     new, up = alg.client(down, {k: v[at if v.device == at.device else ids] for k, v in state.own.items()}, local)
+    if transport is not None:
+        up = transport(up, state.g, cohort, generator_of(setting.seed, round, "transport"))
     outcome = Outcome(ids.tolist(), bytes_down=nbytes(down), bytes_up=nbytes(up))
     if policy == "average":
         outcome.bytes_down, outcome.bytes_up = (n + nbytes({"": local.buffers}) for n in (outcome.bytes_down, outcome.bytes_up))
@@ -172,12 +188,14 @@ def buffers_of(alg: FedAvg, net: Net, buffers: str = "auto") -> str:
 
     Under "local" a client that never trained is evaluated with the mean of those who did.
     """
+    known = alg.buffers if alg.defence is None else tuple(b for b in alg.buffers if b != "average")
     if buffers == "auto":
-        return alg.buffers[0]
+        return known[0]
     if buffers not in ("average", "local", "models"):
         raise ValueError(f"buffers: expected 'auto', 'average' or 'local', got {buffers!r}.")
-    if buffers not in alg.buffers and net.buffer_names:
-        raise ValueError(f"buffers: {type(alg).__name__} knows {' and '.join(map(repr, alg.buffers))} statistics, got {buffers!r}.")
+    if buffers not in known and net.buffer_names:
+        what = type(alg).__name__ + (f" with defence={alg.defence!r}" if alg.defence else "")
+        raise ValueError(f"buffers: {what} knows {' and '.join(map(repr, known))} statistics, got {buffers!r}.")
     return buffers
 
 

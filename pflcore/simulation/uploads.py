@@ -19,7 +19,7 @@ from pflcore.results.record import OUTLIER
 Tensors = Mapping[str, Tensor]
 
 
-def _updates(up: Tensors, g: Tensors, n: int) -> dict[str, Tensor | None]:
+def updates(up: Tensors, g: Tensors, n: int) -> dict[str, Tensor | None]:
     """The uploads that are updates, and for those that are models the server's matrix [N, P] of the clients' last ones."""
     held = next((g[k] for k in ("w", "x") if k in g and g[k].dim() == 2 and len(g[k]) == n), None)
     models: dict[str, Tensor | None] = {k: held for k in ("w", "g") if k in up and held is not None and held.shape[1] == up[k].shape[1]}
@@ -29,7 +29,7 @@ def _updates(up: Tensors, g: Tensors, n: int) -> dict[str, Tensor | None]:
 def norms(up: Tensors, g: Tensors, ids: Tensor, n: int) -> Tensor | None:
     """Each client's largest update norm [S], float64 on the CPU; None where nothing that is uploaded is an update."""
     found: list[Tensor] = []
-    for key, held in _updates(up, g, n).items():
+    for key, held in updates(up, g, n).items():
         rows = up[key].reshape(len(ids), -1)
         if held is None:
             square = ops.pairwise_sqdist(rows, rows.new_zeros(1, rows.shape[1]))
@@ -45,7 +45,7 @@ def shortened(up: Tensors, g: Tensors, ids: Tensor, n: int, norm: Tensor, limit:
     long = (factor < 1).nonzero()[:, 0]
     if not len(long):
         return dict(up)
-    which, out = _updates(up, g, n), dict(up)
+    which, out = updates(up, g, n), dict(up)
     for key in [*which, *(["control"] if "control" in up else [])]:
         rows, held = up[key].clone(), which.get(key)
         for i in long.tolist():

@@ -16,7 +16,7 @@ from pflcore.algorithms import FedAvg
 from pflcore.algorithms.fedala import FedALA, sampled
 from pflcore.data.federation import Federation
 from pflcore.local import Local
-from pflcore.round import views
+from pflcore.simulation.round import views
 
 COHORTS = ([0, 1, 2], [0, 1], [1, 2], [0, 1, 2])
 TRAINING = Training(lr=0.3, batch_size=64, epochs=2)  # whole batches, so that no shuffle plays a part

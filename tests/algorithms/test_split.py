@@ -13,14 +13,15 @@ import torch.nn as nn
 from places import ROOT
 from small import copied, images, play, setting, tiny_model
 
-from pflcore import Net, Simulation, Training, footprint
+from pflcore import Net, Simulation, Training
 from pflcore.algorithms import ALGORITHMS, FedAvg
 from pflcore.algorithms.local_only import LocalOnly
 from pflcore.algorithms.split import FedBABU, FedBN, FedPer, FedRep, LGFedAvg, Split
 from pflcore.data.federation import Federation
 from pflcore.local import Local
-from pflcore.personal import with_one_more
-from pflcore.round import evaluate, views
+from pflcore.simulation import footprint
+from pflcore.simulation.personal import with_one_more
+from pflcore.simulation.round import evaluate, views
 from pflcore.testing import check
 
 LR, EPOCHS, COHORTS = 0.3, 2, ([0, 1, 2], [1], [0, 2])

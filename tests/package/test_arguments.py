@@ -16,7 +16,7 @@ from places import ROOT
 from small import images, setting, tiny_model
 
 import pflcore
-from pflcore import Federation, Net, Simulation, Training, interop, metrics, ops
+from pflcore import Adversary, Federation, Net, Simulation, Training, interop, metrics, ops
 from pflcore.algorithms import FedAvg, State
 from pflcore.data import Partition, Source, federation_of, load, options_of, padded, partition
 from pflcore.interop import lowrank
@@ -98,9 +98,11 @@ RUN: tuple[Good, Wrong] = (
         "loss": ["text", WORDS, 3],
         "rows": [3, WORDS, NAN],
         "metrics": ["text", 3, ["unknown"], [3], {"mine": 3}],
+        "adversary": ["text", WORDS, 3, NAN, Adversary("noise", [99]), Adversary("noise", range(3))],
     },
 )
 TABLE: dict[Callable[..., Any], tuple[Good, Wrong]] = {
+    Adversary: ({"attack": "noise", "clients": [1]}, {"attack": NAME, "clients": ["text", 3, WORDS, [-1], [2.5]], "strength": LIMIT}),
     # ops
     ops.pairwise_sqdist: ({"a": ROWS}, {"a": MATRIX, "b": [*MATRIX, ROWS[:, :2], ROWS.double()], "index": [*TENSOR, ROWS]}),
     ops.aggregate: (MIX[0], {"updates": MATRIX, **MIX[1], "out": [*FLOATS, ROWS[:2]]}),
@@ -226,7 +228,7 @@ TABLE: dict[Callable[..., Any], tuple[Good, Wrong]] = {
     Net: ({"build": tiny_model()}, {"build": MODEL, "criterion": NAME, "head": ["unknown", 3, WORDS], "seed": ["3", None, WORDS, 2.5]}),
     pflcore.step: (
         {"alg": ALG, "state": START, "setting": SETTING, "ids": torch.arange(3)},
-        {"alg": THING, "state": THING, "setting": THING, "ids": [*IDS, None], "buffers": NAME, "clip": LIMIT},
+        {"alg": THING, "state": THING, "setting": THING, "ids": [*IDS, None], "buffers": NAME, "clip": LIMIT, "transport": FUNCTION},
     ),
     pflcore.evaluate: (
         {"alg": ALG, "state": START, "setting": SETTING},

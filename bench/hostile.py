@@ -1,0 +1,141 @@
+"""What bad clients do: `python -m bench.hostile [inputs] [attacks] [waffle]` prints the figures of docs/trust.md (default: inputs).
+
+inputs    bad uploads, messages and drop-outs tried on every algorithm, by kind, and how many were lost; a minute
+attacks   accuracy under attack by defence: 10 clients of MNIST's 5,000-image subset, 2 of them bad; some minutes
+waffle    a target's accuracy with 1 to 4 bad agents of 10, under WAFFLE, FedAvg and SCAFFOLD; some minutes
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import get_args
+
+import torch
+from torch import nn
+
+from pflcore import ALGORITHMS, FedAvg, Simulation, Training
+from pflcore.algorithms.defences import Defence
+from pflcore.data import Federation, federation_of
+from pflcore.simulation.attacks import Adversary, Attack
+
+ATTACKS, DEFENCES = get_args(Attack), get_args(Defence)
+N, ROUNDS, TRAINING = 10, 20, Training(lr=0.1, batch_size=20)
+BAD = (8, 9)  # of the first table
+TARGET, NEAREST = 0, (1, 9, 2, 8)  # of the second: the agents who share most classes with the target, the nearest first
+HOLDS, POINTS = "multi_krum", 5.0  # the defence that must keep what the honest clients have, but for so many points
+CLIP = 1.0
+Table = list[list[str]]
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def played(
+    algorithm: FedAvg, data: Federation, attack: str | None, bad: tuple[int, ...], absent: bool = False, clip: float | None = None
+) -> tuple[float, float]:
+    """The honest clients' mean accuracy in percent (the target's alone, where there is one to look at), and the share of the server's
+    weights that the bad ones had, mean over rounds."""
+    honest = [i for i in range(N) if i not in bad]
+    run = Simulation(
+        algorithm,
+        model,
+        data,
+        TRAINING,
+        ROUNDS,
+        eval_every=ROUNDS,
+        eval_clients=[TARGET] if data.name.endswith(" C") else honest,
+        clients=honest if absent else None,
+        clip=clip,
+        adversary=Adversary(attack, bad) if attack else None,  # type: ignore[arg-type]
+        workers=1,
+    )
+    history = run.run()
+    weights = torch.tensor([r["report"].get("weights", [1 / N] * N) for r in history.rounds], dtype=torch.float64)
+    accuracy = history.series()[1]
+    return 100 * float(accuracy[-1].nanmean()) if len(accuracy) else 0.0, 100 * float(weights[:, list(bad)].sum(1).mean())
+
+
+def attacks(bad: tuple[int, ...] = BAD) -> tuple[Table, int]:
+    """Accuracy by attack and defence, and how often the defence that must hold did not."""
+    data = federation_of("mnist5k", "A", N, 0)
+    options = [{}, *({"defence": d, "hostile": len(bad), **({"root": 0} if d == "fltrust" else {})} for d in DEFENCES)]
+    table, lost, clean = [["attack", "none", *DEFENCES]], 0, 0.0
+    for attack in (None, *ATTACKS):
+        row = [played(FedAvg(**o), data, attack, bad)[0] for o in options]
+        clean = clean or row[0]
+        lost += row[1 + DEFENCES.index(HOLDS)] < clean - POINTS
+        table.append([attack or "nobody attacks", *(f"{v:.1f}" for v in row)])
+        print(table[-1], file=sys.stderr, flush=True)
+    return table, lost
+
+
+def waffle() -> tuple[Table, Table]:
+    """The target's accuracy by attack, algorithm and number of bad agents; WAFFLE's weights of the bad agents."""
+    data, names = federation_of("mnist5k", "C", N, 0), ("waffle", "fedavg", "scaffold")
+    counts = range(1, len(NEAREST) + 1)
+    table = [["attack", *(f"{name}, {b}" for name in names for b in (0, *counts))]]
+    share = [["attack", *(f"{b} bad" for b in counts)]]
+    clean = {name: played(ALGORITHMS[name](), data, None, ())[0] for name in names}
+    for attack, clip in ((None, None), *((a, None) for a in ATTACKS), ("scale", CLIP)):
+        label = f"{attack}, clip={clip:g}" if clip else attack
+        row, weights = [label or "they are absent"], [label or "they are honest"]
+        for name in names:
+            row.append(f"{clean[name]:.0f}")
+            for b in counts:
+                accuracy, weight = played(ALGORITHMS[name](), data, attack, NEAREST[:b], absent=attack is None, clip=clip)
+                row.append(f"{accuracy:.0f}")
+                if name == "waffle":
+                    weight = weight if attack else played(ALGORITHMS[name](), data, None, NEAREST[:b])[1]
+                    weights.append(f"{weight:.1f}")
+        table.append(row)
+        share.append(weights)
+        print(row, weights, file=sys.stderr, flush=True)
+    return table, share
+
+
+def inputs() -> tuple[dict[str, int], int]:
+    """Bad inputs tried by the tests, by kind, and how many tests found that something was lost."""
+    import pytest
+
+    test = Path(__file__).parent.parent / "tests" / "test_bad_clients.py"
+
+    class Lost:
+        count = 0
+
+        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+            self.count += report.failed
+
+    lost = Lost()
+    pytest.main(["-q", "--no-header", "-p", "no:cacheprovider", str(test)], plugins=[lost])
+    return dict(sys.modules["test_bad_clients"].TRIED), lost.count
+
+
+def markdown(table: Table) -> str:
+    head, *rows = ["| " + " | ".join(row) + " |" for row in table]
+    return "\n".join([head, "|:---|" + "---:|" * (len(table[0]) - 1), *rows])
+
+
+def main(argv: list[str]) -> int:
+    warnings.simplefilter("ignore")
+    failures = 0
+    for what in argv or ["inputs"]:
+        if what == "inputs":
+            tried, lost = inputs()
+            print(f"bad inputs tried: {sum(tried.values())} ({', '.join(f'{k} {v}' for k, v in tried.items())}), lost: {lost}")
+        elif what == "attacks":
+            table, lost = attacks()
+            print(f"{markdown(table)}\n\nattacks x defences: {len(ATTACKS)} x {len(DEFENCES)}, lost with {HOLDS}: {lost}")
+        elif what == "waffle":
+            print("\n\n".join(map(markdown, waffle())))
+            lost = 0
+        else:
+            raise SystemExit(f"expected inputs, attacks or waffle, got {what!r}.")
+        failures += lost
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

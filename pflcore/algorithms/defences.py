@@ -1,0 +1,44 @@
+"""What may take the place of the mean of clients' updates, so that a few bad ones among them do not decide it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pflcore import ops
+
+Defence = Literal["clip", "median", "trimmed_mean", "krum", "multi_krum", "fltrust"]
+
+
+def krum(sqdist: Tensor, f: int, m: int) -> Tensor:
+    """The `m` clients, best first, whose squared distances [S, S] to their S - f - 2 nearest others have the least sums (Blanchard et al.
+    2017, section 4). Of equals the earlier one."""
+    others = sqdist.double().cpu().clone().fill_diagonal_(torch.inf)
+    return others.sort(1).values[:, : len(others) - f - 2].sum(1).sort(stable=True).indices[:m]
+
+
+def least(defence: str | None, hostile: int) -> int:
+    """How many clients a round must have."""
+    return {"krum": 2 * hostile + 3, "multi_krum": 2 * hostile + 3, "trimmed_mean": 2 * hostile + 1}.get(defence or "", 1)
+
+
+def defended(defence: str, delta: Tensor, share: Tensor, hostile: int, root: int) -> tuple[Tensor, Tensor]:
+    """Rows and their weights [1, rows], float64, whose sum takes the place of the mean of `delta` [S, P] in the shares `share` [1, S].
+
+    `root` is the trusted client's place among the S. Distances are exact ones, `ops.pairwise_sqdist`.
+    """
+    s = len(delta)
+    if defence in ("median", "trimmed_mean"):
+        cut = (s - 1) // 2 if defence == "median" else hostile
+        return delta.sort(0).values[cut : s - cut].mean(0, keepdim=True), share.new_ones(1, 1)
+    if defence in ("krum", "multi_krum"):
+        m = 1 if defence == "krum" else s - hostile
+        return delta, torch.zeros_like(share).index_fill_(1, krum(ops.pairwise_sqdist(delta), hostile, m).to(share.device), 1 / m)
+    norm = ops.pairwise_sqdist(delta, torch.zeros_like(delta[:1]))[:, 0].sqrt().clamp(min=1e-150)
+    if defence == "clip":
+        return delta, share * (norm.quantile(0.5) / norm).clamp(max=1.0)
+    own, far = norm[root], ops.pairwise_sqdist(delta, delta[root : root + 1])[:, 0]
+    trust = ((norm**2 + own**2 - far) / (2 * norm * own)).clamp(0, 1).index_fill_(0, torch.tensor([root], device=norm.device), 1.0)
+    return delta, (trust / trust.sum() * own / norm)[None]

@@ -1,0 +1,93 @@
+"""Bad clients who mean it: what a listed set of them sends in the place of its honest update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from pflcore.algorithms.base import Cohort, Tensors
+from pflcore.data.federation import Federation
+from pflcore.local.workers import onto
+from pflcore.ops import kinds
+from pflcore.simulation import uploads
+from pflcore.simulation.arguments import ids_of
+
+__all__ = ["Adversary"]
+Attack = Literal["label_flip", "sign_flip", "scale", "noise", "little", "inner_product"]
+STRENGTH = {"sign_flip": 1.0, "scale": 100.0, "noise": 10.0, "little": 1.5, "inner_product": 10.0}
+
+
+@kinds.takes(clients=kinds.many(kinds.whole(0), "a list of clients' numbers"), strength=kinds.POSITIVE)
+@dataclass(frozen=True)
+class Adversary:
+    """The clients `clients` (ids) attack in every round that they take part in; s is the `strength`, d a client's honest update [P].
+
+    "label_flip": they train, honestly, on labels C - 1 - y · "sign_flip": they send -s d (s = 1) · "scale": s d (100) · "noise": d + s r z,
+    z standard normal and r the root mean square of d (10) · "little": m - s v, "a little is enough" (Baruch et al. 2019, Algorithm 3;
+    1.5) · "inner_product": -s m, inner product manipulation (Xie et al. 2020, section 4; 10). m and v [P] are mean and standard deviation,
+    coordinate by coordinate, of the honest clients' updates of the round: these two attackers know them all, and send the same.
+
+    An update is the upload "delta", or an uploaded model minus the one that the server has of the client; a control variate that is
+    uploaded beside it is treated alike, by itself. What else a method uploads (losses, choices of a cluster) stays honest.
+    ValueError in one sentence for an unknown attack, client or strength.
+    """
+
+    attack: Attack
+    clients: Sequence[int]
+    strength: float | None = None  # see above
+
+    def __post_init__(self) -> None:
+        if self.attack not in get_args(Attack):
+            raise ValueError(f"attack: expected one of {', '.join(get_args(Attack))}, got {kinds.shown(self.attack)}.")
+        if self.attack == "label_flip" and self.strength is not None:
+            raise ValueError(f"strength: labels are flipped or not, got {self.strength}; leave it out.")
+        object.__setattr__(self, "clients", tuple(map(int, self.clients)))
+        object.__setattr__(self, "strength", self.strength or STRENGTH.get(self.attack))
+
+    def honest(self, n: int) -> Tensor:
+        """The other clients' ids, ascending, of n. ValueError where a bad one is not there, or nobody else is."""
+        bad = ids_of("adversary", list(self.clients), n)
+        assert bad is not None
+        if len(bad) == n:
+            raise ValueError(f"adversary: expected at least one honest client, got all {n} as bad ones.")
+        return torch.ones(n, dtype=torch.bool).index_fill_(0, bad, False).nonzero()[:, 0]
+
+    def poisoned(self, data: Federation) -> Federation:
+        """The data that the clients train on: with "label_flip" the bad ones' labels are others, in every split of theirs."""
+        if self.attack != "label_flip":
+            return data
+        if data.classes is None:
+            raise ValueError(f"adversary: label_flip needs labels, and the targets of {data.name} are numbers; take another attack.")
+        labels = torch.arange(data.classes, device=data.device)
+        relabel = (labels.expand(data.n, -1) if data.relabel is None else data.relabel).clone()
+        relabel[list(self.clients)] = data.classes - 1 - relabel[list(self.clients)]
+        return replace(data, relabel=relabel)
+
+    def send(self, up: Tensors, g: Tensors, cohort: Cohort, gen: torch.Generator) -> Tensors:
+        """What reaches the server of the cohort's honest uploads `up`, each [S, ...]; `g` is the server's state."""
+        bad = torch.isin(cohort.ids, torch.tensor(self.clients))
+        if self.attack == "label_flip" or not bad.any():
+            return up
+        held, out = uploads.updates(up, g, cohort.n), dict(up)
+        for key in [*held, *(["control"] if "control" in up else [])]:
+            rows = up[key].flatten(1)
+            at, last = onto(bad, rows.device), held.get(key)
+            base = torch.zeros_like(rows[:1]).expand_as(rows) if last is None else last[onto(cohort.ids, last.device)].to(rows)
+            mine, others = ((rows - base)[some] for some in (at, ~at if not bad.all() else at))
+            out[key] = rows.index_put((at,), base[at] + self._sent(mine, others, gen)).view_as(up[key])
+        return out
+
+    def _sent(self, mine: Tensor, others: Tensor, gen: torch.Generator) -> Tensor:
+        """What is sent in the place of the updates `mine` [B, P], `others` [H, P] being the honest clients'."""
+        s = self.strength or 0.0
+        if self.attack in ("little", "inner_product"):
+            m = others.mean(0)
+            return (m - s * others.std(0, correction=0) if self.attack == "little" else -s * m).expand_as(mine)
+        if self.attack == "noise":
+            z = torch.randn(mine.shape, generator=gen, dtype=mine.dtype).to(mine.device)
+            return mine + s * mine.square().mean(1, keepdim=True).sqrt() * z
+        return -s * mine if self.attack == "sign_flip" else s * mine

@@ -1,0 +1,214 @@
+"""A bad client does not take the others with it: every algorithm, by every kind of bad upload. `docs/trust.md` says what is promised.
+
+The round goes on or stops with one sentence, what the server and the honest clients hold stays finite, and a round changes all or nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from small import images, setting, tiny_model
+
+from pflcore import Client, Server, Simulation, Training
+from pflcore.algorithms import ALGORITHMS, FedAvg, State, Stop
+from pflcore.algorithms.base import Tensors
+from pflcore.data import Federation
+from pflcore.data.roles import held_out
+from pflcore.local import Net
+from pflcore.simulation.round import begin, evaluate, step
+
+OPTIONS: dict[str, dict[str, Any]] = {"knnper": {"k": 3}}
+DEFENDED = {"fedavg, median": FedAvg(defence="median"), "fedavg, fltrust": FedAvg(defence="fltrust", root=0)}
+NAMES = [*sorted(ALGORITHMS), *DEFENDED]
+N, BAD, TARGET = 4, 2, 0
+SILENT = {"local"}  # uploads nothing
+VALUES = {"nan": torch.nan, "inf": torch.inf, "1e30": 1e30, "zeros": 0.0}
+TRAINING = Training(lr=0.1, batch_size=10)
+DATA = held_out(images((9, 20, 31, 20)))
+TRIED: Counter[str] = Counter()  # bad inputs, by kind
+every = pytest.mark.parametrize("name", NAMES)
+
+
+def algorithm(name: str) -> FedAvg:
+    return DEFENDED.get(name) or ALGORITHMS[name](**OPTIONS.get(name, {}))
+
+
+def start(name: str) -> tuple[FedAvg, Any, State]:
+    alg = algorithm(name)
+    s = setting(alg.prepare(Net(tiny_model())), DATA, TRAINING, 6, workers=1)
+    return alg, s, begin(alg, s.net, N)
+
+
+def spoiling(value: float, *bad: int) -> Any:
+    """A transport that puts `value` everywhere into what these clients upload."""
+
+    def transport(up: Tensors, g: Tensors, cohort: Any, gen: torch.Generator) -> Tensors:
+        at = torch.isin(cohort.ids, torch.tensor(bad))
+        return {k: v.index_fill(0, at.nonzero()[:, 0], value) if v.is_floating_point() else v for k, v in up.items()}
+
+    return transport
+
+
+def parts(state: State) -> Tensors:
+    return {**state.g, **{f"own {k}": v for k, v in state.own.items()}, "buffers": state.buffers, **state.moments}
+
+
+def same(a: State, b: State) -> bool:
+    one, two = parts(a), parts(b)
+    return one.keys() == two.keys() and all(torch.equal(one[k], two[k]) for k in one)
+
+
+def one_sentence(error: BaseException) -> None:
+    text = str(error)
+    assert text.endswith(".") and text.count(". ") == 0 and "\n" not in text, text
+
+
+@every
+@pytest.mark.parametrize("kind", VALUES)
+def test_a_bad_upload(name: str, kind: str) -> None:
+    alg, s, state = start(name)
+    for _ in range(3):
+        TRIED[kind] += 1
+        before = copy.deepcopy(state)
+        try:
+            state, done = step(alg, state, s, torch.arange(N), transport=spoiling(VALUES[kind], BAD))
+        except Stop as stop:  # where a method knows that going on makes no sense
+            one_sentence(stop)
+            assert kind == "1e30" and same(state, before)
+            break
+        if kind in ("nan", "inf") and name not in SILENT:
+            assert done.dropped == [BAD] and not done.void
+            assert all(torch.equal(state.own[k][BAD], before.own[k][BAD]) for k in state.own)  # it was absent
+        elif done.void:
+            assert same(state, before) and kind == "1e30"
+        assert all(bool(v.isfinite().all()) for v in parts(state).values() if v.is_floating_point())
+    honest = torch.arange(N) != BAD
+    if kind != "1e30":
+        assert evaluate(alg, state, s)["loss"][honest].isfinite().all()
+    elif name == "fedavg, median":
+        assert (evaluate(alg, state, s)["loss"][honest] < 2).all()
+
+
+@every
+@pytest.mark.parametrize("kind", ["nan", "inf"])
+def test_every_client_is_bad(name: str, kind: str) -> None:
+    if name in SILENT:
+        pytest.skip("it uploads nothing")
+    alg, s, state = start(name)
+    state, _ = step(alg, state, s, torch.arange(N))
+    TRIED[f"everybody's {kind}"] += 1
+    before = copy.deepcopy(state)
+    state, done = step(alg, state, s, torch.arange(N), transport=spoiling(VALUES[kind], *range(N)))
+    assert done.void and done.dropped == [*range(N)] and same(state, before) and state.round == 2
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if algorithm(n).required])
+@pytest.mark.parametrize("kind", VALUES)
+def test_the_target_is_bad(name: str, kind: str) -> None:
+    alg, s, state = start(name)
+    state, _ = step(alg, state, s, torch.arange(N))
+    TRIED[f"the target's {kind}"] += 1
+    before = copy.deepcopy(state)
+    state, done = step(alg, state, s, torch.arange(N), transport=spoiling(VALUES[kind], TARGET))
+    assert done.void == (kind in ("nan", "inf")) and (same(state, before) or not done.void)
+    assert all(bool(v.isfinite().all()) for v in parts(state).values() if v.is_floating_point())
+
+
+@every
+def test_a_hook_that_fails_changes_nothing(name: str) -> None:
+    class Gone(type(algorithm(name))):  # type: ignore[misc]
+        fails = False
+
+        def client(self, down: Any, own: Tensors, local: Any) -> tuple[Tensors, Tensors]:
+            out = super().client(down, own, local)
+            if Gone.fails:
+                raise ConnectionError("client 2 is gone.")
+            return out  # type: ignore[no-any-return]
+
+    alg, s, state = start(name)
+    gone = Gone(**vars(alg))
+    state, _ = step(gone, state, s, torch.arange(N))
+    before, Gone.fails = copy.deepcopy(state), True
+    TRIED["a client that drops out"] += 1
+    with pytest.raises(ConnectionError):
+        step(gone, state, s, torch.arange(N))
+    assert same(state, before) and state.round == before.round
+    Gone.fails = False
+    without = torch.tensor([i for i in range(N) if i != BAD])
+    one, two = (step(a, copy.deepcopy(before), s, without)[0] for a in (gone, alg))
+    assert same(one, two) and all(torch.equal(one.own[k][BAD], before.own[k][BAD]) for k in one.own)
+
+
+@every
+def test_an_upload_of_the_wrong_size(name: str) -> None:
+    """Whoever sends it is named, also where it is the first of all uploads; without it the round goes on."""
+    alg, (_, s, _) = algorithm(name), start(name)
+    server = Server(alg, s.net, N, rounds=4)
+    clients = [Client(alg, s.net, DATA.subset([i]), TRAINING, engine="threads") for i in range(N)]
+    for bad in (0, BAD) if not alg.required else (BAD,):
+        uploads = {i: clients[i].train(server.download(i)) for i in range(N)}
+        key = next((k for k, v in uploads[bad][0].items() if v.is_floating_point() and v.dim()), None)
+        if key is None:
+            assert name in SILENT
+            return
+        right = uploads[bad]
+        for wrong in (right[0][key][:-1], right[0][key][None], torch.empty(0), right[0][key].half()):
+            TRIED["wrong size"] += 1
+            before = copy.deepcopy(server.state_dict())
+            with pytest.raises(ValueError, match=rf"^client {bad}: its upload holds") as e:
+                server.aggregate({**uploads, bad: ({**right[0], key: wrong}, right[1])})
+            one_sentence(e.value)
+            after = server.state_dict()
+            assert after["round"] == before["round"] and all(torch.equal(v, before["g"][k]) for k, v in after["g"].items())
+        done = server.aggregate({i: up for i, up in uploads.items() if i != bad})
+        assert not done.void and bad not in done.ids
+
+
+@pytest.mark.parametrize("name", ["fedavg", "waffle", "feddwa"])
+def test_a_run_of_bad_rounds_alone_stops_with_one_sentence(name: str) -> None:
+    class Broken(ALGORITHMS[name]):  # type: ignore[misc, valid-type]
+        def client(self, down: Any, own: Tensors, local: Any) -> tuple[Tensors, Tensors]:
+            own, up = super().client(down, own, local)
+            return own, {k: v * torch.nan for k, v in up.items()}
+
+    run = Simulation(Broken(), tiny_model(), DATA, TRAINING, rounds=9, workers=1)
+    with pytest.warns(RuntimeWarning, match="stopped early"):
+        history = run.run()
+    assert len(history.rounds) == 3 and history.stopped is not None
+    one_sentence(ValueError(history.stopped))
+
+
+def test_a_client_without_data_is_refused_before_the_first_round() -> None:
+    TRIED["empty data"] += 1
+    with pytest.raises(ValueError, match=r"^client 1 has no training samples") as e:
+        Federation.from_arrays([(torch.randn(4, 6), torch.tensor([0, 1, 2, 3])), (torch.empty(0, 6), torch.empty(0, dtype=torch.long))])
+    assert "\n" not in str(e.value)
+
+
+def test_a_message_that_is_none_and_a_number_of_samples_that_cannot_be() -> None:
+    server = Server("fedavg", tiny_model(), 2, rounds=3)
+    client = Client("fedavg", tiny_model(), DATA.subset([0]), TRAINING)
+    up, n = client.train(server.download(0))
+    about = next(k for k, v in up.items() if not v.is_floating_point())
+    before = server.state_dict()["g"]["x"].clone()
+    for message, size in [
+        (None, n),
+        ({}, n),
+        ({**up, "delta": "none"}, n),
+        ({**up, about: torch.zeros(2)}, n),
+        ({**up, about: torch.tensor(3)}, n),
+        ({**up, "delta@rows": torch.zeros(2, 3)}, n),
+        ({**up, "delta@rows": torch.zeros(2, 3), "delta@sent": torch.ones(5, dtype=torch.bool), "delta@index": torch.zeros(1)}, n),
+        ({k: v for k, v in up.items() if k == about}, n),
+        (up, 0),
+        (up, 10**30),
+        (up, torch.nan),
+    ]:
+        TRIED["malformed messages"] += 1
+        with pytest.raises(ValueError, match=r"^(client 0|uploads)") as e:
+            server.aggregate({0: (message, size)})
+        assert "\n" not in str(e.value) and server.round == 0 and torch.equal(server.state_dict()["g"]["x"], before)
