@@ -23,6 +23,7 @@ from pflcore import kinds
 from pflcore.algorithms.base import FedAvg, State, Tensors, cohort_of
 from pflcore.algorithms.finetune import FineTune, layer_mask, lengths, value
 from pflcore.algorithms.lookup import algorithm_of
+from pflcore.checkpoint import load_states
 from pflcore.data.roles import Protocol
 from pflcore.local import Local, Setting, Training
 from pflcore.local.losses import default_loss
@@ -307,7 +308,7 @@ class _Bench:
         if name in self.memory:
             state, stopped = self.memory[name]
         elif file is not None and file.is_file():
-            saved = torch.load(file, weights_only=True, map_location=self.device)
+            saved = load_states(file, self.device)
             stopped = saved.pop("stopped")
             state = State(**saved)
         else:

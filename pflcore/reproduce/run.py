@@ -25,6 +25,7 @@ import torch
 
 from pflcore.algorithms.base import State
 from pflcore.algorithms.hypcluster import Ensemble, HypCluster, picks
+from pflcore.checkpoint import load_states
 from pflcore.data.roles import Protocol, everybody, held_out
 from pflcore.experiment import algorithm, model, net
 from pflcore.local.net import Net
@@ -177,7 +178,7 @@ class Reproduction:
         """A kept run's states when it was evaluated: round, bytes down and up since the one before, state."""
         path = (self.folder / task.path).with_suffix(".pt")
         if path not in self.kept and path.is_file():
-            saved = torch.load(path, weights_only=True)
+            saved = load_states(path)
             if saved["digest"] == task.digest:
                 self.kept[path] = [(*at, State(**state)) for *at, state in saved["states"]]
         return self.kept.get(path, [])
