@@ -79,7 +79,7 @@ KNOWN = [
 # A sample of everything else.
 SAMPLED = [
     # the methods
-    Mutant("pflcore/algorithms/base.py", 'share / share.sum(), size, n', 'share / n, size, n', "algorithms/test_waffle.py -k law_9"),
+    Mutant("pflcore/algorithms/base.py", 'share / share.sum(), size, n', 'share / n, size, n', "algorithms/test_fine_points.py"),
     Mutant("pflcore/algorithms/base.py", "    except BaseException:\n        old.write()", "    except BaseException:\n        new.write()", "test_memory.py"),
     Mutant("pflcore/algorithms/waffle.py", "if 20 * cohort.round >= 19 * cohort.rounds:", "if 20 * cohort.round > 19 * cohort.rounds:", "algorithms/test_waffle.py"),
     Mutant("pflcore/algorithms/waffle.py", "mine = mine * (len(mine) / cohort.n)", "mine = mine * 1.0", "algorithms/test_waffle.py test_edges.py"),
@@ -93,13 +93,13 @@ SAMPLED = [
     Mutant("pflcore/algorithms/feddwa.py", 'x[~seen[cohort.ids]] = g["x"][seen].mean(0)', 'x[~seen[cohort.ids]] = g["x"].mean(0)', "algorithms/test_feddwa.py"),
     Mutant("pflcore/algorithms/feddwa.py", "near[ids, : index.shape[1]] = weight.to(p), ids[index.cpu()]", "near[ids, : index.shape[1]] = weight.to(p), index.cpu()", "algorithms/test_feddwa.py test_edges.py"),
     Mutant("pflcore/algorithms/feddwa.py", "self.theta * inner + (1 - self.theta)", "inner + (1 - self.theta)", "algorithms/test_feddwa.py"),
-    Mutant("pflcore/algorithms/feddwa.py", ".scatter_add_(1, near, p)", ".scatter_(1, near, p)", "test_edges.py algorithms/test_feddwa.py"),
+    Mutant("pflcore/algorithms/feddwa.py", ".scatter_add_(1, near, p)", ".scatter_(1, near, p)", "algorithms/test_fine_points.py"),
     Mutant("pflcore/algorithms/clustered_fl.py", "cohort.share * ~lost", "cohort.share", "algorithms/test_rivals_server.py test_edges.py"),
     Mutant("pflcore/algorithms/clustered_fl.py", "torch.minimum(link[a], link[b]) if", "torch.maximum(link[a], link[b]) if", "algorithms/test_rivals_server.py"),
-    Mutant("pflcore/algorithms/fedamp.py", "prox=(self.lam / self.alpha,", "prox=(self.lam,", "algorithms/test_rivals_server.py"),
+    Mutant("pflcore/algorithms/fedamp.py", "prox=(self.lam / self.alpha,", "prox=(self.lam,", "algorithms/test_fine_points.py"),
     Mutant("pflcore/algorithms/fedamp.py", "(self.alpha / self.sigma) * (-sqdist / self.sigma).exp()", "(self.alpha / self.sigma) * (-sqdist).exp()", "algorithms/test_rivals_server.py"),
     Mutant("pflcore/algorithms/fedfomo.py", "own[\"old\"] if self.none_positive == \"discard\"", "own[\"old\"] if self.none_positive != \"discard\"", "algorithms/test_rivals_client.py -k fedfomo"),
-    Mutant("pflcore/algorithms/fedfomo.py", "a[:, :-1] *= given", "a[:, :-1] *= 1", "algorithms/test_rivals_client.py test_edges.py"),
+    Mutant("pflcore/algorithms/fedfomo.py", "a[:, :-1] *= given", "a[:, :-1] *= 1", "algorithms/test_fine_points.py"),
     Mutant("pflcore/algorithms/sfl.py", "(self.lam1 * down[\"u\"] + self.lam2 * down[\"x\"])", "(self.lam2 * down[\"u\"] + self.lam1 * down[\"x\"])", "algorithms/test_rivals_server.py"),
     Mutant("pflcore/algorithms/sfl.py", "return graph + torch.diag((graph.diagonal() == 0).double())", "return graph", "algorithms/test_rivals_server.py"),
     Mutant("pflcore/algorithms/sfl.py", "torch.linalg.matrix_power(a, layers)", "torch.linalg.matrix_power(a, layers + 1)", "algorithms/test_rivals_server.py"),

@@ -1,7 +1,7 @@
 """What was altered, cut off or exchanged on its way: the reader says so in one sentence, or what it gives is what was written.
 
-Where a digest promises it (checkpoints), nothing else is ever given. Where there is none (records, models of other people's), a value may have
-become another, but no reader ends with somebody else's error.
+Where a digest promises it (checkpoints), nothing else is ever given. Where there is none (records, models of other people's), a value may
+have become another, but no reader ends with somebody else's error.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ class Trap:
 
 
 def test_a_pickle_is_never_run(tmp_path: Path) -> None:
-    """As a Flower array, an .npz, an .npy graph, a matrix in a side file, a checkpoint's tensors, a trained state: no code of a file runs."""
+    """A Flower array, an .npz, a graph, a side file, a checkpoint's tensors, a trained state: no code of a file runs."""
     from pflcore.algorithms.sfl import SFL
     from pflcore.data.natural import folder
 

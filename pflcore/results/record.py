@@ -381,7 +381,7 @@ def _is_line(line: Any) -> bool:
 
 
 def _whole(value: Any, folder: Path) -> Any:
-    """`value` with what is in side files: lists as lists, matrices as tensors. An error of any kind where a block was cut off or altered."""
+    """`value` with what is in side files: lists as lists, matrices as tensors. An error of any kind where a block was altered."""
     if not isinstance(value, dict):
         return value
     if set(value) != {"array"}:

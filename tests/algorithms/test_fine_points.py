@@ -1,14 +1,16 @@
 """Fine points of the methods that only unequal clients, a second round or a second minibatch can show."""
 
+from dataclasses import replace
+
 import torch
 from small import images, play, quadratics, setting, tiny_model
 from torch import Tensor
 
 from pflcore.algorithms import FedAvg
-from pflcore.algorithms.base import Cohort, Setting
+from pflcore.algorithms.base import Cohort, Pool, Setting, cohort_from
 from pflcore.algorithms.clustered_fl import ClusteredFL
 from pflcore.algorithms.fedamp import FedAMP, HeurFedAMP
-from pflcore.algorithms.feddwa import FedDWA
+from pflcore.algorithms.feddwa import FedDWA, spread
 from pflcore.algorithms.fedfomo import FedFomo
 from pflcore.algorithms.hypcluster import fit_all
 from pflcore.algorithms.mocha import Mocha
@@ -128,3 +130,33 @@ def test_mochas_server_takes_as_long_a_step_as_its_clients() -> None:
     local = Local(s, torch.arange(2), 1, net.b0.expand(2, -1))
     _, up = alg.client({"w": t([[3.0], [1]])}, {"w": t([[3.0], [1]])}, local)
     torch.testing.assert_close(alg.server(g, up, cohort(2))["w"], t([[4.4 / 1.92], [2.0 / 1.92]]))
+
+
+def test_shares_are_of_the_cohort_and_sum_to_one() -> None:
+    size = torch.tensor([1, 2, 5])
+    assert cohort_from(FedAvg(), torch.tensor([0, 3, 7]), size, 10, 1, 5).share.tolist() == [0.125, 0.25, 0.625]
+    assert cohort_from(FedAvg(weighting="uniform"), torch.tensor([0, 7]), size[:2], 10, 1, 5).share.tolist() == [0.5, 0.5]
+
+
+def test_weights_of_a_cohort_smaller_than_k_keep_the_first_clients() -> None:
+    """Places that nothing fills have weight 0 and client 0's number."""
+    p, near = t([[0.75, 0.25, 0, 0], [1, 0, 0, 0]]), torch.tensor([[0, 2, 0, 0], [2, 0, 0, 0]])
+    assert spread(p, near, 3).tolist() == [[0.75, 0, 0.25], [0, 0, 1]]
+
+
+def test_fedamps_pull_is_lam_over_alpha() -> None:
+    """One step of .1 at (w - 1)^2 / 2 from w = 3 with u = 5: 3 - .1 (2 + (.6 / 2) (3 - 5)) = 2.86."""
+    net, data = quadratics(t([[1.0]]), t([[1.0]]), start=[3.0])
+    local = Local(setting(net, data, Training(lr=0.1, batch_size=1)), torch.arange(1), 1, net.b0[None])
+    own, _ = FedAMP(lam=0.6, alpha=2.0).client({"u": t([[5.0]])}, {"w": t([[3.0]])}, local)
+    torch.testing.assert_close(own["w"], t([[2.86]]))
+
+
+def test_fedfomo_does_not_take_a_model_that_was_not_sent() -> None:
+    """Row 0 would be the best for everybody, but -1 is nobody's number."""
+    net, data = quadratics(t([[1.0], [1]]), t([[0.0], [0]]), rows=4)
+    data = replace(data, index={**data.index, "val": data.index["test"]})
+    local = Local(setting(net, data, Training(lr=0.0)), torch.arange(2), 2, net.b0.expand(2, -1))
+    rows, index = t([[0.0], [2]]), torch.tensor([[1], [-1]])
+    own, up = FedFomo().client({"w": Pool(rows, index)}, {"w": t([[4.0], [4]]), "old": t([[4.0], [4]])}, local)
+    assert own["w"][:, 0].tolist() == [2, 4] and up["a"][1].tolist() == [0, 0]

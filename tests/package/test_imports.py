@@ -44,7 +44,10 @@ ROOMS: dict[str, set[str]] = {  # from the ground up: each room, and the rooms b
     "testing": {"kinds", "data", "local", "algorithms", "round"},
     "tuning": {"kinds", "metrics", "data", "local", "algorithms", "round", "checkpoint", "simulation", "results"},
     "experiment": {"data", "models", "local", "algorithms", "arguments", "checkpoint", "simulation"},
-    "reproduce": {"data", "metrics", "models", "local", "algorithms", "round", "checkpoint", "simulation", "results", "tuning", "experiment"},
+    "reproduce": {
+        *("data", "metrics", "models", "local", "algorithms", "round"),
+        *("checkpoint", "simulation", "results", "tuning", "experiment"),
+    },
     "cli": {
         *("data", "metrics", "models", "nn", "factorized", "local", "algorithms", "results", "privacy", "experiment", "reproduce"),
         "checkpoint",
