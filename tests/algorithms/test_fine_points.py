@@ -155,7 +155,7 @@ def test_fedamps_pull_is_lam_over_alpha() -> None:
 def test_fedfomo_does_not_take_a_model_that_was_not_sent() -> None:
     """Row 0 would be the best for everybody, but -1 is nobody's number."""
     net, data = quadratics(t([[1.0], [1]]), t([[0.0], [0]]), rows=4)
-    data = replace(data, index={**data.index, "val": data.index["test"]})
+    data = replace(data, index={"train": data.index["train"], "val": data.index["test"]})
     local = Local(setting(net, data, Training(lr=0.0)), torch.arange(2), 2, net.b0.expand(2, -1))
     rows, index = t([[0.0], [2]]), torch.tensor([[1], [-1]])
     own, up = FedFomo().client({"w": Pool(rows, index)}, {"w": t([[4.0], [4]]), "old": t([[4.0], [4]])}, local)
