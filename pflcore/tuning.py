@@ -31,6 +31,7 @@ from pflcore.metrics import Metric, metrics_of
 from pflcore.ops import kinds
 from pflcore.results.record import plain
 from pflcore.simulation import Simulation
+from pflcore.simulation.checkpoint import load_states
 from pflcore.simulation.loop import STREAM
 from pflcore.simulation.round import evaluate
 
@@ -308,7 +309,7 @@ class _Bench:
         if name in self.memory:
             state, stopped = self.memory[name]
         elif file is not None and file.is_file():
-            saved = torch.load(file, weights_only=True, map_location=self.device)
+            saved = load_states(file, self.device)
             stopped = saved.pop("stopped")
             state = State(**saved)
         else:

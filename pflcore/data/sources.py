@@ -70,6 +70,8 @@ DIGESTS = {  # of what the published files hold, so that no other data goes by t
     "mnist": ["000b548c0dd88b2b", "f52eea2c5f99c70c", "a66f37370f3f012b", "9b61c31a41795831"],
     "fashion_mnist": ["2f2c7539a12d77a4", "5a94272eea281cb1", "991baa1070496e0a", "91602d8c52e4381e"],
     "school": ["44afd5cc166e1c1c"],
+    "mnist5k": ["93b1bbb73e2befb1"],
+    "digits": ["4f6850648caa7452"],
 }
 
 
@@ -135,6 +137,7 @@ def _mnist5k(root: Path | None) -> Source:
     else:
         x, y = module.mnist_data()
     x, y = x.astype(np.uint8).reshape(-1, 1, 28, 28), y.reshape(-1).astype(np.int64)
+    check("mnist5k", DIGESTS["mnist5k"], [digest_of(x, y)], table)
     rng = np.random.RandomState(5000)
     order = [rng.permutation(np.flatnonzero(y == c)) for c in range(10)]
     train, test = np.sort(np.concatenate([o[:400] for o in order])), np.sort(np.concatenate([o[400:] for o in order]))
@@ -143,7 +146,9 @@ def _mnist5k(root: Path | None) -> Source:
 
 def _digits(root: Path | None) -> Source:
     """scikit-learn's 1,797 digits of 8 x 8 pixels, in one fixed stratified split: four of five to train."""
-    x, y = package("sklearn.datasets", "digits").load_digits(return_X_y=True)
+    module = package("sklearn.datasets", "digits")
+    x, y = module.load_digits(return_X_y=True)
+    check("digits", DIGESTS["digits"], [digest_of(x.astype(np.uint8), y.astype(np.int64))], Path(module.__file__).parent)
     rng = np.random.RandomState(1797)
     order = [rng.permutation(np.flatnonzero(y == c)) for c in range(10)]
     train = np.sort(np.concatenate([o[: len(o) * 4 // 5] for o in order]))

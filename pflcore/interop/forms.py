@@ -71,9 +71,12 @@ def _from_bytes(value: Any, who: str) -> Any:
     try:
         header = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}[np.lib.format.read_magic(data)[0]]
         shape, fortran, dtype = header(data)
+        if min(shape, default=0) < 0:
+            raise ValueError(f"its shape is {shape}")
         flat = np.frombuffer(value.data, dtype, int(np.prod(shape)), data.tell())
-    except (ValueError, KeyError) as error:
-        raise ValueError(f"{who}: expected the bytes of a whole .npy file ({str(error).rstrip('.')}); fetch it again.") from None
+    except Exception as error:  # numpy's reader raises many kinds
+        why = " ".join(str(error).split()).rstrip(".")
+        raise ValueError(f"{who}: expected the bytes of a whole .npy file ({why}); fetch it again.") from None
     return flat.reshape(shape, order="F" if fortran else "C")
 
 

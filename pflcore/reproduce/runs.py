@@ -26,6 +26,7 @@ from pflcore.reproduce.table import rows_of, table, verdicts
 from pflcore.results.progress import Progress
 from pflcore.results.record import Record, Run, plain, read, slug
 from pflcore.simulation import History, Simulation
+from pflcore.simulation.checkpoint import load_states
 from pflcore.simulation.round import evaluate
 from pflcore.tuning import tune
 
@@ -168,7 +169,7 @@ class Reproduction:
         """A kept run's states when it was evaluated: round, bytes down and up since the one before, state."""
         path = (self.folder / task.path).with_suffix(".pt")
         if path not in self.kept and path.is_file():
-            saved = torch.load(path, weights_only=True)
+            saved = load_states(path)
             if saved["digest"] == task.digest:
                 self.kept[path] = [(*at, State(**state)) for *at, state in saved["states"]]
         return self.kept.get(path, [])

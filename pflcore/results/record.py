@@ -364,14 +364,26 @@ def read(path: str | Path) -> list[Run]:
             try:
                 line = json.loads(text)
                 lines.append(_whole(line, file.parent) if '{"array":[' in text else line)
-            except (ValueError, EOFError):
+            except FileNotFoundError:
+                raise
+            except Exception:  # numpy's reader raises many kinds
                 continue
-        runs += _grouped(line for line in lines if isinstance(line, dict))
+        runs += _grouped(filter(_is_line, lines))
     return runs
 
 
+def _is_line(line: Any) -> bool:
+    """Whether it has the form of what `Record` writes: somebody may have altered it."""
+    if not isinstance(line, dict):
+        return False
+    kinds_of = {"header": dict, "stopped": str, "round": int, "eval": dict | None}
+    measured = line.get("eval")
+    plain_values = not isinstance(measured, dict) or not any(isinstance(v, dict) for v in measured.values())
+    return plain_values and all(isinstance(line[k], kind) for k, kind in kinds_of.items() if k in line)  # type: ignore[arg-type]
+
+
 def _whole(value: Any, folder: Path) -> Any:
-    """`value` with what is in side files: lists as lists, matrices as tensors. ValueError or EOFError where a block was cut off."""
+    """`value` with what is in side files: lists as lists, matrices as tensors. An error of any kind where a block was altered."""
     if not isinstance(value, dict):
         return value
     if set(value) != {"array"}:

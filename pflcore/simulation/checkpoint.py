@@ -151,7 +151,20 @@ def load(folder: str | Path) -> tuple[dict[str, Tensor], Facts]:
         raise ValueError(what % f"{facts['tensors']}: {e.strerror}") from None
     if _sha256([data]) != facts["sha256"]:
         raise ValueError(what % f"{facts['tensors']} was altered, cut off or exchanged")
-    return {k: v.clone() for k, v in _safetensors().load(data).items()}, facts  # clones: aligned as torch aligns
+    library = _safetensors()
+    try:
+        return {k: v.clone() for k, v in library.load(data).items()}, facts  # clones: aligned as torch aligns
+    except Exception as e:  # written by somebody else, with a digest that fits
+        raise ValueError(what % f"{facts['tensors']} is no safetensors file: {' '.join(str(e).split())}") from None
+
+
+def load_states(path: Path, device: str = "cpu") -> dict[str, Any]:
+    """Trained states that `torch.save` wrote, read without running what is in them. ValueError in one sentence where they are damaged."""
+    try:
+        saved: dict[str, Any] = torch.load(path, weights_only=True, map_location=device)
+    except Exception as e:  # torch raises many kinds
+        raise ValueError(f"folder: {path} is damaged ({type(e).__name__}); remove it, and what it holds is trained again.") from None
+    return saved
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ ROOMS: dict[str, set[str]] = {  # from the ground up: each room, and the rooms b
     "nn": {"ops"},
     "results": {"ops", "metrics"},
     "local": {"ops", "metrics", "data", "nn"},
-    "algorithms": {"ops", "metrics", "nn", "local"},
+    "algorithms": {"ops", "metrics", "data", "nn", "local"},
     "simulation": {"ops", "metrics", "data", "nn", "results", "local", "algorithms"},
     "interop": {"ops", "data", "local", "algorithms", "simulation"},
     "privacy": {"data", "local", "algorithms", "simulation"},

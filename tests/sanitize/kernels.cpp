@@ -1,9 +1,13 @@
-// Drives every torch-free CPU kernel with std::thread, on buffers of exactly their size, for a sanitizer to watch: 1 and 3 threads must agree
-// to the last bit on every instruction set this machine has. (Not OpenMP: the thread sanitizer does not see its barriers.)
+// Drives every torch-free CPU kernel with std::thread, on buffers of exactly their size between forbidden pages, for a sanitizer to watch: 1 and 3
+// threads must agree to the last bit on every instruction set this machine has. (Not OpenMP: the thread sanitizer does not see its barriers.)
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <cmath>
 #include <cstdio>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <random>
 #include <string>
@@ -22,6 +26,13 @@
 #include "cpu/sgd.h"
 #include "cpu/sqdist.h"
 #include "cpu/weights.h"
+
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(address, size)
+#define ASAN_UNPOISON_MEMORY_REGION(address, size)
+#endif
 
 using namespace pflcore;
 using namespace pflcore::cpu;
@@ -46,15 +57,44 @@ struct Threads {
 std::mt19937 dice(1);
 int failures = 0;
 
-// n numbers on the heap, nothing before or behind them.
+bool front = false;   // where in its pages a buffer lies
+int made = 0;
+
+// Pages for `bytes` between two that may not be touched: they end where the second begins or, in `front`, begin where the first ends. What is
+// left of the pages must stay as it is; the address sanitizer takes it for no memory at all, and vector stores in assembly are seen by the pages.
+struct Pages {
+  static size_t size() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
+  explicit Pages(size_t bytes) : bytes(bytes), room((bytes + size() - 1) / size() * size()), fill(static_cast<unsigned char>(++made % 251)) {
+    whole = static_cast<char*>(mmap(nullptr, room + 2 * size(), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    if (whole == MAP_FAILED || (room && mprotect(whole + size(), room, PROT_READ | PROT_WRITE))) std::abort();
+    std::memset(whole + size(), fill, room);   // what a kernel leaves unwritten differs from buffer to buffer
+    start = whole + size() + (front ? 0 : room - bytes);
+    rest = front ? start + bytes : whole + size();
+    ASAN_POISON_MEMORY_REGION(rest, room - bytes);
+  }
+  void operator()(void*) const {
+    ASAN_UNPOISON_MEMORY_REGION(rest, room - bytes);
+    if (std::any_of(rest, rest + (room - bytes), [this](char c) { return static_cast<unsigned char>(c) != fill; })) {
+      failures++;
+      std::printf("a kernel wrote beside a buffer of %zu bytes (%s)\n", bytes, name(isa()));
+    }
+    munmap(whole, room + 2 * size());
+  }
+  size_t bytes, room;
+  unsigned char fill;
+  char *whole, *start, *rest;
+};
+
+// n numbers with nothing before or behind them.
 template <class T>
 struct Numbers {
-  explicit Numbers(int64_t n, bool filled = true) : size(n), data(new T[n]) {
+  explicit Numbers(int64_t n, bool filled = true) : Numbers(n, filled, Pages(sizeof(T) * n)) {}
+  Numbers(int64_t n, bool filled, const Pages& pages) : size(n), data(reinterpret_cast<T*>(pages.start), pages) {
     for (int64_t i = 0; filled && i < n; i++) data[i] = static_cast<T>(static_cast<int>(dice() % 2001) - 1000) / T(1000);
   }
   bool operator==(const Numbers& other) const { return std::memcmp(data.get(), other.data.get(), sizeof(T) * size) == 0; }
   int64_t size;
-  std::unique_ptr<T[]> data;
+  std::unique_ptr<T[], Pages> data;
 };
 
 Numbers<uint16_t> halves(int64_t n) {
@@ -76,9 +116,10 @@ void same(const char* what, int64_t size, const std::function<void(T*, const Thr
 }
 
 // Within a relative 1e-6 of subtracting, squaring and adding one number after the other in float64.
-void right(const float* a, int64_t m, const float* b, int64_t n, int64_t p) {
+template <class T>
+void right(Dtype dtype, const T* a, int64_t m, const T* b, int64_t n, int64_t p) {
   Numbers<double> got(m * n, false);
-  sqdist(Dtype::f32, a, p, m, b, p, n, p, got.data.get(), Threads{1});
+  sqdist(dtype, a, p, m, b, p, n, p, got.data.get(), Threads{1});
   for (int64_t i = 0; i < m; i++)
     for (int64_t j = 0; j < n; j++) {
       double want = 0;
@@ -111,10 +152,13 @@ void listed(Dtype dtype, const void* a, int64_t m, const void* b, int64_t n, int
 }
 
 void drive_sqdist() {
-  for (auto [m, n, p] : {std::array<int64_t, 3>{1, 1, 1}, {2, 3, 17}, {5, 7, 257}, {21, 4, 1031}, {7, 9, 20011}}) {
+  for (auto [m, n, p] : {std::array<int64_t, 3>{1, 1, 1}, {2, 3, 17}, {9, 5, 65}, {3, 70, 71}, {6, 6, 80}, {4, 3, 192}, {5, 7, 257}, {21, 4, 1031}, {7, 9, 20011}}) {
     const Numbers<float> a(m * p), b(n * p);
+    const Numbers<double> c(m * p), d(n * p);
+    right(Dtype::f64, c.data.get(), m, d.data.get(), n, p);
+    same<double>("sqdist 64", m * m, [&](double* out, const Threads& t) { sqdist(Dtype::f64, c.data.get(), p, m, nullptr, 0, m, p, out, t); });
     const Numbers<uint16_t> h = halves(m * p);
-    right(a.data.get(), m, b.data.get(), n, p);
+    right(Dtype::f32, a.data.get(), m, b.data.get(), n, p);
     same<double>("sqdist", m * n, [&](double* out, const Threads& t) { sqdist(Dtype::f32, a.data.get(), p, m, b.data.get(), p, n, p, out, t); });
     same<double>("sqdist", m * m, [&](double* out, const Threads& t) { sqdist(Dtype::f32, a.data.get(), p, m, nullptr, 0, m, p, out, t); });
     listed(Dtype::f32, a.data.get(), m, b.data.get(), n, p);
@@ -125,13 +169,32 @@ void drive_sqdist() {
   }
 }
 
+// Sums that float32 cannot hold are taken again in float64, all of the row.
+void drive_tiny() {
+  const int64_t p = 50021;   // past 49,152 columns
+  for (int64_t first : {int64_t{0}, p - 300}) {
+    Numbers<float> a(3 * p), b(2 * p);
+    for (Numbers<float>* rows : {&a, &b})
+      for (int64_t k = 0; k < rows->size; k++) rows->data[k] = k % p < first ? 0 : rows->data[k] * 1e-22f;
+    right(Dtype::f32, a.data.get(), 3, b.data.get(), 2, p);
+    same<double>("sqdist again", 9, [&](double* out, const Threads& t) { sqdist(Dtype::f32, a.data.get(), p, 3, nullptr, 0, 3, p, out, t); });
+  }
+}
+
 void drive_weights() {
-  for (auto [m, n, k] : {std::array<int64_t, 3>{1, 1, 1}, {3, 5, 5}, {37, 50, 7}, {3, 40, 32}, {3, 40, 33}, {40, 90, 60}}) {
+  for (auto [m, n, k] : {std::array<int64_t, 3>{1, 1, 1}, {3, 5, 5}, {37, 50, 7}, {3, 40, 32}, {3, 40, 33}, {40, 90, 60}, {33, 33, 33}, {2, 33, 32}}) {
     Numbers<double> d(m * n);
     for (int64_t i = 0; i < m * n; i++) d.data[i] = std::abs(d.data[i]);
+    if (n > 2) d.data[1] = d.data[2], d.data[0] = 0;
     std::vector<int64_t> target(m);
     for (int64_t i = 0; i < m; i++) target[i] = i % n;
-    same<double>("waffle", m * n, [&](double* out, const Threads& t) { waffle_weights(d.data.get(), m, n, target.data(), 1, 0.5, 0.7, false, out, t); });
+    for (bool uniform : {false, true})
+      same<double>("waffle", m * n, [&](double* out, const Threads& t) { waffle_weights(d.data.get(), m, n, target.data(), 1, 0.5, 0.7, uniform, out, t); });
+    const Numbers<float> narrow(m * (n + 3));   // rows with gaps
+    same<double>("feddwa 32", m * k, [&](double* out, const Threads& t) {
+      Numbers<int64_t> index(m * k, false);
+      feddwa_weights(narrow.data.get(), n + 3, m, n, k, out, index.data.get(), t);
+    });
     same<double>("feddwa", m * k, [&](double* out, const Threads& t) {
       Numbers<int64_t> index(m * k, false);
       feddwa_weights(d.data.get(), n, m, n, k, out, index.data.get(), t);
@@ -140,8 +203,9 @@ void drive_weights() {
 }
 
 void drive_aggregate() {
-  for (auto [n, m, p] : {std::array<int64_t, 3>{1, 1, 1}, {3, 2, 63}, {7, 13, 1001}, {40, 21, 131}, {20, 6, 64 * 40 + 3}, {2, 5, 5009}}) {
+  for (auto [n, m, p] : {std::array<int64_t, 3>{1, 1, 1}, {3, 2, 63}, {7, 13, 1001}, {40, 21, 131}, {20, 6, 64 * 40 + 3}, {2, 5, 5009}, {3, 260, 65}, {5, 260, 71}, {2, 260, 79}, {3, 260, 80}, {200, 3, 70}}) {
     const Numbers<float> x(n * p), start(m * p);
+    const Numbers<double> far(n * p);
     const Numbers<uint16_t> h = halves(n * p);
     const int64_t k = std::min<int64_t>(n, 3);
     const Numbers<double> w(m * n), v(m * k);
@@ -166,6 +230,10 @@ void drive_aggregate() {
             aggregate(mine, t);
           };
           same<float>("aggregate", m * p, run);
+          q.in = Dtype::f64, q.updates = far.data.get();
+          if (wide) same<float>("aggregate of 64", m * p, run);
+          q.in = q.out_dtype = Dtype::f64, q.base = nullptr;
+          if (wide) same<double>("aggregate 64", m * p, run);
           q.base = nullptr, q.updates = h.data.get();
           for (Dtype half : {Dtype::f16, Dtype::bf16}) {
             q.in = q.out_dtype = half;
@@ -177,53 +245,61 @@ void drive_aggregate() {
   touch_fresh(fresh.data.get(), 9 << 20, Threads{3});
 }
 
+template <class T>
 void drive_rank1() {
-  for (auto [n, b, i, f, o] : {std::array<int64_t, 5>{1, 1, 1, 1, 1}, {1, 5, 17, 9, 4}, {3, 4, 33, 21, 10}, {1, 13, 70, 40, 37}, {2, 13, 70, 40, 37}})
+  for (auto [n, b, i, f, o] : {std::array<int64_t, 5>{1, 1, 1, 1, 1}, {0, 4, 9, 5, 3}, {1, 5, 17, 9, 4}, {3, 4, 33, 21, 10}, {1, 13, 70, 40, 37}, {2, 13, 70, 40, 37}})
     for (bool shared : {false, true})
       for (bool all : {false, true}) {
-        const Numbers<float> x(n * b * i), w_a((shared ? 1 : n) * o * f), w_b((shared ? 1 : n) * f * i), grad(n * b * o);
-        Numbers<float> lam((shared ? 1 : n) * f);
+        const Numbers<T> x(n * b * i), w_a((shared ? 1 : n) * o * f), w_b((shared ? 1 : n) * f * i), grad(n * b * o);
+        Numbers<T> lam((shared ? 1 : n) * f);
         for (int64_t k = 0; !all && k < lam.size; k++)
           if (dice() % 2) lam.data[k] = 0;
-        const Rank1<float> q{n, b, i, f, o, x.data.get(), b * i, i, false, w_a.data.get(), o * f, f, shared, lam.data.get(), f, shared,
+        const Rank1<T> q{n, b, i, f, o, x.data.get(), b * i, i, false, w_a.data.get(), o * f, f, shared, lam.data.get(), f, shared,
                              w_b.data.get(), f * i, i, shared};
-        same<float>("rank1", n * b * o, [&](float* y, const Threads& t) { rank1_forward(q, y, t); });
+        same<T>("rank1", n * b * o, [&](T* y, const Threads& t) { rank1_forward(q, y, t); });
         for (bool want_lam : {false, true}) {
-          same<float>("rank1 x", x.size, [&](float* gx, const Threads& t) {
-            Numbers<float> ga(w_a.size, false), gl(lam.size, false), gb(w_b.size, false);
-            rank1_backward(q, grad.data.get(), Rank1Grads<float>{gx, ga.data.get(), want_lam ? gl.data.get() : nullptr, gb.data.get()}, t);
+          same<T>("rank1 x", x.size, [&](T* gx, const Threads& t) {
+            Numbers<T> ga(w_a.size, false), gl(lam.size, false), gb(w_b.size, false);
+            rank1_backward(q, grad.data.get(), Rank1Grads<T>{gx, ga.data.get(), want_lam ? gl.data.get() : nullptr, gb.data.get()}, t);
           });
-          same<float>("rank1 w_b", w_b.size, [&](float* gb, const Threads& t) {
-            Numbers<float> ga(w_a.size, false), gl(lam.size, false);
-            rank1_backward(q, grad.data.get(), Rank1Grads<float>{nullptr, ga.data.get(), want_lam ? gl.data.get() : nullptr, gb}, t);
+          same<T>("rank1 w_b", w_b.size, [&](T* gb, const Threads& t) {
+            Numbers<T> ga(w_a.size, false), gl(lam.size, false);
+            rank1_backward(q, grad.data.get(), Rank1Grads<T>{nullptr, ga.data.get(), want_lam ? gl.data.get() : nullptr, gb}, t);
           });
         }
       }
 }
 
+// Every array's rows may lie further apart than they are long, each by its own.
+template <class T>
 void drive_sgd() {
-  for (auto [s, q] : {std::array<int64_t, 2>{1, 1}, {3, 67}, {2, 20011}}) {
-    const Numbers<float> start(s * q), grad(s * q), shift(s * q), mask(q), anchor(s * q), buffer(s * q);
-    const Numbers<double> mu(s);
-    for (int kind = 0; kind < 8; kind++)
-      same<float>("sgd", s * q, [&](float* w, const Threads& t) {
-        std::copy(start.data.get(), start.data.get() + s * q, w);
-        Numbers<float> own(s * q, false);
-        std::copy(buffer.data.get(), buffer.data.get() + s * q, own.data.get());
-        Sgd<float> a{};
-        a.s = s, a.q = q, a.w = w, a.w_row = q, a.grad = grad.data.get(), a.grad_row = q, a.lr = 0.1, a.mu = 0.5;
-        if (kind & 1) a.shift = shift.data.get(), a.shift_row = q, a.weight_decay = 0.01;
-        if (kind & 2) a.mask = mask.data.get(), a.anchor = anchor.data.get(), a.anchor_row = q, a.mu_rows = mu.data.get();
-        if (kind & 4) a.momentum = 0.9, a.buffer = own.data.get(), a.buffer_row = q;
-        sgd_step(a, t);
-      });
-  }
+  for (auto [s, q] : {std::array<int64_t, 2>{1, 1}, {3, 67}, {2, 20011}})
+    for (int64_t gap : {0, 1, 5}) {
+      const int64_t row = q + gap, many = (s - 1) * row + q;
+      const Numbers<T> start(s * q), grad(many), shift(many), mask(q), anchor(s * q), buffer(many);
+      const Numbers<double> mu(s);
+      for (int kind = 0; kind < 8; kind++)
+        same<T>("sgd", s * q, [&](T* w, const Threads& t) {
+          std::copy(start.data.get(), start.data.get() + s * q, w);
+          Numbers<T> own(many, false);
+          std::copy(buffer.data.get(), buffer.data.get() + many, own.data.get());
+          Sgd<T> a{};
+          a.s = s, a.q = q, a.w = w, a.w_row = q, a.grad = grad.data.get(), a.grad_row = row, a.lr = 0.1, a.mu = 0.5;
+          if (kind & 1) a.shift = shift.data.get(), a.shift_row = row, a.weight_decay = 0.01;
+          if (kind & 2) a.mask = mask.data.get(), a.anchor = anchor.data.get(), a.anchor_row = q, a.mu_rows = mu.data.get();
+          if (kind & 4) a.momentum = 0.9, a.buffer = own.data.get(), a.buffer_row = row;
+          sgd_step(a, t);
+          for (int64_t k = 0; k < many; k++)
+            if (k % row >= q && own.data[k] != buffer.data[k]) failures++, std::printf("sgd wrote between the rows of its buffer\n");
+        });
+    }
 }
 
 // A chain of layers with everything in it that kernels exist for; row: places in the order of the layers.
 struct ChainCase {
   cpu::ChainProgram program;
   int64_t classes;
+  chain::Loss loss;
 };
 ChainCase chain_case(int which) {
   using L = ChainLayer;
@@ -243,7 +319,11 @@ ChainCase chain_case(int which) {
     const double w = at(in * o), b = bias ? at(o) : -1;
     add(L::linear, {static_cast<double>(o), w, b});
   };
-  if (which == 0) {
+  out.loss = chain::Loss::cross_entropy;
+  if (which > 3) {   // one number a sample
+    out.loss = static_cast<chain::Loss>(which - 3), out.program.c = 9, out.program.h = out.program.w = 1, out.classes = 1;
+    linear(9, 6, true), add(L::act, {1}), add(L::dropout, {0.3}), linear(6, 1, true);
+  } else if (which == 0) {
     out.program.c = 33, out.program.h = out.program.w = 1, out.classes = 3;
     linear(33, 3, true);
   } else if (which == 1) {
@@ -263,34 +343,44 @@ ChainCase chain_case(int which) {
 }
 
 void drive_chain() {
-  for (int which = 0; which < 4; which++) {
+  for (int which = 0; which < 8; which++) {
     const ChainCase c = chain_case(which);
     const int64_t s = 3, pool = 60, passes = 2, longest = 45, size[] = {45, 13, 1}, q = c.program.q, f = c.program.c * c.program.h * c.program.w;
-    const Numbers<float> start(s * q), x(pool * f), shift(s * q);
-    const std::unique_ptr<int64_t[]> label(new int64_t[pool]), order(new int64_t[s * passes * longest]), steps(new int64_t[s]), seeds(new int64_t[s * passes]);
-    for (int64_t i = 0; i < pool; i++) label[i] = dice() % c.classes;
-    for (int64_t i = 0; i < s * passes * longest; i++) order[i] = dice() % pool;
-    for (int64_t i = 0; i < s * passes; i++) seeds[i] = dice();
-    const ChainData<float> data{x.data.get(), f, pool, label.get(), nullptr, nullptr, 0};
+    const Numbers<float> start(s * q), x(pool * f), shift(s * q), mask(q), anchor(s * q), value(pool);
+    const Numbers<double> mu(s);
+    Numbers<int64_t> label(pool, false), order(s * passes * longest, false), steps(s, false), seeds(s * passes, false), names(s * c.classes, false);
+    for (int64_t i = 0; i < pool; i++) label.data[i] = dice() % c.classes;
+    for (int64_t i = 0; i < s * c.classes; i++) names.data[i] = (i + i / c.classes) % c.classes;   // each client calls them otherwise
+    for (int64_t i = 0; i < s * passes * longest; i++) order.data[i] = dice() % pool;
+    for (int64_t i = 0; i < s * passes; i++) seeds.data[i] = dice();
+    const bool classes = c.loss == chain::Loss::cross_entropy;
+    const ChainData<float> data{x.data.get(), f, pool, classes ? label.data.get() : nullptr, classes ? nullptr : value.data.get(),
+                                classes && which ? names.data.get() : nullptr, classes && which ? c.classes : 0};
     for (int64_t batch : {5, 40})
-      for (bool options : {false, true})
+      for (bool options : {false, true}) {
+        const bool drop = options && which % 2;
         same<float>("chain", 2 * s * q, [&](float* w, const Threads& t) {
           std::copy(start.data.get(), start.data.get() + s * q, w);
           std::fill_n(w + s * q, s * q, 0.f);
           Numbers<double> loss(s, false);
-          for (int64_t i = 0; i < s; i++) steps[i] = passes * ((size[i] + batch - 1) / batch);
+          for (int64_t i = 0; i < s; i++)
+            steps.data[i] = passes * (drop && size[i] > batch ? size[i] / batch : (size[i] + batch - 1) / batch);
           ChainSgd<float> a{};
           a.sgd.s = s, a.sgd.q = q, a.sgd.w = w, a.sgd.w_row = q, a.sgd.lr = 0.1;
           if (options) a.sgd.momentum = 0.9, a.sgd.weight_decay = 0.1, a.sgd.shift = shift.data.get(), a.sgd.shift_row = q, a.grad_sum = w + s * q;
-          a.program = c.program, a.data = data, a.order = order.get(), a.passes = passes, a.longest = longest, a.size = size, a.steps = steps.get();
-          a.batch = batch, a.seeds = seeds.get(), a.clip = options ? 1.0 : INFINITY, a.loss = loss.data.get();
+          if (options && which > 1) a.sgd.mask = mask.data.get(), a.sgd.anchor = anchor.data.get(), a.sgd.anchor_row = q, a.sgd.mu_rows = mu.data.get();
+          a.program = c.program, a.loss_kind = c.loss, a.data = data, a.order = order.data.get(), a.passes = passes, a.longest = longest, a.size = size;
+          a.steps = steps.data.get(), a.drop_last = drop;
+          a.batch = batch, a.seeds = seeds.data.get(), a.clip = options ? 1.0 : INFINITY, a.loss = loss.data.get();
           if (!chain_sgd(a, t))
             std::printf("chain: out of range\n"), failures++;
         });
+      }
     same<float>("chain grad", s * q, [&](float* g, const Threads& t) {
       Numbers<double> loss(s, false);
       ChainGrad<float> a{};
-      a.w = start.data.get(), a.s = s, a.w_row = q, a.program = c.program, a.data = data, a.order = order.get(), a.longest = longest, a.size = size;
+      a.w = start.data.get(), a.s = s, a.w_row = q, a.program = c.program, a.loss_kind = c.loss, a.data = data, a.order = order.data.get(), a.longest = longest;
+      a.size = size;
       a.grad = g, a.loss = loss.data.get();
       if (!chain_grad(a, t)) failures++;
     });
@@ -300,39 +390,41 @@ void drive_chain() {
         Numbers<uint8_t> right(59, false);
         Numbers<float> scores(59 * c.classes, false);
         ChainEval<float> a{};
-        a.w = start.data.get(), a.s = s, a.w_row = row, a.program = c.program, a.data = data, a.order = order.get(), a.begin = begin;
+        a.w = start.data.get(), a.s = s, a.w_row = row, a.program = c.program, a.loss_kind = c.loss, a.data = data, a.order = order.data.get(), a.begin = begin;
         a.loss = loss, a.right = right.data.get(), a.scores = scores.data.get(), a.classes = c.classes;
         if (!chain_eval(a, t)) failures++;
       });
   }
 }
 
+template <class T>
 void drive_conv() {
   struct Shape { int64_t n, c, h, w, o, kh, kw, pad_h, pad_w; };
   for (const Shape& z : {Shape{1, 1, 1, 1, 1, 1, 1, 0, 0}, {5, 2, 7, 9, 3, 3, 2, 1, 0}, {9, 6, 14, 14, 16, 5, 5, 0, 0}, {2, 1, 3, 17, 6, 5, 5, 2, 2}}) {
-    Conv<float> q{z.n, z.c, z.h, z.w, z.o, z.kh, z.kw, z.pad_h, z.pad_w, nullptr, nullptr, nullptr};
-    const Numbers<float> x(z.n * z.c * z.h * z.w), weight(z.o * z.c * z.kh * z.kw), bias(z.o), grad(z.n * z.o * q.ho() * q.wo());
+    Conv<T> q{z.n, z.c, z.h, z.w, z.o, z.kh, z.kw, z.pad_h, z.pad_w, nullptr, nullptr, nullptr};
+    const Numbers<T> x(z.n * z.c * z.h * z.w), weight(z.o * z.c * z.kh * z.kw), bias(z.o), grad(z.n * z.o * q.ho() * q.wo());
     q.x = x.data.get(), q.weight = weight.data.get();
     for (bool with_bias : {false, true}) {
       q.bias = with_bias ? bias.data.get() : nullptr;
-      same<float>("conv", grad.size, [&](float* out, const Threads& t) { conv_forward(q, out, t); });
+      same<T>("conv", grad.size, [&](T* out, const Threads& t) { conv_forward(q, out, t); });
     }
-    const float* g = grad.data.get();
-    same<float>("conv x", x.size, [&](float* gx, const Threads& t) { conv_backward(q, g, ConvGrads<float>{gx, nullptr, nullptr}, t); });
-    same<float>("conv weight", weight.size, [&](float* gw, const Threads& t) { conv_backward(q, g, ConvGrads<float>{nullptr, gw, nullptr}, t); });
-    same<float>("conv bias", z.o, [&](float* gb, const Threads& t) { conv_backward(q, g, ConvGrads<float>{nullptr, nullptr, gb}, t); });
+    const T* g = grad.data.get();
+    same<T>("conv x", x.size, [&](T* gx, const Threads& t) { conv_backward(q, g, ConvGrads<T>{gx, nullptr, nullptr}, t); });
+    same<T>("conv weight", weight.size, [&](T* gw, const Threads& t) { conv_backward(q, g, ConvGrads<T>{nullptr, gw, nullptr}, t); });
+    same<T>("conv bias", z.o, [&](T* gb, const Threads& t) { conv_backward(q, g, ConvGrads<T>{nullptr, nullptr, gb}, t); });
   }
 }
 
+template <class T>
 void drive_pool() {
   for (auto [planes, height, width] : {std::array<int64_t, 3>{1, 2, 2}, {3, 5, 7}, {11, 28, 28}}) {
     const Pool p{planes, height, width};
     const int64_t in = planes * height * width, out = planes * (height / 2) * (width / 2);
-    const Numbers<float> x(in), grad(out);
-    same<float>("pool", out, [&](float* y, const Threads& t) { pool_forward<false>(p, x.data.get(), y, t); });
-    same<float>("pool", out, [&](float* y, const Threads& t) { pool_forward<true>(p, x.data.get(), y, t); });
-    same<float>("pool", in, [&](float* gx, const Threads& t) { pool_backward<false>(p, x.data.get(), grad.data.get(), gx, t); });
-    same<float>("pool", in, [&](float* gx, const Threads& t) { pool_backward<true>(p, x.data.get(), grad.data.get(), gx, t); });
+    const Numbers<T> x(in), grad(out);
+    same<T>("pool", out, [&](T* y, const Threads& t) { pool_forward<false>(p, x.data.get(), y, t); });
+    same<T>("pool", out, [&](T* y, const Threads& t) { pool_forward<true>(p, x.data.get(), y, t); });
+    same<T>("pool", in, [&](T* gx, const Threads& t) { pool_backward<false>(p, x.data.get(), grad.data.get(), gx, t); });
+    same<T>("pool", in, [&](T* gx, const Threads& t) { pool_backward<true>(p, x.data.get(), grad.data.get(), gx, t); });
   }
 }
 
@@ -352,18 +444,20 @@ int drive_fault(const std::string& fault) {
 }  // namespace
 
 int main(int count, char** words) {
-  if (count > 1) return drive_fault(words[1]);
+  if (count > 1 && std::string(words[1]) != "front") return drive_fault(words[1]);
+  front = count > 1;
   for (Isa wanted : {Isa::plain, Isa::avx2, Isa::avx512}) {
     if (wanted > best_isa()) continue;
     isa_slot() = wanted;
     drive_sqdist();
+    drive_tiny();
     drive_weights();
     drive_aggregate();
-    drive_rank1();
-    drive_sgd();
+    drive_rank1<float>(), drive_rank1<double>();
+    drive_sgd<float>(), drive_sgd<double>();
     drive_chain();
-    drive_conv();
-    drive_pool();
+    drive_conv<float>(), drive_conv<double>();
+    drive_pool<float>(), drive_pool<double>();
     const Limits most = limits(2, 1 << 16, 100);
     if (!(most.read > 0 && most.write > 0 && most.fma > 0 && most.sub_fma > 0)) failures++;
     std::printf("%s\n", name(wanted));

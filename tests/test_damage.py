@@ -1,0 +1,291 @@
+"""What was altered, cut off or exchanged on its way: the reader says so in one sentence, or what it gives is what was written.
+
+Where a digest promises it (checkpoints), nothing else is ever given. Where there is none (records, models of other people's), a value may
+have become another, but no reader ends with somebody else's error.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from pflcore import pack
+from pflcore.results.record import Record, read
+from pflcore.results.table import table
+from pflcore.simulation import checkpoint
+
+HOW = ["alter", "cut", "insert", "remove", "exchange", "double", "empty"]
+damages = st.tuples(st.sampled_from(HOW), st.floats(0, 1, exclude_max=True), st.floats(0, 1, exclude_max=True), st.integers(1, 255))
+Damage = tuple[str, float, float, int]
+
+
+def damaged(before: bytes, damage: Damage) -> bytes:
+    """The bytes with one thing done to them, at one place or between two."""
+    how, here, there, byte = damage
+    i, j = sorted((int(here * len(before)), int(there * len(before))))
+    half = (j - i) // 2
+    return {
+        "alter": before[:i] + bytes([before[i] ^ byte]) + before[i + 1 :],
+        "cut": before[:i],
+        "insert": before[:i] + bytes([byte]) * (byte % 9 + 1) + before[i:],
+        "remove": before[:i] + before[j:],
+        "exchange": before[:i] + before[i + half : j] + before[i : i + half] + before[j:],  # two neighbouring blocks
+        "double": before[:j] + before[i:],
+        "empty": b"",
+    }[how]
+
+
+def one_sentence(error: BaseException) -> bool:
+    text = str(error)
+    return "\n" not in text and text.endswith(".") and len(text) > 20
+
+
+# checkpoints -----------------------------------------------------------------------------------------------------------
+TENSORS = {"x": torch.arange(7.0), "own": torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), "n": torch.tensor([3, 1])}
+FACTS = {"round": 3, "seed": 0, "loss": [0.25, float("nan")], "name": "waffle"}
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kept")
+    checkpoint.save(folder, TENSORS, FACTS)
+    return folder
+
+
+@settings(max_examples=200)
+@given(which=st.sampled_from([".json", ".safetensors"]), damage=damages)
+def test_a_damaged_checkpoint_is_refused_or_is_what_it_was(kept: Path, which: str, damage: Damage) -> None:
+    (path,) = kept.glob(f"checkpoint*{which}")
+    before = path.read_bytes()
+    try:
+        path.write_bytes(damaged(before, damage))
+        try:
+            tensors, facts = checkpoint.load(kept)
+        except ValueError as e:
+            assert one_sentence(e) and "damaged" in str(e)
+        else:
+            assert repr({k: facts[k] for k in FACTS}) == repr(FACTS) and tensors.keys() == TENSORS.keys()
+            assert all(torch.equal(tensors[k], v) for k, v in TENSORS.items())
+    finally:
+        path.write_bytes(before)
+
+
+# records ---------------------------------------------------------------------------------------------------------------
+N = 1200  # more than stand in a line
+
+
+def lines() -> list[dict[str, Any]]:
+    values = torch.linspace(0, 1, N)
+    header = {"algorithm": "fedavg", "data": "digits", "n": N, "seed": 0, "rounds": 4, "options": {"server_lr": 1.0}}
+    rounds = [
+        {
+            "round": r,
+            "cohort": [0, 1],
+            "dropped": [],
+            "void": False,
+            "bytes_down": 512,
+            "bytes_up": 512,
+            "moved": [1.0, 1.5],
+            "eval": {"accuracy": values, "loss": 1 - values, "size": [1] * N},
+        }
+        for r in range(1, 5)
+    ]
+    return [{"header": header}, *rounds, {"stopped": "It was enough."}]
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("record") / "record.jsonl"
+    with Record(path) as file:
+        for line in lines():
+            file.write(line)
+    return path
+
+
+@settings(max_examples=200)
+@given(which=st.sampled_from([".jsonl", ".arrays"]), damage=damages)
+def test_a_damaged_record_is_read_as_far_as_it_goes(record: Path, which: str, damage: Damage) -> None:
+    path = record.with_suffix(which)
+    before = path.read_bytes()
+    try:
+        path.write_bytes(damaged(before, damage))
+        try:
+            runs = read(record)
+        except FileNotFoundError as e:  # the name of the side file was altered
+            assert one_sentence(e)
+            return
+        for run in runs:
+            assert run.played >= 0 and len(run.rounds) <= 9
+        if damage[0] == "cut":
+            assert len(runs) <= 1 and all(table([r]) for r in runs)  # what a killed run left
+            wrote = {r["round"]: r for r in lines() if "round" in r}
+            for r in (r for run in runs for r in run.rounds):
+                torch.testing.assert_close(torch.tensor(r["eval"]["loss"]), wrote[r["round"]]["eval"]["loss"])
+    finally:
+        path.write_bytes(before)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[1, 2]",
+        "7",
+        '{"header": [1]}',
+        '{"header": null}',
+        '{"round": "three"}',
+        '{"round": 2, "eval": 5}',
+        '{"stopped": 7}',
+        '{"round": 2, "eval": {"loss": {"array": 5}}}',
+        '{"round": 2, "eval": {"loss": {"array":[5, 6]}}}',
+        '{"round": 2, "eval": {"loss": {"array":["record.arrays", -3]}}}',
+        '{"round": 2, "eval": {"loss": {"array":["record.arrays", 1e300]}}}',
+        '{"round": 2, "eval": {"loss": {"array":["record.arrays", "x"]}}}',
+        '{"a":' * 50000,
+    ],
+)
+def test_a_line_that_is_no_line_of_a_record_costs_only_itself(record: Path, tmp_path: Path, line: str) -> None:
+    for name in ("record.jsonl", "record.arrays"):
+        (tmp_path / name).write_bytes((record.parent / name).read_bytes())
+    with open(tmp_path / "record.jsonl", "a") as file:
+        file.write(line + "\n")
+    (run,) = read(tmp_path / "record.jsonl")
+    assert [r["round"] for r in run.rounds] == [1, 2, 3, 4] and run.stopped == "It was enough."
+
+
+def test_a_side_file_that_asks_for_all_memory_costs_only_its_lines(record: Path, tmp_path: Path) -> None:
+    for name in ("record.jsonl", "record.arrays"):
+        (tmp_path / name).write_bytes((record.parent / name).read_bytes())
+    huge = (tmp_path / "record.arrays").read_bytes().replace(b"(1200,), }          ", b"(99999999999,), }   ", 1)
+    (tmp_path / "record.arrays").write_bytes(huge)
+    assert huge != (record.parent / "record.arrays").read_bytes()
+    (run,) = read(tmp_path / "record.jsonl")
+    assert [r["round"] for r in run.rounds] == [2, 3, 4]
+
+
+# models ----------------------------------------------------------------------------------------------------------------
+class Array:
+    """What a Flower Array is made of."""
+
+    def __init__(self, data: bytes) -> None:
+        self.dtype, self.shape, self.stype, self.data = "float32", (3, 4), "numpy.ndarray", data
+
+
+def npy(array: Any) -> bytes:
+    data = io.BytesIO()
+    np.save(data, array)
+    return data.getvalue()
+
+
+ROW = np.arange(12, dtype=np.float32).reshape(3, 4)
+
+
+@settings(max_examples=300)
+@given(damage=damages)
+@example(damage=("alter", 0.27, 0.0, 9))
+def test_a_damaged_array_is_named_with_its_client(damage: Damage) -> None:
+    good, bad = npy(ROW), damaged(npy(ROW), damage)
+    try:
+        rows = pack({"good": {"w": Array(good)}, "bad": {"w": Array(bad)}}).rows
+    except ValueError as e:
+        assert one_sentence(e) and "client 'bad'" in str(e)
+    else:
+        assert rows.shape == (2, 12) and rows[0].tolist() == ROW.ravel().tolist()
+
+
+@settings(max_examples=100)
+@given(damage=damages)
+def test_a_damaged_safetensors_file_is_named_with_its_client(damage: Damage, tmp_path_factory: pytest.TempPathFactory) -> None:
+    save = pytest.importorskip("safetensors.torch").save
+    folder = tmp_path_factory.getbasetemp() / "models"
+    folder.mkdir(exist_ok=True)
+    whole = save({"a.weight": torch.from_numpy(ROW), "a.bias": torch.ones(3)})
+    (folder / "good.safetensors").write_bytes(whole)
+    (folder / "bad.safetensors").write_bytes(damaged(whole, damage))
+    try:
+        rows = pack([folder / "good.safetensors", folder / "bad.safetensors"]).rows
+    except ValueError as e:
+        assert one_sentence(e) and "client 1" in str(e)
+    else:
+        assert rows.shape == (2, 15)
+
+
+@pytest.mark.parametrize(
+    "header", [b"{'descr': '<f4', 'fortran_order': False, 'shape': (-12,), }", b"{'descr': '<f4', 'fortran_order': False,", b"(" * 60]
+)
+def test_headers_that_no_writer_makes(header: bytes) -> None:
+    body = b"\x93NUMPY\x01\x00" + (len(header) + 1).to_bytes(2, "little") + header + b"\n" + ROW.tobytes()
+    with pytest.raises(ValueError, match="client 0: 'w': expected the bytes of a whole") as e:
+        pack([{"w": Array(body)}])
+    assert one_sentence(e.value)
+
+
+class Trap:
+    """Its pickle, once read, leaves a mark."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.mark,))
+
+
+def test_a_pickle_is_never_run(tmp_path: Path) -> None:
+    """A Flower array, an .npz, a graph, a side file, a checkpoint's tensors, a trained state: no code of a file runs."""
+    from pflcore.algorithms.sfl import SFL
+    from pflcore.data.natural import folder
+
+    mark = tmp_path / "ran"
+    trap = np.array([Trap(mark)], dtype=object)
+    pickle.loads(pickle.dumps(Trap(mark)))
+    assert mark.exists()  # or this test could not fail
+    mark.unlink()
+    with pytest.raises(ValueError, match="client 0"):
+        pack([{"w": Array(npy(trap))}])
+    (tmp_path / "clients").mkdir()
+    np.savez(tmp_path / "clients" / "a.npz", x=trap, y=np.zeros(1))
+    with pytest.raises(OSError, match="plain arrays"):
+        folder(tmp_path / "clients")
+    np.save(tmp_path / "graph.npy", trap, allow_pickle=True)
+    with pytest.raises(ValueError, match="allow_pickle"):
+        SFL(adjacency=str(tmp_path / "graph.npy")).graph(1)
+    (tmp_path / "record.arrays").write_bytes(npy(trap))
+    (tmp_path / "record.jsonl").write_text('{"round":1,"eval":{"loss":{"array":["record.arrays",0]}}}\n')
+    assert not read(tmp_path / "record.jsonl")
+    file = tmp_path / "state.pt"
+    torch.save(OrderedDict(trap=Trap(mark)), file)
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(file, weights_only=True)
+    checkpoint.save(tmp_path / "kept", TENSORS, FACTS)
+    (tensors,) = (tmp_path / "kept").glob("*.safetensors")
+    facts = json.loads((tmp_path / "kept" / checkpoint.NAME).read_text())["checkpoint"]
+    tensors.write_bytes(pickle.dumps(Trap(mark)))
+    facts["sha256"] = checkpoint._sha256([tensors.read_bytes()])  # a digest keeps out no one who can write it anew
+    text = json.dumps(facts)
+    (tmp_path / "kept" / checkpoint.NAME).write_text(f'{{"sha256": "{checkpoint._sha256([text.encode()])}", "checkpoint": {text}}}\n')
+    with pytest.raises(ValueError, match="checkpoint: "):
+        checkpoint.load(tmp_path / "kept")
+    assert not mark.exists()
+
+
+@settings(max_examples=100)
+@given(damage=damages)
+def test_damaged_states_of_a_grid_are_one_sentence(damage: Damage, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.getbasetemp() / "state.pt"
+    torch.save({"g": dict(TENSORS), "round": 3}, path)
+    path.write_bytes(damaged(path.read_bytes(), damage))
+    try:
+        saved = checkpoint.load_states(path)
+    except ValueError as e:
+        assert one_sentence(e) and "remove it" in str(e)
+    else:
+        assert isinstance(saved, dict)
