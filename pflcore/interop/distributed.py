@@ -39,15 +39,13 @@ def pairwise_sqdist(
     1e-6. A DTensor is [M, P], `Shard(1)`, or `Shard(0)`, which goes through `to_columns` first.
     """
     op = "pairwise_sqdist"
-    group = a.device_mesh.get_group() if group is None and _is_sharded(op, "a", a) else group
-    a, b = _local(op, "a", a), None if b is None else _local(op, "b", b)
+    (a, group), (b, _) = _local(op, "a", a, group), _local(op, "b", b)
     _agree(op, group, 0, a=a, **({} if b is None else {"b": b}))
     out = ops.pairwise_sqdist(a, b)
     if b is not None:
         return _together(op, dist.all_reduce, out, group=group)
-    above = torch.triu_indices(
-        *out.shape, 1, device=out.device
-    ).unbind()  # one sum for both places: ranks are not everywhere added in one order
+    # one sum for both of its places: ranks are not everywhere added in the same order
+    above = torch.triu_indices(*out.shape, 1, device=out.device).unbind()
     out = torch.zeros_like(out).index_put_(above, _together(op, dist.all_reduce, out[above], group=group))
     return out + out.T
 
@@ -66,7 +64,7 @@ def aggregate(
     Updates in a DTensor [N, P] give a DTensor [M, P], `Shard(1)`; `weight` and `base` are plain tensors. (`Shard(0)` goes through
     `to_columns` first: that is traffic.) Errors are those of `pflcore.aggregate`.
     """
-    local = _local("aggregate", "updates", updates)
+    local, _ = _local("aggregate", "updates", updates)
     check_aggregate(local, weight, index, base, lr, None)
     out = ops.aggregate(local, weight, index, base, lr, precise=precise)
     if local is updates:
@@ -116,30 +114,21 @@ def to_rows(
 def _cut(op: str, name: str, chosen: list[int | None], total: int, whole: int) -> list[int]:
     """`total` among the ranks: as they chose, or in equal shares of `whole` pieces, the last ones less or none."""
     given = [size for size in chosen if size is not None]
-    if given:
-        expect(sum(given) == total, op, name, f"{total} in all over the ranks", " + ".join(map(str, given)))
-        return given
+    expect(not given or sum(given) == total, op, name, f"{total} in all over the ranks", " + ".join(map(str, given)))
     share = -(-total // (len(chosen) * whole)) * whole
-    return [max(0, min(share, total - k * share)) for k in range(len(chosen))]
+    return given or [max(0, min(share, total - k * share)) for k in range(len(chosen))]
 
 
-def _is_sharded(op: str, name: str, t: Any) -> bool:
-    """Is it a DTensor, and one of those that are taken?"""
+def _local(op: str, name: str, t: Any, group: Any = None) -> tuple[Any, Any]:
+    """This rank's columns of a DTensor and the group that it lies over; anything else as it is."""
     mesh = getattr(t, "device_mesh", None)
-    if mesh is not None:
-        fine = t.dim() == 2 and mesh.ndim == 1 and (t.placements[0].is_shard(0) or t.placements[0].is_shard(1))
-        expect(fine, op, name, "Shard(0) or Shard(1) of [N, P] on a 1-D mesh", f"{t.placements} of {list(t.shape)} on {mesh.ndim}-D")
-    return mesh is not None
-
-
-def _local(op: str, name: str, t: Any) -> Any:
-    """This rank's columns of a DTensor; anything else as it is."""
-    if not _is_sharded(op, name, t):
-        return t
-    if t.placements[0].is_shard(1):
-        return t.to_local()
-    mesh = t.device_mesh
-    return to_columns(t.to_local(), mesh.get_group(), _cut(op, name, [None] * mesh.size(), t.shape[1], 1)[mesh.get_local_rank()])
+    if mesh is None:
+        return t, group
+    shards = [dim for dim in (0, 1) if t.dim() == 2 and mesh.ndim == 1 and t.placements[0].is_shard(dim)]
+    expect(shards != [], op, name, "Shard(0) or Shard(1) of [N, P] on a 1-D mesh", f"{t.placements} of {list(t.shape)} on {mesh.ndim}-D")
+    local, group = t.to_local(), mesh.get_group()
+    width = _cut(op, name, [None] * mesh.size(), t.shape[1], 1)[mesh.get_local_rank()]  # as DTensor cuts
+    return local if shards == [1] else to_columns(local, group, width), group
 
 
 def _agree(op: str, group: Any, dim: int, size: tuple[str, Any] = ("", None), **given: Any) -> list[tuple[int, Any]]:
@@ -163,8 +152,8 @@ def _agree(op: str, group: Any, dim: int, size: tuple[str, Any] = ("", None), **
     except (TypeError, ValueError) as wrong:
         error = wrong
     if not (dist.is_available() and dist.is_initialized()) or (group is not None and not isinstance(group, dist.ProcessGroup)):
-        do = "start it by torchrun and call torch.distributed.init_process_group"
-        raise error or ValueError(f"{op}: group must be a process group that this rank belongs to, got {shape(group)}; {do}.")
+        wanted = "a process group that this rank belongs to: start it by torchrun and call torch.distributed.init_process_group"
+        raise error or ValueError(f"{op}: group must be {wanted}, got {shape(group)}.")
     if error is None and f"{t.device.type}:" not in (config := dist.get_backend_config(group)):
         error = ValueError(f"{op}: {first} must be where the process group's backend ({config}) can send it from, got {shape(t)}.")
     ranks: list[Any] = [None] * dist.get_world_size(group)
@@ -182,14 +171,12 @@ def _together(op: str, call: Callable[..., Any], t: Any, *args: Any, **kwargs: A
     try:
         call(t, *args, **kwargs)
     except RuntimeError as error:
-        do = "its own error says why; start all ranks again"
-        raise RuntimeError(f"{op}: another rank has ended or did not answer within the group's timeout; {do}.") from error
+        raise RuntimeError(f"{op}: another rank has ended or did not answer within the group's timeout; start all again.") from error
     return t
 
 
 def _exchange(op: str, sent: Tensor, give: list[int], take: list[int], group: Any) -> Tensor:
     """`give[k]` numbers to rank k, `take[k]` from it, as bytes: of any dtype."""
-    size, received = sent.element_size(), sent.new_empty(sum(take))
-    splits = [[n * size for n in numbers] for numbers in (take, give)]
-    _together(op, dist.all_to_all_single, received.view(torch.uint8), sent.view(torch.uint8), *splits, group=group)
-    return received
+    splits = [[n * sent.element_size() for n in numbers] for numbers in (take, give)]
+    received = sent.new_empty(sum(take)).view(torch.uint8)
+    return _together(op, dist.all_to_all_single, received, sent.view(torch.uint8), *splits, group=group).view(sent.dtype)
