@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 
-.PHONY: demo test lint build portability gpu attack bench clean
+.PHONY: demo test lint build portability wheel sharded gpu attack bench clean
 
 # torch comes first: the kernels are built against the torch that is there
 .venv/tools: pyproject.toml
@@ -37,9 +37,17 @@ lint: build
 portability:
 	.ci/portability
 
+# one wheel of the CPU kernels for every Python and every torch >= 2.10, and tries of it: gigabytes of downloads
+wheel: build
+	.ci/wheel
+
+# a personalized server step over two processes, held to one process
+sharded: build
+	$(BIN)/torchrun --standalone --nproc-per-node=2 examples/sharded.py
+
 # everything that needs a GPU: the op tests there, simulations against the CPU's, and the kernels beside torch and the card's limits
 gpu: build
-	$(BIN)/python -c "import pflcore; assert pflcore.backend().cuda" 2> /dev/null || { .ci/cuda_build && cp build/cuda/lib/pflcore/_C*.so pflcore/; }
+	$(BIN)/python -c "import pflcore; assert pflcore.backend().cuda" 2> /dev/null || { .ci/cuda_build && cp build/cuda/lib/pflcore/*.so pflcore/; }
 	$(BIN)/python -m pytest tests/gpu -rs
 	$(BIN)/python -m bench.gpu
 
@@ -51,4 +59,4 @@ bench: build
 	$(BIN)/python -m bench
 
 clean:
-	rm -rf .venv build pflcore/_C*.so
+	rm -rf .venv build dist pflcore/*.so

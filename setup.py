@@ -1,6 +1,8 @@
-"""Builds the kernels (`pflcore._C`) against the torch that is installed; without torch or a compiler, the package is pure Python.
+"""Builds the kernels against the torch that is installed; without torch or a compiler, the package is pure Python.
 
+They are one library, `pflcore/lib_pflcore.so`, that knows nothing of Python; beside it stands a small module for this Python, `pflcore._C`.
 PFLCORE_EXT=auto (default) builds what can be built; =0 builds nothing; =cpu and =cuda fail where they cannot be built.
+PFLCORE_MODULE=0 leaves the module away: a wheel is then for every Python.
 """
 
 import glob
@@ -15,6 +17,7 @@ from contextlib import contextmanager
 from setuptools import setup
 
 WANT = os.environ.get("PFLCORE_EXT", "auto").lower()
+MODULE = os.environ.get("PFLCORE_MODULE", "1") != "0"
 HINT = "for the kernels: `pip install --no-build-isolation .` where torch >= 2.10 and a C++ compiler are installed"
 
 
@@ -107,6 +110,7 @@ def extension():
         return pure("PFLCORE_EXT=0")
     try:
         import torch
+        from setuptools.command.bdist_wheel import bdist_wheel
         from torch.utils import cpp_extension
     except ImportError as error:
         return pure(f"torch cannot be imported: {error}")
@@ -115,41 +119,47 @@ def extension():
     if not any(map(shutil.which, [os.environ.get("CXX", "c++").split()[0], "g++", "clang++"])):
         return pure("no C++ compiler was found")
 
-    sources = ["csrc/module.cpp", *sorted(glob.glob("csrc/cpu/*.cpp"))]
+    sources = ["csrc/library.cpp", *sorted(glob.glob("csrc/cpu/*.cpp"))]
     cuda_sources = sorted(glob.glob("csrc/cuda/*.cu"))
     defines = ["-DTORCH_TARGET_VERSION=0x020a000000000000"]
-    cxx = ["-O3", "-g0", "-fvisibility=hidden", *defines]
+    plain = ["-O3", "-g0", "-fvisibility=hidden"]
+    cxx = [*plain, *defines]
     link = ["-Wl,-s"] if sys.platform == "linux" else []
     home = cuda_home(cpp_extension, torch) if cuda_sources and WANT != "cpu" else None
     no_cuda = None if home else "no CUDA compiler for this torch was found"
     if WANT == "cuda" and no_cuda:
         raise SystemExit(f"pflcore: PFLCORE_EXT=cuda, but {no_cuda}")
 
-    cpu = cpp_extension.CppExtension("pflcore._C", sources, extra_compile_args={"cxx": cxx}, extra_link_args=link)
+    common = {"py_limited_api": True, "extra_link_args": link}  # nothing of Python at all: torch then leaves its own Python side away
+    cpu = cpp_extension.CppExtension("pflcore.lib_pflcore", sources, extra_compile_args={"cxx": cxx}, **common)
     plans = [(cpu, f"CPU kernels (no CUDA: {no_cuda})" if no_cuda else "CPU kernels")]
     if WANT != "cpu" and not no_cuda:
         cpp_extension.CUDA_HOME = home
         if not torch.cuda.is_available():  # else torch builds for the card that it sees
             os.environ.setdefault("TORCH_CUDA_ARCH_LIST", card_list(home))
         flags = {"cxx": [*cxx, "-DPFLCORE_CUDA", "-DUSE_CUDA"], "nvcc": ["-O3", *defines, "-DPFLCORE_CUDA", "-DUSE_CUDA"]}
-        cuda = cpp_extension.CUDAExtension("pflcore._C", sources + cuda_sources, extra_compile_args=flags, extra_link_args=link)
+        cuda = cpp_extension.CUDAExtension("pflcore.lib_pflcore", sources + cuda_sources, extra_compile_args=flags, **common)
         plans.insert(0, (cuda, "CPU and CUDA kernels"))
 
     class Build(cpp_extension.BuildExtension):
         """Where a build fails, CUDA is left away, then the kernels, unless PFLCORE_EXT asked for them."""
 
+        def get_ext_filename(self, name):
+            library = name.endswith("lib_pflcore")  # of no Python: a name without one
+            return os.path.join(*name.split(".")) + ".so" if library else super().get_ext_filename(name)
+
         def build_extensions(self):
-            ext = self.extensions[0]
+            ext, *modules = self.extensions
             for plan, what in plans:
                 for field in ("sources", "extra_compile_args", "include_dirs", "library_dirs", "libraries", "extra_link_args"):
                     setattr(ext, field, getattr(plan, field))
                 with tempfile.TemporaryDirectory() as folder:
                     log = os.path.join(folder, "log")
                     try:
-                        with kept_output(log):
-                            super().build_extensions()
+                        self.build_some([ext], log)
                         self.note(None)
-                        return say(f"built {what} against torch {torch.__version__}")
+                        say(f"built {what} against torch {torch.__version__}")
+                        return self.build_module(ext, modules, log)
                     except (Exception, SystemExit) as error:
                         why = cause(error, log)
                         if WANT != "auto":
@@ -159,9 +169,23 @@ def extension():
             pure(f"the build failed: {why}")
             self.extensions = []
 
+        def build_some(self, some, log):
+            self.extensions = some
+            with kept_output(log):
+                super().build_extensions()
+
+        def build_module(self, ext, modules, log):
+            """The kernels run without it, as where Python's headers are missing."""
+            try:
+                self.build_some(modules, log)
+            except (Exception, SystemExit) as error:
+                say(f"the module of facts cannot be built here: {cause(error, log)}")
+                modules = []
+            self.extensions = [ext, *modules]
+
         def note(self, why):
             """Leaves word beside where the kernels would be, for pflcore.backend(): pip shows nobody what a build says."""
-            path = os.path.join(os.path.dirname(self.get_ext_fullpath("pflcore._C")), "_C.failed")
+            path = self.get_ext_fullpath("pflcore.lib_pflcore").removesuffix(".so") + ".failed"
             if why is not None:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 with open(path, "w") as file:
@@ -169,9 +193,18 @@ def extension():
             elif os.path.exists(path):
                 os.remove(path)
 
+    class Wheel(bdist_wheel):
+        """Without the module nothing in it knows of a Python."""
+
+        def get_tag(self):
+            tag = super().get_tag()
+            return tag if MODULE else ("py3", "none", tag[2])
+
     ext = plans[0][0]
-    ext.depends = [*glob.glob("csrc/*.h"), *glob.glob("csrc/*/*.h"), *glob.glob("csrc/cuda/*.cuh")]
-    return {"ext_modules": [ext], "cmdclass": {"build_ext": Build}}
+    facts = cpp_extension.CppExtension("pflcore._C", ["csrc/module.cpp"], extra_compile_args={"cxx": plain}, extra_link_args=link)
+    for each in (ext, facts):
+        each.depends = [*glob.glob("csrc/*.h"), *glob.glob("csrc/*/*.h"), *glob.glob("csrc/cuda/*.cuh")]
+    return {"ext_modules": [ext, *([facts] if MODULE else [])], "cmdclass": {"build_ext": Build, "bdist_wheel": Wheel}}
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 import os
 import platform
 import statistics
@@ -15,7 +16,14 @@ import torch
 
 import pflcore
 from bench.problem import Absent, Measured, Problem, seconds_of
-from pflcore.ops import _library as library
+
+
+def measure_limits(threads: int, size: int) -> dict[str, float]:
+    """What this machine can do at most, by `pflcore._C`; nothing where that was not built."""
+    try:
+        return dict(importlib.import_module("pflcore._C").limits(threads, size))
+    except ImportError:
+        return {}
 
 
 @dataclass
@@ -52,7 +60,7 @@ class Machine:
     @staticmethod
     def measure(megabytes: int = 512) -> Machine:
         threads, backend = torch.get_num_threads(), pflcore.backend()
-        limits = dict(library._C.limits(threads, megabytes << 20)) if backend.kernels else {}
+        limits = measure_limits(threads, megabytes << 20) if backend.kernels else {}
         return Machine(
             cpu=processor(),
             threads=threads,

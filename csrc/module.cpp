@@ -1,5 +1,5 @@
-// pflcore._C: what was built and which path runs. No tensors: the ops register themselves when this library is loaded.
-#undef TORCH_TARGET_VERSION   // with it, torch 2.10's pybind11 is refused; this file holds no tensors, and nothing of it could break
+// pflcore._C: what this machine can do, and what the module was built with, for benchmarks. The kernels do without it (library.cpp), and it
+// without them: it shares nothing with their library.
 #include <pybind11/pybind11.h>
 #include <torch/headeronly/version.h>
 
@@ -8,31 +8,11 @@
 #include "cpu/isa.h"
 #include "cpu/roofline.h"
 
-#ifdef PFLCORE_CUDA
-constexpr bool built_cuda = true;
-#else
-constexpr bool built_cuda = false;
-#endif
-
-PYBIND11_MODULE(_C, m) {
+PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
   namespace cpu = pflcore::cpu;
-  m.doc() = "What was built and which CPU path runs.";
+  m.doc() = "What this machine can do, and what the module was built with.";
   m.attr("torch_version") = TORCH_VERSION;
-  m.attr("compiler") =
-#if defined(__clang__)
-      "clang " __clang_version__;
-#elif defined(__GNUC__)
-      "gcc " __VERSION__;
-#else
-      "unknown";
-#endif
-  m.attr("cuda") = built_cuda;
-  m.def("isa", [] { return std::string(cpu::name(cpu::isa())); }, "The instruction set the CPU kernels use: plain, avx2 or avx512.");
   m.def("best_isa", [] { return std::string(cpu::name(cpu::best_isa())); }, "The best instruction set of this machine.");
-  m.def("set_isa", [](const std::string& wanted) {
-    cpu::isa_slot() = cpu::isa_from(wanted.c_str());
-    return std::string(cpu::name(cpu::isa()));
-  }, pybind11::arg("isa"), "Choose the instruction set (for tests); returns the one chosen: never more than the machine has.");
   m.def("limits", [](int threads, int64_t bytes) {
     const cpu::Limits limits = [&] {
       pybind11::gil_scoped_release release;

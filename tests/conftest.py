@@ -22,16 +22,15 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
     from pflcore.ops import _library as library
 
-    c, threads = library._C, torch.get_num_threads()
-    if c is None and request.param != "plain":
+    before, threads = library.isa(), torch.get_num_threads()
+    if before is None and request.param != "plain":
         pytest.skip("the references have one path only")
-    before = None if c is None else c.isa()
     try:
-        if c is not None and c.set_isa(request.param) != request.param:
+        if before is not None and library.isa(request.param) != request.param:
             pytest.skip(f"this machine has no {request.param}")
         torch.set_num_threads(1)
-        yield "references" if c is None else request.param
+        yield "references" if before is None else request.param
     finally:
         torch.set_num_threads(threads)
-        if c is not None:
-            c.set_isa(before)
+        if before is not None:
+            library.isa(before)

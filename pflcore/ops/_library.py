@@ -1,10 +1,10 @@
 """What every op needs of torch, and of the compiled kernels where there are any.
 
 The default body of an op is its reference and the compiled library only adds kernels, so the dispatcher is the fallback.
-This is the only file that knows that `pflcore._C` exists.
+This is the only file that knows of that library, which serves every Python, and torch from 2.10 on (it asks for that version's stable ABI).
 """
 
-import importlib
+import ctypes
 import os
 import warnings
 from dataclasses import dataclass
@@ -72,31 +72,46 @@ class Backend:
         return f"{what}, torch {self.torch}: {self.why}" + (f"; to mend it: {self.fix}" if self.fix else "")
 
 
+LIBRARY = Path(__file__).parent.parent / "lib_pflcore.so"
+
+
 def _load() -> tuple[Any, str, str | None]:
     if os.environ.get("PFLCORE_KERNELS", "1") == "0":
         return None, "PFLCORE_KERNELS=0 leaves the kernels unloaded", None
-    if tuple(int("".join(filter(str.isdigit, part)) or 0) for part in torch.__version__.split("+")[0].split(".")[:2]) < (2, 10):
-        return None, "the kernels need torch >= 2.10", None
-    try:
-        module = importlib.import_module("pflcore._C")
-    except ModuleNotFoundError:
-        failed = Path(__file__).parent.parent / "_C.failed"  # left there by setup.py
+    version = [int("".join(filter(str.isdigit, part)) or 0) for part in torch.__version__.split("+")[0].split(".")[:2]]
+    if not [2, 10] <= version < [3]:  # what torch promises of its stable ABI
+        return None, "the kernels need torch >= 2.10 and < 3", None
+    if not LIBRARY.exists():
+        failed = LIBRARY.with_suffix(".failed")  # left there by setup.py
         if failed.exists():
             return None, f"building the kernels failed ({failed.read_text().strip()})", BUILD
         return None, "the kernels are not built (they need torch and a C++ compiler when pflcore is installed)", BUILD
-    except ImportError as error:
-        return None, f"the kernels do not load beside this torch ({error})", BUILD
-    return module, f"built with {module.compiler} against torch {module.torch_version}", None
+    try:
+        torch.ops.load_library(LIBRARY)  # looks up at once all that it needs of torch: what is missing is an error here, no crash later
+        library = ctypes.CDLL(str(LIBRARY))
+        for name in ("pflcore_built", "pflcore_isa", "pflcore_set_isa"):
+            getattr(library, name).restype = ctypes.c_char_p
+        return library, library.pflcore_built().decode(), None
+    except (OSError, AttributeError) as error:
+        return None, f"the kernels do not load beside this torch ({' '.join(str(error.__cause__ or error).split())})", BUILD
 
 
-_C, _why, _fix = _load()
+kernels, _why, _fix = _load()  # the library, or None
 on_references = _fix is not None  # although kernels could be had: the first op call says so
+
+
+def isa(wanted: str | None = None) -> str | None:
+    """The path of the CPU kernels, None for references; `wanted` chooses it, for tests, as far as the machine has it."""
+    if kernels is None:
+        return None
+    said: bytes = kernels.pflcore_isa() if wanted is None else kernels.pflcore_set_isa(wanted.encode())
+    return said.decode()
 
 
 def backend() -> Backend:
     """What runs the ops and why: compiled kernels or references, the CPU path, threads, CUDA."""
-    loaded = _C is not None
-    return Backend(loaded, _C.isa() if loaded else None, bool(loaded and _C.cuda), torch.get_num_threads(), torch.__version__, _why, _fix)
+    cuda = kernels is not None and bool(kernels.pflcore_cuda())
+    return Backend(kernels is not None, isa(), cuda, torch.get_num_threads(), torch.__version__, _why, _fix)
 
 
 def warn_once() -> None:

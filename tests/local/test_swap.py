@@ -99,7 +99,7 @@ def test_convolution_and_its_gradients(b, c, o, high, wide, kh, kw, pad_h, pad_w
 @pytest.mark.usefixtures("isa")
 def test_convolutions_of_other_layouts():
     """The same numbers, bit for bit by the kernel."""
-    close = {"rtol": 0, "atol": 0} if library._C is not None else {}
+    close = {"rtol": 0, "atol": 0} if library.kernels is not None else {}
     x, w, bias = images(3, 2, 5, 9, 7, 3, 3, F32)
     far, back = x.to(memory_format=torch.channels_last), w.transpose(2, 3).contiguous().transpose(2, 3)
     torch.testing.assert_close(conv2d(far, back, bias, 1, 0), conv2d(x, w, bias, 1, 0), **close)
@@ -114,7 +114,7 @@ def test_convolutions_of_other_layouts():
 
 @pytest.mark.usefixtures("isa")
 def test_threads_change_no_bit_of_a_convolution():
-    if library._C is None:
+    if library.kernels is None:
         pytest.skip("torch's own convolution")
     x, w, bias = images(40, 6, 16, 14, 14, 5, 5, F32)
     grad = randn(4, 40, 16, 10, 10, dtype=F32)
@@ -188,7 +188,7 @@ def test_second_derivatives(layer):
     ],
 )
 def test_memory_is_guarded(call, words):
-    if library._C is None:
+    if library.kernels is None:
         pytest.skip("guards of the kernel")
     x, w, _ = images(2, 3, 5, 6, 6, 3, 3, F32)
     with pytest.raises(RuntimeError, match=words):

@@ -22,12 +22,12 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13, torch.float16: 2e-3, tor
 
 @pytest.fixture(autouse=True, params=["plain", "avx2", "avx512"])
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = library._C.isa()
-    if library._C.set_isa(request.param) != request.param:
-        library._C.set_isa(before)
+    before = library.isa()
+    if library.isa(request.param) != request.param:
+        library.isa(before)
         pytest.skip(f"this machine has no {request.param}")
     yield request.param
-    library._C.set_isa(before)
+    library.isa(before)
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from places import ROOT
+
+from pflcore.ops import _library as library
 
 SETUP = importlib.util.spec_from_file_location("pflcore_setup", ROOT / "setup.py")
 
@@ -51,12 +54,77 @@ def test_a_failed_build_names_its_cause(tmp_path, want):
     assert "<>: error: no room left" in last, done.stderr[-2000:]
     assert (done.returncode == 0) == (want == "auto")
     if want == "auto":
-        # an editable install would lend the kernels of its own folder
-        alone = "import sys; sys.meta_path = [finder for finder in sys.meta_path if 'editable' not in str(finder)]; "
-        ask = [sys.executable, "-c", alone + "import pflcore; print(pflcore.backend())"]
+        ask = [sys.executable, "-c", "import pflcore; print(pflcore.backend())"]
         environment["PYTHONPATH"] = str(tmp_path / "lib")
         said = subprocess.run(ask, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
         assert said.startswith("references, ") and "no room left" in said
+
+
+@pytest.mark.skipif(not shutil.which("c++"), reason="no C++ compiler")
+def test_kernels_without_the_module(tmp_path):
+    """Where Python's headers are missing, say; the compiler here has no other sources than empty ones."""
+    for module in ("setuptools", "ninja"):
+        pytest.importorskip(module)
+    (tmp_path / "empty.cpp").touch()
+    headless = script(
+        tmp_path / "c++",
+        'case "$*" in *module.cpp*) echo "<>: fatal error: Python.h: no such file" >&2; exit 1;; esac',
+        'for word in "$@"; do shift; case "$word" in *.cpp) word=' + str(tmp_path / "empty.cpp") + ';; esac; set -- "$@" "$word"; done',
+        f'exec {shutil.which("c++")} "$@"',
+    )
+    command = [sys.executable, "setup.py", "-q", "build", "--build-base", tmp_path / "b", "--build-lib", tmp_path / "lib"]
+    environment = {
+        **os.environ,
+        "CXX": headless,
+        "CC": headless,
+        "PFLCORE_EXT": "cpu",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0 and "pflcore: built CPU kernels" in done.stderr, done.stderr[-2000:]
+    assert "module of facts cannot be built here: <>: fatal error: Python.h" in done.stderr
+    assert {p.name for p in (tmp_path / "lib" / "pflcore").iterdir() if p.suffix in (".so", ".failed")} == {"lib_pflcore.so"}
+
+
+def test_a_wheel_without_the_module_is_for_every_python(setup, monkeypatch):
+    from setuptools import Distribution
+
+    monkeypatch.setattr(setup, "WANT", "cpu")
+    for module in (True, False):
+        monkeypatch.setattr(setup, "MODULE", module)
+        given = setup.extension()
+        assert [ext.name for ext in given["ext_modules"]] == ["pflcore.lib_pflcore", "pflcore._C"][: 1 + module]
+        wheel = given["cmdclass"]["bdist_wheel"](Distribution({"name": "pflcore", "ext_modules": given["ext_modules"]}))
+        wheel.finalize_options()
+        python, abi, platform = wheel.get_tag()
+        assert platform != "any" and (python.startswith("cp") if module else (python, abi) == ("py3", "none"))
+
+
+@pytest.mark.parametrize(
+    "code", [None, "void torch_of_another_time(); const char* pflcore_built() { torch_of_another_time(); return 0; }", ""]
+)
+def test_a_library_that_does_not_fit_is_refused_in_one_sentence(code, tmp_path, monkeypatch):
+    """No library at all, one that needs what this torch has not, one of something else."""
+    file = tmp_path / "lib_pflcore.so"
+    monkeypatch.setattr(library, "LIBRARY", file)
+    monkeypatch.setenv("PFLCORE_KERNELS", "1")
+    if code is None:
+        file.write_bytes(b"nothing")
+    else:
+        source = tmp_path / "x.cpp"
+        source.write_text(f'extern "C" {{ {code} }}')
+        compiler = shutil.which("c++") or pytest.skip("no C++ compiler")
+        subprocess.run([compiler, "-shared", "-fPIC", source, "-o", file], check=True)
+    kernels, why, fix = library._load()
+    assert kernels is None and fix == library.BUILD and why.startswith("the kernels do not load beside this torch (") and "\n" not in why
+    assert str(file) in why and ({None: "", "": "pflcore_built"}.get(code, "torch_of_another_time") in why)
+
+
+@pytest.mark.parametrize("version", ["2.9.1+cpu", "3.0.0", "1.13"])
+def test_a_torch_outside_of_the_range_gets_references(version, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setenv("PFLCORE_KERNELS", "1")
+    assert library._load() == (None, "the kernels need torch >= 2.10 and < 3", None)
 
 
 def test_the_cause_is_the_first_complaint(setup, tmp_path):

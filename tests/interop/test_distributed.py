@@ -1,0 +1,165 @@
+"""Matrices over three processes (rank.py) against the ops in one: the same numbers, no rank that waits for another for ever."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from places import ROOT
+from torch import Tensor
+
+import pflcore
+from pflcore.interop import distributed
+
+dist = pytest.importorskip("torch.distributed")
+pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="this torch has no Gloo")
+
+COUNTS, WIDTHS, DTYPES = (3, 0, 4), (1, 1900, 102), (torch.float32, torch.float64, torch.bfloat16)  # as in rank.py
+N, P, WORLD = sum(COUNTS), sum(WIDTHS), 3
+ENVIRONMENT = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    """What each rank got."""
+    folder = tmp_path_factory.mktemp("ranks")
+    program = Path(__file__).with_name("rank.py")
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(program), str(folder), str(rank), str(WORLD)], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(WORLD)
+    ]
+    said = []
+    try:
+        said = [process.communicate(timeout=400)[1] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [0, 0, 9], "\n".join(said)[-3000:]
+    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+
+
+def matrix(dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    gen = torch.Generator().manual_seed(seed)
+    return (torch.randn(P, generator=gen, dtype=torch.float64) + 1e-3 * torch.randn(N, P, generator=gen, dtype=torch.float64)).to(dtype)
+
+
+def same(ranks: list[dict[Any, Any]], key: Any) -> Any:
+    """What all ranks have alike, to the last bit."""
+    first: Tensor = ranks[0][key]
+    for other in ranks:
+        assert torch.equal(other[key].nan_to_num(-1.0), first.nan_to_num(-1.0)), key
+    return first
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_become_columns_and_come_back(ranks: list[dict[Any, Any]], dtype: torch.dtype) -> None:
+    x = matrix(dtype)
+    assert torch.equal(torch.cat([r["columns", dtype] for r in ranks], 1), x)
+    assert [r["columns", dtype].shape[1] for r in ranks] == [800, 800, P - 1600]  # whole groups of 160
+    assert all(torch.equal(r["chosen", dtype], part) for r, part in zip(ranks, x.split(WIDTHS, 1), strict=True))
+    assert all(torch.equal(r["back", dtype], part) for r, part in zip(ranks, x.split(COUNTS), strict=True))
+    assert all(torch.equal(r["equal rows", dtype], part) for r, part in zip(ranks, x.split(3), strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_distances_are_those_of_one_process(ranks: list[dict[Any, Any]], dtype: torch.dtype) -> None:
+    """Rounding of float64 where a float32 sum meets the same columns; 1e-6, the op's own, where shards cut through them."""
+    x, want = matrix(dtype), pflcore.pairwise_sqdist(matrix(dtype))
+    for key, rtol in (("distances", 1e-14), ("of odd shards", 1e-14 if dtype == torch.float64 else 2e-6)):
+        got = same(ranks, (key, dtype))
+        torch.testing.assert_close(got, want, rtol=rtol, atol=0)
+        assert torch.equal(got, got.T) and (got.diagonal() == 0).all()
+    got = same(ranks, ("of two", dtype))
+    torch.testing.assert_close(got, pflcore.pairwise_sqdist(x, matrix(dtype, 1)[:5]), rtol=2e-6, atol=0)
+
+
+def test_distances_of_the_ugly(ranks: list[dict[Any, Any]]) -> None:
+    """NaN in one rank's columns, equal clients, none at all, a tensor that requires grad."""
+    got = same(ranks, "with NaN")
+    nan = torch.zeros(N, N, dtype=torch.bool)
+    nan[2], nan[:, 2], nan[2, 2] = True, True, False
+    assert torch.equal(got.isnan(), nan) and got[4, 5] == 0 == got[5, 4] and got[2, 2] == 0
+    assert same(ranks, "no clients").shape == (0, 0) and not any(r["no gradient"] for r in ranks)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mixes_are_bit_for_bit_those_of_one_process(ranks: list[dict[Any, Any]], dtype: torch.dtype) -> None:
+    x, weight = matrix(dtype), torch.rand(2, N, generator=torch.Generator().manual_seed(1))
+    mixes = {
+        "mix": pflcore.aggregate(x, weight, base=x[0]),
+        "sparse mix": pflcore.aggregate(x, weight[:, :2], torch.tensor([[0, 3], [6, 6]]), lr=0.5),
+    }
+    for key, want in mixes.items():
+        assert torch.equal(torch.cat([r[key, dtype] for r in ranks], 1), want)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_dtensors(ranks: list[dict[Any, Any]], dim: int) -> None:
+    x, weight = matrix(), torch.rand(2, N, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(same(ranks, ("DTensor", dim)), pflcore.pairwise_sqdist(x), rtol=2e-6, atol=0)
+    assert torch.equal(same(ranks, ("DTensor mix", dim)), pflcore.aggregate(x, weight))
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("number", r"ValueError: pairwise_sqdist: the call must be .*a with 7 rows of torch.float32\) .*a with 6 rows .*on rank 2"),
+        ("dtype", r"ValueError: .*torch.float64 on rank 2"),
+        ("text", r"(TypeError|ValueError): .*a must be a tensor, got 'text' of type str"),
+        ("b", r"ValueError: .*b must be of (1|1900|102) columns like a, got"),
+        ("one b", r"ValueError: .*b with 7 rows of torch.float32 on rank 2"),
+        ("calls", r"ValueError: .*to_rows, columns with 7 rows of torch.float32 on rank 2"),
+        ("P", r"ValueError: .*rows with 2002 columns of torch.float32 on rank 2"),
+        ("width", r"ValueError: to_columns: width must be 2003 in all over the ranks, got 3 \+ 3 \+ 3"),
+        ("one width", r"ValueError: .*a width on rank 2"),
+        ("bad width", r"ValueError: .*width must be a whole number, at least 0, got -1"),
+        ("meta", r"ValueError: .*backend \(.*\) can send it from, got .* on meta"),
+        ("replicated", r"ValueError: .*a must be Shard\(0\) or Shard\(1\) of \[N, P\] on a 1-D mesh, got "),
+        (
+            "no group",
+            r"ValueError: .*group must be a process group that this rank belongs to: start it by torchrun .*, got 'text' of type str",
+        ),
+    ],
+)
+def test_a_mistake_is_one_sentence_on_every_rank(ranks: list[dict[Any, Any]], key: str, words: str) -> None:
+    for rank in ranks:
+        said = rank[key]
+        assert "\n" not in said and said.endswith(".") and ". " not in said, said
+        assert re.match(words, said), said
+
+
+def test_a_group_of_some_ranks(ranks: list[dict[Any, Any]]) -> None:
+    assert ranks[0]["group"] == ranks[1]["group"] == "nothing"
+    assert "group must be a process group that this rank belongs to" in ranks[2]["group"]
+
+
+def test_nothing_is_out_of_step_after_mistakes(ranks: list[dict[Any, Any]]) -> None:
+    assert torch.equal(same(ranks, "still"), same(ranks, ("of odd shards", torch.float32)))
+
+
+def test_a_rank_that_dies_ends_the_others(ranks: list[dict[Any, Any]]) -> None:
+    for rank in ranks[:2]:
+        assert rank["death"].startswith("RuntimeError: pairwise_sqdist: another rank has ended or did not answer"), rank["death"]
+        assert "\n" not in rank["death"]
+
+
+def test_without_a_group() -> None:
+    with pytest.raises(ValueError, match=r"start it by torchrun .* got None of type NoneType"):
+        distributed.pairwise_sqdist(matrix())
+
+
+def test_the_example_under_torchrun(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(ROOT / "examples" / "sharded.py")]
+    run = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=400)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "2 ranks, 24 clients" in run.stdout and "rank 0 sent 4.8 MB of rows, 2208 bytes of distances, 4.8 MB of rows back" in run.stdout
+    off = [float(number) for number in re.findall(r"by ([\d.e+-]+),", run.stdout)]
+    assert len(off) == 2 and off[0] < 1e-14 and off[1] < 1e-6
