@@ -21,7 +21,7 @@ from pflcore.local import Local, Training, prepared
 from pflcore.local.losses import Loss, default_loss
 from pflcore.local.workers import one_thread
 from pflcore.personal import Personalized, grown, one_client
-from pflcore.round import buffers_of
+from pflcore.round import buffers_of, one_by_one
 
 
 @kinds.takes(training=kinds.a(Training), seed=kinds.SEED, workers=kinds.whole(1))
@@ -77,6 +77,16 @@ class Client:
             down, _, local = self._at(download)
             view = self.algorithm.personal(down, self._own, local)
         return Personalized(self.algorithm, local.net, {k: v[0] for k, v in view.items()}, local.buffers[0], self.data.classes)
+
+    def evaluate(self, download: Mapping[str, Tensor], split: str = "test") -> dict[str, float]:
+        """The personalized model on this client's own samples: "loss", for classes "accuracy", and "size", how many they are."""
+        size = int(self.data.size(split)[0]) if split in self.data.index else 0
+        if not size:
+            raise ValueError(f"split: this client has no sample of {split!r} to be evaluated on; give it some as data={{..., {split!r}: (x, y)}}.")
+        with one_thread():
+            down, _, local = self._at(download)
+            loss, accuracy = one_by_one(self.algorithm, self.algorithm.personal(down, self._own, local), local, split)
+        return {"loss": float(loss), "size": size, **({} if accuracy is None else {"accuracy": float(accuracy)})}
 
     def state_dict(self) -> dict[str, Any]:
         """What this client keeps between rounds, for `torch.save`."""
