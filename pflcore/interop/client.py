@@ -106,7 +106,7 @@ class Client:
         down, about, statistics = opened(download, net, "download")
         if (statistics is None) != (self.policy != "average"):
             raise ValueError("download: the server has other `buffers` than this client; give both sides the same.")
-        fresh = {k: v[None] for k, v in self.algorithm.init(net, about.n)[1].items()} if self._n != about.n else {}
+        fresh = {k: v[None] for k, v in self.algorithm.init(net, about.n)[1].items()} if self._n != about.n or not self._own else {}
         self._own = {k: grown(self._own[k], v) if k in self._own else v.clone() for k, v in fresh.items()} or self._own
         if self._pending is not None and about.done >= self._pending[0]:
             if about.accepted == self._pending[0]:

@@ -19,6 +19,7 @@ from pflcore.interop.flower.records import only_record, record_of
 from pflcore.personal import Personalized
 
 STATE = "pflcore.client"  # the record of Context.state
+AT_HAND = 32  # clients that a process does not make again; what they know is in their contexts
 Evaluate = Callable[[Personalized, Context], dict[str, float]]
 
 
@@ -38,22 +39,27 @@ def client_app(
 ) -> ClientApp:
     """The ClientApp of `PflStrategy`: `client_app(lambda context: pflcore.Client("ditto", model, data_of(context), training))`.
 
-    `make` gives the `pflcore.Client` of a node, by its `context.node_config` and `context.run_config`; it is called for each message, so data
-    should be read once. `evaluate(model, context)` gives numbers by name ("size": the samples they weigh) and may save the model; without
+    `make` gives the `pflcore.Client` of a node, by its `context.node_config` and `context.run_config`; it may be called more than once for one. `evaluate(model, context)` gives numbers by name ("size": the samples they weigh) and may save the model; without
     one they are the loss, and for classes the accuracy, on the client's test samples. `client_id`: which client a node is, a string or a whole number; by default its
     "partition-id". What the algorithm keeps at a client is in `Context.state`, which a simulation carries to the worker and back for each
     message; with `folder` it is in a file there, on the client's machine, and only the file's name is in the state.
     """
     app = ClientApp(mods=mods or [])
 
+    made: dict[tuple[int, int], tuple[Client, dict[str, Any]]] = {}  # with the state that a new one has
+
     def opened(context: Context) -> Client:
-        client = make(context)
+        key = context.run_id, context.node_id
+        client, state = made.pop(key, None) or (make(context), {})
         if not isinstance(client, Client):
             raise TypeError(f"make: expected a function of a Context that gives a pflcore.Client, it gave {type(client).__name__}.")
+        made[key] = client, state or client.state_dict()
+        if len(made) > AT_HAND:
+            del made[next(iter(made))]  # who was needed longest ago
         kept = context.state.config_records.get(STATE)
         if kept is not None:
-            data = Path(kept["file"]) if "file" in kept else io.BytesIO(kept["bytes"])
-            client.load_state_dict(torch.load(data, weights_only=True))
+            state = torch.load(Path(kept["file"]) if "file" in kept else io.BytesIO(kept["bytes"]), weights_only=True)
+        client.load_state_dict(state or made[key][1])
         return client
 
     def keep(client: Client, context: Context) -> None:

@@ -44,7 +44,7 @@ class PersonalStrategy(FedAvg):  # type: ignore[misc]
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Makes everybody's next model; gives the mean, as FedAvg does."""
-        replies = list(replies)
+        replies = sorted(replies, key=lambda m: m.metadata.src_node_id)  # whoever came first, the bits are the same
         pairs = [(m.metadata.src_node_id, only_record(m, f"node {m.metadata.src_node_id}")[1]) for m in replies if m.has_content()]
         if pairs:
             previous = {"previous": self._last or pairs} if isinstance(self.method, FedDWA) else {}
