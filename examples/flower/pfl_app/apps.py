@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import safetensors.torch
-from flwr.app import Context
+from flwr.app import ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from pfl_app import task
 
@@ -15,11 +15,13 @@ server = ServerApp()
 
 
 @server.main()
-def main(grid: Grid, context: Context) -> None:
+def play(grid: Grid, context: Context) -> None:
     c = context.run_config
-    result = PflStrategy(
+    strategy = PflStrategy(
         task.algorithm(c["algorithm"]), task.model, c["clients"], rounds=c["rounds"], seed=c["seed"], fraction_train=c["participation"]
-    ).start(grid)
+    )
+    told = {"algorithm": c["algorithm"]}
+    result = strategy.start(grid, train_config=ConfigRecord(told), evaluate_config=ConfigRecord(told))
     for round, scores in result.evaluate_metrics_clientapp.items():
         print(f"{c['algorithm']}, round {round:2}: mean accuracy of the clients' own models {scores['accuracy']:.2f}")
 
