@@ -21,7 +21,7 @@ from pflcore.local.workers import one_thread
 from pflcore.ops import kinds
 from pflcore.simulation.arguments import device_of
 from pflcore.simulation.personal import Personalized, grown, one_client
-from pflcore.simulation.round import buffers_of
+from pflcore.simulation.round import buffers_of, one_by_one
 
 
 @kinds.takes(training=kinds.a(Training), seed=kinds.SEED, workers=kinds.whole(1))
@@ -78,6 +78,18 @@ class Client:
             view = self.algorithm.personal(down, self._own, local)
         return Personalized(self.algorithm, local.net, {k: v[0] for k, v in view.items()}, local.buffers[0], self.data.classes)
 
+    def evaluate(self, download: Mapping[str, Tensor], split: str = "test") -> dict[str, float]:
+        """The personalized model on this client's own samples: "loss", for classes "accuracy", and "size", how many they are."""
+        size = int(self.data.size(split)[0]) if split in self.data.index else 0
+        if not size:
+            raise ValueError(
+                f"split: this client has no sample of {split!r} to be evaluated on; give it some as data={{..., {split!r}: (x, y)}}."
+            )
+        with one_thread():
+            down, _, local = self._at(download)
+            loss, accuracy = one_by_one(self.algorithm, self.algorithm.personal(down, self._own, local), local, split)
+        return {"loss": float(loss), "size": size, **({} if accuracy is None else {"accuracy": float(accuracy)})}
+
     def state_dict(self) -> dict[str, Any]:
         """What this client keeps between rounds, for `torch.save`."""
         return {"own": dict(self._own), "statistics": self._statistics, "pending": self._pending}
@@ -96,7 +108,7 @@ class Client:
         down, about, statistics = opened(download, net, "download")
         if (statistics is None) != (self.policy != "average"):
             raise ValueError("download: the server has other `buffers` than this client; give both sides the same.")
-        fresh = {k: v[None] for k, v in self.algorithm.init(net, about.n)[1].items()} if self._n != about.n else {}
+        fresh = {k: v[None] for k, v in self.algorithm.init(net, about.n)[1].items()} if self._n != about.n or not self._own else {}
         self._own = {k: grown(self._own[k], v) if k in self._own else v.clone() for k, v in fresh.items()} or self._own
         if self._pending is not None and about.done >= self._pending[0]:
             if about.accepted == self._pending[0]:

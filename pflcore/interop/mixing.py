@@ -92,7 +92,7 @@ def personalize(
     `include`, `exclude` as `pack` has them; `buffers`: "auto" is the method's own. `directions` compares the models' directions, as
     adapters of different ranks ask for; what is mixed stays as it is. ValueError in one sentence, also where an upload is not finite.
     """
-    alg = _method(method, options)
+    alg = method_of(method, options)
     if buffers == "auto":
         buffers = alg.buffers[0] if isinstance(alg, FedAvg) else "average"
     only: dict[str, Any] = {"include": include, "exclude": exclude}
@@ -112,7 +112,7 @@ def personalize(
     return unpack(ops.aggregate(rows, **at), form, **at)
 
 
-def _method(method: Any, options: dict[str, Any]) -> FedAvg | Krum | Clusters:
+def method_of(method: Any, options: dict[str, Any]) -> FedAvg | Krum | Clusters:
     own: dict[Any, Callable[..., Any]] = {"krum": Krum, "multikrum": lambda m=2, **o: Krum(m=m, **o), "clusters": Clusters}
     try:
         alg = method if isinstance(method, Krum | Clusters) else own[method](**options) if method in own else None

@@ -96,6 +96,29 @@ def test_a_server_and_clients_that_were_saved_go_on_as_if_they_had_not_stopped(n
     assert fresh[0].clients == one[0].clients and fresh[0].round == 3
 
 
+def test_a_client_that_has_worked_begins_anew_with_a_new_ones_state() -> None:
+    server, clients = apart(algorithm("ditto"))
+    state, started = clients[0].state_dict(), clients[0].model(server.download(0, "evaluation")).state_dict()["view_w"]
+    play(server, clients, [[0, 1, 2, 3]])
+    clients[0].load_state_dict(state)
+    fresh = apart(algorithm("ditto"))[0]
+    assert torch.equal(clients[0].model(fresh.download(0, "evaluation")).state_dict()["view_w"], started)
+
+
+def test_a_client_tells_its_own_scores() -> None:
+    whole = Simulation("ditto", model, DATA, TRAINING, ROUNDS, eval_every=1, **SETTING)
+    history = whole.run()
+    server, clients = apart(algorithm("ditto"))
+    play(server, clients, [[0, 1, 2, 3]] * ROUNDS)
+    for i, client in enumerate(clients):
+        told = client.evaluate(server.download(i, "evaluation"))
+        assert told["size"] == int(DATA.size("test")[i])
+        for key in ("loss", "accuracy"):
+            assert told[key] == pytest.approx(float(history.series(key)[1][-1][i]), rel=1e-9)
+    with pytest.raises(ValueError, match="split: this client has no sample of 'night'"):
+        clients[0].evaluate(server.download(0, "evaluation"), "night")
+
+
 def test_a_state_of_something_else_is_refused_and_nothing_changes() -> None:
     server, _ = apart(algorithm("fedavg"))
     before = server.state_dict()

@@ -1,0 +1,1 @@
+"""A Flower app whose clients end with models of their own."""

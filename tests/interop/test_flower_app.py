@@ -1,0 +1,108 @@
+"""The example is a Flower app: Flower finds its components, Ray runs them on two cores, and a simulation gives the same models."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr", reason="these need Flower; pip install 'pflcore[flower]'")
+pytest.importorskip("ray", reason="these need Flower's simulation; pip install 'pflcore[flower]'")
+
+import tomllib
+import torch
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+from places import ROOT
+from safetensors.torch import load_file
+
+from pflcore import Simulation
+
+APP, ROUNDS, SEED = ROOT / "examples" / "flower", 3, 3
+PLAYED = {"feddwa": 1.0, "waffle": 0.5, "ditto": 0.5, "scaffold": 1.0}  # and the participation
+PROGRAM = """
+import pathlib, sys
+from dataclasses import replace
+from flwr.app import ConfigRecord, RecordDict
+from flwr.serverapp import ServerApp
+from flwr.simulation import run_simulation
+from pfl_app import apps
+from pflcore.interop.flower import client_app
+from pflcore.interop.flower.client import STATE
+
+folder, rounds, seed, played = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), eval(sys.argv[4])
+settings = {n: {"algorithm": n, "clients": 8, "rounds": rounds, "participation": p, "seed": seed, "export": str(folder / n)}
+            for n, p in played.items()}
+server = ServerApp()
+
+@server.main()
+def play(grid, context):  # all in one start of Ray
+    for name, config in settings.items():
+        (folder / name).mkdir()
+        apps.play(grid, replace(context, run_config=config))
+
+def switch(message, context, call_next):  # a run of its own for each algorithm, as `flwr run` gives it
+    name = message.content.config_records.get("config", {}).get("algorithm")
+    if name is None:
+        return call_next(message, context)
+    kept = context.state.config_records.get(name)
+    state = RecordDict({STATE: kept} if kept else {})
+    own = replace(context, run_id=list(played).index(name), run_config=settings[name], state=state)
+    reply = call_next(message, own)
+    if STATE in state:
+        context.state[name] = state[STATE]
+    return reply
+
+backend = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+           "init_args": {"num_cpus": 2, "num_gpus": 0, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}}
+client = client_app(apps.one, evaluate=apps.evaluate, mods=[switch])
+run_simulation(server, client, num_supernodes=8, backend_config=backend)
+"""
+
+
+@pytest.fixture
+def app(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(APP))
+    return importlib.import_module("pfl_app.apps")
+
+
+def test_the_app_gives_the_models_of_a_simulation(app: Any, tmp_path: Path) -> None:
+    quiet = {
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_HOME": str(tmp_path),
+        "RAY_worker_niceness": "0",
+    }
+    path = os.pathsep.join([str(APP), *filter(None, sys.path)])
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path), str(ROUNDS), str(SEED), repr(PLAYED)],
+        env={**os.environ, **quiet, "PYTHONPATH": path}, capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.count("mean accuracy of the clients' own models") == ROUNDS * len(PLAYED)
+    task = importlib.import_module("pfl_app.task")
+    for name, part in PLAYED.items():
+        alg = task.algorithm(name)
+        history = Simulation(alg, task.model, task.data(8), task.TRAINING, ROUNDS, part, seed=SEED, eval_every=0).run()
+        models = [load_file(tmp_path / name / f"client-{i}.safetensors") for i in range(8)]
+        for i, model in enumerate(models):
+            for key, value in history.model(i).tensors().items():
+                torch.testing.assert_close(model[key], value, rtol=1e-4, atol=1e-6)
+        alike = all(torch.equal(models[0]["0.weight"], m["0.weight"]) for m in models)
+        assert alike == (name in ("waffle", "scaffold"))
+
+
+def test_what_flower_looks_for_is_there(app: Any) -> None:
+    project = tomllib.loads((APP / "pyproject.toml").read_text())
+    parts = project["tool"]["flwr"]["app"]["components"]
+    for key, kind in (("serverapp", ServerApp), ("clientapp", ClientApp)):
+        module, _, name = parts[key].partition(":")
+        assert isinstance(getattr(importlib.import_module(module), name), kind)
+    assert {*project["tool"]["flwr"]["app"]["config"]} == {"algorithm", "clients", "rounds", "participation", "seed", "export"}
+    assert (APP / "LICENSE").read_text() == (ROOT / "LICENSE").read_text() and "make flower" in (APP / "README.md").read_text()
