@@ -67,14 +67,15 @@ def mixed(alg: FedDWA, w: torch.Tensor, g: torch.Tensor, ids=None, start=None) -
     n = max(ids) + 1
     state = {"x": torch.zeros(n, w.shape[1], dtype=w.dtype) if start is None else start, "seen": torch.zeros(n, dtype=torch.bool)}
     k = min(alg.k, n)
-    state |= {"p": torch.zeros(n, k, dtype=torch.float64), "near": torch.zeros(n, k, dtype=torch.int64)}
+    state |= {"p": torch.zeros(0, k, dtype=torch.float64), "near": torch.zeros(0, k, dtype=torch.int64)}
     made = alg.server(state, {"w": w, "g": g}, cohort(ids, n))
     return {**made, "p": matrix(made)}
 
 
 def matrix(g: dict) -> torch.Tensor:
     """The weights of the last round as a matrix [N, N]."""
-    return spread(g["p"], g["near"], len(g["p"]))
+    n = len(g["x"])
+    return torch.zeros(n, n, dtype=torch.float64).index_copy_(0, g["ids"], spread(g["p"], g["near"], n))
 
 
 # golden values --------------------------------------------------------------------------------------------------------
