@@ -24,8 +24,8 @@ class FedDWA(FedAvg):
     """Liu et al. 2023, Algorithm 1: w_i <- sum_j p_ij w_j over the k nearest, p_ij ~ 1 / |g_i - w_j|^2 (Eqs. 8 and 15).
 
     server: x [N, P], the personalized models; of the last round's cohort its ids [S] and near and p [S, K], whose models each mixes and
-    how; and the guidance's cache with "previous" · client: nothing · down: x_i [S, P] (1 model) · up: w, g [S, P] (2 models: the trained one
-    and the guidance; 1 with "previous" and "current").
+    how; and the guidance's cache with "previous" · client: nothing · down: x_i [S, P] (1 model) · up: w, g [S, P] (2 models: the trained
+    one and the guidance; 1 with "previous" and "current").
     The guidance is where the client's next step would lead: "epoch" trains `ahead` epochs more (the authors' code as many as a round has),
     "steps" so many minibatches, "full_grad" takes so many full-batch gradient steps (Eq. 16), "previous" is the model of the client's last
     round (App. C.6, cached by the server; a client without one keeps its own model). Nothing of the look ahead stays with the client.
