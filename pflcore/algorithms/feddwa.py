@@ -16,7 +16,8 @@ from pflcore.local import Local, Training
 from pflcore.local.net import Net
 from pflcore.local.workers import onto
 
-MANY = 1000  # clients of a cohort from which on groups pay, and cost little where there are none
+MANY = 1000  # clients of a cohort from which on groups pay, and cost little where there are none, if all pairs are so many products:
+PRODUCTS = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class FedDWA(FedAvg):
     `ahead` > 1 goes on from where it is; the authors' code starts again each time. `server_lr` and `weighting` play no part.
     `search` says how the nearest are looked for, not which they are: "exact" takes all S * S distances; "groups" (`ops.nearest`) gives the
     same bits from few of them where clients form clusters, and takes some 2 / sqrt(S) more than all where they do not; "auto" is "groups"
-    from 1000 clients of a cohort on.
+    from 1000 clients of a cohort on, unless their models are tiny.
     """
 
     k: int = 5  # how many models are mixed, at most the cohort
@@ -110,7 +111,7 @@ class FedDWA(FedAvg):
 
     def weights(self, guide: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         """The mixing weights [S, K] and whose models they weigh [S, K], for guidance [S, P] and models [S, P]."""
-        if self.search == "groups" or (self.search == "auto" and len(w) >= MANY):
+        if self.search == "groups" or (self.search == "auto" and len(w) >= MANY and len(w) * w.numel() >= PRODUCTS):
             d, near, _ = ops.nearest(guide, w, self.k, "groups")
             if self.prefer_self:  # it stands before its equals, and but once
                 own = torch.arange(len(w), device=w.device)[:, None]

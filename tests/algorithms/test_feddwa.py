@@ -512,6 +512,7 @@ def test_a_search_by_groups_changes_no_bit(prefer_self, k, monkeypatch):
     for a, b in zip(FedDWA(k=k, prefer_self=prefer_self, search="groups").weights(guide, w), want, strict=True):
         assert torch.equal(a, b)
     monkeypatch.setattr("pflcore.algorithms.feddwa.MANY", 40)
+    monkeypatch.setattr("pflcore.algorithms.feddwa.PRODUCTS", 1)
     monkeypatch.setattr(ops, "pairwise_sqdist", None if not prefer_self else ops.pairwise_sqdist)  # not all pairs
     for a, b in zip(FedDWA(k=k, prefer_self=prefer_self).weights(guide, w), want, strict=True):
         assert torch.equal(a, b)
