@@ -38,9 +38,21 @@ def run(quick: bool, seconds: float, plot: Path | None) -> list[dict[str, Any]]:
         row = json.loads(done.stdout.splitlines()[-1])
         rows.append(row)
         print(f"| {name} | {n:,} | {row['least']:.2f} | {row['median']:.2f} | {row['rss']:.0f} | {row['bytes']:,} |", flush=True)
+    for name in dict.fromkeys(r["algorithm"] for r in rows):
+        print(f"{name}: {growth([r for r in rows if r['algorithm'] == name])}", flush=True)
     if plot is not None:
         draw(rows, plot)
     return rows
+
+
+def growth(rows: list[dict[str, Any]]) -> str:
+    """How one algorithm's numbers grow with N, as exponents of N: slopes of the least-squares lines through their logarithms."""
+    import numpy as np
+
+    n, words = np.log([r["n"] for r in rows]), {"least": "time", "rss": "memory", "bytes": "record"}
+    if len(rows) < 2:
+        return "too few sizes to say"
+    return ", ".join(f"{word} as N^{np.polyfit(n, np.log([r[key] for r in rows]), 1)[0]:.2f}" for key, word in words.items())
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:

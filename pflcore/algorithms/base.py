@@ -167,7 +167,8 @@ class FedAvg:
         return cohort.share[None]
 
     def report(self, g: Tensors) -> Tensors:
-        """Small tensors worth a line in the round's record; "weights" are the mixing weights, [N] or [M, N]."""
+        """Small tensors worth a line in the round's record; "weights" are the mixing weights, [N] or [M, N]; sparse
+        they are "weight" and "index", [S] or, for the clients "rows" [S], [S, K]."""
         return {}
 
 

@@ -16,16 +16,17 @@ from pflcore.local import Local, Training
 from pflcore.local.net import Net
 from pflcore.local.workers import onto
 
-MANY = 1000  # clients of a cohort from which on groups pay, and cost little where there are none
+MANY = 1000  # clients of a cohort from which on groups pay, and cost little where there are none, if all pairs are so many products:
+PRODUCTS = 1 << 30
 
 
 @dataclass(frozen=True)
 class FedDWA(FedAvg):
     """Liu et al. 2023, Algorithm 1: w_i <- sum_j p_ij w_j over the k nearest, p_ij ~ 1 / |g_i - w_j|^2 (Eqs. 8 and 15).
 
-    server: x [N, P], the personalized models, near and p [N, K], whose models each mixes and how, and the guidance's cache with
-    "previous" · client: nothing · down: x_i [S, P] (1 model) · up: w, g [S, P] (2 models: the trained one and the guidance; 1 with
-    "previous" and "current").
+    server: x [N, P], the personalized models; of the last round's cohort its ids [S] and near and p [S, K], whose models each mixes and
+    how; and the guidance's cache with "previous" · client: nothing · down: x_i [S, P] (1 model) · up: w, g [S, P] (2 models: the trained
+    one and the guidance; 1 with "previous" and "current").
     The guidance is where the client's next step would lead: "epoch" trains `ahead` epochs more (the authors' code as many as a round has),
     "steps" so many minibatches, "full_grad" takes so many full-batch gradient steps (Eq. 16), "previous" is the model of the client's last
     round (App. C.6, cached by the server; a client without one keeps its own model). Nothing of the look ahead stays with the client.
@@ -35,7 +36,7 @@ class FedDWA(FedAvg):
     `ahead` > 1 goes on from where it is; the authors' code starts again each time. `server_lr` and `weighting` play no part.
     `search` says how the nearest are looked for, not which they are: "exact" takes all S * S distances; "groups" (`ops.nearest`) gives the
     same bits from few of them where clients form clusters, and takes some 2 / sqrt(S) more than all where they do not; "auto" is "groups"
-    from 1000 clients of a cohort on.
+    from 1000 clients of a cohort on, unless their models are tiny.
     """
 
     k: int = 5  # how many models are mixed, at most the cohort
@@ -67,8 +68,8 @@ class FedDWA(FedAvg):
 
     def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
         rows, k = net.w0.expand(n, -1), min(self.k, n)
-        g = {"x": rows, "seen": torch.zeros(n, dtype=torch.bool), "near": torch.zeros(n, k, dtype=torch.int64)}
-        g["p"] = torch.zeros(n, k, dtype=torch.float64)
+        g = {"x": rows, "seen": torch.zeros(n, dtype=torch.bool), "ids": torch.empty(0, dtype=torch.int64)}
+        g |= {"near": torch.empty(0, k, dtype=torch.int64), "p": torch.empty(0, k, dtype=torch.float64)}
         return (g | {"last": rows} if self.guidance == "previous" else g), {}
 
     def send(self, g: Tensors, cohort: Cohort, gen: torch.Generator) -> Payload:
@@ -98,18 +99,19 @@ class FedDWA(FedAvg):
         if "last" in g:
             guide = torch.where(onto(g["seen"][ids][:, None], w.device), g["last"][onto(ids, w.device)], w)
         weight, index = self.weights(guide, w)
-        p, near = torch.zeros_like(g["p"]), torch.zeros_like(g["near"])
-        p[ids, : index.shape[1]], near[ids, : index.shape[1]] = weight.to(p), ids[index.cpu()]
+        p, near = (g[k].new_zeros(len(ids), min(self.k, cohort.n)) for k in ("p", "near"))
+        p[:, : index.shape[1]], near[:, : index.shape[1]] = weight.to(p), ids[index.cpu()]
         last = [(g["last"], w)] if "last" in g else []
         Commit(ids, (g["x"], ops.aggregate(w, weight, index)), *last, (g["seen"], torch.ones(len(ids), dtype=torch.bool))).write()
-        return {**g, "near": near, "p": p}
+        return {**g, "ids": ids, "near": near, "p": p}
 
     def statistics(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensor:
-        return spread(g["p"], g["near"], cohort.n)[:, cohort.ids]
+        mix = spread(g["p"], torch.searchsorted(cohort.ids, g["near"]).clamp(max=len(cohort.ids) - 1), len(cohort.ids))  # [S, S]
+        return mix.new_zeros(cohort.n, len(cohort.ids)).index_copy_(0, cohort.ids, mix)
 
     def weights(self, guide: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         """The mixing weights [S, K] and whose models they weigh [S, K], for guidance [S, P] and models [S, P]."""
-        if self.search == "groups" or (self.search == "auto" and len(w) >= MANY):
+        if self.search == "groups" or (self.search == "auto" and len(w) >= MANY and len(w) * w.numel() >= PRODUCTS):
             d, near, _ = ops.nearest(guide, w, self.k, "groups")
             if self.prefer_self:  # it stands before its equals, and but once
                 own = torch.arange(len(w), device=w.device)[:, None]
@@ -132,8 +134,7 @@ class FedDWA(FedAvg):
 
     def report(self, g: Tensors) -> Tensors:
         """Of the clients who took part, `rows` [S]: whose models they were given, `index` [S, K], and with which `weight` [S, K]."""
-        rows = g["p"].any(1).nonzero()[:, 0]
-        return {"rows": rows, "index": g["near"][rows], "weight": g["p"][rows]}
+        return {"rows": g["ids"], "index": g["near"], "weight": g["p"]}
 
 
 @dataclass(frozen=True)

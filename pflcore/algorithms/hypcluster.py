@@ -65,8 +65,8 @@ class _Models(FedOpt):
     seed: int | None
 
     def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
-        x = centres(net, self.k, self.seed)
-        return {"x": x, "b": net.b0.expand(self.k, -1), **self.slots(x), "pick": torch.full((n,), -1)}, {}
+        x, none = centres(net, self.k, self.seed), torch.empty(0, dtype=torch.int64)
+        return {"x": x, "b": net.b0.expand(self.k, -1), **self.slots(x), "ids": none, "pick": none}, {}
 
     def send(self, g: Tensors, cohort: Cohort, gen: torch.Generator) -> Payload:
         every = torch.arange(self.k).expand(len(cohort.ids), -1)
@@ -79,8 +79,8 @@ class _Models(FedOpt):
         return {"w": rows[pick]}
 
     def report(self, g: Tensors) -> Tensors:
-        """ "cluster" [N]: which model each client picked when it last took part, -1 for never."""
-        return {"cluster": g["pick"]}
+        """ "cluster" [S]: which model each of the clients "rows" [S], the last round's, picked."""
+        return {"rows": g["ids"], "cluster": g["pick"]}
 
 
 @dataclass(frozen=True)
@@ -105,15 +105,16 @@ class Ensemble(_Models):
         return own, {"pick": numbers(losses(rows, b, local)), **fit_all(rows, b, local)}
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
-        new = {**self.improve(g, mean_of_each(up["delta"], cohort)), "pick": with_picks(g["pick"], up["pick"], cohort)}
-        return {**new, "b": mean_of_each(up["b"], cohort)}
+        new = {**self.improve(g, mean_of_each(up["delta"], cohort)), "b": mean_of_each(up["b"], cohort)}
+        return {**new, "ids": cohort.ids, "pick": up["pick"].long()}
 
 
 @dataclass(frozen=True)
 class HypCluster(_Models):
     """HypCluster (Mansour et al. 2020), which is IFCA (Ghosh et al. 2020, Algorithm 1): each client trains the model that fits it best.
 
-    server: x [k, P], each model's optimizer state, pick [N] · client: nothing · down: k models · up: delta (1 model) and the pick.
+    server: x [k, P], each model's optimizer state, the last cohort's ids and pick [S] · client: nothing · down: k models · up:
+    delta (1 model) and the pick.
     `warm` rounds of k independent FedAvg runs may come first (up: k models); their optimizer state is dropped at the end (Motley).
     A model that nobody picked is left as it was, optimizer state included. Ties go to the lower number. HypCluster(k=1) is FedAvg.
     Deviation: for evaluation clients pick anew, on their training data (Motley's silo code uses the last round's pick).
@@ -138,18 +139,18 @@ class HypCluster(_Models):
         return own, {"pick": pick, "delta": delta, "b": local.buffers}
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
-        pick = with_picks(g["pick"], up["pick"], cohort)
+        who = {"ids": cohort.ids, "pick": up["pick"].long()}
         if cohort.round <= self.warm:
             g = self.improve(g, mean_of_each(up["delta"], cohort)) | {"b": mean_of_each(up["b"], cohort)}
-            return {**g, **(self.slots(g["x"]) if cohort.round == self.warm else {}), "pick": pick}
-        mix = F.one_hot(up["pick"].long(), self.k).T * onto(cohort.share, up["pick"].device)  # [k, S]
+            return {**g, **(self.slots(g["x"]) if cohort.round == self.warm else {}), **who}
+        mix = F.one_hot(who["pick"], self.k).T * onto(cohort.share, who["pick"].device)  # [k, S]
         total = mix.sum(1, keepdim=True)
         mix = mix / total.clamp(min=1e-300)
         new = self.improve(g, ops.aggregate(up["delta"], mix)) | {"b": averaged(up["b"], mix)}
         live = total[:, 0] > 0
-        for key in new.keys() - {"pick"}:
+        for key in new.keys() - who.keys():
             new[key] = torch.where(live.view(-1, *[1] * (new[key].dim() - 1)), new[key], g[key])
-        return {**new, "pick": pick}
+        return {**new, **who}
 
     def restarted(self, setting: Setting, tries: int = 10, share: float = 0.1) -> HypCluster:
         """Random starts that are not lopsided (IFCA's own code): this algorithm with the first of `tries` seeds whose every centre gets
@@ -191,8 +192,3 @@ def averaged(rows: Tensor, mix: Tensor) -> Tensor:
 def mean_of_each(delta: Tensor, cohort: Cohort) -> Tensor:
     """The weighted mean over clients of `delta` [S, k, P]: [k, P]."""
     return averaged(delta.flatten(1), onto(cohort.share[None], delta.device))[0].view(delta.shape[1:])
-
-
-def with_picks(old: Tensor, pick: Tensor, cohort: Cohort) -> Tensor:
-    """Who picked what, [N], with this round's picks written in."""
-    return old.index_copy(0, onto(cohort.ids, old.device), pick.to(old))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.algorithms.base import Cohort, Payload, Tensors, only_sgd
+from pflcore.algorithms.base import Cohort, Commit, Payload, Tensors, only_sgd
 from pflcore.algorithms.scaffold import Scaffold
 from pflcore.local import Local, Training
 from pflcore.local.net import Net
@@ -25,8 +25,9 @@ Schedule = Callable[[int, int], float]  # (round, rounds) -> how global this rou
 class Waffle(Scaffold):
     """Beaussart et al. 2021, Algorithms 1 and 2: SCAFFOLD whose averages drift from global to what helps one client, the `target`.
 
-    server: x, c [P], history [2, N] of unsmoothed weights, weights [N] · client: c [P] · down: x, c [S, P] (2 models) ·
-    up: delta and control [S, P] (2 models). x is the target's personalized model; the others' numbers only show what it is to them.
+    server: x, c [P], history [2, N] of unsmoothed weights, the last cohort's ids and weights [S] · client: c [P] · down: x, c [S, P]
+    (2 models) · up: delta and control [S, P] (2 models). x is the target's personalized model; the others' numbers only show what it is
+    to them.
     The weights come from the distances between the clients' updates and the target's (`ops.waffle_weights`, eqs. 2 and 3) and are
     averaged with those of the last two rounds; from round 0.95 R on the target is alone. Omega and Psi are eq. 4 with slope `do`,
     or any function of (round, rounds). Absent clients have weight 0, and those present share the whole: each client's average is over the
@@ -80,7 +81,7 @@ class Waffle(Scaffold):
         g, own = super().init(net, n)
         even = torch.full((n,), 1 / n, dtype=torch.float64)
         before = {"uniform": even, "zeros": 0 * even, "replicate": 0 * even - 1}[self.history_init]  # -1: none yet
-        return {**g, "history": before.repeat(2, 1), "weights": even}, own
+        return {**g, "history": before.repeat(2, 1), "ids": torch.empty(0, dtype=torch.int64), "weights": even[:0]}, own
 
     def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
         fit, new = self.train(down, own, local)
@@ -92,17 +93,20 @@ class Waffle(Scaffold):
         return {"c": new}, up
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
-        mixed, history, smooth = self.mixing(g, up, cohort)
+        mixed, new = self.mixing(g, up, cohort)
         share = onto(mixed[None], g["x"].device)
         x = ops.aggregate(up["delta"], share, base=g["x"], lr=self.server_lr)[0]
         c = ops.aggregate(up["control"], share, base=None if self.control_agg == "recompute" else g["c"])[0]
-        return {"x": x, "c": c, "history": history, "weights": smooth}
+        history = Commit(cohort.ids, (g["history"].T, new.T))
+        if bool((x.sum(dtype=torch.float64) + c.sum(dtype=torch.float64)).isfinite()):  # otherwise the round is void
+            history.write()
+        return {"x": x, "c": c, "history": g["history"], "ids": cohort.ids, "weights": mixed}
 
     def statistics(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensor:
-        return g["weights"][None, cohort.ids]
+        return g["weights"][None]
 
-    def mixing(self, g: Tensors, up: Tensors, cohort: Cohort) -> tuple[Tensor, Tensor, Tensor]:
-        """The smoothed weights of the cohort [S]; the new history [2, N] and the smoothed weights of all clients [N]; all float64."""
+    def mixing(self, g: Tensors, up: Tensors, cohort: Cohort) -> tuple[Tensor, Tensor]:
+        """The smoothed weights of the cohort [S], and its new history [2, S]; both float64."""
         look = up["delta"] / up["lr_sum"] if self.normalize_by_steps else up["delta"]
         if self.distance_on == "raw_grad":
             look = up["control"] if self.control_agg == "recompute" else up["grad"]
@@ -120,9 +124,7 @@ class Waffle(Scaffold):
             history = mine.expand(2, -1)
         smooth = (history.sum(0) + mine) / 3
         whole = min(cohort.round, 3) / 3 if self.history_init == "zeros" else 1.0
-        mixed = smooth * (whole / smooth.sum())
-        weights = torch.zeros(cohort.n, dtype=torch.float64).index_copy_(0, cohort.ids, mixed)
-        return mixed, g["history"].index_copy(1, cohort.ids, new), weights
+        return smooth * (whole / smooth.sum()), new
 
     def globality(self, round: int, rounds: int) -> tuple[float, float]:
         """Omega and Psi of this round (1-based)."""
@@ -138,4 +140,6 @@ class Waffle(Scaffold):
         return omega, psi
 
     def report(self, g: Tensors) -> Tensors:
-        return {"weights": g["weights"]}
+        """ "weights" [N] where everybody took part, else "weight" [S] of the clients "index" [S], the others' being 0."""
+        everybody = len(g["ids"]) == g["history"].shape[1]
+        return {"weights": g["weights"]} if everybody else {"index": g["ids"], "weight": g["weights"]}

@@ -49,7 +49,7 @@ def nearest(
     Tensors, or rows that can be read again (`stream.Rows`, then on the CPU). Constants: no gradient flows through them.
     "exact" takes all pairs. "groups" gives the same, bit for bit: exact distances to `pivots` rows (None: the root of N), then, as
     |d(i, p) - d(j, p)| <= d(i, j), with a margin for rounding, only those to the groups that may hold a neighbour. It pays where clients
-    are clustered; where nothing can be spared it takes some 2 / sqrt(N) more than all pairs. "sketch" looks for `candidates` (None: 5 k)
+    are clustered; where less than half can be spared it takes all pairs, after some 7 / sqrt(N) of them. "sketch" looks for `candidates` (None: 5 k)
     in a CountSketch of 1024 columns and ranks them by exact distances: every distance is right, but neighbours may be missed: in a cluster
     of 100 with isotropic noise 37 % were. A row is certified where none can be: always with "exact" and "groups", with "sketch" where the
     pivots prove it (pivots=0: nowhere, and quickest). `seed` is the sketch's; `progress(done, of)` counts guides.
@@ -209,8 +209,10 @@ class _Search:
         if self.device.type != "cpu" and isinstance(self.guide, Tensor) and isinstance(self.rows, Tensor):
             self.keep(torch.arange(self.m, device=self.device), pairwise_sqdist(self.guide, self.rows), everybody)
         else:
-            for first in range(0, self.m, math.isqrt(PAIRS)):
-                last = min(first + math.isqrt(PAIRS), self.m)
+            few = self.n * self.rows.shape[1] <= PAIRS >> 3  # rows in the cache: then distances that need no new memory are quicker
+            step = max(1, (PAIRS >> 3) // self.n) if few else math.isqrt(PAIRS)
+            for first in range(0, self.m, step):
+                last = min(first + step, self.m)
                 self.compare(torch.arange(first, last), everybody)
                 self.report(last)
         return self.result()
@@ -227,6 +229,11 @@ class _Search:
                 guides = todo[pivots.home[todo, turn] == g]
                 self.compare(guides, pivots.members[g])
                 seen[guides, g] = True
+        spared = (seen | (pivots.bound > self.sqdist[:, -1:])) * size
+        if 2 * int(spared.sum()) < self.m * self.n:  # there are no clusters to speak of, and all at once is quicker than most in parts
+            self.sqdist.fill_(math.inf)
+            self.index.fill_(self.n)
+            return self.exact()
         for g, members in enumerate(pivots.members):
             self.compare(torch.nonzero(~seen[:, g] & (pivots.bound[:, g] <= self.sqdist[:, -1]))[:, 0], members)
             self.report((g + 1) * self.m // len(size))

@@ -298,9 +298,12 @@ class Run:
                 return dense
             rows, index, weight = torch.arange(len(dense)), torch.arange(dense.shape[1]).expand_as(dense), dense
         else:
-            rows, index = (torch.as_tensor(report[k], dtype=torch.int64) for k in ("rows", "index"))
+            index = torch.as_tensor(report["index"], dtype=torch.int64)
             weight = torch.as_tensor(_nan(report["weight"]), dtype=torch.float64)
+            rows = torch.as_tensor(report.get("rows", range(len(index))), dtype=torch.int64)  # none: one model, or one for each client
             n = int(self.header.get("n") or max(int(rows.max()), int(index.max())) + 1)
+            if index.ndim < 2:
+                return weight.new_zeros(n).index_copy_(0, index, weight)
         block = 1 if most is None else -(-n // most)
         matrix = torch.zeros(-(-n // block), -(-n // block), dtype=torch.float64)
         return matrix.index_put_(((rows // block)[:, None].expand_as(index), index // block), weight, accumulate=True) / block

@@ -197,7 +197,7 @@ def with_one_more(alg: FedAvg, state: State, net: Net, n: int) -> tuple[State, b
     everybody = any(v.shape != few.g[k].shape and v.shape[-1:] == (net.size,) for k, v in many.g.items())
 
     def larger(old: Tensor, small: Tensor | None, large: Tensor | None) -> Tensor:
-        return old.clone() if small is None or large is None or small.shape == large.shape else grown(old, large)
+        return old.clone() if small is None or large is None or small.shape == large.shape or not len(large) else grown(old, large)
 
     g = {k: larger(v, few.g.get(k), many.g.get(k)) for k, v in state.g.items()}
     own = {k: larger(v, few.own[k], many.own[k]) for k, v in rows.read(state.own, torch.arange(n)).items()}

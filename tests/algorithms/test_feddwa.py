@@ -67,14 +67,15 @@ def mixed(alg: FedDWA, w: torch.Tensor, g: torch.Tensor, ids=None, start=None) -
     n = max(ids) + 1
     state = {"x": torch.zeros(n, w.shape[1], dtype=w.dtype) if start is None else start, "seen": torch.zeros(n, dtype=torch.bool)}
     k = min(alg.k, n)
-    state |= {"p": torch.zeros(n, k, dtype=torch.float64), "near": torch.zeros(n, k, dtype=torch.int64)}
+    state |= {"p": torch.zeros(0, k, dtype=torch.float64), "near": torch.zeros(0, k, dtype=torch.int64)}
     made = alg.server(state, {"w": w, "g": g}, cohort(ids, n))
     return {**made, "p": matrix(made)}
 
 
 def matrix(g: dict) -> torch.Tensor:
     """The weights of the last round as a matrix [N, N]."""
-    return spread(g["p"], g["near"], len(g["p"]))
+    n = len(g["x"])
+    return torch.zeros(n, n, dtype=torch.float64).index_copy_(0, g["ids"], spread(g["p"], g["near"], n))
 
 
 # golden values --------------------------------------------------------------------------------------------------------
@@ -511,6 +512,7 @@ def test_a_search_by_groups_changes_no_bit(prefer_self, k, monkeypatch):
     for a, b in zip(FedDWA(k=k, prefer_self=prefer_self, search="groups").weights(guide, w), want, strict=True):
         assert torch.equal(a, b)
     monkeypatch.setattr("pflcore.algorithms.feddwa.MANY", 40)
+    monkeypatch.setattr("pflcore.algorithms.feddwa.PRODUCTS", 1)
     monkeypatch.setattr(ops, "pairwise_sqdist", None if not prefer_self else ops.pairwise_sqdist)  # not all pairs
     for a, b in zip(FedDWA(k=k, prefer_self=prefer_self).weights(guide, w), want, strict=True):
         assert torch.equal(a, b)

@@ -12,6 +12,7 @@ import torch.nn as nn
 from small import images, tiny_model
 
 from pflcore import cli
+from pflcore.algorithms.waffle import Waffle
 from pflcore.data.federation import Federation
 from pflcore.data.ragged import Ragged
 from pflcore.local import Training, memory
@@ -19,7 +20,7 @@ from pflcore.local.random import drawn
 from pflcore.results.export import rows
 from pflcore.results.record import group, plain
 from pflcore.results.table import table
-from pflcore.simulation import Simulation, checkpoint
+from pflcore.simulation import Simulation, checkpoint, for_everyone
 from pflcore.simulation import rows as on_disk
 from pflcore.simulation.footprint import Live
 from pflcore.simulation.uploads import farthest, rounded
@@ -40,7 +41,7 @@ def simulation(name, data, **options):
 # a round costs its cohort ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["fedavg", "scaffold", "ditto"])
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "ditto", "feddwa", "waffle", "hypcluster"])
 def test_nothing_in_a_round_or_its_record_is_as_long_as_the_federation(name):
     n = 20_000
     play = simulation(name, many(n), participation=10 / n, eval_clients=20).iterate()
@@ -85,6 +86,32 @@ def test_means_and_rows_of_some_clients():
     assert [r["client"] for r in found[:6]] == ids and "mean_clients" not in rows(history.header, history.rounds)[0]
     run = group(history.lines())[0]
     assert run.curve(ids[2])[1][-1] == history.rounds[-1]["eval"]["accuracy"][2]
+
+
+def test_weights_of_those_who_took_part_alone_are_read_as_everybodys():
+    """WAFFLE's report is a list of N, or of the cohort; and a run for each client has one for each."""
+    data, some = many(6), {"participation": 0.5, "rounds": 2, "eval_every": 0}
+    history = simulation("waffle", data, **some).run()
+    run, state = group(history.lines())[0], history.state
+    want = torch.zeros(6, dtype=torch.float64).index_copy_(0, state.g["ids"], state.g["weights"])
+    assert history.rounds[-1]["report"].keys() == {"index", "weight"} and torch.equal(run.weights()[1][-1], want)
+    each = group(for_everyone("waffle", lambda: nn.Linear(4, 2), data, Training(lr=0.1, batch_size=2), **some).lines())[0]
+    alone = group(simulation(Waffle(target=4), data, **some).run().lines())[0]
+    assert torch.equal(each.weights()[1][-1][0], want) and torch.equal(each.weights()[1][-1][4], alone.weights()[1][-1])
+    whole = simulation("waffle", data, rounds=1, eval_every=0).run()
+    assert len(whole.rounds[0]["report"]["weights"]) == 6
+
+
+def test_a_void_round_leaves_the_weights_of_earlier_rounds():
+    huge = simulation(Waffle(server_lr=1e42), many(6), rounds=1, eval_every=0)
+    before = huge.state.g["history"].clone()
+    with pytest.warns(RuntimeWarning, match="the server's x would not be finite"):
+        state = huge.run().state
+    assert state.void == 1 and torch.equal(state.g["history"], before) and not torch.equal(_once(many(6)), before)
+
+
+def _once(data):
+    return simulation("waffle", data, rounds=1, eval_every=0).run().state.g["history"]
 
 
 def test_records_of_two_streams_stand_in_no_table():
