@@ -110,7 +110,7 @@ if __name__ == "__main__":
 
 def test_nvflare(tmp_path: Any) -> None:
     """Three simulated sites, three rounds: each site got its own model back."""
-    pytest.importorskip("nvflare.collab", reason="needs nvflare")
+    pytest.importorskip("nvflare.recipe.sim_env", reason="needs nvflare")
     out = tmp_path / "models.pt"
     (tmp_path / "personal_job.py").write_text(JOB.format(snippet=SNIPPETS["NVFlare"], out=str(out), root=str(tmp_path / "work")))
     path = f"{tmp_path}:{ROOT}"
