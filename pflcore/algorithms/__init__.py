@@ -25,7 +25,7 @@ from pflcore.algorithms.pfedme import PFedMe
 from pflcore.algorithms.qfedavg import QFedAvg
 from pflcore.algorithms.scaffold import Scaffold
 from pflcore.algorithms.sfl import SFL
-from pflcore.algorithms.split import FedBABU, FedBN, FedPer, FedRep, LGFedAvg, Split
+from pflcore.algorithms.split import FedBABU, FedBN, FedPer, FedRep, LGFedAvg
 from pflcore.algorithms.waffle import Waffle
 from pflcore.algorithms.weight_erosion import WeightErosion
 
@@ -65,7 +65,6 @@ ALGORITHMS: dict[str, type[FedAvg]] = {
     "apfl": APFL,
     "fedala": FedALA,
     # split models
-    "split": Split,
     "fedper": FedPer,
     "lg_fedavg": LGFedAvg,
     "fedrep": FedRep,

@@ -21,7 +21,7 @@ Train = Literal["joint", "alternate", "body"]
 
 @dataclass(frozen=True)
 class Split(FedAvg):
-    """Shared columns x are averaged, private columns h stay: client i's model is (x, h_i). `fedper` to `fedbn` are its presets.
+    """Shared columns x are averaged, private columns h stay: client i's model is (x, h_i). The classes below are its presets.
 
     server: x [K] · client: h [P - K] (with train="body" nothing) · down: x [S, K] · up: delta [S, K] (the shared columns alone).
     joint      (x_i, h_i) <- SGD on f_i at (x, h_i), both at once

@@ -209,13 +209,13 @@ def test_a_clipped_update_is_as_long_as_allowed(data):
 def test_every_method_takes_a_clip(name, data):
     if name == "factorized_waffle":
         pytest.skip("it trains models with factorized layers alone")
-    fed, clip, name = held_out(data), 1e-3, made(name)
-    loose, wide = (run(fed, name, rounds=2, eval_every=0, clip=c) for c in (None, 1e30))
+    fed, clip, alg = held_out(data), 1e-3, made(name)
+    loose, wide = (run(fed, alg, rounds=2, eval_every=0, clip=c) for c in (None, 1e30))
     a, b = loose.run().state, wide.run().state
     assert all(torch.equal(a.g[k], b.g[k]) for k in a.g)  # a limit that nobody meets changes nothing
-    history = run(fed, name, rounds=2, eval_every=0, clip=clip).run()
-    assert history.stopped is None and all(bool(r["clipped"]) == (name != LocalOnly()) for r in history.rounds)
-    assert all(bool(r["moved"]) == (name != LocalOnly()) for r in history.rounds)
+    history = run(fed, alg, rounds=2, eval_every=0, clip=clip).run()
+    assert history.stopped is None and all(bool(r["clipped"]) == (name != "local") for r in history.rounds)
+    assert all(bool(r["moved"]) == (name != "local") for r in history.rounds)
 
 
 # states -------------------------------------------------------------------------------------------------------------------------------
