@@ -20,6 +20,7 @@ from pflcore import kinds
 from pflcore._mode import context
 from pflcore.local.losses import REGRESSION, Loss, loss_of
 from pflcore.local.plain import refuse_detours
+from pflcore.local.recurrent import write_out
 from pflcore.local.swap import swap_layers
 
 RANDOM_MODULES = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
@@ -35,6 +36,7 @@ class _Bound:
                 m.num_batches_tracked = None  # nothing reads the count, and adding to it in place is no function of the row
         if kernels:
             swap_layers(self.module)
+            write_out(self.module)
         every = dict(self.module.named_parameters(remove_duplicate=False))
         floats = dict(self.module.named_buffers(remove_duplicate=False))
         self.params = [(i, self._places(n, every, "_parameters")) for i, n in params.items()]
