@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import bench
-from bench import problem, published, table, workload
+from bench import problem, published, scale, table, workload
 
 LIMITS = {"read": 10.0, "write": 5.0, "fma": 4.0, "sub_fma": 8.0}
 MACHINE = table.Machine("a processor", 2, "plain", LIMITS, {"torch": "2"}, "today")
@@ -163,3 +163,11 @@ def test_command_line_plays_workloads(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "medians of 1 rounds" in told and "18.1 s (1.0, CPU)" in told and told.count("FLUTE") == 2 == files[1].read_text().count("FLUTE")
     assert [r["size"]["evaluate"] for r in rows if r["provider"] == "pflcore"] == [False, True]
     assert all(r["ms"] > 0 and r["of_limit"] > 0 and r["runs"] == 1 for r in rows if r["provider"] in ("pflcore", "plain loop"))
+
+
+def test_how_numbers_grow_with_the_clients() -> None:
+    rows = [{"n": n, "least": 3.0, "rss": 2.0 * n, "bytes": n**0.5} for n in (100, 1000, 10_000)]
+    assert scale.growth(rows).replace("-0.00", "0.00") == "time as N^0.00, memory as N^1.00, record as N^0.50"
+    assert scale.growth(rows[:1]) == "too few sizes to say"
+    one = scale.one("hypcluster", 120, 0.01)
+    assert one["least"] > 0 and 0 < one["bytes"] < 10_000

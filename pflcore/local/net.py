@@ -19,6 +19,7 @@ from torch import Tensor
 from pflcore.data.fields import Fields
 from pflcore.local.losses import REGRESSION, Loss, loss_of
 from pflcore.local.plain import refuse_detours
+from pflcore.local.recurrent import write_out
 from pflcore.local.swap import swap_layers
 from pflcore.nn.mode import context
 from pflcore.ops import kinds
@@ -36,6 +37,7 @@ class _Bound:
                 m.num_batches_tracked = None  # nothing reads the count, and adding to it in place is no function of the row
         if kernels:
             swap_layers(self.module)
+            write_out(self.module)
         every = dict(self.module.named_parameters(remove_duplicate=False))
         floats = dict(self.module.named_buffers(remove_duplicate=False))
         self.params = [(i, self._places(n, every, "_parameters")) for i, n in params.items()]

@@ -49,10 +49,10 @@ def nearest(
     Tensors, or rows that can be read again (`stream.Rows`, then on the CPU). Constants: no gradient flows through them.
     "exact" takes all pairs. "groups" gives the same, bit for bit: exact distances to `pivots` rows (None: the root of N), then, as
     |d(i, p) - d(j, p)| <= d(i, j), with a margin for rounding, only those to the groups that may hold a neighbour. It pays where clients
-    are clustered; where less than half can be spared it takes all pairs, after some 7 / sqrt(N) of them. "sketch" looks for `candidates` (None: 5 k)
-    in a CountSketch of 1024 columns and ranks them by exact distances: every distance is right, but neighbours may be missed: in a cluster
-    of 100 with isotropic noise 37 % were. A row is certified where none can be: always with "exact" and "groups", with "sketch" where the
-    pivots prove it (pivots=0: nowhere, and quickest). `seed` is the sketch's; `progress(done, of)` counts guides.
+    are clustered; where less than half can be spared it takes all pairs, after some 7 / sqrt(N). "sketch" looks for `candidates` (None:
+    5 k) in a CountSketch of 1024 columns and ranks them by exact distances: every distance is right, but neighbours may be missed: in a
+    cluster of 100 with isotropic noise 37 % were. A row is certified where none can be: always with "exact" and "groups", with "sketch"
+    where the pivots prove it (pivots=0: nowhere, and quickest). `seed` is the sketch's; `progress(done, of)` counts guides.
     """
     op = "nearest"
     none, few = check_rows(op, "guide", guide), check_rows(op, "rows", rows)

@@ -153,11 +153,19 @@ def test_what_trains_is_the_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
-def test_recurrent_models_train_on_threads_and_the_record_says_why(kind: type[nn.RNNBase]) -> None:
+def test_recurrent_models_train_all_at_once(kind: type[nn.RNNBase]) -> None:
     run = same_as_by_hand(lambda: Rnn(kind), federation((7, 6)))
+    assert run.path[:2] == ("vmap", "vmap")
+
+
+def test_what_vmap_cannot_carry_trains_on_threads_and_the_record_says_why() -> None:
+    def build() -> nn.Module:
+        return Rnn(lambda i, o, **options: nn.LSTM(i, 9, proj_size=o, **options))
+
+    run = same_as_by_hand(build, federation((7, 6)))
     assert run.path.engine == "threads" and "vmap cannot train" in run.path.why
     with pytest.raises(ValueError, match=r"^engine: 'vmap' cannot train this model: .*; take 'auto' or 'threads'\.$"):
-        Simulation("fedavg", Rnn(kind), federation((7, 6)), engine="vmap")
+        Simulation("fedavg", build(), federation((7, 6)), engine="vmap")
 
 
 def test_a_padding_row_is_not_trained() -> None:
