@@ -82,7 +82,9 @@ class Client:
         """The personalized model on this client's own samples: "loss", for classes "accuracy", and "size", how many they are."""
         size = int(self.data.size(split)[0]) if split in self.data.index else 0
         if not size:
-            raise ValueError(f"split: this client has no sample of {split!r} to be evaluated on; give it some as data={{..., {split!r}: (x, y)}}.")
+            raise ValueError(
+                f"split: this client has no sample of {split!r} to be evaluated on; give it some as data={{..., {split!r}: (x, y)}}."
+            )
         with one_thread():
             down, _, local = self._at(download)
             loss, accuracy = one_by_one(self.algorithm, self.algorithm.personal(down, self._own, local), local, split)

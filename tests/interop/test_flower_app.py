@@ -72,7 +72,13 @@ def app(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_app_gives_the_models_of_a_simulation(app: Any, tmp_path: Path) -> None:
-    quiet = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_HOME": str(tmp_path), "RAY_worker_niceness": "0"}
+    quiet = {
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_HOME": str(tmp_path),
+        "RAY_worker_niceness": "0",
+    }
     path = os.pathsep.join([str(APP), *filter(None, sys.path)])
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path), str(ROUNDS), str(SEED), repr(PLAYED)],

@@ -38,7 +38,7 @@ ROOMS: dict[str, set[str]] = {  # from the ground up: each room, and the rooms b
         *("data", "metrics", "local", "algorithms", "round", "memory", "arguments", "uploads", "footprint", "results", "personal"),
         *("rows", "checkpoint"),
     },
-    "interop": {"kinds", "ops", "data", "local", "algorithms", "arguments", "round", "personal"},
+    "interop": {"kinds", "ops", "data", "local", "algorithms", "arguments", "checkpoint", "round", "personal"},
     "lowrank": {"kinds", "ops", "interop"},
     "callbacks": {"kinds", "metrics", "algorithms", "results"},
     "testing": {"kinds", "data", "local", "algorithms", "round"},
@@ -137,3 +137,9 @@ def test_importing_pflcore_pulls_in_no_extra() -> None:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "[]"
+
+
+def test_flowers_room_says_what_it_needs() -> None:
+    code = "import sys; sys.modules['flwr'] = None\nimport pflcore.interop\nimport pflcore.interop.flower"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=False)
+    assert run.stderr.splitlines()[-1] == "ImportError: pflcore.interop.flower needs Flower; pip install 'pflcore[flower]'."

@@ -5,8 +5,8 @@ from pathlib import Path
 import safetensors.torch
 from flwr.app import ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
-from pfl_app import task
 
+from pfl_app import task
 from pflcore import Client
 from pflcore.interop.flower import PflStrategy, client_app
 from pflcore.personal import Personalized

@@ -27,7 +27,7 @@ class PflStrategy(FedAvg):  # type: ignore[misc]
 
     `algorithm`, `model`, `num_clients`, `rounds`, `seed`, `buffers` and `clip` are `pflcore.Server`'s; the model and its start are those of
     the clients' `pflcore.Client`. `flower`: FedAvg's own arguments; it waits for `num_clients` nodes where `min_available_nodes` says
-    nothing else. Who trains is drawn by `seed`, as a simulation draws it, so a run gives the models of `pflcore.Simulation`. `server` is the
+    nothing else. Who trains is drawn by `seed`, as a simulation draws it, so a run gives the models of `pflcore.Simulation`. `server`: the
     `pflcore.Server`, with `state_dict()` and `report()`. A node that does not answer was absent from the round; where all answers are
     errors, the run ends with the first one's reason.
     """
@@ -72,7 +72,9 @@ class PflStrategy(FedAvg):  # type: ignore[misc]
         """The server's round; there is no one model to be given."""
         valid, failed = self._check_and_log_replies(replies, is_train=True, validate=False)
         if not valid and failed:
-            raise ValueError(f"round {server_round}: all {len(failed)} clients failed, the first one for this reason: {failed[0].error.reason}")
+            raise ValueError(
+                f"round {server_round}: all {len(failed)} clients failed, the first one for this reason: {failed[0].error.reason}"
+            )
         uploads: dict[Any, Any] = {}
         for message in valid:
             client = self.clients[message.metadata.src_node_id]
@@ -110,13 +112,17 @@ class PflStrategy(FedAvg):  # type: ignore[misc]
         for reply in grid.send_and_receive(asked) if asked else ():
             node = reply.metadata.src_node_id
             if reply.has_error():
-                raise ValueError(f"node {node}: it does not say which client it is ({reply.error.reason}); its ClientApp must be a client_app.")
+                raise ValueError(
+                    f"node {node}: it does not say which client it is ({reply.error.reason}); its ClientApp must be a client_app."
+                )
             self.clients[node] = reply.content["config"]["client"]
         known = sorted((node for node in nodes if node in self.clients), key=lambda node: str(self.clients[node]).zfill(20))
         here: dict[int, int] = {}
         for node in known:
             number = self.server.join(self.clients[node])
             if number in here:
-                raise ValueError(f"client {self.clients[node]!r}: nodes {here[number]} and {node} both say that they are it; give each its own.")
+                raise ValueError(
+                    f"client {self.clients[node]!r}: nodes {here[number]} and {node} both say that they are it; give each its own."
+                )
             here[number] = node
         return here
