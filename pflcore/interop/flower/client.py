@@ -43,7 +43,7 @@ def client_app(
     one. `evaluate(model, context)` gives numbers by name ("size": the samples that they stand for) and may save the model; without one they
     are the loss, and for classes the accuracy, on the client's test samples. `client_id`: which client a node is, a string or a whole
     number; by default its "partition-id". What the algorithm keeps at a client is in `Context.state`, which a simulation carries to the
-    worker and back for each message; with `folder` it is in a file there, on the client's machine, and only the file's name is in the state.
+    worker and back for each message; with `folder` it is in a file there, on the client's machine, and its name is in the state.
     """
     app = ClientApp(mods=mods or [])
 
