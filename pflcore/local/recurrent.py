@@ -13,7 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from pflcore._mode import context
+from pflcore.nn.mode import context
 
 State = tuple[Tensor, ...]  # h [B, H], and an LSTM's c [B, H]
 

@@ -111,7 +111,7 @@ def test_what_does_not_fit_is_one_sentence() -> None:
     halves = lambda: model().bfloat16()  # noqa: E731
     with pytest.raises(ValueError, match=r"'.*' is bfloat16, which Flower's arrays cannot carry; train a float32 or float16 model there"):
         PflStrategy("fedavg", halves, 1, rounds=1).start(Nodes(client_app(maker("fedavg", halves)), [0]))
-    with pytest.raises(TypeError, match="gives a pflcore.Client, it gave int"):
+    with pytest.raises(TypeError, match=r"gives a pflcore\.Client, it gave int"):
         client_app(lambda context: 3)(message(), Nodes(fits, [0]).contexts[100])
     with pytest.raises(ValueError, match="initial_arrays: the start is `model`'s own"):
         PflStrategy("fedavg", model, 1).start(Nodes(fits, [0]), ArrayRecord(model().state_dict()))

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from pflcore._mode import forward_mode
+from pflcore.nn.mode import forward_mode
 from pflcore.local.recurrent import write_out
 
 KINDS = [(nn.GRU, {}), (nn.LSTM, {}), (nn.RNN, {}), (nn.RNN, {"nonlinearity": "relu"})]

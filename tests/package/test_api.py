@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import re
 from collections.abc import Iterator
@@ -17,7 +18,12 @@ from pflcore.algorithms import ALGORITHMS
 
 LIST = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 SECTIONS = {m[1]: m[2] for m in re.finditer(r"^## `(pflcore[\w.]*)`\n(.*?)(?=^## |\Z)", LIST, re.M | re.S)}
-LISTED = {module: re.findall(r"^- `(\w+)`: \S.*", text, re.M) for module, text in SECTIONS.items()}
+EXTRAS = {"pflcore.interop.flower": "flwr"}  # what is looked at only where its framework is
+LISTED = {
+    module: re.findall(r"^- `(\w+)`: \S.*", text, re.M)
+    for module, text in SECTIONS.items()
+    if module not in EXTRAS or importlib.util.find_spec(EXTRAS[module])
+}
 
 
 def is_ours(thing: Any) -> bool:

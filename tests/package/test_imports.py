@@ -116,3 +116,9 @@ def test_importing_pflcore_pulls_in_no_extra() -> None:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "[]"
+
+
+def test_flowers_room_says_what_it_needs() -> None:
+    code = "import sys; sys.modules['flwr'] = None\nimport pflcore.interop\nimport pflcore.interop.flower"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=False)
+    assert run.stderr.splitlines()[-1] == "ImportError: pflcore.interop.flower needs Flower; pip install 'pflcore[flower]'."

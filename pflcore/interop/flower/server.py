@@ -27,7 +27,7 @@ class PflStrategy(FedAvg):  # type: ignore[misc]
 
     `algorithm`, `model`, `num_clients`, `rounds`, `seed`, `buffers` and `clip` are `pflcore.Server`'s; the model and its start are those of
     the clients' `pflcore.Client`. `flower`: FedAvg's own arguments; it waits for `num_clients` nodes where `min_available_nodes` says
-    nothing else. Who trains is drawn by `seed`, as a simulation draws it, so a run gives the models of `pflcore.Simulation`. `server` is the
+    nothing else. Who trains is drawn by `seed`, as a simulation draws it, so a run gives the models of `pflcore.Simulation`. `server`: the
     `pflcore.Server`, with `state_dict()` and `report()`. A node that does not answer was absent from the round; where all answers are
     errors, the run ends with the first one's reason.
     """
