@@ -20,6 +20,7 @@ from pflcore import Federation, Net, Simulation, Training, interop, lowrank, met
 from pflcore import checkpoint as checkpoints
 from pflcore.algorithms import FedAvg, State
 from pflcore.data import Partition, Source, federation_of, load, options_of, partition
+from pflcore.interop import distributed
 from pflcore.models import model_for
 from pflcore.nn import Dropout
 from pflcore.ops import stream
@@ -158,6 +159,10 @@ TABLE: dict[Callable[..., Any], tuple[Good, Wrong]] = {
             "buffers": NAME,
         },
     ),
+    distributed.pairwise_sqdist: ({"a": ROWS}, {"a": MATRIX, "b": [*MATRIX, ROWS[:, :2], ROWS.double()], "group": ["text", 3, WORDS]}),
+    distributed.aggregate: (MIX[0], {"updates": MATRIX, **MIX[1]}),
+    distributed.to_columns: ({"rows": ROWS}, {"rows": MATRIX, "group": ["text", 3, WORDS], "width": COUNT}),
+    distributed.to_rows: ({"columns": ROWS}, {"columns": MATRIX, "group": ["text", 3, WORDS], "count": COUNT}),
     interop.Krum: ({}, {"f": COUNT, "m": POSITIVE}),
     interop.Clusters: ({}, {"k": POSITIVE, "linkage": NAME}),
     interop.Client: (
