@@ -22,6 +22,10 @@ from pflcore.data import Partition, Source, federation_of, load, options_of, pad
 from pflcore.interop import lowrank
 from pflcore.nn import Dropout, FactorizedConv2d, FactorizedLinear, factorize
 from pflcore.nn.models import model_for
+from pflcore.data import Partition, Source, federation_of, load, options_of, partition
+from pflcore.interop import distributed
+from pflcore.nn.models import model_for
+from pflcore.nn import Dropout
 from pflcore.ops import stream
 from pflcore.results.record import Record, Run, read
 from pflcore.results.table import table
@@ -163,6 +167,10 @@ TABLE: dict[Callable[..., Any], tuple[Good, Wrong]] = {
             "buffers": NAME,
         },
     ),
+    distributed.pairwise_sqdist: ({"a": ROWS}, {"a": MATRIX, "b": [*MATRIX, ROWS[:, :2], ROWS.double()], "group": ["text", 3, WORDS]}),
+    distributed.aggregate: (MIX[0], {"updates": MATRIX, **MIX[1]}),
+    distributed.to_columns: ({"rows": ROWS}, {"rows": MATRIX, "group": ["text", 3, WORDS], "width": COUNT}),
+    distributed.to_rows: ({"columns": ROWS}, {"columns": MATRIX, "group": ["text", 3, WORDS], "count": COUNT}),
     interop.Krum: ({}, {"f": COUNT, "m": POSITIVE}),
     interop.Clusters: ({}, {"k": POSITIVE, "linkage": NAME}),
     interop.Client: (
