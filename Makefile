@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 
-.PHONY: demo test lint build portability gpu attack bench clean
+.PHONY: demo test lint build portability gpu attack bench trust clean
 
 # torch comes first: the kernels are built against the torch that is there
 .venv/tools: pyproject.toml
@@ -46,6 +46,10 @@ gpu: build
 # attacks on FedAvg's and WAFFLe's uploads in a minute or two; `pflcore attack` does it on Fashion-MNIST with 1,000 samples a client
 attack: build
 	$(BIN)/pflcore attack --data mnist5k --clients 2 --samples 200 --rounds 5 --shadows 2 --ratios 4 --steps 500 --out runs/attack
+
+# what tries to break it on purpose, and figures: faults in the code, bad inputs, altered data, hostile clients, sanitizers, what is never lost
+trust: build
+	$(BIN)/python tests/trust.py
 
 bench: build
 	$(BIN)/python -m bench
