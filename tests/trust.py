@@ -1,7 +1,7 @@
 """All that tries to break pflcore on purpose, and its figures: `make trust`, in at most 20 minutes on two quiet cores.
 
-Not collected by pytest. Each line is a run of tests that the suite has anyway, but for the sample of faults (tests/mutants.py), which is another
-one every day.
+Not collected by pytest. Each line is a run of tests that the suite has anyway, but for the sample of faults (tests/mutants.py), which is
+another one every day. Names of lines may be given: `python tests/trust.py "altered data" sanitizers`.
 """
 
 from __future__ import annotations
@@ -75,11 +75,20 @@ def hostile_clients() -> Figure:
 
 def sanitizers() -> Figure:
     count, _, good = tested("tests/sanitize", "tests/cuda_on_cpu")
-    return Figure(f"{count.get('passed', 0)} runs of the kernels under sanitizers and between forbidden pages, {count.get('skipped', 0)} skipped", good)
+    return Figure(
+        f"{count.get('passed', 0)} runs of the kernels under sanitizers and between forbidden pages, {count.get('skipped', 0)} skipped",
+        good,
+    )
 
 
 def nothing_lost() -> Figure:
-    words = ("tests/test_checkpoint.py", "tests/test_memory.py", "tests/results/test_results.py", "-k", "killed or altered or damaged or full or lost or ends or cut")
+    words = (
+        "tests/test_checkpoint.py",
+        "tests/test_memory.py",
+        "tests/results/test_results.py",
+        "-k",
+        "killed or altered or damaged or full or lost or ends or cut",
+    )
     count, _, good = tested(*words)
     return Figure(f"{count.get('passed', 0)} kills, full disks and memories at their end: nothing lost", good)
 
