@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 
-.PHONY: demo test lint build portability wheel sharded flower gpu attack bench clean
+.PHONY: demo test lint build portability wheel sharded flower gpu attack trust bench clean
 
 # torch comes first: the kernels are built against the torch that is there
 .venv/tools: pyproject.toml
@@ -60,6 +60,10 @@ flower: build
 	$(BIN)/pip install --quiet -e ".[flower]" --no-build-isolation
 	PATH="$(CURDIR)/$(BIN):$$PATH" FLWR_TELEMETRY_ENABLED=0 RAY_USAGE_STATS_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 $(BIN)/flwr run examples/flower \
 	  --stream --federation-config "num-supernodes=8 client-resources-num-cpus=1 init-args-num-cpus=2"
+
+# what tries to break it on purpose, and figures: faults in the code, bad inputs, altered data, hostile clients, sanitizers, what is never lost
+trust: build
+	$(BIN)/python tests/trust.py
 
 bench: build
 	$(BIN)/python -m bench

@@ -1,13 +1,16 @@
 """Fine points of the methods that only unequal clients, a second round or a second minibatch can show."""
 
 from dataclasses import replace
+from typing import Any
 
+import pytest
 import torch
+import torch.nn as nn
 from small import images, play, quadratics, setting, tiny_model
 from torch import Tensor
 
 from pflcore.algorithms import FedAvg
-from pflcore.algorithms.base import Cohort, Pool, Setting, cohort_from
+from pflcore.algorithms.base import Cohort, Pool, Setting, Tensors, cohort_from
 from pflcore.algorithms.clustered_fl import ClusteredFL
 from pflcore.algorithms.fedamp import FedAMP, HeurFedAMP
 from pflcore.algorithms.feddwa import FedDWA, spread
@@ -19,7 +22,7 @@ from pflcore.algorithms.scaffold import Scaffold
 from pflcore.algorithms.waffle import Waffle
 from pflcore.local import Local, Training
 from pflcore.local.net import Net
-from pflcore.simulation.round import begin
+from pflcore.simulation.round import begin, step
 
 
 def t(values: list[object]) -> Tensor:
@@ -160,3 +163,32 @@ def test_fedfomo_does_not_take_a_model_that_was_not_sent() -> None:
     rows, index = t([[0.0], [2]]), torch.tensor([[1], [-1]])
     own, up = FedFomo().client({"w": Pool(rows, index)}, {"w": t([[4.0], [4]]), "old": t([[4.0], [4]])}, local)
     assert own["w"][:, 0].tolist() == [2, 4] and up["a"][1].tolist() == [0, 0]
+
+
+def test_void_rounds_are_counted_in_a_row() -> None:
+    """A round that was played ends the count."""
+
+    class Breaks(FedAvg):
+        def client(self, down: Any, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
+            own, up = super().client(down, own, local)
+            return own, {k: v * torch.nan if local.round in (1, 2, 4) else v for k, v in up.items()}
+
+    s, _ = three()
+    assert [state.void for state, _ in play(Breaks(), s, 4)] == [1, 2, 0, 1]
+
+
+def test_statistics_that_fail_after_the_server_leave_the_round_undone() -> None:
+    """FedDWA writes its models in place; what is mixed with them may still run out of memory."""
+
+    class Fails(FedDWA):
+        def statistics(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensor:
+            raise MemoryError("as if")
+
+    data = images()
+    net = Net(lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4)))
+    s = setting(net, data, Training(lr=0.1, batch_size=4))
+    state = begin(Fails(), net, 3)
+    before = {k: v.clone() for k, v in state.g.items()}
+    with pytest.raises(MemoryError):
+        step(Fails(), state, s, torch.arange(3), buffers="average")
+    assert all(torch.equal(state.g[k], v) for k, v in before.items()) and not bool(state.joined.any())

@@ -32,6 +32,8 @@ class Comings(RuleBasedStateMachine):
         self.clients: dict[str, Client] = {}
         self.uploads: dict[str, Any] = {}  # on their way, of the round that is open
         self.rounds = self.made = 0
+        self.held: set[int] = set()  # numbers that somebody has or had
+        self.x = self.server.state_dict()["g"].get("x")  # FedAvg's, by hand
 
     @rule(target=names)
     def join(self) -> str:
@@ -39,7 +41,9 @@ class Comings(RuleBasedStateMachine):
         name = f"client {self.made}"
         if len(self.server.clients) >= 2 and self.uploads:  # the round has begun: growth waits for its end
             self.close()
-        self.server.join(name)
+        number = self.server.join(name)
+        assert number == min({*range(len(self.held) + 1)} - self.held)  # the first that nobody has or had
+        self.held.add(number)
         self.clients[name] = Client(self.name, model, data(self.made), Training(batch_size=5), engine="threads")
         return name
 
@@ -58,6 +62,10 @@ class Comings(RuleBasedStateMachine):
         self.rounds += 1
         assert sorted(done.dropped) == sorted(k for k, (_, breaks) in uploads.items() if breaks)
         assert done.void is all(breaks for _, breaks in uploads.values())
+        if self.name == "fedavg":
+            fine = [(up["delta"], n) for (up, n), breaks in uploads.values() if not breaks]
+            self.x = self.x + sum((d * n for d, n in fine), torch.zeros(())) / max(1, sum(n for _, n in fine))
+            torch.testing.assert_close(self.server.state_dict()["g"]["x"], self.x)
         if done.void:
             assert all(torch.equal(v, before["g"][k]) for k, v in self.server.state_dict()["g"].items())
 

@@ -187,3 +187,18 @@ def test_the_record_says_who_takes_the_steps() -> None:
 def test_what_is_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=f"^{said}"):
         Training(**given)
+
+
+def test_kept_moments_stay_with_their_clients_when_another_breaks() -> None:
+    """The first of three is dropped: the others' moments are those of a round without it."""
+
+    class Breaks(FedAvg):
+        def client(self, down: Any, own: Any, local: Local) -> Any:
+            own, up = super().client(down, own, local)
+            return own, {"delta": torch.where((local.ids == 0)[:, None], torch.nan, up["delta"])}
+
+    s = made(KEPT)
+    (broken, done), (without, _) = play(Breaks(), s, 1)[0], play(FedAvg(), s, 1, lambda r: [1, 2])[0]
+    assert done.dropped == [0]
+    for key, moments in without.moments.items():
+        assert torch.equal(broken.moments[key], moments) and bool(moments[1:].any()) and not bool(moments[0].any())

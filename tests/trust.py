@@ -1,0 +1,122 @@
+"""All that tries to break pflcore on purpose, and its figures: `make trust`, in at most 20 minutes on two quiet cores.
+
+Not collected by pytest. Each line is a run of tests that the suite has anyway, but for the sample of faults (tests/mutants.py), which is
+another one every day. Names of lines may be given: `python tests/trust.py "altered data" sanitizers`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+FAULTS = 24  # of the table, without those that need a compiler
+
+
+class Figure(NamedTuple):
+    """What was tried, in words with numbers, and whether all of it held."""
+
+    said: str
+    good: bool
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    return subprocess.run([sys.executable, *words], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+
+
+def tested(*words: str) -> tuple[dict[str, int], int, bool]:
+    """How many tests passed, failed and were skipped, how many examples hypothesis made, and whether nothing failed."""
+    done = run("-m", "pytest", "-p", "no:cacheprovider", "--disable-warnings", "--hypothesis-show-statistics", *words)
+    last = " ".join(done.stdout.splitlines()[-3:])
+    count = {kind: int(n) for n, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", run_summary(done.stdout) or last)}
+    examples = sum(int(n) for n in re.findall(r"(\d+) passing examples", done.stdout))
+    if done.returncode not in (0, 5):
+        print(done.stdout[-3000:])
+    return count, examples, done.returncode == 0
+
+
+def run_summary(text: str) -> str:
+    """pytest's own count; with -q it leaves the words away, so the dots and letters are counted."""
+    dots = "".join(re.findall(r"^([.sFEx]+) +\[ *\d+%\]$", text, re.M))
+    names = {".": "passed", "s": "skipped", "F": "failed", "E": "error"}
+    return ", ".join(f"{dots.count(mark)} {name}" for mark, name in names.items() if mark in dots)
+
+
+def faults() -> Figure:
+    done = run("tests/mutants.py", "--sample", str(FAULTS))
+    print("".join(f"    {line}\n" for line in done.stdout.splitlines() if line.startswith(("survived", "broken"))), end="")
+    return Figure((done.stdout.strip().splitlines() or [done.stderr[-300:]])[-1], done.returncode == 0)
+
+
+def bad_inputs() -> Figure:
+    count, _, good = tested("tests/package/test_arguments.py", "tests/cli/test_bad_input.py", "tests/package/test_supply.py")
+    return Figure(f"{count.get('passed', 0)} wrong arguments and unsafe readers, each answered with one sentence", good)
+
+
+def altered() -> Figure:
+    count, examples, good = tested("tests/test_damage.py", "tests/interop/test_server_machine.py", "tests/interop/test_packing.py")
+    return Figure(f"{examples} altered files and random uses of a server and of forms in {count.get('passed', 0)} tests", good)
+
+
+def hostile_clients() -> Figure:
+    """Attacks and defences: `python -m bench.trust hostile` prints them, its last line is the figure."""
+    if not (ROOT / "bench" / "trust.py").is_file():
+        return Figure("bench/trust.py is not there: attacks and defences were not measured", True)
+    done = run("-m", "bench.trust", "hostile")
+    return Figure((done.stdout.strip().splitlines() or [done.stderr[-300:]])[-1], done.returncode == 0)
+
+
+def sanitizers() -> Figure:
+    count, _, good = tested("tests/sanitize", "tests/cuda_on_cpu")
+    return Figure(
+        f"{count.get('passed', 0)} runs of the kernels under sanitizers and between forbidden pages, {count.get('skipped', 0)} skipped",
+        good,
+    )
+
+
+def nothing_lost() -> Figure:
+    words = (
+        "tests/test_checkpoint.py",
+        "tests/test_memory.py",
+        "tests/results/test_results.py",
+        "-k",
+        "killed or altered or damaged or full or lost or ends or cut",
+    )
+    count, _, good = tested(*words)
+    return Figure(f"{count.get('passed', 0)} kills, full disks and memories at their end: nothing lost", good)
+
+
+PARTS: dict[str, Callable[[], Figure]] = {
+    "faults in the code": faults,
+    "bad inputs": bad_inputs,
+    "altered data": altered,
+    "hostile clients": hostile_clients,
+    "sanitizers": sanitizers,
+    "nothing lost": nothing_lost,
+}
+
+
+def main() -> int:
+    wanted = sys.argv[1:] or list(PARTS)
+    if unknown := [w for w in wanted if w not in PARTS]:
+        print(f"expected some of {', '.join(PARTS)}, got {', '.join(unknown)}.")
+        return 2
+    start, all_good = time.monotonic(), True
+    for name in wanted:
+        began = time.monotonic()
+        figure = PARTS[name]()
+        all_good &= figure.good
+        print(f"{'holds' if figure.good else 'FAILS'}  {name}: {figure.said} ({time.monotonic() - began:.0f} s)", flush=True)
+    print(f"{'all of it holds' if all_good else 'not all of it holds'}, in {(time.monotonic() - start) / 60:.1f} minutes")
+    return int(not all_good)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
