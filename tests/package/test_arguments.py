@@ -19,13 +19,9 @@ import pflcore
 from pflcore import Adversary, Federation, Net, Simulation, Training, interop, metrics, ops
 from pflcore.algorithms import FedAvg, State
 from pflcore.data import Partition, Source, federation_of, load, options_of, padded, partition
-from pflcore.interop import lowrank
+from pflcore.interop import distributed, lowrank
 from pflcore.nn import Dropout, FactorizedConv2d, FactorizedLinear, factorize
 from pflcore.nn.models import model_for
-from pflcore.data import Partition, Source, federation_of, load, options_of, partition
-from pflcore.interop import distributed
-from pflcore.nn.models import model_for
-from pflcore.nn import Dropout
 from pflcore.ops import stream
 from pflcore.results.record import Record, Run, read
 from pflcore.results.table import table

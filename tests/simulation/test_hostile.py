@@ -17,7 +17,6 @@ from pflcore import ALGORITHMS, Simulation, Training, metrics
 from pflcore.algorithms.base import FedAvg
 from pflcore.algorithms.ditto import Ditto
 from pflcore.algorithms.fedopt import FedAdam
-from pflcore.algorithms.local_only import LocalOnly
 from pflcore.data import Federation, federation_of
 from pflcore.data.roles import cross_silo, held_out
 from pflcore.data.synthetic import synthetic_clusters
