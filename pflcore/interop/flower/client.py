@@ -25,7 +25,8 @@ Evaluate = Callable[[Personalized, Context], dict[str, float]]
 
 def number_of(context: Context) -> Hashable:
     """Which client a node is: its partition, where the node has one."""
-    return context.node_config.get("partition-id", str(context.node_id))
+    number: Hashable = context.node_config.get("partition-id", str(context.node_id))
+    return number
 
 
 @kinds.takes(make=kinds.FUNCTION)
