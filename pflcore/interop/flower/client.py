@@ -25,7 +25,8 @@ Evaluate = Callable[[Personalized, Context], dict[str, float]]
 
 def number_of(context: Context) -> Hashable:
     """Which client a node is: its partition, where the node has one."""
-    return context.node_config.get("partition-id", str(context.node_id))
+    number: Hashable = context.node_config.get("partition-id", str(context.node_id))
+    return number
 
 
 @kinds.takes(make=kinds.FUNCTION)
@@ -51,7 +52,7 @@ def client_app(
 
     def opened(context: Context) -> Client:
         key = context.run_id, context.node_id
-        client, state = made.pop(key, None) or (make(context), {})
+        client, state = made.pop(key) if key in made else (make(context), {})
         if not isinstance(client, Client):
             raise TypeError(f"make: expected a function of a Context that gives a pflcore.Client, it gave {type(client).__name__}.")
         made[key] = client, state or client.state_dict()

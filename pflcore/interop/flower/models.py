@@ -47,7 +47,7 @@ class PersonalStrategy(FedAvg):  # type: ignore[misc]
         replies = sorted(replies, key=lambda m: m.metadata.src_node_id)  # whoever came first, the bits are the same
         pairs = [(m.metadata.src_node_id, only_record(m, f"node {m.metadata.src_node_id}")[1]) for m in replies if m.has_content()]
         if pairs:
-            previous = {"previous": self._last or pairs} if isinstance(self.method, FedDWA) else {}
+            previous: dict[str, Any] = {"previous": self._last or pairs} if isinstance(self.method, FedDWA) else {}
             self.models.update(personalize(pairs, self.method, **self.chosen, **previous))
             self._last.update(pairs)
         return super().aggregate_train(server_round, replies)  # type: ignore[no-any-return]

@@ -80,7 +80,7 @@ class PflStrategy(FedAvg):  # type: ignore[misc]
             client = self.clients[message.metadata.src_node_id]
             if client in uploads:
                 raise ValueError(f"client {client!r}: it answered more than once in round {server_round}; leave the others out.")
-            metrics = next(iter(message.content.metric_records.values()), {})
+            metrics: Any = next(iter(message.content.metric_records.values()), {})
             record = only_record(message, f"client {client!r}")[1]
             uploads[client] = record.to_torch_state_dict(), metrics.get(self.weighted_by_key)
         if not uploads:
