@@ -40,12 +40,14 @@ def pairwise_sqdist(
     """
     op = "pairwise_sqdist"
     (a, group), (b, _) = _local(op, "a", a, group), _local(op, "b", b)
-    _agree(op, group, 0, a=a, **({} if b is None else {"b": b}))
-    out = ops.pairwise_sqdist(a, b)
+    given: dict[str, Any] = {"a": a} if b is None else {"a": a, "b": b}
+    _agree(op, group, 0, **given)
+    out: Tensor = ops.pairwise_sqdist(a, b)
     if b is not None:
-        return _together(op, dist.all_reduce, out, group=group)
+        _together(op, dist.all_reduce, out, group=group)
+        return out
     # one sum for both of its places: ranks are not everywhere added in the same order
-    above = torch.triu_indices(*out.shape, 1, device=out.device).unbind()
+    above = torch.triu_indices(len(out), len(out), 1, device=out.device).unbind()
     out = torch.zeros_like(out).index_put_(above, _together(op, dist.all_reduce, out[above], group=group))
     return out + out.T
 
@@ -71,7 +73,8 @@ def aggregate(
         return out
     from torch.distributed.tensor import DTensor, Shard
 
-    mesh, size = updates.device_mesh, torch.Size([len(out), updates.shape[1]])
+    mesh: Any = updates.device_mesh  # type: ignore[attr-defined]
+    size = torch.Size([len(out), updates.shape[1]])
     return DTensor.from_local(out, mesh, [Shard(1)], run_check=False, shape=size, stride=(size[1], 1))
 
 
@@ -179,4 +182,5 @@ def _exchange(op: str, sent: Tensor, give: list[int], take: list[int], group: An
     """`give[k]` numbers to rank k, `take[k]` from it, as bytes: of any dtype."""
     splits = [[n * sent.element_size() for n in numbers] for numbers in (take, give)]
     received = sent.new_empty(sum(take)).view(torch.uint8)
-    return _together(op, dist.all_to_all_single, received, sent.view(torch.uint8), *splits, group=group).view(sent.dtype)
+    _together(op, dist.all_to_all_single, received, sent.view(torch.uint8), *splits, group=group)
+    return received.view(sent.dtype)
