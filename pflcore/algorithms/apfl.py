@@ -39,8 +39,6 @@ class APFL(FedAvg):
     mix: Literal["weights", "logits"] = "weights"  # what is mixed: the models (the paper) or their scores
     evaluate_on: Literal["server", "client"] = "server"  # with which w: the server's newest, or the client's own of its last round
 
-    unused: ClassVar[tuple[str, ...]] = ("weighting",)
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.alpha <= 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -40,8 +39,6 @@ class ClusteredFL(FedAvg):
     first: int = 20  # rounds before the first split
     linkage: str = "complete"  # "complete" or "single"
     gamma: float = 0.0  # least separation of the two halves; 0: not asked for
-
-    unused: ClassVar[tuple[str, ...]] = ("weighting",)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -109,4 +109,4 @@ def sampled(local: Local, fraction: float) -> Setting:
     at = (lists.begin[:-1, None] + order)[torch.arange(order.shape[1]) < count[:, None]]
     size = torch.zeros(data.n, dtype=torch.int64).index_copy(0, ids, count)
     index = {"train": Ragged(lists.flat[onto(at, lists.flat.device)], starts(size))}
-    return local.setting._replace(data=_Part(data.x, data.y, index, data.classes, data.relabel, data.name))
+    return local.setting._replace(data=_Part(data.x, data.y, index, data.classes, data.relabel, data.name, fields=data.fields))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -31,8 +31,6 @@ class Scaffold(FedAvg):
 
     weighting: str = "uniform"  # "uniform" as in the paper, or "samples"
     option: Literal["mean_grad", "II", "I"] = "mean_grad"  # how a client renews its control variate
-
-    unused: ClassVar[tuple[str, ...]] = ("weighting",)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -51,6 +51,8 @@ class Waffle(Scaffold):
     normalize_by_steps: bool = False  # divide an update by its client's steps before measuring distances
     omega: Schedule | None = None  # a function of (round, rounds) instead of the paper's curve
     psi: Schedule | None = None  # the same for Psi; by default Psi is Omega
+
+    unused: ClassVar[tuple[str, ...]] = ("weighting",)
 
     def __post_init__(self) -> None:
         super().__post_init__()

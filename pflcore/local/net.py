@@ -148,11 +148,11 @@ class Net:
 
     def mask(self, *patterns: str) -> Tensor:
         """Bool [P], true where the parameter's name matches one of the shell patterns: `mask("head.*")`."""
-        m = torch.zeros(self.size, dtype=torch.bool)
+        m = torch.zeros(self.size, dtype=torch.bool, device=self.w0.device)
         for pattern in patterns:
             for n in self._matches(pattern):
                 m[self.slices[n]] = True
-        return m.to(self.w0.device)
+        return m
 
     def split(self, row: Tensor, *patterns: str) -> tuple[Tensor, Tensor]:
         """A model's columns in two: (shared, private). Private are the parameters whose names match, without patterns the head.

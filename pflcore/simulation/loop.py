@@ -40,7 +40,7 @@ from pflcore.simulation.personal import Models
 from pflcore.simulation.round import Outcome, begin, buffers_of, evaluate, evaluate_some, per_client, sample, step
 from pflcore.simulation.uploads import farthest, rounded
 
-STREAM = 2  # the version of the random streams: runs of one version, seed and setting are the same run
+STREAM = 3  # the version of the random streams: runs of one version, seed and setting are the same run
 VOID_ROUNDS = 3  # so many void rounds in a row end a run: same data, same lr, it will not recover
 Callback = Callable[[int, Record], None]
 
