@@ -132,7 +132,7 @@ SAMPLED = [
     Mutant("pflcore/round.py", "alg.server({k: v.clone() for k, v in state.g.items()} if averaged else state.g, up, cohort)", "alg.server(state.g, up, cohort)", "algorithms/test_fine_points.py"),
     Mutant("pflcore/uploads.py", "rows, held.to(rows.dtype), onto(ids[:, None], held.device)", "rows, held.to(rows.dtype), onto(ids[:, None].flip(0), held.device)", "test_hostile.py"),
     Mutant("pflcore/uploads.py", "square[:, 0].sqrt().cpu()", "square[:, 0].cpu()", "test_hostile.py"),
-    Mutant("pflcore/uploads.py", '["control"] if "control" in up else []', "[]", "test_hostile.py -k clip"),
+    Mutant("pflcore/uploads.py", '["control"] if "control" in up else []', "[]", "algorithms/test_fine_points.py"),
     Mutant("pflcore/uploads.py", "middle = norm.quantile(0.5)", "middle = norm.mean()", "test_hostile.py test_scale.py"),
     # checkpoints, rows on disk, records
     Mutant("pflcore/checkpoint.py", 'if whole["sha256"] != _sha256([json.dumps(facts).encode()]):', "if not facts:", "test_damage.py -k checkpoint"),
