@@ -83,8 +83,8 @@ def sanitizers() -> Figure:
 
 def nothing_lost() -> Figure:
     words = (
-        "tests/test_checkpoint.py",
-        "tests/test_memory.py",
+        "tests/simulation/test_checkpoint.py",
+        "tests/simulation/test_memory.py",
         "tests/results/test_results.py",
         "-k",
         "killed or altered or damaged or full or lost or ends or cut",

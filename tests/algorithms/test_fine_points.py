@@ -23,6 +23,7 @@ from pflcore.algorithms.waffle import Waffle
 from pflcore.local import Local, Training
 from pflcore.local.net import Net
 from pflcore.simulation.round import begin, step
+from pflcore.simulation.uploads import shortened
 
 
 def t(values: list[object]) -> Tensor:
@@ -192,3 +193,11 @@ def test_statistics_that_fail_after_the_server_leave_the_round_undone() -> None:
     with pytest.raises(MemoryError):
         step(Fails(), state, s, torch.arange(3), buffers="average")
     assert all(torch.equal(state.g[k], v) for k, v in before.items()) and not bool(state.joined.any())
+
+
+def test_a_clipped_update_takes_its_control_variate_along() -> None:
+    """An update of length 5 is cut to 1, one of .5 stays; so do their control variates, by the same factor."""
+    up = {"delta": t([[3.0, 4], [0.3, 0.4]]), "control": t([[2.0, 2], [1, 1]])}
+    cut = shortened(up, {}, torch.arange(2), 2, t([5.0, 0.5]), 1.0)
+    torch.testing.assert_close(cut["delta"], t([[0.6, 0.8], [0.3, 0.4]]))
+    torch.testing.assert_close(cut["control"], t([[0.4, 0.4], [1, 1]]))
