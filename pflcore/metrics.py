@@ -305,8 +305,8 @@ def auc(scores: Tensor, y: Tensor) -> float:
     if not scores.isfinite().all():
         return math.nan
     columns = {1: scores} if scores.dim() == 1 else dict(enumerate(scores.T))
-    found = [_sklearn().roc_auc_score(y == c, s) for c, s in columns.items() if 0 < int((y == c).sum()) < len(y)]
-    return float(sum(found) / len(found)) if found else math.nan
+    areas = [_sklearn().roc_auc_score(y == c, s) for c, s in columns.items() if 0 < int((y == c).sum()) < len(y)]
+    return float(sum(areas) / len(areas)) if areas else math.nan
 
 
 def f1(scores: Tensor, y: Tensor) -> float:

@@ -128,13 +128,13 @@ def trace(net: Net, upload: Upload) -> Tensor:
     """The scores b [S, F] that a client's update betrays: how far a factor's two vectors moved, the upper half's median being 1."""
     if upload.down is None:
         raise ValueError("views: 'trace' needs the download, which is not one model; leave it out.")
-    moved, found = upload.row - upload.down, []
+    moved, trace = upload.row - upload.down, []
     for name in (n.removesuffix("strength") for n in net.names if n.endswith("strength")):
         w_a, w_b = (moved[:, net.slices[name + p]].unflatten(1, net.shapes[net.names.index(name + p)]) for p in ("w_a", "w_b"))
         size = (w_a.norm(dim=1) * w_b.norm(dim=2)).sqrt()
         usual = size.sort(1, descending=True).values[:, : (size.shape[1] + 1) // 2].median(1, keepdim=True).values
-        found.append((size / usual.clamp(min=1e-30)).clamp(max=1))
-    return torch.cat(found, 1)
+        trace.append((size / usual.clamp(min=1e-30)).clamp(max=1))
+    return torch.cat(trace, 1)
 
 
 # -- how well an attack does -------------------------------------------------------------------------------------------------------
@@ -159,11 +159,14 @@ def intervals(score: Tensor, member: Tensor, threshold: float = 0.5, draws: int 
     """95 % intervals of `measures`, by resampling members and others, each among themselves."""
     rng = np.random.RandomState(seed)
     groups = [member.nonzero()[:, 0].numpy(), (~member).nonzero()[:, 0].numpy()]
-    found = []
+    intervals = []
     for _ in range(draws):
         at = torch.from_numpy(np.concatenate([g[rng.randint(len(g), size=len(g))] for g in groups]))
-        found.append(measures(score[at], member[at], threshold))
-    return {k: (float(np.percentile([f[k] for f in found], 2.5)), float(np.percentile([f[k] for f in found], 97.5))) for k in found[0]}
+        intervals.append(measures(score[at], member[at], threshold))
+    return {
+        k: (float(np.percentile([f[k] for f in intervals], 2.5)), float(np.percentile([f[k] for f in intervals], 97.5)))
+        for k in intervals[0]
+    }
 
 
 # -- membership inference ----------------------------------------------------------------------------------------------------------
@@ -318,12 +321,12 @@ def membership(
         return upload, {view: logits(upload.net, rows, x, game.candidates) for view, rows in seen.items()}
 
     target = Game.draw(blocks[0], seed)
-    upload, found = played(target, 0)
+    upload, traces = played(target, 0)
     shadow = [(g, played(g, i)[1]) for i, g in enumerate((Game.draw(b, seed + i) for i, b in enumerate(blocks[1:], 1)), 1)]
     ratio = [(g, played(g, i)[1]) for i, g in enumerate((Game.draw(blocks[0], seed + 1000 + i) for i in range(ratios)), 1 + shadows)]
     labels, member = y[target.candidates].flatten(), target.member.flatten()
     out = []
-    for view, z in found.items():
+    for view, z in traces.items():
         z = z.flatten(0, 1)
         right = (z.argmax(1) == labels).double()
         tries: dict[str, tuple[Tensor, float]] = {}

@@ -117,8 +117,8 @@ class Tuned:
             mine = p.report[self.chosen[protocol][p.report] == j]
             candidate = self.trials[j].candidate
             state, setting = self.states(candidate, protocol)
-            found = evaluate(candidate.algorithm, state, setting._replace(data=p.data.to(setting.data.device)), "test", mine)
-            for k, v in found.items():
+            values = evaluate(candidate.algorithm, state, setting._replace(data=p.data.to(setting.data.device)), "test", mine)
+            for k, v in values.items():
                 out[k] = v if k not in out else torch.where(torch.zeros(len(v)).index_fill(0, mine, 1.0).bool(), v, out[k])
         return out
 
@@ -236,8 +236,8 @@ def tune(
     chosen = [torch.full((p.data.n,), best) for p in protocols]
     if per_client:
         for j in range(len(protocols)):
-            found = torch.stack([t.values[j] if t.score > -math.inf else torch.full_like(t.values[j], math.nan) for t in trials])
-            chosen[j] = found.nan_to_num(nan=-torch.inf).argmax(0)
+            scores = torch.stack([t.values[j] if t.score > -math.inf else torch.full_like(t.values[j], math.nan) for t in trials])
+            chosen[j] = scores.nan_to_num(nan=-torch.inf).argmax(0)
     return Tuned(trials, protocols, chosen, bench.state)
 
 

@@ -171,8 +171,8 @@ class FactorizedWaffle(FedAvg):
     def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
         x, new = down["x"], own["t"][:, 0] == 0
         if self.never == "adapt" and new.any():
-            there = Local(local.setting, local.ids[new.cpu()], local.round, local.buffers[new])
-            fitted = self.train(x[new], {k: v[new] for k, v in own.items()}, there, frozen=True, probe=True, epochs=self.adapt_epochs)
+            newcomers = Local(local.setting, local.ids[new.cpu()], local.round, local.buffers[new])
+            fitted = self.train(x[new], {k: v[new] for k, v in own.items()}, newcomers, frozen=True, probe=True, epochs=self.adapt_epochs)
             own = {k: v.masked_scatter(new[:, None].expand_as(v), fitted[k]) for k, v in own.items()}
         b = self.scores(own["q"].chunk(3, 1)[0], local)
         return {"w": x, "b": torch.where(new[:, None, None], torch.ones_like(b), b) if self.never == "all" else b}

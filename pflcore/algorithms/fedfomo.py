@@ -85,24 +85,24 @@ class FedFomo(FedAvg):
         if index.shape[1]:
             start = ops.aggregate(rows, w[:, :-1], index, base=start)
         new = local.fit(start).w
-        found = torch.zeros(len(a), local.setting.data.n, dtype=a.dtype).scatter_add_(1, index.cpu(), a[:, :-1])
-        return {"w": new, "old": start}, {"w": new, "a": found}
+        weights = torch.zeros(len(a), local.setting.data.n, dtype=a.dtype).scatter_add_(1, index.cpu(), a[:, :-1])
+        return {"w": new, "old": start}, {"w": new, "a": weights}
 
     def gains(self, old: Tensor, candidates: Iterable[Tensor], local: Local) -> Tensor:
         """How much loss falls per distance from `old` [S, P] to each candidate [S, P]: float64 [S, candidates]."""
         before = local.loss(old, "val").double()
-        found = []
+        gains = []
         for c in candidates:
             d = c - old
             length = d.abs().sum(1, dtype=torch.float64) if self.norm == "l1" else d.square().sum(1, dtype=torch.float64).sqrt()
-            found.append(torch.where(length > 0, (before - local.loss(c, "val")) / length, 0.0))
-        return torch.stack(found, 1).nan_to_num(0.0, 0.0, 0.0)
+            gains.append(torch.where(length > 0, (before - local.loss(c, "val")) / length, 0.0))
+        return torch.stack(gains, 1).nan_to_num(0.0, 0.0, 0.0)
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
         a, seen = up["a"].to(g["p"]), torch.ones(len(cohort.ids), dtype=torch.bool)
-        found = torch.zeros_like(g["p"]).index_copy_(0, cohort.ids, a)
+        affinity = torch.zeros_like(g["p"]).index_copy_(0, cohort.ids, a)
         Commit(cohort.ids, (g["w"], up["w"]), (g["p"], g["p"][cohort.ids] + a), (g["seen"], seen)).write()
-        return {**g, "found": found}
+        return {**g, "found": affinity}
 
     def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
         return {"w": own["w"]}

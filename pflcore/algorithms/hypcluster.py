@@ -44,11 +44,11 @@ def centres(net: Net, k: int, seed: int | None = None) -> Tensor:
 
 def losses(rows: Tensor, b: Tensor, local: Local) -> Tensor:
     """Each client's mean training loss under each of the models `rows` [k, P], each with its statistics `b` [k, b]: [S, k]."""
-    found = []
+    losses = []
     for row, mine in zip(rows, b, strict=True):
         local.buffers = mine.expand(len(local.ids), -1)
-        found.append(local.loss(row.expand(len(local.ids), -1)))
-    return torch.stack(found, 1).nan_to_num(nan=torch.inf)
+        losses.append(local.loss(row.expand(len(local.ids), -1)))
+    return torch.stack(losses, 1).nan_to_num(nan=torch.inf)
 
 
 def picks(state: State, setting: Setting, clients: Tensor) -> Tensor:
@@ -171,12 +171,12 @@ class HypCluster(_Models):
 def fit_all(rows: Tensor, b: Tensor, local: Local) -> Tensors:
     """Every client trains every model of `rows` [k, P] with statistics `b` [k, b], each with a shuffle of its own: "delta" [S, k, P]
     and the statistics after it, "b" [S, k, b]."""
-    deltas, found = [], []
+    deltas, fits = [], []
     for j, row in enumerate(rows):
         local.buffers = b[j].repeat(len(local.ids), 1)
         deltas.append(local.fit(row.expand(len(local.ids), -1), stream=f"fit {j}" if j else "fit").w - row)
-        found.append(local.buffers)
-    return {"delta": torch.stack(deltas, 1), "b": torch.stack(found, 1)}
+        fits.append(local.buffers)
+    return {"delta": torch.stack(deltas, 1), "b": torch.stack(fits, 1)}
 
 
 def numbers(losses: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ def _imported(place: str) -> type[FedAvg]:
     """The class at "package.module:Class"."""
     module, _, name = place.partition(":")
     try:
-        found = getattr(importlib.import_module(module), name)
+        thing = getattr(importlib.import_module(module), name)
     except AttributeError:
         raise ValueError(f"algorithm: the module {module!r} has no {name!r}; check the name after the colon.") from None
     except ModuleNotFoundError as error:
@@ -66,6 +66,6 @@ def _imported(place: str) -> type[FedAvg]:
         raise ImportError(f"algorithm: {module!r} needs {missing!r}, which is not installed.") from None
     except Exception as error:
         raise ValueError(f"algorithm: importing {module!r} failed with {type(error).__name__}: {error}") from error
-    if not (inspect.isclass(found) and issubclass(found, FedAvg)):
-        raise TypeError(f"algorithm: expected {place!r} to be a class derived from pflcore.FedAvg, got {type(found).__name__}.")
-    return found
+    if not (inspect.isclass(thing) and issubclass(thing, FedAvg)):
+        raise TypeError(f"algorithm: expected {place!r} to be a class derived from pflcore.FedAvg, got {type(thing).__name__}.")
+    return thing

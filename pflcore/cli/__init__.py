@@ -80,8 +80,8 @@ def _play(command: str, names: list[str], argv: Sequence[str]) -> int:
     from pflcore.reproduce import experiment
 
     one = command == "run"
-    asked = {o: (peek(argv, f"--{o}") or [getattr(experiment.Options, o)])[0] for o in ("data", "partition", "model")}
-    chosen = {"partition": experiment.partition_of(asked["data"], asked["partition"]), "model": experiment.model_of(asked["model"])}
+    choices = {o: (peek(argv, f"--{o}") or [getattr(experiment.Options, o)])[0] for o in ("data", "partition", "model")}
+    chosen = {"partition": experiment.partition_of(choices["data"], choices["partition"]), "model": experiment.model_of(choices["model"])}
     groups = [
         Group("run", *_options_of(experiment.Options, choices=experiment.choices())),
         Group("training", *_options_of(Training)),
@@ -514,9 +514,9 @@ def _check_folder(folder: Path, output: Output) -> None:
     if (folder / "record.jsonl").exists() and not (output.overwrite or output.resume):
         raise ValueError(f"out: expected a folder without a record, got {folder}, which has one; name another or add --overwrite.")
     _check_table(folder, output.overwrite)
-    there = next((p for p in (folder, *folder.absolute().parents) if p.exists()), Path("/"))
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ValueError(f"out: expected a folder that can be written, got {folder}, and {there} cannot; name another.")
+    nearest = next((p for p in (folder, *folder.absolute().parents) if p.exists()), Path("/"))
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise ValueError(f"out: expected a folder that can be written, got {folder}, and {nearest} cannot; name another.")
 
 
 def _plan(job: Job, head: Mapping[str, Any]) -> str:

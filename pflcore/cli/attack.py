@@ -50,27 +50,27 @@ def main(argv: Sequence[str]) -> int:
     options: dict[str, Any] = {k: getattr(got, k) for k in ("clients", "samples", "rounds", "shadows", "ratios", "seed", "workers")}
     got.out.mkdir(parents=True, exist_ok=True)
     oracle = judge(source, got.model, training, got.seed, got.workers) if got.steps else None
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, alg in attacked.items():
         done = got.out / f"{name}.json"
-        asked = {k: str(v) for k, v in vars(got).items() if k not in ("algorithms", "workers", "out", "quiet")}
-        if done.exists() and json.loads(done.read_text())["asked"] == asked:  # an interrupted command goes on here
-            found[name] = json.loads(done.read_text())
+        settings = {k: str(v) for k, v in vars(got).items() if k not in ("algorithms", "workers", "out", "quiet")}
+        if done.exists() and json.loads(done.read_text())["asked"] == settings:  # an interrupted command goes on here
+            results[name] = json.loads(done.read_text())
             continue
 
         def make() -> nn.Module:
             return model_for(got.model, tuple(source.x_train.shape[1:]), source.classes)
 
         result = privacy.membership(alg, make, pool, source.classes, training, names=got.views, say=say, **options)
-        found[name] = {"asked": asked, "membership": [v._asdict() for v in result.verdicts]}
+        results[name] = {"asked": settings, "membership": [v._asdict() for v in result.verdicts]}
         if oracle is not None:
             upload, mine = result.upload, result.game.candidates[0][result.game.member[0]]
             rows = {view: r[0] for view, r in privacy.views(alg, upload, result.known, got.seed, got.views).items()}
             x, y = pool[0][mine], pool[1][mine]
-            found[name]["inversion"] = inversion(upload.net, rows, x, y, source, oracle, got.steps, got.out / f"{name}.png")
-        done.write_text(json.dumps(found[name]) + "\n", encoding="utf-8")
-        (got.out / "table.md").write_text(table(found), encoding="utf-8")
-    print(table(found))
+            results[name]["inversion"] = inversion(upload.net, rows, x, y, source, oracle, got.steps, got.out / f"{name}.png")
+        done.write_text(json.dumps(results[name]) + "\n", encoding="utf-8")
+        (got.out / "table.md").write_text(table(results), encoding="utf-8")
+    print(table(results))
     return 0
 
 
@@ -113,27 +113,27 @@ def inversion(
     return out
 
 
-def table(found: Mapping[str, Any]) -> str:
+def table(results: Mapping[str, Any]) -> str:
     """Markdown: membership inference with 95 % intervals, then model inversion."""
     lines = [
         "| upload of | seen as | attack | accuracy | F1 | AUC | TPR at 1 % FPR | right on members | on others |",
         "|:---|:---|:---|" + "---:|" * 6,
     ]
-    for name, result in found.items():
+    for name, result in results.items():
         for v in result["membership"]:
             cells = [
                 f"{100 * v['value'][k]:.1f} ({100 * v['interval'][k][0]:.1f} to {100 * v['interval'][k][1]:.1f})"
                 for k in ("accuracy", "f1", "auc", "tpr")
             ]
             lines.append(f"| {name} | {v['view']} | {v['attack']} | {' | '.join(cells)} | {100 * v['train']:.1f} | {100 * v['test']:.1f} |")
-    if any("inversion" in r for r in found.values()):
+    if any("inversion" in r for r in results.values()):
         keys = ("confidence", "oracle", "correlation", "ssim", "mse")
         lines += [
             "",
             "| upload of | seen as | own confidence | a stranger sees the class | correlation | SSIM | MSE |",
             "|:---|:---|" + "---:|" * 5,
         ]
-        for name, result in found.items():
+        for name, result in results.items():
             for view, v in result.get("inversion", {}).items():
                 lines.append(f"| {name} | {view} | " + " | ".join(f"{v[k]:.3f}" for k in keys) + " |")
     return "\n".join(lines) + "\n\nIn percent, with 95 % intervals over samples; images against the client's mean of each class.\n"

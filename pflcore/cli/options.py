@@ -66,10 +66,10 @@ def comments(cls: type) -> dict[str, str]:
 
 def of_dataclass(cls: type, rename: Mapping[str, str] | None = None) -> tuple[list[Option], list[str]]:
     """The fields of a dataclass as options, and the names of those that a command line cannot express (functions, for instance)."""
-    told: dict[str, str] = {}
+    helps: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if dataclasses.is_dataclass(base):
-            told |= comments(base)
+            helps |= comments(base)
     hints, options, rest = typing.get_type_hints(cls), [], []
     for f in dataclasses.fields(cls):
         if not f.init:
@@ -78,7 +78,7 @@ def of_dataclass(cls: type, rename: Mapping[str, str] | None = None) -> tuple[li
         if not simple(hints[f.name]) or default is dataclasses.MISSING:
             rest.append(f.name)
         else:
-            options.append(Option((rename or {}).get(f.name, f.name), hints[f.name], default, told.get(f.name, "")))
+            options.append(Option((rename or {}).get(f.name, f.name), hints[f.name], default, helps.get(f.name, "")))
     return options, rest
 
 

@@ -260,10 +260,10 @@ def _root(root: Where | None, data: str) -> Path:
 
 def _file(root: Where | None, data: str, *names: str) -> Path:
     base = _root(root, data)
-    found = next((base / n for n in names if (base / n).is_file()), None)
-    if found is None:
+    path = next((base / n for n in names if (base / n).is_file()), None)
+    if path is None:
         raise FileNotFoundError(f"data {data!r} needs {names[0]} in the data folder, but {base} does not hold it")
-    return found
+    return path
 
 
 def _named(fed: Federation, note: str) -> Federation:

@@ -110,12 +110,12 @@ def _idx(name: str, torchvision_name: str, mean: float, std: float) -> Callable[
     def get(root: Path | None) -> Source:
         for folder in [] if root is None else [root / name, root / torchvision_name / "raw"]:
             paths = [next((p for p in (folder / f"{f}.gz", folder / f) if p.is_file()), None) for f in IDX_FILES]
-            found = [p for p in paths if p is not None]
-            if len(found) == len(IDX_FILES):
-                a, b, c, d = arrays = [read_idx(p) for p in found]
+            files = [p for p in paths if p is not None]
+            if len(files) == len(IDX_FILES):
+                a, b, c, d = arrays = [read_idx(p) for p in files]
                 check(name, DIGESTS.get(name), [digest_of(v) for v in arrays], folder)
                 return _images(name, a[:, None], b, c[:, None], d, 10, (mean,), (std,))
-            if found:
+            if files:
                 missing = [f for f, p in zip(IDX_FILES, paths, strict=True) if p is None]
                 raise FileNotFoundError(f"{folder} must hold the four IDX files of {name}, but {', '.join(missing)} is missing")
         return _torchvision(name, torchvision_name, root, 10, (mean,), (std,))
@@ -181,15 +181,15 @@ def _torchvision(
         datasets = package("torchvision.datasets", name)
     except ImportError as e:
         raise ImportError(f"{e}{instead}") from e
-    folder, there = Path.home() / ".cache" / "pflcore", None
+    folder, sets = Path.home() / ".cache" / "pflcore", None
     if root is not None:
         with contextlib.suppress(RuntimeError, OSError):  # it is not there; nothing is ever written into the user's own folder
-            there = [getattr(datasets, cls)(str(root), train=t, download=False, **options) for t in (True, False)]
+            sets = [getattr(datasets, cls)(str(root), train=t, download=False, **options) for t in (True, False)]
     try:
-        if there is None:
+        if sets is None:
             folder.mkdir(parents=True, exist_ok=True)
-            there = [getattr(datasets, cls)(str(folder), train=t, download=True, **options) for t in (True, False)]
-        train, test = there
+            sets = [getattr(datasets, cls)(str(folder), train=t, download=True, **options) for t in (True, False)]
+        train, test = sets
     except Exception as e:  # no network, a full disk, a changed address: torchvision raises several kinds
         raise OSError(f"data {name!r} could be neither read nor downloaded to {folder} by torchvision ({_line(e)}){instead}") from e
     parts = []

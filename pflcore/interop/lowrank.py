@@ -193,15 +193,15 @@ def mix(
 @kinds.takes(model=kinds.a(nn.Module, words="a PEFT model"), adapter=kinds.TEXT)
 def scales(model: nn.Module, adapter: str = "default") -> dict[str, float]:
     """The name of each A, as `get_peft_model_state_dict` has it, -> its scale in this PEFT model. ValueError where it has none."""
-    found: dict[str, float] = {}
+    scale_of: dict[str, float] = {}
     for name, module in model.named_modules():
         for held, tail in (("lora_A", ".weight"), ("lora_embedding_A", "")):
             if adapter in getattr(module, held, {}):
                 scaling: Any = module.scaling
-                found[f"{name}.{held}{tail}"] = float(scaling[adapter])
-    if not found:
+                scale_of[f"{name}.{held}{tail}"] = float(scaling[adapter])
+    if not scale_of:
         raise ValueError(f"model: found no LoRA adapter {adapter!r} in this {type(model).__name__}; make one with peft.get_peft_model.")
-    return found
+    return scale_of
 
 
 @kinds.takes(states=kinds.some("adapters, in a list or by client id, at least one"))
@@ -306,19 +306,19 @@ def _pairs(states: Sequence[State], scale: Sequence[Mapping[str, float]]) -> dic
         kind = next((kind for mark, kind in REFUSED.items() if mark in name), None)
         if kind:
             raise ValueError(f"{name}: {kind}'s weight is no product of two factors that can be projected; pack it with pflcore.pack.")
-    found = {}
+    pairs = {}
     for match in filter(None, map(FACTOR.search, states[0])):
         name = match.string
         at = match.end(1) if match[1] else match.start() + len("lora_")
-        found[name] = other = f"{name[:at]}B{name[at + 1 :]}"
+        pairs[name] = other = f"{name[:at]}B{name[at + 1 :]}"
         if other not in states[0]:
             raise ValueError(f"{name}: found no {other} beside it; give whole adapters, or pack one factor with fedsa_lora.")
         for j, mine in enumerate(scale):
             if name not in mine:
                 raise ValueError(f"scale: client {j} has none for {name}; give scales(peft_model).")
-    if not found:
+    if not pairs:
         raise ValueError(f"states: found no lora_A among {', '.join(list(states[0])[:5])}; give get_peft_model_state_dict(model).")
-    return found
+    return pairs
 
 
 def _plain(name: str, states: Sequence[State]) -> Tensor:

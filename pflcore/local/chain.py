@@ -223,7 +223,7 @@ def _layers(module: nn.Module) -> list[nn.Module]:
     for name, m in module.named_modules():
         if not is_plain(m):
             raise NoChain(f"a hook on {name or 'the model'}, or a forward of its own")
-    found, mode = [], module.training
+    layers, mode = [], module.training
     try:
         for train in (True, False):
             module.train(train)
@@ -233,12 +233,14 @@ def _layers(module: nn.Module) -> list[nn.Module]:
                 graph = _Tracer().trace(module)
             except Exception as error:  # data-dependent control flow and much else
                 raise NoChain("a forward that torch.fx cannot trace") from error
-            found.append(_checked(_line(module, list(graph.nodes))))
+            layers.append(_checked(_line(module, list(graph.nodes))))
     finally:
         module.train(mode)
-    if [repr(m) for m in found[0]] != [repr(m) for m in found[1]] or any(_owned(a) is not _owned(b) for a, b in zip(*found, strict=True)):
+    if [repr(m) for m in layers[0]] != [repr(m) for m in layers[1]] or any(
+        _owned(a) is not _owned(b) for a, b in zip(*layers, strict=True)
+    ):
         raise NoChain("a forward that differs between training and evaluation")
-    return found[0]
+    return layers[0]
 
 
 def _owned(m: nn.Module) -> Tensor | None:

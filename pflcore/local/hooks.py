@@ -252,9 +252,9 @@ class Local:
                 parts = [(self.net.features(rows[i], x), y) for x, y, _ in self._chunks(i, split)]
             return torch.cat([z for z, _ in parts]), torch.cat([y for _, y in parts])
 
-        found = self._each_client(look)
-        return pad_sequence([z for z, _ in found], batch_first=True), pad_sequence(
-            [y for _, y in found], batch_first=True, padding_value=-1
+        features = self._each_client(look)
+        return pad_sequence([z for z, _ in features], batch_first=True), pad_sequence(
+            [y for _, y in features], batch_first=True, padding_value=-1
         )
 
     def scores(
@@ -311,9 +311,9 @@ class Local:
             hits = shares_right(scores, y) if scored else losses
             return torch.stack([losses, hits], 1)
 
-        found = torch.cat(engine.map(look, list(zip(lists.flat.split(EVAL_BATCH), owner.split(EVAL_BATCH), strict=True))))
-        total = found.new_zeros(len(self._ids), 2).index_add_(0, onto(owner, found.device), found)
-        loss, hits = (total / onto(lists.size[:, None], found.device)).unbind(1)
+        values = torch.cat(engine.map(look, list(zip(lists.flat.split(EVAL_BATCH), owner.split(EVAL_BATCH), strict=True))))
+        total = values.new_zeros(len(self._ids), 2).index_add_(0, onto(owner, values.device), values)
+        loss, hits = (total / onto(lists.size[:, None], values.device)).unbind(1)
         return loss, hits
 
     @property

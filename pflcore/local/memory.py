@@ -24,8 +24,8 @@ def ran_out(error: BaseException) -> bool:
 
 def request_of(error: BaseException) -> str:
     """What the last, refused request was for, where the error says it: "20.00 MiB", or nothing."""
-    found = re.search(r"[Tt]ried to allocate ([\d.]+ ?[KMGT]?i?B|\d+ bytes)", str(error))
-    return human(int(found[1].split()[0])) if found and found[1].endswith("bytes") else found[1] if found else ""
+    size = re.search(r"[Tt]ried to allocate ([\d.]+ ?[KMGT]?i?B|\d+ bytes)", str(error))
+    return human(int(size[1].split()[0])) if size and size[1].endswith("bytes") else size[1] if size else ""
 
 
 def give_back(device: str) -> None:

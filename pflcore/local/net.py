@@ -233,11 +233,11 @@ class Net:
         A training loop that moves the row in place saves the cutting of the row, and the joining of its gradient, in every step.
         """
         self._check(row)
-        found = [piece.view(shape).requires_grad_() for piece, shape in zip(row.detach().split(self.sizes), self.shapes, strict=True)]
+        leaves = [piece.view(shape).requires_grad_() for piece, shape in zip(row.detach().split(self.sizes), self.shapes, strict=True)]
         for i, places in self._bound("whole").params:
             for owner, name in places:
-                owner[name] = found[i]
-        return found
+                owner[name] = leaves[i]
+        return leaves
 
     def on_leaves(self, x: Tensor) -> Tensor:
         """Scores of the model with the parameters that `leaves` bound."""

@@ -111,10 +111,10 @@ class Judge:
         """What is wrong with a form: where it differs, or what it raises, also in the model's own dtype."""
         self.raised = False
         try:
-            found = difference(make(self.wide), self.given)
-            if found is None and self.wide.dtype != self.net.dtype:
+            gap = difference(make(self.wide), self.given)
+            if gap is None and self.wide.dtype != self.net.dtype:
                 make(self.net)(self.given[0].to(self.net.dtype))
-            return found
+            return gap
         except Exception as e:
             if memory.ran_out(e):
                 raise
@@ -123,16 +123,16 @@ class Judge:
 
     def chain(self, data: Federation) -> Chain | None:
         """The model's chain, where it has one and that is the model."""
-        found = find_chain(self.net, data)
-        if isinstance(found, str):
-            self.reasons.append(f"no chain of layers that the kernels know: {found}")
+        chain = find_chain(self.net, data)
+        if isinstance(chain, str):
+            self.reasons.append(f"no chain of layers that the kernels know: {chain}")
             return None
         for make in (by_chain, by_chain_steps):
             wrong = self.wrong(make)
             if wrong is not None:
                 self.say(f"the chain that stands for this model is not the model: {wrong}; the general path trains it")
                 return None
-        return found
+        return chain
 
     def say(self, sentence: str) -> None:
         """For the record; a form that gives other numbers is also worth a warning."""
@@ -157,11 +157,11 @@ def by_module(net: Net) -> Form:
     """The net as a function of a row, one client at a time."""
 
     def form(t: Trial) -> tuple[Tensor, Tensor]:
-        found = []
+        parts = []
         for i in range(len(t.rows)):
             s = slice(i, i + 1)
-            found.append(gradients(net, None, False, t.train, t.rows[s], t.x[s], t.y[s], t.buffers[s], t.seeds[s], {})[:2])
-        losses, grads = zip(*found, strict=True)
+            parts.append(gradients(net, None, False, t.train, t.rows[s], t.x[s], t.y[s], t.buffers[s], t.seeds[s], {})[:2])
+        losses, grads = zip(*parts, strict=True)
         return torch.cat(losses), torch.cat(grads)
 
     return form

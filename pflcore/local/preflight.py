@@ -74,14 +74,14 @@ def check_dtypes(net: Net, data: Federation) -> None:
 def states() -> tuple[dict[str, Any], Tensor]:
     """The global generators' states, by whose they are, and torch's own to be put back."""
     state, numpy = torch.get_rng_state(), np.random.get_state(legacy=False)
-    found: dict[str, Any] = {
+    states: dict[str, Any] = {
         "torch": state.numpy().tobytes(),
         "Python": random.getstate(),
         "NumPy": (numpy["state"]["key"].tobytes(), numpy["state"]["pos"]),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found["torch.cuda"] = b"".join(s.numpy().tobytes() for s in torch.cuda.get_rng_state_all())
-    return found, state
+        states["torch.cuda"] = b"".join(s.numpy().tobytes() for s in torch.cuda.get_rng_state_all())
+    return states, state
 
 
 def passed(net: Net, data: Federation, x: Tensor, y: Tensor, train: bool) -> bool:

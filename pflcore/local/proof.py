@@ -56,7 +56,7 @@ def trials(net: Net, data: Federation, sizes: Sequence[int] = SIZES, seed: int =
 def made(net: Net, data: Federation, sizes: Sequence[int], seed: int) -> tuple[Net, list[Trial]]:
     count = 2 if net.size <= LARGE else 1
     gen, module = torch.Generator().manual_seed(seed), copy.deepcopy(net.module)
-    found = []
+    batches = []
     for size in sizes:
         noise = torch.randn(count, net.size, generator=gen, dtype=torch.float64).to(net.w0)
         x, y = (like(t, net).unflatten(0, (count, size)) for t in samples(data, count * size))
@@ -64,8 +64,8 @@ def made(net: Net, data: Federation, sizes: Sequence[int], seed: int) -> tuple[N
         buffers, seeds = net.b0.expand(count, -1).clone(), torch.arange(count, device=net.w0.device) + 7
         for train in (True, False):
             answers = [answer(net, module, rows[i], x[i], y[i], train, seeds[i]) for i in range(count)]
-            found.append(Trial(rows, x, y, buffers, seeds, train, *(torch.stack(a) for a in zip(*answers, strict=True))))
-    return net, found
+            batches.append(Trial(rows, x, y, buffers, seeds, train, *(torch.stack(a) for a in zip(*answers, strict=True))))
+    return net, batches
 
 
 def difference(form: Form, given: Sequence[Trial]) -> str | None:

@@ -30,11 +30,11 @@ def rates(schedule: Schedule, lr: float, rounds: int) -> tuple[float, ...]:
     if not callable(schedule):
         raise TypeError(f"{WANTED}; got {schedule!r}.")
     function: Callable[..., Any] = schedule
-    found = _stepped(function, lr, rounds) if _takes_one(function) else [_factor(function, r, rounds) * lr for r in range(1, rounds + 1)]
-    for round, rate in enumerate(found, 1):
+    rates = _stepped(function, lr, rounds) if _takes_one(function) else [_factor(function, r, rounds) * lr for r in range(1, rounds + 1)]
+    for round, rate in enumerate(rates, 1):
         if not (math.isfinite(rate) and rate >= 0):
             raise ValueError(f"schedule: expected a finite step size >= 0 in every round, got {rate} in round {round} of {rounds}.")
-    return tuple(found)
+    return tuple(rates)
 
 
 def _takes_one(function: Callable[..., Any]) -> bool:
@@ -76,17 +76,17 @@ def _stepped(make: Callable[..., Any], lr: float, rounds: int) -> list[float]:
         raise TypeError(f"{WANTED}; it made {type(scheduler).__name__}.")
     if optimizer.param_groups[0]["momentum"]:
         raise ValueError("schedule: this scheduler of torch's moves the momentum too, which is the run's; give it cycle_momentum=False.")
-    found = []
+    rates = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that lr_scheduler.step() came before optimizer.step()
         for round in range(1, rounds + 1):
-            found.append(float(optimizer.param_groups[0]["lr"]))
+            rates.append(float(optimizer.param_groups[0]["lr"]))
             if round < rounds:
                 try:
                     scheduler.step()
                 except ValueError as error:  # OneCycleLR ends
                     raise ValueError(f"schedule: torch's scheduler ends after round {round} of {rounds}: {error}.") from None
-    return found
+    return rates
 
 
 def _plateau() -> ValueError:

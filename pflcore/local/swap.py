@@ -82,10 +82,10 @@ class _Conv(torch.autograd.Function):
         need = list(ctx.needs_input_grad[:3])
         if torch.is_grad_enabled():  # a second derivative is wanted
             sizes = [weight.shape[0]] if need[2] else None
-            found = torch.ops.aten.convolution_backward(grad, x, weight, sizes, [1, 1], ctx.padding, [1, 1], False, [0, 0], 1, need)
+            grads = torch.ops.aten.convolution_backward(grad, x, weight, sizes, [1, 1], ctx.padding, [1, 1], False, [0, 0], 1, need)
         else:
-            found = conv2d_backward(grad, x, weight, *ctx.padding, *need)
-        return (*(g if want else None for g, want in zip(found, need, strict=True)), None)
+            grads = conv2d_backward(grad, x, weight, *ctx.padding, *need)
+        return (*(g if want else None for g, want in zip(grads, need, strict=True)), None)
 
 
 class SmallConv2d(nn.Conv2d):

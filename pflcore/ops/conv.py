@@ -33,8 +33,8 @@ def backward_reference(
     """The gradients of `conv2d`."""
     need = [need_x, need_weight, need_bias]
     sizes = [weight.shape[0]] if need_bias else None
-    found = torch.ops.aten.convolution_backward(grad, x, weight, sizes, [1, 1], [pad_h, pad_w], [1, 1], False, [0, 0], 1, need)
-    gx, gw, gb = (g.contiguous() if want else x.new_empty(0) for g, want in zip(found, need, strict=True))
+    grads = torch.ops.aten.convolution_backward(grad, x, weight, sizes, [1, 1], [pad_h, pad_w], [1, 1], False, [0, 0], 1, need)
+    gx, gw, gb = (g.contiguous() if want else x.new_empty(0) for g, want in zip(grads, need, strict=True))
     return gx, gw, gb
 
 

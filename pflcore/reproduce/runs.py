@@ -181,9 +181,9 @@ def later(simulation: Simulation, p: Protocol, states: Sequence[Any], on_round: 
     for round, down, up, state in states:
         began = time.perf_counter()
         simulation.state = state
-        found = evaluate(simulation.algorithm, state, simulation.setting, simulation.eval_split, p.report)  # type: ignore[arg-type]
+        values = evaluate(simulation.algorithm, state, simulation.setting, simulation.eval_split, p.report)  # type: ignore[arg-type]
         line = {"round": round, "cohort": [], "void": False, "bytes_down": down, "bytes_up": up, "seconds": time.perf_counter() - began}
-        history.rounds.append(line | {"eval": {k: v.tolist() for k, v in found.items()}})
+        history.rounds.append(line | {"eval": {k: v.tolist() for k, v in values.items()}})
         on_round(round, history.rounds[-1])
     if not states:
         history.stopped = "What it builds upon was stopped before it was evaluated."

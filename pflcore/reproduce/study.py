@@ -35,8 +35,8 @@ class Point(NamedTuple):
 def results(alg: FedAvg, state: State, setting: Setting, protocol: Protocol, split: str = "test") -> Tensor:
     """Each reported client's accuracy, or loss where there is none, on its test samples (for "val": each choosing client's): [N]."""
     data, who = (protocol.blind, protocol.choose) if split == "val" else (protocol.data, protocol.report)
-    found = evaluate(alg, state, setting._replace(data=data.to(setting.data.device)), split, who)
-    return found.get("accuracy", found["loss"])
+    values = evaluate(alg, state, setting._replace(data=data.to(setting.data.device)), split, who)
+    return values.get("accuracy", values["loss"])
 
 
 def vary(alg: FedAvg, state: State, setting: Setting, protocol: Protocol, option: str, choices: Sequence[Any]) -> list[Point]:

@@ -112,7 +112,7 @@ def _curve(run: Run, measure: str) -> list[tuple[int, int, Any]]:
 def _to_goal(runs: Runs, setting: str, mine: Sequence[Run], measure: str) -> float | None:
     """Bytes, down and up by all clients, until the mean over clients reaches what the setting's first method with several evaluations ends
     at, less 2 % (of a loss: more); the mean over seeds, None where a seed never does or nothing was evaluated twice."""
-    first = next((found[0] for key, found in runs.items() if key[0] == setting and len(found[0].evaluations) > 1), None)
+    first = next((group[0] for key, group in runs.items() if key[0] == setting and len(group[0].evaluations) > 1), None)
     if first is None:
         return None
     up = measure == "accuracy"

@@ -166,8 +166,8 @@ def clients(runs: Sequence[Run], path: str | Path) -> Path:
 def deltas(runs: Sequence[Run], baseline: str, path: str | Path) -> Path | None:
     """Gain of each client over the `baseline` algorithm against its number of samples (Motley, Fig. 3). None without a baseline run."""
     groups, (scale, unit) = label(runs), _scale(runs[0])
-    found = find(groups, baseline)
-    base = found[0] if found else None
+    pair = find(groups, baseline)
+    base = pair[0] if pair else None
     names = list(groups)  # an algorithm has its colour of the other pictures
     others = [(n, m[0]) for n, m in groups.items() if base is not None and m[0] is not base and len(m[0].last()) == len(base.last())]
     if base is None or not others or not len(base.last()):

@@ -259,7 +259,7 @@ class Simulation:
         while self._state.round < self.rounds:
             round, began = self._state.round + 1, time.perf_counter()
             done: Outcome | None = None
-            found: Record | None = None
+            best: Record | None = None
             report: Record = {}
             request: str | None = None  # where memory ran out: what for, if that is known
             try:
@@ -273,7 +273,7 @@ class Simulation:
                     seen: Record = {k: v.tolist() for k, v in self.evaluate(self.eval_split).items()}
                     if self.eval_train:
                         seen["train_loss"] = self.evaluate("train")["loss"].tolist()
-                    found = seen
+                    best = seen
             except (MemoryError, RuntimeError) as error:
                 if not memory.ran_out(error):
                     raise
@@ -297,7 +297,7 @@ class Simulation:
                     "moved": rounded(done.moved) if done.moved else None,
                     "clipped": done.clipped,
                     "report": report,
-                    "eval": found,
+                    "eval": best,
                 }
             if request is not None:
                 memory.give_back(self.device)

@@ -209,16 +209,16 @@ def mixed_statistics(old: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
 def finite(tensors: Iterable[Tensor], count: int) -> Tensor:
     """Bool [S]: which clients' rows are finite throughout. One pass: a float64 sum is finite only if all its terms are (those of float32
     squared, by the kernel for distances); and one look at what a device found."""
-    found: dict[torch.device, Tensor] = {}
+    parts: dict[torch.device, Tensor] = {}
     for v in tensors:
         if v.is_floating_point() and v.numel():
             rows = v.reshape(count, -1)
             fine = (
                 rows.sum(1) if v.dtype == torch.float64 else ops.pairwise_sqdist(rows, rows.new_zeros(1, rows.shape[1]))[:, 0]
             ).isfinite()
-            found[v.device] = found[v.device] & fine if v.device in found else fine
+            parts[v.device] = parts[v.device] & fine if v.device in parts else fine
     everywhere = torch.ones(count, dtype=torch.bool)
-    for fine in found.values():
+    for fine in parts.values():
         everywhere &= fine.cpu()
     return everywhere
 
@@ -258,10 +258,10 @@ def evaluate(
     A client without samples of `split`, or not among `clients` (ids; default: all), is not looked at: NaN, and size 0. A loss that is
     not finite is infinite, never NaN: whoever takes a mean meets it. There is an accuracy where the criterion scores classes.
     """
-    ids, found = looked_at(alg, state, setting, split, torch.arange(setting.data.n) if clients is None else clients, buffers, metrics)
+    ids, values = looked_at(alg, state, setting, split, torch.arange(setting.data.n) if clients is None else clients, buffers, metrics)
     none = torch.full((setting.data.n,), torch.nan, dtype=torch.float64)
-    size = torch.zeros(setting.data.n, dtype=torch.int64).index_copy(0, ids, found.pop("size"))
-    return {k: none.index_copy(0, ids, v) for k, v in found.items()} | {"size": size}
+    size = torch.zeros(setting.data.n, dtype=torch.int64).index_copy(0, ids, values.pop("size"))
+    return {k: none.index_copy(0, ids, v) for k, v in values.items()} | {"size": size}
 
 
 @few_threads
@@ -275,8 +275,8 @@ def evaluate_some(
     metrics: Mapping[str, Metric] | None = None,
 ) -> Tensors:
     """The values of `evaluate` of those of `clients` who have samples of `split`, and of nobody else: each [S], their ids in "clients"."""
-    ids, found = looked_at(alg, state, setting, split, clients, buffers, metrics)
-    return {"clients": ids, **found}
+    ids, values = looked_at(alg, state, setting, split, clients, buffers, metrics)
+    return {"clients": ids, **values}
 
 
 def looked_at(

@@ -28,15 +28,15 @@ def updates(up: Tensors, g: Tensors, n: int) -> dict[str, Tensor | None]:
 
 def norms(up: Tensors, g: Tensors, ids: Tensor, n: int) -> Tensor | None:
     """Each client's largest update norm [S], float64 on the CPU; None where nothing that is uploaded is an update."""
-    found: list[Tensor] = []
+    norms: list[Tensor] = []
     for key, held in updates(up, g, n).items():
         rows = up[key].reshape(len(ids), -1)
         if held is None:
             square = ops.pairwise_sqdist(rows, rows.new_zeros(1, rows.shape[1]))
         else:
             square = ops.pairwise_sqdist(rows, held.to(rows.dtype), onto(ids[:, None], held.device))
-        found.append(square[:, 0].sqrt().cpu())
-    return torch.stack(found).amax(0) if found else None
+        norms.append(square[:, 0].sqrt().cpu())
+    return torch.stack(norms).amax(0) if norms else None
 
 
 def shortened(up: Tensors, g: Tensors, ids: Tensor, n: int, norm: Tensor, limit: float) -> dict[str, Tensor]:

@@ -434,6 +434,8 @@ def test_every_public_callable_is_in_the_table() -> None:
     missing, module = [], ""
     for section, name in re.findall(r"^(?:## `(pflcore[\w.]*)`|- `(\w+)`)", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.M):
         module = section or module
+        if module == "pflcore.interop.flower":  # its own tests do this, where Flower is
+            continue
         thing = getattr(importlib.import_module(module), name) if name else None
         if callable(thing) and thing not in known and name not in NOT_MADE_BY_USERS and not is_exempt(thing):
             missing.append(f"{module}.{name}")
