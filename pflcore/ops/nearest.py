@@ -14,7 +14,7 @@ from pflcore.ops import kinds
 from . import stream
 from ._words import check_same, expect, is_int, shape
 from .sqdist import pairwise_sqdist
-from .stream import Progress, Rows, block, check_rows, spans, take
+from .stream import PROGRESS, Progress, Rows, block, check_rows, meter, spans, take
 from .weights import feddwa_weights
 
 METHODS = ("exact", "groups", "sketch")
@@ -32,7 +32,7 @@ class Nearest(NamedTuple):
     certified: Tensor  # [M] bool: these are the K nearest, whatever the sketch or the data
 
 
-@kinds.takes(guide=kinds.DENSE, rows=kinds.DENSE, seed=kinds.SEED, progress=kinds.FUNCTION)
+@kinds.takes(guide=kinds.DENSE, rows=kinds.DENSE, seed=kinds.SEED, progress=PROGRESS)
 def nearest(
     guide: Tensor | Rows,  # [M, P]
     rows: Tensor | Rows,  # [N, P]
@@ -42,7 +42,7 @@ def nearest(
     pivots: int | None = None,
     candidates: int | None = None,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> Nearest:
     """The k nearest rows of each guide by `(pairwise_sqdist, index)`, as `feddwa_weights` ranks: NaN is infinitely far, k >= N gives all.
 
@@ -52,7 +52,8 @@ def nearest(
     are clustered; where less than half can be spared it takes all pairs, after some 7 / sqrt(N). "sketch" looks for `candidates` (None:
     5 k) in a CountSketch of 1024 columns and ranks them by exact distances: every distance is right, but neighbours may be missed: in a
     cluster of 100 with isotropic noise 37 % were. A row is certified where none can be: always with "exact" and "groups", with "sketch"
-    where the pivots prove it (pivots=0: nowhere, and quickest). `seed` is the sketch's; `progress(done, of)` counts guides.
+    where the pivots prove it (pivots=0: nowhere, and quickest). `seed` is the sketch's; `progress(done, of)` counts
+    guides, True shows a bar.
     """
     op = "nearest"
     none, few = check_rows(op, "guide", guide), check_rows(op, "rows", rows)
@@ -65,7 +66,7 @@ def nearest(
         expect(fine, op, name, f"a whole number of at least {low}", shape(value) if isinstance(value, Tensor) else repr(value))
     expect(method in METHODS, op, "method", "'exact', 'groups' or 'sketch'", repr(method))
     with torch.no_grad():
-        search = _Search(guide, rows, min(int(k), n), none.device, progress)
+        search = _Search(guide, rows, min(int(k), n), none.device, meter(progress))
         if method == "exact":
             return search.exact()
         many = min(n, math.isqrt(n - 1) + 1 if pivots is None else pivots)

@@ -27,6 +27,26 @@ BYTES = 1 << 28  # of rows that are held at a time
 CHUNK = 128  # rows that `aggregate` sums before it adds them to a float64 total
 
 Progress = Callable[[int, int], object]
+PROGRESS = kinds.Kind("a function of (done, of), or True for a bar", lambda v: callable(v) or v is True)
+
+
+def meter(progress: Progress | bool | None) -> Progress | None:
+    """What is told how far it is; True is a bar of tqdm's on stderr. ImportError without tqdm."""
+    if not isinstance(progress, bool):
+        return progress
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        raise ImportError("progress: a bar needs tqdm; pip install 'pflcore[cli]', or give a function of (done, of).") from None
+    bar = tqdm(unit=" rows")
+
+    def show(done: int, of: int) -> None:
+        bar.total = of
+        bar.update(done - bar.n)
+        if done >= of:
+            bar.close()
+
+    return show
 
 
 class Rows(Protocol):
@@ -127,13 +147,15 @@ def spans(rows: Tensor | Rows) -> Iterator[tuple[int, int]]:
     return ((first, min(first + step, rows.shape[0])) for first in range(0, rows.shape[0], step))
 
 
-@kinds.takes(a=kinds.DENSE, b=kinds.DENSE, progress=kinds.FUNCTION)
+@kinds.takes(a=kinds.DENSE, b=kinds.DENSE, progress=PROGRESS)
 def pairwise_sqdist(
     a: Tensor | Rows,  # [M, P]
     b: Tensor | Rows | None = None,  # [N, P]; None: b = a
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> Tensor:  # [M, N] float64
-    """`pflcore.pairwise_sqdist` over rows that can be read again, tile by tile; `progress(done, of)` counts the rows of a."""
+    """`pflcore.pairwise_sqdist` over rows that can be read again, tile by tile; `progress(done, of)` counts the rows of a,
+    and `progress=True` shows a bar."""
+    progress = meter(progress)
     for name, rows in (("a", a), *([] if b is None else [("b", b)])):
         check_rows("pairwise_sqdist", name, rows)
     other = a if b is None else b
@@ -158,7 +180,7 @@ def pairwise_sqdist(
         "rows [N, P] or blocks of them",
         lambda v: hasattr(v, "shape") or (hasattr(v, "__iter__") and not (v and kinds.NAMES.fits(v))),
     ),
-    progress=kinds.FUNCTION,
+    progress=PROGRESS,
 )
 def aggregate(
     updates: Tensor | Rows | Iterable[Any],  # [N, P], or blocks [n, P] of N rows in all
@@ -168,13 +190,15 @@ def aggregate(
     lr: float = 1.0,
     out: Any = None,  # [M, P]: a tensor, or what takes slices of rows (numpy.memmap)
     precise: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> Any:  # [M, P]
     """`pflcore.aggregate` over rows that can be read again or, without `index`, over blocks of rows that come but once.
 
     Dense, it holds a float64 total [M, P] and 128 rows; with `index`, the rows that so many results need as 256 MB hold.
-    `progress(done, of)` counts rows of updates, with `index` those of the result. Errors are those of `pflcore.aggregate`.
+    `progress(done, of)` counts rows of updates, with `index` those of the result;
+    True shows a bar. Errors are those of `pflcore.aggregate`.
     """
+    progress = meter(progress)
     matrix("aggregate", "weight", weight, "[M, N]" if index is None else "[M, K]")
     again = isinstance(updates, Tensor) or hasattr(updates, "shape")
     expect(index is None or again, "aggregate", "updates", "rows that can be read again where index is given", type(updates).__name__)

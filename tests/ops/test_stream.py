@@ -1,5 +1,7 @@
 """Rows from files, maps and blocks: what comes out has the bits of the same ops in memory."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -135,3 +137,15 @@ def test_bad_input(tmp_path):
         stream.pairwise_sqdist([[1.0]])
     with refuses("pairwise_sqdist", "b"):
         stream.pairwise_sqdist(rows.numpy(), np.zeros((2, 3), np.float32))
+
+
+def test_a_bar_shows_how_far_it_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("tqdm")
+    rows = torch.randn(6, 5)
+    for call in (
+        lambda: stream.pairwise_sqdist(mapped(rows, tmp_path), progress=True),
+        lambda: stream.aggregate(iter(rows.split(2)), torch.ones(2, 6), progress=True),
+        lambda: nearest(rows, rows, 2, progress=True),
+    ):
+        call()
+        assert "6/6" in capsys.readouterr().err

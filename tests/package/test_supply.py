@@ -95,7 +95,8 @@ def test_importing_everything_and_a_run_need_no_network(tmp_path: Path) -> None:
     pytest.importorskip("tyro")
     done = offline(
         "import importlib.util, pkgutil, pflcore\n"
-        "names = [m.name for m in pkgutil.walk_packages(pflcore.__path__, 'pflcore.') if not m.name.endswith(('__main__', '._C', '.lib_pflcore'))]\n"
+        "names = [m.name for m in pkgutil.walk_packages(pflcore.__path__, 'pflcore.')]\n"
+        "names = [n for n in names if not n.endswith(('__main__', '._C', '.lib_pflcore'))]\n"
         "flower = importlib.util.find_spec('flwr') is not None\n"
         "for name in names:\n"
         "    if flower or '.flower' not in name: importlib.import_module(name)\n"
