@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 
-.PHONY: demo test lint build portability wheel sharded flower gpu attack trust bench clean
+.PHONY: demo test lint build portability wheel sharded flower lora gpu attack trust bench clean
 
 # torch comes first: the kernels are built against the torch that is there
 .venv/tools: pyproject.toml
@@ -54,6 +54,11 @@ gpu: build
 # attacks on FedAvg's and WAFFLe's uploads in a minute or two; `pflcore attack` does it on Fashion-MNIST with 1,000 samples a client
 attack: build
 	$(BIN)/pflcore attack --data mnist5k --clients 2 --samples 200 --rounds 5 --shadows 2 --ratios 4 --steps 500 --out runs/attack
+
+# twelve clients' adapters of a tiny transformer: raw factors, and products, as neighbours
+lora: build
+	$(BIN)/pip install --quiet -e ".[lora]" --no-build-isolation
+	$(BIN)/python examples/lora.py
 
 # personalized training as a Flower app, eight nodes on two cores, in half a minute; what it starts on 127.0.0.1 goes on afterwards
 flower: build
