@@ -16,8 +16,8 @@ from pflcore.local import Local, Training
 from pflcore.local.net import Net
 from pflcore.local.workers import onto
 
-MANY = 1000  # clients of a cohort from which on groups pay, and cost little where there are none, if all pairs are so many products:
-PRODUCTS = 1 << 30
+MANY = 1000  # clients of a cohort from which on the nearest are looked for in blocks, by groups where rows are so long that a pair costs:
+LONG = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ class FedDWA(FedAvg):
 
     def weights(self, guide: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         """The mixing weights [S, K] and whose models they weigh [S, K], for guidance [S, P] and models [S, P]."""
-        if self.search == "groups" or (self.search == "auto" and len(w) >= MANY and len(w) * w.numel() >= PRODUCTS):
-            d, near, _ = ops.nearest(guide, w, self.k, "groups")
+        if self.search == "groups" or (self.search == "auto" and len(w) >= MANY):
+            d, near, _ = ops.nearest(guide, w, self.k, "groups" if self.search == "groups" or w.shape[1] >= LONG else "exact")
             if self.prefer_self:  # it stands before its equals, and but once
                 own = torch.arange(len(w), device=w.device)[:, None]
                 d = torch.cat([ops.pairwise_sqdist(guide, w, own), torch.where(near == own, math.inf, d)], 1)

@@ -498,9 +498,10 @@ def test_bad_options_of_the_qp(options, message):
         FedDWAQP(**options)
 
 
+@pytest.mark.parametrize("long", [1, 1000], ids=["groups", "blocks"])
 @pytest.mark.parametrize("prefer_self", [False, True])
 @pytest.mark.parametrize("k", [1, 5, 99])
-def test_a_search_by_groups_changes_no_bit(prefer_self, k, monkeypatch):
+def test_a_search_by_groups_changes_no_bit(prefer_self, k, long, monkeypatch):
     """Clusters, copies of models, a guidance that is another's model; and a cohort of many takes it by itself."""
     gen = torch.Generator().manual_seed(0)
     w = torch.randn(5, 67, generator=gen).repeat(8, 1) + 1e-3 * torch.randn(40, 67, generator=gen)
@@ -512,7 +513,7 @@ def test_a_search_by_groups_changes_no_bit(prefer_self, k, monkeypatch):
     for a, b in zip(FedDWA(k=k, prefer_self=prefer_self, search="groups").weights(guide, w), want, strict=True):
         assert torch.equal(a, b)
     monkeypatch.setattr("pflcore.algorithms.feddwa.MANY", 40)
-    monkeypatch.setattr("pflcore.algorithms.feddwa.PRODUCTS", 1)
+    monkeypatch.setattr("pflcore.algorithms.feddwa.LONG", long)
     monkeypatch.setattr(ops, "pairwise_sqdist", None if not prefer_self else ops.pairwise_sqdist)  # not all pairs
     for a, b in zip(FedDWA(k=k, prefer_self=prefer_self).weights(guide, w), want, strict=True):
         assert torch.equal(a, b)
