@@ -27,7 +27,7 @@ def resident(key):
 
 
 def played(name, participation, engine, workers, send):
-    """In a process of its own: the estimate, and by how much its peak grew."""
+    """In a fresh process, since a fork grows into what its parent's allocator keeps: the estimate, and by how much the peak grew."""
     torch.set_num_threads(1)
     gen = torch.Generator().manual_seed(0)
     x, y = torch.randn(N * 12, 1, 20, 20, generator=gen), torch.randint(0, 4, (N * 12,), generator=gen)
@@ -48,7 +48,7 @@ def played(name, participation, engine, workers, send):
 
 
 def ratio(*case):
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
     child = context.Process(target=played, args=(*case, send))
     child.start()
