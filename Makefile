@@ -55,14 +55,18 @@ gpu: build
 attack: build
 	$(BIN)/pflcore attack --data mnist5k --clients 2 --samples 200 --rounds 5 --shadows 2 --ratios 4 --steps 500 --out runs/attack
 
+# the packages of an extra, without building pflcore again
+EXTRA = import sys; from importlib.metadata import requires; print(*(r.split(";")[0] for r in requires("pflcore") if f"extra == \"{sys.argv[1]}\"" in r), sep="\n")
+extra = $(BIN)/python -c '$(EXTRA)' $(1) | $(BIN)/pip install --quiet -r /dev/stdin
+
 # twelve clients' adapters of a tiny transformer: raw factors, and products, as neighbours
 lora: build
-	$(BIN)/pip install --quiet -e ".[lora]" --no-build-isolation
+	$(call extra,lora)
 	$(BIN)/python examples/lora.py
 
 # personalized training as a Flower app, eight nodes on two cores, in half a minute; what it starts on 127.0.0.1 goes on afterwards
 flower: build
-	$(BIN)/pip install --quiet -e ".[flower]" --no-build-isolation
+	$(call extra,flower)
 	PATH="$(CURDIR)/$(BIN):$$PATH" FLWR_TELEMETRY_ENABLED=0 RAY_USAGE_STATS_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 $(BIN)/flwr run examples/flower \
 	  --stream --federation-config "num-supernodes=8 client-resources-num-cpus=1 init-args-num-cpus=2"
 
