@@ -83,7 +83,7 @@ def check_waffle(dist: Any, target: Any, omega: float, psi: float, tie: str) -> 
             low, high = (int(v) for v in target.aminmax())
             expect(low >= 0 and high < n, op, "target", f"from 0 to {n - 1}", f"{low} to {high}")
         return target
-    expect(is_int(target), op, "target", "an int or an int64 tensor", f"{target!r:.60}", kind=TypeError)
+    expect(is_int(target), op, "target", "an int or an int64 tensor", f"{target!r}"[:60], kind=TypeError)
     expect(0 <= target < n, op, "target", f"from 0 to {n - 1}", str(target))
     return torch.full((), int(target), dtype=torch.int64, device=dist.device)
 
