@@ -3,9 +3,11 @@
 A plan has the keys
 `options`, `training`, `model_options`   of all runs: those of `pflcore run`, without seeds
 `seeds`          of the runs, [0, 1, 2] for instance
-`settings`       name -> what is its own: options, "partition_options", and "protocol" where samples or clients are held out as in Motley:
+`settings`       name -> what is its own: options, "partition_options", "method_options" (method -> options), and "protocol" where samples
+                 or clients are held out as in Motley:
                  {"kind": "cross-silo", "fractions"} (a split for each seed), {"kind": "cross-device", "train", "val", "test", "seed"}.
-                 Without one everybody trains and is tested on its test samples.
+                 Without one everybody trains and is tested on its test samples. With the option "target" that client alone is
+                 tested, and Local trains nobody else.
 `methods`        name -> "algorithm", "options", "training", and
   "grid"         option -> values ("training.lr" and the like set how clients train): searched by `pflcore.tuning` on validation data, the
                  protocol's or 20 % of each client's training samples; only the point that is chosen there is tested
@@ -14,7 +16,7 @@ A plan has the keys
   "rounds"       where they are not the options'; 0: the fresh state is evaluated
   "looks_ahead"  no row of its own under `--equal-compute`, where the others train with "equal_compute"
   "vary" (a late option -> values), "sizes"  studies of the trained state: see `pflcore.reproduce.study`
-`reported`, `expected`   setting -> method -> the paper's number; what must come out, by
+`reported`, `expected`   setting -> method -> the paper's number, or [number, standard deviation]; what must come out, by
 `checks`         {"tolerance", "hurt" and "largest": {method: [percent, within]}, "below" and "above": {method: [others, in every run]}}
 `against`        an option that results are drawn against; `takes`: how long, in words; `about`, `paper`: more words
 `groups`         true: the table of `pflcore.reproduce.groups`, of the last round and its subpopulations; "reported" then names measures
@@ -140,7 +142,8 @@ def complete(plan: Mapping[str, Any]) -> dict[str, Any]:
                 raise ValueError(f"method {name!r}: expected {key} to be a method above it that is trained itself, got {m[key]!r}.")
         above[name] = m
     for name, s in plan["settings"].items():
-        _known(f"setting {name!r}", s, own | {"partition_options", "protocol"})
+        _known(f"setting {name!r}", s, own | {"partition_options", "method_options", "protocol"})
+        _known(f"method_options of {name!r}", s.get("method_options", {}), plan["methods"])
         roles = s.get("protocol")
         if roles is not None:
             if roles.get("kind") not in PROTOCOL:
@@ -204,7 +207,7 @@ def tasks(
     bases = {m.get("state_of") for m in plan["methods"].values()}
     for setting in chosen("settings", plan, settings):
         own = dict(plan["settings"][setting])
-        cut, roles = own.pop("partition_options", {}), own.pop("protocol", None) or {}
+        cut, roles, theirs = own.pop("partition_options", {}), own.pop("protocol", None) or {}, own.pop("method_options", {})
         trained: dict[tuple[str, str, int], Task] = {}
         for method in wanted:
             m = plan["methods"][method]
@@ -215,7 +218,7 @@ def tasks(
             variants = {"": m.get("training", {})}
             if equal and plan["equal_compute"] and not m.get("looks_ahead"):
                 variants["equal compute"] = {**variants[""], **plan["equal_compute"]}
-            hyper = {k: tuple(v) if isinstance(v, list) else v for k, v in m.get("options", {}).items()}
+            hyper = {k: tuple(v) if isinstance(v, list) else v for k, v in {**m.get("options", {}), **theirs.get(method, {})}.items()}
             for variant, training in variants.items():
                 for seed in seeds_of(plan["seeds"], seeds):
                     try:

@@ -58,13 +58,17 @@ class Reproduction:
         return rows
 
     def protocol(self, task: Task) -> Protocol:
-        """The task's data and roles, made once."""
+        """The task's data and roles, made once; with a target, that client alone is reported, and trains where it is alone anyway."""
         seed = task.job.options.seed if task.roles.get("kind") == "cross-silo" else None
         name = json.dumps(plain([task.setting, seed]))
         if name not in self.protocols:
             self.protocols = {k: v for k, v in self.protocols.items() if json.loads(k)[0] == task.setting}  # the others are over
             self.protocols[name] = task.protocol()
-        return self.protocols[name]
+        p, target = self.protocols[name], task.job.options.target
+        if not isinstance(target, int):
+            return p
+        one = torch.tensor([target])
+        return replace(p, choose=one, report=one, train=one if task.job.algorithm == "local" else p.train)
 
     def simulation(self, task: Task) -> tuple[Simulation, Protocol]:
         """The task's simulation, not begun, and its protocol."""
