@@ -215,6 +215,7 @@ def tasks(
         cut, roles, common, shape, theirs = (
             own.pop(k, None) or {} for k in ("partition_options", "protocol", "training", "model_options", "method_options")
         )
+        shape = {**plan["model_options"], **shape}
         trained: dict[tuple[str, str, int], Task] = {}
         for method in wanted:
             m = plan["methods"][method]
@@ -236,7 +237,6 @@ def tasks(
                     except ValueError as e:
                         raise ValueError(f"method {method!r}: {e}") from None
                     keeps = not base and (method in bases or "vary" in m or "sizes" in m)
-                    shape = {**plan["model_options"], **shape}
                     task = Task(method, setting, variant, job, cut, shape, roles, m.get("grid", {}), keeps=keeps)
                     trained[method, variant, seed] = task
                     out.append(replace(task, base=trained.get((base, variant, seed), trained.get((base, "", seed)))) if base else task)
