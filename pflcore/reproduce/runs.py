@@ -38,6 +38,7 @@ class Reproduction:
         self.plan, self.folder, self.progress = plan, folder, progress
         self.runs: dict[tuple[str, str, str], list[Run]] = {}
         self.first: dict[tuple[str, str, str], Task] = {}  # the runs' first tasks, with what a grid chose
+        self.tasks: dict[tuple[tuple[str, str, str], int], Task] = {}  # all of them, by key and seed
         self.protocols: dict[str, Protocol] = {}
         self.kept: dict[Path, list[tuple[int, int, int, State]]] = {}
 
@@ -45,7 +46,8 @@ class Reproduction:
         """Plays what is missing and writes result.json and table.md after every method, so that there is a result at any time."""
         rows: list[dict[str, Any]] = []
         for key, group in groupby(todo, lambda task: task.key):
-            these = self.tuned(list(group))
+            these = self.tuned([replace(t, base=self.of_base(t.base)) if t.base else t for t in group])
+            self.tasks |= {(t.key, t.job.options.seed): t for t in these}
             self.first[key] = these[0]
             self.runs[key] = [self.run(task) for task in these]
             if self.plan["groups"]:
@@ -56,6 +58,10 @@ class Reproduction:
             checks = verdicts(self.plan, rows)
             write(self.folder, self.plan, rows, table(self.plan, rows, checks), checks)
         return rows
+
+    def of_base(self, base: Task) -> Task:
+        """The run whose states are evaluated, at the point that its grid chose."""
+        return self.tasks.get((base.key, base.job.options.seed), base)
 
     def protocol(self, task: Task) -> Protocol:
         """The task's data and roles, made once; with a target, that client alone is reported, and trains where it is alone anyway."""
