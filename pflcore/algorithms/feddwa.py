@@ -37,9 +37,9 @@ class FedDWA(FedAvg):
     `search` says how the nearest are looked for, not which they are: "exact" takes all S * S distances; "groups" (`ops.nearest`) gives the
     same bits from few of them where clients form clusters, and takes some 2 / sqrt(S) more than all where they do not; "auto" is "groups"
     from 1000 clients of a cohort on, unless their models are tiny.
-    Not of the paper: weights ~ 1 / |g_i - w_j|^(2 power), of which `power=0` is an even mix of the same neighbours; and `stride`, which moves
-    the guidance along its direction until it is so many times as far from its client's model as the nearest other model is (as it stands
-    the step, and with it the distance to the client itself, shrinks with the gradient, until the client's own model has all the weight).
+    Not of the paper: weights ~ 1 / |g_i - w_j|^(2 power), with 0 an even mix of the same neighbours; and `stride`, which moves the guidance
+    along its direction until it is so many times as far from its client's model as the nearest other model is (as it stands the step,
+    and with it the distance to the client itself, shrinks with the gradient, until the client's own model has all the weight).
     """
 
     k: int = 5  # how many models are mixed, at most the cohort
@@ -189,7 +189,8 @@ def strided(guide: Tensor, w: Tensor, stride: float) -> Tensor:
     """Guidance models [S, P] in the same direction from `w` [S, P], `stride` times as far as the nearest other model is."""
     gap, step = ops.pairwise_sqdist(w).fill_diagonal_(math.inf).min(1).values.sqrt(), guide - w
     scale = stride * gap / torch.linalg.vector_norm(step, dim=1, dtype=torch.float64)
-    return w + step * scale.where(scale.isfinite(), 1.0)[:, None].to(w)
+    moved: Tensor = w + step * scale.where(scale.isfinite(), 1.0)[:, None].to(w)
+    return moved
 
 
 def spread(p: Tensor, near: Tensor, n: int) -> Tensor:

@@ -45,7 +45,7 @@ def listed() -> str:
         lines += [
             name,
             f"  {plan['about']}",
-            f"  data: {', '.join(data) or 'none'}; takes {plan['takes']} on two free cores",
+            f"  data: {', '.join(data) or 'none'}; on two free cores: {plan['takes']}",
         ]
     return "\n".join(lines)
 

@@ -205,6 +205,7 @@ def test_a_plan_with_an_unknown_key_is_refused(tmp_path, capsys):
 @pytest.mark.parametrize("name", plans.plans())
 def test_every_plan_is_well_formed(name):
     made = plans.load(name)
+    assert any(c.isdigit() for c in made["takes"]) and made["about"]
     for m in made["methods"].values():
         alg = algorithm(m["algorithm"], m.get("options"))
         assert {k for k in m.get("grid", {}) if not k.startswith("training.")} <= set(vars(alg)) and set(m.get("vary", {})) <= set(alg.late)
@@ -220,7 +221,7 @@ def test_the_list_names_every_plan_and_its_data(capsys):
     assert cli.main(["reproduce", "--list"]) == 0
     said = capsys.readouterr().out
     for name in plans.plans():
-        assert f"{name}\n" in said and plans.load(name)["about"] in said
+        assert f"{name}\n" in said and plans.load(name)["about"] in said and f"cores: {plans.load(name)['takes']}\n" in said + "\n"
     assert "data: school" in said and "data: fashion_mnist" in said and "data: none" in said
     assert cli.main(["reproduce"]) == 2 and "--list" in capsys.readouterr().err
 
