@@ -221,7 +221,8 @@ def test_the_list_names_every_plan_and_its_data(capsys):
     assert cli.main(["reproduce", "--list"]) == 0
     said = capsys.readouterr().out
     for name in plans.plans():
-        assert f"{name}\n" in said and plans.load(name)["about"] in said and f"cores: {plans.load(name)['takes']}\n" in said + "\n"
+        assert f"{name}\n" in said and plans.load(name)["about"] in said
+        assert f"cores: {plans.load(name)['takes']}\n" in said
     assert "data: school" in said and "data: fashion_mnist" in said and "data: none" in said
     assert cli.main(["reproduce"]) == 2 and "--list" in capsys.readouterr().err
 
