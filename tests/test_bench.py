@@ -171,3 +171,18 @@ def test_how_numbers_grow_with_the_clients() -> None:
     assert scale.growth(rows[:1]) == "too few sizes to say"
     one = scale.one("hypcluster", 120, 0.01)
     assert one["least"] > 0 and 0 < one["bytes"] < 10_000
+
+
+def test_a_gram_matrix_loses_what_models_after_a_round_differ_by() -> None:
+    """Alike it says what exact distances say; of rows 1e-4 apart on a common offset it chooses other neighbours, and is heard if asked."""
+    from bench import neighbours
+
+    gen = torch.Generator().manual_seed(0)
+    far = torch.randn(8, 500, generator=gen)
+    near = 1.0 + 1e-4 * torch.randn(8, 500, generator=gen)
+    for rows, same in ((far, True), (near, False)):
+        exact, by_gram = neighbours.Asked(k=3), neighbours.Asked(k=3, by_gram=True)
+        (weight, index), (other, where) = exact.weights(rows, rows), by_gram.weights(rows, rows)
+        assert exact.seen == by_gram.seen and len(exact.seen) == 1
+        assert (exact.seen[0][0] == 0) == same and torch.equal(index, where) == same
+        assert torch.equal(weight, other) == same or same

@@ -37,6 +37,9 @@ class FedDWA(FedAvg):
     `search` says how the nearest are looked for, not which they are: "exact" takes all S * S distances; "groups" (`ops.nearest`) gives the
     same bits from few of them where clients form clusters, and takes some 2 / sqrt(S) more than all where they do not; "auto" is "groups"
     from 1000 clients of a cohort on, unless their models are tiny.
+    Not of the paper: weights ~ 1 / |g_i - w_j|^(2 power), with 0 an even mix of the same neighbours; and `stride`, which moves the guidance
+    along its direction until it is so many times as far from its client's model as the nearest other model is (as it stands the step,
+    and with it the distance to the client itself, shrinks with the gradient, until the client's own model has all the weight).
     """
 
     k: int = 5  # how many models are mixed, at most the cohort
@@ -45,7 +48,11 @@ class FedDWA(FedAvg):
     prefer_self: bool = False  # among equally near models a client takes its own first, otherwise the one of the lowest id
     newcomer: str = "init"  # a client's first model: "init", the common one, or "mean", that of the models so far
     search: str = "auto"  # how the nearest models are found: "exact", "groups", or by the cohort's size
+    power: float = 1.0  # of the inverse squared distances: 1 is Eq. 15, 0 weighs the k nearest alike
+    stride: float | None = None  # the guidance's step, in distances to the nearest other model; None: as it is
+    serve: str = "mix"  # evaluated: the client's "mix", or the "guidance" that it would train from that (Table 3)
 
+    late: ClassVar[tuple[str, ...]] = ("serve",)
     unused: ClassVar[tuple[str, ...]] = ("server_lr", "weighting")
     buffers: ClassVar[tuple[str, ...]] = ("local", "average")  # local in the authors' code
 
@@ -61,6 +68,10 @@ class FedDWA(FedAvg):
             raise ValueError(f"search: expected 'auto', 'exact' or 'groups', got {self.search!r}.")
         if self.newcomer not in ("init", "mean"):
             raise ValueError(f"newcomer: expected 'init' or 'mean', got {self.newcomer!r}.")
+        if self.serve not in ("mix", "guidance"):
+            raise ValueError(f"serve: expected 'mix' or 'guidance', got {self.serve!r}.")
+        if not (0 <= self.power < math.inf and (self.stride is None or 0 < self.stride < math.inf)):
+            raise ValueError(f"power, stride: expected a number >= 0 and one > 0 (or None), got {self.power} and {self.stride}.")
 
     def check_training(self, training: Training) -> None:
         if self.guidance == "full_grad":
@@ -93,12 +104,18 @@ class FedDWA(FedAvg):
             w = w - local.lr * move
         return w
 
+    def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
+        if self.serve == "mix":
+            return {"w": down["x"]}
+        return {"w": self.look_ahead(local.fit(down["x"]).w, local)}
+
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
         ids, w = cohort.ids, up["w"]
         guide = up.get("g", w)
         if "last" in g:
             guide = torch.where(onto(g["seen"][ids][:, None], w.device), g["last"][onto(ids, w.device)], w)
-        weight, index = self.weights(guide, w)
+        weight, index = self.weights(guide if self.stride is None else strided(guide, w, self.stride), w)
+        weight = weight if self.power == 1 else weight**self.power / (weight**self.power).sum(1, keepdim=True)
         p, near = (g[k].new_zeros(len(ids), min(self.k, cohort.n)) for k in ("p", "near"))
         p[:, : index.shape[1]], near[:, : index.shape[1]] = weight.to(p), ids[index.cpu()]
         last = [(g["last"], w)] if "last" in g else []
@@ -166,6 +183,14 @@ class FedDWAQP(FedDWA):
             inner = inner_products(d[i, near], between[near][:, near])
             weight[i] = simplex_qp(self.theta * inner + (1 - self.theta) * inner.diagonal().diag(), self.ridge)
         return onto(weight, w.device), onto(index, w.device)
+
+
+def strided(guide: Tensor, w: Tensor, stride: float) -> Tensor:
+    """Guidance models [S, P] in the same direction from `w` [S, P], `stride` times as far as the nearest other model is."""
+    gap, step = ops.pairwise_sqdist(w).fill_diagonal_(math.inf).min(1).values.sqrt(), guide - w
+    scale = stride * gap / torch.linalg.vector_norm(step, dim=1, dtype=torch.float64)
+    moved: Tensor = w + step * scale.where(scale.isfinite(), 1.0)[:, None].to(w)
+    return moved
 
 
 def spread(p: Tensor, near: Tensor, n: int) -> Tensor:

@@ -1,11 +1,14 @@
 """Plans of reproductions: what a table of a paper takes, as a small JSON file, and the runs that it stands for.
 
 A plan has the keys
+`like`           another plan, whose keys it takes over where it has none itself; of `options` each by itself
 `options`, `training`, `model_options`   of all runs: those of `pflcore run`, without seeds
 `seeds`          of the runs, [0, 1, 2] for instance
-`settings`       name -> what is its own: options, "partition_options", and "protocol" where samples or clients are held out as in Motley:
+`settings`       name -> what is its own: options, "training", "model_options", "partition_options", "method_options" (method -> options),
+                 and "protocol" where samples or clients are held out as in Motley:
                  {"kind": "cross-silo", "fractions"} (a split for each seed), {"kind": "cross-device", "train", "val", "test", "seed"}.
-                 Without one everybody trains and is tested on its test samples.
+                 Without one everybody trains and is tested on its test samples. With the option "target" that client alone is
+                 tested, and Local trains nobody else.
 `methods`        name -> "algorithm", "options", "training", and
   "grid"         option -> values ("training.lr" and the like set how clients train): searched by `pflcore.tuning` on validation data, the
                  protocol's or 20 % of each client's training samples; only the point that is chosen there is tested
@@ -14,9 +17,9 @@ A plan has the keys
   "rounds"       where they are not the options'; 0: the fresh state is evaluated
   "looks_ahead"  no row of its own under `--equal-compute`, where the others train with "equal_compute"
   "vary" (a late option -> values), "sizes"  studies of the trained state: see `pflcore.reproduce.study`
-`reported`, `expected`   setting -> method -> the paper's number; what must come out, by
+`reported`, `expected`   setting -> method -> the paper's number, or [number, standard deviation]; what must come out, by
 `checks`         {"tolerance", "hurt" and "largest": {method: [percent, within]}, "below" and "above": {method: [others, in every run]}}
-`against`        an option that results are drawn against; `takes`: how long, in words; `about`, `paper`: more words
+`against`        an option that results are drawn against; `about`, `paper`: more words; `takes`: how long on two free cores, in words
 `groups`         true: the table of `pflcore.reproduce.groups`, of the last round and its subpopulations; "reported" then names measures
 `costs`          instead of settings: a plan that counts what a round costs, and trains nothing
 """
@@ -40,9 +43,10 @@ from pflcore.simulation.loop import STREAM
 PLANS = Path(__file__).resolve().parent / "plans"
 EMPTY: dict[str, Any] = {
     "about": "", "paper": "", "takes": "", "options": {}, "training": {}, "model_options": {}, "seeds": [0], "settings": {}, "methods": {},
-    "equal_compute": {}, "reported": {}, "expected": {}, "checks": {}, "against": None, "costs": {}, "groups": False,
+    "equal_compute": {}, "reported": {}, "expected": {}, "checks": {}, "against": None, "costs": {}, "groups": False, "like": None,
 }  # fmt: skip
 METHOD = {"algorithm", "options", "training", "grid", "state_of", "before", "rounds", "looks_ahead", "vary", "sizes"}
+OF_SETTING = {"training", "model_options", "partition_options", "method_options", "protocol"}
 PROTOCOL = {"cross-silo": {"fractions"}, "cross-device": {"train", "val", "test", "seed"}}
 
 
@@ -126,6 +130,9 @@ def load(name: str) -> dict[str, Any]:
 
 def complete(plan: Mapping[str, Any]) -> dict[str, Any]:
     """The plan with every key. ValueError in one sentence for a key that is unknown or missing, or a name that nothing bears."""
+    if isinstance(plan, Mapping) and plan.get("like"):
+        base = load(plan["like"])
+        plan = {**base, "takes": "", **plan, "options": {**base["options"], **plan.get("options", {})}}
     if not isinstance(plan, Mapping) or not plan.get("methods") or not (plan.get("settings") or plan.get("costs")):
         raise ValueError("plan: expected methods and settings (or methods and costs), got neither; see pflcore.reproduce.plan.")
     _known("plan", plan, EMPTY)
@@ -140,7 +147,8 @@ def complete(plan: Mapping[str, Any]) -> dict[str, Any]:
                 raise ValueError(f"method {name!r}: expected {key} to be a method above it that is trained itself, got {m[key]!r}.")
         above[name] = m
     for name, s in plan["settings"].items():
-        _known(f"setting {name!r}", s, own | {"partition_options", "protocol"})
+        _known(f"setting {name!r}", s, own | OF_SETTING)
+        _known(f"method_options of {name!r}", s.get("method_options", {}), plan["methods"])
         roles = s.get("protocol")
         if roles is not None:
             if roles.get("kind") not in PROTOCOL:
@@ -204,7 +212,10 @@ def tasks(
     bases = {m.get("state_of") for m in plan["methods"].values()}
     for setting in chosen("settings", plan, settings):
         own = dict(plan["settings"][setting])
-        cut, roles = own.pop("partition_options", {}), own.pop("protocol", None) or {}
+        cut, roles, common, shape, theirs = (
+            own.pop(k, None) or {} for k in ("partition_options", "protocol", "training", "model_options", "method_options")
+        )
+        shape = {**plan["model_options"], **shape}
         trained: dict[tuple[str, str, int], Task] = {}
         for method in wanted:
             m = plan["methods"][method]
@@ -215,18 +226,18 @@ def tasks(
             variants = {"": m.get("training", {})}
             if equal and plan["equal_compute"] and not m.get("looks_ahead"):
                 variants["equal compute"] = {**variants[""], **plan["equal_compute"]}
-            hyper = {k: tuple(v) if isinstance(v, list) else v for k, v in m.get("options", {}).items()}
+            hyper = {k: tuple(v) if isinstance(v, list) else v for k, v in {**m.get("options", {}), **theirs.get(method, {})}.items()}
             for variant, training in variants.items():
                 for seed in seeds_of(plan["seeds"], seeds):
                     try:
-                        how = Training(**{**plan["training"], **training})
+                        how = Training(**{**plan["training"], **common, **training})
                         (job,) = jobs([m["algorithm"]], replace(asked, seed=seed), how, {m["algorithm"]: hyper})
                     except TypeError as e:
                         raise ValueError(f"options: {method!r} does not take these ({e}).") from None
                     except ValueError as e:
                         raise ValueError(f"method {method!r}: {e}") from None
                     keeps = not base and (method in bases or "vary" in m or "sizes" in m)
-                    task = Task(method, setting, variant, job, cut, plan["model_options"], roles, m.get("grid", {}), keeps=keeps)
+                    task = Task(method, setting, variant, job, cut, shape, roles, m.get("grid", {}), keeps=keeps)
                     trained[method, variant, seed] = task
                     out.append(replace(task, base=trained.get((base, variant, seed), trained.get((base, "", seed)))) if base else task)
     return out

@@ -37,7 +37,7 @@ def count(plan: Mapping[str, Any], folder: Path) -> None:
 
 
 def listed() -> str:
-    """Every plan: what it is, the data that it needs, and how long it takes where it says so."""
+    """Every plan: what it is, the data that it needs, and how long it takes."""
     lines = []
     for name in plans():
         plan = load(name)
@@ -45,7 +45,7 @@ def listed() -> str:
         lines += [
             name,
             f"  {plan['about']}",
-            f"  data: {', '.join(data) or 'none'}" + (f"; takes {plan['takes']}" if plan["takes"] else ""),
+            f"  data: {', '.join(data) or 'none'}; on two free cores: {plan['takes']}",
         ]
     return "\n".join(lines)
 
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
     """The command line."""
     parser = argparse.ArgumentParser("pflcore reproduce", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", nargs="?", help=f"a plan: {', '.join(plans())}, or the path of a .json file")
-    parser.add_argument("--list", action="store_true", help="every plan, with the data that it needs")
+    parser.add_argument("--list", action="store_true", help="every plan, with the data that it needs and how long it takes")
     parser.add_argument("--data", help="another data set than the plan's")
     parser.add_argument("--rounds", type=int, help="rounds of each run")
     parser.add_argument("--seeds", type=int, help="runs of each method")
@@ -86,6 +86,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--equal-compute", action="store_true", help="beside it, methods that do not look ahead with as much local work")
     parser.add_argument("--out", type=Path, help="folder of the results; default: runs/reproduce/NAME-DATA")
     parser.add_argument("--workers", type=int, help="threads; never changes a result")
+    parser.add_argument("--device", help="cpu or cuda")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     got = parser.parse_args(argv)
     if got.list:
@@ -107,7 +108,7 @@ def main(argv: Sequence[str]) -> int:
         count(plan | {"methods": {m: plan["methods"][m] for m in chosen("methods", plan, got.methods)}}, folder)
         good = True
     else:
-        given = {k: getattr(got, k) for k in ("data", "eval_every", "workers") if getattr(got, k) is not None}
+        given = {k: getattr(got, k) for k in ("data", "eval_every", "workers", "device") if getattr(got, k) is not None}
         choice = {"seeds": got.seeds, "methods": got.methods, "settings": got.settings, "equal": got.equal_compute}
         made = reproduce(plan, folder, quiet=got.quiet, **choice, **given)
         good = all(holds for holds, _ in verdicts(plan, rows_of(plan, made.runs)))

@@ -38,6 +38,7 @@ class Reproduction:
         self.plan, self.folder, self.progress = plan, folder, progress
         self.runs: dict[tuple[str, str, str], list[Run]] = {}
         self.first: dict[tuple[str, str, str], Task] = {}  # the runs' first tasks, with what a grid chose
+        self.tasks: dict[tuple[tuple[str, str, str], int], Task] = {}  # all of them, by key and seed
         self.protocols: dict[str, Protocol] = {}
         self.kept: dict[Path, list[tuple[int, int, int, State]]] = {}
 
@@ -45,7 +46,8 @@ class Reproduction:
         """Plays what is missing and writes result.json and table.md after every method, so that there is a result at any time."""
         rows: list[dict[str, Any]] = []
         for key, group in groupby(todo, lambda task: task.key):
-            these = self.tuned(list(group))
+            these = self.tuned([replace(t, base=self.of_base(t.base)) if t.base else t for t in group])
+            self.tasks |= {(t.key, t.job.options.seed): t for t in these}
             self.first[key] = these[0]
             self.runs[key] = [self.run(task) for task in these]
             if self.plan["groups"]:
@@ -57,14 +59,22 @@ class Reproduction:
             write(self.folder, self.plan, rows, table(self.plan, rows, checks), checks)
         return rows
 
+    def of_base(self, base: Task) -> Task:
+        """The run whose states are evaluated, at the point that its grid chose."""
+        return self.tasks.get((base.key, base.job.options.seed), base)
+
     def protocol(self, task: Task) -> Protocol:
-        """The task's data and roles, made once."""
+        """The task's data and roles, made once; with a target, that client alone is reported, and trains where it is alone anyway."""
         seed = task.job.options.seed if task.roles.get("kind") == "cross-silo" else None
         name = json.dumps(plain([task.setting, seed]))
         if name not in self.protocols:
             self.protocols = {k: v for k, v in self.protocols.items() if json.loads(k)[0] == task.setting}  # the others are over
             self.protocols[name] = task.protocol()
-        return self.protocols[name]
+        p, target = self.protocols[name], task.job.options.target
+        if not isinstance(target, int):
+            return p
+        one = torch.tensor([target])
+        return replace(p, choose=one, report=one, train=one if task.job.algorithm == "local" else p.train)
 
     def simulation(self, task: Task) -> tuple[Simulation, Protocol]:
         """The task's simulation, not begun, and its protocol."""

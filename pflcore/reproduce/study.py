@@ -57,8 +57,9 @@ def by_size(
 
 
 def draw(made: Reproduction, rows: Sequence[Mapping[str, Any]]) -> list[Path]:
-    """Pictures of each setting, of the first seed where not of all: curves, mixing weights and neighbours, clients in boxes, gains by
-    size, cost, and the studies that the plan asks for (studies.json has their numbers); and results against the plan's option."""
+    """Pictures of each setting, of the first seed where not of all: curves, mixing weights and neighbours, weights by round where there is
+    one model, clients in boxes, gains by size, cost, and the studies that the plan asks for (studies.json has their numbers); and results
+    against the plan's option."""
     from pflcore.results import mixing, pictures, tradeoffs
 
     out: list[Path | None] = []
@@ -73,9 +74,9 @@ def draw(made: Reproduction, rows: Sequence[Mapping[str, Any]]) -> list[Path]:
         last = {m: r.last(measure) for m, r in first.items()}
         curves = {m: [metrics.mean(v) for v in r.values(measure)[1]] for m, r in first.items()}
         if any(len(c) > 1 for c in curves.values()):
-            named = [replace(r, header=r.header | {"algorithm": m, "options": {}}) for m, r in first.items()]
+            named = [replace(r, header=r.header | {"algorithm": m, "options": {}}) for m, all_ in runs.items() for r in all_]
             at = {m: [s for s, line in zip(r.sent(), r.rounds, strict=True) if line["eval"]] for m, r in first.items()}
-            out += [pictures.curves(named, f"{stem}-curves.png")]
+            out += [pictures.curves(named, f"{stem}-curves.png"), pictures.weights(named, f"{stem}-weights-by-round.png")]
             out += [tradeoffs.cost({m: (at[m], c) for m, c in curves.items()}, f"{stem}-cost.png", unit)]
         out += [mixing.heat_maps(first, f"{stem}-weights.png"), mixing.neighbours(first, f"{stem}-neighbours.png")]
         out += [tradeoffs.boxes({m: torch.cat([r.last(measure) for r in all_]) for m, all_ in runs.items()}, f"{stem}-boxes.png", unit)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,12 +15,14 @@ Runs = Mapping[tuple[str, str, str], Sequence[Run]]
 
 
 def summary(after: Tensor, before: Tensor | None = None, higher_is_better: bool = True) -> dict[str, float]:
-    """Mean and deviation over clients, worst decile, tenth percentile (ninetieth of a loss), and the percent hurt against `before`."""
+    """Mean and deviation over clients, worst decile, tenth percentile (ninetieth of a loss; NaN for one client), and the percent hurt
+    against `before`."""
+    some = 1.0 if int((~after.isnan()).sum()) > 1 else math.nan
     out = {
         "mean": metrics.mean(after),
-        "std": metrics.std(after),
-        "worst_decile": metrics.worst_decile(after, higher_is_better=higher_is_better),
-        "percentile": metrics.percentile(after[~after.isnan()], 10 if higher_is_better else 90),
+        "std": some * metrics.std(after),
+        "worst_decile": some * metrics.worst_decile(after, higher_is_better=higher_is_better),
+        "percentile": some * metrics.percentile(after[~after.isnan()], 10 if higher_is_better else 90),
     }
     return out if before is None else {**out, "hurt": metrics.hurt(after, before, higher_is_better)}
 
@@ -54,6 +57,7 @@ def _row(plan: Mapping[str, Any], runs: Runs, setting: str, method: str, variant
     models = [s / (4 * head["parameters"] * head["takes_part"]) for s in sent]
     round = trained[0].rounds[-1] if trained[0].rounds else {}
     goal = {k: plan[k].get(setting, {}).get(method) for k in ("reported", "expected")}
+    paper, paper_std = goal["reported"] if isinstance(goal["reported"], list) else (goal["reported"], None)
     return {
         "method": method,
         "variant": variant,
@@ -72,7 +76,8 @@ def _row(plan: Mapping[str, Any], runs: Runs, setting: str, method: str, variant
         "largest": 100 * metrics.mean(clusters) if clusters else None,
         "by_size": metrics.mean([b for b, _ in sized]),
         "by_size_final": metrics.mean([f for _, f in sized]),
-        "paper": goal["reported"],
+        "paper": paper,
+        "paper_std": paper_std,
         "expected": goal["expected"],
         "seeds": len(mine),
         "rounds": head["rounds"],
@@ -172,7 +177,8 @@ def table(plan: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], checks: Se
                 cells[(v or "best") + "\\*"] = _number(r["best"], up, r["best_std"]) if select else ""
                 cells["final" if not v else f"{v}, final"] = _number(r["final"], up, r["final_std"])
             r = of.get("") or next(iter(of.values()))
-            cells |= {k: _number(r[k.replace(" ", "_")], up) for k in ("std", "worst decile", "paper", "expected")}
+            cells |= {k: _number(r[k.replace(" ", "_")], up) for k in ("std", "worst decile")}
+            cells |= {"paper": _number(r["paper"], up, r.get("paper_std")), "expected": _number(r["expected"], up)}
             cells["by size"] = _number(r["by_size"], up) if select else ""
             cells |= {"% hurt": _number(r["hurt"], digits=1), "% in largest cluster": _number(r["largest"], digits=1)}
             cells |= {"models a round": _number(r["models_a_round"], digits=2), "models in all": _number(r["models"], digits=1)}

@@ -9,7 +9,7 @@ from places import golden
 
 from pflcore import ops
 from pflcore.algorithms import Cohort
-from pflcore.algorithms.feddwa import FedDWA, FedDWAQP, spread
+from pflcore.algorithms.feddwa import FedDWA, FedDWAQP, spread, strided
 from pflcore.algorithms.qp import inner_products, simplex_qp
 from pflcore.data.federation import Federation
 from pflcore.local import Engine, Local, Setting, Training
@@ -522,3 +522,51 @@ def test_a_search_by_groups_changes_no_bit(prefer_self, k, long, monkeypatch):
 def test_an_unknown_search():
     with pytest.raises(ValueError, match="search: expected 'auto', 'exact' or 'groups', got 'fast'"):
         FedDWA(search="fast")
+
+
+# beside the paper -----------------------------------------------------------------------------------------------------
+
+
+def test_a_strided_guidance_is_as_far_as_the_nearest_other():
+    w, guide = torch.tensor([[0.0, 0.0], [3.0, 4.0], [3.0, 5.0]]), torch.tensor([[0.01, 0.0], [3.0, 9.0], [3.0, 5.0]])
+    close(strided(guide, w, 0.5), [[2.5, 0.0], [3.0, 4.5], [3.0, 5.0]])  # who does not move has no direction
+    close(strided(guide[:1], w[:1], 0.5), guide[:1].tolist(), rtol=1e-6)  # and alone there is no other
+
+
+def test_power_and_stride_keep_the_neighbours_or_the_rule():
+    """Weights of one round by hand: power 0 is even among the same neighbours, power 2 squares; a stride makes small steps count."""
+    w = torch.tensor([[0.0], [1.0], [2.5], [9.0]], dtype=torch.float64)
+    up = {"w": w, "g": w + 1e-3}
+    net = Net(Point, half_squared)
+
+    def mixed(**options):
+        alg = FedDWA(k=3, **options)
+        new = alg.server(alg.init(net, 4)[0] | {"x": w.clone()}, up, cohort([0, 1, 2, 3], 4))
+        return spread(new["p"], new["near"], 4), new["x"]
+
+    paper, even, square, far = (mixed(**o)[0] for o in ({}, {"power": 0.0}, {"power": 2.0}, {"stride": 1.0}))
+    close(even, [[1 / 3, 1 / 3, 1 / 3, 0], [1 / 3, 1 / 3, 1 / 3, 0], [1 / 3, 1 / 3, 1 / 3, 0], [0, 1 / 3, 1 / 3, 1 / 3]])
+    assert ((paper > 0) == (even > 0)).all() and paper.diagonal().min() > 0.9999
+    close(square, (paper**2 / (paper**2).sum(1, keepdim=True)).tolist())
+    assert far[0, 1] == 1.0  # client 0 strides from 0 to 1, onto client 1
+    close(far[1], (t([1 / 4, 1, 4, 0]) / 5.25).tolist())  # from 1 to 2
+    close(mixed(power=0.0)[1][0], [3.5 / 3])
+
+
+def test_the_guidance_can_be_served():
+    s = points([[1.0, 2.0], [5.0]], 0.1)
+    alg = FedDWA(k=1)
+    state, _ = step(alg, begin(alg, s.net, 2), s, torch.arange(2))
+    x = state.g["x"]
+    target = t([1.5, 5.0])[:, None]
+    ahead = target + (x - target) * 0.9**2  # one step of training, one ahead
+    got = evaluate(FedDWA(k=1, serve="guidance"), state, s, "test")["loss"]
+    want = [(0.5 * ((ahead[0] - t([1.0, 2.0])) ** 2).mean()).item(), (0.5 * (ahead[1] - 5.0) ** 2).item()]
+    close(got, want)
+    assert (got < evaluate(alg, state, s, "test")["loss"]).all()
+
+
+@pytest.mark.parametrize("wrong", [{"power": -1.0}, {"stride": 0.0}, {"serve": "model"}])
+def test_wrong_options_beside_the_paper_are_a_sentence(wrong):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}.*expected"):
+        FedDWA(**wrong)

@@ -37,6 +37,7 @@ MNIST, CIFAR = (1, 28, 28), (3, 32, 32)
         ("cifar_cnn", CIFAR, 100, {}, 1_251_044),
         ("resnet8", (3, 64, 64), 200, {}, 90_392),
         ("resnet8", CIFAR, 10, {}, 78_042),
+        ("dla", CIFAR, 10, {}, 15_142_970),
         ("emnist_cnn_2048", MNIST, 62, {}, 2_278_334),
         ("emnist_cnn_2048", MNIST, 62, {"padding": "same"}, 6_603_710),
         ("sattler_cnn", MNIST, 62, {}, 18_506),
@@ -92,6 +93,7 @@ def test_bad_requests_get_a_sentence() -> None:
         ("cifar_cnn", (3, 8, 8), {}, "too small"),
         ("cifar_cnn", (100,), {}, "shape: a convolutional model needs inputs"),
         ("resnet8", (100,), {}, "shape: a convolutional model needs inputs"),
+        ("dla", (100,), {}, "shape: a convolutional model needs inputs"),
         ("mlp", MNIST, {"activation": "gelu"}, "activation: expected one of relu"),
         ("cnn", MNIST, {"pool": "min"}, "pool: expected one of max"),
         ("cnn", MNIST, {"padding": (1, 2, 3)}, "padding: expected a number"),
@@ -99,3 +101,16 @@ def test_bad_requests_get_a_sentence() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             model_for(name, shape, 10, **options)
+
+
+def test_deep_layer_aggregation_joins_each_half_with_the_one_after_it():
+    """Trees of depth 1, 2, 2 and 1 have 1, 3, 3 and 1 roots, each over two halves of its own width; the last three halve the image."""
+    model = model_for("dla", (3, 32, 32), 10).eval()
+    roots = [m for name, m in model.named_modules() if name.endswith("root")]
+    assert [r[0].in_channels // r[0].out_channels for r in roots] == [2] * 8
+    sizes = []
+    for m in model[3:7]:
+        m.register_forward_hook(lambda _m, _x, y: sizes.append(tuple(y.shape[1:])))
+    with torch.no_grad():
+        model(torch.zeros(1, 3, 32, 32))
+    assert sizes == [(64, 32, 32), (128, 16, 16), (256, 8, 8), (512, 4, 4)]

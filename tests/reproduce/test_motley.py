@@ -318,6 +318,30 @@ def test_hurt_is_against_the_same_run_of_the_baseline(tmp_path):
     assert rows["FT"]["hurt"] == 0 and rows["FT"]["std"] == pytest.approx(0) and rows["FT"]["final_std"] == pytest.approx(0.4)
 
 
+def test_pictures_of_one_model_for_a_target(tmp_path):
+    """WAFFLE's Fig. 3 and 4: its weights by round, and the target's curves with a band over the seeds, from the records alone."""
+    pytest.importorskip("matplotlib")
+    methods = {"WAFFLE": {"algorithm": "waffle"}, "APFL": {"algorithm": "apfl"}, "Local": {"algorithm": "local"}}
+    options = {"data": "synthetic_clusters", "n": 4, "model": "linear", "rounds": 4, "target": 1}
+    settings = {"a": {"partition_options": {"groups": 2, "classes": 3}}}
+    plan = complete({"options": options, "settings": settings, "methods": methods, "training": {"lr": 0.1}, "seeds": [0, 1]})
+    reproduce(plan, tmp_path, quiet=True)
+    made = {p.name for p in tmp_path.glob("a-*.png")}
+    assert {"a-curves.png", "a-weights-by-round.png", "a-boxes.png"} <= made and "a-weights.png" not in made
+
+
+def test_states_of_a_method_with_a_grid_are_those_of_the_chosen_point(tmp_path):
+    fedavg = {"algorithm": "fedavgm", "grid": {"training.lr": [1e-6, 0.3]}}
+    ft = {"algorithm": "finetune", "state_of": "FedAvg", "before": "FedAvg", "options": {"finetune_epochs": 0}}
+    plan = complete({**DEVICE, "methods": {"FedAvg": fedavg, "FT": ft}})
+    made = reproduce(plan, tmp_path, quiet=True, draw=False)
+    ((best,), (same,)) = made.runs.values()
+    assert best.header["training"]["lr"] == 0.3 and best.last("accuracy").nanmean() > 0.5
+    assert torch.equal(best.last("accuracy").nan_to_num(-1), same.last("accuracy").nan_to_num(-1))
+    again = reproduce(plan, tmp_path, quiet=True, draw=False)
+    assert rows_of(plan, again.runs) == rows_of(plan, made.runs)
+
+
 def test_near_enough_is_two_percent_worse():
     assert goal_of(0.5, True) == pytest.approx(0.49) and goal_of(0.5, False) == pytest.approx(0.51)
 

@@ -72,6 +72,29 @@ def test_rows_records_and_table(tmp_path, capsys):
     assert all(any("held out" in note for note in r.header["notes"]) == (r.algorithm == "fedfomo") for r in runs)
 
 
+def test_a_target_alone_is_tested_and_each_setting_has_options_of_its_own(tmp_path):
+    """As WAFFLE's Table 1: client 0's accuracy, the paper's number with its deviation; Local's target needs nobody else."""
+    settings = {"a": {"partition": "iid", "method_options": {"WE": {"p_d": 0.5}}}, "b": {"partition": "iid"}}
+    methods = {"Local": {"algorithm": "local"}, "WE": {"algorithm": "weight_erosion", "options": {"p_s": 1.0}}}
+    options = {"data": "digits", "n": 4, "rounds": 3, "model": "linear", "target": 2}
+    made = plan(tmp_path, settings=settings, methods=methods, options=options, reported={"a": {"Local": [92.5, 0.25]}})
+    assert cli.main(["reproduce", made, "--out", str(tmp_path / "out"), "--quiet"]) == 0
+    runs = {(r.header["setting"], r.header["method"]): r for r in read(tmp_path / "out")}
+    assert [runs[s, "WE"].header["options"]["p_d"] for s in "ab"] == [0.5, None]
+    assert all(r.header["options"]["p_s"] == 1 for (_, m), r in runs.items() if m == "WE")
+    assert runs["a", "Local"].rounds[0]["cohort"] == [2] and len(runs["a", "WE"].rounds[0]["cohort"]) == 4
+    rows = json.loads((tmp_path / "out" / "result.json").read_text())["rows"]
+    for row in rows:
+        accuracy = runs[row["setting"], row["method"]].last("accuracy")
+        assert accuracy.isnan().tolist() == [True, True, False, True] and row["final"] == pytest.approx(100 * accuracy[2].item())
+        assert row["std"] is row["worst_decile"] is None
+    assert (rows[0]["paper"], rows[0]["paper_std"]) == (92.5, 0.25) and "92.50 ± 0.25" in (tmp_path / "out" / "table.md").read_text()
+    (task, *_) = plans.tasks(plans.load(made))
+    data = task.protocol().data
+    everybody = task.job.simulation(data, lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10))).run()
+    assert everybody.rounds[-1]["eval"]["accuracy"][2] == rows[0]["final"] / 100
+
+
 def test_what_is_there_is_not_played_again(tmp_path, monkeypatch):
     out, small = tmp_path / "out", plan(tmp_path)
     argv = ["reproduce", small, "--out", str(out), "--settings", "iid", "--quiet"]
@@ -182,6 +205,7 @@ def test_a_plan_with_an_unknown_key_is_refused(tmp_path, capsys):
 @pytest.mark.parametrize("name", plans.plans())
 def test_every_plan_is_well_formed(name):
     made = plans.load(name)
+    assert any(c.isdigit() for c in made["takes"]) and made["about"]
     for m in made["methods"].values():
         alg = algorithm(m["algorithm"], m.get("options"))
         assert {k for k in m.get("grid", {}) if not k.startswith("training.")} <= set(vars(alg)) and set(m.get("vary", {})) <= set(alg.late)
@@ -198,6 +222,7 @@ def test_the_list_names_every_plan_and_its_data(capsys):
     said = capsys.readouterr().out
     for name in plans.plans():
         assert f"{name}\n" in said and plans.load(name)["about"] in said
+        assert f"cores: {plans.load(name)['takes']}\n" in said
     assert "data: school" in said and "data: fashion_mnist" in said and "data: none" in said
     assert cli.main(["reproduce"]) == 2 and "--list" in capsys.readouterr().err
 
