@@ -26,6 +26,7 @@ BAD = (8, 9)  # of the first table
 TARGET, NEAREST = 0, (1, 9, 2, 8)  # of the second: the agents who share most classes with the target, the nearest first
 HOLDS, POINTS = "multi_krum", 5.0  # the defence that must keep what the honest clients have, but for so many points
 CLIP = 1.0
+BAD_CLIENTS = Path(__file__).parent.parent / "tests" / "simulation" / "test_bad_clients.py"
 Table = list[list[str]]
 
 
@@ -100,8 +101,6 @@ def inputs() -> tuple[dict[str, int], int]:
     """Bad inputs tried by the tests, by kind, and how many tests found that something was lost."""
     import pytest
 
-    test = Path(__file__).parent.parent / "tests" / "test_bad_clients.py"
-
     class Lost:
         count = 0
         tried: dict[str, int]
@@ -113,7 +112,8 @@ def inputs() -> tuple[dict[str, int], int]:
             self.tried = dict(session.items[0].module.TRIED)  # type: ignore[attr-defined]
 
     lost = Lost()
-    pytest.main(["-q", "--no-header", "-p", "no:cacheprovider", str(test)], plugins=[lost])
+    if (status := pytest.main(["-q", "--no-header", "-p", "no:cacheprovider", str(BAD_CLIENTS)], plugins=[lost])) not in (0, 1):
+        raise SystemExit(f"{BAD_CLIENTS}: its tests cannot be run, pytest ends with {status}.")
     return lost.tried, lost.count
 
 

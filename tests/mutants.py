@@ -248,7 +248,7 @@ def run_tests(place: str, tests: str, references: bool, out: str) -> None:
 
 def built(place: Path) -> str:
     """Compiles in the copy what has changed of the CPU kernels; why not, where that fails."""
-    env = {**os.environ, "PFLCORE_EXT": "cpu", "MAX_JOBS": "2", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    env = {"MAX_JOBS": "2", **os.environ, "PFLCORE_EXT": "cpu", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=place, env=env, capture_output=True, text=True)
     return "" if done.returncode == 0 else done.stderr[-2000:]
 
@@ -265,7 +265,7 @@ def broken_by(m: Mutant, place: Path) -> Iterator[str]:
         if why := built(place):
             raise SystemExit(f"The kernels do not compile as they are: {why}")
         shutil.copytree(place / "build", place / "clean")
-        shutil.copy2(next((place / "pflcore").glob("_C*.so")), place / "clean.so")
+        shutil.copy2(place / "pflcore" / "lib_pflcore.so", place / "clean.so")
     path.write_text(before.decode().replace(m.old, m.new), encoding="utf-8")
     try:
         yield built(place) if kernels else ""
@@ -275,7 +275,7 @@ def broken_by(m: Mutant, place: Path) -> Iterator[str]:
         if kernels:
             shutil.rmtree(place / "build")
             shutil.copytree(place / "clean", place / "build")
-            shutil.copy2(place / "clean.so", next((place / "pflcore").glob("_C*.so")))
+            shutil.copy2(place / "clean.so", place / "pflcore" / "lib_pflcore.so")
 
 
 def compiles(m: Mutant) -> bool:

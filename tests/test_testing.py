@@ -191,6 +191,21 @@ def test_nothing_is_found_where_nothing_is_wrong() -> None:
     check(Shared)
 
 
+def test_averaged_statistics_are_everybodys() -> None:
+    """The clients who are absent get them too; what is each client's own stays."""
+
+    class Own(FedAvg):
+        buffers = ("local", "average")
+
+    model = lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))  # noqa: E731
+    check(FedAvg, model=model)
+    check(Own, model=model)
+
+
+def test_a_method_that_draws_for_each_client_is_not_asked_for_its_numbers() -> None:
+    check("fedala")
+
+
 def test_a_check_can_be_left_out() -> None:
     check(NothingTrained, skip=["seeds_differ"])
     with pytest.raises(ValueError, match=r"skip: expected some of clients_start_alike, .* got 'seeds'"):

@@ -12,11 +12,10 @@ from pflcore import ops
 from pflcore.algorithms.base import Cohort, FedAvg, Payload, Tensors, only_sgd
 from pflcore.local import Fit, Local, Training
 from pflcore.local.net import Net
-from pflcore.local.workers import onto
 
 
 @dataclass(frozen=True)
-class Scaffold(FedAvg):
+class Scaffold(FedAvg, averages=True):
     """Karimireddy et al. 2020, Algorithm 1: each step takes `gradient - c_i + c`.
 
     server: x, c [P] · client: c [P] · down: x, c [S, P] (2 models) · up: delta, control = c_i' - c_i [S, P] (2 models).
@@ -26,7 +25,8 @@ class Scaffold(FedAvg):
     gradient at x (with batch norm the mean of its minibatches'). With momentum option II divides by the effective number of steps, sum_k
     (1 - m^(K-k+1)) / (1 - m). SGD's weight decay counts as part of the gradient, and clipped gradients are what is averaged; option II is
     refused with AdamW, whose steps do not add up to gradients, and option I with clipping.
-    `weighting="samples"` weighs x and c alike by n_i; then c is the n-weighted mean of the c_i under full participation only.
+    `weighting="samples"` weighs x and c alike by n_i; then c is the n-weighted mean of the c_i under full participation only. A `defence`
+    takes the place of both means, of the updates and of the control variates, each by itself; c is then no mean of the c_i.
     """
 
     weighting: str = "uniform"  # "uniform" as in the paper, or "samples"
@@ -54,9 +54,8 @@ class Scaffold(FedAvg):
         return {"c": new}, {"delta": fit.w - down["x"], "control": new - own["c"]}
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
-        share = onto(cohort.share[None], g["x"].device)
-        x = ops.aggregate(up["delta"], share, base=g["x"], lr=self.server_lr)[0]
-        return {**g, "x": x, "c": ops.aggregate(up["control"], share, base=g["c"], lr=len(cohort.ids) / cohort.n)[0]}
+        x = ops.aggregate(*self.defended(up["delta"], cohort), base=g["x"], lr=self.server_lr)[0]
+        return {**g, "x": x, "c": ops.aggregate(*self.defended(up["control"], cohort), base=g["c"], lr=len(cohort.ids) / cohort.n)[0]}
 
     def train(self, down: Payload, own: Tensors, local: Local) -> tuple[Fit, Tensor]:
         """Corrected local training and the clients' new control variates [S, P]."""

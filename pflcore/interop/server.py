@@ -11,6 +11,7 @@ import torch
 from pflcore.algorithms.base import Cohort, FedAvg, State, Tensors, cohort_from
 from pflcore.algorithms.lookup import algorithm_of, name_of
 from pflcore.interop.wire import STATISTICS, About, net_of, opened, packed
+from pflcore.local import memory
 from pflcore.local.random import generator_of
 from pflcore.ops import kinds
 from pflcore.simulation.arguments import check_start, limit, whole
@@ -102,9 +103,18 @@ class Server:
         cohort = cohort_from(self.algorithm, ids, torch.tensor(sizes), len(state.buffers), state.round + 1, self.rounds)
         up = {k: torch.stack([u[k] for u in ups]) for k in ups[0]}
         buffers, outcome = up.pop(STATISTICS, state.buffers[ids.to(state.buffers.device)]), Outcome(ids.tolist())
-        self._state = receive(self.algorithm, state, cohort, up, {}, buffers, outcome, self.policy, self.clip)
-        names, self._begun, self._form = dict(order), False, (len(state.buffers), form)
+        try:
+            self._state = receive(self.algorithm, state, cohort, up, {}, buffers, outcome, self.policy, self.clip)
+        except (LookupError, RuntimeError, ValueError) as error:
+            if self._form is not None or memory.ran_out(error):
+                raise
+            raise ValueError(
+                f"uploads: {name_of(self.algorithm)} cannot use what each of them holds, {_words(form)}; give both sides one algorithm, "
+                "model and `buffers`."
+            ) from error
+        names, self._begun = dict(order), False
         if not outcome.void:
+            self._form = len(state.buffers), form
             self._accepted[[i for i in outcome.ids if i not in outcome.dropped]] = self._state.round
         ids_of: dict[str, Any] = {k: [names[i] for i in getattr(outcome, k)] for k in ("ids", "dropped", "clipped")}
         return replace(outcome, **ids_of)
@@ -186,8 +196,9 @@ class Server:
                 "leave it out."
             )
         up = {k: v[0] for k, v in payload.items()} | ({} if statistics is None else {STATISTICS: statistics})
-        if (statistics is None) != (self.policy != "average"):
-            raise ValueError(f"{who}: its upload holds {_words(_form_of(up))}, expected the same `buffers` on both sides.")
+        expected = _form_of({STATISTICS: self.net.b0} if self.policy == "average" else {})
+        if _form_of({} if statistics is None else {STATISTICS: statistics}) != expected:
+            raise ValueError(f"{who}: its upload holds {_words(_form_of(up))}, expected the same model and `buffers` on both sides.")
         return up, whole(f"{who}, number of samples", given[1], 1, SAMPLES)
 
 
@@ -196,4 +207,4 @@ def _form_of(up: Tensors) -> _Form:
 
 
 def _words(form: _Form) -> str:
-    return ", ".join(f"{k} {list(shape)} {str(dtype).removeprefix('torch.')}" for k, (shape, dtype) in form.items())
+    return ", ".join(f"{k} {list(shape)} {str(dtype).removeprefix('torch.')}" for k, (shape, dtype) in form.items()) or "nothing"

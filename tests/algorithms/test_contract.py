@@ -14,9 +14,8 @@ from pflcore.testing import CHECKS, Case
 
 OPTIONS: dict[str, dict[str, Any]] = {  # where the defaults do not fit a federation of four small clients
     "knnper": {"k": 3},
-    "fedala": {"sample": 1.0},  # which part of its samples is drawn belongs to a client's number
+    "fedala": {"sample": 1.0},  # else it draws, and nothing is asked of its clients' numbers
 }
-OWN_DRAWS = {"factorized_waffle"}  # its draws belong to a client's number, so renumbered clients draw others
 WEIGHTS = {"waffle", "weight_erosion"}  # with mixing weights in the record
 MODELS_SENT = {"fedavg": (1, 1), "fedprox": (1, 1), "scaffold": (2, 2), "waffle": (2, 2), "apfl": (1, 1), "local": (0, 0)}  # down, up
 
@@ -30,8 +29,6 @@ def algorithm(name: str, **more: Any) -> FedAvg:
 @every
 @pytest.mark.parametrize("check", CHECKS)
 def test_the_contract(name: str, check: str) -> None:
-    if name in OWN_DRAWS and check == "numbers_of_clients_play_no_part":
-        pytest.skip("draws belong to the clients' numbers")
     CHECKS[check](Case(algorithm(name)))
 
 

@@ -13,6 +13,7 @@ import mutants
 import numpy as np
 import pytest
 import torch
+import trust
 from places import ROOT
 from small import images, play, setting, tiny_model
 
@@ -90,6 +91,21 @@ def test_tests_of_a_fault_run_where_it_was_made(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", run], cwd=place, env=env, check=False).returncode == 0
     metrics.write_text(metrics.read_text(encoding="utf-8").replace("kept.std(correction=0)", "kept.std(correction=1)"), encoding="utf-8")
     assert subprocess.run([sys.executable, "-c", run], cwd=place, env=env, check=False).returncode == 1
+
+
+def test_figures_are_counted_and_a_broken_test_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tests = tmp_path / "test_some.py"
+    tests.write_text(
+        "import pytest\nfrom hypothesis import given, settings, strategies as st\n"
+        "@settings(max_examples=7)\n@given(st.integers())\ndef test_a(n): pass\n"
+        "def test_b(): pass\n"
+        "def test_c(): pytest.skip('not here')\n"
+    )
+    assert trust.tested(str(tests)) == ({"passed": 2, "skipped": 1}, 7, True)
+    assert trust.tested(str(tests), "-k", "test_c")[2] is False  # nothing has passed
+    tests.write_text(tests.read_text() + "def test_d(): assert 0\ndef test_e(none): pass\n")
+    assert trust.tested(str(tests)) == ({"passed": 2, "skipped": 1, "failed": 1, "error": 1}, 7, False)
+    assert "assert 0" in capfd.readouterr().out
 
 
 def test_random_numbers_are_these_on_every_machine() -> None:

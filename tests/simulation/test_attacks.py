@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from pflcore.algorithms import Cohort
 from pflcore.algorithms.defences import Defence, defended
 from pflcore.algorithms.fedopt import FedAvgM
 from pflcore.algorithms.scaffold import Scaffold
+from pflcore.algorithms.waffle import Waffle
 from pflcore.data import Federation
 from pflcore.data.synthetic import synthetic_clusters
 from pflcore.local import Net
@@ -258,8 +260,23 @@ def test_defences_hold_where_the_mean_does_not(data: Federation, attack: Any) ->
     adversary = Adversary(attack, BAD, 30.0)
     clean, broken = accuracy(run(data)), accuracy(run(data, adversary=adversary))
     assert broken < clean - 0.2
-    for name in set(DEFENCES) - {"clip"}:
-        assert accuracy(run(data, FedAvg(**defence(name)), adversary=adversary)) > clean - 0.1, name
+    for name, method in product(set(DEFENCES) - {"clip"}, (FedAvg, Scaffold)):
+        assert accuracy(run(data, method(**defence(name)), adversary=adversary)) > clean - 0.1, (name, method)
+
+
+@pytest.mark.parametrize("name", ["median", "multi_krum"])
+def test_scaffold_defends_both_of_its_means(name: str) -> None:
+    """A client is good in what it says of its update, and bad in its control variate, or the other way round."""
+    alg, rows = Scaffold(server_lr=0.5, **defence(name)), updates()
+    ids = torch.arange(len(rows))
+    cohort = Cohort(ids, torch.full((len(ids),), 1 / len(ids), dtype=torch.float64), torch.ones_like(ids), 12, 1, 1)
+    up = {"delta": rows, "control": rows.flip(0) + 1}
+    up["delta"][0], up["control"][5] = 1e6, -1e6
+    g = {k: torch.linspace(0, i, rows.shape[1], dtype=torch.float64) for i, k in enumerate(("x", "c"), 1)}
+    new = alg.server(dict(g), up, cohort)
+    torch.testing.assert_close(new["x"], g["x"] + 0.5 * mean_of(name, up["delta"]))
+    torch.testing.assert_close(new["c"], g["c"] + 9 / 12 * mean_of(name, up["control"]))
+    assert max(float(v.abs().max()) for v in new.values()) < 10
 
 
 def test_server_optimizers_and_personal_models_take_one_too(data: Federation) -> None:
@@ -299,10 +316,10 @@ def test_who_does_not_average_refuses_a_defence(name: str) -> None:
 
 def test_who_does() -> None:
     taken = {n for n, c in ALGORITHMS.items() if "defence" not in c.unused}
-    assert {"fedavg", "fedadam", "fedprox", "ditto", "mrmtl", "finetune", "per_fedavg"} <= taken
-    assert not taken & {"scaffold", "waffle", "feddwa", "fedamp", "hypcluster", "ensemble", "local", "qfedavg"}
+    assert {"fedavg", "fedadam", "fedprox", "ditto", "mrmtl", "finetune", "per_fedavg", "scaffold"} <= taken
+    assert not taken & {"waffle", "feddwa", "fedamp", "hypcluster", "ensemble", "local", "qfedavg"}
     own = type("Own", (FedAvg,), {"server": lambda self, g, up, cohort: g})
-    child = type("Child", (Scaffold,), {"unused": ("weighting",)})
+    child = type("Child", (Waffle,), {"unused": ("weighting",)})
     for cls in (own, child):
         with pytest.raises(ValueError, match=r"^defence"):
             cls(defence="median")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn as nn
 from small import images, setting, tiny_model
 
 from pflcore import Client, Server, Simulation, Training
@@ -166,6 +167,28 @@ def test_an_upload_of_the_wrong_size(name: str) -> None:
             assert after["round"] == before["round"] and all(torch.equal(v, before["g"][k]) for k, v in after["g"].items())
         done = server.aggregate({i: up for i, up in uploads.items() if i != bad})
         assert not done.void and bad not in done.ids
+
+
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "ditto", "fedamp", "feddwa_qp", "mrmtl"])
+@pytest.mark.parametrize("buffers", ["auto", "local"])
+def test_a_first_round_of_nothing_but_wrong_uploads(name: str, buffers: str) -> None:
+    """There is no right one yet to compare them with: one sentence, nothing changed, and the same round can be played with right ones."""
+    alg = algorithm(name)
+    net = alg.prepare(Net(lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))))
+    server = Server(alg, net, N, rounds=4, buffers=buffers)
+    uploads = {i: Client(alg, net, DATA.subset([i]), TRAINING, buffers=buffers).train(server.download(i)) for i in range(N)}
+    before, message = copy.deepcopy(server.state_dict()), uploads[0][0]
+    for key in (next(k for k, v in message.items() if v.dim() and v.is_floating_point()), *(k for k in message if k == "@statistics")):
+        right = message[key]
+        for wrong in ({}, {key: right[:-1]}, {key: right[None]}, {key: torch.empty(0)}):
+            TRIED["everybody's wrong size"] += 1
+            with pytest.raises(ValueError, match=r"^(uploads|client 0): ") as e:
+                server.aggregate({i: ({k: v for k, v in up.items() if k != key} | wrong, n) for i, (up, n) in uploads.items()})
+            one_sentence(e.value)
+            after = server.state_dict()
+            assert all(torch.equal(v, before["g"][k]) for k, v in after["g"].items()) and after["round"] == 0
+            assert all(torch.equal(after[k], before[k]) for k in ("statistics", "joined", "accepted"))
+    assert not server.aggregate(uploads).void
 
 
 @pytest.mark.parametrize("name", ["fedavg", "waffle", "feddwa"])

@@ -23,6 +23,7 @@ from pflcore.data.synthetic import synthetic_clusters
 from pflcore.local.net import Net
 from pflcore.results.record import Record, group, read
 from pflcore.results.table import table
+from pflcore.simulation.uploads import norms
 from pflcore.tuning import candidates, tune
 
 
@@ -366,3 +367,9 @@ def test_a_download_folder_is_no_federation(tmp_path):
     with pytest.raises(ValueError, match=r"holiday\.jpg") as e:
         federation_of(f"folder:{tmp_path}")
     sentence(e)
+
+
+def test_an_uploaded_model_is_measured_from_its_own_clients_last_one() -> None:
+    held = torch.tensor([[0.0, 0.0], [9.0, 9.0], [3.0, 4.0], [50.0, 0.0]])
+    up = {"w": torch.tensor([[0.0, 2.0], [3.0, 5.0], [50.0, 7.0]])}
+    assert norms(up, {"w": held}, torch.tensor([0, 2, 3]), 4).tolist() == [2.0, 1.0, 7.0]
