@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,11 @@ from pflcore.local import Training
 from pflcore.nn.models import model_for
 from pflcore.simulation import Simulation
 
-CUTS = {"pathological": ("pathological", {"k": 2}), "practical 1": ("practical1", {"groups": 4}), "iid": ("iid", {})}
+CUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "pathological": ("pathological", {"k": 2}),
+    "practical 1": ("practical1", {"groups": 4}),
+    "iid": ("iid", {}),
+}
 
 
 def gram(a: Tensor, b: Tensor) -> Tensor:
