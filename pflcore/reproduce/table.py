@@ -190,7 +190,9 @@ def table(plan: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], checks: Se
             body.append(cells)
         columns = [c for c in body[0] if c == "method" or any(cells[c] not in ("", "-") for cells in body)]
         unit = "accuracy in percent" if up else "loss"
-        said = f"**{setting}**, {mine[0]['data']}, {mine[0]['rounds']} rounds, {mine[0]['seeds']} seed(s); test {unit}, mean over clients"
+        whose = "mean over clients" if mine[0]["std"] == mine[0]["std"] else "of the target alone"  # NaN for one client
+        name = setting.replace("*", "\\*")
+        said = f"**{name}**, {mine[0]['data']}, {mine[0]['rounds']} rounds, {mine[0]['seeds']} seed(s); test {unit}, {whose}"
         lines += [said, "", "| " + " | ".join(columns) + " |", "|:---|" + "---:|" * (len(columns) - 1)]
         lines += ["| " + " | ".join(cells[c] for c in columns) + " |" for cells in body] + [""]
     if selects:

@@ -16,7 +16,7 @@ from pflcore.local.net import Net
 from pflcore.reproduce import costs
 from pflcore.reproduce import plan as plans
 from pflcore.reproduce import run as reproduce
-from pflcore.reproduce.experiment import algorithm
+from pflcore.reproduce.experiment import algorithm, model_of, partition_of
 from pflcore.results import mixing as figures
 from pflcore.results.record import group, read
 from pflcore.simulation import Simulation
@@ -88,7 +88,8 @@ def test_a_target_alone_is_tested_and_each_setting_has_options_of_its_own(tmp_pa
         accuracy = runs[row["setting"], row["method"]].last("accuracy")
         assert accuracy.isnan().tolist() == [True, True, False, True] and row["final"] == pytest.approx(100 * accuracy[2].item())
         assert row["std"] is row["worst_decile"] is None
-    assert (rows[0]["paper"], rows[0]["paper_std"]) == (92.5, 0.25) and "92.50 ± 0.25" in (tmp_path / "out" / "table.md").read_text()
+    text = (tmp_path / "out" / "table.md").read_text()
+    assert (rows[0]["paper"], rows[0]["paper_std"]) == (92.5, 0.25) and "92.50 ± 0.25" in text and "of the target alone" in text
     (task, *_) = plans.tasks(plans.load(made))
     data = task.protocol().data
     everybody = task.job.simulation(data, lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10))).run()
@@ -213,6 +214,12 @@ def test_every_plan_is_well_formed(name):
         return
     todo = plans.tasks(made, seeds=1, equal=True)
     assert len({t.path for t in todo}) == len({t.digest for t in todo}) == len(todo)
+    for t in todo:
+        o, named = t.job.options, model_of(t.job.options.model)
+        cut = partition_of(o.data, o.partition)
+        assert cut is None or set(t.cut) <= set(cut.defaults), t.path
+        assert set(t.shape) <= set(named.defaults if named else ()), t.path
+        algorithm(t.job.algorithm, t.job.hyper, o.target)
     for key in ("reported", "expected"):
         assert set(made[key]) <= set(made["settings"]) and all(set(numbers) <= set(made["methods"]) for numbers in made[key].values())
 
