@@ -130,7 +130,7 @@ SAMPLED = [
     Mutant("pflcore/simulation/round.py", "torch.where(onto(total > 0, rows.device), mixed, old)", "mixed", "simulation/test_edges.py"),
     Mutant("pflcore/simulation/round.py", "int((v.index >= 0).sum())", "v.index.numel()", "algorithms/test_rivals_client.py algorithms/test_motley_algorithms.py"),
     Mutant("pflcore/simulation/round.py", "alg.server({k: v.clone() for k, v in state.g.items()} if averaged else state.g, up, cohort)", "alg.server(state.g, up, cohort)", "algorithms/test_fine_points.py"),
-    Mutant("pflcore/simulation/uploads.py", "rows, held.to(rows.dtype), onto(ids[:, None], held.device)", "rows, held.to(rows.dtype), onto(ids[:, None].flip(0), held.device)", "simulation/test_hostile.py"),
+    Mutant("pflcore/simulation/uploads.py", "rows, held.to(rows.dtype), onto(ids[:, None], held.device)", "rows, held.to(rows.dtype), onto(ids[:, None].flip(0), held.device)", "simulation/test_hostile.py -k measured_from"),
     Mutant("pflcore/simulation/uploads.py", "square[:, 0].sqrt().cpu()", "square[:, 0].cpu()", "simulation/test_hostile.py"),
     Mutant("pflcore/simulation/uploads.py", '["control"] if "control" in up else []', "[]", "algorithms/test_fine_points.py"),
     Mutant("pflcore/simulation/uploads.py", "middle = norm.quantile(0.5)", "middle = norm.mean()", "simulation/test_hostile.py simulation/test_scale.py"),
@@ -142,7 +142,7 @@ SAMPLED = [
     Mutant("pflcore/simulation/rows.py", "self[k][new] = v\n", "self[k][ids] = v\n", "simulation/test_scale.py"),
     Mutant("pflcore/simulation/rows.py", "new = ids[~self.known[ids]]", "new = ids", "simulation/test_scale.py"),
     Mutant("pflcore/results/record.py", 'min(2**20, mark["bytes"] - self._size)', 'min(2**20, mark["bytes"] + 1 - self._size)', "simulation/test_checkpoint.py -k mark"),
-    Mutant("pflcore/results/record.py", "os.truncate(self.side, aside)", "pass", "simulation/test_checkpoint.py results -k 'mark or side or resume or killed'"),
+    Mutant("pflcore/results/record.py", "os.truncate(self.side, aside)", "pass", "results/test_side_file.py"),
     Mutant("pflcore/results/record.py", "(torch.tensor(size) > 0), math.inf, values)", "(torch.tensor(size) > 0), math.nan, values)", "simulation/test_hostile.py results/test_results.py"),
     Mutant("pflcore/results/record.py", "accumulate=True) / block", "accumulate=True)", "results simulation/test_scale.py"),
     # local training

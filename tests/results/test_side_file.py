@@ -49,6 +49,20 @@ def test_long_lists_come_back_as_they_were(tmp_path):
     torch.testing.assert_close(coarse, want.view(100, 15, 100, 15).sum(3).mean(1))
 
 
+def test_a_record_that_goes_on_from_its_mark_has_the_bytes_of_one_that_never_stopped(tmp_path):
+    whole, path = written(tmp_path / "whole.jsonl", lines()), tmp_path / "record.jsonl"
+    head, first, last = lines()
+    with Record(path) as record:
+        record.write(head), record.write(first)
+        mark = record.mark()
+        record.write(last)
+    with Record(path, mark=mark) as record:
+        assert path.with_suffix(".arrays").stat().st_size == mark["arrays"] > 0
+        record.write(last)
+    assert path.with_suffix(".arrays").read_bytes() == whole.with_suffix(".arrays").read_bytes()
+    assert path.read_text() == whole.read_text().replace("whole.", "record.")
+
+
 def test_short_lists_stay_in_the_line(tmp_path):
     path = written(tmp_path / "r.jsonl", [{"round": 1, "cohort": list(range(LONG)), "report": {"weights": [[1.0, 0.0], [0.0, 1.0]]}}])
     assert not (tmp_path / "r.arrays").exists() and json.loads(path.read_text())["cohort"][-1] == LONG - 1
