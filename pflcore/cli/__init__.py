@@ -436,14 +436,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 @contextlib.contextmanager
 def _signals() -> Iterator[None]:
     """SIGTERM and SIGHUP end a command as Ctrl-C does; nohup's wish, a SIGHUP that is ignored, is respected."""
+    from pflcore.results.progress import INTERRUPTED
 
     def end(*_: object) -> None:
+        INTERRUPTED.set()
         raise KeyboardInterrupt
 
+    INTERRUPTED.clear()
     kept: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        for number in filter(None, (getattr(signal, "SIGTERM", None), getattr(signal, "SIGHUP", None))):
-            if signal.getsignal(number) == signal.SIG_DFL:
+        for number in filter(None, (signal.SIGINT, getattr(signal, "SIGTERM", None), getattr(signal, "SIGHUP", None))):
+            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
                 kept[number] = signal.signal(number, end)
     try:
         yield

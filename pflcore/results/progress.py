@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 from pflcore import metrics
+
+INTERRUPTED = threading.Event()  # set with every interrupt of a command: where a library swallowed it, the round's end brings it back
 
 
 class Progress:
@@ -31,6 +34,8 @@ class Progress:
 
     def step(self, line: Mapping[str, Any]) -> None:
         """One round is done; its record shows the accuracy, where it was evaluated."""
+        if INTERRUPTED.is_set():
+            raise KeyboardInterrupt
         if self._bar is None:
             return
         if line.get("eval") and "accuracy" in line["eval"]:

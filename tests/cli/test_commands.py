@@ -1,5 +1,6 @@
 """The command line, end to end on real images; whatever goes wrong is one sentence and never costs a record."""
 
+import contextlib
 import importlib.util
 import math
 import os
@@ -14,7 +15,7 @@ import torch
 
 import pflcore
 from pflcore import cli
-from pflcore.algorithms import ALGORITHMS
+from pflcore.algorithms import ALGORITHMS, FedAvg
 from pflcore.local import Training
 from pflcore.reproduce import experiment
 from pflcore.results import pictures
@@ -258,6 +259,21 @@ def test_ctrl_c_leaves_a_readable_record(tmp_path):
     assert len(run.rounds) >= 20 and [r["round"] for r in run.rounds] == list(range(1, len(run.rounds) + 1))
     assert run.stopped == f"Interrupted after round {len(run.rounds)} of 1000000."
     assert "| fedavg " in out and (tmp_path / "o" / "table.md").is_file()
+
+
+def test_an_interrupt_that_a_library_swallows_ends_the_run_with_the_round(monkeypatch):
+    honest = FedAvg.server
+
+    def server(self, g, up, cohort):
+        if cohort.round == 2:
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        return honest(self, g, up, cohort)
+
+    monkeypatch.setattr(FedAvg, "server", server)
+    assert cli.main(["run", "fedavg", *DIGITS, "--out", "o"]) == 130
+    (run,) = read("o")
+    assert len(run.rounds) == 2 and run.stopped == "Interrupted after round 2 of 3."
 
 
 def test_without_matplotlib_everything_but_the_pictures(tmp_path, capsys, monkeypatch):
