@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +16,7 @@ from pflcore.algorithms.qp import inner_products, simplex_qp
 from pflcore.local import Local, Training
 from pflcore.local.net import Net
 from pflcore.local.workers import onto
+from pflcore.ops import kinds
 
 MANY = 1000  # clients of a cohort from which on the nearest are looked for in blocks, by groups where rows are so long that a pair costs:
 LONG = 1 << 10
@@ -70,8 +72,14 @@ class FedDWA(FedAvg):
             raise ValueError(f"newcomer: expected 'init' or 'mean', got {self.newcomer!r}.")
         if self.serve not in ("mix", "guidance"):
             raise ValueError(f"serve: expected 'mix' or 'guidance', got {self.serve!r}.")
-        if not (0 <= self.power < math.inf and (self.stride is None or 0 < self.stride < math.inf)):
-            raise ValueError(f"power, stride: expected a number >= 0 and one > 0 (or None), got {self.power} and {self.stride}.")
+        if self.serve == "guidance" and self.guidance in ("previous", "current"):
+            raise ValueError(
+                f"serve: 'guidance' is trained ahead of a client's model; guidance={self.guidance!r} trains nothing, use 'mix'."
+            )
+        if not (isinstance(self.power, Real) and self.power >= 0):
+            raise ValueError(f"power: expected a number >= 0, got {kinds.shown(self.power)}.")
+        if not (self.stride is None or (isinstance(self.stride, Real) and self.stride > 0)):
+            raise ValueError(f"stride: expected a number > 0, or None, got {kinds.shown(self.stride)}.")
 
     def check_training(self, training: Training) -> None:
         if self.guidance == "full_grad":
@@ -115,7 +123,9 @@ class FedDWA(FedAvg):
         if "last" in g:
             guide = torch.where(onto(g["seen"][ids][:, None], w.device), g["last"][onto(ids, w.device)], w)
         weight, index = self.weights(guide if self.stride is None else strided(guide, w, self.stride), w)
-        weight = weight if self.power == 1 else weight**self.power / (weight**self.power).sum(1, keepdim=True)
+        if self.power != 1:
+            weight = (weight / weight.max(1, keepdim=True).values) ** self.power  # of the largest: no power makes all of them 0
+            weight = weight / weight.sum(1, keepdim=True)
         p, near = (g[k].new_zeros(len(ids), min(self.k, cohort.n)) for k in ("p", "near"))
         p[:, : index.shape[1]], near[:, : index.shape[1]] = weight.to(p), ids[index.cpu()]
         last = [(g["last"], w)] if "last" in g else []
@@ -166,12 +176,14 @@ class FedDWAQP(FedDWA):
     theta: float = 1.0  # how much of W's off-diagonal counts
     ridge: float = 1e-10  # times W's mean diagonal, added to it: the shortest of several optimal p
 
-    unused: ClassVar[tuple[str, ...]] = (*FedDWA.unused, "search")  # it needs all distances
+    unused: ClassVar[tuple[str, ...]] = (*FedDWA.unused, "search", "power")  # it needs all distances, and solves for its weights
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.theta <= 1:
             raise ValueError(f"theta: expected a number from 0 (Eq. 15) to 1 (Eq. 12), got {self.theta}.")
+        if self.power != 1:
+            raise ValueError(f"power: {type(self).__name__} solves for its weights; leave it out, got {self.power}.")
         if not self.ridge >= 0:
             raise ValueError(f"ridge: expected a number >= 0, got {self.ridge}.")
 

@@ -451,6 +451,7 @@ def _signals() -> Iterator[None]:
     try:
         yield
     finally:
+        INTERRUPTED.clear()  # whoever called from Python goes on
         for number, handler in kept.items():
             signal.signal(number, handler)
 

@@ -108,9 +108,10 @@ class Server:
         except (LookupError, RuntimeError, ValueError) as error:
             if self._form is not None or memory.ran_out(error):
                 raise
+            why = f" ({str(error).strip('. ')})" if isinstance(error, ValueError) else ""  # a sentence, the algorithm's own perhaps
             raise ValueError(
-                f"uploads: {name_of(self.algorithm)} cannot use what each of them holds, {_words(form)}; give both sides one algorithm, "
-                "model and `buffers`."
+                f"uploads: {name_of(self.algorithm)} cannot use what each of them holds, {_words(form)}{why}; give both sides one "
+                "algorithm, model and `buffers`."
             ) from error
         names, self._begun = dict(order), False
         if not outcome.void:

@@ -1,7 +1,7 @@
 """Plans of reproductions: what a table of a paper takes, as a small JSON file, and the runs that it stands for.
 
 A plan has the keys
-`like`           another plan, whose keys it takes over where it has none itself; of `options` each by itself
+`like`           a plan by name, whose keys it takes over where it has none itself; of `options` each by itself
 `options`, `training`, `model_options`   of all runs: those of `pflcore run`, without seeds
 `seeds`          of the runs, [0, 1, 2] for instance
 `settings`       name -> what is its own: options, "training", "model_options", "partition_options", "method_options" (method -> options),
@@ -131,6 +131,8 @@ def load(name: str) -> dict[str, Any]:
 def complete(plan: Mapping[str, Any]) -> dict[str, Any]:
     """The plan with every key. ValueError in one sentence for a key that is unknown or missing, or a name that nothing bears."""
     if isinstance(plan, Mapping) and plan.get("like"):
+        if plan["like"] not in plans():  # by name alone, so that no plan is like itself
+            raise ValueError(f"like: expected one of {', '.join(plans())}, got {plan['like']!r}.")
         base = load(plan["like"])
         plan = {**base, "takes": "", **plan, "options": {**base["options"], **plan.get("options", {})}}
     if not isinstance(plan, Mapping) or not plan.get("methods") or not (plan.get("settings") or plan.get("costs")):

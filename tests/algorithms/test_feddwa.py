@@ -570,3 +570,34 @@ def test_the_guidance_can_be_served():
 def test_wrong_options_beside_the_paper_are_a_sentence(wrong):
     with pytest.raises(ValueError, match=f"{next(iter(wrong))}.*expected"):
         FedDWA(**wrong)
+
+
+def test_no_power_makes_weights_that_are_no_numbers():
+    w = torch.eye(6, dtype=torch.float64)
+    cohort = Cohort(torch.arange(6), torch.full((6,), 1 / 6, dtype=torch.float64), torch.ones(6, dtype=torch.int64), 6, 1, 1)
+    alg = FedDWA(k=6, power=5000.0)
+    net = type("Net", (), {"w0": torch.zeros(6, dtype=torch.float64)})()
+    state = {k: v.clone() for k, v in alg.init(net, 6)[0].items()}
+    g = alg.server(state, {"w": w, "g": 0.5 * torch.ones_like(w) + 0.01 * w}, cohort)
+    torch.testing.assert_close(g["p"].sum(1), torch.ones(6, dtype=torch.float64))
+    torch.testing.assert_close(g["x"], w)  # everybody's nearest is its own, and has all the weight
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"power": "2"}, r"^power: expected a number >= 0, got '2'\.$"),
+        ({"stride": "far"}, r"^stride: expected a number > 0, or None, got 'far'\.$"),
+        ({"stride": 0}, r"^stride: expected a number > 0"),
+        ({"serve": "guidance", "guidance": "previous"}, r"^serve: 'guidance' is trained ahead"),
+        ({"serve": "guidance", "guidance": "current"}, r"^serve: 'guidance' is trained ahead"),
+    ],
+)
+def test_options_beside_the_paper_name_what_is_wrong(options, said):
+    with pytest.raises(ValueError, match=said):
+        FedDWA(**options)
+
+
+def test_the_quadratic_program_refuses_a_power():
+    with pytest.raises(ValueError, match=r"^power: FedDWAQP solves for its weights"):
+        FedDWAQP(power=2.0)

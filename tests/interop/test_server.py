@@ -72,7 +72,7 @@ def test_what_travels_is_plain_tensors_of_the_algorithms_size() -> None:
     assert sent == 3 * server.net.size  # the three others, each once
     again = torch.load(io.BytesIO(saved(down)), weights_only=True)
     up, n = clients[0].train(again)
-    assert n == int(DATA.size("train")[0]) and all(type(v) is torch.Tensor for v in up.values())
+    assert n == 9 and all(type(v) is torch.Tensor for v in up.values())
 
 
 def saved(what: Any) -> bytes:

@@ -203,6 +203,14 @@ def test_a_plan_with_an_unknown_key_is_refused(tmp_path, capsys):
     assert "metods" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("like", ["no-such-plan", "self.json", 3])
+def test_a_plan_is_like_one_that_is_there(like, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "self.json").write_text(json.dumps({"like": like}))
+    with pytest.raises(ValueError, match=r"^like: expected one of factorized-alpha, .*, got "):
+        plans.load("self.json")
+
+
 @pytest.mark.parametrize("name", plans.plans())
 def test_every_plan_is_well_formed(name):
     made = plans.load(name)

@@ -191,6 +191,17 @@ def test_a_first_round_of_nothing_but_wrong_uploads(name: str, buffers: str) -> 
     assert not server.aggregate(uploads).void
 
 
+def test_what_an_own_algorithm_says_of_a_first_round_is_heard() -> None:
+    class Own(FedAvg):
+        def server(self, g: Any, up: Any, cohort: Any) -> Any:
+            raise ValueError("bank: expected to be open.")
+
+    server = Server(Own(), tiny_model(), N)
+    uploads = {i: Client(Own(), tiny_model(), DATA.subset([i]), TRAINING).train(server.download(i)) for i in range(N)}
+    with pytest.raises(ValueError, match=r"^uploads: Own cannot use .* \(bank: expected to be open\); give both sides"):
+        server.aggregate(uploads)
+
+
 @pytest.mark.parametrize("name", ["fedavg", "waffle", "feddwa"])
 def test_a_run_of_bad_rounds_alone_stops_with_one_sentence(name: str) -> None:
     class Broken(ALGORITHMS[name]):  # type: ignore[misc, valid-type]
