@@ -17,6 +17,11 @@ from pflcore.local import Training
 N, BAD, ROUNDS, CLIP = 8, 5, 10, 2.0
 KINDS = {"NaN": torch.nan, "Inf": torch.inf, "1e30": 1e30, "zeros": 0.0, "inputs of 1e10": None}
 TRAINING = Training(lr=0.1, batch_size=10)
+DEEP = ("fedala", "fedper", "lg_fedavg", "fedrep", "fedbabu", "fedbn", "factorized_waffle")  # they treat a model's parts apart
+
+
+def deep():
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
 
 
 def spoil(algorithm, value):
@@ -42,7 +47,16 @@ def play(name, kind, clip):
         data = replace(data, x=x)
     elif kind is not None:
         algorithm = spoil(algorithm, KINDS[kind])
-    run = Simulation(algorithm, lambda: torch.nn.Linear(8, 4), data, TRAINING, rounds=ROUNDS, eval_every=ROUNDS, clip=clip, workers=1)
+    run = Simulation(
+        algorithm,
+        deep if name in DEEP else lambda: torch.nn.Linear(8, 4),
+        data,
+        TRAINING,
+        rounds=ROUNDS,
+        eval_every=ROUNDS,
+        clip=clip,
+        workers=1,
+    )
     history = run.run()
     seen = run.evaluate("test")
     honest = torch.arange(N) != BAD
@@ -68,11 +82,13 @@ def main(path, names):
         "# Bad clients",
         "",
         f"One of {N} clients, number {BAD}, is bad; all take part in {ROUNDS} rounds of logistic regression on Gaussian clouds, the same",
-        "for everybody (`examples/bad_clients.py` makes this page). NaN, Inf, 1e30, zeros: that is all it uploads; inputs of 1e10: it",
-        "trains honestly on such data. The numbers are the honest clients' mean test accuracy in percent after the last round.",
-        "**d**: the bad client was dropped; **o**: it was reported as an outlier (an update of more than 20 times the median); **c**: its",
-        "update was clipped; **s**: the run stopped with a sentence. `local` uploads nothing. Clipping bounds updates, not what else is",
-        "uploaded: a loss of 1e30 still rules q-FedAvg's weights, and MOCHA stops at step sizes of 1e30.",
+        "for everybody (`examples/bad_clients.py` makes this page); methods that treat a model's parts apart (the last seven) train two",
+        "layers with a batch norm between. NaN, Inf, 1e30, zeros: that is all it uploads; inputs of 1e10: it trains honestly on such data.",
+        "The numbers are the honest clients' mean test accuracy in percent after the last round, or *not finite* where two layers of large",
+        "finite numbers overflow. **d**: the bad client was dropped; **o**: it was reported as an outlier (an update of more than 20 times",
+        "the median); **c**: its update was clipped; **s**: the run stopped with a sentence. `local` uploads nothing. Clipping bounds",
+        "updates, not what else is uploaded: a loss of 1e30 still rules q-FedAvg's weights, MOCHA stops at step sizes of 1e30, and",
+        "batch norm's statistics of inputs of 1e10 are averaged (LG-FedAvg, FedBN and FedALA keep them at home).",
     ]
     for clip in (None, CLIP):
         lines += ["", f"## {'Without clipping' if clip is None else f'With clip={clip:g}'}", ""]

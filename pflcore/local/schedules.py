@@ -84,7 +84,7 @@ def _stepped(make: Callable[..., Any], lr: float, rounds: int) -> list[float]:
             if round < rounds:
                 try:
                     scheduler.step()
-                except ValueError as error:  # OneCycleLR ends
+                except Exception as error:  # OneCycleLR ends, and a user's list of factors
                     raise ValueError(f"schedule: torch's scheduler ends after round {round} of {rounds}: {error}.") from None
     return rates
 

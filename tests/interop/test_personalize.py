@@ -72,6 +72,13 @@ def test_feddwa_keeps_the_model_of_a_client_without_a_previous_one() -> None:
     assert torch.equal(mixed["c4"], uploads["c4"]) and not torch.equal(mixed["c3"], uploads["c3"])
 
 
+def test_guidance_belongs_to_a_client_by_its_name_and_not_by_its_place() -> None:
+    names, guide = [f"c{i}" for i in range(N)], rows() + 0.1 * rows(1)
+    turned = {names[i]: guide[i] for i in [3, 0, 6, 1, 5, 2, 4]}
+    mixed = personalize(dict(zip(names, rows(), strict=True)), "feddwa", guidance=turned, k=3)
+    assert torch.equal(torch.stack([mixed[name] for name in names]), personalize(rows(), "feddwa", guidance=guide, k=3))
+
+
 def test_clusters_of_updates_are_clustered_fls_split() -> None:
     base, delta = rows(2)[0], rows() * torch.tensor([1, -1, 1, -1, -1, 1, 1])[:, None]
     alg, net = ALGORITHMS["clustered_fl"](first=0, eps1=1e9, eps2=0.0), Net(nn.Linear(4, 3).double())

@@ -118,6 +118,15 @@ def test_a_model_with_nan_has_a_nan_loss_and_spoils_nobody_else():
     assert loss.isnan().tolist() == [False, False, True, False, False]
 
 
+def test_a_score_that_is_nan_is_no_right_answer():
+    """A NaN for one class alone, the largest number for an argmax, is not the answer of the samples of that class."""
+    s = setting("cross_entropy", 4)
+    rows = s.net.w0.repeat(5, 1)
+    rows[2, -1] = torch.nan  # the last layer's bias for the last class
+    _, accuracy = Local(s, torch.arange(5), 1, s.net.b0.expand(5, -1)).measure(rows, "test")
+    assert (s.data.labels(2, "test") == 3).any() and accuracy[2] == 0 and (accuracy[[1, 3, 4]] > 0).all()
+
+
 def test_right():
     y = torch.tensor([[0, 1], [2, 1]])
     scores = torch.tensor([[[3.0, 1, 2], [0, 1, 0]], [[1.0, 0, 0], [0, 2, 1]]])

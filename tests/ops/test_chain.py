@@ -40,7 +40,8 @@ MODELS: dict[str, tuple[tuple[int, ...], list[nn.Module]]] = {
     "norms": ((4, 6, 5), [nn.LayerNorm([4, 6, 5]), C(4, 6, 3), nn.GroupNorm(3, 6), R(), A(2, 1), F(), nn.LayerNorm(36), L(36, 10)]),
     "mean of ReLU": ((1, 10, 11), [C(1, 4, 3, padding=1), R(), A(2), F(), nn.LayerNorm(100, elementwise_affine=False), L(100, 10)]),
     "pools first": ((2, 8, 8), [M(2), T(), C(2, 3, 3), F(), L(12, 10)]),
-    "dropout": ((1, 8, 8), [Dropout(0.2), C(1, 4, 3), R(), M(2), Dropout(0.5), F(), L(36, 12), Dropout(1.0), R(), L(12, 10)]),
+    "dropout": ((1, 8, 8), [Dropout(0.2), C(1, 4, 3), R(), M(2), Dropout(0.5), F(), L(36, 12), R(), L(12, 10)]),
+    "all dropped": ((1, 8, 8), [Dropout(0.2), F(), L(64, 12), Dropout(1.0), R(), L(12, 10)]),
     "to one value": ((2, 7, 5), [C(2, 8, 3), R(), nn.AdaptiveAvgPool2d(1), F(), L(8, 10)]),
 }
 
@@ -222,6 +223,24 @@ def test_dropouts_mask_is_the_modules() -> None:
     with forward_mode(True, None, seed[0]):
         (want,) = torch.autograd.grad(net.loss(row, x, y), row)
     torch.testing.assert_close(g[0], want, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.usefixtures("isa")
+def test_every_batch_drops_other_units() -> None:
+    """The batch's number in its epoch is added to the epoch's seed: one pass is steps of one batch each, with these seeds."""
+    p = Problem("dropout", [33, 20], F64, passes=2)
+    w, loss = p.train(batch=8)
+    want, want_loss = p.train(reference.chain_sgd_, batch=8)
+    close(w, want, F64, 1 + want.abs())
+    close(loss, want_loss, F64, 10 + want_loss.abs())
+    rows = p.w
+    for epoch in range(2):
+        for turn, size in enumerate([8, 8, 4]):
+            one = Problem("dropout", [1, size], F64)
+            one.x, one.y, one.w, one.seeds = p.x, p.y, rows, p.seeds[:, epoch : epoch + 1] + turn
+            one.order = p.order[:, epoch : epoch + 1, 8 * turn : 8 * turn + size]
+            rows, _ = one.train(batch=8)
+    close(rows[1], w[1], F64, 1 + rows[1].abs())
 
 
 def test_without_seeds_nothing_is_dropped() -> None:

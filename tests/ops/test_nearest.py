@@ -82,6 +82,14 @@ def test_clusters_one_cluster_none_and_duplicates(groups, each, noise):
         assert bool(got.certified.all()) or method == "sketch"
 
 
+def test_a_group_that_only_just_holds_a_nearer_row_is_looked_into():
+    """On a line the bound by pivots (here 0 and 10) is the distance: 5.78 is nearer to 4.9 than the 4 of its own group."""
+    rows = torch.tensor([0, 1, 2, 3, 4, 10, 5.78], dtype=F64)[:, None]
+    for method in METHODS:
+        got = nearest(torch.tensor([[4.9]], dtype=F64), rows, 1, method, pivots=2)
+        assert got.index.item() == 6 and got.certified.item()
+
+
 def pairs_taken(monkeypatch, call) -> int:
     """How many distances a call takes."""
     taken = 0

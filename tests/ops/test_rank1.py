@@ -286,3 +286,18 @@ def test_a_factor_that_is_off_may_hold_anything():
     w_a[:, 2], w_b[2] = torch.nan, torch.inf
     for call in (rank1_linear, reference.rank1_linear):
         torch.testing.assert_close(call(x, w_a, lam, w_b), want)
+
+
+@pytest.mark.usefixtures("isa")
+def test_a_factor_that_is_off_may_hold_anything_in_the_backward_pass():
+    """What one side of it holds does not reach the other side's gradient, nor the input's."""
+    given = [randn(1, 5, 4), randn(2, 3, 6), randn(3, 6), randn(4, 6, 4)]
+    given[2][2] = 0
+    grad = randn(5, 5, 3)
+    want = gradients(given, rank1_linear, grad)
+    for side, others in ((1, (0, 3)), (3, (1,))):
+        broken = [t.clone() for t in given]
+        broken[side].select(int(side == 1), 2).fill_(torch.nan)  # w_a [O, F], w_b [F, I]
+        got = gradients(broken, rank1_linear, grad)
+        for i in others:
+            torch.testing.assert_close(got[i], want[i])

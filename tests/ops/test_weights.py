@@ -168,6 +168,12 @@ def test_waffle_ties(n, omega):
     torch.testing.assert_close(waffle_weights(almost, 0, omega), raw / raw.sum(), rtol=0, atol=1e-9)
 
 
+def test_what_differs_beyond_rounding_is_no_tie():
+    """Apart by parts in 1e11: the nearest has the target's weight, the farthest none (Algorithm 1 at Omega = Psi = 1)."""
+    d = 3 * (1 + 1e-11 * f64([0, 0, 1, 2]))
+    torch.testing.assert_close(waffle_weights(d, 0, 1.0), f64([1, 1, 0.5, 0]) / 2.5, rtol=0, atol=1e-4)
+
+
 def test_waffle_alone_and_psi_zero():
     for n, target in ((1, 0), (4, 2)):
         want = torch.eye(n, dtype=F64)[target]

@@ -116,6 +116,7 @@ def test_random_numbers_are_these_on_every_machine() -> None:
     assert shuffles(seeds, [5, 4, 3]).tolist() == SHUFFLES
     assert [round(float(v), 7) for v in uniforms(seeds, 2).flatten()] == UNIFORMS
     assert drawn(1000, 4, 0, 1, "cohort").tolist() == DRAWN
+    assert drawn(16, 4, 0, 1, "cohort").tolist() == [3, 4, 0, 9]  # a quarter of them: all are put in order
 
 
 def test_other_numbers_are_other_draws() -> None:

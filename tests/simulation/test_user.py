@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from small import images, tiny_model
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
 from pflcore import ALGORITHMS, EarlyStopping, FedAvg, Federation, Net, Simulation, Stop, Training, cross_silo, for_everyone, tune
 from pflcore.algorithms.apfl import APFL
@@ -257,6 +257,10 @@ def test_a_schedule_of_torchs_gives_its_rates() -> None:
     assert rates(lambda o: OneCycleLR(o, 0.4, total_steps=4, cycle_momentum=False))[0] == pytest.approx(0.4 / 25)
     with pytest.raises(ValueError, match="schedule: torch's scheduler ends after round 4 of 5"):
         rates(lambda o: OneCycleLR(o, 0.4, total_steps=3, cycle_momentum=False), 5)
+    factors = [1, 0.5, 0.25]
+    assert rates(lambda o: LambdaLR(o, lambda step: factors[step]), 3) == pytest.approx([0.1, 0.05, 0.025])  # no step beyond the last
+    with pytest.raises(ValueError, match="schedule: torch's scheduler ends after round 3 of 4: list index out of range"):
+        rates(lambda o: LambdaLR(o, lambda step: factors[step]))
     assert rates(lambda r, n: 1 - r / n) == pytest.approx([0.075, 0.05, 0.025, 0])
     a = simulation().run()
     slow = Simulation(
