@@ -1,12 +1,15 @@
-"""What bad clients do: `python -m bench.hostile [inputs] [attacks] [waffle]` prints the figures of docs/trust.md (default: inputs).
+"""What bad clients do: `python -m bench.hostile [inputs] [attacks] [waffle] [--seeds N]` prints the figures of docs/trust.md.
 
-inputs    bad uploads, messages and drop-outs tried on every algorithm, by kind, and how many were lost; a minute
+inputs    (default) bad uploads, messages and drop-outs tried on every algorithm, by kind, and how many were lost; a minute
 attacks   accuracy under attack by defence: 10 clients of MNIST's 5,000-image subset, 2 of them bad; some minutes
 waffle    a target's accuracy with 1 to 4 bad agents of 10, under WAFFLE, FedAvg and SCAFFOLD; some minutes
+
+The last two are means over N seeds of the split and the run (default 1); the first of them with its deviations.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import warnings
 from pathlib import Path
@@ -35,10 +38,21 @@ def model() -> nn.Module:
 
 
 def played(
-    algorithm: FedAvg, data: Federation, attack: str | None, bad: tuple[int, ...], absent: bool = False, clip: float | None = None
-) -> tuple[float, float]:
+    algorithm: FedAvg,
+    data: list[Federation],  # one for each seed
+    attack: str | None,
+    bad: tuple[int, ...],
+    absent: bool = False,
+    clip: float | None = None,
+) -> torch.Tensor:  # [seeds, 2]
     """The honest clients' mean accuracy in percent (the target's alone, where there is one to look at), and the share of the server's
     weights that the bad ones had, mean over rounds."""
+    return torch.tensor([_one(algorithm, d, seed, attack, bad, absent, clip) for seed, d in enumerate(data)], dtype=torch.float64)
+
+
+def _one(
+    algorithm: FedAvg, data: Federation, seed: int, attack: str | None, bad: tuple[int, ...], absent: bool, clip: float | None
+) -> tuple[float, float]:
     honest = [i for i in range(N) if i not in bad]
     run = Simulation(
         algorithm,
@@ -52,6 +66,7 @@ def played(
         clip=clip,
         adversary=Adversary(attack, bad) if attack else None,  # type: ignore[arg-type]
         workers=1,
+        seed=seed,
     )
     history = run.run()
     weights = torch.tensor([r["report"].get("weights", [1 / N] * N) for r in history.rounds], dtype=torch.float64)
@@ -59,37 +74,38 @@ def played(
     return 100 * float(accuracy[-1].nanmean()) if len(accuracy) else 0.0, 100 * float(weights[:, list(bad)].sum(1).mean())
 
 
-def attacks(bad: tuple[int, ...] = BAD) -> tuple[Table, int]:
+def attacks(seeds: int = 1, bad: tuple[int, ...] = BAD) -> tuple[Table, int]:
     """Accuracy by attack and defence, and how often the defence that must hold did not."""
-    data = federation_of("mnist5k", "A", N, 0)
+    data = [federation_of("mnist5k", "A", N, seed) for seed in range(seeds)]
     options = [{}, *({"defence": d, "hostile": len(bad), **({"root": 0} if d == "fltrust" else {})} for d in DEFENCES)]
     table, lost, clean = [["attack", "none", *DEFENCES]], 0, 0.0
     for attack in (None, *ATTACKS):
-        row = [played(FedAvg(**o), data, attack, bad)[0] for o in options]
-        clean = clean or row[0]
-        lost += row[1 + DEFENCES.index(HOLDS)] < clean - POINTS
-        table.append([attack or "nobody attacks", *(f"{v:.1f}" for v in row)])
+        row = [played(FedAvg(**o), data, attack, bad)[:, 0] for o in options]
+        clean = clean or float(row[0].mean())
+        lost += float(row[1 + DEFENCES.index(HOLDS)].mean()) < clean - POINTS
+        spread = [f" ± {v.std(correction=0):.1f}" if seeds > 1 else "" for v in row]
+        table.append([attack or "nobody attacks", *(f"{v.mean():.1f}{s}" for v, s in zip(row, spread, strict=True))])
         print(table[-1], file=sys.stderr, flush=True)
     return table, lost
 
 
-def waffle() -> tuple[Table, Table]:
+def waffle(seeds: int = 1) -> tuple[Table, Table]:
     """The target's accuracy by attack, algorithm and number of bad agents; WAFFLE's weights of the bad agents."""
-    data, names = federation_of("mnist5k", "C", N, 0), ("waffle", "fedavg", "scaffold")
+    data, names = [federation_of("mnist5k", "C", N, seed) for seed in range(seeds)], ("waffle", "fedavg", "scaffold")
     counts = range(1, len(NEAREST) + 1)
     table = [["attack", *(f"{name}, {b}" for name in names for b in (0, *counts))]]
     share = [["attack", *(f"{b} bad" for b in counts)]]
-    clean = {name: played(ALGORITHMS[name](), data, None, ())[0] for name in names}
+    clean = {name: played(ALGORITHMS[name](), data, None, ()).mean(0)[0] for name in names}
     for attack, clip in ((None, None), *((a, None) for a in ATTACKS), ("scale", CLIP)):
         label = f"{attack}, clip={clip:g}" if clip else attack
         row, weights = [label or "they are absent"], [label or "they are honest"]
         for name in names:
             row.append(f"{clean[name]:.0f}")
             for b in counts:
-                accuracy, weight = played(ALGORITHMS[name](), data, attack, NEAREST[:b], absent=attack is None, clip=clip)
+                accuracy, weight = played(ALGORITHMS[name](), data, attack, NEAREST[:b], absent=attack is None, clip=clip).mean(0)
                 row.append(f"{accuracy:.0f}")
                 if name == "waffle":
-                    weight = weight if attack else played(ALGORITHMS[name](), data, None, NEAREST[:b])[1]
+                    weight = weight if attack else played(ALGORITHMS[name](), data, None, NEAREST[:b]).mean(0)[1]
                     weights.append(f"{weight:.1f}")
         table.append(row)
         share.append(weights)
@@ -125,15 +141,19 @@ def markdown(table: Table) -> str:
 def main(argv: list[str]) -> int:
     warnings.simplefilter("ignore")
     failures = 0
-    for what in argv or ["inputs"]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", default=["inputs"], help="inputs, attacks, waffle")
+    parser.add_argument("--seeds", type=int, default=1)
+    given = parser.parse_args(argv)
+    for what in given.what:
         if what == "inputs":
             tried, lost = inputs()
             print(f"bad inputs tried: {sum(tried.values())} ({', '.join(f'{k} {v}' for k, v in tried.items())}), lost: {lost}")
         elif what == "attacks":
-            table, lost = attacks()
+            table, lost = attacks(given.seeds)
             print(f"{markdown(table)}\n\nattacks x defences: {len(ATTACKS)} x {len(DEFENCES)}, lost with {HOLDS}: {lost}")
         elif what == "waffle":
-            print("\n\n".join(map(markdown, waffle())))
+            print("\n\n".join(map(markdown, waffle(given.seeds))))
             lost = 0
         else:
             raise SystemExit(f"expected inputs, attacks or waffle, got {what!r}.")

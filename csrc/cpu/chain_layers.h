@@ -305,7 +305,7 @@ PFL_FN void losses(Loss kind, int64_t classes, int64_t batch, T share, const T* 
       if (kind == Loss::hinge) {
         const V margin = T(1) - sign * s;
         value = margin < 0 ? V{} : margin;
-        g = margin >= 0 ? -sign * share : V{};
+        g = margin <= 0 ? V{} : -sign * share;   // as relu: none on the very edge
       } else if (kind == Loss::binary_cross_entropy) {   // log(1 + e^s) - y s, without overflow
         V e = s < 0 ? s : -s, soft;
         exponential<T, bytes>(e);

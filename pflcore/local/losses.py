@@ -33,7 +33,7 @@ def mean_of_steps(values: Tensor, y: Tensor) -> Tensor:
 def hinge(scores: Tensor, y: Tensor) -> Tensor:
     """Mean hinge loss of `scores` [B] or [B, 1] with labels `y` in {0, 1} or {-1, 1}."""
     sign = torch.where(y > 0, 1.0, -1.0).to(scores.dtype)
-    return (1 - sign * scores.reshape(y.shape)).clamp(min=0).mean()
+    return (1 - sign * scores.reshape(y.shape)).relu().mean()  # not clamp, whose slope on the very edge depends on torch's release
 
 
 def squared(scores: Tensor, y: Tensor) -> Tensor:

@@ -121,7 +121,7 @@ def losses(criterion: str, scores: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(scores.flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
     z = scores.reshape(y.shape)
     if criterion == "hinge":
-        return (1 - torch.where(y > 0, 1.0, -1.0).to(z.dtype) * z).clamp(min=0)
+        return (1 - torch.where(y > 0, 1.0, -1.0).to(z.dtype) * z).relu()
     if criterion == "binary_cross_entropy":
         return F.binary_cross_entropy_with_logits(z, y.to(z.dtype), reduction="none")
     return (z - y.to(z.dtype)).square() * (1.0 if criterion == "squared" else 0.5)

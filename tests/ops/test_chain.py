@@ -211,6 +211,20 @@ def test_criteria_of_one_output(criterion: str) -> None:
 
 
 @pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", [F32, F64])
+def test_a_hinge_is_flat_on_its_very_edge(dtype: torch.dtype) -> None:
+    """As relu is. Half the scores of 1 have labels of 1, so margin 0, the others margin 2."""
+    p = Problem("mlp, one output", [20], dtype, criterion="hinge")
+    p.w[:, -1], p.w[:, -7:-1] = 1, 0
+    p.y[p.order[0, 0]] = torch.arange(20) % 2
+    g, loss = chain.chain_grad(p.w, *p.head(), p.order[:, 0], torch.tensor([20]), None)
+    assert loss.item() == pytest.approx(1) and g[0, -1].item() == pytest.approx(0.5)
+    row = p.w[0].clone().requires_grad_()
+    (want,) = torch.autograd.grad(CRITERIA["hinge"](p.net(row, p.x[p.order[0, 0]]), p.y[p.order[0, 0]]), row)
+    close(g[0], want, dtype, 1 + want.abs().max())
+
+
+@pytest.mark.usefixtures("isa")
 def test_dropouts_mask_is_the_modules() -> None:
     """The bits that pflcore.nn.Dropout draws: with an input of ones the first layer's gradient shows them."""
     from pflcore.nn.mode import forward_mode
