@@ -69,9 +69,15 @@ def _one(
         seed=seed,
     )
     history = run.run()
-    weights = torch.tensor([r["report"].get("weights", [1 / N] * N) for r in history.rounds], dtype=torch.float64)
+    weights = torch.tensor([shares(r["report"]) for r in history.rounds], dtype=torch.float64)
     accuracy = history.series()[1]
     return 100 * float(accuracy[-1].nanmean()) if len(accuracy) else 0.0, 100 * float(weights[:, list(bad)].sum(1).mean())
+
+
+def shares(report: dict[str, list[float]]) -> list[float]:
+    """The server's weights of all clients, absent ones included; even where a method has none."""
+    few = dict(zip(report.get("index", []), report.get("weight", []), strict=True))
+    return report.get("weights") or ([few.get(i, 0.0) for i in range(N)] if few else [1 / N] * N)
 
 
 def attacks(seeds: int = 1, bad: tuple[int, ...] = BAD) -> tuple[Table, int]:
@@ -145,6 +151,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("what", nargs="*", default=["inputs"], help="inputs, attacks, waffle")
     parser.add_argument("--seeds", type=int, default=1)
     given = parser.parse_args(argv)
+    if given.seeds < 1:
+        parser.error(f"--seeds: expected a number of at least 1, got {given.seeds}.")
     for what in given.what:
         if what == "inputs":
             tried, lost = inputs()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pflcore import metrics
 from pflcore.results.record import Run
+from pflcore.results.table import far_movers, incidents
 
 Runs = Mapping[tuple[str, str, str], Sequence[Run]]
 
@@ -96,6 +97,8 @@ def _row(plan: Mapping[str, Any], runs: Runs, setting: str, method: str, variant
         "to_goal": _to_goal(runs, setting, mine, measure),
         "seconds_a_round": metrics.mean([r["seconds"] for run in trained for r in run.rounds]),
         "held_out": mine[0].held_out,
+        "incidents": list(dict.fromkeys(said for r in mine for said in incidents(r))),
+        "far": list(filter(None, map(far_movers, mine))),
         "stopped": next((r.stopped for r in mine if r.stopped), None),
     }
 
@@ -186,7 +189,7 @@ def table(plan: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], checks: Se
             cells["seconds a round"] = _number(r["seconds_a_round"], digits=3)
             played = [] if r["stopped"] is None else [f"{min(r['played'])} of {r['rounds']} rounds: {r['stopped']}"]
             tuned = [f"{k} {_option(r, k)}" for k in r["tuned"]]
-            cells["note"] = "; ".join([*tuned, *([r["held_out"]] if r["held_out"] else []), *played])
+            cells["note"] = "; ".join([*tuned, *([r["held_out"]] if r["held_out"] else []), *r["incidents"], *played])
             body.append(cells)
         columns = [c for c in body[0] if c == "method" or any(cells[c] not in ("", "-") for cells in body)]
         unit = "accuracy in percent" if up else "loss"
@@ -195,6 +198,7 @@ def table(plan: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], checks: Se
         said = f"**{name}**, {mine[0]['data']}, {mine[0]['rounds']} rounds, {mine[0]['seeds']} seed(s); test {unit}, {whose}"
         lines += [said, "", "| " + " | ".join(columns) + " |", "|:---|" + "---:|" * (len(columns) - 1)]
         lines += ["| " + " | ".join(cells[c] for c in columns) + " |" for cells in body] + [""]
+        lines += [f"{r['method']}, moved far: {whom}; look at the data or set clip.\n" for r in mine for whom in r["far"]]
     if selects:
         lines.append('\\* the best round, selected on test data as in the paper; "by size" weighs clients by their test samples.')
     lines += [f"- {'holds' if good else 'FAILS'}: {text}" for good, text in checks]

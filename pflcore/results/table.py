@@ -86,7 +86,7 @@ def _table(name: str, runs: Sequence[Run], last: int, baseline: str | None) -> s
     if for_each:
         lines.append(f"\nMade for each client in a run of its own: {', '.join(for_each)}.")
     for algorithm, members in groups.items():
-        far = [(r.header.get("seed", "?"), _outliers(r)) for r in members]
+        far = [(r.header.get("seed", "?"), far_movers(r)) for r in members]
         lines += [f"\n{algorithm}, seed {seed}, moved far: {whom}; look at the data or set clip." for seed, whom in far if whom]
         lines += [f"\n{algorithm}, seed {r.header.get('seed', '?')}, stopped: {r.stopped}" for r in members if r.stopped]
     return "\n".join(lines) + "\n"
@@ -123,11 +123,15 @@ def _cell(values: Sequence[float], scale: float, digits: int) -> str:
     return f"{text} ± {scale * metrics.std(values):.{digits}f}" if len(values) > 1 else text
 
 
-def _note(run: Run) -> str:
+def incidents(run: Run) -> list[str]:
+    """Void rounds, and clients that were dropped, in words."""
     void, dropped = sum(bool(r.get("void")) for r in run.rounds), sum(len(r.get("dropped") or []) for r in run.rounds)
+    return ([f"{void} void rounds"] if void else []) + ([f"{dropped} times a client was dropped"] if dropped else [])
+
+
+def _note(run: Run) -> str:
     parts = [f"stopped after round {run.rounds[-1]['round'] if run.rounds else 0}"] if run.stopped else []
-    parts += [f"{void} void rounds"] if void else []
-    parts += [f"{dropped} times a client was dropped"] if dropped else []
+    parts += incidents(run)
     if run.planned is not None and run.played < run.planned:
         parts.insert(0, f"{run.played} of {run.planned} rounds")
         parts = [p for p in parts if not p.startswith("stopped after")]
@@ -141,7 +145,7 @@ def _note(run: Run) -> str:
     return ", ".join(parts)
 
 
-def _outliers(run: Run) -> str:
+def far_movers(run: Run) -> str:
     """Who moved much farther than the others, the farthest first; "" for nobody."""
     far = sorted(run.outliers().items(), key=lambda item: -item[1][0])
     said = [f"client {i} by up to {ratio:.3g} times the median ({times} round{'s' if times > 1 else ''})" for i, (ratio, times) in far[:3]]

@@ -72,6 +72,25 @@ def test_rows_records_and_table(tmp_path, capsys):
     assert all(any("held out" in note for note in r.header["notes"]) == (r.algorithm == "fedfomo") for r in runs)
 
 
+def test_a_table_says_who_was_dropped_and_who_ran_away(tmp_path, capsys, monkeypatch):
+    honest = FedAvg.client
+
+    def client(self, down, own, local):
+        new, up = honest(self, down, own, local)
+        up = {k: v.clone() for k, v in up.items()}
+        for v in up.values():
+            v[1 if local.round == 2 else 2] = torch.nan if local.round == 2 else 1e3
+        return new, up
+
+    monkeypatch.setattr(FedAvg, "client", client)
+    settings = {"iid": {"partition": "iid"}}
+    path = plan(tmp_path, settings=settings, methods={"FedAvg": {"algorithm": "fedavg"}, "Local": {"algorithm": "local"}}, reported={})
+    assert cli.main(["reproduce", path, "--out", str(tmp_path / "out"), "--quiet", "--workers", "1"]) == 0
+    table = capsys.readouterr().out
+    assert "| 1 times a client was dropped |" in table and "| Local " in table
+    assert "\nFedAvg, moved far: client 2 by up to " in table and "Local, moved far" not in table
+
+
 def test_a_target_alone_is_tested_and_each_setting_has_options_of_its_own(tmp_path):
     """As WAFFLE's Table 1: client 0's accuracy, the paper's number with its deviation; Local's target needs nobody else."""
     settings = {"a": {"partition": "iid", "method_options": {"WE": {"p_d": 0.5}}}, "b": {"partition": "iid"}}
