@@ -11,27 +11,12 @@
 #include <type_traits>
 #include <vector>
 
+#include "../inputs.h"
 #include "isa.h"
 #include "scratch.h"
 #include "simd.h"
 
 namespace pflcore::cpu {
-
-struct Aggregate {
-  Dtype in;              // of updates
-  Dtype out_dtype;       // of base and out
-  bool wide;             // accumulate in float64 (always where `in` is float64)
-  int64_t n, p, m, k;    // k == n where dense
-  const void* updates;   // [n, p]
-  int64_t updates_row;   // row strides in elements; 0 repeats one row
-  const double* weight;  // [m, k] contiguous
-  const int64_t* index;  // [m, k] contiguous, in [0, n); nullptr: dense. An update whose weights are all 0 is then never read
-  const void* base;      // [m, p], or nullptr
-  int64_t base_row;      // 0: one base for all
-  double lr;
-  void* out;             // [m, p]; may be `base` itself
-  int64_t out_row;
-};
 
 namespace aggregate_detail {
 
@@ -64,7 +49,7 @@ struct Plan {
   bool packed = true;                // panels go through the buffer
   bool stream = false;
 
-  int64_t reads() const { return job.index ? static_cast<int64_t>(row.size()) : job.n; }   // rows of x
+  int64_t reads() const { return job.sparse ? static_cast<int64_t>(row.size()) : job.n; }   // rows of x
 };
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -399,17 +384,17 @@ template <int bytes, class A>
 PFL_INLINE void columns(const Plan<A>& plan, int64_t begin, int64_t end) {
   constexpr int64_t line = 64 / sizeof(A), sum_stride = kPanel + line;
   const Aggregate& job = plan.job;
-  const int64_t most = job.index && plan.reads() <= kPacked ? kPacked : kChunk;
+  const int64_t most = job.sparse && plan.reads() <= kPacked ? kPacked : kChunk;
   Scratch<A> panel(std::min(plan.reads(), most) * kPanel), kept(plan.stream ? job.m * line : 0);
-  Scratch<double> total(job.index ? kPanel : kBlocks * plan.block * kPanel);
+  Scratch<double> total(job.sparse ? kPanel : kBlocks * plan.block * kPanel);
   alignas(64) A sums[kMaxBlock<bytes> * sum_stride];
   A* const sum = sums + line;
   std::vector<int64_t> offset;
-  if (!plan.packed && job.index)
+  if (!plan.packed && job.sparse)
     for (int64_t r : plan.row) offset.push_back(r * job.updates_row);
   for (int64_t column = begin; column < end; column += kPanel) {
     const Target<A> to{plan, kept.data, column, std::min(kPanel, end - column), column == begin, column + kPanel >= end};
-    if (job.index) sparse_panel<bytes, A>(to, panel.data, total.data, sum, offset.data());
+    if (job.sparse) sparse_panel<bytes, A>(to, panel.data, total.data, sum, offset.data());
     else dense_panel<bytes, A>(to, panel.data, total.data, sum);
   }
   if (plan.stream) fence();
@@ -434,7 +419,7 @@ Plan<A> make_plan(const Aggregate& job) {
   plan.job = job;
   const auto weight = [&job](int64_t i, int64_t j) { return static_cast<A>(job.lr * job.weight[i * job.k + j]); };
   const bool same_type = job.in == (std::is_same_v<A, double> ? Dtype::f64 : Dtype::f32);
-  if (job.index) {
+  if (job.sparse) {
     std::vector<int64_t> slot(job.n, -1);
     for (int64_t i = 0; i < job.m; i++)
       for (int64_t j = 0; j < job.k; j++)
@@ -470,7 +455,7 @@ Plan<A> make_plan(const Aggregate& job) {
 template <class A, class Parallel>
 void run(const Aggregate& job, Parallel&& parallel) {
   const Plan<A> plan = make_plan<A>(job);
-  const double terms = job.index ? static_cast<double>(plan.entry.size()) : static_cast<double>(job.m) * job.n;
+  const double terms = job.sparse ? static_cast<double>(plan.entry.size()) : static_cast<double>(job.m) * job.n;
   const double work = (terms / 16 + plan.reads() + job.m + 1) * static_cast<double>(job.p);
   const int64_t panels = (job.p + kPanel - 1) / kPanel;
   const int64_t pieces = work < kAloneWork ? 1 : std::min({panels, static_cast<int64_t>(work / kPieceWork), int64_t{512}});

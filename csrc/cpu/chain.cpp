@@ -3,7 +3,8 @@
 #include <string>
 #include <tuple>
 
-#include "sgd_args.h"
+#include "../glue/sgd.h"
+#include "glue.h"
 
 namespace pflcore {
 namespace {
@@ -77,7 +78,7 @@ constexpr const char* kRange = ": a label or a place in the pool is out of range
 
 template <class T>
 Tensor sgd_typed(const Tensor& w, const ChainArgs<T>& args, const Tensor& order_in, const Tensor& size_in, const Tensor& steps_in, int64_t batch,
-                 bool drop_last, const OptionalTensor& seeds_in, const cpu::Sgd<T>& sgd, double clip, const OptionalTensor& grad_sum) {
+                 bool drop_last, const OptionalTensor& seeds_in, const Sgd<T>& sgd, double clip, const OptionalTensor& grad_sum) {
   constexpr const char* op = "chain_sgd_";
   const int64_t s = w.size(0), q = w.size(1);
   const Tensor order = dense_as(order_in, ScalarType::Long), size = dense_as(size_in, ScalarType::Long), steps = dense_as(steps_in, ScalarType::Long);
@@ -111,7 +112,7 @@ Tensor chain_sgd_cpu(const Tensor& w, const Tensor& program, const std::string& 
   const auto run = [&](auto zero) {
     using T = decltype(zero);
     const ChainArgs<T> args(op, w, program, criterion, c, h, width, x, y, relabel);
-    const SgdArgs<T> sgd(op, w, lr, shift, mask, mu, mu_rows, anchor, momentum, weight_decay);
+    const SgdArgs<T> sgd(OnCpu(w, op), op, w, lr, shift, mask, mu, mu_rows, anchor, momentum, weight_decay);
     return sgd_typed<T>(w, args, order, size, steps, batch, drop_last, seeds, sgd.step, clip, grad_sum);
   };
   if (w.scalar_type() == ScalarType::Float) return run(float{});

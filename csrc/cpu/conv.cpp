@@ -2,7 +2,7 @@
 
 #include <tuple>
 
-#include "../glue.h"
+#include "glue.h"
 
 namespace pflcore {
 namespace {

@@ -13,9 +13,6 @@
 #endif
 
 namespace pflcore {
-
-enum class Dtype { f32, f64, f16, bf16 };
-
 namespace cpu {
 
 enum class Isa { plain = 0, avx2 = 1, avx512 = 2 };

@@ -1,6 +1,6 @@
 #include "pool.h"
 
-#include "../glue.h"
+#include "glue.h"
 
 namespace pflcore {
 namespace {

@@ -7,28 +7,13 @@
 #include <cstdint>
 #include <vector>
 
+#include "../inputs.h"
 #include "isa.h"
 #include "scratch.h"
 #include "simd.h"
 #include "small_gemm.h"
 
 namespace pflcore::cpu {
-
-// Batch strides are not looked at where all clients share the input. Factors with lam == 0 are skipped.
-template <class T>
-struct Rank1 {
-  int64_t n, b, i, f, o;                                     // clients, batch, inputs, factors, outputs
-  const T* x; int64_t x_batch, x_row; bool x_shared;         // [n, b, i]
-  const T* w_a; int64_t w_a_batch, w_a_row; bool w_a_shared;   // [n, o, f]
-  const T* lam; int64_t lam_batch; bool lam_shared;          // [n, f]
-  const T* w_b; int64_t w_b_batch, w_b_row; bool w_b_shared;   // [n, f, i]
-};
-
-// Gradients in the shapes of the inputs, contiguous, nullptr where not wanted; those of shared inputs are summed over the clients.
-template <class T>
-struct Rank1Grads {
-  T *x, *w_a, *lam, *w_b;
-};
 
 namespace rank1_detail {
 

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "../inputs.h"
 #include "convert.h"
 #include "isa.h"
 

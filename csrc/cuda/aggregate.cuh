@@ -6,27 +6,11 @@
 // 2), so that arithmetic, not memory, is what a block of 100 x 100 weights waits for. Blocks with the same columns run side by side and share
 // them in L2. The weights stay in shared memory, as far as they fit, while a block walks over the columns.
 // Sparse: a block owns 32 packs of columns for all rows of the result, so that a row chosen by many is fetched once and then found in L1.
+// A place outside [0, n) makes its row of the result NaN: a kernel cannot raise an error without stopping the stream.
 #pragma once
 #include "common.cuh"
 
 namespace pflcore::cuda {
-
-struct Aggregate {
-  Dtype in;              // of updates
-  Dtype out_dtype;       // of base and out
-  bool wide;             // accumulate in float64 (always where `in` is float64)
-  int64_t n, p, m, k;    // k == n where dense
-  const void* updates;   // [n, p]
-  int64_t updates_row;   // row strides in elements; 0 repeats one row
-  const double* weight;  // [m, k] contiguous
-  bool sparse;           // by index; a row whose weight times lr is 0 is then never read
-  const int64_t* index;  // [m, k] contiguous. One outside [0, n) makes its row NaN: kernels cannot raise an error without stopping the stream
-  const void* base;      // [m, p], or nullptr
-  int64_t base_row;      // 0: one base for all
-  double lr;
-  void* out;             // [m, p]; may be `base` itself
-  int64_t out_row;
-};
 
 constexpr int kAggregateThreads = 256;
 constexpr int64_t kAggregateShared = 48 * 1024;  // bytes for the weights: what every card gives without asking

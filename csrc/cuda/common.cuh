@@ -9,6 +9,8 @@
 #include <string>
 #include <type_traits>
 
+#include "../inputs.h"
+
 #ifdef PFLCORE_CUDA_ON_CPU
 #include "cuda_on_cpu.h"
 #else
@@ -21,8 +23,6 @@
 #endif
 
 namespace pflcore::cuda {
-
-enum class Dtype { f32, f64, f16, bf16 };
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

@@ -5,16 +5,10 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/macros.h>
 
-#include "../glue.h"
+#include "../glue/common.h"
 #include "common.cuh"
 
 namespace pflcore::cuda {
-
-inline Dtype dtype(const Tensor& t, const char* op) { return static_cast<Dtype>(pflcore::dtype_of(t, op)); }
-static_assert(static_cast<int>(Dtype::f32) == static_cast<int>(pflcore::Dtype::f32) &&
-              static_cast<int>(Dtype::f64) == static_cast<int>(pflcore::Dtype::f64) &&
-              static_cast<int>(Dtype::f16) == static_cast<int>(pflcore::Dtype::f16) &&
-              static_cast<int>(Dtype::bf16) == static_cast<int>(pflcore::Dtype::bf16));
 
 // For the time of a call the tensor's device is the current one, and work goes to the stream that torch has there: no other stream is touched
 // and nothing waits, so that a call can be captured in a CUDA graph. Temporaries come from torch's allocator, which knows about both.
@@ -49,10 +43,5 @@ class Call {
   torch::stable::accelerator::DeviceGuard guard_;
   cudaStream_t stream_ = nullptr;
 };
-
-template <class T>
-const T* data(const Tensor& t) { return static_cast<const T*>(t.const_data_ptr()); }
-template <class T>
-T* mutable_data(const Tensor& t) { return static_cast<T*>(t.mutable_data_ptr()); }
 
 }  // namespace pflcore::cuda

@@ -7,27 +7,6 @@
 
 namespace pflcore::cuda {
 
-// Batch strides may be 0 (one input for all clients).
-template <class T>
-struct Rank1 {
-  int64_t n, b, i, f, o;                      // clients, batch, inputs, factors, outputs
-  const T* x; int64_t x_batch, x_row;         // [n, b, i]
-  const T* w_a; int64_t w_a_batch, w_a_row;   // [n, o, f]
-  const T* lam; int64_t lam_batch;            // [n, f]
-  const T* w_b; int64_t w_b_batch, w_b_row;   // [n, f, i]
-  void* workspace;                            // rank1_workspace(q) bytes, 16-byte aligned
-};
-
-// Gradients, contiguous, nullptr where not wanted. `shared`: the input had no clients' axis, so its gradient is summed over the clients.
-template <class T>
-struct Rank1Grads {
-  const T* grad;             // [n, b, o] contiguous
-  T* x; bool x_shared;       // [n, b, i] or [b, i]
-  T* w_a; bool w_a_shared;   // [n, o, f] or [o, f]
-  T* lam; bool lam_shared;   // [n, f] or [f]
-  T* w_b; bool w_b_shared;   // [n, f, i] or [f, i]
-};
-
 // What the kernels keep: x w_b^T and grad w_a, [n, b, f] each, and the lists of active factors. Entries of inactive factors are never read.
 template <class T>
 struct Rank1Work {
@@ -276,19 +255,19 @@ void rank1_forward(const Rank1<T>& q, T* y, cudaStream_t stream) {
 }
 
 template <class T>
-void rank1_backward(const Rank1<T>& q, const Rank1Grads<T>& g, cudaStream_t stream) {
-  const auto side = [&](T* out, bool shared) { return Rank1Side<T>{q, rank1_split(q), g.grad, out, shared, false}; };
+void rank1_backward(const Rank1<T>& q, const T* grad, const Rank1Grads<T>& g, cudaStream_t stream) {
+  const auto side = [&](T* out, bool shared) { return Rank1Side<T>{q, rank1_split(q), grad, out, shared, false}; };
   rank1_list(q, g.lam != nullptr, stream);  // the gradient in lam needs every factor
   if (g.w_a || g.lam) rank1_run<HiddenProduct>(side(nullptr, false), q.b, q.f, stream);
   if (g.x || g.w_b || g.lam) rank1_run<BackProduct>(side(nullptr, false), q.b, q.f, stream);
-  if (g.x) rank1_run<GradXProduct>(side(g.x, g.x_shared), q.b, q.i, stream);
-  if (g.w_a) rank1_run<GradAProduct>(side(g.w_a, g.w_a_shared), q.o, q.f, stream);
-  if (g.w_b) rank1_run<GradBProduct>(side(g.w_b, g.w_b_shared), q.f, q.i, stream);
-  const int64_t batches = g.lam_shared ? 1 : q.n;
+  if (g.x) rank1_run<GradXProduct>(side(g.x, q.x_shared), q.b, q.i, stream);
+  if (g.w_a) rank1_run<GradAProduct>(side(g.w_a, q.w_a_shared), q.o, q.f, stream);
+  if (g.w_b) rank1_run<GradBProduct>(side(g.w_b, q.w_b_shared), q.f, q.i, stream);
+  const int64_t batches = q.lam_shared ? 1 : q.n;
   if (g.lam && q.f > 0 && batches > 0) {
     auto* const kernel = &rank1_grad_lam<T>;
     const dim3 grid(static_cast<unsigned>(ceil_div(q.f, 32)), grid_for(batches, kRank1Grid));
-    PFLCORE_LAUNCH(kernel, grid, dim3(32, 8), 0, stream, side(g.lam, g.lam_shared));
+    PFLCORE_LAUNCH(kernel, grid, dim3(32, 8), 0, stream, side(g.lam, q.lam_shared));
   }
 }
 

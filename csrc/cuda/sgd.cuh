@@ -4,22 +4,6 @@
 
 namespace pflcore::cuda {
 
-// d = grad + shift + mu * (w - anchor); d += weight_decay * w; buffer = momentum * buffer + d; w -= lr * mask * buffer
-template <class T>
-struct Sgd {
-  int64_t s, q;                            // rows and their length
-  T* w; int64_t w_row;                     // row strides in elements
-  const T* grad; int64_t grad_row;
-  double lr;
-  const T* shift; int64_t shift_row;       // nullptr: none
-  const T* mask; int64_t mask_row;         // nullptr: none; row stride 0: one mask for all rows
-  double mu; const double* mu_rows;        // mu_rows [s], where given, replaces mu
-  const T* anchor; int64_t anchor_row;     // nullptr: none
-  double momentum;
-  T* buffer; int64_t buffer_row;           // nullptr: no momentum
-  double weight_decay;
-};
-
 constexpr int kSgdThreads = 256;
 
 template <class T, bool kAligned>

@@ -12,23 +12,6 @@
 
 namespace pflcore::cuda {
 
-struct Sqdist {
-  Dtype dtype;
-  const void* a;       // [m, p]
-  int64_t a_row;       // row strides in elements; the columns are contiguous
-  int64_t m;
-  bool symmetric;      // b = a, n = m, the diagonal is exactly zero; b is not looked at. (No pointer says so: an empty matrix may have none)
-  const void* b;       // [n, p]
-  int64_t b_row;
-  int64_t n, p;
-  double* out;         // [m, n] contiguous, or [m, listed]
-  void* workspace;     // sqdist_workspace(q) bytes, 8-byte aligned; may be nullptr where that is 0
-  const int64_t* index = nullptr;  // [m, listed] contiguous: only the pairs (i, index[i, l]); negative: infinity, n and above: NaN
-  int64_t listed = -1;             // negative: all pairs (no pointer says so: an empty list may have none)
-
-  int64_t across() const { return listed < 0 ? n : listed; }  // columns of the result
-};
-
 constexpr int kSqdistWindow = 64;        // rows of a block's window
 constexpr int kSqdistThreads = 256;
 constexpr int kSqdistShared = 48 * 1024;  // what every card gives without asking

@@ -15,17 +15,7 @@ __device__ __forceinline__ double distance(T v) {
   return d < 0 ? 0 : d;
 }
 
-struct Waffle {
-  const double* dist;     // [rows, n] contiguous: distances (not squared) from the target; one that is not finite is an absent client
-  int64_t rows, n;
-  const int64_t* target;  // [rows], or one for all; outside [0, n): a row of NaN
-  int64_t target_step;    // 1, or 0
-  double omega, psi;
-  bool uniform_ties;
-  double* weight;         // [rows, n] contiguous
-};
-
-// WAFFLE's CalcWeights (Beaussart et al. 2021, Algorithm 1) in its division-safe form.
+// WAFFLE's CalcWeights (Beaussart et al. 2021, Algorithm 1) in its division-safe form. A target outside [0, n) makes a row of NaN.
 template <class Row>
 __global__ void __launch_bounds__(kWeightsThreads) waffle_kernel(Row q) {
   __shared__ double scratch[kWeightsThreads / 32];
@@ -71,15 +61,6 @@ inline void waffle_weights(const Waffle& q, cudaStream_t stream) {
   auto* const kernel = &waffle_kernel<Waffle>;
   PFLCORE_LAUNCH(kernel, weights_grid(q.rows), kWeightsThreads, 0, stream, q);
 }
-
-template <class T>
-struct Feddwa {
-  const T* sqdist;  // [m, n]: NaN counts as infinitely far, a negative distance as zero
-  int64_t row;      // row stride in elements
-  int64_t m, n, k;  // 1 <= k <= n
-  double* weight;   // [m, k] contiguous
-  int64_t* index;   // [m, k] contiguous, nearest first
-};
 
 // The k nearest by (distance, index), weighted by 1 / squared distance (FedDWA, Liu et al. 2023, Eq. 15 and 8). An entry's place is the number of
 // entries before it: n^2 comparisons in shared memory, no sort, no iteration that depends on the data.

@@ -33,6 +33,8 @@ class Waffle(Scaffold):
     or any function of (round, rounds). Absent clients have weight 0, and those present share the whole: each client's average is over the
     last two rounds that it attended, in shares of an even one, since absence is no unlikeness (with a quarter of 12 equal
     clients a round the target's mean weight is .56, what a round alone gives it; averaged as weight 0, absence made it .74).
+    A client without weight still trains against a c that is no longer its own and may run away; the farthest sets the scale of Algorithm 1's
+    distances, so the next one then counts as near (a CNN with ReLU loses its target on plain MNIST): `clip` holds such updates.
 
     Deviations, each with the paper's own reading as an option: `control_agg="recompute"` keeps `c = sum_i weight_i c_i`; as printed
     ("literal": `c += sum_i weight_i dc_i`) c forgets what it owes each client when weights change, the gap between c and the target's

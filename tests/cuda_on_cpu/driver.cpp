@@ -72,9 +72,11 @@ struct Rank1Call {
   int64_t n, b, i, f, o;
   const T *x, *w_a, *lam, *w_b;
   int64_t x_batch, w_a_batch, lam_batch, w_b_batch;
+  const int64_t* shared = nullptr;  // of x, w_a, lam, w_b, where gradients are wanted
 
-  pc::Rank1<T> q(void* workspace) const {
-    return {n, b, i, f, o, x, x_batch, i, w_a, w_a_batch, f, lam, lam_batch, w_b, w_b_batch, i, workspace};
+  pflcore::Rank1<T> q(void* workspace) const {
+    const auto is = [this](int k) { return shared && shared[k] != 0; };
+    return {n, b, i, f, o, x, x_batch, i, is(0), w_a, w_a_batch, f, is(1), lam, lam_batch, is(2), w_b, w_b_batch, i, is(3), workspace};
   }
 };
 
@@ -100,7 +102,7 @@ int64_t launches() { return cuda_on_cpu::device().launches; }
 int sqdist(int dtype, const void* a, int64_t a_row, int64_t m, int symmetric, const void* b, int64_t b_row, int64_t n, int64_t p,
            double* out, int64_t most, const int64_t* index, int64_t listed) {
   return guarded([&] {
-    pc::Sqdist q{static_cast<pc::Dtype>(dtype), a, a_row, m, symmetric != 0, b, b_row, n, p, out, nullptr, index, listed};
+    pflcore::Sqdist q{static_cast<pflcore::Dtype>(dtype), a, a_row, m, symmetric != 0, b, b_row, n, p, out, nullptr, index, listed};
     Workspace workspace(most ? pc::sqdist_workspace(q, most) : pc::sqdist_workspace(q));
     q.workspace = workspace.data();
     most ? pc::sqdist(q, nullptr, most) : pc::sqdist(q, nullptr);
@@ -111,7 +113,7 @@ int sqdist(int dtype, const void* a, int64_t a_row, int64_t m, int symmetric, co
 // The plan for these sizes: lanes, threads, stages, chunk, splits.
 void sqdist_plan(int dtype, int64_t m, int64_t n, int64_t p, int symmetric, int64_t* plan) {
   const double here = 0;
-  pc::Sqdist q{static_cast<pc::Dtype>(dtype), &here, p, m, symmetric != 0, &here, p, n, p, nullptr, nullptr};
+  pflcore::Sqdist q{static_cast<pflcore::Dtype>(dtype), &here, p, m, symmetric != 0, &here, p, n, p, nullptr, nullptr};
   const pc::SqdistPlan got = pc::sqdist_plan(q);
   plan[0] = 1 << got.lanes_log2, plan[1] = got.threads, plan[2] = got.stages, plan[3] = got.chunk, plan[4] = got.splits;
 }
@@ -131,30 +133,30 @@ int feddwa(int is_double, const void* sqdist, int64_t row, int64_t m, int64_t n,
 int aggregate(int in, int out_dtype, int wide, int64_t n, int64_t p, int64_t m, int64_t k, const void* updates, int64_t updates_row,
               const double* weight, int sparse, const int64_t* index, const void* base, int64_t base_row, double lr, void* out, int64_t out_row) {
   return guarded([&] {
-    pc::aggregate({static_cast<pc::Dtype>(in), static_cast<pc::Dtype>(out_dtype), wide != 0, n, p, m, k, updates, updates_row, weight, sparse != 0, index,
+    pc::aggregate({static_cast<pflcore::Dtype>(in), static_cast<pflcore::Dtype>(out_dtype), wide != 0, n, p, m, k, updates, updates_row, weight, sparse != 0, index,
                    base, base_row, lr, out, out_row},
                   nullptr);
   });
 }
 
-#define RANK1(name, T)                                                                                                                       \
-  int rank1_##name(const int64_t* sizes, const T* x, const T* w_a, const T* lam, const T* w_b, T* y) {                                       \
-    return guarded([&] {                                                                                                                     \
-      const Rank1Call<T> call{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], x, w_a, lam, w_b, sizes[5], sizes[6], sizes[7], sizes[8]};   \
-      Workspace workspace(pc::rank1_workspace(call.q(nullptr)));                                                                             \
-      pc::rank1_forward(call.q(workspace.data()), y, nullptr);                                                                               \
-      workspace.check();                                                                                                                     \
-    });                                                                                                                                      \
-  }                                                                                                                                          \
-  int rank1_backward_##name(const int64_t* sizes, const int64_t* shared, const T* grad, const T* x, const T* w_a, const T* lam, const T* w_b, \
-                            T* gx, T* ga, T* glam, T* gb) {                                                                                  \
-    return guarded([&] {                                                                                                                     \
-      const Rank1Call<T> call{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], x, w_a, lam, w_b, sizes[5], sizes[6], sizes[7], sizes[8]};   \
-      Workspace workspace(pc::rank1_workspace(call.q(nullptr)));                                                                             \
-      const pc::Rank1Grads<T> grads{grad, gx, shared[0] != 0, ga, shared[1] != 0, glam, shared[2] != 0, gb, shared[3] != 0};                 \
-      pc::rank1_backward(call.q(workspace.data()), grads, nullptr);                                                                          \
-      workspace.check();                                                                                                                     \
-    });                                                                                                                                      \
+#define RANK1(name, T)                                                                                                                             \
+  int rank1_##name(const int64_t* sizes, const T* x, const T* w_a, const T* lam, const T* w_b, T* y) {                                             \
+    return guarded([&] {                                                                                                                           \
+      const Rank1Call<T> call{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], x, w_a, lam, w_b, sizes[5], sizes[6], sizes[7], sizes[8]};         \
+      Workspace workspace(pc::rank1_workspace(call.q(nullptr)));                                                                                   \
+      pc::rank1_forward(call.q(workspace.data()), y, nullptr);                                                                                     \
+      workspace.check();                                                                                                                           \
+    });                                                                                                                                            \
+  }                                                                                                                                                \
+  int rank1_backward_##name(const int64_t* sizes, const int64_t* shared, const T* grad, const T* x, const T* w_a, const T* lam, const T* w_b,      \
+                            T* gx, T* ga, T* glam, T* gb) {                                                                                        \
+    return guarded([&] {                                                                                                                           \
+      const Rank1Call<T> call{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], x, w_a, lam, w_b, sizes[5], sizes[6], sizes[7], sizes[8], shared}; \
+      Workspace workspace(pc::rank1_workspace(call.q(nullptr)));                                                                                   \
+      const pflcore::Rank1Grads<T> grads{gx, ga, glam, gb};                                                                                        \
+      pc::rank1_backward(call.q(workspace.data()), grad, grads, nullptr);                                                                          \
+      workspace.check();                                                                                                                           \
+    });                                                                                                                                            \
   }
 RANK1(float, float)
 RANK1(double, double)

@@ -221,7 +221,7 @@ void drive_aggregate() {
           q.in = Dtype::f32, q.out_dtype = Dtype::f32, q.wide = wide;
           q.n = n, q.p = p, q.m = m, q.k = sparse ? k : n;
           q.updates = x.data.get(), q.updates_row = p;
-          q.weight = sparse ? v.data.get() : w.data.get(), q.index = sparse ? index.data.get() : nullptr;
+          q.weight = sparse ? v.data.get() : w.data.get(), q.sparse = sparse, q.index = sparse ? index.data.get() : nullptr;
           q.base = base ? start.data.get() : nullptr, q.base_row = base == 1 ? 0 : p;
           q.lr = 0.5, q.out_row = p;
           const auto run = [&q](auto* out, const Threads& t) {

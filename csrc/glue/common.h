@@ -1,14 +1,13 @@
-// What the glue of every op shares: dtypes, rows, and torch's own threads as the kernels' `parallel`.
+// What the glue of every op shares on either device: dtypes, rows, memory.
 #pragma once
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <atomic>
 #include <optional>
 
-#include "check.h"
-#include "cpu/isa.h"
+#include "../check.h"
+#include "../inputs.h"
 
 namespace pflcore {
 
@@ -61,24 +60,11 @@ inline Tensor rows(const Tensor& t) {
 
 inline Tensor dense_as(const Tensor& t, ScalarType dtype) { return dense(converted(t, dtype)); }
 
+template <class T>
+const T* data(const Tensor& t) { return static_cast<const T*>(t.const_data_ptr()); }
+template <class T>
+T* mutable_data(const Tensor& t) { return static_cast<T*>(t.mutable_data_ptr()); }
+
 inline int64_t row_stride(const Tensor& t) { return t.size(0) > 1 ? t.stride(0) : t.size(1); }
-
-// Runs `body(begin, end)` over pieces 0..n-1 on torch's intra-op threads, each thread taking the next free piece, so that a busy core
-// does not hold up the others. Little work stays on the calling thread: opening a parallel region costs more than it saves.
-struct TorchParallel {
-  double work;  // roughly: scalar operations
-  static constexpr double worthwhile = 4e5;
-
-  template <class Body>
-  void operator()(int64_t n, const Body& body) const {
-    if (n <= 0) return;
-    const int64_t threads = n == 1 || work < worthwhile ? 1 : std::min<int64_t>(n, torch::stable::get_num_threads());
-    if (threads == 1) return body(0, n);
-    std::atomic<int64_t> next{0};
-    torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
-      for (int64_t i = next++; i < n; i = next++) body(i, i + 1);
-    });
-  }
-};
 
 }  // namespace pflcore
