@@ -1,11 +1,12 @@
 # Everything sets itself up in .venv: Python, a C++ compiler and pip's registry are all that is needed.
 PYTHON ?= python3
 BIN := .venv/bin
+WITH_PATH := PATH="$(CURDIR)/$(BIN):$$PATH"
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 
 .PHONY: demo test lint build portability wheel sharded flower lora gpu attack trust bench clean
 
-# torch comes first: the kernels are built against the torch that is there
+# torch comes first: the kernels are built against the torch that is there; ninja, on the path, compiles files side by side
 .venv/tools: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade pip setuptools wheel pybind11 ninja
@@ -13,7 +14,7 @@ SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 	touch $@
 
 .venv/ready: .venv/tools $(SOURCES)
-	$(BIN)/pip install --quiet --no-build-isolation -e ".[cli,data,plot,test]"
+	$(WITH_PATH) $(BIN)/pip install --quiet --no-build-isolation -e ".[cli,data,plot,test]"
 	$(BIN)/python -m pflcore info
 	touch $@
 
@@ -48,8 +49,7 @@ sharded: build
 # everything that needs a GPU: the op tests there, simulations against the CPU's, and the kernels beside torch and the card's limits
 gpu: build
 	$(BIN)/python -c "import pflcore; assert pflcore.backend().cuda" 2> /dev/null || { .ci/cuda_build && cp build/cuda/lib/pflcore/*.so pflcore/; }
-	$(BIN)/python -m pytest tests/gpu -rs
-	$(BIN)/python -m bench.gpu
+	$(BIN)/python -m pytest tests/gpu -rs; failed=$$?; $(BIN)/python -m bench.gpu && exit $$failed
 
 # attacks on FedAvg's and WAFFLe's uploads in a minute or two; `pflcore attack` does it on Fashion-MNIST with 1,000 samples a client
 attack: build
@@ -67,7 +67,7 @@ lora: build
 # personalized training as a Flower app, eight nodes on two cores, in half a minute; what it starts on 127.0.0.1 goes on afterwards
 flower: build
 	$(call extra,flower)
-	PATH="$(CURDIR)/$(BIN):$$PATH" FLWR_TELEMETRY_ENABLED=0 RAY_USAGE_STATS_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 $(BIN)/flwr run examples/flower \
+	$(WITH_PATH) FLWR_TELEMETRY_ENABLED=0 RAY_USAGE_STATS_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 $(BIN)/flwr run examples/flower \
 	  --stream --federation-config "num-supernodes=8 client-resources-num-cpus=1 init-args-num-cpus=2"
 
 # what tries to break it on purpose, and figures: faults in the code, bad inputs, altered data, hostile clients, sanitizers, what is never lost

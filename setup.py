@@ -150,6 +150,7 @@ def extension():
 
         def build_extensions(self):
             ext, *modules = self.extensions
+            self.force = True  # what lies there may be of another plan
             for plan, what in plans:
                 for field in ("sources", "extra_compile_args", "include_dirs", "library_dirs", "libraries", "extra_link_args"):
                     setattr(ext, field, getattr(plan, field))

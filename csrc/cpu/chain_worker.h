@@ -182,7 +182,7 @@ class Worker {
     if (n == 0) return a.steps[s] == 0;
     const int64_t cuts = a.drop_last ? n / size : (n + size - 1) / size;
     if (a.steps[s] > cuts * a.passes) return false;
-    read(w_, g.w + s * g.w_row);
+    begin(g.w + s * g.w_row);
     const auto own = [&](Numbers<T>& to, const T* from, int64_t row) -> const T* {
       if (!from) return nullptr;
       read(to, from + s * row);
@@ -230,7 +230,7 @@ class Worker {
     std::fill_n(a.grad + s * program_.q, program_.q, T(0));
     a.loss[s] = 0;
     if (n == 0) return true;
-    read(w_, a.w + s * a.w_row);
+    begin(a.w + s * a.w_row);
     seed_ = a.seeds ? static_cast<uint64_t>(a.seeds[s]) : 0;
     if (!gradient(a.data, a.loss_kind, s, a.order + s * a.longest, n, 0, a.seeds != nullptr, false, T(0), a.loss[s])) return false;
     write(g_, a.grad + s * program_.q, false);
@@ -384,7 +384,6 @@ class Worker {
   bool gradient(const ChainData<T>& data, Loss kind, int64_t s, const int64_t* place, int64_t count, int64_t ahead, bool train, bool direct, T lr,
                 double& loss) {
     const int64_t tiles = (count + most() - 1) / most(), tile = (count + tiles - 1) / tiles;
-    if (!direct) g_.resize(layout_.weights);
     for (int64_t first = 0; first < count; first += tile) {
       const int64_t some = std::min(tile, count - first);
       Plan& plan = use(some);
@@ -483,9 +482,14 @@ class Worker {
       for (T& g : g_) g *= static_cast<T>(factor);
   }
 
+  void begin(const T* row) {
+    read(w_, row);
+    g_.assign(layout_.weights, T(0));
+  }
+
   // A row into the private layout: convolutions by tile, linear layers [in][out], every row of whole vectors with zeros behind.
   void read(Numbers<T>& to, const T* row) {
-    to.resize(layout_.weights);
+    to.assign(layout_.weights, T(0));              // the places between, too: another client's may be NaN
     for (const Block& b : layout_.blocks) {
       if (b.row_w < 0) continue;
       const T* const from = row + b.row_w;
@@ -499,7 +503,6 @@ class Worker {
         for (int64_t o = 0; o < l.out; o++) K::copy(mine + o * l.high, from + o * l.in, l.in);
       } else if (b.kind == ChainLayer::linear) {
         K::turn(mine, l.high, from, l.in, l.out, l.in);
-        for (int64_t i = 0; i < l.in && l.high > l.out; i++) std::fill_n(mine + i * l.high + l.out, l.high - l.out, T(0));   // NaN of another client
       } else {
         std::copy_n(from, b.outs, mine);
       }

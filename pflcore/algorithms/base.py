@@ -166,6 +166,14 @@ class FedAvg:
         (a row of zeros: the client keeps its own) by which the models themselves are mixed; `g` is the server's new state."""
         return cohort.share[None]
 
+    def route(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
+        """The state once a newcomer's upload `up` [1, ...] has shown where it belongs, and nothing else: for `History.adapt`."""
+        return g
+
+    def kept(self, new: Tensors, before: Tensors, factor: Tensor) -> Tensors:
+        """The clients' new state [S, ...] where the server takes only `factor` [S, 1] of their uploads: for the run's `clip`."""
+        return new
+
     def report(self, g: Tensors) -> Tensors:
         """Small tensors worth a line in the round's record; "weights" are the mixing weights, [N] or [M, N]; sparse
         they are "weight" and "index", [S] or, for the clients "rows" [S], [S, K]."""

@@ -77,6 +77,9 @@ class ClusteredFL(FedAvg):
         way = torch.cat([way, ops.aggregate(delta, mix[new:])]) if len(x) > new else way
         return {"x": ops.aggregate(delta, mix, base=x, lr=self.server_lr), "way": way, "child": child, "cluster": cluster}
 
+    def route(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
+        return {**g, "cluster": self.server({k: v.clone() for k, v in g.items()}, up, cohort)["cluster"]}  # a level of the tree a round
+
     def statistics(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensor:
         return (g["cluster"][:, None] == g["cluster"][cohort.ids]) * cohort.share
 

@@ -105,6 +105,10 @@ def sampled(local: Local, fraction: float) -> Setting:
     data, ids = local.setting.data, local.ids.sort().values
     lists = data.lists("train").take(ids)
     count = (fraction * lists.size).long().clamp(min=1)
+    if local.net.buffer_names:  # batch norm cannot train on one sample: no batch of one that the whole list does not have
+        t = local.setting.training
+        lone = (count == 1) | (count % t.batch_size == 1) & (not t.drop_last)
+        count = torch.where(lone, torch.where(count > 1, count - 1, lists.size.clamp(max=2)), count)
     order = torch.from_numpy(shuffles(client_seeds(ids.numpy(), local.setting.seed, local.round, "sample"), lists.size.numpy()))
     at = (lists.begin[:-1, None] + order)[torch.arange(order.shape[1]) < count[:, None]]
     size = torch.zeros(data.n, dtype=torch.int64).index_copy(0, ids, count)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pflcore.algorithms.base import FedAvg, Payload, Tensors
 from pflcore.local import Local
+from pflcore.local.losses import REGRESSION, binary_cross_entropy, cross_entropy, hinge, loss_name
 from pflcore.local.net import Net
 from pflcore.local.workers import onto
 
@@ -21,8 +22,9 @@ class FedRoD(FedAvg):
     server: x [P] (body f and generic head g) · client: its head h · down: x [S, P] · up: delta [S, P] (1 model; h stays).
     The generic model minimises balanced softmax, CE(g(z) + gamma log n_c), z = f(x) and n_c the client's samples of class c; the head
     minimises CE(g(z) + h(z)) with g(z) and z detached, so that it moves nothing but h. Both are trained at once, by the run's SGD.
-    Predicted is g(z) + h(z). A client without class c gives it no generic score while it trains.
-    Decision where the paper is silent: h starts at zero, so that a new client's model is the generic one; `head="copy"` starts at g.
+    Predicted is g(z) + h(z). A client without class c gives it no generic score while it trains. CE is the run's loss, another one of
+    class scores as well. Decision where the paper is silent: h starts at zero, so that a new client's model is the generic one;
+    `head="copy"` starts at g.
     """
 
     gamma: float = 1.0  # strength of the balancing; 0 is cross-entropy
@@ -34,6 +36,8 @@ class FedRoD(FedAvg):
             raise ValueError(f"gamma, head: expected a number >= 0, and 'zeros' or 'copy', got {self.gamma} and {self.head!r}.")
 
     def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
+        if net.criterion in (*REGRESSION, hinge, binary_cross_entropy):
+            raise ValueError(f"loss: FedRoD balances the scores of classes; expected a loss of those, got {loss_name(net.criterion)}.")
         h = net.w0[net.head_slice]
         return {"x": net.w0}, {"h": h if self.head == "copy" else torch.zeros_like(h)}
 
@@ -41,9 +45,14 @@ class FedRoD(FedAvg):
         """The sum of both losses at a row [x | h]."""
         z = net.features(w[: net.size], x)
         generic, personal = net.head(w[: net.size], z), net.head(w[net.size :], z.detach())
-        n = F.pad(extra["n"], (0, generic.shape[-1] - extra["n"].shape[-1]))  # the model may know more classes than the data has
-        balanced = F.cross_entropy(generic + (n**self.gamma).log(), y)
-        return balanced + F.cross_entropy(generic.detach() + personal, y)
+        n = F.pad(extra["n"], (0, generic.shape[1] - len(extra["n"])))  # the model may know more classes than the data has
+        prior = (n**self.gamma).log()
+        if (
+            net.criterion is not cross_entropy
+        ):  # one that looks at every class, as with label smoothing, stays finite: exp(-100) is as good as 0
+            prior = prior.clamp(min=-100)
+        prior = prior.view(-1, *[1] * (generic.dim() - 2))  # [B, C, T] are scores of T steps
+        return net.criterion(generic + prior, y) + net.criterion(generic.detach() + personal, y)
 
     def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
         x = down["x"]

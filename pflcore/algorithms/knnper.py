@@ -13,7 +13,7 @@ from pflcore import ops
 from pflcore.algorithms.base import Payload, Tensors
 from pflcore.algorithms.fedopt import FedOpt
 from pflcore.local import Local
-from pflcore.local.losses import hinge
+from pflcore.local.losses import binary_cross_entropy, hinge
 from pflcore.local.net import Net
 from pflcore.local.workers import onto
 
@@ -26,9 +26,10 @@ class KnnPer(FedOpt):
 
     server: x [P] and the optimizer's state · client: nothing · down: x (1 model) · up: delta (1 model). Trains as `FedOpt`; for evaluation
     each client stores what the head sees of its training samples. p_knn weighs the labels of the k nearest (Euclidean distance d) by
-    `kernel`: "exp" exp(-d) (the paper), "inverse" 1 / d (an exact match takes all; Motley's silo code), "gauss_dim" exp(-d^2 / D)
-    (the authors' code). Targets instead of classes: the weighted mean of the neighbours' targets; hinge loss: of their signs, mixed
-    with the score. Of equally near samples the earlier ones vote. A client with fewer than k samples uses all of them. lam = 0 is FedAvg.
+    `kernel`: "exp" exp(-d) (the paper), "inverse" 1 / d (an exact match takes all; Motley's silo code), "gauss_dim" exp(-d^2 / D) (the
+    authors' code). Targets instead of classes: the weighted mean of the neighbours' targets; hinge loss: of their signs, mixed with the
+    score; binary cross entropy: of their labels, mixed with the score's probability, and given as a logit. Of equally near samples the
+    earlier ones vote. A client with fewer than k samples uses all of them. lam = 0 is FedAvg.
     """
 
     returns: ClassVar[str] = "probabilities"
@@ -54,10 +55,12 @@ class KnnPer(FedOpt):
         of z's first n rows to the features of x (what w's head sees), weighted as the option kernel says."""
         weight, near = neighbours(net.features(view["w"], x).flatten(1), view["z"], view["n"], self.k, self.kernel)  # [B, k], [B, k]
         scores, labels = net(view["w"], x), view["y"][near]
-        if net.criterion is hinge:
-            return (1 - self.lam) * scores + self.lam * (weight * torch.where(labels > 0, 1.0, -1.0)).sum(1).to(scores).view_as(scores)
-        if labels.is_floating_point():
-            return (1 - self.lam) * scores + self.lam * (weight * labels).sum(1).to(scores).view_as(scores)
+        if net.criterion in (hinge, binary_cross_entropy) or labels.is_floating_point() or not net.scores_classes:
+            values = torch.where(labels > 0, 1.0, -1.0) if net.criterion is hinge else labels
+            mean = (weight.view(*weight.shape, *[1] * (labels.dim() - 2)) * values).sum(1).view_as(scores)
+            if net.criterion is binary_cross_entropy:
+                return ((1 - self.lam) * scores.double().sigmoid() + self.lam * mean).logit(eps=1e-12).to(scores)
+            return (1 - self.lam) * scores + self.lam * mean.to(scores)
         vote = (weight[..., None] * F.one_hot(labels.clamp(min=0), scores.shape[1])).sum(1)
         return (1 - self.lam) * scores.softmax(1) + self.lam * vote.to(scores)
 

@@ -26,7 +26,8 @@ class PerFedAvg(FedAvg):
     Evaluated is x after `steps` such inner steps on the client's training data, never on test data.
     Deviations: `scaled` divides delta by |v|, because w + delta v and w - delta v are equal in float32 where v is small (False is the
     paper's); clients weigh by their samples (the paper: alike; `weighting="uniform"`). alpha and beta are the run's learning rate unless
-    given; its momentum and weight decay play no part. With batch norm each of the gradients updates the statistics.
+    given; its momentum and weight decay play no part. With batch norm each of the gradients updates the statistics, but for the
+    exact variant's H v.
     """
 
     variant: str = "fo"  # "fo", "hf" or "exact"
@@ -72,7 +73,14 @@ class PerFedAvg(FedAvg):
         return (grad(w + delta * v, 2) - grad(w - delta * v, 2)) / (2 * delta)
 
     def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
-        return {"w": local.fit(down["x"], steps=self.steps, lr=self.alpha, stream="adapt").w if self.steps else down["x"]}
+        if not self.steps:
+            return {"w": down["x"]}
+        alpha = local.lr if self.alpha is None else self.alpha
+
+        def update(rows: Tensors, grad: Callable[..., Tensor], k: int) -> Tensors:
+            return {"w": rows["w"] - alpha * grad(rows["w"])}
+
+        return local.each_batch({"w": down["x"]}, update, steps=self.steps, stream="adapt")
 
 
 def along(net: Net, w: Tensor, x: Tensor, y: Tensor, extra: Tensors) -> Tensor:

@@ -26,7 +26,9 @@ class Scaffold(FedAvg, averages=True):
     (1 - m^(K-k+1)) / (1 - m). SGD's weight decay counts as part of the gradient, and clipped gradients are what is averaged; option II is
     refused with AdamW, whose steps do not add up to gradients, and option I with clipping.
     `weighting="samples"` weighs x and c alike by n_i; then c is the n-weighted mean of the c_i under full participation only. A `defence`
-    takes the place of both means, of the updates and of the control variates, each by itself; c is then no mean of the c_i.
+    takes the place of both means, of the updates and of the control variates, each by itself; c is then no mean of the c_i. The run's
+    `clip` shortens a client's step of c_i with its update, so that c stays their mean (a `Server` cannot tell its `Client`s: there it does
+    not).
     """
 
     weighting: str = "uniform"  # "uniform" as in the paper, or "samples"
@@ -56,6 +58,10 @@ class Scaffold(FedAvg, averages=True):
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
         x = ops.aggregate(*self.defended(up["delta"], cohort), base=g["x"], lr=self.server_lr)[0]
         return {**g, "x": x, "c": ops.aggregate(*self.defended(up["control"], cohort), base=g["c"], lr=len(cohort.ids) / cohort.n)[0]}
+
+    def kept(self, new: Tensors, before: Tensors, factor: Tensor) -> Tensors:
+        factor = factor.to(new["c"])  # so that c stays the mean of all c_i
+        return {**new, "c": torch.where(factor < 1, before["c"] + factor * (new["c"] - before["c"]), new["c"])}
 
     def train(self, down: Payload, own: Tensors, local: Local) -> tuple[Fit, Tensor]:
         """Corrected local training and the clients' new control variates [S, P]."""

@@ -58,7 +58,10 @@ class SFL(FedAvg):
         """The adjacency [N, N] in the file."""
         graph = torch.from_numpy(np.load(self.adjacency, allow_pickle=False)).double()
         if graph.shape != (n, n) or bool((graph < 0).any()):
-            raise ValueError(f"adjacency: expected {n} x {n} numbers >= 0 in {self.adjacency}, got {tuple(graph.shape)} or a negative one.")
+            raise ValueError(
+                f"adjacency: expected {n} x {n} numbers >= 0 in {self.adjacency}, got {tuple(graph.shape)} or a negative one; a newcomer is "
+                "one more client."
+            )
         return graph + torch.diag((graph.diagonal() == 0).double())
 
     def send(self, g: Tensors, cohort: Cohort, gen: torch.Generator) -> Payload:

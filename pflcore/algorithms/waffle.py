@@ -28,13 +28,13 @@ class Waffle(Scaffold):
     server: x, c [P], history [2, N] of unsmoothed weights, the last cohort's ids and weights [S] · client: c [P] · down: x, c [S, P]
     (2 models) · up: delta and control [S, P] (2 models). x is the target's personalized model; the others' numbers only show what it is
     to them.
-    The weights come from the distances between the clients' updates and the target's (`ops.waffle_weights`, eqs. 2 and 3) and are
-    averaged with those of the last two rounds; from round 0.95 R on the target is alone. Omega and Psi are eq. 4 with slope `do`,
-    or any function of (round, rounds). Absent clients have weight 0, and those present share the whole: each client's average is over the
-    last two rounds that it attended, in shares of an even one, since absence is no unlikeness (with a quarter of 12 equal
-    clients a round the target's mean weight is .56, what a round alone gives it; averaged as weight 0, absence made it .74).
-    A client without weight still trains against a c that is no longer its own and may run away; the farthest sets the scale of Algorithm 1's
-    distances, so the next one then counts as near (a CNN with ReLU loses its target on plain MNIST): `clip` holds such updates.
+    The weights come from the distances between the clients' updates and the target's (`ops.waffle_weights`, eqs. 2 and 3) and are averaged
+    with those of the last two rounds; from round 0.95 R on the target is alone. Omega and Psi are eq. 4 with slope `do`, or any function
+    of (round, rounds). Absent clients have weight 0, and those present share the whole: each client's average is over the last two rounds
+    that it attended, in shares of an even one, since absence is no unlikeness (with a quarter of 12 equal clients a round the target's
+    mean weight is .56, what a round alone gives it; averaged as weight 0, absence made it .74). A client without weight still trains
+    against a c that is no longer its own and may run away; the farthest sets the scale of Algorithm 1's distances, so the next one then
+    counts as near (a CNN with ReLU loses its target on plain MNIST): `clip` holds such updates.
 
     Deviations, each with the paper's own reading as an option: `control_agg="recompute"` keeps `c = sum_i weight_i c_i`; as printed
     ("literal": `c += sum_i weight_i dc_i`) c forgets what it owes each client when weights change, the gap between c and the target's
@@ -105,6 +105,9 @@ class Waffle(Scaffold):
         if bool((x.sum(dtype=torch.float64) + c.sum(dtype=torch.float64)).isfinite()):  # otherwise the round is void
             history.write()
         return {"x": x, "c": c, "history": g["history"], "ids": cohort.ids, "weights": mixed}
+
+    def kept(self, new: Tensors, before: Tensors, factor: Tensor) -> Tensors:
+        return super().kept(new, before, factor) if self.control_agg == "literal" else new  # c is made anew of what is uploaded
 
     def statistics(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensor:
         return g["weights"][None]

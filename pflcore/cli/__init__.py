@@ -508,7 +508,7 @@ def _check_output(output: Output) -> None:
 def _check_table(folder: Path, overwrite: bool) -> None:
     table = folder / "table.md"
     if table.is_file() and not overwrite and not table.read_text(encoding="utf-8", errors="replace").startswith("### "):
-        raise ValueError(f"out: expected a folder without a table.md of somebody else's, got {folder}; name another or add --overwrite.")
+        raise ValueError(f"out: {folder} has a table.md that this command did not write (reproduce's, perhaps); name another with --out.")
 
 
 def _check_folder(folder: Path, output: Output) -> None:

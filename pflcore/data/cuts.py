@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import pairwise
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -102,6 +103,6 @@ def shares(sizes: str | Sequence[float] | None, n: int) -> list[Fraction]:
     if isinstance(sizes, str) and sizes not in SIZES:
         raise ValueError(f"sizes must be one of {list(SIZES)} or a list of proportions, got {sizes!r}")
     values = SIZES[sizes] if isinstance(sizes, str) else list(sizes)
-    if not values or not all(0 < v < float("inf") for v in values):
+    if not values or not all(isinstance(v, Real) and 0 < v < float("inf") for v in values):
         raise ValueError(f"sizes must be proportions above 0, got {values}")
     return [Fraction(str(values[i % len(values)])) for i in range(n)]  # str: 0.1 means one tenth, not its float

@@ -44,6 +44,8 @@ def dirichlet(
         raise ValueError(f"mode must be 'same_proportions' or 'pooled_split', got {mode!r}")
     if not 0 < train_fraction < 1:
         raise ValueError(f"train_fraction must lie between 0 and 1, got {train_fraction}")
+    if train_fraction != 0.8 and mode != "pooled_split":
+        raise ValueError(f"train_fraction plays no part in mode {mode!r}, got {train_fraction}: leave it out, or take mode 'pooled_split'")
     if max_redraws < 1:
         raise ValueError(f"max_redraws must be at least 1, got {max_redraws}")
     pooled = mode == "pooled_split"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pflcore.algorithms.base import FedAvg, Payload, Tensors
-from pflcore.algorithms.lookup import algorithm_of
+from pflcore.algorithms.lookup import algorithm_of, name_of
 from pflcore.data.federation import Federation
 from pflcore.data.ragged import Ragged
 from pflcore.data.roles import held_out
@@ -92,20 +92,32 @@ class Client:
 
     def state_dict(self) -> dict[str, Any]:
         """What this client keeps between rounds, for `torch.save`."""
-        return {"own": dict(self._own), "statistics": self._statistics, "pending": self._pending}
+        whose = {"algorithm": name_of(self.algorithm), "shapes": self._shapes}
+        return {**whose, "own": dict(self._own), "statistics": self._statistics, "pending": self._pending}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave. ValueError where it is something else."""
+        """Goes on from what `state_dict` gave. ValueError, and nothing changed, where it is something else: another algorithm's, or of a
+        model of other shapes."""
         try:
-            self._own, self._statistics, self._pending = dict(state["own"]), state["statistics"], state["pending"]
+            name, shapes, new = state["algorithm"], state["shapes"], (dict(state["own"]), state["statistics"], state["pending"])
         except (KeyError, TypeError) as error:
             raise ValueError(f"state: expected what Client.state_dict() gives, got {type(state).__name__} ({error}).") from None
+        if name != name_of(self.algorithm):
+            raise ValueError(f"state: expected one of {name_of(self.algorithm)}, got one of {name}.")
+        if shapes != self._shapes:
+            raise ValueError(f"state: it is of a model of other parameters, {shapes}, than this client's, {self._shapes}.")
+        self._own, self._statistics, self._pending = new
+
+    @property
+    def _shapes(self) -> list[list[int]]:
+        net = self._setting.net
+        return [list(shape) for shape in (*net.shapes, *net.buffer_shapes)]
 
     # inside ----------------------------------------------------------------------------------------------------------
     def _at(self, download: Mapping[str, Tensor]) -> tuple[Payload, About, Local]:
         """What was sent, and what a hook is given, when the last round is settled."""
         net = self._setting.net
-        down, about, statistics = opened(download, net, "download")
+        down, about, statistics = opened(download, net, self.algorithm, "download")
         if (statistics is None) != (self.policy != "average"):
             raise ValueError("download: the server has other `buffers` than this client; give both sides the same.")
         fresh = {k: v[None] for k, v in self.algorithm.init(net, about.n)[1].items()} if self._n != about.n or not self._own else {}

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pflcore import ops
+from pflcore.algorithms import ALGORITHMS
 from pflcore.algorithms.base import FedAvg
 from pflcore.algorithms.clustered_fl import cosines, groups
 from pflcore.algorithms.defences import krum
@@ -21,6 +22,8 @@ from pflcore.algorithms.sfl import SFL, nearest, smoothing
 from pflcore.interop.packing import pack, unpack
 from pflcore.ops import kinds
 from pflcore.simulation.round import finite
+
+USABLE = "fedamp, heurfedamp, sfl, feddwa, feddwa_qp, krum, multikrum, clusters"
 
 
 class Mix(NamedTuple):
@@ -104,6 +107,8 @@ def personalize(
     for name, given in (("guidance", guidance), ("previous", previous)):
         if given is not None:
             extra[name] = _rows_of(name, given, rows, form.ids, form.outer in ("dict", "pairs"), only)
+    if base is not None and form.outer == "matrix" and not hasattr(base, "shape"):
+        raise TypeError(f"base: expected one row of {rows.shape[1]} parameters, as the uploads are a matrix, got {kinds.shown(base)}.")
     if base is not None:
         extra["base"] = _rows_of("base", base[None] if form.outer == "matrix" else [base], rows, [0], False, only)
     compared = {k: F.normalize(v.double()) if directions and base is None else v for k, v in (("rows", rows), *extra.items())}
@@ -113,16 +118,19 @@ def personalize(
 
 
 def method_of(method: Any, options: dict[str, Any]) -> FedAvg | Krum | Clusters:
+    if options and not isinstance(method, str | type):
+        raise TypeError(f"options: {type(method).__name__} has its own, got {', '.join(options)} beside it; make the instance with them.")
     own: dict[Any, Callable[..., Any]] = {"krum": Krum, "multikrum": lambda m=2, **o: Krum(m=m, **o), "clusters": Clusters}
     try:
         alg = method if isinstance(method, Krum | Clusters) else own[method](**options) if method in own else None
     except TypeError as error:
         raise TypeError(f"method: {method!r} cannot be made from {', '.join(options)} ({error}).") from None
+    if isinstance(method, str) and method not in {*own, *ALGORITHMS} and ":" not in method:
+        raise ValueError(f"method: expected one of {USABLE}, got {method!r}.")
     alg = alg or algorithm_of(method, **options)
     if not isinstance(alg, FedAMP | FedDWA | SFL | Krum | Clusters):
         raise ValueError(
-            f"method: {type(alg).__name__} needs more of a client than its model; use pflcore.Server and pflcore.Client, or one of fedamp, "
-            "heurfedamp, sfl, feddwa, feddwa_qp, krum, multikrum, clusters."
+            f"method: {type(alg).__name__} needs more of a client than its model; use pflcore.Server and Client, or one of {USABLE}."
         )
     return alg
 
@@ -138,6 +146,10 @@ def _rows_of(name: str, given: Any, rows: Tensor, ids: list[Any], some: bool, on
     if not some:
         return more
     where = {i: j for j, i in enumerate(form.ids)}
+    if not where.keys() & set(ids):
+        raise ValueError(
+            f"{name}: none of its clients, {kinds.shown(form.ids)}, is one of the uploads', {kinds.shown(ids)}; use the same ids."
+        )
     return torch.stack([more[where[i]] if i in where else rows[j] for j, i in enumerate(ids)])
 
 

@@ -10,7 +10,7 @@ import torch
 
 from pflcore.algorithms.base import Cohort, FedAvg, State, Tensors, cohort_from
 from pflcore.algorithms.lookup import algorithm_of, name_of
-from pflcore.interop.wire import STATISTICS, About, net_of, opened, packed
+from pflcore.interop.wire import STATISTICS, About, method_number, net_of, opened, packed
 from pflcore.local import memory
 from pflcore.local.random import generator_of
 from pflcore.ops import kinds
@@ -75,7 +75,7 @@ class Server:
         round, n, one = state.round + 1 if purpose == "train" else max(1, state.round), len(state.buffers), torch.ones(1)
         cohort = Cohort(torch.tensor([number]), one.double(), one.long(), n, round, self.rounds)
         down = self.algorithm.send(state.g, cohort, generator_of(self.seed, round, PURPOSES[purpose]))
-        about = About(number, n, self.net.size, round, self.rounds, state.round, int(self._accepted[number]))
+        about = About(number, n, self.net.size, round, self.rounds, state.round, int(self._accepted[number]), method_number(self.algorithm))
         return packed(down, about, state.buffers[number] if self.policy == "average" else None)
 
     def aggregate(self, uploads: Mapping[Any, tuple[Tensors, int]]) -> Outcome:
@@ -190,7 +190,7 @@ class Server:
         who = f"client {client!r}"
         if not (isinstance(given, tuple) and len(given) == 2):
             raise ValueError(f"{who}: expected (upload, number of samples), got {type(given).__name__}.")
-        payload, about, statistics = opened(given[0], self.net, who)
+        payload, about, statistics = opened(given[0], self.net, self.algorithm, who)
         if (about.number, about.round) != (number, self.round + 1):
             raise ValueError(
                 f"{who}: its upload is number {about.number}'s of round {about.round}, expected {number}'s of round {self.round + 1}; "

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pflcore.algorithms.base import FedAvg, Payload, Pool, Tensors
+from pflcore.algorithms.lookup import name_of
 from pflcore.local.losses import Loss
 from pflcore.local.net import Net
 from pflcore.ops import kinds
@@ -25,6 +27,12 @@ class About(NamedTuple):
     rounds: int  # R
     done: int  # rounds that the server has finished
     accepted: int  # the last of them that the client's upload was part of; 0: none
+    method: int  # `method_number` of the algorithm
+
+
+def method_number(algorithm: FedAvg) -> int:
+    """What both sides call the algorithm, as a number."""
+    return zlib.crc32(name_of(algorithm).encode())
 
 
 def net_of(algorithm: FedAvg, model: Any, loss: Loss, seed: int) -> Net:
@@ -52,7 +60,7 @@ def finished(message: Tensors, about: About, statistics: Tensor | None) -> Tenso
     return {**message, ABOUT: torch.tensor(about), **({} if statistics is None else {STATISTICS: statistics.clone()})}
 
 
-def opened(message: Any, net: Net, what: str) -> tuple[Payload, About, Tensor | None]:
+def opened(message: Any, net: Net, algorithm: FedAvg, what: str) -> tuple[Payload, About, Tensor | None]:
     """The payload [1, ...] of a message, its numbers and the statistics [b] that came with it, on the model's device."""
     try:
         about = About(*message[ABOUT].tolist())
@@ -66,6 +74,8 @@ def opened(message: Any, net: Net, what: str) -> tuple[Payload, About, Tensor | 
             payload[key] = Pool(rows, tensors[f"{key}@index"][None])
     except (TypeError, KeyError, AttributeError, IndexError, RuntimeError):
         raise ValueError(f"{what}: expected a dict of tensors as the other side made it, got {kinds.shown(message)}.") from None
+    if about.method != method_number(algorithm):
+        raise ValueError(f"{what}: it is of another algorithm than {name_of(algorithm)}, which is played here; give both sides one.")
     if about.size != net.size:
         raise ValueError(f"{what}: it is for a model of {about.size} parameters, this one has {net.size}; give both sides one model.")
     return payload, about, statistics

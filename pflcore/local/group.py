@@ -50,7 +50,8 @@ class Piece:
         alone: bool = False,
     ) -> None:
         t, data, engine = local.setting.training, local.setting.data, local.setting.engine
-        self.local, self.pos, self.loss_fn, self.probe, self.data, self.batches = local, pos, loss, probe, data, batches
+        self.local, self.pos, self.loss_fn, self.probe, self.data = local, pos, loss, probe, data
+        self.batches, self.own_steps = batches, steps
         self.at = onto(pos, local.buffers.device)
         self.extra = {k: self.mine(v) for k, v in (extra or {}).items()}
         self.buffers = self.mine(local.buffers)
@@ -211,7 +212,9 @@ class Piece:
         size = torch.from_numpy(self.size[:b])
         whole = size.clamp(max=t.batch_size)
         cuts = size // whole if t.drop_last else -(size // -whole)
-        epoch, place = step.k // cuts + which * (passes // self.batches), step.k % cuts
+        # by the client's own number of passes, whoever else is there
+        own = passes // self.batches if self.own_steps is None else -(-self.own_steps // cuts)
+        epoch, place = step.k // cuts + which * own, step.k % cuts
         first = place * whole
         count = torch.minimum(whole, size - first)
         at = (first[:, None] + torch.arange(int(count.max()))).clamp(max=int(size[0]) - 1)

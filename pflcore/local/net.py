@@ -261,7 +261,8 @@ class Net:
         mine = [s for n, s in self.slices.items() if self._in_head(n)]
         if not mine:
             raise ValueError(
-                "model: found no trainable head, neither an attribute `head` nor an nn.Linear; name it with Net(..., head='name')."
+                "model: found no trainable head, neither an attribute `head` nor an nn.Linear with parameters of its own; name it with "
+                "Net(..., head='name')."
             )
         return slice(mine[0].start, mine[-1].stop)
 

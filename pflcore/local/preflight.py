@@ -63,6 +63,8 @@ def check_modes() -> None:
 def check_dtypes(net: Net, data: Federation) -> None:
     if data.x.is_inference() or data.y.is_inference() or net.w0.is_inference():
         raise ValueError("data, model: made inside torch.inference_mode(), whose tensors cannot be trained with; make them outside of it.")
+    if net.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"model: its parameters are {net.dtype}, in which small steps are lost; train it in float32, by model.float().")
     for what, t in (("x", data.x), ("y", data.y)):
         if t.is_floating_point() and t.dtype != net.dtype:
             raise TypeError(
@@ -163,7 +165,7 @@ def check_scores(net: Net, data: Federation, scores: Any, y: Tensor) -> None:
         if scores[0].numel() != y[0].numel():
             raise ValueError(
                 f"criterion: {name!r} compares outputs and targets one by one, and the model gives {scores[0].numel()} for {y[0].numel()} "
-                "target(s) a sample; change the model's outputs, or take criterion='cross_entropy' for classes."
+                "target(s) a sample; change the model's outputs, or take loss='cross_entropy' for classes."
             )
         low, high = (float(v) for v in torch.aminmax(data.y))
         if name == "binary_cross_entropy" and not (low >= 0 and high <= 1):
@@ -175,7 +177,7 @@ def _check_classes(data: Federation, scores: Tensor, y: Tensor, outputs: int) ->
         if y.shape != scores.shape:
             raise ValueError(
                 f"criterion: 'cross_entropy' takes int64 labels, or probabilities of the scores' shape {list(scores.shape)}, and the targets "  # noqa: E501
-                f"are {y.dtype} of shape {list(y.shape)}; give labels as integers, or take criterion='squared' for numbers."
+                f"are {y.dtype} of shape {list(y.shape)}; give labels as integers, or take loss='squared' for numbers."
             )
         return
     if scores.dim() != y.dim() + 1 or scores.shape[2:] != y.shape[1:]:
@@ -189,7 +191,7 @@ def _check_classes(data: Federation, scores: Tensor, y: Tensor, outputs: int) ->
         raise ValueError("data: the mask leaves out every step of every sample; nothing is left to be learnt.")
     high = int(labels.max())
     if int(labels.min()) < 0 or high >= outputs:
-        remedy = "or one and criterion='binary_cross_entropy' or 'hinge'" if outputs == 1 else "one for each class"
+        remedy = "or one and loss='binary_cross_entropy' or 'hinge'" if outputs == 1 else "one for each class"
         raise ValueError(
             f"model: it has {outputs} output(s), and the labels go from {int(labels.min())} to {high}; give it {high + 1}, {remedy}."
         )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from pflcore.ops import kinds
 
 from ._words import expect, matrix, shape
 from .aggregate import aggregate as aggregate_op
-from .aggregate import check_aggregate
+from .aggregate import check_aggregate, check_out
 from .sqdist import pairwise_sqdist as sqdist_op
 
 __all__ = ["Files", "Progress", "Rows", "aggregate", "pairwise_sqdist"]
@@ -111,8 +112,10 @@ def block(
     """The rows first:last as a tensor."""
     part = rows[first:last]
     if not isinstance(part, Tensor):
-        flags = getattr(part, "flags", None)  # torch warns of memory that it might write into: a map opened for reading
-        part = torch.tensor(part) if flags is not None and not flags.writeable else torch.as_tensor(part)
+        array = np.asarray(part)
+        if min(array.strides, default=0) < 0 or not array.dtype.isnative:  # torch takes neither, and warns of memory that it must not write
+            array = array.astype(array.dtype.newbyteorder("="), order="C")
+        part = torch.from_numpy(array) if array.flags.writeable else torch.tensor(array)
     return part
 
 
@@ -203,10 +206,13 @@ def aggregate(
     again = isinstance(updates, Tensor) or hasattr(updates, "shape")
     expect(index is None or again, "aggregate", "updates", "rows that can be read again where index is given", type(updates).__name__)
     m = weight.shape[0]
+    if again:
+        check_result(updates, weight, index, base, out)
     if index is None:
         result = _dense(_blocks(updates, weight.shape[1]), weight, base, lr, precise, progress)
         if out is None:
             return result
+        check_result(result.new_empty(1, 1).expand(weight.shape[1], result.shape[1]), weight, None, result, out)
         out[:] = result
         return out
     none = check_rows("aggregate", "updates", updates)
@@ -217,14 +223,27 @@ def aggregate(
     step = max(1, BYTES // max(1, rows.shape[1] * none.element_size() * index.shape[1]))
     for first in range(0, m, step):
         some = slice(first, first + step)
-        used = index[some][(lr * weight[some]) != 0].unique()  # what has no weight is not read
-        slot = torch.zeros(rows.shape[0], dtype=torch.int64).index_put((used,), torch.arange(len(used)))
+        used = index[some][(lr * weight[some].double()) != 0].unique()  # what has no weight is not read
+        slot = torch.zeros(rows.shape[0], dtype=torch.int64, device=index.device)
+        slot[used] = torch.arange(len(used), device=index.device)
         start = base[some] if base is not None and base.dim() == 2 else base
         part = take(rows, used) if len(used) else none.new_zeros(1, rows.shape[1])
         out[some] = aggregate_op(part, weight[some], slot[index[some]], start, lr, precise=precise)
         if progress:
             progress(min(first + step, m), m)
     return out
+
+
+def check_result(rows: Any, weight: Tensor, index: Tensor | None, base: Tensor | None, out: Any) -> None:
+    """The `out` of `aggregate`: as the op wants it where it is a tensor, else of that shape and floating point."""
+    none = check_rows("aggregate", "updates", rows)
+    if isinstance(out, Tensor):
+        check_out(rows if isinstance(rows, Tensor) else none.new_empty(1, 1).expand(*rows.shape), weight, index, base, out)
+    elif out is not None:
+        wanted, kind = (weight.shape[0], rows.shape[1]), getattr(getattr(out, "dtype", None), "kind", "f")
+        expect(
+            tuple(getattr(out, "shape", ())) == wanted and kind == "f", "aggregate", "out", f"{list(wanted)} of floating point", shape(out)
+        )
 
 
 def _blocks(updates: Any, n: int) -> Iterator[Tensor]:
@@ -265,7 +284,7 @@ def _dense(
         else:
             dtype = rows.dtype if base is None else base.dtype
             wide = torch.float64 if precise or torch.float64 in (rows.dtype, dtype) else torch.float32
-            zero = torch.zeros(rows.shape[1], dtype=wide)
+            zero = torch.zeros(rows.shape[1], dtype=wide, device=rows.device)
             part = aggregate_op(rows, some, None, zero, lr, precise=precise)
             total = part.double() if total is None else total.add_(part)
         done += len(rows)

@@ -17,6 +17,7 @@ import json
 import math
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -326,7 +327,8 @@ def _nan(value: Any) -> Any:
 
 
 def group(lines: Iterable[Mapping[str, Any]]) -> list[Run]:
-    """Lines (as written, or as dicts that may hold tensors) to runs: each header starts one."""
+    """Lines (as written, or as dicts that may hold tensors) to runs: each header starts one, and so does a round that is not of the run
+    before it, whose own header is lost."""
     return _grouped(map(plain, lines))
 
 
@@ -336,8 +338,10 @@ def _grouped(lines: Iterable[dict[str, Any]]) -> list[Run]:
         if "header" in line:
             out.append(Run(_today(line["header"])))
             continue
-        if not out and ("stopped" in line or "round" in line):
-            out.append(Run())
+        if "round" in line or (not out and "stopped" in line):
+            before = out[-1].rounds[-1] if out and out[-1].rounds else line | {"round": 0}
+            if not out or line["round"] <= before["round"] or any(line.get(k) != before.get(k) for k in ("algorithm", "seed")):
+                out.append(Run())
         if "stopped" in line:
             out[-1].stopped, out[-1].unfinished = line["stopped"], bool(line.get("unfinished"))
         if "round" in line:
@@ -355,14 +359,15 @@ def _today(head: dict[str, Any]) -> dict[str, Any]:
 
 @kinds.takes(path=kinds.PLACE)
 def read(path: str | Path) -> list[Run]:
-    """The runs in a record file, or in all `*.jsonl` files below a folder. A line cut off in the middle is left out."""
+    """The runs in a record file, or in all `*.jsonl` files below a folder. A damaged line is left out, with a warning where it is not the
+    last, which a run may be writing."""
     path = Path(path)
     files = sorted(p for p in path.rglob("*.jsonl") if p.name != "tuning.jsonl") if path.is_dir() else [path]
     if not files or not files[0].is_file():
         raise ValueError(f"path: expected a record (.jsonl) or a folder that holds one, got {path}, which is neither; check the name.")
     runs: list[Run] = []
     for file in files:
-        lines = []
+        lines: list[Any] = []
         for text in file.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 line = json.loads(text)
@@ -370,7 +375,11 @@ def read(path: str | Path) -> list[Run]:
             except FileNotFoundError:
                 raise
             except Exception:  # numpy's reader raises many kinds
-                continue
+                lines.append(None)
+        damaged = [i for i, line in enumerate(lines, 1) if not _is_line(line)]
+        if damaged and damaged != [len(lines)]:
+            said = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
+            warnings.warn(f"{file}: {len(damaged)} damaged line(s) are left out ({said}); take a copy of it from before.", stacklevel=3)
         runs += _grouped(filter(_is_line, lines))
     return runs
 

@@ -49,7 +49,7 @@ def table(runs: Sequence[Run], last: int = 10, baseline: str | None = None) -> s
 
 def _table(name: str, runs: Sequence[Run], last: int, baseline: str | None) -> str:
     measure, up = runs[0].measure, runs[0].measure == "accuracy"
-    groups = label(runs)
+    groups, repeated = one_of_each_seed(label(runs))
     columns = _columns(runs, measure, up, last)
     base = find(groups, baseline) if baseline else None
     rows = [["algorithm", *columns, *([f"% hurt vs {baseline}"] if base else []), "bytes sent", "note"]]
@@ -65,13 +65,15 @@ def _table(name: str, runs: Sequence[Run], last: int, baseline: str | None) -> s
         rows.append(row)
 
     length = max((r.rounds[-1]["round"] for r in runs if r.rounds), default=0)
-    seeds = max(map(len, groups.values()))
+    counts = {name: len(members) for name, members in groups.items()}
+    seeds = max(counts.values())
+    fewer = ", ".join(f"{name} {k}" for name, k in counts.items() if k < seeds)
     split = split_of(runs[0])
     said = f"{split.capitalize()} {'accuracy in percent' if up else 'loss'}, mean over clients unless a client is named"
     lines = [
         f"### {name}, {length} rounds",
         "",
-        said + (f"; mean ± std over {seeds} seeds." if seeds > 1 else "."),
+        said + (f"; mean ± std over {seeds} seeds{f' ({fewer})' if fewer else ''}." if seeds > 1 else "."),
         "",
         *_markdown(rows),
         "",
@@ -88,8 +90,20 @@ def _table(name: str, runs: Sequence[Run], last: int, baseline: str | None) -> s
     for algorithm, members in groups.items():
         far = [(r.header.get("seed", "?"), far_movers(r)) for r in members]
         lines += [f"\n{algorithm}, seed {seed}, moved far: {whom}; look at the data or set clip." for seed, whom in far if whom]
+        lines += [f"\n{algorithm}, seed {seed}: the same run is here {k} times, and counts once." for seed, k in repeated[algorithm]]
         lines += [f"\n{algorithm}, seed {r.header.get('seed', '?')}, stopped: {r.stopped}" for r in members if r.stopped]
     return "\n".join(lines) + "\n"
+
+
+def one_of_each_seed(groups: dict[str, list[Run]]) -> tuple[dict[str, list[Run]], dict[str, list[tuple[int, int]]]]:
+    """The groups with one run of each seed, the first, and which seeds there were more of, and how many."""
+    kept: dict[str, list[Run]] = {}
+    repeated: dict[str, list[tuple[int, int]]] = {}
+    for name, members in groups.items():
+        seeds = [r.header.get("seed") for r in members]
+        kept[name] = [r for i, r in enumerate(members) if seeds[i] is None or seeds.index(seeds[i]) == i]
+        repeated[name] = [(seed, seeds.count(seed)) for seed in dict.fromkeys(seeds) if seed is not None and seeds.count(seed) > 1]
+    return kept, repeated
 
 
 def _columns(runs: Sequence[Run], measure: str, up: bool, last: int) -> dict[str, Callable[[Run], float]]:

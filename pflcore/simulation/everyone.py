@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -59,14 +60,15 @@ def for_everyone(
     header["options"] = {**header["options"], "target": "each client"}
     interrupted, failed = any(r.interrupted for r in runs), any(r.failed for r in runs)
     complete = len(runs) == data.n and not (interrupted or failed)
-    rounds = [merged(records) for records in zip(*(r.rounds for r in runs), strict=False)] if complete else []
+    rounds = [merged(records, data.n) for records in zip(*(r.rounds for r in runs), strict=False)] if complete else []
     stopped = [f"target {i}: {r.stopped}" for i, r in enumerate(runs) if r.stopped]
     return History(header, rounds, " ".join(stopped) or None, interrupted=interrupted, failed=failed, models=models)
 
 
-def merged(records: Sequence[Record]) -> Record:
+def merged(records: Sequence[Record], n: int) -> Record:
     """One round of all targets' runs as one record."""
     first = records[0]
+    reports = [whole(r["report"], n) for r in records]
 
     def own(key: str, split: str) -> list[Any]:
         return [r[split][key][i] for i, r in enumerate(records)]
@@ -81,6 +83,15 @@ def merged(records: Sequence[Record]) -> Record:
         "bytes_down": sum(r["bytes_down"] for r in records),
         "bytes_up": sum(r["bytes_up"] for r in records),
         "train_loss": sum(losses) / len(losses) if losses else None,
-        "report": {k: [r["report"][k] for r in records] for k in first["report"]},
+        "report": {k: [report[k] for report in reports] for k in reports[0] if all(k in report for report in reports)},
         "eval": {k: own(k, "eval") for k in first["eval"]} if first["eval"] else None,
     }
+
+
+def whole(report: Record, n: int) -> Record:
+    """A run's report with the weights of all clients, [N], where it has those of the cohort alone; NaN for a void round's."""
+    if report and "index" not in report:
+        return report
+    share = dict(zip(report.get("index", []), report.get("weight", []), strict=True))
+    others = {k: v for k, v in report.items() if k not in ("index", "weight")}
+    return {**others, "weights": [share.get(i, 0.0 if report else math.nan) for i in range(n)]}

@@ -121,6 +121,7 @@ class Simulation:
         self.history: History | None = None  # of the last call of `run`
         self._content: Record | None = None  # of the federation: what a checkpoint says of it
         self._past: list[Record] = []  # the rounds before the checkpoint that the run goes on from
+        self._earlier: list[Record] = []  # those of this object's runs before the one of `history`
         self._came_from: Path | None = None  # that checkpoint's folder
         self._outlier: tuple[float, int, int] | None = None  # the farthest update so far: times the median, client, round
         request = self._set_up(net)
@@ -268,7 +269,8 @@ class Simulation:
                 ids = sample(self.algorithm, self.setting, round, self.participation, self._among)
                 transport = self.adversary.send if isinstance(self.adversary, Adversary) else None
                 self._state, done = step(self.algorithm, self._state, self.setting, ids, self.buffers, self.clip, transport)
-                report = {k: _as_lists(v) for k, v in self.algorithm.report(self._state.g).items()}
+                said = {} if done.void else self.algorithm.report(self._state.g)  # a void round changed nothing
+                report = {k: _as_lists(v) for k, v in said.items()}
                 if self.eval_every and (round % self.eval_every == 0 or round == self.rounds):
                     seen: Record = {k: v.tolist() for k, v in self.evaluate(self.eval_split).items()}
                     if self.eval_train:
@@ -349,13 +351,14 @@ class Simulation:
 
     def _run(self, callbacks: Sequence[Callback], keeper: Checkpoint | None) -> History:
         assert isinstance(self.algorithm, FedAvg)
+        self._earlier += [] if self._past or self.history is None else self.history.rounds
         history = self.history = History(self.header(), self._past)
         before, self._past = self._state.round - len(self._past), []
-        for callback in callbacks if history.rounds else ():
-            getattr(callback, "resume", lambda rounds: None)(history.rounds)
         if keeper is not None and keeper.note is None and self._came_from != Path(keeper.folder):
             self._keep(keeper)  # what stands there may be of another run
         try:
+            for callback in callbacks if history.rounds else ():
+                getattr(callback, "resume", lambda rounds: None)(history.rounds)
             for record in self.iterate():
                 if "stopped" in record:
                     history.stopped, history.failed = record["stopped"], record.get("failed", False)
@@ -376,7 +379,7 @@ class Simulation:
             raise
         finally:
             history.state = self.state
-            history.models = Models(self.algorithm, self.setting, history.state)
+            history.models = Models(self.algorithm, self.setting, history.state, self.buffers, self.clip)
         if history.stopped and not history.interrupted:
             warnings.warn(f"{self.name}, seed {self.seed}, stopped early: {history.stopped}", RuntimeWarning, stacklevel=3)
         return history
@@ -441,6 +444,8 @@ class Simulation:
         trees |= {"moments": state.moments, "net": {"w0": net.w0, "b0": net.b0}}
         tensors = {f"{tree}.{k}": v for tree, d in trees.items() for k, v in d.items()}
         note = keeper.note() if keeper.note else None
+        played = self._earlier + self.history.rounds if note is None and self.history else []
+        tensors |= {f"report.{r['round']}.{k}": v for r in played for k, v in r["report"].items() if isinstance(v, torch.Tensor)}
         facts = {
             "run": self._what(),
             "round": state.round,
@@ -448,7 +453,7 @@ class Simulation:
             "outlier": self._outlier,
             "on_device": [k for k, v in tensors.items() if v.device.type != "cpu"],
             "note": note,
-            "rounds": self.history.rounds if note is None and self.history else [],
+            "rounds": [{**r, "report": {k: None if isinstance(v, torch.Tensor) else v for k, v in r["report"].items()}} for r in played],
         }
         checkpoints.save(keeper.folder, tensors, facts)
 
@@ -462,7 +467,7 @@ class Simulation:
         if other:
             warnings.warn(f"checkpoint: {other}; numbers may differ in their last digits from an unbroken run's.", stacklevel=3)
         tensors = {k: v.to(self.device) if k in facts["on_device"] else v for k, v in tensors.items()}
-        trees: dict[str, dict[str, torch.Tensor]] = {"g": {}, "own": {}, "state": {}, "moments": {}, "seen": {}, "net": {}}
+        trees: dict[str, dict[str, torch.Tensor]] = {"g": {}, "own": {}, "state": {}, "moments": {}, "seen": {}, "net": {}, "report": {}}
         for name, v in tensors.items():
             tree, _, key = name.partition(".")
             trees[tree][key] = v
@@ -480,7 +485,10 @@ class Simulation:
             g, own = {k: rows.cloned(v, self.folder if k in on_disk else None) for k, v in g.items()}, fresh
         self._state = State(g, own, **trees["state"], moments=trees["moments"], round=facts["round"], void=facts["void"])
         self._outlier = facts["outlier"] and tuple(facts["outlier"])
-        self._past, self._came_from = facts["rounds"], Path(folder)
+        for key, value in trees["report"].items():
+            round, _, name = key.partition(".")
+            next(r for r in facts["rounds"] if r["round"] == int(round))["report"][name] = value
+        self._past, self._earlier, self._came_from = facts["rounds"], [], Path(folder)
 
     def _what(self) -> Record:
         """What the run is, as a checkpoint says it; `machine` and `made_with` may be other when it goes on."""

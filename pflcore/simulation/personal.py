@@ -129,8 +129,8 @@ def export_models(models: Iterable[Personalized], header: Mapping[str, Any], fol
 class Models:
     """The personalized models of a state, made when they are asked for: all at once, as an evaluation does."""
 
-    def __init__(self, algorithm: FedAvg, setting: Setting, state: State) -> None:
-        self.algorithm, self.setting, self.state = algorithm, setting, state
+    def __init__(self, algorithm: FedAvg, setting: Setting, state: State, buffers: str = "auto", clip: float | None = None) -> None:
+        self.algorithm, self.setting, self.state, self.buffers, self.clip = algorithm, setting, state, buffers, clip
         self._views: tuple[Tensors, Local] | None = None
 
     def __getitem__(self, client: int) -> Personalized:
@@ -139,9 +139,10 @@ class Models:
         if isinstance(client, bool) or not isinstance(client, int) or not 0 <= client < n:
             raise ValueError(f"client: expected a number from 0 to {n - 1}, got {client!r}.")
         if isinstance(self.state.own, OnDisk):  # not all at once
-            return _one(self.algorithm, self.setting, *views(self.algorithm, self.state, self.setting, torch.tensor([client])), 0)
+            one = views(self.algorithm, self.state, self.setting, torch.tensor([client]), self.buffers)
+            return _one(self.algorithm, self.setting, *one, 0)
         if self._views is None:
-            self._views = views(self.algorithm, self.state, self.setting, torch.arange(n))
+            self._views = views(self.algorithm, self.state, self.setting, torch.arange(n), self.buffers)
         return _one(self.algorithm, self.setting, *self._views, client)
 
     def adapt(self, samples: Any, rounds: int = 5) -> Personalized:
@@ -157,12 +158,12 @@ class Models:
         state, everybody = with_one_more(alg, self.state, setting.net, n)
         if everybody:  # what the newcomer gets is made by the server from everybody's uploads of one round
             for _ in range(rounds):
-                state, outcome = step(alg, state, setting, torch.arange(n + 1))
+                state, outcome = step(alg, state, setting, torch.arange(n + 1), self.buffers, self.clip)
                 if n in outcome.dropped or outcome.void:
                     raise ValueError("samples: training on them diverged, the updates are not finite; check their scale.")
         else:
             state = _alone(alg, state, setting, n, rounds)
-        return _one(alg, setting, *views(alg, state, setting, torch.tensor([n])), 0)
+        return _one(alg, setting, *views(alg, state, setting, torch.tensor([n]), self.buffers), 0)
 
 
 def _one(alg: FedAvg, setting: Setting, view: Tensors, local: Local, i: int) -> Personalized:
@@ -170,14 +171,15 @@ def _one(alg: FedAvg, setting: Setting, view: Tensors, local: Local, i: int) -> 
 
 
 def _alone(alg: FedAvg, state: State, setting: Setting, client: int, rounds: int) -> State:
-    """The client's own work of some rounds, of which nothing reaches the server."""
+    """The client's own work of some rounds, of which the server learns at most where the client belongs."""
     ids = torch.tensor([client])
     own, buffers, joined = {k: v[ids] for k, v in state.own.items()}, state.buffers[ids], state.joined[ids]
     moments: Tensors = {}
     for round in range(state.round + 1, state.round + rounds + 1):
         local = Local(setting, ids, round, buffers, joined=joined, moments=moments)
-        down = alg.send(state.g, cohort_of(alg, setting, ids, round), generator_of(setting.seed, round, "send"))
-        new, _ = alg.client(down, own, local)
+        cohort = cohort_of(alg, setting, ids, round)
+        new, up = alg.client(alg.send(state.g, cohort, generator_of(setting.seed, round, "send")), own, local)
+        state.g = alg.route(state.g, up, cohort)
         own, buffers, joined = {**own, **new}, local.buffers, torch.ones(1, dtype=torch.bool)
     if not all(bool(v.isfinite().all()) for v in [*own.values(), buffers]):
         raise ValueError("samples: training on them diverged, the client's state is not finite; check their scale.")

@@ -14,7 +14,7 @@ from torch import Tensor
 from pflcore import ops
 from pflcore.algorithms.base import Cohort, Commit, FedAvg, Payload, Pool, State, Tensors, cohort_from, cohort_of
 from pflcore.local import Local, Setting
-from pflcore.local.losses import cross_entropy, shares_right, that_count
+from pflcore.local.losses import shares_right, that_count
 from pflcore.local.net import Net
 from pflcore.local.random import drawn, generator_of
 from pflcore.local.workers import few_threads, onto
@@ -161,7 +161,9 @@ def receive(
             outcome.moved = [next(each) if one else None for one in fine.tolist()] if outcome.dropped else list(each)
         if clip is not None:
             outcome.clipped = ids[norm > clip].tolist()
-            up = uploads.shortened(up, state.g, ids, cohort.n, norm, clip)
+            up, factor = uploads.shortened(up, state.g, ids, cohort.n, norm, clip)
+            if new and outcome.clipped:
+                new = alg.kept(new, rows.read(state.own, ids), factor[:, None])
     all_moments = {k: v.new_zeros(cohort.n, v.shape[1]) for k, v in moments.items() if k not in state.moments} | state.moments
     pairs = [*((state.own[k], v) for k, v in new.items()), *((all_moments[k], v) for k, v in moments.items())]
     commit = Commit(ids, *pairs, (state.joined, torch.ones(len(ids), dtype=torch.bool)))
@@ -324,10 +326,10 @@ def one_by_one(alg: FedAvg, view: Tensors, local: Local, split: str) -> tuple[Te
     """Each client's mean loss [S] and, for classes, its share of right answers [S], by the algorithm's own `predict`."""
     losses, hits = [], []
     for scores, y in local.scores(alg.predict, view, split):
-        if alg.returns == "probabilities" and scores.dim() > 1 and scores.shape[1] > 1 and not y.is_floating_point():
-            losses.append(cross_entropy(scores.clamp(min=1e-12).log(), y))
-        else:
-            losses.append(local.net.criterion(scores, y))
+        several = scores.dim() > y.dim() and scores.shape[1] > 1
+        if alg.returns == "probabilities" and several and local.net.scores_classes and not y.is_floating_point():
+            scores = scores.clamp(min=1e-12).log()
+        losses.append(local.net.criterion(scores, y))
         if local.net.scores_classes and not y.is_floating_point():
             hits.append(shares_right(scores, y).mean())
     return torch.stack(losses), torch.stack(hits) if hits else None

@@ -39,12 +39,13 @@ def norms(up: Tensors, g: Tensors, ids: Tensor, n: int) -> Tensor | None:
     return torch.stack(norms).amax(0) if norms else None
 
 
-def shortened(up: Tensors, g: Tensors, ids: Tensor, n: int, norm: Tensor, limit: float) -> dict[str, Tensor]:
-    """`up` with every update [S, P] longer than `limit` cut down to it: one factor per client, for its control variate too."""
+def shortened(up: Tensors, g: Tensors, ids: Tensor, n: int, norm: Tensor, limit: float) -> tuple[dict[str, Tensor], Tensor]:
+    """`up` with every update [S, P] longer than `limit` cut down to it: one factor per client, for its control variate too; and these
+    factors [S]."""
     factor = (limit / norm.clamp(min=1e-300)).clamp(max=1.0)
     long = (factor < 1).nonzero()[:, 0]
     if not len(long):
-        return dict(up)
+        return dict(up), factor
     which, out = updates(up, g, n), dict(up)
     for key in [*which, *(["control"] if "control" in up else [])]:
         rows, held = up[key].clone(), which.get(key)
@@ -52,7 +53,7 @@ def shortened(up: Tensors, g: Tensors, ids: Tensor, n: int, norm: Tensor, limit:
             base = torch.zeros_like(rows[i]) if held is None else held[int(ids[i])].to(rows)
             rows[i] = (base.double() + (rows[i].double() - base.double()) * float(factor[i])).to(rows)
         out[key] = rows
-    return out
+    return out, factor
 
 
 def ratios(norm: Tensor) -> Tensor | None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 from small import images, play, setting, tiny_model
 
-from pflcore import Net, Training
+from pflcore import Net, Simulation, Training
 from pflcore.algorithms import FedAvg
 from pflcore.algorithms.fedala import FedALA, sampled
 from pflcore.data.federation import Federation
@@ -148,3 +148,15 @@ def test_the_first_time_ends() -> None:
 def test_bad_options_are_one_sentence(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=rf"^.*{next(iter(options))}.*: expected .*\.$"):
         FedALA(**options)
+
+
+@pytest.mark.parametrize(("size", "batch", "drop_last"), [(7, 4, False), (2, 4, False), (12, 8, False), (12, 8, True)])
+def test_no_batch_of_one_for_batch_norm(size: int, batch: int, drop_last: bool) -> None:
+    """4/5 of 7 samples are 5, which in fours leave one alone: then 4 are taken."""
+    model = lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))  # noqa: E731
+    training = Training(lr=0.1, batch_size=batch, drop_last=drop_last)
+    run = Simulation(FedALA(), model, images((size, 8)), training, rounds=3)
+    assert run.run().stopped is None
+    local = Local(run.setting, torch.arange(2), 1, run.setting.net.b0.expand(2, -1))
+    count = int(sampled(local, 0.8).data.size("train")[0])
+    assert 1 < count <= size and (drop_last or count % batch != 1)

@@ -16,12 +16,15 @@ from pflcore.algorithms.fedamp import FedAMP, HeurFedAMP
 from pflcore.algorithms.feddwa import FedDWA, spread
 from pflcore.algorithms.fedfomo import FedFomo
 from pflcore.algorithms.hypcluster import fit_all
+from pflcore.algorithms.knnper import KnnPer
 from pflcore.algorithms.mocha import Mocha
 from pflcore.algorithms.per_fedavg import PerFedAvg
 from pflcore.algorithms.scaffold import Scaffold
 from pflcore.algorithms.waffle import Waffle
+from pflcore.data.federation import Federation
 from pflcore.local import Local, Training
 from pflcore.local.net import Net
+from pflcore.simulation import Simulation
 from pflcore.simulation.round import begin, step
 from pflcore.simulation.uploads import shortened
 
@@ -198,6 +201,132 @@ def test_statistics_that_fail_after_the_server_leave_the_round_undone() -> None:
 def test_a_clipped_update_takes_its_control_variate_along() -> None:
     """An update of length 5 is cut to 1, one of .5 stays; so do their control variates, by the same factor."""
     up = {"delta": t([[3.0, 4], [0.3, 0.4]]), "control": t([[2.0, 2], [1, 1]])}
-    cut = shortened(up, {}, torch.arange(2), 2, t([5.0, 0.5]), 1.0)
+    cut, _ = shortened(up, {}, torch.arange(2), 2, t([5.0, 0.5]), 1.0)
     torch.testing.assert_close(cut["delta"], t([[0.6, 0.8], [0.3, 0.4]]))
     torch.testing.assert_close(cut["control"], t([[0.4, 0.4], [1, 1]]))
+
+
+@pytest.mark.parametrize("algorithm", [Scaffold(), Scaffold(option="II"), Waffle(control_agg="literal", omega=lambda r, of: 1.0)])
+def test_a_clipped_round_leaves_scaffold_its_optimum(algorithm: FedAvg) -> None:
+    """What the server did not take of a control variate the client does not keep, so c is their mean, and x goes where it would."""
+    net, data = quadratics(t([[1.0], [2], [4]]), t([[9.0], [-2], [3]]))
+    run = Simulation(algorithm, net, data, Training(lr=0.05, batch_size=1, epochs=3), rounds=200, clip=0.5, eval_every=0)
+    history = run.run()
+    assert history.rounds[0]["clipped"] and not history.rounds[150]["clipped"]
+    if type(algorithm) is Scaffold:
+        torch.testing.assert_close(run.state.g["c"], run.state.own["c"].mean(0))
+        torch.testing.assert_close(run.state.g["x"], t([(9.0 - 4 + 12) / 7]))  # type: ignore[list-item]
+
+
+def test_a_void_round_reports_nothing() -> None:
+    data = images()
+    x = data.x.clone()
+    x[data.index["train"][0]] = 3e38  # its scores overflow
+    run = Simulation(Waffle(target=0), lambda: nn.Linear(6, 4), replace(data, x=x), Training(lr=0.1, batch_size=8), rounds=3)
+    with pytest.warns(RuntimeWarning, match="diverged"):
+        assert [(r["void"], list(r["report"])) for r in run.run().rounds] == [(False, ["weights"]), (True, []), (True, [])]
+
+
+@pytest.mark.parametrize("name", ["fedavg", "feddwa", "fedrep"])
+@pytest.mark.parametrize("policy", ["average", "local"])
+def test_a_runs_models_have_the_statistics_that_it_was_evaluated_with(name: str, policy: str) -> None:
+    """Also those of clients who never took part."""
+    if (name, policy) == ("fedrep", "average"):
+        pytest.skip("its statistics are each client's own")
+    data = images((8, 8, 8, 8, 8, 8))
+    model = lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))  # noqa: E731
+    run = Simulation(name, model, data, Training(lr=0.2, batch_size=4), rounds=2, participation=0.34, buffers=policy)
+    history = run.run()
+    assert not run.state.joined.all()
+    for i in range(6):
+        x, y = data.client(i, "test")
+        loss = nn.functional.cross_entropy(history.model(i)(x), y)
+        assert float(loss) == pytest.approx(history.rounds[-1]["eval"]["loss"][i], rel=1e-5)
+
+
+def test_fedrod_and_knnper_go_by_the_runs_loss() -> None:
+    """FedRoD trains by it; kNN-Per with lam = 0 is FedAvg by any loss."""
+    losses = {"plain": None, "smooth": nn.CrossEntropyLoss(label_smoothing=0.3), "weights": nn.CrossEntropyLoss(t([1.0, 5, 5, 1]).float())}
+    runs = {k: Simulation("fedrod", tiny_model(), images(), Training(lr=0.1), rounds=2, loss=v).run() for k, v in losses.items()}
+    assert not any(torch.equal(runs["plain"].state.g["x"], runs[k].state.g["x"]) for k in ("smooth", "weights"))
+    for loss in losses.values():
+        given = [
+            Simulation(a, tiny_model(), images(), Training(lr=0.1), rounds=2, loss=loss).run().rounds[-1]["eval"]["loss"]
+            for a in (KnnPer(lam=0.0), FedAvg())
+        ]
+        assert given[0] == pytest.approx(given[1], rel=1e-5)
+    with pytest.raises(ValueError, match=r"^loss: FedRoD balances the scores of classes"):
+        Simulation("fedrod", lambda: nn.Linear(6, 1), binary(), Training(lr=0.1), rounds=1, loss="binary_cross_entropy").run()
+
+
+def binary(floats: bool = False, width: int = 1) -> Federation:
+    """Clients whose tests are their training samples, with labels 0 and 1 (so many at once)."""
+    gen = torch.Generator().manual_seed(0)
+    x = [3 * torch.randn(20, 6, generator=gen) for _ in range(3)]
+    y = [(v[:, :width] > 0).squeeze(1) for v in x]
+    labels = [v.float() if floats else v.long() for v in y]
+    return Federation.from_arrays([{"train": pair, "test": pair} for pair in zip(x, labels, strict=True)])
+
+
+@pytest.mark.parametrize(("floats", "width"), [(False, 1), (True, 1), (True, 3)])
+def test_knnper_mixes_probabilities_of_binary_labels(floats: bool, width: int) -> None:
+    data = binary(floats, width)
+    made = {lam: Simulation(KnnPer(k=1, lam=lam), lambda: nn.Linear(6, width), data, Training(lr=0.1), rounds=1,
+                            loss="binary_cross_entropy").run() for lam in (0.0, 0.4, 1.0)}  # fmt: skip
+    shared = Simulation("fedavg", lambda: nn.Linear(6, width), data, Training(lr=0.1), rounds=1, loss="binary_cross_entropy").run()
+    x, y = data.client(0, "test")
+    assert max(made[1.0].rounds[0]["eval"]["loss"]) < 1e-9  # each sample's nearest neighbour is itself
+    torch.testing.assert_close(made[0.0].model(0)(x), shared.model(0)(x))
+    p = 0.6 * shared.model(0)(x).sigmoid() + 0.4 * y.view(20, width)
+    torch.testing.assert_close(made[0.4].model(0)(x).sigmoid(), p)
+
+
+def test_knnper_takes_several_targets() -> None:
+    gen = torch.Generator().manual_seed(0)
+    pair = torch.randn(9, 6, generator=gen), torch.randn(9, 2, generator=gen)
+    data = Federation.from_arrays([{"train": pair, "test": pair}])
+    history = Simulation(KnnPer(k=1, lam=1.0), lambda: nn.Linear(6, 2), data, Training(lr=0.1), rounds=1).run()
+    torch.testing.assert_close(history.model(0)(pair[0]), pair[1])
+
+
+def test_per_fedavgs_evaluation_takes_plain_steps_too() -> None:
+    plain, other = (
+        Simulation(PerFedAvg(steps=3), tiny_model(), images(), Training(lr=0.3, batch_size=4, **o), rounds=2)
+        for o in ({}, {"momentum": 0.9, "weight_decay": 0.5})
+    )
+    first = plain.run()
+    with pytest.warns(UserWarning, match="play no part"):
+        second = other.run()
+    assert torch.equal(first.model(1).get_buffer("view_w"), second.model(1).get_buffer("view_w"))
+
+
+@pytest.mark.parametrize("engine", ["chain", "threads", "vmap"])
+def test_several_minibatches_a_step_do_not_depend_on_the_company(engine: str) -> None:
+    data = images()
+    s = setting(Net(tiny_model()), data, Training(lr=0.1, batch_size=4), 2, engine)
+
+    def played(ids: list[int]) -> Tensor:
+        local = Local(s, torch.tensor(ids), 1, s.net.b0.expand(len(ids), -1))
+        start = {"w": s.net.w0.expand(len(ids), -1)}
+        return local.each_batch(start, lambda r, grad, k: {"w": r["w"] - 0.1 * grad(r["w"]) - 0.2 * grad(r["w"], 1)}, batches=2, steps=5)[
+            "w"
+        ]
+
+    together = played([0, 1, 2])
+    for i in range(3):
+        torch.testing.assert_close(together[i], played([i])[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_newcomer_finds_its_cluster() -> None:
+    """Two kinds of clients, whose labels differ by one: who comes later is served the model of its kind, not the one before they parted."""
+    data = images((30,) * 6)
+    run = Simulation(ClusteredFL(eps1=0.9, relative=True, first=1), tiny_model(), data, Training(lr=0.3, batch_size=10), rounds=6)
+    history = run.run()
+    cluster = run.state.g["cluster"]
+    assert len(set(cluster.tolist())) > 1
+    for kind in (0, 1):
+        x, y = data.client(kind, "test")
+        fresh = history.adapt((x, y), rounds=4).get_buffer("view_w")
+        same = [torch.equal(fresh, row) for row in run.state.g["x"]]
+        home = same.index(True)
+        assert run.state.g["child"][home] == -1 and home in cluster[kind::2].tolist()

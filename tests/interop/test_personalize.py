@@ -14,6 +14,7 @@ from torch import nn
 
 from pflcore import pairwise_sqdist, personalize
 from pflcore.algorithms import ALGORITHMS, Cohort
+from pflcore.algorithms.fedamp import FedAMP
 from pflcore.interop import Clusters, Krum
 from pflcore.local.net import Net
 from pflcore.local.random import generator_of
@@ -157,7 +158,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"method": "fedamp", "previous": rows()}, "they are FedDWA's, FedAMP does not look"),
     ({"method": "fedamp", "base": rows()[0]}, "base: only clusters"),
     ({"method": "scaffold"}, "Scaffold needs more of a client than its model"),
-    ({"method": "krums"}, "algorithm: expected one of"),
+    ({"method": "krums"}, "method: expected one of fedamp, heurfedamp, sfl"),
+    ({"method": "feddwa", "uploads": dict(enumerate(rows())), "previous": {str(i): r for i, r in enumerate(rows())}}, "use the same ids"),
     ({"method": "krum", "f": 3}, r"expected 0 <= f with 2 f \+ 2 < 7"),
     ({"method": "multikrum", "m": 7}, "f, m"),
     ({"method": "clusters", "k": 8}, "k: expected at most 7"),
@@ -177,3 +179,16 @@ def test_unknown_options_are_one_sentence() -> None:
     for method in ("krum", "clusters", "fedamp"):
         with pytest.raises(TypeError, match="temperature"):
             personalize(rows(), method, temperature=3)
+
+
+@pytest.mark.parametrize(
+    "given", [{"method": Krum(), "m": 3}, {"method": FedAMP(sigma=5.0), "alpha": 2.0}, {"method": Krum(), "exclud": "head"}]
+)
+def test_an_instance_has_its_options(given: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=r"^options: \w+ has its own"):
+        personalize(rows(), **given)
+
+
+def test_a_base_is_a_row_where_the_uploads_are_rows() -> None:
+    with pytest.raises(TypeError, match=r"^base: expected one row of 15 parameters"):
+        personalize(rows(), "clusters", base=[0.0] * 15)

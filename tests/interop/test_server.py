@@ -133,6 +133,35 @@ def test_a_state_of_something_else_is_refused_and_nothing_changes() -> None:
     assert torch.equal(server.state_dict()["g"]["x"], before["g"]["x"])
 
 
+def test_a_clients_state_of_something_else_is_refused_and_nothing_changes() -> None:
+    server, clients = apart(algorithm("ditto"))
+    play(server, clients, [[0, 1, 2, 3]])
+    started = clients[0].model(server.download(0, "evaluation")).state_dict()["view_w"]
+    narrow = Client("ditto", tiny_model(), DATA.client(0, "train")).state_dict()
+    for state, words in (
+        (apart(algorithm("scaffold"))[1][0].state_dict(), "expected one of ditto, got one of scaffold"),
+        (narrow, "state: it is of a model of other parameters"),
+        ({"own": {}}, r"expected what Client.state_dict\(\) gives"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            clients[0].load_state_dict(state)
+    assert torch.equal(clients[0].model(server.download(0, "evaluation")).state_dict()["view_w"], started)
+
+
+@pytest.mark.parametrize(("theirs", "mine"), [("fedavg", "scaffold"), ("waffle", "scaffold"), ("fedavg", "qfedavg"), ("fedper", "fedavg")])
+def test_two_algorithms_are_one_sentence_on_either_side(theirs: str, mine: str) -> None:
+    (server, others), (_, clients) = apart(algorithm(theirs)), apart(algorithm(mine))
+    with pytest.raises(ValueError, match=f"^download: it is of another algorithm than {mine}"):
+        clients[0].train(server.download(0))
+    for i in range(4):
+        server.join(i)
+    upload, n = others[0].train(server.download(0))
+    with pytest.raises(ValueError, match=f"^client 0: it is of another algorithm than {mine}"):
+        other = apart(algorithm(mine))[0]
+        other.download(0)
+        other.aggregate({0: (upload, n)})
+
+
 def bn_model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3)).double()
 

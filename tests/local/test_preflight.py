@@ -61,7 +61,7 @@ WORDS = torch.arange(24 * 6).view(24, 6) % 9
 BINARY = torch.arange(24) % 2
 REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "too few outputs": (lambda: nn.Linear(6, 3), {}, r"model: it has 3 output\(s\), and the labels go from 0 to 3; give it 4"),
-    "one output": (lambda: nn.Linear(6, 1), {"y": BINARY}, r"model: it has 1 output.*criterion='binary_cross_entropy' or 'hinge'"),
+    "one output": (lambda: nn.Linear(6, 1), {"y": BINARY}, r"model: it has 1 output.*loss='binary_cross_entropy' or 'hinge'"),
     "width": (lambda: nn.Linear(5, 4), {}, r"model: Linear has in_features=5, and got an input of shape \[8, 6\]"),
     "inner width": (lambda: nn.Sequential(nn.Linear(6, 5), nn.Linear(4, 4)), {}, r"model: layer '1' \(Linear\) has in_features=4"),
     "no image": (lambda: nn.Conv2d(1, 2, 3), {}, r"model: Conv2d has in_channels=1"),

@@ -150,3 +150,35 @@ def test_a_bar_shows_how_far_it_is(capsys: pytest.CaptureFixture[str], tmp_path:
     ):
         call()
         assert "6/6" in capsys.readouterr().err
+
+
+def test_a_result_that_does_not_fit_is_refused_and_nothing_is_written():
+    rows, weight = randn(1, 200, 7, dtype=F32), torch.ones(200, 3)
+    index = torch.arange(600).view(200, 3) % 200
+    before = rows.clone()
+    bad = [torch.zeros(3, 7), torch.zeros(200, 7, dtype=torch.int64), np.zeros((3, 7), np.float32), np.zeros((200, 7), np.int64), [1.0]]
+    for out in [*bad, rows]:
+        with refuses("aggregate", "out"):
+            stream.aggregate(rows, weight, index, out=out)
+    for out in bad:
+        with refuses("aggregate", "out"):
+            stream.aggregate([rows[:50], rows[50:]], torch.ones(200, 200), out=out)
+        with refuses("aggregate", "out"):
+            stream.aggregate(rows.numpy(), torch.ones(200, 200), out=out)
+    assert torch.equal(rows, before)
+
+
+def test_rows_of_any_memory():
+    x = randn(1, 150, 7, dtype=F32).numpy()
+    weight = torch.rand(2, 150)
+    for rows in (x[::-1], x[:, ::-1], x[::2][:, ::3].astype(">f4"), x.astype(">f4"), np.asfortranarray(x)):
+        w = weight[:, : len(rows)]
+        plain = torch.from_numpy(rows.astype("f4").copy(order="C"))
+        assert torch.equal(stream.aggregate(rows, w), stream.aggregate(plain, w))
+        assert torch.equal(stream.pairwise_sqdist(rows), stream.pairwise_sqdist(plain))
+
+
+def test_a_weight_that_is_small_in_its_own_dtype_counts():
+    rows, weight = randn(1, 4, 7, dtype=F32), torch.tensor([[3e-3, 1.0]], dtype=torch.float16)
+    index = torch.tensor([[2, 1]])
+    assert torch.equal(stream.aggregate(rows, weight, index, lr=5e-6), aggregate(rows, weight, index, lr=5e-6))

@@ -199,6 +199,33 @@ def test_a_line_that_was_not_finished_costs_only_itself(tmp_path, monkeypatch):
     assert read(record.path)[0].stopped == "The disk was full."
 
 
+@pytest.mark.parametrize("second", [{"algorithm": "ditto"}, {"seed": 1}, {}])
+def test_rounds_whose_header_is_lost_are_no_more_rounds_of_the_run_before(tmp_path, second):
+    path = write(tmp_path / "r.jsonl", [*a_run(), *a_run(**second, shift=0.1)])
+    whole = read(path)
+    lines = path.read_text().splitlines()
+    lines[13] = lines[13][:40]  # the second header
+    lines[20] = lines[20][:40]
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.warns(UserWarning, match=r"2 damaged line\(s\) are left out \(14, 21\)"):
+        first, lost = read(path)
+    assert first.rounds == whole[0].rounds and len(lost.rounds) == 11 and not lost.header
+    assert lost.algorithm == second.get("algorithm", "waffle")
+    assert report.table([first]) in report.table([first, lost])
+
+
+def test_a_run_that_is_here_twice_is_no_second_seed():
+    once, twice = (
+        group([*a_run(), *a_run("ditto"), *a_run("ditto", seed=1)]),
+        group([*a_run(), *a_run(), *a_run("ditto"), *a_run("ditto", seed=1)]),
+    )
+    assert "over 2 seeds (waffle 1)" in report.table(once)
+    assert (
+        report.table(twice).replace("\nwaffle, seed 0: the same run is here 2 times, and counts once.", "").split()
+        == report.table(once).split()
+    )
+
+
 def test_settings_do_not_share_a_table():
     text = report.table(group([*a_run(), *a_run(data="mnist5k")]))
     assert text.count("### ") == 2

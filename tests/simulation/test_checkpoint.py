@@ -657,3 +657,52 @@ def test_models_of_runs_for_everyone_are_exported_and_others_are_refused(tmp_pat
     with pytest.raises(OSError, match=r"export: .* cannot be written") as e:
         history.export(tmp_path / "file" / "x")
     sentence(e)
+
+
+@pytest.mark.parametrize("name", ["fedamp", "sfl", "l2c", "fedfomo", "feddwa"])
+def test_a_report_of_more_than_a_thousand_numbers(tmp_path: Path, name: str) -> None:
+    """It is a tensor in the record, and in the checkpoint, too."""
+    data = images((4,) * 40)
+
+    def run(folder: Path | None = None) -> History:
+        algorithm = ALGORITHMS[name](k=30) if name == "feddwa" else name
+        simulation = Simulation(algorithm, tiny_model(), data, TRAINING, rounds=4)
+        return simulation.run(checkpoint=folder and Checkpoint(folder, every=1)) if folder is None else broken_off_at(simulation, 2, folder)
+
+    whole, began = run(), run(tmp_path)
+    gone_on = Simulation.load(tmp_path, model=tiny_model(), data=data).run()
+    assert len(began.rounds) == 2 and len(gone_on.rounds) == 4
+    for a, b in zip(whole.rounds, gone_on.rounds, strict=True):
+        assert list(a["report"]) == list(b["report"]) and any(isinstance(v, torch.Tensor) for v in a["report"].values())
+        for k, v in a["report"].items():
+            assert torch.equal(torch.as_tensor(v), torch.as_tensor(b["report"][k])) and type(v) is type(b["report"][k])
+
+
+def broken_off_at(simulation: Simulation, round: int, folder: Path) -> History:
+    def stop(r: int, _: object) -> None:
+        if r == round:
+            simulation.save(folder)
+            raise Stop("Enough.")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return simulation.run(stop)
+
+
+def test_a_run_that_went_on_by_itself_is_whole_in_its_checkpoint(tmp_path: Path) -> None:
+    run = make()
+    broken_off(run, 2)
+    later = run.run(checkpoint=tmp_path)
+    assert [r["round"] for r in later.rounds] == [3, 4]
+    again = Simulation.load(tmp_path, model=tiny_model(), data=DATA).run()
+    assert without_seconds(again.rounds) == without_seconds(make().run().rounds)
+
+
+def test_a_run_that_had_stopped_early_stops_again(tmp_path: Path) -> None:
+    run = make(training=replace(TRAINING, lr=0.0), rounds=9)
+    with pytest.warns(RuntimeWarning, match="stopped early"):
+        first = run.run(EarlyStopping(patience=2))
+    run.save(tmp_path)
+    with pytest.warns(RuntimeWarning, match="stopped early"):
+        again = Simulation.load(tmp_path, model=tiny_model(), data=DATA).run(EarlyStopping(patience=2))
+    assert len(again.rounds) == len(first.rounds) < 9 and again.stopped is not None

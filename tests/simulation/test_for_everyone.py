@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import warnings
+from dataclasses import replace
 
 import pytest
+import torch
 from small import images, tiny_model
 
 from pflcore.algorithms import ALGORITHMS, FedAvg, Waffle, WeightErosion
 from pflcore.local.training import Training
+from pflcore.results.record import group
 from pflcore.simulation import Simulation, for_everyone
 
 
@@ -44,3 +48,26 @@ def test_a_diverged_run_is_named() -> None:
 def test_a_method_without_a_target_is_refused() -> None:
     with pytest.raises(ValueError, match="algorithm: expected one with a target"):
         for_everyone(ALGORITHMS["fedavg"](), tiny_model(), images())
+
+
+@pytest.mark.parametrize("options", [{"participation": 0.5}, {}])
+def test_weights_have_a_row_for_each_target_whoever_took_part(options: dict[str, float]) -> None:
+    """Cohorts are the targets' own, and client 1 drops out: without it the run made for it has no weights."""
+    data = images((6, 7, 8, 9))
+    x = data.x.clone()
+    if not options:
+        x[data.index["train"][1]] = 3e38  # its scores overflow
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        history = for_everyone(
+            Waffle(), lambda: torch.nn.Linear(6, 4), replace(data, x=x), Training(lr=0.1, batch_size=8), rounds=2, **options
+        )
+    for record, (_, weights) in zip(history.rounds, zip(*group(history.lines())[0].weights(), strict=True), strict=True):
+        assert list(record["report"]) == ["weights"] and weights.shape == (4, 4)
+        sums = weights.sum(1)
+        if options:
+            assert torch.allclose(sums, torch.ones(4, dtype=sums.dtype)) and int((weights > 0).sum(1).max()) < 4
+        elif record["round"] == 2:  # in round 1 its update is finite, if barely
+            assert weights[1].isnan().all() and weights[[0, 2, 3], 1].eq(0).all()
+            assert torch.allclose(sums[[0, 2, 3]], torch.ones(3, dtype=sums.dtype))
+    json.dumps(list(history.lines()))
