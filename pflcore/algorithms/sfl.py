@@ -59,8 +59,8 @@ class SFL(FedAvg):
         graph = torch.from_numpy(np.load(self.adjacency, allow_pickle=False)).double()
         if graph.shape != (n, n) or bool((graph < 0).any()):
             raise ValueError(
-                f"adjacency: expected {n} x {n} numbers >= 0 in {self.adjacency}, got {tuple(graph.shape)} or a negative one; a newcomer is "
-                "one more client."
+                f"adjacency: expected {n} x {n} numbers >= 0 in {self.adjacency}, got {tuple(graph.shape)} or a negative one; a newcomer "
+                "counts, too."
             )
         return graph + torch.diag((graph.diagonal() == 0).double())
 
