@@ -66,6 +66,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "inner width": (lambda: nn.Sequential(nn.Linear(6, 5), nn.Linear(4, 4)), {}, r"model: layer '1' \(Linear\) has in_features=4"),
     "no image": (lambda: nn.Conv2d(1, 2, 3), {}, r"model: Conv2d has in_channels=1"),
     "a double model": (lambda: nn.Linear(6, 4).double(), {}, r"data: x is torch.float32 and the model's parameters are torch.float64"),
+    "a half model": (lambda: nn.Linear(6, 4).half(), {"x": torch.zeros(24, 6).half(), "dtype": None}, r"model: its parameters are torch.float16, in which"),  # noqa: E501
     "half data": (lambda: nn.Linear(6, 4), {"x": torch.zeros(24, 6).half(), "dtype": None}, r"data: x is torch.float16 and the model"),
     "tokens": (lambda: nn.Linear(6, 4), {"x": WORDS}, r"data: x holds integers \(torch.int64\), and Linear takes numbers"),
     "unknown tokens": (lambda: nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(18, 4)), {"x": WORDS}, r"data: x holds tokens from 0 to 8, .* knows 0 to 4"),  # noqa: E501
