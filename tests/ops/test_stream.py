@@ -174,8 +174,8 @@ def test_rows_of_any_memory():
     for rows in (x[::-1], x[:, ::-1], x[::2][:, ::3].astype(">f4"), x.astype(">f4"), np.asfortranarray(x)):
         w = weight[:, : len(rows)]
         plain = torch.from_numpy(rows.astype("f4").copy(order="C"))
-        assert torch.equal(stream.aggregate(rows, w), stream.aggregate(plain, w))
-        assert torch.equal(stream.pairwise_sqdist(rows), stream.pairwise_sqdist(plain))
+        torch.testing.assert_close(stream.aggregate(rows, w), stream.aggregate(plain, w))
+        torch.testing.assert_close(stream.pairwise_sqdist(rows), stream.pairwise_sqdist(plain))
 
 
 def test_a_weight_that_is_small_in_its_own_dtype_counts():
