@@ -338,9 +338,11 @@ def _grouped(lines: Iterable[dict[str, Any]]) -> list[Run]:
         if "header" in line:
             out.append(Run(_today(line["header"])))
             continue
-        if "round" in line or (not out and "stopped" in line):
-            before = out[-1].rounds[-1] if out and out[-1].rounds else line | {"round": 0}
-            if not out or line["round"] <= before["round"] or any(line.get(k) != before.get(k) for k in ("algorithm", "seed")):
+        if not out and ("stopped" in line or "round" in line):
+            out.append(Run())
+        if "round" in line and out[-1].rounds:
+            before = out[-1].rounds[-1]
+            if line["round"] <= before["round"] or any(line.get(k) != before.get(k) for k in ("algorithm", "seed")):
                 out.append(Run())
         if "stopped" in line:
             out[-1].stopped, out[-1].unfinished = line["stopped"], bool(line.get("unfinished"))

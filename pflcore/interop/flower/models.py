@@ -28,7 +28,7 @@ class PersonalStrategy(FedAvg):  # type: ignore[misc]
         try:
             self.method = method_of(method, {})
         except ValueError as error:
-            raise ValueError(str(error).replace("pflcore.Server and pflcore.Client", "PflStrategy and client_app")) from None
+            raise ValueError(str(error).replace("pflcore.Server and Client", "PflStrategy and client_app")) from None
         super().__init__(**flower)
         self.chosen: dict[str, Any] = {"include": include, "exclude": exclude}
         self.models: dict[int, ArrayRecord] = {}  # by node id
