@@ -47,10 +47,8 @@ class FedRoD(FedAvg):
         generic, personal = net.head(w[: net.size], z), net.head(w[net.size :], z.detach())
         n = F.pad(extra["n"], (0, generic.shape[1] - len(extra["n"])))  # the model may know more classes than the data has
         prior = (n**self.gamma).log()
-        if (
-            net.criterion is not cross_entropy
-        ):  # one that looks at every class, as with label smoothing, stays finite: exp(-100) is as good as 0
-            prior = prior.clamp(min=-100)
+        if net.criterion is not cross_entropy:
+            prior = prior.clamp(min=-100)  # as good as none, and finite for a loss that looks at every class, as with label smoothing
         prior = prior.view(-1, *[1] * (generic.dim() - 2))  # [B, C, T] are scores of T steps
         return net.criterion(generic + prior, y) + net.criterion(generic.detach() + personal, y)
 

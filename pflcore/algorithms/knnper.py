@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from pflcore import ops
 from pflcore.algorithms.base import Payload, Tensors
 from pflcore.algorithms.fedopt import FedOpt
 from pflcore.local import Local
-from pflcore.local.losses import binary_cross_entropy, hinge
+from pflcore.local.losses import binary_cross_entropy, cross_entropy, hinge
 from pflcore.local.net import Net
 from pflcore.local.workers import onto
 
@@ -48,6 +49,9 @@ class KnnPer(FedOpt):
 
     def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
         z, y = local.features(down["x"])  # [S, n, H], [S, n]: short clients are padded at the end
+        soft = y.is_floating_point() and y.dim() > 2
+        if soft and (local.net.criterion is cross_entropy or isinstance(local.net.criterion, nn.CrossEntropyLoss)):
+            raise ValueError("data: kNN-Per's neighbours vote with labels, and these targets are probabilities; give int64 labels.")
         return {"w": down["x"], "z": z.flatten(2), "y": y, "n": onto(local.size, y.device)}
 
     def predict(self, view: Tensors, net: Net, x: Tensor) -> Tensor:

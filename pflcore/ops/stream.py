@@ -110,13 +110,17 @@ def block(
     last: int,
 ) -> Tensor:  # [last - first, P]
     """The rows first:last as a tensor."""
-    part = rows[first:last]
-    if not isinstance(part, Tensor):
-        array = np.asarray(part)
-        if min(array.strides, default=0) < 0 or not array.dtype.isnative:  # torch takes neither, and warns of memory that it must not write
-            array = array.astype(array.dtype.newbyteorder("="), order="C")
-        part = torch.from_numpy(array) if array.flags.writeable else torch.tensor(array)
-    return part
+    return tensor_of(rows[first:last])
+
+
+def tensor_of(part: Any) -> Tensor:
+    """A tensor as it is, an array of any memory as a tensor, where that can be without a copy."""
+    if isinstance(part, Tensor):
+        return part
+    array = np.asarray(part)
+    if min(array.strides, default=0) < 0 or not array.dtype.isnative:  # torch takes neither, and warns of memory that it must not write
+        array = array.astype(array.dtype.newbyteorder("="), order="C")
+    return torch.from_numpy(array) if array.flags.writeable else torch.tensor(array)
 
 
 def take(
@@ -241,9 +245,8 @@ def check_result(rows: Any, weight: Tensor, index: Tensor | None, base: Tensor |
         check_out(rows if isinstance(rows, Tensor) else none.new_empty(1, 1).expand(*rows.shape), weight, index, base, out)
     elif out is not None:
         wanted, kind = (weight.shape[0], rows.shape[1]), getattr(getattr(out, "dtype", None), "kind", "f")
-        expect(
-            tuple(getattr(out, "shape", ())) == wanted and kind == "f", "aggregate", "out", f"{list(wanted)} of floating point", shape(out)
-        )
+        fits = tuple(getattr(out, "shape", ())) == wanted and kind == "f"
+        expect(fits, "aggregate", "out", f"{list(wanted)} of floating point", shape(out))
 
 
 def _blocks(updates: Any, n: int) -> Iterator[Tensor]:
@@ -256,7 +259,7 @@ def _blocks(updates: Any, n: int) -> Iterator[Tensor]:
     held: list[Tensor] = []
     done = 0
     for part in updates:
-        rows = torch.as_tensor(part)
+        rows = tensor_of(part)
         matrix("aggregate", "updates", rows, "[n, P] in each block")
         done += len(rows)
         expect(done <= n, "aggregate", "updates", f"{n} rows in all, as weight has columns", f"at least {done}")

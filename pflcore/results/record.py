@@ -372,7 +372,7 @@ def read(path: str | Path) -> list[Run]:
         lines: list[Any] = []
         for text in file.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                line = json.loads(text)
+                line = json.loads(text or "{}")
                 lines.append(_whole(line, file.parent) if '{"array":[' in text else line)
             except FileNotFoundError:
                 raise

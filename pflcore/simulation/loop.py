@@ -351,7 +351,8 @@ class Simulation:
 
     def _run(self, callbacks: Sequence[Callback], keeper: Checkpoint | None) -> History:
         assert isinstance(self.algorithm, FedAvg)
-        self._earlier += [] if self._past or self.history is None else self.history.rounds
+        played = [] if self._past or self.history is None else self._earlier + self.history.rounds
+        self._earlier = [r for r in played if r["round"] <= self._state.round]  # the state may have been put back
         history = self.history = History(self.header(), self._past)
         before, self._past = self._state.round - len(self._past), []
         if keeper is not None and keeper.note is None and self._came_from != Path(keeper.folder):

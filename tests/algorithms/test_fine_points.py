@@ -330,3 +330,12 @@ def test_a_newcomer_finds_its_cluster() -> None:
         same = [torch.equal(fresh, row) for row in run.state.g["x"]]
         home = same.index(True)
         assert run.state.g["child"][home] == -1 and home in cluster[kind::2].tolist()
+
+
+def test_knnper_refuses_probabilities_as_labels() -> None:
+    gen = torch.Generator().manual_seed(0)
+    pair = torch.randn(9, 6, generator=gen), torch.rand(9, 4, generator=gen).softmax(1)
+    data = Federation.from_arrays([{"train": pair, "test": pair}])
+    run = Simulation(KnnPer(k=1), lambda: nn.Linear(6, 4), data, Training(lr=0.1), rounds=1, loss="cross_entropy")
+    with pytest.raises(ValueError, match=r"^data: kNN-Per's neighbours vote with labels"):
+        run.run()

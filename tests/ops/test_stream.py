@@ -175,6 +175,7 @@ def test_rows_of_any_memory():
         w = weight[:, : len(rows)]
         plain = torch.from_numpy(rows.astype("f4").copy(order="C"))
         torch.testing.assert_close(stream.aggregate(rows, w), stream.aggregate(plain, w))
+        torch.testing.assert_close(stream.aggregate([rows], w), stream.aggregate(plain, w))
         torch.testing.assert_close(stream.pairwise_sqdist(rows), stream.pairwise_sqdist(plain))
 
 

@@ -706,3 +706,13 @@ def test_a_run_that_had_stopped_early_stops_again(tmp_path: Path) -> None:
     with pytest.warns(RuntimeWarning, match="stopped early"):
         again = Simulation.load(tmp_path, model=tiny_model(), data=DATA).run(EarlyStopping(patience=2))
     assert len(again.rounds) == len(first.rounds) < 9 and again.stopped is not None
+
+
+def test_a_run_that_was_put_back_holds_each_round_once(tmp_path: Path) -> None:
+    run = make()
+    run.save(tmp_path / "start")
+    run.run()
+    run.restore(tmp_path / "start")
+    run.run(checkpoint=tmp_path / "end")
+    again = Simulation.load(tmp_path / "end", model=tiny_model(), data=DATA).run()
+    assert [r["round"] for r in again.rounds] == [1, 2, 3, 4]
