@@ -82,6 +82,13 @@ def of_dataclass(cls: type, rename: Mapping[str, str] | None = None) -> tuple[li
     return options, rest
 
 
+def options_of(cls: type, rename: Mapping[str, str] | None = None, choices: Mapping[str, str] | None = None) -> tuple[str, list[Option]]:
+    """A dataclass's docstring, with the fields that only Python can set, and its options; `choices` adds to their help."""
+    options, rest = of_dataclass(cls, rename)
+    options = [dataclasses.replace(o, help=f"{o.help}: {choices[o.name]}") if choices and o.name in choices else o for o in options]
+    return (inspect.getdoc(cls) or "") + (f"\nFrom Python only: {', '.join(rest)}." if rest else ""), options
+
+
 def of_function(function: Callable[..., Any], defaults: Mapping[str, Any]) -> list[Option]:
     """Options for these arguments of a function. What one word cannot say (a list, a word or a number) is None or several words."""
     try:

@@ -143,7 +143,6 @@ class Simulation:
 
     def _set_up(self, net: Net) -> str | None:
         """Everything to its device. Where memory runs out nothing is kept, and what was asked for last is returned."""
-        assert isinstance(self.algorithm, FedAvg)
         self.folder: Path | None = None  # of the file with the clients' rows
         data, self.path = self.data, LocalPath("vmap", "vmap", "not chosen yet")
         try:
@@ -156,8 +155,8 @@ class Simulation:
             self.folder = self._place(net)
             memory.refuse(self._peak_bytes(net), self.device)
             if self.warm_start is not None:
-                check_start(self.warm_start, self.algorithm, net, data.n)
-            self._state = begin(self.algorithm, net, data.n, self.folder) if self.warm_start is None else copied(self.warm_start)
+                check_start(self.warm_start, self._algorithm, net, data.n)
+            self._state = begin(self._algorithm, net, data.n, self.folder) if self.warm_start is None else copied(self.warm_start)
             self._seen = False  # whether somebody outside holds the state, so that the run must go on with a copy
             if self._state.round >= self.rounds:
                 raise ValueError(f"rounds: expected more than the {self._state.round} that the warm start has played, got {self.rounds}.")
@@ -186,24 +185,27 @@ class Simulation:
         self._state, self._seen = state, True
 
     @property
+    def _algorithm(self) -> FedAvg:
+        assert isinstance(self.algorithm, FedAvg)  # whatever it was given as
+        return self.algorithm
+
+    @property
     def name(self) -> str:
         """What the algorithm is called in records."""
-        return name_of(self.algorithm)
+        return name_of(self._algorithm)
 
     def peak_bytes(self) -> int:
         """An estimate of the run's peak memory beside data and activations, see `footprint`."""
         return self._peak_bytes(self.setting.net)
 
     def _peak_bytes(self, net: Net) -> int:
-        assert isinstance(self.algorithm, FedAvg)
         workers = self.workers or os.cpu_count() or 1
-        peak = footprint.peak_bytes(self.algorithm, net, self.data.n, self.participation, self.training, self.path, workers)
+        peak = footprint.peak_bytes(self._algorithm, net, self.data.n, self.participation, self.training, self.path, workers)
         return peak - sum(self._row_bytes(net)) if self.folder else peak
 
     def _row_bytes(self, net: Net) -> tuple[int, int]:
         """Bytes of all clients' own rows, and of the server's models for each."""
-        assert isinstance(self.algorithm, FedAvg)
-        g, fresh = self.algorithm.init(net, self.data.n)
+        g, fresh = self._algorithm.init(net, self.data.n)
         return self.data.n * rows.nbytes(fresh.values()), rows.nbytes(g[k] for k in per_client(g, self.data.n))
 
     def _place(self, net: Net) -> Path | None:
@@ -222,11 +224,10 @@ class Simulation:
 
     def header(self) -> Record:
         """What the run is: everything needed to repeat it."""
-        assert isinstance(self.algorithm, FedAvg)
         s = self.setting
         return {
             "algorithm": self.name,
-            "options": {k: _plain(v) for k, v in asdict(self.algorithm).items()} if is_dataclass(self.algorithm) else {},
+            "options": {k: _plain(v) for k, v in asdict(self._algorithm).items()},
             "training": {k: _plain(v) for k, v in asdict(self.training).items()},
             "data": self.data.name,
             "n": self.data.n,
@@ -247,7 +248,7 @@ class Simulation:
             "criterion": loss_name(s.net.criterion),
             "metrics": list(self.measures),
             "eval_split": self.eval_split,
-            "target": self.algorithm.required[0] if self.algorithm.required and self.algorithm.root is None else None,
+            "target": self._algorithm.required[0] if self._algorithm.required and self._algorithm.root is None else None,
             "backend": _plain(backend()),
             "versions": {"pflcore": __version__, "torch": torch.__version__},
             "peak_bytes": self.peak_bytes(),
@@ -256,7 +257,6 @@ class Simulation:
     def iterate(self) -> Iterator[Record]:
         """Play the rounds, giving each one's record; ends early, after a record with the key "stopped", where the run diverged or
         memory ran out. In the latter case ("failed") the state is that of the last round given, and the run can be gone on with."""
-        assert isinstance(self.algorithm, FedAvg)
         while self._state.round < self.rounds:
             round, began = self._state.round + 1, time.perf_counter()
             done: Outcome | None = None
@@ -266,10 +266,10 @@ class Simulation:
             try:
                 if self._seen:
                     self._state, self._seen = copied(self._state), False
-                ids = sample(self.algorithm, self.setting, round, self.participation, self._among)
+                ids = sample(self._algorithm, self.setting, round, self.participation, self._among)
                 transport = self.adversary.send if isinstance(self.adversary, Adversary) else None
-                self._state, done = step(self.algorithm, self._state, self.setting, ids, self.buffers, self.clip, transport)
-                said = {} if done.void else self.algorithm.report(self._state.g)  # a void round changed nothing
+                self._state, done = step(self._algorithm, self._state, self.setting, ids, self.buffers, self.clip, transport)
+                said = {} if done.void else self._algorithm.report(self._state.g)  # a void round changed nothing
                 report = {k: _as_lists(v) for k, v in said.items()}
                 if self.eval_every and (round % self.eval_every == 0 or round == self.rounds):
                     seen: Record = {k: v.tolist() for k, v in self.evaluate(self.eval_split).items()}
@@ -325,11 +325,10 @@ class Simulation:
     def evaluate(self, split: str) -> dict[str, torch.Tensor]:
         """Each client's personalized model as it is now: see `pflcore.algorithms.evaluate`. Where `eval_clients` was a number, the
         values of those clients alone, whose ids are in "clients"."""
-        assert isinstance(self.algorithm, FedAvg)
         measures = self.measures if split == self.eval_split else None
         if self._drawn and self._looked_at is not None:
-            return evaluate_some(self.algorithm, self._state, self.setting, split, self._looked_at, self.buffers, measures)
-        return evaluate(self.algorithm, self._state, self.setting, split, self._looked_at, self.buffers, measures)
+            return evaluate_some(self._algorithm, self._state, self.setting, split, self._looked_at, self.buffers, measures)
+        return evaluate(self._algorithm, self._state, self.setting, split, self._looked_at, self.buffers, measures)
 
     def run(self, on_round: Callback | Sequence[Callback] | None = None, checkpoint: Checkpoint | str | Path | None = None) -> History:
         """Play all rounds; `on_round(round, record)`, one function or several, sees each record as it is made.
@@ -340,7 +339,6 @@ class Simulation:
         Ctrl-C, or a callback that raises `Stop`, ends the run and keeps what there is. Any other exception ends it too and is passed on;
         the rounds up to there are in its attribute `history` and in the simulation's, and another `run()` goes on from them.
         """
-        assert isinstance(self.algorithm, FedAvg)
         check_modes()
         callbacks = [on_round] if callable(on_round) else on_round or []
         if not (isinstance(callbacks, Sequence) and all(map(callable, callbacks))):
@@ -350,7 +348,6 @@ class Simulation:
             return self._run(callbacks, keeper)
 
     def _run(self, callbacks: Sequence[Callback], keeper: Checkpoint | None) -> History:
-        assert isinstance(self.algorithm, FedAvg)
         played = [] if self._past or self.history is None else self._earlier + self.history.rounds
         self._earlier = [r for r in played if r["round"] <= self._state.round]  # the state may have been put back
         history = self.history = History(self.header(), self._past)
@@ -380,7 +377,7 @@ class Simulation:
             raise
         finally:
             history.state = self.state
-            history.models = Models(self.algorithm, self.setting, history.state, self.buffers, self.clip)
+            history.models = Models(self._algorithm, self.setting, history.state, self.buffers, self.clip)
         if history.stopped and not history.interrupted:
             warnings.warn(f"{self.name}, seed {self.seed}, stopped early: {history.stopped}", RuntimeWarning, stacklevel=3)
         return history
@@ -459,7 +456,6 @@ class Simulation:
         checkpoints.save(keeper.folder, tensors, facts)
 
     def _take(self, folder: str | Path, tensors: dict[str, torch.Tensor], facts: Record) -> None:
-        assert isinstance(self.algorithm, FedAvg)
         here, aside = self._what(), {"machine": None, "made_with": None}
         differs = checkpoints.difference(facts["run"] | aside, here | aside)
         if differs:
@@ -477,7 +473,7 @@ class Simulation:
         self.setting = self.setting._replace(net=net)
         g, own = trees["g"], trees["own"]
         if self.folder is not None or trees["seen"]:  # rows of those who were seen, into the file or the memory of this run
-            fresh = begin(self.algorithm, net, self.data.n, self.folder).own
+            fresh = begin(self._algorithm, net, self.data.n, self.folder).own
             seen = trees["seen"].get("ids", torch.arange(self.data.n))
             rows.see(fresh, seen)
             for k, v in own.items():
@@ -493,7 +489,6 @@ class Simulation:
 
     def _what(self) -> Record:
         """What the run is, as a checkpoint says it; `machine` and `made_with` may be other when it goes on."""
-        assert isinstance(self.algorithm, FedAvg)
         net, machine = self.setting.net, ("device", "engine", "workers", "rows", "loss")
         aside = ("algorithm", "model", "data", "training", "warm_start", *machine)
         if self._content is None:
@@ -501,7 +496,7 @@ class Simulation:
         return facts_of(  # type: ignore[no-any-return]
             {
                 "algorithm": self.name,
-                "options": asdict(self.algorithm),
+                "options": asdict(self._algorithm),
                 "training": asdict(self.training),
                 "conditions": {f.name: getattr(self, f.name) for f in fields(self) if f.name not in aside}
                 | ({} if self.adversary is None else {"adversary": _plain(self.adversary)}),

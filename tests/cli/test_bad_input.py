@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pflcore import cli
+from pflcore.cli import play
 from pflcore.results.record import read
 
 pytest.importorskip("tyro")
@@ -77,7 +78,7 @@ def test_a_table_of_somebody_elses_stays(tmp_path, capsys):
 
 
 def test_two_runs_that_start_at_once_take_two_folders():
-    made = {cli._new_folder(["fedavg"], "digits", "A") for _ in range(3)}
+    made = {play._new_folder(["fedavg"], "digits", "A") for _ in range(3)}
     assert {p.name for p in made} == {"fedavg-digits-A", "fedavg-digits-A-2", "fedavg-digits-A-3"} and all(p.is_dir() for p in made)
 
 

@@ -16,6 +16,7 @@ import torch
 import pflcore
 from pflcore import cli
 from pflcore.algorithms import ALGORITHMS, FedAvg
+from pflcore.cli import play
 from pflcore.local import Training
 from pflcore.reproduce import experiment
 from pflcore.results import pictures, progress
@@ -322,7 +323,7 @@ def test_every_algorithm_explains_its_options_and_keeps_its_defaults(name, capsy
     assert e.value.code == 0 and (f"{name.replace('_', '-')} options" in out) == bool(own)
     assert ("--server-lr" in out) == ("server_lr" in own) and ("--weighting" in out) == ("weighting" in own)
     seen = []
-    monkeypatch.setattr(cli, "_record", lambda todo, *_: seen.extend(todo) or 0)
+    monkeypatch.setattr(play, "_record", lambda todo, *_: seen.extend(todo) or 0)
     cli.main(["run", name])
     cli.main(["compare", "--algorithms", name])
     assert [experiment.algorithm(job.algorithm, job.hyper) for job in seen] == [ALGORITHMS[name]()] * 2

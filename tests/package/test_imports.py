@@ -26,7 +26,7 @@ ROOMS: dict[str, set[str]] = {  # from the ground up: each room, and the rooms b
     "testing": {"ops", "data", "local", "algorithms", "simulation"},
     "tuning": {"ops", "metrics", "data", "local", "algorithms", "results", "simulation"},
     "reproduce": {"data", "metrics", "nn", "local", "algorithms", "results", "simulation", "tuning"},
-    "cli": {"data", "metrics", "nn", "local", "algorithms", "results", "simulation", "privacy", "reproduce"},
+    "cli": {"ops", "data", "metrics", "nn", "local", "algorithms", "results", "simulation", "privacy", "reproduce"},
     "__main__": {"cli"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
