@@ -123,7 +123,10 @@ def percentile(values: Vector, q: float = 10.0) -> float:
     if not 0 <= q <= 100:
         raise ValueError(f"q: expected a number in [0, 100], got {q}; 10 is the tenth percentile.")
     kept = _kept(values)
-    return torch.quantile(kept, q / 100).item() if len(kept) else math.nan
+    if not len(kept):
+        return math.nan
+    ends = torch.stack([torch.quantile(kept, q / 100, interpolation=side) for side in ("lower", "higher")]).sum()
+    return (torch.quantile(kept, q / 100) if ends.isfinite() else ends).item()  # beside an infinite value nothing is interpolated
 
 
 def hurt(after: Vector, before: Vector, higher_is_better: bool = True) -> float:
@@ -144,7 +147,7 @@ def subpopulations(values: Vector, group: Tensor | Sequence[int]) -> dict[str, f
 
     For accuracies in percent the gap is in points and the variance in percent squared (Hao et al. 2020, Table 2).
     """
-    v, g = vector(values), torch.as_tensor(group).reshape(-1)
+    v, g = vector(values), vector(group, "group")
     _same_length("group", g, "values", v)
     major, minor = mean(v[g == 0]), mean(v[g == 1])
     return {"majority": major, "minority": minor, "gap": major - minor, "variance": std(v) ** 2}
@@ -288,13 +291,15 @@ def _sklearn() -> Any:
 
 
 def _classes(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(scores of class 1 [n] or of each class [n, C], the class that wins [n], labels from 0 [n]), samples and positions in one row."""
+    """(scores of class 1 [n] or of each class [n, C], the class that wins [n], -1 where a score is NaN, labels from 0 [n]), samples
+    and positions in one row."""
     _check_pair(scores, y, True)
     if scores.dim() > y.dim() and scores.shape[-1] > 1:
         scores, y = scores.reshape(-1, scores.shape[-1]).double().cpu(), y.reshape(-1).cpu()
-        return (scores[:, 1] - scores[:, 0] if scores.shape[1] == 2 else scores), scores.argmax(1), y
+        won = scores.argmax(1).masked_fill(scores.isnan().any(1), -1)
+        return (scores[:, 1] - scores[:, 0] if scores.shape[1] == 2 else scores), won, y
     scores, y = scores.reshape(-1).double().cpu(), (y.reshape(-1) > 0).long().cpu()
-    return scores, (scores > 0).long(), y
+    return scores, (scores > 0).long().masked_fill(scores.isnan(), -1), y
 
 
 def auc(scores: Tensor, y: Tensor) -> float:
@@ -312,8 +317,8 @@ def auc(scores: Tensor, y: Tensor) -> float:
 def f1(scores: Tensor, y: Tensor) -> float:
     """F1: of class 1 where there are two, else the unweighted mean over the classes that samples have or were given."""
     scores, won, y = _classes(scores, y)
-    average = "binary" if scores.dim() == 1 else "macro"
-    return float(_sklearn().f1_score(y, won, average=average, zero_division=math.nan))
+    labels = [1] if scores.dim() == 1 else [c for c in torch.cat([y, won]).unique().tolist() if c >= 0]
+    return float(_sklearn().f1_score(y, won, labels=labels, average="macro", zero_division=math.nan)) if len(y) else math.nan
 
 
 def balanced_accuracy(scores: Tensor, y: Tensor) -> float:

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,14 +24,14 @@ from pflcore.algorithms.finetune import FineTune, layer_mask, lengths, value
 from pflcore.algorithms.lookup import algorithm_of
 from pflcore.data.roles import Protocol
 from pflcore.local import Local, Setting, Training
-from pflcore.local.losses import default_loss
+from pflcore.local.losses import default_loss, loss_name
 from pflcore.local.net import Net
 from pflcore.local.random import generator_of
 from pflcore.metrics import Metric, metrics_of
 from pflcore.ops import kinds
 from pflcore.results.record import plain
 from pflcore.simulation import Simulation
-from pflcore.simulation.checkpoint import load_states
+from pflcore.simulation.checkpoint import digest_of, load_states, of_data, of_net
 from pflcore.simulation.loop import STREAM
 from pflcore.simulation.round import evaluate
 
@@ -194,7 +194,8 @@ def tune(
     `per_client`: each client its own best candidate (cross-silo only).
     The best has the highest accuracy, or for targets the least loss; else the best `metric`: "accuracy", "loss", a name that `Simulation`'s
     `metrics` takes, whose direction is known, or a function of one client's (scores, labels), with `maximize` for its direction.
-    With `folder` every result is recorded as it comes, and a second call with the same arguments goes on where the first one stopped.
+    With `folder` every result is recorded as it comes, and a second call with the same arguments goes on where the first one stopped
+    (functions go by their names).
     A candidate whose run stopped early, or that leaves a single client with validation samples without a finite loss or value, is recorded
     with the reason and never chosen, neither for all nor for one client: its mean would be that of the clients who survived it.
     """
@@ -271,9 +272,9 @@ class _Bench:
             "algorithm": type(algorithm).__name__,
             "options": asdict(algorithm),
             "training": asdict(training),
-            "data": [f"{p.data.name}, {p.setting}, {_digest(p)}" for p in self.protocols],
-            "start": [_digest_of([net.w0]) for net in self.nets],
-            "states": None if self.states is None else [_digest_of(s.g.values()) for s in self.states],
+            "data": [[p.data.name, p.setting, digest_of([p.train, p.choose]), of_data(p.blind)] for p in self.protocols],
+            "start": [[digest_of(net.w0), of_net(net), loss_name(net.criterion), repr(net.module)] for net in self.nets],
+            "states": None if self.states is None else [digest_of(s.g) for s in self.states],
             "rounds": self.rounds,
             "participation": self.participation,
             "seeds": self.seeds,
@@ -418,13 +419,6 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _digest_of(tensors: Iterable[Tensor]) -> str:
-    digest = hashlib.blake2b(digest_size=8)
-    for t in tensors:
-        digest.update(t.detach().cpu().numpy().tobytes())
-    return digest.hexdigest()
-
-
 def _same_but_epochs(a: FedAvg, b: FedAvg) -> bool:
     return isinstance(a, FineTune) and isinstance(b, FineTune) and replace(a, finetune_epochs=b.finetune_epochs) == b
 
@@ -435,10 +429,3 @@ def _key(options: Mapping[str, Any]) -> str:
 
 def _in_words(options: Mapping[str, Any]) -> str:
     return ", ".join(f"{k} {v}" for k, v in options.items()) or "as given"
-
-
-def _digest(p: Protocol) -> str:
-    """Who takes part, who holds which training and validation samples, and what they are."""
-    data = p.blind
-    rows = (t for split in data.splits for r in data.index[split] for t in (r, data.y[r]))
-    return _digest_of([p.train, p.choose, *(data.size(s) for s in data.splits), *rows])

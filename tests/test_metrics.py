@@ -142,3 +142,27 @@ def test_bad_input_is_one_sentence(call, words):
     with pytest.raises(ValueError, match=words) as e:
         call()
     assert "\n" not in str(e.value) and str(e.value).endswith(".")
+
+
+def test_a_percentile_among_infinite_losses():
+    inf = math.inf
+    assert metrics.percentile([1, inf, inf], 100) == inf and metrics.percentile([1, 2, 3, inf, inf], 90) == inf
+    assert metrics.percentile([1, 2, inf], 50) == 2 and metrics.percentile([1, 2, inf], 75) == inf
+
+
+def test_a_score_that_is_not_a_number_wins_no_class():
+    lost, y = torch.full((4, 3), NAN), torch.tensor([0, 0, 1, 2])
+    assert metrics.f1(lost, y) == 0.0 and metrics.balanced_accuracy(lost, y) == 0.0
+    some = torch.eye(3)[y]
+    some[0] = NAN
+    assert metrics.balanced_accuracy(some, y) == pytest.approx((0.5 + 1 + 1) / 3)
+    assert metrics.f1(some, y) == pytest.approx((2 / 3 + 1 + 1) / 3)
+    single, binary = torch.tensor([NAN, -1.0, 1.0, NAN]), torch.tensor([0, 0, 1, 1])
+    assert metrics.f1(single, binary) == pytest.approx(2 / 3)  # right, wrong and lost: precision 1, recall 1/2
+    assert metrics.balanced_accuracy(single, binary) == pytest.approx(0.5)
+    assert math.isnan(metrics.f1(torch.empty(0, 3), torch.empty(0, dtype=torch.int64)))
+
+
+def test_groups_are_numbers():
+    with pytest.raises(ValueError, match="^group: expected a vector of numbers"):
+        metrics.subpopulations([1.0, 2.0], ["a", "b"])

@@ -305,6 +305,21 @@ def test_a_grid_goes_on_where_it_stopped(tmp_path):
                 tune(p, model(), alg, changed, grid, 3, folder=tmp_path / "b")
 
 
+def test_results_of_other_data_or_models_are_not_used_again(tmp_path):
+    def shallow(act):
+        return Net(lambda: nn.Sequential(nn.Linear(4, 5), act(), nn.Linear(5, 3)))
+
+    data = federation(relabel=True)
+    tune(cross_silo(data), shallow(nn.ReLU), FedAvg(), TRAINING, {"training.lr": [0.1]}, 1, folder=tmp_path)
+    for other, net in (
+        (replace(data, x=data.x + 1), shallow(nn.ReLU)),
+        (replace(data, relabel=None), shallow(nn.ReLU)),
+        (data, shallow(nn.Sigmoid)),
+    ):
+        with pytest.raises(ValueError, match="holds the results of another grid or other data"):
+            tune(cross_silo(other), net, FedAvg(), TRAINING, {"training.lr": [0.1]}, 1, folder=tmp_path)
+
+
 def test_several_splits_are_averaged():
     splits = [cross_silo(federation(), seed=s) for s in (100, 1100)]
     both = tune(splits, model(), FedAvg(), TRAINING, {"training.lr": [0.01, 0.3]}, 3, seed=5)

@@ -149,7 +149,7 @@ def value(local: Local, rows: Tensor, split: str = "val") -> Tensor:
         at = onto(some, rows.device)
         seen, mine = Local(local.setting, local.ids[some], local.round, local.buffers[at]), rows[at]
     if local.setting.data.y.is_floating_point() or not local.net.scores_classes:
-        values = -seen.loss(mine, split).double().nan_to_num(nan=torch.inf)
+        values = -seen.loss(mine, split).double().nan_to_num(torch.inf, torch.inf)
     else:
         found = seen.scores(lambda view, net, x: net(view["w"], x), {"w": mine}, split)
         values = torch.stack([_accuracy(scores, y) for scores, y in found])

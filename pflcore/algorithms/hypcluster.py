@@ -106,7 +106,7 @@ class Ensemble(_Models):
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
         new = {**self.improve(g, mean_of_each(up["delta"], cohort)), "b": mean_of_each(up["b"], cohort)}
-        return {**new, "ids": cohort.ids, "pick": up["pick"].long()}
+        return {**new, "ids": cohort.ids, "pick": checked(up["pick"], cohort.ids, self.k)}
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class HypCluster(_Models):
         return own, {"pick": pick, "delta": delta, "b": local.buffers}
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
-        who = {"ids": cohort.ids, "pick": up["pick"].long()}
+        who = {"ids": cohort.ids, "pick": checked(up["pick"], cohort.ids, self.k)}
         if cohort.round <= self.warm:
             g = self.improve(g, mean_of_each(up["delta"], cohort)) | {"b": mean_of_each(up["b"], cohort)}
             return {**g, **(self.slots(g["x"]) if cohort.round == self.warm else {}), **who}
@@ -182,6 +182,15 @@ def fit_all(rows: Tensor, b: Tensor, local: Local) -> Tensors:
 def numbers(losses: Tensor) -> Tensor:
     """The lowest of each row of `losses` [S, k], as it travels: one byte for up to 256 models."""
     return losses.argmin(1).to(torch.uint8 if losses.shape[1] <= 256 else torch.int32)
+
+
+def checked(pick: Tensor, ids: Tensor, k: int) -> Tensor:
+    """The models [S] that the clients say they picked, int64. ValueError where there is none of that number."""
+    bad = (pick.long() >= k) | (pick.long() < 0)
+    if bool(bad.any()):
+        at = int(bad.nonzero()[0])
+        raise ValueError(f"client number {int(ids[at])}: it says it picked model {int(pick[at])}, expected 0 to {k - 1}; leave it out.")
+    return pick.long()
 
 
 def averaged(rows: Tensor, mix: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from pflcore.data import SOURCES, Federation, Source, load
 from pflcore.local import Net, Training
 from pflcore.nn.models import MODELS, model_for
 from pflcore.reproduce.experiment import algorithm
+from pflcore.simulation.arguments import whole
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,6 +42,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/attack"), help="folder of attack.json, table.md and the pictures")
     parser.add_argument("--quiet", action="store_true")
     got = parser.parse_args(argv)
+    least = {"clients": 1, "samples": 1, "rounds": 1, "shadows": 0, "ratios": 0, "steps": 0}
+    for option, at_least in least.items():
+        whole(option, getattr(got, option), at_least)
+    if not (got.shadows or got.ratios):
+        raise ValueError("shadows, ratios: expected at least one federation for one of them, got none.")
     hypers = {n: {"ranks": tuple(got.ranks)} if n == "factorized_waffle" else {} for n in got.algorithms}
     attacked = {n: algorithm(n, h) for n, h in hypers.items()}
     training = Training(lr=got.lr, batch_size=got.batch_size, epochs=got.epochs)
@@ -48,8 +54,11 @@ def main(argv: Sequence[str]) -> int:
     pool = source.x_train, source.y_train
     say = (lambda text: None) if got.quiet else lambda text: print(text, flush=True)
     options: dict[str, Any] = {k: getattr(got, k) for k in ("clients", "samples", "rounds", "shadows", "ratios", "seed", "workers")}
-    got.out.mkdir(parents=True, exist_ok=True)
-    oracle = judge(source, got.model, training, got.seed, got.workers) if got.steps else None
+    try:
+        got.out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ValueError(f"out: expected a folder that can be written, got {got.out} ({e.strerror}).") from None
+    oracle: Callable[[Tensor], Tensor] | None = None
     results: dict[str, Any] = {}
     for name, alg in attacked.items():
         done = got.out / f"{name}.json"
@@ -63,7 +72,8 @@ def main(argv: Sequence[str]) -> int:
 
         result = privacy.membership(alg, make, pool, source.classes, training, names=got.views, say=say, **options)
         results[name] = {"asked": settings, "membership": [v._asdict() for v in result.verdicts]}
-        if oracle is not None:
+        if got.steps:
+            oracle = oracle or judge(source, got.model, training, got.seed, got.workers)
             upload, mine = result.upload, result.game.candidates[0][result.game.member[0]]
             rows = {view: r[0] for view, r in privacy.views(alg, upload, result.known, got.seed, got.views).items()}
             x, y = pool[0][mine], pool[1][mine]

@@ -45,8 +45,9 @@ __all__ = [
 @kinds.takes(
     data=kinds.a(str, Source, words="a name or a Source"),
     partition=kinds.TEXT,
-    seed=kinds.SEED,
-    shift_seed=kinds.SEED,
+    seed=kinds.SEED32,
+    shift_seed=kinds.SEED32,
+    fractions=kinds.MAPPING,
     root=kinds.PLACE,
     train_samples=kinds.whole(1),
     test_samples=kinds.whole(1),

@@ -47,7 +47,8 @@ def from_arrays(
     dtype: torch.dtype | None,
     name: str,
 ) -> P:
-    if len(clients) == 0:
+    clients = list(clients)
+    if not clients:
         raise ValueError("clients must hold the data of at least one client, got an empty list")
     if test is not None and len(test) != len(clients):
         raise ValueError(f"test must hold one entry per client ({len(clients)}), got {len(test)}")
@@ -61,6 +62,10 @@ def from_arrays(
     start, fields = 0, None
     for i, entry in enumerate(clients):
         parts = dict(entry) if isinstance(entry, Mapping) else {"train": entry}
+        brought = sorted(set(parts) - {"train"})
+        if (test_fraction and brought) or (test is not None and "test" in brought):
+            option = "test_fraction" if test_fraction else "test"
+            raise ValueError(f"client {i} brings {' and '.join(brought)} samples of its own: leave {option} out")
         if test is not None:
             parts["test"] = test[i]
         if not set(parts) <= set(SPLITS):
@@ -143,7 +148,7 @@ def inputs(value: Any, what: str, dtype: torch.dtype | None) -> tuple[Tensor, Fi
 def tensor(value: Any, what: str, dtype: torch.dtype | None) -> Tensor:
     """A detached CPU-or-device tensor; floating values go to ``dtype``, tokens of 16 or 32 bits to int64."""
     try:
-        t = value.detach() if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))
+        t = value.detach() if isinstance(value, Tensor) else torch.as_tensor(_native(np.asarray(value)))
     except (TypeError, ValueError, RuntimeError) as e:
         raise TypeError(f"{what} must be numbers in one array, got {type(value).__name__} ({_unlike(value)})") from e
     if t.dtype in (torch.int16, torch.int32):  # tokens; bytes are left to be refused, they may be images
@@ -151,9 +156,15 @@ def tensor(value: Any, what: str, dtype: torch.dtype | None) -> Tensor:
     return t.to(dtype) if dtype is not None and t.is_floating_point() else t
 
 
+def _native(a: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The array in this machine's byte order and with steps forward, a copy where torch would not read it."""
+    native = a.dtype.newbyteorder("=")
+    return a if a.dtype == native and min(a.strides, default=0) >= 0 else np.array(a, native, order="C")
+
+
 def _unlike(samples: Any) -> str:
     """What keeps samples from being one array, and what to do."""
-    values = list(samples) if isinstance(samples, list | tuple) else [samples]
+    values = [samples] if isinstance(samples, Mapping | str) or not hasattr(samples, "__iter__") else list(samples)
     other = next((v for v in values if isinstance(v, Mapping | str) or not (hasattr(v, "__len__") or isinstance(v, int | float))), None)
     if isinstance(other, Mapping):
         return "a sample is a dict: give one dict of tensors, a row for each sample in every one"
@@ -171,7 +182,7 @@ def target(value: Any, what: str, dtype: torch.dtype | None) -> Tensor:
 def infer(classes: Classes, y: Tensor) -> int | None:
     if classes != "infer":
         return classes
-    return None if y.is_floating_point() or y.numel() == 0 else int(y.max()) + 1
+    return None if y.is_floating_point() or y.numel() == 0 else max(int(y.max()) + 1, 1)
 
 
 def _kind(y: Tensor) -> str:

@@ -14,7 +14,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pflcore.ops import kinds
+
 Ints = NDArray[np.int64]
+COUNTS = ("classes", "k", "z", "groups", "dominant", "minority_clients", "train", "min_size", "max_redraws")
+FRACTIONS = ("share", "test", "train_fraction")
+recipe = kinds.takes(  # of every partition: the kinds of its options
+    **dict.fromkeys(("seed", "shift_seed"), kinds.SEED32),
+    **dict.fromkeys(COUNTS, kinds.whole(1)),
+    **dict.fromkeys(FRACTIONS, kinds.number(0, 1, "a fraction from 0 to 1")),
+    alpha=kinds.POSITIVE,
+    sizes=kinds.Kind("a name or a list of proportions", lambda v: isinstance(v, str) or hasattr(v, "__iter__")),
+    minority=kinds.Kind("a name or a list of classes", lambda v: isinstance(v, str) or hasattr(v, "__iter__")),
+)
 
 SIZES: dict[str, list[int]] = {  # WAFFLE paper, Table 4, in hundredths; cycled beyond ten agents
     "A": [10] * 10,
@@ -71,8 +83,6 @@ def _labels(labels: Any, what: str) -> Ints:
 
 def rng_of(seed: int, what: str) -> np.random.RandomState:
     """A stream of its own for each recipe, so that two recipes with one seed do not share their draws."""
-    if not 0 <= int(seed) < 2**32:
-        raise ValueError(f"seed must lie in 0..2**32-1, got {seed}")
     return np.random.RandomState([int(seed), *what.encode()])
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .cuts import Ints, Partition, Pool, by_class, rng_of
+from .cuts import Ints, Partition, Pool, by_class, recipe, rng_of
 
 Floats = NDArray[np.float64]
 
 
+@recipe
 def dirichlet(
     labels: Any,
     n: int,
@@ -38,16 +38,12 @@ def dirichlet(
     is kept and single samples move from the largest client to the smallest. ``notes`` says which it was.
     """
     pool, rng = Pool(labels, test_labels, n, classes), rng_of(seed, "dirichlet")
-    if not 0 < alpha < math.inf:
-        raise ValueError(f"alpha must be above 0 and finite, got {alpha}")
     if mode not in ("same_proportions", "pooled_split"):
         raise ValueError(f"mode must be 'same_proportions' or 'pooled_split', got {mode!r}")
     if not 0 < train_fraction < 1:
         raise ValueError(f"train_fraction must lie between 0 and 1, got {train_fraction}")
     if train_fraction != 0.8 and mode != "pooled_split":
         raise ValueError(f"train_fraction plays no part in mode {mode!r}, got {train_fraction}: leave it out, or take mode 'pooled_split'")
-    if max_redraws < 1:
-        raise ValueError(f"max_redraws must be at least 1, got {max_redraws}")
     pooled = mode == "pooled_split"
     every = np.concatenate([pool.train, pool.test]) if pooled else pool.train
     least = 2 if pooled else 1  # one to train on, one to test on

@@ -23,7 +23,7 @@ CLIENTS = kinds.Kind("each client's data in a list", lambda v: hasattr(v, "__ite
 
 @kinds.takes(
     index=kinds.many(kinds.some("index tensors"), "a dict of lists of index tensors by split"),
-    classes=kinds.number(words="a whole number, or None for regression"),
+    classes=kinds.whole(0)._replace(words="a whole number, or None for regression"),
 )
 @dataclass(frozen=True, repr=False)
 class Federation(Pool):
@@ -42,6 +42,7 @@ class Federation(Pool):
     shapes or dtypes that do not fit, labels outside 0..C-1, inputs or targets that are NaN or infinite.
     """
 
+    @kinds.takes(seed=kinds.SEED32)
     def pooled(
         self, split: str = "test", clients: Sequence[int] | Tensor | None = None, limit: int = 1000, seed: int = 0
     ) -> tuple[Tensor, Tensor]:
@@ -57,10 +58,12 @@ class Federation(Pool):
         """Only these clients, renumbered 0.. in the given order; the pool is shared."""
         return splits.subset(self, clients)
 
+    @kinds.takes(seed=kinds.SEED32)
     def split_clients(self, train: float = 0.8, val: float = 0.1, test: float = 0.1, seed: int = 13) -> ClientGroups:
         """Cross-device: who trains, who chooses hyper-parameters, who is reported. See :func:`pflcore.data.splits.split_clients`."""
         return splits.split_clients(self, train, val, test, seed)
 
+    @kinds.takes(seed=kinds.SEED32)
     def halves(self, clients: Sequence[int] | Tensor | None = None, seed: int = 13, pool: Sequence[str] | None = None) -> Federation:
         """Cross-device: "train" becomes the personalization half, "test" the evaluation half. See :func:`pflcore.data.splits.halves`."""
         return splits.halves(self, clients, seed, pool)
@@ -69,6 +72,7 @@ class Federation(Pool):
         """The first part of each training list, at least one sample: nested personalization sets (100, 50, 25 %)."""
         return splits.keep(self, fraction, clients)
 
+    @kinds.takes(fractions=kinds.MAPPING, seed=kinds.SEED32)
     def split_samples(self, fractions: Mapping[str, float], seed: int = 100, pool: Sequence[str] | None = None) -> Federation:
         """Cross-silo: each client's own samples into train, val and test. See :func:`pflcore.data.splits.split_samples`."""
         return splits.split_samples(self, fractions, seed, pool)
@@ -95,7 +99,7 @@ class Federation(Pool):
         return collect.from_partition(cls, x, y, partition, x_test, y_test, classes, name)
 
     @classmethod
-    @kinds.takes(clients=CLIENTS)
+    @kinds.takes(clients=CLIENTS, test_fraction=kinds.number(), seed=kinds.SEED32)
     def from_arrays(
         cls,
         clients: Sequence[Any],
@@ -116,6 +120,7 @@ class Federation(Pool):
         return collect.from_arrays(cls, clients, test, test_fraction, seed, classes, dtype, name)
 
     @classmethod
+    @kinds.takes(test_fraction=kinds.number(), seed=kinds.SEED32)
     def from_table(
         cls,
         x: Any,
@@ -138,7 +143,7 @@ class Federation(Pool):
         return tabular.from_table(cls, x, y, client, test_fraction, seed, classes, dtype, name)
 
     @classmethod
-    @kinds.takes(clients=CLIENTS, test_fraction=kinds.number())
+    @kinds.takes(clients=CLIENTS, test_fraction=kinds.number(), seed=kinds.SEED32)
     def from_datasets(
         cls,
         clients: Sequence[Any],

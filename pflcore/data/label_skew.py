@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from .cuts import Ints, Partition, Pool, by_class, rng_of
+from .cuts import Ints, Partition, Pool, by_class, recipe, rng_of
 
 # -- a few classes per client --------------------------------------------------------------------------------------------------
 
 
+@recipe
 def pathological(
     labels: Any,
     n: int,
@@ -34,8 +35,6 @@ def pathological(
     pool, rng = Pool(labels, test_labels, n, classes), rng_of(seed, "pathological")
     if mode not in ("shards", "exact_k"):
         raise ValueError(f"mode must be 'shards' or 'exact_k', got {mode!r}")
-    if k < 1:
-        raise ValueError(f"k must be at least 1 per client, got {k}")
     pools = {"train": (pool.train, 0)} | ({"test": (pool.test, pool.offset)} if pool.has_test else {})
     if mode == "exact_k":
         if k > pool.classes:
@@ -52,9 +51,10 @@ def pathological(
         return pool.finish(index, notes=notes)
     if n * k > len(pool.train):
         raise ValueError(f"k must leave {n} clients non-empty shards of {len(pool.train)} samples, got {k}")
-    deal = rng.permutation(n * k).reshape(n, k) if assignment is None else np.asarray(assignment)
+    deal = rng.permutation(n * k).reshape(n, k) if assignment is None else np.asarray(assignment, dtype=object)
     if deal.shape != (n, k) or sorted(deal.reshape(-1).tolist()) != list(range(n * k)):
         raise ValueError(f"assignment must deal each of the {n * k} shards once, {k} to each of {n} clients, got shape {list(deal.shape)}")
+    deal = deal.astype(np.int64)
     index = {}
     for split, (y, offset) in pools.items():
         cut = shards(y, n * k, pool.classes, rng)
@@ -97,6 +97,7 @@ def _equal_shares(y: Ints, owned: list[Ints], classes: int, split: str, rng: np.
 # -- dominant classes by group -------------------------------------------------------------------------------------------------
 
 
+@recipe
 def practical1(
     labels: Any,
     n: int,
@@ -121,11 +122,9 @@ def practical1(
     pool, rng = Pool(labels, test_labels, n, classes), rng_of(seed, "practical1")
     if mode not in ("paper", "official"):
         raise ValueError(f"mode must be 'paper' or 'official', got {mode!r}")
-    if not 1 <= groups <= n:
+    if groups > n:
         raise ValueError(f"groups must lie in 1..{n} (the clients), got {groups}")
-    if not 0 <= share <= 1:
-        raise ValueError(f"share must lie in 0..1, got {share}")
-    if dominant is not None and not 1 <= dominant <= pool.classes:
+    if dominant is not None and dominant > pool.classes:
         raise ValueError(f"dominant must lie in 1..{pool.classes} (the classes), got {dominant}")
     at = np.arange(n)
     group = at * groups // n if mode == "paper" else np.minimum(at // (n // groups), groups - 1)

@@ -99,7 +99,7 @@ def leaf(path: Where, *, classes: Classes = "infer", name: str | None = None) ->
             raise ValueError(
                 f"{parts[split]} must hold users that {parts['train']} holds too, got user {strange[0]!r} without training data"
             )
-    clients = [{s: _typed(of[u], classes) for s, of in users.items() if u in of} for u in people]
+    clients = [{s: _typed(of[u], classes) for s, of in users.items() if u in of and (s == "train" or len(of[u][0]))} for u in people]
     return Federation.from_arrays(clients, classes=classes, name=title)
 
 
@@ -127,10 +127,19 @@ def folder(path: Where, *, target: int | str = -1, classes: Classes = "infer", n
         if strange:
             raise ValueError(f"{of[strange[0]]} must belong to a client in {parts['train']}, got no file of that name there")
     clients: list[dict[str, Any]] = [{} for _ in files["train"]]
+    headers: dict[tuple[str, ...], Path] = {}
     for split, of in files.items():
         for i, stem in enumerate(files["train"]):
-            if stem in of:
-                clients[i] |= _npz(of[stem], split) if of[stem].suffix == ".npz" else {split: _csv(of[stem], target)}
+            if stem in of and of[stem].suffix == ".npz":
+                clients[i] |= _npz(of[stem], split)
+            elif stem in of:
+                *pair, header = _csv(of[stem], target)
+                if header:
+                    headers.setdefault(tuple(header), of[stem])
+                clients[i][split] = tuple(pair)
+    if len(headers) > 1:
+        (one, a), (two, b) = list(headers.items())[:2]
+        raise ValueError(f"{b} must have the columns of {a} in the same order ({', '.join(one)}), got {', '.join(two)}")
     pairs = [pair for c in clients for pair in c.values()]
     whole = classes is not None and all(np.array_equal(y, np.round(y)) for _, y in pairs)
     kind = np.int64 if whole else np.float32
@@ -212,6 +221,9 @@ def _npz(path: Path, split: str) -> dict[str, Any]:
             arrays = {k: z[k] for k in z.files}
     except Exception as e:  # a broken zip raises several kinds
         raise OSError(f"{path} must be a .npz file of plain arrays, got {type(e).__name__} ({str(e).splitlines()[0]})") from e
+    odd = [k for k, v in arrays.items() if v.dtype.kind not in "fiub"]
+    if odd:
+        raise OSError(f"{path} must hold arrays of numbers, got {arrays[odd[0]].dtype} in {odd[0]}")
     if {"x", "y"} <= set(arrays):
         return {split: (arrays["x"], arrays["y"])}
     parts = {s: (arrays[f"x_{s}"], arrays[f"y_{s}"]) for s in ("train", "val", "test") if {f"x_{s}", f"y_{s}"} <= set(arrays)}
@@ -220,10 +232,15 @@ def _npz(path: Path, split: str) -> dict[str, Any]:
     return parts
 
 
-def _csv(path: Path, target: int | str) -> tuple[Any, Any]:
-    with path.open(newline="") as f:
-        rows = [r for r in csv.reader(f) if r]
-    header = rows.pop(0) if rows and not all(_number(v) for v in rows[0]) else None
+def _csv(path: Path, target: int | str) -> tuple[Any, Any, list[str] | None]:
+    """x, y and the header: a first row without a number, or one that counts its columns, as pandas writes it for an array."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as f:
+            rows = [r for r in csv.reader(f) if r]
+    except UnicodeDecodeError as e:
+        raise OSError(f"{path} must be text in UTF-8, got something else ({e})") from e
+    named = rows and (not any(map(_number, rows[0])) or rows[0] == [str(i) for i in range(len(rows[0]))])
+    header = rows.pop(0) if named else None
     if isinstance(target, str) and (header is None or target not in header):
         raise ValueError(f"target must name a column of {path}, got {target!r}: its header is {header}")
     if not rows:
@@ -235,7 +252,7 @@ def _csv(path: Path, target: int | str) -> tuple[Any, Any]:
     column = header.index(target) if isinstance(target, str) and header is not None else int(target)
     if table.shape[1] < 2 or not -table.shape[1] <= column < table.shape[1]:
         raise ValueError(f"target must be a column of {path}, which has {table.shape[1]}, and leave one for x, got {target!r}")
-    return np.delete(table, column, axis=1), table[:, column]
+    return np.delete(table, column, axis=1), table[:, column], header
 
 
 def _number(text: str) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pflcore.ops import kinds
 
-from .cuts import Partition, Pool, by_class, cut, cut_classes, rng_of, shares
+from .cuts import Partition, Pool, by_class, cut, cut_classes, recipe, rng_of, shares
 from .dirichlet import dirichlet
 from .label_skew import pathological, practical1
 from .subpopulations import multimodal, unimodal
@@ -32,6 +32,7 @@ BASES: dict[str, list[int]] = {  # WAFFLE paper, section 5.1: agent 0's share of
 # -- the WAFFLE paper ----------------------------------------------------------------------------------------------------------
 
 
+@recipe
 def waffle(
     labels: Any,
     n: int,
@@ -79,6 +80,7 @@ def waffle(
     return part if shift_seed is None else replace(part, relabel=concept_shift(n, pool.classes, shift_seed))
 
 
+@recipe
 def concept_shift(n: int, classes: int, shift_seed: int = 0) -> Tensor:
     """One random permutation of all labels per client, independent of the others; client 0 (Alice) keeps hers. int64 [N, C].
 
@@ -92,6 +94,7 @@ def concept_shift(n: int, classes: int, shift_seed: int = 0) -> Tensor:
 # -- equal and unequal shares of everything ------------------------------------------------------------------------------------
 
 
+@recipe
 def iid(
     labels: Any,
     n: int,

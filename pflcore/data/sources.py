@@ -42,6 +42,7 @@ class Source:
     def __repr__(self) -> str:
         return f"Source({self.name!r}, train={list(self.x_train.shape)}, test={list(self.x_test.shape)}, classes={self.classes})"
 
+    @kinds.takes(seed=kinds.SEED32)
     def sample(self, train: int | None = None, test: int | None = None, seed: int = 0) -> Source:
         """A smaller source: that many samples of each pool (None: all), every class in the pool's proportion, chosen by ``seed``."""
         xs, ys = _stratified(self.x_train, self.y_train, train, "train", seed)

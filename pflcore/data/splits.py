@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from pflcore.ops import kinds
 
 from .checks import SPLITS
 from .pool import Pool
@@ -46,8 +49,8 @@ def split_clients(fed: Pool, train: float, val: float, test: float, seed: int) -
     for key, value in given.items():
         if not value >= 0:
             raise ValueError(f"{key} must be a number of clients or a fraction >= 0, got {value}")
-    number = {k: v if isinstance(v, int) else math.floor(v * fed.n + 0.5) for k, v in given.items()}
-    if not isinstance(train, int) and abs(sum(v for v in given.values() if not isinstance(v, int)) - 1) < 1e-9:
+    number = {k: int(v) if isinstance(v, Integral) else math.floor(v * fed.n + 0.5) for k, v in given.items()}
+    if not isinstance(train, Integral) and abs(sum(v for v in given.values() if not isinstance(v, Integral)) - 1) < 1e-9:
         number["train"] = fed.n - number["val"] - number["test"]
     if sum(number.values()) > fed.n or number["train"] < 1:
         got = ", ".join(f"{k} {number[k]}" for k in given)
@@ -85,7 +88,7 @@ def keep(fed: P, fraction: float, clients: Sequence[int] | Tensor | None) -> P:
         raise ValueError(f"fraction must be above 0 and at most 1, got {fraction}")
     lists, size = fed.lists("train"), fed.size()
     ids = torch.tensor(_ids(fed, range(fed.n) if clients is None else clients))
-    size = size.index_copy(0, ids, (fraction * size[ids].double()).ceil().long())
+    size = size.index_copy(0, ids, (fraction * size[ids].double() - 1e-9).ceil().clamp(min=1).long())
     return replace(fed, index={**fed.index, "train": lists.take(torch.arange(fed.n), size)})
 
 
@@ -161,9 +164,10 @@ def standardized(fed: P) -> P:
 
 
 def _ids(fed: Pool, clients: Sequence[int] | Tensor) -> list[int]:
-    ids = [int(i) for i in clients]
+    given = clients.cpu().numpy() if isinstance(clients, Tensor) else np.asarray(list(clients))
+    ids: list[int] = given.tolist() if given.ndim == 1 and given.dtype.kind in "iu" else []
     if not ids or min(ids) < 0 or max(ids) >= fed.n or len(set(ids)) != len(ids):
-        raise ValueError(f"clients must be distinct ids in 0..{fed.n - 1}, at least one, got {ids[:8]}{'...' if len(ids) > 8 else ''}")
+        raise ValueError(f"clients must be distinct ids in 0..{fed.n - 1}, at least one, got {kinds.shown(clients)}")
     return ids
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .cuts import Ints, Partition, Pool, by_class, rng_of
+from .cuts import Ints, Partition, Pool, by_class, recipe, rng_of
 
 MINORITY: dict[str, tuple[int, ...]] = {  # classes of the minority
     "mnist": (0, 2, 4, 6, 8),  # even digits
@@ -19,6 +19,7 @@ MINORITY: dict[str, tuple[int, ...]] = {  # classes of the minority
 }
 
 
+@recipe
 def unimodal(
     labels: Any,
     n: int,
@@ -37,10 +38,13 @@ def unimodal(
     samples that is held out. ``train``: use so many of the others only, whose test sets stay.
     """
     pool, rng = Pool(labels, test_labels, n, classes), rng_of(seed, "unimodal")
-    shards = _shards(pool.train, range(pool.classes), n * z, None, rng)
-    return _finish(pool, _dealt(shards, n, z, distinct, rng), test, train, rng, [], None)
+    mine = _dealt(_shards(pool.train, range(pool.classes), n * z, None, rng), n, z, distinct, rng)
+    unused = len(pool.train) - sum(map(len, mine))
+    notes = [f"{unused} training samples are unused: there are fewer shards ({n * z}) than classes ({pool.classes})"] if unused else []
+    return _finish(pool, mine, test, train, rng, notes, None)
 
 
+@recipe
 def multimodal(
     labels: Any,
     n: int,
@@ -123,8 +127,6 @@ def _finish(
 ) -> Partition:
     if not 0 < test < 1:
         raise ValueError(f"test must be a share in (0, 1) of each client's samples, got {test}")
-    if train is not None and train < 1:
-        raise ValueError(f"train must be at least one sample per client, got {train}")
     rows = [rng.permutation(r) for r in mine]
     cuts = [max(1, int(test * len(r) + 0.5)) for r in rows]
     index = {"train": [r[c:][:train] for r, c in zip(rows, cuts, strict=True)], "test": [r[:c] for r, c in zip(rows, cuts, strict=True)]}

@@ -61,6 +61,8 @@ def _by_client(client: Any, count: int) -> tuple[Any, Any, Any]:
             raise ValueError(f"client must hold whole numbers or strings, got {odd[0]}: round the ids, or turn them into strings")
     elif ids.dtype.kind not in "iuU":
         raise TypeError(f"client must hold whole numbers or strings, got {ids.dtype}: turn the ids into strings")
+    if ids.dtype.kind == "u" and count and ids.max() >= 2**63:
+        raise ValueError(f"client must hold whole numbers below 2**63 or strings, got {ids.max()}: turn the ids into strings")
     ids = ids if ids.dtype.kind == "U" else ids.astype(np.int64)
     order = np.arange(count)
     if (ids[1:] < ids[:-1]).any():

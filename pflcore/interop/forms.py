@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 STATISTICS = ("running_mean", "running_var")  # what batch norm's buffers are called; a state dict does not say what is a buffer
 Make = Callable[[Tensor], Any]  # a flat piece of a row -> what came: shape, dtype, device, kind
@@ -21,10 +22,10 @@ Make = Callable[[Tensor], Any]  # a flat piece of a row -> what came: shape, dty
 
 def own(value: Any, who: str) -> tuple[Any, Make] | None:
     """A tensor or an array that `value` is, holds or makes, without a copy, and how to make its like; None where it is no such thing."""
-    if hasattr(value, "materialize"):
+    if hasattr(value, "materialize") and not isinstance(value, Tensor):
         value = value.materialize()
     if isinstance(value, Tensor):
-        if value.layout != torch.strided or value.is_meta:
+        if value.layout != torch.strided or value.is_meta or is_lazy(value):
             raise ValueError(f"{who}: expected a dense tensor with values, got {value.layout} on {value.device}; make it dense first.")
         shape, like = value.shape, {"dtype": value.dtype, "device": value.device}
         return value.detach(), lambda t: t.detach().to(**like, copy=True).view(shape)

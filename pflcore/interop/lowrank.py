@@ -289,7 +289,10 @@ def _adapter(
     for piece, (name, other, basis, _) in zip(row.split([p[3] for p in parts]), parts, strict=True):
         factors = {name: piece}
         if basis is not None:
-            b, a, lost = lift(piece, basis, len(like[name]), scale[name])
+            rank, span = len(like[name]), min(basis.left.shape[1], basis.right.shape[1])
+            b, a, lost = lift(piece, basis, min(rank, span), scale[name])
+            a = torch.cat([a, like[name].flatten(1)[span:].to(a)])  # beyond what the factors span it has nothing
+            b = torch.cat([b, b.new_zeros(len(b), max(0, rank - span))], 1)
             factors, most = {name: a, other: b}, max(most, lost)
         new |= {k: v.reshape(like[k].shape).to(like[k], copy=True) for k, v in factors.items()}
     return {k: new.get(k, v) for k, v in like.items()}, most
@@ -325,4 +328,6 @@ def _plain(name: str, states: Sequence[State]) -> Tensor:
     for j, state in enumerate(states):
         if state[name].shape != states[0][name].shape:
             raise ValueError(f"client {j}: {name} has shape {list(state[name].shape)}, client 0's has {list(states[0][name].shape)}.")
+        if not bool(state[name].isfinite().all()):
+            raise ValueError(f"client {j}: {name} is not finite; leave this client out.")
     return torch.stack([s[name].double().flatten() for s in states])

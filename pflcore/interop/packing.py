@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pflcore import ops
 from pflcore.interop.forms import Make, Upload, dtype_of, own, put
-from pflcore.ops import kinds
+from pflcore.ops import kinds, stream
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -103,6 +103,8 @@ def unpack(rows: Tensor, form: Form, weight: Tensor | None = None, index: Tensor
     mixed = form.statistics
     if mixed is not None:
         weight = torch.full((n, n), 1 / n, dtype=torch.float64) if weight is None else weight
+        if len(weight) != n:
+            raise ValueError(f"weight: expected a row for each of {n} clients, got {list(weight.shape)}.")
         mixed = ops.aggregate(mixed, weight.to(mixed.device), None if index is None else index.to(mixed.device))
     models = []
     for i, client in enumerate(form.clients):
@@ -136,7 +138,7 @@ class _Chosen:
 
 def _matrix(given: Any, choose: _Chosen) -> Packed:
     choose.finish()
-    rows = given if isinstance(given, Tensor) else torch.from_numpy(given) if dtype_of(given, "uploads") else given
+    rows = given if isinstance(given, Tensor) else stream.tensor_of(given) if dtype_of(given, "uploads") else given
     if rows.dtype not in FLOATS or not len(rows):
         raise ValueError(f"uploads: expected floating-point rows [N, P] of at least one client, got {rows.dtype} {list(rows.shape)}.")
     return Packed(rows, Form(list(range(len(rows))), "matrix", width=rows.shape[1], array=not isinstance(given, Tensor)))

@@ -51,6 +51,7 @@ class Server:
         n = whole("num_clients", num_clients, 1)
         self._state = begin(self.algorithm, self.net, n, server=True)
         self._accepted = torch.zeros(n, dtype=torch.long)  # [N] the last round that each client was part of
+        self._factor = torch.ones(n, dtype=torch.float64)  # [N] how much of its upload was taken then
         self._numbers: dict[Hashable, int] = {}
         self._gone: set[int] = set()
         self._form: tuple[int, _Form] | None = None  # of the last round's uploads, with N
@@ -76,6 +77,7 @@ class Server:
         cohort = Cohort(torch.tensor([number]), one.double(), one.long(), n, round, self.rounds)
         down = self.algorithm.send(state.g, cohort, generator_of(self.seed, round, PURPOSES[purpose]))
         about = About(number, n, self.net.size, round, self.rounds, state.round, int(self._accepted[number]), method_number(self.algorithm))
+        about = about._replace(bits=int(self._factor.view(torch.int64)[number]))
         return packed(down, about, state.buffers[number] if self.policy == "average" else None)
 
     def aggregate(self, uploads: Mapping[Any, tuple[Tensors, int]]) -> Outcome:
@@ -116,7 +118,8 @@ class Server:
         names, self._begun = dict(order), False
         if not outcome.void:
             self._form = len(state.buffers), form
-            self._accepted[[i for i in outcome.ids if i not in outcome.dropped]] = self._state.round
+            taken = [i for i in outcome.ids if i not in outcome.dropped]
+            self._accepted[taken], self._factor[taken] = self._state.round, 1.0 if outcome.factor is None else outcome.factor
         ids_of: dict[str, Any] = {k: [names[i] for i in getattr(outcome, k)] for k in ("ids", "dropped", "clipped")}
         return replace(outcome, **ids_of)
 
@@ -136,6 +139,7 @@ class Server:
                 )
             void, (state, _) = self._state.void, with_one_more(self.algorithm, self._state, self.net, n)
             self._state, self._accepted = replace(state, void=void), torch.cat([self._accepted, torch.zeros(1, dtype=torch.long)])
+            self._factor = torch.cat([self._factor, torch.ones(1, dtype=torch.float64)])
         self._numbers[client_id] = number
         return number
 
@@ -151,11 +155,11 @@ class Server:
     def state_dict(self) -> dict[str, Any]:
         """Everything that changes, in tensors of its own, numbers, strings and dicts, as `torch.save` and `torch.load` take it."""
         s = self._state
-        tensors = {"statistics": s.buffers.clone(), "joined": s.joined.clone(), "accepted": self._accepted.clone()}
+        tensors = {"statistics": s.buffers, "joined": s.joined, "accepted": self._accepted, "factor": self._factor}
         return {
             "algorithm": name_of(self.algorithm),
             "g": {k: v.clone() for k, v in s.g.items()},
-            **tensors,
+            **{k: v.clone() for k, v in tensors.items()},
             "round": s.round,
             "void": s.void,
             "numbers": dict(self._numbers),
@@ -167,7 +171,8 @@ class Server:
         try:
             g, n = {k: v.clone().to(self.net.w0.device) for k, v in state["g"].items()}, len(state["statistics"])
             new = State(g, {}, state["statistics"].clone(), int(state["round"]), int(state["void"]), state["joined"].clone())
-            accepted, numbers, gone, name = state["accepted"].clone(), dict(state["numbers"]), set(state["gone"]), state["algorithm"]
+            accepted, factor = state["accepted"].clone(), state["factor"].clone()
+            numbers, gone, name = dict(state["numbers"]), set(state["gone"]), state["algorithm"]
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"state: expected what Server.state_dict() gives, got {type(state).__name__} ({error}).") from None
         if name != name_of(self.algorithm):
@@ -177,7 +182,8 @@ class Server:
             check_start(replace(new, own={k: v.expand(n, *v.shape) for k, v in fresh.items()}), self.algorithm, self.net, n)
         except ValueError as error:
             raise ValueError(str(error).replace("warm_start", "state")) from None
-        self._state, self._accepted, self._numbers, self._gone, self._form, self._begun = new, accepted, numbers, gone, None, False
+        self._state, self._accepted, self._factor, self._numbers, self._gone = new, accepted, factor, numbers, gone
+        self._form, self._begun = None, False
 
     # inside ----------------------------------------------------------------------------------------------------------
     def _known(self, client: Hashable) -> int:

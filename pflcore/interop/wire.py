@@ -15,6 +15,7 @@ from pflcore.local.net import Net
 from pflcore.ops import kinds
 
 ABOUT, STATISTICS = "@about", "@statistics"  # beside the algorithm's own keys
+BITS_OF_ONE = int(torch.ones((), dtype=torch.float64).view(torch.int64))
 
 
 class About(NamedTuple):
@@ -28,6 +29,12 @@ class About(NamedTuple):
     done: int  # rounds that the server has finished
     accepted: int  # the last of them that the client's upload was part of; 0: none
     method: int  # `method_number` of the algorithm
+    bits: int = BITS_OF_ONE  # of `factor`
+
+    @property
+    def factor(self) -> float:
+        """How much of that upload the server took: below 1 where its `clip` shortened it. A float64."""
+        return float(torch.tensor(self.bits).view(torch.float64))
 
 
 def method_number(algorithm: FedAvg) -> int:

@@ -99,6 +99,7 @@ def some(words: str) -> Kind:
 
 
 SEED = Kind("a whole number of 64 bits", lambda v: _is(Integral, v) and -(2**63) <= v < 2**63)
+SEED32 = Kind("a whole number from 0 to 2**32 - 1", lambda v: _is(Integral, v) and 0 <= v < 2**32)  # what numpy's RandomState takes
 TENSOR = a(Tensor, words="a tensor")
 MATRIX = of_dim(2, "a matrix of floating-point numbers")
 FUNCTION = Kind("a function", callable)

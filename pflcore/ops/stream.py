@@ -73,34 +73,41 @@ class Files:
 
     def __init__(self, paths: Sequence[str | Path], keys: Sequence[str] | None = None) -> None:
         try:
-            from safetensors import safe_open
+            from safetensors import SafetensorError, safe_open
         except ImportError:
             raise ImportError("Files needs the package safetensors; install it: pip install safetensors") from None
         self._open: Any = safe_open
-        self.paths, self.keys = list(paths), None if keys is None else list(keys)
+        self._broken = SafetensorError, OSError
+        self.paths, self.keys = list(paths), [keys] if isinstance(keys, str) else keys and list(keys)
         expect(len(self.paths) > 0, "Files", "paths", "at least one file", "none")
-        if self.keys is None:
-            with safe_open(self.paths[0], "pt") as file:
-                self.keys = [key for key in sorted(file.keys()) if file.get_slice(key).get_dtype() in ("F16", "BF16", "F32", "F64")]
-            expect(len(self.keys) > 0, "Files", "paths", "files with floating-point tensors", str(self.paths[0]))
-        self._first = self._row(0)
+        self._first, self._shapes = self._row(0)
         self.shape = (len(self.paths), len(self._first))
 
-    def _row(self, number: int) -> Tensor:
-        with self._open(self.paths[number], "pt") as file:
-            missing = sorted(set(self.keys or ()) - set(file.keys()))
-            expect(not missing, "Files", "keys", f"names of tensors in {self.paths[number]}", ", ".join(missing))
-            parts = [file.get_tensor(key).flatten() for key in self.keys or ()]
+    def _row(self, number: int) -> tuple[Tensor, list[Any]]:
+        """One file's row and the shapes of its tensors."""
+        try:
+            with self._open(self.paths[number], "pt") as file:
+                if self.keys is None:
+                    self.keys = [key for key in sorted(file.keys()) if file.get_slice(key).get_dtype() in ("F16", "BF16", "F32", "F64")]
+                expect(len(self.keys) > 0, "Files", "paths", "files with floating-point tensors", str(self.paths[0]))
+                missing = sorted(set(self.keys) - set(file.keys()))
+                expect(not missing, "Files", "keys", f"names of tensors in {self.paths[number]}", ", ".join(missing))
+                parts = [file.get_tensor(key) for key in self.keys]
+        except self._broken as error:
+            raise ValueError(f"Files: paths: {self.paths[number]} is no whole safetensors file ({str(error).rstrip('.')}).") from None
         kinds = sorted({str(t.dtype).removeprefix("torch.") for t in parts})
         expect(len(kinds) == 1, "Files", "keys", f"tensors of one dtype in {self.paths[number]}", ", ".join(kinds), "choose keys")
-        return torch.cat(parts)
+        return torch.cat([t.flatten() for t in parts]), [list(t.shape) for t in parts]
 
     def __getitem__(self, rows: slice, /) -> Tensor:
         """The models of the files first:last as rows, [last - first, P]."""
-        picked = [self._row(number) for number in range(len(self.paths))[rows]]
-        for number, row in zip(range(len(self.paths))[rows], picked, strict=True):
-            if row.shape != self._first.shape or row.dtype is not self._first.dtype:
-                expect(False, "Files", "paths", f"files of {shape(self._first)} like the first", f"{shape(row)} in {self.paths[number]}")
+        picked = []
+        for number in range(len(self.paths))[rows]:
+            row, shapes = self._row(number)
+            if shapes != self._shapes or row.dtype is not self._first.dtype:
+                wanted, got = (f"{str(r.dtype).removeprefix('torch.')} {s}" for r, s in ((self._first, self._shapes), (row, shapes)))
+                expect(False, "Files", "paths", f"files of {wanted} like the first", f"{got} in {self.paths[number]}")
+            picked.append(row)
         return torch.stack(picked) if picked else self._first.new_empty(0, self.shape[1])
 
 
@@ -247,6 +254,9 @@ def check_result(rows: Any, weight: Tensor, index: Tensor | None, base: Tensor |
         wanted, kind = (weight.shape[0], rows.shape[1]), getattr(getattr(out, "dtype", None), "kind", "f")
         fits = tuple(getattr(out, "shape", ())) == wanted and kind == "f"
         expect(fits, "aggregate", "out", f"{list(wanted)} of floating point", shape(out))
+        arrays = isinstance(out, np.ndarray) and isinstance(rows, np.ndarray)
+        own = out is not rows and not (arrays and np.may_share_memory(out, rows))
+        expect(index is None or own, "aggregate", "out", "memory of its own", "memory of updates")
 
 
 def _blocks(updates: Any, n: int) -> Iterator[Tensor]:
@@ -270,7 +280,7 @@ def _blocks(updates: Any, n: int) -> Iterator[Tensor]:
             yield held[0][:CHUNK]
             held = [held[0][CHUNK:]]
     expect(done == n, "aggregate", "updates", f"{n} rows in all, as weight has columns", str(done))
-    if len(held[0]):
+    if held and len(held[0]):
         yield held[0]
 
 
@@ -285,6 +295,8 @@ def _dense(
         if n <= CHUNK:
             total = aggregate_op(rows, some, None, base, lr, precise=precise)
         else:
+            if total is None:
+                check_aggregate(rows, some, None, base, lr, None)
             dtype = rows.dtype if base is None else base.dtype
             wide = torch.float64 if precise or torch.float64 in (rows.dtype, dtype) else torch.float32
             zero = torch.zeros(rows.shape[1], dtype=wide, device=rows.device)

@@ -38,7 +38,7 @@ HELD_OUT = "of each client's training samples are held out for validation"  # en
 OUTLIER = 20.0  # times the cohort's median update: honest clients with many times the data of the others stay below
 CUT = ("data_seed", "train_samples", "test_samples", "val")  # which of the data the run saw
 # with "setting" what seeds must share
-CONDITIONS = ("rounds", "participation", "buffers", "criterion", "clip", "adversary", "eval_split", *CUT)
+CONDITIONS = ("parameters", "rounds", "participation", "buffers", "criterion", "clip", "adversary", "eval_split", *CUT)
 
 
 def plain(value: Any) -> Any:
@@ -47,8 +47,8 @@ def plain(value: Any) -> Any:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if isinstance(value, Tensor):
-        return plain(value.detach().cpu().tolist())
+    if isinstance(value, Tensor | np.generic | np.ndarray):
+        return plain((value.detach().cpu() if isinstance(value, Tensor) else value).tolist())
     if isinstance(value, Mapping):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, Iterable):
@@ -72,7 +72,7 @@ class Record:
         before the mark is not what was written then.
         """
         self.path, self._torn, self._size, self._digest = Path(path), False, 0, hashlib.sha256()
-        self.side, self._arrays = self.path.with_suffix(".arrays"), None  # type: Path, Any
+        self.side, self._arrays = self.path.with_name(self.path.name.removesuffix(".jsonl") + ".arrays"), None  # type: Path, Any
         if mark is None and self.path.is_file() and self.path.stat().st_size and not overwrite:
             raise ValueError(f"path: expected a new file, got {self.path}, which holds something; name another or allow overwriting it.")
         try:
@@ -307,7 +307,8 @@ class Run:
                 return weight.new_zeros(n).index_copy_(0, index, weight)
         block = 1 if most is None else -(-n // most)
         matrix = torch.zeros(-(-n // block), -(-n // block), dtype=torch.float64)
-        return matrix.index_put_(((rows // block)[:, None].expand_as(index), index // block), weight, accumulate=True) / block
+        matrix.index_put_(((rows // block)[:, None].expand_as(index), index // block), weight, accumulate=True)
+        return matrix / torch.bincount(torch.arange(n) // block)[:, None]  # the last block may be smaller
 
 
 def _has_weights(report: Mapping[str, Any]) -> bool:
@@ -315,7 +316,7 @@ def _has_weights(report: Mapping[str, Any]) -> bool:
 
 
 def _worst(values: Tensor, size: Sequence[int] | None, measure: str) -> Tensor:
-    if not measure.endswith("loss") or not size or len(size) != len(values):
+    if not measure.endswith(("loss", "mae", "rmse")) or not size or len(size) != len(values):
         return values
     return torch.where(values.isnan() & (torch.tensor(size) > 0), math.inf, values)
 
@@ -424,7 +425,8 @@ def label(runs: Sequence[Run]) -> dict[str, list[Run]]:
         namesakes = [options(m[0]) for (other, _), m in by_key.items() if other == algorithm]
         mine = options(members[0])
         differ = [k for k in mine if any(k not in other or other[k] != mine[k] for other in namesakes)]
-        out[f"{algorithm} ({', '.join(f'{k}={mine[k]}' for k in differ)})" if differ else algorithm] = members
+        name = f"{algorithm} ({', '.join(f'{k}={mine[k]}' for k in differ)})" if differ else algorithm
+        out.setdefault(name, []).extend(members)
     return out
 
 

@@ -48,7 +48,8 @@ def table(runs: Sequence[Run], last: int = 10, baseline: str | None = None) -> s
 
 
 def _table(name: str, runs: Sequence[Run], last: int, baseline: str | None) -> str:
-    measure, up = runs[0].measure, runs[0].measure == "accuracy"
+    measure = next((r.measure for r in runs if r.evaluations), "accuracy")
+    up = measure == "accuracy"
     groups, repeated = one_of_each_seed(label(runs))
     columns = _columns(runs, measure, up, last)
     base = find(groups, baseline) if baseline else None
@@ -57,9 +58,7 @@ def _table(name: str, runs: Sequence[Run], last: int, baseline: str | None) -> s
         row = [algorithm, *(_cell([f(r) for r in members], 100.0 if up else 1.0, 2 if up else 5) for f in columns.values())]
         if base:
             of_seed = {b.header.get("seed"): b for b in reversed(base)}
-            before = [of_seed.get(r.header.get("seed"), base[0]) for r in members]
-            pairs = [(r.last(measure), b.last(measure)) for r, b in zip(members, before, strict=True)]
-            row.append(_cell([metrics.hurt(a, b, up) if len(a) == len(b) else math.nan for a, b in pairs], 1.0, 1))
+            row.append(_cell([_hurt(r, of_seed.get(r.header.get("seed")), measure) for r in members], 1.0, 1))
         row.append(human(metrics.mean([float((r.sent() or [0])[-1]) for r in members])))
         row.append("; ".join(dict.fromkeys(n for n in map(_note, members) if n)))
         rows.append(row)
@@ -95,11 +94,22 @@ def _table(name: str, runs: Sequence[Run], last: int, baseline: str | None) -> s
     return "\n".join(lines) + "\n"
 
 
+def _hurt(run: Run, base: Run | None, measure: str) -> float:
+    """Percent of clients that are worse off than in a run of the same seed; NaN where there is none, or other clients were evaluated."""
+    if base is None or not (run.evaluations and base.evaluations):
+        return math.nan
+    a, b = run.evaluations[-1]["eval"], base.evaluations[-1]["eval"]
+    if a.get("clients") != b.get("clients") or len(a[measure]) != len(b[measure]):
+        return math.nan
+    return metrics.hurt(run.last(measure), base.last(measure), measure == "accuracy")
+
+
 def one_of_each_seed(groups: dict[str, list[Run]]) -> tuple[dict[str, list[Run]], dict[str, list[tuple[int, int]]]]:
-    """The groups with one run of each seed, the first, and which seeds there were more of, and how many."""
+    """The groups with one run of each seed, the first whole one, and which seeds there were more of, and how many."""
     kept: dict[str, list[Run]] = {}
     repeated: dict[str, list[tuple[int, int]]] = {}
-    for name, members in groups.items():
+    for name, given in groups.items():
+        members = sorted(given, key=lambda r: r.unfinished)
         seeds = [r.header.get("seed") for r in members]
         kept[name] = [r for i, r in enumerate(members) if seeds[i] is None or seeds.index(seeds[i]) == i]
         repeated[name] = [(seed, seeds.count(seed)) for seed in dict.fromkeys(seeds) if seed is not None and seeds.count(seed) > 1]

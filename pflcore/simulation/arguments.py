@@ -88,6 +88,9 @@ def check_start(start: Any, algorithm: FedAvg, net: Net, n: int) -> None:
         grown = key.startswith("server") and len(got) == len(shape) > 0 and got[1:] == shape[1:]  # rows that a run adds to
         if got != shape and not (grown and shape[0] not in (n, net.size)):
             raise ValueError(f"warm_start: expected {key} of shape {list(shape)}, got {list(got)}; start from a run of this model.")
+    odd = next((k for k, v in start.g.items() if k in g and v.dtype is not g[k].dtype), None)
+    if odd is not None:
+        raise ValueError(f"warm_start: expected {odd} in {g[odd].dtype}, got {start.g[odd].dtype}; start from a run of this model.")
 
 
 def _shapes(whose: str, tensors: Tensors | Mapping[str, Tensor], skip: int = 0) -> dict[str, tuple[int, ...]]:

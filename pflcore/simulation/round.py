@@ -35,6 +35,7 @@ class Outcome:
     train_loss: float | None = None  # mean over the cohort of the minibatch losses, weighted by share
     moved: list[float | None] | None = None  # each client's update norm over the cohort's median; None: dropped, or nothing to measure
     clipped: list[int] = field(default_factory=list)  # clients whose update was shortened to `clip`
+    factor: Tensor | None = None  # [S'] how much of the update of each who was not dropped `clip` left, float64
     spoilt: list[str] = field(default_factory=list)  # what the server would hold that is not finite: the round is void
 
 
@@ -161,9 +162,9 @@ def receive(
             outcome.moved = [next(each) if one else None for one in fine.tolist()] if outcome.dropped else list(each)
         if clip is not None:
             outcome.clipped = ids[norm > clip].tolist()
-            up, factor = uploads.shortened(up, state.g, ids, cohort.n, norm, clip)
+            up, outcome.factor = uploads.shortened(up, state.g, ids, cohort.n, norm, clip)
             if new and outcome.clipped:
-                new = alg.kept(new, rows.read(state.own, ids), factor[:, None])
+                new = alg.kept(new, rows.read(state.own, ids), outcome.factor[:, None])
     all_moments = {k: v.new_zeros(cohort.n, v.shape[1]) for k, v in moments.items() if k not in state.moments} | state.moments
     pairs = [*((state.own[k], v) for k, v in new.items()), *((all_moments[k], v) for k, v in moments.items())]
     commit = Commit(ids, *pairs, (state.joined, torch.ones(len(ids), dtype=torch.bool)))
@@ -295,7 +296,7 @@ def looked_at(
         return ids, {k: torch.cat([p[k] for p in parts]) for k in parts[0]}
     view, local = views(alg, state, setting, ids, buffers)
     loss, accuracy = (None if own_way(alg) else local.measure(view["w"], split)) or one_by_one(alg, view, local, split)
-    loss = loss.double().nan_to_num(nan=math.inf)
+    loss = loss.double().nan_to_num(math.inf, math.inf)
     result = {"loss": loss} if accuracy is None else {"loss": loss, "accuracy": accuracy}
     if metrics:
         pairs = [that_count(*pair) for pair in local.scores(alg.predict, view, split)]

@@ -106,3 +106,16 @@ def test_a_bad_plan_is_one_sentence(tmp_path, capsys):
         assert cli.main(["reproduce", "plan.json", "--quiet"]) == 2
         err = capsys.readouterr().err.splitlines()
         assert len(err) == 1 and err[0].startswith("pflcore: ") and "Error" not in err[0] and "unexpected keyword" not in err[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--clients", "0"], ["--steps", "-3"], ["--ratios", "-3"], ["--shadows", "0", "--ratios", "0"], ["--out", "f/x"]],
+    ids=lambda o: o[0],
+)
+def test_an_attack_that_cannot_be_is_said_first(options, capsys, tmp_path):
+    (tmp_path / "f").write_text("a file")
+    assert cli.main(["attack", "--data", "digits", "--quiet", *options]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"pflcore: {options[0][2:]}") and err.count("\n") == 1 and "Errno" not in err
+    assert [p.name for p in tmp_path.iterdir()] == ["f"]

@@ -76,7 +76,7 @@ def test_multimodal_is_two_populations_with_equal_shards() -> None:
     "name, n, options, said",
     [
         ("unimodal", 5, {"test": 1.0}, r"^test must be a share"),
-        ("unimodal", 5, {"train": 0}, r"^train must be at least one"),
+        ("unimodal", 5, {"train": 0}, r"^train: expected a whole number, at least 1"),
         ("unimodal", 5, {"z": 11, "distinct": True}, r"^z must be at most the 10 classes"),
         ("multimodal", 20, {}, r"^minority_clients must lie in 1..19"),
         ("multimodal", 30, {"minority": "letters"}, r"^minority must be one of mnist, fashion_mnist, cifar10"),

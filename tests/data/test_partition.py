@@ -387,7 +387,7 @@ BAD = [
     ("A", {"sizes": "D"}, "sizes must be one of ['A', 'B', 'C'] or a list of proportions, got 'D'"),
     ("A", {"sizes": [1, "x"]}, "sizes must be proportions above 0, got [1, 'x']"),
     ("A", {"sizes": [1, 0]}, "sizes must be proportions above 0, got [1, 0]"),
-    ("A", {"seed": -1}, "seed must lie in 0..2**32-1, got -1"),
+    ("A", {"seed": -1}, "seed: expected a whole number from 0 to 2**32 - 1, got -1"),
     ("A", {"labels": [0.5]}, "labels must be a non-empty list of integer labels, got float64 of shape [1]"),
     ("A", {"labels": []}, "labels must be a non-empty list"),
     ("A", {"labels": [-1, 2]}, "labels must not be negative, got -1"),
@@ -396,23 +396,32 @@ BAD = [
     ("B", {"labels": [0, 1, 2], "n": 2}, "partition B is defined for 10 classes, got 3: use A, iid or dirichlet"),
     ("Z", {}, "partition must be one of A, B, C, A*, B*, iid"),
     ("iid", {"alpha": 1}, "partition iid takes the options sizes, test_labels, seed, classes, got alpha"),
-    ("dirichlet", {"alpha": 0}, "alpha must be above 0 and finite, got 0"),
-    ("dirichlet", {"alpha": float("nan")}, "alpha must be above 0 and finite, got nan"),
+    ("dirichlet", {"alpha": 0}, "alpha: expected a finite number above 0, got 0"),
+    ("dirichlet", {"alpha": float("nan")}, "alpha: expected a finite number above 0, got nan"),
     ("dirichlet", {"mode": "x"}, "mode must be 'same_proportions' or 'pooled_split', got 'x'"),
     ("dirichlet", {"min_size": 50}, "min_size must leave enough for 10 clients of 200 samples, got 50"),
-    ("dirichlet", {"max_redraws": 0}, "max_redraws must be at least 1, got 0"),
+    ("dirichlet", {"max_redraws": 0}, "max_redraws: expected a whole number, at least 1, got 0"),
     ("dirichlet", {"train_fraction": 0.7}, "train_fraction plays no part in mode 'same_proportions', got 0.7"),
     ("dirichlet", {"train_fraction": 1.0}, "train_fraction must lie between 0 and 1, got 1.0"),
     ("dirichlet", {"test_labels": [0, 1]}, "n must be at most the number of test samples (2), got 10"),
-    ("pathological", {"k": 0}, "k must be at least 1 per client, got 0"),
+    ("pathological", {"k": 0}, "k: expected a whole number, at least 1, got 0"),
     ("pathological", {"k": 11, "mode": "exact_k"}, "k must be at most the number of classes (10), got 11"),
     ("pathological", {"mode": "exact_k", "n": 150, "k": 2}, "class 0 has 20 train samples for 30 owners: use fewer clients or a smaller k"),
     ("pathological", {"k": 30}, "k must leave 10 clients non-empty shards of 200 samples, got 30"),
     ("pathological", {"assignment": [[0, 0]] * 10}, "assignment must deal each of the 20 shards once"),
     ("practical1", {"groups": 11}, "groups must lie in 1..10 (the clients), got 11"),
-    ("practical1", {"share": 1.5}, "share must lie in 0..1, got 1.5"),
-    ("practical1", {"dominant": 0}, "dominant must lie in 1..10 (the classes), got 0"),
+    ("practical1", {"share": 1.5}, "share: expected a fraction from 0 to 1, got 1.5"),
+    ("practical1", {"dominant": 0}, "dominant: expected a whole number, at least 1, got 0"),
     ("practical1", {"mode": "x"}, "mode must be 'paper' or 'official', got 'x'"),
+    ("practical1", {"groups": 2.5}, "groups: expected a whole number, at least 1, got 2.5"),
+    ("pathological", {"k": 2.0}, "k: expected a whole number, at least 1, got 2.0"),
+    ("pathological", {"assignment": [[0, 1], [2]] * 5}, "assignment must deal each of the 20 shards once"),
+    ("dirichlet", {"alpha": "0.5"}, "alpha: expected a finite number above 0, got '0.5'"),
+    ("dirichlet", {"min_size": 2.7}, "min_size: expected a whole number, at least 1, got 2.7"),
+    ("unimodal", {"z": 0}, "z: expected a whole number, at least 1, got 0"),
+    ("multimodal", {"minority": 3}, "minority: expected a name or a list of classes, got 3"),
+    ("iid", {"sizes": 3}, "sizes: expected a name or a list of proportions, got 3"),
+    ("iid", {"seed": 1.7}, "seed: expected a whole number from 0 to 2**32 - 1, got 1.7"),
 ]
 
 
@@ -428,3 +437,9 @@ def test_options_are_listed_with_their_defaults():
     assert options_of("A") == {"roll": "left", "sizes": None, "shuffle": True}
     assert options_of("B*")["shift_seed"] == 0
     assert options_of("practical2")["alpha"] == 0.1 and options_of("dirichlet")["alpha"] == 0.5
+
+
+def test_classes_without_a_shard_are_noted():
+    part = partition("unimodal", Y, 2, z=2)
+    assert part.notes == ["120 training samples are unused: there are fewer shards (4) than classes (10)"]
+    assert partition("unimodal", Y, 10, z=2).notes == []

@@ -228,3 +228,24 @@ def test_the_scales_and_states_of_peft() -> None:
     peft.set_peft_model_state_dict(model, back[1])
     again = torch.cat([m.get_delta_weight("default").detach().double().flatten() for m in layers])
     torch.testing.assert_close(again, products[1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_rank_beyond_what_the_factors_span_comes_back() -> None:
+    states, scale = [adapter(j, 14, torch.float64) for j in range(2)], [scale_of(14)] * 2  # a layer of 12 inputs
+    back, _ = lowrank.unpack(*lowrank.pack(states, scale))
+    for one, other in zip(states, back, strict=True):
+        assert all(other[k].shape == v.shape for k, v in one.items())
+        for k, v in products(one, scale[0]).items():
+            torch.testing.assert_close(products(other, scale[0])[k], v, rtol=1e-9, atol=1e-9)
+    ranks = [2, 3, 1, 4]
+    few, scales = [adapter(j, r, torch.float64) for j, r in enumerate(ranks)], [scale_of(r) for r in ranks]
+    mixed, _ = lowrank.mix(few, scales, torch.tensor([[0.5, 0.5]] * 4), torch.tensor([[0, 2]] * 4))
+    assert [len(m[NAMES[0]]) for m in mixed] == ranks
+
+
+def test_columns_beside_the_factors_are_finite() -> None:
+    states, scale = [adapter(j, 2, torch.float64) for j in range(2)], [scale_of(2)] * 2
+    plain = next(k for k in states[0] if "lora" not in k and states[0][k].is_floating_point())
+    states[1][plain].view(-1)[0] = torch.nan
+    with pytest.raises(ValueError, match=f"client 1: {plain} is not finite; leave this client out"):
+        lowrank.pack(states, scale)

@@ -234,6 +234,7 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     ([{"n": torch.ones(2, dtype=torch.int64)}], {}, "client 0: found no floating-point tensor"),
     ([{"w": torch.ones(2).to_sparse()}], {}, "client 0: 'w': expected a dense tensor"),
     ([{"w": torch.ones(2, device="meta")}], {}, "client 0: 'w': expected a dense tensor"),
+    ([nn.LazyLinear(3)], {}, "client 0: 'weight': expected a dense tensor with values"),
     ([Record(w=Array("float32", (2,), "numpy.ndarray", b"\x93NUMPY"))], {}, "client 0: 'w': expected the bytes"),
     ([Record(w=Array("float64", (2,), "numpy.ndarray", flower(np.ones(2)).data[:-3]))], {}, "client 0: 'w': expected the bytes"),
     ([[np.array(["a"])]], {}, "client 0: '0': numpy carries no <U1 to torch"),
@@ -269,3 +270,18 @@ def test_bfloat16_in_numpy_is_refused() -> None:
     ml = pytest.importorskip("ml_dtypes")
     with pytest.raises(ValueError, match="numpy carries no bfloat16"):
         pack([[np.ones(2, ml.bfloat16)]])
+
+
+@pytest.mark.parametrize("kind", [">f4", ">f8", "f8"])
+def test_matrices_of_any_memory(kind: str) -> None:
+    x = np.arange(12.0).reshape(4, 3).astype(kind)
+    for given in (x, x[::-1], x[:, ::-1]):
+        assert pack(given)[0].tolist() == given.tolist()
+
+
+def test_statistics_are_mixed_by_a_row_for_each_client() -> None:
+    models = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).state_dict() for _ in range(3)]
+    rows, form = pack(models, buffers="average")
+    for bad in (torch.ones(2, 3), torch.ones(4, 3)):
+        with pytest.raises(ValueError, match=r"weight: expected a row for each of 3 clients, got \[\d, 3\]"):
+            unpack(rows, form, weight=bad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from typing import Any
 
 import pytest
@@ -299,3 +300,73 @@ def test_a_client_takes_arrays_and_knows_classes_that_it_has_not() -> None:
     assert client.data.classes == 3 and client.data.x.dtype == torch.float64
     server = Server("fedrod", model, 1, seed=SEED)
     assert not server.aggregate({0: client.train(server.download(0))}).void
+
+
+@pytest.mark.parametrize("name", ["fedavg", "ditto", "knnper"])
+def test_an_optimizers_moments_are_kept_at_the_client(name: str) -> None:
+    training = Training(lr=0.05, batch_size=7, local_optimizer="adamw", keep_moments=True)
+    history = Simulation(algorithm(name), model, DATA, training, ROUNDS, eval_every=0, **SETTING).run()
+    server = Server(algorithm(name), model, DATA.n, rounds=ROUNDS, seed=SEED)
+    clients = [Client(algorithm(name), model, DATA.subset([i]), training, **SETTING) for i in range(DATA.n)]
+    play(server, clients, [[0, 1, 2, 3]] * 2)
+    fresh = [Client(algorithm(name), model, DATA.subset([i]), training, **SETTING) for i in range(DATA.n)]
+    for new, old in zip(fresh, clients, strict=True):
+        new.load_state_dict(torch.load(io.BytesIO(saved(old.state_dict())), weights_only=True))
+    play(server, fresh, [[0, 1, 2, 3]])
+    for i, client in enumerate(fresh):
+        one, other = history.model(i).state_dict(), client.model(server.download(i, "evaluation")).state_dict()
+        torch.testing.assert_close(other["view_w"], one["view_w"], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "options"), [("scaffold", {}), ("waffle", {"control_agg": "literal"}), ("waffle", {}), ("ditto", {})])
+def test_a_client_keeps_what_the_server_took_of_a_long_update(name: str, options: dict[str, Any]) -> None:
+    alg = ALGORITHMS[name](**options)
+    whole = Simulation(alg, model, DATA, TRAINING, ROUNDS, eval_every=0, clip=0.05, **SETTING)
+    history = whole.run()
+    assert any(r["clipped"] for r in history.rounds)
+    server = Server(alg, model, DATA.n, rounds=ROUNDS, seed=SEED, clip=0.05)
+    clients = [Client(alg, model, DATA.subset([i]), TRAINING, **SETTING) for i in range(DATA.n)]
+    play(server, clients, [[0, 1, 2, 3]] * 2)
+    again = Server(alg, model, DATA.n, rounds=ROUNDS, seed=SEED, clip=0.05)
+    again.load_state_dict(torch.load(io.BytesIO(saved(server.state_dict())), weights_only=True))
+    play(again, clients, [[0, 1, 2, 3]])
+    for i, client in enumerate(clients):
+        again.download(i)
+        client.model(again.download(i, "evaluation"))  # which settles the last round
+        for key, rows in whole.state.own.items():
+            torch.testing.assert_close(client.state_dict()["own"][key][0], rows[i], rtol=1e-9, atol=1e-12)
+
+
+def test_a_client_whose_own_model_diverges_is_dropped_and_keeps_what_it_had() -> None:
+    alg = ALGORITHMS["ditto"](lam=1e30)
+    whole = Simulation(alg, model, DATA, TRAINING, ROUNDS, eval_every=0, **SETTING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        history = whole.run()
+    want = [r["dropped"] for r in history.rounds]
+    assert any(want)
+    server, clients = apart(alg)
+    assert [done.dropped for done in play(server, clients, [[0, 1, 2, 3]] * len(want))] == want
+    for i, client in enumerate(clients):
+        assert bool(client.model(server.download(i, "evaluation")).state_dict()["view_w"].isfinite().all())
+
+
+def test_states_of_another_dtype_are_refused() -> None:
+    server, clients = apart(algorithm("ditto"))
+    narrow = lambda: model().float()  # noqa: E731
+    with pytest.raises(ValueError, match="state: expected x in torch.float64, got torch.float32"):
+        server.load_state_dict(Server(algorithm("ditto"), narrow, 4).state_dict())
+    with pytest.raises(ValueError, match="state: it is of a model of other parameters"):
+        clients[0].load_state_dict(Client(algorithm("ditto"), narrow, DATA.subset([0]), TRAINING).state_dict())
+
+
+@pytest.mark.parametrize("name", ["hypcluster", "ensemble"])
+def test_a_pick_of_no_model_is_named(name: str) -> None:
+    server, clients = apart(algorithm(name))
+    play(server, clients, [[0, 1, 2, 3]])
+    ups = {i: clients[i].train(server.download(i)) for i in range(4)}
+    ups[1][0]["pick"].fill_(99)
+    with pytest.raises(ValueError, match="client number 1: it says it picked model 99, expected 0 to 1"):
+        server.aggregate(ups)
+    del ups[1]
+    assert not server.aggregate(ups).void

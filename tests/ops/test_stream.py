@@ -183,3 +183,38 @@ def test_a_weight_that_is_small_in_its_own_dtype_counts():
     rows, weight = randn(1, 4, 7, dtype=F32), torch.tensor([[3e-3, 1.0]], dtype=torch.float16)
     index = torch.tensor([[2, 1]])
     assert torch.equal(stream.aggregate(rows, weight, index, lr=5e-6), aggregate(rows, weight, index, lr=5e-6))
+
+
+def test_files_of_other_shapes_or_no_files_are_refused(tmp_path):
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    for i, shape in enumerate([(2, 3), (3, 2)]):
+        save_file({"a": torch.zeros(shape)}, tmp_path / f"{i}.safetensors")
+    paths = sorted(tmp_path.glob("*.safetensors"))
+    with refuses("Files", "paths"):
+        stream.Files(paths)[0:2]
+    assert stream.Files(paths[:1], "a").keys == ["a"]
+    (tmp_path / "2.safetensors").write_bytes(b"no")
+    for bad in ([tmp_path / "2.safetensors"], [tmp_path / "absent.safetensors"], [paths[0], tmp_path / "2.safetensors"]):
+        with pytest.raises(ValueError, match="is no whole safetensors file"):
+            stream.Files(bad)[0:2]
+
+
+def test_a_result_in_the_memory_of_its_rows_is_refused(tmp_path):
+    rows = mapped(randn(1, 20, 7, dtype=F32), tmp_path, mode="r+")
+    index = torch.arange(20).flip(0)[:, None]
+    for out in (rows, rows[:]):
+        with refuses("aggregate", "out"):
+            stream.aggregate(rows, torch.ones(20, 1), index, out=out)
+    out = stream.aggregate(rows, torch.ones(20, 1), index, out=np.zeros((20, 7), np.float32))
+    assert np.array_equal(out, rows[::-1])
+
+
+@pytest.mark.parametrize("base", [torch.zeros(5, dtype=torch.int64), torch.ones(4), torch.ones(1, 5)])
+def test_a_base_is_checked_for_many_rows_too(base):
+    with refuses("aggregate", "base", ValueError if base.is_floating_point() else TypeError):
+        stream.aggregate(randn(1, 200, 5, dtype=F32), torch.ones(2, 200), base=base)
+
+
+def test_no_blocks_at_all():
+    with refuses("aggregate", "updates"):
+        stream.aggregate(iter([]), torch.ones(1, 0))

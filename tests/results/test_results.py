@@ -320,3 +320,68 @@ def test_without_matplotlib_one_sentence_says_how_to_get_it(tmp_path, monkeypatc
 def test_an_old_record_says_server_lr_where_it_said_lr():
     (old,) = group([{"header": {"algorithm": "fedavgm", "options": {"lr": 3, "optimizer": "ema"}, "training": {"lr": 0.1}}}])
     assert old.header["options"] == {"server_lr": 3, "optimizer": "ema"} and old.header["training"] == {"lr": 0.1}
+
+
+def test_other_models_are_not_other_seeds():
+    runs = group(
+        a_run("fedavg", 0, parameters=36) + a_run("fedavg", 0, shift=0.1, parameters=836) + a_run("fedavg", 1, shift=0.1, parameters=836)
+    )
+    text = report.table(runs)
+    assert cells(text, "fedavg (parameters=36)")["final"] == "27.00"
+    assert cells(text, "fedavg (parameters=836)")["final"] == "37.00 ± 0.00" and "the same run" not in text
+
+
+def test_a_whole_run_counts_before_one_that_was_interrupted():
+    runs = group([*a_run(rounds=1), {"stopped": "Interrupted.", "unfinished": True}, *a_run(rounds=12)])
+    text = report.table(runs)
+    assert cells(text, "waffle")["final"] == "27.00" and "is here 2 times, and counts once" in text
+
+
+def test_nobody_is_compared_with_somebody_else():
+    def run(seed, clients, **more):
+        lines = a_run(seed=seed, rounds=1, target=None, **more)
+        lines[1]["eval"]["clients"] = clients
+        return lines
+
+    def hurt(*lines):
+        text = report.table(group([one for some in lines for one in some]), baseline="local")
+        return cells(text, "waffle")["% hurt vs local"]
+
+    assert hurt(run(0, [0, 1, 2, 3]), run(0, [0, 1, 2, 3], algorithm="local", shift=0.5)) == "100.0"
+    assert hurt(run(0, [0, 1, 2, 3]), run(0, [1, 2, 3, 4], algorithm="local", shift=0.5)) == "-"
+    assert hurt(run(0, [0, 1, 2, 3]), run(1, [0, 1, 2, 3], algorithm="local", shift=0.5)) == "-"
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path):
+    np = pytest.importorskip("numpy")
+    assert plain([np.int64(3), np.float32(0.5), np.array(2), np.array([1, 2]), np.float64("nan")]) == [3, 0.5, 2, [1, 2], None]
+    (run,) = read(write(tmp_path / "record.jsonl", a_run(target=np.int64(1))))
+    assert run.target == 1
+
+
+def test_names_with_dots_have_side_files_of_their_own(tmp_path):
+    for name, value in (("run.0.1", 1.0), ("run.0.2", 2.0)):
+        lines = a_run(rounds=1)
+        lines[1]["eval"] = {"accuracy": torch.full((1500,), value), "size": torch.ones(1500)}
+        write(tmp_path / f"{name}.jsonl", lines)
+    assert [read(tmp_path / f"run.0.{i}.jsonl")[0].last("accuracy").mean().item() for i in (1, 2)] == [1.0, 2.0]
+
+
+def test_blocks_of_a_matrix_are_means_over_rows():
+    weights = torch.full((5, 5), 0.2)
+    (run,) = group([a_run()[0], line(1, torch.zeros(4), report={"weights": weights})])
+    (blocks,) = run.weights(most=2)[1]
+    assert blocks.sum(1).tolist() == pytest.approx([1.0, 1.0])
+
+
+def test_an_error_that_is_not_finite_is_left_out_of_no_mean():
+    lines = a_run(rounds=1)
+    lines[1]["eval"] |= {"rmse": [1.0, math.inf, 2.0, 3.0], "auc": [0.5, math.nan, 0.5, 0.5]}
+    (run,) = group(lines)
+    assert math.isinf(run.last("rmse")[1]) and math.isnan(run.last("auc")[1])
+
+
+def test_a_regression_whose_first_run_has_no_evaluation():
+    lines = [a_run("a")[0], {"stopped": "Interrupted.", "unfinished": True}, *a_run("b", rounds=1)]
+    del lines[-1]["eval"]["accuracy"]
+    assert cells(report.table(group(lines)), "b")["final"] == "1.00000"

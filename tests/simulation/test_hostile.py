@@ -373,3 +373,8 @@ def test_an_uploaded_model_is_measured_from_its_own_clients_last_one() -> None:
     held = torch.tensor([[0.0, 0.0], [9.0, 9.0], [3.0, 4.0], [50.0, 0.0]])
     up = {"w": torch.tensor([[0.0, 2.0], [3.0, 5.0], [50.0, 7.0]])}
     assert norms(up, {"w": held}, torch.tensor([0, 2, 3]), 4).tolist() == [2.0, 1.0, 7.0]
+
+
+def test_an_infinite_loss_is_no_very_large_number():
+    fed = Federation.from_arrays([(torch.randn(6, 2), torch.randn(6) * by) for by in (1.0, 1e25)], test_fraction=0.5)
+    assert Simulation(FedAvg(), torch.nn.Linear(2, 1), fed, Training(1e-3), rounds=1).evaluate("test")["loss"][1] == math.inf

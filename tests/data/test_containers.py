@@ -1,0 +1,120 @@
+"""What people bring: arrays of any memory, files as other programs write them, ids of every kind."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pflcore.data import Federation, federation_of
+from pflcore.data.natural import folder, leaf
+
+X, Y = np.arange(24, dtype=np.float32).reshape(8, 3), np.array([0, 1] * 4)
+
+
+@pytest.mark.parametrize("x", [X[::-1][::-1], X.astype(">f4"), X[:, ::-1][:, ::-1], np.asfortranarray(X)], ids=["back", "big", "rows", "f"])
+def test_arrays_of_any_memory(x: Any) -> None:
+    for given in (x, x[::-1]):
+        fed = Federation.from_arrays([(given, Y)])
+        assert fed.x.tolist() == given.tolist()
+
+
+@pytest.mark.parametrize("kind", [str, object])
+def test_words_in_an_array_are_named(kind: type) -> None:
+    with pytest.raises(TypeError, match="a sample is a .*: turn it into numbers first"):
+        Federation.from_arrays([(X, np.array(["cat", "dog"] * 4, dtype=kind))])
+
+
+def test_clients_from_a_generator() -> None:
+    assert Federation.from_arrays((X, Y) for _ in range(3)).n == 3
+
+
+def test_test_samples_of_ones_own_are_neither_lost_nor_dealt_anew() -> None:
+    clients = [{"train": (X, Y), "test": (X, Y)}]
+    with pytest.raises(ValueError, match="client 0 brings test samples of its own: leave test out"):
+        Federation.from_arrays(clients, test=[(X, Y)])
+    with pytest.raises(ValueError, match="client 0 brings test samples of its own: leave test_fraction out"):
+        Federation.from_arrays(clients, test_fraction=0.5)
+
+
+@pytest.mark.parametrize("seed", [None, 1.7, -1, 2**32])
+def test_a_seed_is_one_that_repeats(seed: Any) -> None:
+    fed = Federation.from_arrays([(X, Y)])
+    calls = (
+        lambda: fed.split_samples({"train": 0.5, "test": 0.5}, seed=seed),
+        lambda: fed.halves(seed=seed),
+        lambda: fed.split_clients(1, 0, 0, seed=seed),
+        lambda: fed.pooled("train", seed=seed),
+        lambda: Federation.from_arrays([(X, Y)], test_fraction=0.5, seed=seed),
+        lambda: Federation.from_table(X, Y, Y, test_fraction=0.5, seed=seed),
+        lambda: federation_of("mnist5k", seed=seed),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match="seed: expected a whole number from 0 to 2\\*\\*32 - 1"):
+            call()
+
+
+@pytest.mark.parametrize("clients", [[0.9, 1], [False, True], torch.tensor([True, False]), ["a"], [[0]]])
+def test_clients_are_chosen_by_number(clients: Any) -> None:
+    with pytest.raises(ValueError, match="clients must be distinct ids in 0..1, at least one, got "):
+        Federation.from_arrays([(X, Y), (X, Y)]).subset(clients)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    fed = Federation.from_arrays([(X, Y)] * 4)
+    assert [len(g) for g in fed.split_clients(np.int64(2), np.int64(1), np.int64(1))] == [2, 1, 1]
+    assert fed.subset(np.array([2, 0])).n == 2 and fed.subset([torch.tensor(3)]).n == 1
+
+
+def test_a_share_is_what_it_says_in_decimals() -> None:
+    fed = Federation.from_arrays([(np.zeros((100, 1), np.float32), np.zeros(100, np.int64))])
+    assert [int(fed.keep(f).size()[0]) for f in (0.07, 0.55, 0.071, 1e-12)] == [7, 55, 8, 1]
+
+
+def test_labels_and_ids_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match=r"y must hold labels in 0\.\.1, got -1"):
+        Federation.from_arrays([(X, np.full(8, -1))])
+    with pytest.raises(ValueError, match="classes: expected a whole number, or None for regression, got 3.0"):
+        Federation.from_arrays([(X, Y)], classes=3.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="client must hold whole numbers below 2"):
+        Federation.from_table(X, Y, np.array([2**63] * 8, dtype=np.uint64))
+
+
+# files -------------------------------------------------------------------------------------------------------------
+def test_a_header_is_known_and_columns_agree(tmp_path: Any) -> None:
+    def made(**files: str | bytes) -> Any:
+        at = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        at.mkdir()
+        for name, text in files.items():
+            (at / f"{name}.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
+        return at
+
+    rows = "1,2.5,0\n3,4.5,1\n"
+    assert int(folder(made(a=b"\xef\xbb\xbf" + rows.encode())).size()[0]) == 2  # Excel marks its UTF-8
+    assert folder(made(a="\ufefff,g,lab\n" + rows), target="lab").classes == 2
+    numbered = folder(made(a="0,1,2\n" + rows))
+    assert int(numbered.size()[0]) == 2 and numbered.classes == 2  # pandas numbers the columns of an array
+    with pytest.raises(OSError, match="must hold rows of numbers"):
+        folder(made(a=",2.5,0\n" + rows))
+    with pytest.raises(ValueError, match=r"b\.csv must have the columns of .*a\.csv in the same order \(f, g, y\), got g, f, y"):
+        folder(made(a="f,g,y\n" + rows, b="g,f,y\n" + rows))
+    with pytest.raises(OSError, match="must be text in UTF-8"):
+        folder(made(a="é,g,y\n".encode("latin-1") + rows.encode()))
+
+
+def test_arrays_in_a_file_are_numbers(tmp_path: Any) -> None:
+    np.savez(tmp_path / "a.npz", x=X, y=np.array(["cat"] * 8))
+    with pytest.raises(OSError, match="must hold arrays of numbers, got <U3 in y"):
+        folder(tmp_path)
+
+
+def test_a_user_without_test_samples(tmp_path: Any) -> None:
+    for split, of in (("train", ["u", "v"]), ("test", ["u", "v"])):
+        data = {u: {"x": [[1.0, 2.0]], "y": [1]} if (u, split) != ("v", "test") else {"x": [], "y": []} for u in of}
+        (tmp_path / split).mkdir()
+        content = {"users": of, "num_samples": [len(data[u]["y"]) for u in of], "user_data": data}
+        (tmp_path / split / "all.json").write_text(json.dumps(content))
+    assert leaf(tmp_path).size("test").tolist() == [1, 0]
