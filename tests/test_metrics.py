@@ -164,5 +164,5 @@ def test_a_score_that_is_not_a_number_wins_no_class():
 
 
 def test_groups_are_numbers():
-    with pytest.raises(ValueError, match="^group: expected a vector of numbers"):
+    with pytest.raises(ValueError, match=r"^group: expected a vector of numbers"):
         metrics.subpopulations([1.0, 2.0], ["a", "b"])

@@ -275,8 +275,8 @@ def test_bfloat16_in_numpy_is_refused() -> None:
 @pytest.mark.parametrize("kind", [">f4", ">f8", "f8"])
 def test_matrices_of_any_memory(kind: str) -> None:
     x = np.arange(12.0).reshape(4, 3).astype(kind)
-    for given in (x, x[::-1], x[:, ::-1]):
-        assert pack(given)[0].tolist() == given.tolist()
+    for one in (x, x[::-1], x[:, ::-1]):
+        assert pack(one)[0].tolist() == one.tolist()
 
 
 def test_statistics_are_mixed_by_a_row_for_each_client() -> None:

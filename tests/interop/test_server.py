@@ -354,7 +354,7 @@ def test_a_client_whose_own_model_diverges_is_dropped_and_keeps_what_it_had() ->
 def test_states_of_another_dtype_are_refused() -> None:
     server, clients = apart(algorithm("ditto"))
     narrow = lambda: model().float()  # noqa: E731
-    with pytest.raises(ValueError, match="state: expected x in torch.float64, got torch.float32"):
+    with pytest.raises(ValueError, match=r"state: expected x in torch\.float64, got torch\.float32"):
         server.load_state_dict(Server(algorithm("ditto"), narrow, 4).state_dict())
     with pytest.raises(ValueError, match="state: it is of a model of other parameters"):
         clients[0].load_state_dict(Client(algorithm("ditto"), narrow, DATA.subset([0]), TRAINING).state_dict())
