@@ -18,10 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pflcore.algorithms import FedAvg
+from pflcore.algorithms.ditto import MRMTL
 from pflcore.algorithms.factorized_waffle import FactorizedWaffle, strengths
 from pflcore.data.federation import Federation
 from pflcore.local import Local, Net, Training, prepared
 from pflcore.local.workers import one_thread
+from pflcore.ops import kinds
 from pflcore.simulation.round import begin, sample, step
 
 # -- what the adversary gets -------------------------------------------------------------------------------------------------------
@@ -47,6 +49,8 @@ def intercept(
     engine: str = "auto",
 ) -> Upload:
     """Plays `rounds` rounds with every client and takes the last one's messages off the wire."""
+    if isinstance(algorithm, MRMTL):
+        raise ValueError("algorithm: MR-MTL uploads how far a client's own model moved, which shows none; choose another.")
     net = algorithm.prepare(model if isinstance(model, Net) else Net(model, seed=seed))
     if net.buffer_names:
         raise ValueError("model: expected one without running statistics (batch norm), which never travel; use another.")
@@ -145,7 +149,7 @@ def measures(score: Tensor, member: Tensor, threshold: float = 0.5) -> dict[str,
 
     `score` [n], higher for members; `member` bool [n].
     """
-    yes, score = score > threshold, score.double()
+    yes, score, member = score > threshold, score.double(), member.bool()
     hits, false = int((yes & member).sum()), int((yes & ~member).sum())
     f1 = 2 * hits / max(1, 2 * hits + false + int((~yes & member).sum()))
     out, inside = score[~member].sort().values, score[member]
@@ -157,7 +161,7 @@ def measures(score: Tensor, member: Tensor, threshold: float = 0.5) -> dict[str,
 
 def intervals(score: Tensor, member: Tensor, threshold: float = 0.5, draws: int = 200, seed: int = 0) -> dict[str, tuple[float, float]]:
     """95 % intervals of `measures`, by resampling members and others, each among themselves."""
-    rng = np.random.RandomState(seed)
+    rng, member = np.random.RandomState(seed), member.bool()
     groups = [member.nonzero()[:, 0].numpy(), (~member).nonzero()[:, 0].numpy()]
     intervals = []
     for _ in range(draws):
@@ -285,6 +289,9 @@ class Attacked(NamedTuple):
     known: Samples  # the adversary's own
 
 
+@kinds.takes(
+    **dict.fromkeys(("clients", "samples", "rounds"), kinds.whole(1)), **dict.fromkeys(("shadows", "ratios", "seed"), kinds.whole(0))
+)
 @one_thread()
 def membership(
     algorithm: FedAvg,
@@ -365,6 +372,7 @@ def invert(
     `patience` steps. The best x of each target is kept. (The paper prints "c <= gamma" with gamma = .99, true from the start; p >= .99 is
     what it means.)
     """
+    low, high = (None if bound is None else torch.as_tensor(bound).to(start) for bound in (low, high))  # type: ignore[assignment]
     x, at = start.clone(), torch.arange(len(targets))
     best, least = x.clone(), torch.full((len(targets),), torch.inf, dtype=start.dtype)
     idle, active = torch.zeros(len(targets), dtype=torch.long), torch.ones(len(targets), dtype=torch.bool)
@@ -381,7 +389,7 @@ def invert(
             break
         moved = x - lr * g
         if low is not None or high is not None:
-            moved = moved.clamp(low, high)  # type: ignore[arg-type]
+            moved = moved.clamp(low, high)
         x = torch.where(active.view(-1, *[1] * (x.dim() - 1)), moved, x)
     return best, 1 - least
 

@@ -228,3 +228,25 @@ def test_likeness() -> None:
     assert same == pytest.approx({"correlation": 1, "ssim": 1, "mse": 0}, abs=1e-5)
     assert abs(other["correlation"]) < 0.2 and other["ssim"] < 0.3 and other["mse"] == pytest.approx(1 / 6, rel=0.1)
     assert privacy.likeness(-2 * a, a, 1.0)["correlation"] == pytest.approx(-1)
+
+
+def test_a_method_whose_upload_is_no_model_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^algorithm: MR-MTL uploads how far"):
+        privacy.intercept(ALGORITHMS["mrmtl"](), model, federation(), Training(), 1, workers=1)
+
+
+def test_members_as_numbers_and_bounds_of_two_kinds() -> None:
+    score, member = torch.tensor([0.9, 0.2, 0.7, 0.1]), torch.tensor([0, 1, 0, 1])
+    assert privacy.measures(score, member) == privacy.measures(score, member.bool())
+    assert privacy.intervals(score, member) == privacy.intervals(score, member.bool())
+    start = torch.zeros(2, 3)
+    one = privacy.invert(lambda x: 50 * x, start, torch.tensor([0, 1]), steps=3, low=-0.1, high=torch.full((3,), 0.2))
+    other = privacy.invert(lambda x: 50 * x, start, torch.tensor([0, 1]), steps=3, low=torch.full((3,), -0.1), high=0.2)
+    assert torch.equal(one[0], other[0]) and float(one[0].max()) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("option", [{"clients": 0}, {"rounds": 0}, {"shadows": -1}, {"ratios": -1}, {"seed": -1}])
+def test_numbers_of_an_attack_are_checked_first(option: dict[str, int]) -> None:
+    (name,) = option
+    with pytest.raises(ValueError, match=f"^{name}: expected a whole number"):
+        privacy.membership(ALGORITHMS["fedavg"](), model, (torch.zeros(9, 2), torch.zeros(9, dtype=torch.int64)), 2, Training(), **option)

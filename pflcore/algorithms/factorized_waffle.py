@@ -14,6 +14,7 @@ from pflcore import ops
 from pflcore.algorithms import ibp
 from pflcore.algorithms.base import FedAvg, Payload, Tensors, only_sgd
 from pflcore.local import Local, Training
+from pflcore.local.losses import REGRESSION, binary_cross_entropy, hinge
 from pflcore.local.net import Net
 from pflcore.local.random import client_seeds, uniforms
 from pflcore.nn.factorized import Init, factorize, factorized_layers
@@ -48,7 +49,7 @@ class FactorizedWaffle(FedAvg):
     tau: float = 2 / 3  # the relaxation's final temperature
     tau_start: float | None = None  # its first; default: tau throughout
     tau_decay: float = 0.99  # its factor for each of the client's steps, down to tau
-    kl_b: str = "mc"  # E_v KL(q(b) || p(b | v)): "mc", one sample of v, "concrete_mc", one of b too, or the exact "series" (slow)
+    kl_b: str = "mc"  # E_v KL(q(b) || p(b | v)): "mc", one sample of v, "concrete_mc", the concrete variables' own, or a "series" (slow)
     eval_mode: str = "thr_soft"  # b in evaluation: "thr_soft" (pi where >= .5), "mean", "relaxed_mean", "hard" or "mc" (samples)
     samples: int = 10  # of "mc"
     never: str = "all"  # a client that never trained uses "all" factors, those of the "prior", or may "adapt" its beliefs first
@@ -191,10 +192,13 @@ class FactorizedWaffle(FedAvg):
         return ibp.concrete(logit[:, None], u.logit().unflatten(1, (self.samples, -1)), self.tau)
 
     def predict(self, view: Tensors, net: Net, x: Tensor) -> Tensor:
-        """The factorized model w, its layers' `strength` times a row of b: the logarithm of the probabilities' mean over the rows."""
+        """The factorized model w, its layers' `strength` times a row of b: the logarithm of the probabilities' mean over the rows; of
+        numbers their mean, of single labels its logit."""
         at = strengths(net)
         scores = torch.stack([net(view["w"].index_copy(0, at, view["w"][at] * b), x) for b in view["b"]])
-        if len(scores) == 1 or scores.dim() < 3 or scores.shape[2] == 1:
+        if net.criterion is binary_cross_entropy:
+            return scores.sigmoid().mean(0).logit()
+        if len(scores) == 1 or scores.dim() < 3 or scores.shape[2] == 1 or net.criterion in (*REGRESSION, hinge):
             return scores.mean(0)
         return scores.log_softmax(2).logsumexp(0)  # the logarithm of the mean of the probabilities, but for a constant
 

@@ -13,6 +13,7 @@ from pflcore.local import Local
 from pflcore.local.losses import REGRESSION, binary_cross_entropy, cross_entropy, hinge, loss_name
 from pflcore.local.net import Net
 from pflcore.local.workers import onto
+from pflcore.nn.mode import forward_mode
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,24 @@ class FedRoD(FedAvg):
         prior = prior.view(-1, *[1] * (generic.dim() - 2))  # [B, C, T] are scores of T steps
         return net.criterion(generic + prior, y) + net.criterion(generic.detach() + personal, y)
 
+    def check(self, local: Local) -> None:
+        """ValueError where the model is not its head on its features."""
+        net, x = local.net, local.setting.data.x[:2]
+        row = net.w0 + torch.linspace(-0.1, 0.1, net.size).to(net.w0)
+        same = not any(name.startswith(f"{net.head_name}.") for name in net.buffer_names)
+        try:
+            with torch.no_grad(), forward_mode(False, net.b0):
+                same = same and torch.allclose(net.head(row, net.features(row, x)), net(row, x), rtol=1e-3, atol=1e-4)
+        except (RuntimeError, TypeError, IndexError, ValueError):  # whatever such a model says
+            same = False
+        if not same:
+            raise ValueError(
+                "model: FedRoD adds a second head's scores, so a head must be the last that the model does, with weights of its own and no "
+                f"statistics, and {net.head_name!r} is not so; name it with Net(..., head=...)."
+            )
+
     def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
+        self.check(local)
         x = down["x"]
         n = onto(local.counts, x.device).to(x.dtype)
         w = local.fit(torch.cat([x, own["h"]], 1), loss=self.loss, extra={"n": n}).w

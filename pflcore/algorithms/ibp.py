@@ -68,9 +68,8 @@ def kl_slope(logit: Tensor, log_c: Tensor, log_d: Tensor, log_rest: Tensor, alph
     log_v = log1mexp(s) / c
     log_p = along(log_v, sizes).clamp_(max=NEAR_ONE)
     logit_p = log_p - log1mexp(log_p)
-    by_p = (1 - pi) * logit_p.exp() - pi
+    by_p = ((1 - pi) * logit_p.exp() - pi) * (log_p < NEAR_ONE)  # at the bound nothing moves
     by_v = torch.cat([g.flip(1).cumsum(1).flip(1) for g in by_p.split(sizes, 1)], 1)  # v_k is part of every later p
-    by_v = torch.where(log_p < NEAR_ONE, by_v, by_v - by_p)
     rest = 1 - alpha / c
     by_c = 1 - alpha * harmonic(d) / c - by_v * log_v
     by_d = 1 - 1 / d - rest * d * torch.polygamma(1, d + 1) - by_v * s / (c * torch.expm1(s)) * s.exp()
@@ -83,7 +82,8 @@ def along(values: Tensor, sizes: list[int]) -> Tensor:
 
 
 def expected_kl_b(logit: Tensor, c: Tensor, d: Tensor, terms: int = 1000) -> Tensor:
-    """E_v of `kl_b` without sampling: a series of `terms`, the first factor by quadrature (its series is slow where d < 2)."""
+    """E_v of `kl_b` without sampling: a series of `terms`, the first factor by quadrature; the others' series is slow where d is small
+    (.728 for .739 at c = 120, d = .3)."""
     pi, logsigmoid = logit.sigmoid(), torch.nn.functional.logsigmoid
     log_p = -(harmonic(d) / c).cumsum(-1)
     log_not = expected_log_not(c, d, terms)
@@ -115,7 +115,8 @@ def concrete(logit: Tensor, noise: Tensor, tau: float | Tensor) -> Tensor:
 
 
 def concrete_ratio(logit: Tensor, log_p: Tensor, noise: Tensor, tau: float | Tensor) -> Tensor:
-    """log q - log p of a concrete sample before its sigmoid: a one-sample estimate of `kl_b`, of larger variance (Mehta et al. 2021).
+    """log q - log p of a concrete sample before its sigmoid (Mehta et al. 2021): one sample of the divergence of two concrete variables,
+    whatever tau, which is more than `kl_b`, that of the labels they stand for (.256 for .184 at pi = .7, p = .4).
 
     `noise` is logit u, as in `concrete`.
     """

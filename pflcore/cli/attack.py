@@ -109,7 +109,7 @@ def inversion(
         with torch.no_grad():
             p = oracle(made).softmax(1)
         out[view] = {
-            **privacy.likeness(made, real, float((high - low).mean())),
+            **privacy.likeness(made * std + mean, real * std + mean, 1.0),
             "confidence": float(sure.mean()),
             "oracle": float((p.argmax(1) == targets).double().mean()),
         }

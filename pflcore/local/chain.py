@@ -223,7 +223,7 @@ def _layers(module: nn.Module) -> list[nn.Module]:
     for name, m in module.named_modules():
         if not is_plain(m):
             raise NoChain(f"a hook on {name or 'the model'}, or a forward of its own")
-    layers, mode = [], module.training
+    layers, kept = [], [(m, dict(vars(m))) for m in module.modules()]
     try:
         for train in (True, False):
             module.train(train)
@@ -235,7 +235,9 @@ def _layers(module: nn.Module) -> list[nn.Module]:
                 raise NoChain("a forward that torch.fx cannot trace") from error
             layers.append(_checked(_line(module, list(graph.nodes))))
     finally:
-        module.train(mode)
+        for m, attributes in kept:  # a forward may have kept what it was traced with
+            vars(m).clear()
+            vars(m).update(attributes)
     if [repr(m) for m in layers[0]] != [repr(m) for m in layers[1]] or any(
         _owned(a) is not _owned(b) for a, b in zip(*layers, strict=True)
     ):

@@ -208,7 +208,9 @@ class Local:
 
     # looking ---------------------------------------------------------------------------------------------------------
     def loss(self, rows: Tensor, split: str = "train", *, loss: LossFn | None = None, extra: dict[str, Tensor] | None = None) -> Tensor:
-        """Each client's mean loss [S] at `rows` [S, Q] over all its samples of `split`, in evaluation mode."""
+        """Each client's mean loss [S] at `rows` [S, Q] over all its samples of `split`, in evaluation mode.
+
+        Of a loss that is no mean over samples (class weights, labels left out) it is the mean over parts of 125 samples."""
         measured = self.measure(rows, split) if loss is None else None
         if measured is not None:
             return measured[0].to(rows)
@@ -221,7 +223,7 @@ class Local:
         return torch.stack(self._each_client(value))
 
     def grad(self, rows: Tensor, split: str = "train", *, loss: LossFn | None = None, extra: dict[str, Tensor] | None = None) -> Tensor:
-        """Each client's gradient [S, Q] at `rows` over all its samples of `split`, in evaluation mode.
+        """Each client's gradient [S, Q] at `rows` over all its samples of `split`, in evaluation mode: that of `loss`.
 
         The gradient that training takes has batch norm normalise by the batch: with batch norm, and on "train", this is the mean over
         minibatches (of the run's size, in the order of the samples, no last one of a single sample) in training mode; the running

@@ -7,14 +7,17 @@ A federation's models are rows of one [N, P] matrix, so that the ops see matrice
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from pflcore.data.fields import Fields
 from pflcore.local.losses import REGRESSION, Loss, loss_of
@@ -87,6 +90,8 @@ class Net:
             self.module = self._made(seed)
         else:
             raise TypeError(f"build: expected an nn.Module or a function that makes one, got {type(build).__name__}.")
+        if any(is_lazy(p) for p in (*self.module.parameters(), *self.module.buffers())):
+            raise ValueError("build: the model has lazy layers, whose sizes are not known yet; give it a batch first, or name the sizes.")
         refuse_random(self.module)
         refuse_detours(build if isinstance(build, nn.Module) else self.module)  # hooks of parameters do not survive a copy
         trainable = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
@@ -298,6 +303,8 @@ class Net:
         context.layer = 0
         scores = bound.module(x)
         if bound.buffers and context.train:
+            for i, ((owner, name), *_) in bound.buffers:
+                pieces[i] = owner[name].detach().reshape(-1)  # a forward may have put another tensor there
             context.buffers = torch.cat(pieces)
         return scores  # type: ignore[no-any-return]
 
@@ -333,9 +340,15 @@ class Net:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             if not isinstance(self.build, nn.Module):
-                return self.build()
+                made = self.build()
+                if not isinstance(made, nn.Module):
+                    raise TypeError(f"build: expected a function that makes an nn.Module, got one that makes {type(made).__name__}.")
+                return made
             module = copy.deepcopy(self.build)
-            for name, m in module.named_modules():
+            named = dict(module.named_modules())
+            at = {name: i for i, name in enumerate(named)}
+            inside_out = sorted(named, key=lambda n: [*(at[p] for p in accumulate(n.split("."), "{}.{}".format) if p), math.inf])
+            for name, m in ((n, named[n]) for n in inside_out):  # a parent has the last word
                 if hasattr(m, "reset_parameters"):
                     m.reset_parameters()
                 elif any(p.requires_grad for p in m.parameters(recurse=False)):

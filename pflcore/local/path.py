@@ -112,6 +112,8 @@ class Judge:
         self.raised = False
         try:
             gap = difference(make(self.wide), self.given)
+            if gap is None and make is by_module:  # a count of passes was in step with the module's the first time
+                gap = difference(make(self.wide), self.given)
             if gap is None and self.wide.dtype != self.net.dtype:
                 make(self.net)(self.given[0].to(self.net.dtype))
             return gap

@@ -118,11 +118,13 @@ def passed(net: Net, data: Federation, x: Tensor, y: Tensor, train: bool) -> boo
         raise ValueError(f"criterion: expected one number for a batch, got {got}; take the mean over its samples.")
     if train and loss.requires_grad:
         try:
-            torch.autograd.grad(loss.sum(), [p for p in module.parameters() if p.requires_grad], allow_unused=True)
+            grads = torch.autograd.grad(loss.sum(), [p for p in module.parameters() if p.requires_grad], allow_unused=True)
         except Exception as e:
             if memory.ran_out(e):
                 raise
             raise ValueError(f"model: its backward pass fails: {first(e)}.") from e
+        if any(g is not None and g.is_sparse for g in grads):
+            raise ValueError("model: its gradients are sparse, and a row's is not; set sparse=False in its embeddings.")
     return bool(loss.requires_grad)
 
 

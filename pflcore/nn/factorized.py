@@ -189,9 +189,13 @@ def factorize(
         )
     for i, name in enumerate(layers):
         m: Any = module.get_submodule(name)
+        if sum(p is m.weight for other in module.modules() for p in other._parameters.values()) > 1:
+            raise ValueError(f"module: {name} shares its weight with another layer, which factors cannot; untie them first.")
         factors = given[i % len(given)] if given else -(-3 * len(m.weight) // 5)
-        parent, _, leaf = name.rpartition(".")
-        setattr(module.get_submodule(parent), leaf, _like(name, m, factors, init, alpha))
+        new = _like(name, m, factors, init, alpha)
+        for place in [n for n, other in module.named_modules(remove_duplicate=False) if other is m]:  # a layer may be called in several
+            parent, _, leaf = place.rpartition(".")
+            setattr(module.get_submodule(parent), leaf, new)
     return module
 
 

@@ -141,6 +141,16 @@ def test_the_gradient_written_out_is_autograds() -> None:
         torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
 
 
+def test_the_gradient_written_out_where_leading_factors_are_at_their_bound() -> None:
+    q = torch.tensor([[0.0, 0.0, 0.5], [7.0, 7.0, 1.0], [-1.0, -1.0, 0.3]], dtype=D)[None]
+    u = torch.tensor([[0.99, 0.99, 0.4]], dtype=D)
+    leaf = q.clone().requires_grad_()
+    c, d = leaf[:, 1].exp(), leaf[:, 2].exp()
+    value = ibp.kl_b(leaf[:, 0], ibp.along(ibp.log_v(u, c, d), [3])) + ibp.kl_v(c, d, torch.full((3,), 7.0, dtype=D))
+    got = ibp.kl_slope(*q.unbind(1), torch.log1p(-u), torch.full((3,), 7.0, dtype=D), [3]).view(1, 3, 3)
+    near(got, slopes(value, leaf)[0].tolist(), atol=1e-9)
+
+
 def test_the_expectation_over_v() -> None:
     def plain(terms: int) -> Tensor:
         log_p, log_not = -(ibp.harmonic(DD) / C).cumsum(0), ibp.expected_log_not(C, DD, terms)

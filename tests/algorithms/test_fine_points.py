@@ -12,6 +12,7 @@ from torch import Tensor
 from pflcore.algorithms import FedAvg
 from pflcore.algorithms.base import Cohort, Pool, Setting, Tensors, cohort_from
 from pflcore.algorithms.clustered_fl import ClusteredFL
+from pflcore.algorithms.factorized_waffle import FactorizedWaffle, strengths
 from pflcore.algorithms.fedamp import FedAMP, HeurFedAMP
 from pflcore.algorithms.feddwa import FedDWA, spread
 from pflcore.algorithms.fedfomo import FedFomo
@@ -339,3 +340,46 @@ def test_knnper_refuses_probabilities_as_labels() -> None:
     run = Simulation(KnnPer(k=1), lambda: nn.Linear(6, 4), data, Training(lr=0.1), rounds=1, loss="cross_entropy")
     with pytest.raises(ValueError, match=r"^data: kNN-Per's neighbours vote with labels"):
         run.run()
+
+
+class Ends(nn.Module):
+    """Models whose head is not the last that they do, or not their own."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.e, self.h = kind, nn.Linear(4, 4), nn.Linear(4, 4)
+        self.head = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)) if kind == "statistics" else nn.Linear(4, 4 if kind == "tied" else 3)
+        if kind == "tied":
+            self.head.weight = self.e.weight
+
+    def forward(self, x):
+        y = self.head(torch.tanh(self.e(x)))
+        return y.relu() if self.kind == "after" else y + self.h(x)[:, :3] if self.kind == "beside" else y
+
+
+@pytest.mark.parametrize("kind", ["tied", "after", "beside", "statistics", "plain"])
+def test_fedrods_head_is_the_last_that_the_model_does(kind):
+    x = torch.randn(12, 4)
+    fed = Federation.from_arrays([(x, torch.arange(12) % 3), (x + 1, torch.arange(12) % 3)], classes=4 if kind == "tied" else 3)
+    run = Simulation("fedrod", Ends(kind), fed, Training(0.1, 4), rounds=1, eval_split="train")
+    if kind == "plain":
+        assert not run.run().stopped
+    else:
+        with pytest.raises(ValueError, match=r"^model: FedRoD adds a second head's scores"):
+            run.run()
+
+
+@pytest.mark.parametrize(("loss", "width"), [("squared", 2), ("binary_cross_entropy", 2), ("cross_entropy", 3)])
+def test_sampled_models_are_averaged_as_their_loss_has_it(loss, width):
+    alg = FactorizedWaffle(eval_mode="mc", ranks=(4,))
+    net = alg.prepare(Net(lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, width)), loss))
+    b, x = torch.rand(3, 4), torch.randn(7, 5)
+    at = strengths(net)
+    each = torch.stack([net(net.w0.index_copy(0, at, net.w0[at] * row), x) for row in b])
+    want = {
+        "squared": each.mean(0),
+        "binary_cross_entropy": each.sigmoid().mean(0).logit(),
+        "cross_entropy": each.softmax(2).mean(0).log(),
+    }[loss]
+    got = alg.predict({"w": net.w0, "b": b}, net, x)
+    torch.testing.assert_close(got.log_softmax(1) if loss == "cross_entropy" else got, want)

@@ -205,3 +205,41 @@ def test_what_is_no_model_is_refused_in_a_sentence() -> None:
         net(torch.zeros(7), torch.zeros(1, 2))
     with pytest.raises(ValueError, match="module: parameter 'weight'"):
         net.row(nn.Linear(3, 2))
+
+
+class Silent(nn.Module):
+    """Its last layer starts at zero, whatever the layer's own start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.last = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 5)), nn.Linear(5, 3)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.last.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.body(x))
+
+
+def test_a_parent_has_the_last_word_on_its_childrens_start() -> None:
+    net = Net(Silent())
+    assert not net.init(3)[net.slices["last.weight"]].any() and net.init(3)[net.slices["body.2.weight"]].any()
+    plain = nn.Sequential(nn.Linear(4, 5), nn.Sequential(nn.Linear(5, 5), nn.Tanh()), nn.Linear(5, 3))
+    torch.manual_seed(7)
+    for m in (plain[0], plain[1][0], plain[2]):
+        m.reset_parameters()
+    assert torch.equal(Net(plain).init(7), Net(plain).row(plain))  # in the order in which they stand
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "words"),
+    [
+        (lambda: None, TypeError, "one that makes NoneType"),
+        (lambda: nn.LazyLinear(3), ValueError, "lazy layers"),
+        (nn.LazyLinear(3), ValueError, "lazy"),
+    ],
+)
+def test_what_is_no_finished_model_is_one_sentence(build, error, words) -> None:
+    with pytest.raises(error, match=f"^build: .*{words}"):
+        Net(build)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -303,3 +304,89 @@ def test_a_chain_with_dropout_is_a_chain() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert choose_path(Net(model), data)[1].form == "chain"
+
+
+class Average(nn.Module):
+    """A running mean of the inputs, put anew into its place by every pass."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.h, self.how = nn.Linear(6, 4), how
+        self.register_buffer("ema", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            mean = x.detach().mean(0)
+            if self.how == "again":
+                self.ema = 0.9 * self.ema + 0.1 * mean
+            elif self.how == "data":
+                self.ema.data = 0.9 * self.ema + 0.1 * mean
+            else:
+                self.ema.mul_(0.9).add_(0.1 * mean)
+        return self.h(x - self.ema)
+
+
+@pytest.mark.parametrize("engine", ["auto", "threads", "vmap"])
+@pytest.mark.parametrize("how", ["again", "data", "in place"])
+def test_a_buffer_is_what_the_forward_made_of_it(how: str, engine: str) -> None:
+    data, built = federation(), Average(how).double()
+    data = dataclasses.replace(data, x=data.x.double())
+    if (how, engine) == ("data", "vmap"):
+        pytest.skip("no data of a tensor under vmap")
+    history = Simulation("local", built, data, Training(0.1, 100, epochs=3), rounds=1, engine=engine).run()
+    model, (x, y) = copy.deepcopy(built).train(), data.client(0)
+    step = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):  # all samples are one batch
+        step.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        step.step()
+    got = history.models[0].module()
+    torch.testing.assert_close(got.ema, model.ema)
+    torch.testing.assert_close(got.h.weight, model.h.weight)
+
+
+class Counted(nn.Module):
+    """Its outputs depend on how often it was called."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.h, self.where, self.k, self.last = nn.Linear(6, 4), where, 0, None
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.h(x)
+        if self.where == "cache":
+            y = y if self.last is None else y + 0.1 * self.last
+            self.last = y.detach().mean(0)
+        elif self.training:
+            self.k, self.calls = self.k + 1, self.calls + 1
+        return y / (1 + 0.1 * (self.calls if self.where == "buffer" else self.k))
+
+
+@pytest.mark.parametrize("engine", ["auto", "threads"])
+@pytest.mark.parametrize("where", ["buffer", "attribute", "cache"])
+def test_what_one_client_leaves_to_the_next_is_refused(where: str, engine: str) -> None:
+    with pytest.raises(ValueError, match="nothing that another pass has changed"):
+        Simulation("fedavg", Counted(where), federation(), Training(0.1, 4), rounds=1, engine=engine)
+
+
+def test_what_a_forward_keeps_is_no_symbol() -> None:
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.h = nn.Linear(6, 5), nn.Linear(5, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = torch.tanh(self.a(x))
+            return self.h(self.kept)
+
+    net = Net(Keeps())
+    compiled(net, (6,))
+    assert "kept" not in vars(net.module) and net.module.training
+    assert net.module(torch.ones(2, 6)).shape == (2, 4)
+
+
+def test_sparse_gradients_are_refused() -> None:
+    built = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Flatten(), nn.Linear(18, 4))
+    with pytest.raises(ValueError, match="model: its gradients are sparse"):
+        Simulation("fedavg", built, federation(tokens=True), Training(0.1, 4), rounds=1)

@@ -177,3 +177,13 @@ def test_a_factorized_model_is_a_model() -> None:
     assert not torch.equal(from_module.init(1), from_module.init(2))
     x: Tensor = torch.ones(2, 9, dtype=D)
     torch.testing.assert_close(net.head(net.w0, net.features(net.w0, x)), net(net.w0, x))
+
+
+def test_a_layer_that_is_called_twice_stays_one() -> None:
+    layer = nn.Linear(6, 6, bias=False)
+    made = factorize(nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(6, 2)), 4)
+    assert made[0] is made[2] and isinstance(made[0], FactorizedLinear) and type(made[3]) is nn.Linear
+    tied = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2))
+    tied[1].weight = tied[0].weight
+    with pytest.raises(ValueError, match="module: 0 shares its weight with another layer"):
+        factorize(tied, 4)
