@@ -85,8 +85,16 @@ KNOWN = [
     Mutant("pflcore/reproduce/table.py", "(0.98 if higher_is_better else 1.02)", "(1.02 if higher_is_better else 0.98)", "reproduce/test_motley.py -k near_enough"),
     Mutant("pflcore/tuning.py", "self.blind = [p.blind for p in protocols]", "self.blind = [p.data for p in protocols]", "test_tuning.py -k 'poisoned or no_test_split'"),
     Mutant("pflcore/reproduce/study.py", '(protocol.blind, protocol.choose) if split == "val" else (protocol.data, protocol.report)', '(protocol.data, protocol.report)\n    split = "test"', "reproduce/test_motley.py -k results_on_validation"),
-    Mutant("pflcore/results/table.py", 'of_seed.get(r.header.get("seed"), base[0])', "base[0]", "results/test_results.py -k 'hurt or worse'"),
+    Mutant("pflcore/results/table.py", 'of_seed.get(r.header.get("seed"))', "base[0]", "results/test_results.py -k 'hurt or worse'"),
     Mutant("pflcore/reproduce/plan.py", 'k != "workers"}', 'k not in ("workers", "participation")}', "reproduce/test_motley.py -k digest"),
+    Mutant("pflcore/local/net.py", "pieces[i] = owner[name].detach().reshape(-1)", "pieces[i] = pieces[i]", "local/test_path.py -k forward_made"),
+    Mutant("pflcore/local/path.py", "if gap is None and make is by_module:", "if False:", "local/test_path.py -k leaves_to_the_next"),
+    Mutant("pflcore/simulation/round.py", "nan_to_num(math.inf, math.inf)", "nan_to_num(nan=math.inf)", "simulation/test_hostile.py -k large_number"),
+    Mutant("pflcore/interop/client.py", "if about.factor < 1:", "if False:", "interop/test_server.py -k long_update"),
+    Mutant("pflcore/ops/stream.py", "if shapes != self._shapes or", "if len(row) != self.shape[1] or", "ops/test_stream.py -k other_shapes"),
+    Mutant("pflcore/tuning.py", ", repr(net.module)]", "]", "test_tuning.py -k not_used_again"),
+    Mutant("pflcore/nn/factorized.py", "module.named_modules(remove_duplicate=False) if other is m", "module.named_modules() if other is m", "nn/test_factorized.py -k called_twice"),
+    Mutant("pflcore/metrics.py", "won = scores.argmax(1).masked_fill(scores.isnan().any(1), -1)", "won = scores.argmax(1)", "test_metrics.py -k wins_no_class"),
 ]  # fmt: skip
 
 # A sample of everything else.
@@ -129,7 +137,7 @@ SAMPLED = [
     Mutant("pflcore/algorithms/per_fedavg.py", "/ (2 * delta)", "/ delta", "algorithms/test_rivals_client.py -k per_fedavg"),
     Mutant("pflcore/algorithms/pfedme.py", "self.lam * (w - theta)", "(w - theta)", "algorithms/test_rivals_client.py -k pfedme"),
     Mutant("pflcore/algorithms/qfedavg.py", "* norm / (local.lr or 1) +", "* norm +", "algorithms/test_motley_algorithms.py"),
-    Mutant("pflcore/algorithms/ibp.py", "by_p = (1 - pi) * logit_p.exp() - pi", "by_p = (1 - pi) * logit_p.exp() + pi", "algorithms/test_factorized_golden.py"),
+    Mutant("pflcore/algorithms/ibp.py", "by_p = ((1 - pi) * logit_p.exp() - pi)", "by_p = ((1 - pi) * logit_p.exp() + pi)", "algorithms/test_factorized_golden.py"),
     Mutant("pflcore/algorithms/factorized_waffle.py", "slope[:, : len(at)] += by_strength * r * by_b", "slope[:, : len(at)] += by_strength * by_b", "algorithms/test_factorized_waffle.py"),
     # a round
     Mutant("pflcore/simulation/round.py", "ids = ids[fine]\n", "ids = ids[fine | True]\n", "algorithms/test_contract.py -k 'breaks and ditto'"),
@@ -156,7 +164,7 @@ SAMPLED = [
     Mutant("pflcore/results/record.py", 'min(2**20, mark["bytes"] - self._size)', 'min(2**20, mark["bytes"] + 1 - self._size)', "simulation/test_checkpoint.py -k mark"),
     Mutant("pflcore/results/record.py", "os.truncate(self.side, aside)", "pass", "results/test_side_file.py"),
     Mutant("pflcore/results/record.py", "(torch.tensor(size) > 0), math.inf, values)", "(torch.tensor(size) > 0), math.nan, values)", "simulation/test_hostile.py results/test_results.py"),
-    Mutant("pflcore/results/record.py", "accumulate=True) / block", "accumulate=True)", "results simulation/test_scale.py"),
+    Mutant("pflcore/results/record.py", "matrix / torch.bincount(torch.arange(n) // block)[:, None]", "matrix", "results simulation/test_scale.py"),
     # local training
     Mutant("pflcore/local/adamw.py", "w.sub_(move.mul_(lr) if mask is None", "w.add_(move.mul_(lr) if mask is None", "local/test_adamw.py"),
     Mutant("pflcore/local/adamw.py", "steps += 1\n", "steps += 2\n", "local/test_adamw.py"),
