@@ -278,7 +278,9 @@ PFL_FN void turn(T* to, int64_t to_row, Row&& row, int64_t rows, int64_t cols) {
 // ---- functions: polynomials for float32, the library's for float64 ----
 template <class V, class F>
 PFL_FN void lane_by_lane(V& v, F f) {
-  for (size_t i = 0; i < sizeof(V) / sizeof(v[0]); i++) v[i] = f(v[i]);
+  V out{};   // whole, or gcc takes v for half written
+  for (size_t i = 0; i < sizeof(V) / sizeof(v[0]); i++) out[i] = f(v[i]);
+  v = out;
 }
 
 // e^x; NaN stays, below -87 it is 0 or next to it.

@@ -71,15 +71,14 @@ class APFL(FedAvg):
             return torch.cat([grad(w.contiguous()), alpha * mixed, ((v - w) * mixed).sum(1, keepdim=True)], 1)
 
         def update(rows: Tensors, grad: Callable[..., Tensor], k: int) -> Tensors:
-            row = rows["row"].clone()  # [s, 2 P + 1]: w | v | alpha
+            row = rows["row"]  # [s, 2 P + 1]: w | v | alpha
             gradient = joint(row, grad) if apart else grad(row)
-            buffer = rows["momentum"].clone() if t.momentum else None
             models, g = row[:, : 2 * P], gradient[:, : 2 * P]
-            ops.sgd_step_(models, g, local.lr, momentum=t.momentum, buffer=buffer, weight_decay=t.weight_decay)
+            ops.sgd_step_(models, g, local.lr, momentum=t.momentum, buffer=rows.get("momentum"), weight_decay=t.weight_decay)
             if self.adaptive and k == 0:
                 alpha = row[:, 2 * P :]
                 row[:, 2 * P :] = (alpha - alpha_lr * (gradient[:, 2 * P :] + self.alpha_decay * alpha)).clamp(0, 1)
-            return {"row": row} if buffer is None else {"row": row, "momentum": buffer}
+            return {}  # all of it in place
 
         rows = {"row": torch.cat([x, own["v"], own["alpha"]], 1)}
         if t.momentum:
@@ -87,14 +86,6 @@ class APFL(FedAvg):
         w, v, alpha = local.each_batch(rows, update, loss=None if apart else self.joint_loss)["row"].split([P, P, 1], 1)
         new = {"v": v, "alpha": alpha}
         return {**new, "w": w} if self.evaluate_on == "client" else new, {"delta": w - x}
-
-    def two_gradients(self, row: Tensor, grad: Callable[..., Tensor]) -> Tensor:
-        """What autograd makes of `joint_loss`, [s, 2 P + 1], from the gradients at w and at the mixture."""
-        P = row.shape[1] // 2
-        w, v, alpha = row.split([P, P, 1], 1)
-        g = grad(w)
-        mixed = grad(alpha * v + (1 - alpha) * w)
-        return torch.cat([g, alpha * mixed, ((v - w) * mixed).sum(1, keepdim=True)], 1)
 
     def joint_loss(self, net: Net, row: Tensor, x: Tensor, y: Tensor, extra: Tensors) -> Tensor:
         """Its gradient in w is that of w's loss, in v and alpha that of the mixture's; `row` [2 P + 1] is w | v | alpha."""
