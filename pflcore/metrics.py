@@ -206,7 +206,7 @@ def truncate_percent(share: float) -> float:
 
     The tolerance of 1e-9 percent keeps a share such as 0.29, whose percent is 28.999999999999996 in floating point, at 29.00.
     """
-    return math.nan if math.isnan(share) else math.floor(share * 1e4 + 1e-7) / 100
+    return math.floor(share * 1e4 + 1e-7) / 100 if math.isfinite(share) else share
 
 
 def paper_cell(shares: Vector) -> str:
@@ -218,7 +218,8 @@ def paper_cell(shares: Vector) -> str:
 def _check_pair(scores: Tensor, y: Tensor, classes: bool = False) -> None:
     if not (isinstance(scores, Tensor) and isinstance(y, Tensor)):
         raise ValueError(f"scores and y: expected two tensors, got {kinds.shown(scores)} and {kinds.shown(y)}.")
-    if scores.numel() != y.numel() and not (classes and scores.shape[:-1] == y.shape):
+    one_each = scores.numel() == y.numel() and (scores.shape[:1] == y.shape[:1] or scores.shape[:-1] == y.shape)
+    if not one_each and not (classes and scores.shape[:-1] == y.shape):
         raise ValueError(f"scores and y: expected scores for each of y, got shapes {list(scores.shape)} and {list(y.shape)}.")
 
 
@@ -294,6 +295,7 @@ def _classes(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(scores of class 1 [n] or of each class [n, C], the class that wins [n], -1 where a score is NaN, labels from 0 [n]), samples
     and positions in one row."""
     _check_pair(scores, y, True)
+    scores = scores.detach()
     if scores.dim() > y.dim() and scores.shape[-1] > 1:
         scores, y = scores.reshape(-1, scores.shape[-1]).double().cpu(), y.reshape(-1).cpu()
         won = scores.argmax(1).masked_fill(scores.isnan().any(1), -1)
@@ -342,7 +344,8 @@ def rmse(scores: Tensor, y: Tensor) -> float:
 def r2(scores: Tensor, y: Tensor) -> float:
     """Coefficient of determination; NaN for fewer than two samples; of several outputs the unweighted mean."""
     _check_pair(scores, y)
-    return float(_sklearn().r2_score(y.cpu(), scores.reshape(y.shape).cpu())) if len(y) > 1 and scores.isfinite().all() else math.nan
+    y, scores = y.double().cpu(), scores.detach().reshape(y.shape).double().cpu()
+    return float(_sklearn().r2_score(y, scores)) if len(y) > 1 and scores.isfinite().all() else math.nan
 
 
 CLASS_METRICS: dict[str, Metric] = {"auc": auc, "f1": f1, "balanced_accuracy": balanced_accuracy}

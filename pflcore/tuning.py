@@ -110,7 +110,7 @@ class Tuned:
         return max(self.trials, key=lambda t: t.score)
 
     def report(self, protocol: int = 0) -> Tensors:
-        """Test results of the chosen candidate(s) on a protocol's reported clients: see `pflcore.algorithms.evaluate`."""
+        """Test results of the chosen candidate(s) on a protocol's reported clients: see `pflcore.evaluate`."""
         p = self.protocols[protocol]
         out: Tensors = {}
         for j in self.chosen[protocol][p.report].unique().tolist():
@@ -220,7 +220,8 @@ def tune(
     criterion = None if metric is None and maximize is None else criterion_of(metric, maximize, not protocols[0].data.y.is_floating_point())
     where = Path(folder) if folder else None
     bench = _Bench(criterion, protocols, nets, states, rounds, participation, seeds, engine, workers, device, where, per_client)
-    book = _Book(where and where / "tuning.jsonl", bench.header(algorithm, training))
+    header = bench.header(algorithm, training)
+    book, bench.key = _Book(where and where / "tuning.jsonl", header), _key(header)
     for j in range(len(protocols)):
         for n, trial in enumerate(trials):
             name = _key({**trial.candidate.options, "run": j})
@@ -265,6 +266,7 @@ class _Bench:
         self.engine, self.workers, self.folder, self.keep = engine, workers, folder, keep
         self.blind = [p.blind for p in protocols]
         self.memory: dict[str, tuple[State, str | None]] = {}
+        self.key = ""  # what the search is, in the names of the files that it keeps
 
     def header(self, algorithm: FedAvg, training: Training) -> dict[str, Any]:
         """What must agree for results to be used again."""
@@ -304,7 +306,7 @@ class _Bench:
     def trained(self, candidate: Candidate, run: int) -> tuple[State, Setting, str | None]:
         """The state after the last round, from where it is kept or trained now."""
         name, simulation = f"{candidate.trained}-{run}", self.simulation(candidate, run)
-        file = self.folder / f"state-{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}.pt" if self.folder else None
+        file = self.folder / f"state-{hashlib.blake2b((name + self.key).encode(), digest_size=8).hexdigest()}.pt" if self.folder else None
         if self.states is not None or self.rounds == 0:
             return simulation.state if self.states is None else self.states[run], simulation.setting, None
         if name in self.memory:

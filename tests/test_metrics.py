@@ -166,3 +166,14 @@ def test_a_score_that_is_not_a_number_wins_no_class():
 def test_groups_are_numbers():
     with pytest.raises(ValueError, match=r"^group: expected a vector of numbers"):
         metrics.subpopulations([1.0, 2.0], ["a", "b"])
+
+
+def test_scores_of_other_samples_are_refused():
+    for scores, y in ((torch.tensor([[1.0, 2.0, -1.0, 3.0]]), torch.tensor([1, 1, 0, 1])), (torch.randn(2, 3), torch.zeros(6).long())):
+        with pytest.raises(ValueError, match=r"^scores and y: expected scores for each of y"):
+            metrics.right(scores, y)
+    assert metrics.right(torch.tensor([1.0]), torch.tensor(1)) and metrics.right(torch.tensor([[1.0], [-1.0]]), torch.tensor([1, 0])).all()
+    assert metrics.paper_cell([math.inf, 1.0]) == "inf ± inf"
+    pytest.importorskip("sklearn")
+    numbers = torch.arange(6.0, requires_grad=True)
+    assert metrics.r2(numbers.bfloat16(), torch.arange(6.0)) == 1.0 and metrics.auc(numbers - 2.5, torch.arange(6) // 3) == 1.0

@@ -65,19 +65,20 @@ class APFL(FedAvg):
         alpha_lr = local.lr if self.alpha_lr is None else self.alpha_lr
         apart = self.mix == "weights" and not local.net.buffer_names  # two gradients of the model's own loss, which kernels may take
 
-        def joint(row: Tensor, grad: Callable[..., Tensor]) -> Tensor:
-            w, v, alpha = row.split([P, P, 1], 1)
-            mixed = grad(alpha * v + (1 - alpha) * w)
-            return torch.cat([grad(w.contiguous()), alpha * mixed, ((v - w) * mixed).sum(1, keepdim=True)], 1)
-
         def update(rows: Tensors, grad: Callable[..., Tensor], k: int) -> Tensors:
-            row = rows["row"]  # [s, 2 P + 1]: w | v | alpha
-            gradient = joint(row, grad) if apart else grad(row)
-            models, g = row[:, : 2 * P], gradient[:, : 2 * P]
-            ops.sgd_step_(models, g, local.lr, momentum=t.momentum, buffer=rows.get("momentum"), weight_decay=t.weight_decay)
-            if self.adaptive and k == 0:
-                alpha = row[:, 2 * P :]
-                row[:, 2 * P :] = (alpha - alpha_lr * (gradient[:, 2 * P :] + self.alpha_decay * alpha)).clamp(0, 1)
+            row, learns = rows["row"], self.adaptive and k == 0  # [s, 2 P + 1]: w | v | alpha
+            w, v, alpha = row.split([P, P, 1], 1)
+            if apart:
+                g, mixed = grad(w.contiguous()), grad(torch.lerp(w, v, alpha))
+                slope = ((v - w) * mixed).sum(1, keepdim=True) if learns else alpha
+                both = g, mixed.mul_(alpha)
+            else:
+                *both, slope = grad(row).split([P, P, 1], 1)
+            buffers = rows["momentum"].split(P, 1) if t.momentum else (None, None)
+            for model, g, buffer in zip((w, v), both, buffers, strict=True):
+                ops.sgd_step_(model, g, local.lr, momentum=t.momentum, buffer=buffer, weight_decay=t.weight_decay)
+            if learns:
+                alpha.copy_((alpha - alpha_lr * (slope + self.alpha_decay * alpha)).clamp(0, 1))
             return {}  # all of it in place
 
         rows = {"row": torch.cat([x, own["v"], own["alpha"]], 1)}

@@ -40,5 +40,6 @@ def defended(defence: str, delta: Tensor, share: Tensor, hostile: int, root: int
     if defence == "clip":
         return delta, share * (norm.quantile(0.5) / norm).clamp(max=1.0)
     own, far = norm[root], ops.pairwise_sqdist(delta, delta[root : root + 1])[:, 0]
-    trust = ((norm**2 + own**2 - far) / (2 * norm * own)).clamp(0, 1).index_fill_(0, torch.tensor([root], device=norm.device), 1.0)
+    heard = norm > 1e-12 * own  # of shorter updates, of zeros above all, the cosine is rounding
+    trust = (heard * (norm**2 + own**2 - far) / (2 * norm * own)).clamp(0, 1).index_fill_(0, torch.tensor([root], device=norm.device), 1.0)
     return delta, (trust / trust.sum() * own / norm)[None]

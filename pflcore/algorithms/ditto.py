@@ -42,7 +42,7 @@ class Ditto(FedOpt):
 
     def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
         x = down["x"]
-        delta = local.fit(x, stream="global", probe=True).w - x  # v keeps Local's shuffle, so that lam = 0 is Local bit for bit
+        delta = local.fit(x, stream="global", probe=True).w.sub_(x)  # v keeps Local's shuffle, so that lam = 0 is Local bit for bit
         v = local.fit(started(own["v"], x, local), prox=(self.lam, x), lr=self.personal_lr, epochs=self.personal_epochs).w
         return {"v": v}, {"delta": delta}
 

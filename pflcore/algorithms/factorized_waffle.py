@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -79,12 +80,7 @@ class FactorizedWaffle(FedAvg):
     def prepare(self, net: Net) -> Net:
         if factorized_layers(net.module):
             return net
-
-        def build() -> nn.Module:
-            plain = net.module if isinstance(net.build, nn.Module) else net.build()
-            return factorize(plain, self.ranks, self.start, self.alpha, net.head_name)
-
-        return Net(build, net.criterion, net.head_name, net.seed)
+        return Net(partial(factorized, self, net), net.criterion, net.head_name, net.seed)
 
     def check_training(self, training: Training) -> None:
         only_sgd(self, training, "moves its dictionary by steps of SGD along one gradient with the beliefs'")
@@ -201,6 +197,12 @@ class FactorizedWaffle(FedAvg):
         if len(scores) == 1 or scores.dim() < 3 or scores.shape[2] == 1 or net.criterion in (*REGRESSION, hinge):
             return scores.mean(0)
         return scores.log_softmax(2).logsumexp(0)  # the logarithm of the mean of the probabilities, but for a constant
+
+
+def factorized(alg: FactorizedWaffle, net: Net) -> nn.Module:
+    """The net's model with its layers factorized; a function of the module, so that models can be pickled."""
+    plain = net.module if isinstance(net.build, nn.Module) else net.build()
+    return factorize(plain, alg.ranks, alg.start, alg.alpha, net.head_name)
 
 
 def strengths(net: Net) -> Tensor:

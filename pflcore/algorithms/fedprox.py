@@ -27,4 +27,4 @@ class FedProx(FedAvg):
 
     def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
         x = down["x"]
-        return own, {"delta": local.fit(x, prox=(self.mu, x)).w - x}
+        return own, {"delta": local.fit(x, prox=(self.mu, x)).w.sub_(x)}

@@ -67,7 +67,7 @@ class FineTune(FedOpt):
 
     def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
         x = down["x"]
-        return own, {"delta": local.fit(x, prox=(self.mu, x) if self.mu else None).w - x}
+        return own, {"delta": local.fit(x, prox=(self.mu, x) if self.mu else None).w.sub_(x)}
 
     def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
         x, buffers = down["x"], local.buffers.clone()

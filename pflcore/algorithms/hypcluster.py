@@ -135,7 +135,7 @@ class HypCluster(_Models):
         if local.round <= self.warm:
             return own, {"pick": pick, **fit_all(rows, b, local)}
         start, local.buffers = rows[pick.long()], b[pick.long()]
-        delta = local.fit(start).w - start
+        delta = local.fit(start).w.sub_(start)
         return own, {"pick": pick, "delta": delta, "b": local.buffers}
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
@@ -174,7 +174,7 @@ def fit_all(rows: Tensor, b: Tensor, local: Local) -> Tensors:
     deltas, fits = [], []
     for j, row in enumerate(rows):
         local.buffers = b[j].repeat(len(local.ids), 1)
-        deltas.append(local.fit(row.expand(len(local.ids), -1), stream=f"fit {j}" if j else "fit").w - row)
+        deltas.append(local.fit(row.expand(len(local.ids), -1), stream=f"fit {j}" if j else "fit").w.sub_(row))
         fits.append(local.buffers)
     return {"delta": torch.stack(deltas, 1), "b": torch.stack(fits, 1)}
 

@@ -49,9 +49,9 @@ class KnnPer(FedOpt):
 
     def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
         z, y = local.features(down["x"])  # [S, n, H], [S, n]: short clients are padded at the end
-        soft = y.is_floating_point() and y.dim() > 2
-        if soft and (local.net.criterion is cross_entropy or isinstance(local.net.criterion, nn.CrossEntropyLoss)):
-            raise ValueError("data: kNN-Per's neighbours vote with labels, and these targets are probabilities; give int64 labels.")
+        if y.dim() > 2 and (local.net.criterion is cross_entropy or isinstance(local.net.criterion, nn.CrossEntropyLoss)):
+            what = "probabilities" if y.is_floating_point() else "one for each step"
+            raise ValueError(f"data: kNN-Per's neighbours vote with a label a sample, and these targets are {what}; give int64 labels [n].")
         return {"w": down["x"], "z": z.flatten(2), "y": y, "n": onto(local.size, y.device)}
 
     def predict(self, view: Tensors, net: Net, x: Tensor) -> Tensor:

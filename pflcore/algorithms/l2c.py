@@ -66,7 +66,7 @@ class L2C(FedAvg):
             new |= self.adam(own, who, w * (slope - (w * slope).sum(1, keepdim=True)))
         n = own["a"].shape[1]
         p = torch.zeros(len(w), n + 1, dtype=w.dtype, device=w.device).scatter(1, torch.where(who < 0, n, who), w)[:, :n]
-        return {**own, **new}, {"delta": local.fit(x).w - x, "p": p}
+        return {**own, **new}, {"delta": local.fit(x).w.sub_(x), "p": p}
 
     def mixed(self, down: Payload, own: Tensors) -> tuple[Tensor, Tensor]:
         """Each client's model [S, P] and the weights [S, M] that made it."""

@@ -37,7 +37,7 @@ class QFedAvg(FedAvg):
 
     def client(self, down: Tensors, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
         f = (local.loss(down["x"]).double() + 1e-10).clamp(min=1e-6)
-        delta = local.fit(down["x"]).w - down["x"]
+        delta = local.fit(down["x"]).w.sub_(down["x"])
         norm = torch.linalg.vector_norm(delta, dim=1, dtype=torch.float64) ** 2
         return own, {"delta": delta, "weight": f**self.q, "h": self.q * f ** (self.q - 1) * norm / (local.lr or 1) + f**self.q}
 

@@ -53,7 +53,7 @@ class Scaffold(FedAvg, averages=True):
 
     def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
         fit, new = self.train(down, own, local)
-        return {"c": new}, {"delta": fit.w - down["x"], "control": new - own["c"]}
+        return {"c": new}, {"delta": fit.w.sub_(down["x"]), "control": new - own["c"]}
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
         x = ops.aggregate(*self.defended(up["delta"], cohort), base=g["x"], lr=self.server_lr)[0]

@@ -89,7 +89,7 @@ class Waffle(Scaffold):
 
     def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
         fit, new = self.train(down, own, local)
-        up = {"delta": fit.w - down["x"], "control": new if self.control_agg == "recompute" else new - own["c"]}
+        up = {"delta": fit.w.sub_(down["x"]), "control": new if self.control_agg == "recompute" else new - own["c"]}
         if self.normalize_by_steps:
             up["lr_sum"] = fit.lr_sum
         if self.distance_on == "raw_grad" and self.control_agg == "literal":

@@ -63,7 +63,7 @@ class WeightErosion(FedAvg):
             passes = torch.full_like(n, (local.round - 1) * t.epochs)
         else:
             passes = seen // (n if self.size_unit == "samples" else -(-n // t.batch_size))
-        return own, {"delta": local.fit(down["x"]).w - down["x"], "passes": passes}
+        return own, {"delta": local.fit(down["x"]).w.sub_(down["x"]), "passes": passes}
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
         distance, p_d = self.relative(up["delta"], cohort), self.p_d

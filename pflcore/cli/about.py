@@ -24,10 +24,9 @@ EXTRAS = {"cli": ("tyro", "tqdm"), "data": ("torchvision", "mlxtend", "sklearn",
 
 
 def info(argv: Sequence[str]) -> int:
-    """Says what runs here: versions, kernels, devices, optional packages; of a --model, the parameters, plain and factorized."""
-    if peek(argv, "--model"):
+    """Says what runs here: versions, kernels, devices, optional packages; of a --model instead, the parameters, plain and factorized."""
+    if argv:
         return _info_model(argv)
-
     facts: dict[str, Any] = {"pflcore": __version__, "Python": platform.python_version(), "torch": torch.__version__}
     facts |= {"system": platform.platform(), "threads": f"{torch.get_num_threads()} (the machine has {os.cpu_count()} cores)"}
     facts["GPU"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "none that torch sees"
@@ -42,7 +41,7 @@ def info(argv: Sequence[str]) -> int:
 
 def _info_model(argv: Sequence[str]) -> int:
     """The parameters of a model, as it is and with its layers factorized."""
-    name = peek(argv, "--model")[0]
+    name = next(iter(peek(argv, "--model")), "mlp")
     choice = experiment.model_of(name)
     if choice is None:
         raise ValueError("model: expected a model by name, got 'auto', which depends on the data.")
@@ -53,7 +52,7 @@ def _info_model(argv: Sequence[str]) -> int:
         Option("ranks", tuple[int, ...], (), "factors of each layer, or one number for all; none: 3 for 5 outputs"),
     ]
     groups = [Group("model", "", shape), Group(name, "", of_function(choice.function, choice.defaults))]
-    got = parse("pflcore info", inspect.getdoc(_info_model) or "", groups, argv)
+    got = parse("pflcore info", inspect.getdoc(info) or "", groups, argv)
     m = got["model"]
     plain = model_for(name, m["shape"], m["classes"], **of_words(got[name], choice.defaults))
     net = Net(plain)

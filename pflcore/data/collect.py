@@ -113,7 +113,7 @@ def _read(dataset: Any, who: str) -> tuple[Any, Tensor]:
         raise TypeError(f"{who} must be a torch Dataset with a length, got {type(dataset).__name__}")
     if len(dataset) == 0:
         raise ValueError(f"{who} has an empty Dataset: leave the client out, or give it at least one sample")
-    if isinstance(dataset, torch.utils.data.TensorDataset) and len(dataset.tensors) == 2:
+    if type(dataset) is torch.utils.data.TensorDataset and len(dataset.tensors) == 2:
         return dataset.tensors[0], dataset.tensors[1]
     samples = [dataset[k] for k in range(len(dataset))]
     if not (isinstance(samples[0], (tuple, list)) and len(samples[0]) == 2):

@@ -63,6 +63,7 @@ CRITERIA: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 PLAIN = {nn.CrossEntropyLoss: "cross_entropy", nn.MSELoss: "squared"}  # as torch makes them by default, they are ours by name
+SPREADING = nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, F.l1_loss, F.smooth_l1_loss, F.huber_loss
 Loss = str | Callable[[Tensor, Tensor], Tensor]
 
 
@@ -105,17 +106,29 @@ def loss_name(criterion: Callable[[Tensor, Tensor], Tensor]) -> str:
     return next((k for k, v in CRITERIA.items() if v is criterion), getattr(criterion, "__name__", type(criterion).__name__))
 
 
+def spreads(criterion: Callable[[Tensor, Tensor], Tensor]) -> bool:
+    """Whether it is one of torch's that spread scores [B, 1] over targets [B] to [B, B]."""
+    return type(criterion) in SPREADING or criterion in SPREADING
+
+
+def by_place(scores: Tensor, y: Tensor) -> Tensor:
+    """Scores [B, C, T] of labels [B, T] with the classes last; where there is one score a label, as the labels are."""
+    if scores.numel() == y.numel():
+        return scores.reshape(y.shape)
+    return scores.movedim(1, -1) if scores.dim() > y.dim() else scores
+
+
 def shares_right(scores: Tensor, y: Tensor) -> Tensor:
     """Which share of its labels [B, ...] each sample's `scores` [B, C, ...] get right, of those that count: [B] float64."""
-    classes = scores.movedim(1, -1) if scores.dim() > y.dim() else scores
-    hits = right(classes, y).double().view(len(y), -1)
+    hits = right(by_place(scores, y), y).double().view(len(y), -1)
     counts = (y != IGNORED).view(len(y), -1)
     return (hits * counts).sum(1) / counts.sum(1).clamp(min=1)
 
 
 def that_count(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The scores [n, C] and labels [n] of the steps that count, of scores [B, C, T] and labels [B, T]; others as they are."""
-    counts = y != IGNORED
-    if y.is_floating_point() or y.dim() < 2 or bool(counts.all()):
+    """The scores [n, C] and labels [n] of the steps that count, of scores [B, C, T] and labels [B, T]; where all
+    count, in their shapes, the classes last."""
+    if y.is_floating_point() or y.dim() < 2:
         return scores, y
-    return (scores.movedim(1, -1) if scores.dim() > y.dim() else scores)[counts], y[counts]
+    scores, counts = by_place(scores, y), y != IGNORED
+    return (scores, y) if bool(counts.all()) else (scores[counts], y[counts])

@@ -17,7 +17,7 @@ from torch import Tensor
 from pflcore.data.federation import Federation
 from pflcore.data.fields import IGNORED
 from pflcore.local import memory
-from pflcore.local.losses import CRITERIA
+from pflcore.local.losses import CRITERIA, loss_name, spreads
 from pflcore.local.net import Net
 from pflcore.local.proof import samples
 from pflcore.local.training import Training
@@ -170,8 +170,20 @@ def check_scores(net: Net, data: Federation, scores: Any, y: Tensor) -> None:
                 "target(s) a sample; change the model's outputs, or take loss='cross_entropy' for classes."
             )
         low, high = (float(v) for v in torch.aminmax(data.y))
+        if data.fields is not None and low == IGNORED and not data.y.is_floating_point():
+            raise ValueError(
+                f"criterion: {name!r} would count the steps that the mask leaves out; take 'cross_entropy', or a function that leaves out "
+                f"labels of {IGNORED}."
+            )
+        if name == "hinge" and not (low >= -1 and high <= 1):
+            raise ValueError(f"criterion: 'hinge' takes two classes, and these labels go from {low:g} to {high:g}; take 'cross_entropy'.")
         if name == "binary_cross_entropy" and not (low >= 0 and high <= 1):
             raise ValueError(f"criterion: 'binary_cross_entropy' takes targets from 0 to 1, and these go from {low:g} to {high:g}.")
+    elif spreads(net.criterion) and scores.shape != y.shape and scores.numel() == y.numel():
+        raise ValueError(
+            f"criterion: {loss_name(net.criterion)} would spread scores {list(scores.shape)} over targets {list(y.shape)}; give "
+            "the targets the scores' shape, or return scores of theirs."
+        )
 
 
 def _check_classes(data: Federation, scores: Tensor, y: Tensor, outputs: int) -> None:

@@ -92,7 +92,7 @@ class FactorizedLinear(_Factorized):
     def forward(self, x: Tensor) -> Tensor:  # [..., I] -> [..., O]
         y: Tensor = ops.rank1_linear(x.reshape(-1, x.shape[-1]), self.w_a, self.strength, self.w_b).unflatten(0, x.shape[:-1] or (1,))
         y = y if x.dim() > 1 else y[0]
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, factors={self.factors}, bias={self.bias is not None}"

@@ -40,10 +40,15 @@ def changed(*tensors: Tensor | None) -> None:
 
 
 def forward_mode() -> bool:
-    """Is forward-mode differentiation (`torch.func.jvp`, `forward_ad.dual_level`) on? An op knows backward formulas only and would drop
-    the tangents without a word; plain torch is right there.
+    """Is forward-mode differentiation (`torch.func.jvp`, `forward_ad.dual_level`) on, or `torch.func.grad`? An op knows backward formulas
+    only, which would drop the tangents without a word, and not in functorch's form; plain torch is right there.
     """
-    return forward_ad._current_level >= 0
+    if forward_ad._current_level >= 0:
+        return True
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return False
+    of = torch._C._functorch
+    return any(i.key() == of.TransformType.Grad for i in of.get_interpreter_stack() or ())
 
 
 def nothing(*args: Any) -> None:

@@ -20,7 +20,7 @@ from pflcore.data.roles import held_out
 from pflcore.local.net import Net
 from pflcore.local.settings import Setting
 from pflcore.local.training import Training
-from pflcore.local.workers import Engine
+from pflcore.simulation.footprint import Inline
 from pflcore.simulation.round import begin, step
 
 T = TypeVar("T")
@@ -35,18 +35,6 @@ class Cost(NamedTuple):
     bytes: float  # both ways
     client: float  # floating point operations of its training on `samples` samples, a multiply and an add counted as two
     server: float  # of the distances and mixes, all clients' together
-
-
-class _Inline(Engine):
-    """Everything on the calling thread, where torch's counter sees it; with one thread inside, as a worker has it."""
-
-    def map(self, f: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
-        before = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            return [f(i) for i in items]
-        finally:
-            torch.set_num_threads(before)
 
 
 def cost(
@@ -74,7 +62,7 @@ def cost(
     x, y = torch.randn(n * each, *shape, generator=gen), torch.randint(0, classes, (n * each,), generator=gen)
     data = Federation(x, y, {"train": list(torch.arange(n * each).split(each))}, classes)
     data = held_out(data) if algorithm.needs_val else data
-    s = Setting(net, data, Training(1e-3, batch_size, epochs), _Inline("threads", 1), 0, warm + 1)
+    s = Setting(net, data, Training(1e-3, batch_size, epochs), Inline("threads", 1), 0, warm + 1)
     state = begin(algorithm, net, n)
     for _ in range(warm):
         state, _ = step(algorithm, state, s, torch.arange(n))

@@ -31,7 +31,7 @@ class Options:
     partition: str | None = None  # how it is cut among the clients; A if not said
     n: int | None = None  # clients; 10 if not said, all where the data brings them
     model: str = "auto"  # model by name; auto: lenet5 for images it fits, linear for vectors, else mlp
-    criterion: str = "auto"  # cross_entropy, squared or hinge; auto: by the labels
+    criterion: str = "auto"  # cross_entropy, squared, half_squared, hinge or binary_cross_entropy; auto: by the labels
     rounds: int = 50  # rounds of each run
     participation: float = 1.0  # fraction of the clients in a round
     target: int | Literal["all"] | None = None  # the client to personalize for, whose accuracy is reported; all: each in a run of its own

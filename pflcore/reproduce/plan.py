@@ -30,6 +30,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ EMPTY: dict[str, Any] = {
 }  # fmt: skip
 METHOD = {"algorithm", "options", "training", "grid", "state_of", "before", "rounds", "looks_ahead", "vary", "sizes"}
 OF_SETTING = {"training", "model_options", "partition_options", "method_options", "protocol"}
+CHECKS = {"tolerance", "hurt", "largest", "below", "above"}
 PROTOCOL = {"cross-silo": {"fractions"}, "cross-device": {"train", "val", "test", "seed"}}
 
 
@@ -148,6 +150,13 @@ def complete(plan: Mapping[str, Any]) -> dict[str, Any]:
             if key in m and (m[key] not in above or "state_of" in above[m[key]]):
                 raise ValueError(f"method {name!r}: expected {key} to be a method above it that is trained itself, got {m[key]!r}.")
         above[name] = m
+    for what in ("methods", "settings"):
+        twice = [names for _, group in groupby(sorted(plan[what], key=slug), slug) if len(names := list(group)) > 1]
+        if twice:
+            raise ValueError(f"{what}: {' and '.join(twice[0])} would share their records' names; rename one.")
+    _known("checks", plan["checks"], CHECKS)
+    for what in CHECKS - {"tolerance"}:
+        _known(f"{what} of checks", plan["checks"].get(what, {}), plan["methods"])
     for name, s in plan["settings"].items():
         _known(f"setting {name!r}", s, own | OF_SETTING)
         _known(f"method_options of {name!r}", s.get("method_options", {}), plan["methods"])

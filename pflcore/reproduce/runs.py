@@ -18,7 +18,7 @@ import torch
 
 from pflcore.algorithms.base import State
 from pflcore.algorithms.hypcluster import Ensemble, HypCluster, picks
-from pflcore.data.roles import Protocol, everybody, held_out
+from pflcore.data.roles import Protocol, held_out
 from pflcore.reproduce import groups
 from pflcore.reproduce.experiment import algorithm, model, net
 from pflcore.reproduce.plan import Task
@@ -87,9 +87,11 @@ class Reproduction:
         task, options = group[0], group[0].job.options
         if not task.grid:
             return group
+        if options.clip is not None or options.poison is not None or options.buffers != "auto":
+            raise ValueError("grid: it is searched without clip, poison and buffers; leave these options out, or the grid.")
         searched = [self.protocol(t) for t in group]
         if not task.roles:
-            searched = [everybody(held_out(p.data, t.job.options.seed)) for t, p in zip(group, searched, strict=True)]
+            searched = [replace(p, data=held_out(p.data, t.job.options.seed)) for t, p in zip(group, searched, strict=True)]
         tuned = tune(
             searched,
             [net(t.job.options, p.data, model(options, p.data, t.shape)) for t, p in zip(group, searched, strict=True)],
@@ -97,7 +99,8 @@ class Reproduction:
             task.job.training,
             task.grid,
             options.rounds,
-            states=[self.states(t.base)[-1][3] for t in group if t.base] or None,
+            # without roles a state was trained on what is held out now: another is trained
+            states=[self.states(t.base)[-1][3] for t in group if t.base and t.roles] or None,
             participation=options.participation,
             seed=[t.job.options.seed for t in group],
             engine=options.engine,
@@ -179,7 +182,7 @@ class Reproduction:
         """A kept run's states when it was evaluated: round, bytes down and up since the one before, state."""
         path = (self.folder / task.path).with_suffix(".pt")
         if path not in self.kept and path.is_file():
-            saved = load_states(path)
+            saved = load_states(path, task.job.options.device)
             if saved["digest"] == task.digest:
                 self.kept[path] = [(*at, State(**state)) for *at, state in saved["states"]]
         return self.kept.get(path, [])
@@ -191,7 +194,8 @@ def later(simulation: Simulation, p: Protocol, states: Sequence[Any], on_round: 
     for round, down, up, state in states:
         began = time.perf_counter()
         simulation.state = state
-        values = evaluate(simulation.algorithm, state, simulation.setting, simulation.eval_split, p.report)  # type: ignore[arg-type]
+        alg: Any = simulation.algorithm
+        values = evaluate(alg, state, simulation.setting, simulation.eval_split, p.report, simulation.buffers, simulation.measures)
         line = {"round": round, "cohort": [], "void": False, "bytes_down": down, "bytes_up": up, "seconds": time.perf_counter() - began}
         history.rounds.append(line | {"eval": {k: v.tolist() for k, v in values.items()}})
         on_round(round, history.rounds[-1])

@@ -25,7 +25,10 @@ def summary(after: Tensor, before: Tensor | None = None, higher_is_better: bool 
         "worst_decile": some * metrics.worst_decile(after, higher_is_better=higher_is_better),
         "percentile": some * metrics.percentile(after[~after.isnan()], 10 if higher_is_better else 90),
     }
-    return out if before is None else {**out, "hurt": metrics.hurt(after, before, higher_is_better)}
+    if before is None:
+        return out
+    hurt = metrics.hurt(after, before, higher_is_better) if len(before) == len(after) else math.nan  # one may not have been evaluated
+    return {**out, "hurt": hurt}
 
 
 def rows_of(plan: Mapping[str, Any], runs: Runs) -> list[dict[str, Any]]:
@@ -150,7 +153,8 @@ def verdicts(plan: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list
             for name, (want, within) in checks.get(what, {}).items():
                 if name in whole:
                     got = whole[name][what]
-                    out.append((abs(got - want) <= within, f"{name}: {what} {got:.1f} %, expected {want:g} ± {within:g}"))
+                    good, value = got is not None and abs(got - want) <= within, "not measured" if got is None else f"{got:.1f} %"
+                    out.append((good, f"{name}: {what} {value}, expected {want:g} ± {within:g}"))
         pairs = [(low, high) for high, lows in checks.get("below", {}).items() for low in lows]
         pairs += [(low, high) for low, highs in checks.get("above", {}).items() for high in highs]
         for low, high in pairs:
@@ -167,7 +171,8 @@ def table(plan: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], checks: Se
     selects = False
     for setting in dict.fromkeys(r["setting"] for r in rows):
         mine = [r for r in rows if r["setting"] == setting]
-        up = mine[0]["measure"] == "accuracy"
+        some = next((r for r in mine if r["evaluations"]), mine[0])  # a run may have stopped before it was evaluated
+        up = some["measure"] == "accuracy"
         variants = list(dict.fromkeys(r["variant"] for r in mine))
         select = any(r["evaluations"] > 1 for r in mine) and not plan["settings"][setting].get("protocol")
         selects |= select
@@ -193,7 +198,7 @@ def table(plan: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], checks: Se
             body.append(cells)
         columns = [c for c in body[0] if c == "method" or any(cells[c] not in ("", "-") for cells in body)]
         unit = "accuracy in percent" if up else "loss"
-        whose = "mean over clients" if mine[0]["std"] == mine[0]["std"] else "of the target alone"  # NaN for one client
+        whose = "mean over clients" if some["std"] == some["std"] else "of the target alone"  # NaN for one client
         name = setting.replace("*", "\\*")
         said = f"**{name}**, {mine[0]['data']}, {mine[0]['rounds']} rounds, {mine[0]['seeds']} seed(s); test {unit}, {whose}"
         lines += [said, "", "| " + " | ".join(columns) + " |", "|:---|" + "---:|" * (len(columns) - 1)]

@@ -2,7 +2,7 @@
 
 A record file holds one or more runs. A run is a header line `{"header": {...}}`, one line per round, and, if the run ended early,
 `{"stopped": "one sentence"}`. A number that is not finite is stored as null (JSON has no NaN) and read back as NaN where it is
-one value per client. The files can be concatenated.
+one value per client. Files without a side file can be concatenated.
 
 Lists longer than 1,000 and matrices of more numbers than that are in a side file, `record.arrays` beside `record.jsonl`: one block of
 numpy's .npy format after another, read without pickle. In the line stands where: `{"array": ["record.arrays", 1234]}`, the block's first
@@ -37,8 +37,9 @@ PARTS = ("partition_options", "model_options", "training", "options")
 HELD_OUT = "of each client's training samples are held out for validation"  # ends the note of a federation that was cut so
 OUTLIER = 20.0  # times the cohort's median update: honest clients with many times the data of the others stay below
 CUT = ("data_seed", "train_samples", "test_samples", "val")  # which of the data the run saw
-# with "setting" what seeds must share
-CONDITIONS = ("parameters", "rounds", "participation", "buffers", "criterion", "clip", "adversary", "eval_split", *CUT)
+SETTING = ("data", "partition", "model", "n")
+# what seeds must share
+CONDITIONS = (*SETTING, "parameters", "rounds", "participation", "buffers", "criterion", "clip", "adversary", "eval_split", *CUT)
 
 
 def plain(value: Any) -> Any:
@@ -422,9 +423,10 @@ def label(runs: Sequence[Run]) -> dict[str, list[Run]]:
         by_key.setdefault((run.algorithm, json.dumps(options(run), sort_keys=True)), []).append(run)
     out: dict[str, list[Run]] = {}
     for (algorithm, _), members in by_key.items():
-        namesakes = [options(m[0]) for (other, _), m in by_key.items() if other == algorithm]
+        others = [(other == algorithm, options(m[0])) for (other, _), m in by_key.items()]
         mine = options(members[0])
-        differ = [k for k in mine if any(k not in other or other[k] != mine[k] for other in namesakes)]
+        shared = {*CONDITIONS, *(members[0].header.get("partition_options") or {})} - {"parameters"}  # what all rows of a table must share
+        differ = [k for k in mine if any((same or k in shared) and (k not in o or o[k] != mine[k]) for same, o in others)]
         name = f"{algorithm} ({', '.join(f'{k}={mine[k]}' for k in differ)})" if differ else algorithm
         out.setdefault(name, []).extend(members)
     return out

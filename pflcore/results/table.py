@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pflcore import metrics
 from pflcore.metrics import human
 from pflcore.ops import kinds
-from pflcore.results.record import Run, find, label
+from pflcore.results.record import CUT, SETTING, Run, find, label
 
 __all__ = ["table"]
 
@@ -99,7 +99,8 @@ def _hurt(run: Run, base: Run | None, measure: str) -> float:
     if base is None or not (run.evaluations and base.evaluations):
         return math.nan
     a, b = run.evaluations[-1]["eval"], base.evaluations[-1]["eval"]
-    if a.get("clients") != b.get("clients") or len(a[measure]) != len(b[measure]):
+    cut = [[r.header.get(k) for k in (*SETTING, *CUT, "partition_options", "eval_split")] for r in (run, base)]
+    if a.get("clients") != b.get("clients") or len(a[measure]) != len(b[measure]) or cut[0] != cut[1]:
         return math.nan
     return metrics.hurt(run.last(measure), base.last(measure), measure == "accuracy")
 

@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.nn as nn
 
 from pflcore.algorithms.base import FedAvg
@@ -44,6 +45,8 @@ def for_everyone(
     algorithm = algorithm_of(algorithm)
     if not any(f.name == "target" for f in fields(algorithm)):
         raise ValueError(f"algorithm: expected one with a target (WAFFLE, Weight Erosion), got {type(algorithm).__name__}.")
+    if isinstance(options.get("eval_clients"), int):
+        raise ValueError("eval_clients: here every client is evaluated in the run made for it; leave a number out.")
     runs, models = [], []
     for target in range(data.n):
         made_for: FedAvg = replace(algorithm, **{"target": target})  # type: ignore[arg-type]
@@ -56,6 +59,7 @@ def for_everyone(
         if runs[-1].interrupted or runs[-1].failed:
             break
         models.append(runs[-1].model(target))
+        runs[-1].state = runs[-1].models = None  # N of them are not kept
     header = {**runs[0].header, "target": None, "made_for": "each client"}
     header["options"] = {**header["options"], "target": "each client"}
     interrupted, failed = any(r.interrupted for r in runs), any(r.failed for r in runs)
@@ -73,11 +77,18 @@ def merged(records: Sequence[Record], n: int) -> Record:
     def own(key: str, split: str) -> list[Any]:
         return [r[split][key][i] for i, r in enumerate(records)]
 
+    ratio: dict[int, float] = {}
+    for r in records:
+        for i, v in zip(r["cohort"], r["moved"] or [], strict=False):
+            ratio[i] = max(v or 0.0, ratio.get(i, 0.0))
+    cohort = sorted(set().union(*(r["cohort"] for r in records)))
     losses = [r["train_loss"] for r in records if r["train_loss"] is not None]
     return {
         **first,
         "seconds": sum(r["seconds"] for r in records),
-        "cohort": sorted(set().union(*(r["cohort"] for r in records))),
+        "cohort": cohort,
+        "moved": [ratio.get(i) for i in cohort] if ratio else None,
+        "clipped": sorted(set().union(*(r["clipped"] for r in records))),
         "dropped": sorted(set().union(*(r["dropped"] for r in records))),
         "void": any(r["void"] for r in records),
         "bytes_down": sum(r["bytes_down"] for r in records),
@@ -92,6 +103,6 @@ def whole(report: Record, n: int) -> Record:
     """A run's report with the weights of all clients, [N], where it has those of the cohort alone; NaN for a void round's."""
     if report and "index" not in report:
         return report
-    share = dict(zip(report.get("index", []), report.get("weight", []), strict=True))
+    share = dict(zip(*(torch.as_tensor(report.get(k, [])).tolist() for k in ("index", "weight")), strict=True))
     others = {k: v for k, v in report.items() if k not in ("index", "weight")}
     return {**others, "weights": [share.get(i, 0.0 if report else math.nan) for i in range(n)]}

@@ -23,6 +23,7 @@ from pflcore.algorithms.base import FedAvg, Tensors
 from pflcore.data.federation import Federation
 from pflcore.local import Engine, Net, Path, Setting, Training
 from pflcore.local.chain import Chain, find_chain
+from pflcore.local.workers import one_thread
 from pflcore.simulation.round import begin, evaluate, step
 
 SMALL = 1 << 24  # bytes of two rows for each client below which nothing is measured: the interpreter alone needs ten times that
@@ -95,10 +96,11 @@ def measured(algorithm: FedAvg, training: Training, engine: str, chained: bool, 
 
 
 class Inline(Engine):
-    """Works in the calling thread, where allocations are seen."""
+    """Works in the calling thread, where allocations and torch's counter of operations are seen; one thread inside, as a worker has it."""
 
     def map(self, f: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-        return [f(i) for i in items]
+        with one_thread():
+            return [f(i) for i in items]
 
 
 class Live(TorchDispatchMode):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from pflcore.algorithms.base import State
+from pflcore.ops import kinds
 from pflcore.results import export
 from pflcore.results.export import Per
 from pflcore.simulation.personal import Models, Personalized, export_models
@@ -58,7 +59,7 @@ class History:
         """
         if self.models is None:
             raise ValueError("model: this history holds no models; they come with the history that run() returns.")
-        if not isinstance(self.models, Models) and not (isinstance(client, int) and 0 <= client < len(self.models)):
+        if not isinstance(self.models, Models) and not (kinds.whole(0).fits(client) and client < len(self.models)):
             raise ValueError(f"client: expected a number from 0 to {len(self.models) - 1}, got {client!r}.")
         return self.models[client]
 

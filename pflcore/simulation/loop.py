@@ -102,6 +102,7 @@ class Simulation:
         else:
             self._honest = torch.arange(self.data.n)
         self._drawn = isinstance(self.eval_clients, int) and not isinstance(self.eval_clients, bool)
+        self._asked = self.eval_clients if self._drawn else None  # how many: what a checkpoint keeps of it
         self.clients = self._among = ids_of("clients", self.clients, self.data.n)
         self.algorithm.check_training(self.training)
         if self.algorithm.needs_val:
@@ -116,7 +117,7 @@ class Simulation:
         net = model if isinstance(model, Net) else Net(model, self.loss or default_loss(self.data.y), seed=self.seed)
         net = self.algorithm.prepare(net)
         buffers_of(self.algorithm, net, self.buffers)
-        self.measures = metrics_of(self.metrics, not self.data.y.is_floating_point())
+        self.measures = metrics_of(self.metrics, net.scores_classes and not self.data.y.is_floating_point())
         self.training.lr_at(1, self.rounds)  # so that a schedule that fails does so now
         self.history: History | None = None  # of the last call of `run`
         self._content: Record | None = None  # of the federation: what a checkpoint says of it
@@ -223,7 +224,7 @@ class Simulation:
         return f"rows: {kept}, {place}; peak memory beside data and activations about {human(self.peak_bytes())}"
 
     def header(self) -> Record:
-        """What the run is: everything needed to repeat it."""
+        """What the run is, beside what only code can say: the data and the model themselves, who takes part and who is evaluated."""
         s = self.setting
         return {
             "algorithm": self.name,
@@ -323,7 +324,7 @@ class Simulation:
         return f"The run diverged: {which} void, because {why}; {what}."
 
     def evaluate(self, split: str) -> dict[str, torch.Tensor]:
-        """Each client's personalized model as it is now: see `pflcore.algorithms.evaluate`. Where `eval_clients` was a number, the
+        """Each client's personalized model as it is now: see `pflcore.evaluate`. Where `eval_clients` was a number, the
         values of those clients alone, whose ids are in "clients"."""
         measures = self.measures if split == self.eval_split else None
         if self._drawn and self._looked_at is not None:
@@ -348,8 +349,7 @@ class Simulation:
             return self._run(callbacks, keeper)
 
     def _run(self, callbacks: Sequence[Callback], keeper: Checkpoint | None) -> History:
-        played = [] if self._past or self.history is None else self._earlier + self.history.rounds
-        self._earlier = [r for r in played if r["round"] <= self._state.round]  # the state may have been put back
+        self._earlier = [] if self._past else self._played()
         history = self.history = History(self.header(), self._past)
         before, self._past = self._state.round - len(self._past), []
         if keeper is not None and keeper.note is None and self._came_from != Path(keeper.folder):
@@ -427,6 +427,11 @@ class Simulation:
         """Takes up the checkpoint in `folder`, which must be one of this very run. ValueError in one sentence where it is not."""
         self._take(folder, *checkpoints.load(folder))
 
+    def _played(self) -> list[Record]:
+        """The records of the rounds up to the state as it is now."""
+        rounds = self._past or (self._earlier + self.history.rounds if self.history else [])
+        return [r for r in rounds if r["round"] <= self._state.round]  # the state may have been put back
+
     def _keep(self, keeper: Checkpoint) -> None:
         try:
             self._save(keeper)
@@ -442,7 +447,7 @@ class Simulation:
         trees |= {"moments": state.moments, "net": {"w0": net.w0, "b0": net.b0}}
         tensors = {f"{tree}.{k}": v for tree, d in trees.items() for k, v in d.items()}
         note = keeper.note() if keeper.note else None
-        played = self._earlier + self.history.rounds if note is None and self.history else []
+        played = self._played() if note is None else []
         tensors |= {f"report.{r['round']}.{k}": v for r in played for k, v in r["report"].items() if isinstance(v, torch.Tensor)}
         facts = {
             "run": self._what(),
@@ -485,7 +490,7 @@ class Simulation:
         for key, value in trees["report"].items():
             round, _, name = key.partition(".")
             next(r for r in facts["rounds"] if r["round"] == int(round))["report"][name] = value
-        self._past, self._earlier, self._came_from = facts["rounds"], [], Path(folder)
+        self._past, self._earlier, self._came_from, self.history = facts["rounds"], [], Path(folder), None
 
     def _what(self) -> Record:
         """What the run is, as a checkpoint says it; `machine` and `made_with` may be other when it goes on."""
@@ -499,7 +504,8 @@ class Simulation:
                 "options": asdict(self._algorithm),
                 "training": asdict(self.training),
                 "conditions": {f.name: getattr(self, f.name) for f in fields(self) if f.name not in aside}
-                | ({} if self.adversary is None else {"adversary": _plain(self.adversary)}),
+                | ({} if self.adversary is None else {"adversary": _plain(self.adversary)})
+                | ({"eval_clients": self._asked} if self._drawn else {}),
                 "federation": self._content,
                 "model": checkpoints.of_net(net),
                 "criterion": loss_name(net.criterion),

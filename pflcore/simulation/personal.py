@@ -13,18 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from pflcore.algorithms.base import FedAvg, State, Tensors, cohort_of
-from pflcore.data.collect import inputs
+from pflcore.data.collect import inputs, tensor
 from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
 from pflcore.local import Engine, Local, Setting
+from pflcore.local.losses import binary_cross_entropy, hinge
 from pflcore.local.net import Net
 from pflcore.local.random import generator_of
 from pflcore.nn.mode import forward_mode
+from pflcore.ops import kinds
 from pflcore.simulation import rows
 from pflcore.simulation.checkpoint import replacing, write_tensors
 from pflcore.simulation.round import begin, own_way, step, views
 from pflcore.simulation.rows import OnDisk
 
+ONE_BY_ONE = hinge, binary_cross_entropy  # losses to which each score stands for itself
 BATCH = 125  # samples of one forward pass
 ONE_MODEL = "model.load_state_dict(safetensors.torch.load_file(file)) into a model of the run's class; model.eval()(x) gives the scores."
 
@@ -47,7 +50,10 @@ class Personalized(nn.Module):
     @property
     def returns(self) -> str:
         """What the scores are: "logits", "probabilities" or "values"."""
-        return self.algorithm.returns
+        if self.net.criterion in ONE_BY_ONE:
+            return "logits"
+        mixed = self.classes is None and self.algorithm.returns == "probabilities"  # with numbers that neighbours have as targets
+        return "values" if mixed or not self.net.scores_classes else self.algorithm.returns
 
     def forward(self, x: Tensor) -> Tensor:
         """Scores of the samples `x` [B, ...]."""
@@ -60,24 +66,32 @@ class Personalized(nn.Module):
 
     @torch.no_grad()
     def predict(self, x: Any) -> Tensor:
-        """Labels int64 [B], or [B, T] of every step, of the samples `x` [B, ...], a tensor, an array, or a dict of them where the pool has
-        several fields; for continuous targets the values [B] or [B, K].
+        """Labels int64 [B], [B, T] of every step, or [B, K] of K yes-or-no labels, of the samples `x` [B, ...], a tensor, an array, or a
+        dict of them where the pool has several fields; for numbers as targets the values [B] or [B, K].
 
-        A single score stands for class 1 where it is positive. ValueError where `x` is no batch of samples.
+        A score that stands alone (hinge, binary cross entropy, a single output) says class 1 where it is positive. ValueError where `x` is
+        no batch of samples.
         """
         if isinstance(x, Mapping):
             x, fields = inputs(x, "x", self.net.dtype)
             if fields != self.net.fields:
                 raise ValueError(f"x: expected {self.net.fields or 'one tensor'}, got the fields {fields}.")
-        x = torch.as_tensor(x)
+        elif not isinstance(x, Tensor):
+            x = tensor(x, "x", None)
         if not x.dim():
             raise ValueError("x: expected samples [B, ...], got a single number; for one sample give x[None].")
-        x = x.to(self.statistics.device, self.net.dtype if x.is_floating_point() else x.dtype)
+        x = x.to(self.statistics.device, self.statistics.dtype if x.is_floating_point() else x.dtype)
         scores = torch.cat([self(part) for part in x.split(BATCH)]) if len(x) else self(x)
+        if len(scores) != len(x):
+            raise ValueError(f"x: expected samples [B, ...], got shape {list(x.shape)}; for one sample give x[None].")
+        alone, labels = self.net.criterion in ONE_BY_ONE, self.classes is not None and self.returns != "values"
+        if labels and not alone and scores.dim() > 2:
+            return scores.argmax(1)
         one = scores.dim() > 1 and scores.shape[-1] == 1
-        if self.classes is None:
-            return scores[..., 0] if one else scores
-        return (scores.reshape(len(scores)) > 0).long() if one or scores.dim() == 1 else scores.argmax(1)
+        single = scores[..., 0] if one else scores
+        if not labels:
+            return single
+        return (single > 0).long() if alone or one or scores.dim() == 1 else scores.argmax(1)
 
     def module(self) -> nn.Module:
         """The model as a module of its own class, in evaluation mode, to be saved or trained on. ValueError where it is no single one."""
@@ -136,8 +150,8 @@ class Models:
     def __getitem__(self, client: int) -> Personalized:
         """The model of one client, 0 to N - 1. ValueError for another."""
         n = self.setting.data.n
-        if isinstance(client, bool) or not isinstance(client, int) or not 0 <= client < n:
-            raise ValueError(f"client: expected a number from 0 to {n - 1}, got {client!r}.")
+        if not kinds.whole(0).fits(client) or client >= n:
+            raise ValueError(f"client: expected a number from 0 to {n - 1}, got {kinds.shown(client)}.")
         if isinstance(self.state.own, OnDisk):  # not all at once
             one = views(self.algorithm, self.state, self.setting, torch.tensor([client]), self.buffers)
             return _one(self.algorithm, self.setting, *one, 0)
@@ -147,8 +161,8 @@ class Models:
 
     def adapt(self, samples: Any, rounds: int = 5) -> Personalized:
         """The model of a client who was not there, made by the algorithm's own rule: see `History.adapt`."""
-        if rounds < 0:
-            raise ValueError(f"rounds: expected a number >= 0, got {rounds}.")
+        if not kinds.whole(0).fits(rounds):
+            raise ValueError(f"rounds: expected a number >= 0, got {kinds.shown(rounds)}.")
         alg, n = self.algorithm, self.setting.data.n
         data = _joined(self.setting.data, _newcomer(samples, self.setting.data, alg.needs_val, self.setting.seed))
         training = self.setting.training

@@ -68,7 +68,8 @@ def sample(alg: FedAvg, setting: Setting, round: int, participation: float = 1.0
     if not alg.required:
         return order.sort().values
     first = [*alg.required, *(i for i in order.tolist() if i not in alg.required)]
-    return torch.tensor(sorted(first[: max(m, len(alg.required))]))
+    extra = 0 if among is None else sum(i not in among for i in alg.required)  # who join beside those who may take part
+    return torch.tensor(sorted(first[: max(m + extra, len(alg.required))]))
 
 
 Transport = Callable[[Tensors, Tensors, Cohort, torch.Generator], Tensors]

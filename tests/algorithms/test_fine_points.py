@@ -338,7 +338,7 @@ def test_knnper_refuses_probabilities_as_labels() -> None:
     pair = torch.randn(9, 6, generator=gen), torch.rand(9, 4, generator=gen).softmax(1)
     data = Federation.from_arrays([{"train": pair, "test": pair}])
     run = Simulation(KnnPer(k=1), lambda: nn.Linear(6, 4), data, Training(lr=0.1), rounds=1, loss="cross_entropy")
-    with pytest.raises(ValueError, match=r"^data: kNN-Per's neighbours vote with labels"):
+    with pytest.raises(ValueError, match=r"^data: kNN-Per's neighbours vote with a label"):
         run.run()
 
 

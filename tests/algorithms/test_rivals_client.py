@@ -388,7 +388,7 @@ def test_fedfomo_counts_the_models_it_downloads():
 def test_golden_l2c():
     e1 = GOLDEN["E1_l2c"]
     centre = t(e1["val_center"])
-    local = SimpleNamespace(grad=lambda w, split: w - centre, fit=lambda w: SimpleNamespace(w=w))
+    local = SimpleNamespace(grad=lambda w, split: w - centre, fit=lambda w: SimpleNamespace(w=w.clone()))
     alg, zero = L2C(), torch.zeros(1, 3, dtype=torch.float64)
     own = {"w": t([e1["theta_old"]]), "a": t([e1["alpha"]]), "m": zero, "v": zero, "t": zero[:, :1]}
     down = {"delta": Pool(-t(e1["Delta"]), torch.arange(3)[None]), "who": torch.arange(3)[None]}

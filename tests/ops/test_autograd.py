@@ -163,3 +163,25 @@ def test_a_broken_client_spoils_no_other_gradient(bad):
     assert torch.equal(one[1], torch.zeros(5, dtype=F64))
     (all_pairs,) = torch.autograd.grad(ops.pairwise_sqdist(c).sum(), c)
     assert bool(all_pairs.isnan().all())  # a loss that takes the broken pairs says so
+
+
+# --- functorch -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["sqdist", "aggregate", "top k", "rank1"])
+def test_grad_of_a_function_is_autograds(name):
+    index, b, dense, few, w_a, lam, w_b = (
+        torch.tensor([[0, 2], [1, 0]]),
+        *(randn(k, *size) for k, size in enumerate([(2, 5), (2, 4), (2, 2), (3, 6), (6,), (6, 5)], start=2)),
+    )
+    f = {
+        "sqdist": lambda t: (ops.pairwise_sqdist(t, b) ** 2).sum(),
+        "aggregate": lambda t: (ops.aggregate(t, dense) ** 2).sum(),
+        "top k": lambda t: (ops.aggregate(t, few, index) ** 2).sum(),
+        "rank1": lambda t: (ops.rank1_linear(t, w_a, lam, w_b) ** 2).sum(),
+    }[name]
+    x = randn(1, 4, 5).requires_grad_()
+    (want,) = torch.autograd.grad(f(x), x)
+    torch.testing.assert_close(torch.func.grad(f)(x.detach()), want)
+    each = torch.func.vmap(torch.func.grad(f))(torch.stack([x.detach(), 2 * x.detach()]))
+    torch.testing.assert_close(each[0], want)

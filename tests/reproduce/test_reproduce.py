@@ -13,7 +13,7 @@ from pflcore.algorithms.fedfomo import FedFomo
 from pflcore.algorithms.l2c import L2C
 from pflcore.algorithms.mocha import Mocha
 from pflcore.local.net import Net
-from pflcore.reproduce import costs
+from pflcore.reproduce import costs, runs
 from pflcore.reproduce import plan as plans
 from pflcore.reproduce import run as reproduce
 from pflcore.reproduce.experiment import algorithm, model_of, partition_of
@@ -332,3 +332,50 @@ def test_pictures(tmp_path):
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in made)
     assert figures.heat_maps({"none": runs["none"]}, tmp_path / "x.png") is None
     assert figures.against(rows, "ahead", tmp_path / "x.png") is None
+
+
+def played(tmp_path, **more):
+    return reproduce.reproduce(plans.load(plan(tmp_path, **more)), tmp_path / "out", quiet=True)
+
+
+IID = {"iid": {"partition": "iid"}}
+
+
+def test_one_method_that_diverges_leaves_the_others_their_rows(tmp_path):
+    methods = {
+        "Bad": {"algorithm": "fedavg", "training": {"lr": 1e38}},
+        "FedAvg": {"algorithm": "fedavg", "before": "Bad"},
+        "Hyp": {"algorithm": "hypcluster", "training": {"lr": 1e38}, "options": {"k": 2}, "before": "FedAvg"},
+    }
+    options = {"data": "digits", "n": 4, "rounds": 8, "model": "linear", "eval_every": 1000}
+    made = played(tmp_path, options=options, methods=methods, settings=IID, reported={}, checks={"largest": {"Hyp": [50, 10]}})
+    text = (made.folder / "table.md").read_text()
+    assert "mean over clients" in text and "FAILS: Hyp: largest not measured" in text
+    assert "| FedAvg | 9" in text or "| FedAvg | 8" in text
+
+
+def test_a_grid_of_a_target_is_searched_on_it(tmp_path, monkeypatch):
+    seen, tune = [], runs.tune
+    monkeypatch.setattr(runs, "tune", lambda p, *a, **k: (seen.append((p[0].choose.tolist(), p[0].train.tolist())), tune(p, *a, **k))[1])
+    methods = {
+        "Local": {"algorithm": "local", "grid": {"training.lr": [0.05, 0.1]}},
+        "FedAvg": {"algorithm": "fedavg", "grid": {"server_lr": [1.0]}},
+    }
+    options = {"data": "digits", "n": 4, "rounds": 2, "model": "linear", "target": 2}
+    played(tmp_path, options=options, methods=methods, settings=IID, reported={})
+    assert seen == [([2], [2]), ([2], [0, 1, 2, 3])]
+
+
+def test_a_plan_that_cannot_mean_what_it_says_is_refused(tmp_path):
+    one, grid = {"algorithm": "fedavg"}, {"algorithm": "fedavg", "grid": {"server_lr": [1.0]}}
+    for words, more in (
+        ("below of checks: expected no keys beside", {"checks": {"below": {"FedAvgg": ["Local"]}}}),
+        ("checks: expected no keys beside", {"checks": {"belwo": {}}}),
+        ("methods: FT, a and FT a would share", {"methods": {"FT, a": one, "FT a": one}}),
+        (
+            "grid: it is searched without clip",
+            {"options": {"data": "digits", "clip": 1.0}, "methods": {"A": grid}},
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"^{words}"):
+            played(tmp_path, settings=IID, reported={}, **more)

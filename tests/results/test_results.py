@@ -385,3 +385,12 @@ def test_a_regression_whose_first_run_has_no_evaluation():
     lines = [a_run("a")[0], {"stopped": "Interrupted.", "unfinished": True}, *a_run("b", rounds=1)]
     del lines[-1]["eval"]["accuracy"]
     assert cells(report.table(group(lines)), "b")["final"] == "1.00000"
+
+
+def test_runs_of_other_data_share_no_curve_and_no_comparison():
+    runs = group([*a_run("fedavg", partition="A"), *a_run("fedavg", partition="C", seed=1)])
+    assert set(report.label(runs)) == {"fedavg (partition=A)", "fedavg (partition=C)"}
+    runs = group([*a_run("fedavg", data_seed=0, shift=-0.1), *a_run("local", data_seed=7)])
+    assert set(report.label(runs)) == {"fedavg (data_seed=0)", "local (data_seed=7)"}
+    assert cells(report.table(runs, baseline="local"), "fedavg (data_seed=0)").get("% hurt vs local", "-") == "-"
+    assert set(report.label(group([*a_run("fedavg"), *a_run("local", parameters=7)]))) == {"fedavg", "local"}

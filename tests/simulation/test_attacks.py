@@ -382,3 +382,19 @@ def test_the_command_line_poisons_and_defends(tmp_path: Any, capsys: pytest.Capt
     assert main([*base, str(tmp_path / "new"), "--poison", "noise", "--bad", "99"]) == 2
     assert "adversary: expected ids of clients" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("length", [0.0, 1e-30])
+def test_an_upload_of_next_to_nothing_is_trusted_by_nobody(length: float) -> None:
+    for seed in range(40):
+        rows = torch.randn(5, 38, generator=torch.Generator().manual_seed(seed))
+        rows[2] *= length
+        _, weight = defended("fltrust", rows, torch.full((1, 5), 0.2, dtype=torch.float64), 1, 0)
+        assert weight[0, 2] == 0 and bool(weight.isfinite().all()) and weight.sum() < 20
+
+
+def test_the_trusted_client_joins_beside_those_who_may_take_part(data: Federation) -> None:
+    cohorts = [r["cohort"] for r in run(data, FedAvg(**defence("fltrust")), clients=[1, 2, 3], rounds=3).run().rounds]
+    assert cohorts == [[0, 1, 2, 3]] * 3
+    some = [r["cohort"] for r in run(data, FedAvg(**defence("fltrust")), clients=[1, 2, 3, 4], participation=0.5, rounds=8).run().rounds]
+    assert all(len(c) == 3 and c[0] == 0 for c in some) and {i for c in some for i in c} == {0, 1, 2, 3, 4}

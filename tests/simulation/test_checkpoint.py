@@ -716,3 +716,33 @@ def test_a_run_that_was_put_back_holds_each_round_once(tmp_path: Path) -> None:
     run.run(checkpoint=tmp_path / "end")
     again = Simulation.load(tmp_path / "end", model=tiny_model(), data=DATA).run()
     assert [r["round"] for r in again.rounds] == [1, 2, 3, 4]
+
+
+def test_a_number_of_evaluated_clients_goes_on(tmp_path):
+    simulation = make(eval_clients=2)
+    broken_off(simulation, 2)
+    simulation.save(tmp_path)
+    history = Simulation.load(tmp_path, model=tiny_model(), data=simulation.data).run()
+    assert [len(r["eval"]["accuracy"]) for r in history.rounds] == [2] * len(history.rounds)
+    assert len({str(r["eval"]["clients"]) for r in history.rounds}) == 1 and len(history.rounds) == simulation.rounds
+
+
+def test_what_is_saved_has_each_round_once(tmp_path):
+    simulation, states = make(), []
+
+    def rounds_of(name: str, saved: Simulation) -> list[int]:
+        saved.save(tmp_path / name)
+        return [r["round"] for r in Simulation.load(tmp_path / name, model=tiny_model(), data=simulation.data).run().rounds]
+
+    def keep(round: int, record: Any) -> None:
+        if round == 2:
+            states.append(simulation.state)
+            simulation.save(tmp_path / "two")
+
+    simulation.run(keep)
+    want = list(range(1, simulation.rounds + 1))
+    simulation.state = states[0]
+    assert rounds_of("put back", simulation) == want
+    simulation.restore(tmp_path / "two")
+    assert rounds_of("restored", simulation) == want
+    assert rounds_of("loaded", Simulation.load(tmp_path / "two", model=tiny_model(), data=simulation.data)) == want

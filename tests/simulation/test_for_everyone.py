@@ -71,3 +71,20 @@ def test_weights_have_a_row_for_each_target_whoever_took_part(options: dict[str,
             assert weights[1].isnan().all() and weights[[0, 2, 3], 1].eq(0).all()
             assert torch.allclose(sums[[0, 2, 3]], torch.ones(3, dtype=sums.dtype))
     json.dumps(list(history.lines()))
+
+
+def test_who_ran_away_is_named_whoever_took_part() -> None:
+    data = images((10,) * 8)
+    x = data.x.clone()
+    x[data.index["train"][5]] *= 200
+    linear, far = torch.nn.Linear(6, 4), replace(data, x=x)
+    history = for_everyone(WeightErosion(), linear, far, Training(lr=0.01, batch_size=5), rounds=1, participation=0.5)
+    record = history.rounds[0]
+    assert record["cohort"] == list(range(8)) and record["moved"].index(max(record["moved"])) == 5
+    (run,) = group(history.lines())
+    assert list(run.outliers()) == [5]
+
+
+def test_a_number_of_evaluated_clients_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^eval_clients: here every client is evaluated"):
+        for_everyone(Waffle(), tiny_model(), images(), rounds=1, eval_clients=2)
