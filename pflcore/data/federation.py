@@ -18,6 +18,7 @@ from .splits import ClientGroups
 if TYPE_CHECKING:
     from .cuts import Partition
 
+DTYPE = kinds.a(torch.dtype, words="a torch.dtype or None")
 CLIENTS = kinds.Kind("each client's data in a list", lambda v: hasattr(v, "__iter__") and not isinstance(v, str))
 
 
@@ -54,6 +55,7 @@ class Federation(Pool):
 
     # -- other federations made from it ----------------------------------------------------------------------------------------
 
+    @kinds.takes(clients=kinds.some("clients' numbers in a list"))
     def subset(self, clients: Sequence[int] | Tensor) -> Federation:
         """Only these clients, renumbered 0.. in the given order; the pool is shared."""
         return splits.subset(self, clients)
@@ -99,7 +101,7 @@ class Federation(Pool):
         return collect.from_partition(cls, x, y, partition, x_test, y_test, classes, name)
 
     @classmethod
-    @kinds.takes(clients=CLIENTS, test_fraction=kinds.number(), seed=kinds.SEED32)
+    @kinds.takes(clients=CLIENTS, test=CLIENTS, test_fraction=kinds.number(), seed=kinds.SEED32, dtype=DTYPE)
     def from_arrays(
         cls,
         clients: Sequence[Any],
@@ -143,7 +145,7 @@ class Federation(Pool):
         return tabular.from_table(cls, x, y, client, test_fraction, seed, classes, dtype, name)
 
     @classmethod
-    @kinds.takes(clients=CLIENTS, test_fraction=kinds.number(), seed=kinds.SEED32)
+    @kinds.takes(clients=CLIENTS, test=CLIENTS, test_fraction=kinds.number(), seed=kinds.SEED32, dtype=DTYPE)
     def from_datasets(
         cls,
         clients: Sequence[Any],

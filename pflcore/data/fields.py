@@ -69,7 +69,7 @@ def masked(y: Tensor, x: Tensor, fields: Fields | None) -> Tensor:
     return y.masked_fill(~fields.apart(x)["mask"], IGNORED)
 
 
-@kinds.takes(sequences=kinds.some("one-dimensional tensors or arrays in a list"), length=kinds.whole(1))
+@kinds.takes(sequences=kinds.some("one-dimensional tensors or arrays in a list"), value=kinds.number(), length=kinds.whole(1))
 def padded(sequences: Sequence[Any], value: float = 0, length: int | None = None) -> tuple[Tensor, Tensor]:
     """Sequences of any lengths [t_i, ...] as one tensor [n, T, ...], filled up with `value`, and where they are: bool [n, T].
 
@@ -90,6 +90,8 @@ def padded(sequences: Sequence[Any], value: float = 0, length: int | None = None
         )
     size = torch.tensor([len(r) for r in rows])
     length = int(size.max()) if length is None else length
+    if not (rows[0].is_floating_point() or float(value).is_integer()):
+        raise ValueError(f"value: expected a whole number to fill up whole numbers, got {value}.")
     out = rows[0].new_full((len(rows), length, *rows[0].shape[1:]), value)
     for place, r in zip(out, rows, strict=True):
         place[: len(r)] = r[:length]

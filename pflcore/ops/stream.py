@@ -7,6 +7,7 @@ read again. What comes out is, on CPUs with the kernels, bit for bit what the op
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -80,6 +81,8 @@ class Files:
         self._broken = SafetensorError, OSError
         self.paths, self.keys = list(paths), [keys] if isinstance(keys, str) else keys and list(keys)
         expect(len(self.paths) > 0, "Files", "paths", "at least one file", "none")
+        wrong = next((p for p in self.paths if not isinstance(p, str | os.PathLike)), None)
+        expect(wrong is None, "Files", "paths", "names of files", repr(wrong))
         self._first, self._shapes = self._row(0)
         self.shape = (len(self.paths), len(self._first))
 

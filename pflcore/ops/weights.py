@@ -70,7 +70,7 @@ def check_waffle(dist: Any, target: Any, omega: float, psi: float, tie: str) -> 
     for name, value in (("omega", omega), ("psi", psi)):
         try:
             fine = 0 <= value <= 1e100  # so that a sum of them is finite
-        except (TypeError, RuntimeError):
+        except (TypeError, RuntimeError, ValueError):
             expect(False, op, name, "a number", shape(value), kind=TypeError)
         expect(fine, op, name, "a number from 0 to 1e100", repr(value))
     expect(tie in ("closed", "uniform"), op, "tie", "'closed' or 'uniform'", repr(tie))

@@ -103,6 +103,7 @@ def whole(report: Record, n: int) -> Record:
     """A run's report with the weights of all clients, [N], where it has those of the cohort alone; NaN for a void round's."""
     if report and "index" not in report:
         return report
-    share = dict(zip(*(torch.as_tensor(report.get(k, [])).tolist() for k in ("index", "weight")), strict=True))
+    index, weight = (v.tolist() if isinstance(v := report.get(k, []), torch.Tensor) else v for k in ("index", "weight"))
+    share = dict(zip(index, weight, strict=True))
     others = {k: v for k, v in report.items() if k not in ("index", "weight")}
     return {**others, "weights": [share.get(i, 0.0 if report else math.nan) for i in range(n)]}

@@ -490,7 +490,7 @@ class Simulation:
         for key, value in trees["report"].items():
             round, _, name = key.partition(".")
             next(r for r in facts["rounds"] if r["round"] == int(round))["report"][name] = value
-        self._past, self._earlier, self._came_from, self.history = facts["rounds"], [], Path(folder), None
+        self._past, self._earlier, self._came_from = facts["rounds"], [], Path(folder)
 
     def _what(self) -> Record:
         """What the run is, as a checkpoint says it; `machine` and `made_with` may be other when it goes on."""

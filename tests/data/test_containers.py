@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from pflcore.data import Federation, federation_of
+from pflcore import ops
+from pflcore.data import Federation, federation_of, padded
 from pflcore.data.natural import folder, leaf
 
 X, Y = np.arange(24, dtype=np.float32).reshape(8, 3), np.array([0, 1] * 4)
@@ -118,3 +119,18 @@ def test_a_user_without_test_samples(tmp_path: Any) -> None:
         content = {"users": of, "num_samples": [len(data[u]["y"]) for u in of], "user_data": data}
         (tmp_path / split / "all.json").write_text(json.dumps(content))
     assert leaf(tmp_path).size("test").tolist() == [1, 0]
+
+
+def test_an_argument_of_another_kind_is_one_sentence():
+    pair = (torch.randn(4, 2), torch.arange(4) % 2)
+    for words, call in (
+        ("dtype: expected a torch.dtype or None, got 'float32'", lambda: Federation.from_arrays([pair], dtype="float32")),
+        ("test: expected each client's data in a list, got 3", lambda: Federation.from_arrays([pair], test=3)),
+        ("clients: expected clients' numbers in a list, got 0", lambda: Federation.from_arrays([pair]).subset(0)),
+        ("value: expected a number, got None", lambda: padded([[5, 6], [8]], value=None)),
+        ("value: expected a whole number to fill up whole numbers, got 0.5", lambda: padded([[5, 6], [8]], value=0.5)),
+        ("waffle_weights: omega must be a number", lambda: ops.waffle_weights(torch.rand(3), 0, np.array([0.5, 0.6]))),
+        ("Files: paths must be names of files", lambda: ops.stream.Files([1])),
+    ):
+        with pytest.raises((TypeError, ValueError), match=words):
+            call()
