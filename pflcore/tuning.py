@@ -217,7 +217,8 @@ def tune(
     nets = list(net)
     if len(seeds) != len(protocols) or len(nets) != len(protocols):
         raise ValueError(f"seed and net: expected one, or one per protocol ({len(protocols)}), got {len(seeds)} and {len(nets)}.")
-    criterion = None if metric is None and maximize is None else criterion_of(metric, maximize, not protocols[0].data.y.is_floating_point())
+    classes = nets[0].scores_classes and not protocols[0].data.y.is_floating_point()
+    criterion = None if metric is None and maximize is None else criterion_of(metric, maximize, classes)
     where = Path(folder) if folder else None
     bench = _Bench(criterion, protocols, nets, states, rounds, participation, seeds, engine, workers, device, where, per_client)
     header = bench.header(algorithm, training)

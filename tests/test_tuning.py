@@ -372,3 +372,18 @@ def test_a_named_metric_is_scikit_learns():
 def test_an_unknown_criterion_is_refused(options, words):
     with pytest.raises((ValueError, TypeError), match=words):
         tune(PROTOCOLS["silo"](), model(), "fedavg", TRAINING, {"training.lr": [0.1]}, 1, **options)
+
+
+def test_states_of_another_search_are_not_taken(tmp_path):
+    p, (alg, grid) = PROTOCOLS["silo"](), GRIDS["knn"]
+    tune(p, model(), alg, TRAINING, grid, 1, folder=tmp_path)
+    (tmp_path / "tuning.jsonl").unlink()  # its states stay behind
+    again, fresh = tune(p, model(), alg, TRAINING, grid, 3, folder=tmp_path), tune(p, model(), alg, TRAINING, grid, 3)
+    assert [t.score for t in again.trials] == [t.score for t in fresh.trials]
+
+
+def test_integers_that_are_numbers_to_the_loss_are_measured_as_numbers():
+    x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
+    data = Federation.from_arrays([(x, (3 * x[:, 0]).round().long() + 9)] * 3)
+    net = Net(lambda: nn.Linear(3, 1), "squared")
+    assert math.isfinite(tune(cross_silo(data), net, "fedavg", TRAINING, {"training.lr": [0.01]}, 2, metric="mae").best.score)

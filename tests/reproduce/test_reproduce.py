@@ -379,3 +379,21 @@ def test_a_plan_that_cannot_mean_what_it_says_is_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=f"^{words}"):
             played(tmp_path, settings=IID, reported={}, **more)
+
+
+def test_a_grid_chooses_on_samples_that_no_state_was_trained_on(tmp_path, monkeypatch):
+    seen, tune = [], runs.tune
+    monkeypatch.setattr(runs, "tune", lambda *a, states=None, **k: (seen.append(states), tune(*a, states=states, **k))[1])
+    methods = {"F": {"algorithm": "fedavg"}, "kNN": {"algorithm": "knnper", "state_of": "F", "grid": {"lam": [0.0, 0.5]}}}
+    played(tmp_path, methods=methods, settings=IID, reported={})
+    assert seen == [None]
+
+
+def test_kept_states_are_evaluated_as_the_run_evaluates(tmp_path, monkeypatch):
+    seen, evaluate = [], runs.evaluate
+    monkeypatch.setattr(runs, "evaluate", lambda *a: (seen.append(a[5:]), evaluate(*a))[1])
+    methods = {"F": {"algorithm": "fedavg"}, "FT": {"algorithm": "finetune", "state_of": "F"}}
+    options = {"data": "digits", "n": 4, "rounds": 2, "model": "linear", "buffers": "local", "metrics": ["f1"]}
+    made = played(tmp_path, options=options, methods=methods, settings=IID, reported={})
+    assert seen and all(buffers == "local" and list(metrics) == ["f1"] for buffers, metrics in seen)
+    assert all("f1" in r.evaluations[-1]["eval"] for (one,) in [made.runs["iid", "FT", ""]] for r in [one])
