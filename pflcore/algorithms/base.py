@@ -77,7 +77,6 @@ class FedAvg:
     root: int | None = field(default=None, kw_only=True)  # the client that fltrust trusts
 
     returns: ClassVar[str] = "logits"  # what `predict` gives: "logits", "probabilities" or "values"
-    server_only: ClassVar[bool] = False  # needs nothing of a client but its model: other code bases can call it
     unused: ClassVar[tuple[str, ...]] = ()  # inherited options that play no part in this method: no command line or grid offers them
     late: ClassVar[tuple[str, ...]] = ()  # options that play no part in training: they can be tuned on one trained state
     buffers: ClassVar[tuple[str, ...]] = ("average", "local")  # what may become of batch norm's running statistics; "auto" is the first

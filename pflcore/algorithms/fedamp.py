@@ -36,7 +36,6 @@ class FedAMP(FedAvg):
     self_weight: str = "safe"  # "safe": never negative, "literal": 1 minus the rest
 
     buffers: ClassVar[tuple[str, ...]] = ("local",)  # the client's own model is never mixed
-    server_only: ClassVar[bool] = True
     unused: ClassVar[tuple[str, ...]] = ("server_lr", "weighting")
 
     def __post_init__(self) -> None:

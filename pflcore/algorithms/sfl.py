@@ -38,7 +38,6 @@ class SFL(FedAvg):
     lam1: float = 0.3
     lam2: float = 0.3
 
-    server_only: ClassVar[bool] = True
     unused: ClassVar[tuple[str, ...]] = ("server_lr", "weighting")
 
     def __post_init__(self) -> None:

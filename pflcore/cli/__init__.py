@@ -22,6 +22,7 @@ from pflcore.algorithms import ALGORITHMS
 from pflcore.cli.about import info
 from pflcore.cli.play import RunFailed, compare, first_line, report, run
 from pflcore.results.progress import INTERRUPTED
+from pflcore.simulation.interrupts import ENDING
 
 
 def attack(argv: Sequence[str]) -> int:
@@ -99,7 +100,7 @@ def _signals() -> Iterator[None]:
     INTERRUPTED.clear()
     kept: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        for number in filter(None, (signal.SIGINT, getattr(signal, "SIGTERM", None), getattr(signal, "SIGHUP", None))):
+        for number in ENDING:
             if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
                 kept[number] = signal.signal(number, end)
     try:

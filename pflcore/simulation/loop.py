@@ -36,6 +36,7 @@ from pflcore.simulation.arguments import SEEDS, WORKERS, check_start, copied, de
 from pflcore.simulation.attacks import Adversary
 from pflcore.simulation.checkpoint import Checkpoint, facts_of, lock
 from pflcore.simulation.history import History, Record
+from pflcore.simulation.interrupts import unbroken
 from pflcore.simulation.personal import Models
 from pflcore.simulation.round import Outcome, begin, buffers_of, evaluate, evaluate_some, per_client, sample, step
 from pflcore.simulation.uploads import farthest, rounded
@@ -256,14 +257,16 @@ class Simulation:
         }
 
     def iterate(self) -> Iterator[Record]:
-        """Play the rounds, giving each one's record; ends early, after a record with the key "stopped", where the run diverged or
-        memory ran out. In the latter case ("failed") the state is that of the last round given, and the run can be gone on with."""
+        """Play the rounds, giving each one's record, whose "eval" is None where its evaluation broke off; ends early, after a record with
+        the key "stopped", where the run diverged or memory ran out. In the latter case ("failed") the state is that of the last round
+        given, and the run can be gone on with."""
         while self._state.round < self.rounds:
             round, began = self._state.round + 1, time.perf_counter()
             done: Outcome | None = None
             best: Record | None = None
             report: Record = {}
             request: str | None = None  # where memory ran out: what for, if that is known
+            broken: BaseException | None = None
             try:
                 if self._seen:
                     self._state, self._seen = copied(self._state), False
@@ -277,10 +280,13 @@ class Simulation:
                     if self.eval_train:
                         seen["train_loss"] = self.evaluate("train")["loss"].tolist()
                     best = seen
-            except (MemoryError, RuntimeError) as error:
-                if not memory.ran_out(error):
+            except BaseException as error:
+                if memory.ran_out(error):
+                    request = memory.request_of(error)  # the error itself holds the round's frames, and so its memory
+                elif done is None:
                     raise
-                request = memory.request_of(error)  # the error itself holds the round's frames, and so its memory
+                else:
+                    broken = error
             if done is not None:  # a round that was played but not evaluated is a round
                 far = farthest(done.ids, done.moved)
                 if far is not None:  # before the record is given: whoever gets it may save
@@ -302,6 +308,8 @@ class Simulation:
                     "report": report,
                     "eval": best,
                 }
+            if broken is not None:  # Ctrl-C, or a metric that failed
+                raise broken
             if request is not None:
                 memory.give_back(self.device)
                 where = f"in round {round}" if done is None else f"in the evaluation after round {round}"
@@ -361,9 +369,10 @@ class Simulation:
                 if "stopped" in record:
                     history.stopped, history.failed = record["stopped"], record.get("failed", False)
                     break
-                history.rounds.append(record)
-                for callback in callbacks:
-                    callback(record["round"], record)
+                with unbroken():  # so that what is written is what was played
+                    history.rounds.append(record)
+                    for callback in callbacks:
+                        callback(record["round"], record)
                 last = self._state.round >= self.rounds and keeper is not None and keeper.note is None
                 if keeper is not None and not self._state.void and (keeper.due(self._state.round) or last):  # void: it may be about to end
                     self._keep(keeper)

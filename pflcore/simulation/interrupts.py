@@ -1,0 +1,35 @@
+"""Ctrl-C, and the signals that a command answers as it does: when they may come."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
+@contextlib.contextmanager
+def unbroken() -> Iterator[None]:
+    """What would end the program comes when all within is done; a second signal comes at once."""
+    kept: dict[int, Any] = {}
+    came: list[tuple[int, Any]] = []
+
+    def wait(number: int, frame: Any) -> None:
+        came.append((number, frame))
+        if len(came) > 1:
+            kept[number](number, frame)
+
+    if threading.current_thread() is threading.main_thread():  # no other gets signals
+        kept = {number: handler for number in ENDING if callable(handler := signal.getsignal(number))}
+    try:
+        for number in kept:
+            signal.signal(number, wait)
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+        if len(came) == 1:
+            kept[came[0][0]](*came[0])

@@ -1,0 +1,135 @@
+"""Ctrl-C at any time: what was played has its record everywhere, and the run goes on from there."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pflcore import Simulation, Training
+from pflcore.data.synthetic import synthetic_clusters
+from pflcore.results import record
+from pflcore.simulation.interrupts import unbroken
+
+ROUNDS = 5
+
+
+@pytest.fixture(autouse=True)
+def python_answers_ctrl_c() -> Iterator[None]:
+    """A shell that starts its jobs in the background has them ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def press() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def made(**options: Any) -> Simulation:
+    torch.manual_seed(0)
+    data = synthetic_clusters(n=4, groups=1, samples=20, classes=3, dim=5, held_out=20)
+    return Simulation("scaffold", nn.Linear(5, 3), data, Training(lr=0.1, batch_size=10), rounds=ROUNDS, workers=1, **options)
+
+
+def same(simulation: Simulation) -> bool:
+    whole = made()
+    whole.run()
+    return all(torch.equal(v, simulation.state.g[k]) for k, v in whole.state.g.items())
+
+
+def test_every_callback_sees_the_round_in_which_ctrl_c_came():
+    simulation, seen = made(), []
+
+    def first(round: int, _: Any) -> None:
+        if round == 3:
+            press()
+        seen.append(("first", round))
+
+    history = simulation.run([first, lambda round, _: seen.append(("second", round))])
+    assert history.interrupted and history.stopped == f"Interrupted after round 3 of {ROUNDS}."
+    assert seen == [(who, round) for round in (1, 2, 3) for who in ("first", "second")]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert [r["round"] for r in simulation.run().rounds] == [4, 5] and same(simulation)
+
+
+def test_a_second_ctrl_c_does_not_wait():
+    seen = []
+
+    def stuck(round: int, _: Any) -> None:
+        press()
+        seen.append(round)
+        press()
+        seen.append("never")
+
+    history = made().run(stuck)
+    assert history.interrupted and seen == [1]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_a_round_whose_evaluation_broke_off_is_a_round(error: type[BaseException]):
+    calls = iter(range(10**6))
+
+    def metric(scores: torch.Tensor, y: torch.Tensor) -> float:
+        if next(calls) == 2 * 4 + 1:  # in round 3, for the second of four clients
+            raise error
+        return 1.0
+
+    simulation = made(metrics={"m": metric})
+    try:
+        history = simulation.run()
+    except Exception as e:
+        history = e.history
+    assert [r["round"] for r in history.rounds] == [1, 2, 3] and history.rounds[-1]["eval"] is None
+    assert "3" in history.stopped and history.rounds[1]["eval"]["m"] == [1.0] * 4
+    assert [r["round"] for r in simulation.run().rounds] == [4, 5] and same(simulation)
+
+
+@pytest.mark.parametrize("when", ["before the line", "after the line"])
+def test_a_record_says_what_its_stop_says(tmp_path, monkeypatch, when: str):
+    write = record.Record.write
+
+    def pressed(self: Any, line: Any) -> None:
+        if line.get("round") == 3 and when == "before the line":
+            press()
+        write(self, line)
+        if line.get("round") == 3 and when == "after the line":
+            press()
+
+    monkeypatch.setattr(record.Record, "write", pressed)
+    simulation, path = made(), tmp_path / "record.jsonl"
+    with record.Record(path) as file:
+        file.run(simulation.header(), simulation.run)
+    (run,) = record.read(path)
+    assert [r["round"] for r in run.rounds] == [1, 2, 3] and run.stopped == f"Interrupted after round 3 of {ROUNDS}."
+
+
+def test_signals_of_a_program_that_answers_them_itself_reach_it():
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    try:
+        with unbroken():
+            signal.raise_signal(signal.SIGTERM)
+            assert not came
+        assert came == [signal.SIGTERM]
+        with unbroken():
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+            assert came == [signal.SIGTERM] * 2, "the second does not wait"
+        assert came == [signal.SIGTERM] * 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_another_thread_gets_no_signals_and_may_run():
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(made().run()))
+    thread.start()
+    thread.join()
+    assert len(found[0].rounds) == ROUNDS
