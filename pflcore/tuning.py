@@ -26,13 +26,12 @@ from pflcore.data.roles import Protocol
 from pflcore.local import Local, Setting, Training
 from pflcore.local.losses import default_loss, loss_name
 from pflcore.local.net import Net
-from pflcore.local.random import generator_of
+from pflcore.local.random import STREAM, generator_of
 from pflcore.metrics import Metric, metrics_of
 from pflcore.ops import kinds
 from pflcore.results.record import plain
 from pflcore.simulation import Simulation
 from pflcore.simulation.checkpoint import digest_of, load_states, of_data, of_net
-from pflcore.simulation.loop import STREAM
 from pflcore.simulation.round import evaluate
 
 

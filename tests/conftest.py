@@ -1,5 +1,7 @@
-"""One hypothesis profile for all tests: the same examples on every run and every machine, no deadlines."""
+"""One hypothesis profile for all tests: the same examples on every run and every machine, no deadlines. And Ctrl-C is answered as at a
+terminal, also where a shell that runs the tests in the background has them ignore it."""
 
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -8,6 +10,9 @@ from hypothesis import HealthCheck, settings
 from places import ROOT
 
 sys.path.append(str(ROOT))  # bench; last, so that the pflcore that is tested is the one that is installed
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile(
     "pflcore", derandomize=True, deadline=None, max_examples=60, database=None, suppress_health_check=[HealthCheck.too_slow]

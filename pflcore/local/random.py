@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+STREAM = 3  # the version of the random streams: runs of one version, seed and setting are the same run
 U64 = npt.NDArray[np.uint64]
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 POSITION_BITS = np.uint64(24)  # clients of up to 16.7 million samples; 40 random bits decide their order

@@ -19,7 +19,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +43,16 @@ CONDITIONS = (*SETTING, "parameters", "rounds", "participation", "buffers", "cri
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON can hold it: tensors and tuples as lists, numbers that are not finite as None, the rest by its name."""
+    """`value` as JSON can hold it: dataclasses as dicts, tensors and tuples as lists, numbers that are not finite as None, the rest by its
+    name."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Tensor | np.generic | np.ndarray):
         return plain((value.detach().cpu() if isinstance(value, Tensor) else value).tolist())
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
     if isinstance(value, Mapping):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, Iterable):

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn as nn
 
-from pflcore.algorithms import ALGORITHMS
 from pflcore.algorithms.base import FedAvg, State, Stop
 from pflcore.algorithms.lookup import algorithm_of, name_of
 from pflcore.data.federation import Federation
@@ -26,22 +24,21 @@ from pflcore.local.net import Net
 from pflcore.local.path import Path as LocalPath
 from pflcore.local.preflight import check_modes
 from pflcore.local.proof import LARGE
-from pflcore.local.random import drawn
+from pflcore.local.random import STREAM, drawn
 from pflcore.metrics import Metric, human, metrics_of
 from pflcore.ops import __version__, backend, kinds
-from pflcore.results.record import LONG
+from pflcore.results.record import LONG, plain
 from pflcore.simulation import checkpoint as checkpoints
-from pflcore.simulation import footprint, rows
+from pflcore.simulation import footprint, kept, rows
 from pflcore.simulation.arguments import SEEDS, WORKERS, check_start, copied, device_of, ids_of, limit, whole
 from pflcore.simulation.attacks import Adversary
-from pflcore.simulation.checkpoint import Checkpoint, facts_of, lock
+from pflcore.simulation.checkpoint import Checkpoint, lock
 from pflcore.simulation.history import History, Record
 from pflcore.simulation.interrupts import unbroken
 from pflcore.simulation.personal import Models
 from pflcore.simulation.round import Outcome, begin, buffers_of, evaluate, evaluate_some, per_client, sample, step
 from pflcore.simulation.uploads import farthest, rounded
 
-STREAM = 3  # the version of the random streams: runs of one version, seed and setting are the same run
 VOID_ROUNDS = 3  # so many void rounds in a row end a run: same data, same lr, it will not recover
 Callback = Callable[[int, Record], None]
 
@@ -229,8 +226,8 @@ class Simulation:
         s = self.setting
         return {
             "algorithm": self.name,
-            "options": {k: _plain(v) for k, v in asdict(self._algorithm).items()},
-            "training": {k: _plain(v) for k, v in asdict(self.training).items()},
+            "options": plain(self._algorithm),
+            "training": plain(self.training),
             "data": self.data.name,
             "n": self.data.n,
             "size": s.data.size("train").tolist(),
@@ -245,13 +242,13 @@ class Simulation:
             "rows": "disk" if self.folder else "memory",
             "buffers": self.buffers,
             "clip": self.clip,
-            **({} if self.adversary is None else {"adversary": _plain(self.adversary)}),
+            **({} if self.adversary is None else {"adversary": plain(self.adversary)}),
             "stream": STREAM,
             "criterion": loss_name(s.net.criterion),
             "metrics": list(self.measures),
             "eval_split": self.eval_split,
             "target": self._algorithm.required[0] if self._algorithm.required and self._algorithm.root is None else None,
-            "backend": _plain(backend()),
+            "backend": plain(backend()),
             "versions": {"pflcore": __version__, "torch": torch.__version__},
             "peak_bytes": self.peak_bytes(),
         }
@@ -357,7 +354,7 @@ class Simulation:
             return self._run(callbacks, keeper)
 
     def _run(self, callbacks: Sequence[Callback], keeper: Checkpoint | None) -> History:
-        self._earlier = [] if self._past else self._played()
+        self._earlier = [] if self._past else kept.played(self)
         history = self.history = History(self.header(), self._past)
         before, self._past = self._state.round - len(self._past), []
         if keeper is not None and keeper.note is None and self._came_from != Path(keeper.folder):
@@ -396,7 +393,7 @@ class Simulation:
         """Leaves a checkpoint in `folder`, in the place of one that is there: the state as it is now, the records of `run` so far, and what
         the run is. OSError where it cannot be written, ValueError where another run is in the folder."""
         with lock(folder):
-            self._save(Checkpoint(folder))
+            kept.save(self, Checkpoint(folder))
 
     @classmethod
     def load(
@@ -415,122 +412,21 @@ class Simulation:
         `engine`, `workers` and `rows`. ValueError in one sentence for a checkpoint that is absent, damaged, or of another run.
         """
         tensors, facts = checkpoints.load(folder)
-        run = facts["run"]
-        if run is None:
-            raise ValueError(f"checkpoint: {folder} is that of a command between two runs, and holds no state; go on with its --resume.")
-        stored = {**run["conditions"], **run["machine"]}
         if loss is not None or isinstance(model, Net):
             options["loss"] = loss
-        if "algorithm" not in options:
-            if run["algorithm"] not in ALGORITHMS:
-                raise ValueError(f"algorithm: the checkpoint is of {run['algorithm']}, which is not pflcore's own; give it: algorithm=...")
-            options["algorithm"] = ALGORITHMS[run["algorithm"]](**_rebuilt("algorithm", run["options"]))
-        if "training" not in options:
-            options["training"] = Training(**_rebuilt("training", run["training"]))
-        stored = {k: v for k, v in stored.items() if k not in options}
-        simulation = cls(model=model, data=data, **{k: _rebuilt(k, {k: v})[k] for k, v in stored.items()}, **options)
-        simulation._take(folder, tensors, facts)
+        simulation = cls(model=model, data=data, **kept.options(folder, facts["run"], options))
+        kept.take(simulation, folder, tensors, facts)
         return simulation
 
     def restore(self, folder: str | Path) -> None:
         """Takes up the checkpoint in `folder`, which must be one of this very run. ValueError in one sentence where it is not."""
-        self._take(folder, *checkpoints.load(folder))
-
-    def _played(self) -> list[Record]:
-        """The records of the rounds up to the state as it is now."""
-        rounds = self._past or (self._earlier + self.history.rounds if self.history else [])
-        return [r for r in rounds if r["round"] <= self._state.round]  # the state may have been put back
+        kept.take(self, folder, *checkpoints.load(folder))
 
     def _keep(self, keeper: Checkpoint) -> None:
         try:
-            self._save(keeper)
+            kept.save(self, keeper)
         except OSError as e:
             warnings.warn(f"{e} The run goes on.", RuntimeWarning, stacklevel=4)
-
-    def _save(self, keeper: Checkpoint) -> None:
-        state, net = self._state, self.setting.net
-        seen = state.own.known.nonzero()[:, 0] if isinstance(state.own, rows.OnDisk) else None
-        own = dict(state.own) if seen is None else {k: v[seen] for k, v in state.own.items()}
-        trees = {"g": state.g, "own": own, "state": {"buffers": state.buffers, "joined": state.joined}}
-        trees["seen"] = {} if seen is None else {"ids": seen}
-        trees |= {"moments": state.moments, "net": {"w0": net.w0, "b0": net.b0}}
-        tensors = {f"{tree}.{k}": v for tree, d in trees.items() for k, v in d.items()}
-        note = keeper.note() if keeper.note else None
-        played = self._played() if note is None else []
-        tensors |= {f"report.{r['round']}.{k}": v for r in played for k, v in r["report"].items() if isinstance(v, torch.Tensor)}
-        facts = {
-            "run": self._what(),
-            "round": state.round,
-            "void": state.void,
-            "outlier": self._outlier,
-            "on_device": [k for k, v in tensors.items() if v.device.type != "cpu"],
-            "note": note,
-            "rounds": [{**r, "report": {k: None if isinstance(v, torch.Tensor) else v for k, v in r["report"].items()}} for r in played],
-        }
-        checkpoints.save(keeper.folder, tensors, facts)
-
-    def _take(self, folder: str | Path, tensors: dict[str, torch.Tensor], facts: Record) -> None:
-        here, aside = self._what(), {"machine": None, "made_with": None}
-        differs = checkpoints.difference(facts["run"] | aside, here | aside)
-        if differs:
-            raise ValueError(f"checkpoint: {folder} holds that of another run: {differs}; give what it was made with, or another folder.")
-        other = checkpoints.difference(facts["run"]["made_with"], here["made_with"])
-        if other:
-            warnings.warn(f"checkpoint: {other}; numbers may differ in their last digits from an unbroken run's.", stacklevel=3)
-        tensors = {k: v.to(self.device) if k in facts["on_device"] else v for k, v in tensors.items()}
-        trees: dict[str, dict[str, torch.Tensor]] = {"g": {}, "own": {}, "state": {}, "moments": {}, "seen": {}, "net": {}, "report": {}}
-        for name, v in tensors.items():
-            tree, _, key = name.partition(".")
-            trees[tree][key] = v
-        net = self.setting.net.to(self.setting.net.w0.device)  # one of its own
-        net.w0, net.b0 = (v.to(net.w0.device) for v in (trees["net"]["w0"], trees["net"]["b0"]))
-        self.setting = self.setting._replace(net=net)
-        g, own = trees["g"], trees["own"]
-        if self.folder is not None or trees["seen"]:  # rows of those who were seen, into the file or the memory of this run
-            fresh = begin(self._algorithm, net, self.data.n, self.folder).own
-            seen = trees["seen"].get("ids", torch.arange(self.data.n))
-            rows.see(fresh, seen)
-            for k, v in own.items():
-                fresh[k][seen] = v
-            on_disk = per_client(g, self.data.n) if self.folder else set()
-            g, own = {k: rows.cloned(v, self.folder if k in on_disk else None) for k, v in g.items()}, fresh
-        self._state = State(g, own, **trees["state"], moments=trees["moments"], round=facts["round"], void=facts["void"])
-        self._outlier = facts["outlier"] and tuple(facts["outlier"])
-        for key, value in trees["report"].items():
-            round, _, name = key.partition(".")
-            next(r for r in facts["rounds"] if r["round"] == int(round))["report"][name] = value
-        self._past, self._earlier, self._came_from = facts["rounds"], [], Path(folder)
-
-    def _what(self) -> Record:
-        """What the run is, as a checkpoint says it; `machine` and `made_with` may be other when it goes on."""
-        net, machine = self.setting.net, ("device", "engine", "workers", "rows", "loss")
-        aside = ("algorithm", "model", "data", "training", "warm_start", *machine)
-        if self._content is None:
-            self._content = checkpoints.of_data(self.data)
-        return facts_of(  # type: ignore[no-any-return]
-            {
-                "algorithm": self.name,
-                "options": asdict(self._algorithm),
-                "training": asdict(self.training),
-                "conditions": {f.name: getattr(self, f.name) for f in fields(self) if f.name not in aside}
-                | ({} if self.adversary is None else {"adversary": _plain(self.adversary)})
-                | ({"eval_clients": self._asked} if self._drawn else {}),
-                "federation": self._content,
-                "model": checkpoints.of_net(net),
-                "criterion": loss_name(net.criterion),
-                "stream": STREAM,
-                "machine": {k: getattr(self, k) for k in machine} | {"rows": str(self.rows)},
-                "made_with": {"pflcore": __version__, "torch": torch.__version__, "device": self.device, "path": self.path[:2]},
-            }
-        )
-
-
-def _rebuilt(name: str, values: Record) -> Record:
-    """Values that were kept as JSON, lists as tuples. ValueError where one was a function."""
-    for key, value in values.items():
-        if '{"function":' in json.dumps(value):
-            raise ValueError(f"{name}: the checkpoint's {key} has a function in it, which no file holds; give it: {name}=...")
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
 
 
 def round_to(x: float, digits: int = 4) -> float:
@@ -540,16 +436,3 @@ def round_to(x: float, digits: int = 4) -> float:
 def _as_lists(value: torch.Tensor) -> Any:
     """A small tensor as lists; a large one as itself, a copy."""
     return value.tolist() if value.numel() <= LONG else value.detach().cpu().clone()
-
-
-def _plain(value: Any) -> Any:
-    """JSON's own types, and names for everything else."""
-    if is_dataclass(value) and not isinstance(value, type):
-        value = asdict(value)
-    if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    return getattr(value, "__name__", None) or str(value)

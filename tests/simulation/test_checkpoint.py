@@ -224,7 +224,7 @@ def test_early_stopping_remembers_the_rounds_before(tmp_path):
 
 def test_a_run_leaves_checkpoints_as_it_was_told(tmp_path, monkeypatch):
     at = []
-    monkeypatch.setattr(Simulation, "_save", lambda self, keeper: at.append(self._state.round))
+    monkeypatch.setattr("pflcore.simulation.kept.save", lambda run, keeper: at.append(run.state.round))
     make(rounds=7).run(checkpoint=Checkpoint(tmp_path, every=3, minutes=0))
     assert at == [0, 3, 6, 7]  # the beginning and the end in any case
     at.clear()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,14 +16,6 @@ from pflcore.results import record
 from pflcore.simulation.interrupts import unbroken
 
 ROUNDS = 5
-
-
-@pytest.fixture(autouse=True)
-def python_answers_ctrl_c() -> Iterator[None]:
-    """A shell that starts its jobs in the background has them ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def press() -> None:
