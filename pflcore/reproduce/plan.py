@@ -38,6 +38,7 @@ from pflcore.data import CROSS_SILO, SOURCES, TABULAR
 from pflcore.data.roles import Protocol, cross_device, cross_silo, everybody
 from pflcore.local import Training
 from pflcore.local.random import STREAM
+from pflcore.ops import kinds
 from pflcore.reproduce.experiment import Job, Options, federation, jobs
 from pflcore.results.record import plain, slug
 
@@ -141,6 +142,10 @@ def complete(plan: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("plan: expected methods and settings (or methods and costs), got neither; see pflcore.reproduce.plan.")
     _known("plan", plan, EMPTY)
     plan = {**EMPTY, **plan}
+    for key in [key for key, empty in EMPTY.items() if empty == {}]:
+        _known(key, plan[key], plan[key])
+    if not (isinstance(plan["seeds"], list) and plan["seeds"] and all(map(kinds.SEED.fits, plan["seeds"]))):
+        raise ValueError(f"seeds: expected a list of whole numbers, at least one, got {plan['seeds']!r}.")
     own = {f.name for f in fields(Options)} - {"seed", "seeds"}
     _known("options", plan["options"], own)
     above: dict[str, Any] = {}
@@ -162,31 +167,39 @@ def complete(plan: Mapping[str, Any]) -> dict[str, Any]:
         _known(f"method_options of {name!r}", s.get("method_options", {}), plan["methods"])
         roles = s.get("protocol")
         if roles is not None:
-            if roles.get("kind") not in PROTOCOL:
-                raise ValueError(f"protocol: expected the kind {' or '.join(PROTOCOL)}, got {roles.get('kind')!r} in {name!r}.")
+            if not isinstance(roles, Mapping) or roles.get("kind") not in PROTOCOL:
+                raise ValueError(f"protocol: expected the kind {' or '.join(PROTOCOL)}, got {roles!r} in {name!r}.")
             _known(f"protocol of {name!r}", roles, {"kind", *PROTOCOL[roles["kind"]]})
     return plan
 
 
 def _known(what: str, got: Mapping[str, Any], keys: Any) -> None:
+    if not isinstance(got, Mapping):
+        raise ValueError(f"{what}: expected a dict, got {got!r}.")
     unknown = sorted(set(got) - set(keys))
     if unknown:
         raise ValueError(f"{what}: expected no keys beside {', '.join(sorted(keys))}, got {', '.join(unknown)}.")
 
 
 def shortened(plan: Mapping[str, Any], rounds: int) -> tuple[dict[str, Any], list[str]]:
-    """The plan with other rounds, and sentences on what they change besides: methods with rounds of their own and warm rounds (HypCluster)
-    keep their part of the whole. What must come out is of the plan as it stands, and left out."""
+    """The plan with other rounds, and sentences on what they change besides: methods and settings with rounds of their own and warm rounds
+    (HypCluster) keep their part of the whole. What must come out is of the plan as it stands, and left out."""
     if rounds < 1:
         raise ValueError(f"rounds: expected at least 1, got {rounds}.")
     planned, methods, said = plan["options"].get("rounds", Options.rounds), {}, []
+
+    def own(part: Mapping[str, Any]) -> dict[str, Any]:
+        return {**part, **({"rounds": max(1, round(part["rounds"] * rounds / planned))} if part.get("rounds") else {})}
+
     for name, m in plan["methods"].items():
         warm = m.get("options", {}).get("warm")
-        methods[name] = m | ({"rounds": max(1, round(m["rounds"] * rounds / planned))} if m.get("rounds") else {})
+        methods[name] = own(m)
         if warm:
             methods[name]["options"] = m["options"] | {"warm": round(warm * rounds / planned)}
             said.append(f"{name}: {round(warm * rounds / planned)} warm rounds of {rounds}, as {warm} of {planned}.")
-    return {**plan, "options": plan["options"] | {"rounds": rounds}, "methods": methods, "expected": {}, "checks": {}}, said
+    settings = {name: own(s) for name, s in plan["settings"].items()}
+    whole = {"options": plan["options"] | {"rounds": rounds}, "settings": settings, "methods": methods, "expected": {}, "checks": {}}
+    return {**plan, **whole}, said
 
 
 def seeds_of(given: Sequence[int], seeds: int | None) -> list[int]:

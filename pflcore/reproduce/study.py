@@ -32,28 +32,35 @@ class Point(NamedTuple):
     others: Tensor  # out of distribution: the sample of everybody's
 
 
-def results(alg: FedAvg, state: State, setting: Setting, protocol: Protocol, split: str = "test") -> Tensor:
+def results(alg: FedAvg, state: State, setting: Setting, protocol: Protocol, split: str = "test", buffers: str = "auto") -> Tensor:
     """Each reported client's accuracy, or loss where there is none, on its test samples (for "val": each choosing client's): [N]."""
     data, who = (protocol.blind, protocol.choose) if split == "val" else (protocol.data, protocol.report)
-    values = evaluate(alg, state, setting._replace(data=data.to(setting.data.device)), split, who)
+    values = evaluate(alg, state, setting._replace(data=data.to(setting.data.device)), split, who, buffers)
     return values.get("accuracy", values["loss"])
 
 
-def vary(alg: FedAvg, state: State, setting: Setting, protocol: Protocol, option: str, choices: Sequence[Any]) -> list[Point]:
+def vary(
+    alg: FedAvg, state: State, setting: Setting, protocol: Protocol, option: str, choices: Sequence[Any], buffers: str = "auto"
+) -> list[Point]:
     """One trained state personalized with several values of a `late` option (Motley, Fig. 4, 5 and 7), for instance
-    `vary(FineTune(), ..., "finetune_epochs", (1, 3, 5, 10, 15))` or `vary(KnnPer(), ..., "lam", (0, 0.5, 1))`."""
+    `vary(FineTune(), ..., "finetune_epochs", (1, 3, 5, 10, 15))` or `vary(KnnPer(), ..., "lam", (0, 0.5, 1))`; `buffers` as in the run."""
     if option not in alg.late:
         raise ValueError(f"option: expected one that can be varied after training ({', '.join(alg.late) or 'none'}), got {option!r}.")
     other = replace(protocol, data=protocol.out_of_distribution())
     made = [(c, replace(alg, **{option: c})) for c in choices]
-    return [Point(c, results(a, state, setting, protocol), results(a, state, setting, other)) for c, a in made]
+    return [Point(c, *(results(a, state, setting, p, buffers=buffers) for p in (protocol, other))) for c, a in made]
 
 
 def by_size(
-    alg: FedAvg, state: State, setting: Setting, protocol: Protocol, fractions: Sequence[float] = (1.0, 0.5, 0.25)
+    alg: FedAvg,
+    state: State,
+    setting: Setting,
+    protocol: Protocol,
+    fractions: Sequence[float] = (1.0, 0.5, 0.25),
+    buffers: str = "auto",
 ) -> dict[float, Tensor]:
     """Results with the first part of each reported client's personalization set, its test samples unchanged (Motley, Fig. 7c)."""
-    return {f: results(alg, state, setting, protocol.keep(f)) for f in fractions}
+    return {f: results(alg, state, setting, protocol.keep(f), buffers=buffers) for f in fractions}
 
 
 def draw(made: Reproduction, rows: Sequence[Mapping[str, Any]]) -> list[Path]:
@@ -107,19 +114,19 @@ def _trained(
         if not states:
             continue
         simulation, p = made.simulation(task)
-        alg, state, where = simulation.algorithm, states[-1][3], simulation.setting
+        alg, state, where, buffers = simulation.algorithm, states[-1][3], simulation.setting, simulation.buffers
         assert isinstance(alg, FedAvg)
         if m.get("sizes"):
-            fewer[method] = by_size(alg, state, where, p)
+            fewer[method] = by_size(alg, state, where, p, buffers=buffers)
         for option, choices in m.get("vary", {}).items():
-            points = vary(alg, state, where, p, option, choices)
+            points = vary(alg, state, where, p, option, choices, buffers)
             by = [(q.value, metrics.mean(q.own), metrics.hurt(q.own, before[method], up)) for q in points]
             out.append(tradeoffs.option(by, f"{stem}-{slug(method)}-{option}.png", option, unit, log=option.endswith("lr")))
             if option != "finetune_lr":
                 spread[method] = [(q.value, metrics.mean(q.own), metrics.mean(q.others)) for q in points]
         if "vary" in m and method not in spread:
             other = replace(p, data=p.out_of_distribution())
-            own, others = (metrics.mean(results(alg, state, where, q)) for q in (p, other))
+            own, others = (metrics.mean(results(alg, state, where, q, buffers=buffers)) for q in (p, other))
             spread[method] = [(method, own, others)]
     out += [tradeoffs.distributions(spread, f"{stem}-distributions.png", unit)] if spread else []
     out += [tradeoffs.sizes(fewer, f"{stem}-sizes.png", unit)] if fewer else []

@@ -210,6 +210,14 @@ def test_a_cross_device_plan_from_grid_to_pictures(tmp_path):
     assert set(numbers["distributions"]) == {"FedAvg", "FT", "HypCluster", "kNN"} and set(numbers["sizes"]["FT"]) == {"1.0", "0.5", "0.25"}
 
 
+def test_studies_take_the_buffers_of_the_run(tmp_path, monkeypatch):
+    asked, real = [], study.evaluate
+    monkeypatch.setattr(study, "evaluate", lambda *args: asked.append(args[5]) or real(*args))
+    methods = {m: {k: v for k, v in DEVICE["methods"][m].items() if k != "grid"} for m in ("FedAvg", "FT")}
+    played({**DEVICE, "options": {**DEVICE["options"], "buffers": "local"}, "methods": methods}, tmp_path, draw=True)
+    assert len(asked) > 6 and set(asked) == {"local"}
+
+
 def test_a_run_along_the_way_is_what_a_shorter_run_ends_with(tmp_path):
     """Evaluations between are of the states of then, for those who build upon them too."""
     plan = {**DEVICE, "methods": {m: {**DEVICE["methods"][m], "grid": {}} for m in ("FedAvg", "FT")}}
@@ -365,6 +373,13 @@ def test_a_method_brings_those_it_builds_upon(tmp_path):
         ({"methods": {"A": {"algorithm": "fedavg", "state_of": "B"}, "B": {"algorithm": "fedavg"}}}, "method 'A': .*above it.*'B'"),
         ({"settings": {"a": {"protocol": {"kind": "cross-town"}}}}, "protocol: .*cross-town"),
         ({"settings": {"a": {"protocol": {"kind": "cross-silo", "train": 3}}}}, "protocol of 'a': .*train"),
+        ({"settings": {"a": {"protocol": "cross-silo"}}}, "protocol: .*'cross-silo'"),
+        ({"settings": ["a"]}, r"settings: expected a dict, got \['a'\]"),
+        ({"methods": {"A": "fedavg"}}, "method 'A': expected a dict, got 'fedavg'"),
+        ({"options": None}, "options: expected a dict, got None"),
+        ({"seeds": []}, r"seeds: expected a list .*got \[\]"),
+        ({"seeds": 3}, "seeds: expected a list .*got 3"),
+        ({"seeds": [0.5]}, r"seeds: .*0\.5"),
     ],
 )
 def test_bad_plans_are_one_sentence(change, words):
@@ -408,6 +423,9 @@ def test_fewer_rounds_keep_the_warm_parts():
     assert plan["methods"]["HypCluster"]["options"]["warm"] == 12 and plan["methods"]["MOCHA, omega"]["rounds"] == 120
     assert said == ["HypCluster: 12 warm rounds of 60, as 100 of 501."] and not plan["expected"] and not plan["checks"]
     assert load("motley-school")["methods"]["HypCluster"]["options"]["warm"] == 100
+    own = {name: {**s, "rounds": 40} for name, s in SILO["settings"].items()}
+    short, _ = shortened(complete({**SILO, "options": {**SILO["options"], "rounds": 20}, "settings": own}), 5)
+    assert {t.job.options.rounds for t in tasks(short, methods=["Local"])} == {10}, "settings with rounds of their own, too"
 
 
 def test_the_command_line_plays_a_plan(tmp_path, capsys):
