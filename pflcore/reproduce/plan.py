@@ -38,7 +38,6 @@ from pflcore.data import CROSS_SILO, SOURCES, TABULAR
 from pflcore.data.roles import Protocol, cross_device, cross_silo, everybody
 from pflcore.local import Training
 from pflcore.local.random import STREAM
-from pflcore.ops import kinds
 from pflcore.reproduce.experiment import Job, Options, federation, jobs
 from pflcore.results.record import plain, slug
 
@@ -144,7 +143,7 @@ def complete(plan: Mapping[str, Any]) -> dict[str, Any]:
     plan = {**EMPTY, **plan}
     for key in [key for key, empty in EMPTY.items() if empty == {}]:
         _known(key, plan[key], plan[key])
-    if not (isinstance(plan["seeds"], list) and plan["seeds"] and all(map(kinds.SEED.fits, plan["seeds"]))):
+    if not (isinstance(plan["seeds"], list) and plan["seeds"] and all(type(s) is int for s in plan["seeds"])):
         raise ValueError(f"seeds: expected a list of whole numbers, at least one, got {plan['seeds']!r}.")
     own = {f.name for f in fields(Options)} - {"seed", "seeds"}
     _known("options", plan["options"], own)
