@@ -68,6 +68,7 @@ KNOWN = [
     Mutant("pflcore/simulation/kept.py", "rounds = run._past or (", "rounds = (", "simulation/test_checkpoint.py -k each_round_once"),
     Mutant("pflcore/simulation/loop.py", "with unbroken():", "with contextlib.nullcontext():", "simulation/test_interrupts.py -k every_callback"),
     Mutant("pflcore/simulation/loop.py", "broken = error", "raise", "simulation/test_interrupts.py -k broke_off"),
+    Mutant("pflcore/simulation/loop.py", "(self._state.void or broke_off)", "self._state.void", "simulation/test_interrupts.py -k without_its_evaluation"),
     Mutant("pflcore/simulation/interrupts.py", "if len(came) > 1:", "if False:", "simulation/test_interrupts.py -k second"),
     Mutant("pflcore/simulation/round.py", "max(m + extra,", "max(m,", "simulation/test_attacks.py -k joins_beside"),
     Mutant("pflcore/simulation/everyone.py", '"moved": [ratio.get(i) for i in cohort] if ratio else None,', "", "simulation/test_for_everyone.py -k ran_away"),

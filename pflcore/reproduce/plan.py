@@ -143,7 +143,7 @@ def complete(plan: Mapping[str, Any]) -> dict[str, Any]:
     plan = {**EMPTY, **plan}
     for key in [key for key, empty in EMPTY.items() if empty == {}]:
         _known(key, plan[key], plan[key])
-    if not (isinstance(plan["seeds"], list) and plan["seeds"] and all(type(s) is int for s in plan["seeds"])):
+    if not (isinstance(plan["seeds"], list | tuple) and plan["seeds"] and all(type(s) is int for s in plan["seeds"])):
         raise ValueError(f"seeds: expected a list of whole numbers, at least one, got {plan['seeds']!r}.")
     own = {f.name for f in fields(Options)} - {"seed", "seeds"}
     _known("options", plan["options"], own)

@@ -173,7 +173,7 @@ class Reproduction:
         run = next(iter(read(path)), Run())
         if run.header and run.header.get("digest") != task.digest:
             raise ValueError(f"out: {path} holds a run with other options; name another folder, or take that file away.")
-        over = bool(run.rounds) and run.rounds[-1]["round"] == task.job.options.rounds
+        over = bool(run.rounds) and run.rounds[-1]["round"] == task.job.options.rounds and bool(run.rounds[-1].get("eval"))
         if not over and (run.stopped is None or run.unfinished):
             return None
         return run if not task.keeps or self.states(task) or not run.evaluations else None

@@ -272,7 +272,7 @@ class Simulation:
                 self._state, done = step(self._algorithm, self._state, self.setting, ids, self.buffers, self.clip, transport)
                 said = {} if done.void else self._algorithm.report(self._state.g)  # a void round changed nothing
                 report = {k: _as_lists(v) for k, v in said.items()}
-                if self.eval_every and (round % self.eval_every == 0 or round == self.rounds):
+                if self._due(round):
                     seen: Record = {k: v.tolist() for k, v in self.evaluate(self.eval_split).items()}
                     if self.eval_train:
                         seen["train_loss"] = self.evaluate("train")["loss"].tolist()
@@ -316,6 +316,9 @@ class Simulation:
             if self._state.void >= VOID_ROUNDS or (self._state.void and round >= self.rounds):
                 yield {"stopped": self._why_void(round, done)}
                 return
+
+    def _due(self, round: int) -> bool:
+        return bool(self.eval_every) and (round % self.eval_every == 0 or round == self.rounds)
 
     def _why_void(self, round: int, done: Outcome) -> str:
         outlier = self._outlier
@@ -371,7 +374,9 @@ class Simulation:
                     for callback in callbacks:
                         callback(record["round"], record)
                 last = self._state.round >= self.rounds and keeper is not None and keeper.note is None
-                if keeper is not None and not self._state.void and (keeper.due(self._state.round) or last):  # void: it may be about to end
+                broke_off = self._due(record["round"]) and not record["eval"]  # whoever goes on evaluates it
+                # void: it may be about to end
+                if keeper is not None and not (self._state.void or broke_off) and (keeper.due(self._state.round) or last):
                     self._keep(keeper)
         except Stop as stop:
             history.stopped = str(stop)

@@ -259,6 +259,15 @@ def test_a_plan_goes_on_where_it_stopped(tmp_path, monkeypatch):
     assert told(again) == told(whole) and (cut.parent / "FedAvg-seed1.pt").is_file()
 
 
+def test_a_run_without_its_last_evaluation_is_not_whole(tmp_path):
+    _, whole, _ = played(SILO, tmp_path)
+    cut = tmp_path / "records" / "silo" / "Local-seed2.jsonl"
+    *lines, last = cut.read_text().splitlines()
+    cut.write_text("\n".join([*lines, json.dumps(json.loads(last) | {"eval": None})]) + "\n")  # Ctrl-C came in it
+    _, again, _ = played(SILO, tmp_path)
+    assert told(again) == told(whole) and read(cut)[0].rounds[-1]["eval"]
+
+
 def test_a_run_that_diverged_is_over_and_one_that_broke_is_not(tmp_path, monkeypatch):
     plan = {
         **SILO,

@@ -13,6 +13,7 @@ from torch import nn
 from pflcore import Simulation, Training
 from pflcore.data.synthetic import synthetic_clusters
 from pflcore.results import record
+from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.simulation.interrupts import unbroken
 
 ROUNDS = 5
@@ -80,6 +81,22 @@ def test_a_round_whose_evaluation_broke_off_is_a_round(error: type[BaseException
     assert [r["round"] for r in history.rounds] == [1, 2, 3] and history.rounds[-1]["eval"] is None
     assert "3" in history.stopped and history.rounds[1]["eval"]["m"] == [1.0] * 4
     assert [r["round"] for r in simulation.run().rounds] == [4, 5] and same(simulation)
+
+
+@pytest.mark.parametrize("round", [3, ROUNDS])
+def test_no_checkpoint_is_left_without_its_evaluation(tmp_path, round: int):
+    calls = iter(range(10**6))
+
+    def metric(scores: torch.Tensor, y: torch.Tensor) -> float:
+        if next(calls) == (round - 1) * 4 + 1:
+            press()
+        return 1.0
+
+    simulation = made(metrics={"m": metric})
+    assert simulation.run(checkpoint=Checkpoint(tmp_path, every=1, minutes=0)).interrupted
+    made_of = {"model": nn.Linear(5, 3), "data": simulation.data, "metrics": {"m": metric}}
+    rounds = Simulation.load(tmp_path, **made_of).run().rounds
+    assert [r["round"] for r in rounds] == [1, 2, 3, 4, 5] and all(r["eval"]["m"] == [1.0] * 4 for r in rounds)
 
 
 @pytest.mark.parametrize("when", ["before the line", "after the line"])
