@@ -1,41 +1,166 @@
-"""One hypothesis profile for all tests: the same examples on every run and every machine, no deadlines. And Ctrl-C is answered as at a
-terminal, also where a shell that runs the tests in the background has them ignore it."""
+"""Two suites: `pytest` runs the quick one, `pytest --suite deep` what is slow or wide, `--suite all` both.
 
+`@pytest.mark.deep("reason")` puts a test, or one of its parameters, into the deep suite; tests whose examples hypothesis draws run in both,
+with 15 examples in the quick one. Examples are the same on every run and every machine. A test has one torch thread unless it asks.
+Ctrl-C is answered as at a terminal, also where a shell that runs the tests in the background has them ignore it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
-from places import ROOT
 
+from examples import QUICK
+
+ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT))  # bench; last, so that the pflcore that is tested is the one that is installed
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
+
+from pflcore.ops import _library as library  # noqa: E402
+from pflcore.ops import reference  # noqa: E402
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-settings.register_profile(
-    "pflcore", derandomize=True, deadline=None, max_examples=60, database=None, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("pflcore")
+DEEP = 60  # examples
+for name, count in {"fast": QUICK, "deep": DEEP, "all": DEEP}.items():
+    slow = [HealthCheck.too_slow]
+    settings.register_profile(name, derandomize=True, deadline=None, max_examples=count, database=None, suppress_health_check=slow)
 
 
-@pytest.fixture(params=["plain", "avx2", "avx512"])
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The test runs on every path of the CPU kernels that this machine has; once where the references run. One thread, unless it asks."""
-    import torch
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--suite", choices=("fast", "deep", "all"), default="fast", help="which tests: see tests/conftest.py")
+    parser.addoption("--no-idle-skips", action="store_true", help="a skip that this machine does not explain is a failure")
 
-    from pflcore.ops import _library as library
 
-    before, threads = library.isa(), torch.get_num_threads()
-    if before is None and request.param != "plain":
-        pytest.skip("the references have one path only")
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile(config.getoption("--suite"))
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    suite, kept, left = config.getoption("--suite"), [], []
+    for item in items:
+        deep = item.get_closest_marker("deep")
+        if deep is not None and not (deep.args and isinstance(deep.args[0], str)):
+            raise pytest.UsageError(f"{item.nodeid}: @pytest.mark.deep needs a reason in words")
+        drawn = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
+        wanted = suite == "all" or (deep is None if suite == "fast" else deep is not None or drawn)
+        (kept if wanted else left).append(item)
+    items[:] = kept
+    config.hook.pytest_deselected(items=left)
+
+
+# why a test may be skipped, and whether this machine is of that kind -----------------------------------------------------------------
+
+DATA = os.environ.get("PFLCORE_DATA")
+LACKS = {  # a word in the reason of a skip -> whether it is so
+    "GPU": not torch.cuda.is_available(),
+    "kernels": library.kernels is None,
+    "C++ compiler": shutil.which(os.environ.get("CXX", "c++").split()[0]) is None,
+    "PFLCORE_DATA": DATA is None or not all((Path(DATA) / name).is_dir() for name in ("mnist", "fashion_mnist", "school")),
+    "/proc": not Path("/proc/self/clear_refs").exists(),
+    "POSIX": os.name == "nt",
+    "Gloo": not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
+}
+
+
+def explained(why: str) -> bool:
+    """A package that is not installed (what `pytest.importorskip` says of it), or what else is in the table."""
+    module = re.search(r"could not import '(\w+)", why)
+    if module:
+        return importlib.util.find_spec(module[1]) is None
+    return any(lacking for word, lacking in LACKS.items() if word in why)
+
+
+_idle: list[str] = []
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.skipped and not hasattr(report, "wasxfail") and isinstance(report.longrepr, tuple):
+        why = report.longrepr[2]
+        if not explained(why):
+            _idle.append(f"{report.nodeid}: {why}")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if _idle and session.config.getoption("--no-idle-skips") and not hasattr(session.config, "workerinput"):
+        session.exitstatus = 1
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if _idle and config.getoption("--no-idle-skips"):
+        terminalreporter.section("skipped, and this machine does not explain it")
+        for line in _idle:
+            terminalreporter.write_line(line)
+
+
+# the instruction sets of this machine, and the references ---------------------------------------------------------------------------
+
+
+def paths() -> list[object]:
+    """Those that this machine has, the best one first; all but that one are for the deep suite."""
+    before = library.isa()
+    if before is None:
+        return ["references"]
+    here = [name for name in ("avx512", "avx2", "plain") if library.isa(name) == name]
+    library.isa(before)
+    return [here[0], *(pytest.param(name, marks=pytest.mark.deep("another instruction set")) for name in here[1:])]
+
+
+@contextlib.contextmanager
+def on_references() -> Iterator[None]:
+    """The ops run their references, although the kernels are loaded."""
+    overrides = torch.library.Library("pflcore", "IMPL")
+    for name, function in vars(reference).items():
+        if callable(function):
+            overrides.impl(name, function, "CPU", allow_override=True)
     try:
-        if before is not None and library.isa(request.param) != request.param:
-            pytest.skip(f"this machine has no {request.param}")
-        torch.set_num_threads(1)
-        yield "references" if before is None else request.param
+        yield
     finally:
-        torch.set_num_threads(threads)
-        if before is not None:
-            library.isa(before)
+        overrides._destroy()
+
+
+@contextlib.contextmanager
+def on_path(name: str) -> Iterator[str]:
+    """The ops run this path of the kernels, or their references."""
+    before, threads = library.isa(), torch.get_num_threads()
+    with on_references() if name == "references" and before is not None else contextlib.nullcontext():
+        try:
+            if before is not None and name != "references":
+                library.isa(name)
+            yield name
+        finally:
+            torch.set_num_threads(threads)
+            if before is not None:
+                library.isa(before)
+
+
+@pytest.fixture(params=paths())
+def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The test runs on every path of the CPU kernels that this machine has. One thread, unless it asks."""
+    if library.kernels is None:
+        pytest.skip("the kernels are not loaded")
+    with on_path(request.param) as name:
+        yield name
+
+
+BESIDE = [] if library.kernels is None else [pytest.param("references", marks=pytest.mark.deep("the references"))]
+
+
+@pytest.fixture(params=[*paths(), *BESIDE])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every path of the kernels, and the references beside them."""
+    with on_path(request.param) as name:
+        yield name

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
+from pflcore import Federation, Net, Simulation, Training, step
 from pflcore.algorithms import FedAvg, State
-from pflcore.data.federation import Federation
-from pflcore.local.chain import find_chain
-from pflcore.local.net import Net
-from pflcore.local.settings import Setting
-from pflcore.local.training import Training
-from pflcore.local.workers import Engine
-from pflcore.simulation.round import Outcome, begin, step
+from pflcore.simulation.round import Outcome, begin
+
+Tensors = dict[str, Tensor]
+Setting = Any  # what stays the same over a run: `Simulation(...).setting`
 
 
 class Scale(nn.Module):
@@ -64,19 +63,12 @@ def tiny_model(features: int = 6, classes: int = 4) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(nn.Linear(features, 5), nn.Tanh(), nn.Linear(5, classes))
 
 
-def setting(
+def make_setting(
     net: Net, data: Federation, training: Training, rounds: int = 1, engine: str = "threads", workers: int = 2, seed: int = 0
 ) -> Setting:
-    return Setting(net, data, training, engine_of(net, data, engine, workers), seed, rounds)
-
-
-def engine_of(net: Net, data: Federation, engine: str, workers: int | None = 1) -> Engine:
-    """An engine by name; "chain": the kernels of a chain, beside the engine for the rest."""
-    if engine != "chain":
-        return Engine(engine, workers)
-    chain = find_chain(net, data)
-    assert not isinstance(chain, str), chain
-    return Engine("threads" if net.has_conv else "vmap", workers, chain)
+    """What a run keeps the same."""
+    split = next(reversed(data.index))
+    return Simulation(FedAvg(), net, data, training, rounds, engine=engine, workers=workers, seed=seed, eval_split=split).setting
 
 
 def play(

@@ -127,7 +127,7 @@ def test_arithmetic_of_a_linear_model_and_sizes_by_a_power_law() -> None:
 
 def test_a_plain_round_is_fedavg(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one batch a client the plain loop's round is pflcore's: the same model after it."""
-    from pflcore.simulation import Simulation
+    from pflcore import Simulation
 
     w = replace(workload.WORKLOADS["flute-lr"], **(SMALL | {"cohort": 6, "batch": 1000, "rounds": 1}), power=1.0)  # type: ignore[arg-type]
     start = w.build().double().state_dict()

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from examples import examples
 from pflcore import pack
 from pflcore.results.record import Record, read
 from pflcore.results.table import table
@@ -62,7 +63,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(which=st.sampled_from([".json", ".safetensors"]), damage=damages)
 def test_a_damaged_checkpoint_is_refused_or_is_what_it_was(kept: Path, which: str, damage: Damage) -> None:
     (path,) = kept.glob(f"checkpoint*{which}")
@@ -112,7 +113,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(which=st.sampled_from([".jsonl", ".arrays"]), damage=damages)
 def test_a_damaged_record_is_read_as_far_as_it_goes(record: Path, which: str, damage: Damage) -> None:
     path = record.with_suffix(which)
@@ -189,7 +190,7 @@ def npy(array: Any) -> bytes:
 ROW = np.arange(12, dtype=np.float32).reshape(3, 4)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(damage=damages)
 @example(damage=("alter", 0.27, 0.0, 9))
 def test_a_damaged_array_is_named_with_its_client(damage: Damage) -> None:
@@ -202,7 +203,7 @@ def test_a_damaged_array_is_named_with_its_client(damage: Damage) -> None:
         assert rows.shape == (2, 12) and rows[0].tolist() == ROW.ravel().tolist()
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(damage=damages)
 def test_a_damaged_safetensors_file_is_named_with_its_client(damage: Damage, tmp_path_factory: pytest.TempPathFactory) -> None:
     save = pytest.importorskip("safetensors.torch").save
@@ -241,7 +242,8 @@ class Trap:
 
 def test_a_pickle_is_never_run(tmp_path: Path) -> None:
     """A Flower array, an .npz, a graph, a side file, a checkpoint's tensors, a trained state: no code of a file runs."""
-    from pflcore.algorithms.sfl import SFL
+    from methods import SFL
+
     from pflcore.data.natural import folder
 
     mark = tmp_path / "ran"
@@ -277,7 +279,7 @@ def test_a_pickle_is_never_run(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(damage=damages)
 def test_damaged_states_of_a_grid_are_one_sentence(damage: Damage, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "state.pt"

@@ -7,19 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn as nn
+from methods import Ditto, FineTune, KnnPer, Mocha
+from small import make_setting
 
+from pflcore import Net, Simulation, Training, cross_device, cross_silo, evaluate, step, tune
 from pflcore.algorithms import FedAvg
-from pflcore.algorithms.ditto import Ditto
-from pflcore.algorithms.finetune import FineTune
-from pflcore.algorithms.knnper import KnnPer
-from pflcore.algorithms.mocha import Mocha
 from pflcore.data import Federation
-from pflcore.data.roles import Protocol, cross_device, cross_silo
-from pflcore.local import Engine, Setting, Training
-from pflcore.local.net import Net
-from pflcore.simulation import Simulation
-from pflcore.simulation.round import begin, evaluate, sample, step
-from pflcore.tuning import candidates, finetuning_curve, tune
+from pflcore.data.roles import Protocol
+from pflcore.simulation.round import begin, sample
+from pflcore.tuning import candidates, finetuning_curve
 
 
 def federation(n=12, seed=0, size=20, relabel=False):
@@ -73,7 +69,7 @@ def test_cross_silo_sizes_and_what_blind_hides():
     assert torch.equal(p.train, torch.arange(12)) and torch.equal(p.train, p.report)
     assert p.blind.splits == ("train", "val")
     with pytest.raises(ValueError, match="test"):
-        evaluate(FedAvg(), begin(FedAvg(), model(), 12), Setting(model(), p.blind, TRAINING, Engine("vmap", 1), 0, 1), "test")
+        evaluate(FedAvg(), begin(FedAvg(), model(), 12), make_setting(model(), p.blind, TRAINING, 1, engine="vmap", workers=1), "test")
     assert cross_silo(p.data).data is p.data
 
 
@@ -152,7 +148,7 @@ def test_only_some_clients_train_and_are_evaluated():
 def test_a_client_without_samples_to_test_on_is_nan_and_the_others_as_ever():
     fed = federation(4)
     p = cross_silo(fed)
-    setting = Setting(model(), p.data, TRAINING, Engine("vmap", 1), 0, 1)
+    setting = make_setting(model(), p.data, TRAINING, 1, engine="vmap", workers=1)
     state, _ = step(FedAvg(), begin(FedAvg(), setting.net, 4), setting, torch.arange(4))
     whole = evaluate(KnnPer(), state, setting)
     lists = list(p.data.index["test"])

@@ -24,6 +24,8 @@ from pflcore.cli.play import RunFailed, compare, first_line, report, run
 from pflcore.results.progress import INTERRUPTED
 from pflcore.simulation.interrupts import ENDING
 
+__all__ = ["main"]
+
 
 def attack(argv: Sequence[str]) -> int:
     """Attacks what travels: membership inference and model inversion against an algorithm's uploads."""

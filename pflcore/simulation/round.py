@@ -22,6 +22,8 @@ from pflcore.metrics import Metric, measured_by
 from pflcore.ops import kinds
 from pflcore.simulation import rows, uploads
 
+__all__ = ["Outcome", "begin", "evaluate", "sample", "step"]
+
 
 @dataclass
 class Outcome:

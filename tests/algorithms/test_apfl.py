@@ -9,15 +9,12 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from small import images, play, quadratics, setting, tiny_model
+from methods import APFL
+from small import Setting, images, make_setting, play, quadratics, tiny_model
 from torch import Tensor
 
-from pflcore.algorithms import APFL
-from pflcore.local import Local
-from pflcore.local.net import Net
-from pflcore.local.settings import Setting
-from pflcore.local.training import Training
-from pflcore.simulation.round import begin, evaluate, step
+from pflcore import Local, Net, Training, evaluate, step
+from pflcore.simulation.round import begin
 
 F64 = torch.float64
 
@@ -25,7 +22,7 @@ F64 = torch.float64
 def golden_steps(**options: Any) -> list[tuple[Tensor, Tensor, float]]:
     """w, v, alpha after one and after two rounds of one step each, from the worked example's start."""
     net, data = quadratics(torch.tensor([[1.0, 2.0]]), torch.tensor([[2.0, 1.0]]), start=[1.0, 0.0])
-    s = setting(net, data, Training(lr=0.1, batch_size=1), 2)
+    s = make_setting(net, data, Training(lr=0.1, batch_size=1), 2)
     alg = APFL(alpha=0.25, **options)
     state = begin(alg, net, 1)
     state.own["v"][0] = torch.tensor([0.0, 2.0])
@@ -58,7 +55,7 @@ def test_a_round_step_by_step(engine: str, momentum: float) -> None:
     net, data = Net(lambda: tiny_model()().double()), images()
     data = type(data)(data.x.double(), data.y, data.index, data.classes)
     t = Training(lr=0.1, batch_size=8, epochs=2, momentum=momentum, weight_decay=0.01)
-    s = setting(net, data, t, 1, engine)
+    s = make_setting(net, data, t, 1, engine)
     alg = APFL(alpha=0.3, alpha_lr=5.0)
     gen = torch.Generator().manual_seed(0)
     v0 = net.w0 + 0.3 * torch.randn(3, net.size, generator=gen, dtype=F64)
@@ -87,7 +84,7 @@ def fresh(s: Setting) -> Local:
 
 def test_alpha_stays_while_the_models_are_one() -> None:
     net, data = Net(tiny_model()), images()
-    s = setting(net, data, Training(lr=0.1, batch_size=100), 2)
+    s = make_setting(net, data, Training(lr=0.1, batch_size=100), 2)
     (one, _), (two, _) = play(APFL(alpha_lr=1.0), s)
     assert (one.own["alpha"] == 0.5).all() and (two.own["alpha"] != 0.5).any()
 
@@ -96,7 +93,7 @@ def test_alpha_stays_while_the_models_are_one() -> None:
 @pytest.mark.parametrize("mix", ["weights", "logits"])
 def test_what_is_evaluated(mix: Any, where: Any) -> None:
     net, data = Net(tiny_model()), images()
-    s = setting(net, data, Training(lr=0.1, batch_size=8), 3)
+    s = make_setting(net, data, Training(lr=0.1, batch_size=8), 3)
     alg = APFL(mix=mix, evaluate_on=where, alpha_lr=1.0)
     state = play(alg, s)[-1][0]
     assert ("w" in state.own) == (where == "client")
@@ -115,7 +112,7 @@ def test_what_is_evaluated(mix: Any, where: Any) -> None:
 def test_the_statistics_of_batch_norm_are_the_mixtures(engine: str) -> None:
     net = Net(lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4)))
     data = images((8, 8, 8))
-    s = setting(net, data, Training(lr=0.1, batch_size=8), 1, engine)
+    s = make_setting(net, data, Training(lr=0.1, batch_size=8), 1, engine)
     local = fresh(s)
     v = net.w0 + torch.randn(3, net.size, generator=torch.Generator().manual_seed(1))
     APFL(alpha=0.5).client({"x": net.w0.expand(3, -1)}, {"v": v, "alpha": torch.full((3, 1), 0.5)}, local)

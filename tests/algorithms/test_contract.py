@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from pflcore import Training, evaluate
 from pflcore.algorithms import ALGORITHMS, FedAvg
-from pflcore.local import Training
-from pflcore.simulation.round import evaluate
 from pflcore.testing import CHECKS, Case
 
 OPTIONS: dict[str, dict[str, Any]] = {  # where the defaults do not fit a federation of four small clients

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from scipy import integrate, stats
 from torch import Tensor
 
+from pflcore import Net
 from pflcore.algorithms import ibp
-from pflcore.local import Net
 from pflcore.nn import FactorizedConv2d, FactorizedLinear
 
 D = torch.float64

@@ -9,17 +9,16 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from small import copied
+from methods import FactorizedWaffle
+from small import Setting, copied, make_setting
 from torch import Tensor
 
+from pflcore import Federation, Local, Net, Simulation, Training, evaluate, step
 from pflcore.algorithms import ALGORITHMS, FedAvg, State, ibp
-from pflcore.algorithms.factorized_waffle import BOUNDS, MODES, FactorizedWaffle, strengths
-from pflcore.data.federation import Federation
-from pflcore.local import Engine, Local, Net, Setting, Training
+from pflcore.algorithms.factorized_waffle import BOUNDS, MODES, strengths
 from pflcore.local.random import client_seeds, uniforms
 from pflcore.nn import factorize
-from pflcore.simulation import Simulation
-from pflcore.simulation.round import begin, evaluate, step
+from pflcore.simulation.round import begin
 
 D = torch.float64
 
@@ -42,7 +41,9 @@ def federation(sizes: tuple[int, ...] = (9, 20, 31), seed: int = 4) -> Federatio
 
 def setting(data: Federation | None = None, engine: str = "vmap", ranks: Any = (4, 3), **training: Any) -> Setting:
     t = Training(**{"lr": 0.1, "batch_size": 8, "epochs": 2, **training})
-    return Setting(Net(lambda: factorize(model(), ranks), seed=1), federation() if data is None else data, t, Engine(engine, 1), 0, 6)
+    return make_setting(
+        Net(lambda: factorize(model(), ranks), seed=1), federation() if data is None else data, t, 6, engine=engine, workers=1
+    )
 
 
 def play(alg: FedAvg, s: Setting, rounds: int = 2, ids: list[int] | None = None) -> State:

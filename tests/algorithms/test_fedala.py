@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from small import images, play, setting, tiny_model
+from methods import FedALA
+from small import images, make_setting, play, tiny_model
 
-from pflcore import Net, Simulation, Training
+from pflcore import Federation, Local, Net, Simulation, Training
 from pflcore.algorithms import FedAvg
-from pflcore.algorithms.fedala import FedALA, sampled
-from pflcore.data.federation import Federation
-from pflcore.local import Local
+from pflcore.algorithms.fedala import sampled
 from pflcore.simulation.round import views
 
 COHORTS = ([0, 1, 2], [0, 1], [1, 2], [0, 1, 2])
@@ -85,7 +84,7 @@ def test_golden_fedala(layers: int, engine: str) -> None:
     """Four rounds with absent clients: the server, theta, W, and what is evaluated; the first time takes more than `window` epochs."""
     how = {"eta": 4.0, "window": 3, "threshold": 0.004}
     net, data = Net(lambda: tiny_model()().double(), seed=3), federation()
-    alg, s = FedALA(layers=layers, sample=1.0, **how), setting(net, data, TRAINING, 4, engine)
+    alg, s = FedALA(layers=layers, sample=1.0, **how), make_setting(net, data, TRAINING, 4, engine)
     state = play(alg, s, ids=lambda r: COHORTS[r - 1])[-1][0]
     server, people, served = program(net.module, data, layers, **how)
     assert all(p.epochs[0] > 4 and set(p.epochs[1:]) <= {1} for p in people), [p.epochs for p in people]
@@ -100,7 +99,7 @@ def test_golden_fedala(layers: int, engine: str) -> None:
 
 
 def test_without_a_step_of_w_it_is_fedavg_and_lower_layers_are_the_servers() -> None:
-    s = setting(Net(lambda: tiny_model()().double()), federation(), Training(lr=0.1, batch_size=8), 3)
+    s = make_setting(Net(lambda: tiny_model()().double()), federation(), Training(lr=0.1, batch_size=8), 3)
     (fedala, done), (fedavg, _) = (play(a, s)[-1] for a in (FedALA(eta=0.0), FedAvg()))
     torch.testing.assert_close(fedala.g["x"], fedavg.g["x"], rtol=1e-9, atol=1e-11)
     assert done.bytes_up == done.bytes_down == 3 * 8 * s.net.size
@@ -111,14 +110,14 @@ def test_without_a_step_of_w_it_is_fedavg_and_lower_layers_are_the_servers() -> 
 
 
 def test_who_never_took_part_is_served_the_global_model() -> None:
-    s = setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=8), 2)
+    s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=8), 2)
     state = play(FedALA(), s, ids=lambda _: [0, 2])[-1][0]
     assert torch.equal(views(FedALA(), state, s, torch.tensor([1]))[0]["w"][0], state.g["x"])
     assert state.own["begun"][:, 0].tolist() == [1, 0, 1]
 
 
 def test_w_is_learned_on_a_part_of_the_samples_drawn_anew_each_round() -> None:
-    s = setting(Net(tiny_model()), images((1, 20, 31)), TRAINING, 3)
+    s = make_setting(Net(tiny_model()), images((1, 20, 31)), TRAINING, 3)
     drawn = []
     for round, ids in ((1, [0, 1, 2]), (2, [0, 1, 2]), (1, [2, 1])):
         lists = sampled(Local(s, torch.tensor(ids), round, s.net.b0.expand(len(ids), -1)), 0.8).data.lists("train")
@@ -130,7 +129,7 @@ def test_w_is_learned_on_a_part_of_the_samples_drawn_anew_each_round() -> None:
 
 def test_the_first_time_ends() -> None:
     """Where losses never settle, after `most` epochs; where they are not finite, at once."""
-    s = setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=8), 2)
+    s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=8), 2)
     calls: list[int] = []
 
     class Counted(FedALA):

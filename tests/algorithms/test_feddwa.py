@@ -5,16 +5,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn as nn
+from methods import FedDWA, FedDWAQP
 from places import golden
+from small import Setting, make_setting
 
-from pflcore import ops
+from pflcore import Federation, Local, Net, Training, evaluate, ops, step
 from pflcore.algorithms import Cohort
-from pflcore.algorithms.feddwa import FedDWA, FedDWAQP, spread, strided
+from pflcore.algorithms.feddwa import spread, strided
 from pflcore.algorithms.qp import inner_products, simplex_qp
-from pflcore.data.federation import Federation
-from pflcore.local import Engine, Local, Setting, Training
-from pflcore.local.net import Net
-from pflcore.simulation.round import begin, evaluate, step
+from pflcore.simulation.round import begin
 
 GOLDEN = golden("feddwa_family")
 
@@ -53,7 +52,9 @@ def points(targets: list[list[float]], lr: float, batch_size: int = 100, seed: i
     data = Federation(
         torch.zeros(2 * len(y), 1, dtype=torch.float64), y.repeat(2), {"train": list(ends), "test": [i + len(y) for i in ends]}
     )
-    return Setting(Net(Point, half_squared), data, Training(lr=lr, batch_size=batch_size, **training), Engine(engine, 1), seed, 10)
+    return make_setting(
+        Net(Point, half_squared), data, Training(lr=lr, batch_size=batch_size, **training), 10, engine=engine, workers=1, seed=seed
+    )
 
 
 def cohort(ids: list[int], n: int, round: int = 1) -> Cohort:
@@ -345,7 +346,7 @@ def images(engine: str = "vmap", n: int = 6, seed: int = 0, batch_norm: bool = F
         return nn.Sequential(nn.Conv2d(1, 2, 3), *norm, nn.ReLU(), nn.Flatten(), nn.Linear(18, 4))
 
     options = {"lr": 0.1, "batch_size": 5} | training
-    return Setting(Net(build), data, Training(**options), Engine(engine, 2), 7, 10)
+    return make_setting(Net(build), data, Training(**options), 10, engine=engine, workers=2, seed=7)
 
 
 @pytest.mark.parametrize("engine", ["threads", "vmap"])
@@ -472,7 +473,7 @@ def test_clients_of_one_task_find_each_other():
     group = torch.arange(n) // 4
     relabel = torch.stack([torch.tensor([[0, 1], [1, 0]])[g] for g in group])
     data = Federation(x, y, {"train": index}, 2, relabel)
-    setting = Setting(Net(nn.Linear(6, 2)), data, Training(lr=0.1, batch_size=10), Engine("vmap", 1), 0, 10)
+    setting = make_setting(Net(nn.Linear(6, 2)), data, Training(lr=0.1, batch_size=10), 10, engine="vmap", workers=1)
     alg = FedDWA(k=8)
     state = begin(alg, setting.net, n)
     for _ in range(10):

@@ -6,27 +6,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from small import images, play, quadratics, setting, tiny_model
+from methods import ClusteredFL, FactorizedWaffle, FedAMP, FedDWA, FedFomo, HeurFedAMP, KnnPer, Mocha, PerFedAvg, Scaffold, Waffle
+from small import Setting, Tensors, images, make_setting, play, quadratics, tiny_model
 from torch import Tensor
 
-from pflcore.algorithms import FedAvg
-from pflcore.algorithms.base import Cohort, Pool, Setting, Tensors, cohort_from
-from pflcore.algorithms.clustered_fl import ClusteredFL
-from pflcore.algorithms.factorized_waffle import FactorizedWaffle, strengths
-from pflcore.algorithms.fedamp import FedAMP, HeurFedAMP
-from pflcore.algorithms.feddwa import FedDWA, spread
-from pflcore.algorithms.fedfomo import FedFomo
+from pflcore import Federation, Local, Net, Simulation, Training, step
+from pflcore.algorithms import Cohort, FedAvg, Pool
+from pflcore.algorithms.base import cohort_from
+from pflcore.algorithms.factorized_waffle import strengths
+from pflcore.algorithms.feddwa import spread
 from pflcore.algorithms.hypcluster import fit_all
-from pflcore.algorithms.knnper import KnnPer
-from pflcore.algorithms.mocha import Mocha
-from pflcore.algorithms.per_fedavg import PerFedAvg
-from pflcore.algorithms.scaffold import Scaffold
-from pflcore.algorithms.waffle import Waffle
-from pflcore.data.federation import Federation
-from pflcore.local import Local, Training
-from pflcore.local.net import Net
-from pflcore.simulation import Simulation
-from pflcore.simulation.round import begin, step
+from pflcore.simulation.round import begin
 from pflcore.simulation.uploads import shortened
 
 
@@ -42,14 +32,14 @@ def cohort(n: int, round: int = 1, ids: list[int] | None = None) -> Cohort:
 def three(training: Training | None = None) -> tuple[Setting, Local]:
     """Three clients of 7, 20 and 31 samples, and what a hook of the first round is given."""
     data = images()
-    s = setting(Net(tiny_model()), data, training or Training(lr=0.1, batch_size=4), 10)
+    s = make_setting(Net(tiny_model()), data, training or Training(lr=0.1, batch_size=4), 10)
     return s, Local(s, torch.arange(3), 1, s.net.b0.expand(3, -1))
 
 
 def test_weight_decay_is_part_of_scaffolds_full_gradient() -> None:
     """The loss is a (m - b)^2 / 2 and decay adds .5 m: at m = .5 the gradients are 1 (.5 - 1) + .25 and 2 (.5 + 2) + .25."""
     net, data = quadratics(t([[1.0], [2]]), t([[1.0], [-2]]), start=[0.5])
-    s = setting(net, data, Training(lr=0.1, batch_size=1, weight_decay=0.5))
+    s = make_setting(net, data, Training(lr=0.1, batch_size=1, weight_decay=0.5))
     state, _ = play(Scaffold(option="I"), s)[0]
     torch.testing.assert_close(state.own["c"][:, 0], t([-0.25, 5.25]))
 
@@ -102,7 +92,7 @@ def test_fedfomos_affinities_add_up_over_the_rounds() -> None:
 def test_the_minibatches_of_per_fedavg_are_independent() -> None:
     """Two samples with optima of their own, one a minibatch: two orders for D and two for D' make four ways to go, D' = D only two."""
     net, data = quadratics(t([[1.0]]), t([[0.0]]), start=[3.0], rows=2, noise=1.0)
-    s = setting(net, data, Training(lr=0.3, batch_size=1))
+    s = make_setting(net, data, Training(lr=0.3, batch_size=1))
     ways = set()
     for round in range(1, 60):
         up = PerFedAvg().client({"x": net.w0[None]}, {}, Local(s, torch.arange(1), round, net.b0[None]))[1]
@@ -131,7 +121,7 @@ def test_models_of_an_ensemble_shuffle_apart() -> None:
 def test_mochas_server_takes_as_long_a_step_as_its_clients() -> None:
     """Losses that are 0 leave the models where they are; W <- (I + lr steps lam Omega)^-1 W is 1 / 1.92 [[1.4, .2], [.2, 1.4]] W."""
     net, data = quadratics(t([[0.0], [0]]), t([[0.0], [0]]), rows=4)
-    s = setting(net, data, Training(lr=0.1, batch_size=2, epochs=2))
+    s = make_setting(net, data, Training(lr=0.1, batch_size=2, epochs=2))
     alg = Mocha(lam=0.5, outer=99, regulariser="server")
     state = begin(alg, net, 2)
     g = state.g | {"omega": t([[2.0, -1], [-1, 2]])}
@@ -155,7 +145,7 @@ def test_weights_of_a_cohort_smaller_than_k_keep_the_first_clients() -> None:
 def test_fedamps_pull_is_lam_over_alpha() -> None:
     """One step of .1 at (w - 1)^2 / 2 from w = 3 with u = 5: 3 - .1 (2 + (.6 / 2) (3 - 5)) = 2.86."""
     net, data = quadratics(t([[1.0]]), t([[1.0]]), start=[3.0])
-    local = Local(setting(net, data, Training(lr=0.1, batch_size=1)), torch.arange(1), 1, net.b0[None])
+    local = Local(make_setting(net, data, Training(lr=0.1, batch_size=1)), torch.arange(1), 1, net.b0[None])
     own, _ = FedAMP(lam=0.6, alpha=2.0).client({"u": t([[5.0]])}, {"w": t([[3.0]])}, local)
     torch.testing.assert_close(own["w"], t([[2.86]]))
 
@@ -164,7 +154,7 @@ def test_fedfomo_does_not_take_a_model_that_was_not_sent() -> None:
     """Row 0 would be the best for everybody, but -1 is nobody's number."""
     net, data = quadratics(t([[1.0], [1]]), t([[0.0], [0]]), rows=4)
     data = replace(data, index={"train": data.index["train"], "val": data.index["test"]})
-    local = Local(setting(net, data, Training(lr=0.0)), torch.arange(2), 2, net.b0.expand(2, -1))
+    local = Local(make_setting(net, data, Training(lr=0.0)), torch.arange(2), 2, net.b0.expand(2, -1))
     rows, index = t([[0.0], [2]]), torch.tensor([[1], [-1]])
     own, up = FedFomo().client({"w": Pool(rows, index)}, {"w": t([[4.0], [4]]), "old": t([[4.0], [4]])}, local)
     assert own["w"][:, 0].tolist() == [2, 4] and up["a"][1].tolist() == [0, 0]
@@ -191,7 +181,7 @@ def test_statistics_that_fail_after_the_server_leave_the_round_undone() -> None:
 
     data = images()
     net = Net(lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4)))
-    s = setting(net, data, Training(lr=0.1, batch_size=4))
+    s = make_setting(net, data, Training(lr=0.1, batch_size=4))
     state = begin(Fails(), net, 3)
     before = {k: v.clone() for k, v in state.g.items()}
     with pytest.raises(MemoryError):
@@ -304,7 +294,7 @@ def test_per_fedavgs_evaluation_takes_plain_steps_too() -> None:
 @pytest.mark.parametrize("engine", ["chain", "threads", "vmap"])
 def test_several_minibatches_a_step_do_not_depend_on_the_company(engine: str) -> None:
     data = images()
-    s = setting(Net(tiny_model()), data, Training(lr=0.1, batch_size=4), 2, engine)
+    s = make_setting(Net(tiny_model()), data, Training(lr=0.1, batch_size=4), 2, engine)
 
     def played(ids: list[int]) -> Tensor:
         local = Local(s, torch.tensor(ids), 1, s.net.b0.expand(len(ids), -1))

@@ -9,20 +9,17 @@ import torch
 import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
+from methods import MRMTL, Ditto, Ensemble, FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi, FineTune, HypCluster, KnnPer, Mocha, QFedAvg
+from small import make_setting
 
+from pflcore import Local, Net, Training, evaluate, step
 from pflcore.algorithms import ALGORITHMS, Cohort, FedAvg, Stop
-from pflcore.algorithms.ditto import MRMTL, Ditto
-from pflcore.algorithms.fedopt import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi
-from pflcore.algorithms.finetune import FineTune
-from pflcore.algorithms.hypcluster import Ensemble, HypCluster, centres
-from pflcore.algorithms.knnper import KnnPer, neighbours
-from pflcore.algorithms.mocha import Mocha, relation
-from pflcore.algorithms.qfedavg import QFedAvg
+from pflcore.algorithms.hypcluster import centres
+from pflcore.algorithms.knnper import neighbours
+from pflcore.algorithms.mocha import relation
 from pflcore.data import Federation
-from pflcore.local import Engine, Local, Setting, Training
 from pflcore.local.losses import hinge
-from pflcore.local.net import Net
-from pflcore.simulation.round import begin, evaluate, step
+from pflcore.simulation.round import begin
 
 D64 = torch.float64
 
@@ -59,7 +56,7 @@ def federation(clients):
 def setting_of(clients, w0=(0.0,), rounds=1, lr=0.1, batch_size=100, criterion=half_squared, **options):
     fed = clients if isinstance(clients, Federation) else federation(clients)
     net = Net(lambda: Line(w0), criterion)
-    return Setting(net, fed, Training(lr=lr, batch_size=batch_size, **options), Engine("vmap", 1), 0, rounds)
+    return make_setting(net, fed, Training(lr=lr, batch_size=batch_size, **options), rounds, engine="vmap", workers=1)
 
 
 def play(alg, setting, rounds=1, state=None):
@@ -82,7 +79,7 @@ def classes_setting(seed=0, n=4, engine="vmap", rounds=5, val=True, **options):
             parts[-1][s] = (x, flip[x[:, :3].argmax(1)])
     net = Net(lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)))
     training = Training(**{"lr": 0.2, "batch_size": 4, **options})
-    return Setting(net, Federation.from_arrays(parts, classes=3), training, Engine(engine, 1), 3, rounds)
+    return make_setting(net, Federation.from_arrays(parts, classes=3), training, rounds, engine=engine, workers=1, seed=3)
 
 
 # server optimizers -----------------------------------------------------------------------------------------------------------------
@@ -638,7 +635,7 @@ def test_hinge_with_weight_decay_by_hand():
         return m
 
     net = Net(model, "hinge")
-    s = Setting(net, fed, Training(lr=1.0, batch_size=3, weight_decay=1e-4), Engine("vmap", 1), 0, 1)
+    s = make_setting(net, fed, Training(lr=1.0, batch_size=3, weight_decay=1e-4), 1, engine="vmap", workers=1)
     loss = evaluate(FedAvg(), begin(FedAvg(), net, 1), s)
     close(loss["loss"] + 0.5e-4 * net.w0.square().sum(), [1.2266796667])
     close(loss["accuracy"], [1 / 3])
@@ -679,14 +676,16 @@ def test_losses_of_many_clients_at_once_are_those_of_each_alone(criterion):
         fed = replace(fed, relabel=torch.stack([torch.randperm(3, generator=gen) for _ in sizes]))
     net = Net(lambda: nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3 if labels else 1)), criterion)
     rows, ids = torch.randn(3, net.size, generator=gen), torch.tensor([3, 0, 1])
-    found = [Local(Setting(net, fed, Training(), Engine(e, 1), 0, 1), ids, 1, torch.empty(3, 0)).loss(rows) for e in ("vmap", "threads")]
+    found = [
+        Local(make_setting(net, fed, Training(), 1, engine=e, workers=1), ids, 1, torch.empty(3, 0)).loss(rows) for e in ("vmap", "threads")
+    ]
     torch.testing.assert_close(*found)
     if criterion == "half_squared":
-        local = Local(Setting(Net(net.build, "squared"), fed, Training(), Engine("vmap", 1), 0, 1), ids, 1, torch.empty(3, 0))
+        local = Local(make_setting(Net(net.build, "squared"), fed, Training(), 1, engine="vmap", workers=1), ids, 1, torch.empty(3, 0))
         torch.testing.assert_close(found[0], local.loss(rows) / 2)
         start = rows[:1].expand(3, -1)
         a, b = (
-            Local(Setting(net, fed, Training(lr=0.1), Engine(e, 1), 0, 1), ids, 1, torch.empty(3, 0)).fit(start).w
+            Local(make_setting(net, fed, Training(lr=0.1), 1, engine=e, workers=1), ids, 1, torch.empty(3, 0)).fit(start).w
             for e in ("vmap", "threads")
         )
         torch.testing.assert_close(a, b)

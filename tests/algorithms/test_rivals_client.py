@@ -6,25 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn as nn
+from methods import L2C, FedAvgM, FedFomo, FedProx, FedRoD, FineTune, PerFedAvg, PFedMe
 from places import golden
-from small import images, play, quadratics, setting, tiny_model
+from small import Setting, images, make_setting, play, quadratics, tiny_model
 
-from pflcore.algorithms import FedAvg, Pool
-from pflcore.algorithms.base import Cohort, Setting
-from pflcore.algorithms.fedfomo import FedFomo, mixing_weights
-from pflcore.algorithms.fedopt import FedAvgM
-from pflcore.algorithms.fedprox import FedProx
-from pflcore.algorithms.fedrod import FedRoD
-from pflcore.algorithms.finetune import FineTune
-from pflcore.algorithms.l2c import L2C
-from pflcore.algorithms.per_fedavg import PerFedAvg
-from pflcore.algorithms.pfedme import PFedMe
-from pflcore.data.federation import Federation
+from pflcore import Federation, Local, Net, Simulation, Training, evaluate, step
+from pflcore.algorithms import Cohort, FedAvg, Pool
+from pflcore.algorithms.fedfomo import mixing_weights
 from pflcore.data.roles import held_out
-from pflcore.local import Local, Training
-from pflcore.local.net import Net
-from pflcore.simulation import Simulation
-from pflcore.simulation.round import begin, evaluate, nbytes, step
+from pflcore.simulation.round import begin, nbytes
 
 GOLDEN = golden("feddwa_family")
 
@@ -58,7 +48,7 @@ def one(loss, start: float, lr: float, engine: str, epochs: int = 1) -> tuple[Se
         torch.zeros(2, dtype=torch.float64),
         {"train": [torch.arange(1)], "test": [torch.arange(1, 2)]},
     )
-    s = setting(Net(Number(), lambda scores, y: loss(scores).mean()), data, Training(lr=lr, epochs=epochs), engine=engine)
+    s = make_setting(Net(Number(), lambda scores, y: loss(scores).mean()), data, Training(lr=lr, epochs=epochs), engine=engine)
     return s, Local(s, torch.arange(1), 1, s.net.b0.expand(1, -1))
 
 
@@ -92,9 +82,9 @@ def test_scaled_differences_are_right_in_float32():
         return 1e-5 * nn.functional.cross_entropy(scores, y)
 
     training = Training(lr=1e4, batch_size=4)
-    s = setting(Net(tiny_model(), flat), data, training)
+    s = make_setting(Net(tiny_model(), flat), data, training)
     double = Federation(data.x.double(), data.y, data.index, 4, data.relabel)
-    wide = setting(Net(lambda: tiny_model()().double(), flat), double, training)
+    wide = make_setting(Net(lambda: tiny_model()().double(), flat), double, training)
 
     def played(alg, s):
         return step(alg, begin(alg, s.net, 2), s, torch.arange(2))[0].g["x"].double()
@@ -114,7 +104,7 @@ def test_exact_products_with_batch_norm(engine):
 
     data = images((11, 8), shape=(1, 4, 4))
     data = Federation(data.x.double(), data.y, data.index, 4, data.relabel)
-    s = setting(Net(build), data, Training(lr=0.1, batch_size=5), engine=engine)
+    s = make_setting(Net(build), data, Training(lr=0.1, batch_size=5), engine=engine)
     found = []
     for alg in (PerFedAvg(variant="exact", alpha=0.3), PerFedAvg(variant="hf", alpha=0.3, delta=1e-6)):
         state, _ = step(alg, begin(alg, s.net, 2), s, torch.arange(2))
@@ -124,7 +114,7 @@ def test_exact_products_with_batch_norm(engine):
 
 def test_per_fedavg_adapts_on_training_data():
     """A widely used code takes its adaptation step on test batches, labels and all."""
-    s = setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4))
+    s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4))
     other = Federation(s.data.x.clone(), s.data.y.clone(), s.data.index, 4, s.data.relabel)
     for rows in other.index["test"]:
         other.x[rows] += 3.0
@@ -140,14 +130,14 @@ def test_per_fedavg_adapts_on_training_data():
 
 
 def test_per_fedavg_without_an_inner_step_is_fedavg():
-    s = setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=100, epochs=2))
+    s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=100, epochs=2))
     for variant in ("fo", "hf", "exact"):
         a = play(PerFedAvg(variant=variant, alpha=0.0), s, 2)[-1][0].g["x"]
         torch.testing.assert_close(a, play(FedAvg(), s, 2)[-1][0].g["x"], rtol=1e-5, atol=1e-6)
 
 
 def test_fine_tuning_after_fedprox():
-    s = setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4))
+    s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4))
     tuned, prox = play(FineTune(mu=1.0, finetune_epochs=1), s, 2)[-1][0], play(FedProx(mu=1.0), s, 2)[-1][0]
     assert torch.equal(tuned.g["x"], prox.g["x"])
     assert not torch.equal(prox.g["x"], play(FedAvg(), s, 2)[-1][0].g["x"])
@@ -159,7 +149,7 @@ def test_golden_fedprox_step():
     k1 = GOLDEN["K1_fedprox_step"]
     w = t([[k1["w"]]])
     net, data = quadratics(t([[1.0]]), t([[k1["w"] - k1["grad"]]]))
-    local = Local(setting(net, data, Training(lr=k1["eta"])), torch.arange(1), 1, net.b0.expand(1, -1))
+    local = Local(make_setting(net, data, Training(lr=k1["eta"])), torch.arange(1), 1, net.b0.expand(1, -1))
     close(local.fit(w, prox=(k1["mu"], t([[k1["w_global"]]]))).w, [[k1["w_new"]]])
 
 
@@ -197,7 +187,7 @@ def test_golden_pfedme(engine):
 
 def test_pfedme_evaluates_theta_and_keeps_it_warm():
     """An alias in the authors' code makes its "personalized" accuracy that of w."""
-    s = setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4), rounds=4)
+    s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4), rounds=4)
     alg = PFedMe(lam=2.0, inner=3, personal_lr=0.05)
     state = begin(alg, s.net, 3)
     state, _ = step(alg, state, s, torch.arange(3))
@@ -215,7 +205,7 @@ def test_pfedme_evaluates_theta_and_keeps_it_warm():
 
 
 def test_pfedme_without_a_pull_never_moves_the_shared_model():
-    s = setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4))
+    s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4))
     state = play(PFedMe(lam=0.0), s, 2)[-1][0]
     assert torch.equal(state.g["x"], s.net.w0) and not torch.equal(state.own["theta"][0], s.net.w0)
 
@@ -256,7 +246,7 @@ def test_golden_fedrod_losses():
 @ENGINES
 def test_fedrod_personal_loss_moves_the_head_alone(engine):
     """Detached: with gamma = 0 the shared part is FedAvg's, whatever the heads do."""
-    s = setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4), engine=engine)
+    s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4), engine=engine)
     states = [play(alg, s, 3)[-1][0] for alg in (FedRoD(gamma=0.0), FedRoD(gamma=0.0, head="copy"), FedAvg())]
     for state in states[:2]:
         torch.testing.assert_close(state.g["x"], states[2].g["x"], rtol=1e-5, atol=1e-6)
@@ -264,7 +254,7 @@ def test_fedrod_personal_loss_moves_the_head_alone(engine):
 
 
 def test_fedrod_takes_a_model_that_knows_more_classes():
-    s = setting(Net(tiny_model(classes=6)), images(), Training(lr=0.1, batch_size=4))
+    s = make_setting(Net(tiny_model(classes=6)), images(), Training(lr=0.1, batch_size=4))
     state = play(FedRoD(), s, 2)[-1][0]
     assert state.g["x"].isfinite().all() and state.own["h"].isfinite().all()
 
@@ -285,7 +275,7 @@ def test_fedrod_head_sees_detached_features():
 
 
 def test_fedrod_newcomer_predicts_as_the_generic_model_and_absent_heads_rest():
-    s = setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4))
+    s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4))
     alg = FedRoD()
     state, done = step(alg, begin(alg, s.net, 3), s, torch.tensor([0, 1]))
     assert not state.own["h"][2].any()
@@ -365,7 +355,7 @@ def test_fedfomo_downloads_the_best_models_and_explores():
 
 def validated(n: int = 4, engine: str = "vmap") -> Setting:
     data = held_out(images([20 + 5 * i for i in range(n)]))
-    return setting(Net(tiny_model()), data, Training(lr=0.1, batch_size=8), engine=engine)
+    return make_setting(Net(tiny_model()), data, Training(lr=0.1, batch_size=8), engine=engine)
 
 
 def test_fedfomo_counts_the_models_it_downloads():
@@ -481,7 +471,7 @@ def test_without_validation_data_nobody_is_drawn_anywhere(alg):
     else:
         assert not state.own["a"][1].any() and state.own["a"][0].abs().max() > 0
     with pytest.raises(ValueError, match=r"^split: .*'val'"):
-        play(alg, setting(s.net, images(), s.training), 2)
+        play(alg, make_setting(s.net, images(), s.training), 2)
 
 
 @pytest.mark.parametrize("alg", [FedFomo(m=2), L2C(), FedRoD(), PFedMe(), PerFedAvg(variant="exact")])

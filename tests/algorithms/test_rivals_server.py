@@ -6,19 +6,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
+from methods import SFL, ClusteredFL, FedAMP, HeurFedAMP, LocalOnly
 from places import golden
-from small import quadratics, setting
+from small import make_setting, quadratics
 
-from pflcore import ops
+from pflcore import Net, Training, ops, step
 from pflcore.algorithms import Cohort, FedAvg
 from pflcore.algorithms._latest import latest_models, with_uploads
-from pflcore.algorithms.clustered_fl import ClusteredFL, across, bipartition, cosines
-from pflcore.algorithms.fedamp import FedAMP, HeurFedAMP
-from pflcore.algorithms.local_only import LocalOnly
-from pflcore.algorithms.sfl import SFL, nearest, smoothing
-from pflcore.local import Training
-from pflcore.local.net import Net
-from pflcore.simulation.round import begin, step
+from pflcore.algorithms.clustered_fl import across, bipartition, cosines
+from pflcore.algorithms.sfl import nearest, smoothing
+from pflcore.simulation.round import begin
 
 GOLDEN = golden("feddwa_family")
 
@@ -40,7 +37,7 @@ def points(targets, lr: float, engine: str = "threads", start=0.0):
     """Client i's loss is (w - target_i)^2 / 2, one sample each."""
     b = t(targets)[:, None]
     net, data = quadratics(torch.ones_like(b), b, [start])
-    return setting(net, data, Training(lr=lr), rounds=10, engine=engine)
+    return make_setting(net, data, Training(lr=lr), rounds=10, engine=engine)
 
 
 def everybody(n: int) -> torch.Tensor:
@@ -80,7 +77,7 @@ def test_golden_fedamp_with_too_large_a_step():
 @pytest.mark.parametrize("engine", ["threads", "vmap"])
 def test_golden_fedamp_proximal_term_moves_the_model(engine):
     """Written with detached parameters, as in a widely used library, the term has no gradient and FedAMP is local training."""
-    from pflcore.local import Local
+    from pflcore import Local
 
     c3 = GOLDEN["C3_fedamp_prox_step"]
     s = points([c3["c"]], 0.01, engine)
@@ -188,14 +185,14 @@ def test_sfl_on_the_complete_graph_is_fedavg():
 
 def test_sfl_regularisers_have_a_gradient():
     """The released code computes them on detached copies, so that SFL trains as if there were none."""
-    from pflcore.local import Local
+    from pflcore import Local
 
     s = points([2.0, 2.0], 0.1)
     local = Local(s, torch.arange(2), 1, s.net.b0.expand(2, -1))
     down = {"x": t([[1.0], [1.0]]), "u": t([[0.0], [3.0]])}
     _, up = SFL(lam1=0.3, lam2=0.3).client(down, {}, local)
     close(up["w"], [[1 - 0.1 * ((1 - 2) + 0.3 * (1 - 0))], [1 - 0.1 * ((1 - 2) + 0.3 * (1 - 3))]])
-    two = setting(s.net, s.data, Training(lr=0.1, epochs=2))
+    two = make_setting(s.net, s.data, Training(lr=0.1, epochs=2))
     _, up = SFL(lam1=0.3, lam2=0.5).client(down, {}, Local(two, torch.arange(2), 1, s.net.b0.expand(2, -1)))
     w = down["x"]
     for _ in range(2):

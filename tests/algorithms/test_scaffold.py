@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from small import images, play, quadratics, setting, tiny_model
+from methods import LocalOnly, Scaffold
+from small import images, make_setting, play, quadratics, tiny_model
 
-from pflcore.algorithms import FedAvg, LocalOnly, Scaffold
-from pflcore.local import Local
-from pflcore.local.net import Net
-from pflcore.local.training import Training
+from pflcore import Local, Net, Training
+from pflcore.algorithms import FedAvg
 
 F64 = torch.float64
 GOLDEN = [  # x, c, c_i after rounds 1, 2, 3
@@ -25,7 +24,7 @@ GOLDEN = [  # x, c, c_i after rounds 1, 2, 3
 @pytest.mark.parametrize("option", ["mean_grad", "II"])
 def test_golden_rounds(option: Any, engine: str) -> None:
     net, data = quadratics(torch.tensor([[1.0], [2]]), torch.tensor([[1.0], [-2]]))
-    s = setting(net, data, Training(lr=0.1, batch_size=1, epochs=2), 3, engine)
+    s = make_setting(net, data, Training(lr=0.1, batch_size=1, epochs=2), 3, engine)
     for (state, _), (x, c, ci) in zip(play(Scaffold(option=option), s), GOLDEN, strict=True):
         found = [float(state.g["x"]), float(state.g["c"]), *state.own["c"][:, 0].tolist()]
         assert found == pytest.approx([x, c, *ci], abs=1e-12)
@@ -33,7 +32,7 @@ def test_golden_rounds(option: Any, engine: str) -> None:
 
 def test_option_one_is_the_gradient_at_the_servers_model() -> None:
     net, data = quadratics(torch.tensor([[1.0], [2]]), torch.tensor([[1.0], [-2]]), start=[0.5])
-    s = setting(net, data, Training(lr=0.1, batch_size=1, epochs=2), 2)
+    s = make_setting(net, data, Training(lr=0.1, batch_size=1, epochs=2), 2)
     one, two = (state for state, _ in play(Scaffold(option="I"), s))
     assert one.own["c"][:, 0].tolist() == pytest.approx([-0.5, 5.0])
     x = float(one.g["x"])
@@ -47,7 +46,7 @@ def controls(option: Any, training: Training) -> torch.Tensor:
     gen = torch.Generator().manual_seed(0)
     c, ci = torch.randn(1, net.size, generator=gen, dtype=F64), torch.randn(3, net.size, generator=gen, dtype=F64)
     down = {"x": net.w0.expand(3, -1), "c": 0.1 * c.expand(3, -1)}
-    local = Local(setting(net, data, training), torch.arange(3), 1, net.b0.expand(3, -1))
+    local = Local(make_setting(net, data, training), torch.arange(3), 1, net.b0.expand(3, -1))
     return Scaffold(option=option).client(down, {"c": 0.1 * ci}, local)[0]["c"]
 
 
@@ -65,7 +64,7 @@ def test_option_two_follows_the_step_sizes_that_were_taken() -> None:
 def test_with_momentum_option_two_divides_by_the_effective_steps(steps: int, expected: float) -> None:
     """A constant gradient moves a client by lr * K_eff, so option II recovers it."""
     net, data = quadratics(torch.full((1, 1), 1e-12), torch.full((1, 1), 1e12))  # gradient -1 wherever it is
-    s = setting(net, data, Training(lr=0.1, batch_size=1, epochs=steps, momentum=0.9))
+    s = make_setting(net, data, Training(lr=0.1, batch_size=1, epochs=steps, momentum=0.9))
     alg = Scaffold(option="II")
     state, _ = play(alg, s)[0]
     assert float(state.g["x"]) == pytest.approx(0.1 * expected, rel=1e-7)
@@ -74,7 +73,7 @@ def test_with_momentum_option_two_divides_by_the_effective_steps(steps: int, exp
 
 def test_alone_it_is_local_training() -> None:
     net, data = Net(tiny_model()), images((20,))
-    s = setting(net, data, Training(lr=0.1, batch_size=8), 4)
+    s = make_setting(net, data, Training(lr=0.1, batch_size=8), 4)
     for (a, _), (b, _) in zip(play(Scaffold(), s), play(LocalOnly(), s), strict=True):
         torch.testing.assert_close(a.g["x"], b.own["w"][0], rtol=1e-5, atol=1e-6)
 
@@ -84,14 +83,14 @@ def test_it_reaches_the_joint_optimum_where_fedavg_does_not(option: Any) -> None
     a, b = torch.tensor([[1.0], [5.0], [2.0]]), torch.tensor([[1.0], [-2.0], [4.0]])
     best = float((a * b).sum() / a.sum())
     net, data = quadratics(a, b)
-    s = setting(net, data, Training(lr=0.04, batch_size=1, epochs=5), 60, "vmap")
+    s = make_setting(net, data, Training(lr=0.04, batch_size=1, epochs=5), 60, "vmap")
     assert float(play(Scaffold(option=option), s)[-1][0].g["x"]) == pytest.approx(best, abs=1e-6)
     assert abs(float(play(FedAvg(), s)[-1][0].g["x"]) - best) > 0.05
 
 
 def test_weights_by_samples_go_to_x_and_c_alike() -> None:
     net, data = Net(tiny_model()), images((7, 20, 31))
-    s = setting(net, data, Training(lr=0.1, batch_size=8), 3)
+    s = make_setting(net, data, Training(lr=0.1, batch_size=8), 3)
     share = torch.tensor([7.0, 20, 31]) / 58
     for state, _ in play(Scaffold(weighting="samples"), s):
         torch.testing.assert_close(state.g["c"], share @ state.own["c"], rtol=1e-4, atol=1e-6)

@@ -10,18 +10,16 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn as nn
+from methods import FedBABU, FedBN, FedPer, FedRep, LGFedAvg, LocalOnly
 from places import ROOT
-from small import copied, images, play, setting, tiny_model
+from small import copied, images, make_setting, play, tiny_model
 
-from pflcore import Net, Simulation, Training
+from pflcore import Federation, Local, Net, Simulation, Training, evaluate
 from pflcore.algorithms import ALGORITHMS, FedAvg
-from pflcore.algorithms.local_only import LocalOnly
-from pflcore.algorithms.split import FedBABU, FedBN, FedPer, FedRep, LGFedAvg, Split
-from pflcore.data.federation import Federation
-from pflcore.local import Local
+from pflcore.algorithms.split import Split
 from pflcore.simulation import footprint
 from pflcore.simulation.personal import with_one_more
-from pflcore.simulation.round import evaluate, views
+from pflcore.simulation.round import views
 from pflcore.testing import check
 
 LR, EPOCHS, COHORTS = 0.3, 2, ([0, 1, 2], [1], [0, 2])
@@ -92,7 +90,7 @@ def test_golden_presets(name: str, engine: str) -> None:
     """Three rounds, of which two lack somebody: the shared columns, the private ones and every client's own scores."""
     options = {"fedrep": {"private_epochs": 3}, "fedbabu": {"finetune_epochs": 4}}.get(name, {})
     alg, net, data = ALGORITHMS[name](**options), Net(normed, seed=5), federation()
-    s = setting(net, data, TRAINING, 3, engine)
+    s = make_setting(net, data, TRAINING, 3, engine)
     state = play(alg, s, ids=lambda r: COHORTS[r - 1])[-1][0]
     server, clients = program(name, net.module, data)
     torch.testing.assert_close(state.g["x"], torch.cat([v.flatten() for v in server.values()]), rtol=1e-10, atol=1e-12)
@@ -106,14 +104,14 @@ def test_golden_presets(name: str, engine: str) -> None:
 @pytest.mark.parametrize("name", ["fedper", "fedrep", "fedbabu"])
 def test_the_kernels_of_a_chain_train_the_same(name: str) -> None:
     net, data = Net(lambda: tiny_model()().double()), federation()
-    runs = [play(ALGORITHMS[name](), setting(net, data, TRAINING, 2, engine))[-1][0] for engine in ("threads", "chain")]
+    runs = [play(ALGORITHMS[name](), make_setting(net, data, TRAINING, 2, engine))[-1][0] for engine in ("threads", "chain")]
     for one, other in zip(runs[0].g.values(), runs[1].g.values(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
 def test_the_documents_fedper_is_ours() -> None:
     theirs = runpy.run_path(str(ROOT / "examples" / "own_algorithm.py"))["FedPer"]
-    s = setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4), 3)
+    s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4), 3)
     (one, done), (other, also) = (play(a, s, ids=lambda r: [0, r % 3] if r % 3 else [0])[-1] for a in (FedPer(), theirs()))
     assert torch.equal(one.g["x"], other.g["x"]) and torch.equal(one.own["h"], other.own["head"]) and done == also
 
@@ -126,14 +124,14 @@ def test_the_documents_fedper_is_ours() -> None:
 )
 def test_private_columns_never_travel(alg: Split, width: int) -> None:
     """Counted are the shared columns, and batch norm's statistics where they are averaged."""
-    s = setting(Net(normed), federation(), TRAINING, 1)
+    s = make_setting(Net(normed), federation(), TRAINING, 1)
     _, done = play(alg, s, ids=lambda _: [0, 2])[-1]
     statistics = s.net.b0.numel() if alg.buffers[0] == "average" else 0
     assert done.bytes_down == done.bytes_up == 2 * 8 * (width + statistics)
 
 
 def test_with_everything_private_it_is_local_and_with_nothing_private_fedavg() -> None:
-    s = setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4), 3)
+    s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4), 3)
     with pytest.warns(UserWarning, match=r"^private: the whole model is private, so nothing is shared\.$"):
         alone = play(Split(private=("0.*", "2.*")), s)[-1][0]
     assert torch.equal(alone.own["h"], play(LocalOnly(), s)[-1][0].own["w"])
@@ -144,7 +142,7 @@ def test_with_everything_private_it_is_local_and_with_nothing_private_fedavg() -
 
 def test_a_frozen_part_never_moves_not_even_by_adamw() -> None:
     t = Training(lr=0.01, batch_size=4, local_optimizer="adamw", weight_decay=0.1, keep_moments=True)
-    s = setting(Net(normed), federation(), t, 2)
+    s = make_setting(Net(normed), federation(), t, 2)
     state = play(FedBABU(finetune_epochs=0), s)[-1][0]
     x, h = s.net.split(s.net.w0)
     assert not state.own and (state.g["x"] != x).all()
@@ -156,7 +154,7 @@ def test_a_frozen_part_never_moves_not_even_by_adamw() -> None:
 
 def test_heads_are_trained_before_bodies() -> None:
     """FedRep's head has not seen the body that its own round makes; trained the other way round it would have."""
-    s = setting(Net(tiny_model()), images(), TRAINING, 1)
+    s = make_setting(Net(tiny_model()), images(), TRAINING, 1)
     local, w0 = Local(s, torch.arange(3), 1, s.net.b0.expand(3, -1)), s.net.w0.expand(3, -1)
     x, h = s.net.split(w0)
     new, _ = FedRep().client({"x": x}, {"h": h}, local)
@@ -165,7 +163,7 @@ def test_heads_are_trained_before_bodies() -> None:
 
 @pytest.mark.parametrize("alg", [FedPer(), FedRep(), LGFedAvg(), FedBN()])
 def test_who_never_took_part_has_the_initial_private_part_and_others_statistics(alg: Split) -> None:
-    s = setting(Net(normed), federation(), TRAINING, 2)
+    s = make_setting(Net(normed), federation(), TRAINING, 2)
     state = play(alg, s, ids=lambda _: [0, 2])[-1][0]
     view, local = views(alg, state, s, torch.tensor([1]))
     assert torch.equal(alg.cut(s.net, view["w"])[1][0], alg.cut(s.net, s.net.w0)[1])

@@ -10,17 +10,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from small import images, play, quadratics, setting, tiny_model
+from methods import APFL, FedProx, LocalOnly, Scaffold, Waffle
+from small import Tensors, images, make_setting, play, quadratics, tiny_model
 from torch import Tensor
 
-from pflcore import ops
-from pflcore.algorithms import APFL, Cohort, FedAvg, FedProx, LocalOnly, Scaffold, Waffle
-from pflcore.algorithms.base import Tensors
+from pflcore import Local, Net, Training, ops, step
+from pflcore.algorithms import Cohort, FedAvg
 from pflcore.data.partition import waffle as waffle_partition
-from pflcore.local import Local
-from pflcore.local.net import Net
-from pflcore.local.training import Training
-from pflcore.simulation.round import begin, step
+from pflcore.simulation.round import begin
 
 F64 = torch.float64
 
@@ -99,7 +96,7 @@ def sequence(d: list[float], rounds: int, upto: int | None = None, **options: ob
     """The unsmoothed and the smoothed weights of each round."""
     net, data = quadratics(torch.ones(len(d), 1), torch.zeros(len(d), 1))
     alg = FixedDistances(d=tuple(d), **options)  # type: ignore[arg-type]
-    found = play(alg, setting(net, data, Training(), rounds=rounds), upto)
+    found = play(alg, make_setting(net, data, Training(), rounds=rounds), upto)
     return [(s.g["history"][0].tolist(), s.g["weights"].tolist()) for s, _ in found]
 
 
@@ -176,7 +173,7 @@ def test_golden_waffle_from_end_to_end(option: str, engine: str) -> None:
         ("literal", [-0.0670122590, -0.1229759256, -0.1689909863], [0.3350612948, 0.2798183331, 0.2300753034]),
     ):
         alg = Waffle(control_agg=mode, option=option)  # type: ignore[arg-type]
-        found = [s for s, _ in play(alg, setting(net, data, Training(lr=0.1, batch_size=1, epochs=2), 10, engine), 3)]
+        found = [s for s, _ in play(alg, make_setting(net, data, Training(lr=0.1, batch_size=1, epochs=2), 10, engine), 3)]
         close([float(s.g["x"]) for s in found], golden_x)
         close([float(s.g["c"]) for s in found], golden_c)
         close(found[0].own["c"][:, 0], [-0.95, 3.6, -0.24375])
@@ -199,7 +196,7 @@ def control_state(alg: Scaffold, net: Net, n: int, seed: int = 3) -> tuple[Tenso
 @pytest.mark.parametrize("engine", ["threads", "vmap"])
 def test_law_1_the_new_control_variate_is_the_mean_minibatch_gradient(engine: str) -> None:
     net, data = Net(tiny_model()), images()
-    s = setting(net, data, Training(lr=0.1, batch_size=8, epochs=2), engine=engine)
+    s = make_setting(net, data, Training(lr=0.1, batch_size=8, epochs=2), engine=engine)
     c, ci = control_state(Scaffold(), net, 3)
     down = {"x": net.w0.expand(3, -1), "c": c.expand(3, -1)}
     found = {}
@@ -222,7 +219,7 @@ def test_law_1_the_new_control_variate_is_the_mean_minibatch_gradient(engine: st
 def test_law_2_an_update_is_the_change_of_the_control_variate() -> None:
     net, data = Net(tiny_model()), images((20, 17, 20))
     lr, K = 0.1, 6  # 2 epochs of 3 batches
-    s = setting(net, data, Training(lr=lr, batch_size=8, epochs=2))
+    s = make_setting(net, data, Training(lr=lr, batch_size=8, epochs=2))
     c, ci = control_state(Scaffold(), net, 3)
     down = {"x": net.w0.expand(3, -1), "c": c.expand(3, -1)}
     _, up = Scaffold().client(down, {"c": ci}, Local(s, torch.arange(3), 1, net.b0.expand(3, -1)))
@@ -237,7 +234,7 @@ def test_law_2_an_update_is_the_change_of_the_control_variate() -> None:
 @pytest.mark.parametrize("option", ["mean_grad", "II", "I"])
 def test_law_3_c_is_the_mean_of_the_clients_c(option: str) -> None:
     net, data = Net(tiny_model()), images((7, 20, 31, 12))
-    s = setting(net, data, Training(lr=0.1, batch_size=8), rounds=6)
+    s = make_setting(net, data, Training(lr=0.1, batch_size=8), rounds=6)
     cohorts = [[0, 1, 2, 3], [1], [0, 3], [1, 2, 3], [2], [0, 1, 2, 3]]
     for state, _ in play(Scaffold(option=option), s, ids=lambda r: cohorts[r - 1]):  # type: ignore[arg-type]
         torch.testing.assert_close(state.g["c"], state.own["c"].mean(0), rtol=1e-5, atol=1e-6)
@@ -245,7 +242,7 @@ def test_law_3_c_is_the_mean_of_the_clients_c(option: str) -> None:
 
 def test_law_3_the_first_round_is_uniform_fedavg() -> None:
     net, data = Net(tiny_model()), images()
-    s = setting(net, data, Training(lr=0.1, batch_size=8))
+    s = make_setting(net, data, Training(lr=0.1, batch_size=8))
     assert torch.equal(play(Scaffold(), s)[0][0].g["x"], play(FedAvg(weighting="uniform"), s)[0][0].g["x"])
 
 
@@ -268,7 +265,7 @@ class Forced(Waffle):
 @pytest.mark.parametrize("mode", ["recompute", "literal"])
 def test_law_4_even_weights_are_scaffold(mode: str) -> None:
     net, data = Net(tiny_model()), images()
-    s = setting(net, data, Training(lr=0.1, batch_size=8), rounds=5)
+    s = make_setting(net, data, Training(lr=0.1, batch_size=8), rounds=5)
     ours, theirs = play(Forced(even=5, control_agg=mode), s), play(Scaffold(), s)  # type: ignore[arg-type]
     for (a, _), (b, _) in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a.g["x"], b.g["x"], rtol=1e-5, atol=1e-6)
@@ -278,7 +275,7 @@ def test_law_4_even_weights_are_scaffold(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["recompute", "literal"])
 def test_law_4_all_weight_on_the_target_is_its_local_training(mode: str) -> None:
     net, data = Net(tiny_model()), images()
-    s = setting(net, data, Training(lr=0.1, batch_size=8), rounds=5)
+    s = make_setting(net, data, Training(lr=0.1, batch_size=8), rounds=5)
     ours, alone = play(Forced(target=1, control_agg=mode), s), play(LocalOnly(), s)  # type: ignore[arg-type]
     for (a, _), (b, _) in zip(ours, alone, strict=True):
         torch.testing.assert_close(a.g["x"], b.own["w"][1], rtol=1e-5, atol=1e-6)
@@ -287,7 +284,7 @@ def test_law_4_all_weight_on_the_target_is_its_local_training(mode: str) -> None
 
 def test_law_4_a_change_of_weights_leaves_its_mark_on_literal_c_only() -> None:
     net, data = Net(tiny_model()), images()
-    s = setting(net, data, Training(lr=0.1, batch_size=8), rounds=8)
+    s = make_setting(net, data, Training(lr=0.1, batch_size=8), rounds=8)
 
     def gaps(mode: str) -> list[float]:
         return [float((st.g["c"] - st.own["c"][0]).norm()) for st, _ in play(Forced(even=4, control_agg=mode), s)]  # type: ignore[arg-type]
@@ -380,7 +377,7 @@ class Broken(Waffle):
 @pytest.mark.parametrize("mode", ["recompute", "literal"])
 def test_law_7_a_broken_client_is_out_of_the_round(mode: str) -> None:
     net, data = Net(tiny_model()), images((7, 20, 31, 12))
-    s = setting(net, data, Training(lr=0.1, batch_size=8), rounds=10)
+    s = make_setting(net, data, Training(lr=0.1, batch_size=8), rounds=10)
     (one, _), (two, done), (three, _) = play(Broken(control_agg=mode), s, 3)  # type: ignore[arg-type]
     assert done.dropped == [2] and not done.void
     assert torch.equal(two.own["c"][2], one.own["c"][2])
@@ -395,7 +392,7 @@ def test_law_7_a_broken_client_is_out_of_the_round(mode: str) -> None:
 
 def test_law_7_without_the_target_the_round_is_void() -> None:
     net, data = Net(tiny_model()), images()
-    s = setting(net, data, Training(lr=0.1, batch_size=8), rounds=10)
+    s = make_setting(net, data, Training(lr=0.1, batch_size=8), rounds=10)
     (one, _), (two, done) = play(Broken(who=0), s, 2)
     assert done.void and done.dropped == [0] and two.void == 1
     assert all(torch.equal(two.g[k], one.g[k]) for k in one.g) and torch.equal(two.own["c"], one.own["c"])
@@ -406,11 +403,11 @@ def test_law_7_without_the_target_the_round_is_void() -> None:
 
 def test_law_9_fedprox() -> None:
     net, data = Net(tiny_model()), images()
-    s = setting(net, data, Training(lr=0.1, batch_size=8, epochs=2), rounds=3)
+    s = make_setting(net, data, Training(lr=0.1, batch_size=8, epochs=2), rounds=3)
     for (a, _), (b, _) in zip(play(FedProx(mu=0.0), s), play(FedAvg(), s), strict=True):
         torch.testing.assert_close(a.g["x"], b.g["x"], rtol=1e-6, atol=1e-7)
     net, data = quadratics(torch.tensor([[2.0]]), torch.tensor([[3.0]]), start=[1.0])
-    golden = [play(FedProx(mu=0.5), setting(net, data, Training(lr=0.1, batch_size=1, epochs=e)))[0][0].g["x"] for e in (1, 2, 3)]
+    golden = [play(FedProx(mu=0.5), make_setting(net, data, Training(lr=0.1, batch_size=1, epochs=e)))[0][0].g["x"] for e in (1, 2, 3)]
     close(torch.cat(golden), [1.4, 1.7, 1.925])
 
 
@@ -423,7 +420,7 @@ def test_law_9_fedavg_weighs_by_samples() -> None:
 @pytest.mark.parametrize("mix", ["weights", "logits"])
 def test_law_9_apfl(mix: str) -> None:
     net, data = Net(tiny_model()), images()
-    s = setting(net, data, Training(lr=0.1, batch_size=8, epochs=2), rounds=3)
+    s = make_setting(net, data, Training(lr=0.1, batch_size=8, epochs=2), rounds=3)
     fedavg, local = play(FedAvg(weighting="uniform"), s), play(LocalOnly(), s)
     for alpha in (0.0, 1.0):
         found = play(APFL(alpha=alpha, adaptive=False, mix=mix), s)  # type: ignore[arg-type]
@@ -456,7 +453,7 @@ def test_law_11_only_recompute_reaches_the_targets_optimum() -> None:
     gen = torch.Generator().manual_seed(0)
     a, b = 0.5 + torch.rand(6, 3, generator=gen), torch.randn(6, 3, generator=gen)
     net, data = quadratics(a, b)
-    s = setting(net, data, Training(lr=0.1, batch_size=1, epochs=5), rounds=200, engine="vmap")
+    s = make_setting(net, data, Training(lr=0.1, batch_size=1, epochs=5), rounds=200, engine="vmap")
     error = {}
     for mode in ("recompute", "literal"):
         found = [st for st, _ in play(Forced(even=20, control_agg=mode), s)]  # type: ignore[arg-type]
@@ -471,7 +468,7 @@ def test_law_11_only_recompute_reaches_the_targets_optimum() -> None:
 
 def test_distance_options() -> None:
     net, data = Net(tiny_model()), images((8, 16, 24, 32))
-    s = setting(net, data, Training(lr=0.05, batch_size=8), rounds=10)
+    s = make_setting(net, data, Training(lr=0.05, batch_size=8), rounds=10)
 
     def first(**options: object) -> Tensor:
         return play(Waffle(**options), s, 1)[0][0].g["history"][0]  # type: ignore[arg-type]
@@ -509,7 +506,7 @@ def test_bad_options_and_a_warning() -> None:
 
 def test_a_target_who_is_not_asked_makes_a_plain_error() -> None:
     net, data = Net(tiny_model()), images()
-    s = setting(net, data, Training(batch_size=8))
+    s = make_setting(net, data, Training(batch_size=8))
     state = begin(Waffle(target=2), net, 3)
     with pytest.raises(ValueError, match="target"):
         step(Waffle(target=2), state, s, torch.tensor([0, 1]))

@@ -10,14 +10,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from small import images, play, quadratics, setting, tiny_model
+from methods import LocalOnly, WeightErosion
+from small import Tensors, images, make_setting, play, quadratics, tiny_model
 from torch import Tensor
 
-from pflcore.algorithms import Cohort, FedAvg, LocalOnly, WeightErosion
-from pflcore.algorithms.base import Tensors
-from pflcore.local import Local
-from pflcore.local.net import Net
-from pflcore.local.training import Training
+from pflcore import Local, Net, Training
+from pflcore.algorithms import Cohort, FedAvg
 from pflcore.simulation.round import begin
 
 F64 = torch.float64
@@ -44,7 +42,7 @@ def eroded(updates: tuple[tuple[float, ...], ...], sizes: tuple[int, ...], round
     data = images(sizes, shape=(2,), classes=1)
     data = type(data)(data.x.double(), data.y, data.index, 1)
     found, last = [], net.w0
-    for state, _ in play(FixedUpdates(updates=updates, **options), setting(net, data, Training(batch_size=32), rounds)):
+    for state, _ in play(FixedUpdates(updates=updates, **options), make_setting(net, data, Training(batch_size=32), rounds)):
         found.append((state.g["alpha"].tolist(), state.g["x"] - last))
         last = state.g["x"]
     return found
@@ -79,7 +77,7 @@ def test_golden_rounds(p_s: float, golden: dict[int, tuple[list[float], list[flo
 def test_passes_are_counted_in_the_chosen_unit() -> None:
     sizes = (100, 33, 1000)
     net, data = Net(tiny_model(2, 1)), images(sizes, shape=(2,), classes=1)
-    s = setting(net, data, Training(batch_size=32, epochs=3))
+    s = make_setting(net, data, Training(batch_size=32, epochs=3))
     down = {"x": net.w0.expand(3, -1)}
     for unit, expected in (("samples", [1, 4, 0]), ("batches", [40, 80, 5]), ("epochs", [15, 15, 15])):
         local = Local(s, torch.arange(3), 6, net.b0.expand(3, -1))
@@ -88,7 +86,7 @@ def test_passes_are_counted_in_the_chosen_unit() -> None:
 
 def test_law_8_weights_fall_and_the_targets_stays() -> None:
     net, data = Net(tiny_model()), images((9, 20, 31, 12))
-    s = setting(net, data, Training(lr=0.1, batch_size=8), 6)
+    s = make_setting(net, data, Training(lr=0.1, batch_size=8), 6)
     for p_d in (None, 0.05):
         before = torch.ones(4, dtype=F64)
         for state, _ in play(WeightErosion(target=2, p_d=p_d, p_s=0.5), s):
@@ -101,7 +99,7 @@ def test_law_8_weights_fall_and_the_targets_stays() -> None:
 
 def test_law_8_between_fedavg_and_local_training() -> None:
     net, data = Net(tiny_model()), images()
-    s = setting(net, data, Training(lr=0.1, batch_size=8), 4)
+    s = make_setting(net, data, Training(lr=0.1, batch_size=8), 4)
     for (a, _), (b, _) in zip(play(WeightErosion(p_d=0.0), s), play(FedAvg(weighting="uniform"), s), strict=True):
         torch.testing.assert_close(a.g["x"], b.g["x"])
     for (a, _), (b, _) in zip(play(WeightErosion(target=1, p_d=1e9), s), play(LocalOnly(), s), strict=True):
@@ -156,10 +154,12 @@ def test_those_present_share_the_whole_weight() -> None:
 
 def test_an_absent_client_keeps_its_weight() -> None:
     net, data = Net(tiny_model()), images()
-    (one, _), (two, done), (three, _) = play(Broken(p_d=0.05), setting(net, data, Training(lr=0.1, batch_size=8), 3))
+    (one, _), (two, done), (three, _) = play(Broken(p_d=0.05), make_setting(net, data, Training(lr=0.1, batch_size=8), 3))
     assert done.dropped == [1] and two.g["alpha"][1] == one.g["alpha"][1] and two.g["alpha"][2] < one.g["alpha"][2]
     assert three.g["alpha"][1] < two.g["alpha"][1]
-    without = play(Broken(p_d=0.05), setting(net, data, Training(lr=0.1, batch_size=8), 3), 2, lambda r: [0, 1, 2] if r == 1 else [0, 2])
+    without = play(
+        Broken(p_d=0.05), make_setting(net, data, Training(lr=0.1, batch_size=8), 3), 2, lambda r: [0, 1, 2] if r == 1 else [0, 2]
+    )
     assert torch.equal(two.g["x"], without[1][0].g["x"])  # those who are there share the whole weight
 
 

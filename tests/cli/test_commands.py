@@ -14,14 +14,12 @@ import pytest
 import torch
 
 import pflcore
-from pflcore import cli
+from pflcore import Simulation, Training, cli
 from pflcore.algorithms import ALGORITHMS, FedAvg
 from pflcore.cli import play
-from pflcore.local import Training
 from pflcore.reproduce import experiment
 from pflcore.results import pictures, progress
 from pflcore.results.record import read
-from pflcore.simulation import Simulation
 
 pytest.importorskip("tyro")
 pytest.importorskip("sklearn")

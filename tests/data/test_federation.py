@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from pflcore.data import Federation, federation_of
-from pflcore.data.partition import PARTITIONS
+from pflcore.data import PARTITIONS, Federation, federation_of
 
 
 def index(*lists):

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pflcore import Federation, Net, Simulation, Training, evaluate
+from pflcore import Federation, Local, Net, Simulation, Training, evaluate
 from pflcore.data import padded
 from pflcore.data.fields import IGNORED, Fields, joined
-from pflcore.local import Local, prepared
+from pflcore.local import prepared
 from pflcore.local.losses import cross_entropy
 
 WORDS, STEPS, CLASSES = 11, 6, 3

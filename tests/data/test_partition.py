@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pflcore.data import PARTITIONS, options_of, partition
 from pflcore.data.dirichlet import _proportions, counts_of, cuts_of
 from pflcore.data.label_skew import dominant_classes, shards
-from pflcore.data.partition import PARTITIONS, concept_shift, options_of, partition, waffle
+from pflcore.data.partition import concept_shift, waffle
 
 MNIST = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
 MNIST_TEST = [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
@@ -28,7 +29,7 @@ def mnist_labels(kind):
     root = os.environ.get("PFLCORE_DATA")
     if root is None or not (Path(root) / "mnist").is_dir():
         pytest.skip("PFLCORE_DATA holds no mnist/ here")
-    from pflcore.data.sources import load
+    from pflcore.data import load
 
     source = load("mnist", root)
     return source.y_train, source.y_test

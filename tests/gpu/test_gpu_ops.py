@@ -5,17 +5,18 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from examples import examples
 from pflcore import ops
 from pflcore.ops import reference
 
 OPS = torch.ops.pflcore
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 SIZES = (1, 31, 33, 1023, 1024, 4097, 100_003)
-few = settings(max_examples=25)
+few = examples(25)
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

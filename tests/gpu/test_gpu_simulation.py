@@ -4,16 +4,12 @@ import warnings
 
 import pytest
 import torch
-from small import images, tiny_model
+from small import images, make_setting, tiny_model
 
-from pflcore import Simulation, Training
+from pflcore import Federation, Net, Simulation, Training, step
 from pflcore.algorithms import ALGORITHMS
-from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
-from pflcore.local.net import Net
-from pflcore.local.settings import Setting
-from pflcore.local.workers import Engine
-from pflcore.simulation.round import begin, step
+from pflcore.simulation.round import begin
 
 
 def data() -> Federation:
@@ -38,7 +34,7 @@ def waits(name: str, epochs: int) -> int:
     federation = data().to("cuda")
     algorithm = ALGORITHMS[name]()
     net = algorithm.prepare(Net(tiny_model())).to("cuda")
-    setting = Setting(net, federation, Training(lr=0.1, batch_size=5, epochs=epochs), Engine("vmap"), 0, 3)
+    setting = make_setting(net, federation, Training(lr=0.1, batch_size=5, epochs=epochs), 3, engine="vmap", workers=None)
     state = begin(algorithm, net, federation.n)
     for _ in range(2):
         state, _ = step(algorithm, state, setting, torch.arange(federation.n))

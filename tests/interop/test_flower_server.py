@@ -12,12 +12,12 @@ pytest.importorskip("flwr", reason="these need Flower; pip install 'pflcore[flow
 import torch
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from methods import SFL
 from nodes import Nodes
 from torch import nn
 
 from pflcore import Client, Simulation, Training, personalize
 from pflcore.algorithms import ALGORITHMS, FedAvg
-from pflcore.algorithms.sfl import SFL
 from pflcore.interop.flower import PersonalStrategy, PflStrategy, client_app
 from pflcore.interop.flower.client import STATE
 from pflcore.testing import Case

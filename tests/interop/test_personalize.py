@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from methods import FedAMP
 from torch import nn
 
-from pflcore import pairwise_sqdist, personalize
+from pflcore import Net, pairwise_sqdist, personalize
 from pflcore.algorithms import ALGORITHMS, Cohort
-from pflcore.algorithms.fedamp import FedAMP
 from pflcore.interop import Clusters, Krum
-from pflcore.local.net import Net
 from pflcore.local.random import generator_of
 
 N, P = 7, 15

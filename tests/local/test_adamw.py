@@ -9,30 +9,14 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from small import images, play, setting
+from methods import APFL, Ditto, FactorizedWaffle, FedDWA, LocalOnly, Mocha, PerFedAvg, PFedMe, QFedAvg, Scaffold, Waffle
+from small import Setting, images, make_setting, play
 from torch import Tensor
 
-from pflcore import Simulation, Training
-from pflcore.algorithms import (
-    ALGORITHMS,
-    APFL,
-    Ditto,
-    FactorizedWaffle,
-    FedAvg,
-    FedDWA,
-    LocalOnly,
-    Mocha,
-    PerFedAvg,
-    PFedMe,
-    QFedAvg,
-    Scaffold,
-    Waffle,
-)
-from pflcore.data.federation import Federation
-from pflcore.local import Local, prepared
-from pflcore.local.net import Net
-from pflcore.local.settings import Setting
-from pflcore.simulation.round import begin, step
+from pflcore import Federation, Local, Net, Simulation, Training, step
+from pflcore.algorithms import ALGORITHMS, FedAvg
+from pflcore.local import prepared
+from pflcore.simulation.round import begin
 
 ADAMW: dict[str, Any] = {"lr": 0.01, "batch_size": 10, "local_optimizer": "adamw", "weight_decay": 0.1}
 KEPT = Training(**ADAMW, keep_moments=True)
@@ -48,7 +32,7 @@ def build() -> nn.Module:
 
 
 def made(training: Training, engine: str = "threads", rounds: int = 3) -> Setting:
-    return setting(Net(build), federation(), training, rounds, engine)
+    return make_setting(Net(build), federation(), training, rounds, engine)
 
 
 def batches(s: Setting, client: int, round: int) -> list[tuple[Tensor, Tensor]]:
@@ -59,7 +43,7 @@ def batches(s: Setting, client: int, round: int) -> list[tuple[Tensor, Tensor]]:
         seen.append((x.clone(), y.clone()))
         return net.loss(w, x, y)
 
-    pool = setting(s.net, s.data, s.training, s.rounds)
+    pool = make_setting(s.net, s.data, s.training, s.rounds)
     Local(pool, torch.tensor([client]), round, torch.empty(1, 0)).fit(s.net.w0[None], loss=loss)
     return seen
 

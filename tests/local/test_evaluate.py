@@ -3,15 +3,12 @@
 import pytest
 import torch
 import torch.nn as nn
-from small import engine_of
 
+from pflcore import Federation, Local, Net, Training, evaluate
 from pflcore.algorithms import FedAvg
-from pflcore.data.federation import Federation
-from pflcore.local import Local, Setting, Training
 from pflcore.local.losses import CRITERIA
-from pflcore.local.net import Net
 from pflcore.metrics import right
-from pflcore.simulation.round import begin, evaluate, one_by_one
+from pflcore.simulation.round import begin, one_by_one
 
 SIZES = [1, 300, 7, 125, 126]
 
@@ -27,7 +24,7 @@ def setting(criterion, outputs, engine="chain", relabel=False, test=None):
     own = torch.stack([torch.randperm(classes, generator=gen) for _ in SIZES]) if relabel else None
     data = Federation(x, y, {"train": [a for a, _ in index], "test": [b for _, b in index]}, classes, own)
     net = Net(lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, outputs)), criterion=criterion)
-    return Setting(net, data, Training(batch_size=5), engine_of(net, data, engine), 0, 3)
+    return setting(net, data, Training(batch_size=5), 3, engine=engine, workers=1)
 
 
 @pytest.mark.parametrize(("criterion", "outputs"), [("cross_entropy", 4), *((c, 1) for c in sorted(CRITERIA) if c != "cross_entropy")])
@@ -74,7 +71,7 @@ def test_one_model_for_all_is_one_pass_over_all_samples(engine, model, relabel, 
     y = torch.randint(4, (n, 3) if model == "scores per place" else (n,), generator=gen)
     own = torch.stack([torch.randperm(4, generator=gen) for _ in SIZES]) if relabel else None
     data = Federation(torch.randn(n, *shape, generator=gen), y, {"train": list(torch.arange(n).split(SIZES))}, 4, own)
-    s = Setting(Net(build), data, Training(), engine_of(Net(build), data, engine, 2), 0, 3)
+    s = setting(Net(build), data, Training(), 3, engine=engine, workers=2)
     local = Local(s, torch.tensor([4, 0, 1, 3]), 1, s.net.b0.expand(4, -1) + 0.5)  # somebody is not looked at
     row = s.net.w0 + torch.randn(s.net.size, generator=gen)
     want = one_by_one(FedAvg(), {"w": row.repeat(4, 1)}, local, "train")

@@ -10,19 +10,15 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from small import images, play, setting, tiny_model
+from small import Setting, images, make_setting, play, tiny_model
 from torch import Tensor
 
-from pflcore import ops
+from pflcore import Federation, Local, Net, Training, ops, step
 from pflcore.algorithms import FedAvg
-from pflcore.data.federation import Federation
-from pflcore.local import Fit, Local
-from pflcore.local.net import Net
-from pflcore.local.settings import Setting
-from pflcore.local.training import Training
+from pflcore.local import Fit
 from pflcore.local.workers import Engine
 from pflcore.nn import Dropout
-from pflcore.simulation.round import begin, step
+from pflcore.simulation.round import begin
 
 SIZES = (7, 20, 31)  # with batches of 20: one short batch, one whole, a whole and a short one
 
@@ -129,7 +125,7 @@ def fitted(engine: str, model: str, case: str, workers: int = 2, dtype: torch.dt
     training, given = CASES[case]
     net = Net(lambda: build().to(dtype))
     start, o = options(given, net, 3)
-    local = cohort(setting(net, federation(dtype, shape), training, 5, engine, workers))
+    local = cohort(make_setting(net, federation(dtype, shape), training, 5, engine, workers))
     return local.fit(start, **o), local.buffers
 
 
@@ -181,7 +177,7 @@ def test_the_others_change_nothing(engine: str, model: str) -> None:
     if engine == "chain" and model not in CHAINS:
         pytest.skip("no chain")
     build, shape = MODELS[model]
-    s = setting(Net(build), federation(shape=shape), Training(lr=0.1, batch_size=20, epochs=2), engine=engine)
+    s = make_setting(Net(build), federation(shape=shape), Training(lr=0.1, batch_size=20, epochs=2), engine=engine)
     whole = cohort(s)
     every = whole.fit(s.net.w0.repeat(3, 1))
     for ids in ([1], [2, 0]):
@@ -201,7 +197,7 @@ def recorded(s: Setting, ids: Sequence[int] = (0, 1, 2), round: int = 1, **o: An
         seen[int(extra["at"])].append((x.clone(), y.clone()))
         return net.loss(w, x, y)
 
-    pool = Setting(s.net, s.data, s.training, Engine("threads", 1), s.seed, s.rounds)
+    pool = make_setting(s.net, s.data, s.training, s.rounds, engine="threads", workers=1, seed=s.seed)
     cohort(pool, ids, round).fit(s.net.w0.repeat(len(ids), 1), loss=loss, extra={"at": torch.arange(len(ids))}, **o)
     return seen
 
@@ -222,7 +218,7 @@ def test_a_step_is_that_of_torch_optim(engine: str, model: str, case: str) -> No
     training, given = CASES[case]
     net = Net(build)
     start, o = options(given, net, 3)
-    s = setting(net, federation(shape=shape), training, engine=engine)
+    s = make_setting(net, federation(shape=shape), training, engine=engine)
     local = cohort(s)
     fit = local.fit(start, **o)
     mask = o.get("mask", torch.ones(net.size, dtype=torch.float64))
@@ -275,7 +271,7 @@ def test_each_batch_with_an_sgd_step_is_fit(engine: str, model: str) -> None:
     if engine == "chain" and model not in CHAINS:
         pytest.skip("no chain")
     build, shape = MODELS[model]
-    s = setting(Net(build), federation(shape=shape), Training(lr=0.1, batch_size=20, epochs=2), engine=engine)
+    s = make_setting(Net(build), federation(shape=shape), Training(lr=0.1, batch_size=20, epochs=2), engine=engine)
     one, two = cohort(s), cohort(s)
     steps: list[int] = []
 
@@ -290,7 +286,7 @@ def test_each_batch_with_an_sgd_step_is_fit(engine: str, model: str) -> None:
 
 
 def test_the_minibatches_of_one_step_are_drawn_apart() -> None:
-    s = setting(Net(mlp), federation(), Training(lr=0.1, batch_size=20, epochs=2))
+    s = make_setting(Net(mlp), federation(), Training(lr=0.1, batch_size=20, epochs=2))
     seen: list[tuple[int, int, Tensor]] = []
 
     def loss(net: Net, w: Tensor, x: Tensor, y: Tensor, extra: dict[str, Tensor]) -> Tensor:
@@ -317,7 +313,7 @@ def numbered(sizes: Sequence[int] = SIZES) -> Setting:
     total = sum(sizes)
     x = torch.arange(total, dtype=torch.float64)[:, None].expand(-1, 6)
     data = Federation(x.clone(), torch.arange(total) % 4, {"train": list(torch.arange(total).split(list(sizes)))}, 4)
-    return setting(Net(mlp), data, Training(lr=0.0, batch_size=20, epochs=3))
+    return make_setting(Net(mlp), data, Training(lr=0.0, batch_size=20, epochs=3))
 
 
 def test_batches_are_cut_as_a_data_loader_cuts_them() -> None:
@@ -366,7 +362,7 @@ def test_every_order_is_as_likely() -> None:
 
 
 def test_a_client_too_small_for_drop_last_has_one_batch() -> None:
-    s = setting(Net(mlp), federation(), Training(batch_size=20, drop_last=True))
+    s = make_setting(Net(mlp), federation(), Training(batch_size=20, drop_last=True))
     steps = cohort(s).fit(s.net.w0.repeat(3, 1)).lr_sum / s.training.lr
     assert steps.round().flatten().tolist() == [max(1, n // 20) for n in s.data.size().tolist()]
 
@@ -399,7 +395,7 @@ def test_the_callers_thread_setting_comes_back(engine: str) -> None:
                 inside.append(torch.get_num_threads())
                 return net.loss(w, x, y)
 
-            s = setting(Net(mlp), federation(), Training(lr=0.1, batch_size=20), engine=engine)
+            s = make_setting(Net(mlp), federation(), Training(lr=0.1, batch_size=20), engine=engine)
             cohort(s).fit(s.net.w0.repeat(3, 1), loss=loss)
             found: list[int] = [torch.get_num_threads()]
             new = threading.Thread(target=lambda found=found: found.append(torch.get_num_threads()))
@@ -412,7 +408,7 @@ def test_the_callers_thread_setting_comes_back(engine: str) -> None:
 
 @pytest.mark.parametrize("engine", ["threads", "vmap", "chain"])
 def test_an_error_in_a_worker_reaches_the_caller(engine: str) -> None:
-    s = setting(Net(mlp), federation(), Training(lr=0.1, batch_size=20), engine=engine)
+    s = make_setting(Net(mlp), federation(), Training(lr=0.1, batch_size=20), engine=engine)
 
     def loss(net: Net, w: Tensor, x: Tensor, y: Tensor, extra: dict[str, Tensor]) -> Tensor:
         raise ZeroDivisionError("mine")
@@ -433,7 +429,7 @@ def test_nn_dropout_is_refused() -> None:
 
 @pytest.mark.parametrize("engine", ["threads", "vmap"])
 def test_buffers_are_the_clients_own_or_averaged_and_a_probe_leaves_them(engine: str) -> None:
-    s = setting(Net(norm), federation(), Training(lr=0.1, batch_size=20), engine=engine)
+    s = make_setting(Net(norm), federation(), Training(lr=0.1, batch_size=20), engine=engine)
     local = cohort(s)
     fit = local.fit(s.net.w0.repeat(3, 1), probe=True)
     assert torch.equal(local.buffers, s.net.b0.repeat(3, 1)) and not torch.equal(fit.w, s.net.w0.repeat(3, 1))
@@ -454,7 +450,7 @@ def test_buffers_are_the_clients_own_or_averaged_and_a_probe_leaves_them(engine:
 @pytest.mark.parametrize("engine", ["threads", "vmap", "chain"])
 def test_loss_grad_features_and_scores_are_the_whole_splits(engine: str) -> None:
     build = mlp if engine == "chain" else norm
-    s = setting(Net(build), federation(sizes=(3, 600, 31)), Training(lr=0.1, batch_size=20), engine=engine)
+    s = make_setting(Net(build), federation(sizes=(3, 600, 31)), Training(lr=0.1, batch_size=20), engine=engine)
     local = cohort(s)
     rows = local.fit(s.net.w0.repeat(3, 1)).w
     for split in ("train", "test"):
@@ -493,7 +489,7 @@ def dense(net: Net, w: Tensor, x: Tensor, y: Tensor, extra: dict[str, Tensor]) -
 
 @pytest.mark.parametrize("engine", ["threads", "vmap"])
 def test_a_factorized_model_trains_in_both_engines(engine: str) -> None:
-    s = setting(Net(mlp), federation(), Training(lr=0.1, batch_size=20, epochs=3), engine=engine)
+    s = make_setting(Net(mlp), federation(), Training(lr=0.1, batch_size=20, epochs=3), engine=engine)
     start = torch.randn(3, 33, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     ours, theirs = cohort(s).fit(start, loss=factorized, want_grad=True), cohort(s).fit(start, loss=dense, want_grad=True)
     same(ours, theirs, rtol=1e-9, atol=1e-12)
@@ -502,7 +498,7 @@ def test_a_factorized_model_trains_in_both_engines(engine: str) -> None:
 
 def test_learning_happens() -> None:
     for engine in ("threads", "vmap"):
-        s = setting(Net(tiny_model()), images((60, 80), seed=1), Training(lr=0.3, batch_size=20, epochs=2), 20, engine)
+        s = make_setting(Net(tiny_model()), images((60, 80), seed=1), Training(lr=0.3, batch_size=20, epochs=2), 20, engine)
         local = Local(s, torch.arange(2), 1, s.net.b0.expand(2, -1))
         w = local.fit(s.net.w0.repeat(2, 1), epochs=30).w
         assert (local.loss(w) < 0.3 * local.loss(s.net.w0.repeat(2, 1))).all()

@@ -10,8 +10,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from pflcore import Net
 from pflcore.local.losses import CRITERIA
-from pflcore.local.net import Net
 from pflcore.nn.mode import context, forward_mode
 
 

@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils import parametrizations, spectral_norm
 
-from pflcore import Simulation, Training
-from pflcore.data.federation import Federation
-from pflcore.local import Net, prepared
+from pflcore import Federation, Net, Simulation, Training
+from pflcore.local import prepared
 from pflcore.local.chain import NoChain, compiled
 from pflcore.local.path import by_chain, by_chain_steps, by_module, choose_path, under_vmap
 from pflcore.local.proof import difference, trials

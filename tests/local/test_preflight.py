@@ -13,9 +13,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from pflcore import Simulation, Training, cli
-from pflcore.data.federation import Federation
-from pflcore.local import Net, memory
+from pflcore import Federation, Net, Simulation, Training, cli
+from pflcore.local import memory
 from pflcore.nn import Dropout
 
 GEN = torch.Generator().manual_seed(0)

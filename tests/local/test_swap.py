@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tolerance import F32, F64, assert_close
 from ugly import randn, same_for_any_threads
 
-from pflcore.local.net import Net
+from pflcore import Net
 from pflcore.local.swap import SmallConv2d, swap_layers
 from pflcore.nn.mode import forward_mode
 from pflcore.ops import _library as library

@@ -10,7 +10,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from pflcore.local import Net
+from pflcore import Net
 from pflcore.local.chain import compiled
 from pflcore.nn import FactorizedConv2d, FactorizedLinear, factorize
 from pflcore.nn.models import model_for

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn as nn
-from small import images, setting
+from methods import FedDWA
+from small import images, make_setting
 
+from pflcore import Net, Training, evaluate, step
 from pflcore.algorithms import FedAvg
-from pflcore.algorithms.feddwa import FedDWA
-from pflcore.local import Training
-from pflcore.local.net import Net
 from pflcore.nn.models import MODELS, model_for
-from pflcore.simulation.round import begin, evaluate, step
+from pflcore.simulation.round import begin
 
 MNIST, CIFAR = (1, 28, 28), (3, 32, 32)
 
@@ -72,7 +71,7 @@ def test_batch_norm_and_dropout_are_the_same_in_both_engines(name: str, shape: t
     data = images((10, 6), shape=shape)
     alg, found = FedDWA() if buffers == "local" else FedAvg(), []
     for engine in ("threads", "vmap"):
-        s = setting(Net(lambda: model_for(name, shape, 4)), data, Training(lr=0.05, batch_size=4), engine=engine)
+        s = make_setting(Net(lambda: model_for(name, shape, 4)), data, Training(lr=0.05, batch_size=4), engine=engine)
         state, _ = step(alg, begin(alg, s.net, 2), s, torch.arange(2), buffers)
         found.append((state.g["x"], state.buffers, evaluate(alg, state, s)["loss"]))
         assert not torch.equal(state.buffers[0], s.net.b0)

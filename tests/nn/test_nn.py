@@ -7,12 +7,10 @@ import itertools
 import pytest
 import torch
 import torch.nn as nn
-from small import images, setting
+from small import images, make_setting
 from torch import Tensor
 
-from pflcore.local import Local
-from pflcore.local.net import Net
-from pflcore.local.training import Training
+from pflcore import Local, Net, Training
 from pflcore.nn import Dropout
 from pflcore.nn.mode import forward_mode
 from pflcore.ops.chain import mixed, uniform
@@ -138,7 +136,10 @@ def test_masks_differ_between_steps_clients_rounds_and_runs(engine: str) -> None
     for seed in (0, 1):
         for round in (1, 2):
             local = Local(
-                setting(net, data, Training(batch_size=4, epochs=2), engine=engine, seed=seed), torch.arange(2), round, net.b0.expand(2, -1)
+                make_setting(net, data, Training(batch_size=4, epochs=2), engine=engine, seed=seed),
+                torch.arange(2),
+                round,
+                net.b0.expand(2, -1),
             )
 
             def update(rows: dict[str, Tensor], grad: object, k: int) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from tolerance import F16, F32, F64, FLOATS, ROUND, assert_close
 from torch import Tensor
 from ugly import LAYOUTS, SIZES, dtypes, lay, matrices, randn, refuses, same_for_any_threads, scales
 
-from pflcore.ops import aggregate, backend, feddwa_weights
+from pflcore.ops import aggregate, feddwa_weights
 
 NAN = torch.nan
 
@@ -92,8 +92,7 @@ def test_many_clients(dtype):
     assert float((got - want).abs().max()) <= (3e-6 if dtype == F32 else 4e-15 if dtype == F64 else 2 * ROUND[dtype] + 3e-6) * 2
 
 
-@pytest.mark.usefixtures("isa")
-@pytest.mark.skipif(not backend().kernels, reason="the reference sums in float32")
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("n", [129, 1000, 20_000])
 @pytest.mark.parametrize("form", ["dense", "few results", "sparse", "sparse of many rows"])
 def test_the_error_does_not_grow_with_the_clients(n, form):
@@ -171,8 +170,7 @@ def test_a_row_that_counts_shows_that_it_is_not_finite(dtype):
     assert got.isnan().nonzero().tolist() == [[0, 5]]
 
 
-@pytest.mark.usefixtures("isa")
-@pytest.mark.skipif(not backend().kernels, reason="the reference is torch's matrix product, whose last bit depends on the threads")
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("precise", [False, True])
 def test_threads_change_no_bit(dtype, precise):

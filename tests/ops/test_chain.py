@@ -15,9 +15,9 @@ from tolerance import F32, F64, assert_close
 from torch import Tensor
 from ugly import same_for_any_threads
 
+from pflcore import Net
 from pflcore.local.chain import Chain, compiled
 from pflcore.local.losses import CRITERIA
-from pflcore.local.net import Net
 from pflcore.nn import Dropout
 from pflcore.ops import _library as library
 from pflcore.ops import chain, reference
@@ -269,15 +269,9 @@ def test_without_seeds_nothing_is_dropped() -> None:
 # --- laws -------------------------------------------------------------------------------------------------------------------------
 
 
-def kernels() -> None:
-    if library.kernels is None:
-        pytest.skip("the reference's products are torch's, which differ with the threads and the batch")
-
-
-@pytest.mark.usefixtures("isa")
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("model", ["linear", "mlp", "lenet", "dropout"])
 def test_threads_and_company_change_no_bit(model: str) -> None:
-    kernels()
     sizes = [150, 47, 21, 1, 33]
     p = Problem(model, sizes, relabel=True)
 
@@ -298,10 +292,9 @@ def test_threads_and_company_change_no_bit(model: str) -> None:
         assert torch.equal(w[0], together[i, : w.shape[1]]) and float(loss[0]) == pytest.approx(float(together[i, -1]), rel=1e-6)
 
 
-@pytest.mark.usefixtures("isa")
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("model", ["linear", "mlp", "lenet", "norms"])
 def test_an_evaluations_company_changes_no_bit(model: str) -> None:
-    kernels()
     p = Problem(model, [150, 47, 21, 1, 33])
     begin = torch.tensor([0, *p.sizes]).cumsum(0)
     places = torch.cat([p.order[i, 0, :n] for i, n in enumerate(p.sizes)])
@@ -359,7 +352,6 @@ def test_large_scores_do_not_overflow() -> None:
 
 
 def test_paths_agree() -> None:
-    kernels()
     found, before = {}, library.isa()
     try:
         for isa in ("plain", "avx2", "avx512"):
@@ -411,7 +403,6 @@ def test_no_steps_and_no_samples_change_nothing() -> None:
 )
 def test_memory_is_guarded(change: Any, words: str) -> None:
     """The kernel refuses what would read or write beside its arrays."""
-    kernels()
     p = Problem("lenet", [40, 20], relabel=True)
     arguments = [p.w, *p.head(), p.order, torch.tensor([40, 20]), torch.tensor([2, 1]), 32, False, None, 0.1]
     arguments += [None, None, 0.0, None, None, 0.0, 0.0, float("inf"), None]

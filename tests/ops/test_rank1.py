@@ -10,7 +10,7 @@ from tolerance import F16, F32, F64, FLOATS, assert_close
 from torch import Tensor
 from ugly import randn, refuses, same_for_any_threads
 
-from pflcore.ops import backend, rank1_linear, reference
+from pflcore.ops import rank1_linear, reference
 
 SIZES = st.sampled_from([1, 2, 3, 7, 8, 13, 17, 31, 64])
 NAMES = ("x", "w_a", "lam", "w_b")
@@ -220,8 +220,7 @@ def test_vmap_in_vmap():
 # --- laws -----------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("isa")
-@pytest.mark.skipif(not backend().kernels, reason="the reference is torch's matrix product, whose last bit depends on the threads")
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("lead", [(), (6,)])
 def test_threads_change_no_bit(dtype, lead):

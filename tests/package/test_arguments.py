@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from places import ROOT
-from small import images, setting, tiny_model
+from small import images, make_setting, tiny_model
 
 import pflcore
 from pflcore import Adversary, Federation, Net, Simulation, Training, interop, metrics, ops
@@ -36,7 +36,7 @@ SQUARE = ops.pairwise_sqdist(ROWS)
 LABELS, SCORES = torch.tensor([0, 1, 1, 0]), torch.eye(4)[:, :2]
 DATA, NET = images(), Net(tiny_model())
 ALG = FedAvg()
-START, SETTING = begin(ALG, NET, DATA.n), setting(NET, DATA, Training(), workers=1)
+START, SETTING = begin(ALG, NET, DATA.n), make_setting(NET, DATA, Training(), workers=1)
 DICTS = [tiny_model()().state_dict() for _ in range(4)]
 PACKED = pflcore.pack(DICTS)
 LORA = [{"q.lora_A.weight": torch.randn(2, 5), "q.lora_B.weight": torch.randn(4, 2)} for _ in range(3)]

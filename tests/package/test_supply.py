@@ -136,9 +136,9 @@ def test_what_a_package_brings_is_what_was_published(name: str, monkeypatch: pyt
 
 def test_every_data_set_that_is_read_by_a_name_has_a_digest_or_a_reason() -> None:
     """torchvision compares what it downloads with md5 sums of its own; Vehicle and FEMNIST are made by each user's own scripts."""
-    from pflcore.data.natural import FEDERATIONS
+    from pflcore.data import FEDERATIONS
+    from pflcore.data import SOURCES as IMAGES
     from pflcore.data.sources import DIGESTS
-    from pflcore.data.sources import SOURCES as IMAGES
 
     through_torchvision, made_by_users = {"cifar10", "cifar100", "emnist", "emnist_balanced", "emnist_letters"}, {"vehicle", "femnist"}
     assert {*IMAGES, *FEDERATIONS} == {*DIGESTS} | through_torchvision | made_by_users

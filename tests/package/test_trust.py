@@ -15,11 +15,10 @@ import pytest
 import torch
 import trust
 from places import ROOT
-from small import images, play, setting, tiny_model
+from small import images, make_setting, play, tiny_model
 
+from pflcore import Net, Training
 from pflcore.algorithms import FedAvg
-from pflcore.local import Training
-from pflcore.local.net import Net
 from pflcore.local.random import client_seeds, drawn, seed_of, shuffles, uniforms
 
 SEED = 8626582519606759105
@@ -121,6 +120,6 @@ def test_random_numbers_are_these_on_every_machine() -> None:
 
 def test_other_numbers_are_other_draws() -> None:
     """The same clients in another order: each draws by its number, so the run is another one."""
-    s = setting(Net(tiny_model()), images((20, 20)), Training(lr=0.1, batch_size=4))
+    s = make_setting(Net(tiny_model()), images((20, 20)), Training(lr=0.1, batch_size=4))
     turned = s._replace(data=s.data.subset([1, 0]))
     assert not torch.equal(play(FedAvg(), s, 1)[0][0].g["x"], play(FedAvg(), turned, 1)[0][0].g["x"])

@@ -6,24 +6,20 @@ import math
 import pytest
 import torch
 import torch.nn as nn
+from methods import FineTune, HypCluster, KnnPer
+from small import make_setting
 
-from pflcore import metrics
+from pflcore import Net, Simulation, Training, cross_device, metrics, step
 from pflcore.algorithms import FedAvg
-from pflcore.algorithms.finetune import FineTune
-from pflcore.algorithms.hypcluster import HypCluster, picks
-from pflcore.algorithms.knnper import KnnPer
+from pflcore.algorithms.hypcluster import picks
 from pflcore.data import federation_of
-from pflcore.data.roles import cross_device
-from pflcore.local import Engine, Setting, Training
-from pflcore.local.net import Net
 from pflcore.reproduce import study, table
 from pflcore.reproduce.plan import complete, load, seeds_of, shortened, tasks
 from pflcore.reproduce.run import reproduce
 from pflcore.reproduce.table import goal_of, rows_of, verdicts
 from pflcore.results.progress import Progress
 from pflcore.results.record import read
-from pflcore.simulation import Simulation
-from pflcore.simulation.round import begin, step
+from pflcore.simulation.round import begin
 
 DEVICE = complete(
     {
@@ -133,7 +129,7 @@ def majority_setting():
 
     parts = [(torch.ones(8, 1), torch.full((8,), i % 2)) for i in range(8)]
     p = cross_device(Federation.from_arrays(parts, classes=2), 2, 2, 4)
-    return p, Setting(Net(Majority), p.data, Training(lr=1.0, batch_size=8), Engine("vmap", 1), 0, 1)
+    return p, make_setting(Net(Majority), p.data, Training(lr=1.0, batch_size=8), 1, engine="vmap", workers=1)
 
 
 def test_in_and_out_of_distribution_by_hand():

@@ -5,21 +5,16 @@ import json
 import pytest
 import torch
 import torch.nn as nn
+from methods import L2C, FedDWA, FedFomo, Mocha
 
-from pflcore import cli
+from pflcore import Net, Simulation, cli
 from pflcore.algorithms import FedAvg
-from pflcore.algorithms.feddwa import FedDWA
-from pflcore.algorithms.fedfomo import FedFomo
-from pflcore.algorithms.l2c import L2C
-from pflcore.algorithms.mocha import Mocha
-from pflcore.local.net import Net
 from pflcore.reproduce import costs, runs
 from pflcore.reproduce import plan as plans
 from pflcore.reproduce import run as reproduce
 from pflcore.reproduce.experiment import algorithm, model_of, partition_of
 from pflcore.results import mixing as figures
 from pflcore.results.record import group, read
-from pflcore.simulation import Simulation
 
 pytest.importorskip("sklearn")
 

@@ -10,18 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from methods import FedAvgM, Scaffold, Waffle
 from small import images, tiny_model
 from torch import nn
 
-from pflcore import ALGORITHMS, Client, FedAvg, Server, Simulation, Training
+from pflcore import ALGORITHMS, Client, FedAvg, Net, Server, Simulation, Training
 from pflcore.algorithms import Cohort
 from pflcore.algorithms.defences import Defence, defended
-from pflcore.algorithms.fedopt import FedAvgM
-from pflcore.algorithms.scaffold import Scaffold
-from pflcore.algorithms.waffle import Waffle
 from pflcore.data import Federation
 from pflcore.data.synthetic import synthetic_clusters
-from pflcore.local import Net
 from pflcore.results.record import group
 from pflcore.results.table import table
 from pflcore.simulation.attacks import STRENGTH, Adversary

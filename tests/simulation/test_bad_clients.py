@@ -12,15 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from small import images, setting, tiny_model
+from small import Tensors, images, make_setting, tiny_model
 
-from pflcore import Client, Server, Simulation, Training
+from pflcore import Client, Net, Server, Simulation, Training, evaluate, step
 from pflcore.algorithms import ALGORITHMS, FedAvg, State, Stop
-from pflcore.algorithms.base import Tensors
 from pflcore.data import Federation
 from pflcore.data.roles import held_out
-from pflcore.local import Net
-from pflcore.simulation.round import begin, evaluate, step
+from pflcore.simulation.round import begin
 
 OPTIONS: dict[str, dict[str, Any]] = {"knnper": {"k": 3}}
 DEFENDED = {"fedavg, median": FedAvg(defence="median"), "fedavg, fltrust": FedAvg(defence="fltrust", root=0)}
@@ -40,7 +38,7 @@ def algorithm(name: str) -> FedAvg:
 
 def start(name: str) -> tuple[FedAvg, Any, State]:
     alg = algorithm(name)
-    s = setting(alg.prepare(Net(tiny_model())), DATA, TRAINING, 6, workers=1)
+    s = make_setting(alg.prepare(Net(tiny_model())), DATA, TRAINING, 6, workers=1)
     return alg, s, begin(alg, s.net, N)
 
 

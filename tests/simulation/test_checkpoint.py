@@ -22,10 +22,11 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from small import images, tiny_model
 from torch import nn
 
+from examples import examples
 from pflcore import Checkpoint, EarlyStopping, FedAvg, History, Net, Simulation, Stop, Training, cli, for_everyone
 from pflcore.algorithms import ALGORITHMS
 from pflcore.results import pictures
@@ -332,7 +333,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(tmp_path_factory.mktemp("whole"), name="waffle")
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(
     which=st.sampled_from([".json", ".safetensors"]),
     how=st.sampled_from(["alter", "cut", "insert", "empty"]),
@@ -586,7 +587,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, round: int) -> None:
 def test_ctrl_c_and_a_run_for_each_client_go_on(tmp_path, no_pictures, monkeypatch):
     argv = ["run", "waffle", *SMALL, "--target", "all", "--rounds", "4", "--checkpoint-every", "1", "--resume"]
     assert cli.main([*argv, "--out", str(tmp_path / "whole")]) == 0
-    from pflcore.simulation.loop import step as real
+    from pflcore import step as real
 
     calls = iter(range(10**6))
 

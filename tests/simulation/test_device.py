@@ -6,17 +6,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from pretend_gpu import pretended_gpu, waits
-from small import images, tiny_model
+from small import images, make_setting, tiny_model
 from torch import Tensor, nn
 
-from pflcore import Simulation, Training, ops
+from pflcore import Federation, Net, Simulation, Training, ops, step
 from pflcore.algorithms import ALGORITHMS
-from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
-from pflcore.local.net import Net
-from pflcore.local.settings import Setting
-from pflcore.local.workers import Engine
-from pflcore.simulation.round import begin, step
+from pflcore.simulation.round import begin
 
 DIFFERENT = ("fedavg", "scaffold", "feddwa", "hypcluster", "apfl", "fedrod", "knnper")  # one of each family, for the slower model
 
@@ -63,7 +59,7 @@ def linear() -> nn.Module:
 def waits_of_a_round(name: str, model: Callable[[], nn.Module], epochs: int, gpu: torch.device) -> Counter[str]:
     algorithm = ALGORITHMS[name]()
     net, federation = algorithm.prepare(Net(model)).to(gpu), data(model is Convolutions).to(gpu)
-    setting = Setting(net, federation, Training(lr=0.05, batch_size=3, epochs=epochs), Engine("vmap"), 0, 3)
+    setting = make_setting(net, federation, Training(lr=0.05, batch_size=3, epochs=epochs), 3, engine="vmap", workers=None)
     state = begin(algorithm, net, federation.n)
     for _ in range(2):
         waits.clear()

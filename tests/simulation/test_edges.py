@@ -7,35 +7,36 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from small import images, play, quadratics, setting, tiny_model
+from methods import (
+    APFL,
+    L2C,
+    MRMTL,
+    SFL,
+    ClusteredFL,
+    Ditto,
+    Ensemble,
+    FedDWA,
+    FedFomo,
+    HypCluster,
+    LocalOnly,
+    Mocha,
+    PerFedAvg,
+    PFedMe,
+    QFedAvg,
+    Scaffold,
+    Waffle,
+    WeightErosion,
+)
+from small import Setting, images, make_setting, play, quadratics, tiny_model
 from torch import Tensor
 
-from pflcore.algorithms import ALGORITHMS, FedAvg
-from pflcore.algorithms.apfl import APFL
-from pflcore.algorithms.base import Cohort
-from pflcore.algorithms.clustered_fl import ClusteredFL
-from pflcore.algorithms.ditto import MRMTL, Ditto
-from pflcore.algorithms.feddwa import FedDWA, spread
-from pflcore.algorithms.fedfomo import FedFomo
-from pflcore.algorithms.hypcluster import Ensemble, HypCluster, centres
+from pflcore import Federation, Local, Net, Simulation, Training, evaluate, step
+from pflcore.algorithms import ALGORITHMS, Cohort, FedAvg
+from pflcore.algorithms.feddwa import spread
+from pflcore.algorithms.hypcluster import centres
 from pflcore.algorithms.knnper import neighbours
-from pflcore.algorithms.l2c import L2C
-from pflcore.algorithms.local_only import LocalOnly
-from pflcore.algorithms.mocha import Mocha
-from pflcore.algorithms.per_fedavg import PerFedAvg
-from pflcore.algorithms.pfedme import PFedMe
-from pflcore.algorithms.qfedavg import QFedAvg
-from pflcore.algorithms.scaffold import Scaffold
-from pflcore.algorithms.sfl import SFL
-from pflcore.algorithms.waffle import Waffle
-from pflcore.algorithms.weight_erosion import WeightErosion
-from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
-from pflcore.local import Local, Training
-from pflcore.local.net import Net
-from pflcore.local.settings import Setting
-from pflcore.simulation import Simulation
-from pflcore.simulation.round import begin, buffers_of, evaluate, step
+from pflcore.simulation.round import begin, buffers_of
 
 F64 = torch.float64
 
@@ -52,7 +53,7 @@ def normal(sizes: Sequence[int] = (8, 20, 32, 12), engine: str = "threads", **tr
     """Clients and a model with batch norm, in float64."""
     data = images(sizes)
     data = Federation(data.x.double(), data.y, data.index, 4, data.relabel)
-    return setting(Net(normed, seed=1), data, Training(**{"lr": 0.1, "batch_size": 8, **training}), rounds=10, engine=engine)
+    return make_setting(Net(normed, seed=1), data, Training(**{"lr": 0.1, "batch_size": 8, **training}), rounds=10, engine=engine)
 
 
 # batch norm's statistics ------------------------------------------------------------------------------------------------
@@ -175,7 +176,7 @@ def test_a_gradient_with_batch_norm_is_that_of_training(engine: str) -> None:
 def lines(n: int = 6, lr: float = 0.3, **training: Any) -> Setting:
     b = torch.linspace(1, 2, n, dtype=F64)[:, None]
     net, data = quadratics(torch.ones_like(b), b, [0.0])
-    return setting(net, data, Training(lr=lr, **training), rounds=100)
+    return make_setting(net, data, Training(lr=lr, **training), rounds=100)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +225,7 @@ def test_clustered_fl_finds_two_kinds_though_most_are_absent_when_it_splits() ->
     gen = torch.Generator().manual_seed(1)
     b = (20.0 * kind + 0.3 * torch.randn(40, generator=gen)).double()[:, None]
     net, data = quadratics(torch.ones_like(b), b, [10.0])
-    s = setting(net, data, Training(lr=0.3), rounds=60)
+    s = make_setting(net, data, Training(lr=0.3), rounds=60)
     alg = ClusteredFL(eps1=1.0, eps2=1.0, first=3)
     order = [torch.randperm(40, generator=gen)[:8].tolist() for _ in range(60)]
     state = play(alg, s, 60, lambda r: order[r - 1])[-1][0]
@@ -272,7 +273,7 @@ def test_absence_is_no_unlikeness_for_waffle() -> None:
 @pytest.mark.parametrize("name", ["fedfomo", "l2c", "feddwa", "scaffold", "hypcluster"])
 def test_the_order_of_a_cohorts_ids_changes_nothing(name: str) -> None:
     data = held_out(images((20, 25, 30, 35, 22)))
-    s = setting(Net(tiny_model()), data, Training(lr=0.1, batch_size=8), rounds=9)
+    s = make_setting(Net(tiny_model()), data, Training(lr=0.1, batch_size=8), rounds=9)
     alg = ALGORITHMS[name](**({"m": 2} if name == "fedfomo" else {}))
     found = []
     for orders in ([[0, 1, 2, 3, 4], [0, 2, 4], [1, 2, 3]], [[3, 1, 0, 4, 2], [4, 0, 2], [2, 3, 1]]):
@@ -307,7 +308,7 @@ def test_a_client_of_one_sample_does_not_end_the_run(name: str) -> None:
 
 @pytest.mark.parametrize("engine", ["threads", "vmap"])
 def test_shuffles_of_several_batches_a_step_do_not_depend_on_who_is_there(engine: str) -> None:
-    s = setting(Net(tiny_model()), images((5, 12, 31)), Training(lr=0.1, batch_size=4), engine=engine)
+    s = make_setting(Net(tiny_model()), images((5, 12, 31)), Training(lr=0.1, batch_size=4), engine=engine)
 
     def update(rows: dict[str, Tensor], grad: Any, k: int) -> dict[str, Tensor]:
         return {"w": rows["w"] - 0.1 * (grad(rows["w"]) + 2 * grad(rows["w"], 1))}
@@ -350,20 +351,20 @@ def test_no_centre_of_a_zero_started_model_is_zero_and_seeds_follow_the_run() ->
 
 @pytest.mark.parametrize("alg", [Scaffold(option="II"), QFedAvg(q=1.0)])
 def test_a_step_size_of_zero_drops_nobody(alg: FedAvg) -> None:
-    s = setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=8, schedule=lambda r, rounds: float(r != 2)), rounds=3)
+    s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=8, schedule=lambda r, rounds: float(r != 2)), rounds=3)
     state = begin(alg, s.net, 3)
     for _ in range(3):
         state, done = step(alg, state, s, torch.arange(3))
         assert not done.dropped and not done.void
     if isinstance(alg, Scaffold):
-        still = setting(s.net, s.data, Training(lr=0.0, batch_size=8))
+        still = make_setting(s.net, s.data, Training(lr=0.0, batch_size=8))
         two, one = (step(a, begin(a, s.net, 3), still, torch.arange(3))[0].own["c"] for a in (alg, Scaffold()))
         assert torch.equal(two, one) and one.any()
 
 
 @pytest.mark.parametrize("alg", [PerFedAvg(), PFedMe()])
 def test_momentum_that_plays_no_part_is_said(alg: FedAvg) -> None:
-    plain, other = (setting(Net(tiny_model()), images(), Training(lr=0.1, **t)) for t in ({}, {"momentum": 0.9, "weight_decay": 0.1}))
+    plain, other = (make_setting(Net(tiny_model()), images(), Training(lr=0.1, **t)) for t in ({}, {"momentum": 0.9, "weight_decay": 0.1}))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step(alg, begin(alg, plain.net, 3), plain, torch.arange(3))
@@ -373,7 +374,7 @@ def test_momentum_that_plays_no_part_is_said(alg: FedAvg) -> None:
 
 def test_the_full_gradient_guidance_decays_as_training_does() -> None:
     """With one batch a client the guidance is one more epoch of training, momentum from zero and weight decay included."""
-    s = setting(
+    s = make_setting(
         Net(lambda: tiny_model()().double()), _double(images((6, 7))), Training(lr=0.1, batch_size=32, momentum=0.5, weight_decay=0.3)
     )
     local = Local(s, torch.arange(2), 1, torch.empty(2, 0))
@@ -382,7 +383,7 @@ def test_the_full_gradient_guidance_decays_as_training_does() -> None:
 
 
 def test_the_current_model_as_guidance_is_local_training() -> None:
-    s = setting(Net(tiny_model()), images((9, 12, 15)), Training(lr=0.1, batch_size=4), rounds=3)
+    s = make_setting(Net(tiny_model()), images((9, 12, 15)), Training(lr=0.1, batch_size=4), rounds=3)
     alone, local = play(FedDWA(guidance="current"), s)[-1], play(LocalOnly(), s)[-1]
     assert torch.equal(alone[0].g["x"], local[0].own["w"]) and torch.equal(
         spread(alone[0].g["p"], alone[0].g["near"], 3), torch.eye(3, dtype=F64)
@@ -392,7 +393,7 @@ def test_the_current_model_as_guidance_is_local_training() -> None:
 
 def test_losses_of_double_models_are_double() -> None:
     data = _double(images((7, 11, 13)))
-    s = setting(Net(lambda: nn.Linear(6, 4).double()), data, Training(), engine="vmap")
+    s = make_setting(Net(lambda: nn.Linear(6, 4).double()), data, Training(), engine="vmap")
     local = Local(s, torch.arange(3), 1, torch.empty(3, 0))
     want = [nn.functional.cross_entropy(s.net(s.net.w0, data.x[data.index["train"][i]]), data.labels(i, "train")) for i in range(3)]
     close(local.loss(s.net.w0.expand(3, -1)), torch.stack(want).detach(), 1e-13, 1e-15)

@@ -9,9 +9,8 @@ import pytest
 import torch
 import torch.nn as nn
 
-from pflcore import Simulation, Training
+from pflcore import Federation, Simulation, Training
 from pflcore.algorithms import ALGORITHMS
-from pflcore.data.federation import Federation
 
 N, WIDTH, STATUS = 8, 6000, Path("/proc/self/status")
 OPTIONS = {"hypcluster": {"k": 3}, "ensemble": {"k": 3}, "fedfomo": {"m": 3}, "factorized_waffle": {"ranks": (100,)}}

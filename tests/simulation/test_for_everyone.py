@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from methods import Waffle, WeightErosion
 from small import images, tiny_model
 
-from pflcore.algorithms import ALGORITHMS, FedAvg, Waffle, WeightErosion
-from pflcore.local.training import Training
+from pflcore import Simulation, Training, for_everyone
+from pflcore.algorithms import ALGORITHMS, FedAvg
 from pflcore.results.record import group
-from pflcore.simulation import Simulation, for_everyone
 from pflcore.simulation.everyone import whole
 
 

@@ -11,20 +11,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from methods import Ditto, FedAdam
 from torch import nn
 
-from pflcore import ALGORITHMS, Simulation, Training, metrics
-from pflcore.algorithms.base import FedAvg
-from pflcore.algorithms.ditto import Ditto
-from pflcore.algorithms.fedopt import FedAdam
+from pflcore import ALGORITHMS, Net, Simulation, Training, cross_silo, metrics, tune
+from pflcore.algorithms import FedAvg
 from pflcore.data import Federation, federation_of
-from pflcore.data.roles import cross_silo, held_out
+from pflcore.data.roles import held_out
 from pflcore.data.synthetic import synthetic_clusters
-from pflcore.local.net import Net
 from pflcore.results.record import Record, group, read
 from pflcore.results.table import table
 from pflcore.simulation.uploads import norms
-from pflcore.tuning import candidates, tune
+from pflcore.tuning import candidates
 
 
 @pytest.fixture(scope="module")

@@ -4,18 +4,16 @@ import copy
 
 import pytest
 import torch
+from methods import FedDWA, Mocha
 from small import images, tiny_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pflcore import Simulation, Training, cli, ops
+from pflcore import Simulation, Training, cli, evaluate, ops, step
 from pflcore.algorithms import ALGORITHMS, FedAvg
-from pflcore.algorithms.feddwa import FedDWA
-from pflcore.algorithms.mocha import Mocha
 from pflcore.data.roles import held_out
 from pflcore.local import memory
 from pflcore.results.record import read
-from pflcore.simulation.round import evaluate, step
 
 CUDA = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB of which 12.00 MiB is free."
 KINDS = {

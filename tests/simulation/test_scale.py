@@ -9,18 +9,17 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn as nn
+from methods import Waffle
 from small import images, tiny_model
 
-from pflcore import cli
-from pflcore.algorithms.waffle import Waffle
-from pflcore.data.federation import Federation
+from pflcore import Federation, Simulation, Training, cli, for_everyone
 from pflcore.data.ragged import Ragged
-from pflcore.local import Training, memory
+from pflcore.local import memory
 from pflcore.local.random import drawn
 from pflcore.results.export import rows
 from pflcore.results.record import group, plain
 from pflcore.results.table import table
-from pflcore.simulation import Simulation, checkpoint, for_everyone
+from pflcore.simulation import checkpoint
 from pflcore.simulation import rows as on_disk
 from pflcore.simulation.footprint import Live
 from pflcore.simulation.uploads import farthest, rounded

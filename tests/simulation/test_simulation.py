@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from methods import Waffle
 from torch import nn
 
 import pflcore
 from pflcore import Simulation, Training
-from pflcore.algorithms.waffle import Waffle
 from pflcore.data import federation_of
 
 

@@ -12,15 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from methods import APFL, Ditto, Waffle
 from small import images, tiny_model
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
 from pflcore import ALGORITHMS, EarlyStopping, FedAvg, Federation, Net, Simulation, Stop, Training, cross_silo, for_everyone, tune
-from pflcore.algorithms.apfl import APFL
-from pflcore.algorithms.ditto import Ditto
 from pflcore.algorithms.lookup import algorithm_of, class_of, name_of
-from pflcore.algorithms.waffle import Waffle
 from pflcore.local.losses import CRITERIA, hinge, loss_of, squared
 from pflcore.metrics import auc, balanced_accuracy, f1, mae, metrics_of, r2, rmse
 
