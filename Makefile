@@ -4,7 +4,7 @@ BIN := .venv/bin
 WITH_PATH := PATH="$(CURDIR)/$(BIN):$$PATH"
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 
-.PHONY: demo test lint build portability wheel sharded flower lora gpu attack trust bench clean
+.PHONY: demo test test-deep lint build portability wheel sharded flower lora gpu attack trust bench clean
 
 # torch comes first: the kernels are built against the torch that is there; ninja, on the path, compiles files side by side
 .venv/tools: pyproject.toml
@@ -26,8 +26,15 @@ demo: build
 	$(BIN)/pflcore $(DEMO) --partition C --out runs/demo-C
 	$(BIN)/pflcore $(DEMO) --partition 'A*' --out runs/demo-Astar
 
+# every law at small size, in minutes; ORDER=--randomly-seed=N shuffles the tests
+ORDER ?= -p no:randomly
+PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal --durations 10 --no-idle-skips $(ORDER)
 test: build
-	$(BIN)/python -m pytest
+	$(PYTEST)
+
+# all sizes, all algorithms, every instruction set, sanitizers, compilers, wheels, other people's runtimes
+test-deep: build
+	$(PYTEST) --suite deep
 
 lint: build
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 They are one library, `pflcore/lib_pflcore.so`, that knows nothing of Python; beside it stands a small module for this Python, `pflcore._C`.
 PFLCORE_EXT=auto (default) builds what can be built; =0 builds nothing; =cpu and =cuda fail where they cannot be built.
+CUDA takes minutes, so auto compiles it where a card is seen, or where torch's own FORCE_CUDA=1 or TORCH_CUDA_ARCH_LIST asks for it.
 PFLCORE_MODULE=0 leaves the module away: a wheel is then for every Python.
 """
 
@@ -125,8 +126,10 @@ def extension():
     plain = ["-O3", "-g0", "-fvisibility=hidden"]
     cxx = [*plain, *defines]
     link = ["-Wl,-s"] if sys.platform == "linux" else []
-    home = cuda_home(cpp_extension, torch) if cuda_sources and WANT != "cpu" else None
-    no_cuda = None if home else "no CUDA compiler for this torch was found"
+    asked = WANT == "cuda" or os.environ.get("FORCE_CUDA", "0") != "0" or bool(os.environ.get("TORCH_CUDA_ARCH_LIST"))
+    wanted = WANT != "cpu" and (asked or torch.cuda.is_available())
+    home = cuda_home(cpp_extension, torch) if cuda_sources and wanted else None
+    no_cuda = None if home else "no CUDA compiler for this torch was found" if wanted else "no card is seen; FORCE_CUDA=1 asks for it"
     if WANT == "cuda" and no_cuda:
         raise SystemExit(f"pflcore: PFLCORE_EXT=cuda, but {no_cuda}")
 
