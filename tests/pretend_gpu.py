@@ -1,7 +1,7 @@
 """A pretended GPU: tensors that say `cuda:0` and compute on the CPU, for testing where things live on machines without a GPU.
 
 As on a real one, an operation on tensors of two devices is refused, numpy sees nothing, and looking at a value makes the host wait; such
-waits are counted. What it cannot show is anything about kernels (tests/cuda_on_cpu does) or about time.
+waits are counted. What it cannot show is anything about kernels (tests/internal/cuda_on_cpu does) or about time.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 // What every kernel shares: dtypes, 16-byte accesses, copies that run beside the arithmetic, the launch. Knows nothing of torch.
-// With PFLCORE_CUDA_ON_CPU the same kernels are compiled by a plain C++ compiler and run block by block (tests/cuda_on_cpu).
+// With PFLCORE_CUDA_ON_CPU the same kernels are compiled by a plain C++ compiler and run block by block (tests/internal/cuda_on_cpu).
 #pragma once
 #include <cfloat>
 #include <cmath>

@@ -21,4 +21,4 @@ from .sqdist import reference as pairwise_sqdist
 from .weights import feddwa_reference as feddwa_weights
 from .weights import waffle_reference as waffle_weights
 
-__all__ = ["aggregate", "feddwa_weights", "pairwise_sqdist", "rank1_linear", "sgd_step_", "waffle_weights"]
+__all__ = ["aggregate", "feddwa_weights", "pairwise_sqdist", "rank1_linear", "rank1_linear_backward", "sgd_step_", "waffle_weights"]

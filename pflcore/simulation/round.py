@@ -41,6 +41,7 @@ class Outcome:
     spoilt: list[str] = field(default_factory=list)  # what the server would hold that is not finite: the round is void
 
 
+@kinds.takes(alg=kinds.a(FedAvg), net=kinds.a(Net), n=kinds.whole(1))
 def begin(alg: FedAvg, net: Net, n: int, folder: Path | None = None, server: bool = False) -> State:
     """The state before the first round; with `folder` each client's rows, its own and the server's, are in a file there; with `server`
     without the clients' own."""
@@ -59,6 +60,13 @@ def per_client(g: Tensors, n: int) -> set[str]:
     return {k for k, v in g.items() if v.dim() == 2 and len(v) == n and v.is_floating_point() and v.dtype != torch.float64}
 
 
+@kinds.takes(
+    alg=kinds.a(FedAvg),
+    setting=kinds.a(Setting),
+    round=kinds.whole(1),
+    participation=kinds.number(0, 1, "a fraction in (0, 1]"),
+    among=kinds.TENSOR,
+)
 def sample(alg: FedAvg, setting: Setting, round: int, participation: float = 1.0, among: Tensor | None = None) -> Tensor:
     """The ids of this round's cohort, ascending: max(1, floor(participation * n + 0.5)) of the n clients `among` (ids, ascending; default:
     all), the required ones in any case."""

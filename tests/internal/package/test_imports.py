@@ -91,6 +91,7 @@ def test_the_walls_would_be_noticed() -> None:
     assert imported(MODULES["pflcore.nn.models"]) == {"pflcore.ops.kinds", "pflcore.nn"}
 
 
+@pytest.mark.deep("a subprocess")
 def test_importing_pflcore_pulls_in_no_extra() -> None:
     heavy = (
         "matplotlib",
@@ -118,6 +119,7 @@ def test_importing_pflcore_pulls_in_no_extra() -> None:
     assert run.stdout.strip() == "[]"
 
 
+@pytest.mark.deep("a subprocess")
 def test_flowers_room_says_what_it_needs() -> None:
     code = "import sys; sys.modules['flwr'] = None\nimport pflcore.interop\nimport pflcore.interop.flower"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=False)

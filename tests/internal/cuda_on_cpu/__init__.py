@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 HERE = Path(__file__).parent
-KERNELS = HERE.parents[1] / "csrc" / "cuda"
+KERNELS = HERE.parents[2] / "csrc" / "cuda"
 loaded: list[ctypes.CDLL] = []
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 

@@ -1,4 +1,4 @@
-"""The CUDA kernels, run block by block on the CPU (tests/cuda_on_cpu), against the references."""
+"""The CUDA kernels, run block by block on the CPU (tests/internal/cuda_on_cpu), against the references."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from internal.cuda_on_cpu import DTYPES, Kernels, compiler, guarded, intact
 from torch import Tensor
 
-from cuda_on_cpu import DTYPES, Kernels, compiler, guarded, intact
 from pflcore.ops import reference
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler to run the CUDA kernels with")
+pytestmark = [pytest.mark.deep("a compiler"), pytest.mark.skipif(compiler() is None, reason="no C++ compiler to run the CUDA kernels with")]
 
 SIZES = (1, 2, 17, 31, 33, 257, 1023)  # columns
 ROWS = (1, 2, 3, 17)
