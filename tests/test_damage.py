@@ -242,9 +242,8 @@ class Trap:
 
 def test_a_pickle_is_never_run(tmp_path: Path) -> None:
     """A Flower array, an .npz, a graph, a side file, a checkpoint's tensors, a trained state: no code of a file runs."""
+    from doors import folder
     from methods import SFL
-
-    from pflcore.data.natural import folder
 
     mark = tmp_path / "ran"
     trap = np.array([Trap(mark)], dtype=object)

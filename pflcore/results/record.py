@@ -30,7 +30,7 @@ from torch import Tensor
 from pflcore import metrics
 from pflcore.ops import kinds
 
-__all__ = ["Record", "Run", "read"]
+__all__ = ["Record", "Run", "group", "read"]
 LONG = 1000  # entries from which a list is no part of a line
 OnRound = Callable[[int, dict[str, Any]], None]
 PARTS = ("partition_options", "model_options", "training", "options")

@@ -18,7 +18,6 @@ from pflcore.algorithms.hypcluster import centres
 from pflcore.algorithms.knnper import neighbours
 from pflcore.algorithms.mocha import relation
 from pflcore.data import Federation
-from pflcore.local.losses import hinge
 from pflcore.simulation.round import begin
 
 D64 = torch.float64
@@ -464,7 +463,7 @@ def test_neighbours_of_targets_and_of_signs():
     view = {"w": net.w0, "z": Z, "y": torch.tensor([0.2, 0.5, 0.4, 0.9, 0.7], dtype=D64), "n": torch.tensor(5)}
     close(KnnPer(k=3, lam=1.0).predict(view, net, QUERY), [[0.3562050358]])
     close(KnnPer(k=3, lam=0.5).predict(view, net, QUERY), [[0.4781025179]])
-    net = Net(lambda: Fixed([-0.35]), hinge)
+    net = Net(lambda: Fixed([-0.35]), "hinge")
     for labels in ([-1, 1, 1, -1, 1], [0, 1, 1, 0, 1]):
         close(KnnPer(k=3, lam=0.9).predict({**view, "w": net.w0, "y": torch.tensor(labels)}, net, QUERY), [[0.0766906436]])
 

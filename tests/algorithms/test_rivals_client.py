@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn as nn
+from doors import held_out
 from methods import L2C, FedAvgM, FedFomo, FedProx, FedRoD, FineTune, PerFedAvg, PFedMe
 from places import golden
 from small import Setting, images, make_setting, play, quadratics, tiny_model
@@ -13,7 +14,6 @@ from small import Setting, images, make_setting, play, quadratics, tiny_model
 from pflcore import Federation, Local, Net, Simulation, Training, evaluate, step
 from pflcore.algorithms import Cohort, FedAvg, Pool
 from pflcore.algorithms.fedfomo import mixing_weights
-from pflcore.data.roles import held_out
 from pflcore.simulation.round import begin, nbytes
 
 GOLDEN = golden("feddwa_family")
@@ -449,8 +449,8 @@ def test_a_simulation_holds_validation_data_out_by_itself(alg):
     run = Simulation(alg, tiny_model(), data, Training(lr=0.1, batch_size=8), rounds=2)
     assert run.data.size("train").tolist() == [16, 20, 24] and run.data.size("val").tolist() == [4, 5, 6]
     assert run.data.size("test").tolist() == [20, 25, 30] and any("held out" in note for note in run.header()["notes"])
-    assert "val" not in data.index and held_out(run.data) is run.data
-    again = held_out(data).index["val"]
+    assert "val" not in data.index and Simulation(alg, tiny_model(), run.data, run.training).data is run.data
+    again = Simulation(alg, tiny_model(), data).data.index["val"]
     assert all(torch.equal(a, b) for a, b in zip(again, run.data.index["val"], strict=True))
     assert len(run.run().rounds) == 2
 

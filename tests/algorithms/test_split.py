@@ -10,13 +10,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn as nn
+from doors import Split
 from methods import FedBABU, FedBN, FedPer, FedRep, LGFedAvg, LocalOnly
 from places import ROOT
 from small import copied, images, make_setting, play, tiny_model
 
 from pflcore import Federation, Local, Net, Simulation, Training, evaluate
 from pflcore.algorithms import ALGORITHMS, FedAvg
-from pflcore.algorithms.split import Split
 from pflcore.simulation import footprint
 from pflcore.simulation.personal import with_one_more
 from pflcore.simulation.round import views

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from doors import waffle_partition
 from hypothesis import given
 from hypothesis import strategies as st
 from methods import APFL, FedProx, LocalOnly, Scaffold, Waffle
@@ -16,7 +17,6 @@ from torch import Tensor
 
 from pflcore import Local, Net, Training, ops, step
 from pflcore.algorithms import Cohort, FedAvg
-from pflcore.data.partition import waffle as waffle_partition
 from pflcore.simulation.round import begin
 
 F64 = torch.float64

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from doors import folder, leaf
 
 from pflcore import ops
 from pflcore.data import Federation, federation_of, padded
-from pflcore.data.natural import folder, leaf
 
 X, Y = np.arange(24, dtype=np.float32).reshape(8, 3), np.array([0, 1] * 4)
 

@@ -6,13 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from doors import waffle_partition as waffle
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pflcore.data import PARTITIONS, options_of, partition
 from pflcore.data.dirichlet import _proportions, counts_of, cuts_of
 from pflcore.data.label_skew import dominant_classes, shards
-from pflcore.data.partition import concept_shift, waffle
+from pflcore.data.partition import concept_shift
 
 MNIST = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
 MNIST_TEST = [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]

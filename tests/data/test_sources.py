@@ -11,11 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from doors import femnist, folder, leaf, school, synthetic_clusters, synthetic_linear, synthetic_quadratic, vehicle
 
 from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES, Federation, federation_of, load
-from pflcore.data.natural import femnist, folder, leaf, school, vehicle
 from pflcore.data.sources import DIGESTS, IDX_FILES, digest_of, read_idx
-from pflcore.data.synthetic import synthetic_clusters, synthetic_linear, synthetic_quadratic
 
 
 def real(name):

@@ -4,11 +4,11 @@ import warnings
 
 import pytest
 import torch
+from doors import held_out
 from small import images, make_setting, tiny_model
 
 from pflcore import Federation, Net, Simulation, Training, step
 from pflcore.algorithms import ALGORITHMS
-from pflcore.data.roles import held_out
 from pflcore.simulation.round import begin
 
 

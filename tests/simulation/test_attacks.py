@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from doors import synthetic_clusters
 from methods import FedAvgM, Scaffold, Waffle
 from small import images, tiny_model
 from torch import nn
@@ -18,7 +19,6 @@ from pflcore import ALGORITHMS, Client, FedAvg, Net, Server, Simulation, Trainin
 from pflcore.algorithms import Cohort
 from pflcore.algorithms.defences import Defence, defended
 from pflcore.data import Federation
-from pflcore.data.synthetic import synthetic_clusters
 from pflcore.results.record import group
 from pflcore.results.table import table
 from pflcore.simulation.attacks import STRENGTH, Adversary

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from doors import held_out
 from small import Tensors, images, make_setting, tiny_model
 
 from pflcore import Client, Net, Server, Simulation, Training, evaluate, step
 from pflcore.algorithms import ALGORITHMS, FedAvg, State, Stop
 from pflcore.data import Federation
-from pflcore.data.roles import held_out
 from pflcore.simulation.round import begin
 
 OPTIONS: dict[str, dict[str, Any]] = {"knnper": {"k": 3}}

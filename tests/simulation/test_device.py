@@ -5,13 +5,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from doors import held_out
 from pretend_gpu import pretended_gpu, waits
 from small import images, make_setting, tiny_model
 from torch import Tensor, nn
 
 from pflcore import Federation, Net, Simulation, Training, ops, step
 from pflcore.algorithms import ALGORITHMS
-from pflcore.data.roles import held_out
 from pflcore.simulation.round import begin
 
 DIFFERENT = ("fedavg", "scaffold", "feddwa", "hypcluster", "apfl", "fedrod", "knnper")  # one of each family, for the slower model

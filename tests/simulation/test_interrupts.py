@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from doors import synthetic_clusters
 from torch import nn
 
 from pflcore import Simulation, Training
-from pflcore.data.synthetic import synthetic_clusters
 from pflcore.results import record
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.simulation.interrupts import unbroken

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from doors import synthetic_clusters
 from places import ROOT
 from torch import nn
 
 from pflcore import Checkpoint, Simulation, Training
 from pflcore.data import Federation
-from pflcore.data.synthetic import synthetic_clusters
 from pflcore.simulation.checkpoint import lock
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it reads /proc")

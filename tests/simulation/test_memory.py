@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from doors import held_out
 from methods import FedDWA, Mocha
 from small import images, tiny_model
 from torch import nn
@@ -11,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pflcore import Simulation, Training, cli, evaluate, ops, step
 from pflcore.algorithms import ALGORITHMS, FedAvg
-from pflcore.data.roles import held_out
 from pflcore.local import memory
 from pflcore.results.record import read
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from doors import hinge
 from methods import APFL, Ditto, Waffle
 from small import images, tiny_model
 from torch import nn
@@ -19,7 +20,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR,
 
 from pflcore import ALGORITHMS, EarlyStopping, FedAvg, Federation, Net, Simulation, Stop, Training, cross_silo, for_everyone, tune
 from pflcore.algorithms.lookup import algorithm_of, class_of, name_of
-from pflcore.local.losses import CRITERIA, hinge, loss_of, squared
+from pflcore.local.losses import CRITERIA, loss_of, squared
 from pflcore.metrics import auc, balanced_accuracy, f1, mae, metrics_of, r2, rmse
 
 TRAINING = Training(lr=0.1, batch_size=8)

@@ -1,0 +1,42 @@
+"""Data and defaults by their public names, under shorter ones."""
+
+from typing import Any
+
+import torch
+from methods import FedPer
+from torch import Tensor
+
+from pflcore import Federation, Net
+from pflcore.data import FEDERATIONS, PARTITIONS, federation_of
+
+synthetic_clusters, synthetic_linear, synthetic_quadratic = (FEDERATIONS[f"synthetic_{n}"] for n in ("clusters", "linear", "quadratic"))
+femnist, school, vehicle = (FEDERATIONS[n] for n in ("femnist", "school", "vehicle"))
+waffle_partition = PARTITIONS["A"].func  # type: ignore[attr-defined]
+Split = FedPer.__mro__[1]  # what FedPer and its fellows are presets of
+
+
+def folder(path: Any, **options: Any) -> Federation:
+    """A folder of files as it comes: no split, no scale of its own."""
+    return federation_of(f"folder:{path}", fractions={}, **options)
+
+
+def leaf(path: Any, **options: Any) -> Federation:
+    return federation_of(f"leaf:{path}", fractions={}, **options)
+
+
+def held_out(data: Federation) -> Federation:
+    """The same federation with every fifth of a client's training samples as "val", where it has five."""
+    index = {split: list(rows) for split, rows in data.index.items()}
+    index["val"] = [rows[4::5] for rows in index["train"]]
+    index["train"] = [rows[torch.arange(len(rows)) % 5 != 4] for rows in index["train"]]
+    return Federation(data.x, data.y, index, data.classes, data.relabel)
+
+
+def criterion(name: str) -> Any:
+    """The loss of that name, as a function of (scores, y)."""
+    return Net(lambda: torch.nn.Linear(1, 1), name).criterion
+
+
+def hinge(scores: Tensor, y: Tensor) -> Tensor:
+    loss: Tensor = criterion("hinge")(scores, y)
+    return loss
