@@ -306,7 +306,7 @@ def names_are_known(case: Case) -> None:
     cls = type(case.given)
     methods = {name: f.__code__ for name, f in vars(cls).items() if isinstance(f, FunctionType) and name[:2] != "__"}
     for name, kind in get_annotations(cls).items():
-        if name not in cls.__dataclass_fields__ and "ClassVar" not in str(kind):
+        if "__dataclass_fields__" not in vars(cls) and "ClassVar" not in str(kind):
             raise Fault(f"{name}: it is no option, because {cls.__name__} has no @dataclass(frozen=True) above it.")
     known = {*dir(FedAvg), *dir(cls.__base__)}
     for name in methods.keys() - known.union(*map(_words, methods.values())):

@@ -195,10 +195,7 @@ class NearlyAHook(FedAvg):
 
 
 class NoDecorator(FedAvg):
-    lam: float = 0.1
-
-    def client(self, down: Any, own: Any, local: Any) -> Any:
-        return own, {"delta": local.fit(down["x"], prox=(self.lam, down["x"])).w - down["x"]}
+    server_lr: float = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +254,7 @@ FAULTS: dict[type[FedAvg], str] = {
     OwnMean: r"server_lr: another value gives the same run to the bit",
     Uniform: r"weighting: another value .* declare what plays no part: unused: ClassVar\[tuple\[str, \.\.\.\]\] = \('weighting',\)",
     NearlyAHook: r"clinet: no hook has this name, and no method calls it; did you mean 'client'\?",
-    NoDecorator: r"lam: it is no option, because NoDecorator has no @dataclass\(frozen=True\) above it",
+    NoDecorator: r"server_lr: it is no option, because NoDecorator has no @dataclass\(frozen=True\) above it",
     Misspelt: r"personal: raised KeyError with 4 of 4 clients: 'v'",
 }
 
