@@ -1,43 +1,67 @@
 """What every algorithm owes its users, as checks for one's own: `pflcore.testing.check(MyAlgorithm())`.
 
-Each check plays a few rounds with four small clients, in float64. The first fault ends it with one sentence that names it.
+Four small clients play three rounds in float64: all of them, two, all. The checks read that one play, and what is played once more is
+what has to be played otherwise. The first fault ends it with one sentence that names it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass, replace
+from copy import copy
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cached_property
-from typing import Any
+from inspect import get_annotations
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from pflcore.algorithms.base import FedAvg, Pool, State, Stop, Tensors
+from pflcore.algorithms.base import Cohort, FedAvg, Pool, State, Tensors
 from pflcore.algorithms.lookup import algorithm_of
 from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
-from pflcore.local import Engine, Setting, Training
+from pflcore.local import Engine, Local, Setting, Training
 from pflcore.local.losses import default_loss
 from pflcore.local.net import Net
 from pflcore.ops import kinds
-from pflcore.simulation.round import Outcome, begin, buffers_of, evaluate, nbytes, sample, step
+from pflcore.simulation.round import Outcome, begin, buffers_of, evaluate, sample, step
 
 __all__ = ["CHECKS", "Case", "Fault", "check"]
 
-ALL = (0, 1, 2, 3)
-ENGINES = (Engine().name, "vmap")  # one client after another, and all at once
-TRAINING = Training(lr=0.1, batch_size=8, epochs=2)
+ALL, PART = (0, 1, 2, 3), (1, 2)
+COHORTS = (ALL, PART, ALL)  # of the recorded play; who is required joins every round
+TRAINING = Training(lr=0.1, batch_size=8)
 HOOKS = ("init", "send", "client", "server", "personal", "report")
-HUGE = 5e307
+READ = {"send": ["g"], "client": ["down"], "personal": ["down", "own"], "report": ["g"]}  # not the hook's own
+PAIRS = {
+    "init": "(the server's state, one client's fresh state), two dicts of tensors",
+    "client": "(the clients' new state, their upload), two dicts of tensors",
+}
+CLOSE = 1e-7, 1e-9
 
 
 class Fault(AssertionError):
     """What an algorithm does wrong, in one sentence."""
 
 
-@kinds.takes(model=kinds.FUNCTION, data=kinds.a(Federation), skip=kinds.a(Collection, words="a list of checks"))
+class Play(NamedTuple):
+    """What the rounds of a play left behind."""
+
+    last: State
+    states: list[Tensors]  # before the first round, and after each
+    done: list[Outcome]
+    unfit: dict[str, int]  # what the server would have held, or somebody held, and is not finite: since which round
+    uploads: list[Tensors]
+
+
+@kinds.takes(
+    model=kinds.FUNCTION,
+    data=kinds.a(Federation),
+    skip=kinds.a(Collection, words="a list of checks"),
+)
 def check(
     algorithm: FedAvg | type[FedAvg] | str,
     *,
@@ -45,11 +69,11 @@ def check(
     data: Federation | None = None,
     skip: Collection[str] = (),
 ) -> None:
-    """Plays the algorithm (an instance, a class, a name or "package.module:Class") through all of `CHECKS` but those in `skip`.
+    """Puts an instance, a class, a name or "package.module:Class" through all of `CHECKS` but those in `skip`.
 
-    `model` and `data` replace a small MLP and three Gaussian classes, where the algorithm asks for something else: of the federation the
-    first four clients are used, everything in float64. Raises Fault, an AssertionError, with one sentence that names what is wrong;
-    ValueError for an unknown name in `skip` or fewer than four clients.
+    `model` and `data` replace a small MLP and three Gaussian classes, where the algorithm asks for something else: of the
+    federation the first four clients are used, everything in float64. Raises Fault, an AssertionError, with one sentence that
+    names what is wrong; ValueError for an unknown name in `skip` or fewer than four clients.
     """
     unknown = sorted(set(skip) - set(CHECKS))
     if unknown:
@@ -63,34 +87,32 @@ def check(
 @kinds.takes(given=kinds.a(FedAvg), model=kinds.FUNCTION, federation=kinds.a(Federation))
 @dataclass(frozen=True)
 class Case:
-    """An algorithm, every hook of which is watched, with what it is tried on."""
+    """An algorithm, every hook of which is watched, with what it is tried on and the play that the checks read."""
 
     given: FedAvg
     model: Callable[[], nn.Module] | None = None
     federation: Federation | None = None
+    dtype: torch.dtype = torch.float64
 
     @cached_property
     def data(self) -> Federation:
-        """Four clients in float64 with the splits train, val and test."""
-        if self.federation is None:
-            statistics = next((self.model or _mlp)().buffers(), None) is not None
-            return _gaussians(10 if statistics else 9)  # 9: a last batch of one sample, which batch norm has no use for
+        """Four clients with the splits train, val and test."""
         data = self.federation
+        if data is None:
+            statistics = next((self.model or _mlp)().buffers(), None) is not None
+            data = _gaussians(10 if statistics else 9)  # 9: a last batch of one sample, which batch norm has no use for
         if data.n < len(ALL):
             raise ValueError(f"data: expected a federation of at least {len(ALL)} clients, got {data.n}.")
-        data = held_out(data.subset(ALL)) if self.given.needs_val else data.subset(ALL)
-        x, y = (t.double() if t.is_floating_point() else t for t in (data.x, data.y))
+        data = data.subset(ALL)
+        data = held_out(data) if self.given.needs_val else data
+        x, y = (t.to(self.dtype) if t.is_floating_point() else t for t in (data.x, data.y))
         return replace(data, x=x, y=y)
 
     @cached_property
     def net(self) -> Net:
-        """The model that is tried on, in float64."""
-        return self.given.prepare(Net(lambda: (self.model or _mlp)().double(), default_loss(self.data.y), seed=1))
-
-    @property
-    def split(self) -> str:
-        """The split that is evaluated on."""
-        return "test" if "test" in self.data.index else "train"
+        """The model that is tried on."""
+        made = lambda: (self.model or _mlp)().to(self.dtype)  # noqa: E731
+        return self.given.prepare(Net(made, default_loss(self.data.y), seed=1))
 
     @cached_property
     def watched(self) -> FedAvg:
@@ -99,74 +121,106 @@ class Case:
 
     def moved_to(self, target: int) -> FedAvg:
         """The algorithm for another target, where it has one."""
-        has = any(f.name == "target" for f in fields(self.given))
-        return _watched(replace(self.given, **{"target": target})) if has else self.watched  # type: ignore[arg-type]
+        return _watched(self.given, target=target) if hasattr(self.given, "target") else self.watched
 
-    def setting(
-        self, data: Federation | None = None, engine: str = ENGINES[0], workers: int = 2, training: Training = TRAINING, seed: int = 0
-    ) -> Setting:
+    def setting(self, data: Federation | None = None, engine: str = "threads", workers: int = 1, **more: Any) -> Setting:
         """What a run on this case, or on other data, keeps the same."""
-        return Setting(self.net, self.data if data is None else data, training, Engine(engine, workers), seed, 6)
+        return Setting(self.net, data or self.data, TRAINING, Engine(engine, workers), rounds=6)._replace(**more)
 
     def breaking(self, clients: Sequence[int]) -> Federation:
         """The same data, on which these clients' training overflows."""
         x = self.data.x.clone()
-        rows = torch.cat([self.data.index[s][i] for s in self.data.index if s != "test" for i in clients])
-        x[rows] *= HUGE / x.abs().max()
+        rows = torch.cat([of[i] for split, of in self.data.index.items() if split != "test" for i in clients])
+        x[rows] *= 5e307 / x.abs().max()
         return replace(self.data, x=x)
 
-    def play(self, s: Setting, rounds: int = 3, ids: Sequence[int] | None = None, alg: FedAvg | None = None) -> tuple[State, list[Outcome]]:
-        """The state after so many rounds with the clients `ids` (default: all), and what each round did."""
-        alg = alg or self.watched
-        state, done = begin(alg, s.net, s.data.n), []
-        for _ in range(rounds):
-            state, outcome = self.step(state, s, range(s.data.n) if ids is None else ids, alg)
-            done.append(outcome)
-        return state, done
+    def otherwise_tested(self) -> Federation:
+        """The same data, but every client has another's samples in the split "test", and one less."""
+        index = {k: [rows[1:] for rows in (*v[1:], v[0])] if k == "test" else v for k, v in self.data.index.items()}
+        return replace(self.data, index=index)
 
-    def step(self, state: State, s: Setting, ids: Sequence[int], alg: FedAvg | None = None) -> tuple[State, Outcome]:
-        """The state after one round with the clients `ids`, and what the round did; Fault where it fails."""
-        with _named("round", f" in round {state.round + 1} with {len(ids)} of {s.data.n} clients"):
-            return step(alg or self.watched, state, s, torch.tensor(ids))
+    def play(self, s: Setting, cohorts: Sequence[Sequence[int]] = COHORTS, alg: FedAvg | None = None) -> Play:
+        """Some rounds, by default those of the recorded play; Fault where one fails."""
+        alg = alg or self.watched
+        state = begin(alg, s.net, s.data.n)
+        uploads = alg._uploads  # type: ignore[attr-defined]
+        uploads.clear()
+        play = Play(state, [_state(state)], [], {}, [])
+        for some in cohorts:
+            ids = sorted({*some, *alg.required})
+            with _named("round", f" in round {state.round + 1} with {len(ids)} of {s.data.n} clients"):
+                state, done = step(alg, state, s, torch.tensor(ids))
+            play.states.append(_state(state))
+            play.done.append(done)
+            for key in [*(f"g[{k!r}]" for k in done.spoilt), *_unfit(play.states[-1])]:
+                play.unfit.setdefault(key, state.round)
+        return play._replace(last=state, uploads=[*uploads])
+
+    @cached_property
+    def recorded(self) -> Play:
+        """The play that the checks read."""
+        return self.play(self.setting())
+
+    @cached_property
+    def found(self) -> Tensors:
+        """Everything that the recorded play leaves."""
+        return self.results(self.recorded.last)
+
+    @cached_property
+    def again(self) -> Tensors:
+        """The same of a play with three worker threads and other test samples: nobody may notice."""
+        return self.left(self.setting(self.otherwise_tested(), workers=3))
 
     def evaluate(self, state: State, s: Setting, alg: FedAvg | None = None) -> Tensors:
         """What an evaluation finds; Fault where it fails."""
         with _named("predict"):
-            return evaluate(alg or self.watched, state, s, self.split)
+            found = evaluate(alg or self.watched, state, s, "test" if "test" in s.data.index else "train")
+        return {f"the evaluation's {k}": v for k, v in found.items()}
 
-    def results(self, state: State, s: Setting) -> Tensors:
+    def results(self, state: State) -> Tensors:
         """Everything that a run leaves."""
-        parts = {"g": state.g, "own": state.own, "evaluation": self.evaluate(state, s), "report": self.watched.report(state.g)}
-        return {f"{part}[{k!r}]": v for part, tensors in parts.items() for k, v in tensors.items()}
+        return _state(state) | self.evaluate(state, self.setting()) | self.watched.report(state.g)
+
+    def left(self, s: Setting) -> Tensors:
+        """Everything that such a run of as many rounds leaves."""
+        return self.results(self.play(s).last)
+
+    def repeats(self, s: Setting, alg: FedAvg | None = None) -> bool:
+        """Whether such a run is the recorded one; most are another after one round."""
+        states = self.recorded.states
+        return not any(_other(self.play(s, COHORTS[:k], alg).states[k], states[k]) for k in (1, 3))
 
 
-# what goes into and comes out of the hooks ------------------------------------------------------------------------------------------
+# what goes into and comes out of the hooks --------------------------------------------------------
 
 
-def _watched(alg: FedAvg) -> FedAvg:
+def _watched(alg: FedAvg, **changed: Any) -> FedAvg:
     cls = type(alg)
-    new: Any = object.__new__(type(cls.__name__, (cls,), {name: _hook(cls, name) for name in HOOKS}))
-    for key, value in {
-        **getattr(alg, "__dict__", {}),
-        **({f.name: getattr(alg, f.name) for f in fields(alg)} if is_dataclass(alg) else {}),
-    }.items():
+    uploads: list[Tensors] = []
+    new = copy(alg)
+    watched = type(cls.__name__, (cls,), {name: _hook(cls, name, uploads) for name in HOOKS})
+    for key, value in {"__class__": watched, "_uploads": uploads, **changed}.items():
         object.__setattr__(new, key, value)
-    return new  # type: ignore[no-any-return]
+    return new
 
 
-def _hook(cls: type[FedAvg], name: str) -> Callable[..., Any]:
+def _hook(cls: type[FedAvg], name: str, uploads: list[Tensors]) -> Callable[..., Any]:
     def hook(self: FedAvg, *args: Any) -> Any:
-        kept = {"send": {"g": 0}, "client": {"down": 0}, "personal": {"down": 0, "own": 1}, "report": {"g": 0}}.get(name, {})
-        before = {what: _copies(args[i]) for what, i in kept.items()}
-        ids = next((a.ids for a in args if hasattr(a, "ids")), None)
-        n = next((a.n if hasattr(a, "n") else a.setting.data.n for a in args if hasattr(a, "ids")), None)
-        with _named(name, "" if ids is None else f" with {len(ids)} of {n} clients"):
+        kept = list(zip(READ.get(name, ()), args, strict=False))
+        before = [_copies(given) for _, given in kept]
+        count, where = None, ""
+        for cohort in args:
+            if isinstance(cohort, (Cohort, Local)):
+                count = len(cohort.ids)
+                where = f" with {count} of {cohort.n if isinstance(cohort, Cohort) else cohort.setting.data.n} clients"
+        with _named(name, where):
             out = getattr(cls, name)(self, *args)
-        for what, i in kept.items():
-            for key, tensor in _copies(args[i]).items():
-                if key not in before[what] or not _equal(tensor, before[what][key]):
-                    raise Fault(f"{name}: {what}[{key!r}] was changed in place; it is not the hook's own, so work on a copy.")
-        _check_form(name, out, args[1] if name == "client" else {}, None if ids is None else len(ids))
+        for (what, given), old in zip(kept, before, strict=True):
+            fault = f"{name}: {what}[{{!r}}] was changed in place; it is not the hook's own, so work on a copy."
+            _same(_copies(given), old, fault)
+        _check_form(name, out, args[1] if name == "client" else {}, count)
+        if name == "client":
+            uploads.append(_copies(out[1]))
         return out
 
     return hook
@@ -174,29 +228,25 @@ def _hook(cls: type[FedAvg], name: str) -> Callable[..., Any]:
 
 def _check_form(name: str, out: Any, own: Mapping[str, Tensor], count: int | None) -> None:
     """What a hook gives has the form that the protocol asks for."""
-    pair = name in ("init", "client")
-    if pair and not (isinstance(out, tuple) and len(out) == 2 and all(isinstance(d, dict) for d in out)):
-        what = "(the server's state, one client's fresh state)" if name == "init" else "(the clients' new state, their upload)"
-        raise Fault(f"{name}: expected {what}, two dicts of tensors, got {_kind(out)}.")
-    if not pair and not isinstance(out, dict):
-        raise Fault(f"{name}: expected a dict of tensors, got {_kind(out)}.")
-    parts = {"state": out[0], "upload": out[1]} if pair else {"result": out}
-    for part, tensors in parts.items():
+    parts = out if name in PAIRS else (out,)
+    words = ("state", "upload") if name in PAIRS else ("result",)
+    if not (isinstance(parts, tuple) and len(parts) == len(words) and all(isinstance(d, dict) for d in parts)):
+        raise Fault(f"{name}: expected {PAIRS.get(name, 'a dict of tensors')}, got {type(out).__name__}.")
+    for part, tensors in zip(words, parts, strict=True):
         for key, value in tensors.items():
             if isinstance(value, Pool) and name == "send":
                 value = value.index
             if not isinstance(value, Tensor):
-                raise Fault(
-                    f"{name}: expected a tensor for {key!r} of its {part}, got {_kind(value)}; what is kept or sent is counted in bytes."
-                )
+                got = type(value).__name__
+                raise Fault(f"{name}: expected a tensor for {key!r} of its {part}, got {got}; what is kept or sent is counted in bytes.")
             if name in ("send", "client", "personal") and (not value.dim() or len(value) != count):
                 shape = list(value.shape)
                 raise Fault(f"{name}: expected one row for each of the {count} clients in {key!r} of its {part}, got shape {shape}.")
-    for key, value in parts["state"].items() if name == "client" else ():
+    for key, value in parts[0].items() if name == "client" else ():
         if key not in own:
             raise Fault(f"client: its new state has {key!r}, which init gave no fresh client; there are {', '.join(own) or 'none'}.")
-        if value.shape != own[key].shape or value.dtype != own[key].dtype:
-            old, new = (f"{list(v.shape[1:])} {v.dtype}" for v in (own[key], value))
+        old, new = (f"{list(v.shape[1:])} {v.dtype}" for v in (own[key], value))
+        if old != new:
             raise Fault(f"client: the state {key!r} of a client was {old} and became {new}; a state keeps its shape and dtype.")
 
 
@@ -204,94 +254,133 @@ def _check_form(name: str, out: Any, own: Mapping[str, Tensor], count: int | Non
 def _named(hook: str, where: str = "") -> Iterator[None]:
     try:
         yield
-    except (Fault, Stop):
+    except Fault:
         raise
     except Exception as error:
         said = str(error).strip().splitlines()
         raise Fault(f"{hook}: raised {type(error).__name__}{where}: {said[0] if said else 'without a message'}") from error
 
 
-def _kind(value: Any) -> str:
-    return f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__
-
-
 def _copies(payload: Mapping[str, Any]) -> Tensors:
     return {k: (v.rows if isinstance(v, Pool) else v).clone() for k, v in payload.items()}
 
 
-def _copied(state: State) -> State:
-    return State(_copies(state.g), _copies(state.own), state.buffers.clone(), state.round, state.void, moments=_copies(state.moments))
-
-
 def _equal(a: Tensor, b: Tensor, rtol: float = 0.0, atol: float = 0.0) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.allclose(a, b, rtol, atol, equal_nan=True) if a.is_floating_point() else torch.equal(a, b)
+    alike = a.shape == b.shape and a.dtype == b.dtype
+    return alike and torch.allclose(a.double(), b.double(), rtol, atol, equal_nan=True)
+
+
+def _other(a: Tensors, b: Tensors, rtol: float = 0.0, atol: float = 0.0) -> str | None:
+    """What differs first."""
+    return next((k for k in {**a, **b} if k not in a or k not in b or not _equal(a[k], b[k], rtol, atol)), None)
 
 
 def _same(a: Tensors, b: Tensors, fault: str, rtol: float = 0.0, atol: float = 0.0) -> None:
     """Fault, whose `{}` is what differs first, unless both hold the same."""
-    for key in [*a, *(k for k in b if k not in a)]:
-        if key not in a or key not in b or not _equal(a[key], b[key], rtol, atol):
-            raise Fault(fault.format(key))
+    key = _other(a, b, rtol, atol)
+    if key is not None:
+        raise Fault(fault.format(key))
 
 
 def _state(state: State) -> Tensors:
-    return {f"{part}[{k!r}]": v for part, tensors in (("g", state.g), ("own", state.own)) for k, v in tensors.items()}
+    """A copy of what is kept."""
+    parts = {"g": state.g, "own": state.own}
+    kept = {f"{part}[{k!r}]": v for part, of in parts.items() for k, v in of.items()}
+    return _copies(kept | {"own statistics": state.buffers})
 
 
-# the checks -------------------------------------------------------------------------------------------------------------------------
+def _unfit(tensors: Tensors) -> list[str]:
+    return [k for k, v in tensors.items() if not v.isfinite().all()]
+
+
+def _words(code: CodeType) -> set[str]:
+    """The names that a function speaks of."""
+    return set(code.co_names).union(*(_words(c) for c in code.co_consts if isinstance(c, CodeType)))
+
+
+# the checks ---------------------------------------------------------------------------------------
+
+
+def names_are_known(case: Case) -> None:
+    """Fields are options, and what nearly has the name of a hook is none only where it is called."""
+    cls = type(case.given)
+    methods = {name: f.__code__ for name, f in vars(cls).items() if isinstance(f, FunctionType) and name[:2] != "__"}
+    for name, kind in get_annotations(cls).items():
+        if "__dataclass_fields__" not in vars(cls) and "ClassVar" not in str(kind):
+            raise Fault(f"{name}: it is no option, because {cls.__name__} has no @dataclass(frozen=True) above it.")
+    known = {*dir(FedAvg), *dir(cls.__base__)}
+    for name in methods.keys() - known.union(*map(_words, methods.values())):
+        for meant in get_close_matches(name, known, 1, 0.8):
+            raise Fault(f"{name}: no hook has this name, and no method calls it; did you mean {meant!r}?")
+
+
+def clients_start_alike(case: Case) -> None:
+    """Fresh clients have equal states, in memory of their own."""
+    fresh, more = begin(case.watched, case.net, 4), case.watched.init(case.net, 5)[1]
+    fault = "init: {} is not the same in two calls; draw from net.init(seed) or pflcore's own generators."
+    _same(_state(fresh), case.recorded.states[0], fault)
+    for key, value in fresh.own.items():
+        if value.dim() > 2 and (value.shape[1], len(more[key])) == (4, 5):
+            raise Fault(f"init: the fresh state {key!r} has a row for each of the 4 clients; give one client's, and each gets its own.")
 
 
 def shapes_stay(case: Case) -> None:
-    """Hooks give what the protocol asks for, with everybody and with some; a client's state and upload keep their shapes."""
-    s = case.setting()
-    state = begin(case.watched, s.net, s.data.n)
-    shapes = {k: (v.shape, v.dtype) for k, v in state.own.items()}
-    uploads: list[Tensors] = []
-    for ids in (ALL, (0, 2), (0, 1, 3)):
-        with _uploads(case, uploads):
-            state, _ = case.step(state, s, [*sorted({*ids, *case.given.required})])
-        first, last = ({k: (v.shape[1:], v.dtype) for k, v in up.items()} for up in (uploads[0], uploads[-1]))
-        if first != last:
-            key = next(k for k in [*first, *last] if first.get(k) != last.get(k))
-            raise Fault(f"client: its upload {key!r} is not of the same shape and dtype in every round; send what is always the same.")
-        if {k: (v.shape, v.dtype) for k, v in state.own.items()} != shapes:
-            raise Fault("client: the clients' state is not of the same shape and dtype after every round.")
+    """Hooks give what the protocol asks for, with everybody and with some; a client's upload keeps its shapes."""
+    first, *rest = ({k: (v.shape[1:], v.dtype) for k, v in up.items()} for up in case.recorded.uploads)
+    for key in (k for later in rest for k in {**first, **later} if first.get(k) != later.get(k)):
+        raise Fault(f"client: its upload {key!r} is not of the same shape and dtype in every round; send what is always the same.")
 
 
 def stays_finite(case: Case) -> None:
     """On well-behaved data everything stays finite, and no client is dropped."""
-    s = case.setting()
-    state = begin(case.watched, s.net, s.data.n)
-    for round in (1, 2, 3):
-        state, done = case.step(state, s, ALL)
-        if done.dropped:
-            raise Fault(
-                f"client: the upload or new state of client {done.dropped[0]} is not finite on well-behaved data, in round {round}."
-            )
-        unfit = [f"g[{k!r}]" for k in done.spoilt]  # the round was void for it
-        unfit += [k for k, v in _state(state).items() if v.is_floating_point() and not v.isfinite().all()]
-        if unfit:
-            raise Fault(f"server: {unfit[0]} is not finite on well-behaved data, after round {round}.")
-    for key, value in case.evaluate(state, s).items():
-        if not value.isfinite().all():
-            raise Fault(f"personal or predict: the evaluation's {key} is not finite on well-behaved data.")
+    for round, done in enumerate(case.recorded.done, 1):
+        for client in done.dropped:
+            raise Fault(f"client: the upload or new state of client {client} is not finite on well-behaved data, in round {round}.")
+    for what, round in case.recorded.unfit.items():
+        raise Fault(f"server: {what} is not finite on well-behaved data, after round {round}.")
+    for key in _unfit(case.evaluate(case.recorded.last, case.setting())):
+        raise Fault(f"personal or predict: {key} is not finite on well-behaved data.")
 
 
 def absent_clients_rest(case: Case) -> None:
     """Clients that take no part in a round keep their state."""
-    s = case.setting()
-    state, _ = case.play(s, 1)
-    before, there = _copied(state), sorted({0, 2, *case.given.required})
-    absent = [i for i in ALL if i not in there]
-    state, done = case.step(state, s, there)
-    for key, value in state.own.items():
-        if not _equal(value[absent], before.own[key][absent]):
-            raise Fault(f"server: own[{key!r}] of the absent clients {absent} changed in a round without them.")
-    averaged = buffers_of(case.given, s.net) == "average"  # then they are everybody's
-    if done.ids != there or not (averaged or _equal(state.buffers[absent], before.buffers[absent])):
-        raise Fault(f"client: a round with the clients {there} changed the statistics of the clients {absent}.")
+    _, before, after, _ = case.recorded.states
+    absent = [i for i in ALL if i not in case.recorded.done[1].ids]
+    averaged = buffers_of(case.given, case.net) == "average"  # then the statistics are everybody's
+    for key, value in before.items():
+        if key.startswith("own[" if averaged else "own") and not _equal(after[key][absent], value[absent]):
+            raise Fault(f"server: {key} of the absent clients {absent} changed in a round without them.")
+
+
+def evaluation_changes_nothing(case: Case) -> None:
+    """Evaluating leaves the state as it was, and gives the same twice."""
+    first, again = case.found, case.results(case.recorded.last)
+    _same(_state(case.recorded.last), case.recorded.states[-1], "personal: {} changed by an evaluation.")
+    _same(first, again, "personal or predict: {} of two evaluations of one state differ.")
+
+
+def runs_repeat(case: Case) -> None:
+    """One seed gives the same bits in every run, with any number of workers."""
+    faults = {
+        1: "{} differs between two runs of one seed: something draws from the global generator, or the algorithm remembers something "
+        "between rounds outside its state.",
+        3: "{} differs between 1 and 3 worker threads; hooks and losses must not share what they change.",
+    }
+    for workers, fault in faults.items() if _other(case.found, case.again) else ():
+        _same(case.found, case.left(case.setting(workers=workers)), fault)
+
+
+def nobody_trains_on_test(case: Case) -> None:
+    """Nothing that is trained looks at the split "test"."""
+    if _other(case.found, case.again):
+        fault = "client or server: {} depends on the split 'test', which is there for the evaluation; choose by 'val'."
+        _same(case.found, case.left(case.setting(case.otherwise_tested())), fault)
+
+
+def engines_agree(case: Case) -> None:
+    """Client after client, or all at once by vmap: the same results up to rounding."""
+    fault = "{} differs between the engines 'threads' and 'vmap': a loss or an update mixes clients or branches on values."
+    _same(case.found, case.left(case.setting(engine="vmap")), fault, 1e-6, 1e-8)
 
 
 def numbers_of_clients_play_no_part(case: Case) -> None:
@@ -302,71 +391,46 @@ def numbers_of_clients_play_no_part(case: Case) -> None:
     order = [2, 0, 3, 1]
     if case.given.required and not hasattr(case.given, "target"):
         return
-    training = replace(TRAINING, batch_size=int(case.data.size("train").max()))
-    one, two = case.moved_to(1), case.moved_to(order.index(1))
+    training = replace(TRAINING, batch_size=int(case.data.size("train").max()), epochs=2)
 
-    def left(alg: FedAvg, data: Federation | None = None, seed: int = 0) -> tuple[Tensors, Tensors]:
-        """What the clients keep, and what an evaluation finds."""
-        s = case.setting(data, training=training, seed=seed)
-        state = case.play(s, 4, alg=alg)[0]
-        found = case.evaluate(state, s, alg)
-        return {f"own[{k!r}]": v for k, v in state.own.items()}, {f"the evaluation's {k}": v for k, v in found.items()}
+    def left(numbers: Sequence[int], seed: int = 0) -> Tensors:
+        """What the clients keep, and what an evaluation finds, where the client `numbers[i]` is number i."""
+        s, alg = case.setting(case.data.subset(numbers), training=training, seed=seed), case.moved_to(numbers.index(1))
+        last = case.play(s, [[numbers.index(i) for i in ids] for ids in COHORTS], alg).last
+        return {f"own[{k!r}]": v for k, v in last.own.items()} | case.evaluate(last, s, alg)
 
-    (own, seen), drawn = left(one), left(one, seed=1)
-    if not all(_equal(v, drawn[i][k], 1e-7, 1e-9) for i, part in enumerate((own, seen)) for k, v in part.items()):
-        return
-    again = left(two, case.data.subset(order))
-
-    def moved(v: Tensor, w: Tensor) -> Tensor:
-        """The rows in the new order, and the columns where a client's state has one for every other client."""
-        both = v[order][:, order] if v.shape[1:] == (4,) else v[order]
-        return both if _equal(both, w, 1e-7, 1e-9) else v[order]
-
-    fault = "server: {} depends on the clients' numbers: renumbered clients give other results than the same ones renumbered."
-    expected = {k: moved(v, again[0][k]) for k, v in own.items()} | {k: v[order] for k, v in seen.items()}
-    _same(expected, again[0] | again[1], fault, 1e-7, 1e-9)
-
-
-def runs_repeat(case: Case) -> None:
-    """One seed gives the same bits in every run, with any number of workers, by both engines."""
-    for engine in ENGINES:
-        runs = []
-        for workers in (1, 1, 3):
-            s = case.setting(engine=engine, workers=workers)
-            runs.append(case.results(case.play(s)[0], s))
-        _same(
-            runs[0],
-            runs[1],
-            "{} differs between two runs of one seed: something draws from the global generator, or the algorithm remembers something "
-            "between rounds outside its state.",
-        )
-        _same(runs[0], runs[2], "{} differs between 1 and 3 worker threads; hooks and losses must not share what they change.")
+    first, again = left(ALL), left(order)
+    expected = {k: v[order] for k, v in first.items()}
+    for k, v in expected.items():
+        if v.shape[1:] == (4,) and not _equal(v, again[k], *CLOSE):  # a column for every other client
+            expected[k] = v[:, order]
+    if _other(expected, again, *CLOSE) and not _other(first, left(ALL, seed=1), *CLOSE):
+        fault = "server: {} depends on the clients' numbers: renumbered clients give other results than the same ones renumbered."
+        _same(expected, again, fault, *CLOSE)
 
 
 def seeds_differ(case: Case) -> None:
     """Another seed gives another run."""
-    rows = [torch.cat([v.double().flatten() for v in _state(case.play(case.setting(seed=seed))[0]).values()]) for seed in (0, 1)]
-    if rows[0].shape == rows[1].shape and torch.equal(*rows):
+    if case.repeats(case.setting(seed=1)):
         raise Fault("client: another seed gives the same run, so nothing that is trained on shuffled batches is kept or sent.")
-
-
-def engines_agree(case: Case) -> None:
-    """Client after client, or all at once by vmap: the same results up to rounding."""
-    runs = []
-    for engine in ENGINES:
-        s = case.setting(engine=engine)
-        runs.append(case.results(case.play(s)[0], s))
-    fault = f"{{}} differs between the engines {ENGINES[0]!r} and {ENGINES[1]!r}: "
-    _same(runs[0], runs[1], fault + "a loss or an update mixes clients or branches on values.", 1e-6, 1e-8)
 
 
 def one_client_suffices(case: Case) -> None:
     """A federation of one client runs."""
-    s = case.setting(case.data.subset([2]))
-    alg = case.moved_to(0)
-    state, done = case.play(s, alg=alg)
-    if any(d.void or d.dropped for d in done) or not all(v.isfinite().all() for v in case.evaluate(state, s, alg).values()):
+    s, alg = case.setting(case.data.subset([2])), case.moved_to(0)
+    play = case.play(s, [[0], [0]], alg)
+    if any(d.void for d in play.done) or _unfit(case.evaluate(play.last, s, alg)):
         raise Fault("server or personal: a federation of one client gives results that are not finite.")
+
+
+def float32_runs(case: Case) -> None:
+    """What runs in float64 runs in float32, too."""
+    case = replace(case, dtype=torch.float32)
+    s = case.setting()
+    try:
+        case.evaluate(case.play(s, COHORTS[:2]).last, s)
+    except Fault as fault:
+        raise Fault(f"in float32, as runs are by default, {fault}") from fault
 
 
 def broken_clients_are_absent(case: Case) -> None:
@@ -374,120 +438,83 @@ def broken_clients_are_absent(case: Case) -> None:
     if not case.data.x.is_floating_point() or 1 in case.given.required:
         return
     s = case.setting(case.breaking([1]))
-    state, done = case.play(s, 2)
-    before = begin(case.watched, s.net, s.data.n)
-    unfit = [f"g[{k!r}]" for d in done for k in d.spoilt]
-    unfit += [k for k, v in _state(state).items() if v.is_floating_point() and not v.isfinite().all()]
-    if unfit:
-        raise Fault(f"server: {unfit[0]} is not finite after a client's update overflowed; nothing but checked uploads may reach it.")
-    if all(d.dropped == [1] for d in done):
-        for key, value in state.own.items():
-            if not _equal(value[1], before.own[key][1]):
-                raise Fault(f"server: own[{key!r}] of a client that was dropped in every round changed.")
-        rest = case.play(case.setting(case.breaking([1])), 2, [0, 2, 3])[0]
+    play = case.play(s, COHORTS[:2])
+    for what in play.unfit:
+        raise Fault(f"server: {what} is not finite after a client's update overflowed; nothing but checked uploads may reach it.")
+    others = {i for done in play.done for i in done.dropped} - {1}
+    if others:
+        raise Fault(f"client: the update of client 1 overflowed, and {others} were dropped with it; no row may see another client's.")
+    if all(done.dropped for done in play.done):
+        rest = case.play(s, [[i for i in ids if i != 1] for ids in COHORTS[:2]])
         fault = "server: {} depends on a client that was dropped because its update was not finite."
-        _same(_state(state), _state(rest), fault, 1e-12, 1e-14)
+        _same(play.states[-1], rest.states[-1], fault, 1e-12, 1e-14)
 
 
 def void_rounds_change_nothing(case: Case) -> None:
     """A round in which everybody breaks changes neither state."""
-    if not case.data.x.is_floating_point():
-        return
-    s = case.setting(case.breaking(ALL))
-    state = begin(case.watched, s.net, s.data.n)
-    before = _state(_copied(state))
-    for _ in range(3):
-        state, done = case.step(state, s, ALL)
-        if done.void:
-            _same(_state(state), before, "send or client: {} changed in a round that is void, because no client's update was finite.")
-        before = _state(_copied(state))
+    if case.data.x.is_floating_point():
+        play = case.play(case.setting(case.breaking(ALL)), [ALL])
+        if play.done[0].void:
+            fault = "send or client: {} changed in a round that is void, because no client's update was finite."
+            _same(play.states[1], play.states[0], fault)
 
 
 def bytes_are_counted(case: Case) -> None:
-    """What is counted as sent is what clients get and give, and no parameter's columns travel that are always zero."""
-    s, uploads, downs = case.setting(), list[Tensors](), list[dict[str, Any]]()
-    state, ids = begin(case.watched, s.net, s.data.n), sorted({0, 1, 3, *case.given.required})
-    statistics = nbytes({"": s.net.b0.expand(len(ids), -1)}) if buffers_of(case.given, s.net) == "average" else 0  # beside the dicts
-    for _ in range(3):
-        with _uploads(case, uploads, downs):
-            state, done = case.step(state, s, ids)
-        if (done.bytes_down - statistics, done.bytes_up - statistics) != (nbytes(downs[-1]), nbytes(uploads[-1])):
-            raise Fault("send or client: what travels is not what is counted; put everything that is sent in the dicts.")
-    for key, value in uploads[-1].items():
-        if value.shape[1:] == (s.net.size,):
-            for name, columns in s.net.slices.items():
-                if not any(up[key][:, columns].any() for up in uploads):
-                    raise Fault(
-                        f"client: the columns of {name!r} in the upload {key!r} are always zero, but are counted as sent; "
-                        "send the shared columns only, by net.split and net.join."
-                    )
-
-
-def evaluation_changes_nothing(case: Case) -> None:
-    """Evaluating leaves the state as it was, and gives the same twice."""
-    s = case.setting()
-    state, _ = case.play(s, 2)
-    before = _state(_copied(state))
-    first, second = case.evaluate(state, s), case.evaluate(state, s)
-    _same(_state(state), before, "personal: {} changed by an evaluation.")
-    _same(first, second, "personal or predict: the {} of two evaluations of one state differ.")
-    if any(first[k].shape != (s.data.n,) for k in first):
-        raise Fault("predict: expected scores [B, ...] for a batch [B, ...], from which each client gets one value.")
-
-
-def clients_start_alike(case: Case) -> None:
-    """Fresh clients have equal states, in memory of their own."""
-    s = case.setting()
-    first, second = begin(case.watched, s.net, s.data.n), begin(case.watched, s.net, s.data.n)
-    _same(_state(first), _state(second), "init: {} is not the same in two calls; draw from net.init(seed) or pflcore's own generators.")
+    """No parameter's columns travel, and are counted, that are always zero."""
+    uploads, plain = case.recorded.uploads, replace(case, given=FedAvg())  # who moves what training moves at all
+    for key in (k for k, v in uploads[0].items() if v.shape[1:] == (case.net.size,)):
+        for name, columns in case.net.slices.items():
+            if any(up[key][:, columns].any() for up in uploads):
+                continue
+            if plain.play(case.setting(), [ALL]).uploads[0]["delta"][:, columns].abs().max() > 1e-9:
+                raise Fault(
+                    f"client: the columns of {name!r} in the upload {key!r} are always zero, but are counted as sent; "
+                    "send the shared columns only, by net.split and net.join."
+                )
 
 
 def required_clients_are_sampled(case: Case) -> None:
     """Cohorts hold the required clients, each client once, in ascending order."""
-    s = case.setting()
+    required, s = case.given.required, case.setting()
     for round in range(1, 20):
         ids = sample(case.given, s, round, 0.25).tolist()
-        if not set(case.given.required) <= set(ids) or ids != sorted(set(ids)) or len(ids) != max(1, len(case.given.required)):
-            raise Fault(f"required: the cohort {ids} of a quarter of four clients does not hold {case.given.required} and no more.")
+        if ids != sorted({*ids, *required}) or len(ids) != max(1, len(required)):
+            raise Fault(f"required: the cohort {ids} of a quarter of four clients does not hold {required} and no more.")
 
 
-@contextmanager
-def _uploads(case: Case, uploads: list[Tensors], downs: list[dict[str, Any]] | None = None) -> Iterator[None]:
-    """Keeps what goes to and comes from `client` inside."""
-    cls = type(case.watched)
-    client = cls.client
-
-    def spy(self: FedAvg, down: Any, own: Any, local: Any) -> Any:
-        new, up = client(self, down, own, local)
-        uploads.append(up)
-        if downs is not None:
-            downs.append(down)
-        return new, up
-
-    cls.client = spy  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        cls.client = client  # type: ignore[method-assign]
+def options_play_a_part(case: Case) -> None:
+    """Another `server_lr` and another `weighting` give another run, unless they are declared as `unused`."""
+    alg = case.given
+    others = {"server_lr": alg.server_lr / 2 or 1.0, "weighting": "uniform" if alg.weighting == "samples" else "samples"}
+    for name, other in others.items():
+        if name not in alg.unused and case.repeats(case.setting(), _watched(alg, **{name: other})):
+            raise Fault(
+                f"{name}: another value gives the same run to the bit, so nobody should be offered it; declare what plays no part: "
+                f"unused: ClassVar[tuple[str, ...]] = ({name!r},)."
+            )
 
 
-CHECKS: dict[str, Callable[[Case], None]] = {
+CHECKS = {
     f.__name__: f
     for f in (
+        names_are_known,
         clients_start_alike,
         shapes_stay,
         stays_finite,
         absent_clients_rest,
         evaluation_changes_nothing,
         runs_repeat,
+        nobody_trains_on_test,
         engines_agree,
         numbers_of_clients_play_no_part,
         seeds_differ,
         one_client_suffices,
+        float32_runs,
         bytes_are_counted,
         broken_clients_are_absent,
         void_rounds_change_nothing,
         required_clients_are_sampled,
+        options_play_a_part,
     )
 }
 
@@ -496,10 +523,11 @@ def _mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
 
 
-def _gaussians(first: int = 9) -> Federation:
+def _gaussians(first: int) -> Federation:
     """Four clients, three Gaussian classes, every second client with its labels turned."""
     gen = torch.Generator().manual_seed(4)
     centre = 2 * torch.randn(3, 6, generator=gen, dtype=torch.float64)
+
     clients = []
     for i, n in enumerate((first, 20, 31, 20)):  # two of one size: such clients take every step together
         splits = {}

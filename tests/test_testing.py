@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 
-from pflcore import FedAvg, ops
+from pflcore import FedAvg, Stop, ops
 from pflcore.data import federation_of
 from pflcore.testing import CHECKS, Case, Fault, check
 
@@ -141,6 +141,76 @@ class Misspelt(FedAvg):
         return {"w": own["v"]}
 
 
+class TrainsOnTest(FedAvg):
+    def client(self, down: Any, own: Any, local: Any) -> Any:
+        w = local.fit(down["x"]).w
+        better = local.loss(w, "test") < local.loss(down["x"], "test")
+        return own, {"delta": (w - down["x"]) * torch.where(better, 1.0, local.loss(w, "test"))[:, None]}
+
+
+class ListensToTheFirst(FedAvg):
+    def server(self, g: Any, up: Any, cohort: Any) -> Any:
+        new = super().server(g, up, cohort)
+        return {"x": g["x"] + (new["x"] - g["x"]) / (1 + cohort.ids[0])}
+
+
+class Float64(FedAvg):
+    """Shares are float64, and what they are multiplied with becomes so."""
+
+    def server(self, g: Any, up: Any, cohort: Any) -> Any:
+        return {"x": g["x"] + self.server_lr * (cohort.share[:, None] * up["delta"]).sum(0)}
+
+
+class EveryonesState(FedAvg):
+    def init(self, net: Any, n: int) -> Any:
+        return {"x": net.w0}, {"w": net.w0.repeat(n, 1)}
+
+
+class Centres(FedAvg):
+    """Subtracts what only the server can know."""
+
+    def client(self, down: Any, own: Any, local: Any) -> Any:
+        delta = local.fit(down["x"]).w - down["x"]
+        return own, {"delta": 2 * delta - delta.mean(0)}
+
+
+class GivesUp(FedAvg):
+    def server(self, g: Any, up: Any, cohort: Any) -> Any:
+        raise Stop("Three is a crowd.")
+
+
+class OwnMean(FedAvg):
+    def server(self, g: Any, up: Any, cohort: Any) -> Any:
+        return {"x": g["x"] + ops.aggregate(up["delta"], cohort.share[None])[0]}
+
+
+class Uniform(FedAvg):
+    def server(self, g: Any, up: Any, cohort: Any) -> Any:
+        return {"x": g["x"] + self.server_lr * up["delta"].mean(0)}
+
+
+class NearlyAHook(FedAvg):
+    def clinet(self, down: Any, own: Any, local: Any) -> Any:
+        return own, {"delta": local.fit(down["x"], epochs=9).w - down["x"]}
+
+
+class NoDecorator(FedAvg):
+    server_lr: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Declared(FedAvg):
+    """Declares what plays no part, and calls its helper, whose name is nearly a hook's."""
+
+    unused: ClassVar[tuple[str, ...]] = ("server_lr", "weighting")
+
+    def server(self, g: Any, up: Any, cohort: Any) -> Any:
+        return {"x": g["x"] + self.serve(up)}
+
+    def serve(self, up: Any) -> Any:
+        return up["delta"].mean(0)
+
+
 @dataclass(frozen=True)
 class Shared(FedAvg):
     """Keeps, as it should, everything that changes in its state."""
@@ -175,6 +245,16 @@ FAULTS: dict[type[FedAvg], str] = {
     NothingTrained: r"client: another seed gives the same run",
     ChangesTheModelItEvaluates: r"report: g\['x'\] was changed in place",
     BelievesWhatOverflows: r"server: g\['x'\] is not finite after a client's update overflowed",
+    TrainsOnTest: r"client or server: g\['x'\] depends on the split 'test'",
+    ListensToTheFirst: r"server: the evaluation's \w+ depends on the clients' numbers",
+    Float64: r"in float32, as runs are by default, client: raised RuntimeError with 2 of 4 clients: ",
+    EveryonesState: r"init: the fresh state 'w' has a row for each of the 4 clients",
+    Centres: r"client: the update of client 1 overflowed, and \{0, 2, 3\} were dropped with it",
+    GivesUp: r"server: raised Stop with 4 of 4 clients: Three is a crowd\.",
+    OwnMean: r"server_lr: another value gives the same run to the bit",
+    Uniform: r"weighting: another value .* declare what plays no part: unused: ClassVar\[tuple\[str, \.\.\.\]\] = \('weighting',\)",
+    NearlyAHook: r"clinet: no hook has this name, and no method calls it; did you mean 'client'\?",
+    NoDecorator: r"server_lr: it is no option, because NoDecorator has no @dataclass\(frozen=True\) above it",
     Misspelt: r"personal: raised KeyError with 4 of 4 clients: 'v'",
 }
 
@@ -189,6 +269,7 @@ def test_a_fault_is_named_in_one_sentence(broken: type[FedAvg]) -> None:
 
 def test_nothing_is_found_where_nothing_is_wrong() -> None:
     check(Shared)
+    check(Declared)
 
 
 def test_averaged_statistics_are_everybodys() -> None:
@@ -207,8 +288,8 @@ def test_a_method_that_draws_for_each_client_is_not_asked_for_its_numbers() -> N
 
 
 def test_a_check_can_be_left_out() -> None:
-    check(NothingTrained, skip=["seeds_differ"])
-    with pytest.raises(ValueError, match=r"skip: expected some of clients_start_alike, .* got 'seeds'"):
+    check(NothingTrained, skip=["seeds_differ", "options_play_a_part"])
+    with pytest.raises(ValueError, match=r"skip: expected some of names_are_known, .* got 'seeds'"):
         check(FedAvg, skip=["seeds"])
 
 

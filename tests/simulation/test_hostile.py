@@ -349,11 +349,11 @@ def test_data_errors_name_the_client_and_the_remedy():
 
 def test_a_client_with_one_sample_keeps_it():
     parts = [(torch.randn(k, 3), torch.arange(k) % 2) for k in (10, 1, 10)]
-    fed = Simulation("finetune", nn.Linear(3, 2), Federation.from_arrays(parts, test=parts, classes=2)).data
+    fed = Simulation("l2c", nn.Linear(3, 2), Federation.from_arrays(parts, test=parts, classes=2)).data
     assert fed.size("train").tolist() == [8, 1, 8] and fed.size("val").tolist() == [2, 0, 2]
     with pytest.raises(ValueError, match="too few samples"):
         one = [(torch.randn(1, 3), torch.tensor([0]))]
-        Simulation("finetune", nn.Linear(3, 2), Federation.from_arrays(one, test=one, classes=2))
+        Simulation("l2c", nn.Linear(3, 2), Federation.from_arrays(one, test=one, classes=2))
 
 
 def test_a_download_folder_is_no_federation(tmp_path):
