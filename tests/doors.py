@@ -1,12 +1,13 @@
 """Data and defaults by their public names, under shorter ones."""
 
+from dataclasses import fields
 from typing import Any
 
 import torch
 from methods import FedPer
 from torch import Tensor
 
-from pflcore import Federation, Net
+from pflcore import Federation, Net, evaluate
 from pflcore.data import FEDERATIONS, PARTITIONS, federation_of
 
 synthetic_clusters, synthetic_linear, synthetic_quadratic = (FEDERATIONS[f"synthetic_{n}"] for n in ("clusters", "linear", "quadratic"))
@@ -30,6 +31,33 @@ def held_out(data: Federation) -> Federation:
     index["val"] = [rows[4::5] for rows in index["train"]]
     index["train"] = [rows[torch.arange(len(rows)) % 5 != 4] for rows in index["train"]]
     return Federation(data.x, data.y, index, data.classes, data.relabel)
+
+
+IGNORED = -100  # a label that counts in nothing, torch's own
+
+
+def spread(p: Tensor, near: Tensor, n: int) -> Tensor:
+    """Weights [M, K] of the clients `near` [M, K] as a matrix [M, n]."""
+    return torch.zeros(len(p), n, dtype=p.dtype).scatter_add_(1, near, p)
+
+
+def strengths(net: Net) -> Tensor:
+    """Where the factors' strengths stand in a row: [F], layer after layer."""
+    return torch.cat([torch.arange(s.start, s.stop) for name, s in net.slices.items() if name.split(".")[-1] == "strength"])
+
+
+def views(alg: Any, state: Any, setting: Any, ids: Tensor) -> Any:
+    """The personalized views [S, ...] of the clients `ids` as an evaluation has them, and what their hook was given."""
+    seen = []
+
+    class Watched(type(alg)):  # type: ignore[misc]
+        def personal(self, down, own, local):
+            seen.append((super().personal(down, own, local), local))
+            return seen[-1][0]
+
+    options = {f.name: getattr(alg, f.name) for f in fields(alg)}
+    evaluate(Watched(**options), state, setting, next(reversed(setting.data.index)), ids)
+    return seen[0]
 
 
 def criterion(name: str) -> Any:

@@ -66,9 +66,14 @@ def tiny_model(features: int = 6, classes: int = 4) -> Callable[[], nn.Module]:
 def make_setting(
     net: Net, data: Federation, training: Training, rounds: int = 1, engine: str = "threads", workers: int = 2, seed: int = 0
 ) -> Setting:
-    """What a run keeps the same."""
+    """What a run keeps the same, with nothing looked at beforehand; a chain is found by a whole `Simulation`."""
     split = next(reversed(data.index))
-    return Simulation(FedAvg(), net, data, training, rounds, engine=engine, workers=workers, seed=seed, eval_split=split).setting
+    if engine == "chain":
+        return Simulation(FedAvg(), net, data, training, rounds, engine=engine, workers=workers, seed=seed, eval_split=split).setting
+    x = torch.ones(2, 1).double()
+    other = Federation(x, x, {"train": [torch.arange(1)], "test": [torch.arange(1, 2)]})
+    made = Simulation(FedAvg(), Net(Scale([0.0]), criterion=half_square), other, engine=engine, workers=workers).setting
+    return made._replace(net=net, data=data, training=training, seed=seed, rounds=rounds)
 
 
 def play(

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from doors import strengths
 from methods import FactorizedWaffle
 from torch import Tensor
 
 from pflcore import Federation, Net, Training, privacy
 from pflcore.algorithms import ALGORITHMS
-from pflcore.algorithms.factorized_waffle import strengths
 from pflcore.nn import factorize
 from pflcore.nn.models import model_for
 

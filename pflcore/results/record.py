@@ -331,6 +331,7 @@ def _nan(value: Any) -> Any:
     return [_nan(v) for v in value] if isinstance(value, list) else math.nan if value is None else value
 
 
+@kinds.takes(lines=kinds.a(Iterable, words="lines, as dicts"))
 def group(lines: Iterable[Mapping[str, Any]]) -> list[Run]:
     """Lines (as written, or as dicts that may hold tensors) to runs: each header starts one, and so does a round that is not of the run
     before it, whose own header is lost."""

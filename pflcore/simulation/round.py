@@ -62,7 +62,6 @@ def per_client(g: Tensors, n: int) -> set[str]:
 
 @kinds.takes(
     alg=kinds.a(FedAvg),
-    setting=kinds.a(Setting),
     round=kinds.whole(1),
     participation=kinds.number(0, 1, "a fraction in (0, 1]"),
     among=kinds.TENSOR,

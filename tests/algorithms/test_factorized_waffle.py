@@ -9,13 +9,14 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from doors import strengths
 from methods import FactorizedWaffle
 from small import Setting, copied, make_setting
 from torch import Tensor
 
 from pflcore import Federation, Local, Net, Simulation, Training, evaluate, step
 from pflcore.algorithms import ALGORITHMS, FedAvg, State, ibp
-from pflcore.algorithms.factorized_waffle import BOUNDS, MODES, strengths
+from pflcore.algorithms.factorized_waffle import BOUNDS, MODES
 from pflcore.local.random import client_seeds, uniforms
 from pflcore.nn import factorize
 from pflcore.simulation.round import begin

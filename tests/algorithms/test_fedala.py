@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from doors import views
 from methods import FedALA
 from small import images, make_setting, play, tiny_model
 
 from pflcore import Federation, Local, Net, Simulation, Training
 from pflcore.algorithms import FedAvg
 from pflcore.algorithms.fedala import sampled
-from pflcore.simulation.round import views
 
 COHORTS = ([0, 1, 2], [0, 1], [1, 2], [0, 1, 2])
 TRAINING = Training(lr=0.3, batch_size=64, epochs=2)  # whole batches, so that no shuffle plays a part

@@ -5,13 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn as nn
+from doors import spread
 from methods import FedDWA, FedDWAQP
 from places import golden
 from small import Setting, make_setting
 
 from pflcore import Federation, Local, Net, Training, evaluate, ops, step
 from pflcore.algorithms import Cohort
-from pflcore.algorithms.feddwa import spread, strided
+from pflcore.algorithms.feddwa import strided
 from pflcore.algorithms.qp import inner_products, simplex_qp
 from pflcore.simulation.round import begin
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from doors import spread, strengths
 from methods import ClusteredFL, FactorizedWaffle, FedAMP, FedDWA, FedFomo, HeurFedAMP, KnnPer, Mocha, PerFedAvg, Scaffold, Waffle
 from small import Setting, Tensors, images, make_setting, play, quadratics, tiny_model
 from torch import Tensor
@@ -13,8 +14,6 @@ from torch import Tensor
 from pflcore import Federation, Local, Net, Simulation, Training, step
 from pflcore.algorithms import Cohort, FedAvg, Pool
 from pflcore.algorithms.base import cohort_from
-from pflcore.algorithms.factorized_waffle import strengths
-from pflcore.algorithms.feddwa import spread
 from pflcore.algorithms.hypcluster import fit_all
 from pflcore.simulation.round import begin
 from pflcore.simulation.uploads import shortened

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn as nn
-from doors import Split
+from doors import Split, views
 from methods import FedBABU, FedBN, FedPer, FedRep, LGFedAvg, LocalOnly
 from places import ROOT
 from small import copied, images, make_setting, play, tiny_model
@@ -19,7 +19,6 @@ from pflcore import Federation, Local, Net, Simulation, Training, evaluate
 from pflcore.algorithms import ALGORITHMS, FedAvg
 from pflcore.simulation import footprint
 from pflcore.simulation.personal import with_one_more
-from pflcore.simulation.round import views
 from pflcore.testing import check
 
 LR, EPOCHS, COHORTS = 0.3, 2, ([0, 1, 2], [1], [0, 2])

@@ -8,13 +8,14 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from doors import IGNORED
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from pflcore import Federation, Local, Net, Simulation, Training, evaluate
 from pflcore.data import padded
-from pflcore.data.fields import IGNORED, Fields, joined
+from pflcore.data.fields import Fields, joined
 from pflcore.local import prepared
 from pflcore.local.losses import cross_entropy
 

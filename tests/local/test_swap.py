@@ -96,7 +96,7 @@ def test_convolution_and_its_gradients(b, c, o, high, wide, kh, kw, pad_h, pad_w
             assert g.numel() == 0
 
 
-@pytest.mark.usefixtures("isa")
+@pytest.mark.usefixtures("kernels")
 def test_convolutions_of_other_layouts():
     """The same numbers, bit for bit by the kernel."""
     close = {"rtol": 0, "atol": 0} if library.kernels is not None else {}

@@ -23,7 +23,7 @@ from pflcore.interop import distributed, lowrank
 from pflcore.nn import Dropout, FactorizedConv2d, FactorizedLinear, factorize
 from pflcore.nn.models import model_for
 from pflcore.ops import stream
-from pflcore.results.record import Record, Run, read
+from pflcore.results.record import Record, Run, group, read
 from pflcore.results.table import table
 from pflcore.simulation import checkpoint as checkpoints
 from pflcore.simulation.round import begin, sample
@@ -237,7 +237,7 @@ TABLE: dict[Callable[..., Any], tuple[Good, Wrong]] = {
     begin: ({"alg": ALG, "net": NET, "n": 3}, {"alg": THING, "net": THING, "n": POSITIVE}),
     sample: (
         {"alg": ALG, "setting": SETTING, "round": 1},
-        {"alg": THING, "setting": THING, "round": POSITIVE, "participation": [*RATE, 1.5], "among": TENSOR},
+        {"alg": THING, "round": POSITIVE, "participation": [*RATE, 1.5], "among": TENSOR},
     ),
     pflcore.evaluate: (
         {"alg": ALG, "state": START, "setting": SETTING},
@@ -278,6 +278,7 @@ TABLE: dict[Callable[..., Any], tuple[Good, Wrong]] = {
     checkpoints.lock: ({"folder": "nowhere"}, {"folder": PLACE}),
     checkpoints.save: ({"folder": "nowhere", "tensors": {}, "facts": {}}, {"folder": PLACE, "tensors": [*THING, {"a": 3}], "facts": THING}),
     Record: ({"path": "nowhere"}, {"path": PLACE, "mark": ["text", 3]}),
+    group: ({"lines": []}, {"lines": [3, None]}),
     read: ({"path": "nowhere"}, {"path": [*PLACE, "nowhere"]}),
     table: ({"runs": [Run({"algorithm": "fedavg"})]}, {"runs": THING, "last": POSITIVE, "baseline": [3]}),
     check: ({"algorithm": "fedavg"}, {"algorithm": NAME, "model": FUNCTION, "data": ["text", 3], "skip": ["text", 3, ["unknown"]]}),

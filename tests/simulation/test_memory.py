@@ -53,7 +53,7 @@ def normed():
 
 
 def simulation(algorithm="scaffold", model=None, **options):
-    data, training = held_out(images((6, 9, 7))), Training(lr=0.1, batch_size=5)
+    data, training = held_out(images((6, 9, 7))), Training(lr=0.1, batch_size=3)
     return Simulation(algorithm, model or tiny_model(), data, training, rounds=4, workers=1, **options)
 
 
