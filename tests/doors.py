@@ -1,7 +1,6 @@
 """Data and defaults by their public names, under shorter ones."""
 
 from dataclasses import fields
-from typing import Any
 
 import torch
 from methods import FedPer
@@ -16,16 +15,16 @@ waffle_partition = PARTITIONS["A"].func  # type: ignore[attr-defined]
 Split = FedPer.__mro__[1]  # what FedPer and its fellows are presets of
 
 
-def folder(path: Any, **options: Any) -> Federation:
+def folder(path, **options):
     """A folder of files as it comes: no split, no scale of its own."""
     return federation_of(f"folder:{path}", fractions={}, **options)
 
 
-def leaf(path: Any, **options: Any) -> Federation:
+def leaf(path, **options):
     return federation_of(f"leaf:{path}", fractions={}, **options)
 
 
-def held_out(data: Federation) -> Federation:
+def held_out(data):
     """The same federation with every fifth of a client's training samples as "val", where it has five."""
     index = {split: list(rows) for split, rows in data.index.items()}
     index["val"] = [rows[4::5] for rows in index["train"]]
@@ -36,17 +35,17 @@ def held_out(data: Federation) -> Federation:
 IGNORED = -100  # a label that counts in nothing, torch's own
 
 
-def spread(p: Tensor, near: Tensor, n: int) -> Tensor:
+def spread(p, near, n):
     """Weights [M, K] of the clients `near` [M, K] as a matrix [M, n]."""
     return torch.zeros(len(p), n, dtype=p.dtype).scatter_add_(1, near, p)
 
 
-def strengths(net: Net) -> Tensor:
+def strengths(net):
     """Where the factors' strengths stand in a row: [F], layer after layer."""
     return torch.cat([torch.arange(s.start, s.stop) for name, s in net.slices.items() if name.split(".")[-1] == "strength"])
 
 
-def views(alg: Any, state: Any, setting: Any, ids: Tensor) -> Any:
+def views(alg, state, setting, ids):
     """The personalized views [S, ...] of the clients `ids` as an evaluation has them, and what their hook was given."""
     seen = []
 
@@ -60,11 +59,11 @@ def views(alg: Any, state: Any, setting: Any, ids: Tensor) -> Any:
     return seen[0]
 
 
-def criterion(name: str) -> Any:
+def criterion(name):
     """The loss of that name, as a function of (scores, y)."""
     return Net(lambda: torch.nn.Linear(1, 1), name).criterion
 
 
-def hinge(scores: Tensor, y: Tensor) -> Tensor:
+def hinge(scores, y):
     loss: Tensor = criterion("hinge")(scores, y)
     return loss

@@ -6,8 +6,6 @@ of them fails, *survived* where none does. A survivor is a law that no test know
 to write. That each old text stands exactly once in its file is a test of its own (tests/package/test_trust.py): no entry goes stale unseen.
 """
 
-from __future__ import annotations
-
 import argparse
 import compileall
 import json
@@ -21,10 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from queue import Queue
 from typing import NamedTuple
@@ -249,7 +245,7 @@ SAMPLED = [
 MUTANTS = [*KNOWN, *SAMPLED]
 
 
-def copied(to: Path) -> Path:
+def copied(to):
     """What tests need of the tree, with bytecode that is checked against its source and not against the clock."""
     for name in ("pflcore", "tests", "bench", "csrc", "docs", "examples", ".ci"):
         shutil.copytree(ROOT / name, to / name, ignore=shutil.ignore_patterns("__pycache__", ".hypothesis"))
@@ -260,13 +256,13 @@ def copied(to: Path) -> Path:
     return to
 
 
-def words(tests: str) -> list[str]:
+def words(tests):
     """Test files, and what pytest is asked to choose of them."""
     paths, _, choice = tests.partition(" -k ")
     return [*(f"tests/{p}" for p in paths.split()), *(["-k", choice.strip("'")] if choice else [])]
 
 
-def run_tests(place: str, tests: str, references: bool, out: str) -> None:
+def run_tests(place, tests, references, out):
     """In a process of its own: ends with pytest's exit status."""
     os.chdir(place)
     os.environ |= {"PYTHONPATH": place, "OMP_NUM_THREADS": "1"}
@@ -283,7 +279,7 @@ def run_tests(place: str, tests: str, references: bool, out: str) -> None:
     os._exit(status)
 
 
-def built(place: Path) -> str:
+def built(place):
     """Compiles in the copy what has changed of the CPU kernels; why not, where that fails."""
     env = {"MAX_JOBS": "2", **os.environ, "PFLCORE_EXT": "cpu", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=place, env=env, capture_output=True, text=True)
@@ -291,7 +287,7 @@ def built(place: Path) -> str:
 
 
 @contextmanager
-def broken_by(m: Mutant, place: Path) -> Iterator[str]:
+def broken_by(m, place):
     """The copy has the fault, compiled where that is what it needs; afterwards all is as it was, for the compiler's clock too.
 
     Gives why it does not compile, or "".
@@ -315,12 +311,12 @@ def broken_by(m: Mutant, place: Path) -> Iterator[str]:
             shutil.copy2(place / "clean.so", place / "pflcore" / "lib_pflcore.so")
 
 
-def compiles(m: Mutant) -> bool:
+def compiles(m):
     """Whether the library must be made again; what tests compile for themselves, they do."""
     return m.file.startswith("csrc/cpu") and not m.tests.startswith("sanitize")
 
 
-def tried(m: Mutant, place: Path, context: ForkServerContext) -> tuple[str, float, str]:
+def tried(m, place, context):
     """ "killed", "survived", "slow" or "broken" (the fault, or the tests, cannot be run), the seconds, and the last words of pytest."""
     start, log = time.monotonic(), place / "log"
     with broken_by(m, place) as why:
@@ -339,7 +335,7 @@ def tried(m: Mutant, place: Path, context: ForkServerContext) -> tuple[str, floa
     return verdict, time.monotonic() - start, last
 
 
-def check() -> list[str]:
+def check():
     """Entries whose old text does not stand exactly once in its file, or that change nothing."""
     out = []
     for m in MUTANTS:
@@ -351,7 +347,7 @@ def check() -> list[str]:
     return out
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--part", choices=["known", "sampled", "all"], default="all", help="those that people once got past the tests, or the sample"
@@ -378,7 +374,7 @@ def main() -> int:
         for i in range(given.workers):
             places.put(copied(Path(folder) / str(i)))
 
-        def several(mutants: list[Mutant]) -> None:
+        def several(mutants):
             place = places.get()
             for m in mutants:
                 verdict, seconds, said = tried(m, place, context)

@@ -1,39 +1,34 @@
 """Flower's nodes in this process, for tests of a second: messages go through Flower's classes, but through no network and no Ray."""
 
-from __future__ import annotations
-
 import os
 
 os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
 
 import pickle
-from collections.abc import Iterable
-from typing import Any
 
 from flwr.app import Context, Error, Message, RecordDict
-from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
 TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
 
 
-def context(node: int, config: dict[str, Any] | None = None) -> Context:
+def context(node, config=None):
     return Context(run_id=1, node_id=node, node_config=config or {}, state=RecordDict(), run_config={})
 
 
 class Nodes(Grid):  # type: ignore[misc]
     """Nodes 100, 101, ... of partitions `partitions`, all with one ClientApp. What went to and fro is in `sent` and `answered`."""
 
-    def __init__(self, app: ClientApp, partitions: Iterable[Any]) -> None:
+    def __init__(self, app, partitions):
         self.app, self.sent, self.answered = app, [], []
         self.contexts = {100 + i: context(100 + i, {"partition-id": p}) for i, p in enumerate(partitions)}
         self.mute: set[int] = set()  # nodes that do not answer
 
-    def get_node_ids(self) -> list[int]:
+    def get_node_ids(self):
         return list(self.contexts)
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+    def send_and_receive(self, messages, *, timeout=None):
         replies = []
         for message in messages:
             self.sent.append(message)
@@ -49,9 +44,9 @@ class Nodes(Grid):  # type: ignore[misc]
         self.answered += replies
         return replies[::-1]
 
-    def set_run(self, run: Any) -> None: ...
+    def set_run(self, run): ...
     @property
-    def run(self) -> Any: ...
-    def create_message(self, *args: Any, **words: Any) -> Any: ...
-    def push_messages(self, messages: Any) -> Any: ...
-    def pull_messages(self, ids: Any) -> Any: ...
+    def run(self): ...
+    def create_message(self, *args, **words): ...
+    def push_messages(self, messages): ...
+    def pull_messages(self, ids): ...

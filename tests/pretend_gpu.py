@@ -4,11 +4,7 @@ As on a real one, an operation on tensors of two devices is refused, numpy sees 
 waits are counted. What it cannot show is anything about kernels (tests/internal/cuda_on_cpu does) or about time.
 """
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -37,7 +33,7 @@ class Pretend(torch.Tensor):
     real_: Tensor
 
     @staticmethod
-    def __new__(cls, real: Tensor) -> Pretend:
+    def __new__(cls, real):
         out = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, real.shape, strides=real.stride(), storage_offset=real.storage_offset(), dtype=real.dtype, device="meta"
         )
@@ -50,24 +46,24 @@ class Pretend(torch.Tensor):
     is_meta = property(lambda self: False)  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return dispatch(func, args, kwargs or {})
 
-    def __deepcopy__(self, memo: Any) -> Pretend:
+    def __deepcopy__(self, memo):
         copied = Pretend(self.real_.detach().clone())
         return copied.requires_grad_() if self.requires_grad and torch._C._functorch.maybe_current_level() is None else copied
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_):
         return f"Pretend({self.real_})"
 
-    def numpy(self, **_: Any) -> Any:
+    def numpy(self, **_):
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
 
     __array__ = numpy
 
 
-def looked_at(name: str) -> Callable[[Pretend], Any]:
-    def look(self: Pretend) -> Any:
+def looked_at(name):
+    def look(self):
         waits.append(name)
         return getattr(self.real_, name)()
 
@@ -78,13 +74,13 @@ for _name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__")
     setattr(Pretend, _name, looked_at(_name))
 
 
-def where(kwargs: dict[str, Any]) -> str | None:
+def where(kwargs):
     """The device that is asked for; C++ takes a pretended tensor for one on `meta` and asks for that."""
     asked = kwargs.get("device")
     return None if asked is None else "cpu" if torch.device(asked).type == "cpu" else "cuda"
 
 
-def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def dispatch(func, args, kwargs):
     name = func._schema.name.split("::")[1]
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     here = [t for t in tensors if isinstance(t, Pretend)]
@@ -105,7 +101,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if here and (name in VALUES or masks or (by_index and plain)):
             waits.append(name)
 
-    def real(value: Any) -> Any:
+    def real(value):
         return value.real_ if isinstance(value, Pretend) else value
 
     plainly = {**kwargs, "device": torch.device("cpu")} if target == "cuda" else dict(kwargs)
@@ -119,7 +115,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 class _Dispatch(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if where(kwargs) == "cuda" or any(issubclass(t, Pretend) for t in types):
             return dispatch(func, args, kwargs)
@@ -129,7 +125,7 @@ class _Dispatch(TorchDispatchMode):
 class _Function(TorchFunctionMode):
     """`t.to(other)` and `t.cpu()` ask C++ for the device, which knows no pretended one."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], Tensor):
             return func(args[0], device=args[1].device, dtype=args[1].dtype, **kwargs)
@@ -141,7 +137,7 @@ class _Function(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def pretended_gpu() -> Iterator[torch.device]:
+def pretended_gpu():
     """Within it `device="cuda:0"` is there, on this thread: what would run on worker threads runs here, one after another."""
     here = patch("pflcore.local.workers.Engine.map", lambda self, f, items: [f(i) for i in items])
     seen, started = patch("torch.cuda.is_available", lambda: True), patch("torch.cuda._lazy_init", lambda: None)

@@ -1,17 +1,14 @@
 """Small federations and models with known answers, for the tests of local training and of the algorithms."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from pflcore import Federation, Net, Simulation, Training, step
+from pflcore import Federation, Net, Simulation, step
 from pflcore.algorithms import FedAvg, State
-from pflcore.simulation.round import Outcome, begin
+from pflcore.simulation.round import begin
 
 Tensors = dict[str, Tensor]
 Setting = Any  # what stays the same over a run: `Simulation(...).setting`
@@ -20,22 +17,22 @@ Setting = Any  # what stays the same over a run: `Simulation(...).setting`
 class Scale(nn.Module):
     """scores = x * m, elementwise; with `half_square` and x = sqrt(a), y = sqrt(a) * b this is f(m) = sum a (m - b)^2 / 2."""
 
-    def __init__(self, start: Sequence[float]) -> None:
+    def __init__(self, start):
         super().__init__()
         self.m = nn.Parameter(torch.tensor(start, dtype=torch.float64))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x * self.m
 
-    def reset_parameters(self) -> None:
+    def reset_parameters(self):
         nn.init.zeros_(self.m)
 
 
-def half_square(scores: Tensor, y: Tensor) -> Tensor:
+def half_square(scores, y):
     return 0.5 * ((scores - y) ** 2).sum(-1).mean()
 
 
-def quadratics(a: Tensor, b: Tensor, start: Sequence[float] | None = None, rows: int = 1, noise: float = 0.0) -> tuple[Net, Federation]:
+def quadratics(a, b, start=None, rows=1, noise=0.0):
     """Client i's loss is `sum_k a_ik (m_k - b_ik)^2 / 2`, float64; with `noise` its `rows` samples' b differ, their mean does not."""
     a, b = a.double(), b.double()
     n, d = a.shape
@@ -47,7 +44,7 @@ def quadratics(a: Tensor, b: Tensor, start: Sequence[float] | None = None, rows:
     return Net(Scale([0.0] * d if start is None else start), criterion=half_square), data
 
 
-def images(sizes: Sequence[int] = (7, 20, 31), shape: Sequence[int] = (6,), classes: int = 4, seed: int = 0) -> Federation:
+def images(sizes=(7, 20, 31), shape=(6,), classes=4, seed=0):
     """Gaussian classes, half the clients with their labels turned by one; test sets of the training sets' sizes."""
     gen = torch.Generator().manual_seed(seed)
     total = sum(sizes)
@@ -59,13 +56,11 @@ def images(sizes: Sequence[int] = (7, 20, 31), shape: Sequence[int] = (6,), clas
     return Federation(x, y, {"train": index, "test": [i + total for i in index]}, classes, turn)
 
 
-def tiny_model(features: int = 6, classes: int = 4) -> Callable[[], nn.Module]:
+def tiny_model(features=6, classes=4):
     return lambda: nn.Sequential(nn.Linear(features, 5), nn.Tanh(), nn.Linear(5, classes))
 
 
-def make_setting(
-    net: Net, data: Federation, training: Training, rounds: int = 1, engine: str = "threads", workers: int = 2, seed: int = 0
-) -> Setting:
+def make_setting(net, data, training, rounds=1, engine="threads", workers=2, seed=0):
     """What a run keeps the same, with nothing looked at beforehand; a chain is found by a whole `Simulation`."""
     split = next(reversed(data.index))
     if engine == "chain":
@@ -76,9 +71,7 @@ def make_setting(
     return made._replace(net=net, data=data, training=training, seed=seed, rounds=rounds)
 
 
-def play(
-    alg: FedAvg, s: Setting, rounds: int | None = None, ids: Callable[[int], Sequence[int]] | None = None
-) -> list[tuple[State, Outcome]]:
+def play(alg, s, rounds=None, ids=None):
     """The states after each round (copies) and what happened; `ids(round)` names the cohort (default: everybody)."""
     state, found = begin(alg, s.net, s.data.n), []
     for r in range(1, (s.rounds if rounds is None else rounds) + 1):
@@ -88,7 +81,7 @@ def play(
     return found
 
 
-def copied(state: State) -> State:
+def copied(state):
     g = {k: v.clone() for k, v in state.g.items()}
     own, moments = ({k: v.clone() for k, v in d.items()} for d in (state.own, state.moments))
     return State(g, own, state.buffers.clone(), state.round, state.void, state.joined.clone(), moments)

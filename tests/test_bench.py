@@ -3,7 +3,6 @@
 import itertools
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,13 +16,13 @@ MACHINE = table.Machine("a processor", 2, "plain", LIMITS, {"torch": "2"}, "toda
 OPS = ("sqdist", "nearest", "aggregate", "weights", "rank1", "sgd", "chain", "conv")
 
 
-def made(**changes: Any) -> problem.Problem:
+def made(**changes):
     calls = {"pflcore": lambda: torch.ones(1), "torch": lambda: torch.ones(1)}
     return problem.Problem(**{"op": "op", "size": {"N": 1}, "providers": calls, "error": lambda got: 0.0, **changes})
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_every_provider_is_right(name: str) -> None:
+def test_every_provider_is_right(name):
     """At a small size, where all are there; Gram's float32 distances are what the bench shows to be wrong."""
     module = bench.suite(name)
     for size in itertools.islice((s for s in module.sizes(True) if s.get("N", 10) <= 10), 6):
@@ -41,7 +40,7 @@ def test_every_provider_is_right(name: str) -> None:
                 assert error < (1e-4 if provider.startswith(("torch", "scikit", "F.", "dense")) else 2e-6), (provider, size)
 
 
-def test_limit_is_the_slower_of_memory_and_arithmetic() -> None:
+def test_limit_is_the_slower_of_memory_and_arithmetic():
     assert made(reads=20, writes=10, operations=4.0).limit(LIMITS) == 4.0
     assert made(reads=20, writes=10, operations=40.0).limit(LIMITS) == 10.0
     assert made(reads=20, writes=10, operations=40.0, mix="sub_fma").limit(LIMITS) == 5.0
@@ -49,8 +48,8 @@ def test_limit_is_the_slower_of_memory_and_arithmetic() -> None:
     assert made().limit(LIMITS) is None
 
 
-def test_rows_tell_errors_limits_and_what_is_left_out() -> None:
-    def broken() -> None:
+def test_rows_tell_errors_limits_and_what_is_left_out():
+    def broken():
         raise problem.Absent("it is not installed.")
 
     calls = {"pflcore": lambda: torch.ones(1), "slow": lambda: torch.ones(1), "missing": broken}
@@ -63,7 +62,7 @@ def test_rows_tell_errors_limits_and_what_is_left_out() -> None:
     assert missing.ms is None and missing.note == "it is not installed."
 
 
-def test_a_loss_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_is_said(monkeypatch):
     seconds = iter([[2.0], [1.0], [2.5]])
     monkeypatch.setattr(table, "timed", lambda call, budget: (next(seconds), call()))
     calls = {name: (lambda: torch.ones(1)) for name in ("pflcore", "torch", "numpy")}
@@ -72,7 +71,7 @@ def test_a_loss_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [r.note for r in rows] == ["", "faster than pflcore", ""]
 
 
-def test_command_line_writes_json_and_markdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_writes_json_and_markdown(tmp_path, capsys):
     pytest.importorskip("tyro")
     files = tmp_path / "bench.json", tmp_path / "bench.md"
     assert bench.main(["--quick", "--seconds", "0.001", "--op", "weights", "--json", str(files[0]), "--markdown", str(files[1])]) == 0
@@ -86,7 +85,7 @@ def test_command_line_writes_json_and_markdown(tmp_path: Path, capsys: pytest.Ca
         bench.main(["--json", str(tmp_path / "none" / "x.json")])
 
 
-def test_limits_of_this_machine() -> None:
+def test_limits_of_this_machine():
     pytest.importorskip("pflcore._C", reason="the module of this machine's limits was not built")
     limits = table.measure_limits(1, 1 << 20)
     assert limits.keys() == LIMITS.keys()
@@ -98,7 +97,7 @@ SMALL = {"n": 6, "cohort": 3, "samples": 60, "tests": 13, "batch": 4, "rounds": 
 
 @pytest.mark.parametrize("name", sorted(workload.WORKLOADS))
 @pytest.mark.parametrize("evaluate", [False, True])
-def test_workloads_of_published_times(name: str, evaluate: bool) -> None:
+def test_workloads_of_published_times(name, evaluate):
     w = replace(workload.WORKLOADS[name], evaluate=evaluate, **(SMALL | ({"data": "cifar10"} if name == "blazefl-cnn" else {})))  # type: ignore[arg-type]
     data = workload.federation(w)
     assert sum(w.sizes) == 60 and data.n == 6 and data.size("test").sum() == 13
@@ -116,7 +115,7 @@ def test_workloads_of_published_times(name: str, evaluate: bool) -> None:
     assert ("made-up data" in published.title(w)) is (not workload.is_real(w.data))
 
 
-def test_arithmetic_of_a_linear_model_and_sizes_by_a_power_law() -> None:
+def test_arithmetic_of_a_linear_model_and_sizes_by_a_power_law():
     w = replace(workload.WORKLOADS["flute-lr"], data="made up", n=50, samples=1000)
     assert published.flops(w) == (2 * 784 * 10, 4 * 784 * 10)
     sizes = w.sizes
@@ -125,7 +124,7 @@ def test_arithmetic_of_a_linear_model_and_sizes_by_a_power_law() -> None:
     assert set(replace(w, power=0.0).sizes) == {20}
 
 
-def test_a_plain_round_is_fedavg(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plain_round_is_fedavg(monkeypatch):
     """With one batch a client the plain loop's round is pflcore's: the same model after it."""
     from pflcore import Simulation
 
@@ -145,14 +144,14 @@ def test_a_plain_round_is_fedavg(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(got, torch.cat([v.reshape(-1) for v in trained.values()]))
 
 
-def _loaded(runs: list[Any], start: dict[str, Any]) -> torch.nn.Module:
+def _loaded(runs, start):
     model = workload.PUBLISHED["logistic regression"]().double()
     model.load_state_dict(start)
     runs.append(model)
     return model
 
 
-def test_command_line_plays_workloads(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_line_plays_workloads(tmp_path, capsys, monkeypatch):
     pytest.importorskip("tyro")
     small = {k: replace(w, **SMALL) for k, w in workload.WORKLOADS.items() if k != "blazefl-cnn"}  # type: ignore[arg-type]
     monkeypatch.setattr(published, "WORKLOADS", small)
@@ -165,7 +164,7 @@ def test_command_line_plays_workloads(tmp_path: Path, capsys: pytest.CaptureFixt
     assert all(r["ms"] > 0 and r["of_limit"] > 0 and r["runs"] == 1 for r in rows if r["provider"] in ("pflcore", "plain loop"))
 
 
-def test_how_numbers_grow_with_the_clients() -> None:
+def test_how_numbers_grow_with_the_clients():
     rows = [{"n": n, "least": 3.0, "rss": 2.0 * n, "bytes": n**0.5} for n in (100, 1000, 10_000)]
     assert scale.growth(rows).replace("-0.00", "0.00") == "time as N^0.00, memory as N^1.00, record as N^0.50"
     assert scale.growth(rows[:1]) == "too few sizes to say"
@@ -173,7 +172,7 @@ def test_how_numbers_grow_with_the_clients() -> None:
     assert one["least"] > 0 and 0 < one["bytes"] < 10_000
 
 
-def test_a_gram_matrix_loses_what_models_after_a_round_differ_by() -> None:
+def test_a_gram_matrix_loses_what_models_after_a_round_differ_by():
     """Alike it says what exact distances say; of rows 1e-4 apart on a common offset it chooses other neighbours, and is heard if asked."""
     from bench import neighbours
 

@@ -4,14 +4,11 @@ Where a digest promises it (checkpoints), nothing else is ever given. Where ther
 have become another, but no reader ends with somebody else's error.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import pickle
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +27,7 @@ damages = st.tuples(st.sampled_from(HOW), st.floats(0, 1, exclude_max=True), st.
 Damage = tuple[str, float, float, int]
 
 
-def damaged(before: bytes, damage: Damage) -> bytes:
+def damaged(before, damage):
     """The bytes with one thing done to them, at one place or between two."""
     how, here, there, byte = damage
     i, j = sorted((int(here * len(before)), int(there * len(before))))
@@ -46,7 +43,7 @@ def damaged(before: bytes, damage: Damage) -> bytes:
     }[how]
 
 
-def one_sentence(error: BaseException) -> bool:
+def one_sentence(error):
     text = str(error)
     return "\n" not in text and text.endswith(".") and len(text) > 20
 
@@ -57,7 +54,7 @@ FACTS = {"round": 3, "seed": 0, "loss": [0.25, float("nan")], "name": "waffle"}
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def kept(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kept")
     checkpoint.save(folder, TENSORS, FACTS)
     return folder
@@ -65,7 +62,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @examples(200)
 @given(which=st.sampled_from([".json", ".safetensors"]), damage=damages)
-def test_a_damaged_checkpoint_is_refused_or_is_what_it_was(kept: Path, which: str, damage: Damage) -> None:
+def test_a_damaged_checkpoint_is_refused_or_is_what_it_was(kept, which, damage):
     (path,) = kept.glob(f"checkpoint*{which}")
     before = path.read_bytes()
     try:
@@ -85,7 +82,7 @@ def test_a_damaged_checkpoint_is_refused_or_is_what_it_was(kept: Path, which: st
 N = 1200  # more than stand in a line
 
 
-def lines() -> list[dict[str, Any]]:
+def lines():
     values = torch.linspace(0, 1, N)
     header = {"algorithm": "fedavg", "data": "digits", "n": N, "seed": 0, "rounds": 4, "options": {"server_lr": 1.0}}
     rounds = [
@@ -105,7 +102,7 @@ def lines() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def record(tmp_path_factory):
     path = tmp_path_factory.mktemp("record") / "record.jsonl"
     with Record(path) as file:
         for line in lines():
@@ -115,7 +112,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @examples(200)
 @given(which=st.sampled_from([".jsonl", ".arrays"]), damage=damages)
-def test_a_damaged_record_is_read_as_far_as_it_goes(record: Path, which: str, damage: Damage) -> None:
+def test_a_damaged_record_is_read_as_far_as_it_goes(record, which, damage):
     path = record.with_suffix(which)
     before = path.read_bytes()
     try:
@@ -154,7 +151,7 @@ def test_a_damaged_record_is_read_as_far_as_it_goes(record: Path, which: str, da
         '{"a":' * 50000,
     ],
 )
-def test_a_line_that_is_no_line_of_a_record_costs_only_itself(record: Path, tmp_path: Path, line: str) -> None:
+def test_a_line_that_is_no_line_of_a_record_costs_only_itself(record, tmp_path, line):
     for name in ("record.jsonl", "record.arrays"):
         (tmp_path / name).write_bytes((record.parent / name).read_bytes())
     with open(tmp_path / "record.jsonl", "a") as file:
@@ -163,7 +160,7 @@ def test_a_line_that_is_no_line_of_a_record_costs_only_itself(record: Path, tmp_
     assert [r["round"] for r in run.rounds] == [1, 2, 3, 4] and run.stopped == "It was enough."
 
 
-def test_a_side_file_that_asks_for_all_memory_costs_only_its_lines(record: Path, tmp_path: Path) -> None:
+def test_a_side_file_that_asks_for_all_memory_costs_only_its_lines(record, tmp_path):
     for name in ("record.jsonl", "record.arrays"):
         (tmp_path / name).write_bytes((record.parent / name).read_bytes())
     huge = (tmp_path / "record.arrays").read_bytes().replace(b"(1200,), }          ", b"(99999999999,), }   ", 1)
@@ -177,11 +174,11 @@ def test_a_side_file_that_asks_for_all_memory_costs_only_its_lines(record: Path,
 class Array:
     """What a Flower Array is made of."""
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data):
         self.dtype, self.shape, self.stype, self.data = "float32", (3, 4), "numpy.ndarray", data
 
 
-def npy(array: Any) -> bytes:
+def npy(array):
     data = io.BytesIO()
     np.save(data, array)
     return data.getvalue()
@@ -193,7 +190,7 @@ ROW = np.arange(12, dtype=np.float32).reshape(3, 4)
 @examples(300)
 @given(damage=damages)
 @example(damage=("alter", 0.27, 0.0, 9))
-def test_a_damaged_array_is_named_with_its_client(damage: Damage) -> None:
+def test_a_damaged_array_is_named_with_its_client(damage):
     good, bad = npy(ROW), damaged(npy(ROW), damage)
     try:
         rows = pack({"good": {"w": Array(good)}, "bad": {"w": Array(bad)}}).rows
@@ -205,7 +202,7 @@ def test_a_damaged_array_is_named_with_its_client(damage: Damage) -> None:
 
 @examples(100)
 @given(damage=damages)
-def test_a_damaged_safetensors_file_is_named_with_its_client(damage: Damage, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_damaged_safetensors_file_is_named_with_its_client(damage, tmp_path_factory):
     save = pytest.importorskip("safetensors.torch").save
     folder = tmp_path_factory.getbasetemp() / "models"
     folder.mkdir(exist_ok=True)
@@ -223,7 +220,7 @@ def test_a_damaged_safetensors_file_is_named_with_its_client(damage: Damage, tmp
 @pytest.mark.parametrize(
     "header", [b"{'descr': '<f4', 'fortran_order': False, 'shape': (-12,), }", b"{'descr': '<f4', 'fortran_order': False,", b"(" * 60]
 )
-def test_headers_that_no_writer_makes(header: bytes) -> None:
+def test_headers_that_no_writer_makes(header):
     body = b"\x93NUMPY\x01\x00" + (len(header) + 1).to_bytes(2, "little") + header + b"\n" + ROW.tobytes()
     with pytest.raises(ValueError, match="client 0: 'w': expected the bytes of a whole") as e:
         pack([{"w": Array(body)}])
@@ -233,14 +230,14 @@ def test_headers_that_no_writer_makes(header: bytes) -> None:
 class Trap:
     """Its pickle, once read, leaves a mark."""
 
-    def __init__(self, mark: Path) -> None:
+    def __init__(self, mark):
         self.mark = mark
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return (Path.touch, (self.mark,))
 
 
-def test_a_pickle_is_never_run(tmp_path: Path) -> None:
+def test_a_pickle_is_never_run(tmp_path):
     """A Flower array, an .npz, a graph, a side file, a checkpoint's tensors, a trained state: no code of a file runs."""
     from doors import folder
     from methods import SFL
@@ -280,7 +277,7 @@ def test_a_pickle_is_never_run(tmp_path: Path) -> None:
 
 @examples(100)
 @given(damage=damages)
-def test_damaged_states_of_a_grid_are_one_sentence(damage: Damage, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_damaged_states_of_a_grid_are_one_sentence(damage, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "state.pt"
     torch.save({"g": dict(TENSORS), "round": 3}, path)
     path.write_bytes(damaged(path.read_bytes(), damage))

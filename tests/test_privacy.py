@@ -1,7 +1,5 @@
 """Attacks on uploads: golden numbers, and whether they find what is there and nothing else."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -9,7 +7,6 @@ import torch
 import torch.nn as nn
 from doors import strengths
 from methods import FactorizedWaffle
-from torch import Tensor
 
 from pflcore import Federation, Net, Training, privacy
 from pflcore.algorithms import ALGORITHMS
@@ -19,17 +16,17 @@ from pflcore.nn.models import model_for
 D = torch.float64
 
 
-def noise(n: int, d: int = 12, classes: int = 3, seed: int = 0) -> tuple[Tensor, Tensor]:
+def noise(n, d=12, classes=3, seed=0):
     """Inputs whose labels mean nothing: what a model knows of them it has learned by heart."""
     gen = torch.Generator().manual_seed(seed)
     return torch.randn(n, d, generator=gen), torch.randint(0, classes, (n,), generator=gen)
 
 
-def model() -> nn.Module:
+def model():
     return nn.Sequential(nn.Linear(12, 40), nn.ReLU(), nn.Linear(40, 3))
 
 
-def federation(n: int = 2, m: int = 30) -> Federation:
+def federation(n=2, m=30):
     x, y = noise(2 * n * m)
     index = list(torch.arange(2 * n * m).split(m))
     return Federation(x, y, {"train": index[:n], "test": index[n:]}, 3)
@@ -38,13 +35,13 @@ def federation(n: int = 2, m: int = 30) -> Federation:
 # -- measures ----------------------------------------------------------------------------------------------------------------------
 
 
-def test_accuracy_and_f1() -> None:
+def test_accuracy_and_f1():
     score = torch.tensor([1.0] * 40 + [0.0] * 10 + [1.0] * 12 + [0.0] * 38)
     got = privacy.measures(score, torch.arange(100) < 50)
     assert got["accuracy"] == pytest.approx(0.78) and got["f1"] == pytest.approx(0.7843137255, rel=1e-9)
 
 
-def test_auc_and_true_positives_against_counting() -> None:
+def test_auc_and_true_positives_against_counting():
     gen = torch.Generator().manual_seed(0)
     member = torch.rand(400, generator=gen) < 0.5
     score = (torch.randn(400, generator=gen) + member).mul(4).round()  # many ties
@@ -63,7 +60,7 @@ def test_auc_and_true_positives_against_counting() -> None:
 
 
 @pytest.mark.parametrize("name", ["fedavg", "feddwa", "waffle", "scaffold", "ditto", "fedfomo", "factorized_waffle"])
-def test_the_upload_is_the_clients_model(name: str) -> None:
+def test_the_upload_is_the_clients_model(name):
     alg = ALGORITHMS[name]()
     data = federation() if not alg.needs_val else federation().split_samples({"train": 0.8, "val": 0.2}, pool=("train",))
     got = privacy.intercept(alg, model, data, Training(lr=0.3, batch_size=10, epochs=20), 3, workers=1)
@@ -74,7 +71,7 @@ def test_the_upload_is_the_clients_model(name: str) -> None:
     assert min(right) > 0.8  # it knows its own noise by heart
 
 
-def test_an_upload_without_a_model_is_refused() -> None:
+def test_an_upload_without_a_model_is_refused():
     with pytest.raises(ValueError, match=r"^algorithm: its upload \(nothing\) shows no client's model"):
         privacy.intercept(ALGORITHMS["local"](), model, federation(), Training(), 1, workers=1)
     with pytest.raises(ValueError, match=r"^training: client\(s\) \[0, 1\] sent updates"):
@@ -83,7 +80,7 @@ def test_an_upload_without_a_model_is_refused() -> None:
         )
 
 
-def test_views_of_a_dictionary() -> None:
+def test_views_of_a_dictionary():
     alg = FactorizedWaffle(ranks=(10,), lr_var=1.0)
     data = federation()
     got = privacy.intercept(alg, model, data, Training(lr=0.1, batch_size=10, epochs=10), 3, workers=1)
@@ -102,7 +99,7 @@ def test_views_of_a_dictionary() -> None:
     assert set(privacy.views(ALGORITHMS["fedavg"](), got, known)) == {"upload"}
 
 
-def test_an_update_betrays_the_factors_that_were_used() -> None:
+def test_an_update_betrays_the_factors_that_were_used():
     """A factor with b = 0 gets no gradient: whoever has the download and the upload reads b off their difference."""
     net = Net(lambda: factorize(model(), 10))
     used = torch.tensor([1.0, 0, 1, 1, 0, 1, 1, 1, 0, 1])
@@ -119,14 +116,14 @@ def test_an_update_betrays_the_factors_that_were_used() -> None:
 # -- membership --------------------------------------------------------------------------------------------------------------------
 
 
-def attack(algorithm: Any, rounds: int, lr: float, **more: Any) -> dict[tuple[str, str], privacy.Verdict]:
+def attack(algorithm, rounds, lr, **more):
     t = Training(lr=lr, batch_size=10, epochs=10)
     size: dict[str, Any] = {"clients": 2, "samples": 40, "shadows": 2, "ratios": 6, "workers": 1, **more}
     found = privacy.membership(algorithm, model, noise(2000), 3, t, rounds=rounds, **size).verdicts
     return {(v.view, v.attack): v for v in found}
 
 
-def test_members_of_an_overfitted_model_are_found() -> None:
+def test_members_of_an_overfitted_model_are_found():
     found = attack(ALGORITHMS["fedavg"](), 5, 0.3)
     assert set(found) == {("upload", "shadow models"), ("upload", "LiRA")}
     for verdict in found.values():
@@ -134,19 +131,19 @@ def test_members_of_an_overfitted_model_are_found() -> None:
         assert verdict.value["auc"] > 0.9 and verdict.value["accuracy"] > 0.8 and verdict.value["f1"] > 0.8
 
 
-def test_a_model_that_learned_nothing_gives_nothing_away() -> None:
+def test_a_model_that_learned_nothing_gives_nothing_away():
     for verdict in attack(ALGORITHMS["fedavg"](), 1, 1e-6).values():
         low, high = verdict.interval["auc"]
         assert low - 0.02 < 0.5 < high + 0.02 and abs(verdict.value["accuracy"] - 0.5) < 0.15
 
 
-def test_every_view_of_a_dictionary_is_attacked() -> None:
+def test_every_view_of_a_dictionary_is_attacked():
     found = attack(FactorizedWaffle(ranks=(20,)), 2, 0.3, samples=20, shadows=1, ratios=2, names=("random", "adaptive", "own"))
     assert len(found) == 6 and {view for view, _ in found} == {"random", "adaptive", "own"}
     assert found["own", "LiRA"].train > found["random", "LiRA"].train  # what never travels knows the client's data best
 
 
-def test_lira_is_the_likelihood_ratio() -> None:
+def test_lira_is_the_likelihood_ratio():
     gen = torch.Generator().manual_seed(0)
     inside = torch.rand(200, 300, generator=gen) < 0.5
     centre = torch.randn(300, generator=gen)
@@ -161,11 +158,11 @@ def test_lira_is_the_likelihood_ratio() -> None:
     torch.testing.assert_close(privacy.confidence(z, y), (p / (1 - p)).log())
 
 
-def test_a_class_that_the_shadows_hardly_know() -> None:
+def test_a_class_that_the_shadows_hardly_know():
     """Its members are judged by the attack model of all classes."""
     gen = torch.Generator().manual_seed(0)
 
-    def records(n: int, rare: int) -> tuple[Tensor, Tensor, Tensor]:
+    def records(n, rare):
         y = torch.cat([torch.full((rare,), 2), torch.arange(n - rare) % 2])
         member = torch.arange(n) % 2 == 0
         z = torch.randn(n, 3, generator=gen)
@@ -176,7 +173,7 @@ def test_a_class_that_the_shadows_hardly_know() -> None:
     assert privacy.measures(score, member)["auc"] > 0.9 and privacy.measures(score[:10], member[:10])["auc"] > 0.9
 
 
-def test_too_few_samples_are_refused() -> None:
+def test_too_few_samples_are_refused():
     with pytest.raises(ValueError, match=r"^samples: expected at most 11 of these data a client, got 400"):
         privacy.membership(ALGORITHMS["fedavg"](), model, noise(200), 3, Training(), clients=2, samples=400)
 
@@ -184,10 +181,10 @@ def test_too_few_samples_are_refused() -> None:
 # -- inversion ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_model_inversion_step_by_step() -> None:
+def test_model_inversion_step_by_step():
     w, bias = torch.tensor([[0.5, -0.3, 0.2], [-0.4, 0.6, 0.1]], dtype=D), torch.tensor([0.1, -0.2], dtype=D)
 
-    def scores(x: Tensor) -> Tensor:
+    def scores(x):
         return x @ w.T + bias
 
     want = [
@@ -207,7 +204,7 @@ def test_model_inversion_step_by_step() -> None:
     assert held.abs().max() <= 0.01
 
 
-def test_inversion_of_a_linear_model_finds_the_classes_means() -> None:
+def test_inversion_of_a_linear_model_finds_the_classes_means():
     gen = torch.Generator().manual_seed(0)
     mean = torch.randn(4, 64, generator=gen)
     y = torch.arange(2000) % 4
@@ -220,7 +217,7 @@ def test_inversion_of_a_linear_model_finds_the_classes_means() -> None:
     assert torch.cosine_similarity(made, shown).min() > 0.9
 
 
-def test_likeness() -> None:
+def test_likeness():
     gen = torch.Generator().manual_seed(0)
     a = torch.rand(3, 1, 16, 16, generator=gen)
     same, other = privacy.likeness(a, a, 1.0), privacy.likeness(a, torch.rand(3, 1, 16, 16, generator=gen), 1.0)
@@ -229,12 +226,12 @@ def test_likeness() -> None:
     assert privacy.likeness(-2 * a, a, 1.0)["correlation"] == pytest.approx(-1)
 
 
-def test_a_method_whose_upload_is_no_model_is_refused() -> None:
+def test_a_method_whose_upload_is_no_model_is_refused():
     with pytest.raises(ValueError, match=r"^algorithm: MR-MTL uploads how far"):
         privacy.intercept(ALGORITHMS["mrmtl"](), model, federation(), Training(), 1, workers=1)
 
 
-def test_members_as_numbers_and_bounds_of_two_kinds() -> None:
+def test_members_as_numbers_and_bounds_of_two_kinds():
     score, member = torch.tensor([0.9, 0.2, 0.7, 0.1]), torch.tensor([0, 1, 0, 1])
     assert privacy.measures(score, member) == privacy.measures(score, member.bool())
     assert privacy.intervals(score, member) == privacy.intervals(score, member.bool())
@@ -245,7 +242,7 @@ def test_members_as_numbers_and_bounds_of_two_kinds() -> None:
 
 
 @pytest.mark.parametrize("option", [{"clients": 0}, {"rounds": 0}, {"shadows": -1}, {"ratios": -1}, {"seed": -1}])
-def test_numbers_of_an_attack_are_checked_first(option: dict[str, int]) -> None:
+def test_numbers_of_an_attack_are_checked_first(option):
     (name,) = option
     with pytest.raises(ValueError, match=f"^{name}: expected a whole number"):
         privacy.membership(ALGORITHMS["fedavg"](), model, (torch.zeros(9, 2), torch.zeros(9, dtype=torch.int64)), 2, Training(), **option)

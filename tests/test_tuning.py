@@ -13,7 +13,6 @@ from small import make_setting
 from pflcore import Net, Simulation, Training, cross_device, cross_silo, evaluate, step, tune
 from pflcore.algorithms import FedAvg
 from pflcore.data import Federation
-from pflcore.data.roles import Protocol
 from pflcore.simulation.round import begin, sample
 from pflcore.tuning import candidates, finetuning_curve
 
@@ -32,7 +31,7 @@ def model():
     return Net(lambda: nn.Linear(4, 3))
 
 
-def poisoned(p: Protocol) -> Protocol:
+def poisoned(p):
     """The same protocol with every test label wrong."""
     y = p.data.y.clone()
     for rows in p.data.index["test"]:

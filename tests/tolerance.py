@@ -1,7 +1,6 @@
 """How far an op may be from the same sum done in float64: one table by op and dtype, each line with its reason."""
 
 import torch
-from torch import Tensor
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 FLOATS = (F32, F64, F16, BF16)
@@ -32,7 +31,7 @@ TOLERANCE = {
 }
 
 
-def assert_close(got: Tensor, want: Tensor, op: str, dtype: torch.dtype | None = None, size: Tensor | None = None) -> None:
+def assert_close(got, want, op, dtype=None, size=None):
     """`got` differs from the float64 `want` by at most TOLERANCE[op][dtype] * size; where `want` is not finite they are the same.
 
     dtype: that of the inputs (default: got's). size: what the error is measured against (default: |want|).

@@ -4,8 +4,6 @@ Not collected by pytest. Each line is a run of tests that the suite has anyway, 
 another one every day. Names of lines may be given: `python tests/trust.py "altered data" sanitizers`.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -26,12 +24,12 @@ class Figure(NamedTuple):
     good: bool
 
 
-def run(*words: str) -> subprocess.CompletedProcess[str]:
+def run(*words):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     return subprocess.run([sys.executable, *words], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
 
 
-def tested(*words: str) -> tuple[dict[str, int], int, bool]:
+def tested(*words):
     """How many tests passed, failed and were skipped, how many examples hypothesis made, and whether some passed and nothing failed."""
     loud = ("-o", "addopts=--import-mode=importlib", "--hypothesis-show-statistics")  # with -q the last line has no counts
     done = run("-m", "pytest", "-p", "no:cacheprovider", "--disable-warnings", *loud, *words)
@@ -44,32 +42,32 @@ def tested(*words: str) -> tuple[dict[str, int], int, bool]:
     return count, examples, good
 
 
-def faults() -> Figure:
+def faults():
     done = run("tests/mutants.py", "--sample", str(FAULTS))
     print("".join(f"    {line}\n" for line in done.stdout.splitlines() if line.startswith(("survived", "broken"))), end="")
     return Figure((done.stdout.strip().splitlines() or [done.stderr[-300:]])[-1], done.returncode == 0)
 
 
-def bad_inputs() -> Figure:
+def bad_inputs():
     count, _, good = tested("tests/package/test_arguments.py", "tests/cli/test_bad_input.py", "tests/package/test_supply.py")
     return Figure(f"{count.get('passed', 0)} wrong arguments and unsafe readers, each answered with one sentence", good)
 
 
-def altered() -> Figure:
+def altered():
     count, examples, good = tested("tests/test_damage.py", "tests/interop/test_server_machine.py", "tests/interop/test_packing.py")
     return Figure(
         f"{examples} altered files and random uses of a server and of forms in {count.get('passed', 0)} tests", good and examples > 0
     )
 
 
-def hostile_clients() -> Figure:
+def hostile_clients():
     """Bad uploads on every algorithm, and attacks against defences: `python -m bench.hostile inputs attacks`, its lines are the figure."""
     done = run("-m", "bench.hostile", "inputs", "attacks")
     lines = [line for line in done.stdout.splitlines() if line.startswith(("bad inputs tried", "attacks x defences"))]
     return Figure("; ".join(lines) or done.stderr.strip()[-300:], done.returncode == 0 and len(lines) == 2)
 
 
-def sanitizers() -> Figure:
+def sanitizers():
     count, _, good = tested("tests/sanitize", "tests/cuda_on_cpu")
     return Figure(
         f"{count.get('passed', 0)} runs of the kernels under sanitizers and between forbidden pages, {count.get('skipped', 0)} skipped",
@@ -77,7 +75,7 @@ def sanitizers() -> Figure:
     )
 
 
-def nothing_lost() -> Figure:
+def nothing_lost():
     words = (
         "tests/simulation/test_checkpoint.py",
         "tests/simulation/test_memory.py",
@@ -99,7 +97,7 @@ PARTS: dict[str, Callable[[], Figure]] = {
 }
 
 
-def main() -> int:
+def main():
     wanted = sys.argv[1:] or list(PARTS)
     if unknown := [w for w in wanted if w not in PARTS]:
         print(f"expected some of {', '.join(PARTS)}, got {', '.join(unknown)}.")

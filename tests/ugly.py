@@ -1,21 +1,18 @@
 """Ugly inputs for the tests of the ops: prime and zero sizes, every memory layout, all dtypes, scales from 1e-30 to 1e30."""
 
 import re
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from tolerance import BF16, F16, FLOATS
-from torch import Tensor
 
 SIZES = [0, 1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 32, 61, 64, 127, 257, 521, 1031]
 LAYOUTS = ["contiguous", "wide rows", "off by one", "every second column", "transposed"]
 
 
-def lay(t: Tensor, layout: str) -> Tensor:
+def lay(t, layout):
     """The same values in another place in memory, with NaN in the gaps, so that reading beside a row is seen."""
     rows, cols = t.shape
     if layout == "wide rows":
@@ -34,19 +31,19 @@ def lay(t: Tensor, layout: str) -> Tensor:
     return out.copy_(t)
 
 
-def randn(seed: int, *shape: int, dtype: torch.dtype = torch.float64, scale: float = 1.0) -> Tensor:
+def randn(seed, *shape, dtype=torch.float64, scale=1.0):
     """Normal numbers times scale, the same for every dtype up to rounding."""
     gen = torch.Generator().manual_seed(seed)
     return (torch.randn(*shape, generator=gen, dtype=torch.float64) * scale).to(dtype)
 
 
-def scales(dtype: torch.dtype) -> st.SearchStrategy[float]:
+def scales(dtype):
     """Powers of ten that the dtype can hold with room to spare."""
     return st.sampled_from([1e-3, 1.0, 1e3] if dtype is F16 else [1e-30, 1e-12, 1e-3, 1.0, 1e6, 1e30])
 
 
 @st.composite
-def matrices(draw: Any, rows: st.SearchStrategy[int], cols: st.SearchStrategy[int], dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+def matrices(draw, rows, cols, dtype, scale=1.0):
     """A matrix of normal numbers, sometimes with equal rows, a row of zeros or a constant row, in any layout."""
     m, p = draw(rows), draw(cols)
     t = randn(draw(st.integers(0, 1 << 20)), m, p, dtype=dtype, scale=scale)
@@ -61,7 +58,7 @@ wide_dtypes = st.sampled_from([d for d in FLOATS if d not in (F16, BF16)])
 
 
 @contextmanager
-def threads(n: int) -> Iterator[None]:
+def threads(n):
     """torch with n intra-op threads, and the old number again afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(n)
@@ -71,7 +68,7 @@ def threads(n: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def same_for_any_threads(call: Callable[[], Tensor]) -> None:
+def same_for_any_threads(call):
     """One, two and three threads give the same bits."""
     found = []
     for n in (1, 2, 3):
@@ -81,6 +78,6 @@ def same_for_any_threads(call: Callable[[], Tensor]) -> None:
         assert torch.equal(found[0].nan_to_num(), other.nan_to_num()) and torch.equal(found[0].isnan(), other.isnan())
 
 
-def refuses(op: str, name: str, kind: type[Exception] = ValueError) -> Any:
+def refuses(op, name, kind=ValueError):
     """The call inside raises `kind` with one sentence that names the op and the argument."""
     return pytest.raises(kind, match=rf"^{re.escape(op)}: [^\n]*\b{re.escape(name)}\b[^\n]*\.$")

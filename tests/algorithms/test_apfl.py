@@ -1,17 +1,11 @@
 """APFL: golden values, and what its options promise. Its limits alpha = 0 and 1 are law 9 of test_waffle_laws.py."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from methods import APFL
-from small import Setting, images, make_setting, play, quadratics, tiny_model
-from torch import Tensor
+from small import images, make_setting, play, quadratics, tiny_model
 
 from pflcore import Local, Net, Training, evaluate, step
 from pflcore.simulation.round import begin
@@ -19,7 +13,7 @@ from pflcore.simulation.round import begin
 F64 = torch.float64
 
 
-def golden_steps(**options: Any) -> list[tuple[Tensor, Tensor, float]]:
+def golden_steps(**options):
     """w, v, alpha after one and after two rounds of one step each, from the worked example's start."""
     net, data = quadratics(torch.tensor([[1.0, 2.0]]), torch.tensor([[2.0, 1.0]]), start=[1.0, 0.0])
     s = make_setting(net, data, Training(lr=0.1, batch_size=1), 2)
@@ -34,14 +28,14 @@ def golden_steps(**options: Any) -> list[tuple[Tensor, Tensor, float]]:
 
 
 @pytest.mark.parametrize("mix", ["weights", "logits"])  # the same for a model that is linear in its parameters
-def test_golden_steps(mix: Any) -> None:
+def test_golden_steps(mix):
     (w1, v1, a1), (w2, v2, a2) = golden_steps(mix=mix)
     assert [*w1.tolist(), *v1.tolist(), a1] == pytest.approx([1.1, 0.2, 0.03125, 2.025, 0.325], abs=1e-12)
     golden = [1.19, 0.36, 0.0717886719, 2.0384468750, 0.2671995117]
     assert [*w2.tolist(), *v2.tolist(), a2] == pytest.approx(golden, abs=1e-9)
 
 
-def test_golden_options() -> None:
+def test_golden_options():
     assert golden_steps(alpha_decay=0.02)[0][2] == pytest.approx(0.3245, abs=1e-12)
     assert golden_steps(alpha_lr=0.01)[0][2] == pytest.approx(0.2575, abs=1e-12)
     assert golden_steps(alpha_lr=10.0)[0][2] == 1.0  # clipped
@@ -50,7 +44,7 @@ def test_golden_options() -> None:
 
 @pytest.mark.parametrize("engine", ["threads", "vmap"])
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
-def test_a_round_step_by_step(engine: str, momentum: float) -> None:
+def test_a_round_step_by_step(engine, momentum):
     """Against the definition, gradient by gradient: alpha moves at the first step only, all from the old values."""
     net, data = Net(lambda: tiny_model()().double()), images()
     data = type(data)(data.x.double(), data.y, data.index, data.classes)
@@ -61,7 +55,7 @@ def test_a_round_step_by_step(engine: str, momentum: float) -> None:
     v0 = net.w0 + 0.3 * torch.randn(3, net.size, generator=gen, dtype=F64)
     own, up = alg.client({"x": net.w0.expand(3, -1)}, {"v": v0, "alpha": torch.full((3, 1), 0.3, dtype=F64)}, fresh(s))
 
-    def update(rows: dict[str, Tensor], grad: Callable[..., Tensor], k: int) -> dict[str, Tensor]:
+    def update(rows, grad, k):
         w, v, a = rows["w"], rows["v"], rows["a"]
         gw, gm = grad(w), grad(a * v + (1 - a) * w)
         mw = momentum * rows["mw"] + gw + 0.01 * w
@@ -78,11 +72,11 @@ def test_a_round_step_by_step(engine: str, momentum: float) -> None:
     assert (own["alpha"] != 0.3).all() and own["alpha"].unique().numel() > 1
 
 
-def fresh(s: Setting) -> Local:
+def fresh(s):
     return Local(s, torch.arange(3), 1, s.net.b0.repeat(3, 1))
 
 
-def test_alpha_stays_while_the_models_are_one() -> None:
+def test_alpha_stays_while_the_models_are_one():
     net, data = Net(tiny_model()), images()
     s = make_setting(net, data, Training(lr=0.1, batch_size=100), 2)
     (one, _), (two, _) = play(APFL(alpha_lr=1.0), s)
@@ -91,7 +85,7 @@ def test_alpha_stays_while_the_models_are_one() -> None:
 
 @pytest.mark.parametrize("where", ["server", "client"])
 @pytest.mark.parametrize("mix", ["weights", "logits"])
-def test_what_is_evaluated(mix: Any, where: Any) -> None:
+def test_what_is_evaluated(mix, where):
     net, data = Net(tiny_model()), images()
     s = make_setting(net, data, Training(lr=0.1, batch_size=8), 3)
     alg = APFL(mix=mix, evaluate_on=where, alpha_lr=1.0)
@@ -109,7 +103,7 @@ def test_what_is_evaluated(mix: Any, where: Any) -> None:
 
 
 @pytest.mark.parametrize("engine", ["threads", "vmap"])
-def test_the_statistics_of_batch_norm_are_the_mixtures(engine: str) -> None:
+def test_the_statistics_of_batch_norm_are_the_mixtures(engine):
     net = Net(lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4)))
     data = images((8, 8, 8))
     s = make_setting(net, data, Training(lr=0.1, batch_size=8), 1, engine)
@@ -122,7 +116,7 @@ def test_the_statistics_of_batch_norm_are_the_mixtures(engine: str) -> None:
         torch.testing.assert_close(local.buffers[i], torch.cat([module[1].running_mean, module[1].running_var]))  # type: ignore[index]
 
 
-def test_bad_options() -> None:
+def test_bad_options():
     for bad in ({"alpha": 1.5}, {"alpha_lr": -1.0}, {"alpha_decay": -1.0}, {"mix": "outputs"}, {"evaluate_on": "both"}):
         with pytest.raises(ValueError, match=f"^{next(iter(bad))}: expected"):
             APFL(**bad)  # type: ignore[arg-type]

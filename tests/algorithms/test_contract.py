@@ -1,7 +1,5 @@
 """What every algorithm of the registry owes its users: the checks of `pflcore.testing`, and what only we promise."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 
@@ -9,7 +7,7 @@ import pytest
 import torch
 
 from pflcore import Training
-from pflcore.algorithms import ALGORITHMS, FedAvg
+from pflcore.algorithms import ALGORITHMS
 from pflcore.simulation.round import evaluate
 from pflcore.testing import Case, check
 
@@ -27,22 +25,22 @@ every = pytest.mark.parametrize(
 )
 
 
-def algorithm(name: str) -> FedAvg:
+def algorithm(name):
     return ALGORITHMS[name](**OPTIONS.get(name, {}))
 
 
 @cache
-def case_of(name: str) -> Case:
+def case_of(name):
     return Case(algorithm(name))
 
 
 @every
-def test_the_contract(name: str) -> None:
+def test_the_contract(name):
     check(algorithm(name))
 
 
 @every
-def test_a_client_that_breaks_is_dropped_and_counted(name: str) -> None:
+def test_a_client_that_breaks_is_dropped_and_counted(name):
     case = case_of(name)
     s = case.setting(case.breaking([1]))
     play = case.play(s, [range(4)] * 2)
@@ -53,14 +51,14 @@ def test_a_client_that_breaks_is_dropped_and_counted(name: str) -> None:
 
 
 @every
-def test_where_everybody_breaks_the_round_is_void(name: str) -> None:
+def test_where_everybody_breaks_the_round_is_void(name):
     case = case_of(name)
     play = case.play(case.setting(case.breaking(range(4))), [range(4)] * 2)
     assert all(done.void and done.dropped == [0, 1, 2, 3] for done in play.done)
 
 
 @pytest.mark.parametrize("name", sorted(MODELS_SENT))
-def test_as_many_models_are_sent_as_the_docstring_says(name: str) -> None:
+def test_as_many_models_are_sent_as_the_docstring_says(name):
     case = case_of(name)
     s = case.setting()
     (done,) = case.play(s, [(0, 1, 3)]).done
@@ -69,7 +67,7 @@ def test_as_many_models_are_sent_as_the_docstring_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(WEIGHTS))
-def test_mixing_weights_follow_the_clients(name: str) -> None:
+def test_mixing_weights_follow_the_clients(name):
     case, order = case_of(name), [2, 0, 3, 1]
     one, two = case.moved_to(1), case.moved_to(order.index(1))
     training = Training(lr=0.1, batch_size=100, epochs=2)
@@ -82,7 +80,7 @@ def test_mixing_weights_follow_the_clients(name: str) -> None:
 
 
 @every
-def test_clients_share_no_memory(name: str) -> None:
+def test_clients_share_no_memory(name):
     case = case_of(name)
     state = case.play(case.setting(), ()).last
     for k, v in state.own.items():

@@ -1,7 +1,5 @@
 """The Indian buffet process and the factorized layers against golden numbers (float64, printed to ten digits) and quadrature."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 
@@ -10,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from scipy import integrate, stats
-from torch import Tensor
 
 from pflcore import Net
 from pflcore.algorithms import ibp
@@ -19,15 +16,15 @@ from pflcore.nn import FactorizedConv2d, FactorizedLinear
 D = torch.float64
 
 
-def t(*values: float) -> Tensor:
+def t(*values):
     return torch.tensor(values, dtype=D)
 
 
-def near(got: Tensor | float, want: object, atol: float = 5e-10) -> None:
+def near(got, want, atol=5e-10):
     torch.testing.assert_close(torch.as_tensor(got, dtype=D), torch.as_tensor(want, dtype=D), rtol=1e-7, atol=atol)
 
 
-def slopes(value: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+def slopes(value, *leaves):
     return torch.autograd.grad(value.sum(), leaves)
 
 
@@ -35,11 +32,11 @@ U = {"b": t(0.8, 0.35, 0.55), "v": t(0.3, 0.6, 0.2)}
 PI, C, DD, ALPHA = t(0.9, 0.6, 0.3), t(5, 4, 6), t(1, 1.5, 0.8), 5.0  # the three factors of A-4 and A-10
 
 
-def beliefs() -> tuple[Tensor, Tensor, Tensor]:
+def beliefs():
     return tuple(x.clone().requires_grad_() for x in (PI.logit(), C.log(), DD.log()))  # type: ignore[return-value]
 
 
-def divergence(logit: Tensor, log_c: Tensor, log_d: Tensor) -> Tensor:
+def divergence(logit, log_c, log_d):
     c, d = log_c.exp(), log_d.exp()
     return ibp.kl_b(logit, ibp.log_v(U["v"], c, d).cumsum(0)) + ibp.kl_v(c, d, ALPHA)
 
@@ -47,7 +44,7 @@ def divergence(logit: Tensor, log_c: Tensor, log_d: Tensor) -> Tensor:
 # -- Kumaraswamy and the divergences -----------------------------------------------------------------------------------------------
 
 
-def test_kumaraswamy_samples_and_moments() -> None:
+def test_kumaraswamy_samples_and_moments():
     u, c, d = t(0.3, 0.3, 0.9, 0.05), t(2, 5, 0.5, 120), t(3, 1, 2, 1)
     near(ibp.log_v(u, c, d).exp(), [0.3348074047, 0.7860030856, 0.4675444680, 0.9753445989])
     near(-ibp.harmonic(t(3, 1)) / t(2, 5), [-0.9166666667, -0.2])
@@ -58,7 +55,7 @@ def test_kumaraswamy_samples_and_moments() -> None:
 
 
 @pytest.mark.parametrize("d", [0.05, 1.0, 200.0, 1000.0, 8000.0])
-def test_samples_hold_in_float32(d: float) -> None:
+def test_samples_hold_in_float32(d):
     u = torch.linspace(1e-4, 1 - 1e-4, 999, dtype=D)
     wide = ibp.log_v(u, t(3.0), t(d))
     narrow = u.float().requires_grad_()
@@ -67,7 +64,7 @@ def test_samples_hold_in_float32(d: float) -> None:
     assert torch.autograd.grad(got.sum(), narrow)[0].isfinite().all() and wide.isfinite().all()
 
 
-def test_kl_v_and_its_gradient() -> None:
+def test_kl_v_and_its_gradient():
     c, d, a = t(2, 5, 4, 5, 100, 0.5), t(3, 1, 1, 2, 1.5, 0.3), t(5, 5, 5, 5, 120, 5)
     near(ibp.kl_v(c, d, a), [2.2656548901, 0, 0.0268564487, 0.1931471806, 0.1458846791, 2.4989984203])
     c, d = t(2).requires_grad_(), t(3).requires_grad_()
@@ -75,14 +72,14 @@ def test_kl_v_and_its_gradient() -> None:
     near(torch.cat([by_c, by_d]), [-1.7916666667, 0.6479566558], atol=1e-9)
 
 
-def test_kl_v_of_another_prior() -> None:
+def test_kl_v_of_another_prior():
     got = [ibp.kl_v(t(2), t(3), 2.5, 1.5, terms=m).item() for m in (10, 11, 100, 1000)]
     near(got, [0.3022144024, 0.3028725678, 0.3055600803, 0.3055672916])
 
 
 @pytest.mark.parametrize("c, d, alpha, beta", [(2, 3, 5, 1), (0.5, 0.3, 5, 1), (100, 1.5, 120, 1), (2, 3, 2.5, 1.5), (1.3, 0.7, 3, 1)])
-def test_kl_v_against_quadrature(c: float, d: float, alpha: float, beta: float) -> None:
-    def integrand(z: float) -> float:  # v by the logit of its quantile, so that both ends are seen
+def test_kl_v_against_quadrature(c, d, alpha, beta):
+    def integrand(z):  # v by the logit of its quantile, so that both ends are seen
         u = 1 / (1 + math.exp(-z))
         log_v = ibp.log_v(t(u), t(c), t(d)).item()
         log_1_v, log_1_vc = math.log(-math.expm1(log_v)), math.log1p(-u) / d
@@ -95,7 +92,7 @@ def test_kl_v_against_quadrature(c: float, d: float, alpha: float, beta: float) 
     near(ibp.kl_v(t(c), t(d), alpha, beta, terms=200_000), [want], atol=2e-8)
 
 
-def test_kl_b_and_its_gradient() -> None:
+def test_kl_b_and_its_gradient():
     log = t(0.4).log()
     logit = t(0.7).logit().requires_grad_()
     near(ibp.kl_b(logit, log), [0.1837868974])
@@ -107,7 +104,7 @@ def test_kl_b_and_its_gradient() -> None:
         near(ibp.kl_b(t(p).logit(), t(q).log()), [stats.entropy([p, 1 - p], [q, 1 - q])], atol=1e-12)
 
 
-def test_three_factors() -> None:
+def test_three_factors():
     q = beliefs()
     log_v = ibp.log_v(U["v"], C, DD)
     near(log_v.exp(), [0.7860030856, 0.8222553708, 0.7901728290])
@@ -126,7 +123,7 @@ def test_three_factors() -> None:
     near(written_out.view(3, 3), want, atol=1e-9)
 
 
-def test_the_gradient_written_out_is_autograds() -> None:
+def test_the_gradient_written_out_is_autograds():
     gen = torch.Generator().manual_seed(0)
     for dtype, tolerance in ((D, 1e-9), (torch.float32, 2e-4)):
         q = torch.randn(5, 3, 40, generator=gen, dtype=dtype) * torch.tensor([3, 1, 1.5], dtype=dtype)[:, None]
@@ -141,7 +138,7 @@ def test_the_gradient_written_out_is_autograds() -> None:
         torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
 
 
-def test_the_gradient_written_out_where_leading_factors_are_at_their_bound() -> None:
+def test_the_gradient_written_out_where_leading_factors_are_at_their_bound():
     q = torch.tensor([[0.0, 0.0, 0.5], [7.0, 7.0, 1.0], [-1.0, -1.0, 0.3]], dtype=D)[None]
     u = torch.tensor([[0.99, 0.99, 0.4]], dtype=D)
     leaf = q.clone().requires_grad_()
@@ -151,8 +148,8 @@ def test_the_gradient_written_out_where_leading_factors_are_at_their_bound() -> 
     near(got, slopes(value, leaf)[0].tolist(), atol=1e-9)
 
 
-def test_the_expectation_over_v() -> None:
-    def plain(terms: int) -> Tensor:
+def test_the_expectation_over_v():
+    def plain(terms):
         log_p, log_not = -(ibp.harmonic(DD) / C).cumsum(0), ibp.expected_log_not(C, DD, terms)
         return PI * (PI.log() - log_p) + (1 - PI) * ((1 - PI).log() - log_not)
 
@@ -167,8 +164,8 @@ def test_the_expectation_over_v() -> None:
 
 
 @pytest.mark.parametrize("c, d", [(5.0, 0.3), (120.0, 1.0), (2.0, 3.0)])
-def test_the_first_factors_expectation_where_its_series_is_slow(c: float, d: float) -> None:
-    def integrand(z: float) -> float:
+def test_the_first_factors_expectation_where_its_series_is_slow(c, d):
+    def integrand(z):
         u = 1 / (1 + math.exp(-z))
         far = math.log1p(math.exp(z)) / d  # -log(1 - u) / d
         log_v = (math.log1p(-math.exp(-far)) if far > 1 else math.log(-math.expm1(-far))) / c
@@ -178,7 +175,7 @@ def test_the_first_factors_expectation_where_its_series_is_slow(c: float, d: flo
     near(ibp._first_log_not(t(c), t(d)), [want], atol=1e-6)
 
 
-def test_concrete() -> None:
+def test_concrete():
     pi, u, tau = t(0.7, 0.7, 0.2), t(0.3, 0.5, 0.9), 2 / 3
     logit = pi.logit().requires_grad_()
     b = ibp.concrete(logit, u.logit(), tau)
@@ -188,7 +185,7 @@ def test_concrete() -> None:
     near(ibp.concrete_ratio(logit, t(0.4).log(), u.logit(), tau), [-0.1335313926, 0.3690974639, -0.6725278934])
 
 
-def test_the_priors_means() -> None:
+def test_the_priors_means():
     pi = ibp.prior_mean(5, 4)
     near(pi, [0.8333333333, 0.6944444444, 0.5787037037, 0.4822530864])
     near(pi.logit(), [1.6094379124, 0.8209805521, 0.3174542308, -0.0710174872])
@@ -203,7 +200,7 @@ def test_the_priors_means() -> None:
 # -- layers ------------------------------------------------------------------------------------------------------------------------
 
 
-def linear(w_a: list[list[float]], strength: list[float], w_b: list[list[float]]) -> FactorizedLinear:
+def linear(w_a, strength, w_b):
     """The layer y = x W_b^T diag(strength) W_a^T with these factors."""
     layer = FactorizedLinear(len(w_b[0]), len(w_a), len(strength), dtype=D)
     for p, values in ((layer.w_a, w_a), (layer.strength, strength), (layer.w_b, w_b)):
@@ -211,7 +208,7 @@ def linear(w_a: list[list[float]], strength: list[float], w_b: list[list[float]]
     return layer
 
 
-def test_linear_layer() -> None:
+def test_linear_layer():
     first, second, r = [[0.5, -0.2], [0.1, 0.3], [-0.4, 0.25]], [[0.2, -0.1], [0.7, 0.6]], t(1.5, -0.8)
     b = t(0.9, 0.4)
     layer = linear(np.transpose(second).tolist(), (r * b).tolist(), np.transpose(first).tolist())  # the example is written x W_in W_out
@@ -235,7 +232,7 @@ def test_linear_layer() -> None:
     near(slopes(0.5 * ((y - target) ** 2).sum(1).mean(), logit)[0], [1.8660215040e-3, -9.1028543656e-5], atol=1e-12)
 
 
-def test_the_average_of_factors_is_not_the_average_of_products() -> None:
+def test_the_average_of_factors_is_not_the_average_of_products():
     one = linear([[1, 0], [0, 2]], [1, 0.5], [[1, 1], [0, 1]])
     two = linear([[0, 1], [1, 1]], [0.2, 1], [[2, 0], [1, 1]])
     near((one.weight + two.weight) / 2, [[1, 1], [0.7, 1]])
@@ -245,7 +242,7 @@ def test_the_average_of_factors_is_not_the_average_of_products() -> None:
 
 
 @pytest.mark.parametrize("two_steps", [False, True])
-def test_convolution(two_steps: bool) -> None:
+def test_convolution(two_steps):
     layer = FactorizedConv2d(2, 2, 2, 2, dtype=D, two_steps=two_steps)
     layer.w_a.data = torch.tensor([[0.5, -0.2], [0.1, 0.3]], dtype=D)
     layer.strength.data = t(1.2, -0.5)
@@ -259,7 +256,7 @@ def test_convolution(two_steps: bool) -> None:
     near(y[0].flatten(1), [[2.972, 3.288, 3.92, 4.236], [-0.8268, -0.9336, -1.1472, -1.254]])
 
 
-def test_a_whole_step() -> None:
+def test_a_whole_step():
     first, second = [[0.5, -0.2, 0.1], [0.1, 0.3, -0.3]], [[0.2, -0.1], [0.7, 0.6], [-0.3, 0.4]]
     layer = linear(np.transpose(second).tolist(), [1, -0.5, 0.8], np.transpose(first).tolist())
     x, y = torch.tensor([[1, 2], [0.5, -1], [-0.3, 0.8]], dtype=D), torch.tensor([0, 1, 1])

@@ -1,9 +1,6 @@
 """FactorizedWaffle: what stays with the client, one step by hand, both engines, presets, evaluation, newcomers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -11,11 +8,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 from doors import strengths
 from methods import FactorizedWaffle
-from small import Setting, copied, make_setting
+from small import copied, make_setting
 from torch import Tensor
 
 from pflcore import Federation, Local, Net, Simulation, Training, evaluate, step
-from pflcore.algorithms import ALGORITHMS, FedAvg, State, ibp
+from pflcore.algorithms import ALGORITHMS, ibp
 from pflcore.algorithms.factorized_waffle import BOUNDS, MODES
 from pflcore.local.random import client_seeds, uniforms
 from pflcore.nn import factorize
@@ -24,11 +21,11 @@ from pflcore.simulation.round import begin
 D = torch.float64
 
 
-def model() -> nn.Module:
+def model():
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3)).double()
 
 
-def federation(sizes: tuple[int, ...] = (9, 20, 31), seed: int = 4) -> Federation:
+def federation(sizes=(9, 20, 31), seed=4):
     """Gaussian classes, every second client with its labels turned."""
     gen = torch.Generator().manual_seed(seed)
     centre = 2 * torch.randn(3, 6, generator=gen, dtype=D)
@@ -40,14 +37,14 @@ def federation(sizes: tuple[int, ...] = (9, 20, 31), seed: int = 4) -> Federatio
     return Federation.from_arrays(clients, classes=3, dtype=None)
 
 
-def setting(data: Federation | None = None, engine: str = "vmap", ranks: Any = (4, 3), **training: Any) -> Setting:
+def setting(data=None, engine="vmap", ranks=(4, 3), **training):
     t = Training(**{"lr": 0.1, "batch_size": 8, "epochs": 2, **training})
     return make_setting(
         Net(lambda: factorize(model(), ranks), seed=1), federation() if data is None else data, t, 6, engine=engine, workers=1
     )
 
 
-def play(alg: FedAvg, s: Setting, rounds: int = 2, ids: list[int] | None = None) -> State:
+def play(alg, s, rounds=2, ids=None):
     state = begin(alg, s.net, s.data.n)
     for _ in range(rounds):
         state, done = step(alg, state, s, torch.tensor(range(s.data.n) if ids is None else ids))
@@ -59,11 +56,11 @@ def play(alg: FedAvg, s: Setting, rounds: int = 2, ids: list[int] | None = None)
 
 
 @pytest.mark.parametrize("preset", ["recommended", "paper_literal"])
-def test_beliefs_never_leave_the_client(preset: str) -> None:
+def test_beliefs_never_leave_the_client(preset):
     seen: dict[str, dict[str, Tensor]] = {}
 
     class Spy(FactorizedWaffle):
-        def client(self, down: Any, own: Any, local: Any) -> Any:
+        def client(self, down, own, local):
             new, up = super().client(down, own, local)
             seen.update(down=down, up=up, new=new)
             return new, up
@@ -79,19 +76,19 @@ def test_beliefs_never_leave_the_client(preset: str) -> None:
     assert all(k not in state for state in (seen["up"], seen["down"]) for k in ("q", "m", "v", "t"))
 
 
-def test_the_server_keeps_nothing_but_the_dictionary() -> None:
+def test_the_server_keeps_nothing_but_the_dictionary():
     alg, s = FactorizedWaffle(), setting()
     state = play(alg, s)
     assert set(state.g) == {"x"} and set(state.own) == {"q", "m", "v", "t"} and not alg.report(state.g)
     torch.testing.assert_close(begin(alg, s.net, 3).own["q"][0], alg.init(s.net, 3)[1]["q"])
 
 
-def test_averaging_is_of_factors_and_uniform() -> None:
+def test_averaging_is_of_factors_and_uniform():
     s = setting()
     ups: list[Tensor] = []
 
     class Spy(FactorizedWaffle):
-        def client(self, down: Any, own: Any, local: Any) -> Any:
+        def client(self, down, own, local):
             new, up = super().client(down, own, local)
             ups.append(down["x"] + up["delta"])
             return new, up
@@ -105,7 +102,7 @@ def test_averaging_is_of_factors_and_uniform() -> None:
 # -- one round by hand -------------------------------------------------------------------------------------------------------------
 
 
-def by_hand(alg: FactorizedWaffle, s: Setting, client: int) -> tuple[Tensor, Tensor]:
+def by_hand(alg, s, client):
     """One client's first round, whole batches, written with autograd on the objective: its row and beliefs afterwards."""
     at, sizes = strengths(s.net), [4, 3]
     q = alg.init(s.net, 1)[1]["q"].clone()
@@ -139,7 +136,7 @@ def by_hand(alg: FactorizedWaffle, s: Setting, client: int) -> tuple[Tensor, Ten
 
 @pytest.mark.parametrize("engine", ["vmap", "threads"])
 @pytest.mark.parametrize("preset", ["recommended", "paper_literal"])
-def test_a_round_is_what_the_paper_says(engine: str, preset: str) -> None:
+def test_a_round_is_what_the_paper_says(engine, preset):
     s = setting(engine=engine, batch_size=100, epochs=3)
     alg = FactorizedWaffle(preset=preset, lr_var=0.5 if preset == "recommended" else None)
     for client in range(3):
@@ -150,7 +147,7 @@ def test_a_round_is_what_the_paper_says(engine: str, preset: str) -> None:
 
 
 @pytest.mark.parametrize("kl_b", ["mc", "series", "concrete_mc"])
-def test_engines_agree_and_neighbours_play_no_part(kl_b: str) -> None:
+def test_engines_agree_and_neighbours_play_no_part(kl_b):
     """Clients of different sizes step together in one engine and alone in the other; a client's way is its own."""
     alg = FactorizedWaffle(kl_b=kl_b, tau_start=2.0, tau_decay=0.8)
     a, b = (play(alg, setting(engine=e, momentum=0.5, weight_decay=1e-3), 2) for e in ("vmap", "threads"))
@@ -162,7 +159,7 @@ def test_engines_agree_and_neighbours_play_no_part(kl_b: str) -> None:
     torch.testing.assert_close(alone.own["q"][1], together.own["q"][1], rtol=1e-9, atol=1e-11)
 
 
-def test_the_temperature_falls() -> None:
+def test_the_temperature_falls():
     s = setting(batch_size=100, epochs=1)
     fixed = play(FactorizedWaffle(tau=0.5), s, 1)
     falling = play(FactorizedWaffle(tau=0.5, tau_start=3.0, tau_decay=0.99), s, 1)
@@ -170,14 +167,14 @@ def test_the_temperature_falls() -> None:
     assert torch.equal(fixed.g["x"], fallen.g["x"]) and not torch.equal(fixed.g["x"], falling.g["x"])
 
 
-def test_beliefs_stay_within_bounds_and_weak_kl_moves_them_more() -> None:
+def test_beliefs_stay_within_bounds_and_weak_kl_moves_them_more():
     s = setting()
     far = play(FactorizedWaffle(lr_var=50.0), s, 3).own["q"].chunk(3, 1)
     for part, bound in zip(far, BOUNDS, strict=True):
         assert part.abs().max() == bound
     fresh = FactorizedWaffle().init(s.net, 1)[1]["q"]
 
-    def moved(alg: FactorizedWaffle) -> float:
+    def moved(alg):
         return float((play(alg, s, 3).own["q"] - fresh)[:, :7].abs().mean())
 
     assert moved(FactorizedWaffle(preset="paper_literal")) < 0.05 < 0.2 < moved(FactorizedWaffle())
@@ -186,7 +183,7 @@ def test_beliefs_stay_within_bounds_and_weak_kl_moves_them_more() -> None:
 # -- evaluation --------------------------------------------------------------------------------------------------------------------
 
 
-def test_evaluation_modes() -> None:
+def test_evaluation_modes():
     s = setting()
     alg = FactorizedWaffle()
     state = play(alg, s, 3)
@@ -216,14 +213,14 @@ def test_evaluation_modes() -> None:
     assert set(MODES) == {*ways, "relaxed_mean", "mc"}
 
 
-def test_clients_that_never_trained() -> None:
+def test_clients_that_never_trained():
     s = setting()
     alg = FactorizedWaffle()
     state = play(alg, s, 3, [0, 1])
     before = copied(state)
     x = {"x": state.g["x"].expand(3, -1)}
 
-    def b(never: str, **more: Any) -> Tensor:
+    def b(never, **more):
         return replace(alg, never=never, **more).personal(x, state.own, Local(s, torch.arange(3), 3, state.buffers))["b"][:, 0]
 
     prior = torch.cat([ibp.prior_mean(4, 4), ibp.prior_mean(3, 3)])
@@ -243,7 +240,7 @@ def test_clients_that_never_trained() -> None:
 # -- as users meet it --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_simulation_factorizes_the_model() -> None:
+def test_a_simulation_factorizes_the_model():
     run = Simulation("factorized_waffle", model, federation(), Training(lr=0.1, batch_size=8), rounds=2, workers=1)
     assert run.setting.net.names[:3] == ["0.w_a", "0.strength", "0.w_b"] and run.setting.net.names[-2:] == ["4.weight", "4.bias"]
     history = run.run()
@@ -254,15 +251,15 @@ def test_a_simulation_factorizes_the_model() -> None:
         begin(FactorizedWaffle(), Net(model()), 2)
 
 
-def test_it_learns_what_one_model_cannot() -> None:
+def test_it_learns_what_one_model_cannot():
     """Half the clients with their labels turned: one model for all cannot be right, private factors can."""
     data = federation((60,) * 6)
     t = Training(lr=0.1, batch_size=10, epochs=5)
 
-    def wide() -> nn.Module:
+    def wide():
         return nn.Sequential(nn.Linear(6, 40), nn.ReLU(), nn.Linear(40, 3)).double()
 
-    def accuracy(alg: str, **options: Any) -> float:
+    def accuracy(alg, **options):
         history = Simulation(ALGORITHMS[alg](**options), wide, data, t, rounds=15, eval_every=15, workers=1).run()
         return float(torch.tensor(history.rounds[-1]["eval"]["accuracy"]).mean())
 
@@ -284,12 +281,12 @@ def test_it_learns_what_one_model_cannot() -> None:
         {"tau": 0.0},
     ],
 )
-def test_what_is_refused(bad: dict[str, Any]) -> None:
+def test_what_is_refused(bad):
     with pytest.raises(ValueError, match=rf"^{next(iter(bad))}.*: expected"):
         FactorizedWaffle(**bad)
 
 
-def test_clients_step_together_in_whole_epochs_only() -> None:
+def test_clients_step_together_in_whole_epochs_only():
     s = setting()
     local = Local(s, torch.arange(3), 1, torch.zeros(3, 0, dtype=D))
     for more in ({"steps": 3}, {"batches": 2}):

@@ -1,10 +1,7 @@
 """FedALA against a plain torch program of its Algorithm 1 that shares no code with it, and its laws."""
 
-from __future__ import annotations
-
 import copy
 import statistics
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +18,7 @@ COHORTS = ([0, 1, 2], [0, 1], [1, 2], [0, 1, 2])
 TRAINING = Training(lr=0.3, batch_size=64, epochs=2)  # whole batches, so that no shuffle plays a part
 
 
-def federation() -> Federation:
+def federation():
     d = images((7, 20, 31))
     return Federation(d.x.double(), d.y, d.index, 4, d.relabel)
 
@@ -29,18 +26,18 @@ def federation() -> Federation:
 class Person:
     """One client of the program: its model, its weights, and whether it has learned them once."""
 
-    def __init__(self, start: nn.Module, layers: int) -> None:
+    def __init__(self, start, layers):
         self.own, self.fresh = copy.deepcopy(start), True
         self.weights = [torch.ones_like(p) for p in self.own.parameters()][-layers:]
         self.epochs: list[int] = []
 
-    def mix(self, server: nn.Module, x: torch.Tensor, y: torch.Tensor, eta: float, window: int, threshold: float) -> nn.Module:
+    def mix(self, server, x, y, eta, window, threshold):
         mine, theirs = (list(m.parameters()) for m in (self.own, server))
         model, low = copy.deepcopy(server), len(mine) - len(self.weights)
         if all(torch.equal(a, b) for a, b in zip(mine[low:], theirs[low:], strict=True)):
             return model
 
-        def put() -> None:
+        def put():
             for p, a, b, w in zip(list(model.parameters())[low:], mine[low:], theirs[low:], self.weights, strict=True):
                 p.data = a.data + (b.data - a.data) * w
 
@@ -60,7 +57,7 @@ class Person:
         return model
 
 
-def program(start: nn.Module, data: Federation, layers: int, **how: Any) -> tuple[nn.Module, list[Person], list[nn.Module]]:
+def program(start, data, layers, **how):
     server, people = copy.deepcopy(start), [Person(start, layers) for _ in range(3)]
     for cohort in COHORTS:
         for i in cohort:
@@ -80,7 +77,7 @@ def program(start: nn.Module, data: Federation, layers: int, **how: Any) -> tupl
 
 @pytest.mark.parametrize("engine", ["threads", "vmap"])
 @pytest.mark.parametrize("layers", [0, 2])
-def test_golden_fedala(layers: int, engine: str) -> None:
+def test_golden_fedala(layers, engine):
     """Four rounds with absent clients: the server, theta, W, and what is evaluated; the first time takes more than `window` epochs."""
     how = {"eta": 4.0, "window": 3, "threshold": 0.004}
     net, data = Net(lambda: tiny_model()().double(), seed=3), federation()
@@ -98,7 +95,7 @@ def test_golden_fedala(layers: int, engine: str) -> None:
         torch.testing.assert_close(view["w"][i], net.row(served[i]), rtol=1e-9, atol=1e-11)
 
 
-def test_without_a_step_of_w_it_is_fedavg_and_lower_layers_are_the_servers() -> None:
+def test_without_a_step_of_w_it_is_fedavg_and_lower_layers_are_the_servers():
     s = make_setting(Net(lambda: tiny_model()().double()), federation(), Training(lr=0.1, batch_size=8), 3)
     (fedala, done), (fedavg, _) = (play(a, s)[-1] for a in (FedALA(eta=0.0), FedAvg()))
     torch.testing.assert_close(fedala.g["x"], fedavg.g["x"], rtol=1e-9, atol=1e-11)
@@ -109,14 +106,14 @@ def test_without_a_step_of_w_it_is_fedavg_and_lower_layers_are_the_servers() -> 
     assert not torch.equal(w[:, low:], state.g["x"][low:].expand(3, -1))
 
 
-def test_who_never_took_part_is_served_the_global_model() -> None:
+def test_who_never_took_part_is_served_the_global_model():
     s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=8), 2)
     state = play(FedALA(), s, ids=lambda _: [0, 2])[-1][0]
     assert torch.equal(views(FedALA(), state, s, torch.tensor([1]))[0]["w"][0], state.g["x"])
     assert state.own["begun"][:, 0].tolist() == [1, 0, 1]
 
 
-def test_w_is_learned_on_a_part_of_the_samples_drawn_anew_each_round() -> None:
+def test_w_is_learned_on_a_part_of_the_samples_drawn_anew_each_round():
     s = make_setting(Net(tiny_model()), images((1, 20, 31)), TRAINING, 3)
     drawn = []
     for round, ids in ((1, [0, 1, 2]), (2, [0, 1, 2]), (1, [2, 1])):
@@ -127,13 +124,13 @@ def test_w_is_learned_on_a_part_of_the_samples_drawn_anew_each_round() -> None:
     assert drawn[0][1] != drawn[1][1] and drawn[2] == [set(), *drawn[0][1:]]  # whoever else is there
 
 
-def test_the_first_time_ends() -> None:
+def test_the_first_time_ends():
     """Where losses never settle, after `most` epochs; where they are not finite, at once."""
     s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=8), 2)
     calls: list[int] = []
 
     class Counted(FedALA):
-        def loss(self, *args: Any) -> torch.Tensor:
+        def loss(self, *args):
             calls.append(1)
             return super().loss(*args)
 
@@ -144,13 +141,13 @@ def test_the_first_time_ends() -> None:
 @pytest.mark.parametrize(
     "options", [{"layers": -1}, {"window": 1}, {"most": 0}, {"eta": -1.0}, {"sample": 0.0}, {"sample": 1.5}, {"threshold": -1.0}]
 )
-def test_bad_options_are_one_sentence(options: dict[str, Any]) -> None:
+def test_bad_options_are_one_sentence(options):
     with pytest.raises(ValueError, match=rf"^.*{next(iter(options))}.*: expected .*\.$"):
         FedALA(**options)
 
 
 @pytest.mark.parametrize(("size", "batch", "drop_last"), [(7, 4, False), (2, 4, False), (12, 8, False), (12, 8, True)])
-def test_no_batch_of_one_for_batch_norm(size: int, batch: int, drop_last: bool) -> None:
+def test_no_batch_of_one_for_batch_norm(size, batch, drop_last):
     """4/5 of 7 samples are 5, which in fours leave one alone: then 4 are taken."""
     model = lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))  # noqa: E731
     training = Training(lr=0.1, batch_size=batch, drop_last=drop_last)

@@ -8,7 +8,7 @@ import torch.nn as nn
 from doors import spread
 from methods import FedDWA, FedDWAQP
 from places import golden
-from small import Setting, make_setting
+from small import make_setting
 
 from pflcore import Federation, Local, Net, Training, evaluate, ops, step
 from pflcore.algorithms import Cohort
@@ -19,7 +19,7 @@ from pflcore.simulation.round import begin
 GOLDEN = golden("feddwa_family")
 
 
-def t(values) -> torch.Tensor:
+def t(values):
     return torch.tensor(values, dtype=torch.float64)
 
 
@@ -27,14 +27,14 @@ def close(got, want, rtol=1e-9):
     torch.testing.assert_close(torch.as_tensor(got, dtype=torch.float64), t(want), rtol=rtol, atol=1e-12)
 
 
-def dense(top: ops.TopK, n: int) -> torch.Tensor:
+def dense(top, n):
     return torch.zeros(len(top.index), n, dtype=torch.float64).scatter(1, top.index, top.weight)
 
 
 class Point(nn.Module):
     """A model that is one number: its score is the parameter itself, whatever the input."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.w = nn.Parameter(torch.zeros(1, dtype=torch.float64))
 
@@ -46,7 +46,7 @@ def half_squared(scores, y):
     return ((scores - y) ** 2).mean() / 2
 
 
-def points(targets: list[list[float]], lr: float, batch_size: int = 100, seed: int = 0, engine: str = "threads", **training) -> Setting:
+def points(targets, lr, batch_size=100, seed=0, engine="threads", **training):
     """f_i(w) = mean (w - y)^2 / 2 over the client's targets."""
     y = torch.cat([t(c) for c in targets])
     ends = torch.arange(len(y)).split([len(c) for c in targets])
@@ -58,12 +58,12 @@ def points(targets: list[list[float]], lr: float, batch_size: int = 100, seed: i
     )
 
 
-def cohort(ids: list[int], n: int, round: int = 1) -> Cohort:
+def cohort(ids, n, round=1):
     share = torch.full((len(ids),), 1 / len(ids), dtype=torch.float64)
     return Cohort(torch.tensor(ids), share, torch.ones(len(ids), dtype=torch.long), n, round, 10)
 
 
-def mixed(alg: FedDWA, w: torch.Tensor, g: torch.Tensor, ids=None, start=None) -> dict:
+def mixed(alg, w, g, ids=None, start=None):
     """The server's state after models `w` and guidance `g` came in."""
     ids = list(range(len(w))) if ids is None else ids
     n = max(ids) + 1
@@ -74,7 +74,7 @@ def mixed(alg: FedDWA, w: torch.Tensor, g: torch.Tensor, ids=None, start=None) -
     return {**made, "p": matrix(made)}
 
 
-def matrix(g: dict) -> torch.Tensor:
+def matrix(g):
     """The weights of the last round as a matrix [N, N]."""
     n = len(g["x"])
     return torch.zeros(n, n, dtype=torch.float64).index_copy_(0, g["ids"], spread(g["p"], g["near"], n))
@@ -179,7 +179,7 @@ def test_golden_eq18():
 # the exact problem ----------------------------------------------------------------------------------------------------
 
 
-def w_matrix(g: torch.Tensor, models: torch.Tensor) -> torch.Tensor:
+def w_matrix(g, models):
     return inner_products(ops.pairwise_sqdist(g[None], models)[0], ops.pairwise_sqdist(models))
 
 
@@ -207,7 +207,7 @@ def test_golden_qp_of_a1():
         close(((mixed(FedDWA(k=k), w, g)["x"] - g) ** 2).sum(1), a7[want])
 
 
-def kkt(w: torch.Tensor, p: torch.Tensor) -> float:
+def kkt(w, p):
     """By how much p misses the conditions of optimality, relative to W."""
     slope = w @ p / w.diagonal().max()
     mu = p @ slope
@@ -263,7 +263,7 @@ def test_qp_says_what_is_wrong():
 # what the weights must obey -------------------------------------------------------------------------------------------
 
 
-def models(seed: int, m: int, dim: int = 50, spread: float = 1e-3, dtype=torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+def models(seed, m, dim=50, spread=1e-3, dtype=torch.float64):
     gen = torch.Generator().manual_seed(seed)
     centre = torch.randn(dim, generator=gen, dtype=torch.float64)
     w = centre + spread * torch.randn(m, dim, generator=gen, dtype=torch.float64)
@@ -334,7 +334,7 @@ def test_results_do_not_alias_inputs():
 # rounds ---------------------------------------------------------------------------------------------------------------
 
 
-def images(engine: str = "vmap", n: int = 6, seed: int = 0, batch_norm: bool = False, **training) -> Setting:
+def images(engine="vmap", n=6, seed=0, batch_norm=False, **training):
     gen = torch.Generator().manual_seed(seed)
     sizes = [8 + 3 * i for i in range(n)]
     total = sum(sizes)
@@ -342,7 +342,7 @@ def images(engine: str = "vmap", n: int = 6, seed: int = 0, batch_norm: bool = F
     index = list(torch.arange(total).split(sizes))
     data = Federation(x, y, {"train": index, "test": [i + total for i in index]}, 4)
 
-    def build() -> nn.Module:
+    def build():
         norm = [nn.BatchNorm2d(2)] if batch_norm else []
         return nn.Sequential(nn.Conv2d(1, 2, 3), *norm, nn.ReLU(), nn.Flatten(), nn.Linear(18, 4))
 

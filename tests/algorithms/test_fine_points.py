@@ -1,15 +1,13 @@
 """Fine points of the methods that only unequal clients, a second round or a second minibatch can show."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 from doors import spread, strengths
 from methods import ClusteredFL, FactorizedWaffle, FedAMP, FedDWA, FedFomo, HeurFedAMP, KnnPer, Mocha, PerFedAvg, Scaffold, Waffle
-from small import Setting, Tensors, images, make_setting, play, quadratics, tiny_model
-from torch import Tensor
+from small import images, make_setting, play, quadratics, tiny_model
 
 from pflcore import Federation, Local, Net, Simulation, Training, step
 from pflcore.algorithms import Cohort, FedAvg, Pool
@@ -19,23 +17,23 @@ from pflcore.simulation.round import begin
 from pflcore.simulation.uploads import shortened
 
 
-def t(values: list[object]) -> Tensor:
+def t(values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-def cohort(n: int, round: int = 1, ids: list[int] | None = None) -> Cohort:
+def cohort(n, round=1, ids=None):
     who = torch.arange(n) if ids is None else torch.tensor(ids)
     return Cohort(who, torch.full((len(who),), 1 / len(who), dtype=torch.float64), torch.ones_like(who), n, round, 100)
 
 
-def three(training: Training | None = None) -> tuple[Setting, Local]:
+def three(training=None):
     """Three clients of 7, 20 and 31 samples, and what a hook of the first round is given."""
     data = images()
     s = make_setting(Net(tiny_model()), data, training or Training(lr=0.1, batch_size=4), 10)
     return s, Local(s, torch.arange(3), 1, s.net.b0.expand(3, -1))
 
 
-def test_weight_decay_is_part_of_scaffolds_full_gradient() -> None:
+def test_weight_decay_is_part_of_scaffolds_full_gradient():
     """The loss is a (m - b)^2 / 2 and decay adds .5 m: at m = .5 the gradients are 1 (.5 - 1) + .25 and 2 (.5 + 2) + .25."""
     net, data = quadratics(t([[1.0], [2]]), t([[1.0], [-2]]), start=[0.5])
     s = make_setting(net, data, Training(lr=0.1, batch_size=1, weight_decay=0.5))
@@ -43,7 +41,7 @@ def test_weight_decay_is_part_of_scaffolds_full_gradient() -> None:
     torch.testing.assert_close(state.own["c"][:, 0], t([-0.25, 5.25]))
 
 
-def test_waffles_distances_of_gradients_do_not_depend_on_how_c_follows() -> None:
+def test_waffles_distances_of_gradients_do_not_depend_on_how_c_follows():
     """What is measured is the clients' gradients, also where their changes are what is uploaded."""
     s, local = three()
     down = {"x": s.net.w0.expand(3, -1), "c": torch.zeros(3, s.net.size)}
@@ -56,7 +54,7 @@ def test_waffles_distances_of_gradients_do_not_depend_on_how_c_follows() -> None
     assert len(found[0].unique()) == 3
 
 
-def test_feddwas_look_ahead_takes_a_shuffle_of_its_own() -> None:
+def test_feddwas_look_ahead_takes_a_shuffle_of_its_own():
     s, local = three()
     w = s.net.w0.expand(3, -1)
     ahead = FedDWA().look_ahead(w, local)
@@ -64,21 +62,21 @@ def test_feddwas_look_ahead_takes_a_shuffle_of_its_own() -> None:
     torch.testing.assert_close(ahead, local.fit(w).w, atol=0.2, rtol=0)  # an epoch from the same place, all the same
 
 
-def test_who_has_never_come_mixes_nobody_and_gives_nothing() -> None:
+def test_who_has_never_come_mixes_nobody_and_gives_nothing():
     sqdist, norm2 = t([[0, 1, 2], [1, 0, 2], [2, 2, 0]]), t([1.0, 2, 3])
     for alg in (FedAMP(sigma=4.0), HeurFedAMP()):
         xi = alg.mixing(sqdist, norm2, torch.tensor([True, True, False]))
         assert xi[2].tolist() == [0, 0, 1] and xi[:2, 2].tolist() == [0, 0] and bool((xi[:2, :2] > 0).all())
 
 
-def test_fedfomo_explores_by_the_whole_share_in_the_first_round() -> None:
+def test_fedfomo_explores_by_the_whole_share_in_the_first_round():
     g = {"w": torch.zeros(5, 3), "seen": torch.ones(5, dtype=torch.bool), "p": torch.arange(25, dtype=torch.float64).view(5, 5)}
     alg, gen = FedFomo(m=1, epsilon=1.0, decay=1.0), torch.Generator().manual_seed(0)
     picks = {r: {int(alg.send(g, cohort(5, r, [0]), gen)["w"].index) for _ in range(60)} for r in (1, 2, 9)}
     assert picks == {1: {1, 2, 3, 4}, 2: {4}, 9: {4}}
 
 
-def test_fedfomos_affinities_add_up_over_the_rounds() -> None:
+def test_fedfomos_affinities_add_up_over_the_rounds():
     net, _ = quadratics(t([[1.0], [2]]), t([[1.0], [2]]))
     alg = FedFomo()
     state = begin(alg, net, 2)
@@ -88,7 +86,7 @@ def test_fedfomos_affinities_add_up_over_the_rounds() -> None:
     assert g["p"].tolist() == [[0, 7], [-1, 0]] and g["found"].tolist() == [[0, 5], [0, 0]]
 
 
-def test_the_minibatches_of_per_fedavg_are_independent() -> None:
+def test_the_minibatches_of_per_fedavg_are_independent():
     """Two samples with optima of their own, one a minibatch: two orders for D and two for D' make four ways to go, D' = D only two."""
     net, data = quadratics(t([[1.0]]), t([[0.0]]), start=[3.0], rows=2, noise=1.0)
     s = make_setting(net, data, Training(lr=0.3, batch_size=1))
@@ -99,25 +97,25 @@ def test_the_minibatches_of_per_fedavg_are_independent() -> None:
     assert len(ways) == 4
 
 
-def round_off(x: Tensor) -> float:
+def round_off(x):
     return round(float(x), 9)
 
 
-def test_clustered_fl_weighs_unequal_clients_alike() -> None:
+def test_clustered_fl_weighs_unequal_clients_alike():
     s, _ = three()
     (state, _), (uniform, _), (sized, _) = (play(a, s, 1)[0] for a in (ClusteredFL(), FedAvg(weighting="uniform"), FedAvg()))
     torch.testing.assert_close(state.g["x"][0], uniform.g["x"])
     assert not torch.allclose(uniform.g["x"], sized.g["x"])
 
 
-def test_models_of_an_ensemble_shuffle_apart() -> None:
+def test_models_of_an_ensemble_shuffle_apart():
     """Two that start equal go different ways."""
     s, local = three()
     delta = fit_all(s.net.w0.expand(2, -1), s.net.b0.expand(2, -1), local)["delta"]
     assert not any(torch.equal(a, b) for a, b in delta)
 
 
-def test_mochas_server_takes_as_long_a_step_as_its_clients() -> None:
+def test_mochas_server_takes_as_long_a_step_as_its_clients():
     """Losses that are 0 leave the models where they are; W <- (I + lr steps lam Omega)^-1 W is 1 / 1.92 [[1.4, .2], [.2, 1.4]] W."""
     net, data = quadratics(t([[0.0], [0]]), t([[0.0], [0]]), rows=4)
     s = make_setting(net, data, Training(lr=0.1, batch_size=2, epochs=2))
@@ -129,19 +127,19 @@ def test_mochas_server_takes_as_long_a_step_as_its_clients() -> None:
     torch.testing.assert_close(alg.server(g, up, cohort(2))["w"], t([[4.4 / 1.92], [2.0 / 1.92]]))
 
 
-def test_shares_are_of_the_cohort_and_sum_to_one() -> None:
+def test_shares_are_of_the_cohort_and_sum_to_one():
     size = torch.tensor([1, 2, 5])
     assert cohort_from(FedAvg(), torch.tensor([0, 3, 7]), size, 10, 1, 5).share.tolist() == [0.125, 0.25, 0.625]
     assert cohort_from(FedAvg(weighting="uniform"), torch.tensor([0, 7]), size[:2], 10, 1, 5).share.tolist() == [0.5, 0.5]
 
 
-def test_weights_of_a_cohort_smaller_than_k_keep_the_first_clients() -> None:
+def test_weights_of_a_cohort_smaller_than_k_keep_the_first_clients():
     """Places that nothing fills have weight 0 and client 0's number."""
     p, near = t([[0.75, 0.25, 0, 0], [1, 0, 0, 0]]), torch.tensor([[0, 2, 0, 0], [2, 0, 0, 0]])
     assert spread(p, near, 3).tolist() == [[0.75, 0, 0.25], [0, 0, 1]]
 
 
-def test_fedamps_pull_is_lam_over_alpha() -> None:
+def test_fedamps_pull_is_lam_over_alpha():
     """One step of .1 at (w - 1)^2 / 2 from w = 3 with u = 5: 3 - .1 (2 + (.6 / 2) (3 - 5)) = 2.86."""
     net, data = quadratics(t([[1.0]]), t([[1.0]]), start=[3.0])
     local = Local(make_setting(net, data, Training(lr=0.1, batch_size=1)), torch.arange(1), 1, net.b0[None])
@@ -149,7 +147,7 @@ def test_fedamps_pull_is_lam_over_alpha() -> None:
     torch.testing.assert_close(own["w"], t([[2.86]]))
 
 
-def test_fedfomo_does_not_take_a_model_that_was_not_sent() -> None:
+def test_fedfomo_does_not_take_a_model_that_was_not_sent():
     """Row 0 would be the best for everybody, but -1 is nobody's number."""
     net, data = quadratics(t([[1.0], [1]]), t([[0.0], [0]]), rows=4)
     data = replace(data, index={"train": data.index["train"], "val": data.index["test"]})
@@ -159,11 +157,11 @@ def test_fedfomo_does_not_take_a_model_that_was_not_sent() -> None:
     assert own["w"][:, 0].tolist() == [2, 4] and up["a"][1].tolist() == [0, 0]
 
 
-def test_void_rounds_are_counted_in_a_row() -> None:
+def test_void_rounds_are_counted_in_a_row():
     """A round that was played ends the count."""
 
     class Breaks(FedAvg):
-        def client(self, down: Any, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
+        def client(self, down, own, local):
             own, up = super().client(down, own, local)
             return own, {k: v * torch.nan if local.round in (1, 2, 4) else v for k, v in up.items()}
 
@@ -171,11 +169,11 @@ def test_void_rounds_are_counted_in_a_row() -> None:
     assert [state.void for state, _ in play(Breaks(), s, 4)] == [1, 2, 0, 1]
 
 
-def test_statistics_that_fail_after_the_server_leave_the_round_undone() -> None:
+def test_statistics_that_fail_after_the_server_leave_the_round_undone():
     """FedDWA writes its models in place; what is mixed with them may still run out of memory."""
 
     class Fails(FedDWA):
-        def statistics(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensor:
+        def statistics(self, g, up, cohort):
             raise MemoryError("as if")
 
     data = images()
@@ -188,7 +186,7 @@ def test_statistics_that_fail_after_the_server_leave_the_round_undone() -> None:
     assert all(torch.equal(state.g[k], v) for k, v in before.items()) and not bool(state.joined.any())
 
 
-def test_a_clipped_update_takes_its_control_variate_along() -> None:
+def test_a_clipped_update_takes_its_control_variate_along():
     """An update of length 5 is cut to 1, one of .5 stays; so do their control variates, by the same factor."""
     up = {"delta": t([[3.0, 4], [0.3, 0.4]]), "control": t([[2.0, 2], [1, 1]])}
     cut, _ = shortened(up, {}, torch.arange(2), 2, t([5.0, 0.5]), 1.0)
@@ -197,7 +195,7 @@ def test_a_clipped_update_takes_its_control_variate_along() -> None:
 
 
 @pytest.mark.parametrize("algorithm", [Scaffold(), Scaffold(option="II"), Waffle(control_agg="literal", omega=lambda r, of: 1.0)])
-def test_a_clipped_round_leaves_scaffold_its_optimum(algorithm: FedAvg) -> None:
+def test_a_clipped_round_leaves_scaffold_its_optimum(algorithm):
     """What the server did not take of a control variate the client does not keep, so c is their mean, and x goes where it would."""
     net, data = quadratics(t([[1.0], [2], [4]]), t([[9.0], [-2], [3]]))
     run = Simulation(algorithm, net, data, Training(lr=0.05, batch_size=1, epochs=3), rounds=200, clip=0.5, eval_every=0)
@@ -208,7 +206,7 @@ def test_a_clipped_round_leaves_scaffold_its_optimum(algorithm: FedAvg) -> None:
         torch.testing.assert_close(run.state.g["x"], t([(9.0 - 4 + 12) / 7]))  # type: ignore[list-item]
 
 
-def test_a_void_round_reports_nothing() -> None:
+def test_a_void_round_reports_nothing():
     data = images()
     x = data.x.clone()
     x[data.index["train"][0]] = 3e38  # its scores overflow
@@ -219,7 +217,7 @@ def test_a_void_round_reports_nothing() -> None:
 
 @pytest.mark.parametrize("name", ["fedavg", "feddwa", "fedrep"])
 @pytest.mark.parametrize("policy", ["average", "local"])
-def test_a_runs_models_have_the_statistics_that_it_was_evaluated_with(name: str, policy: str) -> None:
+def test_a_runs_models_have_the_statistics_that_it_was_evaluated_with(name, policy):
     """Also those of clients who never took part."""
     if (name, policy) == ("fedrep", "average"):
         pytest.skip("its statistics are each client's own")
@@ -234,7 +232,7 @@ def test_a_runs_models_have_the_statistics_that_it_was_evaluated_with(name: str,
         assert float(loss) == pytest.approx(history.rounds[-1]["eval"]["loss"][i], rel=1e-5)
 
 
-def test_fedrod_and_knnper_go_by_the_runs_loss() -> None:
+def test_fedrod_and_knnper_go_by_the_runs_loss():
     """FedRoD trains by it; kNN-Per with lam = 0 is FedAvg by any loss."""
     losses = {"plain": None, "smooth": nn.CrossEntropyLoss(label_smoothing=0.3), "weights": nn.CrossEntropyLoss(t([1.0, 5, 5, 1]).float())}
     runs = {k: Simulation("fedrod", tiny_model(), images(), Training(lr=0.1), rounds=2, loss=v).run() for k, v in losses.items()}
@@ -249,7 +247,7 @@ def test_fedrod_and_knnper_go_by_the_runs_loss() -> None:
         Simulation("fedrod", lambda: nn.Linear(6, 1), binary(), Training(lr=0.1), rounds=1, loss="binary_cross_entropy").run()
 
 
-def binary(floats: bool = False, width: int = 1) -> Federation:
+def binary(floats=False, width=1):
     """Clients whose tests are their training samples, with labels 0 and 1 (so many at once)."""
     gen = torch.Generator().manual_seed(0)
     x = [3 * torch.randn(20, 6, generator=gen) for _ in range(3)]
@@ -259,7 +257,7 @@ def binary(floats: bool = False, width: int = 1) -> Federation:
 
 
 @pytest.mark.parametrize(("floats", "width"), [(False, 1), (True, 1), (True, 3)])
-def test_knnper_mixes_probabilities_of_binary_labels(floats: bool, width: int) -> None:
+def test_knnper_mixes_probabilities_of_binary_labels(floats, width):
     data = binary(floats, width)
     made = {lam: Simulation(KnnPer(k=1, lam=lam), lambda: nn.Linear(6, width), data, Training(lr=0.1), rounds=1,
                             loss="binary_cross_entropy").run() for lam in (0.0, 0.4, 1.0)}  # fmt: skip
@@ -271,7 +269,7 @@ def test_knnper_mixes_probabilities_of_binary_labels(floats: bool, width: int) -
     torch.testing.assert_close(made[0.4].model(0)(x).sigmoid(), p)
 
 
-def test_knnper_takes_several_targets() -> None:
+def test_knnper_takes_several_targets():
     gen = torch.Generator().manual_seed(0)
     pair = torch.randn(9, 6, generator=gen), torch.randn(9, 2, generator=gen)
     data = Federation.from_arrays([{"train": pair, "test": pair}])
@@ -279,7 +277,7 @@ def test_knnper_takes_several_targets() -> None:
     torch.testing.assert_close(history.model(0)(pair[0]), pair[1])
 
 
-def test_per_fedavgs_evaluation_takes_plain_steps_too() -> None:
+def test_per_fedavgs_evaluation_takes_plain_steps_too():
     plain, other = (
         Simulation(PerFedAvg(steps=3), tiny_model(), images(), Training(lr=0.3, batch_size=4, **o), rounds=2)
         for o in ({}, {"momentum": 0.9, "weight_decay": 0.5})
@@ -291,11 +289,11 @@ def test_per_fedavgs_evaluation_takes_plain_steps_too() -> None:
 
 
 @pytest.mark.parametrize("engine", ["chain", "threads", "vmap"])
-def test_several_minibatches_a_step_do_not_depend_on_the_company(engine: str) -> None:
+def test_several_minibatches_a_step_do_not_depend_on_the_company(engine):
     data = images()
     s = make_setting(Net(tiny_model()), data, Training(lr=0.1, batch_size=4), 2, engine)
 
-    def played(ids: list[int]) -> Tensor:
+    def played(ids):
         local = Local(s, torch.tensor(ids), 1, s.net.b0.expand(len(ids), -1))
         start = {"w": s.net.w0.expand(len(ids), -1)}
         return local.each_batch(start, lambda r, grad, k: {"w": r["w"] - 0.1 * grad(r["w"]) - 0.2 * grad(r["w"], 1)}, batches=2, steps=5)[
@@ -307,7 +305,7 @@ def test_several_minibatches_a_step_do_not_depend_on_the_company(engine: str) ->
         torch.testing.assert_close(together[i], played([i])[0], rtol=1e-5, atol=1e-6)
 
 
-def test_a_newcomer_finds_its_cluster() -> None:
+def test_a_newcomer_finds_its_cluster():
     """Two kinds of clients, whose labels differ by one: who comes later is served the model of its kind, not the one before they parted."""
     data = images((30,) * 6)
     run = Simulation(ClusteredFL(eps1=0.9, relative=True, first=1), tiny_model(), data, Training(lr=0.3, batch_size=10), rounds=6)
@@ -322,7 +320,7 @@ def test_a_newcomer_finds_its_cluster() -> None:
         assert run.state.g["child"][home] == -1 and home in cluster[kind::2].tolist()
 
 
-def test_knnper_refuses_probabilities_as_labels() -> None:
+def test_knnper_refuses_probabilities_as_labels():
     gen = torch.Generator().manual_seed(0)
     pair = torch.randn(9, 6, generator=gen), torch.rand(9, 4, generator=gen).softmax(1)
     data = Federation.from_arrays([{"train": pair, "test": pair}])
@@ -334,7 +332,7 @@ def test_knnper_refuses_probabilities_as_labels() -> None:
 class Ends(nn.Module):
     """Models whose head is not the last that they do, or not their own."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         super().__init__()
         self.kind, self.e, self.h = kind, nn.Linear(4, 4), nn.Linear(4, 4)
         self.head = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)) if kind == "statistics" else nn.Linear(4, 4 if kind == "tied" else 3)

@@ -9,7 +9,7 @@ import torch.nn as nn
 from doors import held_out
 from methods import L2C, FedAvgM, FedFomo, FedProx, FedRoD, FineTune, PerFedAvg, PFedMe
 from places import golden
-from small import Setting, images, make_setting, play, quadratics, tiny_model
+from small import images, make_setting, play, quadratics, tiny_model
 
 from pflcore import Federation, Local, Net, Simulation, Training, evaluate, step
 from pflcore.algorithms import Cohort, FedAvg, Pool
@@ -19,7 +19,7 @@ from pflcore.simulation.round import begin, nbytes
 GOLDEN = golden("feddwa_family")
 
 
-def t(values) -> torch.Tensor:
+def t(values):
     return torch.tensor(values, dtype=torch.float64)
 
 
@@ -27,16 +27,16 @@ def close(got, want, rtol=1e-8, atol=1e-10):
     torch.testing.assert_close(torch.as_tensor(got, dtype=torch.float64), torch.as_tensor(want, dtype=torch.float64), rtol=rtol, atol=atol)
 
 
-def cohort(ids, n: int, round: int = 1) -> Cohort:
+def cohort(ids, n, round=1):
     share = torch.full((len(ids),), 1 / len(ids), dtype=torch.float64)
     return Cohort(torch.tensor(ids), share, torch.ones(len(ids), dtype=torch.long), n, round, 100)
 
 
-def one(loss, start: float, lr: float, engine: str, epochs: int = 1) -> tuple[Setting, Local]:
+def one(loss, start, lr, engine, epochs=1):
     """A client whose model is one number w, started at `start`, and whose loss is `loss(w)`."""
 
     class Number(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.w = nn.Parameter(t([start]))
 
@@ -213,7 +213,7 @@ def test_pfedme_without_a_pull_never_moves_the_shared_model():
 # FedRoD ---------------------------------------------------------------------------------------------------------------
 
 
-def logits_net() -> Net:
+def logits_net():
     """A linear model without bias whose generic logits are its input."""
     module = nn.Linear(3, 3, bias=False).double()
     with torch.no_grad():
@@ -291,7 +291,7 @@ def test_fedrod_newcomer_predicts_as_the_generic_model_and_absent_heads_rest():
 class Losses:
     """A cohort of one whose validation loss is told for each model; training changes nothing."""
 
-    def __init__(self, losses: dict[tuple, float], n: int) -> None:
+    def __init__(self, losses, n):
         self.losses, self.setting = losses, SimpleNamespace(data=SimpleNamespace(n=n))
 
     def loss(self, rows, split):
@@ -302,7 +302,7 @@ class Losses:
         return SimpleNamespace(w=start)
 
 
-def fomo(alg: FedFomo, previous, candidates, before, after):
+def fomo(alg, previous, candidates, before, after):
     rows = t(candidates)
     local = Losses({tuple(map(float, c)): l for c, l in zip([previous, *candidates], [before, *after], strict=True)}, len(candidates))
     index = torch.arange(len(candidates) - 1)[None]
@@ -353,7 +353,7 @@ def test_fedfomo_downloads_the_best_models_and_explores():
     assert late.tolist() == [[2, 3]]
 
 
-def validated(n: int = 4, engine: str = "vmap") -> Setting:
+def validated(n=4, engine="vmap"):
     data = held_out(images([20 + 5 * i for i in range(n)]))
     return make_setting(Net(tiny_model()), data, Training(lr=0.1, batch_size=8), engine=engine)
 

@@ -20,7 +20,7 @@ from pflcore.simulation.round import begin
 GOLDEN = golden("feddwa_family")
 
 
-def t(values) -> torch.Tensor:
+def t(values):
     return torch.tensor(values, dtype=torch.float64)
 
 
@@ -28,23 +28,23 @@ def close(got, want, rtol=1e-8, atol=1e-10):
     torch.testing.assert_close(torch.as_tensor(got, dtype=torch.float64), torch.as_tensor(want, dtype=torch.float64), rtol=rtol, atol=atol)
 
 
-def cohort(ids, n: int, round: int = 1) -> Cohort:
+def cohort(ids, n, round=1):
     share = torch.full((len(ids),), 1 / len(ids), dtype=torch.float64)
     return Cohort(torch.tensor(ids), share, torch.ones(len(ids), dtype=torch.long), n, round, 100)
 
 
-def points(targets, lr: float, engine: str = "threads", start=0.0):
+def points(targets, lr, engine="threads", start=0.0):
     """Client i's loss is (w - target_i)^2 / 2, one sample each."""
     b = t(targets)[:, None]
     net, data = quadratics(torch.ones_like(b), b, [start])
     return make_setting(net, data, Training(lr=lr), rounds=10, engine=engine)
 
 
-def everybody(n: int) -> torch.Tensor:
+def everybody(n):
     return torch.ones(n, dtype=torch.bool)
 
 
-def mixing(alg: FedAMP, w: torch.Tensor) -> torch.Tensor:
+def mixing(alg, w):
     return alg.mixing(ops.pairwise_sqdist(w), (w.double() ** 2).sum(1), everybody(len(w)))
 
 
@@ -245,16 +245,16 @@ def test_sfl_newcomers_hold_the_readout():
 # Clustered FL ---------------------------------------------------------------------------------------------------------
 
 
-def similarity(rows: torch.Tensor) -> torch.Tensor:
+def similarity(rows):
     return cosines(ops.pairwise_sqdist(rows), rows.norm(dim=1))
 
 
-def tree(x: torch.Tensor, cluster: torch.Tensor) -> dict[str, torch.Tensor]:
+def tree(x, cluster):
     """Clustered FL's state of clusters that have not split."""
     return {"x": x, "way": torch.zeros_like(x), "child": torch.full((len(x),), -1), "cluster": cluster}
 
 
-def halves(second: torch.Tensor) -> list[list[int]]:
+def halves(second):
     return [(~second).nonzero()[:, 0].tolist(), second.nonzero()[:, 0].tolist()]
 
 

@@ -1,9 +1,5 @@
 """SCAFFOLD: golden values, and what its options promise. Its invariant is law 3 of test_waffle_laws.py."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from methods import LocalOnly, Scaffold
@@ -22,7 +18,7 @@ GOLDEN = [  # x, c, c_i after rounds 1, 2, 3
 
 @pytest.mark.parametrize("engine", ["threads", "vmap"])
 @pytest.mark.parametrize("option", ["mean_grad", "II"])
-def test_golden_rounds(option: Any, engine: str) -> None:
+def test_golden_rounds(option, engine):
     net, data = quadratics(torch.tensor([[1.0], [2]]), torch.tensor([[1.0], [-2]]))
     s = make_setting(net, data, Training(lr=0.1, batch_size=1, epochs=2), 3, engine)
     for (state, _), (x, c, ci) in zip(play(Scaffold(option=option), s), GOLDEN, strict=True):
@@ -30,7 +26,7 @@ def test_golden_rounds(option: Any, engine: str) -> None:
         assert found == pytest.approx([x, c, *ci], abs=1e-12)
 
 
-def test_option_one_is_the_gradient_at_the_servers_model() -> None:
+def test_option_one_is_the_gradient_at_the_servers_model():
     net, data = quadratics(torch.tensor([[1.0], [2]]), torch.tensor([[1.0], [-2]]), start=[0.5])
     s = make_setting(net, data, Training(lr=0.1, batch_size=1, epochs=2), 2)
     one, two = (state for state, _ in play(Scaffold(option="I"), s))
@@ -39,7 +35,7 @@ def test_option_one_is_the_gradient_at_the_servers_model() -> None:
     assert two.own["c"][:, 0].tolist() == pytest.approx([x - 1, 2 * (x + 2)])
 
 
-def controls(option: Any, training: Training) -> torch.Tensor:
+def controls(option, training):
     """The new control variates from some old ones, float64."""
     net, data = Net(lambda: tiny_model()().double()), images()
     data = type(data)(data.x.double(), data.y, data.index, data.classes)
@@ -51,17 +47,17 @@ def controls(option: Any, training: Training) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("training", [Training(lr=0.1, batch_size=8, epochs=2), Training(lr=0.1, batch_size=8, weight_decay=0.1)])
-def test_option_two_is_the_mean_gradient_for_plain_sgd(training: Training) -> None:
+def test_option_two_is_the_mean_gradient_for_plain_sgd(training):
     torch.testing.assert_close(controls("II", training), controls("mean_grad", training), rtol=1e-9, atol=1e-11)
 
 
-def test_option_two_follows_the_step_sizes_that_were_taken() -> None:
+def test_option_two_follows_the_step_sizes_that_were_taken():
     t = Training(lr=0.1, batch_size=8, schedule=lambda r, n: 0.25)
     torch.testing.assert_close(controls("II", t), controls("mean_grad", t), rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize(("steps", "expected"), [(1, 1.0), (2, 2.9), (40, 311.3302794647), (188, 1790.0000002248)])
-def test_with_momentum_option_two_divides_by_the_effective_steps(steps: int, expected: float) -> None:
+def test_with_momentum_option_two_divides_by_the_effective_steps(steps, expected):
     """A constant gradient moves a client by lr * K_eff, so option II recovers it."""
     net, data = quadratics(torch.full((1, 1), 1e-12), torch.full((1, 1), 1e12))  # gradient -1 wherever it is
     s = make_setting(net, data, Training(lr=0.1, batch_size=1, epochs=steps, momentum=0.9))
@@ -71,7 +67,7 @@ def test_with_momentum_option_two_divides_by_the_effective_steps(steps: int, exp
     assert float(state.own["c"]) == pytest.approx(-1, rel=1e-7)
 
 
-def test_alone_it_is_local_training() -> None:
+def test_alone_it_is_local_training():
     net, data = Net(tiny_model()), images((20,))
     s = make_setting(net, data, Training(lr=0.1, batch_size=8), 4)
     for (a, _), (b, _) in zip(play(Scaffold(), s), play(LocalOnly(), s), strict=True):
@@ -79,7 +75,7 @@ def test_alone_it_is_local_training() -> None:
 
 
 @pytest.mark.parametrize("option", ["mean_grad", "II", "I"])
-def test_it_reaches_the_joint_optimum_where_fedavg_does_not(option: Any) -> None:
+def test_it_reaches_the_joint_optimum_where_fedavg_does_not(option):
     a, b = torch.tensor([[1.0], [5.0], [2.0]]), torch.tensor([[1.0], [-2.0], [4.0]])
     best = float((a * b).sum() / a.sum())
     net, data = quadratics(a, b)
@@ -88,7 +84,7 @@ def test_it_reaches_the_joint_optimum_where_fedavg_does_not(option: Any) -> None
     assert abs(float(play(FedAvg(), s)[-1][0].g["x"]) - best) > 0.05
 
 
-def test_weights_by_samples_go_to_x_and_c_alike() -> None:
+def test_weights_by_samples_go_to_x_and_c_alike():
     net, data = Net(tiny_model()), images((7, 20, 31))
     s = make_setting(net, data, Training(lr=0.1, batch_size=8), 3)
     share = torch.tensor([7.0, 20, 31]) / 58
@@ -98,7 +94,7 @@ def test_weights_by_samples_go_to_x_and_c_alike() -> None:
     torch.testing.assert_close(play(Scaffold(weighting="samples"), s, 1)[0][0].g["x"], first.g["x"])
 
 
-def test_bad_options() -> None:
+def test_bad_options():
     with pytest.raises(ValueError, match="option: expected 'mean_grad', 'II' or 'I', got 'III'"):
         Scaffold(option="III")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="weighting"):

@@ -1,11 +1,8 @@
 """Split models against a plain torch program of each paper's algorithm, which shares no code with them, and their laws."""
 
-from __future__ import annotations
-
 import copy
 import runpy
 import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -27,16 +24,16 @@ BODY, HEAD, NORM = ("0.weight", "0.bias", "1.weight", "1.bias"), ("3.weight", "3
 ENGINES = pytest.mark.parametrize("engine", ["threads", "vmap"])
 
 
-def normed() -> nn.Module:
+def normed():
     return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4)).double()
 
 
-def federation() -> Federation:
+def federation():
     d = images((7, 20, 31))
     return Federation(d.x.double(), d.y, d.index, 4, d.relabel)
 
 
-def descend(model: nn.Module, x: torch.Tensor, y: torch.Tensor, names: tuple[str, ...], epochs: int) -> None:
+def descend(model, x, y, names, epochs):
     """Whole-batch SGD of the parameters `names`."""
     params = dict(model.named_parameters())
     optimizer = torch.optim.SGD([params[n] for n in names], LR)
@@ -46,7 +43,7 @@ def descend(model: nn.Module, x: torch.Tensor, y: torch.Tensor, names: tuple[str
         optimizer.step()
 
 
-def program(name: str, start: nn.Module, data: Federation) -> tuple[dict[str, torch.Tensor], list[nn.Module]]:
+def program(name, start, data):
     """The method by whole modules: the server's parameters and each client's model for evaluation."""
     private = {"lg_fedavg": BODY, "fedbn": NORM}.get(name, HEAD)
     shared = tuple(n for n in (*BODY, *HEAD) if n not in private)
@@ -54,7 +51,7 @@ def program(name: str, start: nn.Module, data: Federation) -> tuple[dict[str, to
     clients = [copy.deepcopy(start) for _ in range(3)]
     stays = name in ("lg_fedavg", "fedbn")  # batch norm's statistics
 
-    def receive(i: int) -> None:
+    def receive(i):
         clients[i].load_state_dict(server, strict=False)
 
     for cohort in COHORTS:
@@ -85,7 +82,7 @@ def program(name: str, start: nn.Module, data: Federation) -> tuple[dict[str, to
 
 @ENGINES
 @pytest.mark.parametrize("name", ["fedper", "lg_fedavg", "fedrep", "fedbabu", "fedbn"])
-def test_golden_presets(name: str, engine: str) -> None:
+def test_golden_presets(name, engine):
     """Three rounds, of which two lack somebody: the shared columns, the private ones and every client's own scores."""
     options = {"fedrep": {"private_epochs": 3}, "fedbabu": {"finetune_epochs": 4}}.get(name, {})
     alg, net, data = ALGORITHMS[name](**options), Net(normed, seed=5), federation()
@@ -101,14 +98,14 @@ def test_golden_presets(name: str, engine: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fedper", "fedrep", "fedbabu"])
-def test_the_kernels_of_a_chain_train_the_same(name: str) -> None:
+def test_the_kernels_of_a_chain_train_the_same(name):
     net, data = Net(lambda: tiny_model()().double()), federation()
     runs = [play(ALGORITHMS[name](), make_setting(net, data, TRAINING, 2, engine))[-1][0] for engine in ("threads", "chain")]
     for one, other in zip(runs[0].g.values(), runs[1].g.values(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
-def test_the_documents_fedper_is_ours() -> None:
+def test_the_documents_fedper_is_ours():
     theirs = runpy.run_path(str(ROOT / "examples" / "own_algorithm.py"))["FedPer"]
     s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4), 3)
     (one, done), (other, also) = (play(a, s, ids=lambda r: [0, r % 3] if r % 3 else [0])[-1] for a in (FedPer(), theirs()))
@@ -121,7 +118,7 @@ def test_the_documents_fedper_is_ours() -> None:
 @pytest.mark.parametrize(
     ("alg", "width"), [(FedPer(), 45), (FedRep(), 45), (FedBABU(), 45), (LGFedAvg(), 24), (FedBN(), 59), (Split(private="?.bias"), 55)]
 )
-def test_private_columns_never_travel(alg: Split, width: int) -> None:
+def test_private_columns_never_travel(alg, width):
     """Counted are the shared columns, and batch norm's statistics where they are averaged."""
     s = make_setting(Net(normed), federation(), TRAINING, 1)
     _, done = play(alg, s, ids=lambda _: [0, 2])[-1]
@@ -129,7 +126,7 @@ def test_private_columns_never_travel(alg: Split, width: int) -> None:
     assert done.bytes_down == done.bytes_up == 2 * 8 * (width + statistics)
 
 
-def test_with_everything_private_it_is_local_and_with_nothing_private_fedavg() -> None:
+def test_with_everything_private_it_is_local_and_with_nothing_private_fedavg():
     s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4), 3)
     with pytest.warns(UserWarning, match=r"^private: the whole model is private, so nothing is shared\.$"):
         alone = play(Split(private=("0.*", "2.*")), s)[-1][0]
@@ -139,7 +136,7 @@ def test_with_everything_private_it_is_local_and_with_nothing_private_fedavg() -
     assert torch.equal(all_of_it.g["x"], play(FedAvg(weighting="uniform"), s)[-1][0].g["x"]) and all_of_it.own["h"].shape == (3, 0)
 
 
-def test_a_frozen_part_never_moves_not_even_by_adamw() -> None:
+def test_a_frozen_part_never_moves_not_even_by_adamw():
     t = Training(lr=0.01, batch_size=4, local_optimizer="adamw", weight_decay=0.1, keep_moments=True)
     s = make_setting(Net(normed), federation(), t, 2)
     state = play(FedBABU(finetune_epochs=0), s)[-1][0]
@@ -151,7 +148,7 @@ def test_a_frozen_part_never_moves_not_even_by_adamw() -> None:
     assert torch.equal(state.g["x"], x) and (state.own["h"] != h).all()
 
 
-def test_heads_are_trained_before_bodies() -> None:
+def test_heads_are_trained_before_bodies():
     """FedRep's head has not seen the body that its own round makes; trained the other way round it would have."""
     s = make_setting(Net(tiny_model()), images(), TRAINING, 1)
     local, w0 = Local(s, torch.arange(3), 1, s.net.b0.expand(3, -1)), s.net.w0.expand(3, -1)
@@ -161,7 +158,7 @@ def test_heads_are_trained_before_bodies() -> None:
 
 
 @pytest.mark.parametrize("alg", [FedPer(), FedRep(), LGFedAvg(), FedBN()])
-def test_who_never_took_part_has_the_initial_private_part_and_others_statistics(alg: Split) -> None:
+def test_who_never_took_part_has_the_initial_private_part_and_others_statistics(alg):
     s = make_setting(Net(normed), federation(), TRAINING, 2)
     state = play(alg, s, ids=lambda _: [0, 2])[-1][0]
     view, local = views(alg, state, s, torch.tensor([1]))
@@ -171,7 +168,7 @@ def test_who_never_took_part_has_the_initial_private_part_and_others_statistics(
 
 
 @pytest.mark.parametrize("alg", [FedPer(), FedRep(), LGFedAvg(), FedBABU(), FedBN()])
-def test_a_newcomer_learns_its_own_part_and_gets_the_others(alg: Split) -> None:
+def test_a_newcomer_learns_its_own_part_and_gets_the_others(alg):
     data = federation()
     history = Simulation(alg, normed, data.subset([0, 1]), TRAINING, rounds=2, workers=1).run()
     state, everybody = with_one_more(alg, copied(history.state), history.model(0).net, 2)
@@ -187,28 +184,28 @@ def test_a_newcomer_learns_its_own_part_and_gets_the_others(alg: Split) -> None:
 # with batch norm, beside the table of contracts ------------------------------------------------------------------------
 
 
-def small_normed() -> nn.Module:
+def small_normed():
     return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 4))
 
 
-def test_the_contract_with_batch_norm() -> None:
+def test_the_contract_with_batch_norm():
     check(FedBN(), model=small_normed, data=images((10, 20, 31, 20)))  # no batch of a single sample
 
 
-def test_names_with_brackets_are_no_patterns() -> None:
+def test_names_with_brackets_are_no_patterns():
     class Odd(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.parts = nn.ModuleDict({"a[0]": nn.Linear(6, 5), "b": nn.Linear(5, 4)})
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return self.parts["b"](self.parts["a[0]"](x).tanh())  # type: ignore[no-any-return]
 
     net = Net(Odd)
     assert LGFedAvg().cut(net, net.w0)[1].shape == (35,) and FedPer().cut(net, net.w0)[1].shape == (24,)
 
 
-def test_memory_is_measured_whatever_is_private() -> None:
+def test_memory_is_measured_whatever_is_private():
     """The stand-in has other names than the model; it is not to be mistaken for it."""
     for alg, whole in ((Split(private="conv1.*"), False), (LGFedAvg(), True), (FedBN(), False)):
         with warnings.catch_warnings():
@@ -229,6 +226,6 @@ def test_memory_is_measured_whatever_is_private() -> None:
         (lambda: FedPer().init(Net(nn.Conv2d(1, 1, 1)), 3), "model: found no trainable head"),
     ],
 )
-def test_bad_options_are_one_sentence(make: Callable[[], object], word: str) -> None:
+def test_bad_options_are_one_sentence(make, word):
     with pytest.raises(ValueError, match=f"^{word}.*\\.$"):
         make()

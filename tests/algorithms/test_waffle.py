@@ -1,9 +1,6 @@
 """The laws of WAFFLE and SCAFFOLD, and their golden values; SCAFFOLD's own options are in test_scaffold.py."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -12,8 +9,7 @@ from doors import waffle_partition
 from hypothesis import given
 from hypothesis import strategies as st
 from methods import APFL, FedProx, LocalOnly, Scaffold, Waffle
-from small import Tensors, images, make_setting, play, quadratics, tiny_model
-from torch import Tensor
+from small import images, make_setting, play, quadratics, tiny_model
 
 from pflcore import Local, Net, Training, ops, step
 from pflcore.algorithms import Cohort, FedAvg
@@ -22,11 +18,11 @@ from pflcore.simulation.round import begin
 F64 = torch.float64
 
 
-def weights(d: list[float], omega: float, psi: float | None = None, target: int = 0, tie: str = "closed") -> list[float]:
+def weights(d, omega, psi=None, target=0, tie="closed"):
     return ops.waffle_weights(torch.tensor(d, dtype=F64), target, omega, psi, tie).tolist()
 
 
-def printed(d: list[float], omega: float, psi: float, target: int, eq3: bool = False) -> list[float]:
+def printed(d, omega, psi, target, eq3=False):
     """Algorithm 1, lines 3 to 9, as printed; with `eq3` the denominator of equation (3)."""
     others = [v for i, v in enumerate(d) if i != target]
     high, low = max(others), min(others)
@@ -37,14 +33,14 @@ def printed(d: list[float], omega: float, psi: float, target: int, eq3: bool = F
     return [v / sum(raw) for v in raw]
 
 
-def close(a: object, b: object, atol: float = 1e-9) -> None:
+def close(a, b, atol=1e-9):
     torch.testing.assert_close(torch.as_tensor(a, dtype=F64), torch.as_tensor(b, dtype=F64), rtol=0, atol=atol)
 
 
 # golden values --------------------------------------------------------------------------------------------------------------------
 
 
-def test_omega_is_the_papers_sigmoid() -> None:
+def test_omega_is_the_papers_sigmoid():
     golden = {1: 0.9583535249, 2: 0.9557228829, 10: 0.9282424577, 25: 0.8320183851, 50: 0.5, 51: 0.4840054591, 75: 0.1679816149}
     golden |= {80: 0.1278615663, 90: 0.0717575423, 94: 0.0564656650, 95: 0.0531511364, 100: 0.0391657228}
     for r, value in golden.items():
@@ -68,11 +64,11 @@ def test_omega_is_the_papers_sigmoid() -> None:
         (1.50, 1.5, [0.2975206612, 0.3223140496, 0.2561983471, 0.1239669421]),
     ],
 )
-def test_golden_weights(omega: float, psi: float | None, expected: list[float]) -> None:
+def test_golden_weights(omega, psi, expected):
     close(weights([0, 1, 2, 4], omega, psi), expected)
 
 
-def test_golden_weights_of_the_edge_cases() -> None:
+def test_golden_weights_of_the_edge_cases():
     close(weights([0, 0, 2, 4], 0.5), [0.5, 0.5, 0, 0])
     close(weights([0, 0, 0], 0.5), [1 / 3] * 3)
     for omega, expected in ((0.9, [0.5265957447, 0.4734042553]), (0.5, [0.75, 0.25]), (0.2, [1, 0])):
@@ -86,13 +82,13 @@ class FixedDistances(Waffle):
 
     d: tuple[float, ...] = ()
 
-    def client(self, down: Tensors, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
+    def client(self, down, own, local):
         delta = torch.zeros(len(local.ids), local.net.size, dtype=F64)
         delta[:, 0] = torch.tensor([self.d[i] for i in local.ids.tolist()], dtype=F64)
         return own, {"delta": delta, "control": delta}
 
 
-def sequence(d: list[float], rounds: int, upto: int | None = None, **options: object) -> list[tuple[list[float], list[float]]]:
+def sequence(d, rounds, upto=None, **options):
     """The unsmoothed and the smoothed weights of each round."""
     net, data = quadratics(torch.ones(len(d), 1), torch.zeros(len(d), 1))
     alg = FixedDistances(d=tuple(d), **options)  # type: ignore[arg-type]
@@ -100,7 +96,7 @@ def sequence(d: list[float], rounds: int, upto: int | None = None, **options: ob
     return [(s.g["history"][0].tolist(), s.g["weights"].tolist()) for s, _ in found]
 
 
-def test_golden_weights_with_another_target_and_a_history() -> None:
+def test_golden_weights_with_another_target_and_a_history():
     net, _ = quadratics(torch.ones(5, 1), torch.zeros(5, 1))
     alg = FixedDistances(target=2, d=(3, 1.5, 0, 0.5, 6))
     cohort = Cohort(torch.arange(5), torch.full((5,), 0.2, dtype=F64), torch.ones(5), 5, 40, 100)
@@ -110,7 +106,7 @@ def test_golden_weights_with_another_target_and_a_history() -> None:
     close(smooth, [0.1655011976, 0.2116084131, 0.2472104991, 0.2423465568, 0.1333333333])
 
 
-def test_golden_sequence_of_weights() -> None:
+def test_golden_sequence_of_weights():
     found = sequence([0, 1, 2, 4], 20)
     golden = {
         1: ([0.3809709123, 0.3756945950, 0.2433344927, 0], [0.2936569708, 0.2918981983, 0.2477781642, 0.1666666667]),
@@ -128,7 +124,7 @@ def test_golden_sequence_of_weights() -> None:
         close(found[r - 1][1], smooth)
 
 
-def test_golden_sequence_from_other_histories() -> None:
+def test_golden_sequence_from_other_histories():
     zeros = sequence([0, 1, 2, 4], 20, 3, history_init="zeros")
     close(zeros[0][1], [0.1269903041, 0.1252315317, 0.0811114976, 0])
     close(zeros[1][1], [0.2547406528, 0.2505564639, 0.1613695499, 0])
@@ -138,7 +134,7 @@ def test_golden_sequence_from_other_histories() -> None:
     close(replicate[1][1], (2 * torch.tensor(replicate[0][0], dtype=F64) + torch.tensor(replicate[1][0], dtype=F64)) / 3)
 
 
-def test_golden_sequence_where_the_last_rounds_are_local_by_rule() -> None:
+def test_golden_sequence_where_the_last_rounds_are_local_by_rule():
     found = sequence([0, 1, 2, 4], 20, do=0.5)
     close(found[17][0], [0.5968019529, 0.4031980471, 0, 0])
     close(found[17][1], [0.5893495288, 0.4067876387, 0.0038628325, 0])
@@ -147,7 +143,7 @@ def test_golden_sequence_where_the_last_rounds_are_local_by_rule() -> None:
     assert found[18][0] == found[19][0] == [1, 0, 0, 0]
 
 
-def test_golden_profile_of_ten_clients() -> None:
+def test_golden_profile_of_ten_clients():
     found = [a for a, _ in sequence([0, 1, 1.6, 2.1, 2.4, 2.5, 2.4, 2.1, 1.6, 1], 100, 75)]
     side = [0.2127063091, 0.1238620997, 0.0498252586, 0.0054031539]
     close(found[0], [0.2164063573, *side, 0, *side[::-1]])
@@ -157,7 +153,7 @@ def test_golden_profile_of_ten_clients() -> None:
 
 
 @pytest.mark.parametrize("rounds", range(1, 120))
-def test_the_last_rounds_begin_at_95_percent(rounds: int) -> None:
+def test_the_last_rounds_begin_at_95_percent(rounds):
     assert [20 * r >= 19 * rounds for r in range(1, rounds + 1)] == [r >= 0.95 * rounds for r in range(1, rounds + 1)]
 
 
@@ -166,7 +162,7 @@ QUADRATIC = (torch.tensor([[1.0], [2], [0.5]]), torch.tensor([[1.0], [-2], [0.5]
 
 @pytest.mark.parametrize("option", ["mean_grad", "II"])
 @pytest.mark.parametrize("engine", ["threads", "vmap"])
-def test_golden_waffle_from_end_to_end(option: str, engine: str) -> None:
+def test_golden_waffle_from_end_to_end(option, engine):
     net, data = quadratics(*QUADRATIC)
     for mode, golden_x, golden_c in (
         ("recompute", [-0.0670122590, -0.1229759256, -0.0799527209], [0.3350612948, -0.1885619720, -0.0655578804]),
@@ -187,14 +183,14 @@ def test_golden_waffle_from_end_to_end(option: str, engine: str) -> None:
 # law 1 and 2: what a control variate is ----------------------------------------------------------------------------------------------
 
 
-def control_state(alg: Scaffold, net: Net, n: int, seed: int = 3) -> tuple[Tensor, Tensor]:
+def control_state(alg, net, n, seed=3):
     """Control variates that are not zero: c [P] and c_i [N, P]."""
     gen = torch.Generator().manual_seed(seed)
     return 0.1 * torch.randn(net.size, generator=gen), 0.1 * torch.randn(n, net.size, generator=gen)
 
 
 @pytest.mark.parametrize("engine", ["threads", "vmap"])
-def test_law_1_the_new_control_variate_is_the_mean_minibatch_gradient(engine: str) -> None:
+def test_law_1_the_new_control_variate_is_the_mean_minibatch_gradient(engine):
     net, data = Net(tiny_model()), images()
     s = make_setting(net, data, Training(lr=0.1, batch_size=8, epochs=2), engine=engine)
     c, ci = control_state(Scaffold(), net, 3)
@@ -205,7 +201,7 @@ def test_law_1_the_new_control_variate_is_the_mean_minibatch_gradient(engine: st
         found[option] = own["c"]
         torch.testing.assert_close(up["control"], own["c"] - ci)
 
-    def update(rows: Tensors, grad: Callable[..., Tensor], k: int) -> Tensors:
+    def update(rows, grad, k):
         g = grad(rows["w"])
         return {"w": rows["w"] - 0.1 * (g - rows["ci"] + rows["c"]), "sum": rows["sum"] + g, "steps": rows["steps"] + 1}
 
@@ -216,7 +212,7 @@ def test_law_1_the_new_control_variate_is_the_mean_minibatch_gradient(engine: st
     assert end["steps"][:, 0].tolist() == [2, 6, 8]
 
 
-def test_law_2_an_update_is_the_change_of_the_control_variate() -> None:
+def test_law_2_an_update_is_the_change_of_the_control_variate():
     net, data = Net(tiny_model()), images((20, 17, 20))
     lr, K = 0.1, 6  # 2 epochs of 3 batches
     s = make_setting(net, data, Training(lr=lr, batch_size=8, epochs=2))
@@ -232,7 +228,7 @@ def test_law_2_an_update_is_the_change_of_the_control_variate() -> None:
 
 
 @pytest.mark.parametrize("option", ["mean_grad", "II", "I"])
-def test_law_3_c_is_the_mean_of_the_clients_c(option: str) -> None:
+def test_law_3_c_is_the_mean_of_the_clients_c(option):
     net, data = Net(tiny_model()), images((7, 20, 31, 12))
     s = make_setting(net, data, Training(lr=0.1, batch_size=8), rounds=6)
     cohorts = [[0, 1, 2, 3], [1], [0, 3], [1, 2, 3], [2], [0, 1, 2, 3]]
@@ -240,7 +236,7 @@ def test_law_3_c_is_the_mean_of_the_clients_c(option: str) -> None:
         torch.testing.assert_close(state.g["c"], state.own["c"].mean(0), rtol=1e-5, atol=1e-6)
 
 
-def test_law_3_the_first_round_is_uniform_fedavg() -> None:
+def test_law_3_the_first_round_is_uniform_fedavg():
     net, data = Net(tiny_model()), images()
     s = make_setting(net, data, Training(lr=0.1, batch_size=8))
     assert torch.equal(play(Scaffold(), s)[0][0].g["x"], play(FedAvg(weighting="uniform"), s)[0][0].g["x"])
@@ -255,7 +251,7 @@ class Forced(Waffle):
 
     even: int = 0
 
-    def mixing(self, g: Tensors, up: Tensors, cohort: Cohort) -> tuple[Tensor, Tensor]:
+    def mixing(self, g, up, cohort):
         w = torch.full((cohort.n,), 1 / cohort.n, dtype=F64)
         if cohort.round > self.even:
             w = torch.nn.functional.one_hot(torch.tensor(self.target), cohort.n).double()
@@ -263,7 +259,7 @@ class Forced(Waffle):
 
 
 @pytest.mark.parametrize("mode", ["recompute", "literal"])
-def test_law_4_even_weights_are_scaffold(mode: str) -> None:
+def test_law_4_even_weights_are_scaffold(mode):
     net, data = Net(tiny_model()), images()
     s = make_setting(net, data, Training(lr=0.1, batch_size=8), rounds=5)
     ours, theirs = play(Forced(even=5, control_agg=mode), s), play(Scaffold(), s)  # type: ignore[arg-type]
@@ -273,7 +269,7 @@ def test_law_4_even_weights_are_scaffold(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["recompute", "literal"])
-def test_law_4_all_weight_on_the_target_is_its_local_training(mode: str) -> None:
+def test_law_4_all_weight_on_the_target_is_its_local_training(mode):
     net, data = Net(tiny_model()), images()
     s = make_setting(net, data, Training(lr=0.1, batch_size=8), rounds=5)
     ours, alone = play(Forced(target=1, control_agg=mode), s), play(LocalOnly(), s)  # type: ignore[arg-type]
@@ -282,11 +278,11 @@ def test_law_4_all_weight_on_the_target_is_its_local_training(mode: str) -> None
         torch.testing.assert_close(a.g["c"], a.own["c"][1], rtol=1e-5, atol=1e-6)
 
 
-def test_law_4_a_change_of_weights_leaves_its_mark_on_literal_c_only() -> None:
+def test_law_4_a_change_of_weights_leaves_its_mark_on_literal_c_only():
     net, data = Net(tiny_model()), images()
     s = make_setting(net, data, Training(lr=0.1, batch_size=8), rounds=8)
 
-    def gaps(mode: str) -> list[float]:
+    def gaps(mode):
         return [float((st.g["c"] - st.own["c"][0]).norm()) for st, _ in play(Forced(even=4, control_agg=mode), s)]  # type: ignore[arg-type]
 
     recompute, literal = gaps("recompute"), gaps("literal")
@@ -299,7 +295,7 @@ def test_law_4_a_change_of_weights_leaves_its_mark_on_literal_c_only() -> None:
 
 
 @st.composite
-def distances(draw: st.DrawFn) -> list[float]:
+def distances(draw):
     """Distances of 3 to 12 clients with relative gaps of at least 1e-3; the target, 0, anywhere."""
     n = draw(st.integers(2, 11))
     steps = draw(st.lists(st.floats(1e-3, 1), min_size=n, max_size=n))
@@ -312,20 +308,20 @@ def distances(draw: st.DrawFn) -> list[float]:
 
 
 @given(distances(), st.floats(0.01, 1), st.floats(0.01, 3))
-def test_law_5_the_closed_form_is_the_printed_one(d: list[float], omega: float, psi: float) -> None:
+def test_law_5_the_closed_form_is_the_printed_one(d, omega, psi):
     target = d.index(0)
     close(weights(d, omega, psi, target), printed(d, omega, psi, target), atol=1e-11)
     assert printed(d, omega, psi, target) == printed(d, omega, psi, target, eq3=True)
 
 
 @given(distances(), st.floats(1.001, 3), st.floats(0.01, 3))
-def test_law_5_above_one_line_6_holds(d: list[float], omega: float, psi: float) -> None:
+def test_law_5_above_one_line_6_holds(d, omega, psi):
     target = d.index(0)
     close(weights(d, omega, psi, target), printed(d, omega, psi, target), atol=1e-11)
 
 
 @given(distances(), st.floats(0.01, 1), st.randoms(use_true_random=False))
-def test_law_6_shape_of_the_weights(d: list[float], omega: float, random: object) -> None:
+def test_law_6_shape_of_the_weights(d, omega, random):
     target = d.index(0)
     a = weights(d, omega, target=target)
     assert math.fsum(a) == pytest.approx(1, abs=1e-12)
@@ -338,7 +334,7 @@ def test_law_6_shape_of_the_weights(d: list[float], omega: float, random: object
 
 
 @given(st.lists(distances(), min_size=1, max_size=1), st.integers(1, 30))
-def test_law_6_smoothed_weights_sum_to_one(one: list[list[float]], rounds: int) -> None:
+def test_law_6_smoothed_weights_sum_to_one(one, rounds):
     d = one[0]
     for _, smooth in sequence(d, rounds, min(rounds, 4), target=d.index(0)):
         assert math.fsum(smooth) == pytest.approx(1, abs=1e-12)
@@ -350,13 +346,13 @@ def test_law_6_smoothed_weights_sum_to_one(one: list[list[float]], rounds: int) 
 @pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize("tie", ["closed", "uniform"])
 @pytest.mark.parametrize("d", [[0], [0, 5], [0, 0], [0, 3, 3, 3], [0, 0, 0], [0, 0, 3], [5, 5, 0]])
-def test_law_7_no_nan(d: list[float], tie: str, rounds: int) -> None:
+def test_law_7_no_nan(d, tie, rounds):
     for alone, smooth in sequence(d, rounds, target=d.index(0), tie=tie):
         assert math.fsum(alone) == pytest.approx(1) and math.fsum(smooth) == pytest.approx(1)
         assert all(v >= 0 for v in alone + smooth)
 
 
-def test_law_7_no_globality_left_is_the_target_alone() -> None:
+def test_law_7_no_globality_left_is_the_target_alone():
     assert sequence([0, 1, 2], 10, 1, omega=lambda r, n: 0.0)[0][0] == [1, 0, 0]
     assert sequence([2, 0, 1], 10, 1, target=1, psi=lambda r, n: 0.0)[0][0] == [0, 1, 0]
 
@@ -367,7 +363,7 @@ class Broken(Waffle):
 
     who: int = 2
 
-    def client(self, down: Tensors, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
+    def client(self, down, own, local):
         new, up = super().client(down, own, local)
         if local.round == 2:
             up["delta"][local.ids == self.who] = math.nan
@@ -375,7 +371,7 @@ class Broken(Waffle):
 
 
 @pytest.mark.parametrize("mode", ["recompute", "literal"])
-def test_law_7_a_broken_client_is_out_of_the_round(mode: str) -> None:
+def test_law_7_a_broken_client_is_out_of_the_round(mode):
     net, data = Net(tiny_model()), images((7, 20, 31, 12))
     s = make_setting(net, data, Training(lr=0.1, batch_size=8), rounds=10)
     (one, _), (two, done), (three, _) = play(Broken(control_agg=mode), s, 3)  # type: ignore[arg-type]
@@ -390,7 +386,7 @@ def test_law_7_a_broken_client_is_out_of_the_round(mode: str) -> None:
     assert three.g["weights"][2] > 0  # no ban
 
 
-def test_law_7_without_the_target_the_round_is_void() -> None:
+def test_law_7_without_the_target_the_round_is_void():
     net, data = Net(tiny_model()), images()
     s = make_setting(net, data, Training(lr=0.1, batch_size=8), rounds=10)
     (one, _), (two, done) = play(Broken(who=0), s, 2)
@@ -401,7 +397,7 @@ def test_law_7_without_the_target_the_round_is_void() -> None:
 # law 9: limits of the others -------------------------------------------------------------------------------------------------------------
 
 
-def test_law_9_fedprox() -> None:
+def test_law_9_fedprox():
     net, data = Net(tiny_model()), images()
     s = make_setting(net, data, Training(lr=0.1, batch_size=8, epochs=2), rounds=3)
     for (a, _), (b, _) in zip(play(FedProx(mu=0.0), s), play(FedAvg(), s), strict=True):
@@ -411,14 +407,14 @@ def test_law_9_fedprox() -> None:
     close(torch.cat(golden), [1.4, 1.7, 1.925])
 
 
-def test_law_9_fedavg_weighs_by_samples() -> None:
+def test_law_9_fedavg_weighs_by_samples():
     cohort = Cohort(torch.arange(3), torch.tensor([0.1, 0.3, 0.6], dtype=F64), torch.tensor([10, 30, 60]), 3, 1, 1)
     up = {"delta": torch.tensor([[1.0], [2.0], [4.0]], dtype=F64)}
     close(FedAvg().server({"x": torch.zeros(1, dtype=F64)}, up, cohort)["x"], [3.1])
 
 
 @pytest.mark.parametrize("mix", ["weights", "logits"])
-def test_law_9_apfl(mix: str) -> None:
+def test_law_9_apfl(mix):
     net, data = Net(tiny_model()), images()
     s = make_setting(net, data, Training(lr=0.1, batch_size=8, epochs=2), rounds=3)
     fedavg, local = play(FedAvg(weighting="uniform"), s), play(LocalOnly(), s)
@@ -434,7 +430,7 @@ def test_law_9_apfl(mix: str) -> None:
 
 
 @pytest.mark.parametrize("base", ["A", "B", "C"])
-def test_law_10_the_papers_partitions(base: str) -> None:
+def test_law_10_the_papers_partitions(base):
     labels = torch.arange(10).repeat_interleave(torch.tensor([40, 41, 43, 40, 47, 40, 44, 40, 52, 40]))
     left, right = (waffle_partition(labels, 10, base=base, roll=roll) for roll in ("left", "right"))
     for part in (left, right):
@@ -449,7 +445,7 @@ def test_law_10_the_papers_partitions(base: str) -> None:
 # law 11: which c reaches the target's optimum --------------------------------------------------------------------------------------------
 
 
-def test_law_11_only_recompute_reaches_the_targets_optimum() -> None:
+def test_law_11_only_recompute_reaches_the_targets_optimum():
     gen = torch.Generator().manual_seed(0)
     a, b = 0.5 + torch.rand(6, 3, generator=gen), torch.randn(6, 3, generator=gen)
     net, data = quadratics(a, b)
@@ -466,11 +462,11 @@ def test_law_11_only_recompute_reaches_the_targets_optimum() -> None:
 # options ----------------------------------------------------------------------------------------------------------------------------------
 
 
-def test_distance_options() -> None:
+def test_distance_options():
     net, data = Net(tiny_model()), images((8, 16, 24, 32))
     s = make_setting(net, data, Training(lr=0.05, batch_size=8), rounds=10)
 
-    def first(**options: object) -> Tensor:
+    def first(**options):
         return play(Waffle(**options), s, 1)[0][0].g["history"][0]  # type: ignore[arg-type]
 
     raw = first(distance_on="raw_grad")
@@ -480,7 +476,7 @@ def test_distance_options() -> None:
     torch.testing.assert_close(raw, first(distance_on="raw_grad", control_agg="literal"))
 
 
-def test_bad_options_and_a_warning() -> None:
+def test_bad_options_and_a_warning():
     for bad in (
         {"target": -1},
         {"control_agg": "x"},
@@ -504,7 +500,7 @@ def test_bad_options_and_a_warning() -> None:
         begin(Waffle(target=3), net, data.n)
 
 
-def test_a_target_who_is_not_asked_makes_a_plain_error() -> None:
+def test_a_target_who_is_not_asked_makes_a_plain_error():
     net, data = Net(tiny_model()), images()
     s = make_setting(net, data, Training(batch_size=8))
     state = begin(Waffle(target=2), net, 3)

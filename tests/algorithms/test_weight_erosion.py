@@ -1,18 +1,14 @@
 """Weight Erosion: golden values, and law 8 of the WAFFLE family."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from methods import LocalOnly, WeightErosion
-from small import Tensors, images, make_setting, play, quadratics, tiny_model
-from torch import Tensor
+from small import images, make_setting, play, quadratics, tiny_model
 
 from pflcore import Local, Net, Training
 from pflcore.algorithms import Cohort, FedAvg
@@ -27,12 +23,12 @@ class FixedUpdates(WeightErosion):
 
     updates: tuple[tuple[float, ...], ...] = ()
 
-    def client(self, down: Tensors, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
+    def client(self, down, own, local):
         up = super().client(down, own, local)[1]
         return own, {**up, "delta": torch.tensor(self.updates, dtype=F64)[local.ids]}
 
 
-def eroded(updates: tuple[tuple[float, ...], ...], sizes: tuple[int, ...], rounds: int, **options: Any) -> list[tuple[list[float], Tensor]]:
+def eroded(updates, sizes, rounds, **options):
     """alpha and the mean update of each round."""
     net = (
         Net(torch.nn.Linear(2, len(updates[0]) // 2, bias=False, dtype=F64))
@@ -67,14 +63,14 @@ UPDATES = ((3.0, 4.0), (3.0, 4.5), (0.0, 0.0), (-3.0, -4.0))
         (0.0, {3: ([1, 0.97, 0.7, 0.4], [1.5342019544, 2.2035830619]), 5: ([1, 0.95, 0.5, 0], [2.3877551020, 3.3775510204])}),
     ],
 )
-def test_golden_rounds(p_s: float, golden: dict[int, tuple[list[float], list[float]]]) -> None:
+def test_golden_rounds(p_s, golden):
     found = eroded(UPDATES, (100, 100, 64, 100), 5, p_d=0.1, p_s=p_s)
     for r, (alpha, mean) in golden.items():
         assert found[r - 1][0] == pytest.approx(alpha, abs=1e-12)
         assert found[r - 1][1].tolist() == pytest.approx(mean, abs=1e-9)
 
 
-def test_passes_are_counted_in_the_chosen_unit() -> None:
+def test_passes_are_counted_in_the_chosen_unit():
     sizes = (100, 33, 1000)
     net, data = Net(tiny_model(2, 1)), images(sizes, shape=(2,), classes=1)
     s = make_setting(net, data, Training(batch_size=32, epochs=3))
@@ -84,7 +80,7 @@ def test_passes_are_counted_in_the_chosen_unit() -> None:
         assert WeightErosion(size_unit=unit).client(down, {}, local)[1]["passes"].tolist() == expected  # type: ignore[arg-type]
 
 
-def test_law_8_weights_fall_and_the_targets_stays() -> None:
+def test_law_8_weights_fall_and_the_targets_stays():
     net, data = Net(tiny_model()), images((9, 20, 31, 12))
     s = make_setting(net, data, Training(lr=0.1, batch_size=8), 6)
     for p_d in (None, 0.05):
@@ -97,7 +93,7 @@ def test_law_8_weights_fall_and_the_targets_stays() -> None:
         assert before.min() < 0.9
 
 
-def test_law_8_between_fedavg_and_local_training() -> None:
+def test_law_8_between_fedavg_and_local_training():
     net, data = Net(tiny_model()), images()
     s = make_setting(net, data, Training(lr=0.1, batch_size=8), 4)
     for (a, _), (b, _) in zip(play(WeightErosion(p_d=0.0), s), play(FedAvg(weighting="uniform"), s), strict=True):
@@ -107,7 +103,7 @@ def test_law_8_between_fedavg_and_local_training() -> None:
 
 
 @given(st.lists(st.tuples(*[st.floats(-10, 10)] * 2), min_size=1, max_size=6), st.sampled_from([0.0, 1e-3, 0.3, 1e12]), st.floats(0, 3))
-def test_any_updates_give_weights(updates: list[tuple[float, ...]], p_d: float, p_s: float) -> None:
+def test_any_updates_give_weights(updates, p_d, p_s):
     alg, n = WeightErosion(p_d=p_d, p_s=p_s), len(updates)
     g = begin(alg, Net(torch.nn.Linear(2, 1, bias=False, dtype=F64)), n).g
     delta = torch.tensor(updates, dtype=F64)
@@ -118,14 +114,14 @@ def test_any_updates_give_weights(updates: list[tuple[float, ...]], p_d: float, 
     assert torch.equal(alpha == 1, ((delta == delta[0]).all(1)) | (p_d == 0) | (alpha == 1))
 
 
-def test_a_target_that_stands_still() -> None:
+def test_a_target_that_stands_still():
     """|delta_target| = 0: who stands still too keeps its weight, everybody else loses it all, unless nothing erodes."""
     still = ((0.0, 0.0), (0.0, 0.0), (1.0, 0.0))
     for p_d, expected in ((0.1, [1, 1, 0]), (0.0, [1, 1, 1]), (None, [1, 1, 1])):
         assert eroded(still, (10, 10, 10), 1, p_d=p_d)[0][0] == expected
 
 
-def test_calibrated_the_median_client_erodes_at_80_percent() -> None:
+def test_calibrated_the_median_client_erodes_at_80_percent():
     """Constant relative distances 1, 2, 3: the median's weight runs out after 0.8 R rounds, the nearest's lasts."""
     updates = ((1.0, 0.0), (2.0, 0.0), (3.0, 0.0), (4.0, 0.0))
     found = [alpha for alpha, _ in eroded(updates, (10, 10, 10, 10), 40)]
@@ -138,21 +134,21 @@ def test_calibrated_the_median_client_erodes_at_80_percent() -> None:
 class Broken(WeightErosion):
     """Client 1 sends NaN in round 2."""
 
-    def client(self, down: Tensors, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
+    def client(self, down, own, local):
         new, up = super().client(down, own, local)
         if local.round == 2:
             up["delta"][local.ids == 1] = math.nan
         return new, up
 
 
-def test_those_present_share_the_whole_weight() -> None:
+def test_those_present_share_the_whole_weight():
     alg, one = WeightErosion(p_d=0.0), quadratics(torch.ones(3, 1), torch.zeros(3, 1))[0]
     cohort = Cohort(torch.tensor([0, 2]), torch.tensor([0.5, 0.5], dtype=F64), torch.ones(2), 3, 1, 10)
     up = {"delta": torch.tensor([[1.0], [3.0]], dtype=F64), "passes": torch.zeros(2, dtype=torch.long)}
     assert alg.server(begin(alg, one, 3).g, up, cohort)["x"].tolist() == [2.0]
 
 
-def test_an_absent_client_keeps_its_weight() -> None:
+def test_an_absent_client_keeps_its_weight():
     net, data = Net(tiny_model()), images()
     (one, _), (two, done), (three, _) = play(Broken(p_d=0.05), make_setting(net, data, Training(lr=0.1, batch_size=8), 3))
     assert done.dropped == [1] and two.g["alpha"][1] == one.g["alpha"][1] and two.g["alpha"][2] < one.g["alpha"][2]
@@ -163,7 +159,7 @@ def test_an_absent_client_keeps_its_weight() -> None:
     assert torch.equal(two.g["x"], without[1][0].g["x"])  # those who are there share the whole weight
 
 
-def test_bad_options() -> None:
+def test_bad_options():
     for bad in ({"target": -1}, {"p_d": -0.1}, {"p_d": math.nan}, {"p_s": -1.0}, {"size_unit": "rows"}):
         with pytest.raises(ValueError, match=f"^{next(iter(bad))}: expected"):
             WeightErosion(**bad)  # type: ignore[arg-type]

@@ -1,9 +1,6 @@
 """`--target all`: a run for each client, as one run of the record; and algorithms from outside on the command line."""
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -27,7 +24,7 @@ class Half(FedAvg):
 '''
 
 
-def test_a_run_for_each_client(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_for_each_client(tmp_path, capsys):
     assert main(["compare", "--algorithms", "waffle", "fedavg", "--target", "all", *DATA, "--out", str(tmp_path)]) == 0
     assert "Made for each client in a run of its own: waffle." in capsys.readouterr().out
     each, shared = read(tmp_path)
@@ -37,7 +34,7 @@ def test_a_run_for_each_client(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert each.sent()[-1] == 3 * 2 * shared.sent()[-1]  # three runs, and two rows each way
 
 
-def test_an_algorithm_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_algorithm_from_outside(tmp_path, monkeypatch, capsys):
     pytest.importorskip("sklearn")
     (tmp_path / "an_algorithm_of_mine.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)

@@ -1,9 +1,6 @@
 """What people bring: arrays of any memory, files as other programs write them, ids of every kind."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,23 +14,23 @@ X, Y = np.arange(24, dtype=np.float32).reshape(8, 3), np.array([0, 1] * 4)
 
 
 @pytest.mark.parametrize("x", [X[::-1][::-1], X.astype(">f4"), X[:, ::-1][:, ::-1], np.asfortranarray(X)], ids=["back", "big", "rows", "f"])
-def test_arrays_of_any_memory(x: Any) -> None:
+def test_arrays_of_any_memory(x):
     for given in (x, x[::-1]):
         fed = Federation.from_arrays([(given, Y)])
         assert fed.x.tolist() == given.tolist()
 
 
 @pytest.mark.parametrize("kind", [str, object])
-def test_words_in_an_array_are_named(kind: type) -> None:
+def test_words_in_an_array_are_named(kind):
     with pytest.raises(TypeError, match=r"a sample is a .*: turn it into numbers first"):
         Federation.from_arrays([(X, np.array(["cat", "dog"] * 4, dtype=kind))])
 
 
-def test_clients_from_a_generator() -> None:
+def test_clients_from_a_generator():
     assert Federation.from_arrays((X, Y) for _ in range(3)).n == 3
 
 
-def test_test_samples_of_ones_own_are_neither_lost_nor_dealt_anew() -> None:
+def test_test_samples_of_ones_own_are_neither_lost_nor_dealt_anew():
     clients = [{"train": (X, Y), "test": (X, Y)}]
     with pytest.raises(ValueError, match="client 0 brings test samples of its own: leave test out"):
         Federation.from_arrays(clients, test=[(X, Y)])
@@ -42,7 +39,7 @@ def test_test_samples_of_ones_own_are_neither_lost_nor_dealt_anew() -> None:
 
 
 @pytest.mark.parametrize("seed", [None, 1.7, -1, 2**32])
-def test_a_seed_is_one_that_repeats(seed: Any) -> None:
+def test_a_seed_is_one_that_repeats(seed):
     fed = Federation.from_arrays([(X, Y)])
     calls = (
         lambda: fed.split_samples({"train": 0.5, "test": 0.5}, seed=seed),
@@ -59,23 +56,23 @@ def test_a_seed_is_one_that_repeats(seed: Any) -> None:
 
 
 @pytest.mark.parametrize("clients", [[0.9, 1], [False, True], torch.tensor([True, False]), ["a"], [[0]]])
-def test_clients_are_chosen_by_number(clients: Any) -> None:
+def test_clients_are_chosen_by_number(clients):
     with pytest.raises(ValueError, match=r"clients must be distinct ids in 0\.\.1, at least one, got "):
         Federation.from_arrays([(X, Y), (X, Y)]).subset(clients)
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
+def test_numbers_of_numpy_are_numbers():
     fed = Federation.from_arrays([(X, Y)] * 4)
     assert [len(g) for g in fed.split_clients(np.int64(2), np.int64(1), np.int64(1))] == [2, 1, 1]
     assert fed.subset(np.array([2, 0])).n == 2 and fed.subset([torch.tensor(3)]).n == 1
 
 
-def test_a_share_is_what_it_says_in_decimals() -> None:
+def test_a_share_is_what_it_says_in_decimals():
     fed = Federation.from_arrays([(np.zeros((100, 1), np.float32), np.zeros(100, np.int64))])
     assert [int(fed.keep(f).size()[0]) for f in (0.07, 0.55, 0.071, 1e-12)] == [7, 55, 8, 1]
 
 
-def test_labels_and_ids_that_cannot_be() -> None:
+def test_labels_and_ids_that_cannot_be():
     with pytest.raises(ValueError, match=r"y must hold labels in 0\.\.1, got -1"):
         Federation.from_arrays([(X, np.full(8, -1))])
     with pytest.raises(ValueError, match=r"classes: expected a whole number, or None for regression, got 3\.0"):
@@ -85,8 +82,8 @@ def test_labels_and_ids_that_cannot_be() -> None:
 
 
 # files -------------------------------------------------------------------------------------------------------------
-def test_a_header_is_known_and_columns_agree(tmp_path: Any) -> None:
-    def made(**files: str | bytes) -> Any:
+def test_a_header_is_known_and_columns_agree(tmp_path):
+    def made(**files):
         at = tmp_path / f"{len(list(tmp_path.iterdir()))}"
         at.mkdir()
         for name, text in files.items():
@@ -106,13 +103,13 @@ def test_a_header_is_known_and_columns_agree(tmp_path: Any) -> None:
         folder(made(a="é,g,y\n".encode("latin-1") + rows.encode()))
 
 
-def test_arrays_in_a_file_are_numbers(tmp_path: Any) -> None:
+def test_arrays_in_a_file_are_numbers(tmp_path):
     np.savez(tmp_path / "a.npz", x=X, y=np.array(["cat"] * 8))
     with pytest.raises(OSError, match="must hold arrays of numbers, got <U3 in y"):
         folder(tmp_path)
 
 
-def test_a_user_without_test_samples(tmp_path: Any) -> None:
+def test_a_user_without_test_samples(tmp_path):
     for split, of in (("train", ["u", "v"]), ("test", ["u", "v"])):
         data = {u: {"x": [[1.0, 2.0]], "y": [1]} if (u, split) != ("v", "test") else {"x": [], "y": []} for u in of}
         (tmp_path / split).mkdir()

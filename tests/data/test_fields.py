@@ -1,7 +1,5 @@
 """Inputs of several tensors, and sequences of several lengths: what the model and the loss get of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -11,7 +9,6 @@ import torch.nn.functional as F
 from doors import IGNORED
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from pflcore import Federation, Local, Net, Simulation, Training, evaluate
 from pflcore.data import padded
@@ -25,11 +22,11 @@ WORDS, STEPS, CLASSES = 11, 6, 3
 class Tagger(nn.Module):
     """A class for every step; the mask keeps padding out of the context."""
 
-    def __init__(self, per_step: bool) -> None:
+    def __init__(self, per_step):
         super().__init__()
         self.embed, self.head, self.per_step = nn.Embedding(WORDS, 4), nn.Linear(5, CLASSES), per_step
 
-    def forward(self, x: dict[str, Tensor]) -> Tensor:
+    def forward(self, x):
         assert x["tokens"].dtype == torch.int64 and x["mask"].dtype == torch.bool and x["age"].dtype == torch.float32
         mask = x["mask"].float()[..., None]
         z = self.embed(x["tokens"]) * mask
@@ -40,7 +37,7 @@ class Tagger(nn.Module):
         return self.head(every).movedim(-1, 1)  # [B, C, T]
 
 
-def sequences(n: int, gen: torch.Generator) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+def sequences(n, gen):
     """Fields, a label of each sequence, and one of each step."""
     length = torch.randint(1, STEPS + 1, (n,), generator=gen)
     tokens, mask = padded([torch.randint(1, WORDS, (int(t),), generator=gen) for t in length], length=STEPS)
@@ -48,21 +45,21 @@ def sequences(n: int, gen: torch.Generator) -> tuple[dict[str, Tensor], Tensor, 
     return fields, tokens.sum(1) % CLASSES, tokens % CLASSES
 
 
-def federation(per_step: bool, clients: int = 4) -> Federation:
+def federation(per_step, clients=4):
     gen = torch.Generator().manual_seed(3)
     made = [sequences(8 + 3 * i, gen) for i in range(clients)]
     return Federation.from_arrays([(x, steps if per_step else y) for x, y, steps in made], test_fraction=0.25)
 
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=7), min_size=1, max_size=5), st.integers(1, 9))
-def test_padded_rows_hold_the_sequences(rows: list[list[int]], length: int) -> None:
+def test_padded_rows_hold_the_sequences(rows, length):
     out, mask = padded(rows, value=-1, length=length)
     assert out.shape == mask.shape == (len(rows), length)
     for row, values, there in zip(rows, out, mask, strict=True):
         assert values[there].tolist() == row[:length] and bool((values[~there] == -1).all())
 
 
-def test_fields_come_back_as_they_were() -> None:
+def test_fields_come_back_as_they_were():
     x, _, _ = sequences(20, torch.Generator().manual_seed(0))
     rows, fields = joined(x, torch.float32)
     assert rows.shape == (20, 2 * STEPS + 1)
@@ -73,7 +70,7 @@ def test_fields_come_back_as_they_were() -> None:
 
 @pytest.mark.parametrize("per_step", [False, True])
 @pytest.mark.parametrize("engine", ["vmap", "threads"])
-def test_training_is_a_loop_over_the_sequences_as_they_are(per_step: bool, engine: str) -> None:
+def test_training_is_a_loop_over_the_sequences_as_they_are(per_step, engine):
     data = federation(per_step)
     torch.manual_seed(0)
     module, training = Tagger(per_step), Training(lr=0.3, batch_size=100, epochs=2)
@@ -100,7 +97,7 @@ def test_training_is_a_loop_over_the_sequences_as_they_are(per_step: bool, engin
 
 @pytest.mark.parametrize("per_step", [False, True])
 @pytest.mark.parametrize("algorithm", ["fedavg", "ditto", "apfl", "fedrod"])
-def test_a_run_counts_the_steps_that_are_there(per_step: bool, algorithm: str) -> None:
+def test_a_run_counts_the_steps_that_are_there(per_step, algorithm):
     if per_step and algorithm == "fedrod":
         pytest.skip("its head and its class priors are of one label a sample")
     data = federation(per_step)
@@ -125,7 +122,7 @@ def test_a_run_counts_the_steps_that_are_there(per_step: bool, algorithm: str) -
             assert last["accuracy"][i] == pytest.approx(float(right.mean()))
 
 
-def test_one_model_for_all_is_evaluated_as_many() -> None:
+def test_one_model_for_all_is_evaluated_as_many():
     data = federation(True)
     run = Simulation("fedavg", Tagger(True), data, Training(lr=0.3, batch_size=8), rounds=2)
     run.run()
@@ -135,7 +132,7 @@ def test_one_model_for_all_is_evaluated_as_many() -> None:
         torch.testing.assert_close(together[key], torch.stack([a[key][i] for i, a in enumerate(apart)]))
 
 
-def test_cross_entropy_of_whole_sequences_is_torchs() -> None:
+def test_cross_entropy_of_whole_sequences_is_torchs():
     scores, y = torch.randn(5, CLASSES, STEPS, dtype=torch.float64), torch.randint(CLASSES, (5, STEPS))
     torch.testing.assert_close(cross_entropy(scores, y), F.cross_entropy(scores, y))
     y[2, 1:] = IGNORED
@@ -145,7 +142,7 @@ def test_cross_entropy_of_whole_sequences_is_torchs() -> None:
     assert bool(cross_entropy(scores.requires_grad_(), y).isfinite())
 
 
-def test_made_by_all_doors_it_is_the_same() -> None:
+def test_made_by_all_doors_it_is_the_same():
     x, y, _ = sequences(12, torch.Generator().manual_seed(1))
     halves = [slice(0, 5), slice(5, 12)]
     clients = [({k: v[s] for k, v in x.items()}, y[s]) for s in halves]
@@ -164,7 +161,7 @@ def test_made_by_all_doors_it_is_the_same() -> None:
     assert one.to("cpu").split_samples({"train": 0.5, "test": 0.5}).fields == one.fields
 
 
-def test_labels_that_are_left_out_are_counted_nowhere() -> None:
+def test_labels_that_are_left_out_are_counted_nowhere():
     data = federation(True)
     counts = data.counts()
     for i in range(data.n):
@@ -172,7 +169,7 @@ def test_labels_that_are_left_out_are_counted_nowhere() -> None:
         assert counts[i].tolist() == torch.bincount(y[y >= 0], minlength=CLASSES).tolist() and bool((y == IGNORED).any())
 
 
-def test_a_newcomer_brings_the_same_fields() -> None:
+def test_a_newcomer_brings_the_same_fields():
     data = federation(False)
     history = Simulation("ditto", Tagger(False), data, Training(lr=0.1, batch_size=8), rounds=2).run()
     x, y, _ = sequences(9, torch.Generator().manual_seed(9))
@@ -195,19 +192,19 @@ BAD: list[tuple[Any, Any, str]] = [
 
 
 @pytest.mark.parametrize(("x", "y", "words"), BAD)
-def test_bad_fields_are_one_sentence(x: Any, y: Any, words: str) -> None:
+def test_bad_fields_are_one_sentence(x, y, words):
     classes = None if y.is_floating_point() else 1 if int(y.min()) < 0 else 2
     with pytest.raises((ValueError, TypeError)) as caught:
         Federation(x, y, {"train": [torch.arange(2)]}, classes)
     assert words in str(caught.value)
 
 
-def test_clients_with_other_fields_are_named() -> None:
+def test_clients_with_other_fields_are_named():
     with pytest.raises(ValueError, match=r"^client 1 \(train\) has inputs a \[2\] \(float32\), client 0 has a \[3\] \(float32\)"):
         Federation.from_arrays([({"a": TWO}, LABELS), ({"a": TWO[:, :2]}, LABELS)])
     with pytest.raises(ValueError, match=r"client 1 .* has inputs of one tensor, client 0 has a"):
         Federation.from_arrays([({"a": TWO}, LABELS), (TWO, LABELS)])
 
 
-def test_fields_are_a_value() -> None:
+def test_fields_are_a_value():
     assert joined({"a": TWO}, torch.float32)[1] == Fields(joined({"a": TWO}, torch.float32)[1])

@@ -1,9 +1,6 @@
 """WAFFLe's partitions, the measures of its Table 2, and the reproduction's table."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,16 +16,16 @@ from pflcore.results.record import Run
 MNIST = np.repeat(np.arange(10), [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949])
 
 
-def classes_of(part, i: int) -> np.ndarray:
+def classes_of(part, i):
     return np.unique(MNIST[torch.cat([part.index["train"][i], part.index["test"][i]])])
 
 
-def all_of(part) -> torch.Tensor:
+def all_of(part):
     return torch.cat([r for lists in part.index.values() for r in lists])
 
 
 @pytest.mark.parametrize("z", [2, 3])
-def test_unimodal_deals_single_class_shards(z: int) -> None:
+def test_unimodal_deals_single_class_shards(z):
     part = partition("unimodal", MNIST, 100, z=z, seed=1)
     assert len(all_of(part)) == len(all_of(part).unique()) == 60_000  # everything, once
     assert all(1 <= len(classes_of(part, i)) <= z for i in range(100))
@@ -43,19 +40,19 @@ def test_unimodal_deals_single_class_shards(z: int) -> None:
     assert torch.equal(again, part.index["train"][3]) and not torch.equal(other, part.index["train"][3])
 
 
-def test_distinct_classes() -> None:
+def test_distinct_classes():
     plain, distinct = (partition("unimodal", MNIST, 100, distinct=d) for d in (False, True))
     assert any(len(classes_of(plain, i)) == 1 for i in range(100))
     assert all(len(classes_of(distinct, i)) == 2 for i in range(100)) and len(all_of(distinct).unique()) == 60_000
 
 
-def test_fewer_training_samples_leave_the_test_sets() -> None:
+def test_fewer_training_samples_leave_the_test_sets():
     whole, few = partition("unimodal", MNIST, 100), partition("unimodal", MNIST, 100, train=20)
     assert all(len(r) == 20 and torch.equal(r, w[:20]) for r, w in zip(few.index["train"], whole.index["train"], strict=True))
     assert all(torch.equal(a, b) for a, b in zip(few.index["test"], whole.index["test"], strict=True))
 
 
-def test_multimodal_is_two_populations_with_equal_shards() -> None:
+def test_multimodal_is_two_populations_with_equal_shards():
     part = partition("multimodal", MNIST, 120, seed=3)
     assert part.group is not None and part.group.tolist() == [0] * 100 + [1] * 20
     sizes = {len(a) + len(b) for a, b in zip(*part.index.values(), strict=True)}
@@ -83,18 +80,18 @@ def test_multimodal_is_two_populations_with_equal_shards() -> None:
         ("multimodal", 30, {"minority": [1, 12]}, r"^minority must leave classes on both sides"),
     ],
 )
-def test_what_is_refused(name: str, n: int, options: dict, said: str) -> None:
+def test_what_is_refused(name, n, options, said):
     with pytest.raises(ValueError, match=said):
         partition(name, MNIST, n, **options)
 
 
-def test_a_federation_of_digits() -> None:
+def test_a_federation_of_digits():
     data = federation_of("digits", "multimodal", 12, minority_clients=2)
     assert data.n == 12 and data.truth["group"].tolist() == [0] * 10 + [1] * 2
     assert {"unimodal", "multimodal"} <= set(PARTITIONS)
 
 
-def test_subpopulations() -> None:
+def test_subpopulations():
     values, group = [96, 97, 95, 98, 94, 70, 60], [0, 0, 0, 0, 0, 1, 1]
     got = metrics.subpopulations([float(v) for v in values], group)
     assert (got["majority"], got["minority"], got["gap"]) == (96, 65, 31)
@@ -103,8 +100,8 @@ def test_subpopulations() -> None:
     assert metrics.subpopulations([1.0, float("nan"), 3.0], [0, 0, 1])["majority"] == 1
 
 
-def test_the_table_has_every_way_to_evaluate() -> None:
-    def run(accuracy: list[float]) -> Run:
+def test_the_table_has_every_way_to_evaluate():
+    def run(accuracy):
         head = {"data": "mnist", "rounds": 1, "options": {}, "parameters": 7, "group": [0, 0, 1]}
         return Run(head, [{"round": 1, "seconds": 2.0, "eval": {"accuracy": accuracy}}])
 
@@ -123,13 +120,13 @@ def test_the_table_has_every_way_to_evaluate() -> None:
 
 
 @pytest.mark.parametrize("name", ["factorized-table1", "factorized-fashion", "factorized-cifar"])
-def test_the_plans(name: str) -> None:
+def test_the_plans(name):
     plan = load(name)
     assert plan["options"]["rounds"] == 100 and plan["options"]["participation"] == 0.1 and plan["training"]["epochs"] == 5
     assert set(plan["reported"]["unimodal"]) <= set(plan["methods"]) and {"Local", "FT", "Ditto"} <= set(plan["methods"])
 
 
-def test_reproduce_plays_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reproduce_plays_and_goes_on(tmp_path, capsys):
     ranks = {"ranks": [6]}
     plan = {
         "about": "small",
@@ -155,14 +152,14 @@ def test_reproduce_plays_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert [r["method"] for r in rows] == ["FedAvg", "WAFFLe", "WAFFLe, mean"] and rows[1]["parameters"] < rows[0]["parameters"]
 
 
-def test_info_counts_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_counts_parameters(capsys):
     assert main(["info", "--model", "mlp", "--ranks", "120", "--no-bias"]) == 0
     said = capsys.readouterr().out
     assert "158,800 parameters" in said and "120,200 parameters travel (0.757 of the model's), 360 stay with each client" in said
     assert main(["info", "--model", "nothing"]) == 2
 
 
-def test_attack_prints_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_attack_prints_its_table(tmp_path, capsys):
     small = "--clients 2 --samples 20 --rounds 1 --epochs 1 --shadows 1 --ratios 2 --steps 5 --views all own --workers 1 --quiet"
     asked = ["attack", "--data", "digits", "--out", str(tmp_path), *small.split()]
     assert main(asked) == 0

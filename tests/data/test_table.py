@@ -1,7 +1,5 @@
 """Federations from one table of samples, and index lists as one flat tensor."""
 
-from __future__ import annotations
-
 import builtins
 import time
 

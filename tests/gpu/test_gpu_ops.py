@@ -1,7 +1,6 @@
 """Every op on a GPU against its reference in float64 on the CPU, and what only a GPU can show: streams, graphs, devices, sizes."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -19,18 +18,18 @@ SIZES = (1, 31, 33, 1023, 1024, 4097, 100_003)
 few = examples(25)
 
 
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+def normal(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def relative(got: Tensor, want: Tensor) -> float:
+def relative(got, want):
     """The largest relative error; an entry that should be 0 must be 0."""
     got, want = got.cpu(), want.cpu()
     error = (got - want).abs() / want.abs()
     return float(torch.where(want == 0, torch.where(got == 0, 0.0, float("inf")), error).max())
 
 
-def shifted(t: Tensor, by: int, gap: int) -> Tensor:
+def shifted(t, by, gap):
     """A CUDA copy of t whose rows start `by` elements off and lie `gap` elements further apart."""
     rows, cols = t.shape
     memory = torch.full((by + rows * (cols + gap) + 8,), float("nan"), dtype=t.dtype, device="cuda")
@@ -45,7 +44,7 @@ def shifted(t: Tensor, by: int, gap: int) -> Tensor:
 @few
 @given(m=st.sampled_from((1, 2, 17, 64, 65, 130)), n=st.sampled_from((0, 1, 17, 100)), p=st.sampled_from(SIZES),
        by=st.sampled_from((0, 1)), gap=st.sampled_from((0, 1, 8)))  # fmt: skip
-def test_sqdist(dtype: torch.dtype, m: int, n: int, p: int, by: int, gap: int) -> None:
+def test_sqdist(dtype, m, n, p, by, gap):
     centre = normal(1, p)
     a, b = (centre + 1e-3 * normal(m, p, seed=1)).to(dtype), (centre + 1e-3 * normal(n, p, seed=2)).to(dtype) if n else None
     on = shifted(a, by, gap)
@@ -58,7 +57,7 @@ def test_sqdist(dtype: torch.dtype, m: int, n: int, p: int, by: int, gap: int) -
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-22, 1e-19, 1.0, 1e19, 1e30])
-def test_sqdist_scales_and_bad_rows(scale: float) -> None:
+def test_sqdist_scales_and_bad_rows(scale):
     a = normal(9, 5003) * scale
     a[3] = a[1]
     got = ops.pairwise_sqdist(a.cuda()).cpu()
@@ -71,7 +70,7 @@ def test_sqdist_scales_and_bad_rows(scale: float) -> None:
 
 @few
 @given(n=st.sampled_from((1, 2, 17, 300, 3000)), k=st.sampled_from((1, 5, 40, 3000)), seed=st.integers(0, 99))
-def test_weights(n: int, k: int, seed: int) -> None:
+def test_weights(n, k, seed):
     g = torch.Generator().manual_seed(seed)
     d = torch.rand(4, n, generator=g, dtype=torch.float64)
     d[torch.rand(4, n, generator=g) < 0.3] = 0.5
@@ -89,7 +88,7 @@ def test_weights(n: int, k: int, seed: int) -> None:
 @few
 @given(n=st.sampled_from((1, 10, 100)), m=st.sampled_from((1, 7, 100)), p=st.sampled_from(SIZES), sparse=st.booleans(),
        base=st.sampled_from((None, 1, 2)), precise=st.booleans(), by=st.sampled_from((0, 1)), gap=st.sampled_from((0, 1, 8)))  # fmt: skip
-def test_aggregate(dtype: torch.dtype, n: int, m: int, p: int, sparse: bool, base: int | None, precise: bool, by: int, gap: int) -> None:
+def test_aggregate(dtype, n, m, p, sparse, base, precise, by, gap):
     g = torch.Generator().manual_seed(n + m)
     updates, index = normal(n, p, dtype=dtype), torch.randint(0, n, (m, min(5, n)), generator=g) if sparse else None
     weight = torch.rand(m, n if index is None else index.shape[1], generator=g, dtype=torch.float64)
@@ -108,7 +107,7 @@ def test_aggregate(dtype: torch.dtype, n: int, m: int, p: int, sparse: bool, bas
 @few
 @given(n=st.sampled_from((1, 5)), b=st.sampled_from((1, 33)), i=st.sampled_from((17, 300)), f=st.sampled_from((1, 67)),
        o=st.sampled_from((1, 65)), own=st.tuples(*[st.booleans()] * 4), learn_lam=st.booleans())  # fmt: skip
-def test_rank1(n: int, b: int, i: int, f: int, o: int, own: tuple[bool, ...], learn_lam: bool) -> None:
+def test_rank1(n, b, i, f, o, own, learn_lam):
     shapes = [(b, i), (o, f), (f,), (f, i)]
     inputs = [normal(*([n] if mine else []), *s, seed=k) for k, (mine, s) in enumerate(zip(own, shapes, strict=True))]
     inputs[2][..., ::3] = 0
@@ -129,7 +128,7 @@ def test_rank1(n: int, b: int, i: int, f: int, o: int, own: tuple[bool, ...], le
 @few
 @given(s=st.sampled_from((1, 17)), q=st.sampled_from(SIZES), has=st.tuples(*[st.booleans()] * 4), by=st.sampled_from((0, 1)),
        gap=st.sampled_from((0, 1)))  # fmt: skip
-def test_sgd_step(dtype: torch.dtype, s: int, q: int, has: tuple[bool, ...], by: int, gap: int) -> None:
+def test_sgd_step(dtype, s, q, has, by, gap):
     w, grad = normal(s, q, dtype=dtype), normal(s, q, seed=1, dtype=dtype)
     shift, anchor, buffer = (normal(s, q, seed=k, dtype=dtype) if has[k] else None for k in range(3))
     mu = torch.rand(s, dtype=dtype) if anchor is not None else 0.0
@@ -143,7 +142,7 @@ def test_sgd_step(dtype: torch.dtype, s: int, q: int, has: tuple[bool, ...], by:
     torch.testing.assert_close(on[0].cpu(), w, rtol=tight, atol=tight)  # type: ignore[union-attr]
 
 
-def test_empty() -> None:
+def test_empty():
     zeros: Callable[..., Tensor] = lambda *s: torch.zeros(*s, device="cuda")  # noqa: E731
     assert ops.pairwise_sqdist(zeros(0, 5)).shape == (0, 0)
     assert torch.equal(ops.pairwise_sqdist(zeros(2, 0), zeros(3, 0)), zeros(2, 3).double())
@@ -156,7 +155,7 @@ def test_empty() -> None:
 # --- what only a GPU can show ------------------------------------------------------------------------------------------------------
 
 
-def calls() -> dict[str, tuple[Callable[..., Any], list[Tensor]]]:
+def calls():
     """Every op as a function of its (CUDA) inputs."""
     a = normal(20, 40_001).cuda()
     d = ops.pairwise_sqdist(a)
@@ -188,12 +187,12 @@ NAMES = (
 )  # fmt: skip
 
 
-def outputs(result: Any) -> list[Tensor]:
+def outputs(result):
     return [t.clone() for t in (result if isinstance(result, tuple) else (result,))]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_repeats_bit_for_bit(name: str) -> None:
+def test_repeats_bit_for_bit(name):
     call, inputs = calls()[name]
     first = outputs(call(*[t.clone() for t in inputs]))
     for _ in range(5):
@@ -202,7 +201,7 @@ def test_repeats_bit_for_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_waits_for_the_device(name: str) -> None:
+def test_nothing_waits_for_the_device(name):
     call, inputs = calls()[name]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -213,7 +212,7 @@ def test_nothing_waits_for_the_device(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_follows_the_current_stream(name: str) -> None:
+def test_follows_the_current_stream(name):
     """On a side stream behind a long wait: the op has been queued, has not run, and the default stream is free."""
     call, inputs = calls()[name]
     want = outputs(call(*[t.clone() for t in inputs]))
@@ -233,7 +232,7 @@ def test_follows_the_current_stream(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_captured_in_a_graph(name: str) -> None:
+def test_captured_in_a_graph(name):
     call, inputs = calls()[name]
     fresh = [t.clone() if t.dtype == torch.int64 else t * 1.5 for t in inputs]
     want = outputs(call(*[t.clone() for t in fresh]))
@@ -254,7 +253,7 @@ def test_captured_in_a_graph(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_another_device_than_the_current_one(name: str) -> None:
+def test_another_device_than_the_current_one(name):
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU only")
     call, inputs = calls()[name]
@@ -263,7 +262,7 @@ def test_another_device_than_the_current_one(name: str) -> None:
         assert got.device.index == 1 and torch.equal(got.cpu(), expected.cpu())
 
 
-def test_mixed_devices_are_refused_with_a_sentence() -> None:
+def test_mixed_devices_are_refused_with_a_sentence():
     a, cpu, half = torch.ones(3, 4, device="cuda"), torch.ones(3, 4), torch.full((3, 3), 0.5, device="cuda")
     index = torch.zeros(3, 3, dtype=torch.int64)
     for call, name in (
@@ -283,13 +282,13 @@ def test_mixed_devices_are_refused_with_a_sentence() -> None:
         OPS.aggregate.default(a, half, index, None, 1.0, False)
 
 
-def test_an_index_out_of_range_is_nan_not_a_crash() -> None:
+def test_an_index_out_of_range_is_nan_not_a_crash():
     a, weight = torch.ones(3, 1000, device="cuda"), torch.full((2, 1), 1.0, device="cuda")
     got = ops.aggregate(a, weight, torch.tensor([[7], [1]], device="cuda"))
     assert got[0].isnan().all() and (got[1] == 1).all()
 
 
-def test_opcheck_gradients_compile_and_vmap() -> None:
+def test_opcheck_gradients_compile_and_vmap():
     a = normal(4, 9, dtype=torch.float64).cuda().requires_grad_()
     torch.library.opcheck(OPS.pairwise_sqdist.default, (a, None))
     torch.library.opcheck(OPS.feddwa_weights.default, (a.detach() ** 2, 2))
@@ -307,7 +306,7 @@ def test_opcheck_gradients_compile_and_vmap() -> None:
     torch.testing.assert_close(compiled(a.detach()), ops.aggregate(a.detach(), *ops.feddwa_weights(ops.pairwise_sqdist(a.detach()), 2)))
 
 
-def test_more_than_two_to_the_31_elements() -> None:
+def test_more_than_two_to_the_31_elements():
     free, _ = torch.cuda.mem_get_info()
     p = (1 << 30) + 9
     if free < 40 * p:

@@ -7,16 +7,16 @@ import torch
 from doors import held_out
 from small import images, make_setting, tiny_model
 
-from pflcore import Federation, Net, Simulation, Training, step
+from pflcore import Net, Simulation, Training, step
 from pflcore.algorithms import ALGORITHMS
 from pflcore.simulation.round import begin
 
 
-def data() -> Federation:
+def data():
     return held_out(images())
 
 
-def play(name: str, device: str, training: Training) -> tuple[torch.Tensor, float]:
+def play(name, device, training):
     run = Simulation(name, tiny_model(), data(), training, rounds=3, engine="vmap", device=device)
     history = run.run()
     assert history.stopped is None
@@ -24,12 +24,12 @@ def play(name: str, device: str, training: Training) -> tuple[torch.Tensor, floa
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_same_losses_as_on_the_cpu(name: str) -> None:
+def test_same_losses_as_on_the_cpu(name):
     training = Training(lr=0.1, batch_size=5, epochs=2)
     torch.testing.assert_close(play(name, "cuda", training)[0], play(name, "cpu", training)[0], rtol=1e-3, atol=1e-3)
 
 
-def waits(name: str, epochs: int) -> int:
+def waits(name, epochs):
     """How often the host waits for the device in the third round."""
     federation = data().to("cuda")
     algorithm = ALGORITHMS[name]()
@@ -51,6 +51,6 @@ def waits(name: str, epochs: int) -> int:
 
 # FactorizedWaffle draws its factors anew in every step, on the host; FedALA learns its weights until the losses stand still
 @pytest.mark.parametrize("name", [n for n in ALGORITHMS if n not in ("factorized_waffle", "fedala")])
-def test_local_steps_do_not_wait(name: str) -> None:
+def test_local_steps_do_not_wait(name):
     """A round may look at a few numbers (who sent something that is not finite), but not more often when there are more local steps."""
     assert waits(name, 1) == waits(name, 4)

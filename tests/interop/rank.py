@@ -18,13 +18,13 @@ COUNTS, WIDTHS = (3, 0, 4), (1, 1900, 102)  # of the ranks' clients and columns
 N, P = sum(COUNTS), sum(WIDTHS)
 
 
-def matrix(dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+def matrix(dtype=torch.float32, seed=0):
     """[N, P], the same on every rank: clients that differ by little."""
     gen = torch.Generator().manual_seed(seed)
     return (torch.randn(P, generator=gen, dtype=torch.float64) + 1e-3 * torch.randn(N, P, generator=gen, dtype=torch.float64)).to(dtype)
 
 
-def answer(call, *args, **kwargs) -> str:
+def answer(call, *args, **kwargs):
     """What is said, and that it is said soon."""
     begin = time.monotonic()
     try:
@@ -34,7 +34,7 @@ def answer(call, *args, **kwargs) -> str:
     return "nothing"
 
 
-def laws(rank: int, out: dict) -> None:
+def laws(rank, out):
     """What comes out for right arguments."""
     weight = torch.rand(2, N, generator=torch.Generator().manual_seed(1))
     index = torch.tensor([[0, 3], [6, 6]])
@@ -64,7 +64,7 @@ def laws(rank: int, out: dict) -> None:
         out["DTensor mix", dim] = mixed.full_tensor()
 
 
-def mistakes(rank: int, out: dict) -> None:
+def mistakes(rank, out):
     """What is said of wrong arguments, on one rank or between ranks."""
     x, last = matrix(), rank == 2
     own = x.split(WIDTHS, 1)[rank]

@@ -1,13 +1,10 @@
 """Matrices over three processes (rank.py) against the ops in one: the same numbers, no rank that waits for another for ever."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +23,7 @@ ENVIRONMENT = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+def ranks(tmp_path_factory):
     """What each rank got."""
     folder = tmp_path_factory.mktemp("ranks")
     program = Path(__file__).with_name("rank.py")
@@ -46,12 +43,12 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
 
 
-def matrix(dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+def matrix(dtype=torch.float32, seed=0):
     gen = torch.Generator().manual_seed(seed)
     return (torch.randn(P, generator=gen, dtype=torch.float64) + 1e-3 * torch.randn(N, P, generator=gen, dtype=torch.float64)).to(dtype)
 
 
-def same(ranks: list[dict[Any, Any]], key: Any) -> Any:
+def same(ranks, key):
     """What all ranks have alike, to the last bit."""
     first: Tensor = ranks[0][key]
     for other in ranks:
@@ -60,7 +57,7 @@ def same(ranks: list[dict[Any, Any]], key: Any) -> Any:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_become_columns_and_come_back(ranks: list[dict[Any, Any]], dtype: torch.dtype) -> None:
+def test_rows_become_columns_and_come_back(ranks, dtype):
     x = matrix(dtype)
     assert torch.equal(torch.cat([r["columns", dtype] for r in ranks], 1), x)
     assert [r["columns", dtype].shape[1] for r in ranks] == [800, 800, P - 1600]  # whole groups of 160
@@ -70,7 +67,7 @@ def test_rows_become_columns_and_come_back(ranks: list[dict[Any, Any]], dtype: t
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_distances_are_those_of_one_process(ranks: list[dict[Any, Any]], dtype: torch.dtype) -> None:
+def test_distances_are_those_of_one_process(ranks, dtype):
     """Rounding of float64 where a float32 sum meets the same columns; 1e-6, the op's own, where shards cut through them."""
     x, want = matrix(dtype), pflcore.pairwise_sqdist(matrix(dtype))
     for key, rtol in (("distances", 1e-14), ("of odd shards", 1e-14 if dtype == torch.float64 else 2e-6)):
@@ -81,7 +78,7 @@ def test_distances_are_those_of_one_process(ranks: list[dict[Any, Any]], dtype: 
     torch.testing.assert_close(got, pflcore.pairwise_sqdist(x, matrix(dtype, 1)[:5]), rtol=2e-6, atol=0)
 
 
-def test_distances_of_the_ugly(ranks: list[dict[Any, Any]]) -> None:
+def test_distances_of_the_ugly(ranks):
     """NaN in one rank's columns, equal clients, none at all, a tensor that requires grad."""
     got = same(ranks, "with NaN")
     nan = torch.zeros(N, N, dtype=torch.bool)
@@ -91,7 +88,7 @@ def test_distances_of_the_ugly(ranks: list[dict[Any, Any]]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_mixes_are_bit_for_bit_those_of_one_process(ranks: list[dict[Any, Any]], dtype: torch.dtype) -> None:
+def test_mixes_are_bit_for_bit_those_of_one_process(ranks, dtype):
     x, weight = matrix(dtype), torch.rand(2, N, generator=torch.Generator().manual_seed(1))
     mixes = {
         "mix": pflcore.aggregate(x, weight, base=x[0]),
@@ -102,7 +99,7 @@ def test_mixes_are_bit_for_bit_those_of_one_process(ranks: list[dict[Any, Any]],
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_dtensors(ranks: list[dict[Any, Any]], dim: int) -> None:
+def test_dtensors(ranks, dim):
     x, weight = matrix(), torch.rand(2, N, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(same(ranks, ("DTensor", dim)), pflcore.pairwise_sqdist(x), rtol=2e-6, atol=0)
     assert torch.equal(same(ranks, ("DTensor mix", dim)), pflcore.aggregate(x, weight))
@@ -129,34 +126,34 @@ def test_dtensors(ranks: list[dict[Any, Any]], dim: int) -> None:
         ),
     ],
 )
-def test_a_mistake_is_one_sentence_on_every_rank(ranks: list[dict[Any, Any]], key: str, words: str) -> None:
+def test_a_mistake_is_one_sentence_on_every_rank(ranks, key, words):
     for rank in ranks:
         said = rank[key]
         assert "\n" not in said and said.endswith(".") and ". " not in said, said
         assert re.match(words, said), said
 
 
-def test_a_group_of_some_ranks(ranks: list[dict[Any, Any]]) -> None:
+def test_a_group_of_some_ranks(ranks):
     assert ranks[0]["group"] == ranks[1]["group"] == "nothing"
     assert "group must be a process group that this rank belongs to" in ranks[2]["group"]
 
 
-def test_nothing_is_out_of_step_after_mistakes(ranks: list[dict[Any, Any]]) -> None:
+def test_nothing_is_out_of_step_after_mistakes(ranks):
     assert torch.equal(same(ranks, "still"), same(ranks, ("of odd shards", torch.float32)))
 
 
-def test_a_rank_that_dies_ends_the_others(ranks: list[dict[Any, Any]]) -> None:
+def test_a_rank_that_dies_ends_the_others(ranks):
     for rank in ranks[:2]:
         assert rank["death"].startswith("RuntimeError: pairwise_sqdist: another rank has ended or did not answer"), rank["death"]
         assert "\n" not in rank["death"]
 
 
-def test_without_a_group() -> None:
+def test_without_a_group():
     with pytest.raises(ValueError, match=r"start it by torchrun .* got None of type NoneType"):
         distributed.pairwise_sqdist(matrix())
 
 
-def test_the_example_under_torchrun(tmp_path: Path) -> None:
+def test_the_example_under_torchrun(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(ROOT / "examples" / "sharded.py")]
     run = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=400)
     assert run.returncode == 0, run.stderr[-3000:]

@@ -1,13 +1,9 @@
 """The example is a Flower app: Flower finds its components, Ray runs them on two cores, and a simulation gives the same models."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -66,12 +62,12 @@ run_simulation(server, client, num_supernodes=8, backend_config=backend)
 
 
 @pytest.fixture
-def app(monkeypatch: pytest.MonkeyPatch) -> Any:
+def app(monkeypatch):
     monkeypatch.syspath_prepend(str(APP))
     return importlib.import_module("pfl_app.apps")
 
 
-def test_the_app_gives_the_models_of_a_simulation(app: Any, tmp_path: Path) -> None:
+def test_the_app_gives_the_models_of_a_simulation(app, tmp_path):
     quiet = {
         "FLWR_TELEMETRY_ENABLED": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -98,7 +94,7 @@ def test_the_app_gives_the_models_of_a_simulation(app: Any, tmp_path: Path) -> N
         assert alike == (name in ("waffle", "scaffold"))
 
 
-def test_what_flower_looks_for_is_there(app: Any) -> None:
+def test_what_flower_looks_for_is_there(app):
     project = tomllib.loads((APP / "pyproject.toml").read_text())
     parts = project["tool"]["flwr"]["app"]["components"]
     for key, kind in (("serverapp", ServerApp), ("clientapp", ClientApp)):

@@ -1,7 +1,5 @@
 """Flower's MultiKrum with exact distances: where its own picks a wrong client, this one does not; and Flower's records as rows."""
 
-from __future__ import annotations
-
 import tracemalloc
 from typing import Any
 
@@ -23,7 +21,7 @@ N, F, P = 10, 2, 100_000
 del Nodes  # it sets who this process is
 
 
-def contents(spread: float, seed: int = 0, far: float = 1.5) -> tuple[list[RecordDict], set[int]]:
+def contents(spread, seed=0, far=1.5):
     """Models that differ by `spread`, relatively; the first F of them are `far` times as far from the middle as the others."""
     draw = np.random.default_rng(seed)
     base = draw.normal(size=P) * 0.05
@@ -32,11 +30,11 @@ def contents(spread: float, seed: int = 0, far: float = 1.5) -> tuple[list[Recor
     return [RecordDict({"arrays": r, "metrics": MetricRecord({"num-examples": 1})}) for r in records], set(range(F))
 
 
-def who(chosen: list[RecordDict], among: list[RecordDict]) -> list[int]:
+def who(chosen, among):
     return [next(i for i, c in enumerate(among) if c is one) for one in chosen]
 
 
-def test_flowers_own_picks_a_wrong_client_at_a_thousandth_and_this_one_does_not() -> None:
+def test_flowers_own_picks_a_wrong_client_at_a_thousandth_and_this_one_does_not():
     wrong = right = 0
     for seed in range(5):
         given, far = contents(1e-3, seed)
@@ -45,23 +43,23 @@ def test_flowers_own_picks_a_wrong_client_at_a_thousandth_and_this_one_does_not(
     assert right == 0 and wrong > 0
 
 
-def test_where_models_differ_much_both_pick_the_same() -> None:
+def test_where_models_differ_much_both_pick_the_same():
     given, far = contents(0.5)
     assert set(who(select_multikrum(given, F, N - F), given)) == set(who(flowers(given, F, N - F), given)) == set(range(N)) - far
 
 
-def test_exact_distances_are_those_of_float64() -> None:
+def test_exact_distances_are_those_of_float64():
     given, _ = contents(1e-5, far=1.0)
     rows = np.stack([c["arrays"]["w"].numpy().astype(np.float64) for c in given])
     score = np.sort(((rows[:, None] - rows[None]) ** 2).sum(-1), 1)[:, 1 : N - F - 1].sum(1)
     assert who(select_multikrum(given, F, N - F), given) == score.argsort()[: N - F].tolist()
 
 
-def messages(given: list[RecordDict]) -> list[Message]:
+def messages(given):
     return [Message(c, reply_to=Message(RecordDict(), 100 + i, "train")) for i, c in enumerate(given)]
 
 
-def test_the_strategy_is_flowers_own_but_for_the_distances() -> None:
+def test_the_strategy_is_flowers_own_but_for_the_distances():
     given, _ = contents(1e-3)
     words: dict[str, Any] = {"num_malicious_nodes": F, "num_nodes_to_select": N - F}
     arrays, metrics = ExactMultiKrum(**words).aggregate_train(1, messages(given))
@@ -76,7 +74,7 @@ def test_the_strategy_is_flowers_own_but_for_the_distances() -> None:
     assert Bulyan(num_malicious_nodes=1, selection_rule=select_multikrum).aggregate_train(1, messages(given))[0] is not None
 
 
-def test_too_few_replies_skip_a_round_and_a_model_that_is_not_finite_is_not_chosen() -> None:
+def test_too_few_replies_skip_a_round_and_a_model_that_is_not_finite_is_not_chosen():
     given, _ = contents(1e-3)
     strategy = ExactMultiKrum(num_malicious_nodes=4, num_nodes_to_select=2)
     assert strategy.aggregate_train(1, messages(given)) == (None, None) == strategy.aggregate_train(1, [])
@@ -90,7 +88,7 @@ def test_too_few_replies_skip_a_round_and_a_model_that_is_not_finite_is_not_chos
         select_multikrum(given, F, N - F)
 
 
-def test_flowers_bytes_are_written_into_the_matrix_once() -> None:
+def test_flowers_bytes_are_written_into_the_matrix_once():
     n, p = 4, 500_000
     records = {f"node {i}": ArrayRecord({"w": Array(np.full((2, p // 2), i, np.float32))}) for i in range(n)}
     torch.empty(1)
@@ -103,6 +101,6 @@ def test_flowers_bytes_are_written_into_the_matrix_once() -> None:
     assert back == records and all(type(r) is ArrayRecord and type(r["w"]) is Array for r in back.values())
 
 
-def test_bytes_of_bfloat16_are_one_sentence() -> None:
+def test_bytes_of_bfloat16_are_one_sentence():
     with pytest.raises(ValueError, match=r"client 0: 'w': numpy carries no .* to torch; send bfloat16 as float32 or as a torch tensor"):
         pack([ArrayRecord({"w": Array(np.zeros(4, "V2"))})])

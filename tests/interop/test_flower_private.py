@@ -1,7 +1,5 @@
 """One line keeps tensors with their client, in an app that knows nothing of it, under a server that knows nothing of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -22,28 +20,28 @@ from pflcore.interop.flower.private import PRIVATE
 N, ROUNDS = 4, 3
 
 
-def net() -> nn.Module:
+def net():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
 
 
-def moved(state: dict[str, torch.Tensor], client: int) -> dict[str, torch.Tensor]:
+def moved(state, client):
     """What an app calls training: each client pulls everything towards a number of its own."""
     return {k: v if k.endswith("tracked") else v + 0.5 * (client + 1 - v) for k, v in state.items()}
 
 
-def app(*mods: Any, seen: dict[int, list[Any]] | None = None, drop: str = "") -> ClientApp:
+def app(*mods, seen=None, drop=""):
     made = ClientApp(mods=list(mods))
 
     @made.train()
-    def train(message: Message, ctx: Any) -> Message:
+    def train(message, ctx):
         client = ctx.node_config["partition-id"]
         state = moved(message.content["arrays"].to_torch_state_dict(), client)
         arrays = ArrayRecord({k: v for k, v in state.items() if k != drop})
         return Message(RecordDict({"arrays": arrays, "metrics": MetricRecord({"num-examples": client + 1})}), reply_to=message)
 
     @made.evaluate()
-    def test(message: Message, ctx: Any) -> Message:
+    def test(message, ctx):
         if seen is not None:
             seen.setdefault(ctx.node_config["partition-id"], []).append(message.content["arrays"].to_torch_state_dict())
         return Message(RecordDict({"metrics": MetricRecord({"loss": 0.0, "num-examples": 1})}), reply_to=message)
@@ -51,13 +49,13 @@ def app(*mods: Any, seen: dict[int, list[Any]] | None = None, drop: str = "") ->
     return made
 
 
-def run(grid: Nodes) -> Any:
+def run(grid):
     fed = FedAvg(min_train_nodes=N, min_evaluate_nodes=N, min_available_nodes=N)
     return fed.start(grid, ArrayRecord(net().state_dict()), num_rounds=ROUNDS)
 
 
 @pytest.mark.parametrize("patterns", [("2.*",), ("0.*", "1.*"), ("1.*",)], ids=["FedPer", "LG-FedAvg", "FedBN"])
-def test_any_app_is_fedper_lg_fedavg_or_fedbn(patterns: tuple[str, ...]) -> None:
+def test_any_app_is_fedper_lg_fedavg_or_fedbn(patterns):
     seen: dict[int, list[Any]] = {}
     grid = Nodes(app(keep_private(*patterns), seen=seen), range(N))
     result = run(grid)
@@ -75,7 +73,7 @@ def test_any_app_is_fedper_lg_fedavg_or_fedbn(patterns: tuple[str, ...]) -> None
         torch.testing.assert_close(v.double(), shared[k].double(), rtol=1e-12, atol=1e-12)  # the private ones are where they started
 
 
-def test_private_values_do_not_travel() -> None:
+def test_private_values_do_not_travel():
     grid = Nodes(app(keep_private("2.*")), range(N))
     run(grid)
     start = net().state_dict()
@@ -88,24 +86,24 @@ def test_private_values_do_not_travel() -> None:
     assert all((k - start["2.weight"]).abs().min() > 1e-3 for k in kept)
 
 
-def test_without_the_line_everything_is_averaged() -> None:
+def test_without_the_line_everything_is_averaged():
     seen: dict[int, list[Any]] = {}
     run(Nodes(app(seen=seen), range(N)))
     assert torch.equal(seen[0][-1]["2.weight"], seen[3][-1]["2.weight"])
 
 
-def message(**arrays: Any) -> Message:
+def message(**arrays):
     content = {k: ArrayRecord({n: _array(a) for n, a in v.items()}) for k, v in arrays.items()}
     return Message(RecordDict({**content, "config": ConfigRecord()}), 7, "train")
 
 
-def _array(a: Any) -> Any:
+def _array(a):
     from flwr.app import Array
 
     return Array(np.asarray(a, np.float32))
 
 
-def test_what_does_not_fit_is_one_sentence() -> None:
+def test_what_does_not_fit_is_one_sentence():
     with pytest.raises(ValueError, match=r"expected the names of the private tensors, as in keep_private\('head\.\*'\), got none"):
         keep_private()
     with pytest.raises(ValueError, match="patterns: expected a name or a list of names"):
@@ -129,7 +127,7 @@ def test_what_does_not_fit_is_one_sentence() -> None:
     assert ctx.state[PRIVATE] is before
 
 
-def test_a_tensor_of_bytes_that_numpy_has_no_numbers_for_is_kept_as_it_is() -> None:
+def test_a_tensor_of_bytes_that_numpy_has_no_numbers_for_is_kept_as_it_is():
     """bfloat16 as other code puts it into a record: two bytes a number, of which nothing is computed here."""
     ctx, raw = context(7, {"partition-id": 1}), np.frombuffer(b"\x80\x3f\x00\x40", dtype="V2")
     from flwr.app import Array
@@ -137,7 +135,7 @@ def test_a_tensor_of_bytes_that_numpy_has_no_numbers_for_is_kept_as_it_is() -> N
     app_ = ClientApp(mods=[keep_private("head")])
 
     @app_.train()
-    def train(message: Message, context: Any) -> Message:
+    def train(message, context):
         return Message(RecordDict({"arrays": message.content["arrays"]}), reply_to=message)
 
     given = Message(RecordDict({"arrays": ArrayRecord({"head": Array(raw)})}), 7, "train")

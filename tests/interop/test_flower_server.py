@@ -1,8 +1,5 @@
 """In Flower every algorithm gives what a simulation gives; every client its own model; what does not fit is one sentence."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,22 +25,22 @@ TRAINING = Training(lr=0.05, batch_size=7)
 OPTIONS: dict[str, dict[str, Any]] = {"knnper": {"k": 3}, "clustered_fl": {"first": 0, "eps1": 10.0, "eps2": 0.0}}
 
 
-def model() -> nn.Module:
+def model():
     return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3)).double()
 
 
-def maker(alg: Any, net: Any = model) -> Any:
+def maker(alg, net=model):
     return lambda context: Client(
         alg, net, DATA.subset([int(context.node_config["partition-id"])]), TRAINING, seed=SEED, engine="threads", workers=1
     )
 
 
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "waffle", "ditto", "feddwa", "fedfomo", "clustered_fl", "knnper"])
-def test_every_algorithm_in_flower_is_the_simulation(name: str, tmp_path: Path) -> None:
+def test_every_algorithm_in_flower_is_the_simulation(name, tmp_path):
     alg, models = ALGORITHMS[name](**OPTIONS.get(name, {})), {}
     part = 0.5 if name in ("scaffold", "waffle", "ditto", "fedavg") else 1.0
 
-    def keep(personal: Any, context: Any) -> dict[str, float]:
+    def keep(personal, context):
         models[context.node_config["partition-id"]] = personal
         return {"loss": 0.0}
 
@@ -61,7 +58,7 @@ def test_every_algorithm_in_flower_is_the_simulation(name: str, tmp_path: Path) 
             torch.testing.assert_close(other.state_dict()["view_w"], one.state_dict()["view_w"], rtol=1e-9, atol=1e-12)
 
 
-def test_a_state_in_a_folder_does_not_travel(tmp_path: Path) -> None:
+def test_a_state_in_a_folder_does_not_travel(tmp_path):
     far, near = (Nodes(client_app(maker("ditto"), folder=f), range(N)) for f in (tmp_path / "new", None))
     results = [PflStrategy("ditto", model, N, rounds=2, seed=SEED).start(g) for g in (far, near)]
     assert results[0].evaluate_metrics_clientapp == results[1].evaluate_metrics_clientapp
@@ -71,7 +68,7 @@ def test_a_state_in_a_folder_does_not_travel(tmp_path: Path) -> None:
     assert [list(c.state[STATE]) for c in near.contexts.values()] == [["bytes"]] * N
 
 
-def test_who_is_absent_or_comes_again_under_another_node() -> None:
+def test_who_is_absent_or_comes_again_under_another_node():
     grid = Nodes(client_app(maker("ditto")), range(N))
     strategy = PflStrategy("ditto", model, N, rounds=4, seed=SEED, min_available_nodes=1)
     grid.mute = {101}
@@ -88,7 +85,7 @@ def test_who_is_absent_or_comes_again_under_another_node() -> None:
     assert strategy.server.round == 2
 
 
-def errors(app: ClientApp, partitions: Any, **options: Any) -> str:
+def errors(app, partitions, **options):
     strategy = PflStrategy(options.pop("algorithm", "scaffold"), model, N, rounds=1, min_available_nodes=1, **options)
     with pytest.raises(ValueError) as error:
         strategy.start(Nodes(app, partitions))
@@ -96,7 +93,7 @@ def errors(app: ClientApp, partitions: Any, **options: Any) -> str:
     return str(error.value)
 
 
-def test_what_does_not_fit_is_one_sentence() -> None:
+def test_what_does_not_fit_is_one_sentence():
     fits = client_app(maker("scaffold"))
     assert "client 1: nodes 101 and 102 both say that they are it; give each its own." in errors(fits, [0, 1, 1])
     wide = client_app(maker("scaffold", lambda: nn.Linear(6, 3).double()))
@@ -120,16 +117,16 @@ def test_what_does_not_fit_is_one_sentence() -> None:
         client_app("fedavg")  # type: ignore[arg-type]
 
 
-def message() -> Message:
+def message():
     return Message(RecordDict({"arrays": ArrayRecord(model().state_dict())}), 7, "train")
 
 
-def trainer(seen: dict[int, Any], change: Any = lambda i, state: state, weight: str = "num-examples") -> ClientApp:
+def trainer(seen, change=lambda i, state: state, weight="num-examples"):
     """Any app of Flower's: two groups of clients, each of which goes its own way."""
     app = ClientApp()
 
     @app.train()
-    def train(message: Message, context: Any) -> Message:
+    def train(message, context):
         i = context.node_config["partition-id"]
         state = message.content["arrays"].to_torch_state_dict()
         state = {k: v + (1e-3 * (i + 1) + (i % 2)) if v.is_floating_point() else v for k, v in state.items()}
@@ -137,20 +134,20 @@ def trainer(seen: dict[int, Any], change: Any = lambda i, state: state, weight: 
         return Message(RecordDict({"arrays": arrays, "metrics": MetricRecord({weight: 1})}), reply_to=message)
 
     @app.evaluate()
-    def test(message: Message, context: Any) -> Message:
+    def test(message, context):
         seen[context.node_config["partition-id"]] = message.content["arrays"].to_torch_state_dict()
         return Message(RecordDict({"metrics": MetricRecord({"loss": 0.0, "num-examples": 1})}), reply_to=message)
 
     return app
 
 
-def whole(method: Any, grid: Nodes, rounds: int = 1, **options: Any) -> Any:
+def whole(method, grid, rounds=1, **options):
     least = {"min_train_nodes": 4, "min_evaluate_nodes": 4, "min_available_nodes": 4}
     return PersonalStrategy(method, **least, **options).start(grid, ArrayRecord(model().state_dict()), num_rounds=rounds)
 
 
 @pytest.mark.parametrize("method", ["fedamp", "clusters", SFL(k=1), "feddwa"])
-def test_any_app_gets_its_own_models(method: Any) -> None:
+def test_any_app_gets_its_own_models(method):
     torch.manual_seed(0)
     seen: dict[int, Any] = {}
     grid = Nodes(trainer(seen), range(4))
@@ -169,14 +166,14 @@ def test_any_app_gets_its_own_models(method: Any) -> None:
     assert (seen[0]["0.weight"] - mean).abs().min() > 1e-6  # not what FedAvg would have sent
 
 
-def test_models_that_differ_are_named() -> None:
-    def lose(i: int, state: Any) -> Any:
+def test_models_that_differ_are_named():
+    def lose(i, state):
         return {k: v for k, v in state.items() if i != 2 or k != "3.bias"}
 
-    def add(i: int, state: Any) -> Any:
+    def add(i, state):
         return state | ({"more": torch.ones(1).double()} if i == 1 else {})
 
-    def cut(i: int, state: Any) -> Any:
+    def cut(i, state):
         return state | ({"3.bias": torch.ones(2).double()} if i == 1 else {})
 
     for change, words in (

@@ -1,12 +1,9 @@
 """The snippets of docs/interop.md, run as they stand there inside the frameworks that they are for, where these are installed."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -20,24 +17,24 @@ SNIPPETS = {name: text for text, name in re.findall(r"```python\n((?:# (\S+): .*
 NAMES = ("NVFlare", "APPFL", "fluke", "PFLlib", "FL-bench")
 
 
-def personal(name: str, **names: Any) -> Any:
+def personal(name, **names):
     """The snippet's class."""
     space = {"pflcore": pflcore, **names}
     exec(compile(SNIPPETS[name], f"docs/interop.md, {name}", "exec"), space)
     return space["Personal"]
 
 
-def models() -> list[nn.Module]:
+def models():
     torch.manual_seed(0)
     return [nn.Linear(3, 2) for _ in range(3)]
 
 
-def close(got: nn.Module, want: nn.Module) -> None:
+def close(got, want):
     for a, b in zip(got.parameters(), want.parameters(), strict=True):
         torch.testing.assert_close(a, b)
 
 
-def test_the_table_counts_the_lines_that_call_pflcore() -> None:
+def test_the_table_counts_the_lines_that_call_pflcore():
     for name in NAMES:
         calls = [line for line in SNIPPETS[name].splitlines() if "pflcore" in line]
         row = next(line for line in TEXT.splitlines() if line.startswith(f"| {name} |")).split("|")
@@ -45,7 +42,7 @@ def test_the_table_counts_the_lines_that_call_pflcore() -> None:
         compile(SNIPPETS[name], name, "exec")
 
 
-def test_appfl() -> None:
+def test_appfl():
     """Its own scheduler hands each client what `aggregate` made for it."""
     base = pytest.importorskip("appfl.algorithm.aggregator.base_aggregator", reason="needs appfl")
     scheduler = pytest.importorskip("appfl.algorithm.scheduler.sync_scheduler", reason="needs appfl's scheduler and omegaconf")
@@ -61,7 +58,7 @@ def test_appfl() -> None:
     assert not torch.equal(want["site-0"]["weight"], want["site-1"]["weight"])
 
 
-def test_fluke() -> None:
+def test_fluke():
     """Models travel by its own channel; who was absent gets the server's model, later its own last one."""
     server = pytest.importorskip("fluke.server", reason="needs fluke-fl")
     comm = pytest.importorskip("fluke.comm", reason="needs fluke-fl")
@@ -108,7 +105,7 @@ if __name__ == "__main__":
 """
 
 
-def test_nvflare(tmp_path: Any) -> None:
+def test_nvflare(tmp_path):
     """Three simulated sites, three rounds: each site got its own model back."""
     pytest.importorskip("nvflare.recipe.sim_env", reason="needs nvflare")
     out = tmp_path / "models.pt"
@@ -125,7 +122,7 @@ def test_nvflare(tmp_path: Any) -> None:
     torch.testing.assert_close(torch.load(out), want)
 
 
-def test_pfllib_and_fl_bench_by_the_attributes_that_their_sources_name() -> None:
+def test_pfllib_and_fl_bench_by_the_attributes_that_their_sources_name():
     """Not the frameworks: stand-ins with the attributes that the snippets use, so that at least the snippets' own lines have run."""
     sent, start = models(), nn.Linear(3, 2)
     want = pflcore.personalize(dict(enumerate(sent[:2])), "fedamp")

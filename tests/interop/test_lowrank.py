@@ -1,13 +1,10 @@
 """Laws of lowrank: rows are an isometric image of the products, whatever the factors; mixes of rows are mixes of products."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from pflcore import pairwise_sqdist, personalize
 from pflcore.interop import lowrank
@@ -16,17 +13,17 @@ DOUBLE = {"dtype": torch.float64}
 
 
 def factors(
-    n: int,
-    o: int,
-    i: int,
-    ranks: list[int],
-    spread: float,
+    n,
+    o,
+    i,
+    ranks,
+    spread,
     *,
-    shared: bool = False,
-    zero: Any = (),
-    dependent: bool = False,
-    gauge: bool = False,
-) -> tuple[list[Tensor], list[Tensor], list[float]]:
+    shared=False,
+    zero=(),
+    dependent=False,
+    gauge=False,
+):
     draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0), **DOUBLE)
     least, a, b = min(ranks), [], []
     a0, b0 = draw(least, i), draw(o, least)
@@ -41,7 +38,7 @@ def factors(
     return a, b, [8.0 / len(x) for x in a]
 
 
-def dense(a: list[Tensor], b: list[Tensor], scale: list[float]) -> Tensor:
+def dense(a, b, scale):
     return torch.stack([(s * y @ x).flatten() for x, y, s in zip(a, b, scale, strict=True)])
 
 
@@ -51,7 +48,7 @@ KINDS: list[dict[str, Any]] = [{}, {"gauge": True}, {"dependent": True}, {"zero"
 @pytest.mark.parametrize("o, i", [(128, 128), (48, 128), (32, 24)])  # ranks add up to 80 or 120: below both, above one, above both
 @pytest.mark.parametrize("ranks", [[4], [2, 4, 6]])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: "-".join(k) or "plain")
-def test_rows_are_the_products(o: int, i: int, ranks: list[int], kind: dict[str, Any]) -> None:
+def test_rows_are_the_products(o, i, ranks, kind):
     if kind.get("shared"):
         ranks = ranks[:1]
     a, b, scale = factors(20, o, i, ranks, 1e-3, **kind)
@@ -71,7 +68,7 @@ def test_rows_are_the_products(o: int, i: int, ranks: list[int], kind: dict[str,
         torch.testing.assert_close(x @ x.T, torch.eye(rank, **DOUBLE) * basis.size**2)  # of the clients' length, no dead direction
 
 
-def test_a_fresh_adapter_stays_one_that_can_learn() -> None:
+def test_a_fresh_adapter_stays_one_that_can_learn():
     a, b = [torch.randn(4, 16, generator=torch.Generator().manual_seed(j)) for j in range(3)], [torch.zeros(8, 4)] * 3
     rows, basis = lowrank.project(a, b)
     y, x, lost = lowrank.lift(rows.mean(0), basis, 4)
@@ -79,7 +76,7 @@ def test_a_fresh_adapter_stays_one_that_can_learn() -> None:
     assert float(x.norm(dim=1).min()) == pytest.approx(float(torch.cat(a).norm(dim=1).mean()))
 
 
-def adapter(seed: int, rank: int, dtype: torch.dtype = torch.float32, **more: Tensor) -> dict[str, Tensor]:
+def adapter(seed, rank, dtype=torch.float32, **more):
     draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(seed))
     tensors = {
         "m.q.lora_A.weight": draw(rank, 12),
@@ -98,17 +95,17 @@ def adapter(seed: int, rank: int, dtype: torch.dtype = torch.float32, **more: Te
 NAMES = ("m.q.lora_A.weight", "m.conv.lora_A.weight", "m.lora_embedding_A")
 
 
-def scale_of(rank: int, alpha: float = 16.0) -> dict[str, float]:
+def scale_of(rank, alpha=16.0):
     return dict.fromkeys(NAMES, alpha / rank) | {"m.conv.lora_A.weight": alpha / rank**0.5}
 
 
-def products(state: dict[str, Tensor], scale: dict[str, float]) -> dict[str, Tensor]:
+def products(state, scale):
     """Everything that a row stands for, dense."""
     found = {k: scale[k] * state[k.replace("A", "B", 1)].double().flatten(1) @ state[k].double().flatten(1) for k in NAMES}
     return found | {k: v.double() for k, v in state.items() if v.is_floating_point() and not ("_A" in k or "_B.w" in k or k[-2:] == "_B")}
 
 
-def test_adapters_of_different_ranks_are_packed_and_come_back() -> None:
+def test_adapters_of_different_ranks_are_packed_and_come_back():
     ranks = [2, 3, 4, 2]
     states, scale = [adapter(j, r, torch.float64) for j, r in enumerate(ranks)], [scale_of(r) for r in ranks]
     rows, layout = lowrank.pack(states, scale)
@@ -124,7 +121,7 @@ def test_adapters_of_different_ranks_are_packed_and_come_back() -> None:
             torch.testing.assert_close(products(other, c)[k], v, rtol=1e-9, atol=1e-9)
 
 
-def test_clients_by_id_keep_their_ids_and_half_precision() -> None:
+def test_clients_by_id_keep_their_ids_and_half_precision():
     states = {"b": adapter(0, 2, torch.bfloat16), "a": adapter(1, 3, torch.bfloat16)}
     rows, layout = lowrank.pack(states, {"a": scale_of(3), "b": scale_of(2)})
     back, _ = lowrank.unpack(rows, layout)
@@ -134,7 +131,7 @@ def test_clients_by_id_keep_their_ids_and_half_precision() -> None:
         torch.testing.assert_close(products(back["a"], scale_of(3))[k], v, rtol=0.05, atol=0.3)
 
 
-def test_mixes_of_some_are_those_of_all() -> None:
+def test_mixes_of_some_are_those_of_all():
     states, scale = [adapter(j, 2, torch.float64) for j in range(5)], scale_of(2)
     index = torch.tensor([[0, 1], [1, 4], [2, 0], [3, 3], [4, 2]])
     weight = torch.tensor([[0.7, 0.3]], **DOUBLE).expand(5, -1)
@@ -147,7 +144,7 @@ def test_mixes_of_some_are_those_of_all() -> None:
             torch.testing.assert_close(products(other, scale)[k], v, rtol=1e-8, atol=1e-8)
 
 
-def test_directions_find_alike_clients_of_different_ranks_and_scales() -> None:
+def test_directions_find_alike_clients_of_different_ranks_and_scales():
     draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0), **DOUBLE)
     centres = [draw(10, 2) @ draw(2, 12) for _ in range(2)]
     a, b = [], []
@@ -161,7 +158,7 @@ def test_directions_find_alike_clients_of_different_ranks_and_scales() -> None:
     assert not torch.equal(personalize(rows, "clusters", k=2)[0], means[0])  # lengths hide them
 
 
-def test_presets() -> None:
+def test_presets():
     one, two = adapter(0, 2), adapter(1, 2)
     with pytest.raises(ValueError, match=r"client 1: its A differs"):
         lowrank.ffa_lora([one, two])
@@ -194,20 +191,20 @@ BAD: list[tuple[Any, Any, str]] = [
 
 
 @pytest.mark.parametrize("states, scale, words", BAD)
-def test_bad_adapters_are_one_sentence(states: Any, scale: Any, words: str) -> None:
+def test_bad_adapters_are_one_sentence(states, scale, words):
     with pytest.raises(ValueError, match=words) as error:
         lowrank.pack(states, scale)
     assert str(error.value).count(". ") == 0 and str(error.value).endswith(".")
 
 
-def test_lift_refuses_what_it_cannot_do() -> None:
+def test_lift_refuses_what_it_cannot_do():
     rows, basis = lowrank.project([torch.ones(2, 8)], [torch.ones(8, 2)])
     for rank, scale in ((0, 1.0), (3, 1.0), (2, 0.0)):
         with pytest.raises(ValueError, match="rank, scale"):
             lowrank.lift(rows[0], basis, rank, scale)
 
 
-def test_the_scales_and_states_of_peft() -> None:
+def test_the_scales_and_states_of_peft():
     peft = pytest.importorskip("peft")
     states, scales, products = [], [], []
     for j, rslora in enumerate((False, True)):
@@ -230,7 +227,7 @@ def test_the_scales_and_states_of_peft() -> None:
     torch.testing.assert_close(again, products[1], rtol=1e-4, atol=1e-4)
 
 
-def test_a_rank_beyond_what_the_factors_span_comes_back() -> None:
+def test_a_rank_beyond_what_the_factors_span_comes_back():
     states, scale = [adapter(j, 14, torch.float64) for j in range(2)], [scale_of(14)] * 2  # a layer of 12 inputs
     back, _ = lowrank.unpack(*lowrank.pack(states, scale))
     for one, other in zip(states, back, strict=True):
@@ -243,7 +240,7 @@ def test_a_rank_beyond_what_the_factors_span_comes_back() -> None:
     assert [len(m[NAMES[0]]) for m in mixed] == ranks
 
 
-def test_columns_beside_the_factors_are_finite() -> None:
+def test_columns_beside_the_factors_are_finite():
     states, scale = [adapter(j, 2, torch.float64) for j in range(2)], [scale_of(2)] * 2
     plain = next(k for k in states[0] if "lora" not in k and states[0][k].is_floating_point())
     states[1][plain].view(-1)[0] = torch.nan

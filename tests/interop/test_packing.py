@@ -1,12 +1,9 @@
 """Every form of clients' models becomes rows and comes back; what does not fit is one sentence."""
 
-from __future__ import annotations
-
 import io
 import warnings
 from collections import OrderedDict
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,18 +33,18 @@ class Record(dict):  # type: ignore[type-arg]
     """A Flower ArrayRecord is a mapping of Arrays."""
 
 
-def flower(array: np.ndarray) -> Array:  # type: ignore[type-arg]
+def flower(array):  # type: ignore[type-arg]
     data = io.BytesIO()
     np.save(data, array)
     return Array(str(array.dtype), array.shape, "numpy.ndarray", data.getvalue())
 
 
-def values(shapes: list[tuple[int, ...]], dtype: str, seed: int) -> list[Any]:
+def values(shapes, dtype, seed):
     draw = np.random.default_rng(seed)
     return [np.asarray(draw.normal(size=s)).astype(dtype) for s in shapes]
 
 
-def state(arrays: list[Any], torch_: bool, seed: int) -> OrderedDict[str, Any]:
+def state(arrays, torch_, seed):
     named = OrderedDict((f"layer{i}.weight", torch.from_numpy(a.copy()) if torch_ else a) for i, a in enumerate(arrays))
     named["steps"] = torch.tensor(seed) if torch_ else np.int64(seed)
     return named
@@ -69,7 +66,7 @@ OUTER: dict[str, Any] = {
 }
 
 
-def same(a: Any, b: Any) -> None:
+def same(a, b):
     assert type(a) is type(b)
     if isinstance(a, dict):
         assert list(a) == list(b)
@@ -88,7 +85,7 @@ def same(a: Any, b: Any) -> None:
 
 
 @given(st.sampled_from(sorted(FORMS)), st.sampled_from(sorted(OUTER)), SHAPES, st.sampled_from(sorted(FLOAT)), st.integers(1, 4))
-def test_what_is_packed_comes_back(form: str, outer: str, shapes: list[tuple[int, ...]], dtype: str, n: int) -> None:
+def test_what_is_packed_comes_back(form, outer, shapes, dtype, n):
     make, wrap = FORMS[form], OUTER[outer]
     given, twin = (wrap([make(values(shapes, FLOAT[dtype], i), i) for i in range(n)]) for _ in range(2))
     with warnings.catch_warnings():
@@ -103,14 +100,14 @@ def test_what_is_packed_comes_back(form: str, outer: str, shapes: list[tuple[int
 
 
 @pytest.mark.parametrize("array", [False, True])
-def test_a_matrix_is_taken_as_it_is(array: bool) -> None:
+def test_a_matrix_is_taken_as_it_is(array):
     given: Any = np.arange(6.0).reshape(2, 3) if array else torch.arange(6.0).reshape(2, 3)
     rows, form = pack(given)
     assert rows.data_ptr() == (given.ctypes.data if array else given.data_ptr())
     same(unpack(rows, form), given)
 
 
-def net(seed: int = 0, wide: int = 3) -> nn.Module:
+def net(seed=0, wide=3):
     torch.manual_seed(seed)
     body = nn.Sequential(nn.Linear(4, wide), nn.BatchNorm1d(wide), nn.Linear(wide, 2))
     body[1].running_mean.normal_()
@@ -118,7 +115,7 @@ def net(seed: int = 0, wide: int = 3) -> nn.Module:
     return body
 
 
-def test_modules_come_back_as_modules_of_their_own() -> None:
+def test_modules_come_back_as_modules_of_their_own():
     given = [net(0), net(1)]
     given[0][0].weight.requires_grad_(False)
     rows, form = pack(given)
@@ -134,11 +131,11 @@ def test_modules_come_back_as_modules_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("form", ["module", "state"])
-def test_running_statistics_are_mixed_like_the_models_or_left_alone(form: str) -> None:
+def test_running_statistics_are_mixed_like_the_models_or_left_alone(form):
     given: list[Any] = [net(0), net(1), net(2)]
     given = given if form == "module" else [m.state_dict() for m in given]
 
-    def statistics(models: list[Any]) -> torch.Tensor:
+    def statistics(models):
         return torch.stack([(m.state_dict() if form == "module" else m)["1.running_mean"] for m in models])
 
     local = pack(given)
@@ -150,7 +147,7 @@ def test_running_statistics_are_mixed_like_the_models_or_left_alone(form: str) -
     torch.testing.assert_close(statistics(unpack(rows, packed, weight)), weight.float() @ statistics(given))
 
 
-def test_patterns_choose_and_private_tensors_may_differ() -> None:
+def test_patterns_choose_and_private_tensors_may_differ():
     given = [net(0, 3).state_dict(), net(1, 3).state_dict()]
     given[1]["2.weight"] = torch.ones(7, 3)
     given[1]["extra"] = torch.ones(1)
@@ -162,14 +159,14 @@ def test_patterns_choose_and_private_tensors_may_differ() -> None:
     assert list(pack(given, include="0.*", exclude="*.bias").form.columns) == ["0.weight"]
 
 
-def test_lazy_values_are_asked_for_one_client_at_a_time() -> None:
+def test_lazy_values_are_asked_for_one_client_at_a_time():
     log: list[tuple[int, str]] = []
 
     class Logged:
-        def __init__(self, client: int, name: str) -> None:
+        def __init__(self, client, name):
             self.at = client, name
 
-        def materialize(self) -> Any:
+        def materialize(self):
             log.append(self.at)
             return np.full(3, self.at[0], np.float32)
 
@@ -179,7 +176,7 @@ def test_lazy_values_are_asked_for_one_client_at_a_time() -> None:
     assert isinstance(back[1]["a"], np.ndarray) and isinstance(back[1]["b"], Logged) and len(log) == 3
 
 
-def test_bfloat16_and_foreign_memory() -> None:
+def test_bfloat16_and_foreign_memory():
     given = [{"w": torch.randn(3, 4).bfloat16().T} for _ in range(2)]
     rows, form = pack(given)
     assert rows.dtype == torch.bfloat16
@@ -192,7 +189,7 @@ def test_bfloat16_and_foreign_memory() -> None:
     assert pack(records).rows[0].tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_files(tmp_path: Path) -> None:
+def test_files(tmp_path):
     save = pytest.importorskip("safetensors.torch").save_file
     models = [net(i).state_dict() for i in range(2)]
     paths = [tmp_path / f"{i}.safetensors" for i in range(2)]
@@ -210,7 +207,7 @@ def test_files(tmp_path: Path) -> None:
         assert "\n" not in str(error.value)
 
 
-def test_flowers_own_records() -> None:
+def test_flowers_own_records():
     app = pytest.importorskip("flwr.app")
     given = [app.ArrayRecord({k: v for k, v in net(i).state_dict().items()}) for i in range(2)]
     rows, form = pack(given)
@@ -247,39 +244,39 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("uploads, options, words", BAD)
-def test_bad_uploads_are_one_sentence(uploads: Any, options: dict[str, Any], words: str) -> None:
+def test_bad_uploads_are_one_sentence(uploads, options, words):
     with pytest.raises(ValueError, match=words) as error:
         pack(uploads, **options)
     assert str(error.value).count(". ") == 0 and str(error.value).endswith(".")
 
 
 @pytest.mark.parametrize("uploads", [3, "model", W, nn.Sequential(nn.Linear(2, 2)), [object()], [torch.ones(2, 2)], [3.0]])
-def test_what_is_no_model_is_one_sentence(uploads: Any) -> None:
+def test_what_is_no_model_is_one_sentence(uploads):
     with pytest.raises(TypeError, match=r"uploads: expected|client 0: expected") as error:
         pack(uploads)
     assert str(error.value).endswith(".")
 
 
-def test_rows_that_are_not_those_that_were_packed() -> None:
+def test_rows_that_are_not_those_that_were_packed():
     rows, form = pack([{"w": W}, {"w": W}])
     with pytest.raises(ValueError, match=r"rows: expected \[2, 2\]"):
         unpack(rows[:1], form)
 
 
-def test_bfloat16_in_numpy_is_refused() -> None:
+def test_bfloat16_in_numpy_is_refused():
     ml = pytest.importorskip("ml_dtypes")
     with pytest.raises(ValueError, match="numpy carries no bfloat16"):
         pack([[np.ones(2, ml.bfloat16)]])
 
 
 @pytest.mark.parametrize("kind", [">f4", ">f8", "f8"])
-def test_matrices_of_any_memory(kind: str) -> None:
+def test_matrices_of_any_memory(kind):
     x = np.arange(12.0).reshape(4, 3).astype(kind)
     for one in (x, x[::-1], x[:, ::-1]):
         assert pack(one)[0].tolist() == one.tolist()
 
 
-def test_statistics_are_mixed_by_a_row_for_each_client() -> None:
+def test_statistics_are_mixed_by_a_row_for_each_client():
     models = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).state_dict() for _ in range(3)]
     rows, form = pack(models, buffers="average")
     for bad in (torch.ones(2, 3), torch.ones(4, 3)):

@@ -1,10 +1,7 @@
 """One call is one step of the algorithm's server; Krum and clusters by their definitions."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,12 +18,12 @@ from pflcore.local.random import generator_of
 N, P = 7, 15
 
 
-def rows(seed: int = 0, spread: float = 0.3) -> torch.Tensor:
+def rows(seed=0, spread=0.3):
     draw = torch.Generator().manual_seed(seed)
     return torch.randn(1, P, generator=draw).double() + spread * torch.randn(N, P, generator=draw).double()
 
 
-def one_round(name: str, first: torch.Tensor | None, last: torch.Tensor, more: dict[str, torch.Tensor], **options: Any) -> dict[str, Any]:
+def one_round(name, first, last, more, **options):
     """What the server of a simulation sends after everybody's upload, of one round or of two."""
     alg, net = ALGORITHMS[name](**options), Net(nn.Linear(4, 3).double())
     g = {k: v.clone() for k, v in alg.init(net, N)[0].items()}
@@ -39,17 +36,17 @@ def one_round(name: str, first: torch.Tensor | None, last: torch.Tensor, more: d
 
 @pytest.mark.parametrize("options", [{"sigma": 3.0, "alpha": 0.5}, {"alpha": 5.0}, {"alpha": 5.0, "self_weight": "literal"}])
 @pytest.mark.filterwarnings("ignore:FedAMP")
-def test_fedamp_is_its_servers_step(options: dict[str, Any]) -> None:
+def test_fedamp_is_its_servers_step(options):
     torch.testing.assert_close(
         personalize(rows(), "fedamp", **options), one_round("fedamp", None, rows(), {}, **options)["u"], rtol=0, atol=0
     )
 
 
-def test_heurfedamp_is_its_servers_step() -> None:
+def test_heurfedamp_is_its_servers_step():
     assert torch.equal(personalize(rows(), "heurfedamp", sigma=2.0), one_round("heurfedamp", None, rows(), {}, sigma=2.0)["u"])
 
 
-def test_sfl_is_its_servers_step(tmp_path: Path) -> None:
+def test_sfl_is_its_servers_step(tmp_path):
     graph = str(tmp_path / "graph.npy")
     np.save(graph, np.random.default_rng(0).random((N, N)))
     for options in ({"k": 2, "layers": 2, "s": 0.7}, {"adjacency": graph}):
@@ -59,27 +56,27 @@ def test_sfl_is_its_servers_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["feddwa", "feddwa_qp"])
-def test_feddwa_is_its_servers_step(name: str) -> None:
+def test_feddwa_is_its_servers_step(name):
     guide = rows() + 0.1 * rows(1)
     assert torch.equal(personalize(rows(), name, guidance=guide, k=3), one_round(name, None, rows(), {"g": guide}, k=3)["x"])
     last = {"k": 3, "guidance": "previous"}
     assert torch.equal(personalize(rows(), name, previous=rows(1), k=3), one_round(name, rows(1), rows(), {}, **last)["x"])
 
 
-def test_feddwa_keeps_the_model_of_a_client_without_a_previous_one() -> None:
+def test_feddwa_keeps_the_model_of_a_client_without_a_previous_one():
     uploads = {f"c{i}": row for i, row in enumerate(rows())}
     mixed = personalize(uploads, "feddwa", previous={f"c{i}": row for i, row in enumerate(rows(1)) if i != 4})
     assert torch.equal(mixed["c4"], uploads["c4"]) and not torch.equal(mixed["c3"], uploads["c3"])
 
 
-def test_guidance_belongs_to_a_client_by_its_name_and_not_by_its_place() -> None:
+def test_guidance_belongs_to_a_client_by_its_name_and_not_by_its_place():
     names, guide = [f"c{i}" for i in range(N)], rows() + 0.1 * rows(1)
     turned = {names[i]: guide[i] for i in [3, 0, 6, 1, 5, 2, 4]}
     mixed = personalize(dict(zip(names, rows(), strict=True)), "feddwa", guidance=turned, k=3)
     assert torch.equal(torch.stack([mixed[name] for name in names]), personalize(rows(), "feddwa", guidance=guide, k=3))
 
 
-def test_clusters_of_updates_are_clustered_fls_split() -> None:
+def test_clusters_of_updates_are_clustered_fls_split():
     base, delta = rows(2)[0], rows() * torch.tensor([1, -1, 1, -1, -1, 1, 1])[:, None]
     alg, net = ALGORITHMS["clustered_fl"](first=0, eps1=1e9, eps2=0.0), Net(nn.Linear(4, 3).double())
     g = {k: v.clone() for k, v in alg.init(net, N)[0].items()} | {"x": base[None]}
@@ -90,7 +87,7 @@ def test_clusters_of_updates_are_clustered_fls_split() -> None:
 
 
 @pytest.mark.parametrize("linkage", ["complete", "single"])
-def test_clusters_are_the_groups_that_there_are(linkage: str) -> None:
+def test_clusters_are_the_groups_that_there_are(linkage):
     centre = 10 * torch.eye(3, P).double()
     models = centre[[0, 1, 2, 1, 0, 2, 2]] + 0.01 * rows()
     mixed = personalize(models, Clusters(3, linkage))
@@ -100,7 +97,7 @@ def test_clusters_are_the_groups_that_there_are(linkage: str) -> None:
 
 
 @pytest.mark.parametrize("f", [0, 1, 2])
-def test_krum_is_its_definition(f: int) -> None:
+def test_krum_is_its_definition(f):
     models = rows(3, 1.0)
     d = pairwise_sqdist(models)
     score = [sum(sorted(float(d[i, j]) for j in range(N) if j != i)[: N - f - 2]) for i in range(N)]
@@ -110,7 +107,7 @@ def test_krum_is_its_definition(f: int) -> None:
     torch.testing.assert_close(personalize(models, "multikrum", f=f, m=3), models[order[:3]].mean(0).expand(N, -1), rtol=1e-12, atol=1e-12)
 
 
-def test_krum_never_takes_the_hostile_where_a_gram_matrix_does() -> None:
+def test_krum_never_takes_the_hostile_where_a_gram_matrix_does():
     torch.manual_seed(0)
     fooled = 0
     for _ in range(10):
@@ -123,7 +120,7 @@ def test_krum_never_takes_the_hostile_where_a_gram_matrix_does() -> None:
     assert fooled >= 3
 
 
-def test_every_method_returns_the_form_it_was_given_and_is_blind_to_the_order() -> None:
+def test_every_method_returns_the_form_it_was_given_and_is_blind_to_the_order():
     models = {f"client {i}": nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)) for i in range(5)}
     for method, extra in itertools.product(("fedamp", "heurfedamp", "sfl", "krum", "multikrum", "clusters"), ({}, {"exclude": "1.*"})):
         with warnings.catch_warnings():
@@ -138,7 +135,7 @@ def test_every_method_returns_the_form_it_was_given_and_is_blind_to_the_order() 
                 assert torch.equal(one[k][1].weight, models[k][1].weight)
 
 
-def test_statistics_go_with_the_models_where_the_method_mixes_them() -> None:
+def test_statistics_go_with_the_models_where_the_method_mixes_them():
     models = [nn.BatchNorm1d(2) for _ in range(5)]
     for i, m in enumerate(models):
         m.weight.data.fill_(float(i // 3))
@@ -168,13 +165,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("given, words", BAD)
-def test_mistakes_are_one_sentence(given: dict[str, Any], words: str) -> None:
+def test_mistakes_are_one_sentence(given, words):
     with pytest.raises(ValueError, match=words) as error:
         personalize(**{"uploads": rows(), **given})
     assert str(error.value).count(". ") == 0 and str(error.value).endswith(".")
 
 
-def test_unknown_options_are_one_sentence() -> None:
+def test_unknown_options_are_one_sentence():
     for method in ("krum", "clusters", "fedamp"):
         with pytest.raises(TypeError, match="temperature"):
             personalize(rows(), method, temperature=3)
@@ -183,11 +180,11 @@ def test_unknown_options_are_one_sentence() -> None:
 @pytest.mark.parametrize(
     "given", [{"method": Krum(), "m": 3}, {"method": FedAMP(sigma=5.0), "alpha": 2.0}, {"method": Krum(), "exclud": "head"}]
 )
-def test_an_instance_has_its_options(given: dict[str, Any]) -> None:
+def test_an_instance_has_its_options(given):
     with pytest.raises(TypeError, match=r"^options: \w+ has its own"):
         personalize(rows(), **given)
 
 
-def test_a_base_is_a_row_where_the_uploads_are_rows() -> None:
+def test_a_base_is_a_row_where_the_uploads_are_rows():
     with pytest.raises(TypeError, match=r"^base: expected one row of 15 parameters"):
         personalize(rows(), "clusters", base=[0.0] * 15)

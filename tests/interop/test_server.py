@@ -1,7 +1,5 @@
 """A server and clients apart give what a simulation gives, for every algorithm; clients come and go."""
 
-from __future__ import annotations
-
 import io
 import warnings
 from typing import Any
@@ -21,11 +19,11 @@ TRAINING = Training(lr=0.05, batch_size=7, epochs=1, schedule=lambda round, roun
 OPTIONS: dict[str, dict[str, Any]] = {"knnper": {"k": 3}, "clustered_fl": {"first": 0, "eps1": 10.0, "eps2": 0.0}}
 
 
-def algorithm(name: str) -> FedAvg:
+def algorithm(name):
     return ALGORITHMS[name](**OPTIONS.get(name, {}))
 
 
-def model() -> nn.Module:
+def model():
     return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).double()
 
 
@@ -33,7 +31,7 @@ DATA = Case(FedAvg()).data
 SETTING = {"engine": "threads", "workers": 1, "seed": SEED}
 
 
-def play(server: Server, clients: list[Client], cohorts: list[list[int]]) -> list[Any]:
+def play(server, clients, cohorts):
     done = []
     for ids in cohorts:
         downloads = {i: server.download(i) for i in ids}
@@ -41,7 +39,7 @@ def play(server: Server, clients: list[Client], cohorts: list[list[int]]) -> lis
     return done
 
 
-def apart(alg: FedAvg, make: Any = model, **options: Any) -> tuple[Server, list[Client]]:
+def apart(alg, make=model, **options):
     server = Server(alg, make, DATA.n, rounds=ROUNDS, seed=SEED, **options)
     more = {k: v for k, v in options.items() if k == "buffers"}
     return server, [Client(alg, make, DATA.subset([i]), TRAINING, **SETTING, **more) for i in range(DATA.n)]
@@ -49,7 +47,7 @@ def apart(alg: FedAvg, make: Any = model, **options: Any) -> tuple[Server, list[
 
 @pytest.mark.parametrize("participation", [1.0, 0.5])
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_server_and_clients_are_the_simulation(name: str, participation: float) -> None:
+def test_server_and_clients_are_the_simulation(name, participation):
     alg = algorithm(name)
     whole = Simulation(alg, model, DATA, TRAINING, ROUNDS, participation, eval_every=0, **SETTING)
     history = whole.run()
@@ -64,7 +62,7 @@ def test_server_and_clients_are_the_simulation(name: str, participation: float) 
     assert server.round == ROUNDS
 
 
-def test_what_travels_is_plain_tensors_of_the_algorithms_size() -> None:
+def test_what_travels_is_plain_tensors_of_the_algorithms_size():
     server, clients = apart(algorithm("fedfomo"))
     play(server, clients, [[0, 1, 2, 3]])
     down = server.download(0)
@@ -76,14 +74,14 @@ def test_what_travels_is_plain_tensors_of_the_algorithms_size() -> None:
     assert n == 9 and all(type(v) is torch.Tensor for v in up.values())
 
 
-def saved(what: Any) -> bytes:
+def saved(what):
     file = io.BytesIO()
     torch.save(what, file)
     return file.getvalue()
 
 
 @pytest.mark.parametrize("name", ["fedavg", "feddwa", "l2c", "waffle", "clustered_fl"])
-def test_a_server_and_clients_that_were_saved_go_on_as_if_they_had_not_stopped(name: str) -> None:
+def test_a_server_and_clients_that_were_saved_go_on_as_if_they_had_not_stopped(name):
     one, two = apart(algorithm(name)), apart(algorithm(name))
     cohorts = [[0, 1, 2, 3], [0, 2], [0, 1, 3]]
     play(*one, cohorts)
@@ -97,7 +95,7 @@ def test_a_server_and_clients_that_were_saved_go_on_as_if_they_had_not_stopped(n
     assert fresh[0].clients == one[0].clients and fresh[0].round == 3
 
 
-def test_a_client_that_has_worked_begins_anew_with_a_new_ones_state() -> None:
+def test_a_client_that_has_worked_begins_anew_with_a_new_ones_state():
     server, clients = apart(algorithm("ditto"))
     state, started = clients[0].state_dict(), clients[0].model(server.download(0, "evaluation")).state_dict()["view_w"]
     play(server, clients, [[0, 1, 2, 3]])
@@ -106,7 +104,7 @@ def test_a_client_that_has_worked_begins_anew_with_a_new_ones_state() -> None:
     assert torch.equal(clients[0].model(fresh.download(0, "evaluation")).state_dict()["view_w"], started)
 
 
-def test_a_client_tells_its_own_scores() -> None:
+def test_a_client_tells_its_own_scores():
     whole = Simulation("ditto", model, DATA, TRAINING, ROUNDS, eval_every=1, **SETTING)
     history = whole.run()
     server, clients = apart(algorithm("ditto"))
@@ -120,7 +118,7 @@ def test_a_client_tells_its_own_scores() -> None:
         clients[0].evaluate(server.download(0, "evaluation"), "night")
 
 
-def test_a_state_of_something_else_is_refused_and_nothing_changes() -> None:
+def test_a_state_of_something_else_is_refused_and_nothing_changes():
     server, _ = apart(algorithm("fedavg"))
     before = server.state_dict()
     other = Server("fedavg", tiny_model(), 4).state_dict()
@@ -134,7 +132,7 @@ def test_a_state_of_something_else_is_refused_and_nothing_changes() -> None:
     assert torch.equal(server.state_dict()["g"]["x"], before["g"]["x"])
 
 
-def test_a_clients_state_of_something_else_is_refused_and_nothing_changes() -> None:
+def test_a_clients_state_of_something_else_is_refused_and_nothing_changes():
     server, clients = apart(algorithm("ditto"))
     play(server, clients, [[0, 1, 2, 3]])
     started = clients[0].model(server.download(0, "evaluation")).state_dict()["view_w"]
@@ -150,7 +148,7 @@ def test_a_clients_state_of_something_else_is_refused_and_nothing_changes() -> N
 
 
 @pytest.mark.parametrize(("theirs", "mine"), [("fedavg", "scaffold"), ("waffle", "scaffold"), ("fedavg", "qfedavg"), ("fedper", "fedavg")])
-def test_two_algorithms_are_one_sentence_on_either_side(theirs: str, mine: str) -> None:
+def test_two_algorithms_are_one_sentence_on_either_side(theirs, mine):
     (server, others), (_, clients) = apart(algorithm(theirs)), apart(algorithm(mine))
     with pytest.raises(ValueError, match=f"^download: it is of another algorithm than {mine}"):
         clients[0].train(server.download(0))
@@ -163,12 +161,12 @@ def test_two_algorithms_are_one_sentence_on_either_side(theirs: str, mine: str) 
         other.aggregate({0: (upload, n)})
 
 
-def bn_model() -> nn.Module:
+def bn_model():
     return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3)).double()
 
 
 @pytest.mark.parametrize("buffers", ["average", "local"])
-def test_running_statistics_travel_where_they_are_averaged(buffers: str) -> None:
+def test_running_statistics_travel_where_they_are_averaged(buffers):
     whole = Simulation("fedavg", bn_model, DATA, TRAINING, ROUNDS, eval_every=0, buffers=buffers, **SETTING)
     history = whole.run()
     server, clients = apart(algorithm("fedavg"), bn_model, buffers=buffers)
@@ -180,7 +178,7 @@ def test_running_statistics_travel_where_they_are_averaged(buffers: str) -> None
     assert ("@statistics" in server.download(0)) is (buffers == "average")
 
 
-def test_a_client_whose_upload_was_lost_or_refused_keeps_its_old_state() -> None:
+def test_a_client_whose_upload_was_lost_or_refused_keeps_its_old_state():
     server, clients = apart(algorithm("ditto"))
     play(server, clients, [[0, 1, 2, 3]])
     before = clients[1].model(server.download(1, "evaluation")).state_dict()["view_w"]
@@ -197,7 +195,7 @@ def test_a_client_whose_upload_was_lost_or_refused_keeps_its_old_state() -> None
     assert not torch.equal(clients[1].model(server.download(1, "evaluation")).state_dict()["view_w"], before)
 
 
-def test_a_void_round_changes_nothing_and_is_counted() -> None:
+def test_a_void_round_changes_nothing_and_is_counted():
     server, clients = apart(algorithm("feddwa"))
     play(server, clients, [[0, 1]])
     g = server.state_dict()["g"]
@@ -207,7 +205,7 @@ def test_a_void_round_changes_nothing_and_is_counted() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_clients_come_by_any_name_beyond_the_number_that_was_expected(name: str) -> None:
+def test_clients_come_by_any_name_beyond_the_number_that_was_expected(name):
     alg = algorithm(name)
     server = Server(alg, model, 2, rounds=ROUNDS, seed=SEED)
     clients = {c: Client(alg, model, DATA.subset([i]), TRAINING, **SETTING) for i, c in enumerate(("x", 17, "y", "z"))}
@@ -227,14 +225,14 @@ def test_clients_come_by_any_name_beyond_the_number_that_was_expected(name: str)
     assert scores.isfinite().all()
 
 
-def test_numbers_of_whole_numbers_are_their_own() -> None:
+def test_numbers_of_whole_numbers_are_their_own():
     server = Server("fedavg", model, 4)
     for client in (3, "a", 0, 1):
         server.download(client)
     assert server.clients == {3: 3, "a": 0, 0: 1, 1: 2}
 
 
-def test_mistakes_are_one_sentence_and_cost_nothing() -> None:
+def test_mistakes_are_one_sentence_and_cost_nothing():
     server, clients = apart(algorithm("waffle"))
     late = {0: clients[0].train(server.download(0))}
     play(server, clients, [[0, 1]])
@@ -263,7 +261,7 @@ def test_mistakes_are_one_sentence_and_cost_nothing() -> None:
     assert not server.aggregate({0: (up, n), 1: (other, m)}).void
 
 
-def test_a_refused_upload_does_not_spoil_the_round_for_the_others() -> None:
+def test_a_refused_upload_does_not_spoil_the_round_for_the_others():
     server, clients = apart(algorithm("fedavg"))
     good = {i: clients[i].train(server.download(i)) for i in (0, 1)}
     up, n = clients[2].train(server.download(2))
@@ -273,7 +271,7 @@ def test_a_refused_upload_does_not_spoil_the_round_for_the_others() -> None:
     assert server.aggregate(good).ids == [0, 1]
 
 
-def test_mistakes_at_the_door() -> None:
+def test_mistakes_at_the_door():
     server, clients = apart(algorithm("fedavg"))
     with pytest.raises(TypeError, match="client_id: expected a string or a whole number"):
         server.download(1.5)
@@ -294,7 +292,7 @@ def test_mistakes_at_the_door() -> None:
         Client("fedavg", bn_model, DATA.subset([0]), buffers="local").train(Server("fedavg", bn_model, 4).download(0))
 
 
-def test_a_client_takes_arrays_and_knows_classes_that_it_has_not() -> None:
+def test_a_client_takes_arrays_and_knows_classes_that_it_has_not():
     x, y = DATA.client(0)
     client = Client("fedrod", model, (x.float().numpy(), (y * 0).numpy()), TRAINING, **SETTING)
     assert client.data.classes == 3 and client.data.x.dtype == torch.float64
@@ -303,7 +301,7 @@ def test_a_client_takes_arrays_and_knows_classes_that_it_has_not() -> None:
 
 
 @pytest.mark.parametrize("name", ["fedavg", "ditto", "knnper"])
-def test_an_optimizers_moments_are_kept_at_the_client(name: str) -> None:
+def test_an_optimizers_moments_are_kept_at_the_client(name):
     training = Training(lr=0.05, batch_size=7, local_optimizer="adamw", keep_moments=True)
     history = Simulation(algorithm(name), model, DATA, training, ROUNDS, eval_every=0, **SETTING).run()
     server = Server(algorithm(name), model, DATA.n, rounds=ROUNDS, seed=SEED)
@@ -319,7 +317,7 @@ def test_an_optimizers_moments_are_kept_at_the_client(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "options"), [("scaffold", {}), ("waffle", {"control_agg": "literal"}), ("waffle", {}), ("ditto", {})])
-def test_a_client_keeps_what_the_server_took_of_a_long_update(name: str, options: dict[str, Any]) -> None:
+def test_a_client_keeps_what_the_server_took_of_a_long_update(name, options):
     alg = ALGORITHMS[name](**options)
     whole = Simulation(alg, model, DATA, TRAINING, ROUNDS, eval_every=0, clip=0.05, **SETTING)
     history = whole.run()
@@ -337,7 +335,7 @@ def test_a_client_keeps_what_the_server_took_of_a_long_update(name: str, options
             torch.testing.assert_close(client.state_dict()["own"][key][0], rows[i], rtol=1e-9, atol=1e-12)
 
 
-def test_a_client_whose_own_model_diverges_is_dropped_and_keeps_what_it_had() -> None:
+def test_a_client_whose_own_model_diverges_is_dropped_and_keeps_what_it_had():
     alg = ALGORITHMS["ditto"](lam=1e30)
     whole = Simulation(alg, model, DATA, TRAINING, ROUNDS, eval_every=0, **SETTING)
     with warnings.catch_warnings():
@@ -351,7 +349,7 @@ def test_a_client_whose_own_model_diverges_is_dropped_and_keeps_what_it_had() ->
         assert bool(client.model(server.download(i, "evaluation")).state_dict()["view_w"].isfinite().all())
 
 
-def test_states_of_another_dtype_are_refused() -> None:
+def test_states_of_another_dtype_are_refused():
     server, clients = apart(algorithm("ditto"))
     narrow = lambda: model().float()  # noqa: E731
     with pytest.raises(ValueError, match=r"state: expected x in torch\.float64, got torch\.float32"):
@@ -361,7 +359,7 @@ def test_states_of_another_dtype_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["hypcluster", "ensemble"])
-def test_a_pick_of_no_model_is_named(name: str) -> None:
+def test_a_pick_of_no_model_is_named(name):
     server, clients = apart(algorithm(name))
     play(server, clients, [[0, 1, 2, 3]])
     ups = {i: clients[i].train(server.download(i)) for i in range(4)}

@@ -1,7 +1,5 @@
 """Clients join, leave, train, fall silent and come back, servers are saved and loaded, in any order: what must hold, holds."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 
@@ -14,11 +12,11 @@ from torch import nn
 from pflcore import Client, Server, Training
 
 
-def model() -> nn.Module:
+def model():
     return nn.Linear(2, 2).double()
 
 
-def data(seed: int) -> Any:
+def data(seed):
     gen = torch.Generator().manual_seed(seed)
     return torch.randn(5, 2, generator=gen, dtype=torch.float64), torch.arange(5) % 2
 
@@ -27,7 +25,7 @@ class Comings(RuleBasedStateMachine):
     names = Bundle("names")
 
     @initialize(name=st.sampled_from(["fedavg", "feddwa", "fedamp", "ditto"]))
-    def start(self, name: str) -> None:
+    def start(self, name):
         self.name, self.server = name, Server(name, model, 2)
         self.clients: dict[str, Client] = {}
         self.uploads: dict[str, Any] = {}  # on their way, of the round that is open
@@ -36,7 +34,7 @@ class Comings(RuleBasedStateMachine):
         self.x = self.server.state_dict()["g"].get("x")  # FedAvg's, by hand
 
     @rule(target=names)
-    def join(self) -> str:
+    def join(self):
         self.made += 1
         name = f"client {self.made}"
         if len(self.server.clients) >= 2 and self.uploads:  # the round has begun: growth waits for its end
@@ -48,7 +46,7 @@ class Comings(RuleBasedStateMachine):
         return name
 
     @rule(name=names, breaks=st.booleans())
-    def train(self, name: str, breaks: bool) -> None:
+    def train(self, name, breaks):
         if name not in self.clients:
             return
         up, n = self.clients[name].train(self.server.download(name))
@@ -56,7 +54,7 @@ class Comings(RuleBasedStateMachine):
 
     @precondition(lambda self: self.uploads)
     @rule()
-    def close(self) -> None:
+    def close(self):
         before, uploads, self.uploads = self.server.state_dict(), self.uploads, {}
         done = self.server.aggregate({k: v for k, (v, _) in uploads.items()})
         self.rounds += 1
@@ -70,14 +68,14 @@ class Comings(RuleBasedStateMachine):
             assert all(torch.equal(v, before["g"][k]) for k, v in self.server.state_dict()["g"].items())
 
     @rule(name=names)
-    def leave(self, name: str) -> None:
+    def leave(self, name):
         if self.clients.pop(name, None) is not None:
             self.uploads.pop(name, None)
             self.server.leave(name)
 
     @precondition(lambda self: not self.uploads)
     @rule()
-    def restart(self) -> None:
+    def restart(self):
         file = io.BytesIO()
         torch.save([self.server.state_dict(), {k: c.state_dict() for k, c in self.clients.items()}], file)
         server, clients = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
@@ -87,7 +85,7 @@ class Comings(RuleBasedStateMachine):
             self.clients[name].load_state_dict(client)
 
     @invariant()
-    def what_must_hold(self) -> None:
+    def what_must_hold(self):
         state, numbers = self.server.state_dict(), list(self.server.clients.values())
         assert self.server.round == self.rounds and set(self.server.clients) == set(self.clients)
         assert len(set(numbers)) == len(numbers) and not set(numbers) & set(state["gone"])

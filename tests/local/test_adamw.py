@@ -1,8 +1,5 @@
 """AdamW's moments over the rounds: fresh, or kept by each client; who refuses it, and what a record says."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +7,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from methods import APFL, Ditto, FactorizedWaffle, FedDWA, LocalOnly, Mocha, PerFedAvg, PFedMe, QFedAvg, Scaffold, Waffle
-from small import Setting, images, make_setting, play
+from small import images, make_setting, play
 from torch import Tensor
 
 from pflcore import Federation, Local, Net, Simulation, Training, step
@@ -22,24 +19,24 @@ ADAMW: dict[str, Any] = {"lr": 0.01, "batch_size": 10, "local_optimizer": "adamw
 KEPT = Training(**ADAMW, keep_moments=True)
 
 
-def federation(sizes: Sequence[int] = (7, 20, 31)) -> Federation:
+def federation(sizes=(7, 20, 31)):
     data = images(sizes)
     return Federation(data.x.double(), data.y, data.index, data.classes, data.relabel)
 
 
-def build() -> nn.Module:
+def build():
     return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4)).double()
 
 
-def made(training: Training, engine: str = "threads", rounds: int = 3) -> Setting:
+def made(training, engine="threads", rounds=3):
     return make_setting(Net(build), federation(), training, rounds, engine)
 
 
-def batches(s: Setting, client: int, round: int) -> list[tuple[Tensor, Tensor]]:
+def batches(s, client, round):
     """What the client trains on in a round, in order."""
     seen: list[tuple[Tensor, Tensor]] = []
 
-    def loss(net: Net, w: Tensor, x: Tensor, y: Tensor, extra: dict[str, Tensor]) -> Tensor:
+    def loss(net, w, x, y, extra):
         seen.append((x.clone(), y.clone()))
         return net.loss(w, x, y)
 
@@ -50,7 +47,7 @@ def batches(s: Setting, client: int, round: int) -> list[tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("engine", ["threads", "vmap", "chain"])
 @pytest.mark.parametrize("keep", [False, True])
-def test_moments_over_rounds_are_those_of_one_optimizer_or_of_one_a_round(engine: str, keep: bool) -> None:
+def test_moments_over_rounds_are_those_of_one_optimizer_or_of_one_a_round(engine, keep):
     """A client that trains alone, absent from one round in between: kept moments wait for it."""
     s = made(Training(**ADAMW, keep_moments=keep), engine)
     cohorts = [[0, 1, 2], [0, 2], [0, 1, 2]]
@@ -77,9 +74,9 @@ def test_moments_over_rounds_are_those_of_one_optimizer_or_of_one_a_round(engine
     assert bool(state.moments) is keep
 
 
-def test_kept_moments_belong_to_accepted_rounds_and_to_those_who_were_there() -> None:
+def test_kept_moments_belong_to_accepted_rounds_and_to_those_who_were_there():
     class Breaks(FedAvg):
-        def client(self, down: Any, own: Any, local: Local) -> Any:
+        def client(self, down, own, local):
             own, up = super().client(down, own, local)
             broken = torch.isin(local.ids, torch.tensor([1]))[:, None] & (local.round in (2, 3))
             everybody = local.round == 3
@@ -95,7 +92,7 @@ def test_kept_moments_belong_to_accepted_rounds_and_to_those_who_were_there() ->
     assert last[0, -1] == 3 * first[0, -1] and torch.equal(last[1:], void[1:])
 
 
-def test_a_probe_and_an_evaluation_keep_nothing() -> None:
+def test_a_probe_and_an_evaluation_keep_nothing():
     s = made(KEPT)
     (state, _), *_ = play(Ditto(), s, 1)
     assert list(state.moments) == [f"fit {s.net.size}"]  # of the personal pass; the global one is a probe
@@ -103,8 +100,8 @@ def test_a_probe_and_an_evaluation_keep_nothing() -> None:
     assert torch.equal(local.fit(s.net.w0.expand(3, -1)).w, local.fit(s.net.w0.expand(3, -1)).w)
 
 
-def test_a_warm_start_goes_on_with_the_moments() -> None:
-    def run(rounds: int, **more: Any) -> Simulation:
+def test_a_warm_start_goes_on_with_the_moments():
+    def run(rounds, **more):
         simulation = Simulation("local", Net(build), federation(), KEPT, rounds=rounds, eval_every=0, **more)
         simulation.run()
         return simulation
@@ -122,7 +119,7 @@ def test_a_warm_start_goes_on_with_the_moments() -> None:
         Mocha(regulariser="server"), APFL(), PFedMe(), PerFedAvg(), QFedAvg(q=1.0), FactorizedWaffle(),
     ],
 )  # fmt: skip
-def test_a_method_that_rests_on_sgd_refuses_adamw(alg: FedAvg) -> None:
+def test_a_method_that_rests_on_sgd_refuses_adamw(alg):
     with pytest.raises(ValueError, match=rf"^local_optimizer: {type(alg).__name__} .*; take local_optimizer='sgd'\.$"):
         Simulation(alg, build, federation(), Training(**ADAMW))
     s = made(Training(**ADAMW))
@@ -132,12 +129,12 @@ def test_a_method_that_rests_on_sgd_refuses_adamw(alg: FedAvg) -> None:
 
 
 @pytest.mark.parametrize("alg", [Scaffold(option="I"), FedDWA(guidance="full_grad"), APFL(), PFedMe(), PerFedAvg(), FactorizedWaffle()])
-def test_a_method_of_whole_gradients_refuses_clipping(alg: FedAvg) -> None:
+def test_a_method_of_whole_gradients_refuses_clipping(alg):
     with pytest.raises(ValueError, match=rf"^clip_grad: {type(alg).__name__} .*leave clip_grad out"):
         Simulation(alg, build, federation(), Training(clip_grad=1.0))
 
 
-def test_option_ii_with_clipping_is_the_mean_of_the_clipped_gradients() -> None:
+def test_option_ii_with_clipping_is_the_mean_of_the_clipped_gradients():
     s = made(Training(lr=0.1, batch_size=10, clip_grad=0.3, weight_decay=0.1))
     one, two = (play(Scaffold(option=o), s, 2)[-1][0] for o in ("mean_grad", "II"))
     torch.testing.assert_close(one.own["c"], two.own["c"], rtol=1e-9, atol=1e-12)
@@ -145,12 +142,12 @@ def test_option_ii_with_clipping_is_the_mean_of_the_clipped_gradients() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"mocha", "apfl", "pfedme", "per_fedavg", "qfedavg", "factorized_waffle"}))
-def test_the_others_train_by_adamw(name: str) -> None:
+def test_the_others_train_by_adamw(name):
     simulation = Simulation(name, Net(lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))), images(), KEPT, rounds=2)
     assert simulation.run().rounds[-1]["eval"]["loss"] and simulation.state.moments
 
 
-def test_the_record_says_who_takes_the_steps() -> None:
+def test_the_record_says_who_takes_the_steps():
     net, data = Net(build), federation()
     for training, said in ((Training(), False), (Training(**ADAMW), True)):
         path = prepared(net, data, training)[1]
@@ -168,16 +165,16 @@ def test_the_record_says_who_takes_the_steps() -> None:
         ({"clip_grad": 0.0}, "clip_grad: expected a finite number above 0"),
     ],
 )
-def test_what_is_refused(given: dict[str, Any], said: str) -> None:
+def test_what_is_refused(given, said):
     with pytest.raises(ValueError, match=f"^{said}"):
         Training(**given)
 
 
-def test_kept_moments_stay_with_their_clients_when_another_breaks() -> None:
+def test_kept_moments_stay_with_their_clients_when_another_breaks():
     """The first of three is dropped: the others' moments are those of a round without it."""
 
     class Breaks(FedAvg):
-        def client(self, down: Any, own: Any, local: Local) -> Any:
+        def client(self, down, own, local):
             own, up = super().client(down, own, local)
             return own, {"delta": torch.where((local.ids == 0)[:, None], torch.nan, up["delta"])}
 

@@ -1,21 +1,18 @@
 """Local training: what a step is, which batches it takes, and that both engines do the same."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from small import Setting, images, make_setting, play, tiny_model
+from small import images, make_setting, play, tiny_model
 from torch import Tensor
 
 from pflcore import Federation, Local, Net, Training, ops, step
 from pflcore.algorithms import FedAvg
-from pflcore.local import Fit
 from pflcore.local.workers import Engine
 from pflcore.nn import Dropout
 from pflcore.simulation.round import begin
@@ -23,32 +20,32 @@ from pflcore.simulation.round import begin
 SIZES = (7, 20, 31)  # with batches of 20: one short batch, one whole, a whole and a short one
 
 
-def federation(dtype: torch.dtype = torch.float64, shape: Sequence[int] = (6,), sizes: Sequence[int] = SIZES) -> Federation:
+def federation(dtype=torch.float64, shape=(6,), sizes=SIZES):
     data = images(sizes, shape)
     return Federation(data.x.to(dtype), data.y, data.index, data.classes, data.relabel)
 
 
-def cohort(s: Setting, ids: Sequence[int] = (0, 1, 2), round: int = 1) -> Local:
+def cohort(s, ids=(0, 1, 2), round=1):
     return Local(s, torch.tensor(ids), round, s.net.b0.repeat(len(ids), 1))
 
 
-def mlp() -> nn.Module:
+def mlp():
     return tiny_model()().double()
 
 
-def linear() -> nn.Module:
+def linear():
     return nn.Sequential(nn.Linear(6, 4), nn.Identity()).double()
 
 
-def conv() -> nn.Module:
+def conv():
     return nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(8, 4)).double()
 
 
-def norm() -> nn.Module:
+def norm():
     return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4)).double()
 
 
-def dropout() -> nn.Module:
+def dropout():
     return nn.Sequential(nn.Linear(6, 8), Dropout(0.5), nn.Tanh(), Dropout(0.25), nn.Linear(8, 4)).double()
 
 
@@ -62,7 +59,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 CHAINS = [name for name in MODELS if name != "batch norm"]
 
 
-def custom_loss(net: Net, w: Tensor, x: Tensor, y: Tensor, extra: dict[str, Tensor]) -> Tensor:
+def custom_loss(net, w, x, y, extra):
     """A row with two columns more than the model has; the columns, the client's own numbers and noise enter the loss."""
     noise = extra["noise"].to(w.dtype)
     z = net(w[: net.size], x) * (1 + w[net.size :].square().sum())
@@ -101,7 +98,7 @@ CASES: dict[str, tuple[Training, dict[str, Any]]] = {
 }
 
 
-def options(given: dict[str, Any], net: Net, n: int) -> tuple[Tensor, dict[str, Any]]:
+def options(given, net, n):
     """The start rows and fit's arguments, with tensors in the place of the cases' words."""
     gen = torch.Generator().manual_seed(1)
     o, width = dict(given), net.size + (2 if "loss" in given else 0)
@@ -120,7 +117,7 @@ def options(given: dict[str, Any], net: Net, n: int) -> tuple[Tensor, dict[str, 
     return start, o
 
 
-def fitted(engine: str, model: str, case: str, workers: int = 2, dtype: torch.dtype = torch.float64) -> tuple[Fit, Tensor]:
+def fitted(engine, model, case, workers=2, dtype=torch.float64):
     build, shape = MODELS[model]
     training, given = CASES[case]
     net = Net(lambda: build().to(dtype))
@@ -129,7 +126,7 @@ def fitted(engine: str, model: str, case: str, workers: int = 2, dtype: torch.dt
     return local.fit(start, **o), local.buffers
 
 
-def same(a: Sequence[Any], b: Sequence[Any], **tolerance: float) -> None:
+def same(a, b, **tolerance):
     for u, v in zip(a, b, strict=True):
         if u is None:
             assert v is None
@@ -144,7 +141,7 @@ def same(a: Sequence[Any], b: Sequence[Any], **tolerance: float) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("model", MODELS)
-def test_engines_agree(model: str, case: str) -> None:
+def test_engines_agree(model, case):
     (pool, b1), (vmap, b2) = fitted("threads", model, case), fitted("vmap", model, case)
     same([*pool, b1], [*vmap, b2], rtol=1e-9, atol=1e-11)
     if model in CHAINS:
@@ -154,7 +151,7 @@ def test_engines_agree(model: str, case: str) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_engines_agree_in_float32(model: str) -> None:
+def test_engines_agree_in_float32(model):
     (pool, b1), (vmap, b2) = (fitted(e, model, "momentum", dtype=torch.float32) for e in ("threads", "vmap"))
     assert pool.w.dtype == torch.float32
     same([*pool, b1], [*vmap, b2], rtol=1e-4, atol=1e-5)
@@ -164,7 +161,7 @@ def test_engines_agree_in_float32(model: str) -> None:
 
 @pytest.mark.parametrize("engine", ["threads", "vmap", "chain"])
 @pytest.mark.parametrize("model", ["conv", "dropout", "mlp", "linear"])
-def test_the_number_of_workers_changes_no_bit(engine: str, model: str) -> None:
+def test_the_number_of_workers_changes_no_bit(engine, model):
     case = "momentum" if engine == "chain" else "loss"
     first, *others = [fitted(engine, model, case, workers, torch.float32) for workers in (1, 2, 3)]
     for fit, buffers in others:
@@ -173,7 +170,7 @@ def test_the_number_of_workers_changes_no_bit(engine: str, model: str) -> None:
 
 @pytest.mark.parametrize("engine", ["threads", "vmap", "chain"])
 @pytest.mark.parametrize("model", ["mlp", "linear", "dropout", "batch norm"])
-def test_the_others_change_nothing(engine: str, model: str) -> None:
+def test_the_others_change_nothing(engine, model):
     if engine == "chain" and model not in CHAINS:
         pytest.skip("no chain")
     build, shape = MODELS[model]
@@ -189,11 +186,11 @@ def test_the_others_change_nothing(engine: str, model: str) -> None:
 # what a step is -----------------------------------------------------------------------------------------------------------------------
 
 
-def recorded(s: Setting, ids: Sequence[int] = (0, 1, 2), round: int = 1, **o: Any) -> list[list[tuple[Tensor, Tensor]]]:
+def recorded(s, ids=(0, 1, 2), round=1, **o):
     """The batches (x, y) that each client trains on, in order."""
     seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in ids]
 
-    def loss(net: Net, w: Tensor, x: Tensor, y: Tensor, extra: dict[str, Tensor]) -> Tensor:
+    def loss(net, w, x, y, extra):
         seen[int(extra["at"])].append((x.clone(), y.clone()))
         return net.loss(w, x, y)
 
@@ -202,7 +199,7 @@ def recorded(s: Setting, ids: Sequence[int] = (0, 1, 2), round: int = 1, **o: An
     return seen
 
 
-def optimizer_of(t: Training, module: nn.Module) -> torch.optim.Optimizer:
+def optimizer_of(t, module):
     if t.local_optimizer == "adamw":
         return torch.optim.AdamW(module.parameters(), t.lr, t.betas, t.eps, t.weight_decay)
     return torch.optim.SGD(module.parameters(), t.lr, t.momentum, weight_decay=t.weight_decay)
@@ -211,7 +208,7 @@ def optimizer_of(t: Training, module: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("engine", ["threads", "vmap", "chain"])
 @pytest.mark.parametrize("model", ["mlp", "conv", "batch norm"])
 @pytest.mark.parametrize("case", ["plain", "momentum", "mask", "shift", "prox", "adamw", "adamw, masked", "clip", "clip, all"])
-def test_a_step_is_that_of_torch_optim(engine: str, model: str, case: str) -> None:
+def test_a_step_is_that_of_torch_optim(engine, model, case):
     if engine == "chain" and model not in CHAINS:
         pytest.skip("no chain")
     build, shape = MODELS[model]
@@ -258,7 +255,7 @@ def test_a_step_is_that_of_torch_optim(engine: str, model: str, case: str) -> No
 
 @pytest.mark.parametrize("engine", ["threads", "vmap", "chain"])
 @pytest.mark.parametrize("case", ["masks", "adamw, masked", "clip, all"])
-def test_where_the_mask_is_zero_nothing_moves(engine: str, case: str) -> None:
+def test_where_the_mask_is_zero_nothing_moves(engine, case):
     (fit, _), net = fitted(engine, "mlp", case), Net(mlp)
     start, o = options(CASES[case][1], net, 3)
     assert torch.equal(fit.w[o["mask"] == 0], start[o["mask"] == 0])
@@ -267,7 +264,7 @@ def test_where_the_mask_is_zero_nothing_moves(engine: str, case: str) -> None:
 
 @pytest.mark.parametrize("engine", ["threads", "vmap", "chain"])
 @pytest.mark.parametrize("model", MODELS)
-def test_each_batch_with_an_sgd_step_is_fit(engine: str, model: str) -> None:
+def test_each_batch_with_an_sgd_step_is_fit(engine, model):
     if engine == "chain" and model not in CHAINS:
         pytest.skip("no chain")
     build, shape = MODELS[model]
@@ -275,7 +272,7 @@ def test_each_batch_with_an_sgd_step_is_fit(engine: str, model: str) -> None:
     one, two = cohort(s), cohort(s)
     steps: list[int] = []
 
-    def update(rows: dict[str, Tensor], grad: Callable[..., Tensor], k: int) -> dict[str, Tensor]:
+    def update(rows, grad, k):
         steps.append(k)
         return {"w": rows["w"] - 0.1 * grad(rows["w"]), "count": rows["count"] + 1}
 
@@ -285,15 +282,15 @@ def test_each_batch_with_an_sgd_step_is_fit(engine: str, model: str) -> None:
     assert found["count"].tolist() == [2, 2, 4] and sorted(set(steps)) == [0, 1, 2, 3]
 
 
-def test_the_minibatches_of_one_step_are_drawn_apart() -> None:
+def test_the_minibatches_of_one_step_are_drawn_apart():
     s = make_setting(Net(mlp), federation(), Training(lr=0.1, batch_size=20, epochs=2))
     seen: list[tuple[int, int, Tensor]] = []
 
-    def loss(net: Net, w: Tensor, x: Tensor, y: Tensor, extra: dict[str, Tensor]) -> Tensor:
+    def loss(net, w, x, y, extra):
         seen.append((int(extra["at"]), len(y), x[:, 0].clone()))
         return net.loss(w, x, y)
 
-    def update(rows: dict[str, Tensor], grad: Callable[..., Tensor], k: int) -> dict[str, Tensor]:
+    def update(rows, grad, k):
         return {"w": rows["w"] - 0.1 * (grad(rows["w"]) + grad(rows["w"], 1) + grad(rows["w"], 2))}
 
     cohort(s).each_batch({"w": s.net.w0.repeat(3, 1)}, update, batches=3, loss=loss, extra={"at": torch.arange(3)})
@@ -308,7 +305,7 @@ def test_the_minibatches_of_one_step_are_drawn_apart() -> None:
 # which batches ------------------------------------------------------------------------------------------------------------------------
 
 
-def numbered(sizes: Sequence[int] = SIZES) -> Setting:
+def numbered(sizes=SIZES):
     """Every sample's x is its own number."""
     total = sum(sizes)
     x = torch.arange(total, dtype=torch.float64)[:, None].expand(-1, 6)
@@ -316,7 +313,7 @@ def numbered(sizes: Sequence[int] = SIZES) -> Setting:
     return make_setting(Net(mlp), data, Training(lr=0.0, batch_size=20, epochs=3))
 
 
-def test_batches_are_cut_as_a_data_loader_cuts_them() -> None:
+def test_batches_are_cut_as_a_data_loader_cuts_them():
     s = numbered()
     for i, batches in enumerate(recorded(s)):
         pairs = list(zip(*s.data.client(i, "train"), strict=True))
@@ -333,10 +330,10 @@ def test_batches_are_cut_as_a_data_loader_cuts_them() -> None:
         assert all(torch.equal(y, x[:, 0].long() % 4) for x, y in batches)
 
 
-def test_shuffles_belong_to_seed_round_client_and_stream() -> None:
+def test_shuffles_belong_to_seed_round_client_and_stream():
     s = numbered((40, 40))
 
-    def first(at: Setting = s, i: int = 0, round: int = 1, **o: Any) -> tuple[float, ...]:
+    def first(at=s, i=0, round=1, **o):
         return tuple(recorded(at, [i], round, **o)[0][0][0][:, 0].tolist())
 
     found = [
@@ -354,25 +351,25 @@ def test_shuffles_belong_to_seed_round_client_and_stream() -> None:
     assert torch.equal(one[0][0], one[2][0])  # epoch after epoch
 
 
-def test_every_order_is_as_likely() -> None:
+def test_every_order_is_as_likely():
     s = numbered((3,))
     orders = [tuple(recorded(s, [0], r, epochs=1)[0][0][0][:, 0].tolist()) for r in range(1, 601)]
     counts = [orders.count(o) for o in set(orders)]
     assert len(counts) == 6 and min(counts) > 70 and max(counts) < 130
 
 
-def test_a_client_too_small_for_drop_last_has_one_batch() -> None:
+def test_a_client_too_small_for_drop_last_has_one_batch():
     s = make_setting(Net(mlp), federation(), Training(batch_size=20, drop_last=True))
     steps = cohort(s).fit(s.net.w0.repeat(3, 1)).lr_sum / s.training.lr
     assert steps.round().flatten().tolist() == [max(1, n // 20) for n in s.data.size().tolist()]
 
 
-def test_an_empty_client_is_refused() -> None:
+def test_an_empty_client_is_refused():
     with pytest.raises(ValueError, match="client 1 has no training samples"):
         Federation(torch.zeros(3, 6), torch.zeros(3, dtype=torch.long), {"train": [torch.arange(3), torch.arange(0)]}, 4)
 
 
-def test_training_options_are_checked() -> None:
+def test_training_options_are_checked():
     for bad in ({"lr": -1.0}, {"batch_size": 0}, {"epochs": 0}, {"momentum": 1.0}, {"weight_decay": -0.1}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             Training(**bad)  # type: ignore[arg-type]
@@ -384,14 +381,14 @@ def test_training_options_are_checked() -> None:
 
 
 @pytest.mark.parametrize("engine", ["threads", "vmap", "chain"])
-def test_the_callers_thread_setting_comes_back(engine: str) -> None:
+def test_the_callers_thread_setting_comes_back(engine):
     before = torch.get_num_threads()
     try:
         for threads in (2, 3):
             torch.set_num_threads(threads)
             inside: list[int] = []
 
-            def loss(net: Net, w: Tensor, x: Tensor, y: Tensor, extra: dict[str, Tensor], inside: list[int] = inside) -> Tensor:
+            def loss(net, w, x, y, extra, inside=inside):
                 inside.append(torch.get_num_threads())
                 return net.loss(w, x, y)
 
@@ -407,10 +404,10 @@ def test_the_callers_thread_setting_comes_back(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["threads", "vmap", "chain"])
-def test_an_error_in_a_worker_reaches_the_caller(engine: str) -> None:
+def test_an_error_in_a_worker_reaches_the_caller(engine):
     s = make_setting(Net(mlp), federation(), Training(lr=0.1, batch_size=20), engine=engine)
 
-    def loss(net: Net, w: Tensor, x: Tensor, y: Tensor, extra: dict[str, Tensor]) -> Tensor:
+    def loss(net, w, x, y, extra):
         raise ZeroDivisionError("mine")
 
     with pytest.raises(ZeroDivisionError, match="mine"):
@@ -418,7 +415,7 @@ def test_an_error_in_a_worker_reaches_the_caller(engine: str) -> None:
     assert cohort(s).fit(s.net.w0.repeat(3, 1)).w.isfinite().all()  # the engine lives on
 
 
-def test_nn_dropout_is_refused() -> None:
+def test_nn_dropout_is_refused():
     with pytest.raises(ValueError, match=r"model: 1 is nn.Dropout.*pflcore.nn.Dropout"):
         Net(nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 4)))
     Net(nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.0), nn.Linear(8, 4)))
@@ -428,7 +425,7 @@ def test_nn_dropout_is_refused() -> None:
 
 
 @pytest.mark.parametrize("engine", ["threads", "vmap"])
-def test_buffers_are_the_clients_own_or_averaged_and_a_probe_leaves_them(engine: str) -> None:
+def test_buffers_are_the_clients_own_or_averaged_and_a_probe_leaves_them(engine):
     s = make_setting(Net(norm), federation(), Training(lr=0.1, batch_size=20), engine=engine)
     local = cohort(s)
     fit = local.fit(s.net.w0.repeat(3, 1), probe=True)
@@ -448,7 +445,7 @@ def test_buffers_are_the_clients_own_or_averaged_and_a_probe_leaves_them(engine:
 
 
 @pytest.mark.parametrize("engine", ["threads", "vmap", "chain"])
-def test_loss_grad_features_and_scores_are_the_whole_splits(engine: str) -> None:
+def test_loss_grad_features_and_scores_are_the_whole_splits(engine):
     build = mlp if engine == "chain" else norm
     s = make_setting(Net(build), federation(sizes=(3, 600, 31)), Training(lr=0.1, batch_size=20), engine=engine)
     local = cohort(s)
@@ -476,19 +473,19 @@ def test_loss_grad_features_and_scores_are_the_whole_splits(engine: str) -> None
 # an op of ours inside the model -------------------------------------------------------------------------------------------------------
 
 
-def factorized(net: Net, w: Tensor, x: Tensor, y: Tensor, extra: dict[str, Tensor]) -> Tensor:
+def factorized(net, w, x, y, extra):
     """A linear layer made of 3 factors: the row is w_a [4, 3] | lam [3] | w_b [3, 6]."""
     w_a, lam, w_b = w.split([12, 3, 18])
     return F.cross_entropy(ops.rank1_linear(x, w_a.view(4, 3), lam, w_b.view(3, 6)), y)
 
 
-def dense(net: Net, w: Tensor, x: Tensor, y: Tensor, extra: dict[str, Tensor]) -> Tensor:
+def dense(net, w, x, y, extra):
     w_a, lam, w_b = w.split([12, 3, 18])
     return F.cross_entropy(((x @ w_b.view(3, 6).T) * lam) @ w_a.view(4, 3).T, y)
 
 
 @pytest.mark.parametrize("engine", ["threads", "vmap"])
-def test_a_factorized_model_trains_in_both_engines(engine: str) -> None:
+def test_a_factorized_model_trains_in_both_engines(engine):
     s = make_setting(Net(mlp), federation(), Training(lr=0.1, batch_size=20, epochs=3), engine=engine)
     start = torch.randn(3, 33, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     ours, theirs = cohort(s).fit(start, loss=factorized, want_grad=True), cohort(s).fit(start, loss=dense, want_grad=True)
@@ -496,7 +493,7 @@ def test_a_factorized_model_trains_in_both_engines(engine: str) -> None:
     assert (ours.w != start).all()
 
 
-def test_learning_happens() -> None:
+def test_learning_happens():
     for engine in ("threads", "vmap"):
         s = make_setting(Net(tiny_model()), images((60, 80), seed=1), Training(lr=0.3, batch_size=20, epochs=2), 20, engine)
         local = Local(s, torch.arange(2), 1, s.net.b0.expand(2, -1))

@@ -1,56 +1,53 @@
 """Modules as functions of flat rows."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch import Tensor
 
 from pflcore import Net
 from pflcore.local.losses import CRITERIA
 from pflcore.nn.mode import context, forward_mode
 
 
-def small() -> nn.Module:
+def small():
     return nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(32, 5), nn.ReLU(), nn.Linear(5, 3))
 
 
 class Tied(nn.Module):
     """One matrix encodes and decodes; the head has a name of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.code = nn.Linear(4, 4, bias=False)
         self.decode = nn.Linear(4, 4, bias=False)
         self.decode.weight = self.code.weight
         self.head = nn.Linear(4, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(self.decode(torch.tanh(self.code(x))))  # type: ignore[no-any-return]
 
 
 class Buffered(nn.Module):
     """Batch norm, a float buffer that training changes, and an integer one."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm1d(4)
         self.out = nn.Linear(4, 2)
         self.register_buffer("seen", torch.zeros(1))
         self.register_buffer("table", torch.arange(4))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.training:
             self.seen += x.mean()  # type: ignore[operator]
         return self.out(self.norm(x[:, self.table]))  # type: ignore[no-any-return, index]
 
 
 @pytest.mark.parametrize("build", [small, Tied, Buffered])
-def test_rows_and_modules_round_trip(build: type[nn.Module]) -> None:
+def test_rows_and_modules_round_trip(build):
     net = Net(build)
     module = build()
     row = net.row(module)
@@ -65,7 +62,7 @@ def test_rows_and_modules_round_trip(build: type[nn.Module]) -> None:
 
 
 @pytest.mark.parametrize("build", [small, Tied])
-def test_gradients_are_the_modules(build: type[nn.Module]) -> None:
+def test_gradients_are_the_modules(build):
     net, module = Net(build), build()
     x, y = (torch.randn(6, 1, 6, 6) if build is small else torch.randn(6, 4)), torch.randint(0, 2, (6,))
     w = net.row(module).requires_grad_()
@@ -74,7 +71,7 @@ def test_gradients_are_the_modules(build: type[nn.Module]) -> None:
     torch.testing.assert_close(g, torch.cat([p.grad.reshape(-1) for p in module.parameters() if p.grad is not None]))
 
 
-def test_row_and_load_copy() -> None:
+def test_row_and_load_copy():
     module = nn.Linear(2, 2)
     net = Net(module)
     before = net.w0.clone()
@@ -87,7 +84,7 @@ def test_row_and_load_copy() -> None:
     assert not torch.equal(net.row(module), row)
 
 
-def test_init_is_seeded_and_leaves_the_global_state() -> None:
+def test_init_is_seeded_and_leaves_the_global_state():
     for net in (Net(small), Net(small())):
         state = torch.random.get_rng_state()
         assert torch.equal(net.init(3), net.init(3)) and not torch.equal(net.init(3), net.init(4))
@@ -97,7 +94,7 @@ def test_init_is_seeded_and_leaves_the_global_state() -> None:
     assert torch.equal(Net(module).w0, Net(small).row(module))  # a module keeps its weights
 
 
-def test_a_frozen_parameter_is_no_part_of_the_row() -> None:
+def test_a_frozen_parameter_is_no_part_of_the_row():
     module = small()
     module[0].weight.requires_grad_(False)  # type: ignore[index, union-attr, operator]
     net = Net(module)
@@ -106,7 +103,7 @@ def test_a_frozen_parameter_is_no_part_of_the_row() -> None:
     assert torch.equal(net(net.w0, x), module(x))
 
 
-def test_masks_by_name() -> None:
+def test_masks_by_name():
     net = Net(small)
     assert net.mask("5.*").sum() == 18 and net.mask("5.*")[-18:].all()
     assert torch.equal(net.mask("0.weight", "0.bias"), net.mask("0.*")) and net.mask("*").all()
@@ -116,7 +113,7 @@ def test_masks_by_name() -> None:
 
 
 @pytest.mark.parametrize("build", [small, Tied])
-def test_features_and_head_make_the_model(build: type[nn.Module]) -> None:
+def test_features_and_head_make_the_model(build):
     net = Net(build)
     x = torch.randn(6, 1, 6, 6) if build is small else torch.randn(6, 4)
     z = net.features(net.w0, x)
@@ -127,7 +124,7 @@ def test_features_and_head_make_the_model(build: type[nn.Module]) -> None:
     assert net.has_conv == (build is small)
 
 
-def test_the_head_may_be_named_or_be_everything() -> None:
+def test_the_head_may_be_named_or_be_everything():
     net = Net(small, head="3")
     assert (net.head_slice.start, net.head_slice.stop) == (20, 20 + 165)
     whole = Net(nn.Linear(4, 3))
@@ -139,7 +136,7 @@ def test_the_head_may_be_named_or_be_everything() -> None:
         Net(nn.Conv2d(1, 1, 1)).head_slice  # noqa: B018
 
 
-def test_buffers_are_a_row_of_their_own() -> None:
+def test_buffers_are_a_row_of_their_own():
     net = Net(Buffered)
     assert net.buffer_names == ["seen", "norm.running_mean", "norm.running_var"]
     assert net.b0.tolist() == [0] + [0] * 4 + [1] * 4  # the integer ones, table and num_batches_tracked, are no model
@@ -159,7 +156,7 @@ def test_buffers_are_a_row_of_their_own() -> None:
     assert not torch.equal(net(net.w0, x), scores)  # outside: the model's own
 
 
-def test_modes_nest_and_are_the_threads_own() -> None:
+def test_modes_nest_and_are_the_threads_own():
     seen: list[bool] = []
     with forward_mode(True):
         with forward_mode(False):
@@ -171,13 +168,13 @@ def test_modes_nest_and_are_the_threads_own() -> None:
     assert not context.train and seen == [False]
 
 
-def test_a_net_is_a_function_under_vmap() -> None:
+def test_a_net_is_a_function_under_vmap():
     net = Net(small)
     rows, x = torch.stack([net.init(i) for i in range(3)]), torch.randn(3, 4, 1, 6, 6)
     torch.testing.assert_close(torch.vmap(net)(rows, x), torch.stack([net(r, xi) for r, xi in zip(rows, x, strict=True)]))
 
 
-def test_criteria() -> None:
+def test_criteria():
     scores, y = torch.tensor([[0.5], [-2.0], [0.25]]), torch.tensor([1, 0, 0])
     assert float(CRITERIA["hinge"](scores, y)) == pytest.approx((0.5 + 0 + 1.25) / 3)
     assert float(CRITERIA["hinge"](scores, 2 * y - 1)) == pytest.approx((0.5 + 0 + 1.25) / 3)
@@ -186,7 +183,7 @@ def test_criteria() -> None:
     assert float(mine.loss(torch.zeros(3), torch.ones(2, 2), torch.ones(2))) == 2
 
 
-def test_what_is_no_model_is_refused_in_a_sentence() -> None:
+def test_what_is_no_model_is_refused_in_a_sentence():
     for build, words in (
         (3, "build: expected an nn.Module"),
         (nn.Flatten(), "no trainable parameter"),
@@ -210,19 +207,19 @@ def test_what_is_no_model_is_refused_in_a_sentence() -> None:
 class Silent(nn.Module):
     """Its last layer starts at zero, whatever the layer's own start."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body, self.last = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 5)), nn.Linear(5, 3)
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
+    def reset_parameters(self):
         nn.init.zeros_(self.last.weight)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.last(self.body(x))
 
 
-def test_a_parent_has_the_last_word_on_its_childrens_start() -> None:
+def test_a_parent_has_the_last_word_on_its_childrens_start():
     net = Net(Silent())
     assert not net.init(3)[net.slices["last.weight"]].any() and net.init(3)[net.slices["body.2.weight"]].any()
     plain = nn.Sequential(nn.Linear(4, 5), nn.Sequential(nn.Linear(5, 5), nn.Tanh()), nn.Linear(5, 3))
@@ -240,6 +237,6 @@ def test_a_parent_has_the_last_word_on_its_childrens_start() -> None:
         (nn.LazyLinear(3), ValueError, "lazy"),
     ],
 )
-def test_what_is_no_finished_model_is_one_sentence(build, error, words) -> None:
+def test_what_is_no_finished_model_is_one_sentence(build, error, words):
     with pytest.raises(error, match=f"^build: .*{words}"):
         Net(build)

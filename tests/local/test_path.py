@@ -1,12 +1,9 @@
 """The path that trains a model is the model: what may be written out, what must not, and what is said where it may not."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -25,9 +22,7 @@ from pflcore.nn import Dropout
 CPU = "threads"
 
 
-def federation(
-    shape: tuple[int, ...] = (6,), y: Callable[[torch.Generator, int], Tensor] | None = None, tokens: bool = False
-) -> Federation:
+def federation(shape=(6,), y=None, tokens=False):
     gen = torch.Generator().manual_seed(0)
     clients = []
     for n in (9, 14, 7):
@@ -38,69 +33,69 @@ def federation(
 
 
 class Scaled(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return 3 * super().forward(x)
 
 
 class LowRank(nn.Linear):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(6, 4)
         self.a, self.b = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(2, 6))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(x) + x @ (self.a @ self.b).T
 
 
 class Leaky(nn.ReLU):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return F.leaky_relu(x, 0.3)
 
 
 class Own(nn.Module):
     """A layer and a function of (itself, x)."""
 
-    def __init__(self, f: Callable[[Any, Tensor], Tensor], layer: nn.Module | None = None) -> None:
+    def __init__(self, f, layer=None):
         super().__init__()
         self.layer, self.f, self.relu = layer or nn.Linear(6, 4), f, nn.ReLU()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.f(self, x)
 
 
 class Rnn(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
+    def __init__(self, kind):
         super().__init__()
         self.body, self.head = kind(6, 5, batch_first=True), nn.Linear(5, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(self.body(x)[0][:, -1])
 
 
 class Tokens(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.e, self.head = nn.Embedding(5, 6, padding_idx=0), nn.Linear(6, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(self.e(x).mean(1))
 
 
-def hooked(m: nn.Module, how: str = "register_forward_hook", hook: Any = lambda m, x, y: 2 * y) -> nn.Module:
+def hooked(m, how="register_forward_hook", hook=lambda m, x, y: 2 * y):
     getattr(m, how)(hook)
     return m
 
 
-def repeated() -> nn.Module:
+def repeated():
     relu = nn.ReLU()
     return nn.Sequential(nn.Linear(6, 5), relu, nn.Linear(5, 5), relu, nn.Linear(5, 4))
 
 
-def twice() -> nn.Module:
+def twice():
     layer = nn.Linear(6, 6)
     return nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(6, 4))
 
 
-def pools() -> nn.Module:
+def pools():
     pool = hooked(nn.MaxPool2d(2))
     return nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), pool, nn.Conv2d(2, 2, 3, padding=1), pool, nn.Flatten(), nn.Linear(8, 4))
 
@@ -124,7 +119,7 @@ VECTORS: dict[str, Case] = {  # model, engine, form
 }
 
 
-def same_as_by_hand(build: Callable[[], nn.Module], data: Federation, engine: str = "auto") -> Simulation:
+def same_as_by_hand(build, data, engine="auto"):
     """One FedAvg round of one step of each client against the module trained by hand."""
     torch.manual_seed(1)
     model = build()
@@ -143,7 +138,7 @@ def same_as_by_hand(build: Callable[[], nn.Module], data: Federation, engine: st
 
 
 @pytest.mark.parametrize("name", VECTORS)
-def test_what_trains_is_the_model(name: str) -> None:
+def test_what_trains_is_the_model(name):
     build, engine, form = VECTORS[name]
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "pflcore")  # a form that does not apply is no form that differs
@@ -153,13 +148,13 @@ def test_what_trains_is_the_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
-def test_recurrent_models_train_all_at_once(kind: type[nn.RNNBase]) -> None:
+def test_recurrent_models_train_all_at_once(kind):
     run = same_as_by_hand(lambda: Rnn(kind), federation((7, 6)))
     assert run.path[:2] == ("vmap", "vmap")
 
 
-def test_what_vmap_cannot_carry_trains_on_threads_and_the_record_says_why() -> None:
-    def build() -> nn.Module:
+def test_what_vmap_cannot_carry_trains_on_threads_and_the_record_says_why():
+    def build():
         return Rnn(lambda i, o, **options: nn.LSTM(i, 9, proj_size=o, **options))
 
     run = same_as_by_hand(build, federation((7, 6)))
@@ -168,7 +163,7 @@ def test_what_vmap_cannot_carry_trains_on_threads_and_the_record_says_why() -> N
         Simulation("fedavg", build(), federation((7, 6)), engine="vmap")
 
 
-def test_a_padding_row_is_not_trained() -> None:
+def test_a_padding_row_is_not_trained():
     data = federation((7,), tokens=True)
     run = same_as_by_hand(Tokens, data)
     assert run.path.engine == "threads" and "its gradient is another in training mode" in run.path.why
@@ -176,19 +171,19 @@ def test_a_padding_row_is_not_trained() -> None:
         Simulation("fedavg", Tokens(), data, engine="vmap")
 
 
-def test_hooks_of_pooling_and_layers_used_twice_stay() -> None:
+def test_hooks_of_pooling_and_layers_used_twice_stay():
     run = same_as_by_hand(pools, federation((1, 8, 8)))
     assert run.path[:2] == ("threads", "module with kernels")
 
 
-def test_sequences_into_a_linear_layer() -> None:
+def test_sequences_into_a_linear_layer():
     run = same_as_by_hand(lambda: Own(lambda m, x: m.layer(x).mean(1)), federation((7, 6)))
     assert run.path.form == "vmap"
     run = same_as_by_hand(lambda: nn.Sequential(nn.Linear(6, 2), nn.Flatten(), nn.Linear(14, 4)), federation((7, 6)))
     assert run.path.form == "vmap"
 
 
-def real(k: int | None) -> Callable[[torch.Generator, int], Tensor]:
+def real(k):
     return lambda gen, n: torch.randn(n, *([] if k is None else [k]), generator=gen)
 
 
@@ -211,7 +206,7 @@ BODIES: dict[str, tuple[Callable[[int], nn.Module], tuple[int, ...]]] = {
 
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize("target", TARGETS)
-def test_targets_of_every_kind_on_every_path(target: str, body: str) -> None:
+def test_targets_of_every_kind_on_every_path(target, body):
     (outputs, criterion, y), (build, shape) = TARGETS[target], BODIES[body]
     data = federation(shape, y)
     ends = []
@@ -227,7 +222,7 @@ def test_targets_of_every_kind_on_every_path(target: str, body: str) -> None:
 # the proof itself ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_wrong_form_is_found_told_and_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_form_is_found_told_and_not_used(monkeypatch):
     from pflcore.local import path
 
     right = path.chain_grad
@@ -238,7 +233,7 @@ def test_a_wrong_form_is_found_told_and_not_used(monkeypatch: pytest.MonkeyPatch
     assert run.path.form == "vmap" and "not the model" in run.header()["path"]["why"] and run.setting.engine.chain is None
 
 
-def test_wrong_kernels_give_way_to_the_models_own_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_kernels_give_way_to_the_models_own_layers(monkeypatch):
     from pflcore.local import swap
 
     right = swap.conv2d
@@ -250,15 +245,15 @@ def test_wrong_kernels_give_way_to_the_models_own_layers(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("size", [1e-6, 1e-3])
-def test_the_proof_sees_small_differences(size: float) -> None:
+def test_the_proof_sees_small_differences(size):
     net, given = trials(Net(lambda: nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))), federation())
     assert len(given) == 4 and net.dtype == torch.float64
     for form in (by_module, under_vmap, by_chain, by_chain_steps):
         assert difference(form(net), given) is None
     exact = by_module(net)
 
-    def off(which: int, train: bool) -> Any:
-        def form(t: Any) -> tuple[Tensor, Tensor]:
+    def off(which, train):
+        def form(t):
             found = list(exact(t))
             found[which] = found[which] + (size if t.train == train else 0)
             return found[0], found[1]
@@ -271,7 +266,7 @@ def test_the_proof_sees_small_differences(size: float) -> None:
             assert said is not None and f"its {what} is another in {mode} mode" in said
 
 
-def test_the_chain_names_what_it_calls() -> None:
+def test_the_chain_names_what_it_calls():
     assert [int(kind) for kind in compiled(Net(repeated()), (6,)).program[:, 0]] == [0, 3, 0, 3, 0]  # a repeated layer stands twice
     torch.nn.modules.module.register_module_forward_hook(handle := lambda m, x, y: None)
     try:
@@ -283,21 +278,21 @@ def test_the_chain_names_what_it_calls() -> None:
 
 
 @pytest.mark.parametrize(("width", "engine"), [(64, "vmap"), (1024, "threads")])
-def test_wide_models_train_client_after_client_on_a_cpu(width: int, engine: str) -> None:
+def test_wide_models_train_client_after_client_on_a_cpu(width, engine):
     net = Net(lambda: nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width), nn.Linear(width, 300), nn.ReLU(), nn.Linear(300, 4)))
     path = prepared(net, federation(), Training())[1]
     assert path.engine == engine and (f"{net.size} weights" in path.why) is (engine == "threads")
     assert prepared(net, federation(), Training(), "vmap")[1].engine == "vmap"
 
 
-def test_the_global_generators_are_left_alone() -> None:
+def test_the_global_generators_are_left_alone():
     net, data = Net(nn.Linear(6, 4)), federation()
     before = torch.get_rng_state()
     prepared(net, data, Training())
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_a_chain_with_dropout_is_a_chain() -> None:
+def test_a_chain_with_dropout_is_a_chain():
     model = nn.Sequential(nn.Linear(6, 5), Dropout(0.5), nn.Linear(5, 4))
     data = Federation(torch.ones(24, 6), torch.arange(24) % 4, {"train": list(torch.arange(24).split(8))}, 4)
     with warnings.catch_warnings():
@@ -308,12 +303,12 @@ def test_a_chain_with_dropout_is_a_chain() -> None:
 class Average(nn.Module):
     """A running mean of the inputs, put anew into its place by every pass."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how):
         super().__init__()
         self.h, self.how = nn.Linear(6, 4), how
         self.register_buffer("ema", torch.zeros(6))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.training:
             mean = x.detach().mean(0)
             if self.how == "again":
@@ -327,7 +322,7 @@ class Average(nn.Module):
 
 @pytest.mark.parametrize("engine", ["auto", "threads", "vmap"])
 @pytest.mark.parametrize("how", ["again", "data", "in place"])
-def test_a_buffer_is_what_the_forward_made_of_it(how: str, engine: str) -> None:
+def test_a_buffer_is_what_the_forward_made_of_it(how, engine):
     data, built = federation(), Average(how).double()
     data = dataclasses.replace(data, x=data.x.double())
     if (how, engine) == ("data", "vmap"):
@@ -347,12 +342,12 @@ def test_a_buffer_is_what_the_forward_made_of_it(how: str, engine: str) -> None:
 class Counted(nn.Module):
     """Its outputs depend on how often it was called."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where):
         super().__init__()
         self.h, self.where, self.k, self.last = nn.Linear(6, 4), where, 0, None
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = self.h(x)
         if self.where == "cache":
             y = y if self.last is None else y + 0.1 * self.last
@@ -364,18 +359,18 @@ class Counted(nn.Module):
 
 @pytest.mark.parametrize("engine", ["auto", "threads"])
 @pytest.mark.parametrize("where", ["buffer", "attribute", "cache"])
-def test_what_one_client_leaves_to_the_next_is_refused(where: str, engine: str) -> None:
+def test_what_one_client_leaves_to_the_next_is_refused(where, engine):
     with pytest.raises(ValueError, match="nothing that another pass has changed"):
         Simulation("fedavg", Counted(where), federation(), Training(0.1, 4), rounds=1, engine=engine)
 
 
-def test_what_a_forward_keeps_is_no_symbol() -> None:
+def test_what_a_forward_keeps_is_no_symbol():
     class Keeps(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.a, self.h = nn.Linear(6, 5), nn.Linear(5, 4)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             self.kept = torch.tanh(self.a(x))
             return self.h(self.kept)
 
@@ -385,7 +380,7 @@ def test_what_a_forward_keeps_is_no_symbol() -> None:
     assert net.module(torch.ones(2, 6)).shape == (2, 4)
 
 
-def test_sparse_gradients_are_refused() -> None:
+def test_sparse_gradients_are_refused():
     built = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Flatten(), nn.Linear(18, 4))
     with pytest.raises(ValueError, match="model: its gradients are sparse"):
         Simulation("fedavg", built, federation(tokens=True), Training(0.1, 4), rounds=1)

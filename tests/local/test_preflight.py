@@ -1,7 +1,5 @@
 """What cannot be trained is refused in one sentence before anything is written."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +9,6 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch import Tensor
 
 from pflcore import Federation, Net, Simulation, Training, cli
 from pflcore.local import memory
@@ -20,7 +17,7 @@ from pflcore.nn import Dropout
 GEN = torch.Generator().manual_seed(0)
 
 
-def federation(x: Tensor | None = None, y: Tensor | None = None, sizes: tuple[int, ...] = (8, 8, 8), **options: Any) -> Federation:
+def federation(x=None, y=None, sizes=(8, 8, 8), **options):
     total = sum(sizes)
     x = torch.randn(total, 6, generator=GEN) if x is None else x
     y = torch.arange(total) % 4 if y is None else y
@@ -29,28 +26,28 @@ def federation(x: Tensor | None = None, y: Tensor | None = None, sizes: tuple[in
 
 
 class Own(nn.Module):
-    def __init__(self, f: Callable[[Any, Tensor], Any]) -> None:
+    def __init__(self, f):
         super().__init__()
         self.layer, self.f = nn.Linear(6, 4), f
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x):
         return self.f(self.layer(x), self.training)
 
 
-def hooked() -> nn.Module:
+def hooked():
     m = nn.Linear(6, 4)
     m.weight.register_hook(lambda g: 2 * g)
     return m
 
 
-def given() -> nn.Module:
+def given():
     m = nn.Linear(6, 4)
     before = m.forward
     m.forward = lambda x: 2 * before(x)  # type: ignore[method-assign]
     return m
 
 
-def old_norm() -> nn.Module:
+def old_norm():
     m = nn.Sequential(nn.utils.weight_norm(nn.Linear(6, 4)))
     m(torch.zeros(1, 6))
     return m
@@ -95,7 +92,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", REFUSED)
-def test_one_sentence(name: str) -> None:
+def test_one_sentence(name):
     build, options, sentence = REFUSED[name]
     with pytest.raises((ValueError, TypeError), match=f"^{sentence}") as e:
         Simulation("fedavg", build(), federation(**options), Training(batch_size=4 if name == "one sample" else 8))
@@ -103,19 +100,19 @@ def test_one_sentence(name: str) -> None:
     assert said.endswith(".") and "\n" not in said and ". " not in said.replace("nn. ", "")
 
 
-def test_batch_norm_takes_the_rest() -> None:
+def test_batch_norm_takes_the_rest():
     model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
     for sizes, options in (((8, 9, 7), {"drop_last": True}), ((8, 10, 7), {})):
         assert len(Simulation("fedavg", model, federation(sizes=sizes), Training(batch_size=4, **options), rounds=1).run().rounds) == 1
 
 
-def test_pflcores_own_dropout_is_no_draw() -> None:
+def test_pflcores_own_dropout_is_no_draw():
     model = nn.Sequential(nn.Linear(6, 5), Dropout(0.5), nn.Linear(5, 4))
     first, second = (Simulation("fedavg", model, federation(torch.ones(24, 6)), rounds=2).run() for _ in range(2))
     assert torch.equal(first.state.g["x"], second.state.g["x"])  # type: ignore[union-attr]
 
 
-def test_modes_of_torch() -> None:
+def test_modes_of_torch():
     data, model = federation(), nn.Linear(6, 4)
     for mode, sentence in ((torch.inference_mode(), "inference_mode"), (torch.no_grad(), "no_grad"), (torch.autocast("cpu"), "autocast")):
         with mode, pytest.raises(ValueError, match=f"^torch: .*{sentence}"):
@@ -140,7 +137,7 @@ def test_modes_of_torch() -> None:
         torch.set_default_dtype(torch.float32)
 
 
-def test_data() -> None:
+def test_data():
     with pytest.raises(TypeError, match=r"^x must be a dense tensor, got torch.sparse_coo: convert it with x.to_dense\(\)"):
         Federation(torch.zeros(2, 2).to_sparse(), torch.zeros(2).long(), {"train": [torch.arange(2)]})
     assert federation(WORDS.int()).x.dtype == torch.int64
@@ -149,7 +146,7 @@ def test_data() -> None:
 
 
 @pytest.mark.parametrize("key", ["clients", "eval_clients"])
-def test_clients_by_number(key: str) -> None:
+def test_clients_by_number(key):
     data, model = federation(), nn.Linear(6, 4)
     assert Simulation("fedavg", model, data, rounds=1, **{key: [0, 2]}).run().rounds
     for wrong in ([1, 1, 1], [0, 3], [-1], [], [0.5], [True, False, True]):
@@ -157,7 +154,7 @@ def test_clients_by_number(key: str) -> None:
             Simulation("fedavg", model, data, **{key: wrong})
 
 
-def test_options() -> None:
+def test_options():
     data, model = federation(), nn.Linear(6, 4)
     for options, sentence in (
         ({"rounds": float("nan")}, "rounds: expected a whole number, at least 1, got nan"),
@@ -174,14 +171,14 @@ def test_options() -> None:
     assert Simulation(ALGORITHMS["ditto"], model, data).name == "ditto"
 
 
-def test_a_run_that_cannot_fit_is_refused_with_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_cannot_fit_is_refused_with_the_number(monkeypatch):
     monkeypatch.setattr(memory, "capacity", lambda device: 1000)
     with pytest.raises(MemoryError, match=r"^memory: the run needs about [\d.]+ KiB beside data and activations, and cpu has 1000 B; let"):
         Simulation("local", nn.Linear(6, 4), federation())
 
 
 @pytest.mark.parametrize("words", [["--criterion", "squared"], ["--engine", "pool"]])
-def test_on_the_command_line_nothing_is_written(words: list[str], tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_on_the_command_line_nothing_is_written(words, tmp_path, monkeypatch, capsys):
     pytest.importorskip("tyro")
     pytest.importorskip("sklearn")
     monkeypatch.chdir(tmp_path)

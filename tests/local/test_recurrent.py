@@ -1,7 +1,5 @@
 """Recurrent layers written out: torch's own, value and gradient, in everything they take."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 
@@ -16,7 +14,7 @@ KINDS = [(nn.GRU, {}), (nn.LSTM, {}), (nn.RNN, {}), (nn.RNN, {"nonlinearity": "r
 SHAPES = [dict(zip(("bidirectional", "bias", "batch_first"), c, strict=True)) for c in itertools.product((False, True), repeat=3)]
 
 
-def pair(kind: type[nn.RNNBase], **options: object) -> tuple[nn.RNNBase, nn.RNNBase]:
+def pair(kind, **options):
     torch.manual_seed(0)
     own = kind(3, 5, 2, **options).double()
     other = copy.deepcopy(own)
@@ -26,7 +24,7 @@ def pair(kind: type[nn.RNNBase], **options: object) -> tuple[nn.RNNBase, nn.RNNB
 
 @pytest.mark.parametrize("options", SHAPES, ids=str)
 @pytest.mark.parametrize(("kind", "more"), KINDS)
-def test_it_is_torchs_own(kind: type[nn.RNNBase], more: dict, options: dict) -> None:
+def test_it_is_torchs_own(kind, more, options):
     own, other = pair(kind, **more, **options)
     x = torch.randn(4, 6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     want, states = own(x)
@@ -38,7 +36,7 @@ def test_it_is_torchs_own(kind: type[nn.RNNBase], more: dict, options: dict) -> 
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
-def test_many_clients_at_once() -> None:
+def test_many_clients_at_once():
     own, other = pair(nn.GRU, batch_first=True)
     rows = {n: torch.stack([p.detach() * c for c in (1.0, 0.5, 2.0)]) for n, p in own.named_parameters()}
     x = torch.randn(3, 4, 6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -49,7 +47,7 @@ def test_many_clients_at_once() -> None:
         torch.testing.assert_close(got[i], want, rtol=0, atol=1e-14)
 
 
-def test_what_is_not_written_out_is_torchs_own() -> None:
+def test_what_is_not_written_out_is_torchs_own():
     x = torch.randn(4, 6, 3, dtype=torch.float64)
     for kind, options, args in (
         (nn.LSTM, {"proj_size": 2}, (x,)),

@@ -1,7 +1,5 @@
 """Factorized layers against their dense twins, in models, rows, engines and the written-out gradient; initial scales; `factorize`."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest
@@ -19,14 +17,14 @@ from pflcore.ops.chain import chain_grad
 D = torch.float64
 
 
-def randomised(module: nn.Module, seed: int = 0) -> nn.Module:
+def randomised(module, seed=0):
     gen = torch.Generator().manual_seed(seed)
     for p in module.parameters():
         p.data = torch.randn(p.shape, generator=gen, dtype=D)
     return module
 
 
-def linear_twin(layer: FactorizedLinear) -> nn.Linear:
+def linear_twin(layer):
     twin = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, dtype=D)
     twin.weight.data = layer.weight.detach().clone()
     if layer.bias is not None:
@@ -35,7 +33,7 @@ def linear_twin(layer: FactorizedLinear) -> nn.Linear:
 
 
 @pytest.mark.parametrize("bias, factors", [*product((False, True), (1, 3, 9))])
-def test_linear_is_its_dense_twin(bias: bool, factors: int) -> None:
+def test_linear_is_its_dense_twin(bias, factors):
     layer = randomised(FactorizedLinear(7, 5, factors, bias, dtype=D))
     twin = linear_twin(layer)
     for shape in ((7,), (4, 7), (2, 3, 7)):
@@ -55,7 +53,7 @@ def test_linear_is_its_dense_twin(bias: bool, factors: int) -> None:
 @pytest.mark.parametrize(
     "two_steps, bias, how", [*product((False, True), (False, True), ({}, {"stride": 2, "padding": 1}, {"padding": (1, 0)}))]
 )
-def test_convolution_is_its_dense_twin_both_ways(two_steps: bool, bias: bool, how: dict) -> None:
+def test_convolution_is_its_dense_twin_both_ways(two_steps, bias, how):
     layer = randomised(FactorizedConv2d(3, 4, (3, 2), 5, bias=bias, dtype=D, two_steps=two_steps, **how))
     x = torch.randn(2, 3, 7, 6, dtype=D, generator=torch.Generator().manual_seed(1)).requires_grad_()
     y = layer(x)
@@ -67,7 +65,7 @@ def test_convolution_is_its_dense_twin_both_ways(two_steps: bool, bias: bool, ho
 
 
 @pytest.mark.parametrize("outputs, inputs", [(5, 7), (7, 5), (6, 6)])
-def test_as_many_factors_as_the_smaller_side_can_be_any_layer(outputs: int, inputs: int) -> None:
+def test_as_many_factors_as_the_smaller_side_can_be_any_layer(outputs, inputs):
     dense = torch.randn(outputs, inputs, dtype=D, generator=torch.Generator().manual_seed(2))
     u, s, v = torch.linalg.svd(dense, full_matrices=False)
     layer = FactorizedLinear(inputs, outputs, min(outputs, inputs), dtype=D)
@@ -77,14 +75,14 @@ def test_as_many_factors_as_the_smaller_side_can_be_any_layer(outputs: int, inpu
     assert fewer == 3
 
 
-def model(bias: bool = True) -> nn.Module:
+def model(bias=True):
     return nn.Sequential(
         nn.Flatten(), nn.Linear(9, 8, bias=bias), nn.ReLU(), nn.Linear(8, 7, bias=False), nn.Tanh(), nn.Linear(7, 4)
     ).double()
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_gradient_written_out_is_autograds(bias: bool) -> None:
+def test_the_gradient_written_out_is_autograds(bias):
     """Two factorized layers behind one another, as a chain: the gradient of every client's own samples."""
     net = Net(lambda: factorize(model(bias), (5, 6)))
     chain = compiled(net, (9,))
@@ -100,7 +98,7 @@ def test_the_gradient_written_out_is_autograds(bias: bool) -> None:
     torch.testing.assert_close(grad, want, rtol=1e-11, atol=1e-12)
 
 
-def test_rows_under_vmap() -> None:
+def test_rows_under_vmap():
     net = Net(lambda: factorize(model_for("fmnist_cnn", (1, 8, 8), 3).double(), 6))
     rows = torch.stack([net.init(i) for i in range(3)])
     x, y = torch.randn(3, 2, 1, 8, 8, dtype=D, generator=torch.Generator().manual_seed(0)), torch.tensor([[0, 1], [2, 0], [1, 1]])
@@ -111,7 +109,7 @@ def test_rows_under_vmap() -> None:
 # -- initial values ----------------------------------------------------------------------------------------------------------------
 
 
-def test_initial_scales() -> None:
+def test_initial_scales():
     torch.manual_seed(0)
     layer = FactorizedLinear(784, 200, 120)
     pi = (120 / 121) ** torch.arange(1, 121)
@@ -128,7 +126,7 @@ def test_initial_scales() -> None:
 @pytest.mark.parametrize(
     "bad, word", [({"factors": 0}, "factors"), ({"factors": 2, "init": "x"}, "init"), ({"factors": 2, "alpha": 0}, "alpha")]
 )
-def test_what_is_refused(bad: dict, word: str) -> None:
+def test_what_is_refused(bad, word):
     with pytest.raises(ValueError, match=rf"^{word}: expected"):
         FactorizedLinear(4, 3, **{"factors": 2, **bad})
 
@@ -136,11 +134,11 @@ def test_what_is_refused(bad: dict, word: str) -> None:
 # -- factorize ---------------------------------------------------------------------------------------------------------------------
 
 
-def count(module: nn.Module) -> int:
+def count(module):
     return sum(p.numel() for p in module.parameters())
 
 
-def test_the_papers_parameter_counts() -> None:
+def test_the_papers_parameter_counts():
     mnist = model_for("mlp", (1, 28, 28), 10, bias=False)
     assert (count(mnist), count(factorize(mnist, 120))) == (158_800, 120_200)
     fashion = model_for("fmnist_cnn", (1, 28, 28), 10)
@@ -151,7 +149,7 @@ def test_the_papers_parameter_counts() -> None:
     assert (count(text), count(factorize(text, (10, 10, 80, 40)))) == (54_216, 60_850)
 
 
-def test_what_is_replaced() -> None:
+def test_what_is_replaced():
     plain = model()
     before = {n: p.clone() for n, p in plain.named_parameters()}
     made = factorize(plain)
@@ -170,7 +168,7 @@ def test_what_is_replaced() -> None:
         factorize(nn.Sequential(nn.Conv2d(4, 4, 3, groups=2), nn.Flatten(), nn.Linear(4, 2)))
 
 
-def test_a_factorized_model_is_a_model() -> None:
+def test_a_factorized_model_is_a_model():
     net = Net(lambda: factorize(model(), 4), seed=3)
     assert torch.equal(net.init(3), net.w0) and not torch.equal(net.init(4), net.w0)
     from_module = Net(factorize(model(), 4))
@@ -179,7 +177,7 @@ def test_a_factorized_model_is_a_model() -> None:
     torch.testing.assert_close(net.head(net.w0, net.features(net.w0, x)), net(net.w0, x))
 
 
-def test_a_layer_that_is_called_twice_stays_one() -> None:
+def test_a_layer_that_is_called_twice_stays_one():
     layer = nn.Linear(6, 6, bias=False)
     made = factorize(nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(6, 2)), 4)
     assert made[0] is made[2] and isinstance(made[0], FactorizedLinear) and type(made[3]) is nn.Linear

@@ -1,7 +1,5 @@
 """The papers' networks: sizes, shapes, options."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn as nn
@@ -42,13 +40,13 @@ MNIST, CIFAR = (1, 28, 28), (3, 32, 32)
         ("sattler_cnn", MNIST, 62, {}, 18_506),
     ],
 )
-def test_parameter_counts(name: str, shape: tuple[int, ...], classes: int, options: dict[str, object], parameters: int) -> None:
+def test_parameter_counts(name, shape, classes, options, parameters):
     model = model_for(name, shape, classes, **options)
     assert sum(p.numel() for p in model.parameters()) == parameters
     assert model(torch.zeros(2, *shape)).shape == (2, classes)
 
 
-def test_lenet_is_the_classic_one_by_default() -> None:
+def test_lenet_is_the_classic_one_by_default():
     kinds = [type(m) for m in model_for("lenet5", MNIST, 10).modules()]
     assert kinds.count(nn.Tanh) == 4 and kinds.count(nn.AvgPool2d) == 2 and nn.ReLU not in kinds
     kinds = [type(m) for m in model_for("lenet5", MNIST, 10, activation="relu", pool="max").modules()]
@@ -56,7 +54,7 @@ def test_lenet_is_the_classic_one_by_default() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
-def test_every_model_is_a_net_with_a_head(name: str) -> None:
+def test_every_model_is_a_net_with_a_head(name):
     shape = CIFAR if "cifar" in name else MNIST
     net = Net(lambda: model_for(name, torch.Size(shape), 10))
     assert net.classes == 10
@@ -67,7 +65,7 @@ def test_every_model_is_a_net_with_a_head(name: str) -> None:
 
 @pytest.mark.parametrize("buffers", ["local", "average"])
 @pytest.mark.parametrize(("name", "shape"), [("cifar_cnn", (3, 14, 14)), ("resnet8", (1, 16, 16))])
-def test_batch_norm_and_dropout_are_the_same_in_both_engines(name: str, shape: tuple[int, ...], buffers: str) -> None:
+def test_batch_norm_and_dropout_are_the_same_in_both_engines(name, shape, buffers):
     data = images((10, 6), shape=shape)
     alg, found = FedDWA() if buffers == "local" else FedAvg(), []
     for engine in ("threads", "vmap"):
@@ -80,11 +78,11 @@ def test_batch_norm_and_dropout_are_the_same_in_both_engines(name: str, shape: t
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
-def test_regression_has_one_output() -> None:
+def test_regression_has_one_output():
     assert model_for("linear", (5,), None)(torch.zeros(2, 5)).shape == (2, 1)
 
 
-def test_bad_requests_get_a_sentence() -> None:
+def test_bad_requests_get_a_sentence():
     for name, shape, options, words in (
         ("lenet", MNIST, {}, "model: 'lenet' is none of .*lenet5"),
         ("lenet5", (784,), {}, "shape: a convolutional model needs inputs"),

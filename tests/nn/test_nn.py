@@ -1,14 +1,11 @@
 """Dropout from the client's own numbers."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
 import torch
 import torch.nn as nn
 from small import images, make_setting
-from torch import Tensor
 
 from pflcore import Local, Net, Training
 from pflcore.nn import Dropout
@@ -16,7 +13,7 @@ from pflcore.nn.mode import forward_mode
 from pflcore.ops.chain import mixed, uniform
 
 
-def mask(seed: int, layers: int = 1, n: int = 1000, p: float = 0.5) -> Tensor:
+def mask(seed, layers=1, n=1000, p=0.5):
     """Which elements the last of so many layers keeps."""
     module = Dropout(p).train()
     with forward_mode(True, seed=torch.tensor(seed)):
@@ -26,7 +23,7 @@ def mask(seed: int, layers: int = 1, n: int = 1000, p: float = 0.5) -> Tensor:
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_the_right_share_is_kept_and_scaled(p: float) -> None:
+def test_the_right_share_is_kept_and_scaled(p):
     module = Dropout(p).train()
     x = torch.randn(100, 2000, dtype=torch.float64)
     with forward_mode(True, seed=torch.tensor(5)):
@@ -37,7 +34,7 @@ def test_the_right_share_is_kept_and_scaled(p: float) -> None:
     torch.testing.assert_close(y[kept], x[kept] / (1 - p))
 
 
-def test_layers_steps_and_clients_draw_apart() -> None:
+def test_layers_steps_and_clients_draw_apart():
     seeds = [0, 1, 2, 3, -1, -(2**63), 2**63 - 1, 1 << 40]  # a client's steps are successive numbers
     masks = [mask(s, layer, 4000) for s in seeds for layer in (1, 2, 3)]
     for a, b in itertools.combinations(masks, 2):
@@ -48,12 +45,12 @@ def test_layers_steps_and_clients_draw_apart() -> None:
             assert abs(float((m[lag:] == m[:-lag]).double().mean()) - 0.5) < 5 * 0.5 / 3900**0.5
 
 
-def test_the_same_seed_gives_the_same_mask() -> None:
+def test_the_same_seed_gives_the_same_mask():
     assert torch.equal(mask(7), mask(7)) and not torch.equal(mask(7), mask(8))
 
 
-def test_the_hash_is_splitmix64() -> None:
-    def reference(state: int) -> int:
+def test_the_hash_is_splitmix64():
+    def reference(state):
         z = (state + 0x9E3779B97F4A7C15) % 2**64
         z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
@@ -68,11 +65,11 @@ def test_the_hash_is_splitmix64() -> None:
     assert int(draws.min()) >= 0 and int(draws.max()) < 2**24 and abs(float(draws.double().mean()) / 2**24 - 0.5) < 0.02
 
 
-def test_vmap_gives_each_row_its_own_mask() -> None:
+def test_vmap_gives_each_row_its_own_mask():
     module = Dropout(0.5).train()
     seeds = torch.tensor([3, 4, 3])
 
-    def one(x: Tensor, seed: Tensor) -> Tensor:
+    def one(x, seed):
         with forward_mode(True, seed=seed):
             return module(x)  # type: ignore[no-any-return]
 
@@ -81,7 +78,7 @@ def test_vmap_gives_each_row_its_own_mask() -> None:
     assert torch.equal(found[0], found[2]) and not torch.equal(found[0], found[1])
 
 
-def test_evaluation_is_the_identity() -> None:
+def test_evaluation_is_the_identity():
     x = torch.randn(4, 4)
     with forward_mode(False, seed=torch.tensor(1)):
         assert Dropout(0.5).eval()(x) is x
@@ -90,7 +87,7 @@ def test_evaluation_is_the_identity() -> None:
     assert torch.equal(net(net.w0, x), net(net.w0, x))
 
 
-def test_everything_may_be_dropped_and_p_is_checked() -> None:
+def test_everything_may_be_dropped_and_p_is_checked():
     with forward_mode(True, seed=torch.tensor(1)):
         assert not Dropout(1.0).train()(torch.ones(5)).any()
     for p in (-0.1, 1.1):
@@ -99,14 +96,14 @@ def test_everything_may_be_dropped_and_p_is_checked() -> None:
     assert repr(Dropout(0.25)) == "Dropout(p=0.25)"
 
 
-def test_outside_pflcore_it_is_plain_dropout() -> None:
+def test_outside_pflcore_it_is_plain_dropout():
     torch.manual_seed(0)
     ours = Dropout(0.3).train()(torch.ones(50))
     torch.manual_seed(0)
     assert torch.equal(ours, nn.Dropout(0.3).train()(torch.ones(50)))
 
 
-def test_gradients_pass_where_values_do() -> None:
+def test_gradients_pass_where_values_do():
     x = torch.ones(200, requires_grad=True)
     with forward_mode(True, seed=torch.tensor(1)):
         y = Dropout(0.5).train()(x)
@@ -115,19 +112,19 @@ def test_gradients_pass_where_values_do() -> None:
 
 
 @pytest.mark.parametrize("engine", ["threads", "vmap"])
-def test_masks_differ_between_steps_clients_rounds_and_runs(engine: str) -> None:
+def test_masks_differ_between_steps_clients_rounds_and_runs(engine):
     """A model whose gradient shows its mask: scores = dropout(x) * w."""
 
     class Show(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.w = nn.Parameter(torch.zeros(64))
             self.drop = Dropout(0.5)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return self.drop(torch.ones(64)) * self.w  # type: ignore[no-any-return]
 
-        def reset_parameters(self) -> None: ...
+        def reset_parameters(self): ...
 
     net = Net(Show, criterion=lambda s, y: s.sum())
     data = images((8, 8))
@@ -142,7 +139,7 @@ def test_masks_differ_between_steps_clients_rounds_and_runs(engine: str) -> None
                 net.b0.expand(2, -1),
             )
 
-            def update(rows: dict[str, Tensor], grad: object, k: int) -> dict[str, Tensor]:
+            def update(rows, grad, k):
                 g = grad(rows["w"])  # type: ignore[operator]
                 masks.update(tuple(row.tolist()) for row in g)
                 return {"w": rows["w"] - g}

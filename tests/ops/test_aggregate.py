@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from tolerance import F16, F32, F64, FLOATS, ROUND, assert_close
-from torch import Tensor
 from ugly import LAYOUTS, SIZES, dtypes, lay, matrices, randn, refuses, same_for_any_threads, scales
 
 from pflcore.ops import aggregate, feddwa_weights
@@ -14,14 +13,14 @@ from pflcore.ops import aggregate, feddwa_weights
 NAN = torch.nan
 
 
-def scattered(weight: Tensor, index: Tensor | None, n: int) -> Tensor:
+def scattered(weight, index, n):
     """The dense [M, N] weights in float64; an index named twice adds up."""
     if index is None:
         return weight.double()
     return torch.zeros(len(weight), n, dtype=F64).scatter_add_(1, index, weight.double())
 
 
-def formula(updates: Tensor, weight: Tensor, index: Tensor | None, base: Tensor | None, lr: float) -> tuple[Tensor, Tensor]:
+def formula(updates, weight, index, base, lr):
     """In float64: the result, and the sum of the sizes of its addends."""
     u, w = updates.double(), scattered(weight, index, len(updates))
     start = torch.zeros((), dtype=F64) if base is None else base.double()
@@ -29,7 +28,7 @@ def formula(updates: Tensor, weight: Tensor, index: Tensor | None, base: Tensor 
     return start + lr * (w @ u), size
 
 
-def close(got: Tensor, updates: Tensor, weight: Tensor, index: Tensor | None = None, base: Tensor | None = None, lr: float = 1.0) -> None:
+def close(got, updates, weight, index=None, base=None, lr=1.0):
     want, size = formula(updates, weight, index, base, lr)
     assert got.dtype == (updates if base is None else base).dtype
     exact = got.dtype == F64 and updates.dtype == F64

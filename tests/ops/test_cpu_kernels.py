@@ -1,12 +1,9 @@
 """The compiled CPU kernels where they could go wrong: tails, alignment, strides, every instruction set, any number of threads."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from pflcore import ops
 from pflcore.ops import reference
@@ -19,11 +16,11 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+def normal(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def gapped(rows: Tensor, gap: int, shift: int) -> Tensor:
+def gapped(rows, gap, shift):
     """The same rows, `gap` elements apart and `shift` elements off a 64-byte boundary, surrounded by NaN."""
     m, p = rows.shape
     room = torch.full((16 + m * (p + gap),), float("nan"), dtype=rows.dtype)
@@ -32,7 +29,7 @@ def gapped(rows: Tensor, gap: int, shift: int) -> Tensor:
     return view
 
 
-def close(got: Tensor, want: Tensor, tolerance: float) -> bool:
+def close(got, want, tolerance):
     return bool(torch.allclose(got.double(), want.double(), rtol=tolerance, atol=tolerance, equal_nan=True))
 
 
@@ -51,9 +48,7 @@ def close(got: Tensor, want: Tensor, tolerance: float) -> bool:
     precise=st.booleans(),
     sparse=st.booleans(),
 )
-def test_aggregate_is_the_reference(
-    n: int, m: int, p: int, gap: int, shift: int, dtype: torch.dtype, base: int | None, base_dtype: torch.dtype, precise: bool, sparse: bool
-) -> None:
+def test_aggregate_is_the_reference(n, m, p, gap, shift, dtype, base, base_dtype, precise, sparse):
     updates = gapped(normal(n, p, dtype=dtype), gap, shift)
     weight = torch.softmax(normal(m, n if not sparse else min(n, 3), seed=1), 1)
     index = torch.randint(n, weight.shape, generator=torch.Generator().manual_seed(2)) if sparse else None  # duplicates too
@@ -69,7 +64,7 @@ def test_aggregate_is_the_reference(
 
 @pytest.mark.parametrize("shift", [0, 1, 15])
 @pytest.mark.parametrize("sparse", [False, True])
-def test_aggregate_writes_large_results_past_the_caches_and_nothing_beside_them(sparse: bool, shift: int) -> None:
+def test_aggregate_writes_large_results_past_the_caches_and_nothing_beside_them(sparse, shift):
     m, n, p, gap = 7, 5, 300_007, 5  # 8.4 MB: whole lines of 64 bytes, begun and ended anywhere
     updates, weight = normal(n, p), normal(m, 2 if sparse else n, seed=1)
     index = torch.randint(n, weight.shape, generator=torch.Generator().manual_seed(2)) if sparse else None
@@ -84,7 +79,7 @@ def test_aggregate_writes_large_results_past_the_caches_and_nothing_beside_them(
 
 @pytest.mark.parametrize(("m", "n", "p"), [(1, 7, 400_003), (20, 20, 120_011), (13, 101, 70_001), (3, 2, 1_000_003)])
 @pytest.mark.parametrize("sparse", [False, True])
-def test_aggregate_is_bitwise_the_same_for_any_number_of_threads(m: int, n: int, p: int, sparse: bool) -> None:
+def test_aggregate_is_bitwise_the_same_for_any_number_of_threads(m, n, p, sparse):
     updates, weight, base = normal(n, p), normal(m, 5 if sparse else n, seed=1), normal(m, p, seed=2)
     index = torch.randint(n, weight.shape, generator=torch.Generator().manual_seed(2)) if sparse else None
     results = []
@@ -97,7 +92,7 @@ def test_aggregate_is_bitwise_the_same_for_any_number_of_threads(m: int, n: int,
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_aggregate_does_not_read_rows_of_weight_zero(dtype: torch.dtype) -> None:
+def test_aggregate_does_not_read_rows_of_weight_zero(dtype):
     updates = normal(6, 1003, dtype=dtype)
     updates[2] = float("nan")
     updates[4] = float("inf")
@@ -110,7 +105,7 @@ def test_aggregate_does_not_read_rows_of_weight_zero(dtype: torch.dtype) -> None
     assert ops.aggregate(updates, weight, index, lr=0.0).isfinite().all(), "nothing is read where lr is 0"
 
 
-def test_aggregate_shows_a_row_that_is_not_finite_where_it_counts() -> None:
+def test_aggregate_shows_a_row_that_is_not_finite_where_it_counts():
     updates = normal(6, 203)
     updates[2, 100] = float("nan")
     got = ops.aggregate(updates, torch.full((4, 6), 1 / 6))
@@ -119,14 +114,14 @@ def test_aggregate_shows_a_row_that_is_not_finite_where_it_counts() -> None:
 
 
 @pytest.mark.parametrize("p", [5, 64, 3_000_001])
-def test_aggregate_into_its_own_base(p: int) -> None:
+def test_aggregate_into_its_own_base(p):
     updates, weight, base = normal(3, p), torch.tensor([[0.5, 0.25, 0.25]]), normal(1, p, seed=1)
     want = ops.aggregate(updates, weight, base=base, lr=0.5)
     assert ops.aggregate(updates, weight, base=base, lr=0.5, out=base) is base
     assert torch.equal(base, want)
 
 
-def test_aggregate_refuses_a_result_that_is_an_input() -> None:
+def test_aggregate_refuses_a_result_that_is_an_input():
     room = normal(8, 50)
     weight = torch.full((4, 4), 0.25)
     with pytest.raises(ValueError, match="out"):
@@ -139,14 +134,14 @@ def test_aggregate_refuses_a_result_that_is_an_input() -> None:
 
 
 @pytest.mark.parametrize(("m", "n", "p"), [(0, 3, 5), (2, 3, 0), (2, 0, 5)])
-def test_aggregate_of_nothing(m: int, n: int, p: int) -> None:
+def test_aggregate_of_nothing(m, n, p):
     got = ops.aggregate(torch.ones(n, p), torch.ones(m, n))
     assert got.shape == (m, p)
     assert torch.equal(got, torch.full((m, p), float(n)))
 
 
 @pytest.mark.parametrize("narrow", [torch.float16, torch.bfloat16])
-def test_16_bit_floats_are_widened_and_rounded_as_torch_does(narrow: torch.dtype) -> None:
+def test_16_bit_floats_are_widened_and_rounded_as_torch_does(narrow):
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(narrow)[None]
     one = torch.ones(1, 1)
     same = ops.aggregate(every, one)
@@ -166,9 +161,7 @@ def test_16_bit_floats_are_widened_and_rounded_as_torch_does(narrow: torch.dtype
 # --- rank1_linear -----------------------------------------------------------------------------------------------------------------
 
 
-def factors(
-    lead: tuple[int, ...], b: int, i: int, f: int, o: int, active: float, dtype: torch.dtype = torch.float64, shared: str = ""
-) -> list[Tensor]:
+def factors(lead, b, i, f, o, active, dtype=torch.float64, shared=""):
     """x, w_a, lam, w_b; those named in `shared` (x, a, l, b) have no leading axis."""
     shapes = {"x": (b, i), "a": (o, f), "l": (f,), "b": (f, i)}
     out = [normal(*(() if name in shared else lead), *shape, seed=k, dtype=dtype) for k, (name, shape) in enumerate(shapes.items())]
@@ -189,16 +182,16 @@ def factors(
     need=st.tuples(*[st.booleans()] * 4),
 )
 def test_rank1_is_the_reference(
-    lead: tuple[int, ...],
-    b: int,
-    i: int,
-    f: int,
-    o: int,
-    active: float,
-    dtype: torch.dtype,
-    shared: str,
-    need: tuple[bool, bool, bool, bool],
-) -> None:
+    lead,
+    b,
+    i,
+    f,
+    o,
+    active,
+    dtype,
+    shared,
+    need,
+):
     inputs = factors(lead, b, i, f, o, active, dtype, shared if lead else "")
     if lead and shared == "xalb":
         inputs[0] = inputs[0].expand(*lead, b, i)  # a clients' axis of stride 0
@@ -215,7 +208,7 @@ def test_rank1_is_the_reference(
 
 @pytest.mark.parametrize("clients", [(), (5,)])
 @pytest.mark.parametrize("active", [0.3, 1.0])
-def test_rank1_is_bitwise_the_same_for_any_number_of_threads(clients: tuple[int, ...], active: float) -> None:
+def test_rank1_is_bitwise_the_same_for_any_number_of_threads(clients, active):
     inputs = factors(clients, 301, 401, 97, 103, active, torch.float32)
     grad = normal(*clients, 301, 103, seed=5)
     results = []
@@ -226,7 +219,7 @@ def test_rank1_is_bitwise_the_same_for_any_number_of_threads(clients: tuple[int,
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-def test_rank1_factors_that_are_off_are_not_used() -> None:
+def test_rank1_factors_that_are_off_are_not_used():
     x, w_a, lam, w_b = factors((), 6, 30, 21, 9, 0.5, torch.float32)
     off = lam == 0
     assert 0 < off.sum() < 21
@@ -241,7 +234,7 @@ def test_rank1_factors_that_are_off_are_not_used() -> None:
 
 
 @pytest.mark.parametrize("gap", [0, 1, 5])
-def test_rank1_takes_rows_of_any_stride(gap: int) -> None:
+def test_rank1_takes_rows_of_any_stride(gap):
     inputs = factors((2,), 7, 33, 12, 10, 0.6, torch.float32)
     apart = [t if t.dim() == 2 else torch.nn.functional.pad(t, (0, gap))[..., : t.shape[-1]] for t in inputs]
     assert torch.equal(OPS.rank1_linear(*apart), OPS.rank1_linear(*inputs))
@@ -269,17 +262,17 @@ def test_rank1_takes_rows_of_any_stride(gap: int) -> None:
     decay=st.sampled_from([0.0, 0.01]),
 )
 def test_sgd_step_is_the_reference(
-    s: int,
-    q: int,
-    gap: int,
-    dtype: torch.dtype,
-    shift: bool,
-    mask: int | None,
-    prox: float | str | None,
-    momentum: float,
-    decay: float,
-) -> None:
-    def rows(seed: int) -> Tensor:
+    s,
+    q,
+    gap,
+    dtype,
+    shift,
+    mask,
+    prox,
+    momentum,
+    decay,
+):
+    def rows(seed):
         return gapped(normal(s, q, seed=seed, dtype=dtype), gap, seed % 3)
 
     grad = rows(1)
@@ -320,7 +313,7 @@ def test_sgd_step_is_the_reference(
     )
 
 
-def test_sgd_step_is_bitwise_the_same_for_any_number_of_threads_and_clients() -> None:
+def test_sgd_step_is_bitwise_the_same_for_any_number_of_threads_and_clients():
     w, grad, anchor, mask = (
         normal(3, 200_003),
         normal(3, 200_003, seed=1),
@@ -342,7 +335,7 @@ def test_sgd_step_is_bitwise_the_same_for_any_number_of_threads_and_clients() ->
 
 
 @pytest.fixture
-def flushed() -> Iterator[None]:
+def flushed():
     """float32 subnormals count as zero, as a user may ask torch for."""
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor does not flush subnormals")
@@ -350,7 +343,7 @@ def flushed() -> Iterator[None]:
     torch.set_flush_denormal(False)
 
 
-def test_every_float16_is_read_as_it_is(flushed: None) -> None:
+def test_every_float16_is_read_as_it_is(flushed):
     """Subnormals too, the size of ordinary updates: in float32 they are normal numbers."""
     half = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16)
     wide = half.float()
@@ -361,7 +354,7 @@ def test_every_float16_is_read_as_it_is(flushed: None) -> None:
     assert abs(float(ops.pairwise_sqdist(small[None], torch.zeros_like(small)[None]) - want)) <= 1e-6 * float(want)
 
 
-def test_a_mean_of_small_float16_updates(flushed: None) -> None:
+def test_a_mean_of_small_float16_updates(flushed):
     updates = torch.full((4, 100), 1e-5, dtype=torch.float16)
     assert torch.equal(ops.aggregate(updates, torch.full((2, 4), 0.25)), updates[:2])
 
@@ -371,7 +364,7 @@ def test_a_mean_of_small_float16_updates(flushed: None) -> None:
 
 @pytest.mark.parametrize("n", [2, 9, 70])
 @pytest.mark.parametrize("at", ["everywhere", "in the last columns", "in the first columns"])
-def test_tiny_distances_over_many_columns(n: int, at: str) -> None:
+def test_tiny_distances_over_many_columns(n, at):
     """What is done again in float64 is all of the row, however many blocks it has."""
     p = 60_000 if n < 70 else 9_000
     a = normal(n, p) * 1e-22
@@ -386,13 +379,13 @@ def test_tiny_distances_over_many_columns(n: int, at: str) -> None:
 
 
 @pytest.mark.parametrize("p", [160, 192, 5760])
-def test_constant_rows_whose_roundings_all_point_one_way(p: int) -> None:
+def test_constant_rows_whose_roundings_all_point_one_way(p):
     value = (1 + torch.arange(500, dtype=torch.float32) / 500)[:, None]
     got = ops.pairwise_sqdist(value.expand(-1, p), torch.zeros(1, p))
     torch.testing.assert_close(got, value.double().square() * p, rtol=9.6e-7, atol=0)
 
 
-def test_squares_that_float32_holds_badly() -> None:
+def test_squares_that_float32_holds_badly():
     """1e-41 has three digits in float32, though a sum of many is not small itself."""
     a = torch.zeros(3, 300_000)
     a[1], a[2] = 3.3e-21, 6.1e-21
@@ -403,7 +396,7 @@ def test_squares_that_float32_holds_badly() -> None:
 
 @pytest.mark.parametrize("p", [65, 71, 79, 80])
 @pytest.mark.parametrize("shift", [0, 1, 15])
-def test_large_results_leave_what_lies_between_their_rows(p: int, shift: int) -> None:
+def test_large_results_leave_what_lies_between_their_rows(p, shift):
     """Results of megabytes are written in whole cache lines: the line that a row ends in belongs to others, too."""
     m = (8 << 20) // (4 * p) + 100
     home = torch.full((m, p + 40), 7.0)
@@ -415,7 +408,7 @@ def test_large_results_leave_what_lies_between_their_rows(p: int, shift: int) ->
 
 
 @pytest.mark.parametrize("gapped", ["w", "grad", "shift", "anchor", "mask", "buffer"])
-def test_sgd_step_with_one_row_stride_unlike_the_others(gapped: str) -> None:
+def test_sgd_step_with_one_row_stride_unlike_the_others(gapped):
     t = {name: normal(3, 37, seed=k) for k, name in enumerate(("w", "grad", "shift", "anchor", "mask", "buffer"))}
     want = {name: v.double() for name, v in t.items()}
     reference.sgd_step_(want["w"], want["grad"], 0.1, want["shift"], want["mask"], 0.5, None, want["anchor"], 0.9, want["buffer"], 0.01)
@@ -428,7 +421,7 @@ def test_sgd_step_with_one_row_stride_unlike_the_others(gapped: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_rank1_a_factor_that_is_off_but_may_be_turned_on(dtype: torch.dtype) -> None:
+def test_rank1_a_factor_that_is_off_but_may_be_turned_on(dtype):
     """Where lam's gradient is wanted all factors are computed; one that is off still adds nothing to the other gradients."""
     x, w_a, lam, w_b = (normal(*s, seed=k, dtype=dtype) for k, s in enumerate([(5, 9), (7, 6), (6,), (6, 9)]))
     grad = normal(5, 7, seed=8, dtype=dtype)
@@ -445,7 +438,7 @@ def test_rank1_a_factor_that_is_off_but_may_be_turned_on(dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("k", [31, 32, 33, 34])
-def test_feddwa_around_the_number_that_is_held_in_registers(k: int) -> None:
+def test_feddwa_around_the_number_that_is_held_in_registers(k):
     d = normal(3, 60, dtype=torch.float64).square()
     d[1, ::2] = d[1, 0]
     for n in (k, k + 1, 60):
@@ -455,7 +448,7 @@ def test_feddwa_around_the_number_that_is_held_in_registers(k: int) -> None:
 
 
 @pytest.mark.parametrize("gap", [1e-9, 1e-10, 1e-11])
-def test_waffle_distances_that_differ_by_little_are_no_tie(gap: float) -> None:
+def test_waffle_distances_that_differ_by_little_are_no_tie(gap):
     d = torch.tensor([0.0, 1.0, 1.0 + gap / 2, 1.0 + gap], dtype=torch.float64)
     low, high = d[1], d[3]
     s = low / high * (1 - 0.6)

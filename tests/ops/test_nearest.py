@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 from tolerance import BF16, F16, F32, F64
-from torch import Tensor
 from ugly import lay, randn, refuses
 
 from pflcore.ops import feddwa_weights, nearest, pairwise_sqdist, stream
@@ -15,14 +14,14 @@ from pflcore.ops import feddwa_weights, nearest, pairwise_sqdist, stream
 METHODS = ("exact", "groups", "sketch")
 
 
-def by_all_pairs(guide: Tensor, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def by_all_pairs(guide, rows, k):
     """The k nearest by all distances: NaN is infinitely far, of equals the lower index."""
     d = pairwise_sqdist(guide, rows)
     index = feddwa_weights(d, k).index
     return d.gather(1, index).nan_to_num(torch.inf, torch.inf), index
 
 
-def clustered(groups: int, each: int, p: int, noise: float = 1e-3, seed: int = 0) -> tuple[Tensor, Tensor]:
+def clustered(groups, each, p, noise=1e-3, seed=0):
     """Guides and rows [groups * each, P], shuffled, of clusters with isotropic noise within."""
     gen = torch.Generator().manual_seed(seed)
     centre = torch.randn(groups, p, generator=gen)
@@ -32,7 +31,7 @@ def clustered(groups: int, each: int, p: int, noise: float = 1e-3, seed: int = 0
 
 
 @st.composite
-def data(draw) -> tuple[Tensor, Tensor]:
+def data(draw):
     """Clusters with noise of any size, duplicates, zeros, constant rows, rows that are not finite; few columns and many."""
     p, n, m = draw(st.sampled_from([1, 2, 7, 67])), draw(st.integers(1, 40)), draw(st.integers(0, 9))
     seed, groups = draw(st.integers(0, 999)), draw(st.integers(1, 9))
@@ -90,7 +89,7 @@ def test_a_group_that_only_just_holds_a_nearer_row_is_looked_into():
         assert got.index.item() == 6 and got.certified.item()
 
 
-def pairs_taken(monkeypatch, call) -> int:
+def pairs_taken(monkeypatch, call):
     """How many distances a call takes."""
     taken = 0
     file = sys.modules["pflcore.ops.sqdist"]

@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 from tolerance import F16, F32, F64, FLOATS, assert_close
-from torch import Tensor
 from ugly import randn, refuses, same_for_any_threads
 
 from pflcore.ops import rank1_linear, reference
@@ -16,21 +15,21 @@ SIZES = st.sampled_from([1, 2, 3, 7, 8, 13, 17, 31, 64])
 NAMES = ("x", "w_a", "lam", "w_b")
 
 
-def dense(x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor) -> Tensor:
+def dense(x, w_a, lam, w_b):
     """x times the dense weight sum_f lam_f w_a[:, f] w_b[f, :], clients' axes broadcast."""
     return x @ (w_a * lam[..., None, :] @ w_b).mT
 
 
 def inputs(
-    b: int,
-    i: int,
-    f: int,
-    o: int,
-    dtype: torch.dtype = F64,
-    leads: tuple[tuple[int, ...], ...] = ((),) * 4,
-    active: float = 1.0,
-    seed: int = 0,
-) -> list[Tensor]:
+    b,
+    i,
+    f,
+    o,
+    dtype=F64,
+    leads=((),) * 4,
+    active=1.0,
+    seed=0,
+):
     shapes = ((b, i), (o, f), (f,), (f, i))
     x, w_a, lam, w_b = (randn(seed + n, *lead, *shape) for n, (lead, shape) in enumerate(zip(leads, shapes, strict=True)))
     gen = torch.Generator().manual_seed(seed)
@@ -38,18 +37,18 @@ def inputs(
     return [t.to(dtype) for t in (x, w_a, lam, w_b)]
 
 
-def check(got: Tensor, args: list[Tensor]) -> None:
+def check(got, args):
     wide = [t.double() for t in args]
     assert got.dtype == args[0].dtype
     assert_close(got, dense(*wide), "rank1", size=dense(*[t.abs() for t in wide]))
 
 
-def gradients(args: list[Tensor], call, grad: Tensor) -> tuple[Tensor, ...]:
+def gradients(args, call, grad):
     leaves = [t.detach().clone().requires_grad_() for t in args]
     return torch.autograd.grad(call(*leaves), leaves, grad)
 
 
-def check_gradients(args: list[Tensor], seed: int = 9) -> None:
+def check_gradients(args, seed=9):
     """Against autograd through the dense weight in float64, the error measured by the gradient of the absolute values."""
     wide = [t.double() for t in args]
     y = dense(*wide)
@@ -168,7 +167,7 @@ def test_second_derivative():
     args = inputs(3, 4, 5, 2)
     leaves = [t.requires_grad_() for t in args]
 
-    def penalty(call) -> tuple[Tensor, ...]:
+    def penalty(call):
         (g,) = torch.autograd.grad(call(*leaves).square().sum(), leaves[0], create_graph=True)
         return torch.autograd.grad(g.square().sum(), leaves)
 

@@ -5,7 +5,6 @@ import pytest
 import torch
 from hypothesis import given
 from tolerance import BF16, F16, F32, F64, FLOATS, assert_close
-from torch import Tensor
 from ugly import LAYOUTS, SIZES, dtypes, lay, matrices, randn, refuses, same_for_any_threads, scales
 
 from pflcore.ops import pairwise_sqdist, reference
@@ -14,13 +13,13 @@ ROWS = st.sampled_from([0, 1, 2, 3, 5, 7, 11])
 COLS = st.sampled_from(SIZES)
 
 
-def exact(a: Tensor, b: Tensor | None = None) -> Tensor:
+def exact(a, b=None):
     """The definition in float64."""
     b = a if b is None else b
     return (a.double()[:, None] - b.double()).square().sum(-1)
 
 
-def centred(a: Tensor) -> Tensor:
+def centred(a):
     """Distances of close rows by another road: float64 scalar products of the differences from the first row."""
     d = a.double() - a[0].double()
     gram = d @ d.T
@@ -172,7 +171,7 @@ def test_one_row_for_everybody():
 # --- listed pairs -------------------------------------------------------------------------------------------------------------------
 
 
-def listed(all_pairs: Tensor, index: Tensor) -> Tensor:
+def listed(all_pairs, index):
     """The entries of all pairs; padding is infinitely far."""
     return torch.where(index < 0, torch.inf, all_pairs.gather(1, index.clamp(min=0)))
 

@@ -1,12 +1,9 @@
 """Rows from files, maps and blocks: what comes out has the bits of the same ops in memory."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from tolerance import F16, F32, F64
-from torch import Tensor
 from ugly import randn, refuses
 
 import pflcore
@@ -16,14 +13,14 @@ from pflcore.ops import nearest, stream
 KERNELS = pflcore.backend().kernels
 
 
-def mapped(t: Tensor, folder, name: str = "rows", mode: str = "r") -> np.memmap:
+def mapped(t, folder, name="rows", mode="r"):
     """The same rows in a file."""
     path = folder / f"{name}.npy"
     np.save(path, t.numpy())
     return np.load(path, mmap_mode=mode)
 
 
-def same(got: Tensor, want: Tensor) -> None:
+def same(got, want):
     """To the last bit; the references sum all rows in one product, whose order torch chooses: to the rounding of so long a sum."""
     assert got.dtype == want.dtype and got.shape == want.shape
     atol = 32 * torch.finfo(want.dtype).eps * float(want.abs().max())
@@ -140,7 +137,7 @@ def test_bad_input(tmp_path):
         stream.pairwise_sqdist(rows.numpy(), np.zeros((2, 3), np.float32))
 
 
-def test_a_bar_shows_how_far_it_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_bar_shows_how_far_it_is(capsys, tmp_path):
     pytest.importorskip("tqdm")
     rows = torch.randn(6, 5)
     for call in (

@@ -8,20 +8,19 @@ import torch
 from hypothesis import assume, given
 from places import golden
 from tolerance import F64, FLOATS, assert_close
-from torch import Tensor
 from ugly import LAYOUTS, lay, matrices, randn, refuses, same_for_any_threads
 
-from pflcore.ops import TopK, feddwa_weights, waffle_weights
+from pflcore.ops import feddwa_weights, waffle_weights
 
 GOLDEN = golden("feddwa_family")
 ONE = torch.ones((), dtype=F64)
 
 
-def f64(values) -> Tensor:
+def f64(values):
     return torch.tensor(values, dtype=F64)
 
 
-def near(got: Tensor, want, digits: float = 1.1e-10) -> None:
+def near(got, want, digits=1.1e-10):
     """Golden values have ten digits."""
     torch.testing.assert_close(got, f64(want), rtol=0, atol=digits)
 
@@ -35,12 +34,12 @@ distances = st.one_of(  # spread over magnitudes, or close together
 )
 
 
-def sigmoid(r: int, rounds: int, steep: float = 3.2) -> float:
+def sigmoid(r, rounds, steep=3.2):
     """The paper's Omega and Psi."""
     return 1 / (1 + math.exp(steep * (r / (rounds / 2) - 1)))
 
 
-def printed(d: Tensor, target: int, omega: float, psi: float, line6: bool = True) -> Tensor:
+def printed(d, target, omega, psi, line6=True):
     """Algorithm 1 as printed (line 6), or the paper's equation (3), which differs above omega = 1."""
     others = torch.cat([d[:target], d[target + 1 :]])
     high, low = others.max(), others.min()
@@ -239,11 +238,11 @@ def test_waffle_bad_input(arguments, name, kind):
 # --- FedDWA -------------------------------------------------------------------------------------------------------------------------
 
 
-def dense(top: TopK, n: int) -> Tensor:
+def dense(top, n):
     return torch.zeros(len(top.weight), n, dtype=F64).scatter_(1, top.index, top.weight)
 
 
-def naive(row: list[float], k: int) -> list[tuple[int, float]]:
+def naive(row, k):
     """Sorted by (distance, index), weighted by the inverse distance."""
     clean = [math.inf if math.isnan(d) else max(d, 0.0) for d in row]
     kept = sorted(range(len(row)), key=lambda j: (clean[j], j))[:k]

@@ -1,13 +1,9 @@
 """docs/api.md is the border: what it lists is what the public modules give, and all of it says what it takes and gives."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect
 import re
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -26,11 +22,11 @@ LISTED = {
 }
 
 
-def is_ours(thing: Any) -> bool:
+def is_ours(thing):
     return str(getattr(thing, "__module__", "")).startswith("pflcore")
 
 
-def functions(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
+def functions(name, thing):
     """A function, or a class's public methods and properties, wherever in pflcore they were written."""
     if inspect.isfunction(thing):
         yield name, thing
@@ -47,17 +43,17 @@ PUBLIC |= {("pflcore.algorithms", cls.__name__): cls for cls in ALGORITHMS.value
 
 
 @pytest.mark.parametrize("module", LISTED)
-def test_the_list_is_what_a_module_gives(module: str) -> None:
+def test_the_list_is_what_a_module_gives(module):
     assert sorted(LISTED[module]) == sorted(importlib.import_module(module).__all__), f"docs/api.md, section {module}"
     assert len(LISTED[module]) == len(set(LISTED[module]))
 
 
-def test_the_list_is_long_enough_to_be_one() -> None:
+def test_the_list_is_long_enough_to_be_one():
     assert len(LISTED) >= 9 and len(LISTED["pflcore"]) > 20
 
 
 @pytest.mark.parametrize("module", LISTED)
-def test_what_is_public_says_what_it_is(module: str) -> None:
+def test_what_is_public_says_what_it_is(module):
     silent = []
     for (where, name), thing in PUBLIC.items():
         if where != module or not (inspect.isclass(thing) or inspect.isfunction(thing)):
@@ -73,7 +69,7 @@ def test_what_is_public_says_what_it_is(module: str) -> None:
 
 
 @pytest.mark.parametrize("module", LISTED)
-def test_what_is_public_is_annotated(module: str) -> None:
+def test_what_is_public_is_annotated(module):
     bare = []
     for (where, name), thing in PUBLIC.items():
         if where == module:
@@ -84,6 +80,6 @@ def test_what_is_public_is_annotated(module: str) -> None:
     assert bare == [], "without an annotation"
 
 
-def test_constants_are_tables() -> None:
+def test_constants_are_tables():
     tables = [thing for thing in PUBLIC.values() if not (inspect.isclass(thing) or callable(thing))]
     assert tables and all(isinstance(t, dict) and not isinstance(t, torch.Tensor) for t in tables)

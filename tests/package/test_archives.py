@@ -1,14 +1,11 @@
 """What is given away: the source archive holds every kernel file, the wheel holds the plans and no benchmark, and it runs by itself."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
-from pathlib import Path
 
 import pytest
 from places import ROOT
@@ -17,7 +14,7 @@ KERNELS = {str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*") if p.suf
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tmp_path_factory):
     """The folder of an archive and a wheel, made from a copy of the sources without torch's part of the build."""
     folder = tmp_path_factory.mktemp("package")
     for name in ("csrc", "pflcore", "bench"):
@@ -32,7 +29,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.deep("a wheel is built")
-def test_the_source_archive_holds_every_kernel_file(built: Path) -> None:
+def test_the_source_archive_holds_every_kernel_file(built):
     (path,) = built.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = {n.partition("/")[2] for n in archive.getnames()}
@@ -40,7 +37,7 @@ def test_the_source_archive_holds_every_kernel_file(built: Path) -> None:
 
 
 @pytest.mark.deep("a wheel is built")
-def test_the_wheel_holds_the_plans_and_no_benchmark_and_runs(built: Path, tmp_path: Path) -> None:
+def test_the_wheel_holds_the_plans_and_no_benchmark_and_runs(built, tmp_path):
     (path,) = built.glob("*.whl")
     with zipfile.ZipFile(path) as wheel:
         names = wheel.namelist()

@@ -1,7 +1,5 @@
 """Every public callable answers a wrong argument of each kind with one sentence of pflcore's own, which names the argument."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re
@@ -389,18 +387,18 @@ ALIAS = {  # where a sentence says more than the argument's name: which client's
 CASES = [(f, name) for f, (_, wrong) in TABLE.items() for name in wrong]
 
 
-def title(f: Callable[..., Any]) -> str:
+def title(f):
     return f"{f.__module__.removeprefix('pflcore.')}.{f.__qualname__}"
 
 
-def default(f: Callable[..., Any], name: str) -> Any:
+def default(f, name):
     parameters = inspect.signature(f).parameters
     if name not in parameters:  # one of the simulation's, passed on
         parameters = inspect.signature(Simulation).parameters
     return parameters[name].default
 
 
-def fault(f: Callable[..., Any], name: str, value: Any) -> str | None:
+def fault(f, name, value):
     """What is wrong with the answer to one wrong argument."""
     try:
         made = f(**{**TABLE[f][0], name: value})
@@ -422,9 +420,7 @@ def fault(f: Callable[..., Any], name: str, value: Any) -> str | None:
 
 
 @pytest.mark.parametrize(("f", "name"), CASES, ids=[f"{title(f)}-{name}" for f, name in CASES])
-def test_a_wrong_argument_is_named_in_one_sentence(
-    f: Callable[..., Any], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_argument_is_named_in_one_sentence(f, name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     faults = {}
     for value in TABLE[f][1][name]:
@@ -436,7 +432,7 @@ def test_a_wrong_argument_is_named_in_one_sentence(
     assert not faults
 
 
-def test_every_public_callable_is_in_the_table() -> None:
+def test_every_public_callable_is_in_the_table():
     known = [*TABLE, *CHECKED_WHERE_USED]
     missing, module = [], ""
     for section, name in re.findall(r"^(?:## `(pflcore[\w.]*)`|- `(\w+)`)", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.M):
@@ -450,7 +446,7 @@ def test_every_public_callable_is_in_the_table() -> None:
     assert missing == []
 
 
-def is_exempt(thing: Any) -> bool:
+def is_exempt(thing):
     """Without arguments to get wrong, or no more than a name of a type; algorithms' own options are tested with them."""
     if not (inspect.isclass(thing) or inspect.isfunction(thing)):
         return True

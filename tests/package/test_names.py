@@ -3,8 +3,6 @@
 import ast
 import re
 import tokenize
-from collections.abc import Iterator
-from pathlib import Path
 
 from places import ROOT
 
@@ -12,7 +10,7 @@ TESTS = ROOT / "tests"
 LOOK_INSIDE = {TESTS / "conftest.py", TESTS / "package" / "test_api.py"}  # the suites themselves, and the border's own test
 
 
-def listed() -> set[str]:
+def listed():
     """Each public module, and each public name with its module."""
     names, module = set(), ""
     for section, name in re.findall(r"^(?:## `(pflcore[\w.]*)`|- `(\w+)`)", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.M):
@@ -21,7 +19,7 @@ def listed() -> set[str]:
     return names
 
 
-def imported(path: Path) -> Iterator[str]:
+def imported(path):
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (a.name for a in node.names)
@@ -29,11 +27,11 @@ def imported(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{a.name}" for a in node.names)
 
 
-def internal(path: Path) -> bool:
+def internal(path):
     return path.is_relative_to(TESTS / "internal")
 
 
-def test_tests_import_public_names() -> None:
+def test_tests_import_public_names():
     public, found = listed(), []
     for path in TESTS.rglob("*.py"):
         if not internal(path) and path not in LOOK_INSIDE:
@@ -41,7 +39,7 @@ def test_tests_import_public_names() -> None:
     assert not found
 
 
-def test_a_quarter_of_the_tests_at_most_looks_inside() -> None:
+def test_a_quarter_of_the_tests_at_most_looks_inside():
     aside = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
     size = {True: 0, False: 0}
     for path in TESTS.rglob("*.py"):

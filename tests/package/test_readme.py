@@ -1,7 +1,5 @@
 """What the README shows is run, and its table of algorithms is the code's; where it is not, the test prints the right one."""
 
-from __future__ import annotations
-
 import inspect
 import re
 
@@ -13,7 +11,7 @@ from pflcore.algorithms import ALGORITHMS
 README = (ROOT / "README.md").read_text()
 
 
-def algorithms_table() -> str:
+def algorithms_table():
     """Name and first docstring line of every algorithm, as Markdown."""
     rows = [(name, inspect.getdoc(cls).split("\n\n")[0].replace("\n", " ").replace("|", "\\|")) for name, cls in ALGORITHMS.items()]
     return "\n".join(["| name | what it is |", "|---|---|", *(f"| `{name}` | {first} |" for name, first in rows)])

@@ -1,13 +1,9 @@
 """Nothing is run that came as data, nothing is fetched that was not asked for, and what goes by a name is what was published by it."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from places import ROOT
@@ -30,22 +26,22 @@ NETWORK = {
 }
 
 
-def nodes(kind: type) -> Iterator[tuple[Path, ast.AST]]:
+def nodes(kind):
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, kind):
                 yield path, node
 
 
-def called(node: ast.Call) -> str:
+def called(node):
     return ast.unparse(node.func)
 
 
-def option(node: ast.Call, name: str) -> object:
+def option(node, name):
     return next((k.value.value for k in node.keywords if k.arg == name and isinstance(k.value, ast.Constant)), None)
 
 
-def test_no_file_imports_what_unpickles_or_opens_connections() -> None:
+def test_no_file_imports_what_unpickles_or_opens_connections():
     found = []
     for path, node in nodes((ast.Import, ast.ImportFrom)):  # type: ignore[arg-type]
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None) or ""]
@@ -53,7 +49,7 @@ def test_no_file_imports_what_unpickles_or_opens_connections() -> None:
     assert not found
 
 
-def test_files_are_read_without_running_what_is_in_them() -> None:
+def test_files_are_read_without_running_what_is_in_them():
     loads = 0
     for path, node in nodes(ast.Call):
         assert isinstance(node, ast.Call)
@@ -85,13 +81,13 @@ sys.addaudithook(hook)
 """
 
 
-def offline(code: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+def offline(code, tmp_path):
     env = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT))}
     return subprocess.run([sys.executable, "-c", OFFLINE + code], capture_output=True, text=True, cwd=tmp_path, env=env, check=False)
 
 
 @pytest.mark.deep("a subprocess")
-def test_importing_everything_and_a_run_need_no_network(tmp_path: Path) -> None:
+def test_importing_everything_and_a_run_need_no_network(tmp_path):
     pytest.importorskip("sklearn")
     pytest.importorskip("tyro")
     done = offline(
@@ -112,7 +108,7 @@ def test_importing_everything_and_a_run_need_no_network(tmp_path: Path) -> None:
 
 
 @pytest.mark.deep("a subprocess")
-def test_a_data_set_that_must_be_fetched_is_one_sentence_without_a_network(tmp_path: Path) -> None:
+def test_a_data_set_that_must_be_fetched_is_one_sentence_without_a_network(tmp_path):
     code = "from pflcore.data import load\ntry: load('cifar10', '.')\nexcept (OSError, ImportError) as e: print('said:', e)"
     done = offline(code, tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -121,6 +117,6 @@ def test_a_data_set_that_must_be_fetched_is_one_sentence_without_a_network(tmp_p
 
 
 @pytest.mark.deep("a subprocess")
-def test_the_net_would_be_noticed(tmp_path: Path) -> None:
+def test_the_net_would_be_noticed(tmp_path):
     done = offline("import urllib.request\nurllib.request.urlopen('http://127.0.0.1:9/')", tmp_path)
     assert done.returncode != 0 and "the network was used" in done.stderr

@@ -1,13 +1,10 @@
 """That what the project says of its own tests is so: named tests exist, and no entry of the table of faults is stale."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import mutants
 import numpy as np
@@ -29,11 +26,11 @@ DRAWN = [245, 302, 253, 125]
 NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 
-def named(text: str) -> list[tuple[str, str]]:
+def named(text):
     return NAMED.findall(text)
 
 
-def missing(text: str) -> list[str]:
+def missing(text):
     """The tests that are named and are not there."""
     out = []
     for file, name in named(text):
@@ -45,30 +42,30 @@ def missing(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("doc", ["docs/determinism.md", "CONTRIBUTING.md"])
-def test_every_test_that_is_named_exists(doc: str) -> None:
+def test_every_test_that_is_named_exists(doc):
     assert not missing((ROOT / doc).read_text(encoding="utf-8"))
 
 
-def test_a_test_that_is_not_there_would_be_noticed() -> None:
+def test_a_test_that_is_not_there_would_be_noticed():
     assert missing("`tests/test_nn.py::test_nothing_of_the_kind` `tests/none.py::test_x`") == [
         "tests/test_nn.py::test_nothing_of_the_kind",
         "tests/none.py::test_x",
     ]
 
 
-def test_every_line_about_determinism_names_its_proof() -> None:
+def test_every_line_about_determinism_names_its_proof():
     rows = [line for line in (ROOT / "docs" / "determinism.md").read_text(encoding="utf-8").splitlines() if line.startswith("| ")][1:]
     assert len(rows) >= 15 and all(named(row) for row in rows)
 
 
-def test_no_fault_in_the_table_is_stale() -> None:
+def test_no_fault_in_the_table_is_stale():
     """Each old text stands exactly once in its file, and the tests beside it are there."""
     assert not mutants.check()
     assert len(mutants.KNOWN) == 66 and len(mutants.SAMPLED) >= 100
     assert len({(m.file, m.old, m.new) for m in mutants.MUTANTS}) == len(mutants.MUTANTS)
 
 
-def test_a_stale_fault_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stale_fault_would_be_noticed(monkeypatch):
     entry = mutants.MUTANTS[-1]
     bad = [
         entry._replace(old="no such text"),
@@ -80,7 +77,7 @@ def test_a_stale_fault_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(mutants.check()) == 4
 
 
-def test_tests_of_a_fault_run_where_it_was_made(tmp_path: Path) -> None:
+def test_tests_of_a_fault_run_where_it_was_made(tmp_path):
     """In a copy of the tree, with its own pflcore, and a failing test is a killed fault."""
     place = mutants.copied(tmp_path / "copy")
     metrics, test = place / "pflcore" / "metrics.py", "test_metrics.py -k 'seven_accuracies'"
@@ -92,7 +89,7 @@ def test_tests_of_a_fault_run_where_it_was_made(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", run], cwd=place, env=env, check=False).returncode == 1
 
 
-def test_figures_are_counted_and_a_broken_test_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_figures_are_counted_and_a_broken_test_is_told(tmp_path, capfd):
     tests = tmp_path / "test_some.py"
     tests.write_text(
         "import pytest\nfrom hypothesis import given, settings, strategies as st\n"
@@ -107,7 +104,7 @@ def test_figures_are_counted_and_a_broken_test_is_told(tmp_path: Path, capfd: py
     assert "assert 0" in capfd.readouterr().out
 
 
-def test_random_numbers_are_these_on_every_machine() -> None:
+def test_random_numbers_are_these_on_every_machine():
     """Written down once: a function of the key alone, whatever the machine, the process and Python's hash seed."""
     assert seed_of("a", 1, 2.5) == SEED
     seeds = client_seeds(np.array([0, 1, 7]), 0, 3, "fit", 0)
@@ -118,7 +115,7 @@ def test_random_numbers_are_these_on_every_machine() -> None:
     assert drawn(16, 4, 0, 1, "cohort").tolist() == [3, 4, 0, 9]  # a quarter of them: all are put in order
 
 
-def test_other_numbers_are_other_draws() -> None:
+def test_other_numbers_are_other_draws():
     """The same clients in another order: each draws by its number, so the run is another one."""
     s = make_setting(Net(tiny_model()), images((20, 20)), Training(lr=0.1, batch_size=4))
     turned = s._replace(data=s.data.subset([1, 0]))

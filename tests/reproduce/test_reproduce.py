@@ -298,7 +298,7 @@ def test_a_plan_that_counts_costs(tmp_path, capsys):
 # figures --------------------------------------------------------------------------------------------------------------
 
 
-def weighted(rounds: int = 6, n: int = 8):
+def weighted(rounds=6, n=8):
     lines = [{"header": {"algorithm": "feddwa"}}]
     for r in range(1, rounds + 1):
         w = torch.eye(n) + r * (torch.arange(n)[:, None] // 4 == torch.arange(n) // 4)

@@ -1,7 +1,5 @@
 """Long lists and matrices of a record are in a file beside it."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Attacks do what their papers say, defences give what their formulas and other libraries give, and whoever cannot take one says so."""
 
-from __future__ import annotations
-
 import json
 import math
 from itertools import product
@@ -29,49 +27,49 @@ N, BAD = 10, (8, 9)
 
 
 @pytest.fixture(scope="module")
-def data() -> Federation:
+def data():
     return synthetic_clusters(n=N, groups=1, samples=40, classes=4, dim=8, held_out=50)
 
 
-def run(data: Federation, algorithm: Any = "fedavg", **options: Any) -> Simulation:
+def run(data, algorithm="fedavg", **options):
     options = {"rounds": 10, "eval_every": 10, "workers": 1} | options
     return Simulation(algorithm, options.pop("model", lambda: nn.Linear(8, 4)), data, TRAINING, **options)
 
 
-def accuracy(simulation: Simulation) -> float:
+def accuracy(simulation):
     return float(simulation.run().series()[1][-1].nanmean())
 
 
-def defence(name: str, f: int = len(BAD)) -> dict[str, Any]:
+def defence(name, f=len(BAD)):
     return {"defence": name, "hostile": f, **({"root": 0} if name == "fltrust" else {})}
 
 
-def updates(s: int = 9, p: int = 7, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def updates(s=9, p=7, dtype=torch.float64):
     gen = torch.Generator().manual_seed(3)
     return torch.randn(p, generator=gen, dtype=dtype) + 0.3 * torch.randn(s, p, generator=gen, dtype=dtype)
 
 
-def mean_of(name: str, rows: torch.Tensor, f: int = 2, share: torch.Tensor | None = None) -> torch.Tensor:
+def mean_of(name, rows, f=2, share=None):
     s = len(rows)
     even = torch.full((1, s), 1 / s, dtype=torch.float64) if share is None else share[None]
     kept, weight = defended(name, rows, even, f, 0)
     return (weight.to(kept) @ kept)[0]
 
 
-def sentence(error: pytest.ExceptionInfo[BaseException]) -> None:
+def sentence(error):
     text = str(error.value)
     assert text.endswith(".") and text.count(". ") == 0 and "\n" not in text, text
 
 
 # attacks ------------------------------------------------------------------------------------------------------------------------------
-def sent(attack: str, rows: torch.Tensor, bad: tuple[int, ...], strength: float | None = None, **more: torch.Tensor) -> Any:
+def sent(attack, rows, bad, strength=None, **more):
     s = len(rows)
     cohort = Cohort(torch.arange(s), torch.full((s,), 1 / s), torch.ones(s).long(), s, 1, 1)
     gen = torch.Generator().manual_seed(0)
     return Adversary(attack, bad, strength).send({"delta": rows, **more}, {}, cohort, gen)  # type: ignore[arg-type]
 
 
-def test_each_attack_is_its_formula() -> None:
+def test_each_attack_is_its_formula():
     rows, bad = updates(), [2, 5]
     honest = [i for i in range(9) if i not in bad]
     m, v = rows[honest].mean(0), rows[honest].std(0, correction=0)
@@ -90,7 +88,7 @@ def test_each_attack_is_its_formula() -> None:
     assert float(noise.square().mean().sqrt() / wide[1].square().mean().sqrt()) == pytest.approx(10, rel=0.02)
 
 
-def test_an_uploaded_model_is_attacked_as_an_update_and_a_control_variate_by_itself() -> None:
+def test_an_uploaded_model_is_attacked_as_an_update_and_a_control_variate_by_itself():
     rows, control = updates(), updates(9, 7) + 1
     got = sent("sign_flip", rows, (4,), control=control)
     assert torch.equal(got["control"][4], -control[4]) and torch.equal(got["control"][:4], control[:4])
@@ -102,7 +100,7 @@ def test_an_uploaded_model_is_attacked_as_an_update_and_a_control_variate_by_its
     torch.testing.assert_close(every, (-10 * rows.mean(0)).expand(9, -1))
 
 
-def test_flipped_labels_are_the_bad_ones_alone(data: Federation) -> None:
+def test_flipped_labels_are_the_bad_ones_alone(data):
     poisoned = run(data, adversary=Adversary("label_flip", BAD)).data
     for i in range(N):
         want = 3 - data.labels(i) if i in BAD else data.labels(i)
@@ -113,7 +111,7 @@ def test_flipped_labels_are_the_bad_ones_alone(data: Federation) -> None:
 
 
 @pytest.mark.parametrize("attack", ["label_flip", *STRENGTH])
-def test_an_attacked_run_repeats_itself_and_says_what_it_is(data: Federation, attack: Any) -> None:
+def test_an_attacked_run_repeats_itself_and_says_what_it_is(data, attack):
     one, two, clean = (run(data, rounds=2, eval_every=1, adversary=a) for a in (*[Adversary(attack, BAD)] * 2, None))
     h, again, without = one.run(), two.run(), clean.run()
     assert torch.equal(one.state.g["x"], two.state.g["x"]) and not torch.equal(one.state.g["x"], clean.state.g["x"])
@@ -124,7 +122,7 @@ def test_an_attacked_run_repeats_itself_and_says_what_it_is(data: Federation, at
     assert again.series("loss")[1].nansum() == h.series("loss")[1].nansum()
 
 
-def test_an_attacked_run_goes_on_from_its_checkpoint(data: Federation, tmp_path: Any) -> None:
+def test_an_attacked_run_goes_on_from_its_checkpoint(data, tmp_path):
     pytest.importorskip("safetensors")
     options: dict[str, Any] = {"rounds": 4, "adversary": Adversary("noise", BAD), "algorithm": FedAvg(**defence("trimmed_mean"))}
     whole = run(data, **options)
@@ -133,7 +131,7 @@ def test_an_attacked_run_goes_on_from_its_checkpoint(data: Federation, tmp_path:
     class Enough(Exception):
         pass
 
-    def crash(round: int, record: Any) -> None:
+    def crash(round, record):
         if round == 3:
             raise Enough
 
@@ -149,7 +147,7 @@ def test_an_attacked_run_goes_on_from_its_checkpoint(data: Federation, tmp_path:
 
 
 @pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"local"}))
-def test_every_algorithm_can_be_attacked(name: str, data: Federation) -> None:
+def test_every_algorithm_can_be_attacked(name, data):
     quiet, loud = (run(data, name, rounds=1, model=tiny_model(8), adversary=a) for a in (None, Adversary("scale", BAD, 1e4)))
     record = loud.run().rounds[0]
     quiet.run()
@@ -169,13 +167,13 @@ def test_every_algorithm_can_be_attacked(name: str, data: Federation) -> None:
         ({"attack": "label_flip", "strength": 2.0}, "strength: labels are flipped or not"),
     ],
 )
-def test_an_adversary_that_cannot_be(data: Federation, options: dict[str, Any], words: str) -> None:
+def test_an_adversary_that_cannot_be(data, options, words):
     with pytest.raises(ValueError, match=f"^{words}") as e:
         run(data, adversary=Adversary(**{"attack": "sign_flip", "clients": BAD, **options}))
     sentence(e)
 
 
-def test_numbers_have_no_labels_to_flip() -> None:
+def test_numbers_have_no_labels_to_flip():
     parts = [(torch.randn(8, 2), torch.randn(8)) for _ in range(3)]
     numbers = Federation.from_arrays(parts, test=parts)
     with pytest.raises(ValueError, match=r"^adversary: label_flip needs labels") as e:
@@ -184,7 +182,7 @@ def test_numbers_have_no_labels_to_flip() -> None:
 
 
 # defences -----------------------------------------------------------------------------------------------------------------------------
-def test_each_defence_is_its_formula() -> None:
+def test_each_defence_is_its_formula():
     for s in (9, 8):
         rows, n = updates(s), updates(s).numpy()
         np.testing.assert_allclose(mean_of("median", rows), np.median(n, 0))
@@ -207,7 +205,7 @@ def test_each_defence_is_its_formula() -> None:
 
 
 @pytest.mark.parametrize("name", DEFENCES)
-def test_a_defence_is_a_mean_of_equals_and_bounded_whatever_one_sends(name: str) -> None:
+def test_a_defence_is_a_mean_of_equals_and_bounded_whatever_one_sends(name):
     rows = updates(9, 50, torch.float32)
     torch.testing.assert_close(mean_of(name, rows[:1].expand(9, -1).contiguous()), rows[0])
     for value in (1e30, -1e30, 0.0):
@@ -217,7 +215,7 @@ def test_a_defence_is_a_mean_of_equals_and_bounded_whatever_one_sends(name: str)
     assert mean_of(name, torch.zeros(9, 5)).eq(0).all()
 
 
-def test_figures_of_byzfl_on_the_same_updates() -> None:
+def test_figures_of_byzfl_on_the_same_updates():
     byzfl = pytest.importorskip("byzfl", reason="byzfl is not installed: pip install byzfl")
     for s, f in ((9, 2), (20, 4)):
         rows = updates(s, 200)
@@ -229,7 +227,7 @@ def test_figures_of_byzfl_on_the_same_updates() -> None:
             torch.testing.assert_close(mean_of(name, rows, f), want.double(), rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def test_figures_of_flower_on_the_same_updates() -> None:
+def test_figures_of_flower_on_the_same_updates():
     pytest.importorskip("flwr", reason="Flower is not installed: pip install flwr")
     from flwr.server.strategy import aggregate as flower
 
@@ -244,7 +242,7 @@ def test_figures_of_flower_on_the_same_updates() -> None:
         np.testing.assert_allclose(mean_of("multi_krum", rows, f), flower.aggregate_krum(results, f, s - f)[0], rtol=1e-6)
 
 
-def test_krum_finds_the_outlier_among_models_that_differ_little() -> None:
+def test_krum_finds_the_outlier_among_models_that_differ_little():
     """Where expanding |a - b|^2 in float32 sees noise only."""
     rows = 1 + 1e-4 * updates(9, 5000, torch.float32)
     rows[4] += 2e-4
@@ -253,7 +251,7 @@ def test_krum_finds_the_outlier_among_models_that_differ_little() -> None:
 
 
 @pytest.mark.parametrize("attack", ["inner_product", "noise"])
-def test_defences_hold_where_the_mean_does_not(data: Federation, attack: Any) -> None:
+def test_defences_hold_where_the_mean_does_not(data, attack):
     adversary = Adversary(attack, BAD, 30.0)
     clean, broken = accuracy(run(data)), accuracy(run(data, adversary=adversary))
     assert broken < clean - 0.2
@@ -262,7 +260,7 @@ def test_defences_hold_where_the_mean_does_not(data: Federation, attack: Any) ->
 
 
 @pytest.mark.parametrize("name", ["median", "multi_krum"])
-def test_scaffold_defends_both_of_its_means(name: str) -> None:
+def test_scaffold_defends_both_of_its_means(name):
     """A client is good in what it says of its update, and bad in its control variate, or the other way round."""
     alg, rows = Scaffold(server_lr=0.5, **defence(name)), updates()
     ids = torch.arange(len(rows))
@@ -276,7 +274,7 @@ def test_scaffold_defends_both_of_its_means(name: str) -> None:
     assert max(float(v.abs().max()) for v in new.values()) < 10
 
 
-def test_server_optimizers_and_personal_models_take_one_too(data: Federation) -> None:
+def test_server_optimizers_and_personal_models_take_one_too(data):
     adversary = Adversary("inner_product", BAD)
     for name in ("fedavgm", "fedadam", "fedprox", "ditto"):
         plain, kept = (run(data, ALGORITHMS[name](**o), adversary=adversary) for o in ({}, defence("median")))
@@ -285,13 +283,13 @@ def test_server_optimizers_and_personal_models_take_one_too(data: Federation) ->
     assert FedAvgM(defence="krum").defence == "krum"
 
 
-def test_without_a_defence_nothing_changed(data: Federation) -> None:
+def test_without_a_defence_nothing_changed(data):
     assert not FedAvg().required and FedAvg(defence="fltrust", root=3).required == (3,)
     whole = run(data, FedAvg(**defence("fltrust")), participation=0.3, rounds=3)
     assert all(0 in r["cohort"] for r in whole.run().rounds) and whole.header()["target"] is None
 
 
-def test_a_server_without_a_simulation_defends_itself(data: Federation) -> None:
+def test_a_server_without_a_simulation_defends_itself(data):
     alg = FedAvg(**defence("multi_krum", 1))
     net = Net(lambda: nn.Linear(8, 4))
     server, clients = Server(alg, net, 5, rounds=1), [Client(alg, net, data.subset([i]), TRAINING) for i in range(5)]
@@ -305,13 +303,13 @@ def test_a_server_without_a_simulation_defends_itself(data: Federation) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n, c in ALGORITHMS.items() if "defence" in c.unused])
-def test_who_does_not_average_refuses_a_defence(name: str) -> None:
+def test_who_does_not_average_refuses_a_defence(name):
     with pytest.raises(ValueError, match=r"^defence: .* takes no step along the mean") as e:
         ALGORITHMS[name](defence="median")
     sentence(e)
 
 
-def test_who_does() -> None:
+def test_who_does():
     taken = {n for n, c in ALGORITHMS.items() if "defence" not in c.unused}
     assert {"fedavg", "fedadam", "fedprox", "ditto", "mrmtl", "finetune", "per_fedavg", "scaffold"} <= taken
     assert not taken & {"waffle", "feddwa", "fedamp", "hypcluster", "ensemble", "local", "qfedavg"}
@@ -333,13 +331,13 @@ def test_who_does() -> None:
         ({"defence": "fltrust", "root": 10}, "root: expected a client from 0 to 9"),
     ],
 )
-def test_a_defence_that_cannot_be(data: Federation, options: dict[str, Any], words: str) -> None:
+def test_a_defence_that_cannot_be(data, options, words):
     with pytest.raises(ValueError, match=f"^{words}") as e:
         run(data, FedAvg(**options))
     sentence(e)
 
 
-def test_too_few_clients_for_a_defence_end_the_run_with_a_sentence(data: Federation) -> None:
+def test_too_few_clients_for_a_defence_end_the_run_with_a_sentence(data):
     for name, f in (("krum", 4), ("multi_krum", 4), ("trimmed_mean", 5)):
         with pytest.warns(RuntimeWarning, match="stopped early"):
             history = run(data, FedAvg(**defence(name, f))).run()
@@ -349,8 +347,8 @@ def test_too_few_clients_for_a_defence_end_the_run_with_a_sentence(data: Federat
         assert not history.rounds and history.stopped.count(". ") == 0
 
 
-def test_running_statistics_are_no_way_around_a_defence(data: Federation) -> None:
-    def model() -> nn.Module:
+def test_running_statistics_are_no_way_around_a_defence(data):
+    def model():
         return nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
 
     with pytest.raises(ValueError, match=r"^buffers: FedAvg with defence='median' knows 'local' statistics") as e:
@@ -362,7 +360,7 @@ def test_running_statistics_are_no_way_around_a_defence(data: Federation) -> Non
 
 
 # the command line -----------------------------------------------------------------------------------------------------------------------
-def test_the_command_line_poisons_and_defends(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_poisons_and_defends(tmp_path, capsys):
     pytest.importorskip("tyro")
     from pflcore.cli import main
 
@@ -382,7 +380,7 @@ def test_the_command_line_poisons_and_defends(tmp_path: Any, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("length", [0.0, 1e-30])
-def test_an_upload_of_next_to_nothing_is_trusted_by_nobody(length: float) -> None:
+def test_an_upload_of_next_to_nothing_is_trusted_by_nobody(length):
     for seed in range(40):
         rows = torch.randn(5, 38, generator=torch.Generator().manual_seed(seed))
         rows[2] *= length
@@ -390,7 +388,7 @@ def test_an_upload_of_next_to_nothing_is_trusted_by_nobody(length: float) -> Non
         assert weight[0, 2] == 0 and bool(weight.isfinite().all()) and weight.sum() < 20
 
 
-def test_the_trusted_client_joins_beside_those_who_may_take_part(data: Federation) -> None:
+def test_the_trusted_client_joins_beside_those_who_may_take_part(data):
     cohorts = [r["cohort"] for r in run(data, FedAvg(**defence("fltrust")), clients=[1, 2, 3], rounds=3).run().rounds]
     assert cohorts == [[0, 1, 2, 3]] * 3
     some = [r["cohort"] for r in run(data, FedAvg(**defence("fltrust")), clients=[1, 2, 3, 4], participation=0.5, rounds=8).run().rounds]

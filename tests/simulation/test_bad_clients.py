@@ -3,8 +3,6 @@
 The round goes on or stops with one sentence, what the server and the honest clients hold stays finite, and a round changes all or nothing.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from typing import Any
@@ -13,10 +11,10 @@ import pytest
 import torch
 import torch.nn as nn
 from doors import held_out
-from small import Tensors, images, make_setting, tiny_model
+from small import images, make_setting, tiny_model
 
 from pflcore import Client, Net, Server, Simulation, Training, evaluate, step
-from pflcore.algorithms import ALGORITHMS, FedAvg, State, Stop
+from pflcore.algorithms import ALGORITHMS, FedAvg, Stop
 from pflcore.data import Federation
 from pflcore.simulation.round import begin
 
@@ -32,43 +30,43 @@ TRIED: Counter[str] = Counter()  # bad inputs, by kind
 every = pytest.mark.parametrize("name", NAMES)
 
 
-def algorithm(name: str) -> FedAvg:
+def algorithm(name):
     return DEFENDED.get(name) or ALGORITHMS[name](**OPTIONS.get(name, {}))
 
 
-def start(name: str) -> tuple[FedAvg, Any, State]:
+def start(name):
     alg = algorithm(name)
     s = make_setting(alg.prepare(Net(tiny_model())), DATA, TRAINING, 6, workers=1)
     return alg, s, begin(alg, s.net, N)
 
 
-def spoiling(value: float, *bad: int) -> Any:
+def spoiling(value, *bad):
     """A transport that puts `value` everywhere into what these clients upload."""
 
-    def transport(up: Tensors, g: Tensors, cohort: Any, gen: torch.Generator) -> Tensors:
+    def transport(up, g, cohort, gen):
         at = torch.isin(cohort.ids, torch.tensor(bad))
         return {k: v.index_fill(0, at.nonzero()[:, 0], value) if v.is_floating_point() else v for k, v in up.items()}
 
     return transport
 
 
-def parts(state: State) -> Tensors:
+def parts(state):
     return {**state.g, **{f"own {k}": v for k, v in state.own.items()}, "buffers": state.buffers, **state.moments}
 
 
-def same(a: State, b: State) -> bool:
+def same(a, b):
     one, two = parts(a), parts(b)
     return one.keys() == two.keys() and all(torch.equal(one[k], two[k]) for k in one)
 
 
-def one_sentence(error: BaseException) -> None:
+def one_sentence(error):
     text = str(error)
     assert text.endswith(".") and text.count(". ") == 0 and "\n" not in text, text
 
 
 @every
 @pytest.mark.parametrize("kind", VALUES)
-def test_a_bad_upload(name: str, kind: str) -> None:
+def test_a_bad_upload(name, kind):
     alg, s, state = start(name)
     for _ in range(3):
         TRIED[kind] += 1
@@ -94,7 +92,7 @@ def test_a_bad_upload(name: str, kind: str) -> None:
 
 @every
 @pytest.mark.parametrize("kind", ["nan", "inf"])
-def test_every_client_is_bad(name: str, kind: str) -> None:
+def test_every_client_is_bad(name, kind):
     if name in SILENT:
         pytest.skip("it uploads nothing")
     alg, s, state = start(name)
@@ -107,7 +105,7 @@ def test_every_client_is_bad(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n in NAMES if algorithm(n).required])
 @pytest.mark.parametrize("kind", VALUES)
-def test_the_target_is_bad(name: str, kind: str) -> None:
+def test_the_target_is_bad(name, kind):
     alg, s, state = start(name)
     state, _ = step(alg, state, s, torch.arange(N))
     TRIED[f"the target's {kind}"] += 1
@@ -118,11 +116,11 @@ def test_the_target_is_bad(name: str, kind: str) -> None:
 
 
 @every
-def test_a_hook_that_fails_changes_nothing(name: str) -> None:
+def test_a_hook_that_fails_changes_nothing(name):
     class Gone(type(algorithm(name))):  # type: ignore[misc]
         fails = False
 
-        def client(self, down: Any, own: Tensors, local: Any) -> tuple[Tensors, Tensors]:
+        def client(self, down, own, local):
             out = super().client(down, own, local)
             if Gone.fails:
                 raise ConnectionError("client 2 is gone.")
@@ -143,7 +141,7 @@ def test_a_hook_that_fails_changes_nothing(name: str) -> None:
 
 
 @every
-def test_an_upload_of_the_wrong_size(name: str) -> None:
+def test_an_upload_of_the_wrong_size(name):
     """Whoever sends it is named, also where it is the first of all uploads; without it the round goes on."""
     alg, (_, s, _) = algorithm(name), start(name)
     server = Server(alg, s.net, N, rounds=4)
@@ -169,7 +167,7 @@ def test_an_upload_of_the_wrong_size(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "ditto", "fedamp", "feddwa_qp", "mrmtl"])
 @pytest.mark.parametrize("buffers", ["auto", "local"])
-def test_a_first_round_of_nothing_but_wrong_uploads(name: str, buffers: str) -> None:
+def test_a_first_round_of_nothing_but_wrong_uploads(name, buffers):
     """There is no right one yet to compare them with: one sentence, nothing changed, and the same round can be played with right ones."""
     alg = algorithm(name)
     net = alg.prepare(Net(lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))))
@@ -189,9 +187,9 @@ def test_a_first_round_of_nothing_but_wrong_uploads(name: str, buffers: str) -> 
     assert not server.aggregate(uploads).void
 
 
-def test_what_an_own_algorithm_says_of_a_first_round_is_heard() -> None:
+def test_what_an_own_algorithm_says_of_a_first_round_is_heard():
     class Own(FedAvg):
-        def server(self, g: Any, up: Any, cohort: Any) -> Any:
+        def server(self, g, up, cohort):
             raise ValueError("bank: expected to be open.")
 
     server = Server(Own(), tiny_model(), N)
@@ -201,9 +199,9 @@ def test_what_an_own_algorithm_says_of_a_first_round_is_heard() -> None:
 
 
 @pytest.mark.parametrize("name", ["fedavg", "waffle", "feddwa"])
-def test_a_run_of_bad_rounds_alone_stops_with_one_sentence(name: str) -> None:
+def test_a_run_of_bad_rounds_alone_stops_with_one_sentence(name):
     class Broken(ALGORITHMS[name]):  # type: ignore[misc, valid-type]
-        def client(self, down: Any, own: Tensors, local: Any) -> tuple[Tensors, Tensors]:
+        def client(self, down, own, local):
             own, up = super().client(down, own, local)
             return own, {k: v * torch.nan for k, v in up.items()}
 
@@ -214,14 +212,14 @@ def test_a_run_of_bad_rounds_alone_stops_with_one_sentence(name: str) -> None:
     one_sentence(ValueError(history.stopped))
 
 
-def test_a_client_without_data_is_refused_before_the_first_round() -> None:
+def test_a_client_without_data_is_refused_before_the_first_round():
     TRIED["empty data"] += 1
     with pytest.raises(ValueError, match=r"^client 1 has no training samples") as e:
         Federation.from_arrays([(torch.randn(4, 6), torch.tensor([0, 1, 2, 3])), (torch.empty(0, 6), torch.empty(0, dtype=torch.long))])
     assert "\n" not in str(e.value)
 
 
-def test_a_message_that_is_none_and_a_number_of_samples_that_cannot_be() -> None:
+def test_a_message_that_is_none_and_a_number_of_samples_that_cannot_be():
     server = Server("fedavg", tiny_model(), 2, rounds=3)
     client = Client("fedavg", tiny_model(), DATA.subset([0]), TRAINING)
     up, n = client.train(server.download(0))

@@ -1,7 +1,5 @@
 """Checkpoints: a run that went on is the run that was never broken; whatever happens to a file is one sentence and costs nothing whole."""
 
-from __future__ import annotations
-
 import json
 import math
 import multiprocessing
@@ -14,7 +12,6 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +24,7 @@ from small import images, tiny_model
 from torch import nn
 
 from examples import examples
-from pflcore import Checkpoint, EarlyStopping, FedAvg, History, Net, Simulation, Stop, Training, cli, for_everyone
+from pflcore import Checkpoint, EarlyStopping, FedAvg, History, Simulation, Stop, Training, cli, for_everyone
 from pflcore.algorithms import ALGORITHMS
 from pflcore.results import pictures
 from pflcore.results.record import Record, read
@@ -39,19 +36,19 @@ TRAINING = Training(lr=0.1, batch_size=5)
 OPTIONS: dict[str, Any] = {"rounds": 4, "participation": 0.6}
 
 
-def make(name: Any = "fedavg", **options: Any) -> Simulation:
+def make(name="fedavg", **options):
     return Simulation(name, tiny_model(), DATA, **{"training": TRAINING, **OPTIONS, **options})
 
 
-def without_seconds(rounds: list[dict[str, Any]]) -> str:
+def without_seconds(rounds):
     """Records as text, so that every bit of a number counts and NaN equals NaN."""
     return json.dumps([{k: v for k, v in r.items() if k != "seconds"} for r in rounds])
 
 
-def broken_off(simulation: Simulation, after: int) -> History:
+def broken_off(simulation, after):
     """Plays so many rounds and stops."""
 
-    def stop(round: int, _: object) -> None:
+    def stop(round, _):
         if round == after:
             raise Stop("Enough.")
 
@@ -60,25 +57,25 @@ def broken_off(simulation: Simulation, after: int) -> History:
         return simulation.run(stop)
 
 
-def unbroken(simulation: Simulation, folder: Path, after: int = 2) -> History:
+def unbroken(simulation, folder, after=2):
     """Plays all rounds, and leaves the checkpoint of one on the way."""
     return simulation.run(lambda round, _: simulation.save(folder) if round == after else None)
 
 
-def saved(folder: Path, after: int = 2, **options: Any) -> Path:
+def saved(folder, after=2, **options):
     simulation = make(**options)
     broken_off(simulation, after)
     simulation.save(folder)
     return folder
 
 
-def sentence(error: pytest.ExceptionInfo[BaseException]) -> str:
+def sentence(error):
     text = str(error.value)
     assert "\n" not in text and text.endswith(".") and "Traceback" not in text
     return text
 
 
-def tensors_of(simulation: Simulation) -> dict[str, torch.Tensor]:
+def tensors_of(simulation):
     s = simulation.state
     return {**{f"g.{k}": v for k, v in s.g.items()}, **{f"own.{k}": v for k, v in s.own.items()}, "b": s.buffers, "j": s.joined}
 
@@ -117,7 +114,7 @@ def test_clustered_fl_changes_its_shape_between_checkpoints(tmp_path):
 
 
 def test_batch_norm_clip_and_evaluation_options_go_on(tmp_path):
-    def model() -> nn.Module:
+    def model():
         return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
 
     options = {"clip": 0.3, "eval_every": 3, "eval_train": True, "clients": [0, 1, 2, 3], "seed": 5, "metrics": ("f1",), "rounds": 5}
@@ -147,13 +144,13 @@ def test_functions_are_given_again(tmp_path):
 class Odd(FedAvg):
     """State of every dtype and shape, some of it one memory, one key there only from the second round on."""
 
-    def init(self, net: Net, n: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    def init(self, net, n):
         dtypes = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.float16, torch.bfloat16, torch.complex64)
         g = {str(d): torch.arange(6).view(2, 3).to(d).T for d in dtypes}
         own = {"none": torch.empty(0, 3), "cube": torch.ones(2, 3, 4, dtype=torch.float64), "one": torch.tensor(7)}
         return {"x": net.w0, "a.b/c": torch.tensor(math.nan), "empty": torch.empty(3, 0), **g}, own
 
-    def server(self, g: Any, up: Any, cohort: Any) -> Any:
+    def server(self, g, up, cohort):
         new = super().server(g, up, cohort)
         return {**new, "view": new["x"][2:5], "again": new["x"]}
 
@@ -190,12 +187,12 @@ def test_numbers_that_are_not_finite_come_back_in_the_records(tmp_path):
 class Spoils(FedAvg):
     """Client 1 moves far in round 2; from round 4 on the server's model is none."""
 
-    def client(self, down: Any, own: Any, local: Any) -> Any:
+    def client(self, down, own, local):
         own, up = super().client(down, own, local)
         up["delta"][(local.ids == 1) & (local.round == 2)] *= 30
         return own, up
 
-    def server(self, g: Any, up: Any, cohort: Any) -> Any:
+    def server(self, g, up, cohort):
         new = super().server(g, up, cohort)
         return {**new, "x": new["x"] * math.nan} if cohort.round > 3 else new
 
@@ -213,7 +210,7 @@ def test_void_rounds_are_counted_over_the_break(tmp_path):
 
 
 def test_early_stopping_remembers_the_rounds_before(tmp_path):
-    def watch() -> EarlyStopping:
+    def watch():
         return EarlyStopping(patience=3, min_delta=10.0)
 
     with pytest.warns(RuntimeWarning, match="Stopped early after round 4"):
@@ -242,7 +239,7 @@ def test_a_run_leaves_checkpoints_as_it_was_told(tmp_path, monkeypatch):
 
 
 def test_a_run_that_raised_goes_on_from_its_checkpoint(tmp_path):
-    def fail(round: int, _: object) -> None:
+    def fail(round, _):
         if round == 3:
             raise RuntimeError("power cut")
 
@@ -273,7 +270,7 @@ def test_runs_for_everyone_go_on(tmp_path):
     history = for_everyone("waffle", tiny_model(), DATA, TRAINING, **OPTIONS)
     keeper = Checkpoint(tmp_path, every=1)
 
-    def die(target: int, round: int, _: object) -> None:
+    def die(target, round, _):
         if (target, round) == (2, 3):
             raise RuntimeError("power cut")
 
@@ -314,7 +311,7 @@ def test_what_differs_is_named(tmp_path):
         Simulation.load(tmp_path, model=tiny_model(), data=DATA, engine="threads")
 
 
-def frozen() -> nn.Module:
+def frozen():
     model = tiny_model()()
     model.register_parameter("constant", nn.Parameter(torch.ones(3), requires_grad=False))
     return model
@@ -329,7 +326,7 @@ def test_a_folder_without_a_checkpoint_is_one_sentence(tmp_path):
 
 # damaged files ----------------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory):
     return saved(tmp_path_factory.mktemp("whole"), name="waffle")
 
 
@@ -411,7 +408,7 @@ def test_a_run_outlives_a_full_disk(tmp_path, monkeypatch):
     history = make().run()
     sync = os.fsync
 
-    def full(handle: int) -> None:
+    def full(handle):
         if Path(f"/proc/self/fd/{handle}").resolve().name.endswith(".part") and not wanted:
             raise OSError(28, "No space left on device")
         sync(handle)
@@ -484,18 +481,18 @@ COMPARE = ["compare", "--algorithms", "fedavg", "ditto", *SMALL, "--participatio
 
 
 @pytest.fixture
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_pictures(monkeypatch):
     pytest.importorskip("tyro")
     monkeypatch.setattr(pictures, "draw", lambda *_: [])
 
 
-def lines_of(folder: Path) -> list[Any]:
+def lines_of(folder):
     lines = [json.loads(line) for line in (folder / "record.jsonl").read_bytes().splitlines()]
     return [{k: v for k, v in line.items() if k != "seconds"} for line in lines]
 
 
 @pytest.fixture
-def forks() -> Iterator[Any]:
+def forks():
     """Processes that start in milliseconds, because theirs is a parent that has imported everything and computed nothing."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         pytest.skip("no fork here")
@@ -572,11 +569,11 @@ def test_a_damaged_folder_is_left_as_it_is(damage, tmp_path, no_pictures, capsys
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
-def interrupt(monkeypatch: pytest.MonkeyPatch, round: int) -> None:
+def interrupt(monkeypatch, round):
     """Ctrl-C when the record gets the line of this round."""
     write = Record.write
 
-    def break_off(self: Record, line: Any) -> None:
+    def break_off(self, line):
         if line.get("round") == round:
             raise KeyboardInterrupt
         write(self, line)
@@ -591,7 +588,7 @@ def test_ctrl_c_and_a_run_for_each_client_go_on(tmp_path, no_pictures, monkeypat
 
     calls = iter(range(10**6))
 
-    def step(*a: Any, **k: Any) -> Any:
+    def step(*a, **k):
         if next(calls) == 10:
             raise KeyboardInterrupt
         return real(*a, **k)
@@ -619,7 +616,7 @@ def test_a_second_command_in_the_folder_is_refused(tmp_path, no_pictures, capsys
 def test_exported_models_predict_what_the_history_does(name, tmp_path):
     from safetensors.torch import load_file
 
-    def model() -> nn.Module:
+    def model():
         return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4))
 
     history = Simulation(name, model, DATA, TRAINING, **OPTIONS).run()
@@ -661,11 +658,11 @@ def test_models_of_runs_for_everyone_are_exported_and_others_are_refused(tmp_pat
 
 
 @pytest.mark.parametrize("name", ["fedamp", "sfl", "l2c", "fedfomo", "feddwa"])
-def test_a_report_of_more_than_a_thousand_numbers(tmp_path: Path, name: str) -> None:
+def test_a_report_of_more_than_a_thousand_numbers(tmp_path, name):
     """It is a tensor in the record, and in the checkpoint, too."""
     data = images((4,) * 40)
 
-    def run(folder: Path | None = None) -> History:
+    def run(folder=None):
         algorithm = ALGORITHMS[name](k=30) if name == "feddwa" else name
         simulation = Simulation(algorithm, tiny_model(), data, TRAINING, rounds=4)
         return simulation.run(checkpoint=folder and Checkpoint(folder, every=1)) if folder is None else broken_off_at(simulation, 2, folder)
@@ -679,8 +676,8 @@ def test_a_report_of_more_than_a_thousand_numbers(tmp_path: Path, name: str) -> 
             assert torch.equal(torch.as_tensor(v), torch.as_tensor(b["report"][k])) and type(v) is type(b["report"][k])
 
 
-def broken_off_at(simulation: Simulation, round: int, folder: Path) -> History:
-    def stop(r: int, _: object) -> None:
+def broken_off_at(simulation, round, folder):
+    def stop(r, _):
         if r == round:
             simulation.save(folder)
             raise Stop("Enough.")
@@ -690,7 +687,7 @@ def broken_off_at(simulation: Simulation, round: int, folder: Path) -> History:
         return simulation.run(stop)
 
 
-def test_a_run_that_went_on_by_itself_is_whole_in_its_checkpoint(tmp_path: Path) -> None:
+def test_a_run_that_went_on_by_itself_is_whole_in_its_checkpoint(tmp_path):
     run = make()
     broken_off(run, 2)
     later = run.run(checkpoint=tmp_path)
@@ -699,7 +696,7 @@ def test_a_run_that_went_on_by_itself_is_whole_in_its_checkpoint(tmp_path: Path)
     assert without_seconds(again.rounds) == without_seconds(make().run().rounds)
 
 
-def test_a_run_that_had_stopped_early_stops_again(tmp_path: Path) -> None:
+def test_a_run_that_had_stopped_early_stops_again(tmp_path):
     run = make(training=replace(TRAINING, lr=0.0), rounds=9)
     with pytest.warns(RuntimeWarning, match="stopped early"):
         first = run.run(EarlyStopping(patience=2))
@@ -709,7 +706,7 @@ def test_a_run_that_had_stopped_early_stops_again(tmp_path: Path) -> None:
     assert len(again.rounds) == len(first.rounds) < 9 and again.stopped is not None
 
 
-def test_a_run_that_was_put_back_holds_each_round_once(tmp_path: Path) -> None:
+def test_a_run_that_was_put_back_holds_each_round_once(tmp_path):
     run = make()
     run.save(tmp_path / "start")
     run.run()
@@ -731,11 +728,11 @@ def test_a_number_of_evaluated_clients_goes_on(tmp_path):
 def test_what_is_saved_has_each_round_once(tmp_path):
     simulation, states = make(), []
 
-    def rounds_of(name: str, saved: Simulation) -> list[int]:
+    def rounds_of(name, saved):
         saved.save(tmp_path / name)
         return [r["round"] for r in Simulation.load(tmp_path / name, model=tiny_model(), data=simulation.data).run().rounds]
 
-    def keep(round: int, record: Any) -> None:
+    def keep(round, record):
         if round == 2:
             states.append(simulation.state)
             simulation.save(tmp_path / "two")

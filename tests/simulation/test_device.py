@@ -1,16 +1,15 @@
 """`device="cuda"` without a GPU: every algorithm on a pretended one (tests/pretend_gpu.py) that refuses to mix devices and counts waits."""
 
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
 import torch
 from doors import held_out
 from pretend_gpu import pretended_gpu, waits
 from small import images, make_setting, tiny_model
-from torch import Tensor, nn
+from torch import nn
 
-from pflcore import Federation, Net, Simulation, Training, ops, step
+from pflcore import Net, Simulation, Training, ops, step
 from pflcore.algorithms import ALGORITHMS
 from pflcore.simulation.round import begin
 
@@ -20,19 +19,19 @@ DIFFERENT = ("fedavg", "scaffold", "feddwa", "hypcluster", "apfl", "fedrod", "kn
 class Convolutions(nn.Module):
     """A model that is no chain of linear layers, so that the general engine runs it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.conv, self.norm, self.head = nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.Linear(12, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(torch.max_pool2d(torch.relu(self.norm(self.conv(x))), 2).flatten(1))
 
 
-def data(convolutions: bool) -> Federation:
+def data(convolutions):
     return held_out(images((6, 9, 7), (1, 4, 4) if convolutions else (6,)))
 
 
-def play(name: str, convolutions: bool, device: str) -> Simulation:
+def play(name, convolutions, device):
     model = Convolutions if convolutions else tiny_model()
     run = Simulation(name, model, data(convolutions), Training(lr=0.05, batch_size=5), rounds=2, engine="vmap", device=device)
     run.history = run.run()  # type: ignore[attr-defined]
@@ -40,7 +39,7 @@ def play(name: str, convolutions: bool, device: str) -> Simulation:
 
 
 @pytest.mark.parametrize(("name", "convolutions"), [(n, False) for n in ALGORITHMS] + [(n, True) for n in DIFFERENT])
-def test_everything_is_on_the_device(name: str, convolutions: bool) -> None:
+def test_everything_is_on_the_device(name, convolutions):
     want = play(name, convolutions, "cpu")
     with pretended_gpu() as gpu:
         got = play(name, convolutions, str(gpu))
@@ -52,11 +51,11 @@ def test_everything_is_on_the_device(name: str, convolutions: bool) -> None:
         torch.testing.assert_close(got.history.series(key)[1], want.history.series(key)[1], rtol=1e-3, atol=1e-3)  # type: ignore[attr-defined]
 
 
-def linear() -> nn.Module:
+def linear():
     return nn.Linear(6, 4)
 
 
-def waits_of_a_round(name: str, model: Callable[[], nn.Module], epochs: int, gpu: torch.device) -> Counter[str]:
+def waits_of_a_round(name, model, epochs, gpu):
     algorithm = ALGORITHMS[name]()
     net, federation = algorithm.prepare(Net(model)).to(gpu), data(model is Convolutions).to(gpu)
     setting = make_setting(net, federation, Training(lr=0.05, batch_size=3, epochs=epochs), 3, engine="vmap", workers=None)
@@ -76,7 +75,7 @@ MODELS = {"MLP": tiny_model(), "linear": linear, "convolutions": Convolutions}
     [(n, "MLP") for n in ALGORITHMS if n not in ("factorized_waffle", "fedala")]
     + [(n, m) for n in ("fedavg", "scaffold", "apfl") for m in ("linear", "convolutions")],
 )
-def test_a_round_hardly_waits_for_the_device(name: str, model: str) -> None:
+def test_a_round_hardly_waits_for_the_device(name, model):
     """The host looks at a few numbers (who sent something that is not finite, how far each update goes, the losses, whether the server's
     state is finite, small tables of the server's): once each, however many the local steps. On its way to the device nothing waits."""
     with pretended_gpu() as gpu:
@@ -86,7 +85,7 @@ def test_a_round_hardly_waits_for_the_device(name: str, model: str) -> None:
     assert sum(one.values()) <= most and "to the GPU" not in one, one
 
 
-def test_two_devices_in_one_op_are_refused_with_a_sentence() -> None:
+def test_two_devices_in_one_op_are_refused_with_a_sentence():
     with pretended_gpu() as gpu:
         a, cpu, half = torch.ones(3, 4, device=gpu), torch.ones(3, 4), torch.full((3, 3), 0.5, device=gpu)
         index = torch.zeros(3, 3, dtype=torch.int64)
@@ -105,7 +104,7 @@ def test_two_devices_in_one_op_are_refused_with_a_sentence() -> None:
                 call()
 
 
-def test_no_gpu_is_said_in_a_sentence() -> None:
+def test_no_gpu_is_said_in_a_sentence():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     with pytest.raises(ValueError, match=r"device: got 'cuda', but torch .* sees no GPU here; use device='cpu'"):

@@ -1,8 +1,6 @@
 """The edges of the algorithms: batch norm's statistics, clients who come late or never, draws, step sizes of 0."""
 
 import warnings
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +26,7 @@ from methods import (
     Waffle,
     WeightErosion,
 )
-from small import Setting, images, make_setting, play, quadratics, tiny_model
+from small import images, make_setting, play, quadratics, tiny_model
 from torch import Tensor
 
 from pflcore import Federation, Local, Net, Simulation, Training, evaluate, step
@@ -40,15 +38,15 @@ from pflcore.simulation.round import begin, buffers_of
 F64 = torch.float64
 
 
-def close(a: Any, b: Any, rtol: float = 1e-9, atol: float = 1e-12) -> None:
+def close(a, b, rtol=1e-9, atol=1e-12):
     torch.testing.assert_close(torch.as_tensor(a, dtype=F64), torch.as_tensor(b, dtype=F64), rtol=rtol, atol=atol)
 
 
-def normed() -> nn.Module:
+def normed():
     return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4)).double()
 
 
-def normal(sizes: Sequence[int] = (8, 20, 32, 12), engine: str = "threads", **training: Any) -> Setting:
+def normal(sizes=(8, 20, 32, 12), engine="threads", **training):
     """Clients and a model with batch norm, in float64."""
     data = images(sizes)
     data = Federation(data.x.double(), data.y, data.index, 4, data.relabel)
@@ -61,12 +59,12 @@ def normal(sizes: Sequence[int] = (8, 20, 32, 12), engine: str = "threads", **tr
 class Watched:
     """An algorithm's own statistics, client by client, before anything is mixed."""
 
-    def __init__(self, alg: FedAvg, s: Setting, ids: Sequence[int]) -> None:
+    def __init__(self, alg, s, ids):
         seen: dict[str, Tensor] = {}
         client = type(alg).client
 
         class Spy(type(alg)):  # type: ignore[misc]
-            def client(self, down: Any, own: Any, local: Local) -> Any:
+            def client(self, down, own, local):
                 found = client(self, down, own, local)
                 seen["b"] = local.buffers.clone()
                 return found
@@ -76,7 +74,7 @@ class Watched:
         self.trained = seen["b"]
 
 
-def test_each_method_has_its_policy_and_only_what_it_knows() -> None:
+def test_each_method_has_its_policy_and_only_what_it_knows():
     net = normal().net
     served = {n for n, c in ALGORITHMS.items() if c.buffers[0] == "average"}
     assert {"fedavg", "scaffold", "waffle", "weight_erosion", "clustered_fl", "finetune", "fedrod", "sfl", "per_fedavg"} <= served
@@ -92,7 +90,7 @@ def test_each_method_has_its_policy_and_only_what_it_knows() -> None:
 
 
 @pytest.mark.parametrize("alg", [FedAvg(), FedAvg(weighting="uniform"), Waffle(target=2), WeightErosion(target=2, p_d=0.3), QFedAvg(q=2.0)])
-def test_statistics_are_mixed_as_the_model_is(alg: FedAvg) -> None:
+def test_statistics_are_mixed_as_the_model_is(alg):
     """Every client, present or not, has the mean with the model's own weights; the bytes are counted."""
     s, ids = normal(), [0, 2, 3]
     found = Watched(alg, s, ids)
@@ -109,7 +107,7 @@ def test_statistics_are_mixed_as_the_model_is(alg: FedAvg) -> None:
     assert found.done.bytes_up >= 3 * 8 * (s.net.size + s.net.b0.numel())
 
 
-def test_statistics_of_feddwa_and_sfl_follow_their_mixing_matrix() -> None:
+def test_statistics_of_feddwa_and_sfl_follow_their_mixing_matrix():
     s = normal()
     for alg, key in ((FedDWA(k=2), "p"), (SFL(k=1), "mix")):  # FedDWA's are K numbers a client
         state, spied = begin(alg, s.net, 4), Watched(alg, s, [0, 1, 3])
@@ -120,7 +118,7 @@ def test_statistics_of_feddwa_and_sfl_follow_their_mixing_matrix() -> None:
             assert torch.equal(state.buffers[2], s.net.b0)  # absent: it keeps its own
 
 
-def test_who_never_trained_is_evaluated_with_the_average() -> None:
+def test_who_never_trained_is_evaluated_with_the_average():
     s = normal()
     state, _ = step(LocalOnly(), begin(LocalOnly(), s.net, 4), s, torch.tensor([0, 2]))
     assert torch.equal(state.buffers[1], s.net.b0) and state.joined.tolist() == [True, False, True, False]
@@ -131,7 +129,7 @@ def test_who_never_trained_is_evaluated_with_the_average() -> None:
 
 
 @pytest.mark.parametrize("alg", [HypCluster(k=3), Ensemble(k=3), HypCluster(k=3, warm=1)])
-def test_each_cluster_has_statistics_of_its_own(alg: HypCluster) -> None:
+def test_each_cluster_has_statistics_of_its_own(alg):
     """They are the mean of those who trained that model, and every model is judged with its own."""
     s = normal()
     state = begin(alg, s.net, 4)
@@ -149,7 +147,7 @@ def test_each_cluster_has_statistics_of_its_own(alg: HypCluster) -> None:
     assert torch.equal(view["w"], state.g["x"][best]) and torch.equal(local.buffers, b[best])
 
 
-def test_one_cluster_with_batch_norm_is_fedavg() -> None:
+def test_one_cluster_with_batch_norm_is_fedavg():
     s = normal()
     a, b = (play(alg, s, 2)[-1][0] for alg in (HypCluster(k=1), FedAvg()))
     close(a.g["x"][0], b.g["x"])
@@ -158,7 +156,7 @@ def test_one_cluster_with_batch_norm_is_fedavg() -> None:
 
 
 @pytest.mark.parametrize("engine", ["threads", "vmap"])
-def test_a_gradient_with_batch_norm_is_that_of_training(engine: str) -> None:
+def test_a_gradient_with_batch_norm_is_that_of_training(engine):
     s = normal((8, 8, 8), engine=engine)  # one batch each
     local = Local(s, torch.arange(3), 1, s.net.b0.expand(3, -1).clone())
     x = s.net.w0.expand(3, -1)
@@ -172,7 +170,7 @@ def test_a_gradient_with_batch_norm_is_that_of_training(engine: str) -> None:
 # clients who come late or never -----------------------------------------------------------------------------------------
 
 
-def lines(n: int = 6, lr: float = 0.3, **training: Any) -> Setting:
+def lines(n=6, lr=0.3, **training):
     b = torch.linspace(1, 2, n, dtype=F64)[:, None]
     net, data = quadratics(torch.ones_like(b), b, [0.0])
     return make_setting(net, data, Training(lr=lr, **training), rounds=100)
@@ -181,7 +179,7 @@ def lines(n: int = 6, lr: float = 0.3, **training: Any) -> Setting:
 @pytest.mark.parametrize(
     "alg", [Ditto(lam=0.5), MRMTL(lam=0.5), PFedMe(personal_lr=0.1), Mocha(lam=1e-3), Mocha(lam=1e-3, regulariser="server")]
 )
-def test_who_never_joined_is_served_what_the_server_has_and_starts_there(alg: FedAvg) -> None:
+def test_who_never_joined_is_served_what_the_server_has_and_starts_there(alg):
     s = lines()
     ids = [0, 1, 2, 3]
     state = play(alg, s, 12, lambda r: ids)[-1][0]
@@ -196,7 +194,7 @@ def test_who_never_joined_is_served_what_the_server_has_and_starts_there(alg: Fe
     assert 0 < (after.own[key][4] - shared).abs() < (after.own[key][4] - s.net.w0).abs()
 
 
-def test_a_method_with_client_state_warns_where_the_evaluated_never_train() -> None:
+def test_a_method_with_client_state_warns_where_the_evaluated_never_train():
     some = {"clients": torch.tensor([0, 1]), "eval_clients": torch.tensor([1, 2])}
     with pytest.warns(UserWarning, match=r"^ditto keeps a state for each client, and 1 of those who are evaluated"):
         Simulation("ditto", tiny_model(), images(), **some)  # type: ignore[arg-type]
@@ -206,7 +204,7 @@ def test_a_method_with_client_state_warns_where_the_evaluated_never_train() -> N
         Simulation("ditto", tiny_model(), images())
 
 
-def test_pfedme_can_restart_at_w() -> None:
+def test_pfedme_can_restart_at_w():
     s = lines()
     keep, restart = PFedMe(lam=1.0, personal_lr=0.05), PFedMe(lam=1.0, personal_lr=0.05, theta="restart")
     one, other = play(keep, s, 1)[-1][0], play(restart, s, 1)[-1][0]
@@ -219,7 +217,7 @@ def test_pfedme_can_restart_at_w() -> None:
         PFedMe(theta="reset")
 
 
-def test_clustered_fl_finds_two_kinds_though_most_are_absent_when_it_splits() -> None:
+def test_clustered_fl_finds_two_kinds_though_most_are_absent_when_it_splits():
     kind = torch.arange(40) % 2
     gen = torch.Generator().manual_seed(1)
     b = (20.0 * kind + 0.3 * torch.randn(40, generator=gen)).double()[:, None]
@@ -233,12 +231,12 @@ def test_clustered_fl_finds_two_kinds_though_most_are_absent_when_it_splits() ->
     close(state.g["x"][cluster][:, 0], 20.0 * kind, 0, 1.0)
 
 
-def test_the_inner_nodes_of_the_tree_keep_the_model_they_split_at() -> None:
+def test_the_inner_nodes_of_the_tree_keep_the_model_they_split_at():
     alg, x = ClusteredFL(relative=True, first=0), torch.zeros(1, 2, dtype=F64)
     g = {"x": x, "way": x.clone(), "child": torch.tensor([-1]), "cluster": torch.zeros(6, dtype=torch.long)}
     delta = torch.tensor([[1.0, 0], [1, 0], [-1, 0], [-1, 0]], dtype=F64)
 
-    def cohort(ids: Sequence[int]) -> Cohort:
+    def cohort(ids):
         return Cohort(torch.tensor(ids), torch.full((len(ids),), 1 / len(ids), dtype=F64), torch.ones(len(ids)), 6, 5, 9)
 
     g = alg.server(g, {"delta": delta}, cohort([0, 1, 2, 3]))
@@ -249,7 +247,7 @@ def test_the_inner_nodes_of_the_tree_keep_the_model_they_split_at() -> None:
     close(g["x"], [[0, 0], [1.5, 0], [-1, 0]])  # client 4's update was from another model
 
 
-def test_absence_is_no_unlikeness_for_waffle() -> None:
+def test_absence_is_no_unlikeness_for_waffle():
     """Equal clients, a quarter of 12 a round: attended rounds alone count, so the target's weight is what one round gives it."""
     n, gen = 12, torch.Generator().manual_seed(0)
     alg, net = Waffle(target=0, omega=lambda r, rounds: 0.9), Net(nn.Linear(8, 1))
@@ -270,7 +268,7 @@ def test_absence_is_no_unlikeness_for_waffle() -> None:
 
 
 @pytest.mark.parametrize("name", ["fedfomo", "l2c", "feddwa", "scaffold", "hypcluster"])
-def test_the_order_of_a_cohorts_ids_changes_nothing(name: str) -> None:
+def test_the_order_of_a_cohorts_ids_changes_nothing(name):
     data = held_out(images((20, 25, 30, 35, 22)))
     s = make_setting(Net(tiny_model()), data, Training(lr=0.1, batch_size=8), rounds=9)
     alg = ALGORITHMS[name](**({"m": 2} if name == "fedfomo" else {}))
@@ -287,7 +285,7 @@ def test_the_order_of_a_cohorts_ids_changes_nothing(name: str) -> None:
         step(alg, begin(alg, s.net, 5), s, torch.tensor([1, 1]))
 
 
-def test_what_fedfomo_draws_for_a_client_does_not_depend_on_the_others() -> None:
+def test_what_fedfomo_draws_for_a_client_does_not_depend_on_the_others():
     alg = FedFomo(m=2, epsilon=0.5)
     g = {"w": torch.zeros(9, 3), "seen": torch.ones(9, dtype=torch.bool), "p": torch.zeros(9, 9, dtype=F64)}
     sent = []
@@ -298,7 +296,7 @@ def test_what_fedfomo_draws_for_a_client_does_not_depend_on_the_others() -> None
 
 
 @pytest.mark.parametrize("name", ["fedfomo", "l2c"])
-def test_a_client_of_one_sample_does_not_end_the_run(name: str) -> None:
+def test_a_client_of_one_sample_does_not_end_the_run(name):
     run = Simulation(name, tiny_model(), images((1, 20, 25)), Training(lr=0.1, batch_size=8), rounds=3)
     assert run.data.size("train").tolist() == [1, 16, 20] and run.data.size("val").tolist() == [0, 4, 5]
     assert any("too few samples" in note for note in run.data.notes)
@@ -306,13 +304,13 @@ def test_a_client_of_one_sample_does_not_end_the_run(name: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["threads", "vmap"])
-def test_shuffles_of_several_batches_a_step_do_not_depend_on_who_is_there(engine: str) -> None:
+def test_shuffles_of_several_batches_a_step_do_not_depend_on_who_is_there(engine):
     s = make_setting(Net(tiny_model()), images((5, 12, 31)), Training(lr=0.1, batch_size=4), engine=engine)
 
-    def update(rows: dict[str, Tensor], grad: Any, k: int) -> dict[str, Tensor]:
+    def update(rows, grad, k):
         return {"w": rows["w"] - 0.1 * (grad(rows["w"]) + 2 * grad(rows["w"], 1))}
 
-    def moved(ids: Sequence[int]) -> Tensor:
+    def moved(ids):
         local = Local(s, torch.tensor(ids), 1, torch.empty(len(ids), 0))
         return local.each_batch({"w": s.net.w0.expand(len(ids), -1)}, update, steps=7, batches=2)["w"]
 
@@ -320,7 +318,7 @@ def test_shuffles_of_several_batches_a_step_do_not_depend_on_who_is_there(engine
 
 
 @pytest.mark.parametrize("k", [1, 3, 5])
-def test_ties_among_neighbours_do_not_depend_on_the_padding(k: int) -> None:
+def test_ties_among_neighbours_do_not_depend_on_the_padding(k):
     gen = torch.Generator().manual_seed(3)
     store = torch.randint(0, 2, (40, 3), generator=gen).double()
     queries = torch.randint(0, 2, (6, 3), generator=gen).double()
@@ -333,9 +331,9 @@ def test_ties_among_neighbours_do_not_depend_on_the_padding(k: int) -> None:
         assert torch.equal(again[1], near) and torch.equal(again[0], weight)
 
 
-def test_no_centre_of_a_zero_started_model_is_zero_and_seeds_follow_the_run() -> None:
+def test_no_centre_of_a_zero_started_model_is_zero_and_seeds_follow_the_run():
     class Zero(nn.Linear):
-        def reset_parameters(self) -> None:
+        def reset_parameters(self):
             nn.init.zeros_(self.weight), nn.init.zeros_(self.bias)
 
     rows = centres(Net(lambda: Zero(5, 3), seed=4), 3)
@@ -349,7 +347,7 @@ def test_no_centre_of_a_zero_started_model_is_zero_and_seeds_follow_the_run() ->
 
 
 @pytest.mark.parametrize("alg", [Scaffold(option="II"), QFedAvg(q=1.0)])
-def test_a_step_size_of_zero_drops_nobody(alg: FedAvg) -> None:
+def test_a_step_size_of_zero_drops_nobody(alg):
     s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=8, schedule=lambda r, rounds: float(r != 2)), rounds=3)
     state = begin(alg, s.net, 3)
     for _ in range(3):
@@ -362,7 +360,7 @@ def test_a_step_size_of_zero_drops_nobody(alg: FedAvg) -> None:
 
 
 @pytest.mark.parametrize("alg", [PerFedAvg(), PFedMe()])
-def test_momentum_that_plays_no_part_is_said(alg: FedAvg) -> None:
+def test_momentum_that_plays_no_part_is_said(alg):
     plain, other = (make_setting(Net(tiny_model()), images(), Training(lr=0.1, **t)) for t in ({}, {"momentum": 0.9, "weight_decay": 0.1}))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -371,7 +369,7 @@ def test_momentum_that_plays_no_part_is_said(alg: FedAvg) -> None:
         step(alg, begin(alg, other.net, 3), other, torch.arange(3))
 
 
-def test_the_full_gradient_guidance_decays_as_training_does() -> None:
+def test_the_full_gradient_guidance_decays_as_training_does():
     """With one batch a client the guidance is one more epoch of training, momentum from zero and weight decay included."""
     s = make_setting(
         Net(lambda: tiny_model()().double()), _double(images((6, 7))), Training(lr=0.1, batch_size=32, momentum=0.5, weight_decay=0.3)
@@ -381,7 +379,7 @@ def test_the_full_gradient_guidance_decays_as_training_does() -> None:
     close(FedDWA(guidance="full_grad", ahead=3).look_ahead(w, local), local.fit(w, epochs=3, probe=True).w)
 
 
-def test_the_current_model_as_guidance_is_local_training() -> None:
+def test_the_current_model_as_guidance_is_local_training():
     s = make_setting(Net(tiny_model()), images((9, 12, 15)), Training(lr=0.1, batch_size=4), rounds=3)
     alone, local = play(FedDWA(guidance="current"), s)[-1], play(LocalOnly(), s)[-1]
     assert torch.equal(alone[0].g["x"], local[0].own["w"]) and torch.equal(
@@ -390,7 +388,7 @@ def test_the_current_model_as_guidance_is_local_training() -> None:
     assert alone[1].bytes_up == 3 * s.net.size * 4
 
 
-def test_losses_of_double_models_are_double() -> None:
+def test_losses_of_double_models_are_double():
     data = _double(images((7, 11, 13)))
     s = make_setting(Net(lambda: nn.Linear(6, 4).double()), data, Training(), engine="vmap")
     local = Local(s, torch.arange(3), 1, torch.empty(3, 0))
@@ -398,7 +396,7 @@ def test_losses_of_double_models_are_double() -> None:
     close(local.loss(s.net.w0.expand(3, -1)), torch.stack(want).detach(), 1e-13, 1e-15)
 
 
-def test_mochas_first_relation_is_checked_too() -> None:
+def test_mochas_first_relation_is_checked_too():
     from pflcore.algorithms import Stop
 
     with pytest.raises(Stop, match=r"^MOCHA is unstable from round 1 on"):
@@ -406,7 +404,7 @@ def test_mochas_first_relation_is_checked_too() -> None:
 
 
 @pytest.mark.parametrize("growth", [0.0, 1.0, 4.0])
-def test_calibrated_erosion_ends_at_80_percent_however_distances_grow(growth: float) -> None:
+def test_calibrated_erosion_ends_at_80_percent_however_distances_grow(growth):
     alg, net = WeightErosion(), quadratics(torch.ones(4, 1), torch.zeros(4, 1))[0]
     g, gone = begin(alg, net, 4).g, None
     for round in range(1, 51):
@@ -417,5 +415,5 @@ def test_calibrated_erosion_ends_at_80_percent_however_distances_grow(growth: fl
     assert gone == 40 and g["alpha"][1] > 0
 
 
-def _double(data: Federation) -> Federation:
+def _double(data):
     return Federation(data.x.double(), data.y, data.index, 4, data.relabel)

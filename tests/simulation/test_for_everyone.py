@@ -1,7 +1,5 @@
 """One personalized model for each client, by as many runs."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from dataclasses import replace
@@ -12,13 +10,13 @@ from methods import Waffle, WeightErosion
 from small import images, tiny_model
 
 from pflcore import Simulation, Training, for_everyone
-from pflcore.algorithms import ALGORITHMS, FedAvg
+from pflcore.algorithms import ALGORITHMS
 from pflcore.results.record import group
 from pflcore.simulation.everyone import whole
 
 
 @pytest.mark.parametrize("algorithm", [Waffle(do=2.0), WeightErosion(p_d=0.1)])
-def test_each_clients_numbers_are_those_of_its_own_run(algorithm: FedAvg) -> None:
+def test_each_clients_numbers_are_those_of_its_own_run(algorithm):
     data, training = images(), Training(lr=0.1, batch_size=8)
     seen: list[tuple[int, int]] = []
     history = for_everyone(
@@ -40,19 +38,19 @@ def test_each_clients_numbers_are_those_of_its_own_run(algorithm: FedAvg) -> Non
     json.dumps(list(history.lines()))
 
 
-def test_a_diverged_run_is_named() -> None:
+def test_a_diverged_run_is_named():
     history = for_everyone(Waffle(), tiny_model(), images(), Training(lr=1e200, batch_size=8), rounds=5)
     assert history.stopped is not None and "target 0: The run diverged" in history.stopped and len(history.rounds) == 3
     assert all(r["void"] for r in history.rounds)
 
 
-def test_a_method_without_a_target_is_refused() -> None:
+def test_a_method_without_a_target_is_refused():
     with pytest.raises(ValueError, match="algorithm: expected one with a target"):
         for_everyone(ALGORITHMS["fedavg"](), tiny_model(), images())
 
 
 @pytest.mark.parametrize("options", [{"participation": 0.5}, {}])
-def test_weights_have_a_row_for_each_target_whoever_took_part(options: dict[str, float]) -> None:
+def test_weights_have_a_row_for_each_target_whoever_took_part(options):
     """Cohorts are the targets' own, and client 1 drops out: without it the run made for it has no weights."""
     data = images((6, 7, 8, 9))
     x = data.x.clone()
@@ -74,7 +72,7 @@ def test_weights_have_a_row_for_each_target_whoever_took_part(options: dict[str,
     json.dumps(list(history.lines()))
 
 
-def test_who_ran_away_is_named_whoever_took_part() -> None:
+def test_who_ran_away_is_named_whoever_took_part():
     data = images((10,) * 8)
     x = data.x.clone()
     x[data.index["train"][5]] *= 200
@@ -86,12 +84,12 @@ def test_who_ran_away_is_named_whoever_took_part() -> None:
     assert list(run.outliers()) == [5]
 
 
-def test_a_number_of_evaluated_clients_is_refused() -> None:
+def test_a_number_of_evaluated_clients_is_refused():
     with pytest.raises(ValueError, match=r"^eval_clients: here every client is evaluated"):
         for_everyone(Waffle(), tiny_model(), images(), rounds=1, eval_clients=2)
 
 
-def test_long_weights_are_read_as_short_ones() -> None:
+def test_long_weights_are_read_as_short_ones():
     index, weight = torch.tensor([0, 2]), torch.tensor([0.25, 0.75], dtype=torch.float64)
     assert whole({"index": index, "weight": weight}, 3) == {"weights": [0.25, 0.0, 0.75]}
     assert whole({"index": [0, 2], "weight": [0.1, 0.9]}, 3) == {"weights": [0.1, 0.0, 0.9]}

@@ -1,7 +1,5 @@
 """Ctrl-C at any time: what was played has its record everywhere, and the run goes on from there."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from typing import Any
@@ -19,17 +17,17 @@ from pflcore.simulation.interrupts import unbroken
 ROUNDS = 5
 
 
-def press() -> None:
+def press():
     signal.raise_signal(signal.SIGINT)
 
 
-def made(**options: Any) -> Simulation:
+def made(**options):
     torch.manual_seed(0)
     data = synthetic_clusters(n=4, groups=1, samples=20, classes=3, dim=5, held_out=20)
     return Simulation("scaffold", nn.Linear(5, 3), data, Training(lr=0.1, batch_size=10), rounds=ROUNDS, workers=1, **options)
 
 
-def same(simulation: Simulation) -> bool:
+def same(simulation):
     whole = made()
     whole.run()
     return all(torch.equal(v, simulation.state.g[k]) for k, v in whole.state.g.items())
@@ -38,7 +36,7 @@ def same(simulation: Simulation) -> bool:
 def test_every_callback_sees_the_round_in_which_ctrl_c_came():
     simulation, seen = made(), []
 
-    def first(round: int, _: Any) -> None:
+    def first(round, _):
         if round == 3:
             press()
         seen.append(("first", round))
@@ -53,7 +51,7 @@ def test_every_callback_sees_the_round_in_which_ctrl_c_came():
 def test_a_second_ctrl_c_does_not_wait():
     seen = []
 
-    def stuck(round: int, _: Any) -> None:
+    def stuck(round, _):
         press()
         seen.append(round)
         press()
@@ -65,10 +63,10 @@ def test_a_second_ctrl_c_does_not_wait():
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
-def test_a_round_whose_evaluation_broke_off_is_a_round(error: type[BaseException]):
+def test_a_round_whose_evaluation_broke_off_is_a_round(error):
     calls = iter(range(10**6))
 
-    def metric(scores: torch.Tensor, y: torch.Tensor) -> float:
+    def metric(scores, y):
         if next(calls) == 2 * 4 + 1:  # in round 3, for the second of four clients
             raise error
         return 1.0
@@ -84,10 +82,10 @@ def test_a_round_whose_evaluation_broke_off_is_a_round(error: type[BaseException
 
 
 @pytest.mark.parametrize("round", [3, ROUNDS])
-def test_no_checkpoint_is_left_without_its_evaluation(tmp_path, round: int):
+def test_no_checkpoint_is_left_without_its_evaluation(tmp_path, round):
     calls = iter(range(10**6))
 
-    def metric(scores: torch.Tensor, y: torch.Tensor) -> float:
+    def metric(scores, y):
         if next(calls) == (round - 1) * 4 + 1:
             press()
         return 1.0
@@ -100,10 +98,10 @@ def test_no_checkpoint_is_left_without_its_evaluation(tmp_path, round: int):
 
 
 @pytest.mark.parametrize("when", ["before the line", "after the line"])
-def test_a_record_says_what_its_stop_says(tmp_path, monkeypatch, when: str):
+def test_a_record_says_what_its_stop_says(tmp_path, monkeypatch, when):
     write = record.Record.write
 
-    def pressed(self: Any, line: Any) -> None:
+    def pressed(self, line):
         if line.get("round") == 3 and when == "before the line":
             press()
         write(self, line)

@@ -1,7 +1,5 @@
 """What a machine may do to a run: folders that cannot be written, two runs in one, a full disk, a clock that jumps, hours of rounds."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -9,7 +7,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +15,6 @@ from places import ROOT
 from torch import nn
 
 from pflcore import Checkpoint, Simulation, Training
-from pflcore.data import Federation
 from pflcore.simulation.checkpoint import lock
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it reads /proc")
@@ -26,19 +22,19 @@ COMMAND = ["run", "fedavg", "--data", "synthetic_clusters", "--rounds", "3", "--
 
 
 @pytest.fixture(scope="module")
-def data() -> Federation:
+def data():
     return synthetic_clusters(n=4, groups=1, samples=20, classes=3, dim=5, held_out=20)
 
 
-def make(data: Federation, algorithm: str = "fedavg", **options: Any) -> Simulation:
+def make(data, algorithm="fedavg", **options):
     return Simulation(algorithm, lambda: nn.Linear(5, 3), data, Training(lr=0.1, batch_size=10), **{"workers": 1, "rounds": 3, **options})
 
 
-def sentence(text: str) -> None:
+def sentence(text):
     assert text.endswith(".") and text.count(". ") == 0 and "\n" not in text and "Traceback" not in text, text
 
 
-def command(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
+def command(capsys, *argv):
     pytest.importorskip("tyro")
     from pflcore.cli import main
 
@@ -47,7 +43,7 @@ def command(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
 
 
 # folders --------------------------------------------------------------------------------------------------------------------------------
-def unwritable(tmp_path: Path) -> list[Path]:
+def unwritable(tmp_path):
     """Below a file; below the kernel's own files, where not even root may make one; and, but for root, in a folder without the right."""
     (tmp_path / "file").write_text("mine")
     closed = tmp_path / "closed"
@@ -56,7 +52,7 @@ def unwritable(tmp_path: Path) -> list[Path]:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no such rights")
-def test_a_folder_that_cannot_be_written(data: Federation, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_written(data, tmp_path, capsys):
     for folder in unwritable(tmp_path):
         played: list[int] = []
         with pytest.raises(ValueError, match=r"^out: expected a folder that can be written") as e:
@@ -69,7 +65,7 @@ def test_a_folder_that_cannot_be_written(data: Federation, tmp_path: Path, capsy
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_two_runs_in_one_folder(data: Federation, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_runs_in_one_folder(data, tmp_path, capsys):
     before = make(data)
     before.run(checkpoint=tmp_path)
     kept = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
@@ -83,7 +79,7 @@ def test_two_runs_in_one_folder(data: Federation, tmp_path: Path, capsys: pytest
 
 
 # a full disk ----------------------------------------------------------------------------------------------------------------------------
-def test_a_disk_that_becomes_full_ends_a_command_with_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_disk_that_becomes_full_ends_a_command_with_one_sentence(tmp_path, capsys):
     """By a limit on the size of files, which the kernel answers as it answers on a full disk."""
     resource = pytest.importorskip("resource")
     pytest.importorskip("tyro")
@@ -101,7 +97,7 @@ def test_a_disk_that_becomes_full_ends_a_command_with_one_sentence(tmp_path: Pat
 
 
 @linux
-def test_nowhere_to_print_to(tmp_path: Path) -> None:
+def test_nowhere_to_print_to(tmp_path):
     """A pipe or terminal that takes nothing loses the text, not the files."""
     pytest.importorskip("tyro")
     with open("/dev/full", "w") as full:
@@ -118,11 +114,11 @@ def test_nowhere_to_print_to(tmp_path: Path) -> None:
 
 
 # time -----------------------------------------------------------------------------------------------------------------------------------
-def test_a_clock_that_jumps_changes_nothing(data: Federation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_jumps_changes_nothing(data, tmp_path, monkeypatch):
     plain = make(data).run()
     now = [2e9]
 
-    def backwards() -> float:
+    def backwards():
         now[0] -= 3600.0
         return now[0]
 
@@ -134,7 +130,7 @@ def test_a_clock_that_jumps_changes_nothing(data: Federation, tmp_path: Path, mo
     assert (tmp_path / "checkpoint.json").exists()
 
 
-def test_nothing_measures_a_duration_by_a_clock_that_can_jump() -> None:
+def test_nothing_measures_a_duration_by_a_clock_that_can_jump():
     jumping = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("datetime", "utcnow"), ("datetime", "today")}
     used = [
         f"{path.name}:{node.lineno}"
@@ -146,7 +142,7 @@ def test_nothing_measures_a_duration_by_a_clock_that_can_jump() -> None:
 
 
 # hours ----------------------------------------------------------------------------------------------------------------------------------
-def anonymous() -> int:
+def anonymous():
     """This process' own memory, bytes: RssAnon."""
     with open("/proc/self/status") as status:
         return next(1024 * int(line.split()[1]) for line in status if line.startswith("RssAnon"))
@@ -154,7 +150,7 @@ def anonymous() -> int:
 
 @linux
 @pytest.mark.parametrize("name", ["fedavg", "waffle"])
-def test_memory_does_not_grow_with_rounds(data: Federation, name: str) -> None:
+def test_memory_does_not_grow_with_rounds(data, name):
     """1,500 rounds that nobody keeps the records of: at a round a minute they are a day and more."""
     seen = {}
     for record in make(data, name, rounds=1500, eval_every=50).iterate():

@@ -1,7 +1,5 @@
 """Very many clients: a round costs its cohort, rows may be on disk, and neither changes a result."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter
@@ -25,7 +23,7 @@ from pflcore.simulation.footprint import Live
 from pflcore.simulation.uploads import farthest, rounded
 
 
-def many(n: int, each: int = 3) -> Federation:
+def many(n, each=3):
     gen = torch.Generator().manual_seed(0)
     x, y = torch.randn(n * each, 4, generator=gen), torch.randint(0, 2, (n * each,), generator=gen)
     place = torch.arange(n * each).view(n, each)

@@ -1,14 +1,10 @@
 """What scores stand for: one a label, one for each class, a number; in training, in what is measured, and in what a model predicts."""
 
-from __future__ import annotations
-
 import pickle
-from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
-from torch import Tensor
 
 from pflcore import Federation, Simulation, Training
 
@@ -18,16 +14,16 @@ TRAINING = Training(lr=0.5, batch_size=10)
 class Steps(nn.Module):
     """Scores of every step: [B, T] or [B, T, 1] of one score, [B, C, T] of C classes."""
 
-    def __init__(self, scores: int = 1, last: bool = False) -> None:
+    def __init__(self, scores=1, last=False):
         super().__init__()
         self.l, self.last = nn.Linear(4, scores), last
 
-    def forward(self, d: Any) -> Tensor:
+    def forward(self, d):
         out = self.l(d["x"] if isinstance(d, dict) else d)
         return out if self.last else out[..., 0] if out.shape[-1] == 1 else out.transpose(1, 2)
 
 
-def steps(classes: int = 2, length: int = 5, mask: bool = False) -> Federation:
+def steps(classes=2, length=5, mask=False):
     gen, clients = torch.Generator().manual_seed(1), []
     for _ in range(3):
         x = torch.randn(40, length, 4, generator=gen)
@@ -37,14 +33,14 @@ def steps(classes: int = 2, length: int = 5, mask: bool = False) -> Federation:
     return Federation.from_arrays(clients, test_fraction=0.25)
 
 
-def last(model: Any, data: Federation, rounds: int = 20, **options: Any) -> tuple[dict[str, Any], Any]:
+def last(model, data, rounds=20, **options):
     history = Simulation("fedavg", model, data, TRAINING, rounds=rounds, eval_every=1000, **options).run()
     return history.rounds[-1]["eval"], history.model(0)
 
 
 @pytest.mark.parametrize("loss", ["binary_cross_entropy", "hinge"])
 @pytest.mark.parametrize("shape", [False, True])
-def test_one_score_a_step_is_measured_and_predicted_by_its_sign(loss: str, shape: bool) -> None:
+def test_one_score_a_step_is_measured_and_predicted_by_its_sign(loss, shape):
     found, model = last(lambda: Steps(last=shape), steps(), loss=loss, metrics=["f1"])
     assert min(found["accuracy"]) > 0.9 and min(found["f1"]) > 0.9
     x = torch.randn(7, 5, 4)
@@ -52,20 +48,20 @@ def test_one_score_a_step_is_measured_and_predicted_by_its_sign(loss: str, shape
 
 
 @pytest.mark.parametrize(("classes", "length"), [(4, 4), (3, 5), (3, 1)])
-def test_metrics_of_steps_are_those_of_their_labels(classes: int, length: int) -> None:
+def test_metrics_of_steps_are_those_of_their_labels(classes, length):
     found, model = last(lambda: Steps(classes), steps(classes, length), 40, metrics=["auc", "f1", "balanced_accuracy"])
     assert all(min(found[k]) > 0.85 for k in ("accuracy", "auc", "f1", "balanced_accuracy")), found
     assert model.predict(torch.randn(6, length, 4)).shape == (6, length)
 
 
 @pytest.mark.parametrize("loss", ["squared", "half_squared", "hinge"])
-def test_steps_that_a_mask_leaves_out_count_in_no_loss(loss: str) -> None:
+def test_steps_that_a_mask_leaves_out_count_in_no_loss(loss):
     with pytest.raises(ValueError, match=r"^criterion: '\w+' would count the steps that the mask leaves out; .*\.$"):
         last(Steps, steps(mask=True), loss=loss)
 
 
 @pytest.mark.parametrize("loss", [nn.L1Loss(), nn.HuberLoss(), nn.MSELoss(reduction="mean"), nn.functional.l1_loss])
-def test_no_loss_spreads_columns_over_rows(loss: Any) -> None:
+def test_no_loss_spreads_columns_over_rows(loss):
     x = torch.randn(40, 3)
     data = Federation.from_arrays([(x, 2 * x[:, 0])] * 2, test_fraction=0.25)
     if isinstance(loss, nn.MSELoss):  # which is pflcore's by name
@@ -77,14 +73,14 @@ def test_no_loss_spreads_columns_over_rows(loss: Any) -> None:
     assert max(last(flat, data, 60, loss=loss)[0]["loss"]) < 0.5
 
 
-def test_hinge_takes_two_classes() -> None:
+def test_hinge_takes_two_classes():
     x = torch.randn(60, 3)
     data = Federation.from_arrays([(x, torch.arange(60) % 10)], test_fraction=0.25)
     with pytest.raises(ValueError, match=r"^criterion: 'hinge' takes two classes, and these labels go from 0 to 9; .*\.$"):
         last(nn.Linear(3, 1), data, loss="hinge")
 
 
-def test_what_a_model_predicts_is_what_its_targets_were() -> None:
+def test_what_a_model_predicts_is_what_its_targets_were():
     x = torch.randn(80, 3)
     several, ratings = (x > 0).long(), (3 * x[:, 0]).round().clamp(-9, 9).long() + 9
     found, model = last(nn.Linear(3, 3), Federation.from_arrays([(x, several)], test_fraction=0.25), loss="binary_cross_entropy")
@@ -101,7 +97,7 @@ def test_what_a_model_predicts_is_what_its_targets_were() -> None:
         model.predict("a")
 
 
-def test_neighbours_vote_with_one_label_a_sample() -> None:
+def test_neighbours_vote_with_one_label_a_sample():
     with pytest.raises(ValueError, match=r"^data: kNN-Per's neighbours vote .* targets are one for each step"):
         Simulation("knnper", lambda: Steps(3), steps(3), TRAINING, rounds=1).run()
     x = torch.randn(60, 3)
@@ -109,16 +105,16 @@ def test_neighbours_vote_with_one_label_a_sample() -> None:
     assert Simulation("knnper", nn.Linear(3, 1), data, TRAINING, rounds=1).run().model(0).returns == "values"
 
 
-def test_every_methods_model_is_kept_by_pickle() -> None:
+def test_every_methods_model_is_kept_by_pickle():
     x = torch.randn(60, 3)
     data = Federation.from_arrays([(x, (x[:, 0] > 0).long())] * 2, test_fraction=0.25)
     model = Simulation("factorized_waffle", nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 2)), data, TRAINING, rounds=1).run().model(0)
     assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
 
 
-def test_a_dataset_is_read_by_its_own_getitem() -> None:
+def test_a_dataset_is_read_by_its_own_getitem():
     class Moved(torch.utils.data.TensorDataset):
-        def __getitem__(self, i: Any) -> Any:
+        def __getitem__(self, i):
             x, y = super().__getitem__(i)
             return x + 100, y
 

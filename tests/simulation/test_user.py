@@ -1,13 +1,10 @@
 """What a user brings (an algorithm, a loss, metrics, a schedule, callbacks), and what comes out (tables, events, models, newcomers)."""
 
-from __future__ import annotations
-
 import copy
 import csv
 import pickle
 import sys
 import types
-from typing import Any
 
 import pytest
 import torch
@@ -31,18 +28,18 @@ class Mine(FedAvg):
 
 
 @pytest.fixture
-def package(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+def package(monkeypatch):
     module = types.ModuleType("mine")
     module.Mine, module.number = Mine, 3  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "mine", module)
     return module
 
 
-def simulation(algorithm: Any = "fedavg", data: Federation | None = None, **options: Any) -> Simulation:
+def simulation(algorithm="fedavg", data=None, **options):
     return Simulation(algorithm, tiny_model(), images() if data is None else data, TRAINING, **{"rounds": 3, **options})
 
 
-def targets() -> Federation:
+def targets():
     gen = torch.Generator().manual_seed(0)
     x = [torch.randn(20, 6, generator=gen) for _ in range(3)]
     return Federation.from_arrays([(v, v @ torch.arange(6.0) / 6 + 0.1 * i) for i, v in enumerate(x)], test_fraction=0.4)
@@ -51,7 +48,7 @@ def targets() -> Federation:
 # an algorithm -----------------------------------------------------------------------------------------------------------------------
 
 
-def test_an_algorithm_by_name_class_instance_or_place(package: types.ModuleType) -> None:
+def test_an_algorithm_by_name_class_instance_or_place(package):
     assert isinstance(algorithm_of("ditto"), Ditto) and isinstance(algorithm_of(Ditto, lam=0.5), Ditto)
     mine = Mine()
     assert algorithm_of(mine) is mine and class_of("mine:Mine") is Mine and name_of("mine:Mine") == name_of(mine) == "Mine"
@@ -74,13 +71,13 @@ def test_an_algorithm_by_name_class_instance_or_place(package: types.ModuleType)
         (nn.Linear, "expected a name, a class derived from pflcore.FedAvg or an instance of one, got Linear"),
     ],
 )
-def test_what_is_no_algorithm_is_one_sentence(package: types.ModuleType, given: Any, sentence: str) -> None:
+def test_what_is_no_algorithm_is_one_sentence(package, given, sentence):
     with pytest.raises((ValueError, TypeError), match=f"^algorithm: {sentence}") as e:
         simulation(given)
     assert str(e.value).count(". ") == 0
 
 
-def test_tuning_asks_for_roles() -> None:
+def test_tuning_asks_for_roles():
     with pytest.raises(TypeError, match=r"protocol: expected cross_silo\(data\) or cross_device\(data\), .* got Federation"):
         tune(images(), tiny_model(), "fedavg", TRAINING, {}, rounds=1)  # type: ignore[arg-type]
 
@@ -89,7 +86,7 @@ def test_tuning_asks_for_roles() -> None:
 
 
 @pytest.mark.parametrize("patterns", [(), ("0.*",), ("*.bias",), ("*",)])
-def test_split_and_join_are_inverse(patterns: tuple[str, ...]) -> None:
+def test_split_and_join_are_inverse(patterns):
     net = Net(tiny_model())
     rows = torch.arange(3.0 * net.size).view(3, net.size)
     shared, private = net.split(rows, *patterns)
@@ -100,7 +97,7 @@ def test_split_and_join_are_inverse(patterns: tuple[str, ...]) -> None:
     assert torch.equal(torch.vmap(lambda r: net.join(*net.split(r, *patterns), *patterns))(rows), rows)
 
 
-def test_split_and_join_refuse_what_does_not_fit() -> None:
+def test_split_and_join_refuse_what_does_not_fit():
     net = Net(tiny_model())
     with pytest.raises(ValueError, match=r"patterns: 'fc\.\*' matches no parameter"):
         net.split(net.w0, "fc.*")
@@ -109,9 +106,9 @@ def test_split_and_join_refuse_what_does_not_fit() -> None:
 
 
 @pytest.mark.parametrize("engine", [Simulation.engine, "vmap"])
-def test_a_bool_mask_is_a_mask(engine: str) -> None:
+def test_a_bool_mask_is_a_mask(engine):
     class Masked(FedAvg):
-        def client(self, down: Any, own: Any, local: Any) -> Any:
+        def client(self, down, own, local):
             mask = local.net.mask("2.*")
             w = local.fit(down["x"], mask=mask).w
             assert torch.equal(w, local.fit(down["x"], mask=mask.to(w.dtype)).w) and torch.equal(w[:, ~mask], down["x"][:, ~mask])
@@ -124,7 +121,7 @@ def test_a_bool_mask_is_a_mask(engine: str) -> None:
 # a loss -----------------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_loss_is_a_name_a_function_or_a_module() -> None:
+def test_a_loss_is_a_name_a_function_or_a_module():
     by_default = simulation().run()
     for loss in ("cross_entropy", F.cross_entropy, nn.CrossEntropyLoss(), lambda scores, y: F.cross_entropy(scores, y)):
         history = simulation(loss=loss).run()
@@ -134,7 +131,7 @@ def test_a_loss_is_a_name_a_function_or_a_module() -> None:
     assert by_default.header["criterion"] == "cross_entropy" and weighted.header()["criterion"] == "CrossEntropyLoss"
 
 
-def test_torchs_losses_with_default_options_take_the_fast_path() -> None:
+def test_torchs_losses_with_default_options_take_the_fast_path():
     assert loss_of(nn.CrossEntropyLoss()) is CRITERIA["cross_entropy"] and loss_of(nn.MSELoss()) is squared is loss_of(F.mse_loss)
     for loss in (nn.CrossEntropyLoss(label_smoothing=0.1), nn.CrossEntropyLoss(weight=torch.ones(4)), nn.CrossEntropyLoss(ignore_index=1)):
         assert loss_of(loss) is loss
@@ -152,14 +149,14 @@ def test_torchs_losses_with_default_options_take_the_fast_path() -> None:
         (0.5, "expected one of cross_entropy, .* got 0.5"),
     ],
 )
-def test_what_is_no_loss_is_one_sentence(loss: Any, sentence: str) -> None:
+def test_what_is_no_loss_is_one_sentence(loss, sentence):
     with pytest.raises((ValueError, TypeError), match=f"^criterion: {sentence}"):
         Net(tiny_model(), loss)
     with pytest.raises((ValueError, TypeError), match=f"^(loss|criterion): {sentence}"):
         simulation(loss=loss)
 
 
-def test_a_net_has_its_own_loss() -> None:
+def test_a_net_has_its_own_loss():
     with pytest.raises(ValueError, match="loss: this Net has a loss of its own"):
         Simulation("fedavg", Net(tiny_model()), images(), loss="cross_entropy")
 
@@ -167,7 +164,7 @@ def test_a_net_has_its_own_loss() -> None:
 # metrics ----------------------------------------------------------------------------------------------------------------------------
 
 
-def test_metrics_are_those_of_scikit_learn() -> None:
+def test_metrics_are_those_of_scikit_learn():
     metrics = pytest.importorskip("sklearn.metrics")
     gen = torch.Generator().manual_seed(0)
     scores, y = torch.randn(60, 3, generator=gen), torch.randint(0, 3, (60,), generator=gen)
@@ -186,7 +183,7 @@ def test_metrics_are_those_of_scikit_learn() -> None:
     assert r2(scores[:, :1], t) == pytest.approx(metrics.r2_score(t, scores[:, 0]))
 
 
-def test_a_metric_without_a_value_is_nan() -> None:
+def test_a_metric_without_a_value_is_nan():
     pytest.importorskip("sklearn")
     one_class = torch.zeros(4, dtype=torch.long)
     nans = auc(torch.randn(4, 2), one_class), f1(torch.tensor([[1.0, 0.0]] * 4), one_class), r2(torch.randn(1), torch.randn(1))
@@ -197,10 +194,10 @@ def test_a_metric_without_a_value_is_nan() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "knnper", "apfl"])
-def test_a_run_records_metrics_per_client(algorithm: str) -> None:
+def test_a_run_records_metrics_per_client(algorithm):
     pytest.importorskip("sklearn")
 
-    def share_right(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def share_right(scores, y):
         return (scores.argmax(1) == y).double().mean()
 
     history = simulation(algorithm, metrics=["auc", share_right]).run()
@@ -211,7 +208,7 @@ def test_a_run_records_metrics_per_client(algorithm: str) -> None:
     assert named.series("zero")[1].tolist() == [[0, 0, 0]] * 3
 
 
-def test_a_run_records_metrics_of_values() -> None:
+def test_a_run_records_metrics_of_values():
     pytest.importorskip("sklearn")
     values = Simulation("fedavg", nn.Linear(6, 1), targets(), TRAINING, rounds=20, metrics=["mae", "r2"])
     assert min(values.run().rounds[-1]["eval"]["r2"]) > 0.5
@@ -228,14 +225,14 @@ def test_a_run_records_metrics_of_values() -> None:
         (["f1", f1], "'f1' is there twice"),
     ],
 )
-def test_what_is_no_metric_is_one_sentence(metrics: Any, sentence: str) -> None:
+def test_what_is_no_metric_is_one_sentence(metrics, sentence):
     pytest.importorskip("sklearn")
     with pytest.raises((ValueError, TypeError), match=f"^metrics: .*{sentence}"):
         metrics_of(metrics, classes=True)
 
 
-def test_a_metric_that_breaks_says_for_whom() -> None:
-    def broken(scores: torch.Tensor, y: torch.Tensor) -> float:
+def test_a_metric_that_breaks_says_for_whom():
+    def broken(scores, y):
         return 1 / (len(y) - 20)
 
     run = simulation(metrics=[broken])
@@ -246,8 +243,8 @@ def test_a_metric_that_breaks_says_for_whom() -> None:
 # a schedule -------------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_schedule_of_torchs_gives_its_rates() -> None:
-    def rates(schedule: Any, rounds: int = 4, lr: float = 0.1) -> list[float]:
+def test_a_schedule_of_torchs_gives_its_rates():
+    def rates(schedule, rounds=4, lr=0.1):
         return [Training(lr=lr, schedule=schedule).lr_at(r, rounds) for r in range(1, rounds + 1)]
 
     assert rates(lambda optimizer: StepLR(optimizer, 2, 0.5)) == pytest.approx([0.1, 0.1, 0.05, 0.05])
@@ -284,7 +281,7 @@ def test_a_schedule_of_torchs_gives_its_rates() -> None:
         (0.9, "expected a function of"),
     ],
 )
-def test_what_is_no_schedule_is_said_before_the_first_round(schedule: Any, sentence: str) -> None:
+def test_what_is_no_schedule_is_said_before_the_first_round(schedule, sentence):
     with pytest.raises((ValueError, TypeError), match=f"^schedule: .*{sentence}|^schedule: {sentence}"):
         Simulation("fedavg", tiny_model(), images(), Training(schedule=schedule), rounds=3)
 
@@ -292,11 +289,11 @@ def test_what_is_no_schedule_is_said_before_the_first_round(schedule: Any, sente
 # callbacks --------------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_callback_that_raises_loses_nothing() -> None:
+def test_a_callback_that_raises_loses_nothing():
     whole = simulation(rounds=5).run()
     run, seen = simulation(rounds=5), []
 
-    def callback(round: int, record: dict[str, Any]) -> None:
+    def callback(round, record):
         seen.append(round)
         if round == 3:
             raise KeyError("my own mistake")
@@ -314,8 +311,8 @@ def test_a_callback_that_raises_loses_nothing() -> None:
         run.run(3)  # type: ignore[arg-type]
 
 
-def test_stop_ends_a_run_with_its_sentence() -> None:
-    def callback(round: int, record: dict[str, Any]) -> None:
+def test_stop_ends_a_run_with_its_sentence():
+    def callback(round, record):
         if round == 2:
             raise Stop("That will do.")
 
@@ -323,11 +320,11 @@ def test_stop_ends_a_run_with_its_sentence() -> None:
     assert history.stopped == "That will do." and len(history.rounds) == 2
 
 
-def test_early_stopping() -> None:
+def test_early_stopping():
     stop = EarlyStopping(patience=2, key="accuracy", min_delta=0.1)
     values = iter([0.2, 0.5, 0.55, float("nan")])
 
-    def record(value: float) -> dict[str, Any]:
+    def record(value):
         return {"eval": {"accuracy": [value, None, value], "size": [1, 0, 1]}}
 
     for round in (1, 2, 4):
@@ -346,7 +343,7 @@ def test_early_stopping() -> None:
 # what comes out ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_history_as_a_table(tmp_path: Any) -> None:
+def test_a_history_as_a_table(tmp_path):
     history = simulation(eval_every=2, participation=0.7).run()
     history.to_csv(tmp_path / "rounds.csv")
     history.to_csv(tmp_path / "clients.csv", per="client")
@@ -369,7 +366,7 @@ def test_a_history_as_a_table(tmp_path: Any) -> None:
     )
 
 
-def test_a_history_as_events(tmp_path: Any) -> None:
+def test_a_history_as_events(tmp_path):
     from pflcore.results.export import scalars
 
     history = simulation().run()
@@ -388,7 +385,7 @@ def test_a_history_as_events(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
-def test_a_clients_model_is_what_was_evaluated(algorithm: str) -> None:
+def test_a_clients_model_is_what_was_evaluated(algorithm):
     run = simulation(algorithm, rounds=2)
     history, data = run.run(), run.data
     for i in range(data.n):
@@ -401,7 +398,7 @@ def test_a_clients_model_is_what_was_evaluated(algorithm: str) -> None:
     assert torch.equal(again(x), model(x))
 
 
-def test_a_model_of_its_own_class() -> None:
+def test_a_model_of_its_own_class():
     run = simulation(Ditto, rounds=2)
     history = run.run()
     module = history.model(1).module()
@@ -417,7 +414,7 @@ def test_a_model_of_its_own_class() -> None:
         history.predict(0, 1.0)
 
 
-def test_values_are_predicted_as_values() -> None:
+def test_values_are_predicted_as_values():
     data = targets()
     history = Simulation("fedavg", nn.Linear(6, 1), data, TRAINING, rounds=2).run()
     x, y = data.client(0, "test")
@@ -428,8 +425,8 @@ def test_values_are_predicted_as_values() -> None:
     assert (history.predict(0, x) == y).double().mean() == history.rounds[-1]["eval"]["accuracy"][0]
 
 
-def test_batch_norm_predicts_with_the_clients_statistics() -> None:
-    def model() -> nn.Module:
+def test_batch_norm_predicts_with_the_clients_statistics():
+    def model():
         return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
 
     data = images()
@@ -440,7 +437,7 @@ def test_batch_norm_predicts_with_the_clients_statistics() -> None:
         assert torch.allclose(history.model(i).module()(x), history.model(i)(x))
 
 
-def test_a_model_for_everyone() -> None:
+def test_a_model_for_everyone():
     data = images()
     history = for_everyone(Waffle, tiny_model(), data, TRAINING, rounds=2)
     for i in range(3):
@@ -453,7 +450,7 @@ def test_a_model_for_everyone() -> None:
 
 
 @pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
-def test_a_newcomer_leaves_the_run_as_it_was(algorithm: str) -> None:
+def test_a_newcomer_leaves_the_run_as_it_was(algorithm):
     everybody = images((7, 20, 31, 24))
     run = simulation(algorithm, everybody.subset([0, 1, 2]), rounds=2)
     history = run.run()
@@ -467,12 +464,12 @@ def test_a_newcomer_leaves_the_run_as_it_was(algorithm: str) -> None:
     assert torch.equal(history.adapt((x, y), rounds=2)(x), model(x))
 
 
-def test_a_newcomer_is_personalized_by_the_algorithms_rule() -> None:
+def test_a_newcomer_is_personalized_by_the_algorithms_rule():
     everybody = images((40, 40, 40, 40))  # clients 1 and 3 turn their labels
     few, (x, y) = everybody.subset([0, 2, 1]), everybody.client(3, "train")
     test = everybody.client(3, "test")
 
-    def right(algorithm: Any, rounds: int = 5) -> float:
+    def right(algorithm, rounds=5):
         history = Simulation(algorithm, tiny_model(), few, Training(lr=0.3, batch_size=8), rounds=8).run()
         return (history.adapt((x, y), rounds).predict(test[0]) == test[1]).double().mean().item()
 
@@ -482,7 +479,7 @@ def test_a_newcomer_is_personalized_by_the_algorithms_rule() -> None:
         assert right(algorithm) > shared + 0.15, algorithm
 
 
-def test_a_newcomer_that_does_not_fit_is_one_sentence() -> None:
+def test_a_newcomer_that_does_not_fit_is_one_sentence():
     history = simulation(rounds=1).run()
     with pytest.raises(ValueError, match=r"samples: expected inputs of shape \(6,\)"):
         history.adapt((torch.randn(9, 5), torch.zeros(9, dtype=torch.long)))

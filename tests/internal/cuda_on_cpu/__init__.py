@@ -13,7 +13,6 @@ from ctypes import POINTER, byref, c_char_p, c_double, c_int, c_int64, c_ubyte, 
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 HERE = Path(__file__).parent
 KERNELS = HERE.parents[2] / "csrc" / "cuda"
@@ -21,11 +20,11 @@ loaded: list[ctypes.CDLL] = []
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 
 
-def compiler() -> str | None:
+def compiler():
     return shutil.which(os.environ.get("CXX", "").split(" ")[0] or "g++") or shutil.which("g++")
 
 
-def build(folder: Path) -> ctypes.CDLL:
+def build(folder):
     target = folder / "cuda_on_cpu.so"
     flags = ["-std=c++17", "-O1", "-g0", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
     command = [str(compiler()), *flags, f"-I{HERE}", f"-I{KERNELS}", str(HERE / "driver.cpp"), "-o", str(target)]
@@ -82,19 +81,19 @@ def build(folder: Path) -> ctypes.CDLL:
 class Fence:
     """Pages of memory with a forbidden one behind them; given back when the last tensor in them is gone."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size):
         real = c_int64()
         self.address = loaded[-1].fenced(size, byref(real))
         assert self.address, "no memory for a fence"
         self.size = real.value
 
-    def tensor(self, dtype: torch.dtype) -> Tensor:
+    def tensor(self, dtype):
         memory = (c_ubyte * self.size).from_address(self.address)
         weakref.finalize(memory, loaded[-1].unfence, self.address, self.size)
         return torch.frombuffer(memory, dtype=dtype)
 
 
-def guarded(t: Tensor, shift: int | None = None, gap: int = 0) -> Tensor:
+def guarded(t, shift=None, gap=0):
     """A copy of t [R, C] with NaN before it and between its rows, `gap` elements, and a fence that no access can pass behind it.
 
     With `shift` the first row starts so many elements off a 16-byte boundary, which may leave less than 16 bytes of NaN before the fence.
@@ -110,7 +109,7 @@ def guarded(t: Tensor, shift: int | None = None, gap: int = 0) -> Tensor:
     return inner.copy_(t)
 
 
-def intact(inner: Tensor) -> bool:
+def intact(inner):
     """Is everything around a guarded tensor still untouched?"""
     memory = torch.as_strided(inner, (inner.untyped_storage().nbytes() // inner.element_size(),), (1,), 0).clone()
     torch.as_strided(memory, inner.shape, inner.stride(), inner.storage_offset()).fill_(
@@ -119,39 +118,39 @@ def intact(inner: Tensor) -> bool:
     return bool(memory.isnan().all()) if memory.is_floating_point() else bool((memory == -(1 << 40)).all())
 
 
-def pointer(t: Tensor | None) -> int | None:
+def pointer(t):
     return None if t is None else t.data_ptr()
 
 
-def stride(t: Tensor | None) -> int:
+def stride(t):
     return 0 if t is None or t.dim() < 2 else t.stride(0)
 
 
 class Kernels:
     """The kernels with the signatures of `pflcore.ops.reference`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.lib = build(folder)
         loaded.append(self.lib)
 
-    def check(self, failed: int) -> None:
+    def check(self, failed):
         if failed:
             raise RuntimeError(self.lib.last_error().decode())
 
-    def order(self, seed: int) -> None:
+    def order(self, seed):
         """The order in which threads and blocks run: 0 forwards, 1 backwards, else shuffled."""
         self.lib.set_order(seed)
 
-    def shared(self, most: int = 99 * 1024) -> None:
+    def shared(self, most=99 * 1024):
         """How much shared memory the card gives a kernel that asks for it."""
         self.lib.set_shared(most)
 
-    def plan(self, m: int, n: int, p: int, symmetric: bool, dtype: torch.dtype = torch.float32) -> dict[str, int]:
+    def plan(self, m, n, p, symmetric, dtype=torch.float32):
         out = (c_int64 * 5)()
         self.lib.sqdist_plan(DTYPES[dtype], m, n, p, symmetric, out)
         return dict(zip(("lanes", "threads", "stages", "chunk", "splits"), out, strict=True))
 
-    def pairwise_sqdist(self, a: Tensor, b: Tensor | None = None, index: Tensor | None = None, most: int = 0) -> Tensor:
+    def pairwise_sqdist(self, a, b=None, index=None, most=0):
         """`most`: rows of a per grid, if not as many as a grid holds."""
         n = (a if b is None else b).shape[0]
         listed = -1 if index is None else index.shape[1]
@@ -162,7 +161,7 @@ class Kernels:
         assert intact(out)
         return out.clone()
 
-    def waffle_weights(self, dist: Tensor, target: Tensor, omega: float, psi: float, uniform_ties: bool) -> Tensor:
+    def waffle_weights(self, dist, target, omega, psi, uniform_ties):
         rows, n = dist.shape
         out = guarded(torch.full((rows, n), float("nan"), dtype=torch.float64))
         step = int(target.numel() > 1)
@@ -170,7 +169,7 @@ class Kernels:
         assert intact(out)
         return out.clone()
 
-    def feddwa_weights(self, sqdist: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def feddwa_weights(self, sqdist, k):
         (m, n), kept = sqdist.shape, min(k, sqdist.shape[1])
         weight = guarded(torch.full((m, kept), float("nan"), dtype=torch.float64))
         index = guarded(torch.full((m, kept), -1))
@@ -179,9 +178,7 @@ class Kernels:
         assert intact(weight) and intact(index)
         return weight.clone(), index.clone()
 
-    def aggregate(
-        self, updates: Tensor, weight: Tensor, index: Tensor | None, base: Tensor | None, lr: float, precise: bool, out: Tensor
-    ) -> None:
+    def aggregate(self, updates, weight, index, base, lr, precise, out):
         wide = precise or torch.float64 in (updates.dtype, out.dtype)
         (n, p), (m, k) = updates.shape, weight.shape
         self.check(
@@ -192,13 +189,13 @@ class Kernels:
         )  # fmt: skip
 
     @staticmethod
-    def _rank1(x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor) -> tuple[str, list[int], int]:
+    def _rank1(x, w_a, lam, w_b):
         n = next((t.shape[0] for t, own in ((x, 2), (w_a, 2), (lam, 1), (w_b, 2)) if t.dim() > own), 1)
         batch = [t.stride(0) if t.dim() > own else 0 for t, own in ((x, 2), (w_a, 2), (lam, 1), (w_b, 2))]
         sizes = [n, x.shape[-2], x.shape[-1], w_b.shape[-2], w_a.shape[-2], *batch]
         return {torch.float32: "float", torch.float64: "double"}[x.dtype], sizes, n
 
-    def rank1_linear(self, x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor) -> Tensor:
+    def rank1_linear(self, x, w_a, lam, w_b):
         name, sizes, n = self._rank1(x, w_a, lam, w_b)
         y = guarded(torch.full((n * x.shape[-2], w_a.shape[-2]), float("nan"), dtype=x.dtype))
         packed = (c_int64 * 9)(*sizes)
@@ -207,9 +204,7 @@ class Kernels:
         batched = x.dim() == 3 or w_a.dim() == 3 or lam.dim() == 2 or w_b.dim() == 3
         return y.reshape(*([n] if batched else []), x.shape[-2], w_a.shape[-2])
 
-    def rank1_linear_backward(
-        self, grad: Tensor, x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor, *need: bool
-    ) -> tuple[Tensor | None, ...]:
+    def rank1_linear_backward(self, grad, x, w_a, lam, w_b, *need):
         name, sizes, _ = self._rank1(x, w_a, lam, w_b)
         flat = [guarded(torch.full((1, t.numel()), float("nan"), dtype=x.dtype)) if want else None
                 for t, want in zip((x, w_a, lam, w_b), need, strict=True)]  # fmt: skip
@@ -221,13 +216,13 @@ class Kernels:
         return tuple(None if g is None else g.reshape(t.shape) for g, t in zip(flat, (x, w_a, lam, w_b), strict=True))
 
     def sgd_step_(
-        self, w: Tensor, grad: Tensor, lr: float, shift: Tensor | None, mask: Tensor | None, mu: float, mu_rows: Tensor | None,
-        anchor: Tensor | None, momentum: float, buffer: Tensor | None, weight_decay: float,
-    ) -> None:  # fmt: skip
+        self, w, grad, lr, shift, mask, mu, mu_rows,
+        anchor, momentum, buffer, weight_decay,
+    ):  # fmt: skip
         call = getattr(self.lib, {torch.float32: "sgd_float", torch.float64: "sgd_double"}[w.dtype])
         held = buffer if momentum else None
 
-        def rows(t: Tensor | None) -> tuple[int | None, int]:
+        def rows(t):
             return pointer(t), stride(t)
 
         self.check(

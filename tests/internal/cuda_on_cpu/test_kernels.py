@@ -1,6 +1,5 @@
 """The CUDA kernels, run block by block on the CPU (tests/internal/cuda_on_cpu), against the references."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from internal.cuda_on_cpu import DTYPES, Kernels, compiler, guarded, intact
-from torch import Tensor
 
 from pflcore.ops import reference
 
@@ -21,23 +19,23 @@ GAPS = (0, 1, 8)  # elements between rows
 
 
 @pytest.fixture(scope="session")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+def kernels(tmp_path_factory):
     return Kernels(Path(tmp_path_factory.mktemp("cuda_on_cpu")))
 
 
 @pytest.fixture(autouse=True)
-def forwards(kernels: Kernels) -> Iterator[None]:
+def forwards(kernels):
     kernels.order(0)
     yield
     kernels.order(0)
     kernels.shared()
 
 
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+def normal(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def relative(got: Tensor, want: Tensor) -> float:
+def relative(got, want):
     """The largest relative error; an entry that should be 0 must be 0."""
     if not got.numel():
         return 0.0
@@ -48,7 +46,7 @@ def relative(got: Tensor, want: Tensor) -> float:
 # --- the harness itself ------------------------------------------------------------------------------------------------------------
 
 
-def test_harness_catches_what_a_gpu_would_not_forgive(kernels: Kernels) -> None:
+def test_harness_catches_what_a_gpu_would_not_forgive(kernels):
     out = torch.zeros(64, dtype=torch.float64)
     results = []
     for order in (0, 1):
@@ -76,7 +74,7 @@ def test_harness_catches_what_a_gpu_would_not_forgive(kernels: Kernels) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(m=st.sampled_from(ROWS), n=st.sampled_from((0, *ROWS)), p=st.sampled_from(SIZES), shift=st.sampled_from(SHIFTS),
        gap=st.sampled_from(GAPS), seed=st.integers(0, 99))  # fmt: skip
-def test_sqdist(kernels: Kernels, dtype: torch.dtype, m: int, n: int, p: int, shift: int | None, gap: int, seed: int) -> None:
+def test_sqdist(kernels, dtype, m, n, p, shift, gap, seed):
     centre = normal(1, p, seed=seed)
     a = guarded((centre + 1e-3 * normal(m, p, seed=seed + 1)).to(dtype), shift, gap)  # models that are close, as after a round
     b = guarded((centre + 1e-3 * normal(n, p, seed=seed + 2)).to(dtype), 0, gap) if n else None
@@ -88,21 +86,21 @@ def test_sqdist(kernels: Kernels, dtype: torch.dtype, m: int, n: int, p: int, sh
 
 
 @pytest.mark.parametrize(("m", "n"), [(64, 0), (65, 0), (130, 0), (1, 100), (100, 1), (67, 129), (16, 16), (9, 40)])
-def test_sqdist_windows(kernels: Kernels, m: int, n: int) -> None:
+def test_sqdist_windows(kernels, m, n):
     a, b = normal(m, 263, seed=m), normal(n, 263, seed=n + 1) if n else None
     assert relative(kernels.pairwise_sqdist(a, b), reference.pairwise_sqdist(a, b)) <= 1e-6
 
 
 @pytest.mark.parametrize(("m", "n", "p"), [(300, 1, 9), (257, 3, 100), (129, 70, 5)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sqdist_of_more_rows_than_a_grid_holds(kernels: Kernels, m: int, n: int, p: int, dtype: torch.dtype) -> None:
+def test_sqdist_of_more_rows_than_a_grid_holds(kernels, m, n, p, dtype):
     a, b = guarded(normal(m, p, dtype=dtype), 1, 3), normal(n, p, seed=1, dtype=dtype)
     assert relative(kernels.pairwise_sqdist(a, b, most=128), reference.pairwise_sqdist(a, b)) <= 1e-6
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-22, 1e-19, 1e-15, 1.0, 1e15, 1e19, 1e25, 1e30])
 @pytest.mark.parametrize("p", [9, 333, 3000])  # one partial sum, several, and many
-def test_sqdist_scales(kernels: Kernels, scale: float, p: int) -> None:
+def test_sqdist_scales(kernels, scale, p):
     a = normal(5, p) * scale
     a[3] = a[1]  # exact duplicates, too
     got = kernels.pairwise_sqdist(a)
@@ -110,7 +108,7 @@ def test_sqdist_scales(kernels: Kernels, scale: float, p: int) -> None:
     assert got[1, 3] == 0 and got[3, 1] == 0
 
 
-def test_sqdist_mixed_scales_and_non_finite(kernels: Kernels) -> None:
+def test_sqdist_mixed_scales_and_non_finite(kernels):
     a = normal(7, 700)
     a[1] *= 1e25
     a[2] *= 1e-25
@@ -126,7 +124,7 @@ def test_sqdist_mixed_scales_and_non_finite(kernels: Kernels) -> None:
 
 
 @pytest.mark.parametrize("p", [1, 8, 129, 1023])
-def test_sqdist_worst_rounding(kernels: Kernels, p: int) -> None:
+def test_sqdist_worst_rounding(kernels, p):
     """Rows whose float32 sums all round the same way: constants, and a large square that swallows small ones."""
     constant = torch.full((1, p), 0.1)
     spiky = torch.full((1, p), 2.0**-12 * (1 - 2**-10))
@@ -135,7 +133,7 @@ def test_sqdist_worst_rounding(kernels: Kernels, p: int) -> None:
     assert relative(kernels.pairwise_sqdist(a), reference.pairwise_sqdist(a, None)) <= 1e-6
 
 
-def test_sqdist_repeats_and_follows_its_rows(kernels: Kernels) -> None:
+def test_sqdist_repeats_and_follows_its_rows(kernels):
     a = normal(70, 1500)
     first = kernels.pairwise_sqdist(a)
     for order in (1, 7):
@@ -150,9 +148,7 @@ def test_sqdist_repeats_and_follows_its_rows(kernels: Kernels) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(m=st.sampled_from(ROWS), n=st.sampled_from((0, *ROWS)), p=st.sampled_from((0, *SIZES, 3000)), many=st.sampled_from((0, 1, 3, 9)),
        shift=st.sampled_from(SHIFTS), gap=st.sampled_from(GAPS), seed=st.integers(0, 99))  # fmt: skip
-def test_sqdist_of_listed_pairs(
-    kernels: Kernels, dtype: torch.dtype, m: int, n: int, p: int, many: int, shift: int | None, gap: int, seed: int
-) -> None:
+def test_sqdist_of_listed_pairs(kernels, dtype, m, n, p, many, shift, gap, seed):
     """The bits of all pairs in the same order of the threads, or in another; infinity where the list is negative, NaN beyond the rows."""
     a = guarded(normal(m, p, seed=seed, dtype=dtype), shift, gap)
     b = guarded(normal(n, p, seed=seed + 1, dtype=dtype), 0, gap) if n else None
@@ -171,14 +167,14 @@ def test_sqdist_of_listed_pairs(
 
 @pytest.mark.parametrize(("m", "n", "p"), [(70, 0, 1500), (130, 67, 263), (300, 3, 9)])
 @pytest.mark.parametrize("most", [0, 128])
-def test_sqdist_of_listed_pairs_in_windows(kernels: Kernels, m: int, n: int, p: int, most: int) -> None:
+def test_sqdist_of_listed_pairs_in_windows(kernels, m, n, p, most):
     a, b = normal(m, p), normal(n, p, seed=1) if n else None
     index = torch.randint(-1, n or m, (m, 5), generator=torch.Generator().manual_seed(2))
     got = kernels.pairwise_sqdist(a, b, index, most=most)
     assert torch.equal(got, torch.where(index < 0, torch.inf, kernels.pairwise_sqdist(a, b, most=most).gather(1, index.clamp(min=0))))
 
 
-def test_sqdist_empty(kernels: Kernels) -> None:
+def test_sqdist_empty(kernels):
     assert kernels.pairwise_sqdist(torch.zeros(0, 5)).shape == (0, 0)
     assert torch.equal(kernels.pairwise_sqdist(torch.zeros(3, 0)), torch.zeros(3, 3, dtype=torch.float64))
     assert torch.equal(kernels.pairwise_sqdist(torch.zeros(2, 0), torch.zeros(3, 0)), torch.zeros(2, 3, dtype=torch.float64))
@@ -188,7 +184,7 @@ def test_sqdist_empty(kernels: Kernels) -> None:
 @given(
     m=st.integers(1, 300), n=st.integers(1, 300), p=st.integers(1, 1 << 40), symmetric=st.booleans(), dtype=st.sampled_from(list(DTYPES))
 )
-def test_sqdist_plan(kernels: Kernels, m: int, n: int, p: int, symmetric: bool, dtype: torch.dtype) -> None:
+def test_sqdist_plan(kernels, m, n, p, symmetric, dtype):
     """What a launch may ask for, at every size: whole warps, a number of blocks that the grid holds, all columns covered once."""
     plan = kernels.plan(m, m if symmetric else n, p, symmetric, dtype)
     assert plan["threads"] % 32 == 0 and 32 <= plan["threads"] <= 256
@@ -201,7 +197,7 @@ def test_sqdist_plan(kernels: Kernels, m: int, n: int, p: int, symmetric: bool, 
 # --- weights -----------------------------------------------------------------------------------------------------------------------
 
 
-def distances(rows: int, n: int, seed: int) -> Tensor:
+def distances(rows, n, seed):
     """Ugly distances: ties, zeros, huge and tiny, absent clients."""
     g = torch.Generator().manual_seed(seed)
     d = torch.rand(rows, n, generator=g, dtype=torch.float64) * 10.0 ** torch.randint(-3, 4, (rows, 1), generator=g)
@@ -215,7 +211,7 @@ def distances(rows: int, n: int, seed: int) -> Tensor:
 
 @given(rows=st.sampled_from((1, 3)), n=st.sampled_from((1, 2, 3, 17, 300, 1100)), omega=st.sampled_from((0.0, 0.2, 0.7, 1.0, 1.3)),
        psi=st.sampled_from((0.0, 0.3, 0.9)), ties=st.booleans(), seed=st.integers(0, 99))  # fmt: skip
-def test_waffle_weights(kernels: Kernels, rows: int, n: int, omega: float, psi: float, ties: bool, seed: int) -> None:
+def test_waffle_weights(kernels, rows, n, omega, psi, ties, seed):
     dist = distances(rows, n, seed)
     target = torch.randint(0, n, (rows,), generator=torch.Generator().manual_seed(seed))
     dist.scatter_(1, target[:, None], 0.0)
@@ -223,7 +219,7 @@ def test_waffle_weights(kernels: Kernels, rows: int, n: int, omega: float, psi: 
     torch.testing.assert_close(got, reference.waffle_weights(dist, target, omega, psi, ties), rtol=1e-12, atol=1e-15)
 
 
-def test_waffle_weights_one_target_and_a_wrong_one(kernels: Kernels) -> None:
+def test_waffle_weights_one_target_and_a_wrong_one(kernels):
     dist = distances(3, 5, 1)
     one = kernels.waffle_weights(dist, torch.tensor([2]), 0.5, 0.5, False)
     assert torch.equal(one, kernels.waffle_weights(dist, torch.tensor([2, 2, 2]), 0.5, 0.5, False))
@@ -234,7 +230,7 @@ def test_waffle_weights_one_target_and_a_wrong_one(kernels: Kernels) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @given(m=st.sampled_from((1, 3)), n=st.sampled_from((1, 2, 17, 255, 300, 1100)), k=st.sampled_from((1, 2, 5, 16, 255, 2000)),
        gap=st.sampled_from(GAPS), seed=st.integers(0, 99))  # fmt: skip
-def test_feddwa_weights(kernels: Kernels, dtype: torch.dtype, m: int, n: int, k: int, gap: int, seed: int) -> None:
+def test_feddwa_weights(kernels, dtype, m, n, k, gap, seed):
     sqdist = guarded((distances(m, n, seed) - (0.1 if seed % 5 == 0 else 0)).to(dtype), 1, gap)
     got, want = kernels.feddwa_weights(sqdist, k), reference.feddwa_weights(sqdist, k)
     assert torch.equal(got[1], want[1])
@@ -248,8 +244,8 @@ def test_feddwa_weights(kernels: Kernels, dtype: torch.dtype, m: int, n: int, k:
 @given(n=st.sampled_from((0, 1, 2, 5, 17)), m=st.sampled_from((1, 2, 8, 9, 17, 33, 70, 100)), p=st.sampled_from(SIZES),
        sparse=st.booleans(), base=st.sampled_from((None, 1, 2)), base_dtype=st.sampled_from(list(DTYPES)), precise=st.booleans(),
        shift=st.sampled_from(SHIFTS), gap=st.sampled_from(GAPS), seed=st.integers(0, 99))  # fmt: skip
-def test_aggregate(kernels: Kernels, dtype: torch.dtype, n: int, m: int, p: int, sparse: bool, base: int | None, base_dtype: torch.dtype,
-                   precise: bool, shift: int | None, gap: int, seed: int) -> None:  # fmt: skip
+def test_aggregate(kernels, dtype, n, m, p, sparse, base, base_dtype,
+                   precise, shift, gap, seed):  # fmt: skip
     g = torch.Generator().manual_seed(seed)
     updates = guarded(normal(n, p, seed=seed, dtype=dtype), shift, gap)
     index = None
@@ -274,7 +270,7 @@ def test_aggregate(kernels: Kernels, dtype: torch.dtype, n: int, m: int, p: int,
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shared", [48 * 1024, 64 * 1024, 227 * 1024])
 @pytest.mark.parametrize("m", [1, 6, 10, 70, 128, 130, 259])
-def test_aggregate_more_rows_than_shared_memory_holds(kernels: Kernels, m: int, shared: int, dtype: torch.dtype) -> None:
+def test_aggregate_more_rows_than_shared_memory_holds(kernels, m, shared, dtype):
     """On cards that give 48 KiB of it (every one), 64 (compute capability 7.5) or more than is wanted."""
     kernels.shared(shared)
     n = 1500 if m < 100 else 300
@@ -287,7 +283,7 @@ def test_aggregate_more_rows_than_shared_memory_holds(kernels: Kernels, m: int, 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("m", [9, 100, 130])
-def test_aggregate_of_many_rows_whatever_their_alignment(kernels: Kernels, m: int, dtype: torch.dtype) -> None:
+def test_aggregate_of_many_rows_whatever_their_alignment(kernels, m, dtype):
     """The updates are copied 16, 8, 4 or 2 bytes at a time, the result written in packs or one by one: the same bits."""
     updates, weight = normal(37, 1290, dtype=dtype), normal(m, 37, seed=1).double()
     want = torch.empty(m, 1290, dtype=dtype)
@@ -302,7 +298,7 @@ def test_aggregate_of_many_rows_whatever_their_alignment(kernels: Kernels, m: in
         assert torch.equal(first[row], want[row])
 
 
-def test_aggregate_in_place_and_unread_rows(kernels: Kernels) -> None:
+def test_aggregate_in_place_and_unread_rows(kernels):
     updates, base = normal(7, 33), normal(4, 33, seed=1)
     updates[0], updates[6] = float("nan"), float("nan")
     index = torch.tensor([[1, 6], [2, 3], [0, 4], [5, 5]])
@@ -314,7 +310,7 @@ def test_aggregate_in_place_and_unread_rows(kernels: Kernels) -> None:
     assert base[0].isfinite().all() and base[1].isnan().all() and base[2].isfinite().all() and base[3].isnan().all()
 
 
-def test_aggregate_weights_that_lr_makes_zero(kernels: Kernels) -> None:
+def test_aggregate_weights_that_lr_makes_zero(kernels):
     """A row is read where lr * weight, as it is summed, is not 0: NaN in it must not decide on a rounding."""
     updates, out = normal(3, 33), torch.empty(2, 33)
     updates[1] = float("nan")
@@ -325,7 +321,7 @@ def test_aggregate_weights_that_lr_makes_zero(kernels: Kernels) -> None:
     assert torch.equal(out, 1e-20 * updates[[2, 0]])
 
 
-def test_aggregate_nothing_to_add(kernels: Kernels) -> None:
+def test_aggregate_nothing_to_add(kernels):
     base, none = normal(3, 5), torch.zeros(3, 0, dtype=torch.int64)
     for updates, index in ((normal(4, 5), none), (normal(0, 5), None), (normal(0, 5), none)):
         out = torch.full((3, 5), float("nan"))
@@ -340,9 +336,9 @@ def test_aggregate_nothing_to_add(kernels: Kernels) -> None:
 @given(n=st.sampled_from((1, 3)), b=st.sampled_from((1, 5, 33)), i=st.sampled_from((1, 17, 70)), f=st.sampled_from((1, 31, 67)),
        o=st.sampled_from((1, 10, 65)), own=st.tuples(*[st.booleans()] * 4), need=st.tuples(*[st.booleans()] * 4),
        zeros=st.sampled_from((0.0, 0.5, 1.0)), seed=st.integers(0, 99))  # fmt: skip
-def test_rank1_linear(kernels: Kernels, dtype: torch.dtype, n: int, b: int, i: int, f: int, o: int, own: tuple[bool, ...],
-                      need: tuple[bool, ...], zeros: float, seed: int) -> None:  # fmt: skip
-    def draw(mine: bool, k: int, *shape: int) -> Tensor:
+def test_rank1_linear(kernels, dtype, n, b, i, f, o, own,
+                      need, zeros, seed):  # fmt: skip
+    def draw(mine, k, *shape):
         return normal(*([n] if mine else []), *shape, seed=seed + k, dtype=dtype)
 
     x, w_a, lam, w_b = draw(own[0], 0, b, i), draw(own[1], 1, o, f), draw(own[2], 2, f), draw(own[3], 3, f, i)
@@ -360,7 +356,7 @@ def test_rank1_linear(kernels: Kernels, dtype: torch.dtype, n: int, b: int, i: i
             torch.testing.assert_close(g.double(), r, rtol=rtol, atol=rtol * (n * b * (i + o) * f) ** 0.5)
 
 
-def test_rank1_linear_skips_inactive_factors(kernels: Kernels) -> None:
+def test_rank1_linear_skips_inactive_factors(kernels):
     """Where lam is 0 and needs no gradient, a factor is not touched: what it holds cannot matter."""
     x, w_a, w_b = normal(2, 4, 9), normal(7, 40, seed=1), normal(40, 9, seed=2)
     lam = normal(2, 40, seed=3)
@@ -374,7 +370,7 @@ def test_rank1_linear_skips_inactive_factors(kernels: Kernels) -> None:
         assert got is None or torch.equal(got, want)
 
 
-def test_rank1_linear_whatever_runs_first(kernels: Kernels) -> None:
+def test_rank1_linear_whatever_runs_first(kernels):
     """More clients than the grid has blocks: what a block holds in shared memory is read by all before it takes the next client."""
     inputs = normal(5, 9, 6), normal(5, 7, 33, seed=1), normal(5, 33, seed=2), normal(5, 33, 6, seed=3)
     grad, results = normal(5, 9, 7, seed=4), []
@@ -386,7 +382,7 @@ def test_rank1_linear_whatever_runs_first(kernels: Kernels) -> None:
         assert len(other) == 5 and all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-def test_rank1_linear_empty(kernels: Kernels) -> None:
+def test_rank1_linear_empty(kernels):
     for b, i, f, o in ((0, 3, 4, 5), (2, 0, 4, 5), (2, 3, 0, 5), (2, 3, 4, 0)):
         x, w_a, lam, w_b = normal(b, i), normal(o, f), normal(f), normal(f, i)
         assert torch.equal(kernels.rank1_linear(x, w_a, lam, w_b), reference.rank1_linear(x, w_a, lam, w_b))
@@ -402,10 +398,10 @@ def test_rank1_linear_empty(kernels: Kernels) -> None:
 @given(s=st.sampled_from((1, 2, 17)), q=st.sampled_from(SIZES), has=st.tuples(*[st.booleans()] * 5), one_mask=st.booleans(),
        decay=st.sampled_from((0.0, 0.01)), shift=st.sampled_from(SHIFTS), gap=st.sampled_from(GAPS), seed=st.integers(0, 99))  # fmt: skip
 def test_sgd_step(
-    kernels: Kernels, dtype: torch.dtype, s: int, q: int, has: tuple[bool, ...], one_mask: bool, decay: float, shift: int | None, gap: int,
-    seed: int,
-) -> None:  # fmt: skip
-    def draw(k: int, rows: int = s, wanted: bool = True) -> Tensor | None:
+    kernels, dtype, s, q, has, one_mask, decay, shift, gap,
+    seed,
+):  # fmt: skip
+    def draw(k, rows=s, wanted=True):
         return guarded(normal(rows, q, seed=seed + k, dtype=dtype), shift if k % 2 else 0, gap) if wanted else None
 
     w, grad = draw(0), draw(1)
@@ -430,14 +426,14 @@ def test_sgd_step(
 # --- what a GPU leaves open ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_order_of_the_threads_does_not_matter(kernels: Kernels) -> None:
+def test_the_order_of_the_threads_does_not_matter(kernels):
     """Backwards, shuffled, each warp running ahead as far as the barriers allow: the same bits, or a barrier is missing."""
     updates, dist, grad = normal(17, 1023), distances(3, 300, 1), normal(2, 5, 10, seed=9)
     x, w_a, lam, w_b = normal(2, 5, 40), normal(10, 67, seed=1), normal(2, 67, seed=2), normal(67, 40, seed=3)
     lam[:, ::3] = 0
     dense, index = normal(20, 17, seed=1).double(), torch.randint(0, 17, (20, 5), generator=torch.Generator().manual_seed(1))
 
-    def everything() -> list[Tensor | None]:
+    def everything():
         mixed, few, chosen, w = torch.empty(20, 1023), torch.empty(5, 1023), torch.empty(20, 1023), updates.clone()
         kernels.aggregate(updates, dense, None, None, 1.0, False, mixed)
         kernels.aggregate(updates, dense[:5].contiguous(), None, None, 1.0, False, few)

