@@ -8,27 +8,13 @@ import pytest
 import torch
 import torch.nn as nn
 from methods import Ditto, FineTune, KnnPer, Mocha
+from parts.tuning import PROTOCOLS, TRAINING, federation, model
 from small import make_setting
 
-from pflcore import Net, Simulation, Training, cross_device, cross_silo, evaluate, step, tune
+from pflcore import Net, Simulation, cross_device, cross_silo, evaluate, step, tune
 from pflcore.algorithms import FedAvg
 from pflcore.data import Federation
 from pflcore.simulation.round import begin, sample
-from pflcore.tuning import candidates, finetuning_curve
-
-
-def federation(n=12, seed=0, size=20, relabel=False):
-    gen = torch.Generator().manual_seed(seed)
-    parts = []
-    for i in range(n):
-        x = torch.randn(size + i, 4, generator=gen)
-        parts.append((x, x[:, :3].argmax(1) if i % 2 else x[:, 1:].argmax(1)))
-    fed = Federation.from_arrays(parts, classes=3)
-    return replace(fed, relabel=torch.stack([torch.randperm(3, generator=gen) for _ in range(n)])) if relabel else fed
-
-
-def model():
-    return Net(lambda: nn.Linear(4, 3))
 
 
 def poisoned(p):
@@ -37,10 +23,6 @@ def poisoned(p):
     for rows in p.data.index["test"]:
         y[rows] = (y[rows] + 1) % 3
     return replace(p, data=replace(p.data, y=y))
-
-
-PROTOCOLS = {"silo": lambda: cross_silo(federation()), "device": lambda: cross_device(federation(), 0.5, 0.25, 0.25)}
-TRAINING = Training(lr=0.3, batch_size=8)
 
 
 # splits ----------------------------------------------------------------------------------------------------------------------------
@@ -158,18 +140,6 @@ def test_a_client_without_samples_to_test_on_is_nan_and_the_others_as_ever():
     assert part["size"].tolist() == [whole["size"][0], whole["size"][1], 0, whole["size"][3]]
 
 
-# grids -----------------------------------------------------------------------------------------------------------------------------
-def test_a_grid_is_every_combination_with_late_options_fastest():
-    grid = {"finetune_epochs": [1, 2], "server_lr": [0.5, 1.0], "training.lr": [0.1]}
-    found = candidates(FineTune(), TRAINING, grid)
-    assert [(c.algorithm.server_lr, c.algorithm.finetune_epochs, c.training.lr) for c in found] == [
-        (0.5, 1, 0.1), (0.5, 2, 0.1), (1.0, 1, 0.1), (1.0, 2, 0.1)]  # fmt: skip
-    assert found[0].trained == found[1].trained != found[2].trained and found[0].training.batch_size == 8
-    for bad in ({"learning": [1]}, {"lr": [0.1]}, {"server_lr": []}, {"training.size": [1]}, {"server_lr": "0.1"}):
-        with pytest.raises(ValueError, match=r"^grid: .*\.$"):
-            candidates(FineTune(), TRAINING, bad)
-
-
 GRIDS = {
     "training": (FedAvg(), {"training.lr": [0.001, 0.3]}),
     "finetune": (FineTune(), {"finetune_lr": [0.05, 0.5], "finetune_epochs": [0, 1, 4]}),
@@ -214,19 +184,6 @@ def test_each_client_its_own_candidate():
     assert torch.equal(tuned.report()["accuracy"], torch.where(tuned.chosen[0] == 0, each[0], each[1]))
     with pytest.raises(ValueError, match=r"^per_client: .*\.$"):
         tune(PROTOCOLS["device"](), model(), KnnPer(), TRAINING, {"lam": [0.0]}, 1, per_client=True)
-
-
-def test_all_lengths_of_fine_tuning_come_from_one_pass():
-    p = PROTOCOLS["device"]()
-    grid = {"finetune_lr": [0.05, 0.5], "finetune_epochs": [0, 1, 2, 5]}
-    tuned = tune(p, model(), FineTune(), TRAINING, grid, 3)
-    state, setting = tuned.states(tuned.trials[0].candidate, 0)
-    for t in tuned.trials:
-        alone = evaluate(t.candidate.algorithm, state, setting, "val", p.choose)["accuracy"]
-        assert torch.equal(t.values[0][p.choose], alone[p.choose])
-    curve = finetuning_curve(FineTune(lr_grid=(0.05, 0.5), choose="client", finetune_epochs=5), state, setting, "val", p.choose)
-    assert curve.shape == (2, 6, 12) and torch.equal(curve[0, 0].isnan(), curve[1, 3].isnan())
-    torch.testing.assert_close(curve[1, 5], tuned.trials[-1].values[0], equal_nan=True)
 
 
 def test_a_diverged_candidate_is_recorded_and_loses(tmp_path):

@@ -10,9 +10,8 @@ from doors import views
 from methods import FedALA
 from small import images, make_setting, play, tiny_model
 
-from pflcore import Federation, Local, Net, Simulation, Training
+from pflcore import Federation, Net, Training
 from pflcore.algorithms import FedAvg
-from pflcore.algorithms.fedala import sampled
 
 COHORTS = ([0, 1, 2], [0, 1], [1, 2], [0, 1, 2])
 TRAINING = Training(lr=0.3, batch_size=64, epochs=2)  # whole batches, so that no shuffle plays a part
@@ -113,17 +112,6 @@ def test_who_never_took_part_is_served_the_global_model():
     assert state.own["begun"][:, 0].tolist() == [1, 0, 1]
 
 
-def test_w_is_learned_on_a_part_of_the_samples_drawn_anew_each_round():
-    s = make_setting(Net(tiny_model()), images((1, 20, 31)), TRAINING, 3)
-    drawn = []
-    for round, ids in ((1, [0, 1, 2]), (2, [0, 1, 2]), (1, [2, 1])):
-        lists = sampled(Local(s, torch.tensor(ids), round, s.net.b0.expand(len(ids), -1)), 0.8).data.lists("train")
-        drawn.append([set(lists[i].tolist()) for i in range(3)])
-    whole = [set(s.data.lists("train")[i].tolist()) for i in range(3)]
-    assert [len(d) for d in drawn[0]] == [1, 16, 24] and all(d <= w for d, w in zip(drawn[0], whole, strict=True))
-    assert drawn[0][1] != drawn[1][1] and drawn[2] == [set(), *drawn[0][1:]]  # whoever else is there
-
-
 def test_the_first_time_ends():
     """Where losses never settle, after `most` epochs; where they are not finite, at once."""
     s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=8), 2)
@@ -144,15 +132,3 @@ def test_the_first_time_ends():
 def test_bad_options_are_one_sentence(options):
     with pytest.raises(ValueError, match=rf"^.*{next(iter(options))}.*: expected .*\.$"):
         FedALA(**options)
-
-
-@pytest.mark.parametrize(("size", "batch", "drop_last"), [(7, 4, False), (2, 4, False), (12, 8, False), (12, 8, True)])
-def test_no_batch_of_one_for_batch_norm(size, batch, drop_last):
-    """4/5 of 7 samples are 5, which in fours leave one alone: then 4 are taken."""
-    model = lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))  # noqa: E731
-    training = Training(lr=0.1, batch_size=batch, drop_last=drop_last)
-    run = Simulation(FedALA(), model, images((size, 8)), training, rounds=3)
-    assert run.run().stopped is None
-    local = Local(run.setting, torch.arange(2), 1, run.setting.net.b0.expand(2, -1))
-    count = int(sampled(local, 0.8).data.size("train")[0])
-    assert 1 < count <= size and (drop_last or count % batch != 1)

@@ -7,30 +7,17 @@ import torch
 import torch.nn as nn
 from doors import spread, strengths
 from methods import ClusteredFL, FactorizedWaffle, FedAMP, FedDWA, FedFomo, HeurFedAMP, KnnPer, Mocha, PerFedAvg, Scaffold, Waffle
+from parts.fine_points import t, three
 from small import images, make_setting, play, quadratics, tiny_model
 
 from pflcore import Federation, Local, Net, Simulation, Training, step
 from pflcore.algorithms import Cohort, FedAvg, Pool
-from pflcore.algorithms.base import cohort_from
-from pflcore.algorithms.hypcluster import fit_all
 from pflcore.simulation.round import begin
-from pflcore.simulation.uploads import shortened
-
-
-def t(values):
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def cohort(n, round=1, ids=None):
     who = torch.arange(n) if ids is None else torch.tensor(ids)
     return Cohort(who, torch.full((len(who),), 1 / len(who), dtype=torch.float64), torch.ones_like(who), n, round, 100)
-
-
-def three(training=None):
-    """Three clients of 7, 20 and 31 samples, and what a hook of the first round is given."""
-    data = images()
-    s = make_setting(Net(tiny_model()), data, training or Training(lr=0.1, batch_size=4), 10)
-    return s, Local(s, torch.arange(3), 1, s.net.b0.expand(3, -1))
 
 
 def test_weight_decay_is_part_of_scaffolds_full_gradient():
@@ -108,13 +95,6 @@ def test_clustered_fl_weighs_unequal_clients_alike():
     assert not torch.allclose(uniform.g["x"], sized.g["x"])
 
 
-def test_models_of_an_ensemble_shuffle_apart():
-    """Two that start equal go different ways."""
-    s, local = three()
-    delta = fit_all(s.net.w0.expand(2, -1), s.net.b0.expand(2, -1), local)["delta"]
-    assert not any(torch.equal(a, b) for a, b in delta)
-
-
 def test_mochas_server_takes_as_long_a_step_as_its_clients():
     """Losses that are 0 leave the models where they are; W <- (I + lr steps lam Omega)^-1 W is 1 / 1.92 [[1.4, .2], [.2, 1.4]] W."""
     net, data = quadratics(t([[0.0], [0]]), t([[0.0], [0]]), rows=4)
@@ -125,12 +105,6 @@ def test_mochas_server_takes_as_long_a_step_as_its_clients():
     local = Local(s, torch.arange(2), 1, net.b0.expand(2, -1))
     _, up = alg.client({"w": t([[3.0], [1]])}, {"w": t([[3.0], [1]])}, local)
     torch.testing.assert_close(alg.server(g, up, cohort(2))["w"], t([[4.4 / 1.92], [2.0 / 1.92]]))
-
-
-def test_shares_are_of_the_cohort_and_sum_to_one():
-    size = torch.tensor([1, 2, 5])
-    assert cohort_from(FedAvg(), torch.tensor([0, 3, 7]), size, 10, 1, 5).share.tolist() == [0.125, 0.25, 0.625]
-    assert cohort_from(FedAvg(weighting="uniform"), torch.tensor([0, 7]), size[:2], 10, 1, 5).share.tolist() == [0.5, 0.5]
 
 
 def test_weights_of_a_cohort_smaller_than_k_keep_the_first_clients():
@@ -184,14 +158,6 @@ def test_statistics_that_fail_after_the_server_leave_the_round_undone():
     with pytest.raises(MemoryError):
         step(Fails(), state, s, torch.arange(3), buffers="average")
     assert all(torch.equal(state.g[k], v) for k, v in before.items()) and not bool(state.joined.any())
-
-
-def test_a_clipped_update_takes_its_control_variate_along():
-    """An update of length 5 is cut to 1, one of .5 stays; so do their control variates, by the same factor."""
-    up = {"delta": t([[3.0, 4], [0.3, 0.4]]), "control": t([[2.0, 2], [1, 1]])}
-    cut, _ = shortened(up, {}, torch.arange(2), 2, t([5.0, 0.5]), 1.0)
-    torch.testing.assert_close(cut["delta"], t([[0.6, 0.8], [0.3, 0.4]]))
-    torch.testing.assert_close(cut["control"], t([[0.4, 0.4], [1, 1]]))
 
 
 @pytest.mark.parametrize("algorithm", [Scaffold(), Scaffold(option="II"), Waffle(control_agg="literal", omega=lambda r, of: 1.0)])

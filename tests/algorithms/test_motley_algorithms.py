@@ -10,38 +10,17 @@ import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
 from methods import MRMTL, Ditto, Ensemble, FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi, FineTune, HypCluster, KnnPer, Mocha, QFedAvg
+from parts.motley_algorithms import D64, QUERY, Line, Z, close
 from small import make_setting
 
 from pflcore import Local, Net, Training, evaluate, step
 from pflcore.algorithms import ALGORITHMS, Cohort, FedAvg, Stop
-from pflcore.algorithms.hypcluster import centres
-from pflcore.algorithms.knnper import neighbours
-from pflcore.algorithms.mocha import relation
 from pflcore.data import Federation
 from pflcore.simulation.round import begin
-
-D64 = torch.float64
-
-
-def close(a, b, atol=5e-10, rtol=1e-7):
-    torch.testing.assert_close(torch.as_tensor(a, dtype=D64), torch.as_tensor(b, dtype=D64), atol=atol, rtol=rtol)
 
 
 def half_squared(scores, y):
     return 0.5 * ((scores.reshape(y.shape) - y) ** 2).mean()
-
-
-class Line(nn.Module):
-    """y = w x, in float64, starting at `w0`."""
-
-    def __init__(self, w0=(0.0,), dtype=D64):
-        super().__init__()
-        self.head = nn.Linear(len(w0), 1, bias=False, dtype=dtype)
-        with torch.no_grad():
-            self.head.weight.copy_(torch.tensor([w0]))
-
-    def forward(self, x):
-        return self.head(x)
 
 
 def federation(clients):
@@ -219,29 +198,6 @@ def test_one_cluster_is_fedavg(optimizer):
     assert torch.equal(play(Ensemble(k=1, optimizer=optimizer), s, 3).g["x"], one.g["x"])
 
 
-@pytest.mark.parametrize("k", [2, 3, 5])
-def test_centres_never_start_equal(k):
-    zero = Net(lambda: Line((0.0,) * 28))
-    random = Net(lambda: nn.Linear(4, 3))
-    for net in (zero, random):
-        for seed in range(3):
-            rows = centres(net, k, seed)
-            assert len(rows.unique(dim=0)) == k
-    assert not torch.equal(centres(random, 2, 0), centres(random, 2, 1))
-    constant = Net(lambda: _Constant())
-    with pytest.raises(ValueError, match=r"^k: .* equal .*\.$"):
-        centres(constant, 2)
-
-
-class _Constant(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.b = nn.Parameter(torch.zeros(3))
-
-    def forward(self, x):
-        return x + self.b
-
-
 def test_warm_start_trains_every_model_and_forgets_their_momentum():
     s = classes_setting(rounds=4)
     alg = HypCluster(k=2, warm=2, optimizer="ema", server_lr=3.0)
@@ -321,45 +277,6 @@ def test_the_shared_model_of_mrmtl_is_the_mean():
     torch.testing.assert_close(play(MRMTL(lam=0.0), s, 3).own["v"], play(Ditto(lam=0.0), s, 3).own["v"])
 
 
-W3 = torch.tensor([[1, 0], [1, 1], [-0.5, 2]], dtype=D64)
-
-
-def test_task_relations_by_hand():
-    close(torch.linalg.eigvalsh(W3 @ W3.T), [0, 2.25, 5], atol=1e-9)
-    sigma = relation(W3, 1e-3, "sigma")
-    close(
-        sigma,
-        [
-            [0.1784508154, 0.1784240501, -0.0892120250],
-            [0.1784240501, 0.2981439337, 0.1501742115],
-            [-0.0892120250, 0.1501742115, 0.5234052509],
-        ],
-    )
-    close(0.5 * 0.01 * torch.trace(W3.T @ sigma @ W3), 0.0194789688)
-    close(0.01 * (sigma @ W3)[0], [4.0148087801e-3, 0])
-    omega = relation(W3, 1e-3)
-    close(
-        omega,
-        [
-            [1544.0086691733, -1233.2139741312, 616.6069870656],
-            [-1233.2139741312, 988.8984616546, -493.6134279718],
-            [616.6069870656, -493.6134279718, 248.4783196970],
-        ],
-        rtol=1e-5,
-    )
-    close(0.5 * 0.01 * torch.trace(W3.T @ omega @ W3), 0.0698161598, rtol=1e-5)
-    close(0.01 * (omega @ W3)[0], [2.4912015093e-2, 0], rtol=1e-5, atol=1e-9)
-    close(torch.linalg.eigvalsh(omega)[-1], 2777.2226433, rtol=1e-5)
-
-
-def test_relations_of_two_tasks():
-    w = torch.tensor([[1, 0.2], [0.3, 1]], dtype=D64)
-    sigma, omega = relation(w, 0.0, "sigma"), relation(w, 0.0)
-    close(sigma, [[0.4937655860, 0.1246882793], [0.1246882793, 0.5062344140]])
-    close(omega, [[2.1595744681, -0.5319148936], [-0.5319148936, 2.1063829787]])
-    close(torch.trace(w.T @ omega @ w), 4.01)
-
-
 MOCHA_TASKS = [([[1, 2], [-1, 0.5], [0.3, -0.7]], [1, 0, 0.5]), ([[0.5, -1], [2, 1], [0, 1]], [0.2, 1, -0.4])]
 
 
@@ -397,46 +314,6 @@ def test_an_unstable_mocha_stops_with_a_sentence_and_the_server_form_does_not():
     assert state.g["w"].isfinite().all() and state.g["w"].abs().max() < 10
 
 
-def test_the_stability_criterion_is_the_spectral_radius():
-    """W -> (I - diag(e) Omega) W is what an exchange does to the regulariser; criterion below 2 iff its radius is below 1."""
-    gen = torch.Generator().manual_seed(0)
-    seen = set()
-    for lr in (0.001, 0.01, 0.1, 0.3):
-        omega = relation(torch.randn(6, 3, generator=gen), 0.05)
-        alg, o = Mocha(lam=0.1), omega.diagonal()
-        e = (1 - (1 - lr * 0.1 * o) ** 4) / o
-        radius = torch.linalg.eigvals(torch.eye(6) - e[:, None] * omega).abs().max()
-        stable = bool(radius < 1) and bool((lr * 0.1 * o).max() < 2)
-        rates = torch.full((6,), lr, dtype=D64)
-        try:
-            alg.check(omega, rates, 4 * rates, 1)
-            assert stable, lr
-        except Stop:
-            assert not stable, lr
-        seen.add(stable)
-    assert seen == {True, False}
-
-
-# kNN-Per ---------------------------------------------------------------------------------------------------------------------------
-Z = torch.tensor([[0, 0], [1, 0], [0, 2], [3, 1], [2, 2]], dtype=D64)
-QUERY = torch.tensor([[0.5, 0.25]], dtype=D64)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "expected"),
-    [
-        ("exp", [0.4379496425, 0.5620503575, 0]),
-        ("inverse", [0.4334356493, 0.5665643507, 0]),
-        ("gauss_dim", [0.4498162177, 0.5501837823, 0]),
-    ],
-)
-def test_the_vote_of_three_neighbours(kernel, expected):
-    weight, near = neighbours(QUERY, Z, 5, 3, kernel)
-    assert set(near[0].tolist()) == {0, 1, 2}
-    vote = torch.zeros(3, dtype=D64).index_add(0, torch.tensor([0, 1, 1, 2, 0])[near[0]], weight[0])
-    close(vote, expected)
-
-
 class Fixed(nn.Module):
     """Scores that do not depend on x, so that only the vote does."""
 
@@ -466,30 +343,6 @@ def test_neighbours_of_targets_and_of_signs():
     net = Net(lambda: Fixed([-0.35]), "hinge")
     for labels in ([-1, 1, 1, -1, 1], [0, 1, 1, 0, 1]):
         close(KnnPer(k=3, lam=0.9).predict({**view, "w": net.w0, "y": torch.tensor(labels)}, net, QUERY), [[0.0766906436]])
-
-
-def test_far_points_few_points_and_equal_points():
-    far = torch.tensor([[800.0], [801.0], [803.0]], dtype=D64)
-    close(neighbours(torch.zeros(1, 1, dtype=D64), far, 3, 3)[0], [[0.7053845127, 0.2594964603, 0.0351190270]])
-    for kernel in ("exp", "inverse", "gauss_dim"):
-        for scale in (1e-20, 1.0, 1e12):
-            weight, near = neighbours(QUERY.float() * scale, Z.float() * scale, torch.tensor(2), 10, kernel)
-            assert weight.isfinite().all() and weight[near >= 2].abs().sum() == 0
-            close(weight.sum(1), [1.0])
-    weight, near = neighbours(Z[:1], Z[[0, 1, 0]], 3, 3, "inverse")
-    assert weight[near != 1].tolist() == [0.5, 0.5]
-
-
-@given(st.integers(1, 12), st.integers(1, 15), st.integers(0, 3))
-def test_weights_of_neighbours_sum_to_one_and_fall_with_distance(n, k, seed):
-    gen = torch.Generator().manual_seed(seed)
-    store, query = torch.randn(12, 3, generator=gen), torch.randn(4, 3, generator=gen)
-    for kernel in ("exp", "inverse", "gauss_dim"):
-        weight, near = neighbours(query, store, n, k, kernel)
-        close(weight.sum(1), torch.ones(4), atol=1e-9)
-        assert (near[weight > 0] < n).all()
-        d = torch.cdist(query.double(), store.double()).gather(1, near)
-        assert (weight.diff(dim=1)[d.diff(dim=1) > 0] <= 1e-12).all()
 
 
 def test_knn_alone_without_weight_is_fedavg_and_clients_may_be_small():

@@ -8,28 +8,12 @@ import torch
 import torch.nn as nn
 from doors import held_out
 from methods import L2C, FedAvgM, FedFomo, FedProx, FedRoD, FineTune, PerFedAvg, PFedMe
-from places import golden
+from parts.rivals_client import GOLDEN, close, cohort, fomo, t
 from small import images, make_setting, play, quadratics, tiny_model
 
 from pflcore import Federation, Local, Net, Simulation, Training, evaluate, step
-from pflcore.algorithms import Cohort, FedAvg, Pool
-from pflcore.algorithms.fedfomo import mixing_weights
-from pflcore.simulation.round import begin, nbytes
-
-GOLDEN = golden("feddwa_family")
-
-
-def t(values):
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def close(got, want, rtol=1e-8, atol=1e-10):
-    torch.testing.assert_close(torch.as_tensor(got, dtype=torch.float64), torch.as_tensor(want, dtype=torch.float64), rtol=rtol, atol=atol)
-
-
-def cohort(ids, n, round=1):
-    share = torch.full((len(ids),), 1 / len(ids), dtype=torch.float64)
-    return Cohort(torch.tensor(ids), share, torch.ones(len(ids), dtype=torch.long), n, round, 100)
+from pflcore.algorithms import FedAvg, Pool
+from pflcore.simulation.round import begin
 
 
 def one(loss, start, lr, engine, epochs=1):
@@ -285,72 +269,10 @@ def test_fedrod_newcomer_predicts_as_the_generic_model_and_absent_heads_rest():
     torch.testing.assert_close(alg.predict({k: v[2] for k, v in view.items()}, s.net, x), s.net(state.g["x"], x))
 
 
-# FedFomo --------------------------------------------------------------------------------------------------------------
-
-
-class Losses:
-    """A cohort of one whose validation loss is told for each model; training changes nothing."""
-
-    def __init__(self, losses, n):
-        self.losses, self.setting = losses, SimpleNamespace(data=SimpleNamespace(n=n))
-
-    def loss(self, rows, split):
-        assert split == "val"
-        return t([self.losses[tuple(row.tolist())] for row in rows])
-
-    def fit(self, start):
-        return SimpleNamespace(w=start)
-
-
-def fomo(alg, previous, candidates, before, after):
-    rows = t(candidates)
-    local = Losses({tuple(map(float, c)): l for c, l in zip([previous, *candidates], [before, *after], strict=True)}, len(candidates))
-    index = torch.arange(len(candidates) - 1)[None]
-    return alg.client({"w": Pool(rows, index)}, {"w": rows[-1:], "old": t([previous])}, local)
-
-
-def test_golden_fedfomo():
-    d1 = GOLDEN["D1_fedfomo"]
-    for norm in ("l2", "l1"):
-        want = d1[norm.upper()]
-        new, up = fomo(FedFomo(norm=norm), d1["theta_prev"], d1["candidates"], d1["loss_prev"], d1["loss_cand"])
-        close(new["w"], [want["theta_new"]])
-        close(new["old"], [want["theta_new"]])
-        close(up["a"][0, :3], want["raw"][:3])
-        close(mixing_weights(t([want["raw"]]))[0], want["w"])
-
-
-def test_golden_fedfomo_when_nothing_is_better():
-    d2 = GOLDEN["D2_fedfomo_none_better"]
-    for none_positive, want in (("keep", [2.0]), ("discard", [0.0])):
-        new, _ = fomo(FedFomo(none_positive=none_positive), [0.0], [[1.0], [2.0]], d2["loss_prev"], d2["loss_cand"])
-        close(new["w"], [want])
-    close(mixing_weights(t([[0.0, -0.2]])), [d2["w"]])
-
-
 def test_fedfomo_drops_candidates_without_distance_or_with_a_broken_loss():
     new, up = fomo(FedFomo(), [0.0], [[0.0], [1.0], [2.0], [4.0]], 1.0, [1.0, torch.nan, -torch.inf, 0.8])
     close(up["a"][0], [0, 0, 0, 0])
     close(new["w"], [[4.0]])
-
-
-def test_fedfomo_downloads_the_best_models_and_explores():
-    alg = FedFomo(m=2, epsilon=0.0)
-    g = {"w": torch.zeros(6, 3), "seen": torch.tensor([1, 1, 1, 1, 1, 0]).bool(), "p": torch.zeros(6, 6, dtype=torch.float64)}
-    g["p"][0] = t([9.0, 1.0, 3.0, 2.0, -1.0, 99.0])
-    gen = torch.Generator().manual_seed(0)
-    for _ in range(5):
-        rows, index = alg.send(g, cohort([0], 6), gen)["w"]
-        assert index.tolist() == [[2, 3]] and rows is g["w"]
-    picks = torch.cat([alg.send(g, cohort([1], 6), gen)["w"].index for _ in range(60)])
-    assert set(picks.flatten().tolist()) == {0, 2, 3, 4}  # equals are drawn; never itself, never who has not come yet
-    assert all(a != b for a, b in picks.tolist())
-    bold = torch.cat([FedFomo(m=2, epsilon=1.0, decay=0.0).send(g, cohort([0], 6), gen)["w"].index for _ in range(60)])
-    assert set(bold.flatten().tolist()) == {1, 2, 3, 4}
-    index = FedFomo(m=50).send(g, cohort([0, 5], 6), gen)["w"].index  # more than there are: each gets all that there are for it
-    assert index.sort().values.tolist() == [[-1, 1, 2, 3, 4], [0, 1, 2, 3, 4]] and nbytes({"w": Pool(torch.zeros(6, 1), index)}) == 9 * 4
-    late = FedFomo(m=2, epsilon=1.0, decay=0.5).send(g, cohort([0], 6, round=3), gen)["w"].index
-    assert late.tolist() == [[2, 3]]
 
 
 def validated(n=4, engine="vmap"):

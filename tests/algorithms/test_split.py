@@ -2,35 +2,22 @@
 
 import copy
 import runpy
-import warnings
 
 import pytest
 import torch
 import torch.nn as nn
 from doors import Split, views
 from methods import FedBABU, FedBN, FedPer, FedRep, LGFedAvg, LocalOnly
+from parts.split import COHORTS, EPOCHS, LR, TRAINING, federation, normed
 from places import ROOT
-from small import copied, images, make_setting, play, tiny_model
+from small import images, make_setting, play, tiny_model
 
-from pflcore import Federation, Local, Net, Simulation, Training, evaluate
+from pflcore import Local, Net, Training, evaluate
 from pflcore.algorithms import ALGORITHMS, FedAvg
-from pflcore.simulation import footprint
-from pflcore.simulation.personal import with_one_more
 from pflcore.testing import check
 
-LR, EPOCHS, COHORTS = 0.3, 2, ([0, 1, 2], [1], [0, 2])
-TRAINING = Training(lr=LR, batch_size=64, epochs=EPOCHS)  # whole batches, so that no shuffle plays a part
 BODY, HEAD, NORM = ("0.weight", "0.bias", "1.weight", "1.bias"), ("3.weight", "3.bias"), ("1.weight", "1.bias")
 ENGINES = pytest.mark.parametrize("engine", ["threads", "vmap"])
-
-
-def normed():
-    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4)).double()
-
-
-def federation():
-    d = images((7, 20, 31))
-    return Federation(d.x.double(), d.y, d.index, 4, d.relabel)
 
 
 def descend(model, x, y, names, epochs):
@@ -167,20 +154,6 @@ def test_who_never_took_part_has_the_initial_private_part_and_others_statistics(
     assert evaluate(alg, state, s)["loss"].isfinite().all()
 
 
-@pytest.mark.parametrize("alg", [FedPer(), FedRep(), LGFedAvg(), FedBABU(), FedBN()])
-def test_a_newcomer_learns_its_own_part_and_gets_the_others(alg):
-    data = federation()
-    history = Simulation(alg, normed, data.subset([0, 1]), TRAINING, rounds=2, workers=1).run()
-    state, everybody = with_one_more(alg, copied(history.state), history.model(0).net, 2)
-    assert not everybody and len(state.own.get("h", state.buffers)) == 3
-    model = history.adapt(data.client(2), rounds=3)
-    x, h = alg.cut(model.net, model.view_w)
-    if alg.train == "body":
-        assert (model.view_w != history.model(0).view_w).any()
-    else:
-        assert torch.equal(x, history.state.g["x"]) and not torch.equal(h, alg.cut(model.net, model.net.w0)[1])
-
-
 # with batch norm, beside the table of contracts ------------------------------------------------------------------------
 
 
@@ -203,15 +176,6 @@ def test_names_with_brackets_are_no_patterns():
 
     net = Net(Odd)
     assert LGFedAvg().cut(net, net.w0)[1].shape == (35,) and FedPer().cut(net, net.w0)[1].shape == (24,)
-
-
-def test_memory_is_measured_whatever_is_private():
-    """The stand-in has other names than the model; it is not to be mistaken for it."""
-    for alg, whole in ((Split(private="conv1.*"), False), (LGFedAvg(), True), (FedBN(), False)):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            fixed, each, _ = footprint.rows_beside_state(alg, TRAINING, "threads", False, whole)
-        assert each > 0 and fixed >= 0
 
 
 @pytest.mark.parametrize(

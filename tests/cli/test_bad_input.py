@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from pflcore import cli
-from pflcore.cli import play
 from pflcore.results.record import read
 
 pytest.importorskip("tyro")
@@ -75,11 +74,6 @@ def test_a_table_of_somebody_elses_stays(tmp_path, capsys):
     assert cli.main(["report", "o"]) == 0  # our own is made again
     (folder / "table.md").write_text("my notes")
     assert cli.main(["report", "o"]) == 2 and (folder / "table.md").read_text() == "my notes"
-
-
-def test_two_runs_that_start_at_once_take_two_folders():
-    made = {play._new_folder(["fedavg"], "digits", "A") for _ in range(3)}
-    assert {p.name for p in made} == {"fedavg-digits-A", "fedavg-digits-A-2", "fedavg-digits-A-3"} and all(p.is_dir() for p in made)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no pipes of that kind")

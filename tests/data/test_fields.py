@@ -4,51 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn as nn
-import torch.nn.functional as F
 from doors import IGNORED
 from hypothesis import given
 from hypothesis import strategies as st
+from parts.fields import CLASSES, LABELS, TWO, Tagger, federation, sequences
 
-from pflcore import Federation, Local, Net, Simulation, Training, evaluate
+from pflcore import Federation, Simulation, Training, evaluate
 from pflcore.data import padded
-from pflcore.data.fields import Fields, joined
-from pflcore.local import prepared
-from pflcore.local.losses import cross_entropy
-
-WORDS, STEPS, CLASSES = 11, 6, 3
-
-
-class Tagger(nn.Module):
-    """A class for every step; the mask keeps padding out of the context."""
-
-    def __init__(self, per_step):
-        super().__init__()
-        self.embed, self.head, self.per_step = nn.Embedding(WORDS, 4), nn.Linear(5, CLASSES), per_step
-
-    def forward(self, x):
-        assert x["tokens"].dtype == torch.int64 and x["mask"].dtype == torch.bool and x["age"].dtype == torch.float32
-        mask = x["mask"].float()[..., None]
-        z = self.embed(x["tokens"]) * mask
-        context = z.sum(1) / mask.sum(1)
-        if not self.per_step:
-            return self.head(torch.cat([context, x["age"][:, None]], 1))
-        every = torch.cat([z + context[:, None], x["age"][:, None, None].expand(-1, z.shape[1], 1)], 2)
-        return self.head(every).movedim(-1, 1)  # [B, C, T]
-
-
-def sequences(n, gen):
-    """Fields, a label of each sequence, and one of each step."""
-    length = torch.randint(1, STEPS + 1, (n,), generator=gen)
-    tokens, mask = padded([torch.randint(1, WORDS, (int(t),), generator=gen) for t in length], length=STEPS)
-    fields = {"tokens": tokens, "mask": mask, "age": torch.rand(n, generator=gen)}
-    return fields, tokens.sum(1) % CLASSES, tokens % CLASSES
-
-
-def federation(per_step, clients=4):
-    gen = torch.Generator().manual_seed(3)
-    made = [sequences(8 + 3 * i, gen) for i in range(clients)]
-    return Federation.from_arrays([(x, steps if per_step else y) for x, y, steps in made], test_fraction=0.25)
 
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=7), min_size=1, max_size=5), st.integers(1, 9))
@@ -57,42 +19,6 @@ def test_padded_rows_hold_the_sequences(rows, length):
     assert out.shape == mask.shape == (len(rows), length)
     for row, values, there in zip(rows, out, mask, strict=True):
         assert values[there].tolist() == row[:length] and bool((values[~there] == -1).all())
-
-
-def test_fields_come_back_as_they_were():
-    x, _, _ = sequences(20, torch.Generator().manual_seed(0))
-    rows, fields = joined(x, torch.float32)
-    assert rows.shape == (20, 2 * STEPS + 1)
-    for name, back in fields.apart(rows).items():
-        assert back.dtype == x[name].dtype and torch.equal(back, x[name])
-    assert all(torch.equal(v, x[k][[3, 1]]) for k, v in fields.apart(rows[[3, 1]]).items())
-
-
-@pytest.mark.parametrize("per_step", [False, True])
-@pytest.mark.parametrize("engine", ["vmap", "threads"])
-def test_training_is_a_loop_over_the_sequences_as_they_are(per_step, engine):
-    data = federation(per_step)
-    torch.manual_seed(0)
-    module, training = Tagger(per_step), Training(lr=0.3, batch_size=100, epochs=2)
-    setting, _ = prepared(Net(module), data, training, engine, workers=1)
-    got = Local(setting, torch.arange(data.n), 1, torch.zeros(data.n, 0)).fit(setting.net.w0.expand(data.n, -1)).w
-    for i in range(data.n):
-        rows, y = data.client(i)
-        assert data.fields is not None
-        x, model = data.fields.apart(rows), Tagger(per_step)
-        model.load_state_dict(module.state_dict())
-        for _ in range(2):
-            model.zero_grad()
-            each = []
-            for j in range(len(y)):  # one sequence at a time, cut to its length: no padding, no mask
-                t = int(x["mask"][j].sum())
-                one = {k: v[j : j + 1, :t] if v.dim() > 1 else v[j : j + 1] for k, v in x.items()}
-                each.append(F.cross_entropy(model(one), y[j : j + 1, :t] if per_step else y[j : j + 1]))
-            torch.stack(each).mean().backward()
-            with torch.no_grad():
-                for p in model.parameters():
-                    p -= 0.3 * p.grad  # type: ignore[operator]
-        torch.testing.assert_close(got[i], setting.net.row(model), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("per_step", [False, True])
@@ -130,16 +56,6 @@ def test_one_model_for_all_is_evaluated_as_many():
     apart = [evaluate(run.algorithm, run.state, run.setting, clients=torch.tensor([i])) for i in range(data.n)]  # type: ignore[arg-type]
     for key in ("loss", "accuracy"):
         torch.testing.assert_close(together[key], torch.stack([a[key][i] for i, a in enumerate(apart)]))
-
-
-def test_cross_entropy_of_whole_sequences_is_torchs():
-    scores, y = torch.randn(5, CLASSES, STEPS, dtype=torch.float64), torch.randint(CLASSES, (5, STEPS))
-    torch.testing.assert_close(cross_entropy(scores, y), F.cross_entropy(scores, y))
-    y[2, 1:] = IGNORED
-    want = torch.stack([F.cross_entropy(s[None], t[None]) for s, t in zip(scores, y, strict=True)]).mean()
-    torch.testing.assert_close(cross_entropy(scores, y), want)
-    y[3] = IGNORED  # a sequence without a step has no loss, and no gradient that is none
-    assert bool(cross_entropy(scores.requires_grad_(), y).isfinite())
 
 
 def test_made_by_all_doors_it_is_the_same():
@@ -180,7 +96,6 @@ def test_a_newcomer_brings_the_same_fields():
         history.predict(0, {k: v for k, v in x.items() if k != "age"})
 
 
-TWO, LABELS = torch.zeros(2, 3), torch.tensor([0, 1])
 BAD: list[tuple[Any, Any, str]] = [
     ({}, LABELS, "must hold tensors by name, one row for each sample"),
     ({"a": TWO, "b": torch.zeros(3)}, LABELS, "must hold one row per sample in every field, got {'a': 2, 'b': 3}"),
@@ -204,7 +119,3 @@ def test_clients_with_other_fields_are_named():
         Federation.from_arrays([({"a": TWO}, LABELS), ({"a": TWO[:, :2]}, LABELS)])
     with pytest.raises(ValueError, match=r"client 1 .* has inputs of one tensor, client 0 has a"):
         Federation.from_arrays([({"a": TWO}, LABELS), (TWO, LABELS)])
-
-
-def test_fields_are_a_value():
-    assert joined({"a": TWO}, torch.float32)[1] == Fields(joined({"a": TWO}, torch.float32)[1])

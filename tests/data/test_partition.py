@@ -9,19 +9,12 @@ import torch
 from doors import waffle_partition as waffle
 from hypothesis import given
 from hypothesis import strategies as st
+from parts.partition import counts, labels_with, sizes
 
 from pflcore.data import PARTITIONS, options_of, partition
-from pflcore.data.dirichlet import _proportions, counts_of, cuts_of
-from pflcore.data.label_skew import dominant_classes, shards
-from pflcore.data.partition import concept_shift
 
 MNIST = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
 MNIST_TEST = [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
-
-
-def labels_with(counts, seed=0):
-    """Labels with these class counts, in random order."""
-    return np.random.RandomState(seed).permutation(np.repeat(np.arange(len(counts)), counts))
 
 
 def mnist_labels(kind):
@@ -34,15 +27,6 @@ def mnist_labels(kind):
 
     source = load("mnist", root)
     return source.y_train, source.y_test
-
-
-def sizes(part, split="train"):
-    return [len(rows) for rows in part.index[split]]
-
-
-def counts(part, y, split, classes=10):
-    y = torch.as_tensor(y)
-    return [torch.bincount(y[rows], minlength=classes).tolist() for rows in part.index[split]]
 
 
 GOLDEN = {
@@ -164,31 +148,6 @@ def test_the_size_distributions_of_table_4():
     assert sum(sizes(part)) == 10_000
 
 
-# -- concept shift -------------------------------------------------------------------------------------------------------------
-
-
-@given(st.integers(1, 30), st.integers(2, 20), st.integers(0, 1000))
-def test_concept_shift_laws(n, classes, seed):
-    relabel = concept_shift(n, classes, seed)
-    assert relabel.shape == (n, classes)
-    assert torch.equal(relabel[0], torch.arange(classes))  # Alice
-    assert (relabel.sort(1).values == torch.arange(classes)).all()  # bijections
-    assert torch.equal(concept_shift(n + 3, classes, seed)[:n], relabel)  # a client's own does not depend on N
-
-
-def test_concept_shift_is_independent_per_client_and_of_the_seed():
-    y = labels_with([30] * 10)
-    a, b = (PARTITIONS["A*"](y, 10, seed=s) for s in (0, 1))
-    assert torch.equal(a.relabel, b.relabel)
-    assert not torch.equal(a.relabel, PARTITIONS["A*"](y, 10, shift_seed=1).relabel)
-    assert len({tuple(r) for r in a.relabel.tolist()}) == 10
-    assert PARTITIONS["A"](y, 10).relabel is None
-    plain, shifted = PARTITIONS["B"](y, 10, seed=4), PARTITIONS["B*"](y, 10, seed=4)  # samples are assigned by their true class
-    assert all(torch.equal(p, q) for p, q in zip(plain.index["train"], shifted.index["train"], strict=True))
-    fixed = (concept_shift(2000, 10, 0)[1:] == torch.arange(10)).float().sum(1)
-    assert abs(float(fixed.mean()) - 1) < 0.1  # uniform permutations: one fixed point each on average, none forced away
-
-
 # -- every partition -----------------------------------------------------------------------------------------------------------
 
 
@@ -216,15 +175,6 @@ def test_every_partition_is_disjoint_repeatable_and_in_range(name, n, have, seed
     assert "test" not in partition(name, y, n, seed=seed, **options).index or own_cut
 
 
-# -- Dirichlet -----------------------------------------------------------------------------------------------------------------
-
-
-def test_golden_dirichlet_cut():
-    p = np.array([0.105, 0.2, 0.695])
-    assert cuts_of(p, 10).tolist() == [1, 3]
-    assert counts_of(p[None], np.array([10]))[0].tolist() == [1, 2, 7]
-
-
 def test_dirichlet_same_proportions_on_the_test_pool():
     y, yt = labels_with([1000] * 10), labels_with([500] * 10, 1)
     part = partition("dirichlet", y, 8, test_labels=yt, alpha=0.3)
@@ -238,17 +188,6 @@ def test_dirichlet_alpha_and_the_number_of_classes_per_client():
     y = labels_with([6000] * 10)
     even = np.array(counts(partition("dirichlet", y, 10, alpha=1000.0), y, "train"))
     assert np.abs(even / 600 - 1).max() < 0.2
-
-
-def test_practical2_draws_like_the_released_code():
-    """Classes per client and the share of draws that give everybody 20 samples, measured on that code: 60,000 balanced samples."""
-    totals = np.full(10, 6000)
-    for n, alpha, held, accepted in ((100, 0.07, 3.4, 0.002), (100, 0.1, 4.2, 0.08), (20, 0.07, 4.1, 0.76), (20, 0.1, 5.0, 0.93)):
-        rng = np.random.RandomState(0)
-        draws = [counts_of(_proportions(totals, n, alpha, True, rng), totals) for _ in range(150)]
-        assert all((d.sum(1) == totals).all() for d in draws)
-        assert abs(np.mean([(d > 0).sum(0).mean() for d in draws]) - held) < 0.15
-        assert abs(np.mean([d.sum(0).min() >= 20 for d in draws]) - accepted) < 0.1
 
 
 def test_dirichlet_falls_back_and_says_so():
@@ -288,20 +227,6 @@ def test_dirichlet_tiny_alpha_gives_whole_classes():
     assert {v for row in counts(part, y, "train") for v in row} <= {0, 50, 49, 1}  # one sample may move to an empty client
 
 
-# -- pathological --------------------------------------------------------------------------------------------------------------
-
-
-def test_golden_shards():
-    y = np.repeat(np.arange(5), 6)
-    cut = shards(y, 10, 5)
-    assert [sorted(set(y[s].tolist())) for s in cut] == [[0], [0], [1], [1], [2], [2], [3], [3], [4], [4]]
-    assert {len(s) for s in cut} == {3}
-    deal = [[7, 1], [4, 9], [0, 2], [5, 3], [8, 6]]
-    part = partition("pathological", y, 5, assignment=deal)
-    got = [list(dict.fromkeys(y[rows].tolist())) for rows in part.index["train"]]
-    assert got == [[3, 0], [2, 4], [0, 1], [2, 1], [4, 3]]
-
-
 @given(st.integers(1, 30), st.integers(1, 4), st.integers(0, 9))
 def test_shards_bound_the_classes_and_test_classes_match(n, k, seed):
     y, yt = labels_with([120 * n] * 10), labels_with([12 * n] * 10, 1)
@@ -330,35 +255,6 @@ def test_exact_k_laws(n, k, have, seed):
     assert (train == test).all()
 
 
-# -- practical setting 1 -------------------------------------------------------------------------------------------------------
-
-
-def test_golden_groups_of_the_official_code():
-    want = [[0, 1, 2], [2, 3, 4], [5, 6, 7], [7, 8, 9]]
-    assert dominant_classes(10, 4) == want
-    y = labels_with([2000] * 10)
-    for mode in ("official", "paper"):
-        part = partition("practical1", y, 20, mode=mode, seed=2)
-        assert part.group.tolist() == [i // 5 for i in range(20)]
-        got = np.array(counts(part, y, "train")).reshape(4, 5, 10).sum(1)
-        assert [np.flatnonzero(row > 400).tolist() for row in got] == want  # 200 a class come from the common part
-        assert sizes(part) == [1000] * 20
-
-
-def test_paper_mode_is_four_fifths_dominant_and_equal_within_what_there_is():
-    y = labels_with([2000] * 10)
-    part = partition("practical1", y, 20)
-    got = np.array(counts(part, y, "train"))
-    for i, row in enumerate(got):
-        dominant = dominant_classes(10, 4)[i // 5]
-        rest = np.delete(row, dominant)
-        assert rest.sum() < 200 and row[dominant].sum() > 800  # 80 % and their part of the common 20 %
-    assert part.notes == []
-    # shared classes 2 and 7 are scarce: their two groups split them evenly
-    by_group = got.reshape(4, 5, 10).sum(1)
-    assert abs(by_group[0, 2] - by_group[1, 2]) <= 60 and abs(by_group[2, 7] - by_group[3, 7]) <= 60
-
-
 def test_mnist_runs_dry_and_says_so():
     part = partition("practical1", labels_with(MNIST), 20)
     assert sizes(part) == [3000] * 20
@@ -370,13 +266,6 @@ def test_official_sizes_when_the_groups_do_not_divide():
     assert sorted(set(sizes(part)))[0] in (187, 188) and max(sizes(part)) == 246
     assert part.group.bincount().tolist() == [5, 5, 5, 7]
     assert sizes(partition("practical1", labels_with([500] * 10), 22)) == [227] * 22  # the paper: the same size for all
-
-
-def test_dominant_classes_of_larger_sets():
-    assert [len(g) for g in dominant_classes(100, 4)] == [20] * 4
-    assert [g[0] for g in dominant_classes(100, 4)] == [0, 25, 50, 75]
-    assert [len(g) for g in dominant_classes(200, 4)] == [40] * 4
-    assert dominant_classes(3, 2) == [[0, 1, 2], [1, 2, 0]]
 
 
 # -- bad input -----------------------------------------------------------------------------------------------------------------

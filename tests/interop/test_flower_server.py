@@ -11,28 +11,14 @@ from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from methods import SFL
 from nodes import Nodes
+from parts.flower_server import DATA, ROUNDS, SEED, TRAINING, N, maker, model
 from torch import nn
 
-from pflcore import Client, Simulation, Training, personalize
-from pflcore.algorithms import ALGORITHMS, FedAvg
+from pflcore import Client, Simulation, personalize
+from pflcore.algorithms import ALGORITHMS
 from pflcore.interop.flower import PersonalStrategy, PflStrategy, client_app
-from pflcore.interop.flower.client import STATE
-from pflcore.testing import Case
 
-DATA, ROUNDS, SEED = Case(FedAvg()).data, 3, 5
-N = DATA.n
-TRAINING = Training(lr=0.05, batch_size=7)
 OPTIONS: dict[str, dict[str, Any]] = {"knnper": {"k": 3}, "clustered_fl": {"first": 0, "eps1": 10.0, "eps2": 0.0}}
-
-
-def model():
-    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3)).double()
-
-
-def maker(alg, net=model):
-    return lambda context: Client(
-        alg, net, DATA.subset([int(context.node_config["partition-id"])]), TRAINING, seed=SEED, engine="threads", workers=1
-    )
 
 
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "waffle", "ditto", "feddwa", "fedfomo", "clustered_fl", "knnper"])
@@ -56,16 +42,6 @@ def test_every_algorithm_in_flower_is_the_simulation(name, tmp_path):
             torch.testing.assert_close(other(x), one(x), rtol=1e-9, atol=1e-12)
         if "view_w" in one.state_dict():
             torch.testing.assert_close(other.state_dict()["view_w"], one.state_dict()["view_w"], rtol=1e-9, atol=1e-12)
-
-
-def test_a_state_in_a_folder_does_not_travel(tmp_path):
-    far, near = (Nodes(client_app(maker("ditto"), folder=f), range(N)) for f in (tmp_path / "new", None))
-    results = [PflStrategy("ditto", model, N, rounds=2, seed=SEED).start(g) for g in (far, near)]
-    assert results[0].evaluate_metrics_clientapp == results[1].evaluate_metrics_clientapp
-    assert set(results[0].evaluate_metrics_clientapp[2]) == {"loss", "accuracy"}
-    assert [list(c.state[STATE]) for c in far.contexts.values()] == [["file"]] * N
-    assert len(list((tmp_path / "new").iterdir())) == N
-    assert [list(c.state[STATE]) for c in near.contexts.values()] == [["bytes"]] * N
 
 
 def test_who_is_absent_or_comes_again_under_another_node():

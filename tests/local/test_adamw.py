@@ -1,31 +1,19 @@
 """AdamW's moments over the rounds: fresh, or kept by each client; who refuses it, and what a record says."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from methods import APFL, Ditto, FactorizedWaffle, FedDWA, LocalOnly, Mocha, PerFedAvg, PFedMe, QFedAvg, Scaffold, Waffle
+from parts.adamw import ADAMW, build, federation
 from small import images, make_setting, play
 from torch import Tensor
 
-from pflcore import Federation, Local, Net, Simulation, Training, step
+from pflcore import Local, Net, Simulation, Training, step
 from pflcore.algorithms import ALGORITHMS, FedAvg
-from pflcore.local import prepared
 from pflcore.simulation.round import begin
 
-ADAMW: dict[str, Any] = {"lr": 0.01, "batch_size": 10, "local_optimizer": "adamw", "weight_decay": 0.1}
 KEPT = Training(**ADAMW, keep_moments=True)
-
-
-def federation(sizes=(7, 20, 31)):
-    data = images(sizes)
-    return Federation(data.x.double(), data.y, data.index, data.classes, data.relabel)
-
-
-def build():
-    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4)).double()
 
 
 def made(training, engine="threads", rounds=3):
@@ -145,13 +133,6 @@ def test_option_ii_with_clipping_is_the_mean_of_the_clipped_gradients():
 def test_the_others_train_by_adamw(name):
     simulation = Simulation(name, Net(lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))), images(), KEPT, rounds=2)
     assert simulation.run().rounds[-1]["eval"]["loss"] and simulation.state.moments
-
-
-def test_the_record_says_who_takes_the_steps():
-    net, data = Net(build), federation()
-    for training, said in ((Training(), False), (Training(**ADAMW), True)):
-        path = prepared(net, data, training)[1]
-        assert path.form == "chain" and ("AdamW" in path.why) is said
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from pflcore import Federation, Local, Net, Training, ops, step
 from pflcore.algorithms import FedAvg
-from pflcore.local.workers import Engine
 from pflcore.nn import Dropout
 from pflcore.simulation.round import begin
 
@@ -367,14 +366,6 @@ def test_a_client_too_small_for_drop_last_has_one_batch():
 def test_an_empty_client_is_refused():
     with pytest.raises(ValueError, match="client 1 has no training samples"):
         Federation(torch.zeros(3, 6), torch.zeros(3, dtype=torch.long), {"train": [torch.arange(3), torch.arange(0)]}, 4)
-
-
-def test_training_options_are_checked():
-    for bad in ({"lr": -1.0}, {"batch_size": 0}, {"epochs": 0}, {"momentum": 1.0}, {"weight_decay": -0.1}):
-        with pytest.raises(ValueError, match=next(iter(bad))):
-            Training(**bad)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="engine"):
-        Engine("gpu")
 
 
 # threads ------------------------------------------------------------------------------------------------------------------------------

@@ -2,64 +2,18 @@
 
 import copy
 import dataclasses
-import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from parts.path import Own, federation, hooked, same_as_by_hand
 from torch import Tensor
-from torch.nn.utils import parametrizations, spectral_norm
 
-from pflcore import Federation, Net, Simulation, Training
-from pflcore.local import prepared
-from pflcore.local.chain import NoChain, compiled
-from pflcore.local.path import by_chain, by_chain_steps, by_module, choose_path, under_vmap
-from pflcore.local.proof import difference, trials
-from pflcore.nn import Dropout
+from pflcore import Net, Simulation, Training
 
 CPU = "threads"
-
-
-def federation(shape=(6,), y=None, tokens=False):
-    gen = torch.Generator().manual_seed(0)
-    clients = []
-    for n in (9, 14, 7):
-        x = torch.randint(0, 5, (n, *shape), generator=gen) if tokens else torch.randn(n, *shape, generator=gen)
-        target = torch.randint(0, 4, (n,), generator=gen) if y is None else y(gen, n)
-        clients.append({"train": (x, target), "test": (x[:4] + 0, target[:4])})
-    return Federation.from_arrays(clients)
-
-
-class Scaled(nn.Linear):
-    def forward(self, x):
-        return 3 * super().forward(x)
-
-
-class LowRank(nn.Linear):
-    def __init__(self):
-        super().__init__(6, 4)
-        self.a, self.b = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(2, 6))
-
-    def forward(self, x):
-        return super().forward(x) + x @ (self.a @ self.b).T
-
-
-class Leaky(nn.ReLU):
-    def forward(self, x):
-        return F.leaky_relu(x, 0.3)
-
-
-class Own(nn.Module):
-    """A layer and a function of (itself, x)."""
-
-    def __init__(self, f, layer=None):
-        super().__init__()
-        self.layer, self.f, self.relu = layer or nn.Linear(6, 4), f, nn.ReLU()
-
-    def forward(self, x):
-        return self.f(self, x)
 
 
 class Rnn(nn.Module):
@@ -80,71 +34,9 @@ class Tokens(nn.Module):
         return self.head(self.e(x).mean(1))
 
 
-def hooked(m, how="register_forward_hook", hook=lambda m, x, y: 2 * y):
-    getattr(m, how)(hook)
-    return m
-
-
-def repeated():
-    relu = nn.ReLU()
-    return nn.Sequential(nn.Linear(6, 5), relu, nn.Linear(5, 5), relu, nn.Linear(5, 4))
-
-
-def twice():
-    layer = nn.Linear(6, 6)
-    return nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(6, 4))
-
-
 def pools():
     pool = hooked(nn.MaxPool2d(2))
     return nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), pool, nn.Conv2d(2, 2, 3, padding=1), pool, nn.Flatten(), nn.Linear(8, 4))
-
-
-Case = tuple[Callable[[], nn.Module], str, str]
-VECTORS: dict[str, Case] = {  # model, engine, form
-    "linear": (lambda: nn.Linear(6, 4), "vmap", "chain"),
-    "mlp": (lambda: nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4)), "vmap", "chain"),
-    "an activation twice": (repeated, "vmap", "chain"),
-    "a layer twice": (twice, "vmap", "vmap"),
-    "a subclass": (lambda: Scaled(6, 4), "vmap", "vmap"),
-    "low rank": (LowRank, "vmap", "vmap"),
-    "a subclass of ReLU": (lambda: nn.Sequential(nn.Linear(6, 4), Leaky()), "vmap", "vmap"),
-    "forward hook": (lambda: nn.Sequential(hooked(nn.Linear(6, 4))), "vmap", "vmap"),
-    "pre-hook": (lambda: nn.Sequential(hooked(nn.Linear(6, 4), "register_forward_pre_hook", lambda m, x: (2 * x[0],))), "vmap", "vmap"),
-    "hook of the whole": (lambda: hooked(nn.Sequential(nn.Linear(6, 4))), "vmap", "vmap"),
-    "training only": (lambda: Own(lambda m, x: m.relu(m.layer(x)) if m.training else m.layer(x)), "vmap", "vmap"),
-    "weight norm": (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 4))), "vmap", "vmap"),
-    "spectral norm": (lambda: nn.Sequential(spectral_norm(nn.Linear(6, 4))), "threads", "module"),
-    "if": (lambda: Own(lambda m, x: m.layer(x) if x.mean() > 0 else 2 * m.layer(x)), "threads", "module"),
-}
-
-
-def same_as_by_hand(build, data, engine="auto"):
-    """One FedAvg round of one step of each client against the module trained by hand."""
-    torch.manual_seed(1)
-    model = build()
-    run = Simulation("fedavg", model, data, Training(lr=0.1, batch_size=20), rounds=1, workers=1, engine=engine)
-    want, size = torch.zeros(run.setting.net.size), data.size().double()
-    for i in range(data.n):
-        mine = copy.deepcopy(model).train()
-        optimizer = torch.optim.SGD(mine.parameters(), 0.1)
-        x, y = data.client(i)
-        run.setting.net.criterion(mine(x), y).backward()
-        optimizer.step()
-        want += run.setting.net.row(mine) * float(size[i] / size.sum())
-    run.run()
-    torch.testing.assert_close(run.state.g["x"], want, rtol=1e-4, atol=1e-6)
-    return run
-
-
-@pytest.mark.parametrize("name", VECTORS)
-def test_what_trains_is_the_model(name):
-    build, engine, form = VECTORS[name]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "pflcore")  # a form that does not apply is no form that differs
-        run = same_as_by_hand(build, federation())
-    assert (run.path.engine, run.path.form) == (engine, form)
-    assert run.header()["path"] == {"engine": engine, "form": form, "why": run.path.why} and run.header()["engine"] == engine
 
 
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
@@ -219,87 +111,6 @@ def test_targets_of_every_kind_on_every_path(target, body):
     torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
 
 
-# the proof itself ---------------------------------------------------------------------------------------------------------------------
-
-
-def test_a_wrong_form_is_found_told_and_not_used(monkeypatch):
-    from pflcore.local import path
-
-    right = path.chain_grad
-    monkeypatch.setattr(path, "chain_grad", lambda *a: (1.001 * right(*a)[0], right(*a)[1]))
-    build = lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))  # noqa: E731
-    with pytest.warns(UserWarning, match="^pflcore: the chain that stands for this model is not the model: its gradient is another"):
-        run = same_as_by_hand(build, federation())
-    assert run.path.form == "vmap" and "not the model" in run.header()["path"]["why"] and run.setting.engine.chain is None
-
-
-def test_wrong_kernels_give_way_to_the_models_own_layers(monkeypatch):
-    from pflcore.local import swap
-
-    right = swap.conv2d
-    monkeypatch.setattr(swap, "conv2d", lambda *a: 1.001 * right(*a))
-    build = lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 4))  # noqa: E731
-    with pytest.warns(UserWarning, match="its own layers train it"):
-        run = same_as_by_hand(build, federation((1, 4, 4)))
-    assert run.path[:2] == ("threads", "module")
-
-
-@pytest.mark.parametrize("size", [1e-6, 1e-3])
-def test_the_proof_sees_small_differences(size):
-    net, given = trials(Net(lambda: nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))), federation())
-    assert len(given) == 4 and net.dtype == torch.float64
-    for form in (by_module, under_vmap, by_chain, by_chain_steps):
-        assert difference(form(net), given) is None
-    exact = by_module(net)
-
-    def off(which, train):
-        def form(t):
-            found = list(exact(t))
-            found[which] = found[which] + (size if t.train == train else 0)
-            return found[0], found[1]
-
-        return form
-
-    for which, what in enumerate(("loss", "gradient")):
-        for train, mode in ((True, "training"), (False, "evaluation")):
-            said = difference(off(which, train), given)
-            assert said is not None and f"its {what} is another in {mode} mode" in said
-
-
-def test_the_chain_names_what_it_calls():
-    assert [int(kind) for kind in compiled(Net(repeated()), (6,)).program[:, 0]] == [0, 3, 0, 3, 0]  # a repeated layer stands twice
-    torch.nn.modules.module.register_module_forward_hook(handle := lambda m, x, y: None)
-    try:
-        with pytest.raises(NoChain, match="a hook"):
-            compiled(Net(repeated()), (6,))
-    finally:
-        torch.nn.modules.module._global_forward_hooks.clear()
-        del handle
-
-
-@pytest.mark.parametrize(("width", "engine"), [(64, "vmap"), (1024, "threads")])
-def test_wide_models_train_client_after_client_on_a_cpu(width, engine):
-    net = Net(lambda: nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width), nn.Linear(width, 300), nn.ReLU(), nn.Linear(300, 4)))
-    path = prepared(net, federation(), Training())[1]
-    assert path.engine == engine and (f"{net.size} weights" in path.why) is (engine == "threads")
-    assert prepared(net, federation(), Training(), "vmap")[1].engine == "vmap"
-
-
-def test_the_global_generators_are_left_alone():
-    net, data = Net(nn.Linear(6, 4)), federation()
-    before = torch.get_rng_state()
-    prepared(net, data, Training())
-    assert torch.equal(before, torch.get_rng_state())
-
-
-def test_a_chain_with_dropout_is_a_chain():
-    model = nn.Sequential(nn.Linear(6, 5), Dropout(0.5), nn.Linear(5, 4))
-    data = Federation(torch.ones(24, 6), torch.arange(24) % 4, {"train": list(torch.arange(24).split(8))}, 4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert choose_path(Net(model), data)[1].form == "chain"
-
-
 class Average(nn.Module):
     """A running mean of the inputs, put anew into its place by every pass."""
 
@@ -362,22 +173,6 @@ class Counted(nn.Module):
 def test_what_one_client_leaves_to_the_next_is_refused(where, engine):
     with pytest.raises(ValueError, match="nothing that another pass has changed"):
         Simulation("fedavg", Counted(where), federation(), Training(0.1, 4), rounds=1, engine=engine)
-
-
-def test_what_a_forward_keeps_is_no_symbol():
-    class Keeps(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.h = nn.Linear(6, 5), nn.Linear(5, 4)
-
-        def forward(self, x):
-            self.kept = torch.tanh(self.a(x))
-            return self.h(self.kept)
-
-    net = Net(Keeps())
-    compiled(net, (6,))
-    assert "kept" not in vars(net.module) and net.module.training
-    assert net.module(torch.ones(2, 6)).shape == (2, 4)
 
 
 def test_sparse_gradients_are_refused():

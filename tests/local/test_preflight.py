@@ -9,20 +9,10 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from parts.preflight import federation
 
 from pflcore import Federation, Net, Simulation, Training, cli
-from pflcore.local import memory
 from pflcore.nn import Dropout
-
-GEN = torch.Generator().manual_seed(0)
-
-
-def federation(x=None, y=None, sizes=(8, 8, 8), **options):
-    total = sum(sizes)
-    x = torch.randn(total, 6, generator=GEN) if x is None else x
-    y = torch.arange(total) % 4 if y is None else y
-    pairs = zip(x.split(list(sizes)), y.split(list(sizes)), strict=True)
-    return Federation.from_arrays([{"train": (x, y), "test": (x[:2], y[:2])} for x, y in pairs], **options)
 
 
 class Own(nn.Module):
@@ -169,12 +159,6 @@ def test_options():
     from pflcore.algorithms import ALGORITHMS
 
     assert Simulation(ALGORITHMS["ditto"], model, data).name == "ditto"
-
-
-def test_a_run_that_cannot_fit_is_refused_with_the_number(monkeypatch):
-    monkeypatch.setattr(memory, "capacity", lambda device: 1000)
-    with pytest.raises(MemoryError, match=r"^memory: the run needs about [\d.]+ KiB beside data and activations, and cpu has 1000 B; let"):
-        Simulation("local", nn.Linear(6, 4), federation())
 
 
 @pytest.mark.parametrize("words", [["--criterion", "squared"], ["--engine", "pool"]])

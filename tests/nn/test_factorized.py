@@ -6,15 +6,12 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from parts.factorized import D, model
 from torch import Tensor
 
 from pflcore import Net
-from pflcore.local.chain import compiled
 from pflcore.nn import FactorizedConv2d, FactorizedLinear, factorize
 from pflcore.nn.models import model_for
-from pflcore.ops.chain import chain_grad
-
-D = torch.float64
 
 
 def randomised(module, seed=0):
@@ -73,29 +70,6 @@ def test_as_many_factors_as_the_smaller_side_can_be_any_layer(outputs, inputs):
     torch.testing.assert_close(layer.weight, dense, rtol=1e-12, atol=1e-12)
     fewer = torch.linalg.matrix_rank(randomised(FactorizedLinear(inputs, outputs, 3, dtype=D)).weight)  # type: ignore[attr-defined]
     assert fewer == 3
-
-
-def model(bias=True):
-    return nn.Sequential(
-        nn.Flatten(), nn.Linear(9, 8, bias=bias), nn.ReLU(), nn.Linear(8, 7, bias=False), nn.Tanh(), nn.Linear(7, 4)
-    ).double()
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_the_gradient_written_out_is_autograds(bias):
-    """Two factorized layers behind one another, as a chain: the gradient of every client's own samples."""
-    net = Net(lambda: factorize(model(bias), (5, 6)))
-    chain = compiled(net, (9,))
-    gen = torch.Generator().manual_seed(0)
-    rows = torch.stack([net.init(i) for i in range(3)]) + 0.1 * torch.randn(3, net.size, dtype=D, generator=gen)
-    x, y = torch.randn(18, 9, dtype=D, generator=gen), torch.randint(0, 4, (18,), generator=gen)
-    order, size = torch.arange(18).view(3, 6), torch.tensor([6, 6, 4])
-    leaf = rows.clone().requires_grad_()
-    losses = torch.stack([net.loss(leaf[i], x[order[i, :n]], y[order[i, :n]]) for i, n in enumerate(size.tolist())])
-    (want,) = torch.autograd.grad(losses.sum(), leaf)
-    grad, loss = chain_grad(rows, *chain.head, x, y, None, order, size, None)
-    torch.testing.assert_close(loss, losses.detach(), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(grad, want, rtol=1e-11, atol=1e-12)
 
 
 def test_rows_under_vmap():

@@ -1,13 +1,9 @@
 """That what the project says of its own tests is so: named tests exist, and no entry of the table of faults is stale."""
 
 import ast
-import os
 import re
-import subprocess
-import sys
 
-import mutants
-import numpy as np
+import faults
 import pytest
 import torch
 import trust
@@ -16,13 +12,7 @@ from small import images, make_setting, play, tiny_model
 
 from pflcore import Net, Training
 from pflcore.algorithms import FedAvg
-from pflcore.local.random import client_seeds, drawn, seed_of, shuffles, uniforms
 
-SEED = 8626582519606759105
-SEEDS = [11013291964905100358, 1547676624251085901, 2235132555019676639]
-SHUFFLES = [[2, 1, 0, 3, 4], [2, 3, 0, 1, 0], [2, 0, 1, 0, 0]]
-UNIFORMS = [0.655553, 0.6287912, 0.5102757, 0.8312893, 0.8451769, 0.9895298]
-DRAWN = [245, 302, 253, 125]
 NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 
@@ -59,36 +49,46 @@ def test_every_line_about_determinism_names_its_proof():
 
 
 def test_no_fault_in_the_table_is_stale():
-    """Each old text stands exactly once in its file, and the tests beside it are there."""
-    assert not mutants.check()
-    assert len(mutants.KNOWN) == 66 and len(mutants.SAMPLED) >= 100
-    assert len({(m.file, m.old, m.new) for m in mutants.MUTANTS}) == len(mutants.MUTANTS)
+    """Each old expression stands exactly once in its function, and the fault changes it."""
+    table = faults.known()
+    assert not faults.stale(table)
+    assert sum(f["kind"] == "known" for f in table) >= 66 and len(table) >= 180
+    assert len({tuple(sorted(f.items())) for f in table}) == len(table)
 
 
-def test_a_stale_fault_would_be_noticed(monkeypatch):
-    entry = mutants.MUTANTS[-1]
-    bad = [
-        entry._replace(old="no such text"),
-        entry._replace(old="int64_t"),
-        entry._replace(new=entry.old),
-        entry._replace(tests="ops/test_none.py"),
-    ]
-    monkeypatch.setattr(mutants, "MUTANTS", bad)
-    assert len(mutants.check()) == 4
+def test_a_fault_is_found_by_its_syntax_and_a_stale_one_is_noticed():
+    fault = {"where": "pflcore.metrics:best", "old": "a < b", "new": "a <= b"}
+    first, last, text = faults.placed(fault, "def best(a, b):\n    return (a\n        <  b)\n")
+    assert (first, last) == (2, 3) and text == "def best(a, b):\n    return ((a <= b))\n"
+    for source in ("def best(a, b): return a > b", "def best(a, b): return a < b or not a < b"):
+        with pytest.raises(ValueError, match=r"stands there [02] times"):
+            faults.placed(fault, source)
+    kernel = {"where": "csrc/x.h", "old": "a<b;", "new": "a <= b;"}
+    assert faults.placed(kernel, "if (x) a  <\n b ;")[2] == "if (x) a <= b;"
+    same = faults.known()[-1]
+    assert len(faults.stale([{**same, "new": same["old"]}, {**same, "old": "no_such_name"}])) == 2
 
 
-def test_tests_of_a_fault_run_where_it_was_made(tmp_path):
-    """In a copy of the tree, with its own pflcore, and a failing test is a killed fault."""
-    place = mutants.copied(tmp_path / "copy")
-    metrics, test = place / "pflcore" / "metrics.py", "test_metrics.py -k 'seven_accuracies'"
-    where = f"{str(place)!r}, {test!r}, False, {str(tmp_path / 'log')!r}"
-    run = f"import sys; sys.path.insert(0, 'tests'); import mutants; mutants.run_tests({where})"
-    env = {**os.environ, "PYTHONPATH": str(place)}
-    assert subprocess.run([sys.executable, "-c", run], cwd=place, env=env, check=False).returncode == 0
-    metrics.write_text(metrics.read_text(encoding="utf-8").replace("kept.std(correction=0)", "kept.std(correction=1)"), encoding="utf-8")
-    assert subprocess.run([sys.executable, "-c", run], cwd=place, env=env, check=False).returncode == 1
+def test_fresh_faults_keep_clear_of_messages():
+    drawn = faults.fresh(5, "any")
+    assert drawn == faults.fresh(5, "any") and all(f["source"] != (ROOT / f["where"]).read_text() for f in drawn)
+    source = "def f(x):\n    if x > 1:\n        raise ValueError(f'{x + 1}')\n    return x * 2\n"
+    assert faults.messages(source) == {2, 3}
 
 
+@pytest.mark.deep("tests of copies of the tree")
+def test_a_fault_is_killed_and_what_is_none_survives(tmp_path):
+    class Reached:
+        def tests(self, *_):
+            return ["tests/test_metrics.py"]
+
+    place, reached = faults.copied(tmp_path / "copy"), dict.fromkeys(faults.SUITES, Reached())
+    (fault,) = (f for f in faults.known() if "correction=0" in f["old"])
+    assert faults.tried(fault, place, reached) == "fast"
+    assert faults.tried({**fault, "new": f"({fault['old']}) + 0"}, place, reached) == "survived"
+
+
+@pytest.mark.deep("other processes")
 def test_figures_are_counted_and_a_broken_test_is_told(tmp_path, capfd):
     tests = tmp_path / "test_some.py"
     tests.write_text(
@@ -102,17 +102,6 @@ def test_figures_are_counted_and_a_broken_test_is_told(tmp_path, capfd):
     tests.write_text(tests.read_text() + "def test_d(): assert 0\ndef test_e(none): pass\n")
     assert trust.tested(str(tests)) == ({"passed": 2, "skipped": 1, "failed": 1, "error": 1}, 7, False)
     assert "assert 0" in capfd.readouterr().out
-
-
-def test_random_numbers_are_these_on_every_machine():
-    """Written down once: a function of the key alone, whatever the machine, the process and Python's hash seed."""
-    assert seed_of("a", 1, 2.5) == SEED
-    seeds = client_seeds(np.array([0, 1, 7]), 0, 3, "fit", 0)
-    assert seeds.tolist() == SEEDS
-    assert shuffles(seeds, [5, 4, 3]).tolist() == SHUFFLES
-    assert [round(float(v), 7) for v in uniforms(seeds, 2).flatten()] == UNIFORMS
-    assert drawn(1000, 4, 0, 1, "cohort").tolist() == DRAWN
-    assert drawn(16, 4, 0, 1, "cohort").tolist() == [3, 4, 0, 9]  # a quarter of them: all are put in order
 
 
 def test_other_numbers_are_other_draws():

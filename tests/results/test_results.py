@@ -8,53 +8,10 @@ import textwrap
 
 import pytest
 import torch
+from parts.results import N, a_run, cells, line, write
 
-from pflcore.results import pictures
 from pflcore.results import table as report
-from pflcore.results.record import Record, group, plain, read
-
-N = 4
-
-
-def line(r, accuracy, **more):
-    return {
-        "round": r,
-        "algorithm": "waffle",
-        "engine": "threads",
-        "seed": 0,
-        "seconds": 0.1,
-        "cohort": torch.arange(N),
-        "dropped": [],
-        "void": False,
-        "bytes_down": 600,
-        "bytes_up": 424,
-        "train_loss": 0.5,
-        "report": {},
-        "eval": {"accuracy": accuracy, "loss": [1.0] * N, "size": torch.tensor([10, 20, 30, 40])},
-        **more,
-    }
-
-
-def a_run(algorithm="waffle", seed=0, rounds=12, shift=0.0, target=1, **header):
-    """Client c's accuracy in round r is shift + r/100 + c/10."""
-    lines = [{"header": {"algorithm": algorithm, "data": "digits", "n": N, "target": target, "seed": seed, **header}}]
-    for r in range(1, rounds + 1):
-        weights = torch.full((N,), 1 / N) if target is not None else torch.eye(N)
-        accuracy = shift + r / 100 + torch.arange(N) / 10
-        lines.append(line(r, accuracy, algorithm=algorithm, seed=seed, report={"weights": weights}))
-    return lines
-
-
-def write(path, lines):
-    with Record(path) as record:
-        for one in lines:
-            record.write(one)
-    return path
-
-
-def cells(text, algorithm):
-    rows = [[c.strip() for c in row.strip("|").split("|")] for row in text.splitlines() if row.startswith("| ")]
-    return dict(zip(rows[0], next(r for r in rows if r[0] == algorithm), strict=True))
+from pflcore.results.record import Record, group, read
 
 
 def test_a_record_comes_back(tmp_path):
@@ -128,11 +85,6 @@ def test_reading_nothing_is_one_sentence(tmp_path):
     for path in (tmp_path, tmp_path / "missing.jsonl"):
         with pytest.raises(ValueError, match="neither"):
             read(path)
-
-
-def test_plain_turns_everything_into_json():
-    value = plain({"t": torch.ones(2, dtype=torch.long), "p": (1, 2.5), 3: {"x": torch.tensor(math.inf)}, "f": math.sqrt, "s": {"a"}})
-    assert json.loads(json.dumps(value)) == {"t": [1, 1], "p": [1, 2.5], "3": {"x": None}, "f": "sqrt", "s": ["a"]}
 
 
 def test_the_table_of_one_run():
@@ -265,56 +217,9 @@ def test_a_regression_is_told_by_its_loss():
     assert cells(text, "mocha")["best\\*"] == "0.00083" and "Test loss" in text
 
 
-def test_runs_without_a_round_or_an_evaluation():
-    (run,) = group([{"header": {"algorithm": "fedavg", "n": 2}}, {"stopped": "Interrupted."}])
-    assert cells(report.table([run]), "fedavg")["final"] == "-"
-    assert len(run.last()) == 0 and pictures.by_round(run)[0] == []
-
-
 @pytest.mark.parametrize(("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 30, "3.0 GiB"), (1 << 52, "4096.0 TiB")])
 def test_bytes_for_people(size, text):
     assert report.human(size) == text
-
-
-def test_every_picture(tmp_path):
-    pytest.importorskip("matplotlib")
-    runs = group([*a_run(), *a_run(seed=1, shift=0.1), *a_run("local"), *a_run("feddwa", target=None)])
-    names = {p.name for p in pictures.draw(runs, tmp_path, baseline="local")}
-    assert names == {"curves.png", "weights.png", "similarity.png", "clients.png", "deltas.png"}
-    for name in names:
-        assert (tmp_path / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
-def test_pictures_of_little(tmp_path):
-    pytest.importorskip("matplotlib")
-    assert pictures.draw(group([{"header": {}}]), tmp_path) == []
-    one_client = [{"header": {"algorithm": "fedavg", "n": 1}}, line(1, [math.nan], report={}), line(2, [0.5])]
-    assert {p.name for p in pictures.draw(group(one_client), tmp_path)} == {"curves.png", "clients.png"}
-
-
-def test_the_target_stands_in_the_middle():
-    for n in (1, 4, 5, 10):
-        for target in range(n):
-            ids = pictures.order(n, target)
-            assert ids[n // 2] == target and sorted(ids.tolist()) == list(range(n))
-
-
-def test_weights_by_round_of_one_and_of_several_models():
-    (one,), (several,) = group(a_run()), group(a_run(target=None))
-    rounds, weights = pictures.by_round(one)
-    assert rounds == list(range(1, 13)) and weights.shape == (12, N)
-    assert pictures.by_round(several)[0] == []
-    several.header["target"] = 2
-    assert pictures.by_round(several)[1][0].tolist() == [0, 0, 1, 0]
-
-
-def test_without_matplotlib_one_sentence_says_how_to_get_it(tmp_path, monkeypatch):
-    for name in [m for m in sys.modules if m.split(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"pflcore\[plot\]") as e:
-        pictures.draw(group(a_run()), tmp_path)
-    assert "\n" not in str(e.value)
 
 
 def test_an_old_record_says_server_lr_where_it_said_lr():
@@ -350,13 +255,6 @@ def test_nobody_is_compared_with_somebody_else():
     assert hurt(run(0, [0, 1, 2, 3]), run(0, [0, 1, 2, 3], algorithm="local", shift=0.5)) == "100.0"
     assert hurt(run(0, [0, 1, 2, 3]), run(0, [1, 2, 3, 4], algorithm="local", shift=0.5)) == "-"
     assert hurt(run(0, [0, 1, 2, 3]), run(1, [0, 1, 2, 3], algorithm="local", shift=0.5)) == "-"
-
-
-def test_numbers_of_numpy_are_numbers(tmp_path):
-    np = pytest.importorskip("numpy")
-    assert plain([np.int64(3), np.float32(0.5), np.array(2), np.array([1, 2]), np.float64("nan")]) == [3, 0.5, 2, [1, 2], None]
-    (run,) = read(write(tmp_path / "record.jsonl", a_run(target=np.int64(1))))
-    assert run.target == 1
 
 
 def test_names_with_dots_have_side_files_of_their_own(tmp_path):

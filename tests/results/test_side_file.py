@@ -1,32 +1,10 @@
 """Long lists and matrices of a record are in a file beside it."""
 
-import json
-import math
-
 import pytest
 import torch
+from parts.side_file import lines, written
 
-from pflcore.results import pictures
-from pflcore.results.record import LONG, Record, read
-
-
-def lines(n=1500, k=3):
-    index = torch.randint(n, (n, k), generator=torch.Generator().manual_seed(0))
-    weight = torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64).repeat(n, 1)
-    loss = [float(i) if i % 7 else math.nan for i in range(n)]
-    report = {"rows": torch.arange(n), "index": index, "weight": weight}
-    yield {"header": {"algorithm": "feddwa", "n": n, "size": [15] * n}}
-    moved = [None if i == 3 else 1.5 for i in range(n)]
-    line = {"cohort": list(range(n)), "moved": moved, "dropped": [3], "report": report, "eval": {"loss": loss, "size": [1] * n}}
-    for r in (1, 2):
-        yield {"round": r, **line}
-
-
-def written(path, given):
-    with Record(path) as record:
-        for line in given:
-            record.write(line)
-    return path
+from pflcore.results.record import Record, read
 
 
 def test_long_lists_come_back_as_they_were(tmp_path):
@@ -61,12 +39,6 @@ def test_a_record_that_goes_on_from_its_mark_has_the_bytes_of_one_that_never_sto
     assert path.read_text() == whole.read_text().replace("whole.", "record.")
 
 
-def test_short_lists_stay_in_the_line(tmp_path):
-    path = written(tmp_path / "r.jsonl", [{"round": 1, "cohort": list(range(LONG)), "report": {"weights": [[1.0, 0.0], [0.0, 1.0]]}}])
-    assert not (tmp_path / "r.arrays").exists() and json.loads(path.read_text())["cohort"][-1] == LONG - 1
-    assert torch.equal(read(path)[0].weights()[1][0], torch.eye(2, dtype=torch.float64))
-
-
 def test_what_a_killed_run_left_is_read_up_to_there(tmp_path):
     path = written(tmp_path / "record.jsonl", lines())
     side = tmp_path / "record.arrays"
@@ -81,11 +53,3 @@ def test_a_record_that_replaces_another_takes_its_side_file_away(tmp_path):
     path = written(tmp_path / "record.jsonl", lines())
     Record(path, overwrite=True).close()
     assert not (tmp_path / "record.arrays").exists()
-
-
-def test_pictures_of_many_clients(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(pictures, "MOST", 50)
-    run = read(written(tmp_path / "record.jsonl", lines()))
-    assert pictures.similarity(run, tmp_path / "s.png") and (tmp_path / "s.png").stat().st_size > 1000
-    assert pictures.weights(run, tmp_path / "w.png") is None

@@ -2,58 +2,25 @@
 
 import json
 import math
-from itertools import product
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from doors import synthetic_clusters
-from methods import FedAvgM, Scaffold, Waffle
+from methods import FedAvgM, Waffle
+from parts.attacks import BAD, N, defence, run, updates
 from small import images, tiny_model
 from torch import nn
 
-from pflcore import ALGORITHMS, Client, FedAvg, Net, Server, Simulation, Training
+from pflcore import ALGORITHMS, FedAvg, Simulation
 from pflcore.algorithms import Cohort
-from pflcore.algorithms.defences import Defence, defended
 from pflcore.data import Federation
-from pflcore.results.record import group
-from pflcore.results.table import table
-from pflcore.simulation.attacks import STRENGTH, Adversary
-
-DEFENCES = Defence.__args__  # type: ignore[attr-defined]
-TRAINING = Training(lr=0.1, batch_size=10)
-N, BAD = 10, (8, 9)
+from pflcore.simulation.attacks import Adversary
 
 
 @pytest.fixture(scope="module")
 def data():
     return synthetic_clusters(n=N, groups=1, samples=40, classes=4, dim=8, held_out=50)
-
-
-def run(data, algorithm="fedavg", **options):
-    options = {"rounds": 10, "eval_every": 10, "workers": 1} | options
-    return Simulation(algorithm, options.pop("model", lambda: nn.Linear(8, 4)), data, TRAINING, **options)
-
-
-def accuracy(simulation):
-    return float(simulation.run().series()[1][-1].nanmean())
-
-
-def defence(name, f=len(BAD)):
-    return {"defence": name, "hostile": f, **({"root": 0} if name == "fltrust" else {})}
-
-
-def updates(s=9, p=7, dtype=torch.float64):
-    gen = torch.Generator().manual_seed(3)
-    return torch.randn(p, generator=gen, dtype=dtype) + 0.3 * torch.randn(s, p, generator=gen, dtype=dtype)
-
-
-def mean_of(name, rows, f=2, share=None):
-    s = len(rows)
-    even = torch.full((1, s), 1 / s, dtype=torch.float64) if share is None else share[None]
-    kept, weight = defended(name, rows, even, f, 0)
-    return (weight.to(kept) @ kept)[0]
 
 
 def sentence(error):
@@ -108,18 +75,6 @@ def test_flipped_labels_are_the_bad_ones_alone(data):
     turned = images()  # whose clients permute their labels already
     assert turned.relabel is not None
     assert torch.equal(run(turned, model=tiny_model(), adversary=Adversary("label_flip", [1])).data.labels(1), 3 - turned.labels(1))
-
-
-@pytest.mark.parametrize("attack", ["label_flip", *STRENGTH])
-def test_an_attacked_run_repeats_itself_and_says_what_it_is(data, attack):
-    one, two, clean = (run(data, rounds=2, eval_every=1, adversary=a) for a in (*[Adversary(attack, BAD)] * 2, None))
-    h, again, without = one.run(), two.run(), clean.run()
-    assert torch.equal(one.state.g["x"], two.state.g["x"]) and not torch.equal(one.state.g["x"], clean.state.g["x"])
-    assert h.header["adversary"] == {"attack": attack, "clients": [*BAD], "strength": STRENGTH.get(attack)}
-    assert "adversary" not in without.header
-    assert torch.equal(h.series("size")[1][0] > 0, torch.tensor([i not in BAD for i in range(N)]))
-    assert f"{attack} by clients 8, 9" in table(group(h.lines())) and " by client" not in table(group(without.lines()))
-    assert again.series("loss")[1].nansum() == h.series("loss")[1].nansum()
 
 
 def test_an_attacked_run_goes_on_from_its_checkpoint(data, tmp_path):
@@ -181,99 +136,6 @@ def test_numbers_have_no_labels_to_flip():
     sentence(e)
 
 
-# defences -----------------------------------------------------------------------------------------------------------------------------
-def test_each_defence_is_its_formula():
-    for s in (9, 8):
-        rows, n = updates(s), updates(s).numpy()
-        np.testing.assert_allclose(mean_of("median", rows), np.median(n, 0))
-        np.testing.assert_allclose(mean_of("trimmed_mean", rows), np.sort(n, 0)[2:-2].mean(0))
-        score = [sorted(((n[i] - n[j]) ** 2).sum() for j in range(s) if j != i)[: s - 4] for i in range(s)]
-        order = np.argsort([sum(x) for x in score])
-        np.testing.assert_allclose(mean_of("krum", rows), n[order[0]])
-        np.testing.assert_allclose(mean_of("multi_krum", rows), n[order[: s - 2]].mean(0))
-        norm = np.linalg.norm(n, axis=1)
-        share = torch.arange(1.0, s + 1, dtype=torch.float64) / sum(range(s + 1))
-        want = (share.numpy()[:, None] * n * np.minimum(1, np.median(norm) / norm)[:, None]).sum(0)
-        np.testing.assert_allclose(mean_of("clip", rows, share=share), want)
-        turned = rows.clone()
-        turned[3] *= -1
-        n = turned.numpy()
-        trust = np.maximum(0, n @ n[0] / norm / norm[0])
-        assert trust[3] == 0
-        want = (trust[:, None] * n * (norm[0] / norm)[:, None]).sum(0) / trust.sum()
-        np.testing.assert_allclose(mean_of("fltrust", turned), want)
-
-
-@pytest.mark.parametrize("name", DEFENCES)
-def test_a_defence_is_a_mean_of_equals_and_bounded_whatever_one_sends(name):
-    rows = updates(9, 50, torch.float32)
-    torch.testing.assert_close(mean_of(name, rows[:1].expand(9, -1).contiguous()), rows[0])
-    for value in (1e30, -1e30, 0.0):
-        one = rows.clone()
-        one[5] = value
-        assert float(mean_of(name, one).norm()) <= 1.01 * float(rows.norm(dim=1).max())
-    assert mean_of(name, torch.zeros(9, 5)).eq(0).all()
-
-
-def test_figures_of_byzfl_on_the_same_updates():
-    byzfl = pytest.importorskip("byzfl", reason="byzfl is not installed: pip install byzfl")
-    for s, f in ((9, 2), (20, 4)):
-        rows = updates(s, 200)
-        rows[:f] += 3
-        peers = {"trimmed_mean": byzfl.TrMean(f), "krum": byzfl.Krum(f), "multi_krum": byzfl.MultiKrum(f)}
-        peers |= {"median": byzfl.Median()} if s % 2 else {}  # of an even number it takes the lower one of the middle
-        for name, peer in peers.items():
-            want = peer(rows)  # some of them in float32
-            torch.testing.assert_close(mean_of(name, rows, f), want.double(), rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
-
-
-def test_figures_of_flower_on_the_same_updates():
-    pytest.importorskip("flwr", reason="Flower is not installed: pip install flwr")
-    from flwr.server.strategy import aggregate as flower
-
-    for s, f in ((9, 2), (20, 4)):
-        rows = updates(s, 200)
-        rows[:f] += 3
-        results = [([row.numpy()], 1) for row in rows]
-        np.testing.assert_allclose(mean_of("median", rows), flower.aggregate_median(results)[0], rtol=1e-6)
-        np.testing.assert_allclose(mean_of("trimmed_mean", rows, f), flower.aggregate_trimmed_avg(results, f / s)[0], rtol=1e-6)
-        assert np.isin(mean_of("krum", rows, f)[0], rows[f:, 0]) and np.isin(flower.aggregate_krum(results, f, 0)[0][0], rows[f:, 0])
-        np.testing.assert_allclose(mean_of("krum", rows, f), flower.aggregate_krum(results, f, 0)[0], rtol=1e-6)
-        np.testing.assert_allclose(mean_of("multi_krum", rows, f), flower.aggregate_krum(results, f, s - f)[0], rtol=1e-6)
-
-
-def test_krum_finds_the_outlier_among_models_that_differ_little():
-    """Where expanding |a - b|^2 in float32 sees noise only."""
-    rows = 1 + 1e-4 * updates(9, 5000, torch.float32)
-    rows[4] += 2e-4
-    exact = mean_of("krum", rows.double())
-    assert float((mean_of("krum", rows).double() - exact).abs().max()) < 1e-6
-
-
-@pytest.mark.parametrize("attack", ["inner_product", "noise"])
-def test_defences_hold_where_the_mean_does_not(data, attack):
-    adversary = Adversary(attack, BAD, 30.0)
-    clean, broken = accuracy(run(data)), accuracy(run(data, adversary=adversary))
-    assert broken < clean - 0.2
-    for name, method in product(set(DEFENCES) - {"clip"}, (FedAvg, Scaffold)):
-        assert accuracy(run(data, method(**defence(name)), adversary=adversary)) > clean - 0.1, (name, method)
-
-
-@pytest.mark.parametrize("name", ["median", "multi_krum"])
-def test_scaffold_defends_both_of_its_means(name):
-    """A client is good in what it says of its update, and bad in its control variate, or the other way round."""
-    alg, rows = Scaffold(server_lr=0.5, **defence(name)), updates()
-    ids = torch.arange(len(rows))
-    cohort = Cohort(ids, torch.full((len(ids),), 1 / len(ids), dtype=torch.float64), torch.ones_like(ids), 12, 1, 1)
-    up = {"delta": rows, "control": rows.flip(0) + 1}
-    up["delta"][0], up["control"][5] = 1e6, -1e6
-    g = {k: torch.linspace(0, i, rows.shape[1], dtype=torch.float64) for i, k in enumerate(("x", "c"), 1)}
-    new = alg.server(dict(g), up, cohort)
-    torch.testing.assert_close(new["x"], g["x"] + 0.5 * mean_of(name, up["delta"]))
-    torch.testing.assert_close(new["c"], g["c"] + 9 / 12 * mean_of(name, up["control"]))
-    assert max(float(v.abs().max()) for v in new.values()) < 10
-
-
 def test_server_optimizers_and_personal_models_take_one_too(data):
     adversary = Adversary("inner_product", BAD)
     for name in ("fedavgm", "fedadam", "fedprox", "ditto"):
@@ -287,19 +149,6 @@ def test_without_a_defence_nothing_changed(data):
     assert not FedAvg().required and FedAvg(defence="fltrust", root=3).required == (3,)
     whole = run(data, FedAvg(**defence("fltrust")), participation=0.3, rounds=3)
     assert all(0 in r["cohort"] for r in whole.run().rounds) and whole.header()["target"] is None
-
-
-def test_a_server_without_a_simulation_defends_itself(data):
-    alg = FedAvg(**defence("multi_krum", 1))
-    net = Net(lambda: nn.Linear(8, 4))
-    server, clients = Server(alg, net, 5, rounds=1), [Client(alg, net, data.subset([i]), TRAINING) for i in range(5)]
-    uploads = {i: c.train(server.download(i)) for i, c in enumerate(clients)}
-    deltas = torch.stack([up["delta"] for up, _ in uploads.values()])
-    uploads[3][0]["delta"].fill_(1e30)
-    before = server.state_dict()["g"]["x"]
-    server.aggregate(uploads)
-    deltas[3] = 1e30
-    torch.testing.assert_close(server.state_dict()["g"]["x"] - before, mean_of("multi_krum", deltas, 1))
 
 
 @pytest.mark.parametrize("name", [n for n, c in ALGORITHMS.items() if "defence" in c.unused])
@@ -377,15 +226,6 @@ def test_the_command_line_poisons_and_defends(tmp_path, capsys):
     assert main([*base, str(tmp_path / "new"), "--poison", "noise", "--bad", "99"]) == 2
     assert "adversary: expected ids of clients" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize("length", [0.0, 1e-30])
-def test_an_upload_of_next_to_nothing_is_trusted_by_nobody(length):
-    for seed in range(40):
-        rows = torch.randn(5, 38, generator=torch.Generator().manual_seed(seed))
-        rows[2] *= length
-        _, weight = defended("fltrust", rows, torch.full((1, 5), 0.2, dtype=torch.float64), 1, 0)
-        assert weight[0, 2] == 0 and bool(weight.isfinite().all()) and weight.sum() < 20
 
 
 def test_the_trusted_client_joins_beside_those_who_may_take_part(data):

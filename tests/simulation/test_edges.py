@@ -7,8 +7,6 @@ import torch
 import torch.nn as nn
 from doors import held_out, spread
 from methods import (
-    APFL,
-    L2C,
     MRMTL,
     SFL,
     ClusteredFL,
@@ -26,31 +24,17 @@ from methods import (
     Waffle,
     WeightErosion,
 )
+from parts.edges import F64, normal
 from small import images, make_setting, play, quadratics, tiny_model
 from torch import Tensor
 
 from pflcore import Federation, Local, Net, Simulation, Training, evaluate, step
 from pflcore.algorithms import ALGORITHMS, Cohort, FedAvg
-from pflcore.algorithms.hypcluster import centres
-from pflcore.algorithms.knnper import neighbours
-from pflcore.simulation.round import begin, buffers_of
-
-F64 = torch.float64
+from pflcore.simulation.round import begin
 
 
 def close(a, b, rtol=1e-9, atol=1e-12):
     torch.testing.assert_close(torch.as_tensor(a, dtype=F64), torch.as_tensor(b, dtype=F64), rtol=rtol, atol=atol)
-
-
-def normed():
-    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4)).double()
-
-
-def normal(sizes=(8, 20, 32, 12), engine="threads", **training):
-    """Clients and a model with batch norm, in float64."""
-    data = images(sizes)
-    data = Federation(data.x.double(), data.y, data.index, 4, data.relabel)
-    return make_setting(Net(normed, seed=1), data, Training(**{"lr": 0.1, "batch_size": 8, **training}), rounds=10, engine=engine)
 
 
 # batch norm's statistics ------------------------------------------------------------------------------------------------
@@ -72,21 +56,6 @@ class Watched:
         spy = Spy(**{k: v for k, v in vars(alg).items()})
         self.state, self.done = step(spy, begin(spy, s.net, s.data.n), s, torch.tensor(ids))
         self.trained = seen["b"]
-
-
-def test_each_method_has_its_policy_and_only_what_it_knows():
-    net = normal().net
-    served = {n for n, c in ALGORITHMS.items() if c.buffers[0] == "average"}
-    assert {"fedavg", "scaffold", "waffle", "weight_erosion", "clustered_fl", "finetune", "fedrod", "sfl", "per_fedavg"} <= served
-    assert {n for n, c in ALGORITHMS.items() if c.buffers[0] == "models"} == {"hypcluster", "ensemble"}
-    assert buffers_of(FedDWA(), net) == "local" and buffers_of(FedDWA(), net, "average") == "average"
-    for alg in (APFL(), Ditto(), LocalOnly(), PFedMe(), Mocha(), L2C()):
-        assert buffers_of(alg, net) == "local"
-        with pytest.raises(ValueError, match=r"^buffers: \w+ knows 'local' statistics, got 'average'\.$"):
-            buffers_of(alg, net, "average")
-        assert buffers_of(alg, Net(tiny_model()), "average")  # nothing to average
-    with pytest.raises(ValueError, match=r"^buffers: HypCluster knows 'models'"):
-        Simulation(HypCluster(), normed, images(), buffers="local")
 
 
 @pytest.mark.parametrize("alg", [FedAvg(), FedAvg(weighting="uniform"), Waffle(target=2), WeightErosion(target=2, p_d=0.3), QFedAvg(q=2.0)])
@@ -315,32 +284,6 @@ def test_shuffles_of_several_batches_a_step_do_not_depend_on_who_is_there(engine
         return local.each_batch({"w": s.net.w0.expand(len(ids), -1)}, update, steps=7, batches=2)["w"]
 
     torch.testing.assert_close(moved([0, 1, 2]), torch.cat([moved([i]) for i in range(3)]), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("k", [1, 3, 5])
-def test_ties_among_neighbours_do_not_depend_on_the_padding(k):
-    gen = torch.Generator().manual_seed(3)
-    store = torch.randint(0, 2, (40, 3), generator=gen).double()
-    queries = torch.randint(0, 2, (6, 3), generator=gen).double()
-    weight, near = neighbours(queries, store, 40, k)
-    d = ((queries[:, None] - store) ** 2).sum(2)
-    assert near.tolist() == d.sort(dim=1, stable=True).indices[:, :k].tolist()
-    for padded in (64, 200, 999):
-        wide = torch.cat([store, torch.zeros(padded - 40, 3, dtype=F64)])
-        again = neighbours(queries, wide, 40, k)
-        assert torch.equal(again[1], near) and torch.equal(again[0], weight)
-
-
-def test_no_centre_of_a_zero_started_model_is_zero_and_seeds_follow_the_run():
-    class Zero(nn.Linear):
-        def reset_parameters(self):
-            nn.init.zeros_(self.weight), nn.init.zeros_(self.bias)
-
-    rows = centres(Net(lambda: Zero(5, 3), seed=4), 3)
-    assert rows.any(1).all() and len(rows.unique(dim=0)) == 3
-    a, b = (Simulation(HypCluster(k=2), tiny_model(), images(), seed=seed).state.g["x"] for seed in (0, 1))
-    assert not torch.equal(a, b)
-    assert torch.equal(Simulation(HypCluster(k=2, seed=0), tiny_model(), images(), seed=1).state.g["x"], a)
 
 
 # step sizes, options that play no part ----------------------------------------------------------------------------------

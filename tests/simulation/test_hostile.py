@@ -15,13 +15,11 @@ from doors import held_out, synthetic_clusters
 from methods import Ditto, FedAdam
 from torch import nn
 
-from pflcore import ALGORITHMS, Net, Simulation, Training, cross_silo, metrics, tune
+from pflcore import ALGORITHMS, Net, Simulation, Training, metrics
 from pflcore.algorithms import FedAvg
 from pflcore.data import Federation, federation_of
-from pflcore.results.record import Record, group, read
+from pflcore.results.record import group, read
 from pflcore.results.table import table
-from pflcore.simulation.uploads import norms
-from pflcore.tuning import candidates
 
 
 @pytest.fixture(scope="module")
@@ -75,22 +73,6 @@ def test_a_loss_that_is_not_finite_spoils_the_mean_and_is_counted(data, engine):
     s.state.g["x"][:] = torch.nan
     seen = s.evaluate("test")
     assert seen["loss"].isinf().all() and (seen["accuracy"] == 0).all()
-
-
-def test_a_diverged_client_never_improves_a_table(tmp_path):
-    with Record(tmp_path / "r.jsonl") as record:
-        record.write({"header": {"algorithm": "fedavg", "n": 3, "rounds": 2, "seed": 0}})
-        record.write({"round": 1, "eval": {"loss": [1.0, 3.0, math.nan], "size": [5, 5, 0]}})
-        record.write({"round": 2, "eval": {"loss": [1.0, math.inf, math.nan], "size": [5, 5, 0]}})
-    (got,) = read(tmp_path / "r.jsonl")
-    assert got.curve() == ([1, 2], [2.0, math.inf])  # the client without samples is left out
-    row = next(line for line in table([got]).splitlines() if line.startswith("| fedavg"))
-    cells = [c.strip() for c in row.split("|")]
-    assert cells[2:7] == ["2.00000", "-", "-", "-", "-"] and cells[-2] == "1 client has no finite loss"
-    from pflcore.results import pictures
-
-    pytest.importorskip("matplotlib")
-    assert len(pictures.draw([got], tmp_path)) == 2
 
 
 def test_whole_numbers_are_no_labels_to_a_squared_error():
@@ -292,19 +274,6 @@ def test_a_class_in_the_place_of_an_instance(data):
     sentence(e)
 
 
-def test_tuning_takes_names_and_functions_and_refuses_what_changes_nothing(data):
-    p = cross_silo(data, {"train": 0.6, "val": 0.2, "test": 0.2})
-    tuned = tune(p, model, "fedavg", Training(batch_size=10), {"training.lr": [0.1, 1e-6]}, 2, workers=1)
-    assert tuned.best.candidate.training.lr == 0.1
-    with pytest.raises(TypeError, match=r"^protocol: .*cross_silo") as e:
-        tune(data, model, "fedavg", Training(), {}, 2)
-    sentence(e)
-    for key, word in (("server_lr", "plays no part in LocalOnly"), ("lr", "training.lr")):
-        with pytest.raises(ValueError, match=word) as e:
-            candidates(ALGORITHMS["local"](), Training(), {key: [0.1, 0.2]})
-        sentence(e)
-
-
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_options_that_play_no_part_change_nothing_and_the_others_do(name):
     if name == "factorized_waffle":
@@ -365,12 +334,6 @@ def test_a_download_folder_is_no_federation(tmp_path):
     with pytest.raises(ValueError, match=r"holiday\.jpg") as e:
         federation_of(f"folder:{tmp_path}")
     sentence(e)
-
-
-def test_an_uploaded_model_is_measured_from_its_own_clients_last_one():
-    held = torch.tensor([[0.0, 0.0], [9.0, 9.0], [3.0, 4.0], [50.0, 0.0]])
-    up = {"w": torch.tensor([[0.0, 2.0], [3.0, 5.0], [50.0, 7.0]])}
-    assert norms(up, {"w": held}, torch.tensor([0, 2, 3]), 4).tolist() == [2.0, 1.0, 7.0]
 
 
 def test_an_infinite_loss_is_no_very_large_number():

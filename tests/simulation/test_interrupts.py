@@ -12,7 +12,6 @@ from torch import nn
 from pflcore import Simulation, Training
 from pflcore.results import record
 from pflcore.simulation.checkpoint import Checkpoint
-from pflcore.simulation.interrupts import unbroken
 
 ROUNDS = 5
 
@@ -114,23 +113,6 @@ def test_a_record_says_what_its_stop_says(tmp_path, monkeypatch, when):
         file.run(simulation.header(), simulation.run)
     (run,) = record.read(path)
     assert [r["round"] for r in run.rounds] == [1, 2, 3] and run.stopped == f"Interrupted after round 3 of {ROUNDS}."
-
-
-def test_signals_of_a_program_that_answers_them_itself_reach_it():
-    came: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
-    try:
-        with unbroken():
-            signal.raise_signal(signal.SIGTERM)
-            assert not came
-        assert came == [signal.SIGTERM]
-        with unbroken():
-            signal.raise_signal(signal.SIGTERM)
-            signal.raise_signal(signal.SIGTERM)
-            assert came == [signal.SIGTERM] * 2, "the second does not wait"
-        assert came == [signal.SIGTERM] * 2
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def test_another_thread_gets_no_signals_and_may_run():

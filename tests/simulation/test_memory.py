@@ -6,46 +6,14 @@ import pytest
 import torch
 from doors import held_out
 from methods import FedDWA, Mocha
+from parts.memory import CUDA, KINDS, fails
 from small import images, tiny_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pflcore import Simulation, Training, cli, evaluate, ops, step
+from pflcore import Simulation, Training, cli, evaluate, step
 from pflcore.algorithms import ALGORITHMS, FedAvg
-from pflcore.local import memory
 from pflcore.results.record import read
-
-CUDA = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB of which 12.00 MiB is free."
-KINDS = {
-    "on a GPU": (torch.OutOfMemoryError(CUDA), "20.00 MiB"),
-    "of cuBLAS": (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), ""),
-    "of a kernel": (RuntimeError("CUDA error: out of memory"), ""),
-    "on a CPU": (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 3072 bytes."), "3.0 KiB"),
-    "of Python": (MemoryError(), ""),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_is_recognised(kind):
-    error, asked = KINDS[kind]
-    assert memory.ran_out(error) and memory.request_of(error) == asked
-
-
-def test_other_errors_are_not_it():
-    assert not any(map(memory.ran_out, (RuntimeError("expected 3 rows"), ValueError("out of memory of a text"), KeyboardInterrupt())))
-
-
-def fails(function, at, error):
-    """`function`, failing at its `at`-th call (from 1), once."""
-    calls = []
-
-    def call(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == at:
-            raise error
-        return function(*args, **kwargs)
-
-    return call
 
 
 def normed():
@@ -93,18 +61,6 @@ def test_other_errors_come_through(monkeypatch):
     monkeypatch.setattr(FedAvg, "server", fails(FedAvg.server, 1, RuntimeError("a bug")))
     with pytest.raises(RuntimeError, match=r"^a bug$"):
         simulation("fedavg").run()
-
-
-def test_what_the_card_has_is_said(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 << 30, 80 << 30))
-    said = memory.sentence("in round 7", 5 << 30, "20.00 MiB", "cuda:1")
-    assert said == (
-        "Out of memory in round 7, when 20.00 MiB more were asked for: the run needs about 5.0 GiB beside data and activations, and "
-        "cuda:1 has 80.0 GiB, of which 3.0 GiB are free; let fewer clients take part in a round (participation), make the batches "
-        "(batch_size) or the model smaller, or use device='cpu'."
-    )
-    monkeypatch.setattr(torch.cuda, "mem_get_info", fails(None, 1, RuntimeError("no driver")))
-    assert "activations; let" in memory.sentence("in round 7", 5 << 30, "", "cuda:1")
 
 
 def test_a_federation_that_does_not_fit_is_said_before_the_first_round(monkeypatch):
@@ -184,17 +140,3 @@ def test_on_the_command_line(tmp_path, monkeypatch, capsys):
     assert cli.main(["run", "fedavg", *common, "--out", "p"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("pflcore: Out of memory before the first round") and err.count("\n") == 1 and not (tmp_path / "p").exists()
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: ops.pairwise_sqdist(torch.zeros(1, 1).expand(1 << 24, 1)),
-        lambda: ops.aggregate(torch.zeros(1, 1), torch.zeros(1, 1).expand(1 << 46, 1)),
-        lambda: ops.aggregate(torch.zeros(16, 1).expand(16, 1 << 50), torch.ones(1, 16)),
-    ],
-)
-def test_an_op_that_runs_out_of_memory_says_so(call):
-    with pytest.raises(RuntimeError) as e:
-        call()
-    assert memory.ran_out(e.value) and "API call failed" not in str(e.value)

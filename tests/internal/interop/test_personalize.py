@@ -1,0 +1,51 @@
+"""One call is one step of the algorithm's server; Krum and clusters by their definitions."""
+
+import numpy as np
+import pytest
+import torch
+from parts.personalize import N, rows
+from torch import nn
+
+from pflcore import Net, personalize
+from pflcore.algorithms import ALGORITHMS, Cohort
+from pflcore.local.random import generator_of
+
+
+def one_round(name, first, last, more, **options):
+    """What the server of a simulation sends after everybody's upload, of one round or of two."""
+    alg, net = ALGORITHMS[name](**options), Net(nn.Linear(4, 3).double())
+    g = {k: v.clone() for k, v in alg.init(net, N)[0].items()}
+    share = torch.full((N,), 1 / N, dtype=torch.float64)
+    for r, w in enumerate([last] if first is None else [first, last], 1):
+        cohort = Cohort(torch.arange(N), share, torch.ones(N, dtype=torch.long), N, r, 2)
+        g = alg.server(g, {"w": w, **more}, cohort)
+    return alg.send(g, cohort, generator_of(0))
+
+
+@pytest.mark.parametrize("options", [{"sigma": 3.0, "alpha": 0.5}, {"alpha": 5.0}, {"alpha": 5.0, "self_weight": "literal"}])
+@pytest.mark.filterwarnings("ignore:FedAMP")
+def test_fedamp_is_its_servers_step(options):
+    torch.testing.assert_close(
+        personalize(rows(), "fedamp", **options), one_round("fedamp", None, rows(), {}, **options)["u"], rtol=0, atol=0
+    )
+
+
+def test_heurfedamp_is_its_servers_step():
+    assert torch.equal(personalize(rows(), "heurfedamp", sigma=2.0), one_round("heurfedamp", None, rows(), {}, sigma=2.0)["u"])
+
+
+def test_sfl_is_its_servers_step(tmp_path):
+    graph = str(tmp_path / "graph.npy")
+    np.save(graph, np.random.default_rng(0).random((N, N)))
+    for options in ({"k": 2, "layers": 2, "s": 0.7}, {"adjacency": graph}):
+        assert torch.equal(personalize(rows(), "sfl", **options), one_round("sfl", None, rows(), {}, **options)["u"])
+    with pytest.raises(ValueError, match="oracle_labels"):
+        personalize(rows(), "sfl", adjacency="oracle_labels")
+
+
+@pytest.mark.parametrize("name", ["feddwa", "feddwa_qp"])
+def test_feddwa_is_its_servers_step(name):
+    guide = rows() + 0.1 * rows(1)
+    assert torch.equal(personalize(rows(), name, guidance=guide, k=3), one_round(name, None, rows(), {"g": guide}, k=3)["x"])
+    last = {"k": 3, "guidance": "previous"}
+    assert torch.equal(personalize(rows(), name, previous=rows(1), k=3), one_round(name, rows(1), rows(), {}, **last)["x"])

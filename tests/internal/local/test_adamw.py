@@ -1,0 +1,13 @@
+"""AdamW's moments over the rounds: fresh, or kept by each client; who refuses it, and what a record says."""
+
+from parts.adamw import ADAMW, build, federation
+
+from pflcore import Net, Training
+from pflcore.local import prepared
+
+
+def test_the_record_says_who_takes_the_steps():
+    net, data = Net(build), federation()
+    for training, said in ((Training(), False), (Training(**ADAMW), True)):
+        path = prepared(net, data, training)[1]
+        assert path.form == "chain" and ("AdamW" in path.why) is said

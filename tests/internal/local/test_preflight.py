@@ -1,0 +1,14 @@
+"""What cannot be trained is refused in one sentence before anything is written."""
+
+import pytest
+import torch.nn as nn
+from parts.preflight import federation
+
+from pflcore import Simulation
+from pflcore.local import memory
+
+
+def test_a_run_that_cannot_fit_is_refused_with_the_number(monkeypatch):
+    monkeypatch.setattr(memory, "capacity", lambda device: 1000)
+    with pytest.raises(MemoryError, match=r"^memory: the run needs about [\d.]+ KiB beside data and activations, and cpu has 1000 B; let"):
+        Simulation("local", nn.Linear(6, 4), federation())

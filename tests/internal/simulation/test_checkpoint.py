@@ -1,0 +1,194 @@
+"""Checkpoints: a run that went on is the run that was never broken; whatever happens to a file is one sentence and costs nothing whole."""
+
+import json
+import multiprocessing
+import random
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+from parts.checkpoint import DATA, OPTIONS, TRAINING, saved
+from torch import nn
+
+from pflcore import Simulation, cli
+from pflcore.results import pictures
+from pflcore.results.record import Record, read
+from pflcore.simulation import checkpoint
+from pflcore.simulation.personal import own_way
+
+
+# damaged files ----------------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("whole"), name="waffle")
+
+
+# the command line -------------------------------------------------------------------------------------------------------------
+SMALL = ["--data", "synthetic_linear", "--n", "5", "--lr", "0.01", "--quiet"]
+COMPARE = ["compare", "--algorithms", "fedavg", "ditto", *SMALL, "--participation", "0.5", "--rounds", "15"]
+
+
+@pytest.fixture
+def no_pictures(monkeypatch):
+    pytest.importorskip("tyro")
+    monkeypatch.setattr(pictures, "draw", lambda *_: [])
+
+
+def lines_of(folder):
+    lines = [json.loads(line) for line in (folder / "record.jsonl").read_bytes().splitlines()]
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in lines]
+
+
+@pytest.fixture
+def forks():
+    """Processes that start in milliseconds, because theirs is a parent that has imported everything and computed nothing."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        pytest.skip("no fork here")
+    context = multiprocessing.get_context("forkserver")
+    ours = ["pflcore.cli", "pflcore.reproduce.experiment", "pflcore.results.table"]
+    context.set_forkserver_preload(["pytest", "tyro", "tqdm", "matplotlib.pyplot", *ours])
+    yield context
+
+
+def test_a_run_killed_twenty_times_is_the_run_that_was_not(tmp_path, no_pictures, forks, capfd):
+    assert cli.main([*COMPARE, "--out", str(tmp_path / "whole")]) == 0
+    want = lines_of(tmp_path / "whole")
+    rng, kills, folders = random.Random(0), 0, 0
+    seen = set()
+    while kills < 20:
+        folders += 1
+        folder = tmp_path / f"broken-{folders}"
+        record = folder / "record.jsonl"
+        while True:
+            every = str(rng.choice((1, 2, 5)))
+            child = forks.Process(target=cli.main, args=([*COMPARE, "--out", str(folder), "--resume", "--checkpoint-every", every],))
+            child.start()
+            more = rng.randrange(1, 8)
+            start = record.read_bytes().count(b"\n") if record.exists() else 0
+            while child.is_alive() and (record.read_bytes().count(b"\n") if record.exists() else 0) < start + more:
+                time.sleep(0.002)
+            time.sleep(rng.random() * 0.01)
+            child.kill()
+            child.join()
+            if child.exitcode == 0:
+                break
+            assert child.exitcode == -signal.SIGKILL, capfd.readouterr().err
+            kills += 1
+            seen.add(record.read_bytes().count(b"\n") if record.exists() else 0)
+        assert lines_of(folder) == want
+        assert not list(folder.glob("*.safetensors")) and folders < 20
+    assert len(seen) > 5, "the kills came at the same places"
+
+
+def test_resume_begins_where_there_is_nothing_and_is_done_where_all_is(tmp_path, no_pictures, capsys):
+    argv = ["run", "fedavg", *SMALL, "--rounds", "3", "--out", str(tmp_path), "--resume"]
+    assert cli.main(argv) == 0
+    before = (tmp_path / "record.jsonl").read_bytes()
+    assert cli.main(argv) == 0 and (tmp_path / "record.jsonl").read_bytes() == before
+    for more, word in (
+        (["--seed", "1"], "runs is"),
+        (["--participation", "0.5"], "participation is 1.0 there and 0.5 here"),
+        (["--overwrite"], "no --overwrite"),
+        (["--checkpoint-every", "-1"], "checkpoint_every"),
+    ):
+        capsys.readouterr()
+        assert cli.main([*argv, *more]) == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1 and word in err, err
+        assert (tmp_path / "record.jsonl").read_bytes() == before
+    (tmp_path / "checkpoint.json").unlink()
+    assert cli.main(argv) == 2 and "without a checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", ["checkpoint", "record"])
+def test_a_damaged_folder_is_left_as_it_is(damage, tmp_path, no_pictures, capsys, monkeypatch):
+    argv = ["run", "fedavg", *SMALL, "--rounds", "9", "--out", str(tmp_path), "--resume", "--checkpoint-every", "2"]
+    interrupt(monkeypatch, 5)
+    assert cli.main(argv) == 130
+    (path,) = tmp_path.glob("checkpoint-*") if damage == "checkpoint" else [tmp_path / "record.jsonl"]
+    path.write_bytes(path.read_bytes().replace(b"0", b"1"))
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    monkeypatch.undo()
+    monkeypatch.setattr(pictures, "draw", lambda *_: [])
+    capsys.readouterr()
+    assert cli.main(argv) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and ("damaged" if damage == "checkpoint" else "not the record") in err, err
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+def interrupt(monkeypatch, round):
+    """Ctrl-C when the record gets the line of this round."""
+    write = Record.write
+
+    def break_off(self, line):
+        if line.get("round") == round:
+            raise KeyboardInterrupt
+        write(self, line)
+
+    monkeypatch.setattr(Record, "write", break_off)
+
+
+def test_ctrl_c_and_a_run_for_each_client_go_on(tmp_path, no_pictures, monkeypatch):
+    argv = ["run", "waffle", *SMALL, "--target", "all", "--rounds", "4", "--checkpoint-every", "1", "--resume"]
+    assert cli.main([*argv, "--out", str(tmp_path / "whole")]) == 0
+    from pflcore import step as real
+
+    calls = iter(range(10**6))
+
+    def step(*a, **k):
+        if next(calls) == 10:
+            raise KeyboardInterrupt
+        return real(*a, **k)
+
+    monkeypatch.setattr("pflcore.simulation.loop.step", step)
+    assert cli.main([*argv, "--out", str(tmp_path / "broken")]) == 130
+    assert cli.main([*argv, "--out", str(tmp_path / "broken")]) == 0
+    assert next(calls) == 11 + 4 * 5 - 10, "what had been played was played again"
+    assert lines_of(tmp_path / "broken") == lines_of(tmp_path / "whole")
+    assert not (tmp_path / "broken" / "checkpoint-targets").exists()
+
+
+def test_a_second_command_in_the_folder_is_refused(tmp_path, no_pictures, capsys):
+    argv = ["run", "fedavg", *SMALL, "--rounds", "2", "--out", str(tmp_path)]
+    with checkpoint.lock(tmp_path):
+        for more in ([], ["--overwrite"], ["--resume"]):
+            assert cli.main([*argv, *more]) == 2
+            assert "another run is writing into" in capsys.readouterr().err
+    assert cli.main(argv) == 0 and len(read(tmp_path)[0].rounds) == 2
+
+
+# models -----------------------------------------------------------------------------------------------------------------------
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["fedavg", "feddwa", "finetune", "hypcluster", "apfl", "fedrod", "knnper", "factorized_waffle"])
+def test_exported_models_predict_what_the_history_does(name, tmp_path):
+    from safetensors.torch import load_file
+
+    def model():
+        return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4))
+
+    history = Simulation(name, model, DATA, TRAINING, **OPTIONS).run()
+    history.export(tmp_path / "models")
+    manifest = json.loads((tmp_path / "models" / "manifest.json").read_text())
+    assert manifest["method"] == name and manifest["predict"] and [c["client"] for c in manifest["clients"]] == [0, 1, 2, 3, 4]
+    for entry in manifest["clients"]:
+        tensors = load_file(tmp_path / "models" / entry["file"])
+        assert {k: list(v.shape) for k, v in tensors.items()} == entry["tensors"]
+        x, kept = DATA.client(entry["client"], "test")[0], history.model(entry["client"])
+        want = kept(x).detach()
+        if not own_way(kept.algorithm):
+            one = model()
+            one.load_state_dict(tensors)
+            assert torch.allclose(one.eval()(x).detach(), want, atol=1e-6)
+            continue
+        statistics = torch.cat([tensors.pop(f"statistics.{n}").flatten() for n in kept.net.buffer_names])
+        view: dict[str, Any] = {}
+        for k, v in ((k, tensors[k]) for k in entry["tensors"] if k in tensors):
+            key, _, parameter = k.partition(".")
+            view.setdefault(key, []).append(v.flatten() if parameter else v)
+        view = {k: torch.cat(v) if len(v) > 1 or v[0].dim() == 1 else v[0] for k, v in view.items()}
+        again = type(kept)(kept.algorithm, kept.net, view, statistics, kept.classes)
+        assert torch.equal(again(x).detach(), want)
+        assert manifest["returns"] == kept.returns and manifest["predict"] == type(kept.algorithm).predict.__doc__.replace("        ", "")

@@ -1,0 +1,22 @@
+"""Ctrl-C at any time: what was played has its record everywhere, and the run goes on from there."""
+
+import signal
+
+from pflcore.simulation.interrupts import unbroken
+
+
+def test_signals_of_a_program_that_answers_them_itself_reach_it():
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    try:
+        with unbroken():
+            signal.raise_signal(signal.SIGTERM)
+            assert not came
+        assert came == [signal.SIGTERM]
+        with unbroken():
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+            assert came == [signal.SIGTERM] * 2, "the second does not wait"
+        assert came == [signal.SIGTERM] * 2
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,23 @@
+"""What the tests of attacks share."""
+
+import torch
+from torch import nn
+
+from pflcore import Simulation, Training
+
+TRAINING = Training(lr=0.1, batch_size=10)
+N, BAD = 10, (8, 9)
+
+
+def run(data, algorithm="fedavg", **options):
+    options = {"rounds": 10, "eval_every": 10, "workers": 1} | options
+    return Simulation(algorithm, options.pop("model", lambda: nn.Linear(8, 4)), data, TRAINING, **options)
+
+
+def defence(name, f=2):
+    return {"defence": name, "hostile": f, **({"root": 0} if name == "fltrust" else {})}
+
+
+def updates(s=9, p=7, dtype=torch.float64):
+    gen = torch.Generator().manual_seed(3)
+    return torch.randn(p, generator=gen, dtype=dtype) + 0.3 * torch.randn(s, p, generator=gen, dtype=dtype)

@@ -1,0 +1,13 @@
+"""What the tests of commands share."""
+
+import sys
+
+DIGITS = ["--data", "digits", "--n", "4", "--model", "linear", "--rounds", "3"]
+
+
+def block(monkeypatch, *packages):
+    """Makes `import package` fail as if it were not installed."""
+    for package in packages:
+        for name in [m for m in sys.modules if m.split(".")[0] == package]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setitem(sys.modules, package, None)

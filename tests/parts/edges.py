@@ -1,0 +1,20 @@
+"""What the tests of edges share."""
+
+import torch
+import torch.nn as nn
+from small import images, make_setting
+
+from pflcore import Federation, Net, Training
+
+F64 = torch.float64
+
+
+def normed():
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4)).double()
+
+
+def normal(sizes=(8, 20, 32, 12), engine="threads", **training):
+    """Clients and a model with batch norm, in float64."""
+    data = images(sizes)
+    data = Federation(data.x.double(), data.y, data.index, 4, data.relabel)
+    return make_setting(Net(normed, seed=1), data, Training(**{"lr": 0.1, "batch_size": 8, **training}), rounds=10, engine=engine)

@@ -1,0 +1,25 @@
+"""What the tests of memory share."""
+
+import torch
+
+CUDA = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB of which 12.00 MiB is free."
+KINDS = {
+    "on a GPU": (torch.OutOfMemoryError(CUDA), "20.00 MiB"),
+    "of cuBLAS": (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), ""),
+    "of a kernel": (RuntimeError("CUDA error: out of memory"), ""),
+    "on a CPU": (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 3072 bytes."), "3.0 KiB"),
+    "of Python": (MemoryError(), ""),
+}
+
+
+def fails(function, at, error):
+    """`function`, failing at its `at`-th call (from 1), once."""
+    calls = []
+
+    def call(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == at:
+            raise error
+        return function(*args, **kwargs)
+
+    return call

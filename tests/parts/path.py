@@ -1,0 +1,52 @@
+"""What the tests of path share."""
+
+import copy
+
+import torch
+import torch.nn as nn
+
+from pflcore import Federation, Simulation, Training
+
+
+def federation(shape=(6,), y=None, tokens=False):
+    gen = torch.Generator().manual_seed(0)
+    clients = []
+    for n in (9, 14, 7):
+        x = torch.randint(0, 5, (n, *shape), generator=gen) if tokens else torch.randn(n, *shape, generator=gen)
+        target = torch.randint(0, 4, (n,), generator=gen) if y is None else y(gen, n)
+        clients.append({"train": (x, target), "test": (x[:4] + 0, target[:4])})
+    return Federation.from_arrays(clients)
+
+
+class Own(nn.Module):
+    """A layer and a function of (itself, x)."""
+
+    def __init__(self, f, layer=None):
+        super().__init__()
+        self.layer, self.f, self.relu = layer or nn.Linear(6, 4), f, nn.ReLU()
+
+    def forward(self, x):
+        return self.f(self, x)
+
+
+def hooked(m, how="register_forward_hook", hook=lambda m, x, y: 2 * y):
+    getattr(m, how)(hook)
+    return m
+
+
+def same_as_by_hand(build, data, engine="auto"):
+    """One FedAvg round of one step of each client against the module trained by hand."""
+    torch.manual_seed(1)
+    model = build()
+    run = Simulation("fedavg", model, data, Training(lr=0.1, batch_size=20), rounds=1, workers=1, engine=engine)
+    want, size = torch.zeros(run.setting.net.size), data.size().double()
+    for i in range(data.n):
+        mine = copy.deepcopy(model).train()
+        optimizer = torch.optim.SGD(mine.parameters(), 0.1)
+        x, y = data.client(i)
+        run.setting.net.criterion(mine(x), y).backward()
+        optimizer.step()
+        want += run.setting.net.row(mine) * float(size[i] / size.sum())
+    run.run()
+    torch.testing.assert_close(run.state.g["x"], want, rtol=1e-4, atol=1e-6)
+    return run

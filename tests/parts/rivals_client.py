@@ -1,0 +1,47 @@
+"""What the tests of rivals client share."""
+
+from types import SimpleNamespace
+
+import torch
+from places import golden
+
+from pflcore.algorithms import Cohort, Pool
+
+GOLDEN = golden("feddwa_family")
+
+
+def t(values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def close(got, want, rtol=1e-8, atol=1e-10):
+    torch.testing.assert_close(torch.as_tensor(got, dtype=torch.float64), torch.as_tensor(want, dtype=torch.float64), rtol=rtol, atol=atol)
+
+
+def cohort(ids, n, round=1):
+    share = torch.full((len(ids),), 1 / len(ids), dtype=torch.float64)
+    return Cohort(torch.tensor(ids), share, torch.ones(len(ids), dtype=torch.long), n, round, 100)
+
+
+# FedFomo --------------------------------------------------------------------------------------------------------------
+
+
+class Losses:
+    """A cohort of one whose validation loss is told for each model; training changes nothing."""
+
+    def __init__(self, losses, n):
+        self.losses, self.setting = losses, SimpleNamespace(data=SimpleNamespace(n=n))
+
+    def loss(self, rows, split):
+        assert split == "val"
+        return t([self.losses[tuple(row.tolist())] for row in rows])
+
+    def fit(self, start):
+        return SimpleNamespace(w=start)
+
+
+def fomo(alg, previous, candidates, before, after):
+    rows = t(candidates)
+    local = Losses({tuple(map(float, c)): l for c, l in zip([previous, *candidates], [before, *after], strict=True)}, len(candidates))
+    index = torch.arange(len(candidates) - 1)[None]
+    return alg.client({"w": Pool(rows, index)}, {"w": rows[-1:], "old": t([previous])}, local)

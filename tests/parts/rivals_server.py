@@ -1,0 +1,35 @@
+"""What the tests of rivals server share."""
+
+import torch
+from places import golden
+
+from pflcore import ops
+from pflcore.algorithms import Cohort
+
+GOLDEN = golden("feddwa_family")
+
+
+def t(values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def close(got, want, rtol=1e-8, atol=1e-10):
+    torch.testing.assert_close(torch.as_tensor(got, dtype=torch.float64), torch.as_tensor(want, dtype=torch.float64), rtol=rtol, atol=atol)
+
+
+def cohort(ids, n, round=1):
+    share = torch.full((len(ids),), 1 / len(ids), dtype=torch.float64)
+    return Cohort(torch.tensor(ids), share, torch.ones(len(ids), dtype=torch.long), n, round, 100)
+
+
+def everybody(n):
+    return torch.ones(n, dtype=torch.bool)
+
+
+def mixing(alg, w):
+    return alg.mixing(ops.pairwise_sqdist(w), (w.double() ** 2).sum(1), everybody(len(w)))
+
+
+def tree(x, cluster):
+    """Clustered FL's state of clusters that have not split."""
+    return {"x": x, "way": torch.zeros_like(x), "child": torch.full((len(x),), -1), "cluster": cluster}
