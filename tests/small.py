@@ -2,12 +2,13 @@
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn as nn
 from torch import Tensor
 
 from pflcore import Federation, Net, Simulation, step
-from pflcore.algorithms import FedAvg, State
+from pflcore.algorithms import ALGORITHMS, FedAvg, State
 from pflcore.simulation.round import begin
 
 Tensors = dict[str, Tensor]
@@ -79,6 +80,15 @@ def play(alg, s, rounds=None, ids=None):
         state, done = step(alg, state, s, cohort)
         found.append((copied(state), done))
     return found
+
+
+# no state, server's and clients' state, two models, two streams, a target, parameters of its own
+SIX = ("fedavg", "scaffold", "ditto", "apfl", "waffle", "factorized_waffle")
+
+
+def swept(names=ALGORITHMS, quick=SIX):
+    """The algorithms' names as parameters: six in the quick suite, all in the deep one."""
+    return [n if n in quick else pytest.param(n, marks=pytest.mark.deep("all algorithms")) for n in sorted(names)]
 
 
 def copied(state):

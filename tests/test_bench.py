@@ -86,7 +86,7 @@ def test_command_line_writes_json_and_markdown(tmp_path, capsys):
 
 
 def test_limits_of_this_machine():
-    pytest.importorskip("pflcore._C", reason="the module of this machine's limits was not built")
+    pytest.importorskip("pflcore._C")
     limits = table.measure_limits(1, 1 << 20)
     assert limits.keys() == LIMITS.keys()
     assert all(v > 0 for v in limits.values())
@@ -95,6 +95,7 @@ def test_limits_of_this_machine():
 SMALL = {"n": 6, "cohort": 3, "samples": 60, "tests": 13, "batch": 4, "rounds": 2, "data": "made up"}
 
 
+@pytest.mark.deep("workloads of published times")
 @pytest.mark.parametrize("name", sorted(workload.WORKLOADS))
 @pytest.mark.parametrize("evaluate", [False, True])
 def test_workloads_of_published_times(name, evaluate):
@@ -151,6 +152,7 @@ def _loaded(runs, start):
     return model
 
 
+@pytest.mark.deep("another process")
 def test_command_line_plays_workloads(tmp_path, capsys, monkeypatch):
     pytest.importorskip("tyro")
     small = {k: replace(w, **SMALL) for k, w in workload.WORKLOADS.items() if k != "blazefl-cnn"}  # type: ignore[arg-type]

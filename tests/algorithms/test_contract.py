@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from small import swept
 
 from pflcore import Training
 from pflcore.algorithms import ALGORITHMS
@@ -15,14 +16,10 @@ OPTIONS: dict[str, dict[str, Any]] = {  # where the defaults do not fit a federa
     "knnper": {"k": 3},
     "fedala": {"sample": 1.0},  # else it draws, and nothing is asked of its clients' numbers
 }
-# no state, server's and clients' state, two models, two streams, a target, parameters of its own
-SIX = {"fedavg", "scaffold", "ditto", "apfl", "waffle", "factorized_waffle"}
 WEIGHTS = {"waffle", "weight_erosion"}  # with mixing weights in the record
 MODELS_SENT = {"fedavg": (1, 1), "fedprox": (1, 1), "scaffold": (2, 2), "waffle": (2, 2), "apfl": (1, 1), "local": (0, 0)}  # down, up
 
-every = pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in SIX else pytest.mark.deep("all algorithms")) for n in sorted(ALGORITHMS)]
-)
+every = pytest.mark.parametrize("name", swept())
 
 
 def algorithm(name):

@@ -76,6 +76,7 @@ def test_a_table_of_somebody_elses_stays(tmp_path, capsys):
     assert cli.main(["report", "o"]) == 2 and (folder / "table.md").read_text() == "my notes"
 
 
+@pytest.mark.deep("another process")
 @pytest.mark.skipif(os.name == "nt", reason="no pipes of that kind")
 @pytest.mark.parametrize("ear", ["gone", "ascii"])
 def test_whoever_reads_along_the_files_are_whole(ear, tmp_path):

@@ -170,6 +170,7 @@ def test_a_failure_in_the_middle_keeps_the_record(capsys, monkeypatch):
     assert len(run.rounds) == 2 and "on fire" in run.stopped
 
 
+@pytest.mark.deep("another process")
 def test_ctrl_c_leaves_a_readable_record(tmp_path):
     argv = [sys.executable, "-m", "pflcore", "run", "fedavg", "--data", "synthetic_clusters", "--rounds", "1000000", "--out", "o"]
     root = os.path.dirname(os.path.dirname(pflcore.__file__))

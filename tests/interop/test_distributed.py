@@ -15,7 +15,10 @@ import pflcore
 from pflcore.interop import distributed
 
 dist = pytest.importorskip("torch.distributed")
-pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="this torch has no Gloo")
+pytestmark = [
+    pytest.mark.deep("several processes"),
+    pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="this torch has no Gloo"),
+]
 
 COUNTS, WIDTHS, DTYPES = (3, 0, 4), (1, 1900, 102), (torch.float32, torch.float64, torch.bfloat16)  # as in rank.py
 N, P, WORLD = sum(COUNTS), sum(WIDTHS), 3
@@ -56,6 +59,7 @@ def same(ranks, key):
     return first
 
 
+@pytest.mark.deep("several processes")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_become_columns_and_come_back(ranks, dtype):
     x = matrix(dtype)
@@ -153,6 +157,7 @@ def test_without_a_group():
         distributed.pairwise_sqdist(matrix())
 
 
+@pytest.mark.deep("another process")
 def test_the_example_under_torchrun(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(ROOT / "examples" / "sharded.py")]
     run = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=400)

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-pytest.importorskip("flwr", reason="these need Flower; pip install 'pflcore[flower]'")
-pytest.importorskip("ray", reason="these need Flower's simulation; pip install 'pflcore[flower]'")
+pytest.importorskip("flwr")
+pytest.importorskip("ray")
 
 import tomllib
 import torch
@@ -67,6 +67,7 @@ def app(monkeypatch):
     return importlib.import_module("pfl_app.apps")
 
 
+@pytest.mark.deep("another process")
 def test_the_app_gives_the_models_of_a_simulation(app, tmp_path):
     quiet = {
         "FLWR_TELEMETRY_ENABLED": "0",

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("flwr", reason="these need Flower; pip install 'pflcore[flower]'")
+pytest.importorskip("flwr")
 
 import torch
 from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict

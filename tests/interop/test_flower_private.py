@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("flwr", reason="these need Flower; pip install 'pflcore[flower]'")
+pytest.importorskip("flwr")
 
 import torch
 from nodes import Nodes

@@ -44,9 +44,9 @@ def test_the_table_counts_the_lines_that_call_pflcore():
 
 def test_appfl():
     """Its own scheduler hands each client what `aggregate` made for it."""
-    base = pytest.importorskip("appfl.algorithm.aggregator.base_aggregator", reason="needs appfl")
-    scheduler = pytest.importorskip("appfl.algorithm.scheduler.sync_scheduler", reason="needs appfl's scheduler and omegaconf")
-    omegaconf = pytest.importorskip("omegaconf", reason="appfl's configurations are its")
+    base = pytest.importorskip("appfl.algorithm.aggregator.base_aggregator")
+    scheduler = pytest.importorskip("appfl.algorithm.scheduler.sync_scheduler")
+    omegaconf = pytest.importorskip("omegaconf")
     aggregator = personal("APPFL", BaseAggregator=base.BaseAggregator)()
     server = scheduler.SyncScheduler(omegaconf.OmegaConf.create({"num_clients": 3}), aggregator, None)
     sent = {f"site-{i}": dict(m.state_dict()) for i, m in enumerate(models())}
@@ -60,8 +60,8 @@ def test_appfl():
 
 def test_fluke():
     """Models travel by its own channel; who was absent gets the server's model, later its own last one."""
-    server = pytest.importorskip("fluke.server", reason="needs fluke-fl")
-    comm = pytest.importorskip("fluke.comm", reason="needs fluke-fl")
+    server = pytest.importorskip("fluke.server")
+    comm = pytest.importorskip("fluke.comm")
     clients, start = [SimpleNamespace(index=i, n_examples=4) for i in range(3)], nn.Linear(3, 2)
     one = personal("fluke", Server=server.Server, Message=comm.Message)(start, None, clients)
     sent = models()
@@ -107,7 +107,7 @@ if __name__ == "__main__":
 
 def test_nvflare(tmp_path):
     """Three simulated sites, three rounds: each site got its own model back."""
-    pytest.importorskip("nvflare.recipe.sim_env", reason="needs nvflare")
+    pytest.importorskip("nvflare.recipe.sim_env")
     out = tmp_path / "models.pt"
     (tmp_path / "personal_job.py").write_text(JOB.format(snippet=SNIPPETS["NVFlare"], out=str(out), root=str(tmp_path / "work")))
     path = f"{tmp_path}:{ROOT}"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import tiny_model
+from small import swept, tiny_model
 from torch import nn
 
 from pflcore import Client, Server, Simulation, Training
@@ -46,7 +46,7 @@ def apart(alg, make=model, **options):
 
 
 @pytest.mark.parametrize("participation", [1.0, 0.5])
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+@pytest.mark.parametrize("name", swept())
 def test_server_and_clients_are_the_simulation(name, participation):
     alg = algorithm(name)
     whole = Simulation(alg, model, DATA, TRAINING, ROUNDS, participation, eval_every=0, **SETTING)
@@ -204,7 +204,7 @@ def test_a_void_round_changes_nothing_and_is_counted():
     assert done.void and server.round == 2 and all(torch.equal(v, g[k]) for k, v in server.state_dict()["g"].items())
 
 
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+@pytest.mark.parametrize("name", swept())
 def test_clients_come_by_any_name_beyond_the_number_that_was_expected(name):
     alg = algorithm(name)
     server = Server(alg, model, 2, rounds=ROUNDS, seed=SEED)

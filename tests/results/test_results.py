@@ -47,6 +47,7 @@ def test_a_file_cut_off_anywhere_is_readable(tmp_path):
     assert [len(r.rounds) for r in read(path)] == [1, 3]
 
 
+@pytest.mark.deep("another process")
 def test_a_killed_writer_leaves_every_line_it_wrote(tmp_path):
     code = """
         import os, sys

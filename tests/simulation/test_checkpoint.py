@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from parts.checkpoint import DATA, OPTIONS, TRAINING, broken_off, make, saved
-from small import images, tiny_model
+from small import SIX, images, swept, tiny_model
 from torch import nn
 
 from examples import examples
@@ -50,7 +50,7 @@ def tensors_of(simulation):
 
 # the same run -----------------------------------------------------------------------------------------------------------------
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", swept(quick=(*SIX, "clustered_fl")))
 def test_two_rounds_and_two_more_are_four(name, tmp_path):
     options = {"first": 1, "relative": True, "eps1": 10.0} if name == "clustered_fl" else {}  # it splits on both sides of the break
     algorithm = ALGORITHMS[name](**options)

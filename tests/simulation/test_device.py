@@ -6,7 +6,7 @@ import pytest
 import torch
 from doors import held_out
 from pretend_gpu import pretended_gpu, waits
-from small import images, make_setting, tiny_model
+from small import SIX, images, make_setting, tiny_model
 from torch import nn
 
 from pflcore import Net, Simulation, Training, ops, step
@@ -38,7 +38,12 @@ def play(name, convolutions, device):
     return run
 
 
-@pytest.mark.parametrize(("name", "convolutions"), [(n, False) for n in ALGORITHMS] + [(n, True) for n in DIFFERENT])
+@pytest.mark.parametrize(
+    ("name", "convolutions"),
+    [(n, False) for n in SIX]
+    + [pytest.param(n, False, marks=pytest.mark.deep("all algorithms")) for n in sorted(set(ALGORITHMS) - set(SIX))]
+    + [(n, True) for n in DIFFERENT],
+)
 def test_everything_is_on_the_device(name, convolutions):
     want = play(name, convolutions, "cpu")
     with pretended_gpu() as gpu:
@@ -69,6 +74,7 @@ def waits_of_a_round(name, model, epochs, gpu):
 MODELS = {"MLP": tiny_model(), "linear": linear, "convolutions": Convolutions}
 
 
+@pytest.mark.deep("all algorithms, under a profiler of waits")
 @pytest.mark.parametrize(
     ("name", "model"),
     # FactorizedWaffle draws its factors anew in every step, on the host; FedALA learns its weights until the losses stand still
@@ -104,8 +110,7 @@ def test_two_devices_in_one_op_are_refused_with_a_sentence():
                 call()
 
 
-def test_no_gpu_is_said_in_a_sentence():
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU here")
+def test_no_gpu_is_said_in_a_sentence(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=r"device: got 'cuda', but torch .* sees no GPU here; use device='cpu'"):
         Simulation("fedavg", tiny_model(), images(), device="cuda")

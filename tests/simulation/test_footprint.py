@@ -57,6 +57,7 @@ def ratio(*case):
     return grown / estimate, form
 
 
+@pytest.mark.deep("another process")
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not tell a process's peak")
 @pytest.mark.parametrize("case", [("fedavg", 1.0, "auto", 1), ("ditto", 0.5, "auto", 1), ("scaffold", 1.0, "threads", 2)])
 def test_the_estimate_is_near_the_peak(case):

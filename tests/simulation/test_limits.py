@@ -96,6 +96,7 @@ def test_a_disk_that_becomes_full_ends_a_command_with_one_sentence(tmp_path, cap
     assert len(lines) > 3 and all(json.loads(line) for line in lines[:-1])  # all but the one that the disk cut off
 
 
+@pytest.mark.deep("another process")
 @linux
 def test_nowhere_to_print_to(tmp_path):
     """A pipe or terminal that takes nothing loses the text, not the files."""
@@ -148,6 +149,7 @@ def anonymous():
         return next(1024 * int(line.split()[1]) for line in status if line.startswith("RssAnon"))
 
 
+@pytest.mark.deep("another process")
 @linux
 @pytest.mark.parametrize("name", ["fedavg", "waffle"])
 def test_memory_does_not_grow_with_rounds(data, name):

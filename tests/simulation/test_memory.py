@@ -7,7 +7,7 @@ import torch
 from doors import held_out
 from methods import FedDWA, Mocha
 from parts.memory import CUDA, KINDS, fails
-from small import images, tiny_model
+from small import SIX, images, tiny_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -91,7 +91,8 @@ def copied(state):
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [(n, {}) for n in ALGORITHMS]
+    [(n, {}) for n in SIX]
+    + [pytest.param(n, {}, marks=pytest.mark.deep("all algorithms")) for n in sorted(set(ALGORITHMS) - set(SIX))]
     + [("feddwa", {"model": normed, "buffers": "average"}), (Mocha(regulariser="server"), {}), (FedDWA(guidance="previous"), {})],
 )
 def test_wherever_the_servers_memory_ends_the_round_never_was(name, options, monkeypatch):
@@ -122,6 +123,7 @@ def test_wherever_the_servers_memory_ends_the_round_never_was(name, options, mon
     assert run.state.round == 3
 
 
+@pytest.mark.deep("another process")
 def test_on_the_command_line(tmp_path, monkeypatch, capsys):
     pytest.importorskip("tyro")
     pytest.importorskip("sklearn")

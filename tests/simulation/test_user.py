@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from doors import hinge
 from methods import APFL, Ditto, Waffle
 from parts.user import TRAINING, Mine, simulation
-from small import images, tiny_model
+from small import SIX, images, swept, tiny_model
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
-from pflcore import ALGORITHMS, EarlyStopping, FedAvg, Federation, Net, Simulation, Stop, Training, for_everyone, tune
+from pflcore import EarlyStopping, FedAvg, Federation, Net, Simulation, Stop, Training, for_everyone, tune
 from pflcore.metrics import auc, balanced_accuracy, f1, mae, r2, rmse
 
 
@@ -315,7 +315,7 @@ def test_a_history_as_a_table(tmp_path):
     )
 
 
-@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+@pytest.mark.parametrize("algorithm", swept(quick=(*SIX, "fedrod", "knnper", "hypcluster")))
 def test_a_clients_model_is_what_was_evaluated(algorithm):
     run = simulation(algorithm, rounds=2)
     history, data = run.run(), run.data
@@ -380,7 +380,7 @@ def test_a_model_for_everyone():
         history.adapt(data.client(0, "train"))
 
 
-@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+@pytest.mark.parametrize("algorithm", swept(quick=(*SIX, "fedrod", "knnper", "hypcluster")))
 def test_a_newcomer_leaves_the_run_as_it_was(algorithm):
     everybody = images((7, 20, 31, 24))
     run = simulation(algorithm, everybody.subset([0, 1, 2]), rounds=2)

@@ -8,6 +8,7 @@ from dataclasses import fields
 import pytest
 import torch
 from parts.commands import DIGITS, block
+from small import swept
 
 from pflcore import Training, cli
 from pflcore.algorithms import ALGORITHMS, FedAvg
@@ -100,7 +101,7 @@ def test_without_matplotlib_everything_but_the_pictures(tmp_path, capsys, monkey
     assert {p.name for p in (tmp_path / "o").iterdir()} == {"record.jsonl", "table.md", "checkpoint.json", ".lock"}
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", swept())
 def test_every_algorithm_explains_its_options_and_keeps_its_defaults(name, capsys, monkeypatch):
     with pytest.raises(SystemExit) as e:
         cli.main(["run", name, "--help"])

@@ -11,7 +11,7 @@ from parts.flower_private import ROUNDS, N, app, message, net, run
 from pflcore.interop.flower import keep_private
 from pflcore.interop.flower.private import PRIVATE
 
-pytest.importorskip("flwr", reason="these need Flower; pip install 'pflcore[flower]'")
+pytest.importorskip("flwr")
 
 
 def test_private_values_do_not_travel():

@@ -7,7 +7,7 @@ from parts.flower_server import SEED, N, maker, model
 from pflcore.interop.flower import PflStrategy, client_app
 from pflcore.interop.flower.client import STATE
 
-pytest.importorskip("flwr", reason="these need Flower; pip install 'pflcore[flower]'")
+pytest.importorskip("flwr")
 
 
 def test_a_state_in_a_folder_does_not_travel(tmp_path):

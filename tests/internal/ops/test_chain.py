@@ -428,6 +428,7 @@ for _ in range(5):
 """
 
 
+@pytest.mark.deep("another process")
 def test_a_thread_that_ends_leaves_the_heap_whole():
     """What it kept for its next chain goes back before the place that it goes back to is gone."""
     done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=300)

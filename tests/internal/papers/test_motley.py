@@ -179,6 +179,7 @@ def test_who_picks_which_cluster():
 
 
 # plans -----------------------------------------------------------------------------------------------------------------------------
+@pytest.mark.deep("a whole plan, with its pictures")
 def test_a_cross_device_plan_from_grid_to_pictures(tmp_path):
     made, rows, _ = played(DEVICE, tmp_path, draw=True)
     assert list(rows) == ["FedAvg", "Local", "FT", "HypCluster", "kNN"] and json.loads((tmp_path / "result.json").read_text())["rows"]
@@ -454,6 +455,7 @@ def test_further_seeds_go_on_as_the_plans_do(given, seeds, want):
     assert seeds_of(given, seeds) == want
 
 
+@pytest.mark.deep("a whole table of a paper")
 def test_school_of_the_first_split(tmp_path):
     """Local .0124 and MOCHA .01205 are what an independent program gives for seed 100; the whole table takes `pflcore reproduce`."""
     try:

@@ -83,7 +83,7 @@ def test_a_defence_is_a_mean_of_equals_and_bounded_whatever_one_sends(name):
 
 
 def test_figures_of_byzfl_on_the_same_updates():
-    byzfl = pytest.importorskip("byzfl", reason="byzfl is not installed: pip install byzfl")
+    byzfl = pytest.importorskip("byzfl")
     for s, f in ((9, 2), (20, 4)):
         rows = updates(s, 200)
         rows[:f] += 3
@@ -95,7 +95,7 @@ def test_figures_of_byzfl_on_the_same_updates():
 
 
 def test_figures_of_flower_on_the_same_updates():
-    pytest.importorskip("flwr", reason="Flower is not installed: pip install flwr")
+    pytest.importorskip("flwr")
     from flwr.server.strategy import aggregate as flower
 
     for s, f in ((9, 2), (20, 4)):

@@ -52,6 +52,7 @@ def forks():
     yield context
 
 
+@pytest.mark.deep("another process")
 def test_a_run_killed_twenty_times_is_the_run_that_was_not(tmp_path, no_pictures, forks, capfd):
     assert cli.main([*COMPARE, "--out", str(tmp_path / "whole")]) == 0
     want = lines_of(tmp_path / "whole")
