@@ -10,6 +10,7 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -76,13 +77,12 @@ def rows_beside_state(algorithm: FedAvg, training: Training, engine: str, chaine
 def measured(algorithm: FedAvg, training: Training, engine: str, chained: bool, whole: bool, cohort: int, n: int) -> float:
     own = {"target": 0, "private": "body" if getattr(algorithm, "private", "") == "body" else "head"}  # names of the stand-in's own
     algorithm = replace(algorithm, **{f.name: own[f.name] for f in fields(algorithm) if f.name in own})  # type: ignore[arg-type]
-    with torch.random.fork_rng(devices=[]):
-        layers = [nn.Linear(60, 200, bias=False)] if whole else [nn.Linear(30, 400), nn.Linear(400, 2)]
-        net = Net(nn.Sequential(*layers), seed=0)
+    sizes, bias = ((60, 200), False) if whole else ((30, 400, 2), True)
+    net = Net(lambda: nn.Sequential(*(nn.Linear(a, b, bias) for a, b in pairwise(sizes))))
     gen = torch.Generator().manual_seed(0)
     count = 4 * n
     index = {s: list((torch.arange(count) + i * count).split(4)) for i, s in enumerate(SPLITS)}
-    x, y = torch.randn(3 * count, layers[0].in_features, generator=gen), torch.randint(0, 2, (3 * count,), generator=gen)
+    x, y = torch.randn(3 * count, sizes[0], generator=gen), torch.randint(0, 2, (3 * count,), generator=gen)
     data = Federation(x, y, index, 2)
     chain = find_chain(net, data) if chained else None
     setting = Setting(net, data, training, Inline(engine, 1, chain if isinstance(chain, Chain) else None), 0, 3)

@@ -16,6 +16,7 @@ import torch.nn as nn
 
 from pflcore.algorithms.base import FedAvg, State, Stop
 from pflcore.algorithms.lookup import algorithm_of, name_of
+from pflcore.algorithms.split import Split
 from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
 from pflcore.local import Training, memory, prepared
@@ -227,6 +228,7 @@ class Simulation:
         return {
             "algorithm": self.name,
             "options": plain(self._algorithm),
+            **({"private": list(self._algorithm.names(s.net))} if isinstance(self._algorithm, Split) else {}),
             "training": plain(self.training),
             "data": self.data.name,
             "n": self.data.n,
