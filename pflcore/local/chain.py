@@ -58,6 +58,11 @@ class Chain:
     classes: int
     dropout: bool  # whether training needs seeds
     has_conv: bool
+    numbers: int  # of one sample, between all layers
+
+    def bytes_kept(self, batch: int, itemsize: int) -> int:
+        """About what a thread keeps for activations and slopes: of so many samples as it takes at once, bounded as in csrc/cpu."""
+        return min(1 << 26, 3 * self.numbers * min(batch, 32 if self.has_conv else 128) * itemsize)
 
     @property
     def head(self) -> tuple[Any, ...]:
@@ -88,6 +93,7 @@ def compiled(net: Net, shape: tuple[int, ...]) -> Chain:
     compiler = _Compiler(net, shape)
     for m in _layers(net, shape):
         compiler.add(m)
+        compiler.numbers += prod(compiler.shape)
     return compiler.finish(criterion)
 
 
@@ -109,7 +115,7 @@ class _Compiler:
         self.places: dict[int, int] = {id(p): net.slices[n].start for n, p in net.module.named_parameters() if n in net.slices}
         self.lines: list[list[float]] = []
         self.taken: set[int] = set()
-        self.covered = 0
+        self.covered, self.numbers = 0, prod(shape)
         self.normal = False  # whether the scores are logarithms of probabilities
 
     def place(self, p: Tensor | None) -> int:
@@ -222,7 +228,7 @@ class _Compiler:
         kinds = [int(line[0]) for line in self.lines]
         shape = self.first if len(self.first) == 3 else (self.first[0], 1, 1)
         program = torch.tensor(self.lines, dtype=torch.float64)
-        return Chain(program, criterion, shape, self.shape[0], 5 in kinds, 1 in kinds)
+        return Chain(program, criterion, shape, self.shape[0], 5 in kinds, 1 in kinds, self.numbers)
 
 
 LEAVES = (

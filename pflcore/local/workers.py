@@ -26,6 +26,11 @@ T = TypeVar("T")
 MOST_WORKERS = 1024
 
 
+def cores() -> int:
+    """How many of the machine's cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class Engine:
     """Worker threads, each with one intra-op thread: a convolution's gradient differs bitwise between one and two."""
 
@@ -36,7 +41,7 @@ class Engine:
             raise ValueError(f"workers: expected 1 to {MOST_WORKERS} threads, or None for one per core, got {workers}.")
         self.name = name
         self.chain = chain  # what the kernels train; the rest is this engine's
-        self.workers = workers or os.cpu_count() or 1
+        self.workers = workers or cores()
         self._threads: ThreadPoolExecutor | None = None
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._lists: dict[Any, tuple[Federation, Ragged, Tensor]] = {}

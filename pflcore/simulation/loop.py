@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -199,8 +198,8 @@ class Simulation:
         return self._peak_bytes(self.setting.net)
 
     def _peak_bytes(self, net: Net) -> int:
-        workers = self.workers or os.cpu_count() or 1
-        peak = footprint.peak_bytes(self._algorithm, net, self.data.n, self.participation, self.training, self.path, workers)
+        engine = self.setting.engine
+        peak = footprint.peak_bytes(self._algorithm, net, self.data.n, self.participation, self.training, self.path, engine)
         return peak - sum(self._row_bytes(net)) if self.folder else peak
 
     def _row_bytes(self, net: Net) -> tuple[int, int]:
