@@ -170,21 +170,20 @@ class Worker {
   }
   Worker(const Worker&) = delete;
 
-  // Work for this thread's, whose memory is given back where even a single sample's is too much to keep.
-  template <class Work>
-  static bool with(const ChainProgram& program, const Work& work) {
-    Worker& worker = mine(program);
-    const bool fine = work(worker);
-    if (worker.arena_.bytes > kMost) worker.now_ = nullptr, worker.arena_ = {};
-    return fine;
-  }
+  struct Lease {                                   // gives memory back where even a single sample's is too much to keep
+    Worker& worker;
+    ~Lease() {
+      if (worker.arena_.bytes > kMost) worker.now_ = nullptr, worker.arena_ = {};
+    }
+    Worker* operator->() { return &worker; }
+  };
 
   // This thread's, made anew for another program.
-  static Worker& mine(const ChainProgram& program) {
+  static Lease mine(const ChainProgram& program) {
     Shelf::mine();                                 // made first, so that it outlives the worker, which gives its memory back to it
     thread_local std::unique_ptr<Worker> worker;
     if (!worker || !worker->program_.same(program) || !kKeepScratch) worker = std::make_unique<Worker>(program);
-    return *worker;
+    return {*worker};
   }
 
   bool train(const ChainSgd<T>& a, int64_t s) {
@@ -637,16 +636,12 @@ PFL_CHAIN_KERNELS(PFL_CHAIN_NAME, PFL_CHAIN_BYTES)
 
 
 template <class T, class K>
-bool ChainRun<T, K>::train(const ChainSgd<T>& a, int64_t s) {
-  return chain::Worker<T, K>::with(a.program, [&](auto& worker) { return worker.train(a, s); });
-}
+bool ChainRun<T, K>::train(const ChainSgd<T>& a, int64_t s) { return chain::Worker<T, K>::mine(a.program)->train(a, s); }
 template <class T, class K>
-bool ChainRun<T, K>::grad(const ChainGrad<T>& a, int64_t s) {
-  return chain::Worker<T, K>::with(a.program, [&](auto& worker) { return worker.grad(a, s); });
-}
+bool ChainRun<T, K>::grad(const ChainGrad<T>& a, int64_t s) { return chain::Worker<T, K>::mine(a.program)->grad(a, s); }
 template <class T, class K>
 bool ChainRun<T, K>::evaluate(const ChainEval<T>& a, int64_t s, int64_t first, int64_t last) {
-  return chain::Worker<T, K>::with(a.program, [&](auto& worker) { return worker.evaluate(a, s, first, last); });
+  return chain::Worker<T, K>::mine(a.program)->evaluate(a, s, first, last);
 }
 
 }  // namespace pflcore::cpu

@@ -33,7 +33,7 @@ from pflcore.ops.chain import layer
 ACTS = {nn.ReLU: 1, nn.Tanh: 2, nn.Sigmoid: 3, nn.GELU: 4}
 MANY = 8000  # products of input and output channels from which torch's convolutions are faster
 FUNCTIONS: dict[Any, Callable[..., nn.Module]] = {
-    **dict.fromkeys((torch.relu, torch.relu_, F.relu, Tensor.relu, Tensor.relu_), nn.ReLU),
+    **dict.fromkeys((torch.relu, F.relu, F.relu_, Tensor.relu_, Tensor.relu), nn.ReLU),
     **dict.fromkeys((torch.tanh, Tensor.tanh), nn.Tanh),
     **dict.fromkeys((torch.sigmoid, Tensor.sigmoid), nn.Sigmoid),
     **dict.fromkeys((torch.log_softmax, F.log_softmax, Tensor.log_softmax), nn.LogSoftmax),
@@ -263,20 +263,16 @@ class _Recorder(TorchFunctionMode):
         name = getattr(function, "__name__", str(function))
         if not args or args[0] is not self.last or any(isinstance(v, Tensor) for v in (*args[1:], *kwargs.values())):
             raise NoChain(f"layers that do not follow one another, at {name}")
-        if function in SHAPES:
-            out = function(*args, **kwargs)
-            if out.shape != self.last.shape:
-                if out.shape != self.last.flatten(1).shape:
-                    raise NoChain("a view that is no flatten")
-                self.layers.append(nn.Flatten())
-        elif function in FUNCTIONS:
-            try:
-                self.layers += _checked(FUNCTIONS[function](*args[1:], **{k: v for k, v in kwargs.items() if k != "_stacklevel" and v is not None}))
-            except TypeError:
-                raise NoChain(f"{name} with options") from None
-            out = function(*args, **kwargs)
-        else:
+        if function not in SHAPES and function not in FUNCTIONS:
             raise NoChain(name)
+        if function in FUNCTIONS:
+            options = {k: v for k, v in kwargs.items() if k != "_stacklevel" and v is not None}
+            self.layers += _checked(FUNCTIONS[function](*args[1:], **options))
+        out = function(*args, **kwargs)
+        if function in SHAPES and out.shape != self.last.shape:
+            if out.shape != self.last.flatten(1).shape:
+                raise NoChain("a view that is no flatten")
+            self.layers.append(nn.Flatten())
         self.last = out
         return out
 
@@ -295,19 +291,14 @@ def _layers(net: Net, shape: tuple[int, ...]) -> list[nn.Module]:
         except NoChain:
             raise
         except Exception as error:
-            raise NoChain(f"a forward that fails on zeros ({type(error).__name__})") from error
+            raise NoChain(f"a forward that cannot be followed ({type(error).__name__})") from error
         if out is not recorder.last:
             raise NoChain("an output that is not the last layer's")
         passes.append(recorder.layers)
-    if [repr(m) for m in passes[0]] != [repr(m) for m in passes[1]] or any(
-        _owned(a) is not _owned(b) for a, b in zip(*passes, strict=True)
-    ):
+    one, other = ([(repr(m), id(next(m.parameters(), None))) for m in layers] for layers in passes)
+    if one != other:
         raise NoChain("a forward that differs between training and evaluation, or between batches of two and three samples")
     return passes[0]
-
-
-def _owned(m: nn.Module) -> Tensor | None:
-    return next(m.parameters(), None)
 
 
 def _checked(m: nn.Module) -> list[nn.Module]:

@@ -67,10 +67,11 @@ class _Bound:
 class Net:
     """An `nn.Module` as a function of a flat row.
 
-    `build` is a module (its weights become `w0`) or a function without arguments that makes one (then `w0 = init(0)`).
+    `build` is a module (its weights become `w0`) or a function without arguments that makes one (then `w0 = init(seed)`: what it draws from
+    torch's global generator comes from one of the net's own, whatever `torch.manual_seed` it calls).
     `criterion` is `"cross_entropy"`, `"squared"`, `"half_squared"`, `"hinge"`, or a function or `nn.Module` of (scores, y); `head` names
     the submodule that counts as the head. Default: what gives the scores, found when the model first meets data; before that an attribute
-    `head` of the model, its only `nn.Linear`, or the last one of plain `nn.Sequential`s. Its `nn.Dropout` layers become `pflcore.nn.Dropout`.
+    `head` of the model, its only `nn.Linear`, or the last one of plain `nn.Sequential`s. `nn.Dropout` layers become `pflcore.nn.Dropout`.
 
     >>> net = Net(nn.Linear(4, 3))
     >>> net(net.w0, torch.zeros(2, 4)).shape
@@ -97,7 +98,7 @@ class Net:
             raise ValueError("build: the model has lazy layers, whose sizes are not known yet; give it a batch first, or name the sizes.")
         for m in self.module.modules():
             if type(m) is nn.Dropout:
-                m.__class__ = Dropout
+                m.__class__ = Dropout  # type: ignore[assignment]
         refuse_random(self.module)
         refuse_detours(build if isinstance(build, nn.Module) else self.module)  # hooks of parameters do not survive a copy
         trainable = {n: p for n, p in self.module.named_parameters() if p.requires_grad}

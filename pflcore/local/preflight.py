@@ -37,14 +37,12 @@ def check_run(net: Net, data: Federation, training: Training) -> None:
         before = states()
         with OwnDraws(0) as own:
             loss = passed(net, data, x, y, train)
-            changed = [k for k, v in states().items() if v != before[k]]
-            # another thread may have drawn; a model that did gives another loss
-            drawn = "torch" if own.drawn else changed and any(
-                not torch.equal(loss, passed(net, data, x, y, train)) for _ in range(3)
-            ) and changed[0]
+            drawn = ["torch"] if own.used else [k for k, v in states().items() if v != before[k]]
+            if not own.used and all(torch.equal(loss, passed(net, data, x, y, train)) for _ in drawn * 3):
+                drawn = []  # by another thread: a model that draws gives another loss each time
         if drawn:
             raise ValueError(
-                f"model: its forward pass draws from {drawn}'s global generator, which threads share, so results would not repeat; use "
+                f"model: its forward pass draws from {drawn[0]}'s global generator, which threads share, so results would not repeat; use "
                 "pflcore.nn.Dropout, which draws from the client's own."
             )
     if not loss.requires_grad:

@@ -35,13 +35,7 @@ class OwnDraws(TorchDispatchMode):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self.seed, self.own = seed, {}  # type: tuple[int, dict[str, torch.Generator]]
-
-    @property
-    def drawn(self) -> bool:
-        """Whether anything was drawn."""
-        new = {kind: torch.Generator(kind).manual_seed(self.seed) for kind in self.own}
-        return any(not torch.equal(g.get_state(), new[kind].get_state()) for kind, g in self.own.items())
+        self.seed, self.used = seed, {}  # type: tuple[int, dict[str, torch.Generator]]  # by the kind of device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -53,8 +47,9 @@ class OwnDraws(TorchDispatchMode):
                 like = [a.device for a in args if isinstance(a, Tensor)]
                 kind = torch.device(like[0] if like else kwargs.get("device") or "cpu").type
                 if kind != "meta":
-                    new = self.own.get(kind) or torch.Generator(kind).manual_seed(self.seed)
-                    kwargs["generator"] = self.own.setdefault(kind, new)
+                    if kind not in self.used:
+                        self.used[kind] = torch.Generator(kind).manual_seed(self.seed)
+                    kwargs["generator"] = self.used[kind]
         return func(*args, **kwargs)
 
 

@@ -20,8 +20,8 @@ FINITE = sys.float_info.max
     momentum=kinds.number(0, math.nextafter(1, 0), "0 <= momentum < 1"),
     weight_decay=kinds.number(0, FINITE, "a finite number >= 0"),
     schedule=kinds.Kind("a function of (round, rounds) or of an optimizer", lambda v: callable(v) or hasattr(v, "optimizer")),
-    betas=kinds.many(kinds.number(0, 1), "two numbers in [0, 1)"),
-    eps=kinds.number(words="a finite number >= 0"),
+    betas=kinds.many(kinds.number(0, math.nextafter(1, 0)), "two numbers in [0, 1)"),
+    eps=kinds.number(0, FINITE, "a finite number >= 0"),
     clip_grad=kinds.POSITIVE,
 )
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Training:
             raise ValueError(f"batch_size and epochs: expected whole numbers, at least 1, got {self.batch_size} and {self.epochs}.")
         if self.local_optimizer not in ("sgd", "adamw"):
             raise ValueError(f"local_optimizer: expected 'sgd' or 'adamw', got {self.local_optimizer!r}.")
-        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas) or not 0 <= self.eps < math.inf:
-            raise ValueError(f"betas and eps: expected two numbers in [0, 1) and one >= 0, got {self.betas} and {self.eps}.")
+        if len(self.betas) != 2:
+            raise ValueError(f"betas: expected two numbers in [0, 1), got {self.betas}.")
         if self.local_optimizer == "adamw" and self.momentum:
             raise ValueError(f"momentum: AdamW has betas in its place, got {self.momentum}; leave momentum out, or take SGD.")
         if self.local_optimizer == "sgd" and self.keep_moments:

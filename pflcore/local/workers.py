@@ -35,8 +35,6 @@ class Engine:
     """Worker threads, each with one intra-op thread: a convolution's gradient differs bitwise between one and two."""
 
     def __init__(self, name: str = "threads", workers: int | None = None, chain: Chain | None = None) -> None:
-        if name not in ("threads", "vmap"):
-            raise ValueError(f"engine: expected 'threads' or 'vmap' (or 'auto' where a run is set up), got {name!r}.")
         if workers is not None and not 1 <= workers <= MOST_WORKERS:
             raise ValueError(f"workers: expected 1 to {MOST_WORKERS} threads, or None for one per core, got {workers}.")
         self.name = name

@@ -17,7 +17,6 @@ from .sqdist import pairwise_sqdist
 from .stream import PROGRESS, Progress, Rows, block, check_rows, meter, spans, take
 from .weights import feddwa_weights
 
-METHODS = ("exact", "groups")
 MARGIN = 1e-6  # twice what a distance may be off: the squared one has a relative error of 1e-6
 PAIRS = 1 << 24  # distances that are held at a time
 SERIAL = 1 << 15  # elements up to which torch asks no other thread for help
@@ -58,7 +57,7 @@ def nearest(
     for name, value, low in (("k", k, 1), ("pivots", pivots, 0)):
         fine = (value is None and name != "k") or (is_int(value) and value >= low)  # type: ignore[operator]
         expect(fine, op, name, f"a whole number of at least {low}", shape(value) if isinstance(value, Tensor) else repr(value))
-    expect(method in METHODS, op, "method", "'exact' or 'groups'", repr(method))
+    expect(method in ("exact", "groups"), op, "method", "'exact' or 'groups'", repr(method))
     with torch.no_grad():
         search = _Search(guide, rows, min(int(k), n), none.device, meter(progress))
         if method == "exact":
@@ -69,11 +68,10 @@ def nearest(
 
 def _sketch(
     rows: Tensor | Rows,  # [N, P]
-    width: int = WIDTH,
-) -> Tensor:  # [N, width] float32 (float64 for float64 rows); a row that is not finite is 0
-    """CountSketch in one pass: each strip of `width` columns is turned by an offset of its own, given signs and added."""
+) -> Tensor:  # [N, WIDTH] float32 (float64 for float64 rows); a row that is not finite is 0
+    """CountSketch in one pass: each strip of WIDTH columns is turned by an offset of its own, given signs and added."""
     gen = torch.Generator().manual_seed(0)
-    p = rows.shape[1]
+    width, p = WIDTH, rows.shape[1]
     strips = -(-p // width)
     sign = (torch.randint(0, 2, (strips, width), generator=gen) * 2 - 1).float()
     turn = torch.randint(0, width, (strips,), generator=gen).tolist()

@@ -67,8 +67,7 @@ def test_methods_with_features_give_one_result_in_any_order(algorithm: str) -> N
         return model
 
     results = [
-        Simulation(algorithm, copied(build), federation(), Training(), rounds=2).run().rounds[-1]["eval"]
-        for build in (HeadFirst, HeadLast)
+        Simulation(algorithm, copied(build), federation(), Training(), rounds=2).run().rounds[-1]["eval"] for build in (HeadFirst, HeadLast)
     ]
     assert results[0] == results[1]
 

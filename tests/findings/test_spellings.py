@@ -62,7 +62,9 @@ class Features(LeNet):  # FL-bench's base and classifier
 class Blocks(LeNet):  # PFLlib's
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Sequential(nn.Conv2d(1, 3, kernel_size=5, padding=0, stride=1, bias=True), nn.ReLU(inplace=True), nn.MaxPool2d((2, 2)))
+        self.first = nn.Sequential(
+            nn.Conv2d(1, 3, kernel_size=5, padding=0, stride=1, bias=True), nn.ReLU(inplace=True), nn.MaxPool2d((2, 2))
+        )
         self.second = nn.Sequential(nn.Conv2d(3, 4, kernel_size=3), nn.ReLU(inplace=True), nn.MaxPool2d(kernel_size=(2, 2)))
         self.fc = nn.Sequential(nn.Linear(16, 12), nn.ReLU(inplace=True))
         self.out = nn.Linear(12, 4)
