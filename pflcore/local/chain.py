@@ -41,7 +41,7 @@ FUNCTIONS: dict[Any, Callable[..., nn.Module]] = {
     F.gelu: nn.GELU, F.avg_pool2d: nn.AvgPool2d, F.adaptive_avg_pool2d: nn.AdaptiveAvgPool2d,
 }  # fmt: skip
 SHAPES = (Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.contiguous)
-ASKS = (Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, *(getattr(Tensor, a).__get__ for a in ("shape", "ndim", "dtype", "device")))
+ASKS = (Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, *(getattr(Tensor, a).__get__ for a in ("shape", "ndim")))
 
 
 class NoChain(Exception):
