@@ -53,10 +53,13 @@ wheel: build
 sharded: build
 	$(BIN)/torchrun --standalone --nproc-per-node=2 examples/sharded.py
 
-# everything that needs a GPU: the op tests there, simulations against the CPU's, and the kernels beside torch and the card's limits
-gpu: build
-	$(BIN)/python -c "import pflcore; assert pflcore.backend().cuda" 2> /dev/null || { .ci/cuda_build && cp build/cuda/lib/pflcore/*.so pflcore/; }
-	$(BIN)/python -m pytest tests/gpu -rs; failed=$$?; $(BIN)/python -m bench.gpu && exit $$failed
+# everything that needs a GPU: the op tests there, simulations against the CPU's, and the kernels beside torch and the card's limits;
+# GPU_PYTHON=python3 takes a Python that has torch and pytest as it is, and its CUDA compiler: no .venv, and pip is asked for nothing
+GPU_PYTHON ?= $(BIN)/python
+gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),build)
+	$(GPU_PYTHON) -c "import pflcore; assert pflcore.backend().cuda" 2> /dev/null || \
+	  { .ci/cuda_build $(filter-out $(BIN)/python,$(GPU_PYTHON)) && cp build/cuda/lib/pflcore/*.so pflcore/; }
+	$(GPU_PYTHON) -m pytest tests/gpu -rs; failed=$$?; $(GPU_PYTHON) -m bench.gpu && exit $$failed
 
 # attacks on FedAvg's and WAFFLe's uploads in a minute or two; `pflcore attack` does it on Fashion-MNIST with 1,000 samples a client
 attack: build

@@ -1,4 +1,4 @@
-"""The nearest among many clients: `nearest` by groups (pflcore), by a sketch, and by all pairs; clusters with isotropic noise within."""
+"""The nearest among many clients: `nearest` by groups (pflcore) and by all pairs; clusters with isotropic noise within."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from bench.problem import Problem, fits, optional
 from pflcore import ops
 
-PROVIDERS = ("pflcore", "sketch", "all pairs", "torch.cdist, direct", "scikit-learn")
+PROVIDERS = ("pflcore", "all pairs", "torch.cdist, direct", "scikit-learn")
 K = 10
 
 
@@ -46,7 +46,6 @@ def problem(size: dict[str, int]) -> Problem | None:
         size,
         {
             "pflcore": lambda: ops.nearest(guide, rows, K, "groups"),
-            "sketch": lambda: ops.nearest(guide, rows, K, "sketch", pivots=0),
             "all pairs": lambda: ops.nearest(guide, rows, K),
             "torch.cdist, direct": plain,
             "scikit-learn": sklearn,

@@ -22,6 +22,7 @@ from pflcore.algorithms.ditto import MRMTL
 from pflcore.algorithms.factorized_waffle import FactorizedWaffle, strengths
 from pflcore.data.federation import Federation
 from pflcore.local import Local, Net, Training, prepared
+from pflcore.local.random import OwnDraws
 from pflcore.local.workers import one_thread
 from pflcore.ops import kinds
 from pflcore.simulation.round import begin, sample, step
@@ -233,8 +234,7 @@ def shokri(shadow: tuple[Tensor, Tensor, Tensor], target: tuple[Tensor, Tensor],
 
 
 def _attack_model(f: Tensor, member: Tensor, seed: int, steps: int = 200) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with OwnDraws(seed):
         model = nn.Sequential(nn.Linear(f.shape[1], 64), nn.ReLU(), nn.Linear(64, 1)).to(f.dtype)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=1e-4)
     for _ in range(steps):

@@ -21,6 +21,7 @@ namespace chain {
 
 constexpr int64_t kSlack = 64;    // elements behind an array that vectors may reach into
 constexpr int64_t kFar = int64_t{1} << 31;
+constexpr int64_t kMost = int64_t{1} << 26;   // bytes that a thread keeps for activations and slopes
 
 struct Block {
   int64_t kind, act;
@@ -164,15 +165,25 @@ class Worker {
  public:
   static constexpr int64_t lanes = K::bytes / sizeof(T);
 
-  explicit Worker(const ChainProgram& program) : program_(program), layout_(plan_of(program, 1)) {}
+  explicit Worker(const ChainProgram& program) : program_(program), layout_(plan_of(program, 1)) {
+    for (most_ = layout_.has_conv ? 32 : 128; most_ > 1 && bytes_of(most_) > kMost;) most_ /= 2;   // more leave the second-level cache
+  }
   Worker(const Worker&) = delete;
 
+  struct Lease {                                   // gives memory back where even a single sample's is too much to keep
+    Worker& worker;
+    ~Lease() {
+      if (worker.arena_.bytes > kMost) worker.now_ = nullptr, worker.arena_ = {};
+    }
+    Worker* operator->() { return &worker; }
+  };
+
   // This thread's, made anew for another program.
-  static Worker& mine(const ChainProgram& program) {
+  static Lease mine(const ChainProgram& program) {
     Shelf::mine();                                 // made first, so that it outlives the worker, which gives its memory back to it
     thread_local std::unique_ptr<Worker> worker;
     if (!worker || !worker->program_.same(program) || !kKeepScratch) worker = std::make_unique<Worker>(program);
-    return *worker;
+    return {*worker};
   }
 
   bool train(const ChainSgd<T>& a, int64_t s) {
@@ -266,7 +277,16 @@ class Worker {
  private:
   static Plan plan_of(const ChainProgram& program, int64_t batch) { return Plan(program, batch, lanes, K::tile); }
 
-  int64_t most() const { return layout_.has_conv ? 32 : 128; }   // samples at once: more leave the second-level cache
+  int64_t most() const { return most_; }           // samples at once
+
+  int64_t bytes_of(int64_t batch) {
+    Plan plan = plan_of(program_, batch);
+    now_ = &plan;
+    arena_.begin();
+    lay();
+    now_ = nullptr;
+    return arena_.used;
+  }
 
   // Makes the plan of `batch` samples the one that the memory is laid out for.
   Plan& use(int64_t batch) {
@@ -537,6 +557,7 @@ class Worker {
   Plan layout_;                                    // whose blocks say where the weights lie; every plan's do
   std::map<int64_t, std::unique_ptr<Plan>> plans_;
   Plan* now_ = nullptr;
+  int64_t most_ = 1;
   Arena arena_;
   std::vector<Space<T>> space_;
   T *x_ = nullptr, *samples_ = nullptr;
@@ -615,12 +636,12 @@ PFL_CHAIN_KERNELS(PFL_CHAIN_NAME, PFL_CHAIN_BYTES)
 
 
 template <class T, class K>
-bool ChainRun<T, K>::train(const ChainSgd<T>& a, int64_t s) { return chain::Worker<T, K>::mine(a.program).train(a, s); }
+bool ChainRun<T, K>::train(const ChainSgd<T>& a, int64_t s) { return chain::Worker<T, K>::mine(a.program)->train(a, s); }
 template <class T, class K>
-bool ChainRun<T, K>::grad(const ChainGrad<T>& a, int64_t s) { return chain::Worker<T, K>::mine(a.program).grad(a, s); }
+bool ChainRun<T, K>::grad(const ChainGrad<T>& a, int64_t s) { return chain::Worker<T, K>::mine(a.program)->grad(a, s); }
 template <class T, class K>
 bool ChainRun<T, K>::evaluate(const ChainEval<T>& a, int64_t s, int64_t first, int64_t last) {
-  return chain::Worker<T, K>::mine(a.program).evaluate(a, s, first, last);
+  return chain::Worker<T, K>::mine(a.program)->evaluate(a, s, first, last);
 }
 
 }  // namespace pflcore::cpu

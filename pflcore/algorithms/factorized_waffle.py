@@ -80,6 +80,8 @@ class FactorizedWaffle(FedAvg):
     def prepare(self, net: Net) -> Net:
         if factorized_layers(net.module):
             return net
+        if net.head_name is None and any(isinstance(m, nn.Linear) for m in net.module.modules()):
+            net.head_slice  # noqa: B018  (says in a sentence that it is not known)
         return Net(partial(factorized, self, net), net.criterion, net.head_name, net.seed)
 
     def check_training(self, training: Training) -> None:

@@ -139,7 +139,7 @@ class FedDWA(FedAvg):
     def weights(self, guide: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         """The mixing weights [S, K] and whose models they weigh [S, K], for guidance [S, P] and models [S, P]."""
         if self.search == "groups" or (self.search == "auto" and len(w) >= MANY):
-            d, near, _ = ops.nearest(guide, w, self.k, "groups" if self.search == "groups" or w.shape[1] >= LONG else "exact")
+            d, near = ops.nearest(guide, w, self.k, "groups" if self.search == "groups" or w.shape[1] >= LONG else "exact")
             if self.prefer_self:  # it stands before its equals, and but once
                 own = torch.arange(len(w), device=w.device)[:, None]
                 d = torch.cat([ops.pairwise_sqdist(guide, w, own), torch.where(near == own, math.inf, d)], 1)

@@ -51,11 +51,14 @@ class Client:
         one = one_client(data, dtype=None)
         net = net_of(self.algorithm, model, loss or default_loss(one.y), seed).to(device_of(device))
         x, y = (t.to(net.dtype) if t.is_floating_point() else t for t in (one.x, one.y))
-        some = one.classes is not None and one.relabel is None and net.head_name is not None  # one client may not have all classes
-        one = replace(one, x=x, y=y, classes=max(one.classes or 0, net.classes) if some else one.classes).to(device)
+        one = replace(one, x=x, y=y).to(device)
         self.data = held_out(one, seed) if self.algorithm.needs_val else one
         self.policy = buffers_of(self.algorithm, net, buffers)
         self._setting, _ = prepared(net, self.data, training or Training(), engine, workers, seed)
+        net = self._setting.net
+        if self.data.classes is not None and self.data.relabel is None and net.head_name is not None:  # one client may not have all
+            self.data = replace(self.data, classes=max(self.data.classes, net.classes))
+            self._setting = self._setting._replace(data=self.data)
         self._statistics = self._setting.net.b0[None]  # [1, b]
         self._own: Tensors = {}  # [1, ...]
         self._moments: Tensors = {}  # [1, ...] of the optimizer, where training keeps them

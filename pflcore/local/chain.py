@@ -1,12 +1,16 @@
 """Which models are a chain of layers that the kernels train whole, and the program that such a model is.
 
-`torch.fx` walks through the model's own `forward`; what is found is told by exact types, and anything else (a subclass, a hook, a tied or a
-frozen weight, a forward of an instance's own, a pass that differs between training and evaluation) leaves the model to the general path.
+The calls of a private copy's own `forward` are recorded, in this thread alone; layers are told by exact types, functions by what they do.
+Anything else (a subclass, a hook, a tied or a frozen weight, a forward of an instance's own, a pass that differs between training and
+evaluation or between sizes of the batch) leaves the model to the general path.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -14,7 +18,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx import Node, Tracer
+from torch.overrides import TorchFunctionMode
 
 from pflcore.data.federation import Federation
 from pflcore.local.losses import CRITERIA
@@ -22,15 +26,22 @@ from pflcore.local.net import Net
 from pflcore.local.plain import is_plain
 from pflcore.nn import Dropout
 from pflcore.nn.factorized import FactorizedLinear
+from pflcore.nn.mode import forward_mode
 from pflcore.ops import backend
 from pflcore.ops.chain import layer
 
 ACTS = {nn.ReLU: 1, nn.Tanh: 2, nn.Sigmoid: 3, nn.GELU: 4}
 MANY = 8000  # products of input and output channels from which torch's convolutions are faster
-FUNCTIONS: dict[Any, type[nn.Module]] = {
-    torch.relu: nn.ReLU, F.relu: nn.ReLU, "relu": nn.ReLU, torch.tanh: nn.Tanh, F.tanh: nn.Tanh, "tanh": nn.Tanh,
-    torch.sigmoid: nn.Sigmoid, F.sigmoid: nn.Sigmoid, "sigmoid": nn.Sigmoid, F.gelu: nn.GELU,
+FUNCTIONS: dict[Any, Callable[..., nn.Module]] = {
+    **dict.fromkeys((torch.relu, F.relu, F.relu_, Tensor.relu_, Tensor.relu), nn.ReLU),
+    **dict.fromkeys((torch.tanh, Tensor.tanh), nn.Tanh),
+    **dict.fromkeys((torch.sigmoid, Tensor.sigmoid), nn.Sigmoid),
+    **dict.fromkeys((torch.log_softmax, F.log_softmax, Tensor.log_softmax), nn.LogSoftmax),
+    **dict.fromkeys((torch.max_pool2d, F.max_pool2d), nn.MaxPool2d),
+    F.gelu: nn.GELU, F.avg_pool2d: nn.AvgPool2d, F.adaptive_avg_pool2d: nn.AdaptiveAvgPool2d,
 }  # fmt: skip
+SHAPES = (Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.contiguous)
+ASKS = (Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, *(getattr(Tensor, a).__get__ for a in ("shape", "ndim")))
 
 
 class NoChain(Exception):
@@ -47,6 +58,11 @@ class Chain:
     classes: int
     dropout: bool  # whether training needs seeds
     has_conv: bool
+    numbers: int  # of one sample, between all layers
+
+    def bytes_kept(self, batch: int, itemsize: int) -> int:
+        """About what a thread keeps for activations and slopes: of so many samples as it takes at once, bounded as in csrc/cpu."""
+        return min(1 << 26, 3 * self.numbers * min(batch, 32 if self.has_conv else 128) * itemsize)
 
     @property
     def head(self) -> tuple[Any, ...]:
@@ -75,8 +91,9 @@ def compiled(net: Net, shape: tuple[int, ...]) -> Chain:
     if len(shape) not in (1, 3) or not all(shape):
         raise NoChain(f"samples of shape {list(shape)}")
     compiler = _Compiler(net, shape)
-    for m in _layers(net.module):
+    for m in _layers(net, shape):
         compiler.add(m)
+        compiler.numbers += prod(compiler.shape)
     return compiler.finish(criterion)
 
 
@@ -98,7 +115,8 @@ class _Compiler:
         self.places: dict[int, int] = {id(p): net.slices[n].start for n, p in net.module.named_parameters() if n in net.slices}
         self.lines: list[list[float]] = []
         self.taken: set[int] = set()
-        self.covered = 0
+        self.covered, self.numbers = 0, prod(shape)
+        self.normal = False  # whether the scores are logarithms of probabilities
 
     def place(self, p: Tensor | None) -> int:
         if p is None:
@@ -116,7 +134,11 @@ class _Compiler:
 
     def add(self, m: nn.Module) -> None:
         kind, shape = type(m), self.shape
-        if isinstance(m, nn.Linear):
+        if self.normal:
+            raise NoChain("a layer behind LogSoftmax")
+        if isinstance(m, nn.LogSoftmax):
+            self.normal = True
+        elif isinstance(m, nn.Linear):
             if shape != (m.in_features,):
                 raise NoChain(f"a linear layer on shape {list(shape)}")
             self.line("linear", m.out_features, self.place(m.weight), self.place(m.bias))
@@ -199,126 +221,94 @@ class _Compiler:
             raise NoChain(f"scores of shape {list(self.shape)}")
         if not self.taken or self.covered != self.net.size:
             raise NoChain("weights that the chain does not use")
+        if self.normal and criterion != "cross_entropy":
+            raise NoChain(f"LogSoftmax under {criterion}")
         if (criterion == "cross_entropy") != (self.shape != (1,)):
             raise NoChain(f"{self.shape[0]} output(s) for {criterion}")
         kinds = [int(line[0]) for line in self.lines]
         shape = self.first if len(self.first) == 3 else (self.first[0], 1, 1)
         program = torch.tensor(self.lines, dtype=torch.float64)
-        return Chain(program, criterion, shape, self.shape[0], 5 in kinds, 1 in kinds)
+        return Chain(program, criterion, shape, self.shape[0], 5 in kinds, 1 in kinds, self.numbers)
 
 
 LEAVES = (
     nn.Linear, nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.Flatten, nn.Identity, nn.GroupNorm, nn.LayerNorm,
-    Dropout, FactorizedLinear, *ACTS,
+    nn.LogSoftmax, Dropout, FactorizedLinear, *ACTS,
 )  # fmt: skip
 
 
-class _Tracer(Tracer):
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return type(m) in LEAVES or super().is_leaf_module(m, module_qualified_name)
+class _Recorder(TorchFunctionMode):
+    """The layers that a private copy of a model calls, one after another; a function is the layer that does the same."""
+
+    def __init__(self, module: nn.Module, x: Tensor) -> None:
+        super().__init__()
+        self.last, self.layers = x, []  # type: tuple[Tensor, list[nn.Module]]
+        self.copy = copy.deepcopy(module)
+        for mine, own in zip(module.modules(), self.copy.modules(), strict=True):
+            if type(own) in LEAVES or (type(own).__module__.startswith("torch.nn") and not isinstance(own, nn.Sequential)):
+                own.forward = partial(self.call, mine, own.forward)
+
+    def call(self, layer: nn.Module, forward: Callable[..., Any], *given: Any, **options: Any) -> Any:
+        if len(given) != 1 or options or given[0] is not self.last:
+            raise NoChain("layers that do not follow one another, or one that is called with more than its input")
+        self.layers += _checked(layer)
+        with torch._C.DisableTorchFunction():
+            self.last = forward(*given)
+        return self.last
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in ASKS:
+            return function(*args, **kwargs)
+        name = getattr(function, "__name__", str(function))
+        if not args or args[0] is not self.last or any(isinstance(v, Tensor) for v in (*args[1:], *kwargs.values())):
+            raise NoChain(f"layers that do not follow one another, at {name}")
+        if function not in SHAPES and function not in FUNCTIONS:
+            raise NoChain(name)
+        if function in FUNCTIONS:
+            options = {k: v for k, v in kwargs.items() if k != "_stacklevel" and v is not None}
+            self.layers += _checked(FUNCTIONS[function](*args[1:], **options))
+        out = function(*args, **kwargs)
+        if function in SHAPES and out.shape != self.last.shape:
+            if out.shape != self.last.flatten(1).shape:
+                raise NoChain("a view that is no flatten")
+            self.layers.append(nn.Flatten())
+        self.last = out
+        return out
 
 
-def _layers(module: nn.Module) -> list[nn.Module]:
-    """The layers that a forward pass calls, one after another, a repeated one each time; the same in training and evaluation."""
-    for name, m in module.named_modules():
+def _layers(net: Net, shape: tuple[int, ...]) -> list[nn.Module]:
+    """The layers that a forward pass calls, a repeated one each time: the same in training and evaluation, for small batches and larger."""
+    for name, m in net.module.named_modules():
         if not is_plain(m):
             raise NoChain(f"a hook on {name or 'the model'}, or a forward of its own")
-    layers, kept = [], [(m, dict(vars(m))) for m in module.modules()]
-    try:
-        for train in (True, False):
-            module.train(train)
-            if type(module) in LEAVES:
-                return _checked([module])
-            try:
-                graph = _Tracer().trace(module)
-            except Exception as error:  # data-dependent control flow and much else
-                raise NoChain("a forward that torch.fx cannot trace") from error
-            layers.append(_checked(_line(module, list(graph.nodes))))
-    finally:
-        for m, attributes in kept:  # a forward may have kept what it was traced with
-            vars(m).clear()
-            vars(m).update(attributes)
-    if [repr(m) for m in layers[0]] != [repr(m) for m in layers[1]] or any(
-        _owned(a) is not _owned(b) for a, b in zip(*layers, strict=True)
-    ):
-        raise NoChain("a forward that differs between training and evaluation")
-    return layers[0]
+    passes = []
+    for train, batch in ((True, 2), (False, 3)):
+        recorder = _Recorder(net.module, net.w0.new_zeros(batch, *shape))
+        try:
+            with torch.no_grad(), forward_mode(train, None, torch.zeros((), dtype=torch.int64, device=net.w0.device)), recorder:
+                out = recorder.copy.train(train)(recorder.last)
+        except NoChain:
+            raise
+        except Exception as error:
+            raise NoChain(f"a forward that cannot be followed ({type(error).__name__})") from error
+        if out is not recorder.last:
+            raise NoChain("an output that is not the last layer's")
+        passes.append(recorder.layers)
+    one, other = ([(repr(m), id(next(m.parameters(), None))) for m in layers] for layers in passes)
+    if one != other:
+        raise NoChain("a forward that differs between training and evaluation, or between batches of two and three samples")
+    return passes[0]
 
 
-def _owned(m: nn.Module) -> Tensor | None:
-    return next(m.parameters(), None)
-
-
-def _checked(layers: list[nn.Module]) -> list[nn.Module]:
-    for m in layers:
-        if type(m) not in LEAVES:
-            raise NoChain(type(m).__name__)
-        if type(m) is nn.Flatten and (m.start_dim, m.end_dim) != (1, -1):
-            raise NoChain("a flatten of some axes")
-        if type(m) is nn.GELU and m.approximate != "none":
-            raise NoChain("an approximate GELU")
-    return [m for m in layers if type(m) is not nn.Identity]
-
-
-def _line(module: nn.Module, nodes: list[Node]) -> list[nn.Module]:
-    steps: list[nn.Module] = []
-    last: Node | None = None
-    counts: set[Node] = set()  # nodes that hold the batch's size
-    shapes: set[Node] = set()
-    for node in nodes:
-        if node.op == "placeholder":
-            if last is not None:
-                raise NoChain("a forward with more than one input")
-            last = node
-        elif node.op == "output":
-            if node.args != (last,):
-                raise NoChain("an output that is not the last layer's")
-        elif _is_count(node, counts, shapes):
-            continue
-        else:
-            if not node.args or node.args[0] is not last or any(n is not last and n not in counts for n in node.all_input_nodes):
-                raise NoChain("layers that do not follow one another")
-            steps.append(_module(module, node, counts))
-            last = node
-    return steps
-
-
-def _is_count(node: Node, counts: set[Node], shapes: set[Node]) -> bool:
-    """`x.size(0)`, `x.shape[0]`, `len(x)`: the size of the batch, wherever in the chain it is asked for."""
-    if node.op == "call_method" and node.target == "size" and node.args[1:] == (0,):
-        counts.add(node)
-    elif node.op == "call_function" and node.target is getattr and node.args[1:] == ("shape",):
-        shapes.add(node)
-    elif node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem" and node.args[0] in shapes and node.args[1] == 0:
-        counts.add(node)
-    else:
-        return False
-    return True
-
-
-def _module(module: nn.Module, node: Node, counts: set[Node]) -> nn.Module:
-    """The layer that a node is: a module of the model, or one that does what a function does."""
-    args, kwargs = node.args[1:], dict(node.kwargs)
-    if node.op == "call_module":
-        if args or kwargs:
-            raise NoChain("a layer that is called with more than its input")
-        return module.get_submodule(str(node.target))
-    target = node.target
-    if target in FUNCTIONS:
-        if args or {k: v for k, v in kwargs.items() if not (k == "inplace" or (k == "approximate" and v == "none"))}:
-            raise NoChain(f"{getattr(target, '__name__', target)} with options")
-        return FUNCTIONS[target]()
-    if target in (torch.flatten, "flatten") and (args, kwargs) in (((1,), {}), ((), {"start_dim": 1}), ((1, -1), {})):
-        return nn.Flatten()
-    if target in ("view", "reshape", torch.reshape) and not kwargs:
-        sizes = tuple(args[0]) if len(args) == 1 and isinstance(args[0], list | tuple) else args
-        if len(sizes) == 2 and (sizes[0] in counts if isinstance(sizes[0], Node) else False) and sizes[1] == -1:
-            return nn.Flatten()
-    if target in (F.max_pool2d, F.avg_pool2d) or getattr(target, "__name__", "") in ("boolean_dispatch", "max_pool2d"):
-        names = ("kernel_size", "stride", "padding")
-        options: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
-        if set(options) <= set(names) and not any(isinstance(v, Node) for v in options.values()):
-            stride = options.get("stride") or options["kernel_size"]
-            kind = nn.AvgPool2d if target is F.avg_pool2d else nn.MaxPool2d
-            return kind(options["kernel_size"], stride, options.get("padding", 0))
-    raise NoChain(f"{getattr(target, '__name__', target)}")
+def _checked(m: nn.Module) -> list[nn.Module]:
+    """The layer, or nothing where it does nothing."""
+    if type(m) not in LEAVES:
+        raise NoChain(type(m).__name__)
+    if type(m) is nn.Flatten and (m.start_dim, m.end_dim) != (1, -1):
+        raise NoChain("a flatten of some axes")
+    if type(m) is nn.GELU and m.approximate != "none":
+        raise NoChain("an approximate GELU")
+    if type(m) is nn.LogSoftmax and m.dim not in (1, -1):
+        raise NoChain("a LogSoftmax over another axis")
+    return [] if type(m) is nn.Identity else [m]

@@ -22,8 +22,10 @@ from torch.nn.parameter import is_lazy
 from pflcore.data.fields import Fields
 from pflcore.local.losses import REGRESSION, Loss, loss_of
 from pflcore.local.plain import refuse_detours
+from pflcore.local.random import OwnDraws
 from pflcore.local.recurrent import write_out
 from pflcore.local.swap import swap_layers
+from pflcore.nn import Dropout
 from pflcore.nn.mode import context
 from pflcore.ops import kinds
 
@@ -65,9 +67,11 @@ class _Bound:
 class Net:
     """An `nn.Module` as a function of a flat row.
 
-    `build` is a module (its weights become `w0`) or a function without arguments that makes one (then `w0 = init(0)`).
+    `build` is a module (its weights become `w0`) or a function without arguments that makes one (then `w0 = init(seed)`: what it draws from
+    torch's global generator comes from one of the net's own, whatever `torch.manual_seed` it calls).
     `criterion` is `"cross_entropy"`, `"squared"`, `"half_squared"`, `"hinge"`, or a function or `nn.Module` of (scores, y); `head` names
-    the submodule that counts as the head (default: an attribute `head` of the model, else its last `nn.Linear`).
+    the submodule that counts as the head. Default: what gives the scores, found when the model first meets data; before that an attribute
+    `head` of the model, its only `nn.Linear`, or the last one of plain `nn.Sequential`s. `nn.Dropout` layers become `pflcore.nn.Dropout`.
 
     >>> net = Net(nn.Linear(4, 3))
     >>> net(net.w0, torch.zeros(2, 4)).shape
@@ -92,6 +96,9 @@ class Net:
             raise TypeError(f"build: expected an nn.Module or a function that makes one, got {type(build).__name__}.")
         if any(is_lazy(p) for p in (*self.module.parameters(), *self.module.buffers())):
             raise ValueError("build: the model has lazy layers, whose sizes are not known yet; give it a batch first, or name the sizes.")
+        for m in self.module.modules():
+            if type(m) is nn.Dropout:
+                m.__class__ = Dropout  # type: ignore[assignment]
         refuse_random(self.module)
         refuse_detours(build if isinstance(build, nn.Module) else self.module)  # hooks of parameters do not survive a copy
         trainable = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
@@ -117,7 +124,7 @@ class Net:
         self.b0 = torch.cat(
             [floats[n].detach().reshape(-1).to(self.dtype) for n in self.buffer_names] or [torch.empty(0, dtype=self.dtype)]
         )  # [b]
-        self.head_name = self._find_head(head)
+        self.head_name, self._asked = self._find_head(head), head is not None
         self.kernels = True  # pflcore's own in the place of layers that they can stand for
         self._threads = threading.local()
 
@@ -148,7 +155,7 @@ class Net:
         return module
 
     def init(self, seed: int) -> Tensor:
-        """A freshly drawn row [P]; the global random state is left as it was."""
+        """A freshly drawn row [P]; torch's global random state is neither read nor changed."""
         return self.row(self._made(seed))
 
     def mask(self, *patterns: str) -> Tensor:
@@ -249,7 +256,7 @@ class Net:
         return self._forward(self._bound("whole"), x)
 
     def features(self, row: Tensor, x: Tensor) -> Tensor:
-        """What the head sees, [B, H]: the model's output with the head left out."""
+        """What the head sees, [B, H]."""
         return self._run("body", row, x)
 
     def head(self, row: Tensor, z: Tensor) -> Tensor:
@@ -266,8 +273,8 @@ class Net:
         mine = [s for n, s in self.slices.items() if self._in_head(n)]
         if not mine:
             raise ValueError(
-                "model: found no trainable head, neither an attribute `head` nor an nn.Linear with parameters of its own; name it with "
-                "Net(..., head='name')."
+                "model: found no trainable head: no attribute `head`, and no nn.Linear that is known to give the scores before the model "
+                "has met data; name it with Net(..., head='name')."
             )
         return slice(mine[0].start, mine[-1].stop)
 
@@ -301,7 +308,10 @@ class Net:
             pieces = [p.clone() for p in buffers.split(self.buffer_sizes)]
             bound.bind_buffers(pieces, self.buffer_shapes)
         context.layer = 0
-        scores = bound.module(x)
+        try:
+            scores = bound.module(x)
+        except _Features as seen:
+            (scores,) = seen.args
         if bound.buffers and context.train:
             for i, ((owner, name), *_) in bound.buffers:
                 pieces[i] = owner[name].detach().reshape(-1)  # a forward may have put another tensor there
@@ -337,8 +347,7 @@ class Net:
         return next(i for i, n in enumerate(self.names) if self._in_head(n))
 
     def _made(self, seed: int) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with OwnDraws(seed):
             if not isinstance(self.build, nn.Module):
                 made = self.build()
                 if not isinstance(made, nn.Module):
@@ -368,7 +377,17 @@ class Net:
         if isinstance(getattr(self.module, "head", None), nn.Module):
             return "head"
         linear = [n for n, m in self.module.named_modules() if isinstance(m, nn.Linear)]
-        return linear[-1] if linear else None  # "" where the whole model is one nn.Linear
+        return linear[0] if len(linear) == 1 else _last(self.module)  # "" where the whole model is one nn.Linear
+
+    def see(self, used: list[str], called: list[str]) -> None:
+        """The head, where nobody named one: of the layers in the order of their calls the last `nn.Linear`, or the part `head` around
+        it, that holds some of the parameters `used`, those on which the loss depends."""
+        for name in reversed([] if self._asked else called):
+            if any(n.startswith(f"{name}." if name else "") for n in used):
+                named = name.split(".")[0] == "head"
+                if named or isinstance(self.module.get_submodule(name), nn.Linear):
+                    self.head_name, self._threads = "head" if named else name, threading.local()
+                    return
 
     def _check(self, row: Tensor) -> None:
         if row.shape[-1] != self.size:
@@ -385,13 +404,34 @@ def _copied(module: nn.Module) -> nn.Module:
         ) from e
 
 
+class _Features(Exception):
+    """What the head was given."""
+
+
+class _Stop(nn.Module):
+    def forward(self, z: Tensor) -> Tensor:
+        raise _Features(z)
+
+
 def _without(module: nn.Module, name: str) -> nn.Module:
+    """`module`, which ends where its head `name` begins."""
     if not name:
         return nn.Identity()
     body = copy.deepcopy(module)
     parent, _, leaf = name.rpartition(".")
-    setattr(body.get_submodule(parent), leaf, nn.Identity())
+    setattr(body.get_submodule(parent), leaf, _Stop())
     return body
+
+
+def _last(module: nn.Module, name: str = "") -> str | None:
+    """The `nn.Linear` that plain `nn.Sequential`s call last; None where another forward decides."""
+    if isinstance(module, nn.Linear):
+        return name
+    children = module.named_children() if type(module) is nn.Sequential else ()
+    for child, m in reversed([*children]):
+        if any(isinstance(part, nn.Linear) for part in m.modules()):
+            return _last(m, f"{name}.{child}".lstrip("."))
+    return None
 
 
 def refuse_random(module: nn.Module) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from pflcore.local import memory
 from pflcore.local.losses import CRITERIA, loss_name, spreads
 from pflcore.local.net import Net
 from pflcore.local.proof import samples
+from pflcore.local.random import OwnDraws
 from pflcore.local.training import Training
 from pflcore.nn.mode import forward_mode
 
@@ -33,15 +35,17 @@ def check_run(net: Net, data: Federation, training: Training) -> None:
     x, y = samples(data, max(2, min(training.batch_size, BATCH)))
     for train in (True, False):
         before = states()
-        learns = passed(net, data, x, y, train)
-        if before[0] != (after := states())[0]:
-            torch.set_rng_state(before[1])
-            what = next(k for k, v in before[0].items() if v != after[0][k])
+        with OwnDraws(0) as own:
+            loss = passed(net, data, x, y, train)
+            drawn = ["torch"] if own.used else [k for k, v in states().items() if v != before[k]]
+            if not own.used and all(torch.equal(loss, passed(net, data, x, y, train)) for _ in drawn * 3):
+                drawn = []  # by another thread: a model that draws gives another loss each time
+        if drawn:
             raise ValueError(
-                f"model: its forward pass draws from {what}'s global generator, which threads share, so results would not repeat; use "
+                f"model: its forward pass draws from {drawn[0]}'s global generator, which threads share, so results would not repeat; use "
                 "pflcore.nn.Dropout, which draws from the client's own."
             )
-    if not learns:
+    if not loss.requires_grad:
         raise ValueError("model: the loss depends on no trainable parameter; compute it from the scores, without detach() or no_grad().")
     check_single(net, data, training)
 
@@ -73,27 +77,26 @@ def check_dtypes(net: Net, data: Federation) -> None:
             )
 
 
-def states() -> tuple[dict[str, Any], Tensor]:
-    """The global generators' states, by whose they are, and torch's own to be put back."""
-    state, numpy = torch.get_rng_state(), np.random.get_state(legacy=False)
-    states: dict[str, Any] = {
-        "torch": state.numpy().tobytes(),
-        "Python": random.getstate(),
-        "NumPy": (numpy["state"]["key"].tobytes(), numpy["state"]["pos"]),
-    }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["torch.cuda"] = b"".join(s.numpy().tobytes() for s in torch.cuda.get_rng_state_all())
-    return states, state
+def states() -> dict[str, Any]:
+    """The states of the global generators that are not torch's."""
+    numpy = np.random.get_state(legacy=False)["state"]
+    return {"Python": random.getstate(), "NumPy": (numpy["key"].tobytes(), numpy["pos"])}
 
 
-def passed(net: Net, data: Federation, x: Tensor, y: Tensor, train: bool) -> bool:
-    """One batch by the module itself, backward included: has its loss a gradient? Every failure in one sentence."""
+def passed(net: Net, data: Federation, x: Tensor, y: Tensor, train: bool) -> Tensor:
+    """The loss of one batch by the module itself, its backward pass tried and its head found. Every failure in one sentence."""
     module = copy.deepcopy(net.module).train(train)
     inside: list[tuple[str, nn.Module, Any]] = []  # the layer that is working
+    called: list[str] = []  # layers in the order of their calls
+
+    def enter(m: nn.Module, given: Any, name: str) -> None:
+        inside[:] = [(name, m, given[0] if given else None)]
+        called.append(name)
+
     hooks = [
-        m.register_forward_pre_hook(lambda m, given, name=name: inside.__setitem__(slice(None), [(name, m, given[0] if given else None)]))
+        m.register_forward_pre_hook(partial(enter, name=name))
         for name, m in module.named_modules()
-        if not m._modules
+        if not m._modules or isinstance(m, nn.Linear)
     ]
     with forward_mode(train, None, torch.zeros((), dtype=torch.int64, device=x.device)), torch.enable_grad():
         try:
@@ -118,14 +121,16 @@ def passed(net: Net, data: Federation, x: Tensor, y: Tensor, train: bool) -> boo
         raise ValueError(f"criterion: expected one number for a batch, got {got}; take the mean over its samples.")
     if train and loss.requires_grad:
         try:
-            grads = torch.autograd.grad(loss.sum(), [p for p in module.parameters() if p.requires_grad], allow_unused=True)
+            given = dict(module.named_parameters())
+            grads = torch.autograd.grad(loss.sum(), [given[n] for n in net.names], allow_unused=True)
         except Exception as e:
             if memory.ran_out(e):
                 raise
             raise ValueError(f"model: its backward pass fails: {first(e)}.") from e
         if any(g is not None and g.is_sparse for g in grads):
             raise ValueError("model: its gradients are sparse, and a row's is not; set sparse=False in its embeddings.")
-    return bool(loss.requires_grad)
+        net.see([n for n, g in zip(net.names, grads, strict=True) if g is not None], called)
+    return loss.detach().requires_grad_(loss.requires_grad)
 
 
 def unfit(inside: list[tuple[str, nn.Module, Any]], data: Federation, x: Tensor, e: Exception) -> str:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 STREAM = 3  # the version of the random streams: runs of one version, seed and setting are the same run
 U64 = npt.NDArray[np.uint64]
@@ -23,6 +25,32 @@ POSITION_BITS = np.uint64(24)  # clients of up to 16.7 million samples; 40 rando
 def seed_of(*key: object) -> int:
     """A 63-bit seed from any key, the same on every machine and in every process."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
+
+
+class OwnDraws(TorchDispatchMode):
+    """What this thread draws inside without a generator comes from one of its own, as after `torch.manual_seed(seed)`.
+
+    The generators that threads share are left alone: nobody's draws depend on what another thread does meanwhile.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed, self.used = seed, {}  # type: tuple[int, dict[str, torch.Generator]]  # by the kind of device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+            if all(a.name != "generator" for a in func._schema.arguments):  # a fresh tensor's have it in an overload
+                name = func._overloadname
+                func = getattr(func.overloadpacket, "generator" if name == "default" else f"{name}_generator", func)
+            if any(a.name == "generator" for a in func._schema.arguments[len(args) :]):
+                like = [a.device for a in args if isinstance(a, Tensor)]
+                kind = torch.device(like[0] if like else kwargs.get("device") or "cpu").type
+                if kind != "meta":
+                    if kind not in self.used:
+                        self.used[kind] = torch.Generator(kind).manual_seed(self.seed)
+                    kwargs["generator"] = self.used[kind]
+        return func(*args, **kwargs)
 
 
 def generator_of(*key: object) -> torch.Generator:

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
 from pflcore.local.schedules import Schedule, rates
 from pflcore.ops import kinds
 
+FINITE = sys.float_info.max
+
 
 @kinds.takes(
-    lr=kinds.number(0, words="a finite number >= 0"),
+    lr=kinds.number(0, FINITE, "a finite number >= 0"),
     batch_size=kinds.whole(1),
     epochs=kinds.whole(1),
-    momentum=kinds.number(0, 1, "0 <= momentum < 1"),
-    weight_decay=kinds.number(0, words="a finite number >= 0"),
+    momentum=kinds.number(0, math.nextafter(1, 0), "0 <= momentum < 1"),
+    weight_decay=kinds.number(0, FINITE, "a finite number >= 0"),
     schedule=kinds.Kind("a function of (round, rounds) or of an optimizer", lambda v: callable(v) or hasattr(v, "optimizer")),
-    betas=kinds.many(kinds.number(0, 1), "two numbers in [0, 1)"),
-    eps=kinds.number(words="a finite number >= 0"),
+    betas=kinds.many(kinds.number(0, math.nextafter(1, 0)), "two numbers in [0, 1)"),
+    eps=kinds.number(0, FINITE, "a finite number >= 0"),
     clip_grad=kinds.POSITIVE,
 )
 @dataclass(frozen=True)
@@ -47,24 +50,16 @@ class Training:
     clip_grad: float | None = None  # no minibatch's gradient is longer (Euclidean norm); None: any
 
     def __post_init__(self) -> None:
-        if not 0 <= self.lr < math.inf:
-            raise ValueError(f"lr: expected a finite number >= 0, got {self.lr}.")
         if not all(isinstance(v, int) and v >= 1 for v in (self.batch_size, self.epochs)):
             raise ValueError(f"batch_size and epochs: expected whole numbers, at least 1, got {self.batch_size} and {self.epochs}.")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum: expected 0 <= momentum < 1, got {self.momentum}.")
-        if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"weight_decay: expected a finite number >= 0, got {self.weight_decay}.")
         if self.local_optimizer not in ("sgd", "adamw"):
             raise ValueError(f"local_optimizer: expected 'sgd' or 'adamw', got {self.local_optimizer!r}.")
-        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas) or not 0 <= self.eps < math.inf:
-            raise ValueError(f"betas and eps: expected two numbers in [0, 1) and one >= 0, got {self.betas} and {self.eps}.")
+        if len(self.betas) != 2:
+            raise ValueError(f"betas: expected two numbers in [0, 1), got {self.betas}.")
         if self.local_optimizer == "adamw" and self.momentum:
             raise ValueError(f"momentum: AdamW has betas in its place, got {self.momentum}; leave momentum out, or take SGD.")
         if self.local_optimizer == "sgd" and self.keep_moments:
             raise ValueError("keep_moments: SGD has none; leave it out, or take local_optimizer='adamw'.")
-        if self.clip_grad is not None and not 0 < self.clip_grad < math.inf:
-            raise ValueError(f"clip_grad: expected a finite number above 0, or None for no limit, got {self.clip_grad}.")
 
     @property
     def gradient_decay(self) -> float:

@@ -26,17 +26,20 @@ T = TypeVar("T")
 MOST_WORKERS = 1024
 
 
+def cores() -> int:
+    """How many of the machine's cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class Engine:
     """Worker threads, each with one intra-op thread: a convolution's gradient differs bitwise between one and two."""
 
     def __init__(self, name: str = "threads", workers: int | None = None, chain: Chain | None = None) -> None:
-        if name not in ("threads", "vmap"):
-            raise ValueError(f"engine: expected 'threads' or 'vmap' (or 'auto' where a run is set up), got {name!r}.")
         if workers is not None and not 1 <= workers <= MOST_WORKERS:
             raise ValueError(f"workers: expected 1 to {MOST_WORKERS} threads, or None for one per core, got {workers}.")
         self.name = name
         self.chain = chain  # what the kernels train; the rest is this engine's
-        self.workers = workers or os.cpu_count() or 1
+        self.workers = workers or cores()
         self._threads: ThreadPoolExecutor | None = None
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._lists: dict[Any, tuple[Federation, Ragged, Tensor]] = {}

@@ -25,8 +25,6 @@ class Dropout(nn.Module):
 
     def __init__(self, p: float = 0.5) -> None:
         super().__init__()
-        if not 0 <= p <= 1:
-            raise ValueError(f"p: expected a probability from 0 to 1, got {p}.")
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:

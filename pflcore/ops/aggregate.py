@@ -78,6 +78,7 @@ def check_out(updates: Tensor, weight: Tensor, index: Tensor | None, base: Tenso
         expect(False, op, "out", "None in forward-mode differentiation", "a tensor", "leave out away")
     if out.numel() == 0:
         return
+    expect(not (out.is_neg() or out.is_conj()), op, "out", "memory that holds its numbers as they are", "the negative of other numbers")
     rows = out.stride(1) == 1 or out.shape[1] == 1
     apart = out.shape[0] == 1 or out.stride(0) >= out.shape[1]
     expect(rows and apart, op, "out", "of contiguous rows that do not overlap", f"strides {list(out.stride())}", "use torch.empty")

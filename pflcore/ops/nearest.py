@@ -17,11 +17,10 @@ from .sqdist import pairwise_sqdist
 from .stream import PROGRESS, Progress, Rows, block, check_rows, meter, spans, take
 from .weights import feddwa_weights
 
-METHODS = ("exact", "groups", "sketch")
 MARGIN = 1e-6  # twice what a distance may be off: the squared one has a relative error of 1e-6
 PAIRS = 1 << 24  # distances that are held at a time
 SERIAL = 1 << 15  # elements up to which torch asks no other thread for help
-GROUP_WIDTH, WIDTH = 256, 1024  # columns of the sketch that chooses pivots, and of the one that chooses candidates
+WIDTH = 256  # columns of the sketch that chooses pivots
 
 
 class Nearest(NamedTuple):
@@ -29,10 +28,9 @@ class Nearest(NamedTuple):
 
     sqdist: Tensor  # [M, K] float64 squared distances
     index: Tensor  # type: ignore[assignment]  # [M, K] int64
-    certified: Tensor  # [M] bool: these are the K nearest, whatever the sketch or the data
 
 
-@kinds.takes(guide=kinds.DENSE, rows=kinds.DENSE, seed=kinds.SEED, progress=PROGRESS)
+@kinds.takes(guide=kinds.DENSE, rows=kinds.DENSE, progress=PROGRESS)
 def nearest(
     guide: Tensor | Rows,  # [M, P]
     rows: Tensor | Rows,  # [N, P]
@@ -40,8 +38,6 @@ def nearest(
     method: str = "exact",
     *,
     pivots: int | None = None,
-    candidates: int | None = None,
-    seed: int = 0,
     progress: Progress | bool | None = None,
 ) -> Nearest:
     """The k nearest rows of each guide by `(pairwise_sqdist, index)`, as `feddwa_weights` ranks: NaN is infinitely far, k >= N gives all.
@@ -49,11 +45,8 @@ def nearest(
     Tensors, or rows that can be read again (`stream.Rows`, then on the CPU). Constants: no gradient flows through them.
     "exact" takes all pairs. "groups" gives the same, bit for bit: exact distances to `pivots` rows (None: the root of N), then, as
     |d(i, p) - d(j, p)| <= d(i, j), with a margin for rounding, only those to the groups that may hold a neighbour. It pays where clients
-    are clustered; where less than half can be spared it takes all pairs, after some 7 / sqrt(N). "sketch" looks for `candidates` (None:
-    5 k) in a CountSketch of 1024 columns and ranks them by exact distances: every distance is right, but neighbours may be missed: in a
-    cluster of 100 with isotropic noise 37 % were. A row is certified where none can be: always with "exact" and "groups", with "sketch"
-    where the pivots prove it (pivots=0: nowhere, and quickest). `seed` is the sketch's; `progress(done, of)` counts
-    guides, True shows a bar.
+    are clustered; where less than half can be spared it takes all pairs, after some 7 / sqrt(N).
+    `progress(done, of)` counts guides, True shows a bar.
     """
     op = "nearest"
     none, few = check_rows(op, "guide", guide), check_rows(op, "rows", rows)
@@ -61,28 +54,24 @@ def nearest(
     n, p = rows.shape
     expect(guide.shape[1] == p, op, "rows", f"P = {guide.shape[1]} columns like guide", f"{n} rows of {p}")
     expect(n > 0, op, "rows", "at least one row", "none")
-    for name, value, low in (("k", k, 1), ("pivots", pivots, 0), ("candidates", candidates, 1)):
+    for name, value, low in (("k", k, 1), ("pivots", pivots, 0)):
         fine = (value is None and name != "k") or (is_int(value) and value >= low)  # type: ignore[operator]
         expect(fine, op, name, f"a whole number of at least {low}", shape(value) if isinstance(value, Tensor) else repr(value))
-    expect(method in METHODS, op, "method", "'exact', 'groups' or 'sketch'", repr(method))
+    expect(method in ("exact", "groups"), op, "method", "'exact' or 'groups'", repr(method))
     with torch.no_grad():
         search = _Search(guide, rows, min(int(k), n), none.device, meter(progress))
         if method == "exact":
             return search.exact()
         many = min(n, math.isqrt(n - 1) + 1 if pivots is None else pivots)
-        if method == "groups":
-            return search.groups(_Pivots(guide, rows, max(many, 1), seed))
-        return search.sketch(min(n, max(k, 5 * k if candidates is None else candidates)), many, seed)
+        return search.groups(_Pivots(guide, rows, max(many, 1)))
 
 
 def _sketch(
     rows: Tensor | Rows,  # [N, P]
-    width: int,
-    seed: int,
-) -> Tensor:  # [N, width] float32 (float64 for float64 rows); a row that is not finite is 0
-    """CountSketch in one pass: each strip of `width` columns is turned by an offset of its own, given signs and added."""
-    gen = torch.Generator().manual_seed(seed)
-    p = rows.shape[1]
+) -> Tensor:  # [N, WIDTH] float32 (float64 for float64 rows); a row that is not finite is 0
+    """CountSketch in one pass: each strip of WIDTH columns is turned by an offset of its own, given signs and added."""
+    gen = torch.Generator().manual_seed(0)
+    width, p = WIDTH, rows.shape[1]
     strips = -(-p // width)
     sign = (torch.randint(0, 2, (strips, width), generator=gen) * 2 - 1).float()
     turn = torch.randint(0, width, (strips,), generator=gen).tolist()
@@ -104,8 +93,8 @@ def _sketch(
 class _Pivots:
     """Rows far from one another, the groups of those nearest to each, and exact distances to them."""
 
-    def __init__(self, guide: Tensor | Rows, rows: Tensor | Rows, many: int, seed: int) -> None:
-        near = _sketch(rows, GROUP_WIDTH, seed)
+    def __init__(self, guide: Tensor | Rows, rows: Tensor | Rows, many: int) -> None:
+        near = _sketch(rows)
         chosen, gap = [0], (near - near[0]).square().sum(1)
         while len(chosen) < many and float(gap.max()) > 0:  # farthest first: one in each cluster before there are two in any
             chosen.append(int(gap.argmax()))
@@ -126,11 +115,6 @@ class _Pivots:
     def _distances(rows: Tensor | Rows, pivots: Tensor) -> Tensor:  # [N, G] float64
         parts = [pairwise_sqdist(block(rows, first, last), pivots).sqrt() for first, last in spans(rows)]
         return torch.cat(parts).nan_to_num(math.inf, math.inf) if parts else torch.zeros(0, len(pivots), dtype=torch.float64)
-
-    def bounds(self, guides: Tensor, rows: Tensor) -> Tensor:  # [m, n]
-        """No squared distance of these guides and rows is less."""
-        d = self.rows[rows]
-        return _spared(self.guide[guides], d, d)
 
 
 def _spared(
@@ -165,12 +149,6 @@ class _Search:
         """Tell the caller how many guides are done."""
         if self.progress:
             self.progress(done, self.m)
-
-    def result(self, certified: Tensor | None = None) -> Nearest:
-        """What was found; without a word, all of it certain."""
-        return Nearest(
-            self.sqdist, self.index, torch.ones(self.m, dtype=torch.bool, device=self.device) if certified is None else certified
-        )
 
     def keep(self, guides: Tensor, sqdist: Tensor, index: Tensor) -> None:
         """Merge distances [m, n] of guides [m] to rows `index` [n] or [m, n], in ascending order."""
@@ -216,7 +194,7 @@ class _Search:
                 last = min(first + step, self.m)
                 self.compare(torch.arange(first, last), everybody)
                 self.report(last)
-        return self.result()
+        return Nearest(self.sqdist, self.index)
 
     def groups(self, pivots: _Pivots) -> Nearest:
         """The groups nearest to each guide until k rows were seen, then all that may hold a nearer one."""
@@ -238,32 +216,4 @@ class _Search:
         for g, members in enumerate(pivots.members):
             self.compare(torch.nonzero(~seen[:, g] & (pivots.bound[:, g] <= self.sqdist[:, -1]))[:, 0], members)
             self.report((g + 1) * self.m // len(size))
-        return self.result()
-
-    def sketch(self, candidates: int, pivots: int, seed: int) -> Nearest:
-        """The candidates by a sketch, ranked by their distances; certified where pivots leave no other row."""
-        x, y = _sketch(self.guide, WIDTH, seed), _sketch(self.rows, WIDTH, seed)
-        step = max(1, PAIRS // self.n)
-        near = [feddwa_weights(pairwise_sqdist(part, y), candidates).index.sort(1).values for part in x.split(step)]
-        listed = torch.cat(near) if near else torch.zeros(0, candidates, dtype=torch.int64, device=self.device)
-        everybody = torch.arange(self.m, device=self.device)
-        if isinstance(self.guide, Tensor) and isinstance(self.rows, Tensor):
-            self.keep(everybody, pairwise_sqdist(self.guide, self.rows, listed), listed)
-        else:
-            for guides, part in self.read(self.guide, everybody):
-                used, slot = listed[guides].unique(return_inverse=True)
-                for some, rows in self.read(self.rows, used):
-                    at = slot - int(torch.searchsorted(used, some[0]))
-                    at = torch.where((at >= 0) & (at < len(some)), at, -1)
-                    number, order = torch.where(at < 0, self.n, listed[guides]).sort(1)
-                    self.keep(guides, pairwise_sqdist(part, rows, at.gather(1, order)), number)
-        certified = torch.full((self.m,), bool(pivots), device=self.device)
-        if pivots:
-            proof = _Pivots(self.guide, self.rows, pivots, seed)
-            for g, members in enumerate(proof.members):
-                for guides in torch.nonzero(certified & (proof.bound[:, g] <= self.sqdist[:, -1]))[:, 0].split(max(1, PAIRS // self.n)):
-                    open_ = proof.bounds(guides, members) <= self.sqdist[guides, -1:]  # [m, n]
-                    at = torch.searchsorted(listed[guides], members.expand(len(guides), -1).contiguous()).clamp(max=candidates - 1)
-                    certified[guides] = ~(open_ & (listed[guides].gather(1, at) != members)).any(1)
-        self.report(self.m)
-        return self.result(certified)
+        return Nearest(self.sqdist, self.index)

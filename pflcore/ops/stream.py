@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pflcore.ops import kinds
 
-from ._words import expect, matrix, shape
+from ._words import expect, matrix, meet, same_view, shape, span
 from .aggregate import aggregate as aggregate_op
 from .aggregate import check_aggregate, check_out
 from .sqdist import pairwise_sqdist as sqdist_op
@@ -211,6 +211,7 @@ def aggregate(
 ) -> Any:  # [M, P]
     """`pflcore.aggregate` over rows that can be read again or, without `index`, over blocks of rows that come but once.
 
+    `out` is written while `updates` are still read: with `index` it must not be their memory, nor their file, which other Rows do not show.
     Dense, it holds a float64 total [M, P] and 128 rows; with `index`, the rows that so many results need as 256 MB hold.
     `progress(done, of)` counts rows of updates, with `index` those of the result;
     True shows a bar. Errors are those of `pflcore.aggregate`.
@@ -257,9 +258,28 @@ def check_result(rows: Any, weight: Tensor, index: Tensor | None, base: Tensor |
         wanted, kind = (weight.shape[0], rows.shape[1]), getattr(getattr(out, "dtype", None), "kind", "f")
         fits = tuple(getattr(out, "shape", ())) == wanted and kind == "f"
         expect(fits, "aggregate", "out", f"{list(wanted)} of floating point", shape(out))
-        arrays = isinstance(out, np.ndarray) and isinstance(rows, np.ndarray)
-        own = out is not rows and not (arrays and np.may_share_memory(out, rows))
-        expect(index is None or own, "aggregate", "out", "memory of its own", "memory of updates")
+    if out is None or index is None:
+        return
+    others = [("updates", rows)]
+    if base is not None and isinstance(out, np.ndarray) and not (out.flags.writeable and same_view(base, tensor_of(out))):
+        others.append(("base", base))
+    for name, other in others:
+        file = getattr(out, "filename", None)
+        again = file is not None and getattr(other, "filename", None) == file and getattr(other, "_mmap", None) is not out._mmap
+        shared = out is other or again or any(meet(a, b) for a in _memory(out) for b in _memory(other))
+        expect(not shared, "aggregate", "out", "memory of its own", f"memory of {name}")
+
+
+def _memory(rows: Any) -> list[tuple[int, int] | None]:
+    """The addresses of the memory that rows lie in; of what is neither a tensor nor an array, those of its first row and its last."""
+    if isinstance(rows, Tensor):
+        return [span(rows)]
+    if isinstance(rows, np.ndarray):
+        first = rows.__array_interface__["data"][0]
+        reach = [(n - 1) * step for n, step in zip(rows.shape, rows.strides, strict=True)]
+        return [(first + sum(r for r in reach if r < 0), first + sum(r for r in reach if r > 0) + rows.itemsize)] if rows.size else []
+    ends = (rows[i : i + 1] for i in (0, rows.shape[0] - 1))
+    return [where for end in ends if isinstance(end, Tensor | np.ndarray) for where in _memory(end)]
 
 
 def _blocks(updates: Any, n: int) -> Iterator[Tensor]:

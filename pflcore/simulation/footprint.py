@@ -10,6 +10,7 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,25 +28,27 @@ from pflcore.local.workers import one_thread
 from pflcore.simulation.round import begin, evaluate, step
 
 SMALL = 1 << 24  # bytes of two rows for each client below which nothing is measured: the interpreter alone needs ten times that
-COPIES = 27  # rows: the model as given, as started from, as bound in a thread, a kernel's own, what an allocator keeps of freed ones
+COPIES = 20  # rows: the model as given, as started from, as bound in a thread, a kernel's own, what an allocator keeps of freed ones
 PREPARED = 6.0  # rows for each client of the cohort, as measured with FactorizedWaffle
 HIDDEN = 1  # row for each client of the cohort that is made inside of an op, where it is not seen
 SPLITS = ("train", "val", "test")
 
 
-def peak_bytes(algorithm: FedAvg, net: Net, n: int, participation: float, training: Training, path: Path, workers: int) -> int:
+def peak_bytes(algorithm: FedAvg, net: Net, n: int, participation: float, training: Training, path: Path, engine: Engine) -> int:
     """An estimate of a run's peak memory beside data and activations."""
     cohort = max(1, int(participation * n + 0.5))
     row = net.size * net.w0.element_size()
     g, own = algorithm.init(net, n)
-    state = nbytes(g) + n * (nbytes(own) + net.b0.numel() * net.b0.element_size() + 2 * row * training.keep_moments)
+    chain = engine.chain
+    kept = 0 if chain is None else engine.workers * chain.bytes_kept(training.batch_size, net.w0.element_size())
+    state = kept + nbytes(g) + n * (nbytes(own) + net.b0.numel() * net.b0.element_size() + 2 * row * training.keep_moments)
     if 2 * n * row < SMALL:
         return state + 2 * cohort * row + 4 * cohort * nbytes(own)
     head = net.head_slice if net.head_name is not None else slice(0, 0)
     whole = 2 * (head.stop - head.start) > net.size  # is most of the model its head?
     momentum = replace(training, lr=0.01, batch_size=2, epochs=1, momentum=0.5 if training.momentum else 0.0, schedule=None)
     fixed, each, everyone = rows_beside_state(algorithm, momentum, path.engine, path.form == "chain", whole)
-    at_once = max(0, min(workers, cohort) - 1) if path.engine == "threads" else 0  # clients in work beside the one that was measured
+    at_once = max(0, min(engine.workers, cohort) - 1) if path.engine == "threads" else 0  # clients in work beside the one that was measured
     proof = 20 * row  # copies for the comparison of the faster forms, before the first round
     return state + max(int(row * (COPIES + fixed + (HIDDEN + each) * cohort + everyone * n + 3 * at_once)), proof)
 
@@ -76,13 +79,12 @@ def rows_beside_state(algorithm: FedAvg, training: Training, engine: str, chaine
 def measured(algorithm: FedAvg, training: Training, engine: str, chained: bool, whole: bool, cohort: int, n: int) -> float:
     own = {"target": 0, "private": "body" if getattr(algorithm, "private", "") == "body" else "head"}  # names of the stand-in's own
     algorithm = replace(algorithm, **{f.name: own[f.name] for f in fields(algorithm) if f.name in own})  # type: ignore[arg-type]
-    with torch.random.fork_rng(devices=[]):
-        layers = [nn.Linear(60, 200, bias=False)] if whole else [nn.Linear(30, 400), nn.Linear(400, 2)]
-        net = Net(nn.Sequential(*layers), seed=0)
+    sizes, bias = ((60, 200), False) if whole else ((30, 400, 2), True)
+    net = Net(lambda: nn.Sequential(*(nn.Linear(a, b, bias) for a, b in pairwise(sizes))))
     gen = torch.Generator().manual_seed(0)
     count = 4 * n
     index = {s: list((torch.arange(count) + i * count).split(4)) for i, s in enumerate(SPLITS)}
-    x, y = torch.randn(3 * count, layers[0].in_features, generator=gen), torch.randint(0, 2, (3 * count,), generator=gen)
+    x, y = torch.randn(3 * count, sizes[0], generator=gen), torch.randint(0, 2, (3 * count,), generator=gen)
     data = Federation(x, y, index, 2)
     chain = find_chain(net, data) if chained else None
     setting = Setting(net, data, training, Inline(engine, 1, chain if isinstance(chain, Chain) else None), 0, 3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ import torch.nn as nn
 
 from pflcore.algorithms.base import FedAvg, State, Stop
 from pflcore.algorithms.lookup import algorithm_of, name_of
+from pflcore.algorithms.split import Split
 from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
 from pflcore.local import Training, memory, prepared
@@ -198,8 +198,8 @@ class Simulation:
         return self._peak_bytes(self.setting.net)
 
     def _peak_bytes(self, net: Net) -> int:
-        workers = self.workers or os.cpu_count() or 1
-        peak = footprint.peak_bytes(self._algorithm, net, self.data.n, self.participation, self.training, self.path, workers)
+        engine = self.setting.engine
+        peak = footprint.peak_bytes(self._algorithm, net, self.data.n, self.participation, self.training, self.path, engine)
         return peak - sum(self._row_bytes(net)) if self.folder else peak
 
     def _row_bytes(self, net: Net) -> tuple[int, int]:
@@ -227,6 +227,7 @@ class Simulation:
         return {
             "algorithm": self.name,
             "options": plain(self._algorithm),
+            **({"private": list(self._algorithm.names(s.net))} if isinstance(self._algorithm, Split) else {}),
             "training": plain(self.training),
             "data": self.data.name,
             "n": self.data.n,

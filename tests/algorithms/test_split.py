@@ -174,7 +174,7 @@ def test_names_with_brackets_are_no_patterns():
         def forward(self, x):
             return self.parts["b"](self.parts["a[0]"](x).tanh())  # type: ignore[no-any-return]
 
-    net = Net(Odd)
+    net = Net(Odd, head="parts.b")
     assert LGFedAvg().cut(net, net.w0)[1].shape == (35,) and FedPer().cut(net, net.w0)[1].shape == (24,)
 
 

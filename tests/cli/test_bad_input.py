@@ -33,7 +33,7 @@ def here(tmp_path, monkeypatch):
         (["--weight-decay", "inf"], "weight_decay"),
         (["--clip", "nan"], "clip"),
         (["--clip-grad", "0"], "clip_grad"),
-        (["--local-optimizer", "adamw", "--betas", "0.9", "1"], "betas and eps"),
+        (["--local-optimizer", "adamw", "--betas", "0.9", "1"], "betas"),
         (["--local-optimizer", "adamw", "--momentum", "0.5"], "momentum"),
         (["--keep-moments"], "keep_moments"),
         (["--data-seed", "-1"], "data_seed"),

@@ -20,6 +20,13 @@ pytest.importorskip("tyro")
 pytest.importorskip("sklearn")
 
 
+@pytest.fixture(autouse=True)
+def in_an_empty_folder_and_without_pictures(tmp_path, monkeypatch):
+    """Pictures take longer than these runs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pflcore.results.pictures.draw", lambda *_: [])
+
+
 def test_a_run_by_adamw(capsys):
     how = ["--local-optimizer", "adamw", "--betas", "0.8", "0.99", "--eps", "1e-6", "--keep-moments", "--clip-grad", "0.5", "--lr", "0.01"]
     assert cli.main(["run", "fedavgm", "--optimizer", "nesterov", *DIGITS, *how, "--out", "o"]) == 0

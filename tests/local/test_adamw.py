@@ -139,8 +139,8 @@ def test_the_others_train_by_adamw(name):
     ("given", "said"),
     [
         ({"local_optimizer": "adam"}, "local_optimizer: expected 'sgd' or 'adamw', got 'adam'"),
-        ({"betas": (0.9, 1.0)}, "betas and eps: expected"),
-        ({"eps": -1.0}, "betas and eps: expected"),
+        ({"betas": (0.9, 1.0)}, "betas: expected"),
+        ({"eps": -1.0}, "eps: expected"),
         ({"local_optimizer": "adamw", "momentum": 0.9}, "momentum: AdamW has betas in its place"),
         ({"keep_moments": True}, "keep_moments: SGD has none"),
         ({"clip_grad": 0.0}, "clip_grad: expected a finite number above 0"),

@@ -365,6 +365,12 @@ def test_an_empty_client_is_refused():
         Federation(torch.zeros(3, 6), torch.zeros(3, dtype=torch.long), {"train": [torch.arange(3), torch.arange(0)]}, 4)
 
 
+def test_training_options_are_checked():
+    for bad in ({"lr": -1.0}, {"batch_size": 0}, {"epochs": 0}, {"momentum": 1.0}, {"weight_decay": -0.1}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            Training(**bad)  # type: ignore[arg-type]
+
+
 # threads ------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -403,10 +409,10 @@ def test_an_error_in_a_worker_reaches_the_caller(engine):
     assert cohort(s).fit(s.net.w0.repeat(3, 1)).w.isfinite().all()  # the engine lives on
 
 
-def test_nn_dropout_is_refused():
-    with pytest.raises(ValueError, match=r"model: 1 is nn.Dropout.*pflcore.nn.Dropout"):
-        Net(nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 4)))
-    Net(nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.0), nn.Linear(8, 4)))
+def test_dropout_of_channels_is_refused():
+    with pytest.raises(ValueError, match=r"model: 1 is nn.Dropout1d.*pflcore.nn.Dropout"):
+        Net(nn.Sequential(nn.Linear(6, 8), nn.Dropout1d(0.5), nn.Linear(8, 4)))
+    Net(nn.Sequential(nn.Linear(6, 8), nn.Dropout1d(0.0), nn.Linear(8, 4)))
 
 
 # float buffers ------------------------------------------------------------------------------------------------------------------------

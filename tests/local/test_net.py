@@ -128,7 +128,7 @@ def test_what_is_no_model_is_refused_in_a_sentence():
         (3, "build: expected an nn.Module"),
         (nn.Flatten(), "no trainable parameter"),
         (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), "dtypes"),
-        (nn.Sequential(nn.Linear(2, 2), nn.Dropout()), "pflcore.nn.Dropout"),
+        (nn.Sequential(nn.Linear(2, 2), nn.AlphaDropout()), "pflcore.nn.Dropout"),
         (nn.Sequential(nn.Linear(2, 2), nn.RReLU()), "RReLU"),
         (nn.LSTM(2, 2, num_layers=2, dropout=0.5), "set its dropout to 0"),
         (nn.BatchNorm1d(2, momentum=None), "give it a momentum"),

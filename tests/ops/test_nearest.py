@@ -1,4 +1,4 @@
-"""nearest: what is certified is what all pairs give, bit for bit, whatever the data."""
+"""nearest: it is what all pairs give, bit for bit, whatever the data."""
 
 import sys
 
@@ -11,7 +11,7 @@ from ugly import lay, randn, refuses
 
 from pflcore.ops import feddwa_weights, nearest, pairwise_sqdist, stream
 
-METHODS = ("exact", "groups", "sketch")
+METHODS = ("exact", "groups")
 
 
 def by_all_pairs(guide, rows, k):
@@ -50,24 +50,20 @@ def data(draw):
     return lay(every[n:].to(dtype), place), lay(every[:n].to(dtype), place)
 
 
-@given(data(), st.sampled_from(METHODS), st.integers(1, 45), st.sampled_from([None, 1, 5]), st.integers(0, 3))
-def test_a_certified_row_is_that_of_all_pairs(both, method, k, pivots, seed):
+@given(data(), st.sampled_from(METHODS), st.integers(1, 45), st.sampled_from([None, 1, 5]))
+def test_it_is_what_all_pairs_give(both, method, k, pivots):
     guide, rows = both
-    got = nearest(guide, rows, k, method, pivots=pivots, candidates=k + 1, seed=seed)
+    got = nearest(guide, rows, k, method, pivots=pivots)
     want = by_all_pairs(guide, rows, k)
     assert got.sqdist.dtype == F64 and got.index.shape == got.sqdist.shape == (len(guide), min(k, len(rows)))
-    assert bool(got.certified.all()) or method == "sketch"
-    for g, w in zip(got[:2], want, strict=True):
-        assert torch.equal(g[got.certified], w[got.certified])
-    d = pairwise_sqdist(guide, rows).nan_to_num(torch.inf, torch.inf)
-    assert torch.equal(got.sqdist, d.gather(1, got.index))  # certified or not, a distance is right
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
 @given(data(), st.sampled_from(METHODS), st.integers(1, 9))
 def test_rows_among_themselves(both, method, k):
     _, rows = both
     got, want = nearest(rows, rows, k, method), by_all_pairs(rows, rows, k)
-    assert all(torch.equal(g[got.certified], w[got.certified]) for g, w in zip(got[:2], want, strict=True))
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
 @pytest.mark.usefixtures("isa")
@@ -77,8 +73,7 @@ def test_clusters_one_cluster_none_and_duplicates(groups, each, noise):
     want = by_all_pairs(guide, rows, 10)
     for method in METHODS:
         got = nearest(guide, rows, 10, method)
-        assert all(torch.equal(g[got.certified], w[got.certified]) for g, w in zip(got[:2], want, strict=True))
-        assert bool(got.certified.all()) or method == "sketch"
+        assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
 def test_a_group_that_only_just_holds_a_nearer_row_is_looked_into():
@@ -86,7 +81,7 @@ def test_a_group_that_only_just_holds_a_nearer_row_is_looked_into():
     rows = torch.tensor([0, 1, 2, 3, 4, 10, 5.78], dtype=F64)[:, None]
     for method in METHODS:
         got = nearest(torch.tensor([[4.9]], dtype=F64), rows, 1, method, pivots=2)
-        assert got.index.item() == 6 and got.certified.item()
+        assert got.index.item() == 6
 
 
 def pairs_taken(monkeypatch, call):
@@ -98,7 +93,7 @@ def pairs_taken(monkeypatch, call):
     def count(a, b, index=None):
         nonlocal taken
         out = op(a, b, index)
-        taken += out.numel() if a.shape[1] == 521 else 0  # not those of sketches
+        taken += out.numel() if a.shape[1] == 521 else 0  # not those of the pivots' sketches
         return out
 
     monkeypatch.setattr(file, "_op", count)
@@ -111,22 +106,8 @@ def test_groups_take_few_pairs_where_there_are_clusters_and_not_many_more_than_a
     guide, rows = clustered(20, 20, 521)
     assert pairs_taken(monkeypatch, lambda: nearest(guide, rows, 10)) == 400 * 400
     assert pairs_taken(monkeypatch, lambda: nearest(guide, rows, 10, "groups")) == 2 * 400 * 20 + 400 * 20
-    assert pairs_taken(monkeypatch, lambda: nearest(guide, rows, 10, "sketch", pivots=0)) == 400 * 50
     one, alone = clustered(1, 400, 521)
     assert pairs_taken(monkeypatch, lambda: nearest(one, alone, 10, "groups")) <= 7 * 400 * 20 + 400 * 400
-
-
-def test_a_sketch_misses_what_it_does_not_list_and_does_not_certify_it():
-    guide, rows = clustered(2, 200, 8000)
-    want = by_all_pairs(guide, rows, 5)[1]
-    got = nearest(guide, rows, 5, "sketch", candidates=5)
-    recall = (got.index[:, :, None] == want[:, None]).any(-1).double().mean()
-    assert 0.1 < float(recall) < 0.99 and not bool(got.certified.any())
-    found = nearest(guide, rows, 5, "sketch", candidates=200)
-    assert bool(found.certified.all()) and torch.equal(found.index, want)  # the list holds the cluster: the pivots prove it
-    assert not bool(nearest(guide, rows, 5, "sketch", candidates=200, pivots=0).certified.any())
-    assert torch.equal(nearest(guide, rows, 5, "sketch", candidates=5, seed=0).index, got.index)
-    assert not torch.equal(nearest(guide, rows, 5, "sketch", candidates=5, seed=1).index, got.index)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -145,7 +126,6 @@ def test_progress(method):
         ({"k": True}, "k", ValueError),
         ({"method": "fast"}, "method", ValueError),
         ({"pivots": -1}, "pivots", ValueError),
-        ({"candidates": 0}, "candidates", ValueError),
         ({"rows": torch.zeros(0, 3)}, "rows", ValueError),
         ({"rows": torch.zeros(2, 4)}, "rows", ValueError),
         ({"rows": torch.zeros(2, 3, dtype=F64)}, "rows", TypeError),

@@ -135,8 +135,6 @@ TABLE: dict[Callable[..., Any], tuple[Good, Wrong]] = {
             "k": POSITIVE,
             "method": NAME,
             "pivots": COUNT,
-            "candidates": POSITIVE,
-            "seed": ["3", 2.5, NAN, None],
             "progress": FUNCTION,
         },
     ),
