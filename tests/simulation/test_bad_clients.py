@@ -90,18 +90,6 @@ def test_a_bad_upload(name, kind):
         assert (evaluate(alg, state, s)["loss"][honest] < 2).all()
 
 
-@every
-@pytest.mark.parametrize("kind", ["nan", "inf"])
-@pytest.mark.unless(lambda name: name in SILENT)
-def test_every_client_is_bad(name, kind):
-    alg, s, state = start(name)
-    state, _ = step(alg, state, s, torch.arange(N))
-    TRIED[f"everybody's {kind}"] += 1
-    before = copy.deepcopy(state)
-    state, done = step(alg, state, s, torch.arange(N), transport=spoiling(VALUES[kind], *range(N)))
-    assert done.void and done.dropped == [*range(N)] and same(state, before) and state.round == 2
-
-
 @pytest.mark.parametrize("name", [n for n in NAMES if algorithm(n).required])
 @pytest.mark.parametrize("kind", VALUES)
 def test_the_target_is_bad(name, kind):
