@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import copy
 import statistics
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.nn as nn
+from algorithms_help import views
 from methods import FedALA
-from small import images, make_setting, play, tiny_model
+from small import copied, images, make_setting, play, tiny_model
 
-from pflcore import Federation, Local, Net, Simulation, Training
+from pflcore import Federation, Net, Simulation, Training, step
 from pflcore.algorithms import FedAvg
-from pflcore.algorithms.fedala import sampled
-from pflcore.simulation.round import views
 
 COHORTS = ([0, 1, 2], [0, 1], [1, 2], [0, 1, 2])
 TRAINING = Training(lr=0.3, batch_size=64, epochs=2)  # whole batches, so that no shuffle plays a part
@@ -24,6 +23,16 @@ TRAINING = Training(lr=0.3, batch_size=64, epochs=2)  # whole batches, so that n
 def federation() -> Federation:
     d = images((7, 20, 31))
     return Federation(d.x.double(), d.y, d.index, 4, d.relabel)
+
+
+class Watched(FedALA):
+    """Keeps the batches on which weights are learned."""
+
+    batches: ClassVar[list[torch.Tensor]] = []
+
+    def loss(self, net: Any, W: torch.Tensor, x: torch.Tensor, y: torch.Tensor, extra: Any) -> torch.Tensor:
+        self.batches.append(x)
+        return super().loss(net, W, x, y, extra)
 
 
 class Person:
@@ -88,7 +97,7 @@ def test_golden_fedala(layers: int, engine: str) -> None:
     state = play(alg, s, ids=lambda r: COHORTS[r - 1])[-1][0]
     server, people, served = program(net.module, data, layers, **how)
     assert all(p.epochs[0] > 4 and set(p.epochs[1:]) <= {1} for p in people), [p.epochs for p in people]
-    view, _ = views(alg, state, s, torch.arange(3))
+    view, _ = views(alg, state, s)
     torch.testing.assert_close(state.g["x"], net.row(server), rtol=1e-9, atol=1e-11)
     for i, p in enumerate(people):
         W = torch.cat([w.flatten() for w in p.weights])
@@ -104,7 +113,7 @@ def test_without_a_step_of_w_it_is_fedavg_and_lower_layers_are_the_servers() -> 
     torch.testing.assert_close(fedala.g["x"], fedavg.g["x"], rtol=1e-9, atol=1e-11)
     assert done.bytes_up == done.bytes_down == 3 * 8 * s.net.size
     state = play(FedALA(layers=2), s)[-1][0]
-    w, low = views(FedALA(layers=2), state, s, torch.arange(3))[0]["w"], s.net.size - 24
+    w, low = views(FedALA(layers=2), state, s)[0]["w"], s.net.size - 24
     assert state.own["W"].shape == (3, 24) and torch.equal(w[:, :low], state.g["x"][:low].expand(3, -1))
     assert not torch.equal(w[:, low:], state.g["x"][low:].expand(3, -1))
 
@@ -112,33 +121,8 @@ def test_without_a_step_of_w_it_is_fedavg_and_lower_layers_are_the_servers() -> 
 def test_who_never_took_part_is_served_the_global_model() -> None:
     s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=8), 2)
     state = play(FedALA(), s, ids=lambda _: [0, 2])[-1][0]
-    assert torch.equal(views(FedALA(), state, s, torch.tensor([1]))[0]["w"][0], state.g["x"])
+    assert torch.equal(views(FedALA(), state, s)[0]["w"][1], state.g["x"])
     assert state.own["begun"][:, 0].tolist() == [1, 0, 1]
-
-
-def test_w_is_learned_on_a_part_of_the_samples_drawn_anew_each_round() -> None:
-    s = make_setting(Net(tiny_model()), images((1, 20, 31)), TRAINING, 3)
-    drawn = []
-    for round, ids in ((1, [0, 1, 2]), (2, [0, 1, 2]), (1, [2, 1])):
-        lists = sampled(Local(s, torch.tensor(ids), round, s.net.b0.expand(len(ids), -1)), 0.8).data.lists("train")
-        drawn.append([set(lists[i].tolist()) for i in range(3)])
-    whole = [set(s.data.lists("train")[i].tolist()) for i in range(3)]
-    assert [len(d) for d in drawn[0]] == [1, 16, 24] and all(d <= w for d, w in zip(drawn[0], whole, strict=True))
-    assert drawn[0][1] != drawn[1][1] and drawn[2] == [set(), *drawn[0][1:]]  # whoever else is there
-
-
-def test_the_first_time_ends() -> None:
-    """Where losses never settle, after `most` epochs; where they are not finite, at once."""
-    s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=8), 2)
-    calls: list[int] = []
-
-    class Counted(FedALA):
-        def loss(self, *args: Any) -> torch.Tensor:
-            calls.append(1)
-            return super().loss(*args)
-
-    play(Counted(threshold=0.0, most=12, sample=1.0), s)
-    assert len(calls) == 12 * sum(-(-n // 8) for n in (7, 20, 31))
 
 
 @pytest.mark.parametrize(
@@ -149,13 +133,37 @@ def test_bad_options_are_one_sentence(options: dict[str, Any]) -> None:
         FedALA(**options)
 
 
+def test_w_is_learned_on_a_part_of_the_samples_drawn_anew_each_round() -> None:
+    s = make_setting(Net(tiny_model()), images((1, 20, 31)), TRAINING, 3)
+    states = [copied(state) for state, _ in play(FedALA(), s, 2)]
+
+    def drawn(after: int, ids: list[int]) -> list[set[tuple[float, ...]]]:
+        Watched.batches.clear()
+        step(Watched(), copied(states[after - 1]), s, torch.tensor(ids))
+        own = [{tuple(row) for row in s.data.client(i)[0].tolist()} for i in range(3)]
+        seen = {tuple(row) for x in Watched.batches for row in x.tolist()}
+        assert seen <= set().union(*own)
+        return [seen & o for o in own]
+
+    second, third, fewer = drawn(1, [0, 1, 2]), drawn(2, [0, 1, 2]), drawn(1, [2, 1])
+    assert [len(d) for d in second] == [1, 16, 24] and second[1] != third[1]
+    assert fewer == [set(), *second[1:]]  # whoever else is there
+
+
+def test_the_first_time_ends() -> None:
+    """Where losses never settle, after `most` epochs; where they are not finite, at once."""
+    s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=8), 2)
+    Watched.batches.clear()
+    play(Watched(threshold=0.0, most=12, sample=1.0), s)
+    assert len(Watched.batches) == 12 * sum(-(-n // 8) for n in (7, 20, 31))
+
+
 @pytest.mark.parametrize(("size", "batch", "drop_last"), [(7, 4, False), (2, 4, False), (12, 8, False), (12, 8, True)])
 def test_no_batch_of_one_for_batch_norm(size: int, batch: int, drop_last: bool) -> None:
     """4/5 of 7 samples are 5, which in fours leave one alone: then 4 are taken."""
     model = lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))  # noqa: E731
     training = Training(lr=0.1, batch_size=batch, drop_last=drop_last)
-    run = Simulation(FedALA(), model, images((size, 8)), training, rounds=3)
+    Watched.batches.clear()
+    run = Simulation(Watched(), model, images((size, 8)), training, rounds=3, engine="threads")
     assert run.run().stopped is None
-    local = Local(run.setting, torch.arange(2), 1, run.setting.net.b0.expand(2, -1))
-    count = int(sampled(local, 0.8).data.size("train")[0])
-    assert 1 < count <= size and (drop_last or count % batch != 1)
+    assert Watched.batches and min(map(len, Watched.batches)) > 1

@@ -11,8 +11,6 @@ from small import Setting, make_setting
 
 from pflcore import Federation, Local, Net, Training, evaluate, ops, step
 from pflcore.algorithms import Cohort
-from pflcore.algorithms.feddwa import spread, strided
-from pflcore.algorithms.qp import inner_products, simplex_qp
 from pflcore.simulation.round import begin
 
 GOLDEN = golden("feddwa_family")
@@ -76,7 +74,8 @@ def mixed(alg: FedDWA, w: torch.Tensor, g: torch.Tensor, ids=None, start=None) -
 def matrix(g: dict) -> torch.Tensor:
     """The weights of the last round as a matrix [N, N]."""
     n = len(g["x"])
-    return torch.zeros(n, n, dtype=torch.float64).index_copy_(0, g["ids"], spread(g["p"], g["near"], n))
+    rows = torch.zeros(len(g["p"]), n, dtype=torch.float64).scatter_add_(1, g["near"], g["p"])
+    return torch.zeros(n, n, dtype=torch.float64).index_copy_(0, g["ids"], rows)
 
 
 # golden values --------------------------------------------------------------------------------------------------------
@@ -178,24 +177,6 @@ def test_golden_eq18():
 # the exact problem ----------------------------------------------------------------------------------------------------
 
 
-def w_matrix(g: torch.Tensor, models: torch.Tensor) -> torch.Tensor:
-    return inner_products(ops.pairwise_sqdist(g[None], models)[0], ops.pairwise_sqdist(models))
-
-
-@pytest.mark.parametrize("name", ["B1_qp_interior", "B2_qp_singular_but_unique", "B3_qp_eq13_negative"])
-@pytest.mark.parametrize("ridge", [0.0, 1e-10])
-def test_golden_qp(name, ridge):
-    b = GOLDEN[name]
-    w = w_matrix(t(b["guidance"]), t(b["models"]))
-    close(w, b["Wmat"])
-    p = simplex_qp(w, ridge)
-    close(p, b["p_simplex_QP"], 1e-8)
-    torch.testing.assert_close(p @ w @ p, t(b["obj_QP"]), rtol=1e-9, atol=1e-12)
-    if b["p_eq13"] is not None:
-        affine = torch.linalg.solve(w, torch.ones(3, dtype=torch.float64))
-        close(affine / affine.sum(), b["p_eq13"])  # no solution of Eq. 12 where it is negative
-
-
 def test_golden_qp_of_a1():
     a1, a7 = GOLDEN["A1_feddwa_basic"], GOLDEN["A7_qp_on_A1"]
     w, g = t(a1["W"]), t(a1["G"])
@@ -206,40 +187,6 @@ def test_golden_qp_of_a1():
         close(((mixed(FedDWA(k=k), w, g)["x"] - g) ** 2).sum(1), a7[want])
 
 
-def kkt(w: torch.Tensor, p: torch.Tensor) -> float:
-    """By how much p misses the conditions of optimality, relative to W."""
-    slope = w @ p / w.diagonal().max()
-    mu = p @ slope
-    worst = (mu - slope).clamp(min=0).max()
-    return max(float(worst), float(((slope - mu).abs() * (p > 1e-9)).max()), float((-p).clamp(min=0).max()), abs(float(p.sum()) - 1))
-
-
-@pytest.mark.parametrize("seed", range(25))
-def test_qp_satisfies_kkt_and_beats_eq15(seed):
-    gen = torch.Generator().manual_seed(seed)
-    m, dim = int(torch.randint(1, 45, (), generator=gen)), int(torch.randint(1, 60, (), generator=gen))
-    scale = 10.0 ** float(torch.randint(-6, 4, (), generator=gen))
-    models = 1 + scale * torch.randn(m, dim, generator=gen, dtype=torch.float64)
-    g = 1 + scale * torch.randn(dim, generator=gen, dtype=torch.float64) * (0.1 if seed % 2 else 2)
-    if seed % 5 == 0 and m > 3:
-        models[1], models[2] = models[0], (models[0] + models[3]) / 2  # affinely dependent
-    if seed % 7 == 0:
-        g = models[-1].clone()
-    w = w_matrix(g, models)
-    p = simplex_qp(w)
-    assert kkt(w, p) < 1e-8
-    p15 = dense(ops.feddwa_weights(w.diagonal()[None], m), m)[0]
-    residual, residual15 = (((q @ models - g) ** 2).sum() for q in (p, p15))
-    assert residual <= residual15 + 1e-9 * w.diagonal().max()
-
-
-def test_qp_picks_the_shortest_of_several_optima():
-    torch.testing.assert_close(simplex_qp(torch.diag(t([0, 0, 1]))), t([0.5, 0.5, 0.0]), rtol=0, atol=1e-5)
-    close(simplex_qp(torch.zeros(3, 3)), [1 / 3] * 3)
-    one = simplex_qp(w_matrix(t([-5.0]), t([[1.0], [2.0], [3.0]])))  # dependent models, rank 1, and yet one optimum
-    close(one, [1.0, 0.0, 0.0])
-
-
 def test_qp_bridge_runs_from_eq15_to_eq12():
     gen = torch.Generator().manual_seed(3)
     w, g = torch.randn(12, 30, generator=gen).double(), torch.randn(12, 30, generator=gen).double()
@@ -248,15 +195,6 @@ def test_qp_bridge_runs_from_eq15_to_eq12():
     torch.testing.assert_close(mixed(FedDWAQP(k=4, theta=0.0), w, g)["p"], start["p"], rtol=1e-6, atol=1e-8)
     residual = [((mixed(FedDWAQP(k=4, theta=theta), w, g)["x"] - g) ** 2).sum() for theta in (0.0, 0.5, 1.0)]
     assert residual[0] > residual[1] > residual[2]
-
-
-def test_qp_says_what_is_wrong():
-    with pytest.raises(ValueError, match=r"^w: expected a square matrix"):
-        simplex_qp(torch.zeros(2, 3))
-    with pytest.raises(ValueError, match=r"^w: expected finite entries"):
-        simplex_qp(torch.full((2, 2), torch.nan))
-    with pytest.raises(ValueError, match=r"^ridge:"):
-        simplex_qp(torch.eye(2), -1.0)
 
 
 # what the weights must obey -------------------------------------------------------------------------------------------
@@ -499,39 +437,12 @@ def test_bad_options_of_the_qp(options, message):
         FedDWAQP(**options)
 
 
-@pytest.mark.parametrize("long", [1, 1000], ids=["groups", "blocks"])
-@pytest.mark.parametrize("prefer_self", [False, True])
-@pytest.mark.parametrize("k", [1, 5, 99])
-def test_a_search_by_groups_changes_no_bit(prefer_self, k, long, monkeypatch):
-    """Clusters, copies of models, a guidance that is another's model; and a cohort of many takes it by itself."""
-    gen = torch.Generator().manual_seed(0)
-    w = torch.randn(5, 67, generator=gen).repeat(8, 1) + 1e-3 * torch.randn(40, 67, generator=gen)
-    w[30:35] = w[5:10]
-    guide = w + 1e-3 * torch.randn(40, 67, generator=gen)
-    guide[:20] = w[torch.randint(0, 40, (20,), generator=gen)]
-    guide[20:34] = w[20:34]
-    want = FedDWA(k=k, prefer_self=prefer_self, search="exact").weights(guide, w)
-    for a, b in zip(FedDWA(k=k, prefer_self=prefer_self, search="groups").weights(guide, w), want, strict=True):
-        assert torch.equal(a, b)
-    monkeypatch.setattr("pflcore.algorithms.feddwa.MANY", 40)
-    monkeypatch.setattr("pflcore.algorithms.feddwa.LONG", long)
-    monkeypatch.setattr(ops, "pairwise_sqdist", None if not prefer_self else ops.pairwise_sqdist)  # not all pairs
-    for a, b in zip(FedDWA(k=k, prefer_self=prefer_self).weights(guide, w), want, strict=True):
-        assert torch.equal(a, b)
-
-
 def test_an_unknown_search():
     with pytest.raises(ValueError, match="search: expected 'auto', 'exact' or 'groups', got 'fast'"):
         FedDWA(search="fast")
 
 
 # beside the paper -----------------------------------------------------------------------------------------------------
-
-
-def test_a_strided_guidance_is_as_far_as_the_nearest_other():
-    w, guide = torch.tensor([[0.0, 0.0], [3.0, 4.0], [3.0, 5.0]]), torch.tensor([[0.01, 0.0], [3.0, 9.0], [3.0, 5.0]])
-    close(strided(guide, w, 0.5), [[2.5, 0.0], [3.0, 4.5], [3.0, 5.0]])  # who does not move has no direction
-    close(strided(guide[:1], w[:1], 0.5), guide[:1].tolist(), rtol=1e-6)  # and alone there is no other
 
 
 def test_power_and_stride_keep_the_neighbours_or_the_rule():
@@ -543,7 +454,7 @@ def test_power_and_stride_keep_the_neighbours_or_the_rule():
     def mixed(**options):
         alg = FedDWA(k=3, **options)
         new = alg.server(alg.init(net, 4)[0] | {"x": w.clone()}, up, cohort([0, 1, 2, 3], 4))
-        return spread(new["p"], new["near"], 4), new["x"]
+        return matrix(new), new["x"]
 
     paper, even, square, far = (mixed(**o)[0] for o in ({}, {"power": 0.0}, {"power": 2.0}, {"stride": 1.0}))
     close(even, [[1 / 3, 1 / 3, 1 / 3, 0], [1 / 3, 1 / 3, 1 / 3, 0], [1 / 3, 1 / 3, 1 / 3, 0], [0, 1 / 3, 1 / 3, 1 / 3]])

@@ -1,23 +1,19 @@
 """Fine points of the methods that only unequal clients, a second round or a second minibatch can show."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.nn as nn
-from methods import ClusteredFL, FactorizedWaffle, FedAMP, FedDWA, FedFomo, HeurFedAMP, KnnPer, Mocha, PerFedAvg, Scaffold, Waffle
+from algorithms_help import strengths
+from methods import ClusteredFL, Ensemble, FactorizedWaffle, FedAMP, FedDWA, FedFomo, HeurFedAMP, KnnPer, Mocha, PerFedAvg, Scaffold, Waffle
 from small import Setting, Tensors, images, make_setting, play, quadratics, tiny_model
 from torch import Tensor
 
 from pflcore import Federation, Local, Net, Simulation, Training, step
 from pflcore.algorithms import Cohort, FedAvg, Pool
-from pflcore.algorithms.base import cohort_from
-from pflcore.algorithms.factorized_waffle import strengths
-from pflcore.algorithms.feddwa import spread
-from pflcore.algorithms.hypcluster import fit_all
 from pflcore.simulation.round import begin
-from pflcore.simulation.uploads import shortened
 
 
 def t(values: list[object]) -> Tensor:
@@ -111,13 +107,6 @@ def test_clustered_fl_weighs_unequal_clients_alike() -> None:
     assert not torch.allclose(uniform.g["x"], sized.g["x"])
 
 
-def test_models_of_an_ensemble_shuffle_apart() -> None:
-    """Two that start equal go different ways."""
-    s, local = three()
-    delta = fit_all(s.net.w0.expand(2, -1), s.net.b0.expand(2, -1), local)["delta"]
-    assert not any(torch.equal(a, b) for a, b in delta)
-
-
 def test_mochas_server_takes_as_long_a_step_as_its_clients() -> None:
     """Losses that are 0 leave the models where they are; W <- (I + lr steps lam Omega)^-1 W is 1 / 1.92 [[1.4, .2], [.2, 1.4]] W."""
     net, data = quadratics(t([[0.0], [0]]), t([[0.0], [0]]), rows=4)
@@ -130,16 +119,57 @@ def test_mochas_server_takes_as_long_a_step_as_its_clients() -> None:
     torch.testing.assert_close(alg.server(g, up, cohort(2))["w"], t([[4.4 / 1.92], [2.0 / 1.92]]))
 
 
+class Heard(FedAvg):
+    """Keeps what its server was given."""
+
+    given: ClassVar[list[tuple[Tensors, Cohort]]] = []
+
+    def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
+        self.given.append((up, cohort))
+        return super().server(g, up, cohort)
+
+
 def test_shares_are_of_the_cohort_and_sum_to_one() -> None:
-    size = torch.tensor([1, 2, 5])
-    assert cohort_from(FedAvg(), torch.tensor([0, 3, 7]), size, 10, 1, 5).share.tolist() == [0.125, 0.25, 0.625]
-    assert cohort_from(FedAvg(weighting="uniform"), torch.tensor([0, 7]), size[:2], 10, 1, 5).share.tolist() == [0.5, 0.5]
+    s = make_setting(Net(tiny_model()), images((1, 9, 2, 5)), Training(lr=0.1))
+    for weighting, share in (("samples", [0.125, 0.25, 0.625]), ("uniform", [1 / 3] * 3)):
+        play(Heard(weighting=weighting), s, ids=lambda _: [0, 2, 3])
+        assert Heard.given.pop()[1].share.tolist() == share
 
 
-def test_weights_of_a_cohort_smaller_than_k_keep_the_first_clients() -> None:
-    """Places that nothing fills have weight 0 and client 0's number."""
-    p, near = t([[0.75, 0.25, 0, 0], [1, 0, 0, 0]]), torch.tensor([[0, 2, 0, 0], [2, 0, 0, 0]])
-    assert spread(p, near, 3).tolist() == [[0.75, 0, 0.25], [0, 0, 1]]
+def test_weights_of_a_cohort_smaller_than_k() -> None:
+    """Places that nothing fills have weight 0."""
+    s, _ = three()
+    state, _ = play(FedDWA(k=3), s, 1, lambda _: [0, 2])[0]
+    report = FedDWA(k=3).report(state.g)
+    assert report["rows"].tolist() == [0, 2] and report["weight"].shape == (2, 3) and not report["weight"][:, 2].any()
+    torch.testing.assert_close(report["weight"].sum(1), torch.ones(2, dtype=torch.float64))
+    assert report["index"][:, :2].sort().values.tolist() == [[0, 2], [0, 2]]
+
+
+def test_models_of_an_ensemble_shuffle_apart() -> None:
+    """Two that start equal go different ways, with every client."""
+    s, _ = three()
+    for i in range(3):
+        state = begin(Ensemble(k=2), s.net, 3)
+        state.g["x"] = s.net.w0.repeat(2, 1)
+        one, other = step(Ensemble(k=2), state, s, torch.tensor([i]))[0].g["x"]
+        assert not torch.equal(one, other)
+
+
+def test_a_clipped_update_takes_its_control_variate_along() -> None:
+    """An update of length 5 is cut to 1, one of .5 stays; so do their control variates, by the same factor."""
+
+    class Given(Heard, Scaffold):
+        def client(self, down: Any, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
+            own, up = super().client(down, own, local)
+            return own, up | {"delta": t([[3.0, 4], [0.3, 0.4]]), "control": t([[2.0, 2], [1, 1]])}
+
+    net, data = quadratics(t([[1.0, 1], [1, 1]]), t([[0.0, 0], [0, 0]]))
+    s = make_setting(net, data, Training(lr=0.1))
+    step(Given(), begin(Given(), net, 2), s, torch.arange(2), clip=1.0)
+    cut, _ = Heard.given.pop()
+    torch.testing.assert_close(cut["delta"], t([[0.6, 0.8], [0.3, 0.4]]))
+    torch.testing.assert_close(cut["control"], t([[0.4, 0.4], [1, 1]]))
 
 
 def test_fedamps_pull_is_lam_over_alpha() -> None:
@@ -189,14 +219,6 @@ def test_statistics_that_fail_after_the_server_leave_the_round_undone() -> None:
     assert all(torch.equal(state.g[k], v) for k, v in before.items()) and not bool(state.joined.any())
 
 
-def test_a_clipped_update_takes_its_control_variate_along() -> None:
-    """An update of length 5 is cut to 1, one of .5 stays; so do their control variates, by the same factor."""
-    up = {"delta": t([[3.0, 4], [0.3, 0.4]]), "control": t([[2.0, 2], [1, 1]])}
-    cut, _ = shortened(up, {}, torch.arange(2), 2, t([5.0, 0.5]), 1.0)
-    torch.testing.assert_close(cut["delta"], t([[0.6, 0.8], [0.3, 0.4]]))
-    torch.testing.assert_close(cut["control"], t([[0.4, 0.4], [1, 1]]))
-
-
 @pytest.mark.parametrize("algorithm", [Scaffold(), Scaffold(option="II"), Waffle(control_agg="literal", omega=lambda r, of: 1.0)])
 def test_a_clipped_round_leaves_scaffold_its_optimum(algorithm: FedAvg) -> None:
     """What the server did not take of a control variate the client does not keep, so c is their mean, and x goes where it would."""
@@ -218,12 +240,11 @@ def test_a_void_round_reports_nothing() -> None:
         assert [(r["void"], list(r["report"])) for r in run.run().rounds] == [(False, ["weights"]), (True, []), (True, [])]
 
 
-@pytest.mark.parametrize("name", ["fedavg", "feddwa", "fedrep"])
-@pytest.mark.parametrize("policy", ["average", "local"])
+@pytest.mark.parametrize(
+    ("name", "policy"), [("fedavg", "average"), ("fedavg", "local"), ("feddwa", "average"), ("feddwa", "local"), ("fedrep", "local")]
+)
 def test_a_runs_models_have_the_statistics_that_it_was_evaluated_with(name: str, policy: str) -> None:
     """Also those of clients who never took part."""
-    if (name, policy) == ("fedrep", "average"):
-        pytest.skip("its statistics are each client's own")
     data = images((8, 8, 8, 8, 8, 8))
     model = lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))  # noqa: E731
     run = Simulation(name, model, data, Training(lr=0.2, batch_size=4), rounds=2, participation=0.34, buffers=policy)

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,11 +13,7 @@ from small import make_setting
 
 from pflcore import Local, Net, Training, evaluate, step
 from pflcore.algorithms import ALGORITHMS, Cohort, FedAvg, Stop
-from pflcore.algorithms.hypcluster import centres
-from pflcore.algorithms.knnper import neighbours
-from pflcore.algorithms.mocha import relation
 from pflcore.data import Federation
-from pflcore.local.losses import hinge
 from pflcore.simulation.round import begin
 
 D64 = torch.float64
@@ -222,16 +217,18 @@ def test_one_cluster_is_fedavg(optimizer):
 
 @pytest.mark.parametrize("k", [2, 3, 5])
 def test_centres_never_start_equal(k):
-    zero = Net(lambda: Line((0.0,) * 28))
-    random = Net(lambda: nn.Linear(4, 3))
-    for net in (zero, random):
-        for seed in range(3):
-            rows = centres(net, k, seed)
-            assert len(rows.unique(dim=0)) == k
-    assert not torch.equal(centres(random, 2, 0), centres(random, 2, 1))
-    constant = Net(lambda: _Constant())
+    def centres(model, seed=0):
+        return begin(HypCluster(k=k), Net(model, seed=seed), 4).g["x"]
+
+    def random():
+        return nn.Linear(4, 3)
+
+    for seed in range(3):
+        for model in (lambda: Line((0.0,) * 28), random):
+            assert len(centres(model, seed).unique(dim=0)) == k
+    assert not torch.equal(centres(random, 0), centres(random, 1))
     with pytest.raises(ValueError, match=r"^k: .* equal .*\.$"):
-        centres(constant, 2)
+        centres(_Constant)
 
 
 class _Constant(nn.Module):
@@ -322,6 +319,15 @@ def test_the_shared_model_of_mrmtl_is_the_mean():
     torch.testing.assert_close(play(MRMTL(lam=0.0), s, 3).own["v"], play(Ditto(lam=0.0), s, 3).own["v"])
 
 
+def relation(w, delta, kind="omega"):
+    """What Mocha's server makes of the models of all tasks."""
+    alg, n = Mocha(lam=1e-9, delta=delta, outer=1, relation=kind, regulariser="server"), len(w)
+    g = {"w": torch.zeros_like(w), "omega": torch.eye(n, dtype=D64), "seen": torch.zeros(n, dtype=torch.bool)}
+    share = torch.full((n,), 1 / n, dtype=D64)
+    one = torch.ones(n, 1, dtype=D64)
+    return alg.server(g, {"w": w, "lr_sum": 0 * one, "lr": 0 * one}, Cohort(torch.arange(n), share, torch.ones(n), n, 1, 9))["omega"]
+
+
 W3 = torch.tensor([[1, 0], [1, 1], [-0.5, 2]], dtype=D64)
 
 
@@ -355,7 +361,7 @@ def test_task_relations_by_hand():
 
 def test_relations_of_two_tasks():
     w = torch.tensor([[1, 0.2], [0.3, 1]], dtype=D64)
-    sigma, omega = relation(w, 0.0, "sigma"), relation(w, 0.0)
+    sigma, omega = relation(w, 1e-300, "sigma"), relation(w, 1e-300)
     close(sigma, [[0.4937655860, 0.1246882793], [0.1246882793, 0.5062344140]])
     close(omega, [[2.1595744681, -0.5319148936], [-0.5319148936, 2.1063829787]])
     close(torch.trace(w.T @ omega @ w), 4.01)
@@ -423,6 +429,13 @@ Z = torch.tensor([[0, 0], [1, 0], [0, 2], [3, 1], [2, 2]], dtype=D64)
 QUERY = torch.tensor([[0.5, 0.25]], dtype=D64)
 
 
+def votes(query, store, n, k, kernel="exp"):
+    """The weight [B, len(store)] of each stored point for each query: each is a class of its own."""
+    net = Net(lambda: nn.Linear(query.shape[1], len(store), dtype=query.dtype))
+    view = {"w": net.w0, "z": store, "y": torch.arange(len(store)), "n": torch.as_tensor(n)}
+    return KnnPer(k=k, lam=1.0, kernel=kernel).predict(view, net, query)
+
+
 @pytest.mark.parametrize(
     ("kernel", "expected"),
     [
@@ -432,10 +445,32 @@ QUERY = torch.tensor([[0.5, 0.25]], dtype=D64)
     ],
 )
 def test_the_vote_of_three_neighbours(kernel, expected):
-    weight, near = neighbours(QUERY, Z, 5, 3, kernel)
-    assert set(near[0].tolist()) == {0, 1, 2}
-    vote = torch.zeros(3, dtype=D64).index_add(0, torch.tensor([0, 1, 1, 2, 0])[near[0]], weight[0])
-    close(vote, expected)
+    weight = votes(QUERY, Z, 5, 3, kernel)[0]
+    assert not weight[3:].any()
+    close(torch.zeros(3, dtype=D64).index_add(0, torch.tensor([0, 1, 1, 2, 0]), weight), expected)
+
+
+def test_far_points_few_points_and_equal_points():
+    far = torch.tensor([[800.0], [801.0], [803.0]], dtype=D64)
+    close(votes(torch.zeros(1, 1, dtype=D64), far, 3, 3), [[0.7053845127, 0.2594964603, 0.0351190270]])
+    for kernel in ("exp", "inverse", "gauss_dim"):
+        for scale in (1e-20, 1.0, 1e12):
+            weight = votes(QUERY.float() * scale, Z.float() * scale, 2, 10, kernel)
+            assert weight.isfinite().all() and not weight[:, 2:].any()
+            close(weight.double().sum(1), [1.0])
+    assert votes(Z[:1], Z[[0, 1, 0]], 3, 3, "inverse")[0].tolist() == [0.5, 0, 0.5]
+
+
+@given(st.integers(1, 12), st.integers(1, 15), st.integers(0, 3))
+def test_weights_of_neighbours_sum_to_one_and_fall_with_distance(n, k, seed):
+    gen = torch.Generator().manual_seed(seed)
+    store, query = torch.randn(12, 3, generator=gen, dtype=D64), torch.randn(4, 3, generator=gen, dtype=D64)
+    for kernel in ("exp", "inverse", "gauss_dim"):
+        weight = votes(query, store, n, k, kernel)
+        close(weight.sum(1), torch.ones(4), atol=1e-9)
+        assert not weight[:, n:].any()
+        nearest = torch.cdist(query, store)[:, :n].argsort(1)
+        assert (weight.gather(1, nearest).diff(dim=1) <= 1e-12).all()
 
 
 class Fixed(nn.Module):
@@ -464,33 +499,9 @@ def test_neighbours_of_targets_and_of_signs():
     view = {"w": net.w0, "z": Z, "y": torch.tensor([0.2, 0.5, 0.4, 0.9, 0.7], dtype=D64), "n": torch.tensor(5)}
     close(KnnPer(k=3, lam=1.0).predict(view, net, QUERY), [[0.3562050358]])
     close(KnnPer(k=3, lam=0.5).predict(view, net, QUERY), [[0.4781025179]])
-    net = Net(lambda: Fixed([-0.35]), hinge)
+    net = Net(lambda: Fixed([-0.35]), "hinge")
     for labels in ([-1, 1, 1, -1, 1], [0, 1, 1, 0, 1]):
         close(KnnPer(k=3, lam=0.9).predict({**view, "w": net.w0, "y": torch.tensor(labels)}, net, QUERY), [[0.0766906436]])
-
-
-def test_far_points_few_points_and_equal_points():
-    far = torch.tensor([[800.0], [801.0], [803.0]], dtype=D64)
-    close(neighbours(torch.zeros(1, 1, dtype=D64), far, 3, 3)[0], [[0.7053845127, 0.2594964603, 0.0351190270]])
-    for kernel in ("exp", "inverse", "gauss_dim"):
-        for scale in (1e-20, 1.0, 1e12):
-            weight, near = neighbours(QUERY.float() * scale, Z.float() * scale, torch.tensor(2), 10, kernel)
-            assert weight.isfinite().all() and weight[near >= 2].abs().sum() == 0
-            close(weight.sum(1), [1.0])
-    weight, near = neighbours(Z[:1], Z[[0, 1, 0]], 3, 3, "inverse")
-    assert weight[near != 1].tolist() == [0.5, 0.5]
-
-
-@given(st.integers(1, 12), st.integers(1, 15), st.integers(0, 3))
-def test_weights_of_neighbours_sum_to_one_and_fall_with_distance(n, k, seed):
-    gen = torch.Generator().manual_seed(seed)
-    store, query = torch.randn(12, 3, generator=gen), torch.randn(4, 3, generator=gen)
-    for kernel in ("exp", "inverse", "gauss_dim"):
-        weight, near = neighbours(query, store, n, k, kernel)
-        close(weight.sum(1), torch.ones(4), atol=1e-9)
-        assert (near[weight > 0] < n).all()
-        d = torch.cdist(query.double(), store.double()).gather(1, near)
-        assert (weight.diff(dim=1)[d.diff(dim=1) > 0] <= 1e-12).all()
 
 
 def test_knn_alone_without_weight_is_fedavg_and_clients_may_be_small():
@@ -505,22 +516,6 @@ def test_knn_alone_without_weight_is_fedavg_and_clients_may_be_small():
 
 
 # fine-tuning -----------------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("choose", "val", "zero", "expected"),
-    [
-        ("client", [[0.80, 0.70], [0.85, 0.72], [0.83, 0.75], [0.82, 0.65], [0.88, 0.60], [0.90, 0.55]], [0.1, 0.1], [6, 3]),
-        ("global", [[0.80, 0.70], [0.85, 0.72], [0.83, 0.75], [0.82, 0.65], [0.88, 0.60], [0.90, 0.55]], [0.1, 0.1], [3, 3]),
-        ("client", [[0.5, 0.5], [0.7, 0.5], [0.6, 0.5], [0.7, 0.5], [-math.inf, 0.5], [0.7, 0.5]], [0.6, 0.5], [2, 0]),  # ties: the earlier
-    ],
-)
-def test_selection_by_hand(choose, val, zero, expected, monkeypatch):
-    """Candidate c = 1 .. 6 (two step sizes, three lengths) is the row of c's; 0 is the untuned model."""
-    rows = [torch.full((2, 1), float(c), dtype=D64) for c in range(7)]
-    table = torch.tensor([zero, *val], dtype=D64)
-    monkeypatch.setattr("pflcore.algorithms.finetune.lengths", lambda *_: ((c > 3, (c - 1) % 3 + 1, rows[c]) for c in range(1, 7)))
-    monkeypatch.setattr("pflcore.algorithms.finetune.value", lambda local, w: table[w[:, 0].long(), torch.arange(2)])
-    local = SimpleNamespace(buffers=torch.empty(2, 0))
-    assert FineTune(choose=choose).chosen(rows[0], local, None)[:, 0].tolist() == expected
 
 
 def test_no_epochs_of_fine_tuning_is_fedavg():

@@ -10,11 +10,8 @@ from methods import SFL, ClusteredFL, FedAMP, HeurFedAMP, LocalOnly
 from places import golden
 from small import make_setting, quadratics
 
-from pflcore import Net, Training, ops, step
+from pflcore import Local, Net, Training, ops, step
 from pflcore.algorithms import Cohort, FedAvg
-from pflcore.algorithms._latest import latest_models, with_uploads
-from pflcore.algorithms.clustered_fl import across, bipartition, cosines
-from pflcore.algorithms.sfl import nearest, smoothing
 from pflcore.simulation.round import begin
 
 GOLDEN = golden("feddwa_family")
@@ -77,8 +74,6 @@ def test_golden_fedamp_with_too_large_a_step():
 @pytest.mark.parametrize("engine", ["threads", "vmap"])
 def test_golden_fedamp_proximal_term_moves_the_model(engine):
     """Written with detached parameters, as in a widely used library, the term has no gradient and FedAMP is local training."""
-    from pflcore import Local
-
     c3 = GOLDEN["C3_fedamp_prox_step"]
     s = points([c3["c"]], 0.01, engine)
     alg = FedAMP(lam=c3["lam"], alpha=c3["alpha"])
@@ -127,14 +122,13 @@ def test_gallery_is_exact_for_forty_close_models():
     """Expanding the square is off by more than 100 percent here, above 25 rows as torch.cdist does it."""
     gen = torch.Generator().manual_seed(0)
     w = (torch.randn(5000, generator=gen, dtype=torch.float64) + 1e-4 * torch.randn(40, 5000, generator=gen, dtype=torch.float64)).float()
-    net = Net(nn.Linear(4999, 1))
-    g = {k: v.clone() for k, v in latest_models(net, 40).items()}
+    alg = HeurFedAMP(sigma=5.0)
+    g = begin(alg, Net(nn.Linear(4999, 1)), 40).g
     for ids in ([*range(0, 40, 2)], [*range(1, 40, 2)]):
-        g["w"][ids] = w[ids]
-        g = with_uploads(g, w[ids], cohort(ids, 40))
+        g = alg.server(g, {"w": w[ids]}, cohort(ids, 40))
     close(g["sqdist"], ops.pairwise_sqdist(w.double()), 1e-6)
     close(g["norm2"], (w.double() ** 2).sum(1), 1e-6)
-    xi = HeurFedAMP(sigma=5.0).mixing(g["sqdist"], g["norm2"], everybody(40))
+    xi = g["xi"]
     cosine = torch.nn.functional.cosine_similarity(w.double()[:, None], w.double()[None], dim=2)
     want = (5 * cosine).masked_fill(torch.eye(40, dtype=torch.bool), -torch.inf).softmax(1) * (1 - 1 / 40)
     close(xi - xi.diagonal().diag(), want, 1e-7)
@@ -143,7 +137,6 @@ def test_gallery_is_exact_for_forty_close_models():
 def test_golden_heurfedamp():
     c4 = GOLDEN["C4_heurfedamp"]
     w = t(c4["W"])
-    close(cosines(ops.pairwise_sqdist(w), w.norm(dim=1)), c4["cos"])
     xi = mixing(HeurFedAMP(sigma=5.0, xi_self=1 / 3), w)
     close(xi, c4["xi_sigma5_self1_3"])
     close(mixing(HeurFedAMP(sigma=5.0), w), c4["xi_sigma5_self1_3"])  # 1 / N is the default
@@ -160,15 +153,26 @@ def test_heurfedamp_of_zeros_and_of_one_client():
 # SFL ------------------------------------------------------------------------------------------------------------------
 
 
-def test_golden_sfl():
-    f1 = GOLDEN["F1_sfl"]
-    a, x = t(f1["A"]), t(f1["X"])
-    close(smoothing(a, everybody(3), 1, 1.0), f1["A_norm"])
-    close(smoothing(a, everybody(3), 1, 1.0) @ x, f1["one_layer"])
-    three = smoothing(a, everybody(3), 3, 1.0)
-    close(three @ x, f1["three_layers"])
-    close(three.mean(0) @ x, [f1["readout_global"]])
-    close(smoothing(a, everybody(3), 3, 0.5) @ x, f1["alpha_mix_05"])
+def mixes(alg: SFL, w: torch.Tensor, ids=None) -> torch.Tensor:
+    """What the server's rows mix, once the models of the clients `ids` have come in."""
+    ids = list(range(len(w))) if ids is None else ids
+    g = begin(alg, Net(nn.Linear(w.shape[1], 1, bias=False).double()), len(w)).g
+    return alg.server(g, {"w": w[ids]}, cohort(ids, len(w)))["mix"]
+
+
+def test_golden_sfl(tmp_path):
+    f1, path = GOLDEN["F1_sfl"], str(tmp_path / "graph.npy")
+    x = t(f1["X"])
+    np.save(path, np.array(f1["A"]))
+
+    def mix(layers, s):
+        return mixes(SFL(adjacency=path, layers=layers, s=s), x)
+
+    close(mix(1, 1.0), f1["A_norm"])
+    close(mix(1, 1.0) @ x, f1["one_layer"])
+    close(mix(3, 1.0) @ x, f1["three_layers"])
+    close(mix(3, 1.0).mean(0) @ x, [f1["readout_global"]])
+    close(mix(3, 0.5) @ x, f1["alpha_mix_05"])
 
 
 def test_sfl_on_the_complete_graph_is_fedavg():
@@ -185,8 +189,6 @@ def test_sfl_on_the_complete_graph_is_fedavg():
 
 def test_sfl_regularisers_have_a_gradient():
     """The released code computes them on detached copies, so that SFL trains as if there were none."""
-    from pflcore import Local
-
     s = points([2.0, 2.0], 0.1)
     local = Local(s, torch.arange(2), 1, s.net.b0.expand(2, -1))
     down = {"x": t([[1.0], [1.0]]), "u": t([[0.0], [3.0]])}
@@ -203,17 +205,11 @@ def test_sfl_regularisers_have_a_gradient():
 
 
 def test_sfl_neighbours_are_the_nearest():
-    d = ops.pairwise_sqdist(t([[0.0], [1.0], [5.0], [5.5], [100.0]]))
-    assert nearest(d, 1, everybody(5)).tolist() == [
-        [1, 1, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [0, 0, 1, 1, 0],
-        [0, 0, 1, 1, 0],
-        [0, 0, 0, 1, 1],
-    ]
-    assert nearest(d, 9, everybody(5)).sum() == 25
-    usable = t([1, 1, 0, 1, 1]).bool()
-    assert not nearest(d, 2, usable)[:, 2].any()
+    x = t([[0.0], [1.0], [5.0], [5.5], [100.0]])
+    near = [[1, 1, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 1, 0], [0, 0, 0, 1, 1]]
+    close(mixes(SFL(k=1, layers=1), x), 0.5 * t(near))
+    close(mixes(SFL(k=9, layers=1), x), [[0.2] * 5] * 5)
+    assert not mixes(SFL(k=2, layers=1), x, [0, 1, 3, 4])[:, 2].any()
 
 
 def test_sfl_with_a_graph_from_a_file_or_from_labels(tmp_path):
@@ -245,10 +241,6 @@ def test_sfl_newcomers_hold_the_readout():
 # Clustered FL ---------------------------------------------------------------------------------------------------------
 
 
-def similarity(rows: torch.Tensor) -> torch.Tensor:
-    return cosines(ops.pairwise_sqdist(rows), rows.norm(dim=1))
-
-
 def tree(x: torch.Tensor, cluster: torch.Tensor) -> dict[str, torch.Tensor]:
     """Clustered FL's state of clusters that have not split."""
     return {"x": x, "way": torch.zeros_like(x), "child": torch.full((len(x),), -1), "cluster": cluster}
@@ -261,38 +253,40 @@ def halves(second: torch.Tensor) -> list[list[int]]:
 def test_golden_clustered_fl():
     g1 = GOLDEN["G1_cfl"]
     delta = t(g1["dW"])
-    s = similarity(delta)
-    close(s, g1["cos"])
     for linkage in ("complete", "single"):
-        assert halves(bipartition(s, linkage)) == g1[f"bip_{linkage}"]
-    close(across(s, bipartition(s)), g1["alpha_cross_max"])
+        assert halves(ClusteredFL(eps1=1.0, eps2=0.0, linkage=linkage).split(delta)) == g1[f"bip_{linkage}"]
     close(delta.norm(dim=1).max(), g1["max_norm"])
     close(delta.mean(0).norm(), g1["mean_norm"])
     assert ClusteredFL(eps1=0.0354, eps2=1.0198).split(delta) is not None
     assert ClusteredFL(eps1=0.0353, eps2=1.0198).split(delta) is None
     assert ClusteredFL(eps1=0.0354, eps2=1.0199).split(delta) is None
     assert ClusteredFL(eps1=0.04, relative=True).split(delta) is not None
-    gamma = ((1 - g1["alpha_cross_max"]) / 2) ** 0.5
-    assert ClusteredFL(eps1=1.0, eps2=0.0, gamma=gamma - 1e-6).split(delta) is not None
-    assert ClusteredFL(eps1=1.0, eps2=0.0, gamma=gamma + 1e-6).split(delta) is None
+    splits_up_to(delta, g1["alpha_cross_max"], 1e-6)
+
+
+def splits_up_to(delta: torch.Tensor, across: float, by: float, **options) -> None:
+    """The largest similarity across the halves is this one: `gamma` splits below what belongs to it and not above."""
+    gamma = ((1 - across) / 2) ** 0.5
+    for less, splits in ((by, True), (-by, False)):
+        assert (ClusteredFL(eps1=1e9, eps2=0.0, gamma=gamma - less, **options).split(delta) is not None) == splits
 
 
 def test_golden_linkages_differ():
     g2 = GOLDEN["G2_cfl_single_vs_complete"]
     angle = torch.deg2rad(t(g2["angles_deg"]))
-    s = similarity(torch.stack([angle.cos(), angle.sin()], 1))
+    delta = torch.stack([angle.cos(), angle.sin()], 1)
     for linkage in ("complete", "single"):
-        second = bipartition(s, linkage)
-        assert halves(second) == g2[f"bip_{linkage}"]
-        close(across(s, second), g2[f"alpha_cross_{linkage}"])
+        assert halves(ClusteredFL(eps1=1e9, eps2=0.0, linkage=linkage).split(delta)) == g2[f"bip_{linkage}"]
+        splits_up_to(delta, g2[f"alpha_cross_{linkage}"], 1e-9, linkage=linkage)
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_single_linkage_has_the_least_largest_similarity_across(seed):
-    gen = torch.Generator().manual_seed(seed)
-    s = similarity(torch.randn(7, 4, generator=gen, dtype=torch.float64))
+    delta = torch.randn(7, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    cosine = nn.functional.cosine_similarity(delta[:, None], delta[None], dim=2)
     every = [torch.tensor([bool(k >> i & 1) for i in range(7)]) for k in range(1, 2**6)]
-    close(across(s, bipartition(s, "single")), min(across(s, p) for p in every))
+    second = ClusteredFL(eps1=1e9, eps2=0.0, linkage="single").split(delta)
+    close(cosine[second][:, ~second].max(), min(cosine[p][:, ~p].max() for p in every))
 
 
 def test_golden_nested_split_keeps_the_clients_numbers():
@@ -345,8 +339,6 @@ def test_clusters_of_two_stay_and_clusters_without_anybody_keep_their_model():
     g = alg.server(tree(x, torch.tensor([0, 0, 1, 1, 1])), {"delta": t([[1.0], [-1.0]])}, cohort([0, 1], 5, 9))
     assert g["cluster"].tolist() == [0, 0, 1, 1, 1]
     close(g["x"], [[1.0], [2.0]])
-    zero = cosines(torch.zeros(2, 2), torch.zeros(2))
-    assert not zero.any()
 
 
 @pytest.mark.parametrize(

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import copy
 import runpy
-import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn as nn
+from algorithms_help import views
 from methods import FedBABU, FedBN, FedPer, FedRep, LGFedAvg, LocalOnly
 from places import ROOT
-from small import copied, images, make_setting, play, tiny_model
+from small import images, make_setting, play, tiny_model
 
 from pflcore import Federation, Local, Net, Simulation, Training, evaluate
 from pflcore.algorithms import ALGORITHMS, FedAvg
-from pflcore.algorithms.split import Split
-from pflcore.simulation import footprint
-from pflcore.simulation.personal import with_one_more
-from pflcore.simulation.round import views
 from pflcore.testing import check
 
 LR, EPOCHS, COHORTS = 0.3, 2, ([0, 1, 2], [1], [0, 2])
@@ -94,7 +90,7 @@ def test_golden_presets(name: str, engine: str) -> None:
     state = play(alg, s, ids=lambda r: COHORTS[r - 1])[-1][0]
     server, clients = program(name, net.module, data)
     torch.testing.assert_close(state.g["x"], torch.cat([v.flatten() for v in server.values()]), rtol=1e-10, atol=1e-12)
-    view, local = views(alg, state, s, torch.arange(3))
+    view, local = views(alg, state, s)
     for i, model in enumerate(clients):
         torch.testing.assert_close(view["w"][i], net.row(model), rtol=1e-10, atol=1e-12)
         scores = local.scores(alg.predict, view, "test")[i][0]
@@ -120,9 +116,9 @@ def test_the_documents_fedper_is_ours() -> None:
 
 
 @pytest.mark.parametrize(
-    ("alg", "width"), [(FedPer(), 45), (FedRep(), 45), (FedBABU(), 45), (LGFedAvg(), 24), (FedBN(), 59), (Split(private="?.bias"), 55)]
+    ("alg", "width"), [(FedPer(), 45), (FedRep(), 45), (FedBABU(), 45), (LGFedAvg(), 24), (FedBN(), 59), (FedPer(private="?.bias"), 55)]
 )
-def test_private_columns_never_travel(alg: Split, width: int) -> None:
+def test_private_columns_never_travel(alg: FedAvg, width: int) -> None:
     """Counted are the shared columns, and batch norm's statistics where they are averaged."""
     s = make_setting(Net(normed), federation(), TRAINING, 1)
     _, done = play(alg, s, ids=lambda _: [0, 2])[-1]
@@ -133,7 +129,7 @@ def test_private_columns_never_travel(alg: Split, width: int) -> None:
 def test_with_everything_private_it_is_local_and_with_nothing_private_fedavg() -> None:
     s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4), 3)
     with pytest.warns(UserWarning, match=r"^private: the whole model is private, so nothing is shared\.$"):
-        alone = play(Split(private=("0.*", "2.*")), s)[-1][0]
+        alone = play(FedPer(private=("0.*", "2.*")), s)[-1][0]
     assert torch.equal(alone.own["h"], play(LocalOnly(), s)[-1][0].own["w"])
     with pytest.warns(UserWarning, match=r"^private: the model has no batch_norm parameter, so all of it is shared\.$"):
         all_of_it = play(FedBN(), s)[-1][0]
@@ -146,7 +142,7 @@ def test_a_frozen_part_never_moves_not_even_by_adamw() -> None:
     state = play(FedBABU(finetune_epochs=0), s)[-1][0]
     x, h = s.net.split(s.net.w0)
     assert not state.own and (state.g["x"] != x).all()
-    view, _ = views(FedBABU(finetune_epochs=0), state, s, torch.arange(3))
+    view, _ = views(FedBABU(finetune_epochs=0), state, s)
     assert torch.equal(view["w"], s.net.join(state.g["x"], h.expand(3, -1)))
     state = play(FedRep(server_lr=0.0), s)[-1][0]  # the body never moves: the heads have seen it alone
     assert torch.equal(state.g["x"], x) and (state.own["h"] != h).all()
@@ -162,21 +158,19 @@ def test_heads_are_trained_before_bodies() -> None:
 
 
 @pytest.mark.parametrize("alg", [FedPer(), FedRep(), LGFedAvg(), FedBN()])
-def test_who_never_took_part_has_the_initial_private_part_and_others_statistics(alg: Split) -> None:
+def test_who_never_took_part_has_the_initial_private_part_and_others_statistics(alg: FedAvg) -> None:
     s = make_setting(Net(normed), federation(), TRAINING, 2)
     state = play(alg, s, ids=lambda _: [0, 2])[-1][0]
-    view, local = views(alg, state, s, torch.tensor([1]))
-    assert torch.equal(alg.cut(s.net, view["w"])[1][0], alg.cut(s.net, s.net.w0)[1])
-    torch.testing.assert_close(local.buffers[0], state.buffers[[0, 2]].mean(0))
+    view, local = views(alg, state, s)
+    assert torch.equal(alg.cut(s.net, view["w"])[1][1], alg.cut(s.net, s.net.w0)[1])
+    torch.testing.assert_close(local.buffers[1], state.buffers[[0, 2]].mean(0))
     assert evaluate(alg, state, s)["loss"].isfinite().all()
 
 
 @pytest.mark.parametrize("alg", [FedPer(), FedRep(), LGFedAvg(), FedBABU(), FedBN()])
-def test_a_newcomer_learns_its_own_part_and_gets_the_others(alg: Split) -> None:
+def test_a_newcomer_learns_its_own_part_and_gets_the_others(alg: FedAvg) -> None:
     data = federation()
     history = Simulation(alg, normed, data.subset([0, 1]), TRAINING, rounds=2, workers=1).run()
-    state, everybody = with_one_more(alg, copied(history.state), history.model(0).net, 2)
-    assert not everybody and len(state.own.get("h", state.buffers)) == 3
     model = history.adapt(data.client(2), rounds=3)
     x, h = alg.cut(model.net, model.view_w)
     if alg.train == "body":
@@ -209,24 +203,15 @@ def test_names_with_brackets_are_no_patterns() -> None:
     assert LGFedAvg().cut(net, net.w0)[1].shape == (35,) and FedPer().cut(net, net.w0)[1].shape == (24,)
 
 
-def test_memory_is_measured_whatever_is_private() -> None:
-    """The stand-in has other names than the model; it is not to be mistaken for it."""
-    for alg, whole in ((Split(private="conv1.*"), False), (LGFedAvg(), True), (FedBN(), False)):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            fixed, each, _ = footprint.rows_beside_state(alg, TRAINING, "threads", False, whole)
-        assert each > 0 and fixed >= 0
-
-
 @pytest.mark.parametrize(
     ("make", "word"),
     [
-        (lambda: Split(train="both"), "train: expected one of joint, alternate, body, got 'both'"),
-        (lambda: Split(private=()), "private: expected 'head'"),
-        (lambda: Split(private=3), "private: expected 'head'"),
+        (lambda: FedPer(train="both"), "train: expected one of joint, alternate, body, got 'both'"),
+        (lambda: FedPer(private=()), "private: expected 'head'"),
+        (lambda: FedPer(private=3), "private: expected 'head'"),
         (lambda: FedRep(private_epochs=0), "private_epochs: expected at least 1"),
         (lambda: FedBABU(finetune_epochs=-1), "finetune_epochs: expected at least 0"),
-        (lambda: Split(private="fc*").init(Net(tiny_model()), 3), r"patterns: 'fc\*' matches no parameter; the names are 0.weight"),
+        (lambda: FedPer(private="fc*").init(Net(tiny_model()), 3), r"patterns: 'fc\*' matches no parameter; the names are 0.weight"),
         (lambda: FedPer().init(Net(nn.Conv2d(1, 1, 1)), 3), "model: found no trainable head"),
     ],
 )

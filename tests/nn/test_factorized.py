@@ -8,13 +8,12 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from small import make_setting
 from torch import Tensor
 
-from pflcore import Net
-from pflcore.local.chain import compiled
+from pflcore import Federation, Local, Net, Training
 from pflcore.nn import FactorizedConv2d, FactorizedLinear, factorize
 from pflcore.nn.models import model_for
-from pflcore.ops.chain import chain_grad
 
 D = torch.float64
 
@@ -84,20 +83,19 @@ def model(bias: bool = True) -> nn.Module:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_gradient_written_out_is_autograds(bias: bool) -> None:
-    """Two factorized layers behind one another, as a chain: the gradient of every client's own samples."""
+def test_the_kernels_gradient_is_autograds(bias: bool) -> None:
+    """Two factorized layers behind one another, each client's own samples."""
     net = Net(lambda: factorize(model(bias), (5, 6)))
-    chain = compiled(net, (9,))
     gen = torch.Generator().manual_seed(0)
     rows = torch.stack([net.init(i) for i in range(3)]) + 0.1 * torch.randn(3, net.size, dtype=D, generator=gen)
-    x, y = torch.randn(18, 9, dtype=D, generator=gen), torch.randint(0, 4, (18,), generator=gen)
-    order, size = torch.arange(18).view(3, 6), torch.tensor([6, 6, 4])
+    x, y = torch.randn(16, 9, dtype=D, generator=gen), torch.randint(0, 4, (16,), generator=gen)
+    data = Federation(x, y, {"train": list(torch.arange(16).split([6, 6, 4]))}, 4)
+    local = Local(make_setting(net, data, Training(), engine="chain"), torch.arange(3), 1, net.b0.expand(3, -1))
     leaf = rows.clone().requires_grad_()
-    losses = torch.stack([net.loss(leaf[i], x[order[i, :n]], y[order[i, :n]]) for i, n in enumerate(size.tolist())])
+    losses = torch.stack([net.loss(leaf[i], *data.client(i)) for i in range(3)])
     (want,) = torch.autograd.grad(losses.sum(), leaf)
-    grad, loss = chain_grad(rows, *chain.head, x, y, None, order, size, None)
-    torch.testing.assert_close(loss, losses.detach(), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(grad, want, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(local.loss(rows), losses.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(local.grad(rows), want, rtol=1e-11, atol=1e-12)
 
 
 def test_rows_under_vmap() -> None:
