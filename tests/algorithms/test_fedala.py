@@ -125,14 +125,6 @@ def test_who_never_took_part_is_served_the_global_model() -> None:
     assert state.own["begun"][:, 0].tolist() == [1, 0, 1]
 
 
-@pytest.mark.parametrize(
-    "options", [{"layers": -1}, {"window": 1}, {"most": 0}, {"eta": -1.0}, {"sample": 0.0}, {"sample": 1.5}, {"threshold": -1.0}]
-)
-def test_bad_options_are_one_sentence(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=rf"^.*{next(iter(options))}.*: expected .*\.$"):
-        FedALA(**options)
-
-
 def test_w_is_learned_on_a_part_of_the_samples_drawn_anew_each_round() -> None:
     s = make_setting(Net(tiny_model()), images((1, 20, 31)), TRAINING, 3)
     states = [copied(state) for state, _ in play(FedALA(), s, 2)]

@@ -12,7 +12,7 @@ from methods import MRMTL, Ditto, Ensemble, FedAdagrad, FedAdam, FedAvgM, FedOpt
 from small import make_setting
 
 from pflcore import Local, Net, Training, evaluate, step
-from pflcore.algorithms import ALGORITHMS, Cohort, FedAvg, Stop
+from pflcore.algorithms import Cohort, FedAvg, Stop
 from pflcore.data import Federation
 from pflcore.simulation.round import begin
 
@@ -635,27 +635,6 @@ def test_hinge_with_weight_decay_by_hand():
     close(loss["loss"] + 0.5e-4 * net.w0.square().sum(), [1.2266796667])
     close(loss["accuracy"], [1 / 3])
     close(net.w0 - play(FedAvg(), s, 1).g["x"], [0.4000400000, -0.3333633333, -0.3333233333])
-
-
-OURS = [n for n, a in ALGORITHMS.items() if a.__module__.rpartition(".")[2] in {"server_opt", "multitask", "cluster", "finetune", "knn"}]
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_bad_options_are_one_sentence(name):
-    bad = {
-        "qfedavg": {"q": -1}, "ditto": {"lam": -1}, "mrmtl": {"lam": math.nan}, "mocha": {"delta": 0.0}, "hypcluster": {"k": 0},
-        "ensemble": {"k": 0}, "finetune": {"choose": "best"}, "knnper": {"lam": 1.5},
-    }.get(name, {"tau": 0.0})  # fmt: skip
-    with pytest.raises(ValueError, match=r"^\w+.*: expected .*\.$"):
-        ALGORITHMS[name](**bad)
-
-
-def test_dropping_the_last_batch_keeps_a_client_with_less_than_one():
-    """Motley's batches: min(n, B) samples each, what is left over is dropped."""
-    s = setting_of([([1.0, 2.0], [1.0, 2.0]), ([1.0] * 5, [1.0] * 5), ([2.0] * 8, [1.0] * 8)], batch_size=4, drop_last=True)
-    fit = Local(s, torch.arange(3), 1, torch.empty(3, 0)).fit(torch.zeros(3, 1, dtype=D64))
-    assert (fit.lr_sum / 0.1).round().flatten().tolist() == [1, 1, 2]
-    close(fit.w[:2, 0], [0.25, 0.1])
 
 
 @pytest.mark.parametrize("criterion", ["cross_entropy", "squared", "half_squared", "hinge"])

@@ -10,7 +10,7 @@ from methods import L2C, FedAvgM, FedFomo, FedProx, FedRoD, FineTune, PerFedAvg,
 from places import golden
 from small import Setting, images, make_setting, play, quadratics, tiny_model
 
-from pflcore import Federation, Local, Net, Simulation, Training, evaluate, step
+from pflcore import Federation, Local, Net, Simulation, Training, step
 from pflcore.algorithms import Cohort, FedAvg, Pool
 from pflcore.simulation.round import begin
 
@@ -139,8 +139,6 @@ def test_fine_tuning_after_fedprox():
     tuned, prox = play(FineTune(mu=1.0, finetune_epochs=1), s, 2)[-1][0], play(FedProx(mu=1.0), s, 2)[-1][0]
     assert torch.equal(tuned.g["x"], prox.g["x"])
     assert not torch.equal(prox.g["x"], play(FedAvg(), s, 2)[-1][0].g["x"])
-    with pytest.raises(ValueError, match=r"^mu: "):
-        FineTune(mu=-1.0)
 
 
 def test_golden_fedprox_step():
@@ -470,30 +468,3 @@ def test_without_validation_data_nobody_is_drawn_anywhere(alg):
         assert not state.own["a"][1].any() and state.own["a"][0].abs().max() > 0
     with pytest.raises(ValueError, match=r"^split: .*'val'"):
         play(alg, make_setting(s.net, images(), s.training), 2)
-
-
-@pytest.mark.parametrize("alg", [FedFomo(m=2), L2C(), FedRoD(), PFedMe(), PerFedAvg(variant="exact")])
-def test_everybody_is_evaluated(alg):
-    s = validated(4)
-    state, _ = step(alg, begin(alg, s.net, 4), s, torch.tensor([0, 2]))
-    assert evaluate(alg, state, s)["accuracy"].shape == (4,)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: FedFomo(m=0), "m: "),
-        (lambda: FedFomo(epsilon=2.0), "epsilon, decay: "),
-        (lambda: FedFomo(norm="l3"), "norm: "),
-        (lambda: FedFomo(none_positive="x"), "none_positive: "),
-        (lambda: L2C(alpha_lr=-1.0), "alpha_lr, alpha_decay: "),
-        (lambda: PerFedAvg(variant="so"), "variant: "),
-        (lambda: PerFedAvg(delta=0.0), "alpha, beta, delta, steps: "),
-        (lambda: PFedMe(inner=0), "lam, inner, personal_lr: "),
-        (lambda: FedRoD(gamma=-1.0), "gamma, head: "),
-        (lambda: FedRoD(head="ones"), "gamma, head: "),
-    ],
-)
-def test_bad_options(make, message):
-    with pytest.raises(ValueError, match="^" + message):
-        make()
