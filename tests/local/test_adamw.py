@@ -15,7 +15,6 @@ from torch import Tensor
 
 from pflcore import Federation, Local, Net, Simulation, Training, step
 from pflcore.algorithms import ALGORITHMS, FedAvg
-from pflcore.local import prepared
 from pflcore.simulation.round import begin
 
 ADAMW: dict[str, Any] = {"lr": 0.01, "batch_size": 10, "local_optimizer": "adamw", "weight_decay": 0.1}
@@ -153,8 +152,8 @@ def test_the_others_train_by_adamw(name: str) -> None:
 def test_the_record_says_who_takes_the_steps() -> None:
     net, data = Net(build), federation()
     for training, said in ((Training(), False), (Training(**ADAMW), True)):
-        path = prepared(net, data, training)[1]
-        assert path.form == "chain" and ("AdamW" in path.why) is said
+        path = Simulation("fedavg", net, data, training).header()["path"]
+        assert path["form"] == "chain" and ("AdamW" in path["why"]) is said
 
 
 @pytest.mark.parametrize(

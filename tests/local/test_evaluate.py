@@ -1,14 +1,12 @@
 """Evaluation of all clients side by side says what evaluating them one after another says."""
 
-import pytest
 import torch
 import torch.nn as nn
 
 from pflcore import Federation, Local, Net, Training, evaluate
 from pflcore.algorithms import FedAvg
-from pflcore.local.losses import CRITERIA
 from pflcore.metrics import right
-from pflcore.simulation.round import begin, one_by_one
+from pflcore.simulation.round import begin
 
 SIZES = [1, 300, 7, 125, 126]
 
@@ -27,62 +25,12 @@ def setting(criterion, outputs, engine="chain", relabel=False, test=None):
     return setting(net, data, Training(batch_size=5), 3, engine=engine, workers=1)
 
 
-@pytest.mark.parametrize(("criterion", "outputs"), [("cross_entropy", 4), *((c, 1) for c in sorted(CRITERIA) if c != "cross_entropy")])
-@pytest.mark.parametrize("relabel", [False, True])
-@pytest.mark.parametrize("split", ["train", "test"])
-def test_side_by_side_is_one_by_one(criterion, outputs, relabel, split):
-    s = setting(criterion, outputs, relabel=relabel and criterion in ("cross_entropy", "hinge"))
-    for ids in (torch.arange(5), torch.tensor([3, 1])):
-        local = Local(s, ids, 1, s.net.b0.expand(len(ids), -1))
-        rows = s.net.w0 + torch.randn(len(ids), s.net.size, generator=torch.Generator().manual_seed(1))
-        measured = local.measure(rows, split)
-        assert measured is not None
-        for got, want in zip(measured, one_by_one(FedAvg(), {"w": rows}, local, split), strict=True):
-            assert (got is None) == (want is None) == (s.data.classes is None and got is not measured[0])
-            if got is not None and want is not None:
-                torch.testing.assert_close(got, want.double(), rtol=1e-5, atol=1e-6)
-        if measured[1] is not None:  # exactly: a share of whole samples
-            counted = measured[1] * s.data.size(split)[ids]
-            torch.testing.assert_close(counted, counted.round(), rtol=0, atol=1e-9)
-
-
 def test_engines_evaluate_alike():
     settings = [setting("cross_entropy", 4, engine) for engine in ("chain", "vmap", "threads")]
     found = [evaluate(FedAvg(), begin(FedAvg(), s.net, 5), s) for s in settings]
     for key in ("loss", "accuracy", "size"):
         for other in found[1:]:
             torch.testing.assert_close(found[0][key], other[key], rtol=1e-5, atol=1e-6)
-
-
-MODELS = {
-    "mlp": (lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4)), (6,)),
-    "batch norm": (lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4)), (6,)),
-    "conv": (lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8, 4)), (1, 6, 6)),
-    "scores per place": (lambda: nn.Conv1d(2, 4, 1), (2, 3)),
-}
-
-
-@pytest.mark.parametrize("engine", ["threads", "vmap"])
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("relabel", [False, True])
-def test_one_model_for_all_is_one_pass_over_all_samples(engine, model, relabel, monkeypatch):
-    build, shape = MODELS[model]
-    gen, n = torch.Generator().manual_seed(0), sum(SIZES)
-    y = torch.randint(4, (n, 3) if model == "scores per place" else (n,), generator=gen)
-    own = torch.stack([torch.randperm(4, generator=gen) for _ in SIZES]) if relabel else None
-    data = Federation(torch.randn(n, *shape, generator=gen), y, {"train": list(torch.arange(n).split(SIZES))}, 4, own)
-    s = setting(Net(build), data, Training(), 3, engine=engine, workers=2)
-    local = Local(s, torch.tensor([4, 0, 1, 3]), 1, s.net.b0.expand(4, -1) + 0.5)  # somebody is not looked at
-    row = s.net.w0 + torch.randn(s.net.size, generator=gen)
-    want = one_by_one(FedAvg(), {"w": row.repeat(4, 1)}, local, "train")
-    batches = []
-    forward = Net.__call__
-    monkeypatch.setattr(Net, "__call__", lambda net, w, x: batches.append(len(x)) or forward(net, w, x))
-    loss, hits = local.measure(row.expand(4, -1), "train")
-    assert sorted(batches) == sorted(len(c) for c in torch.arange(n - SIZES[2]).split(125))
-    torch.testing.assert_close(loss, want[0].double(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(hits, want[1], rtol=0, atol=1e-12)
-    torch.testing.assert_close(local.loss(row.expand(4, -1)), want[0], rtol=1e-5, atol=1e-6)
 
 
 def test_what_may_differ_is_looked_at_one_by_one():

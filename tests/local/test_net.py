@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 import torch.nn as nn
@@ -11,8 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pflcore import Net
-from pflcore.local.losses import CRITERIA
-from pflcore.nn.mode import context, forward_mode
 
 
 def small() -> nn.Module:
@@ -139,38 +135,6 @@ def test_the_head_may_be_named_or_be_everything() -> None:
         Net(nn.Conv2d(1, 1, 1)).head_slice  # noqa: B018
 
 
-def test_buffers_are_a_row_of_their_own() -> None:
-    net = Net(Buffered)
-    assert net.buffer_names == ["seen", "norm.running_mean", "norm.running_var"]
-    assert net.b0.tolist() == [0] + [0] * 4 + [1] * 4  # the integer ones, table and num_batches_tracked, are no model
-    x = torch.randn(8, 4) + 2
-    with forward_mode(True, net.b0):
-        net(net.w0, x)
-        after = context.buffers
-        assert after is not None
-    module = net.load(Buffered(), net.w0, net.b0).train()
-    module(x)
-    torch.testing.assert_close(after, torch.cat([module.seen, module.norm.running_mean, module.norm.running_var]))  # type: ignore[list-item, union-attr]
-    assert net.b0.tolist() == [0] * 5 + [1] * 4 and context.buffers is None
-    with forward_mode(False, after):
-        scores = net(net.w0, x)
-        assert context.buffers is after  # evaluation reads them only
-    torch.testing.assert_close(scores, module.eval()(x))
-    assert not torch.equal(net(net.w0, x), scores)  # outside: the model's own
-
-
-def test_modes_nest_and_are_the_threads_own() -> None:
-    seen: list[bool] = []
-    with forward_mode(True):
-        with forward_mode(False):
-            assert not context.train
-        assert context.train
-        other = threading.Thread(target=lambda: seen.append(context.train))
-        other.start()
-        other.join()
-    assert not context.train and seen == [False]
-
-
 def test_a_net_is_a_function_under_vmap() -> None:
     net = Net(small)
     rows, x = torch.stack([net.init(i) for i in range(3)]), torch.randn(3, 4, 1, 6, 6)
@@ -179,9 +143,9 @@ def test_a_net_is_a_function_under_vmap() -> None:
 
 def test_criteria() -> None:
     scores, y = torch.tensor([[0.5], [-2.0], [0.25]]), torch.tensor([1, 0, 0])
-    assert float(CRITERIA["hinge"](scores, y)) == pytest.approx((0.5 + 0 + 1.25) / 3)
-    assert float(CRITERIA["hinge"](scores, 2 * y - 1)) == pytest.approx((0.5 + 0 + 1.25) / 3)
-    assert float(CRITERIA["squared"](scores, y.float())) == pytest.approx((0.25 + 4 + 0.0625) / 3)
+    assert float(Net(nn.Linear(2, 1), "hinge").criterion(scores, y)) == pytest.approx((0.5 + 0 + 1.25) / 3)
+    assert float(Net(nn.Linear(2, 1), "hinge").criterion(scores, 2 * y - 1)) == pytest.approx((0.5 + 0 + 1.25) / 3)
+    assert float(Net(nn.Linear(2, 1), "squared").criterion(scores, y.float())) == pytest.approx((0.25 + 4 + 0.0625) / 3)
     mine = Net(nn.Linear(2, 1), criterion=lambda s, y: s.sum() + y.sum())
     assert float(mine.loss(torch.zeros(3), torch.ones(2, 2), torch.ones(2))) == 2
 

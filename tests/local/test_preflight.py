@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pflcore import Federation, Net, Simulation, Training, cli
-from pflcore.local import memory
 from pflcore.nn import Dropout
 
 GEN = torch.Generator().manual_seed(0)
@@ -172,12 +171,6 @@ def test_options() -> None:
     from pflcore.algorithms import ALGORITHMS
 
     assert Simulation(ALGORITHMS["ditto"], model, data).name == "ditto"
-
-
-def test_a_run_that_cannot_fit_is_refused_with_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "capacity", lambda device: 1000)
-    with pytest.raises(MemoryError, match=r"^memory: the run needs about [\d.]+ KiB beside data and activations, and cpu has 1000 B; let"):
-        Simulation("local", nn.Linear(6, 4), federation())
 
 
 @pytest.mark.parametrize("words", [["--criterion", "squared"], ["--engine", "pool"]])

@@ -11,26 +11,24 @@ import numpy as np
 import pytest
 import torch
 from methods import FedAvgM, Scaffold, Waffle
+from simulation_help import group
 from small import images, tiny_model
 from torch import nn
 
 from pflcore import ALGORITHMS, Client, FedAvg, Net, Server, Simulation, Training
 from pflcore.algorithms import Cohort
-from pflcore.algorithms.defences import Defence, defended
-from pflcore.data import Federation
-from pflcore.data.synthetic import synthetic_clusters
-from pflcore.results.record import group
+from pflcore.data import FEDERATIONS, Federation
 from pflcore.results.table import table
-from pflcore.simulation.attacks import STRENGTH, Adversary
+from pflcore.simulation.attacks import Adversary
 
-DEFENCES = Defence.__args__  # type: ignore[attr-defined]
+DEFENCES = ("clip", "median", "trimmed_mean", "krum", "multi_krum", "fltrust")
 TRAINING = Training(lr=0.1, batch_size=10)
 N, BAD = 10, (8, 9)
 
 
 @pytest.fixture(scope="module")
 def data() -> Federation:
-    return synthetic_clusters(n=N, groups=1, samples=40, classes=4, dim=8, held_out=50)
+    return FEDERATIONS["synthetic_clusters"](n=N, groups=1, samples=40, classes=4, dim=8, held_out=50)
 
 
 def run(data: Federation, algorithm: Any = "fedavg", **options: Any) -> Simulation:
@@ -53,8 +51,8 @@ def updates(s: int = 9, p: int = 7, dtype: torch.dtype = torch.float64) -> torch
 
 def mean_of(name: str, rows: torch.Tensor, f: int = 2, share: torch.Tensor | None = None) -> torch.Tensor:
     s = len(rows)
-    even = torch.full((1, s), 1 / s, dtype=torch.float64) if share is None else share[None]
-    kept, weight = defended(name, rows, even, f, 0)
+    even = torch.full((s,), 1 / s, dtype=torch.float64) if share is None else share
+    kept, weight = FedAvg(**defence(name, f)).defended(rows, Cohort(torch.arange(s), even, torch.ones(s), s, 1, 1))
     return (weight.to(kept) @ kept)[0]
 
 
@@ -112,12 +110,12 @@ def test_flipped_labels_are_the_bad_ones_alone(data: Federation) -> None:
     assert torch.equal(run(turned, model=tiny_model(), adversary=Adversary("label_flip", [1])).data.labels(1), 3 - turned.labels(1))
 
 
-@pytest.mark.parametrize("attack", ["label_flip", *STRENGTH])
+@pytest.mark.parametrize("attack", ["label_flip", "sign_flip", "scale", "noise", "little", "inner_product"])
 def test_an_attacked_run_repeats_itself_and_says_what_it_is(data: Federation, attack: Any) -> None:
     one, two, clean = (run(data, rounds=2, eval_every=1, adversary=a) for a in (*[Adversary(attack, BAD)] * 2, None))
     h, again, without = one.run(), two.run(), clean.run()
     assert torch.equal(one.state.g["x"], two.state.g["x"]) and not torch.equal(one.state.g["x"], clean.state.g["x"])
-    assert h.header["adversary"] == {"attack": attack, "clients": [*BAD], "strength": STRENGTH.get(attack)}
+    assert h.header["adversary"] == {"attack": attack, "clients": [*BAD], "strength": Adversary(attack, BAD).strength}
     assert "adversary" not in without.header
     assert torch.equal(h.series("size")[1][0] > 0, torch.tensor([i not in BAD for i in range(N)]))
     assert f"{attack} by clients 8, 9" in table(group(h.lines())) and " by client" not in table(group(without.lines()))
@@ -218,7 +216,7 @@ def test_a_defence_is_a_mean_of_equals_and_bounded_whatever_one_sends(name: str)
 
 
 def test_figures_of_byzfl_on_the_same_updates() -> None:
-    byzfl = pytest.importorskip("byzfl", reason="byzfl is not installed: pip install byzfl")
+    byzfl = pytest.importorskip("byzfl")
     for s, f in ((9, 2), (20, 4)):
         rows = updates(s, 200)
         rows[:f] += 3
@@ -230,7 +228,7 @@ def test_figures_of_byzfl_on_the_same_updates() -> None:
 
 
 def test_figures_of_flower_on_the_same_updates() -> None:
-    pytest.importorskip("flwr", reason="Flower is not installed: pip install flwr")
+    pytest.importorskip("flwr")
     from flwr.server.strategy import aggregate as flower
 
     for s, f in ((9, 2), (20, 4)):
@@ -386,7 +384,8 @@ def test_an_upload_of_next_to_nothing_is_trusted_by_nobody(length: float) -> Non
     for seed in range(40):
         rows = torch.randn(5, 38, generator=torch.Generator().manual_seed(seed))
         rows[2] *= length
-        _, weight = defended("fltrust", rows, torch.full((1, 5), 0.2, dtype=torch.float64), 1, 0)
+        cohort = Cohort(torch.arange(5), torch.full((5,), 0.2, dtype=torch.float64), torch.ones(5), 5, 1, 1)
+        _, weight = FedAvg(**defence("fltrust", 1)).defended(rows, cohort)
         assert weight[0, 2] == 0 and bool(weight.isfinite().all()) and weight.sum() < 20
 
 

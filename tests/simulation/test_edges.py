@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,16 +28,13 @@ from methods import (
     Waffle,
     WeightErosion,
 )
+from simulation_help import held_out
 from small import Setting, images, make_setting, play, quadratics, tiny_model
 from torch import Tensor
 
 from pflcore import Federation, Local, Net, Simulation, Training, evaluate, step
 from pflcore.algorithms import ALGORITHMS, Cohort, FedAvg
-from pflcore.algorithms.feddwa import spread
-from pflcore.algorithms.hypcluster import centres
-from pflcore.algorithms.knnper import neighbours
-from pflcore.data.roles import held_out
-from pflcore.simulation.round import begin, buffers_of
+from pflcore.simulation.round import begin
 
 F64 = torch.float64
 
@@ -54,6 +52,10 @@ def normal(sizes: Sequence[int] = (8, 20, 32, 12), engine: str = "threads", **tr
     data = images(sizes)
     data = Federation(data.x.double(), data.y, data.index, 4, data.relabel)
     return make_setting(Net(normed, seed=1), data, Training(**{"lr": 0.1, "batch_size": 8, **training}), rounds=10, engine=engine)
+
+
+def spread(p: Tensor, near: Tensor, n: int) -> Tensor:
+    return torch.zeros(len(p), n, dtype=F64).scatter_add(1, near, p)
 
 
 # batch norm's statistics ------------------------------------------------------------------------------------------------
@@ -78,16 +80,22 @@ class Watched:
 
 
 def test_each_method_has_its_policy_and_only_what_it_knows() -> None:
-    net = normal().net
     served = {n for n, c in ALGORITHMS.items() if c.buffers[0] == "average"}
     assert {"fedavg", "scaffold", "waffle", "weight_erosion", "clustered_fl", "finetune", "fedrod", "sfl", "per_fedavg"} <= served
     assert {n for n, c in ALGORITHMS.items() if c.buffers[0] == "models"} == {"hypcluster", "ensemble"}
-    assert buffers_of(FedDWA(), net) == "local" and buffers_of(FedDWA(), net, "average") == "average"
+    data = images()
+    double = replace(data, x=data.x.double())
+    s = normal()
+    for policy, alike in (("auto", False), ("local", False), ("average", True)):
+        b = step(FedDWA(), begin(FedDWA(), s.net, 4), s, torch.arange(4), policy)[0].buffers
+        mixed = step(FedDWA(), begin(FedDWA(), s.net, 4), s, torch.arange(4), "average")[0].buffers
+        assert torch.equal(b, mixed) == alike
     for alg in (APFL(), Ditto(), LocalOnly(), PFedMe(), Mocha(), L2C()):
-        assert buffers_of(alg, net) == "local"
+        one, two = (step(alg, begin(alg, s.net, 4), s, torch.arange(4), b)[0].buffers for b in ("auto", "local"))
+        assert torch.equal(one, two)
         with pytest.raises(ValueError, match=r"^buffers: \w+ knows 'local' statistics, got 'average'\.$"):
-            buffers_of(alg, net, "average")
-        assert buffers_of(alg, Net(tiny_model()), "average")  # nothing to average
+            Simulation(alg, normed, double, buffers="average")
+        Simulation(alg, tiny_model(), data, buffers="average")  # nothing to average
     with pytest.raises(ValueError, match=r"^buffers: HypCluster knows 'models'"):
         Simulation(HypCluster(), normed, images(), buffers="local")
 
@@ -320,26 +328,12 @@ def test_shuffles_of_several_batches_a_step_do_not_depend_on_who_is_there(engine
     torch.testing.assert_close(moved([0, 1, 2]), torch.cat([moved([i]) for i in range(3)]), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("k", [1, 3, 5])
-def test_ties_among_neighbours_do_not_depend_on_the_padding(k: int) -> None:
-    gen = torch.Generator().manual_seed(3)
-    store = torch.randint(0, 2, (40, 3), generator=gen).double()
-    queries = torch.randint(0, 2, (6, 3), generator=gen).double()
-    weight, near = neighbours(queries, store, 40, k)
-    d = ((queries[:, None] - store) ** 2).sum(2)
-    assert near.tolist() == d.sort(dim=1, stable=True).indices[:, :k].tolist()
-    for padded in (64, 200, 999):
-        wide = torch.cat([store, torch.zeros(padded - 40, 3, dtype=F64)])
-        again = neighbours(queries, wide, 40, k)
-        assert torch.equal(again[1], near) and torch.equal(again[0], weight)
-
-
 def test_no_centre_of_a_zero_started_model_is_zero_and_seeds_follow_the_run() -> None:
     class Zero(nn.Linear):
         def reset_parameters(self) -> None:
             nn.init.zeros_(self.weight), nn.init.zeros_(self.bias)
 
-    rows = centres(Net(lambda: Zero(5, 3), seed=4), 3)
+    rows = begin(HypCluster(k=3), Net(lambda: Zero(5, 3), seed=4), 4).g["x"]
     assert rows.any(1).all() and len(rows.unique(dim=0)) == 3
     a, b = (Simulation(HypCluster(k=2), tiny_model(), images(), seed=seed).state.g["x"] for seed in (0, 1))
     assert not torch.equal(a, b)

@@ -41,9 +41,9 @@ def played(name, participation, engine, workers, send):
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = resident("VmRSS")
     simulation = Simulation(algorithm, made(), data, training, **small | {"rounds": 3})
-    estimate = simulation._peak_bytes(simulation.setting.net)
+    estimate = simulation.header()["peak_bytes"]
     simulation.run()
-    send.send((estimate, resident("VmHWM") - before, str(simulation.path.form)))
+    send.send((estimate, resident("VmHWM") - before, simulation.header()["path"]["form"]))
 
 
 def ratio(*case):
@@ -57,7 +57,8 @@ def ratio(*case):
     return grown / estimate, form
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not tell a process's peak")
+@pytest.mark.deep("a subprocess")
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="/proc does not tell a process's peak here")
 @pytest.mark.parametrize("case", [("fedavg", 1.0, "auto", 1), ("ditto", 0.5, "auto", 1), ("scaffold", 1.0, "threads", 2)])
 def test_the_estimate_is_near_the_peak(case):
     """Within 1.5 for every algorithm when this file was last run by `python`; an allocator's mood has its share in it."""

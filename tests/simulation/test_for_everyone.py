@@ -9,12 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 from methods import Waffle, WeightErosion
+from simulation_help import group
 from small import images, tiny_model
 
 from pflcore import Simulation, Training, for_everyone
 from pflcore.algorithms import ALGORITHMS, FedAvg
-from pflcore.results.record import group
-from pflcore.simulation.everyone import whole
 
 
 @pytest.mark.parametrize("algorithm", [Waffle(do=2.0), WeightErosion(p_d=0.1)])
@@ -89,9 +88,3 @@ def test_who_ran_away_is_named_whoever_took_part() -> None:
 def test_a_number_of_evaluated_clients_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^eval_clients: here every client is evaluated"):
         for_everyone(Waffle(), tiny_model(), images(), rounds=1, eval_clients=2)
-
-
-def test_long_weights_are_read_as_short_ones() -> None:
-    index, weight = torch.tensor([0, 2]), torch.tensor([0.25, 0.75], dtype=torch.float64)
-    assert whole({"index": index, "weight": weight}, 3) == {"weights": [0.25, 0.0, 0.75]}
-    assert whole({"index": [0, 2], "weight": [0.1, 0.9]}, 3) == {"weights": [0.1, 0.0, 0.9]}

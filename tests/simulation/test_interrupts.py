@@ -11,10 +11,8 @@ import torch
 from torch import nn
 
 from pflcore import Simulation, Training
-from pflcore.data.synthetic import synthetic_clusters
-from pflcore.results import record
+from pflcore.data import FEDERATIONS
 from pflcore.simulation.checkpoint import Checkpoint
-from pflcore.simulation.interrupts import unbroken
 
 ROUNDS = 5
 
@@ -25,7 +23,7 @@ def press() -> None:
 
 def made(**options: Any) -> Simulation:
     torch.manual_seed(0)
-    data = synthetic_clusters(n=4, groups=1, samples=20, classes=3, dim=5, held_out=20)
+    data = FEDERATIONS["synthetic_clusters"](n=4, groups=1, samples=20, classes=3, dim=5, held_out=20)
     return Simulation("scaffold", nn.Linear(5, 3), data, Training(lr=0.1, batch_size=10), rounds=ROUNDS, workers=1, **options)
 
 
@@ -97,42 +95,6 @@ def test_no_checkpoint_is_left_without_its_evaluation(tmp_path, round: int):
     made_of = {"model": nn.Linear(5, 3), "data": simulation.data, "metrics": {"m": metric}}
     rounds = Simulation.load(tmp_path, **made_of).run().rounds
     assert [r["round"] for r in rounds] == [1, 2, 3, 4, 5] and all(r["eval"]["m"] == [1.0] * 4 for r in rounds)
-
-
-@pytest.mark.parametrize("when", ["before the line", "after the line"])
-def test_a_record_says_what_its_stop_says(tmp_path, monkeypatch, when: str):
-    write = record.Record.write
-
-    def pressed(self: Any, line: Any) -> None:
-        if line.get("round") == 3 and when == "before the line":
-            press()
-        write(self, line)
-        if line.get("round") == 3 and when == "after the line":
-            press()
-
-    monkeypatch.setattr(record.Record, "write", pressed)
-    simulation, path = made(), tmp_path / "record.jsonl"
-    with record.Record(path) as file:
-        file.run(simulation.header(), simulation.run)
-    (run,) = record.read(path)
-    assert [r["round"] for r in run.rounds] == [1, 2, 3] and run.stopped == f"Interrupted after round 3 of {ROUNDS}."
-
-
-def test_signals_of_a_program_that_answers_them_itself_reach_it():
-    came: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
-    try:
-        with unbroken():
-            signal.raise_signal(signal.SIGTERM)
-            assert not came
-        assert came == [signal.SIGTERM]
-        with unbroken():
-            signal.raise_signal(signal.SIGTERM)
-            signal.raise_signal(signal.SIGTERM)
-            assert came == [signal.SIGTERM] * 2, "the second does not wait"
-        assert came == [signal.SIGTERM] * 2
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def test_another_thread_gets_no_signals_and_may_run():

@@ -17,8 +17,7 @@ from places import ROOT
 from torch import nn
 
 from pflcore import Checkpoint, Simulation, Training
-from pflcore.data import Federation
-from pflcore.data.synthetic import synthetic_clusters
+from pflcore.data import FEDERATIONS, Federation
 from pflcore.simulation.checkpoint import lock
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it reads /proc")
@@ -27,7 +26,7 @@ COMMAND = ["run", "fedavg", "--data", "synthetic_clusters", "--rounds", "3", "--
 
 @pytest.fixture(scope="module")
 def data() -> Federation:
-    return synthetic_clusters(n=4, groups=1, samples=20, classes=3, dim=5, held_out=20)
+    return FEDERATIONS["synthetic_clusters"](n=4, groups=1, samples=20, classes=3, dim=5, held_out=20)
 
 
 def make(data: Federation, algorithm: str = "fedavg", **options: Any) -> Simulation:
@@ -55,7 +54,7 @@ def unwritable(tmp_path: Path) -> list[Path]:
     return [tmp_path / "file" / "run", *([Path("/proc/run")] if os.path.isdir("/proc/self") else []), *([closed] if os.getuid() else [])]
 
 
-@pytest.mark.skipif(os.name == "nt", reason="no such rights")
+@pytest.mark.skipif(os.name == "nt", reason="no POSIX rights")
 def test_a_folder_that_cannot_be_written(data: Federation, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder in unwritable(tmp_path):
         played: list[int] = []
@@ -100,6 +99,7 @@ def test_a_disk_that_becomes_full_ends_a_command_with_one_sentence(tmp_path: Pat
     assert len(lines) > 3 and all(json.loads(line) for line in lines[:-1])  # all but the one that the disk cut off
 
 
+@pytest.mark.deep("a subprocess")
 @linux
 def test_nowhere_to_print_to(tmp_path: Path) -> None:
     """A pipe or terminal that takes nothing loses the text, not the files."""
@@ -153,7 +153,7 @@ def anonymous() -> int:
 
 
 @linux
-@pytest.mark.parametrize("name", ["fedavg", "waffle"])
+@pytest.mark.parametrize("name", ["fedavg", pytest.param("waffle", marks=pytest.mark.deep("3,000 rounds are slow"))])
 def test_memory_does_not_grow_with_rounds(data: Federation, name: str) -> None:
     """1,500 rounds that nobody keeps the records of: at a round a minute they are a day and more."""
     seen = {}
