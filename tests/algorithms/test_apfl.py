@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from algorithms_help import federation
 from methods import APFL
 from small import Setting, images, make_setting, play, quadratics, tiny_model
 from torch import Tensor
@@ -52,8 +53,7 @@ def test_golden_options() -> None:
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_a_round_step_by_step(engine: str, momentum: float) -> None:
     """Against the definition, gradient by gradient: alpha moves at the first step only, all from the old values."""
-    net, data = Net(lambda: tiny_model()().double()), images()
-    data = type(data)(data.x.double(), data.y, data.index, data.classes)
+    net, data = Net(lambda: tiny_model()().double()), federation()
     t = Training(lr=0.1, batch_size=8, epochs=2, momentum=momentum, weight_decay=0.01)
     s = make_setting(net, data, t, 1, engine)
     alg = APFL(alpha=0.3, alpha_lr=5.0)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn as nn
-from algorithms_help import views
+from algorithms_help import federation, views
 from methods import FedALA
 from small import copied, images, make_setting, play, tiny_model
 
@@ -18,11 +18,6 @@ from pflcore.algorithms import FedAvg
 
 COHORTS = ([0, 1, 2], [0, 1], [1, 2], [0, 1, 2])
 TRAINING = Training(lr=0.3, batch_size=64, epochs=2)  # whole batches, so that no shuffle plays a part
-
-
-def federation() -> Federation:
-    d = images((7, 20, 31))
-    return Federation(d.x.double(), d.y, d.index, 4, d.relabel)
 
 
 class Watched(FedALA):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn as nn
+from algorithms_help import cohort, t
 from methods import FedDWA, FedDWAQP
 from places import golden
 from small import Setting, make_setting
@@ -14,10 +15,6 @@ from pflcore.algorithms import Cohort
 from pflcore.simulation.round import begin
 
 GOLDEN = golden("feddwa_family")
-
-
-def t(values) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def close(got, want, rtol=1e-9):
@@ -53,11 +50,6 @@ def points(targets: list[list[float]], lr: float, batch_size: int = 100, seed: i
     return make_setting(
         Net(Point, half_squared), data, Training(lr=lr, batch_size=batch_size, **training), 10, engine=engine, workers=1, seed=seed
     )
-
-
-def cohort(ids: list[int], n: int, round: int = 1) -> Cohort:
-    share = torch.full((len(ids),), 1 / len(ids), dtype=torch.float64)
-    return Cohort(torch.tensor(ids), share, torch.ones(len(ids), dtype=torch.long), n, round, 10)
 
 
 def mixed(alg: FedDWA, w: torch.Tensor, g: torch.Tensor, ids=None, start=None) -> dict:

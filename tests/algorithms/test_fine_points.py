@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn as nn
-from algorithms_help import strengths
+from algorithms_help import strengths, t
 from methods import ClusteredFL, Ensemble, FactorizedWaffle, FedAMP, FedDWA, FedFomo, HeurFedAMP, KnnPer, Mocha, PerFedAvg, Scaffold, Waffle
 from small import Setting, Tensors, images, make_setting, play, quadratics, tiny_model
 from torch import Tensor
@@ -14,10 +14,6 @@ from torch import Tensor
 from pflcore import Federation, Local, Net, Simulation, Training, step
 from pflcore.algorithms import Cohort, FedAvg, Pool
 from pflcore.simulation.round import begin
-
-
-def t(values: list[object]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def cohort(n: int, round: int = 1, ids: list[int] | None = None) -> Cohort:

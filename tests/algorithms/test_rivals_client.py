@@ -6,28 +6,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn as nn
+from algorithms_help import close, cohort, federation, t
 from methods import L2C, FedAvgM, FedFomo, FedProx, FedRoD, FineTune, PerFedAvg, PFedMe
 from places import golden
 from small import Setting, images, make_setting, play, quadratics, tiny_model
 
 from pflcore import Federation, Local, Net, Simulation, Training, step
-from pflcore.algorithms import Cohort, FedAvg, Pool
+from pflcore.algorithms import FedAvg, Pool
 from pflcore.simulation.round import begin
 
 GOLDEN = golden("feddwa_family")
-
-
-def t(values) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def close(got, want, rtol=1e-8, atol=1e-10):
-    torch.testing.assert_close(torch.as_tensor(got, dtype=torch.float64), torch.as_tensor(want, dtype=torch.float64), rtol=rtol, atol=atol)
-
-
-def cohort(ids, n: int, round: int = 1) -> Cohort:
-    share = torch.full((len(ids),), 1 / len(ids), dtype=torch.float64)
-    return Cohort(torch.tensor(ids), share, torch.ones(len(ids), dtype=torch.long), n, round, 100)
 
 
 def one(loss, start: float, lr: float, engine: str, epochs: int = 1) -> tuple[Setting, Local]:
@@ -81,8 +69,7 @@ def test_scaled_differences_are_right_in_float32():
 
     training = Training(lr=1e4, batch_size=4)
     s = make_setting(Net(tiny_model(), flat), data, training)
-    double = Federation(data.x.double(), data.y, data.index, 4, data.relabel)
-    wide = make_setting(Net(lambda: tiny_model()().double(), flat), double, training)
+    wide = make_setting(Net(lambda: tiny_model()().double(), flat), federation((12, 9)), training)
 
     def played(alg, s):
         return step(alg, begin(alg, s.net, 2), s, torch.arange(2))[0].g["x"].double()

@@ -6,28 +6,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
+from algorithms_help import close, cohort, t
 from methods import SFL, ClusteredFL, FedAMP, HeurFedAMP, LocalOnly
 from places import golden
 from small import make_setting, quadratics
 
 from pflcore import Local, Net, Training, ops, step
-from pflcore.algorithms import Cohort, FedAvg
+from pflcore.algorithms import FedAvg
 from pflcore.simulation.round import begin
 
 GOLDEN = golden("feddwa_family")
-
-
-def t(values) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def close(got, want, rtol=1e-8, atol=1e-10):
-    torch.testing.assert_close(torch.as_tensor(got, dtype=torch.float64), torch.as_tensor(want, dtype=torch.float64), rtol=rtol, atol=atol)
-
-
-def cohort(ids, n: int, round: int = 1) -> Cohort:
-    share = torch.full((len(ids),), 1 / len(ids), dtype=torch.float64)
-    return Cohort(torch.tensor(ids), share, torch.ones(len(ids), dtype=torch.long), n, round, 100)
 
 
 def points(targets, lr: float, engine: str = "threads", start=0.0):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn as nn
-from algorithms_help import views
+from algorithms_help import federation, views
 from methods import FedBABU, FedBN, FedPer, FedRep, LGFedAvg, LocalOnly
 from places import ROOT
 from small import images, make_setting, play, tiny_model
@@ -26,11 +26,6 @@ ENGINES = pytest.mark.parametrize("engine", ["threads", "vmap"])
 
 def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4)).double()
-
-
-def federation() -> Federation:
-    d = images((7, 20, 31))
-    return Federation(d.x.double(), d.y, d.index, 4, d.relabel)
 
 
 def descend(model: nn.Module, x: torch.Tensor, y: torch.Tensor, names: tuple[str, ...], epochs: int) -> None:

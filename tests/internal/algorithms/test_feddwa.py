@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from algorithms_help import t
 from methods import FedDWA
 from places import golden
 
@@ -10,10 +11,6 @@ from pflcore.algorithms.feddwa import strided
 from pflcore.algorithms.qp import inner_products, simplex_qp
 
 GOLDEN = golden("feddwa_family")
-
-
-def t(values) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def close(got, want, rtol=1e-9):
