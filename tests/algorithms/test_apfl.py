@@ -1,4 +1,4 @@
-"""APFL: golden values, and what its options promise. Its limits alpha = 0 and 1 are law 9 of test_waffle_laws.py."""
+"""APFL: golden values, and what its options promise. Its limits alpha = 0 and 1 are law 9 of test_waffle.py."""
 
 from __future__ import annotations
 

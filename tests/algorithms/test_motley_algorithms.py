@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn as nn
+from algorithms_help import cohort
 from hypothesis import given
 from hypothesis import strategies as st
 from methods import MRMTL, Ditto, Ensemble, FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi, FineTune, HypCluster, KnnPer, Mocha, QFedAvg
@@ -323,9 +324,8 @@ def relation(w, delta, kind="omega"):
     """What Mocha's server makes of the models of all tasks."""
     alg, n = Mocha(lam=1e-9, delta=delta, outer=1, relation=kind, regulariser="server"), len(w)
     g = {"w": torch.zeros_like(w), "omega": torch.eye(n, dtype=D64), "seen": torch.zeros(n, dtype=torch.bool)}
-    share = torch.full((n,), 1 / n, dtype=D64)
-    one = torch.ones(n, 1, dtype=D64)
-    return alg.server(g, {"w": w, "lr_sum": 0 * one, "lr": 0 * one}, Cohort(torch.arange(n), share, torch.ones(n), n, 1, 9))["omega"]
+    still = torch.zeros(n, 1, dtype=D64)
+    return alg.server(g, {"w": w, "lr_sum": still, "lr": still}, cohort(range(n), n))["omega"]
 
 
 W3 = torch.tensor([[1, 0], [1, 1], [-0.5, 2]], dtype=D64)
@@ -639,27 +639,19 @@ def test_hinge_with_weight_decay_by_hand():
 
 @pytest.mark.parametrize("criterion", ["cross_entropy", "squared", "half_squared", "hinge"])
 def test_losses_of_many_clients_at_once_are_those_of_each_alone(criterion):
-    gen = torch.Generator().manual_seed(1)
-    sizes, labels = [1, 300, 7, 41], criterion == "cross_entropy"
-    parts = []
-    for n in sizes:
-        x = torch.randn(n, 5, generator=gen)
-        parts.append((x, torch.randint(0, 3 if labels else 2, (n,), generator=gen)))
-    fed = Federation.from_arrays(parts, classes=3 if labels else 2)
-    if labels:
-        fed = replace(fed, relabel=torch.stack([torch.randperm(3, generator=gen) for _ in sizes]))
-    net = Net(lambda: nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3 if labels else 1)), criterion)
-    rows, ids = torch.randn(3, net.size, generator=gen), torch.tensor([3, 0, 1])
-    found = [
-        Local(make_setting(net, fed, Training(), 1, engine=e, workers=1), ids, 1, torch.empty(3, 0)).loss(rows) for e in ("vmap", "threads")
-    ]
+    gen, classes = torch.Generator().manual_seed(1), 3 if criterion == "cross_entropy" else 2
+    parts = [(torch.randn(n, 5, generator=gen), torch.randint(0, classes, (n,), generator=gen)) for n in (1, 300, 7, 41)]
+    fed = Federation.from_arrays(parts, classes=classes)
+    if classes == 3:
+        fed = replace(fed, relabel=torch.stack([torch.randperm(3, generator=gen) for _ in parts]))
+    net = Net(lambda: nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3 if classes == 3 else 1)), criterion)
+    rows = torch.randn(3, net.size, generator=gen)
+
+    def local(engine, net=net):
+        return Local(make_setting(net, fed, Training(lr=0.1), 1, engine=engine, workers=1), torch.tensor([3, 0, 1]), 1, torch.empty(3, 0))
+
+    found = [local(e).loss(rows) for e in ("vmap", "threads")]
     torch.testing.assert_close(*found)
     if criterion == "half_squared":
-        local = Local(make_setting(Net(net.build, "squared"), fed, Training(), 1, engine="vmap", workers=1), ids, 1, torch.empty(3, 0))
-        torch.testing.assert_close(found[0], local.loss(rows) / 2)
-        start = rows[:1].expand(3, -1)
-        a, b = (
-            Local(make_setting(net, fed, Training(lr=0.1), 1, engine=e, workers=1), ids, 1, torch.empty(3, 0)).fit(start).w
-            for e in ("vmap", "threads")
-        )
-        torch.testing.assert_close(a, b)
+        torch.testing.assert_close(found[0], local("vmap", Net(net.build, "squared")).loss(rows) / 2)
+        torch.testing.assert_close(*(local(e).fit(rows[:1].expand(3, -1)).w for e in ("vmap", "threads")))

@@ -1,4 +1,4 @@
-"""SCAFFOLD: golden values, and what its options promise. Its invariant is law 3 of test_waffle_laws.py."""
+"""SCAFFOLD: golden values, and what its options promise. Its invariant is law 3 of test_waffle.py."""
 
 from __future__ import annotations
 

@@ -26,14 +26,13 @@ def weights(d: list[float], omega: float, psi: float | None = None, target: int 
     return ops.waffle_weights(torch.tensor(d, dtype=F64), target, omega, psi, tie).tolist()
 
 
-def printed(d: list[float], omega: float, psi: float, target: int, eq3: bool = False) -> list[float]:
-    """Algorithm 1, lines 3 to 9, as printed; with `eq3` the denominator of equation (3)."""
+def printed(d: list[float], omega: float, psi: float, target: int) -> list[float]:
+    """Algorithm 1, lines 3 to 9, as printed."""
     others = [v for i, v in enumerate(d) if i != target]
     high, low = max(others), min(others)
     d = list(d)
     d[target] = low * (1 - (high - low) / high * (1 - omega))
-    below = d[target] if eq3 else min(d)
-    raw = [max(psi - (v - d[target]) / (high - below), 0.0) for v in d]
+    raw = [max(psi - (v - d[target]) / (high - min(d)), 0.0) for v in d]
     return [v / sum(raw) for v in raw]
 
 

@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,13 @@ def data() -> Federation:
     return replace(whole, index=index)
 
 
+def names(*but: str) -> list[Any]:
+    """All algorithms; those that see every branch are in the quick suite, too."""
+    quick = ("fedavg", "scaffold", "ditto", "apfl", "waffle", "factorized_waffle")
+    deep = pytest.mark.deep("a sweep over all algorithms")
+    return [pytest.param(n, marks=() if n in quick else deep) for n in ALGORITHMS if n not in but]
+
+
 def play(name: str, device: str, training: Training) -> tuple[torch.Tensor, float]:
     run = Simulation(name, tiny_model(), data(), training, rounds=3, engine="vmap", device=device)
     history = run.run()
@@ -26,7 +34,7 @@ def play(name: str, device: str, training: Training) -> tuple[torch.Tensor, floa
     return history.series("loss")[1], max(history.series("accuracy")[1].flatten().tolist())
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", names())
 def test_same_losses_as_on_the_cpu(name: str) -> None:
     training = Training(lr=0.1, batch_size=5, epochs=2)
     torch.testing.assert_close(play(name, "cuda", training)[0], play(name, "cpu", training)[0], rtol=1e-3, atol=1e-3)
@@ -53,7 +61,7 @@ def waits(name: str, epochs: int) -> int:
 
 
 # FactorizedWaffle draws its factors anew in every step, on the host; FedALA learns its weights until the losses stand still
-@pytest.mark.parametrize("name", [n for n in ALGORITHMS if n not in ("factorized_waffle", "fedala")])
+@pytest.mark.parametrize("name", names("factorized_waffle", "fedala"))
 def test_local_steps_do_not_wait(name: str) -> None:
     """A round may look at a few numbers (who sent something that is not finite), but not more often when there are more local steps."""
     assert waits(name, 1) == waits(name, 4)
