@@ -332,6 +332,10 @@ def test_fedfomo_counts_the_models_it_downloads():
     assert done.bytes_down == 4 * 2 * p and done.bytes_up == 4 * (p + 4 * 8)
     state, done = step(alg, state, s, torch.tensor([1, 3]))
     assert done.bytes_down == 2 * 2 * p
+    everything = FedFomo(m=50)
+    few, _ = step(everything, begin(everything, s.net, 4), s, torch.arange(3))
+    _, done = step(everything, few, s, torch.tensor([0, 3]))
+    assert done.bytes_down == (2 + 3) * p  # never its own, and places that nothing fills do not travel
     w = alg.report(state.g)["weights"]
     assert w.shape == (4, 4) and not w[[0, 2]].any()
 
