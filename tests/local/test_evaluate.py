@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn as nn
+from small import make_setting
 
 from pflcore import Federation, Local, Net, Training, evaluate
 from pflcore.algorithms import FedAvg
@@ -22,7 +23,7 @@ def setting(criterion, outputs, engine="chain", relabel=False, test=None):
     own = torch.stack([torch.randperm(classes, generator=gen) for _ in SIZES]) if relabel else None
     data = Federation(x, y, {"train": [a for a, _ in index], "test": [b for _, b in index]}, classes, own)
     net = Net(lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, outputs)), criterion=criterion)
-    return setting(net, data, Training(batch_size=5), 3, engine=engine, workers=1)
+    return make_setting(net, data, Training(batch_size=5), 3, engine=engine, workers=1)
 
 
 def test_engines_evaluate_alike():

@@ -337,11 +337,11 @@ def test_shuffles_belong_to_seed_round_client_and_stream() -> None:
         first(round=2),
         first(i=1),
         first(stream="other"),
-        first(Setting(s.net, s.data, s.training, s.engine, 1, 1)),
+        first(s._replace(seed=1)),
     ]
     found[2] = tuple(v - 40 for v in found[2])
     assert len(set(found)) == 5 and first() == found[0]
-    still = Setting(s.net, s.data, Training(lr=0.0, batch_size=20, epochs=2, reshuffle=False), s.engine, 0, 1)
+    still = s._replace(training=Training(lr=0.0, batch_size=20, epochs=2, reshuffle=False))
     one, two = recorded(still, [0], 1)[0], recorded(still, [0], 2)[0]
     assert all(torch.equal(a[0], b[0]) for a, b in zip(one, two, strict=True))
     assert torch.equal(one[0][0], one[2][0])  # epoch after epoch

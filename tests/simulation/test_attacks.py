@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from methods import FedAvgM, Scaffold, Waffle
-from simulation_help import group
+from simulation_help import group, swept
 from small import images, tiny_model
 from torch import nn
 
@@ -146,7 +146,7 @@ def test_an_attacked_run_goes_on_from_its_checkpoint(data: Federation, tmp_path:
         run(data, **{**options, "adversary": None}).restore(tmp_path)
 
 
-@pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"local"}))
+@pytest.mark.parametrize("name", swept(sorted(set(ALGORITHMS) - {"local"})))
 def test_every_algorithm_can_be_attacked(name: str, data: Federation) -> None:
     quiet, loud = (run(data, name, rounds=1, model=tiny_model(8), adversary=a) for a in (None, Adversary("scale", BAD, 1e4)))
     record = loud.run().rounds[0]

@@ -555,7 +555,7 @@ def test_exported_models_predict_what_the_history_does(name, tmp_path):
         assert {k: list(v.shape) for k, v in tensors.items()} == entry["tensors"]
         x, kept = DATA.client(entry["client"], "test")[0], history.model(entry["client"])
         want = kept(x).detach()
-        if name not in ("apfl", "fedrod", "knnper"):
+        if name not in ("apfl", "fedrod", "knnper", "factorized_waffle"):
             one = model()
             one.load_state_dict(tensors)
             assert torch.allclose(one.eval()(x).detach(), want, atol=1e-6)

@@ -174,7 +174,8 @@ def test_a_gradient_with_batch_norm_is_that_of_training(engine: str) -> None:
     want = local.fit(x, want_grad=True, probe=True).grad
     close(local.grad(x), want, 1e-8, 1e-10)
     assert torch.equal(local.buffers, s.net.b0.expand(3, -1))
-    odd = normal((9, 17))  # a last sample alone joins the batch before it: batch norm needs two
+    data = images((9, 17))
+    odd = s._replace(data=replace(data, x=data.x.double()))  # a last sample alone joins the batch before it: batch norm needs two
     assert Local(odd, torch.arange(2), 1, odd.net.b0.expand(2, -1).clone()).grad(x[:2]).isfinite().all()
 
 

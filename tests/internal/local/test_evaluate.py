@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn as nn
+from small import make_setting
 
 from pflcore import Federation, Local, Net, Training
 from pflcore.algorithms import FedAvg
@@ -19,11 +20,13 @@ def setting(criterion, outputs, engine="chain", relabel=False, test=None):
     labels = criterion in ("cross_entropy", "hinge")
     classes = max(2, outputs) if labels else None
     y = torch.randint(classes, (len(x),), generator=gen) if labels else torch.randn(len(x), generator=gen)
+    if criterion == "binary_cross_entropy":
+        y = y.sigmoid()
     index = [i.split([n, len(i) - n]) for i, n in zip(torch.arange(len(x)).split(sizes), SIZES, strict=True)]
     own = torch.stack([torch.randperm(classes, generator=gen) for _ in SIZES]) if relabel else None
     data = Federation(x, y, {"train": [a for a, _ in index], "test": [b for _, b in index]}, classes, own)
     net = Net(lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, outputs)), criterion=criterion)
-    return setting(net, data, Training(batch_size=5), 3, engine=engine, workers=1)
+    return make_setting(net, data, Training(batch_size=5), 3, engine=engine, workers=1)
 
 
 @pytest.mark.parametrize(("criterion", "outputs"), [("cross_entropy", 4), *((c, 1) for c in sorted(CRITERIA) if c != "cross_entropy")])
@@ -62,7 +65,7 @@ def test_one_model_for_all_is_one_pass_over_all_samples(engine, model, relabel, 
     y = torch.randint(4, (n, 3) if model == "scores per place" else (n,), generator=gen)
     own = torch.stack([torch.randperm(4, generator=gen) for _ in SIZES]) if relabel else None
     data = Federation(torch.randn(n, *shape, generator=gen), y, {"train": list(torch.arange(n).split(SIZES))}, 4, own)
-    s = setting(Net(build), data, Training(), 3, engine=engine, workers=2)
+    s = make_setting(Net(build), data.subset([1, 3]), Training(), 3, engine=engine, workers=2)._replace(data=data)
     local = Local(s, torch.tensor([4, 0, 1, 3]), 1, s.net.b0.expand(4, -1) + 0.5)  # somebody is not looked at
     row = s.net.w0 + torch.randn(s.net.size, generator=gen)
     want = one_by_one(FedAvg(), {"w": row.repeat(4, 1)}, local, "train")

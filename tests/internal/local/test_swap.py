@@ -115,7 +115,7 @@ def test_convolutions_of_other_layouts():
 @pytest.mark.usefixtures("isa")
 def test_threads_change_no_bit_of_a_convolution():
     if library.kernels is None:
-        pytest.skip("torch's own convolution")
+        pytest.skip("the kernels are not loaded")
     x, w, bias = images(40, 6, 16, 14, 14, 5, 5, F32)
     grad = randn(4, 40, 16, 10, 10, dtype=F32)
     same_for_any_threads(lambda: conv2d(x, w, bias, 0, 0))
@@ -189,7 +189,7 @@ def test_second_derivatives(layer):
 )
 def test_memory_is_guarded(call, words):
     if library.kernels is None:
-        pytest.skip("guards of the kernel")
+        pytest.skip("the kernels are not loaded")
     x, w, _ = images(2, 3, 5, 6, 6, 3, 3, F32)
     with pytest.raises(RuntimeError, match=words):
         call(x, w, torch.zeros(2, 5, 4, 4))

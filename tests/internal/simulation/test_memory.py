@@ -5,13 +5,13 @@ import copy
 import pytest
 import torch
 from methods import FedDWA, Mocha
+from simulation_help import held_out
 from small import images, tiny_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pflcore import Simulation, Training, cli, evaluate, ops, step
 from pflcore.algorithms import ALGORITHMS, FedAvg
-from pflcore.data.roles import held_out
 from pflcore.local import memory
 from pflcore.results.record import read
 
