@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from methods import FedDWA, Mocha
-from simulation_help import held_out
+from simulation_help import SIX, held_out
 from small import images, tiny_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -135,7 +135,7 @@ def copied(state):
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [(n, {}) for n in ALGORITHMS]
+    [pytest.param(n, {}, marks=[] if n in SIX else pytest.mark.deep("a sweep over all algorithms")) for n in ALGORITHMS]
     + [("feddwa", {"model": normed, "buffers": "average"}), (Mocha(regulariser="server"), {}), (FedDWA(guidance="previous"), {})],
 )
 def test_wherever_the_servers_memory_ends_the_round_never_was(name, options, monkeypatch):
