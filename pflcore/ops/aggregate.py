@@ -78,12 +78,13 @@ def check_out(updates: Tensor, weight: Tensor, index: Tensor | None, base: Tenso
         expect(False, op, "out", "None in forward-mode differentiation", "a tensor", "leave out away")
     if out.numel() == 0:
         return
+    if not torch.compiler.is_compiling() and (out.is_neg() or out.is_conj()):
+        expect(False, op, "out", "memory that holds its numbers as they are", "the negative of other numbers")
     rows = out.stride(1) == 1 or out.shape[1] == 1
     apart = out.shape[0] == 1 or out.stride(0) >= out.shape[1]
     expect(rows and apart, op, "out", "of contiguous rows that do not overlap", f"strides {list(out.stride())}", "use torch.empty")
     if torch.compiler.is_compiling():
         return
-    expect(not (out.is_neg() or out.is_conj()), op, "out", "memory that holds its numbers as they are", "the negative of other numbers")
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (updates, weight, base, out)):
         expect(False, op, "out", "None where a gradient is wanted", "inputs that require grad", "leave out away or use torch.no_grad()")
     mine = span(out)
