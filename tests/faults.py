@@ -19,6 +19,7 @@ import sys
 import time
 import xml.etree.ElementTree as xml
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from queue import Queue
 
@@ -34,6 +35,9 @@ SECONDS, MOST = 120, 60  # that the tests of one fault may take, and how many of
 # where a fault is -------------------------------------------------------------------------------------------------------------------
 
 
+parse = cache(ast.parse)
+
+
 def parsed(text):
     (node,) = ast.parse(text).body
     return node.value if isinstance(node, ast.Expr) else node
@@ -44,7 +48,7 @@ def placed(fault, source):
     module, _, name = fault["where"].partition(":")
     if not module.startswith("pflcore"):
         return of_words(fault, source)
-    scope, old = ast.parse(source), parsed(fault["old"])
+    scope, old = parse(source), parsed(fault["old"])
     for part in filter(None, name.split(".")):
         (scope,) = (n for n in ast.walk(scope) if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == part)
     kind, seek = ast.stmt if isinstance(old, ast.stmt) else ast.expr, ast.unparse(old)
@@ -86,7 +90,7 @@ def stale(faults):
         try:
             source = path_of(fault).read_text(encoding="utf-8")
             text = placed(fault, source)[2]
-            if ast.dump(ast.parse(text)) == ast.dump(ast.parse(source)) if "csrc" not in fault["where"] else text == source:
+            if ast.dump(ast.parse(text)) == ast.dump(parse(source)) if "csrc" not in fault["where"] else text == source:
                 out.append(f"{fault['where']}: nothing is changed")
         except (ValueError, OSError) as error:
             out.append(str(error))
