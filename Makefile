@@ -28,7 +28,7 @@ demo: build
 
 # every law at small size, in minutes; ORDER=--randomly-seed=N shuffles the tests
 ORDER ?= -p no:randomly
-PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal --durations 10 --no-idle-skips $(ORDER)
+PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup --durations 10 --no-idle-skips $(ORDER)
 test: build
 	$(PYTEST)
 

@@ -50,6 +50,9 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
 
 
+ONE_PROCESS = {"test_archives", "test_distributed", "test_kernels", "test_sanitize"}  # what they compile or start is shared by their tests
+
+
 def senseless(item):
     """`@pytest.mark.unless(lambda engine, model: ...)` leaves out combinations of parameters that mean nothing."""
     return any(
@@ -60,6 +63,8 @@ def senseless(item):
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     suite, kept, left = config.getoption("--suite"), [], []
     for item in [i for i in items if not senseless(i)]:
+        if item.path.stem in ONE_PROCESS:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
         deep = item.get_closest_marker("deep")
         if deep is not None and not (deep.args and isinstance(deep.args[0], str)):
             raise pytest.UsageError(f"{item.nodeid}: @pytest.mark.deep needs a reason in words")

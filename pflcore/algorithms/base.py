@@ -173,6 +173,10 @@ class FedAvg:
         """The clients' new state [S, ...] where the server takes only `factor` [S, 1] of their uploads: for the run's `clip`."""
         return new
 
+    def grown(self, g: Tensors, n: int) -> Tensors:
+        """The server's state where a client joins the n that there are, beside the rows that it gets: for what is a mean over all."""
+        return g
+
     def report(self, g: Tensors) -> Tensors:
         """Small tensors worth a line in the round's record; "weights" are the mixing weights, [N] or [M, N]; sparse
         they are "weight" and "index", [S] or, for the clients "rows" [S], [S, K]."""

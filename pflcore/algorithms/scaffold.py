@@ -59,6 +59,9 @@ class Scaffold(FedAvg, averages=True):
         x = ops.aggregate(*self.defended(up["delta"], cohort), base=g["x"], lr=self.server_lr)[0]
         return {**g, "x": x, "c": ops.aggregate(*self.defended(up["control"], cohort), base=g["c"], lr=len(cohort.ids) / cohort.n)[0]}
 
+    def grown(self, g: Tensors, n: int) -> Tensors:
+        return {**g, "c": g["c"] * (n / (n + 1))}  # the mean of one more c_i, which is 0
+
     def kept(self, new: Tensors, before: Tensors, factor: Tensor) -> Tensors:
         factor = factor.to(new["c"])  # so that c stays the mean of all c_i
         return {**new, "c": torch.where(factor < 1, before["c"] + factor * (new["c"] - before["c"]), new["c"])}

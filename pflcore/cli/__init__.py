@@ -67,8 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that has no sign for ± gets a question mark
-    if not {"", os.getcwd()} & set(sys.path):
-        sys.path.insert(0, os.getcwd())  # for package.module:Class
+    if any(":" in word for word in argv) and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # for package.module:Class, behind everything that is installed
     try:
         with _signals():
             status = _command(argv)

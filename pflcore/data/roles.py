@@ -62,11 +62,21 @@ def everybody(data: Federation) -> Protocol:
 def cross_silo(data: Federation, fractions: Mapping[str, float] | None = None, seed: int = 100, *, standardize: bool = False) -> Protocol:
     """Every client's samples are split, by default 70 / 15 / 15 %; everybody trains, chooses and is reported.
 
-    A federation that has "val" and "test" already keeps them where `fractions` is None. `standardize`: features by each client's own
+    What a federation holds out already, as "val" or "test", stays held out where `fractions` is None, and what it lacks is taken from
+    "train"; with `fractions` all of a client's samples are divided anew, and a note says so. `standardize`: features by each client's own
     training samples, after the split. ValueError where the features were standardised before it: by samples that are held out now.
     """
-    if fractions is not None or not {"val", "test"} <= set(data.splits):
-        data = _not_standardized(data).split_samples(fractions or {"train": 0.7, "val": 0.15, "test": 0.15}, seed)
+    held = {"val", "test"} & set(data.splits)
+    if fractions is not None:
+        data = _not_standardized(data).split_samples(fractions, seed)
+        again = f"{' and '.join(sorted(held))} were divided anew, with all samples"
+        data = replace(data, notes=[*data.notes, again]) if held else data
+    elif len(held) < 2:
+        shares = {split: 0.15 for split in ("val", "test") if split not in held}
+        rest = 1 - 0.15 * len(held)  # of a client's samples by Motley's shares, where some are held out
+        shares = {split: share / rest for split, share in shares.items()}
+        pool = ("train",) if held else None
+        data = _not_standardized(data).split_samples({"train": 1 - sum(shares.values()), **shares}, seed, pool)
     data = data.standardized() if standardize else data
     return replace(everybody(data), setting="cross-silo")
 

@@ -19,20 +19,24 @@ from pflcore.results.export import scalars, summary_writer
 
 __all__ = ["EarlyStopping", "Stop", "TensorBoard"]
 LOWER = {"loss", "train_loss", "mae", "rmse"}  # where less is better
+HIGHER = {"accuracy", "auc", "balanced_accuracy", "f1", "r2"}
 
 
 @kinds.takes(patience=kinds.whole(1), key=kinds.TEXT, min_delta=kinds.number(0, words="a number >= 0"))
 class EarlyStopping:
     """Ends a run whose mean over clients has not improved for `patience` evaluations.
 
-    `key` is "accuracy", "loss" or one of the run's metrics, `higher` whether more of it is better (default: by its name). An improvement
-    is one by more than `min_delta`; a mean that is NaN is none. It looks at the run's `eval_split`: "test" data select on test data, so
-    give the simulation `eval_split="val"`. What was best is in `best` (the mean) and `round` (where).
+    `key` is "accuracy", "loss" or one of the run's metrics, `higher` whether more of it is better, which must be said of a metric of
+    one's own (default: by its name). An improvement is one by more than `min_delta`; a mean that is NaN is none. It looks at the run's
+    `eval_split`: "test" data select on test data, so give the simulation `eval_split="val"`. What was best is in `best` (the mean) and
+    `round` (where).
     """
 
     def __init__(self, patience: int = 5, key: str = "loss", higher: bool | None = None, min_delta: float = 0.0) -> None:
         if patience < 1 or not min_delta >= 0:
             raise ValueError(f"patience and min_delta: expected at least 1 evaluation and a number >= 0, got {patience} and {min_delta}.")
+        if higher is None and key not in LOWER | HIGHER:
+            raise ValueError(f"higher: expected True or False for {key!r}, of which nobody else knows whether more is better, got None.")
         self.patience, self.key, self.min_delta = patience, key, min_delta
         self.sign = 1.0 if (key not in LOWER if higher is None else higher) else -1.0
         self.best, self.round, self._misses, self._last = math.nan, 0, 0, 0

@@ -215,7 +215,7 @@ def with_one_more(alg: FedAvg, state: State, net: Net, n: int) -> tuple[State, b
     def larger(old: Tensor, small: Tensor | None, large: Tensor | None) -> Tensor:
         return old.clone() if small is None or large is None or small.shape == large.shape or not len(large) else grown(old, large)
 
-    g = {k: larger(v, few.g.get(k), many.g.get(k)) for k, v in state.g.items()}
+    g = {k: larger(v, few.g.get(k), many.g.get(k)) for k, v in alg.grown(state.g, n).items()}
     own = {k: larger(v, few.own[k], many.own[k]) for k, v in rows.read(state.own, torch.arange(n)).items()}
     buffers, joined = (
         torch.cat([state.buffers, state.buffers.mean(0, keepdim=True)]),

@@ -15,10 +15,7 @@ import pflcore
 from pflcore.interop import distributed
 
 dist = pytest.importorskip("torch.distributed")
-pytestmark = [
-    pytest.mark.deep("several processes"),
-    pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="this torch has no Gloo"),
-]
+pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="this torch has no Gloo")
 
 COUNTS, WIDTHS, DTYPES = (3, 0, 4), (1, 1900, 102), (torch.float32, torch.float64, torch.bfloat16)  # as in rank.py
 N, P, WORLD = sum(COUNTS), sum(WIDTHS), 3
@@ -70,6 +67,7 @@ def test_rows_become_columns_and_come_back(ranks, dtype):
     assert all(torch.equal(r["equal rows", dtype], part) for r, part in zip(ranks, x.split(3), strict=True))
 
 
+@pytest.mark.deep("several processes")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_distances_are_those_of_one_process(ranks, dtype):
     """Rounding of float64 where a float32 sum meets the same columns; 1e-6, the op's own, where shards cut through them."""
@@ -82,6 +80,7 @@ def test_distances_are_those_of_one_process(ranks, dtype):
     torch.testing.assert_close(got, pflcore.pairwise_sqdist(x, matrix(dtype, 1)[:5]), rtol=2e-6, atol=0)
 
 
+@pytest.mark.deep("several processes")
 def test_distances_of_the_ugly(ranks):
     """NaN in one rank's columns, equal clients, none at all, a tensor that requires grad."""
     got = same(ranks, "with NaN")
@@ -91,6 +90,7 @@ def test_distances_of_the_ugly(ranks):
     assert same(ranks, "no clients").shape == (0, 0) and not any(r["no gradient"] for r in ranks)
 
 
+@pytest.mark.deep("several processes")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_mixes_are_bit_for_bit_those_of_one_process(ranks, dtype):
     x, weight = matrix(dtype), torch.rand(2, N, generator=torch.Generator().manual_seed(1))
@@ -102,6 +102,7 @@ def test_mixes_are_bit_for_bit_those_of_one_process(ranks, dtype):
         assert torch.equal(torch.cat([r[key, dtype] for r in ranks], 1), want)
 
 
+@pytest.mark.deep("several processes")
 @pytest.mark.parametrize("dim", [0, 1])
 def test_dtensors(ranks, dim):
     x, weight = matrix(), torch.rand(2, N, generator=torch.Generator().manual_seed(1))
@@ -109,6 +110,7 @@ def test_dtensors(ranks, dim):
     assert torch.equal(same(ranks, ("DTensor mix", dim)), pflcore.aggregate(x, weight))
 
 
+@pytest.mark.deep("several processes")
 @pytest.mark.parametrize(
     ("key", "words"),
     [
@@ -137,15 +139,18 @@ def test_a_mistake_is_one_sentence_on_every_rank(ranks, key, words):
         assert re.match(words, said), said
 
 
+@pytest.mark.deep("several processes")
 def test_a_group_of_some_ranks(ranks):
     assert ranks[0]["group"] == ranks[1]["group"] == "nothing"
     assert "group must be a process group that this rank belongs to" in ranks[2]["group"]
 
 
+@pytest.mark.deep("several processes")
 def test_nothing_is_out_of_step_after_mistakes(ranks):
     assert torch.equal(same(ranks, "still"), same(ranks, ("of odd shards", torch.float32)))
 
 
+@pytest.mark.deep("several processes")
 def test_a_rank_that_dies_ends_the_others(ranks):
     for rank in ranks[:2]:
         assert rank["death"].startswith("RuntimeError: pairwise_sqdist: another rank has ended or did not answer"), rank["death"]

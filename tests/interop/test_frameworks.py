@@ -21,7 +21,7 @@ def personal(name, **names):
     """The snippet's class."""
     space = {"pflcore": pflcore, **names}
     exec(compile(SNIPPETS[name], f"docs/interop.md, {name}", "exec"), space)
-    return space["Personal"]
+    return space.get("Personal") or space["PersonalServer"]
 
 
 def models():
@@ -126,7 +126,8 @@ def test_pfllib_and_fl_bench_by_the_attributes_that_their_sources_name():
     """Not the frameworks: stand-ins with the attributes that the snippets use, so that at least the snippets' own lines have run."""
     sent, start = models(), nn.Linear(3, 2)
     want = pflcore.personalize(dict(enumerate(sent[:2])), "fedamp")
-    one = personal("PFLlib", Server=type("Server", (), {}))()
+    cls = personal("PFLlib", Server=type("Server", (), {}))
+    one, other = cls(), cls()
     received: dict[int, nn.Module] = {}
     one.clients = [SimpleNamespace(id=i, set_parameters=lambda m, i=i: received.update({i: m})) for i in range(3)]
     one.uploaded_ids, one.uploaded_models, one.global_model = [0, 1], sent[:2], start
@@ -134,10 +135,12 @@ def test_pfllib_and_fl_bench_by_the_attributes_that_their_sources_name():
     one.send_models()
     close(received[0], want[0])
     close(received[2], start)
+    assert not other.personal  # a second run of the same process starts fresh
     rest = {"regular_model_params": dict(start.state_dict()), "rest": 1}
     base = type("FedAvgServer", (), {"get_client_model_params": lambda self, client: rest})
-    two = personal("FL-bench", FedAvgServer=base)()
+    cls = personal("FL-bench", FedAvgServer=base)
+    two, other = cls(), cls()
     two.aggregate_client_updates({i: {"regular_model_params": dict(m.state_dict())} for i, m in enumerate(sent[:2])})
     torch.testing.assert_close(dict(two.get_client_model_params(1)["regular_model_params"]), dict(want[1].state_dict()))
-    assert two.get_client_model_params(1)["rest"] == 1
+    assert two.get_client_model_params(1)["rest"] == 1 and not other.personal
     assert two.get_client_model_params(2)["regular_model_params"] is rest["regular_model_params"]

@@ -1,0 +1,33 @@
+"""What nobody but the user can know is asked for, and nothing is run that nobody named."""
+
+import contextlib
+import sys
+
+import pytest
+
+from pflcore import EarlyStopping
+from pflcore.cli import main
+
+
+def test_whether_more_of_ones_own_metric_is_better_is_asked():
+    with pytest.raises(ValueError, match=r"^higher: expected True or False for 'mse'"):
+        EarlyStopping(3, "mse")
+    assert EarlyStopping(3, "mse", higher=False).sign == -1 and EarlyStopping(3, "auc").sign == 1
+
+
+@pytest.mark.parametrize("command", [["info"], ["report", "."], ["run", "fedavg", "--help"]])
+def test_a_command_imports_nothing_from_the_current_folder(command, tmp_path, monkeypatch, capsys):
+    """Not even where a file there has the name of a package that the command wants."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    before = list(sys.path)
+    with contextlib.suppress(SystemExit):
+        main(command)
+    assert sys.path == before
+
+
+def test_the_current_folder_comes_last_where_an_algorithm_of_ones_own_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    main(["run", "nothing_here:Mine"])
+    assert sys.path[-1] == str(tmp_path)
