@@ -246,6 +246,9 @@ def human(size: float) -> str:
 # one client's scores and labels -> a number, by name through scikit-learn -----------------------------------------------------------
 
 
+RECORDED = ("loss", "accuracy", "size", "train_loss", "client", "clients", "round", "seed")  # columns of a record
+
+
 def metrics_of(metrics: Sequence[str | Metric] | Mapping[str, Metric], classes: bool) -> dict[str, Metric]:
     """Functions of one client's (scores, labels) by name: of `CLASS_METRICS` for labels (`classes`), of `VALUE_METRICS` for targets,
     or one's own, which goes by its `__name__` or by its key. ValueError, TypeError or ImportError in one sentence."""
@@ -254,7 +257,7 @@ def metrics_of(metrics: Sequence[str | Metric] | Mapping[str, Metric], classes: 
     out: dict[str, Metric] = {}
     for key, metric in metrics.items() if isinstance(metrics, Mapping) else ((None, m) for m in metrics):
         name = str(key or (metric if isinstance(metric, str) else getattr(metric, "__name__", type(metric).__name__)))
-        if name in ("loss", "accuracy", "size", "train_loss") or name in out:
+        if name in RECORDED or name in out:
             raise ValueError(f"metrics: {name!r} is {'there twice' if name in out else 'recorded anyway'}; leave it out or rename it.")
         out[name] = _by_name(metric, classes) if isinstance(metric, str) else metric
         if not callable(out[name]):

@@ -50,6 +50,10 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
 
 
+def pytest_runtest_setup() -> None:
+    torch.manual_seed(0)  # what a test draws does not depend on those before it; hypothesis does so for its own
+
+
 ONE_PROCESS = {"test_archives", "test_distributed", "test_kernels", "test_sanitize"}  # what they compile or start is shared by their tests
 
 

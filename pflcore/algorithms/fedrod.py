@@ -60,10 +60,13 @@ class FedRoD(FedAvg):
         """ValueError where the model is not its head on its features."""
         net, x = local.net, local.setting.data.x[:2]
         row = net.w0 + torch.linspace(-0.1, 0.1, net.size).to(net.w0)
+        flipped = row.clone()
+        flipped[net.head_slice] *= -1  # scores of both signs, else a ReLU behind the head may not show
         same = not any(name.startswith(f"{net.head_name}.") for name in net.buffer_names)
         try:
             with torch.no_grad(), forward_mode(False, net.b0):
-                same = same and torch.allclose(net.head(row, net.features(row, x)), net(row, x), rtol=1e-3, atol=1e-4)
+                for r in (row, flipped) if same else ():
+                    same = same and torch.allclose(net.head(r, net.features(r, x)), net(r, x), rtol=1e-3, atol=1e-4)
         except (RuntimeError, TypeError, IndexError, ValueError):  # whatever such a model says
             same = False
         if not same:

@@ -241,6 +241,8 @@ def _csv(path: Path, target: int | str) -> tuple[Any, Any, list[str] | None]:
         raise OSError(f"{path} must be text in UTF-8, got something else ({e})") from e
     named = rows and (not any(map(_number, rows[0])) or rows[0] == [str(i) for i in range(len(rows[0]))])
     header = rows.pop(0) if named else None
+    if header and header[0] in ("", "Unnamed: 0"):
+        raise ValueError(f"{path} must have a name for every column, got {header[0]!r}, as pandas writes row numbers: use index=False")
     if isinstance(target, str) and (header is None or target not in header):
         raise ValueError(f"target must name a column of {path}, got {target!r}: its header is {header}")
     if not rows:

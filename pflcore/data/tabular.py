@@ -95,7 +95,8 @@ def _columns(path: Path, y: Any, client: Any) -> tuple[Any, Any, Any]:
     for what, column in (("y", y), ("client", client)):
         if column not in table.column_names:
             raise ValueError(f"{what} must name one of the columns {', '.join(table.column_names)} of {path.name}, got {column!r}")
-    others = [c for c in table.column_names if c not in (y, client)]
+    numbers = (table.schema.pandas_metadata or {}).get("index_columns", [])  # pandas' row numbers are no inputs
+    others = [c for c in table.column_names if c not in (y, client, *(n for n in numbers if isinstance(n, str)))]
     if not others:
         raise ValueError(f"{path.name} must have columns beside {y!r} and {client!r}, got none: what are the inputs?")
     for c in others:

@@ -60,6 +60,7 @@ def made(net: Net, data: Federation, sizes: Sequence[int], seed: int) -> tuple[N
     for size in sizes:
         noise = torch.randn(count, net.size, generator=gen, dtype=torch.float64).to(net.w0)
         x, y = (like(t, net).unflatten(0, (count, size)) for t in samples(data, count * size))
+        x = padded(x, module)
         rows = net.w0 + noise.mul_(spread(net))
         buffers, seeds = net.b0.expand(count, -1).clone(), torch.arange(count, device=net.w0.device) + 7
         for train in (True, False):
@@ -106,6 +107,15 @@ def samples(data: Federation, count: int) -> tuple[Tensor, Tensor]:
     index = torch.cat([i[:each] for i in lists[:count]])
     index = index.repeat(-(-count // len(index)))[:count]
     return data.x[index], data.y[index]
+
+
+def padded(x: Tensor, module: nn.Module) -> Tensor:
+    """Every other sample ends in what an embedding takes for padding, whose row gets no gradient: samples that were drawn may have none."""
+    for m in module.modules():
+        if isinstance(m, nn.Embedding) and m.padding_idx is not None and not x.is_floating_point() and x.dim() > 2:
+            x = x.clone()
+            x[:, ::2, ..., -1] = m.padding_idx
+    return x
 
 
 def like(t: Tensor, net: Net) -> Tensor:

@@ -110,7 +110,7 @@ def save(folder: str | Path, tensors: Mapping[str, Tensor], facts: Mapping[str, 
                 write_tensors(tensors, part)
                 with open(part, "rb") as file:
                     digest = _sha256(iter(lambda: file.read(2**20), b""))
-        text = json.dumps({**facts, "format": FORMAT, "tensors": name, "sha256": digest})
+        text = json.dumps({**facts, "format": FORMAT, "tensors": name, "sha256": digest}, default=_listed)
         with replacing(folder / NAME) as part:
             part.write_text(f'{{"sha256": "{_sha256([text.encode()])}", "checkpoint": {text}}}\n')
         placed = True
@@ -167,15 +167,20 @@ def load_states(path: Path, device: str = "cpu") -> dict[str, Any]:
     return saved
 
 
+def _listed(value: Any) -> Any:
+    """A callback's number or array of NumPy or torch, for JSON."""
+    return value.tolist() if hasattr(value, "tolist") else repr(value)
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A file beside `path` to be written, which takes its place once it is whole and on the disk; where the block fails it is removed."""
-    part = path.with_name(f"{path.name}.part")
+    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")  # where nobody can have put a link
     try:
         yield part
         _sync(part)
         part.replace(path)
-        if os.name == "posix":  # Windows opens no folders
+        with contextlib.suppress(OSError):  # not every file system, nor Windows, syncs a folder; the file is in its place
             _sync(path.parent)
     finally:
         with contextlib.suppress(OSError):
