@@ -93,5 +93,5 @@ def swept(names=ALGORITHMS, quick=SIX):
 
 def copied(state):
     g = {k: v.clone() for k, v in state.g.items()}
-    own, moments = ({k: v.clone() for k, v in d.items()} for d in (state.own, state.moments))
-    return State(g, own, state.buffers.clone(), state.round, state.void, state.joined.clone(), moments)
+    own = {k: v.clone() for k, v in state.own.items()}
+    return State(g, own, state.buffers.clone(), state.round, state.void, state.joined.clone())

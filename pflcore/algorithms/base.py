@@ -193,7 +193,6 @@ class State:
     round: int = 0  # rounds played
     void: int = 0  # void rounds in a row
     joined: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))  # [N]: who has ever taken part; by default nobody
-    moments: Tensors = field(default_factory=dict)  # [N, ...] AdamW's, by what is trained, where clients keep them
 
     def __post_init__(self) -> None:
         if not len(self.joined):

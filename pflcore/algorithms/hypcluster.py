@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -18,17 +18,20 @@ from pflcore.local.random import generator_of
 from pflcore.local.workers import onto
 
 
+def starts(net: Net, k: int, seed: int | None = None) -> Tensor:
+    """The initial models [k, P] of k runs for this seed (default: the net's, which is the run's); the net's own `w0` for k = 1."""
+    seed = net.seed if seed is None else seed
+    return net.w0[None].clone() if k == 1 else torch.stack([net.init(seed * k + j + 1) for j in range(k)]).to(net.w0)
+
+
 def centres(net: Net, k: int, seed: int | None = None) -> Tensor:
-    """k different initial models [k, P] for this seed (default: the net's, which is the run's); the net's own `w0` for k = 1.
+    """k *different* initial models [k, P] for this seed, as `starts` has it.
 
     Equal models would tie for every client and stay equal for ever. Where the net draws its weights they are k draws; where it always
     starts at the same point (a linear model at zero), the matrices of all k are drawn with standard deviation 1 / sqrt(fan in), the rest
     stays: a model at zero beside drawn ones would be the best for everybody.
     """
-    if k == 1:
-        return net.w0[None].clone()
-    seed = net.seed if seed is None else seed
-    rows = torch.stack([net.init(seed * k + j + 1) for j in range(k)]).to(net.w0)
+    seed, rows = net.seed if seed is None else seed, starts(net, k, seed)
     if len(rows.unique(dim=0)) < k:
         for j in range(k):
             gen = generator_of("centre", seed, j)
@@ -64,8 +67,12 @@ class _Models(FedOpt):
     k: int
     seed: int | None
 
+    def starts(self, net: Net) -> Tensor:
+        """The models [k, P] before the first round."""
+        return starts(net, self.k, self.seed)
+
     def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
-        x, none = centres(net, self.k, self.seed), torch.empty(0, dtype=torch.int64)
+        x, none = self.starts(net), torch.empty(0, dtype=torch.int64)
         return {"x": x, "b": net.b0.expand(self.k, -1), **self.slots(x), "ids": none, "pick": none}, {}
 
     def send(self, g: Tensors, cohort: Cohort, gen: torch.Generator) -> Payload:
@@ -87,7 +94,7 @@ class _Models(FedOpt):
 class Ensemble(_Models):
     """k FedAvg runs; a client uses the model with the lowest loss on its training data (Motley, section 4.2).
 
-    They differ in initial weights and in shuffles; one cohort a round serves all k (k runs of their own would draw k).
+    They differ in shuffles and, where the model draws any, in initial weights; one cohort a round serves all k (k runs would draw k).
 
     server: x [k, P] and each model's optimizer state · client: nothing · down: k models · up: delta [S, k, P] (k models).
     """
@@ -129,6 +136,9 @@ class HypCluster(_Models):
         if self.k < 1 or self.warm < 0:
             raise ValueError(f"k and warm: expected at least 1 cluster and 0 rounds, got {self.k} and {self.warm}.")
 
+    def starts(self, net: Net) -> Tensor:
+        return centres(net, self.k, self.seed)
+
     def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
         rows, b = down["x"].rows, down["b"].rows
         pick = numbers(losses(rows, b, local))
@@ -151,21 +161,6 @@ class HypCluster(_Models):
         for key in new.keys() - who.keys():
             new[key] = torch.where(live.view(-1, *[1] * (new[key].dim() - 1)), new[key], g[key])
         return {**new, **who}
-
-    def restarted(self, setting: Setting, tries: int = 10, share: float = 0.1) -> HypCluster:
-        """Random starts that are not lopsided (IFCA's own code): this algorithm with the first of `tries` seeds whose every centre gets
-        at least `share` of the clients, or the seed whose smallest cluster is largest. Costs k models down a try."""
-        first = setting.net.seed if self.seed is None else self.seed
-        best, seed = -1.0, first
-        for s in range(first, first + tries):
-            local = Local(setting, torch.arange(setting.data.n), 1, setting.net.b0.expand(setting.data.n, -1))
-            pick = losses(centres(setting.net, self.k, s), setting.net.b0.expand(self.k, -1), local).argmin(1)
-            least = torch.bincount(pick, minlength=self.k).min().item() / len(pick)
-            if least > best:
-                best, seed = least, s
-            if least >= share:
-                break
-        return replace(self, seed=seed)
 
 
 def fit_all(rows: Tensor, b: Tensor, local: Local) -> Tensors:

@@ -26,6 +26,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--algorithms", nargs="+", default=["fedavg", "factorized_waffle"], help="whose uploads are attacked")
     parser.add_argument("--data", default="fashion_mnist", choices=sorted(SOURCES), help="images, cut at random among clients")
     parser.add_argument("--model", default="mlp", choices=sorted(MODELS))
+    parser.add_argument("--activation", choices=("tanh", "relu"), help="of lenet5, as --pool and --no-bias are")
+    parser.add_argument("--pool", choices=("avg", "max"))
+    parser.add_argument("--no-bias", dest="bias", action="store_false", default=None)
     parser.add_argument("--ranks", nargs="+", type=int, default=[], help="factors of factorized layers; default: 3 for 5 outputs")
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--samples", type=int, default=1000, help="training samples of a client")
@@ -58,6 +61,11 @@ def main(argv: Sequence[str]) -> int:
         got.out.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise ValueError(f"out: expected a folder that can be written, got {got.out} ({e.strerror}).") from None
+    shape = {k: getattr(got, k) for k in ("activation", "pool", "bias") if getattr(got, k) is not None}
+
+    def make() -> nn.Module:
+        return model_for(got.model, tuple(source.x_train.shape[1:]), source.classes, **shape)
+
     oracle: Callable[[Tensor], Tensor] | None = None
     results: dict[str, Any] = {}
     for name, alg in attacked.items():
@@ -66,14 +74,10 @@ def main(argv: Sequence[str]) -> int:
         if done.exists() and json.loads(done.read_text())["asked"] == settings:  # an interrupted command goes on here
             results[name] = json.loads(done.read_text())
             continue
-
-        def make() -> nn.Module:
-            return model_for(got.model, tuple(source.x_train.shape[1:]), source.classes)
-
         result = privacy.membership(alg, make, pool, source.classes, training, names=got.views, say=say, **options)
         results[name] = {"asked": settings, "membership": [v._asdict() for v in result.verdicts]}
         if got.steps:
-            oracle = oracle or judge(source, got.model, training, got.seed, got.workers)
+            oracle = oracle or judge(source, make, training, got.seed, got.workers)
             upload, mine = result.upload, result.game.candidates[0][result.game.member[0]]
             rows = {view: r[0] for view, r in privacy.views(alg, upload, result.known, got.seed, got.views).items()}
             x, y = pool[0][mine], pool[1][mine]
@@ -84,11 +88,11 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def judge(source: Source, name: str, training: Training, seed: int, workers: int | None) -> Callable[[Tensor], Tensor]:
+def judge(source: Source, make: Callable[[], nn.Module], training: Training, seed: int, workers: int | None) -> Callable[[Tensor], Tensor]:
     """A model of the adversary's own, trained on data of nobody here: it says what a reconstruction looks like to a stranger."""
     n = len(source.y_test)
     data = Federation(source.x_test, source.y_test, {"train": [torch.arange(n)]}, source.classes)
-    net = Net(lambda: model_for(name, tuple(source.x_test.shape[1:]), source.classes), seed=seed + 99)
+    net = Net(make, seed=seed + 99)
     upload = privacy.intercept(algorithm("fedavg"), net, data, training, 1, seed + 99, workers)
     return lambda x: net(upload.row[0], x)
 

@@ -43,16 +43,6 @@ class Federation(Pool):
     shapes or dtypes that do not fit, labels outside 0..C-1, inputs or targets that are NaN or infinite.
     """
 
-    @kinds.takes(seed=kinds.SEED32)
-    def pooled(
-        self, split: str = "test", clients: Sequence[int] | Tensor | None = None, limit: int = 1000, seed: int = 0
-    ) -> tuple[Tensor, Tensor]:
-        """Motley's out-of-distribution set: up to ``limit`` samples ``(x, y)`` drawn from these clients' ``split`` without replacement.
-
-        Every sample keeps the label its owner gives it. One fixed draw by ``seed``, the same for whoever is tested on it.
-        """
-        return splits.pooled(self, split, clients, limit, seed)
-
     # -- other federations made from it ----------------------------------------------------------------------------------------
 
     @kinds.takes(clients=kinds.some("clients' numbers in a list"))

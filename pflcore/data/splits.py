@@ -128,19 +128,6 @@ def split_samples(fed: P, fractions: Mapping[str, float], seed: int, pool: Seque
     return replace(fed, index={**kept, **index}, notes=[*fed.notes, note] if bool(small.any()) else fed.notes)
 
 
-def pooled(fed: Pool, split: str, clients: Sequence[int] | Tensor | None, limit: int, seed: int) -> tuple[Tensor, Tensor]:
-    ids = _ids(fed, range(fed.n) if clients is None else clients)
-    if limit < 1:
-        raise ValueError(f"limit must be at least 1 sample, got {limit}")
-    lists = fed.lists(split).take(torch.tensor(ids))
-    chosen = _permutation(len(lists.flat), seed, fed)[:limit]
-    y = fed.y[lists.flat[chosen]]
-    if fed.relabel is not None:
-        owner = torch.tensor(ids, device=fed.device)[lists.owner()[chosen]]
-        y = fed.relabel[owner].gather(1, y.reshape(len(y), -1)).view_as(y)
-    return fed.x[lists.flat[chosen]], y
-
-
 def standardized(fed: P) -> P:
     """Each client's features shifted and scaled by its own *training* statistics (ddof 0).
 

@@ -61,8 +61,7 @@ class Client:
             self._setting = self._setting._replace(data=self.data)
         self._statistics = self._setting.net.b0[None]  # [1, b]
         self._own: Tensors = {}  # [1, ...]
-        self._moments: Tensors = {}  # [1, ...] of the optimizer, where training keeps them
-        self._pending: tuple[int, Tensors, Tensor, Tensors] | None = None  # of a round of which the server has not said what became
+        self._pending: tuple[int, Tensors, Tensor] | None = None  # of a round of which the server has not said what became
 
     def train(self, download: Mapping[str, Tensor]) -> tuple[Tensors, int]:
         """This client's work of a round: its upload, a dict of tensors, and its number of training samples, for `Server.aggregate`."""
@@ -70,11 +69,10 @@ class Client:
             down, about, local = self._at(download)
             if about.round != about.done + 1:
                 raise ValueError("download: expected one to train on, got one for an evaluation; ask for download(client_id).")
-            local.moments = {k: v.clone() for k, v in self._moments.items()}
             new, up = self.algorithm.client(down, self._own, local)
-        self._pending = about.round, {**self._own, **new}, local.buffers, local.moments
-        if not finite([*new.values(), local.buffers, *local.moments.values()], 1):  # nothing of it is kept, and the server drops it
-            self._pending = about.round, self._own, self._statistics, self._moments
+        self._pending = about.round, {**self._own, **new}, local.buffers
+        if not finite([*new.values(), local.buffers], 1):  # nothing of it is kept, and the server drops it
+            self._pending = about.round, self._own, self._statistics
             up = {k: torch.full_like(v, torch.nan) if v.is_floating_point() else v for k, v in up.items()}
         statistics = local.buffers[0] if self.policy == "average" else None
         return finished({k: v[0].clone() for k, v in up.items()}, about, statistics), int(local.size[0])
@@ -101,21 +99,21 @@ class Client:
     def state_dict(self) -> dict[str, Any]:
         """What this client keeps between rounds, for `torch.save`."""
         whose = {"algorithm": name_of(self.algorithm), "shapes": self._shapes}
-        return {**whose, "own": dict(self._own), "statistics": self._statistics, "moments": self._moments, "pending": self._pending}
+        return {**whose, "own": dict(self._own), "statistics": self._statistics, "pending": self._pending}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` gave. ValueError, and nothing changed, where it is something else: another algorithm's, or of a
         model of other shapes."""
         try:
             name, shapes = state["algorithm"], state["shapes"]
-            new = dict(state["own"]), state["statistics"], dict(state["moments"]), state["pending"]
+            new = dict(state["own"]), state["statistics"], state["pending"]
         except (KeyError, TypeError) as error:
             raise ValueError(f"state: expected what Client.state_dict() gives, got {type(state).__name__} ({error}).") from None
         if name != name_of(self.algorithm):
             raise ValueError(f"state: expected one of {name_of(self.algorithm)}, got one of {name}.")
         if shapes != self._shapes:
             raise ValueError(f"state: it is of a model of other parameters, {shapes}, than this client's, {self._shapes}.")
-        self._own, self._statistics, self._moments, self._pending = new
+        self._own, self._statistics, self._pending = new
 
     @property
     def _shapes(self) -> list[Any]:
@@ -133,7 +131,7 @@ class Client:
         self._own = {k: grown(self._own[k], v) if k in self._own else v.clone() for k, v in fresh.items()} or self._own
         if self._pending is not None and about.done >= self._pending[0]:
             if about.accepted == self._pending[0]:
-                _, own, self._statistics, self._moments = self._pending
+                _, own, self._statistics = self._pending
                 if about.factor < 1:
                     own = own | self.algorithm.kept(own, self._own, torch.tensor([[about.factor]], dtype=torch.float64))
                 self._own = {k: grown(own[k], v) for k, v in self._own.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from pflcore.algorithms import ALGORITHMS
 from pflcore.algorithms.base import FedAvg
 from pflcore.algorithms.clustered_fl import cosines, groups
 from pflcore.algorithms.defences import krum
-from pflcore.algorithms.fedamp import FedAMP
+from pflcore.algorithms.fedamp import FedAMP, HeurFedAMP
 from pflcore.algorithms.feddwa import FedDWA
 from pflcore.algorithms.lookup import algorithm_of
 from pflcore.algorithms.sfl import SFL, nearest, smoothing
@@ -89,9 +89,11 @@ def personalize(
     """One personalized model for each client, in the form of `uploads` (see `pack`): what the method's server makes of one round.
 
     `method` with its `options`, or an instance: "fedamp" and "heurfedamp" (what each client is drawn to, u), "sfl", "krum", "multikrum",
-    "clusters" (k groups), "feddwa" and "feddwa_qp". FedDWA asks how near the others' models are to where a client is going: `guidance` are
-    models of all the clients one look ahead, `previous` those of their last round (where uploads and these are dicts or pairs, clients
-    without one keep their model). `base`, one model, is what clusters' updates are counted from. All in the form of the uploads.
+    "clusters" (k groups), "feddwa" and "feddwa_qp". By name both AMPs leave a client at least half of its own model (alpha = sigma / 2 N,
+    xi_self = .5): with their own defaults, models that are close become their mean. FedDWA asks how near the others' models are to where
+    a client is going: `guidance` are models of all the clients one look ahead, `previous` those of their last round (where uploads and
+    these are dicts or pairs, clients without one keep their model). `base`, one model, is what clusters' updates are counted from. All in
+    the form of the uploads.
     `include`, `exclude` as `pack` has them; `buffers`: "auto" is the method's own. `directions` compares the models' directions, as
     adapters of different ranks ask for; what is mixed stays as it is. ValueError in one sentence, also where an upload is not finite.
     """
@@ -100,6 +102,10 @@ def personalize(
         buffers = alg.buffers[0] if isinstance(alg, FedAvg) else "average"
     only: dict[str, Any] = {"include": include, "exclude": exclude}
     rows, form = pack(uploads, **only, buffers=buffers)
+    if method == "fedamp" and isinstance(alg, FedAMP) and "alpha" not in options:
+        alg = replace(alg, alpha=alg.sigma / (2 * len(rows)))
+    if method == "heurfedamp" and isinstance(alg, HeurFedAMP) and "xi_self" not in options:
+        alg = replace(alg, xi_self=0.5)
     bad = (~finite([rows], len(rows))).nonzero()[:, 0].tolist()
     if bad:
         raise ValueError(f"uploads: client {form.ids[bad[0]]!r}'s model is not finite; leave that client out of this round.")

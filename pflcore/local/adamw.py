@@ -8,14 +8,11 @@ from pflcore.local.training import Training
 
 
 class AdamW:
-    """Loshchilov and Hutter 2019, Algorithm 2, as `torch.optim.AdamW` has it: one for each client.
+    """Loshchilov and Hutter 2019, Algorithm 2, as `torch.optim.AdamW` has it: one for each row of `rows` [s, Q]."""
 
-    `moments` [s, 2 Q + 1], changed in place, is all that they remember: the mean gradient, the mean square, and the steps taken, which
-    differ between clients where moments are kept over rounds.
-    """
-
-    def __init__(self, training: Training, moments: Tensor) -> None:
-        self.training, self.moments = training, moments
+    def __init__(self, training: Training, rows: Tensor) -> None:
+        self.training = training
+        self.moments = rows.new_zeros(len(rows), 2 * rows.shape[1] + 1)  # mean gradient, mean square, steps taken
 
     def step(
         self,

@@ -139,21 +139,20 @@ class Piece:
         mu: float | Tensor,  # or [s]
         anchor: Tensor | None,  # [s, Q]
         grads: Tensor | None,  # [s, Q], added to
-        moments: Tensor | None,  # [s, 2 Q + 1], changed: AdamW's
     ) -> None:
         """Takes all steps; `grads` collects the minibatch gradients."""
         t = self.local.setting.training
         mus = mu if isinstance(mu, Tensor) and mu.dim() else None
-        if self.chain is not None or moments is not None:
+        adamw = AdamW(t, rows) if t.local_optimizer == "adamw" else None
+        if self.chain is not None or adamw is not None:
             check_sgd(rows, rows, lr, shift, mask, mu, anchor, 0.0, None, t.weight_decay)
-        if self.chain is not None and moments is None:
+        if self.chain is not None and adamw is None:
             batches = (self.order, torch.from_numpy(self.size), self.taken[:, 0].long(), t.batch_size, t.drop_last)
             pull = (0.0 if mus is not None else float(mu), mus, anchor)
             how = (lr, shift, mask, *pull, t.momentum, t.weight_decay, t.clip_grad or float("inf"), grads)
             self.losses += chain_sgd_(rows, *self._head(self.chain), *batches, self.seeds if self.chain.dropout else None, *how)
             return
-        adamw = None if moments is None else AdamW(t, moments)
-        more = (shift, anchor, mask, grads, moments, t.clip_grad)
+        more = (shift, anchor, mask, grads, adamw, t.clip_grad)
         plain = all(v is None for v in more) and not (t.momentum or t.weight_decay)
         momentum = torch.zeros_like(rows) if t.momentum else None
         self.bind(rows)

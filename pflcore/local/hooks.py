@@ -54,7 +54,6 @@ class Local:
     buffers: Tensor  # [S, b] float buffers; training writes them, a probe does not
     train_loss: Tensor | None = None  # [S] of the last training that was no probe
     joined: Tensor | None = None  # [S] bool: who took part in a round before; None: everybody
-    moments: dict[str, Tensor] | None = None  # [S, 2 Q + 1] by stream and Q: AdamW's, which training goes on with; None: it starts anew
     _ids: NDArray[np.int64] = field(init=False)
     _size: NDArray[np.int64] = field(init=False)
 
@@ -111,25 +110,20 @@ class Local:
         steps: int | None = None,  # so many steps instead of epochs
         lr: float | None = None,
         stream: str = "fit",  # names the shuffle: two fits of one hook take two streams
-        probe: bool = False,  # leave the buffers as they were, and AdamW's moments, which start at zero
+        probe: bool = False,  # leave the buffers as they were
         want_grad: bool = False,
     ) -> Fit:
         """Minibatch training from `start` on each client's training data, by the run's optimizer."""
-        rate, t = self.lr if lr is None else lr, self.setting.training
+        rate = self.lr if lr is None else lr
         mask = None if mask is None else mask.to(start.dtype)
         count, width = start.shape
         w = torch.empty_like(start, memory_format=torch.contiguous_format)
         mean_grad = torch.zeros_like(w) if want_grad else None
         losses = torch.zeros(count, dtype=torch.float64, device=start.device)
         taken = torch.zeros(count, 1, dtype=torch.float64)
-        kept = self.moments if t.keep_moments and not probe else None
-        moments = None if kept is None else kept.setdefault(f"{stream} {width}", w.new_zeros(count, 2 * width + 1))
 
         def train(pos: Tensor) -> None:
             work = Piece(self, pos, loss, extra, noise, epochs, steps, 1, stream, probe, by_size=steps is None)
-            own = None
-            if t.local_optimizer == "adamw":
-                own = w.new_zeros(len(pos), 2 * width + 1) if moments is None else work.mine(moments)
             rows = work.mine(start).contiguous()  # indexing copies
             grads = torch.zeros_like(rows) if want_grad else None
             mu, anchor = (0.0, None) if prox is None else prox
@@ -141,11 +135,8 @@ class Local:
                 mu=work.mine(mu.reshape(-1)) if isinstance(mu, Tensor) and mu.numel() > 1 else mu,
                 anchor=None if anchor is None else work.mine(anchor),
                 grads=grads,
-                moments=own,
             )
             w[work.at] = rows
-            if moments is not None and own is not None:
-                moments[work.at] = own
             losses[work.at] = work.mean(work.losses)
             taken[pos] = work.taken
             if mean_grad is not None and grads is not None:

@@ -31,8 +31,8 @@ class Training:
     `lr` is the step size of round 1 (default schedule: of all rounds). `schedule` is a function of (round, rounds), which multiplies it, or
     one of an optimizer that makes a scheduler of torch's: `lambda optimizer: CosineAnnealingLR(optimizer, T_max=20)`, one step a round.
     Its optimizer is SGD or AdamW (`torch.optim.AdamW`'s formula; weight decay is then decoupled from the gradient, and lr wants to be some
-    hundred times smaller). What a method adds to the gradient is added before the optimizer sees it, and after clipping; columns that it
-    masks never move. A method whose formula rests on SGD's steps refuses AdamW in one sentence.
+    hundred times smaller); its moments start at zero in every round. What a method adds to the gradient is added before the optimizer sees
+    it, and after clipping; columns that it masks never move. A method whose formula rests on SGD's steps refuses AdamW in one sentence.
     """
 
     lr: float = 0.1
@@ -46,7 +46,6 @@ class Training:
     local_optimizer: Literal["sgd", "adamw"] = "sgd"  # of each client
     betas: tuple[float, float] = (0.9, 0.999)  # AdamW's, of the mean gradient and of the mean square
     eps: float = 1e-8  # AdamW's, added to the root of the mean square
-    keep_moments: bool = False  # a client goes on with AdamW's moments of its last round; False: they start at zero in every round
     clip_grad: float | None = None  # no minibatch's gradient is longer (Euclidean norm); None: any
 
     def __post_init__(self) -> None:
@@ -58,8 +57,6 @@ class Training:
             raise ValueError(f"betas: expected two numbers in [0, 1), got {self.betas}.")
         if self.local_optimizer == "adamw" and self.momentum:
             raise ValueError(f"momentum: AdamW has betas in its place, got {self.momentum}; leave momentum out, or take SGD.")
-        if self.local_optimizer == "sgd" and self.keep_moments:
-            raise ValueError("keep_moments: SGD has none; leave it out, or take local_optimizer='adamw'.")
 
     @property
     def gradient_decay(self) -> float:

@@ -109,11 +109,7 @@ class FactorizedLinear(_Factorized):
     alpha=kinds.POSITIVE,
 )
 class FactorizedConv2d(_Factorized):
-    """`nn.Conv2d` (groups 1, zeros around) whose kernel, as a matrix [O, I kh kw], is factorized (appendix A).
-
-    The kernel is put together and used by one convolution; with `two_steps` a convolution with F filters is followed by a 1 x 1
-    convolution instead, which is the same and takes fewer operations where F is far below the number of outputs.
-    """
+    """`nn.Conv2d` (groups 1, zeros around) whose kernel, as a matrix [O, I kh kw], is factorized (appendix A)."""
 
     def __init__(
         self,
@@ -128,23 +124,16 @@ class FactorizedConv2d(_Factorized):
         init: Init = "match",
         alpha: float | None = None,
         dtype: torch.dtype | None = None,
-        two_steps: bool = False,
     ) -> None:
         self.in_channels, self.out_channels = in_channels, out_channels
         self.kernel_size = (kernel_size, kernel_size) if isinstance(kernel_size, int) else tuple(kernel_size)
-        self.stride, self.padding, self.dilation, self.two_steps = stride, padding, dilation, two_steps
+        self.stride, self.padding, self.dilation = stride, padding, dilation
         size = in_channels * self.kernel_size[0] * self.kernel_size[1]
         super().__init__(out_channels, size, factors, bias, init, alpha, dtype)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, I, H, W] -> [B, O, H', W']
         how: Any = (self.stride, self.padding, self.dilation)
-        if self.two_steps:
-            z = F.conv2d(x, self._kernel(self.w_b), None, *how) * self.strength[:, None, None]
-            return F.conv2d(z, self.w_a[:, :, None, None], self.bias)
-        return F.conv2d(x, self._kernel(self.weight), self.bias, *how)
-
-    def _kernel(self, rows: Tensor) -> Tensor:
-        return rows.view(len(rows), self.in_channels, *self.kernel_size)
+        return F.conv2d(x, self.weight.view(self.out_channels, self.in_channels, *self.kernel_size), self.bias, *how)
 
     def extra_repr(self) -> str:
         return (

@@ -104,6 +104,6 @@ def _words(missing: Sequence[str], foreign: Sequence[str]) -> str:
 
 def copied(state: State) -> State:
     """The state with tensors of its own."""
-    g, moments = ({k: cloned(v) for k, v in d.items()} for d in (state.g, state.moments))
+    g = {k: cloned(v) for k, v in state.g.items()}
     own = state.own.clone() if isinstance(state.own, OnDisk) else {k: v.clone() for k, v in state.own.items()}
-    return State(g, own, state.buffers.clone(), state.round, state.void, state.joined.clone(), moments)
+    return State(g, own, state.buffers.clone(), state.round, state.void, state.joined.clone())

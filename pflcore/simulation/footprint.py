@@ -41,7 +41,7 @@ def peak_bytes(algorithm: FedAvg, net: Net, n: int, participation: float, traini
     g, own = algorithm.init(net, n)
     chain = engine.chain
     kept = 0 if chain is None else engine.workers * chain.bytes_kept(training.batch_size, net.w0.element_size())
-    state = kept + nbytes(g) + n * (nbytes(own) + net.b0.numel() * net.b0.element_size() + 2 * row * training.keep_moments)
+    state = kept + nbytes(g) + n * (nbytes(own) + net.b0.numel() * net.b0.element_size())
     if 2 * n * row < SMALL:
         return state + 2 * cohort * row + 4 * cohort * nbytes(own)
     head = net.head_slice if net.head_name is not None else slice(0, 0)

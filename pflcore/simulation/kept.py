@@ -41,7 +41,7 @@ def save(run: Simulation, keeper: Checkpoint) -> None:
     own = dict(state.own) if seen is None else {k: v[seen] for k, v in state.own.items()}
     trees = {"g": state.g, "own": own, "state": {"buffers": state.buffers, "joined": state.joined}}
     trees["seen"] = {} if seen is None else {"ids": seen}
-    trees |= {"moments": state.moments, "net": {"w0": net.w0, "b0": net.b0}}
+    trees["net"] = {"w0": net.w0, "b0": net.b0}
     tensors = {f"{tree}.{k}": v for tree, d in trees.items() for k, v in d.items()}
     note = keeper.note() if keeper.note else None
     records = played(run) if note is None else []
@@ -68,7 +68,7 @@ def take(run: Simulation, folder: str | Path, tensors: dict[str, Tensor], facts:
     if other:
         warnings.warn(f"checkpoint: {other}; numbers may differ in their last digits from an unbroken run's.", stacklevel=3)
     tensors = {k: v.to(run.device) if k in facts["on_device"] else v for k, v in tensors.items()}
-    trees: dict[str, dict[str, Tensor]] = {"g": {}, "own": {}, "state": {}, "moments": {}, "seen": {}, "net": {}, "report": {}}
+    trees: dict[str, dict[str, Tensor]] = {"g": {}, "own": {}, "state": {}, "seen": {}, "net": {}, "report": {}}
     for name, v in tensors.items():
         tree, _, key = name.partition(".")
         trees[tree][key] = v
@@ -84,7 +84,7 @@ def take(run: Simulation, folder: str | Path, tensors: dict[str, Tensor], facts:
             fresh[k][seen] = v
         on_disk = per_client(g, n) if run.folder else set()
         g, own = {k: rows.cloned(v, run.folder if k in on_disk else None) for k, v in g.items()}, fresh
-    run._state = State(g, own, **trees["state"], moments=trees["moments"], round=facts["round"], void=facts["void"])
+    run._state = State(g, own, **trees["state"], round=facts["round"], void=facts["void"])
     run._outlier = facts["outlier"] and tuple(facts["outlier"])
     for key, value in trees["report"].items():
         round, _, name = key.partition(".")

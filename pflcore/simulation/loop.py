@@ -37,7 +37,7 @@ from pflcore.simulation.history import History, Record
 from pflcore.simulation.interrupts import unbroken
 from pflcore.simulation.personal import Models
 from pflcore.simulation.round import Outcome, begin, buffers_of, evaluate, evaluate_some, per_client, sample, step
-from pflcore.simulation.uploads import farthest, rounded
+from pflcore.simulation.uploads import farthest
 
 VOID_ROUNDS = 3  # so many void rounds in a row end a run: same data, same lr, it will not recover
 Callback = Callable[[int, Record], None]
@@ -301,7 +301,7 @@ class Simulation:
                     "bytes_down": done.bytes_down,
                     "bytes_up": done.bytes_up,
                     "train_loss": done.train_loss,
-                    "moved": rounded(done.moved) if done.moved else None,
+                    "moved": done.moved and [None if v is None else float(f"{v:.3g}") for v in done.moved],
                     "clipped": done.clipped,
                     "report": report,
                     "eval": best,

@@ -188,9 +188,8 @@ def _alone(alg: FedAvg, state: State, setting: Setting, client: int, rounds: int
     """The client's own work of some rounds, of which the server learns at most where the client belongs."""
     ids = torch.tensor([client])
     own, buffers, joined = {k: v[ids] for k, v in state.own.items()}, state.buffers[ids], state.joined[ids]
-    moments: Tensors = {}
     for round in range(state.round + 1, state.round + rounds + 1):
-        local = Local(setting, ids, round, buffers, joined=joined, moments=moments)
+        local = Local(setting, ids, round, buffers, joined=joined)
         cohort = cohort_of(alg, setting, ids, round)
         new, up = alg.client(alg.send(state.g, cohort, generator_of(setting.seed, round, "send")), own, local)
         state.g = alg.route(state.g, up, cohort)
@@ -221,8 +220,7 @@ def with_one_more(alg: FedAvg, state: State, net: Net, n: int) -> tuple[State, b
         torch.cat([state.buffers, state.buffers.mean(0, keepdim=True)]),
         torch.cat([state.joined, torch.zeros(1, dtype=torch.bool)]),
     )
-    moments = {k: torch.cat([v, torch.zeros_like(v[:1])]) for k, v in state.moments.items()}
-    return State(g, own, buffers, state.round, joined=joined, moments=moments), everybody
+    return State(g, own, buffers, state.round, joined=joined), everybody
 
 
 def grown(old: Tensor, large: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -124,7 +123,7 @@ def step(
     round = state.round + 1
     cohort = cohort_of(alg, setting, ids, round)
     at = onto(ids, state.buffers.device)
-    local = Local(setting, ids, round, state.buffers[at], joined=state.joined[ids], moments={k: v[at] for k, v in state.moments.items()})
+    local = Local(setting, ids, round, state.buffers[at], joined=state.joined[ids])
     down = alg.send(state.g, cohort, generator_of(setting.seed, round, "send"))
     rows.see(state.own, ids)
     new, up = alg.client(down, {k: v[at if v.device == at.device else ids] for k, v in state.own.items()}, local)
@@ -133,7 +132,7 @@ def step(
     outcome = Outcome(ids.tolist(), bytes_down=nbytes(down), bytes_up=nbytes(up))
     if policy == "average":
         outcome.bytes_down, outcome.bytes_up = (n + nbytes({"": local.buffers}) for n in (outcome.bytes_down, outcome.bytes_up))
-    return receive(alg, state, cohort, up, new, local.buffers, outcome, policy, clip, local.train_loss, local.moments or {}), outcome
+    return receive(alg, state, cohort, up, new, local.buffers, outcome, policy, clip, local.train_loss), outcome
 
 
 def receive(
@@ -147,11 +146,10 @@ def receive(
     policy: str,
     clip: float | None = None,
     loss: Tensor | None = None,  # [S]
-    moments: Mapping[str, Tensor] = MappingProxyType({}),  # [S, ...] of the clients' optimizer, where they keep them
 ) -> State:
     """The server's part of a round, `step`'s second half: the state that follows; `outcome` is told what happened."""
     ids, round = cohort.ids, cohort.round
-    fine = finite([*up.values(), *new.values(), buffers, *moments.values()], len(ids))
+    fine = finite([*up.values(), *new.values(), buffers], len(ids))
     outcome.dropped = ids[~fine].tolist()
     outcome.void = not bool(fine.any()) or any(t in outcome.dropped for t in alg.required)
     if loss is not None and fine.any():
@@ -162,7 +160,7 @@ def receive(
     if outcome.dropped:
         ids = ids[fine]
         cohort = cohort_from(alg, ids, cohort.size[fine], cohort.n, round, cohort.rounds)
-        up, new, moments = ({k: v[fine.to(v.device)] for k, v in d.items()} for d in (up, new, moments))
+        up, new = ({k: v[fine.to(v.device)] for k, v in d.items()} for d in (up, new))
         buffers = buffers[fine.to(buffers.device)]
     norm = uploads.norms(up, state.g, ids, cohort.n)
     if norm is not None:
@@ -175,9 +173,7 @@ def receive(
             up, outcome.factor = uploads.shortened(up, state.g, ids, cohort.n, norm, clip)
             if new and outcome.clipped:
                 new = alg.kept(new, rows.read(state.own, ids), outcome.factor[:, None])
-    all_moments = {k: v.new_zeros(cohort.n, v.shape[1]) for k, v in moments.items() if k not in state.moments} | state.moments
-    pairs = [*((state.own[k], v) for k, v in new.items()), *((all_moments[k], v) for k, v in moments.items())]
-    commit = Commit(ids, *pairs, (state.joined, torch.ones(len(ids), dtype=torch.bool)))
+    commit = Commit(ids, *((state.own[k], v) for k, v in new.items()), (state.joined, torch.ones(len(ids), dtype=torch.bool)))
     averaged = policy == "average" and buffers.shape[1] > 0
     statistics = None if averaged else Commit(ids, (state.buffers, buffers))
     # of its own where more can fail after the server
@@ -191,7 +187,7 @@ def receive(
         statistics = Commit(torch.arange(len(mixed)), (state.buffers, mixed))
     commit.write()  # only now: the server has accepted the round
     statistics.write()
-    return replace(state, g=g, round=round, void=0, moments=all_moments)
+    return replace(state, g=g, round=round, void=0)
 
 
 def buffers_of(alg: FedAvg, net: Net, buffers: str = "auto") -> str:

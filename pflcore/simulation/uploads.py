@@ -97,18 +97,3 @@ def farthest(cohort: Sequence[int], relative: Sequence[float | None] | None) -> 
         return None
     ratio, client = max(pairs)  # type: ignore[type-var]
     return client, ratio  # type: ignore[return-value]
-
-
-def rounded(values: Sequence[float | None]) -> list[float | None]:
-    """Each to three significant digits, as Python writes it; at once where it is easy, so that 10,000 clients cost next to nothing."""
-    x = np.array(values, np.float64)
-    x[x >= 100] = np.nan
-    scale = np.array([1e5, 1e4, 1e3, 1e2, 1e1])[np.searchsorted([0.01, 0.1, 1, 10], x, "right")]
-    up = x * scale
-    whole = np.rint(up)
-    out: list[float | None] = (whole / scale).tolist()  # one rounding of a decimal: the very number that its digits stand for
-    easy = (x >= 1e-3) & (abs(abs(up - whole) - 0.5) > 1e-6)  # and no tie
-    for i in (~easy).nonzero()[0].tolist():
-        v = values[i]
-        out[i] = None if v is None else float(f"{v:.3g}")
-    return out

@@ -1,6 +1,5 @@
 """The Indian buffet process and the factorized layers against golden numbers (float64, printed to ten digits) and quadrature."""
 
-import pytest
 import torch
 from parts.factorized_golden import D, linear, near, t
 
@@ -17,9 +16,8 @@ def test_the_average_of_factors_is_not_the_average_of_products():
     near(mean.weight, [[0.6375, 0.525], [1.0125, 1.275]])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("two_steps", [False, True])
-def test_convolution(two_steps):
-    layer = FactorizedConv2d(2, 2, 2, 2, dtype=D, two_steps=two_steps)
+def test_convolution():
+    layer = FactorizedConv2d(2, 2, 2, 2, dtype=D)
     layer.w_a.data = torch.tensor([[0.5, -0.2], [0.1, 0.3]], dtype=D)
     layer.strength.data = t(1.2, -0.5)
     layer.w_b.data = torch.arange(1, 17, dtype=D).view(2, 8) / 10

@@ -124,7 +124,7 @@ def test_with_everything_private_it_is_local_and_with_nothing_private_fedavg():
 
 
 def test_a_frozen_part_never_moves_not_even_by_adamw():
-    t = Training(lr=0.01, batch_size=4, local_optimizer="adamw", weight_decay=0.1, keep_moments=True)
+    t = Training(lr=0.01, batch_size=4, local_optimizer="adamw", weight_decay=0.1)
     s = make_setting(Net(normed), federation(), t, 2)
     state = play(FedBABU(finetune_epochs=0), s)[-1][0]
     x, h = s.net.split(s.net.w0)

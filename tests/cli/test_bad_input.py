@@ -35,7 +35,6 @@ def here(tmp_path, monkeypatch):
         (["--clip-grad", "0"], "clip_grad"),
         (["--local-optimizer", "adamw", "--betas", "0.9", "1"], "betas"),
         (["--local-optimizer", "adamw", "--momentum", "0.5"], "momentum"),
-        (["--keep-moments"], "keep_moments"),
         (["--data-seed", "-1"], "data_seed"),
         (["--criterion", "squared"], "criterion"),
         (["--data", "synthetic_quadratic", "--criterion", "hinge"], "criterion"),

@@ -28,12 +28,12 @@ def in_an_empty_folder_and_without_pictures(tmp_path, monkeypatch):
 
 
 def test_a_run_by_adamw(capsys):
-    how = ["--local-optimizer", "adamw", "--betas", "0.8", "0.99", "--eps", "1e-6", "--keep-moments", "--clip-grad", "0.5", "--lr", "0.01"]
+    how = ["--local-optimizer", "adamw", "--betas", "0.8", "0.99", "--eps", "1e-6", "--clip-grad", "0.5", "--lr", "0.01"]
     assert cli.main(["run", "fedavgm", "--optimizer", "nesterov", *DIGITS, *how, "--out", "o"]) == 0
     (run,) = read("o")
     training = run.header["training"]
     assert training["local_optimizer"] == "adamw" and training["betas"] == [0.8, 0.99] and training["eps"] == 1e-6
-    assert training["keep_moments"] is True and training["clip_grad"] == 0.5 and run.header["options"]["optimizer"] == "nesterov"
+    assert training["clip_grad"] == 0.5 and run.header["options"]["optimizer"] == "nesterov"
     assert "AdamW" in run.header["path"]["why"] and math.isfinite(run.rounds[-1]["train_loss"])
     assert cli.main(["run", "mocha", *DIGITS, *how, "--out", "p"]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("pflcore: local_optimizer: Mocha takes its regulariser")

@@ -45,7 +45,6 @@ def test_a_seed_is_one_that_repeats(seed):
         lambda: fed.split_samples({"train": 0.5, "test": 0.5}, seed=seed),
         lambda: fed.halves(seed=seed),
         lambda: fed.split_clients(1, 0, 0, seed=seed),
-        lambda: fed.pooled("train", seed=seed),
         lambda: Federation.from_arrays([(X, Y)], test_fraction=0.5, seed=seed),
         lambda: Federation.from_table(X, Y, Y, test_fraction=0.5, seed=seed),
         lambda: federation_of("mnist5k", seed=seed),

@@ -231,15 +231,6 @@ def test_smaller_personalization_sets_are_nested():
     assert sizes(fed.keep(0.5, [2]))[:2] == sizes(fed)[:2]
 
 
-def test_a_pool_of_other_peoples_samples():
-    fed = federation_of("synthetic_clusters", n=4, groups=2, held_out=10)
-    x, y = fed.pooled(clients=[1, 3], limit=15, seed=2)
-    assert len(x) == len(y) == 15 and len(x.unique(dim=0)) == 15
-    theirs = {tuple(a.tolist()): int(b) for i in (1, 3) for a, b in zip(*fed.client(i, "test"), strict=True)}
-    assert all(theirs[tuple(a.tolist())] == int(b) for a, b in zip(x, y, strict=True))
-    assert len(fed.pooled()[0]) == 40 and torch.equal(fed.pooled(limit=7)[0], fed.pooled()[0][:7])
-
-
 def test_a_subset_keeps_its_labels_and_truth():
     fed = federation_of("synthetic_clusters", n=5, groups=2)
     part = fed.subset([3, 0])
@@ -347,7 +338,6 @@ BAD_CALLS = [
         "train, val and test must share 2 clients with at least one to train, got train 1, val 1, test 1",
     ),
     (lambda: small().split_clients(-1), "train must be a number of clients or a fraction >= 0, got -1"),
-    (lambda: small().pooled(limit=0), "limit must be at least 1 sample, got 0"),
     (lambda: small().keep(0), "fraction must be above 0 and at most 1, got 0"),
     (
         lambda: small().split_samples({"train": 0.5}),

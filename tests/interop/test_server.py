@@ -300,22 +300,6 @@ def test_a_client_takes_arrays_and_knows_classes_that_it_has_not():
     assert not server.aggregate({0: client.train(server.download(0))}).void
 
 
-@pytest.mark.parametrize("name", ["fedavg", "ditto", "knnper"])
-def test_an_optimizers_moments_are_kept_at_the_client(name):
-    training = Training(lr=0.05, batch_size=7, local_optimizer="adamw", keep_moments=True)
-    history = Simulation(algorithm(name), model, DATA, training, ROUNDS, eval_every=0, **SETTING).run()
-    server = Server(algorithm(name), model, DATA.n, rounds=ROUNDS, seed=SEED)
-    clients = [Client(algorithm(name), model, DATA.subset([i]), training, **SETTING) for i in range(DATA.n)]
-    play(server, clients, [[0, 1, 2, 3]] * 2)
-    fresh = [Client(algorithm(name), model, DATA.subset([i]), training, **SETTING) for i in range(DATA.n)]
-    for new, old in zip(fresh, clients, strict=True):
-        new.load_state_dict(torch.load(io.BytesIO(saved(old.state_dict())), weights_only=True))
-    play(server, fresh, [[0, 1, 2, 3]])
-    for i, client in enumerate(fresh):
-        one, other = history.model(i).state_dict(), client.model(server.download(i, "evaluation")).state_dict()
-        torch.testing.assert_close(other["view_w"], one["view_w"], rtol=1e-9, atol=1e-12)
-
-
 @pytest.mark.parametrize(("name", "options"), [("scaffold", {}), ("waffle", {"control_agg": "literal"}), ("waffle", {}), ("ditto", {})])
 def test_a_client_keeps_what_the_server_took_of_a_long_update(name, options):
     alg = ALGORITHMS[name](**options)

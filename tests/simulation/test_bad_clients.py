@@ -51,7 +51,7 @@ def spoiling(value, *bad):
 
 
 def parts(state):
-    return {**state.g, **{f"own {k}": v for k, v in state.own.items()}, "buffers": state.buffers, **state.moments}
+    return {**state.g, **{f"own {k}": v for k, v in state.own.items()}, "buffers": state.buffers}
 
 
 def same(a, b):

@@ -66,13 +66,6 @@ def test_two_rounds_and_two_more_are_four(name, tmp_path):
     assert torch.equal(history.model(1)(x), went_on.model(1)(x))
 
 
-def test_moments_that_clients_keep_go_on(tmp_path):
-    training = Training(lr=0.01, batch_size=5, local_optimizer="adamw", keep_moments=True)
-    history = unbroken(make("ditto", training=training), tmp_path)
-    rest = Simulation.load(tmp_path, model=tiny_model(), data=DATA)
-    assert rest.state.moments and without_seconds(rest.run().rounds) == without_seconds(history.rounds)
-
-
 def test_clustered_fl_changes_its_shape_between_checkpoints(tmp_path):
     """Or the case above would try nothing."""
     for after, folder in ((1, tmp_path / "a"), (3, tmp_path / "b")):

@@ -26,10 +26,11 @@ class PersonalStrategy(FedAvg):  # type: ignore[misc]
         self, method: Any = "fedamp", *, include: str | Sequence[str] = (), exclude: str | Sequence[str] = (), **flower: Any
     ) -> None:
         try:
-            self.method = method_of(method, {})
+            self._looks_back = isinstance(method_of(method, {}), FedDWA)
         except ValueError as error:
             raise ValueError(str(error).replace("pflcore.Server and Client", "PflStrategy and client_app")) from None
         super().__init__(**flower)
+        self.method = method
         self.chosen: dict[str, Any] = {"include": include, "exclude": exclude}
         self.models: dict[int, ArrayRecord] = {}  # by node id
         self._last: dict[int, ArrayRecord] = {}  # the uploads that they were made of
@@ -47,7 +48,7 @@ class PersonalStrategy(FedAvg):  # type: ignore[misc]
         replies = sorted(replies, key=lambda m: m.metadata.src_node_id)  # whoever came first, the bits are the same
         pairs = [(m.metadata.src_node_id, only_record(m, f"node {m.metadata.src_node_id}")[1]) for m in replies if m.has_content()]
         if pairs:
-            previous: dict[str, Any] = {"previous": self._last or pairs} if isinstance(self.method, FedDWA) else {}
+            previous: dict[str, Any] = {"previous": self._last or pairs} if self._looks_back else {}
             self.models.update(personalize(pairs, self.method, **self.chosen, **previous))
             self._last.update(pairs)
         return super().aggregate_train(server_round, replies)  # type: ignore[no-any-return]

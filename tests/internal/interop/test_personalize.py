@@ -31,7 +31,9 @@ def test_fedamp_is_its_servers_step(options):
 
 
 def test_heurfedamp_is_its_servers_step():
-    assert torch.equal(personalize(rows(), "heurfedamp", sigma=2.0), one_round("heurfedamp", None, rows(), {}, sigma=2.0)["u"])
+    assert torch.equal(
+        personalize(rows(), "heurfedamp", sigma=2.0, xi_self=0.3), one_round("heurfedamp", None, rows(), {}, sigma=2.0, xi_self=0.3)["u"]
+    )
 
 
 def test_sfl_is_its_servers_step(tmp_path):

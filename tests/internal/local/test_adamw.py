@@ -1,4 +1,4 @@
-"""AdamW's moments over the rounds: fresh, or kept by each client; who refuses it, and what a record says."""
+"""AdamW's trajectories on each engine are those of torch."""
 
 from parts.adamw import ADAMW, build, federation
 

@@ -20,7 +20,7 @@ from pflcore.results.table import table
 from pflcore.simulation import checkpoint
 from pflcore.simulation import rows as on_disk
 from pflcore.simulation.footprint import Live
-from pflcore.simulation.uploads import farthest, rounded
+from pflcore.simulation.uploads import farthest
 
 
 def many(n, each=3):
@@ -226,14 +226,6 @@ def test_a_checkpoint_of_rows_on_disk_goes_on_there_and_in_memory(tmp_path):
 
 
 # what ten thousand numbers are made of ---------------------------------------------------------------------------------
-
-
-def test_numbers_rounded_at_once_are_those_rounded_one_by_one():
-    gen = torch.Generator().manual_seed(0)
-    wide = (10 ** (9 * torch.rand(5000, generator=gen, dtype=torch.float64) - 5)).tolist()
-    ties = [k / 1024 for k in range(1, 3000)] + [k / 2000 for k in range(1, 3000)]
-    values = [*wide, *ties, 0.0, None, 1.005, 99.95, 0.0099951, 1e-320, 1e300, float("inf")]
-    assert rounded(values) == [None if v is None else float(f"{v:.3g}") for v in values]
 
 
 def test_the_farthest_of_many_updates():
