@@ -34,6 +34,10 @@ class Stop(Exception):
     """Ends the run: an algorithm raises it with one sentence where going on makes no sense."""
 
 
+class Void(Exception):
+    """Makes the round void, nothing changes: a `server` raises it with one sentence where so few uploads say nothing."""
+
+
 class Pool(NamedTuple):
     """At most M of R shared rows for each client, without the copies; what travels is the rows whose numbers are not -1."""
 
@@ -50,6 +54,7 @@ class Cohort(NamedTuple):
     n: int  # N, all clients of the federation
     round: int  # 1-based
     rounds: int  # R
+    lost: int = 0  # clients beside these whose uploads were not finite
 
 
 @dataclass(frozen=True)
@@ -139,18 +144,19 @@ class FedAvg:
 
     def defended(self, delta: Tensor, cohort: Cohort) -> tuple[Tensor, Tensor]:
         """Rows and their weights [1, rows], as `ops.aggregate` takes them: the cohort's updates [S, P] and shares, or what the
-        defence makes of them. Stop where the cohort is too small for it."""
+        defence makes of them. Void where the cohort is too small for it."""
         share = onto(cohort.share[None], delta.device)
         if self.defence is None:
             return delta, share
-        least = defences.least(self.defence, self.hostile)
-        if len(delta) < least:
-            raise Stop(
+        hostile = defences.fewer(self.defence, self.hostile, len(delta), cohort.lost)
+        if hostile is None:
+            least = 2 * self.hostile + (1 if self.defence == "trimmed_mean" else 3)
+            raise Void(
                 f"defence: {self.defence} against {self.hostile} hostile clients needs {least} in a round, and round {cohort.round} has "
                 f"{len(delta)}; lower hostile, or raise participation."
             )
         root = 0 if self.root is None else int((cohort.ids == self.root).nonzero())
-        return defences.defended(self.defence, delta, share, self.hostile, root)
+        return defences.defended(self.defence, delta, share, hostile, root)
 
     def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
         """Each client's view for evaluation, [S, ...]; never stored."""
@@ -203,10 +209,10 @@ def cohort_of(alg: FedAvg, setting: Setting, ids: Tensor, round: int) -> Cohort:
     return cohort_from(alg, ids, setting.data.size("train")[ids], setting.data.n, round, setting.rounds)
 
 
-def cohort_from(alg: FedAvg, ids: Tensor, size: Tensor, n: int, round: int, rounds: int) -> Cohort:
+def cohort_from(alg: FedAvg, ids: Tensor, size: Tensor, n: int, round: int, rounds: int, lost: int = 0) -> Cohort:
     """The cohort of the clients `ids` [S] with so many samples `size` [S]."""
     share = size.double() if alg.weighting == "samples" else torch.ones(len(ids), dtype=torch.float64)
-    return Cohort(ids, share / share.sum(), size, n, round, rounds)
+    return Cohort(ids, share / share.sum(), size, n, round, rounds, lost)
 
 
 def only_sgd(alg: FedAvg, training: Training, why: str, clip: bool = False) -> None:

@@ -19,9 +19,11 @@ def krum(sqdist: Tensor, f: int, m: int) -> Tensor:
     return others.sort(1).values[:, : len(others) - f - 2].sum(1).sort(stable=True).indices[:m]
 
 
-def least(defence: str | None, hostile: int) -> int:
-    """How many clients a round must have."""
-    return {"krum": 2 * hostile + 3, "multi_krum": 2 * hostile + 3, "trimmed_mean": 2 * hostile + 1}.get(defence or "", 1)
+def fewer(defence: str, hostile: int, count: int, lost: int) -> int | None:
+    """How many of `count` clients may be hostile: `hostile`, or where so few are left the most that they allow, but never below `hostile`
+    less the `lost`, whose uploads were not finite. None: they allow no such number."""
+    most = {"krum": (count - 3) // 2, "multi_krum": (count - 3) // 2, "trimmed_mean": (count - 1) // 2}.get(defence, hostile)
+    return min(hostile, most) if most >= max(0, hostile - lost) else None
 
 
 def defended(defence: str, delta: Tensor, share: Tensor, hostile: int, root: int) -> tuple[Tensor, Tensor]:

@@ -154,12 +154,23 @@ class _Alone(Federation):
         """Nothing is checked: no two clients of a federation may share a sample."""
 
 
+class _Same(Ragged):
+    """The one list, n times, in the memory of one."""
+
+    def __init__(self, flat: Tensor, n: int) -> None:
+        self.flat = flat
+        self.begin, self.size = torch.zeros(1, dtype=torch.int64).expand(n), torch.tensor([len(flat)]).expand(n)
+
+    def __getitem__(self, i: Any) -> Any:
+        return self.flat
+
+
 def _alone(one: Federation, n: int) -> Federation:
     relabel = None if one.relabel is None else one.relabel.expand(n, -1)
     return _Alone(
         one.x,
         one.y,
-        {split: Ragged.of(list(rows) * n) for split, rows in one.index.items()},
+        {split: _Same(rows[0], n) for split, rows in one.index.items()},
         one.classes,
         relabel,
         one.name,

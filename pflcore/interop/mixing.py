@@ -19,7 +19,7 @@ from pflcore.algorithms.fedamp import FedAMP, HeurFedAMP
 from pflcore.algorithms.feddwa import FedDWA
 from pflcore.algorithms.lookup import algorithm_of
 from pflcore.algorithms.sfl import SFL, nearest, smoothing
-from pflcore.interop.packing import pack, unpack
+from pflcore.interop.packing import _cut, pack, unpack
 from pflcore.ops import kinds
 from pflcore.simulation.round import finite
 
@@ -106,9 +106,14 @@ def personalize(
         alg = replace(alg, alpha=alg.sigma / (2 * len(rows)))
     if method == "heurfedamp" and isinstance(alg, HeurFedAMP) and "xi_self" not in options:
         alg = replace(alg, xi_self=0.5)
-    bad = (~finite([rows], len(rows))).nonzero()[:, 0].tolist()
-    if bad:
-        raise ValueError(f"uploads: client {form.ids[bad[0]]!r}'s model is not finite; leave that client out of this round.")
+    statistics = [] if form.statistics is None else [form.statistics]
+    bad = ~finite([rows, *statistics], len(rows))
+    for name, values in _cut(form.averaged, statistics[0].T).items() if statistics else ():
+        if name.endswith("running_var"):
+            bad |= (values < 0).any(0).cpu()
+    if bool(bad.any()):
+        who = form.ids[int(bad.nonzero()[0])]
+        raise ValueError(f"uploads: client {who!r}'s model is not finite, or has a negative variance; leave that client out of this round.")
     extra: dict[str, Tensor] = {}
     for name, given in (("guidance", guidance), ("previous", previous)):
         if given is not None:

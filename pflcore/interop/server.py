@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -80,36 +81,48 @@ class Server:
         about = about._replace(bits=int(self._factor.view(torch.int64)[number]))
         return packed(down, about, state.buffers[number] if self.policy == "average" else None)
 
-    def aggregate(self, uploads: Mapping[Any, tuple[Tensors, int]]) -> Outcome:
+    def aggregate(self, uploads: Mapping[Any, tuple[Tensors, int]], strict: bool = True) -> Outcome:
         """Ends a round with what `Client.train` gave: {client id: (upload, number of training samples)}.
 
         Who is not there was absent. Says what happened: `dropped` (clients whose upload is not finite: they were absent too), `void` (then
-        nothing changed), `moved`, `clipped`. ValueError in one sentence, and nothing changed, for an upload that does not fit.
+        nothing changed), `moved`, `clipped`. ValueError in one sentence, and nothing changed, for an upload that does not fit; without
+        `strict` it is left out with a RuntimeWarning, and where none fits the round is void.
         """
         if not isinstance(uploads, Mapping) or not uploads:
             raise ValueError(f"uploads: expected {{client id: (upload, number of samples)}} of at least one client, got {uploads!r:.80}.")
-        order = sorted((self._known(client), client) for client in uploads)
-        ids, state = torch.tensor([number for number, _ in order]), self._state
-        ups, sizes = map(list, zip(*(self._upload(client, uploads[client], number) for number, client in order), strict=True))
-        forms = [_form_of(up) for up in ups]
+        state, read = self._state, []
+        for client, given in uploads.items():
+            try:
+                read.append((self._known(client), client, *self._upload(client, given)))
+            except ValueError as error:
+                _refuse(str(error), strict)
+        forms = [_form_of(up) for _, _, up, _ in read]
         same = self._form is not None and self._form[0] == len(state.buffers)
-        form = self._form[1] if same and self._form else max(forms, key=forms.count)  # of the first round, what most of them sent
-        for (_, client), mine in zip(order, forms, strict=True):
+        form = self._form[1] if same and self._form else max(forms, key=forms.count, default={})  # of the first round, what most sent
+        for (_, client, *_), mine in zip(read, forms, strict=True):
             if mine != form:
-                raise ValueError(
-                    f"client {client!r}: its upload holds {_words(mine)}, expected {_words(form)} and the same `buffers` on both sides."
-                )
+                said = f"client {client!r}: its upload holds {_words(mine)}, expected {_words(form)} and the same `buffers` on both sides."
+                _refuse(said, strict)
+        read = sorted((r for r, mine in zip(read, forms, strict=True) if mine == form), key=lambda r: r[0])
+        order, ups, sizes = [(number, client) for number, client, *_ in read], [r[2] for r in read], [r[3] for r in read]
+        ids = torch.tensor([number for number, _ in order])
         absent = set(self.algorithm.required) - set(ids.tolist())
         if absent:
-            raise ValueError(f"uploads: the target, client number {min(absent)}, must take part in every round.")
+            _refuse(f"uploads: the target, client number {min(absent)}, must take part in every round.", strict)
+        if absent or not read:
+            return self._voided([client for _, client in order])
         cohort = cohort_from(self.algorithm, ids, torch.tensor(sizes), len(state.buffers), state.round + 1, self.rounds)
         up = {k: torch.stack([u[k] for u in ups]) for k in ups[0]}
         buffers, outcome = up.pop(STATISTICS, state.buffers[ids.to(state.buffers.device)]), Outcome(ids.tolist())
+        buffers[(buffers[:, self.net.variances] < 0).any(1)] = torch.nan  # no variance, and everybody's square root of it would be NaN
         try:
             self._state = receive(self.algorithm, state, cohort, up, {}, buffers, outcome, self.policy, self.clip)
         except (LookupError, RuntimeError, ValueError) as error:
             if self._form is not None or memory.ran_out(error):
                 raise
+            if not strict:
+                _refuse(f"round {state.round + 1} is void: {error}", strict)
+                return self._voided([client for _, client in order])
             why = f" ({str(error).strip('. ')})" if isinstance(error, ValueError) else ""  # a sentence, the algorithm's own perhaps
             raise ValueError(
                 f"uploads: {name_of(self.algorithm)} cannot use what each of them holds, {_words(form)}{why}; give both sides one "
@@ -186,14 +199,18 @@ class Server:
         self._form, self._begun = None, False
 
     # inside ----------------------------------------------------------------------------------------------------------
+    def _voided(self, clients: list[Any]) -> Outcome:
+        self._state, self._begun = replace(self._state, round=self.round + 1, void=self._state.void + 1), False
+        return Outcome(clients, void=True)
+
     def _known(self, client: Hashable) -> int:
         if client not in self._numbers:
             raise ValueError(f"client {client!r}: it is not known here; let it download first.")
         return self._numbers[client]
 
-    def _upload(self, client: Any, given: Any, number: int) -> tuple[Tensors, int]:
+    def _upload(self, client: Any, given: Any) -> tuple[Tensors, int]:
         """One client's upload and its number of samples."""
-        who = f"client {client!r}"
+        who, number = f"client {client!r}", self._known(client)
         if not (isinstance(given, tuple) and len(given) == 2):
             raise ValueError(f"{who}: expected (upload, number of samples), got {type(given).__name__}.")
         payload, about, statistics = opened(given[0], self.net, self.algorithm, who)
@@ -207,6 +224,12 @@ class Server:
         if _form_of({} if statistics is None else {STATISTICS: statistics}) != expected:
             raise ValueError(f"{who}: its upload holds {_words(_form_of(up))}, expected the same model and `buffers` on both sides.")
         return up, whole(f"{who}, number of samples", given[1], 1, SAMPLES)
+
+
+def _refuse(said: str, strict: bool) -> None:
+    if strict:
+        raise ValueError(said)
+    warnings.warn(said, RuntimeWarning, stacklevel=3)
 
 
 def _form_of(up: Tensors) -> _Form:

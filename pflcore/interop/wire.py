@@ -70,8 +70,10 @@ def finished(message: Tensors, about: About, statistics: Tensor | None) -> Tenso
 def opened(message: Any, net: Net, algorithm: FedAvg, what: str) -> tuple[Payload, About, Tensor | None]:
     """The payload [1, ...] of a message, its numbers and the statistics [b] that came with it, on the model's device."""
     try:
+        if any(v.is_nested or v.layout != torch.strided for v in message.values()):
+            raise ValueError(f"{what}: expected dense tensors, got a sparse or a nested one; send what the other side made.")
         about = About(*message[ABOUT].tolist())
-        tensors = {k: v.to(net.w0.device) for k, v in message.items() if k != ABOUT}
+        tensors = {k: v.detach().to(net.w0.device) for k, v in message.items() if k != ABOUT}
         statistics = tensors.pop(STATISTICS, None)
         payload: Payload = {k: v[None] for k, v in tensors.items() if "@" not in k}
         for key in (k.removesuffix("@rows") for k in tensors if k.endswith("@rows")):

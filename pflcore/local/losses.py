@@ -52,6 +52,7 @@ def half_squared(scores: Tensor, y: Tensor) -> Tensor:
 
 
 REGRESSION = (squared, half_squared)  # integers are numbers to these, not labels
+LOGITS = (hinge, binary_cross_entropy, F.binary_cross_entropy_with_logits, F.soft_margin_loss, nn.BCEWithLogitsLoss, nn.SoftMarginLoss)
 
 
 CRITERIA: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -63,7 +64,6 @@ CRITERIA: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 PLAIN = {nn.CrossEntropyLoss: "cross_entropy", nn.MSELoss: "squared"}  # as torch makes them by default, they are ours by name
-SPREADING = nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, F.l1_loss, F.smooth_l1_loss, F.huber_loss
 Loss = str | Callable[[Tensor, Tensor], Tensor]
 
 
@@ -106,9 +106,14 @@ def loss_name(criterion: Callable[[Tensor, Tensor], Tensor]) -> str:
     return next((k for k, v in CRITERIA.items() if v is criterion), getattr(criterion, "__name__", type(criterion).__name__))
 
 
-def spreads(criterion: Callable[[Tensor, Tensor], Tensor]) -> bool:
-    """Whether it is one of torch's that spread scores [B, 1] over targets [B] to [B, B]."""
-    return type(criterion) in SPREADING or criterion in SPREADING
+def spreads(criterion: Callable[[Tensor, Tensor], Tensor], scores: Tensor, y: Tensor) -> bool:
+    """Whether scores [B, 1] are spread over targets [B] to [B, B]: on drawn scores the loss is another than in the targets' shape."""
+    drawn = torch.rand(scores.shape, generator=torch.Generator().manual_seed(0)).to(scores)
+    try:
+        one, other = (torch.as_tensor(criterion(s, y)).double() for s in (drawn, drawn.view(y.shape)))
+    except Exception:  # it wants the scores as they are
+        return False
+    return one.shape != other.shape or not torch.allclose(one, other, rtol=1e-4, equal_nan=True)
 
 
 def by_place(scores: Tensor, y: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from pflcore.data.fields import Fields
-from pflcore.local.losses import REGRESSION, Loss, loss_of
+from pflcore.local.losses import LOGITS, REGRESSION, Loss, loss_of
 from pflcore.local.plain import refuse_detours
 from pflcore.local.random import OwnDraws
 from pflcore.local.recurrent import write_out
@@ -120,18 +120,21 @@ class Net:
         floats = dict(self.module.named_buffers())
         self.buffer_shapes = [floats[n].shape for n in self.buffer_names]
         self.buffer_sizes = [floats[n].numel() for n in self.buffer_names]
+        owners = zip(self.buffer_names, self.buffer_sizes, strict=True)
+        self.variances = torch.tensor([n.endswith("running_var") for n, size in owners for _ in range(size)], dtype=torch.bool)  # [b]
         self.w0 = self.row(self.module)  # [P]
         self.b0 = torch.cat(
             [floats[n].detach().reshape(-1).to(self.dtype) for n in self.buffer_names] or [torch.empty(0, dtype=self.dtype)]
         )  # [b]
         self.head_name, self._asked = self._find_head(head), head is not None
+        self.one_score = False  # does the model give one score for each label? once a batch was seen
         self.kernels = True  # pflcore's own in the place of layers that they can stand for
         self._threads = threading.local()
 
     @property
     def scores_classes(self) -> bool:
-        """Whether integer targets are labels, so that there is an accuracy; to a squared error they are numbers."""
-        return self.criterion not in REGRESSION and not isinstance(self.criterion, nn.MSELoss | nn.L1Loss | nn.SmoothL1Loss | nn.HuberLoss)
+        """Whether integer targets are labels, so that there is an accuracy: of one score a label only a loss of logits says so."""
+        return self.criterion not in REGRESSION and (not self.one_score or any(c in LOGITS for c in (self.criterion, type(self.criterion))))
 
     # rows and modules ------------------------------------------------------------------------------------------------
     def row(self, module: nn.Module) -> Tensor:

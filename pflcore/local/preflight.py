@@ -164,6 +164,7 @@ def check_scores(net: Net, data: Federation, scores: Any, y: Tensor) -> None:
         raise ValueError(
             f"model: expected one row of scores for each of {len(y)} samples, got shape {list(scores.shape)}; keep the batch as the first axis."  # noqa: E501
         )
+    net.one_score = scores.numel() == y.numel()
     name = {f: name for name, f in CRITERIA.items()}.get(net.criterion)
     outputs = scores.shape[1] if scores.dim() > 1 else 1
     if name == "cross_entropy":
@@ -184,7 +185,7 @@ def check_scores(net: Net, data: Federation, scores: Any, y: Tensor) -> None:
             raise ValueError(f"criterion: 'hinge' takes two classes, and these labels go from {low:g} to {high:g}; take 'cross_entropy'.")
         if name == "binary_cross_entropy" and not (low >= 0 and high <= 1):
             raise ValueError(f"criterion: 'binary_cross_entropy' takes targets from 0 to 1, and these go from {low:g} to {high:g}.")
-    elif spreads(net.criterion) and scores.shape != y.shape and scores.numel() == y.numel():
+    elif scores.shape != y.shape and net.one_score and spreads(net.criterion, scores, y):
         raise ValueError(
             f"criterion: {loss_name(net.criterion)} would spread scores {list(scores.shape)} over targets {list(y.shape)}; give "
             "the targets the scores' shape, or return scores of theirs."

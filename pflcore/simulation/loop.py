@@ -115,7 +115,6 @@ class Simulation:
         net = model if isinstance(model, Net) else Net(model, self.loss or default_loss(self.data.y), seed=self.seed)
         net = self.algorithm.prepare(net)
         buffers_of(self.algorithm, net, self.buffers)
-        self.measures = metrics_of(self.metrics, net.scores_classes and not self.data.y.is_floating_point())
         self.training.lr_at(1, self.rounds)  # so that a schedule that fails does so now
         self.history: History | None = None  # of the last call of `run`
         self._content: Record | None = None  # of the federation: what a checkpoint says of it
@@ -129,6 +128,7 @@ class Simulation:
             peak = self._peak_bytes(net)
             data = sum(t.numel() * t.element_size() for t in (self.data.x, self.data.y))
             raise MemoryError(memory.sentence(f"before the first round, with {human(data)} of data", peak, request, self.device))
+        self.measures = metrics_of(self.metrics, self.setting.net.scores_classes and not self.data.y.is_floating_point())
 
     def _evaluated(self) -> torch.Tensor | None:
         """The ids of those who are evaluated, ascending; None: everybody. A number of them is drawn of those with samples."""
@@ -325,6 +325,8 @@ class Simulation:
         outlier = self._outlier
         first = round - self._state.void + 1
         which = f"round {round} was" if first == round else f"rounds {first} to {round} were"
+        if done.why is not None:
+            return f"{which.capitalize()} void: {done.why}"
         why = f"the server's {', '.join(done.spoilt)} would not be finite" if done.spoilt else ""
         why = why or f"client(s) {done.dropped} sent updates that are not finite"
         what = f"lower the learning rate ({self.training.lr})"

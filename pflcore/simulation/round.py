@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.algorithms.base import Cohort, Commit, FedAvg, Payload, Pool, State, Tensors, cohort_from, cohort_of
+from pflcore.algorithms.base import Cohort, Commit, FedAvg, Payload, Pool, State, Tensors, Void, cohort_from, cohort_of
 from pflcore.local import Local, Setting
 from pflcore.local.losses import shares_right, that_count
 from pflcore.local.net import Net
@@ -37,6 +37,7 @@ class Outcome:
     moved: list[float | None] | None = None  # each client's update norm over the cohort's median; None: dropped, or nothing to measure
     clipped: list[int] = field(default_factory=list)  # clients whose update was shortened to `clip`
     factor: Tensor | None = None  # [S'] how much of the update of each who was not dropped `clip` left, float64
+    why: str | None = None  # the round is void for this reason of the algorithm's
     spoilt: list[str] = field(default_factory=list)  # what the server would hold that is not finite: the round is void
 
 
@@ -159,7 +160,7 @@ def receive(
         return replace(state, round=round, void=state.void + 1)
     if outcome.dropped:
         ids = ids[fine]
-        cohort = cohort_from(alg, ids, cohort.size[fine], cohort.n, round, cohort.rounds)
+        cohort = cohort_from(alg, ids, cohort.size[fine], cohort.n, round, cohort.rounds, len(outcome.dropped))
         up, new = ({k: v[fine.to(v.device)] for k, v in d.items()} for d in (up, new))
         buffers = buffers[fine.to(buffers.device)]
     norm = uploads.norms(up, state.g, ids, cohort.n)
@@ -177,7 +178,11 @@ def receive(
     averaged = policy == "average" and buffers.shape[1] > 0
     statistics = None if averaged else Commit(ids, (state.buffers, buffers))
     # of its own where more can fail after the server
-    g = alg.server({k: v.clone() for k, v in state.g.items()} if averaged else state.g, up, cohort)
+    try:
+        g = alg.server({k: v.clone() for k, v in state.g.items()} if averaged else state.g, up, cohort)
+    except Void as void:
+        outcome.void, outcome.why = True, str(void)
+        return replace(state, round=round, void=state.void + 1)
     outcome.spoilt = uploads.not_finite(state.g, g)
     if outcome.spoilt:
         outcome.void = True

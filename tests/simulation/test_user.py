@@ -9,7 +9,6 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from doors import hinge
 from methods import APFL, Ditto, Waffle
 from parts.user import TRAINING, Mine, simulation
 from small import SIX, images, swept, tiny_model
@@ -351,7 +350,7 @@ def test_values_are_predicted_as_values():
     x, y = data.client(0, "test")
     assert history.predict(0, x).shape == y.shape
     labels = Federation.from_arrays([(v, (v[:, 0] > 0).long()) for v in (x, -x)], test_fraction=0.5)
-    history = Simulation("fedavg", nn.Linear(6, 1), labels, TRAINING, rounds=9, loss=hinge).run()
+    history = Simulation("fedavg", nn.Linear(6, 1), labels, TRAINING, rounds=9, loss="hinge").run()
     x, y = labels.client(0, "test")
     assert (history.predict(0, x) == y).double().mean() == history.rounds[-1]["eval"]["accuracy"][0]
 

@@ -10,7 +10,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
 from pflcore.algorithms.feddwa import FedDWA
-from pflcore.interop.flower.records import only_record
+from pflcore.interop.flower.records import only_record, usable
 from pflcore.interop.mixing import method_of, personalize
 
 
@@ -46,7 +46,8 @@ class PersonalStrategy(FedAvg):  # type: ignore[misc]
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Makes everybody's next model; gives the mean, as FedAvg does."""
         replies = sorted(replies, key=lambda m: m.metadata.src_node_id)  # whoever came first, the bits are the same
-        pairs = [(m.metadata.src_node_id, only_record(m, f"node {m.metadata.src_node_id}")[1]) for m in replies if m.has_content()]
+        replies = usable(replies, self.weighted_by_key)
+        pairs = [(m.metadata.src_node_id, only_record(m, "")[1]) for m in replies if m.has_content()]
         if pairs:
             previous: dict[str, Any] = {"previous": self._last or pairs} if self._looks_back else {}
             self.models.update(personalize(pairs, self.method, **self.chosen, **previous))

@@ -14,7 +14,7 @@ from flwr.serverapp.strategy import FedAvg, Result
 from flwr.serverapp.strategy.strategy_utils import sample_nodes
 from flwr.supercore import log
 
-from pflcore.interop.flower.records import only_record, record_of
+from pflcore.interop.flower.records import record_of
 from pflcore.interop.server import Server
 from pflcore.local.random import drawn
 from pflcore.simulation.round import sample
@@ -78,17 +78,16 @@ class PflStrategy(FedAvg):  # type: ignore[misc]
         uploads: dict[Any, Any] = {}
         for message in valid:
             client = self.clients[message.metadata.src_node_id]
-            if client in uploads:
-                raise ValueError(f"client {client!r}: it answered more than once in round {server_round}; leave the others out.")
             metrics: Any = next(iter(message.content.metric_records.values()), {})
-            record = only_record(message, f"client {client!r}")[1]
-            uploads[client] = record.to_torch_state_dict(), metrics.get(self.weighted_by_key)
+            records = [r.to_torch_state_dict() for r in message.content.array_records.values()]
+            uploads.setdefault(client, (records[0] if len(records) == 1 else records, metrics.get(self.weighted_by_key)))
         if not uploads:
             return None, None
-        outcome = self.server.aggregate(uploads)
+        outcome = self.server.aggregate(uploads, strict=False)
         if outcome.void or outcome.dropped:
             log(WARNING, "round %d: not finite, so absent: clients %s%s", server_round, outcome.dropped, "; void" * outcome.void)
-        return None, self.train_metrics_aggr_fn([m.content for m in valid], self.weighted_by_key)
+        fine = [m.content for m in valid if self.clients[m.metadata.src_node_id] in outcome.ids]
+        return None, self.train_metrics_aggr_fn(fine, self.weighted_by_key) if fine else None
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         """A message for each client that is evaluated."""
@@ -120,9 +119,7 @@ class PflStrategy(FedAvg):  # type: ignore[misc]
         here: dict[int, int] = {}
         for node in known:
             number = self.server.join(self.clients[node])
-            if number in here:
-                raise ValueError(
-                    f"client {self.clients[node]!r}: nodes {here[number]} and {node} both say that they are it; give each its own."
-                )
-            here[number] = node
+            if here.setdefault(number, node) != node:
+                who = self.clients[node]
+                log(WARNING, "client %r: nodes %d and %d both say that they are it; the first one is heard", who, here[number], node)
         return here
