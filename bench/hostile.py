@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from pflcore import ALGORITHMS, FedAvg, Simulation, Training
-from pflcore.algorithms.defences import Defence
+from pflcore.algorithms.defences import COUNTING, Defence
 from pflcore.data import Federation, federation_of
 from pflcore.simulation.attacks import Adversary, Attack
 
@@ -83,7 +83,8 @@ def shares(report: dict[str, list[float]]) -> list[float]:
 def attacks(seeds: int = 1, bad: tuple[int, ...] = BAD) -> tuple[Table, int]:
     """Accuracy by attack and defence, and how often the defence that must hold did not."""
     data = [federation_of("mnist5k", "A", N, seed) for seed in range(seeds)]
-    options = [{}, *({"defence": d, "hostile": len(bad), **({"root": 0} if d == "fltrust" else {})} for d in DEFENCES)]
+    beside: dict[str, dict[str, int]] = {**{d: {"hostile": len(bad)} for d in COUNTING}, "fltrust": {"root": 0}}
+    options = [{}, *({"defence": d, **beside.get(d, {})} for d in DEFENCES)]
     table, lost, clean = [["attack", "none", *DEFENCES]], 0, 0.0
     for attack in (None, *ATTACKS):
         row = [played(FedAvg(**o), data, attack, bad)[:, 0] for o in options]

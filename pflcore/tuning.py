@@ -100,7 +100,6 @@ class Tuned:
 
     trials: list[Trial]
     protocols: list[Protocol]
-    chosen: list[Tensor]  # one per protocol: each client's candidate [N], all the same unless chosen per client
     states: Callable[[Candidate, int], tuple[State, Setting]]
 
     @property
@@ -109,17 +108,10 @@ class Tuned:
         return max(self.trials, key=lambda t: t.score)
 
     def report(self, protocol: int = 0) -> Tensors:
-        """Test results of the chosen candidate(s) on a protocol's reported clients: see `pflcore.evaluate`."""
-        p = self.protocols[protocol]
-        out: Tensors = {}
-        for j in self.chosen[protocol][p.report].unique().tolist():
-            mine = p.report[self.chosen[protocol][p.report] == j]
-            candidate = self.trials[j].candidate
-            state, setting = self.states(candidate, protocol)
-            values = evaluate(candidate.algorithm, state, setting._replace(data=p.data.to(setting.data.device)), "test", mine)
-            for k, v in values.items():
-                out[k] = v if k not in out else torch.where(torch.zeros(len(v)).index_fill(0, mine, 1.0).bool(), v, out[k])
-        return out
+        """Test results of the best candidate on a protocol's reported clients: see `pflcore.evaluate`."""
+        p, best = self.protocols[protocol], self.best.candidate
+        state, setting = self.states(best, protocol)
+        return evaluate(best.algorithm, state, setting._replace(data=p.data.to(setting.data.device)), "test", p.report)
 
     def table(self) -> str:
         """Markdown: the candidates, best first."""
@@ -174,7 +166,6 @@ def tune(
     rounds: int,
     *,
     states: Sequence[State] | None = None,
-    per_client: bool = False,
     participation: float = 1.0,
     seed: int | Sequence[int] = 0,
     engine: str = "auto",
@@ -190,13 +181,12 @@ def tune(
     Several protocols (splits) are averaged; run j has seed `seed + j`, or the j-th of several seeds, and starts at the j-th net where
     several are given. With `rounds=0`
     the fresh state is the trained one. `states`, one per protocol: trained already, so the grid may hold `late` options only.
-    `per_client`: each client its own best candidate (cross-silo only).
     The best has the highest accuracy, or for targets the least loss; else the best `metric`: "accuracy", "loss", a name that `Simulation`'s
     `metrics` takes, whose direction is known, or a function of one client's (scores, labels), with `maximize` for its direction.
     With `folder` every result is recorded as it comes, and a second call with the same arguments goes on where the first one stopped
     (functions go by their names).
     A candidate whose run stopped early, or that leaves a single client with validation samples without a finite loss or value, is recorded
-    with the reason and never chosen, neither for all nor for one client: its mean would be that of the clients who survived it.
+    with the reason and never chosen: its mean would be that of the clients who survived it.
     """
     algorithm = algorithm_of(algorithm)
     protocols = [protocol] if isinstance(protocol, Protocol) else list(protocol) if isinstance(protocol, Sequence) else []
@@ -204,8 +194,6 @@ def tune(
         raise TypeError(
             f"protocol: expected cross_silo(data) or cross_device(data), which say what is chosen on what, got {type(protocol).__name__}."
         )
-    if per_client and any(p.setting == "cross-device" for p in protocols):
-        raise ValueError("per_client: clients of a cross-device protocol that are reported have no validation samples; choose globally.")
     trials = [Trial(c) for c in candidates(algorithm, training, grid)]
     if states is not None and len({t.candidate.trained for t in trials}) > 1:
         raise ValueError(f"grid: with trained states it may hold {', '.join(algorithm.late) or 'nothing'}, got {', '.join(grid)}.")
@@ -219,7 +207,7 @@ def tune(
     classes = nets[0].scores_classes and not protocols[0].data.y.is_floating_point()
     criterion = None if metric is None and maximize is None else criterion_of(metric, maximize, classes)
     where = Path(folder) if folder else None
-    bench = _Bench(criterion, protocols, nets, states, rounds, participation, seeds, engine, workers, device, where, per_client)
+    bench = _Bench(criterion, protocols, nets, states, rounds, participation, seeds, engine, workers, device, where)
     header = bench.header(algorithm, training)
     book, bench.key = _Book(where and where / "tuning.jsonl", header), _key(header)
     for j in range(len(protocols)):
@@ -234,13 +222,7 @@ def tune(
             say(f"{n + 1}/{len(trials)} {_in_words(trial.candidate.options)}: {line['stopped'] or f'{trial.score:.5f}'}")
     if all(t.score == -math.inf for t in trials):
         raise ValueError(f"grid: every candidate diverged, the first one with: {trials[0].stopped or 'values that are not finite'}")
-    best = max(range(len(trials)), key=lambda i: trials[i].score)
-    chosen = [torch.full((p.data.n,), best) for p in protocols]
-    if per_client:
-        for j in range(len(protocols)):
-            scores = torch.stack([t.values[j] if t.score > -math.inf else torch.full_like(t.values[j], math.nan) for t in trials])
-            chosen[j] = scores.nan_to_num(nan=-torch.inf).argmax(0)
-    return Tuned(trials, protocols, chosen, bench.state)
+    return Tuned(trials, protocols, bench.state)
 
 
 class _Bench:
@@ -259,11 +241,10 @@ class _Bench:
         workers: int | None,
         device: str,
         folder: Path | None,
-        keep: bool,
     ) -> None:
         self.protocols, self.nets, self.states, self.rounds, self.seeds = protocols, nets, states, rounds, seeds
         self.participation, self.device, self.criterion = participation, device, criterion
-        self.engine, self.workers, self.folder, self.keep = engine, workers, folder, keep
+        self.engine, self.workers, self.folder = engine, workers, folder
         self.blind = [p.blind for p in protocols]
         self.memory: dict[str, tuple[State, str | None]] = {}
         self.key = ""  # what the search is, in the names of the files that it keeps
@@ -326,9 +307,7 @@ class _Bench:
                 part = file.with_suffix(".part")
                 torch.save({**{f.name: getattr(state, f.name) for f in fields(state)}, "stopped": stopped}, part)
                 part.replace(file)
-        if not self.keep or file is not None:
-            self.memory.clear()
-        self.memory[name] = state, stopped
+        self.memory = {name: (state, stopped)}
         return state, simulation.setting, stopped
 
     def state(self, candidate: Candidate, run: int) -> tuple[State, Setting]:

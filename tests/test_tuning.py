@@ -152,7 +152,7 @@ GRIDS = {
 def test_poisoned_test_labels_change_no_choice(setting, name):
     p, (alg, grid) = PROTOCOLS[setting](), GRIDS[name]
     a, b = (tune(q, model(), alg, TRAINING, grid, 4) for q in (p, poisoned(p)))
-    assert torch.equal(a.chosen[0], b.chosen[0]) and [t.score for t in a.trials] == [t.score for t in b.trials]
+    assert a.best.candidate.options == b.best.candidate.options and [t.score for t in a.trials] == [t.score for t in b.trials]
     clean, wrong = a.report()["accuracy"][p.report], b.report()["accuracy"][p.report]
     assert not clean.isnan().any() and not torch.equal(clean, wrong)
     outside = torch.ones(12, dtype=torch.bool).index_fill(0, p.report, False)
@@ -172,18 +172,6 @@ def test_the_choice_is_the_best_on_validation_and_the_report_is_its_test_result(
     best = max(range(2), key=scores.__getitem__)
     torch.testing.assert_close(tuned.report()["accuracy"], results[best], equal_nan=True)
     assert tuned.best.candidate.options == {"training.lr": (0.001, 0.3)[best]} and "chosen" in tuned.table()
-
-
-def test_each_client_its_own_candidate():
-    p = PROTOCOLS["silo"]()
-    tuned = tune(p, model(), KnnPer(k=3), TRAINING, {"lam": [0.0, 1.0]}, 4, per_client=True)
-    values = torch.stack([t.values[0] for t in tuned.trials])
-    assert torch.equal(tuned.chosen[0], values.argmax(0)) and len(tuned.chosen[0].unique()) == 2
-    state, setting = tuned.states(tuned.trials[0].candidate, 0)
-    each = [evaluate(KnnPer(k=3, lam=lam), state, setting._replace(data=p.data))["accuracy"] for lam in (0.0, 1.0)]
-    assert torch.equal(tuned.report()["accuracy"], torch.where(tuned.chosen[0] == 0, each[0], each[1]))
-    with pytest.raises(ValueError, match=r"^per_client: .*\.$"):
-        tune(PROTOCOLS["device"](), model(), KnnPer(), TRAINING, {"lam": [0.0]}, 1, per_client=True)
 
 
 def test_a_diverged_candidate_is_recorded_and_loses(tmp_path):
@@ -244,7 +232,7 @@ def test_a_grid_goes_on_where_it_stopped(tmp_path):
     text = file.read_text()
     file.write_text(text[:-20])  # and its last line was cut off
     again = tune(p, model(), alg, TRAINING, grid, 3, folder=tmp_path / "b")
-    assert [t.score for t in again.trials] == [t.score for t in whole.trials] and torch.equal(again.chosen[0], whole.chosen[0])
+    assert [t.score for t in again.trials] == [t.score for t in whole.trials]
     assert file.read_text() == (tmp_path / "a" / "tuning.jsonl").read_text()
     assert torch.equal(again.report()["accuracy"], whole.report()["accuracy"])
     before = file.stat().st_mtime_ns, len(list(file.parent.glob("state-*.pt")))
@@ -279,7 +267,7 @@ def test_several_splits_are_averaged():
     for i in range(2):
         assert both.trials[i].score == pytest.approx(sum(a.trials[i].score for a in alone) / 2)
     for j, a in enumerate(alone):
-        if torch.equal(a.chosen[0], both.chosen[j]):
+        if a.best.candidate.options == both.best.candidate.options:
             assert torch.equal(a.report()["accuracy"], both.report(j)["accuracy"])
     seeds = tune(splits, model(), FedAvg(), TRAINING, {"training.lr": [0.01, 0.3]}, 3, seed=[5, 6])
     assert [t.score for t in seeds.trials] == [t.score for t in both.trials]

@@ -103,6 +103,9 @@ class FedAvg:
                 f"defence: {type(self).__name__} takes no step along the mean of the updates, whose place a defence takes; leave it "
                 "out, and limit how long an update may be with the run's clip."
             )
+        for f in fields(self):
+            if f.name in self.idle and getattr(self, f.name) != f.default and f.name != "defence":
+                raise ValueError(f"{f.name}: it plays no part in this {type(self).__name__}, got {getattr(self, f.name)}; leave it out.")
         if not kinds.whole(0).fits(self.hostile):
             raise ValueError(f"hostile: expected a number of clients, from 0, got {kinds.shown(self.hostile)}.")
         if (self.defence == "fltrust") != kinds.whole(0).fits(self.root):
@@ -113,6 +116,11 @@ class FedAvg:
         super().__init_subclass__()
         if not averages and ("server" in vars(cls) or any("defence" in getattr(base, "unused", ()) for base in cls.__bases__)):
             cls.unused = tuple(dict.fromkeys((*cls.unused, "defence", "hostile", "root")))
+
+    @property
+    def idle(self) -> tuple[str, ...]:
+        """Options that play no part beside the others that are set."""
+        return self.unused if self.defence in defences.COUNTING else (*self.unused, "hostile")
 
     @property
     def required(self) -> tuple[int, ...]:

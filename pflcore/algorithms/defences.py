@@ -10,6 +10,7 @@ from torch import Tensor
 from pflcore import ops
 
 Defence = Literal["clip", "median", "trimmed_mean", "krum", "multi_krum", "fltrust"]
+COUNTING = ("krum", "multi_krum", "trimmed_mean")  # those that take how many clients are hostile
 
 
 def krum(sqdist: Tensor, f: int, m: int) -> Tensor:

@@ -36,7 +36,9 @@ class FactorizedWaffle(FedAvg):
     A model without factorized layers gets them, in the place of all layers but the head: see `pflcore.nn.factorize`.
     Presets: "paper_literal" is the text's one SGD for everything and the full KL: scores then hardly move from the prior, and the method
     stays near FedAvg. "recommended" gives the beliefs an Adam of their own and a weak KL; both are measured in docs/factorized.md.
-    Decisions where the paper is silent: alpha is F, tau 2/3, biases and the output layer are plain and shared, averaging is uniform.
+    Decisions where the paper is silent: alpha is F, tau 2/3, biases and the output layer are plain and shared, averaging is uniform,
+    r starts at 1, evaluation is `thr_soft`, logits of beliefs stay within 7 (pi) and 9 (c, d), noise within [1e-4, 1 - 1e-4], and a run's
+    momentum is the dictionary's alone.
     """
 
     weighting: str = "uniform"  # "uniform" as in the paper, or "samples"

@@ -182,8 +182,6 @@ class FedDWAQP(FedDWA):
         super().__post_init__()
         if not 0 <= self.theta <= 1:
             raise ValueError(f"theta: expected a number from 0 (Eq. 15) to 1 (Eq. 12), got {self.theta}.")
-        if self.power != 1:
-            raise ValueError(f"power: {type(self).__name__} solves for its weights; leave it out, got {self.power}.")
         if not self.ridge >= 0:
             raise ValueError(f"ridge: expected a number >= 0, got {self.ridge}.")
 

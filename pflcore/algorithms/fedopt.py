@@ -57,6 +57,12 @@ class FedOpt(FedAvg, averages=True):
             raise ValueError(f"v0: expected a number >= 0 or None, got {self.v0}.")
 
     @property
+    def idle(self) -> tuple[str, ...]:
+        moments = () if self.optimizer in ("adam", "yogi") else ("beta2",)
+        adaptive = () if self.adaptive else ("tau", "v0", "bias_correction")
+        return (*super().idle, *moments, *adaptive, *(("beta1",) if self.optimizer == "sgd" else ()))
+
+    @property
     def adaptive(self) -> bool:
         return self.optimizer in ("adam", "yogi", "adagrad")
 

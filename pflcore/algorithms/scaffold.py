@@ -27,8 +27,7 @@ class Scaffold(FedAvg, averages=True):
     refused with AdamW, whose steps do not add up to gradients, and option I with clipping.
     `weighting="samples"` weighs x and c alike by n_i; then c is the n-weighted mean of the c_i under full participation only. A `defence`
     takes the place of both means, of the updates and of the control variates, each by itself; c is then no mean of the c_i. The run's
-    `clip` shortens a client's step of c_i with its update, so that c stays their mean (a `Server` cannot tell its `Client`s: there it does
-    not).
+    `clip` shortens a client's step of c_i with its update, so that c stays their mean.
     """
 
     weighting: str = "uniform"  # "uniform" as in the paper, or "samples"

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.algorithms.base import Cohort, Commit, Payload, Tensors, only_sgd
+from pflcore.algorithms.base import Cohort, Commit, Payload, Tensors
 from pflcore.algorithms.scaffold import Scaffold
-from pflcore.local import Local, Training
+from pflcore.local import Local
 from pflcore.local.net import Net
 from pflcore.local.workers import onto
 
@@ -36,21 +36,19 @@ class Waffle(Scaffold):
     against a c that is no longer its own and may run away; the farthest sets the scale of Algorithm 1's distances, so the next one then
     counts as near (a CNN with ReLU loses its target on plain MNIST): `clip` holds such updates.
 
-    Deviations, each with the paper's own reading as an option: `control_agg="recompute"` keeps `c = sum_i weight_i c_i`; as printed
+    Deviations, each with the paper's own reading as an option: `control_agg="recompute"` keeps `c = sum_i weight_i c_i` (but
+    where `clip` shortens an upload, since the client keeps its whole c_i); as printed
     ("literal": `c += sum_i weight_i dc_i`) c forgets what it owes each client when weights change, the gap between c and the target's
     own c_i freezes once the target is alone, and the target cannot reach its optimum. `option="mean_grad"` is as in SCAFFOLD ("II" is
     the paper's). Decisions where the paper is silent: c and c_i start at 0, the history at 1/N, server_lr 1, the history holds unsmoothed
-    weights, no weighting by samples.
+    weights, no weighting by samples, distances are the updates' as they are, whatever a client's steps.
     """
 
     target: int = 0  # the client for whom the model is made
     do: float = 3.2  # slope of the paper's Omega = Psi = 1 / (1 + exp(do * (2 (round + r0) / rounds - 1)))
     r0: float = 0.0  # shifts that curve: positive turns local earlier
     control_agg: Literal["recompute", "literal"] = "recompute"  # how c follows the weights; "literal" is Algorithm 2 as printed
-    distance_on: Literal["update", "raw_grad"] = "update"  # distances between updates (the paper) or between mean gradients
     tie: str = "closed"  # weights where all others are equally far: "closed" form at the limit, or "uniform"
-    history_init: Literal["uniform", "replicate", "zeros"] = "uniform"  # the weights of the two rounds before the first
-    normalize_by_steps: bool = False  # divide an update by its client's steps before measuring distances
     omega: Schedule | None = None  # a function of (round, rounds) instead of the paper's curve
     psi: Schedule | None = None  # the same for Psi; by default Psi is Omega
 
@@ -64,10 +62,7 @@ class Waffle(Scaffold):
             raise ValueError(f"do and r0: expected finite numbers, got {self.do} and {self.r0}.")
         for name, allowed in (
             ("control_agg", ("recompute", "literal")),
-            ("distance_on", ("update", "raw_grad")),
             ("tie", ("closed", "uniform")),
-            ("history_init", ("uniform", "replicate", "zeros")),
-            ("weighting", ("uniform",)),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}: expected {' or '.join(map(repr, allowed))}, got {getattr(self, name)!r}.")
@@ -76,24 +71,14 @@ class Waffle(Scaffold):
     def required(self) -> tuple[int, ...]:
         return (self.target,)
 
-    def check_training(self, training: Training) -> None:
-        super().check_training(training)
-        if self.normalize_by_steps:
-            only_sgd(self, training, "with normalize_by_steps divides by the sum of SGD's step sizes", clip=True)
-
     def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
         g, own = super().init(net, n)
-        even = torch.full((n,), 1 / n, dtype=torch.float64)
-        before = {"uniform": even, "zeros": 0 * even, "replicate": 0 * even - 1}[self.history_init]  # -1: none yet
-        return {**g, "history": before.repeat(2, 1), "ids": torch.empty(0, dtype=torch.int64), "weights": even[:0]}, own
+        even = torch.full((2, n), 1 / n, dtype=torch.float64)
+        return {**g, "history": even, "ids": torch.empty(0, dtype=torch.int64), "weights": even[0, :0]}, own
 
     def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
         fit, new = self.train(down, own, local)
         up = {"delta": fit.w.sub_(down["x"]), "control": new if self.control_agg == "recompute" else new - own["c"]}
-        if self.normalize_by_steps:
-            up["lr_sum"] = fit.lr_sum
-        if self.distance_on == "raw_grad" and self.control_agg == "literal":
-            up["grad"] = new  # a third model: the server keeps no table of the c_i
         return {"c": new}, up
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
@@ -114,24 +99,19 @@ class Waffle(Scaffold):
 
     def mixing(self, g: Tensors, up: Tensors, cohort: Cohort) -> tuple[Tensor, Tensor]:
         """The smoothed weights of the cohort [S], and its new history [2, S]; both float64."""
-        look = up["delta"] / up["lr_sum"] if self.normalize_by_steps else up["delta"]
-        if self.distance_on == "raw_grad":
-            look = up["control"] if self.control_agg == "recompute" else up["grad"]
         at = int((cohort.ids == self.target).nonzero())
-        dist = ops.pairwise_sqdist(look[at : at + 1], look)[0].sqrt().cpu()  # [S]
+        dist = ops.pairwise_sqdist(up["delta"][at : at + 1], up["delta"])[0].sqrt().cpu()  # [S]
         omega, psi = self.globality(cohort.round, cohort.rounds)
         mine = ops.waffle_weights(dist, at, omega, psi, self.tie)
         if 20 * cohort.round >= 19 * cohort.rounds:  # 0.95 R, in integers
             mine = torch.zeros_like(mine).index_fill_(0, torch.tensor([at]), 1.0)
         mine = mine * (len(mine) / cohort.n)  # as large as in a round of everybody
         history = g["history"][:, cohort.ids]  # of the last two rounds that each one attended
-        history = torch.where(history < 0, mine, history)
         new = torch.stack([mine, history[0]])
         if 20 * (cohort.round - 2) >= 19 * cohort.rounds:  # the last two rounds were the target's alone, attended or not
             history = mine.expand(2, -1)
         smooth = (history.sum(0) + mine) / 3
-        whole = min(cohort.round, 3) / 3 if self.history_init == "zeros" else 1.0
-        return smooth * (whole / smooth.sum()), new
+        return smooth / smooth.sum(), new
 
     def globality(self, round: int, rounds: int) -> tuple[float, float]:
         """Omega and Psi of this round (1-based)."""

@@ -55,6 +55,8 @@ class Training:
             raise ValueError(f"local_optimizer: expected 'sgd' or 'adamw', got {self.local_optimizer!r}.")
         if len(self.betas) != 2:
             raise ValueError(f"betas: expected two numbers in [0, 1), got {self.betas}.")
+        if self.local_optimizer == "sgd" and (self.betas, self.eps) != ((0.9, 0.999), 1e-8):
+            raise ValueError(f"betas, eps: SGD has none, got {self.betas} and {self.eps}; leave them out, or take local_optimizer='adamw'.")
         if self.local_optimizer == "adamw" and self.momentum:
             raise ValueError(f"momentum: AdamW has betas in its place, got {self.momentum}; leave momentum out, or take SGD.")
 

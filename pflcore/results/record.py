@@ -342,7 +342,7 @@ def _grouped(lines: Iterable[dict[str, Any]]) -> list[Run]:
     out: list[Run] = []
     for line in lines:
         if "header" in line:
-            out.append(Run(_today(line["header"])))
+            out.append(Run(line["header"]))
             continue
         if not out and ("stopped" in line or "round" in line):
             out.append(Run())
@@ -355,14 +355,6 @@ def _grouped(lines: Iterable[dict[str, Any]]) -> list[Run]:
         if "round" in line:
             out[-1].rounds.append(line)
     return out
-
-
-def _today(head: dict[str, Any]) -> dict[str, Any]:
-    """A header of an older version with today's names: the server's step size was once called "lr", as the clients' is."""
-    own = head.get("options")
-    if not isinstance(own, dict) or "lr" not in own or "server_lr" in own:
-        return head
-    return {**head, "options": {"server_lr" if k == "lr" else k: v for k, v in own.items()}}
 
 
 @kinds.takes(path=kinds.PLACE)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +18,7 @@ from pflcore.results.export import Per
 from pflcore.simulation.personal import Models, Personalized, export_models
 
 Record = dict[str, Any]
+RUNAWAY = 1e6  # times the median update of a round
 
 
 @dataclass
@@ -41,6 +44,23 @@ class History:
         yield from self.rounds
         if self.stopped:
             yield {"stopped": self.stopped}
+
+    def concerns(self) -> Iterator[str]:
+        """What somebody should look at, in sentences: clients that were dropped in most of their rounds, losses that are not finite, and
+        updates a million times as long as others."""
+        played, lost = (Counter(i for r in self.rounds for i in r[key]) for key in ("cohort", "dropped"))
+        often = sorted(i for i, count in lost.items() if 2 * count > played[i])
+        if often:
+            yield f"client(s) {often} were dropped in most of their rounds: their updates were not finite; look at their data, or lower lr."
+        last: Record = next((r["eval"] for r in reversed(self.rounds) if r["eval"]), {})
+        ids = last.get("clients") or range(len(last.get("loss", [])))
+        bad = [i for i, loss in zip(ids, last.get("loss", []), strict=True) if loss == math.inf]
+        if bad:
+            yield f"the last loss of client(s) {bad} is inf; look at their data, or lower lr."
+        moved = [(m, i, r["round"]) for r in self.rounds for i, m in zip(r["cohort"], r["moved"] or [], strict=False) if m is not None]
+        ratio, client, round = max(moved, default=(0.0, 0, 0))
+        if ratio > RUNAWAY:
+            yield f"client {client}'s update was {ratio:.3g} times the median of round {round}; hold such updates by the run's clip."
 
     # what comes out ---------------------------------------------------------------------------------------------------
     def export(self, folder: str | Path) -> None:

@@ -392,8 +392,9 @@ class Simulation:
         finally:
             history.state = self.state
             history.models = Models(self._algorithm, self.setting, history.state, self.buffers, self.clip)
-        if history.stopped and not history.interrupted:
-            warnings.warn(f"{self.name}, seed {self.seed}, stopped early: {history.stopped}", RuntimeWarning, stacklevel=3)
+        said = [f"stopped early: {history.stopped}"] if history.stopped else history.concerns()
+        for what in () if history.interrupted else said:
+            warnings.warn(f"{self.name}, seed {self.seed}, {what}", RuntimeWarning, stacklevel=3)
         return history
 
     # checkpoints ------------------------------------------------------------------------------------------------------

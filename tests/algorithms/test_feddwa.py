@@ -450,5 +450,5 @@ def test_options_beside_the_paper_name_what_is_wrong(options, said):
 
 
 def test_the_quadratic_program_refuses_a_power():
-    with pytest.raises(ValueError, match=r"^power: FedDWAQP solves for its weights"):
+    with pytest.raises(ValueError, match=r"^power: it plays no part in this FedDWAQP, got 2.0; leave it out"):
         FedDWAQP(power=2.0)

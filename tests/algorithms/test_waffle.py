@@ -99,16 +99,6 @@ def test_golden_sequence_of_weights():
         close(found[r - 1][1], smooth)
 
 
-def test_golden_sequence_from_other_histories():
-    zeros = sequence([0, 1, 2, 4], 20, 3, history_init="zeros")
-    close(zeros[0][1], [0.1269903041, 0.1252315317, 0.0811114976, 0])
-    close(zeros[1][1], [0.2547406528, 0.2505564639, 0.1613695499, 0])
-    close(zeros[2][1], [0.3835469745, 0.3760151766, 0.2404378489, 0])
-    replicate = sequence([0, 1, 2, 4], 20, 2, history_init="replicate")
-    close(replicate[0][1], replicate[0][0])
-    close(replicate[1][1], (2 * torch.tensor(replicate[0][0], dtype=F64) + torch.tensor(replicate[1][0], dtype=F64)) / 3)
-
-
 def test_golden_sequence_where_the_last_rounds_are_local_by_rule():
     found = sequence([0, 1, 2, 4], 20, do=0.5)
     close(found[17][0], [0.5968019529, 0.4031980471, 0, 0])
@@ -403,27 +393,11 @@ def test_law_11_only_recompute_reaches_the_targets_optimum():
 # options ----------------------------------------------------------------------------------------------------------------------------------
 
 
-def test_distance_options():
-    net, data = Net(tiny_model()), images((8, 16, 24, 32))
-    s = make_setting(net, data, Training(lr=0.05, batch_size=8), rounds=10)
-
-    def first(**options):
-        return play(Waffle(**options), s, 1)[0][0].g["history"][0]  # type: ignore[arg-type]
-
-    raw = first(distance_on="raw_grad")
-    assert not torch.allclose(raw, first(), atol=1e-3)  # the clients take 1, 2, 3 and 4 steps
-    # in the first round a control variate is minus the update by its steps
-    torch.testing.assert_close(raw, first(normalize_by_steps=True), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(raw, first(distance_on="raw_grad", control_agg="literal"))
-
-
 def test_bad_options_and_a_warning():
     for bad in (
         {"target": -1},
         {"control_agg": "x"},
-        {"distance_on": "x"},
         {"tie": "x"},
-        {"history_init": "x"},
         {"do": math.nan},
         {"option": "III"},
     ):

@@ -50,7 +50,7 @@ def test_every_round_is_an_optimizer_of_torchs(engine):
 @pytest.mark.parametrize(
     "alg",
     [
-        Scaffold(option="II"), Waffle(option="II"), Waffle(normalize_by_steps=True), FedDWA(guidance="full_grad"), Mocha(),
+        Scaffold(option="II"), Waffle(option="II"), FedDWA(guidance="full_grad"), Mocha(),
         Mocha(regulariser="server"), APFL(), PFedMe(), PerFedAvg(), QFedAvg(q=1.0), FactorizedWaffle(),
     ],
 )  # fmt: skip

@@ -15,7 +15,8 @@ def run(data, algorithm="fedavg", **options):
 
 
 def defence(name, f=2):
-    return {"defence": name, "hostile": f, **({"root": 0} if name == "fltrust" else {})}
+    beside = {"hostile": f} if name in ("krum", "multi_krum", "trimmed_mean") else {"root": 0} if name == "fltrust" else {}
+    return {"defence": name, **beside}
 
 
 def updates(s=9, p=7, dtype=torch.float64):

@@ -223,11 +223,6 @@ def test_bytes_for_people(size, text):
     assert report.human(size) == text
 
 
-def test_an_old_record_says_server_lr_where_it_said_lr():
-    (old,) = group([{"header": {"algorithm": "fedavgm", "options": {"lr": 3, "optimizer": "ema"}, "training": {"lr": 0.1}}}])
-    assert old.header["options"] == {"server_lr": 3, "optimizer": "ema"} and old.header["training"] == {"lr": 0.1}
-
-
 def test_other_models_are_not_other_seeds():
     runs = group(
         a_run("fedavg", 0, parameters=36) + a_run("fedavg", 0, shift=0.1, parameters=836) + a_run("fedavg", 1, shift=0.1, parameters=836)

@@ -400,7 +400,7 @@ def test_school_splits_are_those_of_the_paper():
     try:
         federation_of("school")
     except (OSError, ImportError):
-        pytest.skip("school.mat is not here")
+        pytest.skip("PFLCORE_DATA is where school.mat would lie")
     for task in tasks(load("motley-school"), seeds=2, methods=["Local"]):
         p, seed = task.protocol(), task.job.options.seed
         whole = federation_of("school", fractions={"train": 1.0}, standardize=False)
@@ -461,7 +461,7 @@ def test_school_of_the_first_split(tmp_path):
     try:
         federation_of("school")
     except (OSError, ImportError):
-        pytest.skip("school.mat is not here")
+        pytest.skip("PFLCORE_DATA is where school.mat would lie")
     _, rows, checks = played(load("motley-school"), tmp_path, seeds=1, methods=["Local", "FedAvg + FT", "MOCHA, omega"])
     assert rows["Local"]["final"] == pytest.approx(0.0124, abs=1e-4) and rows["MOCHA, omega"]["final"] == pytest.approx(0.01205, abs=5e-5)
     assert [good for good, _ in checks] == [True] * 3  # FT and MOCHA below Local, FedAvg above

@@ -1,0 +1,82 @@
+"""The lines of docs/interop.md inside PFLlib and FL-bench as they are, beside their own FedAvg:
+
+python -m bench.frameworks --pfllib FOLDER --fl-bench FOLDER
+
+takes a checkout of either, with its MNIST clients made by its own generator and its packages installed, and prints the test
+accuracy of each round. PFLlib plays twice in one process, as its `-t 2` does: the second server has to start anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+PFLLIB = """
+import runpy, sys
+sys.path.insert(0, ".")
+import flcore.servers.serveravg as module, pflcore
+space = {"pflcore": pflcore, "Server": module.FedAvg}
+exec(LINES, space)
+if PERSONAL:
+    module.FedAvg = space["Personal"]
+sys.argv = "main.py -data MNIST -m DNN -algo FedAvg -gr 4 -t 2 -nc 20 -lbs 50 -lr 0.01 -ls 1 -dev cpu".split()
+runpy.run_path("main.py", run_name="__main__")
+"""
+
+FL_BENCH = """
+import runpy, sys, types, pflcore
+sys.path.insert(0, ".")
+from src.server.fedavg import FedAvgServer
+module = sys.modules["src.server.personal"] = types.ModuleType("src.server.personal")
+vars(module).update(pflcore=pflcore, FedAvgServer=FedAvgServer)
+exec(LINES, vars(module))
+module.PersonalServer.__module__ = module.__name__
+method = "personal" if PERSONAL else "fedavg"
+options = "common.global_epoch=4 common.local_epoch=1 common.batch_size=25 common.join_ratio=1.0 common.test.client.interval=1"
+sys.argv = f"main.py method={method} dataset.name=mnist model.name=2nn hydra.run.dir=OUT optimizer.lr=0.05 {options}".split()
+runpy.run_path("main.py", run_name="__main__")
+"""
+
+
+def lines(framework: str) -> str:
+    """The framework's lines in docs/interop.md."""
+    text = (ROOT / "docs" / "interop.md").read_text(encoding="utf-8")
+    found = re.search(rf"```python\n(# {framework}: [\s\S]*?)```", text)
+    assert found is not None
+    return found[1]
+
+
+def played(framework: str, program: str, folder: Path, personal: bool, accuracy: str) -> list[float]:
+    """The accuracies that the framework prints, in percent."""
+    code = program.replace("LINES", repr(lines(framework))).replace("PERSONAL", repr(personal)).replace("OUT", str(Path.cwd() / "runs"))
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{framework}: it ended with {done.returncode}: {done.stderr[-2000:]}")
+    return [float(v) for v in re.findall(accuracy, done.stdout)]
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        "python -m bench.frameworks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pfllib", type=Path)
+    parser.add_argument("--fl-bench", type=Path)
+    got = parser.parse_args()
+    for framework, program, folder, accuracy in (
+        ("PFLlib", PFLLIB, got.pfllib and got.pfllib / "system", r"Averaged Test Accuracy: ([\d.]+)"),
+        ("FL-bench", FL_BENCH, got.fl_bench, r"\"accuracy\": \"([\d.]+)%"),
+    ):
+        for personal in (False, True) if folder else ():
+            print(framework, "personalize" if personal else "FedAvg", *played(framework, program, folder, personal, accuracy), flush=True)
+
+
+if __name__ == "__main__":
+    main()
