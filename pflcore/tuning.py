@@ -256,7 +256,7 @@ class _Bench:
             "options": asdict(algorithm),
             "training": asdict(training),
             "data": [[p.data.name, p.setting, digest_of([p.train, p.choose]), of_data(p.blind)] for p in self.protocols],
-            "start": [[digest_of(net.w0), of_net(net), loss_name(net.criterion), repr(net.module)] for net in self.nets],
+            "start": [[digest_of(net.w0), of_net(net), loss_name(net.criterion)] for net in self.nets],
             "states": None if self.states is None else [digest_of(s.g) for s in self.states],
             "rounds": self.rounds,
             "participation": self.participation,

@@ -88,6 +88,7 @@ class FedAvg:
     needs_val: ClassVar[bool] = False  # needs a split "val"; a simulation holds 20 % of the training samples out where there is none
 
     def __post_init__(self) -> None:
+        kinds.pythonic(self)
         for f in fields(self):
             value = getattr(self, f.name)
             if isinstance(value, float) and not math.isfinite(value):

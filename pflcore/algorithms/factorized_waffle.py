@@ -52,7 +52,6 @@ class FactorizedWaffle(FedAvg):
     tau: float = 2 / 3  # the relaxation's final temperature
     tau_start: float | None = None  # its first; default: tau throughout
     tau_decay: float = 0.99  # its factor for each of the client's steps, down to tau
-    kl_b: str = "mc"  # E_v KL(q(b) || p(b | v)): "mc", one sample of v, "concrete_mc", the concrete variables' own, or a "series" (slow)
     eval_mode: str = "thr_soft"  # b in evaluation: "thr_soft" (pi where >= .5), "mean", "relaxed_mean", "hard" or "mc" (samples)
     samples: int = 10  # of "mc"
     never: str = "all"  # a client that never trained uses "all" factors, those of the "prior", or may "adapt" its beliefs first
@@ -62,7 +61,7 @@ class FactorizedWaffle(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        known = {"preset": PRESETS, "optimizer": (None, "adam", "sgd"), "kl_b": ("mc", "concrete_mc", "series"), "eval_mode": MODES}
+        known = {"preset": PRESETS, "optimizer": (None, "adam", "sgd"), "eval_mode": MODES}
         for name, choices in {**known, "never": ("all", "prior", "adapt"), "start": ("match", "ibpwf")}.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}: expected one of {', '.join(map(str, choices))}, got {getattr(self, name)!r}.")
@@ -142,18 +141,7 @@ class FactorizedWaffle(FedAvg):
         b = ((logit + noise_b) / tau).sigmoid_()
         sizes = [m.factors for m in factorized_layers(local.net.module).values()]
         alpha = torch.cat([torch.full((f,), float(self.alpha or f)) for f in sizes]).to(b)
-        if self.kl_b == "mc":
-            slope = ibp.kl_slope(logit, log_c, log_d, torch.log1p(-u_v), alpha, sizes)
-        else:
-            q = rows["q"].detach().requires_grad_()
-            with torch.enable_grad():
-                (logit, log_c, log_d) = q.chunk(3, 1)
-                c, d = log_c.exp(), log_d.exp()
-                if self.kl_b == "series":
-                    kl = torch.cat([ibp.expected_kl_b(*of) for of in zip(*(p.split(sizes, 1) for p in (logit, c, d)), strict=True)], 1)
-                else:
-                    kl = ibp.concrete_ratio(logit, ibp.along(ibp.log_v(u_v, c, d), sizes), noise_b, tau)
-                (slope,) = torch.autograd.grad((kl + ibp.kl_v(c, d, alpha)).sum(), q)
+        slope = ibp.kl_slope(logit, log_c, log_d, torch.log1p(-u_v), alpha, sizes)
         weight = PRESETS[self.preset][1] if self.kl_weight is None else self.kl_weight
         return b, b * (1 - b) / tau, slope.mul_(weight / rows["n"])
 

@@ -47,7 +47,6 @@ class FedDWA(FedAvg):
     k: int = 5  # how many models are mixed, at most the cohort
     guidance: str = "epoch"  # "epoch", "steps", "full_grad", "previous" or "current"
     ahead: int = 1  # epochs, minibatches or gradient steps of the guidance
-    prefer_self: bool = False  # among equally near models a client takes its own first, otherwise the one of the lowest id
     newcomer: str = "init"  # a client's first model: "init", the common one, or "mean", that of the models so far
     search: str = "auto"  # how the nearest models are found: "exact", "groups", or by the cohort's size
     power: float = 1.0  # of the inverse squared distances: 1 is Eq. 15, 0 weighs the k nearest alike
@@ -140,10 +139,6 @@ class FedDWA(FedAvg):
         """The mixing weights [S, K] and whose models they weigh [S, K], for guidance [S, P] and models [S, P]."""
         if self.search == "groups" or (self.search == "auto" and len(w) >= MANY):
             d, near = ops.nearest(guide, w, self.k, "groups" if self.search == "groups" or w.shape[1] >= LONG else "exact")
-            if self.prefer_self:  # it stands before its equals, and but once
-                own = torch.arange(len(w), device=w.device)[:, None]
-                d = torch.cat([ops.pairwise_sqdist(guide, w, own), torch.where(near == own, math.inf, d)], 1)
-                near = torch.cat([own, near], 1)
         else:
             d = ops.pairwise_sqdist(guide, w)
             near = self.nearest(d)
@@ -152,10 +147,7 @@ class FedDWA(FedAvg):
         return weight, near.gather(1, order)
 
     def nearest(self, d: Tensor) -> Tensor:
-        """The k nearest [S, K] by distances [S, S], nearest first; of equals the lowest index, or the row's own where asked for."""
-        if self.prefer_self:
-            own = torch.eye(len(d), dtype=torch.bool, device=d.device)
-            d = torch.where((d == d.diagonal()[:, None]) & ~own, torch.nextafter(d, d.new_full((), math.inf)), d)
+        """The k nearest [S, K] by distances [S, S], nearest first; of equals the lowest index."""
         index: Tensor = ops.feddwa_weights(d, self.k).index
         return index
 

@@ -38,17 +38,9 @@ def harmonic(d: Tensor) -> Tensor:
     return torch.digamma(d + 1) + EULER
 
 
-def kl_v(c: Tensor, d: Tensor, alpha: float | Tensor, beta: float = 1.0, terms: int = 100) -> Tensor:
-    """KL(Kumaraswamy(c, d) || Beta(alpha, beta)); closed for the prior's beta = 1, else a series of `terms` (Nalisnick and Smyth 2017)."""
-    exact = -(1 - alpha / c) * harmonic(d) + torch.log(c * d / alpha) - (d - 1) / d
-    if beta == 1:
-        return exact
-    a, b = torch.as_tensor(alpha, dtype=c.dtype), torch.as_tensor(beta, dtype=c.dtype)
-    m = torch.arange(1, terms + 1, dtype=c.dtype)
-    x = m / c[..., None]
-    series = torch.exp(torch.lgamma(x) + torch.lgamma(d)[..., None] - torch.lgamma(x + d[..., None])) / (m + (c * d)[..., None])
-    log_beta = torch.lgamma(a) + torch.lgamma(b) - torch.lgamma(a + b)
-    return exact + torch.log(a) + log_beta + (beta - 1) * d * series.sum(-1)
+def kl_v(c: Tensor, d: Tensor, alpha: float | Tensor) -> Tensor:
+    """KL(Kumaraswamy(c, d) || Beta(alpha, 1)) (Nalisnick and Smyth 2017)."""
+    return -(1 - alpha / c) * harmonic(d) + torch.log(c * d / alpha) - (d - 1) / d
 
 
 def kl_b(logit: Tensor, log_p: Tensor) -> Tensor:
@@ -81,50 +73,6 @@ def along(values: Tensor, sizes: list[int]) -> Tensor:
     return torch.cat([part.cumsum(1) for part in values.split(sizes, 1)], 1) if len(sizes) > 1 else values.cumsum(1)
 
 
-def expected_kl_b(logit: Tensor, c: Tensor, d: Tensor, terms: int = 1000) -> Tensor:
-    """E_v of `kl_b` without sampling: a series of `terms`, the first factor by quadrature; the others' series is slow where d is small
-    (.728 for .739 at c = 120, d = .3)."""
-    pi, logsigmoid = logit.sigmoid(), torch.nn.functional.logsigmoid
-    log_p = -(harmonic(d) / c).cumsum(-1)
-    log_not = expected_log_not(c, d, terms)
-    first = _first_log_not(c[..., :1], d[..., :1])
-    log_not = torch.cat([first, log_not[..., 1:]], -1)
-    return pi * (logsigmoid(logit) - log_p) + (1 - pi) * (logsigmoid(-logit) - log_not)
-
-
-def expected_log_not(c: Tensor, d: Tensor, terms: int) -> Tensor:
-    """E[log(1 - v_1 ... v_k)] = -sum_m (1 / m) prod_{j <= k} d_j B(1 + m / c_j, d_j), cut off after `terms`."""
-    m = torch.arange(1, terms + 1, dtype=c.dtype, device=c.device)
-    x, d = 1 + m / c[..., None], d[..., None]  # [..., F, M]
-    moments = torch.log(d) + torch.lgamma(x) + torch.lgamma(d) - torch.lgamma(x + d)
-    return -(moments.cumsum(-2).exp() / m).sum(-1)
-
-
-def _first_log_not(c: Tensor, d: Tensor) -> Tensor:
-    """E[log(1 - v)] of one Kumaraswamy variable, by the trapezoidal rule in logit u, which converges exponentially."""
-    z = torch.linspace(-36, 36, 1441, dtype=c.dtype, device=c.device)
-    weight = torch.sigmoid(z) * torch.sigmoid(-z) * (z[1] - z[0])
-    log_rest = torch.nn.functional.logsigmoid(-z)  # log(1 - u)
-    v = log1mexp(log_rest / d[..., None]) / c[..., None]
-    return (log1mexp(v.clamp(max=-1e-30)) * weight).sum(-1)
-
-
 def concrete(logit: Tensor, noise: Tensor, tau: float | Tensor) -> Tensor:
     """A binary concrete sample, the soft b, for `noise` = logit u with u uniform on (0, 1) (Maddison et al. 2017)."""
     return torch.sigmoid((logit + noise) / tau)
-
-
-def concrete_ratio(logit: Tensor, log_p: Tensor, noise: Tensor, tau: float | Tensor) -> Tensor:
-    """log q - log p of a concrete sample before its sigmoid (Mehta et al. 2021): one sample of the divergence of two concrete variables,
-    whatever tau, which is more than `kl_b`, that of the labels they stand for (.256 for .184 at pi = .7, p = .4).
-
-    `noise` is logit u, as in `concrete`.
-    """
-    y = (logit + noise) / tau
-    log_p = log_p.clamp(max=NEAR_ONE)
-
-    def density(location: Tensor) -> Tensor:
-        x = location - tau * y
-        return x - 2 * torch.nn.functional.softplus(x)
-
-    return density(logit) - density(log_p - log1mexp(log_p))

@@ -25,10 +25,9 @@ class Mocha(FedAvg):
     frozen. Every `outer` rounds `Sigma = (W W^T)^(1/2) / trace` and `Omega = ((1 - delta) Sigma + delta I / N)^-1`; at first Sigma = I / N.
 
     `relation="sigma"` puts Sigma where Omega belongs, which is what Motley's code does (its table cannot be had otherwise).
-    `regulariser="server"`: clients run plain SGD and the server applies the regulariser implicitly,
-    `W <- (I + lr * steps * lam * Omega)^-1 W`: stable for every lam. The default, Motley's form, is an explicit block-Jacobi step,
-    stable only while the largest eigenvalue of `e^(1/2) Omega e^(1/2)` is below 2, `e_t = (1 - (1 - lr lam Omega_tt)^steps) / Omega_tt`:
-    checked after every update of Omega, and in every round lr lam Omega_tt < 2; where it fails the run stops with a sentence.
+    The pull is an explicit block-Jacobi step, stable only while the largest eigenvalue of `e^(1/2) Omega e^(1/2)` is below 2,
+    `e_t = (1 - (1 - lr lam Omega_tt)^steps) / Omega_tt`: checked after every update of Omega, and in every round lr lam Omega_tt < 2;
+    where it fails the run stops with a sentence.
     Decision where the paper is silent: a client that joins late starts from the mean of the models so far, and is served it until then.
     lam is not comparable with papers that sum over samples. Weights of the clients (`weighting`) play no part, nor does `server_lr`.
     """
@@ -37,18 +36,14 @@ class Mocha(FedAvg):
     delta: float = 0.01  # how much of I / N is mixed into Sigma: Omega's condition number is at most N / delta
     outer: int = 2  # rounds between two updates of Omega
     relation: Literal["omega", "sigma"] = "omega"
-    regulariser: Literal["client", "server"] = "client"
 
     buffers: ClassVar[tuple[str, ...]] = ("local",)  # everybody trains a model of its own
     unused: ClassVar[tuple[str, ...]] = ("server_lr", "weighting")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.relation not in ("omega", "sigma") or self.regulariser not in ("client", "server"):
-            raise ValueError(
-                "relation and regulariser: expected 'omega' or 'sigma' and 'client' or 'server', "
-                f"got {self.relation!r} and {self.regulariser!r}."
-            )
+        if self.relation not in ("omega", "sigma"):
+            raise ValueError(f"relation: expected 'omega' or 'sigma', got {self.relation!r}.")
         if not self.lam >= 0 or not 0 < self.delta <= 1 or self.outer < 1:
             raise ValueError(
                 f"lam, delta and outer: expected lam >= 0, 0 < delta <= 1 and at least 1 round, got {self.lam}, {self.delta}, {self.outer}."
@@ -66,9 +61,6 @@ class Mocha(FedAvg):
         new, start = g["seen"].any() & ~g["seen"][cohort.ids], {}  # they start from the mean, which is sent where somebody needs it
         if bool(new.any()):
             start = {"start": g["w"][onto(g["seen"], g["w"].device)].mean(0).expand(len(new), -1)}
-        if self.regulariser == "server":
-            w = g["w"][onto(cohort.ids, g["w"].device)]
-            return {"w": torch.where(onto(new[:, None], w.device), start["start"], w) if start else w}
         ids = onto(cohort.ids, g["omega"].device)
         rows = g["omega"][ids]  # [S, N]
         diagonal = rows.gather(1, ids[:, None])  # [S, 1]
@@ -76,14 +68,11 @@ class Mocha(FedAvg):
         return {"pull": ops.aggregate(g["w"], others), "o": diagonal, **start}
 
     def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
-        if self.regulariser == "server":
-            fit = local.fit(down["w"])
-        else:
-            shrink = local.lr * self.lam * float(down["o"].max())
-            if not shrink < 2:
-                raise self.unstable(local.round, local.lr, shrink)
-            mu = (self.lam * down["o"]).to(own["w"])
-            fit = local.fit(self.start(down, own, local), shift=self.lam * down["pull"], prox=(mu[:, 0], torch.zeros_like(own["w"])))
+        shrink = local.lr * self.lam * float(down["o"].max())
+        if not shrink < 2:
+            raise self.unstable(local.round, local.lr, shrink)
+        mu = (self.lam * down["o"]).to(own["w"])
+        fit = local.fit(self.start(down, own, local), shift=self.lam * down["pull"], prox=(mu[:, 0], torch.zeros_like(own["w"])))
         return {"w": fit.w}, {"w": fit.w, "lr_sum": fit.lr_sum, "lr": torch.full_like(fit.lr_sum, local.lr)}
 
     def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
@@ -92,11 +81,7 @@ class Mocha(FedAvg):
             if cohort.round % self.outer == 0:
                 ids = onto(cohort.ids, w.device)
                 omega = relation(w, self.delta, self.relation)
-                if self.regulariser == "client":
-                    self.check(omega[ids][:, ids], up["lr"][:, 0].double(), up["lr_sum"][:, 0].double(), cohort.round)
-            if self.regulariser == "server":
-                spread = torch.eye(len(w), dtype=torch.float64, device=w.device) + up["lr_sum"].double().mean() * self.lam * omega
-                w = ops.aggregate(w, torch.linalg.inv(spread))
+                self.check(omega[ids][:, ids], up["lr"][:, 0].double(), up["lr_sum"][:, 0].double(), cohort.round)
             return {"w": w, "omega": omega, "seen": g["seen"].index_fill(0, cohort.ids, True)}
 
     def start(self, down: Payload, own: Tensors, local: Local) -> Tensor:
@@ -117,11 +102,11 @@ class Mocha(FedAvg):
         return Stop(
             f"MOCHA is unstable from round {round} on: with lr {lr:g}, lam {self.lam:g} and delta {self.delta:g} "
             f"an exchange amplifies the models (eigenvalue {value:.3g}, which must be below 2); "
-            "lower lr or lam, raise delta, or use regulariser='server'."
+            "lower lr or lam, or raise delta."
         )
 
     def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
-        return {"w": down["w"] if self.regulariser == "server" else self.start(down, own, local)}
+        return {"w": self.start(down, own, local)}
 
 
 def relation(w: Tensor, delta: float, kind: str = "omega", eps: float = 1e-8) -> Tensor:

@@ -119,10 +119,17 @@ def _record(todo: Sequence[Job], cut: Mapping[str, Any], shape: Mapping[str, Any
     data = experiment.federation(options, cut)
     model = experiment.model(options, data, shape)
     resume = output.resume and _checkpoint(output.out or Path(), output).exists
-    first: Simulation | None = None if resume else todo[0].simulation(data, model)  # what is wrong is said before a record is opened
+    first: Simulation | None = None
+    plans = [data.summary()]
+    for job in (j for j in todo[::-1] if j.options.seed == options.seed and not resume):  # what is wrong is said before a record is opened
+        try:
+            first = None  # the next one needs the memory
+            first = job.simulation(data, model)
+            plans.insert(1, f"{_plan(job, job.header(first))}\n{first.where()}")
+        except MemoryError as e:
+            plans.insert(1, f"{job.name}: {e}")
     if output.dry_run:
-        first = first or todo[0].simulation(data, model)
-        print(f"{data.summary()}\n{_plan(todo[0], todo[0].header(first))}\n{first.where()}")
+        print("\n".join(plans))
         return 0
     interrupted = failed = broken = False
     total = sum(j.length(data.n) for j in todo)
@@ -168,6 +175,10 @@ def _record(todo: Sequence[Job], cut: Mapping[str, Any], shape: Mapping[str, Any
                 del simulation, history  # the next one needs the memory
             except KeyboardInterrupt:
                 interrupted = True
+            except RunFailed:
+                with contextlib.suppress(Exception):  # a table of what there is, where that can be written
+                    _write_report(read(record.path), folder, output)
+                raise
             if interrupted:
                 progress.say("Interrupted; the record is whole up to here, and --resume goes on from the last checkpoint.")
                 break
@@ -322,7 +333,9 @@ def _check_folder(folder: Path, output: Output) -> None:
     if output.resume and (folder / "record.jsonl").exists() and not (folder / "checkpoint.json").exists():
         raise ValueError(f"resume: {folder} holds a record without a checkpoint; name another folder, or begin anew with --overwrite.")
     if (folder / "record.jsonl").exists() and not (output.overwrite or output.resume):
-        raise ValueError(f"out: expected a folder without a record, got {folder}, which has one; name another or add --overwrite.")
+        raise ValueError(
+            f"out: expected a folder without a record, got {folder}, which has one; go on by --resume, name another, or add --overwrite."
+        )
     _check_table(folder, output.overwrite)
     nearest = next((p for p in (folder, *folder.absolute().parents) if p.exists()), Path("/"))
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):

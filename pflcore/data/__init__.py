@@ -92,6 +92,7 @@ def federation_of(
     unknown = sorted(set(options) - set(options_of(name)))
     if unknown:
         raise ValueError(f"partition {name} takes the options {', '.join(options_of(name))}, got {', '.join(unknown)}")
+    cut = [f"{k}={kinds.shown(v)}" for k, v in sorted(options.items()) if v != options_of(name)[k]]
     if "shift_seed" in options_of(name):
         options = {**options, "shift_seed": shift_seed}
     source = (load(data, root) if isinstance(data, str) else data).sample(train_samples, test_samples, seed)
@@ -103,7 +104,7 @@ def federation_of(
         x_test=source.x_test,
         y_test=source.y_test,
         classes=source.classes,
-        name=f"{source.name} {name}",
+        name=" ".join([source.name, name, *cut]),  # runs on other cuts are no seeds of one
     )
 
 

@@ -8,13 +8,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from .fields import IGNORED, Fields
+from .fields import IGNORED
 from .ragged import Ragged
 
 SPLITS = ("train", "val", "test")
 
 
-def check_pool(x: Tensor, y: Tensor, classes: int | None, index: Mapping[str, Sequence[Tensor]], fields: Fields | None = None) -> None:
+def check_pool(x: Tensor, y: Tensor, classes: int | None, index: Mapping[str, Sequence[Tensor]]) -> None:
     for what, t in (("x", x), ("y", y)):
         if not isinstance(t, Tensor):
             raise TypeError(f"{what} must be a tensor, got {type(t).__name__}: use Federation.from_arrays for arrays")
@@ -41,7 +41,7 @@ def check_pool(x: Tensor, y: Tensor, classes: int | None, index: Mapping[str, Se
         raise TypeError(f"y must hold int64 labels where classes is given ({classes}), got {y.dtype}: pass classes=None for regression")
     if y.numel() and int(y.min()) == -1 and int(y.max()) <= 1 and not bool((y == 0).any()):
         raise ValueError("y must hold labels in 0..1, got -1 and 1: pass (y > 0) as integers, which hinge takes too")
-    labels = y[y != IGNORED] if fields and y.dim() > 1 else y
+    labels = y[y != IGNORED] if y.dim() > 1 else y
     low = int(labels.min()) if labels.numel() else 0
     if y.numel() and (low < 0 or int(y.max()) >= classes):
         raise ValueError(f"y must hold labels in 0..{classes - 1}, got {low}..{int(y.max())}")
@@ -126,8 +126,8 @@ def _check_extras(fed: Any, n: int) -> None:
             raise ValueError(f"truth[{key!r}] must have one row per client ({n}), got shape {list(value.shape)}")
     if fed.relabel is None:
         return
-    if fed.fields is not None and bool((fed.y == IGNORED).any()):
-        raise ValueError("relabel needs a label at every step, but the mask leaves some out")
+    if fed.classes is not None and bool((fed.y == IGNORED).any()):
+        raise ValueError("relabel needs a label at every step, but some are left out")
     if fed.classes is None:
         raise ValueError("relabel needs labels, but classes is None")
     if fed.relabel.dtype != torch.int64 or tuple(fed.relabel.shape) != (n, fed.classes):

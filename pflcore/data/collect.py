@@ -170,6 +170,8 @@ def _unlike(samples: Any) -> str:
         return "a sample is a dict: give one dict of tensors, a row for each sample in every one"
     if other is not None:
         return f"a sample is a {type(other).__name__}: turn it into numbers first, images with a transform such as ToTensor"
+    if isinstance(samples, np.ndarray) and samples.dtype.kind in "USO":
+        return "it holds text: turn it into numbers first"
     return "their lengths or shapes differ: pad them to one"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,13 +21,11 @@ def pathological(
     classes: int | None = None,
     mode: str = "shards",
     k: int = 2,
-    assignment: Sequence[Sequence[int]] | None = None,
 ) -> Partition:
     """A few classes per client.
 
     mode "shards" (FedDWA's released code): the label-sorted pool is cut into k N equal shards and every client is dealt k of them;
     its number of classes is at most k, or more where a shard spans classes. The same shards of the sorted test pool are its test set.
-    ``assignment`` [N][k] deals the shards by hand.
     mode "exact_k" (the paper's words): k distinct classes per client, owners per class differing by at most one; every client takes
     the same number q of samples of each of its classes, q = min over owned classes of floor(n_c / owners_c). The rest is unused.
     """
@@ -39,8 +36,6 @@ def pathological(
     if mode == "exact_k":
         if k > pool.classes:
             raise ValueError(f"k must be at most the number of classes ({pool.classes}), got {k}")
-        if assignment is not None:
-            raise ValueError("assignment deals shards by hand: it needs mode='shards', got mode='exact_k'")
         owned = _owners(n, k, pool.classes, rng)
         index, notes = {}, []
         for split, (y, offset) in pools.items():
@@ -51,10 +46,7 @@ def pathological(
         return pool.finish(index, notes=notes)
     if n * k > len(pool.train):
         raise ValueError(f"k must leave {n} clients non-empty shards of {len(pool.train)} samples, got {k}")
-    deal = rng.permutation(n * k).reshape(n, k) if assignment is None else np.asarray(assignment, dtype=object)
-    if deal.shape != (n, k) or sorted(deal.reshape(-1).tolist()) != list(range(n * k)):
-        raise ValueError(f"assignment must deal each of the {n * k} shards once, {k} to each of {n} clients, got shape {list(deal.shape)}")
-    deal = deal.astype(np.int64)
+    deal = rng.permutation(n * k).reshape(n, k)
     index = {}
     for split, (y, offset) in pools.items():
         cut = shards(y, n * k, pool.classes, rng)

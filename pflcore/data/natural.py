@@ -199,6 +199,10 @@ def _typed(pair: tuple[Any, Any], classes: Classes) -> tuple[Any, Any]:
         x, y = np.asarray(pair[0], dtype=np.float32), np.asarray(pair[1])
     except ValueError as e:
         raise TypeError(f"x and y must be numbers in arrays of one shape, got something else ({e}): turn text into numbers first") from e
+    if y.ndim == 2 and y.shape[1] == 1:
+        y = y[:, 0]
+    if classes == "infer" and y.size and set(y.tolist()) <= {-1, 1}:
+        y = (y > 0).astype(np.int64)
     labels = classes is not None and y.dtype.kind in "iu"
     return x, y.astype(np.int64 if labels else np.float32)
 

@@ -36,7 +36,7 @@ class Pool:
             object.__setattr__(self, "fields", fields)
         if isinstance(self.y, Tensor):
             object.__setattr__(self, "y", masked(self.y, self.x, self.fields))
-        check_pool(self.x, self.y, self.classes, self.index, self.fields)
+        check_pool(self.x, self.y, self.classes, self.index)
         check_lists(self)
         object.__setattr__(self, "index", {s: Ragged.of(lists, self.x.device) for s, lists in self.index.items()})
         check_clients(self)
@@ -74,7 +74,7 @@ class Pool:
         lists = self.lists(split) if clients is None else self.lists(split).take(clients)
         y = self.y[lists.flat].reshape(len(lists.flat), -1)
         owner = lists.owner()[:, None].expand_as(y)
-        if self.fields is not None:  # steps that a mask leaves out are nobody's
+        if self.y.dim() > 1:  # steps that are left out are nobody's
             owner, y = owner[y != IGNORED][:, None], y[y != IGNORED][:, None]
         if self.relabel is not None:
             y = (self.relabel if clients is None else self.relabel[clients.to(self.device)])[owner, y]

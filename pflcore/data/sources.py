@@ -176,16 +176,16 @@ CIFAR = ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
 def _torchvision(
     name: str, cls: str, root: Path | None, classes: int, mean: tuple[float, ...], std: tuple[float, ...], **options: Any
 ) -> Source:
-    files = f", or set PFLCORE_DATA to a folder that holds {name}/{IDX_FILES[0]}.gz and its three fellows"
-    instead = files if cls in ("MNIST", "FashionMNIST") else ""
+    files = {"MNIST": f"{IDX_FILES[0]}.gz and its three fellows", "FashionMNIST": f"{IDX_FILES[0]}.gz and its three fellows"}
+    instead = f", or set PFLCORE_DATA to a folder that holds {name}/{files.get(cls, 'what torchvision reads')}"
     try:
         datasets = package("torchvision.datasets", name)
     except ImportError as e:
         raise ImportError(f"{e}{instead}") from e
     folder, sets = Path.home() / ".cache" / "pflcore", None
-    if root is not None:
+    for place in () if root is None else (root, root / name):
         with contextlib.suppress(RuntimeError, OSError):  # it is not there; nothing is ever written into the user's own folder
-            sets = [getattr(datasets, cls)(str(root), train=t, download=False, **options) for t in (True, False)]
+            sets = [getattr(datasets, cls)(str(place), train=t, download=False, **options) for t in (True, False)]
     try:
         if sets is None:
             folder.mkdir(parents=True, exist_ok=True)

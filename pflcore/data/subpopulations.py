@@ -28,17 +28,16 @@ def unimodal(
     seed: int = 0,
     classes: int | None = None,
     z: int = 2,
-    distinct: bool = False,
     test: float = 0.2,
     train: int | None = None,
 ) -> Partition:
     """Each class cut evenly into its part of N z shards (the first classes get one more where that does not divide), z dealt to a client.
 
-    A client may get two shards of one class, so it holds at most z classes; with ``distinct`` exactly z. ``test``: the share of a client's
+    A client may get two shards of one class, so it holds at most z classes. ``test``: the share of a client's
     samples that is held out. ``train``: use so many of the others only, whose test sets stay.
     """
     pool, rng = Pool(labels, test_labels, n, classes), rng_of(seed, "unimodal")
-    mine = _dealt(_shards(pool.train, range(pool.classes), n * z, None, rng), n, z, distinct, rng)
+    mine = _dealt(_shards(pool.train, range(pool.classes), n * z, None, rng), n, z, rng)
     unused = len(pool.train) - sum(map(len, mine))
     notes = [f"{unused} training samples are unused: there are fewer shards ({n * z}) than classes ({pool.classes})"] if unused else []
     return _finish(pool, mine, test, train, rng, notes, None)
@@ -55,7 +54,6 @@ def multimodal(
     z: int = 2,
     minority: str | Sequence[int] = "mnist",
     minority_clients: int = 20,
-    distinct: bool = False,
     test: float = 0.2,
     train: int | None = None,
 ) -> Partition:
@@ -77,7 +75,7 @@ def multimodal(
     size = min(int(have[c]) // s for mode, clients in modes for c, s in zip(mode, _counts(len(mode), clients * z), strict=True) if s)
     if size == 0:
         raise ValueError(f"n must leave every shard a sample, but with n={n} and z={z} some class has too few: use fewer clients")
-    mine = [rows for m, k in modes for rows in _dealt(_shards(pool.train, m, k * z, size, rng), k, z, distinct, rng)]
+    mine = [rows for m, k in modes for rows in _dealt(_shards(pool.train, m, k * z, size, rng), k, z, rng)]
     unused = len(pool.train) - sum(map(len, mine))
     notes = [f"{unused} training samples are unused: all shards have {size} samples"] if unused else []
     return _finish(pool, mine, test, train, rng, notes, (np.arange(n) >= n - minority_clients).astype(np.int64))
@@ -99,26 +97,10 @@ def _shards(y: Ints, classes: Sequence[int] | range, number: int, size: int | No
     return out
 
 
-def _dealt(shards: list[list[Ints]], n: int, z: int, distinct: bool, rng: np.random.RandomState) -> list[Ints]:
-    """`z` shards to each of `n` clients at random; `distinct`: a repeated class is swapped with others until none is left."""
-    label = np.repeat(np.arange(len(shards)), [len(s) for s in shards])
+def _dealt(shards: list[list[Ints]], n: int, z: int, rng: np.random.RandomState) -> list[Ints]:
+    """`z` shards to each of `n` clients at random."""
     every = [s for of in shards for s in of]
     deal = rng.permutation(n * z).reshape(n, z)
-    if distinct:
-        if z > len(shards):
-            raise ValueError(f"z must be at most the {len(shards)} classes there are, for distinct ones, got {z}")
-        for _ in range(100 * n * z):
-            kinds = label[deal]
-            twice = [i for i in range(n) if len(set(kinds[i])) < z]
-            if not twice:
-                break
-            i, j = twice[0], int(rng.randint(n))
-            a = next(k for k in range(z) if (kinds[i] == kinds[i, k]).sum() > 1)
-            b = int(rng.randint(z))
-            if kinds[j, b] not in kinds[i] and kinds[i, a] not in np.delete(kinds[j], b):
-                deal[i, a], deal[j, b] = deal[j, b], deal[i, a]
-        else:
-            raise ValueError(f"distinct classes for {n} clients with {z} shards each were not found: use another seed or distinct=False")
     return [np.concatenate([every[s] for s in row]) for row in deal]
 
 

@@ -32,6 +32,7 @@ def from_table(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # a pool is never written to
         (xs, fields), ys = inputs(x, "x", dtype), target(y, "y", dtype)
+    xs = xs.contiguous()  # a table's columns lie apart in memory, and the kernels read rows
     order, size, ids = _by_client(client, len(xs))
     truth = {"client": torch.from_numpy(ids)} if ids.dtype == np.int64 else {}
     fed = cls(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -138,13 +139,13 @@ class Server:
 
     def join(self, client_id: Hashable) -> int:
         """A client's number; a new one's first `download` does the same. ValueError where a round that has begun would have to grow."""
-        if not isinstance(client_id, str | int) or isinstance(client_id, bool):
+        if not isinstance(client_id, str | Integral) or isinstance(client_id, bool):
             raise TypeError(f"client_id: expected a string or a whole number, got {client_id!r}.")
         if client_id in self._numbers:
             return self._numbers[client_id]
         n, taken = len(self._accepted), {*self._numbers.values(), *self._gone}
         first = next((i for i in range(n) if i not in taken), n)
-        number = client_id if isinstance(client_id, int) and 0 <= client_id < n and client_id not in taken else first
+        number = client_id if isinstance(client_id, Integral) and 0 <= client_id < n and client_id not in taken else first
         if number == n:
             if self._begun:
                 raise ValueError(

@@ -61,7 +61,7 @@ class Piece:
         self.chain = engine.chain if loss is None and not alone else None
         if epochs is None and steps is None:
             epochs = t.epochs
-        plan = engine.plan((tuple(self.size.tolist()), epochs, steps, batches, by_size, self.chain is not None), t)
+        plan = engine.plan((tuple(self.size.tolist()), epochs, steps, batches, by_size, self.chain is not None, local.net.joins), t)
         self.steps, self.taken, passes = plan
         self.losses = torch.zeros(len(pos), dtype=torch.float64, device=data.y.device)
         self._draw(t, stream, passes, noise)

@@ -127,6 +127,7 @@ class Net:
             [floats[n].detach().reshape(-1).to(self.dtype) for n in self.buffer_names] or [torch.empty(0, dtype=self.dtype)]
         )  # [b]
         self.head_name, self._asked = self._find_head(head), head is not None
+        self.joins = False  # does a last batch of one sample, on which it cannot train, join the one before? once a client has one
         self.one_score = False  # does the model give one score for each label? once a batch was seen
         self.kernels = True  # pflcore's own in the place of layers that they can stand for
         self._threads = threading.local()

@@ -83,10 +83,11 @@ def choose_path(net: Net, data: Federation, engine: str = "auto") -> tuple[Net, 
         chain = judge.chain(data)
         if chain is None and engine == "chain":
             raise ValueError(f"engine: 'chain' cannot train this model: {judge.reasons[-1]}; take 'auto'.")
-    if engine != "vmap" and (net.has_conv or net.size > WIDE) and net.w0.device.type == "cpu":
+    lstm = any(isinstance(m, torch.nn.LSTM) for m in net.module.modules())
+    if engine != "vmap" and (net.has_conv or lstm or net.size > WIDE) and net.w0.device.type == "cpu":
         if chain is not None:
             return net, judge.path("threads", "chain", "a chain of layers that the kernels know"), chain
-        what = "with convolutions" if net.has_conv else f"of {net.size} weights"
+        what = "with convolutions" if net.has_conv else "with an LSTM" if lstm else f"of {net.size} weights"
         return net, judge.path("threads", alone, f"a model {what}, on a CPU"), None
     wrong = judge.wrong(under_vmap)
     if wrong is not None and engine == "vmap":

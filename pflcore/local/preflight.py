@@ -113,8 +113,10 @@ def passed(net: Net, data: Federation, x: Tensor, y: Tensor, train: bool) -> Ten
         try:
             loss = net.criterion(scores, y)
         except Exception as e:
+            remedy = "; take loss='binary_cross_entropy'" if "BCE" in type(net.criterion).__name__ else ""
             raise ValueError(
-                f"criterion: it fails on scores of shape {list(scores.shape)} and targets of shape {list(y.shape)} ({y.dtype}): {first(e)}."
+                f"criterion: it fails on scores of shape {list(scores.shape)} and targets of shape {list(y.shape)} ({y.dtype}): {first(e)}"
+                f"{remedy}."
             ) from e
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -176,7 +178,7 @@ def check_scores(net: Net, data: Federation, scores: Any, y: Tensor) -> None:
                 "target(s) a sample; change the model's outputs, or take loss='cross_entropy' for classes."
             )
         low, high = (float(v) for v in torch.aminmax(data.y))
-        if data.fields is not None and low == IGNORED and not data.y.is_floating_point():
+        if data.classes is not None and low == IGNORED and not data.y.is_floating_point():
             raise ValueError(
                 f"criterion: {name!r} would count the steps that the mask leaves out; take 'cross_entropy', or a function that leaves out "
                 f"labels of {IGNORED}."
@@ -203,7 +205,8 @@ def _check_classes(data: Federation, scores: Tensor, y: Tensor, outputs: int) ->
     if scores.dim() != y.dim() + 1 or scores.shape[2:] != y.shape[1:]:
         raise ValueError(
             f"model: 'cross_entropy' takes scores [B, C] for labels [B], or [B, C, ...] for [B, ...], and got scores {list(scores.shape)} "
-            f"for labels {list(y.shape)}; reshape or transpose what the model returns, or make the targets floating point."
+            f"for labels {list(y.shape)}; make labels of one column [n], reshape or transpose what the model returns, or make the targets "
+            "floating point."
         )
     labels = data.y if data.relabel is None else data.relabel
     labels = labels[labels != IGNORED] if y.dim() > 1 else labels
@@ -211,6 +214,8 @@ def _check_classes(data: Federation, scores: Tensor, y: Tensor, outputs: int) ->
         raise ValueError("data: the mask leaves out every step of every sample; nothing is left to be learnt.")
     high = int(labels.max())
     if int(labels.min()) < 0 or high >= outputs:
+        if outputs > 1 and int(labels.min()) > 0 and high == outputs:
+            raise ValueError(f"data: the labels go from {int(labels.min())} to {high}; count them from 0, y - 1, for {outputs} outputs.")
         remedy = "or one and loss='binary_cross_entropy' or 'hinge'" if outputs == 1 else "one for each class"
         raise ValueError(
             f"model: it has {outputs} output(s), and the labels go from {int(labels.min())} to {high}; give it {high + 1}, {remedy}."
@@ -218,19 +223,23 @@ def _check_classes(data: Federation, scores: Tensor, y: Tensor, outputs: int) ->
 
 
 def check_single(net: Net, data: Federation, training: Training) -> None:
-    """Batch norm cannot train on one sample: is there a client whose batch has no second one?"""
+    """Batch norm cannot train on one sample: is there a client whose batch has no second one, and may it join the one before?"""
     size, batch = data.size("train"), training.batch_size
-    alone = (size == 1) | (batch == 1) if training.drop_last else (size % batch == 1) | (size == 1) | (batch == 1)
+    lone, last = (size == 1) | (batch == 1), (size % batch == 1) & (not training.drop_last)
+    alone = lone | last
     if not bool(alone.any()):
         return
     x, y = samples(data, 1)
     try:
         passed(net, data, x, y, True)
     except ValueError as e:
-        i = int(alone.nonzero()[0])
+        net.joins = training.join_last
+        if net.joins and not bool(lone.any()):
+            return
+        i = int((lone if net.joins else alone).nonzero()[0])
         raise ValueError(
             f"data: client {i} ({int(size[i])} samples, batch_size {batch}) has a batch of one sample, on which this model cannot train, as "  # noqa: E501
-            "batch norm cannot; take another batch_size, drop_last=True, or leave clients of one sample out."
+            "batch norm cannot; take another batch_size, or leave clients of one sample out."
         ) from e
 
 

@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Callable
 from functools import lru_cache
+from numbers import Real
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def _factor(function: Callable[..., Any], round: int, rounds: int) -> float:
         factor = function(round, rounds)
     except Exception as error:
         raise ValueError(f"schedule: for round {round} of {rounds} it raised {type(error).__name__}: {error}.") from error
-    if not isinstance(factor, int | float | torch.Tensor) or (isinstance(factor, torch.Tensor) and factor.numel() != 1):
+    if not isinstance(factor, Real | torch.Tensor) or (isinstance(factor, torch.Tensor) and factor.numel() != 1):
         raise TypeError(f"{WANTED}; in round {round} it gave {type(factor).__name__}.")
     return float(factor)
 

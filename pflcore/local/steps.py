@@ -28,8 +28,10 @@ class Plan(NamedTuple):
     passes: int  # shuffles each client needs
 
 
-def make_plan(t: Training, sizes: tuple[int, ...], epochs: int | None, steps: int | None, batches: int, by_size: bool, chain: bool) -> Plan:
-    cuts = [_cuts(n, t) for n in sizes]
+def make_plan(
+    t: Training, sizes: tuple[int, ...], epochs: int | None, steps: int | None, batches: int, by_size: bool, chain: bool, join: bool
+) -> Plan:
+    cuts = [_cuts(n, t, join) for n in sizes]
     epochs = epochs or max(-(-(steps or 0) // len(c)) for c in cuts)
     if chain:
         found = list(_at_once(cuts, epochs, steps))
@@ -78,7 +80,10 @@ def _by_client(sizes: tuple[int, ...], cuts: list[list[tuple[int, int]]], epochs
         a = b
 
 
-def _cuts(n: int, t: Training) -> list[tuple[int, int]]:
-    """Where `DataLoader(batch_size, drop_last)` cuts n samples; a client with less than a batch has one batch of what it has."""
+def _cuts(n: int, t: Training, join: bool) -> list[tuple[int, int]]:
+    """Where `DataLoader(batch_size, drop_last)` cuts n samples; a client with less than a batch has one batch of what it has.
+    `join`: a last one of a single sample joins the one before."""
     cuts = [(a, min(a + t.batch_size, n)) for a in range(0, n, t.batch_size)]
+    if join and not t.drop_last and len(cuts) > 1 and cuts[-1] == (n - 1, n):
+        cuts[-2:] = [(cuts[-2][0], n)]
     return [c for c in cuts if c[1] - c[0] == min(t.batch_size, n)] if t.drop_last else cuts

@@ -41,6 +41,7 @@ class Training:
     momentum: float = 0.0  # its buffer starts at zero in every round
     weight_decay: float = 0.0
     drop_last: bool = False
+    join_last: bool = True  # where a model (batch norm) cannot train on one sample, a last batch of one joins the one before it
     reshuffle: bool = True  # False: one order of the samples for the whole run
     schedule: Schedule | None = None
     local_optimizer: Literal["sgd", "adamw"] = "sgd"  # of each client
@@ -49,8 +50,6 @@ class Training:
     clip_grad: float | None = None  # no minibatch's gradient is longer (Euclidean norm); None: any
 
     def __post_init__(self) -> None:
-        if not all(isinstance(v, int) and v >= 1 for v in (self.batch_size, self.epochs)):
-            raise ValueError(f"batch_size and epochs: expected whole numbers, at least 1, got {self.batch_size} and {self.epochs}.")
         if self.local_optimizer not in ("sgd", "adamw"):
             raise ValueError(f"local_optimizer: expected 'sgd' or 'adamw', got {self.local_optimizer!r}.")
         if len(self.betas) != 2:

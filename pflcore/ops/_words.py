@@ -45,7 +45,7 @@ def number(op: str, name: str, value: Any) -> None:
 def floating(op: str, name: str, t: Any) -> None:
     """`t` is a floating-point tensor."""
     if not isinstance(t, Tensor):
-        expect(False, op, name, "a tensor", shape(t), "use torch.as_tensor", TypeError)
+        expect(False, op, name, "a tensor", shape(t), "use torch.as_tensor, or torch.stack of several", TypeError)
     if t.layout is not torch.strided:
         expect(False, op, name, "a dense tensor", str(t.layout), f"use {name}.to_dense()", TypeError)
     if t.dtype not in FLOATS:

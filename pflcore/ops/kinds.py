@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +24,8 @@ class Kind(NamedTuple):
 
 
 def takes(**kinds: Kind) -> Callable[[F], F]:
-    """A function, or a class's `__init__`, whose arguments are of these kinds, their defaults, or None where that is annotated.
+    """A function, or a class's `__init__`, whose arguments are of these kinds, their defaults, or None where that is annotated; numpy's
+    scalars come as Python's numbers.
 
     ValueError in one sentence where one is not."""
 
@@ -35,13 +37,15 @@ def takes(**kinds: Kind) -> Callable[[F], F]:
         @functools.wraps(call)
         def checked(*args: Any, **kwargs: Any) -> Any:
             try:
-                given = signature.bind(*args, **kwargs).arguments
+                bound = signature.bind(*args, **kwargs)
             except TypeError:  # which the call itself says better
-                given = {}
+                return call(*args, **kwargs)
+            given = bound.arguments
+            given.update({k: v.item() for k, v in given.items() if isinstance(v, np.generic)})
             for name, kind in kinds.items():
                 if name in given and not any(given[name] is v for v in free[name]) and not kind.fits(given[name]):
                     raise ValueError(f"{name}: expected {kind.words}, got {shown(given[name])}.")
-            return call(*args, **kwargs)
+            return call(*bound.args, **bound.kwargs)
 
         if not inspect.isclass(thing):
             return checked  # type: ignore[return-value]
@@ -49,6 +53,13 @@ def takes(**kinds: Kind) -> Callable[[F], F]:
         return thing
 
     return decorate
+
+
+def pythonic(thing: Any) -> None:
+    """Numpy's scalars among a dataclass's fields become Python's numbers."""
+    for k, v in vars(thing).items():
+        if isinstance(v, np.generic):
+            object.__setattr__(thing, k, v.item())
 
 
 def shown(value: Any) -> str:
@@ -86,6 +97,16 @@ def many(kind: Kind, words: str) -> Kind:
         return all(kind.fits(x) for x in (v.values() if isinstance(v, Mapping) else v))
 
     return Kind(words, fits)
+
+
+IDS = Kind(
+    "a list of clients' numbers",
+    lambda v: (
+        isinstance(v, Iterable)
+        and not isinstance(v, str | Mapping)
+        and all(_is(Integral, i) and i >= 0 for i in getattr(v, "tolist", v.__iter__)())
+    ),
+)
 
 
 def of_dim(dim: int, words: str) -> Kind:

@@ -12,7 +12,7 @@ from torch import nn
 
 from pflcore.algorithms import ALGORITHMS
 from pflcore.algorithms.base import FedAvg
-from pflcore.algorithms.lookup import algorithm_of, class_of, name_of
+from pflcore.algorithms.lookup import algorithm_of, class_of, imported, name_of
 from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES, Federation, federation_of, options_of
 from pflcore.local import Training
 from pflcore.local.net import Net
@@ -40,6 +40,7 @@ class Options:
     data_seed: int = 0  # of the cut of the data
     train_samples: int | None = None  # use so many of the training pool only
     test_samples: int | None = None  # use so many of the test pool only
+    standardize: bool | None = None  # data with clients: features by each client's training statistics; school and vehicle if not said
     val: float = 0.0  # fraction of each client's training samples kept for validation
     eval_split: str = "test"  # what is evaluated: test, or val to choose hyper-parameters
     eval_every: int = 1  # rounds between evaluations of all clients
@@ -81,10 +82,12 @@ def partition_of(data: str, partition: str | None) -> Choice | None:
 
 def model_of(name: str) -> Choice | None:
     """The model and what it takes beside shape and classes; None for "auto"."""
-    if name == "auto":
+    if name == "auto" or ":" in name:
         return None
     if name not in MODELS:
-        raise ValueError(f"model: expected one of auto, {', '.join(MODELS)}, got {name!r}.")
+        raise ValueError(
+            f"model: expected one of auto, {', '.join(MODELS)}, or 'package.module:function' for one of your own, got {name!r}."
+        )
     own = inspect.signature(MODELS[name]).parameters.values()
     return Choice(name, MODELS[name], {p.name: p.default for p in own if p.kind is p.KEYWORD_ONLY})
 
@@ -93,6 +96,7 @@ def federation(options: Options, cut: Mapping[str, Any] | None = None) -> Federa
     """The data of an experiment; `cut` holds the partition's own options. ValueError, ImportError or OSError in one sentence."""
     if options.n is not None and options.n < 1:
         raise ValueError(f"n: expected at least 1 client, got {options.n}.")
+    more: dict[str, Any] = ({} if options.standardize is None else {"standardize": options.standardize}) | dict(cut or {})
     data = federation_of(
         options.data,
         options.partition,
@@ -100,8 +104,10 @@ def federation(options: Options, cut: Mapping[str, Any] | None = None) -> Federa
         options.data_seed,
         train_samples=options.train_samples,
         test_samples=options.test_samples,
-        **(cut or {}),
+        **more,
     )
+    if options.criterion in ("squared", "half_squared") and options.data.startswith("folder:") and data.classes is not None:
+        data = replace(data, y=data.y.float(), classes=None)
     if not 0 <= options.val < 1:
         raise ValueError(f"val: expected a fraction in [0, 1), got {options.val}.")
     if options.val:
@@ -117,7 +123,7 @@ def model(options: Options, data: Federation, own: Mapping[str, Any] | None = No
     name, classes = model_name(options, data), None if options.criterion == "hinge" else data.classes
 
     def make() -> nn.Module:
-        made = model_for(name, data.shape, classes, **(own or {}))
+        made = imported(name, "model")() if ":" in name else model_for(name, data.shape, classes, **(own or {}))
         return made.to(data.x.dtype) if data.x.dtype == torch.float64 else made
 
     make()  # so that a shape that does not fit is said now

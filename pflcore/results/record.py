@@ -33,7 +33,7 @@ from pflcore.ops import kinds
 __all__ = ["Record", "Run", "group", "read"]
 LONG = 1000  # entries from which a list is no part of a line
 OnRound = Callable[[int, dict[str, Any]], None]
-PARTS = ("partition_options", "model_options", "training", "options")
+PARTS = ("model_options", "training", "options")
 HELD_OUT = "of each client's training samples are held out for validation"  # ends the note of a federation that was cut so
 OUTLIER = 20.0  # times the cohort's median update: honest clients with many times the data of the others stay below
 CUT = ("data_seed", "train_samples", "test_samples", "val")  # which of the data the run saw
@@ -421,8 +421,12 @@ def label(runs: Sequence[Run]) -> dict[str, list[Run]]:
     for (algorithm, _), members in by_key.items():
         others = [(other == algorithm, options(m[0])) for (other, _), m in by_key.items()]
         mine = options(members[0])
-        shared = {*CONDITIONS, *(members[0].header.get("partition_options") or {})} - {"parameters"}  # what all rows of a table must share
-        differ = [k for k in mine if any((same or k in shared) and (k not in o or o[k] != mine[k]) for same, o in others)]
+        shared = {*CONDITIONS} - {"parameters"}  # what all rows of a table must share, the cut with it
+        differ = [
+            k
+            for k in mine
+            if any((same or k in shared or k.startswith("partition.")) and (k not in o or o[k] != mine[k]) for same, o in others)
+        ]
         name = f"{algorithm} ({', '.join(f'{k}={mine[k]}' for k in differ)})" if differ else algorithm
         out.setdefault(name, []).extend(members)
     return out
@@ -436,5 +440,6 @@ def find(groups: dict[str, list[Run]], name: str) -> list[Run] | None:
 def options(run: Run) -> dict[str, Any]:
     """All that was chosen for the run but its seed and its setting, the algorithm's own hyper-parameters last."""
     head = run.header
-    parts = [{k: head[k] for k in CONDITIONS if k in head}] + [head.get(k) or {} for k in PARTS]
+    cut = {f"partition.{k}": v for k, v in (head.get("partition_options") or {}).items()}  # a method may have an "alpha", too
+    parts = [{k: head[k] for k in CONDITIONS if k in head}, cut] + [head.get(k) or {} for k in PARTS]
     return {k: v for part in parts for k, v in part.items() if (k, v) != ("clip", None)}

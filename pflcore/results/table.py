@@ -52,10 +52,13 @@ def _table(name: str, runs: Sequence[Run], last: int, baseline: str | None) -> s
     up = measure == "accuracy"
     groups, repeated = one_of_each_seed(label(runs))
     columns = _columns(runs, measure, up, last)
+    asked = sorted({k for r in runs for e in r.evaluations[-1:] for k in e["eval"]} - {"size", "clients", "loss", "accuracy", measure})
     base = find(groups, baseline) if baseline else None
-    rows = [["algorithm", *columns, *([f"% hurt vs {baseline}"] if base else []), "bytes sent", "note"]]
+    rows = [["algorithm", *columns, *asked, *([f"% hurt vs {baseline}"] if base else []), "bytes sent", "note"]]
     for algorithm, members in groups.items():
         row = [algorithm, *(_cell([f(r) for r in members], 100.0 if up else 1.0, 2 if up else 5) for f in columns.values())]
+        done = [r for r in members if r.evaluations]
+        row += [_cell([metrics.mean(r.last(k)) for r in done if k in r.evaluations[-1]["eval"]], 1.0, 4) for k in asked]
         if base:
             of_seed = {b.header.get("seed"): b for b in reversed(base)}
             row.append(_cell([_hurt(r, of_seed.get(r.header.get("seed")), measure) for r in members], 1.0, 1))
@@ -162,6 +165,10 @@ def _note(run: Run) -> str:
         parts = [p for p in parts if not p.startswith("stopped after")]
     lost = int(run.last("loss").isinf().sum()) if run.evaluations and "loss" in run.evaluations[-1]["eval"] else 0
     parts += [f"{lost} client{'s have' if lost > 1 else ' has'} no finite loss"] if lost else []
+    last = run.evaluations[-1]["eval"] if run.evaluations else {}
+    for key in sorted({*last} - {"size", "clients", "loss", "accuracy"}):
+        none = int(run.last(key).isnan().sum()) - int((run.last("size") == 0).sum())
+        parts += [f"{none} client{'s have' if none > 1 else ' has'} no {key}"] if none > 0 else []
     parts += [run.held_out] if run.held_out else []
     cut = len({i for r in run.rounds for i in r.get("clipped") or []})
     parts += [f"the updates of {cut} client{'s' if cut > 1 else ''} were clipped"] if cut else []

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from pflcore.algorithms.base import FedAvg, State, Tensors
 from pflcore.local.net import Net
+from pflcore.ops import kinds
 from pflcore.simulation.rows import OnDisk, cloned
 
 WORKERS = 1024  # threads; beyond that a number is a slip of the keyboard
@@ -32,9 +32,9 @@ def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
 
 def limit(name: str, value: Any) -> float | None:
     """`value` as a number above 0, or None."""
-    if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
+    if value is not None and not kinds.POSITIVE.fits(value):
         raise ValueError(f"{name}: expected a finite number above 0, or None for no limit, got {value!r}.")
-    return value
+    return None if value is None else float(value)
 
 
 def device_of(name: Any) -> str:
@@ -55,7 +55,7 @@ def ids_of(name: str, given: Tensor | Sequence[int] | None, n: int) -> Tensor | 
     if given is None:
         return None
     try:
-        ids = torch.as_tensor(given)
+        ids = torch.as_tensor(sorted(given) if isinstance(given, Set) else given)
     except (TypeError, ValueError, RuntimeError):
         ids = torch.empty(0)
     if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex() or ids.dim() != 1 or not len(ids):

@@ -21,7 +21,7 @@ Attack = Literal["label_flip", "sign_flip", "scale", "noise", "little", "inner_p
 STRENGTH = {"sign_flip": 1.0, "scale": 100.0, "noise": 10.0, "little": 1.5, "inner_product": 10.0}
 
 
-@kinds.takes(clients=kinds.many(kinds.whole(0), "a list of clients' numbers"), strength=kinds.POSITIVE)
+@kinds.takes(clients=kinds.IDS, strength=kinds.POSITIVE)
 @dataclass(frozen=True)
 class Adversary:
     """The clients `clients` (ids) attack in every round that they take part in; s is the `strength`, d a client's honest update [P].

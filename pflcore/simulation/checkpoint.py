@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pflcore.data.federation import Federation
 from pflcore.data.ragged import Ragged
@@ -246,12 +247,19 @@ def of_data(data: Federation) -> Facts:
 
 
 def of_net(net: Net) -> Facts:
-    """Which model it is: names and shapes of what is trained, and the digest of what is not and so stands in no state."""
+    """Which model it is, its loss with it: names and shapes of what is trained, and the digest of what is not and so stands in no state."""
     rows = {*net.names, *net.buffer_names}
     every = [*net.module.named_parameters(), *net.module.named_buffers()]
     constants = {k: v for k, v in every if k not in rows and not k.endswith("num_batches_tracked")}  # which nobody reads
     shapes = zip([*net.names, *net.buffer_names], [*net.shapes, *net.buffer_shapes], strict=True)
-    return {"dtype": str(net.dtype), "shapes": {k: list(s) for k, s in shapes}, "digest of what is not trained": digest_of(constants)}
+    loss = {k: v for k, v in vars(net.criterion).items() if k != "training"} if isinstance(net.criterion, nn.Module) else {}
+    return {
+        "dtype": str(net.dtype),
+        "shapes": {k: list(s) for k, s in shapes},
+        "layers": re.sub(" at 0x[0-9a-f]+", "", repr(net.module)),
+        "digest of the loss": digest_of(loss),
+        "digest of what is not trained": digest_of(constants),
+    }
 
 
 def digest_of(thing: Any) -> str:

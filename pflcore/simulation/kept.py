@@ -122,8 +122,8 @@ def _what(run: Simulation) -> Record:
             | ({} if run.adversary is None else {"adversary": plain(run.adversary)})
             | ({"eval_clients": run._asked} if run._drawn else {}),
             "federation": run._content,
-            "model": checkpoint.of_net(net),
             "criterion": loss_name(net.criterion),
+            "model": checkpoint.of_net(net),
             "stream": STREAM,
             "machine": {k: getattr(run, k) for k in machine} | {"rows": str(run.rows)},
             "made_with": {"pflcore": __version__, "torch": torch.__version__, "device": run.device, "path": run.path[:2]},

@@ -83,6 +83,7 @@ class Simulation:
     adversary: Adversary | Mapping[str, Any] | None = None  # clients that attack; the others are evaluated, unless `eval_clients` says so
 
     def __post_init__(self) -> None:
+        kinds.pythonic(self)
         self.algorithm = algorithm_of(self.algorithm)
         self.rounds, self.eval_every = whole("rounds", self.rounds, 1), whole("eval_every", self.eval_every, 0)
         self.seed = whole("seed", self.seed, -SEEDS, SEEDS - 1)
@@ -106,7 +107,10 @@ class Simulation:
         if self.algorithm.needs_val:
             self.data = held_out(self.data, self.seed)
         if self.eval_split not in self.data.index:
-            raise ValueError(f"eval_split: the federation has {', '.join(self.data.index)}, not {self.eval_split!r}.")
+            raise ValueError(
+                f"eval_split: the federation has {', '.join(self.data.index)}, not {self.eval_split!r}; make it with test_fraction=, or "
+                "split_samples()."
+            )
         self.eval_clients = self._looked_at = self._evaluated()
         model = self.model
         check_modes()

@@ -81,7 +81,11 @@ class Personalized(nn.Module):
         if not x.dim():
             raise ValueError("x: expected samples [B, ...], got a single number; for one sample give x[None].")
         x = x.to(self.statistics.device, self.statistics.dtype if x.is_floating_point() else x.dtype)
-        scores = torch.cat([self(part) for part in x.split(BATCH)]) if len(x) else self(x)
+        try:
+            scores = torch.cat([self(part) for part in x.split(BATCH)]) if len(x) else self(x)
+        except (RuntimeError, ValueError, IndexError) as e:
+            said = str(e).splitlines()[0]
+            raise ValueError(f"x: expected samples [B, ...] as those of the training, got shape {list(x.shape)} ({said}).") from e
         if len(scores) != len(x):
             raise ValueError(f"x: expected samples [B, ...], got shape {list(x.shape)}; for one sample give x[None].")
         alone, labels = self.net.criterion in ONE_BY_ONE, self.classes is not None and self.returns != "values"
@@ -131,6 +135,7 @@ def export_models(models: Iterable[Personalized], header: Mapping[str, Any], fol
             tensors, file = model.tensors(), f"client-{client}.safetensors"
             with replacing(folder / file) as part:
                 write_tensors(tensors, part)
+                part.chmod(folder.stat().st_mode & 0o666)  # as readable as the folder; safetensors makes it its owner's alone
             clients.append({"client": client, "file": file, "tensors": {k: list(v.shape) for k, v in tensors.items()}})
             predict = inspect.getdoc(model.algorithm.predict) or "" if own_way(model.algorithm) else ONE_MODEL
         facts = {"method": header["algorithm"], "options": header["options"], "training": header["training"], "data": header["data"]}

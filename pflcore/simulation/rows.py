@@ -32,16 +32,11 @@ class OnDisk(dict[str, Tensor]):
 
     def see(self, ids: Tensor) -> None:
         """From here on the rows of the clients `ids` are what they are: for those who come first, a fresh client's. OSError, one
-        sentence, where the disk has no room for them: a mapped file that cannot grow would end the process."""
+        sentence, where the disk has no room for them."""
         new = ids[~self.known[ids]]
         size = {k: v.numel() * v.element_size() for k, v in self.fresh.items()}
         need = sum(min(len(new) * (one + BLOCK), len(self.known) * one) for one in size.values())
-        free = shutil.disk_usage(self.folder).free if len(new) else 0
-        if len(new) and need > free:
-            raise OSError(
-                f"rows: {len(new)} more clients need up to {human(need)} on disk, and {self.folder} has {human(free)} free; make room, "
-                "or name another folder (rows)."
-            )
+        check_room(f"{len(new)} more clients need", need, self.folder)
         for k, v in self.fresh.items() if len(new) else ():
             self[k][new] = v
         self.known[new] = True
@@ -56,10 +51,20 @@ class OnDisk(dict[str, Tensor]):
         other = OnDisk(self.fresh, len(self.known), self.folder)
         other.known = self.known.clone()
         ids = self.known.nonzero()[:, 0]
+        check_room("a copy of the clients' rows needs", sum(len(ids) * (v[0].nbytes + BLOCK) for v in self.values()), self.folder)
         for k, v in self.items():
             for part in ids.split(at_once(v)):
                 other[k][part] = v[part]
         return other
+
+
+def check_room(what: str, need: int, folder: Path) -> None:
+    """OSError, one sentence, where the disk has less than `need` bytes free: a mapped file that cannot grow would end the process."""
+    free = shutil.disk_usage(folder).free if need else 0
+    if need > free:
+        raise OSError(
+            f"rows: {what} up to {human(need)} on disk, and {folder} has {human(free)} free; make room, or name another folder (rows)."
+        )
 
 
 def see(own: dict[str, Tensor], ids: Tensor) -> None:
@@ -102,6 +107,7 @@ def cloned(t: Tensor, folder: Path | None = None) -> Tensor:
     folder = getattr(t, "folder", folder)
     if folder is None:
         return t.clone()
+    check_room("a copy of the state needs", t.nbytes, folder)
     new = mapped(tuple(t.shape), t.dtype, folder)
     for a in range(0, len(t), at_once(t)):
         new[a : a + at_once(t)] = t[a : a + at_once(t)]

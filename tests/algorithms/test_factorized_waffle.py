@@ -60,10 +60,9 @@ def test_averaging_is_of_factors_and_uniform():
     assert (torch.stack(layers[:3]).mean(0) - layers[3]).abs().max() > 1e-3  # not the average of their products
 
 
-@pytest.mark.parametrize("kl_b", ["mc", "series", "concrete_mc"])
-def test_engines_agree_and_neighbours_play_no_part(kl_b):
+def test_engines_agree_and_neighbours_play_no_part():
     """Clients of different sizes step together in one engine and alone in the other; a client's way is its own."""
-    alg = FactorizedWaffle(kl_b=kl_b, tau_start=2.0, tau_decay=0.8)
+    alg = FactorizedWaffle(tau_start=2.0, tau_decay=0.8)
     a, b = (play(alg, setting(engine=e, momentum=0.5, weight_decay=1e-3), 2) for e in ("vmap", "threads"))
     for k in a.own:
         torch.testing.assert_close(a.own[k], b.own[k], rtol=1e-8, atol=1e-10)
@@ -117,7 +116,6 @@ def test_it_learns_what_one_model_cannot():
     [
         {"preset": "x"},
         {"optimizer": "x"},
-        {"kl_b": "x"},
         {"eval_mode": "x"},
         {"never": "x"},
         {"start": "x"},

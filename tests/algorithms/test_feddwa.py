@@ -290,24 +290,6 @@ def test_a_newcomer_starts_from_the_initial_model_or_the_mean():
         torch.testing.assert_close(x[1], want)
 
 
-def test_among_equals_a_client_may_take_its_own_model_first():
-    """Four models on a square, every guidance in its middle: all are equally near, and of two kept ones one is the client's own."""
-    w, middle = t([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]]), torch.zeros(4, 2, dtype=torch.float64)
-    weight, index = FedDWA(k=2).weights(middle, w)
-    assert index.tolist() == [[0, 1]] * 4 and bool((weight == 0.5).all())
-    weight, index = FedDWA(k=2, prefer_self=True).weights(middle, w)
-    assert [sorted(i) for i in index.tolist()] == [[0, 1], [0, 1], [0, 2], [0, 3]] and bool((weight == 0.5).all())
-    weight, index = FedDWA(k=1, prefer_self=True).weights(w[:1].expand(4, -1), w[:1].expand(4, -1))  # distances of zero
-    assert index[:, 0].tolist() == [0, 1, 2, 3] and bool((weight == 1).all())
-
-
-def test_without_ties_it_is_no_matter_whose_model_comes_first():
-    gen = torch.Generator().manual_seed(0)
-    w, guide = (torch.randn(9, 5, generator=gen, dtype=torch.float64) for _ in range(2))
-    for a, b in zip(FedDWA(k=3).weights(guide, w), FedDWA(k=3, prefer_self=True).weights(guide, w), strict=True):
-        assert torch.equal(a, b)
-
-
 @pytest.mark.parametrize("alg", [FedDWA(), FedDWAQP(theta=0.5)])
 def test_engines_agree_and_everybody_is_evaluated(alg):
     found = []
@@ -359,9 +341,8 @@ def test_bad_options_of_the_qp(options, message):
 
 
 @pytest.mark.parametrize("long", [1, 1000], ids=["groups", "blocks"])
-@pytest.mark.parametrize("prefer_self", [False, True])
 @pytest.mark.parametrize("k", [1, 5, 99])
-def test_a_search_by_groups_changes_no_bit(prefer_self, k, long, monkeypatch):
+def test_a_search_by_groups_changes_no_bit(k, long, monkeypatch):
     """Clusters, copies of models, a guidance that is another's model; and a cohort of many takes it by itself."""
     gen = torch.Generator().manual_seed(0)
     w = torch.randn(5, 67, generator=gen).repeat(8, 1) + 1e-3 * torch.randn(40, 67, generator=gen)
@@ -369,13 +350,13 @@ def test_a_search_by_groups_changes_no_bit(prefer_self, k, long, monkeypatch):
     guide = w + 1e-3 * torch.randn(40, 67, generator=gen)
     guide[:20] = w[torch.randint(0, 40, (20,), generator=gen)]
     guide[20:34] = w[20:34]
-    want = FedDWA(k=k, prefer_self=prefer_self, search="exact").weights(guide, w)
-    for a, b in zip(FedDWA(k=k, prefer_self=prefer_self, search="groups").weights(guide, w), want, strict=True):
+    want = FedDWA(k=k, search="exact").weights(guide, w)
+    for a, b in zip(FedDWA(k=k, search="groups").weights(guide, w), want, strict=True):
         assert torch.equal(a, b)
     monkeypatch.setattr("pflcore.algorithms.feddwa.MANY", 40)
     monkeypatch.setattr("pflcore.algorithms.feddwa.LONG", long)
-    monkeypatch.setattr(ops, "pairwise_sqdist", None if not prefer_self else ops.pairwise_sqdist)  # not all pairs
-    for a, b in zip(FedDWA(k=k, prefer_self=prefer_self).weights(guide, w), want, strict=True):
+    monkeypatch.setattr(ops, "pairwise_sqdist", None)  # not all pairs
+    for a, b in zip(FedDWA(k=k).weights(guide, w), want, strict=True):
         assert torch.equal(a, b)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 from doors import spread, strengths
-from methods import ClusteredFL, FactorizedWaffle, FedAMP, FedDWA, FedFomo, HeurFedAMP, KnnPer, Mocha, PerFedAvg, Scaffold, Waffle
+from methods import ClusteredFL, FactorizedWaffle, FedAMP, FedDWA, FedFomo, HeurFedAMP, KnnPer, PerFedAvg, Scaffold, Waffle
 from parts.fine_points import t, three
 from small import images, make_setting, play, quadratics, tiny_model
 
@@ -80,18 +80,6 @@ def test_clustered_fl_weighs_unequal_clients_alike():
     (state, _), (uniform, _), (sized, _) = (play(a, s, 1)[0] for a in (ClusteredFL(), FedAvg(weighting="uniform"), FedAvg()))
     torch.testing.assert_close(state.g["x"][0], uniform.g["x"])
     assert not torch.allclose(uniform.g["x"], sized.g["x"])
-
-
-def test_mochas_server_takes_as_long_a_step_as_its_clients():
-    """Losses that are 0 leave the models where they are; W <- (I + lr steps lam Omega)^-1 W is 1 / 1.92 [[1.4, .2], [.2, 1.4]] W."""
-    net, data = quadratics(t([[0.0], [0]]), t([[0.0], [0]]), rows=4)
-    s = make_setting(net, data, Training(lr=0.1, batch_size=2, epochs=2))
-    alg = Mocha(lam=0.5, outer=99, regulariser="server")
-    state = begin(alg, net, 2)
-    g = state.g | {"omega": t([[2.0, -1], [-1, 2]])}
-    local = Local(s, torch.arange(2), 1, net.b0.expand(2, -1))
-    _, up = alg.client({"w": t([[3.0], [1]])}, {"w": t([[3.0], [1]])}, local)
-    torch.testing.assert_close(alg.server(g, up, cohort(2))["w"], t([[4.4 / 1.92], [2.0 / 1.92]]))
 
 
 def test_weights_of_a_cohort_smaller_than_k_keep_the_first_clients():

@@ -35,12 +35,6 @@ def test_unimodal_deals_single_class_shards(z):
     assert torch.equal(again, part.index["train"][3]) and not torch.equal(other, part.index["train"][3])
 
 
-def test_distinct_classes():
-    plain, distinct = (partition("unimodal", MNIST, 100, distinct=d) for d in (False, True))
-    assert any(len(classes_of(plain, i)) == 1 for i in range(100))
-    assert all(len(classes_of(distinct, i)) == 2 for i in range(100)) and len(all_of(distinct).unique()) == 60_000
-
-
 def test_fewer_training_samples_leave_the_test_sets():
     whole, few = partition("unimodal", MNIST, 100), partition("unimodal", MNIST, 100, train=20)
     assert all(len(r) == 20 and torch.equal(r, w[:20]) for r, w in zip(few.index["train"], whole.index["train"], strict=True))
@@ -69,7 +63,6 @@ def test_multimodal_is_two_populations_with_equal_shards():
     [
         ("unimodal", 5, {"test": 1.0}, r"^test must be a share"),
         ("unimodal", 5, {"train": 0}, r"^train: expected a whole number, at least 1"),
-        ("unimodal", 5, {"z": 11, "distinct": True}, r"^z must be at most the 10 classes"),
         ("multimodal", 20, {}, r"^minority_clients must lie in 1..19"),
         ("multimodal", 30, {"minority": "letters"}, r"^minority must be one of mnist, fashion_mnist, cifar10"),
         ("multimodal", 30, {"minority": [1, 12]}, r"^minority must leave classes on both sides"),

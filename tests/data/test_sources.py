@@ -98,7 +98,7 @@ def test_torchvision_sets_by_a_stand_in(monkeypatch, tmp_path):
     own.mkdir()
     sentence(OSError, lambda: load("cifar100", own), message)
     assert not list(own.iterdir())  # the user's own folder is only read
-    assert tries[-2:] == [(str(own), False), (str(cache), True)]
+    assert tries[-3:] == [(str(own), False), (str(own / "cifar100"), False), (str(cache), True)]
 
 
 def test_empty_test_sets_are_noted():

@@ -51,7 +51,7 @@ def test_every_round_is_an_optimizer_of_torchs(engine):
     "alg",
     [
         Scaffold(option="II"), Waffle(option="II"), FedDWA(guidance="full_grad"), Mocha(),
-        Mocha(regulariser="server"), APFL(), PFedMe(), PerFedAvg(), QFedAvg(q=1.0), FactorizedWaffle(),
+        APFL(), PFedMe(), PerFedAvg(), QFedAvg(q=1.0), FactorizedWaffle(),
     ],
 )  # fmt: skip
 def test_a_method_that_rests_on_sgd_refuses_adamw(alg):

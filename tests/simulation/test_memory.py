@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from doors import held_out
-from methods import FedDWA, Mocha
+from methods import FedDWA
 from parts.memory import CUDA, KINDS, fails
 from small import SIX, images, tiny_model
 from torch import nn
@@ -93,7 +93,7 @@ def copied(state):
     ("name", "options"),
     [(n, {}) for n in SIX]
     + [pytest.param(n, {}, marks=pytest.mark.deep("all algorithms")) for n in sorted(set(ALGORITHMS) - set(SIX))]
-    + [("feddwa", {"model": normed, "buffers": "average"}), (Mocha(regulariser="server"), {}), (FedDWA(guidance="previous"), {})],
+    + [("feddwa", {"model": normed, "buffers": "average"}), (FedDWA(guidance="previous"), {})],
 )
 def test_wherever_the_servers_memory_ends_the_round_never_was(name, options, monkeypatch):
     """Every single request of memory by the server and the commit is refused once."""

@@ -61,24 +61,17 @@ def test_kl_v_and_its_gradient():
     near(torch.cat([by_c, by_d]), [-1.7916666667, 0.6479566558], atol=1e-9)
 
 
-def test_kl_v_of_another_prior():
-    got = [ibp.kl_v(t(2), t(3), 2.5, 1.5, terms=m).item() for m in (10, 11, 100, 1000)]
-    near(got, [0.3022144024, 0.3028725678, 0.3055600803, 0.3055672916])
-
-
-@pytest.mark.parametrize("c, d, alpha, beta", [(2, 3, 5, 1), (0.5, 0.3, 5, 1), (100, 1.5, 120, 1), (2, 3, 2.5, 1.5), (1.3, 0.7, 3, 1)])
-def test_kl_v_against_quadrature(c, d, alpha, beta):
+@pytest.mark.parametrize("c, d, alpha", [(2, 3, 5), (0.5, 0.3, 5), (100, 1.5, 120), (1.3, 0.7, 3)])
+def test_kl_v_against_quadrature(c, d, alpha):
     def integrand(z):  # v by the logit of its quantile, so that both ends are seen
         u = 1 / (1 + math.exp(-z))
         log_v = ibp.log_v(t(u), t(c), t(d)).item()
-        log_1_v, log_1_vc = math.log(-math.expm1(log_v)), math.log1p(-u) / d
-        q = math.log(c * d) + (c - 1) * log_v + (d - 1) * log_1_vc
-        log_beta = math.lgamma(alpha) + math.lgamma(beta) - math.lgamma(alpha + beta)
-        p = (alpha - 1) * log_v + (beta - 1) * log_1_v - log_beta
+        q = math.log(c * d) + (c - 1) * log_v + (d - 1) * math.log1p(-u) / d
+        p = (alpha - 1) * log_v + math.log(alpha)
         return (q - p) * u * (1 - u)
 
     want, _ = integrate.quad(integrand, -33, 33, limit=400)
-    near(ibp.kl_v(t(c), t(d), alpha, beta, terms=200_000), [want], atol=2e-8)
+    near(ibp.kl_v(t(c), t(d), alpha), [want], atol=2e-8)
 
 
 def test_kl_b_and_its_gradient():
@@ -137,33 +130,6 @@ def test_the_gradient_written_out_where_leading_factors_are_at_their_bound():
     near(got, slopes(value, leaf)[0].tolist(), atol=1e-9)
 
 
-def test_the_expectation_over_v():
-    def plain(terms):
-        log_p, log_not = -(ibp.harmonic(DD) / C).cumsum(0), ibp.expected_log_not(C, DD, terms)
-        return PI * (PI.log() - log_p) + (1 - PI) * ((1 - PI).log() - log_not)
-
-    near(plain(10), [0.0443242860, 0.0738574329, 0.1976035284])
-    near(plain(100), [0.0783950756, 0.0855695133, 0.2044274666])
-    near(plain(1000), [0.0827518545, 0.0856462843, 0.2044370619])
-    near(plain(100_000), [0.0832453601, 0.0856465507, 0.2044370674])
-    got = ibp.expected_kl_b(PI.logit(), C, DD)
-    near(got[1:], [0.0856462843, 0.2044370619])
-    u = (torch.arange(2_000_000, dtype=D) + 0.5) / 2_000_000
-    near(got[0], ibp.kl_b(PI[0].logit(), ibp.log_v(u, C[0], DD[0])).mean(), atol=2e-6)
-
-
-@pytest.mark.parametrize("c, d", [(5.0, 0.3), (120.0, 1.0), (2.0, 3.0)])
-def test_the_first_factors_expectation_where_its_series_is_slow(c, d):
-    def integrand(z):
-        u = 1 / (1 + math.exp(-z))
-        far = math.log1p(math.exp(z)) / d  # -log(1 - u) / d
-        log_v = (math.log1p(-math.exp(-far)) if far > 1 else math.log(-math.expm1(-far))) / c
-        return math.log(-math.expm1(log_v)) * u * (1 - u)
-
-    want, _ = integrate.quad(integrand, -30, 30, limit=400)
-    near(ibp._first_log_not(t(c), t(d)), [want], atol=1e-6)
-
-
 def test_concrete():
     pi, u, tau = t(0.7, 0.7, 0.2), t(0.3, 0.5, 0.9), 2 / 3
     logit = pi.logit().requires_grad_()
@@ -171,7 +137,6 @@ def test_concrete():
     near((logit + u.logit()) / tau, [0, 1.2709467906, 1.2163953243], atol=1e-9)
     near(b, [0.5, 0.7809047798, 0.7714285714])
     near(slopes(b, logit)[0], [0.375, 0.2566387571, 0.2644897959], atol=1e-9)
-    near(ibp.concrete_ratio(logit, t(0.4).log(), u.logit(), tau), [-0.1335313926, 0.3690974639, -0.6725278934])
 
 
 def test_the_priors_means():

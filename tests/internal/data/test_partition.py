@@ -8,7 +8,7 @@ from parts.partition import counts, labels_with, sizes
 
 from pflcore.data import PARTITIONS, partition
 from pflcore.data.dirichlet import _proportions, counts_of, cuts_of
-from pflcore.data.label_skew import dominant_classes, shards
+from pflcore.data.label_skew import dominant_classes
 from pflcore.data.partition import concept_shift
 
 # -- concept shift -------------------------------------------------------------------------------------------------------------
@@ -54,20 +54,6 @@ def test_practical2_draws_like_the_released_code():
         assert all((d.sum(1) == totals).all() for d in draws)
         assert abs(np.mean([(d > 0).sum(0).mean() for d in draws]) - held) < 0.15
         assert abs(np.mean([d.sum(0).min() >= 20 for d in draws]) - accepted) < 0.1
-
-
-# -- pathological --------------------------------------------------------------------------------------------------------------
-
-
-def test_golden_shards():
-    y = np.repeat(np.arange(5), 6)
-    cut = shards(y, 10, 5)
-    assert [sorted(set(y[s].tolist())) for s in cut] == [[0], [0], [1], [1], [2], [2], [3], [3], [4], [4]]
-    assert {len(s) for s in cut} == {3}
-    deal = [[7, 1], [4, 9], [0, 2], [5, 3], [8, 6]]
-    part = partition("pathological", y, 5, assignment=deal)
-    got = [list(dict.fromkeys(y[rows].tolist())) for rows in part.index["train"]]
-    assert got == [[3, 0], [2, 4], [0, 1], [2, 1], [4, 3]]
 
 
 # -- practical setting 1 -------------------------------------------------------------------------------------------------------

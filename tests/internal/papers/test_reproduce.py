@@ -392,3 +392,8 @@ def test_kept_states_are_evaluated_as_the_run_evaluates(tmp_path, monkeypatch):
     made = played(tmp_path, options=options, methods=methods, settings=IID, reported={})
     assert seen and all(buffers == "local" and list(metrics) == ["f1"] for buffers, metrics in seen)
     assert all("f1" in r.evaluations[-1]["eval"] for (one,) in [made.runs["iid", "FT", ""]] for r in [one])
+
+
+def test_waffles_figure_5_has_the_labels_of_table_4():
+    settings = plans.load("waffle-fig5")["settings"]
+    assert {name[7]: options["partition"] for name, options in settings.items()} == {"A": "A", "C": "B"}

@@ -1,0 +1,148 @@
+"""A last batch of one sample, numbers of numpy, steps that no mask leaves out, and what messages advise."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import pflcore
+from pflcore import Adversary, Federation, Simulation, Training
+from pflcore.data import federation_of
+
+
+def normed():
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
+
+
+def federation(sizes=(5, 5, 5), **options):
+    gen = torch.Generator().manual_seed(1)
+    parts = [(torch.randn(n, 6, generator=gen), torch.randint(0, 4, (n,), generator=gen)) for n in sizes]
+    return Federation.from_arrays(parts, test=parts, classes=4, **options)
+
+
+def losses(model=normed, data=None, training=None, **options):
+    run = Simulation("local", model, data or federation(), training or Training(), rounds=2, **options).run()
+    return run.series("loss")[1][-1]
+
+
+# batch norm -------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("engine", ["threads", "vmap"])
+def test_a_last_batch_of_one_joins_the_one_before_for_batch_norm(engine):
+    """Of five samples four and one are one batch of five."""
+    assert torch.equal(*(losses(training=Training(batch_size=b, epochs=2), engine=engine) for b in (4, 5)))
+    sizes = federation((9, 8, 13))
+    assert losses(data=sizes, training=Training(batch_size=4), engine=engine).isfinite().all()
+
+
+def test_torchs_way_is_an_option_and_stays_that_of_other_models():
+    with pytest.raises(ValueError, match=r"^data: client 0 \(5 samples, batch_size 4\) has a batch of one sample"):
+        losses(training=Training(batch_size=4, join_last=False))
+    with pytest.raises(ValueError, match=r"^data: client 1 \(1 samples, batch_size 4\)"):
+        losses(data=federation((5, 1, 5)), training=Training(batch_size=4))
+    plain = [losses(lambda: nn.Linear(6, 4), training=Training(batch_size=4, join_last=join)) for join in (True, False)]
+    assert torch.equal(*plain) and not torch.equal(plain[0], losses(lambda: nn.Linear(6, 4), training=Training(batch_size=5)))
+
+
+# numbers ----------------------------------------------------------------------------------------------------------------------
+def test_numpys_numbers_are_numbers(tmp_path):
+    training = Training(lr=np.float32(0.5), batch_size=np.int64(4), epochs=np.int64(1), schedule=lambda r, n: np.float32(1))
+    options = {"clip": np.float32(1), "eval_clients": np.int64(2), "seed": np.int64(3), "participation": np.float64(0.5)}
+    run = Simulation(pflcore.FedAvg(server_lr=np.float32(0.5)), normed, federation(), training, rounds=np.int64(1), **options)
+    json.dumps(run.run().header)
+    run.save(tmp_path)
+    again = Simulation.load(tmp_path, model=normed, data=federation(), training=training)
+    assert again.state.round == 1
+    assert pflcore.Server(pflcore.FedAvg(), nn.Linear(2, 2), 2).join(np.int64(1)) == 1
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, set, tuple])
+def test_clients_in_any_collection(kind):
+    assert Adversary("sign_flip", kind([1, 2])).clients == (1, 2)
+    assert Simulation("fedavg", normed, federation(), clients=kind([0, 2])).clients.tolist() == [0, 2]
+
+
+def test_labels_that_are_left_out_need_no_mask():
+    gen = torch.Generator().manual_seed(0)
+    x, y = torch.randn(12, 3, generator=gen), torch.randint(0, 2, (12, 5), generator=gen)
+    mask = torch.rand(12, 5, generator=gen) > 0.3
+
+    class Steps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 10)
+
+        def forward(self, x):
+            return self.layer(x["x"] if isinstance(x, dict) else x).view(-1, 2, 5)
+
+    def last(x, y):
+        return losses(Steps, Federation.from_arrays([(x, y)] * 2, test=[(x, y)] * 2, classes=2))
+
+    torch.testing.assert_close(last(x, y.masked_fill(~mask, -100)), last({"x": x, "mask": mask}, y))
+
+
+# another run ------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("first", "then", "what"),
+    [
+        ({"model": nn.Sequential(nn.Linear(6, 4), nn.ReLU())}, {"model": nn.Sequential(nn.Linear(6, 4), nn.Tanh())}, "layers"),
+        (
+            {"loss": nn.CrossEntropyLoss(weight=torch.ones(4))},
+            {"loss": nn.CrossEntropyLoss(weight=torch.ones(4) * 2)},
+            "digest of the loss",
+        ),
+        ({"loss": nn.CrossEntropyLoss(label_smoothing=0.1)}, {"loss": nn.CrossEntropyLoss(label_smoothing=0.5)}, "digest of"),
+    ],
+)
+def test_another_model_or_loss_does_not_go_on(tmp_path, first, then, what):
+    first, then = ({"model": nn.Linear(6, 4), **given} for given in (first, then))
+    run = Simulation("fedavg", data=federation(), rounds=2, **first)
+    next(run.iterate())
+    run.save(tmp_path)
+    assert Simulation.load(tmp_path, data=federation(), **first).state.round == 1
+    with pytest.raises(ValueError, match=f"that of another run: {what}"):
+        Simulation.load(tmp_path, data=federation(), **then)
+
+
+# data -------------------------------------------------------------------------------------------------------------------------
+def test_leafs_labels_in_a_column_of_signs(tmp_path):
+    users = {u: {"x": [[1.0, 2.0], [3.0, 4.0]], "y": [[-1], [1]]} for u in "ab"}
+    (tmp_path / "all.json").write_text(json.dumps({"users": ["a", "b"], "num_samples": [2, 2], "user_data": users}))
+    fed = federation_of(f"leaf:{tmp_path / 'all.json'}", fractions={})
+    assert fed.y.tolist() == [0, 1, 0, 1] and fed.classes == 2
+
+
+def test_a_table_in_pandas_order_trains_as_any_other():
+    x = torch.randn(4, 40).T  # columns lie apart
+    data = Federation.from_table(x, torch.arange(40) % 2, torch.arange(40) % 4)
+    assert data.x.is_contiguous() and torch.equal(data.x, x)
+
+
+# sentences --------------------------------------------------------------------------------------------------------------------
+def test_what_messages_advise():
+    x, y = torch.randn(8, 6), torch.arange(8) % 4
+    for call, said in (
+        (lambda: Federation.from_arrays([(np.array([["a", "b"]] * 8), y)]), "it holds text: turn it into numbers first"),
+        (lambda: pflcore.ops.pairwise_sqdist([torch.ones(3)]), "torch.stack"),
+        (lambda: Simulation("fedavg", normed, Federation.from_arrays([(x, y)] * 2)), "test_fraction="),
+        (lambda: Simulation("fedavg", normed, Federation.from_arrays([(x, y + 1)] * 2, test_fraction=0.5)), "count them from 0"),
+        (lambda: Simulation("fedavg", normed, Federation.from_arrays([(x, y[:, None])] * 2, test_fraction=0.5)), r"make labels of one"),
+        (lambda: Simulation("fedavg", normed, federation(), rounds=1).run().predict(0, torch.randn(3, 7)), r"^x: expected samples \[B"),
+        (lambda: Simulation("FedDAW", normed, federation()), "did you mean 'feddwa'"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=said):
+            call()
+
+
+def test_algorithms_in_any_spelling():
+    assert Simulation("FedDWA", normed, federation()).name == "feddwa"
+    assert Simulation("LG-FedAvg", normed, federation()).name == "lg_fedavg"
+
+
+def test_exports_are_as_readable_as_their_folder(tmp_path):
+    pytest.importorskip("safetensors")
+    history = Simulation("fedavg", normed, federation(), rounds=1).run()
+    (tmp_path / "out").mkdir(mode=0o755)
+    history.export(tmp_path / "out")
+    assert {p.stat().st_mode & 0o777 for p in (tmp_path / "out").glob("*.safetensors")} == {0o644}
