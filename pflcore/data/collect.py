@@ -47,6 +47,8 @@ def from_arrays(
     dtype: torch.dtype | None,
     name: str,
 ) -> P:
+    if isinstance(clients, Mapping):
+        raise TypeError("clients must be a list with one entry per client, got a dict: give list(clients.values())")
     clients = list(clients)
     if not clients:
         raise ValueError("clients must hold the data of at least one client, got an empty list")
@@ -66,7 +68,7 @@ def from_arrays(
         if (test_fraction and brought) or (test is not None and "test" in brought):
             option = "test_fraction" if test_fraction else "test"
             raise ValueError(f"client {i} brings {' and '.join(brought)} samples of its own: leave {option} out")
-        if test is not None:
+        if test is not None and test[i] != {}:
             parts["test"] = test[i]
         if not set(parts) <= set(SPLITS):
             raise ValueError(f"client {i} must have splits among {list(SPLITS)}, got {list(parts)}")
@@ -103,8 +105,13 @@ def from_datasets(
     dtype: torch.dtype | None,
     name: str,
 ) -> P:
-    pairs = [_read(d, f"client {i}") for i, d in enumerate(clients)]
-    tests = None if test is None else [_read(d, f"client {i} (test)") for i, d in enumerate(test)]
+    if isinstance(clients, Mapping):
+        return from_arrays(cls, clients, None, 0, 0, None, None, name)  # says that a list is wanted
+    pairs = [
+        {s: _read(part, f"client {i} ({s})") for s, part in d.items()} if isinstance(d, Mapping) else _read(d, f"client {i}")
+        for i, d in enumerate(clients)
+    ]
+    tests = None if test is None else [_read(d, f"client {i} (test)") if len(d) else {} for i, d in enumerate(test)]
     return from_arrays(cls, pairs, tests, test_fraction, seed, classes, dtype, name)
 
 
@@ -117,7 +124,7 @@ def _read(dataset: Any, who: str) -> tuple[Any, Tensor]:
         return dataset.tensors[0], dataset.tensors[1]
     samples = [dataset[k] for k in range(len(dataset))]
     if not (isinstance(samples[0], (tuple, list)) and len(samples[0]) == 2):
-        raise TypeError(f"{who} must give pairs (x, y), got {type(samples[0]).__name__}")
+        raise TypeError(f"{who} must give pairs (x, y), got {type(samples[0]).__name__}: take them out of it, (sample['x'], sample['y'])")
     try:
         first = samples[0][0]
         rows: Any = {k: [s[0][k] for s in samples] for k in first} if isinstance(first, Mapping) else {"": [s[0] for s in samples]}

@@ -105,6 +105,11 @@ class Upload:
                 f"safetensors file, got {what}."
             )
 
+        elif isinstance(given, Mapping) and not all(isinstance(k, str) for k in given):
+            raise TypeError(
+                f"{who}: expected a dict with names as its keys, got the key {next(k for k in given if not isinstance(k, str))!r}."
+            )
+
     def label(self, name: str) -> str:
         """How a sentence calls one of its tensors."""
         return f"{self.who}: {name!r}" if name else f"{self.who}: its row"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn as nn
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -18,6 +19,8 @@ def is_plain(m: nn.Module) -> bool:
 
 def refuse_detours(module: nn.Module) -> None:
     """Refuse what clients' copies of a model would leave behind: hooks of parameters, and a forward that holds the original."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError("model: a scripted or traced module takes no parameters of a client; give the module that it was made of.")
     for name, p in module.named_parameters():
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
             raise ValueError(
@@ -28,5 +31,5 @@ def refuse_detours(module: nn.Module) -> None:
         if own is not None and getattr(own, "__self__", None) is not m:
             raise ValueError(
                 f"model: {name or type(m).__name__} was given a forward of its own, which may hold the original's parameters and not a "
-                "client's; write it as a method of a class."
+                "client's; write it as a method of a class, and of a compiled module give its _orig_mod."
             )

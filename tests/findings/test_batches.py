@@ -146,3 +146,18 @@ def test_exports_are_as_readable_as_their_folder(tmp_path):
     (tmp_path / "out").mkdir(mode=0o755)
     history.export(tmp_path / "out")
     assert {p.stat().st_mode & 0o777 for p in (tmp_path / "out").glob("*.safetensors")} == {0o644}
+
+
+def test_data_sets_as_they_come():
+    full = torch.utils.data.TensorDataset(torch.randn(4, 2), torch.arange(4) % 2)
+    assert Federation.from_datasets([{"train": full, "test": full}] * 2).size("test").tolist() == [4, 4]
+    assert Federation.from_datasets([full] * 2, test=[full, torch.utils.data.Subset(full, [])]).size("test").tolist() == [4, 0]
+    for call, said in (
+        (lambda: Federation.from_arrays({"alice": (torch.ones(2, 2), torch.ones(2))}), r"give list\(clients.values\(\)\)"),
+        (lambda: Federation.from_datasets([[{"x": 1, "y": 2}]]), r"take them out of it"),
+        (lambda: pflcore.pack([{1: torch.ones(2)}]), "got the key 1"),
+        (lambda: Simulation("fedavg", torch.compile(nn.Linear(6, 4)), federation()), "give its _orig_mod"),
+        (lambda: Simulation("fedavg", torch.jit.script(nn.Linear(6, 4)), federation()), "scripted or traced"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=said):
+            call()
