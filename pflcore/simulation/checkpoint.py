@@ -256,10 +256,15 @@ def of_net(net: Net) -> Facts:
     return {
         "dtype": str(net.dtype),
         "shapes": {k: list(s) for k, s in shapes},
-        "layers": re.sub(" at 0x[0-9a-f]+", "", repr(net.module)),
+        "layers": {k or "model": _described(m) for k, m in net.module.named_modules()},
         "digest of the loss": digest_of(loss),
         "digest of what is not trained": digest_of(constants),
     }
+
+
+def _described(m: nn.Module) -> str:
+    """A layer by its options, a module of layers by its class, without addresses of memory."""
+    return type(m).__name__ if list(m.children()) else re.sub(" at 0x[0-9a-f]+", "", repr(m))
 
 
 def digest_of(thing: Any) -> str:

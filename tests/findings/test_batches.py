@@ -86,7 +86,11 @@ def test_labels_that_are_left_out_need_no_mask():
 @pytest.mark.parametrize(
     ("first", "then", "what"),
     [
-        ({"model": nn.Sequential(nn.Linear(6, 4), nn.ReLU())}, {"model": nn.Sequential(nn.Linear(6, 4), nn.Tanh())}, "layers"),
+        (
+            {"model": nn.Sequential(nn.Linear(6, 4), nn.ReLU())},
+            {"model": nn.Sequential(nn.Linear(6, 4), nn.Tanh())},
+            "1 is 'ReLU\\(\\)' there",
+        ),
         (
             {"loss": nn.CrossEntropyLoss(weight=torch.ones(4))},
             {"loss": nn.CrossEntropyLoss(weight=torch.ones(4) * 2)},
