@@ -16,9 +16,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-Name = Literal["all", "sqdist", "nearest", "aggregate", "weights", "rank1", "sgd", "chain", "conv", "factorized", "rounds", "scale"]
+Name = Literal["all", "sqdist", "nearest", "aggregate", "weights", "rank1", "sgd", "chain", "factorized", "rounds", "scale"]
 Work = Literal["flute-lr", "pfllib-mnist", "blazefl-cnn"]
-OPS = ("sqdist", "nearest", "aggregate", "weights", "rank1", "sgd", "chain", "conv", "factorized", "rounds")
+OPS = ("sqdist", "nearest", "aggregate", "weights", "rank1", "sgd", "chain", "factorized", "rounds")
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ from pflcore.local.losses import LOGITS, REGRESSION, Loss, loss_of
 from pflcore.local.plain import refuse_detours
 from pflcore.local.random import OwnDraws
 from pflcore.local.recurrent import write_out
-from pflcore.local.swap import swap_layers
 from pflcore.nn import Dropout
 from pflcore.nn.mode import context
 from pflcore.ops import kinds
@@ -35,14 +34,12 @@ RANDOM_MODULES = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2
 class _Bound:
     """One thread's private copy of the module (or of a part), whose tensors are replaced before each call."""
 
-    def __init__(self, module: nn.Module, params: dict[int, str], buffers: dict[int, str], kernels: bool) -> None:
+    def __init__(self, module: nn.Module, params: dict[int, str], buffers: dict[int, str]) -> None:
         self.module = copy.deepcopy(module)
         for m in self.module.modules():
             if isinstance(m, nn.modules.batchnorm._BatchNorm):
                 m.num_batches_tracked = None  # nothing reads the count, and adding to it in place is no function of the row
-        if kernels:
-            swap_layers(self.module)
-            write_out(self.module)
+        write_out(self.module)
         every = dict(self.module.named_parameters(remove_duplicate=False))
         floats = dict(self.module.named_buffers(remove_duplicate=False))
         self.params = [(i, self._places(n, every, "_parameters")) for i, n in params.items()]
@@ -129,7 +126,6 @@ class Net:
         self.head_name, self._asked = self._find_head(head), head is not None
         self.joins = False  # does a last batch of one sample, on which it cannot train, join the one before? once a client has one
         self.one_score = False  # does the model give one score for each label? once a batch was seen
-        self.kernels = True  # pflcore's own in the place of layers that they can stand for
         self._threads = threading.local()
 
     @property
@@ -327,15 +323,15 @@ class Net:
         if bound is None:
             params, buffers = dict(enumerate(self.names)), dict(enumerate(self.buffer_names))
             if part == "whole":
-                bound = _Bound(self.module, params, buffers, self.kernels)
+                bound = _Bound(self.module, params, buffers)
             elif part == "body":
                 self.head_slice  # noqa: B018  (says in a sentence that there is none)
                 params, buffers = ({i: n for i, n in d.items() if not self._in_head(n)} for d in (params, buffers))
-                bound = _Bound(_without(self.module, self.head_name or ""), params, buffers, self.kernels)
+                bound = _Bound(_without(self.module, self.head_name or ""), params, buffers)
             else:
                 mine = [n for n in self.names if self._in_head(n)]
                 own = {i: n[len(self._prefix) :] for i, n in enumerate(mine)}
-                bound = _Bound(self.module.get_submodule(self.head_name or ""), own, {}, self.kernels)
+                bound = _Bound(self.module.get_submodule(self.head_name or ""), own, {})
             self._threads.__dict__[part] = bound
         return bound
 

@@ -3,7 +3,7 @@
 Engines: "threads" trains one client after another on each of its threads, "vmap" takes the same step for many clients at once.
 Forms, from the fastest to the most general:
 "chain" one C++ call trains many clients' models, layer after layer (see `chain`) · "vmap" autograd under vmap ·
-"module with kernels" the module with its pooling and small convolutions exchanged · "module" the module as it is.
+"module" the module as it is.
 The engine then does what the chain cannot: an algorithm's own loss, features.
 A form that is not the model (see `proof`), or that cannot be run, gives way to the next one; what was passed over is said.
 
@@ -27,8 +27,6 @@ On a GPU it is vmap wherever that can carry the model.
 
 from __future__ import annotations
 
-import copy
-import threading
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -42,7 +40,6 @@ from pflcore.local.chain import Chain, compiled, find_chain
 from pflcore.local.group import gradients
 from pflcore.local.net import Net
 from pflcore.local.proof import Form, Trial, difference, trials
-from pflcore.local.swap import swappable
 from pflcore.ops.chain import chain_eval, chain_grad, chain_sgd_
 
 ENGINES = ("auto", "chain", "threads", "vmap")
@@ -58,27 +55,19 @@ class Path(NamedTuple):
 
 
 def choose_path(net: Net, data: Federation, engine: str = "auto") -> tuple[Net, Path, Chain | None]:
-    """The net to train with (without exchanged layers where they are not the model), its path, and the chain that it is. ValueError in
-    one sentence where the engine that was asked for cannot train this model."""
+    """The net to train with, its path, and the chain that it is. ValueError in one sentence where the engine that was asked for cannot
+    train this model."""
     if engine not in ENGINES:
         raise ValueError(f"engine: expected one of {', '.join(ENGINES)}, got {engine!r}.")
     judge = Judge(net, data)
-    exchanged = swappable(net.module)
     wrong = judge.wrong(by_module)
-    if wrong is not None and exchanged:
-        said = f"the kernels in the place of this model's layers are not the model: {wrong}; its own layers train it"
-        net, exchanged = without_kernels(net), False
-        judge.net, judge.wide = net, without_kernels(judge.wide)
-        judge.say(said)
-        wrong = judge.wrong(by_module)
     if wrong is not None:
         raise ValueError(
             f"model: as a function of its parameters it is not what the module computes: {wrong}; its forward must use the parameters "
             "where they are registered, and nothing that another pass has changed."
         )
-    alone = "module with kernels" if exchanged else "module"
     if engine == "threads":
-        return net, judge.path("threads", alone, "asked for"), None
+        return net, judge.path("threads", "module", "asked for"), None
     chain = None
     if engine != "vmap":
         chain = judge.chain(data)
@@ -89,7 +78,7 @@ def choose_path(net: Net, data: Federation, engine: str = "auto") -> tuple[Net, 
         if chain is not None:
             return net, judge.path("threads", "chain", "a chain of layers that the kernels know"), chain
         what = "with convolutions" if net.has_conv else "with an LSTM" if lstm else f"of {net.size} weights"
-        return net, judge.path("threads", alone, f"a model {what}, on a CPU"), None
+        return net, judge.path("threads", "module", f"a model {what}, on a CPU"), None
     wrong = judge.wrong(under_vmap)
     if wrong is not None and engine == "vmap":
         raise ValueError(f"engine: 'vmap' cannot train this model: {wrong}; take 'auto' or 'threads'.")
@@ -97,7 +86,7 @@ def choose_path(net: Net, data: Federation, engine: str = "auto") -> tuple[Net, 
     if chain is not None:
         return net, judge.path(general, "chain", "a chain of layers that the kernels know"), chain
     if wrong is not None:
-        return net, judge.path("threads", alone, f"vmap cannot train this model: {wrong}"), None
+        return net, judge.path("threads", "module", f"vmap cannot train this model: {wrong}"), None
     return net, judge.path("vmap", "vmap", "asked for" if engine == "vmap" else "all clients take a step at once"), None
 
 
@@ -146,12 +135,6 @@ class Judge:
 
     def path(self, engine: str, form: str, why: str) -> Path:
         return Path(engine, form, "; ".join([why, *self.reasons]))
-
-
-def without_kernels(net: Net) -> Net:
-    other = copy.copy(net)
-    other.kernels, other._threads = False, threading.local()
-    return other
 
 
 # the forms --------------------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Is a faster form of a model the model? Compared once a run, before anything is trained.
 
 A form is any function that gives losses and gradients of several clients' rows at once: a written-out chain, a kernel, a pass under
-`vmap`, a module with layers exchanged. It is held against the module itself, run by plain autograd with its own parameters: in training
+`vmap`. It is held against the module itself, run by plain autograd with its own parameters: in training
 and in evaluation mode, with two batch sizes, at the start plus seeded noise, in float64.
 """
 

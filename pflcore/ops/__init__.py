@@ -5,8 +5,6 @@ Q a row's length. Every op has a pure-PyTorch reference, which runs where no ker
 """
 
 from . import chain as chain  # the ops that only pflcore's own training calls
-from . import conv as conv
-from . import pool as pool
 from . import reference as reference  # the specification of the five
 from . import stream as stream
 from ._library import Backend, backend

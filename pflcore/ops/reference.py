@@ -10,10 +10,6 @@ from .aggregate import reference_out as aggregate_out
 from .chain import eval_reference as chain_eval
 from .chain import grad_reference as chain_grad
 from .chain import sgd_reference as chain_sgd_
-from .conv import backward_reference as conv2d_backward
-from .conv import reference as conv2d
-from .pool import backward_reference as pool2x2_backward
-from .pool import reference as pool2x2
 from .rank1 import backward_reference as rank1_linear_backward
 from .rank1 import reference as rank1_linear
 from .sgd import reference as sgd_step_

@@ -6,7 +6,6 @@ FedDWA's Tables 4 and 5 (Liu et al. 2023), for any algorithm and model.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -102,14 +101,8 @@ def _own_ops() -> dict[Any, Any]:
     def mix(updates: Any, weight: Any, *_: Any, **__: Any) -> float:
         return float(2 * weight[0] * weight[1] * updates[1])
 
-    def conv(x: Any, weight: Any, *_: Any, out_shape: Any, **__: Any) -> float:
-        return float(2 * math.prod(out_shape) * math.prod(weight[1:]))
-
-    def conv_backward(grad: Any, x: Any, weight: Any, pad_h: int, pad_w: int, need_x: bool, need_weight: bool, *_: Any, **__: Any) -> float:
-        return float(2 * math.prod(grad) * math.prod(weight[1:]) * (need_x + need_weight))
-
     own = torch.ops.pflcore
-    return {own.pairwise_sqdist: sqdist, own.aggregate: mix, own.conv2d: conv, own.conv2d_backward: conv_backward}
+    return {own.pairwise_sqdist: sqdist, own.aggregate: mix}
 
 
 def table(costs: dict[str, Cost], samples: int) -> str:

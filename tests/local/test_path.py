@@ -67,7 +67,7 @@ def test_a_padding_row_is_not_trained():
 
 def test_hooks_of_pooling_and_layers_used_twice_stay():
     run = same_as_by_hand(pools, federation((1, 8, 8)))
-    assert run.path[:2] == ("threads", "module with kernels")
+    assert run.path[:2] == ("threads", "module")
 
 
 def test_sequences_into_a_linear_layer():

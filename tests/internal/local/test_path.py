@@ -90,17 +90,6 @@ def test_a_wrong_form_is_found_told_and_not_used(monkeypatch):
     assert run.path.form == "vmap" and "not the model" in run.header()["path"]["why"] and run.setting.engine.chain is None
 
 
-def test_wrong_kernels_give_way_to_the_models_own_layers(monkeypatch):
-    from pflcore.local import swap
-
-    right = swap.conv2d
-    monkeypatch.setattr(swap, "conv2d", lambda *a: 1.001 * right(*a))
-    build = lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 4))  # noqa: E731
-    with pytest.warns(UserWarning, match="its own layers train it"):
-        run = same_as_by_hand(build, federation((1, 4, 4)))
-    assert run.path[:2] == ("threads", "module")
-
-
 @pytest.mark.parametrize("size", [1e-6, 1e-3])
 def test_the_proof_sees_small_differences(size):
     net, given = trials(Net(lambda: nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))), federation())

@@ -41,14 +41,6 @@ def samples():
         yield "rank1_linear", forward
         yield "rank1_linear_backward", (r(*lead, 5, 7), *(t.detach() for t in forward), True, False, True, True)
     yield "rank1_linear", (r(6, 0, dtype=torch.float16).T, *(r(*s, dtype=torch.float16) for s in ((7, 3), (3,), (3, 6))))
-    image, kernel = r(3, 2, 6, 7), r(4, 2, 3, 2)
-    for average in (False, True):
-        yield "pool2x2", (image, average)
-        yield "pool2x2_backward", (r(3, 2, 3, 3), image, average)
-    yield "conv2d", (image, kernel, r(4), 1, 0)
-    yield "conv2d", (image.to(memory_format=torch.channels_last), kernel, None, 0, 2)
-    yield "conv2d_backward", (r(3, 4, 6, 6), image, kernel, 1, 0, True, True, True)
-    yield "conv2d_backward", (r(3, 4, 6, 6), image, kernel, 1, 0, False, True, False)
     order, labels = torch.arange(6).view(2, 1, 3), torch.tensor([0, 1, 2, 0, 1, 2])
     program = torch.tensor([chain.layer("linear", 3, 0, 12)], dtype=torch.float64)
     head, sizes = (program, "cross_entropy", 4, 1, 1, r(6, 4), labels, None), torch.tensor([3, 2])

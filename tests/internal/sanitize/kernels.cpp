@@ -19,8 +19,6 @@
 #endif
 #include "cpu/aggregate.h"
 #include "cpu/chain.h"
-#include "cpu/conv.h"
-#include "cpu/pool.h"
 #include "cpu/rank1.h"
 #include "cpu/roofline.h"
 #include "cpu/sgd.h"
@@ -397,37 +395,6 @@ void drive_chain() {
   }
 }
 
-template <class T>
-void drive_conv() {
-  struct Shape { int64_t n, c, h, w, o, kh, kw, pad_h, pad_w; };
-  for (const Shape& z : {Shape{1, 1, 1, 1, 1, 1, 1, 0, 0}, {5, 2, 7, 9, 3, 3, 2, 1, 0}, {9, 6, 14, 14, 16, 5, 5, 0, 0}, {2, 1, 3, 17, 6, 5, 5, 2, 2}}) {
-    Conv<T> q{z.n, z.c, z.h, z.w, z.o, z.kh, z.kw, z.pad_h, z.pad_w, nullptr, nullptr, nullptr};
-    const Numbers<T> x(z.n * z.c * z.h * z.w), weight(z.o * z.c * z.kh * z.kw), bias(z.o), grad(z.n * z.o * q.ho() * q.wo());
-    q.x = x.data.get(), q.weight = weight.data.get();
-    for (bool with_bias : {false, true}) {
-      q.bias = with_bias ? bias.data.get() : nullptr;
-      same<T>("conv", grad.size, [&](T* out, const Threads& t) { conv_forward(q, out, t); });
-    }
-    const T* g = grad.data.get();
-    same<T>("conv x", x.size, [&](T* gx, const Threads& t) { conv_backward(q, g, ConvGrads<T>{gx, nullptr, nullptr}, t); });
-    same<T>("conv weight", weight.size, [&](T* gw, const Threads& t) { conv_backward(q, g, ConvGrads<T>{nullptr, gw, nullptr}, t); });
-    same<T>("conv bias", z.o, [&](T* gb, const Threads& t) { conv_backward(q, g, ConvGrads<T>{nullptr, nullptr, gb}, t); });
-  }
-}
-
-template <class T>
-void drive_pool() {
-  for (auto [planes, height, width] : {std::array<int64_t, 3>{1, 2, 2}, {3, 5, 7}, {11, 28, 28}}) {
-    const Pool p{planes, height, width};
-    const int64_t in = planes * height * width, out = planes * (height / 2) * (width / 2);
-    const Numbers<T> x(in), grad(out);
-    same<T>("pool", out, [&](T* y, const Threads& t) { pool_forward<false>(p, x.data.get(), y, t); });
-    same<T>("pool", out, [&](T* y, const Threads& t) { pool_forward<true>(p, x.data.get(), y, t); });
-    same<T>("pool", in, [&](T* gx, const Threads& t) { pool_backward<false>(p, x.data.get(), grad.data.get(), gx, t); });
-    same<T>("pool", in, [&](T* gx, const Threads& t) { pool_backward<true>(p, x.data.get(), grad.data.get(), gx, t); });
-  }
-}
-
 // What a sanitizer must catch: a last row one element short, or two threads that write one result.
 int drive_fault(const std::string& fault) {
   const Numbers<float> x(64 * 3 - (fault == "short"));
@@ -456,8 +423,6 @@ int main(int count, char** words) {
     drive_rank1<float>(), drive_rank1<double>();
     drive_sgd<float>(), drive_sgd<double>();
     drive_chain();
-    drive_conv<float>(), drive_conv<double>();
-    drive_pool<float>(), drive_pool<double>();
     const Limits most = limits(2, 1 << 16, 100);
     if (!(most.read > 0 && most.write > 0 && most.fma > 0 && most.sub_fma > 0)) failures++;
     std::printf("%s\n", name(wanted));
