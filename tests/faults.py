@@ -46,7 +46,7 @@ def parsed(text):
 def placed(fault, source):
     """Its first and last line, and the source with the fault; ValueError where the expression does not stand once in the function."""
     module, _, name = fault["where"].partition(":")
-    if not module.startswith("pflcore"):
+    if not module.startswith(("pflcore", "bench.")):
         return of_words(fault, source)
     scope, old = parse(source), parsed(fault["old"])
     for part in filter(None, name.split(".")):
@@ -73,7 +73,7 @@ def of_words(fault, source):
 
 def path_of(fault):
     where = fault["where"].partition(":")[0]
-    if not where.startswith("pflcore"):
+    if not where.startswith(("pflcore", "bench.")):
         return ROOT / where
     path = ROOT.joinpath(*where.split("."))
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
@@ -153,7 +153,9 @@ def fresh(count, seed):
 def record(suite):
     """Plays a suite under coverage: which tests reach which lines, and the seconds that they take."""
     KEPT.mkdir(parents=True, exist_ok=True)
-    (KEPT / "rc").write_text(f"[run]\nbranch = False\nsource = {ROOT / 'pflcore'}\ndata_file = {KEPT / suite}.coverage\n")
+    (KEPT / "rc").write_text(
+        f"[run]\nbranch = False\nsource = {ROOT / 'pflcore'}, {ROOT / 'bench' / 'papers'}\ndata_file = {KEPT / suite}.coverage\n"
+    )
     words = [
         "--suite",
         suite,

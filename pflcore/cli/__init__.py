@@ -27,26 +27,37 @@ from pflcore.simulation.interrupts import ENDING
 __all__ = ["main"]
 
 
+def _checkout(command: str) -> Path:
+    """The checkout that pflcore stands in. ImportError, one sentence, where it is an installed package."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / "bench" / "__main__.py").exists():
+        raise ImportError(
+            f"{command}: this is no part of the installed package; run `python -m pflcore {command}` in a checkout of pflcore."
+        )
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    return root
+
+
 def attack(argv: Sequence[str]) -> int:
-    """Attacks what travels: membership inference and model inversion against an algorithm's uploads."""
-    from pflcore.cli.attack import main
+    """Attacks what travels: membership inference and model inversion against an algorithm's uploads; needs a checkout of pflcore."""
+    _checkout("attack")
+    from bench.papers.attack import main
 
     return main(argv)
 
 
 def reproduce(argv: Sequence[str]) -> int:
-    """Runs the experiments behind a table of a paper."""
-    from pflcore.reproduce.run import main
+    """Runs the experiments behind a table of a paper; needs a checkout of pflcore."""
+    _checkout("reproduce")
+    from bench.papers.run import main
 
     return main(list(argv))
 
 
 def bench(argv: Sequence[str]) -> int:
     """Times the kernels against the best torch call; needs a checkout of pflcore."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / "bench" / "__main__.py").exists():
-        raise ImportError("bench: the benchmarks are no part of the installed package; run `python -m bench` in a checkout of pflcore.")
-    paths = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    paths = os.pathsep.join([str(_checkout("bench")), *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.run([sys.executable, "-m", "bench", *argv], env={**os.environ, "PYTHONPATH": paths}, check=False).returncode
 
 

@@ -37,17 +37,18 @@ def test_the_source_archive_holds_every_kernel_file(built):
 
 
 @pytest.mark.deep("a wheel is built")
-def test_the_wheel_holds_the_plans_and_no_benchmark_and_runs(built, tmp_path):
+def test_the_wheel_holds_no_benchmark_and_no_paper_and_runs(built, tmp_path):
     (path,) = built.glob("*.whl")
     with zipfile.ZipFile(path) as wheel:
         names = wheel.namelist()
         wheel.extractall(tmp_path)
     assert not [n for n in names if n.startswith(("bench", "tests", "csrc"))]
-    assert {f"pflcore/reproduce/plans/{p.name}" for p in (ROOT / "pflcore/reproduce/plans").glob("*.json")} <= set(names)
     env = {**os.environ, "PYTHONPATH": str(tmp_path), "PFLCORE_KERNELS": "0"}
-    for command in (["reproduce", "--list"], ["run", "fedavg", "--data", "digits", "--rounds", "1", "--quiet", "--out", "out"]):
+    plays = ["run", "fedavg", "--data", "digits", "--rounds", "1", "--quiet", "--out", "out"]
+    for command, code in ((["reproduce", "--list"], 2), (plays, 0)):
         run = subprocess.run(
             [sys.executable, "-m", "pflcore", *command], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
         )
-        assert run.returncode == 0, run.stderr[-2000:]
+        assert run.returncode == code, run.stderr[-2000:]
+        assert code == 0 or "in a checkout of pflcore" in run.stderr
     assert (tmp_path / "out" / "record.jsonl").is_file()

@@ -12,8 +12,7 @@ from small import swept
 
 from pflcore import Training, cli
 from pflcore.algorithms import ALGORITHMS, FedAvg
-from pflcore.cli import play
-from pflcore.reproduce import experiment
+from pflcore.cli import experiment, play
 from pflcore.results import pictures, progress
 from pflcore.results.record import read
 

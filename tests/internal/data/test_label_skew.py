@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from bench.papers import groups
+from bench.papers.plan import load
 from pflcore.cli import main
-from pflcore.reproduce import groups
-from pflcore.reproduce.plan import load
 from pflcore.results.record import Run
 
 

@@ -19,11 +19,9 @@ ROOMS: dict[str, set[str]] = {  # from the ground up: each room, and the rooms b
     "algorithms": {"ops", "metrics", "data", "nn", "local"},
     "simulation": {"ops", "metrics", "data", "nn", "results", "local", "algorithms"},
     "interop": {"ops", "data", "local", "algorithms", "simulation"},
-    "privacy": {"ops", "data", "local", "algorithms", "simulation"},
     "testing": {"ops", "data", "local", "algorithms", "simulation"},
     "tuning": {"ops", "metrics", "data", "local", "algorithms", "results", "simulation"},
-    "reproduce": {"data", "metrics", "nn", "local", "algorithms", "results", "simulation", "tuning"},
-    "cli": {"ops", "data", "metrics", "nn", "local", "algorithms", "results", "simulation", "privacy", "reproduce"},
+    "cli": {"ops", "data", "metrics", "nn", "local", "algorithms", "results", "simulation"},
     "__main__": {"cli"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -9,14 +9,14 @@ import torch.nn as nn
 from methods import FineTune, HypCluster, KnnPer
 from small import make_setting
 
+from bench.papers import study, table
+from bench.papers.plan import complete, load, seeds_of, shortened, tasks
+from bench.papers.run import reproduce
+from bench.papers.table import goal_of, rows_of, verdicts
 from pflcore import Net, Simulation, Training, cross_device, metrics, step
 from pflcore.algorithms import FedAvg
 from pflcore.algorithms.hypcluster import picks
 from pflcore.data import federation_of
-from pflcore.reproduce import study, table
-from pflcore.reproduce.plan import complete, load, seeds_of, shortened, tasks
-from pflcore.reproduce.run import reproduce
-from pflcore.reproduce.table import goal_of, rows_of, verdicts
 from pflcore.results.progress import Progress
 from pflcore.results.record import read
 from pflcore.simulation.round import begin

@@ -8,7 +8,8 @@ import torch.nn as nn
 from doors import strengths
 from methods import FactorizedWaffle
 
-from pflcore import Federation, Net, Training, privacy
+from bench.papers import privacy
+from pflcore import Federation, Net, Training
 from pflcore.algorithms import ALGORITHMS
 from pflcore.nn import factorize
 from pflcore.nn.models import model_for

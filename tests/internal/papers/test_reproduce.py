@@ -7,12 +7,12 @@ import torch
 import torch.nn as nn
 from methods import L2C, FedDWA, FedFomo, Mocha
 
+from bench.papers import costs, runs
+from bench.papers import plan as plans
+from bench.papers import run as reproduce
 from pflcore import Net, Simulation, cli
 from pflcore.algorithms import FedAvg
-from pflcore.reproduce import costs, runs
-from pflcore.reproduce import plan as plans
-from pflcore.reproduce import run as reproduce
-from pflcore.reproduce.experiment import algorithm, model_of, partition_of
+from pflcore.cli.experiment import algorithm, model_of, partition_of
 from pflcore.results import mixing as figures
 from pflcore.results.record import group, read
 

@@ -47,7 +47,7 @@ def forks():
     if "forkserver" not in multiprocessing.get_all_start_methods():
         pytest.skip("no fork here")
     context = multiprocessing.get_context("forkserver")
-    ours = ["pflcore.cli", "pflcore.reproduce.experiment", "pflcore.results.table"]
+    ours = ["pflcore.cli", "pflcore.cli.experiment", "pflcore.results.table"]
     context.set_forkserver_preload(["pytest", "tyro", "tqdm", "matplotlib.pyplot", *ours])
     yield context
 

@@ -16,11 +16,11 @@ A plan has the keys
   "before"       the method that clients are hurt against
   "rounds"       where they are not the options'; 0: the fresh state is evaluated
   "looks_ahead"  no row of its own under `--equal-compute`, where the others train with "equal_compute"
-  "vary" (a late option -> values), "sizes"  studies of the trained state: see `pflcore.reproduce.study`
+  "vary" (a late option -> values), "sizes"  studies of the trained state: see `bench.papers.study`
 `reported`, `expected`   setting -> method -> the paper's number, or [number, standard deviation]; what must come out, by
 `checks`         {"tolerance", "hurt" and "largest": {method: [percent, within]}, "below" and "above": {method: [others, in every run]}}
 `against`        an option that results are drawn against; `about`, `paper`: more words; `takes`: how long on two free cores, in words
-`groups`         true: the table of `pflcore.reproduce.groups`, of the last round and its subpopulations; "reported" then names measures
+`groups`         true: the table of `bench.papers.groups`, of the last round and its subpopulations; "reported" then names measures
 `costs`          instead of settings: a plan that counts what a round costs, and trains nothing
 """
 
@@ -34,11 +34,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from pflcore.cli.experiment import Job, Options, federation, jobs
 from pflcore.data import CROSS_SILO, SOURCES, TABULAR
 from pflcore.data.roles import Protocol, cross_device, cross_silo, everybody
 from pflcore.local import Training
 from pflcore.local.random import STREAM
-from pflcore.reproduce.experiment import Job, Options, federation, jobs
 from pflcore.results.record import plain, slug
 
 PLANS = Path(__file__).resolve().parent / "plans"
@@ -138,7 +138,7 @@ def complete(plan: Mapping[str, Any]) -> dict[str, Any]:
         base = load(plan["like"])
         plan = {**base, "takes": "", **plan, "options": {**base["options"], **plan.get("options", {})}}
     if not isinstance(plan, Mapping) or not plan.get("methods") or not (plan.get("settings") or plan.get("costs")):
-        raise ValueError("plan: expected methods and settings (or methods and costs), got neither; see pflcore.reproduce.plan.")
+        raise ValueError("plan: expected methods and settings (or methods and costs), got neither; see bench.papers.plan.")
     _known("plan", plan, EMPTY)
     plan = {**EMPTY, **plan}
     for key in [key for key, empty in EMPTY.items() if empty == {}]:

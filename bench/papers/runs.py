@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
+from bench.papers import groups
+from bench.papers.plan import Task
+from bench.papers.table import rows_of, table, verdicts
 from pflcore.algorithms.base import State
 from pflcore.algorithms.hypcluster import Ensemble, HypCluster, picks
+from pflcore.cli.experiment import algorithm, model, net
 from pflcore.data.roles import Protocol, held_out
-from pflcore.reproduce import groups
-from pflcore.reproduce.experiment import algorithm, model, net
-from pflcore.reproduce.plan import Task
-from pflcore.reproduce.table import rows_of, table, verdicts
 from pflcore.results.progress import Progress
 from pflcore.results.record import Record, Run, plain, read, slug
 from pflcore.simulation import History, Simulation

@@ -1,6 +1,6 @@
 """`pflcore reproduce NAME`: the experiments behind a table of a paper.
 
-A plan is a small JSON file in pflcore/reproduce/plans (or a path): see `pflcore.reproduce.plan`.
+A plan is a small JSON file in bench/papers/plans (or a path): see `bench.papers.plan`.
 Every run (setting, method, seed) writes a record of its own; a run whose record is whole is not played again, so an interrupted
 reproduction goes on where it stopped. `result.json` holds one row per method and setting, `table.md` shows them.
 """
@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.papers import costs, study
+from bench.papers.plan import EMPTY, chosen, load, plans, shortened, tasks
+from bench.papers.runs import Reproduction, write
+from bench.papers.table import rows_of, verdicts
+from pflcore.cli.experiment import algorithm
 from pflcore.local.net import Net
 from pflcore.nn.models import model_for
-from pflcore.reproduce import costs, study
-from pflcore.reproduce.experiment import algorithm
-from pflcore.reproduce.plan import EMPTY, chosen, load, plans, shortened, tasks
-from pflcore.reproduce.runs import Reproduction, write
-from pflcore.reproduce.table import rows_of, verdicts
 from pflcore.results.progress import Progress
 
 
@@ -58,7 +58,7 @@ def reproduce(
     draw: bool = True,
     **choice: Any,
 ) -> Reproduction:
-    """Plays a whole plan (see `pflcore.reproduce.plan.complete`) into `folder`; `choice`: see `pflcore.reproduce.plan.tasks`."""
+    """Plays a whole plan (see `bench.papers.plan.complete`) into `folder`; `choice`: see `bench.papers.plan.tasks`."""
     todo = tasks(plan, **choice)
     with Progress(sum(t.job.options.rounds for t in todo if not t.base), quiet) as progress:
         progress.say(f"Results: {folder}")

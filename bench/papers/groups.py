@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bench.papers.table import Runs
 from pflcore import metrics
-from pflcore.reproduce.table import Runs
 from pflcore.results.record import plain
 
 COLUMNS = ("accuracy", "majority", "minority", "gap", "variance")

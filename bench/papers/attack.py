@@ -12,11 +12,11 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from pflcore import privacy
+from bench.papers import privacy
+from pflcore.cli.experiment import algorithm
 from pflcore.data import SOURCES, Federation, Source, load
 from pflcore.local import Net, Training
 from pflcore.nn.models import MODELS, model_for
-from pflcore.reproduce.experiment import algorithm
 from pflcore.simulation.arguments import whole
 
 

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bench.papers.runs import Reproduction
 from pflcore import metrics
 from pflcore.algorithms.base import FedAvg, State
 from pflcore.data.roles import Protocol
 from pflcore.local import Setting
-from pflcore.reproduce.runs import Reproduction
 from pflcore.results.record import Run, plain, slug
 from pflcore.simulation.round import evaluate
 
