@@ -18,8 +18,10 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as xml
+from bisect import bisect
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from queue import Queue
 
@@ -29,7 +31,7 @@ TABLE = Path(__file__).with_name("faults.jsonl")
 SUITES = ("fast", "deep")
 ROOMS = ("ops", "algorithms", "local", "simulation")  # of fresh faults
 COMPILED = ["tests/ops", "tests/internal/ops", "tests/nn"]  # the tests of a fault in C++, which coverage does not see
-SECONDS, MOST = 120, 60  # that the tests of one fault may take, and how many of them are tried in a suite
+SECONDS, TRIED = 120, 40  # that the tests of one fault may take, and what those that are tried in a suite took under coverage
 
 
 # where a fault is -------------------------------------------------------------------------------------------------------------------
@@ -200,7 +202,9 @@ class Reached:
         some = {c for n in range(first, last + 1) for c in lines.get(n, [])} - {""}
         if not some:  # of a line that runs when the module is imported: whoever uses the module
             some = {c for contexts in lines.values() for c in contexts} - {""}
-        return sorted({c.rpartition("|")[0] for c in some}, key=self.cost)[:MOST]
+        tests = sorted({c.rpartition("|")[0] for c in some}, key=self.cost)
+        spent = list(accumulate(map(self.cost, tests)))
+        return tests[: max(1, bisect(spent, TRIED))]
 
 
 # one fault --------------------------------------------------------------------------------------------------------------------------
