@@ -39,7 +39,20 @@ OUTLIER = 20.0  # times the cohort's median update: honest clients with many tim
 CUT = ("data_seed", "train_samples", "test_samples", "val")  # which of the data the run saw
 SETTING = ("data", "partition", "model", "n")
 # what seeds must share
-CONDITIONS = (*SETTING, "parameters", "rounds", "participation", "buffers", "criterion", "clip", "adversary", "eval_split", *CUT)
+CONDITIONS = (
+    *SETTING,
+    "clients",
+    "eval_clients",
+    "parameters",
+    "rounds",
+    "participation",
+    "buffers",
+    "criterion",
+    "clip",
+    "adversary",
+    "eval_split",
+    *CUT,
+)
 
 
 def plain(value: Any) -> Any:

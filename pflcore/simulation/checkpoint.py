@@ -267,6 +267,11 @@ def _described(m: nn.Module) -> str:
     return type(m).__name__ if list(m.children()) else re.sub(" at 0x[0-9a-f]+", "", repr(m))
 
 
+def brief(thing: Any) -> str:
+    """A digest to tell things apart by in words."""
+    return digest_of(thing)[:6]
+
+
 def digest_of(thing: Any) -> str:
     """A digest of tensors, and whatever else has a repr, in dicts and lists."""
     digest = hashlib.sha256()

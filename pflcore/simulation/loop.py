@@ -32,7 +32,7 @@ from pflcore.simulation import checkpoint as checkpoints
 from pflcore.simulation import footprint, kept, rows
 from pflcore.simulation.arguments import SEEDS, WORKERS, check_start, copied, device_of, ids_of, limit, whole
 from pflcore.simulation.attacks import Adversary
-from pflcore.simulation.checkpoint import Checkpoint, lock
+from pflcore.simulation.checkpoint import Checkpoint, brief, lock, of_net
 from pflcore.simulation.history import History, Record
 from pflcore.simulation.interrupts import unbroken
 from pflcore.simulation.personal import Models
@@ -226,14 +226,18 @@ class Simulation:
         return f"rows: {kept}, {place}; peak memory beside data and activations about {human(self.peak_bytes())}"
 
     def header(self) -> Record:
-        """What the run is, beside what only code can say: the data and the model themselves, who takes part and who is evaluated."""
+        """What the run is. Data without a name of their own, the model and a loss with options of its own have a digest in theirs."""
         s = self.setting
+        among, looked_at = (None if v is None else v.tolist() for v in (self._among, self._looked_at))
         return {
             "algorithm": self.name,
             "options": plain(self._algorithm),
             **({"private": list(self._algorithm.names(s.net))} if isinstance(self._algorithm, Split) else {}),
             "training": plain(self.training),
-            "data": self.data.name,
+            "data": self.data.name if self.data.name != "data" else f"data {brief([self.data.x, self.data.y])}",
+            "model": f"{type(s.net.module).__name__} {brief(of_net(s.net)['layers'])}",
+            "clients": among,
+            "eval_clients": self._asked if self._drawn else looked_at if self.adversary is None else None,
             "n": self.data.n,
             "size": s.data.size("train").tolist(),
             "notes": list(self.data.notes),
@@ -249,7 +253,7 @@ class Simulation:
             "clip": self.clip,
             **({} if self.adversary is None else {"adversary": plain(self.adversary)}),
             "stream": STREAM,
-            "criterion": loss_name(s.net.criterion),
+            "criterion": loss_name(s.net.criterion) + (f" {brief(vars(own))}" if isinstance(own := s.net.criterion, nn.Module) else ""),
             "metrics": list(self.measures),
             "eval_split": self.eval_split,
             "target": self._algorithm.required[0] if self._algorithm.required and self._algorithm.root is None else None,
