@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from pflcore import ops
 
 Defence = Literal["clip", "median", "trimmed_mean", "krum", "multi_krum", "fltrust"]
+BLOCK = 1 << 14  # columns that are sorted at once
 COUNTING = ("krum", "multi_krum", "trimmed_mean")  # those that take how many clients are hostile
 
 
@@ -18,6 +20,23 @@ def krum(sqdist: Tensor, f: int, m: int) -> Tensor:
     2017, section 4). Of equals the earlier one."""
     others = sqdist.double().cpu().clone().fill_diagonal_(torch.inf)
     return others.sort(1).values[:, : len(others) - f - 2].sum(1).sort(stable=True).indices[:m]
+
+
+@functools.cache
+def comparisons(s: int) -> list[tuple[int, int]]:
+    """What sorts s numbers: Batcher's odd-even merge sort (1968), pairs of places to be put in order."""
+    n = 1 << (s - 1).bit_length()
+    sizes = [(p, k) for p in (1 << i for i in range(n.bit_length() - 1)) for k in (p >> i for i in range(p.bit_length()))]
+    places = [(p, k, i + j) for p, k in sizes for j in range(k % p, n - k, 2 * k) for i in range(k)]
+    return [(a, a + k) for p, k, a in places if a // (2 * p) == (a + k) // (2 * p) and a + k < s]
+
+
+def ascending(rows: Tensor) -> list[Tensor]:
+    """The rows [S, P], each column sorted: a quarter of `sort`'s time along rows, which is not made for few."""
+    r = list(rows)
+    for a, b in comparisons(len(r)):
+        r[a], r[b] = torch.minimum(r[a], r[b]), torch.maximum(r[a], r[b])
+    return r
 
 
 def fewer(defence: str, hostile: int, count: int, lost: int) -> int | None:
@@ -34,8 +53,9 @@ def defended(defence: str, delta: Tensor, share: Tensor, hostile: int, root: int
     """
     s = len(delta)
     if defence in ("median", "trimmed_mean"):
-        cut = (s - 1) // 2 if defence == "median" else hostile
-        return delta.sort(0).values[cut : s - cut].mean(0, keepdim=True), share.new_ones(1, 1)
+        cut, width = (s - 1) // 2 if defence == "median" else hostile, BLOCK if delta.device.type == "cpu" else delta.shape[1]
+        parts = [torch.stack(ascending(part)[cut : s - cut]).mean(0) for part in delta.split(max(1, width), 1)]
+        return torch.cat(parts)[None], share.new_ones(1, 1)
     if defence in ("krum", "multi_krum"):
         m = 1 if defence == "krum" else s - hostile
         return delta, torch.zeros_like(share).index_fill_(1, krum(ops.pairwise_sqdist(delta), hostile, m).to(share.device), 1 / m)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 from collections.abc import Iterable, Mapping
@@ -46,6 +47,11 @@ class Personalized(nn.Module):
         for key, value in view.items():
             self.register_buffer(f"view_{key}", value.detach().clone())
         self.register_buffer("statistics", statistics.detach().clone())
+
+    def __getstate__(self) -> dict[str, Any]:
+        net = copy.copy(self.net)
+        net.build = net.module  # a function that made it may be a lambda, which no pickle holds
+        return {**vars(self), "net": net}
 
     @property
     def returns(self) -> str:

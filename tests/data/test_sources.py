@@ -307,9 +307,9 @@ def test_broken_files(tmp_path):
     sentence(OSError, lambda: school(tmp_path), "school.mat must be a .mat file with the cells X and Y")
     one, path = {"x": [[1.0]], "y": [0]}, tmp_path / "leaf.json"
     for users, change, part in (
-        ({"a": one}, {"users": None}, "must have the keys users, num_samples and user_data"),
+        ({"a": one}, {"users": None}, "must have the keys users (a list), num_samples and user_data"),
         ({"a": one}, {"num_samples": [2]}, "says 2 samples for user 'a', but holds 1 x and 1 y"),
-        ({"a": one}, {"num_samples": []}, "must have one num_samples entry per user (1), got 0"),
+        ({"a": one}, {"num_samples": []}, "must have one num_samples entry per user (1), got []"),
         ({"a": one}, {"users": ["b"]}, "must hold x and y of user 'b', got nothing"),
         ({"a": {"x": [[1.0]]} | {"y": [0, 1]}}, {"num_samples": [1]}, "says 1 samples for user 'a', but holds 1 x and 2 y"),
     ):

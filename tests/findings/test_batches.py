@@ -165,3 +165,19 @@ def test_data_sets_as_they_come():
     ):
         with pytest.raises((TypeError, ValueError), match=said):
             call()
+
+
+def test_a_model_whose_net_was_made_by_a_lambda_is_kept(tmp_path):
+    for name in ("fedavg", "apfl", "knnper", "fedrod"):
+        model = Simulation(name, lambda: nn.Linear(6, 4), federation(), rounds=1).run().model(0)
+        torch.save(model, tmp_path / "model.pt")
+        again = torch.load(tmp_path / "model.pt", weights_only=False)
+        assert torch.equal(again(torch.ones(2, 6)), model(torch.ones(2, 6)))
+
+
+@pytest.mark.parametrize("wrong", [{"num_samples": 5}, {"user_data": []}, {"users": 3}])
+def test_a_leaf_file_that_is_none_is_a_sentence(tmp_path, wrong):
+    right = {"users": ["a"], "num_samples": [1], "user_data": {"a": {"x": [[1.0]], "y": [1]}}}
+    (tmp_path / "all.json").write_text(json.dumps(right | wrong))
+    with pytest.raises(OSError, match=r"all\.json must have"):
+        federation_of(f"leaf:{tmp_path / 'all.json'}")
