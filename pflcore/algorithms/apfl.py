@@ -14,6 +14,7 @@ from pflcore.algorithms.base import FedAvg, Payload, Tensors, only_sgd
 from pflcore.local import Local, Training
 from pflcore.local.net import Net
 from pflcore.nn.mode import context
+from pflcore.ops.kinds import NonNegative, Share, Weighting
 
 
 @dataclass(frozen=True)
@@ -31,26 +32,13 @@ class APFL(FedAvg):
 
     buffers: ClassVar[tuple[str, ...]] = ("local",)  # those of the client's own mixture
 
-    weighting: str = "uniform"  # "uniform" as in the paper, or "samples"
-    alpha: float = 0.5  # share of the personal model at the start: 0 global, 1 local
+    weighting: Weighting = "uniform"  # "uniform" as in the paper, or "samples"
+    alpha: Share = 0.5  # share of the personal model at the start: 0 global, 1 local
     adaptive: bool = True  # learn alpha
-    alpha_lr: float | None = None  # alpha's step size; None: that of training
-    alpha_decay: float = 0.0  # pull of alpha towards 0
+    alpha_lr: NonNegative | None = None  # alpha's step size; None: that of training
+    alpha_decay: NonNegative = 0.0  # pull of alpha towards 0
     mix: Literal["weights", "logits"] = "weights"  # what is mixed: the models (the paper) or their scores
     evaluate_on: Literal["server", "client"] = "server"  # with which w: the server's newest, or the client's own of its last round
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.alpha <= 1:
-            raise ValueError(f"alpha: expected a number from 0 to 1, got {self.alpha}.")
-        if self.alpha_lr is not None and not self.alpha_lr >= 0:
-            raise ValueError(f"alpha_lr: expected a number >= 0, or None for that of training, got {self.alpha_lr}.")
-        if not self.alpha_decay >= 0:
-            raise ValueError(f"alpha_decay: expected a number >= 0, got {self.alpha_decay}.")
-        if self.mix not in ("weights", "logits"):
-            raise ValueError(f"mix: expected 'weights' or 'logits', got {self.mix!r}.")
-        if self.evaluate_on not in ("server", "client"):
-            raise ValueError(f"evaluate_on: expected 'server' or 'client', got {self.evaluate_on!r}.")
 
     def check_training(self, training: Training) -> None:
         only_sgd(self, training, "takes steps of SGD along the gradients of two models")

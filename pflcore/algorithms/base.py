@@ -6,13 +6,11 @@ nothing else remembers anything. What travels is a dict: `down` and `up`; the by
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from numbers import Real
-from typing import Any, ClassVar, NamedTuple, get_args
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,11 +73,11 @@ class FedAvg:
     Running statistics of batch norm stay each client's own then: they would be a way around the defence.
     """
 
-    server_lr: float = 1.0  # step size of the server
-    weighting: str = "samples"  # or uniform
+    server_lr: kinds.NonNegative = 1.0  # step size of the server
+    weighting: kinds.Weighting = "samples"  # or uniform
     defence: defences.Defence | None = field(default=None, kw_only=True)  # in the place of the mean update, where clients may be hostile
-    hostile: int = field(default=1, kw_only=True)  # how many of a round's clients may be: for krum, multi_krum and trimmed_mean
-    root: int | None = field(default=None, kw_only=True)  # the client that fltrust trusts
+    hostile: kinds.Whole = field(default=1, kw_only=True)  # how many of a round's clients may be: for krum, multi_krum and trimmed_mean
+    root: kinds.Whole | None = field(default=None, kw_only=True)  # the client that fltrust trusts
 
     returns: ClassVar[str] = "logits"  # what `predict` gives: "logits", "probabilities" or "values"
     unused: ClassVar[tuple[str, ...]] = ()  # inherited options that play no part in this method: no command line or grid offers them
@@ -89,16 +87,7 @@ class FedAvg:
 
     def __post_init__(self) -> None:
         kinds.pythonic(self)
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"{f.name}: expected a finite number, got {value}.")
-        if not (isinstance(self.server_lr, Real) and self.server_lr >= 0):
-            raise ValueError(f"server_lr: expected a finite number >= 0, got {kinds.shown(self.server_lr)}.")
-        if self.weighting not in ("samples", "uniform"):
-            raise ValueError(f"weighting: expected 'samples' or 'uniform', got {self.weighting!r}.")
-        if self.defence not in (None, *get_args(defences.Defence)):
-            raise ValueError(f"defence: expected one of {', '.join(get_args(defences.Defence))}, or None, got {kinds.shown(self.defence)}.")
+        kinds.check(self)
         if self.defence is not None and "defence" in self.unused:
             raise ValueError(
                 f"defence: {type(self).__name__} takes no step along the mean of the updates, whose place a defence takes; leave it "
@@ -107,9 +96,7 @@ class FedAvg:
         for f in fields(self):
             if f.name in self.idle and getattr(self, f.name) != f.default and f.name != "defence":
                 raise ValueError(f"{f.name}: it plays no part in this {type(self).__name__}, got {getattr(self, f.name)}; leave it out.")
-        if not kinds.whole(0).fits(self.hostile):
-            raise ValueError(f"hostile: expected a number of clients, from 0, got {kinds.shown(self.hostile)}.")
-        if (self.defence == "fltrust") != kinds.whole(0).fits(self.root):
+        if (self.defence == "fltrust") != (self.root is not None):
             raise ValueError(f"root: expected a client's number with defence='fltrust', None without it, got {kinds.shown(self.root)}.")
 
     def __init_subclass__(cls, averages: bool | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from pflcore import ops
 from pflcore.algorithms.base import Cohort, FedAvg, Payload, Tensors
 from pflcore.local.net import Net
 from pflcore.local.workers import onto
+from pflcore.ops.kinds import NonNegative, Weighting, Whole
 
 
 @dataclass(frozen=True)
@@ -32,20 +34,13 @@ class ClusteredFL(FedAvg):
     Deviation: `weighting` is uniform, as in the code. A client's number is its own at every level.
     """
 
-    weighting: str = "uniform"
-    eps1: float = 0.4
-    eps2: float = 1.6
+    weighting: Weighting = "uniform"
+    eps1: NonNegative = 0.4
+    eps2: NonNegative = 1.6
     relative: bool = False  # eps1 times the largest norm in the place of eps1; no eps2
-    first: int = 20  # rounds before the first split
-    linkage: str = "complete"  # "complete" or "single"
-    gamma: float = 0.0  # least separation of the two halves; 0: not asked for
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.linkage not in ("complete", "single"):
-            raise ValueError(f"linkage: expected 'complete' or 'single', got {self.linkage!r}.")
-        if min(self.eps1, self.eps2, self.gamma, self.first) < 0:
-            raise ValueError("eps1, eps2, gamma, first: expected numbers >= 0.")
+    first: Whole = 20  # rounds before the first split
+    linkage: Literal["complete", "single"] = "complete"  # "complete" or "single"
+    gamma: NonNegative = 0.0  # least separation of the two halves; 0: not asked for
 
     def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
         x = net.w0[None]

@@ -12,6 +12,7 @@ from pflcore.algorithms.base import Payload, Tensors
 from pflcore.algorithms.fedopt import FedOpt
 from pflcore.local import Local
 from pflcore.local.net import Net
+from pflcore.ops.kinds import Count, NonNegative
 
 
 @dataclass(frozen=True)
@@ -26,16 +27,9 @@ class Ditto(FedOpt):
 
     buffers: ClassVar[tuple[str, ...]] = ("local",)  # v is never mixed
 
-    lam: float = 0.1  # pull towards the global model
-    personal_lr: float | None = None  # step size of v; default: the run's
-    personal_epochs: int | None = None  # epochs of v; default: the run's
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.lam >= 0:
-            raise ValueError(f"lam: expected a number >= 0, got {self.lam}.")
-        if self.personal_epochs is not None and self.personal_epochs < 1:
-            raise ValueError(f"personal_epochs: expected at least 1, or None for the run's, got {self.personal_epochs}.")
+    lam: NonNegative = 0.1  # pull towards the global model
+    personal_lr: NonNegative | None = None  # step size of v; default: the run's
+    personal_epochs: Count | None = None  # epochs of v; default: the run's
 
     def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
         return super().init(net, n)[0], {"v": net.w0}
@@ -61,12 +55,7 @@ class MRMTL(FedOpt):
 
     buffers: ClassVar[tuple[str, ...]] = ("local",)  # v is never mixed
 
-    lam: float = 0.1  # pull towards the mean
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.lam >= 0:
-            raise ValueError(f"lam: expected a number >= 0, got {self.lam}.")
+    lam: NonNegative = 0.1  # pull towards the mean
 
     def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
         return super().init(net, n)[0], {"v": net.w0}

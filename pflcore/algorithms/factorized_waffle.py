@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn as nn
@@ -19,9 +19,9 @@ from pflcore.local.losses import REGRESSION, binary_cross_entropy, hinge
 from pflcore.local.net import Net
 from pflcore.local.random import client_seeds, uniforms
 from pflcore.nn.factorized import Init, factorize, factorized_layers
+from pflcore.ops.kinds import Count, Fraction, NonNegative, Positive, Weighting
 
 PRESETS: dict[str, tuple[str, float]] = {"recommended": ("adam", 0.01), "paper_literal": ("sgd", 1.0)}  # optimizer, kl_weight
-MODES = ("thr_soft", "mean", "relaxed_mean", "hard", "mc")
 BOUNDS = (7.0, 9.0, 9.0)  # of |logit|, |log c| and |log d|
 
 
@@ -41,38 +41,23 @@ class FactorizedWaffle(FedAvg):
     momentum is the dictionary's alone.
     """
 
-    weighting: str = "uniform"  # "uniform" as in the paper, or "samples"
-    preset: str = "recommended"  # what optimizer and kl_weight are unless given: "recommended" or "paper_literal"
-    optimizer: str | None = None  # of the beliefs: "adam" or "sgd"
-    lr_var: float | None = None  # step size of the beliefs; default: .05 with "adam", the run's own with "sgd"
-    kl_weight: float | None = None  # of the divergence from the prior; 1 is the variational bound
+    weighting: Weighting = "uniform"  # "uniform" as in the paper, or "samples"
+    preset: Literal["recommended", "paper_literal"] = "recommended"  # what optimizer and kl_weight are unless given
+    optimizer: Literal["adam", "sgd"] | None = None  # of the beliefs: "adam" or "sgd"
+    lr_var: NonNegative | None = None  # step size of the beliefs; default: .05 with "adam", the run's own with "sgd"
+    kl_weight: NonNegative | None = None  # of the divergence from the prior; 1 is the variational bound
     ranks: tuple[int, ...] = ()  # factors of each layer, or one number for all; none: 3 for 5 outputs
-    alpha: float | None = None  # the prior's; default: a layer's number of factors
+    alpha: Positive | None = None  # the prior's; default: a layer's number of factors
     start: Init = "match"  # initial strengths and scale: "match" (Glorot's variance) or "ibpwf" (N(0, .1^2))
-    tau: float = 2 / 3  # the relaxation's final temperature
-    tau_start: float | None = None  # its first; default: tau throughout
-    tau_decay: float = 0.99  # its factor for each of the client's steps, down to tau
-    eval_mode: str = "thr_soft"  # b in evaluation: "thr_soft" (pi where >= .5), "mean", "relaxed_mean", "hard" or "mc" (samples)
-    samples: int = 10  # of "mc"
-    never: str = "all"  # a client that never trained uses "all" factors, those of the "prior", or may "adapt" its beliefs first
-    adapt_epochs: int = 5  # of "adapt": beliefs alone, the dictionary frozen
+    tau: Positive = 2 / 3  # the relaxation's final temperature
+    tau_start: Positive | None = None  # its first; default: tau throughout
+    tau_decay: Fraction = 0.99  # its factor for each of the client's steps, down to tau
+    eval_mode: Literal["thr_soft", "mean", "relaxed_mean", "hard", "mc"] = "thr_soft"  # b in evaluation: thr_soft is pi where >= .5
+    samples: Count = 10  # of "mc"
+    never: Literal["all", "prior", "adapt"] = "all"  # what a client that never trained uses; "adapt": its beliefs first
+    adapt_epochs: Count = 5  # of "adapt": beliefs alone, the dictionary frozen
 
     late: ClassVar[tuple[str, ...]] = ("eval_mode", "samples", "never", "adapt_epochs")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        known = {"preset": PRESETS, "optimizer": (None, "adam", "sgd"), "eval_mode": MODES}
-        for name, choices in {**known, "never": ("all", "prior", "adapt"), "start": ("match", "ibpwf")}.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name}: expected one of {', '.join(map(str, choices))}, got {getattr(self, name)!r}.")
-        for name in ("lr_var", "kl_weight"):
-            value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ValueError(f"{name}: expected a number >= 0, got {value}.")
-        if not (self.tau > 0 and 0 < self.tau_decay <= 1 and (self.tau_start is None or self.tau_start > 0)):
-            raise ValueError("tau, tau_start, tau_decay: expected temperatures > 0 and a factor in (0, 1].")
-        if self.samples < 1 or self.adapt_epochs < 1:
-            raise ValueError(f"samples, adapt_epochs: expected at least 1, got {self.samples} and {self.adapt_epochs}.")
 
     @property
     def adam(self) -> bool:

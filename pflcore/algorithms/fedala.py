@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from pflcore.local import Local, Setting
 from pflcore.local.net import Net
 from pflcore.local.random import client_seeds, shuffles
 from pflcore.local.workers import onto
+from pflcore.ops import kinds
+from pflcore.ops.kinds import Count, Fraction, NonNegative, Whole
 
 
 @dataclass(frozen=True)
@@ -33,25 +35,14 @@ class FedALA(FedAvg):
     latest; batch norm's statistics stay while W is learned. Until its first round a client is served x.
     """
 
-    layers: int = 0  # W is for so many of the last parameter tensors; 0: all
-    eta: float = 1.0  # step size of W
-    sample: float = 0.8  # part of the client's samples that W is learned on
-    window: int = 10  # the first time ends where so many losses ...
-    threshold: float = 0.1  # ... deviate by less
-    most: int = 100  # epochs of the first time at most
+    layers: Whole = 0  # W is for so many of the last parameter tensors; 0: all
+    eta: NonNegative = 1.0  # step size of W
+    sample: Fraction = 0.8  # part of the client's samples that W is learned on
+    window: Annotated[int, kinds.whole(2)] = 10  # the first time ends where so many losses ...
+    threshold: NonNegative = 0.1  # ... deviate by less
+    most: Count = 100  # epochs of the first time at most
 
     buffers: ClassVar[tuple[str, ...]] = ("local", "average")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.layers < 0 or self.window < 2 or self.most < 1:
-            raise ValueError(
-                f"layers, window, most: expected numbers from 0, 2 and 1 on, got {self.layers}, {self.window} and {self.most}."
-            )
-        if not (self.eta >= 0 and self.threshold >= 0 and 0 < self.sample <= 1):
-            raise ValueError(
-                f"eta, threshold, sample: expected two numbers >= 0 and one in (0, 1], got {self.eta}, {self.threshold} and {self.sample}."
-            )
 
     def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
         ones = torch.ones_like(net.w0[: sum(net.sizes[-self.layers :])])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from pflcore.algorithms.base import Cohort, FedAvg, Payload, Tensors, written
 from pflcore.local import Local
 from pflcore.local.net import Net
 from pflcore.local.workers import onto
+from pflcore.ops.kinds import NonNegative, Positive, Share
 
 
 @dataclass(frozen=True)
@@ -29,23 +30,14 @@ class FedAMP(FedAvg):
     Deviation: the paper has everybody in every round. `server_lr` and `weighting` play no part.
     """
 
-    sigma: float = 1.0
-    alpha: float = 1.0
-    lam: float = 0.1
-    start: str = "own"  # local training starts from the client's "own" model or from "u"
-    self_weight: str = "safe"  # "safe": never negative, "literal": 1 minus the rest
+    sigma: Positive = 1.0
+    alpha: Positive = 1.0
+    lam: NonNegative = 0.1
+    start: Literal["own", "u"] = "own"  # local training starts from the client's "own" model or from "u"
+    self_weight: Literal["safe", "literal"] = "safe"  # "safe": never negative, "literal": 1 minus the rest
 
     buffers: ClassVar[tuple[str, ...]] = ("local",)  # the client's own model is never mixed
     unused: ClassVar[tuple[str, ...]] = ("server_lr", "weighting")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (self.sigma > 0 and self.alpha > 0 and self.lam >= 0):
-            raise ValueError(f"sigma, alpha, lam: expected sigma, alpha > 0 and lam >= 0, got {self.sigma}, {self.alpha}, {self.lam}.")
-        if self.start not in ("own", "u"):
-            raise ValueError(f"start: expected 'own' or 'u', got {self.start!r}.")
-        if self.self_weight not in ("safe", "literal"):
-            raise ValueError(f"self_weight: expected 'safe' or 'literal', got {self.self_weight!r}.")
 
     def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
         return latest_models(net, n) | {"xi": torch.eye(n, dtype=torch.float64)}, {"w": net.w0}
@@ -89,13 +81,8 @@ class HeurFedAMP(FedAMP):
     State and messages are FedAMP's. The cosine of a model of norm 0 counts as 0. A lone client mixes itself.
     """
 
-    sigma: float = 5.0
-    xi_self: float = 0.0  # xi_ii; 0: 1 / N
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.xi_self <= 1:
-            raise ValueError(f"xi_self: expected a weight from 0 to 1, got {self.xi_self}.")
+    sigma: Positive = 5.0
+    xi_self: Share = 0.0  # xi_ii; 0: 1 / N
 
     def mixing(self, sqdist: Tensor, norm2: Tensor, gives: Tensor) -> Tensor:
         n, length = len(gives), (norm2[:, None] * norm2).sqrt()

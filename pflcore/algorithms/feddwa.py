@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from numbers import Real
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from pflcore.algorithms.qp import inner_products, simplex_qp
 from pflcore.local import Local, Training
 from pflcore.local.net import Net
 from pflcore.local.workers import onto
-from pflcore.ops import kinds
+from pflcore.ops.kinds import Count, NonNegative, Positive, Share
 
 MANY = 1000  # clients of a cohort from which on the nearest are looked for in blocks, by groups where rows are so long that a pair costs:
 LONG = 1 << 10
@@ -44,14 +43,14 @@ class FedDWA(FedAvg):
     and with it the distance to the client itself, shrinks with the gradient, until the client's own model has all the weight).
     """
 
-    k: int = 5  # how many models are mixed, at most the cohort
-    guidance: str = "epoch"  # "epoch", "steps", "full_grad", "previous" or "current"
-    ahead: int = 1  # epochs, minibatches or gradient steps of the guidance
-    newcomer: str = "init"  # a client's first model: "init", the common one, or "mean", that of the models so far
-    search: str = "auto"  # how the nearest models are found: "exact", "groups", or by the cohort's size
-    power: float = 1.0  # of the inverse squared distances: 1 is Eq. 15, 0 weighs the k nearest alike
-    stride: float | None = None  # the guidance's step, in distances to the nearest other model; None: as it is
-    serve: str = "mix"  # evaluated: the client's "mix", or the "guidance" that it would train from that (Table 3)
+    k: Count = 5  # how many models are mixed, at most the cohort
+    guidance: Literal["epoch", "steps", "full_grad", "previous", "current"] = "epoch"
+    ahead: Count = 1  # epochs, minibatches or gradient steps of the guidance
+    newcomer: Literal["init", "mean"] = "init"  # a client's first model: "init", the common one, or "mean", that of the models so far
+    search: Literal["auto", "exact", "groups"] = "auto"  # how the nearest models are found: "exact", "groups", or by the cohort's size
+    power: NonNegative = 1.0  # of the inverse squared distances: 1 is Eq. 15, 0 weighs the k nearest alike
+    stride: Positive | None = None  # the guidance's step, in distances to the nearest other model; None: as it is
+    serve: Literal["mix", "guidance"] = "mix"  # evaluated: the client's "mix", or the "guidance" that it would train from that (Table 3)
 
     late: ClassVar[tuple[str, ...]] = ("serve",)
     unused: ClassVar[tuple[str, ...]] = ("server_lr", "weighting")
@@ -59,26 +58,10 @@ class FedDWA(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.k < 1:
-            raise ValueError(f"k: expected at least 1 model to mix, got {self.k}.")
-        if self.guidance not in ("epoch", "steps", "full_grad", "previous", "current"):
-            raise ValueError(f"guidance: expected 'epoch', 'steps', 'full_grad', 'previous' or 'current', got {self.guidance!r}.")
-        if self.ahead < 1:
-            raise ValueError(f"ahead: expected at least 1 step, got {self.ahead}.")
-        if self.search not in ("auto", "exact", "groups"):
-            raise ValueError(f"search: expected 'auto', 'exact' or 'groups', got {self.search!r}.")
-        if self.newcomer not in ("init", "mean"):
-            raise ValueError(f"newcomer: expected 'init' or 'mean', got {self.newcomer!r}.")
-        if self.serve not in ("mix", "guidance"):
-            raise ValueError(f"serve: expected 'mix' or 'guidance', got {self.serve!r}.")
         if self.serve == "guidance" and self.guidance in ("previous", "current"):
             raise ValueError(
                 f"serve: 'guidance' is trained ahead of a client's model; guidance={self.guidance!r} trains nothing, use 'mix'."
             )
-        if not (isinstance(self.power, Real) and self.power >= 0):
-            raise ValueError(f"power: expected a number >= 0, got {kinds.shown(self.power)}.")
-        if not (self.stride is None or (isinstance(self.stride, Real) and self.stride > 0)):
-            raise ValueError(f"stride: expected a number > 0, or None, got {kinds.shown(self.stride)}.")
 
     def check_training(self, training: Training) -> None:
         if self.guidance == "full_grad":
@@ -165,17 +148,10 @@ class FedDWAQP(FedDWA):
     k nearest models. Eq. 13, the optimum without p >= 0, is no option: its weights may be negative.
     """
 
-    theta: float = 1.0  # how much of W's off-diagonal counts
-    ridge: float = 1e-10  # times W's mean diagonal, added to it: the shortest of several optimal p
+    theta: Share = 1.0  # how much of W's off-diagonal counts
+    ridge: NonNegative = 1e-10  # times W's mean diagonal, added to it: the shortest of several optimal p
 
     unused: ClassVar[tuple[str, ...]] = (*FedDWA.unused, "search", "power")  # it needs all distances, and solves for its weights
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.theta <= 1:
-            raise ValueError(f"theta: expected a number from 0 (Eq. 15) to 1 (Eq. 12), got {self.theta}.")
-        if not self.ridge >= 0:
-            raise ValueError(f"ridge: expected a number >= 0, got {self.ridge}.")
 
     def weights(self, guide: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         d, between = ops.pairwise_sqdist(guide, w).cpu(), ops.pairwise_sqdist(w).cpu()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from pflcore.local import Local
 from pflcore.local.net import Net
 from pflcore.local.random import client_seeds, uniforms
 from pflcore.local.workers import onto
+from pflcore.ops.kinds import Count, NonNegative, Share
 
 
 @dataclass(frozen=True)
@@ -33,26 +34,15 @@ class FedFomo(FedAvg):
     `weighting` play no part.
     """
 
-    m: int = 5  # models downloaded
-    epsilon: float = 0.3  # share of them picked at random in round 1
-    decay: float = 0.05  # by how much it falls in a round
-    norm: str = "l2"  # of w_j - old: "l2", or "l1", the authors' code's default
-    none_positive: str = "keep"  # "keep" the trained model or "discard" it
+    m: Count = 5  # models downloaded
+    epsilon: Share = 0.3  # share of them picked at random in round 1
+    decay: NonNegative = 0.05  # by how much it falls in a round
+    norm: Literal["l2", "l1"] = "l2"  # of w_j - old: "l2", or "l1", the authors' code's default
+    none_positive: Literal["keep", "discard"] = "keep"  # "keep" the trained model or "discard" it
 
     buffers: ClassVar[tuple[str, ...]] = ("local",)  # parameters alone are mixed, as others have it too
     needs_val: ClassVar[bool] = True  # needs a split "val" of each client's data
     unused: ClassVar[tuple[str, ...]] = ("server_lr", "weighting")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.m < 1:
-            raise ValueError(f"m: expected at least 1 model to download, got {self.m}.")
-        if not (0 <= self.epsilon <= 1 and self.decay >= 0):
-            raise ValueError(f"epsilon, decay: expected a share from 0 to 1 and a number >= 0, got {self.epsilon} and {self.decay}.")
-        if self.norm not in ("l1", "l2"):
-            raise ValueError(f"norm: expected 'l1' or 'l2', got {self.norm!r}.")
-        if self.none_positive not in ("keep", "discard"):
-            raise ValueError(f"none_positive: expected 'keep' or 'discard', got {self.none_positive!r}.")
 
     def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
         g = {"w": net.w0.expand(n, -1), "p": torch.zeros(n, n, dtype=torch.float64), "seen": torch.zeros(n, dtype=torch.bool)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from pflcore import ops
 from pflcore.algorithms.base import Cohort, FedAvg, Tensors
 from pflcore.local.net import Net
+from pflcore.ops.kinds import Momentum, NonNegative, Positive
 
 Optimizer = Literal["sgd", "heavy_ball", "nesterov", "ema", "adam", "yogi", "adagrad"]
 
@@ -37,24 +38,11 @@ class FedOpt(FedAvg, averages=True):
     """
 
     optimizer: Optimizer = "sgd"
-    beta1: float = 0.9  # momentum
-    beta2: float = 0.99  # second moment (adam, yogi)
-    tau: float = 1e-3  # added to sqrt(v)
-    v0: float | None = None  # where v starts; default tau^2, as in the paper (Motley's code: 0)
+    beta1: Momentum = 0.9  # momentum
+    beta2: Momentum = 0.99  # second moment (adam, yogi)
+    tau: Positive = 1e-3  # added to sqrt(v)
+    v0: NonNegative | None = None  # where v starts; default tau^2, as in the paper (Motley's code: 0)
     bias_correction: Correction = "none"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.optimizer not in get_args(Optimizer):
-            raise ValueError(f"optimizer: expected one of {', '.join(get_args(Optimizer))}, got {self.optimizer!r}.")
-        if self.bias_correction not in get_args(Correction):
-            raise ValueError(f"bias_correction: expected one of {', '.join(get_args(Correction))}, got {self.bias_correction!r}.")
-        if not 0 <= self.beta1 < 1 or not 0 <= self.beta2 < 1:
-            raise ValueError(f"beta1 and beta2: expected numbers in [0, 1), got {self.beta1} and {self.beta2}.")
-        if not self.tau > 0:
-            raise ValueError(f"tau: expected a number above 0 (0 / 0 is no step), got {self.tau}.")
-        if self.v0 is not None and not self.v0 >= 0:
-            raise ValueError(f"v0: expected a number >= 0 or None, got {self.v0}.")
 
     @property
     def idle(self) -> tuple[str, ...]:
@@ -114,7 +102,7 @@ class FedAvgM(FedOpt):
 class FedAdam(FedOpt):
     """Reddi et al. 2021. Motley's cross-device preset is `bias_correction="keras"`, `v0=0`. See `FedOpt`."""
 
-    server_lr: float = 0.1
+    server_lr: NonNegative = 0.1
     optimizer: Optimizer = "adam"
 
 
@@ -122,7 +110,7 @@ class FedAdam(FedOpt):
 class FedYogi(FedOpt):
     """Reddi et al. 2021. See `FedOpt`."""
 
-    server_lr: float = 0.1
+    server_lr: NonNegative = 0.1
     optimizer: Optimizer = "yogi"
 
 
@@ -130,6 +118,6 @@ class FedYogi(FedOpt):
 class FedAdagrad(FedOpt):
     """Reddi et al. 2021, with beta1 = 0 as there. See `FedOpt`."""
 
-    server_lr: float = 0.1
+    server_lr: NonNegative = 0.1
     optimizer: Optimizer = "adagrad"
-    beta1: float = 0.0
+    beta1: Momentum = 0.0

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pflcore.algorithms.base import FedAvg, Payload, Tensors
 from pflcore.local import Local
+from pflcore.ops.kinds import NonNegative
 
 
 @dataclass(frozen=True)
@@ -18,12 +19,7 @@ class FedProx(FedAvg):
     only while `lr_of_training * mu < 2`.
     """
 
-    mu: float = 1.0  # strength of the pull towards x; 0 is FedAvg
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.mu < float("inf"):
-            raise ValueError(f"mu: expected a finite number >= 0, got {self.mu}.")
+    mu: NonNegative = 1.0  # strength of the pull towards x; 0 is FedAvg
 
     def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
         x = down["x"]

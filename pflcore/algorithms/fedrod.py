@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 from weakref import WeakSet
 
 import torch
@@ -15,6 +16,7 @@ from pflcore.local.losses import REGRESSION, binary_cross_entropy, cross_entropy
 from pflcore.local.net import Net
 from pflcore.local.workers import onto
 from pflcore.nn.mode import forward_mode
+from pflcore.ops.kinds import NonNegative
 
 CHECKED: WeakSet[Net] = WeakSet()  # models that are their head on their features
 
@@ -31,13 +33,8 @@ class FedRoD(FedAvg):
     `head="copy"` starts at g.
     """
 
-    gamma: float = 1.0  # strength of the balancing; 0 is cross-entropy
-    head: str = "zeros"  # how h starts: "zeros" or as a "copy" of the generic head's initial weights
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.gamma >= 0 or self.head not in ("zeros", "copy"):
-            raise ValueError(f"gamma, head: expected a number >= 0, and 'zeros' or 'copy', got {self.gamma} and {self.head!r}.")
+    gamma: NonNegative = 1.0  # strength of the balancing; 0 is cross-entropy
+    head: Literal["zeros", "copy"] = "zeros"  # how h starts: "zeros" or as a "copy" of the generic head's initial weights
 
     def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
         if net.criterion in (*REGRESSION, hinge, binary_cross_entropy):

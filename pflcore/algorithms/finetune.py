@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from pflcore.local import Local
 from pflcore.local.net import Net
 from pflcore.local.workers import onto
 from pflcore.metrics import right
+from pflcore.ops.kinds import NonNegative, Whole
 
 Choose = Literal["fixed", "global", "client"]
 
@@ -44,24 +45,20 @@ class FineTune(FedOpt):
         "margin",
     )
 
-    mu: float = 0.0  # FedProx's pull towards x while x is trained: FedProx + fine-tuning
-    finetune_lr: float | None = None  # step size; default: the run's
-    finetune_epochs: int = 5  # epochs, or the most that are tried
+    mu: NonNegative = 0.0  # FedProx's pull towards x while x is trained: FedProx + fine-tuning
+    finetune_lr: NonNegative | None = None  # step size; default: the run's
+    finetune_epochs: Whole = 5  # epochs, or the most that are tried
     layers: str = "all"  # "all", "last", or a pattern of parameter names such as "fc*"
     choose: Choose = "fixed"
     lr_grid: tuple[float, ...] = ()  # step sizes to choose from; default: finetune_lr alone
     zero: bool = True  # no fine-tuning is a candidate too (Motley's silo code: not)
-    min_size: int = 0  # clients with fewer training samples keep x
+    min_size: Whole = 0  # clients with fewer training samples keep x
     margin: float | None = None  # by how much a tuned model must beat x on the validation split
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.choose not in get_args(Choose):
-            raise ValueError(f"choose: expected one of {', '.join(get_args(Choose))}, got {self.choose!r}.")
-        if not 0 <= self.mu < float("inf"):
-            raise ValueError(f"mu: expected a finite number >= 0, got {self.mu}.")
-        if self.finetune_epochs < 0 or (self.choose != "fixed" and self.finetune_epochs < 1):
-            raise ValueError(f"finetune_epochs: expected at least {int(self.choose != 'fixed')}, got {self.finetune_epochs}.")
+        if self.choose != "fixed" and self.finetune_epochs < 1:
+            raise ValueError(f"finetune_epochs: expected at least 1 to choose from, got {self.finetune_epochs}.")
         if self.choose == "fixed" and self.lr_grid:
             raise ValueError("lr_grid: nothing chooses from it with choose='fixed'; set finetune_lr, or choose='client' or 'global'.")
 

@@ -16,6 +16,7 @@ from pflcore.local import Local, Setting
 from pflcore.local.net import Net
 from pflcore.local.random import generator_of
 from pflcore.local.workers import onto
+from pflcore.ops.kinds import Count, Whole
 
 
 def starts(net: Net, k: int, seed: int | None = None) -> Tensor:
@@ -99,13 +100,8 @@ class Ensemble(_Models):
     server: x [k, P] and each model's optimizer state · client: nothing · down: k models · up: delta [S, k, P] (k models).
     """
 
-    k: int = 2  # models
+    k: Count = 2  # models
     seed: int | None = None  # of their initial weights; default: the run's
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.k < 1:
-            raise ValueError(f"k: expected at least 1 model, got {self.k}.")
 
     def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
         rows, b = down["x"].rows, down["b"].rows
@@ -127,14 +123,9 @@ class HypCluster(_Models):
     Deviation: for evaluation clients pick anew, on their training data (Motley's silo code uses the last round's pick).
     """
 
-    k: int = 2  # clusters
-    warm: int = 0  # rounds of independent FedAvg before the clustering
+    k: Count = 2  # clusters
+    warm: Whole = 0  # rounds of independent FedAvg before the clustering
     seed: int | None = None  # of the models' initial weights; default: the run's
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.k < 1 or self.warm < 0:
-            raise ValueError(f"k and warm: expected at least 1 cluster and 0 rounds, got {self.k} and {self.warm}.")
 
     def starts(self, net: Net) -> Tensor:
         return centres(net, self.k, self.seed)

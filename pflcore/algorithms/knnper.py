@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn as nn
@@ -17,6 +17,7 @@ from pflcore.local import Local
 from pflcore.local.losses import binary_cross_entropy, cross_entropy, hinge
 from pflcore.local.net import Net
 from pflcore.local.workers import onto
+from pflcore.ops.kinds import Count, Share
 
 Kernel = Literal["exp", "inverse", "gauss_dim"]
 
@@ -36,16 +37,9 @@ class KnnPer(FedOpt):
     returns: ClassVar[str] = "probabilities"
     late: ClassVar[tuple[str, ...]] = ("k", "lam", "kernel")
 
-    k: int = 10  # neighbours
-    lam: float = 0.5  # 0: the shared model alone, 1: the neighbours alone
+    k: Count = 10  # neighbours
+    lam: Share = 0.5  # 0: the shared model alone, 1: the neighbours alone
     kernel: Kernel = "exp"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.k < 1 or not 0 <= self.lam <= 1:
-            raise ValueError(f"k and lam: expected at least 1 neighbour and a number in [0, 1], got {self.k} and {self.lam}.")
-        if self.kernel not in get_args(Kernel):
-            raise ValueError(f"kernel: expected one of {', '.join(get_args(Kernel))}, got {self.kernel!r}.")
 
     def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
         z, y = local.features(down["x"])  # [S, n, H], [S, n]: short clients are padded at the end

@@ -13,6 +13,7 @@ from pflcore.algorithms.base import Cohort, FedAvg, Payload, Pool, Tensors
 from pflcore.local import Local
 from pflcore.local.net import Net
 from pflcore.local.workers import onto
+from pflcore.ops.kinds import NonNegative
 
 
 @dataclass(frozen=True)
@@ -30,17 +31,12 @@ class L2C(FedAvg):
     Table 4 of the FedDWA paper does not count either. `server_lr` and `weighting` play no part.
     """
 
-    alpha_lr: float = 0.1  # Adam's
-    alpha_decay: float = 0.01  # weight decay of the logits
+    alpha_lr: NonNegative = 0.1  # Adam's
+    alpha_decay: NonNegative = 0.01  # weight decay of the logits
 
     buffers: ClassVar[tuple[str, ...]] = ("local",)  # parameters alone are mixed, as others have it too
     needs_val: ClassVar[bool] = True
     unused: ClassVar[tuple[str, ...]] = ("server_lr", "weighting")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (self.alpha_lr >= 0 and self.alpha_decay >= 0):
-            raise ValueError(f"alpha_lr, alpha_decay: expected numbers >= 0, got {self.alpha_lr} and {self.alpha_decay}.")
 
     def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
         none, zeros = torch.empty(0, dtype=torch.long), torch.zeros(n, dtype=torch.float64, device=net.w0.device)

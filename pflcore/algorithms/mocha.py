@@ -13,6 +13,7 @@ from pflcore.algorithms.base import Cohort, FedAvg, Payload, Stop, Tensors, only
 from pflcore.local import Local, Training
 from pflcore.local.net import Net
 from pflcore.local.workers import onto
+from pflcore.ops.kinds import Count, Fraction, NonNegative
 
 
 @dataclass(frozen=True)
@@ -32,22 +33,13 @@ class Mocha(FedAvg):
     lam is not comparable with papers that sum over samples. Weights of the clients (`weighting`) play no part, nor does `server_lr`.
     """
 
-    lam: float = 0.01  # strength of the regulariser
-    delta: float = 0.01  # how much of I / N is mixed into Sigma: Omega's condition number is at most N / delta
-    outer: int = 2  # rounds between two updates of Omega
+    lam: NonNegative = 0.01  # strength of the regulariser
+    delta: Fraction = 0.01  # how much of I / N is mixed into Sigma: Omega's condition number is at most N / delta
+    outer: Count = 2  # rounds between two updates of Omega
     relation: Literal["omega", "sigma"] = "omega"
 
     buffers: ClassVar[tuple[str, ...]] = ("local",)  # everybody trains a model of its own
     unused: ClassVar[tuple[str, ...]] = ("server_lr", "weighting")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.relation not in ("omega", "sigma"):
-            raise ValueError(f"relation: expected 'omega' or 'sigma', got {self.relation!r}.")
-        if not self.lam >= 0 or not 0 < self.delta <= 1 or self.outer < 1:
-            raise ValueError(
-                f"lam, delta and outer: expected lam >= 0, 0 < delta <= 1 and at least 1 round, got {self.lam}, {self.delta}, {self.outer}."
-            )
 
     def check_training(self, training: Training) -> None:
         only_sgd(self, training, "takes its regulariser and its test of stability from the sum of SGD's step sizes", clip=True)

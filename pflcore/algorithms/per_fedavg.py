@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from pflcore.algorithms.base import FedAvg, Payload, Tensors, only_sgd, plain_st
 from pflcore.local import Local, Training
 from pflcore.local.net import Net
 from pflcore.nn.mode import context, forward_mode
+from pflcore.ops.kinds import NonNegative, Positive, Whole
 
 
 @dataclass(frozen=True)
@@ -30,19 +31,12 @@ class PerFedAvg(FedAvg):
     exact variant's H v.
     """
 
-    variant: str = "fo"  # "fo", "hf" or "exact"
-    alpha: float | None = None  # the inner step size; default: the run's
-    beta: float | None = None  # the outer step size; default: the run's
-    delta: float = 1e-3  # of the finite difference
+    variant: Literal["fo", "hf", "exact"] = "fo"  # "fo", "hf" or "exact"
+    alpha: NonNegative | None = None  # the inner step size; default: the run's
+    beta: NonNegative | None = None  # the outer step size; default: the run's
+    delta: Positive = 1e-3  # of the finite difference
     scaled: bool = True  # delta / |v| in the place of delta
-    steps: int = 1  # inner steps at evaluation
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.variant not in ("fo", "hf", "exact"):
-            raise ValueError(f"variant: expected 'fo', 'hf' or 'exact', got {self.variant!r}.")
-        if not self.delta > 0 or self.steps < 0 or min(self.alpha or 0, self.beta or 0) < 0:
-            raise ValueError("alpha, beta, delta, steps: expected alpha, beta, steps >= 0 and delta > 0.")
+    steps: Whole = 1  # inner steps at evaluation
 
     def check_training(self, training: Training) -> None:
         only_sgd(self, training, "takes its paper's own steps of SGD")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from pflcore.algorithms.base import FedAvg, Payload, Tensors, only_sgd, plain_steps
 from pflcore.local import Local, Training
 from pflcore.local.net import Net
+from pflcore.ops.kinds import Count, NonNegative
 
 
 @dataclass(frozen=True)
@@ -30,17 +31,10 @@ class PFedMe(FedAvg):
 
     buffers: ClassVar[tuple[str, ...]] = ("local",)  # theta is never mixed
 
-    lam: float = 1.0  # strength of the pull between theta and w
-    inner: int = 5  # the paper's K, steps towards the proximal point
-    personal_lr: float = 0.01  # step size of theta
-    theta: str = "keep"  # a round starts from the client's last theta ("keep") or from w ("restart")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.inner < 1 or not (self.lam >= 0 and self.personal_lr >= 0):
-            raise ValueError("lam, inner, personal_lr: expected lam, personal_lr >= 0 and inner >= 1.")
-        if self.theta not in ("keep", "restart"):
-            raise ValueError(f"theta: expected 'keep' or 'restart', got {self.theta!r}.")
+    lam: NonNegative = 1.0  # strength of the pull between theta and w
+    inner: Count = 5  # the paper's K, steps towards the proximal point
+    personal_lr: NonNegative = 0.01  # step size of theta
+    theta: Literal["keep", "restart"] = "keep"  # a round starts from the client's last theta ("keep") or from w ("restart")
 
     def check_training(self, training: Training) -> None:
         only_sgd(self, training, "takes its paper's own steps of SGD")

@@ -11,6 +11,7 @@ from pflcore import ops
 from pflcore.algorithms.base import Cohort, FedAvg, Tensors, only_sgd
 from pflcore.local import Local, Training
 from pflcore.local.workers import onto
+from pflcore.ops.kinds import NonNegative
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,7 @@ class QFedAvg(FedAvg):
     Deviation: F is clamped to 1e-6 (at q < 1, F^(q-1) of a client with no loss would stop the server).
     """
 
-    q: float = 0.001  # 0: FedAvg; larger: fairer
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.q >= 0:
-            raise ValueError(f"q: expected a number >= 0, got {self.q}.")
+    q: NonNegative = 0.001  # 0: FedAvg; larger: fairer
 
     def check_training(self, training: Training) -> None:
         if self.q > 0:

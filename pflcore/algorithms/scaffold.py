@@ -12,6 +12,7 @@ from pflcore import ops
 from pflcore.algorithms.base import Cohort, FedAvg, Payload, Tensors, only_sgd
 from pflcore.local import Fit, Local, Training
 from pflcore.local.net import Net
+from pflcore.ops.kinds import Weighting
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,8 @@ class Scaffold(FedAvg, averages=True):
     `clip` shortens a client's step of c_i with its update, so that c stays their mean.
     """
 
-    weighting: str = "uniform"  # "uniform" as in the paper, or "samples"
+    weighting: Weighting = "uniform"  # "uniform" as in the paper, or "samples"
     option: Literal["mean_grad", "II", "I"] = "mean_grad"  # how a client renews its control variate
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.option not in ("mean_grad", "II", "I"):
-            raise ValueError(f"option: expected 'mean_grad', 'II' or 'I', got {self.option!r}.")
 
     def check_training(self, training: Training) -> None:
         if self.option == "II":

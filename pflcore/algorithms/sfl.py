@@ -15,6 +15,7 @@ from pflcore.algorithms.base import Cohort, FedAvg, Payload, Tensors, written
 from pflcore.local import Local
 from pflcore.local.net import Net
 from pflcore.local.workers import onto
+from pflcore.ops.kinds import Count, NonNegative, Share
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,11 @@ class SFL(FedAvg):
     """
 
     adjacency: str = "knn_models"  # "knn_models", "oracle_labels" or the path of a .npy file
-    k: int = 5  # neighbours beside itself
-    layers: int = 3  # L
-    s: float = 1.0
-    lam1: float = 0.3
-    lam2: float = 0.3
+    k: Count = 5  # neighbours beside itself
+    layers: Count = 3  # L
+    s: Share = 1.0
+    lam1: NonNegative = 0.3
+    lam2: NonNegative = 0.3
 
     unused: ClassVar[tuple[str, ...]] = ("server_lr", "weighting")
 
@@ -44,8 +45,6 @@ class SFL(FedAvg):
         super().__post_init__()
         if self.adjacency not in ("knn_models", "oracle_labels") and not self.adjacency.endswith(".npy"):
             raise ValueError(f"adjacency: expected 'knn_models', 'oracle_labels' or a path ending in .npy, got {self.adjacency!r}.")
-        if self.k < 1 or self.layers < 1 or not 0 <= self.s <= 1 or min(self.lam1, self.lam2) < 0:
-            raise ValueError("k, layers, s, lam1, lam2: expected k, layers >= 1, 0 <= s <= 1 and lam1, lam2 >= 0.")
 
     def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
         g = latest_models(net, n) | {"mix": torch.eye(n, dtype=torch.float64)}

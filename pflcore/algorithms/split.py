@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import warnings
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -15,6 +15,7 @@ from pflcore.algorithms.finetune import FineTune
 from pflcore.local import Local
 from pflcore.local.net import Net
 from pflcore.ops import kinds
+from pflcore.ops.kinds import Count, NonNegative, Weighting, Whole
 
 Train = Literal["joint", "alternate", "body"]
 
@@ -34,22 +35,16 @@ class Split(FedAvg):
 
     private: str | tuple[str, ...] = "head"  # "head", "body" (all but the head), "batch_norm", or patterns of parameter names
     train: Train = "joint"  # shared and private columns together, private before shared ("alternate"), or shared alone ("body")
-    private_epochs: int | None = None  # with "alternate": epochs of the private columns; default: the run's
-    finetune_epochs: int = 0  # epochs of all columns at every evaluation
-    finetune_lr: float | None = None  # their step size; default: the run's
+    private_epochs: Count | None = None  # with "alternate": epochs of the private columns; default: the run's
+    finetune_epochs: Whole = 0  # epochs of all columns at every evaluation
+    finetune_lr: NonNegative | None = None  # their step size; default: the run's
 
     late: ClassVar[tuple[str, ...]] = ("finetune_epochs", "finetune_lr")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.train not in get_args(Train):
-            raise ValueError(f"train: expected one of {', '.join(get_args(Train))}, got {self.train!r}.")
         if not (self.private and kinds.NAMES.fits(self.private)):
             raise ValueError(f"private: expected 'head', 'body', 'batch_norm' or patterns of parameter names, got {self.private!r}.")
-        if self.private_epochs is not None and self.private_epochs < 1:
-            raise ValueError(f"private_epochs: expected at least 1, or None for the run's, got {self.private_epochs}.")
-        if self.finetune_epochs < 0:
-            raise ValueError(f"finetune_epochs: expected at least 0, got {self.finetune_epochs}.")
 
     def names(self, net: Net) -> tuple[str, ...]:
         """The private parameters, as patterns for `net.split`; none where a model has no batch norm to be private."""
@@ -125,7 +120,7 @@ class FedRep(Split):
     See `Split`.
     """
 
-    weighting: str = "uniform"  # "uniform" as in the paper, or "samples"
+    weighting: Weighting = "uniform"  # "uniform" as in the paper, or "samples"
     train: Train = "alternate"
 
     unused: ClassVar[tuple[str, ...]] = ("train",)
@@ -139,7 +134,7 @@ class FedBABU(Split):
     """
 
     train: Train = "body"
-    finetune_epochs: int = 5  # epochs of all columns at every evaluation
+    finetune_epochs: Whole = 5  # epochs of all columns at every evaluation
 
     unused: ClassVar[tuple[str, ...]] = ("train", "private_epochs")
 
@@ -151,7 +146,7 @@ class FedBN(Split):
     See `Split`. On a model without batch norm it is FedAvg, and says so.
     """
 
-    weighting: str = "uniform"  # "uniform" as in the paper, or "samples"
+    weighting: Weighting = "uniform"  # "uniform" as in the paper, or "samples"
     private: str | tuple[str, ...] = "batch_norm"
 
     unused: ClassVar[tuple[str, ...]] = ("train", "private_epochs")

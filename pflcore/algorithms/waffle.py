@@ -17,6 +17,7 @@ from pflcore.algorithms.scaffold import Scaffold
 from pflcore.local import Local
 from pflcore.local.net import Net
 from pflcore.local.workers import onto
+from pflcore.ops.kinds import Whole
 
 Schedule = Callable[[int, int], float]  # (round, rounds) -> how global this round is: 1 global, 0 local
 
@@ -44,28 +45,15 @@ class Waffle(Scaffold):
     weights, no weighting by samples, distances are the updates' as they are, whatever a client's steps.
     """
 
-    target: int = 0  # the client for whom the model is made
+    target: Whole = 0  # the client for whom the model is made
     do: float = 3.2  # slope of the paper's Omega = Psi = 1 / (1 + exp(do * (2 (round + r0) / rounds - 1)))
     r0: float = 0.0  # shifts that curve: positive turns local earlier
     control_agg: Literal["recompute", "literal"] = "recompute"  # how c follows the weights; "literal" is Algorithm 2 as printed
-    tie: str = "closed"  # weights where all others are equally far: "closed" form at the limit, or "uniform"
+    tie: Literal["closed", "uniform"] = "closed"  # weights where all others are equally far: "closed" form at the limit, or "uniform"
     omega: Schedule | None = None  # a function of (round, rounds) instead of the paper's curve
     psi: Schedule | None = None  # the same for Psi; by default Psi is Omega
 
     unused: ClassVar[tuple[str, ...]] = ("weighting",)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.target < 0:
-            raise ValueError(f"target: expected the number of a client, from 0, got {self.target}.")
-        if not (math.isfinite(self.do) and math.isfinite(self.r0)):
-            raise ValueError(f"do and r0: expected finite numbers, got {self.do} and {self.r0}.")
-        for name, allowed in (
-            ("control_agg", ("recompute", "literal")),
-            ("tie", ("closed", "uniform")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}: expected {' or '.join(map(repr, allowed))}, got {getattr(self, name)!r}.")
 
     @property
     def required(self) -> tuple[int, ...]:

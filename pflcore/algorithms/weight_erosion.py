@@ -14,6 +14,7 @@ from pflcore.algorithms.base import Cohort, FedAvg, Payload, Tensors
 from pflcore.local import Local
 from pflcore.local.net import Net
 from pflcore.local.workers import onto
+from pflcore.ops.kinds import NonNegative, Whole
 
 
 @dataclass(frozen=True)
@@ -31,23 +32,12 @@ class WeightErosion(FedAvg):
     (Published values fit one data set, one model and one number of rounds.)
     """
 
-    target: int = 0  # the client for whom the model is made
-    p_d: float | None = None  # distance penalty; None: calibrated in every round (the paper: .006 to .0088 on MNIST, 100 rounds)
-    p_s: float = 0.0  # size penalty: extra erosion of clients whose data have been seen often
+    target: Whole = 0  # the client for whom the model is made
+    p_d: NonNegative | None = None  # distance penalty; None: calibrated in every round (the paper: .006 to .0088 on MNIST, 100 rounds)
+    p_s: NonNegative = 0.0  # size penalty: extra erosion of clients whose data have been seen often
     size_unit: Literal["samples", "batches", "epochs"] = "samples"  # how passes over a client's data are counted
 
     unused: ClassVar[tuple[str, ...]] = ("weighting",)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.target < 0:
-            raise ValueError(f"target: expected the number of a client, from 0, got {self.target}.")
-        if self.p_d is not None and not 0 <= self.p_d < math.inf:
-            raise ValueError(f"p_d: expected a finite number >= 0, or None to calibrate it, got {self.p_d}.")
-        if not 0 <= self.p_s < math.inf:
-            raise ValueError(f"p_s: expected a finite number >= 0, got {self.p_s}.")
-        if self.size_unit not in ("samples", "batches", "epochs"):
-            raise ValueError(f"size_unit: expected 'samples', 'batches' or 'epochs', got {self.size_unit!r}.")
 
     @property
     def required(self) -> tuple[int, ...]:

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import math
-import sys
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from pflcore.local.schedules import Schedule, rates
 from pflcore.ops import kinds
+from pflcore.ops.kinds import Count, Momentum, NonNegative, Positive
 
-FINITE = sys.float_info.max
-
-
-@kinds.takes(
-    lr=kinds.number(0, FINITE, "a finite number >= 0"),
-    batch_size=kinds.whole(1),
-    epochs=kinds.whole(1),
-    momentum=kinds.number(0, math.nextafter(1, 0), "0 <= momentum < 1"),
-    weight_decay=kinds.number(0, FINITE, "a finite number >= 0"),
-    schedule=kinds.Kind("a function of (round, rounds) or of an optimizer", lambda v: callable(v) or hasattr(v, "optimizer")),
-    betas=kinds.many(kinds.number(0, math.nextafter(1, 0)), "two numbers in [0, 1)"),
-    eps=kinds.number(0, FINITE, "a finite number >= 0"),
-    clip_grad=kinds.POSITIVE,
+SCHEDULE = kinds.Kind("a function of (round, rounds) or of an optimizer", lambda v: callable(v) or hasattr(v, "optimizer"))
+BETAS = kinds.Kind(
+    "two numbers in [0, 1)", lambda v: isinstance(v, tuple | list) and len(v) == 2 and all(kinds.of_hint(Momentum).fits(b) for b in v)
 )
+
+
 @dataclass(frozen=True)
 class Training:
     """How every client trains; the run's, not an algorithm's.
@@ -35,25 +26,23 @@ class Training:
     it, and after clipping; columns that it masks never move. A method whose formula rests on SGD's steps refuses AdamW in one sentence.
     """
 
-    lr: float = 0.1
-    batch_size: int = 32
-    epochs: int = 1
-    momentum: float = 0.0  # its buffer starts at zero in every round
-    weight_decay: float = 0.0
+    lr: NonNegative = 0.1
+    batch_size: Count = 32
+    epochs: Count = 1
+    momentum: Momentum = 0.0  # its buffer starts at zero in every round
+    weight_decay: NonNegative = 0.0
     drop_last: bool = False
     join_last: bool = True  # where a model (batch norm) cannot train on one sample, a last batch of one joins the one before it
     reshuffle: bool = True  # False: one order of the samples for the whole run
-    schedule: Schedule | None = None
+    schedule: Annotated[Schedule, SCHEDULE] | None = None
     local_optimizer: Literal["sgd", "adamw"] = "sgd"  # of each client
-    betas: tuple[float, float] = (0.9, 0.999)  # AdamW's, of the mean gradient and of the mean square
-    eps: float = 1e-8  # AdamW's, added to the root of the mean square
-    clip_grad: float | None = None  # no minibatch's gradient is longer (Euclidean norm); None: any
+    betas: Annotated[tuple[float, float], BETAS] = (0.9, 0.999)  # AdamW's, of the mean gradient and of the mean square
+    eps: NonNegative = 1e-8  # AdamW's, added to the root of the mean square
+    clip_grad: Positive | None = None  # no minibatch's gradient is longer (Euclidean norm); None: any
 
     def __post_init__(self) -> None:
-        if self.local_optimizer not in ("sgd", "adamw"):
-            raise ValueError(f"local_optimizer: expected 'sgd' or 'adamw', got {self.local_optimizer!r}.")
-        if len(self.betas) != 2:
-            raise ValueError(f"betas: expected two numbers in [0, 1), got {self.betas}.")
+        kinds.pythonic(self)
+        kinds.check(self)
         if self.local_optimizer == "sgd" and (self.betas, self.eps) != ((0.9, 0.999), 1e-8):
             raise ValueError(f"betas, eps: SGD has none, got {self.betas} and {self.eps}; leave them out, or take local_optimizer='adamw'.")
         if self.local_optimizer == "adamw" and self.momentum:

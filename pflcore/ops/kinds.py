@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from numbers import Integral, Real
-from typing import Any, NamedTuple, TypeVar
+from types import UnionType
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -60,6 +64,35 @@ def pythonic(thing: Any) -> None:
     for k, v in vars(thing).items():
         if isinstance(v, np.generic):
             object.__setattr__(thing, k, v.item())
+
+
+def check(thing: Any) -> None:
+    """ValueError in one sentence where a field of a dataclass is not what its annotation says."""
+    for name, kind in _of_fields(type(thing)).items():  # type: ignore[arg-type]
+        if not kind.fits(getattr(thing, name)):
+            raise ValueError(f"{name}: expected {kind.words}, got {shown(getattr(thing, name))}.")
+
+
+@functools.cache
+def _of_fields(cls: Any) -> dict[str, Kind]:
+    try:
+        hints = get_type_hints(cls, include_extras=True)
+    except (NameError, TypeError):  # of somebody's own class, whose annotations only its author can read
+        return {}
+    return {f.name: of_hint(hints[f.name]) for f in fields(cls)}
+
+
+def of_hint(hint: Any) -> Kind:
+    """The kind of values that an annotation allows; anything where it says nothing of one value."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return next((a for a in args if isinstance(a, Kind)), of_hint(args[0]))
+    if origin is Literal:
+        return Kind(" or ".join(map(repr, args)), lambda v: isinstance(v, str) and v in args)
+    if origin in (Union, UnionType):
+        each = [of_hint(a) for a in args]
+        return Kind(" or ".join(k.words for k in each), lambda v: any(k.fits(v) for k in each))
+    return PLAIN.get(hint, Kind("anything", lambda v: True))
 
 
 def shown(value: Any) -> str:
@@ -119,6 +152,22 @@ def some(words: str) -> Kind:
     return Kind(words, lambda v: hasattr(v, "__len__") and not isinstance(v, str))
 
 
+FINITE = number(-sys.float_info.max, sys.float_info.max, "a finite number")
+PLAIN = {
+    bool: a(bool, words="True or False"),
+    float: FINITE,
+    int: Kind("a whole number", lambda v: _is(Integral, v)),
+    str: a(str, words="a string"),
+    type(None): Kind("None", lambda v: v is None),
+}
+Count = Annotated[int, whole(1)]
+Whole = Annotated[int, whole(0)]
+NonNegative = Annotated[float, number(0, sys.float_info.max, "a finite number >= 0")]
+Positive = Annotated[float, Kind("a finite number above 0", lambda v: _is(Real, v) and 0 < v < float("inf"))]
+Share = Annotated[float, number(0, 1, "a number from 0 to 1")]
+Fraction = Annotated[float, Kind("a number above 0, at most 1", lambda v: _is(Real, v) and 0 < v <= 1)]
+Momentum = Annotated[float, number(0, math.nextafter(1, 0), "a number from 0 to below 1")]
+Weighting = Literal["samples", "uniform"]
 SEED = Kind("a whole number of 64 bits", lambda v: _is(Integral, v) and -(2**63) <= v < 2**63)
 SEED32 = Kind("a whole number from 0 to 2**32 - 1", lambda v: _is(Integral, v) and 0 <= v < 2**32)  # what numpy's RandomState takes
 TENSOR = a(Tensor, words="a tensor")

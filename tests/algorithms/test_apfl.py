@@ -114,9 +114,3 @@ def test_the_statistics_of_batch_norm_are_the_mixtures(engine):
         module = net.load(net.build(), (v[i] + net.w0) / 2, net.b0).train()  # type: ignore[operator]
         module(data.client(i, "train")[0])
         torch.testing.assert_close(local.buffers[i], torch.cat([module[1].running_mean, module[1].running_var]))  # type: ignore[index]
-
-
-def test_bad_options():
-    for bad in ({"alpha": 1.5}, {"alpha_lr": -1.0}, {"alpha_decay": -1.0}, {"mix": "outputs"}, {"evaluate_on": "both"}):
-        with pytest.raises(ValueError, match=f"^{next(iter(bad))}: expected"):
-            APFL(**bad)  # type: ignore[arg-type]

@@ -111,23 +111,6 @@ def test_it_learns_what_one_model_cannot():
     assert recommended > plain + 0.15 and recommended > literal + 0.1
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"preset": "x"},
-        {"optimizer": "x"},
-        {"eval_mode": "x"},
-        {"never": "x"},
-        {"start": "x"},
-        {"lr_var": -1.0},
-        {"tau": 0.0},
-    ],
-)
-def test_what_is_refused(bad):
-    with pytest.raises(ValueError, match=rf"^{next(iter(bad))}.*: expected"):
-        FactorizedWaffle(**bad)
-
-
 def test_clients_step_together_in_whole_epochs_only():
     s = setting()
     local = Local(s, torch.arange(3), 1, torch.zeros(3, 0, dtype=D))

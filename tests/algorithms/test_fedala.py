@@ -124,11 +124,3 @@ def test_the_first_time_ends():
 
     play(Counted(threshold=0.0, most=12, sample=1.0), s)
     assert len(calls) == 12 * sum(-(-n // 8) for n in (7, 20, 31))
-
-
-@pytest.mark.parametrize(
-    "options", [{"layers": -1}, {"window": 1}, {"most": 0}, {"eta": -1.0}, {"sample": 0.0}, {"sample": 1.5}, {"threshold": -1.0}]
-)
-def test_bad_options_are_one_sentence(options):
-    with pytest.raises(ValueError, match=rf"^.*{next(iter(options))}.*: expected .*\.$"):
-        FedALA(**options)

@@ -386,23 +386,3 @@ def test_without_validation_data_nobody_is_drawn_anywhere(alg):
         assert not state.own["a"][1].any() and state.own["a"][0].abs().max() > 0
     with pytest.raises(ValueError, match=r"^split: .*'val'"):
         play(alg, make_setting(s.net, images(), s.training), 2)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: FedFomo(m=0), "m: "),
-        (lambda: FedFomo(epsilon=2.0), "epsilon, decay: "),
-        (lambda: FedFomo(norm="l3"), "norm: "),
-        (lambda: FedFomo(none_positive="x"), "none_positive: "),
-        (lambda: L2C(alpha_lr=-1.0), "alpha_lr, alpha_decay: "),
-        (lambda: PerFedAvg(variant="so"), "variant: "),
-        (lambda: PerFedAvg(delta=0.0), "alpha, beta, delta, steps: "),
-        (lambda: PFedMe(inner=0), "lam, inner, personal_lr: "),
-        (lambda: FedRoD(gamma=-1.0), "gamma, head: "),
-        (lambda: FedRoD(head="ones"), "gamma, head: "),
-    ],
-)
-def test_bad_options(make, message):
-    with pytest.raises(ValueError, match="^" + message):
-        make()

@@ -202,21 +202,3 @@ def test_clustered_fl_before_the_first_split_is_fedavg():
         a, _ = step(cfl, a, s, torch.arange(3))
         b, _ = step(avg, b, s, torch.arange(3))
     assert torch.equal(a.g["x"][0], b.g["x"]) and len(a.g["x"]) == 1
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: FedAMP(sigma=0.0), "sigma, alpha, lam: "),
-        (lambda: FedAMP(start="w"), "start: "),
-        (lambda: FedAMP(self_weight="x"), "self_weight: "),
-        (lambda: HeurFedAMP(xi_self=1.5), "xi_self: "),
-        (lambda: SFL(k=0), "k, layers, s"),
-        (lambda: SFL(s=2.0), "k, layers, s"),
-        (lambda: ClusteredFL(linkage="average"), "linkage: "),
-        (lambda: ClusteredFL(eps1=-1.0), "eps1, eps2"),
-    ],
-)
-def test_bad_options(make, message):
-    with pytest.raises(ValueError, match="^" + message):
-        make()

@@ -92,10 +92,3 @@ def test_weights_by_samples_go_to_x_and_c_alike():
         torch.testing.assert_close(state.g["c"], share @ state.own["c"], rtol=1e-4, atol=1e-6)
     first = play(FedAvg(), s, 1)[0][0]
     torch.testing.assert_close(play(Scaffold(weighting="samples"), s, 1)[0][0].g["x"], first.g["x"])
-
-
-def test_bad_options():
-    with pytest.raises(ValueError, match="option: expected 'mean_grad', 'II' or 'I', got 'III'"):
-        Scaffold(option="III")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="weighting"):
-        Scaffold(weighting="size")

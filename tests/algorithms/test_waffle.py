@@ -393,18 +393,7 @@ def test_law_11_only_recompute_reaches_the_targets_optimum():
 # options ----------------------------------------------------------------------------------------------------------------------------------
 
 
-def test_bad_options_and_a_warning():
-    for bad in (
-        {"target": -1},
-        {"control_agg": "x"},
-        {"tie": "x"},
-        {"do": math.nan},
-        {"option": "III"},
-    ):
-        with pytest.raises(ValueError, match=f"{next(iter(bad))}"):
-            Waffle(**bad)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="weighting"):
-        Waffle(weighting="samples")
+def test_globalities_that_cannot_be_and_a_warning():
     for value in (-0.1, math.nan):
         with pytest.raises(ValueError, match="omega"):
             Waffle(omega=lambda r, n, value=value: value).globality(1, 2)  # type: ignore[misc]

@@ -157,9 +157,3 @@ def test_an_absent_client_keeps_its_weight():
         Broken(p_d=0.05), make_setting(net, data, Training(lr=0.1, batch_size=8), 3), 2, lambda r: [0, 1, 2] if r == 1 else [0, 2]
     )
     assert torch.equal(two.g["x"], without[1][0].g["x"])  # those who are there share the whole weight
-
-
-def test_bad_options():
-    for bad in ({"target": -1}, {"p_d": -0.1}, {"p_d": math.nan}, {"p_s": -1.0}, {"size_unit": "rows"}):
-        with pytest.raises(ValueError, match=f"^{next(iter(bad))}: expected"):
-            WeightErosion(**bad)  # type: ignore[arg-type]
