@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,6 @@ class Mix(NamedTuple):
     index: Tensor | None = None  # type: ignore[assignment]  # hides tuple.index
 
 
-@kinds.takes(f=kinds.whole(0), m=kinds.whole(1))
 @dataclass(frozen=True)
 class Krum:
     """Blanchard et al. 2017: the model whose squared distances to its N - f - 2 nearest others have the least sum; everybody gets it.
@@ -41,29 +40,30 @@ class Krum:
     With `m` > 1 (MultiKrum) the mean of the `m` such models of the least sums. Of equals the earlier client. Deviation: exact distances.
     """
 
-    f: int = 1  # how many clients may be hostile, 2 f + 2 < N
-    m: int = 1
+    f: kinds.Whole = 1  # how many clients may be hostile, 2 f + 2 < N
+    m: kinds.Count = 1
+
+    def __post_init__(self) -> None:
+        kinds.check(self)
 
     def chosen(self, sqdist: Tensor) -> Tensor:
         """The chosen clients [m], best first, by squared distances [N, N]."""
         n = len(sqdist)
-        if not (self.f >= 0 and 2 * self.f + 2 < n and 1 <= self.m <= n - self.f):
+        if not (2 * self.f + 2 < n and self.m <= n - self.f):
             raise ValueError(f"f, m: expected 0 <= f with 2 f + 2 < {n} clients and 1 <= m <= N - f, got f={self.f}, m={self.m}.")
         return krum(sqdist, self.f, self.m)
 
 
-@kinds.takes(k=kinds.whole(1))
 @dataclass(frozen=True)
 class Clusters:
     """Agglomerative clustering into `k` groups, each client gets its group's mean: by distances between models, or, where the call
     gives a `base`, by the cosines of the updates from it (with k = 2 a split of Clustered FL, Sattler et al. 2021)."""
 
-    k: int = 2
-    linkage: str = "complete"  # or "single"
+    k: kinds.Count = 2
+    linkage: Literal["complete", "single"] = "complete"
 
     def __post_init__(self) -> None:
-        if self.k < 1 or self.linkage not in ("complete", "single"):
-            raise ValueError(f"k, linkage: expected k >= 1 and 'complete' or 'single', got {self.k} and {self.linkage!r}.")
+        kinds.check(self)
 
 
 @kinds.takes(

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from numbers import Integral, Real
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+__all__ = ["Count", "Fraction", "Momentum", "NonNegative", "Positive", "Share", "Weighting", "Whole"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -77,8 +78,10 @@ def check(thing: Any) -> None:
 def _of_fields(cls: Any) -> dict[str, Kind]:
     try:
         hints = get_type_hints(cls, include_extras=True)
-    except (NameError, TypeError):  # of somebody's own class, whose annotations only its author can read
-        return {}
+    except (NameError, TypeError):  # of somebody's own class, in a function for instance: what it inherits is checked
+        if cls.__module__.startswith("pflcore."):
+            raise
+        return _of_fields(cls.__base__) if is_dataclass(cls.__base__) else {}  # type: ignore[arg-type]
     return {f.name: of_hint(hints[f.name]) for f in fields(cls)}
 
 

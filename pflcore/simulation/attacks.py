@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ Attack = Literal["label_flip", "sign_flip", "scale", "noise", "little", "inner_p
 STRENGTH = {"sign_flip": 1.0, "scale": 100.0, "noise": 10.0, "little": 1.5, "inner_product": 10.0}
 
 
-@kinds.takes(clients=kinds.IDS, strength=kinds.POSITIVE)
 @dataclass(frozen=True)
 class Adversary:
     """The clients `clients` (ids) attack in every round that they take part in; s is the `strength`, d a client's honest update [P].
@@ -37,12 +36,11 @@ class Adversary:
     """
 
     attack: Attack
-    clients: Sequence[int]
-    strength: float | None = None  # see above
+    clients: Annotated[Sequence[int], kinds.IDS]
+    strength: kinds.Positive | None = None  # see above
 
     def __post_init__(self) -> None:
-        if self.attack not in get_args(Attack):
-            raise ValueError(f"attack: expected one of {', '.join(get_args(Attack))}, got {kinds.shown(self.attack)}.")
+        kinds.check(self)
         if self.attack == "label_flip" and self.strength is not None:
             raise ValueError(f"strength: labels are flipped or not, got {self.strength}; leave it out.")
         object.__setattr__(self, "clients", tuple(map(int, self.clients)))

@@ -33,8 +33,6 @@ class EarlyStopping:
     """
 
     def __init__(self, patience: int = 5, key: str = "loss", higher: bool | None = None, min_delta: float = 0.0) -> None:
-        if patience < 1 or not min_delta >= 0:
-            raise ValueError(f"patience and min_delta: expected at least 1 evaluation and a number >= 0, got {patience} and {min_delta}.")
         if higher is None and key not in LOWER | HIGHER:
             raise ValueError(f"higher: expected True or False for {key!r}, of which nobody else knows whether more is better, got None.")
         self.patience, self.key, self.min_delta = patience, key, min_delta

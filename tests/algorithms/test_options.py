@@ -1,11 +1,12 @@
 """Options are what their annotations say, of every algorithm."""
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
 from pflcore.algorithms import ALGORITHMS
+from pflcore.ops.kinds import Count
 
 EDGES = {  # beside what an annotation's type forbids: values just outside of the bounds, and the last ones inside
     "apfl": [("alpha", (1.5, -0.1), (0, 1)), ("alpha_lr", (-1,), (0,))],
@@ -64,3 +65,19 @@ def test_bounds(name):
                 ALGORITHMS[name](**{option: value})
         for value in inside:
             assert getattr(ALGORITHMS[name](**{option: value}), option) == value
+
+
+def test_options_of_ones_own_class_are_checked_where_they_can_be_read():
+    @dataclass(frozen=True)
+    class Mine(ALGORITHMS["ditto"]):  # type: ignore[misc]
+        much: Count = 3
+
+    @dataclass(frozen=True)
+    class Unreadable(Mine):
+        thing: "Nowhere | None" = None  # type: ignore[name-defined]  # noqa: F821
+
+    for cls in (Mine, Unreadable):
+        with pytest.raises(ValueError, match=r"^lam: expected a finite number >= 0, got -1\.$"):
+            cls(lam=-1)
+    with pytest.raises(ValueError, match=r"^much: expected a whole number, at least 1, got 0\.$"):
+        Mine(much=0)

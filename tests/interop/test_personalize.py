@@ -111,7 +111,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"method": "krum", "f": 3}, r"expected 0 <= f with 2 f \+ 2 < 7"),
     ({"method": "multikrum", "m": 7}, "f, m"),
     ({"method": "clusters", "k": 8}, "k: expected at most 7"),
-    ({"method": "clusters", "linkage": "ward"}, "k, linkage"),
+    ({"method": "clusters", "linkage": "ward"}, "linkage: expected"),
     ({"method": "fedamp", "uploads": torch.cat([rows()[:3], rows()[3:] * torch.inf])}, "client 3's model is not finite"),
 ]
 

@@ -112,7 +112,7 @@ def test_every_algorithm_can_be_attacked(name, data):
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"attack": "unknown"}, "attack: expected one of label_flip"),
+        ({"attack": "unknown"}, "attack: expected 'label_flip' or"),
         ({"clients": [10]}, "adversary: expected ids of clients from 0 to 9"),
         ({"clients": [1, 1]}, "adversary: expected each client once"),
         ({"clients": [-1]}, "clients: expected a list of clients' numbers"),
