@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from pflcore import EarlyStopping
+from pflcore import ALGORITHMS, EarlyStopping, Training
 from pflcore.cli import main
 
 
@@ -31,3 +31,26 @@ def test_the_current_folder_comes_last_where_an_algorithm_of_ones_own_is_named(t
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
     main(["run", "nothing_here:Mine"])
     assert sys.path[-1] == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("fedavg", {"hostile": 3}),
+        ("fedavg", {"defence": "median", "hostile": 3}),
+        ("fedavgm", {"beta2": 0.5}),
+        ("fedavgm", {"tau": 0.1}),
+        ("fedadagrad", {"beta2": 0.5}),
+        ("feddwa", {"server_lr": 0.5}),
+        ("waffle", {"weighting": "samples"}),
+    ],
+)
+def test_an_option_that_plays_no_part_is_refused(name, options):
+    with pytest.raises(ValueError, match=rf"^{[*options][-1]}: it plays no part in this \w+, got .*; leave it out\.$"):
+        ALGORITHMS[name](**options)
+
+
+def test_sgd_has_no_betas():
+    with pytest.raises(ValueError, match=r"^betas, eps: SGD has none"):
+        Training(betas=(0.8, 0.9))
+    assert Training(betas=(0.8, 0.9), local_optimizer="adamw", lr=0.01).betas == (0.8, 0.9)
