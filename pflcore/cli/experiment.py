@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -17,8 +17,10 @@ from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES, Federation, federatio
 from pflcore.local import Training
 from pflcore.local.net import Net
 from pflcore.nn.models import MODELS, model_for
+from pflcore.ops import kinds
+from pflcore.ops.kinds import Count, Fraction, Positive, Whole
 from pflcore.simulation import History, Simulation, for_everyone
-from pflcore.simulation.arguments import WORKERS, device_of, limit, whole
+from pflcore.simulation.arguments import WORKERS, device_of, whole
 from pflcore.simulation.attacks import Adversary, Attack
 from pflcore.simulation.checkpoint import Checkpoint
 
@@ -29,30 +31,33 @@ class Options:
 
     data: str = "mnist5k"  # data set by name
     partition: str | None = None  # how it is cut among the clients; A if not said
-    n: int | None = None  # clients; 10 if not said, all where the data brings them
+    n: Count | None = None  # clients; 10 if not said, all where the data brings them
     model: str = "auto"  # model by name; auto: lenet5 for images it fits, linear for vectors, else mlp
     criterion: str = "auto"  # cross_entropy, squared, half_squared, hinge or binary_cross_entropy; auto: by the labels
-    rounds: int = 50  # rounds of each run
-    participation: float = 1.0  # fraction of the clients in a round
+    rounds: Whole = 50  # rounds of each run
+    participation: Fraction = 1.0  # fraction of the clients in a round
     target: int | Literal["all"] | None = None  # the client to personalize for, whose accuracy is reported; all: each in a run of its own
     seed: int = 0  # of the weights, the batches and the cohorts
-    seeds: int = 1  # so many runs, with seed, seed + 1, ...; the cut of the data stays that of --data-seed
-    data_seed: int = 0  # of the cut of the data
-    train_samples: int | None = None  # use so many of the training pool only
-    test_samples: int | None = None  # use so many of the test pool only
+    seeds: Count = 1  # so many runs, with seed, seed + 1, ...; the cut of the data stays that of --data-seed
+    data_seed: Annotated[int, kinds.SEED32] = 0  # of the cut of the data
+    train_samples: Count | None = None  # use so many of the training pool only
+    test_samples: Count | None = None  # use so many of the test pool only
     standardize: bool | None = None  # data with clients: features by each client's training statistics; school and vehicle if not said
-    val: float = 0.0  # fraction of each client's training samples kept for validation
+    val: kinds.Momentum = 0.0  # fraction of each client's training samples kept for validation
     eval_split: str = "test"  # what is evaluated: test, or val to choose hyper-parameters
-    eval_every: int = 1  # rounds between evaluations of all clients
+    eval_every: Whole = 1  # rounds between evaluations of all clients
     engine: str = "auto"  # threads, vmap, or auto by the model
     workers: int | None = None  # threads; never changes a result
     device: str = "cpu"  # cpu or cuda
-    clip: float | None = None  # no client's update is longer than this (Euclidean norm)
+    clip: Positive | None = None  # no client's update is longer than this (Euclidean norm)
     poison: Attack | None = None  # what the bad clients do; the others are evaluated
     bad: tuple[int, ...] | None = None  # the clients that do it
     poison_strength: float | None = None  # how far it goes; each attack has a default
     buffers: str = "auto"  # batch norm's running statistics: average, local, or auto, as the method has it
     metrics: tuple[str, ...] = ()  # of each client beside loss and accuracy: auc, f1, balanced_accuracy; for targets mae, rmse, r2
+
+    def __post_init__(self) -> None:
+        kinds.check(self)
 
 
 def choices() -> dict[str, str]:
@@ -94,8 +99,6 @@ def model_of(name: str) -> Choice | None:
 
 def federation(options: Options, cut: Mapping[str, Any] | None = None) -> Federation:
     """The data of an experiment; `cut` holds the partition's own options. ValueError, ImportError or OSError in one sentence."""
-    if options.n is not None and options.n < 1:
-        raise ValueError(f"n: expected at least 1 client, got {options.n}.")
     more: dict[str, Any] = ({} if options.standardize is None else {"standardize": options.standardize}) | dict(cut or {})
     data = federation_of(
         options.data,
@@ -108,8 +111,6 @@ def federation(options: Options, cut: Mapping[str, Any] | None = None) -> Federa
     )
     if options.criterion in ("squared", "half_squared") and options.data.startswith("folder:") and data.classes is not None:
         data = replace(data, y=data.y.float(), classes=None)
-    if not 0 <= options.val < 1:
-        raise ValueError(f"val: expected a fraction in [0, 1), got {options.val}.")
     if options.val:
         data = data.split_samples({"train": 1 - options.val, "val": options.val}, options.data_seed, pool=("train",))
     if isinstance(options.target, int) and not 0 <= options.target < data.n:
@@ -259,12 +260,8 @@ def jobs(algorithms: Sequence[str], options: Options, training: Training, hyper:
     """One job per algorithm and seed, every hyper-parameter checked. ValueError in one sentence."""
     if not algorithms:
         raise ValueError(f"algorithms: expected at least one of {', '.join(ALGORITHMS)}, got none.")
-    if options.seeds < 1:
-        raise ValueError(f"seeds: expected at least 1 run, got {options.seeds}.")
     if options.workers is not None:
         whole("workers", options.workers, 1, WORKERS)
-    whole("data_seed", options.data_seed, 0, 2**32 - 1)
-    limit("clip", options.clip)
     adversary(options)
     device_of(options.device)
     for name in algorithms:
