@@ -36,6 +36,8 @@ class Federation(Pool):
     classes   C, or None for regression
     relabel   [N, C] int64 or None: client i sees ``relabel[i][y]`` (concept shift); the pool keeps its own labels
     truth     what is known of the clients beside their samples, each value [N, ...]: "group", "optimum", ...
+    names     the clients' own names, or None
+    scaling   what `standardized` shifted and scaled each client's features by: (mean, deviation), each [N, ...], or None
 
     A training sample belongs to one client, and no sample to two splits; two clients may share test samples (a common test set).
 

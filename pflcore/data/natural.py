@@ -94,7 +94,7 @@ def leaf(path: Where, *, classes: Classes = "infer", name: str | None = None) ->
         everyone = {**users["train"], **users["test"]}
         fed = Federation.from_arrays([_typed(v, classes) for v in everyone.values()], classes=classes, name=title)
         held = torch.tensor([u in users["test"] for u in everyone])
-        return replace(fed, truth={"held_out": held}, notes=[f"{len(others)} clients are LEAF's held-out users"])
+        return replace(fed, names=tuple(everyone), truth={"held_out": held}, notes=[f"{len(others)} clients are LEAF's held-out users"])
     for split, of in users.items():
         strange = [u for u in of if u not in users["train"]]
         if strange:
@@ -102,7 +102,7 @@ def leaf(path: Where, *, classes: Classes = "infer", name: str | None = None) ->
                 f"{parts[split]} must hold users that {parts['train']} holds too, got user {strange[0]!r} without training data"
             )
     clients = [{s: _typed(of[u], classes) for s, of in users.items() if u in of and (s == "train" or len(of[u][0]))} for u in people]
-    return Federation.from_arrays(clients, classes=classes, name=title)
+    return replace(Federation.from_arrays(clients, classes=classes, name=title), names=tuple(people))
 
 
 def folder(path: Where, *, target: int | str = -1, classes: Classes = "infer", name: str | None = None) -> Federation:
@@ -146,7 +146,8 @@ def folder(path: Where, *, target: int | str = -1, classes: Classes = "infer", n
     whole = classes is not None and all(np.array_equal(y, np.round(y)) for _, y in pairs)
     kind = np.int64 if whole else np.float32
     typed = [{s: (np.asarray(x, dtype=np.float32), np.asarray(y).astype(kind)) for s, (x, y) in c.items()} for c in clients]
-    return Federation.from_arrays(typed, classes=classes if whole else None, name=name or base.name)
+    fed = Federation.from_arrays(typed, classes=classes if whole else None, name=name or base.name)
+    return replace(fed, names=tuple(files["train"]))
 
 
 def read_cells(path: Path, data: str) -> tuple[list[Any], list[Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,13 @@ from typing_extensions import Self
 from .checks import SPLITS, check_clients, check_lists, check_pool
 from .fields import IGNORED, Fields, joined, masked
 from .ragged import Ragged
+
+
+class Scaling(NamedTuple):
+    """What clients' features were shifted and scaled by, [N, ...] float64: x = (raw - mean) / deviation."""
+
+    mean: Tensor
+    deviation: Tensor
 
 
 @dataclass(frozen=True, repr=False)
@@ -27,6 +35,8 @@ class Pool:
     notes: list[str] = field(default_factory=list)
     truth: dict[str, Tensor] = field(default_factory=dict)
     fields: Fields | None = None
+    names: tuple[str, ...] | None = None
+    scaling: Scaling | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.x, Mapping):

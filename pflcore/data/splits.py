@@ -15,7 +15,7 @@ from torch import Tensor
 from pflcore.ops import kinds
 
 from .checks import SPLITS
-from .pool import Pool
+from .pool import Pool, Scaling
 from .ragged import Ragged, starts
 
 P = TypeVar("P", bound=Pool)  # a federation stays one
@@ -35,7 +35,10 @@ def subset(fed: P, clients: Sequence[int] | Tensor) -> P:
     index = {s: fed.lists(s).take(torch.tensor(ids)) for s in fed.splits}
     rows = torch.tensor(ids, device=fed.device)
     relabel = None if fed.relabel is None else fed.relabel[rows]
-    return replace(fed, index=index, relabel=relabel, truth={k: v[rows.to(v.device)] for k, v in fed.truth.items()})
+    names = None if fed.names is None else tuple(fed.names[i] for i in ids)
+    scaling = None if fed.scaling is None else Scaling(*(v[torch.tensor(ids)] for v in fed.scaling))
+    truth = {k: v[rows.to(v.device)] for k, v in fed.truth.items()}
+    return replace(fed, index=index, relabel=relabel, truth=truth, names=names, scaling=scaling)
 
 
 def split_clients(fed: Pool, train: float, val: float, test: float, seed: int) -> ClientGroups:
@@ -137,7 +140,7 @@ def standardized(fed: P) -> P:
     if not fed.x.is_floating_point() or fed.fields is not None:
         raise TypeError(f"standardized needs floating inputs, got {fed.fields or fed.x.dtype}")
     x = fed.x.clone()
-    owner = torch.full((len(x),), -1, device=x.device)
+    owner, scaling = torch.full((len(x),), -1, device=x.device), []
     for i in range(fed.n):
         rows = torch.cat([fed.index[s][i] for s in fed.splits])
         if bool(((owner[rows] >= 0) & (owner[rows] != i)).any()):
@@ -147,7 +150,9 @@ def standardized(fed: P) -> P:
         mean, std = train.mean(0), train.std(0, correction=0)
         scale = torch.where((train == train[0]).all(0), 1.0, std)
         x[rows] = ((fed.x[rows].double() - mean) / scale).to(x.dtype)
-    return replace(fed, x=x, notes=[*fed.notes, STANDARDIZED])
+        scaling.append((mean.cpu(), scale.cpu()))
+    kept = Scaling(*map(torch.stack, zip(*scaling, strict=True)))
+    return replace(fed, x=x, notes=[*fed.notes, STANDARDIZED], scaling=kept)
 
 
 def _ids(fed: Pool, clients: Sequence[int] | Tensor) -> list[int]:

@@ -45,6 +45,7 @@ def from_table(
         [],
         truth,
         fields,
+        tuple(ids.tolist()) if ids.dtype.kind == "U" else None,
     )
     return split_samples(fed, {"train": 1 - test_fraction, "test": test_fraction}, seed, None) if test_fraction else fed
 

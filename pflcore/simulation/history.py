@@ -70,7 +70,8 @@ class History:
         Where a method serves one model the file is its `state_dict`; else the tensors that its prediction takes, a model's parameters as
         `w.NAME`. ValueError where the run kept no model, OSError where the folder cannot be written.
         """
-        export_models((self.model(i) for i in range(self.header["n"])), self.header, folder)
+        setting = getattr(self.models, "setting", None)  # of runs for everyone there are many
+        export_models((self.model(i) for i in range(self.header["n"])), self.header, folder, setting and setting.data)
 
     def model(self, client: int) -> Personalized:
         """One client's personalized model after the last round, an `nn.Module` from samples [B, ...] to scores, for every algorithm.

@@ -132,7 +132,7 @@ class Personalized(nn.Module):
         return out
 
 
-def export_models(models: Iterable[Personalized], header: Mapping[str, Any], folder: str | Path) -> None:
+def export_models(models: Iterable[Personalized], header: Mapping[str, Any], folder: str | Path, data: Federation | None = None) -> None:
     """Clients' models 0, 1, ... as files; see `History.export`."""
     folder, clients, predict = Path(folder), [], ""
     try:
@@ -142,7 +142,10 @@ def export_models(models: Iterable[Personalized], header: Mapping[str, Any], fol
             with replacing(folder / file) as part:
                 write_tensors(tensors, part)
                 part.chmod(folder.stat().st_mode & 0o666)  # as readable as the folder; safetensors makes it its owner's alone
-            clients.append({"client": client, "file": file, "tensors": {k: list(v.shape) for k, v in tensors.items()}})
+            known = {} if data is None or data.names is None else {"name": data.names[client]}
+            if data is not None and data.scaling is not None:
+                known |= {k: v[client].tolist() for k, v in data.scaling._asdict().items()}
+            clients.append({"client": client, **known, "file": file, "tensors": {k: list(v.shape) for k, v in tensors.items()}})
             predict = inspect.getdoc(model.algorithm.predict) or "" if own_way(model.algorithm) else ONE_MODEL
         facts = {"method": header["algorithm"], "options": header["options"], "training": header["training"], "data": header["data"]}
         with replacing(folder / "manifest.json") as part:  # last: what it names is there
