@@ -5,6 +5,7 @@ Selection works on `Protocol.blind`, a federation without a test split, so it ca
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -31,7 +32,7 @@ from pflcore.metrics import Metric, metrics_of
 from pflcore.ops import kinds
 from pflcore.results.record import plain
 from pflcore.simulation import Simulation
-from pflcore.simulation.checkpoint import digest_of, load_states, of_data, of_net
+from pflcore.simulation.checkpoint import digest_of, load_states, lock, of_data, of_net
 from pflcore.simulation.round import evaluate
 
 
@@ -209,17 +210,18 @@ def tune(
     where = Path(folder) if folder else None
     bench = _Bench(criterion, protocols, nets, states, rounds, participation, seeds, engine, workers, device, where)
     header = bench.header(algorithm, training)
-    book, bench.key = _Book(where and where / "tuning.jsonl", header), _key(header)
-    for j in range(len(protocols)):
-        for n, trial in enumerate(trials):
-            name = _key({**trial.candidate.options, "run": j})
-            if name not in book.lines:
-                for other, line in bench.score([t.candidate for t in trials[n:]], j):
-                    book.add(_key({**other.options, "run": j}), {"candidate": other.options, "run": j, **line})
-            line = book.lines[name]
-            trial.stopped = trial.stopped or line["stopped"]
-            trial.values.append(torch.tensor([math.nan if v is None else v for v in line["values"]], dtype=torch.float64))
-            say(f"{n + 1}/{len(trials)} {_in_words(trial.candidate.options)}: {line['stopped'] or f'{trial.score:.5f}'}")
+    with lock(where) if where else contextlib.nullcontext():
+        book, bench.key = _Book(where and where / "tuning.jsonl", header), _key(header)
+        for j in range(len(protocols)):
+            for n, trial in enumerate(trials):
+                name = _key({**trial.candidate.options, "run": j})
+                if name not in book.lines:
+                    for other, line in bench.score([t.candidate for t in trials[n:]], j):
+                        book.add(_key({**other.options, "run": j}), {"candidate": other.options, "run": j, **line})
+                line = book.lines[name]
+                trial.stopped = trial.stopped or line["stopped"]
+                trial.values.append(torch.tensor([math.nan if v is None else v for v in line["values"]], dtype=torch.float64))
+                say(f"{n + 1}/{len(trials)} {_in_words(trial.candidate.options)}: {line['stopped'] or f'{trial.score:.5f}'}")
     if all(t.score == -math.inf for t in trials):
         raise ValueError(f"grid: every candidate diverged, the first one with: {trials[0].stopped or 'values that are not finite'}")
     return Tuned(trials, protocols, bench.state)

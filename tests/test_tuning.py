@@ -327,3 +327,14 @@ def test_integers_that_are_numbers_to_the_loss_are_measured_as_numbers():
     data = Federation.from_arrays([(x, (3 * x[:, 0]).round().long() + 9)] * 3)
     net = Net(lambda: nn.Linear(3, 1), "squared")
     assert math.isfinite(tune(cross_silo(data), net, "fedavg", TRAINING, {"training.lr": [0.01]}, 2, metric="mae").best.score)
+
+
+def test_two_searches_in_one_folder(tmp_path):
+    search = {"grid": {"training.lr": [0.1]}, "rounds": 1, "folder": tmp_path}
+    p = PROTOCOLS["silo"]()
+
+    def another(_):
+        with pytest.raises(ValueError, match="another run is writing"):
+            tune(p, model(), FedAvg(), TRAINING, **search)
+
+    tune(p, model(), FedAvg(), TRAINING, **search, say=another)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Annotated, Any, Literal, NamedTuple
@@ -23,6 +24,8 @@ from pflcore.simulation import History, Simulation, for_everyone
 from pflcore.simulation.arguments import WORKERS, device_of, whole
 from pflcore.simulation.attacks import Adversary, Attack
 from pflcore.simulation.checkpoint import Checkpoint
+
+FAR = 100  # times as much as another column
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,12 @@ def federation(options: Options, cut: Mapping[str, Any] | None = None) -> Federa
     )
     if options.criterion in ("squared", "half_squared") and options.data.startswith("folder:") and data.classes is not None:
         data = replace(data, y=data.y.float(), classes=None)
+    if options.standardize is None and options.data.startswith("folder:") and len(data.shape) == 1:
+        size = data.x.std(0)[data.x.std(0) > 0]
+        if len(size) and float(size.max() / size.min()) > FAR:
+            warnings.warn(
+                f"data: columns of {data.name} vary by 1 and by {size.max() / size.min():.0f}; scale them by --standardize.", stacklevel=2
+            )
     if options.val:
         data = data.split_samples({"train": 1 - options.val, "val": options.val}, options.data_seed, pool=("train",))
     if isinstance(options.target, int) and not 0 <= options.target < data.n:

@@ -23,8 +23,9 @@ def hospitals(tmp_path):
     for name in "ab":
         x = rng.rand(30, 2) * [1, 600]
         rows = [f"{a:.4f},{b:.2f},{int(20 + 30 * a)}" for a, b in x]
-        (tmp_path / f"{name}.csv").write_text("\n".join(["share,sugar,age", *rows]) + "\n")
-    return f"folder:{tmp_path}"
+        (tmp_path / "data").mkdir(exist_ok=True)
+        (tmp_path / "data" / f"{name}.csv").write_text("\n".join(["share,sugar,age", *rows]) + "\n")
+    return f"folder:{tmp_path / 'data'}"
 
 
 def test_every_job_is_looked_at_before_the_first_round(tmp_path, capsys):
@@ -70,6 +71,8 @@ def test_whole_numbers_may_be_targets_and_columns_may_be_scaled(hospitals, tmp_p
     assert main([*words, "--standardize", "True", "--out", str(out)]) == 0
     (run,) = read(out)
     assert run.measure == "loss" and bool((run.last("loss") < 30).all())
+    with pytest.warns(UserWarning, match=r"vary by 1 and by \d+; scale them by --standardize"):
+        main([*words, "--out", str(tmp_path / "raw")])
 
 
 def test_a_model_of_ones_own(tmp_path, capsys, monkeypatch):
