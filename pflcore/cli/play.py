@@ -128,6 +128,8 @@ def _record(todo: Sequence[Job], cut: Mapping[str, Any], shape: Mapping[str, Any
             plans.insert(1, f"{_plan(job, job.header(first))}\n{first.where()}")
         except MemoryError as e:
             plans.insert(1, f"{job.name}: {e}")
+            if len({j.algorithm for j in todo}) == 1:  # there is no other that may fit
+                raise
     if output.dry_run:
         print("\n".join(plans))
         return 0
