@@ -49,3 +49,11 @@ def test_a_metric_is_not_called_like_a_column_of_the_record(name):
     data = Federation.from_arrays([(torch.randn(4, 2), torch.arange(4) % 2)] * 2, test=[(torch.randn(4, 2), torch.arange(4) % 2)] * 2)
     with pytest.raises(ValueError, match=f"metrics: '{name}' is recorded anyway"):
         Simulation("fedavg", nn.Linear(2, 2), data, metrics={name: lambda scores, y: 0.0})
+
+
+def test_one_token_a_sample_and_a_padding_row():
+    gen = torch.Generator().manual_seed(0)
+    parts = [(torch.randint(0, 5, (12,), generator=gen), torch.randint(0, 2, (12,), generator=gen)) for _ in range(3)]
+    data = Federation.from_arrays(parts, test=parts, classes=2)
+    model = nn.Sequential(nn.Embedding(5, 4, padding_idx=0), nn.Linear(4, 2))
+    assert Simulation("fedavg", model, data, Training(lr=0.1), rounds=1).run().series("loss")[1].isfinite().all()

@@ -79,7 +79,7 @@ def test_mixtures_by_index(tmp_path):
     rows = randn(1, 40, 67, dtype=F32)
     gen = torch.Generator().manual_seed(0)
     index, weight = torch.randint(0, 40, (9, 4), generator=gen), torch.rand(9, 4, generator=gen).double()
-    weight[2] = 0
+    weight[2], weight[4, 2] = 0, -0.7
     weight[:, 1] = 0
     rows[index[3, 1]] = torch.nan  # of weight 0 there
     for base in (None, randn(2, 67, dtype=F32), randn(3, 9, 67, dtype=F64)):
