@@ -398,3 +398,11 @@ def test_no_guidance_is_served_where_none_is_trained(guidance):
 def test_the_quadratic_program_refuses_a_power():
     with pytest.raises(ValueError, match=r"^power: it plays no part in this FedDWAQP, got 2.0; leave it out"):
         FedDWAQP(power=2.0)
+
+
+def test_statistics_of_a_cohort_smaller_than_k_are_whole_means():
+    """Places that nothing fills have weight 0 and client 0's number, which is in the cohort, too."""
+    alg, setting = FedDWA(k=5), images()
+    state, _ = step(alg, begin(alg, setting.net, 6), setting, torch.tensor([0, 2, 3]))
+    mix = alg.statistics(state.g, {}, cohort([0, 2, 3], 6))
+    torch.testing.assert_close(mix[[0, 2, 3]].sum(1), torch.ones(3, dtype=mix.dtype))

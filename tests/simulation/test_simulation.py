@@ -6,7 +6,7 @@ from methods import Waffle
 from torch import nn
 
 import pflcore
-from pflcore import Simulation, Training
+from pflcore import Federation, Simulation, Training
 from pflcore.data import federation_of
 
 
@@ -68,3 +68,9 @@ def test_bad_arguments_are_one_sentence(data):
         Simulation("fedavgg", model, data)
     with pytest.raises(ValueError, match="target"):
         Simulation(Waffle(target=4), model, data)
+
+
+def test_a_run_of_many_rounds_ends_with_the_last():
+    parts = [(torch.randn(4, 2, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 0, 1]))] * 2
+    run = Simulation("local", nn.Linear(2, 2), Federation.from_arrays(parts, test=parts), rounds=260, eval_every=0)
+    assert len(run.run().rounds) == run.state.round == 260
