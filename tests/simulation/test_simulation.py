@@ -74,3 +74,15 @@ def test_a_run_of_many_rounds_ends_with_the_last():
     parts = [(torch.randn(4, 2, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 0, 1]))] * 2
     run = Simulation("local", nn.Linear(2, 2), Federation.from_arrays(parts, test=parts), rounds=260, eval_every=0)
     assert len(run.run().rounds) == run.state.round == 260
+
+
+def test_a_state_that_is_put_back_is_not_changed():
+    parts = [(torch.randn(6, 2, generator=torch.Generator().manual_seed(i)), torch.tensor([0, 1] * 3)) for i in range(3)]
+    run = Simulation("ditto", nn.Linear(2, 2), Federation.from_arrays(parts, test=parts), Training(lr=0.5), rounds=3)
+    next(rounds := run.iterate())
+    first = run.state
+    kept = {k: v.clone() for k, v in first.own.items()}
+    next(rounds)
+    run.state = first
+    next(run.iterate())
+    assert all(torch.equal(first.own[k], v) for k, v in kept.items())
