@@ -263,8 +263,13 @@ def of_net(net: Net) -> Facts:
 
 
 def _described(m: nn.Module) -> str:
-    """A layer by its options, a module of layers by its class, without addresses of memory."""
-    return type(m).__name__ if list(m.children()) else re.sub(" at 0x[0-9a-f]+", "", repr(m))
+    """A layer by its options, a module of layers by its class."""
+    return type(m).__name__ if list(m.children()) else _named(repr(m))
+
+
+def _named(text: str) -> str:
+    """A repr without the addresses of memory, which are others in every process."""
+    return re.sub(" at 0x[0-9a-f]+", "", text)
 
 
 def brief(thing: Any) -> str:
@@ -293,7 +298,7 @@ def digest_of(thing: Any) -> str:
             for one in thing:
                 add(one)
         else:
-            digest.update(repr(thing).encode())
+            digest.update(_named(repr(thing)).encode())
 
     add(thing)
     return digest.hexdigest()[:16]

@@ -20,6 +20,7 @@ from pflcore.data.roles import held_out
 from pflcore.local import Engine, Local, Setting
 from pflcore.local.losses import binary_cross_entropy, hinge
 from pflcore.local.net import Net
+from pflcore.local.preflight import check_single
 from pflcore.local.random import generator_of
 from pflcore.nn.mode import forward_mode
 from pflcore.ops import kinds
@@ -181,6 +182,10 @@ class Models:
         data = _joined(self.setting.data, _newcomer(samples, self.setting.data, alg.needs_val, self.setting.seed))
         training = self.setting.training
         training = replace(training, lr=training.lr_at(max(1, self.state.round), self.setting.rounds), schedule=None)
+        try:
+            check_single(self.setting.net, data, training)
+        except ValueError as e:
+            raise ValueError(f"samples: {str(e).removeprefix('data: ')}") from None
         engine = Engine(self.setting.engine.name, self.setting.engine.workers)
         setting = self.setting._replace(data=data, training=training, engine=engine, rounds=self.setting.rounds + rounds)
         state, everybody = with_one_more(alg, self.state, setting.net, n)

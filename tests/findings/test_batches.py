@@ -45,6 +45,14 @@ def test_torchs_way_is_an_option_and_stays_that_of_other_models():
     assert torch.equal(*plain) and not torch.equal(plain[0], losses(lambda: nn.Linear(6, 4), training=Training(batch_size=5)))
 
 
+def test_a_newcomers_last_sample_joins_too():
+    history = Simulation("ditto", normed, federation((8, 8)), Training(batch_size=4), rounds=1).run()
+    x, y = torch.randn(5, 6), torch.arange(5) % 4
+    assert history.adapt((x, y))(x).isfinite().all()
+    with pytest.raises(ValueError, match=r"^samples: client 2 \(1 samples, batch_size 4\) has a batch of one sample"):
+        history.adapt((x[:1], y[:1]))
+
+
 # numbers ----------------------------------------------------------------------------------------------------------------------
 def test_numpys_numbers_are_numbers(tmp_path):
     training = Training(lr=np.float32(0.5), batch_size=np.int64(4), epochs=np.int64(1), schedule=lambda r, n: np.float32(1))
@@ -107,6 +115,22 @@ def test_another_model_or_loss_does_not_go_on(tmp_path, first, then, what):
     assert Simulation.load(tmp_path, data=federation(), **first).state.round == 1
     with pytest.raises(ValueError, match=f"that of another run: {what}"):
         Simulation.load(tmp_path, data=federation(), **then)
+
+
+def test_a_loss_that_holds_a_function_goes_on(tmp_path):
+    """Its address is another in every process."""
+
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weigh = lambda v: 2 * v
+
+        def forward(self, scores, y):
+            return self.weigh(nn.functional.cross_entropy(scores, y))
+
+    one, other = Own(), Own()  # both at once, so that they lie at two places
+    Simulation("fedavg", nn.Linear(6, 4), federation(), rounds=2, loss=one).save(tmp_path)
+    assert Simulation.load(tmp_path, model=nn.Linear(6, 4), data=federation(), loss=other).state.round == 0
 
 
 # data -------------------------------------------------------------------------------------------------------------------------
