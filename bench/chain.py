@@ -11,7 +11,7 @@ import torch.nn as nn
 from bench.problem import Problem, relative
 from bench.workload import LR, MODELS, epoch
 from pflcore.data import Federation
-from pflcore.local import Local, Net, Training, prepared
+from pflcore.train import Local, Net, Training, prepared
 
 PROVIDERS = ("pflcore", "plain loop")
 BUILDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

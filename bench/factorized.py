@@ -10,8 +10,8 @@ import torch
 from bench.problem import Problem
 from pflcore.algorithms.factorized_waffle import FactorizedWaffle
 from pflcore.data import Federation
-from pflcore.local import Local, Net, Training, prepared
 from pflcore.nn.models import model_for
+from pflcore.train import Local, Net, Training, prepared
 
 PROVIDERS = ("factorized layers", "dense layers", "with sampling and divergence")
 CLIENTS = 10

@@ -232,11 +232,11 @@ def bench_round() -> list[Row]:
     """One LeNet-5 round of 100 clients, 600 samples each, B = 32: the vmap engine, and one client after another on the same card."""
     from pflcore.algorithms import ALGORITHMS
     from pflcore.data.federation import Federation
-    from pflcore.local.net import Net
-    from pflcore.local.settings import Setting
-    from pflcore.local.training import Training
-    from pflcore.local.workers import Engine
     from pflcore.simulation.round import begin, step
+    from pflcore.train.net import Net
+    from pflcore.train.settings import Setting
+    from pflcore.train.training import Training
+    from pflcore.train.workers import Engine
 
     class LeNet(torch.nn.Module):
         def __init__(self) -> None:

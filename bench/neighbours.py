@@ -18,9 +18,9 @@ from torch import Tensor
 from pflcore import metrics, ops
 from pflcore.algorithms.feddwa import FedDWA
 from pflcore.data import federation_of
-from pflcore.local import Training
 from pflcore.nn.models import model_for
 from pflcore.simulation import Simulation
+from pflcore.train import Training
 
 CUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "pathological": ("pathological", {"k": 2}),

@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from bench import peers, table
 from bench.problem import Absent, Measured, Problem
 from bench.workload import WORKLOADS, Workload, federation, is_real, test, train
-from pflcore.local.training import Training
 from pflcore.simulation import Simulation
+from pflcore.train.training import Training
 
 HEADINGS = ("workload", "evaluation", "by", "ms a round", "GFLOP/s", "limit, ms", "of limit", "times ours", "a round as published", "")
 WIDTHS = (14, 10, 12, 11, 8, 10, 8, 10, 48, 0)

@@ -13,8 +13,8 @@ from bench import peers
 from bench.problem import Problem
 from bench.workload import BATCH, LR, MODELS, Workload, epoch
 from pflcore.data import Federation
-from pflcore.local.training import Training
 from pflcore.simulation import Simulation
+from pflcore.train.training import Training
 
 PROVIDERS = ("pflcore", "plain loop", "flwr", "pfl")
 FAMILIES = ("fedavg", "fedadam", "fedprox", "scaffold", "waffle", "weight_erosion", "feddwa", "hypcluster", "apfl", "per_fedavg")

@@ -77,9 +77,9 @@ def one(name: str, n: int, seconds: float) -> dict[str, Any]:
 
     from pflcore.data.federation import Federation
     from pflcore.data.ragged import Ragged
-    from pflcore.local import Training
     from pflcore.results.record import Record
     from pflcore.simulation import Simulation
+    from pflcore.train import Training
 
     gen = torch.Generator().manual_seed(0)
     x = torch.randn(n * SAMPLES, INPUTS, generator=gen)

@@ -12,7 +12,7 @@ import torch
 
 from pflcore import ALGORITHMS, Simulation
 from pflcore.data.synthetic import synthetic_clusters
-from pflcore.local import Training
+from pflcore.train import Training
 
 N, BAD, ROUNDS, CLIP = 8, 5, 10, 2.0
 KINDS = {"NaN": torch.nan, "Inf": torch.inf, "1e30": 1e30, "zeros": 0.0, "inputs of 1e10": None}

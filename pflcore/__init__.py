@@ -5,7 +5,6 @@ from pflcore.algorithms.base import FedAvg, Stop
 from pflcore.data import Federation
 from pflcore.data.roles import cross_device, cross_silo
 from pflcore.interop import Client, Server, pack, personalize, unpack
-from pflcore.local import Local, Net, Training
 from pflcore.ops import (
     Backend,
     TopK,
@@ -23,6 +22,7 @@ from pflcore.simulation.callbacks import EarlyStopping, TensorBoard
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.simulation.personal import Personalized
 from pflcore.simulation.round import evaluate, step
+from pflcore.train import Local, Net, Training
 from pflcore.tuning import tune
 
 __all__ = [

@@ -23,11 +23,11 @@ from pflcore.algorithms.base import Cohort, FedAvg, Pool, State, Tensors
 from pflcore.algorithms.lookup import algorithm_of
 from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
-from pflcore.local import Engine, Local, Setting, Training
-from pflcore.local.losses import default_loss
-from pflcore.local.net import Net
 from pflcore.ops import kinds
 from pflcore.simulation.round import Outcome, begin, buffers_of, evaluate, sample, step
+from pflcore.train import Engine, Local, Setting, Training
+from pflcore.train.losses import default_loss
+from pflcore.train.net import Net
 
 __all__ = ["CHECKS", "Case", "Fault", "check"]
 

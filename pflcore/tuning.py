@@ -24,16 +24,16 @@ from pflcore.algorithms.base import FedAvg, State, Tensors, cohort_of
 from pflcore.algorithms.finetune import FineTune, layer_mask, lengths, value
 from pflcore.algorithms.lookup import algorithm_of
 from pflcore.data.roles import Protocol
-from pflcore.local import Local, Setting, Training
-from pflcore.local.losses import default_loss, loss_name
-from pflcore.local.net import Net
-from pflcore.local.random import STREAM, generator_of
 from pflcore.metrics import Metric, metrics_of
 from pflcore.ops import kinds
 from pflcore.results.record import plain
 from pflcore.simulation import Simulation
 from pflcore.simulation.checkpoint import digest_of, load_states, lock, of_data, of_net
 from pflcore.simulation.round import evaluate
+from pflcore.train import Local, Setting, Training
+from pflcore.train.losses import default_loss, loss_name
+from pflcore.train.net import Net
+from pflcore.train.random import STREAM, generator_of
 
 
 def _are_seeds(value: Any) -> bool:

@@ -15,9 +15,9 @@ from torch import Tensor
 from bench.papers import privacy
 from pflcore.cli.experiment import algorithm
 from pflcore.data import SOURCES, Federation, Source, load
-from pflcore.local import Net, Training
 from pflcore.nn.models import MODELS, model_for
 from pflcore.simulation.arguments import whole
+from pflcore.train import Net, Training
 
 
 def main(argv: Sequence[str]) -> int:

@@ -16,11 +16,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from pflcore.algorithms.base import FedAvg
 from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
-from pflcore.local.net import Net
-from pflcore.local.settings import Setting
-from pflcore.local.training import Training
 from pflcore.simulation.footprint import Inline
 from pflcore.simulation.round import begin, step
+from pflcore.train.net import Net
+from pflcore.train.settings import Setting
+from pflcore.train.training import Training
 
 T = TypeVar("T")
 MIB = 2**20

@@ -37,9 +37,9 @@ from typing import Any
 from pflcore.cli.experiment import Job, Options, federation, jobs
 from pflcore.data import CROSS_SILO, SOURCES, TABULAR
 from pflcore.data.roles import Protocol, cross_device, cross_silo, everybody
-from pflcore.local import Training
-from pflcore.local.random import STREAM
 from pflcore.results.record import plain, slug
+from pflcore.train import Training
+from pflcore.train.random import STREAM
 
 PLANS = Path(__file__).resolve().parent / "plans"
 EMPTY: dict[str, Any] = {

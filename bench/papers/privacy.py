@@ -21,11 +21,11 @@ from pflcore.algorithms import FedAvg
 from pflcore.algorithms.ditto import MRMTL
 from pflcore.algorithms.factorized_waffle import FactorizedWaffle, strengths
 from pflcore.data.federation import Federation
-from pflcore.local import Local, Net, Training, prepared
-from pflcore.local.random import OwnDraws
-from pflcore.local.workers import one_thread
 from pflcore.ops import kinds
 from pflcore.simulation.round import begin, sample, step
+from pflcore.train import Local, Net, Training, prepared
+from pflcore.train.random import OwnDraws
+from pflcore.train.workers import one_thread
 
 # -- what the adversary gets -------------------------------------------------------------------------------------------------------
 

@@ -18,9 +18,9 @@ from bench.papers.plan import EMPTY, chosen, load, plans, shortened, tasks
 from bench.papers.runs import Reproduction, write
 from bench.papers.table import rows_of, verdicts
 from pflcore.cli.experiment import algorithm
-from pflcore.local.net import Net
 from pflcore.nn.models import model_for
 from pflcore.results.progress import Progress
+from pflcore.train.net import Net
 
 
 def count(plan: Mapping[str, Any], folder: Path) -> None:

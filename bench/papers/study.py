@@ -19,9 +19,9 @@ from bench.papers.runs import Reproduction
 from pflcore import metrics
 from pflcore.algorithms.base import FedAvg, State
 from pflcore.data.roles import Protocol
-from pflcore.local import Setting
 from pflcore.results.record import Run, plain, slug
 from pflcore.simulation.round import evaluate
+from pflcore.train import Setting
 
 
 class Point(NamedTuple):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore.algorithms.base import Cohort, Tensors
-from pflcore.local.net import Net
+from pflcore.train.net import Net
 
 
 def latest_models(net: Net, n: int) -> Tensors:

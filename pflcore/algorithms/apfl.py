@@ -11,10 +11,10 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore.algorithms.base import FedAvg, Payload, Tensors, only_sgd
-from pflcore.local import Local, Training
-from pflcore.local.net import Net
 from pflcore.nn.mode import context
 from pflcore.ops.kinds import NonNegative, Share, Weighting
+from pflcore.train import Local, Training
+from pflcore.train.net import Net
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from pflcore.algorithms.base import Payload, Tensors
 from pflcore.algorithms.fedopt import FedOpt
-from pflcore.local import Local
-from pflcore.local.net import Net
 from pflcore.ops.kinds import Count, NonNegative
+from pflcore.train import Local
+from pflcore.train.net import Net
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from torch import Tensor
 from pflcore import ops
 from pflcore.algorithms import ibp
 from pflcore.algorithms.base import FedAvg, Payload, Tensors, only_sgd
-from pflcore.local import Local, Training
-from pflcore.local.losses import REGRESSION, binary_cross_entropy, hinge
-from pflcore.local.net import Net
-from pflcore.local.random import client_seeds, uniforms
 from pflcore.nn.factorized import Init, factorize, factorized_layers
 from pflcore.ops.kinds import Count, Fraction, NonNegative, Positive, Weighting
+from pflcore.train import Local, Training
+from pflcore.train.losses import REGRESSION, binary_cross_entropy, hinge
+from pflcore.train.net import Net
+from pflcore.train.random import client_seeds, uniforms
 
 PRESETS: dict[str, tuple[str, float]] = {"recommended": ("adam", 0.01), "paper_literal": ("sgd", 1.0)}  # optimizer, kl_weight
 BOUNDS = (7.0, 9.0, 9.0)  # of |logit|, |log c| and |log d|

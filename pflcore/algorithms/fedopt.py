@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore.algorithms.base import Cohort, FedAvg, Tensors
-from pflcore.local.net import Net
 from pflcore.ops.kinds import Momentum, NonNegative, Positive
+from pflcore.train.net import Net
 
 Optimizer = Literal["sgd", "heavy_ball", "nesterov", "ema", "adam", "yogi", "adagrad"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pflcore.algorithms.base import FedAvg, Payload, Tensors
-from pflcore.local import Local
 from pflcore.ops.kinds import NonNegative
+from pflcore.train import Local
 
 
 @dataclass(frozen=True)

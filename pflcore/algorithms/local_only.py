@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 
 from pflcore.algorithms.base import Cohort, FedAvg, Payload, Tensors
-from pflcore.local import Local
-from pflcore.local.net import Net
+from pflcore.train import Local
+from pflcore.train.net import Net
 
 
 @dataclass(frozen=True)

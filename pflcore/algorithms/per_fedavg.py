@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from pflcore.algorithms.base import FedAvg, Payload, Tensors, only_sgd, plain_steps
-from pflcore.local import Local, Training
-from pflcore.local.net import Net
 from pflcore.nn.mode import context, forward_mode
 from pflcore.ops.kinds import NonNegative, Positive, Whole
+from pflcore.train import Local, Training
+from pflcore.train.net import Net
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from pflcore.algorithms.base import FedAvg, Payload, Tensors, only_sgd, plain_steps
-from pflcore.local import Local, Training
-from pflcore.local.net import Net
 from pflcore.ops.kinds import Count, NonNegative
+from pflcore.train import Local, Training
+from pflcore.train.net import Net
 
 
 @dataclass(frozen=True)

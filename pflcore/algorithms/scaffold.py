@@ -10,9 +10,9 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore.algorithms.base import Cohort, FedAvg, Payload, Tensors, only_sgd
-from pflcore.local import Fit, Local, Training
-from pflcore.local.net import Net
 from pflcore.ops.kinds import Weighting
+from pflcore.train import Fit, Local, Training
+from pflcore.train.net import Net
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pflcore.algorithms.base import FedAvg, Payload, Tensors
 from pflcore.algorithms.finetune import FineTune
-from pflcore.local import Local
-from pflcore.local.net import Net
 from pflcore.ops import kinds
 from pflcore.ops.kinds import Count, NonNegative, Weighting, Whole
+from pflcore.train import Local
+from pflcore.train.net import Net
 
 Train = Literal["joint", "alternate", "body"]
 

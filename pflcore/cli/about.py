@@ -14,11 +14,11 @@ import torch
 
 from pflcore.cli import experiment
 from pflcore.cli.options import Group, Option, of_function, of_words, parse, peek
-from pflcore.local import Net
 from pflcore.nn import factorize
 from pflcore.nn.factorized import factorized_layers
 from pflcore.nn.models import model_for
 from pflcore.ops import __version__, backend
+from pflcore.train import Net
 
 EXTRAS = {"cli": ("tyro", "tqdm"), "data": ("torchvision", "mlxtend", "sklearn", "scipy"), "plot": ("matplotlib",), "table": ("pyarrow",)}
 

@@ -15,8 +15,6 @@ from pflcore.algorithms import ALGORITHMS
 from pflcore.algorithms.base import FedAvg
 from pflcore.algorithms.lookup import algorithm_of, class_of, imported, name_of
 from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES, Federation, federation_of, options_of
-from pflcore.local import Training
-from pflcore.local.net import Net
 from pflcore.nn.models import MODELS, model_for
 from pflcore.ops import kinds
 from pflcore.ops.kinds import Count, Fraction, Positive, Whole
@@ -24,6 +22,8 @@ from pflcore.simulation import History, Simulation, for_everyone
 from pflcore.simulation.arguments import WORKERS, device_of, whole
 from pflcore.simulation.attacks import Adversary, Attack
 from pflcore.simulation.checkpoint import Checkpoint
+from pflcore.train import Training
+from pflcore.train.net import Net
 
 FAR = 100  # times as much as another column
 

@@ -23,13 +23,13 @@ from pflcore.algorithms.lookup import class_of, name_of
 from pflcore.cli import experiment
 from pflcore.cli.experiment import Job
 from pflcore.cli.options import Group, Option, of_function, of_words, options_of, parse, peek
-from pflcore.local import Training
 from pflcore.metrics import human
 from pflcore.results import pictures, table
 from pflcore.results.progress import Progress
 from pflcore.results.record import Record, Run, read
 from pflcore.simulation import History, Simulation, checkpoint
 from pflcore.simulation.checkpoint import Checkpoint
+from pflcore.train import Training
 
 KNOWN = ", ".join(ALGORITHMS)
 

@@ -15,13 +15,13 @@ from pflcore.data.federation import Federation
 from pflcore.data.ragged import Ragged
 from pflcore.data.roles import held_out
 from pflcore.interop.wire import About, finished, net_of, opened
-from pflcore.local import Local, Training, prepared
-from pflcore.local.losses import Loss, default_loss
-from pflcore.local.workers import one_thread
 from pflcore.ops import kinds
 from pflcore.simulation.arguments import device_of
 from pflcore.simulation.personal import Personalized, grown, one_client
 from pflcore.simulation.round import buffers_of, finite, one_by_one
+from pflcore.train import Local, Training, prepared
+from pflcore.train.losses import Loss, default_loss
+from pflcore.train.workers import one_thread
 
 
 @kinds.takes(training=kinds.a(Training), seed=kinds.SEED, workers=kinds.whole(1))

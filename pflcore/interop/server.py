@@ -13,12 +13,12 @@ import torch
 from pflcore.algorithms.base import Cohort, FedAvg, State, Tensors, cohort_from
 from pflcore.algorithms.lookup import algorithm_of, name_of
 from pflcore.interop.wire import STATISTICS, About, method_number, net_of, opened, packed
-from pflcore.local import memory
-from pflcore.local.random import generator_of
 from pflcore.ops import kinds
 from pflcore.simulation.arguments import check_start, limit, whole
 from pflcore.simulation.personal import with_one_more
 from pflcore.simulation.round import Outcome, begin, buffers_of, receive
+from pflcore.train import memory
+from pflcore.train.random import generator_of
 
 _Form = dict[str, tuple[torch.Size, torch.dtype]]
 SAMPLES = 2**40  # of one client; the sum over clients is a whole number of 64 bits

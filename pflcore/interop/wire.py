@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from pflcore.algorithms.base import FedAvg, Payload, Pool, Tensors
 from pflcore.algorithms.lookup import name_of
-from pflcore.local.losses import Loss
-from pflcore.local.net import Net
 from pflcore.ops import kinds
+from pflcore.train.losses import Loss
+from pflcore.train.net import Net
 
 ABOUT, STATISTICS = "@about", "@statistics"  # beside the algorithm's own keys
 BITS_OF_ONE = int(torch.ones((), dtype=torch.float64).view(torch.int64))

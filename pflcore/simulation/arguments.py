@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from pflcore.algorithms.base import FedAvg, State, Tensors
-from pflcore.local.net import Net
 from pflcore.ops import kinds
 from pflcore.simulation.rows import OnDisk, cloned
+from pflcore.train.net import Net
 
 WORKERS = 1024  # threads; beyond that a number is a slip of the keyboard
 SEEDS = 2**63  # what generators are keyed by

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from pflcore.data.federation import Federation
 from pflcore.data.ragged import Ragged
-from pflcore.local.net import Net
 from pflcore.ops import kinds
+from pflcore.train.net import Net
 
 try:
     import fcntl

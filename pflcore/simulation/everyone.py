@@ -14,12 +14,12 @@ import torch.nn as nn
 from pflcore.algorithms.base import FedAvg
 from pflcore.algorithms.lookup import algorithm_of
 from pflcore.data.federation import Federation
-from pflcore.local import Training
-from pflcore.local.net import Net
 from pflcore.ops import kinds
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.simulation.history import History, Record
 from pflcore.simulation.loop import Simulation
+from pflcore.train import Training
+from pflcore.train.net import Net
 
 
 @kinds.takes(

@@ -22,10 +22,10 @@ from torch.utils._pytree import tree_leaves
 
 from pflcore.algorithms.base import FedAvg, Tensors
 from pflcore.data.federation import Federation
-from pflcore.local import Engine, Net, Path, Setting, Training
-from pflcore.local.chain import Chain, find_chain
-from pflcore.local.workers import one_thread
 from pflcore.simulation.round import begin, evaluate, step
+from pflcore.train import Engine, Net, Path, Setting, Training
+from pflcore.train.chain import Chain, find_chain
+from pflcore.train.workers import one_thread
 
 SMALL = 1 << 24  # bytes of two rows for each client below which nothing is measured: the interpreter alone needs ten times that
 COPIES = 20  # rows: the model as given, as started from, as bound in a thread, a kernel's own, what an allocator keeps of freed ones

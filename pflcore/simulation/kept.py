@@ -14,15 +14,15 @@ from torch import Tensor
 
 from pflcore.algorithms import ALGORITHMS
 from pflcore.algorithms.base import State
-from pflcore.local import Training
-from pflcore.local.losses import loss_name
-from pflcore.local.random import STREAM
 from pflcore.ops import __version__
 from pflcore.results.record import plain
 from pflcore.simulation import checkpoint, rows
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.simulation.history import Record
 from pflcore.simulation.round import begin, per_client
+from pflcore.train import Training
+from pflcore.train.losses import loss_name
+from pflcore.train.random import STREAM
 
 if TYPE_CHECKING:
     from pflcore.simulation.loop import Simulation

@@ -18,13 +18,6 @@ from pflcore.algorithms.lookup import algorithm_of, name_of
 from pflcore.algorithms.split import Split
 from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
-from pflcore.local import Training, memory, prepared
-from pflcore.local.losses import Loss, default_loss, loss_name
-from pflcore.local.net import Net
-from pflcore.local.path import Path as LocalPath
-from pflcore.local.preflight import check_modes
-from pflcore.local.proof import LARGE
-from pflcore.local.random import STREAM, drawn
 from pflcore.metrics import Metric, human, metrics_of
 from pflcore.ops import __version__, backend, kinds
 from pflcore.results.record import LONG, plain
@@ -38,6 +31,13 @@ from pflcore.simulation.interrupts import unbroken
 from pflcore.simulation.personal import Models
 from pflcore.simulation.round import Outcome, begin, buffers_of, evaluate, evaluate_some, per_client, sample, step
 from pflcore.simulation.uploads import farthest
+from pflcore.train import Training, memory, prepared
+from pflcore.train.losses import Loss, default_loss, loss_name
+from pflcore.train.net import Net
+from pflcore.train.path import Path as LocalPath
+from pflcore.train.preflight import check_modes
+from pflcore.train.proof import LARGE
+from pflcore.train.random import STREAM, drawn
 
 VOID_ROUNDS = 3  # so many void rounds in a row end a run: same data, same lr, it will not recover
 Callback = Callable[[int, Record], None]
@@ -67,7 +67,7 @@ class Simulation:
     participation: float = 1.0  # max(1, floor(participation * N + 0.5)) clients a round
     clients: torch.Tensor | Sequence[int] | None = None  # ids of those who may take part; default: all
     seed: int = 0
-    engine: str = "auto"  # "threads", "vmap", or by the model; see `pflcore.local.path`
+    engine: str = "auto"  # "threads", "vmap", or by the model; see `pflcore.train.path`
     workers: int | None = None  # threads; never changes a result
     device: str = "cpu"
     buffers: str = "auto"  # batch norm's running statistics: "average", "local" (each client its own), or as the method has it

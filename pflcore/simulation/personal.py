@@ -17,17 +17,17 @@ from pflcore.algorithms.base import FedAvg, State, Tensors, cohort_of
 from pflcore.data.collect import inputs, tensor
 from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
-from pflcore.local import Engine, Local, Setting
-from pflcore.local.losses import binary_cross_entropy, hinge
-from pflcore.local.net import Net
-from pflcore.local.preflight import check_single
-from pflcore.local.random import generator_of
 from pflcore.nn.mode import forward_mode
 from pflcore.ops import kinds
 from pflcore.simulation import rows
 from pflcore.simulation.checkpoint import replacing, write_tensors
 from pflcore.simulation.round import begin, own_way, step, views
 from pflcore.simulation.rows import OnDisk
+from pflcore.train import Engine, Local, Setting
+from pflcore.train.losses import binary_cross_entropy, hinge
+from pflcore.train.net import Net
+from pflcore.train.preflight import check_single
+from pflcore.train.random import generator_of
 
 ONE_BY_ONE = hinge, binary_cross_entropy  # losses to which each score stands for itself
 BATCH = 125  # samples of one forward pass

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore.algorithms.base import Cohort, Commit, FedAvg, Payload, Pool, State, Tensors, Void, cohort_from, cohort_of
-from pflcore.local import Local, Setting
-from pflcore.local.losses import shares_right, that_count
-from pflcore.local.net import Net
-from pflcore.local.random import drawn, generator_of
-from pflcore.local.workers import few_threads, onto
 from pflcore.metrics import Metric, measured_by
 from pflcore.ops import kinds
 from pflcore.simulation import rows, uploads
+from pflcore.train import Local, Setting
+from pflcore.train.losses import shares_right, that_count
+from pflcore.train.net import Net
+from pflcore.train.random import drawn, generator_of
+from pflcore.train.workers import few_threads, onto
 
 __all__ = ["Outcome", "begin", "evaluate", "sample", "step"]
 

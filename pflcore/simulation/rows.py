@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pflcore.local import memory
 from pflcore.metrics import human
+from pflcore.train import memory
 
 CHUNK = 1 << 26  # bytes that are copied, or evaluated, at once
 BLOCK = 1 << 12  # bytes of a file's blocks: a row may take so many more

@@ -225,8 +225,8 @@ def main():
     given = parser.parse_args()
     if given.what == "play":
         if given.no_swap:
-            pflcore.local.net.swap_layers = lambda module: None
-            pflcore.local.path.swappable = lambda module: False
+            pflcore.train.net.swap_layers = lambda module: None
+            pflcore.train.path.swappable = lambda module: False
         warnings.simplefilter("ignore")
         torch.set_num_threads(1)
         out = {}

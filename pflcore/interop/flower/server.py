@@ -16,8 +16,8 @@ from flwr.supercore import log
 
 from pflcore.interop.flower.records import record_of
 from pflcore.interop.server import Server
-from pflcore.local.random import drawn
 from pflcore.simulation.round import sample
+from pflcore.train.random import drawn
 
 WHO = "query.pflcore"  # the message that asks a node which client it is
 

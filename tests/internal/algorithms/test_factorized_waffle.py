@@ -13,7 +13,7 @@ from small import copied
 from pflcore import Local, evaluate
 from pflcore.algorithms import ibp
 from pflcore.algorithms.factorized_waffle import BOUNDS
-from pflcore.local.random import client_seeds, uniforms
+from pflcore.train.random import client_seeds, uniforms
 
 # -- one round by hand -------------------------------------------------------------------------------------------------------------
 

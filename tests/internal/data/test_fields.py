@@ -8,8 +8,8 @@ from parts.fields import CLASSES, STEPS, TWO, Tagger, federation, sequences
 
 from pflcore import Local, Net, Training
 from pflcore.data.fields import Fields, joined
-from pflcore.local import prepared
-from pflcore.local.losses import cross_entropy
+from pflcore.train import prepared
+from pflcore.train.losses import cross_entropy
 
 
 def test_fields_come_back_as_they_were():

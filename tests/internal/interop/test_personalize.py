@@ -8,7 +8,7 @@ from torch import nn
 
 from pflcore import Net, personalize
 from pflcore.algorithms import ALGORITHMS, Cohort
-from pflcore.local.random import generator_of
+from pflcore.train.random import generator_of
 
 
 def one_round(name, first, last, more, **options):

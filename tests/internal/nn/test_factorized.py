@@ -5,9 +5,9 @@ import torch
 from parts.factorized import D, model
 
 from pflcore import Net
-from pflcore.local.chain import compiled
 from pflcore.nn import factorize
 from pflcore.ops.chain import chain_grad
+from pflcore.train.chain import compiled
 
 
 @pytest.mark.parametrize("bias", [False, True])

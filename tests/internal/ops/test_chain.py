@@ -13,11 +13,11 @@ from torch import Tensor
 from ugly import same_for_any_threads
 
 from pflcore import Net
-from pflcore.local.chain import Chain, compiled
-from pflcore.local.losses import CRITERIA
 from pflcore.nn import Dropout
 from pflcore.ops import _library as library
 from pflcore.ops import chain, reference
+from pflcore.train.chain import Chain, compiled
+from pflcore.train.losses import CRITERIA
 
 C, M, A, R, T, S, G, L, F = nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.Linear, nn.Flatten
 MODELS: dict[str, tuple[tuple[int, ...], list[nn.Module]]] = {
@@ -410,8 +410,8 @@ def test_memory_is_guarded(change, words):
 ENDING = """
 import threading
 import torch, torch.nn as nn
-from pflcore.local.chain import compiled
-from pflcore.local.net import Net
+from pflcore.train.chain import compiled
+from pflcore.train.net import Net
 from pflcore.ops import chain
 
 def work():

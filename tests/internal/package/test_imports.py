@@ -82,7 +82,7 @@ def test_no_two_files_need_each_other():
 
 
 def test_the_walls_would_be_noticed():
-    assert {"pflcore.ops", "pflcore.local.net"} <= imported(MODULES["pflcore.algorithms.base"])
+    assert {"pflcore.ops", "pflcore.train.net"} <= imported(MODULES["pflcore.algorithms.base"])
     assert imported(MODULES["pflcore.nn.models"]) == {"pflcore.ops.kinds", "pflcore.nn"}
 
 

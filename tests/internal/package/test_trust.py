@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pflcore.local.random import client_seeds, drawn, seed_of, shuffles, uniforms
+from pflcore.train.random import client_seeds, drawn, seed_of, shuffles, uniforms
 
 SEED = 8626582519606759105
 SEEDS = [11013291964905100358, 1547676624251085901, 2235132555019676639]

@@ -5,7 +5,7 @@ import torch
 from parts.memory import KINDS, fails
 
 from pflcore import ops
-from pflcore.local import memory
+from pflcore.train import memory
 
 
 @pytest.mark.parametrize("kind", KINDS)

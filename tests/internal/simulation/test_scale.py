@@ -12,8 +12,6 @@ from small import images, tiny_model
 
 from pflcore import Federation, Simulation, Training, for_everyone
 from pflcore.data.ragged import Ragged
-from pflcore.local import memory
-from pflcore.local.random import drawn
 from pflcore.results.export import rows
 from pflcore.results.record import group, plain
 from pflcore.results.table import table
@@ -21,6 +19,8 @@ from pflcore.simulation import checkpoint
 from pflcore.simulation import rows as on_disk
 from pflcore.simulation.footprint import Live
 from pflcore.simulation.uploads import farthest
+from pflcore.train import memory
+from pflcore.train.random import drawn
 
 
 def many(n, each=3):

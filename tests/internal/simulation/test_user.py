@@ -13,8 +13,8 @@ from torch import nn
 
 from pflcore import cross_silo, for_everyone, tune
 from pflcore.algorithms.lookup import algorithm_of, class_of, name_of
-from pflcore.local.losses import CRITERIA, loss_of, squared
 from pflcore.metrics import f1, metrics_of
+from pflcore.train.losses import CRITERIA, loss_of, squared
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pflcore.local.schedules import Schedule, rates
 from pflcore.ops import kinds
 from pflcore.ops.kinds import Count, Momentum, NonNegative, Positive
+from pflcore.train.schedules import Schedule, rates
 
 SCHEDULE = kinds.Kind("a function of (round, rounds) or of an optimizer", lambda v: callable(v) or hasattr(v, "optimizer"))
 BETAS = kinds.Kind(

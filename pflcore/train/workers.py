@@ -17,9 +17,9 @@ from torch import Tensor
 
 from pflcore.data.federation import Federation
 from pflcore.data.ragged import Ragged
-from pflcore.local.chain import Chain
-from pflcore.local.steps import Plan, make_plan
-from pflcore.local.training import Training
+from pflcore.train.chain import Chain
+from pflcore.train.steps import Plan, make_plan
+from pflcore.train.training import Training
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -8,8 +8,8 @@ from small import make_setting
 
 from pflcore import Federation, Local, Net, Training
 from pflcore.algorithms import FedAvg
-from pflcore.local.losses import CRITERIA
 from pflcore.simulation.round import one_by_one
+from pflcore.train.losses import CRITERIA
 
 
 @pytest.mark.parametrize(("criterion", "outputs"), [("cross_entropy", 4), *((c, 1) for c in sorted(CRITERIA) if c != "cross_entropy")])

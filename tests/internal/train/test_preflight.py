@@ -5,7 +5,7 @@ import torch.nn as nn
 from parts.preflight import federation
 
 from pflcore import Simulation
-from pflcore.local import memory
+from pflcore.train import memory
 
 
 def test_a_run_that_cannot_fit_is_refused_with_the_number(monkeypatch):

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from pflcore.data.federation import Federation
 from pflcore.data.fields import IGNORED
-from pflcore.local import memory
-from pflcore.local.losses import CRITERIA, loss_name, spreads
-from pflcore.local.net import Net
-from pflcore.local.proof import samples
-from pflcore.local.random import OwnDraws
-from pflcore.local.training import Training
 from pflcore.nn.mode import forward_mode
+from pflcore.train import memory
+from pflcore.train.losses import CRITERIA, loss_name, spreads
+from pflcore.train.net import Net
+from pflcore.train.proof import samples
+from pflcore.train.random import OwnDraws
+from pflcore.train.training import Training
 
 BATCH = 8
 

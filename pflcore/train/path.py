@@ -35,12 +35,12 @@ import torch
 from torch import Tensor
 
 from pflcore.data.federation import Federation
-from pflcore.local import memory
-from pflcore.local.chain import Chain, compiled, find_chain
-from pflcore.local.group import gradients
-from pflcore.local.net import Net
-from pflcore.local.proof import Form, Trial, difference, trials
 from pflcore.ops.chain import chain_eval, chain_grad, chain_sgd_
+from pflcore.train import memory
+from pflcore.train.chain import Chain, compiled, find_chain
+from pflcore.train.group import gradients
+from pflcore.train.net import Net
+from pflcore.train.proof import Form, Trial, difference, trials
 
 ENGINES = ("auto", "chain", "threads", "vmap")
 WIDE = 1 << 16  # weights from which, on a CPU, clients are trained faster one by one than under vmap

@@ -20,15 +20,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from pflcore.local.chain import Chain
-from pflcore.local.group import LossFn, Piece
-from pflcore.local.losses import CRITERIA, shares_right
-from pflcore.local.net import Net
-from pflcore.local.random import client_seeds
-from pflcore.local.settings import Setting
-from pflcore.local.workers import onto
 from pflcore.nn.mode import forward_mode
 from pflcore.ops.chain import chain_eval, chain_grad
+from pflcore.train.chain import Chain
+from pflcore.train.group import LossFn, Piece
+from pflcore.train.losses import CRITERIA, shares_right
+from pflcore.train.net import Net
+from pflcore.train.random import client_seeds
+from pflcore.train.settings import Setting
+from pflcore.train.workers import onto
 
 T = TypeVar("T")
 EVAL_BATCH = 125  # a forward batch of 1,000 or more costs twice as much per sample

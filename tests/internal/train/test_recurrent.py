@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn as nn
 
-from pflcore.local.recurrent import write_out
 from pflcore.nn.mode import forward_mode
+from pflcore.train.recurrent import write_out
 
 KINDS = [(nn.GRU, {}), (nn.LSTM, {}), (nn.RNN, {}), (nn.RNN, {"nonlinearity": "relu"})]
 SHAPES = [dict(zip(("bidirectional", "bias", "batch_first"), c, strict=True)) for c in itertools.product((False, True), repeat=3)]

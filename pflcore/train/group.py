@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.local.adamw import AdamW
-from pflcore.local.chain import Chain
-from pflcore.local.net import Net
-from pflcore.local.random import client_seeds, shuffles, uniforms
-from pflcore.local.steps import Step
-from pflcore.local.training import Training
-from pflcore.local.workers import onto
 from pflcore.nn.mode import context, forward_mode
 from pflcore.ops.chain import chain_grad, chain_sgd_
 from pflcore.ops.sgd import check_sgd, clipped, corrected
+from pflcore.train.adamw import AdamW
+from pflcore.train.chain import Chain
+from pflcore.train.net import Net
+from pflcore.train.random import client_seeds, shuffles, uniforms
+from pflcore.train.steps import Step
+from pflcore.train.training import Training
+from pflcore.train.workers import onto
 
 if TYPE_CHECKING:
-    from pflcore.local import Local
+    from pflcore.train import Local
 
 LossFn = Callable[[Net, Tensor, Tensor, Tensor, dict[str, Tensor]], Tensor]
 EPOCH_BYTES = 1 << 26  # an epoch's batches are gathered at once up to this size

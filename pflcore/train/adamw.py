@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pflcore.local.training import Training
+from pflcore.train.training import Training
 
 
 class AdamW:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pflcore.data.federation import Federation
-from pflcore.local.net import Net
-from pflcore.local.training import Training
-from pflcore.local.workers import Engine
+from pflcore.train.net import Net
+from pflcore.train.training import Training
+from pflcore.train.workers import Engine
 
 
 class Setting(NamedTuple):

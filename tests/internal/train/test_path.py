@@ -11,11 +11,11 @@ from parts.path import Own, federation, hooked, same_as_by_hand
 from torch.nn.utils import parametrizations, spectral_norm
 
 from pflcore import Federation, Net, Training
-from pflcore.local import prepared
-from pflcore.local.chain import NoChain, compiled
-from pflcore.local.path import by_chain, by_chain_steps, by_module, choose_path, under_vmap
-from pflcore.local.proof import difference, trials
 from pflcore.nn import Dropout
+from pflcore.train import prepared
+from pflcore.train.chain import NoChain, compiled
+from pflcore.train.path import by_chain, by_chain_steps, by_module, choose_path, under_vmap
+from pflcore.train.proof import difference, trials
 
 
 class Scaled(nn.Linear):
@@ -80,7 +80,7 @@ def test_what_trains_is_the_model(name):
 
 
 def test_a_wrong_form_is_found_told_and_not_used(monkeypatch):
-    from pflcore.local import path
+    from pflcore.train import path
 
     right = path.chain_grad
     monkeypatch.setattr(path, "chain_grad", lambda *a: (1.001 * right(*a)[0], right(*a)[1]))

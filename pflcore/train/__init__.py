@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pflcore.data.federation import Federation
-from pflcore.local.group import LossFn
-from pflcore.local.hooks import Fit, Local
-from pflcore.local.net import Net
-from pflcore.local.path import Path, choose_path
-from pflcore.local.preflight import check_run
-from pflcore.local.settings import Setting
-from pflcore.local.training import Training
-from pflcore.local.workers import Engine, one_thread, onto
+from pflcore.train.group import LossFn
+from pflcore.train.hooks import Fit, Local
+from pflcore.train.net import Net
+from pflcore.train.path import Path, choose_path
+from pflcore.train.preflight import check_run
+from pflcore.train.settings import Setting
+from pflcore.train.training import Training
+from pflcore.train.workers import Engine, one_thread, onto
 
 __all__ = ["Engine", "Fit", "Local", "LossFn", "Net", "Path", "Setting", "Training", "onto", "prepared"]
 

@@ -16,8 +16,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from pflcore.data.federation import Federation
-from pflcore.local.net import Net
 from pflcore.nn.mode import forward_mode
+from pflcore.train.net import Net
 
 SIZES = (2, 5)  # batch sizes; batch norm takes no batch of one in training
 LARGE = 1 << 19  # parameters beyond which float64 copies would cost more memory than many a run: then one client in the model's own dtype

@@ -21,14 +21,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from pflcore.data.federation import Federation
-from pflcore.local.losses import CRITERIA
-from pflcore.local.net import Net
-from pflcore.local.plain import is_plain
 from pflcore.nn import Dropout
 from pflcore.nn.factorized import FactorizedLinear
 from pflcore.nn.mode import forward_mode
 from pflcore.ops import backend
 from pflcore.ops.chain import layer
+from pflcore.train.losses import CRITERIA
+from pflcore.train.net import Net
+from pflcore.train.plain import is_plain
 
 ACTS = {nn.ReLU: 1, nn.Tanh: 2, nn.Sigmoid: 3, nn.GELU: 4}
 MANY = 8000  # products of input and output channels from which torch's convolutions are faster

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pflcore.local.training import Training
+from pflcore.train.training import Training
 
 
 class Step(NamedTuple):

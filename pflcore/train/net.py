@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from pflcore.data.fields import Fields
-from pflcore.local.losses import LOGITS, REGRESSION, Loss, loss_of
-from pflcore.local.plain import refuse_detours
-from pflcore.local.random import OwnDraws
-from pflcore.local.recurrent import write_out
 from pflcore.nn import Dropout
 from pflcore.nn.mode import context
 from pflcore.ops import kinds
+from pflcore.train.losses import LOGITS, REGRESSION, Loss, loss_of
+from pflcore.train.plain import refuse_detours
+from pflcore.train.random import OwnDraws
+from pflcore.train.recurrent import write_out
 
 RANDOM_MODULES = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 

@@ -8,8 +8,8 @@ import torch.nn as nn
 from parts.net import Buffered
 
 from pflcore import Net
-from pflcore.local.losses import CRITERIA
 from pflcore.nn.mode import context, forward_mode
+from pflcore.train.losses import CRITERIA
 
 
 def test_buffers_are_a_row_of_their_own():
