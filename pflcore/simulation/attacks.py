@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from pflcore.algorithms.base import Cohort, Tensors
+from pflcore.algorithms.protocol import Tensors, Traits
 from pflcore.data.federation import Federation
 from pflcore.ops import kinds
-from pflcore.simulation import uploads
+from pflcore.simulation.accept import Trained, origins
 from pflcore.simulation.arguments import ids_of
 from pflcore.train.workers import onto
 
@@ -65,19 +65,22 @@ class Adversary:
         relabel[list(self.clients)] = data.classes - 1 - relabel[list(self.clients)]
         return replace(data, relabel=relabel)
 
-    def send(self, up: Tensors, g: Tensors, cohort: Cohort, gen: torch.Generator) -> Tensors:
-        """What reaches the server of the cohort's honest uploads `up`, each [S, ...]; `g` is the server's state."""
-        bad = torch.isin(cohort.ids, torch.tensor(self.clients))
+    def send(
+        self, trained: Trained, traits: Traits, server: Tensors, draws: torch.Generator
+    ) -> Trained:
+        """What reaches the server of the cohort's honest uploads."""
+        bad = torch.isin(trained.cohort.ids, torch.tensor(self.clients))
         if self.attack == "label_flip" or not bad.any():
-            return up
-        held, out = uploads.updates(up, g, cohort.n), dict(up)
-        for key in [*held, *(["control"] if "control" in up else [])]:
-            rows = up[key].flatten(1)
-            at, last = onto(bad, rows.device), held.get(key)
-            base = torch.zeros_like(rows[:1]).expand_as(rows) if last is None else last[onto(cohort.ids, last.device)].to(rows)
+            return trained
+        up, found = dict(trained.up), origins(trained, traits, server)
+        for key in [*found, *(["control"] if "control" in up else [])]:
+            rows, start = up[key].flatten(1), found.get(key)
+            at = onto(bad, rows.device)
+            base = torch.zeros_like(rows) if start is None else start.to(rows)
             mine, others = ((rows - base)[some] for some in (at, ~at if not bad.all() else at))
-            out[key] = rows.index_put((at,), base[at] + self._sent(mine, others, gen)).view_as(up[key])
-        return out
+            sent = base[at] + self._sent(mine, others, draws)
+            up[key] = rows.index_put((at,), sent).view_as(up[key])
+        return trained._replace(up=up)
 
     def _sent(self, mine: Tensor, others: Tensor, gen: torch.Generator) -> Tensor:
         """What is sent in the place of the updates `mine` [B, P], `others` [H, P] being the honest clients'."""

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,40 +23,15 @@ CHUNK = 1 << 26  # bytes that are copied, or evaluated, at once
 BLOCK = 1 << 12  # bytes of a file's blocks: a row may take so many more
 
 
-class OnDisk(dict[str, Tensor]):
-    """The clients' state, name -> [N, ...], in a file. A client's rows are written when it first takes part: until then they are zeros
-    there, and `read` gives a fresh client's."""
-
-    def __init__(self, fresh: dict[str, Tensor], n: int, folder: Path) -> None:
-        super().__init__({k: mapped((n, *v.shape), v.dtype, folder) for k, v in fresh.items()})
-        self.fresh, self.known, self.folder = fresh, torch.zeros(n, dtype=torch.bool), folder
-
-    def see(self, ids: Tensor) -> None:
-        """From here on the rows of the clients `ids` are what they are: for those who come first, a fresh client's. OSError, one
-        sentence, where the disk has no room for them."""
-        new = ids[~self.known[ids]]
-        size = {k: v.numel() * v.element_size() for k, v in self.fresh.items()}
-        need = sum(min(len(new) * (one + BLOCK), len(self.known) * one) for one in size.values())
-        check_room(f"{len(new)} more clients need", need, self.folder)
-        for k, v in self.fresh.items() if len(new) else ():
-            self[k][new] = v
-        self.known[new] = True
-
-    def read(self, ids: Tensor) -> dict[str, Tensor]:
-        """A copy of the rows of the clients `ids` in memory; nothing is written."""
-        new = ~self.known[ids]
-        return {k: torch.where(new.view(-1, *[1] * v.dim()), v, self[k][ids]) for k, v in self.fresh.items()}
-
-    def clone(self) -> OnDisk:
-        """Another file with the same rows."""
-        other = OnDisk(self.fresh, len(self.known), self.folder)
-        other.known = self.known.clone()
-        ids = self.known.nonzero()[:, 0]
-        check_room("a copy of the clients' rows needs", sum(len(ids) * (v[0].nbytes + BLOCK) for v in self.values()), self.folder)
-        for k, v in self.items():
-            for part in ids.split(at_once(v)):
-                other[k][part] = v[part]
-        return other
+def zeros(n: int, like: Tensor, folder: Path | None = None) -> Tensor:
+    """Zeros [n, *like.shape] that take no memory, or no room in a file in `folder`, before they are
+    written."""
+    shape = (n, *like.shape)
+    if folder is not None and like.device.type == "cpu":
+        return mapped(shape, like.dtype, folder)
+    if like.device.type != "cpu":
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+    return torch.from_numpy(np.zeros(shape, torch.empty(0, dtype=like.dtype).numpy().dtype))
 
 
 def check_room(what: str, need: int, folder: Path) -> None:
@@ -65,17 +41,6 @@ def check_room(what: str, need: int, folder: Path) -> None:
         raise OSError(
             f"rows: {what} up to {human(need)} on disk, and {folder} has {human(free)} free; make room, or name another folder (rows)."
         )
-
-
-def see(own: dict[str, Tensor], ids: Tensor) -> None:
-    """Whoever is about to write the rows `ids` of the clients' state says so first."""
-    if isinstance(own, OnDisk):
-        own.see(ids)
-
-
-def read(own: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
-    """A copy of the rows `ids` of the clients' state."""
-    return own.read(ids) if isinstance(own, OnDisk) else {k: v[ids] for k, v in own.items()}
 
 
 def mapped(shape: tuple[int, ...], dtype: torch.dtype, folder: Path) -> Tensor:

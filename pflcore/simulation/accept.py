@@ -1,0 +1,197 @@
+"""What a server accepts of a cohort's uploads: finite rows, and updates that are not too long.
+
+An update is the upload "delta", or an uploaded model minus what it is measured from: see `Traits`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pflcore import ops
+from pflcore.algorithms.protocol import Cohort, Mix, Payload, Pool, Tensors, Traits
+from pflcore.train.workers import onto
+
+
+class Trained(NamedTuple):
+    """What a cohort's training leaves; rows in the order of `cohort.ids`."""
+
+    cohort: Cohort
+    down: Payload  # [S, ...] what the clients received
+    up: Tensors  # [S, ...] what they upload
+    before: Tensors  # [S, ...] their own state before the round
+    own: Tensors  # [S, ...] and after it
+    batch_norm: Tensor  # [S, b]
+    loss: Tensor  # [S] mean of the minibatches' losses
+
+    def take(self, kept: Tensor) -> Trained:
+        """The clients who are `kept`, bool [S], alone."""
+
+        def some(tensors: Payload) -> Payload:
+            return {
+                k: v if isinstance(v, Pool) else v[onto(kept, v.device)] for k, v in tensors.items()
+            }
+
+        parts = (some(d) for d in (self.down, self.up, self.before, self.own))
+        rest = (v[onto(kept, v.device)] for v in (self.batch_norm, self.loss))
+        return Trained(self.cohort.take(kept), *parts, *rest)
+
+
+@dataclass
+class Outcome:
+    """What one round did."""
+
+    ids: list[int]
+    dropped: list[int] = field(default_factory=list)  # something of them was not finite
+    void: bool = False  # nothing changed
+    bytes_down: int = 0
+    bytes_up: int = 0
+    train_loss: float | None = None  # mean of the minibatches' losses over clients, by samples
+    moved: list[float | None] | None = None  # each update's norm over the median; None: dropped
+    clipped: list[int] = field(default_factory=list)  # clients whose update was shortened
+    factor: Tensor | None = None  # [S'] how much of each accepted update `clip` left, float64
+    why: str | None = None  # the round is void for this reason of the algorithm's
+    spoilt: list[str] = field(default_factory=list)  # what the server would hold, not finite
+    mix: Mix | None = None  # whose updates went into which model
+    cohort: Cohort | None = None  # those who were accepted
+
+
+def accept(
+    trained: Trained, traits: Traits, server: Tensors, clip: float | None = None
+) -> tuple[Trained, Outcome]:
+    """The clients whose rows are finite, with updates of at most `clip`; and what was done."""
+    ids, tensors = trained.cohort.ids, (*trained.up.values(), *trained.own.values())
+    outcome = Outcome(ids.tolist(), bytes_down=nbytes(trained.down), bytes_up=nbytes(trained.up))
+    finite = finite_rows([*tensors, trained.batch_norm], len(ids))
+    outcome.dropped = ids[~finite].tolist()
+    outcome.void = not finite.any() or bool(set(traits.required) & set(outcome.dropped))
+    if outcome.dropped and finite.any():
+        trained = trained.take(finite)
+    if finite.any():
+        share = trained.cohort.mean().weight[0]
+        outcome.train_loss = float(share @ trained.loss.double().cpu())
+    outcome.cohort = trained.cohort
+    norm = None if outcome.void else update_norms(trained, traits, server)
+    if norm is None:
+        return trained, outcome
+    each = iter(ratios(norm))
+    moved = [next(each) if one else None for one in finite.tolist()]
+    outcome.moved = None if len(norm) < 3 or all(m is None for m in moved) else moved
+    if clip is not None:
+        outcome.factor = (clip / norm.clamp(min=1e-300)).clamp(max=1.0)
+        outcome.clipped = trained.cohort.ids[norm > clip].tolist()
+        trained = shorten(trained, traits, server, outcome.factor)
+    return trained, outcome
+
+
+def finite_rows(tensors: Iterable[Tensor], count: int) -> Tensor:
+    """Bool [count]: whose rows are finite in every tensor [count, ...]. A float64 sum tells: of
+    float32 of the squares, by the kernel for distances."""
+    parts: dict[torch.device, Tensor] = {}
+    for v in tensors:
+        if v.is_floating_point() and v.numel():
+            rows = v.reshape(count, -1)
+            whole = v.dtype == torch.float64
+            sums = (
+                rows.sum(1)
+                if whole
+                else ops.pairwise_sqdist(rows, rows.new_zeros(1, rows.shape[1]))[:, 0]
+            )
+            fine = sums.isfinite()
+            parts[v.device] = parts[v.device] & fine if v.device in parts else fine
+    everywhere = torch.ones(count, dtype=torch.bool)
+    for fine in parts.values():  # one look at what each device found
+        everywhere &= fine.cpu()
+    return everywhere
+
+
+def origins(trained: Trained, traits: Traits, server: Tensors) -> dict[str, Tensor | None]:
+    """The uploads that are updates, each with what it is measured from [S, P]; None: from zero."""
+    found: dict[str, Tensor | None] = {"delta": None} if "delta" in trained.up else {}
+    for key, place in traits.models.items():
+        part, _, name = place.partition(".")
+        if key in trained.up and part == "down":
+            found[key] = trained.down[name]
+        elif key in trained.up:
+            found[key] = server[name][onto(trained.cohort.ids, server[name].device)]
+    return found
+
+
+def update_norms(trained: Trained, traits: Traits, server: Tensors) -> Tensor | None:
+    """The length of each client's longest update, float64 [S]; None where nobody uploads one."""
+    lengths, each = [], torch.arange(len(trained.cohort.ids))[:, None]
+    for key, origin in origins(trained, traits, server).items():
+        rows = trained.up[key].flatten(1)
+        zero = rows.new_zeros(1, rows.shape[1])
+        square = (
+            ops.pairwise_sqdist(rows, zero)
+            if origin is None
+            else ops.pairwise_sqdist(rows, origin.to(rows), onto(each, rows.device))
+        )
+        lengths.append(square[:, 0].sqrt().cpu())
+    return torch.stack(lengths).amax(0) if lengths else None
+
+
+def ratios(norm: Tensor) -> list[float | None]:
+    """Norms [S] over their median; None for fewer than three, or where most are 0."""
+    middle = norm.quantile(0.5)
+    return (norm / middle).tolist() if len(norm) > 2 and middle > 0 else [None] * len(norm)
+
+
+def shorten(trained: Trained, traits: Traits, server: Tensors, factor: Tensor) -> Trained:
+    """Every update by its client's `factor` [S], and what follows it, such as control variates."""
+    if not bool((factor < 1).any()):
+        return trained
+    up, own, origin = dict(trained.up), dict(trained.own), origins(trained, traits, server)
+    for key in up.keys() & {*origin, *traits.clipped}:
+        start = origin.get(key)
+        up[key] = nearer(up[key], torch.zeros_like(up[key]) if start is None else start, factor)
+    for key in own.keys() & set(traits.clipped):
+        own[key] = nearer(own[key], trained.before[key], factor)
+    return trained._replace(up=up, own=own)
+
+
+def nearer(rows: Tensor, origin: Tensor, factor: Tensor) -> Tensor:
+    """`rows` [S, ...] at `factor` [S] of their distance from `origin`; where that is 1 as they
+    are."""
+    rows, some = rows.clone(), onto(factor < 1, rows.device)
+    start = origin[some].double()
+    scale = onto(factor, rows.device)[some].view(-1, *[1] * (rows.dim() - 1))
+    rows[some] = (start + scale * (rows[some].double() - start)).to(rows)
+    return rows
+
+
+def spoilt(made: Tensors) -> list[str]:
+    """The names of those that are not finite throughout, with one look at each device."""
+    sums = {k: v.sum(dtype=torch.float64) for k, v in made.items() if v.is_floating_point()}
+    out: list[str] = []
+    for device in {s.device for s in sums.values()}:
+        names = [k for k, s in sums.items() if s.device == device]
+        fine = torch.stack([sums[k] for k in names]).isfinite().cpu().tolist()
+        out += [k for k, one in zip(names, fine, strict=True) if not one]
+    return out
+
+
+def nbytes(payload: Payload) -> int:
+    """Bytes that travel: every client's slice, a pooled row as often as it is sent."""
+    total = 0
+    for v in payload.values():
+        if isinstance(v, Pool):
+            total += (
+                int((v.index >= 0).sum()) * v.rows[0].numel() * v.rows.element_size()
+                if len(v.rows)
+                else 0
+            )
+        else:
+            total += v.numel() * v.element_size()
+    return total
+
+
+def dropped_by(outcome: Outcome, names: dict[int, object]) -> Outcome:
+    """The outcome with clients by their names."""
+    lists = {k: [names[i] for i in getattr(outcome, k)] for k in ("ids", "dropped", "clipped")}
+    return replace(outcome, **lists)  # type: ignore[arg-type]

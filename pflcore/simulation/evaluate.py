@@ -1,0 +1,117 @@
+"""The personalized models of a state, and what they are worth on their clients' data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from pflcore.algorithms.protocol import Algorithm, Tensors
+from pflcore.check import checked
+from pflcore.metrics import Metric, measured_by
+from pflcore.simulation import rows
+from pflcore.simulation.round import Setup, State, own_rows
+from pflcore.train import Clients
+from pflcore.train.losses import shares_right, that_count
+from pflcore.train.workers import one_thread, onto
+
+
+@checked
+def evaluate(
+    setup: Setup,
+    state: State,
+    split: str = "test",
+    clients: Tensor | None = None,
+    metrics: Mapping[str, Metric] | None = None,
+) -> Tensors:
+    """Every client's personalized model on its own data: "loss" [N], "size" [N], for classes
+    "accuracy" [N], and each of `metrics` [N].
+
+    A client without samples of `split`, or not among `clients` (ids; default: all), is not looked
+    at: NaN, and size 0. A loss that is not finite is infinite, never NaN: whoever takes a mean
+    meets it. There is an accuracy where the criterion scores classes.
+    """
+    n = setup.setting.data.n
+    values = measured(setup, state, split, torch.arange(n) if clients is None else clients, metrics)
+    ids, size = values.pop("clients"), values.pop("size")
+    none = torch.full((n,), torch.nan, dtype=torch.float64)
+    sizes = torch.zeros(n, dtype=torch.int64).index_copy(0, ids, size)
+    return {k: none.index_copy(0, ids, v) for k, v in values.items()} | {"size": sizes}
+
+
+def measured(
+    setup: Setup, state: State, split: str, ids: Tensor, metrics: Mapping[str, Metric] | None = None
+) -> Tensors:
+    """The values of `evaluate` of those of `ids` who have samples, and of nobody else: each [S], their
+    ids in "clients"."""
+    size = setup.setting.data.size(split)[ids]
+    ids, size = ids[size > 0], size[size > 0]
+    if not len(ids):
+        raise ValueError(
+            f"split: none of the clients has a sample of {split!r} to be evaluated on."
+        )
+    most = len(ids)
+    if setup.folder is not None:  # rows of all of them may not fit into memory
+        most = min((rows.at_once(v) for v in state.clients.values()), default=most)
+    with one_thread(setup.few(len(ids))):
+        parts = [some(setup, state, split, part, metrics) for part in ids.split(most)]
+    values = {k: torch.cat([p[k] for p in parts]).double().cpu() for k in parts[0]}
+    return {"clients": ids, **values, "size": size}
+
+
+def some(
+    setup: Setup, state: State, split: str, ids: Tensor, metrics: Mapping[str, Metric] | None
+) -> Tensors:
+    """The values [S] of some clients, at once."""
+    alg = setup.algorithm
+    model, clients = personalized(setup, state, ids)
+    found = None if own_way(alg) else clients.measure(model, split)
+    scores = clients.scores(model, split, alg.predict) if metrics or found is None else []
+    loss, accuracy = found or one_by_one(alg, clients, scores)
+    values = {"loss": loss.double().nan_to_num(math.inf, math.inf)}
+    values |= {} if accuracy is None else {"accuracy": accuracy}
+    if metrics:
+        pairs = [that_count(*pair) for pair in scores]
+        values |= {k: measured_by(k, f, pairs, ids.tolist()) for k, f in metrics.items()}
+    return values
+
+
+def personalized(setup: Setup, state: State, ids: Tensor) -> tuple[Tensors, Clients]:
+    """The models [S, ...] of the clients `ids` [S] as evaluation has them, and the clients with the
+    statistics of batch norm that go with them.
+
+    A client who never took part has the mean of the others' statistics, where they are local.
+    """
+    cohort = setup.cohort(ids, max(1, state.round), "evaluation")
+    down = setup.algorithm.send(state.server, cohort)
+    batch_norm = state.batch_norm[onto(ids, state.batch_norm.device)]
+    if batch_norm.numel() and not setup.averages and bool(state.seen.any()):
+        seen, new = (onto(v, batch_norm.device) for v in (state.seen, ~state.seen[ids]))
+        batch_norm[new] = state.batch_norm[seen].mean(0)
+    clients = Clients(setup.setting, ids, cohort.round, batch_norm)
+    model = dict(setup.algorithm.model(down, own_rows(setup, state, ids, down), clients))
+    return model, replace(clients, buffers=model.pop("batch_norm", batch_norm))
+
+
+def own_way(alg: Algorithm) -> bool:
+    """Whether the algorithm predicts otherwise than by one model's logits."""
+    return type(alg).predict is not Algorithm.predict or alg.traits.returns != "logits"
+
+
+def one_by_one(
+    alg: Algorithm, clients: Clients, scores: list[tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor | None]:
+    """Each client's mean loss [S] and, for classes, its share of right answers [S]."""
+    losses, hits, net = [], [], clients.net
+    classes = net.scores_classes and not clients.setting.data.y.is_floating_point()
+    for z, y in scores:
+        several = z.dim() > y.dim() and z.shape[1] > 1
+        if classes and several and alg.traits.returns == "probabilities":
+            z = z.clamp(min=1e-12).log()
+        losses.append(net.criterion(z, y))
+        if classes:
+            hits.append(shares_right(z, y).mean())
+    return torch.stack(losses), torch.stack(hits) if hits else None
