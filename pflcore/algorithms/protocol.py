@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -122,6 +123,14 @@ def apply(state: Tensors, changes: Mapping[str, Tensor | Rows]) -> Tensors:
     for tensor, ids, rows in writes:
         tensor[ids] = rows
     return state | {k: v for k, v in changes.items() if isinstance(v, Tensor)}
+
+
+def zero_rows(n: int, like: Tensor) -> Tensor:
+    """Zeros [n, *like.shape] that take no memory before they are written."""
+    shape = (n, *like.shape)
+    if like.device.type != "cpu":
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+    return torch.from_numpy(np.zeros(shape, torch.empty(0, dtype=like.dtype).numpy().dtype))
 
 
 @runtime_checkable

@@ -12,10 +12,10 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from pflcore.algorithms.protocol import zero_rows
 from pflcore.metrics import human
 from pflcore.train import memory
 
@@ -26,12 +26,9 @@ BLOCK = 1 << 12  # bytes of a file's blocks: a row may take so many more
 def zeros(n: int, like: Tensor, folder: Path | None = None) -> Tensor:
     """Zeros [n, *like.shape] that take no memory, or no room in a file in `folder`, before they are
     written."""
-    shape = (n, *like.shape)
-    if folder is not None and like.device.type == "cpu":
-        return mapped(shape, like.dtype, folder)
-    if like.device.type != "cpu":
-        return torch.zeros(shape, dtype=like.dtype, device=like.device)
-    return torch.from_numpy(np.zeros(shape, torch.empty(0, dtype=like.dtype).numpy().dtype))
+    if folder is None or like.device.type != "cpu":
+        return zero_rows(n, like)
+    return mapped((n, *like.shape), like.dtype, folder)
 
 
 def check_room(what: str, need: int, folder: Path) -> None:
