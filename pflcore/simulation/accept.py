@@ -5,8 +5,8 @@ An update is the upload "delta", or an uploaded model minus what it is measured 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore.algorithms.protocol import Cohort, Mix, Payload, Pool, Tensors, Traits
+from pflcore.results.record import OUTLIER
 from pflcore.train.workers import onto
 
 
@@ -191,7 +192,9 @@ def nbytes(payload: Payload) -> int:
     return total
 
 
-def dropped_by(outcome: Outcome, names: dict[int, object]) -> Outcome:
-    """The outcome with clients by their names."""
-    lists = {k: [names[i] for i in getattr(outcome, k)] for k in ("ids", "dropped", "clipped")}
-    return replace(outcome, **lists)  # type: ignore[arg-type]
+def farthest(ids: Sequence[int], moved: Sequence[float | None] | None) -> tuple[int, float] | None:
+    """The client that moved farthest and how many times the median, where it is an outlier."""
+    pairs = [
+        (m, i) for i, m in zip(ids, moved or [], strict=False) if m is not None and m > OUTLIER
+    ]
+    return max(pairs)[::-1] if pairs else None

@@ -7,10 +7,13 @@ found by playing two rounds of the algorithm itself with a model of some thousan
 from __future__ import annotations
 
 import functools
+import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,85 +23,149 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pflcore.algorithms.base import FedAvg, Tensors
+from pflcore.algorithms.protocol import Algorithm, Tensors
 from pflcore.data.federation import Federation
-from pflcore.simulation.round import begin, evaluate, step
-from pflcore.train import Engine, Net, Path, Setting, Training
-from pflcore.train.chain import Chain, find_chain
-from pflcore.train.workers import one_thread
+from pflcore.metrics import human
+from pflcore.simulation.evaluate import evaluate
+from pflcore.simulation.round import Setup, begin, fresh, step
+from pflcore.train import Engine, Net, Setting, Training, memory
+from pflcore.train.chain import find_chain
+from pflcore.train.workers import Workers, one_thread
 
-SMALL = 1 << 24  # bytes of two rows for each client below which nothing is measured: the interpreter alone needs ten times that
+SMALL = (
+    1 << 24
+)  # bytes of two rows for each client below which nothing is measured: the interpreter alone needs ten times that
 COPIES = 20  # rows: the model as given, as started from, as bound in a thread, a kernel's own, what an allocator keeps of freed ones
 PREPARED = 6.0  # rows for each client of the cohort, as measured with FactorizedWaffle
 HIDDEN = 1  # row for each client of the cohort that is made inside of an op, where it is not seen
 SPLITS = ("train", "val", "test")
 
 
-def peak_bytes(algorithm: FedAvg, net: Net, n: int, participation: float, training: Training, path: Path, engine: Engine) -> int:
+def peak_bytes(setup: Setup, participation: float) -> int:
     """An estimate of a run's peak memory beside data and activations."""
+    run, alg = setup.setting, setup.algorithm
+    net, engine, n, training = run.net, run.engine, run.data.n, run.training
     cohort = max(1, int(participation * n + 0.5))
     row = net.size * net.w0.element_size()
-    g, own = algorithm.init(net, n)
-    chain = engine.chain
-    kept = 0 if chain is None else engine.workers * chain.bytes_kept(training.batch_size, net.w0.element_size())
-    state = kept + nbytes(g) + n * (nbytes(own) + net.b0.numel() * net.b0.element_size())
+    own, server, shared = row_bytes(setup)
+    kept = 0
+    if engine.chain is not None:
+        kept = run.workers.count * engine.chain.bytes_kept(
+            training.batch_size, net.w0.element_size()
+        )
+    state = kept + shared + n * net.b0.nbytes + (0 if setup.folder else own + server)
     if 2 * n * row < SMALL:
-        return state + 2 * cohort * row + 4 * cohort * nbytes(own)
+        return state + 2 * cohort * row + 4 * cohort * own // n
     head = net.head_slice if net.head_name is not None else slice(0, 0)
     whole = 2 * (head.stop - head.start) > net.size  # is most of the model its head?
-    momentum = replace(training, lr=0.01, batch_size=2, epochs=1, momentum=0.5 if training.momentum else 0.0, schedule=None)
-    fixed, each, everyone = rows_beside_state(algorithm, momentum, path.engine, path.form == "chain", whole)
-    at_once = max(0, min(engine.workers, cohort) - 1) if path.engine == "threads" else 0  # clients in work beside the one that was measured
-    proof = 20 * row  # copies for the comparison of the faster forms, before the first round
-    return state + max(int(row * (COPIES + fixed + (HIDDEN + each) * cohort + everyone * n + 3 * at_once)), proof)
+    momentum = 0.5 if training.momentum else 0.0
+    stand_in = replace(training, lr=0.01, batch_size=2, epochs=1, momentum=momentum, schedule=None)
+    chained = engine.chain is not None
+    fixed, each, everyone = rows_beside_state(alg, stand_in, engine.name, chained, whole)
+    at_once = max(0, min(run.workers.count, cohort) - 1) if engine.name == "loop" else 0
+    proof = 20 * row  # copies for the comparison of engines, before the first round
+    rows = COPIES + fixed + (HIDDEN + each) * cohort + everyone * n + 3 * at_once
+    return state + max(int(row * rows), proof)
+
+
+def row_bytes(setup: Setup) -> tuple[int, int, int]:
+    """Bytes of all clients' own rows, of the server's rows for each, and of what else it holds."""
+    alg, net, n = setup.algorithm, setup.setting.net, setup.setting.data.n
+    server = alg.init(**alg.initial(net), n=n)
+    mine = {k for k, v in server.items() if k in alg.traits.per_client and v.dim() > 1}
+    own = n * nbytes(fresh(alg, net, server, n))
+    each = nbytes({k: v for k, v in server.items() if k in mine})
+    return own, each, nbytes(server) - each
+
+
+def folder_for(
+    setup: Setup, choice: str | Path, participation: float, from_start: bool
+) -> Path | None:
+    """The folder for the clients' rows, or None: they stay in memory. RunTooLarge, one sentence, where
+    the disk has less than may be written."""
+    run = setup.setting
+    own, server, _ = row_bytes(setup)
+    device = run.data.device.type
+    if choice == "memory" or not (own + server and from_start) or device != "cpu":
+        return None
+    most = memory.capacity(device)
+    if choice == "auto" and (most is None or peak_bytes(setup, participation) <= most // 2):
+        return None
+    folder = Path(tempfile.gettempdir() if choice == "auto" else choice)
+    if not folder.is_dir():
+        raise ValueError(
+            f"rows: expected 'auto', 'memory' or a folder, got {str(choice)!r}, which is none of "
+            "them."
+        )
+    n = run.data.n
+    ever = min(n, int(participation * n + 1) * run.rounds)
+    need, free = own * ever // n + server, shutil.disk_usage(folder).free
+    if need > free:
+        raise memory.RunTooLarge(
+            f"rows: the clients' rows may take {human(need)} on disk, and {folder} has "
+            f"{human(free)} free; name a folder with more room (rows), or let fewer clients take "
+            "part."
+        )
+    return folder
 
 
 def nbytes(tensors: Tensors) -> int:
-    return sum(v.numel() * v.element_size() for v in tensors.values())
+    return sum(v.nbytes for v in tensors.values())
 
 
 @functools.lru_cache(maxsize=256)
-def rows_beside_state(algorithm: FedAvg, training: Training, engine: str, chained: bool, whole: bool) -> tuple[float, float, float]:
-    """Rows [P] that live at the peak beside the state: so many in any case, per client of the cohort, per client of the federation."""
-    if type(algorithm).prepare is not FedAvg.prepare:  # it trains a model that the stand-in is not
+def rows_beside_state(
+    alg: Algorithm, training: Training, engine: str, chained: bool, whole: bool
+) -> tuple[float, float, float]:
+    """Rows [P] that live at the peak beside the state: so many in any case, per client of the cohort,
+    per client of the federation."""
+    if type(alg).prepare is not Algorithm.prepare:  # it trains a model that the stand-in is not
         return 0.0, PREPARED, 0.0
     try:
         with warnings.catch_warnings():  # what a method says of the stand-in
             warnings.simplefilter("ignore")
-            low, wide, both = (measured(algorithm, training, engine, chained, whole, *c) for c in ((2, 4), (2, 8), (6, 8)))
+            sizes = ((2, 4), (2, 8), (6, 8))
+            low, wide, both = (measured(alg, training, engine, chained, whole, *c) for c in sizes)
     except Exception as error:  # an algorithm that asks more of its data than a stand-in has
-        why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".strip(": ")
+        said = str(error).splitlines()[0] if str(error) else ""
+        why = f"{type(error).__name__}: {said}".strip(": ")
         warnings.warn(
-            f"memory: {type(algorithm).__name__} cannot be tried on a stand-in ({why}); 6 models for each client are assumed.", stacklevel=2
+            f"memory: {type(alg).__name__} cannot be tried on a stand-in ({why}); 6 models for each "
+            "client are assumed.",
+            stacklevel=2,
         )
         return 0.0, 6.0, 0.0
     everyone, each = max(0.0, (wide - low) / 4), max(0.0, (both - wide) / 4)
     return max(0.0, both - 6 * each - 8 * everyone), each, everyone
 
 
-def measured(algorithm: FedAvg, training: Training, engine: str, chained: bool, whole: bool, cohort: int, n: int) -> float:
-    own = {"target": 0, "private": "body" if getattr(algorithm, "private", "") == "body" else "head"}  # names of the stand-in's own
-    algorithm = replace(algorithm, **{f.name: own[f.name] for f in fields(algorithm) if f.name in own})  # type: ignore[arg-type]
+def measured(
+    alg: Algorithm, training: Training, engine: str, chained: bool, whole: bool, cohort: int, n: int
+) -> float:
+    """Rows at the peak of a round and an evaluation of a stand-in."""
+    body = getattr(alg, "private", "") == "body"
+    own = {"target": 0, "private": "body" if body else "head"}  # names of the stand-in's own
+    alg = replace(alg, **{f.name: own[f.name] for f in fields(alg) if f.name in own})
     sizes, bias = ((60, 200), False) if whole else ((30, 400, 2), True)
     net = Net(lambda: nn.Sequential(*(nn.Linear(a, b, bias) for a, b in pairwise(sizes))))
-    gen = torch.Generator().manual_seed(0)
-    count = 4 * n
+    gen, count = torch.Generator().manual_seed(0), 4 * n
     index = {s: list((torch.arange(count) + i * count).split(4)) for i, s in enumerate(SPLITS)}
-    x, y = torch.randn(3 * count, sizes[0], generator=gen), torch.randint(0, 2, (3 * count,), generator=gen)
-    data = Federation(x, y, index, 2)
+    x = torch.randn(3 * count, sizes[0], generator=gen)
+    data = Federation(x, torch.randint(0, 2, (3 * count,), generator=gen), index, 2)
     chain = find_chain(net, data) if chained else None
-    setting = Setting(net, data, training, Inline(engine, 1, chain if isinstance(chain, Chain) else None), 0, 3)
-    state = begin(algorithm, net, n)
+    form = Engine(engine, None if isinstance(chain, str) else chain)
+    setup = Setup(alg, Setting(net, data, training, form, Inline(1), 0, 3))
     ids = torch.arange(cohort)
-    state, _ = step(algorithm, state, setting, ids)  # in the first round some have nothing to send yet
+    state, _ = step(setup, begin(alg, net, n), ids)  # at first some have nothing to send yet
     with Live() as live:
-        state, _ = step(algorithm, state, setting, ids)
-        evaluate(algorithm, state, setting)
+        state, _ = step(setup, state, ids)
+        evaluate(setup, state)
     return float(live.peak) / (net.size * net.w0.element_size())
 
 
-class Inline(Engine):
-    """Works in the calling thread, where allocations and torch's counter of operations are seen; one thread inside, as a worker has it."""
+class Inline(Workers):
+    """Works in the calling thread, where allocations and torch's counter of operations are seen; one
+    thread inside, as a worker has it."""
 
     def map(self, f: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
         with one_thread():

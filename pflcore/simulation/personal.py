@@ -7,27 +7,27 @@ import inspect
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pflcore.algorithms.base import FedAvg, State, Tensors, cohort_of
-from pflcore.data.collect import inputs, tensor
+from pflcore.algorithms.protocol import Algorithm, Changes, Rows, Tensors
+from pflcore.check import Whole, checked, shown
+from pflcore.data.collect import inputs, one_client, tensor
 from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
 from pflcore.nn.mode import forward_mode
-from pflcore.ops import kinds
-from pflcore.simulation import rows
+from pflcore.simulation.accept import finite_rows
 from pflcore.simulation.checkpoint import replacing, write_tensors
-from pflcore.simulation.round import begin, own_way, step, views
-from pflcore.simulation.rows import OnDisk
-from pflcore.train import Engine, Local, Setting
+from pflcore.simulation.evaluate import own_way, personalized
+from pflcore.simulation.grow import grown
+from pflcore.simulation.round import Setup, State, commit, step, train
+from pflcore.train import Clients, Net
+from pflcore.train.choose import check_single
 from pflcore.train.losses import binary_cross_entropy, hinge
-from pflcore.train.net import Net
-from pflcore.train.preflight import check_single
-from pflcore.train.random import generator_of
 
 ONE_BY_ONE = hinge, binary_cross_entropy  # losses to which each score stands for itself
 BATCH = 125  # samples of one forward pass
@@ -42,7 +42,9 @@ class Personalized(nn.Module):
     "values". Nothing in it is trained further; `module()` gives a module that can be.
     """
 
-    def __init__(self, algorithm: FedAvg, net: Net, view: Tensors, statistics: Tensor, classes: int | None) -> None:
+    def __init__(
+        self, algorithm: Algorithm, net: Net, view: Tensors, statistics: Tensor, classes: int | None
+    ) -> None:
         super().__init__()
         self.algorithm, self.net, self.classes, self.keys = algorithm, net, classes, tuple(view)
         for key, value in view.items():
@@ -59,8 +61,10 @@ class Personalized(nn.Module):
         """What the scores are: "logits", "probabilities" or "values"."""
         if self.net.criterion in ONE_BY_ONE:
             return "logits"
-        mixed = self.classes is None and self.algorithm.returns == "probabilities"  # with numbers that neighbours have as targets
-        return "values" if mixed or not self.net.scores_classes else self.algorithm.returns
+        mixed = (
+            self.classes is None and self.algorithm.traits.returns == "probabilities"
+        )  # with numbers that neighbours have as targets
+        return "values" if mixed or not self.net.scores_classes else self.algorithm.traits.returns
 
     def forward(self, x: Tensor) -> Tensor:
         """Scores of the samples `x` [B, ...]."""
@@ -82,20 +86,33 @@ class Personalized(nn.Module):
         if isinstance(x, Mapping):
             x, fields = inputs(x, "x", self.net.dtype)
             if fields != self.net.fields:
-                raise ValueError(f"x: expected {self.net.fields or 'one tensor'}, got the fields {fields}.")
+                raise ValueError(
+                    f"x: expected {self.net.fields or 'one tensor'}, got the fields {fields}."
+                )
         elif not isinstance(x, Tensor):
             x = tensor(x, "x", None)
         if not x.dim():
-            raise ValueError("x: expected samples [B, ...], got a single number; for one sample give x[None].")
-        x = x.to(self.statistics.device, self.statistics.dtype if x.is_floating_point() else x.dtype)
+            raise ValueError(
+                "x: expected samples [B, ...], got a single number; for one sample give x[None]."
+            )
+        x = x.to(
+            self.statistics.device, self.statistics.dtype if x.is_floating_point() else x.dtype
+        )
         try:
             scores = torch.cat([self(part) for part in x.split(BATCH)]) if len(x) else self(x)
         except (RuntimeError, ValueError, IndexError) as e:
             said = str(e).splitlines()[0]
-            raise ValueError(f"x: expected samples [B, ...] as those of the training, got shape {list(x.shape)} ({said}).") from e
+            raise ValueError(
+                f"x: expected samples [B, ...] as those of the training, got shape {list(x.shape)} ({said})."
+            ) from e
         if len(scores) != len(x):
-            raise ValueError(f"x: expected samples [B, ...], got shape {list(x.shape)}; for one sample give x[None].")
-        alone, labels = self.net.criterion in ONE_BY_ONE, self.classes is not None and self.returns != "values"
+            raise ValueError(
+                f"x: expected samples [B, ...], got shape {list(x.shape)}; for one sample give x[None]."
+            )
+        alone, labels = (
+            self.net.criterion in ONE_BY_ONE,
+            self.classes is not None and self.returns != "values",
+        )
         if labels and not alone and scores.dim() > 2:
             return scores.argmax(1)
         one = scores.dim() > 1 and scores.shape[-1] == 1
@@ -108,7 +125,9 @@ class Personalized(nn.Module):
         """The model as a module of its own class, in evaluation mode, to be saved or trained on. ValueError where it is no single one."""
         if own_way(self.algorithm):
             name = type(self.algorithm).__name__
-            raise ValueError(f"module: {name} predicts with more than one model; call this object itself, which is an nn.Module too.")
+            raise ValueError(
+                f"module: {name} predicts with more than one model; call this object itself, which is an nn.Module too."
+            )
         row: Any = getattr(self, "view_w")  # noqa: B009
         statistics: Any = self.statistics
         return self.net.load(self.net.to(row.device).module, row, statistics).eval()
@@ -119,11 +138,18 @@ class Personalized(nn.Module):
         if not own_way(self.algorithm):
             return dict(self.module().state_dict())
         net, statistics = self.net, self.get_buffer("statistics").split(self.net.buffer_sizes)
-        out = {f"statistics.{n}": b.view(s) for n, b, s in zip(net.buffer_names, statistics, net.buffer_shapes, strict=True)}
+        out = {
+            f"statistics.{n}": b.view(s)
+            for n, b, s in zip(net.buffer_names, statistics, net.buffer_shapes, strict=True)
+        }
         for key in self.keys:
             value = self.get_buffer(f"view_{key}")
             head = net.head_slice if net.head_name is not None else slice(0, 0)
-            start = {net.size: 0, head.stop - head.start: head.start}.get(len(value)) if value.dim() == 1 else None
+            start = (
+                {net.size: 0, head.stop - head.start: head.start}.get(len(value))
+                if value.dim() == 1
+                else None
+            )
             if start is None:
                 out[key] = value
                 continue
@@ -133,7 +159,12 @@ class Personalized(nn.Module):
         return out
 
 
-def export_models(models: Iterable[Personalized], header: Mapping[str, Any], folder: str | Path, data: Federation | None = None) -> None:
+def export_models(
+    models: Iterable[Personalized],
+    header: Mapping[str, Any],
+    folder: str | Path,
+    data: Federation | None = None,
+) -> None:
     """Clients' models 0, 1, ... as files; see `History.export`."""
     folder, clients, predict = Path(folder), [], ""
     try:
@@ -142,140 +173,168 @@ def export_models(models: Iterable[Personalized], header: Mapping[str, Any], fol
             tensors, file = model.tensors(), f"client-{client}.safetensors"
             with replacing(folder / file) as part:
                 write_tensors(tensors, part)
-                part.chmod(folder.stat().st_mode & 0o666)  # as readable as the folder; safetensors makes it its owner's alone
+                part.chmod(
+                    folder.stat().st_mode & 0o666
+                )  # as readable as the folder; safetensors makes it its owner's alone
             known = {} if data is None or data.names is None else {"name": data.names[client]}
             if data is not None and data.scaling is not None:
                 known |= {k: v[client].tolist() for k, v in data.scaling._asdict().items()}
-            clients.append({"client": client, **known, "file": file, "tensors": {k: list(v.shape) for k, v in tensors.items()}})
-            predict = inspect.getdoc(model.algorithm.predict) or "" if own_way(model.algorithm) else ONE_MODEL
-        facts = {"method": header["algorithm"], "options": header["options"], "training": header["training"], "data": header["data"]}
+            clients.append(
+                {
+                    "client": client,
+                    **known,
+                    "file": file,
+                    "tensors": {k: list(v.shape) for k, v in tensors.items()},
+                }
+            )
+            predict = (
+                inspect.getdoc(model.algorithm.predict) or ""
+                if own_way(model.algorithm)
+                else ONE_MODEL
+            )
+        facts = {
+            "method": header["algorithm"],
+            "options": header["options"],
+            "training": header["training"],
+            "data": header["data"],
+        }
         with replacing(folder / "manifest.json") as part:  # last: what it names is there
-            part.write_text(json.dumps({**facts, "returns": model.returns, "predict": predict, "clients": clients}, indent=1) + "\n")
+            part.write_text(
+                json.dumps(
+                    {**facts, "returns": model.returns, "predict": predict, "clients": clients},
+                    indent=1,
+                )
+                + "\n"
+            )
     except OSError as e:
-        raise OSError(f"export: {folder} cannot be written ({e.strerror or e}); make room there, or name another folder.") from None
+        raise OSError(
+            f"export: {folder} cannot be written ({e.strerror or e}); make room there, or name another folder."
+        ) from None
 
 
 class Models:
-    """The personalized models of a state, made when they are asked for: all at once, as an evaluation does."""
+    """The personalized models of a state, made when they are asked for: all at once, as an evaluation
+    does."""
 
-    def __init__(self, algorithm: FedAvg, setting: Setting, state: State, buffers: str = "auto", clip: float | None = None) -> None:
-        self.algorithm, self.setting, self.state, self.buffers, self.clip = algorithm, setting, state, buffers, clip
-        self._views: tuple[Tensors, Local] | None = None
+    def __init__(self, setup: Setup, state: State) -> None:
+        self.setup, self.state = setup, state
+        self._made: tuple[Tensors, Clients] | None = None
 
     def __getitem__(self, client: int) -> Personalized:
         """The model of one client, 0 to N - 1. ValueError for another."""
-        n = self.setting.data.n
-        if not kinds.whole(0).fits(client) or client >= n:
-            raise ValueError(f"client: expected a number from 0 to {n - 1}, got {kinds.shown(client)}.")
-        if isinstance(self.state.own, OnDisk):  # not all at once
-            one = views(self.algorithm, self.state, self.setting, torch.tensor([client]), self.buffers)
-            return _one(self.algorithm, self.setting, *one, 0)
-        if self._views is None:
-            self._views = views(self.algorithm, self.state, self.setting, torch.arange(n), self.buffers)
-        return _one(self.algorithm, self.setting, *self._views, client)
+        n = self.setup.setting.data.n
+        if not isinstance(client, Integral) or isinstance(client, bool) or not 0 <= client < n:
+            raise ValueError(f"client: expected a number from 0 to {n - 1}, got {shown(client)}.")
+        if self.setup.folder is not None:  # not all at once
+            return one_of(
+                self.setup, *personalized(self.setup, self.state, torch.tensor([client])), 0
+            )
+        if self._made is None:
+            self._made = personalized(self.setup, self.state, torch.arange(n))
+        return one_of(self.setup, *self._made, int(client))
 
     def adapt(self, samples: Any, rounds: int = 5) -> Personalized:
-        """The model of a client who was not there, made by the algorithm's own rule: see `History.adapt`."""
-        if not kinds.whole(0).fits(rounds):
-            raise ValueError(f"rounds: expected a number >= 0, got {kinds.shown(rounds)}.")
-        alg, n = self.algorithm, self.setting.data.n
-        data = _joined(self.setting.data, _newcomer(samples, self.setting.data, alg.needs_val, self.setting.seed))
-        training = self.setting.training
-        training = replace(training, lr=training.lr_at(max(1, self.state.round), self.setting.rounds), schedule=None)
-        try:
-            check_single(self.setting.net, data, training)
-        except ValueError as e:
-            raise ValueError(f"samples: {str(e).removeprefix('data: ')}") from None
-        engine = Engine(self.setting.engine.name, self.setting.engine.workers)
-        setting = self.setting._replace(data=data, training=training, engine=engine, rounds=self.setting.rounds + rounds)
-        state, everybody = with_one_more(alg, self.state, setting.net, n)
-        if everybody:  # what the newcomer gets is made by the server from everybody's uploads of one round
-            for _ in range(rounds):
-                state, outcome = step(alg, state, setting, torch.arange(n + 1), self.buffers, self.clip)
-                if n in outcome.dropped or outcome.void:
-                    raise ValueError("samples: training on them diverged, the updates are not finite; check their scale.")
-        else:
-            state = _alone(alg, state, setting, n, rounds)
-        return _one(alg, setting, *views(alg, state, setting, torch.tensor([n]), self.buffers), 0)
+        """The model of a client who was not there: see `History.adapt`."""
+        return adapt(self.setup, self.state, samples, rounds)
 
 
-def _one(alg: FedAvg, setting: Setting, view: Tensors, local: Local, i: int) -> Personalized:
-    return Personalized(alg, setting.net, {k: v[i] for k, v in view.items()}, local.buffers[i], setting.data.classes)
+def one_of(setup: Setup, model: Tensors, clients: Clients, i: int) -> Personalized:
+    """The i-th of the clients' models."""
+    own, setting = {k: v[i] for k, v in model.items()}, setup.setting
+    return Personalized(setup.algorithm, setting.net, own, clients.buffers[i], setting.data.classes)
 
 
-def _alone(alg: FedAvg, state: State, setting: Setting, client: int, rounds: int) -> State:
-    """The client's own work of some rounds, of which the server learns at most where the client belongs."""
-    ids = torch.tensor([client])
-    own, buffers, joined = {k: v[ids] for k, v in state.own.items()}, state.buffers[ids], state.joined[ids]
-    for round in range(state.round + 1, state.round + rounds + 1):
-        local = Local(setting, ids, round, buffers, joined=joined)
-        cohort = cohort_of(alg, setting, ids, round)
-        new, up = alg.client(alg.send(state.g, cohort, generator_of(setting.seed, round, "send")), own, local)
-        state.g = alg.route(state.g, up, cohort)
-        own, buffers, joined = {**own, **new}, local.buffers, torch.ones(1, dtype=torch.bool)
-    if not all(bool(v.isfinite().all()) for v in [*own.values(), buffers]):
-        raise ValueError("samples: training on them diverged, the client's state is not finite; check their scale.")
-    for k, v in own.items():
-        state.own[k][ids] = v
-    state.buffers[ids], state.joined[ids] = buffers, joined
+# who comes later --------------------------------------------------------------------------------
+
+
+@checked
+def adapt(setup: Setup, state: State, samples: Any, rounds: Whole = 5) -> Personalized:
+    """The model of a client who was not there, made by the algorithm's own rule; `state` stays.
+
+    The newcomer does its own work of some rounds, with what the server has. Where the server keeps
+    a model for each client, everybody plays these rounds with it, on copies.
+    """
+    run, alg, n = setup.setting, setup.algorithm, setup.setting.data.n
+    data = joined(run.data, newcomer(samples, run.data, alg.traits.needs_val, run.seed))
+    lr = run.training.lr_at(max(1, state.round), run.rounds)
+    training = replace(run.training, lr=lr, schedule=None)
+    try:
+        check_single(run.net, data, training)
+    except ValueError as e:
+        raise ValueError(f"samples: {str(e).removeprefix('data: ')}") from None
+    run = run._replace(data=data, training=training, rounds=run.rounds + rounds)
+    setup = setup._replace(setting=run, folder=None)
+    state, everybody = grown(alg, state, run.net, n)
+    for _ in range(rounds):
+        state = _with_everybody(setup, state) if everybody else _alone(setup, state, n)
+    return one_of(setup, *personalized(setup, state, torch.tensor([n])), 0)
+
+
+def _with_everybody(setup: Setup, state: State) -> State:
+    """A round of all: the server makes the newcomer's model of everybody's uploads."""
+    n = setup.setting.data.n
+    state, outcome = step(setup, state, torch.arange(n))
+    if n - 1 in outcome.dropped or outcome.void:
+        raise ValueError(
+            "samples: training on them diverged, the updates are not finite; check their scale."
+        )
     return state
 
 
-def with_one_more(alg: FedAvg, state: State, net: Net, n: int) -> tuple[State, bool]:
-    """A copy of the state with a fresh client n, and whether the server keeps a model for each client.
+def _alone(setup: Setup, state: State, client: int) -> State:
+    """The client's own work of a round, of which the server learns at most where it belongs."""
+    trained = train(setup, state, torch.tensor([client]))
+    if not bool(finite_rows([*trained.own.values(), trained.batch_norm], 1).all()):
+        raise ValueError(
+            "samples: training on them diverged, the client's state is not finite; check their "
+            "scale."
+        )
+    routed = setup.algorithm.route(state.server, trained.up, trained.cohort)
+    changes: Changes = {f"server.{k}": v for k, v in routed.items()}
+    ids = trained.cohort.ids
+    changes |= {f"clients.{k}": Rows(ids, v) for k, v in trained.own.items()}
+    changes |= {"batch_norm": Rows(ids, trained.batch_norm), "seen": Rows(ids, ids >= 0)}
+    return commit(state, changes)
 
-    What is the clients' is told by its shape: it is what a federation with one more client has more of. The newcomer's batch norm
-    starts with the mean of the others' statistics.
-    """
-    few, many = (begin(alg, net, m, server=not state.own) for m in (n, n + 1))
-    everybody = any(v.shape != few.g[k].shape and v.shape[-1:] == (net.size,) for k, v in many.g.items())
 
-    def larger(old: Tensor, small: Tensor | None, large: Tensor | None) -> Tensor:
-        return old.clone() if small is None or large is None or small.shape == large.shape or not len(large) else grown(old, large)
-
-    g = {k: larger(v, few.g.get(k), many.g.get(k)) for k, v in alg.grown(state.g, n).items()}
-    own = {k: larger(v, few.own[k], many.own[k]) for k, v in rows.read(state.own, torch.arange(n)).items()}
-    buffers, joined = (
-        torch.cat([state.buffers, state.buffers.mean(0, keepdim=True)]),
-        torch.cat([state.joined, torch.zeros(1, dtype=torch.bool)]),
+def newcomer(samples: Any, data: Federation, needs_val: bool, seed: int) -> Federation:
+    dtype = (
+        data.x.dtype
+        if data.x.is_floating_point()
+        else data.y.dtype
+        if data.y.is_floating_point()
+        else None
     )
-    return State(g, own, buffers, state.round, joined=joined), everybody
-
-
-def grown(old: Tensor, large: Tensor) -> Tensor:
-    """A copy of `large`, a fresh tensor of more clients, with `old` in its first rows and columns."""
-    new = large.to(old).clone()
-    new[tuple(slice(0, length) for length in old.shape)] = old
-    return new
-
-
-def one_client(samples: Any, **options: Any) -> Federation:
-    """One client's samples, however they come, as a federation of one."""
-    if isinstance(samples, Federation):
-        one = samples
-    elif isinstance(samples, tuple | list | Mapping):
-        one = Federation.from_arrays([samples], **options)
-    else:
-        one = Federation.from_datasets([samples], **options)
-    if one.n != 1:
-        raise ValueError(f"samples: expected those of one client, got a federation of {one.n}; give them one after the other.")
-    return one
-
-
-def _newcomer(samples: Any, data: Federation, needs_val: bool, seed: int) -> Federation:
-    dtype = data.x.dtype if data.x.is_floating_point() else data.y.dtype if data.y.is_floating_point() else None
     one = one_client(samples, classes=data.classes, dtype=dtype)
-    if one.shape != data.shape or one.x.dtype != data.x.dtype or one.y.dtype != data.y.dtype or one.fields != data.fields:
+    if (
+        one.shape != data.shape
+        or one.x.dtype != data.x.dtype
+        or one.y.dtype != data.y.dtype
+        or one.fields != data.fields
+    ):
         what, wanted = ((str(f.fields or f.shape), f.x.dtype, f.y.dtype) for f in (one, data))
-        raise ValueError(f"samples: expected inputs of shape {wanted[0]} ({wanted[1]}, targets {wanted[2]}), got {what}.")
+        raise ValueError(
+            f"samples: expected inputs of shape {wanted[0]} ({wanted[1]}, targets {wanted[2]}), got {what}."
+        )
     return (held_out(one, seed) if needs_val else one).to(data.device)
 
 
-def _joined(data: Federation, one: Federation) -> Federation:
+def joined(data: Federation, one: Federation) -> Federation:
     """The federation with one more client."""
     start, none = len(data.x), torch.empty(0, dtype=torch.int64, device=data.device)
-    index = {s: [*rows, one.index[s][0] + start if s in one.index else none] for s, rows in data.index.items()}
+    index = {
+        s: [*rows, one.index[s][0] + start if s in one.index else none]
+        for s, rows in data.index.items()
+    }
     relabel = data.relabel
     if relabel is not None:  # it labels its samples itself
         relabel = torch.cat([relabel, torch.arange(relabel.shape[1], device=relabel.device)[None]])
-    return Federation(torch.cat([data.x, one.x]), torch.cat([data.y, one.y]), index, data.classes, relabel, data.name, fields=data.fields)
+    return Federation(
+        torch.cat([data.x, one.x]),
+        torch.cat([data.y, one.y]),
+        index,
+        data.classes,
+        relabel,
+        data.name,
+        fields=data.fields,
+    )

@@ -253,6 +253,19 @@ def unflat(tensors: Tensors, round: int, void: int = 0) -> State:
     )
 
 
+def copied(setup: Setup, state: State) -> State:
+    """The state with tensors of its own, in files where they were in files."""
+    begun = begin(
+        setup.algorithm, setup.setting.net, len(state.seen), setup.folder, bool(state.clients)
+    )
+    if setup.folder is not None:
+        seen = int(state.seen.sum())
+        need = sum(v[0].nbytes * seen for v in state.clients.values())
+        rows.check_room("a copy of the state needs", need, setup.folder)
+    tensors = state_dict(setup.algorithm, state)
+    return load_state_dict(setup.algorithm, begun, tensors, state.round, state.void)
+
+
 def row_names(alg: Algorithm, state: State) -> set[str]:
     """The tensors with a row for each client that is read only once it has taken part."""
     return {f"server.{k}" for k in alg.traits.per_client} | {f"clients.{k}" for k in state.clients}

@@ -9,7 +9,6 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from pflcore.algorithms.protocol import zero_rows
 from pflcore.metrics import human
-from pflcore.train import memory
 
 CHUNK = 1 << 26  # bytes that are copied, or evaluated, at once
 BLOCK = 1 << 12  # bytes of a file's blocks: a row may take so many more
@@ -48,50 +46,18 @@ def mapped(shape: tuple[int, ...], dtype: torch.dtype, folder: Path) -> Tensor:
     try:
         handle, name = tempfile.mkstemp(".rows", "pflcore-", folder)
     except OSError as e:
-        raise ValueError(f"rows: expected a folder that can be written, got {folder} ({e.strerror}); name another.") from None
+        raise ValueError(
+            f"rows: expected a folder that can be written, got {folder} ({e.strerror}); name another."
+        ) from None
     os.close(handle)
     try:
         t = torch.from_file(name, shared=True, size=count, dtype=dtype).view(shape)
     finally:
         with contextlib.suppress(OSError):  # where a mapped file cannot be removed
             os.unlink(name)
-    t.folder = folder  # type: ignore[attr-defined]  # what `cloned` looks at
     return t
 
 
 def at_once(rows: Tensor) -> int:
     """How many of the rows [N, ...] are handled at once."""
     return max(1, CHUNK // max(1, rows[0].numel() * rows.element_size()))
-
-
-def cloned(t: Tensor, folder: Path | None = None) -> Tensor:
-    """A copy, in a file where the tensor is in one, or in `folder`."""
-    folder = getattr(t, "folder", folder)
-    if folder is None:
-        return t.clone()
-    check_room("a copy of the state needs", t.nbytes, folder)
-    new = mapped(tuple(t.shape), t.dtype, folder)
-    for a in range(0, len(t), at_once(t)):
-        new[a : a + at_once(t)] = t[a : a + at_once(t)]
-    return new
-
-
-def nbytes(tensors: Iterable[Tensor]) -> int:
-    return sum(v.numel() * v.element_size() for v in tensors)
-
-
-def place(choice: str | Path, kept: int, need: int, peak: int, device: str) -> Path | None:
-    """The folder for the clients' rows, or None: they stay in memory. `kept`: bytes of all rows, `need`: of those that will be written
-    at most, `peak`: of the whole run in memory. RunTooLarge, one sentence, where the disk has less."""
-    if choice == "memory" or not kept or device != "cpu" or (choice == "auto" and peak <= (memory.capacity(device) or peak) // 2):
-        return None
-    folder = Path(tempfile.gettempdir() if choice == "auto" else choice)
-    if not folder.is_dir():
-        raise ValueError(f"rows: expected 'auto', 'memory' or a folder, got {str(choice)!r}, which is none of them.")
-    free = shutil.disk_usage(folder).free
-    if need > free:
-        raise memory.RunTooLarge(
-            f"rows: the clients' rows may take {human(need)} on disk, and {folder} has {human(free)} free; name a folder with more room "
-            "(rows), or let fewer clients take part."
-        )
-    return folder

@@ -1,0 +1,236 @@
+"""What a run is: the one description that its record, its checkpoint and its header line have."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pflcore.algorithms.split import Split
+from pflcore.data.federation import Federation
+from pflcore.data.ragged import Ragged
+from pflcore.metrics import human
+from pflcore.ops import __version__, backend
+from pflcore.results.record import LONG, plain
+from pflcore.simulation.footprint import row_bytes
+from pflcore.simulation.round import Setup
+from pflcore.train import Engine, Net
+from pflcore.train.losses import loss_name
+from pflcore.train.random import STREAM
+
+Record = dict[str, Any]
+LARGE = 2**28  # bytes of a tensor beyond which its digest looks at rows in even distances
+
+
+def header(run: Any) -> Record:
+    """The first line of a run's record. Data without a name of their own, the model and a loss with
+    options of its own have a digest in theirs."""
+    setting, alg, evaluation = run.setting, run.algorithm, run.evaluation
+    net, engine, data = setting.net, setting.engine, run.data
+    criterion = net.criterion
+    own = f" {brief(vars(criterion))}" if isinstance(criterion, nn.Module) else ""
+    drawn = isinstance(evaluation.clients, int)
+    looked_at = evaluation.clients if drawn else None
+    adversary = run.robustness.adversary
+    if not drawn and run.looked_at is not None and evaluation.clients is not None:
+        looked_at = run.looked_at.tolist()
+    target = alg.traits.required[:1] if hasattr(alg, "target") else ()
+    return {
+        "algorithm": run.name,
+        "options": plain(alg),
+        **({"private": list(alg.names(net))} if isinstance(alg, Split) else {}),
+        "training": plain(run.training),
+        "data": data.name if data.name != "data" else f"data {brief([data.x, data.y])}",
+        "model": f"{type(net.module).__name__} {brief(of_net(net)['layers'])}",
+        "clients": None if run.among is None else run.among.tolist(),
+        "eval_clients": looked_at,
+        "n": data.n,
+        "size": setting.data.size("train").tolist(),
+        "notes": list(data.notes),
+        "parameters": net.size,
+        "rounds": run.rounds,
+        "participation": run.participation,
+        "seed": run.seed,
+        "engine": engine.name,
+        "path": {"engine": engine.name, "form": form_of(engine), "why": engine.why},
+        "device": run.hardware.device,
+        "rows": "disk" if run.setup.folder else "memory",
+        "buffers": run.batch_norm,
+        "clip": run.robustness.clip,
+        **({} if adversary is None else {"adversary": plain(adversary)}),
+        "stream": STREAM,
+        "criterion": loss_name(criterion) + own,
+        "metrics": list(run.measures),
+        "eval_split": evaluation.split,
+        "target": target[0] if target else None,
+        "backend": plain(backend()),
+        "versions": {"pflcore": __version__, "torch": torch.__version__},
+        "peak_bytes": run.peak_bytes(),
+    }
+
+
+def identity(run: Any) -> Record:
+    """Which run it is, as a checkpoint says it: whoever has the same gives the same numbers; "machine"
+    and "made_with" may be other when it goes on."""
+    net, engine = run.setting.net, run.setting.engine
+    conditions = (
+        "rounds",
+        "participation",
+        "clients",
+        "seed",
+        "evaluation",
+        "robustness",
+        "batch_norm",
+    )
+    return {
+        "algorithm": run.name,
+        "options": facts_of(run.algorithm),
+        "training": facts_of(run.training),
+        "conditions": {k: facts_of(getattr(run, k)) for k in conditions},
+        "federation": of_data(run.data),
+        "criterion": loss_name(net.criterion),
+        "model": of_net(net),
+        "stream": STREAM,
+        "machine": {"hardware": facts_of(run.hardware), "loss": facts_of(run.loss)},
+        "made_with": {
+            "pflcore": __version__,
+            "torch": torch.__version__,
+            "device": run.hardware.device,
+            "path": [engine.name, form_of(engine)],
+        },
+    }
+
+
+def form_of(engine: Engine) -> str:
+    """What trains: "chain" (kernels), "vmap" or "module"."""
+    return "chain" if engine.chain is not None else "vmap" if engine.name == "vmap" else "module"
+
+
+def memory_line(setup: Setup, peak: int) -> str:
+    """Where the clients' rows are, with bytes, and the memory that the run needs at its peak."""
+    own, server, _ = row_bytes(setup)
+    place = "in memory"
+    if setup.folder:
+        place = f"in a file in {setup.folder}, blocks only for clients that take part"
+    kept = f"{human(own)} of the clients' own and {human(server)} of the server's for each"
+    return f"rows: {kept}, {place}; peak memory beside data and activations about {human(peak)}"
+
+
+def round_to(x: float, digits: int = 4) -> float:
+    """`x` with so many digits that count."""
+    return float(f"{x:.{digits}g}")
+
+
+def as_lists(value: Tensor) -> Any:
+    """A small tensor as lists; a large one as itself, a copy."""
+    return value.tolist() if value.numel() <= LONG else value.detach().cpu().clone()
+
+
+def facts_of(value: Any) -> Any:
+    """`value` as JSON holds it; functions by their names, {"function": name}."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {f.name: getattr(value, f.name) for f in fields(value)}
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {str(k): facts_of(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | range | set):
+        return [facts_of(v) for v in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if hasattr(value, "__fspath__"):
+        return str(value)
+    return {"function": getattr(value, "__name__", type(value).__name__)}
+
+
+def of_data(data: Federation) -> Record:
+    """Which federation it is."""
+    content = {
+        f.name: getattr(data, f.name) for f in fields(data) if f.name not in ("name", "notes")
+    }
+    size = data.size("train").tolist()
+    return {
+        "clients": data.n,
+        "training samples": size,
+        "digest of the samples": digest_of(content),
+    }
+
+
+def of_net(net: Net) -> Record:
+    """Which model it is, its loss with it: names and shapes of what is trained, and the digest of what
+    is not and so stands in no state."""
+    rows = {*net.names, *net.buffer_names}
+    every = [*net.module.named_parameters(), *net.module.named_buffers()]
+    constants = {
+        k: v for k, v in every if k not in rows and not k.endswith("num_batches_tracked")
+    }  # which nobody reads
+    shapes = zip([*net.names, *net.buffer_names], [*net.shapes, *net.buffer_shapes], strict=True)
+    loss = vars(net.criterion) if isinstance(net.criterion, nn.Module) else {}
+    return {
+        "dtype": str(net.dtype),
+        "shapes": {k: list(s) for k, s in shapes},
+        "layers": {k or "model": _described(m) for k, m in net.module.named_modules()},
+        "digest of the loss": digest_of({k: v for k, v in loss.items() if k != "training"}),
+        "digest of what is not trained": digest_of(constants),
+    }
+
+
+def _described(m: nn.Module) -> str:
+    """A layer by its options, a module of layers by its class."""
+    return type(m).__name__ if list(m.children()) else _named(repr(m))
+
+
+def _named(text: str) -> str:
+    """A repr without the addresses of memory, which are others in every process."""
+    return re.sub(" at 0x[0-9a-f]+", "", text)
+
+
+def brief(thing: Any) -> str:
+    """A digest to tell things apart by in words."""
+    return digest_of(thing)[:6]
+
+
+def digest_of(thing: Any) -> str:
+    """A digest of tensors, and whatever else has a repr, in dicts and lists."""
+    digest = hashlib.sha256()
+
+    def add(thing: Any) -> None:
+        if isinstance(thing, Tensor):
+            digest.update(f"{thing.dtype}{list(thing.shape)}".encode())
+            some = thing[:: max(1, thing.nbytes // LARGE)] if thing.dim() else thing
+            flat = some.detach().cpu().contiguous().reshape(-1)
+            digest.update(flat.view(torch.uint8).numpy().data)
+        elif isinstance(thing, Ragged):
+            add([thing.flat, thing.begin])
+        elif isinstance(thing, Mapping):
+            for key in sorted(thing):
+                digest.update(f"{key}:".encode())
+                add(thing[key])
+        elif isinstance(thing, list | tuple):
+            digest.update(f"{len(thing)}:".encode())
+            for one in thing:
+                add(one)
+        else:
+            digest.update(_named(repr(thing)).encode())
+
+    add(thing)
+    return digest.hexdigest()[:16]
+
+
+def difference(there: Any, here: Any, name: str = "") -> str | None:
+    """The first thing in which two descriptions differ, in words; None where they are the same."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        keys = [*there, *(k for k in here if k not in there)]
+        found = (difference(there.get(k), here.get(k), str(k)) for k in keys)
+        return next(filter(None, found), None)
+    return None if there == here else f"{name} is {_short(there)} there and {_short(here)} here"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:56]} ..."
