@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from pflcore.algorithms.base import FedAvg, Tensors
 from pflcore.data.federation import Federation
 from pflcore.simulation.round import begin, evaluate, step
-from pflcore.train import Engine, Net, Path, Setting, Training
+from pflcore.train import Engine, Net, Setting, Training, Workers
 from pflcore.train.chain import Chain, find_chain
 from pflcore.train.workers import one_thread
 
@@ -34,21 +34,21 @@ HIDDEN = 1  # row for each client of the cohort that is made inside of an op, wh
 SPLITS = ("train", "val", "test")
 
 
-def peak_bytes(algorithm: FedAvg, net: Net, n: int, participation: float, training: Training, path: Path, engine: Engine) -> int:
+def peak_bytes(algorithm: FedAvg, net: Net, n: int, participation: float, training: Training, engine: Engine, workers: Workers) -> int:
     """An estimate of a run's peak memory beside data and activations."""
     cohort = max(1, int(participation * n + 0.5))
     row = net.size * net.w0.element_size()
     g, own = algorithm.init(net, n)
     chain = engine.chain
-    kept = 0 if chain is None else engine.workers * chain.bytes_kept(training.batch_size, net.w0.element_size())
+    kept = 0 if chain is None else workers.count * chain.bytes_kept(training.batch_size, net.w0.element_size())
     state = kept + nbytes(g) + n * (nbytes(own) + net.b0.numel() * net.b0.element_size())
     if 2 * n * row < SMALL:
         return state + 2 * cohort * row + 4 * cohort * nbytes(own)
     head = net.head_slice if net.head_name is not None else slice(0, 0)
     whole = 2 * (head.stop - head.start) > net.size  # is most of the model its head?
     momentum = replace(training, lr=0.01, batch_size=2, epochs=1, momentum=0.5 if training.momentum else 0.0, schedule=None)
-    fixed, each, everyone = rows_beside_state(algorithm, momentum, path.engine, path.form == "chain", whole)
-    at_once = max(0, min(engine.workers, cohort) - 1) if path.engine == "threads" else 0  # clients in work beside the one that was measured
+    fixed, each, everyone = rows_beside_state(algorithm, momentum, engine.name, chain is not None, whole)
+    at_once = max(0, min(workers.count, cohort) - 1) if engine.name == "loop" else 0  # clients in work beside the one that was measured
     proof = 20 * row  # copies for the comparison of the faster forms, before the first round
     return state + max(int(row * (COPIES + fixed + (HIDDEN + each) * cohort + everyone * n + 3 * at_once)), proof)
 
@@ -87,7 +87,8 @@ def measured(algorithm: FedAvg, training: Training, engine: str, chained: bool, 
     x, y = torch.randn(3 * count, sizes[0], generator=gen), torch.randint(0, 2, (3 * count,), generator=gen)
     data = Federation(x, y, index, 2)
     chain = find_chain(net, data) if chained else None
-    setting = Setting(net, data, training, Inline(engine, 1, chain if isinstance(chain, Chain) else None), 0, 3)
+    form = Engine(engine, chain if isinstance(chain, Chain) else None)
+    setting = Setting(net, data, training, form, Inline(1), 0, 3)
     state = begin(algorithm, net, n)
     ids = torch.arange(cohort)
     state, _ = step(algorithm, state, setting, ids)  # in the first round some have nothing to send yet
@@ -97,7 +98,7 @@ def measured(algorithm: FedAvg, training: Training, engine: str, chained: bool, 
     return float(live.peak) / (net.size * net.w0.element_size())
 
 
-class Inline(Engine):
+class Inline(Workers):
     """Works in the calling thread, where allocations and torch's counter of operations are seen; one thread inside, as a worker has it."""
 
     def map(self, f: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:

@@ -32,11 +32,10 @@ from pflcore.simulation.personal import Models
 from pflcore.simulation.round import Outcome, begin, buffers_of, evaluate, evaluate_some, per_client, sample, step
 from pflcore.simulation.uploads import farthest
 from pflcore.train import Training, memory, prepared
+from pflcore.train.bridge import Path as LocalPath
+from pflcore.train.choose import LARGE, check_modes
 from pflcore.train.losses import Loss, default_loss, loss_name
 from pflcore.train.net import Net
-from pflcore.train.path import Path as LocalPath
-from pflcore.train.preflight import check_modes
-from pflcore.train.proof import LARGE
 from pflcore.train.random import STREAM, drawn
 
 VOID_ROUNDS = 3  # so many void rounds in a row end a run: same data, same lr, it will not recover
@@ -67,7 +66,7 @@ class Simulation:
     participation: float = 1.0  # max(1, floor(participation * N + 0.5)) clients a round
     clients: torch.Tensor | Sequence[int] | None = None  # ids of those who may take part; default: all
     seed: int = 0
-    engine: str = "auto"  # "threads", "vmap", or by the model; see `pflcore.train.path`
+    engine: str = "auto"  # "loop", "vmap", "chain", or by the model; see `pflcore.train.choose`
     workers: int | None = None  # threads; never changes a result
     device: str = "cpu"
     buffers: str = "auto"  # batch norm's running statistics: "average", "local" (each client its own), or as the method has it
@@ -151,7 +150,9 @@ class Simulation:
         try:
             if self.device != "cpu":
                 net, data = net.to(self.device), data.to(self.device)
-            self.setting, self.path = prepared(net, data, self.training, self.engine, self.workers, self.seed, self.rounds)
+            self.setting = prepared(net, data, self.training, self.engine, self.workers, self.seed, self.rounds)
+            engine = self.setting.engine
+            self.path = LocalPath(engine.name, engine.form, engine.why)
             net = self.setting.net
             if net.size > LARGE:
                 memory.give_back(self.device)  # the copies that the model was compared with
@@ -202,8 +203,8 @@ class Simulation:
         return self._peak_bytes(self.setting.net)
 
     def _peak_bytes(self, net: Net) -> int:
-        engine = self.setting.engine
-        peak = footprint.peak_bytes(self._algorithm, net, self.data.n, self.participation, self.training, self.path, engine)
+        how = (self.training, self.setting.engine, self.setting.workers)
+        peak = footprint.peak_bytes(self._algorithm, net, self.data.n, self.participation, *how)
         return peak - sum(self._row_bytes(net)) if self.folder else peak
 
     def _row_bytes(self, net: Net) -> tuple[int, int]:

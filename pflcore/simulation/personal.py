@@ -23,10 +23,10 @@ from pflcore.simulation import rows
 from pflcore.simulation.checkpoint import replacing, write_tensors
 from pflcore.simulation.round import begin, own_way, step, views
 from pflcore.simulation.rows import OnDisk
-from pflcore.train import Engine, Local, Setting
+from pflcore.train import Local, Setting
+from pflcore.train.choose import check_single
 from pflcore.train.losses import binary_cross_entropy, hinge
 from pflcore.train.net import Net
-from pflcore.train.preflight import check_single
 from pflcore.train.random import generator_of
 
 ONE_BY_ONE = hinge, binary_cross_entropy  # losses to which each score stands for itself
@@ -186,7 +186,7 @@ class Models:
             check_single(self.setting.net, data, training)
         except ValueError as e:
             raise ValueError(f"samples: {str(e).removeprefix('data: ')}") from None
-        engine = Engine(self.setting.engine.name, self.setting.engine.workers)
+        engine = self.setting.engine._replace(chain=None)
         setting = self.setting._replace(data=data, training=training, engine=engine, rounds=self.setting.rounds + rounds)
         state, everybody = with_one_more(alg, self.state, setting.net, n)
         if everybody:  # what the newcomer gets is made by the server from everybody's uploads of one round

@@ -16,10 +16,11 @@ from pflcore.metrics import Metric, measured_by
 from pflcore.ops import kinds
 from pflcore.simulation import rows, uploads
 from pflcore.train import Local, Setting
+from pflcore.train.bridge import few_threads
 from pflcore.train.losses import shares_right, that_count
 from pflcore.train.net import Net
 from pflcore.train.random import drawn, generator_of
-from pflcore.train.workers import few_threads, onto
+from pflcore.train.workers import onto
 
 __all__ = ["Outcome", "begin", "evaluate", "sample", "step"]
 
