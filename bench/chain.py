@@ -34,7 +34,7 @@ def problem(size: dict[str, Any]) -> Problem:
     x, y = torch.randn(n * count, *shape, generator=gen), torch.randint(10, (n * count,), generator=gen)
     data = Federation(x, y, {"train": list(torch.arange(n * count).split(count))}, 10)
     net = Net(build, seed=0)
-    setting, path = prepared(net, data, Training(lr=LR, batch_size=20), seed=0)
+    setting = prepared(net, data, Training(lr=LR, batch_size=20), seed=0)
     rows = setting.net.w0.expand(n, -1)
 
     @torch.enable_grad()
@@ -52,9 +52,9 @@ def problem(size: dict[str, Any]) -> Problem:
 
     @torch.enable_grad()
     def error(got: torch.Tensor) -> float | None:
-        if path.form != "chain":
+        if setting.engine.chain is None:
             return None
-        general, _ = prepared(net, data, Training(lr=LR, batch_size=20), "threads", seed=0)
+        general = prepared(net, data, Training(lr=LR, batch_size=20), "loop", seed=0)
         want = Local(general, torch.arange(n), 1, net.b0.expand(n, -1).clone()).fit(rows).w
         return relative(call(), want.double())  # the plain loop shuffles otherwise: the same training by the general path
 

@@ -32,7 +32,7 @@ def problem(size: dict[str, Any]) -> Problem:
     factorized = waffle.prepare(dense)
 
     def local(net: Net) -> Local:
-        return Local(prepared(net, data, training)[0], torch.arange(CLIENTS), 1, net.b0.expand(CLIENTS, -1).clone())
+        return Local(prepared(net, data, training), torch.arange(CLIENTS), 1, net.b0.expand(CLIENTS, -1).clone())
 
     on_dense, on_factors = local(dense), local(factorized)
     rows = {net.size: net.w0.repeat(CLIENTS, 1) for net in (dense, factorized)}

@@ -233,10 +233,9 @@ def bench_round() -> list[Row]:
     from pflcore.algorithms import ALGORITHMS
     from pflcore.data.federation import Federation
     from pflcore.simulation.round import begin, step
+    from pflcore.train import Engine, Setting, Workers
     from pflcore.train.net import Net
-    from pflcore.train.settings import Setting
     from pflcore.train.training import Training
-    from pflcore.train.workers import Engine
 
     class LeNet(torch.nn.Module):
         def __init__(self) -> None:
@@ -255,7 +254,7 @@ def bench_round() -> list[Row]:
     index = list(torch.arange(n * size).split(size))
     data = Federation(*pool, {"train": index, "test": index}, 10).to("cuda")
     net = Net(LeNet()).to("cuda")
-    setting = Setting(net, data, Training(lr=0.01, batch_size=32), Engine("vmap"), 0, 3)
+    setting = Setting(net, data, Training(lr=0.01, batch_size=32), Engine("vmap"), Workers(), 0, 3)
     algorithm = ALGORITHMS["fedavg"]()
     state = begin(algorithm, net, n)
 

@@ -65,7 +65,7 @@ def intercept(
 
     tapped: FedAvg = object.__new__(Wire)
     tapped.__dict__.update(algorithm.__dict__)
-    setting, _ = prepared(net, data, training, engine, workers, seed, rounds)
+    setting = prepared(net, data, training, engine, workers, seed, rounds)
     net = setting.net
     state = begin(tapped, net, data.n)
     for r in range(1, rounds + 1):

@@ -54,7 +54,7 @@ class Client:
         one = replace(one, x=x, y=y).to(device)
         self.data = held_out(one, seed) if self.algorithm.needs_val else one
         self.policy = buffers_of(self.algorithm, net, buffers)
-        self._setting, _ = prepared(net, self.data, training or Training(), engine, workers, seed)
+        self._setting = prepared(net, self.data, training or Training(), engine, workers, seed)
         net = self._setting.net
         if self.data.classes is not None and self.data.relabel is None and net.head_name is not None:  # one client may not have all
             self.data = replace(self.data, classes=max(self.data.classes, net.classes))

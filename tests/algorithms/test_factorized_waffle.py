@@ -5,10 +5,10 @@ import torch
 import torch.nn as nn
 from doors import strengths
 from methods import FactorizedWaffle
-from parts.factorized_waffle import D, federation, model, play, setting
+from parts.factorized_waffle import federation, model, play, setting
 from torch import Tensor
 
-from pflcore import Local, Net, Simulation, Training
+from pflcore import Net, Simulation, Training
 from pflcore.algorithms import ALGORITHMS
 from pflcore.nn import factorize
 from pflcore.simulation.round import begin
@@ -63,7 +63,7 @@ def test_averaging_is_of_factors_and_uniform():
 def test_engines_agree_and_neighbours_play_no_part():
     """Clients of different sizes step together in one engine and alone in the other; a client's way is its own."""
     alg = FactorizedWaffle(tau_start=2.0, tau_decay=0.8)
-    a, b = (play(alg, setting(engine=e, momentum=0.5, weight_decay=1e-3), 2) for e in ("vmap", "threads"))
+    a, b = (play(alg, setting(engine=e, momentum=0.5, weight_decay=1e-3), 2) for e in ("vmap", "loop"))
     for k in a.own:
         torch.testing.assert_close(a.own[k], b.own[k], rtol=1e-8, atol=1e-10)
     torch.testing.assert_close(a.g["x"], b.g["x"], rtol=1e-8, atol=1e-10)
@@ -109,11 +109,3 @@ def test_it_learns_what_one_model_cannot():
     plain, literal = accuracy("fedavg"), accuracy("factorized_waffle", preset="paper_literal")
     recommended = accuracy("factorized_waffle")
     assert recommended > plain + 0.15 and recommended > literal + 0.1
-
-
-def test_clients_step_together_in_whole_epochs_only():
-    s = setting()
-    local = Local(s, torch.arange(3), 1, torch.zeros(3, 0, dtype=D))
-    for more in ({"steps": 3}, {"batches": 2}):
-        with pytest.raises(ValueError, match=r"^together: expected whole epochs"):
-            local.each_batch({"x": s.net.w0.expand(3, -1)}, lambda rows, grad, k: rows, together=True, **more)

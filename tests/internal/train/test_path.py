@@ -12,10 +12,9 @@ from torch.nn.utils import parametrizations, spectral_norm
 
 from pflcore import Federation, Net, Training
 from pflcore.nn import Dropout
-from pflcore.train import prepared
-from pflcore.train.chain import NoChain, compiled
-from pflcore.train.path import by_chain, by_chain_steps, by_module, choose_path, under_vmap
-from pflcore.train.proof import difference, trials
+from pflcore.train import Engine, clients, prepared
+from pflcore.train.chain import NoChain, compiled, find_chain
+from pflcore.train.choose import choose, trials
 
 
 class Scaled(nn.Linear):
@@ -61,8 +60,8 @@ VECTORS: dict[str, Case] = {  # model, engine, form
     "hook of the whole": (lambda: hooked(nn.Sequential(nn.Linear(6, 4))), "vmap", "vmap"),
     "training only": (lambda: Own(lambda m, x: m.relu(m.layer(x)) if m.training else m.layer(x)), "vmap", "vmap"),
     "weight norm": (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 4))), "vmap", "vmap"),
-    "spectral norm": (lambda: nn.Sequential(spectral_norm(nn.Linear(6, 4))), "threads", "module"),
-    "if": (lambda: Own(lambda m, x: m.layer(x) if x.mean() > 0 else 2 * m.layer(x)), "threads", "module"),
+    "spectral norm": (lambda: nn.Sequential(spectral_norm(nn.Linear(6, 4))), "loop", "module"),
+    "if": (lambda: Own(lambda m, x: m.layer(x) if x.mean() > 0 else 2 * m.layer(x)), "loop", "module"),
 }
 
 
@@ -80,10 +79,8 @@ def test_what_trains_is_the_model(name):
 
 
 def test_a_wrong_form_is_found_told_and_not_used(monkeypatch):
-    from pflcore.train import path
-
-    right = path.chain_grad
-    monkeypatch.setattr(path, "chain_grad", lambda *a: (1.001 * right(*a)[0], right(*a)[1]))
+    right = clients.chain_grad
+    monkeypatch.setattr(clients, "chain_grad", lambda *a: (1.001 * right(*a)[0], right(*a)[1]))
     build = lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))  # noqa: E731
     with pytest.warns(UserWarning, match="^pflcore: the chain that stands for this model is not the model: its gradient is another"):
         run = same_as_by_hand(build, federation())
@@ -91,25 +88,19 @@ def test_a_wrong_form_is_found_told_and_not_used(monkeypatch):
 
 
 @pytest.mark.parametrize("size", [1e-6, 1e-3])
-def test_the_proof_sees_small_differences(size):
-    net, given = trials(Net(lambda: nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))), federation())
-    assert len(given) == 4 and net.dtype == torch.float64
-    for form in (by_module, under_vmap, by_chain, by_chain_steps):
-        assert difference(form(net), given) is None
-    exact = by_module(net)
-
-    def off(which, train):
-        def form(t):
-            found = list(exact(t))
-            found[which] = found[which] + (size if t.train == train else 0)
-            return found[0], found[1]
-
-        return form
-
-    for which, what in enumerate(("loss", "gradient")):
-        for train, mode in ((True, "training"), (False, "evaluation")):
-            said = difference(off(which, train), given)
-            assert said is not None and f"its {what} is another in {mode} mode" in said
+def test_the_trial_sees_small_differences(size):
+    net, data = Net(lambda: nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))), federation()
+    chain = find_chain(net, data)
+    engines = Engine("loop"), Engine("vmap"), Engine("loop", chain)
+    exact, own = trials(net, data)
+    assert exact.w.dtype == torch.float64 and own.w.dtype == torch.float32
+    assert all(t.difference(e) is None for t in (exact, own) for e in engines)
+    for what, answers in (("loss", exact.losses), ("gradient", exact.grads)):
+        for mode in ("training", "evaluation"):
+            right = answers[mode]
+            answers[mode] = right + size
+            assert f"its {what} is another in {mode} mode" in exact.difference(engines[0])
+            answers[mode] = right
 
 
 def test_the_chain_names_what_it_calls():
@@ -123,12 +114,12 @@ def test_the_chain_names_what_it_calls():
         del handle
 
 
-@pytest.mark.parametrize(("width", "engine"), [(64, "vmap"), (1024, "threads")])
+@pytest.mark.parametrize(("width", "engine"), [(64, "vmap"), (1024, "loop")])
 def test_wide_models_train_client_after_client_on_a_cpu(width, engine):
     net = Net(lambda: nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width), nn.Linear(width, 300), nn.ReLU(), nn.Linear(300, 4)))
-    path = prepared(net, federation(), Training())[1]
-    assert path.engine == engine and (f"{net.size} weights" in path.why) is (engine == "threads")
-    assert prepared(net, federation(), Training(), "vmap")[1].engine == "vmap"
+    found = prepared(net, federation(), Training()).engine
+    assert found.name == engine and (f"{net.size} weights" in found.why) is (engine == "loop")
+    assert prepared(net, federation(), Training(), "vmap").engine.name == "vmap"
 
 
 def test_the_global_generators_are_left_alone():
@@ -143,7 +134,7 @@ def test_a_chain_with_dropout_is_a_chain():
     data = Federation(torch.ones(24, 6), torch.arange(24) % 4, {"train": list(torch.arange(24).split(8))}, 4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert choose_path(Net(model), data)[1].form == "chain"
+        assert choose(Net(model), data, Training())[1].chain is not None
 
 
 def test_what_a_forward_keeps_is_no_symbol():
