@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib  # (temporary: until every algorithm is moved)
 
 from pflcore.algorithms.fedavg import FedAvg
-from pflcore.algorithms.protocol import Algorithm, Cohort, Pool, Stop
+from pflcore.algorithms.protocol import Algorithm, Cohort, Mix, Pool, Rows, Stop, apply
 
 
 class _Missing: pass

@@ -60,9 +60,7 @@ class Client:
         one = replace(one, x=x, y=y).to(device)
         self.data = held_out(one, seed) if self.algorithm.traits.needs_val else one
         self.averages = policy(self.algorithm, net, batch_norm) == "average"
-        self._setting = prepared(
-            net, self.data, training, hardware.engine, hardware.workers, seed
-        )
+        self._setting = prepared(net, self.data, training, hardware.engine, hardware.workers, seed)
         net, classes = self._setting.net, self.data.classes
         if classes is not None and self.data.relabel is None and net.head_name is not None:
             # one client may not have samples of all classes
@@ -134,7 +132,9 @@ class Client:
                 f"({error})."
             ) from None
         if name != name_of(self.algorithm):
-            raise ValueError(f"state: expected one of {name_of(self.algorithm)}, got one of {name}.")
+            raise ValueError(
+                f"state: expected one of {name_of(self.algorithm)}, got one of {name}."
+            )
         if shapes != self._shapes:
             raise ValueError(
                 f"state: it is of a model of other parameters, {shapes}, than this client's, "

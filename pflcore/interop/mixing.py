@@ -185,9 +185,7 @@ def _rows_of(
             f"uploads are, got {list(more.shape)} {dtypes[1]}."
         )
     if not bool(more.isfinite().all()):
-        raise ValueError(
-            f"{name}: expected finite models; leave the client out that sent another."
-        )
+        raise ValueError(f"{name}: expected finite models; leave the client out that sent another.")
     if not named:
         return more
     where = {i: j for j, i in enumerate(form.ids)}

@@ -202,7 +202,11 @@ class Server:
 
     def _played(self, read: list[Upload], form: Form, strict: bool) -> Outcome:
         """The round with these uploads. ValueError where the algorithm cannot use them."""
-        state, alg, ids = self._state, self.algorithm, torch.tensor([number for number, _, _ in read])
+        state, alg, ids = (
+            self._state,
+            self.algorithm,
+            torch.tensor([number for number, _, _ in read]),
+        )
         up = {k: torch.stack([one[k] for _, one, _ in read]) for k in form}
         cohort = self._cohort(ids, torch.tensor([size for _, _, size in read]), state.round + 1)
         statistics = up.pop(STATISTICS, state.batch_norm[ids])
