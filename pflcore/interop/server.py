@@ -15,7 +15,7 @@ from pflcore.algorithms.lookup import algorithm_of, name_of
 from pflcore.algorithms.protocol import Algorithm, Cohort, Tensors
 from pflcore.check import Count, Positive, Seed, checked, refuse
 from pflcore.interop.wire import STATISTICS, About, Model, method_number, net_of, opened, packed
-from pflcore.simulation.accept import Outcome, Trained, accept, dropped_by
+from pflcore.simulation.accept import Outcome, Trained, accept
 from pflcore.simulation.arguments import check_start
 from pflcore.simulation.grow import grown
 from pflcore.simulation.round import begin, commit, flat, policy, serve, unflat
@@ -128,7 +128,8 @@ class Server:
         if outcome.void:
             self._state = commit(self._state, {})
         self._begun = False
-        return dropped_by(outcome, names)
+        lists = {k: [names[i] for i in getattr(outcome, k)] for k in ("ids", "dropped", "clipped")}
+        return replace(outcome, **lists)  # type: ignore[arg-type]
 
     def join(self, client_id: Hashable) -> int:
         """A client's number; a new one's first `download` does the same. ValueError where a round that
