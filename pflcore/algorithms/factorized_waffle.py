@@ -53,7 +53,9 @@ class FactorizedWaffle(FedAvg):
     optimizer: Literal["adam", "sgd"] | None = None  # of the beliefs; default: adam | sgd
     lr_var: NonNegative | None = None  # of the beliefs; default: .05 with "adam", or the run's
     kl_weight: NonNegative | None = None  # default .01 | 1; 1 is the variational bound
-    ranks: tuple[int, ...] = ()  # factors of each layer, or one number for all; none: 3 for 5 outputs
+    ranks: tuple[
+        int, ...
+    ] = ()  # factors of each layer, or one number for all; none: 3 for 5 outputs
     alpha: Positive | None = None  # the prior's; default: a layer's number of factors
     start: Init = "match"  # strengths: "match" (Glorot's variance) or "ibpwf" (N(0, .1^2))
     tau: Positive = 2 / 3  # the relaxation's final temperature
