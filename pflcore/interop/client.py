@@ -163,7 +163,8 @@ class Client:
         first = {k: v[:1] for k, v in self.algorithm.newcomer(down, net).items()}
         own = {k: larger(kept[k], v) if k in kept else v.clone() for k, v in first.items()}
         mine = self._statistics if statistics is None else statistics[None]
-        setting = self._setting._replace(data=alone(self.data, about.n), rounds=about.rounds)
+        data = alone(self.data, about.number, about.n)
+        setting = self._setting._replace(data=data, rounds=about.rounds)
         number = torch.tensor([about.number])
         return down, own, about, Clients(setting, number, about.round, mine.clone())
 
@@ -187,27 +188,15 @@ class Client:
 
 
 class _Alone(Federation):
-    """A federation of which one client's data are here: whoever is asked for, it is this client. So
-    its draws are those of its number."""
+    """A federation of which one client's data are here: its draws are those of its number."""
 
     def __post_init__(self) -> None:
-        """Nothing is checked: no two clients of a federation may share a sample."""
+        """Nothing is checked: that the others have no samples is no fault."""
 
 
-class _Same(Ragged):
-    """The one list, n times, in the memory of one."""
-
-    def __init__(self, flat: Tensor, n: int) -> None:
-        self.flat = flat
-        self.begin = torch.zeros(1, dtype=torch.int64).expand(n)
-        self.size = torch.tensor([len(flat)]).expand(n)
-
-    def __getitem__(self, i: Any) -> Any:
-        return self.flat
-
-
-def alone(one: Federation, n: int) -> Federation:
-    """The federation of n clients that a client sees, who has data of its own only."""
-    index = {split: _Same(rows[0], n) for split, rows in one.index.items()}
+def alone(one: Federation, number: int, n: int) -> Federation:
+    """The federation of n clients as the client `number` sees it, who has data of its own only."""
+    after = (torch.arange(n + 1) > number).long()  # where lists begin, in lengths of the one
+    index = {k: Ragged(rows[0], len(rows[0]) * after) for k, rows in one.index.items()}
     relabel = None if one.relabel is None else one.relabel.expand(n, -1)
     return _Alone(one.x, one.y, index, one.classes, relabel, one.name, fields=one.fields)

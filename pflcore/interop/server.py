@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable, Mapping
+from copy import copy
 from dataclasses import replace
 from numbers import Integral
 from typing import Any, Literal
@@ -24,6 +25,7 @@ from pflcore.train import memory
 SAMPLES = 2**40  # of one client; the sum over clients is a whole number of 64 bits
 PURPOSES = {"train": "send", "evaluation": "evaluation"}  # what the draws of each are called
 NEVER = 0, int(torch.ones(1, dtype=torch.float64).view(torch.int64))  # nothing of it was shortened
+KEPT = "accepted", "numbers", "gone", "report"  # beside the state
 Form = dict[str, tuple[torch.Size, torch.dtype]]
 Upload = tuple[int, Tensors, int]  # whose, what, of how many samples
 
@@ -59,9 +61,9 @@ class Server:
         self._state = begin(self.algorithm, self.net, num_clients, clients=False)
         self._accepted: dict[int, tuple[int, int]] = {}  # see `About`: `accepted` and `bits`
         self._numbers: dict[Hashable, int] = {}
-        self._gone: set[int] = set()
+        self._gone: list[int] = []  # numbers that nobody gets again
         self._report: Tensors = {}
-        self._form: tuple[int, Form] | None = None  # of the last round's uploads, with N
+        self._form: Form | None = None  # of the last round's uploads, of as many clients
         self._begun = False  # has somebody been given what this round trains on?
 
     @property
@@ -88,17 +90,8 @@ class Server:
         one = torch.tensor([number]), torch.ones(1, dtype=torch.int64)
         cohort = self._cohort(*one, done + 1 if train else max(1, done), PURPOSES[purpose])
         accepted, bits = self._accepted.get(number, NEVER)
-        about = About(
-            number=number,
-            n=self._n,
-            size=self.net.size,
-            round=cohort.round,
-            rounds=self.rounds,
-            done=done,
-            accepted=accepted,
-            method=method_number(self.algorithm),
-            bits=bits,
-        )
+        model = self.net.size, method_number(self.algorithm)
+        about = About(number, self._n, *model, cohort.round, self.rounds, done, accepted, bits)
         statistics = self._state.batch_norm[number] if self.averages else None
         return packed(self.algorithm.send(self._state.server, cohort), about, statistics)
 
@@ -149,13 +142,14 @@ class Server:
             )
         if number == n:
             self._state, _ = grown(self.algorithm, self._state, self.net, n)
+            self._form = None
         self._numbers[client_id] = number
         return number
 
     def leave(self, client_id: Hashable) -> None:
         """Forgets who has a number, for good: whoever comes by this id later is a newcomer. What the
         method holds of it, stays."""
-        self._gone.add(self._known(client_id))
+        self._gone.append(self._known(client_id))
         del self._numbers[client_id]
 
     def report(self) -> Tensors:
@@ -171,31 +165,29 @@ class Server:
             "state": {k: v.clone() for k, v in flat(self._state).items()},
             "round": self._state.round,
             "void": self._state.void,
-            "accepted": dict(self._accepted),
-            "numbers": dict(self._numbers),
-            "gone": sorted(self._gone),
-            "report": dict(self._report),
+            **{k: copy(getattr(self, f"_{k}")) for k in KEPT},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` gave. ValueError, and nothing changed, where it is another
         algorithm's or another model's."""
         try:
-            name, mine = state["algorithm"], name_of(self.algorithm)
             tensors = {k: v.clone() for k, v in state["state"].items()}
             new = unflat(tensors, int(state["round"]), int(state["void"]))
-            accepted, numbers = dict(state["accepted"]), dict(state["numbers"])
-            gone, report = set(state["gone"]), dict(state["report"])
+            name, kept = state["algorithm"], {k: copy(state[k]) for k in KEPT}
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"state: expected what Server.state_dict() gives, got {type(state).__name__} "
                 f"({error})."
             ) from None
-        if name != mine:
-            raise ValueError(f"state: expected one of {mine}, got one of {name}.")
+        if name != name_of(self.algorithm):
+            raise ValueError(
+                f"state: expected one of {name_of(self.algorithm)}, got one of {name}."
+            )
         check_start(new, self.algorithm, self.net, len(new.seen), "state")
-        self._state, self._accepted, self._numbers, self._gone = new, accepted, numbers, gone
-        self._report, self._form, self._begun = report, None, False
+        self._state, self._form, self._begun = new, None, False
+        for key, value in kept.items():
+            setattr(self, f"_{key}", value)
 
     # inside -------------------------------------------------------------------------------------
     def _cohort(self, ids: Tensor, size: Tensor, round: int, purpose: str = "send") -> Cohort:
@@ -219,36 +211,18 @@ class Server:
             trained, outcome = accept(trained, alg.traits, state.server, self.clip)
             changes = serve(alg, state, trained, outcome, self.averages)
         except (LookupError, RuntimeError, ValueError) as error:
-            if self._form is not None or memory.ran_out(error):
+            if strict or self._form is not None or memory.ran_out(error):
                 raise
-            return self._unusable(ids, form, error, strict)
-        outcome = replace(outcome, train_loss=None)
-        if not outcome.void:
-            self._state = commit(state, changes)
-            self._form = self._n, form
-            self._took(trained.cohort.ids.tolist(), outcome)
-        return outcome
-
-    def _took(self, ids: list[int], outcome: Outcome) -> None:
-        assert outcome.cohort is not None
-        bits = [NEVER[1]] * len(ids)
-        if outcome.factor is not None:
-            bits = outcome.factor.view(torch.int64).tolist()
-        pairs = [(self.round, mine) for mine in bits]
-        self._accepted |= dict(zip(ids, pairs, strict=True))
-        self._report = self.algorithm.report(self._state.server, outcome.mix, outcome.cohort)
-
-    def _unusable(self, ids: Tensor, form: Form, error: Exception, strict: bool) -> Outcome:
-        if not strict:
             _complain(f"round {self.round + 1} is void: {error}", strict)
             return Outcome(ids.tolist(), void=True)
-        why = ""
-        if isinstance(error, ValueError):  # a sentence, the algorithm's own perhaps
-            why = f" ({str(error).strip('. ')})"
-        raise ValueError(
-            f"uploads: {name_of(self.algorithm)} cannot use what each of them holds, "
-            f"{_words(form)}{why}; give both sides one algorithm, model and `batch_norm`."
-        ) from error
+        if not outcome.void:
+            self._state, self._form = commit(state, changes), form
+            taken, factor = trained.cohort, outcome.factor
+            bits = torch.ones(len(taken.ids)).double() if factor is None else factor
+            pairs = zip(taken.ids.tolist(), bits.view(torch.int64).tolist(), strict=True)
+            self._accepted |= {number: (self.round, mine) for number, mine in pairs}
+            self._report = alg.report(self._state.server, outcome.mix, taken)
+        return replace(outcome, train_loss=None)
 
     def _known(self, client: Hashable) -> int:
         if client not in self._numbers:
@@ -266,10 +240,8 @@ class Server:
             except ValueError as error:
                 _complain(str(error), strict)
         forms = {client: _form_of(up) for client, (_, up, _) in read.items()}
-        if self._form is not None and self._form[0] == self._n:
-            form = self._form[1]
-        else:  # of the first round, what most sent
-            form = max(forms.values(), key=[*forms.values()].count, default={})
+        each = list(forms.values())
+        form = self._form or max(each, key=each.count, default={})  # at first, what most sent
         for client, mine in forms.items():
             if mine != form:
                 _complain(

@@ -25,11 +25,11 @@ class About(NamedTuple):
     number: int  # the client's, from 0
     n: int  # N
     size: int  # P
+    method: int  # `method_number` of the algorithm
     round: int  # from 1, the one that the message is for
     rounds: int  # R
     done: int  # rounds that the server has finished
     accepted: int  # the last of them that the client's upload was part of; 0: none
-    method: int  # `method_number` of the algorithm
     bits: int  # of `factor`
 
     @property
