@@ -22,7 +22,8 @@ from pflcore.simulation.callbacks import EarlyStopping, TensorBoard
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.simulation.personal import Personalized
 from pflcore.simulation.round import evaluate, step
-from pflcore.train import Local, Net, Training
+from pflcore.train import Net, Training
+from pflcore.train.bridge import Local
 from pflcore.tuning import tune
 
 __all__ = [

@@ -25,7 +25,8 @@ from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
 from pflcore.ops import kinds
 from pflcore.simulation.round import Outcome, begin, buffers_of, evaluate, sample, step
-from pflcore.train import Engine, Local, Setting, Training
+from pflcore.train import Training
+from pflcore.train.bridge import Engine, Local, Setting
 from pflcore.train.losses import default_loss
 from pflcore.train.net import Net
 
@@ -123,7 +124,7 @@ class Case:
         """The algorithm for another target, where it has one."""
         return _watched(self.given, target=target) if hasattr(self.given, "target") else self.watched
 
-    def setting(self, data: Federation | None = None, engine: str = "threads", workers: int = 1, **more: Any) -> Setting:
+    def setting(self, data: Federation | None = None, engine: str = "loop", workers: int = 1, **more: Any) -> Setting:
         """What a run on this case, or on other data, keeps the same."""
         return Setting(self.net, data or self.data, TRAINING, Engine(engine, workers), rounds=6)._replace(**more)
 
@@ -379,7 +380,7 @@ def nobody_trains_on_test(case: Case) -> None:
 
 def engines_agree(case: Case) -> None:
     """Client after client, or all at once by vmap: the same results up to rounding."""
-    fault = "{} differs between the engines 'threads' and 'vmap': a loss or an update mixes clients or branches on values."
+    fault = "{} differs between the engines 'loop' and 'vmap': a loss or an update mixes clients or branches on values."
     _same(case.found, case.left(case.setting(engine="vmap")), fault, 1e-6, 1e-8)
 
 

@@ -30,7 +30,8 @@ from pflcore.results.record import plain
 from pflcore.simulation import Simulation
 from pflcore.simulation.checkpoint import digest_of, load_states, lock, of_data, of_net
 from pflcore.simulation.round import evaluate
-from pflcore.train import Local, Setting, Training
+from pflcore.train import Training
+from pflcore.train.bridge import Local, Setting
 from pflcore.train.losses import default_loss, loss_name
 from pflcore.train.net import Net
 from pflcore.train.random import STREAM, generator_of

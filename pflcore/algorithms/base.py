@@ -18,7 +18,8 @@ from torch import Tensor
 from pflcore import ops
 from pflcore.algorithms import defences
 from pflcore.ops import kinds
-from pflcore.train import Local, Setting, Training
+from pflcore.train import Training
+from pflcore.train.bridge import Local, Setting
 from pflcore.train.net import Net
 from pflcore.train.workers import onto
 

@@ -16,7 +16,8 @@ from pflcore.algorithms import ibp
 from pflcore.algorithms.base import FedAvg, Payload, Tensors, only_sgd
 from pflcore.nn.factorized import Init, factorize, factorized_layers
 from pflcore.ops.kinds import Count, Fraction, NonNegative, Positive, Weighting
-from pflcore.train import Local, Training
+from pflcore.train import Training
+from pflcore.train.bridge import Local
 from pflcore.train.losses import REGRESSION, binary_cross_entropy, hinge
 from pflcore.train.net import Net
 from pflcore.train.random import client_seeds, uniforms

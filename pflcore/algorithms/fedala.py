@@ -15,7 +15,7 @@ from pflcore.data.federation import Federation
 from pflcore.data.ragged import Ragged, starts
 from pflcore.ops import kinds
 from pflcore.ops.kinds import Count, Fraction, NonNegative, Whole
-from pflcore.train import Local, Setting
+from pflcore.train.bridge import Local, Setting
 from pflcore.train.net import Net
 from pflcore.train.random import client_seeds, shuffles
 from pflcore.train.workers import onto

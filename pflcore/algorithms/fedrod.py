@@ -13,7 +13,7 @@ from torch import Tensor
 from pflcore.algorithms.base import FedAvg, Payload, Tensors
 from pflcore.nn.mode import forward_mode
 from pflcore.ops.kinds import NonNegative
-from pflcore.train import Local
+from pflcore.train.bridge import Local
 from pflcore.train.losses import REGRESSION, binary_cross_entropy, cross_entropy, hinge, loss_name
 from pflcore.train.net import Net
 from pflcore.train.workers import onto

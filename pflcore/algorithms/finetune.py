@@ -13,7 +13,7 @@ from pflcore.algorithms.base import Payload, Tensors
 from pflcore.algorithms.fedopt import FedOpt
 from pflcore.metrics import right
 from pflcore.ops.kinds import NonNegative, Whole
-from pflcore.train import Local
+from pflcore.train.bridge import Local
 from pflcore.train.net import Net
 from pflcore.train.workers import onto
 

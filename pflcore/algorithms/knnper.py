@@ -14,7 +14,7 @@ from pflcore import ops
 from pflcore.algorithms.base import Payload, Tensors
 from pflcore.algorithms.fedopt import FedOpt
 from pflcore.ops.kinds import Count, Share
-from pflcore.train import Local
+from pflcore.train.bridge import Local
 from pflcore.train.losses import binary_cross_entropy, cross_entropy, hinge
 from pflcore.train.net import Net
 from pflcore.train.workers import onto

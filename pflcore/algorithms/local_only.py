@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from pflcore.algorithms.base import Cohort, FedAvg, Payload, Tensors
-from pflcore.train import Local
+from pflcore.train.bridge import Local
 from pflcore.train.net import Net
 
 

@@ -14,7 +14,7 @@ from pflcore.algorithms.base import FedAvg, Payload, Tensors
 from pflcore.algorithms.finetune import FineTune
 from pflcore.ops import kinds
 from pflcore.ops.kinds import Count, NonNegative, Weighting, Whole
-from pflcore.train import Local
+from pflcore.train.bridge import Local
 from pflcore.train.net import Net
 
 Train = Literal["joint", "alternate", "body"]

@@ -19,7 +19,8 @@ from pflcore.ops import kinds
 from pflcore.simulation.arguments import device_of
 from pflcore.simulation.personal import Personalized, grown, one_client
 from pflcore.simulation.round import buffers_of, finite, one_by_one
-from pflcore.train import Local, Training, prepared
+from pflcore.train import Training
+from pflcore.train.bridge import Local, prepared
 from pflcore.train.losses import Loss, default_loss
 from pflcore.train.workers import one_thread
 

@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_leaves
 from pflcore.algorithms.base import FedAvg, Tensors
 from pflcore.data.federation import Federation
 from pflcore.simulation.round import begin, evaluate, step
-from pflcore.train import Engine, Net, Path, Setting, Training
+from pflcore.train import Net, Training
+from pflcore.train.bridge import Engine, Path, Setting
 from pflcore.train.chain import Chain, find_chain
 from pflcore.train.workers import one_thread
 
@@ -48,7 +49,7 @@ def peak_bytes(algorithm: FedAvg, net: Net, n: int, participation: float, traini
     whole = 2 * (head.stop - head.start) > net.size  # is most of the model its head?
     momentum = replace(training, lr=0.01, batch_size=2, epochs=1, momentum=0.5 if training.momentum else 0.0, schedule=None)
     fixed, each, everyone = rows_beside_state(algorithm, momentum, path.engine, path.form == "chain", whole)
-    at_once = max(0, min(engine.workers, cohort) - 1) if path.engine == "threads" else 0  # clients in work beside the one that was measured
+    at_once = max(0, min(engine.workers, cohort) - 1) if path.engine == "loop" else 0  # clients in work beside the one that was measured
     proof = 20 * row  # copies for the comparison of the faster forms, before the first round
     return state + max(int(row * (COPIES + fixed + (HIDDEN + each) * cohort + everyone * n + 3 * at_once)), proof)
 

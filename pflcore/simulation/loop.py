@@ -31,12 +31,13 @@ from pflcore.simulation.interrupts import unbroken
 from pflcore.simulation.personal import Models
 from pflcore.simulation.round import Outcome, begin, buffers_of, evaluate, evaluate_some, per_client, sample, step
 from pflcore.simulation.uploads import farthest
-from pflcore.train import Training, memory, prepared
+from pflcore.train import Training, memory
+from pflcore.train.bridge import Path as LocalPath
+from pflcore.train.bridge import prepared
+from pflcore.train.choose import LARGE
+from pflcore.train.fits import check_modes
 from pflcore.train.losses import Loss, default_loss, loss_name
 from pflcore.train.net import Net
-from pflcore.train.path import Path as LocalPath
-from pflcore.train.preflight import check_modes
-from pflcore.train.proof import LARGE
 from pflcore.train.random import STREAM, drawn
 
 VOID_ROUNDS = 3  # so many void rounds in a row end a run: same data, same lr, it will not recover
@@ -67,7 +68,7 @@ class Simulation:
     participation: float = 1.0  # max(1, floor(participation * N + 0.5)) clients a round
     clients: torch.Tensor | Sequence[int] | None = None  # ids of those who may take part; default: all
     seed: int = 0
-    engine: str = "auto"  # "threads", "vmap", or by the model; see `pflcore.train.path`
+    engine: str = "auto"  # "chain", "loop", "vmap", or by the model; see `pflcore.train.choose`
     workers: int | None = None  # threads; never changes a result
     device: str = "cpu"
     buffers: str = "auto"  # batch norm's running statistics: "average", "local" (each client its own), or as the method has it

@@ -23,10 +23,10 @@ from pflcore.simulation import rows
 from pflcore.simulation.checkpoint import replacing, write_tensors
 from pflcore.simulation.round import begin, own_way, step, views
 from pflcore.simulation.rows import OnDisk
-from pflcore.train import Engine, Local, Setting
+from pflcore.train.bridge import Engine, Local, Setting
+from pflcore.train.choose import check_single
 from pflcore.train.losses import binary_cross_entropy, hinge
 from pflcore.train.net import Net
-from pflcore.train.preflight import check_single
 from pflcore.train.random import generator_of
 
 ONE_BY_ONE = hinge, binary_cross_entropy  # losses to which each score stands for itself

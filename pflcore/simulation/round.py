@@ -15,7 +15,7 @@ from pflcore.algorithms.base import Cohort, Commit, FedAvg, Payload, Pool, State
 from pflcore.metrics import Metric, measured_by
 from pflcore.ops import kinds
 from pflcore.simulation import rows, uploads
-from pflcore.train import Local, Setting
+from pflcore.train.bridge import Local, Setting
 from pflcore.train.losses import shares_right, that_count
 from pflcore.train.net import Net
 from pflcore.train.random import drawn, generator_of
