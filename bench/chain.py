@@ -11,7 +11,8 @@ import torch.nn as nn
 from bench.problem import Problem, relative
 from bench.workload import LR, MODELS, epoch
 from pflcore.data import Federation
-from pflcore.train import Local, Net, Training, prepared
+from pflcore.train import Net, Training
+from pflcore.train.bridge import Local, prepared
 
 PROVIDERS = ("pflcore", "plain loop")
 BUILDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -54,7 +55,7 @@ def problem(size: dict[str, Any]) -> Problem:
     def error(got: torch.Tensor) -> float | None:
         if path.form != "chain":
             return None
-        general, _ = prepared(net, data, Training(lr=LR, batch_size=20), "threads", seed=0)
+        general, _ = prepared(net, data, Training(lr=LR, batch_size=20), "loop", seed=0)
         want = Local(general, torch.arange(n), 1, net.b0.expand(n, -1).clone()).fit(rows).w
         return relative(call(), want.double())  # the plain loop shuffles otherwise: the same training by the general path
 

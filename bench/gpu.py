@@ -233,10 +233,9 @@ def bench_round() -> list[Row]:
     from pflcore.algorithms import ALGORITHMS
     from pflcore.data.federation import Federation
     from pflcore.simulation.round import begin, step
+    from pflcore.train.bridge import Engine, Setting
     from pflcore.train.net import Net
-    from pflcore.train.settings import Setting
     from pflcore.train.training import Training
-    from pflcore.train.workers import Engine
 
     class LeNet(torch.nn.Module):
         def __init__(self) -> None:

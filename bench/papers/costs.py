@@ -18,8 +18,8 @@ from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
 from pflcore.simulation.footprint import Inline
 from pflcore.simulation.round import begin, step
+from pflcore.train.bridge import Setting
 from pflcore.train.net import Net
-from pflcore.train.settings import Setting
 from pflcore.train.training import Training
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ def cost(
     x, y = torch.randn(n * each, *shape, generator=gen), torch.randint(0, classes, (n * each,), generator=gen)
     data = Federation(x, y, {"train": list(torch.arange(n * each).split(each))}, classes)
     data = held_out(data) if algorithm.needs_val else data
-    s = Setting(net, data, Training(1e-3, batch_size, epochs), Inline("threads", 1), 0, warm + 1)
+    s = Setting(net, data, Training(1e-3, batch_size, epochs), Inline("loop", 1), 0, warm + 1)
     state = begin(algorithm, net, n)
     for _ in range(warm):
         state, _ = step(algorithm, state, s, torch.arange(n))

@@ -11,7 +11,8 @@ from torch import Tensor
 from pflcore import ops
 from pflcore.algorithms.base import Cohort, FedAvg, Payload, Tensors, only_sgd
 from pflcore.ops.kinds import Weighting
-from pflcore.train import Fit, Local, Training
+from pflcore.train import Training
+from pflcore.train.bridge import Fit, Local
 from pflcore.train.net import Net
 
 

@@ -3,7 +3,7 @@
 from parts.adamw import ADAMW, build, federation
 
 from pflcore import Net, Training
-from pflcore.train import prepared
+from pflcore.train.bridge import prepared
 
 
 def test_the_record_says_who_takes_the_steps():

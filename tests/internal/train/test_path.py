@@ -8,14 +8,14 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from parts.path import Own, federation, hooked, same_as_by_hand
+from pflcore.train.path import by_chain, by_chain_steps, by_module, choose_path, under_vmap
+from pflcore.train.proof import difference, trials
 from torch.nn.utils import parametrizations, spectral_norm
 
 from pflcore import Federation, Net, Training
 from pflcore.nn import Dropout
-from pflcore.train import prepared
+from pflcore.train.bridge import prepared
 from pflcore.train.chain import NoChain, compiled
-from pflcore.train.path import by_chain, by_chain_steps, by_module, choose_path, under_vmap
-from pflcore.train.proof import difference, trials
 
 
 class Scaled(nn.Linear):

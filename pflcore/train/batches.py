@@ -1,0 +1,143 @@
+"""Which samples every client takes in which step.
+
+A client's minibatches are a function of (seed, round, client, stream, epoch), so nothing depends on
+who else trains, on the engine, or on the number of workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property, lru_cache
+from itertools import groupby, product
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pflcore.data.federation import Federation
+from pflcore.train.random import client_seeds, shuffles
+from pflcore.train.training import Training
+from pflcore.train.workers import onto
+
+
+class Plan(NamedTuple):
+    """How long clients train, and on which of their shuffles."""
+
+    epochs: int | None = None  # None: the run's, or as many as the steps need
+    steps: int | None = None  # so many steps instead
+    by_size: bool = False  # clients of a step have as many samples
+    batches: int = 1  # minibatches of a step, each from a shuffle of its own
+    stream: str = "fit"  # names the shuffle: two fits of one hook take two streams
+
+
+class Step(NamedTuple):
+    """The next minibatch of the clients [a, b) of a chunk: samples [first, last) of an epoch."""
+
+    a: int
+    b: int
+    epoch: int
+    epochs: int  # that these clients train
+    place: int  # of the minibatch in its epoch
+    first: int
+    last: int
+
+    @property
+    def clients(self) -> slice:
+        """Of the chunk's rows."""
+        return slice(self.a, self.b)
+
+
+class Cut(NamedTuple):
+    """How an epoch is cut into minibatches."""
+
+    size: int
+    drop_last: bool
+    join_last: bool  # a last one of a single sample joins the one before
+    ragged: bool  # the clients of a step may have minibatches of any size
+
+
+@lru_cache(maxsize=4096)
+def steps_of(sizes: tuple[int, ...], cut: Cut, plan: Plan, whole: int) -> tuple[list[Step], Tensor, Tensor]:
+    """The steps of clients of these sizes [s], largest first; minibatches of an epoch [s]; steps
+    each takes [s].
+
+    As `DataLoader(batch_size, drop_last)` cuts them, but a client of less than a batch has one. The
+    clients of a step have minibatches of one size, so one vmap serves them; of any if `ragged`.
+    `whole`: the run's epochs.
+    """
+    size, steps = cut.size, plan.steps
+    cuts = [max(1, n // size if cut.drop_last else -(-n // size)) for n in sizes]
+    if cut.join_last and not cut.drop_last:
+        cuts = [c - (c > 1 and n % size == 1) for c, n in zip(cuts, sizes, strict=True)]
+    whole = plan.epochs or whole
+    takes = [c * whole if steps is None else steps for c in cuts]
+    epochs = [-(-t // c) for t, c in zip(takes, cuts, strict=True)]
+
+    def kind(i: int, place: int) -> tuple[int, int, int]:
+        own = sizes[i] if plan.by_size else 0
+        if cut.ragged:
+            return epochs[i], (place + 1) * size, 0
+        joined = sizes[i] == (place + 1) * size + 1 and place + 1 == cuts[i] and cut.join_last
+        return epochs[i], min((place + 1) * size + (joined and not cut.drop_last), sizes[i]), own
+
+    def found() -> Iterator[Step]:
+        for epoch, place in product(range(max(epochs)), range(cuts[0])):
+            first, clients = place * size, range(len(sizes))
+            on = [i for i in clients if place < cuts[i] and epoch * cuts[i] + place < takes[i]]
+            for (own, last, _), group in groupby(on, lambda i, place=place: kind(i, place)):
+                some = list(group)  # neighbours, since they are sorted by size
+                yield Step(some[0], some[-1] + 1, epoch, own, place, first, last)
+
+    return list(found()), torch.tensor(cuts), torch.tensor(takes)
+
+
+class Batches:
+    """The minibatches of some clients, as tables of places in the pool."""
+
+    def __init__(
+        self,
+        data: Federation,
+        training: Training,
+        key: tuple[int, int],  # the run's seed, the round
+        ids: NDArray[np.int64],  # [s], the clients of most samples first
+        plan: Plan,
+        ragged: bool = False,
+        join_last: bool = False,
+    ) -> None:
+        lists, cut = data.lists("train"), Cut(training.batch_size, training.drop_last, join_last, ragged)
+        self.size = lists.size[torch.from_numpy(ids)]
+        self.steps, self.cuts, self.taken = steps_of(tuple(self.size.tolist()), cut, plan, training.epochs)
+        passes = range(plan.batches * max(step.epochs for step in self.steps))
+        begin, orders = lists.begin[torch.from_numpy(ids)][:, None], []
+        for p in passes:
+            fixed = (key[0], 0, plan.stream, 0)  # one order for the whole run
+            words = client_seeds(ids, *((*key, plan.stream, p) if training.reshuffle else fixed))
+            orders.append(torch.from_numpy(shuffles(words, self.size.numpy())).add_(begin))
+        order = onto(torch.stack(orders, 1), lists.flat.device)
+        self.order = lists.flat.take(order)  # [s, passes, longest]
+        self._key = ids, key, plan.stream, data.y.device
+
+    @cached_property
+    def seeds(self) -> Tensor:
+        """Dropout's, [s, passes]."""
+        ids, key, stream, device = self._key
+        each = [client_seeds(ids, *key, stream, "noise", p) for p in range(self.order.shape[1])]
+        return onto(torch.from_numpy(np.stack(each, 1).view(np.int64)), device)
+
+    def places(self, step: Step, which: int = 0) -> Tensor:
+        """Where in the pool a step's samples are, [s, B]."""
+        return self.order[step.clients, step.epoch + which * step.epochs, step.first : step.last]
+
+    def seeds_of(self, step: Step, which: int = 0) -> Tensor:
+        """Seeds [s] for a step's dropout."""
+        return self.seeds[step.clients, step.epoch + which * step.epochs] + step.place
+
+    def count(self, step: Step) -> Tensor:
+        """How many of those places each client takes, [s]."""
+        return (self.size[step.clients] - step.first).clamp(max=step.last - step.first)
+
+    def number(self, step: Step) -> Tensor:
+        """How many steps each client took before this one, [s]."""
+        return step.epoch * self.cuts[step.clients] + step.place

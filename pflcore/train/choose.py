@@ -1,0 +1,316 @@
+"""What trains this model? A trial before round 1 answers, by model, data and device alone.
+
+The module itself is run by plain autograd on a few samples: that says whether model, data and
+criterion fit together (`fits`), and what losses and gradients are. Then a few clients with those
+samples are trained for a step by each engine, and must give the same: in float64, at the start plus
+noise, in training and in evaluation mode.
+
+On a CPU, "auto" takes the chain where a model is one; "loop" for convolutions and from `WIDE`
+weights on; else "vmap" where that carries the model. On a GPU: the chain, vmap, loop.
+"""
+
+from __future__ import annotations
+
+import copy
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from pflcore.data.federation import Federation
+from pflcore.nn.mode import forward_mode
+from pflcore.train import fits, memory
+from pflcore.train.batches import Batches, Plan
+from pflcore.train.chain import find_chain
+from pflcore.train.clients import Clients, Setting
+from pflcore.train.engines import Engine
+from pflcore.train.fits import Unfit
+from pflcore.train.net import Net
+from pflcore.train.training import Training
+from pflcore.train.workers import Workers, one_thread
+
+WIDE = 1 << 16  # weights from which, on a CPU, clients are trained faster one by one
+HERE = Path(__file__).parent
+LARGE = 1 << 19  # weights beyond which float64 copies would cost too much: the model's own dtype
+SIZES = (5, 5, 2, 2)  # samples of the trial's clients; batch norm takes no batch of one
+ENGINES = ("auto", "chain", "loop", "vmap")
+BATCH = 8  # of the first pass
+
+
+def prepared(
+    net: Net,
+    data: Federation,
+    training: Training,
+    engine: str = "auto",
+    workers: int | None = None,
+    seed: int = 0,
+    rounds: int = 1,
+) -> Setting:
+    """What a run needs; its engine says what trains the model, and why that.
+
+    One batch goes through the model before: ValueError, in one sentence, where model, data and
+    criterion do not fit together, or the `engine` that was asked for ("auto", "chain", "loop",
+    "vmap") cannot train the model. Without `workers` there is one for each core.
+    """
+    with one_thread():
+        net = net.reading(data.fields)
+        check(net, data, training)
+        chosen = Judge(net, data, trials(net, data)).choose(engine)
+    if chosen.chain is not None and training.local_optimizer != "sgd":
+        more = "it gives the gradients, and AdamW takes its steps in torch"
+        chosen = chosen._replace(why=f"{chosen.why}; {more}")
+    return Setting(net, data, training, chosen, Workers(workers), seed, rounds)
+
+
+# do they fit? -----------------------------------------------------------------------------------
+
+
+def check(net: Net, data: Federation, training: Training) -> None:
+    """One batch through the module, forward and backward; nothing is changed."""
+    fits.check_modes()
+    fits.refuse_first(fits.of_dtypes(net, data))
+    x, y = samples(data, max(2, min(training.batch_size, BATCH)))
+    for train in (False, True):
+        fits.refuse_draws(partial(passed, net, data, x, y, train))
+    check_single(net, data, training)
+
+
+def check_single(net: Net, data: Federation, training: Training) -> None:
+    """Batch norm cannot train on one sample: a last batch of one joins the one before it; a client
+    who has no other is refused."""
+    size, batch = data.size("train"), training.batch_size
+    lone = (size == 1) | (batch == 1)
+    single = lone | ((size % batch == 1) & (not training.drop_last))
+    if not bool(single.any()):
+        return
+    try:
+        passed(net, data, *samples(data, 1), True)
+    except Unfit as e:
+        net.joins = training.join_last
+        for i in (lone if net.joins else single).nonzero()[:1, 0].tolist():
+            raise Unfit(
+                f"data: client {i} ({int(size[i])} samples, batch_size {batch}) has a batch of one "
+                "sample, on which this model cannot train, as batch norm cannot; take another "
+                "batch_size, or leave clients of one sample out."
+            ) from e
+
+
+def passed(net: Net, data: Federation, x: Tensor, y: Tensor, train: bool) -> Tensor:
+    """The loss of one batch by a copy of the module, its backward pass tried, its head found."""
+    module, called = copy.deepcopy(net.module).train(train), []  # type: tuple[Any, list[str]]
+    seed = torch.zeros((), dtype=torch.int64, device=x.device)
+    with explained(module, data, called):
+        loss, grads = answer(net, module, x, y, seed, data)
+    net.see([n for n, g in zip(net.names, grads, strict=True) if g is not None], called)
+    return loss
+
+
+@contextmanager
+def explained(module: nn.Module, data: Federation, called: list[str]) -> Iterator[None]:
+    """What a layer raises inside is raised in the user's words; layers that are called are noted."""
+    inside: list[Any] = ["", module, None]  # the layer at work: name, module, input
+
+    def enter(m: nn.Module, given: Any, name: str) -> None:
+        inside[:] = [name, m, given[0] if given else None]
+        called.append(name)
+
+    layers = [(n, m) for n, m in module.named_modules() if not m._modules or isinstance(m, nn.Linear)]
+    hooks = [m.register_forward_pre_hook(partial(enter, name=n)) for n, m in layers]
+    try:
+        yield
+    except Exception as e:
+        if isinstance(e, Unfit) or memory.ran_out(e):
+            raise
+        raise Unfit(next(fits.of_layer(*inside, data, e))) from e
+    finally:
+        for hook in hooks:
+            hook.remove()
+        inside.clear()  # it holds the module, whose hooks held it
+
+
+def answer(
+    net: Net, module: nn.Module, x: Tensor, y: Tensor, seed: Tensor, data: Federation | None = None
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """Loss and gradients of the module itself, as a user would take them by hand; with `data`,
+    faults are told in sentences."""
+    with forward_mode(module.training, None, seed), torch.enable_grad():
+        scores = module(x)
+        if data is not None:
+            fits.refuse_first(fits.of_scores(net, data, scores, y))
+            net.one_score = scores.numel() == y.numel()
+        remedy = "; take loss='binary_cross_entropy'" * ("BCE" in type(net.criterion).__name__)
+        with fits.said_as(
+            f"criterion: it fails on scores of shape {list(scores.shape)} and targets of shape {list(y.shape)} ({y.dtype}): {{}}{remedy}."
+        ):
+            loss = net.criterion(scores, y)
+        fits.refuse_first(fits.of_loss(loss))
+    own = dict(module.named_parameters())
+    with fits.said_as("model: its backward pass fails: {}."):
+        grads = torch.autograd.grad(loss.sum(), [own[n] for n in net.names], allow_unused=True)
+    fits.refuse_first(fits.of_gradients(g for g in grads if g is not None))
+    return loss.detach(), grads
+
+
+def samples(data: Federation, count: int) -> tuple[Tensor, Tensor]:
+    """Training samples and labels, from as many clients as there are, some twice where too few."""
+    lists = data.lists("train")
+    each = -(-count // len(lists))
+    index = torch.cat([i[:each] for i in lists[:count]])
+    index = index.repeat(-(-count // len(index)))[:count]
+    return data.x[index], data.y[index]
+
+
+# is the engine the model? -----------------------------------------------------------------------
+
+
+@dataclass
+class Trial:
+    """A few clients, and what the module says of them."""
+
+    clients: Clients  # of one engine or another
+    w: Tensor  # [s, P]
+    losses: dict[str, Tensor]  # [s] in "training" and in "evaluation" mode
+    grads: dict[str, Tensor]  # [s, P]
+
+    def difference(self, engine: Engine) -> str | None:
+        """Where an engine's losses and gradients are not the module's, in a few words."""
+        setting = self.clients.setting._replace(engine=engine)
+        clients = Clients(setting, self.clients.ids, 0, self.clients.buffers)
+        fit = clients.fit(self.w, epochs=1, lr=1.0)
+        found = {"training": (fit.loss, self.w - fit.w)}
+        if engine.name == "loop" or engine.chain:  # vmap does not evaluate
+            found["evaluation"] = (clients.loss(self.w, "test"), clients.grad(self.w, "test"))
+        share = 1e-10 if self.w.dtype == torch.float64 else 1e-3
+        for mode, both in found.items():
+            module = (self.losses[mode], self.grads[mode])
+            for what, got, want in zip(("loss", "gradient"), both, module, strict=True):
+                size, gap = (float(v.abs().nan_to_num(0.0).max()) for v in (want, got - want))
+                if not torch.equal(got.isnan(), want.isnan()) or gap > share * max(1.0, size):
+                    return f"its {what} is another in {mode} mode (off by {gap:.1e}, the largest is {size:.1e})"
+        return None
+
+
+def trials(net: Net, data: Federation) -> list[Trial]:
+    """One in float64, and one in the model's own dtype; or that alone, of a large model or one that
+    fixes a dtype somewhere."""
+    if net.dtype != torch.float64 and net.size <= LARGE:
+        wide = net.to(net.w0.device)
+        wide.module.double()
+        wide.dtype, wide.w0, wide.b0 = torch.float64, wide.w0.double(), wide.b0.double()
+        try:
+            return [trial(wide, data), trial(net, data)]
+        except (RuntimeError, TypeError, ValueError):
+            pass
+    return [trial(net, data)]
+
+
+def trial(net: Net, data: Federation) -> Trial:
+    """Clients at the start plus noise of half of each parameter's size."""
+    sizes = SIZES if net.size <= LARGE else SIZES[:1]
+    both = (v.to(net.dtype) if v.is_floating_point() else v for v in samples(data, sum(sizes)))
+    x, y = (torch.cat([v, v]) for v in both)  # no sample may be in two splits
+    for m in net.module.modules():  # samples that were drawn may have no padding
+        if getattr(m, "padding_idx", None) is not None and not x.is_floating_point() and x.dim() > 1:
+            x[::2, ..., -1] = m.padding_idx  # type: ignore[assignment]
+    lists = torch.arange(len(x), device=x.device).split(sizes * 2)
+    index = {"train": lists[: len(sizes)], "test": lists[len(sizes) :]}
+    made = Federation(x, y, index, data.classes, fields=data.fields)
+    engine, how = Engine("loop"), Training(batch_size=max(sizes))
+    setting = Setting(net, made, how, engine, Workers(1))
+    clients = Clients(setting, torch.arange(len(sizes)), 0, net.b0.repeat(len(sizes), 1))
+    batches = Batches(made, how, (0, 0), clients.ids.numpy(), Plan(1))
+    order, seeds = batches.order[:, 0], batches.seeds[:, 0]
+    draws, module = torch.Generator().manual_seed(0), copy.deepcopy(net.module)
+    spread = [net.w0[s].square().mean().sqrt().mul(0.5).add(0.01) for s in net.slices.values()]
+    noise = torch.randn(len(sizes), net.size, generator=draws, dtype=torch.float64).to(net.w0)
+    scale = [v.expand(n) for v, n in zip(spread, net.sizes, strict=True)]
+    found = Trial(clients, net.w0 + noise * torch.cat(scale), {}, {})
+    for train, mode in ((True, "training"), (False, "evaluation")):
+        both = []
+        for i, n in enumerate(sizes):
+            at = order[i, :n] if train else lists[i]
+            net.load(module, found.w[i], net.b0).train(train)
+            loss, grads = answer(net, module, x[at], y[at], seeds[i])
+            pairs = zip(grads, net.shapes, strict=True)
+            flat = [g.reshape(-1) if g is not None else x.new_zeros(s.numel(), dtype=net.dtype) for g, s in pairs]
+            both.append((loss.reshape(()), torch.cat(flat)))
+        found.losses[mode], found.grads[mode] = (torch.stack(v) for v in zip(*both, strict=True))
+    return found
+
+
+@dataclass
+class Judge:
+    """Compares engines with the module, and collects what there is to say."""
+
+    net: Net
+    data: Federation
+    trials: list[Trial]
+    reasons: list[str] = field(default_factory=list)
+
+    def choose(self, asked: str) -> Engine:
+        loop, net = Engine("loop"), self.net
+        if asked not in ENGINES:
+            raise Unfit(f"engine: expected one of {', '.join(ENGINES)}, got {asked!r}.")
+        wrong = self.wrong(loop) or self.wrong(loop)  # a count of passes is in step once
+        if wrong:
+            raise Unfit(
+                "model: as a function of its parameters it is not what the module computes: "
+                f"{wrong}; its forward must use the parameters where they are registered, and "
+                "nothing that another pass has changed."
+            )
+        if asked == "loop":
+            return loop
+        chain = None if asked == "vmap" else self.chain()
+        if chain is None and asked == "chain":
+            raise Unfit(f"engine: 'chain' cannot train this model: {self.reasons[-1]}; take 'auto'.")
+        lstm = any(isinstance(m, nn.LSTM) for m in net.module.modules())
+        wide = f"of {net.size} weights" if net.size > WIDE else ""
+        what = "with convolutions" if net.has_conv else "with an LSTM" if lstm else wide
+        slow = f"a model {what}, on a CPU" if what else ""
+        if asked == "vmap" or net.w0.device.type != "cpu" or not slow:
+            wrong = self.wrong(Engine("vmap"))
+            slow = f"vmap cannot train this model: {wrong}" if wrong else ""
+        if wrong and asked == "vmap":
+            raise Unfit(f"engine: 'vmap' cannot train this model: {wrong}; take 'auto' or 'loop'.")
+        why = "asked for" if asked == "vmap" else slow or "all clients take a step at once"
+        if chain is not None:
+            why = "a chain of layers that the kernels know"
+        return Engine("loop" if slow else "vmap", chain, "; ".join([why, *self.reasons]))
+
+    def chain(self) -> Any:
+        """The model's chain, where it has one and that is the model."""
+        chain = find_chain(self.net, self.data)
+        if isinstance(chain, str):
+            self.reasons.append(f"no chain of layers that the kernels know: {chain}")
+            return None
+        wrong = self.wrong(Engine("loop", chain))
+        if wrong is None:
+            return chain
+        said = f"the chain that stands for this model is not the model: {wrong}; the general path trains it"
+        self.reasons.append(said)
+        if "off by" in wrong:  # it gives other numbers, rather than none
+            warnings.warn(f"pflcore: {said}.", UserWarning, stacklevel=5)
+        return None
+
+    def wrong(self, engine: Engine) -> str | None:
+        """Where an engine differs from the module, or what it raises; None: nowhere."""
+        try:
+            return next((w for t in self.trials if (w := t.difference(engine))), None)
+        except Exception as e:
+            if memory.ran_out(e) or ours(e):
+                raise
+            return fits.first_line(e)
+
+
+def ours(e: BaseException) -> bool:
+    """Whether the code that trains raised it, and not what it was given to train."""
+    last = Path(traceback.extract_tb(e.__traceback__)[-1].filename)
+    return last.parent == HERE and last.stem in ("batches", "clients", "engines", "workers")

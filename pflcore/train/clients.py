@@ -1,0 +1,355 @@
+"""The clients of a cohort in training: what an algorithm's hook is given.
+
+Nothing here changes anything: `fit` returns what it did, and `after(fit)` are the clients with the
+statistics of batch norm that it left. S clients, rows [S, Q], in the order of `ids`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from pflcore.data.federation import Federation
+from pflcore.data.ragged import Ragged
+from pflcore.nn.mode import forward_mode
+from pflcore.ops.chain import chain_eval, chain_grad
+from pflcore.train.batches import Batches, Plan
+from pflcore.train.engines import MODEL, Chunk, Engine, Objective, Tensors, cut, gradients, train
+from pflcore.train.fits import refuse_first
+from pflcore.train.losses import CRITERIA, shares_right
+from pflcore.train.net import Net
+from pflcore.train.random import client_seeds
+from pflcore.train.training import Training
+from pflcore.train.workers import Workers, onto
+
+EVAL_BATCH = 125  # a forward batch of 1,000 or more costs twice as much a sample
+PARTS = 8  # of an evaluation by the kernels of a chain
+Update = Callable[[Tensors, Callable[..., Tensor], Tensor], Tensors]  # rows, grad, taken
+Predict = Callable[[Tensors, Net, Tensor], Tensor]  # one client's model, net, x -> scores
+
+
+class Setting(NamedTuple):
+    """What stays the same over a run."""
+
+    net: Net
+    data: Federation
+    training: Training
+    engine: Engine
+    workers: Workers
+    seed: int = 0
+    rounds: int = 1
+
+
+def by_row(model: Tensors, net: Net, x: Tensor) -> Tensor:
+    """The scores of a model of the run's kind."""
+    return net(model["w"], x)
+
+
+class Fit(NamedTuple):
+    """What training did."""
+
+    rows: Tensors  # [S, ...] the trained rows
+    buffers: Tensor  # [S, b] batch norm's statistics afterwards
+    loss: Tensor  # [S] float64, mean over the minibatches, each before its step
+    steps: Tensor  # [S] float64, how many each took
+
+    @property
+    def w(self) -> Tensor:
+        """The trained models [S, Q]."""
+        return self.rows["w"]
+
+    @property
+    def grad(self) -> Tensor:
+        """Mean minibatch gradient [S, Q], clipped, SGD's weight decay included; no other term."""
+        return self.rows["grad"]
+
+
+@dataclass(frozen=True)
+class Clients:
+    """A cohort with its data; rows are [S, Q], models dicts of [S, ...]."""
+
+    setting: Setting
+    ids: Tensor  # [S] int64
+    round: int
+    buffers: Tensor  # [S, b] batch norm's statistics
+
+    def take(self, kept: Tensor) -> Clients:
+        """Those who are `kept`, bool [S]."""
+        buffers = self.buffers[onto(kept, self.buffers.device)]
+        return replace(self, ids=self.ids[kept.cpu()], buffers=buffers)
+
+    @property
+    def net(self) -> Net:
+        """The model as a function of a row."""
+        return self.setting.net
+
+    @property
+    def size(self) -> Tensor:
+        """Training samples of each client, [S]."""
+        return self.setting.data.size("train")[self.ids]
+
+    @property
+    def counts(self) -> Tensor:
+        """Training samples of each client and class, [S, C]."""
+        return self.setting.data.counts("train", self.ids)
+
+    def after(self, fit: Fit) -> Clients:
+        """The same clients with the statistics that `fit` left."""
+        return replace(self, buffers=fit.buffers)
+
+    @property
+    def lr(self) -> float:
+        """The step size of this round."""
+        return self.setting.training.lr_at(self.round, self.setting.rounds)
+
+    def has(self, split: str) -> bool:
+        """Whether the federation has this split."""
+        return split in self.setting.data.index
+
+    # training -----------------------------------------------------------------------------------
+    def fit(
+        self,
+        w: Tensor,  # [S, Q]
+        objective: Objective = MODEL,
+        *,
+        epochs: int | None = None,
+        steps: int | None = None,  # so many steps instead of epochs
+        lr: float | None = None,
+        stream: str = "fit",  # names the shuffle: two fits of one hook take two streams
+        mean_grad: bool = False,
+    ) -> Fit:
+        """Minibatch training from `w` on each client's training data, by the run's optimizer."""
+        t, rate = self.setting.training, self.lr if lr is None else lr
+        rows = {"w": w} | ({"grad": w.new_zeros(()).expand_as(w)} if mean_grad else {})
+
+        def work(chunk: Chunk, mine: Tensors, terms: Tensors) -> None:
+            train(chunk, mine["w"], terms, t, rate, mine.get("grad"))
+            if mean_grad:
+                mine["grad"] /= onto(chunk.batches.taken[:, None], w.device).to(w.dtype)
+
+        plan = Plan(epochs, steps, steps is not None, stream=stream)
+        return self._train(rows, work, objective, plan, objective.terms(w))
+
+    def each_batch(
+        self,
+        rows: Tensors,  # [S, ...]
+        update: Update,
+        objective: Objective = MODEL,
+        *,
+        batches: int = 1,
+        epochs: int | None = None,
+        steps: int | None = None,
+        stream: str = "fit",
+    ) -> Fit:
+        """The general, slower form: `update(rows, grad, taken) -> rows` takes a step.
+
+        It sees s clients at once, [s, ...], and treats each alone; rows that it changes in place it
+        need not return. `taken` [s] is how many steps each took before. `grad(w, which=0)` is the
+        gradient [s, Q] of the objective's loss at any `w` on the step's `which`-th minibatch;
+        the `batches` of a step come from as many shuffles.
+        """
+
+        def work(chunk: Chunk, mine: Tensors, _: Tensors) -> None:
+            for step in chunk.batches.steps:
+                seen = {k: v[step.clients] for k, v in mine.items()}
+                for k, v in update(seen, chunk.look(step), chunk.batches.number(step)).items():
+                    mine[k][step.clients] = v
+
+        plan, width = Plan(epochs, steps, True, batches, stream), max(v[0].numel() for v in rows.values())
+        # so many chunks that their arithmetic outweighs their steps' Python
+        most = max(2, len(self.ids) * self.setting.training.batch_size * width >> 23)
+        return self._train(rows, work, objective, plan, most=most)
+
+    # looking ------------------------------------------------------------------------------------
+    def places(self, split: str) -> Ragged:
+        """Where each client's samples of a split are in the pool."""
+        data = self.setting.data
+        if not self.has(split):
+            have = ", ".join(data.index)
+            fault = f"split: this federation has {have}, not {split!r}; split the clients' samples first."
+            refuse_first(iter([fault]))
+        return data.lists(split).take(self.ids)
+
+    def labels(self, split: str) -> Tensor:
+        """The labels [n, ...] of a split as the clients know them, client after client."""
+        lists = self.places(split)
+        y = self.setting.data.y.index_select(0, lists.flat)
+        if self._relabel is None:
+            return y
+        own = self._relabel.index_select(0, lists.owner())
+        return own.gather(1, y.view(len(y), -1)).view_as(y)
+
+    def outputs(self, model: Tensors, split: str, f: Predict) -> Tensor:
+        """`f(one client's model, net, x)` on all its samples in evaluation mode: [n, ...], client
+        after client. Where all have one model, batches do not end with a client."""
+        lists, net, x = self.places(split), self.net, self.setting.data.x
+        found = [(0, lists.flat)] if self._have_one(model) else enumerate(lists)
+        parts = [(i, part) for i, places in found for part in places.split(EVAL_BATCH)]
+
+        def look(part: tuple[int, Tensor]) -> Tensor:
+            i, places = part
+            own = {k: v[i] for k, v in model.items()}
+            with torch.no_grad(), forward_mode(False, self.buffers[i], alone=True):
+                return f(own, net, x.index_select(0, places))
+
+        return torch.cat(self.setting.workers.map(look, parts))
+
+    def scores(self, model: Tensors, split: str, predict: Predict = by_row) -> list[tuple[Tensor, Tensor]]:
+        """Each client's scores [n, ...] and labels [n, ...]."""
+        size, z = self.places(split).size.tolist(), self.outputs(model, split, predict)
+        return list(zip(z.split(size), self.labels(split).split(size), strict=True))
+
+    def features(self, w: Tensor, split: str = "train") -> tuple[Tensor, Tensor]:
+        """What each client's head sees, [S, n, H], and the labels [S, n]; short clients are padded
+        with zeros and labels -1."""
+        pairs = self.scores({"w": w}, split, lambda model, net, x: net.features(model["w"], x))
+        z, y = zip(*pairs, strict=True)
+        return pad_sequence(z, batch_first=True), pad_sequence(y, True, padding_value=-1)
+
+    def loss(self, w: Tensor, split: str = "train") -> Tensor:
+        """Each client's mean loss [S] at `w` [S, P] over all samples, in evaluation mode."""
+        return self.measure({"w": w}, split)[0].to(w)
+
+    def measure(
+        self,
+        model: Tensors,
+        split: str,
+        predict: Predict = by_row,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Each client's mean loss [S] and, for classes, its share of right answers [S] float64."""
+        net = self.net
+        classes = net.scores_classes and not self.setting.data.y.is_floating_point()
+        if self.setting.engine.chain is not None and predict is by_row:
+            loss, right = self._by_chain(model["w"], split)
+            return loss, right if classes else None
+        pairs, right = self.scores(model, split, predict), None
+        z, y = (torch.cat(each) for each in zip(*pairs, strict=True))
+        if classes:
+            right = self._means(shares_right(z, y), split)
+        if self._have_one(model) and net.criterion in CRITERIA.values():
+            losses = torch.vmap(net.criterion)(z[:, None], y[:, None])
+            return self._means(losses, split), right
+        return torch.stack([net.criterion(z, y) for z, y in pairs]), right
+
+    def grad(self, w: Tensor, split: str = "train") -> Tensor:
+        """Each client's gradient [S, P] of `loss`.
+
+        With batch norm, and on "train", it is the mean over minibatches in training mode, as they
+        lie, no last one of a single sample: training normalizes by the batch.
+        """
+        lists, y, setting = self.places(split), self.labels(split), self.setting
+        train = split == "train" and bool(self.net.buffer_names)
+        batch = setting.training.batch_size if train else EVAL_BATCH
+        seeds = client_seeds(self.ids.numpy(), setting.seed, self.round, "grad").view(np.int64)
+        seed, labels = onto(torch.from_numpy(seeds), w.device), y.split(lists.size.tolist())
+
+        def by_kernels(part: slice) -> Tensor:
+            own = lists[part]
+            index = pad_sequence(list(own), batch_first=True)
+            return chain_grad(w[part], *self._pool(part), index, own.size, None)[0]
+
+        def by_engine(i: int) -> Tensor:
+            one, at, n = slice(i, i + 1), lists[i], int(lists.size[i])
+            total, cuts = torch.zeros_like(w[i]), [*range(batch, n - (train and n > 1), batch), n]
+            for k, (a, b) in enumerate(pairwise([0, *cuts])):
+                x, buffers = setting.data.x.index_select(0, at[a:b]), self.buffers[one].clone()
+                given = (w[one], x[None], labels[i][None, a:b], buffers, seed[one] + k)
+                total += gradients(self.net, *given, False, train)[1][0] * ((b - a) / n)
+            return total
+
+        if setting.engine.chain is not None:
+            return torch.cat(setting.workers.map(by_kernels, self._parts(lists)))
+        return torch.stack(setting.workers.map(by_engine, range(len(lists))))
+
+    # inside ---------------------------------------------------------------------------------------
+    def _train(
+        self,
+        rows: Tensors,
+        work: Callable[[Chunk, Tensors, Tensors], None],
+        objective: Objective,
+        plan: Plan,
+        terms: Tensors = {},  # noqa: B006
+        most: int = 16,
+    ) -> Fit:
+        """`work(chunk, its clients' rows, their terms)` on every chunk of the cohort."""
+        setting, device, count = self.setting, self.buffers.device, len(self.ids)
+        engine, relabel = objective.engine(setting.engine), self._relabel
+        how = {"memory_format": torch.contiguous_format}
+        out = {k: torch.empty_like(v, **how) for k, v in rows.items()}
+        done = Fit(out, self.buffers.clone(), *torch.zeros(2, count, dtype=torch.float64, device=device))
+
+        def run(pos: Tensor) -> None:
+            at = onto(pos, device)
+
+            def mine(tensors: Tensors) -> Tensors:
+                return {k: v[at] for k, v in tensors.items()}
+
+            key, ragged = (setting.seed, self.round), engine.chain is not None
+            which = (key, self.ids[pos].numpy(), plan, ragged, self.net.joins)
+            batches = Batches(setting.data, setting.training, *which)
+            own = (batches, None if relabel is None else relabel[at], self.buffers[at], engine)
+            chunk = Chunk(self.net, setting.data, *own, objective.loss, mine(objective.extra))
+            trained = mine(rows)
+            work(chunk, trained, cut(terms, at))
+            for k, v in trained.items():
+                out[k][at] = v
+            done.buffers[at], done.steps[at] = chunk.buffers, onto(batches.taken, device).double()
+            done.loss[at] = chunk.losses / done.steps[at]
+
+        width = max(v[0].numel() for v in rows.values())
+        samples = int(self.size.sum()) if engine.chain and device.type == "cpu" else 0
+        order = torch.from_numpy(np.lexsort((self.ids.numpy(), -self.size.numpy())))
+        chunks = engine.chunks(count, width, samples, most)
+        cuts = [count * j // chunks for j in range(chunks + 1)]
+        setting.workers.map(run, [order[a:b] for a, b in pairwise(cuts)])
+        return done
+
+    def _have_one(self, model: Tensors) -> bool:
+        """Whether all clients have one model: rows that are one row expanded, one statistics."""
+        one = all(len(v) > 1 and v.stride(0) == 0 for v in model.values())
+        return one and bool((self.buffers == self.buffers[:1]).all())
+
+    def _means(self, values: Tensor, split: str) -> Tensor:
+        """Each client's mean [S] float64 of values [n] of its samples."""
+        size = onto(self.setting.data.size(split)[self.ids], values.device)
+        owner = torch.arange(len(size), device=size.device).repeat_interleave(size)
+        return values.new_zeros(len(size), dtype=torch.float64).index_add_(0, owner, values.double()) / size
+
+    @cached_property
+    def _relabel(self) -> Tensor | None:
+        """Labels [S, C] as each client knows them, where they differ."""
+        data = self.setting.data
+        return None if data.relabel is None else data.relabel[onto(self.ids, data.device)]
+
+    def _pool(self, s: slice) -> tuple[Any, ...]:
+        """The first arguments of the chain's kernels, for some of the clients."""
+        data, relabel = self.setting.data, self._relabel
+        own = None if relabel is None else relabel[s]
+        return (*self.setting.engine.chain.head, data.x, data.y, own)
+
+    def _parts(self, lists: Ragged) -> list[slice]:
+        """The cohort for a few calls of the chain's kernels, about as many samples each."""
+        count, n = len(self.ids), len(lists.flat)
+        parts = min(count, PARTS if n * self.net.size >= 1 << 24 else 1)
+        inner = torch.searchsorted(lists.begin, torch.arange(1, parts) * n // parts)
+        return [slice(a, b) for a, b in pairwise([0, *inner.tolist(), count]) if a < b]
+
+    def _by_chain(self, w: Tensor, split: str) -> tuple[Tensor, Tensor]:
+        """Losses and shares of right answers by the kernels."""
+        lists = self.places(split)
+
+        def look(part: slice) -> Tensor:
+            own = lists[part]
+            losses, right, _ = chain_eval(w[part], *self._pool(part), own.flat, own.begin, 0)
+            return torch.stack([losses, (right & ~losses.isnan()).double()])  # NaN is no answer
+
+        both = torch.cat(self.setting.workers.map(look, self._parts(lists)), 1)
+        return self._means(both[0], split), self._means(both[1], split)

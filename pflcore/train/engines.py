@@ -1,0 +1,260 @@
+"""Gradients of many clients' models: the two engines, and the chain behind the same question.
+
+"loop" trains one client after another on each thread (convolutions and large models on a CPU),
+"vmap" a chunk of clients at once (linear models, MLPs, GPUs). A model that is a chain of layers is
+trained whole by a kernel. All take the same minibatches and agree up to rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pflcore import ops
+from pflcore.data.federation import Federation
+from pflcore.nn.mode import context, forward_mode
+from pflcore.ops.chain import chain_grad, chain_sgd_
+from pflcore.ops.sgd import check_sgd, clipped, corrected
+from pflcore.train.batches import Batches, Step
+from pflcore.train.chain import Chain
+from pflcore.train.net import Net
+from pflcore.train.training import Training
+
+Tensors = dict[str, Tensor]
+LossFn = Callable[[Net, Tensor, Tensor, Tensor, Tensors], Tensor]  # net, row, x, y, extra
+
+
+class Engine(NamedTuple):
+    """What computes gradients."""
+
+    name: str  # "loop" or "vmap"
+    chain: Chain | None = None  # what the kernels train; the engine does the rest
+    why: str = "asked for"
+
+    def chunks(self, clients: int, width: int, samples: int, most: int = 16) -> int:
+        """Into how many chunks a cohort's rows of `width` are cut; no matter how many workers.
+
+        `samples` of the cohort go through a chain's kernels, where only arithmetic counts.
+        """
+        if self.name == "loop" and not samples:
+            return clients
+        small = 2 if clients * width >= 1 << 18 else 1
+        parts = 16 if samples * width >= 1 << 28 else 4 if samples * width >= 1 << 22 else small
+        return min(clients, parts, most)
+
+
+class Objective(NamedTuple):
+    """What is minimized, if not the run's loss: each step is along
+    `mask * (gradient + shift + mu * (w - anchor))`. Tensors are of the cohort's clients."""
+
+    prox: tuple[Tensor | float, Tensor] | None = None  # mu: a number, [S]; anchor [S, Q]
+    shift: Tensor | None = None  # [S, Q] added to every gradient
+    mask: Tensor | None = None  # [Q] or [S, Q]; where it is 0 nothing moves
+    loss: LossFn | None = None
+    extra: Tensors = {}  # noqa: RUF012 [S, ...], whose slices the loss is given
+    alone: bool = False  # never under vmap, for a loss that it cannot carry
+
+    def engine(self, usual: Engine) -> Engine:
+        """What computes its gradients: the chain knows the run's loss alone."""
+        if self.loss is None and not self.alone:
+            return usual
+        return Engine("loop" if self.alone else usual.name)
+
+    def terms(self, w: Tensor) -> Tensors:
+        """What is added to the gradients at `w` [S, Q], [S, ...], as `ops.sgd_step_` names it."""
+        terms = {}
+        if self.prox is not None:
+            mu = torch.as_tensor(self.prox[0], dtype=w.dtype, device=w.device)
+            terms |= {"mu": mu.reshape(-1).expand(len(w)), "anchor": self.prox[1]}
+        if self.shift is not None:
+            terms["shift"] = self.shift
+        if self.mask is not None:
+            terms["mask"] = self.mask.to(w.dtype)
+        return terms
+
+
+def cut(terms: Tensors, clients: Any) -> Tensors:
+    """Some clients' terms; a mask [Q] is everybody's."""
+    return {k: v if (k, v.dim()) == ("mask", 1) else v[clients] for k, v in terms.items()}
+
+
+MODEL = Objective()  # the run's own loss alone
+
+
+def gradients(
+    net: Net,
+    rows: Tensor,  # [s, Q]
+    x: Tensor,  # [s, B, ...]
+    y: Tensor,  # [s, B, ...]
+    buffers: Tensor,  # [s, b]
+    seeds: Tensor,  # [s]
+    vmap: bool,
+    train: bool = True,
+    own: LossFn | None = None,
+    extra: Tensors = {},  # noqa: B006
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses [s], gradients [s, Q], buffers [s, b] by autograd: of all under vmap, or of one."""
+
+    def loss(w: Tensor, x: Tensor, y: Tensor, buffers: Tensor, seed: Tensor, extra: Tensors) -> tuple[Tensor, Tensor]:
+        with forward_mode(train, buffers, seed, alone=not vmap):
+            value = net.loss(w, x, y) if own is None else own(net, w, x, y, extra)
+            return value, buffers if context.buffers is None else context.buffers
+
+    w = rows.detach().requires_grad_()
+    given = (w, x, y, buffers, seeds)
+    if vmap:
+        losses, after = torch.vmap(loss)(*given, extra)
+    else:
+        one = loss(*(t[0] for t in given), {k: v[0] for k, v in extra.items()})
+        losses, after = (t[None] for t in one)
+    (g,) = torch.autograd.grad(losses.sum(), w)
+    return losses.detach(), g, after
+
+
+@dataclass
+class Chunk:
+    """Some clients of a cohort, largest first, on their way through their minibatches."""
+
+    net: Net
+    data: Federation
+    batches: Batches
+    relabel: Tensor | None  # [s, C] labels as each client knows them
+    buffers: Tensor  # [s, b], changed
+    engine: Engine
+    loss: LossFn | None = None  # in place of the run's
+    extra: Tensors = field(default_factory=dict)  # [s, ...], its own tensors
+
+    def __post_init__(self) -> None:
+        self.losses = torch.zeros(len(self.buffers), dtype=torch.float64, device=self.data.device)
+        self.leaves: list[Tensor] = []
+        self._at: tuple[Step, int] | None = None
+
+    def samples(self, step: Step, which: int) -> tuple[Tensor, Tensor]:
+        """x [s, B, ...] and the clients' own labels y [s, B, ...] of a minibatch."""
+        if self._at != (step, which):  # a step may look at its samples more than once
+            at, pool = self.batches.places(step, which), (self.data.x, self.data.y)
+            x, y = (t.index_select(0, at.flatten()).unflatten(0, at.shape) for t in pool)
+            if self.relabel is not None:
+                y = self.relabel[step.a : step.b].gather(1, y.flatten(1)).view_as(y)
+            self._at, self._samples = (step, which), (x, y)
+        return self._samples
+
+    def gradient(self, w: Tensor, step: Step, which: int = 0) -> tuple[Tensor, Tensor]:
+        """Losses [s] and gradients [s, Q] at `w` [s, Q] on a step's `which`-th minibatch."""
+        s, chain, b = step.clients, self.engine.chain, self.batches
+        if chain is not None:
+            seeds = b.seeds_of(step, which) if chain.dropout else None
+            given = (b.places(step, which), b.count(step), seeds)
+            g, losses = chain_grad(w.detach(), *self.pool(s), *given)
+            return losses, g
+        extra, vmap = {k: v[s] for k, v in self.extra.items()}, self.engine.name == "vmap"
+        given = (w, *self.samples(step, which), self.buffers[s], b.seeds_of(step, which))
+        losses, g, self.buffers[s] = gradients(self.net, *given, vmap, True, self.loss, extra)
+        return losses, g
+
+    def look(self, step: Step) -> Callable[..., Tensor]:
+        """`grad(w, which=0)` of a step; its first value on the first minibatch is the loss."""
+        seen: list[bool] = []
+
+        def grad(w: Tensor, which: int = 0) -> Tensor:
+            losses, g = self.gradient(w, step, which)
+            if which == 0 and not seen:
+                self.losses[step.clients] += losses
+                seen.append(True)
+            return g
+
+        return grad
+
+    def pool(self, s: slice = slice(None)) -> tuple[Any, ...]:
+        """The first arguments of the chain's kernels, for some of the clients."""
+        assert self.engine.chain is not None
+        relabel = None if self.relabel is None else self.relabel[s]
+        return (*self.engine.chain.head, self.data.x, self.data.y, relabel)
+
+    def on_leaves(self, step: Step) -> tuple[Tensor, ...]:
+        """The gradient by parameters, at the row whose views `leaves` are: one client's."""
+        (x, y), seeds = self.samples(step, 0), self.batches.seeds_of(step)
+        with forward_mode(True, self.buffers[0], seeds[0], alone=True):
+            loss = self.net.criterion(self.net.on_leaves(x[0]), y[0])
+            self.buffers[0] = self.buffers[0] if context.buffers is None else context.buffers
+        self.losses += loss.detach()
+        return torch.autograd.grad(loss, self.leaves, allow_unused=True, materialize_grads=True)
+
+
+# optimizers -------------------------------------------------------------------------------------
+
+
+def train(chunk: Chunk, w: Tensor, terms: Tensors, t: Training, lr: float, grads: Tensor | None) -> None:
+    """Takes all steps of the clients' rows `w` [s, Q], in place; adds the minibatches' gradients,
+    clipped and with SGD's weight decay, to `grads` [s, Q]."""
+    sgd, chain = t.local_optimizer == "sgd", chunk.engine.chain
+    given = {"shift": None, "mask": None, "mu": 0.0, "anchor": None} | terms
+    check_sgd(w, w, lr, *given.values(), 0.0, None, t.weight_decay)
+    if sgd and chain is not None:
+        chunk.losses += by_kernels(chunk, w, terms, t, lr, grads)
+        return
+    if chain is None and chunk.engine.name == "loop" and w.shape == (1, chunk.net.size):
+        chunk.leaves = [] if chunk.loss is not None else chunk.net.leaves(w[0])
+    more = (not sgd, terms, t.momentum, t.weight_decay, t.clip_grad, grads is not None)
+    plain, adamw = not any(more), None if sgd else AdamW(t, w, lr)
+    velocity = torch.zeros_like(w) if t.momentum else None
+    how = {"momentum": t.momentum, "weight_decay": t.weight_decay}
+    space = torch.empty_like(w)  # touched only where a gradient is a row
+    for step in chunk.batches.steps:
+        s = step.clients
+        if chunk.leaves:
+            found = chunk.on_leaves(step)
+            if plain:  # no gradient as a row in memory
+                with torch.no_grad():
+                    torch._foreach_add_(chunk.leaves, found, alpha=-lr)
+                continue
+            g = torch.cat([p.reshape(-1) for p in found], out=space[0])[None]
+        else:
+            g = chunk.look(step)(w[s])
+        g = g if t.clip_grad is None else clipped(g, t.clip_grad)
+        if grads is not None:
+            grads[s] += g
+            if t.gradient_decay:
+                grads[s].add_(w[s], alpha=t.gradient_decay)
+        own = cut(terms, s)
+        if adamw is not None:
+            adamw.step(s, g, own)
+        else:
+            buffer = None if velocity is None else velocity[s]
+            ops.sgd_step_(w[s], g, lr, **own, **how, buffer=buffer)
+
+
+def by_kernels(chunk: Chunk, w: Tensor, terms: Tensors, t: Training, lr: float, grads: Tensor | None) -> Tensor:
+    """All steps of SGD by the kernels of the chain, `w` [s, Q] in place: sums of losses [s]."""
+    b, chain = chunk.batches, chunk.engine.chain
+    assert chain is not None
+    seeds = b.seeds if chain.dropout else None
+    cut = (b.order, b.size, b.taken, t.batch_size, t.drop_last, seeds)
+    shift, mask, mu, anchor = (terms.get(k) for k in ("shift", "mask", "mu", "anchor"))
+    how = (lr, shift, mask, 0.0, mu, anchor, t.momentum, t.weight_decay)
+    return chain_sgd_(w, *chunk.pool(), *cut, *how, t.clip_grad or math.inf, grads)
+
+
+class AdamW:
+    """Loshchilov and Hutter 2019, Algorithm 2, as `torch.optim.AdamW`."""
+
+    def __init__(self, t: Training, w: Tensor, lr: float) -> None:
+        self.w, self.lr, self.t, self.steps = w, lr, t, w.new_zeros(len(w), 1)
+        self.mean, self.square = torch.zeros_like(w), torch.zeros_like(w)
+
+    def step(self, s: slice, grad: Tensor, terms: Tensors) -> None:
+        w, mean, square, steps = (v[s] for v in (self.w, self.mean, self.square, self.steps))
+        d = corrected(w, grad, terms.get("shift"), 0.0, terms.get("mu"), terms.get("anchor"))
+        steps += 1
+        first, second = self.t.betas
+        mean.lerp_(d, 1 - first)
+        square.mul_(second).addcmul_(d, d, value=1 - second)
+        by_mean, by_square = ((1 - beta ** steps.double()).to(w) for beta in self.t.betas)
+        root = square.sqrt().div_(by_square.sqrt()).add_(self.t.eps)
+        move = (mean / root.mul_(by_mean)).add_(w, alpha=self.t.weight_decay).mul_(self.lr)
+        w.sub_(move * terms["mask"] if "mask" in terms else move)

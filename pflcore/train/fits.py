@@ -1,0 +1,211 @@
+"""Do model, data and criterion fit together? Each generator yields sentences in the user's words:
+what was given, what was expected, what to do; the first one is raised."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from pflcore.data.federation import Federation
+from pflcore.data.fields import IGNORED
+from pflcore.train import memory
+from pflcore.train.losses import CRITERIA, loss_name, spreads
+from pflcore.train.net import Net
+from pflcore.train.random import OwnDraws
+
+WIDTHS = ("in_features", "in_channels", "num_features", "input_size")
+
+
+class Unfit(ValueError):
+    """Model, data and criterion do not fit together; its text is the whole sentence."""
+
+
+def refuse_first(faults: Iterator[str]) -> None:
+    """Raises the first sentence, if there is one."""
+    for sentence in faults:
+        raise Unfit(sentence)
+
+
+def check_modes() -> None:
+    refuse_first(of_modes())
+
+
+def of_modes() -> Iterator[str]:
+    """What would change every tensor that is made from here on."""
+    device = torch.get_default_device()
+    if device.type != "cpu":
+        yield (f"torch: the default device is {device}; call torch.set_default_device('cpu') and pass device='{device}' to the run.")
+    if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+        mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+        yield (f"torch: training needs gradients, and torch.{mode}() is on; set up and run the simulation outside of it.")
+    if any(torch.is_autocast_enabled(d) for d in ("cpu", "cuda")):
+        yield ("torch: autocast is on, which mixes dtypes inside a model; run outside of it, or convert the model and the data.")
+
+
+def of_dtypes(net: Net, data: Federation) -> Iterator[str]:
+    if any(t.is_inference() for t in (data.x, data.y, net.w0)):
+        yield ("data, model: made inside torch.inference_mode(), whose tensors cannot be trained with; make them outside of it.")
+    if net.dtype not in (torch.float32, torch.float64):
+        yield (f"model: its parameters are {net.dtype}, in which small steps are lost; train it in float32, by model.float().")
+    for what, t in (("x", data.x), ("y", data.y)):
+        if t.is_floating_point() and t.dtype != net.dtype:
+            yield (
+                f"data: {what} is {t.dtype} and the model's parameters are {net.dtype}; give both "
+                f"one dtype, for example by model.to({t.dtype}) or Federation.from_arrays(..., "
+                f"dtype={net.dtype})."
+            )
+
+
+def of_scores(net: Net, data: Federation, scores: Any, y: Tensor) -> Iterator[str]:
+    """The model's outputs against the labels, as far as the criterion is known."""
+    if not isinstance(scores, Tensor):
+        yield (f"model: expected its forward pass to give one tensor of scores, got a {type(scores).__name__}; return the scores alone.")
+    if scores.shape[:1] != y.shape[:1]:
+        yield (
+            f"model: expected one row of scores for each of {len(y)} samples, got shape "
+            f"{list(scores.shape)}; keep the batch as the first axis."
+        )
+    name = {f: name for name, f in CRITERIA.items()}.get(net.criterion)
+    if name == "cross_entropy":
+        yield from (_of_probabilities(scores, y) if y.is_floating_point() else _of_classes(data, scores, y))
+    elif name is not None:
+        yield from _of_numbers(name, data, scores, y)
+    elif scores.shape != y.shape and scores.numel() == y.numel() and spreads(net.criterion, scores, y):
+        yield (
+            f"criterion: {loss_name(net.criterion)} would spread scores {list(scores.shape)} over "
+            f"targets {list(y.shape)}; give the targets the scores' shape, or return scores of "
+            "theirs."
+        )
+
+
+def _of_numbers(name: str, data: Federation, scores: Tensor, y: Tensor) -> Iterator[str]:
+    outputs, targets = scores[0].numel(), y[0].numel()
+    if outputs != targets:
+        yield (
+            f"criterion: {name!r} compares outputs and targets one by one, and the model gives "
+            f"{outputs} for {targets} target(s) a sample; change the model's outputs, or take "
+            "loss='cross_entropy' for classes."
+        )
+    low, high = (float(v) for v in torch.aminmax(data.y))
+    if data.classes is not None and low == IGNORED and not data.y.is_floating_point():
+        yield (
+            f"criterion: {name!r} would count the steps that the mask leaves out; take "
+            f"'cross_entropy', or a function that leaves out labels of {IGNORED}."
+        )
+    if name == "hinge" and not (low >= -1 and high <= 1):
+        yield (f"criterion: 'hinge' takes two classes, and these labels go from {low:g} to {high:g}; take 'cross_entropy'.")
+    if name == "binary_cross_entropy" and not (low >= 0 and high <= 1):
+        yield (f"criterion: 'binary_cross_entropy' takes targets from 0 to 1, and these go from {low:g} to {high:g}.")
+
+
+def _of_probabilities(scores: Tensor, y: Tensor) -> Iterator[str]:
+    if y.shape != scores.shape:
+        yield (
+            "criterion: 'cross_entropy' takes int64 labels, or probabilities of the scores' "
+            f"shape {list(scores.shape)}, and the targets are {y.dtype} of shape {list(y.shape)}; "
+            "give labels as integers, or take loss='squared' for numbers."
+        )
+
+
+def _of_classes(data: Federation, scores: Tensor, y: Tensor) -> Iterator[str]:
+    if scores.dim() != y.dim() + 1 or scores.shape[2:] != y.shape[1:]:
+        yield (
+            "model: 'cross_entropy' takes scores [B, C] for labels [B], or [B, C, ...] for [B, "
+            f"...], and got scores {list(scores.shape)} for labels {list(y.shape)}; make labels "
+            "of one column [n], reshape or transpose what the model returns, or make the targets "
+            "floating point."
+        )
+    labels, outputs = data.y if data.relabel is None else data.relabel, scores.shape[1]
+    labels = labels[labels != IGNORED] if y.dim() > 1 else labels
+    if not labels.numel():
+        yield "data: the mask leaves out every step of every sample; nothing is left to be learnt."
+    low, high = int(labels.min()), int(labels.max())
+    if outputs > 1 and low > 0 and high == outputs:
+        yield (f"data: the labels go from {low} to {high}; count them from 0, y - 1, for {outputs} outputs.")
+    if low < 0 or high >= outputs:
+        remedy = "or one and loss='binary_cross_entropy' or 'hinge'" if outputs == 1 else "one for each class"
+        yield (f"model: it has {outputs} output(s), and the labels go from {low} to {high}; give it {high + 1}, {remedy}.")
+
+
+def of_loss(loss: Any) -> Iterator[str]:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        yield (f"criterion: expected one number for a batch, got {got}; take the mean over its samples.")
+    if not loss.requires_grad:
+        yield ("model: the loss depends on no trainable parameter; compute it from the scores, without detach() or no_grad().")
+
+
+def of_gradients(grads: Iterable[Tensor]) -> Iterator[str]:
+    if any(g.is_sparse for g in grads):
+        yield ("model: its gradients are sparse, and a row's is not; set sparse=False in its embeddings.")
+
+
+def of_layer(name: str, m: nn.Module, given: Any, data: Federation, e: BaseException) -> Iterator[str]:
+    """Why the forward pass failed in the layer `m`."""
+    shape = list(data.shape)
+    if not isinstance(given, Tensor):
+        yield (f"model: its forward pass fails on samples of shape {shape} ({data.x.dtype}): {first_line(e)}.")
+    layer = f"layer {name!r} ({type(m).__name__})" if name else type(m).__name__
+    wants = next((f"{k}={getattr(m, k)}" for k in WIDTHS if hasattr(m, k)), None)
+    if isinstance(m, nn.Embedding) and given.is_floating_point():
+        yield (f"data: {layer} takes integers (tokens), and its input is {given.dtype}; give x as int64.")
+    elif isinstance(m, nn.Embedding):
+        yield (
+            f"data: x holds tokens from {int(data.x.min())} to {int(data.x.max())}, and {layer} "
+            f"knows 0 to {m.num_embeddings - 1}; make it larger."
+        )
+    elif not given.is_floating_point():
+        yield (
+            f"data: x holds integers ({data.x.dtype}), and {layer} takes numbers; convert x to float, or begin the model with nn.Embedding."
+        )
+    elif wants is None:
+        yield (f"model: {layer} fails on an input of shape {list(given.shape)}, from samples of shape {shape}: {first_line(e)}.")
+    yield (
+        f"model: {layer} has {wants}, and got an input of shape {list(given.shape)}, from samples "
+        f"of shape {shape}; make the model for samples of that shape."
+    )
+
+
+@contextmanager
+def said_as(sentence: str) -> Iterator[None]:
+    """What fails inside is raised as `sentence`, "{}" being what the library says; what was said
+    already and running out of memory come through."""
+    try:
+        yield
+    except Exception as e:
+        if isinstance(e, Unfit) or memory.ran_out(e):
+            raise
+        raise Unfit(sentence.replace("{}", first_line(e))) from e
+
+
+def refuse_draws(look: Callable[[], Tensor]) -> None:
+    """Refuses a `look` at a loss that draws from a global generator, and leaves torch's as it is."""
+    before = _generators()
+    with OwnDraws(0) as own:
+        loss = look()
+        drawn = [k for k, v in _generators().items() if v != before[k]]
+        # by another thread: a model that draws gives another loss each time
+        mine = own.used or not all(torch.equal(loss, look()) for _ in drawn * 3)
+    refuse_first(
+        f"model: its forward pass draws from {what}'s global generator, which threads share, so "
+        "results would not repeat; use pflcore.nn.Dropout, which draws from the client's own."
+        for what in (["torch"] if own.used else drawn if mine else [])
+    )
+
+
+def _generators() -> dict[str, Any]:
+    """The states of the global generators that are not torch's."""
+    numpy = np.random.get_state(legacy=False)["state"]
+    return {"Python": random.getstate(), "NumPy": (numpy["key"].tobytes(), numpy["pos"])}
+
+
+def first_line(e: BaseException) -> str:
+    """The first line of what a library says."""
+    return f"{type(e).__name__}, {str(e).splitlines()[0]}".rstrip(".") if str(e) else type(e).__name__
