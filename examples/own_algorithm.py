@@ -11,7 +11,7 @@ from pflcore.data import federation_of
 
 @dataclass(frozen=True)
 class FedPer(FedAvg):
-    """server: the shared columns x [K] · client: its head [P - K] · down: x [S, K] · up: delta [S, K]."""
+    """server: shared columns x [K] · client: head [P - K] · down: x [S, K] · up: delta [S, K]."""
 
     def initial(self, net):  # what the server starts from
         return {"x0": net.split(net.w0)[0]}

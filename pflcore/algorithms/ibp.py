@@ -20,7 +20,8 @@ NEAR_ONE = -1e-6
 
 
 def prior_mean(alpha: float, factors: int) -> Tensor:
-    """The prior's probability of each factor, (alpha / (alpha + 1))^k, within [.001, .999]: float64 [F]."""
+    """The prior's probability of each factor, (alpha / (alpha + 1))^k, within [.001, .999]:
+    float64 [F]."""
     k = torch.arange(1, factors + 1, dtype=torch.float64)
     return ((alpha / (alpha + 1)) ** k).clamp(0.001, 0.999)
 

@@ -23,7 +23,8 @@ Kernel = Literal["exp", "inverse", "gauss_dim"]
 
 @dataclass(frozen=True)
 class KnnPer(FedOpt):
-    """kNN-Per (Marfoq et al. 2022, equations 6 and 7): `p = lam p_knn + (1 - lam) p_x` on probabilities.
+    """kNN-Per (Marfoq et al. 2022, equations 6 and 7): `p = lam p_knn + (1 - lam) p_x`
+    on probabilities.
 
     server: x [P] and the optimizer's state · client: nothing · down: x (1 model) · up: delta (1
     model). Trains as `FedOpt`; for evaluation each client stores what the head sees of its
