@@ -28,7 +28,7 @@ def model():
 
 
 DATA = Case(FedAvg()).data
-SETTING = {"engine": "threads", "workers": 1, "seed": SEED}
+SETTING = {"engine": "loop", "workers": 1, "seed": SEED}
 
 
 def play(server, clients, cohorts):

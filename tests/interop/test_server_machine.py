@@ -42,7 +42,7 @@ class Comings(RuleBasedStateMachine):
         number = self.server.join(name)
         assert number == min({*range(len(self.held) + 1)} - self.held)  # the first that nobody has or had
         self.held.add(number)
-        self.clients[name] = Client(self.name, model, data(self.made), Training(batch_size=5), engine="threads")
+        self.clients[name] = Client(self.name, model, data(self.made), Training(batch_size=5), engine="loop")
         return name
 
     @rule(name=names, breaks=st.booleans())
