@@ -61,7 +61,7 @@ def tiny_model(features=6, classes=4):
     return lambda: nn.Sequential(nn.Linear(features, 5), nn.Tanh(), nn.Linear(5, classes))
 
 
-def make_setting(net, data, training, rounds=1, engine="threads", workers=2, seed=0):
+def make_setting(net, data, training, rounds=1, engine="loop", workers=2, seed=0):
     """What a run keeps the same, with nothing looked at beforehand; a chain is found by a whole `Simulation`."""
     split = next(reversed(data.index))
     if engine == "chain":

@@ -42,7 +42,7 @@ def test_golden_options():
     assert golden_steps(adaptive=False)[1][2] == 0.25
 
 
-@pytest.mark.parametrize("engine", ["threads", "vmap"])
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_a_round_step_by_step(engine, momentum):
     """Against the definition, gradient by gradient: alpha moves at the first step only, all from the old values."""
@@ -102,7 +102,7 @@ def test_what_is_evaluated(mix, where):
     assert torch.equal(same.g["x"], state.g["x"]) and torch.equal(same.own["v"], state.own["v"])  # only the looking differs
 
 
-@pytest.mark.parametrize("engine", ["threads", "vmap"])
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
 def test_the_statistics_of_batch_norm_are_the_mixtures(engine):
     net = Net(lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4)))
     data = images((8, 8, 8))

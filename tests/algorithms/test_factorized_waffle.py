@@ -63,7 +63,7 @@ def test_averaging_is_of_factors_and_uniform():
 def test_engines_agree_and_neighbours_play_no_part():
     """Clients of different sizes step together in one engine and alone in the other; a client's way is its own."""
     alg = FactorizedWaffle(tau_start=2.0, tau_decay=0.8)
-    a, b = (play(alg, setting(engine=e, momentum=0.5, weight_decay=1e-3), 2) for e in ("vmap", "threads"))
+    a, b = (play(alg, setting(engine=e, momentum=0.5, weight_decay=1e-3), 2) for e in ("vmap", "loop"))
     for k in a.own:
         torch.testing.assert_close(a.own[k], b.own[k], rtol=1e-8, atol=1e-10)
     torch.testing.assert_close(a.g["x"], b.g["x"], rtol=1e-8, atol=1e-10)

@@ -74,7 +74,7 @@ def program(start, data, layers, **how):
     return server, people, served
 
 
-@pytest.mark.parametrize("engine", ["threads", "vmap"])
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
 @pytest.mark.parametrize("layers", [0, 2])
 def test_golden_fedala(layers, engine):
     """Four rounds with absent clients: the server, theta, W, and what is evaluated; the first time takes more than `window` epochs."""

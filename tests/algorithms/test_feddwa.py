@@ -30,7 +30,7 @@ def half_squared(scores, y):
     return ((scores - y) ** 2).mean() / 2
 
 
-def points(targets, lr, batch_size=100, seed=0, engine="threads", **training):
+def points(targets, lr, batch_size=100, seed=0, engine="loop", **training):
     """f_i(w) = mean (w - y)^2 / 2 over the client's targets."""
     y = torch.cat([t(c) for c in targets])
     ends = torch.arange(len(y)).split([len(c) for c in targets])
@@ -79,7 +79,7 @@ def test_golden_weights_and_mixes():
     assert not torch.allclose(mixed(FedDWA(k=9), w, g)["p"], t(a1["P_WRONG_power_minus1"]), atol=0.01)
 
 
-@pytest.mark.parametrize("engine", ["threads", "vmap"])
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
 def test_golden_rounds(engine):
     a4 = GOLDEN["A4_feddwa_scalar_rounds"]
     for guidance in ("epoch", "full_grad", "steps"):  # with one batch they are one thing
@@ -218,7 +218,7 @@ def images(engine="vmap", n=6, seed=0, batch_norm=False, **training):
     return make_setting(Net(build), data, Training(**options), 10, engine=engine, workers=2, seed=7)
 
 
-@pytest.mark.parametrize("engine", ["threads", "vmap"])
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
 def test_look_ahead_leaves_no_trace(engine):
     """Whatever the guidance is, training, statistics and later shuffles are those of a run that never looked ahead."""
 
@@ -293,7 +293,7 @@ def test_a_newcomer_starts_from_the_initial_model_or_the_mean():
 @pytest.mark.parametrize("alg", [FedDWA(), FedDWAQP(theta=0.5)])
 def test_engines_agree_and_everybody_is_evaluated(alg):
     found = []
-    for engine in ("threads", "vmap"):
+    for engine in ("loop", "vmap"):
         setting = images(engine, batch_norm=True)
         state = begin(alg, setting.net, 6)
         for ids in ([0, 1, 2, 3, 4, 5], [1, 3, 5]):

@@ -228,7 +228,7 @@ def test_per_fedavgs_evaluation_takes_plain_steps_too():
     assert torch.equal(first.model(1).get_buffer("view_w"), second.model(1).get_buffer("view_w"))
 
 
-@pytest.mark.parametrize("engine", ["chain", "threads", "vmap"])
+@pytest.mark.parametrize("engine", ["chain", "loop", "vmap"])
 def test_several_minibatches_a_step_do_not_depend_on_the_company(engine):
     data = images()
     s = make_setting(Net(tiny_model()), data, Training(lr=0.1, batch_size=4), 2, engine)

@@ -242,7 +242,7 @@ def test_one_round_of_ditto_by_hand():
 
 
 def test_ditto_without_pull_is_local_training_and_its_global_model_is_fedavg():
-    s = classes_setting(engine="threads")
+    s = classes_setting(engine="loop")
     state = play(Ditto(lam=0.0), s, 3)
     rows = s.net.w0.expand(4, -1)
     for r in range(1, 4):
@@ -508,7 +508,7 @@ def test_losses_of_many_clients_at_once_are_those_of_each_alone(criterion):
     net = Net(lambda: nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3 if labels else 1)), criterion)
     rows, ids = torch.randn(3, net.size, generator=gen), torch.tensor([3, 0, 1])
     found = [
-        Local(make_setting(net, fed, Training(), 1, engine=e, workers=1), ids, 1, torch.empty(3, 0)).loss(rows) for e in ("vmap", "threads")
+        Local(make_setting(net, fed, Training(), 1, engine=e, workers=1), ids, 1, torch.empty(3, 0)).loss(rows) for e in ("vmap", "loop")
     ]
     torch.testing.assert_close(*found)
     if criterion == "half_squared":
@@ -517,6 +517,6 @@ def test_losses_of_many_clients_at_once_are_those_of_each_alone(criterion):
         start = rows[:1].expand(3, -1)
         a, b = (
             Local(make_setting(net, fed, Training(lr=0.1), 1, engine=e, workers=1), ids, 1, torch.empty(3, 0)).fit(start).w
-            for e in ("vmap", "threads")
+            for e in ("vmap", "loop")
         )
         torch.testing.assert_close(a, b)

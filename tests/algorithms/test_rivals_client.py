@@ -36,7 +36,7 @@ def one(loss, start, lr, engine, epochs=1):
     return s, Local(s, torch.arange(1), 1, s.net.b0.expand(1, -1))
 
 
-ENGINES = pytest.mark.parametrize("engine", ["threads", "vmap"])
+ENGINES = pytest.mark.parametrize("engine", ["loop", "vmap"])
 
 
 # Per-FedAvg -----------------------------------------------------------------------------------------------------------

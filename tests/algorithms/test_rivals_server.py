@@ -14,7 +14,7 @@ from pflcore.algorithms import FedAvg
 from pflcore.simulation.round import begin
 
 
-def points(targets, lr, engine="threads", start=0.0):
+def points(targets, lr, engine="loop", start=0.0):
     """Client i's loss is (w - target_i)^2 / 2, one sample each."""
     b = t(targets)[:, None]
     net, data = quadratics(torch.ones_like(b), b, [start])
@@ -47,7 +47,7 @@ def test_golden_fedamp_with_too_large_a_step():
     close(safe[0, 1:], t(c2["xi"])[0, 1:] / t(c2["xi"])[0, 1:].sum())
 
 
-@pytest.mark.parametrize("engine", ["threads", "vmap"])
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
 def test_golden_fedamp_proximal_term_moves_the_model(engine):
     """Written with detached parameters, as in a widely used library, the term has no gradient and FedAMP is local training."""
     from pflcore import Local

@@ -16,7 +16,7 @@ GOLDEN = [  # x, c, c_i after rounds 1, 2, 3
 ]
 
 
-@pytest.mark.parametrize("engine", ["threads", "vmap"])
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
 @pytest.mark.parametrize("option", ["mean_grad", "II"])
 def test_golden_rounds(option, engine):
     net, data = quadratics(torch.tensor([[1.0], [2]]), torch.tensor([[1.0], [-2]]))

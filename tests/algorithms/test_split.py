@@ -17,7 +17,7 @@ from pflcore.algorithms import ALGORITHMS, FedAvg
 from pflcore.testing import check
 
 BODY, HEAD, NORM = ("0.weight", "0.bias", "1.weight", "1.bias"), ("3.weight", "3.bias"), ("1.weight", "1.bias")
-ENGINES = pytest.mark.parametrize("engine", ["threads", "vmap"])
+ENGINES = pytest.mark.parametrize("engine", ["loop", "vmap"])
 
 
 def descend(model, x, y, names, epochs):
@@ -87,7 +87,7 @@ def test_golden_presets(name, engine):
 @pytest.mark.parametrize("name", ["fedper", "fedrep", "fedbabu"])
 def test_the_kernels_of_a_chain_train_the_same(name):
     net, data = Net(lambda: tiny_model()().double()), federation()
-    runs = [play(ALGORITHMS[name](), make_setting(net, data, TRAINING, 2, engine))[-1][0] for engine in ("threads", "chain")]
+    runs = [play(ALGORITHMS[name](), make_setting(net, data, TRAINING, 2, engine))[-1][0] for engine in ("loop", "chain")]
     for one, other in zip(runs[0].g.values(), runs[1].g.values(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 

@@ -112,7 +112,7 @@ QUADRATIC = (torch.tensor([[1.0], [2], [0.5]]), torch.tensor([[1.0], [-2], [0.5]
 
 
 @pytest.mark.parametrize("option", ["mean_grad", "II"])
-@pytest.mark.parametrize("engine", ["threads", "vmap"])
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
 def test_golden_waffle_from_end_to_end(option, engine):
     net, data = quadratics(*QUADRATIC)
     for mode, golden_x, golden_c in (
@@ -140,7 +140,7 @@ def control_state(alg, net, n, seed=3):
     return 0.1 * torch.randn(net.size, generator=gen), 0.1 * torch.randn(n, net.size, generator=gen)
 
 
-@pytest.mark.parametrize("engine", ["threads", "vmap"])
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
 def test_law_1_the_new_control_variate_is_the_mean_minibatch_gradient(engine):
     net, data = Net(tiny_model()), images()
     s = make_setting(net, data, Training(lr=0.1, batch_size=8, epochs=2), engine=engine)

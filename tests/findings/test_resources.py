@@ -26,14 +26,14 @@ def test_there_are_as_many_workers_as_cores_that_may_be_used():
     allowed, before = os.sched_getaffinity(0), set(threading.enumerate())
     os.sched_setaffinity(0, {min(allowed)})
     try:
-        simulation = Simulation("fedavg", nn.Linear(6, 4), federation(6), Training(), rounds=1, engine="threads")
+        simulation = Simulation("fedavg", nn.Linear(6, 4), federation(6), Training(), rounds=1, engine="loop")
         simulation.run()
     finally:
         os.sched_setaffinity(0, allowed)
     assert len(set(threading.enumerate()) - before) <= 1
 
 
-@pytest.mark.parametrize(("width", "engine"), [(64, "vmap"), (100, "threads")])
+@pytest.mark.parametrize(("width", "engine"), [(64, "vmap"), (100, "loop")])
 def test_models_of_more_than_65536_weights_train_one_by_one(width, engine):
     """Steps of many such models at once fall out of the caches: up to twice a plain loop's time."""
     model = nn.Sequential(nn.Linear(784, width), nn.LeakyReLU(), nn.Linear(width, 4))

@@ -110,7 +110,7 @@ def federation():
 @pytest.mark.parametrize("name", MODELS)
 def test_it_is_a_chain(name):
     chain, plain = (
-        Simulation("fedavg", MODELS[name], federation(), Training(0.1, 4), rounds=2, engine=engine) for engine in ("auto", "threads")
+        Simulation("fedavg", MODELS[name], federation(), Training(0.1, 4), rounds=2, engine=engine) for engine in ("auto", "loop")
     )
     assert chain.path.form == "chain", chain.path.why
     for got, want in zip(chain.run().rounds, plain.run().rounds, strict=True):
@@ -139,7 +139,7 @@ def test_torchs_dropout_trains_as_ours():
     def model(kind):
         return nn.Sequential(nn.Flatten(), nn.Linear(256, 10), kind(0.3), nn.ReLU(), nn.Linear(10, 4))
 
-    for engine in ("auto", "threads", "vmap"):
+    for engine in ("auto", "loop", "vmap"):
         theirs, ours = (
             Simulation("ditto", lambda kind=kind: model(kind), federation(), Training(0.1, 4), rounds=2, engine=engine).run()
             for kind in (nn.Dropout, Dropout)

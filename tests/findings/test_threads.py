@@ -85,7 +85,7 @@ def beside(work):
 
 def test_a_run_survives_what_another_thread_makes_and_draws():
     def run():
-        made = [Simulation("fedavg", Residual, federation(), Training(), rounds=8, engine="threads", workers=1) for _ in range(6)]
+        made = [Simulation("fedavg", Residual, federation(), Training(), rounds=8, engine="loop", workers=1) for _ in range(6)]
         return torch.stack([one.run().state.g["x"] for one in made])
 
     assert torch.equal(run(), beside(run))

@@ -30,7 +30,7 @@ def test_every_algorithm_in_flower_is_the_simulation(name, tmp_path):
         models[context.node_config["partition-id"]] = personal
         return {"loss": 0.0}
 
-    whole = Simulation(alg, model, DATA, TRAINING, ROUNDS, part, eval_every=0, seed=SEED, engine="threads", workers=1)
+    whole = Simulation(alg, model, DATA, TRAINING, ROUNDS, part, eval_every=0, seed=SEED, engine="loop", workers=1)
     history = whole.run()
     grid = Nodes(client_app(maker(alg), evaluate=keep, folder=tmp_path if part < 1 else None), range(N))
     strategy = PflStrategy(alg, model, N, rounds=ROUNDS, seed=SEED, fraction_train=part)

@@ -68,7 +68,7 @@ def test_every_model_is_a_net_with_a_head(name):
 def test_batch_norm_and_dropout_are_the_same_in_both_engines(name, shape, buffers):
     data = images((10, 6), shape=shape)
     alg, found = FedDWA() if buffers == "local" else FedAvg(), []
-    for engine in ("threads", "vmap"):
+    for engine in ("loop", "vmap"):
         s = make_setting(Net(lambda: model_for(name, shape, 4)), data, Training(lr=0.05, batch_size=4), engine=engine)
         state, _ = step(alg, begin(alg, s.net, 2), s, torch.arange(2), buffers)
         found.append((state.g["x"], state.buffers, evaluate(alg, state, s)["loss"]))

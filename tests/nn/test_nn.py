@@ -16,7 +16,7 @@ def test_outside_pflcore_it_is_plain_dropout():
     assert torch.equal(ours, nn.Dropout(0.3).train()(torch.ones(50)))
 
 
-@pytest.mark.parametrize("engine", ["threads", "vmap"])
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
 def test_masks_differ_between_steps_clients_rounds_and_runs(engine):
     """A model whose gradient shows its mask: scores = dropout(x) * w."""
 

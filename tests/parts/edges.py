@@ -13,7 +13,7 @@ def normed():
     return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4)).double()
 
 
-def normal(sizes=(8, 20, 32, 12), engine="threads", **training):
+def normal(sizes=(8, 20, 32, 12), engine="loop", **training):
     """Clients and a model with batch norm, in float64."""
     data = images(sizes)
     data = Federation(data.x.double(), data.y, data.index, 4, data.relabel)

@@ -17,5 +17,5 @@ def model():
 
 def maker(alg, net=model):
     return lambda context: Client(
-        alg, net, DATA.subset([int(context.node_config["partition-id"])]), TRAINING, seed=SEED, engine="threads", workers=1
+        alg, net, DATA.subset([int(context.node_config["partition-id"])]), TRAINING, seed=SEED, engine="loop", workers=1
     )

@@ -11,7 +11,7 @@ def line(r, accuracy, **more):
     return {
         "round": r,
         "algorithm": "waffle",
-        "engine": "threads",
+        "engine": "loop",
         "seed": 0,
         "seconds": 0.1,
         "cohort": torch.arange(N),

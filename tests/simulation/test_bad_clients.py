@@ -132,7 +132,7 @@ def test_an_upload_of_the_wrong_size(name):
     """Whoever sends it is named, also where it is the first of all uploads; without it the round goes on."""
     alg, (_, s, _) = algorithm(name), start(name)
     server = Server(alg, s.net, N, rounds=4)
-    clients = [Client(alg, s.net, DATA.subset([i]), TRAINING, engine="threads") for i in range(N)]
+    clients = [Client(alg, s.net, DATA.subset([i]), TRAINING, engine="loop") for i in range(N)]
     for bad in (0, BAD) if not alg.required else (BAD,):
         uploads = {i: clients[i].train(server.download(i)) for i in range(N)}
         key = next((k for k, v in uploads[bad][0].items() if v.is_floating_point() and v.dim()), None)

@@ -269,7 +269,7 @@ def test_what_differs_is_named(tmp_path):
     sentence(e)
     Simulation.load(tmp_path, model=tiny_model(), data=DATA, workers=1)  # which never changes a result
     with pytest.warns(UserWarning, match="last digits"):
-        Simulation.load(tmp_path, model=tiny_model(), data=DATA, engine="threads")
+        Simulation.load(tmp_path, model=tiny_model(), data=DATA, engine="loop")
 
 
 def frozen():

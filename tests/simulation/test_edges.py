@@ -124,7 +124,7 @@ def test_one_cluster_with_batch_norm_is_fedavg():
     close(evaluate(HypCluster(k=1), a, s)["loss"], evaluate(FedAvg(), b, s)["loss"])
 
 
-@pytest.mark.parametrize("engine", ["threads", "vmap"])
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
 def test_a_gradient_with_batch_norm_is_that_of_training(engine):
     s = normal((8, 8, 8), engine=engine)  # one batch each
     local = Local(s, torch.arange(3), 1, s.net.b0.expand(3, -1).clone())
@@ -270,7 +270,7 @@ def test_a_client_of_one_sample_does_not_end_the_run(name):
     assert len(run.run().rounds) == 3
 
 
-@pytest.mark.parametrize("engine", ["threads", "vmap"])
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
 def test_shuffles_of_several_batches_a_step_do_not_depend_on_who_is_there(engine):
     s = make_setting(Net(tiny_model()), images((5, 12, 31)), Training(lr=0.1, batch_size=4), engine=engine)
 

@@ -30,13 +30,13 @@ def played(name, participation, engine, workers, send):
     torch.set_num_threads(1)
     gen = torch.Generator().manual_seed(0)
     x, y = torch.randn(N * 12, 1, 20, 20, generator=gen), torch.randint(0, 4, (N * 12,), generator=gen)
-    x = x if engine == "threads" else x.flatten(1)
+    x = x if engine == "loop" else x.flatten(1)
     split = {s: list((torch.arange(N * 4) + i * N * 4).split(4)) for i, s in enumerate(("train", "val", "test"))}
     data = Federation(x, y, split, 4)
     algorithm = ALGORITHMS[name](**OPTIONS.get(name, {}))
     small = dict(rounds=2, seed=0, workers=workers, engine=engine, participation=participation)
     training = Training(lr=0.01, batch_size=4)
-    made = partial(model, engine == "threads")
+    made = partial(model, engine == "loop")
     Simulation(algorithm, made(width=8), data, training, **small).run()  # what a first run allocates for good
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = resident("VmRSS")
@@ -59,13 +59,13 @@ def ratio(*case):
 
 @pytest.mark.deep("another process")
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not tell a process's peak")
-@pytest.mark.parametrize("case", [("fedavg", 1.0, "auto", 1), ("ditto", 0.5, "auto", 1), ("scaffold", 1.0, "threads", 2)])
+@pytest.mark.parametrize("case", [("fedavg", 1.0, "auto", 1), ("ditto", 0.5, "auto", 1), ("scaffold", 1.0, "loop", 2)])
 def test_the_estimate_is_near_the_peak(case):
     """Within 1.5 for every algorithm when this file was last run by `python`; an allocator's mood has its share in it."""
     assert 1 / 1.7 < ratio(*case)[0] < 1.7
 
 
 if __name__ == "__main__":
-    for case in [(1.0, "auto", 1), (0.5, "auto", 1), (1.0, "threads", 2)]:
+    for case in [(1.0, "auto", 1), (0.5, "auto", 1), (1.0, "loop", 2)]:
         for name in ALGORITHMS:
             print(*case, name, "{:.2f} {}".format(*ratio(name, *case)), flush=True)

@@ -68,7 +68,7 @@ def test_a_model_that_answers_nan_is_wrong():
     assert metrics.right(torch.tensor([torch.nan, -1.0]), torch.tensor([0, 0])).tolist() == [False, True]
 
 
-@pytest.mark.parametrize("engine", ["threads", "vmap"])
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
 def test_a_loss_that_is_not_finite_spoils_the_mean_and_is_counted(data, engine):
     s = run(data, engine=engine)
     s.state.g["x"][:] = torch.nan
@@ -79,7 +79,7 @@ def test_a_loss_that_is_not_finite_spoils_the_mean_and_is_counted(data, engine):
 def test_whole_numbers_are_no_labels_to_a_squared_error():
     parts = [(torch.randn(8, 2), torch.arange(8)) for _ in range(2)]
     fed = Federation.from_arrays(parts, test=parts, classes=None)
-    for engine in ("threads", "vmap"):
+    for engine in ("loop", "vmap"):
         s = Simulation("fedavg", Net(lambda: nn.Linear(2, 1), "squared"), fed, Training(lr=0.01), rounds=1, engine=engine)
         assert set(s.evaluate("test")) == {"loss", "size"}
 

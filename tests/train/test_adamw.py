@@ -14,7 +14,7 @@ from pflcore.algorithms import ALGORITHMS
 from pflcore.simulation.round import begin
 
 
-def made(training, engine="threads", rounds=3):
+def made(training, engine="loop", rounds=3):
     return make_setting(Net(build), federation(), training, rounds, engine)
 
 
@@ -31,7 +31,7 @@ def batches(s, client, round):
     return seen
 
 
-@pytest.mark.parametrize("engine", ["threads", "vmap", "chain"])
+@pytest.mark.parametrize("engine", ["loop", "vmap", "chain"])
 def test_every_round_is_an_optimizer_of_torchs(engine):
     s = made(Training(**ADAMW), engine)
     cohorts = [[0, 1, 2], [0, 2], [0, 1, 2]]

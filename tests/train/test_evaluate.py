@@ -11,7 +11,7 @@ from pflcore.simulation.round import begin
 
 
 def test_engines_evaluate_alike():
-    settings = [setting("cross_entropy", 4, engine) for engine in ("chain", "vmap", "threads")]
+    settings = [setting("cross_entropy", 4, engine) for engine in ("chain", "vmap", "loop")]
     found = [evaluate(FedAvg(), begin(FedAvg(), s.net, 5), s) for s in settings]
     for key in ("loss", "accuracy", "size"):
         for other in found[1:]:
@@ -19,7 +19,7 @@ def test_engines_evaluate_alike():
 
 
 def test_what_may_differ_is_looked_at_one_by_one():
-    s = setting("cross_entropy", 4, "threads")
+    s = setting("cross_entropy", 4, "loop")
     rows = s.net.w0.expand(5, -1)
     weighted = Net(s.net.module, nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0, 4.0])))
     for net, w, buffers in (

@@ -141,7 +141,7 @@ def same(a, b, **tolerance):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("model", MODELS)
 def test_engines_agree(model, case):
-    (pool, b1), (vmap, b2) = fitted("threads", model, case), fitted("vmap", model, case)
+    (pool, b1), (vmap, b2) = fitted("loop", model, case), fitted("vmap", model, case)
     same([*pool, b1], [*vmap, b2], rtol=1e-9, atol=1e-11)
     if model in CHAINS:
         chain, b3 = fitted("chain", model, case)
@@ -151,14 +151,14 @@ def test_engines_agree(model, case):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_engines_agree_in_float32(model):
-    (pool, b1), (vmap, b2) = (fitted(e, model, "momentum", dtype=torch.float32) for e in ("threads", "vmap"))
+    (pool, b1), (vmap, b2) = (fitted(e, model, "momentum", dtype=torch.float32) for e in ("loop", "vmap"))
     assert pool.w.dtype == torch.float32
     same([*pool, b1], [*vmap, b2], rtol=1e-4, atol=1e-5)
     if model in CHAINS:
         same([*pool, b1], [*(found := fitted("chain", model, "momentum", dtype=torch.float32))[0], found[1]], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("engine", ["threads", "vmap", "chain"])
+@pytest.mark.parametrize("engine", ["loop", "vmap", "chain"])
 @pytest.mark.parametrize("model", ["conv", "dropout", "mlp", "linear"])
 def test_the_number_of_workers_changes_no_bit(engine, model):
     case = "momentum" if engine == "chain" else "loss"
@@ -167,7 +167,7 @@ def test_the_number_of_workers_changes_no_bit(engine, model):
         same([*fit, buffers], [*first[0], first[1]])
 
 
-@pytest.mark.parametrize("engine", ["threads", "vmap", "chain"])
+@pytest.mark.parametrize("engine", ["loop", "vmap", "chain"])
 @pytest.mark.parametrize("model", ["mlp", "linear", "dropout", "batch norm"])
 @pytest.mark.unless(lambda engine, model: engine == "chain" and model not in CHAINS)
 def test_the_others_change_nothing(engine, model):
@@ -192,7 +192,7 @@ def recorded(s, ids=(0, 1, 2), round=1, **o):
         seen[int(extra["at"])].append((x.clone(), y.clone()))
         return net.loss(w, x, y)
 
-    pool = make_setting(s.net, s.data, s.training, s.rounds, engine="threads", workers=1, seed=s.seed)
+    pool = make_setting(s.net, s.data, s.training, s.rounds, engine="loop", workers=1, seed=s.seed)
     cohort(pool, ids, round).fit(s.net.w0.repeat(len(ids), 1), loss=loss, extra={"at": torch.arange(len(ids))}, **o)
     return seen
 
@@ -203,7 +203,7 @@ def optimizer_of(t, module):
     return torch.optim.SGD(module.parameters(), t.lr, t.momentum, weight_decay=t.weight_decay)
 
 
-@pytest.mark.parametrize("engine", ["threads", "vmap", "chain"])
+@pytest.mark.parametrize("engine", ["loop", "vmap", "chain"])
 @pytest.mark.parametrize("model", ["mlp", "conv", "batch norm"])
 @pytest.mark.parametrize("case", ["plain", "momentum", "mask", "shift", "prox", "adamw", "adamw, masked", "clip", "clip, all"])
 @pytest.mark.unless(lambda engine, model: engine == "chain" and model not in CHAINS)
@@ -250,7 +250,7 @@ def test_a_step_is_that_of_torch_optim(engine, model, case):
         torch.testing.assert_close(local.buffers[i], torch.cat(floats) if floats else local.buffers[i])
 
 
-@pytest.mark.parametrize("engine", ["threads", "vmap", "chain"])
+@pytest.mark.parametrize("engine", ["loop", "vmap", "chain"])
 @pytest.mark.parametrize("case", ["masks", "adamw, masked", "clip, all"])
 def test_where_the_mask_is_zero_nothing_moves(engine, case):
     (fit, _), net = fitted(engine, "mlp", case), Net(mlp)
@@ -259,7 +259,7 @@ def test_where_the_mask_is_zero_nothing_moves(engine, case):
     assert (fit.w != start)[o["mask"] == 1].all()
 
 
-@pytest.mark.parametrize("engine", ["threads", "vmap", "chain"])
+@pytest.mark.parametrize("engine", ["loop", "vmap", "chain"])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.unless(lambda engine, model: engine == "chain" and model not in CHAINS)
 def test_each_batch_with_an_sgd_step_is_fit(engine, model):
@@ -375,7 +375,7 @@ def test_training_options_are_checked():
 # threads ------------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", ["threads", "vmap", "chain"])
+@pytest.mark.parametrize("engine", ["loop", "vmap", "chain"])
 def test_the_callers_thread_setting_comes_back(engine):
     before = torch.get_num_threads()
     try:
@@ -398,7 +398,7 @@ def test_the_callers_thread_setting_comes_back(engine):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("engine", ["threads", "vmap", "chain"])
+@pytest.mark.parametrize("engine", ["loop", "vmap", "chain"])
 def test_an_error_in_a_worker_reaches_the_caller(engine):
     s = make_setting(Net(mlp), federation(), Training(lr=0.1, batch_size=20), engine=engine)
 
@@ -419,7 +419,7 @@ def test_dropout_of_channels_is_refused():
 # float buffers ------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", ["threads", "vmap"])
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
 def test_buffers_are_the_clients_own_or_averaged_and_a_probe_leaves_them(engine):
     s = make_setting(Net(norm), federation(), Training(lr=0.1, batch_size=20), engine=engine)
     local = cohort(s)
@@ -439,7 +439,7 @@ def test_buffers_are_the_clients_own_or_averaged_and_a_probe_leaves_them(engine)
 # looking ------------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", ["threads", "vmap", "chain"])
+@pytest.mark.parametrize("engine", ["loop", "vmap", "chain"])
 def test_loss_grad_features_and_scores_are_the_whole_splits(engine):
     build = mlp if engine == "chain" else norm
     s = make_setting(Net(build), federation(sizes=(3, 600, 31)), Training(lr=0.1, batch_size=20), engine=engine)
@@ -479,7 +479,7 @@ def dense(net, w, x, y, extra):
     return F.cross_entropy(((x @ w_b.view(3, 6).T) * lam) @ w_a.view(4, 3).T, y)
 
 
-@pytest.mark.parametrize("engine", ["threads", "vmap"])
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
 def test_a_factorized_model_trains_in_both_engines(engine):
     s = make_setting(Net(mlp), federation(), Training(lr=0.1, batch_size=20, epochs=3), engine=engine)
     start = torch.randn(3, 33, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -489,7 +489,7 @@ def test_a_factorized_model_trains_in_both_engines(engine):
 
 
 def test_learning_happens():
-    for engine in ("threads", "vmap"):
+    for engine in ("loop", "vmap"):
         s = make_setting(Net(tiny_model()), images((60, 80), seed=1), Training(lr=0.3, batch_size=20, epochs=2), 20, engine)
         local = Local(s, torch.arange(2), 1, s.net.b0.expand(2, -1))
         w = local.fit(s.net.w0.repeat(2, 1), epochs=30).w

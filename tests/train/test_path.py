@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pflcore import Net, Simulation, Training
 
-CPU = "threads"
+CPU = "loop"
 
 
 class Rnn(nn.Module):
@@ -43,7 +43,7 @@ def pools():
 def test_recurrent_models_train_all_at_once(kind):
     run = same_as_by_hand(lambda: Rnn(kind), federation((7, 6)), engine="vmap")
     assert run.path[:2] == ("vmap", "vmap")
-    fast = "threads" if kind is nn.LSTM else "vmap"
+    fast = "loop" if kind is nn.LSTM else "vmap"
     assert Simulation("fedavg", Rnn(kind), federation((7, 6))).path.engine == fast
 
 
@@ -52,22 +52,22 @@ def test_what_vmap_cannot_carry_trains_on_threads_and_the_record_says_why():
         return Rnn(lambda i, o, **options: nn.LSTM(i, 9, proj_size=o, **options))
 
     run = same_as_by_hand(build, federation((7, 6)))
-    assert run.path.engine == "threads" and "with an LSTM" in run.path.why
-    with pytest.raises(ValueError, match=r"^engine: 'vmap' cannot train this model: .*; take 'auto' or 'threads'\.$"):
+    assert run.path.engine == "loop" and "with an LSTM" in run.path.why
+    with pytest.raises(ValueError, match=r"^engine: 'vmap' cannot train this model: .*; take 'auto' or 'loop'\.$"):
         Simulation("fedavg", build(), federation((7, 6)), engine="vmap")
 
 
 def test_a_padding_row_is_not_trained():
     data = federation((7,), tokens=True)
     run = same_as_by_hand(Tokens, data)
-    assert run.path.engine == "threads" and "its gradient is another in training mode" in run.path.why
+    assert run.path.engine == "loop" and "its gradient is another in training mode" in run.path.why
     with pytest.raises(ValueError, match=r"^engine: 'vmap' cannot train this model: its gradient"):
         Simulation("fedavg", Tokens(), data, engine="vmap")
 
 
 def test_hooks_of_pooling_and_layers_used_twice_stay():
     run = same_as_by_hand(pools, federation((1, 8, 8)))
-    assert run.path[:2] == ("threads", "module")
+    assert run.path[:2] == ("loop", "module")
 
 
 def test_sequences_into_a_linear_layer():
@@ -104,7 +104,7 @@ def test_targets_of_every_kind_on_every_path(target, body):
     (outputs, criterion, y), (build, shape) = TARGETS[target], BODIES[body]
     data = federation(shape, y)
     ends = []
-    for engine in ("threads", "vmap"):
+    for engine in ("loop", "vmap"):
         net = Net(lambda: build(outputs), criterion, seed=3)
         run = Simulation("fedavg", net, data, Training(lr=0.1, batch_size=4), rounds=2, workers=1, engine=engine)
         history = run.run()
@@ -133,7 +133,7 @@ class Average(nn.Module):
         return self.h(x - self.ema)
 
 
-@pytest.mark.parametrize("engine", ["auto", "threads", "vmap"])
+@pytest.mark.parametrize("engine", ["auto", "loop", "vmap"])
 @pytest.mark.parametrize("how", ["again", "data", "in place"])
 @pytest.mark.unless(lambda how, engine: (how, engine) == ("data", "vmap"))
 def test_a_buffer_is_what_the_forward_made_of_it(how, engine):
@@ -169,7 +169,7 @@ class Counted(nn.Module):
         return y / (1 + 0.1 * (self.calls if self.where == "buffer" else self.k))
 
 
-@pytest.mark.parametrize("engine", ["auto", "threads"])
+@pytest.mark.parametrize("engine", ["auto", "loop"])
 @pytest.mark.parametrize("where", ["buffer", "attribute", "cache"])
 def test_what_one_client_leaves_to_the_next_is_refused(where, engine):
     with pytest.raises(ValueError, match="nothing that another pass has changed"):

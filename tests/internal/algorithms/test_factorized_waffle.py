@@ -50,7 +50,7 @@ def by_hand(alg, s, client):
     return w.detach(), q.detach()
 
 
-@pytest.mark.parametrize("engine", ["vmap", "threads"])
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
 @pytest.mark.parametrize("preset", ["recommended", "paper_literal"])
 def test_a_round_is_what_the_paper_says(engine, preset):
     s = setting(engine=engine, batch_size=100, epochs=3)

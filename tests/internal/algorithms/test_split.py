@@ -33,5 +33,5 @@ def test_memory_is_measured_whatever_is_private():
     for alg, whole in ((Split(private="conv1.*"), False), (LGFedAvg(), True), (FedBN(), False)):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            fixed, each, _ = footprint.rows_beside_state(alg, TRAINING, "threads", False, whole)
+            fixed, each, _ = footprint.rows_beside_state(alg, TRAINING, "loop", False, whole)
         assert each > 0 and fixed >= 0

@@ -41,7 +41,7 @@ def test_a_run_on_real_images(tmp_path, capsys, monkeypatch):
     assert "61,706 parameters" in err and "of memory at the peak" in err
     (run,) = read("o")
     head = run.header
-    assert (head["model"], head["partition"], head["n"], head["target"], head["engine"]) == ("lenet5", "C", 10, 3, "threads")
+    assert (head["model"], head["partition"], head["n"], head["target"], head["engine"]) == ("lenet5", "C", 10, 3, "loop")
     assert head["made_for"] == 3 and head["options"]["target"] == 3
     assert head["options"]["do"] == 4 and head["options"]["server_lr"] == 0.9 and head["training"]["lr"] == 0.05
     assert [r["round"] for r in run.rounds] == [1, 2, 3] and run.stopped is None

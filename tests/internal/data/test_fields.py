@@ -22,7 +22,7 @@ def test_fields_come_back_as_they_were():
 
 
 @pytest.mark.parametrize("per_step", [False, True])
-@pytest.mark.parametrize("engine", ["vmap", "threads"])
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
 def test_training_is_a_loop_over_the_sequences_as_they_are(per_step, engine):
     data = federation(per_step)
     torch.manual_seed(0)

@@ -39,7 +39,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("engine", ["threads", "vmap"])
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("relabel", [False, True])
 def test_one_model_for_all_is_one_pass_over_all_samples(engine, model, relabel, monkeypatch):

@@ -61,8 +61,8 @@ VECTORS: dict[str, Case] = {  # model, engine, form
     "hook of the whole": (lambda: hooked(nn.Sequential(nn.Linear(6, 4))), "vmap", "vmap"),
     "training only": (lambda: Own(lambda m, x: m.relu(m.layer(x)) if m.training else m.layer(x)), "vmap", "vmap"),
     "weight norm": (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 4))), "vmap", "vmap"),
-    "spectral norm": (lambda: nn.Sequential(spectral_norm(nn.Linear(6, 4))), "threads", "module"),
-    "if": (lambda: Own(lambda m, x: m.layer(x) if x.mean() > 0 else 2 * m.layer(x)), "threads", "module"),
+    "spectral norm": (lambda: nn.Sequential(spectral_norm(nn.Linear(6, 4))), "loop", "module"),
+    "if": (lambda: Own(lambda m, x: m.layer(x) if x.mean() > 0 else 2 * m.layer(x)), "loop", "module"),
 }
 
 
@@ -123,11 +123,11 @@ def test_the_chain_names_what_it_calls():
         del handle
 
 
-@pytest.mark.parametrize(("width", "engine"), [(64, "vmap"), (1024, "threads")])
+@pytest.mark.parametrize(("width", "engine"), [(64, "vmap"), (1024, "loop")])
 def test_wide_models_train_client_after_client_on_a_cpu(width, engine):
     net = Net(lambda: nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width), nn.Linear(width, 300), nn.ReLU(), nn.Linear(300, 4)))
     path = prepared(net, federation(), Training())[1]
-    assert path.engine == engine and (f"{net.size} weights" in path.why) is (engine == "threads")
+    assert path.engine == engine and (f"{net.size} weights" in path.why) is (engine == "loop")
     assert prepared(net, federation(), Training(), "vmap")[1].engine == "vmap"
 
 
