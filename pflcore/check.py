@@ -108,6 +108,9 @@ def check_fields(thing: Any) -> None:
             object.__setattr__(thing, name, plain)
 
 
+check = check_fields  # what a `__post_init__` calls
+
+
 def expect(name: str, kind: Kind, value: Any) -> Any:
     """The value, a scalar of numpy's as Python's; ValueError where it is not of the kind."""
     value = value.item() if isinstance(value, np.generic) else value

@@ -185,8 +185,8 @@ def tune(
     participation: Fraction = 1.0,
     seed: Seed | Sequence[int] = 0,
     hardware: Hardware = Hardware(),  # noqa: B008 (frozen)
-    metric: str | Metric | None = None,
-    maximize: bool | None = None,
+    metric: Any = None,
+    maximize: Any = None,
     folder: str | os.PathLike[str] | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Tuned:

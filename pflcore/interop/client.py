@@ -5,18 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pflcore.algorithms.lookup import algorithm_of, name_of
 from pflcore.algorithms.protocol import Algorithm, Payload, Tensors, check_training
-from pflcore.check import Seed, checked
+from pflcore.check import Buffers, Model, Seed, checked
 from pflcore.data.federation import Federation
 from pflcore.data.ragged import Ragged
 from pflcore.data.roles import held_out, one_client
-from pflcore.interop.wire import About, Model, net_of, opened, packed
+from pflcore.interop.wire import About, net_of, opened, packed
 from pflcore.simulation.accept import finite_rows, nearer
 from pflcore.simulation.arguments import device_of
 from pflcore.simulation.evaluate import one_by_one
@@ -49,7 +49,7 @@ class Client:
         *,
         seed: Seed = 0,
         hardware: Hardware = Hardware(workers=1),  # noqa: B008 (frozen)
-        batch_norm: Literal["auto", "average", "local"] = "auto",
+        batch_norm: Buffers = "auto",
         loss: Loss | None = None,
     ) -> None:
         self.algorithm = algorithm_of(algorithm)

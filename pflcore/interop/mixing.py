@@ -3,7 +3,7 @@ nothing of a client but its model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from pflcore.algorithms.feddwa import FedDWA
 from pflcore.algorithms.lookup import algorithm_of
 from pflcore.algorithms.protocol import Algorithm, Mix
 from pflcore.algorithms.sfl import SFL, nearest, smoothing
-from pflcore.check import Count, Whole, check, checked, refuse, shown
+from pflcore.check import Buffers, Count, Names, Whole, check, checked, refuse, shown
 from pflcore.interop.packing import _cut, pack, unpack
 from pflcore.simulation.accept import finite_rows
 
@@ -77,9 +77,9 @@ def personalize(
     guidance: Any = None,
     previous: Any = None,
     base: Any = None,
-    include: str | Sequence[str] = (),
-    exclude: str | Sequence[str] = (),
-    buffers: str = "auto",
+    include: Names = (),
+    exclude: Names = (),
+    buffers: Buffers = "auto",
     directions: bool = False,
     **options: Any,
 ) -> Any:

@@ -7,15 +7,15 @@ from collections.abc import Hashable, Mapping
 from copy import copy
 from dataclasses import replace
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pflcore.algorithms.lookup import algorithm_of, name_of
 from pflcore.algorithms.protocol import Algorithm, Cohort, Tensors
-from pflcore.check import Count, Positive, Seed, checked, refuse
-from pflcore.interop.wire import STATISTICS, About, Model, method_number, net_of, opened, packed
+from pflcore.check import Buffers, Count, Model, Positive, Seed, checked, refuse
+from pflcore.interop.wire import STATISTICS, About, method_number, net_of, opened, packed
 from pflcore.simulation.accept import Outcome, Trained, accept
 from pflcore.simulation.arguments import check_start
 from pflcore.simulation.grow import grown
@@ -51,7 +51,7 @@ class Server:
         *,
         rounds: Count = 100,
         seed: Seed = 0,
-        batch_norm: Literal["auto", "average", "local"] = "auto",
+        batch_norm: Buffers = "auto",
         clip: Positive | None = None,
     ) -> None:
         self.algorithm = algorithm_of(algorithm)

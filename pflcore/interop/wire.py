@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pflcore.algorithms.lookup import name_of
 from pflcore.algorithms.protocol import Algorithm, Payload, Pool, Tensors
-from pflcore.check import shown
+from pflcore.check import Model, shown
 from pflcore.train import Net
 from pflcore.train.losses import Loss
 
 ABOUT, STATISTICS = "@about", "@statistics"  # beside the algorithm's own keys
-Model = Net | nn.Module | Callable[[], nn.Module]
 
 
 class About(NamedTuple):
