@@ -124,7 +124,6 @@ class Local:
         def first(rows: Tensors, grad: Any, taken: Tensor) -> Tensors:
             return update(rows, grad, int(taken[0]))  # type: ignore[no-any-return]
 
-        o.pop("together", None)
         terms = {k: v for k in ("loss", "extra", "alone") if (v := o.pop(k, None)) is not None}
         fit = self.now.each_batch(rows, first, Objective(**terms), **o)
         self._keep(fit, probe)
