@@ -7,7 +7,7 @@ who else trains, on the engine, or on the number of workers.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import groupby, product
 from typing import NamedTuple
 
@@ -75,7 +75,7 @@ def steps_of(sizes: tuple[int, ...], cut: Cut, plan: Plan, whole: int) -> tuple[
     takes = [c * whole if steps is None else steps for c in cuts]
     epochs = [-(-t // c) for t, c in zip(takes, cuts, strict=True)]
 
-    def kind(i: int, place: int) -> tuple[int, int, int]:
+    def kind(place: int, i: int) -> tuple[int, int, int]:
         own = sizes[i] if plan.by_size else 0
         if cut.ragged:
             return epochs[i], (place + 1) * size, 0
@@ -86,7 +86,7 @@ def steps_of(sizes: tuple[int, ...], cut: Cut, plan: Plan, whole: int) -> tuple[
         for epoch, place in product(range(max(epochs)), range(cuts[0])):
             first, clients = place * size, range(len(sizes))
             on = [i for i in clients if place < cuts[i] and epoch * cuts[i] + place < takes[i]]
-            for (own, last, _), group in groupby(on, lambda i, place=place: kind(i, place)):
+            for (own, last, _), group in groupby(on, partial(kind, place)):
                 some = list(group)  # neighbours, since they are sorted by size
                 yield Step(some[0], some[-1] + 1, epoch, own, place, first, last)
 

@@ -14,6 +14,7 @@ from pflcore.train.clients import Clients
 from pflcore.train.clients import Fit as Done
 from pflcore.train.engines import Engine as Choice
 from pflcore.train.engines import Objective, Tensors
+from pflcore.train.losses import CRITERIA
 from pflcore.train.net import Net
 from pflcore.train.training import Training
 from pflcore.train.workers import Workers, onto
@@ -123,7 +124,6 @@ class Local:
         def first(rows: Tensors, grad: Any, taken: Tensor) -> Tensors:
             return update(rows, grad, int(taken[0]))  # type: ignore[no-any-return]
 
-        o.pop("together", None)
         terms = {k: v for k in ("loss", "extra", "alone") if (v := o.pop(k, None)) is not None}
         fit = self.now.each_batch(rows, first, Objective(**terms), **o)
         self._keep(fit, probe)
@@ -134,7 +134,10 @@ class Local:
             self.buffers, self.train_loss = fit.buffers, fit.loss
 
     def measure(self, rows: Tensor, split: str) -> Any:
-        return self.now.measure({"w": rows}, split) if self.now.has(split) else None
+        now, chain = self.now, self.setting.engine.chain
+        one = now._have_one({"w": rows}) and now.net.criterion in CRITERIA.values()
+        look = now.has(split) and (chain is not None or one)
+        return now.measure({"w": rows}, split) if look else None
 
     def scores(self, predict: Any, view: Tensors, split: str) -> list[tuple[Tensor, Tensor]]:
         return self.now.scores(view, split, predict)

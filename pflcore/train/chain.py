@@ -221,7 +221,7 @@ def lines_of(call: Call, net: Net, used: set[str]) -> Iterator[Line]:
         name = names[id(p)]
         expect(name not in used, "a weight that stands in two places")
         used.add(name)
-        return net.slices[name].start
+        return int(net.slices[name].start)
 
     return LAYERS[type(call.layer)](call.layer, place, call.into, call.out)
 

@@ -129,7 +129,7 @@ def explained(module: nn.Module, data: Federation, called: list[str]) -> Iterato
     except Exception as e:
         if isinstance(e, Unfit) or memory.ran_out(e):
             raise
-        raise Unfit(next(fits.of_layer(*inside, data, e))) from e
+        raise Unfit(next(fits.of_layer(inside[0], inside[1], inside[2], data, e))) from e
     finally:
         for hook in hooks:
             hook.remove()
@@ -234,15 +234,17 @@ def trial(net: Net, data: Federation) -> Trial:
     scale = [v.expand(n) for v, n in zip(spread, net.sizes, strict=True)]
     found = Trial(clients, net.w0 + noise * torch.cat(scale), {}, {})
     for train, mode in ((True, "training"), (False, "evaluation")):
-        both = []
+        pairs = []
         for i, n in enumerate(sizes):
             at = order[i, :n] if train else lists[i]
             net.load(module, found.w[i], net.b0).train(train)
             loss, grads = answer(net, module, x[at], y[at], seeds[i])
-            pairs = zip(grads, net.shapes, strict=True)
-            flat = [g.reshape(-1) if g is not None else x.new_zeros(s.numel(), dtype=net.dtype) for g, s in pairs]
-            both.append((loss.reshape(()), torch.cat(flat)))
-        found.losses[mode], found.grads[mode] = (torch.stack(v) for v in zip(*both, strict=True))
+            flat = [
+                net.w0.new_zeros(n) if g is None else g.reshape(-1)
+                for g, n in zip(grads, net.sizes, strict=True)
+            ]
+            pairs.append((loss.reshape(()), torch.cat(flat)))
+        found.losses[mode], found.grads[mode] = (torch.stack(v) for v in zip(*pairs, strict=True))
     return found
 
 

@@ -148,6 +148,7 @@ class Clients:
         epochs: int | None = None,
         steps: int | None = None,
         stream: str = "fit",
+        together: bool = False,  # clients of all sizes in one step under vmap: faster
     ) -> Fit:
         """The general, slower form: `update(rows, grad, taken) -> rows` takes a step.
 
@@ -163,7 +164,7 @@ class Clients:
                 for k, v in update(seen, chunk.look(step), chunk.batches.number(step)).items():
                     mine[k][step.clients] = v
 
-        plan, width = Plan(epochs, steps, True, batches, stream), max(v[0].numel() for v in rows.values())
+        plan, width = Plan(epochs, steps, not together, batches, stream), max(v[0].numel() for v in rows.values())
         # so many chunks that their arithmetic outweighs their steps' Python
         most = max(2, len(self.ids) * self.setting.training.batch_size * width >> 23)
         return self._train(rows, work, objective, plan, most=most)
@@ -211,7 +212,7 @@ class Clients:
         """What each client's head sees, [S, n, H], and the labels [S, n]; short clients are padded
         with zeros and labels -1."""
         pairs = self.scores({"w": w}, split, lambda model, net, x: net.features(model["w"], x))
-        z, y = zip(*pairs, strict=True)
+        z, y = ([*each] for each in zip(*pairs, strict=True))
         return pad_sequence(z, batch_first=True), pad_sequence(y, True, padding_value=-1)
 
     def loss(self, w: Tensor, split: str = "train") -> Tensor:
@@ -230,10 +231,9 @@ class Clients:
         if self.setting.engine.chain is not None and predict is by_row:
             loss, right = self._by_chain(model["w"], split)
             return loss, right if classes else None
-        pairs, right = self.scores(model, split, predict), None
+        pairs = self.scores(model, split, predict)
         z, y = (torch.cat(each) for each in zip(*pairs, strict=True))
-        if classes:
-            right = self._means(shares_right(z, y), split)
+        right = self._means(shares_right(z, y), split) if classes else None
         if self._have_one(model) and net.criterion in CRITERIA.values():
             losses = torch.vmap(net.criterion)(z[:, None], y[:, None])
             return self._means(losses, split), right
@@ -282,8 +282,7 @@ class Clients:
         """`work(chunk, its clients' rows, their terms)` on every chunk of the cohort."""
         setting, device, count = self.setting, self.buffers.device, len(self.ids)
         engine, relabel = objective.engine(setting.engine), self._relabel
-        how = {"memory_format": torch.contiguous_format}
-        out = {k: torch.empty_like(v, **how) for k, v in rows.items()}
+        out = {k: v.new_empty(v.shape) for k, v in rows.items()}
         done = Fit(out, self.buffers.clone(), *torch.zeros(2, count, dtype=torch.float64, device=device))
 
         def run(pos: Tensor) -> None:
@@ -333,7 +332,9 @@ class Clients:
         """The first arguments of the chain's kernels, for some of the clients."""
         data, relabel = self.setting.data, self._relabel
         own = None if relabel is None else relabel[s]
-        return (*self.setting.engine.chain.head, data.x, data.y, own)
+        chain = self.setting.engine.chain
+        assert chain is not None
+        return (*chain.head, data.x, data.y, own)
 
     def _parts(self, lists: Ragged) -> list[slice]:
         """The cohort for a few calls of the chain's kernels, about as many samples each."""

@@ -67,7 +67,7 @@ class Objective(NamedTuple):
 
     def terms(self, w: Tensor) -> Tensors:
         """What is added to the gradients at `w` [S, Q], [S, ...], as `ops.sgd_step_` names it."""
-        terms = {}
+        terms: Tensors = {}
         if self.prox is not None:
             mu = torch.as_tensor(self.prox[0], dtype=w.dtype, device=w.device)
             terms |= {"mu": mu.reshape(-1).expand(len(w)), "anchor": self.prox[1]}
@@ -110,7 +110,8 @@ def gradients(
     if vmap:
         losses, after = torch.vmap(loss)(*given, extra)
     else:
-        one = loss(*(t[0] for t in given), {k: v[0] for k, v in extra.items()})
+        first = [t[0] for t in given]
+        one = loss(*first, {k: v[0] for k, v in extra.items()})  # type: ignore[call-arg, arg-type]
         losses, after = (t[None] for t in one)
     (g,) = torch.autograd.grad(losses.sum(), w)
     return losses.detach(), g, after
@@ -149,12 +150,14 @@ class Chunk:
         s, chain, b = step.clients, self.engine.chain, self.batches
         if chain is not None:
             seeds = b.seeds_of(step, which) if chain.dropout else None
-            given = (b.places(step, which), b.count(step), seeds)
-            g, losses = chain_grad(w.detach(), *self.pool(s), *given)
+            cut = (b.places(step, which), b.count(step), seeds)
+            g, losses = chain_grad(w.detach(), *self.pool(s), *cut)
             return losses, g
         extra, vmap = {k: v[s] for k, v in self.extra.items()}, self.engine.name == "vmap"
         given = (w, *self.samples(step, which), self.buffers[s], b.seeds_of(step, which))
-        losses, g, self.buffers[s] = gradients(self.net, *given, vmap, True, self.loss, extra)
+        losses, g, after = gradients(self.net, *given, vmap, True, self.loss, extra)
+        if after.numel():
+            self.buffers[s] = after
         return losses, g
 
     def look(self, step: Step) -> Callable[..., Tensor]:
@@ -193,8 +196,8 @@ def train(chunk: Chunk, w: Tensor, terms: Tensors, t: Training, lr: float, grads
     """Takes all steps of the clients' rows `w` [s, Q], in place; adds the minibatches' gradients,
     clipped and with SGD's weight decay, to `grads` [s, Q]."""
     sgd, chain = t.local_optimizer == "sgd", chunk.engine.chain
-    given = {"shift": None, "mask": None, "mu": 0.0, "anchor": None} | terms
-    check_sgd(w, w, lr, *given.values(), 0.0, None, t.weight_decay)
+    shift, mask, mu, anchor = (terms.get(k) for k in ("shift", "mask", "mu", "anchor"))
+    check_sgd(w, w, lr, shift, mask, 0.0 if mu is None else mu, anchor, 0.0, None, t.weight_decay)
     if sgd and chain is not None:
         chunk.losses += by_kernels(chunk, w, terms, t, lr, grads)
         return
@@ -203,7 +206,6 @@ def train(chunk: Chunk, w: Tensor, terms: Tensors, t: Training, lr: float, grads
     more = (not sgd, terms, t.momentum, t.weight_decay, t.clip_grad, grads is not None)
     plain, adamw = not any(more), None if sgd else AdamW(t, w, lr)
     velocity = torch.zeros_like(w) if t.momentum else None
-    how = {"momentum": t.momentum, "weight_decay": t.weight_decay}
     space = torch.empty_like(w)  # touched only where a gradient is a row
     for step in chunk.batches.steps:
         s = step.clients
@@ -226,7 +228,8 @@ def train(chunk: Chunk, w: Tensor, terms: Tensors, t: Training, lr: float, grads
             adamw.step(s, g, own)
         else:
             buffer = None if velocity is None else velocity[s]
-            ops.sgd_step_(w[s], g, lr, **own, **how, buffer=buffer)
+            how: Any = own | {"momentum": t.momentum, "weight_decay": t.weight_decay}
+            ops.sgd_step_(w[s], g, lr, **how, buffer=buffer)
 
 
 def by_kernels(chunk: Chunk, w: Tensor, terms: Tensors, t: Training, lr: float, grads: Tensor | None) -> Tensor:

@@ -23,7 +23,7 @@ from pflcore.train.random import OwnDraws
 WIDTHS = ("in_features", "in_channels", "num_features", "input_size")
 
 
-class Unfit(ValueError):
+class Unfit(ValueError, TypeError):
     """Model, data and criterion do not fit together; its text is the whole sentence."""
 
 

@@ -111,9 +111,10 @@ def test_it_learns_what_one_model_cannot():
     assert recommended > plain + 0.15 and recommended > literal + 0.1
 
 
-def test_clients_step_together_in_whole_epochs_only():
+def test_clients_step_together_or_by_size():
     s = setting()
     local = Local(s, torch.arange(3), 1, torch.zeros(3, 0, dtype=D))
-    for more in ({"steps": 3}, {"batches": 2}):
-        with pytest.raises(ValueError, match=r"^together: expected whole epochs"):
-            local.each_batch({"x": s.net.w0.expand(3, -1)}, lambda rows, grad, k: rows, together=True, **more)
+    for more in ({}, {"steps": 3}, {"batches": 2}):
+        step = lambda rows, grad, k: {"x": rows["x"] - 0.1 * grad(rows["x"])}  # noqa: E731
+        ways = [local.each_batch({"x": s.net.w0.expand(3, -1)}, step, together=t, **more)["x"] for t in (True, False)]
+        torch.testing.assert_close(*ways, rtol=1e-9, atol=1e-11)

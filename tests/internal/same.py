@@ -181,7 +181,7 @@ RUNS = {
     "chain": lambda: play("fedavg", engine="chain"),
     "chain of convolutions": lambda: play("fedavg", cnn),
     "vmap": lambda: play("fedavg", engine="vmap"),
-    "threads": lambda: play("fedavg", engine="loop"),
+    "loop": lambda: play("fedavg", engine="loop"),
     "float64": lambda: play("scaffold", lambda: Residual().double(), data=doubled()),
     "participation": lambda: play("scaffold", participation=0.3),
     "waffle, participation": lambda: play("waffle", cnn, participation=0.3),

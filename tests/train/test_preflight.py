@@ -146,7 +146,7 @@ def test_options():
         ({"rounds": float("nan")}, "rounds: expected a whole number, at least 1, got nan"),
         ({"workers": -1}, "workers: expected a whole number, from 1 to"),
         ({"workers": 100_000}, "workers: expected a whole number, from 1 to"),
-        ({"engine": "pool"}, "engine: expected one of auto, chain, threads, vmap"),
+        ({"engine": "pool"}, "engine: expected one of auto, chain, loop, vmap"),
     ):
         with pytest.raises(ValueError, match=f"^{sentence}"):
             Simulation("fedavg", model, data, **options)

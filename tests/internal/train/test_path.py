@@ -8,14 +8,12 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from parts.path import Own, federation, hooked, same_as_by_hand
-from pflcore.train.path import by_chain, by_chain_steps, by_module, choose_path, under_vmap
-from pflcore.train.proof import difference, trials
 from torch.nn.utils import parametrizations, spectral_norm
 
 from pflcore import Federation, Net, Training
 from pflcore.nn import Dropout
-from pflcore.train.bridge import prepared
-from pflcore.train.chain import NoChain, compiled
+from pflcore.train import Engine, choose, engines, prepared
+from pflcore.train.chain import NoChain, compiled, find_chain
 
 
 class Scaled(nn.Linear):
@@ -80,10 +78,15 @@ def test_what_trains_is_the_model(name):
 
 
 def test_a_wrong_form_is_found_told_and_not_used(monkeypatch):
-    from pflcore.train import path
+    right = engines.chain_sgd_
 
-    right = path.chain_grad
-    monkeypatch.setattr(path, "chain_grad", lambda *a: (1.001 * right(*a)[0], right(*a)[1]))
+    def wrong(w, *given):
+        before = w.clone()
+        losses = right(w, *given)
+        w += 0.001 * (w - before)
+        return losses
+
+    monkeypatch.setattr(engines, "chain_sgd_", wrong)
     build = lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))  # noqa: E731
     with pytest.warns(UserWarning, match="^pflcore: the chain that stands for this model is not the model: its gradient is another"):
         run = same_as_by_hand(build, federation())
@@ -91,25 +94,25 @@ def test_a_wrong_form_is_found_told_and_not_used(monkeypatch):
 
 
 @pytest.mark.parametrize("size", [1e-6, 1e-3])
-def test_the_proof_sees_small_differences(size):
-    net, given = trials(Net(lambda: nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))), federation())
-    assert len(given) == 4 and net.dtype == torch.float64
-    for form in (by_module, under_vmap, by_chain, by_chain_steps):
-        assert difference(form(net), given) is None
-    exact = by_module(net)
-
-    def off(which, train):
-        def form(t):
-            found = list(exact(t))
-            found[which] = found[which] + (size if t.train == train else 0)
-            return found[0], found[1]
-
-        return form
-
-    for which, what in enumerate(("loss", "gradient")):
-        for train, mode in ((True, "training"), (False, "evaluation")):
-            said = difference(off(which, train), given)
+def test_the_trial_sees_small_differences(size, monkeypatch):
+    net, data = Net(lambda: nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))), federation()
+    exact, own = choose.trials(net, data)
+    assert exact.w.dtype == torch.float64 and own.w.dtype == torch.float32
+    for engine in (Engine("loop"), Engine("vmap"), Engine("loop", find_chain(net, data))):
+        assert exact.difference(engine) is None and own.difference(engine) is None
+    for what, where in (("loss", exact.losses), ("gradient", exact.grads)):
+        for mode in ("training", "evaluation"):
+            right = where[mode]
+            where[mode] = right + size
+            said = exact.difference(Engine("loop"))
+            where[mode] = right
             assert said is not None and f"its {what} is another in {mode} mode" in said
+
+
+def test_a_bug_of_ours_is_raised_as_it_is(monkeypatch):
+    monkeypatch.setattr(engines, "context", None)
+    with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'buffers'"):
+        prepared(Net(nn.Linear(6, 4)), federation(), Training())
 
 
 def test_the_chain_names_what_it_calls():
@@ -126,9 +129,9 @@ def test_the_chain_names_what_it_calls():
 @pytest.mark.parametrize(("width", "engine"), [(64, "vmap"), (1024, "loop")])
 def test_wide_models_train_client_after_client_on_a_cpu(width, engine):
     net = Net(lambda: nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width), nn.Linear(width, 300), nn.ReLU(), nn.Linear(300, 4)))
-    path = prepared(net, federation(), Training())[1]
-    assert path.engine == engine and (f"{net.size} weights" in path.why) is (engine == "loop")
-    assert prepared(net, federation(), Training(), "vmap")[1].engine == "vmap"
+    found = prepared(net, federation(), Training()).engine
+    assert found.name == engine and (f"{net.size} weights" in found.why) is (engine == "loop")
+    assert prepared(net, federation(), Training(), "vmap").engine.name == "vmap"
 
 
 def test_the_global_generators_are_left_alone():
@@ -143,7 +146,7 @@ def test_a_chain_with_dropout_is_a_chain():
     data = Federation(torch.ones(24, 6), torch.arange(24) % 4, {"train": list(torch.arange(24).split(8))}, 4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert choose_path(Net(model), data)[1].form == "chain"
+        assert prepared(Net(model), data, Training()).engine.chain is not None
 
 
 def test_what_a_forward_keeps_is_no_symbol():
