@@ -54,7 +54,7 @@ FORMS: dict[str, tuple[tuple[Any, ...], str]] = {  # of the hooks that give more
     ),
     "update": ((dict, Mix | None), "(what changes, whose updates went where), a dict and a Mix"),
 }
-BY_CLIENT = ("newcomer", "send", "train", "model")  # give a row for each
+BY_CLIENT = ("send", "train", "model")  # give a row for each
 CLOSE = 1e-7, 1e-9
 
 
@@ -234,8 +234,7 @@ def _hook(cls: type[Algorithm], name: str, uploads: list[Tensors]) -> Callable[.
     def hook(self: Algorithm, *args: Any, **kwargs: Any) -> Any:
         before = [_copies(given) for _, given in zip(HOOKS[name], args, strict=False)]
         who = next((v for v in args if isinstance(v, Cohort | Clients)), None)
-        count = _count(args[0]) if name == "newcomer" else 0
-        where = ""
+        count, where = 0, ""
         if who is not None:
             count = len(who.ids)
             where = _of(count, who.n if isinstance(who, Cohort) else who.setting.data.n)
@@ -270,8 +269,7 @@ def _check_form(name: str, out: Any, count: int) -> None:
                     f"{name}: expected a tensor for {key!r} of its {part}, got "
                     f"{type(value).__name__}; what is kept or sent is counted in bytes."
                 )
-            fits = value.dim() and len(value) in ((1, count) if name == "newcomer" else (count,))
-            if name in BY_CLIENT and not fits:
+            if name in BY_CLIENT and (not value.dim() or len(value) != count):
                 raise Fault(
                     f"{name}: expected one row for each of the {count} clients in {key!r} of its "
                     f"{part}, got shape {list(value.shape)}."
@@ -307,11 +305,6 @@ def _named(hook: str, where: str = "") -> Iterator[None]:
 
 def _of(count: int, n: int) -> str:
     return f" with {count} of {n} clients"
-
-
-def _count(down: Mapping[str, Any]) -> int:
-    """How many clients receive this."""
-    return next((len(v.index if isinstance(v, Pool) else v) for v in down.values()), 1)
 
 
 def _copies(payload: Mapping[str, Any]) -> Tensors:
@@ -408,12 +401,11 @@ def stays_finite(case: Case) -> None:
 
 def absent_clients_rest(case: Case) -> None:
     """Clients that take no part in a round keep their state."""
-    _, before, after, _ = case.recorded.states
     absent = [i for i in ALL if i not in case.recorded.done[1].ids]
-    kept = {k for k in before if k.startswith("clients.")}
-    if not case.setup().averages:  # else the statistics are everybody's
-        kept.add("batch_norm")
-    old, new = ({k: v[absent] for k, v in s.items() if k in kept} for s in (before, after))
+    kept = {f"clients.{k}" for k in case.recorded.last.clients}
+    kept |= set() if case.setup().averages else {"batch_norm"}  # else they are everybody's
+    _, *both, _ = case.recorded.states
+    old, new = ({k: state[k][absent] for k in kept} for state in both)
     _same(new, old, f"update: {{}} of the absent clients {absent} changed in a round without them.")
 
 
