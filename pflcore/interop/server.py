@@ -263,7 +263,7 @@ class Server:
                 f"{who}: its upload is number {about.number}'s of round {about.round}, expected "
                 f"{number}'s of round {self.round + 1}; leave it out."
             )
-        if not isinstance(given[1], Integral) or not 1 <= given[1] <= SAMPLES:
+        if not isinstance(given[1], Integral) or not 1 <= int(given[1]) <= SAMPLES:
             refuse(f"{who}, number of samples", f"a whole number from 1 to {SAMPLES}", given[1])
         up = {k: v[0] for k, v in payload.items()}
         come = {} if statistics is None else {STATISTICS: statistics}
