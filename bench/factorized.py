@@ -11,7 +11,8 @@ from bench.problem import Problem
 from pflcore.algorithms.factorized_waffle import FactorizedWaffle
 from pflcore.data import Federation
 from pflcore.nn.models import model_for
-from pflcore.train import Local, Net, Training, prepared
+from pflcore.train import Net, Training
+from pflcore.train.bridge import Local, prepared
 
 PROVIDERS = ("factorized layers", "dense layers", "with sampling and divergence")
 CLIENTS = 10

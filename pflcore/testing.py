@@ -1,7 +1,8 @@
 """What every algorithm owes its users, as checks for one's own: `pflcore.testing.check(MyAlgorithm())`.
 
-Four small clients play three rounds in float64: all of them, two, all. The checks read that one play, and what is played once more is
-what has to be played otherwise. The first fault ends it with one sentence that names it.
+Four small clients play three rounds in float64: all of them, two, all. The checks read that one play,
+and what is played once more is what has to be played otherwise. The first fault ends it with one
+sentence that names it.
 """
 
 from __future__ import annotations
@@ -19,27 +20,41 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pflcore.algorithms.base import Cohort, FedAvg, Pool, State, Tensors
+from pflcore.algorithms.fedavg import FedAvg
 from pflcore.algorithms.lookup import algorithm_of
+from pflcore.algorithms.protocol import Algorithm, Cohort, Mix, Pool, Rows, Tensors
+from pflcore.check import checked
 from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
-from pflcore.ops import kinds
-from pflcore.simulation.round import Outcome, begin, buffers_of, evaluate, sample, step
-from pflcore.train import Engine, Local, Setting, Training, Workers
+from pflcore.simulation.accept import Outcome
+from pflcore.simulation.evaluate import evaluate
+from pflcore.simulation.round import Setup, State, begin, flat, sample, step
+from pflcore.train import Clients, Engine, Fit, Net, Setting, Training
 from pflcore.train.losses import default_loss
-from pflcore.train.net import Net
+from pflcore.train.workers import Workers
 
 __all__ = ["CHECKS", "Case", "Fault", "check"]
 
 ALL, PART = (0, 1, 2, 3), (1, 2)
 COHORTS = (ALL, PART, ALL)  # of the recorded play; who is required joins every round
 TRAINING = Training(lr=0.1, batch_size=8)
-HOOKS = ("init", "send", "client", "server", "personal", "report")
-READ = {"send": ["g"], "client": ["down"], "personal": ["down", "own"], "report": ["g"]}  # not the hook's own
-PAIRS = {
-    "init": "(the server's state, one client's fresh state), two dicts of tensors",
-    "client": "(the clients' new state, their upload), two dicts of tensors",
+HOOKS = {  # what each is given that is not its own to change
+    "init": (),
+    "newcomer": ("down",),
+    "send": ("state",),
+    "train": ("down", "own"),
+    "update": ("state",),
+    "model": ("down", "own"),
+    "report": ("state",),
 }
+FORMS: dict[str, tuple[tuple[Any, ...], str]] = {  # of the hooks that give more than tensors
+    "train": (
+        (dict, dict, Fit),
+        "(the clients' new state, their upload, the fit that counts), two dicts and a Fit",
+    ),
+    "update": ((dict, Mix | None), "(what changes, whose updates went where), a dict and a Mix"),
+}
+BY_CLIENT = ("send", "train", "model")  # give a row for each
 CLOSE = 1e-7, 1e-9
 
 
@@ -53,27 +68,25 @@ class Play(NamedTuple):
     last: State
     states: list[Tensors]  # before the first round, and after each
     done: list[Outcome]
-    unfit: dict[str, int]  # what the server would have held, or somebody held, and is not finite: since which round
+    unfit: dict[str, int]  # what was not finite: since which round
     uploads: list[Tensors]
 
 
-@kinds.takes(
-    model=kinds.FUNCTION,
-    data=kinds.a(Federation),
-    skip=kinds.a(Collection, words="a list of checks"),
-)
+@checked
 def check(
-    algorithm: FedAvg | type[FedAvg] | str,
+    algorithm: Algorithm | type[Algorithm] | str,
     *,
     model: Callable[[], nn.Module] | None = None,
     data: Federation | None = None,
     skip: Collection[str] = (),
 ) -> None:
-    """Puts an instance, a class, a name or "package.module:Class" through all of `CHECKS` but those in `skip`.
+    """Puts an instance, a class, a name or "package.module:Class" through all of `CHECKS` but those in
+    `skip`.
 
-    `model` and `data` replace a small MLP and three Gaussian classes, where the algorithm asks for something else: of the
-    federation the first four clients are used, everything in float64. Raises Fault, an AssertionError, with one sentence that
-    names what is wrong; ValueError for an unknown name in `skip` or fewer than four clients.
+    `model` and `data` replace a small MLP and three Gaussian classes, where the algorithm asks for
+    something else: of the federation the first four clients are used, everything in float64. Raises
+    Fault, an AssertionError, with one sentence that names what is wrong; ValueError for an unknown
+    name in `skip` or fewer than four clients.
     """
     unknown = sorted(set(skip) - set(CHECKS))
     if unknown:
@@ -84,12 +97,12 @@ def check(
             one(case)
 
 
-@kinds.takes(given=kinds.a(FedAvg), model=kinds.FUNCTION, federation=kinds.a(Federation))
 @dataclass(frozen=True)
 class Case:
-    """An algorithm, every hook of which is watched, with what it is tried on and the play that the checks read."""
+    """An algorithm, every hook of which is watched, with what it is tried on and the play that the
+    checks read."""
 
-    given: FedAvg
+    given: Algorithm
     model: Callable[[], nn.Module] | None = None
     federation: Federation | None = None
     dtype: torch.dtype = torch.float64
@@ -98,13 +111,14 @@ class Case:
     def data(self) -> Federation:
         """Four clients with the splits train, val and test."""
         data = self.federation
-        if data is None:
-            statistics = next((self.model or _mlp)().buffers(), None) is not None
-            data = _gaussians(10 if statistics else 9)  # 9: a last batch of one sample, which batch norm has no use for
+        if data is None:  # 9: a last batch of one sample, which batch norm has no use for
+            data = _gaussians(10 if any(True for _ in (self.model or _mlp)().buffers()) else 9)
         if data.n < len(ALL):
-            raise ValueError(f"data: expected a federation of at least {len(ALL)} clients, got {data.n}.")
+            raise ValueError(
+                f"data: expected a federation of at least {len(ALL)} clients, got {data.n}."
+            )
         data = data.subset(ALL)
-        data = held_out(data) if self.given.needs_val else data
+        data = held_out(data) if self.given.traits.needs_val else data
         x, y = (t.to(self.dtype) if t.is_floating_point() else t for t in (data.x, data.y))
         return replace(data, x=x, y=y)
 
@@ -115,139 +129,167 @@ class Case:
         return self.given.prepare(Net(made, default_loss(self.data.y), seed=1))
 
     @cached_property
-    def watched(self) -> FedAvg:
+    def watched(self) -> Algorithm:
         """The algorithm with a check of what goes into and comes out of each hook."""
         return _watched(self.given)
 
-    def moved_to(self, target: int) -> FedAvg:
-        """The algorithm for another target, where it has one."""
-        return _watched(self.given, target=target) if hasattr(self.given, "target") else self.watched
-
-    def setting(self, data: Federation | None = None, engine: str = "loop", workers: int = 1, **more: Any) -> Setting:
+    def setup(
+        self, data: Federation | None = None, engine: str = "loop", workers: int = 1, **more: Any
+    ) -> Setup:
         """What a run on this case, or on other data, keeps the same."""
-        return Setting(self.net, data or self.data, TRAINING, Engine(engine), Workers(workers), rounds=6)._replace(**more)
+        run = (data or self.data, TRAINING, Engine(engine), Workers(workers))
+        return Setup(self.watched, Setting(self.net, *run, rounds=6)._replace(**more))
 
-    def breaking(self, clients: Sequence[int]) -> Federation:
-        """The same data, on which these clients' training overflows."""
-        x = self.data.x.clone()
-        rows = torch.cat([of[i] for split, of in self.data.index.items() if split != "test" for i in clients])
-        x[rows] *= 5e307 / x.abs().max()
-        return replace(self.data, x=x)
+    def renumbered(self, numbers: Sequence[int], target: int = 1, **more: Any) -> Setup:
+        """The same with some clients, in another order; a target stays who it is."""
+        setup = self.setup(self.data.subset(numbers), **more)
+        if not hasattr(self.given, "target"):
+            return setup
+        return setup._replace(algorithm=_watched(self.given, target=numbers.index(target)))
 
-    def otherwise_tested(self) -> Federation:
-        """The same data, but every client has another's samples in the split "test", and one less."""
-        index = {k: [rows[1:] for rows in (*v[1:], v[0])] if k == "test" else v for k, v in self.data.index.items()}
-        return replace(self.data, index=index)
+    def breaking(self, clients: Sequence[int]) -> Setup:
+        """The same where these clients' training overflows."""
+        x, index = self.data.x.clone(), self.data.index
+        rows = [of[i] for split, of in index.items() if split != "test" for i in clients]
+        x[torch.cat(rows)] *= 5e307 / x.abs().max()
+        return self.setup(replace(self.data, x=x))
 
-    def play(self, s: Setting, cohorts: Sequence[Sequence[int]] = COHORTS, alg: FedAvg | None = None) -> Play:
+    def otherwise_tested(self, workers: int = 1) -> Setup:
+        """The same, but every client has another's samples in the split "test", and one less."""
+        index = dict(self.data.index)
+        if "test" in index:
+            first, *others = (rows[1:] for rows in index["test"])
+            index["test"] = [*others, first]
+        return self.setup(replace(self.data, index=index), workers=workers)
+
+    def play(self, setup: Setup, cohorts: Sequence[Sequence[int]] = COHORTS) -> Play:
         """Some rounds, by default those of the recorded play; Fault where one fails."""
-        alg = alg or self.watched
-        state = begin(alg, s.net, s.data.n)
-        uploads = alg._uploads  # type: ignore[attr-defined]
-        uploads.clear()
+        alg, data = setup.algorithm, setup.setting.data
+        alg._uploads.clear()  # type: ignore[attr-defined]
+        state = begin(alg, setup.setting.net, data.n)
         play = Play(state, [_state(state)], [], {}, [])
         for some in cohorts:
-            ids = sorted({*some, *alg.required})
-            with _named("round", f" in round {state.round + 1} with {len(ids)} of {s.data.n} clients"):
-                state, done = step(alg, state, s, torch.tensor(ids))
+            ids = torch.tensor(sorted({*some, *alg.traits.required}))
+            with _named("round", f" in round {state.round + 1}{_of(len(ids), data.n)}"):
+                state, done = step(setup, state, ids)
             play.states.append(_state(state))
             play.done.append(done)
-            for key in [*(f"g[{k!r}]" for k in done.spoilt), *_unfit(play.states[-1])]:
+            for key in [*(f"server.{k}" for k in done.spoilt), *_unfit(play.states[-1])]:
                 play.unfit.setdefault(key, state.round)
-        return play._replace(last=state, uploads=[*uploads])
+        return play._replace(last=state, uploads=[*alg._uploads])  # type: ignore[attr-defined]
 
     @cached_property
     def recorded(self) -> Play:
         """The play that the checks read."""
-        return self.play(self.setting())
+        return self.play(self.setup())
 
     @cached_property
     def found(self) -> Tensors:
         """Everything that the recorded play leaves."""
-        return self.results(self.recorded.last)
+        return self.results(self.recorded)
 
     @cached_property
     def again(self) -> Tensors:
         """The same of a play with three worker threads and other test samples: nobody may notice."""
-        return self.left(self.setting(self.otherwise_tested(), workers=3))
+        return self.left(self.otherwise_tested(workers=3))
 
-    def evaluate(self, state: State, s: Setting, alg: FedAvg | None = None) -> Tensors:
+    def evaluate(self, state: State, setup: Setup) -> Tensors:
         """What an evaluation finds; Fault where it fails."""
         with _named("predict"):
-            found = evaluate(alg or self.watched, state, s, "test" if "test" in s.data.index else "train")
+            found = evaluate(
+                setup, state, "test" if "test" in setup.setting.data.index else "train"
+            )
         return {f"the evaluation's {k}": v for k, v in found.items()}
 
-    def results(self, state: State) -> Tensors:
+    def results(self, play: Play) -> Tensors:
         """Everything that a run leaves."""
-        return _state(state) | self.evaluate(state, self.setting()) | self.watched.report(state.g)
+        found, done = _state(play.last) | self.evaluate(play.last, self.setup()), play.done[-1]
+        if done.void or done.cohort is None:
+            return found
+        return found | self.watched.report(play.last.server, done.mix, done.cohort)
 
-    def left(self, s: Setting) -> Tensors:
+    def left(self, setup: Setup) -> Tensors:
         """Everything that such a run of as many rounds leaves."""
-        return self.results(self.play(s).last)
+        return self.results(self.play(setup))
 
-    def repeats(self, s: Setting, alg: FedAvg | None = None) -> bool:
+    def repeats(self, setup: Setup) -> bool:
         """Whether such a run is the recorded one; most are another after one round."""
         states = self.recorded.states
-        return not any(_other(self.play(s, COHORTS[:k], alg).states[k], states[k]) for k in (1, 3))
+        return not any(_other(self.play(setup, COHORTS[:k]).states[k], states[k]) for k in (1, 3))
 
 
-# what goes into and comes out of the hooks --------------------------------------------------------
+# what goes into and comes out of the hooks ------------------------------------------------------
 
 
-def _watched(alg: FedAvg, **changed: Any) -> FedAvg:
-    cls = type(alg)
+def _watched(alg: Algorithm, **changed: Any) -> Algorithm:
+    cls, new = type(alg), copy(alg)
     uploads: list[Tensors] = []
-    new = copy(alg)
     watched = type(cls.__name__, (cls,), {name: _hook(cls, name, uploads) for name in HOOKS})
     for key, value in {"__class__": watched, "_uploads": uploads, **changed}.items():
         object.__setattr__(new, key, value)
     return new
 
 
-def _hook(cls: type[FedAvg], name: str, uploads: list[Tensors]) -> Callable[..., Any]:
-    def hook(self: FedAvg, *args: Any) -> Any:
-        kept = list(zip(READ.get(name, ()), args, strict=False))
-        before = [_copies(given) for _, given in kept]
-        count, where = None, ""
-        for cohort in args:
-            if isinstance(cohort, (Cohort, Local)):
-                count = len(cohort.ids)
-                where = f" with {count} of {cohort.n if isinstance(cohort, Cohort) else cohort.setting.data.n} clients"
+def _hook(cls: type[Algorithm], name: str, uploads: list[Tensors]) -> Callable[..., Any]:
+    def hook(self: Algorithm, *args: Any, **kwargs: Any) -> Any:
+        before = [_copies(given) for _, given in zip(HOOKS[name], args, strict=False)]
+        who = next((v for v in args if isinstance(v, Cohort | Clients)), None)
+        count, where = 0, ""
+        if who is not None:
+            count = len(who.ids)
+            where = _of(count, who.n if isinstance(who, Cohort) else who.setting.data.n)
         with _named(name, where):
-            out = getattr(cls, name)(self, *args)
-        for (what, given), old in zip(kept, before, strict=True):
+            out = getattr(cls, name)(self, *args, **kwargs)
+        for what, given, old in zip(HOOKS[name], args, before, strict=False):
             fault = f"{name}: {what}[{{!r}}] was changed in place; it is not the hook's own, so work on a copy."
             _same(_copies(given), old, fault)
-        _check_form(name, out, args[1] if name == "client" else {}, count)
-        if name == "client":
+        _check_form(name, out, count)
+        if name == "train":
+            _check_own(args[1], out[0])
             uploads.append(_copies(out[1]))
         return out
 
     return hook
 
 
-def _check_form(name: str, out: Any, own: Mapping[str, Tensor], count: int | None) -> None:
+def _check_form(name: str, out: Any, count: int) -> None:
     """What a hook gives has the form that the protocol asks for."""
-    parts = out if name in PAIRS else (out,)
-    words = ("state", "upload") if name in PAIRS else ("result",)
-    if not (isinstance(parts, tuple) and len(parts) == len(words) and all(isinstance(d, dict) for d in parts)):
-        raise Fault(f"{name}: expected {PAIRS.get(name, 'a dict of tensors')}, got {type(out).__name__}.")
-    for part, tensors in zip(words, parts, strict=True):
+    kinds, words = FORMS.get(name, ((dict,), "a dict of tensors"))
+    parts = out if name in FORMS else (out,)
+    pairs = isinstance(parts, tuple) and len(parts) == len(kinds) and zip(parts, kinds, strict=True)
+    if not pairs or not all(isinstance(part, kind) for part, kind in pairs):
+        raise Fault(f"{name}: expected {words}, got {type(out).__name__}.")
+    said = ("state", "upload") if name == "train" else ("result",)
+    for part, tensors in zip(said, parts, strict=False):
         for key, value in tensors.items():
-            if isinstance(value, Pool) and name == "send":
-                value = value.index
+            if isinstance(value, Pool | Rows):
+                value = value.index if isinstance(value, Pool) else value.rows
             if not isinstance(value, Tensor):
-                got = type(value).__name__
-                raise Fault(f"{name}: expected a tensor for {key!r} of its {part}, got {got}; what is kept or sent is counted in bytes.")
-            if name in ("send", "client", "personal") and (not value.dim() or len(value) != count):
-                shape = list(value.shape)
-                raise Fault(f"{name}: expected one row for each of the {count} clients in {key!r} of its {part}, got shape {shape}.")
-    for key, value in parts[0].items() if name == "client" else ():
+                raise Fault(
+                    f"{name}: expected a tensor for {key!r} of its {part}, got "
+                    f"{type(value).__name__}; what is kept or sent is counted in bytes."
+                )
+            if name in BY_CLIENT and (not value.dim() or len(value) != count):
+                raise Fault(
+                    f"{name}: expected one row for each of the {count} clients in {key!r} of its "
+                    f"{part}, got shape {list(value.shape)}."
+                )
+
+
+def _check_own(own: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
+    """What a client keeps is what it had, of the same shapes and dtypes."""
+    for key, value in new.items():
         if key not in own:
-            raise Fault(f"client: its new state has {key!r}, which init gave no fresh client; there are {', '.join(own) or 'none'}.")
-        old, new = (f"{list(v.shape[1:])} {v.dtype}" for v in (own[key], value))
-        if old != new:
-            raise Fault(f"client: the state {key!r} of a client was {old} and became {new}; a state keeps its shape and dtype.")
+            raise Fault(
+                f"train: its new state has {key!r}, which newcomer gave nobody; there are "
+                f"{', '.join(own) or 'none'}."
+            )
+        old, got = (f"{list(v.shape[1:])} {v.dtype}" for v in (own[key], value))
+        if old != got:
+            raise Fault(
+                f"train: the state {key!r} of a client was {old} and became {got}; a state keeps "
+                "its shape and dtype."
+            )
 
 
 @contextmanager
@@ -257,12 +299,21 @@ def _named(hook: str, where: str = "") -> Iterator[None]:
     except Fault:
         raise
     except Exception as error:
-        said = str(error).strip().splitlines()
-        raise Fault(f"{hook}: raised {type(error).__name__}{where}: {said[0] if said else 'without a message'}") from error
+        said = [*str(error).strip().splitlines(), "without a message"][0]
+        raise Fault(f"{hook}: raised {type(error).__name__}{where}: {said}") from error
+
+
+def _of(count: int, n: int) -> str:
+    return f" with {count} of {n} clients"
 
 
 def _copies(payload: Mapping[str, Any]) -> Tensors:
     return {k: (v.rows if isinstance(v, Pool) else v).clone() for k, v in payload.items()}
+
+
+def _state(state: State) -> Tensors:
+    """A copy of what is kept."""
+    return _copies(flat(state))
 
 
 def _equal(a: Tensor, b: Tensor, rtol: float = 0.0, atol: float = 0.0) -> bool:
@@ -272,7 +323,10 @@ def _equal(a: Tensor, b: Tensor, rtol: float = 0.0, atol: float = 0.0) -> bool:
 
 def _other(a: Tensors, b: Tensors, rtol: float = 0.0, atol: float = 0.0) -> str | None:
     """What differs first."""
-    return next((k for k in {**a, **b} if k not in a or k not in b or not _equal(a[k], b[k], rtol, atol)), None)
+    keys = {**a, **b}
+    return next(
+        (k for k in keys if not (k in a and k in b and _equal(a[k], b[k], rtol, atol))), None
+    )
 
 
 def _same(a: Tensors, b: Tensors, fault: str, rtol: float = 0.0, atol: float = 0.0) -> None:
@@ -282,216 +336,259 @@ def _same(a: Tensors, b: Tensors, fault: str, rtol: float = 0.0, atol: float = 0
         raise Fault(fault.format(key))
 
 
-def _state(state: State) -> Tensors:
-    """A copy of what is kept."""
-    parts = {"g": state.g, "own": state.own}
-    kept = {f"{part}[{k!r}]": v for part, of in parts.items() for k, v in of.items()}
-    return _copies(kept | {"own statistics": state.buffers})
-
-
 def _unfit(tensors: Tensors) -> list[str]:
     return [k for k, v in tensors.items() if not v.isfinite().all()]
 
 
 def _words(code: CodeType) -> set[str]:
     """The names that a function speaks of."""
-    return set(code.co_names).union(*(_words(c) for c in code.co_consts if isinstance(c, CodeType)))
+    inside = (_words(c) for c in code.co_consts if isinstance(c, CodeType))
+    return set(code.co_names).union(*inside)
 
 
-# the checks ---------------------------------------------------------------------------------------
+# the checks -------------------------------------------------------------------------------------
 
 
 def names_are_known(case: Case) -> None:
     """Fields are options, and what nearly has the name of a hook is none only where it is called."""
     cls = type(case.given)
-    methods = {name: f.__code__ for name, f in vars(cls).items() if isinstance(f, FunctionType) and name[:2] != "__"}
+    own = {k: f for k, f in vars(cls).items() if isinstance(f, FunctionType) and k[:2] != "__"}
     for name, kind in get_annotations(cls).items():
         if "__dataclass_fields__" not in vars(cls) and "ClassVar" not in str(kind):
-            raise Fault(f"{name}: it is no option, because {cls.__name__} has no @dataclass(frozen=True) above it.")
-    known = {*dir(FedAvg), *dir(cls.__base__)}
-    for name in methods.keys() - known.union(*map(_words, methods.values())):
+            raise Fault(
+                f"{name}: it is no option, because {cls.__name__} has no @dataclass(frozen=True) "
+                "above it."
+            )
+    known = {*dir(Algorithm), *dir(cls.__base__)}
+    for name in own.keys() - known.union(*(_words(f.__code__) for f in own.values())):
         for meant in get_close_matches(name, known, 1, 0.8):
-            raise Fault(f"{name}: no hook has this name, and no method calls it; did you mean {meant!r}?")
+            raise Fault(
+                f"{name}: no hook has this name, and no method calls it; did you mean {meant!r}?"
+            )
 
 
 def clients_start_alike(case: Case) -> None:
-    """Fresh clients have equal states, in memory of their own."""
-    fresh, more = begin(case.watched, case.net, 4), case.watched.init(case.net, 5)[1]
-    fault = "init: {} is not the same in two calls; draw from net.init(seed) or pflcore's own generators."
-    _same(_state(fresh), case.recorded.states[0], fault)
-    for key, value in fresh.own.items():
-        if value.dim() > 2 and (value.shape[1], len(more[key])) == (4, 5):
-            raise Fault(f"init: the fresh state {key!r} has a row for each of the 4 clients; give one client's, and each gets its own.")
+    """The state before the first round is the same in every run."""
+    fault = "init or newcomer: {} is not the same in two calls; draw from `initial(net)` or pflcore's own generators."
+    _same(_state(begin(case.watched, case.net, 4)), case.recorded.states[0], fault)
 
 
 def shapes_stay(case: Case) -> None:
-    """Hooks give what the protocol asks for, with everybody and with some; a client's upload keeps its shapes."""
-    first, *rest = ({k: (v.shape[1:], v.dtype) for k, v in up.items()} for up in case.recorded.uploads)
-    for key in (k for later in rest for k in {**first, **later} if first.get(k) != later.get(k)):
-        raise Fault(f"client: its upload {key!r} is not of the same shape and dtype in every round; send what is always the same.")
+    """A client's upload keeps its shapes, with everybody and with some."""
+    first, *rest = (
+        {k: (v.shape[1:], v.dtype) for k, v in up.items()} for up in case.recorded.uploads
+    )
+    for key in (k for up in rest for k in {**first, **up} if first.get(k) != up.get(k)):
+        raise Fault(
+            f"train: its upload {key!r} is not of the same shape and dtype in every round; send "
+            "what is always the same."
+        )
 
 
 def stays_finite(case: Case) -> None:
     """On well-behaved data everything stays finite, and no client is dropped."""
+    fine = "is not finite on well-behaved data"
     for round, done in enumerate(case.recorded.done, 1):
         for client in done.dropped:
-            raise Fault(f"client: the upload or new state of client {client} is not finite on well-behaved data, in round {round}.")
+            raise Fault(
+                f"train: the upload or new state of client {client} {fine}, in round {round}."
+            )
     for what, round in case.recorded.unfit.items():
-        raise Fault(f"server: {what} is not finite on well-behaved data, after round {round}.")
-    for key in _unfit(case.evaluate(case.recorded.last, case.setting())):
-        raise Fault(f"personal or predict: {key} is not finite on well-behaved data.")
+        raise Fault(f"update: {what} {fine}, after round {round}.")
+    for key in _unfit(case.evaluate(case.recorded.last, case.setup())):
+        raise Fault(f"model or predict: {key} {fine}.")
 
 
 def absent_clients_rest(case: Case) -> None:
     """Clients that take no part in a round keep their state."""
-    _, before, after, _ = case.recorded.states
     absent = [i for i in ALL if i not in case.recorded.done[1].ids]
-    averaged = buffers_of(case.given, case.net) == "average"  # then the statistics are everybody's
-    for key, value in before.items():
-        if key.startswith("own[" if averaged else "own") and not _equal(after[key][absent], value[absent]):
-            raise Fault(f"server: {key} of the absent clients {absent} changed in a round without them.")
+    kept = {f"clients.{k}" for k in case.recorded.last.clients}
+    kept |= set() if case.setup().averages else {"batch_norm"}  # else they are everybody's
+    _, *both, _ = case.recorded.states
+    old, new = ({k: state[k][absent] for k in kept} for state in both)
+    _same(new, old, f"update: {{}} of the absent clients {absent} changed in a round without them.")
 
 
 def evaluation_changes_nothing(case: Case) -> None:
     """Evaluating leaves the state as it was, and gives the same twice."""
-    first, again = case.found, case.results(case.recorded.last)
-    _same(_state(case.recorded.last), case.recorded.states[-1], "personal: {} changed by an evaluation.")
-    _same(first, again, "personal or predict: {} of two evaluations of one state differ.")
+    first, again = case.found, case.results(case.recorded)
+    now = _state(case.recorded.last)
+    _same(now, case.recorded.states[-1], "model: {} changed by an evaluation.")
+    _same(first, again, "model or predict: {} of two evaluations of one state differ.")
 
 
 def runs_repeat(case: Case) -> None:
     """One seed gives the same bits in every run, with any number of workers."""
     faults = {
-        1: "{} differs between two runs of one seed: something draws from the global generator, or the algorithm remembers something "
-        "between rounds outside its state.",
-        3: "{} differs between 1 and 3 worker threads; hooks and losses must not share what they change.",
+        1: "{} differs between two runs of one seed: something draws from the global generator, or "
+        "the algorithm remembers something between rounds outside its state.",
+        3: "{} differs between 1 and 3 worker threads; hooks and losses must not share what they "
+        "change.",
     }
     for workers, fault in faults.items() if _other(case.found, case.again) else ():
-        _same(case.found, case.left(case.setting(workers=workers)), fault)
+        _same(case.found, case.left(case.setup(workers=workers)), fault)
 
 
 def nobody_trains_on_test(case: Case) -> None:
     """Nothing that is trained looks at the split "test"."""
     if _other(case.found, case.again):
-        fault = "client or server: {} depends on the split 'test', which is there for the evaluation; choose by 'val'."
-        _same(case.found, case.left(case.setting(case.otherwise_tested())), fault)
+        fault = "train or update: {} depends on the split 'test', which is there for the evaluation; choose by 'val'."
+        _same(case.found, case.left(case.otherwise_tested()), fault)
 
 
 def engines_agree(case: Case) -> None:
     """Client after client, or all at once by vmap: the same results up to rounding."""
     fault = "{} differs between the engines 'loop' and 'vmap': a loss or an update mixes clients or branches on values."
-    _same(case.found, case.left(case.setting(engine="vmap")), fault, 1e-6, 1e-8)
+    _same(case.found, case.left(case.setup(engine="vmap")), fault, 1e-6, 1e-8)
 
 
 def numbers_of_clients_play_no_part(case: Case) -> None:
-    """Renumbered clients give renumbered results; with one whole batch an epoch, so that shuffles play no part.
+    """Renumbered clients give renumbered results; with one whole batch an epoch, so that shuffles
+    play no part.
 
-    Nothing is asked of a method whose results are another seed's even so: which draws a client has belongs to its number.
+    Nothing is asked of a method whose results are another seed's even so: which draws a client has
+    belongs to its number.
     """
     order = [2, 0, 3, 1]
-    if case.given.required and not hasattr(case.given, "target"):
+    if case.given.traits.required and not hasattr(case.given, "target"):
         return
-    training = replace(TRAINING, batch_size=int(case.data.size("train").max()), epochs=2)
+    size = int(case.data.size("train").max())
+    training = replace(TRAINING, batch_size=size, epochs=2)
 
     def left(numbers: Sequence[int], seed: int = 0) -> Tensors:
-        """What the clients keep, and what an evaluation finds, where the client `numbers[i]` is number i."""
-        s, alg = case.setting(case.data.subset(numbers), training=training, seed=seed), case.moved_to(numbers.index(1))
-        last = case.play(s, [[numbers.index(i) for i in ids] for ids in COHORTS], alg).last
-        return {f"own[{k!r}]": v for k, v in last.own.items()} | case.evaluate(last, s, alg)
+        """What the clients keep, and what an evaluation finds, where `numbers[i]` is number i."""
+        setup = case.renumbered(numbers, training=training, seed=seed)
+        last = case.play(setup, [[numbers.index(i) for i in ids] for ids in COHORTS]).last
+        own = {f"clients.{k}": v for k, v in last.clients.items()}
+        return own | case.evaluate(last, setup)
 
     first, again = left(ALL), left(order)
     expected = {k: v[order] for k, v in first.items()}
     for k, v in expected.items():
-        if v.shape[1:] == (4,) and not _equal(v, again[k], *CLOSE):  # a column for every other client
+        if v.shape[1:] == (4,) and not _equal(v, again[k], *CLOSE):  # a column for every client
             expected[k] = v[:, order]
     if _other(expected, again, *CLOSE) and not _other(first, left(ALL, seed=1), *CLOSE):
-        fault = "server: {} depends on the clients' numbers: renumbered clients give other results than the same ones renumbered."
+        fault = "update: {} depends on the clients' numbers: renumbered clients give other results than the same ones renumbered."
         _same(expected, again, fault, *CLOSE)
 
 
 def seeds_differ(case: Case) -> None:
     """Another seed gives another run."""
-    if case.repeats(case.setting(seed=1)):
-        raise Fault("client: another seed gives the same run, so nothing that is trained on shuffled batches is kept or sent.")
+    if case.repeats(case.setup(seed=1)):
+        raise Fault(
+            "train: another seed gives the same run, so nothing that is trained on shuffled batches "
+            "is kept or sent."
+        )
 
 
 def one_client_suffices(case: Case) -> None:
     """A federation of one client runs."""
-    s, alg = case.setting(case.data.subset([2])), case.moved_to(0)
-    play = case.play(s, [[0], [0]], alg)
-    if any(d.void for d in play.done) or _unfit(case.evaluate(play.last, s, alg)):
-        raise Fault("server or personal: a federation of one client gives results that are not finite.")
+    setup = case.renumbered([2], target=2)
+    play = case.play(setup, [[0], [0]])
+    if any(d.void for d in play.done) or _unfit(case.evaluate(play.last, setup)):
+        raise Fault(
+            "update or model: a federation of one client gives results that are not finite."
+        )
 
 
 def float32_runs(case: Case) -> None:
     """What runs in float64 runs in float32, too."""
     case = replace(case, dtype=torch.float32)
-    s = case.setting()
     try:
-        case.evaluate(case.play(s, COHORTS[:2]).last, s)
+        case.evaluate(case.play(case.setup(), COHORTS[:2]).last, case.setup())
     except Fault as fault:
         raise Fault(f"in float32, as runs are by default, {fault}") from fault
 
 
 def broken_clients_are_absent(case: Case) -> None:
     """A client whose training overflows harms nobody: the others' results are as if it had not come."""
-    if not case.data.x.is_floating_point() or 1 in case.given.required:
+    if not case.data.x.is_floating_point() or 1 in case.given.traits.required:
         return
-    s = case.setting(case.breaking([1]))
-    play = case.play(s, COHORTS[:2])
+    setup = case.breaking([1])
+    play = case.play(setup, COHORTS[:2])
     for what in play.unfit:
-        raise Fault(f"server: {what} is not finite after a client's update overflowed; nothing but checked uploads may reach it.")
+        raise Fault(
+            f"update: {what} is not finite after a client's update overflowed; nothing but checked "
+            "uploads may reach it."
+        )
     others = {i for done in play.done for i in done.dropped} - {1}
     if others:
-        raise Fault(f"client: the update of client 1 overflowed, and {others} were dropped with it; no row may see another client's.")
+        raise Fault(
+            f"train: the update of client 1 overflowed, and {others} were dropped with it; no row "
+            "may see another client's."
+        )
     if all(done.dropped for done in play.done):
-        rest = case.play(s, [[i for i in ids if i != 1] for ids in COHORTS[:2]])
-        fault = "server: {} depends on a client that was dropped because its update was not finite."
+        rest = case.play(setup, [[i for i in ids if i != 1] for ids in COHORTS[:2]])
+        fault = "update: {} depends on a client that was dropped because its update was not finite."
         _same(play.states[-1], rest.states[-1], fault, 1e-12, 1e-14)
 
 
 def void_rounds_change_nothing(case: Case) -> None:
     """A round in which everybody breaks changes neither state."""
     if case.data.x.is_floating_point():
-        play = case.play(case.setting(case.breaking(ALL)), [ALL])
+        play = case.play(case.breaking(ALL), [ALL])
         if play.done[0].void:
-            fault = "send or client: {} changed in a round that is void, because no client's update was finite."
+            fault = "send or train: {} changed in a round that is void, because no client's update was finite."
             _same(play.states[1], play.states[0], fault)
 
 
 def bytes_are_counted(case: Case) -> None:
     """No parameter's columns travel, and are counted, that are always zero."""
-    uploads, plain = case.recorded.uploads, replace(case, given=FedAvg())  # who moves what training moves at all
-    for key in (k for k, v in uploads[0].items() if v.shape[1:] == (case.net.size,)):
-        for name, columns in case.net.slices.items():
-            if any(up[key][:, columns].any() for up in uploads):
-                continue
-            if plain.play(case.setting(), [ALL]).uploads[0]["delta"][:, columns].abs().max() > 1e-9:
-                raise Fault(
-                    f"client: the columns of {name!r} in the upload {key!r} are always zero, but are counted as sent; "
-                    "send the shared columns only, by net.split and net.join."
-                )
+    uploads, plain = (
+        case.recorded.uploads,
+        replace(case, given=FedAvg()),
+    )  # who moves all that moves
+    zero = [
+        (key, name, columns)
+        for key in uploads[0]
+        if uploads[0][key].shape[1:] == (case.net.size,)
+        for name, columns in case.net.slices.items()
+        if not any(up[key][:, columns].any() for up in uploads)
+    ]
+    moved = plain.play(plain.setup(), [ALL]).uploads[0]["delta"] if zero else torch.empty(0)
+    for key, name, columns in zero:
+        if moved[:, columns].abs().max() > 1e-9:
+            raise Fault(
+                f"train: the columns of {name!r} in the upload {key!r} are always zero, but are "
+                "counted as sent; send the shared columns only, by net.split and net.join."
+            )
 
 
 def required_clients_are_sampled(case: Case) -> None:
     """Cohorts hold the required clients, each client once, in ascending order."""
-    required, s = case.given.required, case.setting()
+    required, setup = case.given.traits.required, case.setup()
     for round in range(1, 20):
-        ids = sample(case.given, s, round, 0.25).tolist()
+        ids = sample(setup, round, 0.25).tolist()
         if ids != sorted({*ids, *required}) or len(ids) != max(1, len(required)):
-            raise Fault(f"required: the cohort {ids} of a quarter of four clients does not hold {required} and no more.")
+            raise Fault(
+                f"required: the cohort {ids} of a quarter of four clients does not hold {required} "
+                "and no more."
+            )
 
 
 def options_play_a_part(case: Case) -> None:
-    """Another `server_lr` and another `weighting` give another run, unless they are declared as `unused`."""
-    alg = case.given
-    others = {"server_lr": alg.server_lr / 2 or 1.0, "weighting": "uniform" if alg.weighting == "samples" else "samples"}
+    """Another `server_lr` and another `weighting` give another run, where the method takes one."""
+    alg: Any = case.given
+    others = {"server_lr": getattr(alg, "server_lr", 0) / 2 or 1.0, "weighting": "samples"}
+    if getattr(alg, "weighting", "") == "samples":
+        others["weighting"] = "uniform"
     for name, other in others.items():
-        if name not in alg.unused and case.repeats(case.setting(), _watched(alg, **{name: other})):
+        if not _takes(alg, name, other):
+            continue
+        if case.repeats(case.setup()._replace(algorithm=_watched(alg, **{name: other}))):
             raise Fault(
-                f"{name}: another value gives the same run to the bit, so nobody should be offered it; declare what plays no part: "
-                f"unused: ClassVar[tuple[str, ...]] = ({name!r},)."
+                f"{name}: another value gives the same run to the bit, so nobody should be offered "
+                "it; derive from Algorithm, which has no such option, or narrow it to one choice by "
+                f"its annotation, {name}: Literal[...]."
             )
+
+
+def _takes(alg: Any, name: str, value: Any) -> bool:
+    try:
+        replace(alg, **{name: value})
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 CHECKS = {
@@ -529,10 +626,15 @@ def _gaussians(first: int) -> Federation:
     centre = 2 * torch.randn(3, 6, generator=gen, dtype=torch.float64)
 
     clients = []
-    for i, n in enumerate((first, 20, 31, 20)):  # two of one size: such clients take every step together
+    for i, n in enumerate(
+        (first, 20, 31, 20)
+    ):  # two of one size: such clients take every step together
         splits = {}
         for split in ("train", "val", "test"):
             y = torch.randint(0, 3, (n,), generator=gen)
-            splits[split] = (centre[y] + torch.randn(n, 6, generator=gen, dtype=torch.float64), (y + i % 2) % 3)
+            splits[split] = (
+                centre[y] + torch.randn(n, 6, generator=gen, dtype=torch.float64),
+                (y + i % 2) % 3,
+            )
         clients.append(splits)
     return Federation.from_arrays(clients, classes=3, dtype=None)

@@ -1,6 +1,8 @@
-"""Grids: every candidate is trained, scored on validation data, recorded; the best one is reported on test data, once.
+"""Grids: every candidate is trained, scored on validation data, recorded; the best one is reported on
+test data, once.
 
-Selection works on `Protocol.blind`, a federation without a test split, so it cannot see test data even by mistake.
+Selection works on `Protocol.blind`, a federation without a test split, so it cannot see test data even
+by mistake.
 """
 
 from __future__ import annotations
@@ -13,54 +15,67 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from pflcore.algorithms.base import FedAvg, State, Tensors, cohort_of
 from pflcore.algorithms.finetune import FineTune, layer_mask, lengths, value
 from pflcore.algorithms.lookup import algorithm_of
+from pflcore.algorithms.protocol import Algorithm, Tensors
+from pflcore.check import Fraction, Seed, Whole, checked, shown
 from pflcore.data.roles import Protocol
 from pflcore.metrics import Metric, metrics_of
-from pflcore.ops import kinds
 from pflcore.results.record import plain
 from pflcore.simulation import Simulation
-from pflcore.simulation.checkpoint import digest_of, load_states, lock, of_data, of_net
-from pflcore.simulation.round import evaluate
-from pflcore.train import Local, Setting, Training
+from pflcore.simulation.checkpoint import Checkpoint, lock
+from pflcore.simulation.describe import digest_of, of_data, of_net
+from pflcore.simulation.evaluate import evaluate
+from pflcore.simulation.round import Setup, State, flat
+from pflcore.simulation.settings import Evaluation, Hardware
+from pflcore.train import Clients, Net, Training
 from pflcore.train.losses import default_loss, loss_name
-from pflcore.train.net import Net
-from pflcore.train.random import STREAM, generator_of
+from pflcore.train.random import STREAM
 
-
-def _are_seeds(value: Any) -> bool:
-    return kinds.SEED.fits(value) or kinds.many(kinds.SEED, "").fits(value)
+Grid = Mapping[str, Sequence[Any]]
 
 
 class Criterion(NamedTuple):
     """What the best is best in."""
 
-    name: str
+    name: str  # "": accuracy, or for targets the least loss
     metrics: dict[str, Metric]  # the function by its name; none for what every evaluation gives
     maximize: bool
+
+    def values(self, found: Tensors) -> Tensor:
+        """What an evaluation found of it for each client [N], higher is better."""
+        if not self.name:
+            return found["accuracy"] if "accuracy" in found else -found["loss"]
+        return found[self.name] if self.maximize else -found[self.name]
 
 
 def criterion_of(metric: Any, maximize: bool | None, classes: bool) -> Criterion:
     """A criterion by name or function. ValueError, TypeError or ImportError in one sentence."""
+    if metric is None and maximize is None:
+        return Criterion("", {}, True)
     if metric in (("accuracy", "loss") if classes else ("loss",)):
         name, metrics = str(metric), {}
     elif isinstance(metric, str) or callable(metric):
         metrics = metrics_of([metric], classes)
         name = next(iter(metrics))
     else:
-        raise TypeError(f"metric: expected a name or a function of (scores, labels), got {kinds.shown(metric)}.")
-    if isinstance(metric, str) == (maximize is not None) or not isinstance(maximize, bool | None):
-        words = "nothing, the direction of a name is known" if isinstance(metric, str) else "True or False with a function of one's own"
-        raise ValueError(f"maximize: expected {words}, got {kinds.shown(maximize)}.")
-    return Criterion(name, metrics, metric not in ("loss", "mae", "rmse") if maximize is None else maximize)
+        raise TypeError(
+            f"metric: expected a name or a function of (scores, labels), got {shown(metric)}."
+        )
+    if isinstance(metric, str) is not (maximize is None):
+        words = "True or False with a function of one's own"
+        if isinstance(metric, str):
+            words = "nothing, the direction of a name is known"
+        raise ValueError(f"maximize: expected {words}, got {shown(maximize)}.")
+    up = metric not in ("loss", "mae", "rmse") if maximize is None else maximize
+    return Criterion(name, metrics, up)
 
 
 @dataclass(frozen=True)
@@ -68,13 +83,17 @@ class Candidate:
     """One point of a grid."""
 
     options: dict[str, Any]  # what the grid sets, by its names
-    algorithm: FedAvg
+    algorithm: Algorithm
     training: Training
 
     @property
-    def trained(self) -> str:
-        """What sets its training apart: candidates that agree here differ in `late` options only and share a trained state."""
-        return _key({k: v for k, v in self.options.items() if k not in self.algorithm.late})
+    def trained(self) -> Candidate:
+        """What is trained: candidates that differ in `late` options only share a trained state."""
+        late = self.algorithm.traits.late
+        defaults = {f.name: f.default for f in fields(self.algorithm) if f.name in late}
+        first = {k: v for k, v in defaults.items() if v is not MISSING}
+        options = {k: v for k, v in self.options.items() if k not in late}
+        return Candidate(options, replace(self.algorithm, **first), self.training)
 
 
 @dataclass
@@ -82,12 +101,13 @@ class Trial:
     """What became of a candidate."""
 
     candidate: Candidate
-    values: list[Tensor] = field(default_factory=list)  # one per protocol: each client's validation value [N], higher is better
+    values: list[Tensor] = field(default_factory=list)  # one per protocol: each client's [N]
     stopped: str | None = None  # why its training ended early, if it did
 
     @property
     def score(self) -> float:
-        """Mean over protocols of the mean over clients; minus infinity for a candidate that diverged."""
+        """Mean over protocols of the mean over clients; minus infinity for a candidate that
+        diverged."""
         if self.stopped or not self.values:
             return -math.inf
         means = [v[~v.isnan()].mean().item() for v in self.values]
@@ -101,7 +121,7 @@ class Tuned:
 
     trials: list[Trial]
     protocols: list[Protocol]
-    states: Callable[[Candidate, int], tuple[State, Setting]]
+    states: Callable[[Candidate, int], tuple[Setup, State]]
 
     @property
     def best(self) -> Trial:
@@ -109,260 +129,252 @@ class Tuned:
         return max(self.trials, key=lambda t: t.score)
 
     def report(self, protocol: int = 0) -> Tensors:
-        """Test results of the best candidate on a protocol's reported clients: see `pflcore.evaluate`."""
-        p, best = self.protocols[protocol], self.best.candidate
-        state, setting = self.states(best, protocol)
-        return evaluate(best.algorithm, state, setting._replace(data=p.data.to(setting.data.device)), "test", p.report)
+        """Test results of the best candidate on a protocol's reported clients: see
+        `pflcore.evaluate`."""
+        p, (setup, state) = self.protocols[protocol], self.states(self.best.candidate, protocol)
+        setting = setup.setting
+        setting = setting._replace(data=p.data.to(setting.data.device))
+        return evaluate(setup._replace(setting=setting), state, "test", p.report)
 
     def table(self) -> str:
         """Markdown: the candidates, best first."""
-        ranked = sorted(self.trials, key=lambda t: -t.score)
         lines = ["| candidate | validation | note |", "|:---|---:|:---|"]
-        for t in ranked:
+        for t in sorted(self.trials, key=lambda t: -t.score):
             score = f"{t.score:.5f}" if math.isfinite(t.score) else "-"
-            lines.append(f"| {_in_words(t.candidate.options)} | {score} | {t.stopped or ('chosen' if t is self.best else '')} |")
+            note = t.stopped or ("chosen" if t is self.best else "")
+            lines.append(f"| {_in_words(t.candidate.options)} | {score} | {note} |")
         return "\n".join(lines) + "\n"
 
 
-def candidates(algorithm: FedAvg, training: Training, grid: Mapping[str, Sequence[Any]]) -> list[Candidate]:
-    """Every combination of a grid. A key is an option of the algorithm, or "training." and one of the local training."""
-    own, its = {f.name for f in fields(algorithm)}, {f.name for f in fields(training)}
+def candidates(algorithm: Algorithm, training: Training, grid: Grid) -> list[Candidate]:
+    """Every combination of a grid. A key is an option of the algorithm, or "training." and one of the
+    local training."""
+    own = {f.name for f in fields(algorithm)}
+    its = {f"training.{f.name}" for f in fields(training)}
     for key, choices in grid.items():
-        if key in algorithm.unused:
-            raise ValueError(f"grid: {key!r} plays no part in {type(algorithm).__name__}, all candidates would be the same; leave it out.")
-        if key in its - own:
+        if key not in own and f"training.{key}" in its:
             raise ValueError(f"grid: {key!r} is how clients train; write 'training.{key}'.")
-        if not (key in own or (key.startswith("training.") and key.removeprefix("training.") in its)):
-            known = ", ".join([*sorted(own), *(f"training.{k}" for k in sorted(its))])
-            raise ValueError(f"grid: {key!r} is no option of {type(algorithm).__name__} or its training; there are {known}.")
-        if not kinds.some("").fits(choices) or not len(choices):
+        if key not in own | its:
+            raise ValueError(
+                f"grid: {key!r} is no option of {type(algorithm).__name__} or its training; there "
+                f"are {', '.join([*sorted(own), *sorted(its)])}."
+            )
+        if isinstance(choices, str) or not isinstance(choices, Sequence) or not len(choices):
             raise ValueError(f"grid: expected a list of values for {key!r}, got {choices!r}.")
-    names = sorted(grid, key=lambda k: k in algorithm.late)  # late options vary fastest, so that trained states are met in blocks
+    late = algorithm.traits.late
+    names = sorted(grid, key=lambda k: k in late)  # late ones vary fastest: states in blocks
     out = []
     for combination in itertools.product(*(grid[k] for k in names)):
         options = dict(zip(names, combination, strict=True))
         ours = {k: v for k, v in options.items() if k in own}
-        theirs = {k.removeprefix("training."): v for k, v in options.items() if k not in own}
+        theirs = {k.removeprefix("training."): v for k, v in options.items() if k in its}
         out.append(Candidate(options, replace(algorithm, **ours), replace(training, **theirs)))
     return out
 
 
-@kinds.takes(
-    net=kinds.Kind(kinds.MODEL.words + ", or one for each protocol", lambda v: kinds.MODEL.fits(v) or kinds.some("").fits(v)),
-    training=kinds.a(Training),
-    grid=kinds.MAPPING,
-    rounds=kinds.whole(0),
-    states=kinds.many(kinds.a(State), "a State for each protocol"),
-    participation=kinds.POSITIVE,
-    seed=kinds.Kind("a whole number, or one for each protocol", _are_seeds),
-    folder=kinds.PLACE,
-    say=kinds.FUNCTION,
-)
+@checked
 def tune(
     protocol: Protocol | Sequence[Protocol],
     net: Net | nn.Module | Callable[[], nn.Module] | Sequence[Net],
-    algorithm: FedAvg | type[FedAvg] | str,
+    algorithm: Algorithm | type[Algorithm] | str,
     training: Training,
-    grid: Mapping[str, Sequence[Any]],
-    rounds: int,
+    grid: Grid,
+    rounds: Whole,
     *,
     states: Sequence[State] | None = None,
-    participation: float = 1.0,
-    seed: int | Sequence[int] = 0,
-    engine: str = "auto",
-    workers: int | None = None,
-    device: str = "cpu",
-    metric: str | Metric | None = None,
-    maximize: bool | None = None,
+    participation: Fraction = 1.0,
+    seed: Seed | Sequence[int] = 0,
+    hardware: Hardware = Hardware(),  # noqa: B008 (frozen)
+    metric: Any = None,
+    maximize: Any = None,
     folder: str | os.PathLike[str] | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Tuned:
     """Trains every candidate of the grid and picks the best on validation data, after the last round.
 
-    Several protocols (splits) are averaged; run j has seed `seed + j`, or the j-th of several seeds, and starts at the j-th net where
-    several are given. With `rounds=0`
-    the fresh state is the trained one. `states`, one per protocol: trained already, so the grid may hold `late` options only.
-    The best has the highest accuracy, or for targets the least loss; else the best `metric`: "accuracy", "loss", a name that `Simulation`'s
-    `metrics` takes, whose direction is known, or a function of one client's (scores, labels), with `maximize` for its direction.
-    With `folder` every result is recorded as it comes, and a second call with the same arguments goes on where the first one stopped
-    (functions go by their names).
-    A candidate whose run stopped early, or that leaves a single client with validation samples without a finite loss or value, is recorded
-    with the reason and never chosen: its mean would be that of the clients who survived it.
+    Several protocols (splits) are averaged; run j has seed `seed + j`, or the j-th of several seeds,
+    and starts at the j-th net where several are given. With `rounds=0` the fresh state is the trained
+    one. `states`, one per protocol: trained already, so the grid may hold `late` options only.
+    The best has the highest accuracy, or for targets the least loss; else the best `metric`:
+    "accuracy", "loss", a name that `Evaluation.metrics` takes, whose direction is known, or a function
+    of one client's (scores, labels), with `maximize` for its direction.
+    With `folder` every result is recorded as it comes, and a second call with the same arguments goes
+    on where the first one stopped (functions go by their names).
+    A candidate whose run stopped early, or that leaves a single client with validation samples without
+    a finite loss or value, is recorded with the reason and never chosen: its mean would be that of the
+    clients who survived it.
     """
     algorithm = algorithm_of(algorithm)
-    protocols = [protocol] if isinstance(protocol, Protocol) else list(protocol) if isinstance(protocol, Sequence) else []
-    if not protocols or not all(isinstance(p, Protocol) for p in protocols):
-        raise TypeError(
-            f"protocol: expected cross_silo(data) or cross_device(data), which say what is chosen on what, got {type(protocol).__name__}."
-        )
+    protocols = [protocol] if isinstance(protocol, Protocol) else list(protocol)
     trials = [Trial(c) for c in candidates(algorithm, training, grid)]
-    if states is not None and len({t.candidate.trained for t in trials}) > 1:
-        raise ValueError(f"grid: with trained states it may hold {', '.join(algorithm.late) or 'nothing'}, got {', '.join(grid)}.")
-    seeds = [seed + j for j in range(len(protocols))] if isinstance(seed, int) else list(seed)
-    if not isinstance(net, Sequence) or isinstance(net, nn.Module):  # nn.Sequential is a model
-        net = net if isinstance(net, Net) else Net(net, default_loss(protocols[0].data.y), seed=seeds[0] if seeds else 0)
-        net = [net] * len(protocols)
-    nets = list(net)
-    if len(seeds) != len(protocols) or len(nets) != len(protocols):
-        raise ValueError(f"seed and net: expected one, or one per protocol ({len(protocols)}), got {len(seeds)} and {len(nets)}.")
+    if states is not None and len({_key(t.candidate.trained.options) for t in trials}) > 1:
+        late = ", ".join(algorithm.traits.late) or "nothing"
+        raise ValueError(f"grid: with trained states it may hold {late}, got {', '.join(grid)}.")
+    count = len(protocols)
+    seeds = [seed + j for j in range(count)] if isinstance(seed, int) else list(seed)
+    if isinstance(net, nn.Module) or not isinstance(net, Net | Sequence):  # Sequential is a model
+        net = Net(net, default_loss(protocols[0].data.y), seed=[*seeds, 0][0])
+    nets = [net] * count if isinstance(net, Net) else list(net)
+    if len(seeds) != count or len(nets) != count:
+        raise ValueError(
+            f"seed and net: expected one, or one per protocol ({count}), got {len(seeds)} and "
+            f"{len(nets)}."
+        )
     classes = nets[0].scores_classes and not protocols[0].data.y.is_floating_point()
-    criterion = None if metric is None and maximize is None else criterion_of(metric, maximize, classes)
-    where = Path(folder) if folder else None
-    bench = _Bench(criterion, protocols, nets, states, rounds, participation, seeds, engine, workers, device, where)
-    header = bench.header(algorithm, training)
+    criterion, where = criterion_of(metric, maximize, classes), Path(folder) if folder else None
+    run = {"rounds": max(1, rounds), "participation": participation, "hardware": hardware}
+    bench = _Bench(protocols, nets, seeds, criterion, run, rounds, states, where)
     with lock(where) if where else contextlib.nullcontext():
-        book, bench.key = _Book(where and where / "tuning.jsonl", header), _key(header)
-        for j in range(len(protocols)):
-            for n, trial in enumerate(trials):
-                name = _key({**trial.candidate.options, "run": j})
-                if name not in book.lines:
-                    for other, line in bench.score([t.candidate for t in trials[n:]], j):
-                        book.add(_key({**other.options, "run": j}), {"candidate": other.options, "run": j, **line})
-                line = book.lines[name]
-                trial.stopped = trial.stopped or line["stopped"]
-                trial.values.append(torch.tensor([math.nan if v is None else v for v in line["values"]], dtype=torch.float64))
-                say(f"{n + 1}/{len(trials)} {_in_words(trial.candidate.options)}: {line['stopped'] or f'{trial.score:.5f}'}")
+        bench.play(trials, bench.header(algorithm, training), say)
     if all(t.score == -math.inf for t in trials):
-        raise ValueError(f"grid: every candidate diverged, the first one with: {trials[0].stopped or 'values that are not finite'}")
-    return Tuned(trials, protocols, bench.state)
+        why = trials[0].stopped or "values that are not finite"
+        raise ValueError(f"grid: every candidate diverged, the first one with: {why}")
+    return Tuned(trials, protocols, lambda candidate, run: bench.trained(candidate, run)[:2])
 
 
+@dataclass
 class _Bench:
-    """Trains candidates, and remembers the states they end in: on disk where there is a folder, else the one that is needed."""
+    """Trains candidates, and remembers the states they end in: on disk where there is a folder, else
+    the one that is needed."""
 
-    def __init__(
-        self,
-        criterion: Criterion | None,
-        protocols: list[Protocol],
-        nets: list[Net],
-        states: Sequence[State] | None,
-        rounds: int,
-        participation: float,
-        seeds: list[int],
-        engine: str,
-        workers: int | None,
-        device: str,
-        folder: Path | None,
-    ) -> None:
-        self.protocols, self.nets, self.states, self.rounds, self.seeds = protocols, nets, states, rounds, seeds
-        self.participation, self.device, self.criterion = participation, device, criterion
-        self.engine, self.workers, self.folder = engine, workers, folder
-        self.blind = [p.blind for p in protocols]
-        self.memory: dict[str, tuple[State, str | None]] = {}
-        self.key = ""  # what the search is, in the names of the files that it keeps
+    protocols: list[Protocol]
+    nets: list[Net]
+    seeds: list[int]
+    criterion: Criterion
+    run: dict[str, Any]
+    rounds: int
+    states: Sequence[State] | None
+    folder: Path | None
+    memory: dict[str, tuple[State, str | None]] = field(default_factory=dict)
+    key: str = ""  # what the search is, in the names of what it keeps
 
-    def header(self, algorithm: FedAvg, training: Training) -> dict[str, Any]:
+    def header(self, algorithm: Algorithm, training: Training) -> dict[str, Any]:
         """What must agree for results to be used again."""
+        data = [
+            [p.data.name, p.setting, digest_of([p.train, p.choose]), of_data(p.blind)]
+            for p in self.protocols
+        ]
+        start = [[digest_of(net.w0), of_net(net), loss_name(net.criterion)] for net in self.nets]
         return {
             "algorithm": type(algorithm).__name__,
             "options": asdict(algorithm),
             "training": asdict(training),
-            "data": [[p.data.name, p.setting, digest_of([p.train, p.choose]), of_data(p.blind)] for p in self.protocols],
-            "start": [[digest_of(net.w0), of_net(net), loss_name(net.criterion)] for net in self.nets],
-            "states": None if self.states is None else [digest_of(s.g) for s in self.states],
+            "data": data,
+            "start": start,
+            "states": self.states and [digest_of(flat(s)) for s in self.states],
             "rounds": self.rounds,
-            "participation": self.participation,
+            "participation": self.run["participation"],
             "seeds": self.seeds,
             "stream": STREAM,
-            **({"metric": [self.criterion.name, self.criterion.maximize]} if self.criterion else {}),
+            "metric": [self.criterion.name, self.criterion.maximize],
         }
 
-    def simulation(self, candidate: Candidate, run: int) -> Simulation:
-        p = self.protocols[run]
-        return Simulation(
-            candidate.algorithm,
+    def play(
+        self, trials: list[Trial], header: Mapping[str, Any], say: Callable[[str], None]
+    ) -> None:
+        """Fills the trials, from the record where they are in it."""
+        book, self.key = _Book(self.folder and self.folder / "tuning.jsonl", header), _key(header)
+        for j, n in itertools.product(range(len(self.protocols)), range(len(trials))):
+            trial, options = trials[n], trials[n].candidate.options
+            if _key({**options, "run": j}) not in book.lines:
+                for other, line in self.score([t.candidate for t in trials[n:]], j):
+                    book.add({"candidate": other.options, "run": j, **line})
+            line = book.lines[_key({**options, "run": j})]
+            trial.stopped = trial.stopped or line["stopped"]
+            values = [math.nan if v is None else v for v in line["values"]]
+            trial.values.append(torch.tensor(values, dtype=torch.float64))
+            said = line["stopped"] or f"{trial.score:.5f}"
+            say(f"{n + 1}/{len(trials)} {_in_words(options)}: {said}")
+
+    def trained(self, candidate: Candidate, run: int) -> tuple[Setup, State, str | None]:
+        """The state after the last round, from where it is kept or trained now; why it ended early."""
+        p, what = self.protocols[run], candidate.trained
+        simulation = Simulation(
+            what.algorithm,
             self.nets[run],
-            self.blind[run],
-            candidate.training,
-            rounds=max(1, self.rounds),
-            participation=self.participation,
+            p.blind,
+            what.training,
             clients=p.train,
             seed=self.seeds[run],
-            engine=self.engine,
-            workers=self.workers,
-            device=self.device,
-            eval_every=0,
-            eval_split="val",
-            eval_clients=p.choose,
+            evaluation=Evaluation(every=0, split="val", clients=p.choose),
+            **self.run,
         )
+        setup = simulation.setup._replace(algorithm=candidate.algorithm)
+        if self.states is not None:
+            return setup, self.states[run], None
+        if not self.rounds:
+            return setup, simulation.state, None
+        name = f"{_key(what.options)}-{run}"
+        if name not in self.memory:
+            self.memory = {name: self._trained(simulation, name)}
+        return setup, *self.memory[name]
 
-    def trained(self, candidate: Candidate, run: int) -> tuple[State, Setting, str | None]:
-        """The state after the last round, from where it is kept or trained now."""
-        name, simulation = f"{candidate.trained}-{run}", self.simulation(candidate, run)
-        file = self.folder / f"state-{hashlib.blake2b((name + self.key).encode(), digest_size=8).hexdigest()}.pt" if self.folder else None
-        if self.states is not None or self.rounds == 0:
-            return simulation.state if self.states is None else self.states[run], simulation.setting, None
-        if name in self.memory:
-            state, stopped = self.memory[name]
-        elif file is not None and file.is_file():
-            saved = load_states(file, self.device)
-            stopped = saved.pop("stopped")
-            state = State(**saved)
-        else:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", ".*stopped early: ", RuntimeWarning)  # the trial says it
-                history = simulation.run()
-            if history.failed:  # not the candidate's doing
-                raise MemoryError(history.stopped)
-            state, stopped = simulation.state, history.stopped
-            if file is not None:
-                part = file.with_suffix(".part")
-                torch.save({**{f.name: getattr(state, f.name) for f in fields(state)}, "stopped": stopped}, part)
-                part.replace(file)
-        self.memory = {name: (state, stopped)}
-        return state, simulation.setting, stopped
-
-    def state(self, candidate: Candidate, run: int) -> tuple[State, Setting]:
-        state, setting, _ = self.trained(candidate, run)
-        return state, setting
+    def _trained(self, simulation: Simulation, name: str) -> tuple[State, str | None]:
+        keeper = None
+        if self.folder is not None:
+            digest = hashlib.blake2b((name + self.key).encode(), digest_size=8).hexdigest()
+            keeper = Checkpoint(self.folder / f"state-{digest}")
+            if keeper.exists:
+                simulation.restore(keeper.folder)
+        with warnings.catch_warnings():  # the trial says it
+            warnings.filterwarnings("ignore", ".*stopped early: ", RuntimeWarning)
+            history = simulation.run(checkpoint=keeper)
+        if history.failed:  # not the candidate's doing
+            raise MemoryError(history.stopped)
+        return simulation.state, history.stopped
 
     def score(self, todo: Sequence[Candidate], run: int) -> list[tuple[Candidate, dict[str, Any]]]:
-        """The record of the first candidate, and of others that come with it for free: all lengths of one fine-tuning."""
+        """The record of the first candidate, and of others that come with it for free: all lengths of
+        one fine-tuning."""
         first, p = todo[0], self.protocols[run]
-        state, setting, stopped = self.trained(first, run)
+        setup, state, stopped = self.trained(first, run)
         if stopped:
             return [(first, {"values": [], "stopped": stopped})]
-        alg = first.algorithm
-        if self.criterion is None and isinstance(alg, FineTune) and alg.choose == "fixed" and alg.min_size == 0 and alg.margin is None:
-            same = [c for c in todo if c.trained == first.trained and _same_but_epochs(c.algorithm, alg)]
-            most = max(c.algorithm.finetune_epochs for c in same if isinstance(c.algorithm, FineTune))
-            curve = finetuning_curve(replace(alg, finetune_epochs=most), state, setting, "val", p.choose)
-            return [(c, self.line(curve[0, getattr(c.algorithm, "finetune_epochs")], run)) for c in same]  # noqa: B009
-        if self.criterion is not None:
-            found = evaluate(alg, state, setting, "val", p.choose, metrics=self.criterion.metrics)
-            values = found[self.criterion.name]
-            return [(first, self.line(values if self.criterion.maximize else -values, run, found["loss"]))]
-        found = evaluate(alg, state, setting, "val", p.choose)
-        return [(first, self.line(found["accuracy"] if "accuracy" in found else -found["loss"], run, found["loss"]))]
+        if not self.criterion.name and _has_curve(first.algorithm):
+            same = [c for c in todo if _longer(c, 0) == _longer(first, 0)]
+            most = max(c.algorithm.finetune_epochs for c in same)  # type: ignore[attr-defined]
+            longest: Any = _longer(first, most)[1]
+            curve = finetuning_curve(setup._replace(algorithm=longest), state, "val", p.choose)
+            lengths = [getattr(c.algorithm, "finetune_epochs") for c in same]  # noqa: B009
+            return [(c, self.line(curve[0, e], run)) for c, e in zip(same, lengths, strict=True)]
+        found = evaluate(setup, state, "val", p.choose, self.criterion.metrics)
+        return [(first, self.line(self.criterion.values(found), run, found["loss"]))]
 
     def line(self, values: Tensor, run: int, loss: Tensor | None = None) -> dict[str, Any]:
-        """What is recorded of a candidate, with the count of clients that it left without a finite value or loss."""
-        who = self.protocols[run].choose
-        who = who[self.blind[run].size("val")[who] > 0]
-        if loss is None:
-            lost = ~values[who].isfinite()
-        elif self.criterion is None:
-            lost = ~(values[who] + loss[who]).isfinite()
-        else:  # a metric may have no value for a client: AUC where there is one class
-            lost = values[who].isinf() | ~loss[who].isfinite()
-        count = int(lost.sum())
-        stopped = f"The validation values of {count} of {len(who)} clients are not finite." if count or not len(who) else None
+        """What is recorded of a candidate, with the count of clients that it left without a finite
+        value or loss."""
+        p = self.protocols[run]
+        who = p.choose[p.blind.size("val")[p.choose] > 0]
+        lost = ~values[who].isfinite()
+        if (
+            self.criterion.metrics
+        ):  # it may have no value for a client: AUC where there is one class
+            lost = values[who].isinf()
+        if loss is not None:
+            lost |= ~loss[who].isfinite()
+        count, stopped = int(lost.sum()), None
+        if count or not len(who):
+            stopped = f"The validation values of {count} of {len(who)} clients are not finite."
         return {"values": values.tolist(), "stopped": stopped}
 
 
-def finetuning_curve(alg: FineTune, state: State, setting: Setting, split: str, clients: Tensor) -> Tensor:
-    """Values on `split` (accuracy, or minus the loss) after 0, 1, ..., `finetune_epochs` epochs with each step size: [L, E + 1, N].
+def finetuning_curve(setup: Setup, state: State, split: str, clients: Tensor) -> Tensor:
+    """Values on `split` (accuracy, or minus the loss) after 0, 1, ..., `finetune_epochs` epochs of a
+    FineTune with each step size: [L, E + 1, N].
 
     Clients that are not among `clients` are NaN.
     """
-    lrs = alg.lr_grid or (alg.finetune_lr,)
-    local = Local(setting, clients, max(1, state.round), state.buffers[clients])
-    cohort = cohort_of(alg, setting, clients, max(1, state.round))
-    x = alg.send(state.g, cohort, generator_of(setting.seed, max(1, state.round), "evaluation"))["x"]
-    out = torch.full((len(lrs), alg.finetune_epochs + 1, setting.data.n), math.nan, dtype=torch.float64)
-    out[:, 0, clients] = value(local, x, split).cpu()
-    for i, epoch, rows in lengths(local, x, lrs, alg.finetune_epochs, layer_mask(setting.net, alg.layers)):
-        out[i, epoch, clients] = value(local, rows, split).cpu()
+    alg, n = setup.algorithm, setup.setting.data.n
+    assert isinstance(alg, FineTune)
+    lrs, epochs = alg.lr_grid or (alg.finetune_lr,), alg.finetune_epochs
+    cohort = setup.cohort(clients, max(1, state.round), "evaluation")
+    some = Clients(setup.setting, clients, cohort.round, state.batch_norm[clients])
+    x = alg.send(state.server, cohort)["x"]
+    out = torch.full((len(lrs), epochs + 1, n), math.nan, dtype=torch.float64)
+    out[:, 0, clients] = value(some, x, split).cpu()
+    mask = layer_mask(some.net, alg.layers)
+    for i, epoch, tuned in lengths(some, x, lrs, epochs, mask):
+        out[i, epoch, clients] = value(some.after(tuned), tuned.w, split).cpu()
     return out
 
 
@@ -375,21 +387,21 @@ class _Book:
             return
         kept = _read(path) if path.is_file() else []
         if kept and kept[0].get("header") != header:
-            raise ValueError(f"folder: {path} holds the results of another grid or other data; name another folder.")
-        self.lines = {_key({**line["candidate"], "run": line["run"]}): line for line in kept[1:]}
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            part = path.with_suffix(".part")  # whole lines only: one cut off in the middle must not swallow the next
-            part.write_text("".join(json.dumps(line) + "\n" for line in kept or [{"header": header}]), encoding="utf-8")
-            part.replace(path)
-        except OSError as e:
-            raise ValueError(f"folder: expected one that can be written, got {path.parent} ({e.strerror}).") from None
+            raise ValueError(
+                f"folder: {path} holds the results of another grid or other data; name another "
+                "folder."
+            )
+        self.lines = {_name(line): line for line in kept[1:]}
+        part = path.with_suffix(".part")  # whole lines only: one cut off must not swallow the next
+        part.write_text("".join(json.dumps(line) + "\n" for line in kept or [{"header": header}]))
+        part.replace(path)
 
-    def add(self, name: str, line: Mapping[str, Any]) -> None:
-        self.lines[name] = plain(line)
+    def add(self, line: Mapping[str, Any]) -> None:
+        line = plain(line)
+        self.lines[_name(line)] = line
         if self.path is not None:
             with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(self.lines[name]) + "\n")
+                file.write(json.dumps(line) + "\n")
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -402,8 +414,20 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _same_but_epochs(a: FedAvg, b: FedAvg) -> bool:
-    return isinstance(a, FineTune) and isinstance(b, FineTune) and replace(a, finetune_epochs=b.finetune_epochs) == b
+def _has_curve(alg: Algorithm) -> bool:
+    plain = isinstance(alg, FineTune) and alg.choose == "fixed"
+    return plain and alg.min_size == 0 and alg.margin is None  # type: ignore[attr-defined]
+
+
+def _longer(candidate: Candidate, epochs: int) -> tuple[str, Algorithm | None]:
+    """What is trained, and the method with so many epochs of fine-tuning; None without one."""
+    alg, tunes = candidate.algorithm, isinstance(candidate.algorithm, FineTune)
+    longer = replace(alg, finetune_epochs=epochs) if tunes else None  # type: ignore[call-arg]
+    return _key(candidate.trained.options), longer
+
+
+def _name(line: Mapping[str, Any]) -> str:
+    return _key({**line["candidate"], "run": line["run"]})
 
 
 def _key(options: Mapping[str, Any]) -> str:

@@ -1,194 +1,219 @@
 """`pflcore.testing.check` names what is wrong with an algorithm, in one sentence, and nothing where nothing is."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
 
-from pflcore import FedAvg, Stop, ops
+from pflcore import FedAvg, Stop
+from pflcore.algorithms import Algorithm
+from pflcore.algorithms.protocol import Traits
 from pflcore.data import federation_of
 from pflcore.testing import CHECKS, Case, Fault, check
 
 
-class ChangesDown(FedAvg):
-    def send(self, g, cohort, gen):
-        return {"x": g["x"].repeat(len(cohort.ids), 1)}
+def moved(w, down):
+    return {"delta": w - down["x"]}
 
-    def client(self, down, own, local):
-        start = down["x"].clone()
-        down["x"].copy_(local.fit(down["x"]).w)
-        return own, {"delta": down["x"] - start}
+
+class ChangesDown(FedAvg):
+    def send(self, state, cohort):
+        return {"x": state["x"].repeat(len(cohort.ids), 1)}
+
+    def train(self, down, own, clients):
+        start, fit = down["x"].clone(), clients.fit(down["x"])
+        down["x"].copy_(fit.w)
+        return own, {"delta": down["x"] - start}, fit
 
 
 class GrowingState(FedAvg):
-    def init(self, net, n):
-        return {"x": net.w0}, {"losses": torch.zeros(0)}
+    def newcomer(self, down, net):
+        return {"losses": torch.zeros(1, 0)}
 
-    def client(self, down, own, local):
-        fit = local.fit(down["x"])
-        return {"losses": torch.cat([own["losses"], fit.loss[:, None]], 1)}, {"delta": fit.w - down["x"]}
+    def train(self, down, own, clients):
+        fit = clients.fit(down["x"])
+        return {"losses": torch.cat([own["losses"], fit.loss[:, None].float()], 1)}, moved(fit.w, down), fit
 
 
 class UnknownState(FedAvg):
-    def client(self, down, own, local):
-        w = local.fit(down["x"]).w
-        return {"v": w}, {"delta": w - down["x"]}
+    def train(self, down, own, clients):
+        fit = clients.fit(down["x"])
+        return {"v": fit.w}, moved(fit.w, down), fit
 
 
 class OneRow(FedAvg):
-    def client(self, down, own, local):
-        return own, {"delta": (local.fit(down["x"]).w - down["x"]).mean(0)}
+    def train(self, down, own, clients):
+        fit = clients.fit(down["x"])
+        return own, {"delta": (fit.w - down["x"]).mean(0)}, fit
 
 
 class Number(FedAvg):
-    def client(self, down, own, local):
-        return own, {"delta": local.fit(down["x"]).w - down["x"], "lr": local.lr}
+    def train(self, down, own, clients):
+        fit = clients.fit(down["x"])
+        return own, {**moved(fit.w, down), "lr": clients.lr}, fit
+
+
+class NoFit(FedAvg):
+    def train(self, down, own, clients):
+        return own, moved(clients.fit(down["x"]).w, down)
 
 
 class Everybody(FedAvg):
     """Forgets that some clients are absent."""
 
-    def server(self, g, up, cohort):
-        return {"x": g["x"] + torch.full((cohort.n,), 1 / cohort.n, dtype=torch.float64) @ up["delta"]}
+    def update(self, state, up, cohort):
+        return {"x": state["x"] + torch.full((cohort.n,), 1 / cohort.n, dtype=torch.float64) @ up["delta"]}, None
 
 
 class FirstComesFirst(FedAvg):
-    def server(self, g, up, cohort):
-        return {"x": g["x"] + up["delta"][0]}
+    def update(self, state, up, cohort):
+        return {"x": state["x"] + up["delta"][0]}, None
 
 
 class Divides(FedAvg):
-    def server(self, g, up, cohort):
-        return {"x": g["x"] + (up["delta"] / (cohort.round - 2)).mean(0)}
+    def update(self, state, up, cohort):
+        return {"x": state["x"] + (up["delta"] / (cohort.round - 2)).mean(0)}, None
 
 
 class GlobalNoise(FedAvg):
-    def server(self, g, up, cohort):
-        new = super().server(g, up, cohort)
-        return {"x": new["x"] + 1e-3 * torch.randn_like(new["x"])}
+    def update(self, state, up, cohort):
+        changes, mix = super().update(state, up, cohort)
+        return {"x": changes["x"] + 1e-3 * torch.randn_like(changes["x"])}, mix
 
 
 class Remembers(FedAvg):
     def __init__(self):
-        object.__setattr__(self, "server_lr", 1.0)
-        object.__setattr__(self, "weighting", "samples")
-        object.__setattr__(self, "seen", [0.0])
+        super().__init__()
+        object.__setattr__(self, "times", [0.0])
 
-    def server(self, g, up, cohort):
-        self.seen[0] += 0.1  # type: ignore[attr-defined]
-        return {"x": ops.aggregate(up["delta"], cohort.share[None], base=g["x"], lr=self.seen[0])[0]}  # type: ignore[attr-defined]
+    def update(self, state, up, cohort):
+        self.times[0] += 0.1  # type: ignore[attr-defined]
+        mix = cohort.mean()
+        return {"x": mix.of(up["delta"], state["x"], self.times[0])[0]}, mix  # type: ignore[attr-defined]
+
+
+class WritesIntoItsState(FedAvg):
+    def update(self, state, up, cohort):
+        return {"x": state["x"].add_(up["delta"].mean(0))}, None
 
 
 class MixesClients(FedAvg):
     """Its update forgets that it sees the rows of several clients at once."""
 
-    def client(self, down, own, local):
-        def update(rows, grad, k):
+    def train(self, down, own, clients):
+        def update(rows, grad, taken):
             g = grad(rows["w"])
-            return {"w": rows["w"] - local.lr * g / g.norm()}
+            return {"w": rows["w"] - clients.lr * g / g.norm()}
 
-        return own, {"delta": local.each_batch({"w": down["x"]}, update)["w"] - down["x"]}
+        fit = clients.each_batch({"w": down["x"]}, update)
+        return own, moved(fit.w, down), fit
 
 
 class EvaluationTrains(FedAvg):
-    def init(self, net, n):
-        return {"x": net.w0}, {"w": net.w0}
+    def newcomer(self, down, net):
+        return {"w": net.w0[None]}
 
-    def personal(self, down, own, local):
-        own["w"].copy_(local.fit(down["x"]).w)
+    def model(self, down, own, clients):
+        own["w"].copy_(clients.fit(down["x"]).w)
         return {"w": own["w"]}
 
 
 class SendsZeros(FedAvg):
     """A naive FedPer: the private columns do not move, but travel."""
 
-    def client(self, down, own, local):
-        delta = local.fit(down["x"]).w - down["x"]
-        delta[:, local.net.mask("2.*")] = 0
-        return own, {"delta": delta}
+    def train(self, down, own, clients):
+        fit = clients.fit(down["x"])
+        up = moved(fit.w, down)
+        up["delta"][:, clients.net.mask("2.*")] = 0
+        return own, up, fit
 
 
 class NothingTrained(FedAvg):
-    def client(self, down, own, local):
-        return own, {"delta": torch.ones_like(down["x"])}
+    def train(self, down, own, clients):
+        return own, {"delta": torch.ones_like(down["x"])}, clients.fit(down["x"])
 
 
 class ChangesTheModelItEvaluates(FedAvg):
-    def report(self, g):
-        g["x"].zero_()
+    def report(self, state, mix, cohort):
+        state["x"].zero_()
         return {}
 
 
 class BelievesWhatOverflows(FedAvg):
     """Sends what hides that training overflowed."""
 
-    def client(self, down, own, local):
-        delta = local.fit(down["x"]).w - down["x"]
+    def train(self, down, own, clients):
+        fit = clients.fit(down["x"])
+        delta = fit.w - down["x"]
         fine = delta.isfinite().all(1, keepdim=True)
-        return own, {"delta": torch.where(fine, delta, 1.0), "fine": fine}
+        return own, {"delta": torch.where(fine, delta, 1.0), "fine": fine}, fit
 
-    def server(self, g, up, cohort):
-        return {"x": g["x"] + torch.where(up["fine"], up["delta"], torch.nan).mean(0)}
+    def update(self, state, up, cohort):
+        return {"x": state["x"] + torch.where(up["fine"], up["delta"], torch.nan).mean(0)}, None
 
 
 class Misspelt(FedAvg):
-    def personal(self, down, own, local):
+    def model(self, down, own, clients):
         return {"w": own["v"]}
 
 
 class TrainsOnTest(FedAvg):
-    def client(self, down, own, local):
-        w = local.fit(down["x"]).w
-        better = local.loss(w, "test") < local.loss(down["x"], "test")
-        return own, {"delta": (w - down["x"]) * torch.where(better, 1.0, local.loss(w, "test"))[:, None]}
+    def train(self, down, own, clients):
+        fit = clients.fit(down["x"])
+        better = clients.loss(fit.w, "test") < clients.loss(down["x"], "test")
+        scale = torch.where(better, 1.0, clients.loss(fit.w, "test"))[:, None]
+        return own, {"delta": (fit.w - down["x"]) * scale}, fit
 
 
 class ListensToTheFirst(FedAvg):
-    def server(self, g, up, cohort):
-        new = super().server(g, up, cohort)
-        return {"x": g["x"] + (new["x"] - g["x"]) / (1 + cohort.ids[0])}
+    def update(self, state, up, cohort):
+        changes, mix = super().update(state, up, cohort)
+        return {"x": state["x"] + (changes["x"] - state["x"]) / (1 + cohort.ids[0])}, mix
 
 
 class Float64(FedAvg):
     """Shares are float64, and what they are multiplied with becomes so."""
 
-    def server(self, g, up, cohort):
-        return {"x": g["x"] + self.server_lr * (cohort.share[:, None] * up["delta"]).sum(0)}
+    def update(self, state, up, cohort):
+        mix = cohort.mean(self.weighting)
+        return {"x": state["x"] + self.server_lr * (mix.weight.T * up["delta"]).sum(0)}, mix
 
 
 class EveryonesState(FedAvg):
-    def init(self, net, n):
-        return {"x": net.w0}, {"w": net.w0.repeat(n, 1)}
+    def newcomer(self, down, net):
+        return {"w": net.w0.repeat(3, 1)}
 
 
 class Centres(FedAvg):
     """Subtracts what only the server can know."""
 
-    def client(self, down, own, local):
-        delta = local.fit(down["x"]).w - down["x"]
-        return own, {"delta": 2 * delta - delta.mean(0)}
+    def train(self, down, own, clients):
+        fit = clients.fit(down["x"])
+        delta = fit.w - down["x"]
+        return own, {"delta": 2 * delta - delta.mean(0)}, fit
 
 
 class GivesUp(FedAvg):
-    def server(self, g, up, cohort):
+    def update(self, state, up, cohort):
         raise Stop("Three is a crowd.")
 
 
 class OwnMean(FedAvg):
-    def server(self, g, up, cohort):
-        return {"x": g["x"] + ops.aggregate(up["delta"], cohort.share[None])[0]}
+    def update(self, state, up, cohort):
+        mix = cohort.mean(self.weighting)
+        return {"x": mix.of(up["delta"], state["x"])[0]}, mix
 
 
 class Uniform(FedAvg):
-    def server(self, g, up, cohort):
-        return {"x": g["x"] + self.server_lr * up["delta"].mean(0)}
+    def update(self, state, up, cohort):
+        return {"x": state["x"] + self.server_lr * up["delta"].mean(0)}, None
 
 
 class NearlyAHook(FedAvg):
-    def clinet(self, down, own, local):
-        return own, {"delta": local.fit(down["x"], epochs=9).w - down["x"]}
+    def trian(self, down, own, clients):
+        fit = clients.fit(down["x"], epochs=9)
+        return own, moved(fit.w, down), fit
 
 
 class NoDecorator(FedAvg):
@@ -196,15 +221,13 @@ class NoDecorator(FedAvg):
 
 
 @dataclass(frozen=True, slots=True)
-class Declared(FedAvg):
-    """Declares what plays no part, and calls its helper, whose name is nearly a hook's."""
+class Declared(Algorithm):
+    """Has no option that plays no part, and calls its helper, whose name is nearly a hook's."""
 
-    unused: ClassVar[tuple[str, ...]] = ("server_lr", "weighting")
+    def update(self, state, up, cohort):
+        return {"x": state["x"] + self.updates(up)}, None
 
-    def server(self, g, up, cohort):
-        return {"x": g["x"] + self.serve(up)}
-
-    def serve(self, up):
+    def updates(self, up):
         return up["delta"].mean(0)
 
 
@@ -212,47 +235,51 @@ class Declared(FedAvg):
 class Shared(FedAvg):
     """Keeps, as it should, everything that changes in its state."""
 
-    def init(self, net, n):
-        shared, private = net.split(net.w0, "2.*")
-        return {"x": shared}, {"head": private}
+    def initial(self, net):
+        return {"x0": net.split(net.w0, "2.*")[0]}
 
-    def client(self, down, own, local):
-        w = local.fit(local.net.join(down["x"], own["head"], "2.*")).w
-        shared, private = local.net.split(w, "2.*")
-        return {"head": private}, {"delta": shared - down["x"]}
+    def newcomer(self, down, net):
+        return {"head": net.split(net.w0, "2.*")[1][None]}
 
-    def personal(self, down, own, local):
-        return {"w": local.net.join(down["x"], own["head"], "2.*")}
+    def train(self, down, own, clients):
+        fit = clients.fit(clients.net.join(down["x"], own["head"], "2.*"))
+        shared, private = clients.net.split(fit.w, "2.*")
+        return {"head": private}, {"delta": shared - down["x"]}, fit
+
+    def model(self, down, own, clients):
+        return {"w": clients.net.join(down["x"], own["head"], "2.*")}
 
 
 FAULTS: dict[type[FedAvg], str] = {
-    ChangesDown: r"client: down\['x'\] was changed in place",
-    GrowingState: r"client: the state 'losses' of a client was \[0\] torch\.float32 and became \[1\]",
-    UnknownState: r"client: its new state has 'v', which init gave no fresh client",
-    OneRow: r"client: expected one row for each of the 4 clients in 'delta' of its upload, got shape \[53\]",
-    Number: r"client: expected a tensor for 'lr' of its upload, got float",
-    Everybody: r"server: raised RuntimeError with 2 of 4 clients",
-    FirstComesFirst: r"server: own|the evaluation's \w+ depends on the clients' numbers",
-    Divides: r"server: g\['x'\] is not finite on well-behaved data, after round 2",
-    GlobalNoise: r"g\['x'\] differs between two runs of one seed",
-    Remembers: r"g\['x'\] differs between two runs of one seed",
-    MixesClients: r"g\['x'\] differs between the engines",
-    EvaluationTrains: r"personal: own\['w'\] was changed in place",
-    SendsZeros: r"client: the columns of '2\.weight' in the upload 'delta' are always zero, but are counted as sent",
-    NothingTrained: r"client: another seed gives the same run",
-    ChangesTheModelItEvaluates: r"report: g\['x'\] was changed in place",
-    BelievesWhatOverflows: r"server: g\['x'\] is not finite after a client's update overflowed",
-    TrainsOnTest: r"client or server: g\['x'\] depends on the split 'test'",
-    ListensToTheFirst: r"server: the evaluation's \w+ depends on the clients' numbers",
-    Float64: r"in float32, as runs are by default, client: raised RuntimeError with 2 of 4 clients: ",
-    EveryonesState: r"init: the fresh state 'w' has a row for each of the 4 clients",
-    Centres: r"client: the update of client 1 overflowed, and \{0, 2, 3\} were dropped with it",
-    GivesUp: r"server: raised Stop with 4 of 4 clients: Three is a crowd\.",
+    ChangesDown: r"train: down\['x'\] was changed in place",
+    GrowingState: r"train: the state 'losses' of a client was \[0\] torch\.float32 and became \[1\]",
+    UnknownState: r"train: its new state has 'v', which newcomer gave nobody",
+    OneRow: r"train: expected one row for each of the 4 clients in 'delta' of its upload, got shape \[53\]",
+    Number: r"train: expected a tensor for 'lr' of its upload, got float",
+    NoFit: r"train: expected \(the clients' new state, their upload, the fit that counts\)",
+    Everybody: r"update: raised RuntimeError with 2 of 4 clients",
+    FirstComesFirst: r"update: clients|the evaluation's \w+ depends on the clients' numbers",
+    Divides: r"update: server\.x is not finite on well-behaved data, after round 2",
+    GlobalNoise: r"server\.x differs between two runs of one seed",
+    Remembers: r"server\.x differs between two runs of one seed",
+    WritesIntoItsState: r"update: state\['x'\] was changed in place",
+    MixesClients: r"server\.x differs between the engines",
+    EvaluationTrains: r"model: own\['w'\] was changed in place",
+    SendsZeros: r"train: the columns of '2\.weight' in the upload 'delta' are always zero, but are counted as sent",
+    NothingTrained: r"train: another seed gives the same run",
+    ChangesTheModelItEvaluates: r"report: state\['x'\] was changed in place",
+    BelievesWhatOverflows: r"update: server\.x is not finite after a client's update overflowed",
+    TrainsOnTest: r"train or update: server\.x depends on the split 'test'",
+    ListensToTheFirst: r"update: the evaluation's \w+ depends on the clients' numbers",
+    Float64: r"in float32, as runs are by default, (update|train): raised RuntimeError with 2 of 4 clients: ",
+    EveryonesState: r"round: raised RuntimeError in round 1 with 4 of 4 clients: The expanded size of the tensor \(4\)",
+    Centres: r"train: the update of client 1 overflowed, and \{0, 2, 3\} were dropped with it",
+    GivesUp: r"update: raised Stop with 4 of 4 clients: Three is a crowd\.",
     OwnMean: r"server_lr: another value gives the same run to the bit",
-    Uniform: r"weighting: another value .* declare what plays no part: unused: ClassVar\[tuple\[str, \.\.\.\]\] = \('weighting',\)",
-    NearlyAHook: r"clinet: no hook has this name, and no method calls it; did you mean 'client'\?",
+    Uniform: r"weighting: another value .* narrow it to one choice by its annotation, weighting: Literal\[\.\.\.\]",
+    NearlyAHook: r"trian: no hook has this name, and no method calls it; did you mean 'train'\?",
     NoDecorator: r"server_lr: it is no option, because NoDecorator has no @dataclass\(frozen=True\) above it",
-    Misspelt: r"personal: raised KeyError with 4 of 4 clients: 'v'",
+    Misspelt: r"model: raised KeyError with 4 of 4 clients: 'v'",
 }
 
 
@@ -273,7 +300,7 @@ def test_averaged_statistics_are_everybodys():
     """The clients who are absent get them too; what is each client's own stays."""
 
     class Own(FedAvg):
-        buffers = ("local", "average")
+        traits = Traits(batch_norm=("local", "average"))
 
     model = lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))  # noqa: E731
     check(FedAvg, model=model)
@@ -302,4 +329,4 @@ def test_a_watched_algorithm_is_the_algorithm():
     alg = Shared(server_lr=0.5)
     case = Case(alg)
     assert isinstance(case.watched, Shared) and case.watched.server_lr == 0.5 and type(case.watched).predict is FedAvg.predict
-    assert type(alg).client is Shared.client
+    assert type(alg).train is Shared.train

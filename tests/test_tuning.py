@@ -13,8 +13,10 @@ from small import make_setting
 
 from pflcore import Net, Simulation, cross_device, cross_silo, evaluate, step, tune
 from pflcore.algorithms import FedAvg
+from pflcore.algorithms.protocol import Traits
 from pflcore.data import Federation
-from pflcore.simulation.round import begin, sample
+from pflcore.simulation import Evaluation, Hardware
+from pflcore.simulation.round import Setup, begin, sample
 
 
 def poisoned(p):
@@ -50,7 +52,8 @@ def test_cross_silo_sizes_and_what_blind_hides():
     assert torch.equal(p.train, torch.arange(12)) and torch.equal(p.train, p.report)
     assert p.blind.splits == ("train", "val")
     with pytest.raises(ValueError, match="test"):
-        evaluate(FedAvg(), begin(FedAvg(), model(), 12), make_setting(model(), p.blind, TRAINING, 1, engine="vmap", workers=1), "test")
+        setting = make_setting(model(), p.blind, TRAINING, 1, engine="vmap", workers=1)
+        evaluate(Setup(FedAvg(), setting), begin(FedAvg(), model(), 12), "test")
     assert cross_silo(p.data).data is p.data
 
 
@@ -115,14 +118,15 @@ def test_the_out_of_distribution_pool_comes_from_evaluation_halves_alone(relabel
 
 def test_only_some_clients_train_and_are_evaluated():
     p = PROTOCOLS["device"]()
-    run = Simulation(Ditto(), model(), p.data, TRAINING, rounds=3, participation=0.5, clients=p.train, eval_clients=p.report)
+    run = Simulation(
+        Ditto(), model(), p.data, TRAINING, rounds=3, participation=0.5, clients=p.train, evaluation=Evaluation(clients=p.report)
+    )
     history = run.run()
     assert {i for r in history.rounds for i in r["cohort"]} <= set(p.train.tolist()) and len(history.rounds[0]["cohort"]) == 3
     accuracy = torch.tensor(history.rounds[-1]["eval"]["accuracy"])
     assert accuracy.isnan().logical_not().nonzero().flatten().tolist() == p.report.tolist()
-    fresh = begin(Ditto(), run.setting.net, 12).own["v"]
-    assert torch.equal(run.state.own["v"][p.report], fresh[p.report]) and not torch.equal(run.state.own["v"], fresh)
-    everybody = sample(FedAvg(), run.setting, 1, 1.0, p.train.flip(0))
+    assert int(run.state.seen.sum()) >= 3 and not run.state.seen[p.report].any()
+    everybody = sample(run.setup, 1, 1.0, p.train.flip(0))
     assert torch.equal(everybody, p.train)
 
 
@@ -130,11 +134,12 @@ def test_a_client_without_samples_to_test_on_is_nan_and_the_others_as_ever():
     fed = federation(4)
     p = cross_silo(fed)
     setting = make_setting(model(), p.data, TRAINING, 1, engine="vmap", workers=1)
-    state, _ = step(FedAvg(), begin(FedAvg(), setting.net, 4), setting, torch.arange(4))
-    whole = evaluate(KnnPer(), state, setting)
+    state, _ = step(Setup(FedAvg(), setting), begin(FedAvg(), setting.net, 4), torch.arange(4))
+    whole = evaluate(Setup(KnnPer(), setting), state)
     lists = list(p.data.index["test"])
     lists[2] = lists[2][:0]
-    part = evaluate(KnnPer(), state, setting._replace(data=replace(p.data, index={**p.data.index, "test": lists})))
+    other = setting._replace(data=replace(p.data, index={**p.data.index, "test": lists}))
+    part = evaluate(Setup(KnnPer(), other), state)
     for k in ("loss", "accuracy"):
         assert part[k][2].isnan() and torch.equal(part[k][[0, 1, 3]], whole[k][[0, 1, 3]])
     assert part["size"].tolist() == [whole["size"][0], whole["size"][1], 0, whole["size"][3]]
@@ -164,10 +169,10 @@ def test_the_choice_is_the_best_on_validation_and_the_report_is_its_test_result(
     tuned = tune(p, model(), FedAvg(), TRAINING, {"training.lr": [0.001, 0.3]}, 4)
     scores, results = [], []
     for lr in (0.001, 0.3):
-        run = Simulation(FedAvg(), model(), p.data, replace(TRAINING, lr=lr), rounds=4, clients=p.train, eval_every=9)
+        run = Simulation(FedAvg(), model(), p.data, replace(TRAINING, lr=lr), rounds=4, clients=p.train, evaluation=Evaluation(every=9))
         run.run()
-        scores.append(evaluate(FedAvg(), run.state, run.setting, "val")["accuracy"][p.choose].mean().item())
-        results.append(evaluate(FedAvg(), run.state, run.setting, "test")["accuracy"])
+        scores.append(evaluate(run.setup, run.state, "val")["accuracy"][p.choose].mean().item())
+        results.append(evaluate(run.setup, run.state, "test")["accuracy"])
     assert [t.score for t in tuned.trials] == pytest.approx(scores) and scores[0] != scores[1]
     best = max(range(2), key=scores.__getitem__)
     torch.testing.assert_close(tuned.report()["accuracy"], results[best], equal_nan=True)
@@ -195,13 +200,13 @@ def test_a_candidate_that_loses_clients_cannot_win():
     p = replace(p, data=replace(p.data, y=p.data.y.float(), classes=None, relabel=None))
 
     class Selective(KnnPer):
-        def personal(self, down, own, local):
+        def model(self, down, own, clients):
             w = down["x"].clone()
-            w[local.ids < 5] = torch.nan if self.lam > 0.5 else 10.0
+            w[clients.ids < 5] = torch.nan if self.lam > 0.5 else 10.0
             return {"w": w}
 
         predict = FedAvg.predict
-        returns = "logits"
+        traits = Traits(late=("k", "lam"))
 
     tuned = tune(p, Net(lambda: nn.Linear(4, 1), "squared"), Selective(), replace(TRAINING, lr=0.01), {"lam": [0.0, 1.0]}, 3)
     lost = tuned.trials[1]
@@ -213,7 +218,7 @@ def test_a_candidate_that_loses_clients_cannot_win():
 
 def test_what_tuning_trains_on_has_no_test_split():
     tuned = tune(PROTOCOLS["silo"](), model(), FedAvg(), TRAINING, {"training.lr": [0.1]}, 1)
-    assert tuned.states(tuned.best.candidate, 0)[1].data.splits == ("train", "val")
+    assert tuned.states(tuned.best.candidate, 0)[0].setting.data.splits == ("train", "val")
 
 
 def test_a_grid_goes_on_where_it_stopped(tmp_path):
@@ -235,7 +240,7 @@ def test_a_grid_goes_on_where_it_stopped(tmp_path):
     assert [t.score for t in again.trials] == [t.score for t in whole.trials]
     assert file.read_text() == (tmp_path / "a" / "tuning.jsonl").read_text()
     assert torch.equal(again.report()["accuracy"], whole.report()["accuracy"])
-    before = file.stat().st_mtime_ns, len(list(file.parent.glob("state-*.pt")))
+    before = file.stat().st_mtime_ns, len(list(file.parent.glob("state-*")))
     assert before[1] == 2  # two trained states serve six candidates
     for changed in (replace(TRAINING, lr=0.2), TRAINING):
         if changed is TRAINING:
@@ -284,17 +289,27 @@ def confidence(scores, y):
 @pytest.mark.parametrize(("metric", "maximize", "lr"), [("loss", None, 0.3), (confidence, True, 0.3), (confidence, False, 1e-4)])
 def test_a_metric_and_its_direction_choose(metric, maximize, lr):
     tuned = tune(
-        PROTOCOLS["silo"](), model(), "fedavg", TRAINING, {"training.lr": [1e-4, 0.3]}, 3, metric=metric, maximize=maximize, workers=1
+        PROTOCOLS["silo"](),
+        model(),
+        "fedavg",
+        TRAINING,
+        {"training.lr": [1e-4, 0.3]},
+        3,
+        metric=metric,
+        maximize=maximize,
+        hardware=Hardware(workers=1),
     )
     assert tuned.best.candidate.training.lr == lr
-    found = evaluate(tuned.best.candidate.algorithm, *tuned.states(tuned.best.candidate, 0), "val", metrics={"confidence": confidence})
+    found = evaluate(*tuned.states(tuned.best.candidate, 0), "val", metrics={"confidence": confidence})
     want = -found["loss"] if metric == "loss" else found["confidence"] * (1 if maximize else -1)
     assert torch.equal(tuned.best.values[0], want.double())
 
 
 def test_a_named_metric_is_scikit_learns():
     pytest.importorskip("sklearn")
-    tuned = tune(PROTOCOLS["silo"](), model(), "fedavg", TRAINING, {"training.lr": [1e-4, 0.3]}, 3, metric="f1", workers=1)
+    tuned = tune(
+        PROTOCOLS["silo"](), model(), "fedavg", TRAINING, {"training.lr": [1e-4, 0.3]}, 3, metric="f1", hardware=Hardware(workers=1)
+    )
     assert 0 < tuned.best.score <= 1 and tuned.best.candidate.training.lr == 0.3
 
 

@@ -23,7 +23,8 @@ from pflcore.algorithms.factorized_waffle import FactorizedWaffle, strengths
 from pflcore.data.federation import Federation
 from pflcore.ops import kinds
 from pflcore.simulation.round import begin, sample, step
-from pflcore.train import Local, Net, Training, prepared
+from pflcore.train import Net, Training
+from pflcore.train.bridge import Local, prepared
 from pflcore.train.random import OwnDraws
 from pflcore.train.workers import one_thread
 

@@ -21,7 +21,7 @@ from pflcore.algorithms.base import FedAvg, State
 from pflcore.data.roles import Protocol
 from pflcore.results.record import Run, plain, slug
 from pflcore.simulation.round import evaluate
-from pflcore.train import Setting
+from pflcore.train.bridge import Setting
 
 
 class Point(NamedTuple):

@@ -1,47 +1,56 @@
-"""The algorithms, by name. `ALGORITHMS` drives the command line, the contract tests, the docs' table and the benchmark."""
+"""The algorithms, by name, and what an author of another one needs: `Algorithm` to derive from,
+`Traits`, and the values that its hooks get and give.
+
+`ALGORITHMS` drives the command line, the contract tests, the docs' table and the benchmark.
+"""
 
 from __future__ import annotations
 
-import importlib  # (temporary: until every algorithm is moved)
+from pflcore.algorithms.apfl import APFL
+from pflcore.algorithms.clustered_fl import ClusteredFL
+from pflcore.algorithms.ditto import MRMTL, Ditto
+from pflcore.algorithms.factorized_waffle import FactorizedWaffle
+from pflcore.algorithms.fedala import FedALA
+from pflcore.algorithms.fedamp import FedAMP, HeurFedAMP
+from pflcore.algorithms.fedavg import FedAvg, Undefended
+from pflcore.algorithms.feddwa import FedDWA, FedDWAQP
+from pflcore.algorithms.fedfomo import FedFomo
+from pflcore.algorithms.fedopt import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi
+from pflcore.algorithms.fedprox import FedProx
+from pflcore.algorithms.fedrod import FedRoD
+from pflcore.algorithms.finetune import FineTune
+from pflcore.algorithms.hypcluster import Ensemble, HypCluster
+from pflcore.algorithms.knnper import KnnPer
+from pflcore.algorithms.l2c import L2C
+from pflcore.algorithms.local_only import LocalOnly
+from pflcore.algorithms.mocha import Mocha
+from pflcore.algorithms.per_fedavg import PerFedAvg
+from pflcore.algorithms.pfedme import PFedMe
+from pflcore.algorithms.protocol import (
+    Algorithm,
+    Changes,
+    Cohort,
+    Mix,
+    Payload,
+    Pool,
+    Rows,
+    ServerRule,
+    Stop,
+    Tensors,
+    Traits,
+    Void,
+    apply,
+    plain_steps,
+    zero_rows,
+)
+from pflcore.algorithms.qfedavg import QFedAvg
+from pflcore.algorithms.scaffold import Scaffold
+from pflcore.algorithms.sfl import SFL
+from pflcore.algorithms.split import FedBABU, FedBN, FedPer, FedRep, LGFedAvg
+from pflcore.algorithms.waffle import Waffle
+from pflcore.algorithms.weight_erosion import WeightErosion
 
-from pflcore.algorithms.fedavg import FedAvg
-from pflcore.algorithms.protocol import Algorithm, Cohort, Pool, Stop
-
-
-class _Missing: pass
-def _get(module, *names):
-    for name in names:
-        try:
-            globals()[name] = getattr(importlib.import_module(module), name)
-        except ImportError:
-            globals()[name] = None
-_get('pflcore.algorithms.apfl', 'APFL')
-_get('pflcore.algorithms.clustered_fl', 'ClusteredFL')
-_get('pflcore.algorithms.ditto', 'MRMTL', 'Ditto')
-_get('pflcore.algorithms.factorized_waffle', 'FactorizedWaffle')
-_get('pflcore.algorithms.fedala', 'FedALA')
-_get('pflcore.algorithms.fedamp', 'FedAMP', 'HeurFedAMP')
-_get('pflcore.algorithms.feddwa', 'FedDWA', 'FedDWAQP')
-_get('pflcore.algorithms.fedfomo', 'FedFomo')
-_get('pflcore.algorithms.fedopt', 'FedAdagrad', 'FedAdam', 'FedAvgM', 'FedOpt', 'FedYogi')
-_get('pflcore.algorithms.fedprox', 'FedProx')
-_get('pflcore.algorithms.fedrod', 'FedRoD')
-_get('pflcore.algorithms.finetune', 'FineTune')
-_get('pflcore.algorithms.hypcluster', 'Ensemble', 'HypCluster')
-_get('pflcore.algorithms.knnper', 'KnnPer')
-_get('pflcore.algorithms.l2c', 'L2C')
-_get('pflcore.algorithms.local_only', 'LocalOnly')
-_get('pflcore.algorithms.mocha', 'Mocha')
-_get('pflcore.algorithms.per_fedavg', 'PerFedAvg')
-_get('pflcore.algorithms.pfedme', 'PFedMe')
-_get('pflcore.algorithms.qfedavg', 'QFedAvg')
-_get('pflcore.algorithms.scaffold', 'Scaffold')
-_get('pflcore.algorithms.sfl', 'SFL')
-_get('pflcore.algorithms.split', 'FedBABU', 'FedBN', 'FedPer', 'FedRep', 'LGFedAvg')
-_get('pflcore.algorithms.waffle', 'Waffle')
-_get('pflcore.algorithms.weight_erosion', 'WeightErosion')
-
-ALGORITHMS: dict[str, type[FedAvg]] = {
+ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedavg": FedAvg,
     # server optimizers
     "fedavgm": FedAvgM,
@@ -91,5 +100,23 @@ ALGORITHMS: dict[str, type[FedAvg]] = {
     "per_fedavg": PerFedAvg,
 }
 
-ALGORITHMS = {k: v for k, v in ALGORITHMS.items() if v is not None}
-__all__ = ["ALGORITHMS", "Cohort", "FedAvg", "Pool", "Stop"]
+__all__ = [
+    "ALGORITHMS",
+    "Algorithm",
+    "Changes",
+    "Cohort",
+    "FedAvg",
+    "Mix",
+    "Payload",
+    "Pool",
+    "Rows",
+    "ServerRule",
+    "Stop",
+    "Tensors",
+    "Traits",
+    "Undefended",
+    "Void",
+    "apply",
+    "plain_steps",
+    "zero_rows",
+]

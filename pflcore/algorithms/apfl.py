@@ -13,7 +13,8 @@ from pflcore import ops
 from pflcore.algorithms.base import FedAvg, Payload, Tensors, only_sgd
 from pflcore.nn.mode import context
 from pflcore.ops.kinds import NonNegative, Share, Weighting
-from pflcore.train import Local, Training
+from pflcore.train import Training
+from pflcore.train.bridge import Local
 from pflcore.train.net import Net
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from pflcore.algorithms.base import Payload, Tensors
 from pflcore.algorithms.fedopt import FedOpt
 from pflcore.ops.kinds import Count, NonNegative
-from pflcore.train import Local
+from pflcore.train.bridge import Local
 from pflcore.train.net import Net
 
 

@@ -13,7 +13,8 @@ from pflcore import ops
 from pflcore.algorithms.base import Cohort, Commit, FedAvg, Payload, Tensors, only_sgd
 from pflcore.algorithms.qp import inner_products, simplex_qp
 from pflcore.ops.kinds import Count, NonNegative, Positive, Share
-from pflcore.train import Local, Training
+from pflcore.train import Training
+from pflcore.train.bridge import Local
 from pflcore.train.net import Net
 from pflcore.train.workers import onto
 

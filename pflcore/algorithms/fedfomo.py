@@ -13,7 +13,7 @@ from torch import Tensor
 from pflcore import ops
 from pflcore.algorithms.base import Cohort, Commit, FedAvg, Payload, Pool, Tensors
 from pflcore.ops.kinds import Count, NonNegative, Share
-from pflcore.train import Local
+from pflcore.train.bridge import Local
 from pflcore.train.net import Net
 from pflcore.train.random import client_seeds, uniforms
 from pflcore.train.workers import onto

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pflcore.algorithms.base import FedAvg, Payload, Tensors
 from pflcore.ops.kinds import NonNegative
-from pflcore.train import Local
+from pflcore.train.bridge import Local
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pflcore import ops
 from pflcore.algorithms.base import Cohort, Payload, Pool, State, Tensors
 from pflcore.algorithms.fedopt import FedOpt
 from pflcore.ops.kinds import Count, Whole
-from pflcore.train import Local, Setting
+from pflcore.train.bridge import Local, Setting
 from pflcore.train.net import Net
 from pflcore.train.random import generator_of
 from pflcore.train.workers import onto

@@ -1,8 +1,10 @@
-"""The Indian buffet process over a layer's F factors, and the beliefs that a client holds about which of them it uses.
+"""The Indian buffet process over a layer's F factors, and the beliefs that a client holds about
+which of them it uses.
 
-Prior: v_k ~ Beta(alpha, 1), b_k ~ Bernoulli(v_1 ... v_k), so later factors are rarer. Beliefs, mean field: b_k ~ Bernoulli(sigmoid(l_k)),
-v_k ~ Kumaraswamy(c_k, d_k), whose distribution function is 1 - (1 - v^c)^d. All functions are elementwise or run along the last axis,
-[..., F], in the inputs' dtype, and are differentiable.
+Prior: v_k ~ Beta(alpha, 1), b_k ~ Bernoulli(v_1 ... v_k), so later factors are rarer. Beliefs, mean
+field: b_k ~ Bernoulli(sigmoid(l_k)), v_k ~ Kumaraswamy(c_k, d_k), whose distribution function is
+1 - (1 - v^c)^d. All functions are elementwise or run along the last axis, [..., F], in the inputs'
+dtype, and are differentiable.
 """
 
 from __future__ import annotations
@@ -13,11 +15,13 @@ import torch
 from torch import Tensor
 
 EULER = 0.5772156649015329
-NEAR_ONE = -1e-6  # a product of v's stays this far below 1 (in its logarithm), where the divergence would be infinite
+# a product of v's stays this far below 1 (in its logarithm), where the divergence would be infinite
+NEAR_ONE = -1e-6
 
 
 def prior_mean(alpha: float, factors: int) -> Tensor:
-    """The prior's probability of each factor, (alpha / (alpha + 1))^k, within [.001, .999]: float64 [F]."""
+    """The prior's probability of each factor, (alpha / (alpha + 1))^k, within [.001, .999]:
+    float64 [F]."""
     k = torch.arange(1, factors + 1, dtype=torch.float64)
     return ((alpha / (alpha + 1)) ** k).clamp(0.001, 0.999)
 
@@ -28,32 +32,20 @@ def log1mexp(x: Tensor) -> Tensor:
     return torch.where(x > -math.log(2), torch.log(-torch.expm1(x)), far)
 
 
-def log_v(u: Tensor, c: Tensor, d: Tensor) -> Tensor:
-    """log v of a Kumaraswamy(c, d) sample v = (1 - (1 - u)^(1/d))^(1/c), u uniform on (0, 1)."""
-    return log1mexp(torch.log1p(-u) / d) / c
-
-
 def harmonic(d: Tensor) -> Tensor:
     """H_d = psi(d + 1) + Euler's constant; E[log v] = -H_d / c."""
     return torch.digamma(d + 1) + EULER
 
 
-def kl_v(c: Tensor, d: Tensor, alpha: float | Tensor) -> Tensor:
-    """KL(Kumaraswamy(c, d) || Beta(alpha, 1)) (Nalisnick and Smyth 2017)."""
-    return -(1 - alpha / c) * harmonic(d) + torch.log(c * d / alpha) - (d - 1) / d
+def kl_slope(
+    logit: Tensor, log_c: Tensor, log_d: Tensor, log_rest: Tensor, alpha: Tensor, sizes: list[int]
+) -> Tensor:
+    """The gradient of both divergences in (logit, log c, log d), [s, 3 F], written out: autograd
+    takes three times as long. They are KL(Bernoulli(sigmoid(logit)) || Bernoulli(v_1 ... v_k)) and
+    KL(Kumaraswamy(c, d) || Beta(alpha, 1)) (Nalisnick and Smyth 2017).
 
-
-def kl_b(logit: Tensor, log_p: Tensor) -> Tensor:
-    """KL(Bernoulli(sigmoid(logit)) || Bernoulli(exp(log_p))), log_p < 0."""
-    pi, log_p = logit.sigmoid(), log_p.clamp(max=NEAR_ONE)
-    logsigmoid = torch.nn.functional.logsigmoid
-    return pi * (logsigmoid(logit) - log_p) + (1 - pi) * (logsigmoid(-logit) - log1mexp(log_p))
-
-
-def kl_slope(logit: Tensor, log_c: Tensor, log_d: Tensor, log_rest: Tensor, alpha: Tensor, sizes: list[int]) -> Tensor:
-    """The gradient of kl_b + kl_v in (logit, log c, log d), [s, 3 F], written out: autograd takes three times as long.
-
-    Arguments are [s, F], layers of `sizes` factors side by side; `log_rest` is log(1 - u) of the draws of v.
+    Arguments are [s, F], layers of `sizes` factors side by side; `log_rest` is log(1 - u) of the
+    draws of v = (1 - (1 - u)^(1/d))^(1/c).
     """
     pi, c, d = logit.sigmoid(), log_c.exp(), log_d.exp()
     s = log_rest / d
@@ -61,18 +53,20 @@ def kl_slope(logit: Tensor, log_c: Tensor, log_d: Tensor, log_rest: Tensor, alph
     log_p = along(log_v, sizes).clamp_(max=NEAR_ONE)
     logit_p = log_p - log1mexp(log_p)
     by_p = ((1 - pi) * logit_p.exp() - pi) * (log_p < NEAR_ONE)  # at the bound nothing moves
-    by_v = torch.cat([g.flip(1).cumsum(1).flip(1) for g in by_p.split(sizes, 1)], 1)  # v_k is part of every later p
+    by_v = along(by_p.flip(1), sizes[::-1]).flip(1)  # v_k is part of every later p
     rest = 1 - alpha / c
     by_c = 1 - alpha * harmonic(d) / c - by_v * log_v
-    by_d = 1 - 1 / d - rest * d * torch.polygamma(1, d + 1) - by_v * s / (c * torch.expm1(s)) * s.exp()
+    by_s = by_v * s / (c * torch.expm1(s)) * s.exp()
+    by_d = 1 - 1 / d - rest * d * torch.polygamma(1, d + 1) - by_s
     return torch.cat([pi * (1 - pi) * (logit - logit_p), by_c, by_d], 1)
 
 
 def along(values: Tensor, sizes: list[int]) -> Tensor:
     """Sums over the factors up to each, layer by layer: [s, F]."""
-    return torch.cat([part.cumsum(1) for part in values.split(sizes, 1)], 1) if len(sizes) > 1 else values.cumsum(1)
+    return torch.cat([part.cumsum(1) for part in values.split(sizes, 1)], 1)
 
 
 def concrete(logit: Tensor, noise: Tensor, tau: float | Tensor) -> Tensor:
-    """A binary concrete sample, the soft b, for `noise` = logit u with u uniform on (0, 1) (Maddison et al. 2017)."""
+    """A binary concrete sample, the soft b, for `noise` = logit u with u uniform on (0, 1)
+    (Maddison et al. 2017)."""
     return torch.sigmoid((logit + noise) / tau)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn as nn
@@ -11,12 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.algorithms.base import Payload, Tensors
 from pflcore.algorithms.fedopt import FedOpt
-from pflcore.ops.kinds import Count, Share
-from pflcore.train import Local
+from pflcore.algorithms.protocol import Payload, Tensors, Traits
+from pflcore.check import Count, Share
+from pflcore.train import Clients, Net
 from pflcore.train.losses import binary_cross_entropy, cross_entropy, hinge
-from pflcore.train.net import Net
 from pflcore.train.workers import onto
 
 Kernel = Literal["exp", "inverse", "gauss_dim"]
@@ -24,53 +23,74 @@ Kernel = Literal["exp", "inverse", "gauss_dim"]
 
 @dataclass(frozen=True)
 class KnnPer(FedOpt):
-    """kNN-Per (Marfoq et al. 2022, equations 6 and 7): `p = lam p_knn + (1 - lam) p_x` on probabilities.
+    """kNN-Per (Marfoq et al. 2022, equations 6 and 7): `p = lam p_knn + (1 - lam) p_x`
+    on probabilities.
 
-    server: x [P] and the optimizer's state · client: nothing · down: x (1 model) · up: delta (1 model). Trains as `FedOpt`; for evaluation
-    each client stores what the head sees of its training samples. p_knn weighs the labels of the k nearest (Euclidean distance d) by
-    `kernel`: "exp" exp(-d) (the paper), "inverse" 1 / d (an exact match takes all; Motley's silo code), "gauss_dim" exp(-d^2 / D) (the
-    authors' code). Targets instead of classes: the weighted mean of the neighbours' targets; hinge loss: of their signs, mixed with the
-    score; binary cross entropy: of their labels, mixed with the score's probability, and given as a logit. Of equally near samples the
-    earlier ones vote. A client with fewer than k samples uses all of them. lam = 0 is FedAvg.
+    server: x [P] and the optimizer's state · client: nothing · down: x (1 model) · up: delta (1
+    model). Trains as `FedOpt`; for evaluation each client stores what the head sees of its
+    training samples. p_knn weighs the labels of the k nearest (Euclidean distance d) by
+    `kernel`: "exp" exp(-d) (the paper), "inverse" 1 / d (an exact match takes all; Motley's
+    silo code), "gauss_dim" exp(-d^2 / D) (the authors' code). Targets instead of classes: the
+    weighted mean of the neighbours' targets; hinge loss: of their signs, mixed with the score;
+    binary cross entropy: of their labels, mixed with the score's probability, and given as a
+    logit. Of equally near samples the earlier ones vote. A client with fewer than k samples
+    uses all of them. lam = 0 is FedAvg.
     """
-
-    returns: ClassVar[str] = "probabilities"
-    late: ClassVar[tuple[str, ...]] = ("k", "lam", "kernel")
 
     k: Count = 10  # neighbours
     lam: Share = 0.5  # 0: the shared model alone, 1: the neighbours alone
     kernel: Kernel = "exp"
 
-    def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
-        z, y = local.features(down["x"])  # [S, n, H], [S, n]: short clients are padded at the end
-        if y.dim() > 2 and (local.net.criterion is cross_entropy or isinstance(local.net.criterion, nn.CrossEntropyLoss)):
+    @property
+    def traits(self) -> Traits:
+        late = ("k", "lam", "kernel")
+        return super().traits._replace(returns="probabilities", late=late)
+
+    def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
+        z, y = clients.features(down["x"])  # [S, n, H], [S, n]: short clients are padded
+        criterion = clients.net.criterion
+        labels = criterion is cross_entropy or isinstance(criterion, nn.CrossEntropyLoss)
+        if y.dim() > 2 and labels:
             what = "probabilities" if y.is_floating_point() else "one for each step"
-            raise ValueError(f"data: kNN-Per's neighbours vote with a label a sample, and these targets are {what}; give int64 labels [n].")
-        return {"w": down["x"], "z": z.flatten(2), "y": y, "n": onto(local.size, y.device)}
+            raise ValueError(
+                "data: kNN-Per's neighbours vote with a label a sample, and these targets are "
+                f"{what}; give int64 labels [n]."
+            )
+        return {"w": down["x"], "z": z.flatten(2), "y": y, "n": onto(clients.size, y.device)}
 
-    def predict(self, view: Tensors, net: Net, x: Tensor) -> Tensor:
-        """`(1 - lam) p + lam q`: p are w's probabilities (for numbers its scores), q is the mean of the labels y of the k nearest
-        of z's first n rows to the features of x (what w's head sees), weighted as the option kernel says."""
-        weight, near = neighbours(net.features(view["w"], x).flatten(1), view["z"], view["n"], self.k, self.kernel)  # [B, k], [B, k]
-        scores, labels = net(view["w"], x), view["y"][near]
-        if net.criterion in (hinge, binary_cross_entropy) or labels.is_floating_point() or not net.scores_classes:
-            values = torch.where(labels > 0, 1.0, -1.0) if net.criterion is hinge else labels
-            mean = (weight.view(*weight.shape, *[1] * (labels.dim() - 2)) * values).sum(1).view_as(scores)
-            if net.criterion is binary_cross_entropy:
-                return ((1 - self.lam) * scores.double().sigmoid() + self.lam * mean).logit(eps=1e-12).to(scores)
+    def predict(self, model: Tensors, net: Net, x: Tensor) -> Tensor:
+        """`(1 - lam) p + lam q`: p are w's probabilities (for numbers its scores), q is the mean of
+        the labels y of the k nearest of z's first n rows to the features of x (what w's head sees),
+        weighted as the option kernel says."""
+        features = net.features(model["w"], x).flatten(1)
+        weight, near = neighbours(features, model["z"], model["n"], self.k, self.kernel)  # [B, k]
+        scores, labels = net(model["w"], x), model["y"][near]
+        votes = net.scores_classes and net.criterion not in (hinge, binary_cross_entropy)
+        if votes and not labels.is_floating_point():
+            one_hot = F.one_hot(labels.clamp(min=0), scores.shape[1])
+            vote = (weight[..., None] * one_hot).sum(1)
+            return (1 - self.lam) * scores.softmax(1) + self.lam * vote.to(scores)
+        values = torch.where(labels > 0, 1.0, -1.0) if net.criterion is hinge else labels
+        weight = weight.view(*weight.shape, *[1] * (labels.dim() - 2))
+        mean = (weight * values).sum(1).view_as(scores)
+        if net.criterion is not binary_cross_entropy:
             return (1 - self.lam) * scores + self.lam * mean.to(scores)
-        vote = (weight[..., None] * F.one_hot(labels.clamp(min=0), scores.shape[1])).sum(1)
-        return (1 - self.lam) * scores.softmax(1) + self.lam * vote.to(scores)
+        p = (1 - self.lam) * scores.double().sigmoid() + self.lam * mean
+        return p.logit(eps=1e-12).to(scores)
 
 
-def neighbours(queries: Tensor, store: Tensor, n: Tensor | int, k: int, kernel: Kernel = "exp") -> tuple[Tensor, Tensor]:
-    """Weights [B, k'] float64, summing to 1, and places [B, k'] of the k' = min(k, n) nearest of the first `n` rows of `store` [n_max, H].
+def neighbours(
+    queries: Tensor, store: Tensor, n: Tensor | int, k: int, kernel: Kernel = "exp"
+) -> tuple[Tensor, Tensor]:
+    """Weights [B, k'] float64, summing to 1, and places [B, k'] of the k' = min(k, n) nearest of
+    the first `n` rows of `store` [n_max, H].
 
-    Weights are a softmax of -d: exp(-d) itself is 0 / 0 for far points. Places past `n` come with weight 0.
+    Weights are a softmax of -d: exp(-d) itself is 0 / 0 for far points. Places past `n` come with
+    weight 0.
     """
     square = ops.pairwise_sqdist(queries, store)  # [B, n_max] float64, exact where points coincide
-    square = torch.where(torch.arange(store.shape[0], device=store.device) < n, square, torch.inf)
-    square, near = smallest(square.nan_to_num(nan=torch.inf, posinf=torch.inf), min(k, store.shape[0]))
+    square[:, torch.arange(len(store), device=store.device) >= n] = torch.inf
+    square, near = smallest(square.nan_to_num(torch.inf, torch.inf), min(k, len(store)))
     if kernel == "inverse":
         same = square == 0
         weight = torch.where(same.any(1, keepdim=True), same.double(), square.rsqrt())
@@ -80,10 +100,12 @@ def neighbours(queries: Tensor, store: Tensor, n: Tensor | int, k: int, kernel: 
 
 
 def smallest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k smallest of each row of `values` [B, n] and their places, ascending by (value, place): `topk` leaves open which of equals
-    it takes, and that depends on n. A stable sort of everything costs 30 times as much."""
+    """The k smallest of each row of `values` [B, n] and their places, ascending by (value, place):
+    `topk` leaves open which of equals it takes, and that depends on n. A stable sort of everything
+    costs 30 times as much."""
     last = values.topk(k, dim=1, largest=False).values.amax(1, keepdim=True)
     less, equal = values < last, values == last
-    place = (less | (equal & (equal.cumsum(1) <= k - less.sum(1, keepdim=True)))).nonzero()[:, 1].view(-1, k)
+    taken = less | (equal & (equal.cumsum(1) <= k - less.sum(1, keepdim=True)))
+    place = taken.nonzero()[:, 1].view(-1, k)
     found, order = values.gather(1, place).sort(dim=1, stable=True)
     return found, place.gather(1, order)

@@ -11,7 +11,7 @@ from torch import Tensor
 from pflcore import ops
 from pflcore.algorithms.base import Cohort, FedAvg, Payload, Pool, Tensors
 from pflcore.ops.kinds import NonNegative
-from pflcore.train import Local
+from pflcore.train.bridge import Local
 from pflcore.train.net import Net
 from pflcore.train.workers import onto
 

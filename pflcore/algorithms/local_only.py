@@ -1,38 +1,48 @@
-"""Personalization without aggregation, or after it: every client adapts a model to its own data."""
+"""Personalization without aggregation: every client has a model of its own."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-import torch
+from torch import Tensor
 
-from pflcore.algorithms.base import Cohort, FedAvg, Payload, Tensors
-from pflcore.train import Local
-from pflcore.train.net import Net
+from pflcore.algorithms.protocol import (
+    Algorithm,
+    Changes,
+    Cohort,
+    Mix,
+    Payload,
+    Tensors,
+    Traits,
+)
+from pflcore.train import Clients, Fit, Net
 
 
 @dataclass(frozen=True)
-class LocalOnly(FedAvg):
-    """Each client trains a model of its own, from one common start, and shares nothing: the baseline of every paper.
+class LocalOnly(Algorithm):
+    """Each client trains a model of its own, from one common start, and shares nothing: the
+    baseline of every paper.
 
-    server: nothing · client: w [P] · down: nothing · up: nothing (0 models). `server_lr` and `weighting` have no effect.
+    server: nothing · client: w [P] · down: nothing · up: nothing (0 models).
     """
 
-    unused: ClassVar[tuple[str, ...]] = ("server_lr", "weighting")
-    buffers: ClassVar[tuple[str, ...]] = ("local",)  # nothing is shared
+    traits = Traits(batch_norm=("local",))  # nothing is shared
 
-    def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
-        return {}, {"w": net.w0}
-
-    def send(self, g: Tensors, cohort: Cohort, gen: torch.Generator) -> Payload:
+    def init(self, x0: Tensor, n: int) -> Tensors:
         return {}
 
-    def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
-        return {"w": local.fit(own["w"]).w}, {}
+    def send(self, state: Tensors, cohort: Cohort) -> Payload:
+        return {}
 
-    def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
-        return g
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> tuple[Changes, Mix | None]:
+        return {}, None
 
-    def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
-        return {"w": own["w"]}
+    def newcomer(self, down: Payload, net: Net) -> Tensors:
+        return {"w": net.w0[None]}
+
+    def train(self, down: Payload, own: Tensors, clients: Clients) -> tuple[Tensors, Tensors, Fit]:
+        fit = clients.fit(own["w"])
+        return {"w": fit.w}, {}, fit
+
+    def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
+        return own

@@ -1,4 +1,5 @@
-"""An algorithm as users name it: an instance, a class, a name of `ALGORITHMS`, or "package.module:Class" for one of their own."""
+"""An algorithm as users name it: an instance, a class, a name of `ALGORITHMS`, or
+"package.module:Class" for one of their own."""
 
 from __future__ import annotations
 
@@ -8,58 +9,71 @@ import inspect
 from typing import Any
 
 from pflcore.algorithms import ALGORITHMS
-from pflcore.algorithms.base import FedAvg
+from pflcore.algorithms.protocol import Algorithm
+
+BASE = "a class derived from pflcore.algorithms.Algorithm"
 
 
-def class_of(algorithm: str | type[FedAvg]) -> type[FedAvg]:
-    """The class that a name, in any case, or "package.module:Class" stands for. ValueError or TypeError in one sentence.
+def class_of(algorithm: str | type[Algorithm]) -> type[Algorithm]:
+    """The class that a name, in any case, or "package.module:Class" stands for. ValueError or
+    TypeError in one sentence.
 
     >>> class_of("ditto").__name__
     'Ditto'
     """
+    thing: Any = algorithm
     if isinstance(algorithm, str):
-        if ":" in algorithm:
-            thing = imported(algorithm, "algorithm")
-            if not (inspect.isclass(thing) and issubclass(thing, FedAvg)):
-                kind = type(thing).__name__
-                raise TypeError(f"algorithm: expected {algorithm!r} to be a class derived from pflcore.FedAvg, got {kind}.")
-            return thing
-        names = {_plain(k): k for k in ALGORITHMS}
-        if _plain(algorithm) in names:
-            return ALGORITHMS[names[_plain(algorithm)]]
-        near = difflib.get_close_matches(_plain(algorithm), names, 1)
-        raise ValueError(
-            f"algorithm: expected one of {', '.join(ALGORITHMS)}, or 'package.module:Class' for one of your own, got {algorithm!r}"
-            f"{f'; did you mean {names[near[0]]!r}?' if near else '.'}"
-        )
-    if inspect.isclass(algorithm) and issubclass(algorithm, FedAvg):
-        return algorithm
-    got = algorithm.__name__ if inspect.isclass(algorithm) else type(algorithm).__name__
-    raise TypeError(f"algorithm: expected a name, a class derived from pflcore.FedAvg or an instance of one, got {got}.")
+        thing = imported(algorithm, "algorithm") if ":" in algorithm else _named(algorithm)
+    if inspect.isclass(thing) and issubclass(thing, Algorithm):
+        return thing
+    if isinstance(algorithm, str):
+        kind = type(thing).__name__
+        raise TypeError(f"algorithm: expected {algorithm!r} to be {BASE}, got {kind}.")
+    got = thing.__name__ if inspect.isclass(thing) else type(thing).__name__
+    raise TypeError(f"algorithm: expected a name, {BASE} or an instance of one, got {got}.")
 
 
-def algorithm_of(algorithm: FedAvg | type[FedAvg] | str, **options: Any) -> FedAvg:
-    """The algorithm itself: an instance as it is, anything else with `options`. ValueError or TypeError in one sentence."""
-    if isinstance(algorithm, FedAvg) and not options:
-        return algorithm
-    cls = class_of(algorithm if isinstance(algorithm, str) else type(algorithm) if isinstance(algorithm, FedAvg) else algorithm)
+def _named(name: str) -> type[Algorithm]:
+    names = {_plain(k): cls for k, cls in ALGORITHMS.items()}
+    if _plain(name) in names:
+        return names[_plain(name)]
+    near = difflib.get_close_matches(_plain(name), names, 1)
+    raise ValueError(
+        f"algorithm: expected one of {', '.join(ALGORITHMS)}, or 'package.module:Class' for one of "
+        f"your own, got {name!r}{f'; did you mean {_listed(near[0])!r}?' if near else '.'}"
+    )
+
+
+def algorithm_of(algorithm: Algorithm | type[Algorithm] | str, **options: Any) -> Algorithm:
+    """The algorithm itself: an instance as it is, anything else with `options`. ValueError or
+    TypeError in one sentence."""
+    if isinstance(algorithm, Algorithm):
+        if not options:
+            return algorithm
+        algorithm = type(algorithm)
+    cls = class_of(algorithm)
     try:
         inspect.signature(cls).bind(**options)
     except TypeError as error:
         raise TypeError(
-            f"algorithm: {cls.__name__} cannot be made from {', '.join(options) or 'its defaults alone'} ({error}); give an instance."
+            f"algorithm: {cls.__name__} cannot be made from "
+            f"{', '.join(options) or 'its defaults alone'} ({error}); give an instance."
         ) from None
     return cls(**options)
 
 
-def name_of(algorithm: FedAvg | type[FedAvg] | str) -> str:
-    """What an algorithm is called in records and tables: its name in `ALGORITHMS`, else that of its class."""
-    if isinstance(algorithm, str) and ":" in algorithm:
-        return algorithm.rpartition(":")[2]
+def name_of(algorithm: Algorithm | type[Algorithm] | str) -> str:
+    """What an algorithm is called in records and tables: its name in `ALGORITHMS`, else that of its
+    class."""
     if isinstance(algorithm, str):
-        return next((k for k in ALGORITHMS if _plain(k) == _plain(algorithm)), algorithm)
+        return algorithm.rpartition(":")[2] if ":" in algorithm else _listed(algorithm)
     cls = algorithm if inspect.isclass(algorithm) else type(algorithm)
     return next((k for k, v in ALGORITHMS.items() if v is cls), cls.__name__)
+
+
+def _listed(name: str) -> str:
+    """A name as `ALGORITHMS` writes it."""
+    return next((k for k in ALGORITHMS if _plain(k) == _plain(name)), name)
 
 
 def _plain(name: str) -> str:
@@ -67,16 +81,21 @@ def _plain(name: str) -> str:
 
 
 def imported(place: str, what: str) -> Any:
-    """The thing at "package.module:name". ValueError or ImportError in one sentence that names the argument `what`."""
+    """The thing at "package.module:name". ValueError or ImportError in one sentence that names the
+    argument `what`."""
     module, _, name = place.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
     except AttributeError:
-        raise ValueError(f"{what}: the module {module!r} has no {name!r}; check the name after the colon.") from None
+        fault = f"the module {module!r} has no {name!r}; check the name after the colon."
+        raise ValueError(f"{what}: {fault}") from None
     except ModuleNotFoundError as error:
         missing = error.name or module
         if module == missing or module.startswith(f"{missing}."):
-            raise ValueError(f"{what}: there is no module {missing!r} to import from here; check {place!r}, or change folder.") from None
-        raise ImportError(f"{what}: {module!r} needs {missing!r}, which is not installed.") from None
+            fault = f"there is no module {missing!r} to import from here; check {place!r}, or"
+            raise ValueError(f"{what}: {fault} change folder.") from None
+        fault = f"{module!r} needs {missing!r}, which is not installed."
+        raise ImportError(f"{what}: {fault}") from None
     except Exception as error:
-        raise ValueError(f"{what}: importing {module!r} failed with {type(error).__name__}: {error}") from error
+        fault = f"importing {module!r} failed with {type(error).__name__}: {error}"
+        raise ValueError(f"{what}: {fault}") from error

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from pflcore.algorithms.base import FedAvg, Payload, Tensors, only_sgd, plain_steps
 from pflcore.ops.kinds import Count, NonNegative
-from pflcore.train import Local, Training
+from pflcore.train import Training
+from pflcore.train.bridge import Local
 from pflcore.train.net import Net
 
 

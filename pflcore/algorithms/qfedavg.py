@@ -10,7 +10,8 @@ from torch import Tensor
 from pflcore import ops
 from pflcore.algorithms.base import Cohort, FedAvg, Tensors, only_sgd
 from pflcore.ops.kinds import NonNegative
-from pflcore.train import Local, Training
+from pflcore.train import Training
+from pflcore.train.bridge import Local
 from pflcore.train.workers import onto
 
 

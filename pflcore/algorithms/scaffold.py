@@ -11,8 +11,8 @@ from torch import Tensor
 from pflcore import ops
 from pflcore.algorithms.base import Cohort, FedAvg, Payload, Tensors, only_sgd
 from pflcore.ops.kinds import Weighting
-from pflcore.train import Local, Training
-from pflcore.train.bridge import Trained
+from pflcore.train import Training
+from pflcore.train.bridge import Fit, Local
 from pflcore.train.net import Net
 
 
@@ -62,7 +62,7 @@ class Scaffold(FedAvg, averages=True):
         factor = factor.to(new["c"])  # so that c stays the mean of all c_i
         return {**new, "c": torch.where(factor < 1, before["c"] + factor * (new["c"] - before["c"]), new["c"])}
 
-    def train(self, down: Payload, own: Tensors, local: Local) -> tuple[Trained, Tensor]:
+    def train(self, down: Payload, own: Tensors, local: Local) -> tuple[Fit, Tensor]:
         """Corrected local training and the clients' new control variates [S, P]."""
         x, c, t = down["x"], down["c"], local.setting.training
         fit = local.fit(x, shift=c - own["c"], want_grad=self.option == "mean_grad" or local.lr == 0)

@@ -15,7 +15,7 @@ from pflcore import ops
 from pflcore.algorithms.base import Cohort, Commit, Payload, Tensors
 from pflcore.algorithms.scaffold import Scaffold
 from pflcore.ops.kinds import Whole
-from pflcore.train import Local
+from pflcore.train.bridge import Local
 from pflcore.train.net import Net
 from pflcore.train.workers import onto
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -127,3 +128,19 @@ def held_out(data: Federation, seed: int = 0, share: float = 0.2) -> Federation:
         return data
     new = data.split_samples({"train": 1 - share, "val": share}, seed, pool=("train",))
     return replace(new, notes=[*new.notes, f"{share:.0%} of each client's training samples are held out for validation"])
+
+
+def one_client(samples: Any, **options: Any) -> Federation:
+    """One client's samples, however they come, as a federation of one."""
+    if isinstance(samples, Federation):
+        one = samples
+    elif isinstance(samples, tuple | list | Mapping):
+        one = Federation.from_arrays([samples], **options)
+    else:
+        one = Federation.from_datasets([samples], **options)
+    if one.n != 1:
+        raise ValueError(
+            f"samples: expected those of one client, got a federation of {one.n}; give them one "
+            "after the other."
+        )
+    return one

@@ -6,16 +6,15 @@ import zlib
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pflcore.algorithms.base import FedAvg, Payload, Pool, Tensors
 from pflcore.algorithms.lookup import name_of
-from pflcore.ops import kinds
+from pflcore.algorithms.protocol import Algorithm, Payload, Pool, Tensors
+from pflcore.check import Model, shown
+from pflcore.train import Net
 from pflcore.train.losses import Loss
-from pflcore.train.net import Net
 
 ABOUT, STATISTICS = "@about", "@statistics"  # beside the algorithm's own keys
-BITS_OF_ONE = int(torch.ones((), dtype=torch.float64).view(torch.int64))
 
 
 class About(NamedTuple):
@@ -24,54 +23,58 @@ class About(NamedTuple):
     number: int  # the client's, from 0
     n: int  # N
     size: int  # P
-    round: int  # 1-based, the one that the message is for
+    method: int  # `method_number` of the algorithm
+    round: int  # from 1, the one that the message is for
     rounds: int  # R
     done: int  # rounds that the server has finished
     accepted: int  # the last of them that the client's upload was part of; 0: none
-    method: int  # `method_number` of the algorithm
-    bits: int = BITS_OF_ONE  # of `factor`
+    bits: int  # of `factor`
 
     @property
-    def factor(self) -> float:
-        """How much of that upload the server took: below 1 where its `clip` shortened it. A float64."""
-        return float(torch.tensor(self.bits).view(torch.float64))
+    def factor(self) -> Tensor:
+        """How much of that upload the server took, float64 [1]: below 1 where its `clip` shortened
+        it."""
+        return torch.tensor([self.bits]).view(torch.float64)
 
 
-def method_number(algorithm: FedAvg) -> int:
+def method_number(algorithm: Algorithm) -> int:
     """What both sides call the algorithm, as a number."""
     return zlib.crc32(name_of(algorithm).encode())
 
 
-def net_of(algorithm: FedAvg, model: Any, loss: Loss, seed: int) -> Net:
+def net_of(algorithm: Algorithm, model: Model, loss: Loss, seed: int) -> Net:
     """The model as the algorithm trains it."""
-    if not isinstance(model, Net | nn.Module) and not callable(model):
-        raise TypeError(f"model: expected an nn.Module, a function that makes one or a Net, got {type(model).__name__}.")
     return algorithm.prepare(model if isinstance(model, Net) else Net(model, loss, seed=seed))
 
 
-def packed(down: Payload, about: About, statistics: Tensor | None) -> Tensors:
-    """One client's download: the slices of a cohort of one, of pools the rows that are sent."""
-    message: Tensors = {}
-    for key, value in down.items():
+def packed(payload: Payload, about: About, statistics: Tensor | None) -> Tensors:
+    """The message of one client, of the slices [1, ...] of a payload; of pools the rows that are
+    sent."""
+    message = {ABOUT: torch.tensor(about)}
+    if statistics is not None:
+        message[STATISTICS] = statistics.clone()
+    for key, value in payload.items():
         if isinstance(value, Pool):
             sent = torch.zeros(len(value.rows), dtype=torch.bool, device=value.rows.device)
             sent[value.index[value.index >= 0]] = True
-            message |= {f"{key}@rows": value.rows[sent], f"{key}@sent": sent, f"{key}@index": value.index[0].clone()}
+            message |= {f"{key}@rows": value.rows[sent], f"{key}@sent": sent}
+            message[f"{key}@index"] = value.index[0].clone()
         else:
             message[key] = value[0].clone()
-    return finished(message, about, statistics)
+    return message
 
 
-def finished(message: Tensors, about: About, statistics: Tensor | None) -> Tensors:
-    """A message with what every message has."""
-    return {**message, ABOUT: torch.tensor(about), **({} if statistics is None else {STATISTICS: statistics.clone()})}
-
-
-def opened(message: Any, net: Net, algorithm: FedAvg, what: str) -> tuple[Payload, About, Tensor | None]:
-    """The payload [1, ...] of a message, its numbers and the statistics [b] that came with it, on the model's device."""
+def opened(
+    message: Any, net: Net, algorithm: Algorithm, what: str
+) -> tuple[Payload, About, Tensor | None]:
+    """The payload [1, ...] of a message, its numbers and the statistics [b] that came with it, on the
+    model's device."""
     try:
         if any(v.is_nested or v.layout != torch.strided for v in message.values()):
-            raise ValueError(f"{what}: expected dense tensors, got a sparse or a nested one; send what the other side made.")
+            raise ValueError(
+                f"{what}: expected dense tensors, got a sparse or a nested one; send what the other "
+                "side made."
+            )
         about = About(*message[ABOUT].tolist())
         tensors = {k: v.detach().to(net.w0.device) for k, v in message.items() if k != ABOUT}
         statistics = tensors.pop(STATISTICS, None)
@@ -82,9 +85,17 @@ def opened(message: Any, net: Net, algorithm: FedAvg, what: str) -> tuple[Payloa
             rows[sent] = few
             payload[key] = Pool(rows, tensors[f"{key}@index"][None])
     except (TypeError, KeyError, AttributeError, IndexError, RuntimeError):
-        raise ValueError(f"{what}: expected a dict of tensors as the other side made it, got {kinds.shown(message)}.") from None
+        raise ValueError(
+            f"{what}: expected a dict of tensors as the other side made it, got {shown(message)}."
+        ) from None
     if about.method != method_number(algorithm):
-        raise ValueError(f"{what}: it is of another algorithm than {name_of(algorithm)}, which is played here; give both sides one.")
+        raise ValueError(
+            f"{what}: it is of another algorithm than {name_of(algorithm)}, which is played here; "
+            "give both sides one."
+        )
     if about.size != net.size:
-        raise ValueError(f"{what}: it is for a model of {about.size} parameters, this one has {net.size}; give both sides one model.")
+        raise ValueError(
+            f"{what}: it is for a model of {about.size} parameters, this one has {net.size}; give "
+            "both sides one model."
+        )
     return payload, about, statistics

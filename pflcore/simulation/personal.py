@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from pflcore.algorithms.protocol import Algorithm, Changes, Rows, Tensors
 from pflcore.check import Whole, checked, shown
-from pflcore.data.collect import inputs, one_client, tensor
+from pflcore.data.collect import inputs, tensor
 from pflcore.data.federation import Federation
-from pflcore.data.roles import held_out
+from pflcore.data.roles import held_out, one_client
 from pflcore.nn.mode import forward_mode
 from pflcore.simulation.accept import finite_rows
 from pflcore.simulation.checkpoint import replacing, write_tensors

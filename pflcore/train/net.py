@@ -24,7 +24,6 @@ from pflcore.nn import Dropout
 from pflcore.nn.mode import context
 from pflcore.ops import kinds
 from pflcore.train.losses import LOGITS, REGRESSION, Loss, loss_of
-from pflcore.train.plain import refuse_detours
 from pflcore.train.random import OwnDraws
 from pflcore.train.recurrent import write_out
 
@@ -447,4 +446,22 @@ def refuse_random(module: nn.Module) -> None:
         if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats and m.momentum is None:
             raise ValueError(
                 f"model: {name or 'the module'} averages its statistics by an integer count, which no policy can share; give it a momentum."
+            )
+
+
+def refuse_detours(module: nn.Module) -> None:
+    """Refuse what clients' copies of a model would leave behind: hooks of parameters, and a forward that holds the original."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError("model: a scripted or traced module takes no parameters of a client; give the module that it was made of.")
+    for name, p in module.named_parameters():
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"model: parameter {name!r} has a gradient hook, which clients' copies would not run; put what it does into the forward pass."  # noqa: E501
+            )
+    for name, m in module.named_modules():
+        own = vars(m).get("forward")
+        if own is not None and getattr(own, "__self__", None) is not m:
+            raise ValueError(
+                f"model: {name or type(m).__name__} was given a forward of its own, which may hold the original's parameters and not a "
+                "client's; write it as a method of a class, and of a compiled module give its _orig_mod."
             )

@@ -5,10 +5,10 @@ import torch
 import torch.nn as nn
 from doors import strengths
 from methods import FactorizedWaffle
-from parts.factorized_waffle import federation, model, play, setting
+from parts.factorized_waffle import D, federation, model, play, setting
 from torch import Tensor
 
-from pflcore import Net, Simulation, Training
+from pflcore import Local, Net, Simulation, Training
 from pflcore.algorithms import ALGORITHMS
 from pflcore.nn import factorize
 from pflcore.simulation.round import begin
@@ -109,3 +109,12 @@ def test_it_learns_what_one_model_cannot():
     plain, literal = accuracy("fedavg"), accuracy("factorized_waffle", preset="paper_literal")
     recommended = accuracy("factorized_waffle")
     assert recommended > plain + 0.15 and recommended > literal + 0.1
+
+
+def test_clients_step_together_or_by_size():
+    s = setting()
+    local = Local(s, torch.arange(3), 1, torch.zeros(3, 0, dtype=D))
+    for more in ({}, {"steps": 3}, {"batches": 2}):
+        step = lambda rows, grad, k: {"x": rows["x"] - 0.1 * grad(rows["x"])}  # noqa: E731
+        ways = [local.each_batch({"x": s.net.w0.expand(3, -1)}, step, together=t, **more)["x"] for t in (True, False)]
+        torch.testing.assert_close(*ways, rtol=1e-9, atol=1e-11)

@@ -25,10 +25,11 @@ def test_all_lengths_of_fine_tuning_come_from_one_pass():
     p = PROTOCOLS["device"]()
     grid = {"finetune_lr": [0.05, 0.5], "finetune_epochs": [0, 1, 2, 5]}
     tuned = tune(p, model(), FineTune(), TRAINING, grid, 3)
-    state, setting = tuned.states(tuned.trials[0].candidate, 0)
+    setup, state = tuned.states(tuned.trials[0].candidate, 0)
     for t in tuned.trials:
-        alone = evaluate(t.candidate.algorithm, state, setting, "val", p.choose)["accuracy"]
+        alone = evaluate(setup._replace(algorithm=t.candidate.algorithm), state, "val", p.choose)["accuracy"]
         assert torch.equal(t.values[0][p.choose], alone[p.choose])
-    curve = finetuning_curve(FineTune(lr_grid=(0.05, 0.5), choose="client", finetune_epochs=5), state, setting, "val", p.choose)
+    both = setup._replace(algorithm=FineTune(lr_grid=(0.05, 0.5), choose="client", finetune_epochs=5))
+    curve = finetuning_curve(both, state, "val", p.choose)
     assert curve.shape == (2, 6, 12) and torch.equal(curve[0, 0].isnan(), curve[1, 3].isnan())
     torch.testing.assert_close(curve[1, 5], tuned.trials[-1].values[0], equal_nan=True)

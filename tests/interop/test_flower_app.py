@@ -18,6 +18,7 @@ from places import ROOT
 from safetensors.torch import load_file
 
 from pflcore import Simulation
+from pflcore.simulation import Evaluation
 
 APP, ROUNDS, SEED = ROOT / "examples" / "flower", 3, 3
 PLAYED = {"feddwa": 1.0, "waffle": 0.5, "ditto": 0.5, "scaffold": 1.0}  # and the participation
@@ -86,7 +87,7 @@ def test_the_app_gives_the_models_of_a_simulation(app, tmp_path):
     task = importlib.import_module("pfl_app.task")
     for name, part in PLAYED.items():
         alg = task.algorithm(name)
-        history = Simulation(alg, task.model, task.data(8), task.TRAINING, ROUNDS, part, seed=SEED, eval_every=0).run()
+        history = Simulation(alg, task.model, task.data(8), task.TRAINING, ROUNDS, part, seed=SEED, evaluation=Evaluation(every=0)).run()
         models = [load_file(tmp_path / name / f"client-{i}.safetensors") for i in range(8)]
         for i, model in enumerate(models):
             for key, value in history.model(i).tensors().items():

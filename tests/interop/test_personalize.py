@@ -11,7 +11,7 @@ from parts.personalize import N, P, rows
 from torch import nn
 
 from pflcore import Net, pairwise_sqdist, personalize
-from pflcore.algorithms import ALGORITHMS, Cohort
+from pflcore.algorithms import ALGORITHMS, Cohort, apply
 from pflcore.interop import Clusters, Krum
 
 
@@ -31,11 +31,11 @@ def test_guidance_belongs_to_a_client_by_its_name_and_not_by_its_place():
 def test_clusters_of_updates_are_clustered_fls_split():
     base, delta = rows(2)[0], rows() * torch.tensor([1, -1, 1, -1, -1, 1, 1])[:, None]
     alg, net = ALGORITHMS["clustered_fl"](first=0, eps1=1e9, eps2=0.0), Net(nn.Linear(4, 3).double())
-    g = {k: v.clone() for k, v in alg.init(net, N)[0].items()} | {"x": base[None]}
-    share = torch.full((N,), 1 / N, dtype=torch.float64)
-    g = alg.server(g, {"delta": delta}, Cohort(torch.arange(N), share, torch.ones(N, dtype=torch.long), N, 1, 1))
-    assert len(g["x"]) == 3
-    torch.testing.assert_close(personalize(base + delta, "clusters", base=base), g["x"][g["cluster"]], rtol=1e-12, atol=1e-12)
+    state = alg.init(net.w0, N) | {"x": base[None]}
+    changes, _ = alg.update(state, {"delta": delta}, Cohort(torch.arange(N), torch.ones(N, dtype=torch.long), N))
+    state = apply(state, changes)
+    assert len(state["x"]) == 3
+    torch.testing.assert_close(personalize(base + delta, "clusters", base=base), state["x"][state["cluster"]], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("linkage", ["complete", "single"])

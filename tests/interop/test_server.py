@@ -11,6 +11,7 @@ from torch import nn
 
 from pflcore import Client, Server, Simulation, Training
 from pflcore.algorithms import ALGORITHMS, FedAvg
+from pflcore.simulation import Evaluation, Hardware, Robustness
 from pflcore.simulation.round import sample
 from pflcore.testing import Case
 
@@ -28,7 +29,8 @@ def model():
 
 
 DATA = Case(FedAvg()).data
-SETTING = {"engine": "loop", "workers": 1, "seed": SEED}
+SETTING: dict[str, Any] = {"hardware": Hardware("loop", 1), "seed": SEED}
+NEVER = Evaluation(every=0)
 
 
 def play(server, clients, cohorts):
@@ -41,7 +43,7 @@ def play(server, clients, cohorts):
 
 def apart(alg, make=model, **options):
     server = Server(alg, make, DATA.n, rounds=ROUNDS, seed=SEED, **options)
-    more = {k: v for k, v in options.items() if k == "buffers"}
+    more = {k: v for k, v in options.items() if k == "batch_norm"}
     return server, [Client(alg, make, DATA.subset([i]), TRAINING, **SETTING, **more) for i in range(DATA.n)]
 
 
@@ -49,10 +51,10 @@ def apart(alg, make=model, **options):
 @pytest.mark.parametrize("name", swept())
 def test_server_and_clients_are_the_simulation(name, participation):
     alg = algorithm(name)
-    whole = Simulation(alg, model, DATA, TRAINING, ROUNDS, participation, eval_every=0, **SETTING)
+    whole = Simulation(alg, model, DATA, TRAINING, ROUNDS, participation, evaluation=NEVER, **SETTING)
     history = whole.run()
     server, clients = apart(alg)
-    play(server, clients, [sample(alg, whole.setting, r, participation).tolist() for r in range(1, ROUNDS + 1)])
+    play(server, clients, [sample(whole.setup, r, participation).tolist() for r in range(1, ROUNDS + 1)])
     for i, client in enumerate(clients):
         x = DATA.client(i, "test")[0]
         one, other = history.model(i), client.model(server.download(i, "evaluation"))
@@ -90,8 +92,8 @@ def test_a_server_and_clients_that_were_saved_go_on_as_if_they_had_not_stopped(n
     for new, old in zip([fresh[0], *fresh[1]], [two[0], *two[1]], strict=True):
         new.load_state_dict(torch.load(io.BytesIO(saved(old.state_dict())), weights_only=True))
     play(*fresh, cohorts[2:])
-    for key, value in one[0].state_dict()["g"].items():
-        assert torch.equal(fresh[0].state_dict()["g"][key], value), key
+    for key, value in one[0].state_dict()["state"].items():
+        assert torch.equal(fresh[0].state_dict()["state"][key], value), key
     assert fresh[0].clients == one[0].clients and fresh[0].round == 3
 
 
@@ -105,7 +107,7 @@ def test_a_client_that_has_worked_begins_anew_with_a_new_ones_state():
 
 
 def test_a_client_tells_its_own_scores():
-    whole = Simulation("ditto", model, DATA, TRAINING, ROUNDS, eval_every=1, **SETTING)
+    whole = Simulation("ditto", model, DATA, TRAINING, ROUNDS, **SETTING)
     history = whole.run()
     server, clients = apart(algorithm("ditto"))
     play(server, clients, [[0, 1, 2, 3]] * ROUNDS)
@@ -129,7 +131,7 @@ def test_a_state_of_something_else_is_refused_and_nothing_changes():
     ):
         with pytest.raises(ValueError, match=words):
             server.load_state_dict(state)
-    assert torch.equal(server.state_dict()["g"]["x"], before["g"]["x"])
+    assert torch.equal(server.state_dict()["state"]["server.x"], before["state"]["server.x"])
 
 
 def test_a_clients_state_of_something_else_is_refused_and_nothing_changes():
@@ -165,17 +167,17 @@ def bn_model():
     return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3)).double()
 
 
-@pytest.mark.parametrize("buffers", ["average", "local"])
-def test_running_statistics_travel_where_they_are_averaged(buffers):
-    whole = Simulation("fedavg", bn_model, DATA, TRAINING, ROUNDS, eval_every=0, buffers=buffers, **SETTING)
+@pytest.mark.parametrize("batch_norm", ["average", "local"])
+def test_running_statistics_travel_where_they_are_averaged(batch_norm):
+    whole = Simulation("fedavg", bn_model, DATA, TRAINING, ROUNDS, evaluation=NEVER, batch_norm=batch_norm, **SETTING)
     history = whole.run()
-    server, clients = apart(algorithm("fedavg"), bn_model, buffers=buffers)
+    server, clients = apart(algorithm("fedavg"), bn_model, batch_norm=batch_norm)
     play(server, clients, [[0, 1, 2, 3]] * ROUNDS)
     for i, client in enumerate(clients):
         one, other = history.model(i).state_dict(), client.model(server.download(i, "evaluation")).state_dict()
         for key in ("view_w", "statistics"):
             torch.testing.assert_close(other[key], one[key], rtol=1e-9, atol=1e-12)
-    assert ("@statistics" in server.download(0)) is (buffers == "average")
+    assert ("@statistics" in server.download(0)) is (batch_norm == "average")
 
 
 def test_a_client_whose_upload_was_lost_or_refused_keeps_its_old_state():
@@ -198,10 +200,10 @@ def test_a_client_whose_upload_was_lost_or_refused_keeps_its_old_state():
 def test_a_void_round_changes_nothing_and_is_counted():
     server, clients = apart(algorithm("feddwa"))
     play(server, clients, [[0, 1]])
-    g = server.state_dict()["g"]
+    g = server.state_dict()["state"]
     up, n = clients[0].train(server.download(0))
     done = server.aggregate({0: ({k: v if k[0] == "@" else v * torch.nan for k, v in up.items()}, n)})
-    assert done.void and server.round == 2 and all(torch.equal(v, g[k]) for k, v in server.state_dict()["g"].items())
+    assert done.void and server.round == 2 and all(torch.equal(v, g[k]) for k, v in server.state_dict()["state"].items())
 
 
 @pytest.mark.parametrize("name", swept())
@@ -256,8 +258,8 @@ def test_mistakes_are_one_sentence_and_cost_nothing():
         with pytest.raises(ValueError, match=words) as error:
             server.aggregate(uploads)
         assert str(error.value).count(". ") == 0 and str(error.value).endswith(".")
-    for key, value in before["g"].items():
-        assert torch.equal(server.state_dict()["g"][key], value)
+    for key, value in before["state"].items():
+        assert torch.equal(server.state_dict()["state"][key], value)
     assert not server.aggregate({0: (up, n), 1: (other, m)}).void
 
 
@@ -288,8 +290,8 @@ def test_mistakes_at_the_door():
         Client("fedavg", model, DATA)
     with pytest.raises(ValueError, match="template: expected an nn"):
         Server("fedavg", 3, 4)
-    with pytest.raises(ValueError, match="other `buffers`"):
-        Client("fedavg", bn_model, DATA.subset([0]), buffers="local").train(Server("fedavg", bn_model, 4).download(0))
+    with pytest.raises(ValueError, match="other `batch_norm`"):
+        Client("fedavg", bn_model, DATA.subset([0]), batch_norm="local").train(Server("fedavg", bn_model, 4).download(0))
 
 
 def test_a_client_takes_arrays_and_knows_classes_that_it_has_not():
@@ -303,7 +305,7 @@ def test_a_client_takes_arrays_and_knows_classes_that_it_has_not():
 @pytest.mark.parametrize(("name", "options"), [("scaffold", {}), ("waffle", {"control_agg": "literal"}), ("waffle", {}), ("ditto", {})])
 def test_a_client_keeps_what_the_server_took_of_a_long_update(name, options):
     alg = ALGORITHMS[name](**options)
-    whole = Simulation(alg, model, DATA, TRAINING, ROUNDS, eval_every=0, clip=0.05, **SETTING)
+    whole = Simulation(alg, model, DATA, TRAINING, ROUNDS, evaluation=NEVER, robustness=Robustness(clip=0.05), **SETTING)
     history = whole.run()
     assert any(r["clipped"] for r in history.rounds)
     server = Server(alg, model, DATA.n, rounds=ROUNDS, seed=SEED, clip=0.05)
@@ -315,13 +317,13 @@ def test_a_client_keeps_what_the_server_took_of_a_long_update(name, options):
     for i, client in enumerate(clients):
         again.download(i)
         client.model(again.download(i, "evaluation"))  # which settles the last round
-        for key, rows in whole.state.own.items():
+        for key, rows in whole.state.clients.items():
             torch.testing.assert_close(client.state_dict()["own"][key][0], rows[i], rtol=1e-9, atol=1e-12)
 
 
 def test_a_client_whose_own_model_diverges_is_dropped_and_keeps_what_it_had():
     alg = ALGORITHMS["ditto"](lam=1e30)
-    whole = Simulation(alg, model, DATA, TRAINING, ROUNDS, eval_every=0, **SETTING)
+    whole = Simulation(alg, model, DATA, TRAINING, ROUNDS, evaluation=NEVER, **SETTING)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         history = whole.run()
@@ -336,7 +338,7 @@ def test_a_client_whose_own_model_diverges_is_dropped_and_keeps_what_it_had():
 def test_states_of_another_dtype_are_refused():
     server, clients = apart(algorithm("ditto"))
     narrow = lambda: model().float()  # noqa: E731
-    with pytest.raises(ValueError, match=r"state: expected x in torch\.float64, got torch\.float32"):
+    with pytest.raises(ValueError, match=r"state: expected server's x in torch\.float64, got torch\.float32"):
         server.load_state_dict(Server(algorithm("ditto"), narrow, 4).state_dict())
     with pytest.raises(ValueError, match="state: it is of a model of other parameters"):
         clients[0].load_state_dict(Client(algorithm("ditto"), narrow, DATA.subset([0]), TRAINING).state_dict())

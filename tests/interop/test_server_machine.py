@@ -10,6 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from torch import nn
 
 from pflcore import Client, Server, Training
+from pflcore.simulation import Hardware
 
 
 def model():
@@ -31,7 +32,7 @@ class Comings(RuleBasedStateMachine):
         self.uploads: dict[str, Any] = {}  # on their way, of the round that is open
         self.rounds = self.made = 0
         self.held: set[int] = set()  # numbers that somebody has or had
-        self.x = self.server.state_dict()["g"].get("x")  # FedAvg's, by hand
+        self.x = self.server.state_dict()["state"].get("server.x")  # FedAvg's, by hand
 
     @rule(target=names)
     def join(self):
@@ -42,7 +43,7 @@ class Comings(RuleBasedStateMachine):
         number = self.server.join(name)
         assert number == min({*range(len(self.held) + 1)} - self.held)  # the first that nobody has or had
         self.held.add(number)
-        self.clients[name] = Client(self.name, model, data(self.made), Training(batch_size=5), engine="loop")
+        self.clients[name] = Client(self.name, model, data(self.made), Training(batch_size=5), hardware=Hardware("loop", 1))
         return name
 
     @rule(name=names, breaks=st.booleans())
@@ -63,9 +64,9 @@ class Comings(RuleBasedStateMachine):
         if self.name == "fedavg":
             fine = [(up["delta"], n) for (up, n), breaks in uploads.values() if not breaks]
             self.x = self.x + sum((d * n for d, n in fine), torch.zeros(())) / max(1, sum(n for _, n in fine))
-            torch.testing.assert_close(self.server.state_dict()["g"]["x"], self.x)
+            torch.testing.assert_close(self.server.state_dict()["state"]["server.x"], self.x)
         if done.void:
-            assert all(torch.equal(v, before["g"][k]) for k, v in self.server.state_dict()["g"].items())
+            assert all(torch.equal(v, before["state"][k]) for k, v in self.server.state_dict()["state"].items())
 
     @rule(name=names)
     def leave(self, name):
@@ -89,7 +90,7 @@ class Comings(RuleBasedStateMachine):
         state, numbers = self.server.state_dict(), list(self.server.clients.values())
         assert self.server.round == self.rounds and set(self.server.clients) == set(self.clients)
         assert len(set(numbers)) == len(numbers) and not set(numbers) & set(state["gone"])
-        assert all(bool(v.isfinite().all()) for v in state["g"].values() if v.is_floating_point())
+        assert all(bool(v.isfinite().all()) for v in state["state"].values() if v.is_floating_point())
         for name, client in self.clients.items():
             scores = client.model(self.server.download(name, "evaluation"))(torch.ones(1, 2, dtype=torch.float64))
             assert scores.isfinite().all()

@@ -55,6 +55,18 @@ def test_an_algorithm_of_ones_own(capsys):
     assert ast.get_source_segment(path.read_text(), cls) in text  # what the document shows is what runs
 
 
+def test_server_rules_in_ones_own_training_loop(capsys):
+    path = EXAMPLES / "own_training_loop.py"
+    left = runpy.run_path(str(path), run_name="__main__")
+    assert capsys.readouterr().out.count("[") >= 2
+    weights, index = left["target"]["weights"], left["mixed"]["index"]
+    assert weights[::2].sum() > weights[1::2].sum()  # client 0 is helped by those who label as it does
+    assert (index % 2 == torch.arange(6)[:, None] % 2).all()
+    tree = ast.parse(path.read_text())
+    lines = {n.lineno for n in ast.walk(tree) if isinstance(n, ast.stmt) and not isinstance(n, ast.Expr)}
+    assert len(lines) <= 45
+
+
 def test_adapters_by_their_products(capsys, monkeypatch):
     pytest.importorskip("peft")
     pytest.importorskip("transformers")

@@ -4,6 +4,7 @@ from torch import nn
 
 from pflcore import Client, Training
 from pflcore.algorithms import FedAvg
+from pflcore.simulation import Hardware
 from pflcore.testing import Case
 
 DATA, ROUNDS, SEED = Case(FedAvg()).data, 3, 5
@@ -17,5 +18,5 @@ def model():
 
 def maker(alg, net=model):
     return lambda context: Client(
-        alg, net, DATA.subset([int(context.node_config["partition-id"])]), TRAINING, seed=SEED, engine="loop", workers=1
+        alg, net, DATA.subset([int(context.node_config["partition-id"])]), TRAINING, seed=SEED, hardware=Hardware("loop", 1)
     )

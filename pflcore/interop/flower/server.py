@@ -14,9 +14,10 @@ from flwr.serverapp.strategy import FedAvg, Result
 from flwr.serverapp.strategy.strategy_utils import sample_nodes
 from flwr.supercore import log
 
+from pflcore.check import Buffers
 from pflcore.interop.flower.records import record_of
 from pflcore.interop.server import Server
-from pflcore.simulation.round import sample
+from pflcore.simulation.round import Setup, sample
 from pflcore.train.random import drawn
 
 WHO = "query.pflcore"  # the message that asks a node which client it is
@@ -25,11 +26,12 @@ WHO = "query.pflcore"  # the message that asks a node which client it is
 class PflStrategy(FedAvg):  # type: ignore[misc]
     """`pflcore.Server` as Flower's strategy: any algorithm, each client its own download, with `client_app` on the other side.
 
-    `algorithm`, `model`, `num_clients`, `rounds`, `seed`, `buffers` and `clip` are `pflcore.Server`'s; the model and its start are those of
-    the clients' `pflcore.Client`. `flower`: FedAvg's own arguments; it waits for `num_clients` nodes where `min_available_nodes` says
-    nothing else. Who trains is drawn by `seed`, as a simulation draws it, so a run gives the models of `pflcore.Simulation`. `server`: the
-    `pflcore.Server`, with `state_dict()` and `report()`. A node that does not answer was absent from the round; where all answers are
-    errors, the run ends with the first one's reason.
+    `algorithm`, `model`, `num_clients`, `rounds`, `seed`, `batch_norm` and `clip` are `pflcore.Server`'s;
+    the model and its start are those of the clients' `pflcore.Client`. `flower`: FedAvg's own arguments;
+    it waits for `num_clients` nodes where `min_available_nodes` says nothing else. Who trains is drawn by
+    `seed`, as a simulation draws it, so a run gives the models of `pflcore.Simulation`. `server`: the
+    `pflcore.Server`, with `state_dict()` and `report()`. A node that does not answer was absent from the
+    round; where all answers are errors, the run ends with the first one's reason.
     """
 
     def __init__(
@@ -40,11 +42,11 @@ class PflStrategy(FedAvg):  # type: ignore[misc]
         *,
         rounds: int = 100,
         seed: int = 0,
-        buffers: str = "auto",
+        batch_norm: Buffers = "auto",
         clip: float | None = None,
         **flower: Any,
     ) -> None:
-        self.server = Server(algorithm, model, num_clients, rounds=rounds, seed=seed, buffers=buffers, clip=clip)
+        self.server = Server(algorithm, model, num_clients, rounds=rounds, seed=seed, batch_norm=batch_norm, clip=clip)
         super().__init__(**{"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": num_clients, **flower})
         self.clients: dict[int, Hashable] = {}  # by node id
 
@@ -60,12 +62,13 @@ class PflStrategy(FedAvg):  # type: ignore[misc]
         if not self.fraction_train:
             return []
         here, alg = self._here(grid), self.server.algorithm
-        absent = set(alg.required) - set(here)
+        absent = set(alg.traits.required) - set(here)
         if absent:
             raise ValueError(f"algorithm: client number {min(absent)} must take part in every round, and no node says that it is that one.")
         part = max(self.fraction_train, min(1.0, self.min_train_nodes / len(here)))
-        setting: Any = SimpleNamespace(seed=self.server.seed)
-        ids = sample(alg, setting, self.server.round + 1, part, torch.tensor(sorted(here)))
+        seed: Any = SimpleNamespace(seed=self.server.seed)  # all that is asked of a setting
+        among = torch.tensor(sorted(here))
+        ids = sample(Setup(alg, seed), self.server.round + 1, part, among)
         return self._messages([here[i] for i in ids.tolist()], "train", server_round, config)
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:

@@ -148,7 +148,7 @@ class Kernels:
     def plan(self, m, n, p, symmetric, dtype=torch.float32):
         out = (c_int64 * 5)()
         self.lib.sqdist_plan(DTYPES[dtype], m, n, p, symmetric, out)
-        return dict(zip(("lanes", "threads", "stages", "chunk", "splits"), out, strict=True))
+        return dict(zip(("lanes", "loop", "stages", "chunk", "splits"), out, strict=True))
 
     def pairwise_sqdist(self, a, b=None, index=None, most=0):
         """`most`: rows of a per grid, if not as many as a grid holds."""

@@ -187,7 +187,7 @@ def test_sqdist_empty(kernels):
 def test_sqdist_plan(kernels, m, n, p, symmetric, dtype):
     """What a launch may ask for, at every size: whole warps, a number of blocks that the grid holds, all columns covered once."""
     plan = kernels.plan(m, m if symmetric else n, p, symmetric, dtype)
-    assert plan["threads"] % 32 == 0 and 32 <= plan["threads"] <= 256
+    assert plan["loop"] % 32 == 0 and 32 <= plan["loop"] <= 256
     assert plan["lanes"] in (1, 2, 4, 8, 16, 32) and plan["stages"] in (2, 4) and 1 <= plan["splits"] <= 2048
     if p >= 1 << 24:  # huge P: a card must be filled however few rows there are
         windows = -(-m // 64) * -(-(m if symmetric else n) // 64)

@@ -3,23 +3,20 @@
 import numpy as np
 import pytest
 import torch
-from parts.personalize import N, rows
-from torch import nn
+from parts.personalize import N, P, rows
 
-from pflcore import Net, personalize
-from pflcore.algorithms import ALGORITHMS, Cohort
-from pflcore.train.random import generator_of
+from pflcore import personalize
+from pflcore.algorithms import ALGORITHMS, Cohort, apply
 
 
 def one_round(name, first, last, more, **options):
     """What the server of a simulation sends after everybody's upload, of one round or of two."""
-    alg, net = ALGORITHMS[name](**options), Net(nn.Linear(4, 3).double())
-    g = {k: v.clone() for k, v in alg.init(net, N)[0].items()}
-    share = torch.full((N,), 1 / N, dtype=torch.float64)
+    alg, size = ALGORITHMS[name](**options), torch.ones(N, dtype=torch.long)
+    state = alg.init(torch.zeros(P, dtype=torch.float64), N)
     for r, w in enumerate([last] if first is None else [first, last], 1):
-        cohort = Cohort(torch.arange(N), share, torch.ones(N, dtype=torch.long), N, r, 2)
-        g = alg.server(g, {"w": w, **more}, cohort)
-    return alg.send(g, cohort, generator_of(0))
+        cohort = Cohort(torch.arange(N), size, N, r, 2)
+        state = apply(state, alg.update(state, {"w": w, **more}, cohort)[0])
+    return alg.send(state, cohort)
 
 
 @pytest.mark.parametrize("options", [{"sigma": 3.0, "alpha": 0.5}, {"alpha": 5.0}, {"alpha": 5.0, "self_weight": "literal"}])

@@ -1,0 +1,64 @@
+"""Somebody else's training loop, in plain torch, with the server's rules of WAFFLE and FedDWA.
+
+A server's rule takes rows and gives rows: it knows no model, no data and no training loop. What a
+client receives names the term that its steps add: WAFFLE's corrections are `down["c"]` less its own.
+"""
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from pflcore.algorithms import ALGORITHMS, Cohort, apply
+
+N, ROUNDS, LR = 6, 5, 0.1
+gen, model = torch.Generator().manual_seed(0), nn.Linear(8, 4)
+labels = torch.randint(4, (N, 40), generator=gen)
+inputs = 3 * torch.eye(4, 8)[labels] + torch.randn(N, 40, 8, generator=gen)
+labels = (labels + torch.arange(N)[:, None] % 2) % 4  # odd clients disagree with even ones
+
+
+def epoch(row, x, y, correction=0.0):
+    """One epoch of SGD from `row` [P]: the trained row, and the mean gradient [P]."""
+    grads = []
+    for batch, targets in zip(x.split(10), y.split(10), strict=True):
+        vector_to_parameters(row, model.parameters())
+        loss = cross_entropy(model(batch), targets)
+        grads.append(parameters_to_vector(torch.autograd.grad(loss, tuple(model.parameters()))))
+        row = row - LR * (grads[-1] + correction)
+    return row, torch.stack(grads).mean(0)
+
+
+def waffle(down, c, x, y):
+    """A client's new control variate, and what it uploads."""
+    w, new = epoch(down["x"], x, y, down["c"] - c)
+    return new, {"delta": w - down["x"], "control": new}
+
+
+def feddwa(down, c, x, y):
+    """What it uploads: the trained model, and where one more epoch would lead."""
+    w, _ = epoch(down["x"], x, y)
+    return c, {"w": w, "g": epoch(w, x, y)[0]}
+
+
+def play(rule, client):
+    """Each client's model [N, P] after the rounds, and the mixing weights of the last one."""
+    x0 = parameters_to_vector(model.parameters()).detach()
+    state, own = rule.init(x0, N), [torch.zeros_like(x0)] * N
+    for round in range(1, ROUNDS + 1):
+        cohort = Cohort(torch.arange(N), torch.full((N,), 40), N, round, ROUNDS)
+        down = rule.send(state, cohort)
+        each = [{k: v[i] for k, v in down.items()} for i in range(N)]
+        done = [client(each[i], own[i], inputs[i], labels[i]) for i in range(N)]
+        own = [c for c, _ in done]
+        up = {k: torch.stack([sent[k] for _, sent in done]) for k in done[0][1]}
+        changes, mix = rule.update(state, up, cohort)
+        state = apply(state, changes)
+    return rule.send(state, cohort)["x"], mix.report(cohort)
+
+
+if __name__ == "__main__":
+    _, target = play(ALGORITHMS["waffle"](target=0), waffle)
+    print("waffle:", target["weights"])  # of the clients' updates in the model of client 0
+    models, mixed = play(ALGORITHMS["feddwa"](k=3), feddwa)
+    print("feddwa:", mixed["index"])  # the clients whose models each one's is made of

@@ -1,1 +1,0 @@
-"""Local training: what a step is, which batches it takes, and that both engines do the same."""
