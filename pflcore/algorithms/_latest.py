@@ -1,4 +1,4 @@
-"""A server that keeps everybody's latest model [N, P] and the distances between them, of which a round renews the cohort's alone."""
+"""A server that keeps everybody's latest model [N, P] and the distances between them."""
 
 from __future__ import annotations
 
@@ -6,24 +6,28 @@ import torch
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.algorithms.base import Cohort, Tensors
-from pflcore.train.net import Net
+from pflcore.algorithms.protocol import Changes, Cohort, Rows, Tensors
 
 
-def latest_models(net: Net, n: int) -> Tensors:
-    """The fresh state of such a server: w [N, P], sqdist [N, N], norm2 [N], last [N] (the round of the upload, 0: none)."""
-    norm2 = ops.pairwise_sqdist(net.w0[None], torch.zeros_like(net.w0)[None])[0].cpu()
+def latest_models(x0: Tensor, n: int) -> Tensors:
+    """The first state of such a server: w [N, P], sqdist [N, N], norm2 [N], last [N] (the round of the
+    upload, 0: none)."""
+    norm2 = ops.pairwise_sqdist(x0[None], torch.zeros_like(x0)[None])[0].cpu()
     distance = torch.zeros(n, n, dtype=torch.float64)
-    return {"w": net.w0.expand(n, -1), "sqdist": distance, "norm2": norm2.expand(n), "last": torch.zeros(n, dtype=torch.long)}
+    last = torch.zeros(n, dtype=torch.long)
+    return {"w": x0.repeat(n, 1), "sqdist": distance, "norm2": norm2.expand(n), "last": last}
 
 
-def with_uploads(g: Tensors, w: Tensor, cohort: Cohort) -> Tensors:
-    """The state with new distances, norms and rounds, once the cohort's models `w` [S, P] have been written into g["w"]."""
-    ids, rows = cohort.ids, ops.pairwise_sqdist(w, g["w"]).cpu()
+def with_uploads(state: Tensors, w: Tensor, cohort: Cohort) -> tuple[Changes, Tensors]:
+    """The cohort's models `w` [S, P] as rows to be written, and the new distances, norms and rounds:
+    those of the cohort alone are taken anew."""
+    ids = cohort.ids
+    rows = ops.pairwise_sqdist(w, state["w"]).cpu()
+    rows = rows.index_copy(1, ids, ops.pairwise_sqdist(w, w).cpu())
     norm2 = ops.pairwise_sqdist(w, torch.zeros_like(w[:1]))[:, 0].cpu()
-    return {
-        **g,
-        "sqdist": g["sqdist"].index_copy(0, ids, rows).index_copy_(1, ids, rows.T),
-        "norm2": g["norm2"].index_copy(0, ids, norm2),
-        "last": g["last"].index_fill(0, ids, cohort.round),
+    new = {
+        "sqdist": state["sqdist"].index_copy(0, ids, rows).index_copy_(1, ids, rows.T),
+        "norm2": state["norm2"].index_copy(0, ids, norm2),
+        "last": state["last"].index_fill(0, ids, cohort.round),
     }
+    return {"w": Rows(ids, w), **new}, new

@@ -81,7 +81,7 @@ class FactorizedWaffle(FedAvg):
             raise ValueError("model: expected one with factorized layers, got none; make it with pflcore.nn.factorize(model, ranks).")
         return super().initial(net)
 
-    def newcomer(self, down: Payload, net: Net) -> Tensors:
+    def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
         alphas = self.alphas(net)
         pi = torch.cat([ibp.prior_mean(float(a[0]), len(a)) for a in alphas])
         c = torch.cat(alphas)

@@ -50,7 +50,7 @@ class FedALA(FedAvg):
     def traits(self) -> Traits:
         return super().traits._replace(batch_norm=super().traits.batch_norm[::-1])
 
-    def newcomer(self, down: Payload, net: Net) -> Tensors:
+    def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
         ones = net.w0.new_ones(1, sum(net.sizes[-self.layers :]))
         return {"theta": down["x"], "W": ones, "begun": ones.new_zeros(1, 1)}
 

@@ -47,7 +47,7 @@ class FedRoD(FedAvg):
             )
         return super().initial(net)
 
-    def newcomer(self, down: Payload, net: Net) -> Tensors:
+    def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
         h = net.w0[None, net.head_slice]
         return {"h": h if self.head == "copy" else torch.zeros_like(h)}
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pflcore import ops
-from pflcore.algorithms.base import Cohort, Payload, Pool, State, Tensors
+from pflcore.algorithms.fedavg import Undefended
 from pflcore.algorithms.fedopt import FedOpt
-from pflcore.ops.kinds import Count, Whole
-from pflcore.train.bridge import Local, Setting
-from pflcore.train.net import Net
+from pflcore.algorithms.protocol import Changes, Cohort, Mix, Payload, Pool, Tensors, Traits
+from pflcore.check import Count, Whole
+from pflcore.train import Clients, Fit, Net
 from pflcore.train.random import generator_of
 from pflcore.train.workers import onto
 
@@ -46,123 +44,133 @@ def centres(net: Net, k: int, seed: int | None = None) -> Tensor:
     return rows
 
 
-def losses(rows: Tensor, b: Tensor, local: Local) -> Tensor:
-    """Each client's mean training loss under each of the models `rows` [k, P], each with its statistics `b` [k, b]: [S, k]."""
-    losses = []
-    for row, mine in zip(rows, b, strict=True):
-        local.buffers = mine.expand(len(local.ids), -1)
-        losses.append(local.loss(row.expand(len(local.ids), -1)))
-    return torch.stack(losses, 1).nan_to_num(nan=torch.inf)
+def losses(rows: Tensor, b: Tensor, clients: Clients) -> Tensor:
+    """Each client's mean training loss under each of the models `rows` [k, P], each with its statistics
+    `b` [k, b]: [S, k]."""
+    count = len(clients.ids)
+    each = [
+        replace(clients, buffers=own.expand(count, -1)).loss(row.expand(count, -1))
+        for row, own in zip(rows, b, strict=True)
+    ]
+    return torch.stack(each, 1).nan_to_num(nan=torch.inf)
 
 
-def picks(state: State, setting: Setting, clients: Tensor) -> Tensor:
-    """Which of the state's models each of `clients` (ids) picks on its training data, as for evaluation: [len(clients)]."""
-    return losses(state.g["x"], state.g["b"], Local(setting, clients, max(1, state.round), state.buffers[clients])).argmin(1)
+@dataclass(frozen=True)
+class Ensemble(Undefended, FedOpt):
+    """k FedAvg runs; a client uses the model with the lowest loss on its training data (Motley,
+    section 4.2).
 
+    They differ in shuffles and, where the model draws any, in initial weights; one cohort a round
+    serves all k (k runs would draw k).
 
-class _Models(FedOpt):
-    """k models at the server, each with its batch norm statistics: what HypCluster and the ensemble have in common."""
+    server: x [k, P] and each model's optimizer state · client: nothing · down: k models · up: delta
+    [S, k, P] (k models).
+    """
 
-    buffers: ClassVar[tuple[str, ...]] = ("models",)  # each model's go with it, and are mixed as it is
+    k: Count = 2  # models
+    seed: int | None = None  # of their initial weights; None: the run's
 
-    k: int
-    seed: int | None
+    @property
+    def traits(self) -> Traits:
+        # each model's go with it, and are mixed as it is
+        return super().traits._replace(batch_norm=("rule",))
 
     def starts(self, net: Net) -> Tensor:
         """The models [k, P] before the first round."""
         return starts(net, self.k, self.seed)
 
-    def init(self, net: Net, n: int) -> tuple[Tensors, Tensors]:
-        x, none = self.starts(net), torch.empty(0, dtype=torch.int64)
-        return {"x": x, "b": net.b0.expand(self.k, -1), **self.slots(x), "ids": none, "pick": none}, {}
+    def initial(self, net: Net) -> Tensors:
+        return {"x0": self.starts(net), "b0": net.b0.repeat(self.k, 1)}
 
-    def send(self, g: Tensors, cohort: Cohort, gen: torch.Generator) -> Payload:
+    def init(self, x0: Tensor, n: int, b0: Tensor | None = None) -> Tensors:
+        b = x0.new_empty(len(x0), 0) if b0 is None else b0
+        return {"x": x0, "b": b, **self.slots(x0), "pick": torch.zeros(n, dtype=torch.long)}
+
+    def send(self, state: Tensors, cohort: Cohort) -> Payload:
         every = torch.arange(self.k).expand(len(cohort.ids), -1)
-        return {"x": Pool(g["x"], every), "b": Pool(g["b"], every)}
+        return {key: Pool(state[key], every) for key in ("x", "b")}
 
-    def personal(self, down: Payload, own: Tensors, local: Local) -> Tensors:
+    def train(self, down: Payload, own: Tensors, clients: Clients) -> tuple[Tensors, Tensors, Fit]:
         rows, b = down["x"].rows, down["b"].rows
-        pick = losses(rows, b, local).argmin(1)
-        local.buffers = b[pick]
-        return {"w": rows[pick]}
+        up, fit = fit_all(rows, b, clients)
+        return own, {"pick": numbers(losses(rows, b, clients)), **up}, fit
 
-    def report(self, g: Tensors) -> Tensors:
+    def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
+        rows, b = down["x"].rows, down["b"].rows
+        pick = losses(rows, b, clients).argmin(1)
+        return {"w": rows[pick], "batch_norm": b[pick]}
+
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> tuple[Changes, Mix | None]:
+        share = cohort.mean(self.weighting)
+        new = self.improve(state, mean_of_each(up["delta"], share))
+        pick = self.picked(state, up, cohort)
+        return {**new, "b": mean_of_each(up["b"], share), "pick": pick}, None
+
+    def picked(self, state: Tensors, up: Tensors, cohort: Cohort) -> Tensor:
+        """Which model each client [N] picked last."""
+        pick = checked(up["pick"], cohort.ids, self.k)
+        return state["pick"].index_copy(0, cohort.ids, pick.cpu())
+
+    def report(self, state: Tensors, mix: Mix | None, cohort: Cohort) -> Tensors:
         """ "cluster" [S]: which model each of the clients "rows" [S], the last round's, picked."""
-        return {"rows": g["ids"], "cluster": g["pick"]}
+        return {"rows": cohort.ids, "cluster": state["pick"][cohort.ids]}
 
 
 @dataclass(frozen=True)
-class Ensemble(_Models):
-    """k FedAvg runs; a client uses the model with the lowest loss on its training data (Motley, section 4.2).
+class HypCluster(Ensemble):
+    """HypCluster (Mansour et al. 2020), which is IFCA (Ghosh et al. 2020, Algorithm 1): each client
+    trains the model that fits it best.
 
-    They differ in shuffles and, where the model draws any, in initial weights; one cohort a round serves all k (k runs would draw k).
-
-    server: x [k, P] and each model's optimizer state · client: nothing · down: k models · up: delta [S, k, P] (k models).
-    """
-
-    k: Count = 2  # models
-    seed: int | None = None  # of their initial weights; default: the run's
-
-    def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
-        rows, b = down["x"].rows, down["b"].rows
-        return own, {"pick": numbers(losses(rows, b, local)), **fit_all(rows, b, local)}
-
-    def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
-        new = {**self.improve(g, mean_of_each(up["delta"], cohort)), "b": mean_of_each(up["b"], cohort)}
-        return {**new, "ids": cohort.ids, "pick": checked(up["pick"], cohort.ids, self.k)}
-
-
-@dataclass(frozen=True)
-class HypCluster(_Models):
-    """HypCluster (Mansour et al. 2020), which is IFCA (Ghosh et al. 2020, Algorithm 1): each client trains the model that fits it best.
-
-    server: x [k, P], each model's optimizer state, the last cohort's ids and pick [S] · client: nothing · down: k models · up:
+    server: x [k, P], each model's optimizer state, the last cohort's ids and pick [S] · client:
+    nothing · down: k models · up:
     delta (1 model) and the pick.
-    `warm` rounds of k independent FedAvg runs may come first (up: k models); their optimizer state is dropped at the end (Motley).
-    A model that nobody picked is left as it was, optimizer state included. Ties go to the lower number. HypCluster(k=1) is FedAvg.
-    Deviation: for evaluation clients pick anew, on their training data (Motley's silo code uses the last round's pick).
+    `warm` rounds of k independent FedAvg runs may come first (up: k models); their optimizer state
+    is dropped at the end (Motley).
+    A model that nobody picked is left as it was, optimizer state included. Ties go to the lower
+    number. HypCluster(k=1) is FedAvg.
+    Deviation: for evaluation clients pick anew, on their training data (Motley's silo code uses the
+    last round's pick).
     """
 
-    k: Count = 2  # clusters
     warm: Whole = 0  # rounds of independent FedAvg before the clustering
-    seed: int | None = None  # of the models' initial weights; default: the run's
 
     def starts(self, net: Net) -> Tensor:
         return centres(net, self.k, self.seed)
 
-    def client(self, down: Payload, own: Tensors, local: Local) -> tuple[Tensors, Tensors]:
+    def train(self, down: Payload, own: Tensors, clients: Clients) -> tuple[Tensors, Tensors, Fit]:
+        if clients.round <= self.warm:
+            return super().train(down, own, clients)
         rows, b = down["x"].rows, down["b"].rows
-        pick = numbers(losses(rows, b, local))
-        if local.round <= self.warm:
-            return own, {"pick": pick, **fit_all(rows, b, local)}
-        start, local.buffers = rows[pick.long()], b[pick.long()]
-        delta = local.fit(start).w.sub_(start)
-        return own, {"pick": pick, "delta": delta, "b": local.buffers}
+        pick = numbers(losses(rows, b, clients))
+        start = rows[pick.long()]
+        fit = replace(clients, buffers=b[pick.long()]).fit(start)
+        return own, {"pick": pick, "delta": fit.w.sub_(start), "b": fit.buffers}, fit
 
-    def server(self, g: Tensors, up: Tensors, cohort: Cohort) -> Tensors:
-        who = {"ids": cohort.ids, "pick": checked(up["pick"], cohort.ids, self.k)}
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> tuple[Changes, Mix | None]:
         if cohort.round <= self.warm:
-            g = self.improve(g, mean_of_each(up["delta"], cohort)) | {"b": mean_of_each(up["b"], cohort)}
-            return {**g, **(self.slots(g["x"]) if cohort.round == self.warm else {}), **who}
-        mix = F.one_hot(who["pick"], self.k).T * onto(cohort.share, who["pick"].device)  # [k, S]
+            changes, mix = super().update(state, up, cohort)
+            fresh = self.slots(state["x"]) if cohort.round == self.warm else {}
+            return {**changes, **fresh}, mix
+        pick, share = checked(up["pick"], cohort.ids, self.k), cohort.mean(self.weighting).weight[0]
+        mix = F.one_hot(pick, self.k).T * onto(share, pick.device)  # [k, S]
         total = mix.sum(1, keepdim=True)
-        mix = mix / total.clamp(min=1e-300)
-        new = self.improve(g, ops.aggregate(up["delta"], mix)) | {"b": averaged(up["b"], mix)}
-        live = total[:, 0] > 0
-        for key in new.keys() - who.keys():
-            new[key] = torch.where(live.view(-1, *[1] * (new[key].dim() - 1)), new[key], g[key])
-        return {**new, **who}
+        mean, live = Mix(mix / total.clamp(min=1e-300)), total[:, 0] > 0
+        new = self.improve(state, mean.of(up["delta"])) | {"b": averaged(up["b"], mean)}
+        for key, value in new.items():  # a model that nobody picked is left as it was
+            some = live.view(-1, *[1] * (value.dim() - 1))
+            new[key] = torch.where(some, value, state[key])
+        return {**new, "pick": self.picked(state, up, cohort)}, None
 
 
-def fit_all(rows: Tensor, b: Tensor, local: Local) -> Tensors:
-    """Every client trains every model of `rows` [k, P] with statistics `b` [k, b], each with a shuffle of its own: "delta" [S, k, P]
-    and the statistics after it, "b" [S, k, b]."""
-    deltas, fits = [], []
+def fit_all(rows: Tensor, b: Tensor, clients: Clients) -> tuple[Tensors, Fit]:
+    """Every client trains every model of `rows` [k, P] with statistics `b` [k, b], each with a shuffle
+    of its own: "delta" [S, k, P] and the statistics after it, "b" [S, k, b]; and the last training."""
+    count, fits = len(clients.ids), []
     for j, row in enumerate(rows):
-        local.buffers = b[j].repeat(len(local.ids), 1)
-        deltas.append(local.fit(row.expand(len(local.ids), -1), stream=f"fit {j}" if j else "fit").w.sub_(row))
-        fits.append(local.buffers)
-    return {"delta": torch.stack(deltas, 1), "b": torch.stack(fits, 1)}
+        own = replace(clients, buffers=b[j].repeat(count, 1))
+        fits.append(own.fit(row.expand(count, -1), stream=f"fit {j}" if j else "fit"))
+    deltas = [fit.w.sub_(row) for fit, row in zip(fits, rows, strict=True)]
+    return {"delta": torch.stack(deltas, 1), "b": torch.stack([f.buffers for f in fits], 1)}, fits[-1]
 
 
 def numbers(losses: Tensor) -> Tensor:
@@ -179,11 +187,11 @@ def checked(pick: Tensor, ids: Tensor, k: int) -> Tensor:
     return pick.long()
 
 
-def averaged(rows: Tensor, mix: Tensor) -> Tensor:
-    """`mix` [k, S] times `rows` [S, b], also of no columns."""
-    return ops.aggregate(rows, mix) if rows.shape[1] else rows.new_empty(len(mix), 0)
+def averaged(rows: Tensor, mix: Mix) -> Tensor:
+    """The means of `rows` [S, b], also of no columns."""
+    return mix.of(rows) if rows.shape[1] else rows.new_empty(len(mix.weight), 0)
 
 
-def mean_of_each(delta: Tensor, cohort: Cohort) -> Tensor:
-    """The weighted mean over clients of `delta` [S, k, P]: [k, P]."""
-    return averaged(delta.flatten(1), onto(cohort.share[None], delta.device))[0].view(delta.shape[1:])
+def mean_of_each(rows: Tensor, mix: Mix) -> Tensor:
+    """The weighted mean over clients of `rows` [S, k, P]: [k, P]."""
+    return averaged(rows.flatten(1), mix)[0].view(rows.shape[1:])

@@ -37,7 +37,7 @@ class LocalOnly(Algorithm):
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> tuple[Changes, Mix | None]:
         return {}, None
 
-    def newcomer(self, down: Payload, net: Net) -> Tensors:
+    def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
         return {"w": net.w0[None]}
 
     def train(self, down: Payload, own: Tensors, clients: Clients) -> tuple[Tensors, Tensors, Fit]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.check import check
+from pflcore.check import check_fields as check
 from pflcore.train import Clients, Fit, Net, Training
 from pflcore.train.random import generator_of
 from pflcore.train.workers import onto
@@ -192,7 +192,7 @@ class Algorithm:
         """What `init` is given: the initial model, or its shared part; an algorithm may want more."""
         return {"x0": net.w0}
 
-    def newcomer(self, down: Payload, net: Net) -> Tensors:
+    def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
         """The state [S, ...] of clients that take part for the first time."""
         return {}
 

@@ -84,7 +84,7 @@ class Split(FedAvg):
             warnings.warn(f"private: {what} is shared.", stacklevel=1)  # of this line: once
         return {"x0": net.w0[~private]}
 
-    def newcomer(self, down: Payload, net: Net) -> Tensors:
+    def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
         return {} if self.order == "body" else {"h": net.w0[None, self.columns(net)]}
 
     def train(self, down: Payload, own: Tensors, clients: Clients) -> tuple[Tensors, Tensors, Fit]:

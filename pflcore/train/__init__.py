@@ -4,7 +4,6 @@ with its clients' data."""
 from __future__ import annotations
 
 from pflcore.data.federation import Federation
-from pflcore.train.bridge import Local
 from pflcore.train.choose import choose
 from pflcore.train.clients import Clients, Fit, Setting
 from pflcore.train.engines import Engine, LossFn, Objective
@@ -16,7 +15,6 @@ __all__ = [
     "Clients",
     "Engine",
     "Fit",
-    "Local",
     "LossFn",
     "Net",
     "Objective",

@@ -20,6 +20,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import TorchFunctionMode
 
 from pflcore.data.federation import Federation
@@ -30,7 +31,6 @@ from pflcore.ops import backend
 from pflcore.ops.chain import layer
 from pflcore.train.losses import CRITERIA
 from pflcore.train.net import Net
-from pflcore.train.plain import is_plain
 
 MANY = 8000  # products of input and output channels from which torch's convolutions are faster
 ACTS = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU)
@@ -49,6 +49,7 @@ ASKS = (
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__),
     *(getattr(Tensor, a).__get__ for a in ("shape", "ndim")),
 )
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 Line = tuple[Any, ...]  # what `pflcore.ops.chain.layer` takes
 Shape = tuple[int, ...]
 Place = Callable[[str], int]  # of a layer's parameter in the row
@@ -155,6 +156,14 @@ def program(net: Net, calls: list[Call]) -> list[Line]:
     whole = used and sum(net.sizes[net.names.index(n)] for n in used) == net.size
     expect(bool(whole), "weights that the chain does not use")
     return lines
+
+
+def is_plain(m: nn.Module) -> bool:
+    """Whether calling `m` runs its class's forward and nothing else: no hooks, no forward of the
+    instance's own. Who writes a layer out also compares its exact type."""
+    return not (
+        "forward" in vars(m) or any(getattr(m, h) for h in HOOKS) or _has_any_global_hook()
+    )
 
 
 # which layers does a forward pass call? -----------------------------------------------------------
