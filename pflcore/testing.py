@@ -244,6 +244,9 @@ def _hook(cls: type[Algorithm], name: str, uploads: list[Tensors]) -> Callable[.
             fault = f"{name}: {what}[{{!r}}] was changed in place; it is not the hook's own, so work on a copy."
             _same(_copies(given), old, fault)
         _check_form(name, out, count)
+        if name == "newcomer":
+            fine = {1, *(len(v.index if isinstance(v, Pool) else v) for v in args[0].values())}
+            _check_rows(out, fine)
         if name == "train":
             _check_own(args[1], out[0])
             uploads.append(_copies(out[1]))
@@ -274,6 +277,15 @@ def _check_form(name: str, out: Any, count: int) -> None:
                     f"{name}: expected one row for each of the {count} clients in {key!r} of its "
                     f"{part}, got shape {list(value.shape)}."
                 )
+
+
+def _check_rows(new: Mapping[str, Tensor], fine: set[int]) -> None:
+    for key, value in new.items():
+        if len(value) not in fine:
+            raise Fault(
+                f"newcomer: expected one row, or one for each client, in {key!r} of its result, got "
+                f"shape {list(value.shape)}."
+            )
 
 
 def _check_own(own: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
