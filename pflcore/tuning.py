@@ -205,7 +205,12 @@ def tune(
     clients who survived it.
     """
     algorithm = algorithm_of(algorithm)
-    protocols = [protocol] if isinstance(protocol, Protocol) else list(protocol)
+    protocols = [protocol] if isinstance(protocol, Protocol) else protocol
+    if not isinstance(protocols, Sequence) or not all(isinstance(p, Protocol) for p in protocols):
+        raise TypeError(
+            "protocol: expected cross_silo(data) or cross_device(data), which say what is chosen on "
+            f"what, got {type(protocol).__name__}."
+        )
     trials = [Trial(c) for c in candidates(algorithm, training, grid)]
     if states is not None and len({_key(t.candidate.trained.options) for t in trials}) > 1:
         late = ", ".join(algorithm.traits.late) or "nothing"
@@ -223,13 +228,13 @@ def tune(
     classes = nets[0].scores_classes and not protocols[0].data.y.is_floating_point()
     criterion, where = criterion_of(metric, maximize, classes), Path(folder) if folder else None
     run = {"rounds": max(1, rounds), "participation": participation, "hardware": hardware}
-    bench = _Bench(protocols, nets, seeds, criterion, run, rounds, states, where)
+    bench = _Bench([*protocols], nets, seeds, criterion, run, rounds, states, where)
     with lock(where) if where else contextlib.nullcontext():
         bench.play(trials, bench.header(algorithm, training), say)
     if all(t.score == -math.inf for t in trials):
         why = trials[0].stopped or "values that are not finite"
         raise ValueError(f"grid: every candidate diverged, the first one with: {why}")
-    return Tuned(trials, protocols, lambda candidate, run: bench.trained(candidate, run)[:2])
+    return Tuned(trials, [*protocols], lambda candidate, run: bench.trained(candidate, run)[:2])
 
 
 @dataclass
