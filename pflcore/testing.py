@@ -1,8 +1,9 @@
-"""What every algorithm owes its users, as checks for one's own: `pflcore.testing.check(MyAlgorithm())`.
+"""What every algorithm owes its users, as checks for one's own:
+`pflcore.testing.check(MyAlgorithm())`.
 
-Four small clients play three rounds in float64: all of them, two, all. The checks read that one play,
-and what is played once more is what has to be played otherwise. The first fault ends it with one
-sentence that names it.
+Four small clients play three rounds in float64: all of them, two, all. The checks read that one
+play, and what is played once more is what has to be played otherwise. The first fault ends it with
+one sentence that names it.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ def check(
     data: Federation | None = None,
     skip: Collection[str] = (),
 ) -> None:
-    """Puts an instance, a class, a name or "package.module:Class" through all of `CHECKS` but those in
-    `skip`.
+    """Puts an instance, a class, a name or "package.module:Class" through all of `CHECKS` but those
+    in `skip`.
 
     `model` and `data` replace a small MLP and three Gaussian classes, where the algorithm asks for
     something else: of the federation the first four clients are used, everything in float64. Raises
@@ -190,7 +191,8 @@ class Case:
 
     @cached_property
     def again(self) -> Tensors:
-        """The same of a play with three worker threads and other test samples: nobody may notice."""
+        """The same of a play with three worker threads and other test samples: nobody may
+        notice."""
         return self.left(self.otherwise_tested(workers=3))
 
     def evaluate(self, state: State, setup: Setup) -> Tensors:
@@ -241,9 +243,15 @@ def _hook(cls: type[Algorithm], name: str, uploads: list[Tensors]) -> Callable[.
         with _named(name, where):
             out = getattr(cls, name)(self, *args, **kwargs)
         for what, given, old in zip(HOOKS[name], args, before, strict=False):
-            fault = f"{name}: {what}[{{!r}}] was changed in place; it is not the hook's own, so work on a copy."
+            fault = (
+                f"{name}: {what}[{{!r}}] was changed in place; it is not the hook's own, so "
+                "work on a copy."
+            )
             _same(_copies(given), old, fault)
         _check_form(name, out, count)
+        if name == "newcomer":
+            fine = {1, *(len(v.index if isinstance(v, Pool) else v) for v in args[0].values())}
+            _check_rows(out, fine)
         if name == "train":
             _check_own(args[1], out[0])
             uploads.append(_copies(out[1]))
@@ -274,6 +282,15 @@ def _check_form(name: str, out: Any, count: int) -> None:
                     f"{name}: expected one row for each of the {count} clients in {key!r} of its "
                     f"{part}, got shape {list(value.shape)}."
                 )
+
+
+def _check_rows(new: Mapping[str, Tensor], fine: set[int]) -> None:
+    for key, value in new.items():
+        if len(value) not in fine:
+            raise Fault(
+                f"newcomer: expected one row, or one for each client, in {key!r} of its result, "
+                f"got shape {list(value.shape)}."
+            )
 
 
 def _check_own(own: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
@@ -350,7 +367,8 @@ def _words(code: CodeType) -> set[str]:
 
 
 def names_are_known(case: Case) -> None:
-    """Fields are options, and what nearly has the name of a hook is none only where it is called."""
+    """Fields are options, and what nearly has the name of a hook is none only where it is
+    called."""
     cls = type(case.given)
     own = {k: f for k, f in vars(cls).items() if isinstance(f, FunctionType) and k[:2] != "__"}
     for name, kind in get_annotations(cls).items():
@@ -369,7 +387,10 @@ def names_are_known(case: Case) -> None:
 
 def clients_start_alike(case: Case) -> None:
     """The state before the first round is the same in every run."""
-    fault = "init or newcomer: {} is not the same in two calls; draw from `initial(net)` or pflcore's own generators."
+    fault = (
+        "init or newcomer: {} is not the same in two calls; draw from `initial(net)` or "
+        "pflcore's own generators."
+    )
     _same(_state(begin(case.watched, case.net, 4)), case.recorded.states[0], fault)
 
 
@@ -432,13 +453,19 @@ def runs_repeat(case: Case) -> None:
 def nobody_trains_on_test(case: Case) -> None:
     """Nothing that is trained looks at the split "test"."""
     if _other(case.found, case.again):
-        fault = "train or update: {} depends on the split 'test', which is there for the evaluation; choose by 'val'."
+        fault = (
+            "train or update: {} depends on the split 'test', which is there for the "
+            "evaluation; choose by 'val'."
+        )
         _same(case.found, case.left(case.otherwise_tested()), fault)
 
 
 def engines_agree(case: Case) -> None:
     """Client after client, or all at once by vmap: the same results up to rounding."""
-    fault = "{} differs between the engines 'loop' and 'vmap': a loss or an update mixes clients or branches on values."
+    fault = (
+        "{} differs between the engines 'loop' and 'vmap': a loss or an update mixes clients "
+        "or branches on values."
+    )
     _same(case.found, case.left(case.setup(engine="vmap")), fault, 1e-6, 1e-8)
 
 
@@ -468,7 +495,10 @@ def numbers_of_clients_play_no_part(case: Case) -> None:
         if v.shape[1:] == (4,) and not _equal(v, again[k], *CLOSE):  # a column for every client
             expected[k] = v[:, order]
     if _other(expected, again, *CLOSE) and not _other(first, left(ALL, seed=1), *CLOSE):
-        fault = "update: {} depends on the clients' numbers: renumbered clients give other results than the same ones renumbered."
+        fault = (
+            "update: {} depends on the clients' numbers: renumbered clients give other results "
+            "than the same ones renumbered."
+        )
         _same(expected, again, fault, *CLOSE)
 
 
@@ -476,8 +506,8 @@ def seeds_differ(case: Case) -> None:
     """Another seed gives another run."""
     if case.repeats(case.setup(seed=1)):
         raise Fault(
-            "train: another seed gives the same run, so nothing that is trained on shuffled batches "
-            "is kept or sent."
+            "train: another seed gives the same run, so nothing that is trained on shuffled "
+            "batches is kept or sent."
         )
 
 
@@ -501,7 +531,8 @@ def float32_runs(case: Case) -> None:
 
 
 def broken_clients_are_absent(case: Case) -> None:
-    """A client whose training overflows harms nobody: the others' results are as if it had not come."""
+    """A client whose training overflows harms nobody: the others' results are as if it had not
+    come."""
     if not case.data.x.is_floating_point() or 1 in case.given.traits.required:
         return
     setup = case.breaking([1])
@@ -528,7 +559,10 @@ def void_rounds_change_nothing(case: Case) -> None:
     if case.data.x.is_floating_point():
         play = case.play(case.breaking(ALL), [ALL])
         if play.done[0].void:
-            fault = "send or train: {} changed in a round that is void, because no client's update was finite."
+            fault = (
+                "send or train: {} changed in a round that is void, because no client's update "
+                "was finite."
+            )
             _same(play.states[1], play.states[0], fault)
 
 
@@ -578,8 +612,8 @@ def options_play_a_part(case: Case) -> None:
         if case.repeats(case.setup()._replace(algorithm=_watched(alg, **{name: other}))):
             raise Fault(
                 f"{name}: another value gives the same run to the bit, so nobody should be offered "
-                "it; derive from Algorithm, which has no such option, or narrow it to one choice by "
-                f"its annotation, {name}: Literal[...]."
+                "it; derive from Algorithm, which has no such option, or narrow it to one choice "
+                f"by its annotation, {name}: Literal[...]."
             )
 
 

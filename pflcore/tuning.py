@@ -1,8 +1,8 @@
-"""Grids: every candidate is trained, scored on validation data, recorded; the best one is reported on
-test data, once.
+"""Grids: every candidate is trained, scored on validation data, recorded; the best one is reported
+on test data, once.
 
-Selection works on `Protocol.blind`, a federation without a test split, so it cannot see test data even
-by mistake.
+Selection works on `Protocol.blind`, a federation without a test split, so it cannot see test data
+even by mistake.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ class Tuned:
 
 
 def candidates(algorithm: Algorithm, training: Training, grid: Grid) -> list[Candidate]:
-    """Every combination of a grid. A key is an option of the algorithm, or "training." and one of the
-    local training."""
+    """Every combination of a grid. A key is an option of the algorithm, or "training." and one of
+    the local training."""
     own = {f.name for f in fields(algorithm)}
     its = {f"training.{f.name}" for f in fields(training)}
     for key, choices in grid.items():
@@ -190,22 +190,27 @@ def tune(
     folder: str | os.PathLike[str] | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Tuned:
-    """Trains every candidate of the grid and picks the best on validation data, after the last round.
+    """Trains every candidate of the grid and picks the best on validation data, after the last
+    round.
 
-    Several protocols (splits) are averaged; run j has seed `seed + j`, or the j-th of several seeds,
-    and starts at the j-th net where several are given. With `rounds=0` the fresh state is the trained
-    one. `states`, one per protocol: trained already, so the grid may hold `late` options only.
-    The best has the highest accuracy, or for targets the least loss; else the best `metric`:
-    "accuracy", "loss", a name that `Evaluation.metrics` takes, whose direction is known, or a function
-    of one client's (scores, labels), with `maximize` for its direction.
-    With `folder` every result is recorded as it comes, and a second call with the same arguments goes
-    on where the first one stopped (functions go by their names).
-    A candidate whose run stopped early, or that leaves a single client with validation samples without
-    a finite loss or value, is recorded with the reason and never chosen: its mean would be that of the
-    clients who survived it.
+    Several protocols (splits) are averaged; run j has seed `seed + j`, or the j-th of several
+    seeds, and starts at the j-th net where several are given. With `rounds=0` the fresh state is
+    the trained one. `states`, one per protocol: trained already, so the grid may hold `late`
+    options only. The best has the highest accuracy, or for targets the least loss; else the best
+    `metric`: "accuracy", "loss", a name that `Evaluation.metrics` takes, whose direction is known,
+    or a function of one client's (scores, labels), with `maximize` for its direction. With `folder`
+    every result is recorded as it comes, and a second call with the same arguments goes on where
+    the first one stopped (functions go by their names). A candidate whose run stopped early, or
+    that leaves a single client with validation samples without a finite loss or value, is recorded
+    with the reason and never chosen: its mean would be that of the clients who survived it.
     """
     algorithm = algorithm_of(algorithm)
-    protocols = [protocol] if isinstance(protocol, Protocol) else list(protocol)
+    protocols = [protocol] if isinstance(protocol, Protocol) else protocol
+    if not isinstance(protocols, Sequence) or not all(isinstance(p, Protocol) for p in protocols):
+        raise TypeError(
+            "protocol: expected cross_silo(data) or cross_device(data), which say what is chosen "
+            f"on what, got {type(protocol).__name__}."
+        )
     trials = [Trial(c) for c in candidates(algorithm, training, grid)]
     if states is not None and len({_key(t.candidate.trained.options) for t in trials}) > 1:
         late = ", ".join(algorithm.traits.late) or "nothing"
@@ -223,19 +228,19 @@ def tune(
     classes = nets[0].scores_classes and not protocols[0].data.y.is_floating_point()
     criterion, where = criterion_of(metric, maximize, classes), Path(folder) if folder else None
     run = {"rounds": max(1, rounds), "participation": participation, "hardware": hardware}
-    bench = _Bench(protocols, nets, seeds, criterion, run, rounds, states, where)
+    bench = _Bench([*protocols], nets, seeds, criterion, run, rounds, states, where)
     with lock(where) if where else contextlib.nullcontext():
         bench.play(trials, bench.header(algorithm, training), say)
     if all(t.score == -math.inf for t in trials):
         why = trials[0].stopped or "values that are not finite"
         raise ValueError(f"grid: every candidate diverged, the first one with: {why}")
-    return Tuned(trials, protocols, lambda candidate, run: bench.trained(candidate, run)[:2])
+    return Tuned(trials, [*protocols], lambda candidate, run: bench.trained(candidate, run)[:2])
 
 
 @dataclass
 class _Bench:
-    """Trains candidates, and remembers the states they end in: on disk where there is a folder, else
-    the one that is needed."""
+    """Trains candidates, and remembers the states they end in: on disk where there is a folder,
+    else the one that is needed."""
 
     protocols: list[Protocol]
     nets: list[Net]
@@ -287,7 +292,8 @@ class _Bench:
             say(f"{n + 1}/{len(trials)} {_in_words(options)}: {said}")
 
     def trained(self, candidate: Candidate, run: int) -> tuple[Setup, State, str | None]:
-        """The state after the last round, from where it is kept or trained now; why it ended early."""
+        """The state after the last round, from where it is kept or trained now; why it ended
+        early."""
         p, what = self.protocols[run], candidate.trained
         simulation = Simulation(
             what.algorithm,
@@ -324,8 +330,8 @@ class _Bench:
         return simulation.state, history.stopped
 
     def score(self, todo: Sequence[Candidate], run: int) -> list[tuple[Candidate, dict[str, Any]]]:
-        """The record of the first candidate, and of others that come with it for free: all lengths of
-        one fine-tuning."""
+        """The record of the first candidate, and of others that come with it for free: all lengths
+        of one fine-tuning."""
         first, p = todo[0], self.protocols[run]
         setup, state, stopped = self.trained(first, run)
         if stopped:
@@ -359,8 +365,8 @@ class _Bench:
 
 
 def finetuning_curve(setup: Setup, state: State, split: str, clients: Tensor) -> Tensor:
-    """Values on `split` (accuracy, or minus the loss) after 0, 1, ..., `finetune_epochs` epochs of a
-    FineTune with each step size: [L, E + 1, N].
+    """Values on `split` (accuracy, or minus the loss) after 0, 1, ..., `finetune_epochs` epochs of
+    a FineTune with each step size: [L, E + 1, N].
 
     Clients that are not among `clients` are NaN.
     """

@@ -272,7 +272,7 @@ FAULTS: dict[type[FedAvg], str] = {
     TrainsOnTest: r"train or update: server\.x depends on the split 'test'",
     ListensToTheFirst: r"update: the evaluation's \w+ depends on the clients' numbers",
     Float64: r"in float32, as runs are by default, (update|train): raised RuntimeError with 2 of 4 clients: ",
-    EveryonesState: r"round: raised RuntimeError in round 1 with 4 of 4 clients: The expanded size of the tensor \(4\)",
+    EveryonesState: r"newcomer: expected one row, or one for each client, in 'w' of its result, got shape \[3, 53\]",
     Centres: r"train: the update of client 1 overflowed, and \{0, 2, 3\} were dropped with it",
     GivesUp: r"update: raised Stop with 4 of 4 clients: Three is a crowd\.",
     OwnMean: r"server_lr: another value gives the same run to the bit",

@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pflcore.algorithms.base import State
 
 from bench.papers import groups
 from bench.papers.plan import Task
 from bench.papers.table import rows_of, table, verdicts
-from pflcore.algorithms.base import State
 from pflcore.algorithms.hypcluster import Ensemble, HypCluster, picks
 from pflcore.cli.experiment import algorithm, model, net
 from pflcore.data.roles import Protocol, held_out
 from pflcore.results.progress import Progress
 from pflcore.results.record import Record, Run, plain, read, slug
-from pflcore.simulation import History, Simulation
+from pflcore.simulation import Hardware, History, Simulation
 from pflcore.simulation.checkpoint import load_states
 from pflcore.simulation.round import evaluate
 from pflcore.tuning import tune
@@ -103,9 +103,7 @@ class Reproduction:
             states=[self.states(t.base)[-1][3] for t in group if t.base and t.roles] or None,
             participation=options.participation,
             seed=[t.job.options.seed for t in group],
-            engine=options.engine,
-            workers=options.workers,
-            device=options.device,
+            hardware=Hardware(options.engine, options.workers, options.device),
             folder=self.folder / "tuning" / Path(*map(slug, filter(None, task.key))),
             say=lambda text: self.progress.say(f"{task.setting}, {task.method}, candidate {text}"),
         )

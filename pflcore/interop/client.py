@@ -100,8 +100,8 @@ class Client:
         size = int(self.data.size(split)[0]) if split in self.data.index else 0
         if not size:
             raise ValueError(
-                f"split: this client has no sample of {split!r} to be evaluated on; give it some as "
-                f"data={{..., {split!r}: (x, y)}}."
+                f"split: this client has no sample of {split!r} to be evaluated on; give it some "
+                f"as data={{..., {split!r}: (x, y)}}."
             )
         model, clients = self._personalized(download)
         with one_thread():
@@ -121,8 +121,8 @@ class Client:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave. ValueError, and nothing changed, where it is something
-        else: another algorithm's, or of a model of other shapes."""
+        """Goes on from what `state_dict` gave. ValueError, and nothing changed, where it is
+        something else: another algorithm's, or of a model of other shapes."""
         try:
             name, shapes, own = state["algorithm"], state["shapes"], dict(state["own"])
             statistics, pending = state["statistics"], state["pending"]
@@ -149,8 +149,8 @@ class Client:
 
     # inside -------------------------------------------------------------------------------------
     def _opened(self, download: Any) -> tuple[Payload, Tensors, About, Clients]:
-        """What was sent, this client's own state [1, ...], the message's numbers, and what a hook is
-        given to train with, when the last round is settled."""
+        """What was sent, this client's own state [1, ...], the message's numbers, and what a hook
+        is given to train with, when the last round is settled."""
         net = self._setting.net
         down, about, statistics = opened(download, net, self.algorithm, "download")
         if (statistics is None) is self.averages:

@@ -32,8 +32,8 @@ class Krum:
     """Blanchard et al. 2017: the model whose squared distances to its N - f - 2 nearest others have
     the least sum; everybody gets it.
 
-    With `m` > 1 (MultiKrum) the mean of the `m` such models of the least sums. Of equals the earlier
-    client. Deviation: exact distances.
+    With `m` > 1 (MultiKrum) the mean of the `m` such models of the least sums. Of equals the
+    earlier client. Deviation: exact distances.
     """
 
     f: Whole = 1  # how many clients may be hostile, 2 f + 2 < N
@@ -83,20 +83,20 @@ def personalize(
     directions: bool = False,
     **options: Any,
 ) -> Any:
-    """One personalized model for each client, in the form of `uploads` (see `pack`): what the method's
-    server makes of one round.
+    """One personalized model for each client, in the form of `uploads` (see `pack`): what the
+    method's server makes of one round.
 
-    `method` with its `options`, or an instance: "fedamp" and "heurfedamp" (what each client is drawn
-    to, u), "sfl", "krum", "multikrum", "clusters" (k groups), "feddwa" and "feddwa_qp". By name both
-    AMPs leave a client at least half of its own model (alpha = sigma / 2 N, xi_self = .5): with their
-    own defaults, models that are close become their mean. FedDWA asks how near the others' models are
-    to where a client is going: `guidance` are models of all the clients one look ahead, `previous`
-    those of their last round (where uploads and these are dicts or pairs, clients without one keep
-    their model). `base`, one model, is what clusters' updates are counted from. All in the form of
-    the uploads.
-    `include`, `exclude` as `pack` has them; `buffers`: "auto" is the method's own. `directions`
-    compares the models' directions, as adapters of different ranks ask for; what is mixed stays as it
-    is. ValueError in one sentence, also where an upload is not finite.
+    `method` with its `options`, or an instance: "fedamp" and "heurfedamp" (what each client is
+    drawn to, u), "sfl", "krum", "multikrum", "clusters" (k groups), "feddwa" and "feddwa_qp". By
+    name both AMPs leave a client at least half of its own model (alpha = sigma / 2 N, xi_self =
+    .5): with their own defaults, models that are close become their mean. FedDWA asks how near the
+    others' models are to where a client is going: `guidance` are models of all the clients one look
+    ahead, `previous` those of their last round (where uploads and these are dicts or pairs, clients
+    without one keep their model). `base`, one model, is what clusters' updates are counted from.
+    All in the form of the uploads. `include`, `exclude` as `pack` has them; `buffers`: "auto" is
+    the method's own. `directions` compares the models' directions, as adapters of different ranks
+    ask for; what is mixed stays as it is. ValueError in one sentence, also where an upload is not
+    finite.
     """
     alg = method_of(method, options)
     if buffers == "auto":
@@ -191,8 +191,8 @@ def _rows_of(
     where = {i: j for j, i in enumerate(form.ids)}
     if not where.keys() & set(ids):
         raise ValueError(
-            f"{name}: none of its clients, {shown(form.ids)}, is one of the uploads', {shown(ids)}; "
-            "use the same ids."
+            f"{name}: none of its clients, {shown(form.ids)}, is one of the uploads', "
+            "{shown(ids)}; use the same ids."
         )
     return torch.stack([more[where[i]] if i in where else rows[j] for j, i in enumerate(ids)])
 

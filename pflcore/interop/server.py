@@ -31,8 +31,8 @@ Upload = tuple[int, Tensors, int]  # whose, what, of how many samples
 
 
 class Server:
-    """The server's half of a round, for every algorithm: `download` for each client, `aggregate` for
-    those who answered.
+    """The server's half of a round, for every algorithm: `download` for each client, `aggregate`
+    for those who answered.
 
     `template` is the model (an `nn.Module`, a function that makes one, or a `Net`), `rounds` how
     many there will be (for schedules). A client is called by any string or whole number; it is
@@ -125,8 +125,8 @@ class Server:
         return replace(outcome, **lists)  # type: ignore[arg-type]
 
     def join(self, client_id: Hashable) -> int:
-        """A client's number; a new one's first `download` does the same. ValueError where a round that
-        has begun would have to grow."""
+        """A client's number; a new one's first `download` does the same. ValueError where a round
+        that has begun would have to grow."""
         if not isinstance(client_id, str | Integral) or isinstance(client_id, bool):
             raise TypeError(f"client_id: expected a string or a whole number, got {client_id!r}.")
         if client_id in self._numbers:
@@ -147,19 +147,19 @@ class Server:
         return number
 
     def leave(self, client_id: Hashable) -> None:
-        """Forgets who has a number, for good: whoever comes by this id later is a newcomer. What the
-        method holds of it, stays."""
+        """Forgets who has a number, for good: whoever comes by this id later is a newcomer. What
+        the method holds of it, stays."""
         self._gone.append(self._known(client_id))
         del self._numbers[client_id]
 
     def report(self) -> Tensors:
-        """The algorithm's own report of the last round: mixing weights, clusters, ..., by the clients'
-        numbers."""
+        """The algorithm's own report of the last round: mixing weights, clusters, ..., by the
+        clients' numbers."""
         return self._report
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that changes, in tensors of its own, numbers, strings and dicts, as `torch.save`
-        and `torch.load` take it."""
+        """Everything that changes, in tensors of its own, numbers, strings and dicts, as
+        `torch.save` and `torch.load` take it."""
         return {
             "algorithm": name_of(self.algorithm),
             "state": {k: v.clone() for k, v in flat(self._state).items()},

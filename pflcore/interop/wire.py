@@ -1,4 +1,5 @@
-"""What travels between a server and a client: dicts of plain tensors, which any framework carries."""
+"""What travels between a server and a client: dicts of plain tensors, which any framework
+carries."""
 
 from __future__ import annotations
 
@@ -67,13 +68,13 @@ def packed(payload: Payload, about: About, statistics: Tensor | None) -> Tensors
 def opened(
     message: Any, net: Net, algorithm: Algorithm, what: str
 ) -> tuple[Payload, About, Tensor | None]:
-    """The payload [1, ...] of a message, its numbers and the statistics [b] that came with it, on the
-    model's device."""
+    """The payload [1, ...] of a message, its numbers and the statistics [b] that came with it, on
+    the model's device."""
     try:
         if any(v.is_nested or v.layout != torch.strided for v in message.values()):
             raise ValueError(
-                f"{what}: expected dense tensors, got a sparse or a nested one; send what the other "
-                "side made."
+                f"{what}: expected dense tensors, got a sparse or a nested one; send what the "
+                "other side made."
             )
         about = About(*message[ABOUT].tolist())
         tensors = {k: v.detach().to(net.w0.device) for k, v in message.items() if k != ABOUT}

@@ -31,7 +31,8 @@ def grown(alg: Algorithm, state: State, net: Net, n: int) -> tuple[State, bool]:
 
 
 def larger(old: Tensor, large: Tensor) -> Tensor:
-    """A copy of `large`, a first tensor of more clients, with `old` in its first rows and columns."""
+    """A copy of `large`, a first tensor of more clients, with `old` in its first rows and
+    columns."""
     new = torch.empty_like(large, dtype=old.dtype, device=old.device).copy_(large)
     new[tuple(slice(length) for length in old.shape)] = old
     return new

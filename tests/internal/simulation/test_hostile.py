@@ -47,7 +47,7 @@ def test_a_diverged_client_never_improves_a_table(tmp_path):
 
 def test_tuning_takes_names_and_functions_and_refuses_what_changes_nothing(data):
     p = cross_silo(data, {"train": 0.6, "val": 0.2, "test": 0.2})
-    tuned = tune(p, model, "fedavg", Training(batch_size=10), {"training.lr": [0.1, 1e-6]}, 2, workers=1)
+    tuned = tune(p, model, "fedavg", Training(batch_size=10), {"training.lr": [0.1, 1e-6]}, 2)
     assert tuned.best.candidate.training.lr == 0.1
     with pytest.raises(TypeError, match=r"^protocol: .*cross_silo") as e:
         tune(data, model, "fedavg", Training(), {}, 2)
