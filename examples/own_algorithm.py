@@ -16,7 +16,7 @@ class FedPer(FedAvg):
     def initial(self, net):  # what the server starts from
         return {"x0": net.split(net.w0)[0]}
 
-    def newcomer(self, down, net):  # the state of a client at its first round
+    def newcomer(self, down, net, n):  # the state of a client at its first round
         return {"head": net.split(net.w0[None])[1]}
 
     def train(

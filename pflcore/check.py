@@ -137,7 +137,7 @@ def of_hint(hint: Any) -> Kind:
     if origin is Annotated:
         return functools.reduce(_within, args[1:], of_hint(args[0]))
     if origin is Literal:
-        return Kind(" or ".join(map(repr, args)), lambda v: v in args if isinstance(v, str | int) else False)
+        return Kind(" or ".join(map(repr, args)), lambda v: any(type(v) is type(a) and v == a for a in args))
     if origin in (typing.Union, types.UnionType):
         each = [of_hint(a) for a in args]
         words = " or ".join(dict.fromkeys(k.words for k in each))

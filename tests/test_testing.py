@@ -28,7 +28,7 @@ class ChangesDown(FedAvg):
 
 
 class GrowingState(FedAvg):
-    def newcomer(self, down, net):
+    def newcomer(self, down, net, n):
         return {"losses": torch.zeros(1, 0)}
 
     def train(self, down, own, clients):
@@ -111,7 +111,7 @@ class MixesClients(FedAvg):
 
 
 class EvaluationTrains(FedAvg):
-    def newcomer(self, down, net):
+    def newcomer(self, down, net, n):
         return {"w": net.w0[None]}
 
     def model(self, down, own, clients):
@@ -181,7 +181,7 @@ class Float64(FedAvg):
 
 
 class EveryonesState(FedAvg):
-    def newcomer(self, down, net):
+    def newcomer(self, down, net, n):
         return {"w": net.w0.repeat(3, 1)}
 
 
@@ -238,7 +238,7 @@ class Shared(FedAvg):
     def initial(self, net):
         return {"x0": net.split(net.w0, "2.*")[0]}
 
-    def newcomer(self, down, net):
+    def newcomer(self, down, net, n):
         return {"head": net.split(net.w0, "2.*")[1][None]}
 
     def train(self, down, own, clients):

@@ -124,7 +124,7 @@ class FactorizedWaffle(FedAvg):
             self.move(rows, slope, clients.lr)
             return {}
 
-        return clients.each_batch(rows, update, epochs=alone)
+        return clients.each_batch(rows, update, epochs=alone, together=True)
 
     def noise(self, clients: Clients, epochs: int, factors: int) -> Tensor:
         """A draw for b (a logit) and one for v of each step: [S, steps, 2, F]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import Tensor
 
@@ -84,5 +85,5 @@ class Undefended:
     """Narrows FedAvg's options for who takes no step along the mean of the updates."""
 
     defence: None = field(default=None, kw_only=True)
-    hostile: None = field(default=None, kw_only=True)
+    hostile: Literal[1] = field(default=1, kw_only=True)
     root: None = field(default=None, kw_only=True)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.check import check_fields as check
+from pflcore.check import check
 from pflcore.train import Clients, Fit, Net, Training
 from pflcore.train.random import generator_of
 from pflcore.train.workers import onto

@@ -160,7 +160,7 @@ class Client:
             )
         self._settle(about)
         kept = self._own if about.accepted else {}
-        first = {k: v[:1] for k, v in self.algorithm.newcomer(down, net).items()}
+        first = {k: v[:1] for k, v in self.algorithm.newcomer(down, net, about.n).items()}
         own = {k: larger(kept[k], v) if k in kept else v.clone() for k, v in first.items()}
         mine = self._statistics if statistics is None else statistics[None]
         data = alone(self.data, about.number, about.n)

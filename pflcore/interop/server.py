@@ -17,7 +17,7 @@ from pflcore.algorithms.protocol import Algorithm, Cohort, Tensors
 from pflcore.check import Buffers, Count, Model, Positive, Seed, checked, refuse
 from pflcore.interop.wire import STATISTICS, About, method_number, net_of, opened, packed
 from pflcore.simulation.accept import Outcome, Trained, accept
-from pflcore.simulation.arguments import check_start
+from pflcore.simulation.start import check_start
 from pflcore.simulation.grow import grown
 from pflcore.simulation.round import begin, commit, flat, policy, serve, unflat
 from pflcore.train import memory

@@ -24,7 +24,7 @@ from pflcore.data.roles import held_out
 from pflcore.metrics import human, metrics_of
 from pflcore.simulation import checkpoint as store
 from pflcore.simulation.accept import Outcome, farthest
-from pflcore.simulation.arguments import check_start, device_of, ids_of
+from pflcore.simulation.arguments import device_of, ids_of
 from pflcore.simulation.checkpoint import Checkpoint, lock
 from pflcore.simulation.describe import Record, as_lists, header, identity, memory_line, round_to
 from pflcore.simulation.evaluate import evaluate, measured
@@ -34,8 +34,9 @@ from pflcore.simulation.interrupts import unbroken
 from pflcore.simulation.personal import Models
 from pflcore.simulation.round import Setup, State, begin, copied, policy, sample, step
 from pflcore.simulation.settings import Evaluation, Hardware, Robustness
+from pflcore.simulation.start import check_start
 from pflcore.train import Engine, Net, Setting, Training, memory, prepared
-from pflcore.train.fits import check_modes
+from pflcore.train.choose import check_modes
 from pflcore.train.losses import Loss, default_loss
 from pflcore.train.random import drawn
 from pflcore.train.workers import Workers

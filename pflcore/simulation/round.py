@@ -221,14 +221,14 @@ def begin(
 def fresh(alg: Algorithm, net: Net, server: Tensors, n: int) -> Tensors:
     """One client's first state, [1, ...] each."""
     first = Cohort(torch.tensor([0]), torch.tensor([1]), n)
-    return {k: v[:1] for k, v in alg.newcomer(alg.send(server, first), net).items()}
+    return {k: v[:1] for k, v in alg.newcomer(alg.send(server, first), net, n).items()}
 
 
 def own_rows(setup: Setup, state: State, ids: Tensor, down: Payload) -> Tensors:
     """The clients' own state [S, ...], copies; one who has not taken part yet has a newcomer's."""
     own, new = {k: v[onto(ids, v.device)] for k, v in state.clients.items()}, ~state.seen[ids]
     if own and bool(new.any()):
-        for key, first in setup.algorithm.newcomer(down, setup.setting.net).items():
+        for key, first in setup.algorithm.newcomer(down, setup.setting.net, setup.setting.data.n).items():
             at = onto(new, own[key].device)
             own[key][at] = first.expand_as(own[key])[at]
     return own
