@@ -1,44 +1,54 @@
 """pflcore: a compact algorithm core for personalized federated learning."""
 
-# temporary: until every room is moved
-_LINES = """
-from pflcore.algorithms import ALGORITHMS
-from pflcore.algorithms.fedavg import FedAvg
-from pflcore.algorithms.protocol import Stop
+from pflcore.algorithms import ALGORITHMS, Algorithm, FedAvg, Stop
 from pflcore.data import Federation
 from pflcore.data.roles import cross_device, cross_silo
 from pflcore.interop import Client, Server, pack, personalize, unpack
-from pflcore.ops import Backend, TopK, aggregate, backend, feddwa_weights, pairwise_sqdist, rank1_linear, waffle_weights
+from pflcore.ops import (
+    Backend,
+    TopK,
+    aggregate,
+    backend,
+    feddwa_weights,
+    pairwise_sqdist,
+    rank1_linear,
+    waffle_weights,
+)
 from pflcore.ops import __version__ as __version__
-from pflcore.simulation import History, Simulation, for_everyone
+from pflcore.simulation import (
+    Evaluation,
+    Hardware,
+    History,
+    Robustness,
+    Simulation,
+    for_everyone,
+)
 from pflcore.simulation.attacks import Adversary
 from pflcore.simulation.callbacks import EarlyStopping, TensorBoard
 from pflcore.simulation.checkpoint import Checkpoint
-from pflcore.simulation.personal import Personalized
 from pflcore.simulation.evaluate import evaluate
+from pflcore.simulation.personal import Personalized
 from pflcore.simulation.round import step
 from pflcore.train import Clients, Net, Training
 from pflcore.tuning import tune
-"""
-for _line in _LINES.strip().splitlines():
-    try:
-        exec(_line)
-    except ImportError:
-        pass
 
 __all__ = [
     "ALGORITHMS",
     "Adversary",
+    "Algorithm",
     "Backend",
     "Checkpoint",
     "Client",
+    "Clients",
     "EarlyStopping",
+    "Evaluation",
     "FedAvg",
     "Federation",
+    "Hardware",
     "History",
-    "Clients",
     "Net",
     "Personalized",
+    "Robustness",
     "Server",
     "Simulation",
     "Stop",

@@ -73,8 +73,7 @@ class FedAMP(Algorithm):
         total = xi.sum(1, keepdim=True)
         if self.self_weight == "safe" and bool((total > 1).any()):
             warnings.warn(
-                "FedAMP: the others' weights exceed 1 and are scaled down; alpha <= sigma / "
-                f"{n - 1} avoids it.",
+                f"FedAMP: the others' weights exceed 1 and are scaled down; alpha <= sigma / {n - 1} avoids it.",
                 stacklevel=2,
             )
             xi = xi / total.clamp(min=1)

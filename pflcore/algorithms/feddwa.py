@@ -80,8 +80,7 @@ class FedDWA(Algorithm):
         super().__post_init__()
         if self.serve == "guidance" and self.guidance in ("previous", "current"):
             raise ValueError(
-                "serve: 'guidance' is trained ahead of a client's model; "
-                f"guidance={self.guidance!r} trains nothing, use 'mix'."
+                f"serve: 'guidance' is trained ahead of a client's model; guidance={self.guidance!r} trains nothing, use 'mix'."
             )
 
     @property

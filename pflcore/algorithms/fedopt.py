@@ -77,9 +77,7 @@ class FedOpt(FedAvg):
         if not self.adaptive:
             return {"x": x + lr * (d + b1 * m if self.optimizer == "nesterov" else m), "m": m}
         v, t = self.second(state["v"], d**2), state["t"] + 1
-        first, second = (
-            (1 - b**t)[..., None].to(d) if self.bias_correction != "none" else 1.0 for b in (b1, b2)
-        )
+        first, second = ((1 - b**t)[..., None].to(d) if self.bias_correction != "none" else 1.0 for b in (b1, b2))
         if self.optimizer == "adagrad":
             second = 1.0  # a sum needs no correction
         if self.bias_correction == "torch":

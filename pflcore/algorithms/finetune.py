@@ -61,10 +61,7 @@ class FineTune(FedOpt):
         if self.choose != "fixed" and self.finetune_epochs < 1:
             refuse("finetune_epochs", "at least 1 to choose from", self.finetune_epochs)
         if self.choose == "fixed" and self.lr_grid:
-            raise ValueError(
-                "lr_grid: nothing chooses from it with choose='fixed'; set finetune_lr, or "
-                "choose='client' or 'global'."
-            )
+            raise ValueError("lr_grid: nothing chooses from it with choose='fixed'; set finetune_lr, or choose='client' or 'global'.")
 
     @property
     def traits(self) -> Traits:

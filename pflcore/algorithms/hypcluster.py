@@ -48,10 +48,7 @@ def losses(rows: Tensor, b: Tensor, clients: Clients) -> Tensor:
     """Each client's mean training loss under each of the models `rows` [k, P], each with its statistics
     `b` [k, b]: [S, k]."""
     count = len(clients.ids)
-    each = [
-        replace(clients, buffers=own.expand(count, -1)).loss(row.expand(count, -1))
-        for row, own in zip(rows, b, strict=True)
-    ]
+    each = [replace(clients, buffers=own.expand(count, -1)).loss(row.expand(count, -1)) for row, own in zip(rows, b, strict=True)]
     return torch.stack(each, 1).nan_to_num(nan=torch.inf)
 
 

@@ -56,8 +56,7 @@ def algorithm_of(algorithm: Algorithm | type[Algorithm] | str, **options: Any) -
         inspect.signature(cls).bind(**options)
     except TypeError as error:
         raise TypeError(
-            f"algorithm: {cls.__name__} cannot be made from "
-            f"{', '.join(options) or 'its defaults alone'} ({error}); give an instance."
+            f"algorithm: {cls.__name__} cannot be made from {', '.join(options) or 'its defaults alone'} ({error}); give an instance."
         ) from None
     return cls(**options)
 

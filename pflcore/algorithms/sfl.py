@@ -50,10 +50,7 @@ class SFL(Algorithm):
         super().__post_init__()
         known = ("knn_models", "oracle_labels")
         if self.adjacency not in known and not self.adjacency.endswith(".npy"):
-            raise ValueError(
-                "adjacency: expected 'knn_models', 'oracle_labels' or a path ending in .npy, got "
-                f"{self.adjacency!r}."
-            )
+            raise ValueError(f"adjacency: expected 'knn_models', 'oracle_labels' or a path ending in .npy, got {self.adjacency!r}.")
 
     def initial(self, net: Net) -> Tensors:
         oracle = self.adjacency == "oracle_labels"

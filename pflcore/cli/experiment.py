@@ -11,15 +11,21 @@ from typing import Annotated, Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from pflcore.algorithms import ALGORITHMS
-from pflcore.algorithms.base import FedAvg
+from pflcore.algorithms import ALGORITHMS, Algorithm
 from pflcore.algorithms.lookup import algorithm_of, class_of, imported, name_of
 from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES, Federation, federation_of, options_of
 from pflcore.nn.models import MODELS, model_for
 from pflcore.ops import kinds
 from pflcore.ops.kinds import Count, Fraction, Positive, Whole
-from pflcore.simulation import History, Simulation, for_everyone
-from pflcore.simulation.arguments import WORKERS, device_of, whole
+from pflcore.simulation import (
+    Evaluation,
+    Hardware,
+    History,
+    Robustness,
+    Simulation,
+    for_everyone,
+)
+from pflcore.simulation.arguments import device_of
 from pflcore.simulation.attacks import Adversary, Attack
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.train import Training
@@ -49,7 +55,7 @@ class Options:
     val: kinds.Momentum = 0.0  # fraction of each client's training samples kept for validation
     eval_split: str = "test"  # what is evaluated: test, or val to choose hyper-parameters
     eval_every: Whole = 1  # rounds between evaluations of all clients
-    engine: str = "auto"  # threads, vmap, or auto by the model
+    engine: str = "auto"  # chain, loop, vmap, or auto by the model
     workers: int | None = None  # threads; never changes a result
     device: str = "cpu"  # cpu or cuda
     clip: Positive | None = None  # no client's update is longer than this (Euclidean norm)
@@ -174,13 +180,13 @@ def model_name(options: Options, data: Federation) -> str:
     return "lenet5" if tuple(data.shape[1:]) in ((28, 28), (32, 32)) else "linear" if len(data.shape) == 1 else "mlp"
 
 
-def algorithm(name: str, hyper: Mapping[str, Any] | None = None, target: int | Literal["all"] | None = None) -> FedAvg:
+def algorithm(name: str, hyper: Mapping[str, Any] | None = None, target: int | Literal["all"] | None = None) -> Algorithm:
     """An algorithm by name or "package.module:Class". `target` is given to those that personalize for one client ("all": the first)."""
     cls = class_of(name)
     given = dict(hyper or {})
     unknown = sorted(set(given) - {f.name for f in fields(cls)})
     if unknown:
-        known = ", ".join(f.name for f in fields(cls) if f.name not in cls.unused)
+        known = ", ".join(f.name for f in fields(cls))
         raise ValueError(f"{name}: expected options among {known or 'none'}, got {', '.join(unknown)}.")
     if target is not None and any(f.name == "target" for f in fields(cls)):
         given["target"] = 0 if target == "all" else target
@@ -224,7 +230,7 @@ class Job:
         """Runs it, each client's run after the other where it is `for_each`; `on_round` sees every round played."""
         if not self.for_each:
             return simulation.run(on_round, checkpoint)
-        assert isinstance(simulation.algorithm, FedAvg)
+        assert isinstance(simulation.algorithm, Algorithm)
         return for_everyone(
             simulation.algorithm,
             net(self.options, simulation.data, model),
@@ -238,9 +244,16 @@ class Job:
     @property
     def _common(self) -> dict[str, Any]:
         """The options that are the simulation's own."""
-        theirs = {f.name for f in fields(Simulation)} - {"model", "data"}
-        own = {f.name: getattr(self.options, f.name) for f in fields(self.options) if f.name in theirs}
-        return own | {"adversary": adversary(self.options)}
+        o = self.options
+        return {
+            "rounds": o.rounds,
+            "participation": o.participation,
+            "seed": o.seed,
+            "evaluation": Evaluation(o.eval_every, o.eval_split, metrics=o.metrics),
+            "robustness": Robustness(o.clip, adversary(o)),
+            "hardware": Hardware(o.engine, o.workers, o.device),
+            "batch_norm": o.buffers,
+        }
 
     def header(self, simulation: Simulation) -> dict[str, Any]:
         """The simulation's header, with the names that the experiment was asked for by."""
@@ -269,8 +282,7 @@ def jobs(algorithms: Sequence[str], options: Options, training: Training, hyper:
     """One job per algorithm and seed, every hyper-parameter checked. ValueError in one sentence."""
     if not algorithms:
         raise ValueError(f"algorithms: expected at least one of {', '.join(ALGORITHMS)}, got none.")
-    if options.workers is not None:
-        whole("workers", options.workers, 1, WORKERS)
+    Hardware(options.engine, options.workers)  # so that what is wrong is said now
     adversary(options)
     device_of(options.device)
     for name in algorithms:

@@ -139,8 +139,5 @@ def one_client(samples: Any, **options: Any) -> Federation:
     else:
         one = Federation.from_datasets([samples], **options)
     if one.n != 1:
-        raise ValueError(
-            f"samples: expected those of one client, got a federation of {one.n}; give them one "
-            "after the other."
-        )
+        raise ValueError(f"samples: expected those of one client, got a federation of {one.n}; give them one after the other.")
     return one

@@ -17,9 +17,9 @@ from pflcore.algorithms.protocol import Algorithm, Cohort, Tensors
 from pflcore.check import Buffers, Count, Model, Positive, Seed, checked, refuse
 from pflcore.interop.wire import STATISTICS, About, method_number, net_of, opened, packed
 from pflcore.simulation.accept import Outcome, Trained, accept
-from pflcore.simulation.start import check_start
 from pflcore.simulation.grow import grown
 from pflcore.simulation.round import begin, commit, flat, policy, serve, unflat
+from pflcore.simulation.start import check_start
 from pflcore.train import memory
 
 SAMPLES = 2**40  # of one client; the sum over clients is a whole number of 64 bits
@@ -137,8 +137,7 @@ class Server:
             number = int(client_id)
         if number == n and self._begun:
             raise ValueError(
-                f"client {client_id!r}: the round has begun with {n} clients; let it come after "
-                "aggregate, or raise num_clients."
+                f"client {client_id!r}: the round has begun with {n} clients; let it come after aggregate, or raise num_clients."
             )
         if number == n:
             self._state, _ = grown(self.algorithm, self._state, self.net, n)
@@ -176,14 +175,9 @@ class Server:
             new = unflat(tensors, int(state["round"]), int(state["void"]))
             name, kept = state["algorithm"], {k: copy(state[k]) for k in KEPT}
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"state: expected what Server.state_dict() gives, got {type(state).__name__} "
-                f"({error})."
-            ) from None
+            raise ValueError(f"state: expected what Server.state_dict() gives, got {type(state).__name__} ({error}).") from None
         if name != name_of(self.algorithm):
-            raise ValueError(
-                f"state: expected one of {name_of(self.algorithm)}, got one of {name}."
-            )
+            raise ValueError(f"state: expected one of {name_of(self.algorithm)}, got one of {name}.")
         check_start(new, self.algorithm, self.net, len(new.seen), "state")
         self._state, self._form, self._begun = new, None, False
         for key, value in kept.items():
@@ -229,9 +223,7 @@ class Server:
             raise ValueError(f"client {client!r}: it is not known here; let it download first.")
         return self._numbers[client]
 
-    def _read(
-        self, uploads: Mapping[Any, tuple[Tensors, int]], strict: bool
-    ) -> tuple[Form, dict[Any, Upload]]:
+    def _read(self, uploads: Mapping[Any, tuple[Tensors, int]], strict: bool) -> tuple[Form, dict[Any, Upload]]:
         """The form of the round's uploads, and those that have it, by clients, ascending."""
         read: dict[Any, Upload] = {}
         for client, given in uploads.items():
@@ -245,8 +237,7 @@ class Server:
         for client, mine in forms.items():
             if mine != form:
                 _complain(
-                    f"client {client!r}: its upload holds {_words(mine)}, expected {_words(form)} "
-                    "and the same `batch_norm` on both sides.",
+                    f"client {client!r}: its upload holds {_words(mine)}, expected {_words(form)} and the same `batch_norm` on both sides.",
                     strict,
                 )
                 del read[client]
@@ -269,8 +260,7 @@ class Server:
         come = {} if statistics is None else {STATISTICS: statistics}
         if _form_of(come) != _form_of({STATISTICS: self.net.b0} if self.averages else {}):
             raise ValueError(
-                f"{who}: its upload holds {_words(_form_of(up | come))}, expected the same model "
-                "and `batch_norm` on both sides."
+                f"{who}: its upload holds {_words(_form_of(up | come))}, expected the same model and `batch_norm` on both sides."
             )
         return number, up | come, int(given[1])
 

@@ -42,9 +42,7 @@ class Adversary:
     def __post_init__(self) -> None:
         kinds.check(self)
         if self.attack == "label_flip" and self.strength is not None:
-            raise ValueError(
-                f"strength: labels are flipped or not, got {self.strength}; leave it out."
-            )
+            raise ValueError(f"strength: labels are flipped or not, got {self.strength}; leave it out.")
         object.__setattr__(self, "clients", tuple(map(int, self.clients)))
         object.__setattr__(self, "strength", self.strength or STRENGTH.get(self.attack))
 
@@ -53,9 +51,7 @@ class Adversary:
         bad = ids_of("adversary", list(self.clients), n)
         assert bad is not None
         if len(bad) == n:
-            raise ValueError(
-                f"adversary: expected at least one honest client, got all {n} as bad ones."
-            )
+            raise ValueError(f"adversary: expected at least one honest client, got all {n} as bad ones.")
         return torch.ones(n, dtype=torch.bool).index_fill_(0, bad, False).nonzero()[:, 0]
 
     def poisoned(self, data: Federation) -> Federation:
@@ -63,17 +59,13 @@ class Adversary:
         if self.attack != "label_flip":
             return data
         if data.classes is None:
-            raise ValueError(
-                f"adversary: label_flip needs labels, and the targets of {data.name} are numbers; take another attack."
-            )
+            raise ValueError(f"adversary: label_flip needs labels, and the targets of {data.name} are numbers; take another attack.")
         labels = torch.arange(data.classes, device=data.device)
         relabel = (labels.expand(data.n, -1) if data.relabel is None else data.relabel).clone()
         relabel[list(self.clients)] = data.classes - 1 - relabel[list(self.clients)]
         return replace(data, relabel=relabel)
 
-    def send(
-        self, trained: Trained, traits: Traits, server: Tensors, draws: torch.Generator
-    ) -> Trained:
+    def send(self, trained: Trained, traits: Traits, server: Tensors, draws: torch.Generator) -> Trained:
         """What reaches the server of the cohort's honest uploads."""
         bad = torch.isin(trained.cohort.ids, torch.tensor(self.clients))
         if self.attack == "label_flip" or not bad.any():
@@ -93,9 +85,7 @@ class Adversary:
         s = self.strength or 0.0
         if self.attack in ("little", "inner_product"):
             m = others.mean(0)
-            return (
-                m - s * others.std(0, correction=0) if self.attack == "little" else -s * m
-            ).expand_as(mine)
+            return (m - s * others.std(0, correction=0) if self.attack == "little" else -s * m).expand_as(mine)
         if self.attack == "noise":
             z = torch.randn(mine.shape, generator=gen, dtype=mine.dtype).to(mine.device)
             return mine + s * mine.square().mean(1, keepdim=True).sqrt() * z

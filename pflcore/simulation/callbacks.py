@@ -22,9 +22,7 @@ LOWER = {"loss", "train_loss", "mae", "rmse"}  # where less is better
 HIGHER = {"accuracy", "auc", "balanced_accuracy", "f1", "r2"}
 
 
-@kinds.takes(
-    patience=kinds.whole(1), key=kinds.TEXT, min_delta=kinds.number(0, words="a number >= 0")
-)
+@kinds.takes(patience=kinds.whole(1), key=kinds.TEXT, min_delta=kinds.number(0, words="a number >= 0"))
 class EarlyStopping:
     """Ends a run whose mean over clients has not improved for `patience` evaluations.
 
@@ -42,9 +40,7 @@ class EarlyStopping:
         min_delta: float = 0.0,
     ) -> None:
         if higher is None and key not in LOWER | HIGHER:
-            raise ValueError(
-                f"higher: expected True or False for {key!r}, of which nobody else knows whether more is better, got None."
-            )
+            raise ValueError(f"higher: expected True or False for {key!r}, of which nobody else knows whether more is better, got None.")
         self.patience, self.key, self.min_delta = patience, key, min_delta
         self.sign = 1.0 if (key not in LOWER if higher is None else higher) else -1.0
         self.best, self.round, self._misses, self._last = math.nan, 0, 0, 0
@@ -57,25 +53,15 @@ class EarlyStopping:
         if not record["eval"]:
             return
         if self.key not in record["eval"]:
-            raise ValueError(
-                f"key: expected one of {', '.join(k for k in record['eval'] if k != 'size')}, got {self.key!r}."
-            )
+            raise ValueError(f"key: expected one of {', '.join(k for k in record['eval'] if k != 'size')}, got {self.key!r}.")
         value = mean(record["eval"][self.key])
-        if self.sign * value > self.sign * self.best + self.min_delta or (
-            math.isnan(self.best) and not math.isnan(value)
-        ):
+        if self.sign * value > self.sign * self.best + self.min_delta or (math.isnan(self.best) and not math.isnan(value)):
             self.best, self.round, self._misses = value, round, 0
             return
         self._misses += 1
         if self._misses >= self.patience:
-            best = (
-                f"no mean {self.key} was finite"
-                if math.isnan(self.best)
-                else f"{self.key} {self.best:.4g} of round {self.round} stood"
-            )
-            raise Stop(
-                f"Stopped early after round {round}: {best} for {self.patience} evaluations."
-            )
+            best = f"no mean {self.key} was finite" if math.isnan(self.best) else f"{self.key} {self.best:.4g} of round {self.round} stood"
+            raise Stop(f"Stopped early after round {round}: {best} for {self.patience} evaluations.")
 
     def resume(self, rounds: Sequence[dict[str, Any]]) -> None:
         """Looks again at the records of the rounds before a run goes on from its checkpoint."""

@@ -43,7 +43,7 @@ def header(run: Any) -> Record:
     return {
         "algorithm": run.name,
         "options": plain(alg),
-        **({"private": list(alg.names(net))} if isinstance(alg, Split) else {}),
+        **({"private": private_names(alg, net)} if isinstance(alg, Split) else {}),
         "training": plain(run.training),
         "data": data.name if data.name != "data" else f"data {brief([data.x, data.y])}",
         "model": f"{type(net.module).__name__} {brief(of_net(net)['layers'])}",
@@ -106,6 +106,12 @@ def identity(run: Any) -> Record:
     }
 
 
+def private_names(alg: Split, net: Net) -> list[str]:
+    """The parameters that stay with their client."""
+    columns = alg.columns(net)
+    return [n for n, s in net.slices.items() if bool(columns[s.start])]
+
+
 def form_of(engine: Engine) -> str:
     """What trains: "chain" (kernels), "vmap" or "module"."""
     return "chain" if engine.chain is not None else "vmap" if engine.name == "vmap" else "module"
@@ -150,9 +156,7 @@ def facts_of(value: Any) -> Any:
 
 def of_data(data: Federation) -> Record:
     """Which federation it is."""
-    content = {
-        f.name: getattr(data, f.name) for f in fields(data) if f.name not in ("name", "notes")
-    }
+    content = {f.name: getattr(data, f.name) for f in fields(data) if f.name not in ("name", "notes")}
     size = data.size("train").tolist()
     return {
         "clients": data.n,
@@ -166,9 +170,7 @@ def of_net(net: Net) -> Record:
     is not and so stands in no state."""
     rows = {*net.names, *net.buffer_names}
     every = [*net.module.named_parameters(), *net.module.named_buffers()]
-    constants = {
-        k: v for k, v in every if k not in rows and not k.endswith("num_batches_tracked")
-    }  # which nobody reads
+    constants = {k: v for k, v in every if k not in rows and not k.endswith("num_batches_tracked")}  # which nobody reads
     shapes = zip([*net.names, *net.buffer_names], [*net.shapes, *net.buffer_shapes], strict=True)
     loss = vars(net.criterion) if isinstance(net.criterion, nn.Module) else {}
     return {

@@ -28,20 +28,14 @@ class History:
     rounds: list[Record] = field(default_factory=list)
     stopped: str | None = None
     interrupted: bool = False  # by Ctrl-C
-    failed: bool = (
-        False  # for want of memory, or by an error; the state is that of the last round in `rounds`
-    )
+    failed: bool = False  # for want of memory, or by an error; the state is that of the last round in `rounds`
     state: State | None = None
-    models: Models | Sequence[Personalized] | None = field(
-        default=None, repr=False
-    )  # of the last state, see `model`
+    models: Models | Sequence[Personalized] | None = field(default=None, repr=False)  # of the last state, see `model`
 
     def series(self, key: str = "accuracy") -> tuple[list[int], torch.Tensor]:
         """The evaluated rounds and each client's value in them, [T, N] float64."""
         seen = [r for r in self.rounds if r["eval"] and key in r["eval"]]
-        return [r["round"] for r in seen], torch.tensor(
-            [r["eval"][key] for r in seen], dtype=torch.float64
-        )
+        return [r["round"] for r in seen], torch.tensor([r["eval"][key] for r in seen], dtype=torch.float64)
 
     def lines(self) -> Iterator[Record]:
         """The lines of the record file."""
@@ -53,9 +47,7 @@ class History:
     def concerns(self) -> Iterator[str]:
         """What somebody should look at, in sentences: clients that were dropped in most of their rounds, losses that are not finite, and
         updates a million times as long as others."""
-        played, lost = (
-            Counter(i for r in self.rounds for i in r[key]) for key in ("cohort", "dropped")
-        )
+        played, lost = (Counter(i for r in self.rounds for i in r[key]) for key in ("cohort", "dropped"))
         often = sorted(i for i, count in lost.items() if 2 * count > played[i])
         if often:
             yield f"client(s) {often} were dropped in most of their rounds: their updates were not finite; look at their data, or lower lr."
@@ -64,12 +56,7 @@ class History:
         bad = [i for i, loss in zip(ids, last.get("loss", []), strict=True) if loss == math.inf]
         if bad:
             yield f"the last loss of client(s) {bad} is inf; look at their data, or lower lr."
-        moved = [
-            (m, i, r["round"])
-            for r in self.rounds
-            for i, m in zip(r["cohort"], r["moved"] or [], strict=False)
-            if m is not None
-        ]
+        moved = [(m, i, r["round"]) for r in self.rounds for i, m in zip(r["cohort"], r["moved"] or [], strict=False) if m is not None]
         ratio, client, round = max(moved, default=(0.0, 0, 0))
         if ratio > RUNAWAY:
             yield f"client {client}'s update was {ratio:.3g} times the median of round {round}; hold such updates by the run's clip."
@@ -92,13 +79,9 @@ class History:
         ValueError where there is no such client, or where the run kept no model.
         """
         if self.models is None:
-            raise ValueError(
-                "model: this history holds no models; they come with the history that run() returns."
-            )
+            raise ValueError("model: this history holds no models; they come with the history that run() returns.")
         if not isinstance(self.models, Models) and client not in range(len(self.models)):
-            raise ValueError(
-                f"client: expected a number from 0 to {len(self.models) - 1}, got {client!r}."
-            )
+            raise ValueError(f"client: expected a number from 0 to {len(self.models) - 1}, got {client!r}.")
         return self.models[client]
 
     def predict(self, client: int, x: Any) -> torch.Tensor:
@@ -114,9 +97,7 @@ class History:
         these rounds with it, on copies. ValueError in one sentence for samples that do not fit.
         """
         if not isinstance(self.models, Models):
-            raise ValueError(
-                "adapt: expected the history that Simulation.run() returns; runs for each client have no model for others."
-            )
+            raise ValueError("adapt: expected the history that Simulation.run() returns; runs for each client have no model for others.")
         return self.models.adapt(samples, rounds)
 
     def to_pandas(self, per: Per = "round") -> Any:

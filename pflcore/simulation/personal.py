@@ -42,9 +42,7 @@ class Personalized(nn.Module):
     "values". Nothing in it is trained further; `module()` gives a module that can be.
     """
 
-    def __init__(
-        self, algorithm: Algorithm, net: Net, view: Tensors, statistics: Tensor, classes: int | None
-    ) -> None:
+    def __init__(self, algorithm: Algorithm, net: Net, view: Tensors, statistics: Tensor, classes: int | None) -> None:
         super().__init__()
         self.algorithm, self.net, self.classes, self.keys = algorithm, net, classes, tuple(view)
         for key, value in view.items():
@@ -61,9 +59,7 @@ class Personalized(nn.Module):
         """What the scores are: "logits", "probabilities" or "values"."""
         if self.net.criterion in ONE_BY_ONE:
             return "logits"
-        mixed = (
-            self.classes is None and self.algorithm.traits.returns == "probabilities"
-        )  # with numbers that neighbours have as targets
+        mixed = self.classes is None and self.algorithm.traits.returns == "probabilities"  # with numbers that neighbours have as targets
         return "values" if mixed or not self.net.scores_classes else self.algorithm.traits.returns
 
     def forward(self, x: Tensor) -> Tensor:
@@ -86,29 +82,19 @@ class Personalized(nn.Module):
         if isinstance(x, Mapping):
             x, fields = inputs(x, "x", self.net.dtype)
             if fields != self.net.fields:
-                raise ValueError(
-                    f"x: expected {self.net.fields or 'one tensor'}, got the fields {fields}."
-                )
+                raise ValueError(f"x: expected {self.net.fields or 'one tensor'}, got the fields {fields}.")
         elif not isinstance(x, Tensor):
             x = tensor(x, "x", None)
         if not x.dim():
-            raise ValueError(
-                "x: expected samples [B, ...], got a single number; for one sample give x[None]."
-            )
-        x = x.to(
-            self.statistics.device, self.statistics.dtype if x.is_floating_point() else x.dtype
-        )
+            raise ValueError("x: expected samples [B, ...], got a single number; for one sample give x[None].")
+        x = x.to(self.statistics.device, self.statistics.dtype if x.is_floating_point() else x.dtype)
         try:
             scores = torch.cat([self(part) for part in x.split(BATCH)]) if len(x) else self(x)
         except (RuntimeError, ValueError, IndexError) as e:
             said = str(e).splitlines()[0]
-            raise ValueError(
-                f"x: expected samples [B, ...] as those of the training, got shape {list(x.shape)} ({said})."
-            ) from e
+            raise ValueError(f"x: expected samples [B, ...] as those of the training, got shape {list(x.shape)} ({said}).") from e
         if len(scores) != len(x):
-            raise ValueError(
-                f"x: expected samples [B, ...], got shape {list(x.shape)}; for one sample give x[None]."
-            )
+            raise ValueError(f"x: expected samples [B, ...], got shape {list(x.shape)}; for one sample give x[None].")
         alone, labels = (
             self.net.criterion in ONE_BY_ONE,
             self.classes is not None and self.returns != "values",
@@ -125,9 +111,7 @@ class Personalized(nn.Module):
         """The model as a module of its own class, in evaluation mode, to be saved or trained on. ValueError where it is no single one."""
         if own_way(self.algorithm):
             name = type(self.algorithm).__name__
-            raise ValueError(
-                f"module: {name} predicts with more than one model; call this object itself, which is an nn.Module too."
-            )
+            raise ValueError(f"module: {name} predicts with more than one model; call this object itself, which is an nn.Module too.")
         row: Any = getattr(self, "view_w")  # noqa: B009
         statistics: Any = self.statistics
         return self.net.load(self.net.to(row.device).module, row, statistics).eval()
@@ -138,18 +122,11 @@ class Personalized(nn.Module):
         if not own_way(self.algorithm):
             return dict(self.module().state_dict())
         net, statistics = self.net, self.get_buffer("statistics").split(self.net.buffer_sizes)
-        out = {
-            f"statistics.{n}": b.view(s)
-            for n, b, s in zip(net.buffer_names, statistics, net.buffer_shapes, strict=True)
-        }
+        out = {f"statistics.{n}": b.view(s) for n, b, s in zip(net.buffer_names, statistics, net.buffer_shapes, strict=True)}
         for key in self.keys:
             value = self.get_buffer(f"view_{key}")
             head = net.head_slice if net.head_name is not None else slice(0, 0)
-            start = (
-                {net.size: 0, head.stop - head.start: head.start}.get(len(value))
-                if value.dim() == 1
-                else None
-            )
+            start = {net.size: 0, head.stop - head.start: head.start}.get(len(value)) if value.dim() == 1 else None
             if start is None:
                 out[key] = value
                 continue
@@ -173,9 +150,7 @@ def export_models(
             tensors, file = model.tensors(), f"client-{client}.safetensors"
             with replacing(folder / file) as part:
                 write_tensors(tensors, part)
-                part.chmod(
-                    folder.stat().st_mode & 0o666
-                )  # as readable as the folder; safetensors makes it its owner's alone
+                part.chmod(folder.stat().st_mode & 0o666)  # as readable as the folder; safetensors makes it its owner's alone
             known = {} if data is None or data.names is None else {"name": data.names[client]}
             if data is not None and data.scaling is not None:
                 known |= {k: v[client].tolist() for k, v in data.scaling._asdict().items()}
@@ -187,11 +162,7 @@ def export_models(
                     "tensors": {k: list(v.shape) for k, v in tensors.items()},
                 }
             )
-            predict = (
-                inspect.getdoc(model.algorithm.predict) or ""
-                if own_way(model.algorithm)
-                else ONE_MODEL
-            )
+            predict = inspect.getdoc(model.algorithm.predict) or "" if own_way(model.algorithm) else ONE_MODEL
         facts = {
             "method": header["algorithm"],
             "options": header["options"],
@@ -207,9 +178,7 @@ def export_models(
                 + "\n"
             )
     except OSError as e:
-        raise OSError(
-            f"export: {folder} cannot be written ({e.strerror or e}); make room there, or name another folder."
-        ) from None
+        raise OSError(f"export: {folder} cannot be written ({e.strerror or e}); make room there, or name another folder.") from None
 
 
 class Models:
@@ -226,9 +195,7 @@ class Models:
         if not isinstance(client, Integral) or isinstance(client, bool) or not 0 <= client < n:
             raise ValueError(f"client: expected a number from 0 to {n - 1}, got {shown(client)}.")
         if self.setup.folder is not None:  # not all at once
-            return one_of(
-                self.setup, *personalized(self.setup, self.state, torch.tensor([client])), 0
-            )
+            return one_of(self.setup, *personalized(self.setup, self.state, torch.tensor([client])), 0)
         if self._made is None:
             self._made = personalized(self.setup, self.state, torch.arange(n))
         return one_of(self.setup, *self._made, int(client))
@@ -275,9 +242,7 @@ def _with_everybody(setup: Setup, state: State) -> State:
     n = setup.setting.data.n
     state, outcome = step(setup, state, torch.arange(n))
     if n - 1 in outcome.dropped or outcome.void:
-        raise ValueError(
-            "samples: training on them diverged, the updates are not finite; check their scale."
-        )
+        raise ValueError("samples: training on them diverged, the updates are not finite; check their scale.")
     return state
 
 
@@ -285,10 +250,7 @@ def _alone(setup: Setup, state: State, client: int) -> State:
     """The client's own work of a round, of which the server learns at most where it belongs."""
     trained = train(setup, state, torch.tensor([client]))
     if not bool(finite_rows([*trained.own.values(), trained.batch_norm], 1).all()):
-        raise ValueError(
-            "samples: training on them diverged, the client's state is not finite; check their "
-            "scale."
-        )
+        raise ValueError("samples: training on them diverged, the client's state is not finite; check their scale.")
     routed = setup.algorithm.route(state.server, trained.up, trained.cohort)
     changes: Changes = {f"server.{k}": v for k, v in routed.items()}
     ids = trained.cohort.ids
@@ -298,34 +260,18 @@ def _alone(setup: Setup, state: State, client: int) -> State:
 
 
 def newcomer(samples: Any, data: Federation, needs_val: bool, seed: int) -> Federation:
-    dtype = (
-        data.x.dtype
-        if data.x.is_floating_point()
-        else data.y.dtype
-        if data.y.is_floating_point()
-        else None
-    )
+    dtype = data.x.dtype if data.x.is_floating_point() else data.y.dtype if data.y.is_floating_point() else None
     one = one_client(samples, classes=data.classes, dtype=dtype)
-    if (
-        one.shape != data.shape
-        or one.x.dtype != data.x.dtype
-        or one.y.dtype != data.y.dtype
-        or one.fields != data.fields
-    ):
+    if one.shape != data.shape or one.x.dtype != data.x.dtype or one.y.dtype != data.y.dtype or one.fields != data.fields:
         what, wanted = ((str(f.fields or f.shape), f.x.dtype, f.y.dtype) for f in (one, data))
-        raise ValueError(
-            f"samples: expected inputs of shape {wanted[0]} ({wanted[1]}, targets {wanted[2]}), got {what}."
-        )
+        raise ValueError(f"samples: expected inputs of shape {wanted[0]} ({wanted[1]}, targets {wanted[2]}), got {what}.")
     return (held_out(one, seed) if needs_val else one).to(data.device)
 
 
 def joined(data: Federation, one: Federation) -> Federation:
     """The federation with one more client."""
     start, none = len(data.x), torch.empty(0, dtype=torch.int64, device=data.device)
-    index = {
-        s: [*rows, one.index[s][0] + start if s in one.index else none]
-        for s, rows in data.index.items()
-    }
+    index = {s: [*rows, one.index[s][0] + start if s in one.index else none] for s, rows in data.index.items()}
     relabel = data.relabel
     if relabel is not None:  # it labels its samples itself
         relabel = torch.cat([relabel, torch.arange(relabel.shape[1], device=relabel.device)[None]])

@@ -87,10 +87,7 @@ def policy(alg: Algorithm, net: Net, batch_norm: str = "auto") -> str:
     if batch_norm not in ("average", "local", "rule"):
         raise ValueError(f"batch_norm: expected 'auto', 'average' or 'local', got {batch_norm!r}.")
     if batch_norm not in known and net.buffer_names:
-        raise ValueError(
-            f"batch_norm: this {type(alg).__name__} knows {' and '.join(map(repr, known))} "
-            f"statistics, got {batch_norm!r}."
-        )
+        raise ValueError(f"batch_norm: this {type(alg).__name__} knows {' and '.join(map(repr, known))} statistics, got {batch_norm!r}.")
     return batch_norm
 
 
@@ -110,10 +107,7 @@ def step(setup: Setup, state: State, ids: Tensor) -> tuple[State, Outcome]:
     check_training(alg, setup.setting.training)
     absent = set(alg.traits.required) - set(ids.tolist())
     if absent:
-        raise ValueError(
-            f"ids: the target {min(absent)} must take part in every round, got {ids.tolist()}; "
-            "`sample` picks it."
-        )
+        raise ValueError(f"ids: the target {min(absent)} must take part in every round, got {ids.tolist()}; `sample` picks it.")
     if len(ids) < len(given):
         raise ValueError(f"ids: expected each client once, got {given.tolist()}.")
     with one_thread(setup.few(len(ids))):
@@ -121,9 +115,7 @@ def step(setup: Setup, state: State, ids: Tensor) -> tuple[State, Outcome]:
         trained, outcome = accept(trained, alg.traits, state.server, setup.robustness.clip)
         if setup.averages:
             traffic = trained.batch_norm[0].nbytes * len(ids)
-            outcome.bytes_down, outcome.bytes_up = (
-                n + traffic for n in (outcome.bytes_down, outcome.bytes_up)
-            )
+            outcome.bytes_down, outcome.bytes_up = (n + traffic for n in (outcome.bytes_down, outcome.bytes_up))
         changes = serve(alg, state, trained, outcome, setup.averages)
         return commit(state, changes, setup.folder), outcome
 
@@ -148,9 +140,7 @@ def attacked(setup: Setup, state: State, trained: Trained) -> Trained:
     return adversary.send(trained, setup.algorithm.traits, state.server, draws)
 
 
-def serve(
-    alg: Algorithm, state: State, trained: Trained, outcome: Outcome, averages: bool
-) -> Changes:
+def serve(alg: Algorithm, state: State, trained: Trained, outcome: Outcome, averages: bool) -> Changes:
     """What the round changes, by the names of `flat`; nothing where it is void, which `outcome`
     says then."""
     if outcome.void:
@@ -201,9 +191,7 @@ def commit(state: State, changes: Changes, folder: Path | None = None) -> State:
 
 
 @checked
-def begin(
-    alg: Algorithm, net: Net, n: int, folder: Path | None = None, clients: bool = True
-) -> State:
+def begin(alg: Algorithm, net: Net, n: int, folder: Path | None = None, clients: bool = True) -> State:
     """The state before the first round; with `folder` each client's rows, its own and the server's,
     are in files there. Without `clients` there are none of the clients' own."""
     for target in alg.traits.required:
@@ -248,16 +236,12 @@ def unflat(tensors: Tensors, round: int, void: int = 0) -> State:
         part, _, key = name.partition(".")
         if key:
             parts[part][key] = v
-    return State(
-        **parts, batch_norm=tensors["batch_norm"], seen=tensors["seen"], round=round, void=void
-    )
+    return State(**parts, batch_norm=tensors["batch_norm"], seen=tensors["seen"], round=round, void=void)
 
 
 def copied(setup: Setup, state: State) -> State:
     """The state with tensors of its own, in files where they were in files."""
-    begun = begin(
-        setup.algorithm, setup.setting.net, len(state.seen), setup.folder, bool(state.clients)
-    )
+    begun = begin(setup.algorithm, setup.setting.net, len(state.seen), setup.folder, bool(state.clients))
     if setup.folder is not None:
         seen = int(state.seen.sum())
         need = sum(v[0].nbytes * seen for v in state.clients.values())
@@ -286,9 +270,7 @@ def load_state_dict(alg: Algorithm, begun: State, tensors: Tensors, round: int, 
 
 
 @checked
-def sample(
-    setup: Setup, round: int, participation: float = 1.0, among: Tensor | None = None
-) -> Tensor:
+def sample(setup: Setup, round: int, participation: float = 1.0, among: Tensor | None = None) -> Tensor:
     """The ids of this round's cohort, ascending: max(1, floor(participation * n + 0.5)) of the n
     clients `among` (ids, ascending; default: all), the required ones in any case."""
     s, required = setup.setting, setup.algorithm.traits.required

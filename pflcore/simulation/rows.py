@@ -46,9 +46,7 @@ def mapped(shape: tuple[int, ...], dtype: torch.dtype, folder: Path) -> Tensor:
     try:
         handle, name = tempfile.mkstemp(".rows", "pflcore-", folder)
     except OSError as e:
-        raise ValueError(
-            f"rows: expected a folder that can be written, got {folder} ({e.strerror}); name another."
-        ) from None
+        raise ValueError(f"rows: expected a folder that can be written, got {folder} ({e.strerror}); name another.") from None
     os.close(handle)
     try:
         t = torch.from_file(name, shared=True, size=count, dtype=dtype).view(shape)

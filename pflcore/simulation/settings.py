@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+import annotated_types as at
 from torch import Tensor
 
-from pflcore.check import Count, Positive, Whole, check
+from pflcore.check import Positive, Whole, check
 from pflcore.metrics import Metric
 from pflcore.simulation.attacks import Adversary
+
+Threads = Annotated[int, at.Interval(ge=1, le=1024)]  # beyond that a number is a slip
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Hardware:
     """Where a run is computed; never changes a result beyond rounding."""
 
     engine: Literal["auto", "chain", "loop", "vmap"] = "auto"  # see `pflcore.train.choose`
-    workers: Count | None = None  # threads; None: one for each core
+    workers: Threads | None = None  # never changes a result; None: one for each core
     device: str = "cpu"
     rows: str | Path = "auto"  # the clients' rows: "memory", a folder, or by what fits
 

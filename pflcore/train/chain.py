@@ -161,9 +161,7 @@ def program(net: Net, calls: list[Call]) -> list[Line]:
 def is_plain(m: nn.Module) -> bool:
     """Whether calling `m` runs its class's forward and nothing else: no hooks, no forward of the
     instance's own. Who writes a layer out also compares its exact type."""
-    return not (
-        "forward" in vars(m) or any(getattr(m, h) for h in HOOKS) or _has_any_global_hook()
-    )
+    return not ("forward" in vars(m) or any(getattr(m, h) for h in HOOKS) or _has_any_global_hook())
 
 
 # which layers does a forward pass call? -----------------------------------------------------------

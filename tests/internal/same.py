@@ -14,13 +14,14 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 from torch import nn
 
 import pflcore
-from pflcore import Adversary, Client, Federation, Net, Server, Simulation, Training
+from pflcore import Adversary, Client, Federation, Hardware, Net, Robustness, Server, Simulation, Training
 
 KEPT = ("cohort", "dropped", "void", "train_loss", "moved", "eval")
 ROUNDS, GENERATOR = 4, torch.Generator()
@@ -89,13 +90,19 @@ MODELS = {linear: VECTORS, mlp: VECTORS, Residual: VECTORS, dropping: VECTORS, c
 def door(algorithm, model, data, training, options, run):
     """The simulation of a run: `options` are the method's own, `training` and `run` are keywords."""
     alg = pflcore.ALGORITHMS[algorithm](**options)
-    return Simulation(alg, model, data, Training(**{"lr": 0.1, "batch_size": 8, **training}), **{"rounds": ROUNDS, "workers": 2, **run})
+    run = {"rounds": ROUNDS, "workers": 2, **run}
+    groups = {"hardware": Hardware, "robustness": Robustness}
+    made = {key: cls(**{f.name: run.pop(f.name) for f in fields(cls) if f.name in run}) for key, cls in groups.items()}
+    if "buffers" in run:
+        run["batch_norm"] = run.pop("buffers")
+    return Simulation(alg, model, data, Training(**{"lr": 0.1, "batch_size": 8, **training}), **made, **run)
 
 
 def kept(history, simulation):
     rounds = [{k: r[k] for k in KEPT if k in r} for r in history.rounds]
+    path = simulation.header()["path"]
     return {
-        "engine": list(simulation.path[:2]),
+        "engine": [path["engine"], path["form"]],
         "rounds": rounds,
         "models": [digest(history.model(i).tensors()) for i in range(simulation.data.n)],
     }
