@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,14 +55,14 @@ class Simulation:
     algorithm: Algorithm | type[Algorithm] | str  # an instance, a class, a name, "module:Class"
     model: Net | nn.Module | Callable[[], nn.Module]
     data: Federation
-    training: Training = Training()
+    training: Training = field(default_factory=Training)
     rounds: Count = 100
     participation: Fraction = 1.0  # max(1, floor(participation * N + 0.5)) clients a round
     clients: Tensor | Sequence[int] | None = None  # ids of those who may take part; None: all
     seed: Seed = 0
-    evaluation: Evaluation = Evaluation()
-    robustness: Robustness = Robustness()
-    hardware: Hardware = Hardware()
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    robustness: Robustness = field(default_factory=Robustness)
+    hardware: Hardware = field(default_factory=Hardware)
     batch_norm: Literal["auto", "average", "local"] = "auto"  # running statistics: see `policy`
     loss: Loss | None = None  # a name, a function of (scores, y) or a module; None: by the targets
     warm_start: State | None = None  # is copied
