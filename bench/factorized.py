@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from pflcore.train.bridge import Local, prepared
 
 from bench.problem import Problem
 from pflcore.algorithms.factorized_waffle import FactorizedWaffle
 from pflcore.data import Federation
 from pflcore.nn.models import model_for
 from pflcore.train import Net, Training
-from pflcore.train.bridge import Local, prepared
 
 PROVIDERS = ("factorized layers", "dense layers", "with sampling and divergence")
 CLIENTS = 10

@@ -21,6 +21,7 @@ from torch import Tensor
 
 import pflcore
 from pflcore import ops
+from pflcore.simulation.round import Setup
 
 GIB = 1 << 30
 
@@ -259,7 +260,7 @@ def bench_round() -> list[Row]:
     state = begin(algorithm, net, n)
 
     def round_() -> None:
-        step(algorithm, state, setting, torch.arange(n))
+        step(Setup(algorithm, setting), state, torch.arange(n))
 
     models = [LeNet().cuda() for _ in range(n)]
 

@@ -18,7 +18,7 @@ from typing import get_args
 import torch
 from torch import nn
 
-from pflcore import ALGORITHMS, FedAvg, Simulation, Training
+from pflcore import ALGORITHMS, Evaluation, FedAvg, Hardware, Robustness, Simulation, Training
 from pflcore.algorithms.defences import COUNTING, Defence
 from pflcore.data import Federation, federation_of
 from pflcore.simulation.attacks import Adversary, Attack
@@ -60,13 +60,11 @@ def _one(
         data,
         TRAINING,
         ROUNDS,
-        eval_every=ROUNDS,
-        eval_clients=[TARGET] if data.name.endswith(" C") else honest,
         clients=honest if absent else None,
-        clip=clip,
-        adversary=Adversary(attack, bad) if attack else None,  # type: ignore[arg-type]
-        workers=1,
         seed=seed,
+        evaluation=Evaluation(every=ROUNDS, clients=[TARGET] if data.name.endswith(" C") else honest),
+        robustness=Robustness(clip=clip, adversary=Adversary(attack, bad) if attack else None),
+        hardware=Hardware(workers=1),
     )
     history = run.run()
     weights = torch.tensor([shares(r["report"]) for r in history.rounds], dtype=torch.float64)

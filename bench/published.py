@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from bench import peers, table
 from bench.problem import Absent, Measured, Problem
 from bench.workload import WORKLOADS, Workload, federation, is_real, test, train
+from pflcore import Evaluation
 from pflcore.simulation import Simulation
 from pflcore.train.training import Training
 
@@ -63,10 +64,7 @@ def flops(w: Workload) -> tuple[float, float]:
 
 @torch.enable_grad()  # as a user would
 def ours(w: Workload) -> Measured:
-    simulation = Simulation(
-        "fedavg", w.build, federation(w), Training(lr=w.lr, batch_size=w.batch, epochs=w.epochs), rounds=w.rounds + 1,
-        participation=w.cohort / w.n, eval_every=int(w.evaluate),
-    )  # fmt: skip
+    simulation = Simulation("fedavg", w.build, federation(w), Training(lr=w.lr, batch_size=w.batch, epochs=w.epochs), rounds=w.rounds + 1, participation=w.cohort / w.n, evaluation=Evaluation(every=int(w.evaluate)))  # fmt: skip
     rounds = simulation.iterate()
     next(rounds)
     if not w.evaluate:  # the last round of a run is evaluated in any case

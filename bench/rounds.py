@@ -12,6 +12,7 @@ import torch.nn as nn
 from bench import peers
 from bench.problem import Problem
 from bench.workload import BATCH, LR, MODELS, Workload, epoch
+from pflcore import Evaluation
 from pflcore.data import Federation
 from pflcore.simulation import Simulation
 from pflcore.train.training import Training
@@ -58,7 +59,7 @@ def problem(size: dict[str, Any]) -> Problem:
     clients = [(torch.randn(images, 1, 28, 28, generator=gen), torch.randint(10, (images,), generator=gen)) for _ in range(n)]
     data = Federation.from_arrays(clients, test_fraction=0.1)
     build = MODELS[size["model"]]
-    run = Simulation(size["algorithm"], build, data, Training(lr=LR, batch_size=BATCH), rounds=10_000, eval_every=0)
+    run = Simulation(size["algorithm"], build, data, Training(lr=LR, batch_size=BATCH), rounds=10_000, evaluation=Evaluation(every=0))
     rounds = run.iterate()
     providers: dict[str, Any] = {"pflcore": lambda: next(rounds)}
     if size["algorithm"] == "fedavg":

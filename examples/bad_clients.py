@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from pflcore import ALGORITHMS, Simulation
+from pflcore import ALGORITHMS, Evaluation, Hardware, Robustness, Simulation
 from pflcore.data.synthetic import synthetic_clusters
 from pflcore.train import Training
 
@@ -53,9 +53,9 @@ def play(name, kind, clip):
         data,
         TRAINING,
         rounds=ROUNDS,
-        eval_every=ROUNDS,
-        clip=clip,
-        workers=1,
+        evaluation=Evaluation(every=ROUNDS),
+        robustness=Robustness(clip=clip),
+        hardware=Hardware(workers=1),
     )
     history = run.run()
     seen = run.evaluate("test")

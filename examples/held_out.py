@@ -7,7 +7,8 @@ from pflcore import Federation, Net, Training, cross_device, tune
 from pflcore.algorithms import FedAvg
 from pflcore.algorithms.finetune import FineTune
 from pflcore.metrics import hurt, mean
-from pflcore.simulation.round import evaluate
+from pflcore.simulation.evaluate import evaluate
+from pflcore.simulation.round import Setup
 
 
 def my_clients() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -25,5 +26,5 @@ print(tuned.table())
 
 after = tuned.report()["accuracy"]  # [N]: the test clients' own evaluation halves, NaN for everybody else
 state, setting = tuned.states(tuned.best.candidate, 0)
-before = evaluate(FedAvg(), state, setting._replace(data=protocol.data), "test", protocol.report)["accuracy"]
+before = evaluate(Setup(Setup(FedAvg(), setting._replace(data=protocol.data)), "test"), state, clients=protocol.report)["accuracy"]
 print(f"10 clients never seen: {mean(before):.3f} before fine-tuning, {mean(after):.3f} after; {hurt(after, before):.0f} % are worse off")

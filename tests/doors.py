@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pflcore import Federation, Net, evaluate
 from pflcore.data import FEDERATIONS, PARTITIONS, federation_of
+from pflcore.simulation.round import Setup
 
 synthetic_clusters, synthetic_linear, synthetic_quadratic = (FEDERATIONS[f"synthetic_{n}"] for n in ("clusters", "linear", "quadratic"))
 femnist, school, vehicle = (FEDERATIONS[n] for n in ("femnist", "school", "vehicle"))
@@ -55,7 +56,7 @@ def views(alg, state, setting, ids):
             return seen[-1][0]
 
     options = {f.name: getattr(alg, f.name) for f in fields(alg)}
-    evaluate(Watched(**options), state, setting, next(reversed(setting.data.index)), ids)
+    evaluate(Setup(Setup(Watched(**options), setting), next(reversed(setting.data.index))), state, clients=ids)
     return seen[0]
 
 

@@ -7,9 +7,9 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from pflcore import Federation, Net, Simulation, step
-from pflcore.algorithms import ALGORITHMS, FedAvg, State
-from pflcore.simulation.round import begin
+from pflcore import Evaluation, Federation, Hardware, Net, Simulation, step
+from pflcore.algorithms import ALGORITHMS, FedAvg
+from pflcore.simulation.round import Setup, State, begin
 
 Tensors = dict[str, Tensor]
 Setting = Any  # what stays the same over a run: `Simulation(...).setting`
@@ -65,10 +65,19 @@ def make_setting(net, data, training, rounds=1, engine="loop", workers=2, seed=0
     """What a run keeps the same, with nothing looked at beforehand; a chain is found by a whole `Simulation`."""
     split = next(reversed(data.index))
     if engine == "chain":
-        return Simulation(FedAvg(), net, data, training, rounds, engine=engine, workers=workers, seed=seed, eval_split=split).setting
+        return Simulation(
+            FedAvg(),
+            net,
+            data,
+            training,
+            rounds,
+            seed=seed,
+            hardware=Hardware(engine=engine, workers=workers),
+            evaluation=Evaluation(split=split),
+        ).setting
     x = torch.ones(2, 1).double()
     other = Federation(x, x, {"train": [torch.arange(1)], "test": [torch.arange(1, 2)]})
-    made = Simulation(FedAvg(), Net(Scale([0.0]), criterion=half_square), other, engine=engine, workers=workers).setting
+    made = Simulation(FedAvg(), Net(Scale([0.0]), criterion=half_square), other, hardware=Hardware(engine=engine, workers=workers)).setting
     return made._replace(net=net, data=data, training=training, seed=seed, rounds=rounds)
 
 
@@ -77,7 +86,7 @@ def play(alg, s, rounds=None, ids=None):
     state, found = begin(alg, s.net, s.data.n), []
     for r in range(1, (s.rounds if rounds is None else rounds) + 1):
         cohort = torch.arange(s.data.n) if ids is None else torch.tensor(ids(r))
-        state, done = step(alg, state, s, cohort)
+        state, done = step(Setup(alg, s), state, cohort)
         found.append((copied(state), done))
     return found
 
@@ -92,6 +101,6 @@ def swept(names=ALGORITHMS, quick=SIX):
 
 
 def copied(state):
-    g = {k: v.clone() for k, v in state.g.items()}
-    own = {k: v.clone() for k, v in state.own.items()}
-    return State(g, own, state.buffers.clone(), state.round, state.void, state.joined.clone())
+    g = {k: v.clone() for k, v in state.server.items()}
+    own = {k: v.clone() for k, v in state.clients.items()}
+    return State(g, own, state.batch_norm.clone(), state.seen.clone(), state.round, state.void)

@@ -140,7 +140,7 @@ def test_a_plain_round_is_fedavg(monkeypatch):
     published.plain(w)
     trained = runs[-1].state_dict()
     published.ours(w)
-    got = runs[-1].state.g["x"]
+    got = runs[-1].state.server["x"]
     workload.federation.cache_clear()
     torch.testing.assert_close(got, torch.cat([v.reshape(-1) for v in trained.values()]))
 

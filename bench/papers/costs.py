@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from pflcore.algorithms.base import FedAvg
+from pflcore.algorithms.protocol import FedAvg
 from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
 from pflcore.simulation.footprint import Inline
-from pflcore.simulation.round import begin, step
+from pflcore.simulation.round import Setup, begin, step
 from pflcore.train import Engine, Setting
 from pflcore.train.net import Net
 from pflcore.train.training import Training
@@ -64,10 +64,10 @@ def cost(
     s = Setting(net, data, Training(1e-3, batch_size, epochs), Engine("loop"), Inline(1), 0, warm + 1)
     state = begin(algorithm, net, n)
     for _ in range(warm):
-        state, _ = step(algorithm, state, s, torch.arange(n))
+        state, _ = step(Setup(algorithm, s), state, torch.arange(n))
     with FlopCounterMode(display=False, custom_mapping=_own_ops()) as counter:
         algorithm, spent = _with_counter(algorithm, counter)
-        state, done = step(algorithm, state, s, torch.arange(n))
+        state, done = step(Setup(algorithm, s), state, torch.arange(n))
     row = net.size * net.w0.element_size()
     client, server = spent["client"] / n * samples / each, spent["send"] + spent["server"]
     return Cost(done.bytes_down / n / row, done.bytes_up / n / row, (done.bytes_down + done.bytes_up) / n, client, server)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from pflcore.train.bridge import Local, prepared
 from torch import Tensor
 
 from pflcore.algorithms import FedAvg
@@ -22,9 +23,8 @@ from pflcore.algorithms.ditto import MRMTL
 from pflcore.algorithms.factorized_waffle import FactorizedWaffle, strengths
 from pflcore.data.federation import Federation
 from pflcore.ops import kinds
-from pflcore.simulation.round import begin, sample, step
+from pflcore.simulation.round import Setup, begin, sample, step
 from pflcore.train import Net, Training
-from pflcore.train.bridge import Local, prepared
 from pflcore.train.random import OwnDraws
 from pflcore.train.workers import one_thread
 
@@ -70,7 +70,7 @@ def intercept(
     net = setting.net
     state = begin(tapped, net, data.n)
     for r in range(1, rounds + 1):
-        state, done = step(tapped, state, setting, sample(tapped, setting, r))
+        state, done = step(Setup(tapped, setting), state, sample(Setup(tapped, setting), r))
         if done.dropped:
             raise ValueError(f"training: client(s) {done.dropped} sent updates that are not finite in round {r}; lower the learning rate.")
     down = caught["down"].get("x")

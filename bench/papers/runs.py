@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pflcore.algorithms.base import State
 
 from bench.papers import groups
 from bench.papers.plan import Task
@@ -27,7 +26,8 @@ from pflcore.results.progress import Progress
 from pflcore.results.record import Record, Run, plain, read, slug
 from pflcore.simulation import Hardware, History, Simulation
 from pflcore.simulation.checkpoint import load_states
-from pflcore.simulation.round import evaluate
+from pflcore.simulation.evaluate import evaluate
+from pflcore.simulation.round import State
 from pflcore.tuning import tune
 
 
@@ -193,7 +193,12 @@ def later(simulation: Simulation, p: Protocol, states: Sequence[Any], on_round: 
         began = time.perf_counter()
         simulation.state = state
         alg: Any = simulation.algorithm
-        values = evaluate(alg, state, simulation.setting, simulation.eval_split, p.report, simulation.buffers, simulation.measures)
+        values = evaluate(
+            Setup(Setup(alg, simulation.setting, batch_norm=simulation.buffers), simulation.eval_split),
+            state,
+            clients=p.report,
+            metrics=simulation.measures,
+        )
         line = {"round": round, "cohort": [], "void": False, "bytes_down": down, "bytes_up": up, "seconds": time.perf_counter() - began}
         history.rounds.append(line | {"eval": {k: v.tolist() for k, v in values.items()}})
         on_round(round, history.rounds[-1])

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from pflcore.train.bridge import Setting
 from torch import Tensor
 
 from bench.papers.runs import Reproduction
 from pflcore import metrics
-from pflcore.algorithms.base import FedAvg, State
+from pflcore.algorithms import FedAvg
 from pflcore.data.roles import Protocol
 from pflcore.results.record import Run, plain, slug
-from pflcore.simulation.round import evaluate
-from pflcore.train.bridge import Setting
+from pflcore.simulation.evaluate import evaluate
 
 
 class Point(NamedTuple):
@@ -35,7 +35,7 @@ class Point(NamedTuple):
 def results(alg: FedAvg, state: State, setting: Setting, protocol: Protocol, split: str = "test", buffers: str = "auto") -> Tensor:
     """Each reported client's accuracy, or loss where there is none, on its test samples (for "val": each choosing client's): [N]."""
     data, who = (protocol.blind, protocol.choose) if split == "val" else (protocol.data, protocol.report)
-    values = evaluate(alg, state, setting._replace(data=data.to(setting.data.device)), split, who, buffers)
+    values = evaluate(Setup(Setup(alg, setting._replace(data=data.to(setting.data.device)), batch_norm=buffers), split), state, clients=who)
     return values.get("accuracy", values["loss"])
 
 

@@ -8,7 +8,7 @@ from methods import APFL
 from small import images, make_setting, play, quadratics, tiny_model
 
 from pflcore import Local, Net, Training, evaluate, step
-from pflcore.simulation.round import begin
+from pflcore.simulation.round import Setup, begin
 
 F64 = torch.float64
 
@@ -19,11 +19,11 @@ def golden_steps(**options):
     s = make_setting(net, data, Training(lr=0.1, batch_size=1), 2)
     alg = APFL(alpha=0.25, **options)
     state = begin(alg, net, 1)
-    state.own["v"][0] = torch.tensor([0.0, 2.0])
+    state.clients["v"][0] = torch.tensor([0.0, 2.0])
     found = []
     for _ in range(2):
-        state, _ = step(alg, state, s, torch.arange(1))
-        found.append((state.g["x"].clone(), state.own["v"][0].clone(), float(state.own["alpha"])))
+        state, _ = step(Setup(alg, s), state, torch.arange(1))
+        found.append((state.server["x"].clone(), state.clients["v"][0].clone(), float(state.clients["alpha"])))
     return found
 
 
@@ -80,7 +80,7 @@ def test_alpha_stays_while_the_models_are_one():
     net, data = Net(tiny_model()), images()
     s = make_setting(net, data, Training(lr=0.1, batch_size=100), 2)
     (one, _), (two, _) = play(APFL(alpha_lr=1.0), s)
-    assert (one.own["alpha"] == 0.5).all() and (two.own["alpha"] != 0.5).any()
+    assert (one.clients["alpha"] == 0.5).all() and (two.clients["alpha"] != 0.5).any()
 
 
 @pytest.mark.parametrize("where", ["server", "client"])
@@ -90,16 +90,16 @@ def test_what_is_evaluated(mix, where):
     s = make_setting(net, data, Training(lr=0.1, batch_size=8), 3)
     alg = APFL(mix=mix, evaluate_on=where, alpha_lr=1.0)
     state = play(alg, s)[-1][0]
-    assert ("w" in state.own) == (where == "client")
-    losses = evaluate(alg, state, s)["loss"]
+    assert ("w" in state.clients) == (where == "client")
+    losses = evaluate(Setup(alg, s), state)["loss"]
     for i in range(3):
         x, y = data.client(i, "test")
-        w, v, a = state.own["w"][i] if where == "client" else state.g["x"], state.own["v"][i], state.own["alpha"][i]
+        w, v, a = state.clients["w"][i] if where == "client" else state.server["x"], state.clients["v"][i], state.clients["alpha"][i]
         scores = net(a * v + (1 - a) * w, x) if mix == "weights" else a * net(v, x) + (1 - a) * net(w, x)
         assert float(losses[i]) == pytest.approx(float(F.cross_entropy(scores, y)), rel=1e-5)
     other = APFL(mix=mix, evaluate_on="server", alpha_lr=1.0)
     same = play(other, s)[-1][0]
-    assert torch.equal(same.g["x"], state.g["x"]) and torch.equal(same.own["v"], state.own["v"])  # only the looking differs
+    assert torch.equal(same.g["x"], state.server["x"]) and torch.equal(same.own["v"], state.clients["v"])  # only the looking differs
 
 
 @pytest.mark.parametrize("engine", ["loop", "vmap"])

@@ -9,7 +9,7 @@ from small import swept
 
 from pflcore import Training
 from pflcore.algorithms import ALGORITHMS
-from pflcore.simulation.round import evaluate
+from pflcore.simulation.evaluate import evaluate
 from pflcore.testing import Case, check
 
 OPTIONS: dict[str, dict[str, Any]] = {  # where the defaults do not fit a federation of four small clients
@@ -44,7 +44,7 @@ def test_a_client_that_breaks_is_dropped_and_counted(name):
     for done in play.done:
         assert done.dropped == [1] and not done.void and done.ids == [0, 1, 2, 3]
         assert done.train_loss is None or torch.tensor(done.train_loss).isfinite()
-    assert evaluate(case.given, play.last, s)["loss"][[0, 2, 3]].isfinite().all()
+    assert evaluate(Setup(case.given, s), play.last)["loss"][[0, 2, 3]].isfinite().all()
 
 
 @every
@@ -73,15 +73,15 @@ def test_mixing_weights_follow_the_clients(name):
     torch.testing.assert_close(one.report(a.g)["weights"][order], two.report(b.g)["weights"], rtol=1e-7, atol=1e-9)
     alone = case.moved_to(0)
     state = case.play(case.setting(case.data.subset([2])), [(0,)] * 3, alone).last
-    assert alone.report(state.g)["weights"].tolist() == [1]
+    assert alone.report(state.server)["weights"].tolist() == [1]
 
 
 @every
 def test_clients_share_no_memory(name):
     case = case_of(name)
     state = case.play(case.setting(), ()).last
-    for k, v in state.own.items():
+    for k, v in state.clients.items():
         assert all(torch.equal(v[0], v[i]) for i in range(4)), k
         v[0].fill_(5 if v.dtype != torch.bool else True)
         assert v.shape[1:].numel() == 0 or not torch.equal(v[0], v[1]) or v.dtype == torch.bool, k
-        assert k not in state.g or not torch.equal(state.g[k], v)
+        assert k not in state.server or not torch.equal(state.server[k], v)

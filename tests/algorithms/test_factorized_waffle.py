@@ -8,7 +8,7 @@ from methods import FactorizedWaffle
 from parts.factorized_waffle import D, federation, model, play, setting
 from torch import Tensor
 
-from pflcore import Local, Net, Simulation, Training
+from pflcore import Evaluation, Hardware, Local, Net, Simulation, Training
 from pflcore.algorithms import ALGORITHMS
 from pflcore.nn import factorize
 from pflcore.simulation.round import begin
@@ -40,7 +40,7 @@ def test_beliefs_never_leave_the_client(preset):
 def test_the_server_keeps_nothing_but_the_dictionary():
     alg, s = FactorizedWaffle(), setting()
     state = play(alg, s)
-    assert set(state.g) == {"x"} and set(state.own) == {"q", "m", "v", "t"} and not alg.report(state.g)
+    assert set(state.server) == {"x"} and set(state.clients) == {"q", "m", "v", "t"} and not alg.report(state.server)
     torch.testing.assert_close(begin(alg, s.net, 3).own["q"][0], alg.init(s.net, 3)[1]["q"])
 
 
@@ -55,8 +55,8 @@ def test_averaging_is_of_factors_and_uniform():
             return new, up
 
     state = play(Spy(), s, 1)
-    torch.testing.assert_close(state.g["x"], ups[0].mean(0), rtol=1e-12, atol=1e-14)
-    layers = [s.net.load(factorize(model(), (4, 3)), row)[0].weight for row in [*ups[0], state.g["x"]]]  # type: ignore[index]
+    torch.testing.assert_close(state.server["x"], ups[0].mean(0), rtol=1e-12, atol=1e-14)
+    layers = [s.net.load(factorize(model(), (4, 3)), row)[0].weight for row in [*ups[0], state.server["x"]]]  # type: ignore[index]
     assert (torch.stack(layers[:3]).mean(0) - layers[3]).abs().max() > 1e-3  # not the average of their products
 
 
@@ -65,8 +65,8 @@ def test_engines_agree_and_neighbours_play_no_part():
     alg = FactorizedWaffle(tau_start=2.0, tau_decay=0.8)
     a, b = (play(alg, setting(engine=e, momentum=0.5, weight_decay=1e-3), 2) for e in ("vmap", "loop"))
     for k in a.own:
-        torch.testing.assert_close(a.own[k], b.own[k], rtol=1e-8, atol=1e-10)
-    torch.testing.assert_close(a.g["x"], b.g["x"], rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(a.clients[k], b.clients[k], rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(a.server["x"], b.server["x"], rtol=1e-8, atol=1e-10)
     alone = play(alg, setting(momentum=0.5, weight_decay=1e-3), 1, [1])
     together = play(alg, setting(momentum=0.5, weight_decay=1e-3), 1)
     torch.testing.assert_close(alone.own["q"][1], together.own["q"][1], rtol=1e-9, atol=1e-11)
@@ -84,11 +84,11 @@ def test_the_temperature_falls():
 
 
 def test_a_simulation_factorizes_the_model():
-    run = Simulation("factorized_waffle", model, federation(), Training(lr=0.1, batch_size=8), rounds=2, workers=1)
+    run = Simulation("factorized_waffle", model, federation(), Training(lr=0.1, batch_size=8), rounds=2, hardware=Hardware(workers=1))
     assert run.setting.net.names[:3] == ["0.w_a", "0.strength", "0.w_b"] and run.setting.net.names[-2:] == ["4.weight", "4.bias"]
     history = run.run()
     assert history.stopped is None and history.rounds[-1]["bytes_up"] == 3 * 8 * run.setting.net.size
-    own = Simulation(FactorizedWaffle(ranks=(2, 3)), factorize(model(), 6), federation(), rounds=1, workers=1)
+    own = Simulation(FactorizedWaffle(ranks=(2, 3)), factorize(model(), 6), federation(), rounds=1, hardware=Hardware(workers=1))
     assert strengths(own.setting.net).numel() == 12  # a model that has factors keeps them
     with pytest.raises(ValueError, match=r"^model: expected one with factorized layers"):
         begin(FactorizedWaffle(), Net(model()), 2)
@@ -103,7 +103,9 @@ def test_it_learns_what_one_model_cannot():
         return nn.Sequential(nn.Linear(6, 40), nn.ReLU(), nn.Linear(40, 3)).double()
 
     def accuracy(alg, **options):
-        history = Simulation(ALGORITHMS[alg](**options), wide, data, t, rounds=15, eval_every=15, workers=1).run()
+        history = Simulation(
+            ALGORITHMS[alg](**options), wide, data, t, rounds=15, evaluation=Evaluation(every=15), hardware=Hardware(workers=1)
+        ).run()
         return float(torch.tensor(history.rounds[-1]["eval"]["accuracy"]).mean())
 
     plain, literal = accuracy("fedavg"), accuracy("factorized_waffle", preset="paper_literal")

@@ -85,12 +85,12 @@ def test_golden_fedala(layers, engine):
     server, people, served = program(net.module, data, layers, **how)
     assert all(p.epochs[0] > 4 and set(p.epochs[1:]) <= {1} for p in people), [p.epochs for p in people]
     view, _ = views(alg, state, s, torch.arange(3))
-    torch.testing.assert_close(state.g["x"], net.row(server), rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(state.server["x"], net.row(server), rtol=1e-9, atol=1e-11)
     for i, p in enumerate(people):
         W = torch.cat([w.flatten() for w in p.weights])
         assert W.lt(1).sum() > 0 and W.min() >= 0 and W.max() <= 1
-        torch.testing.assert_close(state.own["W"][i], W, rtol=1e-8, atol=1e-10)
-        torch.testing.assert_close(state.own["theta"][i], net.row(p.own), rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(state.clients["W"][i], W, rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(state.clients["theta"][i], net.row(p.own), rtol=1e-9, atol=1e-11)
         torch.testing.assert_close(view["w"][i], net.row(served[i]), rtol=1e-9, atol=1e-11)
 
 
@@ -101,15 +101,15 @@ def test_without_a_step_of_w_it_is_fedavg_and_lower_layers_are_the_servers():
     assert done.bytes_up == done.bytes_down == 3 * 8 * s.net.size
     state = play(FedALA(layers=2), s)[-1][0]
     w, low = views(FedALA(layers=2), state, s, torch.arange(3))[0]["w"], s.net.size - 24
-    assert state.own["W"].shape == (3, 24) and torch.equal(w[:, :low], state.g["x"][:low].expand(3, -1))
-    assert not torch.equal(w[:, low:], state.g["x"][low:].expand(3, -1))
+    assert state.clients["W"].shape == (3, 24) and torch.equal(w[:, :low], state.server["x"][:low].expand(3, -1))
+    assert not torch.equal(w[:, low:], state.server["x"][low:].expand(3, -1))
 
 
 def test_who_never_took_part_is_served_the_global_model():
     s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=8), 2)
     state = play(FedALA(), s, ids=lambda _: [0, 2])[-1][0]
-    assert torch.equal(views(FedALA(), state, s, torch.tensor([1]))[0]["w"][0], state.g["x"])
-    assert state.own["begun"][:, 0].tolist() == [1, 0, 1]
+    assert torch.equal(views(FedALA(), state, s, torch.tensor([1]))[0]["w"][0], state.server["x"])
+    assert state.clients["begun"][:, 0].tolist() == [1, 0, 1]
 
 
 def test_the_first_time_ends():

@@ -12,7 +12,7 @@ from small import make_setting
 
 from pflcore import Federation, Local, Net, Training, evaluate, ops, step
 from pflcore.algorithms import Cohort
-from pflcore.simulation.round import begin
+from pflcore.simulation.round import Setup, begin
 
 
 class Point(nn.Module):
@@ -87,9 +87,9 @@ def test_golden_rounds(engine):
         alg = FedDWA(k=a4["K"], guidance=guidance)
         state = begin(alg, setting.net, 4)
         for want in a4["rounds"]:
-            state, _ = step(alg, state, setting, torch.arange(4))
-            close(matrix(state.g), want["P_top2"], 1e-8)
-            close(state.g["x"][:, 0], want["w_next"])
+            state, _ = step(Setup(alg, setting), state, torch.arange(4))
+            close(matrix(state.server), want["P_top2"], 1e-8)
+            close(state.server["x"][:, 0], want["w_next"])
 
 
 def test_golden_partial_participation():
@@ -98,13 +98,13 @@ def test_golden_partial_participation():
     alg = FedDWA(k=a5["K"])
     state = begin(alg, setting.net, 4)
     for ids, want in zip(a5["sampled"], a5["rounds"], strict=True):
-        before, absent = state.g["x"].clone(), sorted({0, 1, 2, 3} - set(ids))
-        state, _ = step(alg, state, setting, torch.tensor(sorted(ids)))
+        before, absent = state.server["x"].clone(), sorted({0, 1, 2, 3} - set(ids))
+        state, _ = step(Setup(alg, setting), state, torch.tensor(sorted(ids)))
         s = torch.tensor(want["S"])
-        close(matrix(state.g)[s][:, s], want["P_top2"], 1e-8)
-        close(state.g["x"][:, 0], want["w_all_after"])
-        assert torch.equal(state.g["x"][absent], before[absent])
-        assert not matrix(state.g)[absent].any() and not matrix(state.g)[:, absent].any()
+        close(matrix(state.server)[s][:, s], want["P_top2"], 1e-8)
+        close(state.server["x"][:, 0], want["w_all_after"])
+        assert torch.equal(state.server["x"][absent], before[absent])
+        assert not matrix(state.server)[absent].any() and not matrix(state.server)[:, absent].any()
 
 
 def test_golden_guidance_epoch_against_full_gradient():
@@ -251,30 +251,30 @@ def test_step_size_zero_keeps_everybody_at_home():
     setting = images(lr=0.0)
     alg = FedDWA()
     state = begin(alg, setting.net, 6)
-    state.g["x"] += torch.arange(6)[:, None] / 10
-    before = state.g["x"].clone()
-    state, _ = step(alg, state, setting, torch.arange(6))
-    assert torch.equal(matrix(state.g), torch.eye(6, dtype=torch.float64)) and torch.equal(state.g["x"], before)
+    state.server["x"] += torch.arange(6)[:, None] / 10
+    before = state.server["x"].clone()
+    state, _ = step(Setup(alg, setting), state, torch.arange(6))
+    assert torch.equal(matrix(state.server), torch.eye(6, dtype=torch.float64)) and torch.equal(state.server["x"], before)
 
 
 def test_previous_guidance_uploads_one_model_and_starts_alone():
     setting = images()
     alg, p = FedDWA(guidance="previous", k=3), setting.net.size
     state = begin(alg, setting.net, 6)
-    state, done = step(alg, state, setting, torch.arange(4))
+    state, done = step(Setup(alg, setting), state, torch.arange(4))
     assert (done.bytes_up, done.bytes_down) == (4 * 4 * p, 4 * 4 * p)
-    assert torch.equal(matrix(state.g)[:4, :4], torch.eye(4, dtype=torch.float64))  # nobody has a previous model yet
-    last = state.g["last"].clone()
-    state, _ = step(alg, state, setting, torch.tensor([1, 2, 5]))
-    want = ops.feddwa_weights(ops.pairwise_sqdist(last[[1, 2]], state.g["last"][[1, 2, 5]]), 3)
-    torch.testing.assert_close(matrix(state.g)[[1, 2]][:, [1, 2, 5]], dense(want, 3))
-    assert matrix(state.g)[5, 5] == 1
-    assert torch.equal(state.g["last"][0], last[0])
+    assert torch.equal(matrix(state.server)[:4, :4], torch.eye(4, dtype=torch.float64))  # nobody has a previous model yet
+    last = state.server["last"].clone()
+    state, _ = step(Setup(alg, setting), state, torch.tensor([1, 2, 5]))
+    want = ops.feddwa_weights(ops.pairwise_sqdist(last[[1, 2]], state.server["last"][[1, 2, 5]]), 3)
+    torch.testing.assert_close(matrix(state.server)[[1, 2]][:, [1, 2, 5]], dense(want, 3))
+    assert matrix(state.server)[5, 5] == 1
+    assert torch.equal(state.server["last"][0], last[0])
 
 
 def test_ahead_guidance_uploads_two_models():
     setting = images()
-    _, done = step(FedDWA(), begin(FedDWA(), setting.net, 6), setting, torch.tensor([0, 3]))
+    _, done = step(Setup(FedDWA(), setting), begin(FedDWA(), setting.net, 6), torch.tensor([0, 3]))
     assert (done.bytes_up, done.bytes_down) == (2 * 2 * 4 * setting.net.size, 2 * 4 * setting.net.size)
 
 
@@ -283,10 +283,10 @@ def test_a_newcomer_starts_from_the_initial_model_or_the_mean():
     for newcomer in ("init", "mean"):
         alg = FedDWA(newcomer=newcomer)
         state = begin(alg, setting.net, 6)
-        state, _ = step(alg, state, setting, torch.arange(4))
-        x = alg.send(state.g, cohort([1, 5], 6), torch.Generator())["x"]
-        assert torch.equal(x[0], state.g["x"][1])
-        want = setting.net.w0 if newcomer == "init" else state.g["x"][:4].mean(0)
+        state, _ = step(Setup(alg, setting), state, torch.arange(4))
+        x = alg.send(state.server, cohort([1, 5], 6), torch.Generator())["x"]
+        assert torch.equal(x[0], state.server["x"][1])
+        want = setting.net.w0 if newcomer == "init" else state.server["x"][:4].mean(0)
         torch.testing.assert_close(x[1], want)
 
 
@@ -297,8 +297,8 @@ def test_engines_agree_and_everybody_is_evaluated(alg):
         setting = images(engine, batch_norm=True)
         state = begin(alg, setting.net, 6)
         for ids in ([0, 1, 2, 3, 4, 5], [1, 3, 5]):
-            state, _ = step(alg, state, setting, torch.tensor(ids))
-        found.append((state.g["x"], state.buffers, evaluate(alg, state, setting)["loss"]))
+            state, _ = step(Setup(alg, setting), state, torch.tensor(ids))
+        found.append((state.server["x"], state.batch_norm, evaluate(Setup(alg, setting), state)["loss"]))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     assert found[0][2].shape == (6,)
@@ -318,8 +318,8 @@ def test_clients_of_one_task_find_each_other():
     alg = FedDWA(k=8)
     state = begin(alg, setting.net, n)
     for _ in range(10):
-        state, _ = step(alg, state, setting, torch.arange(n))
-    p, same = matrix(state.g), group[:, None] == group
+        state, _ = step(Setup(alg, setting), state, torch.arange(n))
+    p, same = matrix(state.server), group[:, None] == group
     assert p[same].mean() > 3 * p[~same].mean()
     near = p.topk(4, 1).indices
     assert torch.equal(group[near], group[:, None].expand(-1, 4))
@@ -368,14 +368,14 @@ def test_power_and_stride_keep_the_neighbours_or_the_rule():
 def test_the_guidance_can_be_served():
     s = points([[1.0, 2.0], [5.0]], 0.1)
     alg = FedDWA(k=1)
-    state, _ = step(alg, begin(alg, s.net, 2), s, torch.arange(2))
-    x = state.g["x"]
+    state, _ = step(Setup(alg, s), begin(alg, s.net, 2), torch.arange(2))
+    x = state.server["x"]
     target = t([1.5, 5.0])[:, None]
     ahead = target + (x - target) * 0.9**2  # one step of training, one ahead
-    got = evaluate(FedDWA(k=1, serve="guidance"), state, s, "test")["loss"]
+    got = evaluate(Setup(Setup(FedDWA(k=1, serve="guidance"), s), "test"), state)["loss"]
     want = [(0.5 * ((ahead[0] - t([1.0, 2.0])) ** 2).mean()).item(), (0.5 * (ahead[1] - 5.0) ** 2).item()]
     close(got, want)
-    assert (got < evaluate(alg, state, s, "test")["loss"]).all()
+    assert (got < evaluate(Setup(Setup(alg, s), "test"), state)["loss"]).all()
 
 
 def test_no_power_makes_weights_that_are_no_numbers():
@@ -403,6 +403,6 @@ def test_the_quadratic_program_refuses_a_power():
 def test_statistics_of_a_cohort_smaller_than_k_are_whole_means():
     """Places that nothing fills have weight 0 and client 0's number, which is in the cohort, too."""
     alg, setting = FedDWA(k=5), images()
-    state, _ = step(alg, begin(alg, setting.net, 6), setting, torch.tensor([0, 2, 3]))
-    mix = alg.statistics(state.g, {}, cohort([0, 2, 3], 6))
+    state, _ = step(Setup(alg, setting), begin(alg, setting.net, 6), torch.tensor([0, 2, 3]))
+    mix = alg.statistics(state.server, {}, cohort([0, 2, 3], 6))
     torch.testing.assert_close(mix[[0, 2, 3]].sum(1), torch.ones(3, dtype=mix.dtype))

@@ -10,9 +10,9 @@ from methods import ClusteredFL, FactorizedWaffle, FedAMP, FedDWA, FedFomo, Heur
 from parts.fine_points import t, three
 from small import images, make_setting, play, quadratics, tiny_model
 
-from pflcore import Federation, Local, Net, Simulation, Training, step
+from pflcore import Evaluation, Federation, Local, Net, Robustness, Simulation, Training, step
 from pflcore.algorithms import Cohort, FedAvg, Pool
-from pflcore.simulation.round import begin
+from pflcore.simulation.round import Setup, begin
 
 
 def cohort(n, round=1, ids=None):
@@ -25,7 +25,7 @@ def test_weight_decay_is_part_of_scaffolds_full_gradient():
     net, data = quadratics(t([[1.0], [2]]), t([[1.0], [-2]]), start=[0.5])
     s = make_setting(net, data, Training(lr=0.1, batch_size=1, weight_decay=0.5))
     state, _ = play(Scaffold(option="I"), s)[0]
-    torch.testing.assert_close(state.own["c"][:, 0], t([-0.25, 5.25]))
+    torch.testing.assert_close(state.clients["c"][:, 0], t([-0.25, 5.25]))
 
 
 def test_feddwas_look_ahead_takes_a_shuffle_of_its_own():
@@ -55,7 +55,7 @@ def test_fedfomos_affinities_add_up_over_the_rounds():
     alg = FedFomo()
     state = begin(alg, net, 2)
     first, second = t([[0.0, 2], [-1, 0]]), t([[0.0, 5]])
-    g = alg.server(state.g, {"w": torch.zeros(2, 1, dtype=torch.float64), "a": first}, cohort(2))
+    g = alg.server(state.server, {"w": torch.zeros(2, 1, dtype=torch.float64), "a": first}, cohort(2))
     g = alg.server(g, {"w": torch.zeros(1, 1, dtype=torch.float64), "a": second}, cohort(2, 2, [0]))
     assert g["p"].tolist() == [[0, 7], [-1, 0]] and g["found"].tolist() == [[0, 5], [0, 0]]
 
@@ -78,7 +78,7 @@ def round_off(x):
 def test_clustered_fl_weighs_unequal_clients_alike():
     s, _ = three()
     (state, _), (uniform, _), (sized, _) = (play(a, s, 1)[0] for a in (ClusteredFL(), FedAvg(weighting="uniform"), FedAvg()))
-    torch.testing.assert_close(state.g["x"][0], uniform.g["x"])
+    torch.testing.assert_close(state.server["x"][0], uniform.g["x"])
     assert not torch.allclose(uniform.g["x"], sized.g["x"])
 
 
@@ -129,22 +129,30 @@ def test_statistics_that_fail_after_the_server_leave_the_round_undone():
     net = Net(lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4)))
     s = make_setting(net, data, Training(lr=0.1, batch_size=4))
     state = begin(Fails(), net, 3)
-    before = {k: v.clone() for k, v in state.g.items()}
+    before = {k: v.clone() for k, v in state.server.items()}
     with pytest.raises(MemoryError):
-        step(Fails(), state, s, torch.arange(3), buffers="average")
-    assert all(torch.equal(state.g[k], v) for k, v in before.items()) and not bool(state.joined.any())
+        step(Setup(Fails(), s, batch_norm="average"), state, torch.arange(3))
+    assert all(torch.equal(state.server[k], v) for k, v in before.items()) and not bool(state.seen.any())
 
 
 @pytest.mark.parametrize("algorithm", [Scaffold(), Scaffold(option="II"), Waffle(control_agg="literal", omega=lambda r, of: 1.0)])
 def test_a_clipped_round_leaves_scaffold_its_optimum(algorithm):
     """What the server did not take of a control variate the client does not keep, so c is their mean, and x goes where it would."""
     net, data = quadratics(t([[1.0], [2], [4]]), t([[9.0], [-2], [3]]))
-    run = Simulation(algorithm, net, data, Training(lr=0.05, batch_size=1, epochs=3), rounds=200, clip=0.5, eval_every=0)
+    run = Simulation(
+        algorithm,
+        net,
+        data,
+        Training(lr=0.05, batch_size=1, epochs=3),
+        rounds=200,
+        robustness=Robustness(clip=0.5),
+        evaluation=Evaluation(every=0),
+    )
     history = run.run()
     assert history.rounds[0]["clipped"] and not history.rounds[150]["clipped"]
     if type(algorithm) is Scaffold:
-        torch.testing.assert_close(run.state.g["c"], run.state.own["c"].mean(0))
-        torch.testing.assert_close(run.state.g["x"], t([(9.0 - 4 + 12) / 7]))  # type: ignore[list-item]
+        torch.testing.assert_close(run.state.server["c"], run.state.clients["c"].mean(0))
+        torch.testing.assert_close(run.state.server["x"], t([(9.0 - 4 + 12) / 7]))  # type: ignore[list-item]
 
 
 def test_a_void_round_reports_nothing():
@@ -163,9 +171,9 @@ def test_a_runs_models_have_the_statistics_that_it_was_evaluated_with(name, poli
     """Also those of clients who never took part."""
     data = images((8, 8, 8, 8, 8, 8))
     model = lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))  # noqa: E731
-    run = Simulation(name, model, data, Training(lr=0.2, batch_size=4), rounds=2, participation=0.34, buffers=policy)
+    run = Simulation(name, model, data, Training(lr=0.2, batch_size=4), rounds=2, participation=0.34, batch_norm=policy)
     history = run.run()
-    assert not run.state.joined.all()
+    assert not run.state.seen.all()
     for i in range(6):
         x, y = data.client(i, "test")
         loss = nn.functional.cross_entropy(history.model(i)(x), y)
@@ -176,7 +184,7 @@ def test_fedrod_and_knnper_go_by_the_runs_loss():
     """FedRoD trains by it; kNN-Per with lam = 0 is FedAvg by any loss."""
     losses = {"plain": None, "smooth": nn.CrossEntropyLoss(label_smoothing=0.3), "weights": nn.CrossEntropyLoss(t([1.0, 5, 5, 1]).float())}
     runs = {k: Simulation("fedrod", tiny_model(), images(), Training(lr=0.1), rounds=2, loss=v).run() for k, v in losses.items()}
-    assert not any(torch.equal(runs["plain"].state.g["x"], runs[k].state.g["x"]) for k in ("smooth", "weights"))
+    assert not any(torch.equal(runs["plain"].state.server["x"], runs[k].state.server["x"]) for k in ("smooth", "weights"))
     for loss in losses.values():
         given = [
             Simulation(a, tiny_model(), images(), Training(lr=0.1), rounds=2, loss=loss).run().rounds[-1]["eval"]["loss"]
@@ -250,14 +258,14 @@ def test_a_newcomer_finds_its_cluster():
     data = images((30,) * 6)
     run = Simulation(ClusteredFL(eps1=0.9, relative=True, first=1), tiny_model(), data, Training(lr=0.3, batch_size=10), rounds=6)
     history = run.run()
-    cluster = run.state.g["cluster"]
+    cluster = run.state.server["cluster"]
     assert len(set(cluster.tolist())) > 1
     for kind in (0, 1):
         x, y = data.client(kind, "test")
         fresh = history.adapt((x, y), rounds=4).get_buffer("view_w")
-        same = [torch.equal(fresh, row) for row in run.state.g["x"]]
+        same = [torch.equal(fresh, row) for row in run.state.server["x"]]
         home = same.index(True)
-        assert run.state.g["child"][home] == -1 and home in cluster[kind::2].tolist()
+        assert run.state.server["child"][home] == -1 and home in cluster[kind::2].tolist()
 
 
 def test_knnper_refuses_probabilities_as_labels():
@@ -288,7 +296,7 @@ class Ends(nn.Module):
 def test_fedrods_head_is_the_last_that_the_model_does(kind):
     x = torch.randn(12, 4)
     fed = Federation.from_arrays([(x, torch.arange(12) % 3), (x + 1, torch.arange(12) % 3)], classes=4 if kind == "tied" else 3)
-    run = Simulation("fedrod", Ends(kind), fed, Training(0.1, 4), rounds=1, eval_split="train")
+    run = Simulation("fedrod", Ends(kind), fed, Training(0.1, 4), rounds=1, evaluation=Evaluation(split="train"))
     if kind == "plain":
         assert not run.run().stopped
     else:

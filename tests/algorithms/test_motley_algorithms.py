@@ -16,7 +16,7 @@ from small import make_setting
 from pflcore import Local, Net, Training, evaluate, step
 from pflcore.algorithms import ALGORITHMS, Cohort, FedAvg, Stop
 from pflcore.data import Federation
-from pflcore.simulation.round import begin
+from pflcore.simulation.round import Setup, begin
 
 
 def half_squared(scores, y):
@@ -40,7 +40,7 @@ def setting_of(clients, w0=(0.0,), rounds=1, lr=0.1, batch_size=100, criterion=h
 def play(alg, setting, rounds=1, state=None):
     state = state or begin(alg, setting.net, setting.data.n)
     for _ in range(rounds):
-        state, _ = step(alg, state, setting, torch.arange(setting.data.n))
+        state, _ = step(Setup(alg, setting), state, torch.arange(setting.data.n))
     return state
 
 
@@ -170,32 +170,32 @@ IFCA = [([1.0, 2.0], [1.0, 2.1]), ([1.0, -1.0, 2.0], [-1.0, 0.9, -2.2]), ([0.5, 
 def test_ifca_of_three_clients_by_hand():
     s, alg = setting_of(IFCA), HypCluster(k=2)
     state = begin(alg, s.net, 3)
-    state.g["x"] = torch.tensor([[0.6], [-0.4]], dtype=D64)
+    state.server["x"] = torch.tensor([[0.6], [-0.4]], dtype=D64)
     state = play(alg, s, 1, state)
-    assert state.g["pick"].tolist() == [0, 1, 0]
-    close(state.g["x"], [[0.6825], [-0.53]])
-    assert alg.report(state.g)["cluster"].tolist() == [0, 1, 0]
+    assert state.server["pick"].tolist() == [0, 1, 0]
+    close(state.server["x"], [[0.6825], [-0.53]])
+    assert alg.report(state.server)["cluster"].tolist() == [0, 1, 0]
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "ema", "adam"])
 def test_a_cluster_that_nobody_picks_keeps_model_and_optimizer(optimizer):
     s, alg = setting_of(IFCA), HypCluster(k=2, optimizer=optimizer, **({"bias_correction": "keras"} if optimizer == "adam" else {}))
     state = begin(alg, s.net, 3)
-    state.g["x"] = torch.tensor([[0.6], [-0.4]], dtype=D64)
+    state.server["x"] = torch.tensor([[0.6], [-0.4]], dtype=D64)
     state = play(alg, s, 1, state)  # both clusters move, so momentum is not zero
-    before = {k: v.clone() for k, v in state.g.items()}
-    state, _ = step(alg, state, s, torch.tensor([0, 2]))
+    before = {k: v.clone() for k, v in state.server.items()}
+    state, _ = step(Setup(alg, s), state, torch.tensor([0, 2]))
     for k in set(before) - {"ids", "pick", "b"}:
-        assert torch.equal(state.g[k][1], before[k][1]) and not torch.equal(state.g[k][0], before[k][0]), k
-    assert {k: v.tolist() for k, v in alg.report(state.g).items()} == {"rows": [0, 2], "cluster": [0, 0]}
+        assert torch.equal(state.server[k][1], before[k][1]) and not torch.equal(state.server[k][0], before[k][0]), k
+    assert {k: v.tolist() for k, v in alg.report(state.server).items()} == {"rows": [0, 2], "cluster": [0, 0]}
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "heavy_ball", "adam"])
 def test_one_cluster_is_fedavg(optimizer):
     s = classes_setting()
     one = play(HypCluster(k=1, optimizer=optimizer), s, 3)
-    assert torch.equal(one.g["x"][0], play(FedOpt(optimizer=optimizer), s, 3).g["x"])
-    assert torch.equal(play(Ensemble(k=1, optimizer=optimizer), s, 3).g["x"], one.g["x"])
+    assert torch.equal(one.server["x"][0], play(FedOpt(optimizer=optimizer), s, 3).g["x"])
+    assert torch.equal(play(Ensemble(k=1, optimizer=optimizer), s, 3).g["x"], one.server["x"])
 
 
 def test_warm_start_trains_every_model_and_forgets_their_momentum():
@@ -212,9 +212,9 @@ def test_warm_start_trains_every_model_and_forgets_their_momentum():
 def test_bytes_of_clusters():
     s = classes_setting()
     model = s.net.size * 4 * s.data.n
-    _, out = step(HypCluster(k=3), begin(HypCluster(k=3), s.net, 4), s, torch.arange(4))
+    _, out = step(Setup(HypCluster(k=3), s), begin(HypCluster(k=3), s.net, 4), torch.arange(4))
     assert (out.bytes_down, out.bytes_up) == (3 * model, model + 4)
-    _, out = step(HypCluster(k=3, warm=1), begin(HypCluster(k=3), s.net, 4), s, torch.arange(4))
+    _, out = step(Setup(HypCluster(k=3, warm=1), s), begin(HypCluster(k=3), s.net, 4), torch.arange(4))
     assert (out.bytes_down, out.bytes_up) == (3 * model, 3 * model + 4)
 
 
@@ -223,8 +223,8 @@ def test_clusters_are_found_and_kept_apart():
     s = setting_of(clients, rounds=60)
     alg = HypCluster(k=2, seed=1)
     state = play(alg, s, 60)
-    assert sorted(state.g["x"].reshape(-1).tolist()) == pytest.approx([-1, 1], abs=1e-3)
-    assert evaluate(alg, state, s)["loss"].max() < 1e-5
+    assert sorted(state.server["x"].reshape(-1).tolist()) == pytest.approx([-1, 1], abs=1e-3)
+    assert evaluate(Setup(alg, s), state)["loss"].max() < 1e-5
 
 
 # personal models -------------------------------------------------------------------------------------------------------------------
@@ -233,12 +233,12 @@ def test_one_round_of_ditto_by_hand():
     s = setting_of(fed, w0=(0.2, -0.1))
     alg = Ditto(lam=0.5)
     state = begin(alg, s.net, 1)
-    state.own["v"], state.joined[0] = torch.tensor([[0.5, 0.4]], dtype=D64), True
+    state.clients["v"], state.seen[0] = torch.tensor([[0.5, 0.4]], dtype=D64), True
     local = Local(s, torch.arange(1), 1, torch.empty(1, 0))
-    close(local.grad(state.own["v"]), [[0.137, 0.297]])
+    close(local.grad(state.clients["v"]), [[0.137, 0.297]])
     state = play(alg, s, 1, state)
-    close(state.own["v"], [[0.4713, 0.3453]])
-    close(state.g["x"], [0.2287, -0.0378])
+    close(state.clients["v"], [[0.4713, 0.3453]])
+    close(state.server["x"], [0.2287, -0.0378])
 
 
 def test_ditto_without_pull_is_local_training_and_its_global_model_is_fedavg():
@@ -247,7 +247,7 @@ def test_ditto_without_pull_is_local_training_and_its_global_model_is_fedavg():
     rows = s.net.w0.expand(4, -1)
     for r in range(1, 4):
         rows = Local(s, torch.arange(4), r, torch.empty(4, 0)).fit(rows).w
-    assert torch.equal(state.own["v"], rows)
+    assert torch.equal(state.clients["v"], rows)
     whole = classes_setting(batch_size=100)  # one batch a client: no shuffle, so the two passes see the same
     torch.testing.assert_close(play(Ditto(lam=0.3), whole, 2).g["x"], play(FedAvg(), whole, 2).g["x"])
 
@@ -255,17 +255,17 @@ def test_ditto_without_pull_is_local_training_and_its_global_model_is_fedavg():
 def test_a_strong_pull_keeps_ditto_at_the_global_model():
     s = classes_setting(batch_size=100, lr=0.05)
     state = begin(Ditto(), s.net, 4)
-    state.own["v"] += 0.1
-    far = (state.own["v"] - state.g["x"]).norm()
+    state.clients["v"] += 0.1
+    far = (state.clients["v"] - state.server["x"]).norm()
     state = play(Ditto(lam=19.0), s, 1, state)
-    assert (state.own["v"] - s.net.w0).norm() < 0.2 * far
+    assert (state.clients["v"] - s.net.w0).norm() < 0.2 * far
 
 
 def test_the_shared_model_of_mrmtl_is_the_mean():
     s = classes_setting()
     state = play(MRMTL(lam=0.3), s, 4)
     share = s.data.size().double() / s.data.size().sum()
-    torch.testing.assert_close(state.g["x"], (share @ state.own["v"].double()).float())
+    torch.testing.assert_close(state.server["x"], (share @ state.clients["v"].double()).float())
     torch.testing.assert_close(play(MRMTL(lam=0.0), s, 3).own["v"], play(Ditto(lam=0.0), s, 3).own["v"])
 
 
@@ -279,13 +279,13 @@ def test_mocha_reaches_the_closed_form_for_a_fixed_relation(matrix):
     alg = Mocha(lam=0.2, outer=10_000, relation=matrix)
     omega = torch.tensor([[2.1, -0.6], [-0.6, 1.8]], dtype=D64)
     state = begin(alg, s.net, 2)
-    state.g["omega"] = omega
+    state.server["omega"] = omega
     state = play(alg, s, 250, state)
     x = [torch.tensor(a, dtype=D64) for a, _ in MOCHA_TASKS]
     y = [torch.tensor(b, dtype=D64) for _, b in MOCHA_TASKS]
     big = torch.block_diag(*[a.T @ a / 3 for a in x]) + 0.2 * torch.kron(omega, torch.eye(2, dtype=D64))
     best = torch.linalg.solve(big, torch.cat([a.T @ b / 3 for a, b in zip(x, y, strict=True)])).view(2, 2)
-    close(state.g["w"], best, atol=1e-8)
+    close(state.server["w"], best, atol=1e-8)
 
 
 def test_mocha_without_regulariser_is_local_training():
@@ -293,7 +293,7 @@ def test_mocha_without_regulariser_is_local_training():
     local = play(Ditto(lam=0.0), s, 4).own["v"]
     for alg in (Mocha(lam=0.0), Mocha(lam=0.0, relation="sigma")):
         state = play(alg, s, 4)
-        torch.testing.assert_close(state.g["w"], local)
+        torch.testing.assert_close(state.server["w"], local)
     assert torch.equal(play(Mocha(lam=0.0), s, 4).own["w"], play(Mocha(lam=0.0), s, 4).g["w"])
 
 
@@ -337,11 +337,11 @@ def test_neighbours_of_targets_and_of_signs():
 def test_knn_alone_without_weight_is_fedavg_and_clients_may_be_small():
     s = classes_setting(n=3)
     state = play(KnnPer(lam=0.0), s, 2)
-    a, b = evaluate(KnnPer(lam=0.0), state, s), evaluate(FedAvg(), state, s)
+    a, b = evaluate(Setup(KnnPer(lam=0.0), s), state), evaluate(Setup(FedAvg(), s), state)
     torch.testing.assert_close(a["loss"], b["loss"], rtol=1e-5, atol=1e-6)
     assert torch.equal(a["accuracy"], b["accuracy"])
     small = s._replace(data=s.data.keep(0.2))  # 2 to 4 samples a client, k = 10
-    found = evaluate(KnnPer(lam=1.0, k=10), state, small)
+    found = evaluate(Setup(KnnPer(lam=1.0, k=10), small), state)
     assert found["loss"].isfinite().all()
 
 
@@ -367,18 +367,18 @@ def test_selection_by_hand(choose, val, zero, expected, monkeypatch):
 def test_no_epochs_of_fine_tuning_is_fedavg():
     s = classes_setting()
     state = play(FineTune(), s, 3)
-    none = evaluate(FineTune(finetune_epochs=0), state, s)
-    for k, v in evaluate(FedAvg(), state, s).items():
+    none = evaluate(Setup(FineTune(finetune_epochs=0), s), state)
+    for k, v in evaluate(Setup(FedAvg(), s), state).items():
         assert torch.equal(none[k], v), k
-    assert not torch.equal(evaluate(FineTune(finetune_epochs=8), state, s)["loss"], none["loss"])
+    assert not torch.equal(evaluate(Setup(FineTune(finetune_epochs=8), s), state)["loss"], none["loss"])
 
 
 def test_the_last_layer_alone_is_trained():
     s = classes_setting()
     state = play(FineTune(), s, 1)
     local = Local(s, torch.arange(4), 1, torch.empty(4, 0))
-    w = FineTune(layers="last").personal({"x": state.g["x"].expand(4, -1)}, {}, local)["w"]
-    moved = (w != state.g["x"]).any(0)
+    w = FineTune(layers="last").personal({"x": state.server["x"].expand(4, -1)}, {}, local)["w"]
+    moved = (w != state.server["x"]).any(0)
     head = torch.zeros_like(moved)
     head[s.net.head_slice] = True
     assert torch.equal(moved, head)
@@ -391,10 +391,10 @@ def grid(choose, **options):
 def by_hand(s, state, split="val"):
     """Each candidate's accuracy [C, N] and rows, no fine-tuning first, then every length of each step size."""
     every = [FineTune(finetune_epochs=0), *(FineTune(finetune_lr=lr, finetune_epochs=e) for lr in (0.05, 0.5) for e in range(1, 5))]
-    down = {"x": state.g["x"].expand(s.data.n, -1)}
+    down = {"x": state.server["x"].expand(s.data.n, -1)}
     who = torch.arange(s.data.n)
     rows = torch.stack([a.personal(down, {}, Local(s, who, 3, torch.empty(s.data.n, 0)))["w"] for a in every])
-    return torch.stack([evaluate(a, state, s, split)["accuracy"] for a in every]), rows, down
+    return torch.stack([evaluate(Setup(Setup(a, s), split), state)["accuracy"] for a in every]), rows, down
 
 
 def test_each_client_gets_its_best_candidate_on_validation():
@@ -438,7 +438,7 @@ def test_the_choice_never_sees_test_labels(choose):
         y[rows] = (y[rows] + 1) % 3
     poisoned = s._replace(data=replace(s.data, y=y))
     local = [Local(t, torch.arange(4), 3, torch.empty(4, 0)) for t in (s, poisoned)]
-    down = {"x": state.g["x"].expand(4, -1)}
+    down = {"x": state.server["x"].expand(4, -1)}
     a, b = (grid(choose).personal(down, {}, v)["w"] for v in local)
     assert torch.equal(a, b) and not torch.equal(a, down["x"])
 
@@ -446,7 +446,7 @@ def test_the_choice_never_sees_test_labels(choose):
 def test_acceptance():
     s = classes_setting(seed=5)
     state = play(FedAvg(), s, 3)
-    down = {"x": state.g["x"].expand(4, -1)}
+    down = {"x": state.server["x"].expand(4, -1)}
 
     def kept(alg):
         w = alg.personal(down, {}, Local(s, torch.arange(4), 3, torch.empty(4, 0)))["w"]
@@ -460,7 +460,7 @@ def test_acceptance():
 def test_tuning_without_a_validation_split_is_refused():
     s = classes_setting(val=False)
     with pytest.raises(ValueError, match=r"^choose: .*'val'.*\.$"):
-        evaluate(grid("client"), play(FedAvg(), s, 1), s)
+        evaluate(Setup(grid("client"), s), play(FedAvg(), s, 1))
 
 
 # all of them -----------------------------------------------------------------------------------------------------------------------
@@ -477,7 +477,7 @@ def test_hinge_with_weight_decay_by_hand():
 
     net = Net(model, "hinge")
     s = make_setting(net, fed, Training(lr=1.0, batch_size=3, weight_decay=1e-4), 1, engine="vmap", workers=1)
-    loss = evaluate(FedAvg(), begin(FedAvg(), net, 1), s)
+    loss = evaluate(Setup(FedAvg(), s), begin(FedAvg(), net, 1))
     close(loss["loss"] + 0.5e-4 * net.w0.square().sum(), [1.2266796667])
     close(loss["accuracy"], [1 / 3])
     close(net.w0 - play(FedAvg(), s, 1).g["x"], [0.4000400000, -0.3333633333, -0.3333233333])

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 import pytest
 
 from pflcore.algorithms import ALGORITHMS
-from pflcore.ops.kinds import Count
+from pflcore.check import Count
 
 EDGES = {  # beside what an annotation's type forbids: values just outside of the bounds, and the last ones inside
     "apfl": [("alpha", (1.5, -0.1), (0, 1)), ("alpha_lr", (-1,), (0,))],

@@ -13,7 +13,7 @@ from small import images, make_setting, play, tiny_model
 
 from pflcore import Federation, Local, Net, Simulation, Training, step
 from pflcore.algorithms import FedAvg, Pool
-from pflcore.simulation.round import begin
+from pflcore.simulation.round import Setup, begin
 
 
 def one(loss, start, lr, engine, epochs=1):
@@ -71,7 +71,7 @@ def test_scaled_differences_are_right_in_float32():
     wide = make_setting(Net(lambda: tiny_model()().double(), flat), double, training)
 
     def played(alg, s):
-        return step(alg, begin(alg, s.net, 2), s, torch.arange(2))[0].g["x"].double()
+        return step(Setup(alg, s), begin(alg, s.net, 2), torch.arange(2))[0].g["x"].double()
 
     want = played(PerFedAvg(variant="exact", alpha=5e4), wide)
     close(played(PerFedAvg(variant="hf", alpha=5e4), wide), want, 1e-3, 1e-4)
@@ -91,8 +91,8 @@ def test_exact_products_with_batch_norm(engine):
     s = make_setting(Net(build), data, Training(lr=0.1, batch_size=5), engine=engine)
     found = []
     for alg in (PerFedAvg(variant="exact", alpha=0.3), PerFedAvg(variant="hf", alpha=0.3, delta=1e-6)):
-        state, _ = step(alg, begin(alg, s.net, 2), s, torch.arange(2))
-        found.append(state.g["x"])
+        state, _ = step(Setup(alg, s), begin(alg, s.net, 2), torch.arange(2))
+        found.append(state.server["x"])
     close(found[0], found[1], 1e-6, 1e-7)
 
 
@@ -154,8 +154,8 @@ def test_golden_pfedme(engine):
     close(up["delta"], [[i1["w_after"]]])
     for beta, want in ((1.0, i1["server_beta1"][0]), (0.5, i1["server_beta05_prev0_mean"])):
         alg = PFedMe(lam=i1["lam"], inner=5, personal_lr=i1["personal_lr"], server_lr=beta)
-        state, _ = step(alg, begin(alg, s.net, 1), s, torch.arange(1))
-        close(state.g["x"], [want])
+        state, _ = step(Setup(alg, s), begin(alg, s.net, 1), torch.arange(1))
+        close(state.server["x"], [want])
     far, local = one(lambda w: (w - 2) ** 2 / 2, 0.0, 0.0, engine)
     new, _ = PFedMe(lam=1.0, inner=400, personal_lr=0.1).client({"x": far.net.w0[None]}, {"theta": t([[0.0]])}, local)
     close(new["theta"], [[i1["theta_exact_prox"]]])
@@ -166,24 +166,24 @@ def test_pfedme_evaluates_theta_and_keeps_it_warm():
     s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4), rounds=4)
     alg = PFedMe(lam=2.0, inner=3, personal_lr=0.05)
     state = begin(alg, s.net, 3)
-    state, _ = step(alg, state, s, torch.arange(3))
-    theta = state.own["theta"].clone()
-    view = alg.personal({"x": state.g["x"].expand(3, -1)}, state.own, Local(s, torch.arange(3), 1, state.buffers))["w"]
-    assert torch.equal(view, theta) and not torch.equal(theta, state.g["x"].expand(3, -1))
-    state, _ = step(alg, state, s, torch.tensor([0, 2]))
-    assert torch.equal(state.own["theta"][1], theta[1]) and not torch.equal(state.own["theta"][0], theta[0])
+    state, _ = step(Setup(alg, s), state, torch.arange(3))
+    theta = state.clients["theta"].clone()
+    view = alg.personal({"x": state.server["x"].expand(3, -1)}, state.clients, Local(s, torch.arange(3), 1, state.batch_norm))["w"]
+    assert torch.equal(view, theta) and not torch.equal(theta, state.server["x"].expand(3, -1))
+    state, _ = step(Setup(alg, s), state, torch.tensor([0, 2]))
+    assert torch.equal(state.clients["theta"][1], theta[1]) and not torch.equal(state.clients["theta"][0], theta[0])
     # the second round went on from the first one's theta
     again = begin(alg, s.net, 3)
-    again, _ = step(alg, again, s, torch.arange(3))
-    again.own["theta"] += 0.5
-    again, _ = step(alg, again, s, torch.tensor([0, 2]))
-    assert not torch.equal(again.own["theta"][0], state.own["theta"][0])
+    again, _ = step(Setup(alg, s), again, torch.arange(3))
+    again.clients["theta"] += 0.5
+    again, _ = step(Setup(alg, s), again, torch.tensor([0, 2]))
+    assert not torch.equal(again.clients["theta"][0], state.clients["theta"][0])
 
 
 def test_pfedme_without_a_pull_never_moves_the_shared_model():
     s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4))
     state = play(PFedMe(lam=0.0), s, 2)[-1][0]
-    assert torch.equal(state.g["x"], s.net.w0) and not torch.equal(state.own["theta"][0], s.net.w0)
+    assert torch.equal(state.server["x"], s.net.w0) and not torch.equal(state.clients["theta"][0], s.net.w0)
 
 
 # FedRoD ---------------------------------------------------------------------------------------------------------------
@@ -225,14 +225,14 @@ def test_fedrod_personal_loss_moves_the_head_alone(engine):
     s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4), engine=engine)
     states = [play(alg, s, 3)[-1][0] for alg in (FedRoD(gamma=0.0), FedRoD(gamma=0.0, head="copy"), FedAvg())]
     for state in states[:2]:
-        torch.testing.assert_close(state.g["x"], states[2].g["x"], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(state.server["x"], states[2].g["x"], rtol=1e-5, atol=1e-6)
     assert not torch.equal(states[0].own["h"], states[1].own["h"]) and states[0].own["h"].abs().sum() > 0.1
 
 
 def test_fedrod_takes_a_model_that_knows_more_classes():
     s = make_setting(Net(tiny_model(classes=6)), images(), Training(lr=0.1, batch_size=4))
     state = play(FedRoD(), s, 2)[-1][0]
-    assert state.g["x"].isfinite().all() and state.own["h"].isfinite().all()
+    assert state.server["x"].isfinite().all() and state.clients["h"].isfinite().all()
 
 
 def test_fedrod_head_sees_detached_features():
@@ -253,12 +253,12 @@ def test_fedrod_head_sees_detached_features():
 def test_fedrod_newcomer_predicts_as_the_generic_model_and_absent_heads_rest():
     s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4))
     alg = FedRoD()
-    state, done = step(alg, begin(alg, s.net, 3), s, torch.tensor([0, 1]))
-    assert not state.own["h"][2].any()
+    state, done = step(Setup(alg, s), begin(alg, s.net, 3), torch.tensor([0, 1]))
+    assert not state.clients["h"][2].any()
     assert done.bytes_up == 2 * 4 * s.net.size
-    view = alg.personal({"x": state.g["x"].expand(3, -1)}, state.own, None)
+    view = alg.personal({"x": state.server["x"].expand(3, -1)}, state.clients, None)
     x = s.data.client(2, "test")[0]
-    torch.testing.assert_close(alg.predict({k: v[2] for k, v in view.items()}, s.net, x), s.net(state.g["x"], x))
+    torch.testing.assert_close(alg.predict({k: v[2] for k, v in view.items()}, s.net, x), s.net(state.server["x"], x))
 
 
 def test_fedfomo_drops_candidates_without_distance_or_with_a_broken_loss():
@@ -276,13 +276,13 @@ def test_fedfomo_counts_the_models_it_downloads():
     s = validated(4)
     alg, p = FedFomo(m=2), 4 * s.net.size
     state = begin(alg, s.net, 4)
-    state, first = step(alg, state, s, torch.arange(4))
+    state, first = step(Setup(alg, s), state, torch.arange(4))
     assert first.bytes_down == 0
-    state, done = step(alg, state, s, torch.arange(4))
+    state, done = step(Setup(alg, s), state, torch.arange(4))
     assert done.bytes_down == 4 * 2 * p and done.bytes_up == 4 * (p + 4 * 8)
-    state, done = step(alg, state, s, torch.tensor([1, 3]))
+    state, done = step(Setup(alg, s), state, torch.tensor([1, 3]))
     assert done.bytes_down == 2 * 2 * p
-    w = alg.report(state.g)["weights"]
+    w = alg.report(state.server)["weights"]
     assert w.shape == (4, 4) and not w[[0, 2]].any()
 
 
@@ -318,10 +318,10 @@ def test_l2c_with_everybody_equal_is_fedavg_at_first():
     s = validated()
     l2c, avg = L2C(), FedAvg(weighting="uniform")
     a, b = begin(l2c, s.net, 4), begin(avg, s.net, 4)
-    a, _ = step(l2c, a, s, torch.arange(4))
-    b, _ = step(avg, b, s, torch.arange(4))
+    a, _ = step(Setup(l2c, s), a, torch.arange(4))
+    b, _ = step(Setup(avg, s), b, torch.arange(4))
     down = l2c.send(a.g, cohort([0, 1, 2, 3], 4), torch.Generator())
-    torch.testing.assert_close(l2c.personal(down, a.own, None)["w"], b.g["x"].expand(4, -1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(l2c.personal(down, a.own, None)["w"], b.server["x"].expand(4, -1), rtol=1e-5, atol=1e-6)
 
 
 def test_l2c_mixes_the_updates_of_a_clients_own_last_round():
@@ -332,19 +332,19 @@ def test_l2c_mixes_the_updates_of_a_clients_own_last_round():
     mixed, deltas = {i: s.net.w0 for i in range(4)}, {}
     for round, ids in enumerate(([0, 1, 2, 3], [0, 1], [0, 2], [0, 2], [1, 3]), 1):
         everybody = cohort([0, 1, 2, 3], 4, round)
-        before = alg.personal(alg.send(state.g, everybody, torch.Generator()), state.own, None)["w"]
+        before = alg.personal(alg.send(state.server, everybody, torch.Generator()), state.clients, None)["w"]
         for i in range(4):
             torch.testing.assert_close(before[i], mixed[i], rtol=1e-5, atol=1e-6)
-        state, _ = step(alg, state, s, torch.tensor(ids))
-        assert torch.equal(state.own["w"][ids], before[ids])  # a round starts from the mixed model
-        logits = state.own["a"]
-        newest = state.g["delta"][-len(ids) :]
+        state, _ = step(Setup(alg, s), state, torch.tensor(ids))
+        assert torch.equal(state.clients["w"][ids], before[ids])  # a round starts from the mixed model
+        logits = state.clients["a"]
+        newest = state.server["delta"][-len(ids) :]
         for i in ids:
-            deltas[i] = (ids, newest, state.own["w"][i].clone())
+            deltas[i] = (ids, newest, state.clients["w"][i].clone())
             share = logits[i, ids].softmax(0).float()
             mixed[i] = deltas[i][2] + share @ newest
-    assert set(state.g["round"].tolist()) == {4, 5} and len(state.g["delta"]) == 4  # nothing is kept that nobody needs
-    assert state.own["t"][:, 0].tolist() == [3, 2, 2, 1]
+    assert set(state.server["round"].tolist()) == {4, 5} and len(state.server["delta"]) == 4  # nothing is kept that nobody needs
+    assert state.clients["t"][:, 0].tolist() == [3, 2, 2, 1]
 
 
 def test_l2c_logits_of_absent_neighbours_rest():
@@ -352,9 +352,9 @@ def test_l2c_logits_of_absent_neighbours_rest():
     alg = L2C()
     state = begin(alg, s.net, 4)
     for ids in ([0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2], [0, 1, 2]):
-        before, state = state.own["a"].clone(), step(alg, state, s, torch.tensor(ids))[0]
+        before, state = state.clients["a"].clone(), step(Setup(alg, s), state, torch.tensor(ids))[0]
     assert before[0].abs().min() > 0
-    assert torch.equal(state.own["a"][:, 3], before[:, 3]) and not torch.equal(state.own["a"][0, :3], before[0, :3])
+    assert torch.equal(state.clients["a"][:, 3], before[:, 3]) and not torch.equal(state.clients["a"][0, :3], before[0, :3])
 
 
 @pytest.mark.parametrize("alg", [FedFomo(m=2), L2C()])
@@ -377,12 +377,12 @@ def test_without_validation_data_nobody_is_drawn_anywhere(alg):
     s = s._replace(data=replace(s.data, index={**s.data.index, "val": val}))
     state = begin(alg, s.net, 3)
     for _ in range(2):
-        kept = {k: v.clone() for k, v in state.own.items()}
-        state, done = step(alg, state, s, torch.arange(3))
+        kept = {k: v.clone() for k, v in state.clients.items()}
+        state, done = step(Setup(alg, s), state, torch.arange(3))
         assert not done.dropped
     if isinstance(alg, FedFomo):
-        assert torch.equal(state.own["old"][1], kept["w"][1]) and not state.g["p"][1].any()
+        assert torch.equal(state.clients["old"][1], kept["w"][1]) and not state.server["p"][1].any()
     else:
-        assert not state.own["a"][1].any() and state.own["a"][0].abs().max() > 0
+        assert not state.clients["a"][1].any() and state.clients["a"][0].abs().max() > 0
     with pytest.raises(ValueError, match=r"^split: .*'val'"):
         play(alg, make_setting(s.net, images(), s.training), 2)

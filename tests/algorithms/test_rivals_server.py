@@ -11,7 +11,7 @@ from small import make_setting, quadratics
 
 from pflcore import Training, ops, step
 from pflcore.algorithms import FedAvg
-from pflcore.simulation.round import begin
+from pflcore.simulation.round import Setup, begin
 
 
 def points(targets, lr, engine="loop", start=0.0):
@@ -71,9 +71,9 @@ def test_fedamp_without_its_pull_is_local_training():
     amp, local = begin(FedAMP(lam=0.0), s.net, 3), begin(LocalOnly(), s.net, 3)
     pulled = begin(FedAMP(lam=2.0, sigma=3.0), s.net, 3)
     for _ in range(5):
-        amp, _ = step(FedAMP(lam=0.0), amp, s, torch.arange(3))
-        local, _ = step(LocalOnly(), local, s, torch.arange(3))
-        pulled, _ = step(FedAMP(lam=2.0, sigma=3.0), pulled, s, torch.arange(3))
+        amp, _ = step(Setup(FedAMP(lam=0.0), s), amp, torch.arange(3))
+        local, _ = step(Setup(LocalOnly(), s), local, torch.arange(3))
+        pulled, _ = step(Setup(FedAMP(lam=2.0, sigma=3.0), s), pulled, torch.arange(3))
     assert torch.equal(amp.own["w"], local.own["w"])
     assert pulled.own["w"].std() < 0.95 * local.own["w"].std()
 
@@ -83,17 +83,19 @@ def test_fedamp_mixes_latest_uploads_and_nobody_who_never_came():
     alg = FedAMP(sigma=2.0, alpha=0.2)
     state = begin(alg, s.net, 4)
     for ids in ([0, 1, 2], [1, 2], [0, 2]):
-        before, u = state.own["w"].clone(), alg.send(state.g, cohort(ids, 4), torch.Generator())["u"]
-        close(u, state.g["xi"][ids] @ state.g["w"])
-        state, _ = step(alg, state, s, torch.tensor(ids))
+        before, u = state.clients["w"].clone(), alg.send(state.server, cohort(ids, 4), torch.Generator())["u"]
+        close(u, state.server["xi"][ids] @ state.server["w"])
+        state, _ = step(Setup(alg, s), state, torch.tensor(ids))
         absent = [i for i in range(4) if i not in ids]
-        assert torch.equal(state.own["w"][absent], before[absent])
-        close(state.g["sqdist"], ops.pairwise_sqdist(state.g["w"]))
-        assert torch.equal(state.g["w"][ids], state.own["w"][ids])
-    report = alg.report(state.g)
+        assert torch.equal(state.clients["w"][absent], before[absent])
+        close(state.server["sqdist"], ops.pairwise_sqdist(state.server["w"]))
+        assert torch.equal(state.server["w"][ids], state.clients["w"][ids])
+    report = alg.report(state.server)
     assert report["last"].tolist() == [3, 2, 3, 0] and int(report["rescaled"]) == 0
     assert report["weights"][3].tolist() == [0, 0, 0, 1] and not report["weights"][:3, 3].any()
-    close(report["weights"][0, 1], 0.1 * torch.exp(-((state.g["w"][0] - state.g["w"][1]) ** 2).sum() / 2))  # a stale model gives too
+    close(
+        report["weights"][0, 1], 0.1 * torch.exp(-((state.server["w"][0] - state.server["w"][1]) ** 2).sum() / 2)
+    )  # a stale model gives too
 
 
 def test_heurfedamp_of_zeros_and_of_one_client():
@@ -108,11 +110,11 @@ def test_sfl_on_the_complete_graph_is_fedavg():
     sfl, avg = SFL(k=2, lam1=0.0, lam2=0.0), FedAvg(weighting="uniform")
     a, b = begin(sfl, s.net, 3), begin(avg, s.net, 3)
     for _ in range(4):
-        a, _ = step(sfl, a, s, torch.arange(3))
-        b, _ = step(avg, b, s, torch.arange(3))
+        a, _ = step(Setup(sfl, s), a, torch.arange(3))
+        b, _ = step(Setup(avg, s), b, torch.arange(3))
         down = sfl.send(a.g, cohort([0, 1, 2], 3), torch.Generator())
-        close(down["x"], b.g["x"].expand(3, -1))
-        close(down["u"], b.g["x"].expand(3, -1))
+        close(down["x"], b.server["x"].expand(3, -1))
+        close(down["u"], b.server["x"].expand(3, -1))
 
 
 def test_sfl_regularisers_have_a_gradient():
@@ -139,8 +141,8 @@ def test_sfl_with_a_graph_from_a_file_or_from_labels(tmp_path):
     np.save(tmp_path / "graph.npy", graph)
     s = points([1.0, 3.0, 8.0], 0.1)
     alg = SFL(adjacency=str(tmp_path / "graph.npy"), lam1=0.0, lam2=0.0)
-    state, _ = step(alg, begin(alg, s.net, 3), s, torch.arange(3))
-    u = alg.send(state.g, cohort([0, 1, 2], 3), torch.Generator())["u"]
+    state, _ = step(Setup(alg, s), begin(alg, s.net, 3), torch.arange(3))
+    u = alg.send(state.server, cohort([0, 1, 2], 3), torch.Generator())["u"]
     close(u, [[0.2], [0.2], [0.8]])  # the row of zeros keeps its own
     np.save(tmp_path / "bare.npy", graph - np.diag(np.diag(graph)))  # a client counts itself
     assert begin(replace(alg, adjacency=str(tmp_path / "bare.npy")), s.net, 3).g["graph"].diagonal().tolist() == [1, 1, 1]
@@ -154,8 +156,8 @@ def test_sfl_with_a_graph_from_a_file_or_from_labels(tmp_path):
 def test_sfl_newcomers_hold_the_readout():
     s = points([1.0, 3.0, 8.0, 9.0], 0.1)
     alg = SFL(k=1)
-    state, _ = step(alg, begin(alg, s.net, 4), s, torch.tensor([0, 1, 2]))
-    down = alg.send(state.g, cohort([0, 1, 2, 3], 4), torch.Generator())
+    state, _ = step(Setup(alg, s), begin(alg, s.net, 4), torch.tensor([0, 1, 2]))
+    down = alg.send(state.server, cohort([0, 1, 2, 3], 4), torch.Generator())
     close(down["u"][3], down["x"][3])
     close(down["x"][0], down["u"][:3].mean(0))
 
@@ -186,12 +188,12 @@ def test_clustered_fl_finds_nested_groups_with_absent_clients():
     state = begin(alg, s.net, 12)
     for round in range(1, 16):
         ids = [i for i in range(12) if i != round % 12] if round > 8 else list(range(12))
-        state, _ = step(alg, state, s, torch.tensor(ids))
-    cluster = alg.report(state.g)["cluster"]
-    assert len(set(cluster.tolist())) == 4 and len(state.g["x"]) == 7  # three of the tree's nodes have split
+        state, _ = step(Setup(alg, s), state, torch.tensor(ids))
+    cluster = alg.report(state.server)["cluster"]
+    assert len(set(cluster.tolist())) == 4 and len(state.server["x"]) == 7  # three of the tree's nodes have split
     for group in range(4):
         assert len(set(cluster[group::4].tolist())) == 1
-    close(state.g["x"][cluster][:, 0], target, 1e-3, 0.1)
+    close(state.server["x"][cluster][:, 0], target, 1e-3, 0.1)
 
 
 def test_clustered_fl_before_the_first_split_is_fedavg():
@@ -199,6 +201,6 @@ def test_clustered_fl_before_the_first_split_is_fedavg():
     cfl, avg = ClusteredFL(first=3, relative=True), FedAvg(weighting="uniform")
     a, b = begin(cfl, s.net, 3), begin(avg, s.net, 3)
     for _ in range(3):
-        a, _ = step(cfl, a, s, torch.arange(3))
-        b, _ = step(avg, b, s, torch.arange(3))
-    assert torch.equal(a.g["x"][0], b.g["x"]) and len(a.g["x"]) == 1
+        a, _ = step(Setup(cfl, s), a, torch.arange(3))
+        b, _ = step(Setup(avg, s), b, torch.arange(3))
+    assert torch.equal(a.server["x"][0], b.server["x"]) and len(a.server["x"]) == 1

@@ -22,7 +22,7 @@ def test_golden_rounds(option, engine):
     net, data = quadratics(torch.tensor([[1.0], [2]]), torch.tensor([[1.0], [-2]]))
     s = make_setting(net, data, Training(lr=0.1, batch_size=1, epochs=2), 3, engine)
     for (state, _), (x, c, ci) in zip(play(Scaffold(option=option), s), GOLDEN, strict=True):
-        found = [float(state.g["x"]), float(state.g["c"]), *state.own["c"][:, 0].tolist()]
+        found = [float(state.server["x"]), float(state.server["c"]), *state.clients["c"][:, 0].tolist()]
         assert found == pytest.approx([x, c, *ci], abs=1e-12)
 
 
@@ -30,9 +30,9 @@ def test_option_one_is_the_gradient_at_the_servers_model():
     net, data = quadratics(torch.tensor([[1.0], [2]]), torch.tensor([[1.0], [-2]]), start=[0.5])
     s = make_setting(net, data, Training(lr=0.1, batch_size=1, epochs=2), 2)
     one, two = (state for state, _ in play(Scaffold(option="I"), s))
-    assert one.own["c"][:, 0].tolist() == pytest.approx([-0.5, 5.0])
-    x = float(one.g["x"])
-    assert two.own["c"][:, 0].tolist() == pytest.approx([x - 1, 2 * (x + 2)])
+    assert one.clients["c"][:, 0].tolist() == pytest.approx([-0.5, 5.0])
+    x = float(one.server["x"])
+    assert two.clients["c"][:, 0].tolist() == pytest.approx([x - 1, 2 * (x + 2)])
 
 
 def controls(option, training):
@@ -63,15 +63,15 @@ def test_with_momentum_option_two_divides_by_the_effective_steps(steps, expected
     s = make_setting(net, data, Training(lr=0.1, batch_size=1, epochs=steps, momentum=0.9))
     alg = Scaffold(option="II")
     state, _ = play(alg, s)[0]
-    assert float(state.g["x"]) == pytest.approx(0.1 * expected, rel=1e-7)
-    assert float(state.own["c"]) == pytest.approx(-1, rel=1e-7)
+    assert float(state.server["x"]) == pytest.approx(0.1 * expected, rel=1e-7)
+    assert float(state.clients["c"]) == pytest.approx(-1, rel=1e-7)
 
 
 def test_alone_it_is_local_training():
     net, data = Net(tiny_model()), images((20,))
     s = make_setting(net, data, Training(lr=0.1, batch_size=8), 4)
     for (a, _), (b, _) in zip(play(Scaffold(), s), play(LocalOnly(), s), strict=True):
-        torch.testing.assert_close(a.g["x"], b.own["w"][0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(a.server["x"], b.clients["w"][0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("option", ["mean_grad", "II", "I"])
@@ -89,6 +89,6 @@ def test_weights_by_samples_go_to_x_and_c_alike():
     s = make_setting(net, data, Training(lr=0.1, batch_size=8), 3)
     share = torch.tensor([7.0, 20, 31]) / 58
     for state, _ in play(Scaffold(weighting="samples"), s):
-        torch.testing.assert_close(state.g["c"], share @ state.own["c"], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(state.server["c"], share @ state.clients["c"], rtol=1e-4, atol=1e-6)
     first = play(FedAvg(), s, 1)[0][0]
-    torch.testing.assert_close(play(Scaffold(weighting="samples"), s, 1)[0][0].g["x"], first.g["x"])
+    torch.testing.assert_close(play(Scaffold(weighting="samples"), s, 1)[0][0].g["x"], first.server["x"])

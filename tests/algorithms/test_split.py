@@ -14,6 +14,7 @@ from small import images, make_setting, play, tiny_model
 
 from pflcore import Local, Net, Training, evaluate
 from pflcore.algorithms import ALGORITHMS, FedAvg
+from pflcore.simulation.round import Setup
 from pflcore.testing import check
 
 BODY, HEAD, NORM = ("0.weight", "0.bias", "1.weight", "1.bias"), ("3.weight", "3.bias"), ("1.weight", "1.bias")
@@ -76,7 +77,7 @@ def test_golden_presets(name, engine):
     s = make_setting(net, data, TRAINING, 3, engine)
     state = play(alg, s, ids=lambda r: COHORTS[r - 1])[-1][0]
     server, clients = program(name, net.module, data)
-    torch.testing.assert_close(state.g["x"], torch.cat([v.flatten() for v in server.values()]), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(state.server["x"], torch.cat([v.flatten() for v in server.values()]), rtol=1e-10, atol=1e-12)
     view, local = views(alg, state, s, torch.arange(3))
     for i, model in enumerate(clients):
         torch.testing.assert_close(view["w"][i], net.row(model), rtol=1e-10, atol=1e-12)
@@ -96,7 +97,7 @@ def test_the_documents_fedper_is_ours():
     theirs = runpy.run_path(str(ROOT / "examples" / "own_algorithm.py"))["FedPer"]
     s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4), 3)
     (one, done), (other, also) = (play(a, s, ids=lambda r: [0, r % 3] if r % 3 else [0])[-1] for a in (FedPer(), theirs()))
-    assert torch.equal(one.g["x"], other.g["x"]) and torch.equal(one.own["h"], other.own["head"]) and done == also
+    assert torch.equal(one.server["x"], other.g["x"]) and torch.equal(one.clients["h"], other.own["head"]) and done == also
 
 
 # laws -----------------------------------------------------------------------------------------------------------------
@@ -128,11 +129,11 @@ def test_a_frozen_part_never_moves_not_even_by_adamw():
     s = make_setting(Net(normed), federation(), t, 2)
     state = play(FedBABU(finetune_epochs=0), s)[-1][0]
     x, h = s.net.split(s.net.w0)
-    assert not state.own and (state.g["x"] != x).all()
+    assert not state.clients and (state.server["x"] != x).all()
     view, _ = views(FedBABU(finetune_epochs=0), state, s, torch.arange(3))
-    assert torch.equal(view["w"], s.net.join(state.g["x"], h.expand(3, -1)))
+    assert torch.equal(view["w"], s.net.join(state.server["x"], h.expand(3, -1)))
     state = play(FedRep(server_lr=0.0), s)[-1][0]  # the body never moves: the heads have seen it alone
-    assert torch.equal(state.g["x"], x) and (state.own["h"] != h).all()
+    assert torch.equal(state.server["x"], x) and (state.clients["h"] != h).all()
 
 
 def test_heads_are_trained_before_bodies():
@@ -150,8 +151,8 @@ def test_who_never_took_part_has_the_initial_private_part_and_others_statistics(
     state = play(alg, s, ids=lambda _: [0, 2])[-1][0]
     view, local = views(alg, state, s, torch.tensor([1]))
     assert torch.equal(alg.cut(s.net, view["w"])[1][0], alg.cut(s.net, s.net.w0)[1])
-    torch.testing.assert_close(local.buffers[0], state.buffers[[0, 2]].mean(0))
-    assert evaluate(alg, state, s)["loss"].isfinite().all()
+    torch.testing.assert_close(local.buffers[0], state.batch_norm[[0, 2]].mean(0))
+    assert evaluate(Setup(alg, s), state)["loss"].isfinite().all()
 
 
 # with batch norm, beside the table of contracts ------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from small import images, make_setting, play, quadratics, tiny_model
 
 from pflcore import Local, Net, Training, ops, step
 from pflcore.algorithms import Cohort, FedAvg
-from pflcore.simulation.round import begin
+from pflcore.simulation.round import Setup, begin
 
 F64 = torch.float64
 
@@ -184,7 +184,7 @@ def test_law_3_c_is_the_mean_of_the_clients_c(option):
     s = make_setting(net, data, Training(lr=0.1, batch_size=8), rounds=6)
     cohorts = [[0, 1, 2, 3], [1], [0, 3], [1, 2, 3], [2], [0, 1, 2, 3]]
     for state, _ in play(Scaffold(option=option), s, ids=lambda r: cohorts[r - 1]):  # type: ignore[arg-type]
-        torch.testing.assert_close(state.g["c"], state.own["c"].mean(0), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(state.server["c"], state.clients["c"].mean(0), rtol=1e-5, atol=1e-6)
 
 
 def test_law_3_the_first_round_is_uniform_fedavg():
@@ -215,8 +215,8 @@ def test_law_4_even_weights_are_scaffold(mode):
     s = make_setting(net, data, Training(lr=0.1, batch_size=8), rounds=5)
     ours, theirs = play(Forced(even=5, control_agg=mode), s), play(Scaffold(), s)  # type: ignore[arg-type]
     for (a, _), (b, _) in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a.g["x"], b.g["x"], rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(a.g["c"], b.g["c"], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(a.server["x"], b.server["x"], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(a.server["c"], b.server["c"], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("mode", ["recompute", "literal"])
@@ -225,8 +225,8 @@ def test_law_4_all_weight_on_the_target_is_its_local_training(mode):
     s = make_setting(net, data, Training(lr=0.1, batch_size=8), rounds=5)
     ours, alone = play(Forced(target=1, control_agg=mode), s), play(LocalOnly(), s)  # type: ignore[arg-type]
     for (a, _), (b, _) in zip(ours, alone, strict=True):
-        torch.testing.assert_close(a.g["x"], b.own["w"][1], rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(a.g["c"], a.own["c"][1], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(a.server["x"], b.clients["w"][1], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(a.server["c"], a.clients["c"][1], rtol=1e-5, atol=1e-6)
 
 
 def test_law_4_a_change_of_weights_leaves_its_mark_on_literal_c_only():
@@ -307,13 +307,15 @@ def test_law_7_a_broken_client_is_out_of_the_round(mode):
     s = make_setting(net, data, Training(lr=0.1, batch_size=8), rounds=10)
     (one, _), (two, done), (three, _) = play(Broken(control_agg=mode), s, 3)  # type: ignore[arg-type]
     assert done.dropped == [2] and not done.void
-    assert torch.equal(two.own["c"][2], one.own["c"][2])
-    assert two.g["ids"].tolist() == [0, 1, 3] and math.fsum(two.g["weights"].tolist()) == pytest.approx(1)
+    assert torch.equal(two.clients["c"][2], one.clients["c"][2])
+    assert two.server["ids"].tolist() == [0, 1, 3] and math.fsum(two.server["weights"].tolist()) == pytest.approx(1)
     if mode == "recompute":
         there = torch.tensor([0, 1, 3])
-        torch.testing.assert_close(two.g["c"], (two.g["weights"].float() @ two.own["c"][two.g["ids"]]), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            two.server["c"], (two.server["weights"].float() @ two.clients["c"][two.server["ids"]]), rtol=1e-5, atol=1e-6
+        )
         alone = play(Broken(control_agg="recompute", who=9), s, 2, ids=lambda r: [0, 1, 2, 3] if r == 1 else there.tolist())[1][0]
-        assert all(torch.equal(two.g[k], alone.g[k]) for k in two.g)  # the same as not to have been there
+        assert all(torch.equal(two.server[k], alone.g[k]) for k in two.g)  # the same as not to have been there
     assert three.g["weights"][2] > 0  # no ban
 
 
@@ -322,7 +324,7 @@ def test_law_7_without_the_target_the_round_is_void():
     s = make_setting(net, data, Training(lr=0.1, batch_size=8), rounds=10)
     (one, _), (two, done) = play(Broken(who=0), s, 2)
     assert done.void and done.dropped == [0] and two.void == 1
-    assert all(torch.equal(two.g[k], one.g[k]) for k in one.g) and torch.equal(two.own["c"], one.own["c"])
+    assert all(torch.equal(two.server[k], one.server[k]) for k in one.g) and torch.equal(two.clients["c"], one.clients["c"])
 
 
 # law 9: limits of the others -------------------------------------------------------------------------------------------------------------
@@ -332,7 +334,7 @@ def test_law_9_fedprox():
     net, data = Net(tiny_model()), images()
     s = make_setting(net, data, Training(lr=0.1, batch_size=8, epochs=2), rounds=3)
     for (a, _), (b, _) in zip(play(FedProx(mu=0.0), s), play(FedAvg(), s), strict=True):
-        torch.testing.assert_close(a.g["x"], b.g["x"], rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(a.server["x"], b.server["x"], rtol=1e-6, atol=1e-7)
     net, data = quadratics(torch.tensor([[2.0]]), torch.tensor([[3.0]]), start=[1.0])
     golden = [play(FedProx(mu=0.5), make_setting(net, data, Training(lr=0.1, batch_size=1, epochs=e)))[0][0].g["x"] for e in (1, 2, 3)]
     close(torch.cat(golden), [1.4, 1.7, 1.925])
@@ -409,4 +411,4 @@ def test_a_target_who_is_not_asked_makes_a_plain_error():
     s = make_setting(net, data, Training(batch_size=8))
     state = begin(Waffle(target=2), net, 3)
     with pytest.raises(ValueError, match="target"):
-        step(Waffle(target=2), state, s, torch.tensor([0, 1]))
+        step(Setup(Waffle(target=2), s), state, torch.tensor([0, 1]))

@@ -39,8 +39,8 @@ def eroded(updates, sizes, rounds, **options):
     data = type(data)(data.x.double(), data.y, data.index, 1)
     found, last = [], net.w0
     for state, _ in play(FixedUpdates(updates=updates, **options), make_setting(net, data, Training(batch_size=32), rounds)):
-        found.append((state.g["alpha"].tolist(), state.g["x"] - last))
-        last = state.g["x"]
+        found.append((state.server["alpha"].tolist(), state.server["x"] - last))
+        last = state.server["x"]
     return found
 
 
@@ -86,9 +86,9 @@ def test_law_8_weights_fall_and_the_targets_stays():
     for p_d in (None, 0.05):
         before = torch.ones(4, dtype=F64)
         for state, _ in play(WeightErosion(target=2, p_d=p_d, p_s=0.5), s):
-            alpha = state.g["alpha"]
+            alpha = state.server["alpha"]
             assert (alpha <= before).all() and (alpha >= 0).all() and alpha[2] == 1
-            assert WeightErosion().report(state.g)["weights"].sum() == pytest.approx(1)
+            assert WeightErosion().report(state.server)["weights"].sum() == pytest.approx(1)
             before = alpha
         assert before.min() < 0.9
 
@@ -97,9 +97,9 @@ def test_law_8_between_fedavg_and_local_training():
     net, data = Net(tiny_model()), images()
     s = make_setting(net, data, Training(lr=0.1, batch_size=8), 4)
     for (a, _), (b, _) in zip(play(WeightErosion(p_d=0.0), s), play(FedAvg(weighting="uniform"), s), strict=True):
-        torch.testing.assert_close(a.g["x"], b.g["x"])
+        torch.testing.assert_close(a.server["x"], b.server["x"])
     for (a, _), (b, _) in zip(play(WeightErosion(target=1, p_d=1e9), s), play(LocalOnly(), s), strict=True):
-        torch.testing.assert_close(a.g["x"], b.own["w"][1], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(a.server["x"], b.clients["w"][1], rtol=1e-5, atol=1e-6)
 
 
 @given(st.lists(st.tuples(*[st.floats(-10, 10)] * 2), min_size=1, max_size=6), st.sampled_from([0.0, 1e-3, 0.3, 1e12]), st.floats(0, 3))
@@ -151,9 +151,9 @@ def test_those_present_share_the_whole_weight():
 def test_an_absent_client_keeps_its_weight():
     net, data = Net(tiny_model()), images()
     (one, _), (two, done), (three, _) = play(Broken(p_d=0.05), make_setting(net, data, Training(lr=0.1, batch_size=8), 3))
-    assert done.dropped == [1] and two.g["alpha"][1] == one.g["alpha"][1] and two.g["alpha"][2] < one.g["alpha"][2]
-    assert three.g["alpha"][1] < two.g["alpha"][1]
+    assert done.dropped == [1] and two.server["alpha"][1] == one.server["alpha"][1] and two.server["alpha"][2] < one.server["alpha"][2]
+    assert three.g["alpha"][1] < two.server["alpha"][1]
     without = play(
         Broken(p_d=0.05), make_setting(net, data, Training(lr=0.1, batch_size=8), 3), 2, lambda r: [0, 1, 2] if r == 1 else [0, 2]
     )
-    assert torch.equal(two.g["x"], without[1][0].g["x"])  # those who are there share the whole weight
+    assert torch.equal(two.server["x"], without[1][0].g["x"])  # those who are there share the whole weight

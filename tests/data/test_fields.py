@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from parts.fields import CLASSES, LABELS, TWO, Tagger, federation, sequences
 
-from pflcore import Federation, Simulation, Training, evaluate
+from pflcore import Evaluation, Federation, Simulation, Training, evaluate
 from pflcore.data import padded
+from pflcore.simulation.round import Setup
 
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=7), min_size=1, max_size=5), st.integers(1, 9))
@@ -27,7 +28,9 @@ def test_padded_rows_hold_the_sequences(rows, length):
 def test_a_run_counts_the_steps_that_are_there(per_step, algorithm):
     data = federation(per_step)
     seen = {"share": lambda scores, y: float((scores.argmax(-1) == y).double().mean())}
-    run = Simulation(algorithm, Tagger(per_step), data, Training(lr=0.3, batch_size=8, epochs=3), rounds=5, metrics=seen)
+    run = Simulation(
+        algorithm, Tagger(per_step), data, Training(lr=0.3, batch_size=8, epochs=3), rounds=5, evaluation=Evaluation(metrics=seen)
+    )
     history = run.run()
     assert history.rounds[-1]["train_loss"] < history.rounds[0]["train_loss"]
     last = history.rounds[-1]["eval"]
@@ -51,8 +54,8 @@ def test_one_model_for_all_is_evaluated_as_many():
     data = federation(True)
     run = Simulation("fedavg", Tagger(True), data, Training(lr=0.3, batch_size=8), rounds=2)
     run.run()
-    together = evaluate(run.algorithm, run.state, run.setting)  # type: ignore[arg-type]
-    apart = [evaluate(run.algorithm, run.state, run.setting, clients=torch.tensor([i])) for i in range(data.n)]  # type: ignore[arg-type]
+    together = evaluate(Setup(run.algorithm, run.setting), run.state)  # type: ignore[arg-type]
+    apart = [evaluate(Setup(run.algorithm, run.setting), run.state, clients=torch.tensor([i])) for i in range(data.n)]  # type: ignore[arg-type]
     for key in ("loss", "accuracy"):
         torch.testing.assert_close(together[key], torch.stack([a[key][i] for i, a in enumerate(apart)]))
 

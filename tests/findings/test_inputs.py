@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from pflcore import Federation, Simulation, Training
+from pflcore import Evaluation, Federation, Simulation, Training
 from pflcore.data import federation_of
 
 
@@ -48,7 +48,7 @@ def test_no_engine_trains_an_embedding_on_its_padding():
 def test_a_metric_is_not_called_like_a_column_of_the_record(name):
     data = Federation.from_arrays([(torch.randn(4, 2), torch.arange(4) % 2)] * 2, test=[(torch.randn(4, 2), torch.arange(4) % 2)] * 2)
     with pytest.raises(ValueError, match=f"metrics: '{name}' is recorded anyway"):
-        Simulation("fedavg", nn.Linear(2, 2), data, metrics={name: lambda scores, y: 0.0})
+        Simulation("fedavg", nn.Linear(2, 2), data, evaluation=Evaluation(metrics={name: lambda scores, y: 0.0}))
 
 
 def test_one_token_a_sample_and_a_padding_row():

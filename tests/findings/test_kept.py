@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from pflcore import Federation, Simulation, Training
+from pflcore import Federation, Hardware, Simulation, Training
 from pflcore.simulation.checkpoint import load, save
 
 
@@ -53,7 +53,7 @@ def test_a_full_disk_is_a_sentence_and_no_killed_process(tmp_path, monkeypatch):
     """A mapped file that cannot grow ends the process (SIGBUS)."""
     parts = [(torch.randn(6, 2), torch.arange(6) % 2) for _ in range(3)]
     data = Federation.from_arrays(parts, test=parts)
-    run = Simulation("ditto", nn.Linear(2, 2), data, Training(lr=0.1), rounds=2, rows=tmp_path)
+    run = Simulation("ditto", nn.Linear(2, 2), data, Training(lr=0.1), rounds=2, hardware=Hardware(rows=tmp_path))
 
     def look(round, record):
         assert run.state.round == round  # the run goes on with a copy

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from pflcore import Federation, Simulation, Training
+from pflcore import Evaluation, Federation, Hardware, Simulation, Training
 
 STATUS = Path("/proc/self/status")
 
@@ -26,7 +26,7 @@ def test_there_are_as_many_workers_as_cores_that_may_be_used():
     allowed, before = os.sched_getaffinity(0), set(threading.enumerate())
     os.sched_setaffinity(0, {min(allowed)})
     try:
-        simulation = Simulation("fedavg", nn.Linear(6, 4), federation(6), Training(), rounds=1, engine="loop")
+        simulation = Simulation("fedavg", nn.Linear(6, 4), federation(6), Training(), rounds=1, hardware=Hardware(engine="loop"))
         simulation.run()
     finally:
         os.sched_setaffinity(0, allowed)
@@ -37,7 +37,7 @@ def test_there_are_as_many_workers_as_cores_that_may_be_used():
 def test_models_of_more_than_65536_weights_train_one_by_one(width, engine):
     """Steps of many such models at once fall out of the caches: up to twice a plain loop's time."""
     model = nn.Sequential(nn.Linear(784, width), nn.LeakyReLU(), nn.Linear(width, 4))
-    assert Simulation("fedavg", model, federation(784), Training(), rounds=1).path.engine == engine
+    assert Simulation("fedavg", model, federation(784), Training(), rounds=1).header()["path"]["engine"] == engine
 
 
 def trained(send):
@@ -45,10 +45,18 @@ def trained(send):
     resident = lambda: int(re.search(r"VmRSS:\s+(\d+)", STATUS.read_text())[1]) >> 10  # type: ignore[index]  # noqa: E731
     layers = [nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU()]
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 4))
-    simulation = Simulation("fedavg", model, federation(3, 128, 128, clients=1), Training(0.01, 32), rounds=1, workers=1, eval_every=0)
+    simulation = Simulation(
+        "fedavg",
+        model,
+        federation(3, 128, 128, clients=1),
+        Training(0.01, 32),
+        rounds=1,
+        hardware=Hardware(workers=1),
+        evaluation=Evaluation(every=0),
+    )
     before = resident()
     simulation.run()
-    send.send((simulation.path.form, resident() - before, simulation.peak_bytes() >> 20))
+    send.send((simulation.header()["path"]["form"], resident() - before, simulation.peak_bytes() >> 20))
 
 
 @pytest.mark.deep("a process of its own")

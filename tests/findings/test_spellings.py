@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pflcore import Federation, Simulation, Training
+from pflcore import Federation, Hardware, Simulation, Training
 from pflcore.nn import Dropout
 
 
@@ -110,9 +110,10 @@ def federation():
 @pytest.mark.parametrize("name", MODELS)
 def test_it_is_a_chain(name):
     chain, plain = (
-        Simulation("fedavg", MODELS[name], federation(), Training(0.1, 4), rounds=2, engine=engine) for engine in ("auto", "loop")
+        Simulation("fedavg", MODELS[name], federation(), Training(0.1, 4), rounds=2, hardware=Hardware(engine=engine))
+        for engine in ("auto", "loop")
     )
-    assert chain.path.form == "chain", chain.path.why
+    assert chain.header()["path"]["form"] == "chain", chain.header()["path"]["why"]
     for got, want in zip(chain.run().rounds, plain.run().rounds, strict=True):
         assert got["eval"]["loss"] == pytest.approx(want["eval"]["loss"], rel=1e-4)
         assert got["eval"]["accuracy"] == want["eval"]["accuracy"]
@@ -132,7 +133,7 @@ class Decides(nn.Module):
 
 @pytest.mark.parametrize("how", ["batch", "values", "mode", "detour"])
 def test_what_depends_on_more_than_the_layer_before_is_none(how):
-    assert Simulation("fedavg", lambda: Decides(how), federation(), Training(0.1, 4), rounds=1).path.form != "chain"
+    assert Simulation("fedavg", lambda: Decides(how), federation(), Training(0.1, 4), rounds=1).header()["path"]["form"] != "chain"
 
 
 def test_torchs_dropout_trains_as_ours():
@@ -141,10 +142,12 @@ def test_torchs_dropout_trains_as_ours():
 
     for engine in ("auto", "loop", "vmap"):
         theirs, ours = (
-            Simulation("ditto", lambda kind=kind: model(kind), federation(), Training(0.1, 4), rounds=2, engine=engine).run()
+            Simulation(
+                "ditto", lambda kind=kind: model(kind), federation(), Training(0.1, 4), rounds=2, hardware=Hardware(engine=engine)
+            ).run()
             for kind in (nn.Dropout, Dropout)
         )
-        assert torch.equal(theirs.state.g["x"], ours.state.g["x"])
+        assert torch.equal(theirs.state.server["x"], ours.state.server["x"])
     given = model(nn.Dropout)
     Simulation("fedavg", given, federation(), Training(0.1, 4), rounds=1).run()
     assert type(given[2]) is nn.Dropout  # type: ignore[index]

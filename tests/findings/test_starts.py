@@ -21,7 +21,7 @@ def at_zero():
 def test_an_ensemble_starts_where_fedavg_does():
     """A model that starts at zero does so in each of the k runs."""
     data = Federation.from_arrays(PARTS, test=PARTS, classes=2)
-    assert not Simulation(Ensemble(k=3), at_zero, data, Training(), rounds=1).state.g["x"].any()
+    assert not Simulation(Ensemble(k=3), at_zero, data, Training(), rounds=1).state.server["x"].any()
 
 
 @pytest.mark.parametrize("method", ["fedamp", "heurfedamp"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pflcore import Federation, Net, Simulation, Training
+from pflcore import Federation, Hardware, Net, Simulation, Training
 
 
 def federation():
@@ -39,7 +39,7 @@ def test_what_is_made_in_four_threads_is_what_is_made_alone():
         return Net(lambda: nn.Sequential(*[nn.Linear(6, 6) for _ in range(8)]), seed=seed).w0
 
     def run(seed):
-        return Simulation("fedavg", small, data, Training(), rounds=2, seed=seed, workers=1).run().state.g["x"]
+        return Simulation("fedavg", small, data, Training(), rounds=2, seed=seed, hardware=Hardware(workers=1)).run().state.server["x"]
 
     for make, count in ((weights, 60), (run, 24)):
         with ThreadPoolExecutor(4) as pool:
@@ -85,8 +85,11 @@ def beside(work):
 
 def test_a_run_survives_what_another_thread_makes_and_draws():
     def run():
-        made = [Simulation("fedavg", Residual, federation(), Training(), rounds=8, engine="loop", workers=1) for _ in range(6)]
-        return torch.stack([one.run().state.g["x"] for one in made])
+        made = [
+            Simulation("fedavg", Residual, federation(), Training(), rounds=8, hardware=Hardware(engine="loop", workers=1))
+            for _ in range(6)
+        ]
+        return torch.stack([one.run().state.server["x"] for one in made])
 
     assert torch.equal(run(), beside(run))
 

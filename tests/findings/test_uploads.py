@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import pflcore
-from pflcore import Adversary, Client, Federation, Server, Simulation, Training
+from pflcore import Adversary, Client, Federation, Robustness, Server, Simulation, Training
 from pflcore.algorithms import Cohort, FedAvg
 
 GEN = torch.Generator().manual_seed(0)
@@ -179,7 +179,7 @@ def test_a_client_that_is_not_finite_ends_no_defended_run(defence, least):
     data = Federation.from_arrays(PARTS[:least], test=PARTS[:least])
     algorithm = FedAvg(defence=defence, hostile=1)
     bad = {"attack": "scale", "clients": [least - 1], "strength": 1e39}
-    history = Simulation(algorithm, nn.Linear(4, 3), data, TRAINING, rounds=5, adversary=Adversary(**bad)).run()
+    history = Simulation(algorithm, nn.Linear(4, 3), data, TRAINING, rounds=5, robustness=Robustness(adversary=Adversary(**bad))).run()
     assert history.stopped is None
     assert [(r["dropped"], r["void"]) for r in history.rounds] == [([least - 1], False)] * 5
 

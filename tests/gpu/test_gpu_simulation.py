@@ -7,9 +7,9 @@ import torch
 from doors import held_out
 from small import images, make_setting, tiny_model
 
-from pflcore import Net, Simulation, Training, step
+from pflcore import Hardware, Net, Simulation, Training, step
 from pflcore.algorithms import ALGORITHMS
-from pflcore.simulation.round import begin
+from pflcore.simulation.round import Setup, begin
 
 
 def data():
@@ -17,7 +17,7 @@ def data():
 
 
 def play(name, device, training):
-    run = Simulation(name, tiny_model(), data(), training, rounds=3, engine="vmap", device=device)
+    run = Simulation(name, tiny_model(), data(), training, rounds=3, hardware=Hardware(engine="vmap", device=device))
     history = run.run()
     assert history.stopped is None
     return history.series("loss")[1], max(history.series("accuracy")[1].flatten().tolist())
@@ -37,13 +37,13 @@ def waits(name, epochs):
     setting = make_setting(net, federation, Training(lr=0.1, batch_size=5, epochs=epochs), 3, engine="vmap", workers=None)
     state = begin(algorithm, net, federation.n)
     for _ in range(2):
-        state, _ = step(algorithm, state, setting, torch.arange(federation.n))
+        state, _ = step(Setup(algorithm, setting), state, torch.arange(federation.n))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            step(algorithm, state, setting, torch.arange(federation.n))
+            step(Setup(algorithm, setting), state, torch.arange(federation.n))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return sum("synchroniz" in str(w.message) for w in seen)

@@ -9,7 +9,7 @@ from small import images, make_setting
 from pflcore import Net, Training, evaluate, step
 from pflcore.algorithms import FedAvg
 from pflcore.nn.models import MODELS, model_for
-from pflcore.simulation.round import begin
+from pflcore.simulation.round import Setup, begin
 
 MNIST, CIFAR = (1, 28, 28), (3, 32, 32)
 
@@ -70,10 +70,10 @@ def test_batch_norm_and_dropout_are_the_same_in_both_engines(name, shape, buffer
     alg, found = FedDWA() if buffers == "local" else FedAvg(), []
     for engine in ("loop", "vmap"):
         s = make_setting(Net(lambda: model_for(name, shape, 4)), data, Training(lr=0.05, batch_size=4), engine=engine)
-        state, _ = step(alg, begin(alg, s.net, 2), s, torch.arange(2), buffers)
-        found.append((state.g["x"], state.buffers, evaluate(alg, state, s)["loss"]))
-        assert not torch.equal(state.buffers[0], s.net.b0)
-        assert torch.equal(state.buffers[0], state.buffers[1]) == (buffers == "average")
+        state, _ = step(Setup(alg, s, batch_norm=buffers), begin(alg, s.net, 2), torch.arange(2))
+        found.append((state.server["x"], state.batch_norm, evaluate(Setup(alg, s), state)["loss"]))
+        assert not torch.equal(state.batch_norm[0], s.net.b0)
+        assert torch.equal(state.batch_norm[0], state.batch_norm[1]) == (buffers == "average")
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 

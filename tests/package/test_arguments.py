@@ -15,7 +15,7 @@ from small import images, make_setting, tiny_model
 
 import pflcore
 from pflcore import Adversary, Federation, Net, Simulation, Training, interop, metrics, ops
-from pflcore.algorithms import FedAvg, State
+from pflcore.algorithms import FedAvg
 from pflcore.data import Partition, Source, federation_of, load, options_of, padded, partition
 from pflcore.interop import distributed, lowrank
 from pflcore.nn import Dropout, FactorizedConv2d, FactorizedLinear, factorize
@@ -24,7 +24,7 @@ from pflcore.ops import stream
 from pflcore.results.record import Record, Run, group, read
 from pflcore.results.table import table
 from pflcore.simulation import checkpoint as checkpoints
-from pflcore.simulation.round import begin, sample
+from pflcore.simulation.round import State, begin, sample
 from pflcore.testing import Case, check
 
 NAN = float("nan")

@@ -6,7 +6,7 @@ from small import make_setting
 
 from pflcore import Federation, Net, Training, step
 from pflcore.nn import factorize
-from pflcore.simulation.round import begin
+from pflcore.simulation.round import Setup, begin
 
 D = torch.float64
 
@@ -37,6 +37,6 @@ def setting(data=None, engine="vmap", ranks=(4, 3), **training):
 def play(alg, s, rounds=2, ids=None):
     state = begin(alg, s.net, s.data.n)
     for _ in range(rounds):
-        state, done = step(alg, state, s, torch.tensor(range(s.data.n) if ids is None else ids))
+        state, done = step(Setup(alg, s), state, torch.tensor(range(s.data.n) if ids is None else ids))
         assert not done.dropped
     return state

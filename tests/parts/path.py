@@ -5,7 +5,7 @@ import copy
 import torch
 import torch.nn as nn
 
-from pflcore import Federation, Simulation, Training
+from pflcore import Federation, Hardware, Simulation, Training
 
 
 def federation(shape=(6,), y=None, tokens=False):
@@ -38,7 +38,7 @@ def same_as_by_hand(build, data, engine="auto"):
     """One FedAvg round of one step of each client against the module trained by hand."""
     torch.manual_seed(1)
     model = build()
-    run = Simulation("fedavg", model, data, Training(lr=0.1, batch_size=20), rounds=1, workers=1, engine=engine)
+    run = Simulation("fedavg", model, data, Training(lr=0.1, batch_size=20), rounds=1, hardware=Hardware(workers=1, engine=engine))
     want, size = torch.zeros(run.setting.net.size), data.size().double()
     for i in range(data.n):
         mine = copy.deepcopy(model).train()
@@ -48,5 +48,5 @@ def same_as_by_hand(build, data, engine="auto"):
         optimizer.step()
         want += run.setting.net.row(mine) * float(size[i] / size.sum())
     run.run()
-    torch.testing.assert_close(run.state.g["x"], want, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(run.state.server["x"], want, rtol=1e-4, atol=1e-6)
     return run

@@ -96,7 +96,7 @@ def test_an_attacked_run_goes_on_from_its_checkpoint(data, tmp_path):
         run(data, **options).run(crash, Checkpoint(tmp_path, every=2))
     rest = Simulation.load(tmp_path, model=lambda: nn.Linear(8, 4), data=data)
     rest.run()
-    assert rest.adversary == options["adversary"] and torch.equal(rest.state.g["x"], whole.state.g["x"])
+    assert rest.adversary == options["adversary"] and torch.equal(rest.state.server["x"], whole.state.server["x"])
     with pytest.raises(ValueError, match=r"another run: (adversary|eval_clients)"):
         run(data, **{**options, "adversary": None}).restore(tmp_path)
 
@@ -205,7 +205,7 @@ def test_running_statistics_are_no_way_around_a_defence(data):
     sentence(e)
     simulation = run(data, FedAvg(defence="median"), model=model, rounds=2)
     simulation.run()
-    assert not torch.equal(simulation.state.buffers[0], simulation.state.buffers[1])
+    assert not torch.equal(simulation.state.batch_norm[0], simulation.state.batch_norm[1])
 
 
 # the command line -----------------------------------------------------------------------------------------------------------------------

@@ -13,10 +13,10 @@ import torch.nn as nn
 from doors import held_out
 from small import SIX, images, make_setting, swept, tiny_model
 
-from pflcore import Client, Net, Server, Simulation, Training, evaluate, step
+from pflcore import Client, Hardware, Net, Server, Simulation, Training, evaluate, step
 from pflcore.algorithms import ALGORITHMS, FedAvg, Stop
 from pflcore.data import Federation
-from pflcore.simulation.round import begin
+from pflcore.simulation.round import Setup, begin
 
 OPTIONS: dict[str, dict[str, Any]] = {"knnper": {"k": 3}}
 DEFENDED = {"fedavg, median": FedAvg(defence="median"), "fedavg, fltrust": FedAvg(defence="fltrust", root=0)}
@@ -51,7 +51,7 @@ def spoiling(value, *bad):
 
 
 def parts(state):
-    return {**state.g, **{f"own {k}": v for k, v in state.own.items()}, "buffers": state.buffers}
+    return {**state.server, **{f"own {k}": v for k, v in state.clients.items()}, "buffers": state.batch_norm}
 
 
 def same(a, b):
@@ -79,22 +79,22 @@ def test_a_bad_upload(name, kind):
             break
         if kind in ("nan", "inf") and name not in SILENT:
             assert done.dropped == [BAD] and not done.void
-            assert all(torch.equal(state.own[k][BAD], before.own[k][BAD]) for k in state.own)  # it was absent
+            assert all(torch.equal(state.clients[k][BAD], before.clients[k][BAD]) for k in state.clients)  # it was absent
         elif done.void:
             assert same(state, before) and kind == "1e30"
         assert all(bool(v.isfinite().all()) for v in parts(state).values() if v.is_floating_point())
     honest = torch.arange(N) != BAD
     if kind != "1e30":
-        assert evaluate(alg, state, s)["loss"][honest].isfinite().all()
+        assert evaluate(Setup(alg, s), state)["loss"][honest].isfinite().all()
     elif name == "fedavg, median":
-        assert (evaluate(alg, state, s)["loss"][honest] < 2).all()
+        assert (evaluate(Setup(alg, s), state)["loss"][honest] < 2).all()
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if algorithm(n).required])
 @pytest.mark.parametrize("kind", VALUES)
 def test_the_target_is_bad(name, kind):
     alg, s, state = start(name)
-    state, _ = step(alg, state, s, torch.arange(N))
+    state, _ = step(Setup(alg, s), state, torch.arange(N))
     TRIED[f"the target's {kind}"] += 1
     before = copy.deepcopy(state)
     state, done = step(alg, state, s, torch.arange(N), transport=spoiling(VALUES[kind], TARGET))
@@ -115,16 +115,16 @@ def test_a_hook_that_fails_changes_nothing(name):
 
     alg, s, state = start(name)
     gone = Gone(**vars(alg))
-    state, _ = step(gone, state, s, torch.arange(N))
+    state, _ = step(Setup(gone, s), state, torch.arange(N))
     before, Gone.fails = copy.deepcopy(state), True
     TRIED["a client that drops out"] += 1
     with pytest.raises(ConnectionError):
-        step(gone, state, s, torch.arange(N))
+        step(Setup(gone, s), state, torch.arange(N))
     assert same(state, before) and state.round == before.round
     Gone.fails = False
     without = torch.tensor([i for i in range(N) if i != BAD])
-    one, two = (step(a, copy.deepcopy(before), s, without)[0] for a in (gone, alg))
-    assert same(one, two) and all(torch.equal(one.own[k][BAD], before.own[k][BAD]) for k in one.own)
+    one, two = (step(Setup(a, s), copy.deepcopy(before), without)[0] for a in (gone, alg))
+    assert same(one, two) and all(torch.equal(one.clients[k][BAD], before.clients[k][BAD]) for k in one.own)
 
 
 @every
@@ -158,8 +158,8 @@ def test_a_first_round_of_nothing_but_wrong_uploads(name, buffers):
     """There is no right one yet to compare them with: one sentence, nothing changed, and the same round can be played with right ones."""
     alg = algorithm(name)
     net = alg.prepare(Net(lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))))
-    server = Server(alg, net, N, rounds=4, buffers=buffers)
-    uploads = {i: Client(alg, net, DATA.subset([i]), TRAINING, buffers=buffers).train(server.download(i)) for i in range(N)}
+    server = Server(alg, net, N, rounds=4, batch_norm=buffers)
+    uploads = {i: Client(alg, net, DATA.subset([i]), TRAINING, batch_norm=buffers).train(server.download(i)) for i in range(N)}
     before, message = copy.deepcopy(server.state_dict()), uploads[0][0]
     for key in (next(k for k, v in message.items() if v.dim() and v.is_floating_point()), *(k for k in message if k == "@statistics")):
         right = message[key]
@@ -192,7 +192,7 @@ def test_a_run_of_bad_rounds_alone_stops_with_one_sentence(name):
             own, up = super().client(down, own, local)
             return own, {k: v * torch.nan for k, v in up.items()}
 
-    run = Simulation(Broken(), tiny_model(), DATA, TRAINING, rounds=9, workers=1)
+    run = Simulation(Broken(), tiny_model(), DATA, TRAINING, rounds=9, hardware=Hardware(workers=1))
     with pytest.warns(RuntimeWarning, match="stopped early"):
         history = run.run()
     assert len(history.rounds) == 3 and history.stopped is not None

@@ -80,7 +80,7 @@ def test_batch_norm_clip_and_evaluation_options_go_on(tmp_path):
 
     options = {"clip": 0.3, "eval_every": 3, "eval_train": True, "clients": [0, 1, 2, 3], "seed": 5, "metrics": ("f1",), "rounds": 5}
     for policy in ("local", "average"):
-        history = unbroken(Simulation("fedavg", model, DATA, TRAINING, buffers=policy, **options), tmp_path)
+        history = unbroken(Simulation("fedavg", model, DATA, TRAINING, batch_norm=policy, **options), tmp_path)
         assert without_seconds(Simulation.load(tmp_path, model=model, data=DATA).run().rounds) == without_seconds(history.rounds)
 
 

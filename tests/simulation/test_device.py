@@ -9,9 +9,9 @@ from pretend_gpu import pretended_gpu, waits
 from small import SIX, images, make_setting, tiny_model
 from torch import nn
 
-from pflcore import Net, Simulation, Training, ops, step
+from pflcore import Hardware, Net, Simulation, Training, ops, step
 from pflcore.algorithms import ALGORITHMS
-from pflcore.simulation.round import begin
+from pflcore.simulation.round import Setup, begin
 
 DIFFERENT = ("fedavg", "scaffold", "feddwa", "hypcluster", "apfl", "fedrod", "knnper")  # one of each family, for the slower model
 
@@ -33,7 +33,9 @@ def data(convolutions):
 
 def play(name, convolutions, device):
     model = Convolutions if convolutions else tiny_model()
-    run = Simulation(name, model, data(convolutions), Training(lr=0.05, batch_size=5), rounds=2, engine="vmap", device=device)
+    run = Simulation(
+        name, model, data(convolutions), Training(lr=0.05, batch_size=5), rounds=2, hardware=Hardware(engine="vmap", device=device)
+    )
     run.history = run.run()  # type: ignore[attr-defined]
     return run
 
@@ -49,7 +51,7 @@ def test_everything_is_on_the_device(name, convolutions):
     with pretended_gpu() as gpu:
         got = play(name, convolutions, str(gpu))
         assert got.history.stopped is None  # type: ignore[attr-defined]
-        rows = {f"g.{k}": v for k, v in got.state.g.items()} | {f"own.{k}": v for k, v in got.state.own.items()}
+        rows = {f"g.{k}": v for k, v in got.state.server.items()} | {f"own.{k}": v for k, v in got.state.clients.items()}
         large = {k: v.device.type for k, v in rows.items() if v.dim() and v.shape[-1] == got.setting.net.size}
         assert set(large.values()) <= {"cuda"}, f"rows of parameters that left the device: {large}"
     for key in ("loss", "accuracy"):
@@ -67,7 +69,7 @@ def waits_of_a_round(name, model, epochs, gpu):
     state = begin(algorithm, net, federation.n)
     for _ in range(2):
         waits.clear()
-        state, _ = step(algorithm, state, setting, torch.arange(federation.n))
+        state, _ = step(Setup(algorithm, setting), state, torch.arange(federation.n))
     return Counter(waits)
 
 
@@ -113,4 +115,4 @@ def test_two_devices_in_one_op_are_refused_with_a_sentence():
 def test_no_gpu_is_said_in_a_sentence(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=r"device: got 'cuda', but torch .* sees no GPU here; use device='cpu'"):
-        Simulation("fedavg", tiny_model(), images(), device="cuda")
+        Simulation("fedavg", tiny_model(), images(), hardware=Hardware(device="cuda"))

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from pflcore import Federation, Local, Net, Simulation, Training, evaluate, step
 from pflcore.algorithms import ALGORITHMS, Cohort, FedAvg
-from pflcore.simulation.round import begin
+from pflcore.simulation.round import Setup, begin
 
 
 def close(a, b, rtol=1e-9, atol=1e-12):
@@ -54,7 +54,7 @@ class Watched:
                 return found
 
         spy = Spy(**{k: v for k, v in vars(alg).items()})
-        self.state, self.done = step(spy, begin(spy, s.net, s.data.n), s, torch.tensor(ids))
+        self.state, self.done = step(Setup(spy, s), begin(spy, s.net, s.data.n), torch.tensor(ids))
         self.trained = seen["b"]
 
 
@@ -65,14 +65,14 @@ def test_statistics_are_mixed_as_the_model_is(alg):
     found = Watched(alg, s, ids)
     weight = {
         "FedAvg": torch.tensor([8, 32, 12], dtype=F64) if alg.weighting == "samples" else torch.ones(3, dtype=F64),
-        "Waffle": found.state.g.get("weights"),
-        "WeightErosion": found.state.g.get("alpha", torch.zeros(4))[ids],
+        "Waffle": found.state.server.get("weights"),
+        "WeightErosion": found.state.server.get("alpha", torch.zeros(4))[ids],
         "QFedAvg": None,
     }[type(alg).__name__]
     if weight is None:
         local = Local(s, torch.tensor(ids), 1, s.net.b0.expand(3, -1))
         weight = torch.tensor([8, 32, 12], dtype=F64) * local.loss(s.net.w0.expand(3, -1)).double() ** 2
-    close(found.state.buffers, (weight / weight.sum() @ found.trained).expand(4, -1))
+    close(found.state.batch_norm, (weight / weight.sum() @ found.trained).expand(4, -1))
     assert found.done.bytes_up >= 3 * 8 * (s.net.size + s.net.b0.numel())
 
 
@@ -80,21 +80,21 @@ def test_statistics_of_feddwa_and_sfl_follow_their_mixing_matrix():
     s = normal()
     for alg, key in ((FedDWA(k=2), "p"), (SFL(k=1), "mix")):  # FedDWA's are K numbers a client
         state, spied = begin(alg, s.net, 4), Watched(alg, s, [0, 1, 3])
-        state, _ = step(alg, state, s, torch.tensor([0, 1, 3]), "average")
-        mix = (state.g[key][[0, 1, 3]] if key == "mix" else spread(state.g["p"], state.g["near"], 4))[:, [0, 1, 3]]
-        close(state.buffers[[0, 1, 3]], mix / mix.sum(1, keepdim=True) @ spied.trained)
+        state, _ = step(Setup(alg, s, batch_norm="average"), state, torch.tensor([0, 1, 3]))
+        mix = (state.server[key][[0, 1, 3]] if key == "mix" else spread(state.server["p"], state.server["near"], 4))[:, [0, 1, 3]]
+        close(state.batch_norm[[0, 1, 3]], mix / mix.sum(1, keepdim=True) @ spied.trained)
         if key == "p":
-            assert torch.equal(state.buffers[2], s.net.b0)  # absent: it keeps its own
+            assert torch.equal(state.batch_norm[2], s.net.b0)  # absent: it keeps its own
 
 
 def test_who_never_trained_is_evaluated_with_the_average():
     s = normal()
-    state, _ = step(LocalOnly(), begin(LocalOnly(), s.net, 4), s, torch.tensor([0, 2]))
-    assert torch.equal(state.buffers[1], s.net.b0) and state.joined.tolist() == [True, False, True, False]
-    seen = evaluate(LocalOnly(), state, s)
-    state.buffers[1] = state.buffers[[0, 2]].mean(0)
-    state.joined[1] = True
-    close(seen["loss"], evaluate(LocalOnly(), state, s)["loss"])
+    state, _ = step(Setup(LocalOnly(), s), begin(LocalOnly(), s.net, 4), torch.tensor([0, 2]))
+    assert torch.equal(state.batch_norm[1], s.net.b0) and state.seen.tolist() == [True, False, True, False]
+    seen = evaluate(Setup(LocalOnly(), s), state)
+    state.batch_norm[1] = state.batch_norm[[0, 2]].mean(0)
+    state.seen[1] = True
+    close(seen["loss"], evaluate(Setup(LocalOnly(), s), state)["loss"])
 
 
 @pytest.mark.parametrize("alg", [HypCluster(k=3), Ensemble(k=3), HypCluster(k=3, warm=1)])
@@ -103,25 +103,25 @@ def test_each_cluster_has_statistics_of_its_own(alg):
     s = normal()
     state = begin(alg, s.net, 4)
     for _ in range(3):
-        state, _ = step(alg, state, s, torch.arange(4))
-    b = state.g["b"]
+        state, _ = step(Setup(alg, s), state, torch.arange(4))
+    b = state.server["b"]
     assert b.shape == (3, s.net.b0.numel()) and len(b.unique(dim=0)) >= 2
     want = []
     for j in range(3):
         local = Local(s, torch.arange(4), 3, b[j].expand(4, -1).clone())
-        want.append(local.loss(state.g["x"][j].expand(4, -1)))
+        want.append(local.loss(state.server["x"][j].expand(4, -1)))
     best = torch.stack(want, 1).argmin(1)
     local = Local(s, torch.arange(4), 3, s.net.b0.expand(4, -1).clone())
-    view = alg.personal(alg.send(state.g, Cohort(torch.arange(4), b, b, 4, 3, 10), torch.Generator()), {}, local)
-    assert torch.equal(view["w"], state.g["x"][best]) and torch.equal(local.buffers, b[best])
+    view = alg.personal(alg.send(state.server, Cohort(torch.arange(4), b, b, 4, 3, 10), torch.Generator()), {}, local)
+    assert torch.equal(view["w"], state.server["x"][best]) and torch.equal(local.buffers, b[best])
 
 
 def test_one_cluster_with_batch_norm_is_fedavg():
     s = normal()
     a, b = (play(alg, s, 2)[-1][0] for alg in (HypCluster(k=1), FedAvg()))
-    close(a.g["x"][0], b.g["x"])
-    close(a.g["b"][0], b.buffers[0])
-    close(evaluate(HypCluster(k=1), a, s)["loss"], evaluate(FedAvg(), b, s)["loss"])
+    close(a.server["x"][0], b.server["x"])
+    close(a.server["b"][0], b.buffers[0])
+    close(evaluate(Setup(HypCluster(k=1), s), a)["loss"], evaluate(Setup(FedAvg(), s), b)["loss"])
 
 
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
@@ -150,15 +150,15 @@ def test_who_never_joined_is_served_what_the_server_has_and_starts_there(alg):
     s = lines()
     ids = [0, 1, 2, 3]
     state = play(alg, s, 12, lambda r: ids)[-1][0]
-    shared = state.g["x"] if "x" in state.g else state.g["w"][ids].mean(0)
+    shared = state.server["x"] if "x" in state.server else state.server["w"][ids].mean(0)
     assert shared.abs().min() > 0.5
     cohort = Cohort(torch.arange(6), torch.full((6,), 1 / 6, dtype=F64), torch.ones(6), 6, 13, 100)
-    local = Local(s, torch.arange(6), 13, state.buffers, joined=state.joined)
-    view = alg.personal(alg.send(state.g, cohort, torch.Generator()), state.own, local)["w"]
+    local = Local(s, torch.arange(6), 13, state.batch_norm, joined=state.seen)
+    view = alg.personal(alg.send(state.server, cohort, torch.Generator()), state.clients, local)["w"]
     close(view[4:], shared.expand(2, -1))
-    after = step(alg, state, s, torch.tensor([4]))[0]
+    after = step(Setup(alg, s), state, torch.tensor([4]))[0]
     key = next(k for k in ("v", "theta", "w") if k in after.own)
-    assert 0 < (after.own[key][4] - shared).abs() < (after.own[key][4] - s.net.w0).abs()
+    assert 0 < (after.clients[key][4] - shared).abs() < (after.clients[key][4] - s.net.w0).abs()
 
 
 def test_a_method_with_client_state_warns_where_the_evaluated_never_train():
@@ -175,11 +175,11 @@ def test_pfedme_can_restart_at_w():
     s = lines()
     keep, restart = PFedMe(lam=1.0, personal_lr=0.05), PFedMe(lam=1.0, personal_lr=0.05, theta="restart")
     one, other = play(keep, s, 1)[-1][0], play(restart, s, 1)[-1][0]
-    assert torch.equal(one.own["theta"], other.own["theta"])  # the first round is the same
+    assert torch.equal(one.clients["theta"], other.own["theta"])  # the first round is the same
     other.own["theta"] += 7.0
-    again = step(restart, other, s, torch.arange(6))[0].own["theta"]
-    close(again, step(restart, play(restart, s, 1)[-1][0], s, torch.arange(6))[0].own["theta"])
-    assert not torch.allclose(again, step(keep, one, s, torch.arange(6))[0].own["theta"])
+    again = step(Setup(restart, s), other, torch.arange(6))[0].own["theta"]
+    close(again, step(Setup(restart, s), play(restart, s, 1)[-1][0], torch.arange(6))[0].own["theta"])
+    assert not torch.allclose(again, step(Setup(keep, s), one, torch.arange(6))[0].own["theta"])
     with pytest.raises(ValueError, match=r"^theta: expected 'keep' or 'restart'"):
         PFedMe(theta="reset")
 
@@ -193,9 +193,9 @@ def test_clustered_fl_finds_two_kinds_though_most_are_absent_when_it_splits():
     alg = ClusteredFL(eps1=1.0, eps2=1.0, first=3)
     order = [torch.randperm(40, generator=gen)[:8].tolist() for _ in range(60)]
     state = play(alg, s, 60, lambda r: order[r - 1])[-1][0]
-    cluster = alg.report(state.g)["cluster"]
+    cluster = alg.report(state.server)["cluster"]
     assert len(set(cluster.tolist())) == 2 and len({(int(k), int(c)) for k, c in zip(kind, cluster, strict=True)}) == 2
-    close(state.g["x"][cluster][:, 0], 20.0 * kind, 0, 1.0)
+    close(state.server["x"][cluster][:, 0], 20.0 * kind, 0, 1.0)
 
 
 def test_the_inner_nodes_of_the_tree_keep_the_model_they_split_at():
@@ -243,13 +243,13 @@ def test_the_order_of_a_cohorts_ids_changes_nothing(name):
     for orders in ([[0, 1, 2, 3, 4], [0, 2, 4], [1, 2, 3]], [[3, 1, 0, 4, 2], [4, 0, 2], [2, 3, 1]]):
         state = begin(alg, s.net, 5)
         for ids in orders:
-            state, done = step(alg, state, s, torch.tensor(ids))
+            state, done = step(Setup(alg, s), state, torch.tensor(ids))
             assert done.ids == sorted(ids)
-        found.append(state.g | state.own)
+        found.append(state.server | state.clients)
     for k in found[0]:
         assert torch.equal(found[0][k], found[1][k]), k
     with pytest.raises(ValueError, match=r"^ids: expected each client once"):
-        step(alg, begin(alg, s.net, 5), s, torch.tensor([1, 1]))
+        step(Setup(alg, s), begin(alg, s.net, 5), torch.tensor([1, 1]))
 
 
 def test_what_fedfomo_draws_for_a_client_does_not_depend_on_the_others():
@@ -292,11 +292,11 @@ def test_a_step_size_of_zero_drops_nobody(alg):
     s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=8, schedule=lambda r, rounds: float(r != 2)), rounds=3)
     state = begin(alg, s.net, 3)
     for _ in range(3):
-        state, done = step(alg, state, s, torch.arange(3))
+        state, done = step(Setup(alg, s), state, torch.arange(3))
         assert not done.dropped and not done.void
     if isinstance(alg, Scaffold):
         still = make_setting(s.net, s.data, Training(lr=0.0, batch_size=8))
-        two, one = (step(a, begin(a, s.net, 3), still, torch.arange(3))[0].own["c"] for a in (alg, Scaffold()))
+        two, one = (step(Setup(a, still), begin(a, s.net, 3), torch.arange(3))[0].own["c"] for a in (alg, Scaffold()))
         assert torch.equal(two, one) and one.any()
 
 
@@ -305,9 +305,9 @@ def test_momentum_that_plays_no_part_is_said(alg):
     plain, other = (make_setting(Net(tiny_model()), images(), Training(lr=0.1, **t)) for t in ({}, {"momentum": 0.9, "weight_decay": 0.1}))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        step(alg, begin(alg, plain.net, 3), plain, torch.arange(3))
+        step(Setup(alg, plain), begin(alg, plain.net, 3), torch.arange(3))
     with pytest.warns(UserWarning, match=r"momentum=0\.9 and weight_decay=0\.1 play no part\.$"):
-        step(alg, begin(alg, other.net, 3), other, torch.arange(3))
+        step(Setup(alg, other), begin(alg, other.net, 3), torch.arange(3))
 
 
 def test_the_full_gradient_guidance_decays_as_training_does():

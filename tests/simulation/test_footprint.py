@@ -43,7 +43,7 @@ def played(name, participation, engine, workers, send):
     simulation = Simulation(algorithm, made(), data, training, **small | {"rounds": 3})
     estimate = simulation._peak_bytes(simulation.setting.net)
     simulation.run()
-    send.send((estimate, resident("VmHWM") - before, str(simulation.path.form)))
+    send.send((estimate, resident("VmHWM") - before, str(simulation.header()["path"]["form"])))
 
 
 def ratio(*case):

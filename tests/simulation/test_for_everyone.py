@@ -9,7 +9,7 @@ import torch
 from methods import Waffle, WeightErosion
 from small import images, tiny_model
 
-from pflcore import Simulation, Training, for_everyone
+from pflcore import Evaluation, Simulation, Training, for_everyone
 from pflcore.algorithms import ALGORITHMS
 from pflcore.results.record import group
 
@@ -19,11 +19,13 @@ def test_each_clients_numbers_are_those_of_its_own_run(algorithm):
     data, training = images(), Training(lr=0.1, batch_size=8)
     seen: list[tuple[int, int]] = []
     history = for_everyone(
-        algorithm, tiny_model(), data, training, on_round=lambda t, r, record: seen.append((t, r)), rounds=3, eval_every=2
+        algorithm, tiny_model(), data, training, on_round=lambda t, r, record: seen.append((t, r)), rounds=3, evaluation=Evaluation(every=2)
     )
     assert seen == [(t, r) for t in range(3) for r in (1, 2, 3)]
     alone = [
-        Simulation(type(algorithm)(**{**vars(algorithm), "target": t}), tiny_model(), data, training, rounds=3, eval_every=2).run()
+        Simulation(
+            type(algorithm)(**{**vars(algorithm), "target": t}), tiny_model(), data, training, rounds=3, evaluation=Evaluation(every=2)
+        ).run()
         for t in range(3)
     ]
     assert [r["eval"] is None for r in history.rounds] == [True, False, False]
@@ -85,4 +87,4 @@ def test_who_ran_away_is_named_whoever_took_part():
 
 def test_a_number_of_evaluated_clients_is_refused():
     with pytest.raises(ValueError, match=r"^eval_clients: here every client is evaluated"):
-        for_everyone(Waffle(), tiny_model(), images(), rounds=1, eval_clients=2)
+        for_everyone(Waffle(), tiny_model(), images(), rounds=1, evaluation=Evaluation(clients=2))

@@ -16,7 +16,7 @@ from methods import Ditto, FedAdam
 from small import swept
 from torch import nn
 
-from pflcore import ALGORITHMS, Net, Simulation, Training, metrics
+from pflcore import ALGORITHMS, Hardware, Net, Simulation, Training, metrics
 from pflcore.algorithms import FedAvg
 from pflcore.data import Federation, federation_of
 from pflcore.results.record import group, read
@@ -71,7 +71,7 @@ def test_a_model_that_answers_nan_is_wrong():
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
 def test_a_loss_that_is_not_finite_spoils_the_mean_and_is_counted(data, engine):
     s = run(data, engine=engine)
-    s.state.g["x"][:] = torch.nan
+    s.state.server["x"][:] = torch.nan
     seen = s.evaluate("test")
     assert seen["loss"].isinf().all() and (seen["accuracy"] == 0).all()
 
@@ -80,7 +80,9 @@ def test_whole_numbers_are_no_labels_to_a_squared_error():
     parts = [(torch.randn(8, 2), torch.arange(8)) for _ in range(2)]
     fed = Federation.from_arrays(parts, test=parts, classes=None)
     for engine in ("loop", "vmap"):
-        s = Simulation("fedavg", Net(lambda: nn.Linear(2, 1), "squared"), fed, Training(lr=0.01), rounds=1, engine=engine)
+        s = Simulation(
+            "fedavg", Net(lambda: nn.Linear(2, 1), "squared"), fed, Training(lr=0.01), rounds=1, hardware=Hardware(engine=engine)
+        )
         assert set(s.evaluate("test")) == {"loss", "size"}
 
 
@@ -156,7 +158,7 @@ def test_a_servers_second_moment_never_becomes_infinite(data, cls):
         and "client 2's update" in history.stopped
         and "clip" in history.stopped
     )
-    assert all(bool(v.isfinite().all()) for v in history.state.g.values())
+    assert all(bool(v.isfinite().all()) for v in history.state.server.values())
 
 
 def _far(base, self, down, own, local):
@@ -178,11 +180,11 @@ def test_who_moved_far_is_in_the_record_and_in_the_table(data):
 def test_a_clipped_update_is_as_long_as_allowed(data):
     free, held = (run(data, Far(), rounds=2, clip=c).run() for c in (None, 0.5))
     assert held.rounds[1]["clipped"] == [2] and held.header["clip"] == 0.5 and free.rounds[1]["clipped"] == []
-    assert float(free.state.g["x"].norm()) > 1e8 > 10 > float(held.state.g["x"].norm())
+    assert float(free.state.server["x"].norm()) > 1e8 > 10 > float(held.state.server["x"].norm())
     assert "the updates of 1 client were clipped" in table(group(held.lines()))
     one = run(data, clip=0.01, rounds=1, participation=0.25)
-    before = one.state.g["x"].clone()
-    moved = one.run().state.g["x"] - before
+    before = one.state.server["x"].clone()
+    moved = one.run().state.server["x"] - before
     assert float(moved.norm()) == pytest.approx(0.01, rel=1e-5)
 
 
@@ -191,7 +193,7 @@ def test_every_method_takes_a_clip(name, data):
     fed, clip, alg = held_out(data), 1e-3, made(name)
     loose, wide = (run(fed, alg, rounds=2, eval_every=0, clip=c) for c in (None, 1e30))
     a, b = loose.run().state, wide.run().state
-    assert all(torch.equal(a.g[k], b.g[k]) for k in a.g)  # a limit that nobody meets changes nothing
+    assert all(torch.equal(a.server[k], b.server[k]) for k in a.g)  # a limit that nobody meets changes nothing
     history = run(fed, alg, rounds=2, eval_every=0, clip=clip).run()
     assert history.stopped is None and all(bool(r["clipped"]) == (name != "local") for r in history.rounds)
     assert all(bool(r["moved"]) == (name != "local") for r in history.rounds)
@@ -206,9 +208,9 @@ def test_what_a_caller_holds_never_changes(data):
     s = run(data, "ditto", rounds=3)
     s.run(lambda r, record: seen.append((s.state, copy.deepcopy(s.state))))
     for one, two in [(start, kept), (results[0].state, results[1].state), *seen]:
-        assert all(torch.equal(one.own[k], two.own[k]) for k in two.own) and torch.equal(one.g["x"], two.g["x"])
+        assert all(torch.equal(one.clients[k], two.clients[k]) for k in two.own) and torch.equal(one.server["x"], two.server["x"])
     again = run(data, "ditto", rounds=3).run().state
-    assert torch.equal(again.own["v"], s.state.own["v"])  # looking changes nothing
+    assert torch.equal(again.clients["v"], s.state.clients["v"])  # looking changes nothing
 
 
 def test_a_warm_start_of_something_else_is_refused(data):

@@ -9,7 +9,7 @@ import torch
 from doors import synthetic_clusters
 from torch import nn
 
-from pflcore import Simulation, Training
+from pflcore import Hardware, Simulation, Training
 from pflcore.results import record
 from pflcore.simulation.checkpoint import Checkpoint
 
@@ -23,13 +23,15 @@ def press():
 def made(**options):
     torch.manual_seed(0)
     data = synthetic_clusters(n=4, groups=1, samples=20, classes=3, dim=5, held_out=20)
-    return Simulation("scaffold", nn.Linear(5, 3), data, Training(lr=0.1, batch_size=10), rounds=ROUNDS, workers=1, **options)
+    return Simulation(
+        "scaffold", nn.Linear(5, 3), data, Training(lr=0.1, batch_size=10), rounds=ROUNDS, **options, hardware=Hardware(workers=1)
+    )
 
 
 def same(simulation):
     whole = made()
     whole.run()
-    return all(torch.equal(v, simulation.state.g[k]) for k, v in whole.state.g.items())
+    return all(torch.equal(v, simulation.state.server[k]) for k, v in whole.state.server.items())
 
 
 def test_every_callback_sees_the_round_in_which_ctrl_c_came():

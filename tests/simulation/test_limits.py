@@ -127,7 +127,7 @@ def test_a_clock_that_jumps_changes_nothing(data, tmp_path, monkeypatch):
     monkeypatch.setattr(time, "time_ns", lambda: int(1e9 * backwards()))
     history = make(data).run(checkpoint=Checkpoint(tmp_path, minutes=1e-9))
     assert all(0 <= r["seconds"] < 60 for r in history.rounds) and len(history.rounds) == 3
-    assert history.state is not None and plain.state is not None and torch.equal(history.state.g["x"], plain.state.g["x"])
+    assert history.state is not None and plain.state is not None and torch.equal(history.state.server["x"], plain.state.server["x"])
     assert (tmp_path / "checkpoint.json").exists()
 
 

@@ -11,9 +11,10 @@ from small import SIX, images, tiny_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pflcore import Simulation, Training, cli, evaluate, step
+from pflcore import Hardware, Simulation, Training, cli, evaluate, step
 from pflcore.algorithms import ALGORITHMS, FedAvg
 from pflcore.results.record import read
+from pflcore.simulation.round import Setup
 
 
 def normed():
@@ -22,7 +23,7 @@ def normed():
 
 def simulation(algorithm="scaffold", model=None, **options):
     data, training = held_out(images((6, 9, 7))), Training(lr=0.1, batch_size=3)
-    return Simulation(algorithm, model or tiny_model(), data, training, rounds=4, workers=1, **options)
+    return Simulation(algorithm, model or tiny_model(), data, training, rounds=4, **options, hardware=Hardware(workers=1))
 
 
 def same(a, b):
@@ -44,7 +45,7 @@ def test_a_round_that_fails_leaves_no_trace_and_the_run_goes_on(kind, monkeypatc
     assert list(history.lines())[-1] == {"stopped": history.stopped}
     rest = run.run()  # the same simulation, a moment later
     assert not rest.failed and [r["round"] for r in rest.rounds] == [3, 4]
-    assert same(run.state.g, whole.state.g) and same(run.state.own, whole.state.own)
+    assert same(run.state.server, whole.state.server) and same(run.state.clients, whole.state.clients)
     for got, want in zip(history.rounds + rest.rounds, whole.rounds, strict=True):
         assert {k: v for k, v in got.items() if k != "seconds"} == {k: v for k, v in want.items() if k != "seconds"}
 
@@ -86,7 +87,7 @@ class Refuse(TorchDispatchMode):
 
 
 def copied(state):
-    return copy.deepcopy((state.g, state.own, state.buffers, state.round, state.void))
+    return copy.deepcopy((state.server, state.clients, state.batch_norm, state.round, state.void))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ def test_wherever_the_servers_memory_ends_the_round_never_was(name, options, mon
     for at in range(1, 1000):
         mode = Refuse(at)
         try:
-            run.state, _ = step(run.algorithm, run.state, run.setting, torch.arange(3), run.buffers)
+            run.state, _ = step(Setup(run.algorithm, run.setting, batch_norm=run.buffers), run.state, torch.arange(3))
             break
         except torch.OutOfMemoryError:
             pass

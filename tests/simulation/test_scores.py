@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from pflcore import Federation, Simulation, Training
+from pflcore import Evaluation, Federation, Simulation, Training
 
 TRAINING = Training(lr=0.5, batch_size=10)
 
@@ -34,7 +34,7 @@ def steps(classes=2, length=5, mask=False):
 
 
 def last(model, data, rounds=20, **options):
-    history = Simulation("fedavg", model, data, TRAINING, rounds=rounds, eval_every=1000, **options).run()
+    history = Simulation("fedavg", model, data, TRAINING, rounds=rounds, **options, evaluation=Evaluation(every=1000)).run()
     return history.rounds[-1]["eval"], history.model(0)
 
 

@@ -15,7 +15,7 @@ from small import SIX, images, swept, tiny_model
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
-from pflcore import EarlyStopping, FedAvg, Federation, Net, Simulation, Stop, Training, for_everyone, tune
+from pflcore import EarlyStopping, Evaluation, FedAvg, Federation, Net, Simulation, Stop, Training, for_everyone, tune
 from pflcore.metrics import auc, balanced_accuracy, f1, mae, r2, rmse
 
 
@@ -175,7 +175,7 @@ def test_a_run_records_metrics_per_client(algorithm):
 
 def test_a_run_records_metrics_of_values():
     pytest.importorskip("sklearn")
-    values = Simulation("fedavg", nn.Linear(6, 1), targets(), TRAINING, rounds=20, metrics=["mae", "r2"])
+    values = Simulation("fedavg", nn.Linear(6, 1), targets(), TRAINING, rounds=20, evaluation=Evaluation(metrics=["mae", "r2"]))
     assert min(values.run().rounds[-1]["eval"]["r2"]) > 0.5
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pflcore import Local, Net, Simulation, Training, step
 from pflcore.algorithms import ALGORITHMS
-from pflcore.simulation.round import begin
+from pflcore.simulation.round import Setup, begin
 
 
 def made(training, engine="loop", rounds=3):
@@ -44,7 +44,7 @@ def test_every_round_is_an_optimizer_of_torchs(engine):
                 adamw.zero_grad()
                 F.cross_entropy(module(x), y).backward()
                 adamw.step()
-        torch.testing.assert_close(state.own["w"][i], s.net.row(module), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(state.clients["w"][i], s.net.row(module), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_method_that_rests_on_sgd_refuses_adamw(alg):
     s = made(Training(**ADAMW))
     net = alg.prepare(s.net)
     with pytest.raises(ValueError, match=r"^local_optimizer: "):
-        step(alg, begin(alg, net, 3), s._replace(net=net), torch.arange(3))
+        step(Setup(alg, s._replace(net=net)), begin(alg, net, 3), torch.arange(3))
 
 
 @pytest.mark.parametrize("alg", [Scaffold(option="I"), FedDWA(guidance="full_grad"), APFL(), PFedMe(), PerFedAvg(), FactorizedWaffle()])
@@ -72,8 +72,10 @@ def test_a_method_of_whole_gradients_refuses_clipping(alg):
 def test_option_ii_with_clipping_is_the_mean_of_the_clipped_gradients():
     s = made(Training(lr=0.1, batch_size=10, clip_grad=0.3, weight_decay=0.1))
     one, two = (play(Scaffold(option=o), s, 2)[-1][0] for o in ("mean_grad", "II"))
-    torch.testing.assert_close(one.own["c"], two.own["c"], rtol=1e-9, atol=1e-12)
-    assert not torch.allclose(one.own["c"], play(Scaffold(), made(Training(lr=0.1, batch_size=10, weight_decay=0.1)), 2)[-1][0].own["c"])
+    torch.testing.assert_close(one.clients["c"], two.clients["c"], rtol=1e-9, atol=1e-12)
+    assert not torch.allclose(
+        one.clients["c"], play(Scaffold(), made(Training(lr=0.1, batch_size=10, weight_decay=0.1)), 2)[-1][0].own["c"]
+    )
 
 
 @pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"mocha", "apfl", "pfedme", "per_fedavg", "qfedavg", "factorized_waffle"}))

@@ -7,12 +7,12 @@ from parts.evaluate import setting
 from pflcore import Federation, Local, Net, evaluate
 from pflcore.algorithms import FedAvg
 from pflcore.metrics import right
-from pflcore.simulation.round import begin
+from pflcore.simulation.round import Setup, begin
 
 
 def test_engines_evaluate_alike():
     settings = [setting("cross_entropy", 4, engine) for engine in ("chain", "vmap", "loop")]
-    found = [evaluate(FedAvg(), begin(FedAvg(), s.net, 5), s) for s in settings]
+    found = [evaluate(Setup(FedAvg(), s), begin(FedAvg(), s.net, 5)) for s in settings]
     for key in ("loss", "accuracy", "size"):
         for other in found[1:]:
             torch.testing.assert_close(found[0][key], other[key], rtol=1e-5, atol=1e-6)
@@ -37,7 +37,7 @@ def test_a_client_without_test_samples_is_not_looked_at():
     s = setting("cross_entropy", 4)
     index = {**s.data.index, "test": [i if k != 2 else i[:0] for k, i in enumerate(s.data.index["test"])]}
     s = s._replace(data=Federation(s.data.x, s.data.y, index, 4))
-    found = evaluate(FedAvg(), begin(FedAvg(), s.net, 5), s)
+    found = evaluate(Setup(FedAvg(), s), begin(FedAvg(), s.net, 5))
     assert found["loss"].isnan().tolist() == [False, False, True, False, False] and found["size"][2] == 0
 
 

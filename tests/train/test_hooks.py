@@ -14,7 +14,7 @@ from torch import Tensor
 from pflcore import Federation, Local, Net, Training, ops, step
 from pflcore.algorithms import FedAvg
 from pflcore.nn import Dropout
-from pflcore.simulation.round import begin
+from pflcore.simulation.round import Setup, begin
 
 SIZES = (7, 20, 31)  # with batches of 20: one short batch, one whole, a whole and a short one
 
@@ -428,9 +428,9 @@ def test_buffers_are_the_clients_own_or_averaged_and_a_probe_leaves_them(engine)
     assert torch.equal(local.buffers, s.net.b0.repeat(3, 1)) and not torch.equal(probed["w"], s.net.w0.repeat(3, 1))
     again = local.fit(s.net.w0.repeat(3, 1))
     assert torch.equal(again.w, fit.w) and (local.buffers != s.net.b0).any(1).all()
-    own, _ = step(FedAvg(), begin(FedAvg(), s.net, 3), s, torch.tensor([0, 2]), buffers="local")
+    own, _ = step(Setup(FedAvg(), s, batch_norm="local"), begin(FedAvg(), s.net, 3), torch.tensor([0, 2]))
     assert torch.equal(own.buffers[1], s.net.b0) and torch.allclose(own.buffers[[0, 2]], local.buffers[[0, 2]])
-    shared, _ = step(FedAvg(), begin(FedAvg(), s.net, 3), s, torch.tensor([0, 2]), buffers="average")
+    shared, _ = step(Setup(FedAvg(), s, batch_norm="average"), begin(FedAvg(), s.net, 3), torch.tensor([0, 2]))
     mean = torch.tensor([7, 31], dtype=torch.float64) / 38 @ local.buffers[[0, 2]]
     torch.testing.assert_close(shared.buffers, mean.expand(3, -1))
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from parts.path import Own, federation, hooked, same_as_by_hand
 from torch import Tensor
 
-from pflcore import Net, Simulation, Training
+from pflcore import Hardware, Net, Simulation, Training
 
 CPU = "loop"
 
@@ -44,7 +44,7 @@ def test_recurrent_models_train_all_at_once(kind):
     run = same_as_by_hand(lambda: Rnn(kind), federation((7, 6)), engine="vmap")
     assert run.path[:2] == ("vmap", "vmap")
     fast = "loop" if kind is nn.LSTM else "vmap"
-    assert Simulation("fedavg", Rnn(kind), federation((7, 6))).path.engine == fast
+    assert Simulation("fedavg", Rnn(kind), federation((7, 6))).header()["path"]["engine"] == fast
 
 
 def test_what_vmap_cannot_carry_trains_on_threads_and_the_record_says_why():
@@ -52,17 +52,17 @@ def test_what_vmap_cannot_carry_trains_on_threads_and_the_record_says_why():
         return Rnn(lambda i, o, **options: nn.LSTM(i, 9, proj_size=o, **options))
 
     run = same_as_by_hand(build, federation((7, 6)))
-    assert run.path.engine == "loop" and "with an LSTM" in run.path.why
+    assert run.header()["path"]["engine"] == "loop" and "with an LSTM" in run.header()["path"]["why"]
     with pytest.raises(ValueError, match=r"^engine: 'vmap' cannot train this model: .*; take 'auto' or 'loop'\.$"):
-        Simulation("fedavg", build(), federation((7, 6)), engine="vmap")
+        Simulation("fedavg", build(), federation((7, 6)), hardware=Hardware(engine="vmap"))
 
 
 def test_a_padding_row_is_not_trained():
     data = federation((7,), tokens=True)
     run = same_as_by_hand(Tokens, data)
-    assert run.path.engine == "loop" and "its gradient is another in training mode" in run.path.why
+    assert run.header()["path"]["engine"] == "loop" and "its gradient is another in training mode" in run.header()["path"]["why"]
     with pytest.raises(ValueError, match=r"^engine: 'vmap' cannot train this model: its gradient"):
-        Simulation("fedavg", Tokens(), data, engine="vmap")
+        Simulation("fedavg", Tokens(), data, hardware=Hardware(engine="vmap"))
 
 
 def test_hooks_of_pooling_and_layers_used_twice_stay():
@@ -72,9 +72,9 @@ def test_hooks_of_pooling_and_layers_used_twice_stay():
 
 def test_sequences_into_a_linear_layer():
     run = same_as_by_hand(lambda: Own(lambda m, x: m.layer(x).mean(1)), federation((7, 6)))
-    assert run.path.form == "vmap"
+    assert run.header()["path"]["form"] == "vmap"
     run = same_as_by_hand(lambda: nn.Sequential(nn.Linear(6, 2), nn.Flatten(), nn.Linear(14, 4)), federation((7, 6)))
-    assert run.path.form == "vmap"
+    assert run.header()["path"]["form"] == "vmap"
 
 
 def real(k):
@@ -106,10 +106,10 @@ def test_targets_of_every_kind_on_every_path(target, body):
     ends = []
     for engine in ("loop", "vmap"):
         net = Net(lambda: build(outputs), criterion, seed=3)
-        run = Simulation("fedavg", net, data, Training(lr=0.1, batch_size=4), rounds=2, workers=1, engine=engine)
+        run = Simulation("fedavg", net, data, Training(lr=0.1, batch_size=4), rounds=2, hardware=Hardware(workers=1, engine=engine))
         history = run.run()
         assert all(torch.tensor(history.rounds[-1]["eval"]["loss"]).isfinite())
-        ends.append((run.state.g["x"], torch.tensor(history.rounds[-1]["eval"]["loss"])))
+        ends.append((run.state.server["x"], torch.tensor(history.rounds[-1]["eval"]["loss"])))
     torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
 
 
@@ -139,7 +139,7 @@ class Average(nn.Module):
 def test_a_buffer_is_what_the_forward_made_of_it(how, engine):
     data, built = federation(), Average(how).double()
     data = dataclasses.replace(data, x=data.x.double())
-    history = Simulation("local", built, data, Training(0.1, 100, epochs=3), rounds=1, engine=engine).run()
+    history = Simulation("local", built, data, Training(0.1, 100, epochs=3), rounds=1, hardware=Hardware(engine=engine)).run()
     model, (x, y) = copy.deepcopy(built).train(), data.client(0)
     step = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(3):  # all samples are one batch
@@ -173,7 +173,7 @@ class Counted(nn.Module):
 @pytest.mark.parametrize("where", ["buffer", "attribute", "cache"])
 def test_what_one_client_leaves_to_the_next_is_refused(where, engine):
     with pytest.raises(ValueError, match="nothing that another pass has changed"):
-        Simulation("fedavg", Counted(where), federation(), Training(0.1, 4), rounds=1, engine=engine)
+        Simulation("fedavg", Counted(where), federation(), Training(0.1, 4), rounds=1, hardware=Hardware(engine=engine))
 
 
 def test_sparse_gradients_are_refused():

@@ -95,7 +95,7 @@ def test_batch_norm_takes_the_rest():
 def test_pflcores_own_dropout_is_no_draw():
     model = nn.Sequential(nn.Linear(6, 5), Dropout(0.5), nn.Linear(5, 4))
     first, second = (Simulation("fedavg", model, federation(torch.ones(24, 6)), rounds=2).run() for _ in range(2))
-    assert torch.equal(first.state.g["x"], second.state.g["x"])  # type: ignore[union-attr]
+    assert torch.equal(first.state.server["x"], second.state.server["x"])  # type: ignore[union-attr]
 
 
 def test_modes_of_torch():

@@ -13,6 +13,7 @@ from small import copied
 from pflcore import Local, evaluate
 from pflcore.algorithms import ibp
 from pflcore.algorithms.factorized_waffle import BOUNDS
+from pflcore.simulation.round import Setup
 from pflcore.train.random import client_seeds, uniforms
 
 # -- one round by hand -------------------------------------------------------------------------------------------------------------
@@ -58,8 +59,8 @@ def test_a_round_is_what_the_paper_says(engine, preset):
     for client in range(3):
         want_w, want_q = by_hand(alg, s, client)
         state = play(alg, s, 1, [client])
-        torch.testing.assert_close(state.g["x"], want_w, rtol=1e-9, atol=1e-11)
-        torch.testing.assert_close(state.own["q"][client], want_q, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(state.server["x"], want_w, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(state.clients["q"][client], want_q, rtol=1e-9, atol=1e-11)
 
 
 def test_beliefs_stay_within_bounds_and_weak_kl_moves_them_more():
@@ -82,28 +83,28 @@ def test_evaluation_modes():
     s = setting()
     alg = FactorizedWaffle()
     state = play(alg, s, 3)
-    at, pi = strengths(s.net), state.own["q"][:, :7].sigmoid()
+    at, pi = strengths(s.net), state.clients["q"][:, :7].sigmoid()
     ways = {"mean": pi, "thr_soft": pi * (pi >= 0.5), "hard": (pi >= 0.5).double()}
-    local = Local(s, torch.arange(3), 3, state.buffers)
+    local = Local(s, torch.arange(3), 3, state.batch_norm)
     for mode, b in ways.items():
         other = replace(alg, eval_mode=mode)
-        view = other.personal({"x": state.g["x"].expand(3, -1)}, state.own, local)
+        view = other.personal({"x": state.server["x"].expand(3, -1)}, state.clients, local)
         torch.testing.assert_close(view["b"][:, 0], b)
         x, y = s.data.client(1, "test")
         scores = other.predict({k: v[1] for k, v in view.items()}, s.net, x)
-        row = state.g["x"].index_copy(0, at, state.g["x"][at] * b[1])
+        row = state.server["x"].index_copy(0, at, state.server["x"][at] * b[1])
         torch.testing.assert_close(scores, s.net(row, x))
         want = (s.net(row, x).argmax(1) == y).double().mean()
-        torch.testing.assert_close(evaluate(other, state, s)["accuracy"][1], want)
+        torch.testing.assert_close(evaluate(Setup(other, s), state)["accuracy"][1], want)
     u = (torch.arange(100_000, dtype=D) + 0.5) / 100_000
-    want = torch.sigmoid((state.own["q"][0, 0] + u.logit()) * 1.5).mean()
-    view = replace(alg, eval_mode="relaxed_mean").personal({"x": state.g["x"].expand(3, -1)}, state.own, local)
+    want = torch.sigmoid((state.clients["q"][0, 0] + u.logit()) * 1.5).mean()
+    view = replace(alg, eval_mode="relaxed_mean").personal({"x": state.server["x"].expand(3, -1)}, state.clients, local)
     torch.testing.assert_close(view["b"][0, 0, 0], want, rtol=1e-4, atol=0)
-    few, many = (evaluate(replace(alg, eval_mode="mc", samples=n), state, s)["loss"] for n in (1, 400))
+    few, many = (evaluate(Setup(replace(alg, eval_mode="mc", samples=n), s), state)["loss"] for n in (1, 400))
     assert few.shape == many.shape == (3,) and not torch.equal(few, many)
     x, _ = s.data.client(0, "test")
-    view = replace(alg, eval_mode="mc", samples=5).personal({"x": state.g["x"].expand(3, -1)}, state.own, local)
-    mean = torch.stack([s.net(state.g["x"].index_copy(0, at, state.g["x"][at] * b), x).softmax(1) for b in view["b"][0]]).mean(0)
+    view = replace(alg, eval_mode="mc", samples=5).personal({"x": state.server["x"].expand(3, -1)}, state.clients, local)
+    mean = torch.stack([s.net(state.server["x"].index_copy(0, at, state.server["x"][at] * b), x).softmax(1) for b in view["b"][0]]).mean(0)
     torch.testing.assert_close(alg.predict({k: v[0] for k, v in view.items()}, s.net, x).softmax(1), mean)
 
 
@@ -112,10 +113,10 @@ def test_clients_that_never_trained():
     alg = FactorizedWaffle()
     state = play(alg, s, 3, [0, 1])
     before = copied(state)
-    x = {"x": state.g["x"].expand(3, -1)}
+    x = {"x": state.server["x"].expand(3, -1)}
 
     def b(never, **more):
-        return replace(alg, never=never, **more).personal(x, state.own, Local(s, torch.arange(3), 3, state.buffers))["b"][:, 0]
+        return replace(alg, never=never, **more).personal(x, state.clients, Local(s, torch.arange(3), 3, state.batch_norm))["b"][:, 0]
 
     prior = torch.cat([ibp.prior_mean(4, 4), ibp.prior_mean(3, 3)])
     assert bool((b("all")[2] == 1).all())
@@ -125,7 +126,7 @@ def test_clients_that_never_trained():
     for ways in (b("prior"), b("adapt")):
         assert torch.equal(ways[:2], b("all")[:2])  # those who trained keep their beliefs
     for name in ("all", "adapt"):
-        evaluate(replace(alg, never=name), state, s)
-    assert all(torch.equal(v, before.own[k]) for k, v in state.own.items()) and torch.equal(state.g["x"], before.g["x"])
-    found = {n: evaluate(replace(alg, never=n, adapt_epochs=30), state, s, "train")["loss"][2] for n in ("prior", "adapt")}
+        evaluate(Setup(replace(alg, never=name), s), state)
+    assert all(torch.equal(v, before.clients[k]) for k, v in state.clients.items()) and torch.equal(state.server["x"], before.server["x"])
+    found = {n: evaluate(Setup(Setup(replace(alg, never=n, adapt_epochs=30), s), "train"), state)["loss"][2] for n in ("prior", "adapt")}
     assert found["adapt"] < found["prior"]  # the dictionary frozen, the beliefs fitted

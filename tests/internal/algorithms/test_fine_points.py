@@ -2,11 +2,11 @@
 
 import torch
 from parts.fine_points import t, three
+from pflcore.simulation.uploads import shortened
 
 from pflcore.algorithms import FedAvg
-from pflcore.algorithms.base import cohort_from
 from pflcore.algorithms.hypcluster import fit_all
-from pflcore.simulation.uploads import shortened
+from pflcore.algorithms.protocol import cohort_from
 
 
 def test_models_of_an_ensemble_shuffle_apart():

@@ -19,7 +19,7 @@ from pflcore.algorithms.hypcluster import picks
 from pflcore.data import federation_of
 from pflcore.results.progress import Progress
 from pflcore.results.record import read
-from pflcore.simulation.round import begin
+from pflcore.simulation.round import Setup, begin
 
 DEVICE = complete(
     {
@@ -172,10 +172,10 @@ def test_smaller_personalization_sets_reach_the_algorithm():
 def test_who_picks_which_cluster():
     _, setting = majority_setting()
     state = begin(HypCluster(k=2), setting.net, 8)
-    state.g["x"] = torch.tensor([[5.0, 0.0], [0.0, 5.0]])
+    state.server["x"] = torch.tensor([[5.0, 0.0], [0.0, 5.0]])
     assert picks(state, setting, torch.arange(8)).tolist() == [i % 2 for i in range(8)]
-    state, _ = step(HypCluster(k=2), state, setting, torch.arange(8))
-    assert state.g["pick"].tolist() == [i % 2 for i in range(8)]
+    state, _ = step(Setup(HypCluster(k=2), setting), state, torch.arange(8))
+    assert state.server["pick"].tolist() == [i % 2 for i in range(8)]
 
 
 # plans -----------------------------------------------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ def test_views_of_a_dictionary():
     torch.testing.assert_close(b["all"], torch.ones(2, 10))
     torch.testing.assert_close(b["prior"], prior.expand(2, -1))
     assert set(b["random"].round(decimals=4).unique().tolist()) <= {0.0, 1.0}
-    torch.testing.assert_close(b["own"], got.own["q"][:, :10].sigmoid())
+    torch.testing.assert_close(b["own"], got.clients["q"][:, :10].sigmoid())
     losses = {k: got.net.loss(rows[0], *known) for k, rows in seen.items()}
     assert losses["adaptive"] < min(losses["all"], losses["prior"], losses["random"])
     assert set(privacy.views(ALGORITHMS["fedavg"](), got, known)) == {"upload"}

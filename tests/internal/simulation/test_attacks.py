@@ -40,7 +40,7 @@ def mean_of(name, rows, f=2, share=None):
 def test_an_attacked_run_repeats_itself_and_says_what_it_is(data, attack):
     one, two, clean = (run(data, rounds=2, eval_every=1, adversary=a) for a in (*[Adversary(attack, BAD)] * 2, None))
     h, again, without = one.run(), two.run(), clean.run()
-    assert torch.equal(one.state.g["x"], two.state.g["x"]) and not torch.equal(one.state.g["x"], clean.state.g["x"])
+    assert torch.equal(one.state.server["x"], two.state.server["x"]) and not torch.equal(one.state.server["x"], clean.state.server["x"])
     assert h.header["adversary"] == {"attack": attack, "clients": [*BAD], "strength": STRENGTH.get(attack)}
     assert "adversary" not in without.header
     assert torch.equal(h.series("size")[1][0] > 0, torch.tensor([i not in BAD for i in range(N)]))

@@ -35,7 +35,7 @@ def test_each_method_has_its_policy_and_only_what_it_knows():
             buffers_of(alg, net, "average")
         assert buffers_of(alg, Net(tiny_model()), "average")  # nothing to average
     with pytest.raises(ValueError, match=r"^buffers: HypCluster knows 'models'"):
-        Simulation(HypCluster(), normed, images(), buffers="local")
+        Simulation(HypCluster(), normed, images(), batch_norm="local")
 
 
 @pytest.mark.parametrize("k", [1, 3, 5])
@@ -59,6 +59,6 @@ def test_no_centre_of_a_zero_started_model_is_zero_and_seeds_follow_the_run():
 
     rows = centres(Net(lambda: Zero(5, 3), seed=4), 3)
     assert rows.any(1).all() and len(rows.unique(dim=0)) == 3
-    a, b = (Simulation(HypCluster(k=2), tiny_model(), images(), seed=seed).state.g["x"] for seed in (0, 1))
+    a, b = (Simulation(HypCluster(k=2), tiny_model(), images(), seed=seed).state.server["x"] for seed in (0, 1))
     assert not torch.equal(a, b)
-    assert torch.equal(Simulation(HypCluster(k=2, seed=0), tiny_model(), images(), seed=1).state.g["x"], a)
+    assert torch.equal(Simulation(HypCluster(k=2, seed=0), tiny_model(), images(), seed=1).state.server["x"], a)

@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 from doors import synthetic_clusters
+from pflcore.simulation.uploads import norms
 from torch import nn
 
 from pflcore import ALGORITHMS, Training, cross_silo, tune
 from pflcore.results.record import Record, read
 from pflcore.results.table import table
-from pflcore.simulation.uploads import norms
 from pflcore.tuning import candidates
 
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn as nn
 from methods import Waffle
+from pflcore.simulation.uploads import farthest
 from small import images, tiny_model
 
-from pflcore import Federation, Simulation, Training, for_everyone
+from pflcore import Evaluation, Federation, Hardware, Simulation, Training, for_everyone
 from pflcore.data.ragged import Ragged
 from pflcore.results.export import rows
 from pflcore.results.record import group, plain
@@ -18,7 +19,6 @@ from pflcore.results.table import table
 from pflcore.simulation import checkpoint
 from pflcore.simulation import rows as on_disk
 from pflcore.simulation.footprint import Live
-from pflcore.simulation.uploads import farthest
 from pflcore.train import memory
 from pflcore.train.random import drawn
 
@@ -90,7 +90,7 @@ def test_weights_of_those_who_took_part_alone_are_read_as_everybodys():
     data, some = many(6), {"participation": 0.5, "rounds": 2, "eval_every": 0}
     history = simulation("waffle", data, **some).run()
     run, state = group(history.lines())[0], history.state
-    want = torch.zeros(6, dtype=torch.float64).index_copy_(0, state.g["ids"], state.g["weights"])
+    want = torch.zeros(6, dtype=torch.float64).index_copy_(0, state.server["ids"], state.server["weights"])
     assert history.rounds[-1]["report"].keys() == {"index", "weight"} and torch.equal(run.weights()[1][-1], want)
     each = group(for_everyone("waffle", lambda: nn.Linear(4, 2), data, Training(lr=0.1, batch_size=2), **some).lines())[0]
     alone = group(simulation(Waffle(target=4), data, **some).run().lines())[0]
@@ -101,14 +101,14 @@ def test_weights_of_those_who_took_part_alone_are_read_as_everybodys():
 
 def test_a_void_round_leaves_the_weights_of_earlier_rounds():
     huge = simulation(Waffle(server_lr=1e42), many(6), rounds=1, eval_every=0)
-    before = huge.state.g["history"].clone()
+    before = huge.state.server["history"].clone()
     with pytest.warns(RuntimeWarning, match="the server's x would not be finite"):
         state = huge.run().state
-    assert state.void == 1 and torch.equal(state.g["history"], before) and not torch.equal(_once(many(6)), before)
+    assert state.void == 1 and torch.equal(state.server["history"], before) and not torch.equal(_once(many(6)), before)
 
 
 def _once(data):
-    return simulation("waffle", data, rounds=1, eval_every=0).run().state.g["history"]
+    return simulation("waffle", data, rounds=1, eval_every=0).run().state.server["history"]
 
 
 def test_records_of_two_streams_stand_in_no_table():
@@ -129,9 +129,9 @@ def test_rows_on_disk_change_nothing(name, tmp_path):
     keep = [{k: v for k, v in r.items() if k != "seconds"} for r in first.rounds]
     assert keep == [{k: v for k, v in r.items() if k != "seconds"} for r in second.rounds]
     assert first.header["rows"] == "memory" and second.header["rows"] == "disk" and os.listdir(tmp_path) == []
-    at = first.state.joined
-    assert all(torch.equal(v[at], second.state.own[k][at]) for k, v in first.state.own.items())
-    assert all(torch.equal(v, second.state.g[k]) for k, v in first.state.g.items())
+    at = first.state.seen
+    assert all(torch.equal(v[at], second.state.clients[k][at]) for k, v in first.state.clients.items())
+    assert all(torch.equal(v, second.state.server[k]) for k, v in first.state.server.items())
     x = data.x[:5]
     assert all(torch.equal(first.model(i)(x), second.model(i)(x)) for i in (0, 7, 39))
 
@@ -153,7 +153,7 @@ def test_a_snapshot_on_disk_does_not_change(tmp_path):
     seen = run.state
     before = seen.own["v"].clone()
     next(play)
-    assert torch.equal(seen.own["v"], before) and not torch.equal(run.state.own["v"], before)
+    assert torch.equal(seen.own["v"], before) and not torch.equal(run.state.clients["v"], before)
 
 
 def test_many_clients_are_evaluated_in_parts(tmp_path, monkeypatch):
@@ -208,7 +208,16 @@ def test_a_checkpoint_of_rows_on_disk_goes_on_there_and_in_memory(tmp_path):
     data, training = images((8, 20, 30, 9, 12)), Training(lr=0.1, batch_size=5)
 
     def run(where):
-        return Simulation("ditto", tiny_model(), data, training, rounds=6, participation=0.4, eval_every=0, rows=where)
+        return Simulation(
+            "ditto",
+            tiny_model(),
+            data,
+            training,
+            rounds=6,
+            participation=0.4,
+            evaluation=Evaluation(every=0),
+            hardware=Hardware(rows=where),
+        )
 
     whole = run("memory").run()
     half = run(tmp_path)
@@ -220,9 +229,9 @@ def test_a_checkpoint_of_rows_on_disk_goes_on_there_and_in_memory(tmp_path):
         rest = Simulation.load(tmp_path / "kept", model=tiny_model(), data=data, **options)
         assert (rest.folder is None) == bool(options)
         rest.run()
-        assert torch.equal(rest.state.g["x"], whole.state.g["x"])
-        ids = rest.state.joined
-        assert all(torch.equal(rest.state.own[k][ids], whole.state.own[k][ids]) for k in whole.state.own)
+        assert torch.equal(rest.state.server["x"], whole.state.server["x"])
+        ids = rest.state.seen
+        assert all(torch.equal(rest.state.clients[k][ids], whole.state.clients[k][ids]) for k in whole.state.clients)
 
 
 # what ten thousand numbers are made of ---------------------------------------------------------------------------------

@@ -71,8 +71,8 @@ def test_what_trains_is_the_model(name):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "pflcore")  # a form that does not apply is no form that differs
         run = same_as_by_hand(build, federation())
-    assert (run.path.engine, run.path.form) == (engine, form)
-    assert run.header()["path"] == {"engine": engine, "form": form, "why": run.path.why} and run.header()["engine"] == engine
+    assert (run.header()["path"]["engine"], run.header()["path"]["form"]) == (engine, form)
+    assert run.header()["path"] == {"engine": engine, "form": form, "why": run.header()["path"]["why"]} and run.header()["engine"] == engine
 
 
 # the proof itself ---------------------------------------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def test_a_wrong_form_is_found_told_and_not_used(monkeypatch):
     build = lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))  # noqa: E731
     with pytest.warns(UserWarning, match="^pflcore: the chain that stands for this model is not the model: its gradient is another"):
         run = same_as_by_hand(build, federation())
-    assert run.path.form == "vmap" and "not the model" in run.header()["path"]["why"] and run.setting.engine.chain is None
+    assert run.header()["path"]["form"] == "vmap" and "not the model" in run.header()["path"]["why"] and run.setting.engine.chain is None
 
 
 @pytest.mark.parametrize("size", [1e-6, 1e-3])
