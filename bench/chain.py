@@ -11,7 +11,7 @@ import torch.nn as nn
 from bench.problem import Problem, relative
 from bench.workload import LR, MODELS, epoch
 from pflcore.data import Federation
-from pflcore.train import Local, Net, Training, prepared
+from pflcore.train import Clients, Net, Training, prepared
 
 PROVIDERS = ("pflcore", "plain loop")
 BUILDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -39,7 +39,7 @@ def problem(size: dict[str, Any]) -> Problem:
 
     @torch.enable_grad()
     def call() -> torch.Tensor:
-        return Local(setting, torch.arange(n), 1, setting.net.b0.expand(n, -1).clone()).fit(rows).w
+        return Clients(setting, torch.arange(n), 1, setting.net.b0.expand(n, -1).clone()).fit(rows).w
 
     @torch.enable_grad()
     def plain() -> torch.Tensor:
@@ -55,7 +55,7 @@ def problem(size: dict[str, Any]) -> Problem:
         if setting.engine.chain is None:
             return None
         general = prepared(net, data, Training(lr=LR, batch_size=20), "loop", seed=0)
-        want = Local(general, torch.arange(n), 1, net.b0.expand(n, -1).clone()).fit(rows).w
+        want = Clients(general, torch.arange(n), 1, net.b0.expand(n, -1).clone()).fit(rows).w
         return relative(call(), want.double())  # the plain loop shuffles otherwise: the same training by the general path
 
     return Problem("chain", size, {"pflcore": call, "plain loop": plain}, error)

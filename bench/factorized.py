@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from pflcore.train.bridge import Local, prepared
 
 from bench.problem import Problem
 from pflcore.algorithms.factorized_waffle import FactorizedWaffle
 from pflcore.data import Federation
 from pflcore.nn.models import model_for
-from pflcore.train import Net, Training
+from pflcore.train import Clients, Net, Training, prepared
 
 PROVIDERS = ("factorized layers", "dense layers", "with sampling and divergence")
 CLIENTS = 10
@@ -32,19 +31,20 @@ def problem(size: dict[str, Any]) -> Problem:
     dense = Net(lambda: model_for("mlp", (1, 28, 28), 10, bias=False))
     factorized = waffle.prepare(dense)
 
-    def local(net: Net) -> Local:
-        return Local(prepared(net, data, training), torch.arange(CLIENTS), 1, net.b0.expand(CLIENTS, -1).clone())
+    def cohort(net: Net) -> Clients:
+        return Clients(prepared(net, data, training), torch.arange(CLIENTS), 1, net.b0.expand(CLIENTS, -1).clone())
 
-    on_dense, on_factors = local(dense), local(factorized)
+    on_dense, on_factors = cohort(dense), cohort(factorized)
     rows = {net.size: net.w0.repeat(CLIENTS, 1) for net in (dense, factorized)}
-    own = {k: v.repeat(CLIENTS, *[1] * v.dim()) for k, v in waffle.init(factorized, CLIENTS)[1].items()}
+    first = waffle.newcomer({}, factorized, CLIENTS)
+    own = {k: v.repeat(CLIENTS, 1) for k, v in first.items()}
     return Problem(
         "factorized",
         size,
         {
             "factorized layers": lambda: on_factors.fit(rows[factorized.size]),
             "dense layers": lambda: on_dense.fit(rows[dense.size]),
-            "with sampling and divergence": lambda: waffle.train(rows[factorized.size].clone(), own, on_factors),
+            "with sampling and divergence": lambda: waffle.learn(rows[factorized.size].clone(), own, on_factors),
         },
         lambda got: None,
     )

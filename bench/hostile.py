@@ -2,7 +2,7 @@
 
 inputs    (default) bad uploads, messages and drop-outs tried on every algorithm, by kind, and how many were lost; a minute
 attacks   accuracy under attack by defence: 10 clients of MNIST's 5,000-image subset, 2 of them bad; some minutes
-waffle    a target's accuracy with 1 to 4 bad agents of 10, under WAFFLE, FedAvg and SCAFFOLD; some minutes
+waffle    a target's accuracy with 1 to 4 bad agents of 10, under WAFFLE, Algorithm and SCAFFOLD; some minutes
 
 The last two are means over N seeds of the split and the run (default 1); the first of them with its deviations.
 """
@@ -18,7 +18,7 @@ from typing import get_args
 import torch
 from torch import nn
 
-from pflcore import ALGORITHMS, Evaluation, FedAvg, Hardware, Robustness, Simulation, Training
+from pflcore import ALGORITHMS, Algorithm, Evaluation, Hardware, Robustness, Simulation, Training
 from pflcore.algorithms.defences import COUNTING, Defence
 from pflcore.data import Federation, federation_of
 from pflcore.simulation.attacks import Adversary, Attack
@@ -38,7 +38,7 @@ def model() -> nn.Module:
 
 
 def played(
-    algorithm: FedAvg,
+    algorithm: Algorithm,
     data: list[Federation],  # one for each seed
     attack: str | None,
     bad: tuple[int, ...],
@@ -51,7 +51,7 @@ def played(
 
 
 def _one(
-    algorithm: FedAvg, data: Federation, seed: int, attack: str | None, bad: tuple[int, ...], absent: bool, clip: float | None
+    algorithm: Algorithm, data: Federation, seed: int, attack: str | None, bad: tuple[int, ...], absent: bool, clip: float | None
 ) -> tuple[float, float]:
     honest = [i for i in range(N) if i not in bad]
     run = Simulation(
@@ -63,7 +63,7 @@ def _one(
         clients=honest if absent else None,
         seed=seed,
         evaluation=Evaluation(every=ROUNDS, clients=[TARGET] if data.name.endswith(" C") else honest),
-        robustness=Robustness(clip=clip, adversary=Adversary(attack, bad) if attack else None),
+        robustness=Robustness(clip=clip, adversary=Adversary(attack, bad) if attack else None),  # type: ignore[arg-type]
         hardware=Hardware(workers=1),
     )
     history = run.run()
@@ -85,7 +85,7 @@ def attacks(seeds: int = 1, bad: tuple[int, ...] = BAD) -> tuple[Table, int]:
     options = [{}, *({"defence": d, **beside.get(d, {})} for d in DEFENCES)]
     table, lost, clean = [["attack", "none", *DEFENCES]], 0, 0.0
     for attack in (None, *ATTACKS):
-        row = [played(FedAvg(**o), data, attack, bad)[:, 0] for o in options]
+        row = [played(Algorithm(**o), data, attack, bad)[:, 0] for o in options]
         clean = clean or float(row[0].mean())
         lost += float(row[1 + DEFENCES.index(HOLDS)].mean()) < clean - POINTS
         spread = [f" ± {v.std(correction=0):.1f}" if seeds > 1 else "" for v in row]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -64,11 +65,14 @@ def flops(w: Workload) -> tuple[float, float]:
 
 @torch.enable_grad()  # as a user would
 def ours(w: Workload) -> Measured:
-    simulation = Simulation("fedavg", w.build, federation(w), Training(lr=w.lr, batch_size=w.batch, epochs=w.epochs), rounds=w.rounds + 1, participation=w.cohort / w.n, evaluation=Evaluation(every=int(w.evaluate)))  # fmt: skip
+    training = Training(lr=w.lr, batch_size=w.batch, epochs=w.epochs)
+    how: dict[str, Any] = {"rounds": w.rounds + 1, "participation": w.cohort / w.n}
+    look = Evaluation(every=int(w.evaluate))
+    simulation = Simulation("fedavg", w.build, federation(w), training, evaluation=look, **how)
     rounds = simulation.iterate()
     next(rounds)
     if not w.evaluate:  # the last round of a run is evaluated in any case
-        simulation.eval_every = 0
+        simulation.evaluation = Evaluation(every=0)
     return clocked(lambda: next(rounds), w.rounds)
 
 

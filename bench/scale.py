@@ -78,7 +78,7 @@ def one(name: str, n: int, seconds: float) -> dict[str, Any]:
     from pflcore.data.federation import Federation
     from pflcore.data.ragged import Ragged
     from pflcore.results.record import Record
-    from pflcore.simulation import Simulation
+    from pflcore.simulation import Evaluation, Simulation
     from pflcore.train import Training
 
     gen = torch.Generator().manual_seed(0)
@@ -87,7 +87,8 @@ def one(name: str, n: int, seconds: float) -> dict[str, Any]:
     places = torch.arange(n * SAMPLES).view(n, SAMPLES)
     index = {"train": places[:, :10], "test": places[:, 10:]}
     lists = {s: Ragged(p.reshape(-1), torch.arange(n + 1) * p.shape[1]) for s, p in index.items()}
-    options: dict[str, Any] = {"participation": min(1.0, COHORT / n), "eval_clients": min(n, EVALUATED), "eval_every": 10}
+    look = Evaluation(every=10, clients=min(n, EVALUATED))
+    options: dict[str, Any] = {"participation": min(1.0, COHORT / n), "evaluation": look}
     play = Simulation(name, lambda: torch.nn.Linear(INPUTS, 2), Federation(x, y, lists, 2), Training(), rounds=10**6, **options)
     times: list[float] = []
     rounds, until = play.iterate(), time.perf_counter() + seconds

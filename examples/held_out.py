@@ -8,7 +8,6 @@ from pflcore.algorithms import FedAvg
 from pflcore.algorithms.finetune import FineTune
 from pflcore.metrics import hurt, mean
 from pflcore.simulation.evaluate import evaluate
-from pflcore.simulation.round import Setup
 
 
 def my_clients() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -25,6 +24,7 @@ tuned = tune(protocol, net, FineTune(), Training(lr=0.5, batch_size=10), grid, r
 print(tuned.table())
 
 after = tuned.report()["accuracy"]  # [N]: the test clients' own evaluation halves, NaN for everybody else
-state, setting = tuned.states(tuned.best.candidate, 0)
-before = evaluate(Setup(Setup(FedAvg(), setting._replace(data=protocol.data)), "test"), state, clients=protocol.report)["accuracy"]
+setup, state = tuned.states(tuned.best.candidate, 0)
+setup = setup._replace(algorithm=FedAvg(), setting=setup.setting._replace(data=protocol.data))
+before = evaluate(setup, state, "test", protocol.report)["accuracy"]
 print(f"10 clients never seen: {mean(before):.3f} before fine-tuning, {mean(after):.3f} after; {hurt(after, before):.0f} % are worse off")

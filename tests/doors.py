@@ -56,7 +56,7 @@ def views(alg, state, setting, ids):
             return seen[-1][0]
 
     options = {f.name: getattr(alg, f.name) for f in fields(alg)}
-    evaluate(Setup(Setup(Watched(**options), setting), next(reversed(setting.data.index))), state, clients=ids)
+    evaluate(Setup(Watched(**options), setting), state, next(reversed(setting.data.index)), clients=ids)
     return seen[0]
 
 

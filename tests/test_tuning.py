@@ -53,7 +53,7 @@ def test_cross_silo_sizes_and_what_blind_hides():
     assert p.blind.splits == ("train", "val")
     with pytest.raises(ValueError, match="test"):
         setting = make_setting(model(), p.blind, TRAINING, 1, engine="vmap", workers=1)
-        evaluate(Setup(Setup(FedAvg(), setting), "test"), begin(FedAvg(), model(), 12))
+        evaluate(Setup(FedAvg(), setting), begin(FedAvg(), model(), 12), "test")
     assert cross_silo(p.data).data is p.data
 
 
@@ -126,7 +126,7 @@ def test_only_some_clients_train_and_are_evaluated():
     accuracy = torch.tensor(history.rounds[-1]["eval"]["accuracy"])
     assert accuracy.isnan().logical_not().nonzero().flatten().tolist() == p.report.tolist()
     assert int(run.state.seen.sum()) >= 3 and not run.state.seen[p.report].any()
-    everybody = sample(Setup(Setup(run.setup, 1), 1.0), p.train.flip(0))
+    everybody = sample(run.setup, 1, 1.0, p.train.flip(0))
     assert torch.equal(everybody, p.train)
 
 
@@ -171,8 +171,8 @@ def test_the_choice_is_the_best_on_validation_and_the_report_is_its_test_result(
     for lr in (0.001, 0.3):
         run = Simulation(FedAvg(), model(), p.data, replace(TRAINING, lr=lr), rounds=4, clients=p.train, evaluation=Evaluation(every=9))
         run.run()
-        scores.append(evaluate(Setup(run.setup, "val"), run.state)["accuracy"][p.choose].mean().item())
-        results.append(evaluate(Setup(run.setup, "test"), run.state)["accuracy"])
+        scores.append(evaluate(run.setup, run.state, "val")["accuracy"][p.choose].mean().item())
+        results.append(evaluate(run.setup, run.state, "test")["accuracy"])
     assert [t.score for t in tuned.trials] == pytest.approx(scores) and scores[0] != scores[1]
     best = max(range(2), key=scores.__getitem__)
     torch.testing.assert_close(tuned.report()["accuracy"], results[best], equal_nan=True)

@@ -13,10 +13,10 @@ import torch.nn as nn
 from torch import Tensor
 
 from bench.papers import privacy
+from pflcore.check import refuse
 from pflcore.cli.experiment import algorithm
 from pflcore.data import SOURCES, Federation, Source, load
 from pflcore.nn.models import MODELS, model_for
-from pflcore.simulation.arguments import whole
 from pflcore.train import Net, Training
 
 
@@ -47,7 +47,8 @@ def main(argv: Sequence[str]) -> int:
     got = parser.parse_args(argv)
     least = {"clients": 1, "samples": 1, "rounds": 1, "shadows": 0, "ratios": 0, "steps": 0}
     for option, at_least in least.items():
-        whole(option, getattr(got, option), at_least)
+        if getattr(got, option) < at_least:
+            refuse(option, f"a whole number, at least {at_least}", getattr(got, option))
     if not (got.shadows or got.ratios):
         raise ValueError("shadows, ratios: expected at least one federation for one of them, got none.")
     hypers = {n: {"ranks": tuple(got.ranks)} if n == "factorized_waffle" else {} for n in got.algorithms}

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from pflcore.algorithms.protocol import FedAvg
+from pflcore.algorithms import Algorithm
 from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
 from pflcore.simulation.footprint import Inline
@@ -37,7 +37,7 @@ class Cost(NamedTuple):
 
 
 def cost(
-    algorithm: FedAvg,
+    algorithm: Algorithm,
     model: Net | nn.Module | Callable[[], nn.Module],
     shape: Sequence[int],
     classes: int,
@@ -56,11 +56,11 @@ def cost(
     if n < 1 or samples < 1 or batch_size < 1:
         raise ValueError(f"n, samples, batch_size: expected at least 1, got {n}, {samples} and {batch_size}.")
     net = model if isinstance(model, Net) else Net(model)
-    each = batch_size + -(-batch_size // 4) if algorithm.needs_val else batch_size
+    each = batch_size + -(-batch_size // 4) if algorithm.traits.needs_val else batch_size
     gen = torch.Generator().manual_seed(0)
     x, y = torch.randn(n * each, *shape, generator=gen), torch.randint(0, classes, (n * each,), generator=gen)
     data = Federation(x, y, {"train": list(torch.arange(n * each).split(each))}, classes)
-    data = held_out(data) if algorithm.needs_val else data
+    data = held_out(data) if algorithm.traits.needs_val else data
     s = Setting(net, data, Training(1e-3, batch_size, epochs), Engine("loop"), Inline(1), 0, warm + 1)
     state = begin(algorithm, net, n)
     for _ in range(warm):
@@ -69,13 +69,13 @@ def cost(
         algorithm, spent = _with_counter(algorithm, counter)
         state, done = step(Setup(algorithm, s), state, torch.arange(n))
     row = net.size * net.w0.element_size()
-    client, server = spent["client"] / n * samples / each, spent["send"] + spent["server"]
+    client, server = spent["train"] / n * samples / each, spent["send"] + spent["update"]
     return Cost(done.bytes_down / n / row, done.bytes_up / n / row, (done.bytes_down + done.bytes_up) / n, client, server)
 
 
-def _with_counter(algorithm: FedAvg, counter: FlopCounterMode) -> tuple[FedAvg, dict[str, float]]:
+def _with_counter(algorithm: Algorithm, counter: FlopCounterMode) -> tuple[Algorithm, dict[str, float]]:
     """The algorithm, and the operations of its hooks: MOCHA's W W^T is no client's work, a look whether uploads are finite no method's."""
-    spent = dict.fromkeys(("client", "send", "server"), 0.0)
+    spent = dict.fromkeys(("train", "send", "update"), 0.0)
 
     def counted(name: str, hook: Callable[..., T]) -> Callable[..., T]:
         def call(*args: Any, **kwargs: Any) -> T:

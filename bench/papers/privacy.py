@@ -15,16 +15,15 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from pflcore.train.bridge import Local, prepared
 from torch import Tensor
 
-from pflcore.algorithms import FedAvg
+from pflcore.algorithms import Algorithm
 from pflcore.algorithms.ditto import MRMTL
 from pflcore.algorithms.factorized_waffle import FactorizedWaffle, strengths
 from pflcore.data.federation import Federation
 from pflcore.ops import kinds
 from pflcore.simulation.round import Setup, begin, sample, step
-from pflcore.train import Net, Training
+from pflcore.train import Clients, Net, Training, prepared
 from pflcore.train.random import OwnDraws
 from pflcore.train.workers import one_thread
 
@@ -41,7 +40,7 @@ class Upload(NamedTuple):
 
 
 def intercept(
-    algorithm: FedAvg,
+    algorithm: Algorithm,
     model: Net | nn.Module | Callable[[], nn.Module],
     data: Federation,
     training: Training,
@@ -59,18 +58,18 @@ def intercept(
     caught: dict[str, Any] = {}
 
     class Wire(type(algorithm)):  # type: ignore[misc]
-        def client(self, down: Any, own: Any, local: Local) -> Any:
-            new, up = super().client(down, own, local)
+        def train(self, down: Any, own: Any, clients: Clients) -> Any:
+            new, up, fit = super().train(down, own, clients)
             caught.update(down=down, up=up, own=new)
-            return new, up
+            return new, up, fit
 
-    tapped: FedAvg = object.__new__(Wire)
+    tapped: Algorithm = object.__new__(Wire)
     tapped.__dict__.update(algorithm.__dict__)
     setting = prepared(net, data, training, engine, workers, seed, rounds)
     net = setting.net
-    state = begin(tapped, net, data.n)
+    setup, state = Setup(tapped, setting), begin(tapped, net, data.n)
     for r in range(1, rounds + 1):
-        state, done = step(Setup(tapped, setting), state, sample(Setup(tapped, setting), r))
+        state, done = step(setup, state, sample(setup, r))
         if done.dropped:
             raise ValueError(f"training: client(s) {done.dropped} sent updates that are not finite in round {r}; lower the learning rate.")
     down = caught["down"].get("x")
@@ -94,7 +93,7 @@ VIEWS = ("all", "prior", "random", "adaptive", "trace", "own")
 
 
 @one_thread()
-def views(algorithm: FedAvg, upload: Upload, known: Samples, seed: int = 0, names: Sequence[str] = VIEWS) -> dict[str, Tensor]:
+def views(algorithm: Algorithm, upload: Upload, known: Samples, seed: int = 0, names: Sequence[str] = VIEWS) -> dict[str, Tensor]:
     """The models [S, P] that the adversary makes of an upload, by the way it fills in the factor scores b.
 
     "all": b = 1 · "prior": the prior's mean · "random": drawn from it · "adaptive": fitted to `known`, the adversary's own samples of the
@@ -105,7 +104,7 @@ def views(algorithm: FedAvg, upload: Upload, known: Samples, seed: int = 0, name
     if not isinstance(algorithm, FactorizedWaffle):
         return {"upload": upload.row}
     net, row, at = upload.net, upload.row, strengths(upload.net)
-    fresh = algorithm.init(net, 1)[1]["q"].chunk(3)[0].sigmoid()
+    fresh = algorithm.newcomer({}, net, 1)["q"][0].chunk(3)[0].sigmoid()
     gen = torch.Generator().manual_seed(seed)
     ways: dict[str, Callable[[], Tensor]] = {
         "all": lambda: torch.ones_like(fresh),
@@ -295,7 +294,7 @@ class Attacked(NamedTuple):
 )
 @one_thread()
 def membership(
-    algorithm: FedAvg,
+    algorithm: Algorithm,
     model: Callable[[], nn.Module],
     pool: Samples,
     classes: int,

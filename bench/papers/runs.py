@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bench.papers import groups
 from bench.papers.plan import Task
 from bench.papers.table import rows_of, table, verdicts
-from pflcore.algorithms.hypcluster import Ensemble, HypCluster, picks
+from pflcore.algorithms.hypcluster import Ensemble, HypCluster, losses
 from pflcore.cli.experiment import algorithm, model, net
 from pflcore.data.roles import Protocol, held_out
 from pflcore.results.progress import Progress
@@ -27,7 +28,8 @@ from pflcore.results.record import Record, Run, plain, read, slug
 from pflcore.simulation import Hardware, History, Simulation
 from pflcore.simulation.checkpoint import load_states
 from pflcore.simulation.evaluate import evaluate
-from pflcore.simulation.round import State
+from pflcore.simulation.round import Setup, State
+from pflcore.train import Clients
 from pflcore.tuning import tune
 
 
@@ -80,7 +82,7 @@ class Reproduction:
         """The task's simulation, not begun, and its protocol."""
         p = self.protocol(task)
         job = replace(task.job, options=replace(task.job.options, rounds=max(1, task.job.options.rounds)))
-        return job.simulation(p.data, model(job.options, p.data, task.shape), clients=p.train, eval_clients=p.report), p
+        return job.simulation(p.data, model(job.options, p.data, task.shape), clients=p.train, reported=p.report), p
 
     def tuned(self, group: list[Task]) -> list[Task]:
         """The runs of a method, one for each seed, at the point of its grid that is best on validation data."""
@@ -135,9 +137,8 @@ class Reproduction:
                 sent[way] += line[way]
             if line["eval"] and isinstance(simulation.algorithm, HypCluster | Ensemble):
                 of_all = torch.full((p.data.n,), -1)
-                line["eval"]["cluster"] = of_all.index_copy(
-                    0, p.report, picks(simulation.state, simulation.setting, p.report).cpu()
-                ).tolist()
+                picked = picks(simulation.setup, simulation.state, p.report).cpu()
+                line["eval"]["cluster"] = of_all.index_copy(0, p.report, picked).tolist()
             if line["eval"] and task.keeps:
                 states.append((round, sent["bytes_down"], sent["bytes_up"], simulation.state))
                 sent.update(bytes_down=0, bytes_up=0)
@@ -186,19 +187,19 @@ class Reproduction:
         return self.kept.get(path, [])
 
 
+def picks(setup: Setup, state: State, clients: Tensor) -> Tensor:
+    """Which of the state's models each of `clients` (ids) picks on its training data, as for evaluation: [len(clients)]."""
+    some = Clients(setup.setting, clients, max(1, state.round), state.batch_norm[clients])
+    return losses(state.server["x"], state.server["b"], some).argmin(1)
+
+
 def later(simulation: Simulation, p: Protocol, states: Sequence[Any], on_round: Callable[[int, dict[str, Any]], None]) -> History:
     """What a run would have been that trained as another did: that one's states, evaluated in this algorithm's way."""
     history = History(simulation.header())
     for round, down, up, state in states:
         began = time.perf_counter()
         simulation.state = state
-        alg: Any = simulation.algorithm
-        values = evaluate(
-            Setup(Setup(alg, simulation.setting, batch_norm=simulation.buffers), simulation.eval_split),
-            state,
-            clients=p.report,
-            metrics=simulation.measures,
-        )
+        values = evaluate(simulation.setup, state, simulation.evaluation.split, p.report, simulation.measures)
         line = {"round": round, "cohort": [], "void": False, "bytes_down": down, "bytes_up": up, "seconds": time.perf_counter() - began}
         history.rounds.append(line | {"eval": {k: v.tolist() for k, v in values.items()}})
         on_round(round, history.rounds[-1])

@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from pflcore.train.bridge import Setting
 from torch import Tensor
 
 from bench.papers.runs import Reproduction
 from pflcore import metrics
-from pflcore.algorithms import FedAvg
 from pflcore.data.roles import Protocol
 from pflcore.results.record import Run, plain, slug
 from pflcore.simulation.evaluate import evaluate
+from pflcore.simulation.round import Setup, State
 
 
 class Point(NamedTuple):
@@ -32,35 +31,33 @@ class Point(NamedTuple):
     others: Tensor  # out of distribution: the sample of everybody's
 
 
-def results(alg: FedAvg, state: State, setting: Setting, protocol: Protocol, split: str = "test", buffers: str = "auto") -> Tensor:
+def results(setup: Setup, state: State, protocol: Protocol, split: str = "test") -> Tensor:
     """Each reported client's accuracy, or loss where there is none, on its test samples (for "val": each choosing client's): [N]."""
     data, who = (protocol.blind, protocol.choose) if split == "val" else (protocol.data, protocol.report)
-    values = evaluate(Setup(Setup(alg, setting._replace(data=data.to(setting.data.device)), batch_norm=buffers), split), state, clients=who)
+    setting = setup.setting._replace(data=data.to(setup.setting.data.device))
+    values = evaluate(setup._replace(setting=setting), state, split, who)
     return values.get("accuracy", values["loss"])
 
 
-def vary(
-    alg: FedAvg, state: State, setting: Setting, protocol: Protocol, option: str, choices: Sequence[Any], buffers: str = "auto"
-) -> list[Point]:
+def vary(setup: Setup, state: State, protocol: Protocol, option: str, choices: Sequence[Any]) -> list[Point]:
     """One trained state personalized with several values of a `late` option (Motley, Fig. 4, 5 and 7), for instance
-    `vary(FineTune(), ..., "finetune_epochs", (1, 3, 5, 10, 15))` or `vary(KnnPer(), ..., "lam", (0, 0.5, 1))`; `buffers` as in the run."""
-    if option not in alg.late:
-        raise ValueError(f"option: expected one that can be varied after training ({', '.join(alg.late) or 'none'}), got {option!r}.")
+    `vary(FineTune(), ..., "finetune_epochs", (1, 3, 5, 10, 15))` or `vary(KnnPer(), ..., "lam", (0, 0.5, 1))`."""
+    late = setup.algorithm.traits.late
+    if option not in late:
+        raise ValueError(f"option: expected one that can be varied after training ({', '.join(late) or 'none'}), got {option!r}.")
     other = replace(protocol, data=protocol.out_of_distribution())
-    made = [(c, replace(alg, **{option: c})) for c in choices]
-    return [Point(c, *(results(a, state, setting, p, buffers=buffers) for p in (protocol, other))) for c, a in made]
+    made = [(c, setup._replace(algorithm=replace(setup.algorithm, **{option: c}))) for c in choices]
+    return [Point(c, *(results(s, state, p) for p in (protocol, other))) for c, s in made]
 
 
 def by_size(
-    alg: FedAvg,
+    setup: Setup,
     state: State,
-    setting: Setting,
     protocol: Protocol,
     fractions: Sequence[float] = (1.0, 0.5, 0.25),
-    buffers: str = "auto",
 ) -> dict[float, Tensor]:
     """Results with the first part of each reported client's personalization set, its test samples unchanged (Motley, Fig. 7c)."""
-    return {f: results(alg, state, setting, protocol.keep(f), buffers=buffers) for f in fractions}
+    return {f: results(setup, state, protocol.keep(f)) for f in fractions}
 
 
 def draw(made: Reproduction, rows: Sequence[Mapping[str, Any]]) -> list[Path]:
@@ -114,19 +111,18 @@ def _trained(
         if not states:
             continue
         simulation, p = made.simulation(task)
-        alg, state, where, buffers = simulation.algorithm, states[-1][3], simulation.setting, simulation.buffers
-        assert isinstance(alg, FedAvg)
+        setup, state = simulation.setup, states[-1][3]
         if m.get("sizes"):
-            fewer[method] = by_size(alg, state, where, p, buffers=buffers)
+            fewer[method] = by_size(setup, state, p)
         for option, choices in m.get("vary", {}).items():
-            points = vary(alg, state, where, p, option, choices, buffers)
+            points = vary(setup, state, p, option, choices)
             by = [(q.value, metrics.mean(q.own), metrics.hurt(q.own, before[method], up)) for q in points]
             out.append(tradeoffs.option(by, f"{stem}-{slug(method)}-{option}.png", option, unit, log=option.endswith("lr")))
             if option != "finetune_lr":
                 spread[method] = [(q.value, metrics.mean(q.own), metrics.mean(q.others)) for q in points]
         if "vary" in m and method not in spread:
             other = replace(p, data=p.out_of_distribution())
-            own, others = (metrics.mean(results(alg, state, where, q, buffers=buffers)) for q in (p, other))
+            own, others = (metrics.mean(results(setup, state, q)) for q in (p, other))
             spread[method] = [(method, own, others)]
     out += [tradeoffs.distributions(spread, f"{stem}-distributions.png", unit)] if spread else []
     out += [tradeoffs.sizes(fewer, f"{stem}-sizes.png", unit)] if fewer else []

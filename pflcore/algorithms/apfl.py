@@ -70,9 +70,8 @@ class APFL(FedAvg):
             else:
                 *both, slope = grad(row).split([P, P, 1], 1)
             buffers = rows["momentum"].split(P, 1) if t.momentum else (None, None)
-            how = {"momentum": t.momentum, "weight_decay": t.weight_decay}
             for model, g, buffer in zip((w, v), both, buffers, strict=True):
-                ops.sgd_step_(model, g, lr, buffer=buffer, **how)
+                ops.sgd_step_(model, g, lr, momentum=t.momentum, buffer=buffer, weight_decay=t.weight_decay)
             if learns:
                 slope = slope + self.alpha_decay * alpha
                 alpha.copy_((alpha - alpha_lr * slope).clamp(0, 1))

@@ -174,7 +174,7 @@ class FedDWAQP(FedDWA):
     """
 
     search: Literal["exact"] = "exact"  # it needs all distances
-    power: Literal[1.0] = 1.0  # it solves for its weights
+    power: Literal[1] = 1  # it solves for its weights
     theta: Share = 1.0  # how much of W's off-diagonal counts
     ridge: NonNegative = 1e-10  # times W's mean diagonal, added: the shortest of several optimal p
 

@@ -145,9 +145,9 @@ class HypCluster(Ensemble):
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> tuple[Changes, Mix | None]:
         if cohort.round <= self.warm:
-            changes, mix = super().update(state, up, cohort)
+            changes, _ = super().update(state, up, cohort)
             fresh = self.slots(state["x"]) if cohort.round == self.warm else {}
-            return {**changes, **fresh}, mix
+            return {**changes, **fresh}, None
         pick, share = checked(up["pick"], cohort.ids, self.k), cohort.mean(self.weighting).weight[0]
         mix = F.one_hot(pick, self.k).T * onto(share, pick.device)  # [k, S]
         total = mix.sum(1, keepdim=True)

@@ -6,7 +6,8 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from typing import Any
+from dataclasses import fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from pflcore.algorithms import ALGORITHMS
 from pflcore.algorithms.protocol import Algorithm
@@ -98,3 +99,13 @@ def imported(place: str, what: str) -> Any:
     except Exception as error:
         fault = f"importing {module!r} failed with {type(error).__name__}: {error}"
         raise ValueError(f"{what}: {fault}") from error
+
+
+def narrowed(cls: type[Algorithm]) -> list[str]:
+    """The options of which a preset leaves one choice."""
+    hints = get_type_hints(cls)
+    return [f.name for f in fields(cls) if hints[f.name] is type(None) or len(_choices(hints[f.name])) == 1]
+
+
+def _choices(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) is Literal else ()

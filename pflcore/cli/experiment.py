@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pflcore.algorithms import ALGORITHMS, Algorithm
-from pflcore.algorithms.lookup import algorithm_of, class_of, imported, name_of
+from pflcore.algorithms.lookup import algorithm_of, class_of, imported, name_of, narrowed
 from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES, Federation, federation_of, options_of
 from pflcore.nn.models import MODELS, model_for
 from pflcore.ops import kinds
@@ -55,7 +55,7 @@ class Options:
     val: kinds.Momentum = 0.0  # fraction of each client's training samples kept for validation
     eval_split: str = "test"  # what is evaluated: test, or val to choose hyper-parameters
     eval_every: Whole = 1  # rounds between evaluations of all clients
-    engine: str = "auto"  # chain, loop, vmap, or auto by the model
+    engine: Literal["auto", "chain", "loop", "vmap"] = "auto"  # chain, loop, vmap, or auto by the model
     workers: int | None = None  # threads; never changes a result
     device: str = "cpu"  # cpu or cuda
     clip: Positive | None = None  # no client's update is longer than this (Euclidean norm)
@@ -186,7 +186,7 @@ def algorithm(name: str, hyper: Mapping[str, Any] | None = None, target: int | L
     given = dict(hyper or {})
     unknown = sorted(set(given) - {f.name for f in fields(cls)})
     if unknown:
-        known = ", ".join(f.name for f in fields(cls))
+        known = ", ".join(f.name for f in fields(cls) if f.name not in narrowed(cls))
         raise ValueError(f"{name}: expected options among {known or 'none'}, got {', '.join(unknown)}.")
     if target is not None and any(f.name == "target" for f in fields(cls)):
         given["target"] = 0 if target == "all" else target
@@ -215,10 +215,14 @@ class Job:
         """The rounds that it plays on n clients, those of all runs."""
         return self.options.rounds * (n if self.for_each else 1)
 
-    def simulation(self, data: Federation, model: Callable[[], nn.Module], **more: Any) -> Simulation:
-        """Its simulation, with `for_each` that of the first client; `more` are options that only Python can set: who may take part."""
-        o = self.options
-        return Simulation(algorithm(self.algorithm, self.hyper, o.target), net(o, data, model), data, self.training, **self._common, **more)
+    def simulation(self, data: Federation, model: Callable[[], nn.Module], reported: torch.Tensor | None = None, **more: Any) -> Simulation:
+        """Its simulation, with `for_each` that of the first client;
+        `reported` are evaluated, `more` are options that only Python can set: who may take part."""
+        o, common = self.options, self._common
+        if reported is not None:
+            common["evaluation"] = replace(common["evaluation"], clients=reported)
+        made, start = algorithm(self.algorithm, self.hyper, o.target), net(o, data, model)
+        return Simulation(made, start, data, self.training, **common, **more)
 
     def play(
         self,

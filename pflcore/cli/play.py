@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pflcore.algorithms import ALGORITHMS
-from pflcore.algorithms.lookup import class_of, name_of
+from pflcore.algorithms.lookup import class_of, name_of, narrowed
 from pflcore.cli import experiment
 from pflcore.cli.experiment import Job
 from pflcore.cli.options import Group, Option, of_function, of_words, options_of, parse, peek
@@ -27,7 +27,7 @@ from pflcore.metrics import human
 from pflcore.results import pictures, table
 from pflcore.results.progress import Progress
 from pflcore.results.record import Record, Run, read
-from pflcore.simulation import History, Simulation, checkpoint
+from pflcore.simulation import History, Simulation, checkpoint, describe
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.train import Training
 
@@ -92,7 +92,7 @@ def _play(command: str, names: list[str], argv: Sequence[str]) -> int:
         new = {f.name: f"{title}_{f.name}" for f in fields(cls) if f.name in (taken if one else ("target",))}
         about, options = options_of(cls, new)
         groups.append(
-            Group(title, about, [o for o in options if o.name not in (*cls.unused, new.get("target"))], prefix=not one)
+            Group(title, about, [o for o in options if o.name not in (*narrowed(cls), new.get("target"))], prefix=not one)
         )  # the run has --target
         hypers[name] = {o.name: next((k for k, v in new.items() if v == o.name), o.name) for o in groups[-1].options}
 
@@ -138,7 +138,7 @@ def _record(todo: Sequence[Job], cut: Mapping[str, Any], shape: Mapping[str, Any
     folder = output.out or _new_folder([name_of(j.algorithm) for j in todo], options.data, options.partition or "")
     with contextlib.ExitStack() as held:
         held.enter_context(checkpoint.lock(folder))
-        command = checkpoint.facts_of(experiment.described(todo, cut, shape) | {"federation": checkpoint.of_data(data)})
+        command = describe.facts_of(experiment.described(todo, cut, shape) | {"federation": describe.of_data(data)})
         start, mark, begun = _standing(folder, command) if resume else (0, None, False)
         if begun:
             first = todo[start].simulation(data, model)
@@ -204,7 +204,7 @@ def _standing(folder: Path, command: Mapping[str, Any]) -> tuple[int, Mapping[st
     note = facts["note"]
     if note is None:
         raise ValueError(f"resume: {folder} holds a checkpoint made by Simulation.run or save; go on with Simulation.load.")
-    differs = checkpoint.difference(note["command"], command)
+    differs = describe.difference(note["command"], command)
     if differs:
         raise ValueError(f"resume: {folder} holds another run: {differs}; give the options it was begun with, or another folder.")
     return note["job"], note["record"], facts["run"] is not None

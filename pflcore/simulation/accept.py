@@ -33,11 +33,13 @@ class Trained(NamedTuple):
         """The clients who are `kept`, bool [S], alone."""
 
         def some(tensors: Payload) -> Payload:
-            return {k: v if isinstance(v, Pool) else v[onto(kept, v.device)] for k, v in tensors.items()}
+            rows = {k: v for k, v in tensors.items() if isinstance(v, Tensor)}
+            return tensors | {k: v[onto(kept, v.device)] for k, v in rows.items()}
 
-        parts = (some(d) for d in (self.down, self.up, self.before, self.own))
-        rest = (v[onto(kept, v.device)] for v in (self.batch_norm, self.loss))
-        return Trained(self.cohort.take(kept), *parts, *rest)
+        down, up, before, own = (some(d) for d in (self.down, self.up, self.before, self.own))
+        at = onto(kept, self.batch_norm.device)
+        rest = self.batch_norm[at], self.loss[onto(kept, self.loss.device)]
+        return Trained(self.cohort.take(kept), down, up, before, own, *rest)
 
 
 @dataclass

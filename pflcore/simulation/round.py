@@ -266,7 +266,7 @@ def load_state_dict(alg: Algorithm, begun: State, tensors: Tensors, round: int, 
     seen, state = tensors["seen"].nonzero()[:, 0], flat(begun)
     own = {k: Rows(seen, tensors[k]) for k in row_names(alg, begun)}
     whole = {k: v.to(state[k].device) for k, v in tensors.items() if k not in own}
-    return unflat(apply(state, whole | own), round, void)
+    return unflat(apply(state, {**whole, **own}), round, void)
 
 
 @checked

@@ -10,6 +10,7 @@ from small import swept
 from pflcore import Training
 from pflcore.algorithms import ALGORITHMS
 from pflcore.simulation.evaluate import evaluate
+from pflcore.simulation.round import Setup
 from pflcore.testing import Case, check
 
 OPTIONS: dict[str, dict[str, Any]] = {  # where the defaults do not fit a federation of four small clients

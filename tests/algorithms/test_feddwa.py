@@ -372,10 +372,10 @@ def test_the_guidance_can_be_served():
     x = state.server["x"]
     target = t([1.5, 5.0])[:, None]
     ahead = target + (x - target) * 0.9**2  # one step of training, one ahead
-    got = evaluate(Setup(Setup(FedDWA(k=1, serve="guidance"), s), "test"), state)["loss"]
+    got = evaluate(Setup(FedDWA(k=1, serve="guidance"), s), state, "test")["loss"]
     want = [(0.5 * ((ahead[0] - t([1.0, 2.0])) ** 2).mean()).item(), (0.5 * (ahead[1] - 5.0) ** 2).item()]
     close(got, want)
-    assert (got < evaluate(Setup(Setup(alg, s), "test"), state)["loss"]).all()
+    assert (got < evaluate(Setup(alg, s), state, "test")["loss"]).all()
 
 
 def test_no_power_makes_weights_that_are_no_numbers():

@@ -394,7 +394,7 @@ def by_hand(s, state, split="val"):
     down = {"x": state.server["x"].expand(s.data.n, -1)}
     who = torch.arange(s.data.n)
     rows = torch.stack([a.personal(down, {}, Local(s, who, 3, torch.empty(s.data.n, 0)))["w"] for a in every])
-    return torch.stack([evaluate(Setup(Setup(a, s), split), state)["accuracy"] for a in every]), rows, down
+    return torch.stack([evaluate(Setup(a, s), state, split)["accuracy"] for a in every]), rows, down
 
 
 def test_each_client_gets_its_best_candidate_on_validation():

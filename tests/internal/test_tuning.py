@@ -6,7 +6,6 @@ from methods import FineTune
 from parts.tuning import PROTOCOLS, TRAINING, model
 
 from pflcore import evaluate, tune
-from pflcore.simulation.round import Setup
 from pflcore.tuning import candidates, finetuning_curve
 
 
@@ -28,7 +27,7 @@ def test_all_lengths_of_fine_tuning_come_from_one_pass():
     tuned = tune(p, model(), FineTune(), TRAINING, grid, 3)
     setup, state = tuned.states(tuned.trials[0].candidate, 0)
     for t in tuned.trials:
-        alone = evaluate(Setup(Setup(setup._replace(algorithm=t.candidate.algorithm), "val"), p.choose), state)["accuracy"]
+        alone = evaluate(setup._replace(algorithm=t.candidate.algorithm), state, "val", p.choose)["accuracy"]
         assert torch.equal(t.values[0][p.choose], alone[p.choose])
     both = setup._replace(algorithm=FineTune(lr_grid=(0.05, 0.5), choose="client", finetune_epochs=5))
     curve = finetuning_curve(both, state, "val", p.choose)

@@ -12,7 +12,7 @@ from torch import nn
 from pflcore import Client, Server, Simulation, Training
 from pflcore.algorithms import ALGORITHMS, FedAvg
 from pflcore.simulation import Evaluation, Hardware, Robustness
-from pflcore.simulation.round import Setup, sample
+from pflcore.simulation.round import sample
 from pflcore.testing import Case
 
 ROUNDS, SEED = 3, 5
@@ -54,7 +54,7 @@ def test_server_and_clients_are_the_simulation(name, participation):
     whole = Simulation(alg, model, DATA, TRAINING, ROUNDS, participation, evaluation=NEVER, **SETTING)
     history = whole.run()
     server, clients = apart(alg)
-    play(server, clients, [sample(Setup(whole.setup, r), participation).tolist() for r in range(1, ROUNDS + 1)])
+    play(server, clients, [sample(whole.setup, r, participation).tolist() for r in range(1, ROUNDS + 1)])
     for i, client in enumerate(clients):
         x = DATA.client(i, "test")[0]
         one, other = history.model(i), client.model(server.download(i, "evaluation"))

@@ -128,5 +128,5 @@ def test_clients_that_never_trained():
     for name in ("all", "adapt"):
         evaluate(Setup(replace(alg, never=name), s), state)
     assert all(torch.equal(v, before.clients[k]) for k, v in state.clients.items()) and torch.equal(state.server["x"], before.server["x"])
-    found = {n: evaluate(Setup(Setup(replace(alg, never=n, adapt_epochs=30), s), "train"), state)["loss"][2] for n in ("prior", "adapt")}
+    found = {n: evaluate(Setup(replace(alg, never=n, adapt_epochs=30), s), state, "train")["loss"][2] for n in ("prior", "adapt")}
     assert found["adapt"] < found["prior"]  # the dictionary frozen, the beliefs fitted
