@@ -8,7 +8,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from pflcore import Evaluation, Federation, Hardware, Net, Simulation, step
-from pflcore.algorithms import ALGORITHMS, FedAvg
+from pflcore.algorithms import ALGORITHMS, FedAvg, apply
 from pflcore.simulation.round import Setup, State, begin
 
 Tensors = dict[str, Tensor]
@@ -104,3 +104,14 @@ def copied(state):
     g = {k: v.clone() for k, v in state.server.items()}
     own = {k: v.clone() for k, v in state.clients.items()}
     return State(g, own, state.batch_norm.clone(), state.seen.clone(), state.round, state.void)
+
+
+def served(alg, state, up, cohort):
+    """The server's state after a round's uploads, by hand; `state` stays as it is."""
+    return apply({k: v.clone() for k, v in state.items()}, alg.update(state, up, cohort)[0])
+
+
+def fit(clients, start, **options):
+    """`clients.fit` with the terms of its objective among the options."""
+    terms = {k: options.pop(k) for k in Objective._fields if k in options}
+    return clients.fit(start, Objective(**terms), **options)

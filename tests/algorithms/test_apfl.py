@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from methods import APFL
 from small import images, make_setting, play, quadratics, tiny_model
 
-from pflcore import Local, Net, Training, evaluate, step
+from pflcore import Clients, Net, Training, evaluate, step
 from pflcore.simulation.round import Setup, begin
 
 F64 = torch.float64
@@ -53,7 +53,7 @@ def test_a_round_step_by_step(engine, momentum):
     alg = APFL(alpha=0.3, alpha_lr=5.0)
     gen = torch.Generator().manual_seed(0)
     v0 = net.w0 + 0.3 * torch.randn(3, net.size, generator=gen, dtype=F64)
-    own, up = alg.client({"x": net.w0.expand(3, -1)}, {"v": v0, "alpha": torch.full((3, 1), 0.3, dtype=F64)}, fresh(s))
+    own, up = alg.train({"x": net.w0.expand(3, -1)}, {"v": v0, "alpha": torch.full((3, 1), 0.3, dtype=F64)}, fresh(s))[:2]
 
     def update(rows, grad, k):
         w, v, a = rows["w"], rows["v"], rows["a"]
@@ -73,7 +73,7 @@ def test_a_round_step_by_step(engine, momentum):
 
 
 def fresh(s):
-    return Local(s, torch.arange(3), 1, s.net.b0.repeat(3, 1))
+    return Clients(s, torch.arange(3), 1, s.net.b0.repeat(3, 1))
 
 
 def test_alpha_stays_while_the_models_are_one():
@@ -99,7 +99,9 @@ def test_what_is_evaluated(mix, where):
         assert float(losses[i]) == pytest.approx(float(F.cross_entropy(scores, y)), rel=1e-5)
     other = APFL(mix=mix, evaluate_on="server", alpha_lr=1.0)
     same = play(other, s)[-1][0]
-    assert torch.equal(same.g["x"], state.server["x"]) and torch.equal(same.own["v"], state.clients["v"])  # only the looking differs
+    assert torch.equal(same.server["x"], state.server["x"]) and torch.equal(
+        same.clients["v"], state.clients["v"]
+    )  # only the looking differs
 
 
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
@@ -109,7 +111,7 @@ def test_the_statistics_of_batch_norm_are_the_mixtures(engine):
     s = make_setting(net, data, Training(lr=0.1, batch_size=8), 1, engine)
     local = fresh(s)
     v = net.w0 + torch.randn(3, net.size, generator=torch.Generator().manual_seed(1))
-    APFL(alpha=0.5).client({"x": net.w0.expand(3, -1)}, {"v": v, "alpha": torch.full((3, 1), 0.5)}, local)
+    APFL(alpha=0.5).train({"x": net.w0.expand(3, -1)}, {"v": v, "alpha": torch.full((3, 1), 0.5)}, local)[:2]
     for i in range(3):
         module = net.load(net.build(), (v[i] + net.w0) / 2, net.b0).train()  # type: ignore[operator]
         module(data.client(i, "train")[0])

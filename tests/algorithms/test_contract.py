@@ -71,7 +71,7 @@ def test_mixing_weights_follow_the_clients(name):
     training = Training(lr=0.1, batch_size=100, epochs=2)
     a = case.play(case.setting(training=training), [range(4)] * 4, one).last
     b = case.play(case.setting(case.data.subset(order), training=training), [range(4)] * 4, two).last
-    torch.testing.assert_close(one.report(a.g)["weights"][order], two.report(b.g)["weights"], rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(one.report(a.server)["weights"][order], two.report(b.server)["weights"], rtol=1e-7, atol=1e-9)
     alone = case.moved_to(0)
     state = case.play(case.setting(case.data.subset([2])), [(0,)] * 3, alone).last
     assert alone.report(state.server)["weights"].tolist() == [1]

@@ -8,7 +8,7 @@ from methods import FactorizedWaffle
 from parts.factorized_waffle import D, federation, model, play, setting
 from torch import Tensor
 
-from pflcore import Evaluation, Hardware, Local, Net, Simulation, Training
+from pflcore import Clients, Evaluation, Hardware, Net, Simulation, Training
 from pflcore.algorithms import ALGORITHMS
 from pflcore.nn import factorize
 from pflcore.simulation.round import begin
@@ -30,7 +30,7 @@ def test_beliefs_never_leave_the_client(preset):
     play(Spy(preset=preset, lr_var=0.5), s, 1)
     assert set(seen["up"]) == {"delta"} and set(seen["down"]) == {"x"}
     assert seen["up"]["delta"].shape == seen["down"]["x"].shape == (3, s.net.size)
-    fresh = Spy().init(s.net, 3)[1]["q"]
+    fresh = Spy().newcomer({}, s.net, 3)["q"]
     assert s.net.size == sum(p.numel() for p in factorize(model(), (4, 3)).parameters()) and fresh.shape == (3 * 7,)
     assert (seen["new"]["q"] - fresh).abs().max() > 0.1
     assert seen["up"]["delta"].abs().max() < 1e-290  # nothing of the beliefs' way is in what travels
@@ -41,7 +41,7 @@ def test_the_server_keeps_nothing_but_the_dictionary():
     alg, s = FactorizedWaffle(), setting()
     state = play(alg, s)
     assert set(state.server) == {"x"} and set(state.clients) == {"q", "m", "v", "t"} and not alg.report(state.server)
-    torch.testing.assert_close(begin(alg, s.net, 3).own["q"][0], alg.init(s.net, 3)[1]["q"])
+    torch.testing.assert_close(begin(alg, s.net, 3).clients["q"][0], alg.newcomer({}, s.net, 3)["q"])
 
 
 def test_averaging_is_of_factors_and_uniform():
@@ -69,7 +69,7 @@ def test_engines_agree_and_neighbours_play_no_part():
     torch.testing.assert_close(a.server["x"], b.server["x"], rtol=1e-8, atol=1e-10)
     alone = play(alg, setting(momentum=0.5, weight_decay=1e-3), 1, [1])
     together = play(alg, setting(momentum=0.5, weight_decay=1e-3), 1)
-    torch.testing.assert_close(alone.own["q"][1], together.own["q"][1], rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(alone.clients["q"][1], together.clients["q"][1], rtol=1e-9, atol=1e-11)
 
 
 def test_the_temperature_falls():
@@ -77,7 +77,7 @@ def test_the_temperature_falls():
     fixed = play(FactorizedWaffle(tau=0.5), s, 1)
     falling = play(FactorizedWaffle(tau=0.5, tau_start=3.0, tau_decay=0.99), s, 1)
     fallen = play(FactorizedWaffle(tau=0.5, tau_start=0.5), s, 1)
-    assert torch.equal(fixed.g["x"], fallen.g["x"]) and not torch.equal(fixed.g["x"], falling.g["x"])
+    assert torch.equal(fixed.server["x"], fallen.server["x"]) and not torch.equal(fixed.server["x"], falling.server["x"])
 
 
 # -- as users meet it --------------------------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def test_it_learns_what_one_model_cannot():
 
 def test_clients_step_together_or_by_size():
     s = setting()
-    local = Local(s, torch.arange(3), 1, torch.zeros(3, 0, dtype=D))
+    local = Clients(s, torch.arange(3), 1, torch.zeros(3, 0, dtype=D))
     for more in ({}, {"steps": 3}, {"batches": 2}):
         step = lambda rows, grad, k: {"x": rows["x"] - 0.1 * grad(rows["x"])}  # noqa: E731
         ways = [local.each_batch({"x": s.net.w0.expand(3, -1)}, step, together=t, **more)["x"] for t in (True, False)]

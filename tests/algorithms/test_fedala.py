@@ -26,12 +26,12 @@ class Person:
     """One client of the program: its model, its weights, and whether it has learned them once."""
 
     def __init__(self, start, layers):
-        self.own, self.fresh = copy.deepcopy(start), True
+        self.clients, self.fresh = copy.deepcopy(start), True
         self.weights = [torch.ones_like(p) for p in self.own.parameters()][-layers:]
         self.epochs: list[int] = []
 
     def mix(self, server, x, y, eta, window, threshold):
-        mine, theirs = (list(m.parameters()) for m in (self.own, server))
+        mine, theirs = (list(m.parameters()) for m in (self.clients, server))
         model, low = copy.deepcopy(server), len(mine) - len(self.weights)
         if all(torch.equal(a, b) for a, b in zip(mine[low:], theirs[low:], strict=True)):
             return model
@@ -61,7 +61,7 @@ def program(start, data, layers, **how):
     for cohort in COHORTS:
         for i in cohort:
             x, y = data.client(i)
-            people[i].own = people[i].mix(server, x, y, **how)
+            people[i].clients = people[i].mix(server, x, y, **how)
             optimizer = torch.optim.SGD(people[i].own.parameters(), 0.3)
             for _ in range(2):
                 optimizer.zero_grad()
@@ -90,14 +90,14 @@ def test_golden_fedala(layers, engine):
         W = torch.cat([w.flatten() for w in p.weights])
         assert W.lt(1).sum() > 0 and W.min() >= 0 and W.max() <= 1
         torch.testing.assert_close(state.clients["W"][i], W, rtol=1e-8, atol=1e-10)
-        torch.testing.assert_close(state.clients["theta"][i], net.row(p.own), rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(state.clients["theta"][i], net.row(p.clients), rtol=1e-9, atol=1e-11)
         torch.testing.assert_close(view["w"][i], net.row(served[i]), rtol=1e-9, atol=1e-11)
 
 
 def test_without_a_step_of_w_it_is_fedavg_and_lower_layers_are_the_servers():
     s = make_setting(Net(lambda: tiny_model()().double()), federation(), Training(lr=0.1, batch_size=8), 3)
     (fedala, done), (fedavg, _) = (play(a, s)[-1] for a in (FedALA(eta=0.0), FedAvg()))
-    torch.testing.assert_close(fedala.g["x"], fedavg.g["x"], rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(fedala.server["x"], fedavg.server["x"], rtol=1e-9, atol=1e-11)
     assert done.bytes_up == done.bytes_down == 3 * 8 * s.net.size
     state = play(FedALA(layers=2), s)[-1][0]
     w, low = views(FedALA(layers=2), state, s, torch.arange(3))[0]["w"], s.net.size - 24

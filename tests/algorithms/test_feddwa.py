@@ -8,9 +8,9 @@ import torch.nn as nn
 from doors import spread
 from methods import FedDWA, FedDWAQP
 from parts.feddwa import GOLDEN, close, dense, models, t
-from small import make_setting
+from small import make_setting, served
 
-from pflcore import Federation, Local, Net, Training, evaluate, ops, step
+from pflcore import Clients, Federation, Net, Training, evaluate, ops, step
 from pflcore.algorithms import Cohort
 from pflcore.simulation.round import Setup, begin
 
@@ -44,7 +44,7 @@ def points(targets, lr, batch_size=100, seed=0, engine="loop", **training):
 
 def cohort(ids, n, round=1):
     share = torch.full((len(ids),), 1 / len(ids), dtype=torch.float64)
-    return Cohort(torch.tensor(ids), share, torch.ones(len(ids), dtype=torch.long), n, round, 10)
+    return Cohort(torch.tensor(ids), torch.ones(len(ids), dtype=torch.long), n, round, 10)
 
 
 def mixed(alg, w, g, ids=None, start=None):
@@ -54,7 +54,7 @@ def mixed(alg, w, g, ids=None, start=None):
     state = {"x": torch.zeros(n, w.shape[1], dtype=w.dtype) if start is None else start, "seen": torch.zeros(n, dtype=torch.bool)}
     k = min(alg.k, n)
     state |= {"p": torch.zeros(0, k, dtype=torch.float64), "near": torch.zeros(0, k, dtype=torch.int64)}
-    made = alg.server(state, {"w": w, "g": g}, cohort(ids, n))
+    made = served(alg, state, {"w": w, "g": g}, cohort(ids, n))
     return {**made, "p": matrix(made)}
 
 
@@ -127,7 +127,7 @@ def test_golden_guidance_epoch_against_full_gradient():
             return torch.stack([w[i] - t([y for part in b for y in part]).mean() for i, b in enumerate(a9["batches"])])
 
     for guidance, name in (("epoch", "epoch"), ("full_grad", "fullgrad")):
-        _, up = FedDWA(guidance=guidance).client({"x": torch.zeros(2, 1, dtype=torch.float64)}, {}, Fixed())
+        _, up = FedDWA(guidance=guidance).train({"x": torch.zeros(2, 1, dtype=torch.float64)}, {}, Fixed())[:2]
         close(up["w"][:, 0], a9["w_hat"])
         close(up["g"][:, 0], a9[f"g_{name}"])
         close(mixed(FedDWA(), up["w"], up["g"])["p"], a9[f"P_{name}"])
@@ -226,9 +226,9 @@ def test_look_ahead_leaves_no_trace(engine):
     ids = torch.arange(6)
     after = []
     for guidance in ("previous", "epoch", "steps", "full_grad"):
-        local = Local(setting, ids, 3, setting.net.b0.expand(6, -1).clone())
+        local = Clients(setting, ids, 3, setting.net.b0.expand(6, -1).clone())
         down = {"x": setting.net.w0.expand(6, -1)}
-        _, up = FedDWA(guidance=guidance, ahead=2).client(down, {}, local)
+        _, up = FedDWA(guidance=guidance, ahead=2).train(down, {}, local)[:2]
         again = local.fit(up["w"], stream="later").w
         after.append((up["w"], local.buffers, again))
         if "g" in up:
@@ -242,7 +242,7 @@ def test_more_steps_ahead_go_further():
     setting = points([[1.0, 2.0], [3.0, 5.0]], 0.1, batch_size=1)
     guides = []
     for ahead in (1, 2, 4):
-        local = Local(setting, torch.arange(2), 1, setting.net.b0.expand(2, -1))
+        local = Clients(setting, torch.arange(2), 1, setting.net.b0.expand(2, -1))
         guides.append(FedDWA(ahead=ahead).look_ahead(torch.zeros(2, 1, dtype=torch.float64), local))
     assert bool((guides[0] < guides[1]).all() and (guides[1] < guides[2]).all())
 
@@ -284,7 +284,7 @@ def test_a_newcomer_starts_from_the_initial_model_or_the_mean():
         alg = FedDWA(newcomer=newcomer)
         state = begin(alg, setting.net, 6)
         state, _ = step(Setup(alg, setting), state, torch.arange(4))
-        x = alg.send(state.server, cohort([1, 5], 6), torch.Generator())["x"]
+        x = alg.send(state.server, cohort([1, 5], 6))["x"]
         assert torch.equal(x[0], state.server["x"][1])
         want = setting.net.w0 if newcomer == "init" else state.server["x"][:4].mean(0)
         torch.testing.assert_close(x[1], want)
@@ -353,7 +353,7 @@ def test_power_and_stride_keep_the_neighbours_or_the_rule():
 
     def mixed(**options):
         alg = FedDWA(k=3, **options)
-        new = alg.server(alg.init(net, 4)[0] | {"x": w.clone()}, up, cohort([0, 1, 2, 3], 4))
+        new = served(alg, alg.init(**alg.initial(net), n=4) | {"x": w.clone()}, up, cohort([0, 1, 2, 3], 4))
         return spread(new["p"], new["near"], 4), new["x"]
 
     paper, even, square, far = (mixed(**o)[0] for o in ({}, {"power": 0.0}, {"power": 2.0}, {"stride": 1.0}))
@@ -380,11 +380,11 @@ def test_the_guidance_can_be_served():
 
 def test_no_power_makes_weights_that_are_no_numbers():
     w = torch.eye(6, dtype=torch.float64)
-    cohort = Cohort(torch.arange(6), torch.full((6,), 1 / 6, dtype=torch.float64), torch.ones(6, dtype=torch.int64), 6, 1, 1)
+    cohort = Cohort(torch.arange(6), torch.ones(6, dtype=torch.int64), 6, 1, 1)
     alg = FedDWA(k=6, power=5000.0)
     net = type("Net", (), {"w0": torch.zeros(6, dtype=torch.float64)})()
-    state = {k: v.clone() for k, v in alg.init(net, 6)[0].items()}
-    g = alg.server(state, {"w": w, "g": 0.5 * torch.ones_like(w) + 0.01 * w}, cohort)
+    state = {k: v.clone() for k, v in alg.init(**alg.initial(net), n=6).items()}
+    g = served(alg, state, {"w": w, "g": 0.5 * torch.ones_like(w) + 0.01 * w}, cohort)
     torch.testing.assert_close(g["p"].sum(1), torch.ones(6, dtype=torch.float64))
     torch.testing.assert_close(g["x"], w)  # everybody's nearest is its own, and has all the weight
 

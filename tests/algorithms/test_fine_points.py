@@ -8,16 +8,16 @@ import torch.nn as nn
 from doors import spread, strengths
 from methods import ClusteredFL, FactorizedWaffle, FedAMP, FedDWA, FedFomo, HeurFedAMP, KnnPer, PerFedAvg, Scaffold, Waffle
 from parts.fine_points import t, three
-from small import images, make_setting, play, quadratics, tiny_model
+from small import images, make_setting, play, quadratics, served, tiny_model
 
-from pflcore import Evaluation, Federation, Local, Net, Robustness, Simulation, Training, step
+from pflcore import Clients, Evaluation, Federation, Net, Robustness, Simulation, Training, step
 from pflcore.algorithms import Cohort, FedAvg, Pool
 from pflcore.simulation.round import Setup, begin
 
 
 def cohort(n, round=1, ids=None):
     who = torch.arange(n) if ids is None else torch.tensor(ids)
-    return Cohort(who, torch.full((len(who),), 1 / len(who), dtype=torch.float64), torch.ones_like(who), n, round, 100)
+    return Cohort(who, torch.ones_like(who), n, round, 100)
 
 
 def test_weight_decay_is_part_of_scaffolds_full_gradient():
@@ -46,7 +46,7 @@ def test_who_has_never_come_mixes_nobody_and_gives_nothing():
 def test_fedfomo_explores_by_the_whole_share_in_the_first_round():
     g = {"w": torch.zeros(5, 3), "seen": torch.ones(5, dtype=torch.bool), "p": torch.arange(25, dtype=torch.float64).view(5, 5)}
     alg, gen = FedFomo(m=1, epsilon=1.0, decay=1.0), torch.Generator().manual_seed(0)
-    picks = {r: {int(alg.send(g, cohort(5, r, [0]), gen)["w"].index) for _ in range(60)} for r in (1, 2, 9)}
+    picks = {r: {int(alg.send(g, cohort(5, r, [0]))["w"].index) for _ in range(60)} for r in (1, 2, 9)}
     assert picks == {1: {1, 2, 3, 4}, 2: {4}, 9: {4}}
 
 
@@ -55,8 +55,8 @@ def test_fedfomos_affinities_add_up_over_the_rounds():
     alg = FedFomo()
     state = begin(alg, net, 2)
     first, second = t([[0.0, 2], [-1, 0]]), t([[0.0, 5]])
-    g = alg.server(state.server, {"w": torch.zeros(2, 1, dtype=torch.float64), "a": first}, cohort(2))
-    g = alg.server(g, {"w": torch.zeros(1, 1, dtype=torch.float64), "a": second}, cohort(2, 2, [0]))
+    g = served(alg, state.server, {"w": torch.zeros(2, 1, dtype=torch.float64), "a": first}, cohort(2))
+    g = served(alg, g, {"w": torch.zeros(1, 1, dtype=torch.float64), "a": second}, cohort(2, 2, [0]))
     assert g["p"].tolist() == [[0, 7], [-1, 0]] and g["found"].tolist() == [[0, 5], [0, 0]]
 
 
@@ -66,7 +66,7 @@ def test_the_minibatches_of_per_fedavg_are_independent():
     s = make_setting(net, data, Training(lr=0.3, batch_size=1))
     ways = set()
     for round in range(1, 60):
-        up = PerFedAvg().client({"x": net.w0[None]}, {}, Local(s, torch.arange(1), round, net.b0[None]))[1]
+        up = PerFedAvg().train({"x": net.w0[None]}, {}, Clients(s, torch.arange(1), round, net.b0[None]))[:2][1]
         ways.add(round_off(up["delta"]))
     assert len(ways) == 4
 
@@ -78,8 +78,8 @@ def round_off(x):
 def test_clustered_fl_weighs_unequal_clients_alike():
     s, _ = three()
     (state, _), (uniform, _), (sized, _) = (play(a, s, 1)[0] for a in (ClusteredFL(), FedAvg(weighting="uniform"), FedAvg()))
-    torch.testing.assert_close(state.server["x"][0], uniform.g["x"])
-    assert not torch.allclose(uniform.g["x"], sized.g["x"])
+    torch.testing.assert_close(state.server["x"][0], uniform.server["x"])
+    assert not torch.allclose(uniform.server["x"], sized.server["x"])
 
 
 def test_weights_of_a_cohort_smaller_than_k_keep_the_first_clients():
@@ -91,8 +91,8 @@ def test_weights_of_a_cohort_smaller_than_k_keep_the_first_clients():
 def test_fedamps_pull_is_lam_over_alpha():
     """One step of .1 at (w - 1)^2 / 2 from w = 3 with u = 5: 3 - .1 (2 + (.6 / 2) (3 - 5)) = 2.86."""
     net, data = quadratics(t([[1.0]]), t([[1.0]]), start=[3.0])
-    local = Local(make_setting(net, data, Training(lr=0.1, batch_size=1)), torch.arange(1), 1, net.b0[None])
-    own, _ = FedAMP(lam=0.6, alpha=2.0).client({"u": t([[5.0]])}, {"w": t([[3.0]])}, local)
+    local = Clients(make_setting(net, data, Training(lr=0.1, batch_size=1)), torch.arange(1), 1, net.b0[None])
+    own, _ = FedAMP(lam=0.6, alpha=2.0).train({"u": t([[5.0]])}, {"w": t([[3.0]])}, local)[:2]
     torch.testing.assert_close(own["w"], t([[2.86]]))
 
 
@@ -100,9 +100,9 @@ def test_fedfomo_does_not_take_a_model_that_was_not_sent():
     """Row 0 would be the best for everybody, but -1 is nobody's number."""
     net, data = quadratics(t([[1.0], [1]]), t([[0.0], [0]]), rows=4)
     data = replace(data, index={"train": data.index["train"], "val": data.index["test"]})
-    local = Local(make_setting(net, data, Training(lr=0.0)), torch.arange(2), 2, net.b0.expand(2, -1))
+    local = Clients(make_setting(net, data, Training(lr=0.0)), torch.arange(2), 2, net.b0.expand(2, -1))
     rows, index = t([[0.0], [2]]), torch.tensor([[1], [-1]])
-    own, up = FedFomo().client({"w": Pool(rows, index)}, {"w": t([[4.0], [4]]), "old": t([[4.0], [4]])}, local)
+    own, up = FedFomo().train({"w": Pool(rows, index)}, {"w": t([[4.0], [4]]), "old": t([[4.0], [4]])}, local)[:2]
     assert own["w"][:, 0].tolist() == [2, 4] and up["a"][1].tolist() == [0, 0]
 
 
@@ -242,7 +242,7 @@ def test_several_minibatches_a_step_do_not_depend_on_the_company(engine):
     s = make_setting(Net(tiny_model()), data, Training(lr=0.1, batch_size=4), 2, engine)
 
     def played(ids):
-        local = Local(s, torch.tensor(ids), 1, s.net.b0.expand(len(ids), -1))
+        local = Clients(s, torch.tensor(ids), 1, s.net.b0.expand(len(ids), -1))
         start = {"w": s.net.w0.expand(len(ids), -1)}
         return local.each_batch(start, lambda r, grad, k: {"w": r["w"] - 0.1 * grad(r["w"]) - 0.2 * grad(r["w"], 1)}, batches=2, steps=5)[
             "w"

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from methods import MRMTL, Ditto, Ensemble, FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi, FineTune, HypCluster, KnnPer, Mocha, QFedAvg
 from parts.motley_algorithms import D64, QUERY, Line, Z, close
-from small import make_setting
+from small import make_setting, served
 
-from pflcore import Local, Net, Training, evaluate, step
+from pflcore import Clients, Net, Training, evaluate, step
 from pflcore.algorithms import ALGORITHMS, Cohort, FedAvg, Stop
 from pflcore.data import Federation
 from pflcore.simulation.round import Setup, begin
@@ -106,7 +106,7 @@ def test_two_rounds_of_two_clients(alg, expected):
     rounds = [([[0.3, 0.1], [-0.1, 0.5]], [10, 30]), ([[0.2, -0.4], [0.1, 0.2]], [20, 20])]
     for r, (delta, size) in enumerate(rounds):
         share = torch.tensor(size, dtype=D64) / sum(size)
-        g = alg.server(g, {"delta": torch.tensor(delta, dtype=D64)}, Cohort(torch.arange(2), share, torch.tensor(size), 2, r + 1, 2))
+        g = served(alg, g, {"delta": torch.tensor(delta, dtype=D64)}, Cohort(torch.arange(2), torch.tensor(size), 2, r + 1, 2))
         close(g["x"], expected[r])
 
 
@@ -120,8 +120,8 @@ def test_ema_is_heavy_ball_with_a_smaller_step(beta, lr, deltas):
 @pytest.mark.parametrize("name", ["heavy_ball", "nesterov", "ema"])
 def test_no_momentum_is_fedavg(name):
     s = classes_setting()
-    plain = play(FedAvg(server_lr=0.7), s, 3).g["x"]
-    torch.testing.assert_close(play(FedOpt(optimizer=name, beta1=0.0, server_lr=0.7), s, 3).g["x"], plain)
+    plain = play(FedAvg(server_lr=0.7), s, 3).server["x"]
+    torch.testing.assert_close(play(FedOpt(optimizer=name, beta1=0.0, server_lr=0.7), s, 3).server["x"], plain)
 
 
 def test_nothing_moves_an_adaptive_optimizer_without_updates():
@@ -151,16 +151,16 @@ def test_q_fedavg_by_hand(q, expected):
         def fit(self, rows):
             return type("Fit", (), {"w": torch.tensor([[0.8, 1.0], [1.0, 0.5]], dtype=D64)})
 
-    _, up = alg.client({"x": w.expand(2, -1)}, {}, Fake())
-    cohort = Cohort(torch.arange(2), torch.tensor([0.5, 0.5], dtype=D64), torch.tensor([1, 1]), 2, 1, 1)
-    close(alg.server({"x": w}, up, cohort)["x"], expected, atol=1e-9)
+    _, up = alg.train({"x": w.expand(2, -1)}, {}, Fake())[:2]
+    cohort = Cohort(torch.arange(2), torch.tensor([1, 1]), 2, 1, 1)
+    close(served(alg, {"x": w}, up, cohort)["x"], expected, atol=1e-9)
 
 
 def test_q_zero_is_fedavg_and_a_perfect_client_does_not_stop_the_server():
     s = classes_setting()
-    torch.testing.assert_close(play(QFedAvg(q=0.0), s, 2).g["x"], play(FedAvg(), s, 2).g["x"])
+    torch.testing.assert_close(play(QFedAvg(q=0.0), s, 2).server["x"], play(FedAvg(), s, 2).server["x"])
     perfect = setting_of([([1.0, 2.0], [0.0, 0.0]), ([1.0, 2.0], [2.0, 4.0])], w0=(0.0,))
-    assert abs(play(QFedAvg(q=0.5, weighting="uniform"), perfect, 1).g["x"].item()) > 1e-3
+    assert abs(play(QFedAvg(q=0.5, weighting="uniform"), perfect, 1).server["x"].item()) > 1e-3
 
 
 # clusters --------------------------------------------------------------------------------------------------------------------------
@@ -194,8 +194,8 @@ def test_a_cluster_that_nobody_picks_keeps_model_and_optimizer(optimizer):
 def test_one_cluster_is_fedavg(optimizer):
     s = classes_setting()
     one = play(HypCluster(k=1, optimizer=optimizer), s, 3)
-    assert torch.equal(one.server["x"][0], play(FedOpt(optimizer=optimizer), s, 3).g["x"])
-    assert torch.equal(play(Ensemble(k=1, optimizer=optimizer), s, 3).g["x"], one.server["x"])
+    assert torch.equal(one.server["x"][0], play(FedOpt(optimizer=optimizer), s, 3).server["x"])
+    assert torch.equal(play(Ensemble(k=1, optimizer=optimizer), s, 3).server["x"], one.server["x"])
 
 
 def test_warm_start_trains_every_model_and_forgets_their_momentum():
@@ -203,10 +203,14 @@ def test_warm_start_trains_every_model_and_forgets_their_momentum():
     alg = HypCluster(k=2, warm=2, optimizer="ema", server_lr=3.0)
     both = Ensemble(k=2, optimizer="ema", server_lr=3.0)
     warm, ensemble = play(alg, s, 1), play(both, s, 1)
-    assert torch.equal(warm.g["x"], ensemble.g["x"]) and torch.equal(warm.g["m"], ensemble.g["m"]) and warm.g["m"].any()
+    assert (
+        torch.equal(warm.server["x"], ensemble.server["x"])
+        and torch.equal(warm.server["m"], ensemble.server["m"])
+        and warm.server["m"].any()
+    )
     warm, ensemble = play(alg, s, 1, warm), play(both, s, 1, ensemble)
-    assert torch.equal(warm.g["x"], ensemble.g["x"]) and not warm.g["m"].any() and ensemble.g["m"].any()
-    assert len(warm.g["x"].unique(dim=0)) == 2
+    assert torch.equal(warm.server["x"], ensemble.server["x"]) and not warm.server["m"].any() and ensemble.server["m"].any()
+    assert len(warm.server["x"].unique(dim=0)) == 2
 
 
 def test_bytes_of_clusters():
@@ -234,7 +238,7 @@ def test_one_round_of_ditto_by_hand():
     alg = Ditto(lam=0.5)
     state = begin(alg, s.net, 1)
     state.clients["v"], state.seen[0] = torch.tensor([[0.5, 0.4]], dtype=D64), True
-    local = Local(s, torch.arange(1), 1, torch.empty(1, 0))
+    local = Clients(s, torch.arange(1), 1, torch.empty(1, 0))
     close(local.grad(state.clients["v"]), [[0.137, 0.297]])
     state = play(alg, s, 1, state)
     close(state.clients["v"], [[0.4713, 0.3453]])
@@ -246,10 +250,10 @@ def test_ditto_without_pull_is_local_training_and_its_global_model_is_fedavg():
     state = play(Ditto(lam=0.0), s, 3)
     rows = s.net.w0.expand(4, -1)
     for r in range(1, 4):
-        rows = Local(s, torch.arange(4), r, torch.empty(4, 0)).fit(rows).w
+        rows = Clients(s, torch.arange(4), r, torch.empty(4, 0)).fit(rows).w
     assert torch.equal(state.clients["v"], rows)
     whole = classes_setting(batch_size=100)  # one batch a client: no shuffle, so the two passes see the same
-    torch.testing.assert_close(play(Ditto(lam=0.3), whole, 2).g["x"], play(FedAvg(), whole, 2).g["x"])
+    torch.testing.assert_close(play(Ditto(lam=0.3), whole, 2).server["x"], play(FedAvg(), whole, 2).server["x"])
 
 
 def test_a_strong_pull_keeps_ditto_at_the_global_model():
@@ -266,7 +270,7 @@ def test_the_shared_model_of_mrmtl_is_the_mean():
     state = play(MRMTL(lam=0.3), s, 4)
     share = s.data.size().double() / s.data.size().sum()
     torch.testing.assert_close(state.server["x"], (share @ state.clients["v"].double()).float())
-    torch.testing.assert_close(play(MRMTL(lam=0.0), s, 3).own["v"], play(Ditto(lam=0.0), s, 3).own["v"])
+    torch.testing.assert_close(play(MRMTL(lam=0.0), s, 3).clients["v"], play(Ditto(lam=0.0), s, 3).clients["v"])
 
 
 MOCHA_TASKS = [([[1, 2], [-1, 0.5], [0.3, -0.7]], [1, 0, 0.5]), ([[0.5, -1], [2, 1], [0, 1]], [0.2, 1, -0.4])]
@@ -290,11 +294,11 @@ def test_mocha_reaches_the_closed_form_for_a_fixed_relation(matrix):
 
 def test_mocha_without_regulariser_is_local_training():
     s = classes_setting()
-    local = play(Ditto(lam=0.0), s, 4).own["v"]
+    local = play(Ditto(lam=0.0), s, 4).clients["v"]
     for alg in (Mocha(lam=0.0), Mocha(lam=0.0, relation="sigma")):
         state = play(alg, s, 4)
         torch.testing.assert_close(state.server["w"], local)
-    assert torch.equal(play(Mocha(lam=0.0), s, 4).own["w"], play(Mocha(lam=0.0), s, 4).g["w"])
+    assert torch.equal(play(Mocha(lam=0.0), s, 4).clients["w"], play(Mocha(lam=0.0), s, 4).server["w"])
 
 
 def test_an_unstable_mocha_stops_with_a_sentence():
@@ -376,8 +380,8 @@ def test_no_epochs_of_fine_tuning_is_fedavg():
 def test_the_last_layer_alone_is_trained():
     s = classes_setting()
     state = play(FineTune(), s, 1)
-    local = Local(s, torch.arange(4), 1, torch.empty(4, 0))
-    w = FineTune(layers="last").personal({"x": state.server["x"].expand(4, -1)}, {}, local)["w"]
+    local = Clients(s, torch.arange(4), 1, torch.empty(4, 0))
+    w = FineTune(layers="last").model({"x": state.server["x"].expand(4, -1)}, {}, local)["w"]
     moved = (w != state.server["x"]).any(0)
     head = torch.zeros_like(moved)
     head[s.net.head_slice] = True
@@ -393,7 +397,7 @@ def by_hand(s, state, split="val"):
     every = [FineTune(finetune_epochs=0), *(FineTune(finetune_lr=lr, finetune_epochs=e) for lr in (0.05, 0.5) for e in range(1, 5))]
     down = {"x": state.server["x"].expand(s.data.n, -1)}
     who = torch.arange(s.data.n)
-    rows = torch.stack([a.personal(down, {}, Local(s, who, 3, torch.empty(s.data.n, 0)))["w"] for a in every])
+    rows = torch.stack([a.model(down, {}, Clients(s, who, 3, torch.empty(s.data.n, 0)))["w"] for a in every])
     return torch.stack([evaluate(Setup(a, s), state, split)["accuracy"] for a in every]), rows, down
 
 
@@ -404,11 +408,11 @@ def test_each_client_gets_its_best_candidate_on_validation():
     values, rows, down = by_hand(s, state)
     best = values.max(0).values
     assert ((values == best).sum(0) > 1).any() and len(values.argmax(0).unique()) > 1
-    got = grid("client").personal(down, {}, Local(s, torch.arange(4), 3, torch.empty(4, 0)))["w"]
+    got = grid("client").model(down, {}, Clients(s, torch.arange(4), 3, torch.empty(4, 0)))["w"]
     first = [(values[:, i] == best[i]).nonzero()[0, 0] for i in range(4)]
     torch.testing.assert_close(got, torch.stack([rows[c, i] for i, c in enumerate(first)]))
     together = values.mean(1)
-    got = grid("global").personal(down, {}, Local(s, torch.arange(4), 3, torch.empty(4, 0)))["w"]
+    got = grid("global").model(down, {}, Clients(s, torch.arange(4), 3, torch.empty(4, 0)))["w"]
     torch.testing.assert_close(got, rows[(together == together.max()).nonzero()[0, 0]])
 
 
@@ -420,13 +424,13 @@ def test_a_client_without_validation_samples_takes_what_is_best_for_the_others()
     lacking = s._replace(data=replace(s.data, index={**s.data.index, "val": lists}))
     values, rows, down = by_hand(s, state)
     values = values[:, [0, 2, 3]].mean(1)
-    local = Local(lacking, torch.arange(4), 3, torch.empty(4, 0))
+    local = Clients(lacking, torch.arange(4), 3, torch.empty(4, 0))
     for choose in ("client", "global"):
-        torch.testing.assert_close(grid(choose).personal(down, {}, local)["w"][1], rows[(values == values.max()).nonzero()[0, 0], 1])
-    assert torch.equal(FineTune(margin=-2.0).personal(down, {}, local)["w"][1], down["x"][1])  # it cannot show that it is better
+        torch.testing.assert_close(grid(choose).model(down, {}, local)["w"][1], rows[(values == values.max()).nonzero()[0, 0], 1])
+    assert torch.equal(FineTune(margin=-2.0).model(down, {}, local)["w"][1], down["x"][1])  # it cannot show that it is better
     nobody = lacking._replace(data=replace(s.data, index={**s.data.index, "val": [r[:0] for r in lists]}))
     with pytest.raises(ValueError, match=r"^choose: .*these clients lack.*\.$"):
-        grid("client").personal(down, {}, Local(nobody, torch.arange(4), 3, torch.empty(4, 0)))
+        grid("client").model(down, {}, Clients(nobody, torch.arange(4), 3, torch.empty(4, 0)))
 
 
 @pytest.mark.parametrize("choose", ["client", "global"])
@@ -437,9 +441,9 @@ def test_the_choice_never_sees_test_labels(choose):
     for rows in s.data.index["test"]:
         y[rows] = (y[rows] + 1) % 3
     poisoned = s._replace(data=replace(s.data, y=y))
-    local = [Local(t, torch.arange(4), 3, torch.empty(4, 0)) for t in (s, poisoned)]
+    local = [Clients(t, torch.arange(4), 3, torch.empty(4, 0)) for t in (s, poisoned)]
     down = {"x": state.server["x"].expand(4, -1)}
-    a, b = (grid(choose).personal(down, {}, v)["w"] for v in local)
+    a, b = (grid(choose).model(down, {}, v)["w"] for v in local)
     assert torch.equal(a, b) and not torch.equal(a, down["x"])
 
 
@@ -449,7 +453,7 @@ def test_acceptance():
     down = {"x": state.server["x"].expand(4, -1)}
 
     def kept(alg):
-        w = alg.personal(down, {}, Local(s, torch.arange(4), 3, torch.empty(4, 0)))["w"]
+        w = alg.model(down, {}, Clients(s, torch.arange(4), 3, torch.empty(4, 0)))["w"]
         return (w == down["x"]).all(1).tolist()
 
     assert kept(FineTune(min_size=17)) == [True, True, False, False]  # 9, 13, 17 and 21 samples
@@ -480,7 +484,7 @@ def test_hinge_with_weight_decay_by_hand():
     loss = evaluate(Setup(FedAvg(), s), begin(FedAvg(), net, 1))
     close(loss["loss"] + 0.5e-4 * net.w0.square().sum(), [1.2266796667])
     close(loss["accuracy"], [1 / 3])
-    close(net.w0 - play(FedAvg(), s, 1).g["x"], [0.4000400000, -0.3333633333, -0.3333233333])
+    close(net.w0 - play(FedAvg(), s, 1).server["x"], [0.4000400000, -0.3333633333, -0.3333233333])
 
 
 OURS = [n for n, a in ALGORITHMS.items() if a.__module__.rpartition(".")[2] in {"server_opt", "multitask", "cluster", "finetune", "knn"}]
@@ -489,7 +493,7 @@ OURS = [n for n, a in ALGORITHMS.items() if a.__module__.rpartition(".")[2] in {
 def test_dropping_the_last_batch_keeps_a_client_with_less_than_one():
     """Motley's batches: min(n, B) samples each, what is left over is dropped."""
     s = setting_of([([1.0, 2.0], [1.0, 2.0]), ([1.0] * 5, [1.0] * 5), ([2.0] * 8, [1.0] * 8)], batch_size=4, drop_last=True)
-    fit = Local(s, torch.arange(3), 1, torch.empty(3, 0)).fit(torch.zeros(3, 1, dtype=D64))
+    fit = Clients(s, torch.arange(3), 1, torch.empty(3, 0)).fit(torch.zeros(3, 1, dtype=D64))
     assert (fit.lr_sum / 0.1).round().flatten().tolist() == [1, 1, 2]
     close(fit.w[:2, 0], [0.25, 0.1])
 
@@ -508,15 +512,15 @@ def test_losses_of_many_clients_at_once_are_those_of_each_alone(criterion):
     net = Net(lambda: nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3 if labels else 1)), criterion)
     rows, ids = torch.randn(3, net.size, generator=gen), torch.tensor([3, 0, 1])
     found = [
-        Local(make_setting(net, fed, Training(), 1, engine=e, workers=1), ids, 1, torch.empty(3, 0)).loss(rows) for e in ("vmap", "loop")
+        Clients(make_setting(net, fed, Training(), 1, engine=e, workers=1), ids, 1, torch.empty(3, 0)).loss(rows) for e in ("vmap", "loop")
     ]
     torch.testing.assert_close(*found)
     if criterion == "half_squared":
-        local = Local(make_setting(Net(net.build, "squared"), fed, Training(), 1, engine="vmap", workers=1), ids, 1, torch.empty(3, 0))
+        local = Clients(make_setting(Net(net.build, "squared"), fed, Training(), 1, engine="vmap", workers=1), ids, 1, torch.empty(3, 0))
         torch.testing.assert_close(found[0], local.loss(rows) / 2)
         start = rows[:1].expand(3, -1)
         a, b = (
-            Local(make_setting(net, fed, Training(lr=0.1), 1, engine=e, workers=1), ids, 1, torch.empty(3, 0)).fit(start).w
+            Clients(make_setting(net, fed, Training(lr=0.1), 1, engine=e, workers=1), ids, 1, torch.empty(3, 0)).fit(start).w
             for e in ("vmap", "loop")
         )
         torch.testing.assert_close(a, b)

@@ -9,9 +9,9 @@ import torch.nn as nn
 from doors import held_out
 from methods import L2C, FedAvgM, FedFomo, FedProx, FedRoD, FineTune, PerFedAvg, PFedMe
 from parts.rivals_client import GOLDEN, close, cohort, fomo, t
-from small import images, make_setting, play, tiny_model
+from small import images, make_setting, play, served, tiny_model
 
-from pflcore import Federation, Local, Net, Simulation, Training, step
+from pflcore import Clients, Federation, Net, Simulation, Training, step
 from pflcore.algorithms import FedAvg, Pool
 from pflcore.simulation.round import Setup, begin
 
@@ -33,7 +33,7 @@ def one(loss, start, lr, engine, epochs=1):
         {"train": [torch.arange(1)], "test": [torch.arange(1, 2)]},
     )
     s = make_setting(Net(Number(), lambda scores, y: loss(scores).mean()), data, Training(lr=lr, epochs=epochs), engine=engine)
-    return s, Local(s, torch.arange(1), 1, s.net.b0.expand(1, -1))
+    return s, Clients(s, torch.arange(1), 1, s.net.b0.expand(1, -1))
 
 
 ENGINES = pytest.mark.parametrize("engine", ["loop", "vmap"])
@@ -53,9 +53,9 @@ def test_golden_per_fedavg(variant, engine):
     ):
         s, local = one(loss, h["w"], h["beta"], engine)
         alg = PerFedAvg(variant=variant, alpha=h["alpha"], delta=delta, scaled=False)
-        _, up = alg.client({"x": s.net.w0[None]}, {}, local)
+        _, up = alg.train({"x": s.net.w0[None]}, {}, local)[:2]
         close(up["delta"], [[h[name] - h["w"]]])
-        close(alg.personal({"x": s.net.w0[None]}, {}, local)["w"], [[h["inner"]]])
+        close(alg.model({"x": s.net.w0[None]}, {}, local)["w"], [[h["inner"]]])
 
 
 def test_scaled_differences_are_right_in_float32():
@@ -71,7 +71,7 @@ def test_scaled_differences_are_right_in_float32():
     wide = make_setting(Net(lambda: tiny_model()().double(), flat), double, training)
 
     def played(alg, s):
-        return step(Setup(alg, s), begin(alg, s.net, 2), torch.arange(2))[0].g["x"].double()
+        return step(Setup(alg, s), begin(alg, s.net, 2), torch.arange(2))[0].server["x"].double()
 
     want = played(PerFedAvg(variant="exact", alpha=5e4), wide)
     close(played(PerFedAvg(variant="hf", alpha=5e4), wide), want, 1e-3, 1e-4)
@@ -106,25 +106,25 @@ def test_per_fedavg_adapts_on_training_data():
     for alg in (PerFedAvg(), FineTune(finetune_epochs=1)):
         views = []
         for data in (s.data, other):
-            local = Local(s._replace(data=data), torch.arange(3), 1, s.net.b0.expand(3, -1))
-            views.append(alg.personal({"x": s.net.w0.expand(3, -1)}, {}, local)["w"])
+            local = Clients(s._replace(data=data), torch.arange(3), 1, s.net.b0.expand(3, -1))
+            views.append(alg.model({"x": s.net.w0.expand(3, -1)}, {}, local)["w"])
         assert torch.equal(*views)
         assert not torch.equal(views[0], s.net.w0.expand(3, -1))
-    assert torch.equal(PerFedAvg(steps=0).personal({"x": s.net.w0[None]}, {}, None)["w"], s.net.w0[None])
+    assert torch.equal(PerFedAvg(steps=0).model({"x": s.net.w0[None]}, {}, None)["w"], s.net.w0[None])
 
 
 def test_per_fedavg_without_an_inner_step_is_fedavg():
     s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=100, epochs=2))
     for variant in ("fo", "hf", "exact"):
-        a = play(PerFedAvg(variant=variant, alpha=0.0), s, 2)[-1][0].g["x"]
-        torch.testing.assert_close(a, play(FedAvg(), s, 2)[-1][0].g["x"], rtol=1e-5, atol=1e-6)
+        a = play(PerFedAvg(variant=variant, alpha=0.0), s, 2)[-1][0].server["x"]
+        torch.testing.assert_close(a, play(FedAvg(), s, 2)[-1][0].server["x"], rtol=1e-5, atol=1e-6)
 
 
 def test_fine_tuning_after_fedprox():
     s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4))
     tuned, prox = play(FineTune(mu=1.0, finetune_epochs=1), s, 2)[-1][0], play(FedProx(mu=1.0), s, 2)[-1][0]
-    assert torch.equal(tuned.g["x"], prox.g["x"])
-    assert not torch.equal(prox.g["x"], play(FedAvg(), s, 2)[-1][0].g["x"])
+    assert torch.equal(tuned.server["x"], prox.server["x"])
+    assert not torch.equal(prox.server["x"], play(FedAvg(), s, 2)[-1][0].server["x"])
     with pytest.raises(ValueError, match=r"^mu: "):
         FineTune(mu=-1.0)
 
@@ -135,7 +135,7 @@ def test_golden_fedavgm(name, optimizer):
     alg = FedAvgM(optimizer=optimizer, beta1=k["beta"], server_lr=k["lr"])
     g = {"x": t([k["w0"]])} | alg.slots(t([k["w0"]]))
     for pseudo, (v, w) in zip(k["pseudo_grads"], k["v_w"], strict=True):
-        g = alg.server(g, {"delta": t([[-pseudo]])}, cohort([0], 1))
+        g = served(alg, g, {"delta": t([[-pseudo]])}, cohort([0], 1))
         close(-g["m"], [v])  # the golden values' momentum is that of w - w', ours that of w' - w
         close(g["x"], [w])
 
@@ -149,7 +149,7 @@ def test_golden_pfedme(engine):
     for inner, theta in enumerate(i1["theta_traj"], 1):
         s, local = one(lambda w: (w - 2) ** 2 / 2, i1["w0"], i1["eta"], engine)
         alg = PFedMe(lam=i1["lam"], inner=inner, personal_lr=i1["personal_lr"])
-        new, up = alg.client({"x": s.net.w0[None]}, {"theta": t([[i1["theta0"]]])}, local)
+        new, up = alg.train({"x": s.net.w0[None]}, {"theta": t([[i1["theta0"]]])}, local)[:2]
         close(new["theta"], [[theta]])
     close(up["delta"], [[i1["w_after"]]])
     for beta, want in ((1.0, i1["server_beta1"][0]), (0.5, i1["server_beta05_prev0_mean"])):
@@ -157,7 +157,7 @@ def test_golden_pfedme(engine):
         state, _ = step(Setup(alg, s), begin(alg, s.net, 1), torch.arange(1))
         close(state.server["x"], [want])
     far, local = one(lambda w: (w - 2) ** 2 / 2, 0.0, 0.0, engine)
-    new, _ = PFedMe(lam=1.0, inner=400, personal_lr=0.1).client({"x": far.net.w0[None]}, {"theta": t([[0.0]])}, local)
+    new, _ = PFedMe(lam=1.0, inner=400, personal_lr=0.1).train({"x": far.net.w0[None]}, {"theta": t([[0.0]])}, local)[:2]
     close(new["theta"], [[i1["theta_exact_prox"]]])
 
 
@@ -168,7 +168,7 @@ def test_pfedme_evaluates_theta_and_keeps_it_warm():
     state = begin(alg, s.net, 3)
     state, _ = step(Setup(alg, s), state, torch.arange(3))
     theta = state.clients["theta"].clone()
-    view = alg.personal({"x": state.server["x"].expand(3, -1)}, state.clients, Local(s, torch.arange(3), 1, state.batch_norm))["w"]
+    view = alg.model({"x": state.server["x"].expand(3, -1)}, state.clients, Clients(s, torch.arange(3), 1, state.batch_norm))["w"]
     assert torch.equal(view, theta) and not torch.equal(theta, state.server["x"].expand(3, -1))
     state, _ = step(Setup(alg, s), state, torch.tensor([0, 2]))
     assert torch.equal(state.clients["theta"][1], theta[1]) and not torch.equal(state.clients["theta"][0], theta[0])
@@ -225,8 +225,8 @@ def test_fedrod_personal_loss_moves_the_head_alone(engine):
     s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4), engine=engine)
     states = [play(alg, s, 3)[-1][0] for alg in (FedRoD(gamma=0.0), FedRoD(gamma=0.0, head="copy"), FedAvg())]
     for state in states[:2]:
-        torch.testing.assert_close(state.server["x"], states[2].g["x"], rtol=1e-5, atol=1e-6)
-    assert not torch.equal(states[0].own["h"], states[1].own["h"]) and states[0].own["h"].abs().sum() > 0.1
+        torch.testing.assert_close(state.server["x"], states[2].server["x"], rtol=1e-5, atol=1e-6)
+    assert not torch.equal(states[0].clients["h"], states[1].clients["h"]) and states[0].clients["h"].abs().sum() > 0.1
 
 
 def test_fedrod_takes_a_model_that_knows_more_classes():
@@ -256,7 +256,7 @@ def test_fedrod_newcomer_predicts_as_the_generic_model_and_absent_heads_rest():
     state, done = step(Setup(alg, s), begin(alg, s.net, 3), torch.tensor([0, 1]))
     assert not state.clients["h"][2].any()
     assert done.bytes_up == 2 * 4 * s.net.size
-    view = alg.personal({"x": state.server["x"].expand(3, -1)}, state.clients, None)
+    view = alg.model({"x": state.server["x"].expand(3, -1)}, state.clients, None)
     x = s.data.client(2, "test")[0]
     torch.testing.assert_close(alg.predict({k: v[2] for k, v in view.items()}, s.net, x), s.net(state.server["x"], x))
 
@@ -300,7 +300,7 @@ def test_golden_l2c():
     close(w[0], e1["w"])
     close(x[0], e1["theta_new"])
     close(x - centre, [e1["val_grad"]])
-    new, _ = alg.client(down, own, local)
+    new, _ = alg.train(down, own, local)[:2]
     close(new["w"][0], e1["theta_new"])
     close(new["m"][0] / 0.1 - 0.01 * t(e1["alpha"]), e1["dL_dalpha"])
     close(new["a"][0], e1["alpha_after_Adam_step"])
@@ -320,8 +320,8 @@ def test_l2c_with_everybody_equal_is_fedavg_at_first():
     a, b = begin(l2c, s.net, 4), begin(avg, s.net, 4)
     a, _ = step(Setup(l2c, s), a, torch.arange(4))
     b, _ = step(Setup(avg, s), b, torch.arange(4))
-    down = l2c.send(a.g, cohort([0, 1, 2, 3], 4), torch.Generator())
-    torch.testing.assert_close(l2c.personal(down, a.own, None)["w"], b.server["x"].expand(4, -1), rtol=1e-5, atol=1e-6)
+    down = l2c.send(a.server, cohort([0, 1, 2, 3], 4))
+    torch.testing.assert_close(l2c.model(down, a.clients, None)["w"], b.server["x"].expand(4, -1), rtol=1e-5, atol=1e-6)
 
 
 def test_l2c_mixes_the_updates_of_a_clients_own_last_round():
@@ -332,7 +332,7 @@ def test_l2c_mixes_the_updates_of_a_clients_own_last_round():
     mixed, deltas = {i: s.net.w0 for i in range(4)}, {}
     for round, ids in enumerate(([0, 1, 2, 3], [0, 1], [0, 2], [0, 2], [1, 3]), 1):
         everybody = cohort([0, 1, 2, 3], 4, round)
-        before = alg.personal(alg.send(state.server, everybody, torch.Generator()), state.clients, None)["w"]
+        before = alg.model(alg.send(state.server, everybody), state.clients, None)["w"]
         for i in range(4):
             torch.testing.assert_close(before[i], mixed[i], rtol=1e-5, atol=1e-6)
         state, _ = step(Setup(alg, s), state, torch.tensor(ids))

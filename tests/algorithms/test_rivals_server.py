@@ -7,7 +7,7 @@ import pytest
 import torch
 from methods import SFL, ClusteredFL, FedAMP, HeurFedAMP, LocalOnly
 from parts.rivals_server import GOLDEN, close, cohort, mixing, t, tree
-from small import make_setting, quadratics
+from small import make_setting, quadratics, served
 
 from pflcore import Training, ops, step
 from pflcore.algorithms import FedAvg
@@ -50,19 +50,19 @@ def test_golden_fedamp_with_too_large_a_step():
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
 def test_golden_fedamp_proximal_term_moves_the_model(engine):
     """Written with detached parameters, as in a widely used library, the term has no gradient and FedAMP is local training."""
-    from pflcore import Local
+    from pflcore import Clients
 
     c3 = GOLDEN["C3_fedamp_prox_step"]
     s = points([c3["c"]], 0.01, engine)
     alg = FedAMP(lam=c3["lam"], alpha=c3["alpha"])
     down, own = {"u": t([[c3["u"]]])}, {"w": t([[1.0]])}
-    new, up = alg.client(down, own, Local(s, torch.arange(1), 1, s.net.b0.expand(1, -1)))
+    new, up = alg.train(down, own, Clients(s, torch.arange(1), 1, s.net.b0.expand(1, -1)))[:2]
     close(up["w"], [[c3["one_sgd_step_from_w"]]])
     assert torch.equal(new["w"], up["w"])
-    close(alg.personal(down, new, None)["w"], up["w"])
+    close(alg.model(down, new, None)["w"], up["w"])
     s = points([c3["c"]], 0.5, engine)
     for round in range(1, 80):
-        own, _ = alg.client(down, own, Local(s, torch.arange(1), round, s.net.b0.expand(1, -1)))
+        own, _ = alg.train(down, own, Clients(s, torch.arange(1), round, s.net.b0.expand(1, -1)))[:2]
     close(own["w"], [[c3["w_star"]]])
 
 
@@ -74,8 +74,8 @@ def test_fedamp_without_its_pull_is_local_training():
         amp, _ = step(Setup(FedAMP(lam=0.0), s), amp, torch.arange(3))
         local, _ = step(Setup(LocalOnly(), s), local, torch.arange(3))
         pulled, _ = step(Setup(FedAMP(lam=2.0, sigma=3.0), s), pulled, torch.arange(3))
-    assert torch.equal(amp.own["w"], local.own["w"])
-    assert pulled.own["w"].std() < 0.95 * local.own["w"].std()
+    assert torch.equal(amp.clients["w"], local.clients["w"])
+    assert pulled.clients["w"].std() < 0.95 * local.clients["w"].std()
 
 
 def test_fedamp_mixes_latest_uploads_and_nobody_who_never_came():
@@ -83,7 +83,7 @@ def test_fedamp_mixes_latest_uploads_and_nobody_who_never_came():
     alg = FedAMP(sigma=2.0, alpha=0.2)
     state = begin(alg, s.net, 4)
     for ids in ([0, 1, 2], [1, 2], [0, 2]):
-        before, u = state.clients["w"].clone(), alg.send(state.server, cohort(ids, 4), torch.Generator())["u"]
+        before, u = state.clients["w"].clone(), alg.send(state.server, cohort(ids, 4))["u"]
         close(u, state.server["xi"][ids] @ state.server["w"])
         state, _ = step(Setup(alg, s), state, torch.tensor(ids))
         absent = [i for i in range(4) if i not in ids]
@@ -112,27 +112,27 @@ def test_sfl_on_the_complete_graph_is_fedavg():
     for _ in range(4):
         a, _ = step(Setup(sfl, s), a, torch.arange(3))
         b, _ = step(Setup(avg, s), b, torch.arange(3))
-        down = sfl.send(a.g, cohort([0, 1, 2], 3), torch.Generator())
+        down = sfl.send(a.server, cohort([0, 1, 2], 3))
         close(down["x"], b.server["x"].expand(3, -1))
         close(down["u"], b.server["x"].expand(3, -1))
 
 
 def test_sfl_regularisers_have_a_gradient():
     """The released code computes them on detached copies, so that SFL trains as if there were none."""
-    from pflcore import Local
+    from pflcore import Clients
 
     s = points([2.0, 2.0], 0.1)
-    local = Local(s, torch.arange(2), 1, s.net.b0.expand(2, -1))
+    local = Clients(s, torch.arange(2), 1, s.net.b0.expand(2, -1))
     down = {"x": t([[1.0], [1.0]]), "u": t([[0.0], [3.0]])}
-    _, up = SFL(lam1=0.3, lam2=0.3).client(down, {}, local)
+    _, up = SFL(lam1=0.3, lam2=0.3).train(down, {}, local)[:2]
     close(up["w"], [[1 - 0.1 * ((1 - 2) + 0.3 * (1 - 0))], [1 - 0.1 * ((1 - 2) + 0.3 * (1 - 3))]])
     two = make_setting(s.net, s.data, Training(lr=0.1, epochs=2))
-    _, up = SFL(lam1=0.3, lam2=0.5).client(down, {}, Local(two, torch.arange(2), 1, s.net.b0.expand(2, -1)))
+    _, up = SFL(lam1=0.3, lam2=0.5).train(down, {}, Clients(two, torch.arange(2), 1, s.net.b0.expand(2, -1)))[:2]
     w = down["x"]
     for _ in range(2):
         w = w - 0.1 * ((w - 2) + 0.3 * (w - down["u"]) + 0.5 * (w - down["x"]))
     close(up["w"], w)
-    _, plain = SFL(lam1=0.0, lam2=0.0).client(down, {}, local)
+    _, plain = SFL(lam1=0.0, lam2=0.0).train(down, {}, local)[:2]
     close(plain["w"], [[1.1], [1.1]])
 
 
@@ -142,10 +142,10 @@ def test_sfl_with_a_graph_from_a_file_or_from_labels(tmp_path):
     s = points([1.0, 3.0, 8.0], 0.1)
     alg = SFL(adjacency=str(tmp_path / "graph.npy"), lam1=0.0, lam2=0.0)
     state, _ = step(Setup(alg, s), begin(alg, s.net, 3), torch.arange(3))
-    u = alg.send(state.server, cohort([0, 1, 2], 3), torch.Generator())["u"]
+    u = alg.send(state.server, cohort([0, 1, 2], 3))["u"]
     close(u, [[0.2], [0.2], [0.8]])  # the row of zeros keeps its own
     np.save(tmp_path / "bare.npy", graph - np.diag(np.diag(graph)))  # a client counts itself
-    assert begin(replace(alg, adjacency=str(tmp_path / "bare.npy")), s.net, 3).g["graph"].diagonal().tolist() == [1, 1, 1]
+    assert begin(replace(alg, adjacency=str(tmp_path / "bare.npy")), s.net, 3).server["graph"].diagonal().tolist() == [1, 1, 1]
     np.save(tmp_path / "wrong.npy", graph[:2])
     with pytest.raises(ValueError, match=r"^adjacency: expected 3 x 3 numbers"):
         begin(SFL(adjacency=str(tmp_path / "wrong.npy")), s.net, 3)
@@ -157,7 +157,7 @@ def test_sfl_newcomers_hold_the_readout():
     s = points([1.0, 3.0, 8.0, 9.0], 0.1)
     alg = SFL(k=1)
     state, _ = step(Setup(alg, s), begin(alg, s.net, 4), torch.tensor([0, 1, 2]))
-    down = alg.send(state.server, cohort([0, 1, 2, 3], 4), torch.Generator())
+    down = alg.send(state.server, cohort([0, 1, 2, 3], 4))
     close(down["u"][3], down["x"][3])
     close(down["x"][0], down["u"][:3].mean(0))
 
@@ -174,7 +174,7 @@ def test_golden_nested_split_keeps_the_clients_numbers():
         delta[i, 0] = 1.0 if label == 0 else -1.0
     alg = ClusteredFL(relative=True, first=0)
     g = tree(torch.zeros(2, 2, dtype=torch.float64), cluster)
-    g = alg.server(g, {"delta": delta}, cohort(list(range(10)), 10, 1))
+    g = served(alg, g, {"delta": delta}, cohort(list(range(10)), 10, 1))
     found = [(g["cluster"] == c).nonzero()[:, 0].tolist() for c in range(4)]
     assert found[2:] == g3["correct"] and found[0] == [i for i in range(10) if i not in parent] and not found[1]
     close(g["x"], [[1.0, 0.0], [0.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])  # this round's means are already those of the halves

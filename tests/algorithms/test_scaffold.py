@@ -5,7 +5,7 @@ import torch
 from methods import LocalOnly, Scaffold
 from small import images, make_setting, play, quadratics, tiny_model
 
-from pflcore import Local, Net, Training
+from pflcore import Clients, Net, Training
 from pflcore.algorithms import FedAvg
 
 F64 = torch.float64
@@ -42,8 +42,8 @@ def controls(option, training):
     gen = torch.Generator().manual_seed(0)
     c, ci = torch.randn(1, net.size, generator=gen, dtype=F64), torch.randn(3, net.size, generator=gen, dtype=F64)
     down = {"x": net.w0.expand(3, -1), "c": 0.1 * c.expand(3, -1)}
-    local = Local(make_setting(net, data, training), torch.arange(3), 1, net.b0.expand(3, -1))
-    return Scaffold(option=option).client(down, {"c": 0.1 * ci}, local)[0]["c"]
+    local = Clients(make_setting(net, data, training), torch.arange(3), 1, net.b0.expand(3, -1))
+    return Scaffold(option=option).train(down, {"c": 0.1 * ci}, local)[:2][0]["c"]
 
 
 @pytest.mark.parametrize("training", [Training(lr=0.1, batch_size=8, epochs=2), Training(lr=0.1, batch_size=8, weight_decay=0.1)])
@@ -80,8 +80,8 @@ def test_it_reaches_the_joint_optimum_where_fedavg_does_not(option):
     best = float((a * b).sum() / a.sum())
     net, data = quadratics(a, b)
     s = make_setting(net, data, Training(lr=0.04, batch_size=1, epochs=5), 60, "vmap")
-    assert float(play(Scaffold(option=option), s)[-1][0].g["x"]) == pytest.approx(best, abs=1e-6)
-    assert abs(float(play(FedAvg(), s)[-1][0].g["x"]) - best) > 0.05
+    assert float(play(Scaffold(option=option), s)[-1][0].server["x"]) == pytest.approx(best, abs=1e-6)
+    assert abs(float(play(FedAvg(), s)[-1][0].server["x"]) - best) > 0.05
 
 
 def test_weights_by_samples_go_to_x_and_c_alike():
@@ -91,4 +91,4 @@ def test_weights_by_samples_go_to_x_and_c_alike():
     for state, _ in play(Scaffold(weighting="samples"), s):
         torch.testing.assert_close(state.server["c"], share @ state.clients["c"], rtol=1e-4, atol=1e-6)
     first = play(FedAvg(), s, 1)[0][0]
-    torch.testing.assert_close(play(Scaffold(weighting="samples"), s, 1)[0][0].g["x"], first.server["x"])
+    torch.testing.assert_close(play(Scaffold(weighting="samples"), s, 1)[0][0].server["x"], first.server["x"])

@@ -12,10 +12,11 @@ from parts.split import COHORTS, EPOCHS, LR, TRAINING, federation, normed
 from places import ROOT
 from small import images, make_setting, play, tiny_model
 
-from pflcore import Local, Net, Training, evaluate
+from pflcore import Clients, Net, Training, evaluate
 from pflcore.algorithms import ALGORITHMS, FedAvg
 from pflcore.simulation.round import Setup
 from pflcore.testing import check
+from pflcore.train import Objective
 
 BODY, HEAD, NORM = ("0.weight", "0.bias", "1.weight", "1.bias"), ("3.weight", "3.bias"), ("1.weight", "1.bias")
 ENGINES = pytest.mark.parametrize("engine", ["loop", "vmap"])
@@ -89,7 +90,7 @@ def test_golden_presets(name, engine):
 def test_the_kernels_of_a_chain_train_the_same(name):
     net, data = Net(lambda: tiny_model()().double()), federation()
     runs = [play(ALGORITHMS[name](), make_setting(net, data, TRAINING, 2, engine))[-1][0] for engine in ("loop", "chain")]
-    for one, other in zip(runs[0].g.values(), runs[1].g.values(), strict=True):
+    for one, other in zip(runs[0].server.values(), runs[1].server.values(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
@@ -97,7 +98,7 @@ def test_the_documents_fedper_is_ours():
     theirs = runpy.run_path(str(ROOT / "examples" / "own_algorithm.py"))["FedPer"]
     s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4), 3)
     (one, done), (other, also) = (play(a, s, ids=lambda r: [0, r % 3] if r % 3 else [0])[-1] for a in (FedPer(), theirs()))
-    assert torch.equal(one.server["x"], other.g["x"]) and torch.equal(one.clients["h"], other.own["head"]) and done == also
+    assert torch.equal(one.server["x"], other.server["x"]) and torch.equal(one.clients["h"], other.clients["head"]) and done == also
 
 
 # laws -----------------------------------------------------------------------------------------------------------------
@@ -118,10 +119,13 @@ def test_with_everything_private_it_is_local_and_with_nothing_private_fedavg():
     s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4), 3)
     with pytest.warns(UserWarning, match=r"^private: the whole model is private, so nothing is shared\.$"):
         alone = play(Split(private=("0.*", "2.*")), s)[-1][0]
-    assert torch.equal(alone.own["h"], play(LocalOnly(), s)[-1][0].own["w"])
+    assert torch.equal(alone.clients["h"], play(LocalOnly(), s)[-1][0].clients["w"])
     with pytest.warns(UserWarning, match=r"^private: the model has no batch_norm parameter, so all of it is shared\.$"):
         all_of_it = play(FedBN(), s)[-1][0]
-    assert torch.equal(all_of_it.g["x"], play(FedAvg(weighting="uniform"), s)[-1][0].g["x"]) and all_of_it.own["h"].shape == (3, 0)
+    assert torch.equal(all_of_it.server["x"], play(FedAvg(weighting="uniform"), s)[-1][0].server["x"]) and all_of_it.clients["h"].shape == (
+        3,
+        0,
+    )
 
 
 def test_a_frozen_part_never_moves_not_even_by_adamw():
@@ -139,10 +143,10 @@ def test_a_frozen_part_never_moves_not_even_by_adamw():
 def test_heads_are_trained_before_bodies():
     """FedRep's head has not seen the body that its own round makes; trained the other way round it would have."""
     s = make_setting(Net(tiny_model()), images(), TRAINING, 1)
-    local, w0 = Local(s, torch.arange(3), 1, s.net.b0.expand(3, -1)), s.net.w0.expand(3, -1)
+    local, w0 = Clients(s, torch.arange(3), 1, s.net.b0.expand(3, -1)), s.net.w0.expand(3, -1)
     x, h = s.net.split(w0)
-    new, _ = FedRep().client({"x": x}, {"h": h}, local)
-    assert torch.equal(new["h"], s.net.split(local.fit(w0, mask=s.net.mask("2.*"), stream="private").w)[1])
+    new, _ = FedRep().train({"x": x}, {"h": h}, local)[:2]
+    assert torch.equal(new["h"], s.net.split(local.fit(w0, Objective(mask=s.net.mask("2.*")), stream="private").w)[1])
 
 
 @pytest.mark.parametrize("alg", [FedPer(), FedRep(), LGFedAvg(), FedBN()])

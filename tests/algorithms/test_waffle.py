@@ -9,9 +9,9 @@ from doors import waffle_partition
 from hypothesis import given
 from hypothesis import strategies as st
 from methods import APFL, FedProx, LocalOnly, Scaffold, Waffle
-from small import images, make_setting, play, quadratics, tiny_model
+from small import images, make_setting, play, quadratics, served, tiny_model
 
-from pflcore import Local, Net, Training, ops, step
+from pflcore import Clients, Net, Training, ops, step
 from pflcore.algorithms import Cohort, FedAvg
 from pflcore.simulation.round import Setup, begin
 
@@ -68,15 +68,15 @@ def sequence(d, rounds, upto=None, **options):
     net, data = quadratics(torch.ones(len(d), 1), torch.zeros(len(d), 1))
     alg = FixedDistances(d=tuple(d), **options)  # type: ignore[arg-type]
     found = play(alg, make_setting(net, data, Training(), rounds=rounds), upto)
-    return [(s.g["history"][0].tolist(), s.g["weights"].tolist()) for s, _ in found]
+    return [(s.server["history"][0].tolist(), s.server["weights"].tolist()) for s, _ in found]
 
 
 def test_golden_weights_with_another_target_and_a_history():
     net, _ = quadratics(torch.ones(5, 1), torch.zeros(5, 1))
     alg = FixedDistances(target=2, d=(3, 1.5, 0, 0.5, 6))
-    cohort = Cohort(torch.arange(5), torch.full((5,), 0.2, dtype=F64), torch.ones(5), 5, 40, 100)
+    cohort = Cohort(torch.arange(5), torch.ones(5), 5, 40, 100)
     up = {"delta": torch.tensor([[3.0], [1.5], [0], [0.5], [6]], dtype=F64)}
-    smooth, history = alg.mixing(begin(alg, net, 5).g, up, cohort)
+    smooth, history = alg.mixing(begin(alg, net, 5).server, up, cohort)
     close(history[0], [0.0965035928, 0.2348252394, 0.3416314973, 0.3270396705, 0])
     close(smooth, [0.1655011976, 0.2116084131, 0.2472104991, 0.2423465568, 0.1333333333])
 
@@ -121,14 +121,14 @@ def test_golden_waffle_from_end_to_end(option, engine):
     ):
         alg = Waffle(control_agg=mode, option=option)  # type: ignore[arg-type]
         found = [s for s, _ in play(alg, make_setting(net, data, Training(lr=0.1, batch_size=1, epochs=2), 10, engine), 3)]
-        close([float(s.g["x"]) for s in found], golden_x)
-        close([float(s.g["c"]) for s in found], golden_c)
-        close(found[0].own["c"][:, 0], [-0.95, 3.6, -0.24375])
-        close(found[1].own["c"][:, 0], [-1.0779147108, 3.8058718044, -0.2908887586])
-        close(found[0].g["weights"], [0.3898837123, 0.2222222222, 0.3878940655])
-        close(found[1].g["weights"], [0.4483573008, 0.1111111111, 0.4405315881])
+        close([float(s.server["x"]) for s in found], golden_x)
+        close([float(s.server["c"]) for s in found], golden_c)
+        close(found[0].clients["c"][:, 0], [-0.95, 3.6, -0.24375])
+        close(found[1].clients["c"][:, 0], [-1.0779147108, 3.8058718044, -0.2908887586])
+        close(found[0].server["weights"], [0.3898837123, 0.2222222222, 0.3878940655])
+        close(found[1].server["weights"], [0.4483573008, 0.1111111111, 0.4405315881])
         last = [0.5109393719, 0.1596401511, 0.3294204770] if mode == "recompute" else [0.5171837661, 0.1533957569, 0.3294204770]
-        close(found[2].g["weights"], last)
+        close(found[2].server["weights"], last)
 
 
 # law 1 and 2: what a control variate is ----------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def test_law_1_the_new_control_variate_is_the_mean_minibatch_gradient(engine):
     down = {"x": net.w0.expand(3, -1), "c": c.expand(3, -1)}
     found = {}
     for option in ("II", "mean_grad"):
-        own, up = Scaffold(option=option).client(down, {"c": ci}, Local(s, torch.arange(3), 1, net.b0.expand(3, -1)))
+        own, up = Scaffold(option=option).train(down, {"c": ci}, Clients(s, torch.arange(3), 1, net.b0.expand(3, -1)))[:2]
         found[option] = own["c"]
         torch.testing.assert_close(up["control"], own["c"] - ci)
 
@@ -157,7 +157,7 @@ def test_law_1_the_new_control_variate_is_the_mean_minibatch_gradient(engine):
         return {"w": rows["w"] - 0.1 * (g - rows["ci"] + rows["c"]), "sum": rows["sum"] + g, "steps": rows["steps"] + 1}
 
     rows = {"w": down["x"], "c": down["c"], "ci": ci, "sum": torch.zeros_like(ci), "steps": torch.zeros(3, 1)}
-    end = Local(s, torch.arange(3), 1, net.b0.expand(3, -1)).each_batch(rows, update)
+    end = Clients(s, torch.arange(3), 1, net.b0.expand(3, -1)).each_batch(rows, update)
     torch.testing.assert_close(found["mean_grad"], end["sum"] / end["steps"], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found["II"], found["mean_grad"], rtol=1e-5, atol=1e-5)
     assert end["steps"][:, 0].tolist() == [2, 6, 8]
@@ -169,7 +169,7 @@ def test_law_2_an_update_is_the_change_of_the_control_variate():
     s = make_setting(net, data, Training(lr=lr, batch_size=8, epochs=2))
     c, ci = control_state(Scaffold(), net, 3)
     down = {"x": net.w0.expand(3, -1), "c": c.expand(3, -1)}
-    _, up = Scaffold().client(down, {"c": ci}, Local(s, torch.arange(3), 1, net.b0.expand(3, -1)))
+    _, up = Scaffold().train(down, {"c": ci}, Clients(s, torch.arange(3), 1, net.b0.expand(3, -1)))[:2]
     torch.testing.assert_close(up["delta"], -K * lr * (c + up["control"]), rtol=1e-4, atol=1e-6)
     d = ops.pairwise_sqdist(up["delta"]).sqrt()
     torch.testing.assert_close(d, K * lr * ops.pairwise_sqdist(up["control"]).sqrt(), rtol=1e-4, atol=1e-7)
@@ -190,7 +190,7 @@ def test_law_3_c_is_the_mean_of_the_clients_c(option):
 def test_law_3_the_first_round_is_uniform_fedavg():
     net, data = Net(tiny_model()), images()
     s = make_setting(net, data, Training(lr=0.1, batch_size=8))
-    assert torch.equal(play(Scaffold(), s)[0][0].g["x"], play(FedAvg(weighting="uniform"), s)[0][0].g["x"])
+    assert torch.equal(play(Scaffold(), s)[0][0].server["x"], play(FedAvg(weighting="uniform"), s)[0][0].server["x"])
 
 
 # law 4: WAFFLE between SCAFFOLD and local training ------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def test_law_4_a_change_of_weights_leaves_its_mark_on_literal_c_only():
     s = make_setting(net, data, Training(lr=0.1, batch_size=8), rounds=8)
 
     def gaps(mode):
-        return [float((st.g["c"] - st.own["c"][0]).norm()) for st, _ in play(Forced(even=4, control_agg=mode), s)]  # type: ignore[arg-type]
+        return [float((st.server["c"] - st.clients["c"][0]).norm()) for st, _ in play(Forced(even=4, control_agg=mode), s)]  # type: ignore[arg-type]
 
     recompute, literal = gaps("recompute"), gaps("literal")
     assert recompute[4:] == [0.0] * 4  # c is the target's c from the first local round on: local SGD one round later
@@ -315,8 +315,8 @@ def test_law_7_a_broken_client_is_out_of_the_round(mode):
             two.server["c"], (two.server["weights"].float() @ two.clients["c"][two.server["ids"]]), rtol=1e-5, atol=1e-6
         )
         alone = play(Broken(control_agg="recompute", who=9), s, 2, ids=lambda r: [0, 1, 2, 3] if r == 1 else there.tolist())[1][0]
-        assert all(torch.equal(two.server[k], alone.g[k]) for k in two.g)  # the same as not to have been there
-    assert three.g["weights"][2] > 0  # no ban
+        assert all(torch.equal(two.server[k], alone.server[k]) for k in two.server)  # the same as not to have been there
+    assert three.server["weights"][2] > 0  # no ban
 
 
 def test_law_7_without_the_target_the_round_is_void():
@@ -324,7 +324,7 @@ def test_law_7_without_the_target_the_round_is_void():
     s = make_setting(net, data, Training(lr=0.1, batch_size=8), rounds=10)
     (one, _), (two, done) = play(Broken(who=0), s, 2)
     assert done.void and done.dropped == [0] and two.void == 1
-    assert all(torch.equal(two.server[k], one.server[k]) for k in one.g) and torch.equal(two.clients["c"], one.clients["c"])
+    assert all(torch.equal(two.server[k], one.server[k]) for k in one.server) and torch.equal(two.clients["c"], one.clients["c"])
 
 
 # law 9: limits of the others -------------------------------------------------------------------------------------------------------------
@@ -336,14 +336,14 @@ def test_law_9_fedprox():
     for (a, _), (b, _) in zip(play(FedProx(mu=0.0), s), play(FedAvg(), s), strict=True):
         torch.testing.assert_close(a.server["x"], b.server["x"], rtol=1e-6, atol=1e-7)
     net, data = quadratics(torch.tensor([[2.0]]), torch.tensor([[3.0]]), start=[1.0])
-    golden = [play(FedProx(mu=0.5), make_setting(net, data, Training(lr=0.1, batch_size=1, epochs=e)))[0][0].g["x"] for e in (1, 2, 3)]
+    golden = [play(FedProx(mu=0.5), make_setting(net, data, Training(lr=0.1, batch_size=1, epochs=e)))[0][0].server["x"] for e in (1, 2, 3)]
     close(torch.cat(golden), [1.4, 1.7, 1.925])
 
 
 def test_law_9_fedavg_weighs_by_samples():
-    cohort = Cohort(torch.arange(3), torch.tensor([0.1, 0.3, 0.6], dtype=F64), torch.tensor([10, 30, 60]), 3, 1, 1)
+    cohort = Cohort(torch.arange(3), torch.tensor([10, 30, 60]), 3, 1, 1)
     up = {"delta": torch.tensor([[1.0], [2.0], [4.0]], dtype=F64)}
-    close(FedAvg().server({"x": torch.zeros(1, dtype=F64)}, up, cohort)["x"], [3.1])
+    close(served(FedAvg(), {"x": torch.zeros(1, dtype=F64)}, up, cohort)["x"], [3.1])
 
 
 @pytest.mark.parametrize("mix", ["weights", "logits"])
@@ -354,9 +354,9 @@ def test_law_9_apfl(mix):
     for alpha in (0.0, 1.0):
         found = play(APFL(alpha=alpha, adaptive=False, mix=mix), s)  # type: ignore[arg-type]
         for r in range(3):
-            torch.testing.assert_close(found[r][0].g["x"], fedavg[r][0].g["x"], rtol=1e-5, atol=1e-6)
-            expected = local[r][0].own["w"] if alpha else net.w0.expand(3, -1)
-            torch.testing.assert_close(found[r][0].own["v"], expected, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(found[r][0].server["x"], fedavg[r][0].server["x"], rtol=1e-5, atol=1e-6)
+            expected = local[r][0].clients["w"] if alpha else net.w0.expand(3, -1)
+            torch.testing.assert_close(found[r][0].clients["v"], expected, rtol=1e-5, atol=1e-6)
 
 
 # law 10: partitions ----------------------------------------------------------------------------------------------------------------------
@@ -386,7 +386,7 @@ def test_law_11_only_recompute_reaches_the_targets_optimum():
     error = {}
     for mode in ("recompute", "literal"):
         found = [st for st, _ in play(Forced(even=20, control_agg=mode), s)]  # type: ignore[arg-type]
-        error[mode] = [float((found[r - 1].g["x"] - b[0].double()).norm()) for r in (40, 100, 200)]
+        error[mode] = [float((found[r - 1].server["x"] - b[0].double()).norm()) for r in (40, 100, 200)]
     assert error["recompute"][2] < 1e-12
     assert error["literal"][2] > 0.1
     assert error["literal"] == pytest.approx([error["literal"][2]] * 3, rel=1e-3)

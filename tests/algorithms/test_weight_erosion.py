@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from methods import LocalOnly, WeightErosion
-from small import images, make_setting, play, quadratics, tiny_model
+from small import images, make_setting, play, quadratics, served, tiny_model
 
-from pflcore import Local, Net, Training
+from pflcore import Clients, Net, Training
 from pflcore.algorithms import Cohort, FedAvg
 from pflcore.simulation.round import begin
 
@@ -76,8 +76,8 @@ def test_passes_are_counted_in_the_chosen_unit():
     s = make_setting(net, data, Training(batch_size=32, epochs=3))
     down = {"x": net.w0.expand(3, -1)}
     for unit, expected in (("samples", [1, 4, 0]), ("batches", [40, 80, 5]), ("epochs", [15, 15, 15])):
-        local = Local(s, torch.arange(3), 6, net.b0.expand(3, -1))
-        assert WeightErosion(size_unit=unit).client(down, {}, local)[1]["passes"].tolist() == expected  # type: ignore[arg-type]
+        local = Clients(s, torch.arange(3), 6, net.b0.expand(3, -1))
+        assert WeightErosion(size_unit=unit).train(down, {}, local)[:2][1]["passes"].tolist() == expected  # type: ignore[arg-type]
 
 
 def test_law_8_weights_fall_and_the_targets_stays():
@@ -105,10 +105,10 @@ def test_law_8_between_fedavg_and_local_training():
 @given(st.lists(st.tuples(*[st.floats(-10, 10)] * 2), min_size=1, max_size=6), st.sampled_from([0.0, 1e-3, 0.3, 1e12]), st.floats(0, 3))
 def test_any_updates_give_weights(updates, p_d, p_s):
     alg, n = WeightErosion(p_d=p_d, p_s=p_s), len(updates)
-    g = begin(alg, Net(torch.nn.Linear(2, 1, bias=False, dtype=F64)), n).g
+    g = begin(alg, Net(torch.nn.Linear(2, 1, bias=False, dtype=F64)), n).server
     delta = torch.tensor(updates, dtype=F64)
-    cohort = Cohort(torch.arange(n), torch.full((n,), 1 / n, dtype=F64), torch.ones(n), n, 1, 10)
-    g = alg.server(g, {"delta": delta, "passes": torch.arange(n)}, cohort)
+    cohort = Cohort(torch.arange(n), torch.ones(n), n, 1, 10)
+    g = served(alg, g, {"delta": delta, "passes": torch.arange(n)}, cohort)
     alpha = g["alpha"]
     assert ((alpha >= 0) & (alpha <= 1)).all() and alpha[0] == 1 and g["x"].isfinite().all()
     assert torch.equal(alpha == 1, ((delta == delta[0]).all(1)) | (p_d == 0) | (alpha == 1))
@@ -143,17 +143,17 @@ class Broken(WeightErosion):
 
 def test_those_present_share_the_whole_weight():
     alg, one = WeightErosion(p_d=0.0), quadratics(torch.ones(3, 1), torch.zeros(3, 1))[0]
-    cohort = Cohort(torch.tensor([0, 2]), torch.tensor([0.5, 0.5], dtype=F64), torch.ones(2), 3, 1, 10)
+    cohort = Cohort(torch.tensor([0, 2]), torch.ones(2), 3, 1, 10)
     up = {"delta": torch.tensor([[1.0], [3.0]], dtype=F64), "passes": torch.zeros(2, dtype=torch.long)}
-    assert alg.server(begin(alg, one, 3).g, up, cohort)["x"].tolist() == [2.0]
+    assert served(alg, begin(alg, one, 3).server, up, cohort)["x"].tolist() == [2.0]
 
 
 def test_an_absent_client_keeps_its_weight():
     net, data = Net(tiny_model()), images()
     (one, _), (two, done), (three, _) = play(Broken(p_d=0.05), make_setting(net, data, Training(lr=0.1, batch_size=8), 3))
     assert done.dropped == [1] and two.server["alpha"][1] == one.server["alpha"][1] and two.server["alpha"][2] < one.server["alpha"][2]
-    assert three.g["alpha"][1] < two.server["alpha"][1]
+    assert three.server["alpha"][1] < two.server["alpha"][1]
     without = play(
         Broken(p_d=0.05), make_setting(net, data, Training(lr=0.1, batch_size=8), 3), 2, lambda r: [0, 1, 2] if r == 1 else [0, 2]
     )
-    assert torch.equal(two.server["x"], without[1][0].g["x"])  # those who are there share the whole weight
+    assert torch.equal(two.server["x"], without[1][0].server["x"])  # those who are there share the whole weight

@@ -201,7 +201,7 @@ def test_as_many_may_be_hostile_as_those_who_are_left_allow(count, lost, f):
     alg = FedAvg(defence="krum", hostile=4)
     delta = torch.randn(count, 3, generator=torch.Generator().manual_seed(1))
     size = torch.ones(count, dtype=torch.long)
-    cohort = Cohort(torch.arange(count), size / count, size, 20, 1, 1, lost)
+    cohort = Cohort(torch.arange(count), size, 20, 1, 1, lost)
     if f is None:
         with pytest.raises(Exception, match=r"defence: krum against 4 hostile clients needs 11 in a round, and round 1 has"):
             alg.defended(delta, cohort)

@@ -5,7 +5,7 @@ import torch
 import torch.nn as nn
 from small import images, make_setting
 
-from pflcore import Local, Net, Training
+from pflcore import Clients, Net, Training
 from pflcore.nn import Dropout
 
 
@@ -37,7 +37,7 @@ def test_masks_differ_between_steps_clients_rounds_and_runs(engine):
     count = 0
     for seed in (0, 1):
         for round in (1, 2):
-            local = Local(
+            local = Clients(
                 make_setting(net, data, Training(batch_size=4, epochs=2), engine=engine, seed=seed),
                 torch.arange(2),
                 round,

@@ -110,4 +110,4 @@ def test_other_numbers_are_other_draws():
     """The same clients in another order: each draws by its number, so the run is another one."""
     s = make_setting(Net(tiny_model()), images((20, 20)), Training(lr=0.1, batch_size=4))
     turned = s._replace(data=s.data.subset([1, 0]))
-    assert not torch.equal(play(FedAvg(), s, 1)[0][0].g["x"], play(FedAvg(), turned, 1)[0][0].g["x"])
+    assert not torch.equal(play(FedAvg(), s, 1)[0][0].server["x"], play(FedAvg(), turned, 1)[0][0].server["x"])

@@ -20,7 +20,7 @@ def close(got, want, rtol=1e-8, atol=1e-10):
 
 def cohort(ids, n, round=1):
     share = torch.full((len(ids),), 1 / len(ids), dtype=torch.float64)
-    return Cohort(torch.tensor(ids), share, torch.ones(len(ids), dtype=torch.long), n, round, 100)
+    return Cohort(torch.tensor(ids), torch.ones(len(ids), dtype=torch.long), n, round, 100)
 
 
 # FedFomo --------------------------------------------------------------------------------------------------------------
@@ -44,4 +44,4 @@ def fomo(alg, previous, candidates, before, after):
     rows = t(candidates)
     local = Losses({tuple(map(float, c)): l for c, l in zip([previous, *candidates], [before, *after], strict=True)}, len(candidates))
     index = torch.arange(len(candidates) - 1)[None]
-    return alg.client({"w": Pool(rows, index)}, {"w": rows[-1:], "old": t([previous])}, local)
+    return alg.train({"w": Pool(rows, index)}, {"w": rows[-1:], "old": t([previous])}, local)[:2]

@@ -31,7 +31,7 @@ def sentence(error):
 # attacks ------------------------------------------------------------------------------------------------------------------------------
 def sent(attack, rows, bad, strength=None, **more):
     s = len(rows)
-    cohort = Cohort(torch.arange(s), torch.full((s,), 1 / s), torch.ones(s).long(), s, 1, 1)
+    cohort = Cohort(torch.arange(s), torch.ones(s).long(), s, 1, 1)
     gen = torch.Generator().manual_seed(0)
     return Adversary(attack, bad, strength).send({"delta": rows, **more}, {}, cohort, gen)  # type: ignore[arg-type]
 
@@ -60,7 +60,7 @@ def test_an_uploaded_model_is_attacked_as_an_update_and_a_control_variate_by_its
     got = sent("sign_flip", rows, (4,), control=control)
     assert torch.equal(got["control"][4], -control[4]) and torch.equal(got["control"][:4], control[:4])
     held = updates(9, 7) * 2
-    cohort = Cohort(torch.arange(9), torch.full((9,), 1 / 9), torch.ones(9).long(), 9, 1, 1)
+    cohort = Cohort(torch.arange(9), torch.ones(9).long(), 9, 1, 1)
     out = Adversary("sign_flip", [4]).send({"w": rows}, {"w": held}, cohort, torch.Generator())
     torch.testing.assert_close(out["w"][4], held[4] - (rows[4] - held[4]))
     every = sent("inner_product", rows, tuple(range(9)))["delta"]  # nobody is honest: they take their own

@@ -45,7 +45,7 @@ def sentence(error):
 
 def tensors_of(simulation):
     s = simulation.state
-    return {**{f"g.{k}": v for k, v in s.g.items()}, **{f"own.{k}": v for k, v in s.own.items()}, "b": s.buffers, "j": s.joined}
+    return {**{f"g.{k}": v for k, v in s.server.items()}, **{f"own.{k}": v for k, v in s.clients.items()}, "b": s.buffers, "j": s.seen}
 
 
 # the same run -----------------------------------------------------------------------------------------------------------------

@@ -25,10 +25,10 @@ from methods import (
     WeightErosion,
 )
 from parts.edges import F64, normal
-from small import images, make_setting, play, quadratics, tiny_model
+from small import images, make_setting, play, quadratics, served, tiny_model
 from torch import Tensor
 
-from pflcore import Federation, Local, Net, Simulation, Training, evaluate, step
+from pflcore import Clients, Federation, Net, Simulation, Training, evaluate, step
 from pflcore.algorithms import ALGORITHMS, Cohort, FedAvg
 from pflcore.simulation.round import Setup, begin
 
@@ -70,7 +70,7 @@ def test_statistics_are_mixed_as_the_model_is(alg):
         "QFedAvg": None,
     }[type(alg).__name__]
     if weight is None:
-        local = Local(s, torch.tensor(ids), 1, s.net.b0.expand(3, -1))
+        local = Clients(s, torch.tensor(ids), 1, s.net.b0.expand(3, -1))
         weight = torch.tensor([8, 32, 12], dtype=F64) * local.loss(s.net.w0.expand(3, -1)).double() ** 2
     close(found.state.batch_norm, (weight / weight.sum() @ found.trained).expand(4, -1))
     assert found.done.bytes_up >= 3 * 8 * (s.net.size + s.net.b0.numel())
@@ -108,11 +108,11 @@ def test_each_cluster_has_statistics_of_its_own(alg):
     assert b.shape == (3, s.net.b0.numel()) and len(b.unique(dim=0)) >= 2
     want = []
     for j in range(3):
-        local = Local(s, torch.arange(4), 3, b[j].expand(4, -1).clone())
+        local = Clients(s, torch.arange(4), 3, b[j].expand(4, -1).clone())
         want.append(local.loss(state.server["x"][j].expand(4, -1)))
     best = torch.stack(want, 1).argmin(1)
-    local = Local(s, torch.arange(4), 3, s.net.b0.expand(4, -1).clone())
-    view = alg.personal(alg.send(state.server, Cohort(torch.arange(4), b, b, 4, 3, 10), torch.Generator()), {}, local)
+    local = Clients(s, torch.arange(4), 3, s.net.b0.expand(4, -1).clone())
+    view = alg.model(alg.send(state.server, Cohort(torch.arange(4), b, 4, 3, 10)), {}, local)
     assert torch.equal(view["w"], state.server["x"][best]) and torch.equal(local.buffers, b[best])
 
 
@@ -127,13 +127,13 @@ def test_one_cluster_with_batch_norm_is_fedavg():
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
 def test_a_gradient_with_batch_norm_is_that_of_training(engine):
     s = normal((8, 8, 8), engine=engine)  # one batch each
-    local = Local(s, torch.arange(3), 1, s.net.b0.expand(3, -1).clone())
+    local = Clients(s, torch.arange(3), 1, s.net.b0.expand(3, -1).clone())
     x = s.net.w0.expand(3, -1)
-    want = local.fit(x, want_grad=True, probe=True).grad
+    want = local.fit(x, mean_grad=True).grad
     close(local.grad(x), want, 1e-8, 1e-10)
     assert torch.equal(local.buffers, s.net.b0.expand(3, -1))
     odd = normal((9, 17))  # a last sample alone joins the batch before it: batch norm needs two
-    assert Local(odd, torch.arange(2), 1, odd.net.b0.expand(2, -1).clone()).grad(x[:2]).isfinite().all()
+    assert Clients(odd, torch.arange(2), 1, odd.net.b0.expand(2, -1).clone()).grad(x[:2]).isfinite().all()
 
 
 # clients who come late or never -----------------------------------------------------------------------------------------
@@ -152,12 +152,12 @@ def test_who_never_joined_is_served_what_the_server_has_and_starts_there(alg):
     state = play(alg, s, 12, lambda r: ids)[-1][0]
     shared = state.server["x"] if "x" in state.server else state.server["w"][ids].mean(0)
     assert shared.abs().min() > 0.5
-    cohort = Cohort(torch.arange(6), torch.full((6,), 1 / 6, dtype=F64), torch.ones(6), 6, 13, 100)
-    local = Local(s, torch.arange(6), 13, state.batch_norm, joined=state.seen)
-    view = alg.personal(alg.send(state.server, cohort, torch.Generator()), state.clients, local)["w"]
+    cohort = Cohort(torch.arange(6), torch.ones(6), 6, 13, 100)
+    local = Clients(s, torch.arange(6), 13, state.batch_norm)
+    view = alg.model(alg.send(state.server, cohort), state.clients, local)["w"]
     close(view[4:], shared.expand(2, -1))
     after = step(Setup(alg, s), state, torch.tensor([4]))[0]
-    key = next(k for k in ("v", "theta", "w") if k in after.own)
+    key = next(k for k in ("v", "theta", "w") if k in after.clients)
     assert 0 < (after.clients[key][4] - shared).abs() < (after.clients[key][4] - s.net.w0).abs()
 
 
@@ -175,11 +175,11 @@ def test_pfedme_can_restart_at_w():
     s = lines()
     keep, restart = PFedMe(lam=1.0, personal_lr=0.05), PFedMe(lam=1.0, personal_lr=0.05, theta="restart")
     one, other = play(keep, s, 1)[-1][0], play(restart, s, 1)[-1][0]
-    assert torch.equal(one.clients["theta"], other.own["theta"])  # the first round is the same
-    other.own["theta"] += 7.0
-    again = step(Setup(restart, s), other, torch.arange(6))[0].own["theta"]
-    close(again, step(Setup(restart, s), play(restart, s, 1)[-1][0], torch.arange(6))[0].own["theta"])
-    assert not torch.allclose(again, step(Setup(keep, s), one, torch.arange(6))[0].own["theta"])
+    assert torch.equal(one.clients["theta"], other.clients["theta"])  # the first round is the same
+    other.clients["theta"] += 7.0
+    again = step(Setup(restart, s), other, torch.arange(6))[0].clients["theta"]
+    close(again, step(Setup(restart, s), play(restart, s, 1)[-1][0], torch.arange(6))[0].clients["theta"])
+    assert not torch.allclose(again, step(Setup(keep, s), one, torch.arange(6))[0].clients["theta"])
     with pytest.raises(ValueError, match=r"^theta: expected 'keep' or 'restart'"):
         PFedMe(theta="reset")
 
@@ -204,12 +204,12 @@ def test_the_inner_nodes_of_the_tree_keep_the_model_they_split_at():
     delta = torch.tensor([[1.0, 0], [1, 0], [-1, 0], [-1, 0]], dtype=F64)
 
     def cohort(ids):
-        return Cohort(torch.tensor(ids), torch.full((len(ids),), 1 / len(ids), dtype=F64), torch.ones(len(ids)), 6, 5, 9)
+        return Cohort(torch.tensor(ids), torch.ones(len(ids)), 6, 5, 9)
 
-    g = alg.server(g, {"delta": delta}, cohort([0, 1, 2, 3]))
+    g = served(alg, g, {"delta": delta}, cohort([0, 1, 2, 3]))
     assert g["cluster"].tolist() == [1, 1, 2, 2, 0, 0] and g["child"].tolist() == [1, -1, -1]
-    assert alg.send(g, cohort([4, 0]), torch.Generator())["x"].tolist() == [[0, 0], [1, 0]]
-    g = alg.server(g, {"delta": torch.tensor([[-0.2, 0.1], [0.5, 0]], dtype=F64)}, cohort([4, 0]))
+    assert alg.send(g, cohort([4, 0]))["x"].tolist() == [[0, 0], [1, 0]]
+    g = served(alg, g, {"delta": torch.tensor([[-0.2, 0.1], [0.5, 0]], dtype=F64)}, cohort([4, 0]))
     assert g["cluster"].tolist() == [1, 1, 2, 2, 2, 0]
     close(g["x"], [[0, 0], [1.5, 0], [-1, 0]])  # client 4's update was from another model
 
@@ -218,13 +218,13 @@ def test_absence_is_no_unlikeness_for_waffle():
     """Equal clients, a quarter of 12 a round: attended rounds alone count, so the target's weight is what one round gives it."""
     n, gen = 12, torch.Generator().manual_seed(0)
     alg, net = Waffle(target=0, omega=lambda r, rounds: 0.9), Net(nn.Linear(8, 1))
-    g = begin(alg, net, n).g
+    g = begin(alg, net, n).server
     smoothed, alone = [], []
     for round in range(1, 61):
         ids = torch.cat([torch.tensor([0]), 1 + torch.randperm(n - 1, generator=gen)[:2].sort().values])
         up = {"delta": torch.randn(3, net.size, generator=gen), "control": torch.zeros(3, net.size)}
-        cohort = Cohort(ids, torch.full((3,), 1 / 3, dtype=F64), torch.ones(3), n, round, 1000)
-        g = alg.server(g, up, cohort)
+        cohort = Cohort(ids, torch.ones(3), n, round, 1000)
+        g = served(alg, g, up, cohort)
         assert float(g["weights"].sum()) == pytest.approx(1)
         smoothed.append(float(g["weights"][0]))
         alone.append(float(g["history"][0, 0]) * n / 3)
@@ -257,8 +257,8 @@ def test_what_fedfomo_draws_for_a_client_does_not_depend_on_the_others():
     g = {"w": torch.zeros(9, 3), "seen": torch.ones(9, dtype=torch.bool), "p": torch.zeros(9, 9, dtype=F64)}
     sent = []
     for ids in ([0, 3, 7], [3], list(range(9))):
-        cohort = Cohort(torch.tensor(ids), torch.ones(len(ids)), torch.ones(len(ids)), 9, 1, 9)
-        sent.append(alg.send(g, cohort, torch.Generator().manual_seed(5))["w"].index[ids.index(3)].tolist())
+        cohort = Cohort(torch.tensor(ids), torch.ones(len(ids)), 9, 1, 9)
+        sent.append(alg.send(g, cohort)["w"].index[ids.index(3)].tolist())
     assert sent[0] == sent[1] == sent[2]
 
 
@@ -278,7 +278,7 @@ def test_shuffles_of_several_batches_a_step_do_not_depend_on_who_is_there(engine
         return {"w": rows["w"] - 0.1 * (grad(rows["w"]) + 2 * grad(rows["w"], 1))}
 
     def moved(ids):
-        local = Local(s, torch.tensor(ids), 1, torch.empty(len(ids), 0))
+        local = Clients(s, torch.tensor(ids), 1, torch.empty(len(ids), 0))
         return local.each_batch({"w": s.net.w0.expand(len(ids), -1)}, update, steps=7, batches=2)["w"]
 
     torch.testing.assert_close(moved([0, 1, 2]), torch.cat([moved([i]) for i in range(3)]), rtol=1e-5, atol=1e-6)
@@ -296,7 +296,7 @@ def test_a_step_size_of_zero_drops_nobody(alg):
         assert not done.dropped and not done.void
     if isinstance(alg, Scaffold):
         still = make_setting(s.net, s.data, Training(lr=0.0, batch_size=8))
-        two, one = (step(Setup(a, still), begin(a, s.net, 3), torch.arange(3))[0].own["c"] for a in (alg, Scaffold()))
+        two, one = (step(Setup(a, still), begin(a, s.net, 3), torch.arange(3))[0].clients["c"] for a in (alg, Scaffold()))
         assert torch.equal(two, one) and one.any()
 
 
@@ -315,16 +315,16 @@ def test_the_full_gradient_guidance_decays_as_training_does():
     s = make_setting(
         Net(lambda: tiny_model()().double()), _double(images((6, 7))), Training(lr=0.1, batch_size=32, momentum=0.5, weight_decay=0.3)
     )
-    local = Local(s, torch.arange(2), 1, torch.empty(2, 0))
+    local = Clients(s, torch.arange(2), 1, torch.empty(2, 0))
     w = s.net.w0.expand(2, -1)
-    close(FedDWA(guidance="full_grad", ahead=3).look_ahead(w, local), local.fit(w, epochs=3, probe=True).w)
+    close(FedDWA(guidance="full_grad", ahead=3).look_ahead(w, local), local.fit(w, epochs=3).w)
 
 
 def test_the_current_model_as_guidance_is_local_training():
     s = make_setting(Net(tiny_model()), images((9, 12, 15)), Training(lr=0.1, batch_size=4), rounds=3)
     alone, local = play(FedDWA(guidance="current"), s)[-1], play(LocalOnly(), s)[-1]
-    assert torch.equal(alone[0].g["x"], local[0].own["w"]) and torch.equal(
-        spread(alone[0].g["p"], alone[0].g["near"], 3), torch.eye(3, dtype=F64)
+    assert torch.equal(alone[0].server["x"], local[0].clients["w"]) and torch.equal(
+        spread(alone[0].server["p"], alone[0].server["near"], 3), torch.eye(3, dtype=F64)
     )
     assert alone[1].bytes_up == 3 * s.net.size * 4
 
@@ -332,7 +332,7 @@ def test_the_current_model_as_guidance_is_local_training():
 def test_losses_of_double_models_are_double():
     data = _double(images((7, 11, 13)))
     s = make_setting(Net(lambda: nn.Linear(6, 4).double()), data, Training(), engine="vmap")
-    local = Local(s, torch.arange(3), 1, torch.empty(3, 0))
+    local = Clients(s, torch.arange(3), 1, torch.empty(3, 0))
     want = [nn.functional.cross_entropy(s.net(s.net.w0, data.x[data.index["train"][i]]), data.labels(i, "train")) for i in range(3)]
     close(local.loss(s.net.w0.expand(3, -1)), torch.stack(want).detach(), 1e-13, 1e-15)
 
@@ -347,11 +347,11 @@ def test_mochas_first_relation_is_checked_too():
 @pytest.mark.parametrize("growth", [0.0, 1.0, 4.0])
 def test_calibrated_erosion_ends_at_80_percent_however_distances_grow(growth):
     alg, net = WeightErosion(), quadratics(torch.ones(4, 1), torch.zeros(4, 1))[0]
-    g, gone = begin(alg, net, 4).g, None
+    g, gone = begin(alg, net, 4).server, None
     for round in range(1, 51):
         far = torch.tensor([0.0, 1.0, 2.0, 3.0], dtype=F64)[:, None] * (1 + growth * round / 50)
-        cohort = Cohort(torch.arange(4), torch.full((4,), 0.25, dtype=F64), torch.ones(4), 4, round, 50)
-        g = alg.server(g, {"delta": 1 + far, "passes": torch.zeros(4, dtype=torch.long)}, cohort)
+        cohort = Cohort(torch.arange(4), torch.ones(4), 4, round, 50)
+        g = served(alg, g, {"delta": 1 + far, "passes": torch.zeros(4, dtype=torch.long)}, cohort)
         gone = round if gone is None and g["alpha"][2] < 1e-9 else gone
     assert gone == 40 and g["alpha"][1] > 0
 

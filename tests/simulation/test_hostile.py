@@ -193,7 +193,7 @@ def test_every_method_takes_a_clip(name, data):
     fed, clip, alg = held_out(data), 1e-3, made(name)
     loose, wide = (run(fed, alg, rounds=2, eval_every=0, clip=c) for c in (None, 1e30))
     a, b = loose.run().state, wide.run().state
-    assert all(torch.equal(a.server[k], b.server[k]) for k in a.g)  # a limit that nobody meets changes nothing
+    assert all(torch.equal(a.server[k], b.server[k]) for k in a.server)  # a limit that nobody meets changes nothing
     history = run(fed, alg, rounds=2, eval_every=0, clip=clip).run()
     assert history.stopped is None and all(bool(r["clipped"]) == (name != "local") for r in history.rounds)
     assert all(bool(r["moved"]) == (name != "local") for r in history.rounds)
@@ -208,7 +208,7 @@ def test_what_a_caller_holds_never_changes(data):
     s = run(data, "ditto", rounds=3)
     s.run(lambda r, record: seen.append((s.state, copy.deepcopy(s.state))))
     for one, two in [(start, kept), (results[0].state, results[1].state), *seen]:
-        assert all(torch.equal(one.clients[k], two.clients[k]) for k in two.own) and torch.equal(one.server["x"], two.server["x"])
+        assert all(torch.equal(one.clients[k], two.clients[k]) for k in two.clients) and torch.equal(one.server["x"], two.server["x"])
     again = run(data, "ditto", rounds=3).run().state
     assert torch.equal(again.clients["v"], s.state.clients["v"])  # looking changes nothing
 

@@ -84,7 +84,7 @@ def test_a_state_that_is_put_back_is_not_changed():
     run = Simulation("ditto", nn.Linear(2, 2), Federation.from_arrays(parts, test=parts), Training(lr=0.5), rounds=3)
     next(rounds := run.iterate())
     first = run.state
-    kept = {k: v.clone() for k, v in first.own.items()}
+    kept = {k: v.clone() for k, v in first.clients.items()}
     next(rounds)
     run.state = first
     next(run.iterate())

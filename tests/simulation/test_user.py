@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR,
 
 from pflcore import EarlyStopping, Evaluation, FedAvg, Federation, Net, Simulation, Stop, Training, for_everyone, tune
 from pflcore.metrics import auc, balanced_accuracy, f1, mae, r2, rmse
+from pflcore.train import Objective
 
 
 @pytest.fixture
@@ -83,8 +84,10 @@ def test_a_bool_mask_is_a_mask(engine):
     class Masked(FedAvg):
         def client(self, down, own, local):
             mask = local.net.mask("2.*")
-            w = local.fit(down["x"], mask=mask).w
-            assert torch.equal(w, local.fit(down["x"], mask=mask.to(w.dtype)).w) and torch.equal(w[:, ~mask], down["x"][:, ~mask])
+            w = local.fit(down["x"], Objective(mask=mask)).w
+            assert torch.equal(w, local.fit(down["x"], Objective(mask=mask.to(w.dtype))).w) and torch.equal(
+                w[:, ~mask], down["x"][:, ~mask]
+            )
             assert not torch.equal(w[:, mask], down["x"][:, mask])
             return own, {"delta": w - down["x"]}
 

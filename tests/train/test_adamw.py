@@ -9,9 +9,10 @@ from parts.adamw import ADAMW, build, federation
 from small import images, make_setting, play
 from torch import Tensor
 
-from pflcore import Local, Net, Simulation, Training, step
+from pflcore import Clients, Net, Simulation, Training, step
 from pflcore.algorithms import ALGORITHMS
 from pflcore.simulation.round import Setup, begin
+from pflcore.train import Objective
 
 
 def made(training, engine="loop", rounds=3):
@@ -27,7 +28,7 @@ def batches(s, client, round):
         return net.loss(w, x, y)
 
     pool = make_setting(s.net, s.data, s.training, s.rounds)
-    Local(pool, torch.tensor([client]), round, torch.empty(1, 0)).fit(s.net.w0[None], loss=loss)
+    Clients(pool, torch.tensor([client]), round, torch.empty(1, 0)).fit(s.net.w0[None], Objective(loss=loss))
     return seen
 
 
@@ -74,7 +75,7 @@ def test_option_ii_with_clipping_is_the_mean_of_the_clipped_gradients():
     one, two = (play(Scaffold(option=o), s, 2)[-1][0] for o in ("mean_grad", "II"))
     torch.testing.assert_close(one.clients["c"], two.clients["c"], rtol=1e-9, atol=1e-12)
     assert not torch.allclose(
-        one.clients["c"], play(Scaffold(), made(Training(lr=0.1, batch_size=10, weight_decay=0.1)), 2)[-1][0].own["c"]
+        one.clients["c"], play(Scaffold(), made(Training(lr=0.1, batch_size=10, weight_decay=0.1)), 2)[-1][0].clients["c"]
     )
 
 

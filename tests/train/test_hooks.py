@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from small import images, make_setting, play, tiny_model
 from torch import Tensor
 
-from pflcore import Federation, Local, Net, Training, ops, step
+from pflcore import Clients, Federation, Net, Training, ops, step
 from pflcore.algorithms import FedAvg
 from pflcore.nn import Dropout
 from pflcore.simulation.round import Setup, begin
+from pflcore.train import Objective
 
 SIZES = (7, 20, 31)  # with batches of 20: one short batch, one whole, a whole and a short one
 
@@ -25,7 +26,7 @@ def federation(dtype=torch.float64, shape=(6,), sizes=SIZES):
 
 
 def cohort(s, ids=(0, 1, 2), round=1):
-    return Local(s, torch.tensor(ids), round, s.net.b0.repeat(len(ids), 1))
+    return Clients(s, torch.tensor(ids), round, s.net.b0.repeat(len(ids), 1))
 
 
 def mlp():
@@ -68,14 +69,14 @@ CASES: dict[str, tuple[Training, dict[str, Any]]] = {
     "plain": (Training(lr=0.1, batch_size=20, epochs=2), {}),
     "drop_last": (Training(lr=0.1, batch_size=6, epochs=2, drop_last=True), {}),
     "no reshuffle": (Training(lr=0.1, batch_size=20, epochs=3, reshuffle=False), {}),
-    "schedule": (Training(lr=0.1, batch_size=20, schedule=lambda r, n: 0.5**r), {"want_grad": True}),
-    "momentum": (Training(lr=0.1, batch_size=20, epochs=3, momentum=0.9, weight_decay=0.01), {"want_grad": True}),
-    "steps": (Training(lr=0.1, batch_size=20), {"steps": 5, "want_grad": True}),
+    "schedule": (Training(lr=0.1, batch_size=20, schedule=lambda r, n: 0.5**r), {"mean_grad": True}),
+    "momentum": (Training(lr=0.1, batch_size=20, epochs=3, momentum=0.9, weight_decay=0.01), {"mean_grad": True}),
+    "steps": (Training(lr=0.1, batch_size=20), {"steps": 5, "mean_grad": True}),
     "one step": (Training(lr=0.1, batch_size=20, epochs=3), {"steps": 1}),
     "own lr and epochs": (Training(lr=0.1, batch_size=20), {"lr": 0.03, "epochs": 2, "stream": "other"}),
     "mask": (Training(lr=0.1, batch_size=20), {"mask": "head"}),
     "masks": (Training(lr=0.1, batch_size=20), {"mask": "each"}),
-    "shift": (Training(lr=0.1, batch_size=20), {"shift": True, "want_grad": True}),
+    "shift": (Training(lr=0.1, batch_size=20), {"shift": True, "mean_grad": True}),
     "prox": (Training(lr=0.1, batch_size=20), {"prox": 0.3}),
     "prox by client": (
         Training(lr=0.1, batch_size=20, momentum=0.5),
@@ -84,14 +85,14 @@ CASES: dict[str, tuple[Training, dict[str, Any]]] = {
     "loss": (Training(lr=0.1, batch_size=20, epochs=2), {"loss": custom_loss}),
     "adamw": (
         Training(lr=0.01, batch_size=20, epochs=3, weight_decay=0.1, local_optimizer="adamw", betas=(0.8, 0.95), eps=1e-6),
-        {"shift": True, "prox": 0.3, "want_grad": True},
+        {"shift": True, "prox": 0.3, "mean_grad": True},
     ),
-    "adamw, masked": (Training(lr=0.01, batch_size=20, epochs=2, local_optimizer="adamw"), {"mask": "each", "want_grad": True}),
+    "adamw, masked": (Training(lr=0.01, batch_size=20, epochs=2, local_optimizer="adamw"), {"mask": "each", "mean_grad": True}),
     "adamw, loss": (Training(lr=0.01, batch_size=20, local_optimizer="adamw", clip_grad=0.4), {"loss": custom_loss}),
     "clip": (Training(lr=0.1, batch_size=20, epochs=2, clip_grad=0.4), {}),
     "clip, all": (
         Training(lr=0.1, batch_size=20, epochs=2, clip_grad=0.4, momentum=0.5, weight_decay=0.1),
-        {"shift": True, "prox": 0.3, "mask": "each", "want_grad": True},
+        {"shift": True, "prox": 0.3, "mask": "each", "mean_grad": True},
     ),
 }
 
@@ -121,7 +122,8 @@ def fitted(engine, model, case, workers=2, dtype=torch.float64):
     net = Net(lambda: build().to(dtype))
     start, o = options(given, net, 3)
     local = cohort(make_setting(net, federation(dtype, shape), training, 5, engine, workers))
-    return local.fit(start, **o), local.buffers
+    done = fit(local, start, **o)
+    return done, done.buffers
 
 
 def same(a, b, **tolerance):
@@ -192,7 +194,7 @@ def recorded(s, ids=(0, 1, 2), round=1, **o):
         return net.loss(w, x, y)
 
     pool = make_setting(s.net, s.data, s.training, s.rounds, engine="loop", workers=1, seed=s.seed)
-    cohort(pool, ids, round).fit(s.net.w0.repeat(len(ids), 1), loss=loss, extra={"at": torch.arange(len(ids))}, **o)
+    cohort(pool, ids, round).fit(s.net.w0.repeat(len(ids), 1), Objective(loss=loss, extra={"at": torch.arange(len(ids))}), **o)
     return seen
 
 
@@ -213,7 +215,7 @@ def test_a_step_is_that_of_torch_optim(engine, model, case):
     start, o = options(given, net, 3)
     s = make_setting(net, federation(shape=shape), training, engine=engine)
     local = cohort(s)
-    fit = local.fit(start, **o)
+    done = fit(local, start, **o)
     mask = o.get("mask", torch.ones(net.size, dtype=torch.float64))
     for i, batches in enumerate(recorded(s)):
         module = net.load(build(), start[i], net.b0).train()
@@ -288,7 +290,7 @@ def test_the_minibatches_of_one_step_are_drawn_apart():
     def update(rows, grad, k):
         return {"w": rows["w"] - 0.1 * (grad(rows["w"]) + grad(rows["w"], 1) + grad(rows["w"], 2))}
 
-    cohort(s).each_batch({"w": s.net.w0.repeat(3, 1)}, update, batches=3, loss=loss, extra={"at": torch.arange(3)})
+    cohort(s).each_batch({"w": s.net.w0.repeat(3, 1)}, update, Objective(loss=loss, extra={"at": torch.arange(3)}), batches=3)
     mine = [x for at, _, x in seen if at == 2]
     assert [len(x) for x in mine] == [20] * 3 + [11] * 3 + [20] * 3 + [11] * 3
     for which in range(3):
@@ -387,7 +389,7 @@ def test_the_callers_thread_setting_comes_back(engine):
                 return net.loss(w, x, y)
 
             s = make_setting(Net(mlp), federation(), Training(lr=0.1, batch_size=20), engine=engine)
-            cohort(s).fit(s.net.w0.repeat(3, 1), loss=loss)
+            cohort(s).fit(s.net.w0.repeat(3, 1), Objective(loss=loss))
             found: list[int] = [torch.get_num_threads()]
             new = threading.Thread(target=lambda found=found: found.append(torch.get_num_threads()))
             new.start()
@@ -405,7 +407,7 @@ def test_an_error_in_a_worker_reaches_the_caller(engine):
         raise ZeroDivisionError("mine")
 
     with pytest.raises(ZeroDivisionError, match="mine"):
-        cohort(s).fit(s.net.w0.repeat(3, 1), loss=loss)
+        cohort(s).fit(s.net.w0.repeat(3, 1), Objective(loss=loss))
     assert cohort(s).fit(s.net.w0.repeat(3, 1)).w.isfinite().all()  # the engine lives on
 
 
@@ -422,9 +424,9 @@ def test_dropout_of_channels_is_refused():
 def test_buffers_are_the_clients_own_or_averaged_and_a_probe_leaves_them(engine):
     s = make_setting(Net(norm), federation(), Training(lr=0.1, batch_size=20), engine=engine)
     local = cohort(s)
-    fit = local.fit(s.net.w0.repeat(3, 1), probe=True)
+    fit = local.fit(s.net.w0.repeat(3, 1))
     assert torch.equal(local.buffers, s.net.b0.repeat(3, 1)) and not torch.equal(fit.w, s.net.w0.repeat(3, 1))
-    probed = local.each_batch({"w": s.net.w0.repeat(3, 1)}, lambda r, grad, k: {"w": r["w"] - 0.1 * grad(r["w"])}, probe=True)
+    probed = local.each_batch({"w": s.net.w0.repeat(3, 1)}, lambda r, grad, k: {"w": r["w"] - 0.1 * grad(r["w"])})
     assert torch.equal(local.buffers, s.net.b0.repeat(3, 1)) and not torch.equal(probed["w"], s.net.w0.repeat(3, 1))
     again = local.fit(s.net.w0.repeat(3, 1))
     assert torch.equal(again.w, fit.w) and (local.buffers != s.net.b0).any(1).all()
@@ -482,7 +484,10 @@ def dense(net, w, x, y, extra):
 def test_a_factorized_model_trains_in_both_engines(engine):
     s = make_setting(Net(mlp), federation(), Training(lr=0.1, batch_size=20, epochs=3), engine=engine)
     start = torch.randn(3, 33, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    ours, theirs = cohort(s).fit(start, loss=factorized, want_grad=True), cohort(s).fit(start, loss=dense, want_grad=True)
+    ours, theirs = (
+        cohort(s).fit(start, Objective(loss=factorized), mean_grad=True),
+        cohort(s).fit(start, Objective(loss=dense), mean_grad=True),
+    )
     same(ours, theirs, rtol=1e-9, atol=1e-12)
     assert (ours.w != start).all()
 
@@ -490,7 +495,7 @@ def test_a_factorized_model_trains_in_both_engines(engine):
 def test_learning_happens():
     for engine in ("loop", "vmap"):
         s = make_setting(Net(tiny_model()), images((60, 80), seed=1), Training(lr=0.3, batch_size=20, epochs=2), 20, engine)
-        local = Local(s, torch.arange(2), 1, s.net.b0.expand(2, -1))
+        local = Clients(s, torch.arange(2), 1, s.net.b0.expand(2, -1))
         w = local.fit(s.net.w0.repeat(2, 1), epochs=30).w
         assert (local.loss(w) < 0.3 * local.loss(s.net.w0.repeat(2, 1))).all()
         assert play(FedAvg(), s)[-1][0].round == 20

@@ -10,7 +10,7 @@ from methods import FactorizedWaffle
 from parts.factorized_waffle import D, play, setting
 from small import copied
 
-from pflcore import Local, evaluate
+from pflcore import Clients, evaluate
 from pflcore.algorithms import ibp
 from pflcore.algorithms.factorized_waffle import BOUNDS
 from pflcore.simulation.round import Setup
@@ -22,7 +22,7 @@ from pflcore.train.random import client_seeds, uniforms
 def by_hand(alg, s, client):
     """One client's first round, whole batches, written with autograd on the objective: its row and beliefs afterwards."""
     at, sizes = strengths(s.net), [4, 3]
-    q = alg.init(s.net, 1)[1]["q"].clone()
+    q = alg.newcomer({}, s.net, 1)["q"].clone()
     w, (x, y) = s.net.w0.clone(), s.data.client(client)
     m, v = torch.zeros_like(q), torch.zeros_like(q)
     steps = s.training.epochs
@@ -65,13 +65,13 @@ def test_a_round_is_what_the_paper_says(engine, preset):
 
 def test_beliefs_stay_within_bounds_and_weak_kl_moves_them_more():
     s = setting()
-    far = play(FactorizedWaffle(lr_var=50.0), s, 3).own["q"].chunk(3, 1)
+    far = play(FactorizedWaffle(lr_var=50.0), s, 3).clients["q"].chunk(3, 1)
     for part, bound in zip(far, BOUNDS, strict=True):
         assert part.abs().max() == bound
-    fresh = FactorizedWaffle().init(s.net, 1)[1]["q"]
+    fresh = FactorizedWaffle().newcomer({}, s.net, 1)["q"]
 
     def moved(alg):
-        return float((play(alg, s, 3).own["q"] - fresh)[:, :7].abs().mean())
+        return float((play(alg, s, 3).clients["q"] - fresh)[:, :7].abs().mean())
 
     assert moved(FactorizedWaffle(preset="paper_literal")) < 0.05 < 0.2 < moved(FactorizedWaffle())
 
@@ -85,10 +85,10 @@ def test_evaluation_modes():
     state = play(alg, s, 3)
     at, pi = strengths(s.net), state.clients["q"][:, :7].sigmoid()
     ways = {"mean": pi, "thr_soft": pi * (pi >= 0.5), "hard": (pi >= 0.5).double()}
-    local = Local(s, torch.arange(3), 3, state.batch_norm)
+    local = Clients(s, torch.arange(3), 3, state.batch_norm)
     for mode, b in ways.items():
         other = replace(alg, eval_mode=mode)
-        view = other.personal({"x": state.server["x"].expand(3, -1)}, state.clients, local)
+        view = other.model({"x": state.server["x"].expand(3, -1)}, state.clients, local)
         torch.testing.assert_close(view["b"][:, 0], b)
         x, y = s.data.client(1, "test")
         scores = other.predict({k: v[1] for k, v in view.items()}, s.net, x)
@@ -98,12 +98,12 @@ def test_evaluation_modes():
         torch.testing.assert_close(evaluate(Setup(other, s), state)["accuracy"][1], want)
     u = (torch.arange(100_000, dtype=D) + 0.5) / 100_000
     want = torch.sigmoid((state.clients["q"][0, 0] + u.logit()) * 1.5).mean()
-    view = replace(alg, eval_mode="relaxed_mean").personal({"x": state.server["x"].expand(3, -1)}, state.clients, local)
+    view = replace(alg, eval_mode="relaxed_mean").model({"x": state.server["x"].expand(3, -1)}, state.clients, local)
     torch.testing.assert_close(view["b"][0, 0, 0], want, rtol=1e-4, atol=0)
     few, many = (evaluate(Setup(replace(alg, eval_mode="mc", samples=n), s), state)["loss"] for n in (1, 400))
     assert few.shape == many.shape == (3,) and not torch.equal(few, many)
     x, _ = s.data.client(0, "test")
-    view = replace(alg, eval_mode="mc", samples=5).personal({"x": state.server["x"].expand(3, -1)}, state.clients, local)
+    view = replace(alg, eval_mode="mc", samples=5).model({"x": state.server["x"].expand(3, -1)}, state.clients, local)
     mean = torch.stack([s.net(state.server["x"].index_copy(0, at, state.server["x"][at] * b), x).softmax(1) for b in view["b"][0]]).mean(0)
     torch.testing.assert_close(alg.predict({k: v[0] for k, v in view.items()}, s.net, x).softmax(1), mean)
 
@@ -116,7 +116,7 @@ def test_clients_that_never_trained():
     x = {"x": state.server["x"].expand(3, -1)}
 
     def b(never, **more):
-        return replace(alg, never=never, **more).personal(x, state.clients, Local(s, torch.arange(3), 3, state.batch_norm))["b"][:, 0]
+        return replace(alg, never=never, **more).model(x, state.clients, Clients(s, torch.arange(3), 3, state.batch_norm))["b"][:, 0]
 
     prior = torch.cat([ibp.prior_mean(4, 4), ibp.prior_mean(3, 3)])
     assert bool((b("all")[2] == 1).all())

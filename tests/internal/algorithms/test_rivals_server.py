@@ -5,6 +5,7 @@ import torch
 import torch.nn as nn
 from methods import ClusteredFL, HeurFedAMP
 from parts.rivals_server import GOLDEN, close, cohort, everybody, mixing, t, tree
+from small import served
 
 from pflcore import Net, ops
 from pflcore.algorithms._latest import latest_models, with_uploads
@@ -118,7 +119,7 @@ def test_single_linkage_has_the_least_largest_similarity_across(seed):
 def test_clusters_of_two_stay_and_clusters_without_anybody_keep_their_model():
     alg = ClusteredFL(relative=True, first=0, eps1=1.0)
     x = t([[1.0], [2.0]])
-    g = alg.server(tree(x, torch.tensor([0, 0, 1, 1, 1])), {"delta": t([[1.0], [-1.0]])}, cohort([0, 1], 5, 9))
+    g = served(alg, tree(x, torch.tensor([0, 0, 1, 1, 1])), {"delta": t([[1.0], [-1.0]])}, cohort([0, 1], 5, 9))
     assert g["cluster"].tolist() == [0, 0, 1, 1, 1]
     close(g["x"], [[1.0], [2.0]])
     zero = cosines(torch.zeros(2, 2), torch.zeros(2))

@@ -7,7 +7,7 @@ from doors import IGNORED
 from parts.fields import CLASSES, STEPS, TWO, Tagger, federation, sequences
 from pflcore.train.bridge import prepared
 
-from pflcore import Local, Net, Training
+from pflcore import Clients, Net, Training
 from pflcore.data.fields import Fields, joined
 from pflcore.train.losses import cross_entropy
 
@@ -28,7 +28,7 @@ def test_training_is_a_loop_over_the_sequences_as_they_are(per_step, engine):
     torch.manual_seed(0)
     module, training = Tagger(per_step), Training(lr=0.3, batch_size=100, epochs=2)
     setting = prepared(Net(module), data, training, engine, workers=1)
-    got = Local(setting, torch.arange(data.n), 1, torch.zeros(data.n, 0)).fit(setting.net.w0.expand(data.n, -1)).w
+    got = Clients(setting, torch.arange(data.n), 1, torch.zeros(data.n, 0)).fit(setting.net.w0.expand(data.n, -1)).w
     for i in range(data.n):
         rows, y = data.client(i)
         assert data.fields is not None

@@ -8,6 +8,7 @@ import torch
 from doors import synthetic_clusters
 from methods import Scaffold
 from parts.attacks import BAD, TRAINING, N, defence, run, updates
+from small import served
 from torch import nn
 
 from pflcore import Client, FedAvg, Net, Server
@@ -131,11 +132,11 @@ def test_scaffold_defends_both_of_its_means(name):
     """A client is good in what it says of its update, and bad in its control variate, or the other way round."""
     alg, rows = Scaffold(server_lr=0.5, **defence(name)), updates()
     ids = torch.arange(len(rows))
-    cohort = Cohort(ids, torch.full((len(ids),), 1 / len(ids), dtype=torch.float64), torch.ones_like(ids), 12, 1, 1)
+    cohort = Cohort(ids, torch.ones_like(ids), 12, 1, 1)
     up = {"delta": rows, "control": rows.flip(0) + 1}
     up["delta"][0], up["control"][5] = 1e6, -1e6
     g = {k: torch.linspace(0, i, rows.shape[1], dtype=torch.float64) for i, k in enumerate(("x", "c"), 1)}
-    new = alg.server(dict(g), up, cohort)
+    new = served(alg, dict(g), up, cohort)
     torch.testing.assert_close(new["x"], g["x"] + 0.5 * mean_of(name, up["delta"]))
     torch.testing.assert_close(new["c"], g["c"] + 9 / 12 * mean_of(name, up["control"]))
     assert max(float(v.abs().max()) for v in new.values()) < 10

@@ -142,7 +142,7 @@ def test_only_clients_that_took_part_take_room(tmp_path, every):
     run = simulation("ditto", many(40), rows=tmp_path, participation=0.1, rounds=2, eval_every=every)
     play = run.iterate()
     cohort = next(play)["cohort"]
-    own = run._state.own
+    own = run._state.clients
     assert own.known.nonzero()[:, 0].tolist() == cohort and not own["v"][~own.known].any()
 
 
@@ -151,9 +151,9 @@ def test_a_snapshot_on_disk_does_not_change(tmp_path):
     play = run.iterate()
     next(play)
     seen = run.state
-    before = seen.own["v"].clone()
+    before = seen.clients["v"].clone()
     next(play)
-    assert torch.equal(seen.own["v"], before) and not torch.equal(run.state.clients["v"], before)
+    assert torch.equal(seen.clients["v"], before) and not torch.equal(run.state.clients["v"], before)
 
 
 def test_many_clients_are_evaluated_in_parts(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import torch.nn as nn
 from parts.evaluate import SIZES, setting
 from small import make_setting
 
-from pflcore import Federation, Local, Net, Training
+from pflcore import Clients, Federation, Net, Training
 from pflcore.algorithms import FedAvg
 from pflcore.simulation.round import one_by_one
 from pflcore.train.losses import CRITERIA
@@ -18,7 +18,7 @@ from pflcore.train.losses import CRITERIA
 def test_side_by_side_is_one_by_one(criterion, outputs, relabel, split):
     s = setting(criterion, outputs, relabel=relabel and criterion in ("cross_entropy", "hinge"))
     for ids in (torch.arange(5), torch.tensor([3, 1])):
-        local = Local(s, ids, 1, s.net.b0.expand(len(ids), -1))
+        local = Clients(s, ids, 1, s.net.b0.expand(len(ids), -1))
         rows = s.net.w0 + torch.randn(len(ids), s.net.size, generator=torch.Generator().manual_seed(1))
         measured = local.measure(rows, split)
         assert measured is not None
@@ -49,7 +49,7 @@ def test_one_model_for_all_is_one_pass_over_all_samples(engine, model, relabel, 
     own = torch.stack([torch.randperm(4, generator=gen) for _ in SIZES]) if relabel else None
     data = Federation(torch.randn(n, *shape, generator=gen), y, {"train": list(torch.arange(n).split(SIZES))}, 4, own)
     s = make_setting(Net(build), data, Training(), 3, engine=engine, workers=2)
-    local = Local(s, torch.tensor([4, 0, 1, 3]), 1, s.net.b0.expand(4, -1) + 0.5)  # somebody is not looked at
+    local = Clients(s, torch.tensor([4, 0, 1, 3]), 1, s.net.b0.expand(4, -1) + 0.5)  # somebody is not looked at
     row = s.net.w0 + torch.randn(s.net.size, generator=gen)
     want = one_by_one(FedAvg(), {"w": row.repeat(4, 1)}, local, "train")
     batches = []
