@@ -29,7 +29,7 @@ from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.simulation.evaluate import evaluate
 from pflcore.simulation.personal import Personalized
 from pflcore.simulation.round import step
-from pflcore.train import Clients, Net, Training
+from pflcore.train import Clients, Net, Objective, Training
 from pflcore.tuning import tune
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "Hardware",
     "History",
     "Net",
+    "Objective",
     "Personalized",
     "Robustness",
     "Server",

@@ -1,6 +1,6 @@
 """Data and defaults by their public names, under shorter ones."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 from methods import FedPer
@@ -47,13 +47,14 @@ def strengths(net):
 
 
 def views(alg, state, setting, ids):
-    """The personalized views [S, ...] of the clients `ids` as an evaluation has them, and what their hook was given."""
+    """The personalized models [S, ...] of the clients `ids` as an evaluation has them, and what their hook was given."""
     seen = []
 
     class Watched(type(alg)):  # type: ignore[misc]
-        def personal(self, down, own, local):
-            seen.append((super().personal(down, own, local), local))
-            return seen[-1][0]
+        def model(self, down, own, clients):
+            made = dict(super().model(down, own, clients))
+            seen.append((made, replace(clients, buffers=made.get("batch_norm", clients.buffers))))
+            return made
 
     options = {f.name: getattr(alg, f.name) for f in fields(alg)}
     evaluate(Setup(Watched(**options), setting), state, next(reversed(setting.data.index)), clients=ids)

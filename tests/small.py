@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from pflcore import Evaluation, Federation, Hardware, Net, Simulation, step
+from pflcore import Evaluation, Federation, Hardware, Net, Objective, Simulation, step
 from pflcore.algorithms import ALGORITHMS, FedAvg, apply
 from pflcore.simulation.round import Setup, State, begin
 

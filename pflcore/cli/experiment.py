@@ -55,7 +55,7 @@ class Options:
     val: kinds.Momentum = 0.0  # fraction of each client's training samples kept for validation
     eval_split: str = "test"  # what is evaluated: test, or val to choose hyper-parameters
     eval_every: Whole = 1  # rounds between evaluations of all clients
-    engine: Literal["auto", "chain", "loop", "vmap"] = "auto"  # chain, loop, vmap, or auto by the model
+    engine: str = "auto"  # chain, loop, vmap, or auto by the model
     workers: int | None = None  # threads; never changes a result
     device: str = "cpu"  # cpu or cuda
     clip: Positive | None = None  # no client's update is longer than this (Euclidean norm)

@@ -99,7 +99,7 @@ class Simulation:
         if asked is None:
             return None if adversary is None else honest
         if not isinstance(asked, int):
-            return ids_of("clients", asked, n)
+            return ids_of("evaluation.clients", asked, n)
         have = honest[self.data.size(self.evaluation.split)[honest] > 0]
         return have[drawn(len(have), min(asked, len(have)), self.seed, "eval_clients")].sort().values
 

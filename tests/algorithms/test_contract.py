@@ -10,7 +10,6 @@ from small import swept
 from pflcore import Training
 from pflcore.algorithms import ALGORITHMS
 from pflcore.simulation.evaluate import evaluate
-from pflcore.simulation.round import Setup
 from pflcore.testing import Case, check
 
 OPTIONS: dict[str, dict[str, Any]] = {  # where the defaults do not fit a federation of four small clients
@@ -40,47 +39,49 @@ def test_the_contract(name):
 @every
 def test_a_client_that_breaks_is_dropped_and_counted(name):
     case = case_of(name)
-    s = case.setting(case.breaking([1]))
-    play = case.play(s, [range(4)] * 2)
+    setup = case.breaking([1])
+    play = case.play(setup, [range(4)] * 2)
     for done in play.done:
         assert done.dropped == [1] and not done.void and done.ids == [0, 1, 2, 3]
         assert done.train_loss is None or torch.tensor(done.train_loss).isfinite()
-    assert evaluate(Setup(case.given, s), play.last)["loss"][[0, 2, 3]].isfinite().all()
+    assert evaluate(setup, play.last)["loss"][[0, 2, 3]].isfinite().all()
 
 
 @every
 def test_where_everybody_breaks_the_round_is_void(name):
     case = case_of(name)
-    play = case.play(case.setting(case.breaking(range(4))), [range(4)] * 2)
+    play = case.play(case.breaking(range(4)), [range(4)] * 2)
     assert all(done.void and done.dropped == [0, 1, 2, 3] for done in play.done)
 
 
 @pytest.mark.parametrize("name", sorted(MODELS_SENT))
 def test_as_many_models_are_sent_as_the_docstring_says(name):
     case = case_of(name)
-    s = case.setting()
-    (done,) = case.play(s, [(0, 1, 3)]).done
-    one = 3 * s.net.size * 8
+    (done,) = case.play(case.setup(), [(0, 1, 3)]).done
+    one = 3 * case.net.size * 8
     assert (done.bytes_down, done.bytes_up) == tuple(one * m for m in MODELS_SENT[name])
 
 
 @pytest.mark.parametrize("name", sorted(WEIGHTS))
 def test_mixing_weights_follow_the_clients(name):
     case, order = case_of(name), [2, 0, 3, 1]
-    one, two = case.moved_to(1), case.moved_to(order.index(1))
+
+    def weights(numbers, rounds, **options):
+        setup = case.renumbered(numbers, numbers[0] if len(numbers) == 1 else 1, **options)
+        played = case.play(setup, [range(len(numbers))] * rounds)
+        done = played.done[-1]
+        return setup.algorithm.report(played.last.server, done.mix, done.cohort)["weights"]
+
     training = Training(lr=0.1, batch_size=100, epochs=2)
-    a = case.play(case.setting(training=training), [range(4)] * 4, one).last
-    b = case.play(case.setting(case.data.subset(order), training=training), [range(4)] * 4, two).last
-    torch.testing.assert_close(one.report(a.server)["weights"][order], two.report(b.server)["weights"], rtol=1e-7, atol=1e-9)
-    alone = case.moved_to(0)
-    state = case.play(case.setting(case.data.subset([2])), [(0,)] * 3, alone).last
-    assert alone.report(state.server)["weights"].tolist() == [1]
+    one, two = (weights(numbers, 4, training=training) for numbers in (list(range(4)), order))
+    torch.testing.assert_close(one[order], two, rtol=1e-7, atol=1e-9)
+    assert weights([2], 3).tolist() == [1]
 
 
 @every
 def test_clients_share_no_memory(name):
     case = case_of(name)
-    state = case.play(case.setting(), ()).last
+    state = case.play(case.setup(), ()).last
     for k, v in state.clients.items():
         assert all(torch.equal(v[0], v[i]) for i in range(4)), k
         v[0].fill_(5 if v.dtype != torch.bool else True)

@@ -48,20 +48,22 @@ def cohort(ids, n, round=1):
 
 
 def mixed(alg, w, g, ids=None, start=None):
-    """The server's state after models `w` and guidance `g` came in."""
+    """The server's models "x" after models `w` and guidance `g` came in, and its weights "p" [N, N]."""
     ids = list(range(len(w))) if ids is None else ids
-    n = max(ids) + 1
+    n, up = max(ids) + 1, {"w": w, "g": g}
     state = {"x": torch.zeros(n, w.shape[1], dtype=w.dtype) if start is None else start, "seen": torch.zeros(n, dtype=torch.bool)}
-    k = min(alg.k, n)
-    state |= {"p": torch.zeros(0, k, dtype=torch.float64), "near": torch.zeros(0, k, dtype=torch.int64)}
-    made = served(alg, state, {"w": w, "g": g}, cohort(ids, n))
-    return {**made, "p": matrix(made)}
+    _, mix = alg.update(state, up, cohort(ids, n))
+    return {"x": served(alg, state, up, cohort(ids, n))["x"], "p": matrix(mix, torch.tensor(ids), n)}
 
 
-def matrix(g):
-    """The weights of the last round as a matrix [N, N]."""
-    n = len(g["x"])
-    return torch.zeros(n, n, dtype=torch.float64).index_copy_(0, g["ids"], spread(g["p"], g["near"], n))
+def matrix(mix, ids, n):
+    """The weights of a round of the clients `ids` as a matrix [N, N]."""
+    return torch.zeros(n, n, dtype=torch.float64).index_copy_(0, ids, spread(mix.weight, ids[mix.index], n))
+
+
+def weights_of(done, n):
+    """The same of what `step` said."""
+    return matrix(done.mix, done.cohort.ids, n)
 
 
 # golden values --------------------------------------------------------------------------------------------------------
@@ -87,8 +89,8 @@ def test_golden_rounds(engine):
         alg = FedDWA(k=a4["K"], guidance=guidance)
         state = begin(alg, setting.net, 4)
         for want in a4["rounds"]:
-            state, _ = step(Setup(alg, setting), state, torch.arange(4))
-            close(matrix(state.server), want["P_top2"], 1e-8)
+            state, done = step(Setup(alg, setting), state, torch.arange(4))
+            close(weights_of(done, 4), want["P_top2"], 1e-8)
             close(state.server["x"][:, 0], want["w_next"])
 
 
@@ -99,12 +101,12 @@ def test_golden_partial_participation():
     state = begin(alg, setting.net, 4)
     for ids, want in zip(a5["sampled"], a5["rounds"], strict=True):
         before, absent = state.server["x"].clone(), sorted({0, 1, 2, 3} - set(ids))
-        state, _ = step(Setup(alg, setting), state, torch.tensor(sorted(ids)))
-        s = torch.tensor(want["S"])
-        close(matrix(state.server)[s][:, s], want["P_top2"], 1e-8)
+        state, done = step(Setup(alg, setting), state, torch.tensor(sorted(ids)))
+        s, p = torch.tensor(want["S"]), weights_of(done, 4)
+        close(p[s][:, s], want["P_top2"], 1e-8)
         close(state.server["x"][:, 0], want["w_all_after"])
         assert torch.equal(state.server["x"][absent], before[absent])
-        assert not matrix(state.server)[absent].any() and not matrix(state.server)[:, absent].any()
+        assert not p[absent].any() and not p[:, absent].any()
 
 
 def test_golden_guidance_epoch_against_full_gradient():
@@ -121,7 +123,10 @@ def test_golden_guidance_epoch_against_full_gradient():
                 for i, batches in enumerate(a9["batches"]):
                     for b in batches:
                         w[i] -= self.lr * (w[i] - t(b).mean())
-            return type("Fit", (), {"w": w})
+            return SimpleNamespace(w=w)
+
+        def after(self, fit):
+            return self
 
         def grad(self, w):
             return torch.stack([w[i] - t([y for part in b for y in part]).mean() for i, b in enumerate(a9["batches"])])
@@ -228,9 +233,9 @@ def test_look_ahead_leaves_no_trace(engine):
     for guidance in ("previous", "epoch", "steps", "full_grad"):
         local = Clients(setting, ids, 3, setting.net.b0.expand(6, -1).clone())
         down = {"x": setting.net.w0.expand(6, -1)}
-        _, up = FedDWA(guidance=guidance, ahead=2).train(down, {}, local)[:2]
-        again = local.fit(up["w"], stream="later").w
-        after.append((up["w"], local.buffers, again))
+        _, up, done = FedDWA(guidance=guidance, ahead=2).train(down, {}, local)
+        again = local.after(done).fit(up["w"], stream="later").w
+        after.append((up["w"], done.buffers, again))
         if "g" in up:
             assert not torch.equal(up["g"], up["w"])
     for other in after[1:]:
@@ -253,8 +258,8 @@ def test_step_size_zero_keeps_everybody_at_home():
     state = begin(alg, setting.net, 6)
     state.server["x"] += torch.arange(6)[:, None] / 10
     before = state.server["x"].clone()
-    state, _ = step(Setup(alg, setting), state, torch.arange(6))
-    assert torch.equal(matrix(state.server), torch.eye(6, dtype=torch.float64)) and torch.equal(state.server["x"], before)
+    state, done = step(Setup(alg, setting), state, torch.arange(6))
+    assert torch.equal(weights_of(done, 6), torch.eye(6, dtype=torch.float64)) and torch.equal(state.server["x"], before)
 
 
 def test_previous_guidance_uploads_one_model_and_starts_alone():
@@ -263,12 +268,13 @@ def test_previous_guidance_uploads_one_model_and_starts_alone():
     state = begin(alg, setting.net, 6)
     state, done = step(Setup(alg, setting), state, torch.arange(4))
     assert (done.bytes_up, done.bytes_down) == (4 * 4 * p, 4 * 4 * p)
-    assert torch.equal(matrix(state.server)[:4, :4], torch.eye(4, dtype=torch.float64))  # nobody has a previous model yet
+    assert torch.equal(weights_of(done, 6)[:4, :4], torch.eye(4, dtype=torch.float64))  # nobody has a previous model yet
     last = state.server["last"].clone()
-    state, _ = step(Setup(alg, setting), state, torch.tensor([1, 2, 5]))
+    state, done = step(Setup(alg, setting), state, torch.tensor([1, 2, 5]))
     want = ops.feddwa_weights(ops.pairwise_sqdist(last[[1, 2]], state.server["last"][[1, 2, 5]]), 3)
-    torch.testing.assert_close(matrix(state.server)[[1, 2]][:, [1, 2, 5]], dense(want, 3))
-    assert matrix(state.server)[5, 5] == 1
+    p = weights_of(done, 6)
+    torch.testing.assert_close(p[[1, 2]][:, [1, 2, 5]], dense(want, 3))
+    assert p[5, 5] == 1
     assert torch.equal(state.server["last"][0], last[0])
 
 
@@ -280,13 +286,13 @@ def test_ahead_guidance_uploads_two_models():
 
 def test_a_newcomer_starts_from_the_initial_model_or_the_mean():
     setting = images()
-    for newcomer in ("init", "mean"):
-        alg = FedDWA(newcomer=newcomer)
+    for first in ("init", "mean"):
+        alg = FedDWA(first=first)
         state = begin(alg, setting.net, 6)
         state, _ = step(Setup(alg, setting), state, torch.arange(4))
         x = alg.send(state.server, cohort([1, 5], 6))["x"]
         assert torch.equal(x[0], state.server["x"][1])
-        want = setting.net.w0 if newcomer == "init" else state.server["x"][:4].mean(0)
+        want = setting.net.w0 if first == "init" else state.server["x"][:4].mean(0)
         torch.testing.assert_close(x[1], want)
 
 
@@ -318,8 +324,8 @@ def test_clients_of_one_task_find_each_other():
     alg = FedDWA(k=8)
     state = begin(alg, setting.net, n)
     for _ in range(10):
-        state, _ = step(Setup(alg, setting), state, torch.arange(n))
-    p, same = matrix(state.server), group[:, None] == group
+        state, done = step(Setup(alg, setting), state, torch.arange(n))
+    p, same = weights_of(done, n), group[:, None] == group
     assert p[same].mean() > 3 * p[~same].mean()
     near = p.topk(4, 1).indices
     assert torch.equal(group[near], group[:, None].expand(-1, 4))
@@ -353,8 +359,9 @@ def test_power_and_stride_keep_the_neighbours_or_the_rule():
 
     def mixed(**options):
         alg = FedDWA(k=3, **options)
-        new = served(alg, alg.init(**alg.initial(net), n=4) | {"x": w.clone()}, up, cohort([0, 1, 2, 3], 4))
-        return spread(new["p"], new["near"], 4), new["x"]
+        state = alg.init(**alg.initial(net), n=4) | {"x": w.clone()}
+        _, mix = alg.update(state, up, cohort([0, 1, 2, 3], 4))
+        return spread(mix.weight, mix.index, 4), served(alg, state, up, cohort([0, 1, 2, 3], 4))["x"]
 
     paper, even, square, far = (mixed(**o)[0] for o in ({}, {"power": 0.0}, {"power": 2.0}, {"stride": 1.0}))
     close(even, [[1 / 3, 1 / 3, 1 / 3, 0], [1 / 3, 1 / 3, 1 / 3, 0], [1 / 3, 1 / 3, 1 / 3, 0], [0, 1 / 3, 1 / 3, 1 / 3]])
@@ -384,9 +391,9 @@ def test_no_power_makes_weights_that_are_no_numbers():
     alg = FedDWA(k=6, power=5000.0)
     net = type("Net", (), {"w0": torch.zeros(6, dtype=torch.float64)})()
     state = {k: v.clone() for k, v in alg.init(**alg.initial(net), n=6).items()}
-    g = served(alg, state, {"w": w, "g": 0.5 * torch.ones_like(w) + 0.01 * w}, cohort)
-    torch.testing.assert_close(g["p"].sum(1), torch.ones(6, dtype=torch.float64))
-    torch.testing.assert_close(g["x"], w)  # everybody's nearest is its own, and has all the weight
+    changes, mix = alg.update(state, {"w": w, "g": 0.5 * torch.ones_like(w) + 0.01 * w}, cohort)
+    torch.testing.assert_close(mix.weight.sum(1), torch.ones(6, dtype=torch.float64))
+    torch.testing.assert_close(changes["x"].rows, w)  # everybody's nearest is its own, and has all the weight
 
 
 @pytest.mark.parametrize("guidance", ["previous", "current"])
@@ -396,13 +403,12 @@ def test_no_guidance_is_served_where_none_is_trained(guidance):
 
 
 def test_the_quadratic_program_refuses_a_power():
-    with pytest.raises(ValueError, match=r"^power: it plays no part in this FedDWAQP, got 2.0; leave it out"):
+    with pytest.raises(ValueError, match=r"^power: expected 1, got 2.0"):
         FedDWAQP(power=2.0)
 
 
 def test_statistics_of_a_cohort_smaller_than_k_are_whole_means():
     """Places that nothing fills have weight 0 and client 0's number, which is in the cohort, too."""
     alg, setting = FedDWA(k=5), images()
-    state, _ = step(Setup(alg, setting), begin(alg, setting.net, 6), torch.tensor([0, 2, 3]))
-    mix = alg.statistics(state.server, {}, cohort([0, 2, 3], 6))
-    torch.testing.assert_close(mix[[0, 2, 3]].sum(1), torch.ones(3, dtype=mix.dtype))
+    _, done = step(Setup(alg, setting), begin(alg, setting.net, 6), torch.tensor([0, 2, 3]))
+    torch.testing.assert_close(weights_of(done, 6)[[0, 2, 3]].sum(1), torch.ones(3, dtype=torch.float64))

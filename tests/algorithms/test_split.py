@@ -12,11 +12,10 @@ from parts.split import COHORTS, EPOCHS, LR, TRAINING, federation, normed
 from places import ROOT
 from small import images, make_setting, play, tiny_model
 
-from pflcore import Clients, Net, Training, evaluate
+from pflcore import Clients, Net, Objective, Training, evaluate
 from pflcore.algorithms import ALGORITHMS, FedAvg
 from pflcore.simulation.round import Setup
 from pflcore.testing import check
-from pflcore.train import Objective
 
 BODY, HEAD, NORM = ("0.weight", "0.bias", "1.weight", "1.bias"), ("3.weight", "3.bias"), ("1.weight", "1.bias")
 ENGINES = pytest.mark.parametrize("engine", ["loop", "vmap"])
@@ -82,7 +81,7 @@ def test_golden_presets(name, engine):
     view, local = views(alg, state, s, torch.arange(3))
     for i, model in enumerate(clients):
         torch.testing.assert_close(view["w"][i], net.row(model), rtol=1e-10, atol=1e-12)
-        scores = local.scores(alg.predict, view, "test")[i][0]
+        scores = local.scores(view, "test", alg.predict)[i][0]
         torch.testing.assert_close(scores, model(data.client(i, "test")[0]), rtol=1e-9, atol=1e-11)
 
 
@@ -111,7 +110,7 @@ def test_private_columns_never_travel(alg, width):
     """Counted are the shared columns, and batch norm's statistics where they are averaged."""
     s = make_setting(Net(normed), federation(), TRAINING, 1)
     _, done = play(alg, s, ids=lambda _: [0, 2])[-1]
-    statistics = s.net.b0.numel() if alg.buffers[0] == "average" else 0
+    statistics = s.net.b0.numel() if alg.traits.batch_norm[0] == "average" else 0
     assert done.bytes_down == done.bytes_up == 2 * 8 * (width + statistics)
 
 
@@ -154,7 +153,7 @@ def test_who_never_took_part_has_the_initial_private_part_and_others_statistics(
     s = make_setting(Net(normed), federation(), TRAINING, 2)
     state = play(alg, s, ids=lambda _: [0, 2])[-1][0]
     view, local = views(alg, state, s, torch.tensor([1]))
-    assert torch.equal(alg.cut(s.net, view["w"])[1][0], alg.cut(s.net, s.net.w0)[1])
+    assert torch.equal(view["w"][0, alg.columns(s.net)], s.net.w0[alg.columns(s.net)])
     torch.testing.assert_close(local.buffers[0], state.batch_norm[[0, 2]].mean(0))
     assert evaluate(Setup(alg, s), state)["loss"].isfinite().all()
 
@@ -180,14 +179,14 @@ def test_names_with_brackets_are_no_patterns():
             return self.parts["b"](self.parts["a[0]"](x).tanh())  # type: ignore[no-any-return]
 
     net = Net(Odd, head="parts.b")
-    assert LGFedAvg().cut(net, net.w0)[1].shape == (35,) and FedPer().cut(net, net.w0)[1].shape == (24,)
+    assert LGFedAvg().columns(net).sum() == 35 and FedPer().columns(net).sum() == 24
 
 
 @pytest.mark.parametrize(
     ("make", "word"),
     [
-        (lambda: Split(private="fc*").init(Net(tiny_model()), 3), r"patterns: 'fc\*' matches no parameter; the names are 0.weight"),
-        (lambda: FedPer().init(Net(nn.Conv2d(1, 1, 1)), 3), "model: found no trainable head"),
+        (lambda: Split(private="fc*").initial(Net(tiny_model())), r"patterns: 'fc\*' matches no parameter; the names are 0.weight"),
+        (lambda: FedPer().initial(Net(nn.Conv2d(1, 1, 1))), "model: found no trainable head"),
     ],
 )
 def test_models_without_such_parts_are_one_sentence(make, word):

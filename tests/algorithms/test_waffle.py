@@ -57,10 +57,10 @@ class FixedDistances(Waffle):
 
     d: tuple[float, ...] = ()
 
-    def client(self, down, own, local):
-        delta = torch.zeros(len(local.ids), local.net.size, dtype=F64)
-        delta[:, 0] = torch.tensor([self.d[i] for i in local.ids.tolist()], dtype=F64)
-        return own, {"delta": delta, "control": delta}
+    def train(self, down, own, clients):
+        delta = torch.zeros(len(clients.ids), clients.net.size, dtype=F64)
+        delta[:, 0] = torch.tensor([self.d[i] for i in clients.ids.tolist()], dtype=F64)
+        return own, {"delta": delta, "control": delta}, clients.fit(down["x"])
 
 
 def sequence(d, rounds, upto=None, **options):
@@ -68,7 +68,7 @@ def sequence(d, rounds, upto=None, **options):
     net, data = quadratics(torch.ones(len(d), 1), torch.zeros(len(d), 1))
     alg = FixedDistances(d=tuple(d), **options)  # type: ignore[arg-type]
     found = play(alg, make_setting(net, data, Training(), rounds=rounds), upto)
-    return [(s.server["history"][0].tolist(), s.server["weights"].tolist()) for s, _ in found]
+    return [(s.server["history"][0].tolist(), done.mix.weight[0].tolist()) for s, done in found]
 
 
 def test_golden_weights_with_another_target_and_a_history():
@@ -76,7 +76,7 @@ def test_golden_weights_with_another_target_and_a_history():
     alg = FixedDistances(target=2, d=(3, 1.5, 0, 0.5, 6))
     cohort = Cohort(torch.arange(5), torch.ones(5), 5, 40, 100)
     up = {"delta": torch.tensor([[3.0], [1.5], [0], [0.5], [6]], dtype=F64)}
-    smooth, history = alg.mixing(begin(alg, net, 5).server, up, cohort)
+    smooth, history = alg.weights(begin(alg, net, 5).server["history"], up["delta"], cohort)
     close(history[0], [0.0965035928, 0.2348252394, 0.3416314973, 0.3270396705, 0])
     close(smooth, [0.1655011976, 0.2116084131, 0.2472104991, 0.2423465568, 0.1333333333])
 
@@ -120,15 +120,15 @@ def test_golden_waffle_from_end_to_end(option, engine):
         ("literal", [-0.0670122590, -0.1229759256, -0.1689909863], [0.3350612948, 0.2798183331, 0.2300753034]),
     ):
         alg = Waffle(control_agg=mode, option=option)  # type: ignore[arg-type]
-        found = [s for s, _ in play(alg, make_setting(net, data, Training(lr=0.1, batch_size=1, epochs=2), 10, engine), 3)]
+        found, outcomes = zip(*play(alg, make_setting(net, data, Training(lr=0.1, batch_size=1, epochs=2), 10, engine), 3), strict=True)
         close([float(s.server["x"]) for s in found], golden_x)
         close([float(s.server["c"]) for s in found], golden_c)
         close(found[0].clients["c"][:, 0], [-0.95, 3.6, -0.24375])
         close(found[1].clients["c"][:, 0], [-1.0779147108, 3.8058718044, -0.2908887586])
-        close(found[0].server["weights"], [0.3898837123, 0.2222222222, 0.3878940655])
-        close(found[1].server["weights"], [0.4483573008, 0.1111111111, 0.4405315881])
+        close(outcomes[0].mix.weight[0], [0.3898837123, 0.2222222222, 0.3878940655])
+        close(outcomes[1].mix.weight[0], [0.4483573008, 0.1111111111, 0.4405315881])
         last = [0.5109393719, 0.1596401511, 0.3294204770] if mode == "recompute" else [0.5171837661, 0.1533957569, 0.3294204770]
-        close(found[2].server["weights"], last)
+        close(outcomes[2].mix.weight[0], last)
 
 
 # law 1 and 2: what a control variate is ----------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def test_law_1_the_new_control_variate_is_the_mean_minibatch_gradient(engine):
         return {"w": rows["w"] - 0.1 * (g - rows["ci"] + rows["c"]), "sum": rows["sum"] + g, "steps": rows["steps"] + 1}
 
     rows = {"w": down["x"], "c": down["c"], "ci": ci, "sum": torch.zeros_like(ci), "steps": torch.zeros(3, 1)}
-    end = Clients(s, torch.arange(3), 1, net.b0.expand(3, -1)).each_batch(rows, update)
+    end = Clients(s, torch.arange(3), 1, net.b0.expand(3, -1)).each_batch(rows, update).rows
     torch.testing.assert_close(found["mean_grad"], end["sum"] / end["steps"], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found["II"], found["mean_grad"], rtol=1e-5, atol=1e-5)
     assert end["steps"][:, 0].tolist() == [2, 6, 8]
@@ -202,7 +202,7 @@ class Forced(Waffle):
 
     even: int = 0
 
-    def mixing(self, g, up, cohort):
+    def weights(self, history, delta, cohort):
         w = torch.full((cohort.n,), 1 / cohort.n, dtype=F64)
         if cohort.round > self.even:
             w = torch.nn.functional.one_hot(torch.tensor(self.target), cohort.n).double()
@@ -294,29 +294,28 @@ class Broken(Waffle):
 
     who: int = 2
 
-    def client(self, down, own, local):
-        new, up = super().client(down, own, local)
-        if local.round == 2:
-            up["delta"][local.ids == self.who] = math.nan
-        return new, up
+    def train(self, down, own, clients):
+        new, up, fit = super().train(down, own, clients)
+        if clients.round == 2:
+            up["delta"][clients.ids == self.who] = math.nan
+        return new, up, fit
 
 
 @pytest.mark.parametrize("mode", ["recompute", "literal"])
 def test_law_7_a_broken_client_is_out_of_the_round(mode):
     net, data = Net(tiny_model()), images((7, 20, 31, 12))
     s = make_setting(net, data, Training(lr=0.1, batch_size=8), rounds=10)
-    (one, _), (two, done), (three, _) = play(Broken(control_agg=mode), s, 3)  # type: ignore[arg-type]
+    (one, _), (two, done), (_, last) = play(Broken(control_agg=mode), s, 3)  # type: ignore[arg-type]
     assert done.dropped == [2] and not done.void
     assert torch.equal(two.clients["c"][2], one.clients["c"][2])
-    assert two.server["ids"].tolist() == [0, 1, 3] and math.fsum(two.server["weights"].tolist()) == pytest.approx(1)
+    weight = done.mix.weight[0]
+    assert done.cohort.ids.tolist() == [0, 1, 3] and math.fsum(weight.tolist()) == pytest.approx(1)
     if mode == "recompute":
         there = torch.tensor([0, 1, 3])
-        torch.testing.assert_close(
-            two.server["c"], (two.server["weights"].float() @ two.clients["c"][two.server["ids"]]), rtol=1e-5, atol=1e-6
-        )
+        torch.testing.assert_close(two.server["c"], weight.float() @ two.clients["c"][there], rtol=1e-5, atol=1e-6)
         alone = play(Broken(control_agg="recompute", who=9), s, 2, ids=lambda r: [0, 1, 2, 3] if r == 1 else there.tolist())[1][0]
         assert all(torch.equal(two.server[k], alone.server[k]) for k in two.server)  # the same as not to have been there
-    assert three.server["weights"][2] > 0  # no ban
+    assert last.mix.weight[0][2] > 0  # no ban
 
 
 def test_law_7_without_the_target_the_round_is_void():

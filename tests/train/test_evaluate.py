@@ -27,7 +27,7 @@ def test_what_may_differ_is_looked_at_one_by_one():
         (s.net, rows, torch.arange(5.0)[:, None]),
         (weighted, rows, torch.empty(5, 0)),
     ):
-        loss, _ = Clients(s._replace(net=net), torch.arange(5), 1, buffers).measure(w, "train")
+        loss, _ = Clients(s._replace(net=net), torch.arange(5), 1, buffers).measure({"w": w}, "train")
         for i, places in enumerate(s.data.index["train"]):
             by_hand = net.loss(w[i], s.data.x[places], s.data.labels(i, "train"))
             torch.testing.assert_close(loss[i].float(), by_hand.detach(), rtol=1e-5, atol=1e-6)
@@ -46,7 +46,7 @@ def test_a_model_with_nan_has_a_nan_loss_and_spoils_nobody_else():
     local = Clients(s, torch.arange(5), 1, s.net.b0.expand(5, -1))
     rows = s.net.w0.repeat(5, 1)
     rows[2, 0] = torch.nan
-    loss, _ = local.measure(rows, "test")
+    loss, _ = local.measure({"w": rows}, "test")
     assert loss.isnan().tolist() == [False, False, True, False, False]
 
 
@@ -55,7 +55,7 @@ def test_a_score_that_is_nan_is_no_right_answer():
     s = setting("cross_entropy", 4)
     rows = s.net.w0.repeat(5, 1)
     rows[2, -1] = torch.nan  # the last layer's bias for the last class
-    _, accuracy = Clients(s, torch.arange(5), 1, s.net.b0.expand(5, -1)).measure(rows, "test")
+    _, accuracy = Clients(s, torch.arange(5), 1, s.net.b0.expand(5, -1)).measure({"w": rows}, "test")
     assert (s.data.labels(2, "test") == 3).any() and accuracy[2] == 0 and (accuracy[[1, 3, 4]] > 0).all()
 
 

@@ -8,14 +8,13 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from small import images, make_setting, play, tiny_model
+from small import fit, images, make_setting, play, tiny_model
 from torch import Tensor
 
-from pflcore import Clients, Federation, Net, Training, ops, step
+from pflcore import Clients, Federation, Net, Objective, Training, ops, step
 from pflcore.algorithms import FedAvg
 from pflcore.nn import Dropout
 from pflcore.simulation.round import Setup, begin
-from pflcore.train import Objective
 
 SIZES = (7, 20, 31)  # with batches of 20: one short batch, one whole, a whole and a short one
 
@@ -122,15 +121,13 @@ def fitted(engine, model, case, workers=2, dtype=torch.float64):
     net = Net(lambda: build().to(dtype))
     start, o = options(given, net, 3)
     local = cohort(make_setting(net, federation(dtype, shape), training, 5, engine, workers))
-    done = fit(local, start, **o)
-    return done, done.buffers
+    return fit(local, start, **o)
 
 
 def same(a, b, **tolerance):
-    for u, v in zip(a, b, strict=True):
-        if u is None:
-            assert v is None
-        elif tolerance:
+    """Two fits, or tuples of tensors."""
+    for u, v in zip(*((*x.rows.values(), *x[1:]) if hasattr(x, "rows") else x for x in (a, b)), strict=True):
+        if tolerance:
             torch.testing.assert_close(u, v, **tolerance)
         else:
             assert torch.equal(u, v)
@@ -142,21 +139,18 @@ def same(a, b, **tolerance):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("model", MODELS)
 def test_engines_agree(model, case):
-    (pool, b1), (vmap, b2) = fitted("loop", model, case), fitted("vmap", model, case)
-    same([*pool, b1], [*vmap, b2], rtol=1e-9, atol=1e-11)
-    if model in CHAINS:
-        chain, b3 = fitted("chain", model, case)
-        same([*pool, b1], [*chain, b3], rtol=1e-9, atol=1e-11)
-    assert not torch.equal(pool.w, options(CASES[case][1], Net(MODELS[model][0]), 3)[0])
+    loop = fitted("loop", model, case)
+    for engine in ("vmap", "chain") if model in CHAINS else ("vmap",):
+        same(loop, fitted(engine, model, case), rtol=1e-9, atol=1e-11)
+    assert not torch.equal(loop.w, options(CASES[case][1], Net(MODELS[model][0]), 3)[0])
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_engines_agree_in_float32(model):
-    (pool, b1), (vmap, b2) = (fitted(e, model, "momentum", dtype=torch.float32) for e in ("loop", "vmap"))
-    assert pool.w.dtype == torch.float32
-    same([*pool, b1], [*vmap, b2], rtol=1e-4, atol=1e-5)
-    if model in CHAINS:
-        same([*pool, b1], [*(found := fitted("chain", model, "momentum", dtype=torch.float32))[0], found[1]], rtol=1e-4, atol=1e-5)
+    loop = fitted("loop", model, "momentum", dtype=torch.float32)
+    assert loop.w.dtype == torch.float32
+    for engine in ("vmap", "chain") if model in CHAINS else ("vmap",):
+        same(loop, fitted(engine, model, "momentum", dtype=torch.float32), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("engine", ["loop", "vmap", "chain"])
@@ -164,8 +158,8 @@ def test_engines_agree_in_float32(model):
 def test_the_number_of_workers_changes_no_bit(engine, model):
     case = "momentum" if engine == "chain" else "loss"
     first, *others = [fitted(engine, model, case, workers, torch.float32) for workers in (1, 2, 3)]
-    for fit, buffers in others:
-        same([*fit, buffers], [*first[0], first[1]])
+    for other in others:
+        same(other, first)
 
 
 @pytest.mark.parametrize("engine", ["loop", "vmap", "chain"])
@@ -178,8 +172,8 @@ def test_the_others_change_nothing(engine, model):
     every = whole.fit(s.net.w0.repeat(3, 1))
     for ids in ([1], [2, 0]):
         part = cohort(s, ids)
-        fit = part.fit(s.net.w0.repeat(len(ids), 1))
-        same([*fit[:3], part.buffers], [*(v[ids] for v in every[:3]), whole.buffers[ids]], rtol=1e-9, atol=1e-12)
+        found = part.fit(s.net.w0.repeat(len(ids), 1))
+        same(found, [every.w[ids], *(v[ids] for v in every[1:])], rtol=1e-9, atol=1e-12)
 
 
 # what a step is -----------------------------------------------------------------------------------------------------------------------
@@ -241,23 +235,23 @@ def test_a_step_is_that_of_torch_optim(engine, model, case):
                 at += p.numel()
             optimizer.step()
             net.load(module, torch.where(mask[i] > 0 if mask.dim() > 1 else mask > 0, net.row(module), w))
-        torch.testing.assert_close(fit.w[i], net.row(module))
+        torch.testing.assert_close(done.w[i], net.row(module))
         assert max(norms) > (training.clip_grad or 0)
-        assert float(fit.loss[i]) == pytest.approx(sum(losses) / len(losses))
-        assert float(fit.lr_sum[i]) == pytest.approx(training.lr * len(batches))
-        if fit.grad is not None:
-            torch.testing.assert_close(fit.grad[i], total / len(batches))
+        assert float(done.loss[i]) == pytest.approx(sum(losses) / len(losses))
+        assert int(done.steps[i]) == len(batches)
+        if "grad" in done.rows:
+            torch.testing.assert_close(done.grad[i], total / len(batches))
         floats = [b.reshape(-1) for b in module.buffers() if b.is_floating_point()]
-        torch.testing.assert_close(local.buffers[i], torch.cat(floats) if floats else local.buffers[i])
+        torch.testing.assert_close(done.buffers[i], torch.cat(floats) if floats else local.buffers[i])
 
 
 @pytest.mark.parametrize("engine", ["loop", "vmap", "chain"])
 @pytest.mark.parametrize("case", ["masks", "adamw, masked", "clip, all"])
 def test_where_the_mask_is_zero_nothing_moves(engine, case):
-    (fit, _), net = fitted(engine, "mlp", case), Net(mlp)
-    start, o = options(CASES[case][1], net, 3)
-    assert torch.equal(fit.w[o["mask"] == 0], start[o["mask"] == 0])
-    assert (fit.w != start)[o["mask"] == 1].all()
+    done = fitted(engine, "mlp", case)
+    start, o = options(CASES[case][1], Net(mlp), 3)
+    assert torch.equal(done.w[o["mask"] == 0], start[o["mask"] == 0])
+    assert (done.w != start)[o["mask"] == 1].all()
 
 
 @pytest.mark.parametrize("engine", ["loop", "vmap", "chain"])
@@ -266,17 +260,17 @@ def test_where_the_mask_is_zero_nothing_moves(engine, case):
 def test_each_batch_with_an_sgd_step_is_fit(engine, model):
     build, shape = MODELS[model]
     s = make_setting(Net(build), federation(shape=shape), Training(lr=0.1, batch_size=20, epochs=2), engine=engine)
-    one, two = cohort(s), cohort(s)
+    clients = cohort(s)
     steps: list[int] = []
 
-    def update(rows, grad, k):
-        steps.append(k)
+    def update(rows, grad, taken):
+        steps.extend(taken.tolist())
         return {"w": rows["w"] - 0.1 * grad(rows["w"]), "count": rows["count"] + 1}
 
     start = s.net.w0.repeat(3, 1)
-    found = two.each_batch({"w": start, "count": torch.zeros(3)}, update)
-    same([found["w"], two.buffers], [one.fit(start).w, one.buffers], rtol=1e-9, atol=1e-12)
-    assert found["count"].tolist() == [2, 2, 4] and sorted(set(steps)) == [0, 1, 2, 3]
+    found, want = clients.each_batch({"w": start, "count": torch.zeros(3)}, update), clients.fit(start)
+    same([found.w, *found[1:]], want, rtol=1e-9, atol=1e-12)
+    assert found.rows["count"].tolist() == [2, 2, 4] and sorted(set(steps)) == [0, 1, 2, 3]
 
 
 def test_the_minibatches_of_one_step_are_drawn_apart():
@@ -358,8 +352,8 @@ def test_every_order_is_as_likely():
 
 def test_a_client_too_small_for_drop_last_has_one_batch():
     s = make_setting(Net(mlp), federation(), Training(batch_size=20, drop_last=True))
-    steps = cohort(s).fit(s.net.w0.repeat(3, 1)).lr_sum / s.training.lr
-    assert steps.round().flatten().tolist() == [max(1, n // 20) for n in s.data.size().tolist()]
+    steps = cohort(s).fit(s.net.w0.repeat(3, 1)).steps
+    assert steps.tolist() == [max(1, n // 20) for n in s.data.size().tolist()]
 
 
 def test_an_empty_client_is_refused():
@@ -421,20 +415,19 @@ def test_dropout_of_channels_is_refused():
 
 
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
-def test_buffers_are_the_clients_own_or_averaged_and_a_probe_leaves_them(engine):
+def test_training_writes_nothing_and_statistics_are_the_clients_own_or_averaged(engine):
     s = make_setting(Net(norm), federation(), Training(lr=0.1, batch_size=20), engine=engine)
-    local = cohort(s)
-    fit = local.fit(s.net.w0.repeat(3, 1))
-    assert torch.equal(local.buffers, s.net.b0.repeat(3, 1)) and not torch.equal(fit.w, s.net.w0.repeat(3, 1))
-    probed = local.each_batch({"w": s.net.w0.repeat(3, 1)}, lambda r, grad, k: {"w": r["w"] - 0.1 * grad(r["w"])})
-    assert torch.equal(local.buffers, s.net.b0.repeat(3, 1)) and not torch.equal(probed["w"], s.net.w0.repeat(3, 1))
-    again = local.fit(s.net.w0.repeat(3, 1))
-    assert torch.equal(again.w, fit.w) and (local.buffers != s.net.b0).any(1).all()
+    clients, start = cohort(s), s.net.w0.repeat(3, 1)
+    done = clients.fit(start)
+    clients.each_batch({"w": start}, lambda r, grad, taken: {"w": r["w"].sub_(0.1 * grad(r["w"]))})
+    assert torch.equal(clients.buffers, s.net.b0.repeat(3, 1)) and torch.equal(start, s.net.w0.repeat(3, 1))
+    assert torch.equal(clients.after(done).buffers, done.buffers) and (done.buffers != s.net.b0).any(1).all()
+    same(clients.fit(start), done)
     own, _ = step(Setup(FedAvg(), s, batch_norm="local"), begin(FedAvg(), s.net, 3), torch.tensor([0, 2]))
-    assert torch.equal(own.buffers[1], s.net.b0) and torch.allclose(own.buffers[[0, 2]], local.buffers[[0, 2]])
+    assert torch.equal(own.batch_norm[1], s.net.b0) and torch.allclose(own.batch_norm[[0, 2]], done.buffers[[0, 2]])
     shared, _ = step(Setup(FedAvg(), s, batch_norm="average"), begin(FedAvg(), s.net, 3), torch.tensor([0, 2]))
-    mean = torch.tensor([7, 31], dtype=torch.float64) / 38 @ local.buffers[[0, 2]]
-    torch.testing.assert_close(shared.buffers, mean.expand(3, -1))
+    mean = torch.tensor([7, 31], dtype=torch.float64) / 38 @ done.buffers[[0, 2]]
+    torch.testing.assert_close(shared.batch_norm, mean.expand(3, -1))
 
 
 # looking ------------------------------------------------------------------------------------------------------------------------------
@@ -445,10 +438,11 @@ def test_loss_grad_features_and_scores_are_the_whole_splits(engine):
     build = mlp if engine == "chain" else norm
     s = make_setting(Net(build), federation(sizes=(3, 600, 31)), Training(lr=0.1, batch_size=20), engine=engine)
     local = cohort(s)
-    rows = local.fit(s.net.w0.repeat(3, 1)).w
+    done = local.fit(s.net.w0.repeat(3, 1))
+    rows, local = done.w, local.after(done)
     for split in ("train", "test"):
         losses, grads, (z, labels) = local.loss(rows, split), local.grad(rows, split), local.features(rows, split)
-        found = local.scores(lambda view, net, x: net(view["w"], x) + view["b"], {"w": rows, "b": torch.arange(3)}, split)
+        found = local.scores({"w": rows, "b": torch.arange(3)}, split, lambda model, net, x: net(model["w"], x) + model["b"])
         for i in range(3):
             x, y = s.data.client(i, split)
             module = s.net.load(build(), rows[i], local.buffers[i]).eval()

@@ -42,7 +42,8 @@ def pools():
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
 def test_recurrent_models_train_all_at_once(kind):
     run = same_as_by_hand(lambda: Rnn(kind), federation((7, 6)), engine="vmap")
-    assert run.path[:2] == ("vmap", "vmap")
+    path = run.header()["path"]
+    assert (path["engine"], path["form"]) == ("vmap", "vmap")
     fast = "loop" if kind is nn.LSTM else "vmap"
     assert Simulation("fedavg", Rnn(kind), federation((7, 6))).header()["path"]["engine"] == fast
 
@@ -67,7 +68,8 @@ def test_a_padding_row_is_not_trained():
 
 def test_hooks_of_pooling_and_layers_used_twice_stay():
     run = same_as_by_hand(pools, federation((1, 8, 8)))
-    assert run.path[:2] == ("loop", "module")
+    path = run.header()["path"]
+    assert (path["engine"], path["form"]) == ("loop", "module")
 
 
 def test_sequences_into_a_linear_layer():

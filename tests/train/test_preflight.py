@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from parts.preflight import federation
 
-from pflcore import Federation, Net, Simulation, Training, cli
+from pflcore import Evaluation, Federation, Hardware, Net, Simulation, Training, cli
 from pflcore.nn import Dropout
 
 
@@ -131,25 +131,30 @@ def test_data():
         federation(WORDS.byte())
 
 
-@pytest.mark.parametrize("key", ["clients", "eval_clients"])
+@pytest.mark.parametrize("key", ["clients", "evaluation.clients"])
 def test_clients_by_number(key):
     data, model = federation(), nn.Linear(6, 4)
-    assert Simulation("fedavg", model, data, rounds=1, **{key: [0, 2]}).run().rounds
+
+    def run(ids):
+        return Simulation("fedavg", model, data, rounds=1, **({key: ids} if key == "clients" else {"evaluation": Evaluation(clients=ids)}))
+
+    assert run([0, 2]).run().rounds
     for wrong in ([1, 1, 1], [0, 3], [-1], [], [0.5], [True, False, True]):
         with pytest.raises(ValueError, match=f"^{key}: expected"):
-            Simulation("fedavg", model, data, **{key: wrong})
+            run(wrong)
 
 
 def test_options():
     data, model = federation(), nn.Linear(6, 4)
+    with pytest.raises(ValueError, match="^rounds: expected a whole number, at least 1, got nan"):
+        Simulation("fedavg", model, data, rounds=float("nan"))
     for options, sentence in (
-        ({"rounds": float("nan")}, "rounds: expected a whole number, at least 1, got nan"),
         ({"workers": -1}, "workers: expected a whole number, from 1 to"),
         ({"workers": 100_000}, "workers: expected a whole number, from 1 to"),
-        ({"engine": "pool"}, "engine: expected one of auto, chain, loop, vmap"),
+        ({"engine": "pool"}, "engine: expected .auto. or .chain. or .loop. or .vmap., got .pool."),
     ):
         with pytest.raises(ValueError, match=f"^{sentence}"):
-            Simulation("fedavg", model, data, **options)
+            Hardware(**options)
     with pytest.raises(TypeError, match=r"^criterion: expected a loss, got the class CrossEntropyLoss; write CrossEntropyLoss\(\)"):
         Net(model, nn.CrossEntropyLoss)
     from pflcore.algorithms import ALGORITHMS

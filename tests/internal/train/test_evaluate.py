@@ -8,7 +8,7 @@ from small import make_setting
 
 from pflcore import Clients, Federation, Net, Training
 from pflcore.algorithms import FedAvg
-from pflcore.simulation.round import one_by_one
+from pflcore.simulation.evaluate import one_by_one
 from pflcore.train.losses import CRITERIA
 
 
@@ -20,9 +20,9 @@ def test_side_by_side_is_one_by_one(criterion, outputs, relabel, split):
     for ids in (torch.arange(5), torch.tensor([3, 1])):
         local = Clients(s, ids, 1, s.net.b0.expand(len(ids), -1))
         rows = s.net.w0 + torch.randn(len(ids), s.net.size, generator=torch.Generator().manual_seed(1))
-        measured = local.measure(rows, split)
+        measured = local.measure({"w": rows}, split)
         assert measured is not None
-        for got, want in zip(measured, one_by_one(FedAvg(), {"w": rows}, local, split), strict=True):
+        for got, want in zip(measured, one_by_one(FedAvg(), local, local.scores({"w": rows}, split)), strict=True):
             assert (got is None) == (want is None) == (s.data.classes is None and got is not measured[0])
             if got is not None and want is not None:
                 torch.testing.assert_close(got, want.double(), rtol=1e-5, atol=1e-6)
@@ -51,11 +51,11 @@ def test_one_model_for_all_is_one_pass_over_all_samples(engine, model, relabel, 
     s = make_setting(Net(build), data, Training(), 3, engine=engine, workers=2)
     local = Clients(s, torch.tensor([4, 0, 1, 3]), 1, s.net.b0.expand(4, -1) + 0.5)  # somebody is not looked at
     row = s.net.w0 + torch.randn(s.net.size, generator=gen)
-    want = one_by_one(FedAvg(), {"w": row.repeat(4, 1)}, local, "train")
+    want = one_by_one(FedAvg(), local, local.scores({"w": row.repeat(4, 1)}, "train"))
     batches = []
     forward = Net.__call__
     monkeypatch.setattr(Net, "__call__", lambda net, w, x: batches.append(len(x)) or forward(net, w, x))
-    loss, hits = local.measure(row.expand(4, -1), "train")
+    loss, hits = local.measure({"w": row.expand(4, -1)}, "train")
     assert sorted(batches) == sorted(len(c) for c in torch.arange(n - SIZES[2]).split(125))
     torch.testing.assert_close(loss, want[0].double(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(hits, want[1], rtol=0, atol=1e-12)
