@@ -25,7 +25,7 @@ from pflcore.cli.experiment import algorithm, model, net
 from pflcore.data.roles import Protocol, held_out
 from pflcore.results.progress import Progress
 from pflcore.results.record import Record, Run, plain, read, slug
-from pflcore.simulation import Hardware, History, Simulation
+from pflcore.simulation import History, Simulation
 from pflcore.simulation.checkpoint import load_states
 from pflcore.simulation.evaluate import evaluate
 from pflcore.simulation.round import Setup, State
@@ -105,7 +105,7 @@ class Reproduction:
             states=[self.states(t.base)[-1][3] for t in group if t.base and t.roles] or None,
             participation=options.participation,
             seed=[t.job.options.seed for t in group],
-            hardware=Hardware(options.engine, options.workers, options.device),
+            hardware=options.hardware,
             folder=self.folder / "tuning" / Path(*map(slug, filter(None, task.key))),
             say=lambda text: self.progress.say(f"{task.setting}, {task.method}, candidate {text}"),
         )

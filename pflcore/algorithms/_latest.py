@@ -22,12 +22,12 @@ def with_uploads(state: Tensors, w: Tensor, cohort: Cohort) -> tuple[Changes, Te
     """The cohort's models `w` [S, P] as rows to be written, and the new distances, norms and rounds:
     those of the cohort alone are taken anew."""
     ids = cohort.ids
-    rows = ops.pairwise_sqdist(w, state["w"]).cpu()
-    rows = rows.index_copy(1, ids, ops.pairwise_sqdist(w, w).cpu())
-    norm2 = ops.pairwise_sqdist(w, torch.zeros_like(w[:1]))[:, 0].cpu()
+    distances = [ops.pairwise_sqdist(w, to) for to in (state["w"], w, torch.zeros_like(w[:1]))]
+    rows, among, norm2 = torch.cat(distances, 1).cpu().split([cohort.n, len(ids), 1], 1)  # looked at once
+    rows = rows.index_copy(1, ids, among)
     new = {
         "sqdist": state["sqdist"].index_copy(0, ids, rows).index_copy_(1, ids, rows.T),
-        "norm2": state["norm2"].index_copy(0, ids, norm2),
+        "norm2": state["norm2"].index_copy(0, ids, norm2[:, 0]),
         "last": state["last"].index_fill(0, ids, cohort.round),
     }
     return {"w": Rows(ids, w), **new}, new

@@ -13,7 +13,7 @@ from pflcore import ops
 from pflcore.algorithms.fedavg import FedAvg, Undefended
 from pflcore.algorithms.protocol import Changes, Cohort, Mix, Payload, Tensors
 from pflcore.check import NonNegative, Weighting, Whole
-from pflcore.train.workers import onto
+from pflcore.data.ragged import onto
 
 
 @dataclass(frozen=True)

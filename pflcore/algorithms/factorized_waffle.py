@@ -17,11 +17,11 @@ from pflcore.algorithms import ibp
 from pflcore.algorithms.fedavg import FedAvg
 from pflcore.algorithms.protocol import Payload, Tensors, Traits
 from pflcore.check import Count, Fraction, NonNegative, Positive, Weighting
+from pflcore.data.ragged import onto
 from pflcore.nn.factorized import Init, factorize, factorized_layers
 from pflcore.train import Clients, Fit, Net
 from pflcore.train.losses import REGRESSION, binary_cross_entropy, hinge
 from pflcore.train.random import client_seeds, uniforms
-from pflcore.train.workers import onto
 
 BOUNDS = (7.0, 9.0, 9.0)  # of |logit|, |log c| and |log d|
 WHY = "moves its dictionary by steps of SGD along one gradient with the beliefs'"

@@ -14,10 +14,9 @@ from pflcore.algorithms.fedavg import FedAvg
 from pflcore.algorithms.protocol import Payload, Tensors, Traits
 from pflcore.check import Count, Fraction, NonNegative, Whole
 from pflcore.data.federation import Federation
-from pflcore.data.ragged import Ragged, starts
+from pflcore.data.ragged import Ragged, onto, starts
 from pflcore.train import Clients, Fit, Net, Objective, Setting
 from pflcore.train.random import client_seeds, shuffles
-from pflcore.train.workers import onto
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from pflcore import ops
 from pflcore.algorithms._latest import latest_models, with_uploads
 from pflcore.algorithms.protocol import Algorithm, Changes, Cohort, Mix, Payload, Tensors, Traits
 from pflcore.check import NonNegative, Positive, Share
+from pflcore.data.ragged import onto
 from pflcore.train import Clients, Fit, Net, Objective
-from pflcore.train.workers import onto
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from pflcore.algorithms import defences
 from pflcore.algorithms.protocol import Algorithm, Changes, Cohort, Mix, Tensors, Traits, Void
 from pflcore.check import NonNegative, Weighting, Whole, refuse
-from pflcore.train.workers import onto
+from pflcore.data.ragged import onto
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from pflcore.algorithms.protocol import (
 )
 from pflcore.algorithms.qp import inner_products, simplex_qp
 from pflcore.check import Count, NonNegative, Positive, Share
+from pflcore.data.ragged import onto
 from pflcore.train import Clients, Fit
-from pflcore.train.workers import onto
 
 MANY = 1000  # clients of a cohort from which on the nearest are looked for in blocks, by groups
 LONG = 1 << 10  # where rows are so long that a pair costs

@@ -23,9 +23,9 @@ from pflcore.algorithms.protocol import (
     Traits,
 )
 from pflcore.check import Count, NonNegative, Share
+from pflcore.data.ragged import onto
 from pflcore.train import Clients, Fit, Net
 from pflcore.train.random import client_seeds, uniforms
-from pflcore.train.workers import onto
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class FedFomo(Algorithm):
         candidates = chain((rows[i] for i in index.T), [own["w"]])  # the own model last
         a = self.gains(own["old"], candidates, clients)  # [S, m + 1]
         a[:, :-1] *= given
-        w, a = mixing_weights(a), a.cpu()
+        w = mixing_weights(a)
         rest = own["old"] if self.none_positive == "discard" else own["w"]
         better = w.sum(1, keepdim=True) > 0
         start = torch.where(better, w[:, -1:].to(rest) * own["w"], rest)
@@ -99,7 +99,7 @@ class FedFomo(Algorithm):
             start = ops.aggregate(rows, w[:, :-1], index, base=start)
         fit = clients.fit(start)
         weights = a.new_zeros(len(a), clients.setting.data.n)
-        found = weights.scatter_add_(1, index.cpu(), a[:, :-1])
+        found = weights.scatter_add_(1, index, a[:, :-1])
         return {"w": fit.w, "old": start}, {"w": fit.w, "a": found}, fit
 
     def gains(self, old: Tensor, candidates: Iterable[Tensor], clients: Clients) -> Tensor:

@@ -13,10 +13,10 @@ from torch import Tensor
 from pflcore.algorithms.fedavg import FedAvg
 from pflcore.algorithms.protocol import Payload, Tensors
 from pflcore.check import NonNegative
+from pflcore.data.ragged import onto
 from pflcore.nn.mode import forward_mode
 from pflcore.train import Clients, Fit, Net, Objective
 from pflcore.train.losses import REGRESSION, binary_cross_entropy, cross_entropy, hinge, loss_name
-from pflcore.train.workers import onto
 
 CHECKED: WeakSet[Net] = WeakSet()  # models that are their head on their features
 
@@ -84,7 +84,7 @@ class FedRoD(FedAvg):
 def check_head(clients: Clients) -> None:
     """ValueError where the model is not its head on its features."""
     net, x = clients.net, clients.setting.data.x[:2]
-    row = net.w0 + torch.linspace(-0.1, 0.1, net.size).to(net.w0)
+    row = net.w0 + torch.linspace(-0.1, 0.1, net.size, dtype=net.w0.dtype, device=net.w0.device)
     flipped = row.clone()
     flipped[net.head_slice] *= -1  # scores of both signs: a ReLU behind the head may not show else
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from pflcore.algorithms.fedopt import FedOpt
 from pflcore.algorithms.protocol import Payload, Tensors, Traits
 from pflcore.check import NonNegative, Whole, refuse
+from pflcore.data.ragged import onto
 from pflcore.metrics import right
 from pflcore.train import Clients, Fit, Net, Objective
-from pflcore.train.workers import onto
 
 AT_EVALUATION = (
     "finetune_lr",
@@ -114,12 +114,12 @@ class FineTune(FedOpt):
 
 
 def layer_mask(net: Net, layers: str) -> Tensor | None:
-    """Which parameters "all", "last" or a pattern of names leaves free: bool [P], None for all."""
+    """Which parameters "all", "last" or a pattern of names leaves free: bool [P] on the CPU, None for all."""
     if layers == "all":
         return None
     if layers != "last":
         return net.mask(layers)
-    mask = torch.zeros_like(net.w0, dtype=torch.bool)
+    mask = torch.zeros(net.size, dtype=torch.bool)
     mask[net.head_slice] = True
     return mask
 

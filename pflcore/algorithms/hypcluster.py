@@ -10,11 +10,11 @@ from torch import Tensor
 
 from pflcore.algorithms.fedavg import Undefended
 from pflcore.algorithms.fedopt import FedOpt
-from pflcore.algorithms.protocol import Changes, Cohort, Mix, Payload, Pool, Tensors, Traits
+from pflcore.algorithms.protocol import Changes, Cohort, Mix, Payload, Pool, Rows, Tensors, Traits
 from pflcore.check import Count, Whole
+from pflcore.data.ragged import onto
 from pflcore.train import Clients, Fit, Net
 from pflcore.train.random import generator_of
-from pflcore.train.workers import onto
 
 
 def starts(net: Net, k: int, seed: int | None = None) -> Tensor:
@@ -100,13 +100,8 @@ class Ensemble(Undefended, FedOpt):
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> tuple[Changes, Mix | None]:
         share = cohort.mean(self.weighting)
         new = self.improve(state, mean_of_each(up["delta"], share))
-        pick = self.picked(state, up, cohort)
+        pick = Rows(cohort.ids, checked(up["pick"], cohort.ids, self.k))
         return {**new, "b": mean_of_each(up["b"], share), "pick": pick}, None
-
-    def picked(self, state: Tensors, up: Tensors, cohort: Cohort) -> Tensor:
-        """Which model each client [N] picked last."""
-        pick = checked(up["pick"], cohort.ids, self.k)
-        return state["pick"].index_copy(0, cohort.ids, pick.cpu())
 
     def report(self, state: Tensors, mix: Mix | None, cohort: Cohort) -> Tensors:
         """ "cluster" [S]: which model each of the clients "rows" [S], the last round's, picked."""
@@ -149,14 +144,14 @@ class HypCluster(Ensemble):
             fresh = self.slots(state["x"]) if cohort.round == self.warm else {}
             return {**changes, **fresh}, None
         pick, share = checked(up["pick"], cohort.ids, self.k), cohort.mean(self.weighting).weight[0]
-        mix = F.one_hot(pick, self.k).T * onto(share, pick.device)  # [k, S]
+        mix = F.one_hot(pick, self.k).T * share  # [k, S]
         total = mix.sum(1, keepdim=True)
-        mean, live = Mix(mix / total.clamp(min=1e-300)), total[:, 0] > 0
+        mean, live = Mix(mix / total.clamp(min=1e-300)), onto(total[:, 0] > 0, state["x"].device)
         new = self.improve(state, mean.of(up["delta"])) | {"b": averaged(up["b"], mean)}
         for key, value in new.items():  # a model that nobody picked is left as it was
             some = live.view(-1, *[1] * (value.dim() - 1))
             new[key] = torch.where(some, value, state[key])
-        return {**new, "pick": self.picked(state, up, cohort)}, None
+        return {**new, "pick": Rows(cohort.ids, pick)}, None
 
 
 def fit_all(rows: Tensor, b: Tensor, clients: Clients) -> tuple[Tensors, Fit]:
@@ -176,12 +171,14 @@ def numbers(losses: Tensor) -> Tensor:
 
 
 def checked(pick: Tensor, ids: Tensor, k: int) -> Tensor:
-    """The models [S] that the clients say they picked, int64. ValueError where there is none of that number."""
-    bad = (pick.long() >= k) | (pick.long() < 0)
+    """The models [S] that the clients say they picked, int64, on the CPU. ValueError where there is
+    none of that number."""
+    pick = pick.cpu().long()
+    bad = (pick >= k) | (pick < 0)
     if bool(bad.any()):
         at = int(bad.nonzero()[0])
         raise ValueError(f"client number {int(ids[at])}: it says it picked model {int(pick[at])}, expected 0 to {k - 1}; leave it out.")
-    return pick.long()
+    return pick
 
 
 def averaged(rows: Tensor, mix: Mix) -> Tensor:

@@ -14,9 +14,9 @@ from pflcore import ops
 from pflcore.algorithms.fedopt import FedOpt
 from pflcore.algorithms.protocol import Payload, Tensors, Traits
 from pflcore.check import Count, Share
+from pflcore.data.ragged import onto
 from pflcore.train import Clients, Net
 from pflcore.train.losses import binary_cross_entropy, cross_entropy, hinge
-from pflcore.train.workers import onto
 
 Kernel = Literal["exp", "inverse", "gauss_dim"]
 

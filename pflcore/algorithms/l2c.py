@@ -19,8 +19,8 @@ from pflcore.algorithms.protocol import (
     Traits,
 )
 from pflcore.check import NonNegative
+from pflcore.data.ragged import onto
 from pflcore.train import Clients, Fit, Net
-from pflcore.train.workers import onto
 
 
 @dataclass(frozen=True)

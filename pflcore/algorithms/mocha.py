@@ -21,8 +21,8 @@ from pflcore.algorithms.protocol import (
     Traits,
 )
 from pflcore.check import Count, Fraction, NonNegative
+from pflcore.data.ragged import onto
 from pflcore.train import Clients, Fit, Net, Objective
-from pflcore.train.workers import onto
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore.check import check
+from pflcore.data.ragged import onto
 from pflcore.train import Clients, Fit, Net, Training
 from pflcore.train.random import generator_of
-from pflcore.train.workers import onto
 
 Tensors = dict[str, Tensor]
 

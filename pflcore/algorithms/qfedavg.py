@@ -10,8 +10,8 @@ from torch import Tensor
 from pflcore.algorithms.fedavg import FedAvg, Undefended
 from pflcore.algorithms.protocol import Changes, Cohort, Mix, Payload, Tensors, Traits
 from pflcore.check import NonNegative
+from pflcore.data.ragged import onto
 from pflcore.train import Clients, Fit
-from pflcore.train.workers import onto
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from pflcore.algorithms.fedavg import FedAvg
 from pflcore.algorithms.finetune import FineTune
 from pflcore.algorithms.protocol import Payload, Tensors, Traits
 from pflcore.check import Count, NonNegative, Weighting, Whole, refuse
+from pflcore.data.ragged import onto
 from pflcore.train import Clients, Fit, Net, Objective
 
 
@@ -54,27 +55,24 @@ class Split(FedAvg):
         return super().traits._replace(late=("finetune_epochs", "finetune_lr"))
 
     def columns(self, net: Net) -> Tensor:
-        """Which columns are private, bool [P]; none where a model has no batch norm."""
+        """Which columns are private, bool [P] on the CPU; none where a model has no batch norm."""
         if self.private == "batch_norm":
             layers = {k for k, m in net.module.named_modules() if isinstance(m, _BatchNorm)}
             names = [k for k in net.names if k.rpartition(".")[0] in layers]
             return net.mask(*map(glob.escape, names))
         if self.private not in ("head", "body"):
             return net.mask(*([self.private] if isinstance(self.private, str) else self.private))
-        head = torch.zeros_like(net.w0, dtype=torch.bool)
+        head = torch.zeros(net.size, dtype=torch.bool)
         head[net.head_slice] = True
         return head if self.private == "head" else ~head
 
     def joined(self, net: Net, x: Tensor, own: Tensors) -> Tensor:
         """The clients' models [S, P]."""
-        private = self.columns(net)
-        if not private.any():
+        shared, private = places(self.columns(net), x.device)
+        if not len(private):
             return x
-        w = net.w0.repeat(len(x), 1)
-        w[:, ~private] = x
-        if own:
-            w[:, private] = own["h"]
-        return w
+        w = net.w0.repeat(len(x), 1).index_copy_(1, shared, x)
+        return w.index_copy_(1, private, own["h"]) if own else w
 
     def initial(self, net: Net) -> Tensors:
         private = self.columns(net)
@@ -82,25 +80,32 @@ class Split(FedAvg):
             lacks = f"the model has no {self.private} parameter, so all of it"
             what = "the whole model is private, so nothing" if private.any() else lacks
             warnings.warn(f"private: {what} is shared.", stacklevel=1)  # of this line: once
-        return {"x0": net.w0[~private]}
+        return {"x0": net.w0[places(private, net.w0.device)[0]]}
 
     def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
-        return {} if self.order == "body" else {"h": net.w0[None, self.columns(net)]}
+        _, private = places(self.columns(net), net.w0.device)
+        return {} if self.order == "body" else {"h": net.w0[None, private]}
 
     def train(self, down: Payload, own: Tensors, clients: Clients) -> tuple[Tensors, Tensors, Fit]:
-        private = self.columns(clients.net)
+        mask = self.columns(clients.net)
+        shared, private = places(mask, down["x"].device)
         w = self.joined(clients.net, down["x"], own)
         if self.order == "alternate":
-            alone = Objective(mask=private)
+            alone = Objective(mask=mask)
             w = clients.fit(w, alone, epochs=self.private_epochs, stream="private").w
-        fit = clients.fit(w, Objective(mask=None if self.order == "joint" else ~private))
+        fit = clients.fit(w, Objective(mask=None if self.order == "joint" else ~mask))
         new = {"h": fit.w[:, private]} if own else {}
-        return new, {"delta": fit.w[:, ~private] - down["x"]}, fit
+        return new, {"delta": fit.w[:, shared] - down["x"]}, fit
 
     def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
         w = self.joined(clients.net, down["x"], own)
         tuned = FineTune(finetune_epochs=self.finetune_epochs, finetune_lr=self.finetune_lr)
         return tuned.model({"x": w}, own, clients)
+
+
+def places(private: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The shared and the private columns of `private` bool [P], int64 each, on `device`."""
+    return onto((~private).nonzero()[:, 0], device), onto(private.nonzero()[:, 0], device)
 
 
 @dataclass(frozen=True)

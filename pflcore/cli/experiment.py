@@ -68,6 +68,11 @@ class Options:
     def __post_init__(self) -> None:
         kinds.check(self)
 
+    @property
+    def hardware(self) -> Hardware:
+        """Where it runs. ValueError for what is none."""
+        return Hardware(self.engine, self.workers, self.device)  # type: ignore[arg-type]  # it says which there are
+
 
 def choices() -> dict[str, str]:
     """The names that an option takes, for its help."""
@@ -255,7 +260,7 @@ class Job:
             "seed": o.seed,
             "evaluation": Evaluation(o.eval_every, o.eval_split, metrics=o.metrics),
             "robustness": Robustness(o.clip, adversary(o)),
-            "hardware": Hardware(o.engine, o.workers, o.device),
+            "hardware": o.hardware,
             "batch_norm": o.buffers,
         }
 
@@ -286,7 +291,7 @@ def jobs(algorithms: Sequence[str], options: Options, training: Training, hyper:
     """One job per algorithm and seed, every hyper-parameter checked. ValueError in one sentence."""
     if not algorithms:
         raise ValueError(f"algorithms: expected at least one of {', '.join(ALGORITHMS)}, got none.")
-    Hardware(options.engine, options.workers)  # so that what is wrong is said now
+    options.hardware  # noqa: B018  (what is wrong is said now)
     adversary(options)
     device_of(options.device)
     for name in algorithms:

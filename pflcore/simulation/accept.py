@@ -14,8 +14,8 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore.algorithms.protocol import Cohort, Mix, Payload, Pool, Tensors, Traits
+from pflcore.data.ragged import onto
 from pflcore.results.record import OUTLIER
-from pflcore.train.workers import onto
 
 
 class Trained(NamedTuple):

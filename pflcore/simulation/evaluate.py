@@ -11,12 +11,13 @@ from torch import Tensor
 
 from pflcore.algorithms.protocol import Algorithm, Tensors
 from pflcore.check import checked
+from pflcore.data.ragged import onto
 from pflcore.metrics import Metric, measured_by
 from pflcore.simulation import rows
 from pflcore.simulation.round import Setup, State, own_rows
 from pflcore.train import Clients
 from pflcore.train.losses import shares_right, that_count
-from pflcore.train.workers import one_thread, onto
+from pflcore.train.workers import one_thread
 
 
 @checked

@@ -230,9 +230,7 @@ def adapt(setup: Setup, state: State, samples: Any, rounds: Whole = 5) -> Person
     except ValueError as e:
         raise ValueError(f"samples: {str(e).removeprefix('data: ')}") from None
     engine = run.engine._replace(chain=None)  # which was found on other data
-    run = run._replace(
-        data=data, training=training, engine=engine, rounds=run.rounds + rounds
-    )
+    run = run._replace(data=data, training=training, engine=engine, rounds=run.rounds + rounds)
     setup = setup._replace(setting=run, folder=None)
     state, everybody = grown(alg, state, run.net, n)
     for _ in range(rounds):

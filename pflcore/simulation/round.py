@@ -25,13 +25,14 @@ from pflcore.algorithms.protocol import (
     check_training,
 )
 from pflcore.check import checked
+from pflcore.data.ragged import onto
 from pflcore.simulation import rows
 from pflcore.simulation.accept import Outcome, Trained, accept, spoilt
 from pflcore.simulation.interrupts import unbroken
 from pflcore.simulation.settings import Robustness
 from pflcore.train import Clients, Net, Setting
 from pflcore.train.random import drawn, generator_of
-from pflcore.train.workers import one_thread, onto
+from pflcore.train.workers import one_thread
 
 SMALL = 1 << 22  # weights of all clients that are looked at together: one thread passes through
 # them in a few milliseconds, and waking others takes longer on a busy machine

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore.data.federation import Federation
+from pflcore.data.ragged import onto
 from pflcore.nn.mode import context, forward_mode
 from pflcore.ops.chain import chain_grad, chain_sgd_
 from pflcore.ops.sgd import check_sgd, clipped, corrected
@@ -81,7 +82,7 @@ class Objective(NamedTuple):
         if self.shift is not None:
             terms["shift"] = self.shift
         if self.mask is not None:
-            terms["mask"] = self.mask.to(w.dtype)
+            terms["mask"] = onto(self.mask, w.device).to(w.dtype)
         return terms
 
 

@@ -158,8 +158,8 @@ class Net:
         return self.row(self._made(seed))
 
     def mask(self, *patterns: str) -> Tensor:
-        """Bool [P], true where the parameter's name matches one of the shell patterns: `mask("head.*")`."""
-        m = torch.zeros(self.size, dtype=torch.bool, device=self.w0.device)
+        """Bool [P] on the CPU, true where the parameter's name matches one of the shell patterns: `mask("head.*")`."""
+        m = torch.zeros(self.size, dtype=torch.bool)
         for pattern in patterns:
             for n in self._matches(pattern):
                 m[self.slices[n]] = True
