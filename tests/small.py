@@ -8,7 +8,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from pflcore import Evaluation, Federation, Hardware, Net, Objective, Simulation, step
-from pflcore.algorithms import ALGORITHMS, FedAvg, apply
+from pflcore.algorithms import ALGORITHMS, Cohort, FedAvg, apply
 from pflcore.simulation.round import Setup, State, begin
 
 Tensors = dict[str, Tensor]
@@ -89,6 +89,16 @@ def play(alg, s, rounds=None, ids=None):
         state, done = step(Setup(alg, s), state, cohort)
         found.append((copied(state), done))
     return found
+
+
+def joined(alg, s):
+    """The state in which everybody took part already, and nothing has come of it."""
+    state, everybody = begin(alg, s.net, s.data.n), torch.arange(s.data.n)
+    cohort = Cohort(everybody, s.data.size("train"), s.data.n)
+    for key, rows in alg.newcomer(alg.send(state.server, cohort), s.net, s.data.n).items():
+        state.clients[key][:] = rows
+    state.seen[:] = True
+    return state
 
 
 # no state, server's and clients' state, two models, two streams, a target, parameters of its own

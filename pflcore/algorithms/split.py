@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from pflcore.algorithms.fedavg import FedAvg
 from pflcore.algorithms.finetune import FineTune
 from pflcore.algorithms.protocol import Payload, Tensors, Traits
-from pflcore.check import Count, NonNegative, Weighting, Whole, refuse
+from pflcore.check import Count, NonNegative, Weighting, Whole, are_names, refuse
 from pflcore.data.ragged import onto
 from pflcore.train import Clients, Fit, Net, Objective
 
@@ -46,7 +46,7 @@ class Split(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.private:
+        if not (self.private and are_names(self.private)):
             known = "'head', 'body', 'batch_norm' or patterns of parameter names"
             refuse("private", known, self.private)
 

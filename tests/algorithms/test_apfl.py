@@ -5,10 +5,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from methods import APFL
-from small import images, make_setting, play, quadratics, tiny_model
+from small import images, joined, make_setting, play, quadratics, tiny_model
 
 from pflcore import Clients, Net, Training, evaluate, step
-from pflcore.simulation.round import Setup, begin
+from pflcore.simulation.round import Setup
 
 F64 = torch.float64
 
@@ -18,7 +18,7 @@ def golden_steps(**options):
     net, data = quadratics(torch.tensor([[1.0, 2.0]]), torch.tensor([[2.0, 1.0]]), start=[1.0, 0.0])
     s = make_setting(net, data, Training(lr=0.1, batch_size=1), 2)
     alg = APFL(alpha=0.25, **options)
-    state = begin(alg, net, 1)
+    state = joined(alg, s)
     state.clients["v"][0] = torch.tensor([0.0, 2.0])
     found = []
     for _ in range(2):
@@ -66,9 +66,9 @@ def test_a_round_step_by_step(engine, momentum):
     zero = torch.zeros_like(v0)
     rows = {"w": net.w0.repeat(3, 1), "v": v0, "a": torch.full((3, 1), 0.3, dtype=F64), "mw": zero, "mv": zero}
     end = fresh(s).each_batch(rows, update)
-    torch.testing.assert_close(up["delta"], end["w"] - net.w0, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(own["v"], end["v"], rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(own["alpha"], end["a"], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(up["delta"], end.rows["w"] - net.w0, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(own["v"], end.rows["v"], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(own["alpha"], end.rows["a"], rtol=1e-9, atol=1e-12)
     assert (own["alpha"] != 0.3).all() and own["alpha"].unique().numel() > 1
 
 
@@ -111,8 +111,8 @@ def test_the_statistics_of_batch_norm_are_the_mixtures(engine):
     s = make_setting(net, data, Training(lr=0.1, batch_size=8), 1, engine)
     local = fresh(s)
     v = net.w0 + torch.randn(3, net.size, generator=torch.Generator().manual_seed(1))
-    APFL(alpha=0.5).train({"x": net.w0.expand(3, -1)}, {"v": v, "alpha": torch.full((3, 1), 0.5)}, local)[:2]
+    fit = APFL(alpha=0.5).train({"x": net.w0.expand(3, -1)}, {"v": v, "alpha": torch.full((3, 1), 0.5)}, local)[2]
     for i in range(3):
         module = net.load(net.build(), (v[i] + net.w0) / 2, net.b0).train()  # type: ignore[operator]
         module(data.client(i, "train")[0])
-        torch.testing.assert_close(local.buffers[i], torch.cat([module[1].running_mean, module[1].running_var]))  # type: ignore[index]
+        torch.testing.assert_close(fit.buffers[i], torch.cat([module[1].running_mean, module[1].running_var]))  # type: ignore[index]

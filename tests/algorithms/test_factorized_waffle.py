@@ -8,10 +8,10 @@ from methods import FactorizedWaffle
 from parts.factorized_waffle import D, federation, model, play, setting
 from torch import Tensor
 
-from pflcore import Clients, Evaluation, Hardware, Net, Simulation, Training
+from pflcore import Clients, Evaluation, Hardware, Net, Simulation, Training, step
 from pflcore.algorithms import ALGORITHMS
 from pflcore.nn import factorize
-from pflcore.simulation.round import begin
+from pflcore.simulation.round import Setup, begin
 
 # -- privacy -----------------------------------------------------------------------------------------------------------------------
 
@@ -21,16 +21,16 @@ def test_beliefs_never_leave_the_client(preset):
     seen: dict[str, dict[str, Tensor]] = {}
 
     class Spy(FactorizedWaffle):
-        def client(self, down, own, local):
-            new, up = super().client(down, own, local)
+        def train(self, down, own, clients):
+            new, up, fit = super().train(down, own, clients)
             seen.update(down=down, up=up, new=new)
-            return new, up
+            return new, up, fit
 
     s = setting(lr=1e-300)  # the dictionary stands still, the beliefs do not
     play(Spy(preset=preset, lr_var=0.5), s, 1)
     assert set(seen["up"]) == {"delta"} and set(seen["down"]) == {"x"}
     assert seen["up"]["delta"].shape == seen["down"]["x"].shape == (3, s.net.size)
-    fresh = Spy().newcomer({}, s.net, 3)["q"]
+    fresh = Spy().newcomer({}, s.net, 3)["q"][0]
     assert s.net.size == sum(p.numel() for p in factorize(model(), (4, 3)).parameters()) and fresh.shape == (3 * 7,)
     assert (seen["new"]["q"] - fresh).abs().max() > 0.1
     assert seen["up"]["delta"].abs().max() < 1e-290  # nothing of the beliefs' way is in what travels
@@ -39,9 +39,9 @@ def test_beliefs_never_leave_the_client(preset):
 
 def test_the_server_keeps_nothing_but_the_dictionary():
     alg, s = FactorizedWaffle(), setting()
-    state = play(alg, s)
-    assert set(state.server) == {"x"} and set(state.clients) == {"q", "m", "v", "t"} and not alg.report(state.server)
-    torch.testing.assert_close(begin(alg, s.net, 3).clients["q"][0], alg.newcomer({}, s.net, 3)["q"])
+    state, done = step(Setup(alg, s), begin(alg, s.net, 3), torch.arange(3))
+    assert set(state.server) == {"x"} and set(state.clients) == {"q", "m", "v", "t"}
+    assert not alg.report(state.server, done.mix, done.cohort)
 
 
 def test_averaging_is_of_factors_and_uniform():
@@ -49,10 +49,10 @@ def test_averaging_is_of_factors_and_uniform():
     ups: list[Tensor] = []
 
     class Spy(FactorizedWaffle):
-        def client(self, down, own, local):
-            new, up = super().client(down, own, local)
+        def train(self, down, own, clients):
+            new, up, fit = super().train(down, own, clients)
             ups.append(down["x"] + up["delta"])
-            return new, up
+            return new, up, fit
 
     state = play(Spy(), s, 1)
     torch.testing.assert_close(state.server["x"], ups[0].mean(0), rtol=1e-12, atol=1e-14)
@@ -64,7 +64,7 @@ def test_engines_agree_and_neighbours_play_no_part():
     """Clients of different sizes step together in one engine and alone in the other; a client's way is its own."""
     alg = FactorizedWaffle(tau_start=2.0, tau_decay=0.8)
     a, b = (play(alg, setting(engine=e, momentum=0.5, weight_decay=1e-3), 2) for e in ("vmap", "loop"))
-    for k in a.own:
+    for k in a.clients:
         torch.testing.assert_close(a.clients[k], b.clients[k], rtol=1e-8, atol=1e-10)
     torch.testing.assert_close(a.server["x"], b.server["x"], rtol=1e-8, atol=1e-10)
     alone = play(alg, setting(momentum=0.5, weight_decay=1e-3), 1, [1])
@@ -118,5 +118,5 @@ def test_clients_step_together_or_by_size():
     local = Clients(s, torch.arange(3), 1, torch.zeros(3, 0, dtype=D))
     for more in ({}, {"steps": 3}, {"batches": 2}):
         step = lambda rows, grad, k: {"x": rows["x"] - 0.1 * grad(rows["x"])}  # noqa: E731
-        ways = [local.each_batch({"x": s.net.w0.expand(3, -1)}, step, together=t, **more)["x"] for t in (True, False)]
+        ways = [local.each_batch({"x": s.net.w0.expand(3, -1)}, step, together=t, **more).rows["x"] for t in (True, False)]
         torch.testing.assert_close(*ways, rtol=1e-9, atol=1e-11)

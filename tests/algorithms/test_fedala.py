@@ -26,12 +26,12 @@ class Person:
     """One client of the program: its model, its weights, and whether it has learned them once."""
 
     def __init__(self, start, layers):
-        self.clients, self.fresh = copy.deepcopy(start), True
+        self.own, self.fresh = copy.deepcopy(start), True
         self.weights = [torch.ones_like(p) for p in self.own.parameters()][-layers:]
         self.epochs: list[int] = []
 
     def mix(self, server, x, y, eta, window, threshold):
-        mine, theirs = (list(m.parameters()) for m in (self.clients, server))
+        mine, theirs = (list(m.parameters()) for m in (self.own, server))
         model, low = copy.deepcopy(server), len(mine) - len(self.weights)
         if all(torch.equal(a, b) for a, b in zip(mine[low:], theirs[low:], strict=True)):
             return model
@@ -61,7 +61,7 @@ def program(start, data, layers, **how):
     for cohort in COHORTS:
         for i in cohort:
             x, y = data.client(i)
-            people[i].clients = people[i].mix(server, x, y, **how)
+            people[i].own = people[i].mix(server, x, y, **how)
             optimizer = torch.optim.SGD(people[i].own.parameters(), 0.3)
             for _ in range(2):
                 optimizer.zero_grad()
@@ -90,7 +90,7 @@ def test_golden_fedala(layers, engine):
         W = torch.cat([w.flatten() for w in p.weights])
         assert W.lt(1).sum() > 0 and W.min() >= 0 and W.max() <= 1
         torch.testing.assert_close(state.clients["W"][i], W, rtol=1e-8, atol=1e-10)
-        torch.testing.assert_close(state.clients["theta"][i], net.row(p.clients), rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(state.clients["theta"][i], net.row(p.own), rtol=1e-9, atol=1e-11)
         torch.testing.assert_close(view["w"][i], net.row(served[i]), rtol=1e-9, atol=1e-11)
 
 

@@ -257,6 +257,7 @@ def test_step_size_zero_keeps_everybody_at_home():
     alg = FedDWA()
     state = begin(alg, setting.net, 6)
     state.server["x"] += torch.arange(6)[:, None] / 10
+    state.server["seen"][:] = True
     before = state.server["x"].clone()
     state, done = step(Setup(alg, setting), state, torch.arange(6))
     assert torch.equal(weights_of(done, 6), torch.eye(6, dtype=torch.float64)) and torch.equal(state.server["x"], before)

@@ -102,10 +102,9 @@ TWO = [
 @pytest.mark.parametrize(("alg", "expected"), TWO, ids=lambda v: getattr(v, "optimizer", ""))
 def test_two_rounds_of_two_clients(alg, expected):
     net = Net(lambda: Line((1.0, -2.0)))
-    g, _ = alg.init(net, 2)
+    g = alg.init(**alg.initial(net), n=2)
     rounds = [([[0.3, 0.1], [-0.1, 0.5]], [10, 30]), ([[0.2, -0.4], [0.1, 0.2]], [20, 20])]
     for r, (delta, size) in enumerate(rounds):
-        share = torch.tensor(size, dtype=D64) / sum(size)
         g = served(alg, g, {"delta": torch.tensor(delta, dtype=D64)}, Cohort(torch.arange(2), torch.tensor(size), 2, r + 1, 2))
         close(g["x"], expected[r])
 
@@ -171,10 +170,10 @@ def test_ifca_of_three_clients_by_hand():
     s, alg = setting_of(IFCA), HypCluster(k=2)
     state = begin(alg, s.net, 3)
     state.server["x"] = torch.tensor([[0.6], [-0.4]], dtype=D64)
-    state = play(alg, s, 1, state)
+    state, done = step(Setup(alg, s), state, torch.arange(3))
     assert state.server["pick"].tolist() == [0, 1, 0]
     close(state.server["x"], [[0.6825], [-0.53]])
-    assert alg.report(state.server)["cluster"].tolist() == [0, 1, 0]
+    assert alg.report(state.server, done.mix, done.cohort)["cluster"].tolist() == [0, 1, 0]
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "ema", "adam"])
@@ -184,10 +183,10 @@ def test_a_cluster_that_nobody_picks_keeps_model_and_optimizer(optimizer):
     state.server["x"] = torch.tensor([[0.6], [-0.4]], dtype=D64)
     state = play(alg, s, 1, state)  # both clusters move, so momentum is not zero
     before = {k: v.clone() for k, v in state.server.items()}
-    state, _ = step(Setup(alg, s), state, torch.tensor([0, 2]))
+    state, done = step(Setup(alg, s), state, torch.tensor([0, 2]))
     for k in set(before) - {"ids", "pick", "b"}:
         assert torch.equal(state.server[k][1], before[k][1]) and not torch.equal(state.server[k][0], before[k][0]), k
-    assert {k: v.tolist() for k, v in alg.report(state.server).items()} == {"rows": [0, 2], "cluster": [0, 0]}
+    assert {k: v.tolist() for k, v in alg.report(state.server, done.mix, done.cohort).items()} == {"rows": [0, 2], "cluster": [0, 0]}
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "heavy_ball", "adam"])
@@ -361,11 +360,12 @@ def test_knn_alone_without_weight_is_fedavg_and_clients_may_be_small():
 def test_selection_by_hand(choose, val, zero, expected, monkeypatch):
     """Candidate c = 1 .. 6 (two step sizes, three lengths) is the row of c's; 0 is the untuned model."""
     rows = [torch.full((2, 1), float(c), dtype=D64) for c in range(7)]
-    table = torch.tensor([zero, *val], dtype=D64)
-    monkeypatch.setattr("pflcore.algorithms.finetune.lengths", lambda *_: ((c > 3, (c - 1) % 3 + 1, rows[c]) for c in range(1, 7)))
+    table, none = torch.tensor([zero, *val], dtype=D64), torch.empty(2, 0)
+    monkeypatch.setattr("pflcore.algorithms.finetune.lengths", lambda *_: ((c > 3, (c - 1) % 3 + 1, SimpleNamespace(w=rows[c], buffers=none)) for c in range(1, 7)))
     monkeypatch.setattr("pflcore.algorithms.finetune.value", lambda local, w: table[w[:, 0].long(), torch.arange(2)])
-    local = SimpleNamespace(buffers=torch.empty(2, 0))
-    assert FineTune(choose=choose).chosen(rows[0], local, None)[:, 0].tolist() == expected
+    net = Net(lambda: Line((0.0,)))
+    clients = SimpleNamespace(buffers=none, net=net, after=lambda fit: clients)
+    assert FineTune(choose=choose, finetune_epochs=3).tuned(rows[0], clients)[0][:, 0].tolist() == expected
 
 
 def test_no_epochs_of_fine_tuning_is_fedavg():
@@ -494,7 +494,7 @@ def test_dropping_the_last_batch_keeps_a_client_with_less_than_one():
     """Motley's batches: min(n, B) samples each, what is left over is dropped."""
     s = setting_of([([1.0, 2.0], [1.0, 2.0]), ([1.0] * 5, [1.0] * 5), ([2.0] * 8, [1.0] * 8)], batch_size=4, drop_last=True)
     fit = Clients(s, torch.arange(3), 1, torch.empty(3, 0)).fit(torch.zeros(3, 1, dtype=D64))
-    assert (fit.lr_sum / 0.1).round().flatten().tolist() == [1, 1, 2]
+    assert fit.steps.tolist() == [1, 1, 2]
     close(fit.w[:2, 0], [0.25, 0.1])
 
 

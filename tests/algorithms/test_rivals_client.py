@@ -9,7 +9,7 @@ import torch.nn as nn
 from doors import held_out
 from methods import L2C, FedAvgM, FedFomo, FedProx, FedRoD, FineTune, PerFedAvg, PFedMe
 from parts.rivals_client import GOLDEN, close, cohort, fomo, t
-from small import images, make_setting, play, served, tiny_model
+from small import images, joined, make_setting, play, served, tiny_model
 
 from pflcore import Clients, Federation, Net, Simulation, Training, step
 from pflcore.algorithms import FedAvg, Pool
@@ -282,7 +282,7 @@ def test_fedfomo_counts_the_models_it_downloads():
     assert done.bytes_down == 4 * 2 * p and done.bytes_up == 4 * (p + 4 * 8)
     state, done = step(Setup(alg, s), state, torch.tensor([1, 3]))
     assert done.bytes_down == 2 * 2 * p
-    w = alg.report(state.server)["weights"]
+    w = alg.report(state.server, done.mix, done.cohort)["weights"]
     assert w.shape == (4, 4) and not w[[0, 2]].any()
 
 
@@ -328,7 +328,7 @@ def test_l2c_mixes_the_updates_of_a_clients_own_last_round():
     """However long it is absent: neither its own update nor its neighbours' are lost, and its model rests meanwhile."""
     s = validated(4)
     alg = L2C()
-    state = begin(alg, s.net, 4)
+    state = joined(alg, s)
     mixed, deltas = {i: s.net.w0 for i in range(4)}, {}
     for round, ids in enumerate(([0, 1, 2, 3], [0, 1], [0, 2], [0, 2], [1, 3]), 1):
         everybody = cohort([0, 1, 2, 3], 4, round)

@@ -85,12 +85,12 @@ def test_fedamp_mixes_latest_uploads_and_nobody_who_never_came():
     for ids in ([0, 1, 2], [1, 2], [0, 2]):
         before, u = state.clients["w"].clone(), alg.send(state.server, cohort(ids, 4))["u"]
         close(u, state.server["xi"][ids] @ state.server["w"])
-        state, _ = step(Setup(alg, s), state, torch.tensor(ids))
+        state, done = step(Setup(alg, s), state, torch.tensor(ids))
         absent = [i for i in range(4) if i not in ids]
         assert torch.equal(state.clients["w"][absent], before[absent])
         close(state.server["sqdist"], ops.pairwise_sqdist(state.server["w"]))
         assert torch.equal(state.server["w"][ids], state.clients["w"][ids])
-    report = alg.report(state.server)
+    report = alg.report(state.server, done.mix, done.cohort)
     assert report["last"].tolist() == [3, 2, 3, 0] and int(report["rescaled"]) == 0
     assert report["weights"][3].tolist() == [0, 0, 0, 1] and not report["weights"][:3, 3].any()
     close(
@@ -188,8 +188,8 @@ def test_clustered_fl_finds_nested_groups_with_absent_clients():
     state = begin(alg, s.net, 12)
     for round in range(1, 16):
         ids = [i for i in range(12) if i != round % 12] if round > 8 else list(range(12))
-        state, _ = step(Setup(alg, s), state, torch.tensor(ids))
-    cluster = alg.report(state.server)["cluster"]
+        state, done = step(Setup(alg, s), state, torch.tensor(ids))
+    cluster = alg.report(state.server, done.mix, done.cohort)["cluster"]
     assert len(set(cluster.tolist())) == 4 and len(state.server["x"]) == 7  # three of the tree's nodes have split
     for group in range(4):
         assert len(set(cluster[group::4].tolist())) == 1

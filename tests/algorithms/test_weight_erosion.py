@@ -23,9 +23,9 @@ class FixedUpdates(WeightErosion):
 
     updates: tuple[tuple[float, ...], ...] = ()
 
-    def client(self, down, own, local):
-        up = super().client(down, own, local)[1]
-        return own, {**up, "delta": torch.tensor(self.updates, dtype=F64)[local.ids]}
+    def train(self, down, own, clients):
+        own, up, fit = super().train(down, own, clients)
+        return own, {**up, "delta": torch.tensor(self.updates, dtype=F64)[clients.ids]}, fit
 
 
 def eroded(updates, sizes, rounds, **options):
@@ -85,10 +85,10 @@ def test_law_8_weights_fall_and_the_targets_stays():
     s = make_setting(net, data, Training(lr=0.1, batch_size=8), 6)
     for p_d in (None, 0.05):
         before = torch.ones(4, dtype=F64)
-        for state, _ in play(WeightErosion(target=2, p_d=p_d, p_s=0.5), s):
+        for state, done in play(WeightErosion(target=2, p_d=p_d, p_s=0.5), s):
             alpha = state.server["alpha"]
             assert (alpha <= before).all() and (alpha >= 0).all() and alpha[2] == 1
-            assert WeightErosion().report(state.server)["weights"].sum() == pytest.approx(1)
+            assert WeightErosion().report(state.server, done.mix, done.cohort)["weights"].sum() == pytest.approx(1)
             before = alpha
         assert before.min() < 0.9
 
@@ -134,11 +134,11 @@ def test_calibrated_the_median_client_erodes_at_80_percent():
 class Broken(WeightErosion):
     """Client 1 sends NaN in round 2."""
 
-    def client(self, down, own, local):
-        new, up = super().client(down, own, local)
-        if local.round == 2:
-            up["delta"][local.ids == 1] = math.nan
-        return new, up
+    def train(self, down, own, clients):
+        new, up, fit = super().train(down, own, clients)
+        if clients.round == 2:
+            up["delta"][clients.ids == 1] = math.nan
+        return new, up, fit
 
 
 def test_those_present_share_the_whole_weight():
