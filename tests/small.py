@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from pflcore import Evaluation, Federation, Hardware, Net, Objective, Simulation, step
+from pflcore import Evaluation, Federation, Hardware, Net, Objective, Robustness, Simulation, step
 from pflcore.algorithms import ALGORITHMS, Cohort, FedAvg, apply
 from pflcore.simulation.round import Setup, State, begin
 
@@ -114,6 +114,23 @@ def copied(state):
     g = {k: v.clone() for k, v in state.server.items()}
     own = {k: v.clone() for k, v in state.clients.items()}
     return State(g, own, state.batch_norm.clone(), state.seen.clone(), state.round, state.void)
+
+
+GROUPS: dict[str, Any] = {
+    "hardware": (Hardware, ("engine", "workers", "device", "rows")),
+    "evaluation": (Evaluation, ("every", "split", "evaluated", "train_loss", "metrics")),
+    "robustness": (Robustness, ("clip", "adversary")),
+}
+
+
+def grouped(options):
+    """A simulation's options with those of `Hardware`, `Evaluation` (its clients "evaluated") and `Robustness` in their groups."""
+    rest = dict(options)
+    for name, (group, keys) in GROUPS.items():
+        given = {k: rest.pop(k) for k in keys if k in rest}
+        if given:
+            rest[name] = group(**{"clients" if k == "evaluated" else k: v for k, v in given.items()})
+    return rest
 
 
 def served(alg, state, up, cohort):

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from pflcore.algorithms import ALGORITHMS
 from pflcore.algorithms.protocol import Algorithm
 
-BASE = "a class derived from pflcore.algorithms.Algorithm"
+BASE = "a class derived from pflcore.Algorithm"
 
 
 def class_of(algorithm: str | type[Algorithm]) -> type[Algorithm]:

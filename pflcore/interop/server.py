@@ -205,9 +205,9 @@ class Server:
             trained, outcome = accept(trained, alg.traits, state.server, self.clip)
             changes = serve(alg, state, trained, outcome, self.averages)
         except (LookupError, RuntimeError, ValueError) as error:
-            if strict or self._form is not None or memory.ran_out(error):
+            if self._form is not None or memory.ran_out(error):
                 raise
-            _complain(f"round {self.round + 1} is void: {error}", strict)
+            _complain(self._unusable(form, error), strict)
             return Outcome(ids.tolist(), void=True)
         if not outcome.void:
             self._state, self._form = commit(state, changes), form
@@ -217,6 +217,14 @@ class Server:
             self._accepted |= {number: (self.round, mine) for number, mine in pairs}
             self._report = alg.report(self._state.server, outcome.mix, taken)
         return replace(outcome, train_loss=None)
+
+    def _unusable(self, form: Form, error: Exception) -> str:
+        """The sentence for a first round of uploads that the algorithm fails on."""
+        why = f" ({str(error).strip('. ')})" if isinstance(error, ValueError) else ""
+        return (
+            f"uploads: {name_of(self.algorithm)} cannot use what each of them holds, {_words(form)}{why}; "
+            "give both sides one algorithm, model and `batch_norm`."
+        )
 
     def _known(self, client: Hashable) -> int:
         if client not in self._numbers:

@@ -51,9 +51,7 @@ def net_of(algorithm: Algorithm, model: Model, loss: Loss, seed: int) -> Net:
 def packed(payload: Payload, about: About, statistics: Tensor | None) -> Tensors:
     """The message of one client, of the slices [1, ...] of a payload; of pools the rows that are
     sent."""
-    message = {ABOUT: torch.tensor(about)}
-    if statistics is not None:
-        message[STATISTICS] = statistics.clone()
+    message: Tensors = {}
     for key, value in payload.items():
         if isinstance(value, Pool):
             sent = torch.zeros(len(value.rows), dtype=torch.bool, device=value.rows.device)
@@ -62,7 +60,8 @@ def packed(payload: Payload, about: About, statistics: Tensor | None) -> Tensors
             message[f"{key}@index"] = value.index[0].clone()
         else:
             message[key] = value[0].clone()
-    return message
+    rest = {} if statistics is None else {STATISTICS: statistics.clone()}
+    return message | {ABOUT: torch.tensor(about)} | rest
 
 
 def opened(message: Any, net: Net, algorithm: Algorithm, what: str) -> tuple[Payload, About, Tensor | None]:

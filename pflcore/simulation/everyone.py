@@ -44,7 +44,7 @@ def for_everyone(
     if not any(f.name == "target" for f in fields(algorithm)):
         raise ValueError(f"algorithm: expected one with a target (WAFFLE, Weight Erosion), got {type(algorithm).__name__}.")
     if "evaluation" in options and isinstance(options["evaluation"].clients, int):
-        raise ValueError("clients: here every client is evaluated in the run made for it; leave a number out.")
+        raise ValueError("evaluation.clients: here every client is evaluated in the run made for it; leave a number out.")
     runs, models = [], []
     for target in range(data.n):
         made_for: Algorithm = replace(algorithm, **{"target": target})  # type: ignore[arg-type]

@@ -266,7 +266,7 @@ def load_state_dict(alg: Algorithm, begun: State, tensors: Tensors, round: int, 
     """The state that `state_dict` was made of; `begun` is one of the same run, and is used up."""
     seen, state = tensors["seen"].nonzero()[:, 0], flat(begun)
     own = {k: Rows(seen, tensors[k]) for k in row_names(alg, begun)}
-    whole = {k: v.to(state[k].device) for k, v in tensors.items() if k not in own}
+    whole = {k: v.to(state.get(k, begun.batch_norm).device) for k, v in tensors.items() if k not in own}
     return unflat(apply(state, {**whole, **own}), round, void)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Annotated
 
+import annotated_types as at
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -64,7 +66,8 @@ CRITERIA: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 PLAIN = {nn.CrossEntropyLoss: "cross_entropy", nn.MSELoss: "squared"}  # as torch makes them by default, they are ours by name
-Loss = str | Callable[[Tensor, Tensor], Tensor]
+A_LOSS = f"one of {', '.join(CRITERIA)}, a function of (scores, y) or an nn.Module"
+Loss = Annotated[str | Callable[[Tensor, Tensor], Tensor], at.doc(A_LOSS)]
 
 
 def default_loss(y: Tensor) -> str:
@@ -77,7 +80,7 @@ def loss_of(loss: Loss, name: str = "loss") -> Callable[[Tensor, Tensor], Tensor
     `nn.CrossEntropyLoss(weight=w)`. ValueError or TypeError in one sentence that begins with `name`."""
     if isinstance(loss, str):
         if loss not in CRITERIA:
-            raise ValueError(f"{name}: expected one of {', '.join(CRITERIA)}, a function of (scores, y) or an nn.Module, got {loss!r}.")
+            raise ValueError(f"{name}: expected {A_LOSS}, got {loss!r}.")
         return CRITERIA[loss]
     if isinstance(loss, type):
         raise TypeError(f"{name}: expected a loss, got the class {loss.__name__}; write {loss.__name__}().")

@@ -244,9 +244,9 @@ def test_several_minibatches_a_step_do_not_depend_on_the_company(engine):
     def played(ids):
         local = Clients(s, torch.tensor(ids), 1, s.net.b0.expand(len(ids), -1))
         start = {"w": s.net.w0.expand(len(ids), -1)}
-        return local.each_batch(start, lambda r, grad, k: {"w": r["w"] - 0.1 * grad(r["w"]) - 0.2 * grad(r["w"], 1)}, batches=2, steps=5).rows[
-            "w"
-        ]
+        return local.each_batch(
+            start, lambda r, grad, k: {"w": r["w"] - 0.1 * grad(r["w"]) - 0.2 * grad(r["w"], 1)}, batches=2, steps=5
+        ).rows["w"]
 
     together = played([0, 1, 2])
     for i in range(3):

@@ -361,7 +361,10 @@ def test_selection_by_hand(choose, val, zero, expected, monkeypatch):
     """Candidate c = 1 .. 6 (two step sizes, three lengths) is the row of c's; 0 is the untuned model."""
     rows = [torch.full((2, 1), float(c), dtype=D64) for c in range(7)]
     table, none = torch.tensor([zero, *val], dtype=D64), torch.empty(2, 0)
-    monkeypatch.setattr("pflcore.algorithms.finetune.lengths", lambda *_: ((c > 3, (c - 1) % 3 + 1, SimpleNamespace(w=rows[c], buffers=none)) for c in range(1, 7)))
+    monkeypatch.setattr(
+        "pflcore.algorithms.finetune.lengths",
+        lambda *_: ((c > 3, (c - 1) % 3 + 1, SimpleNamespace(w=rows[c], buffers=none)) for c in range(1, 7)),
+    )
     monkeypatch.setattr("pflcore.algorithms.finetune.value", lambda local, w: table[w[:, 0].long(), torch.arange(2)])
     net = Net(lambda: Line((0.0,)))
     clients = SimpleNamespace(buffers=none, net=net, after=lambda fit: clients)

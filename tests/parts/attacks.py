@@ -1,6 +1,7 @@
 """What the tests of attacks share."""
 
 import torch
+from small import grouped
 from torch import nn
 
 from pflcore import Simulation, Training
@@ -10,7 +11,7 @@ N, BAD = 10, (8, 9)
 
 
 def run(data, algorithm="fedavg", **options):
-    options = {"rounds": 10, "eval_every": 10, "workers": 1} | options
+    options = grouped({"rounds": 10, "every": 10, "workers": 1} | options)
     return Simulation(algorithm, options.pop("model", lambda: nn.Linear(8, 4)), data, TRAINING, **options)
 
 

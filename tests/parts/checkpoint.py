@@ -3,7 +3,7 @@
 import warnings
 from typing import Any
 
-from small import images, tiny_model
+from small import grouped, images, tiny_model
 
 from pflcore import Simulation, Stop, Training
 
@@ -13,7 +13,7 @@ OPTIONS: dict[str, Any] = {"rounds": 4, "participation": 0.6}
 
 
 def make(name="fedavg", **options):
-    return Simulation(name, tiny_model(), DATA, **{"training": TRAINING, **OPTIONS, **options})
+    return Simulation(name, tiny_model(), DATA, **grouped({"training": TRAINING, **OPTIONS, **options}))
 
 
 def broken_off(simulation, after):

@@ -1,6 +1,6 @@
 """What the tests of user share."""
 
-from small import images, tiny_model
+from small import grouped, images, tiny_model
 
 from pflcore import FedAvg, Simulation, Training
 
@@ -12,4 +12,4 @@ class Mine(FedAvg):
 
 
 def simulation(algorithm="fedavg", data=None, **options):
-    return Simulation(algorithm, tiny_model(), images() if data is None else data, TRAINING, **{"rounds": 3, **options})
+    return Simulation(algorithm, tiny_model(), images() if data is None else data, TRAINING, **grouped({"rounds": 3, **options}))

@@ -40,14 +40,16 @@ def start(name):
     return alg, s, begin(alg, s.net, N)
 
 
-def spoiling(value, *bad):
-    """A transport that puts `value` everywhere into what these clients upload."""
+def spoilt(alg, value, *bad):
+    """The algorithm with `value` everywhere in what these clients upload."""
 
-    def transport(up, g, cohort, gen):
-        at = torch.isin(cohort.ids, torch.tensor(bad))
-        return {k: v.index_fill(0, at.nonzero()[:, 0], value) if v.is_floating_point() else v for k, v in up.items()}
+    class Spoilt(type(alg)):  # type: ignore[misc]
+        def train(self, down, own, clients):
+            own, up, fit = super().train(down, own, clients)
+            at = torch.isin(clients.ids, torch.tensor(bad)).nonzero()[:, 0]
+            return own, {k: v.index_fill(0, at, value) if v.is_floating_point() else v for k, v in up.items()}, fit
 
-    return transport
+    return Spoilt(**vars(alg))
 
 
 def parts(state):
@@ -72,7 +74,7 @@ def test_a_bad_upload(name, kind):
         TRIED[kind] += 1
         before = copy.deepcopy(state)
         try:
-            state, done = step(alg, state, s, torch.arange(N), transport=spoiling(VALUES[kind], BAD))
+            state, done = step(Setup(spoilt(alg, VALUES[kind], BAD), s), state, torch.arange(N))
         except Stop as stop:  # where a method knows that going on makes no sense
             one_sentence(stop)
             assert kind == "1e30" and same(state, before)
@@ -90,14 +92,14 @@ def test_a_bad_upload(name, kind):
         assert (evaluate(Setup(alg, s), state)["loss"][honest] < 2).all()
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if algorithm(n).required])
+@pytest.mark.parametrize("name", [n for n in NAMES if algorithm(n).traits.required])
 @pytest.mark.parametrize("kind", VALUES)
 def test_the_target_is_bad(name, kind):
     alg, s, state = start(name)
     state, _ = step(Setup(alg, s), state, torch.arange(N))
     TRIED[f"the target's {kind}"] += 1
     before = copy.deepcopy(state)
-    state, done = step(alg, state, s, torch.arange(N), transport=spoiling(VALUES[kind], TARGET))
+    state, done = step(Setup(spoilt(alg, VALUES[kind], TARGET), s), state, torch.arange(N))
     assert done.void == (kind in ("nan", "inf")) and (same(state, before) or not done.void)
     assert all(bool(v.isfinite().all()) for v in parts(state).values() if v.is_floating_point())
 
@@ -107,8 +109,8 @@ def test_a_hook_that_fails_changes_nothing(name):
     class Gone(type(algorithm(name))):  # type: ignore[misc]
         fails = False
 
-        def client(self, down, own, local):
-            out = super().client(down, own, local)
+        def train(self, down, own, clients):
+            out = super().train(down, own, clients)
             if Gone.fails:
                 raise ConnectionError("client 2 is gone.")
             return out  # type: ignore[no-any-return]
@@ -132,8 +134,8 @@ def test_an_upload_of_the_wrong_size(name):
     """Whoever sends it is named, also where it is the first of all uploads; without it the round goes on."""
     alg, (_, s, _) = algorithm(name), start(name)
     server = Server(alg, s.net, N, rounds=4)
-    clients = [Client(alg, s.net, DATA.subset([i]), TRAINING, engine="loop") for i in range(N)]
-    for bad in (0, BAD) if not alg.required else (BAD,):
+    clients = [Client(alg, s.net, DATA.subset([i]), TRAINING, hardware=Hardware(engine="loop")) for i in range(N)]
+    for bad in (0, BAD) if not alg.traits.required else (BAD,):
         uploads = {i: clients[i].train(server.download(i)) for i in range(N)}
         key = next((k for k, v in uploads[bad][0].items() if v.is_floating_point() and v.dim()), None)
         if key is None:
@@ -147,7 +149,7 @@ def test_an_upload_of_the_wrong_size(name):
                 server.aggregate({**uploads, bad: ({**right[0], key: wrong}, right[1])})
             one_sentence(e.value)
             after = server.state_dict()
-            assert after["round"] == before["round"] and all(torch.equal(v, before["g"][k]) for k, v in after["g"].items())
+            assert after["round"] == before["round"] and all(torch.equal(v, before["state"][k]) for k, v in after["state"].items())
         done = server.aggregate({i: up for i, up in uploads.items() if i != bad})
         assert not done.void and bad not in done.ids
 
@@ -169,14 +171,14 @@ def test_a_first_round_of_nothing_but_wrong_uploads(name, buffers):
                 server.aggregate({i: ({k: v for k, v in up.items() if k != key} | wrong, n) for i, (up, n) in uploads.items()})
             one_sentence(e.value)
             after = server.state_dict()
-            assert all(torch.equal(v, before["g"][k]) for k, v in after["g"].items()) and after["round"] == 0
-            assert all(torch.equal(after[k], before[k]) for k in ("statistics", "joined", "accepted"))
+            assert all(torch.equal(v, before["state"][k]) for k, v in after["state"].items()) and after["round"] == 0
+            assert after["accepted"] == before["accepted"]
     assert not server.aggregate(uploads).void
 
 
 def test_what_an_own_algorithm_says_of_a_first_round_is_heard():
     class Own(FedAvg):
-        def server(self, g, up, cohort):
+        def update(self, state, up, cohort):
             raise ValueError("bank: expected to be open.")
 
     server = Server(Own(), tiny_model(), N)
@@ -188,9 +190,9 @@ def test_what_an_own_algorithm_says_of_a_first_round_is_heard():
 @pytest.mark.parametrize("name", ["fedavg", "waffle", "feddwa"])
 def test_a_run_of_bad_rounds_alone_stops_with_one_sentence(name):
     class Broken(ALGORITHMS[name]):  # type: ignore[misc, valid-type]
-        def client(self, down, own, local):
-            own, up = super().client(down, own, local)
-            return own, {k: v * torch.nan for k, v in up.items()}
+        def train(self, down, own, clients):
+            own, up, fit = super().train(down, own, clients)
+            return own, {k: v * torch.nan for k, v in up.items()}, fit
 
     run = Simulation(Broken(), tiny_model(), DATA, TRAINING, rounds=9, hardware=Hardware(workers=1))
     with pytest.warns(RuntimeWarning, match="stopped early"):
@@ -211,7 +213,7 @@ def test_a_message_that_is_none_and_a_number_of_samples_that_cannot_be():
     client = Client("fedavg", tiny_model(), DATA.subset([0]), TRAINING)
     up, n = client.train(server.download(0))
     about = next(k for k, v in up.items() if not v.is_floating_point())
-    before = server.state_dict()["g"]["x"].clone()
+    before = server.state_dict()["state"]["server.x"].clone()
     for message, size in [
         (None, n),
         ({}, n),
@@ -228,4 +230,4 @@ def test_a_message_that_is_none_and_a_number_of_samples_that_cannot_be():
         TRIED["malformed messages"] += 1
         with pytest.raises(ValueError, match=r"^(client 0|uploads)") as e:
             server.aggregate({0: (message, size)})
-        assert "\n" not in str(e.value) and server.round == 0 and torch.equal(server.state_dict()["g"]["x"], before)
+        assert "\n" not in str(e.value) and server.round == 0 and torch.equal(server.state_dict()["state"]["server.x"], before)

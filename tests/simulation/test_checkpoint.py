@@ -17,11 +17,11 @@ import pytest
 import torch
 from hypothesis import example, given
 from parts.checkpoint import DATA, OPTIONS, TRAINING, broken_off, make, saved
-from small import SIX, images, swept, tiny_model
+from small import SIX, grouped, images, swept, tiny_model
 from torch import nn
 
 from examples import examples
-from pflcore import Checkpoint, EarlyStopping, FedAvg, History, Simulation, Stop, Training, for_everyone
+from pflcore import Checkpoint, EarlyStopping, Evaluation, FedAvg, Hardware, History, Simulation, Stop, Training, for_everyone
 from pflcore.algorithms import ALGORITHMS
 from pflcore.results.record import Record
 from pflcore.simulation import checkpoint
@@ -45,7 +45,7 @@ def sentence(error):
 
 def tensors_of(simulation):
     s = simulation.state
-    return {**{f"g.{k}": v for k, v in s.server.items()}, **{f"own.{k}": v for k, v in s.clients.items()}, "b": s.buffers, "j": s.seen}
+    return {**{f"g.{k}": v for k, v in s.server.items()}, **{f"own.{k}": v for k, v in s.clients.items()}, "b": s.batch_norm, "j": s.seen}
 
 
 # the same run -----------------------------------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ def test_clustered_fl_changes_its_shape_between_checkpoints(tmp_path):
     """Or the case above would try nothing."""
     for after, folder in ((1, tmp_path / "a"), (3, tmp_path / "b")):
         saved(folder, after, name=ALGORITHMS["clustered_fl"](first=1, relative=True, eps1=10.0))
-    few, many = (checkpoint.load(tmp_path / f)[0]["g.x"] for f in "ab")
+    few, many = (checkpoint.load(tmp_path / f)[0]["server.x"] for f in "ab")
     assert len(few) == 1 < len(many)
 
 
@@ -78,7 +78,7 @@ def test_batch_norm_clip_and_evaluation_options_go_on(tmp_path):
     def model():
         return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
 
-    options = {"clip": 0.3, "eval_every": 3, "eval_train": True, "clients": [0, 1, 2, 3], "seed": 5, "metrics": ("f1",), "rounds": 5}
+    options = grouped({"clip": 0.3, "every": 3, "train_loss": True, "clients": [0, 1, 2, 3], "seed": 5, "metrics": ("f1",), "rounds": 5})
     for policy in ("local", "average"):
         history = unbroken(Simulation("fedavg", model, DATA, TRAINING, batch_norm=policy, **options), tmp_path)
         assert without_seconds(Simulation.load(tmp_path, model=model, data=DATA).run().rounds) == without_seconds(history.rounds)
@@ -86,13 +86,18 @@ def test_batch_norm_clip_and_evaluation_options_go_on(tmp_path):
 
 def test_functions_are_given_again(tmp_path):
     training = Training(lr=0.1, schedule=lambda round, rounds: 1 / round)
-    options: dict[str, Any] = {"training": training, "metrics": {"first": lambda scores, y: float(scores[0, 0])}}
+    options: dict[str, Any] = {"training": training, "evaluation": Evaluation(metrics={"first": lambda scores, y: float(scores[0, 0])})}
     algorithm = ALGORITHMS["waffle"](omega=lambda round, rounds: 0.5)  # type: ignore[call-arg]
     history = unbroken(make(algorithm, loss=nn.functional.cross_entropy, **options), tmp_path)
     given_: dict[str, Any] = {"algorithm": algorithm, **options}
     for key in given_:
         with pytest.raises(ValueError, match=f"^{key}: .*function") as e:
-            Simulation.load(tmp_path, model=tiny_model(), data=DATA, **{k: v for k, v in given_.items() if k != key})
+            Simulation.load(
+                tmp_path,
+                model=tiny_model(),
+                data=DATA,
+                **{k: v for k, v in {**given_, "loss": nn.functional.cross_entropy}.items() if k != key},
+            )
         sentence(e)
     again = Simulation.load(tmp_path, model=tiny_model(), data=DATA, loss=nn.functional.cross_entropy, **given_).run()
     assert without_seconds(again.rounds) == without_seconds(history.rounds)
@@ -105,15 +110,15 @@ def test_functions_are_given_again(tmp_path):
 class Odd(FedAvg):
     """State of every dtype and shape, some of it one memory, one key there only from the second round on."""
 
-    def init(self, net, n):
+    def init(self, x0, n):
         dtypes = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.float16, torch.bfloat16, torch.complex64)
         g = {str(d): torch.arange(6).view(2, 3).to(d).T for d in dtypes}
-        own = {"none": torch.empty(0, 3), "cube": torch.ones(2, 3, 4, dtype=torch.float64), "one": torch.tensor(7)}
-        return {"x": net.w0, "a.b/c": torch.tensor(math.nan), "empty": torch.empty(3, 0), **g}, own
+        more = {"none": torch.empty(0, 3), "cube": torch.ones(2, 3, 4, dtype=torch.float64), "one": torch.tensor(7)}
+        return {"x": x0, "a.b/c": torch.tensor(math.nan), "empty": torch.empty(3, 0), **g, **more}
 
-    def server(self, g, up, cohort):
-        new = super().server(g, up, cohort)
-        return {**new, "view": new["x"][2:5], "again": new["x"]}
+    def update(self, state, up, cohort):
+        new, mix = super().update(state, up, cohort)
+        return {**new, "view": new["x"][2:5], "again": new["x"]}, mix
 
 
 def test_every_dtype_and_shape_comes_back(tmp_path):
@@ -148,14 +153,14 @@ def test_numbers_that_are_not_finite_come_back_in_the_records(tmp_path):
 class Spoils(FedAvg):
     """Client 1 moves far in round 2; from round 4 on the server's model is none."""
 
-    def client(self, down, own, local):
-        own, up = super().client(down, own, local)
-        up["delta"][(local.ids == 1) & (local.round == 2)] *= 30
-        return own, up
+    def train(self, down, own, clients):
+        own, up, fit = super().train(down, own, clients)
+        up["delta"][(clients.ids == 1) & (clients.round == 2)] *= 30
+        return own, up, fit
 
-    def server(self, g, up, cohort):
-        new = super().server(g, up, cohort)
-        return {**new, "x": new["x"] * math.nan} if cohort.round > 3 else new
+    def update(self, state, up, cohort):
+        new, mix = super().update(state, up, cohort)
+        return ({**new, "x": new["x"] * math.nan} if cohort.round > 3 else new), mix
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -183,7 +188,7 @@ def test_early_stopping_remembers_the_rounds_before(tmp_path):
 
 def test_a_run_leaves_checkpoints_as_it_was_told(tmp_path, monkeypatch):
     at = []
-    monkeypatch.setattr("pflcore.simulation.kept.save", lambda run, keeper: at.append(run.state.round))
+    monkeypatch.setattr("pflcore.simulation.loop.Simulation._save", lambda run, keeper: at.append(run.state.round))
     make(rounds=7).run(checkpoint=Checkpoint(tmp_path, every=3, minutes=0))
     assert at == [0, 3, 6, 7]  # the beginning and the end in any case
     at.clear()
@@ -267,9 +272,9 @@ def test_what_differs_is_named(tmp_path):
     with pytest.raises(ValueError, match="another run: criterion") as e:
         Simulation.load(tmp_path, model=tiny_model(), data=DATA, loss=nn.NLLLoss())
     sentence(e)
-    Simulation.load(tmp_path, model=tiny_model(), data=DATA, workers=1)  # which never changes a result
+    Simulation.load(tmp_path, model=tiny_model(), data=DATA, hardware=Hardware(workers=1))  # which never changes a result
     with pytest.warns(UserWarning, match="last digits"):
-        Simulation.load(tmp_path, model=tiny_model(), data=DATA, engine="loop")
+        Simulation.load(tmp_path, model=tiny_model(), data=DATA, hardware=Hardware(engine="loop"))
 
 
 def frozen():
@@ -342,8 +347,8 @@ def test_an_exchanged_file_is_refused(tmp_path):
 
 def test_one_of_a_later_format_is_refused(tmp_path, monkeypatch):
     saved(tmp_path)
-    monkeypatch.setattr(checkpoint, "FORMAT", 2)
-    with pytest.raises(ValueError, match="expected format 2, got 1") as e:
+    monkeypatch.setattr(checkpoint, "FORMAT", 3)
+    with pytest.raises(ValueError, match="expected format 3, got 2") as e:
         checkpoint.load(tmp_path)
     sentence(e)
 
@@ -509,7 +514,7 @@ def test_a_run_that_was_put_back_holds_each_round_once(tmp_path):
 
 
 def test_a_number_of_evaluated_clients_goes_on(tmp_path):
-    simulation = make(eval_clients=2)
+    simulation = make(evaluated=2)
     broken_off(simulation, 2)
     simulation.save(tmp_path)
     history = Simulation.load(tmp_path, model=tiny_model(), data=simulation.data).run()

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 import torch.nn as nn
-from doors import held_out, spread
+from doors import held_out, spread, views
 from methods import (
     MRMTL,
     SFL,
@@ -28,7 +28,7 @@ from parts.edges import F64, normal
 from small import images, make_setting, play, quadratics, served, tiny_model
 from torch import Tensor
 
-from pflcore import Clients, Federation, Net, Simulation, Training, evaluate, step
+from pflcore import Clients, Evaluation, Federation, Net, Simulation, Training, evaluate, step
 from pflcore.algorithms import ALGORITHMS, Cohort, FedAvg
 from pflcore.simulation.round import Setup, begin
 
@@ -45,12 +45,12 @@ class Watched:
 
     def __init__(self, alg, s, ids):
         seen: dict[str, Tensor] = {}
-        client = type(alg).client
+        train = type(alg).train
 
         class Spy(type(alg)):  # type: ignore[misc]
-            def client(self, down, own, local):
-                found = client(self, down, own, local)
-                seen["b"] = local.buffers.clone()
+            def train(self, down, own, clients):
+                found = train(self, down, own, clients)
+                seen["b"] = found[2].buffers.clone()
                 return found
 
         spy = Spy(**{k: v for k, v in vars(alg).items()})
@@ -64,8 +64,8 @@ def test_statistics_are_mixed_as_the_model_is(alg):
     s, ids = normal(), [0, 2, 3]
     found = Watched(alg, s, ids)
     weight = {
-        "FedAvg": torch.tensor([8, 32, 12], dtype=F64) if alg.weighting == "samples" else torch.ones(3, dtype=F64),
-        "Waffle": found.state.server.get("weights"),
+        "FedAvg": torch.ones(3, dtype=F64) if vars(alg).get("weighting") == "uniform" else torch.tensor([8, 32, 12], dtype=F64),
+        "Waffle": found.done.mix.weight[0] if found.done.mix else None,
         "WeightErosion": found.state.server.get("alpha", torch.zeros(4))[ids],
         "QFedAvg": None,
     }[type(alg).__name__]
@@ -78,12 +78,13 @@ def test_statistics_are_mixed_as_the_model_is(alg):
 
 def test_statistics_of_feddwa_and_sfl_follow_their_mixing_matrix():
     s = normal()
-    for alg, key in ((FedDWA(k=2), "p"), (SFL(k=1), "mix")):  # FedDWA's are K numbers a client
+    for alg in (FedDWA(k=2), SFL(k=1)):  # FedDWA's are K numbers a client
         state, spied = begin(alg, s.net, 4), Watched(alg, s, [0, 1, 3])
-        state, _ = step(Setup(alg, s, batch_norm="average"), state, torch.tensor([0, 1, 3]))
-        mix = (state.server[key][[0, 1, 3]] if key == "mix" else spread(state.server["p"], state.server["near"], 4))[:, [0, 1, 3]]
+        state, done = step(Setup(alg, s, batch_norm="average"), state, torch.tensor([0, 1, 3]))
+        mix = done.mix.weight if done.mix.index is None else spread(done.mix.weight, done.mix.index, 3)
+        mix = mix if len(mix) == 3 else mix[[0, 1, 3]]
         close(state.batch_norm[[0, 1, 3]], mix / mix.sum(1, keepdim=True) @ spied.trained)
-        if key == "p":
+        if isinstance(alg, FedDWA):
             assert torch.equal(state.batch_norm[2], s.net.b0)  # absent: it keeps its own
 
 
@@ -93,7 +94,7 @@ def test_who_never_trained_is_evaluated_with_the_average():
     assert torch.equal(state.batch_norm[1], s.net.b0) and state.seen.tolist() == [True, False, True, False]
     seen = evaluate(Setup(LocalOnly(), s), state)
     state.batch_norm[1] = state.batch_norm[[0, 2]].mean(0)
-    state.seen[1] = True
+    state.seen[1], state.clients["w"][1] = True, s.net.w0
     close(seen["loss"], evaluate(Setup(LocalOnly(), s), state)["loss"])
 
 
@@ -113,14 +114,14 @@ def test_each_cluster_has_statistics_of_its_own(alg):
     best = torch.stack(want, 1).argmin(1)
     local = Clients(s, torch.arange(4), 3, s.net.b0.expand(4, -1).clone())
     view = alg.model(alg.send(state.server, Cohort(torch.arange(4), b, 4, 3, 10)), {}, local)
-    assert torch.equal(view["w"], state.server["x"][best]) and torch.equal(local.buffers, b[best])
+    assert torch.equal(view["w"], state.server["x"][best]) and torch.equal(view["batch_norm"], b[best])
 
 
 def test_one_cluster_with_batch_norm_is_fedavg():
     s = normal()
     a, b = (play(alg, s, 2)[-1][0] for alg in (HypCluster(k=1), FedAvg()))
     close(a.server["x"][0], b.server["x"])
-    close(a.server["b"][0], b.buffers[0])
+    close(a.server["b"][0], b.batch_norm[0])
     close(evaluate(Setup(HypCluster(k=1), s), a)["loss"], evaluate(Setup(FedAvg(), s), b)["loss"])
 
 
@@ -152,17 +153,14 @@ def test_who_never_joined_is_served_what_the_server_has_and_starts_there(alg):
     state = play(alg, s, 12, lambda r: ids)[-1][0]
     shared = state.server["x"] if "x" in state.server else state.server["w"][ids].mean(0)
     assert shared.abs().min() > 0.5
-    cohort = Cohort(torch.arange(6), torch.ones(6), 6, 13, 100)
-    local = Clients(s, torch.arange(6), 13, state.batch_norm)
-    view = alg.model(alg.send(state.server, cohort), state.clients, local)["w"]
-    close(view[4:], shared.expand(2, -1))
+    close(views(alg, state, s, torch.arange(6))[0]["w"][4:], shared.expand(2, -1))
     after = step(Setup(alg, s), state, torch.tensor([4]))[0]
     key = next(k for k in ("v", "theta", "w") if k in after.clients)
     assert 0 < (after.clients[key][4] - shared).abs() < (after.clients[key][4] - s.net.w0).abs()
 
 
 def test_a_method_with_client_state_warns_where_the_evaluated_never_train():
-    some = {"clients": torch.tensor([0, 1]), "eval_clients": torch.tensor([1, 2])}
+    some = {"clients": torch.tensor([0, 1]), "evaluation": Evaluation(clients=torch.tensor([1, 2]))}
     with pytest.warns(UserWarning, match=r"^ditto keeps a state for each client, and 1 of those who are evaluated"):
         Simulation("ditto", tiny_model(), images(), **some)  # type: ignore[arg-type]
     with warnings.catch_warnings():
@@ -192,8 +190,8 @@ def test_clustered_fl_finds_two_kinds_though_most_are_absent_when_it_splits():
     s = make_setting(net, data, Training(lr=0.3), rounds=60)
     alg = ClusteredFL(eps1=1.0, eps2=1.0, first=3)
     order = [torch.randperm(40, generator=gen)[:8].tolist() for _ in range(60)]
-    state = play(alg, s, 60, lambda r: order[r - 1])[-1][0]
-    cluster = alg.report(state.server)["cluster"]
+    state, done = play(alg, s, 60, lambda r: order[r - 1])[-1]
+    cluster = alg.report(state.server, done.mix, done.cohort)["cluster"]
     assert len(set(cluster.tolist())) == 2 and len({(int(k), int(c)) for k, c in zip(kind, cluster, strict=True)}) == 2
     close(state.server["x"][cluster][:, 0], 20.0 * kind, 0, 1.0)
 
@@ -224,9 +222,10 @@ def test_absence_is_no_unlikeness_for_waffle():
         ids = torch.cat([torch.tensor([0]), 1 + torch.randperm(n - 1, generator=gen)[:2].sort().values])
         up = {"delta": torch.randn(3, net.size, generator=gen), "control": torch.zeros(3, net.size)}
         cohort = Cohort(ids, torch.ones(3), n, round, 1000)
+        weights = alg.update(g, up, cohort)[1].weight[0]
         g = served(alg, g, up, cohort)
-        assert float(g["weights"].sum()) == pytest.approx(1)
-        smoothed.append(float(g["weights"][0]))
+        assert float(weights.sum()) == pytest.approx(1)
+        smoothed.append(float(weights[0]))
         alone.append(float(g["history"][0, 0]) * n / 3)
     assert sum(smoothed) / 60 == pytest.approx(sum(alone) / 60, abs=0.03)
 
@@ -279,7 +278,7 @@ def test_shuffles_of_several_batches_a_step_do_not_depend_on_who_is_there(engine
 
     def moved(ids):
         local = Clients(s, torch.tensor(ids), 1, torch.empty(len(ids), 0))
-        return local.each_batch({"w": s.net.w0.expand(len(ids), -1)}, update, steps=7, batches=2)["w"]
+        return local.each_batch({"w": s.net.w0.expand(len(ids), -1)}, update, steps=7, batches=2).rows["w"]
 
     torch.testing.assert_close(moved([0, 1, 2]), torch.cat([moved([i]) for i in range(3)]), rtol=1e-5, atol=1e-6)
 
@@ -323,9 +322,9 @@ def test_the_full_gradient_guidance_decays_as_training_does():
 def test_the_current_model_as_guidance_is_local_training():
     s = make_setting(Net(tiny_model()), images((9, 12, 15)), Training(lr=0.1, batch_size=4), rounds=3)
     alone, local = play(FedDWA(guidance="current"), s)[-1], play(LocalOnly(), s)[-1]
-    assert torch.equal(alone[0].server["x"], local[0].clients["w"]) and torch.equal(
-        spread(alone[0].server["p"], alone[0].server["near"], 3), torch.eye(3, dtype=F64)
-    )
+    mix = alone[1].mix
+    assert torch.equal(alone[0].server["x"], local[0].clients["w"])
+    assert torch.equal(spread(mix.weight, mix.index, 3), torch.eye(3, dtype=F64))
     assert alone[1].bytes_up == 3 * s.net.size * 4
 
 

@@ -86,5 +86,5 @@ def test_who_ran_away_is_named_whoever_took_part():
 
 
 def test_a_number_of_evaluated_clients_is_refused():
-    with pytest.raises(ValueError, match=r"^eval_clients: here every client is evaluated"):
+    with pytest.raises(ValueError, match=r"^evaluation\.clients: here every client is evaluated"):
         for_everyone(Waffle(), tiny_model(), images(), rounds=1, evaluation=Evaluation(clients=2))

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from doors import synthetic_clusters
+from small import grouped
 from torch import nn
 
-from pflcore import Hardware, Simulation, Training
+from pflcore import Evaluation, Simulation, Training
 from pflcore.results import record
 from pflcore.simulation.checkpoint import Checkpoint
 
@@ -24,7 +25,7 @@ def made(**options):
     torch.manual_seed(0)
     data = synthetic_clusters(n=4, groups=1, samples=20, classes=3, dim=5, held_out=20)
     return Simulation(
-        "scaffold", nn.Linear(5, 3), data, Training(lr=0.1, batch_size=10), rounds=ROUNDS, **options, hardware=Hardware(workers=1)
+        "scaffold", nn.Linear(5, 3), data, Training(lr=0.1, batch_size=10), rounds=ROUNDS, **grouped({"workers": 1, **options})
     )
 
 
@@ -93,7 +94,7 @@ def test_no_checkpoint_is_left_without_its_evaluation(tmp_path, round):
 
     simulation = made(metrics={"m": metric})
     assert simulation.run(checkpoint=Checkpoint(tmp_path, every=1, minutes=0)).interrupted
-    made_of = {"model": nn.Linear(5, 3), "data": simulation.data, "metrics": {"m": metric}}
+    made_of = {"model": nn.Linear(5, 3), "data": simulation.data, "evaluation": Evaluation(metrics={"m": metric})}
     rounds = Simulation.load(tmp_path, **made_of).run().rounds
     assert [r["round"] for r in rounds] == [1, 2, 3, 4, 5] and all(r["eval"]["m"] == [1.0] * 4 for r in rounds)
 

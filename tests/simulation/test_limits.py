@@ -12,6 +12,7 @@ import pytest
 import torch
 from doors import synthetic_clusters
 from places import ROOT
+from small import grouped
 from torch import nn
 
 from pflcore import Checkpoint, Simulation, Training
@@ -27,7 +28,9 @@ def data():
 
 
 def make(data, algorithm="fedavg", **options):
-    return Simulation(algorithm, lambda: nn.Linear(5, 3), data, Training(lr=0.1, batch_size=10), **{"workers": 1, "rounds": 3, **options})
+    return Simulation(
+        algorithm, lambda: nn.Linear(5, 3), data, Training(lr=0.1, batch_size=10), **grouped({"workers": 1, "rounds": 3, **options})
+    )
 
 
 def sentence(text):

@@ -23,7 +23,7 @@ def normed():
 
 def simulation(algorithm="scaffold", model=None, **options):
     data, training = held_out(images((6, 9, 7))), Training(lr=0.1, batch_size=3)
-    return Simulation(algorithm, model or tiny_model(), data, training, rounds=4, **options, hardware=Hardware(workers=1))
+    return Simulation(algorithm, model or tiny_model(), data, training, rounds=4, hardware=Hardware(workers=1), **options)
 
 
 def same(a, b):
@@ -36,7 +36,7 @@ def test_a_round_that_fails_leaves_no_trace_and_the_run_goes_on(kind, monkeypatc
     error, asked = KINDS[kind]
     whole = simulation().run()
     run = simulation()
-    monkeypatch.setattr(ALGORITHMS["scaffold"], "server", fails(ALGORITHMS["scaffold"].server, 3, error))
+    monkeypatch.setattr(ALGORITHMS["scaffold"], "update", fails(ALGORITHMS["scaffold"].update, 3, error))
     seen = []
     history = run.run(lambda r, line: seen.append(r))
     assert history.failed and [r["round"] for r in history.rounds] == seen == [1, 2] and run.state.round == 2
@@ -59,7 +59,7 @@ def test_a_round_that_cannot_be_evaluated_is_still_a_round(monkeypatch):
 
 
 def test_other_errors_come_through(monkeypatch):
-    monkeypatch.setattr(FedAvg, "server", fails(FedAvg.server, 1, RuntimeError("a bug")))
+    monkeypatch.setattr(FedAvg, "update", fails(FedAvg.update, 1, RuntimeError("a bug")))
     with pytest.raises(RuntimeError, match=r"^a bug$"):
         simulation("fedavg").run()
 
@@ -94,7 +94,7 @@ def copied(state):
     ("name", "options"),
     [(n, {}) for n in SIX]
     + [pytest.param(n, {}, marks=pytest.mark.deep("all algorithms")) for n in sorted(set(ALGORITHMS) - set(SIX))]
-    + [("feddwa", {"model": normed, "buffers": "average"}), (FedDWA(guidance="previous"), {})],
+    + [("feddwa", {"model": normed, "batch_norm": "average"}), (FedDWA(guidance="previous"), {})],
 )
 def test_wherever_the_servers_memory_ends_the_round_never_was(name, options, monkeypatch):
     """Every single request of memory by the server and the commit is refused once."""
@@ -102,17 +102,17 @@ def test_wherever_the_servers_memory_ends_the_round_never_was(name, options, mon
     rounds = run.iterate()
     next(rounds), next(rounds)
     alg, before = type(run.algorithm), copied(run.state)
-    server, mode = alg.server, None
+    update, mode = alg.update, None
 
-    def refusing(self, g, up, cohort):
+    def refusing(self, state, up, cohort):
         mode.__enter__()
-        return server(self, g, up, cohort)
+        return update(self, state, up, cohort)
 
-    monkeypatch.setattr(alg, "server", refusing)
+    monkeypatch.setattr(alg, "update", refusing)
     for at in range(1, 1000):
         mode = Refuse(at)
         try:
-            run.state, _ = step(Setup(run.algorithm, run.setting, batch_norm=run.buffers), run.state, torch.arange(3))
+            run.state, _ = step(Setup(run.algorithm, run.setting, batch_norm=run.batch_norm), run.state, torch.arange(3))
             break
         except torch.OutOfMemoryError:
             pass
@@ -130,7 +130,7 @@ def test_on_the_command_line(tmp_path, monkeypatch, capsys):
     pytest.importorskip("sklearn")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("pflcore.results.pictures.draw", lambda *_: [])
-    monkeypatch.setattr(FedAvg, "server", fails(FedAvg.server, 2, torch.OutOfMemoryError(CUDA)))
+    monkeypatch.setattr(FedAvg, "update", fails(FedAvg.update, 2, torch.OutOfMemoryError(CUDA)))
     common = ["--data", "digits", "--n", "4", "--model", "linear", "--rounds", "3", "--quiet"]
     assert cli.main(["compare", "--algorithms", "fedavg", "local", *common, "--out", "o"]) == 1
     out, err = capsys.readouterr()

@@ -5,8 +5,9 @@ import pickle
 import pytest
 import torch
 import torch.nn as nn
+from small import grouped
 
-from pflcore import Evaluation, Federation, Simulation, Training
+from pflcore import Federation, Simulation, Training
 
 TRAINING = Training(lr=0.5, batch_size=10)
 
@@ -34,7 +35,7 @@ def steps(classes=2, length=5, mask=False):
 
 
 def last(model, data, rounds=20, **options):
-    history = Simulation("fedavg", model, data, TRAINING, rounds=rounds, **options, evaluation=Evaluation(every=1000)).run()
+    history = Simulation("fedavg", model, data, TRAINING, rounds=rounds, **grouped({"every": 1000, **options})).run()
     return history.rounds[-1]["eval"], history.model(0)
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from methods import Waffle
+from small import grouped
 from torch import nn
 
 import pflcore
@@ -60,12 +61,12 @@ def test_bad_arguments_are_one_sentence(data):
     for given, word in [
         ({"rounds": 0}, "rounds"),
         ({"participation": 0.0}, "participation"),
-        ({"buffers": "mean"}, "buffers"),
+        ({"batch_norm": "mean"}, "batch_norm"),
         ({"engine": "gpu"}, "engine"),
-        ({"eval_split": "val"}, "eval_split"),
+        ({"split": "val"}, "split"),
     ]:
         with pytest.raises(ValueError, match=word) as e:
-            Simulation("fedavg", model, data, **given)
+            Simulation("fedavg", model, data, **grouped(given))
         assert str(e.value).count(". ") == 0
     with pytest.raises(ValueError, match="algorithm"):
         Simulation("fedavgg", model, data)

@@ -40,9 +40,9 @@ def targets():
         ("fedavgg", "expected one of fedavg, .* or 'package.module:Class' for one of your own, got 'fedavgg'"),
         ("no_such_module:Mine", "there is no module 'no_such_module' to import from here"),
         ("mine:Yours", "the module 'mine' has no 'Yours'"),
-        ("mine:number", "expected 'mine:number' to be a class derived from pflcore.FedAvg, got int"),
-        (3, "expected a name, a class derived from pflcore.FedAvg or an instance of one, got int"),
-        (nn.Linear, "expected a name, a class derived from pflcore.FedAvg or an instance of one, got Linear"),
+        ("mine:number", "expected 'mine:number' to be a class derived from pflcore.Algorithm, got int"),
+        (3, "expected a name, a class derived from pflcore.Algorithm or an instance of one, got int"),
+        (nn.Linear, "expected a name, a class derived from pflcore.Algorithm or an instance of one, got Linear"),
     ],
 )
 def test_what_is_no_algorithm_is_one_sentence(package, given, sentence):
@@ -79,17 +79,17 @@ def test_split_and_join_refuse_what_does_not_fit():
         net.join(*reversed(net.split(net.w0)))
 
 
-@pytest.mark.parametrize("engine", [Simulation.engine, "vmap"])
+@pytest.mark.parametrize("engine", ["auto", "vmap"])
 def test_a_bool_mask_is_a_mask(engine):
     class Masked(FedAvg):
-        def client(self, down, own, local):
-            mask = local.net.mask("2.*")
-            w = local.fit(down["x"], Objective(mask=mask)).w
-            assert torch.equal(w, local.fit(down["x"], Objective(mask=mask.to(w.dtype))).w) and torch.equal(
-                w[:, ~mask], down["x"][:, ~mask]
-            )
+        def train(self, down, own, clients):
+            mask = clients.net.mask("2.*")
+            fit = clients.fit(down["x"], Objective(mask=mask))
+            w = fit.w
+            assert torch.equal(w, clients.fit(down["x"], Objective(mask=mask.to(w.dtype))).w)
+            assert torch.equal(w[:, ~mask], down["x"][:, ~mask])
             assert not torch.equal(w[:, mask], down["x"][:, mask])
-            return own, {"delta": w - down["x"]}
+            return own, {"delta": w - down["x"]}, fit
 
     assert simulation(Masked, rounds=1, engine=engine).run().stopped is None
 
@@ -295,7 +295,7 @@ def test_early_stopping():
 
 
 def test_a_history_as_a_table(tmp_path):
-    history = simulation(eval_every=2, participation=0.7).run()
+    history = simulation(every=2, participation=0.7).run()
     history.to_csv(tmp_path / "rounds.csv")
     history.to_csv(tmp_path / "clients.csv", per="client")
     with open(tmp_path / "rounds.csv") as file:
@@ -391,7 +391,7 @@ def test_a_newcomer_leaves_the_run_as_it_was(algorithm):
     x, y = everybody.client(3, "train")
     model = history.adapt((x, y), rounds=2)
     assert model.predict(x).shape == y.shape and model(x).isfinite().all()
-    for part in ("g", "own"):
+    for part in ("server", "clients"):
         for k, v in getattr(before, part).items():
             assert torch.equal(v, getattr(history.state, part)[k]), (part, k)
     assert torch.equal(history.adapt((x, y), rounds=2)(x), model(x))
@@ -418,7 +418,7 @@ def test_a_newcomer_that_does_not_fit_is_one_sentence():
         history.adapt((torch.randn(9, 5), torch.zeros(9, dtype=torch.long)))
     with pytest.raises(ValueError, match="samples: expected those of one client, got a federation of 3"):
         history.adapt(images())
-    with pytest.raises(ValueError, match="rounds: expected a number >= 0, got -1"):
+    with pytest.raises(ValueError, match="rounds: expected a whole number, at least 0, got -1"):
         history.adapt(images().client(0), rounds=-1)
     with pytest.raises(ValueError, match="model: this history holds no models"):
         type(history)({}).model(0)
