@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from pflcore import FedAvg, Simulation
+from pflcore import FedAvg, Simulation, Training, testing
 from pflcore.data import federation_of
 
 
@@ -29,6 +29,10 @@ class FedPer(FedAvg):
 
 
 if __name__ == "__main__":
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
-    history = Simulation(FedPer, model, federation_of("digits", "C", n=10), rounds=10).run()
-    print(history.to_pandas()[["algorithm", "round", "bytes_up", "mean_accuracy"]].tail(1))
+    testing.check(FedPer)
+    data = federation_of("digits", "C", n=10)
+    for algorithm in (FedAvg, FedPer):
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+        history = Simulation(algorithm, model, data, Training(lr=0.1), rounds=10).run()
+        table = history.to_pandas()[["algorithm", "round", "bytes_up", "mean_accuracy"]]
+        print(table.tail(1).to_string(index=False))

@@ -148,7 +148,12 @@ def load(folder: str | Path) -> tuple[dict[str, Tensor], Facts]:
         raise ValueError(DAMAGED.format(folder, f"{name}: {e.strerror}")) from None
     if hashlib.sha256(data).hexdigest() != facts["sha256"]:
         raise ValueError(DAMAGED.format(folder, f"{name} was altered, cut off or exchanged"))
-    tensors = _safetensors().load(data)
+    library = _safetensors()
+    try:
+        tensors = library.load(data)
+    except Exception as e:  # written by somebody else, with a digest that fits
+        said = " ".join(str(e).split())
+        raise ValueError(DAMAGED.format(folder, f"{name} is no safetensors file: {said}")) from None
     return {k: v.clone() for k, v in tensors.items()}, facts  # clones: aligned as torch aligns
 
 

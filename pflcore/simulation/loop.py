@@ -79,7 +79,7 @@ class Simulation:
             self.data = held_out(self.data, self.seed)
         if self.evaluation.split not in self.data.index:
             raise ValueError(
-                f"split: the federation has {', '.join(self.data.index)}, not "
+                f"evaluation.split: the federation has {', '.join(self.data.index)}, not "
                 f"{self.evaluation.split!r}; make it with test_fraction=, or split_samples()."
             )
         self.clients = self.among = ids_of("clients", self.clients, self.data.n)

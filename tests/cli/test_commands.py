@@ -117,7 +117,7 @@ BAD = {
     "hyper-parameter": (["run", "fedprox", *DIGITS, "--mu", "-1"], "mu"),
     "learning rate": (["run", "fedavg", *DIGITS, "--lr", "-1"], "lr: expected"),
     "no rounds": (["run", "fedavg", *DIGITS, "--rounds", "0"], "rounds"),
-    "a split that is not there": (["run", "fedavg", *DIGITS, "--eval-split", "val"], "eval_split"),
+    "a split that is not there": (["run", "fedavg", *DIGITS, "--eval-split", "val"], "evaluation.split"),
     "a validation share": (["run", "fedavg", *DIGITS, "--val", "1"], "val: expected"),
     "no clients": (["run", "fedavg", *DIGITS, "--n", "0"], "n: expected"),
     "no seeds": (["run", "fedavg", *DIGITS, "--seeds", "0"], "seeds: expected"),

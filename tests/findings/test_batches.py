@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from small import grouped
 from torch import nn
 
 import pflcore
@@ -23,7 +24,7 @@ def federation(sizes=(5, 5, 5), **options):
 
 
 def losses(model=normed, data=None, training=None, **options):
-    run = Simulation("local", model, data or federation(), training or Training(), rounds=2, **options).run()
+    run = Simulation("local", model, data or federation(), training or Training(), rounds=2, **grouped(options)).run()
     return run.series("loss")[1][-1]
 
 
@@ -56,8 +57,8 @@ def test_a_newcomers_last_sample_joins_too():
 # numbers ----------------------------------------------------------------------------------------------------------------------
 def test_numpys_numbers_are_numbers(tmp_path):
     training = Training(lr=np.float32(0.5), batch_size=np.int64(4), epochs=np.int64(1), schedule=lambda r, n: np.float32(1))
-    options = {"clip": np.float32(1), "eval_clients": np.int64(2), "seed": np.int64(3), "participation": np.float64(0.5)}
-    run = Simulation(pflcore.FedAvg(server_lr=np.float32(0.5)), normed, federation(), training, rounds=np.int64(1), **options)
+    options = {"clip": np.float32(1), "evaluated": np.int64(2), "seed": np.int64(3), "participation": np.float64(0.5)}
+    run = Simulation(pflcore.FedAvg(server_lr=np.float32(0.5)), normed, federation(), training, rounds=np.int64(1), **grouped(options))
     json.dumps(run.run().header)
     run.save(tmp_path)
     again = Simulation.load(tmp_path, model=normed, data=federation(), training=training)

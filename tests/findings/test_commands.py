@@ -40,7 +40,7 @@ def test_every_job_is_looked_at_before_the_first_round(tmp_path, capsys):
 
 def test_a_comparison_that_fails_leaves_the_table_of_what_was_played(tmp_path, capsys, monkeypatch):
     (tmp_path / "late.py").write_text(
-        "from pflcore import FedAvg\nclass Late(FedAvg):\n    def server(self, g, up, cohort):\n        raise OSError('away')\n"
+        "from pflcore import FedAvg\nclass Late(FedAvg):\n    def update(self, state, up, cohort):\n        raise OSError('away')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     out = tmp_path / "out"

@@ -50,4 +50,4 @@ def test_scaffolds_control_variate_is_the_mean_of_all_after_a_client_joined():
         server.aggregate({f"c{i}": clients[i].train(server.download(f"c{i}")) for i in ids})
     x, y = (torch.cat(parts).double() for parts in zip(*data, strict=True))
     best = torch.linalg.lstsq(x, y[:, None]).solution.flatten()
-    torch.testing.assert_close(server.state_dict()["g"]["x"].double(), best, rtol=0, atol=1e-5)
+    torch.testing.assert_close(server.state_dict()["state"]["server.x"].double(), best, rtol=0, atol=1e-5)

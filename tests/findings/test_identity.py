@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from small import grouped
 from torch import nn
 
 from pflcore import Federation, Simulation, Training
@@ -16,7 +17,7 @@ def federation(seed):
 
 
 def lines(data, seed, model=lambda: nn.Linear(3, 2), **options):
-    run = Simulation("fedavg", model, data, Training(lr=0.1), rounds=1, seed=seed, **options)
+    run = Simulation("fedavg", model, data, Training(lr=0.1), rounds=1, seed=seed, **grouped(options))
     return [{"header": run.header()}, *run.run().lines()]
 
 
@@ -38,11 +39,11 @@ def smoothed(much, seed):
     [
         lambda: lines(federation(0), 0) + lines(federation(1), 1),
         lambda: lines(federation(0), 0) + lines(federation(0), 1, clients=[0]),
-        lambda: lines(federation(0), 0) + lines(federation(0), 1, eval_clients=[0]),
+        lambda: lines(federation(0), 0) + lines(federation(0), 1, evaluated=[0]),
         lambda: lines(federation(0), 0, Rectified) + lines(federation(0), 1, Squashed),
         lambda: smoothed(0.1, 0) + smoothed(0.3, 1),
     ],
-    ids=["data", "clients", "eval_clients", "model", "loss"],
+    ids=["data", "clients", "evaluated", "model", "loss"],
 )
 def test_other_data_clients_or_losses_are_no_other_seeds_of_one_run(runs):
     assert "seeds" not in table(group(runs()))

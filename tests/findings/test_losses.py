@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from small import grouped
 from torch import nn
 
 from pflcore import Federation, Simulation, Training
@@ -16,7 +17,7 @@ COUNTS = torch.poisson(torch.exp(0.5 * X[:, :, 0] + 0.3), generator=GEN)
 
 def evaluated(loss, model, y, **options):
     parts = [(x, t) for x, t in zip(X, y, strict=True)]
-    run = Simulation("fedavg", model, Federation.from_arrays(parts, test=parts), Training(lr=0.1), rounds=1, loss=loss, **options)
+    run = Simulation("fedavg", model, Federation.from_arrays(parts, test=parts), Training(lr=0.1), rounds=1, loss=loss, **grouped(options))
     return run.run().rounds[-1]["eval"]
 
 

@@ -201,10 +201,10 @@ def test_as_many_may_be_hostile_as_those_who_are_left_allow(count, lost, f):
     alg = FedAvg(defence="krum", hostile=4)
     delta = torch.randn(count, 3, generator=torch.Generator().manual_seed(1))
     size = torch.ones(count, dtype=torch.long)
-    cohort = Cohort(torch.arange(count), size, 20, 1, 1, lost)
+    cohort = Cohort(torch.arange(count), size, 20, 1, 1, lost=lost)
     if f is None:
         with pytest.raises(Exception, match=r"defence: krum against 4 hostile clients needs 11 in a round, and round 1 has"):
             alg.defended(delta, cohort)
         return
     far = torch.cdist(delta.double(), delta.double()).square().fill_diagonal_(torch.inf).sort(1).values
-    assert alg.defended(delta, cohort)[1].argmax() == far[:, : count - f - 2].sum(1).argmin()
+    assert alg.defended(delta, cohort)[1].weight.argmax() == far[:, : count - f - 2].sum(1).argmin()

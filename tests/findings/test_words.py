@@ -34,20 +34,24 @@ def test_the_current_folder_comes_last_where_an_algorithm_of_ones_own_is_named(t
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("name", "options", "sentence"),
     [
-        ("fedavg", {"hostile": 3}),
-        ("fedavg", {"defence": "median", "hostile": 3}),
-        ("fedavgm", {"beta2": 0.5}),
-        ("fedavgm", {"tau": 0.1}),
-        ("fedadagrad", {"beta2": 0.5}),
-        ("feddwa", {"server_lr": 0.5}),
-        ("waffle", {"weighting": "samples"}),
+        ("fedavg", {"hostile": 3}, "hostile: expected its default beside this defence"),
+        ("fedavg", {"defence": "median", "hostile": 3}, "hostile: expected its default beside this defence"),
+        ("fedavgm", {"beta2": 0.5}, "beta2: expected its default beside optimizer='heavy_ball'"),
+        ("fedavgm", {"tau": 0.1}, "tau: expected its default beside optimizer='heavy_ball'"),
+        ("fedadagrad", {"beta2": 0.5}, "beta2: expected its default beside optimizer='adagrad'"),
+        ("waffle", {"weighting": "samples"}, "weighting: expected 'uniform'"),
     ],
 )
-def test_an_option_that_plays_no_part_is_refused(name, options):
-    with pytest.raises(ValueError, match=rf"^{[*options][-1]}: it plays no part in this \w+, got .*; leave it out\.$"):
+def test_an_option_that_plays_no_part_is_refused(name, options, sentence):
+    with pytest.raises(ValueError, match=rf"^{sentence}.*, got .*\.$"):
         ALGORITHMS[name](**options)
+
+
+def test_an_option_that_plays_no_part_in_a_method_is_none_of_its():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'server_lr'"):
+        ALGORITHMS["feddwa"](server_lr=0.5)
 
 
 def test_sgd_has_no_betas():
