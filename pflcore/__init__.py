@@ -29,7 +29,7 @@ from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.simulation.evaluate import evaluate
 from pflcore.simulation.personal import Personalized
 from pflcore.simulation.round import step
-from pflcore.train import Clients, Net, Objective, Training
+from pflcore.train import Clients, Fit, Net, Objective, Training
 from pflcore.tuning import tune
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "Evaluation",
     "FedAvg",
     "Federation",
+    "Fit",
     "Hardware",
     "History",
     "Net",

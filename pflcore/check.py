@@ -23,6 +23,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin
 
 import annotated_types as at
@@ -138,6 +139,8 @@ def of_hint(hint: Any) -> Kind:
         return functools.reduce(_within, args[1:], of_hint(args[0]))
     if origin is Literal:
         return Kind(" or ".join(map(repr, args)), lambda v: any(type(v) is type(a) and v == a for a in args))
+    if origin in SEVERAL and args:
+        return _all(of_hint(args[-1]), SEVERAL[origin])
     if origin in (typing.Union, types.UnionType):
         each = [of_hint(a) for a in args]
         words = " or ".join(dict.fromkeys(k.words for k in each))
@@ -161,6 +164,19 @@ def _within(kind: Kind, said: Any) -> Kind:
     words, test = BOUNDS[type(said)]
     bound = getattr(said, type(said).__name__.lower())
     return Kind(f"{kind.words}, {words} {bound}", lambda v: kind.fits(v) and test(v, bound))
+
+
+def _all(each: Kind, words: str) -> Kind:
+    """Several values of a kind: in a list (of another iterable only that it is one), or in a dict."""
+    words = words if each is ANYTHING else f"{words}, each {each.words}"
+
+    def fits(v: Any) -> bool:
+        if words.startswith("a dict") is not isinstance(v, Mapping) or isinstance(v, str) or not hasattr(v, "__iter__"):
+            return False
+        values = v.values() if isinstance(v, Mapping) else v if isinstance(v, list | tuple) else ()
+        return all(map(each.fits, values))
+
+    return Kind(words, fits)
 
 
 def _instance(cls: Any) -> Kind:
@@ -214,6 +230,7 @@ def some(words: str) -> Kind:
 
 
 ANYTHING = Kind("anything", lambda v: True)
+SEVERAL = dict.fromkeys((abc.Sequence, abc.Collection, abc.Iterable), "a list") | {abc.Mapping: "a dict"}
 PLAIN: dict[Any, Kind] = {
     bool: Kind("True or False", lambda v: isinstance(v, bool)),
     float: Kind("a finite number", lambda v: _is(Real, v) and math.isfinite(v)),
@@ -222,6 +239,7 @@ PLAIN: dict[Any, Kind] = {
     type(None): Kind("None", lambda v: v is None),
     Tensor: Kind("a tensor", lambda v: isinstance(v, Tensor)),
     torch.dtype: Kind("a torch.dtype", lambda v: isinstance(v, torch.dtype)),
+    Path: Kind("a path", lambda v: isinstance(v, os.PathLike)),
     os.PathLike: Kind("a path", lambda v: isinstance(v, os.PathLike)),
     abc.Mapping: Kind("a dict", lambda v: isinstance(v, Mapping)),
     abc.Callable: Kind("a function", callable),
@@ -249,5 +267,6 @@ Names = Annotated[str | Sequence[str], Kind("a name or a list of names", are_nam
 Place = Annotated[str | os.PathLike[str], Kind("a path", lambda v: isinstance(v, str | os.PathLike))]
 Matrix = Annotated[Tensor, of_dim(2, "a matrix of floating-point numbers")]
 Row = Annotated[Tensor, of_dim(1, "a row of floating-point numbers")]
-Model = Annotated[Any, Kind("an nn.Module, a function that makes one or a Net", lambda v: callable(v) or hasattr(v, "module"))]
+A_MODEL = Kind("an nn.Module, a function that makes one or a Net", lambda v: callable(v) or hasattr(v, "module"))
+Model = Annotated[Any, A_MODEL]
 Buffers = Literal["auto", "average", "local"]

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from pflcore.algorithms.finetune import FineTune, layer_mask, lengths, value
 from pflcore.algorithms.lookup import algorithm_of
 from pflcore.algorithms.protocol import Algorithm, Tensors
-from pflcore.check import Fraction, Seed, Whole, checked, shown
+from pflcore.check import Fraction, Model, Seed, Whole, checked, shown
 from pflcore.data.roles import Protocol
 from pflcore.metrics import Metric, metrics_of
 from pflcore.results.record import plain
@@ -173,7 +173,7 @@ def candidates(algorithm: Algorithm, training: Training, grid: Grid) -> list[Can
 @checked
 def tune(
     protocol: Protocol | Sequence[Protocol],
-    net: Net | nn.Module | Callable[[], nn.Module] | Sequence[Net],
+    net: Model | Sequence[Net],
     algorithm: Algorithm | type[Algorithm] | str,
     training: Training,
     grid: Grid,

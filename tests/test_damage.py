@@ -4,8 +4,8 @@ Where a digest promises it (checkpoints), nothing else is ever given. Where ther
 have become another, but no reader ends with somebody else's error.
 """
 
-import io
 import hashlib
+import io
 import json
 import pickle
 from collections import OrderedDict

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from pflcore import FedAvg, Stop
-from pflcore.algorithms import Algorithm
-from pflcore.algorithms.protocol import Traits
+from pflcore.algorithms import Algorithm, Traits
 from pflcore.data import federation_of
 from pflcore.testing import CHECKS, Case, Fault, check
 

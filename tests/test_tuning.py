@@ -11,11 +11,9 @@ from methods import Ditto, FineTune, KnnPer, Mocha
 from parts.tuning import PROTOCOLS, TRAINING, federation, model
 from small import make_setting
 
-from pflcore import Net, Simulation, cross_device, cross_silo, evaluate, step, tune
-from pflcore.algorithms import FedAvg
-from pflcore.algorithms.protocol import Traits
+from pflcore import Evaluation, Hardware, Net, Simulation, cross_device, cross_silo, evaluate, step, tune
+from pflcore.algorithms import FedAvg, Traits
 from pflcore.data import Federation
-from pflcore.simulation import Evaluation, Hardware
 from pflcore.simulation.round import Setup, begin, sample
 
 

@@ -12,7 +12,7 @@ from pflcore.algorithms.ditto import MRMTL, Ditto
 from pflcore.algorithms.factorized_waffle import FactorizedWaffle
 from pflcore.algorithms.fedala import FedALA
 from pflcore.algorithms.fedamp import FedAMP, HeurFedAMP
-from pflcore.algorithms.fedavg import FedAvg, Undefended
+from pflcore.algorithms.fedavg import FedAvg
 from pflcore.algorithms.feddwa import FedDWA, FedDWAQP
 from pflcore.algorithms.fedfomo import FedFomo
 from pflcore.algorithms.fedopt import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi
@@ -40,8 +40,6 @@ from pflcore.algorithms.protocol import (
     Traits,
     Void,
     apply,
-    plain_steps,
-    zero_rows,
 )
 from pflcore.algorithms.qfedavg import QFedAvg
 from pflcore.algorithms.scaffold import Scaffold
@@ -114,9 +112,6 @@ __all__ = [
     "Stop",
     "Tensors",
     "Traits",
-    "Undefended",
     "Void",
     "apply",
-    "plain_steps",
-    "zero_rows",
 ]

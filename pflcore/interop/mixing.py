@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from pflcore.algorithms.feddwa import FedDWA
 from pflcore.algorithms.lookup import algorithm_of
 from pflcore.algorithms.protocol import Algorithm, Mix
 from pflcore.algorithms.sfl import SFL, nearest, smoothing
-from pflcore.check import Buffers, Count, Names, Whole, check, checked, refuse, shown
+from pflcore.check import Buffers, Count, Kind, Names, Whole, check, checked, refuse, shown
 from pflcore.interop.packing import _cut, pack, unpack
 from pflcore.simulation.accept import finite_rows
 
@@ -66,13 +66,22 @@ class Clusters:
 Method = Algorithm | Krum | Clusters
 
 
+Models = Annotated[
+    Any,
+    Kind(
+        "rows [N, P], a list of models or a dict of them by client id",
+        lambda v: hasattr(v, "__iter__") and not isinstance(v, str | bytes),
+    ),
+]
+
+
 @checked
 def personalize(
     uploads: Any,
     method: Method | type[Algorithm] | str = "fedamp",
     *,
-    guidance: Any = None,
-    previous: Any = None,
+    guidance: Models | None = None,
+    previous: Models | None = None,
     base: Any = None,
     include: Names = (),
     exclude: Names = (),
@@ -176,7 +185,7 @@ def _rows_of(name: str, given: Any, rows: Tensor, ids: list[Any], named: bool, o
         return more
     where = {i: j for j, i in enumerate(form.ids)}
     if not where.keys() & set(ids):
-        raise ValueError(f"{name}: none of its clients, {shown(form.ids)}, is one of the uploads', {{shown(ids)}}; use the same ids.")
+        raise ValueError(f"{name}: none of its clients, {shown(form.ids)}, is one of the uploads', {shown(ids)}; use the same ids.")
     return torch.stack([more[where[i]] if i in where else rows[j] for j, i in enumerate(ids)])
 
 

@@ -78,6 +78,7 @@ class Checkpoint:
         return True
 
 
+@checked
 @contextlib.contextmanager
 def lock(folder: str | Path) -> Iterator[None]:
     """Keeps other runs out of `folder`, which is made, until the block or the process ends, however

@@ -9,23 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn as nn
 
 from pflcore.algorithms.lookup import algorithm_of
 from pflcore.algorithms.protocol import Algorithm
-from pflcore.check import checked
+from pflcore.check import Model, checked
 from pflcore.data.federation import Federation
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.simulation.history import History, Record
 from pflcore.simulation.loop import Simulation
 from pflcore.train import Training
-from pflcore.train.net import Net
 
 
 @checked
 def for_everyone(
     algorithm: Algorithm | type[Algorithm] | str,
-    model: Net | nn.Module | Callable[[], nn.Module],
+    model: Model,
     data: Federation,
     training: Training | None = None,
     *,
@@ -43,7 +41,7 @@ def for_everyone(
     algorithm = algorithm_of(algorithm)
     if not any(f.name == "target" for f in fields(algorithm)):
         raise ValueError(f"algorithm: expected one with a target (WAFFLE, Weight Erosion), got {type(algorithm).__name__}.")
-    if "evaluation" in options and isinstance(options["evaluation"].clients, int):
+    if isinstance(getattr(options.get("evaluation"), "clients", None), int):
         raise ValueError("evaluation.clients: here every client is evaluated in the run made for it; leave a number out.")
     runs, models = [], []
     for target in range(data.n):

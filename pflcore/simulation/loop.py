@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from pflcore.algorithms.lookup import algorithm_of, name_of
 from pflcore.algorithms.protocol import Algorithm, Stop, check_training
-from pflcore.check import Count, Fraction, Seed, check
+from pflcore.check import A_MODEL, Count, Fraction, Seed, check
 from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
 from pflcore.metrics import human, metrics_of
@@ -53,7 +53,7 @@ class Simulation:
     """
 
     algorithm: Algorithm | type[Algorithm] | str  # an instance, a class, a name, "module:Class"
-    model: Net | nn.Module | Callable[[], nn.Module]
+    model: Annotated[Net | nn.Module | Callable[[], nn.Module], A_MODEL]
     data: Federation
     training: Training = field(default_factory=Training)
     rounds: Count = 100

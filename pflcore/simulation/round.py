@@ -24,7 +24,7 @@ from pflcore.algorithms.protocol import (
     apply,
     check_training,
 )
-from pflcore.check import checked
+from pflcore.check import Count, Fraction, checked
 from pflcore.data.ragged import onto
 from pflcore.simulation import rows
 from pflcore.simulation.accept import Outcome, Trained, accept, spoilt
@@ -34,6 +34,7 @@ from pflcore.train import Clients, Net, Setting
 from pflcore.train.random import drawn, generator_of
 from pflcore.train.workers import one_thread
 
+__all__ = ["Outcome", "Setup", "State", "begin", "sample", "step"]
 SMALL = 1 << 22  # weights of all clients that are looked at together: one thread passes through
 # them in a few milliseconds, and waking others takes longer on a busy machine
 
@@ -192,7 +193,7 @@ def commit(state: State, changes: Changes, folder: Path | None = None) -> State:
 
 
 @checked
-def begin(alg: Algorithm, net: Net, n: int, folder: Path | None = None, clients: bool = True) -> State:
+def begin(alg: Algorithm, net: Net, n: Count, folder: Path | None = None, clients: bool = True) -> State:
     """The state before the first round; with `folder` each client's rows, its own and the server's,
     are in files there. Without `clients` there are none of the clients' own."""
     for target in alg.traits.required:
@@ -271,7 +272,7 @@ def load_state_dict(alg: Algorithm, begun: State, tensors: Tensors, round: int, 
 
 
 @checked
-def sample(setup: Setup, round: int, participation: float = 1.0, among: Tensor | None = None) -> Tensor:
+def sample(setup: Setup, round: Count, participation: Fraction = 1.0, among: Tensor | None = None) -> Tensor:
     """The ids of this round's cohort, ascending: max(1, floor(participation * n + 0.5)) of the n
     clients `among` (ids, ascending; default: all), the required ones in any case."""
     s, required = setup.setting, setup.algorithm.traits.required

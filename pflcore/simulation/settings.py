@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import annotated_types as at
 from torch import Tensor
 
-from pflcore.check import Positive, Whole, check
+from pflcore.check import Count, Ids, Positive, Whole, check
 from pflcore.metrics import Metric
 from pflcore.simulation.attacks import Adversary
 
@@ -23,7 +23,7 @@ class Evaluation:
 
     every: Whole = 1  # rounds; the last one in any case; 0: never
     split: str = "test"
-    clients: Tensor | Sequence[int] | int | None = None  # ids, or so many, drawn once; None: all
+    clients: Tensor | Ids | Count | None = None  # ids, or so many, drawn once; None: all
     train_loss: bool = False  # the loss on every client's training data, too
     metrics: Sequence[str | Metric] | Mapping[str, Metric] = ()  # "auc", "f1", "mae", "r2", ...,
     # or functions of one client's (scores, labels)

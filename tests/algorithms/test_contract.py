@@ -7,9 +7,8 @@ import pytest
 import torch
 from small import swept
 
-from pflcore import Training
+from pflcore import Training, evaluate
 from pflcore.algorithms import ALGORITHMS
-from pflcore.simulation.evaluate import evaluate
 from pflcore.testing import Case, check
 
 OPTIONS: dict[str, dict[str, Any]] = {  # where the defaults do not fit a federation of four small clients

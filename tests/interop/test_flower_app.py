@@ -17,8 +17,7 @@ from flwr.serverapp import ServerApp
 from places import ROOT
 from safetensors.torch import load_file
 
-from pflcore import Simulation
-from pflcore.simulation import Evaluation
+from pflcore import Evaluation, Simulation
 
 APP, ROUNDS, SEED = ROOT / "examples" / "flower", 3, 3
 PLAYED = {"feddwa": 1.0, "waffle": 0.5, "ditto": 0.5, "scaffold": 1.0}  # and the participation

@@ -14,10 +14,9 @@ from nodes import Nodes
 from parts.flower_server import DATA, ROUNDS, SEED, TRAINING, N, maker, model
 from torch import nn
 
-from pflcore import Client, Simulation, personalize
+from pflcore import Client, Evaluation, Hardware, Simulation, personalize
 from pflcore.algorithms import ALGORITHMS
 from pflcore.interop.flower import PersonalStrategy, PflStrategy, client_app
-from pflcore.simulation import Evaluation, Hardware
 
 OPTIONS: dict[str, dict[str, Any]] = {"knnper": {"k": 3}, "clustered_fl": {"first": 0, "eps1": 10.0, "eps2": 0.0}}
 

@@ -9,9 +9,8 @@ import torch
 from small import swept, tiny_model
 from torch import nn
 
-from pflcore import Client, Server, Simulation, Training
+from pflcore import Client, Evaluation, Hardware, Robustness, Server, Simulation, Training
 from pflcore.algorithms import ALGORITHMS, FedAvg
-from pflcore.simulation import Evaluation, Hardware, Robustness
 from pflcore.simulation.round import sample
 from pflcore.testing import Case
 

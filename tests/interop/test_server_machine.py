@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import nn
 
-from pflcore import Client, Server, Training
-from pflcore.simulation import Hardware
+from pflcore import Client, Hardware, Server, Training
 
 
 def model():

@@ -14,7 +14,7 @@ from places import ROOT
 from small import images, make_setting, tiny_model
 
 import pflcore
-from pflcore import Adversary, Federation, Net, Simulation, Training, interop, metrics, ops
+from pflcore import Adversary, Algorithm, Evaluation, Federation, Hardware, Net, Robustness, Simulation, Training, interop, metrics, ops
 from pflcore.algorithms import FedAvg
 from pflcore.data import Partition, Source, federation_of, load, options_of, padded, partition
 from pflcore.interop import distributed, lowrank
@@ -24,7 +24,7 @@ from pflcore.ops import stream
 from pflcore.results.record import Record, Run, group, read
 from pflcore.results.table import table
 from pflcore.simulation import checkpoint as checkpoints
-from pflcore.simulation.round import State, begin, sample
+from pflcore.simulation.round import Setup, State, begin, sample
 from pflcore.testing import Case, check
 
 NAN = float("nan")
@@ -35,6 +35,7 @@ LABELS, SCORES = torch.tensor([0, 1, 1, 0]), torch.eye(4)[:, :2]
 DATA, NET = images(), Net(tiny_model())
 ALG = FedAvg()
 START, SETTING = begin(ALG, NET, DATA.n), make_setting(NET, DATA, Training(), workers=1)
+SETUP = Setup(ALG, SETTING)
 DICTS = [tiny_model()().state_dict() for _ in range(4)]
 PACKED = pflcore.pack(DICTS)
 LORA = [{"q.lora_A.weight": torch.randn(2, 5), "q.lora_B.weight": torch.randn(4, 2)} for _ in range(3)]
@@ -75,11 +76,16 @@ MIX: tuple[Good, Wrong] = (
     {"updates": ROWS, "weight": torch.ones(4, 4)},
     {"weight": [*MATRIX, torch.ones(4, 7)], "index": INDEX, "base": [*FLOATS, ROWS[0, :2]], "lr": NUMBER},
 )
-MACHINE: Wrong = {"engine": NAME, "device": [*NAME, "cuda:99"], "workers": POSITIVE, "seed": ["3", None, WORDS, 2.5, NAN, 2**70]}
+SEED: list[Any] = ["3", None, WORDS, 2.5, NAN, 2**70]
+HARDWARE: list[Any] = ["text", None, WORDS, 3, Hardware(device="cuda:99"), Hardware(device="mps")]
+EVALUATIONS = [
+    *(Evaluation(split=name) for name in ("unknown", "val")),
+    *(Evaluation(clients=ids) for ids in ([99], [0, 0], [])),
+    *(Evaluation(metrics=m) for m in (["unknown"],)),
+]
 RUN: tuple[Good, Wrong] = (
     {"algorithm": "fedavg", "model": tiny_model(), "data": DATA, "rounds": 1},
-    MACHINE
-    | {
+    {
         "algorithm": NAME,
         "model": MODEL,
         "data": THING,
@@ -87,19 +93,27 @@ RUN: tuple[Good, Wrong] = (
         "rounds": POSITIVE,
         "participation": SHARE,
         "clients": [*IDS, 3],
-        "buffers": NAME,
-        "eval_every": COUNT,
-        "eval_split": NAME,
-        "eval_clients": [*IDS, -1, 0],
-        "warm_start": [*THING, State({}, {}, torch.zeros(3, 0))],
-        "clip": LIMIT,
+        "seed": SEED,
+        "batch_norm": NAME,
+        "warm_start": [*THING, State({}, {}, torch.zeros(3, 0), torch.zeros(3, dtype=torch.bool))],
         "loss": ["text", WORDS, 3],
-        "rows": [3, WORDS, NAN],
-        "metrics": ["text", 3, ["unknown"], [3], {"mine": 3}],
-        "adversary": ["text", WORDS, 3, NAN, Adversary("noise", [99]), Adversary("noise", range(3))],
+        "hardware": HARDWARE,
+        "evaluation": [*THING, *EVALUATIONS],
+        "robustness": [*THING, *(Robustness(adversary=Adversary("noise", ids)) for ids in ([99], range(3)))],
     },
 )
 TABLE: dict[Callable[..., Any], tuple[Good, Wrong]] = {
+    Evaluation: (
+        {},
+        {
+            "every": COUNT,
+            "split": [None, WORDS, 3, NAN],
+            "clients": ["text", NAN, WORDS, [-1], [2.5], -1, 0],
+            "metrics": ["text", 3, [3], {"mine": 3}],
+        },
+    ),
+    Hardware: ({}, {"engine": NAME, "device": [None, WORDS, 3, NAN], "workers": POSITIVE, "rows": [3, WORDS, NAN]}),
+    Robustness: ({}, {"clip": LIMIT, "adversary": ["text", WORDS, 3, NAN]}),
     Adversary: ({"attack": "noise", "clients": [1]}, {"attack": NAME, "clients": ["text", 3, WORDS, [-1], [2.5]], "strength": LIMIT}),
     # ops
     ops.pairwise_sqdist: ({"a": ROWS}, {"a": MATRIX, "b": [*MATRIX, ROWS[:, :2], ROWS.double()], "index": [*TENSOR, ROWS]}),
@@ -167,7 +181,16 @@ TABLE: dict[Callable[..., Any], tuple[Good, Wrong]] = {
     interop.Clusters: ({}, {"k": POSITIVE, "linkage": NAME}),
     interop.Client: (
         {"algorithm": "fedavg", "model": tiny_model(), "data": (torch.rand(4, 6), LABELS)},
-        MACHINE | {"algorithm": NAME, "model": MODEL, "data": THING, "training": ["text", WORDS, 3], "buffers": NAME, "loss": FUNCTION},
+        {
+            "algorithm": NAME,
+            "model": MODEL,
+            "data": THING,
+            "training": ["text", WORDS, 3],
+            "seed": SEED,
+            "hardware": HARDWARE,
+            "batch_norm": NAME,
+            "loss": FUNCTION,
+        },
     ),
     interop.Server: (
         {"algorithm": "fedavg", "template": tiny_model(), "num_clients": 3},
@@ -176,8 +199,8 @@ TABLE: dict[Callable[..., Any], tuple[Good, Wrong]] = {
             "template": MODEL,
             "num_clients": POSITIVE,
             "rounds": POSITIVE,
-            "seed": MACHINE["seed"],
-            "buffers": NAME,
+            "seed": SEED,
+            "batch_norm": NAME,
             "clip": LIMIT,
         },
     ),
@@ -227,25 +250,17 @@ TABLE: dict[Callable[..., Any], tuple[Good, Wrong]] = {
     FedAvg: ({}, {"server_lr": RATE, "weighting": NAME}),
     Net: ({"build": tiny_model()}, {"build": MODEL, "criterion": NAME, "head": ["unknown", 3, WORDS], "seed": ["3", None, WORDS, 2.5]}),
     pflcore.step: (
-        {"alg": ALG, "state": START, "setting": SETTING, "ids": torch.arange(3)},
-        {"alg": THING, "state": THING, "setting": THING, "ids": [*IDS, None], "buffers": NAME, "clip": LIMIT, "transport": FUNCTION},
+        {"setup": SETUP, "state": START, "ids": torch.arange(3)},
+        {"setup": THING, "state": THING, "ids": [*IDS, None]},
     ),
     begin: ({"alg": ALG, "net": NET, "n": 3}, {"alg": THING, "net": THING, "n": POSITIVE}),
     sample: (
-        {"alg": ALG, "setting": SETTING, "round": 1},
-        {"alg": THING, "round": POSITIVE, "participation": [*RATE, 1.5], "among": TENSOR},
+        {"setup": SETUP, "round": 1},
+        {"setup": THING, "round": POSITIVE, "participation": [*RATE, 1.5], "among": TENSOR},
     ),
     pflcore.evaluate: (
-        {"alg": ALG, "state": START, "setting": SETTING},
-        {
-            "alg": THING,
-            "state": THING,
-            "setting": THING,
-            "split": NAME,
-            "clients": IDS,
-            "buffers": NAME,
-            "metrics": ["text", 3, {"mine": 3}],
-        },
+        {"setup": SETUP, "state": START},
+        {"setup": THING, "state": THING, "split": NAME, "clients": IDS, "metrics": ["text", 3, {"mine": 3}]},
     ),
     pflcore.tune: (
         {"protocol": PROTOCOL, "net": NET, "algorithm": "fedavg", "training": Training(), "grid": {"training.lr": [0.1]}, "rounds": 1},
@@ -259,9 +274,7 @@ TABLE: dict[Callable[..., Any], tuple[Good, Wrong]] = {
             "states": THING,
             "participation": SHARE,
             "seed": ["text", None, WORDS, 2.5, NAN],
-            "engine": NAME,
-            "workers": POSITIVE,
-            "device": NAME,
+            "hardware": HARDWARE,
             "folder": [3, WORDS],
             "metric": ["unknown", WORDS, 3, NAN],
             "say": FUNCTION,
@@ -358,12 +371,20 @@ TABLE: dict[Callable[..., Any], tuple[Good, Wrong]] = {
 }
 NOT_MADE_BY_USERS = [
     "Backend",
+    "apply",
+    "Clients",
     "Cohort",
+    "Fit",
+    "Mix",
+    "Objective",
+    "Rows",
+    "Setup",
+    "Shape",
+    "Traits",
     "Form",
     "History",
     "Layout",
     "Basis",
-    "Local",
     "Nearest",
     "Packed",
     "Personalized",
@@ -379,6 +400,9 @@ ALIAS = {  # where a sentence says more than the argument's name: which client's
     **{name: rf"{name}|client \d" for name in ("uploads", "guidance", "previous", "states", "data", "clients")},
     "method": "method|algorithm",
     "loss": "loss|criterion",
+    "hardware": "hardware|device",
+    "evaluation": r"evaluation|metrics|split",
+    "robustness": "robustness|adversary",
     "metric": "metrics?",
     "name": "name|data|partition|model",
 }
@@ -435,8 +459,8 @@ def test_every_public_callable_is_in_the_table():
     missing, module = [], ""
     for section, name in re.findall(r"^(?:## `(pflcore[\w.]*)`|- `(\w+)`)", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.M):
         module = section or module
-        # Flower's own tests do this, where Flower is; what reaches a reference has been checked; the command line has tests of its own
-        if module in ("pflcore.interop.flower", "pflcore.ops.reference", "pflcore.cli"):
+        # Flower's own tests do this, where Flower is; what reaches a reference, or `apply`, has been checked; the command line has tests of its own
+        if module in ("pflcore.interop.flower", "pflcore.ops.reference", "pflcore.cli", "pflcore.check"):
             continue
         thing = getattr(importlib.import_module(module), name) if name else None
         if callable(thing) and thing not in known and name not in NOT_MADE_BY_USERS and not is_exempt(thing):
@@ -449,5 +473,5 @@ def is_exempt(thing):
     if not (inspect.isclass(thing) or inspect.isfunction(thing)):
         return True
     if inspect.isclass(thing):
-        return issubclass(thing, Exception) or (issubclass(thing, FedAvg)) or getattr(thing, "_is_protocol", False)
+        return issubclass(thing, Exception | Algorithm) or getattr(thing, "_is_protocol", False)
     return not inspect.signature(thing).parameters

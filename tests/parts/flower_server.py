@@ -2,9 +2,8 @@
 
 from torch import nn
 
-from pflcore import Client, Training
+from pflcore import Client, Hardware, Training
 from pflcore.algorithms import FedAvg
-from pflcore.simulation import Hardware
 from pflcore.testing import Case
 
 DATA, ROUNDS, SEED = Case(FedAvg()).data, 3, 5

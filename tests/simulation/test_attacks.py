@@ -8,14 +8,13 @@ import pytest
 import torch
 from doors import synthetic_clusters
 from methods import FedAvgM, Waffle
-from parts.attacks import BAD, N, defence, run, updates
+from parts.attacks import BAD, N, defence, run
 from small import images, swept, tiny_model
 from torch import nn
 
 from pflcore import ALGORITHMS, FedAvg, Simulation
-from pflcore.algorithms import Algorithm, Cohort, Traits
+from pflcore.algorithms import Algorithm
 from pflcore.data import Federation
-from pflcore.simulation.accept import Trained
 from pflcore.simulation.attacks import Adversary
 
 
@@ -30,46 +29,6 @@ def sentence(error):
 
 
 # attacks ------------------------------------------------------------------------------------------------------------------------------
-def sent(attack, rows, bad, strength=None, **more):
-    s = len(rows)
-    cohort = Cohort(torch.arange(s), torch.ones(s).long(), s, 1, 1)
-    gen = torch.Generator().manual_seed(0)
-    trained = Trained(cohort, {}, {"delta": rows, **more}, {}, {}, torch.empty(s, 0), torch.zeros(s))
-    return Adversary(attack, bad, strength).send(trained, Traits(), {}, gen).up  # type: ignore[arg-type]
-
-
-def test_each_attack_is_its_formula():
-    rows, bad = updates(), [2, 5]
-    honest = [i for i in range(9) if i not in bad]
-    m, v = rows[honest].mean(0), rows[honest].std(0, correction=0)
-    for attack, want in {
-        "sign_flip": -rows[bad],
-        "scale": 100 * rows[bad],
-        "little": (m - 1.5 * v).expand(2, -1),
-        "inner_product": (-10 * m).expand(2, -1),
-    }.items():
-        got = sent(attack, rows, (2, 5))["delta"]
-        torch.testing.assert_close(got[bad], want)
-        assert torch.equal(got[honest], rows[honest])
-    torch.testing.assert_close(sent("sign_flip", rows, (2, 5), 3.0)["delta"][bad], -3 * rows[bad])
-    wide = updates(4, 40_000)
-    noise = (sent("noise", wide, (1,))["delta"] - wide)[1]
-    assert float(noise.square().mean().sqrt() / wide[1].square().mean().sqrt()) == pytest.approx(10, rel=0.02)
-
-
-def test_an_uploaded_model_is_attacked_as_an_update_and_a_control_variate_by_itself():
-    rows, control = updates(), updates(9, 7) + 1
-    got = sent("sign_flip", rows, (4,), control=control)
-    assert torch.equal(got["control"][4], -control[4]) and torch.equal(got["control"][:4], control[:4])
-    held = updates(9, 7) * 2
-    cohort = Cohort(torch.arange(9), torch.ones(9).long(), 9, 1, 1)
-    trained = Trained(cohort, {}, {"w": rows}, {}, {}, torch.empty(9, 0), torch.zeros(9))
-    out = Adversary("sign_flip", [4]).send(trained, Traits(models={"w": "server.w"}), {"w": held}, torch.Generator()).up
-    torch.testing.assert_close(out["w"][4], held[4] - (rows[4] - held[4]))
-    every = sent("inner_product", rows, tuple(range(9)))["delta"]  # nobody is honest: they take their own
-    torch.testing.assert_close(every, (-10 * rows.mean(0)).expand(9, -1))
-
-
 def test_flipped_labels_are_the_bad_ones_alone(data):
     poisoned = run(data, adversary=Adversary("label_flip", BAD)).data
     for i in range(N):

@@ -15,9 +15,8 @@ from small import SIX, images, swept, tiny_model
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
-from pflcore import EarlyStopping, Evaluation, FedAvg, Federation, Net, Simulation, Stop, Training, for_everyone, tune
+from pflcore import EarlyStopping, Evaluation, FedAvg, Federation, Net, Objective, Simulation, Stop, Training, for_everyone, tune
 from pflcore.metrics import auc, balanced_accuracy, f1, mae, r2, rmse
-from pflcore.train import Objective
 
 
 @pytest.fixture

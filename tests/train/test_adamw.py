@@ -9,10 +9,9 @@ from parts.adamw import ADAMW, build, federation
 from small import images, make_setting, play
 from torch import Tensor
 
-from pflcore import Clients, Net, Simulation, Training, step
+from pflcore import Clients, Net, Objective, Simulation, Training, step
 from pflcore.algorithms import ALGORITHMS
 from pflcore.simulation.round import Setup, begin
-from pflcore.train import Objective
 
 
 def made(training, engine="loop", rounds=3):

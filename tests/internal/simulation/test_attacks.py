@@ -12,10 +12,11 @@ from small import served
 from torch import nn
 
 from pflcore import Client, FedAvg, Net, Server
-from pflcore.algorithms import Cohort, defences
+from pflcore.algorithms import Cohort, Traits, defences
 from pflcore.algorithms.defences import Defence, defended
 from pflcore.results.record import group
 from pflcore.results.table import table
+from pflcore.simulation.accept import Trained
 from pflcore.simulation.attacks import STRENGTH, Adversary
 
 DEFENCES = Defence.__args__  # type: ignore[attr-defined]
@@ -37,9 +38,49 @@ def mean_of(name, rows, f=2, share=None):
     return (weight.to(kept) @ kept)[0]
 
 
+def sent(attack, rows, bad, strength=None, **more):
+    s = len(rows)
+    cohort = Cohort(torch.arange(s), torch.ones(s).long(), s, 1, 1)
+    gen = torch.Generator().manual_seed(0)
+    trained = Trained(cohort, {}, {"delta": rows, **more}, {}, {}, torch.empty(s, 0), torch.zeros(s))
+    return Adversary(attack, bad, strength).send(trained, Traits(), {}, gen).up  # type: ignore[arg-type]
+
+
+def test_each_attack_is_its_formula():
+    rows, bad = updates(), [2, 5]
+    honest = [i for i in range(9) if i not in bad]
+    m, v = rows[honest].mean(0), rows[honest].std(0, correction=0)
+    for attack, want in {
+        "sign_flip": -rows[bad],
+        "scale": 100 * rows[bad],
+        "little": (m - 1.5 * v).expand(2, -1),
+        "inner_product": (-10 * m).expand(2, -1),
+    }.items():
+        got = sent(attack, rows, (2, 5))["delta"]
+        torch.testing.assert_close(got[bad], want)
+        assert torch.equal(got[honest], rows[honest])
+    torch.testing.assert_close(sent("sign_flip", rows, (2, 5), 3.0)["delta"][bad], -3 * rows[bad])
+    wide = updates(4, 40_000)
+    noise = (sent("noise", wide, (1,))["delta"] - wide)[1]
+    assert float(noise.square().mean().sqrt() / wide[1].square().mean().sqrt()) == pytest.approx(10, rel=0.02)
+
+
+def test_an_uploaded_model_is_attacked_as_an_update_and_a_control_variate_by_itself():
+    rows, control = updates(), updates(9, 7) + 1
+    got = sent("sign_flip", rows, (4,), control=control)
+    assert torch.equal(got["control"][4], -control[4]) and torch.equal(got["control"][:4], control[:4])
+    held = updates(9, 7) * 2
+    cohort = Cohort(torch.arange(9), torch.ones(9).long(), 9, 1, 1)
+    trained = Trained(cohort, {}, {"w": rows}, {}, {}, torch.empty(9, 0), torch.zeros(9))
+    out = Adversary("sign_flip", [4]).send(trained, Traits(models={"w": "server.w"}), {"w": held}, torch.Generator()).up
+    torch.testing.assert_close(out["w"][4], held[4] - (rows[4] - held[4]))
+    every = sent("inner_product", rows, tuple(range(9)))["delta"]  # nobody is honest: they take their own
+    torch.testing.assert_close(every, (-10 * rows.mean(0)).expand(9, -1))
+
+
 @pytest.mark.parametrize("attack", ["label_flip", *STRENGTH])
 def test_an_attacked_run_repeats_itself_and_says_what_it_is(data, attack):
-    one, two, clean = (run(data, rounds=2, eval_every=1, adversary=a) for a in (*[Adversary(attack, BAD)] * 2, None))
+    one, two, clean = (run(data, rounds=2, every=1, adversary=a) for a in (*[Adversary(attack, BAD)] * 2, None))
     h, again, without = one.run(), two.run(), clean.run()
     assert torch.equal(one.state.server["x"], two.state.server["x"]) and not torch.equal(one.state.server["x"], clean.state.server["x"])
     assert h.header["adversary"] == {"attack": attack, "clients": [*BAD], "strength": STRENGTH.get(attack)}
@@ -149,10 +190,10 @@ def test_a_server_without_a_simulation_defends_itself(data):
     uploads = {i: c.train(server.download(i)) for i, c in enumerate(clients)}
     deltas = torch.stack([up["delta"] for up, _ in uploads.values()])
     uploads[3][0]["delta"].fill_(1e30)
-    before = server.state_dict()["g"]["x"]
+    before = server.state_dict()["state"]["server.x"]
     server.aggregate(uploads)
     deltas[3] = 1e30
-    torch.testing.assert_close(server.state_dict()["g"]["x"] - before, mean_of("multi_krum", deltas, 1))
+    torch.testing.assert_close(server.state_dict()["state"]["server.x"] - before, mean_of("multi_krum", deltas, 1))
 
 
 @pytest.mark.parametrize("length", [0.0, 1e-30])
