@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from pflcore.algorithms.finetune import FineTune, layer_mask, lengths, value
 from pflcore.algorithms.lookup import algorithm_of
 from pflcore.algorithms.protocol import Algorithm, Tensors
-from pflcore.check import Fraction, Model, Seed, Whole, checked, shown
+from pflcore.check import ANYTHING, Fraction, Model, Seed, Whole, checked, shown
 from pflcore.data.roles import Protocol
 from pflcore.metrics import Metric, metrics_of
 from pflcore.results.record import plain
@@ -172,7 +172,7 @@ def candidates(algorithm: Algorithm, training: Training, grid: Grid) -> list[Can
 
 @checked
 def tune(
-    protocol: Protocol | Sequence[Protocol],
+    protocol: Annotated[Protocol | Sequence[Protocol], ANYTHING],  # a sentence of its own says more
     net: Model | Sequence[Net],
     algorithm: Algorithm | type[Algorithm] | str,
     training: Training,

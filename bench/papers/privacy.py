@@ -50,7 +50,7 @@ def intercept(
     engine: str = "auto",
 ) -> Upload:
     """Plays `rounds` rounds with every client and takes the last one's messages off the wire."""
-    if isinstance(algorithm, MRMTL):
+    if type(algorithm) is MRMTL:
         raise ValueError("algorithm: MR-MTL uploads how far a client's own model moved, which shows none; choose another.")
     net = algorithm.prepare(model if isinstance(model, Net) else Net(model, seed=seed))
     if net.buffer_names:

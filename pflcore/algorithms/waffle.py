@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore.algorithms.fedavg import Undefended
-from pflcore.algorithms.protocol import Changes, Cohort, Mix, Payload, Tensors, Traits
+from pflcore.algorithms.protocol import Changes, Cohort, Mix, Payload, Rows, Tensors, Traits
 from pflcore.algorithms.scaffold import Scaffold
 from pflcore.check import Number, Whole
 from pflcore.train import Clients, Fit
@@ -71,7 +71,7 @@ class Waffle(Undefended, Scaffold):
         return super().traits._replace(required=(self.target,), clipped=clipped)
 
     def init(self, x0: Tensor, n: int) -> Tensors:
-        even = torch.full((2, n), 1 / n, dtype=torch.float64)
+        even = torch.full((n, 2), 1 / n, dtype=torch.float64)
         return super().init(x0, n) | {"history": even}
 
     def train(self, down: Payload, own: Tensors, clients: Clients) -> tuple[Tensors, Tensors, Fit]:
@@ -81,23 +81,23 @@ class Waffle(Undefended, Scaffold):
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> tuple[Changes, Mix | None]:
         weight, new = self.weights(state["history"], up["delta"], cohort)
         mix, before = Mix(weight[None]), None if self.control_agg == "recompute" else state["c"]
-        history = state["history"].index_copy(1, cohort.ids, new)
+        history = Rows(cohort.ids, new)
         x = mix.of(up["delta"], state["x"], self.server_lr)[0]
         return {"x": x, "c": mix.of(up["control"], before)[0], "history": history}, mix
 
     def weights(self, history: Tensor, delta: Tensor, cohort: Cohort) -> tuple[Tensor, Tensor]:
-        """The smoothed weights of the cohort [S], and its new history [2, S]; both float64."""
+        """The smoothed weights of the cohort [S], and its new history [S, 2]; both float64."""
         at = int((cohort.ids == self.target).nonzero())
         dist = ops.pairwise_sqdist(delta[at : at + 1], delta)[0].sqrt().cpu()  # [S]
         mine = ops.waffle_weights(dist, at, *self.globality(cohort.round, cohort.rounds), self.tie)
         if 20 * cohort.round >= 19 * cohort.rounds:  # 0.95 R, in integers
             mine = torch.zeros_like(mine).index_fill_(0, torch.tensor([at]), 1.0)
         mine = mine * (len(mine) / cohort.n)  # as large as in a round of everybody
-        before = history[:, cohort.ids]  # of the last two rounds that each one attended
-        new = torch.stack([mine, before[0]])
+        before = history[cohort.ids]  # of the last two rounds that each one attended
+        new = torch.stack([mine, before[:, 0]], 1)
         if 20 * (cohort.round - 2) >= 19 * cohort.rounds:  # the last two rounds were the target's
-            before = mine.expand(2, -1)
-        smooth = (before.sum(0) + mine) / 3
+            before = mine[:, None].expand(-1, 2)
+        smooth = (before.sum(1) + mine) / 3
         return smooth / smooth.sum(), new
 
     def globality(self, round: int, rounds: int) -> tuple[float, float]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from doors import strengths
+from doors import strengths, views
 from methods import FactorizedWaffle
 from parts.factorized_waffle import D, play, setting
 from small import copied
@@ -22,7 +22,7 @@ from pflcore.train.random import client_seeds, uniforms
 def by_hand(alg, s, client):
     """One client's first round, whole batches, written with autograd on the objective: its row and beliefs afterwards."""
     at, sizes = strengths(s.net), [4, 3]
-    q = alg.newcomer({}, s.net, 1)["q"].clone()
+    q = alg.newcomer({}, s.net, 1)["q"][0].clone()
     w, (x, y) = s.net.w0.clone(), s.data.client(client)
     m, v = torch.zeros_like(q), torch.zeros_like(q)
     steps = s.training.epochs
@@ -113,10 +113,9 @@ def test_clients_that_never_trained():
     alg = FactorizedWaffle()
     state = play(alg, s, 3, [0, 1])
     before = copied(state)
-    x = {"x": state.server["x"].expand(3, -1)}
 
     def b(never, **more):
-        return replace(alg, never=never, **more).model(x, state.clients, Clients(s, torch.arange(3), 3, state.batch_norm))["b"][:, 0]
+        return views(replace(alg, never=never, **more), state, s, torch.arange(3))[0]["b"][:, 0]
 
     prior = torch.cat([ibp.prior_mean(4, 4), ibp.prior_mean(3, 3)])
     assert bool((b("all")[2] == 1).all())

@@ -6,7 +6,7 @@ from parts.rivals_client import GOLDEN, close, cohort, fomo, t
 
 from pflcore.algorithms import Pool
 from pflcore.algorithms.fedfomo import mixing_weights
-from pflcore.simulation.round import nbytes
+from pflcore.simulation.accept import nbytes
 
 
 def test_golden_fedfomo():
@@ -32,14 +32,13 @@ def test_fedfomo_downloads_the_best_models_and_explores():
     alg = FedFomo(m=2, epsilon=0.0)
     g = {"w": torch.zeros(6, 3), "seen": torch.tensor([1, 1, 1, 1, 1, 0]).bool(), "p": torch.zeros(6, 6, dtype=torch.float64)}
     g["p"][0] = t([9.0, 1.0, 3.0, 2.0, -1.0, 99.0])
-    gen = torch.Generator().manual_seed(0)
     for _ in range(5):
         rows, index = alg.send(g, cohort([0], 6))["w"]
         assert index.tolist() == [[2, 3]] and rows is g["w"]
-    picks = torch.cat([alg.send(g, cohort([1], 6))["w"].index for _ in range(60)])
+    picks = torch.cat([alg.send(g, cohort([1], 6)._replace(seed=i))["w"].index for i in range(60)])
     assert set(picks.flatten().tolist()) == {0, 2, 3, 4}  # equals are drawn; never itself, never who has not come yet
     assert all(a != b for a, b in picks.tolist())
-    bold = torch.cat([FedFomo(m=2, epsilon=1.0, decay=0.0).send(g, cohort([0], 6))["w"].index for _ in range(60)])
+    bold = torch.cat([FedFomo(m=2, epsilon=1.0, decay=0.0).send(g, cohort([0], 6)._replace(seed=i))["w"].index for i in range(60)])
     assert set(bold.flatten().tolist()) == {1, 2, 3, 4}
     index = FedFomo(m=50).send(g, cohort([0, 5], 6))["w"].index  # more than there are: each gets all that there are for it
     assert index.sort().values.tolist() == [[-1, 1, 2, 3, 4], [0, 1, 2, 3, 4]] and nbytes({"w": Pool(torch.zeros(6, 1), index)}) == 9 * 4

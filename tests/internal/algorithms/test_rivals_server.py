@@ -8,6 +8,7 @@ from parts.rivals_server import GOLDEN, close, cohort, everybody, mixing, t, tre
 from small import served
 
 from pflcore import Net, ops
+from pflcore.algorithms import apply
 from pflcore.algorithms._latest import latest_models, with_uploads
 from pflcore.algorithms.clustered_fl import across, bipartition, cosines
 from pflcore.algorithms.sfl import nearest, smoothing
@@ -18,10 +19,9 @@ def test_gallery_is_exact_for_forty_close_models():
     gen = torch.Generator().manual_seed(0)
     w = (torch.randn(5000, generator=gen, dtype=torch.float64) + 1e-4 * torch.randn(40, 5000, generator=gen, dtype=torch.float64)).float()
     net = Net(nn.Linear(4999, 1))
-    g = {k: v.clone() for k, v in latest_models(net, 40).items()}
+    g = {k: v.clone() for k, v in latest_models(net.w0, 40).items()}
     for ids in ([*range(0, 40, 2)], [*range(1, 40, 2)]):
-        g["w"][ids] = w[ids]
-        g = with_uploads(g, w[ids], cohort(ids, 40))
+        g = apply(g, with_uploads(g, w[ids], cohort(ids, 40))[0])
     close(g["sqdist"], ops.pairwise_sqdist(w.double()), 1e-6)
     close(g["norm2"], (w.double() ** 2).sum(1), 1e-6)
     xi = HeurFedAMP(sigma=5.0).mixing(g["sqdist"], g["norm2"], everybody(40))

@@ -77,15 +77,15 @@ def test_ctrl_c_between_two_runs(monkeypatch):
 
 
 def test_an_interrupt_that_a_library_swallows_ends_the_run_with_the_round(monkeypatch):
-    honest = FedAvg.server
+    honest = FedAvg.update
 
-    def server(self, g, up, cohort):
+    def update(self, state, up, cohort):
         if cohort.round == 2:
             with contextlib.suppress(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
-        return honest(self, g, up, cohort)
+        return honest(self, state, up, cohort)
 
-    monkeypatch.setattr(FedAvg, "server", server)
+    monkeypatch.setattr(FedAvg, "update", update)
     assert cli.main(["run", "fedavg", *DIGITS, "--out", "o"]) == 130
     (run,) = read("o")
     assert len(run.rounds) == 2 and run.stopped == "Interrupted after round 2 of 3."
@@ -105,7 +105,10 @@ def test_without_matplotlib_everything_but_the_pictures(tmp_path, capsys, monkey
 def test_every_algorithm_explains_its_options_and_keeps_its_defaults(name, capsys, monkeypatch):
     with pytest.raises(SystemExit) as e:
         cli.main(["run", name, "--help"])
-    out, own = capsys.readouterr().out, {f.name for f in fields(ALGORITHMS[name])} - set(ALGORITHMS[name].unused)
+    out, own = (
+        capsys.readouterr().out,
+        {f.name for f in fields(ALGORITHMS[name]) if f.type != "None" and ("," in f.type or "Literal" not in f.type)},
+    )
     assert e.value.code == 0 and (f"{name.replace('_', '-')} options" in out) == bool(own)
     assert ("--server-lr" in out) == ("server_lr" in own) and ("--weighting" in out) == ("weighting" in own)
     seen = []

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from doors import IGNORED
 from parts.fields import CLASSES, STEPS, TWO, Tagger, federation, sequences
-from pflcore.train.bridge import prepared
 
 from pflcore import Clients, Net, Training
 from pflcore.data.fields import Fields, joined
+from pflcore.train import prepared
 from pflcore.train.losses import cross_entropy
 
 

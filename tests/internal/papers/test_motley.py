@@ -12,10 +12,10 @@ from small import make_setting
 from bench.papers import study, table
 from bench.papers.plan import complete, load, seeds_of, shortened, tasks
 from bench.papers.run import reproduce
+from bench.papers.runs import picks
 from bench.papers.table import goal_of, rows_of, verdicts
 from pflcore import Net, Simulation, Training, cross_device, metrics, step
 from pflcore.algorithms import FedAvg
-from pflcore.algorithms.hypcluster import picks
 from pflcore.data import federation_of
 from pflcore.results.progress import Progress
 from pflcore.results.record import read
@@ -137,7 +137,7 @@ def test_in_and_out_of_distribution_by_hand():
     p, setting = majority_setting()
     own = p.report % 2
     state = begin(FedAvg(), setting.net, 8)
-    points = study.vary(FineTune(), state, setting, p, "finetune_epochs", (0, 2))
+    points = study.vary(Setup(FineTune(), setting), state, p, "finetune_epochs", (0, 2))
     pool = p.out_of_distribution().client(int(p.report[0]), "test")[1].double().mean().item()
     assert pool == pytest.approx(own.double().mean().item())
     for value, point in zip((0, 2), points, strict=True):
@@ -146,13 +146,13 @@ def test_in_and_out_of_distribution_by_hand():
     torch.testing.assert_close(points[1].others[p.report], torch.where(own == 1, pool, 1 - pool).double())
     assert points[0].own[p.report].tolist() == (1 - own).tolist()  # without tuning: scores tie at 0, and the first class is taken
     with pytest.raises(ValueError, match=r"^option: .*\.$"):
-        study.vary(FedAvg(), state, setting, p, "server_lr", (1,))
+        study.vary(Setup(FedAvg(), setting), state, p, "server_lr", (1,))
 
 
 def test_results_on_validation_are_those_of_the_clients_who_choose():
     p, setting = majority_setting()
     state = begin(FedAvg(), setting.net, 8)
-    values = study.results(FineTune(finetune_epochs=2), state, setting, p, "val")
+    values = study.results(Setup(FineTune(finetune_epochs=2), setting), state, p, "val")
     assert (~values.isnan()).nonzero()[:, 0].tolist() == p.choose.tolist() and values[p.choose].tolist() == [1.0] * 2
 
 
@@ -161,11 +161,11 @@ def test_smaller_personalization_sets_reach_the_algorithm():
     seen = []
 
     class Spy(KnnPer):
-        def personal(self, down, own, local):
-            seen.append(local.size.tolist())
-            return super().personal(down, own, local)
+        def model(self, down, own, clients):
+            seen.append(clients.size.tolist())
+            return super().model(down, own, clients)
 
-    found = study.by_size(Spy(lam=1.0), begin(FedAvg(), setting.net, 8), setting, p)
+    found = study.by_size(Setup(Spy(lam=1.0), setting), begin(FedAvg(), setting.net, 8), p)
     assert seen == [[4] * 4, [2] * 4, [1] * 4] and all(v[p.report].tolist() == [1.0] * 4 for v in found.values())
 
 
@@ -173,7 +173,7 @@ def test_who_picks_which_cluster():
     _, setting = majority_setting()
     state = begin(HypCluster(k=2), setting.net, 8)
     state.server["x"] = torch.tensor([[5.0, 0.0], [0.0, 5.0]])
-    assert picks(state, setting, torch.arange(8)).tolist() == [i % 2 for i in range(8)]
+    assert picks(Setup(HypCluster(k=2), setting), state, torch.arange(8)).tolist() == [i % 2 for i in range(8)]
     state, _ = step(Setup(HypCluster(k=2), setting), state, torch.arange(8))
     assert state.server["pick"].tolist() == [i % 2 for i in range(8)]
 
@@ -197,8 +197,8 @@ def test_a_cross_device_plan_from_grid_to_pictures(tmp_path):
     assert rows["HypCluster"]["largest"] == 100 * metrics.largest_share(seen["cluster"])
     simulation, p = made.simulation(made.first["device", "HypCluster", ""])
     state = made.states(made.first["device", "HypCluster", ""])[-1][3]
-    ours = picks(state, simulation.setting, p.report).tolist()
-    assert [c for c in seen["cluster"] if c >= 0] == ours and ours != picks(state, simulation.setting, p.train[:4]).tolist()
+    ours = picks(simulation.setup, state, p.report).tolist()
+    assert [c for c in seen["cluster"] if c >= 0] == ours and ours != picks(simulation.setup, state, p.train[:4]).tolist()
     pytest.importorskip("matplotlib")
     pictures = {f.name.removeprefix("device-") for f in tmp_path.glob("device-*.png")}
     studies = {"distributions.png", "sizes.png", "FT-finetune_epochs.png", "FT-finetune_lr.png", "kNN-lam.png"}
@@ -209,7 +209,7 @@ def test_a_cross_device_plan_from_grid_to_pictures(tmp_path):
 
 def test_studies_take_the_buffers_of_the_run(tmp_path, monkeypatch):
     asked, real = [], study.evaluate
-    monkeypatch.setattr(study, "evaluate", lambda *args: asked.append(args[5]) or real(*args))
+    monkeypatch.setattr(study, "evaluate", lambda *args: asked.append(args[0].batch_norm) or real(*args))
     methods = {m: {k: v for k, v in DEVICE["methods"][m].items() if k != "grid"} for m in ("FedAvg", "FT")}
     played({**DEVICE, "options": {**DEVICE["options"], "buffers": "local"}, "methods": methods}, tmp_path, draw=True)
     assert len(asked) > 6 and set(asked) == {"local"}

@@ -68,16 +68,16 @@ def test_rows_records_and_table(tmp_path, capsys):
 
 
 def test_a_table_says_who_was_dropped_and_who_ran_away(tmp_path, capsys, monkeypatch):
-    honest = FedAvg.client
+    honest = FedAvg.train
 
-    def client(self, down, own, local):
-        new, up = honest(self, down, own, local)
+    def train(self, down, own, clients):
+        new, up, fit = honest(self, down, own, clients)
         up = {k: v.clone() for k, v in up.items()}
         for v in up.values():
-            v[1 if local.round == 2 else 2] = torch.nan if local.round == 2 else 1e3
-        return new, up
+            v[1 if clients.round == 2 else 2] = torch.nan if clients.round == 2 else 1e3
+        return new, up, fit
 
-    monkeypatch.setattr(FedAvg, "client", client)
+    monkeypatch.setattr(FedAvg, "train", train)
     settings = {"iid": {"partition": "iid"}}
     path = plan(tmp_path, settings=settings, methods={"FedAvg": {"algorithm": "fedavg"}, "Local": {"algorithm": "local"}}, reported={})
     assert cli.main(["reproduce", path, "--out", str(tmp_path / "out"), "--quiet", "--workers", "1"]) == 0
@@ -171,9 +171,9 @@ def test_a_grid_is_chosen_on_validation_data(tmp_path, monkeypatch):
     splits = []
     run = Simulation.run
 
-    def spy(self, *a):
-        splits.append((self.eval_split, self.training.lr, int(self.data.size().sum())))
-        return run(self, *a)
+    def spy(self, *a, **more):
+        splits.append((self.evaluation.split, self.training.lr, int(self.data.size().sum())))
+        return run(self, *a, **more)
 
     monkeypatch.setattr(Simulation, "run", spy)
     out = tmp_path / "out"
@@ -231,7 +231,9 @@ def test_every_plan_is_well_formed(name):
     assert any(c.isdigit() for c in made["takes"]) and made["about"]
     for m in made["methods"].values():
         alg = algorithm(m["algorithm"], m.get("options"))
-        assert {k for k in m.get("grid", {}) if not k.startswith("training.")} <= set(vars(alg)) and set(m.get("vary", {})) <= set(alg.late)
+        assert {k for k in m.get("grid", {}) if not k.startswith("training.")} <= set(vars(alg)) and set(m.get("vary", {})) <= set(
+            alg.traits.late
+        )
     if made["costs"]:
         return
     todo = plans.tasks(made, seeds=1, equal=True)
@@ -386,7 +388,7 @@ def test_a_grid_chooses_on_samples_that_no_state_was_trained_on(tmp_path, monkey
 
 def test_kept_states_are_evaluated_as_the_run_evaluates(tmp_path, monkeypatch):
     seen, evaluate = [], runs.evaluate
-    monkeypatch.setattr(runs, "evaluate", lambda *a: (seen.append(a[5:]), evaluate(*a))[1])
+    monkeypatch.setattr(runs, "evaluate", lambda *a: (seen.append((a[0].batch_norm, a[4])), evaluate(*a))[1])
     methods = {"F": {"algorithm": "fedavg"}, "FT": {"algorithm": "finetune", "state_of": "F"}}
     options = {"data": "digits", "n": 4, "rounds": 2, "model": "linear", "buffers": "local", "metrics": ["f1"]}
     made = played(tmp_path, options=options, methods=methods, settings=IID, reported={})

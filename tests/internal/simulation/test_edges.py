@@ -20,21 +20,21 @@ from pflcore import Net, Simulation
 from pflcore.algorithms import ALGORITHMS
 from pflcore.algorithms.hypcluster import centres
 from pflcore.algorithms.knnper import neighbours
-from pflcore.simulation.round import buffers_of
+from pflcore.simulation.round import policy
 
 
 def test_each_method_has_its_policy_and_only_what_it_knows():
     net = normal().net
-    served = {n for n, c in ALGORITHMS.items() if c.buffers[0] == "average"}
+    served = {n for n, c in ALGORITHMS.items() if c().traits.batch_norm[0] == "average"}
     assert {"fedavg", "scaffold", "waffle", "weight_erosion", "clustered_fl", "finetune", "fedrod", "sfl", "per_fedavg"} <= served
-    assert {n for n, c in ALGORITHMS.items() if c.buffers[0] == "models"} == {"hypcluster", "ensemble"}
-    assert buffers_of(FedDWA(), net) == "local" and buffers_of(FedDWA(), net, "average") == "average"
+    assert {n for n, c in ALGORITHMS.items() if c().traits.batch_norm[0] == "rule"} == {"hypcluster", "ensemble"}
+    assert policy(FedDWA(), net) == "local" and policy(FedDWA(), net, "average") == "average"
     for alg in (APFL(), Ditto(), LocalOnly(), PFedMe(), Mocha(), L2C()):
-        assert buffers_of(alg, net) == "local"
-        with pytest.raises(ValueError, match=r"^buffers: \w+ knows 'local' statistics, got 'average'\.$"):
-            buffers_of(alg, net, "average")
-        assert buffers_of(alg, Net(tiny_model()), "average")  # nothing to average
-    with pytest.raises(ValueError, match=r"^buffers: HypCluster knows 'models'"):
+        assert policy(alg, net) == "local"
+        with pytest.raises(ValueError, match=r"^batch_norm: this \w+ knows 'local' statistics, got 'average'\.$"):
+            policy(alg, net, "average")
+        assert policy(alg, Net(tiny_model()), "average")  # nothing to average
+    with pytest.raises(ValueError, match=r"^batch_norm: this HypCluster knows 'rule'"):
         Simulation(HypCluster(), normed, images(), batch_norm="local")
 
 

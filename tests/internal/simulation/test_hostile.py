@@ -5,12 +5,13 @@ import math
 import pytest
 import torch
 from doors import synthetic_clusters
-from pflcore.simulation.uploads import norms
 from torch import nn
 
 from pflcore import ALGORITHMS, Training, cross_silo, tune
+from pflcore.algorithms import Cohort, Traits
 from pflcore.results.record import Record, read
 from pflcore.results.table import table
+from pflcore.simulation.accept import Trained, update_norms
 from pflcore.tuning import candidates
 
 
@@ -61,4 +62,6 @@ def test_tuning_takes_names_and_functions_and_refuses_what_changes_nothing(data)
 def test_an_uploaded_model_is_measured_from_its_own_clients_last_one():
     held = torch.tensor([[0.0, 0.0], [9.0, 9.0], [3.0, 4.0], [50.0, 0.0]])
     up = {"w": torch.tensor([[0.0, 2.0], [3.0, 5.0], [50.0, 7.0]])}
-    assert norms(up, {"w": held}, torch.tensor([0, 2, 3]), 4).tolist() == [2.0, 1.0, 7.0]
+    cohort = Cohort(torch.tensor([0, 2, 3]), torch.ones(3, dtype=torch.long), 4)
+    trained = Trained(cohort, {}, up, {}, {}, torch.empty(3, 0), torch.zeros(3))
+    assert update_norms(trained, Traits(models={"w": "server.w"}), {"w": held}).tolist() == [2.0, 1.0, 7.0]

@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 from methods import Waffle
-from pflcore.simulation.uploads import farthest
-from small import images, tiny_model
+from small import grouped, images, tiny_model
 
 from pflcore import Evaluation, Federation, Hardware, Simulation, Training, for_everyone
 from pflcore.data.ragged import Ragged
@@ -18,6 +17,7 @@ from pflcore.results.record import group, plain
 from pflcore.results.table import table
 from pflcore.simulation import checkpoint
 from pflcore.simulation import rows as on_disk
+from pflcore.simulation.accept import farthest
 from pflcore.simulation.footprint import Live
 from pflcore.train import memory
 from pflcore.train.random import drawn
@@ -32,7 +32,7 @@ def many(n, each=3):
 
 
 def simulation(name, data, **options):
-    return Simulation(name, lambda: nn.Linear(4, 2), data, Training(lr=0.1, batch_size=2), **{"rounds": 4, **options})
+    return Simulation(name, lambda: nn.Linear(4, 2), data, Training(lr=0.1, batch_size=2), **grouped({"rounds": 4, **options}))
 
 
 # a round costs its cohort ----------------------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ def simulation(name, data, **options):
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "ditto", "feddwa", "waffle", "hypcluster"])
 def test_nothing_in_a_round_or_its_record_is_as_long_as_the_federation(name):
     n = 20_000
-    play = simulation(name, many(n), participation=10 / n, eval_clients=20).iterate()
+    play = simulation(name, many(n), participation=10 / n, evaluated=20).iterate()
     next(play)
     with Live() as live:
         record = next(play)
@@ -64,21 +64,19 @@ def test_every_client_is_drawn_as_often(n, count):
 
 def test_a_number_of_clients_is_evaluated_as_a_list_of_them_is():
     data = many(50)
-    some = simulation("ditto", data, eval_clients=6)
-    given = simulation("ditto", data, eval_clients=some.eval_clients.tolist())
-    assert len(some.eval_clients) == 6 and not torch.equal(
-        some.eval_clients, simulation("ditto", data, eval_clients=6, seed=1).eval_clients
-    )
+    some = simulation("ditto", data, evaluated=6)
+    given = simulation("ditto", data, evaluated=some.looked_at.tolist())
+    assert len(some.looked_at) == 6 and not torch.equal(some.looked_at, simulation("ditto", data, evaluated=6, seed=1).looked_at)
     for a, b in zip(some.iterate(), given.iterate(), strict=True):
         ids = a["eval"]["clients"]
-        assert ids == some.eval_clients.tolist() and len(b["eval"]["loss"]) == 50
+        assert ids == some.looked_at.tolist() and len(b["eval"]["loss"]) == 50
         assert all(a["eval"][k] == [b["eval"][k][i] for i in ids] for k in ("loss", "accuracy", "size"))
-    with pytest.raises(ValueError, match="eval_clients: expected a whole number, at least 1, got 0"):
-        simulation("fedavg", data, eval_clients=0)
+    with pytest.raises(ValueError, match="clients: expected .* a whole number, at least 1.*, got 0"):
+        simulation("fedavg", data, evaluated=0)
 
 
 def test_means_and_rows_of_some_clients():
-    history = simulation("fedavg", many(50), eval_clients=6).run()
+    history = simulation("fedavg", many(50), evaluated=6).run()
     found, ids = rows(history.header, history.rounds, "client"), history.rounds[0]["eval"]["clients"]
     assert [r["client"] for r in found[:6]] == ids and "mean_clients" not in rows(history.header, history.rounds)[0]
     run = group(history.lines())[0]
@@ -87,20 +85,21 @@ def test_means_and_rows_of_some_clients():
 
 def test_weights_of_those_who_took_part_alone_are_read_as_everybodys():
     """WAFFLE's report is a list of N, or of the cohort; and a run for each client has one for each."""
-    data, some = many(6), {"participation": 0.5, "rounds": 2, "eval_every": 0}
+    data, some = many(6), {"participation": 0.5, "rounds": 2, "every": 0}
     history = simulation("waffle", data, **some).run()
-    run, state = group(history.lines())[0], history.state
-    want = torch.zeros(6, dtype=torch.float64).index_copy_(0, state.server["ids"], state.server["weights"])
+    run = group(history.lines())[0]
+    cohort, weight = history.rounds[-1]["cohort"], torch.tensor(history.rounds[-1]["report"]["weight"], dtype=torch.float64)
+    want = torch.zeros(6, dtype=torch.float64).index_copy_(0, torch.tensor(cohort), weight)
     assert history.rounds[-1]["report"].keys() == {"index", "weight"} and torch.equal(run.weights()[1][-1], want)
-    each = group(for_everyone("waffle", lambda: nn.Linear(4, 2), data, Training(lr=0.1, batch_size=2), **some).lines())[0]
+    each = group(for_everyone("waffle", lambda: nn.Linear(4, 2), data, Training(lr=0.1, batch_size=2), **grouped(some)).lines())[0]
     alone = group(simulation(Waffle(target=4), data, **some).run().lines())[0]
     assert torch.equal(each.weights()[1][-1][0], want) and torch.equal(each.weights()[1][-1][4], alone.weights()[1][-1])
-    whole = simulation("waffle", data, rounds=1, eval_every=0).run()
+    whole = simulation("waffle", data, rounds=1, every=0).run()
     assert len(whole.rounds[0]["report"]["weights"]) == 6
 
 
 def test_a_void_round_leaves_the_weights_of_earlier_rounds():
-    huge = simulation(Waffle(server_lr=1e42), many(6), rounds=1, eval_every=0)
+    huge = simulation(Waffle(server_lr=1e42), many(6), rounds=1, every=0)
     before = huge.state.server["history"].clone()
     with pytest.warns(RuntimeWarning, match="the server's x would not be finite"):
         state = huge.run().state
@@ -108,7 +107,7 @@ def test_a_void_round_leaves_the_weights_of_earlier_rounds():
 
 
 def _once(data):
-    return simulation("waffle", data, rounds=1, eval_every=0).run().state.server["history"]
+    return simulation("waffle", data, rounds=1, every=0).run().state.server["history"]
 
 
 def test_records_of_two_streams_stand_in_no_table():
@@ -123,7 +122,7 @@ def test_records_of_two_streams_stand_in_no_table():
 
 @pytest.mark.parametrize("name", ["ditto", "scaffold", "feddwa"])
 def test_rows_on_disk_change_nothing(name, tmp_path):
-    data, options = many(40), {"participation": 0.2, "eval_every": 2}
+    data, options = many(40), {"participation": 0.2, "every": 2}
     a, b = (simulation(name, data, rows=where, **options) for where in ("memory", tmp_path))
     first, second = a.run(), b.run()
     keep = [{k: v for k, v in r.items() if k != "seconds"} for r in first.rounds]
@@ -139,11 +138,11 @@ def test_rows_on_disk_change_nothing(name, tmp_path):
 @pytest.mark.parametrize("every", [0, 1])
 def test_only_clients_that_took_part_take_room(tmp_path, every):
     """An evaluation of everybody writes nothing."""
-    run = simulation("ditto", many(40), rows=tmp_path, participation=0.1, rounds=2, eval_every=every)
+    run = simulation("ditto", many(40), rows=tmp_path, participation=0.1, rounds=2, every=every)
     play = run.iterate()
     cohort = next(play)["cohort"]
-    own = run._state.clients
-    assert own.known.nonzero()[:, 0].tolist() == cohort and not own["v"][~own.known].any()
+    own, seen = run._state.clients, run._state.seen
+    assert seen.nonzero()[:, 0].tolist() == cohort and not own["v"][~seen].any()
 
 
 def test_a_snapshot_on_disk_does_not_change(tmp_path):
@@ -181,7 +180,7 @@ def test_a_disk_that_becomes_full_ends_the_run_with_a_sentence_and_the_state_of_
     def fill(round, record):
         monkeypatch.setattr(on_disk.shutil, "disk_usage", lambda folder: type("Full", (), {"free": 100}))
 
-    with pytest.raises(OSError, match=r"rows: \d more clients need up to .* on disk, and .* has 100 B free; make room") as told:
+    with pytest.raises(OSError, match=r"rows: this round's rows need up to .* on disk, and .* has 100 B free; make room") as told:
         run.run(fill)
     assert len(told.value.history.rounds) == 1 and run._state.round == 1
     monkeypatch.undo()
@@ -193,14 +192,14 @@ def test_a_disk_that_becomes_full_ends_the_run_with_a_sentence_and_the_state_of_
 def test_a_newcomer_meets_fresh_rows_of_those_who_never_took_part(tmp_path):
     data, x = many(12), torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
     new = (torch.ones(4, 4), torch.tensor([0, 1, 0, 1]))
-    a, b = (simulation("fedamp", data, rows=where, participation=0.2, eval_every=0).run().adapt(new, 2) for where in ("memory", tmp_path))
+    a, b = (simulation("fedamp", data, rows=where, participation=0.2, every=0).run().adapt(new, 2) for where in ("memory", tmp_path))
     assert torch.equal(a(x), b(x))
 
 
 def test_what_does_not_fit_goes_to_disk_by_itself(monkeypatch):
-    assert simulation("ditto", many(40)).folder is None
+    assert simulation("ditto", many(40)).setup.folder is None
     monkeypatch.setattr(memory, "capacity", lambda device: 12_000)
-    assert simulation("ditto", many(40)).folder is not None
+    assert simulation("ditto", many(40)).setup.folder is not None
 
 
 def test_a_checkpoint_of_rows_on_disk_goes_on_there_and_in_memory(tmp_path):
@@ -224,10 +223,10 @@ def test_a_checkpoint_of_rows_on_disk_goes_on_there_and_in_memory(tmp_path):
     half.rounds = 6
     half.run(lambda r, _: half.save(tmp_path / "kept") if r == 2 else None)
     held, _ = checkpoint.load(tmp_path / "kept")
-    assert len(held["seen.ids"]) == len(held["own.v"]) < 5
-    for options in ({}, {"rows": "memory"}):
+    assert int(held["seen"].sum()) == len(held["clients.v"]) < 5
+    for options in ({}, {"hardware": Hardware(rows="memory")}):
         rest = Simulation.load(tmp_path / "kept", model=tiny_model(), data=data, **options)
-        assert (rest.folder is None) == bool(options)
+        assert (rest.setup.folder is None) == bool(options)
         rest.run()
         assert torch.equal(rest.state.server["x"], whole.state.server["x"])
         ids = rest.state.seen
