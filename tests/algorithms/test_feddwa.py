@@ -43,7 +43,6 @@ def points(targets, lr, batch_size=100, seed=0, engine="loop", **training):
 
 
 def cohort(ids, n, round=1):
-    share = torch.full((len(ids),), 1 / len(ids), dtype=torch.float64)
     return Cohort(torch.tensor(ids), torch.ones(len(ids), dtype=torch.long), n, round, 10)
 
 

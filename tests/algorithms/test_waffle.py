@@ -68,7 +68,7 @@ def sequence(d, rounds, upto=None, **options):
     net, data = quadratics(torch.ones(len(d), 1), torch.zeros(len(d), 1))
     alg = FixedDistances(d=tuple(d), **options)  # type: ignore[arg-type]
     found = play(alg, make_setting(net, data, Training(), rounds=rounds), upto)
-    return [(s.server["history"][0].tolist(), done.mix.weight[0].tolist()) for s, done in found]
+    return [(s.server["history"][:, 0].tolist(), done.mix.weight[0].tolist()) for s, done in found]
 
 
 def test_golden_weights_with_another_target_and_a_history():
@@ -77,7 +77,7 @@ def test_golden_weights_with_another_target_and_a_history():
     cohort = Cohort(torch.arange(5), torch.ones(5), 5, 40, 100)
     up = {"delta": torch.tensor([[3.0], [1.5], [0], [0.5], [6]], dtype=F64)}
     smooth, history = alg.weights(begin(alg, net, 5).server["history"], up["delta"], cohort)
-    close(history[0], [0.0965035928, 0.2348252394, 0.3416314973, 0.3270396705, 0])
+    close(history[:, 0], [0.0965035928, 0.2348252394, 0.3416314973, 0.3270396705, 0])
     close(smooth, [0.1655011976, 0.2116084131, 0.2472104991, 0.2423465568, 0.1333333333])
 
 
@@ -206,7 +206,7 @@ class Forced(Waffle):
         w = torch.full((cohort.n,), 1 / cohort.n, dtype=F64)
         if cohort.round > self.even:
             w = torch.nn.functional.one_hot(torch.tensor(self.target), cohort.n).double()
-        return w, w.expand(2, -1)
+        return w, w[:, None].expand(-1, 2)
 
 
 @pytest.mark.parametrize("mode", ["recompute", "literal"])

@@ -459,7 +459,7 @@ def test_every_public_callable_is_in_the_table():
     missing, module = [], ""
     for section, name in re.findall(r"^(?:## `(pflcore[\w.]*)`|- `(\w+)`)", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.M):
         module = section or module
-        # Flower's own tests do this, where Flower is; what reaches a reference, or `apply`, has been checked; the command line has tests of its own
+        # Flower's own tests do this, where Flower is; what reaches a reference has been checked; the command line has its own
         if module in ("pflcore.interop.flower", "pflcore.ops.reference", "pflcore.cli", "pflcore.check"):
             continue
         thing = getattr(importlib.import_module(module), name) if name else None

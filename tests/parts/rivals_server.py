@@ -18,7 +18,6 @@ def close(got, want, rtol=1e-8, atol=1e-10):
 
 
 def cohort(ids, n, round=1):
-    share = torch.full((len(ids),), 1 / len(ids), dtype=torch.float64)
     return Cohort(torch.tensor(ids), torch.ones(len(ids), dtype=torch.long), n, round, 100)
 
 

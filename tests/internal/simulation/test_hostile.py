@@ -53,7 +53,7 @@ def test_tuning_takes_names_and_functions_and_refuses_what_changes_nothing(data)
     with pytest.raises(TypeError, match=r"^protocol: .*cross_silo") as e:
         tune(data, model, "fedavg", Training(), {}, 2)
     sentence(e)
-    for key, word in (("server_lr", "plays no part in LocalOnly"), ("lr", "training.lr")):
+    for key, word in (("server_lr", "is no option of LocalOnly"), ("lr", "training.lr")):
         with pytest.raises(ValueError, match=word) as e:
             candidates(ALGORITHMS["local"](), Training(), {key: [0.1, 0.2]})
         sentence(e)

@@ -71,7 +71,7 @@ def test_a_number_of_clients_is_evaluated_as_a_list_of_them_is():
         ids = a["eval"]["clients"]
         assert ids == some.looked_at.tolist() and len(b["eval"]["loss"]) == 50
         assert all(a["eval"][k] == [b["eval"][k][i] for i in ids] for k in ("loss", "accuracy", "size"))
-    with pytest.raises(ValueError, match="clients: expected .* a whole number, at least 1.*, got 0"):
+    with pytest.raises(ValueError, match=r"clients: expected .* a whole number, at least 1.*, got 0"):
         simulation("fedavg", data, evaluated=0)
 
 
