@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 KEPT = ROOT / "build" / "trust"
 TABLE = Path(__file__).with_name("faults.jsonl")
 SUITES = ("fast", "deep")
-ROOMS = ("ops", "algorithms", "local", "simulation")  # of fresh faults
+ROOMS = ("ops", "algorithms", "train", "simulation")  # of fresh faults
 COMPILED = ["tests/ops", "tests/internal/ops", "tests/nn"]  # the tests of a fault in C++, which coverage does not see
 SECONDS, TRIED = 120, 40  # that the tests of one fault may take, and what those that are tried in a suite took under coverage
 

@@ -183,8 +183,8 @@ def commit(state: State, changes: Changes, folder: Path | None = None) -> State:
     if not changes:
         return replace(state, round=state.round + 1, void=state.void + 1)
     if folder is not None:
-        new = [v for k, v in changes.items() if isinstance(v, Rows) and k != "batch_norm"]
-        rows.check_room("this round's rows need", sum(v.rows.nbytes for v in new), folder)
+        new = [v.rows for k, v in changes.items() if isinstance(v, Rows) and k != "batch_norm"]
+        rows.check_room("this round's rows need", sum(map(rows.room, new)), folder)
     with unbroken():  # no signal comes while rows are written
         return unflat(apply(flat(state), changes), state.round + 1)
 
@@ -246,7 +246,7 @@ def copied(setup: Setup, state: State) -> State:
     begun = begin(setup.algorithm, setup.setting.net, len(state.seen), setup.folder, bool(state.clients))
     if setup.folder is not None:
         seen = int(state.seen.sum())
-        need = sum(v[0].nbytes * seen for v in state.clients.values())
+        need = sum(rows.room(v[:seen]) for v in state.clients.values())
         rows.check_room("a copy of the state needs", need, setup.folder)
     tensors = state_dict(setup.algorithm, state)
     return load_state_dict(setup.algorithm, begun, tensors, state.round, state.void)

@@ -38,6 +38,11 @@ def check_room(what: str, need: int, folder: Path) -> None:
         )
 
 
+def room(rows: Tensor) -> int:
+    """The bytes that rows [S, ...] may take on disk: each its own, and a block that it only begins."""
+    return rows.nbytes + len(rows) * BLOCK
+
+
 def mapped(shape: tuple[int, ...], dtype: torch.dtype, folder: Path) -> Tensor:
     """A tensor of zeros in a nameless file in `folder`. ValueError where that cannot be written."""
     count = torch.Size(shape).numel()

@@ -57,7 +57,7 @@ def test_a_full_disk_is_a_sentence_and_no_killed_process(tmp_path, monkeypatch):
 
     def look(round, record):
         assert run.state.round == round  # the run goes on with a copy
-        monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Full", (), {"free": 10}))
+        monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Full", (), {"free": 100}))
 
     with pytest.raises(OSError, match=r"rows: a copy of the (clients' rows|state) needs up to .* make room"):
         run.run(look)
