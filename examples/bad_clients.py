@@ -27,14 +27,14 @@ def deep():
 def spoil(algorithm, value):
     """The algorithm, with a client whose uploads hold nothing but `value`."""
 
-    def client(self, down, own, local):
-        new, up = kind.client(self, down, own, local)
-        bad = (local.ids == BAD).to(next(iter(up.values())).device) if up else None
+    def train(self, down, own, clients):
+        new, up, fit = kind.train(self, down, own, clients)
+        bad = (clients.ids == BAD).to(next(iter(up.values())).device) if up else None
         up = {k: v.clone().masked_fill_(bad.view(-1, *[1] * (v.dim() - 1)), value) if v.is_floating_point() else v for k, v in up.items()}
-        return new, up
+        return new, up, fit
 
     kind = type(algorithm)
-    return type(kind.__name__, (kind,), {"client": client})(**vars(algorithm))
+    return type(kind.__name__, (kind,), {"train": train})(**vars(algorithm))
 
 
 def play(name, kind, clip):
