@@ -24,7 +24,7 @@ def grown(alg: Algorithm, state: State, net: Net, n: int) -> tuple[State, bool]:
     everybody = any(many[k].shape != few[k].shape for k in models)
     new = flat(replace(state, server=alg.grow(state.server, n)))
     for key, old in new.items():
-        grows = key in many and len(many[key]) and many[key].shape != few[key].shape
+        grows = key in many and many[key].shape[:1] > (0,) and many[key].shape != few[key].shape
         new[key] = larger(old, many[key]) if grows else old.clone()
     new["batch_norm"][n] = state.batch_norm.mean(0)
     return unflat(new, state.round, state.void), everybody

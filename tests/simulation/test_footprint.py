@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn as nn
+from small import grouped
 
 from pflcore import Federation, Simulation, Training
 from pflcore.algorithms import ALGORITHMS
@@ -34,14 +35,14 @@ def played(name, participation, engine, workers, send):
     split = {s: list((torch.arange(N * 4) + i * N * 4).split(4)) for i, s in enumerate(("train", "val", "test"))}
     data = Federation(x, y, split, 4)
     algorithm = ALGORITHMS[name](**OPTIONS.get(name, {}))
-    small = dict(rounds=2, seed=0, workers=workers, engine=engine, participation=participation)
+    small = grouped(dict(rounds=2, seed=0, workers=workers, engine=engine, participation=participation))
     training = Training(lr=0.01, batch_size=4)
     made = partial(model, engine == "loop")
     Simulation(algorithm, made(width=8), data, training, **small).run()  # what a first run allocates for good
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = resident("VmRSS")
     simulation = Simulation(algorithm, made(), data, training, **small | {"rounds": 3})
-    estimate = simulation._peak_bytes(simulation.setting.net)
+    estimate = simulation.peak_bytes()
     simulation.run()
     send.send((estimate, resident("VmHWM") - before, str(simulation.header()["path"]["form"])))
 

@@ -158,7 +158,7 @@ def anonymous():
 def test_memory_does_not_grow_with_rounds(data, name):
     """1,500 rounds that nobody keeps the records of: at a round a minute they are a day and more."""
     seen = {}
-    for record in make(data, name, rounds=1500, eval_every=50).iterate():
+    for record in make(data, name, rounds=1500, every=50).iterate():
         if record.get("round") in (300, 1500):
             seen[record["round"]] = anonymous()
     assert seen[1500] - seen[300] < 1.2e6, seen  # a leak of a kilobyte a round
