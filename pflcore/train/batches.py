@@ -100,14 +100,14 @@ class Batches:
         lists = data.lists("train")
         self.size = lists.size[torch.from_numpy(ids)]
         self.steps, self.cuts, self.taken = steps_of(tuple(self.size.tolist()), training, plan, ragged, join)
-        passes = range(plan.batches * max(step.epochs for step in self.steps))
+        passes = range(plan.batches * self.steps[-1].epochs)  # the smallest client's, the most
         begin, orders = lists.begin[torch.from_numpy(ids)][:, None], []
         for p in passes:
             fixed = (key[0], 0, plan.stream, 0)  # one order for the whole run
             words = client_seeds(ids, *(*key, plan.stream, p) if training.reshuffle else fixed)
             orders.append(torch.from_numpy(shuffles(words, self.size.numpy())).add_(begin))
-        order = onto(torch.stack(orders, 1), lists.flat.device)
-        self.order = lists.flat.take(order)  # [s, passes, longest]
+        order = orders[0][:, None] if len(orders) == 1 else torch.stack(orders, 1)
+        self.order = lists.flat.take(onto(order, lists.flat.device))  # [s, passes, longest]
         self._key = ids, (*key, plan.stream, "noise"), data.y.device
 
     @cached_property

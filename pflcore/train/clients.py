@@ -91,7 +91,7 @@ class Clients:
         """The model as a function of a row."""
         return self.setting.net
 
-    @property
+    @cached_property
     def size(self) -> Tensor:
         """Training samples of each client, [S]."""
         return self.setting.data.size("train")[self.ids]

@@ -25,6 +25,7 @@ from pflcore.train.chain import Chain
 from pflcore.train.net import Net
 from pflcore.train.training import Training
 
+EPOCH_BYTES = 1 << 26  # an epoch's minibatches are gathered at once up to this size
 Tensors = dict[str, Tensor]
 LossFn = Callable[[Net, Tensor, Tensor, Tensor, Tensors], Tensor]  # net, row, x, y, extra
 
@@ -138,17 +139,26 @@ class Chunk:
     def __post_init__(self) -> None:
         self.losses = torch.zeros(len(self.buffers), dtype=torch.float64, device=self.data.device)
         self.leaves: list[Tensor] = []
-        self._at: tuple[Step, int] | None = None
+        self._epoch: int | None = None
 
     def samples(self, step: Step, which: int) -> tuple[Tensor, Tensor]:
         """x [s, B, ...] and the clients' own labels y [s, B, ...] of a minibatch."""
-        if self._at != (step, which):  # a step may look at its samples more than once
-            at, pool = self.batches.places(step, which), (self.data.x, self.data.y)
-            x, y = (t.index_select(0, at.flatten()).unflatten(0, at.shape) for t in pool)
-            if self.relabel is not None:
-                y = self.relabel[step.a : step.b].gather(1, y.flatten(1)).view_as(y)
-            self._at, self._samples = (step, which), (x, y)
-        return self._samples
+        epoch, x = step.epoch + which * step.epochs, self.data.x
+        whole = self.batches.order[:, epoch]
+        if whole.numel() * x[0].nbytes > EPOCH_BYTES:
+            return self.gathered(self.batches.places(step, which), step.clients)
+        if self._epoch != epoch:
+            self._epoch, self._samples = epoch, self.gathered(whole, slice(None))
+        x, y = self._samples
+        return x[step.clients, step.first : step.last], y[step.clients, step.first : step.last]
+
+    def gathered(self, at: Tensor, clients: slice) -> tuple[Tensor, Tensor]:
+        """The samples and the clients' own labels at some places [s, n] of the pool."""
+        pool = (self.data.x, self.data.y)
+        x, y = (t.index_select(0, at.flatten()).unflatten(0, at.shape) for t in pool)
+        if self.relabel is not None:
+            y = self.relabel[clients].gather(1, y.flatten(1)).view_as(y)
+        return x, y
 
     def gradient(self, w: Tensor, step: Step, which: int = 0) -> tuple[Tensor, Tensor]:
         """Losses [s] and gradients [s, Q] at `w` [s, Q] on a step's `which`-th minibatch."""
