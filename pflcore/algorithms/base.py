@@ -17,10 +17,10 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore.algorithms import defences
+from pflcore.data.ragged import onto
 from pflcore.ops import kinds
 from pflcore.train import Local, Setting, Training
 from pflcore.train.net import Net
-from pflcore.train.workers import onto
 
 Tensors = dict[str, Tensor]
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore.algorithms.base import Cohort, FedAvg, Payload, Tensors
+from pflcore.data.ragged import onto
 from pflcore.ops.kinds import NonNegative, Weighting, Whole
 from pflcore.train.net import Net
-from pflcore.train.workers import onto
 
 
 @dataclass(frozen=True)

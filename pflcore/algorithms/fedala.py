@@ -12,13 +12,12 @@ from torch import Tensor
 from pflcore.algorithms.base import FedAvg, Payload, Tensors
 from pflcore.algorithms.ditto import started
 from pflcore.data.federation import Federation
-from pflcore.data.ragged import Ragged, starts
+from pflcore.data.ragged import Ragged, onto, starts
 from pflcore.ops import kinds
 from pflcore.ops.kinds import Count, Fraction, NonNegative, Whole
 from pflcore.train import Local, Setting
 from pflcore.train.net import Net
 from pflcore.train.random import client_seeds, shuffles
-from pflcore.train.workers import onto
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from torch import Tensor
 from pflcore import ops
 from pflcore.algorithms.base import Cohort, Commit, FedAvg, Payload, Tensors, only_sgd
 from pflcore.algorithms.qp import inner_products, simplex_qp
+from pflcore.data.ragged import onto
 from pflcore.ops.kinds import Count, NonNegative, Positive, Share
 from pflcore.train import Local, Training
 from pflcore.train.net import Net
-from pflcore.train.workers import onto
 
 MANY = 1000  # clients of a cohort from which on the nearest are looked for in blocks, by groups where rows are so long that a pair costs:
 LONG = 1 << 10

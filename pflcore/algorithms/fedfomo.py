@@ -12,11 +12,11 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore.algorithms.base import Cohort, Commit, FedAvg, Payload, Pool, Tensors
+from pflcore.data.ragged import onto
 from pflcore.ops.kinds import Count, NonNegative, Share
 from pflcore.train import Local
 from pflcore.train.net import Net
 from pflcore.train.random import client_seeds, uniforms
-from pflcore.train.workers import onto
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pflcore.algorithms.base import FedAvg, Payload, Tensors
+from pflcore.data.ragged import onto
 from pflcore.nn.mode import forward_mode
 from pflcore.ops.kinds import NonNegative
 from pflcore.train import Local
 from pflcore.train.losses import REGRESSION, binary_cross_entropy, cross_entropy, hinge, loss_name
 from pflcore.train.net import Net
-from pflcore.train.workers import onto
 
 CHECKED: WeakSet[Net] = WeakSet()  # models that are their head on their features
 

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from pflcore.algorithms.base import Payload, Tensors
 from pflcore.algorithms.fedopt import FedOpt
+from pflcore.data.ragged import onto
 from pflcore.metrics import right
 from pflcore.ops.kinds import NonNegative, Whole
 from pflcore.train import Local
 from pflcore.train.net import Net
-from pflcore.train.workers import onto
 
 Choose = Literal["fixed", "global", "client"]
 

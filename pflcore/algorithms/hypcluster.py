@@ -12,11 +12,11 @@ from torch import Tensor
 from pflcore import ops
 from pflcore.algorithms.base import Cohort, Payload, Pool, State, Tensors
 from pflcore.algorithms.fedopt import FedOpt
+from pflcore.data.ragged import onto
 from pflcore.ops.kinds import Count, Whole
 from pflcore.train import Local, Setting
 from pflcore.train.net import Net
 from pflcore.train.random import generator_of
-from pflcore.train.workers import onto
 
 
 def starts(net: Net, k: int, seed: int | None = None) -> Tensor:

@@ -13,11 +13,11 @@ from torch import Tensor
 from pflcore import ops
 from pflcore.algorithms.base import Payload, Tensors
 from pflcore.algorithms.fedopt import FedOpt
+from pflcore.data.ragged import onto
 from pflcore.ops.kinds import Count, Share
 from pflcore.train import Local
 from pflcore.train.losses import binary_cross_entropy, cross_entropy, hinge
 from pflcore.train.net import Net
-from pflcore.train.workers import onto
 
 Kernel = Literal["exp", "inverse", "gauss_dim"]
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore.algorithms.base import Cohort, FedAvg, Payload, Stop, Tensors, only_sgd, written
+from pflcore.data.ragged import onto
 from pflcore.ops.kinds import Count, Fraction, NonNegative
 from pflcore.train import Local, Training
 from pflcore.train.net import Net
-from pflcore.train.workers import onto
 
 
 @dataclass(frozen=True)

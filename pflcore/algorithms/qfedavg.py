@@ -9,9 +9,9 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore.algorithms.base import Cohort, FedAvg, Tensors, only_sgd
+from pflcore.data.ragged import onto
 from pflcore.ops.kinds import NonNegative
 from pflcore.train import Local, Training
-from pflcore.train.workers import onto
 
 
 @dataclass(frozen=True)

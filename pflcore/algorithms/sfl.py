@@ -12,10 +12,10 @@ from torch import Tensor
 from pflcore import ops
 from pflcore.algorithms._latest import latest_models, with_uploads
 from pflcore.algorithms.base import Cohort, FedAvg, Payload, Tensors, written
+from pflcore.data.ragged import onto
 from pflcore.ops.kinds import Count, NonNegative, Share
 from pflcore.train import Local
 from pflcore.train.net import Net
-from pflcore.train.workers import onto
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from torch import Tensor
 from pflcore import ops
 from pflcore.algorithms.base import Cohort, Commit, Payload, Tensors
 from pflcore.algorithms.scaffold import Scaffold
+from pflcore.data.ragged import onto
 from pflcore.ops.kinds import Whole
 from pflcore.train import Local
 from pflcore.train.net import Net
-from pflcore.train.workers import onto
 
 Schedule = Callable[[int, int], float]  # (round, rounds) -> how global this round is: 1 global, 0 local
 

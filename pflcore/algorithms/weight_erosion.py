@@ -11,10 +11,10 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore.algorithms.base import Cohort, FedAvg, Payload, Tensors
+from pflcore.data.ragged import onto
 from pflcore.ops.kinds import NonNegative, Whole
 from pflcore.train import Local
 from pflcore.train.net import Net
-from pflcore.train.workers import onto
 
 
 @dataclass(frozen=True)

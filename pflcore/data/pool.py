@@ -12,7 +12,7 @@ from typing_extensions import Self
 
 from .checks import SPLITS, check_clients, check_lists, check_pool
 from .fields import IGNORED, Fields, joined, masked
-from .ragged import Ragged
+from .ragged import Ragged, onto
 
 
 class Scaling(NamedTuple):
@@ -87,7 +87,7 @@ class Pool:
         if self.y.dim() > 1:  # steps that are left out are nobody's
             owner, y = owner[y != IGNORED][:, None], y[y != IGNORED][:, None]
         if self.relabel is not None:
-            y = (self.relabel if clients is None else self.relabel[clients.to(self.device)])[owner, y]
+            y = (self.relabel if clients is None else self.relabel[onto(clients, self.device)])[owner, y]
         return torch.bincount((owner * self.classes + y).flatten(), minlength=len(lists) * self.classes).view(-1, self.classes).cpu()
 
     def labels(self, i: int, split: str = "train") -> Tensor:

@@ -61,11 +61,11 @@ class Ragged(Sequence[Tensor]):
         size = self.size[ids] if size is None else size
         begin = starts(size)
         at = torch.arange(int(begin[-1])) + (self.begin[ids] - begin[:-1]).repeat_interleave(size)
-        return Ragged(self.flat[at.to(self.flat.device)], begin)
+        return Ragged(self.flat[onto(at, self.flat.device)], begin)
 
     def owner(self) -> Tensor:
         """Whose each of the flat indices is: int64 [n], on their device."""
-        return torch.arange(len(self)).repeat_interleave(self.size).to(self.flat.device)
+        return onto(torch.arange(len(self)).repeat_interleave(self.size), self.flat.device)
 
     def to(self, device: str | torch.device) -> Ragged:
         """The same lists on ``device``."""
@@ -75,3 +75,11 @@ class Ragged(Sequence[Tensor]):
 def starts(size: Tensor) -> Tensor:
     """Where lists of these lengths [N] begin in one: [N + 1]."""
     return torch.cat([size.new_zeros(1), size.cumsum(0)])
+
+
+def onto(t: Tensor, device: torch.device) -> Tensor:
+    """`t`, a small table, on `device`; to a GPU through pinned memory, so that nobody waits."""
+    if t.device == device:
+        return t
+    pinned = device.type == "cuda" and t.device.type == "cpu"
+    return t.pin_memory().to(device, non_blocking=True) if pinned else t.to(device)

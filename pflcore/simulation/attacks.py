@@ -11,10 +11,10 @@ from torch import Tensor
 
 from pflcore.algorithms.base import Cohort, Tensors
 from pflcore.data.federation import Federation
+from pflcore.data.ragged import onto
 from pflcore.ops import kinds
 from pflcore.simulation import uploads
 from pflcore.simulation.arguments import ids_of
-from pflcore.train.workers import onto
 
 __all__ = ["Adversary"]
 Attack = Literal["label_flip", "sign_flip", "scale", "noise", "little", "inner_product"]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore.algorithms.base import Cohort, Commit, FedAvg, Payload, Pool, State, Tensors, Void, cohort_from, cohort_of
+from pflcore.data.ragged import onto
 from pflcore.metrics import Metric, measured_by
 from pflcore.ops import kinds
 from pflcore.simulation import rows, uploads
@@ -20,7 +21,6 @@ from pflcore.train.bridge import few_threads
 from pflcore.train.losses import shares_right, that_count
 from pflcore.train.net import Net
 from pflcore.train.random import drawn, generator_of
-from pflcore.train.workers import onto
 
 __all__ = ["Outcome", "begin", "evaluate", "sample", "step"]
 

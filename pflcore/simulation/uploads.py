@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from pflcore import ops
+from pflcore.data.ragged import onto
 from pflcore.results.record import OUTLIER
 from pflcore.train import memory
-from pflcore.train.workers import onto
 
 Tensors = Mapping[str, Tensor]
 

@@ -4,13 +4,14 @@ with its clients' data."""
 from __future__ import annotations
 
 from pflcore.data.federation import Federation
+from pflcore.data.ragged import onto
 from pflcore.train.bridge import Local
 from pflcore.train.choose import choose
 from pflcore.train.clients import Clients, Fit, Setting
 from pflcore.train.engines import Engine, LossFn, Objective
 from pflcore.train.net import Net
 from pflcore.train.training import Training
-from pflcore.train.workers import Workers, onto
+from pflcore.train.workers import Workers
 
 __all__ = [
     "Clients",

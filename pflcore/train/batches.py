@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pflcore.data.federation import Federation
+from pflcore.data.ragged import onto
 from pflcore.train.random import client_seeds, shuffles
 from pflcore.train.training import Training
-from pflcore.train.workers import onto
 
 
 class Plan(NamedTuple):

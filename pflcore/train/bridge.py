@@ -10,10 +10,11 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from pflcore.data.ragged import onto
 from pflcore.train.clients import Clients, Fit, Setting
 from pflcore.train.engines import Objective, Tensors
 from pflcore.train.net import Net
-from pflcore.train.workers import one_thread, onto
+from pflcore.train.workers import one_thread
 
 P = ParamSpec("P")
 T = TypeVar("T")

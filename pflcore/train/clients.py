@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from pflcore.data.federation import Federation
-from pflcore.data.ragged import Ragged
+from pflcore.data.ragged import Ragged, onto
 from pflcore.nn.mode import forward_mode
 from pflcore.ops.chain import chain_eval, chain_grad
 from pflcore.train.batches import Batches, Plan
@@ -28,7 +28,7 @@ from pflcore.train.losses import CRITERIA, shares_right
 from pflcore.train.net import Net
 from pflcore.train.random import client_seeds
 from pflcore.train.training import Training
-from pflcore.train.workers import Workers, onto
+from pflcore.train.workers import Workers
 
 EVAL_BATCH = 125  # a forward batch of 1,000 or more costs twice as much a sample
 PARTS = 8  # of an evaluation by the kernels of a chain
@@ -316,7 +316,8 @@ class Clients:
     def _have_one(self, model: Tensors) -> bool:
         """Whether all clients have one model: rows that are one row expanded, one statistics."""
         one = all(len(v) > 1 and v.stride(0) == 0 for v in model.values())
-        return one and bool((self.buffers == self.buffers[:1]).all())
+        buffers = self.buffers  # where there are none, nobody need look
+        return one and (not buffers.shape[1] or bool((buffers == buffers[:1]).all()))
 
     def _means(self, values: Tensor, split: str) -> Tensor:
         """Each client's mean [S] float64 of values [n] of its samples."""

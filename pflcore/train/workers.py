@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 T = TypeVar("T")
 
@@ -76,11 +75,3 @@ def one_thread(wanted: bool = True) -> Iterator[None]:
     finally:
         if torch.get_num_threads() != before:
             torch.set_num_threads(before)
-
-
-def onto(t: Tensor, device: torch.device) -> Tensor:
-    """`t`, a small table, on `device`; to a GPU through pinned memory, so that nobody waits."""
-    if t.device == device:
-        return t
-    pinned = device.type == "cuda" and t.device.type == "cpu"
-    return t.pin_memory().to(device, non_blocking=True) if pinned else t.to(device)
