@@ -143,7 +143,7 @@ def of_hint(hint: Any) -> Kind:
         return _all(of_hint(args[-1]), SEVERAL[origin])
     if origin in (typing.Union, types.UnionType):
         each = [of_hint(a) for a in args]
-        words = " or ".join(dict.fromkeys(k.words for k in each))
+        words = " or ".join(dict.fromkeys(k.words for k in each if k.words != "None"))  # which is its default
         return ANYTHING if ANYTHING in each else Kind(words, lambda v: any(k.fits(v) for k in each))
     return PLAIN.get(origin or hint) or _instance(origin or hint)
 

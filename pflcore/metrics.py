@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import annotated_types as at
 import torch
 from torch import Tensor
 
-from pflcore.ops import kinds
+from pflcore.check import ANYTHING, Count, Fraction, checked, shown
 
 __all__ = [
     "auc",
@@ -41,7 +42,8 @@ __all__ = [
     "weighted_mean",
     "worst_decile",
 ]
-Vector = Tensor | Sequence[float | None]
+Vector = Annotated[Tensor | Sequence[float | None], ANYTHING]  # `vector` says what is none
+Percent = Annotated[float, at.Interval(ge=0, le=100), at.doc("a number in [0, 100]")]
 Metric = Callable[[Tensor, Tensor], Any]  # (scores [n, ...], labels [n, ...]) of one client -> a number
 
 
@@ -60,7 +62,7 @@ def vector(values: Vector, name: str = "values") -> Tensor:
         try:
             out = torch.tensor([math.nan if v is None else float(v) for v in values], dtype=torch.float64)
         except (TypeError, ValueError):
-            raise ValueError(f"{name}: expected a vector of numbers, got {kinds.shown(values)}.") from None
+            raise ValueError(f"{name}: expected a vector of numbers, got {shown(values)}.") from None
     if out.ndim != 1:
         raise ValueError(f"{name}: expected a vector with one value per client, got shape {tuple(out.shape)}; pass one row of it.")
     return out
@@ -105,11 +107,9 @@ def weighted_mean(values: Vector, weight: Vector) -> float:
     return ((v[keep] * w[keep]).sum() / w[keep].sum()).item() if keep.any() else math.nan
 
 
-@kinds.takes(share=kinds.number(0, 1, "a number in (0, 1]"))
-def worst_decile(values: Vector, share: float = 0.1, higher_is_better: bool = True) -> float:
+@checked
+def worst_decile(values: Vector, share: Fraction = 0.1, higher_is_better: bool = True) -> float:
     """Mean of the worst `ceil(share * n)` clients, at least one (n counts the clients that have a value)."""
-    if not 0 < share <= 1:
-        raise ValueError(f"share: expected a number in (0, 1], got {share}; 0.1 is the worst decile.")
     kept = _kept(values)
     if not len(kept):
         return math.nan
@@ -117,11 +117,9 @@ def worst_decile(values: Vector, share: float = 0.1, higher_is_better: bool = Tr
     return kept.sort(descending=not higher_is_better).values[:k].mean().item()
 
 
-@kinds.takes(q=kinds.number(0, 100, "a number in [0, 100]"))
-def percentile(values: Vector, q: float = 10.0) -> float:
+@checked
+def percentile(values: Vector, q: Percent = 10.0) -> float:
     """The q-th percentile over clients, linearly interpolated; q in [0, 100]."""
-    if not 0 <= q <= 100:
-        raise ValueError(f"q: expected a number in [0, 100], got {q}; 10 is the tenth percentile.")
     kept = _kept(values)
     if not len(kept):
         return math.nan
@@ -176,11 +174,9 @@ def final(curve: Vector) -> float:
     return v[-1].item() if len(v) else math.nan
 
 
-@kinds.takes(k=kinds.whole(1))
-def last_mean(curve: Vector, rounds: Vector | None = None, k: int = 10) -> float:
+@checked
+def last_mean(curve: Vector, rounds: Vector | None = None, k: Count = 10) -> float:
     """Mean over the last k rounds. With evaluations every few rounds pass their `rounds`: those later than `last - k` count."""
-    if k < 1:
-        raise ValueError(f"k: expected at least 1 round, got {k}; 10 is the usual choice.")
     v = vector(curve, "curve")
     if not len(v):
         return math.nan
@@ -189,7 +185,7 @@ def last_mean(curve: Vector, rounds: Vector | None = None, k: int = 10) -> float
     return mean(v[at > at[-1] - k])
 
 
-@kinds.takes(sent=kinds.some("a list of bytes"), goal=kinds.number())
+@checked
 def bytes_to_reach(curve: Vector, sent: Sequence[int] | Tensor, goal: float, higher_is_better: bool = True) -> int | None:
     """Bytes sent up to the first value that reaches `goal` (at least, or at most where lower is better); None if never.
 
@@ -217,7 +213,7 @@ def paper_cell(shares: Vector) -> str:
 
 def _check_pair(scores: Tensor, y: Tensor, classes: bool = False) -> None:
     if not (isinstance(scores, Tensor) and isinstance(y, Tensor)):
-        raise ValueError(f"scores and y: expected two tensors, got {kinds.shown(scores)} and {kinds.shown(y)}.")
+        raise ValueError(f"scores and y: expected two tensors, got {shown(scores)} and {shown(y)}.")
     one_each = scores.numel() == y.numel() and (scores.shape[:1] == y.shape[:1] or scores.shape[:-1] == y.shape)
     if not one_each and not (classes and scores.shape[:-1] == y.shape):
         raise ValueError(f"scores and y: expected scores for each of y, got shapes {list(scores.shape)} and {list(y.shape)}.")

@@ -20,8 +20,8 @@ from torch import Tensor
 from pflcore.algorithms import Algorithm
 from pflcore.algorithms.ditto import MRMTL
 from pflcore.algorithms.factorized_waffle import FactorizedWaffle, strengths
+from pflcore.check import Count, Whole, checked
 from pflcore.data.federation import Federation
-from pflcore.ops import kinds
 from pflcore.simulation.round import Setup, begin, sample, step
 from pflcore.train import Clients, Net, Training, prepared
 from pflcore.train.random import OwnDraws
@@ -289,9 +289,7 @@ class Attacked(NamedTuple):
     known: Samples  # the adversary's own
 
 
-@kinds.takes(
-    **dict.fromkeys(("clients", "samples", "rounds"), kinds.whole(1)), **dict.fromkeys(("shadows", "ratios", "seed"), kinds.whole(0))
-)
+@checked
 @one_thread()
 def membership(
     algorithm: Algorithm,
@@ -300,13 +298,13 @@ def membership(
     classes: int,
     training: Training,
     *,
-    clients: int = 4,
-    samples: int = 1000,
-    rounds: int = 20,
-    shadows: int = 3,
-    ratios: int = 16,
+    clients: Count = 4,
+    samples: Count = 1000,
+    rounds: Count = 20,
+    shadows: Whole = 3,
+    ratios: Whole = 16,
     names: Sequence[str] = VIEWS,
-    seed: int = 0,
+    seed: Whole = 0,
     workers: int | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Attacked:

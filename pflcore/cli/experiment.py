@@ -6,17 +6,16 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
 from pflcore.algorithms import ALGORITHMS, Algorithm
 from pflcore.algorithms.lookup import algorithm_of, class_of, imported, name_of, narrowed
+from pflcore.check import Count, Fraction, Momentum, Positive, Seed32, Whole, check_fields
 from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES, Federation, federation_of, options_of
 from pflcore.nn.models import MODELS, model_for
-from pflcore.ops import kinds
-from pflcore.ops.kinds import Count, Fraction, Positive, Whole
 from pflcore.simulation import (
     Evaluation,
     Hardware,
@@ -48,11 +47,11 @@ class Options:
     target: int | Literal["all"] | None = None  # the client to personalize for, whose accuracy is reported; all: each in a run of its own
     seed: int = 0  # of the weights, the batches and the cohorts
     seeds: Count = 1  # so many runs, with seed, seed + 1, ...; the cut of the data stays that of --data-seed
-    data_seed: Annotated[int, kinds.SEED32] = 0  # of the cut of the data
+    data_seed: Seed32 = 0  # of the cut of the data
     train_samples: Count | None = None  # use so many of the training pool only
     test_samples: Count | None = None  # use so many of the test pool only
     standardize: bool | None = None  # data with clients: features by each client's training statistics; school and vehicle if not said
-    val: kinds.Momentum = 0.0  # fraction of each client's training samples kept for validation
+    val: Momentum = 0.0  # fraction of each client's training samples kept for validation
     eval_split: str = "test"  # what is evaluated: test, or val to choose hyper-parameters
     eval_every: Whole = 1  # rounds between evaluations of all clients
     engine: str = "auto"  # chain, loop, vmap, or auto by the model
@@ -66,7 +65,7 @@ class Options:
     metrics: tuple[str, ...] = ()  # of each client beside loss and accuracy: auc, f1, balanced_accuracy; for targets mae, rmse, r2
 
     def __post_init__(self) -> None:
-        kinds.check(self)
+        check_fields(self)
 
     @property
     def hardware(self) -> Hardware:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pflcore.ops import kinds
+from pflcore.check import Count, Seed32, checked, shown
 
 from . import natural, synthetic
 from .cuts import Partition
@@ -42,26 +42,17 @@ __all__ = [
 ]
 
 
-@kinds.takes(
-    data=kinds.a(str, Source, words="a name or a Source"),
-    partition=kinds.TEXT,
-    seed=kinds.SEED32,
-    shift_seed=kinds.SEED32,
-    fractions=kinds.MAPPING,
-    root=kinds.PLACE,
-    train_samples=kinds.whole(1),
-    test_samples=kinds.whole(1),
-)
+@checked
 def federation_of(
     data: str | Source = "mnist5k",
     partition: str | None = None,
     n: int | None = None,
-    seed: int = 0,
-    shift_seed: int = 0,
+    seed: Seed32 = 0,
+    shift_seed: Seed32 = 0,
     *,
     root: str | os.PathLike[str] | None = None,
-    train_samples: int | None = None,
-    test_samples: int | None = None,
+    train_samples: Count | None = None,
+    test_samples: Count | None = None,
     fractions: Mapping[str, float] | None = None,
     standardize: bool | None = None,
     **options: Any,
@@ -92,7 +83,7 @@ def federation_of(
     unknown = sorted(set(options) - set(options_of(name)))
     if unknown:
         raise ValueError(f"partition {name} takes the options {', '.join(options_of(name))}, got {', '.join(unknown)}")
-    cut = [f"{k}={kinds.shown(v)}" for k, v in sorted(options.items()) if v != options_of(name)[k]]
+    cut = [f"{k}={shown(v)}" for k, v in sorted(options.items()) if v != options_of(name)[k]]
     if "shift_seed" in options_of(name):
         options = {**options, "shift_seed": shift_seed}
     source = (load(data, root) if isinstance(data, str) else data).sample(train_samples, test_samples, seed)

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from pflcore.ops import kinds
+from pflcore.check import shown
 
 from .fields import IGNORED
 from .ragged import Ragged
@@ -124,7 +124,7 @@ def _check_kind(rows: Tensor, what: str, device: torch.device) -> None:
 
 def _check_extras(fed: Any, n: int) -> None:
     if fed.names is not None and (len(fed.names) != n or not all(isinstance(name, str) for name in fed.names)):
-        raise ValueError(f"names must be a string for each client ({n}), got {kinds.shown(fed.names)}")
+        raise ValueError(f"names must be a string for each client ({n}), got {shown(fed.names)}")
     for key, value in fed.truth.items():
         if value.dim() < 1 or len(value) != n:
             raise ValueError(f"truth[{key!r}] must have one row per client ({n}), got shape {list(value.shape)}")

@@ -7,26 +7,18 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import pairwise
 from numbers import Real
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pflcore.ops import kinds
+from pflcore.check import Kind
 
 Ints = NDArray[np.int64]
-COUNTS = ("classes", "k", "z", "groups", "dominant", "minority_clients", "train", "min_size", "max_redraws")
-FRACTIONS = ("share", "test", "train_fraction")
-recipe = kinds.takes(  # of every partition: the kinds of its options
-    **dict.fromkeys(("seed", "shift_seed"), kinds.SEED32),
-    **dict.fromkeys(COUNTS, kinds.whole(1)),
-    **dict.fromkeys(FRACTIONS, kinds.number(0, 1, "a fraction from 0 to 1")),
-    alpha=kinds.POSITIVE,
-    sizes=kinds.Kind("a name or a list of proportions", lambda v: isinstance(v, str) or hasattr(v, "__iter__")),
-    minority=kinds.Kind("a name or a list of classes", lambda v: isinstance(v, str) or hasattr(v, "__iter__")),
-)
+Weights = Annotated[str | Sequence[float], Kind("a name or a list of proportions", lambda v: hasattr(v, "__iter__"))]
+Classes = Annotated[str | Sequence[int], Kind("a name or a list of classes", lambda v: hasattr(v, "__iter__"))]
 
 SIZES: dict[str, list[int]] = {  # WAFFLE paper, Table 4, in hundredths; cycled beyond ten agents
     "A": [10] * 10,

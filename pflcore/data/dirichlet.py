@@ -8,25 +8,27 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .cuts import Ints, Partition, Pool, by_class, recipe, rng_of
+from pflcore.check import Count, Positive, Seed32, Share, checked
+
+from .cuts import Ints, Partition, Pool, by_class, rng_of
 
 Floats = NDArray[np.float64]
 
 
-@recipe
+@checked
 def dirichlet(
     labels: Any,
     n: int,
     *,
     test_labels: Any = None,
-    seed: int = 0,
-    classes: int | None = None,
-    alpha: float = 0.5,
+    seed: Seed32 = 0,
+    classes: Count | None = None,
+    alpha: Positive = 0.5,
     mode: str = "same_proportions",
     balance: bool = False,
-    min_size: int | None = None,
-    train_fraction: float = 0.8,
-    max_redraws: int = 100,
+    min_size: Count | None = None,
+    train_fraction: Share = 0.8,
+    max_redraws: Count = 100,
 ) -> Partition:
     """For every class a draw p from Dir(alpha 1_N); client i gets the share p_i of its samples, cut at floor(cumsum(p) n_c).
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
-from pflcore.ops import kinds
+from pflcore.check import Kind, Seed32, checked, some
 
 from . import collect, splits, tabular
 from .pool import Pool
@@ -18,14 +18,10 @@ from .splits import ClientGroups
 if TYPE_CHECKING:
     from .cuts import Partition
 
-DTYPE = kinds.a(torch.dtype, words="a torch.dtype or None")
-CLIENTS = kinds.Kind("each client's data in a list", lambda v: hasattr(v, "__iter__") and not isinstance(v, str))
+CLIENTS = Kind("each client's data in a list", lambda v: hasattr(v, "__iter__") and not isinstance(v, str))
+Clients = Annotated[Sequence[Any], CLIENTS]
 
 
-@kinds.takes(
-    index=kinds.many(kinds.some("index tensors"), "a dict of lists of index tensors by split"),
-    classes=kinds.whole(0)._replace(words="a whole number, or None for regression"),
-)
 @dataclass(frozen=True, repr=False)
 class Federation(Pool):
     """The data of N clients, without copies: every client is a list of indices into one pool.
@@ -47,18 +43,18 @@ class Federation(Pool):
 
     # -- other federations made from it ----------------------------------------------------------------------------------------
 
-    @kinds.takes(clients=kinds.some("clients' numbers in a list"))
-    def subset(self, clients: Sequence[int] | Tensor) -> Federation:
+    @checked
+    def subset(self, clients: Annotated[Sequence[int] | Tensor, some("clients' numbers in a list")]) -> Federation:
         """Only these clients, renumbered 0.. in the given order; the pool is shared."""
         return splits.subset(self, clients)
 
-    @kinds.takes(seed=kinds.SEED32)
-    def split_clients(self, train: float = 0.8, val: float = 0.1, test: float = 0.1, seed: int = 13) -> ClientGroups:
+    @checked
+    def split_clients(self, train: float = 0.8, val: float = 0.1, test: float = 0.1, seed: Seed32 = 13) -> ClientGroups:
         """Cross-device: who trains, who chooses hyper-parameters, who is reported. See :func:`pflcore.data.splits.split_clients`."""
         return splits.split_clients(self, train, val, test, seed)
 
-    @kinds.takes(seed=kinds.SEED32)
-    def halves(self, clients: Sequence[int] | Tensor | None = None, seed: int = 13, pool: Sequence[str] | None = None) -> Federation:
+    @checked
+    def halves(self, clients: Sequence[int] | Tensor | None = None, seed: Seed32 = 13, pool: Sequence[str] | None = None) -> Federation:
         """Cross-device: "train" becomes the personalization half, "test" the evaluation half. See :func:`pflcore.data.splits.halves`."""
         return splits.halves(self, clients, seed, pool)
 
@@ -66,8 +62,8 @@ class Federation(Pool):
         """The first part of each training list, at least one sample: nested personalization sets (100, 50, 25 %)."""
         return splits.keep(self, fraction, clients)
 
-    @kinds.takes(fractions=kinds.MAPPING, seed=kinds.SEED32)
-    def split_samples(self, fractions: Mapping[str, float], seed: int = 100, pool: Sequence[str] | None = None) -> Federation:
+    @checked
+    def split_samples(self, fractions: Mapping[str, float], seed: Seed32 = 100, pool: Sequence[str] | None = None) -> Federation:
         """Cross-silo: each client's own samples into train, val and test. See :func:`pflcore.data.splits.split_samples`."""
         return splits.split_samples(self, fractions, seed, pool)
 
@@ -93,14 +89,14 @@ class Federation(Pool):
         return collect.from_partition(cls, x, y, partition, x_test, y_test, classes, name)
 
     @classmethod
-    @kinds.takes(clients=CLIENTS, test=CLIENTS, test_fraction=kinds.number(), seed=kinds.SEED32, dtype=DTYPE)
+    @checked
     def from_arrays(
         cls,
-        clients: Sequence[Any],
+        clients: Clients,
         *,
-        test: Sequence[Any] | None = None,
+        test: Clients | None = None,
         test_fraction: float = 0.0,
-        seed: int = 0,
+        seed: Seed32 = 0,
         classes: int | Literal["infer"] | None = "infer",
         dtype: torch.dtype | None = torch.float32,
         name: str = "data",
@@ -114,7 +110,7 @@ class Federation(Pool):
         return collect.from_arrays(cls, clients, test, test_fraction, seed, classes, dtype, name)
 
     @classmethod
-    @kinds.takes(test_fraction=kinds.number(), seed=kinds.SEED32)
+    @checked
     def from_table(
         cls,
         x: Any,
@@ -122,7 +118,7 @@ class Federation(Pool):
         client: Any = None,
         *,
         test_fraction: float = 0.0,
-        seed: int = 0,
+        seed: Seed32 = 0,
         classes: int | Literal["infer"] | None = "infer",
         dtype: torch.dtype | None = torch.float32,
         name: str = "data",
@@ -137,14 +133,14 @@ class Federation(Pool):
         return tabular.from_table(cls, x, y, client, test_fraction, seed, classes, dtype, name)
 
     @classmethod
-    @kinds.takes(clients=CLIENTS, test=CLIENTS, test_fraction=kinds.number(), seed=kinds.SEED32, dtype=DTYPE)
+    @checked
     def from_datasets(
         cls,
-        clients: Sequence[Any],
+        clients: Clients,
         *,
-        test: Sequence[Any] | None = None,
+        test: Clients | None = None,
         test_fraction: float = 0.0,
-        seed: int = 0,
+        seed: Seed32 = 0,
         classes: int | Literal["infer"] | None = "infer",
         dtype: torch.dtype | None = torch.float32,
         name: str = "data",

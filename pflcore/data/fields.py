@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pflcore.ops import kinds
+from pflcore.check import Count, checked, shown, some
 
 IGNORED = -100  # the label of a step that a mask leaves out, as torch's cross entropy has it
 
@@ -43,7 +43,7 @@ class Fields(tuple[Field, ...]):
 def joined(x: Mapping[str, Tensor], dtype: torch.dtype, what: str = "x") -> tuple[Tensor, Fields]:
     """Fields [n, ...] as one matrix [n, D] of `dtype`, and which they are. Whole numbers must be exact in it, floats become `dtype`."""
     if not x or not all(isinstance(k, str) and isinstance(v, Tensor) and v.dim() for k, v in x.items()):
-        raise TypeError(f"{what} must hold tensors by name, one row for each sample, got {kinds.shown(dict(x))}")
+        raise TypeError(f"{what} must hold tensors by name, one row for each sample, got {shown(dict(x))}")
     counts = {k: len(v) for k, v in x.items()}
     if len(set(counts.values())) > 1:
         raise ValueError(f"{what} must hold one row per sample in every field, got {counts}")
@@ -69,8 +69,11 @@ def masked(y: Tensor, x: Tensor, fields: Fields | None) -> Tensor:
     return y.masked_fill(~fields.apart(x)["mask"], IGNORED)
 
 
-@kinds.takes(sequences=kinds.some("one-dimensional tensors or arrays in a list"), value=kinds.number(), length=kinds.whole(1))
-def padded(sequences: Sequence[Any], value: float = 0, length: int | None = None) -> tuple[Tensor, Tensor]:
+LISTS = some("one-dimensional tensors or arrays in a list")
+
+
+@checked
+def padded(sequences: Annotated[Sequence[Any], LISTS], value: float = 0, length: Count | None = None) -> tuple[Tensor, Tensor]:
     """Sequences of any lengths [t_i, ...] as one tensor [n, T, ...], filled up with `value`, and where they are: bool [n, T].
 
     T is the longest's length, or `length`, which cuts longer ones off. Give both to a federation as fields of one input,
@@ -85,9 +88,7 @@ def padded(sequences: Sequence[Any], value: float = 0, length: int | None = None
     except (TypeError, ValueError, RuntimeError):
         raise ValueError("sequences: expected a list of arrays of numbers; encode words as whole numbers first.") from None
     if not rows or any(r.dim() < 1 or r.shape[1:] != rows[0].shape[1:] or r.dtype != rows[0].dtype for r in rows):
-        raise ValueError(
-            f"sequences: expected at least one, of one dtype and the same features, got {sorted({kinds.shown(r) for r in rows})}."
-        )
+        raise ValueError(f"sequences: expected at least one, of one dtype and the same features, got {sorted({shown(r) for r in rows})}.")
     size = torch.tensor([len(r) for r in rows])
     length = int(size.max()) if length is None else length
     if not (rows[0].is_floating_point() or float(value).is_integer()):

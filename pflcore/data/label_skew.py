@@ -6,21 +6,23 @@ from typing import Any
 
 import numpy as np
 
-from .cuts import Ints, Partition, Pool, by_class, recipe, rng_of
+from pflcore.check import Count, Seed32, Share, checked
+
+from .cuts import Ints, Partition, Pool, by_class, rng_of
 
 # -- a few classes per client --------------------------------------------------------------------------------------------------
 
 
-@recipe
+@checked
 def pathological(
     labels: Any,
     n: int,
     *,
     test_labels: Any = None,
-    seed: int = 0,
-    classes: int | None = None,
+    seed: Seed32 = 0,
+    classes: Count | None = None,
     mode: str = "shards",
-    k: int = 2,
+    k: Count = 2,
 ) -> Partition:
     """A few classes per client.
 
@@ -89,18 +91,18 @@ def _equal_shares(y: Ints, owned: list[Ints], classes: int, split: str, rng: np.
 # -- dominant classes by group -------------------------------------------------------------------------------------------------
 
 
-@recipe
+@checked
 def practical1(
     labels: Any,
     n: int,
     *,
     test_labels: Any = None,
-    seed: int = 0,
-    classes: int | None = None,
+    seed: Seed32 = 0,
+    classes: Count | None = None,
     mode: str = "paper",
-    groups: int = 4,
-    dominant: int | None = None,
-    share: float = 0.8,
+    groups: Count = 4,
+    dominant: Count | None = None,
+    share: Share = 0.8,
 ) -> Partition:
     """``share`` (80 %) of a client's data from its group's dominant classes, the rest from all classes; ``group`` [N] says who is where.
 

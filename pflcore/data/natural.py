@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from pflcore.ops import kinds
+from pflcore.check import shown
 
 from .federation import Federation
 from .sources import DIGESTS, check, digest_of, package
@@ -180,10 +180,10 @@ def _leaf_users(path: Path) -> dict[str, tuple[Any, Any]]:
         except ValueError as e:
             raise OSError(f"{f} must be JSON, got something else ({e})") from e
         if not isinstance(content, dict) or not isinstance(content.get("users"), list) or not isinstance(content.get("user_data"), dict):
-            raise OSError(f"{f} must have the keys users (a list), num_samples and user_data (a dict), got {kinds.shown(content)}")
+            raise OSError(f"{f} must have the keys users (a list), num_samples and user_data (a dict), got {shown(content)}")
         counts = content.get("num_samples", [None] * len(content["users"]))
         if not isinstance(counts, list) or len(counts) != len(content["users"]):
-            raise OSError(f"{f} must have one num_samples entry per user ({len(content['users'])}), got {kinds.shown(counts)}")
+            raise OSError(f"{f} must have one num_samples entry per user ({len(content['users'])}), got {shown(counts)}")
         for user, number in zip(content["users"], counts, strict=True):
             data = content["user_data"].get(user)
             if data is None or not {"x", "y"} <= set(data):

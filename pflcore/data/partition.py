@@ -8,7 +8,7 @@ frozen: a partition with its seed is the same on every machine and in every rele
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pflcore.ops import kinds
+from pflcore.check import Count, Seed32, checked
 
-from .cuts import Partition, Pool, by_class, cut, cut_classes, recipe, rng_of, shares
+from .cuts import Partition, Pool, Weights, by_class, cut, cut_classes, rng_of, shares
 from .dirichlet import dirichlet
 from .label_skew import pathological, practical1
 from .subpopulations import multimodal, unimodal
@@ -32,19 +32,19 @@ BASES: dict[str, list[int]] = {  # WAFFLE paper, section 5.1: agent 0's share of
 # -- the WAFFLE paper ----------------------------------------------------------------------------------------------------------
 
 
-@recipe
+@checked
 def waffle(
     labels: Any,
     n: int,
     *,
     base: str = "A",
     test_labels: Any = None,
-    seed: int = 0,
-    classes: int | None = None,
+    seed: Seed32 = 0,
+    classes: Count | None = None,
     roll: str = "left",
-    sizes: str | Sequence[float] | None = None,
+    sizes: Weights | None = None,
     shuffle: bool = True,
-    shift_seed: int | None = None,
+    shift_seed: Seed32 | None = None,
 ) -> Partition:
     """Distributions A (uniform), B (four labels each) and C (a peak of five labels): Beaussart et al. 2021, section 5.1 and Table 2.
 
@@ -80,8 +80,8 @@ def waffle(
     return part if shift_seed is None else replace(part, relabel=concept_shift(n, pool.classes, shift_seed))
 
 
-@recipe
-def concept_shift(n: int, classes: int, shift_seed: int = 0) -> Tensor:
+@checked
+def concept_shift(n: int, classes: int, shift_seed: Seed32 = 0) -> Tensor:
     """One random permutation of all labels per client, independent of the others; client 0 (Alice) keeps hers. int64 [N, C].
 
     The permutations depend on ``shift_seed`` alone and client i's does not change with N: seeds of the training leave them as they are.
@@ -94,15 +94,15 @@ def concept_shift(n: int, classes: int, shift_seed: int = 0) -> Tensor:
 # -- equal and unequal shares of everything ------------------------------------------------------------------------------------
 
 
-@recipe
+@checked
 def iid(
     labels: Any,
     n: int,
     *,
     test_labels: Any = None,
-    seed: int = 0,
-    classes: int | None = None,
-    sizes: str | Sequence[float] | None = None,
+    seed: Seed32 = 0,
+    classes: Count | None = None,
+    sizes: Weights | None = None,
 ) -> Partition:
     """The shuffled pool cut into N parts, equal (to one sample) or in the proportions ``sizes`` (Table 4's A, B, C, or a list, cycled)."""
     pool, rng = Pool(labels, test_labels, n, classes), rng_of(seed, "iid")
@@ -131,7 +131,7 @@ PARTITIONS: dict[str, Callable[..., Partition]] = {
 }
 
 
-@kinds.takes(name=kinds.TEXT)
+@checked
 def partition(name: str, labels: Any, n: int, **options: Any) -> Partition:
     """``PARTITIONS[name](labels, n, **options)``; an unknown name or option is a sentence that lists the known ones."""
     known = [*options_of(name), "test_labels", "seed", "classes"]
@@ -141,7 +141,7 @@ def partition(name: str, labels: Any, n: int, **options: Any) -> Partition:
     return PARTITIONS[name](labels, n, **options)
 
 
-@kinds.takes(name=kinds.TEXT)
+@checked
 def options_of(name: str) -> dict[str, Any]:
     """A partition's own options and their defaults (every partition takes ``test_labels``, ``seed`` and ``classes`` besides)."""
     if name not in PARTITIONS:

@@ -10,9 +10,14 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from pflcore.check import Whole, expect, many, of_hint, some
+
 from .checks import SPLITS, check_clients, check_lists, check_pool
 from .fields import IGNORED, Fields, joined, masked
 from .ragged import Ragged, onto
+
+LISTS = many(some("index tensors"), "a dict of lists of index tensors by split")
+CLASSES = of_hint(Whole | None)._replace(words="a whole number, or None for regression")
 
 
 class Scaling(NamedTuple):
@@ -39,6 +44,8 @@ class Pool:
     scaling: Scaling | None = None
 
     def __post_init__(self) -> None:
+        expect("index", LISTS, self.index)
+        object.__setattr__(self, "classes", expect("classes", CLASSES, self.classes))
         if isinstance(self.x, Mapping):
             dtypes = [v.dtype for v in self.x.values() if isinstance(v, Tensor) and v.is_floating_point()]
             x, fields = joined(self.x, dtypes[0] if dtypes else torch.float32)

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pflcore.check import Seed, checked
 from pflcore.data.federation import Federation
 from pflcore.data.splits import STANDARDIZED
-from pflcore.ops import kinds
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ def everybody(data: Federation) -> Protocol:
     return Protocol(data, ids, ids, ids, "")
 
 
-@kinds.takes(data=kinds.a(Federation), fractions=kinds.many(kinds.number(), "a share of each split"), seed=kinds.SEED)
-def cross_silo(data: Federation, fractions: Mapping[str, float] | None = None, seed: int = 100, *, standardize: bool = False) -> Protocol:
+@checked
+def cross_silo(data: Federation, fractions: Mapping[str, float] | None = None, seed: Seed = 100, *, standardize: bool = False) -> Protocol:
     """Every client's samples are split, by default 70 / 15 / 15 %; everybody trains, chooses and is reported.
 
     What a federation holds out already, as "val" or "test", stays held out where `fractions` is None, and what it lacks is taken from
@@ -82,9 +82,9 @@ def cross_silo(data: Federation, fractions: Mapping[str, float] | None = None, s
     return replace(everybody(data), setting="cross-silo")
 
 
-@kinds.takes(data=kinds.a(Federation), train=kinds.number(), val=kinds.number(), test=kinds.number(), seed=kinds.SEED)
+@checked
 def cross_device(
-    data: Federation, train: float = 0.8, val: float = 0.1, test: float = 0.1, seed: int = 13, *, standardize: bool = False
+    data: Federation, train: float = 0.8, val: float = 0.1, test: float = 0.1, seed: Seed = 13, *, standardize: bool = False
 ) -> Protocol:
     """The clients are split (numbers or fractions of them); a validation or test client's samples are halved into a personalization
     set, its "train", and an evaluation set, its "val" or "test". Uses the samples in "train" only, as Motley does for EMNIST.

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pflcore.ops import kinds
+from pflcore.check import Seed32, checked
 
 
 @dataclass(frozen=True, repr=False)
@@ -42,15 +42,15 @@ class Source:
     def __repr__(self) -> str:
         return f"Source({self.name!r}, train={list(self.x_train.shape)}, test={list(self.x_test.shape)}, classes={self.classes})"
 
-    @kinds.takes(seed=kinds.SEED32)
-    def sample(self, train: int | None = None, test: int | None = None, seed: int = 0) -> Source:
+    @checked
+    def sample(self, train: int | None = None, test: int | None = None, seed: Seed32 = 0) -> Source:
         """A smaller source: that many samples of each pool (None: all), every class in the pool's proportion, chosen by ``seed``."""
         xs, ys = _stratified(self.x_train, self.y_train, train, "train", seed)
         xt, yt = _stratified(self.x_test, self.y_test, test, "test", seed)
         return replace(self, x_train=xs, y_train=ys, x_test=xt, y_test=yt)
 
 
-@kinds.takes(name=kinds.TEXT, root=kinds.PLACE)
+@checked
 def load(name: str, root: str | os.PathLike[str] | None = None) -> Source:
     """A data set by name. ``root``: the folder to read; None: PFLCORE_DATA. What torchvision downloads goes to ~/.cache/pflcore.
 

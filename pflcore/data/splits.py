@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pflcore.ops import kinds
+from pflcore.check import shown
 
 from .checks import SPLITS
 from .pool import Pool, Scaling
@@ -159,7 +159,7 @@ def _ids(fed: Pool, clients: Sequence[int] | Tensor) -> list[int]:
     given = clients.cpu().numpy() if isinstance(clients, Tensor) else np.asarray(list(clients))
     ids: list[int] = given.tolist() if given.ndim == 1 and given.dtype.kind in "iu" else []
     if not ids or min(ids) < 0 or max(ids) >= fed.n or len(set(ids)) != len(ids):
-        raise ValueError(f"clients must be distinct ids in 0..{fed.n - 1}, at least one, got {kinds.shown(clients)}")
+        raise ValueError(f"clients must be distinct ids in 0..{fed.n - 1}, at least one, got {shown(clients)}")
     return ids
 
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from .cuts import Ints, Partition, Pool, by_class, recipe, rng_of
+from pflcore.check import Count, Seed32, Share, checked
+
+from .cuts import Classes, Ints, Partition, Pool, by_class, rng_of
 
 MINORITY: dict[str, tuple[int, ...]] = {  # classes of the minority
     "mnist": (0, 2, 4, 6, 8),  # even digits
@@ -19,17 +21,17 @@ MINORITY: dict[str, tuple[int, ...]] = {  # classes of the minority
 }
 
 
-@recipe
+@checked
 def unimodal(
     labels: Any,
     n: int,
     *,
     test_labels: Any = None,
-    seed: int = 0,
-    classes: int | None = None,
-    z: int = 2,
-    test: float = 0.2,
-    train: int | None = None,
+    seed: Seed32 = 0,
+    classes: Count | None = None,
+    z: Count = 2,
+    test: Share = 0.2,
+    train: Count | None = None,
 ) -> Partition:
     """Each class cut evenly into its part of N z shards (the first classes get one more where that does not divide), z dealt to a client.
 
@@ -43,19 +45,19 @@ def unimodal(
     return _finish(pool, mine, test, train, rng, notes, None)
 
 
-@recipe
+@checked
 def multimodal(
     labels: Any,
     n: int,
     *,
     test_labels: Any = None,
-    seed: int = 0,
-    classes: int | None = None,
-    z: int = 2,
-    minority: str | Sequence[int] = "mnist",
-    minority_clients: int = 20,
-    test: float = 0.2,
-    train: int | None = None,
+    seed: Seed32 = 0,
+    classes: Count | None = None,
+    z: Count = 2,
+    minority: Classes = "mnist",
+    minority_clients: Count = 20,
+    test: Share = 0.2,
+    train: Count | None = None,
 ) -> Partition:
     """The same within two groups of classes and clients: ``group`` [N] is 0 for the majority, 1 for the last ``minority_clients``.
 

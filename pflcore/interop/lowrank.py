@@ -10,24 +10,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pflcore import ops
+from pflcore.check import Kind, Matrix, Positive, Row, Whole, checked, many, some
 from pflcore.interop.packing import pack as pack_factors
-from pflcore.ops import kinds
 
 __all__ = ["Basis", "Layout", "distances", "fedsa_lora", "ffa_lora", "lift", "mix", "pack", "project", "scales", "sqdist", "unpack"]
 
 State = Mapping[str, Tensor]
 Scale = Mapping[str, float]  # name of A -> alpha / r
-MODELS = kinds.many(kinds.MAPPING, "adapters, as get_peft_model_state_dict gives them, in a list or by client id, at least one")
-SCALES = kinds.Kind(
-    "scales by name of A, of each client or for all", lambda v: isinstance(v, Mapping) or kinds.many(kinds.MAPPING, "").fits(v)
-)
-FACTORS = kinds.many(kinds.MATRIX, "a matrix for each client, at least one")
+A_DICT = Kind("a dict", lambda v: isinstance(v, Mapping))
+MODELS = many(A_DICT, "adapters, as get_peft_model_state_dict gives them, in a list or by client id, at least one")
+SCALES = Kind("scales by name of A, of each client or for all", lambda v: isinstance(v, Mapping) or many(A_DICT, "").fits(v))
+States = Annotated[Sequence[State] | Mapping[Any, State], MODELS]
+Scales = Annotated[Sequence[Scale] | Mapping[Any, Any], SCALES]
+NUMBERS = Kind("int64 numbers of adapters [M, K]", lambda v: isinstance(v, Tensor) and v.dtype == torch.int64 and v.dim() == 2)
+PEFT = Kind("a PEFT model", lambda v: isinstance(v, nn.Module))
+Packable = Annotated[Any, some("adapters, in a list or by client id, at least one")]
 FACTOR = re.compile(r"lora_(embedding_)?A(?:\.\w+)*$")  # lora_A.weight, lora_A.default.weight, lora_embedding_A
 REFUSED = {"hada_": "LoHa", "lokr_": "LoKr", "lora_E": "AdaLoRA", "ranknum": "AdaLoRA", "oft_": "OFT", "vera_lambda": "VeRA"}
 
@@ -49,11 +52,11 @@ class Layout(NamedTuple):
     ids: list[Any] | None  # of clients that came in a dict
 
 
-@kinds.takes(a=FACTORS, b=FACTORS, scale=kinds.many(kinds.POSITIVE, "a finite number above 0 for each client"))
+@checked
 def project(
-    a: Sequence[Tensor],  # [N] of [r_j, i]
-    b: Sequence[Tensor],  # [N] of [o, r_j]
-    scale: Sequence[float] | None = None,  # [N], default 1
+    a: Sequence[Matrix],  # [N] of [r_j, i]
+    b: Sequence[Matrix],  # [N] of [o, r_j]
+    scale: Sequence[Positive] | None = None,  # [N], default 1
 ) -> tuple[Tensor, Basis]:
     """Core rows [N, m * n] float64 of one layer's products scale_j b_j a_j, and their basis; ranks may differ, b may be zero.
 
@@ -72,11 +75,11 @@ def project(
     return rows, Basis(left, right, float(torch.cat([x for x, _, _ in factors]).norm(dim=1).mean()) or 1.0)
 
 
-@kinds.takes(row=kinds.of_dim(1, "a row of floating-point numbers"), basis=kinds.a(Basis), rank=kinds.whole(0), scale=kinds.number())
+@checked
 def lift(
-    row: Tensor,  # [m * n]
+    row: Row,  # [m * n]
     basis: Basis,
-    rank: int,
+    rank: Whole,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, float]:
     """(b [o, rank], a [rank, i], lost): scale * b a is the row's product cut to `rank`, the best there is, `lost` the share of its square
@@ -95,8 +98,8 @@ def lift(
     return b / (scale * basis.size), a * basis.size, float(s[rank:].square().sum()) / total if total > 0 else 0.0
 
 
-@kinds.takes(a=FACTORS, b=FACTORS, scale=kinds.many(kinds.POSITIVE, "a finite number above 0 for each client"))
-def sqdist(a: Sequence[Tensor], b: Sequence[Tensor], scale: Sequence[float] | None = None) -> Tensor:
+@checked
+def sqdist(a: Sequence[Matrix], b: Sequence[Matrix], scale: Sequence[Positive] | None = None) -> Tensor:
     """Squared distances [N, N] float64 between the products scale_j b_j a_j of one layer, by inner products of factors in float64.
 
     For many clients: memory is N ranks squared, whatever the layer. Its error is that of float64 relative to the products' squares: at a
@@ -111,8 +114,8 @@ def sqdist(a: Sequence[Tensor], b: Sequence[Tensor], scale: Sequence[float] | No
     return (square[:, None] + square - inner - inner.T).clamp(min=0).fill_diagonal_(0)
 
 
-@kinds.takes(states=MODELS, scale=SCALES)
-def pack(states: Sequence[State] | Mapping[Any, State], scale: Sequence[Scale] | Mapping[Any, Any]) -> tuple[Tensor, Layout]:
+@checked
+def pack(states: States, scale: Scales) -> tuple[Tensor, Layout]:
     """Rows [N, P] float64 of N PEFT adapters (`get_peft_model_state_dict`), in a list or by client id, and the layout that `unpack` needs.
 
     `scale`: the name of each A -> alpha / r, once for all clients or for each of them (as the states come); it is not in a state,
@@ -136,8 +139,8 @@ def pack(states: Sequence[State] | Mapping[Any, State], scale: Sequence[Scale] |
     return torch.cat(rows, 1), Layout(parts, models, each, ids)
 
 
-@kinds.takes(rows=kinds.MATRIX, layout=kinds.a(Layout))
-def unpack(rows: Tensor, layout: Layout) -> tuple[Any, list[float]]:
+@checked
+def unpack(rows: Matrix, layout: Layout) -> tuple[Any, list[float]]:
     """N adapters from rows [N, P], as they came, each with its client's ranks, scales, dtypes and integers; and for each the largest share
     of a layer's square that the cut to the rank lost."""
     width = sum(p[3] for p in layout.parts)
@@ -148,8 +151,8 @@ def unpack(rows: Tensor, layout: Layout) -> tuple[Any, list[float]]:
     return list(adapters) if layout.ids is None else dict(zip(layout.ids, adapters, strict=True)), list(lost)
 
 
-@kinds.takes(states=MODELS, scale=SCALES)
-def distances(states: Sequence[State] | Mapping[Any, State], scale: Sequence[Scale] | Mapping[Any, Any]) -> Tensor:
+@checked
+def distances(states: States, scale: Scales) -> Tensor:
     """Squared distances [N, N] float64 between whole adapters by `sqdist`, for more clients than `pack` is made for (ranks that add up
     to more than the layers are wide). Arguments and errors are those of `pack`."""
     _, models, each = _clients(states, scale)
@@ -163,17 +166,12 @@ def distances(states: Sequence[State] | Mapping[Any, State], scale: Sequence[Sca
     return total
 
 
-@kinds.takes(
-    states=MODELS,
-    scale=SCALES,
-    weight=kinds.MATRIX,
-    index=kinds.Kind("int64 numbers of adapters [M, K]", lambda v: isinstance(v, Tensor) and v.dtype == torch.int64 and v.dim() == 2),
-)
+@checked
 def mix(
-    states: Sequence[State] | Mapping[Any, State],
-    scale: Sequence[Scale] | Mapping[Any, Any],
-    weight: Tensor,  # [N, K]
-    index: Tensor,  # [N, K]
+    states: States,
+    scale: Scales,
+    weight: Matrix,  # [N, K]
+    index: Annotated[Tensor, NUMBERS],  # [N, K]
 ) -> tuple[Any, list[float]]:
     """What `unpack` gives, for mixes of K adapters each (`feddwa_weights` gives weight and index), from K adapters at a time."""
     ids, models, each = _clients(states, scale)
@@ -190,8 +188,10 @@ def mix(
     return adapters if ids is None else dict(zip(ids, adapters, strict=True)), lost
 
 
-@kinds.takes(model=kinds.a(nn.Module, words="a PEFT model"), adapter=kinds.TEXT)
-def scales(model: nn.Module, adapter: str = "default") -> dict[str, float]:
+@checked
+def scales(
+    model: Annotated[nn.Module, Kind("a PEFT model", lambda v: isinstance(v, nn.Module))], adapter: str = "default"
+) -> dict[str, float]:
     """The name of each A, as `get_peft_model_state_dict` has it, -> its scale in this PEFT model. ValueError where it has none."""
     scale_of: dict[str, float] = {}
     for name, module in model.named_modules():
@@ -204,8 +204,8 @@ def scales(model: nn.Module, adapter: str = "default") -> dict[str, float]:
     return scale_of
 
 
-@kinds.takes(states=kinds.some("adapters, in a list or by client id, at least one"))
-def ffa_lora(states: Any, **options: Any) -> Any:
+@checked
+def ffa_lora(states: Packable, **options: Any) -> Any:
     """FFA-LoRA (Sun et al. 2024): A is frozen and the same for all, so B alone is packed: `pflcore.pack` with include "*lora_B*".
 
     Distances of B are then those of the products where A's rows are orthonormal, and means are means of products always. ValueError where
@@ -220,8 +220,8 @@ def ffa_lora(states: Any, **options: Any) -> Any:
     return pack_factors(states, include="*lora_*B*", **options)
 
 
-@kinds.takes(states=kinds.some("adapters, in a list or by client id, at least one"))
-def fedsa_lora(states: Any, **options: Any) -> Any:
+@checked
+def fedsa_lora(states: Packable, **options: Any) -> Any:
     """FedSA-LoRA (Guo et al. 2025): A is shared, B stays each client's own: `pflcore.pack` with include "*lora_A*"."""
     return pack_factors(states, include=("*lora_A*", "*lora_embedding_A*") if _has_embedding(states) else "*lora_A*", **options)
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from pflcore import ops
+from pflcore.check import Matrix, Names, checked
 from pflcore.interop.forms import Make, Upload, dtype_of, own, put
-from pflcore.ops import kinds, stream
+from pflcore.ops import stream
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -48,11 +49,11 @@ class Packed(NamedTuple):
     form: Form
 
 
-@kinds.takes(include=kinds.NAMES, exclude=kinds.NAMES)
+@checked
 def pack(
     uploads: Any,
-    include: str | Sequence[str] = (),
-    exclude: str | Sequence[str] = (),
+    include: Names = (),
+    exclude: Names = (),
     buffers: str = "local",
 ) -> Packed:
     """The rows [N, P] of N clients' models, in their own dtype, and the form that `unpack` gives mixed rows back in.
@@ -88,8 +89,8 @@ def pack(
     return Packed(rows[0], form)
 
 
-@kinds.takes(rows=kinds.MATRIX, form=kinds.a(Form), weight=kinds.MATRIX)
-def unpack(rows: Tensor, form: Form, weight: Tensor | None = None, index: Tensor | None = None) -> Any:
+@checked
+def unpack(rows: Matrix, form: Form, weight: Matrix | None = None, index: Tensor | None = None) -> Any:
     """One model for each client from rows [N, P], in the form that `pack` was given: containers, dtypes, devices, client ids.
 
     What was not packed is the client's own. With `buffers="average"` running statistics are mixed by `weight` [N, N] (with `index` [N, K]

@@ -6,15 +6,15 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from pflcore.check import Share, checked
 from pflcore.nn.factorized import FactorizedConv2d, FactorizedLinear, factorize
 from pflcore.nn.mode import context
-from pflcore.ops import kinds
 from pflcore.ops.chain import uniform
 
 __all__ = ["Dropout", "FactorizedConv2d", "FactorizedLinear", "factorize"]
 
 
-@kinds.takes(p=kinds.number(0, 1, "a probability in [0, 1]"))
+@checked
 class Dropout(nn.Module):
     """`nn.Dropout` whose numbers belong to the client and the step, so that results repeat for any number of workers.
 
@@ -23,7 +23,7 @@ class Dropout(nn.Module):
     pflcore, draws from torch's global generator as `nn.Dropout` does. In evaluation it is the identity.
     """
 
-    def __init__(self, p: float = 0.5) -> None:
+    def __init__(self, p: Share = 0.5) -> None:
         super().__init__()
         self.p = p
 

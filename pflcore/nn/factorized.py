@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn as nn
@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.ops import kinds
+from pflcore.check import Count, Kind, Positive, checked, of_hint
 
 Init = Literal["match", "ibpwf"]
-INIT = kinds.Kind("'match' or 'ibpwf'", lambda v: v in ("match", "ibpwf"))
+ONE = of_hint(Count)
+SIDES = Kind("a whole number above 0, or two", lambda v: all(map(ONE.fits, v if isinstance(v, tuple) else (v,))))
 
 
 class _Factorized(nn.Module):
@@ -66,7 +67,7 @@ class _Factorized(nn.Module):
         return (self.w_a * self.strength) @ self.w_b
 
 
-@kinds.takes(in_features=kinds.whole(1), out_features=kinds.whole(1), factors=kinds.whole(1), init=INIT, alpha=kinds.POSITIVE)
+@checked
 class FactorizedLinear(_Factorized):
     """`nn.Linear` with a factorized weight: y = ((x W_b^T) * strength) W_a^T + bias.
 
@@ -78,12 +79,12 @@ class FactorizedLinear(_Factorized):
 
     def __init__(
         self,
-        in_features: int,
-        out_features: int,
-        factors: int,
+        in_features: Count,
+        out_features: Count,
+        factors: Count,
         bias: bool = False,
         init: Init = "match",
-        alpha: float | None = None,
+        alpha: Positive | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         self.in_features, self.out_features = in_features, out_features
@@ -98,31 +99,22 @@ class FactorizedLinear(_Factorized):
         return f"{self.in_features}, {self.out_features}, factors={self.factors}, bias={self.bias is not None}"
 
 
-@kinds.takes(
-    in_channels=kinds.whole(1),
-    out_channels=kinds.whole(1),
-    kernel_size=kinds.Kind(
-        "a whole number above 0, or two", lambda v: all(kinds.whole(1).fits(k) for k in (v if isinstance(v, tuple) else (v,)))
-    ),
-    factors=kinds.whole(1),
-    init=INIT,
-    alpha=kinds.POSITIVE,
-)
+@checked
 class FactorizedConv2d(_Factorized):
     """`nn.Conv2d` (groups 1, zeros around) whose kernel, as a matrix [O, I kh kw], is factorized (appendix A)."""
 
     def __init__(
         self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int | tuple[int, int],
-        factors: int,
+        in_channels: Count,
+        out_channels: Count,
+        kernel_size: Annotated[int | tuple[int, int], SIDES],
+        factors: Count,
         stride: int | tuple[int, int] = 1,
         padding: int | str | tuple[int, int] = 0,
         dilation: int | tuple[int, int] = 1,
         bias: bool = False,
         init: Init = "match",
-        alpha: float | None = None,
+        alpha: Positive | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         self.in_channels, self.out_channels = in_channels, out_channels
@@ -142,20 +134,12 @@ class FactorizedConv2d(_Factorized):
         )
 
 
-@kinds.takes(
-    module=kinds.a(nn.Module),
-    ranks=kinds.Kind(
-        "a whole number above 0, or a list of them", lambda v: kinds.whole(1).fits(v) or kinds.many(kinds.whole(1), "").fits(v)
-    ),
-    init=INIT,
-    alpha=kinds.POSITIVE,
-    head=kinds.TEXT,
-)
+@checked
 def factorize(
-    module: nn.Module,
-    ranks: int | Sequence[int] = (),
+    module: Annotated[nn.Module, Kind("a Module", lambda v: isinstance(v, nn.Module))],
+    ranks: Count | Sequence[Count] = (),
     init: Init = "match",
-    alpha: float | None = None,
+    alpha: Positive | None = None,
     head: str | None = None,
 ) -> nn.Module:
     """A copy of `module` with freshly drawn factors in the place of every linear layer and convolution but the head.

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
+from typing import Annotated
 
 import torch
 import torch.nn as nn
 
+from pflcore.check import Count, checked, many, of_hint
 from pflcore.nn import Dropout
-from pflcore.ops import kinds
 
 __all__ = ["MODELS", "model_for"]
 Shape = Sequence[int]  # of one input: (features,) or (channels, height, width)
+SIZES = many(of_hint(Count), "the sizes of one input, each at least 1")
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "sigmoid": nn.Sigmoid}
 POOLS: dict[str, type[nn.Module]] = {"max": nn.MaxPool2d, "avg": nn.AvgPool2d}
@@ -217,8 +219,8 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-@kinds.takes(name=kinds.TEXT, shape=kinds.many(kinds.whole(1), "the sizes of one input, each at least 1"), classes=kinds.whole(1))
-def model_for(name: str, shape: Shape | torch.Size, classes: int | None, **options: object) -> nn.Module:
+@checked
+def model_for(name: str, shape: Annotated[Shape | torch.Size, SIZES], classes: Count | None, **options: object) -> nn.Module:
     """A fresh `MODELS[name]` for inputs of `shape` and `classes` outputs (None: one output, for regression)."""
     if name not in MODELS:
         raise ValueError(f"model: {name!r} is none of {', '.join(MODELS)}.")

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pflcore.ops import kinds
+from pflcore.check import ANYTHING, checked
 
 from . import stream
 from ._words import check_same, expect, is_int, shape
 from .sqdist import pairwise_sqdist
-from .stream import PROGRESS, Progress, Rows, block, check_rows, meter, spans, take
+from .stream import Bar, Dense, Rows, block, check_rows, meter, spans, take
 from .weights import feddwa_weights
 
 MARGIN = 1e-6  # twice what a distance may be off: the squared one has a relative error of 1e-6
@@ -30,15 +30,15 @@ class Nearest(NamedTuple):
     index: Tensor  # type: ignore[assignment]  # [M, K] int64
 
 
-@kinds.takes(guide=kinds.DENSE, rows=kinds.DENSE, progress=PROGRESS)
+@checked
 def nearest(
-    guide: Tensor | Rows,  # [M, P]
-    rows: Tensor | Rows,  # [N, P]
-    k: int,
+    guide: Dense,  # [M, P]
+    rows: Dense,  # [N, P]
+    k: Annotated[int, ANYTHING],
     method: str = "exact",
     *,
     pivots: int | None = None,
-    progress: Progress | bool | None = None,
+    progress: Bar | None = None,
 ) -> Nearest:
     """The k nearest rows of each guide by `(pairwise_sqdist, index)`, as `feddwa_weights` ranks: NaN is infinitely far, k >= N gives all.
 
@@ -139,7 +139,9 @@ def _spared(
 class _Search:
     """The nearest rows so far: sqdist and index [M, K]; a place that nothing has taken yet is infinitely far, with index N."""
 
-    def __init__(self, guide: Tensor | Rows, rows: Tensor | Rows, k: int, device: torch.device, progress: Progress | None) -> None:
+    def __init__(
+        self, guide: Tensor | Rows, rows: Tensor | Rows, k: int, device: torch.device, progress: Callable[[int, int], object] | None
+    ) -> None:
         self.guide, self.rows, self.k, self.progress, self.device = guide, rows, k, progress, device
         self.m, self.n = guide.shape[0], rows.shape[0]
         self.sqdist = torch.full((self.m, k), math.inf, dtype=torch.float64, device=device)

@@ -10,13 +10,13 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pflcore.ops import kinds
+from pflcore.check import Kind, Names, are_names, checked, some
 
 from ._words import expect, matrix, meet, same_view, shape, span
 from .aggregate import aggregate as aggregate_op
@@ -29,7 +29,7 @@ BYTES = 1 << 28  # of rows that are held at a time
 CHUNK = 128  # rows that `aggregate` sums before it adds them to a float64 total
 
 Progress = Callable[[int, int], object]
-PROGRESS = kinds.Kind("a function of (done, of), or True for a bar", lambda v: callable(v) or v is True)
+Bar = Annotated[Progress | bool, Kind("a function of (done, of), or True for a bar", lambda v: callable(v) or v is True)]
 
 
 def meter(progress: Progress | bool | None) -> Progress | None:
@@ -64,7 +64,12 @@ class Rows(Protocol):
         ...
 
 
-@kinds.takes(paths=kinds.some("a list of files"), keys=kinds.NAMES)
+DENSE = Kind("a dense tensor or rows to read", lambda v: not (isinstance(v, Tensor) and v.layout is not torch.strided))
+Dense = Annotated[Tensor | Rows, DENSE]
+UPDATES = Kind("rows [N, P] or blocks of them", lambda v: hasattr(v, "shape") or (hasattr(v, "__iter__") and not (v and are_names(v))))
+
+
+@checked
 class Files:
     """Rows from safetensors files, one client's model each: the tensors `keys`, flattened and joined in this order.
 
@@ -72,7 +77,7 @@ class Files:
     the package safetensors (ImportError).
     """
 
-    def __init__(self, paths: Sequence[str | Path], keys: Sequence[str] | None = None) -> None:
+    def __init__(self, paths: Annotated[Sequence[str | Path], some("a list of files")], keys: Names | None = None) -> None:
         try:
             from safetensors import SafetensorError, safe_open
         except ImportError:
@@ -164,11 +169,11 @@ def spans(rows: Tensor | Rows) -> Iterator[tuple[int, int]]:
     return ((first, min(first + step, rows.shape[0])) for first in range(0, rows.shape[0], step))
 
 
-@kinds.takes(a=kinds.DENSE, b=kinds.DENSE, progress=PROGRESS)
+@checked
 def pairwise_sqdist(
-    a: Tensor | Rows,  # [M, P]
-    b: Tensor | Rows | None = None,  # [N, P]; None: b = a
-    progress: Progress | bool | None = None,
+    a: Dense,  # [M, P]
+    b: Dense | None = None,  # [N, P]; None: b = a
+    progress: Bar | None = None,
 ) -> Tensor:  # [M, N] float64
     """`pflcore.pairwise_sqdist` over rows that can be read again, tile by tile; `progress(done, of)` counts the rows of a,
     and `progress=True` shows a bar."""
@@ -192,22 +197,16 @@ def pairwise_sqdist(
     return out
 
 
-@kinds.takes(
-    updates=kinds.Kind(
-        "rows [N, P] or blocks of them",
-        lambda v: hasattr(v, "shape") or (hasattr(v, "__iter__") and not (v and kinds.NAMES.fits(v))),
-    ),
-    progress=PROGRESS,
-)
+@checked
 def aggregate(
-    updates: Tensor | Rows | Iterable[Any],  # [N, P], or blocks [n, P] of N rows in all
+    updates: Annotated[Tensor | Rows | Iterable[Any], UPDATES],  # [N, P], or blocks [n, P] of N rows in all
     weight: Tensor,  # [M, N], or [M, K] with index
     index: Tensor | None = None,  # [M, K] int64
     base: Tensor | None = None,  # [P] or [M, P]
     lr: float = 1.0,
     out: Any = None,  # [M, P]: a tensor, or what takes slices of rows (numpy.memmap)
     precise: bool = False,
-    progress: Progress | bool | None = None,
+    progress: Bar | None = None,
 ) -> Any:  # [M, P]
     """`pflcore.aggregate` over rows that can be read again or, without `index`, over blocks of rows that come but once.
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from pflcore import metrics
-from pflcore.ops import kinds
+from pflcore.check import checked
 
 __all__ = ["Record", "Run", "group", "read"]
 LONG = 1000  # entries from which a list is no part of a line
@@ -78,7 +78,7 @@ def slug(text: str) -> str:
     return re.sub(r"[^\w.+-]+", "_", text).strip("_")
 
 
-@kinds.takes(path=kinds.PLACE, mark=kinds.MAPPING)
+@checked
 class Record:
     """Writes one record file. Each line is one unbuffered write, so an interrupted process leaves at most its last line cut off."""
 
@@ -344,7 +344,7 @@ def _nan(value: Any) -> Any:
     return [_nan(v) for v in value] if isinstance(value, list) else math.nan if value is None else value
 
 
-@kinds.takes(lines=kinds.a(Iterable, words="lines, as dicts"))
+@checked
 def group(lines: Iterable[Mapping[str, Any]]) -> list[Run]:
     """Lines (as written, or as dicts that may hold tensors) to runs: each header starts one, and so does a round that is not of the run
     before it, whose own header is lost."""
@@ -370,7 +370,7 @@ def _grouped(lines: Iterable[dict[str, Any]]) -> list[Run]:
     return out
 
 
-@kinds.takes(path=kinds.PLACE)
+@checked
 def read(path: str | Path) -> list[Run]:
     """The runs in a record file, or in all `*.jsonl` files below a folder. A damaged line is left out, with a warning where it is not the
     last, which a run may be writing."""

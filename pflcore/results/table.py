@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 
 from pflcore import metrics
+from pflcore.check import Count, checked
 from pflcore.metrics import human
-from pflcore.ops import kinds
 from pflcore.results.record import CUT, SETTING, Run, find, label
 
 __all__ = ["table"]
@@ -25,8 +25,8 @@ def split_of(run: Run) -> str:
     return {"test": "test", "val": "validation"}.get(run.header.get("eval_split", "test"), "training")
 
 
-@kinds.takes(runs=kinds.many(kinds.a(Run), "a list of runs, as read gives them, at least one"), last=kinds.whole(1), baseline=kinds.TEXT)
-def table(runs: Sequence[Run], last: int = 10, baseline: str | None = None) -> str:
+@checked
+def table(runs: Sequence[Run], last: Count = 10, baseline: str | None = None) -> str:
     """Markdown: one row per algorithm, one table per setting; accuracies in percent; several seeds as mean ± std over seeds.
 
     `baseline`, the name of an algorithm among the runs, adds the percent of clients that are worse off than with it.

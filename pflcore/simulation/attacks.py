@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from pflcore.algorithms.protocol import Tensors, Traits
+from pflcore.check import Ids, Positive, check_fields
 from pflcore.data.federation import Federation
 from pflcore.data.ragged import onto
-from pflcore.ops import kinds
 from pflcore.simulation.accept import Trained, origins
 from pflcore.simulation.arguments import ids_of
 
@@ -36,11 +35,11 @@ class Adversary:
     """
 
     attack: Attack
-    clients: Annotated[Sequence[int], kinds.IDS]
-    strength: kinds.Positive | None = None  # see above
+    clients: Ids
+    strength: Positive | None = None  # see above
 
     def __post_init__(self) -> None:
-        kinds.check(self)
+        check_fields(self)
         if self.attack == "label_flip" and self.strength is not None:
             raise ValueError(f"strength: labels are flipped or not, got {self.strength}; leave it out.")
         object.__setattr__(self, "clients", tuple(map(int, self.clients)))

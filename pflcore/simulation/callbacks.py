@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from pflcore.algorithms.protocol import Stop
+from pflcore.check import Count, NonNegative, checked
 from pflcore.metrics import mean
-from pflcore.ops import kinds
 from pflcore.results.export import scalars, summary_writer
 
 __all__ = ["EarlyStopping", "Stop", "TensorBoard"]
@@ -22,7 +22,7 @@ LOWER = {"loss", "train_loss", "mae", "rmse"}  # where less is better
 HIGHER = {"accuracy", "auc", "balanced_accuracy", "f1", "r2"}
 
 
-@kinds.takes(patience=kinds.whole(1), key=kinds.TEXT, min_delta=kinds.number(0, words="a number >= 0"))
+@checked
 class EarlyStopping:
     """Ends a run whose mean over clients has not improved for `patience` evaluations.
 
@@ -34,10 +34,10 @@ class EarlyStopping:
 
     def __init__(
         self,
-        patience: int = 5,
+        patience: Count = 5,
         key: str = "loss",
         higher: bool | None = None,
-        min_delta: float = 0.0,
+        min_delta: NonNegative = 0.0,
     ) -> None:
         if higher is None and key not in LOWER | HIGHER:
             raise ValueError(f"higher: expected True or False for {key!r}, of which nobody else knows whether more is better, got None.")
@@ -69,7 +69,7 @@ class EarlyStopping:
             self(record["round"], record)
 
 
-@kinds.takes(folder=kinds.PLACE)
+@checked
 class TensorBoard:
     """Writes each round's numbers to `folder` as they come, for `tensorboard --logdir`; needs the package tensorboard.
 

@@ -19,10 +19,10 @@ import torch.nn as nn
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from pflcore.check import Seed, checked
 from pflcore.data.fields import Fields
 from pflcore.nn import Dropout
 from pflcore.nn.mode import context
-from pflcore.ops import kinds
 from pflcore.train.losses import LOGITS, REGRESSION, Loss, loss_of
 from pflcore.train.random import OwnDraws
 from pflcore.train.recurrent import write_out
@@ -59,7 +59,7 @@ class _Bound:
                 owner[name] = pieces[i].view(shapes[i])
 
 
-@kinds.takes(head=kinds.TEXT, seed=kinds.SEED)
+@checked
 class Net:
     """An `nn.Module` as a function of a flat row.
 
@@ -79,7 +79,7 @@ class Net:
         build: nn.Module | Callable[[], nn.Module],
         criterion: Loss = "cross_entropy",
         head: str | None = None,
-        seed: int = 0,
+        seed: Seed = 0,
     ) -> None:
         self.criterion = loss_of(criterion, "criterion")
         self.build, self.seed = build, seed

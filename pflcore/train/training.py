@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pflcore.ops import kinds
-from pflcore.ops.kinds import Count, Momentum, NonNegative, Positive
+from pflcore.check import Count, Kind, Momentum, NonNegative, Positive, check_fields, of_hint
 from pflcore.train.schedules import Schedule, rates
 
-SCHEDULE = kinds.Kind("a function of (round, rounds) or of an optimizer", lambda v: callable(v) or hasattr(v, "optimizer"))
-BETAS = kinds.Kind(
-    "two numbers in [0, 1)", lambda v: isinstance(v, tuple | list) and len(v) == 2 and all(kinds.of_hint(Momentum).fits(b) for b in v)
-)
+SCHEDULE = Kind("a function of (round, rounds) or of an optimizer", lambda v: callable(v) or hasattr(v, "optimizer"))
+BETAS = Kind("two numbers in [0, 1)", lambda v: isinstance(v, tuple | list) and len(v) == 2 and all(of_hint(Momentum).fits(b) for b in v))
 
 
 @dataclass(frozen=True)
@@ -41,8 +38,7 @@ class Training:
     clip_grad: Positive | None = None  # no minibatch's gradient is longer (Euclidean norm); None: any
 
     def __post_init__(self) -> None:
-        kinds.pythonic(self)
-        kinds.check(self)
+        check_fields(self)
         if self.local_optimizer == "sgd" and (self.betas, self.eps) != ((0.9, 0.999), 1e-8):
             raise ValueError(f"betas, eps: SGD has none, got {self.betas} and {self.eps}; leave them out, or take local_optimizer='adamw'.")
         if self.local_optimizer == "adamw" and self.momentum:

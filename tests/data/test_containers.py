@@ -74,7 +74,7 @@ def test_a_share_is_what_it_says_in_decimals():
 def test_labels_and_ids_that_cannot_be():
     with pytest.raises(ValueError, match=r"y must hold labels in 0\.\.1, got -1"):
         Federation.from_arrays([(X, np.full(8, -1))])
-    with pytest.raises(ValueError, match=r"classes: expected a whole number, or None for regression, got 3\.0"):
+    with pytest.raises(ValueError, match=r"classes: expected a whole number or 'infer', got 3\.0"):
         Federation.from_arrays([(X, Y)], classes=3.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="client must hold whole numbers below 2"):
         Federation.from_table(X, Y, np.array([2**63] * 8, dtype=np.uint64))
@@ -120,7 +120,7 @@ def test_a_user_without_test_samples(tmp_path):
 def test_an_argument_of_another_kind_is_one_sentence():
     pair = (torch.randn(4, 2), torch.arange(4) % 2)
     for words, call in (
-        ("dtype: expected a torch.dtype or None, got 'float32'", lambda: Federation.from_arrays([pair], dtype="float32")),
+        ("dtype: expected a torch.dtype, got 'float32'", lambda: Federation.from_arrays([pair], dtype="float32")),
         ("test: expected each client's data in a list, got 3", lambda: Federation.from_arrays([pair], test=3)),
         ("clients: expected clients' numbers in a list, got 0", lambda: Federation.from_arrays([pair]).subset(0)),
         ("value: expected a number, got None", lambda: padded([[5, 6], [8]], value=None)),

@@ -300,7 +300,7 @@ BAD = [
     ("pathological", {"mode": "exact_k", "n": 150, "k": 2}, "class 0 has 20 train samples for 30 owners: use fewer clients or a smaller k"),
     ("pathological", {"k": 30}, "k must leave 10 clients non-empty shards of 200 samples, got 30"),
     ("practical1", {"groups": 11}, "groups must lie in 1..10 (the clients), got 11"),
-    ("practical1", {"share": 1.5}, "share: expected a fraction from 0 to 1, got 1.5"),
+    ("practical1", {"share": 1.5}, "share: expected a number from 0 to 1, got 1.5"),
     ("practical1", {"dominant": 0}, "dominant: expected a whole number, at least 1, got 0"),
     ("practical1", {"mode": "x"}, "mode must be 'paper' or 'official', got 'x'"),
     ("practical1", {"groups": 2.5}, "groups: expected a whole number, at least 1, got 2.5"),

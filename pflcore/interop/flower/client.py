@@ -12,9 +12,9 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
+from pflcore.check import checked
 from pflcore.interop.client import Client
 from pflcore.interop.flower.records import only_record, record_of
-from pflcore.ops import kinds
 from pflcore.simulation.checkpoint import replacing
 from pflcore.simulation.personal import Personalized
 
@@ -29,7 +29,7 @@ def number_of(context: Context) -> Hashable:
     return number
 
 
-@kinds.takes(make=kinds.FUNCTION)
+@checked
 def client_app(
     make: Callable[[Context], Client],
     *,

@@ -7,13 +7,12 @@ from fnmatch import fnmatchcase
 from flwr.app import ArrayRecord, Context, Message, MessageType, RecordDict
 from flwr.clientapp.typing import ClientAppCallable, Mod
 
+from pflcore.check import are_names, refuse
 from pflcore.interop.flower.records import only_record
-from pflcore.ops import kinds
 
 PRIVATE = "pflcore.private"  # the record of Context.state
 
 
-@kinds.takes(patterns=kinds.NAMES)
 def keep_private(*patterns: str) -> Mod:
     """`ClientApp(mods=[keep_private("head.*")])`: the tensors that match stay with their client; nothing else changes, on neither side.
 
@@ -25,6 +24,8 @@ def keep_private(*patterns: str) -> Mod:
     """
     if not patterns:
         raise ValueError("patterns: expected the names of the private tensors, as in keep_private('head.*'), got none.")
+    if not are_names(patterns):
+        refuse("patterns", "a name or a list of names", patterns)
 
     def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         kind = message.metadata.message_type.partition(".")[0]

@@ -90,7 +90,7 @@ def test_everything_may_be_dropped_and_p_is_checked():
     with forward_mode(True, seed=torch.tensor(1)):
         assert not Dropout(1.0).train()(torch.ones(5)).any()
     for p in (-0.1, 1.1):
-        with pytest.raises(ValueError, match="p: expected a probability"):
+        with pytest.raises(ValueError, match="p: expected a number from 0 to 1"):
             Dropout(p)
     assert repr(Dropout(0.25)) == "Dropout(p=0.25)"
 
