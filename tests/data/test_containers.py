@@ -123,7 +123,7 @@ def test_an_argument_of_another_kind_is_one_sentence():
         ("dtype: expected a torch.dtype, got 'float32'", lambda: Federation.from_arrays([pair], dtype="float32")),
         ("test: expected each client's data in a list, got 3", lambda: Federation.from_arrays([pair], test=3)),
         ("clients: expected clients' numbers in a list, got 0", lambda: Federation.from_arrays([pair]).subset(0)),
-        ("value: expected a number, got None", lambda: padded([[5, 6], [8]], value=None)),
+        ("value: expected a finite number, got None", lambda: padded([[5, 6], [8]], value=None)),
         ("value: expected a whole number to fill up whole numbers, got 0.5", lambda: padded([[5, 6], [8]], value=0.5)),
         ("waffle_weights: omega must be a number", lambda: ops.waffle_weights(torch.rand(3), 0, np.array([0.5, 0.6]))),
         ("Files: paths must be names of files", lambda: ops.stream.Files([1])),
