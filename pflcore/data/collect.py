@@ -3,116 +3,151 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import Self
+
+from pflcore.check import Kind, Seed32, checked
 
 from .checks import SPLITS
 from .fields import Fields, joined
-from .splits import P, split_samples
+from .pool import Pool
+from .splits import split_samples
 
 if TYPE_CHECKING:
     from .cuts import Partition
 
 Classes = int | Literal["infer"] | None
+Clients = Annotated[Sequence[Any], Kind("each client's data in a list", lambda v: hasattr(v, "__iter__") and not isinstance(v, str))]
 
 
-def from_partition(cls: type[P], x: Any, y: Any, partition: Partition, x_test: Any, y_test: Any, classes: Classes, name: str) -> P:
-    if isinstance(x, Mapping):
-        raise TypeError("x must be one tensor where a partition cuts it; give the clients' dicts to Federation.from_arrays")
-    x, y = tensor(x, "x", None), target(y, "y", None)
-    if (x_test is None) != (y_test is None):
-        raise ValueError(f"x_test and y_test must come together, got only {'y_test' if x_test is None else 'x_test'}")
-    if x_test is not None:
-        xt, yt = tensor(x_test, "x_test", None), target(y_test, "y_test", None)
-        if xt.shape[1:] != x.shape[1:]:
-            raise ValueError(f"x_test must have inputs of shape {list(x.shape[1:])} as x has, got {list(xt.shape[1:])}")
-        x, y = torch.cat([x, xt]), torch.cat([y, yt])
-    index = {s: list(lists) for s, lists in partition.index.items()}
-    truth = {} if partition.group is None else {"group": partition.group}
-    empty = sum(not len(rows) for rows in index.get("test", []))
-    notes = [*partition.notes, *([f"{empty} of {len(index['test'])} clients have no test samples, and so no result"] if empty else [])]
-    return cls(x, y, index, infer(classes, y), partition.relabel, name, notes, truth)
+class Collected(Pool):
+    """A federation with its constructors from containers."""
 
+    @classmethod
+    def from_partition(
+        cls,
+        x: Any,
+        y: Any,
+        partition: Partition,
+        *,
+        x_test: Any = None,
+        y_test: Any = None,
+        classes: Classes = "infer",
+        name: str = "data",
+    ) -> Self:
+        """A training pool, an optional test pool, and a partition of ``cat(y, y_test)`` as :mod:`pflcore.data.partition` makes them."""
+        if isinstance(x, Mapping):
+            raise TypeError("x must be one tensor where a partition cuts it; give the clients' dicts to Federation.from_arrays")
+        x, y = tensor(x, "x", None), target(y, "y", None)
+        if (x_test is None) != (y_test is None):
+            raise ValueError(f"x_test and y_test must come together, got only {'y_test' if x_test is None else 'x_test'}")
+        if x_test is not None:
+            xt, yt = tensor(x_test, "x_test", None), target(y_test, "y_test", None)
+            if xt.shape[1:] != x.shape[1:]:
+                raise ValueError(f"x_test must have inputs of shape {list(x.shape[1:])} as x has, got {list(xt.shape[1:])}")
+            x, y = torch.cat([x, xt]), torch.cat([y, yt])
+        index = {s: list(lists) for s, lists in partition.index.items()}
+        truth = {} if partition.group is None else {"group": partition.group}
+        empty = sum(not len(rows) for rows in index.get("test", []))
+        notes = [*partition.notes, *([f"{empty} of {len(index['test'])} clients have no test samples, and so no result"] if empty else [])]
+        return cls(x, y, index, infer(classes, y), partition.relabel, name, notes, truth)
 
-def from_arrays(
-    cls: type[P],
-    clients: Sequence[Any],
-    test: Sequence[Any] | None,
-    test_fraction: float,
-    seed: int,
-    classes: Classes,
-    dtype: torch.dtype | None,
-    name: str,
-) -> P:
-    if isinstance(clients, Mapping):
-        raise TypeError("clients must be a list with one entry per client, got a dict: give list(clients.values())")
-    clients = list(clients)
-    if not clients:
-        raise ValueError("clients must hold the data of at least one client, got an empty list")
-    if test is not None and len(test) != len(clients):
-        raise ValueError(f"test must hold one entry per client ({len(clients)}), got {len(test)}")
-    if test is not None and test_fraction:
-        raise ValueError("give test or test_fraction, not both")
-    if not 0 <= test_fraction < 1:
-        raise ValueError(f"test_fraction must be at least 0 and below 1, got {test_fraction}")
-    xs: list[Tensor] = []
-    ys: list[Tensor] = []
-    index: dict[str, list[Tensor]] = {}
-    start, fields = 0, None
-    for i, entry in enumerate(clients):
-        parts = dict(entry) if isinstance(entry, Mapping) else {"train": entry}
-        brought = sorted(set(parts) - {"train"})
-        if (test_fraction and brought) or (test is not None and "test" in brought):
-            option = "test_fraction" if test_fraction else "test"
-            raise ValueError(f"client {i} brings {' and '.join(brought)} samples of its own: leave {option} out")
-        if test is not None and test[i] != {}:
-            parts["test"] = test[i]
-        if not set(parts) <= set(SPLITS):
-            raise ValueError(f"client {i} must have splits among {list(SPLITS)}, got {list(parts)}")
-        for split, pair in parts.items():
-            x, y, mine = _pair(pair, f"client {i} ({split})", dtype)
-            if xs and mine != fields:
-                raise ValueError(f"client {i} ({split}) has inputs {mine or 'of one tensor'}, client 0 has {fields or 'one tensor'}")
-            fields = mine
-            if xs and x.shape[1:] != xs[0].shape[1:]:
-                raise ValueError(f"client {i} ({split}) has inputs of shape {list(x.shape[1:])}, client 0 has {list(xs[0].shape[1:])}")
-            if ys and (y.shape[1:] != ys[0].shape[1:] or y.dtype != ys[0].dtype):
-                raise ValueError(f"client {i} ({split}) has targets {_kind(y)}, client 0 has {_kind(ys[0])}")
-            xs.append(x)
-            ys.append(y)
-            lists = index.setdefault(split, [])
-            lists += [torch.empty(0, dtype=torch.int64)] * (i - len(lists))  # earlier clients without this split
-            lists.append(torch.arange(start, start + len(x)))
-            start += len(x)
-    for lists in index.values():
-        lists += [torch.empty(0, dtype=torch.int64)] * (len(clients) - len(lists))
-    index.setdefault("train", [torch.empty(0, dtype=torch.int64)] * len(clients))
-    y = torch.cat(ys)
-    fed = cls(torch.cat(xs), y, index, infer(classes, y), None, name, fields=fields)
-    return split_samples(fed, {"train": 1 - test_fraction, "test": test_fraction}, seed, None) if test_fraction else fed
+    @classmethod
+    @checked
+    def from_arrays(
+        cls,
+        clients: Clients,
+        *,
+        test: Clients | None = None,
+        test_fraction: float = 0.0,
+        seed: Seed32 = 0,
+        classes: Classes = "infer",
+        dtype: torch.dtype | None = torch.float32,
+        name: str = "data",
+    ) -> Self:
+        """One ``(x, y)`` per client, or one ``{"train": (x, y), "test": (x, y), "val": ...}`` per client. Arrays, tensors or lists.
 
+        ``test``: one ``(x, y)`` per client. ``test_fraction``: cut that part of each client's samples off instead, shuffled by ``seed``.
+        Integer targets are labels (``classes="infer"``: the largest label plus one), floating ones regression targets. ``dtype``:
+        floating inputs and targets are converted to it; None keeps what came.
+        """
+        if isinstance(clients, Mapping):
+            raise TypeError("clients must be a list with one entry per client, got a dict: give list(clients.values())")
+        clients = list(clients)
+        if not clients:
+            raise ValueError("clients must hold the data of at least one client, got an empty list")
+        if test is not None and len(test) != len(clients):
+            raise ValueError(f"test must hold one entry per client ({len(clients)}), got {len(test)}")
+        if test is not None and test_fraction:
+            raise ValueError("give test or test_fraction, not both")
+        if not 0 <= test_fraction < 1:
+            raise ValueError(f"test_fraction must be at least 0 and below 1, got {test_fraction}")
+        xs: list[Tensor] = []
+        ys: list[Tensor] = []
+        index: dict[str, list[Tensor]] = {}
+        start, fields = 0, None
+        for i, entry in enumerate(clients):
+            parts = dict(entry) if isinstance(entry, Mapping) else {"train": entry}
+            brought = sorted(set(parts) - {"train"})
+            if (test_fraction and brought) or (test is not None and "test" in brought):
+                option = "test_fraction" if test_fraction else "test"
+                raise ValueError(f"client {i} brings {' and '.join(brought)} samples of its own: leave {option} out")
+            if test is not None and test[i] != {}:
+                parts["test"] = test[i]
+            if not set(parts) <= set(SPLITS):
+                raise ValueError(f"client {i} must have splits among {list(SPLITS)}, got {list(parts)}")
+            for split, pair in parts.items():
+                x, y, mine = _pair(pair, f"client {i} ({split})", dtype)
+                if xs and mine != fields:
+                    raise ValueError(f"client {i} ({split}) has inputs {mine or 'of one tensor'}, client 0 has {fields or 'one tensor'}")
+                fields = mine
+                if xs and x.shape[1:] != xs[0].shape[1:]:
+                    raise ValueError(f"client {i} ({split}) has inputs of shape {list(x.shape[1:])}, client 0 has {list(xs[0].shape[1:])}")
+                if ys and (y.shape[1:] != ys[0].shape[1:] or y.dtype != ys[0].dtype):
+                    raise ValueError(f"client {i} ({split}) has targets {_kind(y)}, client 0 has {_kind(ys[0])}")
+                xs.append(x)
+                ys.append(y)
+                lists = index.setdefault(split, [])
+                lists += [torch.empty(0, dtype=torch.int64)] * (i - len(lists))  # earlier clients without this split
+                lists.append(torch.arange(start, start + len(x)))
+                start += len(x)
+        for lists in index.values():
+            lists += [torch.empty(0, dtype=torch.int64)] * (len(clients) - len(lists))
+        index.setdefault("train", [torch.empty(0, dtype=torch.int64)] * len(clients))
+        y = torch.cat(ys)
+        fed = cls(torch.cat(xs), y, index, infer(classes, y), None, name, fields=fields)
+        return split_samples(fed, {"train": 1 - test_fraction, "test": test_fraction}, seed) if test_fraction else fed
 
-def from_datasets(
-    cls: type[P],
-    clients: Sequence[Any],
-    test: Sequence[Any] | None,
-    test_fraction: float,
-    seed: int,
-    classes: Classes,
-    dtype: torch.dtype | None,
-    name: str,
-) -> P:
-    if isinstance(clients, Mapping):
-        return from_arrays(cls, clients, None, 0, 0, None, None, name)  # says that a list is wanted
-    pairs = [
-        {s: _read(part, f"client {i} ({s})") for s, part in d.items()} if isinstance(d, Mapping) else _read(d, f"client {i}")
-        for i, d in enumerate(clients)
-    ]
-    tests = None if test is None else [_read(d, f"client {i} (test)") if len(d) else {} for i, d in enumerate(test)]
-    return from_arrays(cls, pairs, tests, test_fraction, seed, classes, dtype, name)
+    @classmethod
+    @checked
+    def from_datasets(
+        cls,
+        clients: Clients,
+        *,
+        test: Clients | None = None,
+        test_fraction: float = 0.0,
+        seed: Seed32 = 0,
+        classes: Classes = "infer",
+        dtype: torch.dtype | None = torch.float32,
+        name: str = "data",
+    ) -> Self:
+        """One torch ``Dataset`` of ``(x, y)`` pairs per client, read once into memory (so a random transform is drawn once).
+
+        Options as in :meth:`from_arrays`; ``test`` is a list of Datasets.
+        """
+        if isinstance(clients, Mapping):
+            return cls.from_arrays(clients, name=name)  # says that a list is wanted
+        pairs = [
+            {s: _read(part, f"client {i} ({s})") for s, part in d.items()} if isinstance(d, Mapping) else _read(d, f"client {i}")
+            for i, d in enumerate(clients)
+        ]
+        tests = None if test is None else [_read(d, f"client {i} (test)") if len(d) else {} for i, d in enumerate(test)]
+        how: dict[str, Any] = {"test_fraction": test_fraction, "seed": seed, "classes": classes, "dtype": dtype, "name": name}
+        return cls.from_arrays(pairs, test=tests, **how)
 
 
 def _read(dataset: Any, who: str) -> tuple[Any, Tensor]:

@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
-from typing import NamedTuple, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pflcore.check import shown
+from pflcore.check import Seed32, checked, shown, some
 
 from .checks import SPLITS
 from .pool import Pool, Scaling
@@ -30,7 +30,9 @@ class ClientGroups(NamedTuple):
     test: Tensor
 
 
-def subset(fed: P, clients: Sequence[int] | Tensor) -> P:
+@checked
+def subset(fed: P, clients: Annotated[Sequence[int] | Tensor, some("clients' numbers in a list")]) -> P:
+    """Only these clients, renumbered 0.. in the given order; the pool is shared."""
     ids = _ids(fed, clients)
     index = {s: fed.lists(s).take(torch.tensor(ids)) for s in fed.splits}
     rows = torch.tensor(ids, device=fed.device)
@@ -41,7 +43,8 @@ def subset(fed: P, clients: Sequence[int] | Tensor) -> P:
     return replace(fed, index=index, relabel=relabel, truth=truth, names=names, scaling=scaling)
 
 
-def split_clients(fed: Pool, train: float, val: float, test: float, seed: int) -> ClientGroups:
+@checked
+def split_clients(fed: Pool, train: float = 0.8, val: float = 0.1, test: float = 0.1, seed: Seed32 = 13) -> ClientGroups:
     """Split the clients at random (Motley's cross-device setting).
 
     Each of ``train``, ``val``, ``test`` is a number of clients (int) or a fraction of them (float); one permutation by ``seed``: its
@@ -63,7 +66,8 @@ def split_clients(fed: Pool, train: float, val: float, test: float, seed: int) -
     return ClientGroups(train_ids[: number["train"]].sort().values, val_ids.sort().values, test_ids.sort().values)
 
 
-def halves(fed: P, clients: Sequence[int] | Tensor | None, seed: int, pool: Sequence[str] | None) -> P:
+@checked
+def halves(fed: P, clients: Sequence[int] | Tensor | None = None, seed: Seed32 = 13, pool: Sequence[str] | None = None) -> P:
     """Personalization and evaluation halves of these clients' (None: all clients') samples.
 
     The client's samples of the splits in ``pool`` (None: all it has) are shuffled once by ``seed``; the first floor(n/2) become its
@@ -85,7 +89,7 @@ def halves(fed: P, clients: Sequence[int] | Tensor | None, seed: int, pool: Sequ
     return replace(fed, index={s: _exchanged(lists, ids, new.get(s, _none(fed, len(ids)))) for s, lists in index.items()})
 
 
-def keep(fed: P, fraction: float, clients: Sequence[int] | Tensor | None) -> P:
+def keep(fed: P, fraction: float, clients: Sequence[int] | Tensor | None = None) -> P:
     """The first ``fraction`` of each training list, rounded up: keep(.25) is part of keep(.5). Other splits stay."""
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction must be above 0 and at most 1, got {fraction}")
@@ -95,7 +99,8 @@ def keep(fed: P, fraction: float, clients: Sequence[int] | Tensor | None) -> P:
     return replace(fed, index={**fed.index, "train": lists.take(torch.arange(fed.n), size)})
 
 
-def split_samples(fed: P, fractions: Mapping[str, float], seed: int, pool: Sequence[str] | None) -> P:
+@checked
+def split_samples(fed: P, fractions: Mapping[str, float], seed: Seed32 = 100, pool: Sequence[str] | None = None) -> P:
     """Split each client's own samples (Motley's cross-silo setting).
 
     ``fractions``: of "train", "val", "test", adding up to 1. ``pool``: the splits whose samples are divided anew (None: all).

@@ -8,46 +8,62 @@ from typing import Any
 
 import numpy as np
 import torch
+from typing_extensions import Self
 
-from .collect import Classes, infer, inputs, target
+from pflcore.check import Seed32, checked
+
+from .collect import Classes, Collected, infer, inputs, target
 from .ragged import Ragged, starts
-from .splits import P, split_samples
+from .splits import split_samples
 
 
-def from_table(
-    cls: type[P],
-    x: Any,
-    y: Any,
-    client: Any,
-    test_fraction: float,
-    seed: int,
-    classes: Classes,
-    dtype: torch.dtype | None,
-    name: str,
-) -> P:
-    if isinstance(x, str | Path):
-        x, y, client = _columns(Path(x), y, client)
-    if y is None or client is None:
-        raise TypeError("from_table needs y and client, one value per sample, or the names of a file's columns")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # a pool is never written to
-        (xs, fields), ys = inputs(x, "x", dtype), target(y, "y", dtype)
-    xs = xs.contiguous()  # a table's columns lie apart in memory, and the kernels read rows
-    order, size, ids = _by_client(client, len(xs))
-    truth = {"client": torch.from_numpy(ids)} if ids.dtype == np.int64 else {}
-    fed = cls(
-        xs,
-        ys,
-        {"train": Ragged(torch.from_numpy(order), starts(torch.from_numpy(size)))},
-        infer(classes, ys),
-        None,
-        name,
-        [],
-        truth,
-        fields,
-        tuple(ids.tolist()) if ids.dtype.kind == "U" else None,
-    )
-    return split_samples(fed, {"train": 1 - test_fraction, "test": test_fraction}, seed, None) if test_fraction else fed
+class Tabled(Collected):
+    """A federation with its constructors from tables."""
+
+    @classmethod
+    @checked
+    def from_table(
+        cls,
+        x: Any,
+        y: Any = None,
+        client: Any = None,
+        *,
+        test_fraction: float = 0.0,
+        seed: Seed32 = 0,
+        classes: Classes = "infer",
+        dtype: torch.dtype | None = torch.float32,
+        name: str = "data",
+    ) -> Self:
+        """All samples in one table: ``x [n, ...]``, ``y [n]``, and whose each is, ``client [n]``: whole numbers or strings.
+
+        Arrays or tensors, memory-mapped ones too (with ``dtype=None``, or of that dtype, they stay where they are). Or ``x`` is the path
+        of a Parquet or Arrow file, ``y`` and ``client`` name two of its columns (default "y", "client"), and the others are the inputs;
+        that needs pyarrow. Clients are numbered in the order of their ids, which are in ``truth["client"]`` where they are numbers.
+        Other options as in :meth:`from_arrays`. A million clients of 20 samples take seconds.
+        """
+        if isinstance(x, str | Path):
+            x, y, client = _columns(Path(x), y, client)
+        if y is None or client is None:
+            raise TypeError("from_table needs y and client, one value per sample, or the names of a file's columns")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # a pool is never written to
+            (xs, fields), ys = inputs(x, "x", dtype), target(y, "y", dtype)
+        xs = xs.contiguous()  # a table's columns lie apart in memory, and the kernels read rows
+        order, size, ids = _by_client(client, len(xs))
+        truth = {"client": torch.from_numpy(ids)} if ids.dtype == np.int64 else {}
+        fed = cls(
+            xs,
+            ys,
+            {"train": Ragged(torch.from_numpy(order), starts(torch.from_numpy(size)))},
+            infer(classes, ys),
+            None,
+            name,
+            [],
+            truth,
+            fields,
+            tuple(ids.tolist()) if ids.dtype.kind == "U" else None,
+        )
+        return split_samples(fed, {"train": 1 - test_fraction, "test": test_fraction}, seed) if test_fraction else fed
 
 
 def _by_client(client: Any, count: int) -> tuple[Any, Any, Any]:

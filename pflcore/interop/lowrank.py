@@ -189,9 +189,7 @@ def mix(
 
 
 @checked
-def scales(
-    model: Annotated[nn.Module, Kind("a PEFT model", lambda v: isinstance(v, nn.Module))], adapter: str = "default"
-) -> dict[str, float]:
+def scales(model: Annotated[nn.Module, PEFT], adapter: str = "default") -> dict[str, float]:
     """The name of each A, as `get_peft_model_state_dict` has it, -> its scale in this PEFT model. ValueError where it has none."""
     scale_of: dict[str, float] = {}
     for name, module in model.named_modules():
