@@ -1,8 +1,10 @@
-"""Builds the kernels against the torch that is installed; without torch or a compiler, the package is pure Python.
+"""Builds the kernels against the torch that is installed; without torch or a compiler, the package
+is pure Python.
 
-They are one library, `pflcore/lib_pflcore.so`, that knows nothing of Python; beside it stands a small module for this Python, `pflcore._C`.
-PFLCORE_EXT=auto (default) builds what can be built; =0 builds nothing; =cpu and =cuda fail where they cannot be built.
-CUDA takes minutes, so auto compiles it where a card is seen, or where torch's own FORCE_CUDA=1 or TORCH_CUDA_ARCH_LIST asks for it.
+They are one library, `pflcore/lib_pflcore.so`, that knows nothing of Python; beside it stands a
+small module for this Python, `pflcore._C`. PFLCORE_EXT=auto (default) builds what can be built; =0
+builds nothing; =cpu and =cuda fail where they cannot be built. CUDA takes minutes, so auto compiles
+it where a card is seen, or where torch's own FORCE_CUDA=1 or TORCH_CUDA_ARCH_LIST asks for it.
 PFLCORE_MODULE=0 leaves the module away: a wheel is then for every Python.
 """
 
@@ -19,7 +21,10 @@ from setuptools import setup
 
 WANT = os.environ.get("PFLCORE_EXT", "auto").lower()
 MODULE = os.environ.get("PFLCORE_MODULE", "1") != "0"
-HINT = "for the kernels: `pip install --no-build-isolation .` where torch >= 2.10 and a C++ compiler are installed"
+HINT = (
+    "for the kernels: `pip install --no-build-isolation .` where torch >= 2.10 and a C++ compiler "
+    "are installed"
+)
 
 
 def say(line):
@@ -34,22 +39,32 @@ def pure(why):
 
 
 def torch_version(torch):
-    return tuple(int("".join(ch for ch in part if ch.isdigit()) or 0) for part in torch.__version__.split("+")[0].split(".")[:2])
+    return tuple(
+        int("".join(ch for ch in part if ch.isdigit()) or 0)
+        for part in torch.__version__.split("+")[0].split(".")[:2]
+    )
 
 
 def cuda_home(cpp_extension, torch):
-    """The home of a CUDA compiler for this torch, whether or not a GPU is visible here; None where there is none.
+    """The home of a CUDA compiler for this torch, whether or not a GPU is visible here; None where
+    there is none.
 
-    CUDA_HOME where it is set; else the compiler that pip can bring (nvidia-cuda-nvcc, nvidia-nvvm and nvidia-cuda-crt of torch's
-    CUDA version), which lies beside the CUDA libraries that torch's own wheel brought; else an installed one.
+    CUDA_HOME where it is set; else the compiler that pip can bring (nvidia-cuda-nvcc, nvidia-nvvm
+    and nvidia-cuda-crt of torch's CUDA version), which lies beside the CUDA libraries that torch's
+    own wheel brought; else an installed one.
     """
     if not torch.version.cuda:
         return None
     asked = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    brought = [os.path.join(folder, "nvidia", f"cu{torch.version.cuda.split('.')[0]}") for folder in sys.path]
+    brought = [
+        os.path.join(folder, "nvidia", f"cu{torch.version.cuda.split('.')[0]}")
+        for folder in sys.path
+    ]
     for home in [asked] if asked else [*brought, cpp_extension.CUDA_HOME, "/usr/local/cuda"]:
         if home and os.path.exists(os.path.join(home, "bin", "nvcc")):
-            if any(os.path.exists(os.path.join(home, lib, "libcudart.so")) for lib in ("lib64", "lib")):
+            if any(
+                os.path.exists(os.path.join(home, lib, "libcudart.so")) for lib in ("lib64", "lib")
+            ):
                 return home
             if glob.glob(os.path.join(home, "lib", "libcudart.so.*")):
                 return linked_home(home)
@@ -57,13 +72,15 @@ def cuda_home(cpp_extension, torch):
 
 
 def linked_home(wheels):
-    """pip's CUDA in the layout of an installed one, by links: the wheels have no lib64 and no libcudart.so without a version."""
+    """pip's CUDA in the layout of an installed one, by links: the wheels have no lib64 and no
+    libcudart.so without a version."""
     home = os.path.abspath(os.path.join("build", "cuda_home"))
     shutil.rmtree(home, ignore_errors=True)
     os.makedirs(os.path.join(home, "lib64"))
     for part in ("bin", "include", "nvvm"):
         os.symlink(os.path.join(wheels, part), os.path.join(home, part))
-    for path in glob.glob(os.path.join(wheels, "lib", "libcuda*")):  # libcudart.so.13, libcudadevrt.a
+    # libcudart.so.13, libcudadevrt.a
+    for path in glob.glob(os.path.join(wheels, "lib", "libcuda*")):
         name = os.path.basename(path)
         for link in {name, name[: name.index(".so") + 3] if ".so" in name else name}:
             os.symlink(path, os.path.join(home, "lib64", link))
@@ -71,10 +88,19 @@ def linked_home(wheels):
 
 
 def card_list(home):
-    """TORCH_CUDA_ARCH_LIST for cards that are not here: every generation that this compiler knows, and PTX for those to come."""
-    said = subprocess.run([os.path.join(home, "bin", "nvcc"), "--list-gpu-arch"], capture_output=True, text=True, check=False).stdout
+    """TORCH_CUDA_ARCH_LIST for cards that are not here: every generation that this compiler knows,
+    and PTX for those to come."""
+    said = subprocess.run(
+        [os.path.join(home, "bin", "nvcc"), "--list-gpu-arch"],
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout
     known = {f"{int(n) // 10}.{int(n) % 10}" for n in re.findall(r"compute_(\d+)\b", said)}
-    cards = [c for c in ("7.5", "8.0", "8.6", "9.0", "10.0", "12.0") if c in known] or ["8.0", "9.0"]
+    cards = [c for c in ("7.5", "8.0", "8.6", "9.0", "10.0", "12.0") if c in known] or [
+        "8.0",
+        "9.0",
+    ]
     return ";".join(cards) + "+PTX"
 
 
@@ -96,10 +122,15 @@ def kept_output(path):
 
 
 def cause(error, path):
-    """Why a build failed: the compiler's or linker's first complaint, or else what the build system says."""
+    """Why a build failed: the compiler's or linker's first complaint, or else what the build system
+    says."""
     with open(path, errors="replace") as said:
         complaints = [
-            line.strip() for line in said if re.search(r"\b(fatal )?error\b ?:|undefined reference|cannot find|command not found", line)
+            line.strip()
+            for line in said
+            if re.search(
+                r"\b(fatal )?error\b ?:|undefined reference|cannot find|command not found", line
+            )
         ]
     return (complaints or str(error).strip().splitlines() or [type(error).__name__])[0]
 
@@ -126,36 +157,66 @@ def extension():
     plain = ["-O3", "-g0", "-fvisibility=hidden"]
     cxx = [*plain, *defines]
     link = ["-Wl,-s"] if sys.platform == "linux" else []
-    asked = WANT == "cuda" or os.environ.get("FORCE_CUDA", "0") != "0" or bool(os.environ.get("TORCH_CUDA_ARCH_LIST"))
+    asked = (
+        WANT == "cuda"
+        or os.environ.get("FORCE_CUDA", "0") != "0"
+        or bool(os.environ.get("TORCH_CUDA_ARCH_LIST"))
+    )
     wanted = WANT != "cpu" and (asked or torch.cuda.is_available())
     home = cuda_home(cpp_extension, torch) if cuda_sources and wanted else None
-    no_cuda = None if home else "no CUDA compiler for this torch was found" if wanted else "no card is seen; FORCE_CUDA=1 asks for it"
+    no_cuda = (
+        None
+        if home
+        else "no CUDA compiler for this torch was found"
+        if wanted
+        else "no card is seen; FORCE_CUDA=1 asks for it"
+    )
     if WANT == "cuda" and no_cuda:
         raise SystemExit(f"pflcore: PFLCORE_EXT=cuda, but {no_cuda}")
 
-    common = {"py_limited_api": True, "extra_link_args": link}  # nothing of Python at all: torch then leaves its own Python side away
-    cpu = cpp_extension.CppExtension("pflcore.lib_pflcore", sources, extra_compile_args={"cxx": cxx}, **common)
+    # nothing of Python at all: torch then leaves its own Python side away
+    common = {"py_limited_api": True, "extra_link_args": link}
+    cpu = cpp_extension.CppExtension(
+        "pflcore.lib_pflcore", sources, extra_compile_args={"cxx": cxx}, **common
+    )
     plans = [(cpu, f"CPU kernels (no CUDA: {no_cuda})" if no_cuda else "CPU kernels")]
     if WANT != "cpu" and not no_cuda:
         cpp_extension.CUDA_HOME = home
         if not torch.cuda.is_available():  # else torch builds for the card that it sees
             os.environ.setdefault("TORCH_CUDA_ARCH_LIST", card_list(home))
-        flags = {"cxx": [*cxx, "-DPFLCORE_CUDA", "-DUSE_CUDA"], "nvcc": ["-O3", *defines, "-DPFLCORE_CUDA", "-DUSE_CUDA"]}
-        cuda = cpp_extension.CUDAExtension("pflcore.lib_pflcore", sources + cuda_sources, extra_compile_args=flags, **common)
+        flags = {
+            "cxx": [*cxx, "-DPFLCORE_CUDA", "-DUSE_CUDA"],
+            "nvcc": ["-O3", *defines, "-DPFLCORE_CUDA", "-DUSE_CUDA"],
+        }
+        cuda = cpp_extension.CUDAExtension(
+            "pflcore.lib_pflcore", sources + cuda_sources, extra_compile_args=flags, **common
+        )
         plans.insert(0, (cuda, "CPU and CUDA kernels"))
 
     class Build(cpp_extension.BuildExtension):
-        """Where a build fails, CUDA is left away, then the kernels, unless PFLCORE_EXT asked for them."""
+        """Where a build fails, CUDA is left away, then the kernels, unless PFLCORE_EXT asked for
+        them."""
 
         def get_ext_filename(self, name):
             library = name.endswith("lib_pflcore")  # of no Python: a name without one
-            return os.path.join(*name.split(".")) + ".so" if library else super().get_ext_filename(name)
+            return (
+                os.path.join(*name.split(".")) + ".so"
+                if library
+                else super().get_ext_filename(name)
+            )
 
         def build_extensions(self):
             ext, *modules = self.extensions
             self.force = True  # what lies there may be of another plan
             for plan, what in plans:
-                for field in ("sources", "extra_compile_args", "include_dirs", "library_dirs", "libraries", "extra_link_args"):
+                for field in (
+                    "sources",
+                    "extra_compile_args",
+                    "include_dirs",
+                    "library_dirs",
+                    "libraries",
+                    "extra_link_args",
+                ):
                     setattr(ext, field, getattr(plan, field))
                 with tempfile.TemporaryDirectory() as folder:
                     log = os.path.join(folder, "log")
@@ -167,7 +228,9 @@ def extension():
                     except (Exception, SystemExit) as error:
                         why = cause(error, log)
                         if WANT != "auto":
-                            raise SystemExit(f"pflcore: {what} cannot be built here: {why}") from error
+                            raise SystemExit(
+                                f"pflcore: {what} cannot be built here: {why}"
+                            ) from error
                         say(f"{what} cannot be built here: {why}")
             self.note(why)
             pure(f"the build failed: {why}")
@@ -188,7 +251,8 @@ def extension():
             self.extensions = [ext, *modules]
 
         def note(self, why):
-            """Leaves word beside where the kernels would be, for pflcore.backend(): pip shows nobody what a build says."""
+            """Leaves word beside where the kernels would be, for pflcore.backend(): pip shows
+            nobody what a build says."""
             path = self.get_ext_fullpath("pflcore.lib_pflcore").removesuffix(".so") + ".failed"
             if why is not None:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -205,10 +269,19 @@ def extension():
             return tag if MODULE else ("py3", "none", tag[2])
 
     ext = plans[0][0]
-    facts = cpp_extension.CppExtension("pflcore._C", ["csrc/module.cpp"], extra_compile_args={"cxx": plain}, extra_link_args=link)
+    facts = cpp_extension.CppExtension(
+        "pflcore._C", ["csrc/module.cpp"], extra_compile_args={"cxx": plain}, extra_link_args=link
+    )
     for each in (ext, facts):
-        each.depends = [*glob.glob("csrc/*.h"), *glob.glob("csrc/*/*.h"), *glob.glob("csrc/cuda/*.cuh")]
-    return {"ext_modules": [ext, *([facts] if MODULE else [])], "cmdclass": {"build_ext": Build, "bdist_wheel": Wheel}}
+        each.depends = [
+            *glob.glob("csrc/*.h"),
+            *glob.glob("csrc/*/*.h"),
+            *glob.glob("csrc/cuda/*.cuh"),
+        ]
+    return {
+        "ext_modules": [ext, *([facts] if MODULE else [])],
+        "cmdclass": {"build_ext": Build, "bdist_wheel": Wheel},
+    }
 
 
 if __name__ == "__main__":

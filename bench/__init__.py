@@ -1,8 +1,10 @@
-"""`pflcore bench`: each op at each size beside the best that torch, numpy, scipy and scikit-learn offer, and beside the machine's limit.
+"""`pflcore bench`: each op at each size beside the best that torch, numpy, scipy and scikit-learn
+offer, and beside the machine's limit.
 
-The limit is measured in the same run (csrc/cpu/roofline.h): bytes that must be read over the bandwidth of reading, plus bytes that must be
-written over the bandwidth of writing past the caches; or the arithmetic over the rate of a loop of the same instructions in registers,
-where that takes longer. Times are medians. Where somebody else is faster, the table says so.
+The limit is measured in the same run (csrc/cpu/roofline.h): bytes that must be read over the
+bandwidth of reading, plus bytes that must be written over the bandwidth of writing past the caches;
+or the arithmetic over the rate of a loop of the same instructions in registers, where that takes
+longer. Times are medians. Where somebody else is faster, the table says so.
 """
 
 from __future__ import annotations
@@ -16,7 +18,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-Name = Literal["all", "sqdist", "nearest", "aggregate", "weights", "rank1", "sgd", "chain", "factorized", "rounds", "scale"]
+Name = Literal[
+    "all",
+    "sqdist",
+    "nearest",
+    "aggregate",
+    "weights",
+    "rank1",
+    "sgd",
+    "chain",
+    "factorized",
+    "rounds",
+    "scale",
+]
 Work = Literal["flute-lr", "pfllib-mnist", "blazefl-cnn"]
 OPS = ("sqdist", "nearest", "aggregate", "weights", "rank1", "sgd", "chain", "factorized", "rounds")
 
@@ -26,7 +40,8 @@ class Options:
     """What is timed, and for how long."""
 
     op: tuple[Name, ...] = ("all",)  # which ops
-    workload: tuple[Work, ...] = ()  # in the place of ops: rounds that others have published times of, side by side with them
+    # in the place of ops: rounds that others have published times of, side by side with them
+    workload: tuple[Work, ...] = ()
     rounds: int | None = None  # of a workload; default: its own
     quick: bool = False  # small sizes only, about a minute
     seconds: float = 1.0  # for each provider at each size, about
@@ -66,7 +81,11 @@ def run(options: Options) -> int:
 
         print("\n".join(machine.lines()), flush=True)
         rows, said = published.run(options.workload, options.rounds, machine)
-        return written(options, table.as_json(machine, rows), "\n".join([*machine.lines(), "```", *said, "```", ""]))
+        return written(
+            options,
+            table.as_json(machine, rows),
+            "\n".join([*machine.lines(), "```", *said, "```", ""]),
+        )
     print("\n".join(machine.lines()), "", table.line(table.HEADINGS), sep="\n", flush=True)
     rows = []
     rates: dict[tuple[str, str], float] = {}
@@ -77,7 +96,22 @@ def run(options: Options) -> int:
         for size in module.sizes(options.quick):
             problem = module.problem(size)
             if problem is None:
-                print(table.line((name, table.size_of(size), "", "", "", "", "", "", "", "not enough free memory")))
+                print(
+                    table.line(
+                        (
+                            name,
+                            table.size_of(size),
+                            "",
+                            "",
+                            "",
+                            "",
+                            "",
+                            "",
+                            "",
+                            "not enough free memory",
+                        )
+                    )
+                )
                 continue
             for row in table.measure(problem, machine, budget, patience, rates):
                 rows.append(row)
@@ -101,7 +135,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     group = Group("bench", "", of_dataclass(Options)[0])
     got = parse(
         "pflcore bench",
-        "Times the ops beside torch, numpy, scipy and scikit-learn, and beside the machine's limit.",
+        "Times the ops beside torch, numpy, scipy and scikit-learn, and beside the machine's "
+        "limit.",
         [group],
         sys.argv[1:] if argv is None else argv,
     )

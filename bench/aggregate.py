@@ -1,4 +1,5 @@
-"""Mixing client models: `aggregate` beside torch and numpy; N results of N models, 5 of N, and FedAvg's single one."""
+"""Mixing client models: `aggregate` beside torch and numpy; N results of N models, 5 of N, and
+FedAvg's single one."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ from bench.problem import Problem, fits, models, relative
 from pflcore import ops
 from pflcore.ops import reference
 
-PROVIDERS = ("pflcore", "pflcore, fresh result", "reference", "torch.mm", "torch.mm, fresh result", "embedding_bag", "numpy")
+PROVIDERS = (
+    "pflcore",
+    "pflcore, fresh result",
+    "reference",
+    "torch.mm",
+    "torch.mm, fresh result",
+    "embedding_bag",
+    "numpy",
+)
 NEIGHBOURS = 5
 
 
@@ -40,7 +49,11 @@ def problem(size: dict[str, int]) -> Problem | None:
     out_rows, x_rows = out.numpy(), x.numpy()
 
     look = torch.randint(p, (1000,), generator=gen)  # columns that are checked
-    dense = weight.double() if index is None else torch.zeros(m, n, dtype=torch.float64).scatter_(1, index, weight.double())
+    dense = (
+        weight.double()
+        if index is None
+        else torch.zeros(m, n, dtype=torch.float64).scatter_(1, index, weight.double())
+    )
     want = dense @ x[:, look].double()
 
     def error(got: Any) -> float:
@@ -57,7 +70,18 @@ def problem(size: dict[str, int]) -> Problem | None:
         providers["numpy"] = lambda: weight.numpy().dot(x_rows, out=out_rows)
     else:
         chosen = index
-        providers["torch.mm"] = lambda: torch.mm(dense.float(), x, out=out)  # what a code base without a sparse form does
-        providers["embedding_bag"] = lambda: F.embedding_bag(chosen, x, mode="sum", per_sample_weights=weight)
+        # what a code base without a sparse form does
+        providers["torch.mm"] = lambda: torch.mm(dense.float(), x, out=out)
+        providers["embedding_bag"] = lambda: F.embedding_bag(
+            chosen, x, mode="sum", per_sample_weights=weight
+        )
     used = n if index is None else len(index.unique())
-    return Problem("aggregate", size, providers, error, reads=4 * used * p, writes=4 * m * p, operations=2.0 * m * k * p)
+    return Problem(
+        "aggregate",
+        size,
+        providers,
+        error,
+        reads=4 * used * p,
+        writes=4 * m * p,
+        operations=2.0 * m * k * p,
+    )

@@ -1,4 +1,5 @@
-"""Local training of whole models: an epoch of all clients in one call, beside the same in torch, client after client."""
+"""Local training of whole models: an epoch of all clients in one call, beside the same in torch,
+client after client."""
 
 from __future__ import annotations
 
@@ -23,15 +24,27 @@ BUILDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 def sizes(quick: bool) -> Iterator[dict[str, Any]]:
     """N clients of n samples each, batches of 20, one epoch of the model."""
-    for model, n, samples in (("linear", 139, 110), ("logistic", 20, 600), ("mlp", 20, 1000), ("lenet5", 20, 1000)):
+    for model, n, samples in (
+        ("linear", 139, 110),
+        ("logistic", 20, 600),
+        ("mlp", 20, 1000),
+        ("lenet5", 20, 1000),
+    ):
         if not quick or model != "lenet5":
-            yield {"model": model, "N": n if not quick else min(n, 10), "n": samples if not quick else 100}
+            yield {
+                "model": model,
+                "N": n if not quick else min(n, 10),
+                "n": samples if not quick else 100,
+            }
 
 
 def problem(size: dict[str, Any]) -> Problem:
     (build, shape), n, count = BUILDS[size["model"]], size["N"], size["n"]
     gen = torch.Generator().manual_seed(0)
-    x, y = torch.randn(n * count, *shape, generator=gen), torch.randint(10, (n * count,), generator=gen)
+    x, y = (
+        torch.randn(n * count, *shape, generator=gen),
+        torch.randint(10, (n * count,), generator=gen),
+    )
     data = Federation(x, y, {"train": list(torch.arange(n * count).split(count))}, 10)
     net = Net(build, seed=0)
     setting = prepared(net, data, Training(lr=LR, batch_size=20), seed=0)
@@ -39,7 +52,9 @@ def problem(size: dict[str, Any]) -> Problem:
 
     @torch.enable_grad()
     def call() -> torch.Tensor:
-        return Clients(setting, torch.arange(n), 1, setting.net.b0.expand(n, -1).clone()).fit(rows).w
+        return (
+            Clients(setting, torch.arange(n), 1, setting.net.b0.expand(n, -1).clone()).fit(rows).w
+        )
 
     @torch.enable_grad()
     def plain() -> torch.Tensor:
@@ -56,6 +71,7 @@ def problem(size: dict[str, Any]) -> Problem:
             return None
         general = prepared(net, data, Training(lr=LR, batch_size=20), "loop", seed=0)
         want = Clients(general, torch.arange(n), 1, net.b0.expand(n, -1).clone()).fit(rows).w
-        return relative(call(), want.double())  # the plain loop shuffles otherwise: the same training by the general path
+        # the plain loop shuffles otherwise: the same training by the general path
+        return relative(call(), want.double())
 
     return Problem("chain", size, {"pflcore": call, "plain loop": plain}, error)

@@ -1,4 +1,5 @@
-"""Ten clients of WAFFLe's MLP (784-200-10, 120 factors, batches of 10): its layers beside dense ones, and with all that it draws."""
+"""Ten clients of WAFFLe's MLP (784-200-10, 120 factors, batches of 10): its layers beside dense
+ones, and with all that it draws."""
 
 from __future__ import annotations
 
@@ -25,14 +26,24 @@ def sizes(quick: bool) -> Iterator[dict[str, Any]]:
 
 def problem(size: dict[str, Any]) -> Problem:
     gen = torch.Generator().manual_seed(0)
-    clients = [(torch.randn(size["images"], 1, 28, 28, generator=gen), torch.randint(10, (size["images"],), generator=gen))] * CLIENTS
+    clients = [
+        (
+            torch.randn(size["images"], 1, 28, 28, generator=gen),
+            torch.randint(10, (size["images"],), generator=gen),
+        )
+    ] * CLIENTS
     data, training = Federation.from_arrays(clients), Training(lr=0.04, batch_size=10)
     waffle = FactorizedWaffle(ranks=(120,))
     dense = Net(lambda: model_for("mlp", (1, 28, 28), 10, bias=False))
     factorized = waffle.prepare(dense)
 
     def cohort(net: Net) -> Clients:
-        return Clients(prepared(net, data, training), torch.arange(CLIENTS), 1, net.b0.expand(CLIENTS, -1).clone())
+        return Clients(
+            prepared(net, data, training),
+            torch.arange(CLIENTS),
+            1,
+            net.b0.expand(CLIENTS, -1).clone(),
+        )
 
     on_dense, on_factors = cohort(dense), cohort(factorized)
     rows = {net.size: net.w0.repeat(CLIENTS, 1) for net in (dense, factorized)}
@@ -44,7 +55,9 @@ def problem(size: dict[str, Any]) -> Problem:
         {
             "factorized layers": lambda: on_factors.fit(rows[factorized.size]),
             "dense layers": lambda: on_dense.fit(rows[dense.size]),
-            "with sampling and divergence": lambda: waffle.learn(rows[factorized.size].clone(), own, on_factors),
+            "with sampling and divergence": lambda: waffle.learn(
+                rows[factorized.size].clone(), own, on_factors
+            ),
         },
         lambda got: None,
     )

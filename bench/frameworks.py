@@ -2,8 +2,9 @@
 
 python -m bench.frameworks --pfllib FOLDER --fl-bench FOLDER
 
-takes a checkout of either, with its MNIST clients made by its own generator and its packages installed, and prints the test
-accuracy of each round. PFLlib plays twice in one process, as its `-t 2` does: the second server has to start anew.
+takes a checkout of either, with its MNIST clients made by its own generator and its packages
+installed, and prints the test accuracy of each round. PFLlib plays twice in one process, as its `-t
+2` does: the second server has to start anew.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ space = {"pflcore": pflcore, "Server": module.FedAvg}
 exec(LINES, space)
 if PERSONAL:
     module.FedAvg = space["Personal"]
-sys.argv = "main.py -data MNIST -m DNN -algo FedAvg -gr 4 -t 2 -nc 20 -lbs 50 -lr 0.01 -ls 1 -dev cpu".split()
+options = "-data MNIST -m DNN -algo FedAvg -gr 4 -t 2 -nc 20 -lbs 50 -lr 0.01 -ls 1 -dev cpu"
+sys.argv = ["main.py", *options.split()]
 runpy.run_path("main.py", run_name="__main__")
 """
 
@@ -38,8 +40,10 @@ vars(module).update(pflcore=pflcore, FedAvgServer=FedAvgServer)
 exec(LINES, vars(module))
 module.PersonalServer.__module__ = module.__name__
 method = "personal" if PERSONAL else "fedavg"
-options = "common.global_epoch=4 common.local_epoch=1 common.batch_size=25 common.join_ratio=1.0 common.test.client.interval=1"
-sys.argv = f"main.py method={method} dataset.name=mnist model.name=2nn hydra.run.dir=OUT optimizer.lr=0.05 {options}".split()
+options = "dataset.name=mnist model.name=2nn hydra.run.dir=OUT optimizer.lr=0.05"
+options += " common.global_epoch=4 common.local_epoch=1 common.batch_size=25"
+options += " common.join_ratio=1.0 common.test.client.interval=1"
+sys.argv = ["main.py", f"method={method}", *options.split()]
 runpy.run_path("main.py", run_name="__main__")
 """
 
@@ -52,11 +56,23 @@ def lines(framework: str) -> str:
     return found[1]
 
 
-def played(framework: str, program: str, folder: Path, personal: bool, accuracy: str) -> list[float]:
+def played(
+    framework: str, program: str, folder: Path, personal: bool, accuracy: str
+) -> list[float]:
     """The accuracies that the framework prints, in percent."""
-    code = program.replace("LINES", repr(lines(framework))).replace("PERSONAL", repr(personal)).replace("OUT", str(Path.cwd() / "runs"))
+    code = (
+        program.replace("LINES", repr(lines(framework)))
+        .replace("PERSONAL", repr(personal))
+        .replace("OUT", str(Path.cwd() / "runs"))
+    )
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
     if done.returncode:
         raise RuntimeError(f"{framework}: it ended with {done.returncode}: {done.stderr[-2000:]}")
     return [float(v) for v in re.findall(accuracy, done.stdout)]
@@ -65,17 +81,29 @@ def played(framework: str, program: str, folder: Path, personal: bool, accuracy:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(
-        "python -m bench.frameworks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "python -m bench.frameworks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--pfllib", type=Path)
     parser.add_argument("--fl-bench", type=Path)
     got = parser.parse_args()
     for framework, program, folder, accuracy in (
-        ("PFLlib", PFLLIB, got.pfllib and got.pfllib / "system", r"Averaged Test Accuracy: ([\d.]+)"),
+        (
+            "PFLlib",
+            PFLLIB,
+            got.pfllib and got.pfllib / "system",
+            r"Averaged Test Accuracy: ([\d.]+)",
+        ),
         ("FL-bench", FL_BENCH, got.fl_bench, r"\"accuracy\": \"([\d.]+)%"),
     ):
         for personal in (False, True) if folder else ():
-            print(framework, "personalize" if personal else "FedAvg", *played(framework, program, folder, personal, accuracy), flush=True)
+            print(
+                framework,
+                "personalize" if personal else "FedAvg",
+                *played(framework, program, folder, personal, accuracy),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Times the CUDA kernels beside the best torch call and beside what the card can do, measured in the same run.
+"""Times the CUDA kernels beside the best torch call and beside what the card can do, measured in
+the same run.
 
-The limits: bytes that must move, over the bandwidth of a copy of 2 GiB; float32 instructions, over the rate of a large float32 matrix
-product (no TF32). A kernel's limit is the larger of the two times. Times are medians over CUDA events.
-Run `python -m bench.gpu`; `--quick` for small sizes only, `--json FILE` to keep the measurements.
+The limits: bytes that must move, over the bandwidth of a copy of 2 GiB; float32 instructions, over
+the rate of a large float32 matrix product (no TF32). A kernel's limit is the larger of the two
+times. Times are medians over CUDA events. Run `python -m bench.gpu`; `--quick` for small sizes
+only, `--json FILE` to keep the measurements.
 """
 
 import argparse
@@ -34,7 +36,10 @@ def milliseconds(call: Callable[[], Any], budget: float = 0.5) -> float:
     call()
     torch.cuda.synchronize()
     repeats = int(max(5, min(50, budget / max(time.perf_counter() - began, 1e-5))))
-    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    marks = [
+        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        for _ in range(repeats)
+    ]
     for start, end in marks:
         start.record()
         call()
@@ -76,8 +81,19 @@ class Row:
 
     def cells(self) -> list[str]:
         share = "" if self.limit_ms is None else f"{self.limit_ms / self.ms:.2f}"
-        other = "" if self.torch_ms is None else f"{self.torch_ms:.3f} ({self.torch_ms / self.ms:.1f}x) {self.torch_call}"
-        return [self.what, self.sizes, f"{self.ms:.3f}", "" if self.limit_ms is None else f"{self.limit_ms:.3f}", share, other]
+        other = (
+            ""
+            if self.torch_ms is None
+            else f"{self.torch_ms:.3f} ({self.torch_ms / self.ms:.1f}x) {self.torch_call}"
+        )
+        return [
+            self.what,
+            self.sizes,
+            f"{self.ms:.3f}",
+            "" if self.limit_ms is None else f"{self.limit_ms:.3f}",
+            share,
+            other,
+        ]
 
 
 def fits(*shapes: tuple[int, int], size: int = 4) -> bool:
@@ -110,13 +126,29 @@ def bench_distances(card: Card, a: Tensor, sizes: str) -> list[Row]:
     n, p = a.shape
     pairs, same = n * (n - 1) / 2, ops.pairwise_sqdist
     rows = [
-        timed("pairwise_sqdist", sizes, card.limit(4.0 * n * p, 2 * pairs * p), same, [a], lambda a: a @ a.T, "a @ a.T (no distances yet)"),
-        timed("pairwise_sqdist bfloat16", sizes, card.limit(2.0 * n * p, 2 * pairs * p), same, [a.bfloat16()]),
+        timed(
+            "pairwise_sqdist",
+            sizes,
+            card.limit(4.0 * n * p, 2 * pairs * p),
+            same,
+            [a],
+            lambda a: a @ a.T,
+            "a @ a.T (no distances yet)",
+        ),
+        timed(
+            "pairwise_sqdist bfloat16",
+            sizes,
+            card.limit(2.0 * n * p, 2 * pairs * p),
+            same,
+            [a.bfloat16()],
+        ),
     ]
     if n >= 100 and fits((n, p), (n, p)):
         limit = card.limit(8.0 * n * p, 2.0 * n * n * p)
         exact = functools.partial(torch.cdist, compute_mode="donot_use_mm_for_euclid_dist")
-        rows.append(timed("pairwise_sqdist of two", sizes, limit, same, [a, a + 1], exact, "cdist, exact"))
+        rows.append(
+            timed("pairwise_sqdist of two", sizes, limit, same, [a, a + 1], exact, "cdist, exact")
+        )
     return rows
 
 
@@ -127,7 +159,15 @@ def bench_aggregate(card: Card, a: Tensor, sizes: str) -> list[Row]:
     dense = torch.zeros(n, n, device="cuda").scatter_(1, top.index, top.weight.float())
     both = card.limit(8.0 * n * p)
     return [
-        timed("aggregate, one row", sizes, card.limit(4.0 * (n + 1) * p), ops.aggregate, [a, one], lambda a, w: w @ a, "w @ a"),
+        timed(
+            "aggregate, one row",
+            sizes,
+            card.limit(4.0 * (n + 1) * p),
+            ops.aggregate,
+            [a, one],
+            lambda a, w: w @ a,
+            "w @ a",
+        ),
         timed(
             "aggregate, top 5",
             sizes,
@@ -175,10 +215,27 @@ def bench_sgd(card: Card, a: Tensor, sizes: str) -> list[Row]:
 
 
 def bench_weights() -> list[Row]:
-    d, target = torch.rand(100, 100, device="cuda", dtype=torch.float64), torch.arange(100, device="cuda")
+    d, target = (
+        torch.rand(100, 100, device="cuda", dtype=torch.float64),
+        torch.arange(100, device="cuda"),
+    )
     return [
-        timed("feddwa_weights", "M=N=100 K=5", None, lambda d: ops.feddwa_weights(d, 5), [d], lambda d: d.topk(5, largest=False), "topk"),
-        timed("waffle_weights", "100 rows, N=100", None, lambda d: ops.waffle_weights(d, target, 0.7), [d]),
+        timed(
+            "feddwa_weights",
+            "M=N=100 K=5",
+            None,
+            lambda d: ops.feddwa_weights(d, 5),
+            [d],
+            lambda d: d.topk(5, largest=False),
+            "topk",
+        ),
+        timed(
+            "waffle_weights",
+            "100 rows, N=100",
+            None,
+            lambda d: ops.waffle_weights(d, target, 0.7),
+            [d],
+        ),
     ]
 
 
@@ -187,7 +244,9 @@ def whole(x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor) -> Tensor:
     return ((x @ w_b.T) * lam[:, None]) @ w_a.T
 
 
-def with_backward(function: Callable[..., Tensor], x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor) -> None:
+def with_backward(
+    function: Callable[..., Tensor], x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor
+) -> None:
     x, w_a, w_b = (t.detach().requires_grad_() for t in (x, w_a, w_b))
     function(x, w_a, lam, w_b).sum().backward()
 
@@ -195,23 +254,65 @@ def with_backward(function: Callable[..., Tensor], x: Tensor, w_a: Tensor, lam: 
 def bench_rank1(card: Card) -> list[Row]:
     rows: list[Row] = []
     for n, b, i, f, o in ((20, 32, 800, 120, 500), (100, 32, 1600, 200, 384)):
-        x, w_a, w_b = torch.randn(n, b, i, device="cuda"), torch.randn(o, f, device="cuda"), torch.randn(f, i, device="cuda")
-        inputs = [x, w_a, torch.randn(n, f, device="cuda") * (torch.rand(n, f, device="cuda") < 0.3), w_b]
+        x, w_a, w_b = (
+            torch.randn(n, b, i, device="cuda"),
+            torch.randn(o, f, device="cuda"),
+            torch.randn(f, i, device="cuda"),
+        )
+        inputs = [
+            x,
+            w_a,
+            torch.randn(n, f, device="cuda") * (torch.rand(n, f, device="cuda") < 0.3),
+            w_b,
+        ]
         sizes = f"N={n} B={b} {i}->{f}->{o}, 30% active"
         limit = card.limit(4.0 * n * b * (i + o), 0.3 * n * b * f * (i + o))
-        rows.append(timed("rank1_linear", sizes, limit, ops.rank1_linear, inputs, whole, "two matmuls, all factors"))
-        ours, theirs = functools.partial(with_backward, ops.rank1_linear), functools.partial(with_backward, whole)
-        rows.append(timed("rank1_linear and backward", sizes, None, ours, inputs, theirs, "autograd, all factors"))
+        rows.append(
+            timed(
+                "rank1_linear",
+                sizes,
+                limit,
+                ops.rank1_linear,
+                inputs,
+                whole,
+                "two matmuls, all factors",
+            )
+        )
+        ours, theirs = (
+            functools.partial(with_backward, ops.rank1_linear),
+            functools.partial(with_backward, whole),
+        )
+        rows.append(
+            timed(
+                "rank1_linear and backward",
+                sizes,
+                None,
+                ours,
+                inputs,
+                theirs,
+                "autograd, all factors",
+            )
+        )
     return rows
 
 
 def bench_ops(card: Card, quick: bool) -> list[Row]:
     rows: list[Row] = []
-    for n, p in ((20, 61_706), (10, 1_000_000), (100, 1_000_000), (10, 10_000_000), (100, 10_000_000)):
+    for n, p in (
+        (20, 61_706),
+        (10, 1_000_000),
+        (100, 1_000_000),
+        (10, 10_000_000),
+        (100, 10_000_000),
+    ):
         if (quick and p > 1_000_000) or not fits((n, p), (n, p), (n, p)):
             continue
         a, sizes = torch.randn(n, p, device="cuda"), f"N={n} P={p:,}"
-        rows += bench_distances(card, a, sizes) + bench_aggregate(card, a, sizes) + bench_sgd(card, a, sizes)
+        rows += (
+            bench_distances(card, a, sizes)
+            + bench_aggregate(card, a, sizes)
+            + bench_sgd(card, a, sizes)
+        )
         del a
     return rows + bench_weights() + bench_rank1(card)
 
@@ -230,7 +331,8 @@ def bench_server_step(quick: bool) -> list[Row]:
 
 
 def bench_round() -> list[Row]:
-    """One LeNet-5 round of 100 clients, 600 samples each, B = 32: the vmap engine, and one client after another on the same card."""
+    """One LeNet-5 round of 100 clients, 600 samples each, B = 32: the vmap engine, and one client
+    after another on the same card."""
     from pflcore.algorithms import ALGORITHMS
     from pflcore.data.federation import Federation
     from pflcore.simulation.round import begin, step
@@ -243,7 +345,11 @@ def bench_round() -> list[Row]:
             super().__init__()
             self.c1, self.c2 = torch.nn.Conv2d(1, 6, 5, padding=2), torch.nn.Conv2d(6, 16, 5)
             self.head = torch.nn.Sequential(
-                torch.nn.Linear(400, 120), torch.nn.ReLU(), torch.nn.Linear(120, 84), torch.nn.ReLU(), torch.nn.Linear(84, 10)
+                torch.nn.Linear(400, 120),
+                torch.nn.ReLU(),
+                torch.nn.Linear(120, 84),
+                torch.nn.ReLU(),
+                torch.nn.Linear(84, 10),
             )
 
         def forward(self, x: Tensor) -> Tensor:
@@ -272,7 +378,14 @@ def bench_round() -> list[Row]:
                 F.cross_entropy(model(data.x[batch]), data.y[batch]).backward()
                 optimizer.step()
 
-    row = Row("LeNet-5 round, 100 clients", "600 samples each, B=32", milliseconds(round_), None, None, "one after another (goal: 20x)")
+    row = Row(
+        "LeNet-5 round, 100 clients",
+        "600 samples each, B=32",
+        milliseconds(round_),
+        None,
+        None,
+        "one after another (goal: 20x)",
+    )
     row.torch_ms = 10 * milliseconds(one_by_one)
     print("| " + " | ".join(row.cells()) + " |", flush=True)
     return [row]
@@ -286,18 +399,38 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit(f"bench.gpu: torch {torch.__version__} sees no GPU here; nothing was measured.")
     if not ops.backend().cuda:
-        sys.exit(f"bench.gpu: the CUDA kernels are not built ({ops.backend()}); see .ci/cuda_build. Nothing was measured.")
+        sys.exit(
+            f"bench.gpu: the CUDA kernels are not built ({ops.backend()}); see .ci/cuda_build. "
+            "Nothing was measured."
+        )
     torch.manual_seed(0)
     card = Card.measure()
-    print(f"{card.name}, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}, CUDA {torch.version.cuda}, pflcore {pflcore.__version__}")
-    print(f"Measured limits: copy {card.bytes_per_ms / 1e9:.2f} TB/s, float32 {card.instructions_per_ms / 1e9:.1f} T instructions/s\n")
-    print("| what | sizes | ms | limit, ms | share of the limit | torch, ms (times ours) |\n| --- | --- | --- | --- | --- | --- |")
+    print(
+        f"{card.name}, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}, CUDA "
+        f"{torch.version.cuda}, pflcore {pflcore.__version__}"
+    )
+    print(
+        f"Measured limits: copy {card.bytes_per_ms / 1e9:.2f} TB/s, float32 "
+        f"{card.instructions_per_ms / 1e9:.1f} T instructions/s\n"
+    )
+    print(
+        "| what | sizes | ms | limit, ms | share of the limit | torch, ms (times ours) |\n| --- | "
+        "--- | --- | --- | --- | --- |"
+    )
     rows = bench_ops(card, asked.quick) + bench_server_step(asked.quick)
     if not asked.quick:
         rows += bench_round()
     if asked.json:
         with open(asked.json, "w") as file:
-            json.dump({"card": asdict(card), "torch": torch.__version__, "rows": [asdict(r) for r in rows]}, file, indent=1)
+            json.dump(
+                {
+                    "card": asdict(card),
+                    "torch": torch.__version__,
+                    "rows": [asdict(r) for r in rows],
+                },
+                file,
+                indent=1,
+            )
 
 
 if __name__ == "__main__":

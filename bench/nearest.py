@@ -1,4 +1,5 @@
-"""The nearest among many clients: `nearest` by groups (pflcore) and by all pairs; clusters with isotropic noise within."""
+"""The nearest among many clients: `nearest` by groups (pflcore) and by all pairs; clusters with
+isotropic noise within."""
 
 from __future__ import annotations
 
@@ -16,7 +17,11 @@ K = 10
 
 def sizes(quick: bool) -> Iterator[dict[str, int]]:
     """G groups of C clients each."""
-    yield from ({"G": g, "C": c, "P": p} for g, c, p in ((20, 20, 4001), (50, 50, 61_706), (100, 100, 61_706)) if not quick or p < 10_000)
+    yield from (
+        {"G": g, "C": c, "P": p}
+        for g, c, p in ((20, 20, 4001), (50, 50, 61_706), (100, 100, 61_706))
+        if not quick or p < 10_000
+    )
 
 
 def problem(size: dict[str, int]) -> Problem | None:
@@ -26,15 +31,25 @@ def problem(size: dict[str, int]) -> Problem | None:
         return None
     gen = torch.Generator().manual_seed(0)
     centre = 0.05 * torch.randn(groups, p, generator=gen)
-    rows = centre[torch.randperm(n, generator=gen) % groups].add_(torch.randn(n, p, generator=gen), alpha=1e-3)
+    rows = centre[torch.randperm(n, generator=gen) % groups].add_(
+        torch.randn(n, p, generator=gen), alpha=1e-3
+    )
     guide = torch.randn(n, p, generator=gen).mul_(1e-3).add_(rows)
     few = ops.nearest(guide[:100], rows, K).index
 
     def plain() -> torch.Tensor:
-        return torch.cdist(guide, rows, compute_mode="donot_use_mm_for_euclid_dist").topk(K, 1, largest=False).indices
+        return (
+            torch.cdist(guide, rows, compute_mode="donot_use_mm_for_euclid_dist")
+            .topk(K, 1, largest=False)
+            .indices
+        )
 
     def sklearn() -> torch.Tensor:
-        search = optional("sklearn.neighbors", "scikit-learn").NearestNeighbors(n_neighbors=K, algorithm="brute").fit(rows.numpy())
+        search = (
+            optional("sklearn.neighbors", "scikit-learn")
+            .NearestNeighbors(n_neighbors=K, algorithm="brute")
+            .fit(rows.numpy())
+        )
         return torch.from_numpy(search.kneighbors(guide.numpy(), return_distance=False))
 
     def missed(got: Any) -> float:

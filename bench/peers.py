@@ -1,6 +1,8 @@
-"""The same FedAvg round in Flower's simulation and in Apple's pfl: each of their own, between two aggregations, without the start.
+"""The same FedAvg round in Flower's simulation and in Apple's pfl: each of their own, between two
+aggregations, without the start.
 
-Both are optional (the extra `bench`). Every client trains as `workload.train` does, on its own samples of the workload's federation.
+Both are optional (the extra `bench`). Every client trains as `workload.train` does, on its own
+samples of the workload's federation.
 """
 
 from __future__ import annotations
@@ -23,11 +25,16 @@ from bench.problem import Absent, Measured, optional
 
 def flower(w: workload.Workload) -> Measured:
     """`run_simulation` with one CPU for each client."""
-    quiet = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+    quiet = {
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+    }
     quiet["RAY_worker_niceness"] = "0"  # as everybody else: Ray's own is 15
     os.environ.update({"FLWR_HOME": tempfile.mkdtemp(), **quiet, **os.environ})
     app, client_app, server_app, simulation = (
-        optional(f"flwr.{part}", "'flwr[simulation]'") for part in ("app", "clientapp", "serverapp", "simulation")
+        optional(f"flwr.{part}", "'flwr[simulation]'")
+        for part in ("app", "clientapp", "serverapp", "simulation")
     )
     strategy = optional("flwr.serverapp.strategy", "'flwr[simulation]'")
     optional("ray", "'flwr[simulation]'")
@@ -43,13 +50,20 @@ def flower(w: workload.Workload) -> Measured:
     def train(message: Any, context: Any) -> Any:
         net = received(message)
         count = workload.train(net, w, int(context.node_config["partition-id"]))
-        reply = {"arrays": app.ArrayRecord(net.state_dict()), "metrics": app.MetricRecord({"num-examples": count})}
+        reply = {
+            "arrays": app.ArrayRecord(net.state_dict()),
+            "metrics": app.MetricRecord({"num-examples": count}),
+        }
         return app.Message(content=app.RecordDict(reply), reply_to=message)
 
     @client.evaluate()  # type: ignore[untyped-decorator]
     def test(message: Any, context: Any) -> Any:
-        loss, accuracy, count = workload.test(received(message), w, int(context.node_config["partition-id"]))
-        reply = {"metrics": app.MetricRecord({"loss": loss, "accuracy": accuracy, "num-examples": count})}
+        loss, accuracy, count = workload.test(
+            received(message), w, int(context.node_config["partition-id"])
+        )
+        reply = {
+            "metrics": app.MetricRecord({"loss": loss, "accuracy": accuracy, "num-examples": count})
+        }
         return app.Message(content=app.RecordDict(reply), reply_to=message)
 
     class Clocked(strategy.FedAvg):  # type: ignore[misc, name-defined]
@@ -68,7 +82,9 @@ def flower(w: workload.Workload) -> Measured:
     def serve(grid: Any, context: Any) -> None:
         least = {"min_train_nodes": w.cohort, "min_available_nodes": w.n, "min_evaluate_nodes": w.n}
         share = {"fraction_train": w.cohort / w.n, "fraction_evaluate": float(w.evaluate)}
-        Clocked(**least, **share).start(grid, app.ArrayRecord(w.build().state_dict()), num_rounds=w.rounds + 1)
+        Clocked(**least, **share).start(
+            grid, app.ArrayRecord(w.build().state_dict()), num_rounds=w.rounds + 1
+        )
 
     server = server_app.ServerApp()
     server.main()(serve)
@@ -79,7 +95,8 @@ def flower(w: workload.Workload) -> Measured:
     }
     try:
         simulation.run_simulation(server, client, num_supernodes=w.n, backend_config=backend)
-    except RuntimeError as error:  # Ray gives up on a machine that is too busy to start it in time; the others are still measured
+    except RuntimeError as error:
+        # Ray gives up on a machine that is too busy to start it; the others are still measured
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
@@ -98,7 +115,9 @@ def apple(w: workload.Workload) -> Measured:
         "data.dataset",
         "data.federated_dataset",
     )
-    simulate, base, averaging, callback, dataset, federated = (optional(f"pfl.{part}", "pfl") for part in parts)
+    simulate, base, averaging, callback, dataset, federated = (
+        optional(f"pfl.{part}", "pfl") for part in parts
+    )
     hyper, pytorch = optional("pfl.hyperparam.base", "pfl"), optional("pfl.model.pytorch", "pfl")
     net, marks, metrics = w.build(), [0.0], optional("pfl.metrics", "pfl")
 
@@ -113,8 +132,14 @@ def apple(w: workload.Workload) -> Measured:
         def metrics(self, x: Tensor, y: Tensor) -> dict[str, Any]:
             with torch.no_grad():
                 scores = self.net(x)
-                loss, hits = float(F.cross_entropy(scores, y, reduction="sum")), int((scores.argmax(1) == y).sum())
-            return {"loss": metrics.Weighted(loss, len(x)), "accuracy": metrics.Weighted(hits, len(x))}
+                loss, hits = (
+                    float(F.cross_entropy(scores, y, reduction="sum")),
+                    int((scores.argmax(1) == y).sum()),
+                )
+            return {
+                "loss": metrics.Weighted(loss, len(x)),
+                "accuracy": metrics.Weighted(hits, len(x)),
+            }
 
     class Clock(callback.TrainingProcessCallback):  # type: ignore[misc, name-defined]
         def after_central_iteration(self, *args: Any, **words: Any) -> tuple[bool, Any]:
@@ -122,21 +147,36 @@ def apple(w: workload.Workload) -> Measured:
             return False, metrics.Metrics()
 
     module = Module()
-    wrapped = pytorch.PyTorchModel(module, torch.optim.SGD, torch.optim.SGD(module.parameters(), lr=1.0))
+    wrapped = pytorch.PyTorchModel(
+        module, torch.optim.SGD, torch.optim.SGD(module.parameters(), lr=1.0)
+    )
 
     def clients(split: str) -> Any:
-        turn = itertools.cycle(torch.randperm(w.n, generator=torch.Generator().manual_seed(0)).tolist())
+        turn = itertools.cycle(
+            torch.randperm(w.n, generator=torch.Generator().manual_seed(0)).tolist()
+        )
         samples = workload.federation(w)
-        return federated.FederatedDataset(lambda i: dataset.Dataset(samples.client(i, split), user_id=str(i)), lambda: next(turn))
+        return federated.FederatedDataset(
+            lambda i: dataset.Dataset(samples.client(i, split), user_id=str(i)), lambda: next(turn)
+        )
 
-    training = hyper.NNTrainHyperParams(local_num_epochs=w.epochs, local_learning_rate=w.lr, local_batch_size=w.batch)
+    training = hyper.NNTrainHyperParams(
+        local_num_epochs=w.epochs, local_learning_rate=w.lr, local_batch_size=w.batch
+    )
     evaluation = hyper.NNEvalHyperParams(local_batch_size=500)
-    often = {"evaluation_frequency": 1 if w.evaluate else 10**6, "val_cohort_size": w.n if w.evaluate else 0}
-    plan = base.NNAlgorithmParams(central_num_iterations=w.rounds + 1, train_cohort_size=w.cohort, **often)
+    often = {
+        "evaluation_frequency": 1 if w.evaluate else 10**6,
+        "val_cohort_size": w.n if w.evaluate else 0,
+    }
+    plan = base.NNAlgorithmParams(
+        central_num_iterations=w.rounds + 1, train_cohort_size=w.cohort, **often
+    )
     backend = simulate.SimulatedBackend(training_data=clients("train"), val_data=clients("test"))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with torch.enable_grad(), contextlib.redirect_stdout(io.StringIO()):  # it prints every round
-        averaging.FederatedAveraging().run(plan, backend, wrapped, training, evaluation, callbacks=[Clock()])
+        averaging.FederatedAveraging().run(
+            plan, backend, wrapped, training, evaluation, callbacks=[Clock()]
+        )
     torch.set_num_threads(threads)
     return Measured(b - a for a, b in itertools.pairwise(marks[1:]))

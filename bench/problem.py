@@ -1,4 +1,5 @@
-"""What is timed: one op at one size, the same data for every provider, and what the machine could do at best."""
+"""What is timed: one op at one size, the same data for every provider, and what the machine could
+do at best."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Problem:
-    """One op at one size. `providers` are calls without arguments on the same data; `error` holds a result against float64."""
+    """One op at one size. `providers` are calls without arguments on the same data; `error` holds a
+    result against float64."""
 
     op: str
     size: Mapping[str, int | float]
@@ -28,11 +30,14 @@ class Problem:
     reads: int = 0  # bytes that must be read: every input once
     writes: int = 0  # bytes that must be written: the result once
     operations: float = 0.0  # float32 additions and multiplications that must be done
-    mix: str = "fma"  # the instructions they come in: "fma", or "sub_fma" for a subtraction and a multiply-add
-    costs: Mapping[str, float] = field(default_factory=dict)  # providers whose work is a multiple of `operations`
+    # the instructions they come in: "fma", or "sub_fma" for a subtraction and a multiply-add
+    mix: str = "fma"
+    # providers whose work is a multiple of `operations`
+    costs: Mapping[str, float] = field(default_factory=dict)
 
     def limit(self, machine: Mapping[str, float]) -> float | None:
-        """Seconds that this machine needs at least: for the memory traffic, or for the arithmetic if that takes longer."""
+        """Seconds that this machine needs at least: for the memory traffic, or for the arithmetic
+        if that takes longer."""
         if not machine or not self.operations:
             return None
         memory = self.reads / machine["read"] + self.writes / machine["write"]
@@ -52,11 +57,14 @@ def optional(module: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise Absent(f"{module.partition('.')[0]} is not installed; to compare with it: pip install {extra}.") from None
+        raise Absent(
+            f"{module.partition('.')[0]} is not installed; to compare with it: pip install {extra}."
+        ) from None
 
 
 def seconds_of(problem: Problem, provider: str, rates: dict[tuple[str, str], float]) -> float:
-    """What a call will take, from the rate that the provider reached at other sizes; 0 where nothing is known."""
+    """What a call will take, from the rate that the provider reached at other sizes; 0 where
+    nothing is known."""
     rate = rates.get((problem.op, provider))
     return problem.operations / rate if rate else 0.0
 
@@ -65,7 +73,9 @@ def free_bytes() -> int:
     """Memory that may be used: what the system calls available, where it says so."""
     try:
         with open("/proc/meminfo") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+            return next(
+                int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable")
+            )
     except (OSError, StopIteration):
         return 8 << 30
 
@@ -75,7 +85,8 @@ def fits(*elements: int, bytes_each: int = 4) -> bool:
 
 
 def models(n: int, p: int, apart: float = 1e-3, seed: int = 0) -> Tensor:
-    """n client models of p parameters after a round, [n, p]: weights of size 1 that differ by `apart`."""
+    """n client models of p parameters after a round, [n, p]: weights of size 1 that differ by
+    `apart`."""
     gen = torch.Generator().manual_seed(seed)
     rows = torch.randn(n, p, generator=gen).mul_(apart)
     return rows.add_(torch.randn(p, generator=gen))

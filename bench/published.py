@@ -1,4 +1,5 @@
-"""Rounds of workloads that others have published times of: pflcore, a plain torch loop, Flower and pfl in one run on one machine."""
+"""Rounds of workloads that others have published times of: pflcore, a plain torch loop, Flower and
+pfl in one run on one machine."""
 
 from __future__ import annotations
 
@@ -18,7 +19,18 @@ from pflcore import Evaluation
 from pflcore.simulation import Simulation
 from pflcore.train.training import Training
 
-HEADINGS = ("workload", "evaluation", "by", "ms a round", "GFLOP/s", "limit, ms", "of limit", "times ours", "a round as published", "")
+HEADINGS = (
+    "workload",
+    "evaluation",
+    "by",
+    "ms a round",
+    "GFLOP/s",
+    "limit, ms",
+    "of limit",
+    "times ours",
+    "a round as published",
+    "",
+)
 WIDTHS = (14, 10, 12, 11, 8, 10, 8, 10, 48, 0)
 
 
@@ -26,7 +38,8 @@ def title(w: Workload) -> str:
     what = w.data if is_real(w.data) else f"made-up data of the shape of {w.data}"
     sizes = w.sizes
     return (
-        f"{w.name}: {w.model} on {what}, {w.n} clients of {min(sizes)} to {max(sizes)} samples, {w.cohort} a round, "
+        f"{w.name}: {w.model} on {what}, {w.n} clients of {min(sizes)} to {max(sizes)} samples, "
+        f"{w.cohort} a round, "
         f"{w.epochs} epoch(s) in batches of {w.batch}, lr {w.lr:g}; medians of {w.rounds} rounds."
     )
 
@@ -42,7 +55,8 @@ def problem(w: Workload) -> Problem:
     }
     calls |= {who: published for who in mine if who not in calls}
     forward, step = flops(w)
-    once = w.samples * w.cohort / w.n * w.epochs * step + w.tests * forward * w.evaluate  # of a cohort of mean size
+    # of a cohort of mean size
+    once = w.samples * w.cohort / w.n * w.epochs * step + w.tests * forward * w.evaluate
     return Problem(w.name, {"evaluate": w.evaluate}, calls, lambda got: None, operations=once)
 
 
@@ -51,7 +65,8 @@ def published() -> Measured:
 
 
 def flops(w: Workload) -> tuple[float, float]:
-    """Additions and multiplications of one sample: forward, and in a step of training (the images need no gradient)."""
+    """Additions and multiplications of one sample: forward, and in a step of training (the images
+    need no gradient)."""
     model, (x, y) = w.build(), federation(w).client(0, "train")
     counts = []
     for back in (False, True):
@@ -77,7 +92,8 @@ def ours(w: Workload) -> Measured:
 
 
 def plain(w: Workload) -> Measured:
-    """What one writes without a framework: one nn.Module, torch.optim.SGD, one client after another, on one thread."""
+    """What one writes without a framework: one nn.Module, torch.optim.SGD, one client after
+    another, on one thread."""
     model = w.build()
     state = {k: v.clone() for k, v in model.state_dict().items()}
     gen = torch.Generator().manual_seed(0)
@@ -120,14 +136,24 @@ def cells(w: Workload, row: table.Row, limit: float | None) -> tuple[str, ...]:
         return "" if value is None else format(value, pattern)
 
     return (
-        w.name, "yes" if w.evaluate else "no", row.provider, number(row.ms, ".1f"), number(row.gflop_per_s, ".1f"),
-        number(None if limit is None else 1e3 * limit, ".2f"), number(row.of_limit, ".3f"), number(row.slower, ".2f"),
-        row.published or "", row.note,
-    )  # fmt: skip
+        w.name,
+        "yes" if w.evaluate else "no",
+        row.provider,
+        number(row.ms, ".1f"),
+        number(row.gflop_per_s, ".1f"),
+        number(None if limit is None else 1e3 * limit, ".2f"),
+        number(row.of_limit, ".3f"),
+        number(row.slower, ".2f"),
+        row.published or "",
+        row.note,
+    )
 
 
-def run(names: tuple[str, ...], rounds: int | None, machine: table.Machine) -> tuple[list[table.Row], list[str]]:
-    """Prints the table of each workload, with and without evaluation, and gives its rows and what was printed."""
+def run(
+    names: tuple[str, ...], rounds: int | None, machine: table.Machine
+) -> tuple[list[table.Row], list[str]]:
+    """Prints the table of each workload, with and without evaluation, and gives its rows and what
+    was printed."""
     rows: list[table.Row] = []
     said: list[str] = []
 

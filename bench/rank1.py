@@ -1,4 +1,5 @@
-"""The rank-1 linear layer: `rank1_linear` beside two `F.linear`, forward and with its backward pass."""
+"""The rank-1 linear layer: `rank1_linear` beside two `F.linear`, forward and with its backward
+pass."""
 
 from __future__ import annotations
 
@@ -18,15 +19,21 @@ INPUTS, OUTPUTS, FACTORS = 784, 200, 120  # the network of the WAFFLe paper
 
 
 def sizes(quick: bool) -> Iterator[dict[str, Any]]:
-    """active: how many of the 120 factors have lam != 0; backward: gradients of x and both factors, too."""
-    for active, backward, b in itertools.product((36, 120), (0, 1), (10, 64) if quick else (10, 20, 32, 64)):
+    """active: how many of the 120 factors have lam != 0; backward: gradients of x and both factors,
+    too."""
+    for active, backward, b in itertools.product(
+        (36, 120), (0, 1), (10, 64) if quick else (10, 20, 32, 64)
+    ):
         yield {"B": b, "active": active, "backward": backward}
 
 
 def problem(size: dict[str, Any]) -> Problem:
     b, active, backward = size["B"], size["active"], bool(size["backward"])
     gen = torch.Generator().manual_seed(0)
-    x, w_a, w_b = (torch.randn(*shape, generator=gen) for shape in ((b, INPUTS), (OUTPUTS, FACTORS), (FACTORS, INPUTS)))
+    x, w_a, w_b = (
+        torch.randn(*shape, generator=gen)
+        for shape in ((b, INPUTS), (OUTPUTS, FACTORS), (FACTORS, INPUTS))
+    )
     lam = torch.zeros(FACTORS)
     lam[torch.randperm(FACTORS, generator=gen)[:active]] = 1.1
     grad = torch.randn(b, OUTPUTS, generator=gen)
@@ -43,7 +50,9 @@ def problem(size: dict[str, Any]) -> Problem:
         wants = torch.autograd.grad(y, wide, grad.double()) if backward else (y.detach(),)
 
     def error(got: Any) -> float:
-        return max(relative(g.detach(), w) for g, w in zip(got if backward else (got,), wants, strict=True))
+        return max(
+            relative(g.detach(), w) for g, w in zip(got if backward else (got,), wants, strict=True)
+        )
 
     passes = 3 if backward else 1  # the backward pass takes each of the two products twice
     return Problem(

@@ -1,4 +1,5 @@
-"""A round's time, the process's own memory and the record's bytes, at 100 to 1,000,000 clients of whom 100 take part in a round.
+"""A round's time, the process's own memory and the record's bytes, at 100 to 1,000,000 clients of
+whom 100 take part in a round.
 
 Each measurement has a process of its own: memory that one has had says nothing about the next.
 """
@@ -17,7 +18,10 @@ from typing import Any
 
 ALGORITHMS = ("fedavg", "scaffold", "ditto", "feddwa", "waffle", "hypcluster")
 COHORT, INPUTS, SAMPLES, EVALUATED = 100, 28, 15, 200
-HEADINGS = "| algorithm | clients | ms a round, least | ms a round, median | RssAnon, MB | bytes of record a round |"
+HEADINGS = (
+    "| algorithm | clients | ms a round, least | ms a round, median | RssAnon, MB | bytes of "
+    "record a round |"
+)
 
 
 def sizes(quick: bool) -> Iterator[tuple[str, int]]:
@@ -33,11 +37,19 @@ def run(quick: bool, seconds: float, plot: Path | None) -> list[dict[str, Any]]:
         command = [sys.executable, "-m", "bench.scale", name, str(n), str(seconds)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            print(f"| {name} | {n:,} | {(done.stderr.strip().splitlines() or ['killed'])[-1]} | | | |", flush=True)
+            print(
+                f"| {name} | {n:,} | {(done.stderr.strip().splitlines() or ['killed'])[-1]} | | | "
+                "|",
+                flush=True,
+            )
             continue
         row = json.loads(done.stdout.splitlines()[-1])
         rows.append(row)
-        print(f"| {name} | {n:,} | {row['least']:.2f} | {row['median']:.2f} | {row['rss']:.0f} | {row['bytes']:,} |", flush=True)
+        print(
+            f"| {name} | {n:,} | {row['least']:.2f} | {row['median']:.2f} | {row['rss']:.0f} | "
+            f"{row['bytes']:,} |",
+            flush=True,
+        )
     for name in dict.fromkeys(r["algorithm"] for r in rows):
         print(f"{name}: {growth([r for r in rows if r['algorithm'] == name])}", flush=True)
     if plot is not None:
@@ -46,13 +58,17 @@ def run(quick: bool, seconds: float, plot: Path | None) -> list[dict[str, Any]]:
 
 
 def growth(rows: list[dict[str, Any]]) -> str:
-    """How one algorithm's numbers grow with N, as exponents of N: slopes of the least-squares lines through their logarithms."""
+    """How one algorithm's numbers grow with N, as exponents of N: slopes of the least-squares lines
+    through their logarithms."""
     import numpy as np
 
     n, words = np.log([r["n"] for r in rows]), {"least": "time", "rss": "memory", "bytes": "record"}
     if len(rows) < 2:
         return "too few sizes to say"
-    return ", ".join(f"{word} as N^{np.polyfit(n, np.log([r[key] for r in rows]), 1)[0]:.2f}" for key, word in words.items())
+    return ", ".join(
+        f"{word} as N^{np.polyfit(n, np.log([r[key] for r in rows]), 1)[0]:.2f}"
+        for key, word in words.items()
+    )
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
@@ -61,7 +77,9 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
     figure, axes = _figure(13, 4, 3)
     for axis, (key, unit) in zip(
-        axes, {"least": "ms a round", "rss": "RssAnon, MB", "bytes": "bytes of record a round"}.items(), strict=True
+        axes,
+        {"least": "ms a round", "rss": "RssAnon, MB", "bytes": "bytes of record a round"}.items(),
+        strict=True,
     ):
         for name in dict.fromkeys(r["algorithm"] for r in rows):
             mine = [r for r in rows if r["algorithm"] == name]
@@ -89,7 +107,14 @@ def one(name: str, n: int, seconds: float) -> dict[str, Any]:
     lists = {s: Ragged(p.reshape(-1), torch.arange(n + 1) * p.shape[1]) for s, p in index.items()}
     look = Evaluation(every=10, clients=min(n, EVALUATED))
     options: dict[str, Any] = {"participation": min(1.0, COHORT / n), "evaluation": look}
-    play = Simulation(name, lambda: torch.nn.Linear(INPUTS, 2), Federation(x, y, lists, 2), Training(), rounds=10**6, **options)
+    play = Simulation(
+        name,
+        lambda: torch.nn.Linear(INPUTS, 2),
+        Federation(x, y, lists, 2),
+        Training(),
+        rounds=10**6,
+        **options,
+    )
     times: list[float] = []
     rounds, until = play.iterate(), time.perf_counter() + seconds
     with tempfile.TemporaryDirectory() as folder, Record(Path(folder) / "record.jsonl") as record:
@@ -104,7 +129,14 @@ def one(name: str, n: int, seconds: float) -> dict[str, Any]:
     status = Path("/proc/self/status").read_text().splitlines()
     rss = next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) / 1e3
     times = sorted(times[2:])  # the first ones make what the others use
-    return {"algorithm": name, "n": n, "least": times[0], "median": times[len(times) // 2], "rss": rss, "bytes": size}
+    return {
+        "algorithm": name,
+        "n": n,
+        "least": times[0],
+        "median": times[len(times) // 2],
+        "rss": rss,
+        "bytes": size,
+    }
 
 
 if __name__ == "__main__":

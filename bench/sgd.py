@@ -1,4 +1,5 @@
-"""The fused step of local training: `sgd_step_` beside the torch calls it stands for, with a correction and a proximal term."""
+"""The fused step of local training: `sgd_step_` beside the torch calls it stands for, with a
+correction and a proximal term."""
 
 from __future__ import annotations
 
@@ -17,8 +18,11 @@ LR, MU = 0.01, 0.1
 
 
 def sizes(quick: bool) -> Iterator[dict[str, int]]:
-    """S clients of Q parameters: a linear model, an MLP, a LeNet, a CNN; plain SGD, and with all corrections."""
-    for full, (s, q) in itertools.product((0, 1), ((139, 30), (10, 159_010), (20, 61_706), (20, 582_026))):
+    """S clients of Q parameters: a linear model, an MLP, a LeNet, a CNN; plain SGD, and with all
+    corrections."""
+    for full, (s, q) in itertools.product(
+        (0, 1), ((139, 30), (10, 159_010), (20, 61_706), (20, 582_026))
+    ):
         if not quick or s * q < 2_000_000:
             yield {"S": s, "Q": q, "corrected": full}
 
@@ -48,7 +52,17 @@ def problem(size: dict[str, int]) -> Problem:
         w.copy_(start)
         want = start.double()
         reference.sgd_step_(
-            want, grad.double(), LR, shift.double() if full else None, None, MU, None, anchor.double() if full else None, 0.0, None, 0.0
+            want,
+            grad.double(),
+            LR,
+            shift.double() if full else None,
+            None,
+            MU,
+            None,
+            anchor.double() if full else None,
+            0.0,
+            None,
+            0.0,
         )
         return relative(ours(), want)
 

@@ -38,7 +38,9 @@ def exact(x: Tensor, pairs: list[tuple[int, int]]) -> Tensor:
     """[pairs] in float64, a strip at a time."""
     total = torch.zeros(len(pairs), dtype=torch.float64)
     for strip in x.split(1 << 18, 1):
-        total += torch.stack([(strip[i].double() - strip[j].double()).square().sum() for i, j in pairs])
+        total += torch.stack(
+            [(strip[i].double() - strip[j].double()).square().sum() for i, j in pairs]
+        )
     return total
 
 
@@ -73,13 +75,21 @@ def problem(size: dict[str, int]) -> Problem | None:
             "pflcore": lambda: ops.pairwise_sqdist(x),
             "pflcore, two operands": lambda: ops.pairwise_sqdist(x, y),
             "reference": lambda: reference.pairwise_sqdist(x, None),
-            "torch.cdist, direct": lambda: torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist").square(),
-            "torch.cdist, mm": lambda: torch.cdist(x, x, compute_mode="use_mm_for_euclid_dist").square(),
+            "torch.cdist, direct": lambda: torch.cdist(
+                x, x, compute_mode="donot_use_mm_for_euclid_dist"
+            ).square(),
+            "torch.cdist, mm": lambda: torch.cdist(
+                x, x, compute_mode="use_mm_for_euclid_dist"
+            ).square(),
             "torch.pdist": lambda: torch.pdist(x).square(),
             "Gram float32": lambda: gram(x),
             "Gram float64": lambda: gram(x.double()),
-            "scipy cdist": lambda: optional("scipy.spatial.distance", "scipy").cdist(x.numpy(), x.numpy(), "sqeuclidean"),
-            "scikit-learn": lambda: optional("sklearn.metrics.pairwise", "scikit-learn").euclidean_distances(x.numpy(), squared=True),
+            "scipy cdist": lambda: optional("scipy.spatial.distance", "scipy").cdist(
+                x.numpy(), x.numpy(), "sqeuclidean"
+            ),
+            "scikit-learn": lambda: optional(
+                "sklearn.metrics.pairwise", "scikit-learn"
+            ).euclidean_distances(x.numpy(), squared=True),
         },
         error,
         reads=4 * n * p,

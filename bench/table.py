@@ -66,35 +66,49 @@ class Machine:
             threads=threads,
             isa=backend.isa,
             limits=limits,
-            versions={"pflcore": pflcore.__version__, "torch": torch.__version__, "python": platform.python_version()},
+            versions={
+                "pflcore": pflcore.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
             date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
             load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         )
 
     def lines(self) -> list[str]:
         versions = ", ".join(f"{k} {v}" for k, v in self.versions.items())
-        out = [f"{self.cpu}, {self.threads} threads, {self.isa or 'no kernels'}; {versions}; {self.date}"]
+        out = [
+            f"{self.cpu}, {self.threads} threads, {self.isa or 'no kernels'}; {versions}; "
+            f"{self.date}"
+        ]
         if self.limits:
             g = {k: v / 1e9 for k, v in self.limits.items()}
             out.append(
-                f"Limits measured now: reading {g['read']:.1f} GB/s, writing past the caches {g['write']:.1f} GB/s, "
-                f"multiply-add {g['fma']:.0f} GFLOP/s, subtract and multiply-add {g['sub_fma']:.0f} GFLOP/s."
+                f"Limits measured now: reading {g['read']:.1f} GB/s, writing past the caches "
+                f"{g['write']:.1f} GB/s, "
+                f"multiply-add {g['fma']:.0f} GFLOP/s, subtract and multiply-add "
+                f"{g['sub_fma']:.0f} GFLOP/s."
             )
         if self.load is not None and self.load > 0.5:
-            out.append(f"The machine was busy (load {self.load:.1f}): times and limits are not its best.")
+            out.append(
+                f"The machine was busy (load {self.load:.1f}): times and limits are not its best."
+            )
         return out
 
 
 def processor() -> str:
     try:
         with open("/proc/cpuinfo") as file:
-            return next(line.split(":")[1].strip() for line in file if line.startswith("model name"))
+            return next(
+                line.split(":")[1].strip() for line in file if line.startswith("model name")
+            )
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
 
 
 def timed(call: Callable[[], Any], budget: float) -> tuple[list[float], Any]:
-    """Seconds of each run within about `budget` seconds, after one run that is not counted unless it alone takes that long.
+    """Seconds of each run within about `budget` seconds, after one run that is not counted unless
+    it alone takes that long.
 
     A call that gives back `Measured` seconds has timed itself.
     """
@@ -113,8 +127,15 @@ def timed(call: Callable[[], Any], budget: float) -> tuple[list[float], Any]:
     return seconds, result
 
 
-def measure(problem: Problem, machine: Machine, budget: float, patience: float, rates: dict[tuple[str, str], float]) -> Iterator[Row]:
-    """A row for each provider, pflcore's first. What would take longer than `patience` seconds is left out, with a note."""
+def measure(
+    problem: Problem,
+    machine: Machine,
+    budget: float,
+    patience: float,
+    rates: dict[tuple[str, str], float],
+) -> Iterator[Row]:
+    """A row for each provider, pflcore's first. What would take longer than `patience` seconds is
+    left out, with a note."""
     limit = problem.limit(machine.limits)
     ours = None
     for provider, call in problem.providers.items():
@@ -130,7 +151,8 @@ def measure(problem: Problem, machine: Machine, budget: float, patience: float, 
                 row.error = problem.error(result)
                 del result
         except (Absent, MemoryError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and "allocate" not in str(error):  # torch's own out-of-memory error is a RuntimeError
+            # torch's own out-of-memory error is a RuntimeError
+            if isinstance(error, RuntimeError) and "allocate" not in str(error):
                 raise
             row.note = str(error).splitlines()[0][:120]
             yield row
@@ -152,7 +174,18 @@ def measure(problem: Problem, machine: Machine, budget: float, patience: float, 
         yield row
 
 
-HEADINGS = ("op", "size", "provider", "ms", "GB/s", "GFLOP/s", "of limit", "error", "times ours", "")
+HEADINGS = (
+    "op",
+    "size",
+    "provider",
+    "ms",
+    "GB/s",
+    "GFLOP/s",
+    "of limit",
+    "error",
+    "times ours",
+    "",
+)
 
 
 def size_of(size: Mapping[str, Any]) -> str:
@@ -178,8 +211,13 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def line(texts: tuple[str, ...], widths: tuple[int, ...] = (14, 38, 22, 9, 7, 8, 8, 6, 10, 0)) -> str:
-    return " ".join(t.ljust(w) if i < 3 or not w else t.rjust(w) for i, (t, w) in enumerate(zip(texts, widths, strict=True))).rstrip()
+def line(
+    texts: tuple[str, ...], widths: tuple[int, ...] = (14, 38, 22, 9, 7, 8, 8, 6, 10, 0)
+) -> str:
+    return " ".join(
+        t.ljust(w) if i < 3 or not w else t.rjust(w)
+        for i, (t, w) in enumerate(zip(texts, widths, strict=True))
+    ).rstrip()
 
 
 def markdown(machine: Machine, rows: list[Row]) -> str:

@@ -1,4 +1,5 @@
-"""Every op, size and provider as pytest-benchmark sees them: `pytest bench -k sqdist`; `pflcore bench` prints the same as a table."""
+"""Every op, size and provider as pytest-benchmark sees them: `pytest bench -k sqdist`; `pflcore
+bench` prints the same as a table."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from bench import table
 from bench.problem import Absent, Problem, seconds_of
 
 PATIENCE = 10.0  # seconds: a call that would take longer is skipped
-RATES: dict[tuple[str, str], float] = {}  # operations a second, by op and provider: tells how long a call will take
+# operations a second, by op and provider: tells how long a call will take
+RATES: dict[tuple[str, str], float] = {}
 
 
 @functools.lru_cache(1)
@@ -29,7 +31,9 @@ def _problem(module: ModuleType, size: tuple[tuple[str, Any], ...]) -> Problem |
     return module.problem(dict(size))  # type: ignore[no-any-return]
 
 
-def play(benchmark: Any, module: ModuleType, size: tuple[tuple[str, Any], ...], provider: str) -> None:
+def play(
+    benchmark: Any, module: ModuleType, size: tuple[tuple[str, Any], ...], provider: str
+) -> None:
     problem = _problem(module, size)
     if problem is None:
         pytest.skip("not enough free memory")
@@ -55,7 +59,9 @@ def play(benchmark: Any, module: ModuleType, size: tuple[tuple[str, Any], ...], 
     if problem.operations:
         RATES[problem.op, provider] = problem.operations / median
         benchmark.extra_info["gb_per_s"] = (problem.reads + problem.writes) / median / 1e9
-        benchmark.extra_info["gflop_per_s"] = problem.operations * problem.costs.get(provider, 1.0) / median / 1e9
+        benchmark.extra_info["gflop_per_s"] = (
+            problem.operations * problem.costs.get(provider, 1.0) / median / 1e9
+        )
     if limit := problem.limit(machine().limits):
         benchmark.extra_info["of_limit"] = limit * problem.costs.get(provider, 1.0) / median
 
@@ -68,6 +74,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "size", "provider"), CASES, ids=lambda v: v if isinstance(v, str) else " ".join(f"{k}={x}" for k, x in v))
+@pytest.mark.parametrize(
+    ("name", "size", "provider"),
+    CASES,
+    ids=lambda v: v if isinstance(v, str) else " ".join(f"{k}={x}" for k, x in v),
+)
 def test_speed(benchmark: Any, name: str, size: tuple[tuple[str, Any], ...], provider: str) -> None:
     play(benchmark, bench.suite(name), size, provider)

@@ -1,4 +1,5 @@
-"""Weights from distances: `feddwa_weights` and `waffle_weights` beside torch. Launch cost is what counts at N = 10."""
+"""Weights from distances: `feddwa_weights` and `waffle_weights` beside torch. Launch cost is what
+counts at N = 10."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What clients train in the benchmarks of whole rounds, whoever runs the round; and the workloads that others have published times of."""
+"""What clients train in the benchmarks of whole rounds, whoever runs the round; and the workloads
+that others have published times of."""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ from pflcore.nn.models import cnn, lenet5, linear, mlp
 BATCH, LR = 20, 0.005
 FOLDERS = {"mnist": "mnist", "cifar10": "cifar-10-batches-py"}
 SHAPES = {"mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
-MODELS: dict[str, Callable[[], nn.Module]] = {"lenet5": lambda: lenet5((1, 28, 28), 10), "mlp": lambda: mlp((1, 28, 28), 10, hidden=(200,))}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "lenet5": lambda: lenet5((1, 28, 28), 10),
+    "mlp": lambda: mlp((1, 28, 28), 10, hidden=(200,)),
+}
 PUBLISHED: dict[str, Callable[[], nn.Module]] = {
     "logistic regression": lambda: linear((1, 28, 28), 10),
     "cnn": lambda: cnn((1, 28, 28), 10),
@@ -62,29 +66,66 @@ WORKLOADS = {
     w.name: w
     for w in (
         Workload(
-            "flute-lr", "logistic regression", "mnist", 1000, 10, 60_000, 10_000, 10, 0.03, rounds=100, power=0.6,
-            published=(("flwr", "18.1 s (1.0, CPU)"), ("FLUTE", "2.0 s (CPU), .86 s (GPU)"), ("FedML", "1.9 s (GPU)")),
+            "flute-lr",
+            "logistic regression",
+            "mnist",
+            1000,
+            10,
+            60_000,
+            10_000,
+            10,
+            0.03,
+            rounds=100,
+            power=0.6,
+            published=(
+                ("flwr", "18.1 s (1.0, CPU)"),
+                ("FLUTE", "2.0 s (CPU), .86 s (GPU)"),
+                ("FedML", "1.9 s (GPU)"),
+            ),
         ),
         Workload(
-            "pfllib-mnist", "cnn", "mnist", 20, 20, 52_500, 10_000, 10, 0.005, rounds=5,
+            "pfllib-mnist",
+            "cnn",
+            "mnist",
+            20,
+            20,
+            52_500,
+            10_000,
+            10,
+            0.005,
+            rounds=5,
             published=(("PFLlib", "17 to 18 s, evaluation included (RTX 5090)"),),
         ),
         Workload(
-            "blazefl-cnn", "tutorial cnn", "cifar10", 100, 100, 50_000, 10_000, 50, 0.1, 5, rounds=5,
+            "blazefl-cnn",
+            "tutorial cnn",
+            "cifar10",
+            100,
+            100,
+            50_000,
+            10_000,
+            50,
+            0.1,
+            5,
+            rounds=5,
             published=(
                 ("flwr", "76, 42, 13 s (1, 2, 16 workers and 4 RTX 6000)"),
                 ("BlazeFL", "34, 19, 5.0 s (1, 2, 16 threads and 4 RTX 6000)"),
             ),
         ),
     )
-}  # fmt: skip
+}
 
 
 def is_real(data: str) -> bool:
-    """Whether the data set itself lies in the folder PFLCORE_DATA, as `load` reads it: nothing is downloaded for a benchmark."""
+    """Whether the data set itself lies in the folder PFLCORE_DATA, as `load` reads it: nothing is
+    downloaded for a benchmark."""
     if data == "cifar10" and importlib.util.find_spec("torchvision") is None:
         return False
-    return data in FOLDERS and (Path(os.environ.get("PFLCORE_DATA", "/nowhere")) / FOLDERS[data]).is_dir()
+    return (
+        data in FOLDERS
+        and (Path(os.environ.get("PFLCORE_DATA", "/nowhere")) / FOLDERS[data]).is_dir()
+    )
 
 
 @functools.lru_cache(2)
@@ -93,11 +134,20 @@ def pool(data: str, samples: int, tests: int) -> tuple[Tensor, Tensor]:
     if is_real(data):
         source = sources.load(data)
         if samples > len(source.x_train) or tests > len(source.x_test):
-            raise ValueError(f"{data}: expected {samples} and {tests} images, it has {len(source.x_train)} and {len(source.x_test)}.")
-        order = torch.randperm(len(source.x_train), generator=torch.Generator().manual_seed(0))[:samples]
-        return torch.cat([source.x_train[order], source.x_test[:tests]]), torch.cat([source.y_train[order], source.y_test[:tests]])
+            raise ValueError(
+                f"{data}: expected {samples} and {tests} images, it has {len(source.x_train)} and "
+                f"{len(source.x_test)}."
+            )
+        order = torch.randperm(len(source.x_train), generator=torch.Generator().manual_seed(0))[
+            :samples
+        ]
+        return torch.cat([source.x_train[order], source.x_test[:tests]]), torch.cat(
+            [source.y_train[order], source.y_test[:tests]]
+        )
     gen, n = torch.Generator().manual_seed(0), samples + tests
-    return torch.randn(n, *SHAPES.get(data, SHAPES["mnist"]), generator=gen), torch.randint(10, (n,), generator=gen)
+    return torch.randn(n, *SHAPES.get(data, SHAPES["mnist"]), generator=gen), torch.randint(
+        10, (n,), generator=gen
+    )
 
 
 @functools.lru_cache(4)
@@ -109,7 +159,9 @@ def federation(w: Workload) -> Federation:
 
 
 @torch.enable_grad()
-def epoch(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, batch: int = BATCH) -> None:
+def epoch(
+    model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, batch: int = BATCH
+) -> None:
     for at in torch.randperm(len(x)).split(batch):
         loss = F.cross_entropy(model(x[at]), y[at])
         optimizer.zero_grad()

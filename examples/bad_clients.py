@@ -1,4 +1,5 @@
-"""What one bad client does to the others, by algorithm: writes the tables of docs/bad_clients.md (some minutes).
+"""What one bad client does to the others, by algorithm: writes the tables of docs/bad_clients.md
+(some minutes).
 
 python examples/bad_clients.py [FILE] [ALGORITHM ...]
 """
@@ -17,11 +18,14 @@ from pflcore.train import Training
 N, BAD, ROUNDS, CLIP = 8, 5, 10, 2.0
 KINDS = {"NaN": torch.nan, "Inf": torch.inf, "1e30": 1e30, "zeros": 0.0, "inputs of 1e10": None}
 TRAINING = Training(lr=0.1, batch_size=10)
-DEEP = ("fedala", "fedper", "lg_fedavg", "fedrep", "fedbabu", "fedbn", "factorized_waffle")  # they treat a model's parts apart
+# they treat a model's parts apart
+DEEP = ("fedala", "fedper", "lg_fedavg", "fedrep", "fedbabu", "fedbn", "factorized_waffle")
 
 
 def deep():
-    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    return torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU(), torch.nn.Linear(16, 4)
+    )
 
 
 def spoil(algorithm, value):
@@ -30,7 +34,12 @@ def spoil(algorithm, value):
     def train(self, down, own, clients):
         new, up, fit = kind.train(self, down, own, clients)
         bad = (clients.ids == BAD).to(next(iter(up.values())).device) if up else None
-        up = {k: v.clone().masked_fill_(bad.view(-1, *[1] * (v.dim() - 1)), value) if v.is_floating_point() else v for k, v in up.items()}
+        up = {
+            k: v.clone().masked_fill_(bad.view(-1, *[1] * (v.dim() - 1)), value)
+            if v.is_floating_point()
+            else v
+            for k, v in up.items()
+        }
         return new, up, fit
 
     kind = type(algorithm)
@@ -38,7 +47,8 @@ def spoil(algorithm, value):
 
 
 def play(name, kind, clip):
-    """(mean accuracy of the honest clients or None, times dropped, whether reported as an outlier, clipped, stopped)."""
+    """(mean accuracy of the honest clients or None, times dropped, whether reported as an outlier,
+    clipped, stopped)."""
     data = synthetic_clusters(n=N, groups=1, samples=40, classes=4, dim=8, held_out=50)
     algorithm = ALGORITHMS[name]()
     if kind == "inputs of 1e10":
@@ -61,7 +71,10 @@ def play(name, kind, clip):
     seen = run.evaluate("test")
     honest = torch.arange(N) != BAD
     fine = bool(seen["loss"][honest].isfinite().all())
-    far = any((dict(zip(r["cohort"], r["moved"] or [], strict=False)).get(BAD) or 0) > 20 for r in history.rounds)
+    far = any(
+        (dict(zip(r["cohort"], r["moved"] or [], strict=False)).get(BAD) or 0) > 20
+        for r in history.rounds
+    )
     return (
         100 * seen["accuracy"][honest].mean().item() if fine else None,
         sum(BAD in r["dropped"] for r in history.rounds),
@@ -73,27 +86,42 @@ def play(name, kind, clip):
 
 def cell(result):
     accuracy, dropped, far, clipped, stopped = result
-    marks = [mark for mark, on in (("d", dropped), ("o", far), ("c", clipped), ("s", stopped)) if on]
-    return ("not finite" if accuracy is None else f"{accuracy:.0f}") + (f" {''.join(marks)}" if marks else "")
+    marks = [
+        mark for mark, on in (("d", dropped), ("o", far), ("c", clipped), ("s", stopped)) if on
+    ]
+    return ("not finite" if accuracy is None else f"{accuracy:.0f}") + (
+        f" {''.join(marks)}" if marks else ""
+    )
 
 
 def main(path, names):
     lines = [
         "# Bad clients",
         "",
-        f"One of {N} clients, number {BAD}, is bad; all take part in {ROUNDS} rounds of logistic regression on Gaussian clouds, the same",
-        "for everybody (`examples/bad_clients.py` makes this page); methods that treat a model's parts apart",
+        f"One of {N} clients, number {BAD}, is bad; all take part in {ROUNDS} rounds of logistic "
+        "regression on Gaussian clouds, the same",
+        "for everybody (`examples/bad_clients.py` makes this page); methods that treat a model's "
+        "parts apart",
         f"({', '.join(DEEP)}) train two layers with a batch norm between.",
-        "NaN, Inf, 1e30, zeros: that is all it uploads; inputs of 1e10: it trains honestly on such data.",
-        "The numbers are the honest clients' mean test accuracy in percent after the last round, or *not finite* where two layers of large",
-        "finite numbers overflow. **d**: the bad client was dropped; **o**: it was reported as an outlier (an update of more than 20 times",
-        "the median); **c**: its update was clipped; **s**: the run stopped with a sentence. `local` uploads nothing. Clipping bounds",
-        "updates, not what else is uploaded: a loss of 1e30 still rules q-FedAvg's weights, MOCHA stops at step sizes of 1e30, and",
-        "batch norm's statistics of inputs of 1e10 are averaged (LG-FedAvg, FedBN and FedALA keep them at home).",
+        "NaN, Inf, 1e30, zeros: that is all it uploads; inputs of 1e10: it trains honestly on such "
+        "data.",
+        "The numbers are the honest clients' mean test accuracy in percent after the last round, "
+        "or *not finite* where two layers of large",
+        "finite numbers overflow. **d**: the bad client was dropped; **o**: it was reported as an "
+        "outlier (an update of more than 20 times",
+        "the median); **c**: its update was clipped; **s**: the run stopped with a sentence. "
+        "`local` uploads nothing. Clipping bounds",
+        "updates, not what else is uploaded: a loss of 1e30 still rules q-FedAvg's weights, MOCHA "
+        "stops at step sizes of 1e30, and",
+        "batch norm's statistics of inputs of 1e10 are averaged (LG-FedAvg, FedBN and FedALA keep "
+        "them at home).",
     ]
     for clip in (None, CLIP):
         lines += ["", f"## {'Without clipping' if clip is None else f'With clip={clip:g}'}", ""]
-        lines += ["| algorithm | nobody bad | " + " | ".join(KINDS) + " |", "|:---|" + "---:|" * (len(KINDS) + 1)]
+        lines += [
+            "| algorithm | nobody bad | " + " | ".join(KINDS) + " |",
+            "|:---|" + "---:|" * (len(KINDS) + 1),
+        ]
         for name in names:
             cells = [cell(play(name, kind, clip)) for kind in (None, *KINDS)]
             lines.append(f"| `{name}` | {' | '.join(cells)} |")
@@ -103,4 +131,7 @@ def main(path, names):
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    main(sys.argv[1] if len(sys.argv) > 1 else "docs/bad_clients.md", sys.argv[2:] or list(ALGORITHMS))
+    main(
+        sys.argv[1] if len(sys.argv) > 1 else "docs/bad_clients.md",
+        sys.argv[2:] or list(ALGORITHMS),
+    )

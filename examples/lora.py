@@ -1,8 +1,10 @@
-"""Who is alike among clients that send LoRA adapters: by raw factors, by core rows, by their directions.
+"""Who is alike among clients that send LoRA adapters: by raw factors, by core rows, by their
+directions.
 
-Twelve clients in three groups, each group with a language of its own, fine-tune one tiny transformer for one round (its config is below;
-nothing is fetched). With one first A for everybody the factors will do; with an A of their own for each client only products compare.
-Needs the extra `lora`: pip install 'pflcore[lora]'. Takes half a minute.
+Twelve clients in three groups, each group with a language of its own, fine-tune one tiny
+transformer for one round (its config is below; nothing is fetched). With one first A for everybody
+the factors will do; with an A of their own for each client only products compare. Needs the extra
+`lora`: pip install 'pflcore[lora]'. Takes half a minute.
 """
 
 from __future__ import annotations
@@ -18,13 +20,20 @@ from pflcore.interop import lowrank
 
 CLIENTS, GROUPS, WORDS, LENGTH, BATCH = 12, 3, 24, 24, 16
 CONFIG = LlamaConfig(
-    vocab_size=WORDS, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=LENGTH
+    vocab_size=WORDS,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=LENGTH,
 )
 
 
 def language(seed: int) -> torch.Tensor:
     """What follows what, [WORDS, WORDS]: rows sum to 1."""
-    return torch.randn(WORDS, WORDS, generator=torch.Generator().manual_seed(seed)).mul(2).softmax(1)
+    return (
+        torch.randn(WORDS, WORDS, generator=torch.Generator().manual_seed(seed)).mul(2).softmax(1)
+    )
 
 
 def sentences(follows: torch.Tensor, count: int, gen: torch.Generator) -> torch.Tensor:
@@ -35,7 +44,9 @@ def sentences(follows: torch.Tensor, count: int, gen: torch.Generator) -> torch.
     return torch.stack(words, 1)
 
 
-def train(model: torch.nn.Module, languages: list[torch.Tensor], steps: int, lr: float, seed: int) -> float:
+def train(
+    model: torch.nn.Module, languages: list[torch.Tensor], steps: int, lr: float, seed: int
+) -> float:
     """Adam on fresh sentences; gives the last loss."""
     gen, loss = torch.Generator().manual_seed(seed), torch.zeros(())
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr)
@@ -57,7 +68,12 @@ def adapters(
         model = LlamaForCausalLM(CONFIG)
         model.load_state_dict(base)
         torch.manual_seed(100 + client * own_a)  # what the first A is drawn from
-        model = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
+        model = get_peft_model(
+            model,
+            LoraConfig(
+                r=rank, lora_alpha=2 * rank, target_modules=["q_proj", "v_proj"], lora_dropout=0.0
+            ),
+        )
         train(model, [language(1 + client % GROUPS)], steps, 1e-2, 200 + client)
         states.append({k: v.detach().clone() for k, v in get_peft_model_state_dict(model).items()})
         scales.append(lowrank.scales(model))
@@ -71,17 +87,27 @@ def right(rows: torch.Tensor) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rank", type=int, default=4)
     parser.add_argument("--steps", type=int, default=40, help="of each client's round")
-    parser.add_argument("--warm-up", type=int, default=100, help="steps of pre-training on all languages")
+    parser.add_argument(
+        "--warm-up", type=int, default=100, help="steps of pre-training on all languages"
+    )
     options = parser.parse_args()
     torch.manual_seed(0)
     model = LlamaForCausalLM(CONFIG)
     loss = train(model, [language(1 + g) for g in range(GROUPS)], options.warm_up, 3e-3, 1)
     base = {k: v.clone() for k, v in model.state_dict().items()}
-    print(f"pre-trained to a loss of {loss:.2f}; nearest neighbours of the own group, of {CLIENTS} (by chance {CLIENTS * 3 / 11:.1f}):\n")
-    print("| first A | factors | B alone | core rows | their directions | clusters right |\n|---|---|---|---|---|---|")
+    print(
+        f"pre-trained to a loss of {loss:.2f}; nearest neighbours of the own group, of {CLIENTS} "
+        f"(by chance {CLIENTS * 3 / 11:.1f}):\n"
+    )
+    print(
+        "| first A | factors | B alone | core rows | their directions | clusters right "
+        "|\n|---|---|---|---|---|---|"
+    )
     for own_a in (False, True):
         states, scales = adapters(base, own_a, options.rank, options.steps)
         rows, layout = lowrank.pack(states, scales)
@@ -89,9 +115,18 @@ def main() -> None:
         means = pflcore.personalize(rows, "clusters", k=GROUPS, directions=True)
         pure = all(torch.equal(means[i], means[i % GROUPS]) for i in range(CLIENTS))
         counts = [right(r) for r in (raw, b, rows, torch.nn.functional.normalize(rows))]
-        print("|", " | ".join(["their own" if own_a else "common", *map(str, counts), "yes" if pure else "no"]), "|")
+        print(
+            "|",
+            " | ".join(
+                ["their own" if own_a else "common", *map(str, counts), "yes" if pure else "no"]
+            ),
+            "|",
+        )
         lost = lowrank.unpack(means, layout)[1]
-    print(f"\nThe groups' means, cut to each client's rank {options.rank}, lost up to {max(lost):.0%} of a layer's square.")
+    print(
+        f"\nThe groups' means, cut to each client's rank {options.rank}, lost up to "
+        f"{max(lost):.0%} of a layer's square."
+    )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ class FedPer(FedAvg):
     def newcomer(self, down, net, n):  # the state of a client at its first round
         return {"head": net.split(net.w0[None])[1]}
 
-    def train(self, down, own, clients):  # what the cohort keeps, what it uploads, and how it trained
+    # what the cohort keeps, what it uploads, and how it trained
+    def train(self, down, own, clients):
         fit = clients.fit(clients.net.join(down["x"], own["head"]))
         x, head = clients.net.split(fit.w)
         return {"head": head}, {"delta": x - down["x"]}, fit

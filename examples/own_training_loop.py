@@ -1,7 +1,8 @@
 """Somebody else's training loop, in plain torch, with the server's rules of WAFFLE and FedDWA.
 
 A server's rule takes rows and gives rows: it knows no model, no data and no training loop. What a
-client receives names the term that its steps add: WAFFLE's corrections are `down["c"]` less its own.
+client receives names the term that its steps add: WAFFLE's corrections are `down["c"]` less its
+own.
 """
 
 import torch

@@ -1,9 +1,12 @@
-"""A personalized server step over several processes or machines, none of which holds all clients' models.
+"""A personalized server step over several processes or machines, none of which holds all clients'
+models.
 
-torchrun --nproc-per-node=2 examples/sharded.py        on two machines: --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=FIRST_MACHINE:29500
+torchrun --nproc-per-node=2 examples/sharded.py        on two machines: --nnodes=2
+--rdzv-backend=c10d --rdzv-endpoint=FIRST_MACHINE:29500
 
-Each rank has received some clients' whole models. They become columns of all clients, over which distances cost one small all-reduce and
-mixing nothing at all; the mixed models go back as rows. It is then held against the same step in one process.
+Each rank has received some clients' whole models. They become columns of all clients, over which
+distances cost one small all-reduce and mixing nothing at all; the mixed models go back as rows. It
+is then held against the same step in one process.
 """
 
 import os
@@ -53,6 +56,12 @@ dist.all_reduce(equal, dist.ReduceOp.MAX)
 if rank == 0:
     megabytes = len(mine) * (P - columns.shape[1]) * 4 / 1e6
     print(f"{ranks} ranks, {N} clients, {P} parameters, {pflcore.backend()}")
-    print(f"rank 0 sent {megabytes:.1f} MB of rows, {4 * N * (N - 1)} bytes of distances, {megabytes:.1f} MB of rows back")
-    print(f"distances off those of one process by {off:.1e}, models by {equal.item():.1e}, of values up to {everything.abs().max():.0f}")
+    print(
+        f"rank 0 sent {megabytes:.1f} MB of rows, {4 * N * (N - 1)} bytes of distances, "
+        f"{megabytes:.1f} MB of rows back"
+    )
+    print(
+        f"distances off those of one process by {off:.1e}, models by {equal.item():.1e}, of values "
+        f"up to {everything.abs().max():.0f}"
+    )
 dist.destroy_process_group()

@@ -8,10 +8,13 @@ from pflcore import Federation, Simulation, Training
 
 
 def my_clients() -> list[TensorDataset]:
-    """Eight clients; the last four name the two classes the other way round, so that one model for all must fail."""
+    """Eight clients; the last four name the two classes the other way round, so that one model for
+    all must fail."""
     generator = torch.Generator().manual_seed(0)
     points = [torch.randn(200, 2, generator=generator) for _ in range(8)]
-    return [TensorDataset(x, ((x[:, 0] * x[:, 1] > 0) ^ (i >= 4)).long()) for i, x in enumerate(points)]
+    return [
+        TensorDataset(x, ((x[:, 0] * x[:, 1] > 0) ^ (i >= 4)).long()) for i, x in enumerate(points)
+    ]
 
 
 def my_model() -> nn.Module:
@@ -20,12 +23,17 @@ def my_model() -> nn.Module:
 
 def my_logger(round: int, record: dict) -> None:
     if record["eval"] and round % 10 == 0:
-        print(f"round {round:2}: accuracy of client 0 {record['eval']['accuracy'][0]:.2f}, {record['bytes_up']} bytes sent up")
+        print(
+            f"round {round:2}: accuracy of client 0 {record['eval']['accuracy'][0]:.2f}, "
+            f"{record['bytes_up']} bytes sent up"
+        )
 
 
 data = Federation.from_datasets(my_clients(), test_fraction=0.25)
 for name in ("fedavg", "waffle"):
-    simulation = Simulation(name, my_model, data, Training(lr=0.5, batch_size=16, epochs=2), rounds=30)
+    simulation = Simulation(
+        name, my_model, data, Training(lr=0.5, batch_size=16, epochs=2), rounds=30
+    )
     history = simulation.run(on_round=my_logger)
     rounds, accuracy = history.series("accuracy")  # [T], [T, N]
     print(f"{name}: client 0 ends at {accuracy[-1, 0]:.2f}")

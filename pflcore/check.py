@@ -1,7 +1,7 @@
 """Checks arguments by their annotations: one mechanism, one form of sentence.
 
-An annotation says the type, the bounds and the choices; a type checker, `hypothesis.strategies.from_type` and the command line read the
-same line:
+An annotation says the type, the bounds and the choices; a type checker,
+`hypothesis.strategies.from_type` and the command line read the same line:
 
     @checked
     def keep(fraction: Fraction) -> None: ...
@@ -52,7 +52,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Kind(NamedTuple):
-    """What is expected, after the word "expected", and whether a value is that; in an annotation, too: Annotated[Any, Kind(...)]."""
+    """What is expected, after the word "expected", and whether a value is that; in an annotation,
+    too: Annotated[Any, Kind(...)]."""
 
     words: str
     fits: Callable[[Any], bool]
@@ -70,13 +71,16 @@ def refuse(name: str, expected: str, got: Any) -> NoReturn:
 
 
 def checked(thing: F) -> F:
-    """A function, or a class's `__init__`, that checks what it is given by its annotations; a default is not checked.
+    """A function, or a class's `__init__`, that checks what it is given by its annotations; a
+    default is not checked.
 
     ValueError in one sentence where an argument is not what its annotation says."""
     call: Any = thing.__init__ if inspect.isclass(thing) else thing  # type: ignore[misc]
     parameters = inspect.signature(call).parameters.values()
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    defaults = {p.name: p.default for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    defaults = {
+        p.name: p.default for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    }
 
     @functools.cache
     def kinds() -> dict[str, Kind]:  # at the first call, when all names of the module are there
@@ -101,7 +105,8 @@ def checked(thing: F) -> F:
 
 
 def check_fields(thing: Any) -> None:
-    """ValueError in one sentence where a field of a dataclass is not what its annotation says; for its `__post_init__`."""
+    """ValueError in one sentence where a field of a dataclass is not what its annotation says; for
+    its `__post_init__`."""
     for name, kind in _of_fields(type(thing)).items():  # type: ignore[arg-type]
         value = getattr(thing, name)
         plain = expect(name, kind, value)
@@ -124,7 +129,10 @@ def expect(name: str, kind: Kind, value: Any) -> Any:
 def _of_fields(cls: type) -> dict[str, Kind]:
     try:
         hints = typing.get_type_hints(cls, include_extras=True)
-    except (NameError, TypeError):  # of somebody's own class, in a function for instance: what it inherits is checked
+    except (
+        NameError,
+        TypeError,
+    ):  # of somebody's own class, in a function for instance: what it inherits is checked
         if cls.__module__.startswith("pflcore."):
             raise
         return _of_fields(cls.__base__) if is_dataclass(cls.__base__) else {}  # type: ignore[arg-type]
@@ -138,12 +146,15 @@ def of_hint(hint: Any) -> Kind:
     if origin is Annotated:
         return functools.reduce(_within, args[1:], of_hint(args[0]))
     if origin is Literal:
-        return Kind(" or ".join(map(repr, args)), lambda v: any(type(v) is type(a) and v == a for a in args))
+        return Kind(
+            " or ".join(map(repr, args)), lambda v: any(type(v) is type(a) and v == a for a in args)
+        )
     if origin in SEVERAL and args:
         return _all(of_hint(args[-1]), SEVERAL[origin])
     if origin in (typing.Union, types.UnionType):
         each = [of_hint(a) for a in args]
-        words = " or ".join(dict.fromkeys(k.words for k in each if k.words != "None"))  # which is its default
+        # which is its default
+        words = " or ".join(dict.fromkeys(k.words for k in each if k.words != "None"))
         return ANYTHING if ANYTHING in each else Kind(words, lambda v: any(k.fits(v) for k in each))
     return PLAIN.get(origin or hint) or _instance(origin or hint)
 
@@ -156,7 +167,9 @@ def _within(kind: Kind, said: Any) -> Kind:
         return kind._replace(words=said.documentation)
     if isinstance(said, Shape):
         axes = said.axes.split()
-        return Kind(f"a tensor [{', '.join(axes)}]", lambda v: kind.fits(v) and v.dim() == len(axes))
+        return Kind(
+            f"a tensor [{', '.join(axes)}]", lambda v: kind.fits(v) and v.dim() == len(axes)
+        )
     if isinstance(said, at.GroupedMetadata):
         return functools.reduce(_within, said, kind)
     if type(said) not in BOUNDS:
@@ -167,11 +180,16 @@ def _within(kind: Kind, said: Any) -> Kind:
 
 
 def _all(each: Kind, words: str) -> Kind:
-    """Several values of a kind: in a list (of another iterable only that it is one), or in a dict."""
+    """Several values of a kind: in a list (of another iterable only that it is one), or in a
+    dict."""
     words = words if each is ANYTHING else f"{words}, each {each.words}"
 
     def fits(v: Any) -> bool:
-        if words.startswith("a dict") is not isinstance(v, Mapping) or isinstance(v, str) or not hasattr(v, "__iter__"):
+        if (
+            words.startswith("a dict") is not isinstance(v, Mapping)
+            or isinstance(v, str)
+            or not hasattr(v, "__iter__")
+        ):
             return False
         values = v.values() if isinstance(v, Mapping) else v if isinstance(v, list | tuple) else ()
         return all(map(each.fits, values))
@@ -181,7 +199,11 @@ def _all(each: Kind, words: str) -> Kind:
 
 def _instance(cls: Any) -> Kind:
     """An instance of one of our own classes; of others the one who uses them says more."""
-    ours = isinstance(cls, type) and cls.__module__.startswith("pflcore.") and not getattr(cls, "_is_protocol", False)
+    ours = (
+        isinstance(cls, type)
+        and cls.__module__.startswith("pflcore.")
+        and not getattr(cls, "_is_protocol", False)
+    )
     return Kind(f"a {cls.__name__}", lambda v: isinstance(v, cls)) if ours else ANYTHING
 
 
@@ -205,11 +227,14 @@ def _are_ids(value: Any) -> bool:
 
 def are_names(value: Any) -> bool:
     """A name, or several."""
-    return isinstance(value, str) or (isinstance(value, Sequence) and all(isinstance(v, str) for v in value))
+    return isinstance(value, str) or (
+        isinstance(value, Sequence) and all(isinstance(v, str) for v in value)
+    )
 
 
 def many(kind: Kind, words: str) -> Kind:
-    """Things of a kind, in a list or another sequence, or as the values of a dict; that there are some is for the function to say."""
+    """Things of a kind, in a list or another sequence, or as the values of a dict; that there are
+    some is for the function to say."""
 
     def fits(v: Any) -> bool:
         if isinstance(v, str) or not isinstance(v, Mapping | Sequence):
@@ -221,7 +246,12 @@ def many(kind: Kind, words: str) -> Kind:
 
 def of_dim(dim: int, words: str) -> Kind:
     """A dense floating-point tensor of so many dimensions."""
-    return Kind(words, lambda v: isinstance(v, Tensor) and v.is_floating_point() and not v.is_sparse and v.dim() == dim)
+    return Kind(
+        words,
+        lambda v: (
+            isinstance(v, Tensor) and v.is_floating_point() and not v.is_sparse and v.dim() == dim
+        ),
+    )
 
 
 def some(words: str) -> Kind:
@@ -230,7 +260,9 @@ def some(words: str) -> Kind:
 
 
 ANYTHING = Kind("anything", lambda v: True)
-SEVERAL = dict.fromkeys((abc.Sequence, abc.Collection, abc.Iterable), "a list") | {abc.Mapping: "a dict"}
+SEVERAL = dict.fromkeys((abc.Sequence, abc.Collection, abc.Iterable), "a list") | {
+    abc.Mapping: "a dict"
+}
 PLAIN: dict[Any, Kind] = {
     bool: Kind("True or False", lambda v: isinstance(v, bool)),
     float: Kind("a finite number", lambda v: _is(Real, v) and math.isfinite(v)),
@@ -254,7 +286,8 @@ FINITE = at.Predicate(math.isfinite)  # for other readers: here every number is
 Count = Annotated[int, at.Ge(1)]
 Whole = Annotated[int, at.Ge(0)]
 Seed = Annotated[int, at.Interval(ge=-(2**63), lt=2**63), at.doc("a whole number of 64 bits")]
-Seed32 = Annotated[int, at.Interval(ge=0, lt=2**32), at.doc("a whole number from 0 to 2**32 - 1")]  # what numpy's RandomState takes
+# what numpy's RandomState takes
+Seed32 = Annotated[int, at.Interval(ge=0, lt=2**32), at.doc("a whole number from 0 to 2**32 - 1")]
 Number = Annotated[float, FINITE]
 NonNegative = Annotated[float, at.Ge(0), FINITE, at.doc("a finite number >= 0")]
 Positive = Annotated[float, at.Gt(0), FINITE, at.doc("a finite number above 0")]
@@ -264,9 +297,14 @@ Momentum = Annotated[float, at.Interval(ge=0, lt=1), at.doc("a number from 0 to 
 Weighting = Literal["samples", "uniform"]
 Ids = Annotated[Sequence[int], Kind("a list of clients' numbers", _are_ids)]
 Names = Annotated[str | Sequence[str], Kind("a name or a list of names", are_names)]
-Place = Annotated[str | os.PathLike[str], Kind("a path", lambda v: isinstance(v, str | os.PathLike))]
+Place = Annotated[
+    str | os.PathLike[str], Kind("a path", lambda v: isinstance(v, str | os.PathLike))
+]
 Matrix = Annotated[Tensor, of_dim(2, "a matrix of floating-point numbers")]
 Row = Annotated[Tensor, of_dim(1, "a row of floating-point numbers")]
-A_MODEL = Kind("an nn.Module, a function that makes one or a Net", lambda v: callable(v) or hasattr(v, "module"))
+A_MODEL = Kind(
+    "an nn.Module, a function that makes one or a Net",
+    lambda v: callable(v) or hasattr(v, "module"),
+)
 Model = Annotated[Any, A_MODEL]
 Buffers = Literal["auto", "average", "local"]

@@ -118,7 +118,9 @@ class Case:
         if data is None:  # 9: a last batch of one sample, which batch norm has no use for
             data = _gaussians(10 if any(True for _ in (self.model or _mlp)().buffers()) else 9)
         if data.n < len(ALL):
-            raise ValueError(f"data: expected a federation of at least {len(ALL)} clients, got {data.n}.")
+            raise ValueError(
+                f"data: expected a federation of at least {len(ALL)} clients, got {data.n}."
+            )
         data = data.subset(ALL)
         data = held_out(data) if self.given.traits.needs_val else data
         x, y = (t.to(self.dtype) if t.is_floating_point() else t for t in (data.x, data.y))
@@ -135,7 +137,9 @@ class Case:
         """The algorithm with a check of what goes into and comes out of each hook."""
         return _watched(self.given)
 
-    def setup(self, data: Federation | None = None, engine: str = "loop", workers: int = 1, **more: Any) -> Setup:
+    def setup(
+        self, data: Federation | None = None, engine: str = "loop", workers: int = 1, **more: Any
+    ) -> Setup:
         """What a run on this case, or on other data, keeps the same."""
         run = (data or self.data, TRAINING, Engine(engine), Workers(workers))
         return Setup(self.watched, Setting(self.net, *run, rounds=6)._replace(**more))
@@ -197,7 +201,9 @@ class Case:
     def evaluate(self, state: State, setup: Setup) -> Tensors:
         """What an evaluation finds; Fault where it fails."""
         with _named("predict"):
-            found = evaluate(setup, state, "test" if "test" in setup.setting.data.index else "train")
+            found = evaluate(
+                setup, state, "test" if "test" in setup.setting.data.index else "train"
+            )
         return {f"the evaluation's {k}": v for k, v in found.items()}
 
     def results(self, play: Play) -> Tensors:
@@ -240,7 +246,10 @@ def _hook(cls: type[Algorithm], name: str, uploads: list[Tensors]) -> Callable[.
         with _named(name, where):
             out = getattr(cls, name)(self, *args, **kwargs)
         for what, given, old in zip(HOOKS[name], args, before, strict=False):
-            fault = f"{name}: {what}[{{!r}}] was changed in place; it is not the hook's own, so work on a copy."
+            fault = (
+                f"{name}: {what}[{{!r}}] was changed in place; it is not the hook's own, so work "
+                "on a copy."
+            )
             _same(_copies(given), old, fault)
         _check_form(name, out, count)
         if name == "newcomer":
@@ -273,24 +282,34 @@ def _check_form(name: str, out: Any, count: int) -> None:
                 )
             if name in BY_CLIENT and (not value.dim() or len(value) != count):
                 raise Fault(
-                    f"{name}: expected one row for each of the {count} clients in {key!r} of its {part}, got shape {list(value.shape)}."
+                    f"{name}: expected one row for each of the {count} clients in {key!r} of its "
+                    f"{part}, got shape {list(value.shape)}."
                 )
 
 
 def _check_rows(new: Mapping[str, Tensor], fine: set[int]) -> None:
     for key, value in new.items():
         if len(value) not in fine:
-            raise Fault(f"newcomer: expected one row, or one for each client, in {key!r} of its result, got shape {list(value.shape)}.")
+            raise Fault(
+                f"newcomer: expected one row, or one for each client, in {key!r} of its result, "
+                f"got shape {list(value.shape)}."
+            )
 
 
 def _check_own(own: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
     """What a client keeps is what it had, of the same shapes and dtypes."""
     for key, value in new.items():
         if key not in own:
-            raise Fault(f"train: its new state has {key!r}, which newcomer gave nobody; there are {', '.join(own) or 'none'}.")
+            raise Fault(
+                f"train: its new state has {key!r}, which newcomer gave nobody; there are "
+                f"{', '.join(own) or 'none'}."
+            )
         old, got = (f"{list(v.shape[1:])} {v.dtype}" for v in (own[key], value))
         if old != got:
-            raise Fault(f"train: the state {key!r} of a client was {old} and became {got}; a state keeps its shape and dtype.")
+            raise Fault(
+                f"train: the state {key!r} of a client was {old} and became {got}; a state keeps "
+                "its shape and dtype."
+            )
 
 
 @contextmanager
@@ -325,7 +344,9 @@ def _equal(a: Tensor, b: Tensor, rtol: float = 0.0, atol: float = 0.0) -> bool:
 def _other(a: Tensors, b: Tensors, rtol: float = 0.0, atol: float = 0.0) -> str | None:
     """What differs first."""
     keys = {**a, **b}
-    return next((k for k in keys if not (k in a and k in b and _equal(a[k], b[k], rtol, atol))), None)
+    return next(
+        (k for k in keys if not (k in a and k in b and _equal(a[k], b[k], rtol, atol))), None
+    )
 
 
 def _same(a: Tensors, b: Tensors, fault: str, rtol: float = 0.0, atol: float = 0.0) -> None:
@@ -355,24 +376,37 @@ def names_are_known(case: Case) -> None:
     own = {k: f for k, f in vars(cls).items() if isinstance(f, FunctionType) and k[:2] != "__"}
     for name, kind in get_annotations(cls).items():
         if "__dataclass_fields__" not in vars(cls) and "ClassVar" not in str(kind):
-            raise Fault(f"{name}: it is no option, because {cls.__name__} has no @dataclass(frozen=True) above it.")
+            raise Fault(
+                f"{name}: it is no option, because {cls.__name__} has no @dataclass(frozen=True) "
+                "above it."
+            )
     known = {*dir(Algorithm), *dir(cls.__base__)}
     for name in own.keys() - known.union(*(_words(f.__code__) for f in own.values())):
         for meant in get_close_matches(name, known, 1, 0.8):
-            raise Fault(f"{name}: no hook has this name, and no method calls it; did you mean {meant!r}?")
+            raise Fault(
+                f"{name}: no hook has this name, and no method calls it; did you mean {meant!r}?"
+            )
 
 
 def clients_start_alike(case: Case) -> None:
     """The state before the first round is the same in every run."""
-    fault = "init or newcomer: {} is not the same in two calls; draw from `initial(net)` or pflcore's own generators."
+    fault = (
+        "init or newcomer: {} is not the same in two calls; draw from `initial(net)` or pflcore's "
+        "own generators."
+    )
     _same(_state(begin(case.watched, case.net, 4)), case.recorded.states[0], fault)
 
 
 def shapes_stay(case: Case) -> None:
     """A client's upload keeps its shapes, with everybody and with some."""
-    first, *rest = ({k: (v.shape[1:], v.dtype) for k, v in up.items()} for up in case.recorded.uploads)
+    first, *rest = (
+        {k: (v.shape[1:], v.dtype) for k, v in up.items()} for up in case.recorded.uploads
+    )
     for key in (k for up in rest for k in {**first, **up} if first.get(k) != up.get(k)):
-        raise Fault(f"train: its upload {key!r} is not of the same shape and dtype in every round; send what is always the same.")
+        raise Fault(
+            f"train: its upload {key!r} is not of the same shape and dtype in every round; send "
+            "what is always the same."
+        )
 
 
 def stays_finite(case: Case) -> None:
@@ -380,7 +414,9 @@ def stays_finite(case: Case) -> None:
     fine = "is not finite on well-behaved data"
     for round, done in enumerate(case.recorded.done, 1):
         for client in done.dropped:
-            raise Fault(f"train: the upload or new state of client {client} {fine}, in round {round}.")
+            raise Fault(
+                f"train: the upload or new state of client {client} {fine}, in round {round}."
+            )
     for what, round in case.recorded.unfit.items():
         raise Fault(f"update: {what} {fine}, after round {round}.")
     for key in _unfit(case.evaluate(case.recorded.last, case.setup())):
@@ -410,7 +446,8 @@ def runs_repeat(case: Case) -> None:
     faults = {
         1: "{} differs between two runs of one seed: something draws from the global generator, or "
         "the algorithm remembers something between rounds outside its state.",
-        3: "{} differs between 1 and 3 worker threads; hooks and losses must not share what they change.",
+        3: "{} differs between 1 and 3 worker threads; hooks and losses must not share what they "
+        "change.",
     }
     for workers, fault in faults.items() if _other(case.found, case.again) else ():
         _same(case.found, case.left(case.setup(workers=workers)), fault)
@@ -419,13 +456,19 @@ def runs_repeat(case: Case) -> None:
 def nobody_trains_on_test(case: Case) -> None:
     """Nothing that is trained looks at the split "test"."""
     if _other(case.found, case.again):
-        fault = "train or update: {} depends on the split 'test', which is there for the evaluation; choose by 'val'."
+        fault = (
+            "train or update: {} depends on the split 'test', which is there for the evaluation; "
+            "choose by 'val'."
+        )
         _same(case.found, case.left(case.otherwise_tested()), fault)
 
 
 def engines_agree(case: Case) -> None:
     """Client after client, or all at once by vmap: the same results up to rounding."""
-    fault = "{} differs between the engines 'loop' and 'vmap': a loss or an update mixes clients or branches on values."
+    fault = (
+        "{} differs between the engines 'loop' and 'vmap': a loss or an update mixes clients or "
+        "branches on values."
+    )
     _same(case.found, case.left(case.setup(engine="vmap")), fault, 1e-6, 1e-8)
 
 
@@ -455,14 +498,20 @@ def numbers_of_clients_play_no_part(case: Case) -> None:
         if v.shape[1:] == (4,) and not _equal(v, again[k], *CLOSE):  # a column for every client
             expected[k] = v[:, order]
     if _other(expected, again, *CLOSE) and not _other(first, left(ALL, seed=1), *CLOSE):
-        fault = "update: {} depends on the clients' numbers: renumbered clients give other results than the same ones renumbered."
+        fault = (
+            "update: {} depends on the clients' numbers: renumbered clients give other results "
+            "than the same ones renumbered."
+        )
         _same(expected, again, fault, *CLOSE)
 
 
 def seeds_differ(case: Case) -> None:
     """Another seed gives another run."""
     if case.repeats(case.setup(seed=1)):
-        raise Fault("train: another seed gives the same run, so nothing that is trained on shuffled batches is kept or sent.")
+        raise Fault(
+            "train: another seed gives the same run, so nothing that is trained on shuffled "
+            "batches is kept or sent."
+        )
 
 
 def one_client_suffices(case: Case) -> None:
@@ -470,7 +519,9 @@ def one_client_suffices(case: Case) -> None:
     setup = case.renumbered([2], target=2)
     play = case.play(setup, [[0], [0]])
     if any(d.void for d in play.done) or _unfit(case.evaluate(play.last, setup)):
-        raise Fault("update or model: a federation of one client gives results that are not finite.")
+        raise Fault(
+            "update or model: a federation of one client gives results that are not finite."
+        )
 
 
 def float32_runs(case: Case) -> None:
@@ -490,10 +541,16 @@ def broken_clients_are_absent(case: Case) -> None:
     setup = case.breaking([1])
     play = case.play(setup, COHORTS[:2])
     for what in play.unfit:
-        raise Fault(f"update: {what} is not finite after a client's update overflowed; nothing but checked uploads may reach it.")
+        raise Fault(
+            f"update: {what} is not finite after a client's update overflowed; nothing but checked "
+            "uploads may reach it."
+        )
     others = {i for done in play.done for i in done.dropped} - {1}
     if others:
-        raise Fault(f"train: the update of client 1 overflowed, and {others} were dropped with it; no row may see another client's.")
+        raise Fault(
+            f"train: the update of client 1 overflowed, and {others} were dropped with it; no row "
+            "may see another client's."
+        )
     if all(done.dropped for done in play.done):
         rest = case.play(setup, [[i for i in ids if i != 1] for ids in COHORTS[:2]])
         fault = "update: {} depends on a client that was dropped because its update was not finite."
@@ -505,7 +562,10 @@ def void_rounds_change_nothing(case: Case) -> None:
     if case.data.x.is_floating_point():
         play = case.play(case.breaking(ALL), [ALL])
         if play.done[0].void:
-            fault = "send or train: {} changed in a round that is void, because no client's update was finite."
+            fault = (
+                "send or train: {} changed in a round that is void, because no client's update "
+                "was finite."
+            )
             _same(play.states[1], play.states[0], fault)
 
 
@@ -537,7 +597,10 @@ def required_clients_are_sampled(case: Case) -> None:
     for round in range(1, 20):
         ids = sample(setup, round, 0.25).tolist()
         if ids != sorted({*ids, *required}) or len(ids) != max(1, len(required)):
-            raise Fault(f"required: the cohort {ids} of a quarter of four clients does not hold {required} and no more.")
+            raise Fault(
+                f"required: the cohort {ids} of a quarter of four clients does not hold {required} "
+                "and no more."
+            )
 
 
 def options_play_a_part(case: Case) -> None:
@@ -600,7 +663,8 @@ def _gaussians(first: int) -> Federation:
     centre = 2 * torch.randn(3, 6, generator=gen, dtype=torch.float64)
 
     clients = []
-    for i, n in enumerate((first, 20, 31, 20)):  # two of one size: such clients take every step together
+    # two of one size: such clients take every step together
+    for i, n in enumerate((first, 20, 31, 20)):
         splits = {}
         for split in ("train", "val", "test"):
             y = torch.randint(0, 3, (n,), generator=gen)

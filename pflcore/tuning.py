@@ -66,7 +66,9 @@ def criterion_of(metric: Any, maximize: bool | None, classes: bool) -> Criterion
         metrics = metrics_of([metric], classes)
         name = next(iter(metrics))
     else:
-        raise TypeError(f"metric: expected a name or a function of (scores, labels), got {shown(metric)}.")
+        raise TypeError(
+            f"metric: expected a name or a function of (scores, labels), got {shown(metric)}."
+        )
     if isinstance(metric, str) is not (maximize is None):
         words = "True or False with a function of one's own"
         if isinstance(metric, str):
@@ -206,7 +208,8 @@ def tune(
     protocols = [protocol] if isinstance(protocol, Protocol) else protocol
     if not isinstance(protocols, Sequence) or not all(isinstance(p, Protocol) for p in protocols):
         raise TypeError(
-            f"protocol: expected cross_silo(data) or cross_device(data), which say what is chosen on what, got {type(protocol).__name__}."
+            "protocol: expected cross_silo(data) or cross_device(data), which say what is chosen "
+            f"on what, got {type(protocol).__name__}."
         )
     trials = [Trial(c) for c in candidates(algorithm, training, grid)]
     if states is not None and len({_key(t.candidate.trained.options) for t in trials}) > 1:
@@ -218,7 +221,10 @@ def tune(
         net = Net(net, default_loss(protocols[0].data.y), seed=[*seeds, 0][0])
     nets = [net] * count if isinstance(net, Net) else list(net)
     if len(seeds) != count or len(nets) != count:
-        raise ValueError(f"seed and net: expected one, or one per protocol ({count}), got {len(seeds)} and {len(nets)}.")
+        raise ValueError(
+            f"seed and net: expected one, or one per protocol ({count}), got {len(seeds)} and "
+            f"{len(nets)}."
+        )
     classes = nets[0].scores_classes and not protocols[0].data.y.is_floating_point()
     criterion, where = criterion_of(metric, maximize, classes), Path(folder) if folder else None
     run = {"rounds": max(1, rounds), "participation": participation, "hardware": hardware}
@@ -249,7 +255,10 @@ class _Bench:
 
     def header(self, algorithm: Algorithm, training: Training) -> dict[str, Any]:
         """What must agree for results to be used again."""
-        data = [[p.data.name, p.setting, digest_of([p.train, p.choose]), of_data(p.blind)] for p in self.protocols]
+        data = [
+            [p.data.name, p.setting, digest_of([p.train, p.choose]), of_data(p.blind)]
+            for p in self.protocols
+        ]
         start = [[digest_of(net.w0), of_net(net), loss_name(net.criterion)] for net in self.nets]
         return {
             "algorithm": type(algorithm).__name__,
@@ -265,7 +274,9 @@ class _Bench:
             "metric": [self.criterion.name, self.criterion.maximize],
         }
 
-    def play(self, trials: list[Trial], header: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    def play(
+        self, trials: list[Trial], header: Mapping[str, Any], say: Callable[[str], None]
+    ) -> None:
         """Fills the trials, from the record where they are in it."""
         book, self.key = _Book(self.folder and self.folder / "tuning.jsonl", header), _key(header)
         for j, n in itertools.product(range(len(self.protocols)), range(len(trials))):
@@ -341,7 +352,8 @@ class _Bench:
         p = self.protocols[run]
         who = p.choose[p.blind.size("val")[p.choose] > 0]
         lost = ~values[who].isfinite()
-        if self.criterion.metrics:  # it may have no value for a client: AUC where there is one class
+        # it may have no value for a client: AUC where there is one class
+        if self.criterion.metrics:
             lost = values[who].isinf()
         if loss is not None:
             lost |= ~loss[who].isfinite()
@@ -380,7 +392,10 @@ class _Book:
             return
         kept = _read(path) if path.is_file() else []
         if kept and kept[0].get("header") != header:
-            raise ValueError(f"folder: {path} holds the results of another grid or other data; name another folder.")
+            raise ValueError(
+                f"folder: {path} holds the results of another grid or other data; name another "
+                "folder."
+            )
         self.lines = {_name(line): line for line in kept[1:]}
         part = path.with_suffix(".part")  # whole lines only: one cut off must not swallow the next
         part.write_text("".join(json.dumps(line) + "\n" for line in kept or [{"header": header}]))

@@ -1,8 +1,10 @@
-"""Two suites: `pytest` runs the quick one, `pytest --suite deep` what is slow or wide, `--suite all` both.
+"""Two suites: `pytest` runs the quick one, `pytest --suite deep` what is slow or wide, `--suite
+all` both.
 
-`@pytest.mark.deep("reason")` puts a test, or one of its parameters, into the deep suite; tests whose examples hypothesis draws run in both,
-with 15 examples in the quick one. Examples are the same on every run and every machine. A test has one torch thread unless it asks.
-Ctrl-C is answered as at a terminal, also where a shell that runs the tests in the background has them ignore it.
+`@pytest.mark.deep("reason")` puts a test, or one of its parameters, into the deep suite; tests
+whose examples hypothesis draws run in both, with 15 examples in the quick one. Examples are the
+same on every run and every machine. A test has one torch thread unless it asks. Ctrl-C is answered
+as at a terminal, also where a shell that runs the tests in the background has them ignore it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from hypothesis import HealthCheck, settings
 from examples import QUICK
 
 ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT))  # bench; last, so that the pflcore that is tested is the one that is installed
+# bench; last, so that the pflcore that is tested is the one that is installed
+sys.path.append(str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 
 from pflcore.ops import _library as library  # noqa: E402
@@ -37,12 +40,28 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 DEEP = 60  # examples
 for name, count in {"fast": QUICK, "deep": DEEP, "all": DEEP}.items():
     slow = [HealthCheck.too_slow]
-    settings.register_profile(name, derandomize=True, deadline=None, max_examples=count, database=None, suppress_health_check=slow)
+    settings.register_profile(
+        name,
+        derandomize=True,
+        deadline=None,
+        max_examples=count,
+        database=None,
+        suppress_health_check=slow,
+    )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--suite", choices=("fast", "deep", "all"), default="fast", help="which tests: see tests/conftest.py")
-    parser.addoption("--no-idle-skips", action="store_true", help="a skip that this machine does not explain is a failure")
+    parser.addoption(
+        "--suite",
+        choices=("fast", "deep", "all"),
+        default="fast",
+        help="which tests: see tests/conftest.py",
+    )
+    parser.addoption(
+        "--no-idle-skips",
+        action="store_true",
+        help="a skip that this machine does not explain is a failure",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -51,16 +70,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup() -> None:
-    torch.manual_seed(0)  # what a test draws does not depend on those before it; hypothesis does so for its own
+    # what a test draws does not depend on those before it; hypothesis does so for its own
+    torch.manual_seed(0)
 
 
-ONE_PROCESS = {"test_archives", "test_distributed", "test_kernels", "test_sanitize"}  # what they compile or start is shared by their tests
+# what they compile or start is shared by their tests
+ONE_PROCESS = {"test_archives", "test_distributed", "test_kernels", "test_sanitize"}
 
 
 def senseless(item):
-    """`@pytest.mark.unless(lambda engine, model: ...)` leaves out combinations of parameters that mean nothing."""
+    """`@pytest.mark.unless(lambda engine, model: ...)` leaves out combinations of parameters that
+    mean nothing."""
     return any(
-        mark.args[0](*map(item.callspec.params.get, inspect.signature(mark.args[0]).parameters)) for mark in item.iter_markers("unless")
+        mark.args[0](*map(item.callspec.params.get, inspect.signature(mark.args[0]).parameters))
+        for mark in item.iter_markers("unless")
     )
 
 
@@ -79,14 +102,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left)
 
 
-# why a test may be skipped, and whether this machine is of that kind -----------------------------------------------------------------
+# why a test may be skipped, and whether this machine is of that kind
+# -----------------------------------------------------------------
 
 DATA = os.environ.get("PFLCORE_DATA")
 LACKS = {  # a word in the reason of a skip -> whether it is so
     "GPU": not torch.cuda.is_available(),
     "kernels": library.kernels is None,
     "C++ compiler": shutil.which(os.environ.get("CXX", "c++").split()[0]) is None,
-    "PFLCORE_DATA": DATA is None or not all((Path(DATA) / name).is_dir() for name in ("mnist", "fashion_mnist", "school")),
+    "PFLCORE_DATA": DATA is None
+    or not all((Path(DATA) / name).is_dir() for name in ("mnist", "fashion_mnist", "school")),
     "/proc": not Path("/proc/self/clear_refs").exists(),
     "POSIX": os.name == "nt",
     "Gloo": not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
@@ -94,7 +119,8 @@ LACKS = {  # a word in the reason of a skip -> whether it is so
 
 
 def explained(why: str) -> bool:
-    """A package that is not installed (what `pytest.importorskip` says of it), or what else is in the table."""
+    """A package that is not installed (what `pytest.importorskip` says of it), or what else is in
+    the table."""
     module = re.search(r"could not import '(\w+)", why)
     if module:
         return importlib.util.find_spec(module[1]) is None
@@ -112,18 +138,25 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if _idle and session.config.getoption("--no-idle-skips") and not hasattr(session.config, "workerinput"):
+    if (
+        _idle
+        and session.config.getoption("--no-idle-skips")
+        and not hasattr(session.config, "workerinput")
+    ):
         session.exitstatus = 1
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     if _idle and config.getoption("--no-idle-skips"):
         terminalreporter.section("skipped, and this machine does not explain it")
         for line in _idle:
             terminalreporter.write_line(line)
 
 
-# the instruction sets of this machine, and the references ---------------------------------------------------------------------------
+# the instruction sets of this machine, and the references
+# ---------------------------------------------------------------------------
 
 
 def paths() -> list[object]:
@@ -133,7 +166,13 @@ def paths() -> list[object]:
         return ["references"]
     here = [name for name in ("avx512", "avx2", "plain") if library.isa(name) == name]
     library.isa(before)
-    return [here[0], *(pytest.param(name, marks=pytest.mark.deep("another instruction set")) for name in here[1:])]
+    return [
+        here[0],
+        *(
+            pytest.param(name, marks=pytest.mark.deep("another instruction set"))
+            for name in here[1:]
+        ),
+    ]
 
 
 @contextlib.contextmanager
@@ -153,7 +192,9 @@ def on_references() -> Iterator[None]:
 def on_path(name: str) -> Iterator[str]:
     """The ops run this path of the kernels, or their references."""
     before, threads = library.isa(), torch.get_num_threads()
-    with on_references() if name == "references" and before is not None else contextlib.nullcontext():
+    with (
+        on_references() if name == "references" and before is not None else contextlib.nullcontext()
+    ):
         try:
             if before is not None and name != "references":
                 library.isa(name)
@@ -166,14 +207,19 @@ def on_path(name: str) -> Iterator[str]:
 
 @pytest.fixture(params=paths())
 def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The test runs on every path of the CPU kernels that this machine has. One thread, unless it asks."""
+    """The test runs on every path of the CPU kernels that this machine has. One thread, unless it
+    asks."""
     if library.kernels is None:
         pytest.skip("the kernels are not loaded")
     with on_path(request.param) as name:
         yield name
 
 
-BESIDE = [] if library.kernels is None else [pytest.param("references", marks=pytest.mark.deep("the references"))]
+BESIDE = (
+    []
+    if library.kernels is None
+    else [pytest.param("references", marks=pytest.mark.deep("the references"))]
+)
 
 
 @pytest.fixture(params=[*paths(), *BESIDE])

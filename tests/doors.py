@@ -10,9 +10,11 @@ from pflcore import Federation, Net, evaluate
 from pflcore.data import FEDERATIONS, PARTITIONS, federation_of
 from pflcore.simulation.round import Setup
 
-synthetic_clusters, synthetic_linear, synthetic_quadratic = (FEDERATIONS[f"synthetic_{n}"] for n in ("clusters", "linear", "quadratic"))
+synthetic_clusters, synthetic_linear, synthetic_quadratic = (
+    FEDERATIONS[f"synthetic_{n}"] for n in ("clusters", "linear", "quadratic")
+)
 femnist, school, vehicle = (FEDERATIONS[n] for n in ("femnist", "school", "vehicle"))
-waffle_partition = PARTITIONS["A"].func  # type: ignore[attr-defined]
+waffle_partition = PARTITIONS["A"].func
 Split = FedPer.__mro__[1]  # what FedPer and its fellows are presets of
 
 
@@ -26,7 +28,8 @@ def leaf(path, **options):
 
 
 def held_out(data):
-    """The same federation with every fifth of a client's training samples as "val", where it has five."""
+    """The same federation with every fifth of a client's training samples as "val", where it has
+    five."""
     index = {split: list(rows) for split, rows in data.index.items()}
     index["val"] = [rows[4::5] for rows in index["train"]]
     index["train"] = [rows[torch.arange(len(rows)) % 5 != 4] for rows in index["train"]]
@@ -43,21 +46,30 @@ def spread(p, near, n):
 
 def strengths(net):
     """Where the factors' strengths stand in a row: [F], layer after layer."""
-    return torch.cat([torch.arange(s.start, s.stop) for name, s in net.slices.items() if name.split(".")[-1] == "strength"])
+    return torch.cat(
+        [
+            torch.arange(s.start, s.stop)
+            for name, s in net.slices.items()
+            if name.split(".")[-1] == "strength"
+        ]
+    )
 
 
 def views(alg, state, setting, ids):
-    """The personalized models [S, ...] of the clients `ids` as an evaluation has them, and what their hook was given."""
+    """The personalized models [S, ...] of the clients `ids` as an evaluation has them, and what
+    their hook was given."""
     seen = []
 
-    class Watched(type(alg)):  # type: ignore[misc]
+    class Watched(type(alg)):
         def model(self, down, own, clients):
             made = dict(super().model(down, own, clients))
             seen.append((made, replace(clients, buffers=made.get("batch_norm", clients.buffers))))
             return made
 
     options = {f.name: getattr(alg, f.name) for f in fields(alg)}
-    evaluate(Setup(Watched(**options), setting), state, next(reversed(setting.data.index)), clients=ids)
+    evaluate(
+        Setup(Watched(**options), setting), state, next(reversed(setting.data.index)), clients=ids
+    )
     return seen[0]
 
 

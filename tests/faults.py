@@ -1,10 +1,12 @@
-"""Faults made on purpose, one at a time, and whether a test notices: `python tests/faults.py [--fresh N] [--only WORD]`.
+"""Faults made on purpose, one at a time, and whether a test notices: `python tests/faults.py
+[--fresh N] [--only WORD]`.
 
-tests/faults.jsonl names each by a function and by an expression or statement in it, compared as syntax (in C++ as words, in a
-file), so that neither lines nor formatting matter. `--fresh` draws others, which nobody chose. A fault is tried in a copy of the tree
-with the tests that reach its line, as the two suites under coverage have it (kept in build/trust/; `--record` makes it again), the quick
-suite's first and the quickest of them first, until one fails. A *survivor* is a law that no test knows: write the test, or say in
-CONTRIBUTING.md why there is none to write.
+tests/faults.jsonl names each by a function and by an expression or statement in it, compared as
+syntax (in C++ as words, in a file), so that neither lines nor formatting matter. `--fresh` draws
+others, which nobody chose. A fault is tried in a copy of the tree with the tests that reach its
+line, as the two suites under coverage have it (kept in build/trust/; `--record` makes it again),
+the quick suite's first and the quickest of them first, until one fails. A *survivor* is a law that
+no test knows: write the test, or say in CONTRIBUTING.md why there is none to write.
 """
 
 import argparse
@@ -30,11 +32,13 @@ KEPT = ROOT / "build" / "trust"
 TABLE = Path(__file__).with_name("faults.jsonl")
 SUITES = ("fast", "deep")
 ROOMS = ("ops", "algorithms", "train", "simulation")  # of fresh faults
-COMPILED = ["tests/ops", "tests/internal/ops", "tests/nn"]  # the tests of a fault in C++, which coverage does not see
-SECONDS, TRIED = 120, 40  # that the tests of one fault may take, and what those that are tried in a suite took under coverage
+# the tests of a fault in C++, which coverage does not see
+COMPILED = ["tests/ops", "tests/internal/ops", "tests/nn"]
+# that the tests of one fault may take, and what those that are tried in a suite took under coverage
+SECONDS, TRIED = 120, 40
 
 
-# where a fault is -------------------------------------------------------------------------------------------------------------------
+# where a fault is -----------------------------------------------------------
 
 
 parse = cache(ast.parse)
@@ -46,20 +50,32 @@ def parsed(text):
 
 
 def placed(fault, source):
-    """Its first and last line, and the source with the fault; ValueError where the expression does not stand once in the function."""
+    """Its first and last line, and the source with the fault; ValueError where the expression does
+    not stand once in the function."""
     module, _, name = fault["where"].partition(":")
     if not module.startswith(("pflcore", "bench.")):
         return of_words(fault, source)
     scope, old = parse(source), parsed(fault["old"])
     for part in filter(None, name.split(".")):
-        (scope,) = (n for n in ast.walk(scope) if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == part)
+        (scope,) = (
+            n
+            for n in ast.walk(scope)
+            if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == part
+        )
     seek = ast.unparse(old)
     found = [n for n in ast.walk(scope) if type(n) is type(old) and ast.unparse(n) == seek]
     if len(found) != 1:
         raise ValueError(f"{fault['where']}: {fault['old']!r} stands there {len(found)} times")
     (node,), lines = found, source.encode().splitlines(keepends=True)
-    head, tail = lines[node.lineno - 1][: node.col_offset], lines[node.end_lineno - 1][node.end_col_offset :]
-    new = f"({fault['new']})" if isinstance(node, ast.expr) else fault["new"].replace("\n", "\n" + " " * node.col_offset)
+    head, tail = (
+        lines[node.lineno - 1][: node.col_offset],
+        lines[node.end_lineno - 1][node.end_col_offset :],
+    )
+    new = (
+        f"({fault['new']})"
+        if isinstance(node, ast.expr)
+        else fault["new"].replace("\n", "\n" + " " * node.col_offset)
+    )
     changed = [*lines[: node.lineno - 1], head + new.encode() + tail, *lines[node.end_lineno :]]
     return node.lineno, node.end_lineno, b"".join(changed).decode()
 
@@ -99,7 +115,7 @@ def stale(faults):
     return out
 
 
-# faults that nobody chose -----------------------------------------------------------------------------------------------------------
+# faults that nobody chose ---------------------------------------------------
 
 MESSAGES = (ast.Raise, ast.JoinedStr, ast.Assert, ast.AnnAssign)
 
@@ -109,9 +125,15 @@ def messages(source):
     lines = set()
     for node in ast.walk(ast.parse(source)):
         aside = list(getattr(node, "decorator_list", []))
-        aside += [node] if isinstance(node, MESSAGES) or getattr(node, "name", "") == "__post_init__" else []
+        aside += (
+            [node]
+            if isinstance(node, MESSAGES) or getattr(node, "name", "") == "__post_init__"
+            else []
+        )
         aside += [node] if isinstance(node, ast.Call) and "warn" in ast.unparse(node.func) else []
-        aside += [node] if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else []
+        aside += (
+            [node] if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else []
+        )
         lines |= {line for n in aside for line in range(n.lineno, (n.end_lineno or n.lineno) + 1)}
         if isinstance(node, ast.If) and any(isinstance(n, ast.Raise) for n in node.body):
             lines |= set(range(node.lineno, node.body[-1].end_lineno + 1))
@@ -132,7 +154,11 @@ def fresh(count, seed):
             self.lines += [start[0] for start, _ in self.operator.mutation_positions(node)]
             return node
 
-    chance, names, out = random.Random(seed), [n for n in operator_names() if "Variable" not in n and "Decorator" not in n], []
+    chance, names, out = (
+        random.Random(seed),
+        [n for n in operator_names() if "Variable" not in n and "Decorator" not in n],
+        [],
+    )
     files = [p for room in ROOMS for p in sorted((ROOT / "pflcore" / room).rglob("*.py"))]
     weight = [p.stat().st_size for p in files]
     while len(out) < count:
@@ -144,19 +170,25 @@ def fresh(count, seed):
         fitting = [k for k, line in enumerate(places.lines) if line not in aside]
         if fitting:
             k = chance.choice(fitting)
-            fault = {"where": str(path.relative_to(ROOT)), "line": places.lines[k], "new": name.removeprefix("core/")}
+            fault = {
+                "where": str(path.relative_to(ROOT)),
+                "line": places.lines[k],
+                "new": name.removeprefix("core/"),
+            }
             out.append({**fault, "kind": "fresh", "source": mutate_code(source, operator, k)})
     return out
 
 
-# the tests of a line ----------------------------------------------------------------------------------------------------------------
+# the tests of a line --------------------------------------------------------
 
 
 def record(suite):
-    """Plays a suite under coverage: which tests reach which lines, and the seconds that they take."""
+    """Plays a suite under coverage: which tests reach which lines, and the seconds that they
+    take."""
     KEPT.mkdir(parents=True, exist_ok=True)
     (KEPT / "rc").write_text(
-        f"[run]\nbranch = False\nsource = {ROOT / 'pflcore'}, {ROOT / 'bench' / 'papers'}\ndata_file = {KEPT / suite}.coverage\n"
+        f"[run]\nbranch = False\nsource = {ROOT / 'pflcore'}, "
+        f"{ROOT / 'bench' / 'papers'}\ndata_file = {KEPT / suite}.coverage\n"
     )
     words = [
         "--suite",
@@ -178,7 +210,9 @@ def record(suite):
 def pytest(place, words, env, seconds=None):
     env = {**os.environ, "PYTHONPATH": str(place), "OMP_NUM_THREADS": "1", **env}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words]
-    return subprocess.run(command, cwd=place, env=env, capture_output=True, text=True, check=False, timeout=seconds)
+    return subprocess.run(
+        command, cwd=place, env=env, capture_output=True, text=True, check=False, timeout=seconds
+    )
 
 
 class Reached:
@@ -207,7 +241,7 @@ class Reached:
         return tests[: max(1, bisect(spent, TRIED))]
 
 
-# one fault --------------------------------------------------------------------------------------------------------------------------
+# one fault ------------------------------------------------------------------
 
 
 def copied(to):
@@ -220,16 +254,30 @@ def copied(to):
 
 
 def compiled(place):
-    env = {"MAX_JOBS": "2", **os.environ, "PFLCORE_EXT": "cpu", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    env = {
+        "MAX_JOBS": "2",
+        **os.environ,
+        "PFLCORE_EXT": "cpu",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
     words = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-    return subprocess.run(words, cwd=place, env=env, capture_output=True, check=False).returncode == 0
+    return (
+        subprocess.run(words, cwd=place, env=env, capture_output=True, check=False).returncode == 0
+    )
 
 
 def tried(fault, place, reached):
     """The suite that kills it, "survived", or "broken" where it cannot be tried."""
-    path, kernels = path_of(fault) if fault["kind"] != "fresh" else ROOT / fault["where"], fault["where"].startswith("csrc/cpu")
+    path, kernels = (
+        path_of(fault) if fault["kind"] != "fresh" else ROOT / fault["where"],
+        fault["where"].startswith("csrc/cpu"),
+    )
     here, source = place / path.relative_to(ROOT), path.read_text(encoding="utf-8")
-    first, last, text = (fault["line"], fault["line"], fault["source"]) if fault["kind"] == "fresh" else placed(fault, source)
+    first, last, text = (
+        (fault["line"], fault["line"], fault["source"])
+        if fault["kind"] == "fresh"
+        else placed(fault, source)
+    )
     here.write_text(text, encoding="utf-8")
     try:
         if kernels and not compiled(place):
@@ -237,10 +285,26 @@ def tried(fault, place, reached):
         for suite in SUITES:
             tests = reached[suite].tests(path, first, last) if path.suffix == ".py" else COMPILED
             tests = tests if kernels or path.suffix == ".py" else ["tests/internal/cuda_on_cpu"]
-            words = ["--suite", suite if path.suffix == ".py" else "all", "-x", "-q", "--tb=line", "-p", "no:randomly", *tests]
+            words = [
+                "--suite",
+                suite if path.suffix == ".py" else "all",
+                "-x",
+                "-q",
+                "--tb=line",
+                "-p",
+                "no:randomly",
+                *tests,
+            ]
             try:
                 code = (
-                    pytest(place, words, {"PFLCORE_KERNELS": "0" if fault.get("references") else "1"}, SECONDS).returncode if tests else 0
+                    pytest(
+                        place,
+                        words,
+                        {"PFLCORE_KERNELS": "0" if fault.get("references") else "1"},
+                        SECONDS,
+                    ).returncode
+                    if tests
+                    else 0
                 )
             except subprocess.TimeoutExpired:
                 return suite  # it runs for ever, or far longer than it should
@@ -256,12 +320,18 @@ def tried(fault, place, reached):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--fresh", type=int, default=0, help="so many that a library draws, instead of the table")
+    parser.add_argument(
+        "--fresh", type=int, default=0, help="so many that a library draws, instead of the table"
+    )
     parser.add_argument("--seed", default=time.strftime("%Y-%m-%d"))
     parser.add_argument("--only", default="", help="a regular expression: faults in these places")
     parser.add_argument("--sample", type=int, default=0, help="so many of them, drawn by the seed")
-    parser.add_argument("--minutes", type=float, default=60, help="what is not tried by then is said")
-    parser.add_argument("--record", action="store_true", help="play the suites under coverage again")
+    parser.add_argument(
+        "--minutes", type=float, default=60, help="what is not tried by then is said"
+    )
+    parser.add_argument(
+        "--record", action="store_true", help="play the suites under coverage again"
+    )
     given = parser.parse_args()
     if old := stale(known()):
         print("\n".join(old))
@@ -272,7 +342,11 @@ def main():
     for suite in SUITES:
         if given.record or not (KEPT / f"{suite}.coverage").exists():
             record(suite)
-    reached, count, places = {s: Reached(s) for s in SUITES}, dict.fromkeys((*SUITES, "survived", "broken", "untried"), 0), Queue()
+    reached, count, places = (
+        {s: Reached(s) for s in SUITES},
+        dict.fromkeys((*SUITES, "survived", "broken", "untried"), 0),
+        Queue(),
+    )
     for i in range(2):
         shutil.rmtree(KEPT / str(i), ignore_errors=True)
         places.put(copied(KEPT / str(i)))
@@ -283,12 +357,18 @@ def main():
         verdict = "untried" if late else tried(fault, place, reached)
         places.put(place)
         count[verdict] += 1
-        print(f"{verdict:8} {fault['where']}:{fault.get('line', '')} {fault['new'][:100]!r}", flush=True)
+        print(
+            f"{verdict:8} {fault['where']}:{fault.get('line', '')} {fault['new'][:100]!r}",
+            flush=True,
+        )
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(one, faults))
     said = ", ".join(f"{n} {verdict}" for verdict, n in count.items())
-    print(f"{len(faults)} faults (seed {given.seed}): {said}, in {(time.monotonic() - start) / 60:.0f} minutes")
+    print(
+        f"{len(faults)} faults (seed {given.seed}): {said}, in "
+        f"{(time.monotonic() - start) / 60:.0f} minutes"
+    )
     return int(count["survived"] + count["broken"] > 0)
 
 

@@ -1,8 +1,13 @@
-"""Flower's nodes in this process, for tests of a second: messages go through Flower's classes, but through no network and no Ray."""
+"""Flower's nodes in this process, for tests of a second: messages go through Flower's classes, but
+through no network and no Ray."""
 
 import os
 
-os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+os.environ |= {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+}
 
 import pickle
 
@@ -14,15 +19,20 @@ TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
 
 
 def context(node, config=None):
-    return Context(run_id=1, node_id=node, node_config=config or {}, state=RecordDict(), run_config={})
+    return Context(
+        run_id=1, node_id=node, node_config=config or {}, state=RecordDict(), run_config={}
+    )
 
 
-class Nodes(Grid):  # type: ignore[misc]
-    """Nodes 100, 101, ... of partitions `partitions`, all with one ClientApp. What went to and fro is in `sent` and `answered`."""
+class Nodes(Grid):
+    """Nodes 100, 101, ... of partitions `partitions`, all with one ClientApp. What went to and fro
+    is in `sent` and `answered`."""
 
     def __init__(self, app, partitions):
         self.app, self.sent, self.answered = app, [], []
-        self.contexts = {100 + i: context(100 + i, {"partition-id": p}) for i, p in enumerate(partitions)}
+        self.contexts = {
+            100 + i: context(100 + i, {"partition-id": p}) for i, p in enumerate(partitions)
+        }
         self.mute: set[int] = set()  # nodes that do not answer
 
     def get_node_ids(self):
@@ -40,7 +50,9 @@ class Nodes(Grid):  # type: ignore[misc]
                 replies.append(self.app(pickle.loads(pickle.dumps(message)), kept))
                 self.contexts[node] = kept
             except Exception as error:  # as a node does
-                replies.append(Message(Error(code=0, reason=f"{type(error)}:<'{error}'>"), reply_to=message))
+                replies.append(
+                    Message(Error(code=0, reason=f"{type(error)}:<'{error}'>"), reply_to=message)
+                )
         self.answered += replies
         return replies[::-1]
 

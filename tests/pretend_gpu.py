@@ -1,7 +1,9 @@
-"""A pretended GPU: tensors that say `cuda:0` and compute on the CPU, for testing where things live on machines without a GPU.
+"""A pretended GPU: tensors that say `cuda:0` and compute on the CPU, for testing where things live
+on machines without a GPU.
 
-As on a real one, an operation on tensors of two devices is refused, numpy sees nothing, and looking at a value makes the host wait; such
-waits are counted. What it cannot show is anything about kernels (tests/internal/cuda_on_cpu does) or about time.
+As on a real one, an operation on tensors of two devices is refused, numpy sees nothing, and looking
+at a value makes the host wait; such waits are counted. What it cannot show is anything about
+kernels (tests/internal/cuda_on_cpu does) or about time.
 """
 
 import contextlib
@@ -10,7 +12,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, return_and_correct_aliasing
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    return_and_correct_aliasing,
+)
 from torch.utils._pytree import tree_leaves, tree_map
 
 GPU = torch.device("cuda:0")
@@ -34,16 +40,21 @@ class Pretend(torch.Tensor):
 
     @staticmethod
     def __new__(cls, real):
-        out = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, real.shape, strides=real.stride(), storage_offset=real.storage_offset(), dtype=real.dtype, device="meta"
+        out = torch.Tensor._make_wrapper_subclass(
+            cls,
+            real.shape,
+            strides=real.stride(),
+            storage_offset=real.storage_offset(),
+            dtype=real.dtype,
+            device="meta",
         )
         out.real_ = real
-        return out  # type: ignore[no-any-return]
+        return out
 
-    device = property(lambda self: GPU)  # type: ignore[assignment]
-    is_cuda = property(lambda self: True)  # type: ignore[assignment]
-    is_cpu = property(lambda self: False)  # type: ignore[assignment]
-    is_meta = property(lambda self: False)  # type: ignore[assignment]
+    device = property(lambda self: GPU)
+    is_cuda = property(lambda self: True)
+    is_cpu = property(lambda self: False)
+    is_meta = property(lambda self: False)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -51,7 +62,11 @@ class Pretend(torch.Tensor):
 
     def __deepcopy__(self, memo):
         copied = Pretend(self.real_.detach().clone())
-        return copied.requires_grad_() if self.requires_grad and torch._C._functorch.maybe_current_level() is None else copied
+        return (
+            copied.requires_grad_()
+            if self.requires_grad and torch._C._functorch.maybe_current_level() is None
+            else copied
+        )
 
     def __repr__(self, **_):
         return f"Pretend({self.real_})"
@@ -75,7 +90,8 @@ for _name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__")
 
 
 def where(kwargs):
-    """The device that is asked for; C++ takes a pretended tensor for one on `meta` and asks for that."""
+    """The device that is asked for; C++ takes a pretended tensor for one on `meta` and asks for
+    that."""
     asked = kwargs.get("device")
     return None if asked is None else "cpu" if torch.device(asked).type == "cpu" else "cuda"
 
@@ -87,15 +103,25 @@ def dispatch(func, args, kwargs):
     plain = [t for t in tensors if not isinstance(t, Pretend) and t.dim()]
     target = where(kwargs)
     if name in ("_to_copy", "copy_"):
-        on_gpu = isinstance(args[0], Pretend) if name == "copy_" else target == "cuda" or (target is None and bool(here))
+        on_gpu = (
+            isinstance(args[0], Pretend)
+            if name == "copy_"
+            else target == "cuda" or (target is None and bool(here))
+        )
         if here and not on_gpu:
             waits.append("to the CPU")
         elif on_gpu and plain and not (kwargs.get("non_blocking") or args[2:] == (True,)):
             waits.append("to the GPU")
     else:
-        by_index = name in ("index", "index_put", "index_put_", "_index_put_impl_") and isinstance(args[0], Pretend)
-        if here and plain and not (by_index and all(any(t is i for i in args[1]) for t in plain)):  # a GPU takes indices of the CPU
-            raise RuntimeError(f"{func}: expected all tensors on one device, got cuda:0 and cpu ({[list(t.shape) for t in plain]})")
+        by_index = name in ("index", "index_put", "index_put_", "_index_put_impl_") and isinstance(
+            args[0], Pretend
+        )
+        # a GPU takes indices of the CPU
+        if here and plain and not (by_index and all(any(t is i for i in args[1]) for t in plain)):
+            raise RuntimeError(
+                f"{func}: expected all tensors on one device, got cuda:0 and cpu "
+                f"({[list(t.shape) for t in plain]})"
+            )
         on_gpu = target == "cuda" or (target is None and bool(here))
         masks = by_index and any(isinstance(i, Tensor) and i.dtype == torch.bool for i in args[1])
         if here and (name in VALUES or masks or (by_index and plain)):
@@ -138,9 +164,13 @@ class _Function(TorchFunctionMode):
 
 @contextlib.contextmanager
 def pretended_gpu():
-    """Within it `device="cuda:0"` is there, on this thread: what would run on worker threads runs here, one after another."""
+    """Within it `device="cuda:0"` is there, on this thread: what would run on worker threads runs
+    here, one after another."""
     here = patch("pflcore.train.workers.Workers.map", lambda self, f, items: [f(i) for i in items])
-    seen, started = patch("torch.cuda.is_available", lambda: True), patch("torch.cuda._lazy_init", lambda: None)
+    seen, started = (
+        patch("torch.cuda.is_available", lambda: True),
+        patch("torch.cuda._lazy_init", lambda: None),
+    )
     waits.clear()
     with here, seen, started, _Function(), _Dispatch():
         yield GPU

@@ -1,4 +1,5 @@
-"""Small federations and models with known answers, for the tests of local training and of the algorithms."""
+"""Small federations and models with known answers, for the tests of local training and of the
+algorithms."""
 
 from typing import Any
 
@@ -16,7 +17,8 @@ Setting = Any  # what stays the same over a run: `Simulation(...).setting`
 
 
 class Scale(nn.Module):
-    """scores = x * m, elementwise; with `half_square` and x = sqrt(a), y = sqrt(a) * b this is f(m) = sum a (m - b)^2 / 2."""
+    """scores = x * m, elementwise; with `half_square` and x = sqrt(a), y = sqrt(a) * b this is f(m)
+    = sum a (m - b)^2 / 2."""
 
     def __init__(self, start):
         super().__init__()
@@ -34,19 +36,29 @@ def half_square(scores, y):
 
 
 def quadratics(a, b, start=None, rows=1, noise=0.0):
-    """Client i's loss is `sum_k a_ik (m_k - b_ik)^2 / 2`, float64; with `noise` its `rows` samples' b differ, their mean does not."""
+    """Client i's loss is `sum_k a_ik (m_k - b_ik)^2 / 2`, float64; with `noise` its `rows` samples'
+    b differ, their mean does not."""
     a, b = a.double(), b.double()
     n, d = a.shape
-    spread = noise * torch.linspace(-1, 1, rows, dtype=torch.float64)[:, None] if rows > 1 else torch.zeros(1, 1, dtype=torch.float64)
+    spread = (
+        noise * torch.linspace(-1, 1, rows, dtype=torch.float64)[:, None]
+        if rows > 1
+        else torch.zeros(1, 1, dtype=torch.float64)
+    )
     x = a.sqrt()[:, None].expand(n, rows, d).reshape(n * rows, d)
     y = x * (b[:, None] + spread).reshape(n * rows, d)
     index = list(torch.arange(n * rows).split(rows))
-    data = Federation(torch.cat([x, x]), torch.cat([y, y]), {"train": index, "test": [i + n * rows for i in index]})
+    data = Federation(
+        torch.cat([x, x]),
+        torch.cat([y, y]),
+        {"train": index, "test": [i + n * rows for i in index]},
+    )
     return Net(Scale([0.0] * d if start is None else start), criterion=half_square), data
 
 
 def images(sizes=(7, 20, 31), shape=(6,), classes=4, seed=0):
-    """Gaussian classes, half the clients with their labels turned by one; test sets of the training sets' sizes."""
+    """Gaussian classes, half the clients with their labels turned by one; test sets of the training
+    sets' sizes."""
     gen = torch.Generator().manual_seed(seed)
     total = sum(sizes)
     centre = torch.randn(classes, *shape, generator=gen)
@@ -62,7 +74,8 @@ def tiny_model(features=6, classes=4):
 
 
 def make_setting(net, data, training, rounds=1, engine="loop", workers=2, seed=0):
-    """What a run keeps the same, with nothing looked at beforehand; a chain is found by a whole `Simulation`."""
+    """What a run keeps the same, with nothing looked at beforehand; a chain is found by a whole
+    `Simulation`."""
     split = next(reversed(data.index))
     if engine == "chain":
         return Simulation(
@@ -77,12 +90,18 @@ def make_setting(net, data, training, rounds=1, engine="loop", workers=2, seed=0
         ).setting
     x = torch.ones(2, 1).double()
     other = Federation(x, x, {"train": [torch.arange(1)], "test": [torch.arange(1, 2)]})
-    made = Simulation(FedAvg(), Net(Scale([0.0]), criterion=half_square), other, hardware=Hardware(engine=engine, workers=workers)).setting
+    made = Simulation(
+        FedAvg(),
+        Net(Scale([0.0]), criterion=half_square),
+        other,
+        hardware=Hardware(engine=engine, workers=workers),
+    ).setting
     return made._replace(net=net, data=data, training=training, seed=seed, rounds=rounds)
 
 
 def play(alg, s, rounds=None, ids=None):
-    """The states after each round (copies) and what happened; `ids(round)` names the cohort (default: everybody)."""
+    """The states after each round (copies) and what happened; `ids(round)` names the cohort
+    (default: everybody)."""
     state, found = begin(alg, s.net, s.data.n), []
     for r in range(1, (s.rounds if rounds is None else rounds) + 1):
         cohort = torch.arange(s.data.n) if ids is None else torch.tensor(ids(r))
@@ -107,7 +126,10 @@ SIX = ("fedavg", "scaffold", "ditto", "apfl", "waffle", "factorized_waffle")
 
 def swept(names=ALGORITHMS, quick=SIX):
     """The algorithms' names as parameters: six in the quick suite, all in the deep one."""
-    return [n if n in quick else pytest.param(n, marks=pytest.mark.deep("all algorithms")) for n in sorted(names)]
+    return [
+        n if n in quick else pytest.param(n, marks=pytest.mark.deep("all algorithms"))
+        for n in sorted(names)
+    ]
 
 
 def copied(state):
@@ -124,12 +146,15 @@ GROUPS: dict[str, Any] = {
 
 
 def grouped(options):
-    """A simulation's options with those of `Hardware`, `Evaluation` (its clients "evaluated") and `Robustness` in their groups."""
+    """A simulation's options with those of `Hardware`, `Evaluation` (its clients "evaluated") and
+    `Robustness` in their groups."""
     rest = dict(options)
     for name, (group, keys) in GROUPS.items():
         given = {k: rest.pop(k) for k in keys if k in rest}
         if given:
-            rest[name] = group(**{"clients" if k == "evaluated" else k: v for k, v in given.items()})
+            rest[name] = group(
+                **{"clients" if k == "evaluated" else k: v for k, v in given.items()}
+            )
     return rest
 
 

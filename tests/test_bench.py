@@ -18,12 +18,15 @@ OPS = ("sqdist", "nearest", "aggregate", "weights", "rank1", "sgd", "chain")
 
 def made(**changes):
     calls = {"pflcore": lambda: torch.ones(1), "torch": lambda: torch.ones(1)}
-    return problem.Problem(**{"op": "op", "size": {"N": 1}, "providers": calls, "error": lambda got: 0.0, **changes})
+    return problem.Problem(
+        **{"op": "op", "size": {"N": 1}, "providers": calls, "error": lambda got: 0.0, **changes}
+    )
 
 
 @pytest.mark.parametrize("name", OPS)
 def test_every_provider_is_right(name):
-    """At a small size, where all are there; Gram's float32 distances are what the bench shows to be wrong."""
+    """At a small size, where all are there; Gram's float32 distances are what the bench shows to be
+    wrong."""
     module = bench.suite(name)
     for size in itertools.islice((s for s in module.sizes(True) if s.get("N", 10) <= 10), 6):
         small = module.problem({**size, **({"P": 3001} if "P" in size else {})})
@@ -37,7 +40,9 @@ def test_every_provider_is_right(name):
                 continue
             assert error is not None
             if not (provider == "Gram float32" or ("mm" in provider and name == "sqdist")):
-                assert error < (1e-4 if provider.startswith(("torch", "scikit", "F.", "dense")) else 2e-6), (provider, size)
+                assert error < (
+                    1e-4 if provider.startswith(("torch", "scikit", "F.", "dense")) else 2e-6
+                ), (provider, size)
 
 
 def test_limit_is_the_slower_of_memory_and_arithmetic():
@@ -56,7 +61,12 @@ def test_rows_tell_errors_limits_and_what_is_left_out():
     case = made(providers=calls, reads=20, operations=4.0, error=lambda got: float(got[0]) * 0.5)
     ours, slow, missing = table.measure(case, MACHINE, 0.001, 2.0, {("op", "slow"): 1.0})
     assert ours.error == 0.5
-    assert ours.ms is not None and ours.of_limit is not None and ours.gb_per_s is not None and ours.runs >= 1
+    assert (
+        ours.ms is not None
+        and ours.of_limit is not None
+        and ours.gb_per_s is not None
+        and ours.runs >= 1
+    )
     assert ours.of_limit == pytest.approx(2.0 / (ours.ms / 1e3))
     assert slow.ms is None and slow.note == "left out: about 4 s"
     assert missing.ms is None and missing.note == "it is not installed."
@@ -74,7 +84,22 @@ def test_a_loss_is_said(monkeypatch):
 def test_command_line_writes_json_and_markdown(tmp_path, capsys):
     pytest.importorskip("tyro")
     files = tmp_path / "bench.json", tmp_path / "bench.md"
-    assert bench.main(["--quick", "--seconds", "0.001", "--op", "weights", "--json", str(files[0]), "--markdown", str(files[1])]) == 0
+    assert (
+        bench.main(
+            [
+                "--quick",
+                "--seconds",
+                "0.001",
+                "--op",
+                "weights",
+                "--json",
+                str(files[0]),
+                "--markdown",
+                str(files[1]),
+            ]
+        )
+        == 0
+    )
     told = capsys.readouterr().out
     kept = json.loads(files[0].read_text())
     assert {"cpu", "threads", "limits", "versions", "date"} <= kept["machine"].keys()
@@ -92,14 +117,26 @@ def test_limits_of_this_machine():
     assert all(v > 0 for v in limits.values())
 
 
-SMALL = {"n": 6, "cohort": 3, "samples": 60, "tests": 13, "batch": 4, "rounds": 2, "data": "made up"}
+SMALL = {
+    "n": 6,
+    "cohort": 3,
+    "samples": 60,
+    "tests": 13,
+    "batch": 4,
+    "rounds": 2,
+    "data": "made up",
+}
 
 
 @pytest.mark.deep("workloads of published times")
 @pytest.mark.parametrize("name", sorted(workload.WORKLOADS))
 @pytest.mark.parametrize("evaluate", [False, True])
 def test_workloads_of_published_times(name, evaluate):
-    w = replace(workload.WORKLOADS[name], evaluate=evaluate, **(SMALL | ({"data": "cifar10"} if name == "blazefl-cnn" else {})))  # type: ignore[arg-type]
+    w = replace(
+        workload.WORKLOADS[name],
+        evaluate=evaluate,
+        **(SMALL | ({"data": "cifar10"} if name == "blazefl-cnn" else {})),
+    )
     data = workload.federation(w)
     assert sum(w.sizes) == 60 and data.n == 6 and data.size("test").sum() == 13
     case = published.problem(w)
@@ -129,13 +166,19 @@ def test_a_plain_round_is_fedavg(monkeypatch):
     """With one batch a client the plain loop's round is pflcore's: the same model after it."""
     from pflcore import Simulation
 
-    w = replace(workload.WORKLOADS["flute-lr"], **(SMALL | {"cohort": 6, "batch": 1000, "rounds": 1}), power=1.0)  # type: ignore[arg-type]
+    w = replace(
+        workload.WORKLOADS["flute-lr"],
+        **(SMALL | {"cohort": 6, "batch": 1000, "rounds": 1}),
+        power=1.0,
+    )
     start = w.build().double().state_dict()
     runs: list[Any] = []
     monkeypatch.setattr(workload.Workload, "build", lambda w: _loaded(runs, start))
     play = Simulation.iterate
     monkeypatch.setattr(Simulation, "iterate", lambda s: runs.append(s) or play(s))
-    monkeypatch.setattr(workload, "pool", lambda *a, pool=workload.pool: (lambda x, y: (x.double(), y))(*pool(*a)))
+    monkeypatch.setattr(
+        workload, "pool", lambda *a, pool=workload.pool: (lambda x, y: (x.double(), y))(*pool(*a))
+    )
     workload.federation.cache_clear()
     published.plain(w)
     trained = runs[-1].state_dict()
@@ -155,27 +198,53 @@ def _loaded(runs, start):
 @pytest.mark.deep("another process")
 def test_command_line_plays_workloads(tmp_path, capsys, monkeypatch):
     pytest.importorskip("tyro")
-    small = {k: replace(w, **SMALL) for k, w in workload.WORKLOADS.items() if k != "blazefl-cnn"}  # type: ignore[arg-type]
+    small = {k: replace(w, **SMALL) for k, w in workload.WORKLOADS.items() if k != "blazefl-cnn"}
     monkeypatch.setattr(published, "WORKLOADS", small)
     monkeypatch.setattr(table.Machine, "measure", lambda *a: MACHINE)
     files = tmp_path / "bench.json", tmp_path / "bench.md"
-    assert bench.main(["--workload", "flute-lr", "--rounds", "1", "--json", str(files[0]), "--markdown", str(files[1])]) == 0
+    assert (
+        bench.main(
+            [
+                "--workload",
+                "flute-lr",
+                "--rounds",
+                "1",
+                "--json",
+                str(files[0]),
+                "--markdown",
+                str(files[1]),
+            ]
+        )
+        == 0
+    )
     told, rows = capsys.readouterr().out, json.loads(files[0].read_text())["rows"]
-    assert "medians of 1 rounds" in told and "18.1 s (1.0, CPU)" in told and told.count("FLUTE") == 2 == files[1].read_text().count("FLUTE")
+    assert (
+        "medians of 1 rounds" in told
+        and "18.1 s (1.0, CPU)" in told
+        and told.count("FLUTE") == 2 == files[1].read_text().count("FLUTE")
+    )
     assert [r["size"]["evaluate"] for r in rows if r["provider"] == "pflcore"] == [False, True]
-    assert all(r["ms"] > 0 and r["of_limit"] > 0 and r["runs"] == 1 for r in rows if r["provider"] in ("pflcore", "plain loop"))
+    assert all(
+        r["ms"] > 0 and r["of_limit"] > 0 and r["runs"] == 1
+        for r in rows
+        if r["provider"] in ("pflcore", "plain loop")
+    )
 
 
 def test_how_numbers_grow_with_the_clients():
     rows = [{"n": n, "least": 3.0, "rss": 2.0 * n, "bytes": n**0.5} for n in (100, 1000, 10_000)]
-    assert scale.growth(rows).replace("-0.00", "0.00") == "time as N^0.00, memory as N^1.00, record as N^0.50"
+    assert (
+        scale.growth(rows).replace("-0.00", "0.00")
+        == "time as N^0.00, memory as N^1.00, record as N^0.50"
+    )
     assert scale.growth(rows[:1]) == "too few sizes to say"
     one = scale.one("hypcluster", 120, 0.01)
     assert one["least"] > 0 and 0 < one["bytes"] < 10_000
 
 
 def test_a_gram_matrix_loses_what_models_after_a_round_differ_by():
-    """Alike it says what exact distances say; of rows 1e-4 apart on a common offset it chooses other neighbours, and is heard if asked."""
+    """Alike it says what exact distances say; of rows 1e-4 apart on a common offset it chooses
+    other neighbours, and is heard if asked."""
     from bench import neighbours
 
     gen = torch.Generator().manual_seed(0)

@@ -1,7 +1,9 @@
-"""What was altered, cut off or exchanged on its way: the reader says so in one sentence, or what it gives is what was written.
+"""What was altered, cut off or exchanged on its way: the reader says so in one sentence, or what it
+gives is what was written.
 
-Where a digest promises it (checkpoints), nothing else is ever given. Where there is none (records, models of other people's), a value may
-have become another, but no reader ends with somebody else's error.
+Where a digest promises it (checkpoints), nothing else is ever given. Where there is none (records,
+models of other people's), a value may have become another, but no reader ends with somebody else's
+error.
 """
 
 import hashlib
@@ -24,7 +26,12 @@ from pflcore.results.table import table
 from pflcore.simulation import checkpoint
 
 HOW = ["alter", "cut", "insert", "remove", "exchange", "double", "empty"]
-damages = st.tuples(st.sampled_from(HOW), st.floats(0, 1, exclude_max=True), st.floats(0, 1, exclude_max=True), st.integers(1, 255))
+damages = st.tuples(
+    st.sampled_from(HOW),
+    st.floats(0, 1, exclude_max=True),
+    st.floats(0, 1, exclude_max=True),
+    st.integers(1, 255),
+)
 Damage = tuple[str, float, float, int]
 
 
@@ -38,7 +45,8 @@ def damaged(before, damage):
         "cut": before[:i],
         "insert": before[:i] + bytes([byte]) * (byte % 9 + 1) + before[i:],
         "remove": before[:i] + before[j:],
-        "exchange": before[:i] + before[i + half : j] + before[i : i + half] + before[j:],  # two neighbouring blocks
+        # two neighbouring blocks
+        "exchange": before[:i] + before[i + half : j] + before[i : i + half] + before[j:],
         "double": before[:j] + before[i:],
         "empty": b"",
     }[how]
@@ -49,8 +57,12 @@ def one_sentence(error):
     return "\n" not in text and text.endswith(".") and len(text) > 20
 
 
-# checkpoints -----------------------------------------------------------------------------------------------------------
-TENSORS = {"x": torch.arange(7.0), "own": torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), "n": torch.tensor([3, 1])}
+# checkpoints ----------------------------------------------------------------
+TENSORS = {
+    "x": torch.arange(7.0),
+    "own": torch.randn(3, 4, generator=torch.Generator().manual_seed(0)),
+    "n": torch.tensor([3, 1]),
+}
 FACTS = {"round": 3, "seed": 0, "loss": [0.25, float("nan")], "name": "waffle"}
 
 
@@ -73,19 +85,29 @@ def test_a_damaged_checkpoint_is_refused_or_is_what_it_was(kept, which, damage):
         except ValueError as e:
             assert one_sentence(e) and "damaged" in str(e)
         else:
-            assert repr({k: facts[k] for k in FACTS}) == repr(FACTS) and tensors.keys() == TENSORS.keys()
+            assert (
+                repr({k: facts[k] for k in FACTS}) == repr(FACTS)
+                and tensors.keys() == TENSORS.keys()
+            )
             assert all(torch.equal(tensors[k], v) for k, v in TENSORS.items())
     finally:
         path.write_bytes(before)
 
 
-# records ---------------------------------------------------------------------------------------------------------------
+# records --------------------------------------------------------------------
 N = 1200  # more than stand in a line
 
 
 def lines():
     values = torch.linspace(0, 1, N)
-    header = {"algorithm": "fedavg", "data": "digits", "n": N, "seed": 0, "rounds": 4, "options": {"server_lr": 1.0}}
+    header = {
+        "algorithm": "fedavg",
+        "data": "digits",
+        "n": N,
+        "seed": 0,
+        "rounds": 4,
+        "options": {"server_lr": 1.0},
+    }
     rounds = [
         {
             "round": r,
@@ -129,7 +151,9 @@ def test_a_damaged_record_is_read_as_far_as_it_goes(record, which, damage):
             assert len(runs) <= 1 and all(table([r]) for r in runs)  # what a killed run left
             wrote = {r["round"]: r for r in lines() if "round" in r}
             for r in (r for run in runs for r in run.rounds):
-                torch.testing.assert_close(torch.tensor(r["eval"]["loss"]), wrote[r["round"]]["eval"]["loss"])
+                torch.testing.assert_close(
+                    torch.tensor(r["eval"]["loss"]), wrote[r["round"]]["eval"]["loss"]
+                )
     finally:
         path.write_bytes(before)
 
@@ -164,14 +188,18 @@ def test_a_line_that_is_no_line_of_a_record_costs_only_itself(record, tmp_path, 
 def test_a_side_file_that_asks_for_all_memory_costs_only_its_lines(record, tmp_path):
     for name in ("record.jsonl", "record.arrays"):
         (tmp_path / name).write_bytes((record.parent / name).read_bytes())
-    huge = (tmp_path / "record.arrays").read_bytes().replace(b"(1200,), }          ", b"(99999999999,), }   ", 1)
+    huge = (
+        (tmp_path / "record.arrays")
+        .read_bytes()
+        .replace(b"(1200,), }          ", b"(99999999999,), }   ", 1)
+    )
     (tmp_path / "record.arrays").write_bytes(huge)
     assert huge != (record.parent / "record.arrays").read_bytes()
     (run,) = read(tmp_path / "record.jsonl")
     assert [r["round"] for r in run.rounds] == [2, 3, 4]
 
 
-# models ----------------------------------------------------------------------------------------------------------------
+# models ---------------------------------------------------------------------
 class Array:
     """What a Flower Array is made of."""
 
@@ -219,10 +247,21 @@ def test_a_damaged_safetensors_file_is_named_with_its_client(damage, tmp_path_fa
 
 
 @pytest.mark.parametrize(
-    "header", [b"{'descr': '<f4', 'fortran_order': False, 'shape': (-12,), }", b"{'descr': '<f4', 'fortran_order': False,", b"(" * 60]
+    "header",
+    [
+        b"{'descr': '<f4', 'fortran_order': False, 'shape': (-12,), }",
+        b"{'descr': '<f4', 'fortran_order': False,",
+        b"(" * 60,
+    ],
 )
 def test_headers_that_no_writer_makes(header):
-    body = b"\x93NUMPY\x01\x00" + (len(header) + 1).to_bytes(2, "little") + header + b"\n" + ROW.tobytes()
+    body = (
+        b"\x93NUMPY\x01\x00"
+        + (len(header) + 1).to_bytes(2, "little")
+        + header
+        + b"\n"
+        + ROW.tobytes()
+    )
     with pytest.raises(ValueError, match="client 0: 'w': expected the bytes of a whole") as e:
         pack([{"w": Array(body)}])
     assert one_sentence(e.value)
@@ -239,7 +278,8 @@ class Trap:
 
 
 def test_a_pickle_is_never_run(tmp_path):
-    """A Flower array, an .npz, a graph, a side file, a checkpoint's tensors, a trained state: no code of a file runs."""
+    """A Flower array, an .npz, a graph, a side file, a checkpoint's tensors, a trained state: no
+    code of a file runs."""
     from doors import folder
     from methods import SFL
 
@@ -258,7 +298,9 @@ def test_a_pickle_is_never_run(tmp_path):
     with pytest.raises(ValueError, match="allow_pickle"):
         SFL(adjacency=str(tmp_path / "graph.npy")).graph(1)
     (tmp_path / "record.arrays").write_bytes(npy(trap))
-    (tmp_path / "record.jsonl").write_text('{"round":1,"eval":{"loss":{"array":["record.arrays",0]}}}\n')
+    (tmp_path / "record.jsonl").write_text(
+        '{"round":1,"eval":{"loss":{"array":["record.arrays",0]}}}\n'
+    )
     assert not read(tmp_path / "record.jsonl")
     file = tmp_path / "state.pt"
     torch.save(OrderedDict(trap=Trap(mark)), file)
@@ -268,9 +310,12 @@ def test_a_pickle_is_never_run(tmp_path):
     (tensors,) = (tmp_path / "kept").glob("*.safetensors")
     facts = json.loads((tmp_path / "kept" / checkpoint.NAME).read_text())["checkpoint"]
     tensors.write_bytes(pickle.dumps(Trap(mark)))
-    facts["sha256"] = hashlib.sha256(tensors.read_bytes()).hexdigest()  # a digest keeps out no one who can write it anew
+    # a digest keeps out no one who can write it anew
+    facts["sha256"] = hashlib.sha256(tensors.read_bytes()).hexdigest()
     text = json.dumps(facts)
-    (tmp_path / "kept" / checkpoint.NAME).write_text(f'{{"sha256": "{hashlib.sha256(text.encode()).hexdigest()}", "checkpoint": {text}}}\n')
+    (tmp_path / "kept" / checkpoint.NAME).write_text(
+        f'{{"sha256": "{hashlib.sha256(text.encode()).hexdigest()}", "checkpoint": {text}}}\n'
+    )
     with pytest.raises(ValueError, match="checkpoint: "):
         checkpoint.load(tmp_path / "kept")
     assert not mark.exists()

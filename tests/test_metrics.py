@@ -44,7 +44,12 @@ def test_worst_decile_counts_clients_rounded_up(clients, k):
 
 
 def test_one_client():
-    assert (metrics.mean([0.5]), metrics.std([0.5]), metrics.worst_decile([0.5]), metrics.percentile([0.5])) == (0.5, 0, 0.5, 0.5)
+    assert (
+        metrics.mean([0.5]),
+        metrics.std([0.5]),
+        metrics.worst_decile([0.5]),
+        metrics.percentile([0.5]),
+    ) == (0.5, 0, 0.5, 0.5)
     assert metrics.largest_share([3]) == 1
 
 
@@ -56,10 +61,21 @@ def test_clients_without_a_value_are_left_out():
     assert metrics.worst_decile(values) == pytest.approx(0.2)
     assert metrics.weighted_mean(values, [1, 5, 5, 3]) == pytest.approx(0.35)
     for nothing in ([], [NAN], torch.full((3,), NAN)):
-        for f in (metrics.mean, metrics.std, metrics.worst_decile, metrics.percentile, metrics.final, metrics.last_mean):
+        for f in (
+            metrics.mean,
+            metrics.std,
+            metrics.worst_decile,
+            metrics.percentile,
+            metrics.final,
+            metrics.last_mean,
+        ):
             assert math.isnan(f(nothing)), f
         assert metrics.best(nothing).at == -1
-    assert math.isnan(metrics.largest_share([])) and math.isnan(metrics.hurt([], [])) and math.isnan(metrics.weighted_mean([0.5], [0.0]))
+    assert (
+        math.isnan(metrics.largest_share([]))
+        and math.isnan(metrics.hurt([], []))
+        and math.isnan(metrics.weighted_mean([0.5], [0.0]))
+    )
 
 
 def test_hurt_is_strict_and_counts_a_lost_model():
@@ -87,7 +103,16 @@ def test_curves_over_rounds():
 
 @pytest.mark.parametrize(
     ("share", "percent"),
-    [(0.97999, 97.99), (0.979999999, 97.99), (0.29, 29.0), (0.57, 57.0), (1.0, 100.0), (0.0, 0.0), (975 / 996, 97.89), (1009 / 1038, 97.2)],
+    [
+        (0.97999, 97.99),
+        (0.979999999, 97.99),
+        (0.29, 29.0),
+        (0.57, 57.0),
+        (1.0, 100.0),
+        (0.0, 0.0),
+        (975 / 996, 97.89),
+        (1009 / 1038, 97.2),
+    ],
 )
 def test_truncation_as_in_the_paper(share, percent):
     assert metrics.truncate_percent(share) == pytest.approx(percent, abs=1e-12)
@@ -99,7 +124,8 @@ def test_truncation_keeps_every_exact_percent():
 
 
 def test_a_cell_of_the_paper():
-    # mean 4881 / 4980 = 98.0120.. %, deviations -3.2, -1.2, -.2, 1.8, 2.8 of 996: sqrt(4.56) / 996 = 0.2144.. %
+    # mean 4881 / 4980 = 98.0120.. %, deviations -3.2, -1.2, -.2, 1.8, 2.8 of 996: sqrt(4.56) / 996
+    # = 0.2144.. %
     assert metrics.paper_cell([k / 996 for k in (973, 975, 976, 978, 979)]) == "98.01 ± 0.21"
     assert metrics.paper_cell([NAN]) == "nan ± nan"
 
@@ -146,7 +172,10 @@ def test_bad_input_is_one_sentence(call, words):
 
 def test_a_percentile_among_infinite_losses():
     inf = math.inf
-    assert metrics.percentile([1, inf, inf], 100) == inf and metrics.percentile([1, 2, 3, inf, inf], 90) == inf
+    assert (
+        metrics.percentile([1, inf, inf], 100) == inf
+        and metrics.percentile([1, 2, 3, inf, inf], 90) == inf
+    )
     assert metrics.percentile([1, 2, inf], 50) == 2 and metrics.percentile([1, 2, inf], 75) == inf
 
 
@@ -158,7 +187,8 @@ def test_a_score_that_is_not_a_number_wins_no_class():
     assert metrics.balanced_accuracy(some, y) == pytest.approx((0.5 + 1 + 1) / 3)
     assert metrics.f1(some, y) == pytest.approx((2 / 3 + 1 + 1) / 3)
     single, binary = torch.tensor([NAN, -1.0, 1.0, NAN]), torch.tensor([0, 0, 1, 1])
-    assert metrics.f1(single, binary) == pytest.approx(2 / 3)  # right, wrong and lost: precision 1, recall 1/2
+    # right, wrong and lost: precision 1, recall 1/2
+    assert metrics.f1(single, binary) == pytest.approx(2 / 3)
     assert metrics.balanced_accuracy(single, binary) == pytest.approx(0.5)
     assert math.isnan(metrics.f1(torch.empty(0, 3), torch.empty(0, dtype=torch.int64)))
 
@@ -169,11 +199,20 @@ def test_groups_are_numbers():
 
 
 def test_scores_of_other_samples_are_refused():
-    for scores, y in ((torch.tensor([[1.0, 2.0, -1.0, 3.0]]), torch.tensor([1, 1, 0, 1])), (torch.randn(2, 3), torch.zeros(6).long())):
+    for scores, y in (
+        (torch.tensor([[1.0, 2.0, -1.0, 3.0]]), torch.tensor([1, 1, 0, 1])),
+        (torch.randn(2, 3), torch.zeros(6).long()),
+    ):
         with pytest.raises(ValueError, match=r"^scores and y: expected scores for each of y"):
             metrics.right(scores, y)
-    assert metrics.right(torch.tensor([1.0]), torch.tensor(1)) and metrics.right(torch.tensor([[1.0], [-1.0]]), torch.tensor([1, 0])).all()
+    assert (
+        metrics.right(torch.tensor([1.0]), torch.tensor(1))
+        and metrics.right(torch.tensor([[1.0], [-1.0]]), torch.tensor([1, 0])).all()
+    )
     assert metrics.paper_cell([math.inf, 1.0]) == "inf ± inf"
     pytest.importorskip("sklearn")
     numbers = torch.arange(6.0, requires_grad=True)
-    assert metrics.r2(numbers.bfloat16(), torch.arange(6.0)) == 1.0 and metrics.auc(numbers - 2.5, torch.arange(6) // 3) == 1.0
+    assert (
+        metrics.r2(numbers.bfloat16(), torch.arange(6.0)) == 1.0
+        and metrics.auc(numbers - 2.5, torch.arange(6) // 3) == 1.0
+    )

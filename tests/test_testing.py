@@ -1,4 +1,5 @@
-"""`pflcore.testing.check` names what is wrong with an algorithm, in one sentence, and nothing where nothing is."""
+"""`pflcore.testing.check` names what is wrong with an algorithm, in one sentence, and nothing where
+nothing is."""
 
 from dataclasses import dataclass
 
@@ -32,7 +33,11 @@ class GrowingState(FedAvg):
 
     def train(self, down, own, clients):
         fit = clients.fit(down["x"])
-        return {"losses": torch.cat([own["losses"], fit.loss[:, None].float()], 1)}, moved(fit.w, down), fit
+        return (
+            {"losses": torch.cat([own["losses"], fit.loss[:, None].float()], 1)},
+            moved(fit.w, down),
+            fit,
+        )
 
 
 class UnknownState(FedAvg):
@@ -62,7 +67,10 @@ class Everybody(FedAvg):
     """Forgets that some clients are absent."""
 
     def update(self, state, up, cohort):
-        return {"x": state["x"] + torch.full((cohort.n,), 1 / cohort.n, dtype=torch.float64) @ up["delta"]}, None
+        return {
+            "x": state["x"]
+            + torch.full((cohort.n,), 1 / cohort.n, dtype=torch.float64) @ up["delta"]
+        }, None
 
 
 class FirstComesFirst(FedAvg):
@@ -87,9 +95,9 @@ class Remembers(FedAvg):
         object.__setattr__(self, "times", [0.0])
 
     def update(self, state, up, cohort):
-        self.times[0] += 0.1  # type: ignore[attr-defined]
+        self.times[0] += 0.1
         mix = cohort.mean()
-        return {"x": mix.of(up["delta"], state["x"], self.times[0])[0]}, mix  # type: ignore[attr-defined]
+        return {"x": mix.of(up["delta"], state["x"], self.times[0])[0]}, mix
 
 
 class WritesIntoItsState(FedAvg):
@@ -251,9 +259,11 @@ class Shared(FedAvg):
 
 FAULTS: dict[type[FedAvg], str] = {
     ChangesDown: r"train: down\['x'\] was changed in place",
-    GrowingState: r"train: the state 'losses' of a client was \[0\] torch\.float32 and became \[1\]",
+    GrowingState: r"train: the state 'losses' of a client was \[0\] torch\.float32 "
+    r"and became \[1\]",
     UnknownState: r"train: its new state has 'v', which newcomer gave nobody",
-    OneRow: r"train: expected one row for each of the 4 clients in 'delta' of its upload, got shape \[53\]",
+    OneRow: r"train: expected one row for each of the 4 clients in 'delta' of its upload, got "
+    r"shape \[53\]",
     Number: r"train: expected a tensor for 'lr' of its upload, got float",
     NoFit: r"train: expected \(the clients' new state, their upload, the fit that counts\)",
     Everybody: r"update: raised RuntimeError with 2 of 4 clients",
@@ -264,20 +274,25 @@ FAULTS: dict[type[FedAvg], str] = {
     WritesIntoItsState: r"update: state\['x'\] was changed in place",
     MixesClients: r"server\.x differs between the engines",
     EvaluationTrains: r"model: own\['w'\] was changed in place",
-    SendsZeros: r"train: the columns of '2\.weight' in the upload 'delta' are always zero, but are counted as sent",
+    SendsZeros: r"train: the columns of '2\.weight' in the upload 'delta' are always zero, but are "
+    r"counted as sent",
     NothingTrained: r"train: another seed gives the same run",
     ChangesTheModelItEvaluates: r"report: state\['x'\] was changed in place",
     BelievesWhatOverflows: r"update: server\.x is not finite after a client's update overflowed",
     TrainsOnTest: r"train or update: server\.x depends on the split 'test'",
     ListensToTheFirst: r"update: the evaluation's \w+ depends on the clients' numbers",
-    Float64: r"in float32, as runs are by default, (update|train): raised RuntimeError with 2 of 4 clients: ",
-    EveryonesState: r"newcomer: expected one row, or one for each client, in 'w' of its result, got shape \[3, 53\]",
+    Float64: r"in float32, as runs are by default, (update|train): raised RuntimeError with 2 of 4 "
+    r"clients: ",
+    EveryonesState: r"newcomer: expected one row, or one for each client, in 'w' of its "
+    r"result, got shape \[3, 53\]",
     Centres: r"train: the update of client 1 overflowed, and \{0, 2, 3\} were dropped with it",
     GivesUp: r"update: raised Stop with 4 of 4 clients: Three is a crowd\.",
     OwnMean: r"server_lr: another value gives the same run to the bit",
-    Uniform: r"weighting: another value .* narrow it to one choice by its annotation, weighting: Literal\[\.\.\.\]",
+    Uniform: r"weighting: another value .* narrow it to one choice by its annotation, weighting: "
+    r"Literal\[\.\.\.\]",
     NearlyAHook: r"trian: no hook has this name, and no method calls it; did you mean 'train'\?",
-    NoDecorator: r"server_lr: it is no option, because NoDecorator has no @dataclass\(frozen=True\) above it",
+    NoDecorator: r"server_lr: it is no option, because NoDecorator has no "
+    r"@dataclass\(frozen=True\) above it",
     Misspelt: r"model: raised KeyError with 4 of 4 clients: 'v'",
 }
 
@@ -318,8 +333,18 @@ def test_a_check_can_be_left_out():
 
 def test_ones_own_model_and_data():
     data = federation_of("digits", "A", 5, seed=0, train_samples=120)
-    quick = [name for name in CHECKS if name not in ("shapes_stay", "bytes_are_counted", "broken_clients_are_absent", "engines_agree")]
-    check("fedavg", model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), data=data, skip=quick)
+    quick = [
+        name
+        for name in CHECKS
+        if name
+        not in ("shapes_stay", "bytes_are_counted", "broken_clients_are_absent", "engines_agree")
+    ]
+    check(
+        "fedavg",
+        model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)),
+        data=data,
+        skip=quick,
+    )
     with pytest.raises(ValueError, match="at least 4 clients, got 3"):
         check("fedavg", data=data.subset([0, 1, 2]))
 
@@ -327,5 +352,9 @@ def test_ones_own_model_and_data():
 def test_a_watched_algorithm_is_the_algorithm():
     alg = Shared(server_lr=0.5)
     case = Case(alg)
-    assert isinstance(case.watched, Shared) and case.watched.server_lr == 0.5 and type(case.watched).predict is FedAvg.predict
+    assert (
+        isinstance(case.watched, Shared)
+        and case.watched.server_lr == 0.5
+        and type(case.watched).predict is FedAvg.predict
+    )
     assert type(alg).train is Shared.train

@@ -1,4 +1,5 @@
-"""Motley's protocol: splits that leak nothing, grids that cannot see test data, records that resume."""
+"""Motley's protocol: splits that leak nothing, grids that cannot see test data, records that
+resume."""
 
 import json
 import math
@@ -11,7 +12,17 @@ from methods import Ditto, FineTune, KnnPer, Mocha
 from parts.tuning import PROTOCOLS, TRAINING, federation, model
 from small import make_setting
 
-from pflcore import Evaluation, Hardware, Net, Simulation, cross_device, cross_silo, evaluate, step, tune
+from pflcore import (
+    Evaluation,
+    Hardware,
+    Net,
+    Simulation,
+    cross_device,
+    cross_silo,
+    evaluate,
+    step,
+    tune,
+)
 from pflcore.algorithms import FedAvg, Traits
 from pflcore.data import Federation
 from pflcore.simulation.round import Setup, begin, sample
@@ -25,28 +36,39 @@ def poisoned(p):
     return replace(p, data=replace(p.data, y=y))
 
 
-# splits ----------------------------------------------------------------------------------------------------------------------------
+# splits ---------------------------------------------------------------------
 def test_cross_device_roles_and_halves():
     data = federation()
     p = cross_device(data, 6, 3, 3)
     everyone = torch.cat([p.train, p.choose, p.report])
-    assert sorted(everyone.tolist()) == list(range(12)) and (len(p.train), len(p.choose), len(p.report)) == (6, 3, 3)
+    assert sorted(everyone.tolist()) == list(range(12)) and (
+        len(p.train),
+        len(p.choose),
+        len(p.report),
+    ) == (6, 3, 3)
     for i in range(12):
         n, own = data.size()[i], set(data.index["train"][i].tolist())
         lists = {s: p.data.index[s][i].tolist() for s in ("train", "val", "test")}
-        assert {j for rows in lists.values() for j in rows} == own and sum(map(len, lists.values())) == n
+        assert {j for rows in lists.values() for j in rows} == own and sum(
+            map(len, lists.values())
+        ) == n
         role = "train" if i in p.train else "val" if i in p.choose else "test"
         if role == "train":
             assert lists["val"] == lists["test"] == []
         else:
             assert len(lists["train"]) == n // 2 and lists["test" if role == "val" else "val"] == []
     again = cross_device(data, 6, 3, 3)
-    assert all(torch.equal(a, b) for s in p.data.splits for a, b in zip(p.data.index[s], again.data.index[s], strict=True))
+    assert all(
+        torch.equal(a, b)
+        for s in p.data.splits
+        for a, b in zip(p.data.index[s], again.data.index[s], strict=True)
+    )
 
 
 def test_cross_silo_sizes_and_what_blind_hides():
     p = cross_silo(federation(size=22))
-    assert (p.data.size("test")[0], p.data.size("val")[0], p.data.size("train")[0]) == (4, 4, 14)  # ceil(3.3), ceil(18 * .15 / .85)
+    # ceil(3.3), ceil(18 * .15 / .85)
+    assert (p.data.size("test")[0], p.data.size("val")[0], p.data.size("train")[0]) == (4, 4, 14)
     assert torch.equal(p.train, torch.arange(12)) and torch.equal(p.train, p.report)
     assert p.blind.splits == ("train", "val")
     with pytest.raises(ValueError, match="test"):
@@ -56,11 +78,26 @@ def test_cross_silo_sizes_and_what_blind_hides():
 
 
 def test_a_client_of_one_sample_does_not_stop_the_others():
-    fed = Federation.from_arrays([(torch.randn(m, 2), torch.arange(m) % 3) for m in (1, 2, 20)], classes=3)
+    fed = Federation.from_arrays(
+        [(torch.randn(m, 2), torch.arange(m) % 3) for m in (1, 2, 20)], classes=3
+    )
     p = cross_silo(fed)
-    assert [p.data.size(s).tolist() for s in ("train", "val", "test")] == [[1, 1, 14], [0, 0, 3], [0, 1, 3]]
-    assert "2 of 3 clients have too few samples for every split: they lack validation or test samples" in p.data.notes
-    run = Simulation(FineTune(choose="client", margin=-1.0), Net(lambda: nn.Linear(2, 3)), p.data, TRAINING, rounds=1).run()
+    assert [p.data.size(s).tolist() for s in ("train", "val", "test")] == [
+        [1, 1, 14],
+        [0, 0, 3],
+        [0, 1, 3],
+    ]
+    assert (
+        "2 of 3 clients have too few samples for every split: they lack validation or test samples"
+        in p.data.notes
+    )
+    run = Simulation(
+        FineTune(choose="client", margin=-1.0),
+        Net(lambda: nn.Linear(2, 3)),
+        p.data,
+        TRAINING,
+        rounds=1,
+    ).run()
     accuracy = torch.tensor(run.rounds[0]["eval"]["accuracy"])
     assert accuracy.isnan().tolist() == [True, False, False]
     with pytest.raises(ValueError, match=r"every client has too few samples \(at most 1\)"):
@@ -68,7 +105,8 @@ def test_a_client_of_one_sample_does_not_stop_the_others():
 
 
 def test_statistics_of_what_is_held_out_never_shape_the_features():
-    """Poisoned evaluation samples move nobody's features: they are standardised after the split, by personalization samples alone."""
+    """Poisoned evaluation samples move nobody's features: they are standardised after the split, by
+    personalization samples alone."""
     fed = federation(n=6, size=24)
     for make in (
         lambda f: cross_silo(f, seed=3, standardize=True),
@@ -82,7 +120,9 @@ def test_statistics_of_what_is_held_out_never_shape_the_features():
         again = make(replace(fed, x=x))
         for i in range(6):
             assert torch.equal(p.data.client(i)[0], again.data.client(i)[0])
-            torch.testing.assert_close(p.data.client(i)[0].mean(0), torch.zeros(4), atol=1e-6, rtol=0)
+            torch.testing.assert_close(
+                p.data.client(i)[0].mean(0), torch.zeros(4), atol=1e-6, rtol=0
+            )
     for split in (cross_silo, cross_device):
         with pytest.raises(ValueError, match=r"^data: .*standardise.*standardize=True.*\.$"):
             split(fed.standardized())
@@ -95,7 +135,9 @@ def test_smaller_personalization_sets_are_nested_and_leave_the_evaluation_halves
         a, b, c = (s.index["train"][i].tolist() for s in sets)
         assert a[: len(b)] == b and b[: len(c)] == c and len(b) == math.ceil(len(a) / 2)
         assert all(torch.equal(s.index["test"][i], p.data.index["test"][i]) for s in sets)
-    assert all(torch.equal(sets[2].index["train"][i], p.data.index["train"][i]) for i in p.train.tolist())
+    assert all(
+        torch.equal(sets[2].index["train"][i], p.data.index["train"][i]) for i in p.train.tolist()
+    )
 
 
 @pytest.mark.parametrize("relabel", [False, True])
@@ -103,7 +145,9 @@ def test_the_out_of_distribution_pool_comes_from_evaluation_halves_alone(relabel
     p = cross_device(federation(relabel=relabel), 6, 3, 3)
     ood = p.out_of_distribution(size=10)
     halves = {
-        j: (i, int(y)) for i in p.report.tolist() for j, y in zip(p.data.index["test"][i].tolist(), p.data.labels(i, "test"), strict=True)
+        j: (i, int(y))
+        for i in p.report.tolist()
+        for j, y in zip(p.data.index["test"][i].tolist(), p.data.labels(i, "test"), strict=True)
     }
     pools = [ood.index["test"][i].tolist() for i in p.report.tolist()]
     assert pools[0] == pools[1] == pools[2] and len(pools[0]) == 10 and set(pools[0]) <= set(halves)
@@ -117,10 +161,19 @@ def test_the_out_of_distribution_pool_comes_from_evaluation_halves_alone(relabel
 def test_only_some_clients_train_and_are_evaluated():
     p = PROTOCOLS["device"]()
     run = Simulation(
-        Ditto(), model(), p.data, TRAINING, rounds=3, participation=0.5, clients=p.train, evaluation=Evaluation(clients=p.report)
+        Ditto(),
+        model(),
+        p.data,
+        TRAINING,
+        rounds=3,
+        participation=0.5,
+        clients=p.train,
+        evaluation=Evaluation(clients=p.report),
     )
     history = run.run()
-    assert {i for r in history.rounds for i in r["cohort"]} <= set(p.train.tolist()) and len(history.rounds[0]["cohort"]) == 3
+    assert {i for r in history.rounds for i in r["cohort"]} <= set(p.train.tolist()) and len(
+        history.rounds[0]["cohort"]
+    ) == 3
     accuracy = torch.tensor(history.rounds[-1]["eval"]["accuracy"])
     assert accuracy.isnan().logical_not().nonzero().flatten().tolist() == p.report.tolist()
     assert int(run.state.seen.sum()) >= 3 and not run.state.seen[p.report].any()
@@ -155,7 +208,9 @@ GRIDS = {
 def test_poisoned_test_labels_change_no_choice(setting, name):
     p, (alg, grid) = PROTOCOLS[setting](), GRIDS[name]
     a, b = (tune(q, model(), alg, TRAINING, grid, 4) for q in (p, poisoned(p)))
-    assert a.best.candidate.options == b.best.candidate.options and [t.score for t in a.trials] == [t.score for t in b.trials]
+    assert a.best.candidate.options == b.best.candidate.options and [t.score for t in a.trials] == [
+        t.score for t in b.trials
+    ]
     clean, wrong = a.report()["accuracy"][p.report], b.report()["accuracy"][p.report]
     assert not clean.isnan().any() and not torch.equal(clean, wrong)
     outside = torch.ones(12, dtype=torch.bool).index_fill(0, p.report, False)
@@ -167,14 +222,25 @@ def test_the_choice_is_the_best_on_validation_and_the_report_is_its_test_result(
     tuned = tune(p, model(), FedAvg(), TRAINING, {"training.lr": [0.001, 0.3]}, 4)
     scores, results = [], []
     for lr in (0.001, 0.3):
-        run = Simulation(FedAvg(), model(), p.data, replace(TRAINING, lr=lr), rounds=4, clients=p.train, evaluation=Evaluation(every=9))
+        run = Simulation(
+            FedAvg(),
+            model(),
+            p.data,
+            replace(TRAINING, lr=lr),
+            rounds=4,
+            clients=p.train,
+            evaluation=Evaluation(every=9),
+        )
         run.run()
         scores.append(evaluate(run.setup, run.state, "val")["accuracy"][p.choose].mean().item())
         results.append(evaluate(run.setup, run.state, "test")["accuracy"])
     assert [t.score for t in tuned.trials] == pytest.approx(scores) and scores[0] != scores[1]
     best = max(range(2), key=scores.__getitem__)
     torch.testing.assert_close(tuned.report()["accuracy"], results[best], equal_nan=True)
-    assert tuned.best.candidate.options == {"training.lr": (0.001, 0.3)[best]} and "chosen" in tuned.table()
+    assert (
+        tuned.best.candidate.options == {"training.lr": (0.001, 0.3)[best]}
+        and "chosen" in tuned.table()
+    )
 
 
 def test_a_diverged_candidate_is_recorded_and_loses(tmp_path):
@@ -183,11 +249,22 @@ def test_a_diverged_candidate_is_recorded_and_loses(tmp_path):
     data = replace(p.data, y=p.data.y.float(), classes=None)
     p = replace(p, data=data)
     tuned = tune(p, net, FedAvg(), TRAINING, {"training.lr": [1e30, 0.01]}, 6, folder=tmp_path)
-    assert tuned.best.candidate.training.lr == 0.01 and tuned.trials[0].score == -math.inf and tuned.trials[0].stopped
+    assert (
+        tuned.best.candidate.training.lr == 0.01
+        and tuned.trials[0].score == -math.inf
+        and tuned.trials[0].stopped
+    )
     lines = [json.loads(line) for line in (tmp_path / "tuning.jsonl").read_text().splitlines()]
-    assert "header" in lines[0] and lines[1]["stopped"] == tuned.trials[0].stopped and lines[2]["stopped"] is None
+    assert (
+        "header" in lines[0]
+        and lines[1]["stopped"] == tuned.trials[0].stopped
+        and lines[2]["stopped"] is None
+    )
     unstable = tune(p, net, Mocha(), replace(TRAINING, lr=0.01), {"lam": [30.0, 0.01]}, 6)
-    assert "MOCHA is unstable" in unstable.trials[0].stopped and unstable.best.candidate.algorithm.lam == 0.01
+    assert (
+        "MOCHA is unstable" in unstable.trials[0].stopped
+        and unstable.best.candidate.algorithm.lam == 0.01
+    )
     with pytest.raises(ValueError, match=r"^grid: every candidate diverged"):
         tune(p, net, FedAvg(), TRAINING, {"training.lr": [1e30]}, 6)
 
@@ -206,12 +283,22 @@ def test_a_candidate_that_loses_clients_cannot_win():
         predict = FedAvg.predict
         traits = Traits(late=("k", "lam"))
 
-    tuned = tune(p, Net(lambda: nn.Linear(4, 1), "squared"), Selective(), replace(TRAINING, lr=0.01), {"lam": [0.0, 1.0]}, 3)
+    tuned = tune(
+        p,
+        Net(lambda: nn.Linear(4, 1), "squared"),
+        Selective(),
+        replace(TRAINING, lr=0.01),
+        {"lam": [0.0, 1.0]},
+        3,
+    )
     lost = tuned.trials[1]
     survivors = lost.values[0][~lost.values[0].isnan()]
     assert len(survivors) == 7 and survivors.mean() > tuned.trials[0].score  # so it looked better
     assert tuned.best is tuned.trials[0] and lost.score == -math.inf
-    assert lost.stopped == "The validation values of 5 of 12 clients are not finite." and lost.stopped in tuned.table()
+    assert (
+        lost.stopped == "The validation values of 5 of 12 clients are not finite."
+        and lost.stopped in tuned.table()
+    )
 
 
 def test_what_tuning_trains_on_has_no_test_split():
@@ -253,20 +340,39 @@ def test_results_of_other_data_or_models_are_not_used_again(tmp_path):
         return Net(lambda: nn.Sequential(nn.Linear(4, 5), act(), nn.Linear(5, 3)))
 
     data = federation(relabel=True)
-    tune(cross_silo(data), shallow(nn.ReLU), FedAvg(), TRAINING, {"training.lr": [0.1]}, 1, folder=tmp_path)
+    tune(
+        cross_silo(data),
+        shallow(nn.ReLU),
+        FedAvg(),
+        TRAINING,
+        {"training.lr": [0.1]},
+        1,
+        folder=tmp_path,
+    )
     for other, net in (
         (replace(data, x=data.x + 1), shallow(nn.ReLU)),
         (replace(data, relabel=None), shallow(nn.ReLU)),
         (data, shallow(nn.Sigmoid)),
     ):
         with pytest.raises(ValueError, match="holds the results of another grid or other data"):
-            tune(cross_silo(other), net, FedAvg(), TRAINING, {"training.lr": [0.1]}, 1, folder=tmp_path)
+            tune(
+                cross_silo(other),
+                net,
+                FedAvg(),
+                TRAINING,
+                {"training.lr": [0.1]},
+                1,
+                folder=tmp_path,
+            )
 
 
 def test_several_splits_are_averaged():
     splits = [cross_silo(federation(), seed=s) for s in (100, 1100)]
     both = tune(splits, model(), FedAvg(), TRAINING, {"training.lr": [0.01, 0.3]}, 3, seed=5)
-    alone = [tune(p, model(), FedAvg(), TRAINING, {"training.lr": [0.01, 0.3]}, 3, seed=5 + j) for j, p in enumerate(splits)]
+    alone = [
+        tune(p, model(), FedAvg(), TRAINING, {"training.lr": [0.01, 0.3]}, 3, seed=5 + j)
+        for j, p in enumerate(splits)
+    ]
     for i in range(2):
         assert both.trials[i].score == pytest.approx(sum(a.trials[i].score for a in alone) / 2)
     for j, a in enumerate(alone):
@@ -278,13 +384,16 @@ def test_several_splits_are_averaged():
         tune(splits, model(), FedAvg(), TRAINING, {"training.lr": [0.1]}, 1, seed=[5])
 
 
-# the criterion ---------------------------------------------------------------------------------------------------------------------
+# the criterion --------------------------------------------------------------
 def confidence(scores, y):
     """Mean of the largest score: grows with the steps that training takes."""
     return scores.max(1).values.mean().item()
 
 
-@pytest.mark.parametrize(("metric", "maximize", "lr"), [("loss", None, 0.3), (confidence, True, 0.3), (confidence, False, 1e-4)])
+@pytest.mark.parametrize(
+    ("metric", "maximize", "lr"),
+    [("loss", None, 0.3), (confidence, True, 0.3), (confidence, False, 1e-4)],
+)
 def test_a_metric_and_its_direction_choose(metric, maximize, lr):
     tuned = tune(
         PROTOCOLS["silo"](),
@@ -298,7 +407,9 @@ def test_a_metric_and_its_direction_choose(metric, maximize, lr):
         hardware=Hardware(workers=1),
     )
     assert tuned.best.candidate.training.lr == lr
-    found = evaluate(*tuned.states(tuned.best.candidate, 0), "val", metrics={"confidence": confidence})
+    found = evaluate(
+        *tuned.states(tuned.best.candidate, 0), "val", metrics={"confidence": confidence}
+    )
     want = -found["loss"] if metric == "loss" else found["confidence"] * (1 if maximize else -1)
     assert torch.equal(tuned.best.values[0], want.double())
 
@@ -306,7 +417,14 @@ def test_a_metric_and_its_direction_choose(metric, maximize, lr):
 def test_a_named_metric_is_scikit_learns():
     pytest.importorskip("sklearn")
     tuned = tune(
-        PROTOCOLS["silo"](), model(), "fedavg", TRAINING, {"training.lr": [1e-4, 0.3]}, 3, metric="f1", hardware=Hardware(workers=1)
+        PROTOCOLS["silo"](),
+        model(),
+        "fedavg",
+        TRAINING,
+        {"training.lr": [1e-4, 0.3]},
+        3,
+        metric="f1",
+        hardware=Hardware(workers=1),
     )
     assert 0 < tuned.best.score <= 1 and tuned.best.candidate.training.lr == 0.3
 
@@ -331,7 +449,10 @@ def test_states_of_another_search_are_not_taken(tmp_path):
     p, (alg, grid) = PROTOCOLS["silo"](), GRIDS["knn"]
     tune(p, model(), alg, TRAINING, grid, 1, folder=tmp_path)
     (tmp_path / "tuning.jsonl").unlink()  # its states stay behind
-    again, fresh = tune(p, model(), alg, TRAINING, grid, 3, folder=tmp_path), tune(p, model(), alg, TRAINING, grid, 3)
+    again, fresh = (
+        tune(p, model(), alg, TRAINING, grid, 3, folder=tmp_path),
+        tune(p, model(), alg, TRAINING, grid, 3),
+    )
     assert [t.score for t in again.trials] == [t.score for t in fresh.trials]
 
 
@@ -339,7 +460,11 @@ def test_integers_that_are_numbers_to_the_loss_are_measured_as_numbers():
     x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
     data = Federation.from_arrays([(x, (3 * x[:, 0]).round().long() + 9)] * 3)
     net = Net(lambda: nn.Linear(3, 1), "squared")
-    assert math.isfinite(tune(cross_silo(data), net, "fedavg", TRAINING, {"training.lr": [0.01]}, 2, metric="mae").best.score)
+    assert math.isfinite(
+        tune(
+            cross_silo(data), net, "fedavg", TRAINING, {"training.lr": [0.01]}, 2, metric="mae"
+        ).best.score
+    )
 
 
 def test_two_searches_in_one_folder(tmp_path):

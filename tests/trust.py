@@ -1,7 +1,9 @@
-"""All that tries to break pflcore on purpose, and its figures: `make trust`, in some 75 minutes on two quiet cores.
+"""All that tries to break pflcore on purpose, and its figures: `make trust`, in some 75 minutes on
+two quiet cores.
 
-Not collected by pytest. Each line is a run of tests that the suites have anyway, but for the faults (tests/faults.py), an hour of
-it: those of the table, and sixty that a library draws, others every day. Names of lines may be given:
+Not collected by pytest. Each line is a run of tests that the suites have anyway, but for the faults
+(tests/faults.py), an hour of it: those of the table, and sixty that a library draws, others every
+day. Names of lines may be given:
 `python tests/trust.py "altered data" sanitizers`.
 """
 
@@ -25,18 +27,26 @@ class Figure(NamedTuple):
 
 
 def run(*words):
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
-    return subprocess.run([sys.executable, *words], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    }
+    return subprocess.run(
+        [sys.executable, *words], cwd=ROOT, env=env, capture_output=True, text=True, check=False
+    )
 
 
 def tested(*words):
-    """How many tests passed, failed and were skipped, how many examples hypothesis made, and whether some passed and nothing failed."""
-    loud = ["-o", "addopts=--import-mode=importlib", "--hypothesis-show-statistics"]  # with -q the last line has no counts
+    """How many tests passed, failed and were skipped, how many examples hypothesis made, and
+    whether some passed and nothing failed."""
+    # with -q the last line has no counts
+    loud = ["-o", "addopts=--import-mode=importlib", "--hypothesis-show-statistics"]
     loud += ["--suite", "all"] if words[0].startswith("tests") else []
     done = run("-m", "pytest", "-p", "no:cacheprovider", "--disable-warnings", *loud, *words)
     last = (done.stdout.splitlines() or [""])[-1]
     count = {kind: int(n) for n, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", last)}
-    examples = sum(int(n) for n in re.findall(r"- (\d+) passing", done.stdout))  # "60 passing, 0 failing" or "60 passing examples, ..."
+    # "60 passing, 0 failing" or "60 passing examples, ..."
+    examples = sum(int(n) for n in re.findall(r"- (\d+) passing", done.stdout))
     good = done.returncode == 0 and count.get("passed", 0) > 0
     if not good:
         print(done.stdout[-3000:], done.stderr[-3000:])
@@ -45,37 +55,70 @@ def tested(*words):
 
 def faults():
     """The table's, and sixty that nobody chose."""
-    table, fresh = (run("tests/faults.py", "--minutes", "30", *words) for words in ([], ["--fresh", "60"]))
+    table, fresh = (
+        run("tests/faults.py", "--minutes", "30", *words) for words in ([], ["--fresh", "60"])
+    )
     for done in (table, fresh):
-        print("".join(f"    {line}\n" for line in done.stdout.splitlines() if line.startswith(("survived", "broken"))), end="")
-    lines = [(done.stdout.strip().splitlines() or [done.stderr[-300:]])[-1] for done in (table, fresh)]
+        print(
+            "".join(
+                f"    {line}\n"
+                for line in done.stdout.splitlines()
+                if line.startswith(("survived", "broken"))
+            ),
+            end="",
+        )
+    lines = [
+        (done.stdout.strip().splitlines() or [done.stderr[-300:]])[-1] for done in (table, fresh)
+    ]
     survived = int((re.findall(r"(\d+) survived", lines[1]) or ["60"])[0])
     return Figure("; ".join(lines), table.returncode == 0 and survived <= 12)
 
 
 def bad_inputs():
-    count, _, good = tested("tests/package/test_arguments.py", "tests/cli/test_bad_input.py", "tests/package/test_supply.py")
-    return Figure(f"{count.get('passed', 0)} wrong arguments and unsafe readers, each answered with one sentence", good)
+    count, _, good = tested(
+        "tests/package/test_arguments.py",
+        "tests/cli/test_bad_input.py",
+        "tests/package/test_supply.py",
+    )
+    return Figure(
+        f"{count.get('passed', 0)} wrong arguments and unsafe readers, each answered with one "
+        "sentence",
+        good,
+    )
 
 
 def altered():
-    count, examples, good = tested("tests/test_damage.py", "tests/interop/test_server_machine.py", "tests/interop/test_packing.py")
+    count, examples, good = tested(
+        "tests/test_damage.py",
+        "tests/interop/test_server_machine.py",
+        "tests/interop/test_packing.py",
+    )
     return Figure(
-        f"{examples} altered files and random uses of a server and of forms in {count.get('passed', 0)} tests", good and examples > 0
+        f"{examples} altered files and random uses of a server and of forms in "
+        f"{count.get('passed', 0)} tests",
+        good and examples > 0,
     )
 
 
 def hostile_clients():
-    """Bad uploads on every algorithm, and attacks against defences: `python -m bench.hostile inputs attacks`, its lines are the figure."""
+    """Bad uploads on every algorithm, and attacks against defences: `python -m bench.hostile inputs
+    attacks`, its lines are the figure."""
     done = run("-m", "bench.hostile", "inputs", "attacks")
-    lines = [line for line in done.stdout.splitlines() if line.startswith(("bad inputs tried", "attacks x defences"))]
-    return Figure("; ".join(lines) or done.stderr.strip()[-300:], done.returncode == 0 and len(lines) == 2)
+    lines = [
+        line
+        for line in done.stdout.splitlines()
+        if line.startswith(("bad inputs tried", "attacks x defences"))
+    ]
+    return Figure(
+        "; ".join(lines) or done.stderr.strip()[-300:], done.returncode == 0 and len(lines) == 2
+    )
 
 
 def sanitizers():
     count, _, good = tested("tests/internal/sanitize", "tests/internal/cuda_on_cpu")
     return Figure(
-        f"{count.get('passed', 0)} runs of the kernels under sanitizers and between forbidden pages, {count.get('skipped', 0)} skipped",
+        f"{count.get('passed', 0)} runs of the kernels under sanitizers and between forbidden "
+        f"pages, {count.get('skipped', 0)} skipped",
         good,
     )
 
@@ -89,7 +132,9 @@ def nothing_lost():
         "killed or altered or damaged or full or lost or ends or cut",
     )
     count, _, good = tested(*words)
-    return Figure(f"{count.get('passed', 0)} kills, full disks and memories at their end: nothing lost", good)
+    return Figure(
+        f"{count.get('passed', 0)} kills, full disks and memories at their end: nothing lost", good
+    )
 
 
 PARTS: dict[str, Callable[[], Figure]] = {
@@ -112,8 +157,15 @@ def main():
         began = time.monotonic()
         figure = PARTS[name]()
         all_good &= figure.good
-        print(f"{'holds' if figure.good else 'FAILS'}  {name}: {figure.said} ({time.monotonic() - began:.0f} s)", flush=True)
-    print(f"{'all of it holds' if all_good else 'not all of it holds'}, in {(time.monotonic() - start) / 60:.1f} minutes")
+        print(
+            f"{'holds' if figure.good else 'FAILS'}  {name}: {figure.said} "
+            f"({time.monotonic() - began:.0f} s)",
+            flush=True,
+        )
+    print(
+        f"{'all of it holds' if all_good else 'not all of it holds'}, in "
+        f"{(time.monotonic() - start) / 60:.1f} minutes"
+    )
     return int(not all_good)
 
 

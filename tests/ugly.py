@@ -1,4 +1,5 @@
-"""Ugly inputs for the tests of the ops: prime and zero sizes, every memory layout, all dtypes, scales from 1e-30 to 1e30."""
+"""Ugly inputs for the tests of the ops: prime and zero sizes, every memory layout, all dtypes,
+scales from 1e-30 to 1e30."""
 
 import re
 from contextlib import contextmanager
@@ -13,7 +14,8 @@ LAYOUTS = ["contiguous", "wide rows", "off by one", "every second column", "tran
 
 
 def lay(t, layout):
-    """The same values in another place in memory, with NaN in the gaps, so that reading beside a row is seen."""
+    """The same values in another place in memory, with NaN in the gaps, so that reading beside a
+    row is seen."""
     rows, cols = t.shape
     if layout == "wide rows":
         home = t.new_full((rows, cols + 5), torch.nan)
@@ -39,12 +41,15 @@ def randn(seed, *shape, dtype=torch.float64, scale=1.0):
 
 def scales(dtype):
     """Powers of ten that the dtype can hold with room to spare."""
-    return st.sampled_from([1e-3, 1.0, 1e3] if dtype is F16 else [1e-30, 1e-12, 1e-3, 1.0, 1e6, 1e30])
+    return st.sampled_from(
+        [1e-3, 1.0, 1e3] if dtype is F16 else [1e-30, 1e-12, 1e-3, 1.0, 1e6, 1e30]
+    )
 
 
 @st.composite
 def matrices(draw, rows, cols, dtype, scale=1.0):
-    """A matrix of normal numbers, sometimes with equal rows, a row of zeros or a constant row, in any layout."""
+    """A matrix of normal numbers, sometimes with equal rows, a row of zeros or a constant row, in
+    any layout."""
     m, p = draw(rows), draw(cols)
     t = randn(draw(st.integers(0, 1 << 20)), m, p, dtype=dtype, scale=scale)
     kind = draw(st.sampled_from(["plain", "plain", "equal rows", "zero row", "constant row"]))
@@ -75,7 +80,9 @@ def same_for_any_threads(call):
         with threads(n):
             found.append(call())
     for other in found[1:]:
-        assert torch.equal(found[0].nan_to_num(), other.nan_to_num()) and torch.equal(found[0].isnan(), other.isnan())
+        assert torch.equal(found[0].nan_to_num(), other.nan_to_num()) and torch.equal(
+            found[0].isnan(), other.isnan()
+        )
 
 
 def refuses(op, name, kind=ValueError):

@@ -1,4 +1,5 @@
-"""What a round costs a client: traffic as `step()` counts it, and floating point operations as torch counts them.
+"""What a round costs a client: traffic as `step()` counts it, and floating point operations as
+torch counts them.
 
 FedDWA's Tables 4 and 5 (Liu et al. 2023), for any algorithm and model.
 """
@@ -32,7 +33,9 @@ class Cost(NamedTuple):
     models_down: float  # models received, in units of the model's parameters
     models_up: float
     bytes: float  # both ways
-    client: float  # floating point operations of its training on `samples` samples, a multiply and an add counted as two
+    # floating point operations of its training on `samples` samples, a multiply and an add counted
+    # as two
+    client: float
     server: float  # of the distances and mixes, all clients' together
 
 
@@ -48,20 +51,29 @@ def cost(
     epochs: int = 1,
     warm: int = 1,
 ) -> Cost:
-    """The costs of a round with all `n` clients, after `warm` rounds (in the first one FedFomo and L2C have nothing to send).
+    """The costs of a round with all `n` clients, after `warm` rounds (in the first one FedFomo and
+    L2C have nothing to send).
 
-    Played on random inputs of `shape`, one batch for each client (and a quarter of it for validation where the algorithm asks for
-    that); operations are linear in the samples, so they are scaled to `samples` each. Evaluation is not counted.
+    Played on random inputs of `shape`, one batch for each client (and a quarter of it for
+    validation where the algorithm asks for that); operations are linear in the samples, so they are
+    scaled to `samples` each. Evaluation is not counted.
     """
     if n < 1 or samples < 1 or batch_size < 1:
-        raise ValueError(f"n, samples, batch_size: expected at least 1, got {n}, {samples} and {batch_size}.")
+        raise ValueError(
+            f"n, samples, batch_size: expected at least 1, got {n}, {samples} and {batch_size}."
+        )
     net = model if isinstance(model, Net) else Net(model)
     each = batch_size + -(-batch_size // 4) if algorithm.traits.needs_val else batch_size
     gen = torch.Generator().manual_seed(0)
-    x, y = torch.randn(n * each, *shape, generator=gen), torch.randint(0, classes, (n * each,), generator=gen)
+    x, y = (
+        torch.randn(n * each, *shape, generator=gen),
+        torch.randint(0, classes, (n * each,), generator=gen),
+    )
     data = Federation(x, y, {"train": list(torch.arange(n * each).split(each))}, classes)
     data = held_out(data) if algorithm.traits.needs_val else data
-    s = Setting(net, data, Training(1e-3, batch_size, epochs), Engine("loop"), Inline(1), 0, warm + 1)
+    s = Setting(
+        net, data, Training(1e-3, batch_size, epochs), Engine("loop"), Inline(1), 0, warm + 1
+    )
     state = begin(algorithm, net, n)
     for _ in range(warm):
         state, _ = step(Setup(algorithm, s), state, torch.arange(n))
@@ -70,11 +82,20 @@ def cost(
         state, done = step(Setup(algorithm, s), state, torch.arange(n))
     row = net.size * net.w0.element_size()
     client, server = spent["train"] / n * samples / each, spent["send"] + spent["update"]
-    return Cost(done.bytes_down / n / row, done.bytes_up / n / row, (done.bytes_down + done.bytes_up) / n, client, server)
+    return Cost(
+        done.bytes_down / n / row,
+        done.bytes_up / n / row,
+        (done.bytes_down + done.bytes_up) / n,
+        client,
+        server,
+    )
 
 
-def _with_counter(algorithm: Algorithm, counter: FlopCounterMode) -> tuple[Algorithm, dict[str, float]]:
-    """The algorithm, and the operations of its hooks: MOCHA's W W^T is no client's work, a look whether uploads are finite no method's."""
+def _with_counter(
+    algorithm: Algorithm, counter: FlopCounterMode
+) -> tuple[Algorithm, dict[str, float]]:
+    """The algorithm, and the operations of its hooks: MOCHA's W W^T is no client's work, a look
+    whether uploads are finite no method's."""
     spent = dict.fromkeys(("train", "send", "update"), 0.0)
 
     def counted(name: str, hook: Callable[..., T]) -> Callable[..., T]:
@@ -109,10 +130,14 @@ def table(costs: dict[str, Cost], samples: int) -> str:
     """Markdown: traffic in models and MiB, operations per client and round."""
     base = next(iter(costs.values())).client
     lines = [
-        f"| method | models down | models up | MiB | FLOPs for {samples:,} samples | of the first | server FLOPs |",
+        f"| method | models down | models up | MiB | FLOPs for {samples:,} samples | of the first "
+        "| server FLOPs |",
         "|:---|---:|---:|---:|---:|---:|---:|",
     ]
     for name, c in costs.items():
-        cells = f"{c.models_down:.2f} | {c.models_up:.2f} | {c.bytes / MIB:.2f} | {c.client:.2e} | {c.client / base:.2f} | {c.server:.1e}"
+        cells = (
+            f"{c.models_down:.2f} | {c.models_up:.2f} | {c.bytes / MIB:.2f} | {c.client:.2e} | "
+            f"{c.client / base:.2f} | {c.server:.1e}"
+        )
         lines.append(f"| {name} | {cells} |")
     return "\n".join(lines) + "\n"

@@ -1,4 +1,5 @@
-"""Tables of the last round, with the subpopulations that a partition makes: WAFFLe's Tables 1 and 2 (Hao et al. 2020)."""
+"""Tables of the last round, with the subpopulations that a partition makes: WAFFLe's Tables 1 and 2
+(Hao et al. 2020)."""
 
 from __future__ import annotations
 
@@ -13,11 +14,17 @@ COLUMNS = ("accuracy", "majority", "minority", "gap", "variance")
 
 
 def rows_of(plan: Mapping[str, Any], runs: Runs) -> list[dict[str, Any]]:
-    """One row per setting and method: means over runs in percent, "std" over runs (ddof = 0) beside them."""
+    """One row per setting and method: means over runs in percent, "std" over runs (ddof = 0) beside
+    them."""
     out = []
     for (setting, method, variant), mine in runs.items():
         head = mine[0].header
-        seen = [_measures([100 * v for v in metrics.vector(r.last("accuracy")).tolist()], head.get("group")) for r in mine]
+        seen = [
+            _measures(
+                [100 * v for v in metrics.vector(r.last("accuracy")).tolist()], head.get("group")
+            )
+            for r in mine
+        ]
         out.append(
             {
                 "method": method,
@@ -51,16 +58,23 @@ def table(plan: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
         columns = [c for c in COLUMNS if c in mine[0]["ours"]]
         told = [c for c in columns if any(c in (r["paper"] or {}) for r in mine)]
         head = ["parameters", *columns, *(f"paper: {c}" for c in told)]
-        lines += [f"**{setting}**, {mine[0]['data']}, {mine[0]['rounds']} rounds, {mine[0]['seeds']} seed(s)", ""]
+        lines += [
+            f"**{setting}**, {mine[0]['data']}, {mine[0]['rounds']} rounds, {mine[0]['seeds']} "
+            "seed(s)",
+            "",
+        ]
         lines += ["| method | " + " | ".join(head) + " |", "|:---|" + "---:|" * len(head)]
         for r in mine:
             ours = [_number(r["ours"][c], r["std"][c] if r["seeds"] > 1 else None) for c in columns]
             paper = [_number((r["paper"] or {}).get(c)) for c in told]
             cells = [r["method"], f"{r['parameters']:,}", *ours, *paper]
-            lines.append("| " + " | ".join(cells) + f" |{' ' + r['stopped'] if r['stopped'] else ''}")
+            lines.append(
+                "| " + " | ".join(cells) + f" |{' ' + r['stopped'] if r['stopped'] else ''}"
+            )
         lines.append("")
     lines.append(
-        "Means over clients in percent (variance: percent squared) after the last round, and their standard deviation over the seeds."
+        "Means over clients in percent (variance: percent squared) after the last round, and their "
+        "standard deviation over the seeds."
     )
     return "\n".join(lines) + "\n"
 

@@ -1,26 +1,38 @@
-"""Plans of reproductions: what a table of a paper takes, as a small JSON file, and the runs that it stands for.
+"""Plans of reproductions: what a table of a paper takes, as a small JSON file, and the runs that it
+stands for.
 
 A plan has the keys
-`like`           a plan by name, whose keys it takes over where it has none itself; of `options` each by itself
+`like`           a plan by name, whose keys it takes over where it has none itself; of `options`
+each by itself
 `options`, `training`, `model_options`   of all runs: those of `pflcore run`, without seeds
 `seeds`          of the runs, [0, 1, 2] for instance
-`settings`       name -> what is its own: options, "training", "model_options", "partition_options", "method_options" (method -> options),
+`settings`       name -> what is its own: options, "training", "model_options", "partition_options",
+"method_options" (method -> options),
                  and "protocol" where samples or clients are held out as in Motley:
-                 {"kind": "cross-silo", "fractions"} (a split for each seed), {"kind": "cross-device", "train", "val", "test", "seed"}.
-                 Without one everybody trains and is tested on its test samples. With the option "target" that client alone is
+                 {"kind": "cross-silo", "fractions"} (a split for each seed), {"kind":
+                 "cross-device", "train", "val", "test", "seed"}. Without one everybody trains and
+                 is tested on its test samples. With the option "target" that client alone is
                  tested, and Local trains nobody else.
 `methods`        name -> "algorithm", "options", "training", and
-  "grid"         option -> values ("training.lr" and the like set how clients train): searched by `pflcore.tuning` on validation data, the
-                 protocol's or 20 % of each client's training samples; only the point that is chosen there is tested
-  "state_of"     another method, whose trained states are evaluated in this method's way: nothing is trained
+  "grid"         option -> values ("training.lr" and the like set how clients train): searched by
+  `pflcore.tuning` on validation data, the
+                 protocol's or 20 % of each client's training samples; only the point that is chosen
+                 there is tested
+  "state_of"     another method, whose trained states are evaluated in this method's way: nothing is
+  trained
   "before"       the method that clients are hurt against
   "rounds"       where they are not the options'; 0: the fresh state is evaluated
-  "looks_ahead"  no row of its own under `--equal-compute`, where the others train with "equal_compute"
+  "looks_ahead"  no row of its own under `--equal-compute`, where the others train with
+  "equal_compute"
   "vary" (a late option -> values), "sizes"  studies of the trained state: see `bench.papers.study`
-`reported`, `expected`   setting -> method -> the paper's number, or [number, standard deviation]; what must come out, by
-`checks`         {"tolerance", "hurt" and "largest": {method: [percent, within]}, "below" and "above": {method: [others, in every run]}}
-`against`        an option that results are drawn against; `about`, `paper`: more words; `takes`: how long on two free cores, in words
-`groups`         true: the table of `bench.papers.groups`, of the last round and its subpopulations; "reported" then names measures
+`reported`, `expected`   setting -> method -> the paper's number, or [number, standard deviation];
+what must come out, by
+`checks`         {"tolerance", "hurt" and "largest": {method: [percent, within]}, "below" and
+"above": {method: [others, in every run]}}
+`against`        an option that results are drawn against; `about`, `paper`: more words; `takes`:
+how long on two free cores, in words
+`groups`         true: the table of `bench.papers.groups`, of the last round and its subpopulations;
+"reported" then names measures
 `costs`          instead of settings: a plan that counts what a round costs, and trains nothing
 """
 
@@ -43,10 +55,36 @@ from pflcore.train.random import STREAM
 
 PLANS = Path(__file__).resolve().parent / "plans"
 EMPTY: dict[str, Any] = {
-    "about": "", "paper": "", "takes": "", "options": {}, "training": {}, "model_options": {}, "seeds": [0], "settings": {}, "methods": {},
-    "equal_compute": {}, "reported": {}, "expected": {}, "checks": {}, "against": None, "costs": {}, "groups": False, "like": None,
-}  # fmt: skip
-METHOD = {"algorithm", "options", "training", "grid", "state_of", "before", "rounds", "looks_ahead", "vary", "sizes"}
+    "about": "",
+    "paper": "",
+    "takes": "",
+    "options": {},
+    "training": {},
+    "model_options": {},
+    "seeds": [0],
+    "settings": {},
+    "methods": {},
+    "equal_compute": {},
+    "reported": {},
+    "expected": {},
+    "checks": {},
+    "against": None,
+    "costs": {},
+    "groups": False,
+    "like": None,
+}
+METHOD = {
+    "algorithm",
+    "options",
+    "training",
+    "grid",
+    "state_of",
+    "before",
+    "rounds",
+    "looks_ahead",
+    "vary",
+    "sizes",
+}
 OF_SETTING = {"training", "model_options", "partition_options", "method_options", "protocol"}
 CHECKS = {"tolerance", "hurt", "largest", "below", "above"}
 PROTOCOL = {"cross-silo": {"fractions"}, "cross-device": {"train", "val", "test", "seed"}}
@@ -80,9 +118,13 @@ class Task:
 
     @property
     def digest(self) -> str:
-        """What the run is, short, so that a record of something else is never taken for it. Only what differs from the defaults counts."""
+        """What the run is, short, so that a record of something else is never taken for it. Only
+        what differs from the defaults counts."""
         j = self.job
-        given = [{k: v for k, v in vars(o).items() if v != vars(type(o)())[k] and k != "workers"} for o in (j.options, j.training)]
+        given = [
+            {k: v for k, v in vars(o).items() if v != vars(type(o)())[k] and k != "workers"}
+            for o in (j.options, j.training)
+        ]
         what = [
             j.algorithm,
             *given,
@@ -93,13 +135,21 @@ class Task:
             self.base and self.base.digest,
             STREAM,
         ]
-        return hashlib.blake2b(json.dumps(plain(what), sort_keys=True).encode(), digest_size=8).hexdigest()
+        return hashlib.blake2b(
+            json.dumps(plain(what), sort_keys=True).encode(), digest_size=8
+        ).hexdigest()
 
     def at(self, point: Mapping[str, Any]) -> Task:
         """The run at a grid's point."""
-        training = {k.removeprefix("training."): v for k, v in point.items() if k.startswith("training.")}
+        training = {
+            k.removeprefix("training."): v for k, v in point.items() if k.startswith("training.")
+        }
         hyper = {k: v for k, v in point.items() if not k.startswith("training.")}
-        job = replace(self.job, training=replace(self.job.training, **training), hyper={**self.job.hyper, **hyper})
+        job = replace(
+            self.job,
+            training=replace(self.job.training, **training),
+            hyper={**self.job.hyper, **hyper},
+        )
         return replace(self, job=job, grid={})
 
     def protocol(self) -> Protocol:
@@ -107,11 +157,18 @@ class Task:
         options, how = self.job.options, {k: v for k, v in self.roles.items() if k != "kind"}
         if not self.roles:
             return everybody(federation(options, self.cut))
-        # what comes with its clients is divided by the protocol, with the run's seed, and standardised only then
-        cut = self.cut if options.data in SOURCES else {**self.cut, "fractions": {}, "standardize": False}
+        # what comes with its clients is divided by the protocol, with the run's seed, and
+        # standardised only then
+        cut = (
+            self.cut
+            if options.data in SOURCES
+            else {**self.cut, "fractions": {}, "standardize": False}
+        )
         data, scaled = federation(options, cut), options.data in TABULAR
         if self.roles["kind"] == "cross-silo":
-            return cross_silo(data, how.get("fractions", CROSS_SILO), options.seed, standardize=scaled)
+            return cross_silo(
+                data, how.get("fractions", CROSS_SILO), options.seed, standardize=scaled
+            )
         return cross_device(data, **how, standardize=scaled)
 
 
@@ -123,7 +180,9 @@ def load(name: str) -> dict[str, Any]:
     """A plan by name or path, whole: see `complete`."""
     path = Path(name) if name.endswith(".json") else PLANS / f"{name}.json"
     if not path.is_file():
-        raise ValueError(f"name: expected one of {', '.join(plans())}, or a .json file, got {name}.")
+        raise ValueError(
+            f"name: expected one of {', '.join(plans())}, or a .json file, got {name}."
+        )
     try:
         return complete(json.loads(path.read_text(encoding="utf-8")))
     except json.JSONDecodeError as e:
@@ -131,20 +190,39 @@ def load(name: str) -> dict[str, Any]:
 
 
 def complete(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """The plan with every key. ValueError in one sentence for a key that is unknown or missing, or a name that nothing bears."""
+    """The plan with every key. ValueError in one sentence for a key that is unknown or missing, or
+    a name that nothing bears."""
     if isinstance(plan, Mapping) and plan.get("like"):
         if plan["like"] not in plans():  # by name alone, so that no plan is like itself
             raise ValueError(f"like: expected one of {', '.join(plans())}, got {plan['like']!r}.")
         base = load(plan["like"])
-        plan = {**base, "takes": "", **plan, "options": {**base["options"], **plan.get("options", {})}}
-    if not isinstance(plan, Mapping) or not plan.get("methods") or not (plan.get("settings") or plan.get("costs")):
-        raise ValueError("plan: expected methods and settings (or methods and costs), got neither; see bench.papers.plan.")
+        plan = {
+            **base,
+            "takes": "",
+            **plan,
+            "options": {**base["options"], **plan.get("options", {})},
+        }
+    if (
+        not isinstance(plan, Mapping)
+        or not plan.get("methods")
+        or not (plan.get("settings") or plan.get("costs"))
+    ):
+        raise ValueError(
+            "plan: expected methods and settings (or methods and costs), got neither; see "
+            "bench.papers.plan."
+        )
     _known("plan", plan, EMPTY)
     plan = {**EMPTY, **plan}
     for key in [key for key, empty in EMPTY.items() if empty == {}]:
         _known(key, plan[key], plan[key])
-    if not (isinstance(plan["seeds"], list | tuple) and plan["seeds"] and all(type(s) is int for s in plan["seeds"])):
-        raise ValueError(f"seeds: expected a list of whole numbers, at least one, got {plan['seeds']!r}.")
+    if not (
+        isinstance(plan["seeds"], list | tuple)
+        and plan["seeds"]
+        and all(type(s) is int for s in plan["seeds"])
+    ):
+        raise ValueError(
+            f"seeds: expected a list of whole numbers, at least one, got {plan['seeds']!r}."
+        )
     own = {f.name for f in fields(Options)} - {"seed", "seeds"}
     _known("options", plan["options"], own)
     above: dict[str, Any] = {}
@@ -152,12 +230,21 @@ def complete(plan: Mapping[str, Any]) -> dict[str, Any]:
         _known(f"method {name!r}", m, METHOD)
         for key in ("state_of", "before"):
             if key in m and (m[key] not in above or "state_of" in above[m[key]]):
-                raise ValueError(f"method {name!r}: expected {key} to be a method above it that is trained itself, got {m[key]!r}.")
+                raise ValueError(
+                    f"method {name!r}: expected {key} to be a method above it that is trained "
+                    f"itself, got {m[key]!r}."
+                )
         above[name] = m
     for what in ("methods", "settings"):
-        twice = [names for _, group in groupby(sorted(plan[what], key=slug), slug) if len(names := list(group)) > 1]
+        twice = [
+            names
+            for _, group in groupby(sorted(plan[what], key=slug), slug)
+            if len(names := list(group)) > 1
+        ]
         if twice:
-            raise ValueError(f"{what}: {' and '.join(twice[0])} would share their records' names; rename one.")
+            raise ValueError(
+                f"{what}: {' and '.join(twice[0])} would share their records' names; rename one."
+            )
     _known("checks", plan["checks"], CHECKS)
     for what in CHECKS - {"tolerance"}:
         _known(f"{what} of checks", plan["checks"].get(what, {}), plan["methods"])
@@ -167,7 +254,10 @@ def complete(plan: Mapping[str, Any]) -> dict[str, Any]:
         roles = s.get("protocol")
         if roles is not None:
             if not isinstance(roles, Mapping) or roles.get("kind") not in PROTOCOL:
-                raise ValueError(f"protocol: expected the kind {' or '.join(PROTOCOL)}, got {roles!r} in {name!r}.")
+                raise ValueError(
+                    f"protocol: expected the kind {' or '.join(PROTOCOL)}, got {roles!r} in "
+                    f"{name!r}."
+                )
             _known(f"protocol of {name!r}", roles, {"kind", *PROTOCOL[roles["kind"]]})
     return plan
 
@@ -177,32 +267,52 @@ def _known(what: str, got: Mapping[str, Any], keys: Any) -> None:
         raise ValueError(f"{what}: expected a dict, got {got!r}.")
     unknown = sorted(set(got) - set(keys))
     if unknown:
-        raise ValueError(f"{what}: expected no keys beside {', '.join(sorted(keys))}, got {', '.join(unknown)}.")
+        raise ValueError(
+            f"{what}: expected no keys beside {', '.join(sorted(keys))}, got {', '.join(unknown)}."
+        )
 
 
 def shortened(plan: Mapping[str, Any], rounds: int) -> tuple[dict[str, Any], list[str]]:
-    """The plan with other rounds, and sentences on what they change besides: methods and settings with rounds of their own and warm rounds
-    (HypCluster) keep their part of the whole. What must come out is of the plan as it stands, and left out."""
+    """The plan with other rounds, and sentences on what they change besides: methods and settings
+    with rounds of their own and warm rounds (HypCluster) keep their part of the whole. What must
+    come out is of the plan as it stands, and left out."""
     if rounds < 1:
         raise ValueError(f"rounds: expected at least 1, got {rounds}.")
     planned, methods, said = plan["options"].get("rounds", Options.rounds), {}, []
 
     def own(part: Mapping[str, Any]) -> dict[str, Any]:
-        return {**part, **({"rounds": max(1, round(part["rounds"] * rounds / planned))} if part.get("rounds") else {})}
+        return {
+            **part,
+            **(
+                {"rounds": max(1, round(part["rounds"] * rounds / planned))}
+                if part.get("rounds")
+                else {}
+            ),
+        }
 
     for name, m in plan["methods"].items():
         warm = m.get("options", {}).get("warm")
         methods[name] = own(m)
         if warm:
             methods[name]["options"] = m["options"] | {"warm": round(warm * rounds / planned)}
-            said.append(f"{name}: {round(warm * rounds / planned)} warm rounds of {rounds}, as {warm} of {planned}.")
+            said.append(
+                f"{name}: {round(warm * rounds / planned)} warm rounds of {rounds}, as {warm} of "
+                f"{planned}."
+            )
     settings = {name: own(s) for name, s in plan["settings"].items()}
-    whole = {"options": plan["options"] | {"rounds": rounds}, "settings": settings, "methods": methods, "expected": {}, "checks": {}}
+    whole = {
+        "options": plan["options"] | {"rounds": rounds},
+        "settings": settings,
+        "methods": methods,
+        "expected": {},
+        "checks": {},
+    }
     return {**plan, **whole}, said
 
 
 def seeds_of(given: Sequence[int], seeds: int | None) -> list[int]:
-    """The first `seeds` of the plan's (all where None), and further ones at the same distance where it has fewer."""
+    """The first `seeds` of the plan's (all where None), and further ones at the same distance where
+    it has fewer."""
     if seeds is not None and seeds < 1:
         raise ValueError(f"seeds: expected at least 1, got {seeds}.")
     gap = given[-1] - given[-2] if len(given) > 1 else 1
@@ -211,10 +321,14 @@ def seeds_of(given: Sequence[int], seeds: int | None) -> list[int]:
 
 
 def chosen(what: str, plan: Mapping[str, Any], names: Sequence[str] | None) -> list[str]:
-    """These of the plan's methods or settings (None: all) in its order, with the methods that they build upon."""
+    """These of the plan's methods or settings (None: all) in its order, with the methods that they
+    build upon."""
     wanted = set(plan[what] if names is None else names)
     if wanted - set(plan[what]):
-        raise ValueError(f"{what}: expected some of {', '.join(plan[what])}, got {', '.join(sorted(wanted - set(plan[what])))}.")
+        raise ValueError(
+            f"{what}: expected some of {', '.join(plan[what])}, got "
+            f"{', '.join(sorted(wanted - set(plan[what])))}."
+        )
     for name in reversed(plan[what]):
         if name in wanted and what == "methods":
             wanted |= {plan[what][name].get("state_of", name), plan[what][name].get("before", name)}
@@ -230,13 +344,21 @@ def tasks(
     equal: bool = False,
     **options: Any,
 ) -> list[Task]:
-    """The runs of a plan, setting by setting; every name and option checked before the first is played. `options` go before the plan's."""
+    """The runs of a plan, setting by setting; every name and option checked before the first is
+    played. `options` go before the plan's."""
     wanted, out = chosen("methods", plan, methods), []
     bases = {m.get("state_of") for m in plan["methods"].values()}
     for setting in chosen("settings", plan, settings):
         own = dict(plan["settings"][setting])
         cut, roles, common, shape, theirs = (
-            own.pop(k, None) or {} for k in ("partition_options", "protocol", "training", "model_options", "method_options")
+            own.pop(k, None) or {}
+            for k in (
+                "partition_options",
+                "protocol",
+                "training",
+                "model_options",
+                "method_options",
+            )
         )
         shape = {**plan["model_options"], **shape}
         trained: dict[tuple[str, str, int], Task] = {}
@@ -249,18 +371,45 @@ def tasks(
             variants = {"": m.get("training", {})}
             if equal and plan["equal_compute"] and not m.get("looks_ahead"):
                 variants["equal compute"] = {**variants[""], **plan["equal_compute"]}
-            hyper = {k: tuple(v) if isinstance(v, list) else v for k, v in {**m.get("options", {}), **theirs.get(method, {})}.items()}
+            hyper = {
+                k: tuple(v) if isinstance(v, list) else v
+                for k, v in {**m.get("options", {}), **theirs.get(method, {})}.items()
+            }
             for variant, training in variants.items():
                 for seed in seeds_of(plan["seeds"], seeds):
                     try:
                         how = Training(**{**plan["training"], **common, **training})
-                        (job,) = jobs([m["algorithm"]], replace(asked, seed=seed), how, {m["algorithm"]: hyper})
+                        (job,) = jobs(
+                            [m["algorithm"]],
+                            replace(asked, seed=seed),
+                            how,
+                            {m["algorithm"]: hyper},
+                        )
                     except TypeError as e:
-                        raise ValueError(f"options: {method!r} does not take these ({e}).") from None
+                        raise ValueError(
+                            f"options: {method!r} does not take these ({e})."
+                        ) from None
                     except ValueError as e:
                         raise ValueError(f"method {method!r}: {e}") from None
                     keeps = not base and (method in bases or "vary" in m or "sizes" in m)
-                    task = Task(method, setting, variant, job, cut, shape, roles, m.get("grid", {}), keeps=keeps)
+                    task = Task(
+                        method,
+                        setting,
+                        variant,
+                        job,
+                        cut,
+                        shape,
+                        roles,
+                        m.get("grid", {}),
+                        keeps=keeps,
+                    )
                     trained[method, variant, seed] = task
-                    out.append(replace(task, base=trained.get((base, variant, seed), trained.get((base, "", seed)))) if base else task)
+                    out.append(
+                        replace(
+                            task,
+                            base=trained.get((base, variant, seed), trained.get((base, "", seed))),
+                        )
+                        if base
+                        else task
+                    )
     return out

@@ -1,8 +1,11 @@
-"""Attacks on what travels: was this sample among the client's training data, and what do its classes look like?
+"""Attacks on what travels: was this sample among the client's training data, and what do its
+classes look like?
 
-The adversary sees one round's messages of a federation and knows the protocol, the model and data of the same kind, never the client's
-state. Membership inference by shadow models (Shokri et al. 2017) and by likelihood ratios (LiRA, Carlini et al. 2022); model inversion
-by MI-FACE (Fredrikson et al. 2015). What a factorized upload lacks, the client's choice of factors, an adversary guesses: `views`.
+The adversary sees one round's messages of a federation and knows the protocol, the model and data
+of the same kind, never the client's state. Membership inference by shadow models (Shokri et al.
+2017) and by likelihood ratios (LiRA, Carlini et al. 2022); model inversion by MI-FACE (Fredrikson
+et al. 2015). What a factorized upload lacks, the client's choice of factors, an adversary guesses:
+`views`.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from pflcore.train import Clients, Net, Training, prepared
 from pflcore.train.random import OwnDraws
 from pflcore.train.workers import one_thread
 
-# -- what the adversary gets -------------------------------------------------------------------------------------------------------
+# -- what the adversary gets -------------------------------------------------
 
 
 class Upload(NamedTuple):
@@ -51,10 +54,16 @@ def intercept(
 ) -> Upload:
     """Plays `rounds` rounds with every client and takes the last one's messages off the wire."""
     if type(algorithm) is MRMTL:
-        raise ValueError("algorithm: MR-MTL uploads how far a client's own model moved, which shows none; choose another.")
+        raise ValueError(
+            "algorithm: MR-MTL uploads how far a client's own model moved, which shows none; "
+            "choose another."
+        )
     net = algorithm.prepare(model if isinstance(model, Net) else Net(model, seed=seed))
     if net.buffer_names:
-        raise ValueError("model: expected one without running statistics (batch norm), which never travel; use another.")
+        raise ValueError(
+            "model: expected one without running statistics (batch norm), which never travel; use "
+            "another."
+        )
     caught: dict[str, Any] = {}
 
     class Wire(type(algorithm)):  # type: ignore[misc]
@@ -71,20 +80,30 @@ def intercept(
     for r in range(1, rounds + 1):
         state, done = step(setup, state, sample(setup, r))
         if done.dropped:
-            raise ValueError(f"training: client(s) {done.dropped} sent updates that are not finite in round {r}; lower the learning rate.")
+            raise ValueError(
+                f"training: client(s) {done.dropped} sent updates that are not finite in round "
+                f"{r}; lower the learning rate."
+            )
     down = caught["down"].get("x")
     down = down if isinstance(down, Tensor) and down.shape[-1] == net.size else None
     return Upload(net, down, uploaded(caught["up"], down, net.size), caught["own"])
 
 
 def uploaded(up: Mapping[str, Tensor], down: Tensor | None, size: int) -> Tensor:
-    """The models [S, P] that an upload shows: as sent ("w"), or the received model and its change ("delta")."""
+    """The models [S, P] that an upload shows: as sent ("w"), or the received model and its change
+    ("delta")."""
     for key in ("w", "delta"):
         v = up.get(key)
-        if v is not None and v.dim() == 2 and v.shape[1] == size and (key == "w" or down is not None):
+        if (
+            v is not None
+            and v.dim() == 2
+            and v.shape[1] == size
+            and (key == "w" or down is not None)
+        ):
             return v if key == "w" or down is None else down + v
     raise ValueError(
-        f"algorithm: its upload ({', '.join(up) or 'nothing'}) shows no client's model; choose one whose clients send a model."
+        f"algorithm: its upload ({', '.join(up) or 'nothing'}) shows no client's model; choose one "
+        "whose clients send a model."
     )
 
 
@@ -93,12 +112,21 @@ VIEWS = ("all", "prior", "random", "adaptive", "trace", "own")
 
 
 @one_thread()
-def views(algorithm: Algorithm, upload: Upload, known: Samples, seed: int = 0, names: Sequence[str] = VIEWS) -> dict[str, Tensor]:
-    """The models [S, P] that the adversary makes of an upload, by the way it fills in the factor scores b.
+def views(
+    algorithm: Algorithm,
+    upload: Upload,
+    known: Samples,
+    seed: int = 0,
+    names: Sequence[str] = VIEWS,
+) -> dict[str, Tensor]:
+    """The models [S, P] that the adversary makes of an upload, by the way it fills in the factor
+    scores b.
 
-    "all": b = 1 · "prior": the prior's mean · "random": drawn from it · "adaptive": fitted to `known`, the adversary's own samples of the
-    same task, the dictionary frozen · "trace": from how far each factor moved since the download, for factors that a client does not use
-    do not move · "own": the client's beliefs, which never travel: what the anonymity hides. Of other algorithms the upload is the model:
+    "all": b = 1 · "prior": the prior's mean · "random": drawn from it · "adaptive": fitted to
+    `known`, the adversary's own samples of the same task, the dictionary frozen · "trace": from how
+    far each factor moved since the download, for factors that a client does not use do not move ·
+    "own": the client's beliefs, which never travel: what the anonymity hides. Of other algorithms
+    the upload is the model:
     {"upload": rows}.
     """
     if not isinstance(algorithm, FactorizedWaffle):
@@ -117,12 +145,17 @@ def views(algorithm: Algorithm, upload: Upload, known: Samples, seed: int = 0, n
     return {name: row.index_copy(1, at, row[:, at] * ways[name]()) for name in names}
 
 
-def fit_scores(net: Net, row: Tensor, at: Tensor, known: Samples, steps: int = 200, lr: float = 0.1) -> Tensor:
-    """The scores b [F] in (0, 1) with which the dictionary `row` [P] suits these samples best, by Adam."""
+def fit_scores(
+    net: Net, row: Tensor, at: Tensor, known: Samples, steps: int = 200, lr: float = 0.1
+) -> Tensor:
+    """The scores b [F] in (0, 1) with which the dictionary `row` [P] suits these samples best, by
+    Adam."""
     logit = torch.zeros(len(at), dtype=row.dtype, requires_grad=True)
     m, v = torch.zeros_like(row[at]), torch.zeros_like(row[at])
     for k in range(1, steps + 1):
-        (g,) = torch.autograd.grad(net.loss(row.index_copy(0, at, row[at] * logit.sigmoid()), *known), logit)
+        (g,) = torch.autograd.grad(
+            net.loss(row.index_copy(0, at, row[at] * logit.sigmoid()), *known), logit
+        )
         m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
         with torch.no_grad():
             logit -= lr * (m / (1 - 0.9**k)) / ((v / (1 - 0.999**k)).sqrt() + 1e-8)
@@ -130,23 +163,33 @@ def fit_scores(net: Net, row: Tensor, at: Tensor, known: Samples, steps: int = 2
 
 
 def trace(net: Net, upload: Upload) -> Tensor:
-    """The scores b [S, F] that a client's update betrays: how far a factor's two vectors moved, the upper half's median being 1."""
+    """The scores b [S, F] that a client's update betrays: how far a factor's two vectors moved, the
+    upper half's median being 1."""
     if upload.down is None:
         raise ValueError("views: 'trace' needs the download, which is not one model; leave it out.")
     moved, trace = upload.row - upload.down, []
     for name in (n.removesuffix("strength") for n in net.names if n.endswith("strength")):
-        w_a, w_b = (moved[:, net.slices[name + p]].unflatten(1, net.shapes[net.names.index(name + p)]) for p in ("w_a", "w_b"))
+        w_a, w_b = (
+            moved[:, net.slices[name + p]].unflatten(1, net.shapes[net.names.index(name + p)])
+            for p in ("w_a", "w_b")
+        )
         size = (w_a.norm(dim=1) * w_b.norm(dim=2)).sqrt()
-        usual = size.sort(1, descending=True).values[:, : (size.shape[1] + 1) // 2].median(1, keepdim=True).values
+        usual = (
+            size.sort(1, descending=True)
+            .values[:, : (size.shape[1] + 1) // 2]
+            .median(1, keepdim=True)
+            .values
+        )
         trace.append((size / usual.clamp(min=1e-30)).clamp(max=1))
     return torch.cat(trace, 1)
 
 
-# -- how well an attack does -------------------------------------------------------------------------------------------------------
+# -- how well an attack does -------------------------------------------------
 
 
 def measures(score: Tensor, member: Tensor, threshold: float = 0.5) -> dict[str, float]:
-    """ "accuracy" and "f1" of the decision score > threshold, "auc", and "tpr": true positives where false ones are at most 1 %.
+    """ "accuracy" and "f1" of the decision score > threshold, "auc", and "tpr": true positives
+    where false ones are at most 1 %.
 
     `score` [n], higher for members; `member` bool [n].
     """
@@ -157,10 +200,17 @@ def measures(score: Tensor, member: Tensor, threshold: float = 0.5) -> dict[str,
     below, up_to = torch.searchsorted(out, inside), torch.searchsorted(out, inside, right=True)
     auc = float(((below + up_to).double() / 2).mean()) / len(out)  # ties count half
     limit = out[len(out) - 1 - int(0.01 * len(out))]
-    return {"accuracy": float((yes == member).double().mean()), "f1": f1, "auc": auc, "tpr": float((inside > limit).double().mean())}
+    return {
+        "accuracy": float((yes == member).double().mean()),
+        "f1": f1,
+        "auc": auc,
+        "tpr": float((inside > limit).double().mean()),
+    }
 
 
-def intervals(score: Tensor, member: Tensor, threshold: float = 0.5, draws: int = 200, seed: int = 0) -> dict[str, tuple[float, float]]:
+def intervals(
+    score: Tensor, member: Tensor, threshold: float = 0.5, draws: int = 200, seed: int = 0
+) -> dict[str, tuple[float, float]]:
     """95 % intervals of `measures`, by resampling members and others, each among themselves."""
     rng, member = np.random.RandomState(seed), member.bool()
     groups = [member.nonzero()[:, 0].numpy(), (~member).nonzero()[:, 0].numpy()]
@@ -169,17 +219,21 @@ def intervals(score: Tensor, member: Tensor, threshold: float = 0.5, draws: int 
         at = torch.from_numpy(np.concatenate([g[rng.randint(len(g), size=len(g))] for g in groups]))
         intervals.append(measures(score[at], member[at], threshold))
     return {
-        k: (float(np.percentile([f[k] for f in intervals], 2.5)), float(np.percentile([f[k] for f in intervals], 97.5)))
+        k: (
+            float(np.percentile([f[k] for f in intervals], 2.5)),
+            float(np.percentile([f[k] for f in intervals], 97.5)),
+        )
         for k in intervals[0]
     }
 
 
-# -- membership inference ----------------------------------------------------------------------------------------------------------
+# -- membership inference ----------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Game:
-    """N clients, each with `candidates` [N, 2 m] of which `member` [N, 2 m] are its m training samples."""
+    """N clients, each with `candidates` [N, 2 m] of which `member` [N, 2 m] are its m training
+    samples."""
 
     candidates: Tensor
     member: Tensor
@@ -192,23 +246,37 @@ class Game:
         return cls(candidates, rank < both // 2)
 
     def federation(self, x: Tensor, y: Tensor, classes: int) -> Federation:
-        inside, outside = ([c[m] for c, m in zip(self.candidates, side, strict=True)] for side in (self.member, ~self.member))
+        inside, outside = (
+            [c[m] for c, m in zip(self.candidates, side, strict=True)]
+            for side in (self.member, ~self.member)
+        )
         return Federation(x, y, {"train": inside, "test": outside}, classes)
 
 
 def logits(net: Net, rows: Tensor, x: Tensor, candidates: Tensor) -> Tensor:
     """Each client's model on its candidates: [N, 2 m, C]."""
     with torch.no_grad():
-        return torch.stack([torch.cat([net(r, x[part]) for part in c.split(250)]) for r, c in zip(rows, candidates, strict=True)])
+        return torch.stack(
+            [
+                torch.cat([net(r, x[part]) for part in c.split(250)])
+                for r, c in zip(rows, candidates, strict=True)
+            ]
+        )
 
 
 @one_thread()
-def shokri(shadow: tuple[Tensor, Tensor, Tensor], target: tuple[Tensor, Tensor], classes: int, seed: int = 0) -> Tensor:
+def shokri(
+    shadow: tuple[Tensor, Tensor, Tensor],
+    target: tuple[Tensor, Tensor],
+    classes: int,
+    seed: int = 0,
+) -> Tensor:
     """Shokri et al. 2017: the probability [n] of being a member, from one attack model per class.
 
-    `shadow`: scores [k, C], labels [k] and membership [k] of the shadow models' records; `target`: scores [n, C] and labels [n].
-    The attack models (C -> 64 ReLU -> 1) see the logarithms of the sorted posterior and the loss. A class with fewer than 20 records of
-    either kind uses a model trained on all classes.
+    `shadow`: scores [k, C], labels [k] and membership [k] of the shadow models' records; `target`:
+    scores [n, C] and labels [n]. The attack models (C -> 64 ReLU -> 1) see the logarithms of the
+    sorted posterior and the loss. A class with fewer than 20 records of either kind uses a model
+    trained on all classes.
     """
 
     def features(z: Tensor, y: Tensor) -> Tensor:
@@ -252,15 +320,21 @@ def confidence(z: Tensor, y: Tensor) -> Tensor:
 
 
 def lira(shadow: Tensor, inside: Tensor, target: Tensor) -> Tensor:
-    """LiRA, online with common variances (Carlini et al. 2022, section V): log likelihood ratios [n], above 0 for members.
+    """LiRA, online with common variances (Carlini et al. 2022, section V): log likelihood ratios
+    [n], above 0 for members.
 
-    `shadow` [L, n]: `confidence` of each candidate in each shadow model, `inside` [L, n] whether it was trained on; `target` [n].
-    A candidate that is in (or in no) shadow model alone takes the mean over all candidates for what is missing.
+    `shadow` [L, n]: `confidence` of each candidate in each shadow model, `inside` [L, n] whether it
+    was trained on; `target` [n]. A candidate that is in (or in no) shadow model alone takes the
+    mean over all candidates for what is missing.
     """
 
     def normal(side: Tensor) -> tuple[Tensor, Tensor]:
         count = side.sum(0)
-        mean = torch.where(count > 0, (shadow * side).sum(0) / count.clamp(min=1), (shadow * side).sum() / side.sum().clamp(min=1))
+        mean = torch.where(
+            count > 0,
+            (shadow * side).sum(0) / count.clamp(min=1),
+            (shadow * side).sum() / side.sum().clamp(min=1),
+        )
         free = (count - 1).clamp(min=0).sum().clamp(min=1)  # each candidate's mean takes one
         return mean, ((((shadow - mean) ** 2) * side).sum() / free).sqrt().clamp(min=1e-6)
 
@@ -308,12 +382,16 @@ def membership(
     workers: int | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Attacked:
-    """Plays a federation and attacks every client's upload of the last round, by `shadows` shadow federations on other data of the same
-    kind (Shokri) and by `ratios` federations on random halves of the candidates (LiRA; 0: not at all)."""
+    """Plays a federation and attacks every client's upload of the last round, by `shadows` shadow
+    federations on other data of the same kind (Shokri) and by `ratios` federations on random halves
+    of the candidates (LiRA; 0: not at all)."""
     x, y = pool
     need = 2 * samples * clients * (1 + shadows) + samples
     if need > len(y):
-        raise ValueError(f"samples: expected at most {len(y) // (2 * clients * (1 + shadows) + 1)} of these data a client, got {samples}.")
+        raise ValueError(
+            f"samples: expected at most {len(y) // (2 * clients * (1 + shadows) + 1)} of these "
+            f"data a client, got {samples}."
+        )
     order = torch.from_numpy(np.random.RandomState(seed).permutation(len(y)))
     known, order = order[:samples], order[samples:]
     blocks = order[: 2 * samples * clients * (1 + shadows)].view(1 + shadows, clients, 2 * samples)
@@ -321,14 +399,32 @@ def membership(
     def played(game: Game, number: int) -> tuple[Upload, dict[str, Tensor]]:
         """The scores [N, 2 m, C] of each view of the game's uploads."""
         say(f"{type(algorithm).__name__}: federation {number + 1} of {1 + shadows + ratios}")
-        upload = intercept(algorithm, model, game.federation(x, y, classes), training, rounds, seed + number, workers)
+        upload = intercept(
+            algorithm,
+            model,
+            game.federation(x, y, classes),
+            training,
+            rounds,
+            seed + number,
+            workers,
+        )
         seen = views(algorithm, upload, (x[known], y[known]), seed + number, names)
-        return upload, {view: logits(upload.net, rows, x, game.candidates) for view, rows in seen.items()}
+        return upload, {
+            view: logits(upload.net, rows, x, game.candidates) for view, rows in seen.items()
+        }
 
     target = Game.draw(blocks[0], seed)
     upload, traces = played(target, 0)
-    shadow = [(g, played(g, i)[1]) for i, g in enumerate((Game.draw(b, seed + i) for i, b in enumerate(blocks[1:], 1)), 1)]
-    ratio = [(g, played(g, i)[1]) for i, g in enumerate((Game.draw(blocks[0], seed + 1000 + i) for i in range(ratios)), 1 + shadows)]
+    shadow = [
+        (g, played(g, i)[1])
+        for i, g in enumerate((Game.draw(b, seed + i) for i, b in enumerate(blocks[1:], 1)), 1)
+    ]
+    ratio = [
+        (g, played(g, i)[1])
+        for i, g in enumerate(
+            (Game.draw(blocks[0], seed + 1000 + i) for i in range(ratios)), 1 + shadows
+        )
+    ]
     labels, member = y[target.candidates].flatten(), target.member.flatten()
     out = []
     for view, z in traces.items():
@@ -336,19 +432,35 @@ def membership(
         right = (z.argmax(1) == labels).double()
         tries: dict[str, tuple[Tensor, float]] = {}
         if shadow:
-            parts = [(seen[view].flatten(0, 1), y[g.candidates].flatten(), g.member.flatten()) for g, seen in shadow]
-            records = torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]), torch.cat([p[2] for p in parts])
+            parts = [
+                (seen[view].flatten(0, 1), y[g.candidates].flatten(), g.member.flatten())
+                for g, seen in shadow
+            ]
+            records = (
+                torch.cat([p[0] for p in parts]),
+                torch.cat([p[1] for p in parts]),
+                torch.cat([p[2] for p in parts]),
+            )
             tries["shadow models"] = shokri(records, (z, labels), classes, seed), 0.5
         if ratio:
             phi = torch.stack([confidence(s[view].flatten(0, 1), labels) for _, s in ratio])
-            tries["LiRA"] = lira(phi, torch.stack([g.member.flatten() for g, _ in ratio]), confidence(z, labels)), 0.0
+            tries["LiRA"] = (
+                lira(
+                    phi, torch.stack([g.member.flatten() for g, _ in ratio]), confidence(z, labels)
+                ),
+                0.0,
+            )
         for attack, (score, threshold) in tries.items():
             value = measures(score, member, threshold), intervals(score, member, threshold)
-            out.append(Verdict(view, attack, *value, float(right[member].mean()), float(right[~member].mean())))
+            out.append(
+                Verdict(
+                    view, attack, *value, float(right[member].mean()), float(right[~member].mean())
+                )
+            )
     return Attacked(out, upload, target, (x[known], y[known]))
 
 
-# -- model inversion ---------------------------------------------------------------------------------------------------------------
+# -- model inversion ---------------------------------------------------------
 
 
 @one_thread()
@@ -364,16 +476,23 @@ def invert(
     low: float | Tensor | None = None,
     high: float | Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """MI-FACE (Fredrikson et al. 2015, Algorithm 1): inputs [K, ...] that the model takes for `targets` [K], and its confidence [K].
+    """MI-FACE (Fredrikson et al. 2015, Algorithm 1): inputs [K, ...] that the model takes for
+    `targets` [K], and its confidence [K].
 
-    x <- process(x - lr grad c(x)), c = 1 - p_target, process clips to [low, high]; until the model is `confident`, or c has not fallen for
-    `patience` steps. The best x of each target is kept. (The paper prints "c <= gamma" with gamma = .99, true from the start; p >= .99 is
-    what it means.)
+    x <- process(x - lr grad c(x)), c = 1 - p_target, process clips to [low, high]; until the model
+    is `confident`, or c has not fallen for `patience` steps. The best x of each target is kept.
+    (The paper prints "c <= gamma" with gamma = .99, true from the start; p >= .99 is what it
+    means.)
     """
-    low, high = (None if bound is None else torch.as_tensor(bound).to(start) for bound in (low, high))  # type: ignore[assignment]
+    low, high = (
+        None if bound is None else torch.as_tensor(bound).to(start) for bound in (low, high)
+    )  # type: ignore[assignment]
     x, at = start.clone(), torch.arange(len(targets))
     best, least = x.clone(), torch.full((len(targets),), torch.inf, dtype=start.dtype)
-    idle, active = torch.zeros(len(targets), dtype=torch.long), torch.ones(len(targets), dtype=torch.bool)
+    idle, active = (
+        torch.zeros(len(targets), dtype=torch.long),
+        torch.ones(len(targets), dtype=torch.bool),
+    )
     for k in range(steps + 1):
         x = x.detach().requires_grad_()
         cost = 1 - scores(x).softmax(1)[at, targets]
@@ -393,7 +512,8 @@ def invert(
 
 
 def likeness(made: Tensor, real: Tensor, span: float) -> dict[str, float]:
-    """Means over images [K, C, H, W] of "correlation", "mse" and "ssim" (Wang et al. 2004, 7 x 7 windows); `span`: white less black."""
+    """Means over images [K, C, H, W] of "correlation", "mse" and "ssim" (Wang et al. 2004, 7 x 7
+    windows); `span`: white less black."""
     a, b = made.flatten(1), real.flatten(1)
     a0, b0 = a - a.mean(1, keepdim=True), b - b.mean(1, keepdim=True)
     correlation = (a0 * b0).sum(1) / (a0.norm(dim=1) * b0.norm(dim=1)).clamp(min=1e-12)
@@ -404,6 +524,12 @@ def likeness(made: Tensor, real: Tensor, span: float) -> dict[str, float]:
     u, w = local(made), local(real)
     uu, ww, uw = local(made * made) - u * u, local(real * real) - w * w, local(made * real) - u * w
     c, d = (0.01 * span) ** 2, (0.03 * span) ** 2
-    ssim = ((2 * u * w + c) * (2 * uw + d) / ((u * u + w * w + c) * (uu + ww + d))).flatten(1).mean(1)
+    ssim = (
+        ((2 * u * w + c) * (2 * uw + d) / ((u * u + w * w + c) * (uu + ww + d))).flatten(1).mean(1)
+    )
     mse = ((a - b) ** 2).mean(1) / span**2
-    return {"correlation": float(correlation.mean()), "ssim": float(ssim.mean()), "mse": float(mse.mean())}
+    return {
+        "correlation": float(correlation.mean()),
+        "ssim": float(ssim.mean()),
+        "mse": float(mse.mean()),
+    }

@@ -1,8 +1,9 @@
 """`pflcore reproduce NAME`: the experiments behind a table of a paper.
 
 A plan is a small JSON file in bench/papers/plans (or a path): see `bench.papers.plan`.
-Every run (setting, method, seed) writes a record of its own; a run whose record is whole is not played again, so an interrupted
-reproduction goes on where it stopped. `result.json` holds one row per method and setting, `table.md` shows them.
+Every run (setting, method, seed) writes a record of its own; a run whose record is whole is not
+played again, so an interrupted reproduction goes on where it stopped. `result.json` holds one row
+per method and setting, `table.md` shows them.
 """
 
 from __future__ import annotations
@@ -24,15 +25,28 @@ from pflcore.train.net import Net
 
 
 def count(plan: Mapping[str, Any], folder: Path) -> None:
-    """What a round costs a client, for a plan with "costs": {model, shape, classes, n, samples}. Rows in MiB and in operations."""
+    """What a round costs a client, for a plan with "costs": {model, shape, classes, n, samples}.
+    Rows in MiB and in operations."""
     c = dict(plan["costs"])
     name, shape, classes = c.pop("model"), c.pop("shape"), c.pop("classes")
     net = Net(lambda: model_for(name, shape, classes))
-    each = {m: costs.cost(algorithm(o["algorithm"], o.get("options")), net, shape, classes, **c) for m, o in plan["methods"].items()}
+    each = {
+        m: costs.cost(algorithm(o["algorithm"], o.get("options")), net, shape, classes, **c)
+        for m, o in plan["methods"].items()
+    }
     rows = []
-    for setting, value in (("MiB per client and round", lambda x: x.bytes / costs.MIB), ("FLOPs per client and round", lambda x: x.client)):
-        paper, what = plan["reported"].get(setting, {}), {"setting": setting, "data": f"{name}, {net.size:,} parameters"}
-        rows += [{"method": m, "final": value(x), "paper": paper.get(m), "seeds": 1} | what for m, x in each.items()]
+    for setting, value in (
+        ("MiB per client and round", lambda x: x.bytes / costs.MIB),
+        ("FLOPs per client and round", lambda x: x.client),
+    ):
+        paper, what = (
+            plan["reported"].get(setting, {}),
+            {"setting": setting, "data": f"{name}, {net.size:,} parameters"},
+        )
+        rows += [
+            {"method": m, "final": value(x), "paper": paper.get(m), "seeds": 1} | what
+            for m, x in each.items()
+        ]
     write(folder, plan, rows, f"{plan['about']}\n\n{costs.table(each, c.get('samples', 2500))}")
 
 
@@ -41,7 +55,9 @@ def listed() -> str:
     lines = []
     for name in plans():
         plan = load(name)
-        data = sorted({s.get("data", plan["options"].get("data", "")) for s in plan["settings"].values()})
+        data = sorted(
+            {s.get("data", plan["options"].get("data", "")) for s in plan["settings"].values()}
+        )
         lines += [
             name,
             f"  {plan['about']}",
@@ -58,7 +74,8 @@ def reproduce(
     draw: bool = True,
     **choice: Any,
 ) -> Reproduction:
-    """Plays a whole plan (see `bench.papers.plan.complete`) into `folder`; `choice`: see `bench.papers.plan.tasks`."""
+    """Plays a whole plan (see `bench.papers.plan.complete`) into `folder`; `choice`: see
+    `bench.papers.plan.tasks`."""
     todo = tasks(plan, **choice)
     with Progress(sum(t.job.options.rounds for t in todo if not t.base), quiet) as progress:
         progress.say(f"Results: {folder}")
@@ -74,17 +91,37 @@ def reproduce(
 
 def main(argv: Sequence[str]) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser("pflcore reproduce", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", nargs="?", help=f"a plan: {', '.join(plans())}, or the path of a .json file")
-    parser.add_argument("--list", action="store_true", help="every plan, with the data that it needs and how long it takes")
+    parser = argparse.ArgumentParser(
+        "pflcore reproduce",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "name", nargs="?", help=f"a plan: {', '.join(plans())}, or the path of a .json file"
+    )
+    parser.add_argument(
+        "--list",
+        action="store_true",
+        help="every plan, with the data that it needs and how long it takes",
+    )
     parser.add_argument("--data", help="another data set than the plan's")
     parser.add_argument("--rounds", type=int, help="rounds of each run")
     parser.add_argument("--seeds", type=int, help="runs of each method")
-    parser.add_argument("--eval-every", type=int, help="rounds between evaluations of all clients; 0: after the last one only")
+    parser.add_argument(
+        "--eval-every",
+        type=int,
+        help="rounds between evaluations of all clients; 0: after the last one only",
+    )
     parser.add_argument("--methods", nargs="+", help="these only, by the plan's names")
     parser.add_argument("--settings", nargs="+", help="these only, by the plan's names")
-    parser.add_argument("--equal-compute", action="store_true", help="beside it, methods that do not look ahead with as much local work")
-    parser.add_argument("--out", type=Path, help="folder of the results; default: runs/reproduce/NAME-DATA")
+    parser.add_argument(
+        "--equal-compute",
+        action="store_true",
+        help="beside it, methods that do not look ahead with as much local work",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="folder of the results; default: runs/reproduce/NAME-DATA"
+    )
     parser.add_argument("--workers", type=int, help="threads; never changes a result")
     parser.add_argument("--device", help="cpu or cuda")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -93,23 +130,43 @@ def main(argv: Sequence[str]) -> int:
         print(listed())
         return 0
     if got.name is None:
-        raise ValueError(f"name: expected one of {', '.join(plans())}, or a .json file, got none; --list says what they are.")
+        raise ValueError(
+            f"name: expected one of {', '.join(plans())}, or a .json file, got none; --list says "
+            "what they are."
+        )
     plan = load(got.name)
     if got.equal_compute and not plan["equal_compute"]:
-        raise ValueError("equal_compute: this plan does not say what equal computation is; leave it out.")
+        raise ValueError(
+            "equal_compute: this plan does not say what equal computation is; leave it out."
+        )
     if got.rounds is not None:
         plan, said = shortened(plan, got.rounds)
         print(*said, sep="\n", end="\n" if said else "", file=sys.stderr)
     data = got.data or plan["options"].get("data")
     if got.data is not None:
         plan |= {k: EMPTY[k] for k in ("expected", "checks")}  # they are of the plan as it stands
-    folder = got.out or Path("runs") / "reproduce" / "-".join(filter(None, (Path(got.name).stem, data)))
+    folder = got.out or Path("runs") / "reproduce" / "-".join(
+        filter(None, (Path(got.name).stem, data))
+    )
     if plan["costs"]:
-        count(plan | {"methods": {m: plan["methods"][m] for m in chosen("methods", plan, got.methods)}}, folder)
+        count(
+            plan
+            | {"methods": {m: plan["methods"][m] for m in chosen("methods", plan, got.methods)}},
+            folder,
+        )
         good = True
     else:
-        given = {k: getattr(got, k) for k in ("data", "eval_every", "workers", "device") if getattr(got, k) is not None}
-        choice = {"seeds": got.seeds, "methods": got.methods, "settings": got.settings, "equal": got.equal_compute}
+        given = {
+            k: getattr(got, k)
+            for k in ("data", "eval_every", "workers", "device")
+            if getattr(got, k) is not None
+        }
+        choice = {
+            "seeds": got.seeds,
+            "methods": got.methods,
+            "settings": got.settings,
+            "equal": got.equal_compute,
+        }
         made = reproduce(plan, folder, quiet=got.quiet, **choice, **given)
         good = all(holds for holds, _ in verdicts(plan, rows_of(plan, made.runs)))
     print((folder / "table.md").read_text(encoding="utf-8"))

@@ -34,21 +34,27 @@ from pflcore.tuning import tune
 
 
 class Reproduction:
-    """The runs of a plan and their folder. `runs` has those that are there, by setting, method and variant, one for each seed."""
+    """The runs of a plan and their folder. `runs` has those that are there, by setting, method and
+    variant, one for each seed."""
 
     def __init__(self, plan: Mapping[str, Any], folder: Path, progress: Progress) -> None:
         self.plan, self.folder, self.progress = plan, folder, progress
         self.runs: dict[tuple[str, str, str], list[Run]] = {}
-        self.first: dict[tuple[str, str, str], Task] = {}  # the runs' first tasks, with what a grid chose
-        self.tasks: dict[tuple[tuple[str, str, str], int], Task] = {}  # all of them, by key and seed
+        # the runs' first tasks, with what a grid chose
+        self.first: dict[tuple[str, str, str], Task] = {}
+        # all of them, by key and seed
+        self.tasks: dict[tuple[tuple[str, str, str], int], Task] = {}
         self.protocols: dict[str, Protocol] = {}
         self.kept: dict[Path, list[tuple[int, int, int, State]]] = {}
 
     def play(self, todo: Sequence[Task]) -> list[dict[str, Any]]:
-        """Plays what is missing and writes result.json and table.md after every method, so that there is a result at any time."""
+        """Plays what is missing and writes result.json and table.md after every method, so that
+        there is a result at any time."""
         rows: list[dict[str, Any]] = []
         for key, group in groupby(todo, lambda task: task.key):
-            these = self.tuned([replace(t, base=self.of_base(t.base)) if t.base else t for t in group])
+            these = self.tuned(
+                [replace(t, base=self.of_base(t.base)) if t.base else t for t in group]
+            )
             self.tasks |= {(t.key, t.job.options.seed): t for t in these}
             self.first[key] = these[0]
             self.runs[key] = [self.run(task) for task in these]
@@ -66,37 +72,57 @@ class Reproduction:
         return self.tasks.get((base.key, base.job.options.seed), base)
 
     def protocol(self, task: Task) -> Protocol:
-        """The task's data and roles, made once; with a target, that client alone is reported, and trains where it is alone anyway."""
+        """The task's data and roles, made once; with a target, that client alone is reported, and
+        trains where it is alone anyway."""
         seed = task.job.options.seed if task.roles.get("kind") == "cross-silo" else None
         name = json.dumps(plain([task.setting, seed]))
         if name not in self.protocols:
-            self.protocols = {k: v for k, v in self.protocols.items() if json.loads(k)[0] == task.setting}  # the others are over
+            # the others are over
+            self.protocols = {
+                k: v for k, v in self.protocols.items() if json.loads(k)[0] == task.setting
+            }
             self.protocols[name] = task.protocol()
         p, target = self.protocols[name], task.job.options.target
         if not isinstance(target, int):
             return p
         one = torch.tensor([target])
-        return replace(p, choose=one, report=one, train=one if task.job.algorithm == "local" else p.train)
+        return replace(
+            p, choose=one, report=one, train=one if task.job.algorithm == "local" else p.train
+        )
 
     def simulation(self, task: Task) -> tuple[Simulation, Protocol]:
         """The task's simulation, not begun, and its protocol."""
         p = self.protocol(task)
-        job = replace(task.job, options=replace(task.job.options, rounds=max(1, task.job.options.rounds)))
-        return job.simulation(p.data, model(job.options, p.data, task.shape), clients=p.train, reported=p.report), p
+        job = replace(
+            task.job, options=replace(task.job.options, rounds=max(1, task.job.options.rounds))
+        )
+        return job.simulation(
+            p.data, model(job.options, p.data, task.shape), clients=p.train, reported=p.report
+        ), p
 
     def tuned(self, group: list[Task]) -> list[Task]:
-        """The runs of a method, one for each seed, at the point of its grid that is best on validation data."""
+        """The runs of a method, one for each seed, at the point of its grid that is best on
+        validation data."""
         task, options = group[0], group[0].job.options
         if not task.grid:
             return group
         if options.clip is not None or options.poison is not None or options.buffers != "auto":
-            raise ValueError("grid: it is searched without clip, poison and buffers; leave these options out, or the grid.")
+            raise ValueError(
+                "grid: it is searched without clip, poison and buffers; leave these options out, "
+                "or the grid."
+            )
         searched = [self.protocol(t) for t in group]
         if not task.roles:
-            searched = [replace(p, data=held_out(p.data, t.job.options.seed)) for t, p in zip(group, searched, strict=True)]
+            searched = [
+                replace(p, data=held_out(p.data, t.job.options.seed))
+                for t, p in zip(group, searched, strict=True)
+            ]
         tuned = tune(
             searched,
-            [net(t.job.options, p.data, model(options, p.data, t.shape)) for t, p in zip(group, searched, strict=True)],
+            [
+                net(t.job.options, p.data, model(options, p.data, t.shape))
+                for t, p in zip(group, searched, strict=True)
+            ],
             algorithm(task.job.algorithm, task.job.hyper, options.target),
             task.job.training,
             task.grid,
@@ -114,7 +140,10 @@ class Reproduction:
     def run(self, task: Task) -> Run:
         """The run's record, played now unless it is there already."""
         rounds, run = task.job.options.rounds, self.whole(task)
-        self.progress.name(f"{task.setting}, {task.method}{f' ({task.variant})' if task.variant else ''}, seed {task.job.options.seed}")
+        self.progress.name(
+            f"{task.setting}, {task.method}{f' ({task.variant})' if task.variant else ''}, seed "
+            f"{task.job.options.seed}"
+        )
         if run is not None:
             self.progress.skip(0 if task.base else rounds)
             return run
@@ -126,8 +155,17 @@ class Reproduction:
             "variant": task.variant,
             "protocol": task.roles,
         }
-        ours |= {"partition_options": task.cut, "model_options": task.shape, "takes_part": len(p.train), "rounds": rounds}
-        ours |= {"group": p.data.truth["group"].tolist()} if self.plan["groups"] and "group" in p.data.truth else {}
+        ours |= {
+            "partition_options": task.cut,
+            "model_options": task.shape,
+            "takes_part": len(p.train),
+            "rounds": rounds,
+        }
+        ours |= (
+            {"group": p.data.truth["group"].tolist()}
+            if self.plan["groups"] and "group" in p.data.truth
+            else {}
+        )
         ours |= {"data_seed": "each run's seed"} if task.roles.get("kind") == "cross-silo" else {}
         states: list[tuple[int, int, int, State]] = []
         sent = {"bytes_down": 0, "bytes_up": 0}
@@ -160,25 +198,40 @@ class Reproduction:
             raise MemoryError(history.stopped)
         if task.keeps:
             part = (self.folder / task.path).with_suffix(".part")
-            torch.save({"digest": task.digest, "states": [(*at, dict(vars(state))) for *at, state in states]}, part)
+            torch.save(
+                {
+                    "digest": task.digest,
+                    "states": [(*at, dict(vars(state))) for *at, state in states],
+                },
+                part,
+            )
             part.replace(part.with_suffix(".pt"))
         return read(self.folder / task.path)[0]
 
     def whole(self, task: Task) -> Run | None:
-        """The record of this very run, if it is whole (all rounds, or stopped because it diverged), with the states that it must keep."""
+        """The record of this very run, if it is whole (all rounds, or stopped because it diverged),
+        with the states that it must keep."""
         path = self.folder / task.path
         if not path.is_file() or not path.stat().st_size:
             return None
         run = next(iter(read(path)), Run())
         if run.header and run.header.get("digest") != task.digest:
-            raise ValueError(f"out: {path} holds a run with other options; name another folder, or take that file away.")
-        over = bool(run.rounds) and run.rounds[-1]["round"] == task.job.options.rounds and bool(run.rounds[-1].get("eval"))
+            raise ValueError(
+                f"out: {path} holds a run with other options; name another folder, or take that "
+                "file away."
+            )
+        over = (
+            bool(run.rounds)
+            and run.rounds[-1]["round"] == task.job.options.rounds
+            and bool(run.rounds[-1].get("eval"))
+        )
         if not over and (run.stopped is None or run.unfinished):
             return None
         return run if not task.keeps or self.states(task) or not run.evaluations else None
 
     def states(self, task: Task) -> list[tuple[int, int, int, State]]:
-        """A kept run's states when it was evaluated: round, bytes down and up since the one before, state."""
+        """A kept run's states when it was evaluated: round, bytes down and up since the one before,
+        state."""
         path = (self.folder / task.path).with_suffix(".pt")
         if path not in self.kept and path.is_file():
             saved = load_states(path, task.job.options.device)
@@ -188,19 +241,35 @@ class Reproduction:
 
 
 def picks(setup: Setup, state: State, clients: Tensor) -> Tensor:
-    """Which of the state's models each of `clients` (ids) picks on its training data, as for evaluation: [len(clients)]."""
+    """Which of the state's models each of `clients` (ids) picks on its training data, as for
+    evaluation: [len(clients)]."""
     some = Clients(setup.setting, clients, max(1, state.round), state.batch_norm[clients])
     return losses(state.server["x"], state.server["b"], some).argmin(1)
 
 
-def later(simulation: Simulation, p: Protocol, states: Sequence[Any], on_round: Callable[[int, dict[str, Any]], None]) -> History:
-    """What a run would have been that trained as another did: that one's states, evaluated in this algorithm's way."""
+def later(
+    simulation: Simulation,
+    p: Protocol,
+    states: Sequence[Any],
+    on_round: Callable[[int, dict[str, Any]], None],
+) -> History:
+    """What a run would have been that trained as another did: that one's states, evaluated in this
+    algorithm's way."""
     history = History(simulation.header())
     for round, down, up, state in states:
         began = time.perf_counter()
         simulation.state = state
-        values = evaluate(simulation.setup, state, simulation.evaluation.split, p.report, simulation.measures)
-        line = {"round": round, "cohort": [], "void": False, "bytes_down": down, "bytes_up": up, "seconds": time.perf_counter() - began}
+        values = evaluate(
+            simulation.setup, state, simulation.evaluation.split, p.report, simulation.measures
+        )
+        line = {
+            "round": round,
+            "cohort": [],
+            "void": False,
+            "bytes_down": down,
+            "bytes_up": up,
+            "seconds": time.perf_counter() - began,
+        }
         history.rounds.append(line | {"eval": {k: v.tolist() for k, v in values.items()}})
         on_round(round, history.rounds[-1])
     if not states:
@@ -208,9 +277,21 @@ def later(simulation: Simulation, p: Protocol, states: Sequence[Any], on_round: 
     return history
 
 
-def write(folder: Path, plan: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], text: str, checks: Sequence[Any] = ()) -> None:
+def write(
+    folder: Path,
+    plan: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    text: str,
+    checks: Sequence[Any] = (),
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    about = {"plan": plan["about"], "paper": plan["paper"], "date": time.strftime("%Y-%m-%d"), "machine": machine(), "rows": rows}
+    about = {
+        "plan": plan["about"],
+        "paper": plan["paper"],
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine(),
+        "rows": rows,
+    }
     about["checks"] = [{"holds": good, "what": what} for good, what in checks]
     (folder / "result.json").write_text(json.dumps(plain(about), indent=1) + "\n", encoding="utf-8")
     (folder / "table.md").write_text(text, encoding="utf-8")

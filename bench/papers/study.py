@@ -1,5 +1,5 @@
-"""What Motley asks of a trained state beside the mean: who is hurt, other distributions, less data, one option varied (section 4); and a
-reproduction's pictures.
+"""What Motley asks of a trained state beside the mean: who is hurt, other distributions, less data,
+one option varied (section 4); and a reproduction's pictures.
 
 Everything here is evaluation: nothing is trained on the server, and nothing is chosen.
 """
@@ -24,7 +24,8 @@ from pflcore.simulation.round import Setup, State
 
 
 class Point(NamedTuple):
-    """Results with one value of an option, [N] each: accuracy, or loss where there is none; NaN for clients that are not reported."""
+    """Results with one value of an option, [N] each: accuracy, or loss where there is none; NaN for
+    clients that are not reported."""
 
     value: Any
     own: Tensor  # in distribution: the client's own test samples
@@ -32,19 +33,28 @@ class Point(NamedTuple):
 
 
 def results(setup: Setup, state: State, protocol: Protocol, split: str = "test") -> Tensor:
-    """Each reported client's accuracy, or loss where there is none, on its test samples (for "val": each choosing client's): [N]."""
-    data, who = (protocol.blind, protocol.choose) if split == "val" else (protocol.data, protocol.report)
+    """Each reported client's accuracy, or loss where there is none, on its test samples (for "val":
+    each choosing client's): [N]."""
+    data, who = (
+        (protocol.blind, protocol.choose) if split == "val" else (protocol.data, protocol.report)
+    )
     setting = setup.setting._replace(data=data.to(setup.setting.data.device))
     values = evaluate(setup._replace(setting=setting), state, split, who)
     return values.get("accuracy", values["loss"])
 
 
-def vary(setup: Setup, state: State, protocol: Protocol, option: str, choices: Sequence[Any]) -> list[Point]:
-    """One trained state personalized with several values of a `late` option (Motley, Fig. 4, 5 and 7), for instance
-    `vary(FineTune(), ..., "finetune_epochs", (1, 3, 5, 10, 15))` or `vary(KnnPer(), ..., "lam", (0, 0.5, 1))`."""
+def vary(
+    setup: Setup, state: State, protocol: Protocol, option: str, choices: Sequence[Any]
+) -> list[Point]:
+    """One trained state personalized with several values of a `late` option (Motley, Fig. 4, 5 and
+    7), for instance `vary(FineTune(), ..., "finetune_epochs", (1, 3, 5, 10, 15))` or
+    `vary(KnnPer(), ..., "lam", (0, 0.5, 1))`."""
     late = setup.algorithm.traits.late
     if option not in late:
-        raise ValueError(f"option: expected one that can be varied after training ({', '.join(late) or 'none'}), got {option!r}.")
+        raise ValueError(
+            "option: expected one that can be varied after training "
+            f"({', '.join(late) or 'none'}), got {option!r}."
+        )
     other = replace(protocol, data=protocol.out_of_distribution())
     made = [(c, setup._replace(algorithm=replace(setup.algorithm, **{option: c}))) for c in choices]
     return [Point(c, *(results(s, state, p) for p in (protocol, other))) for c, s in made]
@@ -56,20 +66,26 @@ def by_size(
     protocol: Protocol,
     fractions: Sequence[float] = (1.0, 0.5, 0.25),
 ) -> dict[float, Tensor]:
-    """Results with the first part of each reported client's personalization set, its test samples unchanged (Motley, Fig. 7c)."""
+    """Results with the first part of each reported client's personalization set, its test samples
+    unchanged (Motley, Fig. 7c)."""
     return {f: results(setup, state, protocol.keep(f)) for f in fractions}
 
 
 def draw(made: Reproduction, rows: Sequence[Mapping[str, Any]]) -> list[Path]:
-    """Pictures of each setting, of the first seed where not of all: curves, mixing weights and neighbours, weights by round where there is
-    one model, clients in boxes, gains by size, cost, and the studies that the plan asks for (studies.json has their numbers); and results
-    against the plan's option."""
+    """Pictures of each setting, of the first seed where not of all: curves, mixing weights and
+    neighbours, weights by round where there is one model, clients in boxes, gains by size, cost,
+    and the studies that the plan asks for (studies.json has their numbers); and results against the
+    plan's option."""
     from pflcore.results import mixing, pictures, tradeoffs
 
     out: list[Path | None] = []
     studies: dict[str, Any] = {}
     for setting in dict.fromkeys(s for s, _, _ in made.runs):
-        runs = {m: r for (s, m, v), r in made.runs.items() if s == setting and not v and r[0].evaluations}
+        runs = {
+            m: r
+            for (s, m, v), r in made.runs.items()
+            if s == setting and not v and r[0].evaluations
+        }
         if not runs:
             continue
         stem, first = made.folder / slug(setting), {m: r[0] for m, r in runs.items()}
@@ -78,26 +94,60 @@ def draw(made: Reproduction, rows: Sequence[Mapping[str, Any]]) -> list[Path]:
         last = {m: r.last(measure) for m, r in first.items()}
         curves = {m: [metrics.mean(v) for v in r.values(measure)[1]] for m, r in first.items()}
         if any(len(c) > 1 for c in curves.values()):
-            named = [replace(r, header=r.header | {"algorithm": m, "options": {}}) for m, all_ in runs.items() for r in all_]
-            at = {m: [s for s, line in zip(r.sent(), r.rounds, strict=True) if line["eval"]] for m, r in first.items()}
-            out += [pictures.curves(named, f"{stem}-curves.png"), pictures.weights(named, f"{stem}-weights-by-round.png")]
-            out += [tradeoffs.cost({m: (at[m], c) for m, c in curves.items()}, f"{stem}-cost.png", unit)]
-        out += [mixing.heat_maps(first, f"{stem}-weights.png"), mixing.neighbours(first, f"{stem}-neighbours.png")]
-        out += [tradeoffs.boxes({m: torch.cat([r.last(measure) for r in all_]) for m, all_ in runs.items()}, f"{stem}-boxes.png", unit)]
+            named = [
+                replace(r, header=r.header | {"algorithm": m, "options": {}})
+                for m, all_ in runs.items()
+                for r in all_
+            ]
+            at = {
+                m: [s for s, line in zip(r.sent(), r.rounds, strict=True) if line["eval"]]
+                for m, r in first.items()
+            }
+            out += [
+                pictures.curves(named, f"{stem}-curves.png"),
+                pictures.weights(named, f"{stem}-weights-by-round.png"),
+            ]
+            out += [
+                tradeoffs.cost({m: (at[m], c) for m, c in curves.items()}, f"{stem}-cost.png", unit)
+            ]
+        out += [
+            mixing.heat_maps(first, f"{stem}-weights.png"),
+            mixing.neighbours(first, f"{stem}-neighbours.png"),
+        ]
+        out += [
+            tradeoffs.boxes(
+                {m: torch.cat([r.last(measure) for r in all_]) for m, all_ in runs.items()},
+                f"{stem}-boxes.png",
+                unit,
+            )
+        ]
         before = {m: b for m in first if (b := made.plan["methods"][m].get("before")) in first}
         if before:
             size = torch.tensor(next(iter(first.values())).header["size"])
             gains = {m: last[m] - last[b] for m, b in before.items()}
-            out += [tradeoffs.deltas(size, gains, f"{stem}-deltas.png", unit, "up" if up else "down")]
-        studies[setting] = _trained(made, setting, first, {m: last[before.get(m, m)] for m in first}, up, out)
+            out += [
+                tradeoffs.deltas(size, gains, f"{stem}-deltas.png", unit, "up" if up else "down")
+            ]
+        studies[setting] = _trained(
+            made, setting, first, {m: last[before.get(m, m)] for m in first}, up, out
+        )
     if made.plan["against"]:
-        out.append(mixing.against(rows, made.plan["against"], made.folder / f"against-{made.plan['against']}.png"))
+        out.append(
+            mixing.against(
+                rows, made.plan["against"], made.folder / f"against-{made.plan['against']}.png"
+            )
+        )
     (made.folder / "studies.json").write_text(json.dumps(plain(studies)) + "\n", encoding="utf-8")
     return [p for p in out if p]
 
 
 def _trained(
-    made: Reproduction, setting: str, first: Mapping[str, Run], before: Mapping[str, Tensor], up: bool, out: list[Path | None]
+    made: Reproduction,
+    setting: str,
+    first: Mapping[str, Run],
+    before: Mapping[str, Tensor],
+    up: bool,
+    out: list[Path | None],
 ) -> dict[str, Any]:
     """The studies of trained states; their pictures are added to `out`."""
     from pflcore.results import tradeoffs
@@ -116,14 +166,30 @@ def _trained(
             fewer[method] = by_size(setup, state, p)
         for option, choices in m.get("vary", {}).items():
             points = vary(setup, state, p, option, choices)
-            by = [(q.value, metrics.mean(q.own), metrics.hurt(q.own, before[method], up)) for q in points]
-            out.append(tradeoffs.option(by, f"{stem}-{slug(method)}-{option}.png", option, unit, log=option.endswith("lr")))
+            by = [
+                (q.value, metrics.mean(q.own), metrics.hurt(q.own, before[method], up))
+                for q in points
+            ]
+            out.append(
+                tradeoffs.option(
+                    by,
+                    f"{stem}-{slug(method)}-{option}.png",
+                    option,
+                    unit,
+                    log=option.endswith("lr"),
+                )
+            )
             if option != "finetune_lr":
-                spread[method] = [(q.value, metrics.mean(q.own), metrics.mean(q.others)) for q in points]
+                spread[method] = [
+                    (q.value, metrics.mean(q.own), metrics.mean(q.others)) for q in points
+                ]
         if "vary" in m and method not in spread:
             other = replace(p, data=p.out_of_distribution())
             own, others = (metrics.mean(results(setup, state, q)) for q in (p, other))
             spread[method] = [(method, own, others)]
     out += [tradeoffs.distributions(spread, f"{stem}-distributions.png", unit)] if spread else []
     out += [tradeoffs.sizes(fewer, f"{stem}-sizes.png", unit)] if fewer else []
-    return {"distributions": spread, "sizes": {m: {str(f): metrics.mean(v) for f, v in by.items()} for m, by in fewer.items()}}
+    return {
+        "distributions": spread,
+        "sizes": {m: {str(f): metrics.mean(v) for f, v in by.items()} for m, by in fewer.items()},
+    }

@@ -19,8 +19,8 @@ from pflcore.train import Clients, Fit, Net, Objective
 
 @dataclass(frozen=True)
 class APFL(FedAvg):
-    """Deng et al. 2020, Algorithm 1: client i uses `alpha_i v_i + (1 - alpha_i) w`, w global, v_i and
-    alpha_i its own.
+    """Deng et al. 2020, Algorithm 1: client i uses `alpha_i v_i + (1 - alpha_i) w`, w global, v_i
+    and alpha_i its own.
 
     server: x [P] · client: v [P], alpha [1] (and w [P] with `evaluate_on="client"`) · down: x [S,
     P] · up: delta [S, P] (1 model).
@@ -71,7 +71,9 @@ class APFL(FedAvg):
                 *both, slope = grad(row).split([P, P, 1], 1)
             buffers = rows["momentum"].split(P, 1) if t.momentum else (None, None)
             for model, g, buffer in zip((w, v), both, buffers, strict=True):
-                ops.sgd_step_(model, g, lr, momentum=t.momentum, buffer=buffer, weight_decay=t.weight_decay)
+                ops.sgd_step_(
+                    model, g, lr, momentum=t.momentum, buffer=buffer, weight_decay=t.weight_decay
+                )
             if learns:
                 slope = slope + self.alpha_decay * alpha
                 alpha.copy_((alpha - alpha_lr * slope).clamp(0, 1))
@@ -86,8 +88,8 @@ class APFL(FedAvg):
         return {**new, "w": w} if self.evaluate_on == "client" else new, {"delta": w - x}, fit
 
     def joint_loss(self, net: Net, row: Tensor, x: Tensor, y: Tensor, extra: Tensors) -> Tensor:
-        """Its gradient in w is that of w's loss, in v and alpha that of the mixture's; `row` [2 P + 1]
-        is w | v | alpha."""
+        """Its gradient in w is that of w's loss, in v and alpha that of the mixture's; `row` [2 P +
+        1] is w | v | alpha."""
         w, v, alpha = row.split([net.size, net.size, 1])
         before = context.buffers
         own = net.loss(w, x, y)

@@ -86,7 +86,8 @@ class ClusteredFL(Undefended, FedAvg):
         return {**changes, "cluster": cluster}, Mix(same, rows=torch.arange(cohort.n))
 
     def half(self, delta: Tensor, way: Tensor, child: int) -> int:
-        """The half of a split node, `child` or the next, to whose way an update [1, P] is nearer."""
+        """The half of a split node, `child` or the next, to whose way an update [1, P] is
+        nearer."""
         rows = torch.cat([delta, way[child : child + 2]])
         norm = ops.pairwise_sqdist(rows, torch.zeros_like(rows[:1]))[:, 0].sqrt().cpu()
         cosine = cosines(ops.pairwise_sqdist(rows).cpu(), norm)[0, 1:]
@@ -96,41 +97,61 @@ class ClusteredFL(Undefended, FedAvg):
         return {"cluster": self.update(state, up, cohort)[0]["cluster"]}  # a level a round
 
     def split(self, delta: Tensor) -> Tensor | None:
-        """Who of a cluster's clients, by their updates [m, P], leaves for a new one: bool [m], or None where it stays whole."""
-        uniform = torch.full((1, len(delta)), 1 / len(delta), dtype=torch.float64, device=delta.device)
+        """Who of a cluster's clients, by their updates [m, P], leaves for a new one: bool [m], or
+        None where it stays whole."""
+        uniform = torch.full(
+            (1, len(delta)), 1 / len(delta), dtype=torch.float64, device=delta.device
+        )
         rows = torch.cat([delta, ops.aggregate(delta, uniform)])
         norm = ops.pairwise_sqdist(rows, torch.zeros_like(rows[:1]))[:, 0].sqrt().cpu()
         mean, largest = norm[-1], norm[:-1].max()
-        if not (mean < self.eps1 * largest if self.relative else mean < self.eps1 and largest > self.eps2):
+        if not (
+            mean < self.eps1 * largest
+            if self.relative
+            else mean < self.eps1 and largest > self.eps2
+        ):
             return None
         cosine = cosines(ops.pairwise_sqdist(delta).cpu(), norm[:-1])
         second = bipartition(cosine, self.linkage)
-        return None if self.gamma and ((1 - across(cosine, second)) / 2) ** 0.5 <= self.gamma else second
+        return (
+            None
+            if self.gamma and ((1 - across(cosine, second)) / 2) ** 0.5 <= self.gamma
+            else second
+        )
 
     def report(self, state: Tensors, mix: Mix | None, cohort: Cohort) -> Tensors:
-        """cluster [N]: which node of the tree each client is in; one that has split since, for who has
-        not been there."""
+        """cluster [N]: which node of the tree each client is in; one that has split since, for who
+        has not been there."""
         return {"cluster": state["cluster"]}
 
 
 def cosines(sqdist: Tensor, norm: Tensor) -> Tensor:
-    """Cosines [m, m] from squared distances and norms [m]; 0 where a norm is 0. Exact distances make cosines near 1 exact too."""
+    """Cosines [m, m] from squared distances and norms [m]; 0 where a norm is 0. Exact distances
+    make cosines near 1 exact too."""
     length = norm[:, None] * norm
-    return torch.where(length > 0, (norm[:, None] ** 2 + norm**2 - sqdist) / (2 * length), 0.0).clamp(-1, 1)
+    return torch.where(
+        length > 0, (norm[:, None] ** 2 + norm**2 - sqdist) / (2 * length), 0.0
+    ).clamp(-1, 1)
 
 
 def groups(similarity: Tensor, k: int, linkage: str = "complete") -> Tensor:
-    """At most k groups of m clients by agglomerative clustering of `similarity` [m, m]: each one's group [m], called by its first client.
+    """At most k groups of m clients by agglomerative clustering of `similarity` [m, m]: each one's
+    group [m], called by its first client.
 
-    The two most similar groups merge until k are left; groups are as similar as their least similar pair ("complete") or their most
-    similar one ("single", which makes the largest similarity across two halves as small as it can be).
+    The two most similar groups merge until k are left; groups are as similar as their least similar
+    pair ("complete") or their most similar one ("single", which makes the largest similarity across
+    two halves as small as it can be).
     """
     link = similarity.double().clone()
     link.fill_diagonal_(-torch.inf)
     group = torch.arange(len(link))
     for _ in range(len(link) - k):
         a, b = sorted(divmod(int(link.argmax()), len(link)))
-        merged = torch.minimum(link[a], link[b]) if linkage == "complete" else torch.maximum(link[a], link[b])
+        merged = (
+            torch.minimum(link[a], link[b])
+            if linkage == "complete"
+            else torch.maximum(link[a], link[b])
+        )
         link[a], link[:, a] = merged, merged
         link[a, a] = -torch.inf
         link[b], link[:, b] = -torch.inf, -torch.inf

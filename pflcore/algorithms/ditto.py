@@ -41,8 +41,8 @@ class MRMTL(FedOpt):
 
 @dataclass(frozen=True)
 class Ditto(MRMTL):
-    """Li et al. 2021, Algorithm 1 (the solver with a personal pass): a personal model pulled towards
-    the global one.
+    """Li et al. 2021, Algorithm 1 (the solver with a personal pass): a personal model pulled
+    towards the global one.
 
     server: x [P] and the optimizer's state · client: v [P] · down: x (1 model) · up: delta (1
     model).

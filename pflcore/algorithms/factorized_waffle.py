@@ -53,7 +53,8 @@ class FactorizedWaffle(FedAvg):
     optimizer: Literal["adam", "sgd"] | None = None  # of the beliefs; default: adam | sgd
     lr_var: NonNegative | None = None  # of the beliefs; default: .05 with "adam", or the run's
     kl_weight: NonNegative | None = None  # default .01 | 1; 1 is the variational bound
-    ranks: tuple[int, ...] = ()  # factors of each layer, or one number for all; none: 3 for 5 outputs
+    # factors of each layer, or one number for all; none: 3 for 5 outputs
+    ranks: tuple[int, ...] = ()
     alpha: Positive | None = None  # the prior's; default: a layer's number of factors
     start: Init = "match"  # strengths: "match" (Glorot's variance) or "ibpwf" (N(0, .1^2))
     tau: Positive = 2 / 3  # the relaxation's final temperature
@@ -78,7 +79,10 @@ class FactorizedWaffle(FedAvg):
 
     def initial(self, net: Net) -> Tensors:
         if not factorized_layers(net.module):
-            raise ValueError("model: expected one with factorized layers, got none; make it with pflcore.nn.factorize(model, ranks).")
+            raise ValueError(
+                "model: expected one with factorized layers, got none; make it with "
+                "pflcore.nn.factorize(model, ranks)."
+            )
         return super().initial(net)
 
     def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
@@ -120,7 +124,9 @@ class FactorizedWaffle(FedAvg):
             slope[:, : len(at)] += by_strength * r * by_b
             if alone is None:
                 buffer, decay = rows.get("momentum"), t.weight_decay
-                ops.sgd_step_(x, g, clients.lr, momentum=t.momentum, buffer=buffer, weight_decay=decay)
+                ops.sgd_step_(
+                    x, g, clients.lr, momentum=t.momentum, buffer=buffer, weight_decay=decay
+                )
             self.move(rows, slope, clients.lr)
             return {}
 

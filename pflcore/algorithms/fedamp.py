@@ -65,31 +65,32 @@ class FedAMP(Algorithm):
         return {**changes, "xi": self.mixing(new["sqdist"], new["norm2"], new["last"] > 0)}, None
 
     def mixing(self, sqdist: Tensor, norm2: Tensor, gives: Tensor) -> Tensor:
-        """xi [N, N] from squared distances [N, N], squared norms [N] and who has a model to give, bool
-        [N]."""
+        """xi [N, N] from squared distances [N, N], squared norms [N] and who has a model to give,
+        bool [N]."""
         n = len(gives)
         usable = gives & ~torch.eye(n, dtype=torch.bool) & gives[:, None]
         xi = (self.alpha / self.sigma) * (-sqdist / self.sigma).exp() * usable
         total = xi.sum(1, keepdim=True)
         if self.self_weight == "safe" and bool((total > 1).any()):
             warnings.warn(
-                f"FedAMP: the others' weights exceed 1 and are scaled down; alpha <= sigma / {n - 1} avoids it.",
+                "FedAMP: the others' weights exceed 1 and are scaled down; alpha <= sigma / "
+                f"{n - 1} avoids it.",
                 stacklevel=2,
             )
             xi = xi / total.clamp(min=1)
         return xi + (1 - xi.sum(1)).diag()
 
     def report(self, state: Tensors, mix: Mix | None, cohort: Cohort) -> Tensors:
-        """weights [N, N] (row i is what u_i mixes), last [N], rescaled: how many rows had to be scaled
-        down."""
+        """weights [N, N] (row i is what u_i mixes), last [N], rescaled: how many rows had to be
+        scaled down."""
         rescaled = (state["xi"].diagonal().abs() < 1e-12).sum()
         return {"weights": state["xi"], "last": state["last"], "rescaled": rescaled}
 
 
 @dataclass(frozen=True)
 class HeurFedAMP(FedAMP):
-    """Huang et al. 2021, HeurFedAMP: the others share 1 - xi_ii by a softmax of sigma cos(w_i, w_j);
-    xi_ii is fixed.
+    """Huang et al. 2021, HeurFedAMP: the others share 1 - xi_ii by a softmax of sigma cos(w_i,
+    w_j); xi_ii is fixed.
 
     State and messages are FedAMP's. The cosine of a model of norm 0 counts as 0. A lone client
     mixes itself.

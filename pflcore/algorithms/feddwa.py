@@ -32,8 +32,8 @@ LONG = 1 << 10  # where rows are so long that a pair costs
 
 @dataclass(frozen=True)
 class FedDWA(Algorithm):
-    """Liu et al. 2023, Algorithm 1: w_i <- sum_j p_ij w_j over the k nearest, p_ij ~ 1 / |g_i - w_j|^2
-    (Eqs. 8 and 15).
+    """Liu et al. 2023, Algorithm 1: w_i <- sum_j p_ij w_j over the k nearest, p_ij ~ 1 / |g_i -
+    w_j|^2 (Eqs. 8 and 15).
 
     server: x [N, P], the personalized models; of the last round's cohort its ids [S] and near and p
     [S, K], whose models each mixes and
@@ -70,7 +70,8 @@ class FedDWA(Algorithm):
     k: Count = 5  # how many models are mixed, at most the cohort
     guidance: Literal["epoch", "steps", "full_grad", "previous", "current"] = "epoch"
     ahead: Count = 1  # epochs, minibatches or gradient steps of the guidance
-    first: Literal["init", "mean"] = "init"  # a newcomer's model: the common one, or the mean so far
+    # a newcomer's model: the common one, or the mean so far
+    first: Literal["init", "mean"] = "init"
     search: Literal["auto", "exact", "groups"] = "auto"  # how the nearest models are found
     power: NonNegative = 1.0  # of the inverse squared distances: 1 is Eq. 15, 0 an even mix
     stride: Positive | None = None  # the guidance's step, in distances to the nearest other model
@@ -80,7 +81,8 @@ class FedDWA(Algorithm):
         super().__post_init__()
         if self.serve == "guidance" and self.guidance in ("previous", "current"):
             raise ValueError(
-                f"serve: 'guidance' is trained ahead of a client's model; guidance={self.guidance!r} trains nothing, use 'mix'."
+                "serve: 'guidance' is trained ahead of a client's model; "
+                f"guidance={self.guidance!r} trains nothing, use 'mix'."
             )
 
     @property
@@ -135,7 +137,9 @@ class FedDWA(Algorithm):
         if "last" in state:
             at = onto(ids, w.device)
             guide = torch.where(onto(state["seen"][ids, None], w.device), state["last"][at], w)
-        weight, near = self.weights(guide if self.stride is None else strided(guide, w, self.stride), w)
+        weight, near = self.weights(
+            guide if self.stride is None else strided(guide, w, self.stride), w
+        )
         if self.power != 1:  # of the largest: no power makes all of them 0
             weight = (weight / weight.max(1, keepdim=True).values) ** self.power
             weight = weight / weight.sum(1, keepdim=True)
@@ -144,8 +148,8 @@ class FedDWA(Algorithm):
         return changes | ({"last": Rows(ids, w)} if "last" in state else {}), mix
 
     def weights(self, guide: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        """The mixing weights [S, K] and whose models they weigh [S, K], for guidance [S, P] and models
-        [S, P]."""
+        """The mixing weights [S, K] and whose models they weigh [S, K], for guidance [S, P] and
+        models [S, P]."""
         if self.search == "groups" or (self.search == "auto" and len(w) >= MANY):
             by = "groups" if self.search == "groups" or w.shape[1] >= LONG else "exact"
             d, near = ops.nearest(guide, w, self.k, by)
@@ -157,15 +161,15 @@ class FedDWA(Algorithm):
         return weight, near.gather(1, order)
 
     def report(self, state: Tensors, mix: Mix | None, cohort: Cohort) -> Tensors:
-        """Of the clients who took part, `rows` [S]: whose models they were given, `index` [S, K], and
-        with which `weight` [S, K]."""
+        """Of the clients who took part, `rows` [S]: whose models they were given, `index` [S, K],
+        and with which `weight` [S, K]."""
         return {} if mix is None else mix.report(cohort)
 
 
 @dataclass(frozen=True)
 class FedDWAQP(FedDWA):
-    """FedDWA with Eq. 12 solved as it stands: the point nearest to the guidance in the convex hull of
-    the k nearest models.
+    """FedDWA with Eq. 12 solved as it stands: the point nearest to the guidance in the convex hull
+    of the k nearest models.
 
     State and messages are FedDWA's. The paper keeps W's diagonal alone (Eq. 14), whose optimum is
     Eq. 15; `theta` leads from that (0) to the whole W (1). With `k` at least the cohort's size

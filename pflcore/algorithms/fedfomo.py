@@ -30,8 +30,8 @@ from pflcore.train.random import client_seeds, uniforms
 
 @dataclass(frozen=True)
 class FedFomo(Algorithm):
-    """Zhang et al. 2021, FedFomo: a client moves towards the models that do better than its own on its
-    validation data.
+    """Zhang et al. 2021, FedFomo: a client moves towards the models that do better than its own on
+    its validation data.
 
     server: the latest models w [N, P], affinities p [N, N] · client: w, its trained model, and old,
     the model before that training
@@ -127,8 +127,8 @@ class FedFomo(Algorithm):
         }, None
 
     def report(self, state: Tensors, mix: Mix | None, cohort: Cohort) -> Tensors:
-        """weights [N, N]: what each client of this round found for the others' models, before its own
-        model's share."""
+        """weights [N, N]: what each client of this round found for the others' models, before its
+        own model's share."""
         return {"weights": mixing_weights(state["found"])}
 
 

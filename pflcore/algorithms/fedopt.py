@@ -53,7 +53,9 @@ class FedOpt(FedAvg):
         for name in IDLE.get(self.optimizer, ()):
             default = type(self).__dataclass_fields__[name].default
             if getattr(self, name) != default:
-                refuse(name, f"its default beside optimizer={self.optimizer!r}", getattr(self, name))
+                refuse(
+                    name, f"its default beside optimizer={self.optimizer!r}", getattr(self, name)
+                )
 
     @property
     def adaptive(self) -> bool:
@@ -69,7 +71,8 @@ class FedOpt(FedAvg):
         return s
 
     def improve(self, state: Tensors, d: Tensor) -> Tensors:
-        """What the mean update `d` [..., P] makes of the models state["x"] [..., P] and the slots."""
+        """What the mean update `d` [..., P] makes of the models state["x"] [..., P] and the
+        slots."""
         x, lr, b1, b2 = state["x"], self.server_lr, self.beta1, self.beta2
         if self.optimizer == "sgd":
             return {"x": x + lr * d}
@@ -77,7 +80,9 @@ class FedOpt(FedAvg):
         if not self.adaptive:
             return {"x": x + lr * (d + b1 * m if self.optimizer == "nesterov" else m), "m": m}
         v, t = self.second(state["v"], d**2), state["t"] + 1
-        first, second = ((1 - b**t)[..., None].to(d) if self.bias_correction != "none" else 1.0 for b in (b1, b2))
+        first, second = (
+            (1 - b**t)[..., None].to(d) if self.bias_correction != "none" else 1.0 for b in (b1, b2)
+        )
         if self.optimizer == "adagrad":
             second = 1.0  # a sum needs no correction
         if self.bias_correction == "torch":
@@ -104,8 +109,8 @@ class FedOpt(FedAvg):
 
 @dataclass(frozen=True)
 class FedAvgM(FedOpt):
-    """Hsu et al. 2019: FedAvg with server momentum; `optimizer` is "heavy_ball", "nesterov" or "ema"
-    (Motley). See `FedOpt`.
+    """Hsu et al. 2019: FedAvg with server momentum; `optimizer` is "heavy_ball", "nesterov" or
+    "ema" (Motley). See `FedOpt`.
     """
 
     optimizer: Optimizer = "heavy_ball"

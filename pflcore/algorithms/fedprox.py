@@ -12,8 +12,8 @@ from pflcore.train import Clients, Fit, Objective
 
 @dataclass(frozen=True)
 class FedProx(FedAvg):
-    """Li et al. 2020, Algorithm 2: clients minimise `F_i(w) + mu / 2 * |w - x|^2`, x being the model
-    they received.
+    """Li et al. 2020, Algorithm 2: clients minimise `F_i(w) + mu / 2 * |w - x|^2`, x being the
+    model they received.
 
     server: x [P] · client: nothing · down: x [S, P] · up: delta [S, P] (1 model). The server is
     FedAvg's.

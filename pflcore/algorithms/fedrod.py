@@ -41,7 +41,10 @@ class FedRoD(FedAvg):
 
     def initial(self, net: Net) -> Tensors:
         if net.criterion in (*REGRESSION, hinge, binary_cross_entropy):
-            raise ValueError(f"loss: FedRoD balances the scores of classes; expected a loss of those, got {loss_name(net.criterion)}.")
+            raise ValueError(
+                "loss: FedRoD balances the scores of classes; expected a loss of those, got "
+                f"{loss_name(net.criterion)}."
+            )
         return super().initial(net)
 
     def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:

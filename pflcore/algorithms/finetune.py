@@ -61,7 +61,10 @@ class FineTune(FedOpt):
         if self.choose != "fixed" and self.finetune_epochs < 1:
             refuse("finetune_epochs", "at least 1 to choose from", self.finetune_epochs)
         if self.choose == "fixed" and self.lr_grid:
-            raise ValueError("lr_grid: nothing chooses from it with choose='fixed'; set finetune_lr, or choose='client' or 'global'.")
+            raise ValueError(
+                "lr_grid: nothing chooses from it with choose='fixed'; set finetune_lr, or "
+                "choose='client' or 'global'."
+            )
 
     @property
     def traits(self) -> Traits:
@@ -114,7 +117,8 @@ class FineTune(FedOpt):
 
 
 def layer_mask(net: Net, layers: str) -> Tensor | None:
-    """Which parameters "all", "last" or a pattern of names leaves free: bool [P] on the CPU, None for all."""
+    """Which parameters "all", "last" or a pattern of names leaves free: bool [P] on the CPU, None
+    for all."""
     if layers == "all":
         return None
     if layers != "last":

@@ -18,17 +18,23 @@ from pflcore.train.random import generator_of
 
 
 def starts(net: Net, k: int, seed: int | None = None) -> Tensor:
-    """The initial models [k, P] of k runs for this seed (default: the net's, which is the run's); the net's own `w0` for k = 1."""
+    """The initial models [k, P] of k runs for this seed (default: the net's, which is the run's);
+    the net's own `w0` for k = 1."""
     seed = net.seed if seed is None else seed
-    return net.w0[None].clone() if k == 1 else torch.stack([net.init(seed * k + j + 1) for j in range(k)]).to(net.w0)
+    return (
+        net.w0[None].clone()
+        if k == 1
+        else torch.stack([net.init(seed * k + j + 1) for j in range(k)]).to(net.w0)
+    )
 
 
 def centres(net: Net, k: int, seed: int | None = None) -> Tensor:
     """k *different* initial models [k, P] for this seed, as `starts` has it.
 
-    Equal models would tie for every client and stay equal for ever. Where the net draws its weights they are k draws; where it always
-    starts at the same point (a linear model at zero), the matrices of all k are drawn with standard deviation 1 / sqrt(fan in), the rest
-    stays: a model at zero beside drawn ones would be the best for everybody.
+    Equal models would tie for every client and stay equal for ever. Where the net draws its weights
+    they are k draws; where it always starts at the same point (a linear model at zero), the
+    matrices of all k are drawn with standard deviation 1 / sqrt(fan in), the rest stays: a model at
+    zero beside drawn ones would be the best for everybody.
     """
     seed, rows = net.seed if seed is None else seed, starts(net, k, seed)
     if len(rows.unique(dim=0)) < k:
@@ -37,18 +43,30 @@ def centres(net: Net, k: int, seed: int | None = None) -> Tensor:
             for name, shape in zip(net.names, net.shapes, strict=True):
                 if len(shape) > 1:
                     std = shape[1:].numel() ** -0.5
-                    draw = torch.nn.init.trunc_normal_(torch.empty(shape, dtype=net.dtype), std=std, a=-2 * std, b=2 * std, generator=gen)
+                    draw = torch.nn.init.trunc_normal_(
+                        torch.empty(shape, dtype=net.dtype),
+                        std=std,
+                        a=-2 * std,
+                        b=2 * std,
+                        generator=gen,
+                    )
                     rows[j, net.slices[name]] = draw.reshape(-1).to(rows)
     if len(rows.unique(dim=0)) < k:
-        raise ValueError(f"k: this model starts equal {k} times, and equal centres never part; give it a random initialisation.")
+        raise ValueError(
+            f"k: this model starts equal {k} times, and equal centres never part; give it a random "
+            "initialisation."
+        )
     return rows
 
 
 def losses(rows: Tensor, b: Tensor, clients: Clients) -> Tensor:
-    """Each client's mean training loss under each of the models `rows` [k, P], each with its statistics
-    `b` [k, b]: [S, k]."""
+    """Each client's mean training loss under each of the models `rows` [k, P], each with its
+    statistics `b` [k, b]: [S, k]."""
     count = len(clients.ids)
-    each = [replace(clients, buffers=own.expand(count, -1)).loss(row.expand(count, -1)) for row, own in zip(rows, b, strict=True)]
+    each = [
+        replace(clients, buffers=own.expand(count, -1)).loss(row.expand(count, -1))
+        for row, own in zip(rows, b, strict=True)
+    ]
     return torch.stack(each, 1).nan_to_num(nan=torch.inf)
 
 
@@ -155,14 +173,17 @@ class HypCluster(Ensemble):
 
 
 def fit_all(rows: Tensor, b: Tensor, clients: Clients) -> tuple[Tensors, Fit]:
-    """Every client trains every model of `rows` [k, P] with statistics `b` [k, b], each with a shuffle
-    of its own: "delta" [S, k, P] and the statistics after it, "b" [S, k, b]; and the last training."""
+    """Every client trains every model of `rows` [k, P] with statistics `b` [k, b], each with a
+    shuffle of its own: "delta" [S, k, P] and the statistics after it, "b" [S, k, b]; and the last
+    training."""
     count, fits = len(clients.ids), []
     for j, row in enumerate(rows):
         own = replace(clients, buffers=b[j].repeat(count, 1))
         fits.append(own.fit(row.expand(count, -1), stream=f"fit {j}" if j else "fit"))
     deltas = [fit.w.sub_(row) for fit, row in zip(fits, rows, strict=True)]
-    return {"delta": torch.stack(deltas, 1), "b": torch.stack([f.buffers for f in fits], 1)}, fits[-1]
+    return {"delta": torch.stack(deltas, 1), "b": torch.stack([f.buffers for f in fits], 1)}, fits[
+        -1
+    ]
 
 
 def numbers(losses: Tensor) -> Tensor:
@@ -177,7 +198,10 @@ def checked(pick: Tensor, ids: Tensor, k: int) -> Tensor:
     bad = (pick >= k) | (pick < 0)
     if bool(bad.any()):
         at = int(bad.nonzero()[0])
-        raise ValueError(f"client number {int(ids[at])}: it says it picked model {int(pick[at])}, expected 0 to {k - 1}; leave it out.")
+        raise ValueError(
+            f"client number {int(ids[at])}: it says it picked model {int(pick[at])}, expected 0 to "
+            f"{k - 1}; leave it out."
+        )
     return pick
 
 

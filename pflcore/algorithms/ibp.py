@@ -37,7 +37,9 @@ def harmonic(d: Tensor) -> Tensor:
     return torch.digamma(d + 1) + EULER
 
 
-def kl_slope(logit: Tensor, log_c: Tensor, log_d: Tensor, log_rest: Tensor, alpha: Tensor, sizes: list[int]) -> Tensor:
+def kl_slope(
+    logit: Tensor, log_c: Tensor, log_d: Tensor, log_rest: Tensor, alpha: Tensor, sizes: list[int]
+) -> Tensor:
     """The gradient of both divergences in (logit, log c, log d), [s, 3 F], written out: autograd
     takes three times as long. They are KL(Bernoulli(sigmoid(logit)) || Bernoulli(v_1 ... v_k)) and
     KL(Kumaraswamy(c, d) || Beta(alpha, 1)) (Nalisnick and Smyth 2017).

@@ -52,7 +52,10 @@ class KnnPer(FedOpt):
         labels = criterion is cross_entropy or isinstance(criterion, nn.CrossEntropyLoss)
         if y.dim() > 2 and labels:
             what = "probabilities" if y.is_floating_point() else "one for each step"
-            raise ValueError(f"data: kNN-Per's neighbours vote with a label a sample, and these targets are {what}; give int64 labels [n].")
+            raise ValueError(
+                "data: kNN-Per's neighbours vote with a label a sample, and these targets are "
+                f"{what}; give int64 labels [n]."
+            )
         return {"w": down["x"], "z": z.flatten(2), "y": y, "n": onto(clients.size, y.device)}
 
     def predict(self, model: Tensors, net: Net, x: Tensor) -> Tensor:
@@ -76,7 +79,9 @@ class KnnPer(FedOpt):
         return p.logit(eps=1e-12).to(scores)
 
 
-def neighbours(queries: Tensor, store: Tensor, n: Tensor | int, k: int, kernel: Kernel = "exp") -> tuple[Tensor, Tensor]:
+def neighbours(
+    queries: Tensor, store: Tensor, n: Tensor | int, k: int, kernel: Kernel = "exp"
+) -> tuple[Tensor, Tensor]:
     """Weights [B, k'] float64, summing to 1, and places [B, k'] of the k' = min(k, n) nearest of
     the first `n` rows of `store` [n_max, H].
 

@@ -25,8 +25,8 @@ from pflcore.train import Clients, Fit, Net
 
 @dataclass(frozen=True)
 class L2C(Algorithm):
-    """Li et al. 2022, L2C: each client learns, on validation data, whose updates to take: w_i <- w_i +
-    sum_j softmax(a_i)_j delta_j.
+    """Li et al. 2022, L2C: each client learns, on validation data, whose updates to take: w_i <-
+    w_i + sum_j softmax(a_i)_j delta_j.
 
     server: relays the updates, and keeps those of every round that is some client's last · client:
     w [P], its model before the round
@@ -74,7 +74,8 @@ class L2C(Algorithm):
         x, w = self.mixed(down, own)
         index, new = index.clamp(min=0), {"w": x}
         if index.shape[1]:
-            slope = (clients.grad(x, "val") @ rows.T).double().gather(1, index)  # [S, M] g . delta_j
+            # [S, M] g . delta_j
+            slope = (clients.grad(x, "val") @ rows.T).double().gather(1, index)
             new |= self.adam(own, who, w * (slope - (w * slope).sum(1, keepdim=True)))
         fit = clients.fit(x)
         return {**own, **new}, {"delta": fit.w.sub_(x), "p": spread(who, w, own["a"].shape[1])}, fit
@@ -92,8 +93,8 @@ class L2C(Algorithm):
         return ops.aggregate(rows, w, index.clamp(min=0), base=own["w"]), w
 
     def adam(self, own: Tensors, who: Tensor, slope: Tensor) -> Tensors:
-        """One step of Adam on the logits of the clients `who` [S, M] along `slope` [S, M]; the others'
-        stay."""
+        """One step of Adam on the logits of the clients `who` [S, M] along `slope` [S, M]; the
+        others' stay."""
         n = own["a"].shape[1]
         live = spread(who, torch.ones_like(slope), n) > 0
         d = spread(who, slope, n) + self.alpha_decay * own["a"]
@@ -119,12 +120,13 @@ class L2C(Algorithm):
         }, None
 
     def report(self, state: Tensors, mix: Mix | None, cohort: Cohort) -> Tensors:
-        """weights [N, N]: what the clients of this round made of the updates of their last one; zeros
-        for the absent and at first."""
+        """weights [N, N]: what the clients of this round made of the updates of their last one;
+        zeros for the absent and at first."""
         return {"weights": state["p"]}
 
 
 def spread(who: Tensor, values: Tensor, n: int) -> Tensor:
-    """Values [S, M] of the clients `who` [S, M] (-1: of nobody) as a row for each of the n: [S, n]."""
+    """Values [S, M] of the clients `who` [S, M] (-1: of nobody) as a row for each of the n: [S,
+    n]."""
     whole = values.new_zeros(len(who), n + 1)
     return whole.scatter(1, torch.where(who < 0, n, who), values)[:, :n]

@@ -57,7 +57,8 @@ def algorithm_of(algorithm: Algorithm | type[Algorithm] | str, **options: Any) -
         inspect.signature(cls).bind(**options)
     except TypeError as error:
         raise TypeError(
-            f"algorithm: {cls.__name__} cannot be made from {', '.join(options) or 'its defaults alone'} ({error}); give an instance."
+            f"algorithm: {cls.__name__} cannot be made from "
+            f"{', '.join(options) or 'its defaults alone'} ({error}); give an instance."
         ) from None
     return cls(**options)
 
@@ -104,7 +105,11 @@ def imported(place: str, what: str) -> Any:
 def narrowed(cls: type[Algorithm]) -> list[str]:
     """The options of which a preset leaves one choice."""
     hints = get_type_hints(cls)
-    return [f.name for f in fields(cls) if hints[f.name] is type(None) or len(_choices(hints[f.name])) == 1]
+    return [
+        f.name
+        for f in fields(cls)
+        if hints[f.name] is type(None) or len(_choices(hints[f.name])) == 1
+    ]
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:

@@ -27,8 +27,8 @@ from pflcore.train import Clients, Fit, Net, Objective
 
 @dataclass(frozen=True)
 class Mocha(Algorithm):
-    """MOCHA (Smith et al. 2017) in primal form: min over W, Omega of `sum_t mean_loss_t(w_t) + (lam /
-    2) tr(W^T Omega W)`.
+    """MOCHA (Smith et al. 2017) in primal form: min over W, Omega of `sum_t mean_loss_t(w_t) + (lam
+    / 2) tr(W^T Omega W)`.
 
     server: w [N, P], omega [N, N], seen [N] · client: w [P] (its row) · down: `sum_{j != t}
     Omega_tj w_j` (1 model) and a scalar · up: w
@@ -49,7 +49,8 @@ class Mocha(Algorithm):
     """
 
     lam: NonNegative = 0.01  # strength of the regulariser
-    delta: Fraction = 0.01  # how much of I / N is mixed into Sigma: Omega's condition is <= N / delta
+    # how much of I / N is mixed into Sigma: Omega's condition is <= N / delta
+    delta: Fraction = 0.01
     outer: Count = 2  # rounds between two updates of Omega
     relation: Literal["omega", "sigma"] = "omega"
 

@@ -90,13 +90,16 @@ class PerFedAvg(FedAvg):
 
 
 def along(net: Net, w: Tensor, x: Tensor, y: Tensor, extra: Tensors) -> Tensor:
-    """The loss at w [P]; for a row [w | v] of twice the length a number whose gradient in w is H(w) v.
+    """The loss at w [P]; for a row [w | v] of twice the length a number whose gradient in w is H(w)
+    v.
 
-    H v is made inside, gradient of gradient: differentiating a gradient from outside `vmap` is wrong for batch norm (torch 2.13).
+    H v is made inside, gradient of gradient: differentiating a gradient from outside `vmap` is
+    wrong for batch norm (torch 2.13).
     """
     if len(w) == net.size:
         return net.loss(w, x, y)
     row, v = w.detach().split(net.size)
-    with forward_mode(context.train, context.buffers, context.seed):  # what these passes do to the statistics stays inside
+    # what these passes do to the statistics stays inside
+    with forward_mode(context.train, context.buffers, context.seed):
         product: Tensor = torch.func.vjp(torch.func.grad(lambda u: net.loss(u, x, y)), row)[1](v)[0]  # type: ignore[misc]
     return (w[: net.size] * product).sum()

@@ -16,8 +16,8 @@ from pflcore.train import Clients, Fit, Net
 
 @dataclass(frozen=True)
 class PFedMe(FedAvg):
-    """Dinh et al. 2020, Algorithm 1: each client's theta minimises f_i(theta) + lam / 2 |theta - w|^2;
-    w follows all thetas.
+    """Dinh et al. 2020, Algorithm 1: each client's theta minimises f_i(theta) + lam / 2 |theta -
+    w|^2; w follows all thetas.
 
     server: x [P] · client: theta [P] · down: x [S, P] · up: delta [S, P] (1 model).
     For every minibatch of the local epochs: `inner` steps theta <- theta - personal_lr (grad

@@ -116,7 +116,9 @@ Changes = dict[str, Tensor | Rows]
 def apply(state: Tensors, changes: Mapping[str, Tensor | Rows]) -> Tensors:
     """The state after `changes`. Rows are written in place: the state that went in is used up."""
     writes = [  # all that takes memory comes first: then everything is written, or nothing
-        (state[k], onto(new.ids, state[k].device), new.rows.to(state[k])) for k, new in changes.items() if isinstance(new, Rows)
+        (state[k], onto(new.ids, state[k].device), new.rows.to(state[k]))
+        for k, new in changes.items()
+        if isinstance(new, Rows)
     ]
     for tensor, ids, rows in writes:
         tensor[ids] = rows
@@ -187,7 +189,8 @@ class Algorithm:
 
     # a client -----------------------------------------------------------------------------------
     def initial(self, net: Net) -> Tensors:
-        """What `init` is given: the initial model, or its shared part; an algorithm may want more."""
+        """What `init` is given: the initial model, or its shared part; an algorithm may want
+        more."""
         return {"x0": net.w0}
 
     def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
@@ -233,9 +236,14 @@ def check_training(alg: Algorithm, training: Training) -> None:
     """ValueError, one sentence, where the algorithm cannot train so."""
     traits, name = alg.traits, type(alg).__name__
     if traits.only_sgd and training.local_optimizer != "sgd":
-        raise ValueError(f"local_optimizer: {name} {traits.only_sgd}, and AdamW's steps are others; take local_optimizer='sgd'.")
+        raise ValueError(
+            f"local_optimizer: {name} {traits.only_sgd}, and AdamW's steps are others; take "
+            "local_optimizer='sgd'."
+        )
     if traits.no_clip_grad and training.clip_grad is not None:
-        raise ValueError(f"clip_grad: {name} {traits.no_clip_grad}, which are not clipped; leave clip_grad out.")
+        raise ValueError(
+            f"clip_grad: {name} {traits.no_clip_grad}, which are not clipped; leave clip_grad out."
+        )
 
 
 def plain_steps(alg: Algorithm, clients: Clients) -> None:

@@ -45,8 +45,12 @@ class Scaffold(FedAvg):
     def traits(self) -> Traits:
         traits = super().traits._replace(clipped=("control", "c"))
         if self.option == "II":
-            return traits._replace(only_sgd="with option 'II' divides by the sum of SGD's step sizes")
-        return traits._replace(no_clip_grad="with option 'I' takes whole gradients" if self.option == "I" else "")
+            return traits._replace(
+                only_sgd="with option 'II' divides by the sum of SGD's step sizes"
+            )
+        return traits._replace(
+            no_clip_grad="with option 'I' takes whole gradients" if self.option == "I" else ""
+        )
 
     def init(self, x0: Tensor, n: int) -> Tensors:
         return {"x": x0, "c": torch.zeros_like(x0)}

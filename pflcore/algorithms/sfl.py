@@ -50,7 +50,10 @@ class SFL(Algorithm):
         super().__post_init__()
         known = ("knn_models", "oracle_labels")
         if self.adjacency not in known and not self.adjacency.endswith(".npy"):
-            raise ValueError(f"adjacency: expected 'knn_models', 'oracle_labels' or a path ending in .npy, got {self.adjacency!r}.")
+            raise ValueError(
+                "adjacency: expected 'knn_models', 'oracle_labels' or a path ending in .npy, got "
+                f"{self.adjacency!r}."
+            )
 
     def initial(self, net: Net) -> Tensors:
         oracle = self.adjacency == "oracle_labels"
@@ -78,7 +81,8 @@ class SFL(Algorithm):
 
     def train(self, down: Payload, own: Tensors, clients: Clients) -> tuple[Tensors, Tensors, Fit]:
         both = self.lam1 + self.lam2
-        anchor = (self.lam1 * down["u"] + self.lam2 * down["x"]) / (both or 1)  # two squares are one
+        # two squares are one
+        anchor = (self.lam1 * down["u"] + self.lam2 * down["x"]) / (both or 1)
         fit = clients.fit(down["x"], Objective(prox=(both, anchor) if both else None))
         oracle = self.adjacency == "oracle_labels"
         labels = {"labels": clients.counts / clients.size[:, None]} if oracle else {}

@@ -108,11 +108,14 @@ class Waffle(Undefended, Scaffold):
         omega = curve if self.omega is None else float(self.omega(round, rounds))
         psi = omega if self.psi is None else float(self.psi(round, rounds))
         if not (omega >= 0 and psi >= 0):
-            raise ValueError(f"omega and psi: expected numbers >= 0, got {omega} and {psi} in round {round}.")
+            raise ValueError(
+                f"omega and psi: expected numbers >= 0, got {omega} and {psi} in round {round}."
+            )
         if omega > 1:
             warnings.warn("omega exceeds 1: other clients may outweigh the target.", stacklevel=2)
         return omega, psi
 
     def report(self, state: Tensors, mix: Mix | None, cohort: Cohort) -> Tensors:
-        """ "weights" [N] where everybody took part, else "weight" [S] of the clients "index" [S]."""
+        """ "weights" [N] where everybody took part, else "weight" [S] of the clients "index"
+        [S]."""
         return {} if mix is None else mix.report(cohort)

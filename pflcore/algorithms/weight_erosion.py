@@ -71,8 +71,8 @@ class WeightErosion(Algorithm):
         return {"x": x, "alpha": state["alpha"].index_copy(0, ids, mine)}, mix
 
     def relative(self, delta: Tensor, cohort: Cohort) -> Tensor:
-        """`|delta_i - delta_target| / |delta_target|`, [S] float64 on the CPU; infinite where only the
-        target stood still."""
+        """`|delta_i - delta_target| / |delta_target|`, [S] float64 on the CPU; infinite where only
+        the target stood still."""
         at = int((cohort.ids == self.target).nonzero())
         mine = delta[at : at + 1]
         distance = ops.pairwise_sqdist(mine, delta)[0].sqrt().cpu()

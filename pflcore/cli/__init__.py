@@ -1,6 +1,8 @@
-"""The command line: `pflcore run ALGORITHM`, `pflcore compare --algorithms A B C`, `pflcore report FOLDER`, `pflcore info`, ...
+"""The command line: `pflcore run ALGORITHM`, `pflcore compare --algorithms A B C`, `pflcore report
+FOLDER`, `pflcore info`, ...
 
-What is wrong with an argument is said in one sentence on stderr with exit code 2, before anything is computed or written.
+What is wrong with an argument is said in one sentence on stderr with exit code 2, before anything
+is computed or written.
 """
 
 from __future__ import annotations
@@ -28,11 +30,13 @@ __all__ = ["main"]
 
 
 def _checkout(command: str) -> Path:
-    """The checkout that pflcore stands in. ImportError, one sentence, where it is an installed package."""
+    """The checkout that pflcore stands in. ImportError, one sentence, where it is an installed
+    package."""
     root = Path(__file__).resolve().parents[2]
     if not (root / "bench" / "__main__.py").exists():
         raise ImportError(
-            f"{command}: this is no part of the installed package; run `python -m pflcore {command}` in a checkout of pflcore."
+            f"{command}: this is no part of the installed package; run `python -m pflcore "
+            f"{command}` in a checkout of pflcore."
         )
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
@@ -40,7 +44,8 @@ def _checkout(command: str) -> Path:
 
 
 def attack(argv: Sequence[str]) -> int:
-    """Attacks what travels: membership inference and model inversion against an algorithm's uploads; needs a checkout of pflcore."""
+    """Attacks what travels: membership inference and model inversion against an algorithm's
+    uploads; needs a checkout of pflcore."""
     _checkout("attack")
     from bench.papers.attack import main
 
@@ -57,8 +62,12 @@ def reproduce(argv: Sequence[str]) -> int:
 
 def bench(argv: Sequence[str]) -> int:
     """Times the kernels against the best torch call; needs a checkout of pflcore."""
-    paths = os.pathsep.join([str(_checkout("bench")), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return subprocess.run([sys.executable, "-m", "bench", *argv], env={**os.environ, "PYTHONPATH": paths}, check=False).returncode
+    paths = os.pathsep.join(
+        [str(_checkout("bench")), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    return subprocess.run(
+        [sys.executable, "-m", "bench", *argv], env={**os.environ, "PYTHONPATH": paths}, check=False
+    ).returncode
 
 
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
@@ -73,13 +82,16 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; the exit code is 0, 2 for a wrong argument, 1 for a failure in the middle, 130 after Ctrl-C."""
+    """Runs a command; the exit code is 0, 2 for a wrong argument, 1 for a failure in the middle,
+    130 after Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that has no sign for ± gets a question mark
+            # a terminal that has no sign for ± gets a question mark
+            stream.reconfigure(errors="replace")
     if any(":" in word for word in argv) and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # for package.module:Class, behind everything that is installed
+        # for package.module:Class, behind everything that is installed
+        sys.path.append(os.getcwd())
     try:
         with _signals():
             status = _command(argv)
@@ -97,14 +109,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         expected = isinstance(e, ValueError | TypeError | ImportError | OSError | MemoryError)
         clear = expected or isinstance(e.__cause__, OSError)
-        said = first_line(e) if expected or isinstance(e, RunFailed) else f"{type(e).__name__}: {first_line(e)}"
-        print(f"pflcore: {said}" + ("" if clear else " PFLCORE_DEBUG=1 shows where."), file=sys.stderr)
+        said = (
+            first_line(e)
+            if expected or isinstance(e, RunFailed)
+            else f"{type(e).__name__}: {first_line(e)}"
+        )
+        print(
+            f"pflcore: {said}" + ("" if clear else " PFLCORE_DEBUG=1 shows where."), file=sys.stderr
+        )
         return 2 if expected else 1
 
 
 @contextlib.contextmanager
 def _signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end a command as Ctrl-C does; nohup's wish, a SIGHUP that is ignored, is respected."""
+    """SIGTERM and SIGHUP end a command as Ctrl-C does; nohup's wish, a SIGHUP that is ignored, is
+    respected."""
 
     def end(*_: object) -> None:
         INTERRUPTED.set()
@@ -130,7 +149,10 @@ def _command(argv: Sequence[str]) -> int:
         print("usage: pflcore COMMAND ...\n")
         for usage, command in COMMANDS.values():
             print(f"  {usage:<{width}}  {inspect.getdoc(command)}")
-        print(f"\nAlgorithms: {', '.join(ALGORITHMS)}.\npflcore COMMAND --help shows a command's options.")
+        print(
+            f"\nAlgorithms: {', '.join(ALGORITHMS)}.\npflcore COMMAND --help shows a command's "
+            "options."
+        )
         return 0 if argv else 2
     if argv[0] not in COMMANDS:
         raise ValueError(f"command: expected one of {', '.join(COMMANDS)}, got {argv[0]!r}.")

@@ -1,4 +1,5 @@
-"""Command-line options from frozen dataclasses: names, types and defaults from the fields, help from the comments beside them."""
+"""Command-line options from frozen dataclasses: names, types and defaults from the fields, help
+from the comments beside them."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def simple(kind: Any) -> bool:
 
 
 def comments(cls: type) -> dict[str, str]:
-    """The comment beside each field of a class, by field name; nothing where the source is not at hand."""
+    """The comment beside each field of a class, by field name; nothing where the source is not at
+    hand."""
     try:
         source = textwrap.dedent(inspect.getsource(cls))
         body = ast.parse(source).body[0]
@@ -60,12 +62,17 @@ def comments(cls: type) -> dict[str, str]:
     return {
         node.target.id: beside[node.end_lineno or node.lineno]
         for node in body.body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and (node.end_lineno or node.lineno) in beside
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Name)
+        and (node.end_lineno or node.lineno) in beside
     }
 
 
-def of_dataclass(cls: type, rename: Mapping[str, str] | None = None) -> tuple[list[Option], list[str]]:
-    """The fields of a dataclass as options, and the names of those that a command line cannot express (functions, for instance)."""
+def of_dataclass(
+    cls: type, rename: Mapping[str, str] | None = None
+) -> tuple[list[Option], list[str]]:
+    """The fields of a dataclass as options, and the names of those that a command line cannot
+    express (functions, for instance)."""
     helps: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if dataclasses.is_dataclass(base):
@@ -78,21 +85,40 @@ def of_dataclass(cls: type, rename: Mapping[str, str] | None = None) -> tuple[li
         if not simple(hints[f.name]) or default is dataclasses.MISSING:
             rest.append(f.name)
         else:
-            options.append(Option((rename or {}).get(f.name, f.name), hints[f.name], default, helps.get(f.name, "")))
+            options.append(
+                Option(
+                    (rename or {}).get(f.name, f.name),
+                    hints[f.name],
+                    default,
+                    helps.get(f.name, ""),
+                )
+            )
     return options, rest
 
 
-def options_of(cls: type, rename: Mapping[str, str] | None = None, choices: Mapping[str, str] | None = None) -> tuple[str, list[Option]]:
-    """A dataclass's docstring, with the fields that only Python can set, and its options; `choices` adds to their help."""
+def options_of(
+    cls: type, rename: Mapping[str, str] | None = None, choices: Mapping[str, str] | None = None
+) -> tuple[str, list[Option]]:
+    """A dataclass's docstring, with the fields that only Python can set, and its options; `choices`
+    adds to their help."""
     options, rest = of_dataclass(cls, rename)
-    options = [dataclasses.replace(o, help=f"{o.help}: {choices[o.name]}") if choices and o.name in choices else o for o in options]
-    return (inspect.getdoc(cls) or "") + (f"\nFrom Python only: {', '.join(rest)}." if rest else ""), options
+    options = [
+        dataclasses.replace(o, help=f"{o.help}: {choices[o.name]}")
+        if choices and o.name in choices
+        else o
+        for o in options
+    ]
+    return (inspect.getdoc(cls) or "") + (
+        f"\nFrom Python only: {', '.join(rest)}." if rest else ""
+    ), options
 
 
 def of_function(function: Callable[..., Any], defaults: Mapping[str, Any]) -> list[Option]:
-    """Options for these arguments of a function. What one word cannot say (a list, a word or a number) is None or several words."""
+    """Options for these arguments of a function. What one word cannot say (a list, a word or a
+    number) is None or several words."""
     try:
-        hints = typing.get_type_hints(getattr(function, "func", function))  # a partial's own function
+        # a partial's own function
+        hints = typing.get_type_hints(getattr(function, "func", function))
     except (TypeError, NameError):
         hints = {}
     options = []
@@ -101,7 +127,14 @@ def of_function(function: Callable[..., Any], defaults: Mapping[str, Any]) -> li
         if simple(kind) and kind is not type(None):
             options.append(Option(name, kind, default))
         else:
-            options.append(Option(name, tuple[str, ...] | None, None, "" if default is None else f"default: {words_of(default)}"))
+            options.append(
+                Option(
+                    name,
+                    tuple[str, ...] | None,
+                    None,
+                    "" if default is None else f"default: {words_of(default)}",
+                )
+            )
     return options
 
 
@@ -110,12 +143,15 @@ def words_of(value: Any) -> str:
 
 
 def of_words(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """What was said for the options of `of_function`: words as numbers where they are, several as a list; what was not said is left out."""
+    """What was said for the options of `of_function`: words as numbers where they are, several as a
+    list; what was not said is left out."""
     out: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, tuple):
             said = [_number(v) for v in value]
-            out[name] = said if len(said) != 1 or isinstance(defaults[name], list | tuple) else said[0]
+            out[name] = (
+                said if len(said) != 1 or isinstance(defaults[name], list | tuple) else said[0]
+            )
         elif value is not None:
             out[name] = value
     return out
@@ -132,27 +168,45 @@ def identifier(title: str) -> str:
     return re.sub(r"\W", "_", title)
 
 
-def parse(prog: str, about: str, groups: Sequence[Group], argv: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The values of all options by group title. `--help` and a malformed option end the program (SystemExit 0 and 2)."""
+def parse(
+    prog: str, about: str, groups: Sequence[Group], argv: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """The values of all options by group title. `--help` and a malformed option end the program
+    (SystemExit 0 and 2)."""
     try:
         import tyro
     except ImportError:
-        raise ImportError(f"{prog} needs tyro, which is not installed; get it with: pip install 'pflcore[cli]'.") from None
+        raise ImportError(
+            f"{prog} needs tyro, which is not installed; get it with: pip install 'pflcore[cli]'."
+        ) from None
     fields: list[tuple[str, Any, Any]] = []
     for group in groups:
-        inner = [(o.name, Annotated[o.type, tyro.conf.arg(help=o.help or None)], field(default=o.default)) for o in group.options]
-        cls: Callable[[], Any] = dataclasses.make_dataclass(identifier(group.title), inner, frozen=True)
+        inner = [
+            (
+                o.name,
+                Annotated[o.type, tyro.conf.arg(help=o.help or None)],
+                field(default=o.default),
+            )
+            for o in group.options
+        ]
+        cls: Callable[[], Any] = dataclasses.make_dataclass(
+            identifier(group.title), inner, frozen=True
+        )
         kind: Any = Annotated[cls, tyro.conf.arg(name=group.title, help=group.about)]
         if not group.prefix:
             kind = Annotated[kind, tyro.conf.OmitArgPrefixes]
         fields.append((identifier(group.title), kind, field(default_factory=cls)))
     whole = dataclasses.make_dataclass("Arguments", fields, frozen=True)
     values: Any = tyro.cli(whole, prog=prog, description=about, args=list(argv))
-    return {g.title: {o.name: getattr(getattr(values, identifier(g.title)), o.name) for o in g.options} for g in groups}
+    return {
+        g.title: {o.name: getattr(getattr(values, identifier(g.title)), o.name) for o in g.options}
+        for g in groups
+    }
 
 
 def peek(argv: Sequence[str], name: str) -> list[str]:
-    """The words given to option `name` in `argv`, before anything is parsed: what other options exist depends on some of them."""
+    """The words given to option `name` in `argv`, before anything is parsed: what other options
+    exist depends on some of them."""
     words: list[str] = []
     taking = False
     for word in argv:

@@ -59,15 +59,19 @@ def federation_of(
 ) -> Federation:
     """A federation from the names of a data set and of a partition.
 
-    data        a pool that a partition cuts (``SOURCES``, or a :class:`Source`), or data that comes with its clients (``FEDERATIONS``,
+    data        a pool that a partition cuts (``SOURCES``, or a :class:`Source`), or data that comes
+    with its clients (``FEDERATIONS``,
                 ``"leaf:PATH"``, ``"folder:PATH"``)
-    partition   one of ``PARTITIONS`` (None: "A"), with ``options`` from ``options_of(partition)``; data with clients takes none
-    n           clients: 10 where a partition makes them; the first n where the data brings them (None: all)
+    partition   one of ``PARTITIONS`` (None: "A"), with ``options`` from ``options_of(partition)``;
+    data with clients takes none
+    n           clients: 10 where a partition makes them; the first n where the data brings them
+    (None: all)
     seed        of the partition or of the split; shift_seed: of the label permutations of A* and B*
     root        the data folder (None: the one PFLCORE_DATA names)
     train_samples, test_samples   use a stratified part of the pools only
-    fractions   data with clients: the split of each client's samples (None: 70 / 15 / 15 where the data has no test split; {}: as it comes)
-    standardize data with clients: features by each client's training statistics (None: for school and vehicle)
+    fractions   data with clients: the split of each client's samples (None: 70 / 15 / 15 where the
+    data has no test split; {}: as it comes) standardize data with clients: features by each
+    client's training statistics (None: for school and vehicle)
 
     ValueError (a name, an option), ImportError (a package), OSError (a file): one sentence each.
     """
@@ -75,19 +79,36 @@ def federation_of(
         if partition is not None or train_samples is not None or test_samples is not None:
             given = "partition" if partition is not None else "train_samples and test_samples"
             _known(data)
-            raise ValueError(f"{given} cannot be chosen for {data!r}, which comes with its clients: leave it out")
+            raise ValueError(
+                f"{given} cannot be chosen for {data!r}, which comes with its clients: leave it out"
+            )
         return _with_clients(data, n, seed, root, fractions, standardize, options)
     if fractions is not None or standardize is not None:
-        raise ValueError("fractions and standardize are for data that comes with its clients: use split_samples() or standardized()")
+        raise ValueError(
+            "fractions and standardize are for data that comes with its clients: use "
+            "split_samples() or standardized()"
+        )
     name = partition or "A"
     unknown = sorted(set(options) - set(options_of(name)))
     if unknown:
-        raise ValueError(f"partition {name} takes the options {', '.join(options_of(name))}, got {', '.join(unknown)}")
+        raise ValueError(
+            f"partition {name} takes the options {', '.join(options_of(name))}, got "
+            f"{', '.join(unknown)}"
+        )
     cut = [f"{k}={shown(v)}" for k, v in sorted(options.items()) if v != options_of(name)[k]]
     if "shift_seed" in options_of(name):
         options = {**options, "shift_seed": shift_seed}
-    source = (load(data, root) if isinstance(data, str) else data).sample(train_samples, test_samples, seed)
-    part = PARTITIONS[name](source.y_train, 10 if n is None else n, test_labels=source.y_test, seed=seed, classes=source.classes, **options)
+    source = (load(data, root) if isinstance(data, str) else data).sample(
+        train_samples, test_samples, seed
+    )
+    part = PARTITIONS[name](
+        source.y_train,
+        10 if n is None else n,
+        test_labels=source.y_test,
+        seed=seed,
+        classes=source.classes,
+        **options,
+    )
     return Federation.from_partition(
         source.x_train,
         source.y_train,
@@ -100,8 +121,13 @@ def federation_of(
 
 
 def _known(data: str) -> None:
-    if data not in FEDERATIONS and not data.startswith(tuple(prefix for prefix, _ in natural.READERS)):
-        raise ValueError(f"data must be one of {', '.join([*SOURCES, *FEDERATIONS])}, leaf:PATH or folder:PATH, got {data!r}")
+    if data not in FEDERATIONS and not data.startswith(
+        tuple(prefix for prefix, _ in natural.READERS)
+    ):
+        raise ValueError(
+            f"data must be one of {', '.join([*SOURCES, *FEDERATIONS])}, leaf:PATH or folder:PATH, "
+            f"got {data!r}"
+        )
 
 
 def _with_clients(
@@ -115,7 +141,11 @@ def _with_clients(
 ) -> Federation:
     _known(data)
     if data.startswith("synthetic"):
-        more = {} if data == "synthetic_quadratic" else {"seed": seed, **({} if n is None else {"n": n})}
+        more = (
+            {}
+            if data == "synthetic_quadratic"
+            else {"seed": seed, **({} if n is None else {"n": n})}
+        )
         make, args = FEDERATIONS[data], {**more, **options}
     elif data in FEDERATIONS:
         make, args = FEDERATIONS[data], {"root": root, **options}

@@ -1,4 +1,5 @@
-"""Other people's containers to a :class:`~pflcore.data.federation.Federation`: arrays, torch Datasets, partitioned pools."""
+"""Other people's containers to a :class:`~pflcore.data.federation.Federation`: arrays, torch
+Datasets, partitioned pools."""
 
 from __future__ import annotations
 
@@ -21,7 +22,12 @@ if TYPE_CHECKING:
     from .cuts import Partition
 
 Classes = int | Literal["infer"] | None
-Clients = Annotated[Sequence[Any], Kind("each client's data in a list", lambda v: hasattr(v, "__iter__") and not isinstance(v, str))]
+Clients = Annotated[
+    Sequence[Any],
+    Kind(
+        "each client's data in a list", lambda v: hasattr(v, "__iter__") and not isinstance(v, str)
+    ),
+]
 
 
 class Collected(Pool):
@@ -39,21 +45,38 @@ class Collected(Pool):
         classes: Classes = "infer",
         name: str = "data",
     ) -> Self:
-        """A training pool, an optional test pool, and a partition of ``cat(y, y_test)`` as :mod:`pflcore.data.partition` makes them."""
+        """A training pool, an optional test pool, and a partition of ``cat(y, y_test)`` as
+        :mod:`pflcore.data.partition` makes them."""
         if isinstance(x, Mapping):
-            raise TypeError("x must be one tensor where a partition cuts it; give the clients' dicts to Federation.from_arrays")
+            raise TypeError(
+                "x must be one tensor where a partition cuts it; give the clients' dicts to "
+                "Federation.from_arrays"
+            )
         x, y = tensor(x, "x", None), target(y, "y", None)
         if (x_test is None) != (y_test is None):
-            raise ValueError(f"x_test and y_test must come together, got only {'y_test' if x_test is None else 'x_test'}")
+            raise ValueError(
+                "x_test and y_test must come together, got only "
+                f"{'y_test' if x_test is None else 'x_test'}"
+            )
         if x_test is not None:
             xt, yt = tensor(x_test, "x_test", None), target(y_test, "y_test", None)
             if xt.shape[1:] != x.shape[1:]:
-                raise ValueError(f"x_test must have inputs of shape {list(x.shape[1:])} as x has, got {list(xt.shape[1:])}")
+                raise ValueError(
+                    f"x_test must have inputs of shape {list(x.shape[1:])} as x has, got "
+                    f"{list(xt.shape[1:])}"
+                )
             x, y = torch.cat([x, xt]), torch.cat([y, yt])
         index = {s: list(lists) for s, lists in partition.index.items()}
         truth = {} if partition.group is None else {"group": partition.group}
         empty = sum(not len(rows) for rows in index.get("test", []))
-        notes = [*partition.notes, *([f"{empty} of {len(index['test'])} clients have no test samples, and so no result"] if empty else [])]
+        notes = [
+            *partition.notes,
+            *(
+                [f"{empty} of {len(index['test'])} clients have no test samples, and so no result"]
+                if empty
+                else []
+            ),
+        ]
         return cls(x, y, index, infer(classes, y), partition.relabel, name, notes, truth)
 
     @classmethod
@@ -69,19 +92,26 @@ class Collected(Pool):
         dtype: torch.dtype | None = torch.float32,
         name: str = "data",
     ) -> Self:
-        """One ``(x, y)`` per client, or one ``{"train": (x, y), "test": (x, y), "val": ...}`` per client. Arrays, tensors or lists.
+        """One ``(x, y)`` per client, or one ``{"train": (x, y), "test": (x, y), "val": ...}`` per
+        client. Arrays, tensors or lists.
 
-        ``test``: one ``(x, y)`` per client. ``test_fraction``: cut that part of each client's samples off instead, shuffled by ``seed``.
-        Integer targets are labels (``classes="infer"``: the largest label plus one), floating ones regression targets. ``dtype``:
+        ``test``: one ``(x, y)`` per client. ``test_fraction``: cut that part of each client's
+        samples off instead, shuffled by ``seed``. Integer targets are labels (``classes="infer"``:
+        the largest label plus one), floating ones regression targets. ``dtype``:
         floating inputs and targets are converted to it; None keeps what came.
         """
         if isinstance(clients, Mapping):
-            raise TypeError("clients must be a list with one entry per client, got a dict: give list(clients.values())")
+            raise TypeError(
+                "clients must be a list with one entry per client, got a dict: give "
+                "list(clients.values())"
+            )
         clients = list(clients)
         if not clients:
             raise ValueError("clients must hold the data of at least one client, got an empty list")
         if test is not None and len(test) != len(clients):
-            raise ValueError(f"test must hold one entry per client ({len(clients)}), got {len(test)}")
+            raise ValueError(
+                f"test must hold one entry per client ({len(clients)}), got {len(test)}"
+            )
         if test is not None and test_fraction:
             raise ValueError("give test or test_fraction, not both")
         if not 0 <= test_fraction < 1:
@@ -95,24 +125,38 @@ class Collected(Pool):
             brought = sorted(set(parts) - {"train"})
             if (test_fraction and brought) or (test is not None and "test" in brought):
                 option = "test_fraction" if test_fraction else "test"
-                raise ValueError(f"client {i} brings {' and '.join(brought)} samples of its own: leave {option} out")
+                raise ValueError(
+                    f"client {i} brings {' and '.join(brought)} samples of its own: leave {option} "
+                    "out"
+                )
             if test is not None and test[i] != {}:
                 parts["test"] = test[i]
             if not set(parts) <= set(SPLITS):
-                raise ValueError(f"client {i} must have splits among {list(SPLITS)}, got {list(parts)}")
+                raise ValueError(
+                    f"client {i} must have splits among {list(SPLITS)}, got {list(parts)}"
+                )
             for split, pair in parts.items():
                 x, y, mine = _pair(pair, f"client {i} ({split})", dtype)
                 if xs and mine != fields:
-                    raise ValueError(f"client {i} ({split}) has inputs {mine or 'of one tensor'}, client 0 has {fields or 'one tensor'}")
+                    raise ValueError(
+                        f"client {i} ({split}) has inputs {mine or 'of one tensor'}, client 0 has "
+                        f"{fields or 'one tensor'}"
+                    )
                 fields = mine
                 if xs and x.shape[1:] != xs[0].shape[1:]:
-                    raise ValueError(f"client {i} ({split}) has inputs of shape {list(x.shape[1:])}, client 0 has {list(xs[0].shape[1:])}")
+                    raise ValueError(
+                        f"client {i} ({split}) has inputs of shape {list(x.shape[1:])}, client 0 "
+                        f"has {list(xs[0].shape[1:])}"
+                    )
                 if ys and (y.shape[1:] != ys[0].shape[1:] or y.dtype != ys[0].dtype):
-                    raise ValueError(f"client {i} ({split}) has targets {_kind(y)}, client 0 has {_kind(ys[0])}")
+                    raise ValueError(
+                        f"client {i} ({split}) has targets {_kind(y)}, client 0 has {_kind(ys[0])}"
+                    )
                 xs.append(x)
                 ys.append(y)
                 lists = index.setdefault(split, [])
-                lists += [torch.empty(0, dtype=torch.int64)] * (i - len(lists))  # earlier clients without this split
+                # earlier clients without this split
+                lists += [torch.empty(0, dtype=torch.int64)] * (i - len(lists))
                 lists.append(torch.arange(start, start + len(x)))
                 start += len(x)
         for lists in index.values():
@@ -120,7 +164,11 @@ class Collected(Pool):
         index.setdefault("train", [torch.empty(0, dtype=torch.int64)] * len(clients))
         y = torch.cat(ys)
         fed = cls(torch.cat(xs), y, index, infer(classes, y), None, name, fields=fields)
-        return split_samples(fed, {"train": 1 - test_fraction, "test": test_fraction}, seed) if test_fraction else fed
+        return (
+            split_samples(fed, {"train": 1 - test_fraction, "test": test_fraction}, seed)
+            if test_fraction
+            else fed
+        )
 
     @classmethod
     @checked
@@ -135,38 +183,65 @@ class Collected(Pool):
         dtype: torch.dtype | None = torch.float32,
         name: str = "data",
     ) -> Self:
-        """One torch ``Dataset`` of ``(x, y)`` pairs per client, read once into memory (so a random transform is drawn once).
+        """One torch ``Dataset`` of ``(x, y)`` pairs per client, read once into memory (so a random
+        transform is drawn once).
 
         Options as in :meth:`from_arrays`; ``test`` is a list of Datasets.
         """
         if isinstance(clients, Mapping):
             return cls.from_arrays(clients, name=name)  # says that a list is wanted
         pairs = [
-            {s: _read(part, f"client {i} ({s})") for s, part in d.items()} if isinstance(d, Mapping) else _read(d, f"client {i}")
+            {s: _read(part, f"client {i} ({s})") for s, part in d.items()}
+            if isinstance(d, Mapping)
+            else _read(d, f"client {i}")
             for i, d in enumerate(clients)
         ]
-        tests = None if test is None else [_read(d, f"client {i} (test)") if len(d) else {} for i, d in enumerate(test)]
-        how: dict[str, Any] = {"test_fraction": test_fraction, "seed": seed, "classes": classes, "dtype": dtype, "name": name}
+        tests = (
+            None
+            if test is None
+            else [_read(d, f"client {i} (test)") if len(d) else {} for i, d in enumerate(test)]
+        )
+        how: dict[str, Any] = {
+            "test_fraction": test_fraction,
+            "seed": seed,
+            "classes": classes,
+            "dtype": dtype,
+            "name": name,
+        }
         return cls.from_arrays(pairs, test=tests, **how)
 
 
 def _read(dataset: Any, who: str) -> tuple[Any, Tensor]:
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-        raise TypeError(f"{who} must be a torch Dataset with a length, got {type(dataset).__name__}")
+        raise TypeError(
+            f"{who} must be a torch Dataset with a length, got {type(dataset).__name__}"
+        )
     if len(dataset) == 0:
-        raise ValueError(f"{who} has an empty Dataset: leave the client out, or give it at least one sample")
+        raise ValueError(
+            f"{who} has an empty Dataset: leave the client out, or give it at least one sample"
+        )
     if type(dataset) is torch.utils.data.TensorDataset and len(dataset.tensors) == 2:
         return dataset.tensors[0], dataset.tensors[1]
     samples = [dataset[k] for k in range(len(dataset))]
     if not (isinstance(samples[0], (tuple, list)) and len(samples[0]) == 2):
-        raise TypeError(f"{who} must give pairs (x, y), got {type(samples[0]).__name__}: take them out of it, (sample['x'], sample['y'])")
+        raise TypeError(
+            f"{who} must give pairs (x, y), got {type(samples[0]).__name__}: take them out of it, "
+            "(sample['x'], sample['y'])"
+        )
     try:
         first = samples[0][0]
-        rows: Any = {k: [s[0][k] for s in samples] for k in first} if isinstance(first, Mapping) else {"": [s[0] for s in samples]}
+        rows: Any = (
+            {k: [s[0][k] for s in samples] for k in first}
+            if isinstance(first, Mapping)
+            else {"": [s[0] for s in samples]}
+        )
         x = {k: torch.stack([torch.as_tensor(v) for v in column]) for k, column in rows.items()}
         y = torch.stack([torch.as_tensor(s[1]) for s in samples])
     except (RuntimeError, TypeError, ValueError) as e:
-        raise ValueError(f"{who} has samples that do not stack into one tensor ({_unlike([s[0] for s in samples])})") from e
+        raise ValueError(
+            f"{who} has samples that do not stack into one tensor "
+            f"({_unlike([s[0] for s in samples])})"
+        ) from e
     return x if isinstance(first, Mapping) else x[""], y
 
 
@@ -176,7 +251,9 @@ def _pair(pair: Any, who: str, dtype: torch.dtype | None) -> tuple[Tensor, Tenso
     x, fields = inputs(pair[0], f"x of {who}", dtype)
     y = target(pair[1], f"y of {who}", dtype)
     if x.dim() < 1 or y.dim() < 1 or len(x) != len(y):
-        raise ValueError(f"{who} must have one target per input, got shapes {list(x.shape)} and {list(y.shape)}")
+        raise ValueError(
+            f"{who} must have one target per input, got shapes {list(x.shape)} and {list(y.shape)}"
+        )
     return x, y, fields
 
 
@@ -184,34 +261,66 @@ def inputs(value: Any, what: str, dtype: torch.dtype | None) -> tuple[Tensor, Fi
     """As :func:`tensor`; a dict's entries side by side in one row, and which they are."""
     if not isinstance(value, Mapping):
         return tensor(value, what, dtype), None
-    return joined({k: tensor(v, f"{what}[{k!r}]", dtype) for k, v in value.items()}, dtype or torch.float32, what)
+    return joined(
+        {k: tensor(v, f"{what}[{k!r}]", dtype) for k, v in value.items()},
+        dtype or torch.float32,
+        what,
+    )
 
 
 def tensor(value: Any, what: str, dtype: torch.dtype | None) -> Tensor:
-    """A detached CPU-or-device tensor; floating values go to ``dtype``, tokens of 16 or 32 bits to int64."""
+    """A detached CPU-or-device tensor; floating values go to ``dtype``, tokens of 16 or 32 bits to
+    int64."""
     try:
-        t = value.detach() if isinstance(value, Tensor) else torch.as_tensor(_native(np.asarray(value)))
+        t = (
+            value.detach()
+            if isinstance(value, Tensor)
+            else torch.as_tensor(_native(np.asarray(value)))
+        )
     except (TypeError, ValueError, RuntimeError) as e:
-        raise TypeError(f"{what} must be numbers in one array, got {type(value).__name__} ({_unlike(value)})") from e
-    if t.dtype in (torch.int16, torch.int32):  # tokens; bytes are left to be refused, they may be images
+        raise TypeError(
+            f"{what} must be numbers in one array, got {type(value).__name__} ({_unlike(value)})"
+        ) from e
+    # tokens; bytes are left to be refused, they may be images
+    if t.dtype in (torch.int16, torch.int32):
         return t.long()
     return t.to(dtype) if dtype is not None and t.is_floating_point() else t
 
 
 def _native(a: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The array in this machine's byte order and with steps forward, a copy where torch would not read it."""
+    """The array in this machine's byte order and with steps forward, a copy where torch would not
+    read it."""
     native = a.dtype.newbyteorder("=")
-    return a if a.dtype == native and min(a.strides, default=0) >= 0 else np.array(a, native, order="C")
+    return (
+        a
+        if a.dtype == native and min(a.strides, default=0) >= 0
+        else np.array(a, native, order="C")
+    )
 
 
 def _unlike(samples: Any) -> str:
     """What keeps samples from being one array, and what to do."""
-    values = [samples] if isinstance(samples, Mapping | str) or not hasattr(samples, "__iter__") else list(samples)
-    other = next((v for v in values if isinstance(v, Mapping | str) or not (hasattr(v, "__len__") or isinstance(v, int | float))), None)
+    values = (
+        [samples]
+        if isinstance(samples, Mapping | str) or not hasattr(samples, "__iter__")
+        else list(samples)
+    )
+    other = next(
+        (
+            v
+            for v in values
+            if isinstance(v, Mapping | str)
+            or not (hasattr(v, "__len__") or isinstance(v, int | float))
+        ),
+        None,
+    )
     if isinstance(other, Mapping):
         return "a sample is a dict: give one dict of tensors, a row for each sample in every one"
     if other is not None:
-        return f"a sample is a {type(other).__name__}: turn it into numbers first, images with a transform such as ToTensor"
+        return (
+            f"a sample is a {type(other).__name__}: turn it into numbers first, images with a "
+            "transform such as ToTensor"
+        )
     if isinstance(samples, np.ndarray) and samples.dtype.kind in "USO":
         return "it holds text: turn it into numbers first"
     return "their lengths or shapes differ: pad them to one"

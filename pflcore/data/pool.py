@@ -1,4 +1,5 @@
-"""What a federation holds: one pool of samples, and for each client and split the list of samples it holds."""
+"""What a federation holds: one pool of samples, and for each client and split the list of samples
+it holds."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ CLASSES = of_hint(Whole | None)._replace(words="a whole number, or None for regr
 
 
 class Scaling(NamedTuple):
-    """What clients' features were shifted and scaled by, [N, ...] float64: x = (raw - mean) / deviation."""
+    """What clients' features were shifted and scaled by, [N, ...] float64: x = (raw - mean) /
+    deviation."""
 
     mean: Tensor
     deviation: Tensor
@@ -29,7 +31,8 @@ class Scaling(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Pool:
-    """The data of N clients as it is, see :class:`pflcore.Federation`, which makes other federations of it too."""
+    """The data of N clients as it is, see :class:`pflcore.Federation`, which makes other
+    federations of it too."""
 
     x: Tensor  # or, when it is made, a dict of tensors
     y: Tensor
@@ -47,7 +50,9 @@ class Pool:
         expect("index", LISTS, self.index)
         object.__setattr__(self, "classes", expect("classes", CLASSES, self.classes))
         if isinstance(self.x, Mapping):
-            dtypes = [v.dtype for v in self.x.values() if isinstance(v, Tensor) and v.is_floating_point()]
+            dtypes = [
+                v.dtype for v in self.x.values() if isinstance(v, Tensor) and v.is_floating_point()
+            ]
             x, fields = joined(self.x, dtypes[0] if dtypes else torch.float32)
             object.__setattr__(self, "x", x)
             object.__setattr__(self, "fields", fields)
@@ -55,10 +60,12 @@ class Pool:
             object.__setattr__(self, "y", masked(self.y, self.x, self.fields))
         check_pool(self.x, self.y, self.classes, self.index)
         check_lists(self)
-        object.__setattr__(self, "index", {s: Ragged.of(lists, self.x.device) for s, lists in self.index.items()})
+        object.__setattr__(
+            self, "index", {s: Ragged.of(lists, self.x.device) for s, lists in self.index.items()}
+        )
         check_clients(self)
 
-    # -- what it holds ---------------------------------------------------------------------------------------------------------
+    # -- what it holds -------------------------------------------------------
 
     @property
     def n(self) -> int:
@@ -85,17 +92,28 @@ class Pool:
         return self.lists(split).size
 
     def counts(self, split: str = "train", clients: Tensor | None = None) -> Tensor:
-        """Samples per client (or of these ``clients``) and class, as each labels them (after ``relabel``): int64 [N, C], on the CPU."""
+        """Samples per client (or of these ``clients``) and class, as each labels them (after
+        ``relabel``): int64 [N, C], on the CPU."""
         if self.classes is None:
-            raise ValueError(f"counts needs labels: the targets of {self.name} are continuous (classes is None)")
+            raise ValueError(
+                f"counts needs labels: the targets of {self.name} are continuous (classes is None)"
+            )
         lists = self.lists(split) if clients is None else self.lists(split).take(clients)
         y = self.y[lists.flat].reshape(len(lists.flat), -1)
         owner = lists.owner()[:, None].expand_as(y)
         if self.y.dim() > 1:  # steps that are left out are nobody's
             owner, y = owner[y != IGNORED][:, None], y[y != IGNORED][:, None]
         if self.relabel is not None:
-            y = (self.relabel if clients is None else self.relabel[onto(clients, self.device)])[owner, y]
-        return torch.bincount((owner * self.classes + y).flatten(), minlength=len(lists) * self.classes).view(-1, self.classes).cpu()
+            y = (self.relabel if clients is None else self.relabel[onto(clients, self.device)])[
+                owner, y
+            ]
+        return (
+            torch.bincount(
+                (owner * self.classes + y).flatten(), minlength=len(lists) * self.classes
+            )
+            .view(-1, self.classes)
+            .cpu()
+        )
 
     def labels(self, i: int, split: str = "train") -> Tensor:
         """Client i's own labels (after ``relabel``) or targets: [n_i] or [n_i, ...]."""
@@ -103,27 +121,37 @@ class Pool:
         return y if self.relabel is None else self.relabel[i][y]
 
     def client(self, i: int, split: str = "train") -> tuple[Tensor, Tensor]:
-        """Client i's samples ``(x [n_i, ...], y [n_i])``, labelled as the client labels them. Fresh tensors: the pool is never altered."""
+        """Client i's samples ``(x [n_i, ...], y [n_i])``, labelled as the client labels them. Fresh
+        tensors: the pool is never altered."""
         return self.x[self.lists(split)[self._client(i)]], self.labels(i, split)
 
     def summary(self) -> str:
-        """A few lines of text: clients, samples, shapes, sizes, classes per client, what the partition noted."""
+        """A few lines of text: clients, samples, shapes, sizes, classes per client, what the
+        partition noted."""
         size = self.size()
         samples = ", ".join(f"{int(self.size(s).sum()):,} {s}" for s in self.splits)
         what = "targets" if self.classes is None else f"{self.classes} classes"
         shape = f"shape {list(self.shape)}" if self.fields is None else str(self.fields)
         lines = [f"{self.name}: {self.n} clients, {samples} samples of {shape}, {what}"]
-        lines.append(f"training samples per client: {int(size.min()):,} to {int(size.max()):,}, median {int(size.median()):,}")
+        lines.append(
+            f"training samples per client: {int(size.min()):,} to {int(size.max()):,}, median "
+            f"{int(size.median()):,}"
+        )
         if self.classes is not None:
             held = (self.counts() > 0).sum(1)
             lines.append(f"classes per client: {int(held.min())} to {int(held.max())}")
         if self.relabel is not None:
             moved = (self.relabel != torch.arange(self.relabel.shape[1], device=self.device)).any(1)
-            lines.append(f"concept shift: {int(moved.sum())} of {self.n} clients permute their labels")
+            lines.append(
+                f"concept shift: {int(moved.sum())} of {self.n} clients permute their labels"
+            )
         return "\n".join([*lines, *self.notes])
 
     def __repr__(self) -> str:
-        return f"Federation({self.name!r}, n={self.n}, splits={list(self.splits)}, shape={list(self.shape)}, classes={self.classes})"
+        return (
+            f"Federation({self.name!r}, n={self.n}, splits={list(self.splits)}, "
+            f"shape={list(self.shape)}, classes={self.classes})"
+        )
 
     def to(self, device: str | torch.device) -> Self:
         """The same federation with its pool and index lists on ``device``."""
@@ -132,14 +160,23 @@ class Pool:
         index = {s: self.lists(s).to(device) for s in self.index}
         relabel = None if self.relabel is None else self.relabel.to(device)
         truth = {k: v.to(device) for k, v in self.truth.items()}
-        return replace(self, x=self.x.to(device), y=self.y.to(device), index=index, relabel=relabel, truth=truth)
+        return replace(
+            self,
+            x=self.x.to(device),
+            y=self.y.to(device),
+            index=index,
+            relabel=relabel,
+            truth=truth,
+        )
 
-    # -- small helpers ---------------------------------------------------------------------------------------------------------
+    # -- small helpers -------------------------------------------------------
 
     def lists(self, split: str) -> Ragged:
         """All clients' index lists of a split."""
         if split not in self.index:
-            raise ValueError(f"split must be one of {list(self.splits)} for {self.name}, got {split!r}")
+            raise ValueError(
+                f"split must be one of {list(self.splits)} for {self.name}, got {split!r}"
+            )
         lists = self.index[split]
         assert isinstance(lists, Ragged)
         return lists

@@ -1,4 +1,5 @@
-"""Index lists of many clients as one flat tensor with offsets: as long as their samples, whoever is the largest."""
+"""Index lists of many clients as one flat tensor with offsets: as long as their samples, whoever is
+the largest."""
 
 from __future__ import annotations
 
@@ -25,12 +26,19 @@ class Ragged(Sequence[Tensor]):
         """The same lists, from tensors of their own."""
         if isinstance(lists, Ragged):
             return lists
-        size = torch.tensor([i.numel() for i in lists], dtype=torch.int64)  # numel: len of a tensor is slow
-        return cls(torch.cat(list(lists)) if len(size) else torch.empty(0, dtype=torch.int64, device=device), starts(size))
+        # numel: len of a tensor is slow
+        size = torch.tensor([i.numel() for i in lists], dtype=torch.int64)
+        return cls(
+            torch.cat(list(lists))
+            if len(size)
+            else torch.empty(0, dtype=torch.int64, device=device),
+            starts(size),
+        )
 
     @classmethod
     def of_parts(cls, n: int, parts: Sequence[tuple[Tensor, Tensor]]) -> Ragged:
-        """The lists of n clients from parts of equal lengths: ids [m] and their lists [m, length]; together everybody, each once."""
+        """The lists of n clients from parts of equal lengths: ids [m] and their lists [m, length];
+        together everybody, each once."""
         size = torch.zeros(n, dtype=torch.int64)
         for ids, rows in parts:
             size[ids] = rows.shape[1]
@@ -57,7 +65,8 @@ class Ragged(Sequence[Tensor]):
         return iter(self.flat.split(self.size.tolist()))
 
     def take(self, ids: Tensor, size: Tensor | None = None) -> Ragged:
-        """The lists of these clients [S], in their order; of each the first `size` [S] where that is given."""
+        """The lists of these clients [S], in their order; of each the first `size` [S] where that
+        is given."""
         if size is None and len(ids) == len(self) and bool((ids == torch.arange(len(ids))).all()):
             return self
         size = self.size[ids] if size is None else size

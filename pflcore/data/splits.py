@@ -1,4 +1,5 @@
-"""Motley's two protocols as functions of a federation: clients held out (cross-device) and samples held out (cross-silo)."""
+"""Motley's two protocols as functions of a federation: clients held out (cross-device) and samples
+held out (cross-silo)."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ STANDARDIZED = "features standardised by each client's own training statistics"
 
 
 class ClientGroups(NamedTuple):
-    """Who trains, who chooses hyper-parameters, who is reported: disjoint client ids, each int64 and sorted."""
+    """Who trains, who chooses hyper-parameters, who is reported: disjoint client ids, each int64
+    and sorted."""
 
     train: Tensor
     val: Tensor
@@ -31,7 +33,9 @@ class ClientGroups(NamedTuple):
 
 
 @checked
-def subset(fed: P, clients: Annotated[Sequence[int] | Tensor, some("clients' numbers in a list")]) -> P:
+def subset(
+    fed: P, clients: Annotated[Sequence[int] | Tensor, some("clients' numbers in a list")]
+) -> P:
     """Only these clients, renumbered 0.. in the given order; the pool is shared."""
     ids = _ids(fed, clients)
     index = {s: fed.lists(s).take(torch.tensor(ids)) for s in fed.splits}
@@ -44,40 +48,66 @@ def subset(fed: P, clients: Annotated[Sequence[int] | Tensor, some("clients' num
 
 
 @checked
-def split_clients(fed: Pool, train: float = 0.8, val: float = 0.1, test: float = 0.1, seed: Seed32 = 13) -> ClientGroups:
+def split_clients(
+    fed: Pool, train: float = 0.8, val: float = 0.1, test: float = 0.1, seed: Seed32 = 13
+) -> ClientGroups:
     """Split the clients at random (Motley's cross-device setting).
 
-    Each of ``train``, ``val``, ``test`` is a number of clients (int) or a fraction of them (float); one permutation by ``seed``: its
-    first ids are validation clients, the next test clients, then training clients. Fractions that add up to 1 use every client:
+    Each of ``train``, ``val``, ``test`` is a number of clients (int) or a fraction of them (float);
+    one permutation by ``seed``: its first ids are validation clients, the next test clients, then
+    training clients. Fractions that add up to 1 use every client:
     validation and test are rounded to the nearest number, training gets the rest.
     """
     given = {"train": train, "val": val, "test": test}
     for key, value in given.items():
         if not value >= 0:
             raise ValueError(f"{key} must be a number of clients or a fraction >= 0, got {value}")
-    number = {k: int(v) if isinstance(v, Integral) else math.floor(v * fed.n + 0.5) for k, v in given.items()}
-    if not isinstance(train, Integral) and abs(sum(v for v in given.values() if not isinstance(v, Integral)) - 1) < 1e-9:
+    number = {
+        k: int(v) if isinstance(v, Integral) else math.floor(v * fed.n + 0.5)
+        for k, v in given.items()
+    }
+    if (
+        not isinstance(train, Integral)
+        and abs(sum(v for v in given.values() if not isinstance(v, Integral)) - 1) < 1e-9
+    ):
         number["train"] = fed.n - number["val"] - number["test"]
     if sum(number.values()) > fed.n or number["train"] < 1:
         got = ", ".join(f"{k} {number[k]}" for k in given)
-        raise ValueError(f"train, val and test must share {fed.n} clients with at least one to train, got {got}")
+        raise ValueError(
+            f"train, val and test must share {fed.n} clients with at least one to train, got {got}"
+        )
     order = torch.from_numpy(np.random.RandomState(seed).permutation(fed.n))
-    val_ids, test_ids, train_ids = order[: number["val"]], order[number["val"] :][: number["test"]], order[number["val"] + number["test"] :]
-    return ClientGroups(train_ids[: number["train"]].sort().values, val_ids.sort().values, test_ids.sort().values)
+    val_ids, test_ids, train_ids = (
+        order[: number["val"]],
+        order[number["val"] :][: number["test"]],
+        order[number["val"] + number["test"] :],
+    )
+    return ClientGroups(
+        train_ids[: number["train"]].sort().values, val_ids.sort().values, test_ids.sort().values
+    )
 
 
 @checked
-def halves(fed: P, clients: Sequence[int] | Tensor | None = None, seed: Seed32 = 13, pool: Sequence[str] | None = None) -> P:
+def halves(
+    fed: P,
+    clients: Sequence[int] | Tensor | None = None,
+    seed: Seed32 = 13,
+    pool: Sequence[str] | None = None,
+) -> P:
     """Personalization and evaluation halves of these clients' (None: all clients') samples.
 
-    The client's samples of the splits in ``pool`` (None: all it has) are shuffled once by ``seed``; the first floor(n/2) become its
-    "train" list (personalization), the others its "test" list (evaluation); it has no "val". Other clients stay as they are. Nothing
-    but scoring may look at an evaluation half.
+    The client's samples of the splits in ``pool`` (None: all it has) are shuffled once by ``seed``;
+    the first floor(n/2) become its "train" list (personalization), the others its "test" list
+    (evaluation); it has no "val". Other clients stay as they are. Nothing but scoring may look at
+    an evaluation half.
     """
     ids = torch.tensor(_ids(fed, range(fed.n) if clients is None else clients))
     mine = _joined(fed, pool).take(ids)
     for i in (mine.size < 2).nonzero()[:1, 0].tolist():
-        raise ValueError(f"client {int(ids[i])} must have at least 2 samples to be halved, got {int(mine.size[i])}: leave it out (subset)")
+        raise ValueError(
+            f"client {int(ids[i])} must have at least 2 samples to be halved, got "
+            f"{int(mine.size[i])}: leave it out (subset)"
+        )
     parts: dict[str, list[tuple[Tensor, Tensor]]] = {"train": [], "test": []}
     for at, rows in _alike(mine):
         n = rows.shape[1]
@@ -85,34 +115,53 @@ def halves(fed: P, clients: Sequence[int] | Tensor | None = None, seed: Seed32 =
         parts["train"].append((at, rows[:, : n // 2]))
         parts["test"].append((at, rows[:, n // 2 :]))
     new = {s: Ragged.of_parts(len(ids), p) for s, p in parts.items()}
-    index = {s: fed.lists(s) if s in fed.index else _none(fed, fed.n) for s in SPLITS if s in fed.index or s == "test"}
-    return replace(fed, index={s: _exchanged(lists, ids, new.get(s, _none(fed, len(ids)))) for s, lists in index.items()})
+    index = {
+        s: fed.lists(s) if s in fed.index else _none(fed, fed.n)
+        for s in SPLITS
+        if s in fed.index or s == "test"
+    }
+    return replace(
+        fed,
+        index={
+            s: _exchanged(lists, ids, new.get(s, _none(fed, len(ids))))
+            for s, lists in index.items()
+        },
+    )
 
 
 def keep(fed: P, fraction: float, clients: Sequence[int] | Tensor | None = None) -> P:
-    """The first ``fraction`` of each training list, rounded up: keep(.25) is part of keep(.5). Other splits stay."""
+    """The first ``fraction`` of each training list, rounded up: keep(.25) is part of keep(.5).
+    Other splits stay."""
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction must be above 0 and at most 1, got {fraction}")
     lists, size = fed.lists("train"), fed.size()
     ids = torch.tensor(_ids(fed, range(fed.n) if clients is None else clients))
-    size = size.index_copy(0, ids, (fraction * size[ids].double() - 1e-9).ceil().clamp(min=1).long())
+    size = size.index_copy(
+        0, ids, (fraction * size[ids].double() - 1e-9).ceil().clamp(min=1).long()
+    )
     return replace(fed, index={**fed.index, "train": lists.take(torch.arange(fed.n), size)})
 
 
 @checked
-def split_samples(fed: P, fractions: Mapping[str, float], seed: Seed32 = 100, pool: Sequence[str] | None = None) -> P:
+def split_samples(
+    fed: P, fractions: Mapping[str, float], seed: Seed32 = 100, pool: Sequence[str] | None = None
+) -> P:
     """Split each client's own samples (Motley's cross-silo setting).
 
-    ``fractions``: of "train", "val", "test", adding up to 1. ``pool``: the splits whose samples are divided anew (None: all).
-    Test samples go first, ceil(test * n); then validation, ceil(val / (1 - test) * rest); each by a fresh permutation from ``seed``.
-    That is ``train_test_split(random_state=seed)`` of scikit-learn called twice, as the Motley code does, index for index.
-    A client with so few samples that a split would leave it none to train on has none in that split; a note counts them.
-    ValueError where no client has enough.
+    ``fractions``: of "train", "val", "test", adding up to 1. ``pool``: the splits whose samples are
+    divided anew (None: all). Test samples go first, ceil(test * n); then validation, ceil(val / (1
+    - test) * rest); each by a fresh permutation from ``seed``. That is
+    ``train_test_split(random_state=seed)`` of scikit-learn called twice, as the Motley code does,
+    index for index. A client with so few samples that a split would leave it none to train on has
+    none in that split; a note counts them. ValueError where no client has enough.
     """
     want = {s: float(fractions.get(s, 0.0)) for s in SPLITS}
     adds_up = all(v >= 0 for v in want.values()) and abs(sum(want.values()) - 1) <= 1e-9
     if set(fractions) - set(SPLITS) or not adds_up or want["train"] == 0:
-        raise ValueError(f"fractions must be of 'train' (above 0), 'val' and 'test' and add up to 1, got {dict(fractions)}")
+        raise ValueError(
+            "fractions must be of 'train' (above 0), 'val' and 'test' and add up to 1, got "
+            f"{dict(fractions)}"
+        )
     parts: dict[str, list[tuple[Tensor, Tensor]]] = {s: [] for s in SPLITS if want[s] > 0}
     lists, small = _joined(fed, pool), torch.zeros(fed.n, dtype=torch.bool)
     for mine, rows in _alike(lists):
@@ -127,20 +176,31 @@ def split_samples(fed: P, fractions: Mapping[str, float], seed: Seed32 = 100, po
             rows = rows[:, order[cut:]]
         parts["train"].append((mine, rows))
     if bool(small.all()):
-        raise ValueError(f"every client has too few samples (at most {int(lists.size.max())}) for the fractions {dict(fractions)}")
+        raise ValueError(
+            f"every client has too few samples (at most {int(lists.size.max())}) for the fractions "
+            f"{dict(fractions)}"
+        )
     index = {s: Ragged.of_parts(fed.n, p) for s, p in parts.items()}
     kept = {s: fed.index[s] for s in fed.splits if pool is not None and s not in pool}
     if set(kept) & set(index):
-        raise ValueError(f"fractions must not name a split outside pool {list(pool or [])}, got {sorted(set(kept) & set(index))}")
-    note = f"{int(small.sum())} of {fed.n} clients have too few samples for every split: they lack validation or test samples"
-    return replace(fed, index={**kept, **index}, notes=[*fed.notes, note] if bool(small.any()) else fed.notes)
+        raise ValueError(
+            f"fractions must not name a split outside pool {list(pool or [])}, got "
+            f"{sorted(set(kept) & set(index))}"
+        )
+    note = (
+        f"{int(small.sum())} of {fed.n} clients have too few samples for every split: they lack "
+        "validation or test samples"
+    )
+    return replace(
+        fed, index={**kept, **index}, notes=[*fed.notes, note] if bool(small.any()) else fed.notes
+    )
 
 
 def standardized(fed: P) -> P:
     """Each client's features shifted and scaled by its own *training* statistics (ddof 0).
 
-    A feature that is constant on the client's training samples is shifted only. Statistics of other clients, or of held-out samples,
-    never enter.
+    A feature that is constant on the client's training samples is shifted only. Statistics of other
+    clients, or of held-out samples, never enter.
     """
     if not fed.x.is_floating_point() or fed.fields is not None:
         raise TypeError(f"standardized needs floating inputs, got {fed.fields or fed.x.dtype}")
@@ -149,7 +209,10 @@ def standardized(fed: P) -> P:
     for i in range(fed.n):
         rows = torch.cat([fed.index[s][i] for s in fed.splits])
         if bool(((owner[rows] >= 0) & (owner[rows] != i)).any()):
-            raise ValueError(f"standardized needs samples of one client each, but client {i} shares some with another")
+            raise ValueError(
+                f"standardized needs samples of one client each, but client {i} shares some with "
+                "another"
+            )
         owner[rows] = i
         train = fed.x[fed.index["train"][i]].double()
         mean, std = train.mean(0), train.std(0, correction=0)
@@ -164,7 +227,9 @@ def _ids(fed: Pool, clients: Sequence[int] | Tensor) -> list[int]:
     given = clients.cpu().numpy() if isinstance(clients, Tensor) else np.asarray(list(clients))
     ids: list[int] = given.tolist() if given.ndim == 1 and given.dtype.kind in "iu" else []
     if not ids or min(ids) < 0 or max(ids) >= fed.n or len(set(ids)) != len(ids):
-        raise ValueError(f"clients must be distinct ids in 0..{fed.n - 1}, at least one, got {shown(clients)}")
+        raise ValueError(
+            f"clients must be distinct ids in 0..{fed.n - 1}, at least one, got {shown(clients)}"
+        )
     return ids
 
 
@@ -183,11 +248,14 @@ def _permutation(n: int, seed: int, fed: Pool) -> Tensor:
 
 
 def _none(fed: Pool, n: int) -> Ragged:
-    return Ragged(torch.empty(0, dtype=torch.int64, device=fed.device), torch.zeros(n + 1, dtype=torch.int64))
+    return Ragged(
+        torch.empty(0, dtype=torch.int64, device=fed.device), torch.zeros(n + 1, dtype=torch.int64)
+    )
 
 
 def _alike(lists: Ragged) -> Iterator[tuple[Tensor, Tensor]]:
-    """Clients [m] with as many samples, which one permutation serves, and their lists [m, length]."""
+    """Clients [m] with as many samples, which one permutation serves, and their lists [m,
+    length]."""
     for n in lists.size.unique().tolist():
         mine = (lists.size == n).nonzero()[:, 0]
         yield mine, lists.flat[(lists.begin[mine][:, None] + torch.arange(n)).to(lists.flat.device)]
@@ -196,4 +264,6 @@ def _alike(lists: Ragged) -> Iterator[tuple[Tensor, Tensor]]:
 def _exchanged(old: Ragged, ids: Tensor, new: Ragged) -> Ragged:
     """`old` with the lists `new` in the place of those of the clients `ids`."""
     which = torch.arange(len(old)).index_copy(0, ids, len(old) + torch.arange(len(ids)))
-    return Ragged(torch.cat([old.flat, new.flat]), starts(torch.cat([old.size, new.size]))).take(which)
+    return Ragged(torch.cat([old.flat, new.flat]), starts(torch.cat([old.size, new.size]))).take(
+        which
+    )

@@ -1,4 +1,5 @@
-"""pflcore in other people's code: their models as rows, one call, and a server and a client without a simulation."""
+"""pflcore in other people's code: their models as rows, one call, and a server and a client without
+a simulation."""
 
 from __future__ import annotations
 
@@ -7,4 +8,14 @@ from pflcore.interop.mixing import Clusters, Krum, personalize
 from pflcore.interop.packing import Form, Packed, pack, unpack
 from pflcore.interop.server import Server
 
-__all__ = ["Client", "Clusters", "Form", "Krum", "Packed", "Server", "pack", "personalize", "unpack"]
+__all__ = [
+    "Client",
+    "Clusters",
+    "Form",
+    "Krum",
+    "Packed",
+    "Server",
+    "pack",
+    "personalize",
+    "unpack",
+]

@@ -76,7 +76,10 @@ class Client:
         with one_thread():
             down, own, about, clients = self._opened(download)
             if about.round != about.done + 1:
-                raise ValueError("download: expected one to train on, got one for an evaluation; ask for download(client_id).")
+                raise ValueError(
+                    "download: expected one to train on, got one for an evaluation; ask for "
+                    "download(client_id)."
+                )
             new, up, fit = self.algorithm.train(down, own, clients)
         self._own, self._pending = own, (about.round, own | new, fit.buffers)
         if not finite_rows([*new.values(), fit.buffers], 1).all():  # so that the server drops it
@@ -97,7 +100,8 @@ class Client:
         size = int(self.data.size(split)[0]) if split in self.data.index else 0
         if not size:
             raise ValueError(
-                f"split: this client has no sample of {split!r} to be evaluated on; give it some as data={{..., {split!r}: (x, y)}}."
+                f"split: this client has no sample of {split!r} to be evaluated on; give it some "
+                f"as data={{..., {split!r}: (x, y)}}."
             )
         model, clients = self._personalized(download)
         with one_thread():
@@ -123,11 +127,19 @@ class Client:
             name, shapes, own = state["algorithm"], state["shapes"], dict(state["own"])
             statistics, pending = state["statistics"], state["pending"]
         except (KeyError, TypeError) as error:
-            raise ValueError(f"state: expected what Client.state_dict() gives, got {type(state).__name__} ({error}).") from None
+            raise ValueError(
+                f"state: expected what Client.state_dict() gives, got {type(state).__name__} "
+                f"({error})."
+            ) from None
         if name != name_of(self.algorithm):
-            raise ValueError(f"state: expected one of {name_of(self.algorithm)}, got one of {name}.")
+            raise ValueError(
+                f"state: expected one of {name_of(self.algorithm)}, got one of {name}."
+            )
         if shapes != self._shapes:
-            raise ValueError(f"state: it is of a model of other parameters, {shapes}, than this client's, {self._shapes}.")
+            raise ValueError(
+                f"state: it is of a model of other parameters, {shapes}, than this client's, "
+                f"{self._shapes}."
+            )
         self._own, self._statistics, self._pending = own, statistics, pending
 
     @property
@@ -142,7 +154,10 @@ class Client:
         net = self._setting.net
         down, about, statistics = opened(download, net, self.algorithm, "download")
         if (statistics is None) is self.averages:
-            raise ValueError("download: the server has other `batch_norm` than this client; give both sides the same.")
+            raise ValueError(
+                "download: the server has other `batch_norm` than this client; give both sides the "
+                "same."
+            )
         self._settle(about)
         kept = self._own if about.accepted else {}
         first = {k: v[:1] for k, v in self.algorithm.newcomer(down, net, about.n).items()}

@@ -1,10 +1,13 @@
-"""The server's matrices over several processes or machines, by `torch.distributed` under `torchrun`: Gloo on CPUs, NCCL on GPUs.
+"""The server's matrices over several processes or machines, by `torch.distributed` under
+`torchrun`: Gloo on CPUs, NCCL on GPUs.
 
-Each rank of a process group holds all N clients in some of the P columns. A squared distance is a sum over columns, a mix acts on each
-column by itself: distances cost one all-reduce, mixtures nothing, and which columns a rank has is all one: those of its FSDP shards need no
-exchange. `group` None is the default group; a DTensor lies over its own 1-D mesh. All ranks must call: one rank's wrong argument is a
-ValueError or TypeError on all of them, a rank that ends a RuntimeError on the others, at once or after the group's timeout
-(`init_process_group(timeout=)`). Nothing here has gradients.
+Each rank of a process group holds all N clients in some of the P columns. A squared distance is a
+sum over columns, a mix acts on each column by itself: distances cost one all-reduce, mixtures
+nothing, and which columns a rank has is all one: those of its FSDP shards need no exchange. `group`
+None is the default group; a DTensor lies over its own 1-D mesh. All ranks must call: one rank's
+wrong argument is a ValueError or TypeError on all of them, a rank that ends a RuntimeError on the
+others, at once or after the group's timeout (`init_process_group(timeout=)`). Nothing here has
+gradients.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ from pflcore.ops.aggregate import check_aggregate
 
 __all__ = ["aggregate", "pairwise_sqdist", "to_columns", "to_rows"]
 
-GROUP = 160  # columns that the CPU kernels sum in float32 at a time: shards of whole groups have the sums of the matrix in one piece
+# columns that the CPU kernels sum in float32 at a time: shards of whole groups have the sums of the
+# matrix in one piece
+GROUP = 160
 
 
 @torch.no_grad()
@@ -31,12 +36,14 @@ def pairwise_sqdist(
     b: Tensor | None = None,  # [N, p]; None: b = a
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:  # [M, N] float64, the same on every rank
-    """`pflcore.pairwise_sqdist` of rows whose columns lie on several ranks, by one all-reduce of the distances (without `b`, of those above
-    the diagonal: 4 N (N - 1) bytes) and, before it, some hundred bytes by which the ranks see that they fit together.
+    """`pflcore.pairwise_sqdist` of rows whose columns lie on several ranks, by one all-reduce of
+    the distances (without `b`, of those above the diagonal: 4 N (N - 1) bytes) and, before it, some
+    hundred bytes by which the ranks see that they fit together.
 
-    Bit for bit the same on every rank and, without `b`, symmetric with an exact zero diagonal. Beside the op in one process equal to
-    rounding in float64 where rows are float64 or, on CPUs, shards of `to_columns`; for other shards each is within its relative error of
-    1e-6. A DTensor is [M, P], `Shard(1)`, or `Shard(0)`, which goes through `to_columns` first.
+    Bit for bit the same on every rank and, without `b`, symmetric with an exact zero diagonal.
+    Beside the op in one process equal to rounding in float64 where rows are float64 or, on CPUs,
+    shards of `to_columns`; for other shards each is within its relative error of 1e-6. A DTensor is
+    [M, P], `Shard(1)`, or `Shard(0)`, which goes through `to_columns` first.
     """
     op = "pairwise_sqdist"
     (a, group), (b, _) = _local(op, "a", a, group), _local(op, "b", b)
@@ -48,7 +55,9 @@ def pairwise_sqdist(
         return out
     # one sum for both of its places: ranks are not everywhere added in the same order
     above = torch.triu_indices(len(out), len(out), 1, device=out.device).unbind()
-    out = torch.zeros_like(out).index_put_(above, _together(op, dist.all_reduce, out[above], group=group))
+    out = torch.zeros_like(out).index_put_(
+        above, _together(op, dist.all_reduce, out[above], group=group)
+    )
     return out + out.T
 
 
@@ -61,10 +70,12 @@ def aggregate(
     lr: float = 1.0,
     precise: bool = False,
 ) -> Tensor:  # [M, p]
-    """`pflcore.aggregate` of this rank's columns: no traffic, and on CPUs the very bits of the op in one process.
+    """`pflcore.aggregate` of this rank's columns: no traffic, and on CPUs the very bits of the op
+    in one process.
 
-    Updates in a DTensor [N, P] give a DTensor [M, P], `Shard(1)`; `weight` and `base` are plain tensors. (`Shard(0)` goes through
-    `to_columns` first: that is traffic.) Errors are those of `pflcore.aggregate`.
+    Updates in a DTensor [N, P] give a DTensor [M, P], `Shard(1)`; `weight` and `base` are plain
+    tensors. (`Shard(0)` goes through `to_columns` first: that is traffic.) Errors are those of
+    `pflcore.aggregate`.
     """
     local, _ = _local("aggregate", "updates", updates)
     check_aggregate(local, weight, index, base, lr, None)
@@ -75,7 +86,9 @@ def aggregate(
 
     mesh: Any = updates.device_mesh  # type: ignore[attr-defined]
     size = torch.Size([len(out), updates.shape[1]])
-    return DTensor.from_local(out, mesh, [Shard(1)], run_check=False, shape=size, stride=(size[1], 1))
+    return DTensor.from_local(
+        out, mesh, [Shard(1)], run_check=False, shape=size, stride=(size[1], 1)
+    )
 
 
 @torch.no_grad()
@@ -84,16 +97,19 @@ def to_columns(
     group: dist.ProcessGroup | None = None,
     width: int | None = None,
 ) -> Tensor:  # [N, width]
-    """From whole rows of some clients to some columns of all N, both rank by rank in order: one all-to-all, every number once.
+    """From whole rows of some clients to some columns of all N, both rank by rank in order: one
+    all-to-all, every number once.
 
-    Ranks may hold different numbers of clients, none too. `width` is this rank's number of columns, given on all ranks or on none: as
-    equal as whole groups of 160 columns are.
+    Ranks may hold different numbers of clients, none too. `width` is this rank's number of columns,
+    given on all ranks or on none: as equal as whole groups of 160 columns are.
     """
     ranks = _agree("to_columns", group, 1, ("width", width), rows=rows)
     widths = _cut("to_columns", "width", [w for _, w in ranks], rows.shape[1], GROUP)
     mine, counts = widths[dist.get_rank(group)], [n for n, _ in ranks]
     sent = torch.cat([part.flatten() for part in rows.split(widths, 1)])
-    return _exchange("to_columns", sent, [len(rows) * w for w in widths], [n * mine for n in counts], group).view(sum(counts), mine)
+    return _exchange(
+        "to_columns", sent, [len(rows) * w for w in widths], [n * mine for n in counts], group
+    ).view(sum(counts), mine)
 
 
 @torch.no_grad()
@@ -102,22 +118,39 @@ def to_rows(
     group: dist.ProcessGroup | None = None,
     count: int | None = None,
 ) -> Tensor:  # [count, P]
-    """The way back: from some columns of all N clients to whole rows of some, both rank by rank in order, bit for bit what was sent.
+    """The way back: from some columns of all N clients to whole rows of some, both rank by rank in
+    order, bit for bit what was sent.
 
-    `count` is this rank's number of clients, given on all ranks or on none: as equal as they can be.
+    `count` is this rank's number of clients, given on all ranks or on none: as equal as they can
+    be.
     """
     ranks = _agree("to_rows", group, 0, ("count", count), columns=columns)
     counts = _cut("to_rows", "count", [n for _, n in ranks], len(columns), 1)
     mine, widths = counts[dist.get_rank(group)], [w for w, _ in ranks]
     sizes = [mine * w for w in widths]
-    back = _exchange("to_rows", columns.contiguous().flatten(), [n * columns.shape[1] for n in counts], sizes, group)
-    return torch.cat([part.view(mine, w) for part, w in zip(back.split(sizes), widths, strict=True)], 1)
+    back = _exchange(
+        "to_rows",
+        columns.contiguous().flatten(),
+        [n * columns.shape[1] for n in counts],
+        sizes,
+        group,
+    )
+    return torch.cat(
+        [part.view(mine, w) for part, w in zip(back.split(sizes), widths, strict=True)], 1
+    )
 
 
 def _cut(op: str, name: str, chosen: list[int | None], total: int, whole: int) -> list[int]:
-    """`total` among the ranks: as they chose, or in equal shares of `whole` pieces, the last ones less or none."""
+    """`total` among the ranks: as they chose, or in equal shares of `whole` pieces, the last ones
+    less or none."""
     given = [size for size in chosen if size is not None]
-    expect(not given or sum(given) == total, op, name, f"{total} in all over the ranks", " + ".join(map(str, given)))
+    expect(
+        not given or sum(given) == total,
+        op,
+        name,
+        f"{total} in all over the ranks",
+        " + ".join(map(str, given)),
+    )
     share = -(-total // (len(chosen) * whole)) * whole
     return given or [max(0, min(share, total - k * share)) for k in range(len(chosen))]
 
@@ -127,17 +160,30 @@ def _local(op: str, name: str, t: Any, group: Any = None) -> tuple[Any, Any]:
     mesh = getattr(t, "device_mesh", None)
     if mesh is None:
         return t, group
-    shards = [dim for dim in (0, 1) if t.dim() == 2 and mesh.ndim == 1 and t.placements[0].is_shard(dim)]
-    expect(shards != [], op, name, "Shard(0) or Shard(1) of [N, P] on a 1-D mesh", f"{t.placements} of {list(t.shape)} on {mesh.ndim}-D")
+    shards = [
+        dim for dim in (0, 1) if t.dim() == 2 and mesh.ndim == 1 and t.placements[0].is_shard(dim)
+    ]
+    expect(
+        shards != [],
+        op,
+        name,
+        "Shard(0) or Shard(1) of [N, P] on a 1-D mesh",
+        f"{t.placements} of {list(t.shape)} on {mesh.ndim}-D",
+    )
     local, group = t.to_local(), mesh.get_group()
-    width = _cut(op, name, [None] * mesh.size(), t.shape[1], 1)[mesh.get_local_rank()]  # as DTensor cuts
+    # as DTensor cuts
+    width = _cut(op, name, [None] * mesh.size(), t.shape[1], 1)[mesh.get_local_rank()]
     return local if shards == [1] else to_columns(local, group, width), group
 
 
-def _agree(op: str, group: Any, dim: int, size: tuple[str, Any] = ("", None), **given: Any) -> list[tuple[int, Any]]:
-    """Each rank's number of what is its own, columns (`dim` 0) or rows (1), and the size that its user chose.
+def _agree(
+    op: str, group: Any, dim: int, size: tuple[str, Any] = ("", None), **given: Any
+) -> list[tuple[int, Any]]:
+    """Each rank's number of what is its own, columns (`dim` 0) or rows (1), and the size that its
+    user chose.
 
-    Before that, all ranks must have right arguments that fit together; else all of them raise, so that none waits for another.
+    Before that, all ranks must have right arguments that fit together; else all of them raise, so
+    that none waits for another.
     """
     (first, t), *_ = given.items()
     error: Exception | None = None
@@ -146,26 +192,60 @@ def _agree(op: str, group: Any, dim: int, size: tuple[str, Any] = ("", None), **
         for name, other in given.items():
             matrix(op, name, other, "[rows, columns]")
             check_same(op, first, t, name, other)
-            expect(other.shape[1] == t.shape[1], op, name, f"of {t.shape[1]} columns like {first}", shape(other))
+            expect(
+                other.shape[1] == t.shape[1],
+                op,
+                name,
+                f"of {t.shape[1]} columns like {first}",
+                shape(other),
+            )
             said += f", {name} with {other.shape[dim]} {('rows', 'columns')[dim]} of {other.dtype}"
         if size[1] is not None:
-            expect(is_int(size[1]) and size[1] >= 0, op, size[0], "a whole number, at least 0", shape(size[1]))
+            expect(
+                is_int(size[1]) and size[1] >= 0,
+                op,
+                size[0],
+                "a whole number, at least 0",
+                shape(size[1]),
+            )
             said += f", a {size[0]}"
         mine = (t.shape[1 - dim], size[1])
     except (TypeError, ValueError) as wrong:
         error = wrong
-    if not (dist.is_available() and dist.is_initialized()) or (group is not None and not isinstance(group, dist.ProcessGroup)):
-        wanted = "a process group that this rank belongs to: start it by torchrun and call torch.distributed.init_process_group"
+    if not (dist.is_available() and dist.is_initialized()) or (
+        group is not None and not isinstance(group, dist.ProcessGroup)
+    ):
+        wanted = (
+            "a process group that this rank belongs to: start it by torchrun and call "
+            "torch.distributed.init_process_group"
+        )
         raise error or ValueError(f"{op}: group must be {wanted}, got {shape(group)}.")
     if error is None and f"{t.device.type}:" not in (config := dist.get_backend_config(group)):
-        error = ValueError(f"{op}: {first} must be where the process group's backend ({config}) can send it from, got {shape(t)}.")
+        error = ValueError(
+            f"{op}: {first} must be where the process group's backend ({config}) can send it from, "
+            f"got {shape(t)}."
+        )
     ranks: list[Any] = [None] * dist.get_world_size(group)
-    _together(op, dist.all_gather_object, ranks, (error is None, str(error or said), mine), group=group)
+    _together(
+        op, dist.all_gather_object, ranks, (error is None, str(error or said), mine), group=group
+    )
     if error:
         raise error
     for rank, (fine, theirs, _) in enumerate(ranks):
-        expect(fine, op, "the arguments", "right on all ranks", f"on rank {rank}: {theirs.removesuffix('.')}")
-        expect(theirs == ranks[0][1], op, "the call", f"that of rank 0 ({ranks[0][1]}) on all ranks", f"{theirs} on rank {rank}")
+        expect(
+            fine,
+            op,
+            "the arguments",
+            "right on all ranks",
+            f"on rank {rank}: {theirs.removesuffix('.')}",
+        )
+        expect(
+            theirs == ranks[0][1],
+            op,
+            "the call",
+            f"that of rank 0 ({ranks[0][1]}) on all ranks",
+            f"{theirs} on rank {rank}",
+        )
     return [sizes for _, _, sizes in ranks]
 
 
@@ -174,7 +254,10 @@ def _together(op: str, call: Callable[..., Any], t: Any, *args: Any, **kwargs: A
     try:
         call(t, *args, **kwargs)
     except RuntimeError as error:
-        raise RuntimeError(f"{op}: another rank has ended or did not answer within the group's timeout; start all again.") from error
+        raise RuntimeError(
+            f"{op}: another rank has ended or did not answer within the group's timeout; start all "
+            "again."
+        ) from error
     return t
 
 

@@ -1,6 +1,8 @@
-"""One client's model in the forms that other code holds it: a row, a list of arrays, a state dict, a Flower record, a module, a file.
+"""One client's model in the forms that other code holds it: a row, a list of arrays, a state dict,
+a Flower record, a module, a file.
 
-Nothing is imported for a form that is not there: a Flower record is known by what its values have, safetensors by the file's name.
+Nothing is imported for a form that is not there: a Flower record is known by what its values have,
+safetensors by the file's name.
 """
 
 from __future__ import annotations
@@ -16,17 +18,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-STATISTICS = ("running_mean", "running_var")  # what batch norm's buffers are called; a state dict does not say what is a buffer
+# what batch norm's buffers are called; a state dict does not say what is a buffer
+STATISTICS = ("running_mean", "running_var")
 Make = Callable[[Tensor], Any]  # a flat piece of a row -> what came: shape, dtype, device, kind
 
 
 def own(value: Any, who: str) -> tuple[Any, Make] | None:
-    """A tensor or an array that `value` is, holds or makes, without a copy, and how to make its like; None where it is no such thing."""
+    """A tensor or an array that `value` is, holds or makes, without a copy, and how to make its
+    like; None where it is no such thing."""
     if hasattr(value, "materialize") and not isinstance(value, Tensor):
         value = value.materialize()
     if isinstance(value, Tensor):
         if value.layout != torch.strided or value.is_meta or is_lazy(value):
-            raise ValueError(f"{who}: expected a dense tensor with values, got {value.layout} on {value.device}; make it dense first.")
+            raise ValueError(
+                f"{who}: expected a dense tensor with values, got {value.layout} on "
+                f"{value.device}; make it dense first."
+            )
         shape, like = value.shape, {"dtype": value.dtype, "device": value.device}
         return value.detach(), lambda t: t.detach().to(**like, copy=True).view(shape)
     if isinstance(value, np.ndarray | np.generic):
@@ -55,29 +62,45 @@ def dtype_of(value: Any, who: str) -> torch.dtype:
     try:
         return torch.from_numpy(np.empty(0, value.dtype.newbyteorder("="))).dtype
     except TypeError:
-        raise ValueError(f"{who}: numpy carries no {value.dtype} to torch; send bfloat16 as float32 or as a torch tensor.") from None
+        raise ValueError(
+            f"{who}: numpy carries no {value.dtype} to torch; send bfloat16 as float32 or as a "
+            "torch tensor."
+        ) from None
 
 
 def _array(t: Tensor, shape: tuple[int, ...], dtype: Any) -> Any:
-    return t.detach().cpu().to(torch.float64 if t.dtype == torch.bfloat16 else t.dtype).numpy().astype(dtype).reshape(shape)
+    return (
+        t.detach()
+        .cpu()
+        .to(torch.float64 if t.dtype == torch.bfloat16 else t.dtype)
+        .numpy()
+        .astype(dtype)
+        .reshape(shape)
+    )
 
 
 def _is_flower(value: Any) -> bool:
-    return isinstance(getattr(value, "data", None), bytes | bytearray | memoryview) and hasattr(value, "stype")
+    return isinstance(getattr(value, "data", None), bytes | bytearray | memoryview) and hasattr(
+        value, "stype"
+    )
 
 
 def _from_bytes(value: Any, who: str) -> Any:
     """The numbers of a Flower Array, which holds the bytes of a .npy file, where they lie."""
     data = io.BytesIO(value.data)  # shares a bytes object's memory
     try:
-        header = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}[np.lib.format.read_magic(data)[0]]
+        header = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}[
+            np.lib.format.read_magic(data)[0]
+        ]
         shape, fortran, dtype = header(data)
         if min(shape, default=0) < 0:
             raise ValueError(f"its shape is {shape}")
         flat = np.frombuffer(value.data, dtype, int(np.prod(shape)), data.tell())
     except Exception as error:  # numpy's reader raises many kinds
         why = " ".join(str(error).split()).rstrip(".")
-        raise ValueError(f"{who}: expected the bytes of a whole .npy file ({why}); fetch it again.") from None
+        raise ValueError(
+            f"{who}: expected the bytes of a whole .npy file ({why}); fetch it again."
+        ) from None
     return flat.reshape(shape, order="F" if fortran else "C")
 
 
@@ -88,7 +111,8 @@ def _to_bytes(array: Any, cls: type, stype: str) -> Any:
 
 
 class Upload:
-    """One client's model: its tensors by name, which of them are running statistics, and how to make its like."""
+    """One client's model: its tensors by name, which of them are running statistics, and how to
+    make its like."""
 
     def __init__(self, given: Any, who: str) -> None:
         self.given, self.who = given, who
@@ -99,15 +123,21 @@ class Upload:
         elif not isinstance(given, Mapping | list | tuple | Tensor | np.ndarray) or (
             isinstance(given, Tensor | np.ndarray) and given.ndim != 1
         ):
-            what = f"shape {tuple(given.shape)}" if isinstance(given, Tensor | np.ndarray) else type(given).__name__
+            what = (
+                f"shape {tuple(given.shape)}"
+                if isinstance(given, Tensor | np.ndarray)
+                else type(given).__name__
+            )
             raise TypeError(
-                f"{who}: expected a 1-D tensor, a list of arrays, a state dict, a Flower ArrayRecord, an nn.Module or the path of a "
+                f"{who}: expected a 1-D tensor, a list of arrays, a state dict, a Flower "
+                "ArrayRecord, an nn.Module or the path of a "
                 f"safetensors file, got {what}."
             )
 
         elif isinstance(given, Mapping) and not all(isinstance(k, str) for k in given):
             raise TypeError(
-                f"{who}: expected a dict with names as its keys, got the key {next(k for k in given if not isinstance(k, str))!r}."
+                f"{who}: expected a dict with names as its keys, got the key "
+                f"{next(k for k in given if not isinstance(k, str))!r}."
             )
 
     def label(self, name: str) -> str:
@@ -131,7 +161,11 @@ class Upload:
 
     def is_statistic(self, name: str) -> bool:
         """Whether a float tensor is batch norm's: a module says so, elsewhere the name does."""
-        return name in self.statistics if isinstance(self.given, nn.Module) else name.rpartition(".")[2] in STATISTICS
+        return (
+            name in self.statistics
+            if isinstance(self.given, nn.Module)
+            else name.rpartition(".")[2] in STATISTICS
+        )
 
     def like(self, new: dict[str, Any], kept: dict[str, Any], names: list[str]) -> Any:
         """The same form with `new` tensors; those that are `kept` are the client's own."""
@@ -150,7 +184,8 @@ class Upload:
         return g(every.values()) if g in (list, tuple) else every[""]
 
     def forget(self) -> None:
-        """Drops the numbers: of the client's model only its form is needed from here on (a module is copied later)."""
+        """Drops the numbers: of the client's model only its form is needed from here on (a module
+        is copied later)."""
         if not isinstance(self.given, nn.Module):
             self.given = type(self.given)
 
@@ -167,10 +202,15 @@ def _in_file(path: Path, who: str) -> Iterator[tuple[str, Tensor]]:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
-        raise ImportError(f"{who}: {path} needs the package safetensors; pip install 'pflcore[lora]'.") from None
+        raise ImportError(
+            f"{who}: {path} needs the package safetensors; pip install 'pflcore[lora]'."
+        ) from None
     try:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  (it is no mapping)
                 yield name, file.get_tensor(name)
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{who}: {path} is no whole safetensors file ({str(error).rstrip('.')}); fetch it again.") from None
+        raise ValueError(
+            f"{who}: {path} is no whole safetensors file ({str(error).rstrip('.')}); fetch it "
+            "again."
+        ) from None

@@ -46,7 +46,10 @@ class Krum:
         """The chosen clients [m], best first, by squared distances [N, N]."""
         n = len(sqdist)
         if not (2 * self.f + 2 < n and self.m <= n - self.f):
-            raise ValueError(f"f, m: expected 0 <= f with 2 f + 2 < {n} clients and 1 <= m <= N - f, got f={self.f}, m={self.m}.")
+            raise ValueError(
+                f"f, m: expected 0 <= f with 2 f + 2 < {n} clients and 1 <= m <= N - f, got "
+                f"f={self.f}, m={self.m}."
+            )
         return krum(sqdist, self.f, self.m)
 
 
@@ -120,7 +123,10 @@ def personalize(
         if given is not None:
             extra[name] = _rows_of(name, given, rows, form.ids, named, only)
     if base is not None and matrix and not hasattr(base, "shape"):
-        raise TypeError(f"base: expected one row of {rows.shape[1]} parameters, as the uploads are a matrix, got {shown(base)}.")
+        raise TypeError(
+            f"base: expected one row of {rows.shape[1]} parameters, as the uploads are a matrix, "
+            f"got {shown(base)}."
+        )
     if base is not None:
         one = base[None] if matrix else [base]
         extra["base"] = _rows_of("base", one, rows, [0], False, only)
@@ -136,7 +142,10 @@ def personalize(
 def method_of(method: Any, options: dict[str, Any]) -> Method:
     """The method of this name with these options, or the instance itself."""
     if options and not isinstance(method, str | type):
-        raise TypeError(f"options: {type(method).__name__} has its own, got {', '.join(options)} beside it; make the instance with them.")
+        raise TypeError(
+            f"options: {type(method).__name__} has its own, got {', '.join(options)} beside it; "
+            "make the instance with them."
+        )
     multi: Callable[..., Krum] = lambda m=2, **o: Krum(m=m, **o)  # noqa: E731
     own: dict[Any, Callable[..., Method]] = {"krum": Krum, "multikrum": multi, "clusters": Clusters}
     if isinstance(method, str) and method not in {*own, *ALGORITHMS} and ":" not in method:
@@ -147,10 +156,13 @@ def method_of(method: Any, options: dict[str, Any]) -> Method:
         make = own[method] if method in own else lambda **o: algorithm_of(method, **o)
         alg = make(**options)
     except TypeError as error:
-        raise TypeError(f"method: {method!r} cannot be made from {', '.join(options)} ({error}).") from None
+        raise TypeError(
+            f"method: {method!r} cannot be made from {', '.join(options)} ({error})."
+        ) from None
     if not isinstance(alg, FedAMP | FedDWA | SFL | Krum | Clusters):
         raise ValueError(
-            f"method: {type(alg).__name__} needs more of a client than its model; use pflcore.Server and Client, or one of {USABLE}."
+            f"method: {type(alg).__name__} needs more of a client than its model; use "
+            f"pflcore.Server and Client, or one of {USABLE}."
         )
     return alg
 
@@ -169,7 +181,9 @@ def _check_rows(rows: Tensor, form: Any) -> None:
         )
 
 
-def _rows_of(name: str, given: Any, rows: Tensor, ids: list[Any], named: bool, only: dict[str, Any]) -> Tensor:
+def _rows_of(
+    name: str, given: Any, rows: Tensor, ids: list[Any], named: bool, only: dict[str, Any]
+) -> Tensor:
     """Rows in the order of `ids`; where they are `named`, a client's own where nothing is given."""
     more, form = pack(given, **only)
     dtypes = [str(t.dtype).removeprefix("torch.") for t in (rows, more)]
@@ -185,7 +199,10 @@ def _rows_of(name: str, given: Any, rows: Tensor, ids: list[Any], named: bool, o
         return more
     where = {i: j for j, i in enumerate(form.ids)}
     if not where.keys() & set(ids):
-        raise ValueError(f"{name}: none of its clients, {shown(form.ids)}, is one of the uploads', {shown(ids)}; use the same ids.")
+        raise ValueError(
+            f"{name}: none of its clients, {shown(form.ids)}, is one of the uploads', "
+            f"{shown(ids)}; use the same ids."
+        )
     return torch.stack([more[where[i]] if i in where else rows[j] for j, i in enumerate(ids)])
 
 
@@ -206,9 +223,15 @@ def _mix(
             )
         return Mix(*alg.weights(guides[0], rows))
     if guides:
-        raise ValueError(f"guidance, previous: they are FedDWA's, {type(alg).__name__} does not look at them; leave them out.")
+        raise ValueError(
+            f"guidance, previous: they are FedDWA's, {type(alg).__name__} does not look at them; "
+            "leave them out."
+        )
     if base is not None and not isinstance(alg, Clusters):
-        raise ValueError(f"base: only clusters count updates from it, {type(alg).__name__} does not; leave it out.")
+        raise ValueError(
+            f"base: only clusters count updates from it, {type(alg).__name__} does not; leave it "
+            "out."
+        )
     if isinstance(alg, Clusters):
         return _clusters(alg, rows, base)
     return Mix(_weights(alg, rows))
@@ -237,7 +260,8 @@ def _weights(alg: Method, rows: Tensor) -> Tensor:
     assert isinstance(alg, SFL)
     if alg.adjacency == "oracle_labels":
         raise ValueError(
-            "adjacency: 'oracle_labels' needs the clients' labels, which are not in a model; take 'knn_models' or a .npy file."
+            "adjacency: 'oracle_labels' needs the clients' labels, which are not in a model; take "
+            "'knn_models' or a .npy file."
         )
     drawn = alg.adjacency.endswith(".npy")
     graph = alg.graph(n) if drawn else nearest(sqdist, alg.k, everybody)

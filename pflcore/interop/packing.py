@@ -1,4 +1,5 @@
-"""Clients' models, however other code holds them, as one matrix [N, P]; and back into the form they came in."""
+"""Clients' models, however other code holds them, as one matrix [N, P]; and back into the form they
+came in."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class Form:
 
     ids: list[Any]  # [N]
     outer: str  # "matrix", "list", "dict" or "pairs"
-    columns: dict[str, tuple[int, ...]] = field(default_factory=dict)  # the shapes of a row's tensors, in order
+    # the shapes of a row's tensors, in order
+    columns: dict[str, tuple[int, ...]] = field(default_factory=dict)
     width: int = 0  # P
     statistics: Tensor | None = None  # [N, b] with buffers="average"
     clients: list[Client] = field(default_factory=list, repr=False)
@@ -56,14 +58,18 @@ def pack(
     exclude: Names = (),
     buffers: str = "local",
 ) -> Packed:
-    """The rows [N, P] of N clients' models, in their own dtype, and the form that `unpack` gives mixed rows back in.
+    """The rows [N, P] of N clients' models, in their own dtype, and the form that `unpack` gives
+    mixed rows back in.
 
-    `uploads` is an [N, P] tensor or array (which is taken as it is), or one model for each client, in a list, in (client id, model)
-    pairs, or in a dict by client id: 1-D tensors, lists of arrays, state dicts, Flower ArrayRecords, `nn.Module`s, safetensors files.
-    Values with a `materialize()` are asked for it one client at a time. Only tensors that match a shell pattern of `include` (default: all)
-    and none of `exclude` are packed, as in `net.mask("head.*")`; lists of arrays are called "0", "1", ... The others stay each
-    client's own, as integers always do. `buffers` says what becomes of batch norm's running statistics, which are never in the rows:
-    "local" leaves each client its own, "average" has `unpack` mix them. ValueError or TypeError in a sentence that names client and tensor.
+    `uploads` is an [N, P] tensor or array (which is taken as it is), or one model for each client,
+    in a list, in (client id, model) pairs, or in a dict by client id: 1-D tensors, lists of arrays,
+    state dicts, Flower ArrayRecords, `nn.Module`s, safetensors files. Values with a `materialize()`
+    are asked for it one client at a time. Only tensors that match a shell pattern of `include`
+    (default: all) and none of `exclude` are packed, as in `net.mask("head.*")`; lists of arrays are
+    called "0", "1", ... The others stay each client's own, as integers always do. `buffers` says
+    what becomes of batch norm's running statistics, which are never in the rows:
+    "local" leaves each client its own, "average" has `unpack` mix them. ValueError or TypeError in
+    a sentence that names client and tensor.
     """
     if buffers not in ("local", "average"):
         raise ValueError(f"buffers: expected 'local' or 'average', got {buffers!r}.")
@@ -90,26 +96,39 @@ def pack(
 
 
 @checked
-def unpack(rows: Matrix, form: Form, weight: Matrix | None = None, index: Tensor | None = None) -> Any:
-    """One model for each client from rows [N, P], in the form that `pack` was given: containers, dtypes, devices, client ids.
+def unpack(
+    rows: Matrix, form: Form, weight: Matrix | None = None, index: Tensor | None = None
+) -> Any:
+    """One model for each client from rows [N, P], in the form that `pack` was given: containers,
+    dtypes, devices, client ids.
 
-    What was not packed is the client's own. With `buffers="average"` running statistics are mixed by `weight` [N, N] (with `index` [N, K]
-    as `aggregate` has it), by default to their mean. A file comes back as the state dict that it holds, a module as a new one.
+    What was not packed is the client's own. With `buffers="average"` running statistics are mixed
+    by `weight` [N, N] (with `index` [N, K] as `aggregate` has it), by default to their mean. A file
+    comes back as the state dict that it holds, a module as a new one.
     """
     n = len(form.ids)
     if rows.shape != (n, form.width):
-        raise ValueError(f"rows: expected [{n}, {form.width}], a row for each client that was packed, got {list(rows.shape)}.")
+        raise ValueError(
+            f"rows: expected [{n}, {form.width}], a row for each client that was packed, got "
+            f"{list(rows.shape)}."
+        )
     if form.outer == "matrix":
         return rows.detach().cpu().numpy() if form.array else rows
     mixed = form.statistics
     if mixed is not None:
         weight = torch.full((n, n), 1 / n, dtype=torch.float64) if weight is None else weight
         if len(weight) != n:
-            raise ValueError(f"weight: expected a row for each of {n} clients, got {list(weight.shape)}.")
-        mixed = ops.aggregate(mixed, weight.to(mixed.device), None if index is None else index.to(mixed.device))
+            raise ValueError(
+                f"weight: expected a row for each of {n} clients, got {list(weight.shape)}."
+            )
+        mixed = ops.aggregate(
+            mixed, weight.to(mixed.device), None if index is None else index.to(mixed.device)
+        )
     models = []
     for i, client in enumerate(form.clients):
-        pieces = _cut(form.columns, rows[i]) | ({} if mixed is None else _cut(form.averaged, mixed[i]))
+        pieces = _cut(form.columns, rows[i]) | (
+            {} if mixed is None else _cut(form.averaged, mixed[i])
+        )
         new = {n: client.makes[n](t) for n, t in pieces.items()}
         models.append(client.upload.like(new, client.kept, client.names))
     if form.outer == "dict":
@@ -121,7 +140,9 @@ class _Chosen:
     """The names that patterns choose; each pattern must match something."""
 
     def __init__(self, include: str | Sequence[str], exclude: str | Sequence[str]) -> None:
-        self.include, self.exclude = ((p,) if isinstance(p, str) else tuple(p) for p in (include, exclude))
+        self.include, self.exclude = (
+            (p,) if isinstance(p, str) else tuple(p) for p in (include, exclude)
+        )
         self.idle, self.names = {*self.include, *self.exclude}, []  # type: tuple[set[str], list[str]]
 
     def __call__(self, name: str) -> bool:
@@ -133,16 +154,34 @@ class _Chosen:
     def finish(self) -> None:
         if self.idle:
             raise ValueError(
-                f"include, exclude: {min(self.idle)!r} matches no tensor; the names are {', '.join(dict.fromkeys(self.names)) or 'none'}."
+                f"include, exclude: {min(self.idle)!r} matches no tensor; the names are "
+                f"{', '.join(dict.fromkeys(self.names)) or 'none'}."
             )
 
 
 def _matrix(given: Any, choose: _Chosen) -> Packed:
     choose.finish()
-    rows = given if isinstance(given, Tensor) else stream.tensor_of(given) if dtype_of(given, "uploads") else given
+    rows = (
+        given
+        if isinstance(given, Tensor)
+        else stream.tensor_of(given)
+        if dtype_of(given, "uploads")
+        else given
+    )
     if rows.dtype not in FLOATS or not len(rows):
-        raise ValueError(f"uploads: expected floating-point rows [N, P] of at least one client, got {rows.dtype} {list(rows.shape)}.")
-    return Packed(rows, Form(list(range(len(rows))), "matrix", width=rows.shape[1], array=not isinstance(given, Tensor)))
+        raise ValueError(
+            "uploads: expected floating-point rows [N, P] of at least one client, got "
+            f"{rows.dtype} {list(rows.shape)}."
+        )
+    return Packed(
+        rows,
+        Form(
+            list(range(len(rows))),
+            "matrix",
+            width=rows.shape[1],
+            array=not isinstance(given, Tensor),
+        ),
+    )
 
 
 def _outer(uploads: Any) -> tuple[Form, list[Any]]:
@@ -150,21 +189,40 @@ def _outer(uploads: Any) -> tuple[Form, list[Any]]:
     if isinstance(uploads, Mapping):
         form, models = Form(list(uploads), "dict"), list(uploads.values())
         tensors = [v for v in models if isinstance(v, Tensor | np.ndarray)]
-        if tensors and (len(tensors) < len(models) or len({tuple(t.shape) for t in tensors}) > 1 or tensors[0].ndim != 1):
+        if tensors and (
+            len(tensors) < len(models)
+            or len({tuple(t.shape) for t in tensors}) > 1
+            or tensors[0].ndim != 1
+        ):
             raise ValueError(
-                "uploads: expected a dict of models by client id, got what looks like one state dict; give [model, model, ...]."
+                "uploads: expected a dict of models by client id, got what looks like one state "
+                "dict; give [model, model, ...]."
             )
-    elif isinstance(uploads, str | bytes | Tensor | np.ndarray | nn.Module) or not hasattr(uploads, "__iter__"):
-        what = f"shape {tuple(uploads.shape)}" if isinstance(uploads, Tensor | np.ndarray) else type(uploads).__name__
-        raise TypeError(f"uploads: expected rows [N, P], a list of models or a dict of them by client id, got {what}.")
+    elif isinstance(uploads, str | bytes | Tensor | np.ndarray | nn.Module) or not hasattr(
+        uploads, "__iter__"
+    ):
+        what = (
+            f"shape {tuple(uploads.shape)}"
+            if isinstance(uploads, Tensor | np.ndarray)
+            else type(uploads).__name__
+        )
+        raise TypeError(
+            "uploads: expected rows [N, P], a list of models or a dict of them by client id, got "
+            f"{what}."
+        )
     else:
         models = list(uploads)
-        if models and all(isinstance(m, tuple) and len(m) == 2 and isinstance(m[0], Hashable) and _is_id(m[0]) for m in models):
+        if models and all(
+            isinstance(m, tuple) and len(m) == 2 and isinstance(m[0], Hashable) and _is_id(m[0])
+            for m in models
+        ):
             form, models = Form([i for i, _ in models], "pairs"), [m for _, m in models]
             seen: set[Any] = set()
             for i in form.ids:
                 if i in seen:
-                    raise ValueError(f"uploads: expected each client once, got {i!r} more than once.")
+                    raise ValueError(
+                        f"uploads: expected each client once, got {i!r} more than once."
+                    )
                 seen.add(i)
         else:
             form = Form(list(range(len(models))), "list")
@@ -177,7 +235,9 @@ def _is_id(value: Any) -> bool:
     return isinstance(value, str | int | np.integer) and not isinstance(value, bool)
 
 
-def _opened(upload: Upload, choose: _Chosen, buffers: str, first: bool) -> tuple[Client, tuple[dict[str, Any], dict[str, Any]]]:
+def _opened(
+    upload: Upload, choose: _Chosen, buffers: str, first: bool
+) -> tuple[Client, tuple[dict[str, Any], dict[str, Any]]]:
     """The client, and its tensors that are packed and its running statistics that are mixed."""
     packed: dict[str, Any] = {}
     averaged: dict[str, Any] = {}
@@ -197,13 +257,19 @@ def _opened(upload: Upload, choose: _Chosen, buffers: str, first: bool) -> tuple
         if statistic and buffers == "local":
             continue
         if dtype not in FLOATS:
-            raise ValueError(f"{who}: expected float32, float64, float16 or bfloat16, got {dtype}; convert or exclude it.")
+            raise ValueError(
+                f"{who}: expected float32, float64, float16 or bfloat16, got {dtype}; convert or "
+                "exclude it."
+            )
         (averaged if statistic else packed)[name] = array
         client.makes[name] = make
         del client.kept[name]
     if first and not packed:
         choose.finish()
-        raise ValueError(f"{upload.who}: found no floating-point tensor to pack among {', '.join(client.names) or 'none'}.")
+        raise ValueError(
+            f"{upload.who}: found no floating-point tensor to pack among "
+            f"{', '.join(client.names) or 'none'}."
+        )
     return client, (packed, averaged)
 
 
@@ -212,26 +278,47 @@ def _empty(n: int, values: Sequence[dict[str, Any]], client: Client) -> list[Ten
     matrices = []
     for mine in values:
         first = next(iter(mine.items()), None)
-        like: dict[str, Any] = {"dtype": dtype_of(first[1], ""), "device": getattr(first[1], "device", "cpu")} if first else {}
+        like: dict[str, Any] = (
+            {"dtype": dtype_of(first[1], ""), "device": getattr(first[1], "device", "cpu")}
+            if first
+            else {}
+        )
         matrices.append(torch.empty(n, sum(int(np.prod(v.shape)) for v in mine.values()), **like))
     return matrices
 
 
-def _fill(columns: dict[str, tuple[int, ...]], mine: dict[str, Any], row: Tensor, upload: Upload, first: Any) -> None:
+def _fill(
+    columns: dict[str, tuple[int, ...]],
+    mine: dict[str, Any],
+    row: Tensor,
+    upload: Upload,
+    first: Any,
+) -> None:
     """One client's tensors into its row, when they are those that the columns are for."""
     missing, extra = [n for n in columns if n not in mine], [n for n in mine if n not in columns]
     if missing or extra:
-        said = [f"{word} {', '.join(map(repr, names[:5]))}" for word, names in (("without", missing), ("with", extra)) if names]
+        said = [
+            f"{word} {', '.join(map(repr, names[:5]))}"
+            for word, names in (("without", missing), ("with", extra))
+            if names
+        ]
         raise ValueError(
-            f"{upload.who}: expected the tensors of client {first!r}, got a model {' and '.join(said)}; exclude what is private."
+            f"{upload.who}: expected the tensors of client {first!r}, got a model "
+            f"{' and '.join(said)}; exclude what is private."
         )
     for name, piece in _cut(columns, row).items():
         value, shape, who = mine[name], columns[name], upload.label(name)
         if tuple(value.shape) != shape:
-            raise ValueError(f"{who} has shape {list(value.shape)}, client {first!r}'s has {list(shape)}; exclude it or mend it.")
+            raise ValueError(
+                f"{who} has shape {list(value.shape)}, client {first!r}'s has {list(shape)}; "
+                "exclude it or mend it."
+            )
         dtype, device = dtype_of(value, who), str(getattr(value, "device", "cpu"))
         if dtype != row.dtype or device != str(row.device):
-            got, want = (f"{str(t).removeprefix('torch.')} on {d}" for t, d in ((dtype, device), (row.dtype, row.device)))
+            got, want = (
+                f"{str(t).removeprefix('torch.')} on {d}"
+                for t, d in ((dtype, device), (row.dtype, row.device))
+            )
             raise ValueError(f"{who} is {got} where the row is {want}; convert it, or exclude it.")
         put(value, piece)
 

@@ -137,7 +137,8 @@ class Server:
             number = int(client_id)
         if number == n and self._begun:
             raise ValueError(
-                f"client {client_id!r}: the round has begun with {n} clients; let it come after aggregate, or raise num_clients."
+                f"client {client_id!r}: the round has begun with {n} clients; let it come after "
+                "aggregate, or raise num_clients."
             )
         if number == n:
             self._state, _ = grown(self.algorithm, self._state, self.net, n)
@@ -175,9 +176,14 @@ class Server:
             new = unflat(tensors, int(state["round"]), int(state["void"]))
             name, kept = state["algorithm"], {k: copy(state[k]) for k in KEPT}
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"state: expected what Server.state_dict() gives, got {type(state).__name__} ({error}).") from None
+            raise ValueError(
+                f"state: expected what Server.state_dict() gives, got {type(state).__name__} "
+                f"({error})."
+            ) from None
         if name != name_of(self.algorithm):
-            raise ValueError(f"state: expected one of {name_of(self.algorithm)}, got one of {name}.")
+            raise ValueError(
+                f"state: expected one of {name_of(self.algorithm)}, got one of {name}."
+            )
         check_start(new, self.algorithm, self.net, len(new.seen), "state")
         self._state, self._form, self._begun = new, None, False
         for key, value in kept.items():
@@ -222,7 +228,8 @@ class Server:
         """The sentence for a first round of uploads that the algorithm fails on."""
         why = f" ({str(error).strip('. ')})" if isinstance(error, ValueError) else ""
         return (
-            f"uploads: {name_of(self.algorithm)} cannot use what each of them holds, {_words(form)}{why}; "
+            f"uploads: {name_of(self.algorithm)} cannot use what each of them holds, "
+            f"{_words(form)}{why}; "
             "give both sides one algorithm, model and `batch_norm`."
         )
 
@@ -231,7 +238,9 @@ class Server:
             raise ValueError(f"client {client!r}: it is not known here; let it download first.")
         return self._numbers[client]
 
-    def _read(self, uploads: Mapping[Any, tuple[Tensors, int]], strict: bool) -> tuple[Form, dict[Any, Upload]]:
+    def _read(
+        self, uploads: Mapping[Any, tuple[Tensors, int]], strict: bool
+    ) -> tuple[Form, dict[Any, Upload]]:
         """The form of the round's uploads, and those that have it, by clients, ascending."""
         read: dict[Any, Upload] = {}
         for client, given in uploads.items():
@@ -245,7 +254,8 @@ class Server:
         for client, mine in forms.items():
             if mine != form:
                 _complain(
-                    f"client {client!r}: its upload holds {_words(mine)}, expected {_words(form)} and the same `batch_norm` on both sides.",
+                    f"client {client!r}: its upload holds {_words(mine)}, expected {_words(form)} "
+                    "and the same `batch_norm` on both sides.",
                     strict,
                 )
                 del read[client]
@@ -268,7 +278,8 @@ class Server:
         come = {} if statistics is None else {STATISTICS: statistics}
         if _form_of(come) != _form_of({STATISTICS: self.net.b0} if self.averages else {}):
             raise ValueError(
-                f"{who}: its upload holds {_words(_form_of(up | come))}, expected the same model and `batch_norm` on both sides."
+                f"{who}: its upload holds {_words(_form_of(up | come))}, expected the same model "
+                "and `batch_norm` on both sides."
             )
         return number, up | come, int(given[1])
 

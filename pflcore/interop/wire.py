@@ -64,12 +64,17 @@ def packed(payload: Payload, about: About, statistics: Tensor | None) -> Tensors
     return message | {ABOUT: torch.tensor(about)} | rest
 
 
-def opened(message: Any, net: Net, algorithm: Algorithm, what: str) -> tuple[Payload, About, Tensor | None]:
+def opened(
+    message: Any, net: Net, algorithm: Algorithm, what: str
+) -> tuple[Payload, About, Tensor | None]:
     """The payload [1, ...] of a message, its numbers and the statistics [b] that came with it, on
     the model's device."""
     try:
         if any(v.is_nested or v.layout != torch.strided for v in message.values()):
-            raise ValueError(f"{what}: expected dense tensors, got a sparse or a nested one; send what the other side made.")
+            raise ValueError(
+                f"{what}: expected dense tensors, got a sparse or a nested one; send what the "
+                "other side made."
+            )
         about = About(*message[ABOUT].tolist())
         tensors = {k: v.detach().to(net.w0.device) for k, v in message.items() if k != ABOUT}
         statistics = tensors.pop(STATISTICS, None)
@@ -80,9 +85,17 @@ def opened(message: Any, net: Net, algorithm: Algorithm, what: str) -> tuple[Pay
             rows[sent] = few
             payload[key] = Pool(rows, tensors[f"{key}@index"][None])
     except (TypeError, KeyError, AttributeError, IndexError, RuntimeError):
-        raise ValueError(f"{what}: expected a dict of tensors as the other side made it, got {shown(message)}.") from None
+        raise ValueError(
+            f"{what}: expected a dict of tensors as the other side made it, got {shown(message)}."
+        ) from None
     if about.method != method_number(algorithm):
-        raise ValueError(f"{what}: it is of another algorithm than {name_of(algorithm)}, which is played here; give both sides one.")
+        raise ValueError(
+            f"{what}: it is of another algorithm than {name_of(algorithm)}, which is played here; "
+            "give both sides one."
+        )
     if about.size != net.size:
-        raise ValueError(f"{what}: it is for a model of {about.size} parameters, this one has {net.size}; give both sides one model.")
+        raise ValueError(
+            f"{what}: it is for a model of {about.size} parameters, this one has {net.size}; give "
+            "both sides one model."
+        )
     return payload, about, statistics

@@ -1,7 +1,8 @@
-"""Layers whose weight is a sum of F rank-1 factors with strengths: W = W_a diag(strength) W_b (Hao et al. 2020, Eqs. 2 to 4).
+"""Layers whose weight is a sum of F rank-1 factors with strengths: W = W_a diag(strength) W_b (Hao
+et al. 2020, Eqs. 2 to 4).
 
-A client's own choice of factors b enters as strength * b: a model row in which the strengths were multiplied by b is that client's
-model, and the layer needs to know nothing of it.
+A client's own choice of factors b enters as strength * b: a model row in which the strengths were
+multiplied by b is that client's model, and the layer needs to know nothing of it.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ from pflcore.check import Count, Kind, Positive, checked, of_hint
 
 Init = Literal["match", "ibpwf"]
 ONE = of_hint(Count)
-SIDES = Kind("a whole number above 0, or two", lambda v: all(map(ONE.fits, v if isinstance(v, tuple) else (v,))))
+SIDES = Kind(
+    "a whole number above 0, or two",
+    lambda v: all(map(ONE.fits, v if isinstance(v, tuple) else (v,))),
+)
 
 
 class _Factorized(nn.Module):
-    """The factors of an [O, M] weight: w_a [O, F], strength [F], w_b [F, M], and a plain bias [O]."""
+    """The factors of an [O, M] weight: w_a [O, F], strength [F], w_b [F, M], and a plain bias
+    [O]."""
 
     w_a: nn.Parameter
     strength: nn.Parameter
@@ -32,19 +37,33 @@ class _Factorized(nn.Module):
     bias: nn.Parameter | None
 
     def __init__(
-        self, outputs: int, inputs: int, factors: int, bias: bool, init: Init, alpha: float | None, dtype: torch.dtype | None
+        self,
+        outputs: int,
+        inputs: int,
+        factors: int,
+        bias: bool,
+        init: Init,
+        alpha: float | None,
+        dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        self.factors, self.init, self.alpha = factors, init, float(factors if alpha is None else alpha)
+        self.factors, self.init, self.alpha = (
+            factors,
+            init,
+            float(factors if alpha is None else alpha),
+        )
         self.w_a = nn.Parameter(torch.empty(outputs, factors, dtype=dtype))
         self.strength = nn.Parameter(torch.empty(factors, dtype=dtype))
         self.w_b = nn.Parameter(torch.empty(factors, inputs, dtype=dtype))
-        self.register_parameter("bias", nn.Parameter(torch.empty(outputs, dtype=dtype)) if bias else None)
+        self.register_parameter(
+            "bias", nn.Parameter(torch.empty(outputs, dtype=dtype)) if bias else None
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Glorot-uniform factors. "ibpwf": strengths from N(0, .1^2), as the authors' earlier code. "match": strengths 1, and the factors
-        scaled so that the weight of a client that uses each factor k with the prior's probability has Glorot's variance 2 / (O + M)."""
+        """Glorot-uniform factors. "ibpwf": strengths from N(0, .1^2), as the authors' earlier code.
+        "match": strengths 1, and the factors scaled so that the weight of a client that uses each
+        factor k with the prior's probability has Glorot's variance 2 / (O + M)."""
         nn.init.xavier_uniform_(self.w_a)
         nn.init.xavier_uniform_(self.w_b)
         if self.init == "ibpwf":
@@ -53,7 +72,8 @@ class _Factorized(nn.Module):
             nn.init.ones_(self.strength)
             (o, f), m = self.w_a.shape, self.w_b.shape[1]
             k = torch.arange(1, f + 1, dtype=torch.float64)
-            used = ((self.alpha / (self.alpha + 1)) ** k).sum().item()  # factors that the prior expects a client to use
+            # factors that the prior expects a client to use
+            used = ((self.alpha / (self.alpha + 1)) ** k).sum().item()
             have = used * (2 / (o + f)) * (2 / (f + m))
             with torch.no_grad():
                 for w in (self.w_a, self.w_b):
@@ -91,17 +111,23 @@ class FactorizedLinear(_Factorized):
         super().__init__(out_features, in_features, factors, bias, init, alpha, dtype)
 
     def forward(self, x: Tensor) -> Tensor:  # [..., I] -> [..., O]
-        y: Tensor = ops.rank1_linear(x.reshape(-1, x.shape[-1]), self.w_a, self.strength, self.w_b).unflatten(0, x.shape[:-1] or (1,))
+        y: Tensor = ops.rank1_linear(
+            x.reshape(-1, x.shape[-1]), self.w_a, self.strength, self.w_b
+        ).unflatten(0, x.shape[:-1] or (1,))
         y = y if x.dim() > 1 else y[0]
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, factors={self.factors}, bias={self.bias is not None}"
+        return (
+            f"{self.in_features}, {self.out_features}, factors={self.factors}, "
+            f"bias={self.bias is not None}"
+        )
 
 
 @checked
 class FactorizedConv2d(_Factorized):
-    """`nn.Conv2d` (groups 1, zeros around) whose kernel, as a matrix [O, I kh kw], is factorized (appendix A)."""
+    """`nn.Conv2d` (groups 1, zeros around) whose kernel, as a matrix [O, I kh kw], is factorized
+    (appendix A)."""
 
     def __init__(
         self,
@@ -118,18 +144,26 @@ class FactorizedConv2d(_Factorized):
         dtype: torch.dtype | None = None,
     ) -> None:
         self.in_channels, self.out_channels = in_channels, out_channels
-        self.kernel_size = (kernel_size, kernel_size) if isinstance(kernel_size, int) else tuple(kernel_size)
+        self.kernel_size = (
+            (kernel_size, kernel_size) if isinstance(kernel_size, int) else tuple(kernel_size)
+        )
         self.stride, self.padding, self.dilation = stride, padding, dilation
         size = in_channels * self.kernel_size[0] * self.kernel_size[1]
         super().__init__(out_channels, size, factors, bias, init, alpha, dtype)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, I, H, W] -> [B, O, H', W']
         how: Any = (self.stride, self.padding, self.dilation)
-        return F.conv2d(x, self.weight.view(self.out_channels, self.in_channels, *self.kernel_size), self.bias, *how)
+        return F.conv2d(
+            x,
+            self.weight.view(self.out_channels, self.in_channels, *self.kernel_size),
+            self.bias,
+            *how,
+        )
 
     def extra_repr(self) -> str:
         return (
-            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, factors={self.factors}, stride={self.stride}, "
+            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, "
+            f"factors={self.factors}, stride={self.stride}, "
             f"padding={self.padding}, bias={self.bias is not None}"
         )
 
@@ -142,31 +176,43 @@ def factorize(
     alpha: Positive | None = None,
     head: str | None = None,
 ) -> nn.Module:
-    """A copy of `module` with freshly drawn factors in the place of every linear layer and convolution but the head.
+    """A copy of `module` with freshly drawn factors in the place of every linear layer and
+    convolution but the head.
 
-    `ranks`: the number of factors of each layer in the order of `named_modules`, or one for all; () is three factors for five outputs,
-    the paper's proportion on MNIST. `head` names the layer that stays (default: the last `nn.Linear`). Layers that are factorized already
-    stay as they are. Grouped convolutions and such with other padding than zeros cannot be factorized: ValueError.
+    `ranks`: the number of factors of each layer in the order of `named_modules`, or one for all; ()
+    is three factors for five outputs, the paper's proportion on MNIST. `head` names the layer that
+    stays (default: the last `nn.Linear`). Layers that are factorized already stay as they are.
+    Grouped convolutions and such with other padding than zeros cannot be factorized: ValueError.
     """
     module = copy.deepcopy(module)
     if head is not None and head not in dict(module.named_modules()):
-        raise ValueError(f"head: expected one of the model's modules {', '.join(n for n, _ in module.named_children())}, got {head!r}.")
+        raise ValueError(
+            "head: expected one of the model's modules "
+            f"{', '.join(n for n, _ in module.named_children())}, got {head!r}."
+        )
     layers = [n for n, m in module.named_modules() if type(m) in (nn.Linear, nn.Conv2d)]
     if head is None:
-        head = next((n for n in reversed(layers) if isinstance(module.get_submodule(n), nn.Linear)), None)
+        head = next(
+            (n for n in reversed(layers) if isinstance(module.get_submodule(n), nn.Linear)), None
+        )
     layers = [n for n in layers if n != head and not n.startswith(f"{head}.")]
     given = [ranks] if isinstance(ranks, int) else list(ranks)
     if len(given) not in (0, 1, len(layers)):
         raise ValueError(
-            f"ranks: expected one number of factors, or one for each of the layers {', '.join(layers)}, got {len(given)} of them."
+            "ranks: expected one number of factors, or one for each of the layers "
+            f"{', '.join(layers)}, got {len(given)} of them."
         )
     for i, name in enumerate(layers):
         m: Any = module.get_submodule(name)
         if sum(p is m.weight for other in module.modules() for p in other._parameters.values()) > 1:
-            raise ValueError(f"module: {name} shares its weight with another layer, which factors cannot; untie them first.")
+            raise ValueError(
+                f"module: {name} shares its weight with another layer, which factors cannot; untie "
+                "them first."
+            )
         factors = given[i % len(given)] if given else -(-3 * len(m.weight) // 5)
         new = _like(name, m, factors, init, alpha)
-        for place in [n for n, other in module.named_modules(remove_duplicate=False) if other is m]:  # a layer may be called in several
+        # a layer may be called in several
+        for place in [n for n, other in module.named_modules(remove_duplicate=False) if other is m]:
             parent, _, leaf = place.rpartition(".")
             setattr(module.get_submodule(parent), leaf, new)
     return module
@@ -174,12 +220,25 @@ def factorize(
 
 def _like(name: str, m: nn.Module, factors: int, init: Init, alpha: float | None) -> nn.Module:
     if isinstance(m, nn.Linear):
-        new: nn.Module = FactorizedLinear(m.in_features, m.out_features, factors, m.bias is not None, init, alpha, m.weight.dtype)
+        new: nn.Module = FactorizedLinear(
+            m.in_features, m.out_features, factors, m.bias is not None, init, alpha, m.weight.dtype
+        )
     else:
         assert isinstance(m, nn.Conv2d)
         if m.groups != 1 or m.padding_mode != "zeros":
-            raise ValueError(f"module: the convolution {name} has groups or pads with other things than zeros, which cannot be factorized.")
-        shape = (m.in_channels, m.out_channels, m.kernel_size, factors, m.stride, m.padding, m.dilation)
+            raise ValueError(
+                f"module: the convolution {name} has groups or pads with other things than zeros, "
+                "which cannot be factorized."
+            )
+        shape = (
+            m.in_channels,
+            m.out_channels,
+            m.kernel_size,
+            factors,
+            m.stride,
+            m.padding,
+            m.dilation,
+        )
         new = FactorizedConv2d(*shape, m.bias is not None, init, alpha, m.weight.dtype)  # type: ignore[arg-type]
     return new.to(m.weight.device)
 

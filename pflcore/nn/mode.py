@@ -1,4 +1,5 @@
-"""What a forward pass needs beside row and input. One per thread: workers run different clients at the same time."""
+"""What a forward pass needs beside row and input. One per thread: workers run different clients at
+the same time."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ class _Context(threading.local):
     train: bool = False
     buffers: Tensor | None = None  # [b]; a forward pass in training replaces it by the updated row
     seed: Tensor | None = None  # [] int64, the client's and step's own, for pflcore.nn.Dropout
-    layer: int = 0  # counts the random layers of one forward pass, so that each draws its own numbers
+    # counts the random layers of one forward pass, so that each draws its own numbers
+    layer: int = 0
     alone: bool = False  # one client, no vmap around: kernels that know no vmap may run
 
 
@@ -21,10 +23,21 @@ context = _Context()
 
 
 @contextmanager
-def forward_mode(train: bool = False, buffers: Tensor | None = None, seed: Tensor | None = None, alone: bool = False) -> Iterator[None]:
+def forward_mode(
+    train: bool = False,
+    buffers: Tensor | None = None,
+    seed: Tensor | None = None,
+    alone: bool = False,
+) -> Iterator[None]:
     """Forward passes inside run in this mode; the caller's comes back afterwards."""
     before = context.train, context.buffers, context.seed, context.layer, context.alone
-    context.train, context.buffers, context.seed, context.layer, context.alone = train, buffers, seed, 0, alone
+    context.train, context.buffers, context.seed, context.layer, context.alone = (
+        train,
+        buffers,
+        seed,
+        0,
+        alone,
+    )
     try:
         yield
     finally:

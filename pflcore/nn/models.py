@@ -1,7 +1,8 @@
 """The papers' networks, by name.
 
-Every entry of `MODELS` is called with the shape of one input, the number of outputs and its own options, and returns an `nn.Module`.
-None of them knows anything of federated learning; `pflcore.flat.Net` finds the head (the last linear layer) by itself.
+Every entry of `MODELS` is called with the shape of one input, the number of outputs and its own
+options, and returns an `nn.Module`. None of them knows anything of federated learning;
+`pflcore.flat.Net` finds the head (the last linear layer) by itself.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ POOLS: dict[str, type[nn.Module]] = {"max": nn.MaxPool2d, "avg": nn.AvgPool2d}
 
 
 def linear(shape: Shape, classes: int, *, bias: bool = True, zero: bool = False) -> nn.Module:
-    """Logistic regression, a linear SVM or least squares, by the criterion: one linear layer on the flattened input.
+    """Logistic regression, a linear SVM or least squares, by the criterion: one linear layer on the
+    flattened input.
 
     `zero` starts all weights at 0, as Motley does.
     """
@@ -36,8 +38,16 @@ def linear(shape: Shape, classes: int, *, bias: bool = True, zero: bool = False)
     return model
 
 
-def mlp(shape: Shape, classes: int, *, hidden: Sequence[int] = (200,), activation: str = "relu", bias: bool = True) -> nn.Module:
-    """Hidden layers of these widths. On 28 x 28 inputs with 10 classes: 159,010 parameters, 158,800 without bias."""
+def mlp(
+    shape: Shape,
+    classes: int,
+    *,
+    hidden: Sequence[int] = (200,),
+    activation: str = "relu",
+    bias: bool = True,
+) -> nn.Module:
+    """Hidden layers of these widths. On 28 x 28 inputs with 10 classes: 159,010 parameters, 158,800
+    without bias."""
     act = _chosen("activation", activation, ACTIVATIONS)
     widths = [prod(shape), *hidden]
     layers: list[nn.Module] = [nn.Flatten()]
@@ -60,16 +70,24 @@ def cnn(
 ) -> nn.Module:
     """Blocks of convolution, activation and 2 x 2 pooling, then linear layers.
 
-    `padding` is one number for all convolutions, one for each, or "same". The default is the CNN of McMahan et al. 2017 without
-    padding: 582,026 parameters on MNIST.
+    `padding` is one number for all convolutions, one for each, or "same". The default is the CNN of
+    McMahan et al. 2017 without padding: 582,026 parameters on MNIST.
     """
     if len(shape) != 3:
-        raise ValueError(f"shape: a convolutional model needs inputs (channels, height, width), got {tuple(shape)}; use linear or mlp.")
+        raise ValueError(
+            "shape: a convolutional model needs inputs (channels, height, width), got "
+            f"{tuple(shape)}; use linear or mlp."
+        )
     act, pooling = _chosen("activation", activation, ACTIVATIONS), _chosen("pool", pool, POOLS)
-    pads = [kernel // 2 if padding == "same" else padding] * len(channels) if isinstance(padding, int | str) else list(padding)
+    pads = (
+        [kernel // 2 if padding == "same" else padding] * len(channels)
+        if isinstance(padding, int | str)
+        else list(padding)
+    )
     if len(pads) != len(channels) or not all(isinstance(p, int) for p in pads):
         raise ValueError(
-            f"padding: expected a number, one number for each of the {len(channels)} convolutions, or 'same', got {padding!r}."
+            f"padding: expected a number, one number for each of the {len(channels)} convolutions, "
+            f"or 'same', got {padding!r}."
         )
     sides = [int(s) for s in shape[1:]]
     layers: list[nn.Module] = []
@@ -78,35 +96,61 @@ def cnn(
         layers += [nn.Conv2d(before, width, kernel, padding=int(pad), bias=bias), act(), pooling(2)]
         before, sides = width, [(s + 2 * int(pad) - kernel + 1) // 2 for s in sides]
     if min(sides) < 1:
-        raise ValueError(f"shape: inputs of {tuple(shape)} are too small for {len(channels)} convolutions of size {kernel} with pooling.")
-    return nn.Sequential(*layers, mlp((before, *sides), classes, hidden=hidden, activation=activation, bias=bias))
+        raise ValueError(
+            f"shape: inputs of {tuple(shape)} are too small for {len(channels)} convolutions of "
+            f"size {kernel} with pooling."
+        )
+    return nn.Sequential(
+        *layers, mlp((before, *sides), classes, hidden=hidden, activation=activation, bias=bias)
+    )
 
 
-def lenet5(shape: Shape, classes: int, *, activation: str = "tanh", pool: str = "avg", bias: bool = True) -> nn.Module:
-    """LeCun et al. 1989/1998: 6 and 16 channels of 5 x 5, then 120, 84. 61,706 parameters on MNIST (padded by 2), 62,006 on CIFAR-10.
+def lenet5(
+    shape: Shape, classes: int, *, activation: str = "tanh", pool: str = "avg", bias: bool = True
+) -> nn.Module:
+    """LeCun et al. 1989/1998: 6 and 16 channels of 5 x 5, then 120, 84. 61,706 parameters on MNIST
+    (padded by 2), 62,006 on CIFAR-10.
 
-    tanh and average pooling are the classic network; ReLU with maximum pooling is more accurate alone, and diverges under control
-    variates (SCAFFOLD, WAFFLE) with concept shift at the WAFFLE paper's learning rate. The linear part follows `activation` too.
+    tanh and average pooling are the classic network; ReLU with maximum pooling is more accurate
+    alone, and diverges under control variates (SCAFFOLD, WAFFLE) with concept shift at the WAFFLE
+    paper's learning rate. The linear part follows `activation` too.
     """
     first = 2 if shape[-1] < 32 else 0
-    return cnn(shape, classes, channels=(6, 16), hidden=(120, 84), padding=(first, 0), activation=activation, pool=pool, bias=bias)
+    return cnn(
+        shape,
+        classes,
+        channels=(6, 16),
+        hidden=(120, 84),
+        padding=(first, 0),
+        activation=activation,
+        pool=pool,
+        bias=bias,
+    )
 
 
 def fmnist_cnn(shape: Shape, classes: int, *, bias: bool = False) -> nn.Module:
-    """WAFFLe (weight factorization, 2020), Fashion-MNIST: 5 x 5 convolutions of 16 and 32, same padding. 28,880 parameters."""
+    """WAFFLe (weight factorization, 2020), Fashion-MNIST: 5 x 5 convolutions of 16 and 32, same
+    padding. 28,880 parameters."""
     return cnn(shape, classes, channels=(16, 32), hidden=(), padding="same", bias=bias)
 
 
-def cifar_cnn_small(shape: Shape, classes: int, *, padding: int | str = 0, bias: bool = False) -> nn.Module:
-    """WAFFLe (weight factorization, 2020), CIFAR-10 as the text has it: 3 x 3 convolutions of 16 and 16, then 80, 60. 54,216 parameters.
+def cifar_cnn_small(
+    shape: Shape, classes: int, *, padding: int | str = 0, bias: bool = False
+) -> nn.Module:
+    """WAFFLe (weight factorization, 2020), CIFAR-10 as the text has it: 3 x 3 convolutions of 16
+    and 16, then 80, 60. 54,216 parameters.
 
-    Their table counts LeNet-5 without bias instead (61,770): `lenet5` with `bias=False`, `activation="relu"`, `pool="max"`.
+    Their table counts LeNet-5 without bias instead (61,770): `lenet5` with `bias=False`,
+    `activation="relu"`, `pool="max"`.
     """
-    return cnn(shape, classes, channels=(16, 16), kernel=3, hidden=(80, 60), padding=padding, bias=bias)
+    return cnn(
+        shape, classes, channels=(16, 16), kernel=3, hidden=(80, 60), padding=padding, bias=bias
+    )
 
 
 def emnist_cnn_2048(shape: Shape, classes: int, *, padding: int | str = 0) -> nn.Module:
-    """Liu et al. 2023 (FedDWA), EMNIST: 5 x 5 convolutions of 32 and 64, then 2,048. 2,278,334 parameters with 62 classes.
+    """Liu et al. 2023 (FedDWA), EMNIST: 5 x 5 convolutions of 32 and 64, then 2,048. 2,278,334
+    parameters with 62 classes.
 
     `padding="same"` is the LEAF benchmark's own network (6,603,710 parameters).
     """
@@ -114,29 +158,45 @@ def emnist_cnn_2048(shape: Shape, classes: int, *, padding: int | str = 0) -> nn
 
 
 def sattler_cnn(shape: Shape, classes: int) -> nn.Module:
-    """Sattler et al. 2020 (Clustered FL), EMNIST: 5 x 5 convolutions of 6 and 16, no hidden layer. 18,506 parameters with 62 classes."""
+    """Sattler et al. 2020 (Clustered FL), EMNIST: 5 x 5 convolutions of 6 and 16, no hidden layer.
+    18,506 parameters with 62 classes."""
     return cnn(shape, classes, channels=(6, 16), hidden=())
 
 
 def cifar_cnn(shape: Shape, classes: int, *, dropout: float = 0.5) -> nn.Module:
-    """Mills et al. 2022 with FedDWA's dropout (Liu et al. 2023), CIFAR: 3 x 3 convolutions of 32 and 64, each ReLU, pooling, batch norm.
+    """Mills et al. 2022 with FedDWA's dropout (Liu et al. 2023), CIFAR: 3 x 3 convolutions of 32
+    and 64, each ReLU, pooling, batch norm.
 
     Then 512, dropout, ReLU. 1,204,874 parameters with 10 classes, 1,251,044 with 100.
     """
     if len(shape) != 3:
-        raise ValueError(f"shape: a convolutional model needs inputs (channels, height, width), got {tuple(shape)}; use linear or mlp.")
+        raise ValueError(
+            "shape: a convolutional model needs inputs (channels, height, width), got "
+            f"{tuple(shape)}; use linear or mlp."
+        )
     layers: list[nn.Module] = []
     before, sides = int(shape[0]), [int(s) for s in shape[1:]]
     for width in (32, 64):
         layers += [nn.Conv2d(before, width, 3), nn.ReLU(), nn.MaxPool2d(2), nn.BatchNorm2d(width)]
         before, sides = width, [(s - 2) // 2 for s in sides]
     if min(sides) < 1:
-        raise ValueError(f"shape: inputs of {tuple(shape)} are too small for two convolutions of size 3 with pooling.")
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * prod(sides), 512), Dropout(dropout), nn.ReLU(), nn.Linear(512, classes))
+        raise ValueError(
+            f"shape: inputs of {tuple(shape)} are too small for two convolutions of size 3 with "
+            "pooling."
+        )
+    return nn.Sequential(
+        *layers,
+        nn.Flatten(),
+        nn.Linear(64 * prod(sides), 512),
+        Dropout(dropout),
+        nn.ReLU(),
+        nn.Linear(512, classes),
+    )
 
 
 class _Residual(nn.Module):
-    """Two 3 x 3 convolutions with batch norm; a 1 x 1 convolution is the way around where the shape changes (He et al. 2016, option B)."""
+    """Two 3 x 3 convolutions with batch norm; a 1 x 1 convolution is the way around where the shape
+    changes (He et al. 2016, option B)."""
 
     def __init__(self, before: int, width: int, stride: int) -> None:
         super().__init__()
@@ -145,7 +205,13 @@ class _Residual(nn.Module):
         self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(width)
         same = before == width and stride == 1
-        self.around = nn.Identity() if same else nn.Sequential(nn.Conv2d(before, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+        self.around = (
+            nn.Identity()
+            if same
+            else nn.Sequential(
+                nn.Conv2d(before, width, 1, stride, bias=False), nn.BatchNorm2d(width)
+            )
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.relu(self.bn1(self.conv1(x)))
@@ -153,15 +219,28 @@ class _Residual(nn.Module):
 
 
 def resnet8(shape: Shape, classes: int) -> nn.Module:
-    """FedDWA's released ResNet-8 (Liu et al. 2023), Tiny-ImageNet: 90,392 parameters with 200 classes, 78,042 with 10.
+    """FedDWA's released ResNet-8 (Liu et al. 2023), Tiny-ImageNet: 90,392 parameters with 200
+    classes, 78,042 with 10.
 
-    A 3 x 3 convolution of 16 and 3 x 3 pooling of stride 2, then residual blocks of 16, 32 and 64; Kaiming initialisation.
+    A 3 x 3 convolution of 16 and 3 x 3 pooling of stride 2, then residual blocks of 16, 32 and 64;
+    Kaiming initialisation.
     """
     if len(shape) != 3:
-        raise ValueError(f"shape: a convolutional model needs inputs (channels, height, width), got {tuple(shape)}; use linear or mlp.")
+        raise ValueError(
+            "shape: a convolutional model needs inputs (channels, height, width), got "
+            f"{tuple(shape)}; use linear or mlp."
+        )
     model = nn.Sequential(
-        nn.Sequential(nn.Conv2d(int(shape[0]), 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(3, 2, 1)),
-        *(_Residual(before, width, stride) for before, width, stride in ((16, 16, 1), (16, 32, 2), (32, 64, 2))),
+        nn.Sequential(
+            nn.Conv2d(int(shape[0]), 16, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.MaxPool2d(3, 2, 1),
+        ),
+        *(
+            _Residual(before, width, stride)
+            for before, width, stride in ((16, 16, 1), (16, 32, 2), (32, 64, 2))
+        ),
         nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()),
         nn.Linear(64, classes),
     )
@@ -173,15 +252,24 @@ def resnet8(shape: Shape, classes: int) -> nn.Module:
 
 def _convolved(before: int, width: int, kernel: int) -> nn.Module:
     """A convolution that keeps the size, batch norm, ReLU."""
-    return nn.Sequential(nn.Conv2d(before, width, kernel, padding=kernel // 2, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+    return nn.Sequential(
+        nn.Conv2d(before, width, kernel, padding=kernel // 2, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(),
+    )
 
 
 class _Aggregated(nn.Module):
-    """Two halves, one after the other, whose outputs a 1 x 1 convolution joins; a half is a residual block or again such a pair."""
+    """Two halves, one after the other, whose outputs a 1 x 1 convolution joins; a half is a
+    residual block or again such a pair."""
 
     def __init__(self, before: int, width: int, depth: int, stride: int) -> None:
         super().__init__()
-        half = _Residual if depth == 1 else lambda before, width, stride: _Aggregated(before, width, depth - 1, stride)
+        half = (
+            _Residual
+            if depth == 1
+            else lambda before, width, stride: _Aggregated(before, width, depth - 1, stride)
+        )
         self.first, self.second = half(before, width, stride), half(width, width, 1)
         self.root = _convolved(2 * width, width, 1)
 
@@ -192,16 +280,28 @@ class _Aggregated(nn.Module):
 
 
 def dla(shape: Shape, classes: int) -> nn.Module:
-    """Deep layer aggregation (Yu et al. 2018) for 32 x 32 images, in the simple form without inputs joined anew at deeper roots.
+    """Deep layer aggregation (Yu et al. 2018) for 32 x 32 images, in the simple form without inputs
+    joined anew at deeper roots.
 
-    Convolutions of 16, 16 and 32, then aggregated residual blocks of 64, 128, 256 and 512, of depths 1, 2, 2 and 1; the last three halve
-    the image. 15,142,970 parameters on CIFAR-10. WAFFLE (Beaussart et al. 2021) has "DLA" there without saying which.
+    Convolutions of 16, 16 and 32, then aggregated residual blocks of 64, 128, 256 and 512, of
+    depths 1, 2, 2 and 1; the last three halve the image. 15,142,970 parameters on CIFAR-10. WAFFLE
+    (Beaussart et al. 2021) has "DLA" there without saying which.
     """
     if len(shape) != 3:
-        raise ValueError(f"shape: a convolutional model needs inputs (channels, height, width), got {tuple(shape)}; use linear or mlp.")
-    start = (_convolved(before, width, 3) for before, width in ((int(shape[0]), 16), (16, 16), (16, 32)))
-    trees = (_Aggregated(*sizes) for sizes in ((32, 64, 1, 1), (64, 128, 2, 2), (128, 256, 2, 2), (256, 512, 1, 2)))
-    return nn.Sequential(*start, *trees, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, classes))
+        raise ValueError(
+            "shape: a convolutional model needs inputs (channels, height, width), got "
+            f"{tuple(shape)}; use linear or mlp."
+        )
+    start = (
+        _convolved(before, width, 3) for before, width in ((int(shape[0]), 16), (16, 16), (16, 32))
+    )
+    trees = (
+        _Aggregated(*sizes)
+        for sizes in ((32, 64, 1, 1), (64, 128, 2, 2), (128, 256, 2, 2), (256, 512, 1, 2))
+    )
+    return nn.Sequential(
+        *start, *trees, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, classes)
+    )
 
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -220,8 +320,11 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 
 
 @checked
-def model_for(name: str, shape: Annotated[Shape | torch.Size, SIZES], classes: Count | None, **options: object) -> nn.Module:
-    """A fresh `MODELS[name]` for inputs of `shape` and `classes` outputs (None: one output, for regression)."""
+def model_for(
+    name: str, shape: Annotated[Shape | torch.Size, SIZES], classes: Count | None, **options: object
+) -> nn.Module:
+    """A fresh `MODELS[name]` for inputs of `shape` and `classes` outputs (None: one output, for
+    regression)."""
     if name not in MODELS:
         raise ValueError(f"model: {name!r} is none of {', '.join(MODELS)}.")
     try:

@@ -1,7 +1,8 @@
 """What every op needs of torch, and of the compiled kernels where there are any.
 
-The default body of an op is its reference and the compiled library only adds kernels, so the dispatcher is the fallback.
-This is the only file that knows of that library, which serves every Python, and torch from 2.10 on (it asks for that version's stable ABI).
+The default body of an op is its reference and the compiled library only adds kernels, so the
+dispatcher is the fallback. This is the only file that knows of that library, which serves every
+Python, and torch from 2.10 on (it asks for that version's stable ABI).
 """
 
 import ctypes
@@ -22,7 +23,8 @@ lib = torch.library.Library("pflcore", "FRAGMENT")
 
 
 def define(schema: str, reference: Any, fake: Any) -> Any:
-    """A new op `pflcore::NAME` with its reference as default body and `fake` for its result's shape; returns what calls it."""
+    """A new op `pflcore::NAME` with its reference as default body and `fake` for its result's
+    shape; returns what calls it."""
     name = schema[: schema.index("(")]
     lib.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     lib.impl(name, reference, "CompositeExplicitAutograd")
@@ -31,7 +33,8 @@ def define(schema: str, reference: Any, fake: Any) -> Any:
 
 
 def changed(*tensors: Tensor | None) -> None:
-    """Tell autograd that an op wrote into these: a tensor that it has saved for a backward pass is not what it was."""
+    """Tell autograd that an op wrote into these: a tensor that it has saved for a backward pass is
+    not what it was."""
     if torch.compiler.is_compiling():
         return
     for t in tensors:
@@ -40,8 +43,9 @@ def changed(*tensors: Tensor | None) -> None:
 
 
 def forward_mode() -> bool:
-    """Is forward-mode differentiation (`torch.func.jvp`, `forward_ad.dual_level`) on, or `torch.func.grad`? An op knows backward formulas
-    only, which would drop the tangents without a word, and not in functorch's form; plain torch is right there.
+    """Is forward-mode differentiation (`torch.func.jvp`, `forward_ad.dual_level`) on, or
+    `torch.func.grad`? An op knows backward formulas only, which would drop the tangents without a
+    word, and not in functorch's form; plain torch is right there.
     """
     if forward_ad._current_level >= 0:
         return True
@@ -55,7 +59,7 @@ def nothing(*args: Any) -> None:
     """The fake of an op that returns nothing."""
 
 
-# --- the compiled kernels ---------------------------------------------------------------------------------------------------------
+# --- the compiled kernels ---------------------------------------------------
 
 BUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
 
@@ -73,8 +77,14 @@ class Backend:
     fix: str | None  # the command that mends it, where the kernels could be had
 
     def __str__(self) -> str:
-        what = f"kernels ({self.isa}, {self.threads} threads, {'with' if self.cuda else 'no'} CUDA)" if self.kernels else "references"
-        return f"{what}, torch {self.torch}: {self.why}" + (f"; to mend it: {self.fix}" if self.fix else "")
+        what = (
+            f"kernels ({self.isa}, {self.threads} threads, {'with' if self.cuda else 'no'} CUDA)"
+            if self.kernels
+            else "references"
+        )
+        return f"{what}, torch {self.torch}: {self.why}" + (
+            f"; to mend it: {self.fix}" if self.fix else ""
+        )
 
 
 LIBRARY = Path(__file__).parent.parent / "lib_pflcore.so"
@@ -83,22 +93,37 @@ LIBRARY = Path(__file__).parent.parent / "lib_pflcore.so"
 def _load() -> tuple[Any, str, str | None]:
     if os.environ.get("PFLCORE_KERNELS", "1") == "0":
         return None, "PFLCORE_KERNELS=0 leaves the kernels unloaded", None
-    version = [int("".join(filter(str.isdigit, part)) or 0) for part in torch.__version__.split("+")[0].split(".")[:2]]
+    version = [
+        int("".join(filter(str.isdigit, part)) or 0)
+        for part in torch.__version__.split("+")[0].split(".")[:2]
+    ]
     if not [2, 10] <= version < [3]:  # what torch promises of its stable ABI
         return None, "the kernels need torch >= 2.10 and < 3", None
     if not LIBRARY.exists():
         failed = LIBRARY.with_suffix(".failed")  # left there by setup.py
         if failed.exists():
             return None, f"building the kernels failed ({failed.read_text().strip()})", BUILD
-        return None, "the kernels are not built (they need torch and a C++ compiler when pflcore is installed)", BUILD
+        return (
+            None,
+            "the kernels are not built (they need torch and a C++ compiler when pflcore is "
+            "installed)",
+            BUILD,
+        )
     try:
-        torch.ops.load_library(LIBRARY)  # looks up at once all that it needs of torch: what is missing is an error here, no crash later
+        # looks up at once all that it needs of torch: what is missing is an error here, no crash
+        # later
+        torch.ops.load_library(LIBRARY)
         library = ctypes.CDLL(str(LIBRARY))
         for name in ("pflcore_built", "pflcore_isa", "pflcore_set_isa"):
             getattr(library, name).restype = ctypes.c_char_p
         return library, library.pflcore_built().decode(), None
     except (OSError, AttributeError) as error:
-        return None, f"the kernels do not load beside this torch ({' '.join(str(error.__cause__ or error).split())})", BUILD
+        return (
+            None,
+            "the kernels do not load beside this torch "
+            f"({' '.join(str(error.__cause__ or error).split())})",
+            BUILD,
+        )
 
 
 kernels, _why, _fix = _load()  # the library, or None
@@ -106,17 +131,22 @@ on_references = _fix is not None  # although kernels could be had: the first op 
 
 
 def isa(wanted: str | None = None) -> str | None:
-    """The path of the CPU kernels, None for references; `wanted` chooses it, for tests, as far as the machine has it."""
+    """The path of the CPU kernels, None for references; `wanted` chooses it, for tests, as far as
+    the machine has it."""
     if kernels is None:
         return None
-    said: bytes = kernels.pflcore_isa() if wanted is None else kernels.pflcore_set_isa(wanted.encode())
+    said: bytes = (
+        kernels.pflcore_isa() if wanted is None else kernels.pflcore_set_isa(wanted.encode())
+    )
     return said.decode()
 
 
 def backend() -> Backend:
     """What runs the ops and why: compiled kernels or references, the CPU path, threads, CUDA."""
     cuda = kernels is not None and bool(kernels.pflcore_cuda())
-    return Backend(kernels is not None, isa(), cuda, torch.get_num_threads(), torch.__version__, _why, _fix)
+    return Backend(
+        kernels is not None, isa(), cuda, torch.get_num_threads(), torch.__version__, _why, _fix
+    )
 
 
 def warn_once() -> None:
@@ -125,4 +155,8 @@ def warn_once() -> None:
     if not on_references:
         return
     on_references = False
-    warnings.warn(f"pflcore runs its pure-PyTorch references: {_why}. To mend it, in pflcore's folder: {BUILD}", stacklevel=3)
+    warnings.warn(
+        f"pflcore runs its pure-PyTorch references: {_why}. To mend it, in pflcore's folder: "
+        f"{BUILD}",
+        stacklevel=3,
+    )

@@ -1,4 +1,5 @@
-"""The words of the ops' argument checks: one sentence that names the argument, what was expected, and what came."""
+"""The words of the ops' argument checks: one sentence that names the argument, what was expected,
+and what came."""
 
 from numbers import Integral
 from typing import Any
@@ -18,7 +19,15 @@ def shape(t: Any) -> str:
     return f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device}"
 
 
-def expect(ok: bool, op: str, name: str, wanted: str, came: str, do: str = "", kind: type[Exception] = ValueError) -> None:
+def expect(
+    ok: bool,
+    op: str,
+    name: str,
+    wanted: str,
+    came: str,
+    do: str = "",
+    kind: type[Exception] = ValueError,
+) -> None:
     """Raise `kind` with one sentence unless `ok`."""
     if not ok:
         raise kind(f"{op}: {name} must be {wanted}, got {came}{'; ' + do if do else ''}.")
@@ -33,23 +42,52 @@ def number(op: str, name: str, value: Any) -> None:
     """`value` is a real number, or a tensor of one."""
     if type(value) is float or type(value) is int:
         return
-    fine = isinstance(value, int | float | torch.SymInt | torch.SymFloat) and not isinstance(value, bool)
+    fine = isinstance(value, int | float | torch.SymInt | torch.SymFloat) and not isinstance(
+        value, bool
+    )
     fine = (
-        fine or (isinstance(value, Tensor) and value.dim() == 0) or (hasattr(value, "__float__") and not isinstance(value, Tensor | bool))
+        fine
+        or (isinstance(value, Tensor) and value.dim() == 0)
+        or (hasattr(value, "__float__") and not isinstance(value, Tensor | bool))
     )
     expect(fine, op, name, "a number", shape(value), kind=TypeError)
     if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
-        expect(False, op, name, "a number", "a tensor that requires grad, which it would not get", f"use {name}.item()")
+        expect(
+            False,
+            op,
+            name,
+            "a number",
+            "a tensor that requires grad, which it would not get",
+            f"use {name}.item()",
+        )
 
 
 def floating(op: str, name: str, t: Any) -> None:
     """`t` is a floating-point tensor."""
     if not isinstance(t, Tensor):
-        expect(False, op, name, "a tensor", shape(t), "use torch.as_tensor, or torch.stack of several", TypeError)
+        expect(
+            False,
+            op,
+            name,
+            "a tensor",
+            shape(t),
+            "use torch.as_tensor, or torch.stack of several",
+            TypeError,
+        )
     if t.layout is not torch.strided:
-        expect(False, op, name, "a dense tensor", str(t.layout), f"use {name}.to_dense()", TypeError)
+        expect(
+            False, op, name, "a dense tensor", str(t.layout), f"use {name}.to_dense()", TypeError
+        )
     if t.dtype not in FLOATS:
-        expect(False, op, name, "float32, float64, float16 or bfloat16", shape(t), f"use {name}.float()", TypeError)
+        expect(
+            False,
+            op,
+            name,
+            "float32, float64, float16 or bfloat16",
+            shape(t),
+            f"use {name}.float()",
+            TypeError,
+        )
 
 
 def matrix(op: str, name: str, t: Any, wanted: str) -> None:
@@ -63,18 +101,35 @@ def matrix(op: str, name: str, t: Any, wanted: str) -> None:
 def check_same(op: str, name: str, a: Tensor, other: str, b: Tensor) -> None:
     """`a` and `b` have one dtype and one device."""
     if a.dtype is not b.dtype:
-        expect(False, op, other, f"{a.dtype} like {name}", shape(b), f"use {other}.to({name}.dtype)", TypeError)
+        expect(
+            False,
+            op,
+            other,
+            f"{a.dtype} like {name}",
+            shape(b),
+            f"use {other}.to({name}.dtype)",
+            TypeError,
+        )
     if a.device != b.device:
-        expect(False, op, other, f"on {a.device} like {name}", shape(b), f"use {other}.to({name}.device)")
+        expect(
+            False,
+            op,
+            other,
+            f"on {a.device} like {name}",
+            shape(b),
+            f"use {other}.to({name}.device)",
+        )
 
 
 def concrete(t: Tensor) -> bool:
-    """The values can be looked at for free: a CPU tensor, nothing traced, no `vmap` or `grad` around it."""
+    """The values can be looked at for free: a CPU tensor, nothing traced, no `vmap` or `grad`
+    around it."""
     return not torch.compiler.is_compiling() and t.device.type == "cpu" and span(t) is not None
 
 
 def span(t: Tensor | None) -> tuple[int, int] | None:
-    """The addresses of the memory that a tensor lies in; None where there is none: a fake, meta or empty tensor. Not while compiling."""
+    """The addresses of the memory that a tensor lies in; None where there is none: a fake, meta or
+    empty tensor. Not while compiling."""
     if type(t) is not Tensor and type(t) is not Parameter:
         return None
     try:
@@ -88,7 +143,8 @@ def span(t: Tensor | None) -> tuple[int, int] | None:
 
 
 def meet(a: tuple[int, int] | None, b: tuple[int, int] | None) -> bool:
-    """Two spans overlap. They are addresses, whoever owns the memory: two wrappings of one numpy array have two storages."""
+    """Two spans overlap. They are addresses, whoever owns the memory: two wrappings of one numpy
+    array have two storages."""
     return a is not None and b is not None and a[0] < b[1] and b[0] < a[1]
 
 

@@ -19,14 +19,17 @@ def aggregate(
     out: Tensor | None = None,  # [M, P]
     precise: bool = False,
 ) -> Tensor:  # [M, P]
-    """`base + lr * (weight @ updates)` in one pass over the updates; with `index`, row m mixes the rows `index[m]` only.
+    """`base + lr * (weight @ updates)` in one pass over the updates; with `index`, row m mixes the
+    rows `index[m]` only.
 
-    Accumulates in float32, on CPUs in float64 after every 128 rows, so that the error does not grow with N (CUDA kernels and the reference
-    sum all rows in float32: above some thousand clients `precise` is the better choice there); in float64 where an input row is float64 or
-    `precise` asks for it. The result has base's dtype, or else that of updates. With `index`, a row of weight 0 is not read, so NaN there
-    does not spread. `out` may be given to reuse memory: a [M, P] tensor with contiguous rows that shares no memory with updates or weight;
-    it may be `base` itself. Without `out`, differentiable in updates, weight and base, but not in lr; in forward mode it is plain torch,
-    where a row of weight 0 is read.
+    Accumulates in float32, on CPUs in float64 after every 128 rows, so that the error does not grow
+    with N (CUDA kernels and the reference sum all rows in float32: above some thousand clients
+    `precise` is the better choice there); in float64 where an input row is float64 or `precise`
+    asks for it. The result has base's dtype, or else that of updates. With `index`, a row of weight
+    0 is not read, so NaN there does not spread. `out` may be given to reuse memory: a [M, P] tensor
+    with contiguous rows that shares no memory with updates or weight; it may be `base` itself.
+    Without `out`, differentiable in updates, weight and base, but not in lr; in forward mode it is
+    plain torch, where a row of weight 0 is read.
     """
     check_aggregate(updates, weight, index, base, lr, out)
     warn_once()
@@ -48,14 +51,47 @@ def check_aggregate(updates: Any, weight: Any, index: Any, base: Any, lr: Any, o
     n, p = updates.shape
     m, k = weight.shape
     if weight.device != updates.device:
-        expect(False, op, "weight", f"on {updates.device} like updates", shape(weight), "use weight.to(updates.device)")
+        expect(
+            False,
+            op,
+            "weight",
+            f"on {updates.device} like updates",
+            shape(weight),
+            "use weight.to(updates.device)",
+        )
     if index is None:
         if k != n:
-            expect(False, op, "weight", f"[M, {n}], a column for each row of updates", shape(weight), "or give index")
+            expect(
+                False,
+                op,
+                "weight",
+                f"[M, {n}], a column for each row of updates",
+                shape(weight),
+                "or give index",
+            )
     else:
-        expect(isinstance(index, Tensor) and index.dtype == torch.int64, op, "index", "an int64 tensor", shape(index), kind=TypeError)
-        expect(index.shape == weight.shape, op, "index", f"{list(weight.shape)} like weight", shape(index))
-        expect(index.device == updates.device, op, "index", f"on {updates.device} like updates", shape(index))
+        expect(
+            isinstance(index, Tensor) and index.dtype == torch.int64,
+            op,
+            "index",
+            "an int64 tensor",
+            shape(index),
+            kind=TypeError,
+        )
+        expect(
+            index.shape == weight.shape,
+            op,
+            "index",
+            f"{list(weight.shape)} like weight",
+            shape(index),
+        )
+        expect(
+            index.device == updates.device,
+            op,
+            "index",
+            f"on {updates.device} like updates",
+            shape(index),
+        )
         if concrete(index) and m and k:
             low, high = index.aminmax()
             if low < 0 or high >= n:
@@ -63,41 +99,100 @@ def check_aggregate(updates: Any, weight: Any, index: Any, base: Any, lr: Any, o
     if base is not None:
         floating(op, "base", base)
         fits = base.shape == (p,) or base.shape == (m, p)
-        expect(fits and base.device == updates.device, op, "base", f"[{p}] or [{m}, {p}] on {updates.device}", shape(base))
+        expect(
+            fits and base.device == updates.device,
+            op,
+            "base",
+            f"[{p}] or [{m}, {p}] on {updates.device}",
+            shape(base),
+        )
     if out is not None:
         check_out(updates, weight, index, base, out)
 
 
-def check_out(updates: Tensor, weight: Tensor, index: Tensor | None, base: Tensor | None, out: Any) -> None:
+def check_out(
+    updates: Tensor, weight: Tensor, index: Tensor | None, base: Tensor | None, out: Any
+) -> None:
     """The `out` of aggregate."""
     op, wanted = "aggregate", [weight.shape[0], updates.shape[1]]
     dtype = updates.dtype if base is None else base.dtype
-    fits = isinstance(out, Tensor) and list(out.shape) == wanted and out.dtype == dtype and out.device == updates.device
-    expect(fits, op, "out", f"{wanted} {str(dtype).removeprefix('torch.')} on {updates.device}", shape(out))
+    fits = (
+        isinstance(out, Tensor)
+        and list(out.shape) == wanted
+        and out.dtype == dtype
+        and out.device == updates.device
+    )
+    expect(
+        fits,
+        op,
+        "out",
+        f"{wanted} {str(dtype).removeprefix('torch.')} on {updates.device}",
+        shape(out),
+    )
     if forward_mode():
-        expect(False, op, "out", "None in forward-mode differentiation", "a tensor", "leave out away")
+        expect(
+            False, op, "out", "None in forward-mode differentiation", "a tensor", "leave out away"
+        )
     if out.numel() == 0:
         return
     if not torch.compiler.is_compiling() and (out.is_neg() or out.is_conj()):
-        expect(False, op, "out", "memory that holds its numbers as they are", "the negative of other numbers")
+        expect(
+            False,
+            op,
+            "out",
+            "memory that holds its numbers as they are",
+            "the negative of other numbers",
+        )
     rows = out.stride(1) == 1 or out.shape[1] == 1
     apart = out.shape[0] == 1 or out.stride(0) >= out.shape[1]
-    expect(rows and apart, op, "out", "of contiguous rows that do not overlap", f"strides {list(out.stride())}", "use torch.empty")
+    expect(
+        rows and apart,
+        op,
+        "out",
+        "of contiguous rows that do not overlap",
+        f"strides {list(out.stride())}",
+        "use torch.empty",
+    )
     if torch.compiler.is_compiling():
         return
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (updates, weight, base, out)):
-        expect(False, op, "out", "None where a gradient is wanted", "inputs that require grad", "leave out away or use torch.no_grad()")
+    if torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (updates, weight, base, out)
+    ):
+        expect(
+            False,
+            op,
+            "out",
+            "None where a gradient is wanted",
+            "inputs that require grad",
+            "leave out away or use torch.no_grad()",
+        )
     mine = span(out)
     for name, t in (("updates", updates), ("weight", weight), ("index", index)):
         if meet(mine, span(t)):
             expect(False, op, "out", "memory of its own", f"memory of {name}")
     if base is not None and meet(mine, span(base)):
-        expect(same_view(out, base), op, "out", "memory of its own or base itself", "a part of base's memory")
+        expect(
+            same_view(out, base),
+            op,
+            "out",
+            "memory of its own or base itself",
+            "a part of base's memory",
+        )
 
 
-def reference(updates: Tensor, weight: Tensor, index: Tensor | None, base: Tensor | None, lr: float, precise: bool) -> Tensor:  # [M, P]
+# [M, P]
+def reference(
+    updates: Tensor,
+    weight: Tensor,
+    index: Tensor | None,
+    base: Tensor | None,
+    lr: float,
+    precise: bool,
+) -> Tensor:
     """The same into a fresh result of base's dtype, or else of updates'."""
-    out = updates.new_empty(weight.shape[0], updates.shape[1], dtype=updates.dtype if base is None else base.dtype)
+    out = updates.new_empty(
+        weight.shape[0], updates.shape[1], dtype=updates.dtype if base is None else base.dtype
+    )
     reference_out(updates, weight, index, base, lr, precise, out)
     return out
 
@@ -121,14 +216,25 @@ def reference_out(
         if index is None:
             total = w @ updates[:, strip].to(dtype)  # [M, width]
         else:
-            total = torch.zeros(w.shape[0], updates[:, strip].shape[1], dtype=dtype, device=w.device)
+            total = torch.zeros(
+                w.shape[0], updates[:, strip].shape[1], dtype=dtype, device=w.device
+            )
             for k in range(w.shape[1]):
                 weight_k = w[:, k, None]
-                total += torch.where(weight_k != 0, weight_k * updates[index[:, k], strip].to(dtype), 0.0)
+                total += torch.where(
+                    weight_k != 0, weight_k * updates[index[:, k], strip].to(dtype), 0.0
+                )
         out[:, strip] = total if base is None else base[..., strip].to(dtype) + total
 
 
-def _formula(updates: Tensor, weight: Tensor, index: Tensor | None, base: Tensor | None, lr: float, precise: bool) -> Tensor:
+def _formula(
+    updates: Tensor,
+    weight: Tensor,
+    index: Tensor | None,
+    base: Tensor | None,
+    lr: float,
+    precise: bool,
+) -> Tensor:
     """The same in plain torch, which differentiates itself."""
     dtype = updates.dtype if base is None else base.dtype
     wide = torch.float64 if precise or torch.float64 in (updates.dtype, dtype) else torch.float32
@@ -143,13 +249,26 @@ def _formula(updates: Tensor, weight: Tensor, index: Tensor | None, base: Tensor
     return (total if base is None else base.to(wide) + total).to(dtype)
 
 
-def _fake(updates: Tensor, weight: Tensor, index: Tensor | None, base: Tensor | None, lr: float, precise: bool) -> Tensor:
-    return updates.new_empty(weight.shape[0], updates.shape[1], dtype=updates.dtype if base is None else base.dtype)
+def _fake(
+    updates: Tensor,
+    weight: Tensor,
+    index: Tensor | None,
+    base: Tensor | None,
+    lr: float,
+    precise: bool,
+) -> Tensor:
+    return updates.new_empty(
+        weight.shape[0], updates.shape[1], dtype=updates.dtype if base is None else base.dtype
+    )
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     updates, weight, index, base, ctx.lr, _ = inputs
-    ctx.sparse, ctx.base_dim, ctx.base_dtype = index is not None, None if base is None else base.dim(), output.dtype
+    ctx.sparse, ctx.base_dim, ctx.base_dtype = (
+        index is not None,
+        None if base is None else base.dim(),
+        output.dtype,
+    )
     ctx.save_for_backward(updates, weight, *([index] if ctx.sparse else []))
 
 
@@ -162,9 +281,13 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.sparse:
         index = rest[0]
         if need_weight:
-            columns = [(grad64 * updates[index[:, k]].double()).sum(1) for k in range(index.shape[1])]
+            columns = [
+                (grad64 * updates[index[:, k]].double()).sum(1) for k in range(index.shape[1])
+            ]
             grad_weight = torch.stack(columns, 1) if columns else torch.zeros_like(dense)
-        dense = torch.zeros(weight.shape[0], updates.shape[0], dtype=torch.float64, device=grad.device).scatter_add(1, index, dense)
+        dense = torch.zeros(
+            weight.shape[0], updates.shape[0], dtype=torch.float64, device=grad.device
+        ).scatter_add(1, index, dense)
     elif need_weight:
         grad_weight = grad64 @ updates.double().T
     if need_updates:
@@ -176,10 +299,14 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _op: Callable[..., Tensor] = define(
-    "aggregate(Tensor updates, Tensor weight, Tensor? index, Tensor? base, float lr, bool precise) -> Tensor", reference, _fake
+    "aggregate(Tensor updates, Tensor weight, Tensor? index, Tensor? base, float lr, bool precise) "
+    "-> Tensor",
+    reference,
+    _fake,
 )
 _op_out: Callable[..., None] = define(
-    "aggregate_out(Tensor updates, Tensor weight, Tensor? index, Tensor? base, float lr, bool precise, Tensor(a!) out) -> ()",
+    "aggregate_out(Tensor updates, Tensor weight, Tensor? index, Tensor? base, float lr, bool "
+    "precise, Tensor(a!) out) -> ()",
     reference_out,
     nothing,
 )

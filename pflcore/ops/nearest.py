@@ -1,4 +1,5 @@
-"""nearest: the k nearest rows of each row, without all distances where the triangle inequality spares them."""
+"""nearest: the k nearest rows of each row, without all distances where the triangle inequality
+spares them."""
 
 from __future__ import annotations
 
@@ -40,11 +41,13 @@ def nearest(
     pivots: int | None = None,
     progress: Bar | None = None,
 ) -> Nearest:
-    """The k nearest rows of each guide by `(pairwise_sqdist, index)`, as `feddwa_weights` ranks: NaN is infinitely far, k >= N gives all.
+    """The k nearest rows of each guide by `(pairwise_sqdist, index)`, as `feddwa_weights` ranks:
+    NaN is infinitely far, k >= N gives all.
 
-    Tensors, or rows that can be read again (`stream.Rows`, then on the CPU). Constants: no gradient flows through them.
-    "exact" takes all pairs. "groups" gives the same, bit for bit: exact distances to `pivots` rows (None: the root of N), then, as
-    |d(i, p) - d(j, p)| <= d(i, j), with a margin for rounding, only those to the groups that may hold a neighbour. It pays where clients
+    Tensors, or rows that can be read again (`stream.Rows`, then on the CPU). Constants: no gradient
+    flows through them. "exact" takes all pairs. "groups" gives the same, bit for bit: exact
+    distances to `pivots` rows (None: the root of N), then, as |d(i, p) - d(j, p)| <= d(i, j), with
+    a margin for rounding, only those to the groups that may hold a neighbour. It pays where clients
     are clustered; where less than half can be spared it takes all pairs, after some 7 / sqrt(N).
     `progress(done, of)` counts guides, True shows a bar.
     """
@@ -52,11 +55,23 @@ def nearest(
     none, few = check_rows(op, "guide", guide), check_rows(op, "rows", rows)
     check_same(op, "guide", none, "rows", few)
     n, p = rows.shape
-    expect(guide.shape[1] == p, op, "rows", f"P = {guide.shape[1]} columns like guide", f"{n} rows of {p}")
+    expect(
+        guide.shape[1] == p,
+        op,
+        "rows",
+        f"P = {guide.shape[1]} columns like guide",
+        f"{n} rows of {p}",
+    )
     expect(n > 0, op, "rows", "at least one row", "none")
     for name, value, low in (("k", k, 1), ("pivots", pivots, 0)):
         fine = (value is None and name != "k") or (is_int(value) and value >= low)  # type: ignore[operator]
-        expect(fine, op, name, f"a whole number of at least {low}", shape(value) if isinstance(value, Tensor) else repr(value))
+        expect(
+            fine,
+            op,
+            name,
+            f"a whole number of at least {low}",
+            shape(value) if isinstance(value, Tensor) else repr(value),
+        )
     expect(method in ("exact", "groups"), op, "method", "'exact' or 'groups'", repr(method))
     with torch.no_grad():
         search = _Search(guide, rows, min(int(k), n), none.device, meter(progress))
@@ -69,7 +84,8 @@ def nearest(
 def _sketch(
     rows: Tensor | Rows,  # [N, P]
 ) -> Tensor:  # [N, WIDTH] float32 (float64 for float64 rows); a row that is not finite is 0
-    """CountSketch in one pass: each strip of WIDTH columns is turned by an offset of its own, given signs and added."""
+    """CountSketch in one pass: each strip of WIDTH columns is turned by an offset of its own, given
+    signs and added."""
     gen = torch.Generator().manual_seed(0)
     width, p = WIDTH, rows.shape[1]
     strips = -(-p // width)
@@ -77,9 +93,16 @@ def _sketch(
     turn = torch.randint(0, width, (strips,), generator=gen).tolist()
     wide = torch.float64 if block(rows, 0, 0).dtype is torch.float64 else torch.float32
     parts = []
-    parts_of_rows = (part for first, last in spans(rows) for part in block(rows, first, last).split(max(1, SERIAL // width)))
+    parts_of_rows = (
+        part
+        for first, last in spans(rows)
+        for part in block(rows, first, last).split(max(1, SERIAL // width))
+    )
     for part in parts_of_rows:
-        signs, out = sign.to(part.device, wide), torch.zeros(len(part), width, dtype=wide, device=part.device)
+        signs, out = (
+            sign.to(part.device, wide),
+            torch.zeros(len(part), width, dtype=wide, device=part.device),
+        )
         for s in range(strips):
             x = part[:, s * width : (s + 1) * width].to(wide)
             size, at = x.shape[1], turn[s]
@@ -91,12 +114,14 @@ def _sketch(
 
 
 class _Pivots:
-    """Rows far from one another, the groups of those nearest to each, and exact distances to them."""
+    """Rows far from one another, the groups of those nearest to each, and exact distances to
+    them."""
 
     def __init__(self, guide: Tensor | Rows, rows: Tensor | Rows, many: int) -> None:
         near = _sketch(rows)
         chosen, gap = [0], (near - near[0]).square().sum(1)
-        while len(chosen) < many and float(gap.max()) > 0:  # farthest first: one in each cluster before there are two in any
+        # farthest first: one in each cluster before there are two in any
+        while len(chosen) < many and float(gap.max()) > 0:
             chosen.append(int(gap.argmax()))
             gap = torch.minimum(gap, (near - near[chosen[-1]]).square().sum(1))
         pivots = torch.cat([block(rows, c, c + 1) for c in chosen])
@@ -104,17 +129,25 @@ class _Pivots:
         self.guide = self.rows if guide is rows else self._distances(guide, pivots)  # [M, G]
         group = self.rows.argmin(1)
         self.members = [torch.nonzero(group == g)[:, 0] for g in range(len(chosen))]
-        self.home = self.guide.argsort(1)  # [M, G] the groups of each guide, the nearest pivot first
+        # [M, G] the groups of each guide, the nearest pivot first
+        self.home = self.guide.argsort(1)
         empty = self.rows.new_full((len(chosen), len(chosen)), math.inf)
         at = group[:, None].expand_as(self.rows)
         low = empty.scatter_reduce(0, at, self.rows, "amin")
         high = (-empty).scatter_reduce(0, at, self.rows, "amax")
-        self.bound = _spared(self.guide, low, high)  # [M, G] no squared distance of a guide to a group's rows is less
+        # [M, G] no squared distance of a guide to a group's rows is less
+        self.bound = _spared(self.guide, low, high)
 
     @staticmethod
     def _distances(rows: Tensor | Rows, pivots: Tensor) -> Tensor:  # [N, G] float64
-        parts = [pairwise_sqdist(block(rows, first, last), pivots).sqrt() for first, last in spans(rows)]
-        return torch.cat(parts).nan_to_num(math.inf, math.inf) if parts else torch.zeros(0, len(pivots), dtype=torch.float64)
+        parts = [
+            pairwise_sqdist(block(rows, first, last), pivots).sqrt() for first, last in spans(rows)
+        ]
+        return (
+            torch.cat(parts).nan_to_num(math.inf, math.inf)
+            if parts
+            else torch.zeros(0, len(pivots), dtype=torch.float64)
+        )
 
 
 def _spared(
@@ -122,12 +155,17 @@ def _spared(
     low: Tensor,  # [n, G] the least and the largest distance to a pivot
     high: Tensor,
 ) -> Tensor:  # [M, n]
-    """What `pairwise_sqdist` gives is not less, its rounding and that of the distances here counted; 0 where nothing is known.
+    """What `pairwise_sqdist` gives is not less, its rounding and that of the distances here
+    counted; 0 where nothing is known.
 
-    Infinities say nothing, nor does a group without rows (low > high). 1e-150 is what float64 squares lose below their range.
+    Infinities say nothing, nor does a group without rows (low > high). 1e-150 is what float64
+    squares lose below their range.
     """
     none = -math.inf
-    least, most = torch.where(low.isinf(), none, low * (1 - MARGIN)), torch.where(low > high, math.inf, high * (1 + MARGIN))
+    least, most = (
+        torch.where(low.isinf(), none, low * (1 - MARGIN)),
+        torch.where(low > high, math.inf, high * (1 + MARGIN)),
+    )
     near, far = torch.where(d.isinf(), none, d * (1 - MARGIN)), d * (1 + MARGIN)
     bound = d.new_zeros(len(d), len(low))
     for p in range(d.shape[1]):
@@ -137,10 +175,16 @@ def _spared(
 
 
 class _Search:
-    """The nearest rows so far: sqdist and index [M, K]; a place that nothing has taken yet is infinitely far, with index N."""
+    """The nearest rows so far: sqdist and index [M, K]; a place that nothing has taken yet is
+    infinitely far, with index N."""
 
     def __init__(
-        self, guide: Tensor | Rows, rows: Tensor | Rows, k: int, device: torch.device, progress: Callable[[int, int], object] | None
+        self,
+        guide: Tensor | Rows,
+        rows: Tensor | Rows,
+        k: int,
+        device: torch.device,
+        progress: Callable[[int, int], object] | None,
     ) -> None:
         self.guide, self.rows, self.k, self.progress, self.device = guide, rows, k, progress, device
         self.m, self.n = guide.shape[0], rows.shape[0]
@@ -153,10 +197,13 @@ class _Search:
             self.progress(done, self.m)
 
     def keep(self, guides: Tensor, sqdist: Tensor, index: Tensor) -> None:
-        """Merge distances [m, n] of guides [m] to rows `index` [n] or [m, n], in ascending order."""
+        """Merge distances [m, n] of guides [m] to rows `index` [n] or [m, n], in ascending
+        order."""
         index = index.expand_as(sqdist)
         best = feddwa_weights(sqdist, self.k).index
-        d = torch.cat([self.sqdist[guides], sqdist.gather(1, best).nan_to_num(math.inf, math.inf)], 1)
+        d = torch.cat(
+            [self.sqdist[guides], sqdist.gather(1, best).nan_to_num(math.inf, math.inf)], 1
+        )
         index = torch.cat([self.index[guides], index.gather(1, best)], 1)
         order = index.argsort(1)
         order = order.gather(1, feddwa_weights(d.gather(1, order), self.k).index)
@@ -180,17 +227,30 @@ class _Search:
     def read(rows: Tensor | Rows, index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """These rows and their numbers, as many at a time as may be held."""
         whole = isinstance(rows, Tensor) and len(index) == rows.shape[0]  # a view
-        limit = len(index) if whole else stream.BYTES // max(1, rows.shape[1] * block(rows, 0, 0).element_size())
+        limit = (
+            len(index)
+            if whole
+            else stream.BYTES // max(1, rows.shape[1] * block(rows, 0, 0).element_size())
+        )
         for some in index.split(max(1, min(limit, math.isqrt(PAIRS)))):
             yield some, take(rows, some)
 
     def exact(self) -> Nearest:
         """All pairs."""
         everybody = torch.arange(self.n, device=self.device)
-        if self.device.type != "cpu" and isinstance(self.guide, Tensor) and isinstance(self.rows, Tensor):
-            self.keep(torch.arange(self.m, device=self.device), pairwise_sqdist(self.guide, self.rows), everybody)
+        if (
+            self.device.type != "cpu"
+            and isinstance(self.guide, Tensor)
+            and isinstance(self.rows, Tensor)
+        ):
+            self.keep(
+                torch.arange(self.m, device=self.device),
+                pairwise_sqdist(self.guide, self.rows),
+                everybody,
+            )
         else:
-            few = self.n * self.rows.shape[1] <= PAIRS >> 3  # rows in the cache: then distances that need no new memory are quicker
+            # rows in the cache: then distances that need no new memory are quicker
+            few = self.n * self.rows.shape[1] <= PAIRS >> 3
             step = max(1, (PAIRS >> 3) // self.n) if few else math.isqrt(PAIRS)
             for first in range(0, self.m, step):
                 last = min(first + step, self.m)
@@ -199,11 +259,16 @@ class _Search:
         return Nearest(self.sqdist, self.index)
 
     def groups(self, pivots: _Pivots) -> Nearest:
-        """The groups nearest to each guide until k rows were seen, then all that may hold a nearer one."""
+        """The groups nearest to each guide until k rows were seen, then all that may hold a nearer
+        one."""
         size = torch.tensor([len(members) for members in pivots.members], device=self.device)
         seen = torch.zeros(self.m, len(size), dtype=torch.bool, device=self.device)
         for turn in range(len(size)):
-            todo = torch.nonzero((seen * size).sum(1) < self.k)[:, 0] if turn else torch.arange(self.m, device=self.device)
+            todo = (
+                torch.nonzero((seen * size).sum(1) < self.k)[:, 0]
+                if turn
+                else torch.arange(self.m, device=self.device)
+            )
             if len(todo) == 0:
                 break
             for g in pivots.home[todo, turn].unique().tolist():
@@ -211,11 +276,15 @@ class _Search:
                 self.compare(guides, pivots.members[g])
                 seen[guides, g] = True
         spared = (seen | (pivots.bound > self.sqdist[:, -1:])) * size
-        if 2 * int(spared.sum()) < self.m * self.n:  # there are no clusters to speak of, and all at once is quicker than most in parts
+        # there are no clusters to speak of, and all at once is quicker than most in parts
+        if 2 * int(spared.sum()) < self.m * self.n:
             self.sqdist.fill_(math.inf)
             self.index.fill_(self.n)
             return self.exact()
         for g, members in enumerate(pivots.members):
-            self.compare(torch.nonzero(~seen[:, g] & (pivots.bound[:, g] <= self.sqdist[:, -1]))[:, 0], members)
+            self.compare(
+                torch.nonzero(~seen[:, g] & (pivots.bound[:, g] <= self.sqdist[:, -1]))[:, 0],
+                members,
+            )
             self.report((g + 1) * self.m // len(size))
         return Nearest(self.sqdist, self.index)

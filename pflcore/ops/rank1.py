@@ -18,15 +18,24 @@ def rank1_linear(
     lam: Tensor,  # [F] or [..., F]
     w_b: Tensor,  # [F, I] or [..., F, I]
 ) -> Tensor:  # [..., B, O]
-    """`((x w_b^T) * lam) w_a^T`: a linear layer made of F rank-1 factors, whose dense weight is never built (WAFFLe, Hao et al.).
+    """`((x w_b^T) * lam) w_a^T`: a linear layer made of F rank-1 factors, whose dense weight is
+    never built (WAFFLe, Hao et al.).
 
-    Leading axes, the clients', broadcast; an input without them is shared, and its gradient summed. Factors with `lam == 0` are skipped.
-    One dtype for all inputs, 16-bit ones computed in float32; under `autocast` all are cast to its dtype, as for `F.linear`. Differentiable
-    in all four; works under `vmap`. In forward mode it is plain torch, which reads every factor.
+    Leading axes, the clients', broadcast; an input without them is shared, and its gradient summed.
+    Factors with `lam == 0` are skipped. One dtype for all inputs, 16-bit ones computed in float32;
+    under `autocast` all are cast to its dtype, as for `F.linear`. Differentiable in all four; works
+    under `vmap`. In forward mode it is plain torch, which reads every factor.
     """
-    if torch._C._is_any_autocast_enabled() and isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type):
+    if (
+        torch._C._is_any_autocast_enabled()
+        and isinstance(x, Tensor)
+        and torch.is_autocast_enabled(x.device.type)
+    ):
         low = torch.get_autocast_dtype(x.device.type)
-        x, w_a, lam, w_b = (t.to(low) if isinstance(t, Tensor) and t.dtype in NARROW else t for t in (x, w_a, lam, w_b))
+        x, w_a, lam, w_b = (
+            t.to(low) if isinstance(t, Tensor) and t.dtype in NARROW else t
+            for t in (x, w_a, lam, w_b)
+        )
     lead = check_rank1(x, w_a, lam, w_b)
     warn_once()
     if x.dim() == 1:
@@ -34,14 +43,20 @@ def rank1_linear(
     if forward_mode():
         wide = [t.float() if t.dtype in NARROW else t for t in (x, w_a, lam, w_b)]
         return ((wide[0] @ wide[3].mT) * wide[2][..., None, :] @ wide[1].mT).to(x.dtype)
-    if len(lead) <= 1 and all(t.dim() == o or t.shape[0] == lead[0] for t, o in ((x, 2), (w_a, 2), (lam, 1), (w_b, 2))):
+    if len(lead) <= 1 and all(
+        t.dim() == o or t.shape[0] == lead[0] for t, o in ((x, 2), (w_a, 2), (lam, 1), (w_b, 2))
+    ):
         return _differentiable(x, w_a, lam, w_b)
     if w_a.dim() == 2 and lam.dim() == 1 and w_b.dim() == 2:  # nothing but a larger batch
         y = _differentiable(x.flatten(0, -2), w_a, lam, w_b)
         return y.reshape(*x.shape[:-1], y.shape[-1])
 
     def flat(t: Tensor, own: int) -> Tensor:
-        return t if t.dim() == own else t.expand(*lead, *t.shape[t.dim() - own :]).flatten(0, len(lead) - 1)
+        return (
+            t
+            if t.dim() == own
+            else t.expand(*lead, *t.shape[t.dim() - own :]).flatten(0, len(lead) - 1)
+        )
 
     y = _differentiable(flat(x, 2), flat(w_a, 2), flat(lam, 1), flat(w_b, 2))
     return y.reshape(*lead, *y.shape[1:])
@@ -74,7 +89,9 @@ def check_rank1(x: Any, w_a: Any, lam: Any, w_b: Any) -> tuple[int, ...]:
         return tuple(torch.broadcast_shapes(*leads))
     except RuntimeError:
         came = ", ".join(str(list(lead)) for lead in leads)
-        raise ValueError(f"{op}: the leading axes of x, w_a, lam and w_b must broadcast, got {came}.") from None
+        raise ValueError(
+            f"{op}: the leading axes of x, w_a, lam and w_b must broadcast, got {came}."
+        ) from None
 
 
 def reference(
@@ -83,10 +100,12 @@ def reference(
     lam: Tensor,  # [F] or [N, F]
     w_b: Tensor,  # [F, I] or [N, F, I]
 ) -> Tensor:  # [B, O] or [N, B, O]
-    """((x w_b^T) * lam) w_a^T: a linear layer of weight sum_f lam_f w_a[:, f] w_b[f, :], which is never built."""
+    """((x w_b^T) * lam) w_a^T: a linear layer of weight sum_f lam_f w_a[:, f] w_b[f, :], which is
+    never built."""
     scale = lam[..., None, :]
     hidden = torch.where(scale != 0, x @ w_b.mT * scale, 0.0)  # [.., B, F]
-    return hidden @ torch.where(scale != 0, w_a, 0.0).mT  # a factor that is off is off, whatever it holds
+    # a factor that is off is off, whatever it holds
+    return hidden @ torch.where(scale != 0, w_a, 0.0).mT
 
 
 def backward_reference(
@@ -100,13 +119,15 @@ def backward_reference(
     need_lam: bool,
     need_b: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of rank1_linear in its inputs' shapes; an empty tensor where one is not needed."""
+    """The gradients of rank1_linear in its inputs' shapes; an empty tensor where one is not
+    needed."""
     scale = lam[..., None, :]
     hidden, back = x @ w_b.mT, grad @ w_a  # [.., B, F] both
     none = grad.new_empty(0)
 
     def scaled(t: Tensor) -> Tensor:
-        """A factor that is off is skipped; where this is differentiated once more, by lam too, the plain product has the derivative."""
+        """A factor that is off is skipped; where this is differentiated once more, by lam too, the
+        plain product has the derivative."""
         return t * scale if torch.is_grad_enabled() else torch.where(scale != 0, t * scale, 0.0)
 
     def like(t: Tensor, g: Tensor) -> Tensor:
@@ -122,27 +143,40 @@ def backward_reference(
 
 
 def _fake(x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor) -> Tensor:
-    batch = next((t.shape[:1] for t, own in ((x, 2), (w_a, 2), (lam, 1), (w_b, 2)) if t.dim() > own), ())
+    batch = next(
+        (t.shape[:1] for t, own in ((x, 2), (w_a, 2), (lam, 1), (w_b, 2)) if t.dim() > own), ()
+    )
     return x.new_empty(*batch, x.shape[-2], w_a.shape[-2])
 
 
 def _fake_backward(
-    grad: Tensor, x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor, need_x: bool, need_a: bool, need_lam: bool, need_b: bool
+    grad: Tensor,
+    x: Tensor,
+    w_a: Tensor,
+    lam: Tensor,
+    w_b: Tensor,
+    need_x: bool,
+    need_a: bool,
+    need_lam: bool,
+    need_b: bool,
 ) -> tuple[Tensor, ...]:
     pairs = ((x, need_x), (w_a, need_a), (lam, need_lam), (w_b, need_b))
     return tuple(t.new_empty(t.shape if need else (0,)) for t, need in pairs)
 
 
-_op: Callable[..., Tensor] = define("rank1_linear(Tensor x, Tensor w_a, Tensor lam, Tensor w_b) -> Tensor", reference, _fake)
+_op: Callable[..., Tensor] = define(
+    "rank1_linear(Tensor x, Tensor w_a, Tensor lam, Tensor w_b) -> Tensor", reference, _fake
+)
 _op_backward: Callable[..., tuple[Tensor, ...]] = define(
-    "rank1_linear_backward(Tensor grad, Tensor x, Tensor w_a, Tensor lam, Tensor w_b, bool need_x, bool need_a, bool need_lam, "
+    "rank1_linear_backward(Tensor grad, Tensor x, Tensor w_a, Tensor lam, Tensor w_b, bool need_x, "
+    "bool need_a, bool need_lam, "
     "bool need_b) -> (Tensor, Tensor, Tensor, Tensor)",
     backward_reference,
     _fake_backward,
 )
 
 
-# --- autograd ---------------------------------------------------------------------------------------------------------------------
+# --- autograd ---------------------------------------------------------------
 
 
 def _setup(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -151,7 +185,8 @@ def _setup(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, w_a, lam, w_b = ctx.saved_tensors
-    twice = torch.is_grad_enabled()  # a second derivative is wanted: the same formula in differentiable torch
+    # a second derivative is wanted: the same formula in differentiable torch
+    twice = torch.is_grad_enabled()
     backward: Callable[..., tuple[Tensor, ...]] = backward_reference if twice else _op_backward
     grads = backward(grad, x, w_a, lam, w_b, *ctx.needs_input_grad)
     return tuple(g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=True))
@@ -161,7 +196,8 @@ torch.library.register_autograd("pflcore::rank1_linear", _backward, setup_contex
 
 
 class _Rank1(torch.autograd.Function):
-    """The same formula without the op's registered autograd, which costs as much as a small layer's arithmetic."""
+    """The same formula without the op's registered autograd, which costs as much as a small layer's
+    arithmetic."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:
@@ -172,22 +208,34 @@ class _Rank1(torch.autograd.Function):
 
 
 def _differentiable(x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor) -> Tensor:
-    eager = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())  # these need the op to stand alone
-    if eager and torch.is_grad_enabled() and (w_a.requires_grad or w_b.requires_grad or x.requires_grad or lam.requires_grad):
+    # these need the op to stand alone
+    eager = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+    if (
+        eager
+        and torch.is_grad_enabled()
+        and (w_a.requires_grad or w_b.requires_grad or x.requires_grad or lam.requires_grad)
+    ):
         y: Tensor = _Rank1.apply(x, w_a, lam, w_b)
         return y
     return _op(x, w_a, lam, w_b)
 
 
-# --- vmap -------------------------------------------------------------------------------------------------------------------------
+# --- vmap -------------------------------------------------------------------
 
 _OWN = (2, 2, 1, 2)  # dimensions of x, w_a, lam, w_b without the clients' axis
 
 
-def _clients_first(size: int, in_dims: Sequence[int | None], args: Sequence[Tensor], own: Sequence[int]) -> list[Tensor]:
-    """Each argument with the vmapped axis in front, folded into a clients' axis that is there already: [size * n, ...]."""
+def _clients_first(
+    size: int, in_dims: Sequence[int | None], args: Sequence[Tensor], own: Sequence[int]
+) -> list[Tensor]:
+    """Each argument with the vmapped axis in front, folded into a clients' axis that is there
+    already: [size * n, ...]."""
     inner = next(
-        (t.shape[0 if d is None else int(d == 0)] for t, d, o in zip(args, in_dims, own, strict=True) if t.dim() - (d is not None) > o),
+        (
+            t.shape[0 if d is None else int(d == 0)]
+            for t, d, o in zip(args, in_dims, own, strict=True)
+            if t.dim() - (d is not None) > o
+        ),
         None,
     )
     out = []
@@ -212,13 +260,20 @@ def _vmap(info: Any, in_dims: tuple[int | None, ...], *args: Tensor) -> tuple[Te
     return (y.unflatten(0, (info.batch_size, -1)) if _inner(in_dims, args, _OWN) else y), 0
 
 
-def _backward_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+def _backward_vmap(
+    info: Any, in_dims: tuple[int | None, ...], *args: Any
+) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
     size, own, dims = info.batch_size, (2, *_OWN), in_dims[:5]
     tensors, needs = args[:5], args[5:]
     inner = _inner(dims, tensors, own)
-    # a gradient is wanted for each vmapped slice, so a shared input is repeated (without a copy) rather than summed over the slices
-    wide = [t if d is not None else t.expand(size, *t.shape) for t, d in zip(tensors, dims, strict=True)]
-    grads = _op_backward(*_clients_first(size, [0 if d is None else d for d in dims], wide, own), *needs)
+    # a gradient is wanted for each vmapped slice, so a shared input is repeated (without a copy)
+    # rather than summed over the slices
+    wide = [
+        t if d is not None else t.expand(size, *t.shape) for t, d in zip(tensors, dims, strict=True)
+    ]
+    grads = _op_backward(
+        *_clients_first(size, [0 if d is None else d for d in dims], wide, own), *needs
+    )
     out = []
     for g, t, d, o, need in zip(grads, tensors[1:], dims[1:], _OWN, needs, strict=True):
         if not need:

@@ -1,8 +1,9 @@
 # ruff: noqa: F401 (the others are for our own comparisons)
 """The specification of the ops: one pure PyTorch function each, right before it is fast.
 
-Each stands in its op's file and is the op's default body, so it runs wherever no kernel is registered, and the tests hold the kernels
-against it. Its arguments have been checked. Here they are together, under their ops' names, for whoever compares.
+Each stands in its op's file and is the op's default body, so it runs wherever no kernel is
+registered, and the tests hold the kernels against it. Its arguments have been checked. Here they
+are together, under their ops' names, for whoever compares.
 """
 
 from .aggregate import reference as aggregate
@@ -17,4 +18,12 @@ from .sqdist import reference as pairwise_sqdist
 from .weights import feddwa_reference as feddwa_weights
 from .weights import waffle_reference as waffle_weights
 
-__all__ = ["aggregate", "feddwa_weights", "pairwise_sqdist", "rank1_linear", "rank1_linear_backward", "sgd_step_", "waffle_weights"]
+__all__ = [
+    "aggregate",
+    "feddwa_weights",
+    "pairwise_sqdist",
+    "rank1_linear",
+    "rank1_linear_backward",
+    "sgd_step_",
+    "waffle_weights",
+]

@@ -19,17 +19,22 @@ def pairwise_sqdist(
     b: Tensor | None = None,  # [N, P]; None: b = a
     index: Tensor | None = None,  # [M, L] int64
 ) -> Tensor:  # [M, N] float64, or [M, L] with index
-    """Squared Euclidean distances `sum((a_i - b_j)^2)` of the rows: subtracted first, then squared, summed to float64.
+    """Squared Euclidean distances `sum((a_i - b_j)^2)` of the rows: subtracted first, then squared,
+    summed to float64.
 
-    float32, float64, float16 or bfloat16 rows of any row stride. Relative error <= 1e-6 against float64 of the same inputs for models that
-    differ by little, for constant rows, for P up to 1e8, and for scales from 1e-30 to 1e30 (float64 rows: where the squares fit float64).
-    Without `b` the result is symmetric and its diagonal exactly 0. A client with NaN makes its own row and column NaN, nobody else's.
-    The result depends neither on the number of threads nor on the order of the clients, to the last bit. Differentiable in a and b; in
-    forward mode it is plain torch, in float64. A pair that takes no part in a loss adds nothing to a gradient, even where a client is NaN.
+    float32, float64, float16 or bfloat16 rows of any row stride. Relative error <= 1e-6 against
+    float64 of the same inputs for models that differ by little, for constant rows, for P up to 1e8,
+    and for scales from 1e-30 to 1e30 (float64 rows: where the squares fit float64). Without `b` the
+    result is symmetric and its diagonal exactly 0. A client with NaN makes its own row and column
+    NaN, nobody else's. The result depends neither on the number of threads nor on the order of the
+    clients, to the last bit. Differentiable in a and b; in forward mode it is plain torch, in
+    float64. A pair that takes no part in a loss adds nothing to a gradient, even where a client is
+    NaN.
 
-    With `index`, entry (m, l) is the distance of a_m and b_index[m, l] alone, bit for bit that of all pairs; a negative index is padding,
-    infinitely far. On CPUs (and in the reference) a pair's bits depend on nothing but its two rows, so parts of a matrix are those of the
-    whole; on GPUs also on M and N, and an index of N or more, which only a CPU refuses, gives NaN.
+    With `index`, entry (m, l) is the distance of a_m and b_index[m, l] alone, bit for bit that of
+    all pairs; a negative index is padding, infinitely far. On CPUs (and in the reference) a pair's
+    bits depend on nothing but its two rows, so parts of a matrix are those of the whole; on GPUs
+    also on M and N, and an index of N or more, which only a CPU refuses, gives NaN.
     """
     matrix("pairwise_sqdist", "a", a, "[M, P]")
     if b is not None:
@@ -42,8 +47,12 @@ def pairwise_sqdist(
     warn_once()
     if forward_mode() and len(a):
         rows_a, rows_b = a.double(), (a if b is None else b).double()
-        others = [rows_b] * len(a) if index is None else [rows_b[near.clamp(min=0)] for near in index]
-        out = torch.stack([(other - row).square().sum(1) for other, row in zip(others, rows_a, strict=True)])
+        others = (
+            [rows_b] * len(a) if index is None else [rows_b[near.clamp(min=0)] for near in index]
+        )
+        out = torch.stack(
+            [(other - row).square().sum(1) for other, row in zip(others, rows_a, strict=True)]
+        )
         return out if index is None else torch.where(index < 0, math.inf, out)
     return _op(a, b, index)
 
@@ -51,12 +60,39 @@ def pairwise_sqdist(
 def check_index(index: Any, a: Tensor, n: int) -> None:
     """The `index` of pairwise_sqdist."""
     op = "pairwise_sqdist"
-    expect(isinstance(index, Tensor) and index.dtype == torch.int64, op, "index", "an int64 tensor", shape(index), kind=TypeError)
-    expect(index.dim() == 2 and index.shape[0] == a.shape[0], op, "index", f"[{a.shape[0]}, L], a list for each row of a", shape(index))
-    expect(index.device == a.device, op, "index", f"on {a.device} like a", shape(index), f"use index.to('{a.device}')")
+    expect(
+        isinstance(index, Tensor) and index.dtype == torch.int64,
+        op,
+        "index",
+        "an int64 tensor",
+        shape(index),
+        kind=TypeError,
+    )
+    expect(
+        index.dim() == 2 and index.shape[0] == a.shape[0],
+        op,
+        "index",
+        f"[{a.shape[0]}, L], a list for each row of a",
+        shape(index),
+    )
+    expect(
+        index.device == a.device,
+        op,
+        "index",
+        f"on {a.device} like a",
+        shape(index),
+        f"use index.to('{a.device}')",
+    )
     if concrete(index) and index.numel():
         high = int(index.max())
-        expect(high < n, op, "index", f"below {n}, the number of rows", str(high), "use a negative number for padding")
+        expect(
+            high < n,
+            op,
+            "index",
+            f"below {n}, the number of rows",
+            str(high),
+            "use a negative number for padding",
+        )
 
 
 def reference(
@@ -66,7 +102,8 @@ def reference(
 ) -> Tensor:  # [M, N] float64, or [M, L]
     """Squared distances of rows: subtract, square, sum, all in float64.
 
-    Columns are folded in halves, LEAF of them at a time: the order of a pair's sum depends neither on the threads nor on other pairs.
+    Columns are folded in halves, LEAF of them at a time: the order of a pair's sum depends neither
+    on the threads nor on other pairs.
     """
     symmetric = b is None
     b = a if b is None else b
@@ -88,12 +125,20 @@ def reference(
                 out[i, some] += square[:, 0]
     if index is not None:
         out = torch.where(index < 0, math.inf, out)
-        return torch.where(index == torch.arange(m, device=a.device)[:, None], 0.0, out) if symmetric else out
+        return (
+            torch.where(index == torch.arange(m, device=a.device)[:, None], 0.0, out)
+            if symmetric
+            else out
+        )
     return out + out.T if symmetric else out
 
 
 def _fake(a: Tensor, b: Tensor | None, index: Tensor | None = None) -> Tensor:
-    return a.new_empty(a.shape[0], (a if b is None else b).shape[0] if index is None else index.shape[1], dtype=torch.float64)
+    return a.new_empty(
+        a.shape[0],
+        (a if b is None else b).shape[0] if index is None else index.shape[1],
+        dtype=torch.float64,
+    )
 
 
 def _setup(ctx: Any, inputs: tuple[Tensor, Tensor | None, Tensor | None], output: Tensor) -> None:
@@ -103,10 +148,18 @@ def _setup(ctx: Any, inputs: tuple[Tensor, Tensor | None, Tensor | None], output
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     saved = list(ctx.saved_tensors)
-    a, b, index = saved.pop(0), saved.pop(0) if ctx.given[1] else None, saved.pop(0) if ctx.given[2] else None
+    a, b, index = (
+        saved.pop(0),
+        saved.pop(0) if ctx.given[1] else None,
+        saved.pop(0) if ctx.given[2] else None,
+    )
     if index is not None:
         dense = grad.new_zeros(a.shape[0], (a if b is None else b).shape[0])
-        grad = dense.scatter_add(1, index.clamp(min=0), torch.where(index < 0, 0.0, grad)) if dense.numel() else dense
+        grad = (
+            dense.scatter_add(1, index.clamp(min=0), torch.where(index < 0, 0.0, grad))
+            if dense.numel()
+            else dense
+        )
     if b is None:
         return _pull(grad + grad.T, a, a), None, None
     need_a, need_b = ctx.needs_input_grad[:2]
@@ -118,8 +171,9 @@ def _pull(
     a: Tensor,  # [M, P]
     b: Tensor,  # [N, P]
 ) -> Tensor:  # [M, P]
-    """2 sum_j grad_ij (a_i - b_j), in float64: the two terms nearly cancel for models that are close. A row that is not finite touches
-    those alone that have a gradient with it: in a matrix product it would touch all, as 0 * NaN.
+    """2 sum_j grad_ij (a_i - b_j), in float64: the two terms nearly cancel for models that are
+    close. A row that is not finite touches those alone that have a gradient with it: in a matrix
+    product it would touch all, as 0 * NaN.
     """
     fine_a, fine_b = a.isfinite().all(1), b.isfinite().all(1)
     x, y = (torch.where(fine[:, None], t, 0.0).double() for fine, t in ((fine_a, a), (fine_b, b)))
@@ -127,5 +181,9 @@ def _pull(
     return torch.where(lost, math.nan, 2 * (grad.sum(1, keepdim=True) * x - grad @ y)).to(a.dtype)
 
 
-_op: Callable[..., Tensor] = define("pairwise_sqdist(Tensor a, Tensor? b, Tensor? index=None) -> Tensor", reference, _fake)
-torch.library.register_autograd("pflcore::pairwise_sqdist", _backward, setup_context=_setup, lib=lib)
+_op: Callable[..., Tensor] = define(
+    "pairwise_sqdist(Tensor a, Tensor? b, Tensor? index=None) -> Tensor", reference, _fake
+)
+torch.library.register_autograd(
+    "pflcore::pairwise_sqdist", _backward, setup_context=_setup, lib=lib
+)

@@ -1,7 +1,8 @@
 """Rows that need not fit memory: files, memory maps, blocks that come one after the other.
 
-`Rows` is anything with a `shape` [N, P] and slices of rows, tensors or numpy arrays (`numpy.memmap`, `Files`, an HDF5 data set): it can be
-read again. What comes out is, on CPUs with the kernels, bit for bit what the ops give for the same rows in memory.
+`Rows` is anything with a `shape` [N, P] and slices of rows, tensors or numpy arrays
+(`numpy.memmap`, `Files`, an HDF5 data set): it can be read again. What comes out is, on CPUs with
+the kernels, bit for bit what the ops give for the same rows in memory.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ BYTES = 1 << 28  # of rows that are held at a time
 CHUNK = 128  # rows that `aggregate` sums before it adds them to a float64 total
 
 Progress = Callable[[int, int], object]
-Bar = Annotated[Progress | bool, Kind("a function of (done, of), or True for a bar", lambda v: callable(v) or v is True)]
+Bar = Annotated[
+    Progress | bool,
+    Kind("a function of (done, of), or True for a bar", lambda v: callable(v) or v is True),
+]
 
 
 def meter(progress: Progress | bool | None) -> Progress | None:
@@ -39,7 +43,10 @@ def meter(progress: Progress | bool | None) -> Progress | None:
     try:
         from tqdm import tqdm
     except ImportError:
-        raise ImportError("progress: a bar needs tqdm; pip install 'pflcore[cli]', or give a function of (done, of).") from None
+        raise ImportError(
+            "progress: a bar needs tqdm; pip install 'pflcore[cli]', or give a function of (done, "
+            "of)."
+        ) from None
     bar = tqdm(unit=" rows")
 
     def show(done: int, of: int) -> None:
@@ -52,7 +59,8 @@ def meter(progress: Progress | bool | None) -> Progress | None:
 
 
 class Rows(Protocol):
-    """N rows of P numbers that can be read again: `shape` is [N, P], a slice of rows gives them as a tensor or a numpy array."""
+    """N rows of P numbers that can be read again: `shape` is [N, P], a slice of rows gives them as
+    a tensor or a numpy array."""
 
     @property
     def shape(self) -> Sequence[int]:
@@ -64,27 +72,43 @@ class Rows(Protocol):
         ...
 
 
-DENSE = Kind("a dense tensor or rows to read", lambda v: not (isinstance(v, Tensor) and v.layout is not torch.strided))
+DENSE = Kind(
+    "a dense tensor or rows to read",
+    lambda v: not (isinstance(v, Tensor) and v.layout is not torch.strided),
+)
 Dense = Annotated[Tensor | Rows, DENSE]
-UPDATES = Kind("rows [N, P] or blocks of them", lambda v: hasattr(v, "shape") or (hasattr(v, "__iter__") and not (v and are_names(v))))
+UPDATES = Kind(
+    "rows [N, P] or blocks of them",
+    lambda v: hasattr(v, "shape") or (hasattr(v, "__iter__") and not (v and are_names(v))),
+)
 
 
 @checked
 class Files:
-    """Rows from safetensors files, one client's model each: the tensors `keys`, flattened and joined in this order.
+    """Rows from safetensors files, one client's model each: the tensors `keys`, flattened and
+    joined in this order.
 
-    `keys` None: all of the first file's floating-point tensors by name. All files must have them in one dtype and of the same sizes. Needs
-    the package safetensors (ImportError).
+    `keys` None: all of the first file's floating-point tensors by name. All files must have them in
+    one dtype and of the same sizes. Needs the package safetensors (ImportError).
     """
 
-    def __init__(self, paths: Annotated[Sequence[str | Path], some("a list of files")], keys: Names | None = None) -> None:
+    def __init__(
+        self,
+        paths: Annotated[Sequence[str | Path], some("a list of files")],
+        keys: Names | None = None,
+    ) -> None:
         try:
             from safetensors import SafetensorError, safe_open
         except ImportError:
-            raise ImportError("Files needs the package safetensors; install it: pip install safetensors") from None
+            raise ImportError(
+                "Files needs the package safetensors; install it: pip install safetensors"
+            ) from None
         self._open: Any = safe_open
         self._broken = SafetensorError, OSError
-        self.paths, self.keys = list(paths), [keys] if isinstance(keys, str) else keys and list(keys)
+        self.paths, self.keys = (
+            list(paths),
+            [keys] if isinstance(keys, str) else keys and list(keys),
+        )
         expect(len(self.paths) > 0, "Files", "paths", "at least one file", "none")
         wrong = next((p for p in self.paths if not isinstance(p, str | os.PathLike)), None)
         expect(wrong is None, "Files", "paths", "names of files", repr(wrong))
@@ -96,15 +120,41 @@ class Files:
         try:
             with self._open(self.paths[number], "pt") as file:
                 if self.keys is None:
-                    self.keys = [key for key in sorted(file.keys()) if file.get_slice(key).get_dtype() in ("F16", "BF16", "F32", "F64")]
-                expect(len(self.keys) > 0, "Files", "paths", "files with floating-point tensors", str(self.paths[0]))
+                    self.keys = [
+                        key
+                        for key in sorted(file.keys())
+                        if file.get_slice(key).get_dtype() in ("F16", "BF16", "F32", "F64")
+                    ]
+                expect(
+                    len(self.keys) > 0,
+                    "Files",
+                    "paths",
+                    "files with floating-point tensors",
+                    str(self.paths[0]),
+                )
                 missing = sorted(set(self.keys) - set(file.keys()))
-                expect(not missing, "Files", "keys", f"names of tensors in {self.paths[number]}", ", ".join(missing))
+                expect(
+                    not missing,
+                    "Files",
+                    "keys",
+                    f"names of tensors in {self.paths[number]}",
+                    ", ".join(missing),
+                )
                 parts = [file.get_tensor(key) for key in self.keys]
         except self._broken as error:
-            raise ValueError(f"Files: paths: {self.paths[number]} is no whole safetensors file ({str(error).rstrip('.')}).") from None
+            raise ValueError(
+                f"Files: paths: {self.paths[number]} is no whole safetensors file "
+                f"({str(error).rstrip('.')})."
+            ) from None
         kinds = sorted({str(t.dtype).removeprefix("torch.") for t in parts})
-        expect(len(kinds) == 1, "Files", "keys", f"tensors of one dtype in {self.paths[number]}", ", ".join(kinds), "choose keys")
+        expect(
+            len(kinds) == 1,
+            "Files",
+            "keys",
+            f"tensors of one dtype in {self.paths[number]}",
+            ", ".join(kinds),
+            "choose keys",
+        )
         return torch.cat([t.flatten() for t in parts]), [list(t.shape) for t in parts]
 
     def __getitem__(self, rows: slice, /) -> Tensor:
@@ -113,8 +163,17 @@ class Files:
         for number in range(len(self.paths))[rows]:
             row, shapes = self._row(number)
             if shapes != self._shapes or row.dtype is not self._first.dtype:
-                wanted, got = (f"{str(r.dtype).removeprefix('torch.')} {s}" for r, s in ((self._first, self._shapes), (row, shapes)))
-                expect(False, "Files", "paths", f"files of {wanted} like the first", f"{got} in {self.paths[number]}")
+                wanted, got = (
+                    f"{str(r.dtype).removeprefix('torch.')} {s}"
+                    for r, s in ((self._first, self._shapes), (row, shapes))
+                )
+                expect(
+                    False,
+                    "Files",
+                    "paths",
+                    f"files of {wanted} like the first",
+                    f"{got} in {self.paths[number]}",
+                )
             picked.append(row)
         return torch.stack(picked) if picked else self._first.new_empty(0, self.shape[1])
 
@@ -133,7 +192,8 @@ def tensor_of(part: Any) -> Tensor:
     if isinstance(part, Tensor):
         return part
     array = np.asarray(part)
-    if min(array.strides, default=0) < 0 or not array.dtype.isnative:  # torch takes neither, and warns of memory that it must not write
+    # torch takes neither, and warns of memory that it must not write
+    if min(array.strides, default=0) < 0 or not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="), order="C")
     return torch.from_numpy(array) if array.flags.writeable else torch.tensor(array)
 
@@ -142,7 +202,8 @@ def take(
     rows: Tensor | Rows,  # [N, P]
     index: Tensor,  # [n] int64
 ) -> Tensor:  # [n, P]
-    """These rows as a tensor: a view or one slice where they are neighbours, else slice by slice."""
+    """These rows as a tensor: a view or one slice where they are neighbours, else slice by
+    slice."""
     if len(index) == 0 or bool((index.diff() == 1).all()):
         first = int(index[0]) if len(index) else 0
         return block(rows, first, first + len(index))
@@ -154,10 +215,18 @@ def take(
 
 
 def check_rows(op: str, name: str, rows: Any) -> Tensor:
-    """`rows` is a matrix or something with a shape [N, P] and slices; returns an empty slice of it: its dtype, device and P."""
+    """`rows` is a matrix or something with a shape [N, P] and slices; returns an empty slice of it:
+    its dtype, device and P."""
     if not isinstance(rows, Tensor):
         fine = hasattr(rows, "__getitem__") and len(getattr(rows, "shape", ())) == 2
-        expect(fine, op, name, "a tensor, or rows with a shape [N, P] and slices", shape(rows), kind=TypeError)
+        expect(
+            fine,
+            op,
+            name,
+            "a tensor, or rows with a shape [N, P] and slices",
+            shape(rows),
+            kind=TypeError,
+        )
     none = block(rows, 0, 0)
     matrix(op, name, none, "[N, P]")
     return none
@@ -175,8 +244,8 @@ def pairwise_sqdist(
     b: Dense | None = None,  # [N, P]; None: b = a
     progress: Bar | None = None,
 ) -> Tensor:  # [M, N] float64
-    """`pflcore.pairwise_sqdist` over rows that can be read again, tile by tile; `progress(done, of)` counts the rows of a,
-    and `progress=True` shows a bar."""
+    """`pflcore.pairwise_sqdist` over rows that can be read again, tile by tile; `progress(done,
+    of)` counts the rows of a, and `progress=True` shows a bar."""
     progress = meter(progress)
     for name, rows in (("a", a), *([] if b is None else [("b", b)])):
         check_rows("pairwise_sqdist", name, rows)
@@ -199,7 +268,8 @@ def pairwise_sqdist(
 
 @checked
 def aggregate(
-    updates: Annotated[Tensor | Rows | Iterable[Any], UPDATES],  # [N, P], or blocks [n, P] of N rows in all
+    # [N, P], or blocks [n, P] of N rows in all
+    updates: Annotated[Tensor | Rows | Iterable[Any], UPDATES],
     weight: Tensor,  # [M, N], or [M, K] with index
     index: Tensor | None = None,  # [M, K] int64
     base: Tensor | None = None,  # [P] or [M, P]
@@ -208,17 +278,25 @@ def aggregate(
     precise: bool = False,
     progress: Bar | None = None,
 ) -> Any:  # [M, P]
-    """`pflcore.aggregate` over rows that can be read again or, without `index`, over blocks of rows that come but once.
+    """`pflcore.aggregate` over rows that can be read again or, without `index`, over blocks of rows
+    that come but once.
 
-    `out` is written while `updates` are still read: with `index` it must not be their memory, nor their file, which other Rows do not show.
-    Dense, it holds a float64 total [M, P] and 128 rows; with `index`, the rows that so many results need as 256 MB hold.
-    `progress(done, of)` counts rows of updates, with `index` those of the result;
-    True shows a bar. Errors are those of `pflcore.aggregate`.
+    `out` is written while `updates` are still read: with `index` it must not be their memory, nor
+    their file, which other Rows do not show. Dense, it holds a float64 total [M, P] and 128 rows;
+    with `index`, the rows that so many results need as 256 MB hold. `progress(done, of)` counts
+    rows of updates, with `index` those of the result; True shows a bar. Errors are those of
+    `pflcore.aggregate`.
     """
     progress = meter(progress)
     matrix("aggregate", "weight", weight, "[M, N]" if index is None else "[M, K]")
     again = isinstance(updates, Tensor) or hasattr(updates, "shape")
-    expect(index is None or again, "aggregate", "updates", "rows that can be read again where index is given", type(updates).__name__)
+    expect(
+        index is None or again,
+        "aggregate",
+        "updates",
+        "rows that can be read again where index is given",
+        type(updates).__name__,
+    )
     m = weight.shape[0]
     if again:
         check_result(updates, weight, index, base, out)
@@ -226,7 +304,13 @@ def aggregate(
         result = _dense(_blocks(updates, weight.shape[1]), weight, base, lr, precise, progress)
         if out is None:
             return result
-        check_result(result.new_empty(1, 1).expand(weight.shape[1], result.shape[1]), weight, None, result, out)
+        check_result(
+            result.new_empty(1, 1).expand(weight.shape[1], result.shape[1]),
+            weight,
+            None,
+            result,
+            out,
+        )
         out[:] = result
         return out
     none = check_rows("aggregate", "updates", updates)
@@ -237,7 +321,8 @@ def aggregate(
     step = max(1, BYTES // max(1, rows.shape[1] * none.element_size() * index.shape[1]))
     for first in range(0, m, step):
         some = slice(first, first + step)
-        used = index[some][(lr * weight[some].double()) != 0].unique()  # what has no weight is not read
+        # what has no weight is not read
+        used = index[some][(lr * weight[some].double()) != 0].unique()
         slot = torch.zeros(rows.shape[0], dtype=torch.int64, device=index.device)
         slot[used] = torch.arange(len(used), device=index.device)
         start = base[some] if base is not None and base.dim() == 2 else base
@@ -248,35 +333,67 @@ def aggregate(
     return out
 
 
-def check_result(rows: Any, weight: Tensor, index: Tensor | None, base: Tensor | None, out: Any) -> None:
-    """The `out` of `aggregate`: as the op wants it where it is a tensor, else of that shape and floating point."""
+def check_result(
+    rows: Any, weight: Tensor, index: Tensor | None, base: Tensor | None, out: Any
+) -> None:
+    """The `out` of `aggregate`: as the op wants it where it is a tensor, else of that shape and
+    floating point."""
     none = check_rows("aggregate", "updates", rows)
     if isinstance(out, Tensor):
-        check_out(rows if isinstance(rows, Tensor) else none.new_empty(1, 1).expand(*rows.shape), weight, index, base, out)
+        check_out(
+            rows if isinstance(rows, Tensor) else none.new_empty(1, 1).expand(*rows.shape),
+            weight,
+            index,
+            base,
+            out,
+        )
     elif out is not None:
-        wanted, kind = (weight.shape[0], rows.shape[1]), getattr(getattr(out, "dtype", None), "kind", "f")
+        wanted, kind = (
+            (weight.shape[0], rows.shape[1]),
+            getattr(getattr(out, "dtype", None), "kind", "f"),
+        )
         fits = tuple(getattr(out, "shape", ())) == wanted and kind == "f"
         expect(fits, "aggregate", "out", f"{list(wanted)} of floating point", shape(out))
     if out is None or index is None:
         return
     others = [("updates", rows)]
-    if base is not None and isinstance(out, np.ndarray) and not (out.flags.writeable and same_view(base, tensor_of(out))):
+    if (
+        base is not None
+        and isinstance(out, np.ndarray)
+        and not (out.flags.writeable and same_view(base, tensor_of(out)))
+    ):
         others.append(("base", base))
     for name, other in others:
         file = getattr(out, "filename", None)
-        again = file is not None and getattr(other, "filename", None) == file and getattr(other, "_mmap", None) is not out._mmap
-        shared = out is other or again or any(meet(a, b) for a in _memory(out) for b in _memory(other))
+        again = (
+            file is not None
+            and getattr(other, "filename", None) == file
+            and getattr(other, "_mmap", None) is not out._mmap
+        )
+        shared = (
+            out is other or again or any(meet(a, b) for a in _memory(out) for b in _memory(other))
+        )
         expect(not shared, "aggregate", "out", "memory of its own", f"memory of {name}")
 
 
 def _memory(rows: Any) -> list[tuple[int, int] | None]:
-    """The addresses of the memory that rows lie in; of what is neither a tensor nor an array, those of its first row and its last."""
+    """The addresses of the memory that rows lie in; of what is neither a tensor nor an array, those
+    of its first row and its last."""
     if isinstance(rows, Tensor):
         return [span(rows)]
     if isinstance(rows, np.ndarray):
         first = rows.__array_interface__["data"][0]
         reach = [(n - 1) * step for n, step in zip(rows.shape, rows.strides, strict=True)]
-        return [(first + sum(r for r in reach if r < 0), first + sum(r for r in reach if r > 0) + rows.itemsize)] if rows.size else []
+        return (
+            [
+                (
+                    first + sum(r for r in reach if r < 0),
+                    first + sum(r for r in reach if r > 0) + rows.itemsize,
+                )
+            ]
+            if rows.size
+            else []
+        )
     ends = (rows[i : i + 1] for i in (0, rows.shape[0] - 1))
     return [where for end in ends if isinstance(end, Tensor | np.ndarray) for where in _memory(end)]
 
@@ -285,7 +402,13 @@ def _blocks(updates: Any, n: int) -> Iterator[Tensor]:
     """The rows in blocks of CHUNK, whatever blocks they come in."""
     if isinstance(updates, Tensor) or hasattr(updates, "shape"):
         check_rows("aggregate", "updates", updates)
-        expect(updates.shape[0] == n, "aggregate", "weight", f"[M, {updates.shape[0]}], a column for each row of updates", f"{n} columns")
+        expect(
+            updates.shape[0] == n,
+            "aggregate",
+            "weight",
+            f"[M, {updates.shape[0]}], a column for each row of updates",
+            f"{n} columns",
+        )
         yield from (block(updates, first, min(first + CHUNK, n)) for first in range(0, n, CHUNK))
         return
     held: list[Tensor] = []
@@ -294,7 +417,13 @@ def _blocks(updates: Any, n: int) -> Iterator[Tensor]:
         rows = tensor_of(part)
         matrix("aggregate", "updates", rows, "[n, P] in each block")
         done += len(rows)
-        expect(done <= n, "aggregate", "updates", f"{n} rows in all, as weight has columns", f"at least {done}")
+        expect(
+            done <= n,
+            "aggregate",
+            "updates",
+            f"{n} rows in all, as weight has columns",
+            f"at least {done}",
+        )
         same = not held or (rows.shape[1] == held[0].shape[1] and rows.dtype is held[0].dtype)
         expect(same, "aggregate", "updates", "blocks of one P and one dtype", shape(rows))
         held = [torch.cat([*held, rows])]
@@ -307,7 +436,12 @@ def _blocks(updates: Any, n: int) -> Iterator[Tensor]:
 
 
 def _dense(
-    blocks: Iterator[Tensor], weight: Tensor, base: Tensor | None, lr: float, precise: bool, progress: Progress | None
+    blocks: Iterator[Tensor],
+    weight: Tensor,
+    base: Tensor | None,
+    lr: float,
+    precise: bool,
+    progress: Progress | None,
 ) -> Tensor:  # [M, P]
     """The sum of the blocks' sums, in float64 where there are several, as the kernel takes them."""
     n, done = weight.shape[1], 0
@@ -320,7 +454,9 @@ def _dense(
             if total is None:
                 check_aggregate(rows, some, None, base, lr, None)
             dtype = rows.dtype if base is None else base.dtype
-            wide = torch.float64 if precise or torch.float64 in (rows.dtype, dtype) else torch.float32
+            wide = (
+                torch.float64 if precise or torch.float64 in (rows.dtype, dtype) else torch.float32
+            )
             zero = torch.zeros(rows.shape[1], dtype=wide, device=rows.device)
             part = aggregate_op(rows, some, None, zero, lr, precise=precise)
             total = part.double() if total is None else total.add_(part)

@@ -1,4 +1,5 @@
-"""waffle_weights and feddwa_weights: the two rules that turn distances into mixing weights, in float64."""
+"""waffle_weights and feddwa_weights: the two rules that turn distances into mixing weights, in
+float64."""
 
 import math
 from collections.abc import Callable
@@ -27,29 +28,37 @@ def waffle_weights(
 ) -> Tensor:  # [..., N] float64
     """WAFFLE's CalcWeights (Beaussart et al. 2021, Algorithm 1), each row summing to 1.
 
-    With low and high the least and largest distance of the others, `t = (d - low) / (high - low)` and `s = low / high * (1 - omega)`:
-    raw weight `max(psi - (t + s) / (1 + s), 0)`, the target's is `psi` (omega > 1: `t + s`, line 6 as printed). This closed form equals the
-    paper's and never divides by zero. All others equally far: t = 0 (`tie="closed"`), or everybody gets 1/N (`tie="uniform"`); all at
-    distance 0: 1/N; psi = 0 or N = 1: all weight on the target. The target's own distance is ignored. A distance that is not finite is an
-    absent client, of weight 0; a negative one counts as 0. The weights are constants: no gradient flows through them.
+    With low and high the least and largest distance of the others, `t = (d - low) / (high - low)`
+    and `s = low / high * (1 - omega)`:
+    raw weight `max(psi - (t + s) / (1 + s), 0)`, the target's is `psi` (omega > 1: `t + s`, line 6
+    as printed). This closed form equals the paper's and never divides by zero. All others equally
+    far: t = 0 (`tie="closed"`), or everybody gets 1/N (`tie="uniform"`); all at distance 0: 1/N;
+    psi = 0 or N = 1: all weight on the target. The target's own distance is ignored. A distance
+    that is not finite is an absent client, of weight 0; a negative one counts as 0. The weights are
+    constants: no gradient flows through them.
 
-    omega: Omega(r) >= 0; psi: Psi(r) >= 0, None: the same as omega. The 0.95 rule and the smoothing over rounds belong to the algorithm.
+    omega: Omega(r) >= 0; psi: Psi(r) >= 0, None: the same as omega. The 0.95 rule and the smoothing
+    over rounds belong to the algorithm.
     """
     psi = omega if psi is None else psi
     goal = check_waffle(dist, target, omega, psi, tie)
     warn_once()
-    return _waffle(dist.detach() if dist.requires_grad else dist, goal, omega, psi, tie == "uniform")
+    return _waffle(
+        dist.detach() if dist.requires_grad else dist, goal, omega, psi, tie == "uniform"
+    )
 
 
 def feddwa_weights(
     sqdist: Tensor,  # [M, N] squared distances, row i the receiver's
     k: int,
 ) -> TopK:
-    """FedDWA's weights (Liu et al. 2023, Eq. 15 and 8): the k nearest of each row, weighted by 1 / squared distance, rows summing to 1.
+    """FedDWA's weights (Liu et al. 2023, Eq. 15 and 8): the k nearest of each row, weighted by 1 /
+    squared distance, rows summing to 1.
 
-    Ties go to the lower index; k >= N keeps all. Where distances are 0, only those count, equally. NaN counts as infinitely far, a negative
-    distance as 0; an infinitely far neighbour has weight 0, and a row of nothing else is uniform. Never NaN. The weights are constants: no
-    gradient flows through them.
+    Ties go to the lower index; k >= N keeps all. Where distances are 0, only those count, equally.
+    NaN counts as infinitely far, a negative distance as 0; an infinitely far neighbour has weight
+    0, and a row of nothing else is uniform. Never NaN. The weights are constants: no gradient flows
+    through them.
     """
     if not (type(k) is int and k > 0):
         expect(is_int(k) and k > 0, "feddwa_weights", "k", "a whole number above 0", repr(k))
@@ -75,15 +84,33 @@ def check_waffle(dist: Any, target: Any, omega: float, psi: float, tie: str) -> 
         expect(fine, op, name, "a number from 0 to 1e100", repr(value))
     expect(tie in ("closed", "uniform"), op, "tie", "'closed' or 'uniform'", repr(tie))
     if isinstance(target, Tensor):
-        expect(target.dtype == torch.int64, op, "target", "an int or an int64 tensor", shape(target), kind=TypeError)
-        expect(target.device == dist.device, op, "target", f"on {dist.device} like dist", shape(target))
+        expect(
+            target.dtype == torch.int64,
+            op,
+            "target",
+            "an int or an int64 tensor",
+            shape(target),
+            kind=TypeError,
+        )
+        expect(
+            target.device == dist.device, op, "target", f"on {dist.device} like dist", shape(target)
+        )
         fits = target.dim() == 0 or target.shape == dist.shape[:-1]
-        expect(fits, op, "target", f"one for each row of dist, {list(dist.shape[:-1])}", shape(target))
+        expect(
+            fits, op, "target", f"one for each row of dist, {list(dist.shape[:-1])}", shape(target)
+        )
         if concrete(target) and target.numel():
             low, high = (int(v) for v in target.aminmax())
             expect(low >= 0 and high < n, op, "target", f"from 0 to {n - 1}", f"{low} to {high}")
         return target
-    expect(is_int(target), op, "target", "an int or an int64 tensor", f"{target!r}"[:60], kind=TypeError)
+    expect(
+        is_int(target),
+        op,
+        "target",
+        "an int or an int64 tensor",
+        f"{target!r}"[:60],
+        kind=TypeError,
+    )
     expect(0 <= target < n, op, "target", f"from 0 to {n - 1}", str(target))
     return torch.full((), int(target), dtype=torch.int64, device=dist.device)
 
@@ -95,7 +122,8 @@ def waffle_reference(
     psi: float,
     uniform_ties: bool,
 ) -> Tensor:  # [..., N] float64
-    """WAFFLE's CalcWeights (Beaussart et al. 2021, Algorithm 1) in a form that never divides by zero."""
+    """WAFFLE's CalcWeights (Beaussart et al. 2021, Algorithm 1) in a form that never divides by
+    zero."""
     d = dist.double().contiguous()
     is_target = torch.arange(d.shape[-1], device=d.device) == target[..., None]  # [..., N]
     other = d.isfinite() & ~is_target  # before the clamp: -Inf is no distance
@@ -118,29 +146,38 @@ def feddwa_reference(
     sqdist: Tensor,  # [M, N] squared distances
     k: int,
 ) -> tuple[Tensor, Tensor]:  # [M, K] float64, [M, K] int64
-    """The K nearest of each row by (distance, index), weighted by 1 / squared distance (FedDWA, Liu et al. 2023, Eq. 15 and 8)."""
+    """The K nearest of each row by (distance, index), weighted by 1 / squared distance (FedDWA, Liu
+    et al. 2023, Eq. 15 and 8)."""
     d = sqdist.double().contiguous()
     d = torch.where(d.isnan(), math.inf, d.clamp(min=0))
     value, index = d.sort(dim=1, stable=True)
     value, index = value[:, :k], index[:, :k].contiguous()
     nearest = value[:, :1]
-    equal = (nearest == 0) | nearest.isinf()  # only equals of the nearest count; else nearest / value is in [0, 1]
+    # only equals of the nearest count; else nearest / value is in [0, 1]
+    equal = (nearest == 0) | nearest.isinf()
     weight = torch.where(equal, (value == nearest).double(), nearest / value)
     return weight / weight.sum(1, keepdim=True), index
 
 
-def _fake_waffle(dist: Tensor, target: Tensor, omega: float, psi: float, uniform_ties: bool) -> Tensor:
+def _fake_waffle(
+    dist: Tensor, target: Tensor, omega: float, psi: float, uniform_ties: bool
+) -> Tensor:
     return dist.new_empty(dist.shape, dtype=torch.float64)
 
 
 def _fake_feddwa(sqdist: Tensor, k: int) -> tuple[Tensor, Tensor]:
     m, n = sqdist.shape
     kept = min(k, n)
-    return sqdist.new_empty(m, kept, dtype=torch.float64), sqdist.new_empty(m, kept, dtype=torch.int64)
+    return sqdist.new_empty(m, kept, dtype=torch.float64), sqdist.new_empty(
+        m, kept, dtype=torch.int64
+    )
 
 
 _waffle: Callable[..., Tensor] = define(
-    "waffle_weights(Tensor dist, Tensor target, float omega, float psi, bool uniform_ties) -> Tensor", waffle_reference, _fake_waffle
+    "waffle_weights(Tensor dist, Tensor target, float omega, float psi, bool uniform_ties) -> "
+    "Tensor",
+    waffle_reference,
+    _fake_waffle,
 )
 _feddwa: Callable[..., tuple[Tensor, Tensor]] = define(
     "feddwa_weights(Tensor sqdist, int k) -> (Tensor, Tensor)", feddwa_reference, _fake_feddwa

@@ -1,4 +1,5 @@
-"""FedDWA's figures (Liu et al. 2023) from records: who mixes with whom, who is nearest, accuracy against an option."""
+"""FedDWA's figures (Liu et al. 2023) from records: who mixes with whom, who is nearest, accuracy
+against an option."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from pflcore.results.record import Run
 
 
 def nearest(weights: Tensor, k: int) -> Tensor:
-    """Bool [M, N]: the k clients of the largest weights in each row, ties to the lower number; a weight of 0 never counts."""
+    """Bool [M, N]: the k clients of the largest weights in each row, ties to the lower number; a
+    weight of 0 never counts."""
     order = weights.sort(dim=1, descending=True, stable=True).indices[:, :k]
     return torch.zeros_like(weights, dtype=torch.bool).scatter_(1, order, True) & (weights > 0)
 
@@ -26,12 +28,21 @@ def within(weights: Tensor, group: Tensor) -> tuple[float, float]:
 
 
 def of_rounds(run: Run, rounds: Sequence[int] | None, count: int = 4) -> list[tuple[int, Tensor]]:
-    """The [N, N] weights of these rounds; by default of the first, the last and some between, closer together early on."""
+    """The [N, N] weights of these rounds; by default of the first, the last and some between,
+    closer together early on."""
     if rounds is None:
         found = [r for r in run.weighted() if _any(run, r)]
-        at = sorted({round((len(found) - 1) * (i / (count - 1)) ** 2) for i in range(count)}) if found else []
+        at = (
+            sorted({round((len(found) - 1) * (i / (count - 1)) ** 2) for i in range(count)})
+            if found
+            else []
+        )
         rounds = [found[i] for i in at]
-    return [(r, w) for r, w in zip(*run.weights(rounds, MOST), strict=True) if w.ndim == 2 and bool(w.any())]
+    return [
+        (r, w)
+        for r, w in zip(*run.weights(rounds, MOST), strict=True)
+        if w.ndim == 2 and bool(w.any())
+    ]
 
 
 def _any(run: Run, round: int) -> bool:
@@ -39,17 +50,25 @@ def _any(run: Run, round: int) -> bool:
     return w.ndim == 2 and bool(w.any())
 
 
-def heat_maps(runs: Mapping[str, Run], path: str | Path, rounds: Sequence[int] | None = None) -> Path | None:
-    """The mixing weights over time (Fig. 4): a row of panels for each method, a panel for each round."""
+def heat_maps(
+    runs: Mapping[str, Run], path: str | Path, rounds: Sequence[int] | None = None
+) -> Path | None:
+    """The mixing weights over time (Fig. 4): a row of panels for each method, a panel for each
+    round."""
     return _grid(runs, path, rounds, lambda w: w)
 
 
-def neighbours(runs: Mapping[str, Run], path: str | Path, k: int = 5, rounds: Sequence[int] | None = None) -> Path | None:
-    """Which are the k nearest of each client (Fig. 1): a row of panels for each method, a panel for each round."""
+def neighbours(
+    runs: Mapping[str, Run], path: str | Path, k: int = 5, rounds: Sequence[int] | None = None
+) -> Path | None:
+    """Which are the k nearest of each client (Fig. 1): a row of panels for each method, a panel for
+    each round."""
     return _grid(runs, path, rounds, lambda w: nearest(w, k).double())
 
 
-def _grid(runs: Mapping[str, Run], path: str | Path, rounds: Sequence[int] | None, shown: Any) -> Path | None:
+def _grid(
+    runs: Mapping[str, Run], path: str | Path, rounds: Sequence[int] | None, shown: Any
+) -> Path | None:
     rows = {name: of_rounds(run, rounds) for name, run in runs.items()}
     rows = {name: panels for name, panels in rows.items() if panels}
     if not rows:
@@ -69,7 +88,8 @@ def _grid(runs: Mapping[str, Run], path: str | Path, rounds: Sequence[int] | Non
 
 
 def against(rows: Sequence[Mapping[str, Any]], option: str, path: str | Path) -> Path | None:
-    """Accuracy against an option of the algorithm (Figs. 2 and 3: `k`, `ahead`), a line for each setting, from a result's rows."""
+    """Accuracy against an option of the algorithm (Figs. 2 and 3: `k`, `ahead`), a line for each
+    setting, from a result's rows."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for r in rows:
         if option in r["options"] and r["best"] is not None:

@@ -1,4 +1,5 @@
-"""PNGs of runs. matplotlib is imported here, when a picture is asked for, and never touches a caller's own figures (no pyplot)."""
+"""PNGs of runs. matplotlib is imported here, when a picture is asked for, and never touches a
+caller's own figures (no pyplot)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from pflcore import metrics
 from pflcore.results.record import Run, find, label
 from pflcore.results.table import split_of
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")  # distinct for the colour-blind too
+# distinct for the colour-blind too
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
 MOST = 1000  # rows and columns of a picture; of more clients, blocks
 STYLES = ("-", "--", "-.", ":")
 
@@ -23,7 +25,10 @@ def _figure(width: float, height: float, panels: int = 1) -> tuple[Any, list[Any
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise ImportError("Pictures need matplotlib, which is not installed; get it with: pip install 'pflcore[plot]'.") from None
+        raise ImportError(
+            "Pictures need matplotlib, which is not installed; get it with: pip install "
+            "'pflcore[plot]'."
+        ) from None
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, list(figure.subplots(1, panels, squeeze=False)[0])
@@ -44,7 +49,11 @@ def _tidy(axis: Any, title: str, x: str, y: str) -> None:
 
 def _scale(run: Run) -> tuple[float, str]:
     """Factor and name of what the axes show."""
-    return (100.0, f"{split_of(run)} accuracy, %") if run.measure == "accuracy" else (1.0, f"{split_of(run)} loss")
+    return (
+        (100.0, f"{split_of(run)} accuracy, %")
+        if run.measure == "accuracy"
+        else (1.0, f"{split_of(run)} loss")
+    )
 
 
 def grid(rows: Mapping[str, Tensor], path: str | Path) -> Path:
@@ -64,7 +73,8 @@ def grid(rows: Mapping[str, Tensor], path: str | Path) -> Path:
 
 
 def curves(runs: Sequence[Run], path: str | Path) -> Path:
-    """Accuracy by round, a line per algorithm: mean over clients, and the target's own where there is one; a band is ± std over seeds."""
+    """Accuracy by round, a line per algorithm: mean over clients, and the target's own where there
+    is one; a band is ± std over seeds."""
     groups, (scale, unit) = label(runs), _scale(runs[0])
     targets: list[int | None] = [None, *sorted({r.target for r in runs if r.target is not None})]
     figure, axes = _figure(5.6 * len(targets), 4.2, len(targets))
@@ -73,47 +83,96 @@ def curves(runs: Sequence[Run], path: str | Path) -> Path:
             seeds = [dict(zip(*r.curve(client, runs[0].measure), strict=True)) for r in members]
             rounds = sorted({r for s in seeds for r in s})
             at = [[scale * s[r] for s in seeds if r in s] for r in rounds]
-            mean, std = torch.tensor([metrics.mean(v) for v in at]), torch.tensor([metrics.std(v) for v in at])
-            line = {"color": COLOURS[i % len(COLOURS)], "linestyle": STYLES[i // len(COLOURS) % len(STYLES)]}
-            axis.plot(rounds, mean.tolist(), label=name, linewidth=1.6, marker="o" if len(rounds) == 1 else None, **line)
+            mean, std = (
+                torch.tensor([metrics.mean(v) for v in at]),
+                torch.tensor([metrics.std(v) for v in at]),
+            )
+            line = {
+                "color": COLOURS[i % len(COLOURS)],
+                "linestyle": STYLES[i // len(COLOURS) % len(STYLES)],
+            }
+            axis.plot(
+                rounds,
+                mean.tolist(),
+                label=name,
+                linewidth=1.6,
+                marker="o" if len(rounds) == 1 else None,
+                **line,
+            )
             if len(members) > 1:
-                axis.fill_between(rounds, (mean - std).tolist(), (mean + std).tolist(), alpha=0.18, linewidth=0, color=line["color"])
-        _tidy(axis, "mean over clients" if client is None else f"client {client}, the target", "round", unit)
+                axis.fill_between(
+                    rounds,
+                    (mean - std).tolist(),
+                    (mean + std).tolist(),
+                    alpha=0.18,
+                    linewidth=0,
+                    color=line["color"],
+                )
+        _tidy(
+            axis,
+            "mean over clients" if client is None else f"client {client}, the target",
+            "round",
+            unit,
+        )
     axes[-1].legend(fontsize=8, frameon=False)
     return _save(figure, path)
 
 
 def order(n: int, target: int | None) -> Tensor:
-    """Client ids with the target in the middle of a ring, as in the WAFFLE paper's Fig. 3, `[n]`."""
+    """Client ids with the target in the middle of a ring, as in the WAFFLE paper's Fig. 3,
+    `[n]`."""
     ids = torch.arange(n)
     return ids if target is None else ids.roll(n // 2 - target)
 
 
 def by_round(run: Run) -> tuple[list[int], Tensor]:
-    """Weights of one model by round, `[T, N]`: the run's only model, or the target's of several. T is 0 where there are none."""
+    """Weights of one model by round, `[T, N]`: the run's only model, or the target's of several. T
+    is 0 where there are none."""
     last = run.weighted()[-1:]
-    if run.target is None and last and run.weights(last, MOST)[1][0].ndim > 1:  # a matrix for each round may not fit into memory
+    # a matrix for each round may not fit into memory
+    if run.target is None and last and run.weights(last, MOST)[1][0].ndim > 1:
         return [], torch.empty(0, 0)
     rounds, weights = run.weights()
     target = -1 if run.target is None else run.target
-    rows = [(r, w if w.ndim == 1 else w[target]) for r, w in zip(rounds, weights, strict=True) if w.ndim == 1 or 0 <= target < len(w)]
+    rows = [
+        (r, w if w.ndim == 1 else w[target])
+        for r, w in zip(rounds, weights, strict=True)
+        if w.ndim == 1 or 0 <= target < len(w)
+    ]
     rows = [(r, w) for r, w in rows if len(w) == len(rows[-1][1])]
-    return ([r for r, _ in rows], torch.stack([w for _, w in rows])) if rows else ([], torch.empty(0, 0))
+    return (
+        ([r for r, _ in rows], torch.stack([w for _, w in rows]))
+        if rows
+        else ([], torch.empty(0, 0))
+    )
 
 
 def weights(runs: Sequence[Run], path: str | Path) -> Path | None:
-    """Mixing weights of one model by round: a heat map of clients by rounds for each algorithm that reports them (WAFFLE, Fig. 3)."""
-    shown = [(name, members[0]) for name, members in label(runs).items() if len(by_round(members[0])[0])]
+    """Mixing weights of one model by round: a heat map of clients by rounds for each algorithm that
+    reports them (WAFFLE, Fig. 3)."""
+    shown = [
+        (name, members[0]) for name, members in label(runs).items() if len(by_round(members[0])[0])
+    ]
     if not shown:
         return None
     figure, axes = _figure(5.4 * len(shown), 3.8, len(shown))
     for axis, (name, run) in zip(axes, shown, strict=True):
         rounds, w = by_round(run)
         ids = order(w.shape[1], run.target)
-        edges = torch.tensor([*rounds, rounds[-1] + 1]) - 0.5  # a cell is as wide as the gap to the next report
-        image = axis.pcolormesh(edges.tolist(), torch.arange(len(ids) + 1).sub(0.5).tolist(), w[:, ids].T.numpy(), cmap="Blues", vmin=0)
+        # a cell is as wide as the gap to the next report
+        edges = torch.tensor([*rounds, rounds[-1] + 1]) - 0.5
+        image = axis.pcolormesh(
+            edges.tolist(),
+            torch.arange(len(ids) + 1).sub(0.5).tolist(),
+            w[:, ids].T.numpy(),
+            cmap="Blues",
+            vmin=0,
+        )
         _client_ticks(axis.yaxis, ids)
-        axis.set_title(name if run.target is None else f"{name}, target {run.target} in the middle", fontsize=10)
+        axis.set_title(
+            name if run.target is None else f"{name}, target {run.target} in the middle",
+            fontsize=10,
+        )
         axis.set_xlabel("round")
         axis.set_ylabel("client")
         figure.colorbar(image, ax=axis, label="weight")
@@ -122,11 +181,14 @@ def weights(runs: Sequence[Run], path: str | Path) -> Path | None:
 
 def _client_ticks(axis: Any, ids: Tensor) -> None:
     step = max(1, -(-len(ids) // 20))
-    axis.set_ticks(list(range(0, len(ids), step)), [str(i) for i in ids[::step].tolist()], fontsize=7)
+    axis.set_ticks(
+        list(range(0, len(ids), step)), [str(i) for i in ids[::step].tolist()], fontsize=7
+    )
 
 
 def similarity(runs: Sequence[Run], path: str | Path) -> Path | None:
-    """Who mixes with whom: the last round's M x N weights as a heat map, one panel per algorithm that keeps several models."""
+    """Who mixes with whom: the last round's M x N weights as a heat map, one panel per algorithm
+    that keeps several models."""
     shown = []
     for name, members in label(runs).items():
         rounds, weights = members[0].weights(members[0].weighted()[-1:], MOST)
@@ -148,31 +210,54 @@ def similarity(runs: Sequence[Run], path: str | Path) -> Path | None:
 
 
 def clients(runs: Sequence[Run], path: str | Path) -> Path:
-    """The clients' values at the last evaluation, a box per algorithm (seeds together), with a dot per client where they are few."""
+    """The clients' values at the last evaluation, a box per algorithm (seeds together), with a dot
+    per client where they are few."""
     groups, (scale, unit) = label(runs), _scale(runs[0])
-    values = [torch.cat([scale * r.last(runs[0].measure) for r in members]) for members in groups.values()]
+    values = [
+        torch.cat([scale * r.last(runs[0].measure) for r in members]) for members in groups.values()
+    ]
     values = [v[v.isfinite()] for v in values]
     figure, (axis,) = _figure(1.6 + 1.1 * len(groups), 4.0)
-    axis.boxplot([v.tolist() for v in values], widths=0.5, showfliers=False, medianprops={"color": COLOURS[1]})
+    axis.boxplot(
+        [v.tolist() for v in values],
+        widths=0.5,
+        showfliers=False,
+        medianprops={"color": COLOURS[1]},
+    )
     for i, v in enumerate(values):
         if len(v) <= 100:
             spread = torch.linspace(-0.12, 0.12, len(v)) if len(v) > 1 else torch.zeros(len(v))
-            axis.plot((i + 1 + spread).tolist(), v.tolist(), ".", color=COLOURS[0], alpha=0.6, markersize=5)
+            axis.plot(
+                (i + 1 + spread).tolist(),
+                v.tolist(),
+                ".",
+                color=COLOURS[0],
+                alpha=0.6,
+                markersize=5,
+            )
     axis.set_xticks(range(1, len(groups) + 1), list(groups), rotation=20, ha="right", fontsize=8)
     _tidy(axis, "clients at the last evaluation", "", unit)
     return _save(figure, path)
 
 
 def deltas(runs: Sequence[Run], baseline: str, path: str | Path) -> Path | None:
-    """Gain of each client over the `baseline` algorithm against its number of samples (Motley, Fig. 3). None without a baseline run."""
+    """Gain of each client over the `baseline` algorithm against its number of samples (Motley, Fig.
+    3). None without a baseline run."""
     groups, (scale, unit) = label(runs), _scale(runs[0])
     pair = find(groups, baseline)
     base = pair[0] if pair else None
     names = list(groups)  # an algorithm has its colour of the other pictures
-    others = [(n, m[0]) for n, m in groups.items() if base is not None and m[0] is not base and len(m[0].last()) == len(base.last())]
+    others = [
+        (n, m[0])
+        for n, m in groups.items()
+        if base is not None and m[0] is not base and len(m[0].last()) == len(base.last())
+    ]
     if base is None or not others or not len(base.last()):
         return None
-    size, some = base.header.get("size") or base.evaluations[-1]["eval"].get("size"), base.evaluations[-1]["eval"].get("clients")
+    size, some = (
+        base.header.get("size") or base.evaluations[-1]["eval"].get("size"),
+        base.evaluations[-1]["eval"].get("clients"),
+    )
     if some and base.header.get("size"):
         size = [size[i] for i in some]
     if not size:
@@ -180,11 +265,21 @@ def deltas(runs: Sequence[Run], baseline: str, path: str | Path) -> Path | None:
     figure, (axis,) = _figure(5.6, 4.2)
     for name, run in others:
         gain = scale * (run.last(runs[0].measure) - base.last(runs[0].measure))
-        axis.plot(size, gain.tolist(), "o", label=name, alpha=0.75, markersize=4, color=COLOURS[names.index(name) % len(COLOURS)])
+        axis.plot(
+            size,
+            gain.tolist(),
+            "o",
+            label=name,
+            alpha=0.75,
+            markersize=4,
+            color=COLOURS[names.index(name) % len(COLOURS)],
+        )
     axis.axhline(0, color="0.4", linewidth=0.8)
     axis.legend(fontsize=8, frameon=False)
     which = "training samples" if base.header.get("size") else "test samples"
-    _tidy(axis, f"each client against {baseline}", f"{which} of the client", f"difference of {unit}")
+    _tidy(
+        axis, f"each client against {baseline}", f"{which} of the client", f"difference of {unit}"
+    )
     return _save(figure, path)
 
 
@@ -193,9 +288,15 @@ def draw(runs: Sequence[Run], folder: str | Path, baseline: str | None = None) -
     runs, folder = [r for r in runs if r.evaluations or r.weighted()], Path(folder)
     if not runs:
         return []
-    made: list[Path | None] = [weights(runs, folder / "weights.png"), similarity(runs, folder / "similarity.png")]
+    made: list[Path | None] = [
+        weights(runs, folder / "weights.png"),
+        similarity(runs, folder / "similarity.png"),
+    ]
     evaluated = [r for r in runs if r.evaluations]
     if evaluated:
-        made += [curves(evaluated, folder / "curves.png"), clients(evaluated, folder / "clients.png")]
+        made += [
+            curves(evaluated, folder / "curves.png"),
+            clients(evaluated, folder / "clients.png"),
+        ]
         made += [deltas(evaluated, baseline, folder / "deltas.png")] if baseline else []
     return [p for p in made if p]

@@ -1,4 +1,5 @@
-"""A progress bar with the time left for the whole experiment; without tqdm, or where stderr is no terminal, only lines."""
+"""A progress bar with the time left for the whole experiment; without tqdm, or where stderr is no
+terminal, only lines."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from typing import Any
 
 from pflcore import metrics
 
-INTERRUPTED = threading.Event()  # set with every interrupt of a command: where a library swallowed it, the round's end brings it back
+# set with every interrupt of a command: where a library swallowed it, the round's end brings it
+# back
+INTERRUPTED = threading.Event()
 
 
 class Progress:
@@ -23,7 +26,10 @@ class Progress:
         try:
             from tqdm import tqdm
         except ImportError:
-            self.say("There is no progress bar, because tqdm is not installed; get it with: pip install 'pflcore[cli]'.")
+            self.say(
+                "There is no progress bar, because tqdm is not installed; get it with: pip install "
+                "'pflcore[cli]'."
+            )
             return
         self._bar = tqdm(total=total, unit="round", disable=None, dynamic_ncols=True)
 
@@ -39,7 +45,9 @@ class Progress:
         if self._bar is None:
             return
         if line.get("eval") and "accuracy" in line["eval"]:
-            self._bar.set_postfix_str(f"accuracy {100 * metrics.mean(line['eval']['accuracy']):.1f} %", refresh=False)
+            self._bar.set_postfix_str(
+                f"accuracy {100 * metrics.mean(line['eval']['accuracy']):.1f} %", refresh=False
+            )
         self._bar.update()
 
     def skip(self, rounds: int) -> None:

@@ -1,12 +1,14 @@
 """Records of runs: JSON lines written as the run goes, and read back whatever happened to it.
 
-A record file holds one or more runs. A run is a header line `{"header": {...}}`, one line per round, and, if the run ended early,
-`{"stopped": "one sentence"}`. A number that is not finite is stored as null (JSON has no NaN) and read back as NaN where it is
-one value per client. Files without a side file can be concatenated.
+A record file holds one or more runs. A run is a header line `{"header": {...}}`, one line per
+round, and, if the run ended early, `{"stopped": "one sentence"}`. A number that is not finite is
+stored as null (JSON has no NaN) and read back as NaN where it is one value per client. Files
+without a side file can be concatenated.
 
-Lists longer than 1,000 and matrices of more numbers than that are in a side file, `record.arrays` beside `record.jsonl`: one block of
-numpy's .npy format after another, read without pickle. In the line stands where: `{"array": ["record.arrays", 1234]}`, the block's first
-byte. The blocks of a line are written before it, so a run that was killed leaves at most some that no line names.
+Lists longer than 1,000 and matrices of more numbers than that are in a side file, `record.arrays`
+beside `record.jsonl`: one block of numpy's .npy format after another, read without pickle. In the
+line stands where: `{"array": ["record.arrays", 1234]}`, the block's first byte. The blocks of a
+line are written before it, so a run that was killed leaves at most some that no line names.
 """
 
 from __future__ import annotations
@@ -34,8 +36,10 @@ __all__ = ["Record", "Run", "group", "read"]
 LONG = 1000  # entries from which a list is no part of a line
 OnRound = Callable[[int, dict[str, Any]], None]
 PARTS = ("model_options", "training", "options")
-HELD_OUT = "of each client's training samples are held out for validation"  # ends the note of a federation that was cut so
-OUTLIER = 20.0  # times the cohort's median update: honest clients with many times the data of the others stay below
+# ends the note of a federation that was cut so
+HELD_OUT = "of each client's training samples are held out for validation"
+# times the cohort's median update: honest clients with many times the data of the others stay below
+OUTLIER = 20.0
 CUT = ("data_seed", "train_samples", "test_samples", "val")  # which of the data the run saw
 SETTING = ("data", "partition", "model", "n")
 # what seeds must share
@@ -56,8 +60,8 @@ CONDITIONS = (
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON can hold it: dataclasses as dicts, tensors and tuples as lists, numbers that are not finite as None, the rest by its
-    name."""
+    """`value` as JSON can hold it: dataclasses as dicts, tensors and tuples as lists, numbers that
+    are not finite as None, the rest by its name."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -80,18 +84,28 @@ def slug(text: str) -> str:
 
 @checked
 class Record:
-    """Writes one record file. Each line is one unbuffered write, so an interrupted process leaves at most its last line cut off."""
+    """Writes one record file. Each line is one unbuffered write, so an interrupted process leaves
+    at most its last line cut off."""
 
-    def __init__(self, path: str | Path, overwrite: bool = False, mark: Mapping[str, Any] | None = None) -> None:
-        """Opens `path`, making its folder. A file that holds something is kept unless `overwrite`: ValueError.
+    def __init__(
+        self, path: str | Path, overwrite: bool = False, mark: Mapping[str, Any] | None = None
+    ) -> None:
+        """Opens `path`, making its folder. A file that holds something is kept unless `overwrite`:
+        ValueError.
 
-        With `mark`, what `mark()` gave when the file was written before, it is cut back to there and goes on; ValueError where what stands
-        before the mark is not what was written then.
+        With `mark`, what `mark()` gave when the file was written before, it is cut back to there
+        and goes on; ValueError where what stands before the mark is not what was written then.
         """
         self.path, self._torn, self._size, self._digest = Path(path), False, 0, hashlib.sha256()
-        self.side, self._arrays = self.path.with_name(self.path.name.removesuffix(".jsonl") + ".arrays"), None  # type: Path, Any
+        self.side, self._arrays = (
+            self.path.with_name(self.path.name.removesuffix(".jsonl") + ".arrays"),
+            None,
+        )  # type: Path, Any
         if mark is None and self.path.is_file() and self.path.stat().st_size and not overwrite:
-            raise ValueError(f"path: expected a new file, got {self.path}, which holds something; name another or allow overwriting it.")
+            raise ValueError(
+                f"path: expected a new file, got {self.path}, which holds something; name another "
+                "or allow overwriting it."
+            )
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self.path, "wb" if mark is None else "r+b", buffering=0)  # noqa: SIM115 (closed by close())
@@ -100,21 +114,31 @@ class Record:
             else:
                 self._cut(mark)
         except OSError as e:
-            raise ValueError(f"path: expected a file that can be written, got {self.path} ({e.strerror}); name another.") from None
+            raise ValueError(
+                f"path: expected a file that can be written, got {self.path} ({e.strerror}); name "
+                "another."
+            ) from None
 
     def _cut(self, mark: Mapping[str, Any]) -> None:
         while piece := self._file.read(min(2**20, mark["bytes"] - self._size)):
             self._count(piece)
         aside = mark.get("arrays", 0)
-        if self.mark() | {"arrays": aside} != {**mark, "arrays": aside} or (self.side.stat().st_size if aside else 0) < aside:
+        if (
+            self.mark() | {"arrays": aside} != {**mark, "arrays": aside}
+            or (self.side.stat().st_size if aside else 0) < aside
+        ):
             self._file.close()
-            raise ValueError(f"path: {self.path} is not the record that its checkpoint was made with; put that one back.")
+            raise ValueError(
+                f"path: {self.path} is not the record that its checkpoint was made with; put that "
+                "one back."
+            )
         self._file.truncate()  # in one step, and no disk is too full for it
         if self.side.exists():
             os.truncate(self.side, aside)
 
     def mark(self) -> dict[str, Any]:
-        """Where the record stands, once it is on the disk: how many bytes and their SHA-256, and how many bytes of long lists aside."""
+        """Where the record stands, once it is on the disk: how many bytes and their SHA-256, and
+        how many bytes of long lists aside."""
         for file in filter(None, (self._file, self._arrays)):
             os.fsync(file.fileno())
         aside = self.side.stat().st_size if self.side.exists() else 0
@@ -128,7 +152,8 @@ class Record:
         """Appends one line: a header, a round or a stop."""
         text = json.dumps(plain(self._aside(line)), allow_nan=False, separators=(",", ":"))
         data = memoryview((("\n" if self._torn else "") + text + "\n").encode())
-        self._torn = True  # until the whole line is written: Ctrl-C or a full disk may come in between
+        # until the whole line is written: Ctrl-C or a full disk may come in between
+        self._torn = True
         while data:
             done = self._file.write(data) or 0
             self._count(data[:done])
@@ -149,11 +174,17 @@ class Record:
         self._arrays.flush()
         return {"array": [self.side.name, at]}
 
-    def run(self, header: Mapping[str, Any] | None, play: Callable[[OnRound], Any], on_round: OnRound | None = None) -> Any:
-        """Writes a whole run, as `play(on_round)`, a `Simulation.run`, plays it: the header (None: the run goes on), each round, and why it
-        ended early.
+    def run(
+        self,
+        header: Mapping[str, Any] | None,
+        play: Callable[[OnRound], Any],
+        on_round: OnRound | None = None,
+    ) -> Any:
+        """Writes a whole run, as `play(on_round)`, a `Simulation.run`, plays it: the header (None:
+        the run goes on), each round, and why it ended early.
 
-        `on_round` sees each line first and may add to it. An error is written too, and goes on. Returns what `play` does.
+        `on_round` sees each line first and may add to it. An error is written too, and goes on.
+        Returns what `play` does.
         """
 
         def write(round: int, line: dict[str, Any]) -> None:
@@ -172,10 +203,13 @@ class Record:
             raise
         except Exception as e:
             with contextlib.suppress(OSError):  # a full disk, perhaps
-                self.write({"stopped": f"{type(e).__name__}: {next(iter(str(e).strip().splitlines()), '')}", "unfinished": True})
+                first = next(iter(str(e).strip().splitlines()), "")
+                self.write({"stopped": f"{type(e).__name__}: {first}", "unfinished": True})
             raise
         if history.stopped:
-            self.write({"stopped": history.stopped, "unfinished": history.interrupted or history.failed})
+            self.write(
+                {"stopped": history.stopped, "unfinished": history.interrupted or history.failed}
+            )
         return history
 
     def close(self) -> None:
@@ -198,7 +232,11 @@ def _numbers(value: Any) -> np.ndarray[Any, Any] | None:
     """What goes to the side file: a long list or matrix of numbers, None in it as NaN."""
     if isinstance(value, Tensor):
         return value.detach().cpu().numpy() if value.numel() > LONG else None
-    if not isinstance(value, list) or not value or len(value) * (len(value[0]) if isinstance(value[0], list) else 1) <= LONG:
+    if (
+        not isinstance(value, list)
+        or not value
+        or len(value) * (len(value[0]) if isinstance(value[0], list) else 1) <= LONG
+    ):
         return None
     try:
         array = np.array(value)
@@ -215,12 +253,16 @@ class Run:
     header: dict[str, Any] = field(default_factory=dict)
     rounds: list[dict[str, Any]] = field(default_factory=list)
     stopped: str | None = None
-    unfinished: bool = False  # stopped by Ctrl-C, for want of memory or by an error, and not by what the method does
+    # stopped by Ctrl-C, for want of memory or by an error, and not by what the method does
+    unfinished: bool = False
 
     @property
     def algorithm(self) -> str:
         """What the algorithm is called."""
-        return str(self.header.get("algorithm") or next((r["algorithm"] for r in self.rounds if "algorithm" in r), "?"))
+        return str(
+            self.header.get("algorithm")
+            or next((r["algorithm"] for r in self.rounds if "algorithm" in r), "?")
+        )
 
     @property
     def target(self) -> int | None:
@@ -230,7 +272,8 @@ class Run:
 
     @property
     def held_out(self) -> str:
-        """What the method kept from its own training for validation, in words; "" where it trains on all samples as others do."""
+        """What the method kept from its own training for validation, in words; "" where it trains
+        on all samples as others do."""
         notes = [str(n) for n in self.header.get("notes") or [] if str(n).endswith(HELD_OUT)]
         return notes[-1].partition(" of ")[0] + " of its training samples held out" if notes else ""
 
@@ -242,22 +285,34 @@ class Run:
     @property
     def measure(self) -> str:
         """ "accuracy", or "loss" where the task has no accuracy (regression)."""
-        has = any(any(v is not None for v in r["eval"].get("accuracy") or []) for r in self.evaluations)
+        has = any(
+            any(v is not None for v in r["eval"].get("accuracy") or []) for r in self.evaluations
+        )
         return "accuracy" if has or not self.evaluations else "loss"
 
     def values(self, measure: str | None = None) -> tuple[list[int], Tensor]:
-        """Rounds of the evaluations and their values per client, `[E, N]` float64: NaN for a client without samples; a loss that was
-        not finite, null in the file, is infinite, so that no mean leaves it out."""
+        """Rounds of the evaluations and their values per client, `[E, N]` float64: NaN for a client
+        without samples; a loss that was not finite, null in the file, is infinite, so that no mean
+        leaves it out."""
         measure = measure or self.measure
-        rows = [_worst(metrics.vector(r["eval"][measure]), r["eval"].get("size"), measure) for r in self.evaluations]
-        return [r["round"] for r in self.evaluations], torch.stack(rows) if rows else torch.empty(0, 0, dtype=torch.float64)
+        rows = [
+            _worst(metrics.vector(r["eval"][measure]), r["eval"].get("size"), measure)
+            for r in self.evaluations
+        ]
+        return [r["round"] for r in self.evaluations], torch.stack(rows) if rows else torch.empty(
+            0, 0, dtype=torch.float64
+        )
 
-    def curve(self, client: int | None = None, measure: str | None = None) -> tuple[list[int], list[float]]:
-        """Rounds of the evaluations and one value each: the mean over clients, or one client's own."""
+    def curve(
+        self, client: int | None = None, measure: str | None = None
+    ) -> tuple[list[int], list[float]]:
+        """Rounds of the evaluations and one value each: the mean over clients, or one client's
+        own."""
         rounds, values = self.values(measure)
         if client is None:
             return rounds, [metrics.mean(v) for v in values]
-        some = self.evaluations[0]["eval"].get("clients") if rounds else None  # who was evaluated, where not all
+        # who was evaluated, where not all
+        some = self.evaluations[0]["eval"].get("clients") if rounds else None
         at = client if some is None else some.index(client) if client in some else None
         return rounds, [math.nan if at is None else v[at].item() for v in values]
 
@@ -278,7 +333,8 @@ class Run:
         return int(self.rounds[-1]["round"]) if self.rounds else 0
 
     def outliers(self) -> dict[int, tuple[float, int]]:
-        """Clients whose update was many times the cohort's median: the largest such number, and in how many rounds."""
+        """Clients whose update was many times the cohort's median: the largest such number, and in
+        how many rounds."""
         out: dict[int, tuple[float, int]] = {}
         for r in self.rounds:
             for client, ratio in zip(r.get("cohort") or [], r.get("moved") or [], strict=False):
@@ -299,13 +355,19 @@ class Run:
         """Rounds that report mixing weights."""
         return [r["round"] for r in self.rounds if _has_weights(r.get("report") or {})]
 
-    def weights(self, rounds: Sequence[int] | None = None, most: int | None = None) -> tuple[list[int], list[Tensor]]:
-        """Rounds (of these; default: all) that report mixing weights, and the weights: `[N]` for one model, `[M, N]` for several.
+    def weights(
+        self, rounds: Sequence[int] | None = None, most: int | None = None
+    ) -> tuple[list[int], list[Tensor]]:
+        """Rounds (of these; default: all) that report mixing weights, and the weights: `[N]` for
+        one model, `[M, N]` for several.
 
-        A matrix of more than `most` rows and columns comes as the means over rows, and sums over columns, of blocks of clients.
+        A matrix of more than `most` rows and columns comes as the means over rows, and sums over
+        columns, of blocks of clients.
         """
         wanted = set(self.weighted() if rounds is None else rounds)
-        have = [r for r in self.rounds if r["round"] in wanted and _has_weights(r.get("report") or {})]
+        have = [
+            r for r in self.rounds if r["round"] in wanted and _has_weights(r.get("report") or {})
+        ]
         return [r["round"] for r in have], [self._matrix(r["report"], most) for r in have]
 
     def _matrix(self, report: Mapping[str, Any], most: int | None) -> Tensor:
@@ -314,18 +376,26 @@ class Run:
             n = max(dense.shape)
             if dense.ndim < 2 or most is None or n <= most:
                 return dense
-            rows, index, weight = torch.arange(len(dense)), torch.arange(dense.shape[1]).expand_as(dense), dense
+            rows, index, weight = (
+                torch.arange(len(dense)),
+                torch.arange(dense.shape[1]).expand_as(dense),
+                dense,
+            )
         else:
             index = torch.as_tensor(report["index"], dtype=torch.int64)
             weight = torch.as_tensor(_nan(report["weight"]), dtype=torch.float64)
-            rows = torch.as_tensor(report.get("rows", range(len(index))), dtype=torch.int64)  # none: one model, or one for each client
+            # none: one model, or one for each client
+            rows = torch.as_tensor(report.get("rows", range(len(index))), dtype=torch.int64)
             n = int(self.header.get("n") or max(int(rows.max()), int(index.max())) + 1)
             if index.ndim < 2:
                 return weight.new_zeros(n).index_copy_(0, index, weight)
         block = 1 if most is None else -(-n // most)
         matrix = torch.zeros(-(-n // block), -(-n // block), dtype=torch.float64)
-        matrix.index_put_(((rows // block)[:, None].expand_as(index), index // block), weight, accumulate=True)
-        return matrix / torch.bincount(torch.arange(n) // block)[:, None]  # the last block may be smaller
+        matrix.index_put_(
+            ((rows // block)[:, None].expand_as(index), index // block), weight, accumulate=True
+        )
+        # the last block may be smaller
+        return matrix / torch.bincount(torch.arange(n) // block)[:, None]
 
 
 def _has_weights(report: Mapping[str, Any]) -> bool:
@@ -341,13 +411,19 @@ def _worst(values: Tensor, size: Sequence[int] | None, measure: str) -> Tensor:
 def _nan(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value
-    return [_nan(v) for v in value] if isinstance(value, list) else math.nan if value is None else value
+    return (
+        [_nan(v) for v in value]
+        if isinstance(value, list)
+        else math.nan
+        if value is None
+        else value
+    )
 
 
 @checked
 def group(lines: Iterable[Mapping[str, Any]]) -> list[Run]:
-    """Lines (as written, or as dicts that may hold tensors) to runs: each header starts one, and so does a round that is not of the run
-    before it, whose own header is lost."""
+    """Lines (as written, or as dicts that may hold tensors) to runs: each header starts one, and so
+    does a round that is not of the run before it, whose own header is lost."""
     return _grouped(map(plain, lines))
 
 
@@ -361,7 +437,9 @@ def _grouped(lines: Iterable[dict[str, Any]]) -> list[Run]:
             out.append(Run())
         if "round" in line and out[-1].rounds:
             before = out[-1].rounds[-1]
-            if line["round"] <= before["round"] or any(line.get(k) != before.get(k) for k in ("algorithm", "seed")):
+            if line["round"] <= before["round"] or any(
+                line.get(k) != before.get(k) for k in ("algorithm", "seed")
+            ):
                 out.append(Run())
         if "stopped" in line:
             out[-1].stopped, out[-1].unfinished = line["stopped"], bool(line.get("unfinished"))
@@ -372,12 +450,19 @@ def _grouped(lines: Iterable[dict[str, Any]]) -> list[Run]:
 
 @checked
 def read(path: str | Path) -> list[Run]:
-    """The runs in a record file, or in all `*.jsonl` files below a folder. A damaged line is left out, with a warning where it is not the
-    last, which a run may be writing."""
+    """The runs in a record file, or in all `*.jsonl` files below a folder. A damaged line is left
+    out, with a warning where it is not the last, which a run may be writing."""
     path = Path(path)
-    files = sorted(p for p in path.rglob("*.jsonl") if p.name != "tuning.jsonl") if path.is_dir() else [path]
+    files = (
+        sorted(p for p in path.rglob("*.jsonl") if p.name != "tuning.jsonl")
+        if path.is_dir()
+        else [path]
+    )
     if not files or not files[0].is_file():
-        raise ValueError(f"path: expected a record (.jsonl) or a folder that holds one, got {path}, which is neither; check the name.")
+        raise ValueError(
+            f"path: expected a record (.jsonl) or a folder that holds one, got {path}, which is "
+            "neither; check the name."
+        )
     runs: list[Run] = []
     for file in files:
         lines: list[Any] = []
@@ -392,7 +477,11 @@ def read(path: str | Path) -> list[Run]:
         damaged = [i for i, line in enumerate(lines, 1) if not _is_line(line)]
         if damaged and damaged != [len(lines)]:
             said = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
-            warnings.warn(f"{file}: {len(damaged)} damaged line(s) are left out ({said}); take a copy of it from before.", stacklevel=3)
+            warnings.warn(
+                f"{file}: {len(damaged)} damaged line(s) are left out ({said}); take a copy of it "
+                "from before.",
+                stacklevel=3,
+            )
         runs += _grouped(filter(_is_line, lines))
     return runs
 
@@ -403,12 +492,17 @@ def _is_line(line: Any) -> bool:
         return False
     kinds_of = {"header": dict, "stopped": str, "round": int, "eval": dict | None}
     measured = line.get("eval")
-    plain_values = not isinstance(measured, dict) or not any(isinstance(v, dict) for v in measured.values())
-    return plain_values and all(isinstance(line[k], kind) for k, kind in kinds_of.items() if k in line)  # type: ignore[arg-type]
+    plain_values = not isinstance(measured, dict) or not any(
+        isinstance(v, dict) for v in measured.values()
+    )
+    return plain_values and all(
+        isinstance(line[k], kind) for k, kind in kinds_of.items() if k in line
+    )  # type: ignore[arg-type]
 
 
 def _whole(value: Any, folder: Path) -> Any:
-    """`value` with what is in side files: lists as lists, matrices as tensors. An error of any kind where a block was altered."""
+    """`value` with what is in side files: lists as lists, matrices as tensors. An error of any kind
+    where a block was altered."""
     if not isinstance(value, dict):
         return value
     if set(value) != {"array"}:
@@ -416,17 +510,25 @@ def _whole(value: Any, folder: Path) -> Any:
     name, at = value["array"]
     file = folder / Path(name).name
     if not file.is_file():
-        raise FileNotFoundError(f"path: expected {file} beside the record, which holds its long lists; keep the two together.")
+        raise FileNotFoundError(
+            f"path: expected {file} beside the record, which holds its long lists; keep the two "
+            "together."
+        )
     with open(file, "rb") as blocks:
         blocks.seek(at)
         array = np.load(blocks, allow_pickle=False)
     if array.ndim > 1:
         return torch.from_numpy(array)
-    return [None if v != v else v for v in array.tolist()] if array.dtype.kind == "f" else array.tolist()
+    return (
+        [None if v != v else v for v in array.tolist()]
+        if array.dtype.kind == "f"
+        else array.tolist()
+    )
 
 
 def label(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Runs that differ in nothing but the seed under one name: the algorithm, with the options in which it differs from a namesake."""
+    """Runs that differ in nothing but the seed under one name: the algorithm, with the options in
+    which it differs from a namesake."""
     by_key: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
         by_key.setdefault((run.algorithm, json.dumps(options(run), sort_keys=True)), []).append(run)
@@ -434,13 +536,20 @@ def label(runs: Sequence[Run]) -> dict[str, list[Run]]:
     for (algorithm, _), members in by_key.items():
         others = [(other == algorithm, options(m[0])) for (other, _), m in by_key.items()]
         mine = options(members[0])
-        shared = {*CONDITIONS} - {"parameters"}  # what all rows of a table must share, the cut with it
+        # what all rows of a table must share, the cut with it
+        shared = {*CONDITIONS} - {"parameters"}
         differ = [
             k
             for k in mine
-            if any((same or k in shared or k.startswith("partition.")) and (k not in o or o[k] != mine[k]) for same, o in others)
+            if any(
+                (same or k in shared or k.startswith("partition."))
+                and (k not in o or o[k] != mine[k])
+                for same, o in others
+            )
         ]
-        name = f"{algorithm} ({', '.join(f'{k}={mine[k]}' for k in differ)})" if differ else algorithm
+        name = (
+            f"{algorithm} ({', '.join(f'{k}={mine[k]}' for k in differ)})" if differ else algorithm
+        )
         out.setdefault(name, []).extend(members)
     return out
 
@@ -451,8 +560,12 @@ def find(groups: dict[str, list[Run]], name: str) -> list[Run] | None:
 
 
 def options(run: Run) -> dict[str, Any]:
-    """All that was chosen for the run but its seed and its setting, the algorithm's own hyper-parameters last."""
+    """All that was chosen for the run but its seed and its setting, the algorithm's own
+    hyper-parameters last."""
     head = run.header
-    cut = {f"partition.{k}": v for k, v in (head.get("partition_options") or {}).items()}  # a method may have an "alpha", too
-    parts = [{k: head[k] for k in CONDITIONS if k in head}, cut] + [head.get(k) or {} for k in PARTS]
+    # a method may have an "alpha", too
+    cut = {f"partition.{k}": v for k, v in (head.get("partition_options") or {}).items()}
+    parts = [{k: head[k] for k in CONDITIONS if k in head}, cut] + [
+        head.get(k) or {} for k in PARTS
+    ]
     return {k: v for part in parts for k, v in part.items() if (k, v) != ("clip", None)}

@@ -16,20 +16,28 @@ __all__ = ["table"]
 def setting(run: Run) -> str:
     """What must agree for runs to stand in one table: data, partition, model, number of clients."""
     head = run.header
-    words = [f"{head[k]}" if k == "data" else f"{k} {head[k]}" for k in ("data", "partition", "model") if head.get(k) not in (None, "")]
+    words = [
+        f"{head[k]}" if k == "data" else f"{k} {head[k]}"
+        for k in ("data", "partition", "model")
+        if head.get(k) not in (None, "")
+    ]
     return ", ".join(words + ([f"{head['n']} clients"] if "n" in head else [])) or "runs"
 
 
 def split_of(run: Run) -> str:
     """On which of the clients' data the run was evaluated, in words."""
-    return {"test": "test", "val": "validation"}.get(run.header.get("eval_split", "test"), "training")
+    return {"test": "test", "val": "validation"}.get(
+        run.header.get("eval_split", "test"), "training"
+    )
 
 
 @checked
 def table(runs: Sequence[Run], last: Count = 10, baseline: str | None = None) -> str:
-    """Markdown: one row per algorithm, one table per setting; accuracies in percent; several seeds as mean ± std over seeds.
+    """Markdown: one row per algorithm, one table per setting; accuracies in percent; several seeds
+    as mean ± std over seeds.
 
-    `baseline`, the name of an algorithm among the runs, adds the percent of clients that are worse off than with it.
+    `baseline`, the name of an algorithm among the runs, adds the percent of clients that are worse
+    off than with it.
     """
     names = list(label(runs))
     if baseline is not None and baseline not in {*names, *(r.algorithm for r in runs)}:
@@ -41,7 +49,8 @@ def table(runs: Sequence[Run], last: Count = 10, baseline: str | None = None) ->
         streams = sorted({str(r.header["stream"]) for r in members if "stream" in r.header})
         if len(streams) > 1:
             raise ValueError(
-                f"stream: expected runs of one version of the random streams, got {' and '.join(streams)}; run the older ones again, or "
+                "stream: expected runs of one version of the random streams, got "
+                f"{' and '.join(streams)}; run the older ones again, or "
                 "report them apart."
             )
     return "\n".join(_table(name, members, last, baseline) for name, members in settings.items())
@@ -52,16 +61,41 @@ def _table(name: str, runs: Sequence[Run], last: int, baseline: str | None) -> s
     up = measure == "accuracy"
     groups, repeated = one_of_each_seed(label(runs))
     columns = _columns(runs, measure, up, last)
-    asked = sorted({k for r in runs for e in r.evaluations[-1:] for k in e["eval"]} - {"size", "clients", "loss", "accuracy", measure})
+    asked = sorted(
+        {k for r in runs for e in r.evaluations[-1:] for k in e["eval"]}
+        - {"size", "clients", "loss", "accuracy", measure}
+    )
     base = find(groups, baseline) if baseline else None
-    rows = [["algorithm", *columns, *asked, *([f"% hurt vs {baseline}"] if base else []), "bytes sent", "note"]]
+    rows = [
+        [
+            "algorithm",
+            *columns,
+            *asked,
+            *([f"% hurt vs {baseline}"] if base else []),
+            "bytes sent",
+            "note",
+        ]
+    ]
     for algorithm, members in groups.items():
-        row = [algorithm, *(_cell([f(r) for r in members], 100.0 if up else 1.0, 2 if up else 5) for f in columns.values())]
+        row = [
+            algorithm,
+            *(
+                _cell([f(r) for r in members], 100.0 if up else 1.0, 2 if up else 5)
+                for f in columns.values()
+            ),
+        ]
         done = [r for r in members if r.evaluations]
-        row += [_cell([metrics.mean(r.last(k)) for r in done if k in r.evaluations[-1]["eval"]], 1.0, 4) for k in asked]
+        row += [
+            _cell([metrics.mean(r.last(k)) for r in done if k in r.evaluations[-1]["eval"]], 1.0, 4)
+            for k in asked
+        ]
         if base:
             of_seed = {b.header.get("seed"): b for b in reversed(base)}
-            row.append(_cell([_hurt(r, of_seed.get(r.header.get("seed")), measure) for r in members], 1.0, 1))
+            row.append(
+                _cell(
+                    [_hurt(r, of_seed.get(r.header.get("seed")), measure) for r in members], 1.0, 1
+                )
+            )
         row.append(human(metrics.mean([float((r.sent() or [0])[-1]) for r in members])))
         row.append("; ".join(dict.fromkeys(n for n in map(_note, members) if n)))
         rows.append(row)
@@ -71,56 +105,101 @@ def _table(name: str, runs: Sequence[Run], last: int, baseline: str | None) -> s
     seeds = max(counts.values())
     fewer = ", ".join(f"{name} {k}" for name, k in counts.items() if k < seeds)
     split = split_of(runs[0])
-    said = f"{split.capitalize()} {'accuracy in percent' if up else 'loss'}, mean over clients unless a client is named"
+    said = (
+        f"{split.capitalize()} {'accuracy in percent' if up else 'loss'}, mean over clients "
+        "unless a client is named"
+    )
     lines = [
         f"### {name}, {length} rounds",
         "",
-        said + (f"; mean ± std over {seeds} seeds{f' ({fewer})' if fewer else ''}." if seeds > 1 else "."),
+        said
+        + (
+            f"; mean ± std over {seeds} seeds{f' ({fewer})' if fewer else ''}."
+            if seeds > 1
+            else "."
+        ),
         "",
         *_markdown(rows),
         "",
     ]
     optimistic = " (optimistic, as in the papers)" if split == "test" else ""
-    lines.append(f"\\* the best round, selected on {split} data{optimistic}; std and worst decile: at the last evaluation.")
+    lines.append(
+        f"\\* the best round, selected on {split} data{optimistic}; std and worst decile: at the "
+        "last evaluation."
+    )
     made_for = {name: m[0].header.get("made_for") for name, m in groups.items()}
     for_one = [(name, client) for name, client in made_for.items() if isinstance(client, int)]
     for_each = [name for name, client in made_for.items() if client == "each client"]
     if for_one:
-        lines.append("\nMade for one client, whose columns count: " + ", ".join(f"{name} for client {c}" for name, c in for_one) + ".")
+        lines.append(
+            "\nMade for one client, whose columns count: "
+            + ", ".join(f"{name} for client {c}" for name, c in for_one)
+            + "."
+        )
     if for_each:
         lines.append(f"\nMade for each client in a run of its own: {', '.join(for_each)}.")
     for algorithm, members in groups.items():
         far = [(r.header.get("seed", "?"), far_movers(r)) for r in members]
-        lines += [f"\n{algorithm}, seed {seed}, moved far: {whom}; look at the data or set clip." for seed, whom in far if whom]
-        lines += [f"\n{algorithm}, seed {seed}: the same run is here {k} times, and counts once." for seed, k in repeated[algorithm]]
-        lines += [f"\n{algorithm}, seed {r.header.get('seed', '?')}, stopped: {r.stopped}" for r in members if r.stopped]
+        lines += [
+            f"\n{algorithm}, seed {seed}, moved far: {whom}; look at the data or set clip."
+            for seed, whom in far
+            if whom
+        ]
+        lines += [
+            f"\n{algorithm}, seed {seed}: the same run is here {k} times, and counts once."
+            for seed, k in repeated[algorithm]
+        ]
+        lines += [
+            f"\n{algorithm}, seed {r.header.get('seed', '?')}, stopped: {r.stopped}"
+            for r in members
+            if r.stopped
+        ]
     return "\n".join(lines) + "\n"
 
 
 def _hurt(run: Run, base: Run | None, measure: str) -> float:
-    """Percent of clients that are worse off than in a run of the same seed; NaN where there is none, or other clients were evaluated."""
+    """Percent of clients that are worse off than in a run of the same seed; NaN where there is
+    none, or other clients were evaluated."""
     if base is None or not (run.evaluations and base.evaluations):
         return math.nan
     a, b = run.evaluations[-1]["eval"], base.evaluations[-1]["eval"]
-    cut = [[r.header.get(k) for k in (*SETTING, *CUT, "partition_options", "eval_split")] for r in (run, base)]
-    if a.get("clients") != b.get("clients") or len(a[measure]) != len(b[measure]) or cut[0] != cut[1]:
+    cut = [
+        [r.header.get(k) for k in (*SETTING, *CUT, "partition_options", "eval_split")]
+        for r in (run, base)
+    ]
+    if (
+        a.get("clients") != b.get("clients")
+        or len(a[measure]) != len(b[measure])
+        or cut[0] != cut[1]
+    ):
         return math.nan
     return metrics.hurt(run.last(measure), base.last(measure), measure == "accuracy")
 
 
-def one_of_each_seed(groups: dict[str, list[Run]]) -> tuple[dict[str, list[Run]], dict[str, list[tuple[int, int]]]]:
-    """The groups with one run of each seed, the first whole one, and which seeds there were more of, and how many."""
+def one_of_each_seed(
+    groups: dict[str, list[Run]],
+) -> tuple[dict[str, list[Run]], dict[str, list[tuple[int, int]]]]:
+    """The groups with one run of each seed, the first whole one, and which seeds there were more
+    of, and how many."""
     kept: dict[str, list[Run]] = {}
     repeated: dict[str, list[tuple[int, int]]] = {}
     for name, given in groups.items():
         members = sorted(given, key=lambda r: r.unfinished)
         seeds = [r.header.get("seed") for r in members]
-        kept[name] = [r for i, r in enumerate(members) if seeds[i] is None or seeds.index(seeds[i]) == i]
-        repeated[name] = [(seed, seeds.count(seed)) for seed in dict.fromkeys(seeds) if seed is not None and seeds.count(seed) > 1]
+        kept[name] = [
+            r for i, r in enumerate(members) if seeds[i] is None or seeds.index(seeds[i]) == i
+        ]
+        repeated[name] = [
+            (seed, seeds.count(seed))
+            for seed in dict.fromkeys(seeds)
+            if seed is not None and seeds.count(seed) > 1
+        ]
     return kept, repeated
 
 
-def _columns(runs: Sequence[Run], measure: str, up: bool, last: int) -> dict[str, Callable[[Run], float]]:
+def _columns(
+    runs: Sequence[Run], measure: str, up: bool, last: int
+) -> dict[str, Callable[[Run], float]]:
     def best(run: Run, client: int | None) -> float:
         return metrics.best(run.curve(client, measure)[1], up).value
 
@@ -137,9 +216,15 @@ def _columns(runs: Sequence[Run], measure: str, up: bool, last: int) -> dict[str
     columns: dict[str, Callable[[Run], float]] = {}
     for client in [None, *sorted({r.target for r in runs if r.target is not None})]:
         who = "" if client is None else f"client {client}: "
-        columns |= {f"{who}best\\*": of(best, client), f"{who}final": of(final, client), f"{who}mean of last {last}": of(late, client)}
+        columns |= {
+            f"{who}best\\*": of(best, client),
+            f"{who}final": of(final, client),
+            f"{who}mean of last {last}": of(late, client),
+        }
     columns["std over clients"] = lambda run: metrics.std(run.last(measure))
-    columns["worst decile"] = lambda run: metrics.worst_decile(run.last(measure), higher_is_better=up)
+    columns["worst decile"] = lambda run: metrics.worst_decile(
+        run.last(measure), higher_is_better=up
+    )
     return columns
 
 
@@ -153,17 +238,30 @@ def _cell(values: Sequence[float], scale: float, digits: int) -> str:
 
 def incidents(run: Run) -> list[str]:
     """Void rounds, and clients that were dropped, in words."""
-    void, dropped = sum(bool(r.get("void")) for r in run.rounds), sum(len(r.get("dropped") or []) for r in run.rounds)
-    return ([f"{void} void rounds"] if void else []) + ([f"{dropped} times a client was dropped"] if dropped else [])
+    void, dropped = (
+        sum(bool(r.get("void")) for r in run.rounds),
+        sum(len(r.get("dropped") or []) for r in run.rounds),
+    )
+    return ([f"{void} void rounds"] if void else []) + (
+        [f"{dropped} times a client was dropped"] if dropped else []
+    )
 
 
 def _note(run: Run) -> str:
-    parts = [f"stopped after round {run.rounds[-1]['round'] if run.rounds else 0}"] if run.stopped else []
+    parts = (
+        [f"stopped after round {run.rounds[-1]['round'] if run.rounds else 0}"]
+        if run.stopped
+        else []
+    )
     parts += incidents(run)
     if run.planned is not None and run.played < run.planned:
         parts.insert(0, f"{run.played} of {run.planned} rounds")
         parts = [p for p in parts if not p.startswith("stopped after")]
-    lost = int(run.last("loss").isinf().sum()) if run.evaluations and "loss" in run.evaluations[-1]["eval"] else 0
+    lost = (
+        int(run.last("loss").isinf().sum())
+        if run.evaluations and "loss" in run.evaluations[-1]["eval"]
+        else 0
+    )
     parts += [f"{lost} client{'s have' if lost > 1 else ' has'} no finite loss"] if lost else []
     last = run.evaluations[-1]["eval"] if run.evaluations else {}
     for key in sorted({*last} - {"size", "clients", "loss", "accuracy"}):
@@ -173,24 +271,42 @@ def _note(run: Run) -> str:
     cut = len({i for r in run.rounds for i in r.get("clipped") or []})
     parts += [f"the updates of {cut} client{'s' if cut > 1 else ''} were clipped"] if cut else []
     bad = run.header.get("adversary")
-    parts += [f"{bad['attack']} by client{'s' if len(bad['clients']) > 1 else ''} {', '.join(map(str, bad['clients']))}"] if bad else []
+    parts += (
+        [
+            f"{bad['attack']} by client{'s' if len(bad['clients']) > 1 else ''} "
+            f"{', '.join(map(str, bad['clients']))}"
+        ]
+        if bad
+        else []
+    )
     return ", ".join(parts)
 
 
 def far_movers(run: Run) -> str:
     """Who moved much farther than the others, the farthest first; "" for nobody."""
     far = sorted(run.outliers().items(), key=lambda item: -item[1][0])
-    said = [f"client {i} by up to {ratio:.3g} times the median ({times} round{'s' if times > 1 else ''})" for i, (ratio, times) in far[:3]]
+    said = [
+        f"client {i} by up to {ratio:.3g} times the median ({times} "
+        f"round{'s' if times > 1 else ''})"
+        for i, (ratio, times) in far[:3]
+    ]
     return ", ".join(said) + (f" and {len(far) - 3} more" if len(far) > 3 else "")
 
 
 def _markdown(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as Markdown, padded so that they read as a table in a terminal too; first and last column left, numbers right."""
+    """Rows as Markdown, padded so that they read as a table in a terminal too; first and last
+    column left, numbers right."""
     width = [max(map(len, column)) for column in zip(*rows, strict=True)]
     left = [i in (0, len(width) - 1) for i in range(len(width))]
     lines = []
     for row in rows:
-        cells = [c.ljust(w) if flush else c.rjust(w) for c, w, flush in zip(row, width, left, strict=True)]
+        cells = [
+            c.ljust(w) if flush else c.rjust(w)
+            for c, w, flush in zip(row, width, left, strict=True)
+        ]
         lines.append(f"| {' | '.join(cells)} |")
-    rule = [f":{'-' * (w + 1)}" if flush else f"{'-' * (w + 1)}:" for w, flush in zip(width, left, strict=True)]
+    rule = [
+        f":{'-' * (w + 1)}" if flush else f"{'-' * (w + 1)}:"
+        for w, flush in zip(width, left, strict=True)
+    ]
     return [lines[0], f"|{'|'.join(rule)}|", *lines[1:]]

@@ -1,4 +1,5 @@
-"""The pictures of Motley's sections 4 and 5: clients in boxes, gains by size, and what has to be weighed against what."""
+"""The pictures of Motley's sections 4 and 5: clients in boxes, gains by size, and what has to be
+weighed against what."""
 
 from __future__ import annotations
 
@@ -17,23 +18,40 @@ def _values(v: Tensor) -> list[float]:
 
 
 def boxes(groups: Mapping[str, Tensor], path: str | Path, unit: str) -> Path:
-    """A box per method over its clients, whiskers to the extremes within 1.5 quartile distances (Fig. 2)."""
+    """A box per method over its clients, whiskers to the extremes within 1.5 quartile distances
+    (Fig. 2)."""
     figure, (axis,) = _figure(1.6 + 1.1 * len(groups), 4.0)
-    axis.boxplot([_values(v) for v in groups.values()], widths=0.5, medianprops={"color": COLOURS[1]}, flierprops={"markersize": 3})
+    axis.boxplot(
+        [_values(v) for v in groups.values()],
+        widths=0.5,
+        medianprops={"color": COLOURS[1]},
+        flierprops={"markersize": 3},
+    )
     axis.set_xticks(range(1, len(groups) + 1), list(groups), rotation=20, ha="right", fontsize=8)
     _tidy(axis, "clients", "", f"test {unit}")
     return _save(figure, path)
 
 
-def deltas(size: Tensor, groups: Mapping[str, Tensor], path: str | Path, unit: str, better: str = "up") -> Path:
-    """Each client's change against the number of samples it personalizes with, a panel per method (Fig. 3b, c)."""
+def deltas(
+    size: Tensor, groups: Mapping[str, Tensor], path: str | Path, unit: str, better: str = "up"
+) -> Path:
+    """Each client's change against the number of samples it personalizes with, a panel per method
+    (Fig. 3b, c)."""
     figure, axes = _figure(3.6 * len(groups), 3.4, len(groups))
     for axis, (name, delta) in zip(axes, groups.items(), strict=True):
         keep = ~delta.isnan()
         worse = delta < 0 if better == "up" else delta > 0
         for flag, colour in ((False, COLOURS[0]), (True, COLOURS[1])):
             at = keep & (worse == flag)
-            axis.plot(size[at].tolist(), delta[at].tolist(), "o", markersize=4, alpha=0.7, color=colour, label="hurt" if flag else None)
+            axis.plot(
+                size[at].tolist(),
+                delta[at].tolist(),
+                "o",
+                markersize=4,
+                alpha=0.7,
+                color=colour,
+                label="hurt" if flag else None,
+            )
         axis.axhline(0, color="0.4", linewidth=0.8)
         _tidy(
             axis,
@@ -44,8 +62,15 @@ def deltas(size: Tensor, groups: Mapping[str, Tensor], path: str | Path, unit: s
     return _save(figure, path)
 
 
-def option(points: Sequence[tuple[Any, float, float]], path: str | Path, name: str, unit: str, log: bool = False) -> Path:
-    """Mean over clients and percent hurt by an option's value: they need not agree on the best one (Fig. 4c, 7a, b)."""
+def option(
+    points: Sequence[tuple[Any, float, float]],
+    path: str | Path,
+    name: str,
+    unit: str,
+    log: bool = False,
+) -> Path:
+    """Mean over clients and percent hurt by an option's value: they need not agree on the best one
+    (Fig. 4c, 7a, b)."""
     figure, (axis,) = _figure(4.8, 3.6)
     x, mean, hurt = ([float(p[i]) for p in points] for i in range(3))
     (left,) = axis.plot(x, mean, "o-", color=COLOURS[0], label=unit)
@@ -60,12 +85,17 @@ def option(points: Sequence[tuple[Any, float, float]], path: str | Path, name: s
     return _save(figure, path)
 
 
-def distributions(series: Mapping[str, Sequence[tuple[Any, float, float]]], path: str | Path, unit: str) -> Path:
-    """In- against out-of-distribution results, a line per method with its option's values along it (Fig. 5)."""
+def distributions(
+    series: Mapping[str, Sequence[tuple[Any, float, float]]], path: str | Path, unit: str
+) -> Path:
+    """In- against out-of-distribution results, a line per method with its option's values along it
+    (Fig. 5)."""
     figure, (axis,) = _figure(5.4, 4.4)
     for i, (name, points) in enumerate(series.items()):
         own, others = [p[1] for p in points], [p[2] for p in points]
-        axis.plot(others, own, marker="o", markersize=4, label=name, color=COLOURS[i % len(COLOURS)])
+        axis.plot(
+            others, own, marker="o", markersize=4, label=name, color=COLOURS[i % len(COLOURS)]
+        )
         for label, x, y in points if len(points) > 1 else ():
             axis.annotate(
                 f"{label:g}" if isinstance(label, float | int) else str(label),
@@ -75,7 +105,12 @@ def distributions(series: Mapping[str, Sequence[tuple[Any, float, float]]], path
                 textcoords="offset points",
             )
     axis.legend(fontsize=8, frameon=False)
-    _tidy(axis, "clients' own distribution against everybody's", f"{unit} out of distribution", f"{unit} in distribution")
+    _tidy(
+        axis,
+        "clients' own distribution against everybody's",
+        f"{unit} out of distribution",
+        f"{unit} in distribution",
+    )
     return _save(figure, path)
 
 
@@ -85,18 +120,32 @@ def sizes(series: Mapping[str, Mapping[float, Tensor]], path: str | Path, unit: 
     for i, (name, by) in enumerate(series.items()):
         part = sorted(by)
         axis.plot(
-            [100 * p for p in part], [metrics.mean(by[p]) for p in part], "o-", markersize=4, label=name, color=COLOURS[i % len(COLOURS)]
+            [100 * p for p in part],
+            [metrics.mean(by[p]) for p in part],
+            "o-",
+            markersize=4,
+            label=name,
+            color=COLOURS[i % len(COLOURS)],
         )
     axis.legend(fontsize=8, frameon=False)
     _tidy(axis, "", "personalization set used, %", f"mean {unit}")
     return _save(figure, path)
 
 
-def cost(series: Mapping[str, tuple[Sequence[float], Sequence[float]]], path: str | Path, unit: str) -> Path:
+def cost(
+    series: Mapping[str, tuple[Sequence[float], Sequence[float]]], path: str | Path, unit: str
+) -> Path:
     """Mean over clients by what was sent so far (Fig. 6b, c)."""
     figure, (axis,) = _figure(5.4, 4.0)
     for i, (name, (sent, mean)) in enumerate(series.items()):
-        axis.plot([s / 2**20 for s in sent], list(mean), "o-", markersize=3, label=name, color=COLOURS[i % len(COLOURS)])
+        axis.plot(
+            [s / 2**20 for s in sent],
+            list(mean),
+            "o-",
+            markersize=3,
+            label=name,
+            color=COLOURS[i % len(COLOURS)],
+        )
     axis.legend(fontsize=8, frameon=False)
     _tidy(axis, "", "sent down and up by all clients, MiB", f"mean {unit}")
     return _save(figure, path)

@@ -61,7 +61,9 @@ class Outcome:
     cohort: Cohort | None = None  # those who were accepted
 
 
-def accept(trained: Trained, traits: Traits, server: Tensors, clip: float | None = None) -> tuple[Trained, Outcome]:
+def accept(
+    trained: Trained, traits: Traits, server: Tensors, clip: float | None = None
+) -> tuple[Trained, Outcome]:
     """The clients whose rows are finite, with updates of at most `clip`; and what was done."""
     ids, tensors = trained.cohort.ids, (*trained.up.values(), *trained.own.values())
     outcome = Outcome(ids.tolist(), bytes_down=nbytes(trained.down), bytes_up=nbytes(trained.up))
@@ -95,7 +97,11 @@ def finite_rows(tensors: Iterable[Tensor], count: int) -> Tensor:
         if v.is_floating_point() and v.numel():
             rows = v.reshape(count, -1)
             whole = v.dtype == torch.float64
-            sums = rows.sum(1) if whole else ops.pairwise_sqdist(rows, rows.new_zeros(1, rows.shape[1]))[:, 0]
+            sums = (
+                rows.sum(1)
+                if whole
+                else ops.pairwise_sqdist(rows, rows.new_zeros(1, rows.shape[1]))[:, 0]
+            )
             fine = sums.isfinite()
             parts[v.device] = parts[v.device] & fine if v.device in parts else fine
     everywhere = torch.ones(count, dtype=torch.bool)
@@ -122,7 +128,11 @@ def update_norms(trained: Trained, traits: Traits, server: Tensors) -> Tensor | 
     for key, origin in origins(trained, traits, server).items():
         rows = trained.up[key].flatten(1)
         zero = rows.new_zeros(1, rows.shape[1])
-        square = ops.pairwise_sqdist(rows, zero) if origin is None else ops.pairwise_sqdist(rows, origin.to(rows), onto(each, rows.device))
+        square = (
+            ops.pairwise_sqdist(rows, zero)
+            if origin is None
+            else ops.pairwise_sqdist(rows, origin.to(rows), onto(each, rows.device))
+        )
         lengths.append(square[:, 0].sqrt().cpu())
     return torch.stack(lengths).amax(0) if lengths else None
 
@@ -179,7 +189,11 @@ def nbytes(payload: Payload) -> int:
     total = 0
     for v in payload.values():
         if isinstance(v, Pool):
-            total += int((v.index >= 0).sum()) * v.rows[0].numel() * v.rows.element_size() if len(v.rows) else 0
+            total += (
+                int((v.index >= 0).sum()) * v.rows[0].numel() * v.rows.element_size()
+                if len(v.rows)
+                else 0
+            )
         else:
             total += v.numel() * v.element_size()
     return total
@@ -187,5 +201,7 @@ def nbytes(payload: Payload) -> int:
 
 def farthest(ids: Sequence[int], moved: Sequence[float | None] | None) -> tuple[int, float] | None:
     """The client that moved farthest and how many times the median, where it is an outlier."""
-    pairs = [(m, i) for i, m in zip(ids, moved or [], strict=False) if m is not None and m > OUTLIER]
+    pairs = [
+        (m, i) for i, m in zip(ids, moved or [], strict=False) if m is not None and m > OUTLIER
+    ]
     return max(pairs)[::-1] if pairs else None

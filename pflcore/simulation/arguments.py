@@ -18,7 +18,10 @@ def device_of(name: Any) -> str:
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"device: expected 'cpu' or 'cuda', got {name!r}.")
     if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device: got {name!r}, but torch {torch.__version__} sees no GPU here; use device='cpu'.")
+        raise ValueError(
+            f"device: got {name!r}, but torch {torch.__version__} sees no GPU here; use "
+            "device='cpu'."
+        )
     return str(name)
 
 
@@ -30,8 +33,16 @@ def ids_of(name: str, given: Tensor | Sequence[int] | None, n: int) -> Tensor | 
         ids = torch.as_tensor(sorted(given) if isinstance(given, Set) else given)
     except (TypeError, ValueError, RuntimeError):
         ids = torch.empty(0)
-    if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex() or ids.dim() != 1 or not len(ids):
-        raise ValueError(f"{name}: expected ids of clients from 0 to {n - 1}, at least one, got {given!r}.")
+    if (
+        ids.dtype == torch.bool
+        or ids.is_floating_point()
+        or ids.is_complex()
+        or ids.dim() != 1
+        or not len(ids)
+    ):
+        raise ValueError(
+            f"{name}: expected ids of clients from 0 to {n - 1}, at least one, got {given!r}."
+        )
     ids = ids.long().cpu().sort().values
     if int(ids[0]) < 0 or int(ids[-1]) >= n:
         odd = int(ids[0] if ids[0] < 0 else ids[-1])

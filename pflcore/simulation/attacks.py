@@ -22,16 +22,20 @@ STRENGTH = {"sign_flip": 1.0, "scale": 100.0, "noise": 10.0, "little": 1.5, "inn
 
 @dataclass(frozen=True)
 class Adversary:
-    """The clients `clients` (ids) attack in every round that they take part in; s is the `strength`, d a client's honest update [P].
+    """The clients `clients` (ids) attack in every round that they take part in; s is the
+    `strength`, d a client's honest update [P].
 
-    "label_flip": they train, honestly, on labels C - 1 - y · "sign_flip": they send -s d (s = 1) · "scale": s d (100) · "noise": d + s r z,
-    z standard normal and r the root mean square of d (10) · "little": m - s v, "a little is enough" (Baruch et al. 2019, Algorithm 3;
-    1.5) · "inner_product": -s m, inner product manipulation (Xie et al. 2020, section 4; 10). m and v [P] are mean and standard deviation,
-    coordinate by coordinate, of the honest clients' updates of the round: these two attackers know them all, and send the same.
+    "label_flip": they train, honestly, on labels C - 1 - y · "sign_flip": they send -s d (s = 1) ·
+    "scale": s d (100) · "noise": d + s r z, z standard normal and r the root mean square of d (10)
+    · "little": m - s v, "a little is enough" (Baruch et al. 2019, Algorithm 3; 1.5) ·
+    "inner_product": -s m, inner product manipulation (Xie et al. 2020, section 4; 10). m and v [P]
+    are mean and standard deviation, coordinate by coordinate, of the honest clients' updates of the
+    round: these two attackers know them all, and send the same.
 
-    An update is the upload "delta", or an uploaded model minus the one that the server has of the client; a control variate that is
-    uploaded beside it is treated alike, by itself. What else a method uploads (losses, choices of a cluster) stays honest.
-    ValueError in one sentence for an unknown attack, client or strength.
+    An update is the upload "delta", or an uploaded model minus the one that the server has of the
+    client; a control variate that is uploaded beside it is treated alike, by itself. What else a
+    method uploads (losses, choices of a cluster) stays honest. ValueError in one sentence for an
+    unknown attack, client or strength.
     """
 
     attack: Attack
@@ -41,30 +45,41 @@ class Adversary:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.attack == "label_flip" and self.strength is not None:
-            raise ValueError(f"strength: labels are flipped or not, got {self.strength}; leave it out.")
+            raise ValueError(
+                f"strength: labels are flipped or not, got {self.strength}; leave it out."
+            )
         object.__setattr__(self, "clients", tuple(map(int, self.clients)))
         object.__setattr__(self, "strength", self.strength or STRENGTH.get(self.attack))
 
     def honest(self, n: int) -> Tensor:
-        """The other clients' ids, ascending, of n. ValueError where a bad one is not there, or nobody else is."""
+        """The other clients' ids, ascending, of n. ValueError where a bad one is not there, or
+        nobody else is."""
         bad = ids_of("adversary", list(self.clients), n)
         assert bad is not None
         if len(bad) == n:
-            raise ValueError(f"adversary: expected at least one honest client, got all {n} as bad ones.")
+            raise ValueError(
+                f"adversary: expected at least one honest client, got all {n} as bad ones."
+            )
         return torch.ones(n, dtype=torch.bool).index_fill_(0, bad, False).nonzero()[:, 0]
 
     def poisoned(self, data: Federation) -> Federation:
-        """The data that the clients train on: with "label_flip" the bad ones' labels are others, in every split of theirs."""
+        """The data that the clients train on: with "label_flip" the bad ones' labels are others, in
+        every split of theirs."""
         if self.attack != "label_flip":
             return data
         if data.classes is None:
-            raise ValueError(f"adversary: label_flip needs labels, and the targets of {data.name} are numbers; take another attack.")
+            raise ValueError(
+                f"adversary: label_flip needs labels, and the targets of {data.name} are numbers; "
+                "take another attack."
+            )
         labels = torch.arange(data.classes, device=data.device)
         relabel = (labels.expand(data.n, -1) if data.relabel is None else data.relabel).clone()
         relabel[list(self.clients)] = data.classes - 1 - relabel[list(self.clients)]
         return replace(data, relabel=relabel)
 
-    def send(self, trained: Trained, traits: Traits, server: Tensors, draws: torch.Generator) -> Trained:
+    def send(
+        self, trained: Trained, traits: Traits, server: Tensors, draws: torch.Generator
+    ) -> Trained:
         """What reaches the server of the cohort's honest uploads."""
         bad = torch.isin(trained.cohort.ids, torch.tensor(self.clients))
         if self.attack == "label_flip" or not bad.any():
@@ -80,11 +95,14 @@ class Adversary:
         return trained._replace(up=up)
 
     def _sent(self, mine: Tensor, others: Tensor, gen: torch.Generator) -> Tensor:
-        """What is sent in the place of the updates `mine` [B, P], `others` [H, P] being the honest clients'."""
+        """What is sent in the place of the updates `mine` [B, P], `others` [H, P] being the honest
+        clients'."""
         s = self.strength or 0.0
         if self.attack in ("little", "inner_product"):
             m = others.mean(0)
-            return (m - s * others.std(0, correction=0) if self.attack == "little" else -s * m).expand_as(mine)
+            return (
+                m - s * others.std(0, correction=0) if self.attack == "little" else -s * m
+            ).expand_as(mine)
         if self.attack == "noise":
             z = torch.randn(mine.shape, generator=gen, dtype=mine.dtype).to(mine.device)
             return mine + s * mine.square().mean(1, keepdim=True).sqrt() * z

@@ -1,8 +1,10 @@
-"""What can be given to `Simulation.run(on_round=...)`: a function of (round, record), or several in a list.
+"""What can be given to `Simulation.run(on_round=...)`: a function of (round, record), or several in
+a list.
 
-One with a method `resume(rounds)` is given, before a run goes on from a checkpoint, the records of the rounds up to there.
-One that raises `Stop` ends the run with its sentence. One that raises anything else ends it too, and nothing is lost: the rounds up to
-there are in `simulation.history` (and in the exception's attribute `history`), and `simulation.run()` goes on from them.
+One with a method `resume(rounds)` is given, before a run goes on from a checkpoint, the records of
+the rounds up to there. One that raises `Stop` ends the run with its sentence. One that raises
+anything else ends it too, and nothing is lost: the rounds up to there are in `simulation.history`
+(and in the exception's attribute `history`), and `simulation.run()` goes on from them.
 """
 
 from __future__ import annotations
@@ -26,10 +28,11 @@ HIGHER = {"accuracy", "auc", "balanced_accuracy", "f1", "r2"}
 class EarlyStopping:
     """Ends a run whose mean over clients has not improved for `patience` evaluations.
 
-    `key` is "accuracy", "loss" or one of the run's metrics, `higher` whether more of it is better, which must be said of a metric of
-    one's own (default: by its name). An improvement is one by more than `min_delta`; a mean that is NaN is none. It looks at the run's
-    `eval_split`: "test" data select on test data, so give the simulation `eval_split="val"`. What was best is in `best` (the mean) and
-    `round` (where).
+    `key` is "accuracy", "loss" or one of the run's metrics, `higher` whether more of it is better,
+    which must be said of a metric of one's own (default: by its name). An improvement is one by
+    more than `min_delta`; a mean that is NaN is none. It looks at the run's `eval_split`: "test"
+    data select on test data, so give the simulation `eval_split="val"`. What was best is in `best`
+    (the mean) and `round` (where).
     """
 
     def __init__(
@@ -40,28 +43,43 @@ class EarlyStopping:
         min_delta: NonNegative = 0.0,
     ) -> None:
         if higher is None and key not in LOWER | HIGHER:
-            raise ValueError(f"higher: expected True or False for {key!r}, of which nobody else knows whether more is better, got None.")
+            raise ValueError(
+                f"higher: expected True or False for {key!r}, of which nobody else knows whether "
+                "more is better, got None."
+            )
         self.patience, self.key, self.min_delta = patience, key, min_delta
         self.sign = 1.0 if (key not in LOWER if higher is None else higher) else -1.0
         self.best, self.round, self._misses, self._last = math.nan, 0, 0, 0
 
     def __call__(self, round: int, record: dict[str, Any]) -> None:
-        """Looks at one round's record. Raises Stop after `patience` evaluations without improvement, ValueError for an unknown key."""
+        """Looks at one round's record. Raises Stop after `patience` evaluations without
+        improvement, ValueError for an unknown key."""
         if round <= self._last:  # another run
             self.best, self.round, self._misses = math.nan, 0, 0
         self._last = round
         if not record["eval"]:
             return
         if self.key not in record["eval"]:
-            raise ValueError(f"key: expected one of {', '.join(k for k in record['eval'] if k != 'size')}, got {self.key!r}.")
+            raise ValueError(
+                f"key: expected one of {', '.join(k for k in record['eval'] if k != 'size')}, got "
+                f"{self.key!r}."
+            )
         value = mean(record["eval"][self.key])
-        if self.sign * value > self.sign * self.best + self.min_delta or (math.isnan(self.best) and not math.isnan(value)):
+        if self.sign * value > self.sign * self.best + self.min_delta or (
+            math.isnan(self.best) and not math.isnan(value)
+        ):
             self.best, self.round, self._misses = value, round, 0
             return
         self._misses += 1
         if self._misses >= self.patience:
-            best = f"no mean {self.key} was finite" if math.isnan(self.best) else f"{self.key} {self.best:.4g} of round {self.round} stood"
-            raise Stop(f"Stopped early after round {round}: {best} for {self.patience} evaluations.")
+            best = (
+                f"no mean {self.key} was finite"
+                if math.isnan(self.best)
+                else f"{self.key} {self.best:.4g} of round {self.round} stood"
+            )
+            raise Stop(
+                f"Stopped early after round {round}: {best} for {self.patience} evaluations."
+            )
 
     def resume(self, rounds: Sequence[dict[str, Any]]) -> None:
         """Looks again at the records of the rounds before a run goes on from its checkpoint."""
@@ -71,7 +89,8 @@ class EarlyStopping:
 
 @checked
 class TensorBoard:
-    """Writes each round's numbers to `folder` as they come, for `tensorboard --logdir`; needs the package tensorboard.
+    """Writes each round's numbers to `folder` as they come, for `tensorboard --logdir`; needs the
+    package tensorboard.
 
     `clients`: one curve per client too, beside the means over clients.
     """

@@ -1,9 +1,9 @@
 """Checkpoints: what a run needs to go on, in a folder, whole or not there at all.
 
-`checkpoint.json` says what the run is and where it stands, and names the file of its tensors with that
-file's digest. Each file is written beside its place, synced and renamed into it, the JSON last: until
-then the earlier checkpoint is the one that counts. Nothing is pickled: to read a checkpoint runs
-nobody's code.
+`checkpoint.json` says what the run is and where it stands, and names the file of its tensors with
+that file's digest. Each file is written beside its place, synced and renamed into it, the JSON
+last: until then the earlier checkpoint is the one that counts. Nothing is pickled: to read a
+checkpoint runs nobody's code.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ except ImportError:  # Windows
 __all__ = ["Checkpoint", "load", "lock", "save"]
 FORMAT = 2
 NAME = "checkpoint.json"
-DAMAGED = "checkpoint: {} holds one that is damaged ({}); take a copy of it from before, or begin the run anew."
+DAMAGED = (
+    "checkpoint: {} holds one that is damaged ({}); take a copy of it from before, or begin the "
+    "run anew."
+)
 Facts = dict[str, Any]
 Record = dict[str, Any]
 
@@ -70,7 +73,8 @@ class Checkpoint:
         return (Path(self.folder) / NAME).exists()
 
     def due(self, round: int) -> bool:
-        """Whether it is time for a checkpoint after `round`; the minutes count from when it last was."""
+        """Whether it is time for a checkpoint after `round`; the minutes count from when it last
+        was."""
         by_time = 0 < self.minutes <= (time.monotonic() - self._since) / 60
         if not (by_time or (self.every and round % self.every == 0)):
             return False
@@ -88,13 +92,19 @@ def lock(folder: str | Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "ab")  # noqa: SIM115 (closed below)
     except OSError as e:
-        raise ValueError(f"out: expected a folder that can be written, got {folder} ({e.strerror}); name another.") from None
+        raise ValueError(
+            f"out: expected a folder that can be written, got {folder} ({e.strerror}); name "
+            "another."
+        ) from None
     with file:
         try:
             if fcntl is not None:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"out: another run is writing into {folder}; wait until it has ended, or name another folder.") from None
+            raise ValueError(
+                f"out: another run is writing into {folder}; wait until it has ended, or name "
+                "another folder."
+            ) from None
         except OSError:
             pass  # a file system without locks
         yield
@@ -102,9 +112,9 @@ def lock(folder: str | Path) -> Iterator[None]:
 
 @checked
 def save(folder: str | Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Writes `tensors` (any shape and device; they may share memory) and `facts` (what JSON can hold,
-    and NaN) into `folder`, in the place of the checkpoint that is there. OSError in one sentence
-    where it cannot be written: then the earlier one stands."""
+    """Writes `tensors` (any shape and device; they may share memory) and `facts` (what JSON can
+    hold, and NaN) into `folder`, in the place of the checkpoint that is there. OSError in one
+    sentence where it cannot be written: then the earlier one stands."""
     folder, name, digest, placed = Path(folder), None, None, False
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -121,7 +131,10 @@ def save(folder: str | Path, tensors: Mapping[str, Tensor], facts: Mapping[str, 
             part.write_text(f'{{"sha256": "{own}", "checkpoint": {text}}}\n')
         placed = True
     except OSError as e:
-        raise OSError(f"checkpoint: it cannot be written into {folder} ({e.strerror or e}); the one before it, if any, stands.") from None
+        raise OSError(
+            f"checkpoint: it cannot be written into {folder} ({e.strerror or e}); the one before "
+            "it, if any, stands."
+        ) from None
     finally:
         if name is not None and not placed:
             (folder / name).unlink(missing_ok=True)
@@ -135,11 +148,14 @@ def save(folder: str | Path, tensors: Mapping[str, Tensor], facts: Mapping[str, 
 
 @checked
 def load(folder: str | Path) -> tuple[dict[str, Tensor], Facts]:
-    """The tensors, on the CPU, and the facts of the checkpoint in `folder`. ValueError in one sentence
-    where there is none, or where one byte of it is not what was written."""
+    """The tensors, on the CPU, and the facts of the checkpoint in `folder`. ValueError in one
+    sentence where there is none, or where one byte of it is not what was written."""
     facts = _facts(Path(folder) / NAME)
     if facts["format"] != FORMAT:
-        raise ValueError(f"checkpoint: expected format {FORMAT}, got {facts['format']} in {folder}; take the pflcore that wrote it.")
+        raise ValueError(
+            f"checkpoint: expected format {FORMAT}, got {facts['format']} in {folder}; take the "
+            "pflcore that wrote it."
+        )
     if facts["tensors"] is None:
         return {}, facts
     name = Path(facts["tensors"]).name
@@ -165,7 +181,10 @@ def _facts(path: Path) -> Facts:
         if whole["sha256"] != hashlib.sha256(json.dumps(facts).encode()).hexdigest():
             raise ValueError
     except FileNotFoundError:
-        raise ValueError(f"checkpoint: expected a folder that holds one, got {path.parent}, which has no {NAME}; check the name.") from None
+        raise ValueError(
+            f"checkpoint: expected a folder that holds one, got {path.parent}, which has no "
+            f"{NAME}; check the name."
+        ) from None
     except OSError as e:
         raise ValueError(f"checkpoint: {path} cannot be read ({e.strerror}).") from None
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -180,8 +199,8 @@ def _listed(value: Any) -> Any:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file beside `path` to be written, which takes its place once it is whole and on the disk; where
-    the block fails it is removed."""
+    """A file beside `path` to be written, which takes its place once it is whole and on the disk;
+    where the block fails it is removed."""
     part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")  # nobody can have put a link
     try:
         yield part
@@ -203,8 +222,8 @@ def _sync(path: Path) -> None:
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Writes a safetensors file. OSError where the disk will not take it, TypeError for a dtype that
-    the format does not have."""
+    """Writes a safetensors file. OSError where the disk will not take it, TypeError for a dtype
+    that the format does not have."""
     flat: dict[str, Tensor] = {}
     memory: set[int] = set()
     for name, t in tensors.items():
@@ -215,7 +234,9 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     try:
         _safetensors().save_file(flat, path)
     except KeyError as e:
-        raise TypeError(f"checkpoint: safetensors holds no {e.args[0]}; keep the state in another dtype.") from None
+        raise TypeError(
+            f"checkpoint: safetensors holds no {e.args[0]}; keep the state in another dtype."
+        ) from None
     except Exception as e:
         if isinstance(e, OSError) or type(e).__name__ != "SafetensorError":
             raise
@@ -223,12 +244,15 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def load_states(path: Path, device: str = "cpu") -> dict[str, Any]:
-    """Trained states that `torch.save` wrote, read without running what is in them. ValueError in one
-    sentence where they are damaged."""
+    """Trained states that `torch.save` wrote, read without running what is in them. ValueError in
+    one sentence where they are damaged."""
     try:
         saved: dict[str, Any] = torch.load(path, weights_only=True, map_location=device)
     except Exception as e:  # torch raises many kinds
-        raise ValueError(f"folder: {path} is damaged ({type(e).__name__}); remove it, and what it holds is trained again.") from None
+        raise ValueError(
+            f"folder: {path} is damaged ({type(e).__name__}); remove it, and what it holds is "
+            "trained again."
+        ) from None
     return saved
 
 
@@ -236,7 +260,10 @@ def _safetensors() -> Any:
     try:
         import safetensors.torch
     except ImportError:
-        raise ImportError("checkpoint: it needs safetensors, which is not installed; get it with: pip install safetensors.") from None
+        raise ImportError(
+            "checkpoint: it needs safetensors, which is not installed; get it with: pip install "
+            "safetensors."
+        ) from None
     return safetensors.torch
 
 
@@ -255,9 +282,14 @@ def save_run(
     note, net = keeper.note() if keeper.note else None, setup.setting.net
     records = rounds if note is None else []
     tensors = state_dict(setup.algorithm, state) | {"net.w0": net.w0, "net.b0": net.b0}
-    long = {(r["round"], k): v for r in records for k, v in r["report"].items() if isinstance(v, Tensor)}
+    long = {
+        (r["round"], k): v for r in records for k, v in r["report"].items() if isinstance(v, Tensor)
+    }
     tensors |= {f"report.{round}.{k}": v for (round, k), v in long.items()}
-    plain = [{**r, "report": {k: None if isinstance(v, Tensor) else v for k, v in r["report"].items()}} for r in records]
+    plain = [
+        {**r, "report": {k: None if isinstance(v, Tensor) else v for k, v in r["report"].items()}}
+        for r in records
+    ]
     where = {"round": state.round, "void": state.void, "outlier": outlier}
     save(keeper.folder, tensors, {"run": identity, **where, "note": note, "rounds": plain})
 
@@ -268,7 +300,10 @@ def check_same(folder: str | Path, there: Facts, here: Facts) -> None:
     here = json.loads(json.dumps(here))
     differs = difference(there | aside, here | aside)
     if differs:
-        raise ValueError(f"checkpoint: {folder} holds that of another run: {differs}; give what it was made with, or another folder.")
+        raise ValueError(
+            f"checkpoint: {folder} holds that of another run: {differs}; give what it was made "
+            "with, or another folder."
+        )
     other = difference(there["made_with"], here["made_with"])
     if other:
         warnings.warn(
@@ -305,11 +340,17 @@ def options(folder: str | Path, what: Facts | None, given: Mapping[str, Any]) ->
     """What a simulation is made with to go on with the run that `what` describes: `given` (which
     stands above it), and the rest of it."""
     if what is None:
-        raise ValueError(f"checkpoint: {folder} is that of a command between two runs, and holds no state; go on with its --resume.")
+        raise ValueError(
+            f"checkpoint: {folder} is that of a command between two runs, and holds no state; go "
+            "on with its --resume."
+        )
     made, stored = dict(given), {**what["conditions"], **what["machine"]}
     if "algorithm" not in made:
         if what["algorithm"] not in ALGORITHMS:
-            raise ValueError(f"algorithm: the checkpoint is of {what['algorithm']}, which is not pflcore's own; give it: algorithm=...")
+            raise ValueError(
+                f"algorithm: the checkpoint is of {what['algorithm']}, which is not pflcore's own; "
+                "give it: algorithm=..."
+            )
         cls = ALGORITHMS[what["algorithm"]]
         made["algorithm"] = cls(**rebuilt("algorithm", what["options"]))
     stored |= {"training": what["training"]}
@@ -332,5 +373,8 @@ def rebuilt(name: str, values: Record) -> Record:
     """Values that were kept as JSON, lists as tuples. ValueError where one was a function."""
     for key, value in values.items():
         if '{"function":' in json.dumps(value):
-            raise ValueError(f"{name}: the checkpoint's {key} has a function in it, which no file holds; give it: {name}=...")
+            raise ValueError(
+                f"{name}: the checkpoint's {key} has a function in it, which no file holds; give "
+                f"it: {name}=..."
+            )
     return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}

@@ -75,8 +75,8 @@ def header(run: Any) -> Record:
 
 
 def identity(run: Any) -> Record:
-    """Which run it is, as a checkpoint says it: whoever has the same gives the same numbers; "machine"
-    and "made_with" may be other when it goes on."""
+    """Which run it is, as a checkpoint says it: whoever has the same gives the same numbers;
+    "machine" and "made_with" may be other when it goes on."""
     net, engine = run.setting.net, run.setting.engine
     conditions = (
         "rounds",
@@ -156,7 +156,9 @@ def facts_of(value: Any) -> Any:
 
 def of_data(data: Federation) -> Record:
     """Which federation it is."""
-    content = {f.name: getattr(data, f.name) for f in fields(data) if f.name not in ("name", "notes")}
+    content = {
+        f.name: getattr(data, f.name) for f in fields(data) if f.name not in ("name", "notes")
+    }
     size = data.size("train").tolist()
     return {
         "clients": data.n,
@@ -166,11 +168,12 @@ def of_data(data: Federation) -> Record:
 
 
 def of_net(net: Net) -> Record:
-    """Which model it is, its loss with it: names and shapes of what is trained, and the digest of what
-    is not and so stands in no state."""
+    """Which model it is, its loss with it: names and shapes of what is trained, and the digest of
+    what is not and so stands in no state."""
     rows = {*net.names, *net.buffer_names}
     every = [*net.module.named_parameters(), *net.module.named_buffers()]
-    constants = {k: v for k, v in every if k not in rows and not k.endswith("num_batches_tracked")}  # which nobody reads
+    # which nobody reads
+    constants = {k: v for k, v in every if k not in rows and not k.endswith("num_batches_tracked")}
     shapes = zip([*net.names, *net.buffer_names], [*net.shapes, *net.buffer_shapes], strict=True)
     loss = vars(net.criterion) if isinstance(net.criterion, nn.Module) else {}
     return {

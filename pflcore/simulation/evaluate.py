@@ -43,13 +43,17 @@ def evaluate(
     return {k: none.index_copy(0, ids, v) for k, v in values.items()} | {"size": sizes}
 
 
-def measured(setup: Setup, state: State, split: str, ids: Tensor, metrics: Mapping[str, Metric] | None = None) -> Tensors:
-    """The values of `evaluate` of those of `ids` who have samples, and of nobody else: each [S], their
-    ids in "clients"."""
+def measured(
+    setup: Setup, state: State, split: str, ids: Tensor, metrics: Mapping[str, Metric] | None = None
+) -> Tensors:
+    """The values of `evaluate` of those of `ids` who have samples, and of nobody else: each [S],
+    their ids in "clients"."""
     size = setup.setting.data.size(split)[ids]
     ids, size = ids[size > 0], size[size > 0]
     if not len(ids):
-        raise ValueError(f"split: none of the clients has a sample of {split!r} to be evaluated on.")
+        raise ValueError(
+            f"split: none of the clients has a sample of {split!r} to be evaluated on."
+        )
     most = len(ids)
     if setup.folder is not None:  # rows of all of them may not fit into memory
         most = min((rows.at_once(v) for v in state.clients.values()), default=most)
@@ -59,7 +63,9 @@ def measured(setup: Setup, state: State, split: str, ids: Tensor, metrics: Mappi
     return {"clients": ids, **values, "size": size}
 
 
-def some(setup: Setup, state: State, split: str, ids: Tensor, metrics: Mapping[str, Metric] | None) -> Tensors:
+def some(
+    setup: Setup, state: State, split: str, ids: Tensor, metrics: Mapping[str, Metric] | None
+) -> Tensors:
     """The values [S] of some clients, at once."""
     alg = setup.algorithm
     model, clients = personalized(setup, state, ids)
@@ -96,7 +102,9 @@ def own_way(alg: Algorithm) -> bool:
     return type(alg).predict is not Algorithm.predict or alg.traits.returns != "logits"
 
 
-def one_by_one(alg: Algorithm, clients: Clients, scores: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor | None]:
+def one_by_one(
+    alg: Algorithm, clients: Clients, scores: list[tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor | None]:
     """Each client's mean loss [S] and, for classes, its share of right answers [S]."""
     losses, hits, net = [], [], clients.net
     classes = net.scores_classes and not clients.setting.data.y.is_floating_point()

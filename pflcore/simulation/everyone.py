@@ -31,24 +31,38 @@ def for_everyone(
     checkpoint: Checkpoint | None = None,
     **options: Any,
 ) -> History:
-    """Runs `algorithm`, which has a `target`, N times from one start, each time for another client; N times the work and the traffic.
+    """Runs `algorithm`, which has a `target`, N times from one start, each time for another client;
+    N times the work and the traffic.
 
-    `options` are those of `Simulation`; `on_round(target, round, record)` sees each run's records. In the history that comes back a
-    client's numbers are those of the run made for it, "weights" has a row per target [N, N], bytes and seconds are sums, and a client
-    counts as dropped, and a round as void, where that happened in any run. It ends with the shortest run. With `checkpoint` every run has
-    one in a folder of its own, and goes on from it where it is there.
+    `options` are those of `Simulation`; `on_round(target, round, record)` sees each run's records.
+    In the history that comes back a client's numbers are those of the run made for it, "weights"
+    has a row per target [N, N], bytes and seconds are sums, and a client counts as dropped, and a
+    round as void, where that happened in any run. It ends with the shortest run. With `checkpoint`
+    every run has one in a folder of its own, and goes on from it where it is there.
     """
     algorithm = algorithm_of(algorithm)
     if not any(f.name == "target" for f in fields(algorithm)):
-        raise ValueError(f"algorithm: expected one with a target (WAFFLE, Weight Erosion), got {type(algorithm).__name__}.")
+        raise ValueError(
+            "algorithm: expected one with a target (WAFFLE, Weight Erosion), got "
+            f"{type(algorithm).__name__}."
+        )
     if isinstance(getattr(options.get("evaluation"), "clients", None), int):
-        raise ValueError("evaluation.clients: here every client is evaluated in the run made for it; leave a number out.")
+        raise ValueError(
+            "evaluation.clients: here every client is evaluated in the run made for it; leave a "
+            "number out."
+        )
     runs, models = [], []
     for target in range(data.n):
         made_for: Algorithm = replace(algorithm, **{"target": target})  # type: ignore[arg-type]
         simulation = Simulation(made_for, model, data, training or Training(), **options)
-        seen = None if on_round is None else lambda r, record, target=target: on_round(target, r, record)
-        keeper = checkpoint and Checkpoint(Path(checkpoint.folder) / f"target-{target}", checkpoint.every, checkpoint.minutes)
+        seen = (
+            None
+            if on_round is None
+            else lambda r, record, target=target: on_round(target, r, record)
+        )
+        keeper = checkpoint and Checkpoint(
+            Path(checkpoint.folder) / f"target-{target}", checkpoint.every, checkpoint.minutes
+        )
         if keeper and keeper.exists:
             simulation.restore(keeper.folder)
         runs.append(simulation.run(seen, keeper))
@@ -60,7 +74,11 @@ def for_everyone(
     header["options"] = {**header["options"], "target": "each client"}
     interrupted, failed = any(r.interrupted for r in runs), any(r.failed for r in runs)
     complete = len(runs) == data.n and not (interrupted or failed)
-    rounds = [merged(records, data.n) for records in zip(*(r.rounds for r in runs), strict=False)] if complete else []
+    rounds = (
+        [merged(records, data.n) for records in zip(*(r.rounds for r in runs), strict=False)]
+        if complete
+        else []
+    )
     stopped = [f"target {i}: {r.stopped}" for i, r in enumerate(runs) if r.stopped]
     return History(
         header,
@@ -97,16 +115,24 @@ def merged(records: Sequence[Record], n: int) -> Record:
         "bytes_down": sum(r["bytes_down"] for r in records),
         "bytes_up": sum(r["bytes_up"] for r in records),
         "train_loss": sum(losses) / len(losses) if losses else None,
-        "report": {k: [report[k] for report in reports] for k in reports[0] if all(k in report for report in reports)},
+        "report": {
+            k: [report[k] for report in reports]
+            for k in reports[0]
+            if all(k in report for report in reports)
+        },
         "eval": {k: own(k, "eval") for k in first["eval"]} if first["eval"] else None,
     }
 
 
 def whole(report: Record, n: int) -> Record:
-    """A run's report with the weights of all clients, [N], where it has those of the cohort alone; NaN for a void round's."""
+    """A run's report with the weights of all clients, [N], where it has those of the cohort alone;
+    NaN for a void round's."""
     if report and "index" not in report:
         return report
-    index, weight = (v.tolist() if isinstance(v := report.get(k, []), torch.Tensor) else v for k in ("index", "weight"))
+    index, weight = (
+        v.tolist() if isinstance(v := report.get(k, []), torch.Tensor) else v
+        for k in ("index", "weight")
+    )
     share = dict(zip(index, weight, strict=True))
     others = {k: v for k, v in report.items() if k not in ("index", "weight")}
     return {**others, "weights": [share.get(i, 0.0 if report else math.nan) for i in range(n)]}

@@ -1,7 +1,9 @@
-"""How much memory a run needs at its peak, beside data and activations: measured on a stand-in, so that it is right for any algorithm.
+"""How much memory a run needs at its peak, beside data and activations: measured on a stand-in, so
+that it is right for any algorithm.
 
-The state's size is known. What a round and an evaluation need beside it grows with the cohort and with the federation; both slopes are
-found by playing two rounds of the algorithm itself with a model of some thousand parameters, while every tensor that lives is counted.
+The state's size is known. What a round and an evaluation need beside it grows with the cohort and
+with the federation; both slopes are found by playing two rounds of the algorithm itself with a
+model of some thousand parameters, while every tensor that lives is counted.
 """
 
 from __future__ import annotations
@@ -32,8 +34,12 @@ from pflcore.train import Engine, Net, Setting, Training, memory
 from pflcore.train.chain import find_chain
 from pflcore.train.workers import Workers, one_thread
 
-SMALL = 1 << 24  # bytes of two rows for each client below which nothing is measured: the interpreter alone needs ten times that
-COPIES = 20  # rows: the model as given, as started from, as bound in a thread, a kernel's own, what an allocator keeps of freed ones
+# bytes of two rows for each client below which nothing is measured: the interpreter alone needs ten
+# times that
+SMALL = 1 << 24
+# rows: the model as given, as started from, as bound in a thread, a kernel's own, what an allocator
+# keeps of freed ones
+COPIES = 20
 PREPARED = 6.0  # rows for each client of the cohort, as measured with FactorizedWaffle
 HIDDEN = 1  # row for each client of the cohort that is made inside of an op, where it is not seen
 SPLITS = ("train", "val", "test")
@@ -48,7 +54,9 @@ def peak_bytes(setup: Setup, participation: float) -> int:
     own, server, shared = row_bytes(setup)
     kept = 0
     if engine.chain is not None:
-        kept = run.workers.count * engine.chain.bytes_kept(training.batch_size, net.w0.element_size())
+        kept = run.workers.count * engine.chain.bytes_kept(
+            training.batch_size, net.w0.element_size()
+        )
     state = kept + shared + n * net.b0.nbytes + (0 if setup.folder else own + server)
     if 2 * n * row < SMALL:
         return state + 2 * cohort * row + 4 * cohort * own // n
@@ -74,9 +82,11 @@ def row_bytes(setup: Setup) -> tuple[int, int, int]:
     return own, each, nbytes(server) - each
 
 
-def folder_for(setup: Setup, choice: str | Path, participation: float, from_start: bool) -> Path | None:
-    """The folder for the clients' rows, or None: they stay in memory. RunTooLarge, one sentence, where
-    the disk has less than may be written."""
+def folder_for(
+    setup: Setup, choice: str | Path, participation: float, from_start: bool
+) -> Path | None:
+    """The folder for the clients' rows, or None: they stay in memory. RunTooLarge, one sentence,
+    where the disk has less than may be written."""
     run = setup.setting
     own, server, _ = row_bytes(setup)
     device = run.data.device.type
@@ -87,7 +97,10 @@ def folder_for(setup: Setup, choice: str | Path, participation: float, from_star
         return None
     folder = Path(tempfile.gettempdir() if choice == "auto" else choice)
     if not folder.is_dir():
-        raise ValueError(f"rows: expected 'auto', 'memory' or a folder, got {str(choice)!r}, which is none of them.")
+        raise ValueError(
+            f"rows: expected 'auto', 'memory' or a folder, got {str(choice)!r}, which is none of "
+            "them."
+        )
     n = run.data.n
     ever = min(n, int(participation * n + 1) * run.rounds)
     need, free = own * ever // n + server, shutil.disk_usage(folder).free
@@ -105,9 +118,11 @@ def nbytes(tensors: Tensors) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def rows_beside_state(alg: Algorithm, training: Training, engine: str, chained: bool, whole: bool) -> tuple[float, float, float]:
-    """Rows [P] that live at the peak beside the state: so many in any case, per client of the cohort,
-    per client of the federation."""
+def rows_beside_state(
+    alg: Algorithm, training: Training, engine: str, chained: bool, whole: bool
+) -> tuple[float, float, float]:
+    """Rows [P] that live at the peak beside the state: so many in any case, per client of the
+    cohort, per client of the federation."""
     if type(alg).prepare is not Algorithm.prepare:  # it trains a model that the stand-in is not
         return 0.0, PREPARED, 0.0
     try:
@@ -119,7 +134,8 @@ def rows_beside_state(alg: Algorithm, training: Training, engine: str, chained: 
         said = str(error).splitlines()[0] if str(error) else ""
         why = f"{type(error).__name__}: {said}".strip(": ")
         warnings.warn(
-            f"memory: {type(alg).__name__} cannot be tried on a stand-in ({why}); 6 models for each client are assumed.",
+            f"memory: {type(alg).__name__} cannot be tried on a stand-in ({why}); 6 models for "
+            "each client are assumed.",
             stacklevel=2,
         )
         return 0.0, 6.0, 0.0
@@ -127,7 +143,9 @@ def rows_beside_state(alg: Algorithm, training: Training, engine: str, chained: 
     return max(0.0, both - 6 * each - 8 * everyone), each, everyone
 
 
-def measured(alg: Algorithm, training: Training, engine: str, chained: bool, whole: bool, cohort: int, n: int) -> float:
+def measured(
+    alg: Algorithm, training: Training, engine: str, chained: bool, whole: bool, cohort: int, n: int
+) -> float:
     """Rows at the peak of a round and an evaluation of a stand-in."""
     body = getattr(alg, "private", "") == "body"
     own = {"target": 0, "private": "body" if body else "head"}  # names of the stand-in's own
@@ -150,8 +168,8 @@ def measured(alg: Algorithm, training: Training, engine: str, chained: bool, who
 
 
 class Inline(Workers):
-    """Works in the calling thread, where allocations and torch's counter of operations are seen; one
-    thread inside, as a worker has it."""
+    """Works in the calling thread, where allocations and torch's counter of operations are seen;
+    one thread inside, as a worker has it."""
 
     def map(self, f: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
         with one_thread():

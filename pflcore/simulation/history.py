@@ -28,14 +28,18 @@ class History:
     rounds: list[Record] = field(default_factory=list)
     stopped: str | None = None
     interrupted: bool = False  # by Ctrl-C
-    failed: bool = False  # for want of memory, or by an error; the state is that of the last round in `rounds`
+    # for want of memory, or by an error; the state is that of the last round in `rounds`
+    failed: bool = False
     state: State | None = None
-    models: Models | Sequence[Personalized] | None = field(default=None, repr=False)  # of the last state, see `model`
+    # of the last state, see `model`
+    models: Models | Sequence[Personalized] | None = field(default=None, repr=False)
 
     def series(self, key: str = "accuracy") -> tuple[list[int], torch.Tensor]:
         """The evaluated rounds and each client's value in them, [T, N] float64."""
         seen = [r for r in self.rounds if r["eval"] and key in r["eval"]]
-        return [r["round"] for r in seen], torch.tensor([r["eval"][key] for r in seen], dtype=torch.float64)
+        return [r["round"] for r in seen], torch.tensor(
+            [r["eval"][key] for r in seen], dtype=torch.float64
+        )
 
     def lines(self) -> Iterator[Record]:
         """The lines of the record file."""
@@ -45,63 +49,92 @@ class History:
             yield {"stopped": self.stopped}
 
     def concerns(self) -> Iterator[str]:
-        """What somebody should look at, in sentences: clients that were dropped in most of their rounds, losses that are not finite, and
-        updates a million times as long as others."""
-        played, lost = (Counter(i for r in self.rounds for i in r[key]) for key in ("cohort", "dropped"))
+        """What somebody should look at, in sentences: clients that were dropped in most of their
+        rounds, losses that are not finite, and updates a million times as long as others."""
+        played, lost = (
+            Counter(i for r in self.rounds for i in r[key]) for key in ("cohort", "dropped")
+        )
         often = sorted(i for i, count in lost.items() if 2 * count > played[i])
         if often:
-            yield f"client(s) {often} were dropped in most of their rounds: their updates were not finite; look at their data, or lower lr."
+            yield (
+                f"client(s) {often} were dropped in most of their rounds: their updates were not "
+                "finite; look at their data, or lower lr."
+            )
         last: Record = next((r["eval"] for r in reversed(self.rounds) if r["eval"]), {})
         ids = last.get("clients") or range(len(last.get("loss", [])))
         bad = [i for i, loss in zip(ids, last.get("loss", []), strict=True) if loss == math.inf]
         if bad:
             yield f"the last loss of client(s) {bad} is inf; look at their data, or lower lr."
-        moved = [(m, i, r["round"]) for r in self.rounds for i, m in zip(r["cohort"], r["moved"] or [], strict=False) if m is not None]
+        moved = [
+            (m, i, r["round"])
+            for r in self.rounds
+            for i, m in zip(r["cohort"], r["moved"] or [], strict=False)
+            if m is not None
+        ]
         ratio, client, round = max(moved, default=(0.0, 0, 0))
         if ratio > RUNAWAY:
-            yield f"client {client}'s update was {ratio:.3g} times the median of round {round}; hold such updates by the run's clip."
+            yield (
+                f"client {client}'s update was {ratio:.3g} times the median of round {round}; "
+                "hold such updates by the run's clip."
+            )
 
-    # what comes out ---------------------------------------------------------------------------------------------------
+    # what comes out ---------------------------------------------------------
     def export(self, folder: str | Path) -> None:
-        """Writes every client's personalized model into `folder`, which is made: a safetensors file each, and `manifest.json`, which says
-        whose is which, what the tensors are called and how to predict with them.
+        """Writes every client's personalized model into `folder`, which is made: a safetensors file
+        each, and `manifest.json`, which says whose is which, what the tensors are called and how to
+        predict with them.
 
-        Where a method serves one model the file is its `state_dict`; else the tensors that its prediction takes, a model's parameters as
-        `w.NAME`. ValueError where the run kept no model, OSError where the folder cannot be written.
+        Where a method serves one model the file is its `state_dict`; else the tensors that its
+        prediction takes, a model's parameters as `w.NAME`. ValueError where the run kept no model,
+        OSError where the folder cannot be written.
         """
         setup = getattr(self.models, "setup", None)  # of runs for everyone there are many
         models = (self.model(i) for i in range(self.header["n"]))
         export_models(models, self.header, folder, setup and setup.setting.data)
 
     def model(self, client: int) -> Personalized:
-        """One client's personalized model after the last round, an `nn.Module` from samples [B, ...] to scores, for every algorithm.
+        """One client's personalized model after the last round, an `nn.Module` from samples [B,
+        ...] to scores, for every algorithm.
 
         ValueError where there is no such client, or where the run kept no model.
         """
         if self.models is None:
-            raise ValueError("model: this history holds no models; they come with the history that run() returns.")
+            raise ValueError(
+                "model: this history holds no models; they come with the history that run() "
+                "returns."
+            )
         if not isinstance(self.models, Models) and client not in range(len(self.models)):
-            raise ValueError(f"client: expected a number from 0 to {len(self.models) - 1}, got {client!r}.")
+            raise ValueError(
+                f"client: expected a number from 0 to {len(self.models) - 1}, got {client!r}."
+            )
         return self.models[client]
 
     def predict(self, client: int, x: Any) -> torch.Tensor:
-        """What the client's model says of the samples `x` [B, ...]: labels int64 [B], or values for continuous targets."""
+        """What the client's model says of the samples `x` [B, ...]: labels int64 [B], or values for
+        continuous targets."""
         return self.model(client).predict(x)
 
     def adapt(self, samples: Any, rounds: int = 5) -> Personalized:
-        """The model of a client who was not there, personalized by the algorithm's own rule; the run's state stays as it is.
+        """The model of a client who was not there, personalized by the algorithm's own rule; the
+        run's state stays as it is.
 
-        `samples` are a Dataset, (x, y), or {"train": (x, y), "val": (x, y)}. The newcomer starts from a fresh client's state and does its
-        own work of `rounds` rounds (so FedAvg's model is the shared one, Ditto's a personal one), then what an evaluation does
-        (fine-tuning, kNN-Per's neighbours). Where the server makes a model for each client (FedDWA, FedAMP, MOCHA, ...) everybody plays
-        these rounds with it, on copies. ValueError in one sentence for samples that do not fit.
+        `samples` are a Dataset, (x, y), or {"train": (x, y), "val": (x, y)}. The newcomer starts
+        from a fresh client's state and does its own work of `rounds` rounds (so FedAvg's model is
+        the shared one, Ditto's a personal one), then what an evaluation does (fine-tuning,
+        kNN-Per's neighbours). Where the server makes a model for each client (FedDWA, FedAMP,
+        MOCHA, ...) everybody plays these rounds with it, on copies. ValueError in one sentence for
+        samples that do not fit.
         """
         if not isinstance(self.models, Models):
-            raise ValueError("adapt: expected the history that Simulation.run() returns; runs for each client have no model for others.")
+            raise ValueError(
+                "adapt: expected the history that Simulation.run() returns; runs for each client "
+                "have no model for others."
+            )
         return self.models.adapt(samples, rounds)
 
     def to_pandas(self, per: Per = "round") -> Any:
-        """A `pandas.DataFrame` with one row per round (means over clients), or per evaluated round and client."""
+        """A `pandas.DataFrame` with one row per round (means over clients), or per evaluated round
+        and client."""
         return export.frame(self.header, self.rounds, per)
 
     def to_csv(self, path: str | Path, per: Per = "round") -> None:
@@ -109,5 +142,6 @@ class History:
         export.to_csv(self.header, self.rounds, path, per)
 
     def to_tensorboard(self, folder: str | Path, clients: bool = False) -> None:
-        """The rounds as TensorBoard's events in `folder`, with `clients` a curve for each client; needs the package tensorboard."""
+        """The rounds as TensorBoard's events in `folder`, with `clients` a curve for each client;
+        needs the package tensorboard."""
         export.to_tensorboard(self.rounds, folder, clients)

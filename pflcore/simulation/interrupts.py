@@ -8,7 +8,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+ENDING = [
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+]
 
 
 @contextlib.contextmanager
@@ -23,7 +25,9 @@ def unbroken() -> Iterator[None]:
             kept[number](number, frame)
 
     if threading.current_thread() is threading.main_thread():  # no other gets signals
-        kept = {number: handler for number in ENDING if callable(handler := signal.getsignal(number))}
+        kept = {
+            number: handler for number in ENDING if callable(handler := signal.getsignal(number))
+        }
     try:
         for number in kept:
             signal.signal(number, wait)

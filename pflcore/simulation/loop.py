@@ -92,8 +92,8 @@ class Simulation:
         self.measures = metrics_of(self.evaluation.metrics, self.setting.net.scores_classes)
 
     def _looked_at(self) -> Tensor | None:
-        """The ids of those who are evaluated, ascending; None: everybody. So many are drawn of those
-        with samples."""
+        """The ids of those who are evaluated, ascending; None: everybody. So many are drawn of
+        those with samples."""
         asked, n, adversary = self.evaluation.clients, self.data.n, self.robustness.adversary
         honest = torch.arange(n) if adversary is None else adversary.honest(n)
         if asked is None:
@@ -101,12 +101,17 @@ class Simulation:
         if not isinstance(asked, int):
             return ids_of("evaluation.clients", asked, n)
         have = honest[self.data.size(self.evaluation.split)[honest] > 0]
-        return have[drawn(len(have), min(asked, len(have)), self.seed, "eval_clients")].sort().values
+        return (
+            have[drawn(len(have), min(asked, len(have)), self.seed, "eval_clients")].sort().values
+        )
 
     def _net(self) -> Net:
         model = self.model
         if isinstance(model, Net) and self.loss is not None:
-            raise ValueError("loss: this Net has a loss of its own; give it to the Net, Net(model, loss), or give the bare model.")
+            raise ValueError(
+                "loss: this Net has a loss of its own; give it to the Net, Net(model, loss), or "
+                "give the bare model."
+            )
         if not isinstance(model, Net):
             model = Net(model, self.loss or default_loss(self.data.y), seed=self.seed)
         net = self._algorithm.prepare(model)
@@ -131,14 +136,19 @@ class Simulation:
             where = f"before the first round, with {data} of data"
             raise MemoryError(memory.sentence(where, peak, request, device))
         if self._state.round >= self.rounds:
-            raise ValueError(f"rounds: expected more than the {self._state.round} that the warm start has played, got {self.rounds}.")
+            raise ValueError(
+                f"rounds: expected more than the {self._state.round} that the warm start has "
+                f"played, got {self.rounds}."
+            )
         self._warn_of_strangers()
 
     def _place(self, net: Net, device: str) -> None:
         hardware, alg, data = self.hardware, self._algorithm, self.data
         if device != "cpu":
             net, data = net.to(device), data.to(device)
-        setting = prepared(net, data, self.training, hardware.engine, hardware.workers, self.seed, self.rounds)
+        setting = prepared(
+            net, data, self.training, hardware.engine, hardware.workers, self.seed, self.rounds
+        )
         setup = Setup(alg, setting, self.robustness, self.batch_norm)
         folder = folder_for(setup, hardware.rows, self.participation, self.warm_start is None)
         self.setup = setup._replace(folder=folder)
@@ -203,9 +213,10 @@ class Simulation:
 
     # the rounds ---------------------------------------------------------------------------------
     def iterate(self) -> Iterator[Record]:
-        """Plays the rounds, giving each one's record, whose "eval" is None where its evaluation broke
-        off; ends early, after a record with the key "stopped", where the run diverged or memory ran
-        out ("failed"): the state is then that of the last round given, and can be gone on with."""
+        """Plays the rounds, giving each one's record, whose "eval" is None where its evaluation
+        broke off; ends early, after a record with the key "stopped", where the run diverged or
+        memory ran out ("failed"): the state is then that of the last round given, and can be gone
+        on with."""
         while self._state.round < self.rounds:
             round = self._state.round + 1
             outcome, line, error = self._played(round, time.perf_counter())
@@ -222,7 +233,9 @@ class Simulation:
                 yield {"stopped": self._why_void(round, outcome)}
                 return
 
-    def _played(self, round: int, began: float) -> tuple[Outcome | None, Record, BaseException | str | None]:
+    def _played(
+        self, round: int, began: float
+    ) -> tuple[Outcome | None, Record, BaseException | str | None]:
         """A round's outcome (None: memory ran out before the end) and record, and what broke its
         evaluation off; where memory ran out in words what for."""
         outcome: Outcome | None = None
@@ -255,7 +268,9 @@ class Simulation:
             self._outlier = max(self._outlier or (0.0, 0, 0), (far[1], far[0], round))
         return outcome, self._line(round, began, outcome, report, seen), error
 
-    def _line(self, round: int, began: float, outcome: Outcome, report: Record, seen: Record | None) -> Record:
+    def _line(
+        self, round: int, began: float, outcome: Outcome, report: Record, seen: Record | None
+    ) -> Record:
         moved = outcome.moved and [None if v is None else round_to(v, 3) for v in outcome.moved]
         return {
             "round": round,
@@ -294,7 +309,10 @@ class Simulation:
         what = f"lower the learning rate ({self.training.lr})"
         if self._outlier is not None:
             far, client, when = self._outlier
-            what = f"client {client}'s update was {far:.3g} times the median in round {when}: look at its data or set clip"
+            what = (
+                f"client {client}'s update was {far:.3g} times the median in round {when}: look "
+                "at its data or set clip"
+            )
         return f"The run diverged: {which} void, because {why}; {what}."
 
     def evaluate(self, split: str) -> dict[str, Tensor]:
@@ -310,8 +328,8 @@ class Simulation:
         on_round: Callback | Sequence[Callback] | None = None,
         checkpoint: Checkpoint | str | Path | None = None,
     ) -> History:
-        """Plays all rounds; `on_round(round, record)`, one function or several, sees each record as it
-        is made.
+        """Plays all rounds; `on_round(round, record)`, one function or several, sees each record as
+        it is made.
 
         With `checkpoint`, a folder or when and where, the run can be gone on with after a crash:
         `Simulation.load(folder, ...).run()` gives what this one would have given; see `save`. One
@@ -324,7 +342,10 @@ class Simulation:
         check_modes()
         callbacks = [on_round] if callable(on_round) else on_round or []
         if not (isinstance(callbacks, Sequence) and all(map(callable, callbacks))):
-            raise TypeError(f"on_round: expected a function of (round, record), or several in a list, got {on_round!r}.")
+            raise TypeError(
+                "on_round: expected a function of (round, record), or several in a list, got "
+                f"{on_round!r}."
+            )
         keeper = Checkpoint(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint
         mine = keeper is not None and keeper.note is None
         with lock(keeper.folder) if keeper is not None and mine else nullcontext():
@@ -371,8 +392,8 @@ class Simulation:
 
     # checkpoints --------------------------------------------------------------------------------
     def save(self, folder: str | Path) -> None:
-        """Leaves a checkpoint in `folder`, in the place of one that is there: the state as it is now,
-        the records of `run` so far, and what the run is. OSError where it cannot be written,
+        """Leaves a checkpoint in `folder`, in the place of one that is there: the state as it is
+        now, the records of `run` so far, and what the run is. OSError where it cannot be written,
         ValueError where another run is in the folder."""
         with lock(folder):
             self._save(Checkpoint(folder))
@@ -403,8 +424,8 @@ class Simulation:
         return simulation
 
     def restore(self, folder: str | Path) -> None:
-        """Takes up the checkpoint in `folder`, which must be one of this very run. ValueError in one
-        sentence where it is not."""
+        """Takes up the checkpoint in `folder`, which must be one of this very run. ValueError in
+        one sentence where it is not."""
         tensors, facts = store.load(folder)
         store.check_same(folder, facts["run"], identity(self))
         net = store.net_of(self.setting.net, tensors)
@@ -435,4 +456,6 @@ class Simulation:
             warnings.warn(f"{e} The run goes on.", RuntimeWarning, stacklevel=4)
 
     def _save(self, keeper: Checkpoint) -> None:
-        store.save_run(keeper, self.setup, self._state, identity(self), self._outlier, self._played_before())
+        store.save_run(
+            keeper, self.setup, self._state, identity(self), self._outlier, self._played_before()
+        )

@@ -1,4 +1,5 @@
-"""The models that a run leaves: one client's as an `nn.Module`, whatever its method calls a model; and that of a client who comes later."""
+"""The models that a run leaves: one client's as an `nn.Module`, whatever its method calls a model;
+and that of a client who comes later."""
 
 from __future__ import annotations
 
@@ -31,18 +32,25 @@ from pflcore.train.losses import binary_cross_entropy, hinge
 
 ONE_BY_ONE = hinge, binary_cross_entropy  # losses to which each score stands for itself
 BATCH = 125  # samples of one forward pass
-ONE_MODEL = "model.load_state_dict(safetensors.torch.load_file(file)) into a model of the run's class; model.eval()(x) gives the scores."
+ONE_MODEL = (
+    "model.load_state_dict(safetensors.torch.load_file(file)) into a model of the run's class; "
+    "model.eval()(x) gives the scores."
+)
 
 
 class Personalized(nn.Module):
-    """One client's personalized model: `model(x)` gives scores, `model.predict(x)` the labels or values that they stand for.
+    """One client's personalized model: `model(x)` gives scores, `model.predict(x)` the labels or
+    values that they stand for.
 
-    It is what the algorithm evaluates: of APFL the mixture, of kNN-Per the shared model with the client's neighbours, of FedRoD both
-    heads. Batch norm uses the client's statistics, dropout is off. `returns` says what the scores are: "logits", "probabilities" or
-    "values". Nothing in it is trained further; `module()` gives a module that can be.
+    It is what the algorithm evaluates: of APFL the mixture, of kNN-Per the shared model with the
+    client's neighbours, of FedRoD both heads. Batch norm uses the client's statistics, dropout is
+    off. `returns` says what the scores are: "logits", "probabilities" or "values". Nothing in it is
+    trained further; `module()` gives a module that can be.
     """
 
-    def __init__(self, algorithm: Algorithm, net: Net, view: Tensors, statistics: Tensor, classes: int | None) -> None:
+    def __init__(
+        self, algorithm: Algorithm, net: Net, view: Tensors, statistics: Tensor, classes: int | None
+    ) -> None:
         super().__init__()
         self.algorithm, self.net, self.classes, self.keys = algorithm, net, classes, tuple(view)
         for key, value in view.items():
@@ -59,7 +67,8 @@ class Personalized(nn.Module):
         """What the scores are: "logits", "probabilities" or "values"."""
         if self.net.criterion in ONE_BY_ONE:
             return "logits"
-        mixed = self.classes is None and self.algorithm.traits.returns == "probabilities"  # with numbers that neighbours have as targets
+        # with numbers that neighbours have as targets
+        mixed = self.classes is None and self.algorithm.traits.returns == "probabilities"
         return "values" if mixed or not self.net.scores_classes else self.algorithm.traits.returns
 
     def forward(self, x: Tensor) -> Tensor:
@@ -73,28 +82,41 @@ class Personalized(nn.Module):
 
     @torch.no_grad()
     def predict(self, x: Any) -> Tensor:
-        """Labels int64 [B], [B, T] of every step, or [B, K] of K yes-or-no labels, of the samples `x` [B, ...], a tensor, an array, or a
-        dict of them where the pool has several fields; for numbers as targets the values [B] or [B, K].
+        """Labels int64 [B], [B, T] of every step, or [B, K] of K yes-or-no labels, of the samples
+        `x` [B, ...], a tensor, an array, or a dict of them where the pool has several fields; for
+        numbers as targets the values [B] or [B, K].
 
-        A score that stands alone (hinge, binary cross entropy, a single output) says class 1 where it is positive. ValueError where `x` is
-        no batch of samples.
+        A score that stands alone (hinge, binary cross entropy, a single output) says class 1 where
+        it is positive. ValueError where `x` is no batch of samples.
         """
         if isinstance(x, Mapping):
             x, fields = inputs(x, "x", self.net.dtype)
             if fields != self.net.fields:
-                raise ValueError(f"x: expected {self.net.fields or 'one tensor'}, got the fields {fields}.")
+                raise ValueError(
+                    f"x: expected {self.net.fields or 'one tensor'}, got the fields {fields}."
+                )
         elif not isinstance(x, Tensor):
             x = tensor(x, "x", None)
         if not x.dim():
-            raise ValueError("x: expected samples [B, ...], got a single number; for one sample give x[None].")
-        x = x.to(self.statistics.device, self.statistics.dtype if x.is_floating_point() else x.dtype)
+            raise ValueError(
+                "x: expected samples [B, ...], got a single number; for one sample give x[None]."
+            )
+        x = x.to(
+            self.statistics.device, self.statistics.dtype if x.is_floating_point() else x.dtype
+        )
         try:
             scores = torch.cat([self(part) for part in x.split(BATCH)]) if len(x) else self(x)
         except (RuntimeError, ValueError, IndexError) as e:
             said = str(e).splitlines()[0]
-            raise ValueError(f"x: expected samples [B, ...] as those of the training, got shape {list(x.shape)} ({said}).") from e
+            raise ValueError(
+                f"x: expected samples [B, ...] as those of the training, got shape {list(x.shape)} "
+                f"({said})."
+            ) from e
         if len(scores) != len(x):
-            raise ValueError(f"x: expected samples [B, ...], got shape {list(x.shape)}; for one sample give x[None].")
+            raise ValueError(
+                f"x: expected samples [B, ...], got shape {list(x.shape)}; for one sample give "
+                "x[None]."
+            )
         alone, labels = (
             self.net.criterion in ONE_BY_ONE,
             self.classes is not None and self.returns != "values",
@@ -108,25 +130,37 @@ class Personalized(nn.Module):
         return (single > 0).long() if alone or one or scores.dim() == 1 else scores.argmax(1)
 
     def module(self) -> nn.Module:
-        """The model as a module of its own class, in evaluation mode, to be saved or trained on. ValueError where it is no single one."""
+        """The model as a module of its own class, in evaluation mode, to be saved or trained on.
+        ValueError where it is no single one."""
         if own_way(self.algorithm):
             name = type(self.algorithm).__name__
-            raise ValueError(f"module: {name} predicts with more than one model; call this object itself, which is an nn.Module too.")
+            raise ValueError(
+                f"module: {name} predicts with more than one model; call this object itself, which "
+                "is an nn.Module too."
+            )
         row: Any = getattr(self, "view_w")  # noqa: B009
         statistics: Any = self.statistics
         return self.net.load(self.net.to(row.device).module, row, statistics).eval()
 
     def tensors(self) -> Tensors:
-        """What predictions are made of, by name: the module's `state_dict` where it is one model, else what the method's `predict` is
-        given, with a row as the parameters that it holds, and batch norm's statistics."""
+        """What predictions are made of, by name: the module's `state_dict` where it is one model,
+        else what the method's `predict` is given, with a row as the parameters that it holds, and
+        batch norm's statistics."""
         if not own_way(self.algorithm):
             return dict(self.module().state_dict())
         net, statistics = self.net, self.get_buffer("statistics").split(self.net.buffer_sizes)
-        out = {f"statistics.{n}": b.view(s) for n, b, s in zip(net.buffer_names, statistics, net.buffer_shapes, strict=True)}
+        out = {
+            f"statistics.{n}": b.view(s)
+            for n, b, s in zip(net.buffer_names, statistics, net.buffer_shapes, strict=True)
+        }
         for key in self.keys:
             value = self.get_buffer(f"view_{key}")
             head = net.head_slice if net.head_name is not None else slice(0, 0)
-            start = {net.size: 0, head.stop - head.start: head.start}.get(len(value)) if value.dim() == 1 else None
+            start = (
+                {net.size: 0, head.stop - head.start: head.start}.get(len(value))
+                if value.dim() == 1
+                else None
+            )
             if start is None:
                 out[key] = value
                 continue
@@ -150,7 +184,8 @@ def export_models(
             tensors, file = model.tensors(), f"client-{client}.safetensors"
             with replacing(folder / file) as part:
                 write_tensors(tensors, part)
-                part.chmod(folder.stat().st_mode & 0o666)  # as readable as the folder; safetensors makes it its owner's alone
+                # as readable as the folder; safetensors makes it its owner's alone
+                part.chmod(folder.stat().st_mode & 0o666)
             known = {} if data is None or data.names is None else {"name": data.names[client]}
             if data is not None and data.scaling is not None:
                 known |= {k: v[client].tolist() for k, v in data.scaling._asdict().items()}
@@ -162,7 +197,11 @@ def export_models(
                     "tensors": {k: list(v.shape) for k, v in tensors.items()},
                 }
             )
-            predict = inspect.getdoc(model.algorithm.predict) or "" if own_way(model.algorithm) else ONE_MODEL
+            predict = (
+                inspect.getdoc(model.algorithm.predict) or ""
+                if own_way(model.algorithm)
+                else ONE_MODEL
+            )
         facts = {
             "method": header["algorithm"],
             "options": header["options"],
@@ -178,12 +217,15 @@ def export_models(
                 + "\n"
             )
     except OSError as e:
-        raise OSError(f"export: {folder} cannot be written ({e.strerror or e}); make room there, or name another folder.") from None
+        raise OSError(
+            f"export: {folder} cannot be written ({e.strerror or e}); make room there, or name "
+            "another folder."
+        ) from None
 
 
 class Models:
-    """The personalized models of a state, made when they are asked for: all at once, as an evaluation
-    does."""
+    """The personalized models of a state, made when they are asked for: all at once, as an
+    evaluation does."""
 
     def __init__(self, setup: Setup, state: State) -> None:
         self.setup, self.state = setup, state
@@ -195,7 +237,9 @@ class Models:
         if not isinstance(client, Integral) or isinstance(client, bool) or not 0 <= client < n:
             raise ValueError(f"client: expected a number from 0 to {n - 1}, got {shown(client)}.")
         if self.setup.folder is not None:  # not all at once
-            return one_of(self.setup, *personalized(self.setup, self.state, torch.tensor([client])), 0)
+            return one_of(
+                self.setup, *personalized(self.setup, self.state, torch.tensor([client])), 0
+            )
         if self._made is None:
             self._made = personalized(self.setup, self.state, torch.arange(n))
         return one_of(self.setup, *self._made, int(client))
@@ -243,7 +287,9 @@ def _with_everybody(setup: Setup, state: State) -> State:
     n = setup.setting.data.n
     state, outcome = step(setup, state, torch.arange(n))
     if n - 1 in outcome.dropped or outcome.void:
-        raise ValueError("samples: training on them diverged, the updates are not finite; check their scale.")
+        raise ValueError(
+            "samples: training on them diverged, the updates are not finite; check their scale."
+        )
     return state
 
 
@@ -251,7 +297,10 @@ def _alone(setup: Setup, state: State, client: int) -> State:
     """The client's own work of a round, of which the server learns at most where it belongs."""
     trained = train(setup, state, torch.tensor([client]))
     if not bool(finite_rows([*trained.own.values(), trained.batch_norm], 1).all()):
-        raise ValueError("samples: training on them diverged, the client's state is not finite; check their scale.")
+        raise ValueError(
+            "samples: training on them diverged, the client's state is not finite; check their "
+            "scale."
+        )
     routed = setup.algorithm.route(state.server, trained.up, trained.cohort)
     changes: Changes = {f"server.{k}": v for k, v in routed.items()}
     ids = trained.cohort.ids
@@ -261,18 +310,35 @@ def _alone(setup: Setup, state: State, client: int) -> State:
 
 
 def newcomer(samples: Any, data: Federation, needs_val: bool, seed: int) -> Federation:
-    dtype = data.x.dtype if data.x.is_floating_point() else data.y.dtype if data.y.is_floating_point() else None
+    dtype = (
+        data.x.dtype
+        if data.x.is_floating_point()
+        else data.y.dtype
+        if data.y.is_floating_point()
+        else None
+    )
     one = one_client(samples, classes=data.classes, dtype=dtype)
-    if one.shape != data.shape or one.x.dtype != data.x.dtype or one.y.dtype != data.y.dtype or one.fields != data.fields:
+    if (
+        one.shape != data.shape
+        or one.x.dtype != data.x.dtype
+        or one.y.dtype != data.y.dtype
+        or one.fields != data.fields
+    ):
         what, wanted = ((str(f.fields or f.shape), f.x.dtype, f.y.dtype) for f in (one, data))
-        raise ValueError(f"samples: expected inputs of shape {wanted[0]} ({wanted[1]}, targets {wanted[2]}), got {what}.")
+        raise ValueError(
+            f"samples: expected inputs of shape {wanted[0]} ({wanted[1]}, targets {wanted[2]}), "
+            f"got {what}."
+        )
     return (held_out(one, seed) if needs_val else one).to(data.device)
 
 
 def joined(data: Federation, one: Federation) -> Federation:
     """The federation with one more client."""
     start, none = len(data.x), torch.empty(0, dtype=torch.int64, device=data.device)
-    index = {s: [*rows, one.index[s][0] + start if s in one.index else none] for s, rows in data.index.items()}
+    index = {
+        s: [*rows, one.index[s][0] + start if s in one.index else none]
+        for s, rows in data.index.items()
+    }
     relabel = data.relabel
     if relabel is not None:  # it labels its samples itself
         relabel = torch.cat([relabel, torch.arange(relabel.shape[1], device=relabel.device)[None]])

@@ -76,8 +76,8 @@ class Setup(NamedTuple):
 
 
 def policy(alg: Algorithm, net: Net, batch_norm: str = "auto") -> str:
-    """What becomes of batch norm's running statistics: "average", by the weights by which the models
-    themselves are mixed, for every client, also one that did not take part; or "local", each
+    """What becomes of batch norm's running statistics: "average", by the weights by which the
+    models themselves are mixed, for every client, also one that did not take part; or "local", each
     client's own. "auto" is what the method's paper says, else "average" where clients are served a
     mix of models, and "local" where they are served what they trained themselves.
 
@@ -89,7 +89,10 @@ def policy(alg: Algorithm, net: Net, batch_norm: str = "auto") -> str:
     if batch_norm not in ("average", "local", "rule"):
         raise ValueError(f"batch_norm: expected 'auto', 'average' or 'local', got {batch_norm!r}.")
     if batch_norm not in known and net.buffer_names:
-        raise ValueError(f"batch_norm: this {type(alg).__name__} knows {' and '.join(map(repr, known))} statistics, got {batch_norm!r}.")
+        raise ValueError(
+            f"batch_norm: this {type(alg).__name__} knows {' and '.join(map(repr, known))} "
+            f"statistics, got {batch_norm!r}."
+        )
     return batch_norm
 
 
@@ -109,7 +112,10 @@ def step(setup: Setup, state: State, ids: Tensor) -> tuple[State, Outcome]:
     check_training(alg, setup.setting.training)
     absent = set(alg.traits.required) - set(ids.tolist())
     if absent:
-        raise ValueError(f"ids: the target {min(absent)} must take part in every round, got {ids.tolist()}; `sample` picks it.")
+        raise ValueError(
+            f"ids: the target {min(absent)} must take part in every round, got {ids.tolist()}; "
+            "`sample` picks it."
+        )
     if len(ids) < len(given):
         raise ValueError(f"ids: expected each client once, got {given.tolist()}.")
     with one_thread(setup.few(len(ids))):
@@ -117,7 +123,9 @@ def step(setup: Setup, state: State, ids: Tensor) -> tuple[State, Outcome]:
         trained, outcome = accept(trained, alg.traits, state.server, setup.robustness.clip)
         if setup.averages:
             traffic = trained.batch_norm[0].nbytes * len(ids)
-            outcome.bytes_down, outcome.bytes_up = (n + traffic for n in (outcome.bytes_down, outcome.bytes_up))
+            outcome.bytes_down, outcome.bytes_up = (
+                n + traffic for n in (outcome.bytes_down, outcome.bytes_up)
+            )
         changes = serve(alg, state, trained, outcome, setup.averages)
         return commit(state, changes, setup.folder), outcome
 
@@ -142,7 +150,9 @@ def attacked(setup: Setup, state: State, trained: Trained) -> Trained:
     return adversary.send(trained, setup.algorithm.traits, state.server, draws)
 
 
-def serve(alg: Algorithm, state: State, trained: Trained, outcome: Outcome, averages: bool) -> Changes:
+def serve(
+    alg: Algorithm, state: State, trained: Trained, outcome: Outcome, averages: bool
+) -> Changes:
     """What the round changes, by the names of `flat`; nothing where it is void, which `outcome`
     says then."""
     if outcome.void:
@@ -168,8 +178,8 @@ def serve(alg: Algorithm, state: State, trained: Trained, outcome: Outcome, aver
 
 
 def averaged(statistics: Tensor, mix: Mix, n: int) -> Rows:
-    """Batch norm's statistics after the round, of the cohort's [S, b], mixed as the models are; whose
-    model took nothing keeps its own."""
+    """Batch norm's statistics after the round, of the cohort's [S, b], mixed as the models are;
+    whose model took nothing keeps its own."""
     total = mix.weight.sum(1, keepdim=True)
     mixed = mix._replace(weight=mix.weight / total.clamp(min=1e-300)).of(statistics)
     if mix.rows is None:
@@ -193,7 +203,9 @@ def commit(state: State, changes: Changes, folder: Path | None = None) -> State:
 
 
 @checked
-def begin(alg: Algorithm, net: Net, n: Count, folder: Path | None = None, clients: bool = True) -> State:
+def begin(
+    alg: Algorithm, net: Net, n: Count, folder: Path | None = None, clients: bool = True
+) -> State:
     """The state before the first round; with `folder` each client's rows, its own and the server's,
     are in files there. Without `clients` there are none of the clients' own."""
     for target in alg.traits.required:
@@ -218,7 +230,9 @@ def own_rows(setup: Setup, state: State, ids: Tensor, down: Payload) -> Tensors:
     """The clients' own state [S, ...], copies; one who has not taken part yet has a newcomer's."""
     own, new = {k: v[onto(ids, v.device)] for k, v in state.clients.items()}, ~state.seen[ids]
     if own and bool(new.any()):
-        for key, first in setup.algorithm.newcomer(down, setup.setting.net, setup.setting.data.n).items():
+        for key, first in setup.algorithm.newcomer(
+            down, setup.setting.net, setup.setting.data.n
+        ).items():
             at = onto(new, own[key].device)
             own[key][at] = first.expand_as(own[key])[at]
     return own
@@ -238,12 +252,16 @@ def unflat(tensors: Tensors, round: int, void: int = 0) -> State:
         part, _, key = name.partition(".")
         if key:
             parts[part][key] = v
-    return State(**parts, batch_norm=tensors["batch_norm"], seen=tensors["seen"], round=round, void=void)
+    return State(
+        **parts, batch_norm=tensors["batch_norm"], seen=tensors["seen"], round=round, void=void
+    )
 
 
 def copied(setup: Setup, state: State) -> State:
     """The state with tensors of its own, in files where they were in files."""
-    begun = begin(setup.algorithm, setup.setting.net, len(state.seen), setup.folder, bool(state.clients))
+    begun = begin(
+        setup.algorithm, setup.setting.net, len(state.seen), setup.folder, bool(state.clients)
+    )
     if setup.folder is not None:
         seen = int(state.seen.sum())
         need = sum(rows.room(v[:seen]) for v in state.clients.values())
@@ -267,12 +285,16 @@ def load_state_dict(alg: Algorithm, begun: State, tensors: Tensors, round: int, 
     """The state that `state_dict` was made of; `begun` is one of the same run, and is used up."""
     seen, state = tensors["seen"].nonzero()[:, 0], flat(begun)
     own = {k: Rows(seen, tensors[k]) for k in row_names(alg, begun)}
-    whole = {k: v.to(state.get(k, begun.batch_norm).device) for k, v in tensors.items() if k not in own}
+    whole = {
+        k: v.to(state.get(k, begun.batch_norm).device) for k, v in tensors.items() if k not in own
+    }
     return unflat(apply(state, {**whole, **own}), round, void)
 
 
 @checked
-def sample(setup: Setup, round: Count, participation: Fraction = 1.0, among: Tensor | None = None) -> Tensor:
+def sample(
+    setup: Setup, round: Count, participation: Fraction = 1.0, among: Tensor | None = None
+) -> Tensor:
     """The ids of this round's cohort, ascending: max(1, floor(participation * n + 0.5)) of the n
     clients `among` (ids, ascending; default: all), the required ones in any case."""
     s, required = setup.setting, setup.algorithm.traits.required

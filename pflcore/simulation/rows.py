@@ -1,6 +1,8 @@
-"""Rows of clients that do not fit into memory: a file of fixed rows, mapped, with blocks on disk only for those that were ever written.
+"""Rows of clients that do not fit into memory: a file of fixed rows, mapped, with blocks on disk
+only for those that were ever written.
 
-The file has no name any more as soon as it is mapped, so that nothing is left behind however the process ends.
+The file has no name any more as soon as it is mapped, so that nothing is left behind however the
+process ends.
 """
 
 from __future__ import annotations
@@ -30,16 +32,19 @@ def zeros(n: int, like: Tensor, folder: Path | None = None) -> Tensor:
 
 
 def check_room(what: str, need: int, folder: Path) -> None:
-    """OSError, one sentence, where the disk has less than `need` bytes free: a mapped file that cannot grow would end the process."""
+    """OSError, one sentence, where the disk has less than `need` bytes free: a mapped file that
+    cannot grow would end the process."""
     free = shutil.disk_usage(folder).free if need else 0
     if need > free:
         raise OSError(
-            f"rows: {what} up to {human(need)} on disk, and {folder} has {human(free)} free; make room, or name another folder (rows)."
+            f"rows: {what} up to {human(need)} on disk, and {folder} has {human(free)} free; make "
+            "room, or name another folder (rows)."
         )
 
 
 def room(rows: Tensor) -> int:
-    """The bytes that rows [S, ...] may take on disk: each its own, and a block that it only begins."""
+    """The bytes that rows [S, ...] may take on disk: each its own, and a block that it only
+    begins."""
     return rows.nbytes + len(rows) * BLOCK
 
 
@@ -51,7 +56,10 @@ def mapped(shape: tuple[int, ...], dtype: torch.dtype, folder: Path) -> Tensor:
     try:
         handle, name = tempfile.mkstemp(".rows", "pflcore-", folder)
     except OSError as e:
-        raise ValueError(f"rows: expected a folder that can be written, got {folder} ({e.strerror}); name another.") from None
+        raise ValueError(
+            f"rows: expected a folder that can be written, got {folder} ({e.strerror}); name "
+            "another."
+        ) from None
     os.close(handle)
     try:
         t = torch.from_file(name, shared=True, size=count, dtype=dtype).view(shape)

@@ -14,7 +14,8 @@ from pflcore.check import Count, Ids, Positive, Whole, check
 from pflcore.metrics import Metric
 from pflcore.simulation.attacks import Adversary
 
-Threads = Annotated[int, at.Interval(ge=1, le=1024), at.doc("a whole number, from 1 to 1024")]  # beyond that a number is a slip
+# beyond that a number is a slip
+Threads = Annotated[int, at.Interval(ge=1, le=1024), at.doc("a whole number, from 1 to 1024")]
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Local training of a cohort: models as rows, the clients' steps, and what an algorithm's hook may do
-with its clients' data."""
+"""Local training of a cohort: models as rows, the clients' steps, and what an algorithm's hook may
+do with its clients' data."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def prepared(
     seed: int = 0,
     rounds: int = 1,
 ) -> Setting:
-    """What a run needs, after one trial: model, data and criterion fit together, and what trains the
-    model is the model. ValueError in one sentence where something does not fit."""
+    """What a run needs, after one trial: model, data and criterion fit together, and what trains
+    the model is the model. ValueError in one sentence where something does not fit."""
     net, chosen = choose(net, data, training, engine)
     return Setting(net, data, training, chosen, Workers(workers), seed, rounds)

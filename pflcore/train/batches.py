@@ -50,7 +50,9 @@ class Step(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def steps_of(sizes: tuple[int, ...], training: Training, plan: Plan, ragged: bool, join: bool) -> tuple[list[Step], Tensor, Tensor]:
+def steps_of(
+    sizes: tuple[int, ...], training: Training, plan: Plan, ragged: bool, join: bool
+) -> tuple[list[Step], Tensor, Tensor]:
     """The steps of clients of these sizes [s], largest first; minibatches of an epoch [s]; steps
     each takes [s].
 
@@ -99,7 +101,9 @@ class Batches:
     ) -> None:
         lists = data.lists("train")
         self.size = lists.size[torch.from_numpy(ids)]
-        self.steps, self.cuts, self.taken = steps_of(tuple(self.size.tolist()), training, plan, ragged, join)
+        self.steps, self.cuts, self.taken = steps_of(
+            tuple(self.size.tolist()), training, plan, ragged, join
+        )
         passes = range(plan.batches * self.steps[-1].epochs)  # the smallest client's, the most
         begin, orders = lists.begin[torch.from_numpy(ids)][:, None], []
         for p in passes:

@@ -1,10 +1,10 @@
 """Which models are a chain of layers that the kernels train whole, and the program that one is.
 
-The calls of a private copy's own `forward` are recorded, in this thread alone, with the shapes that go
-in and come out; layers are told by exact types, functions by what they do. Anything else (a subclass,
-a hook, a tied or a frozen weight, a pass that differs between training and evaluation or between
-sizes of the batch) leaves the model to the engines. Whether the chain is the model, the trial says
-(`choose`).
+The calls of a private copy's own `forward` are recorded, in this thread alone, with the shapes that
+go in and come out; layers are told by exact types, functions by what they do. Anything else (a
+subclass, a hook, a tied or a frozen weight, a pass that differs between training and evaluation or
+between sizes of the batch) leaves the model to the engines. Whether the chain is the model, the
+trial says (`choose`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ FUNCTIONS: dict[Any, Callable[..., nn.Module]] = {
     F.avg_pool2d: nn.AvgPool2d,
     F.adaptive_avg_pool2d: nn.AdaptiveAvgPool2d,
 }
-VIEWS = (*(Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.contiguous),)
+VIEWS = (
+    *(Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.contiguous),
+)
 ASKS = (
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__),
     *(getattr(Tensor, a).__get__ for a in ("shape", "ndim")),
@@ -168,8 +170,8 @@ def is_plain(m: nn.Module) -> bool:
 
 
 class _Recorder(TorchFunctionMode):
-    """The layers that a private copy of a model calls, one after another; a function is the layer that
-    does the same."""
+    """The layers that a private copy of a model calls, one after another; a function is the layer
+    that does the same."""
 
     def __init__(self, module: nn.Module, x: Tensor) -> None:
         super().__init__()
@@ -196,7 +198,9 @@ class _Recorder(TorchFunctionMode):
         self.last = out
         return out
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if function in ASKS:
             return function(*args, **kwargs)
@@ -235,7 +239,8 @@ def calls_of(net: Net, shape: Shape) -> list[Call]:
     same = one == other
     expect(
         same,
-        "a forward that differs between training and evaluation, or between batches of two and three samples",
+        "a forward that differs between training and evaluation, or between batches of two and "
+        "three samples",
     )
     return passes[0]
 

@@ -64,8 +64,8 @@ def choose(
 
 
 def check(net: Net, data: Federation, training: Training) -> None:
-    """One batch through the module, forward and backward; `net` learns from it where its head is and
-    whether it gives one score for each label."""
+    """One batch through the module, forward and backward; `net` learns from it where its head is
+    and whether it gives one score for each label."""
     check_modes()
     fits.refuse_first(fits.of_dtypes(net, data))
     x, y = samples(data, max(2, min(training.batch_size, BATCH)))
@@ -81,8 +81,8 @@ def check_modes() -> None:
 
 
 def check_single(net: Net, data: Federation, training: Training) -> None:
-    """Batch norm cannot train on one sample: is there a client whose batch has no second one, and may
-    it join the one before?"""
+    """Batch norm cannot train on one sample: is there a client whose batch has no second one, and
+    may it join the one before?"""
     size, batch = data.size("train"), training.batch_size
     lone = (size == 1) | (batch == 1)
     alone = lone | ((size % batch == 1) & (not training.drop_last))
@@ -176,7 +176,10 @@ class Trial:
             for what, got, want in zip(("loss", "gradient"), both, module, strict=True):
                 size, gap = (float(v.abs().nan_to_num(0.0).max()) for v in (want, got - want))
                 if not torch.equal(got.isnan(), want.isnan()) or gap > share * max(1.0, size):
-                    return f"its {what} is another in {mode} mode (off by {gap:.1e}, the largest is {size:.1e})"
+                    return (
+                        f"its {what} is another in {mode} mode (off by {gap:.1e}, the largest is "
+                        f"{size:.1e})"
+                    )
         return None
 
 
@@ -223,12 +226,16 @@ def trial(net: Net, data: Federation) -> Trial:
     return found
 
 
-def by_hand(net: Net, module: nn.Module, x: Tensor, y: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
+def by_hand(
+    net: Net, module: nn.Module, x: Tensor, y: Tensor, seed: Tensor
+) -> tuple[Tensor, Tensor]:
     """Loss and gradient [P] of the module itself, as a user would take them."""
     with forward_mode(module.training, None, seed), torch.enable_grad():
         loss = net.criterion(module(x), y)
     own = dict(module.named_parameters())
-    grads = torch.autograd.grad(loss, [own[n] for n in net.names], allow_unused=True, materialize_grads=True)
+    grads = torch.autograd.grad(
+        loss, [own[n] for n in net.names], allow_unused=True, materialize_grads=True
+    )
     return loss.detach(), torch.cat([g.reshape(-1) for g in grads])
 
 
@@ -265,7 +272,9 @@ class Judge:
             return loop
         chain = None if asked == "vmap" else self.chain()
         if chain is None and asked == "chain":
-            raise Unfit(f"engine: 'chain' cannot train this model: {self.reasons[-1]}; take 'auto'.")
+            raise Unfit(
+                f"engine: 'chain' cannot train this model: {self.reasons[-1]}; take 'auto'."
+            )
         lstm = any(isinstance(m, nn.LSTM) for m in net.module.modules())
         what = "with convolutions" if net.has_conv else "with an LSTM" if lstm else ""
         what = what or (f"of {net.size} weights" if net.size > WIDE else "")
@@ -289,7 +298,10 @@ class Judge:
         wrong = self.wrong(Engine("loop", chain))
         if wrong is None:
             return chain
-        said = f"the chain that stands for this model is not the model: {wrong}; the general path trains it"
+        said = (
+            f"the chain that stands for this model is not the model: {wrong}; the general path "
+            "trains it"
+        )
         self.reasons.append(said)
         if "off by" in wrong:  # it gives other numbers, rather than none
             warnings.warn(f"pflcore: {said}.", UserWarning, stacklevel=5)

@@ -176,7 +176,10 @@ class Clients:
         data = self.setting.data
         if not self.has(split):
             have = ", ".join(data.index)
-            fault = f"split: this federation has {have}, not {split!r}; split the clients' samples first."
+            fault = (
+                f"split: this federation has {have}, not {split!r}; split the clients' samples "
+                "first."
+            )
             refuse_first(iter([fault]))
         return data.lists(split).take(self.ids)
 
@@ -204,7 +207,9 @@ class Clients:
 
         return torch.cat(self.setting.workers.map(look, parts))
 
-    def scores(self, model: Tensors, split: str, predict: Predict = by_row) -> list[tuple[Tensor, Tensor]]:
+    def scores(
+        self, model: Tensors, split: str, predict: Predict = by_row
+    ) -> list[tuple[Tensor, Tensor]]:
         """Each client's scores [n, ...] and labels [n, ...]."""
         size, z = self.places(split).size.tolist(), self.outputs(model, split, predict)
         return list(zip(z.split(size), self.labels(split).split(size), strict=True))
@@ -285,7 +290,9 @@ class Clients:
         engine, relabel = objective.engine(setting.engine), self._relabel
         whole = torch.contiguous_format
         out = {k: torch.empty_like(v, memory_format=whole) for k, v in rows.items()}
-        done = Fit(out, self.buffers.clone(), *torch.zeros(2, count, dtype=torch.float64, device=device))
+        done = Fit(
+            out, self.buffers.clone(), *torch.zeros(2, count, dtype=torch.float64, device=device)
+        )
 
         def run(pos: Tensor) -> None:
             at = onto(pos, device)
@@ -323,7 +330,10 @@ class Clients:
         """Each client's mean [S] float64 of values [n] of its samples."""
         size = onto(self.setting.data.size(split)[self.ids], values.device)
         owner = torch.arange(len(size), device=size.device).repeat_interleave(size)
-        return values.new_zeros(len(size), dtype=torch.float64).index_add_(0, owner, values.double()) / size
+        return (
+            values.new_zeros(len(size), dtype=torch.float64).index_add_(0, owner, values.double())
+            / size
+        )
 
     @cached_property
     def _relabel(self) -> Tensor | None:

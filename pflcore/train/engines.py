@@ -108,7 +108,9 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses [s], gradients [s, Q], buffers [s, b] by autograd: of all under vmap, or of one."""
 
-    def loss(w: Tensor, x: Tensor, y: Tensor, buffers: Tensor, seed: Tensor, extra: Tensors) -> tuple[Tensor, Tensor]:
+    def loss(
+        w: Tensor, x: Tensor, y: Tensor, buffers: Tensor, seed: Tensor, extra: Tensors
+    ) -> tuple[Tensor, Tensor]:
         with forward_mode(train, buffers, seed, alone=not vmap):
             value = net.loss(w, x, y) if own is None else own(net, w, x, y, extra)
             return value, buffers if context.buffers is None else context.buffers
@@ -207,7 +209,9 @@ class Chunk:
 # optimizers -------------------------------------------------------------------------------------
 
 
-def train(chunk: Chunk, w: Tensor, terms: Tensors, t: Training, lr: float, grads: Tensor | None) -> None:
+def train(
+    chunk: Chunk, w: Tensor, terms: Tensors, t: Training, lr: float, grads: Tensor | None
+) -> None:
     """Takes all steps of the clients' rows `w` [s, Q], in place; adds the minibatches' gradients,
     clipped and with SGD's weight decay, to `grads` [s, Q]."""
     sgd, chain = t.local_optimizer == "sgd", chunk.engine.chain
@@ -247,7 +251,9 @@ def train(chunk: Chunk, w: Tensor, terms: Tensors, t: Training, lr: float, grads
             ops.sgd_step_(w[s], g, lr, **own, **how, buffer=buffer)
 
 
-def by_kernels(chunk: Chunk, w: Tensor, terms: Tensors, t: Training, lr: float, grads: Tensor | None) -> Tensor:
+def by_kernels(
+    chunk: Chunk, w: Tensor, terms: Tensors, t: Training, lr: float, grads: Tensor | None
+) -> Tensor:
     """All steps of SGD by the kernels of the chain, `w` [s, Q] in place: sums of losses [s]."""
     b, chain = chunk.batches, chunk.engine.chain
     assert chain is not None

@@ -24,7 +24,8 @@ WIDTHS = ("in_features", "in_channels", "num_features", "input_size")
 
 
 class Unfit(ValueError, TypeError):
-    """Model, data and criterion do not fit together, dtypes often; its text is the whole sentence."""
+    """Model, data and criterion do not fit together, dtypes often; its text is the whole
+    sentence."""
 
 
 def refuse_first(faults: Iterator[str]) -> None:
@@ -37,19 +38,34 @@ def of_modes() -> Iterator[str]:
     """What would change every tensor that is made from here on."""
     device = torch.get_default_device()
     if device.type != "cpu":
-        yield (f"torch: the default device is {device}; call torch.set_default_device('cpu') and pass device='{device}' to the run.")
+        yield (
+            f"torch: the default device is {device}; call torch.set_default_device('cpu') and pass "
+            f"device='{device}' to the run."
+        )
     if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
         mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
-        yield (f"torch: training needs gradients, and torch.{mode}() is on; set up and run the simulation outside of it.")
+        yield (
+            f"torch: training needs gradients, and torch.{mode}() is on; set up and run the "
+            "simulation outside of it."
+        )
     if any(torch.is_autocast_enabled(d) for d in ("cpu", "cuda")):
-        yield ("torch: autocast is on, which mixes dtypes inside a model; run outside of it, or convert the model and the data.")
+        yield (
+            "torch: autocast is on, which mixes dtypes inside a model; run outside of it, or "
+            "convert the model and the data."
+        )
 
 
 def of_dtypes(net: Net, data: Federation) -> Iterator[str]:
     if any(t.is_inference() for t in (data.x, data.y, net.w0)):
-        yield ("data, model: made inside torch.inference_mode(), whose tensors cannot be trained with; make them outside of it.")
+        yield (
+            "data, model: made inside torch.inference_mode(), whose tensors cannot be trained "
+            "with; make them outside of it."
+        )
     if net.dtype not in (torch.float32, torch.float64):
-        yield (f"model: its parameters are {net.dtype}, in which small steps are lost; train it in float32, by model.float().")
+        yield (
+            f"model: its parameters are {net.dtype}, in which small steps are lost; train it in "
+            "float32, by model.float()."
+        )
     for what, t in (("x", data.x), ("y", data.y)):
         if t.is_floating_point() and t.dtype != net.dtype:
             yield (
@@ -62,7 +78,10 @@ def of_dtypes(net: Net, data: Federation) -> Iterator[str]:
 def of_scores(net: Net, data: Federation, scores: Any, y: Tensor) -> Iterator[str]:
     """The model's outputs against the labels, as far as the criterion is known."""
     if not isinstance(scores, Tensor):
-        yield (f"model: expected its forward pass to give one tensor of scores, got a {type(scores).__name__}; return the scores alone.")
+        yield (
+            "model: expected its forward pass to give one tensor of scores, got a "
+            f"{type(scores).__name__}; return the scores alone."
+        )
     if scores.shape[:1] != y.shape[:1]:
         yield (
             f"model: expected one row of scores for each of {len(y)} samples, got shape "
@@ -70,10 +89,16 @@ def of_scores(net: Net, data: Federation, scores: Any, y: Tensor) -> Iterator[st
         )
     name = {f: name for name, f in CRITERIA.items()}.get(net.criterion)
     if name == "cross_entropy":
-        yield from (_of_probabilities(scores, y) if y.is_floating_point() else _of_classes(data, scores, y))
+        yield from (
+            _of_probabilities(scores, y) if y.is_floating_point() else _of_classes(data, scores, y)
+        )
     elif name is not None:
         yield from _of_numbers(name, data, scores, y)
-    elif scores.shape != y.shape and scores.numel() == y.numel() and spreads(net.criterion, scores, y):
+    elif (
+        scores.shape != y.shape
+        and scores.numel() == y.numel()
+        and spreads(net.criterion, scores, y)
+    ):
         yield (
             f"criterion: {loss_name(net.criterion)} would spread scores {list(scores.shape)} over "
             f"targets {list(y.shape)}; give the targets the scores' shape, or return scores of "
@@ -96,9 +121,15 @@ def _of_numbers(name: str, data: Federation, scores: Tensor, y: Tensor) -> Itera
             f"'cross_entropy', or a function that leaves out labels of {IGNORED}."
         )
     if name == "hinge" and not (low >= -1 and high <= 1):
-        yield (f"criterion: 'hinge' takes two classes, and these labels go from {low:g} to {high:g}; take 'cross_entropy'.")
+        yield (
+            f"criterion: 'hinge' takes two classes, and these labels go from {low:g} to {high:g}; "
+            "take 'cross_entropy'."
+        )
     if name == "binary_cross_entropy" and not (low >= 0 and high <= 1):
-        yield (f"criterion: 'binary_cross_entropy' takes targets from 0 to 1, and these go from {low:g} to {high:g}.")
+        yield (
+            "criterion: 'binary_cross_entropy' takes targets from 0 to 1, and these go from "
+            f"{low:g} to {high:g}."
+        )
 
 
 def _of_probabilities(scores: Tensor, y: Tensor) -> Iterator[str]:
@@ -124,40 +155,70 @@ def _of_classes(data: Federation, scores: Tensor, y: Tensor) -> Iterator[str]:
         yield "data: the mask leaves out every step of every sample; nothing is left to be learnt."
     low, high = int(labels.min()), int(labels.max())
     if outputs > 1 and low > 0 and high == outputs:
-        yield (f"data: the labels go from {low} to {high}; count them from 0, y - 1, for {outputs} outputs.")
+        yield (
+            f"data: the labels go from {low} to {high}; count them from 0, y - 1, for {outputs} "
+            "outputs."
+        )
     if low < 0 or high >= outputs:
-        remedy = "or one and loss='binary_cross_entropy' or 'hinge'" if outputs == 1 else "one for each class"
-        yield (f"model: it has {outputs} output(s), and the labels go from {low} to {high}; give it {high + 1}, {remedy}.")
+        remedy = (
+            "or one and loss='binary_cross_entropy' or 'hinge'"
+            if outputs == 1
+            else "one for each class"
+        )
+        yield (
+            f"model: it has {outputs} output(s), and the labels go from {low} to {high}; give it "
+            f"{high + 1}, {remedy}."
+        )
 
 
 def of_criterion(net: Net, scores: Tensor, y: Tensor) -> str:
     """What is said where the criterion fails."""
     remedy = "; take loss='binary_cross_entropy'" if "BCE" in type(net.criterion).__name__ else ""
-    return f"criterion: it fails on scores of shape {list(scores.shape)} and targets of shape {list(y.shape)} ({y.dtype}): {{}}{remedy}."
+    return (
+        f"criterion: it fails on scores of shape {list(scores.shape)} and targets of shape "
+        f"{list(y.shape)} ({y.dtype}): {{}}{remedy}."
+    )
 
 
 def of_loss(loss: Any) -> Iterator[str]:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        yield (f"criterion: expected one number for a batch, got {got}; take the mean over its samples.")
+        yield (
+            f"criterion: expected one number for a batch, got {got}; take the mean over its "
+            "samples."
+        )
     if not loss.requires_grad:
-        yield ("model: the loss depends on no trainable parameter; compute it from the scores, without detach() or no_grad().")
+        yield (
+            "model: the loss depends on no trainable parameter; compute it from the scores, "
+            "without detach() or no_grad()."
+        )
 
 
 def of_gradients(grads: Iterable[Tensor | None]) -> Iterator[str]:
     if any(g is not None and g.is_sparse for g in grads):
-        yield ("model: its gradients are sparse, and a row's is not; set sparse=False in its embeddings.")
+        yield (
+            "model: its gradients are sparse, and a row's is not; set sparse=False in its "
+            "embeddings."
+        )
 
 
-def of_layer(name: str, m: nn.Module, given: Any, data: Federation, e: BaseException) -> Iterator[str]:
+def of_layer(
+    name: str, m: nn.Module, given: Any, data: Federation, e: BaseException
+) -> Iterator[str]:
     """Why the forward pass failed in the layer `m`."""
     shape = list(data.shape)
     if not isinstance(given, Tensor):
-        yield (f"model: its forward pass fails on samples of shape {shape} ({data.x.dtype}): {first_line(e)}.")
+        yield (
+            f"model: its forward pass fails on samples of shape {shape} ({data.x.dtype}): "
+            f"{first_line(e)}."
+        )
     layer = f"layer {name!r} ({type(m).__name__})" if name else type(m).__name__
     wants = next((f"{k}={getattr(m, k)}" for k in WIDTHS if hasattr(m, k)), None)
     if isinstance(m, nn.Embedding) and given.is_floating_point():
-        yield (f"data: {layer} takes integers (tokens), and its input is {given.dtype}; give x as int64.")
+        yield (
+            f"data: {layer} takes integers (tokens), and its input is {given.dtype}; give x as "
+            "int64."
+        )
     elif isinstance(m, nn.Embedding):
         yield (
             f"data: x holds tokens from {int(data.x.min())} to {int(data.x.max())}, and {layer} "
@@ -165,10 +226,14 @@ def of_layer(name: str, m: nn.Module, given: Any, data: Federation, e: BaseExcep
         )
     elif not given.is_floating_point():
         yield (
-            f"data: x holds integers ({data.x.dtype}), and {layer} takes numbers; convert x to float, or begin the model with nn.Embedding."
+            f"data: x holds integers ({data.x.dtype}), and {layer} takes numbers; convert x to "
+            "float, or begin the model with nn.Embedding."
         )
     elif wants is None:
-        yield (f"model: {layer} fails on an input of shape {list(given.shape)}, from samples of shape {shape}: {first_line(e)}.")
+        yield (
+            f"model: {layer} fails on an input of shape {list(given.shape)}, from samples of shape "
+            f"{shape}: {first_line(e)}."
+        )
     yield (
         f"model: {layer} has {wants}, and got an input of shape {list(given.shape)}, from samples "
         f"of shape {shape}; make the model for samples of that shape."
@@ -217,4 +282,6 @@ def _generators() -> dict[str, Any]:
 
 def first_line(e: BaseException) -> str:
     """The first line of what a library says."""
-    return f"{type(e).__name__}, {str(e).splitlines()[0]}".rstrip(".") if str(e) else type(e).__name__
+    return (
+        f"{type(e).__name__}, {str(e).splitlines()[0]}".rstrip(".") if str(e) else type(e).__name__
+    )

@@ -15,19 +15,23 @@ from pflcore.metrics import right
 
 
 def cross_entropy(scores: Tensor, y: Tensor) -> Tensor:
-    """Mean cross entropy of `scores` [B, C] or [B, C, T] with labels `y` [B] or [B, T], or probabilities.
+    """Mean cross entropy of `scores` [B, C] or [B, C, T] with labels `y` [B] or [B, T], or
+    probabilities.
 
-    Steps of the label `IGNORED` are left out, and a sample's loss is the mean over its others, so that a batch's is the mean over its
-    samples however long they are.
+    Steps of the label `IGNORED` are left out, and a sample's loss is the mean over its others, so
+    that a batch's is the mean over its samples however long they are.
     """
     if y.dim() < 2 or y.is_floating_point():
         return F.cross_entropy(scores, y)
-    steps = F.cross_entropy(scores.movedim(1, -1).flatten(0, -2), y.flatten(), reduction="none", ignore_index=IGNORED)
+    steps = F.cross_entropy(
+        scores.movedim(1, -1).flatten(0, -2), y.flatten(), reduction="none", ignore_index=IGNORED
+    )
     return mean_of_steps(steps.view(y.shape), y)
 
 
 def mean_of_steps(values: Tensor, y: Tensor) -> Tensor:
-    """The mean over samples of each one's mean over the steps that count: `values` [B, T, ...], labels `y` of that shape."""
+    """The mean over samples of each one's mean over the steps that count: `values` [B, T, ...],
+    labels `y` of that shape."""
     counts = (y != IGNORED).flatten(1)
     return ((values.flatten(1) * counts).sum(1) / counts.sum(1).clamp(min=1)).mean()
 
@@ -35,16 +39,19 @@ def mean_of_steps(values: Tensor, y: Tensor) -> Tensor:
 def hinge(scores: Tensor, y: Tensor) -> Tensor:
     """Mean hinge loss of `scores` [B] or [B, 1] with labels `y` in {0, 1} or {-1, 1}."""
     sign = torch.where(y > 0, 1.0, -1.0).to(scores.dtype)
-    return (1 - sign * scores.reshape(y.shape)).relu().mean()  # not clamp, whose slope on the very edge depends on torch's release
+    # not clamp, whose slope on the very edge depends on torch's release
+    return (1 - sign * scores.reshape(y.shape)).relu().mean()
 
 
 def squared(scores: Tensor, y: Tensor) -> Tensor:
-    """Mean squared error of `scores` against `y`, element by element: [B], [B, 1], or [B, K] for K targets."""
+    """Mean squared error of `scores` against `y`, element by element: [B], [B, 1], or [B, K] for K
+    targets."""
     return F.mse_loss(scores.reshape(y.shape), y.to(scores.dtype))
 
 
 def binary_cross_entropy(scores: Tensor, y: Tensor) -> Tensor:
-    """Mean logistic loss of `scores` (logits) against `y` in [0, 1], element by element: [B], [B, 1], or [B, K] for K labels at once."""
+    """Mean logistic loss of `scores` (logits) against `y` in [0, 1], element by element: [B], [B,
+    1], or [B, K] for K labels at once."""
     return F.binary_cross_entropy_with_logits(scores.reshape(y.shape), y.to(scores.dtype))
 
 
@@ -54,7 +61,14 @@ def half_squared(scores: Tensor, y: Tensor) -> Tensor:
 
 
 REGRESSION = (squared, half_squared)  # integers are numbers to these, not labels
-LOGITS = (hinge, binary_cross_entropy, F.binary_cross_entropy_with_logits, F.soft_margin_loss, nn.BCEWithLogitsLoss, nn.SoftMarginLoss)
+LOGITS = (
+    hinge,
+    binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+    F.soft_margin_loss,
+    nn.BCEWithLogitsLoss,
+    nn.SoftMarginLoss,
+)
 
 
 CRITERIA: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -65,7 +79,8 @@ CRITERIA: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "binary_cross_entropy": binary_cross_entropy,
 }
 
-PLAIN = {nn.CrossEntropyLoss: "cross_entropy", nn.MSELoss: "squared"}  # as torch makes them by default, they are ours by name
+# as torch makes them by default, they are ours by name
+PLAIN = {nn.CrossEntropyLoss: "cross_entropy", nn.MSELoss: "squared"}
 A_LOSS = f"one of {', '.join(CRITERIA)}, a function of (scores, y) or an nn.Module"
 Loss = Annotated[str | Callable[[Tensor, Tensor], Tensor], at.doc(A_LOSS)]
 
@@ -76,23 +91,36 @@ def default_loss(y: Tensor) -> str:
 
 
 def loss_of(loss: Loss, name: str = "loss") -> Callable[[Tensor, Tensor], Tensor]:
-    """A function of (scores, y) [B, ...] -> the batch's mean loss, from a name of `CRITERIA`, a function or an `nn.Module` such as
-    `nn.CrossEntropyLoss(weight=w)`. ValueError or TypeError in one sentence that begins with `name`."""
+    """A function of (scores, y) [B, ...] -> the batch's mean loss, from a name of `CRITERIA`, a
+    function or an `nn.Module` such as `nn.CrossEntropyLoss(weight=w)`. ValueError or TypeError in
+    one sentence that begins with `name`."""
     if isinstance(loss, str):
         if loss not in CRITERIA:
             raise ValueError(f"{name}: expected {A_LOSS}, got {loss!r}.")
         return CRITERIA[loss]
     if isinstance(loss, type):
-        raise TypeError(f"{name}: expected a loss, got the class {loss.__name__}; write {loss.__name__}().")
+        raise TypeError(
+            f"{name}: expected a loss, got the class {loss.__name__}; write {loss.__name__}()."
+        )
     if not callable(loss):
-        raise TypeError(f"{name}: expected one of {', '.join(CRITERIA)}, a function of (scores, y) or an nn.Module, got {loss!r}.")
+        raise TypeError(
+            f"{name}: expected one of {', '.join(CRITERIA)}, a function of (scores, y) or an "
+            f"nn.Module, got {loss!r}."
+        )
     if not isinstance(loss, nn.Module):
-        # [B, 1] against [B] would be spread to [B, B]; a batch's mean over steps is no mean over samples
+        # [B, 1] against [B] would be spread to [B, B]; a batch's mean over steps is no mean over
+        # samples
         return squared if loss is F.mse_loss else cross_entropy if loss is F.cross_entropy else loss
     if any(p.requires_grad for p in loss.parameters()):
-        raise ValueError(f"{name}: {type(loss).__name__} has parameters, which nothing would train; make them a part of the model.")
+        raise ValueError(
+            f"{name}: {type(loss).__name__} has parameters, which nothing would train; make them a "
+            "part of the model."
+        )
     if getattr(loss, "reduction", "mean") != "mean":
-        raise ValueError(f"{name}: expected the mean over a batch, got {type(loss).__name__}(reduction={loss.reduction!r}).")
+        raise ValueError(
+            f"{name}: expected the mean over a batch, got "
+            f"{type(loss).__name__}(reduction={loss.reduction!r})."
+        )
     plain = PLAIN.get(type(loss))
     return CRITERIA[plain] if plain and _same_options(loss) else loss
 
@@ -101,41 +129,53 @@ def _same_options(loss: nn.Module) -> bool:
     """Whether a loss module is as its class makes it without arguments."""
     default = type(loss)()
     names = getattr(loss, "__constants__", [])
-    return all(getattr(loss, n) == getattr(default, n) for n in names) and not list(loss.buffers()) and not loss._forward_hooks
+    return (
+        all(getattr(loss, n) == getattr(default, n) for n in names)
+        and not list(loss.buffers())
+        and not loss._forward_hooks
+    )
 
 
 def loss_name(criterion: Callable[[Tensor, Tensor], Tensor]) -> str:
     """What a criterion is called in records."""
-    return next((k for k, v in CRITERIA.items() if v is criterion), getattr(criterion, "__name__", type(criterion).__name__))
+    return next(
+        (k for k, v in CRITERIA.items() if v is criterion),
+        getattr(criterion, "__name__", type(criterion).__name__),
+    )
 
 
 def spreads(criterion: Callable[[Tensor, Tensor], Tensor], scores: Tensor, y: Tensor) -> bool:
-    """Whether scores [B, 1] are spread over targets [B] to [B, B]: on drawn scores the loss is another than in the targets' shape."""
+    """Whether scores [B, 1] are spread over targets [B] to [B, B]: on drawn scores the loss is
+    another than in the targets' shape."""
     drawn = torch.rand(scores.shape, generator=torch.Generator().manual_seed(0)).to(scores)
     try:
-        one, other = (torch.as_tensor(criterion(s, y)).double() for s in (drawn, drawn.view(y.shape)))
+        one, other = (
+            torch.as_tensor(criterion(s, y)).double() for s in (drawn, drawn.view(y.shape))
+        )
     except Exception:  # it wants the scores as they are
         return False
     return one.shape != other.shape or not torch.allclose(one, other, rtol=1e-4, equal_nan=True)
 
 
 def by_place(scores: Tensor, y: Tensor) -> Tensor:
-    """Scores [B, C, T] of labels [B, T] with the classes last; where there is one score a label, as the labels are."""
+    """Scores [B, C, T] of labels [B, T] with the classes last; where there is one score a label, as
+    the labels are."""
     if scores.numel() == y.numel():
         return scores.reshape(y.shape)
     return scores.movedim(1, -1) if scores.dim() > y.dim() else scores
 
 
 def shares_right(scores: Tensor, y: Tensor) -> Tensor:
-    """Which share of its labels [B, ...] each sample's `scores` [B, C, ...] get right, of those that count: [B] float64."""
+    """Which share of its labels [B, ...] each sample's `scores` [B, C, ...] get right, of those
+    that count: [B] float64."""
     hits = right(by_place(scores, y), y).double().view(len(y), -1)
     counts = (y != IGNORED).view(len(y), -1)
     return (hits * counts).sum(1) / counts.sum(1).clamp(min=1)
 
 
 def that_count(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The scores [n, C] and labels [n] of the steps that count, of scores [B, C, T] and labels [B, T]; where all
-    count, in their shapes, the classes last."""
+    """The scores [n, C] and labels [n] of the steps that count, of scores [B, C, T] and labels [B,
+    T]; where all count, in their shapes, the classes last."""
     if y.is_floating_point() or y.dim() < 2:
         return scores, y
     scores, counts = by_place(scores, y), y != IGNORED

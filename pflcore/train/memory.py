@@ -1,4 +1,5 @@
-"""Running out of memory, on a GPU or beside it: how it is recognised, what it is said with, and what can be given back."""
+"""Running out of memory, on a GPU or beside it: how it is recognised, what it is said with, and
+what can be given back."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ SIGNS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether this is about memory. Not every library has an error class for it: torch on a CPU and cuBLAS raise RuntimeError."""
+    """Whether this is about memory. Not every library has an error class for it: torch on a CPU and
+    cuBLAS raise RuntimeError."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
@@ -25,15 +27,23 @@ def ran_out(error: BaseException) -> bool:
 def request_of(error: BaseException) -> str:
     """What the last, refused request was for, where the error says it: "20.00 MiB", or nothing."""
     size = re.search(r"[Tt]ried to allocate ([\d.]+ ?[KMGT]?i?B|\d+ bytes)", str(error))
-    return human(int(size[1].split()[0])) if size and size[1].endswith("bytes") else size[1] if size else ""
+    return (
+        human(int(size[1].split()[0]))
+        if size and size[1].endswith("bytes")
+        else size[1]
+        if size
+        else ""
+    )
 
 
 def give_back(device: str) -> None:
-    """Frees what a failed round left: errors and the frames they hold form cycles, and allocators keep what they once had."""
+    """Frees what a failed round left: errors and the frames they hold form cycles, and allocators
+    keep what they once had."""
     gc.collect()
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
-    with contextlib.suppress(Exception):  # there only with glibc, whose heap keeps blocks of up to 32 MB
+    # there only with glibc, whose heap keeps blocks of up to 32 MB
+    with contextlib.suppress(Exception):
         ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -43,7 +53,8 @@ def capacity(device: str) -> int | None:
         if device.startswith("cuda"):
             return int(torch.cuda.mem_get_info(device)[1])
         limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-        for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):  # a container's
+        # a container's
+        for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
             with contextlib.suppress(OSError, ValueError), open(file) as text:
                 limits.append(int(text.read()))
         return min(limits)
@@ -59,13 +70,15 @@ def refuse(peak: int, device: str) -> None:
     most = capacity(device)
     if most is not None and peak > most:
         raise RunTooLarge(
-            f"memory: the run needs about {human(peak)} beside data and activations, and {device} has {human(most)}; let fewer clients take "  # noqa: E501
+            f"memory: the run needs about {human(peak)} beside data and activations, and {device} "
+            f"has {human(most)}; let fewer clients take "
             "part in a round (participation), or make the federation or the model smaller."
         )
 
 
 def room(device: str) -> str:
-    """What the device has: "cuda:0 has 79.1 GiB, of which 12.0 GiB are free", or nothing where it cannot be said."""
+    """What the device has: "cuda:0 has 79.1 GiB, of which 12.0 GiB are free", or nothing where it
+    cannot be said."""
     with contextlib.suppress(Exception):  # a sentence about an error must not become one
         if device.startswith("cuda"):
             free, total = torch.cuda.mem_get_info(device)
@@ -82,6 +95,7 @@ def sentence(where: str, peak: int, request: str, device: str) -> str:
         + (f", when {request} more were asked for" if request else "")
         + f": the run needs about {human(peak)} beside data and activations"
         + (f", and {has}" if has else "")
-        + "; let fewer clients take part in a round (participation), make the batches (batch_size) or the model smaller"
+        + "; let fewer clients take part in a round (participation), make the batches "
+        "(batch_size) or the model smaller"
         + (", or use device='cpu'." if device.startswith("cuda") else ".")
     )

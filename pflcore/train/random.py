@@ -1,7 +1,8 @@
 """Random numbers that depend on a key alone: every (seed, round, client, stream) has its own.
 
-They come from a counter (splitmix64), not from a generator's state, so those of all clients are drawn at once, in any order,
-on any number of workers, and nobody's draws depend on who else takes part.
+They come from a counter (splitmix64), not from a generator's state, so those of all clients are
+drawn at once, in any order, on any number of workers, and nobody's draws depend on who else takes
+part.
 """
 
 from __future__ import annotations
@@ -16,21 +17,27 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-STREAM = 3  # the version of the random streams: runs of one version, seed and setting are the same run
+# the version of the random streams: runs of one version, seed and setting are the same run
+STREAM = 3
 U64 = npt.NDArray[np.uint64]
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-POSITION_BITS = np.uint64(24)  # clients of up to 16.7 million samples; 40 random bits decide their order
+# clients of up to 16.7 million samples; 40 random bits decide their order
+POSITION_BITS = np.uint64(24)
 
 
 def seed_of(*key: object) -> int:
     """A 63-bit seed from any key, the same on every machine and in every process."""
-    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
+    return (
+        int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
+    )
 
 
 class OwnDraws(TorchDispatchMode):
-    """What this thread draws inside without a generator comes from one of its own, as after `torch.manual_seed(seed)`.
+    """What this thread draws inside without a generator comes from one of its own, as after
+    `torch.manual_seed(seed)`.
 
-    The generators that threads share are left alone: nobody's draws depend on what another thread does meanwhile.
+    The generators that threads share are left alone: nobody's draws depend on what another thread
+    does meanwhile.
     """
 
     def __init__(self, seed: int) -> None:
@@ -40,9 +47,14 @@ class OwnDraws(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
-            if all(a.name != "generator" for a in func._schema.arguments):  # a fresh tensor's have it in an overload
+            # a fresh tensor's have it in an overload
+            if all(a.name != "generator" for a in func._schema.arguments):
                 name = func._overloadname
-                func = getattr(func.overloadpacket, "generator" if name == "default" else f"{name}_generator", func)
+                func = getattr(
+                    func.overloadpacket,
+                    "generator" if name == "default" else f"{name}_generator",
+                    func,
+                )
             if any(a.name == "generator" for a in func._schema.arguments[len(args) :]):
                 like = [a.device for a in args if isinstance(a, Tensor)]
                 kind = torch.device(like[0] if like else kwargs.get("device") or "cpu").type
@@ -59,9 +71,13 @@ def generator_of(*key: object) -> torch.Generator:
 
 
 def mix64(z: U64) -> U64:
-    """splitmix64's finalizer (Steele, Lea, Flood 2014): a bijection of 64-bit words whose output bits look independent."""
+    """splitmix64's finalizer (Steele, Lea, Flood 2014): a bijection of 64-bit words whose output
+    bits look independent."""
     z = z ^ (z >> np.uint64(30))
-    for factor, shift in ((np.uint64(0xBF58476D1CE4E5B9), np.uint64(27)), (np.uint64(0x94D049BB133111EB), np.uint64(31))):
+    for factor, shift in (
+        (np.uint64(0xBF58476D1CE4E5B9), np.uint64(27)),
+        (np.uint64(0x94D049BB133111EB), np.uint64(31)),
+    ):
         z *= factor
         z ^= z >> shift
     return z
@@ -78,14 +94,18 @@ def words(seeds: U64, count: int) -> U64:
 
 
 def shuffles(seeds: U64, sizes: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """For each client a permutation of its `sizes[i]` positions, [S, max size]; 0 beyond a client's size.
+    """For each client a permutation of its `sizes[i]` positions, [S, max size]; 0 beyond a client's
+    size.
 
     Random keys are sorted with their positions in the low bits.
     """
     size = np.asarray(sizes, np.int64)
     longest = int(size.max())
     if longest >> int(POSITION_BITS):
-        raise ValueError(f"sizes: a client has {longest} samples, more than the {(1 << int(POSITION_BITS)) - 1} that a shuffle can number.")
+        raise ValueError(
+            f"sizes: a client has {longest} samples, more than the {(1 << int(POSITION_BITS)) - 1} "
+            "that a shuffle can number."
+        )
     low = np.uint64((1 << int(POSITION_BITS)) - 1)
     position = np.arange(longest, dtype=np.uint64)
     keys = words(seeds, longest)
@@ -100,7 +120,8 @@ def shuffles(seeds: U64, sizes: Sequence[int] | npt.NDArray[np.int64]) -> npt.ND
 
 
 def drawn(n: int, count: int, *key: object) -> Tensor:
-    """`count` of the numbers 0..n-1 without replacement, in the order of their draw, int64 [count]: work of `count`, not of `n`."""
+    """`count` of the numbers 0..n-1 without replacement, in the order of their draw, int64 [count]:
+    work of `count`, not of `n`."""
     seeds = np.asarray([seed_of(*key)], np.uint64)
     if 4 * count >= n:
         return torch.from_numpy(words(seeds, n)[0].argsort(kind="stable")[:count])
@@ -115,4 +136,7 @@ def drawn(n: int, count: int, *key: object) -> Tensor:
 
 def uniforms(seeds: U64, count: int) -> Tensor:
     """`count` numbers per seed, uniform on the open interval (0, 1), float32 [S, count]."""
-    return torch.from_numpy(((words(seeds, count) >> np.uint64(40)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-24))
+    return torch.from_numpy(
+        ((words(seeds, count) >> np.uint64(40)).astype(np.float32) + np.float32(0.5))
+        * np.float32(2.0**-24)
+    )

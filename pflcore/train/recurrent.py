@@ -1,7 +1,9 @@
-"""GRU, LSTM and RNN written out in elementary operations, which vmap can carry: a step of many clients at once.
+"""GRU, LSTM and RNN written out in elementary operations, which vmap can carry: a step of many
+clients at once.
 
-torch's own are one operation that has no rule for vmap, and client after client they spend most of a small model's time around the
-arithmetic. One client's call goes to torch's own still, and so do packed sequences, given first states, projections and dropout.
+torch's own are one operation that has no rule for vmap, and client after client they spend most of
+a small model's time around the arithmetic. One client's call goes to torch's own still, and so do
+packed sequences, given first states, projections and dropout.
 """
 
 from __future__ import annotations
@@ -20,28 +22,48 @@ State = tuple[Tensor, ...]  # h [B, H], and an LSTM's c [B, H]
 
 class _WrittenOut(nn.RNNBase):
     def forward(self, x: Any, hx: Any = None) -> Any:
-        if context.alone or hx is not None or not isinstance(x, Tensor) or x.dim() != 3 or self.dropout or self.proj_size:
+        if (
+            context.alone
+            or hx is not None
+            or not isinstance(x, Tensor)
+            or x.dim() != 3
+            or self.dropout
+            or self.proj_size
+        ):
             return super().forward(x, hx)
         x, last = x.transpose(0, 1) if self.batch_first else x, []  # [T, B, I]
         for layer in range(self.num_layers):
-            both = [self._pass(x, f"_l{layer}{way}", bool(way)) for way in ("", "_reverse")[: 1 + self.bidirectional]]
+            both = [
+                self._pass(x, f"_l{layer}{way}", bool(way))
+                for way in ("", "_reverse")[: 1 + self.bidirectional]
+            ]
             x = torch.cat([y for y, _ in both], 2)
             last += [state for _, state in both]
-        states = tuple(torch.stack(each) for each in zip(*last, strict=True))  # [layers x ways, B, H]
-        return x.transpose(0, 1) if self.batch_first else x, states if len(states) > 1 else states[0]
+        # [layers x ways, B, H]
+        states = tuple(torch.stack(each) for each in zip(*last, strict=True))
+        return x.transpose(0, 1) if self.batch_first else x, states if len(states) > 1 else states[
+            0
+        ]
 
     def _pass(self, x: Tensor, suffix: str, back: bool) -> tuple[Tensor, State]:
-        """One way through the sequence: h after each step [T, B, H], and the state after the last."""
-        wi, wh, bi, bh = (getattr(self, name + suffix, None) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
+        """One way through the sequence: h after each step [T, B, H], and the state after the
+        last."""
+        wi, wh, bi, bh = (
+            getattr(self, name + suffix, None)
+            for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        )
         inputs, found = F.linear(x, wi, bi).unbind(0), []  # type: ignore[arg-type]
-        state: State = (x.new_zeros(x.shape[1], self.hidden_size),) * (2 if self.mode == "LSTM" else 1)
+        state: State = (x.new_zeros(x.shape[1], self.hidden_size),) * (
+            2 if self.mode == "LSTM" else 1
+        )
         for given in reversed(inputs) if back else inputs:
             state = self.cell(given, F.linear(state[0], wh, bh), state)  # type: ignore[arg-type]
             found.append(state[0])
         return torch.stack(found[::-1] if back else found), state
 
     def cell(self, x: Tensor, h: Tensor, state: State) -> State:
-        """The next state, from what the gates have of the input and of the last state, each with its bias."""
+        """The next state, from what the gates have of the input and of the last state, each with
+        its bias."""
         raise NotImplementedError
 
 
@@ -69,7 +91,8 @@ WRITTEN_OUT: dict[type[nn.Module], type[nn.Module]] = {nn.RNN: _RNN, nn.GRU: _GR
 
 
 def write_out(module: nn.Module) -> None:
-    """Let recurrent layers inside `module`, which nobody else may hold, change their class; their parameters stay."""
+    """Let recurrent layers inside `module`, which nobody else may hold, change their class; their
+    parameters stay."""
     for m in module.modules():
         if type(m) in WRITTEN_OUT:
             m.__class__ = WRITTEN_OUT[type(m)]

@@ -1,4 +1,5 @@
-"""APFL: golden values, and what its options promise. Its limits alpha = 0 and 1 are law 9 of test_waffle_laws.py."""
+"""APFL: golden values, and what its options promise. Its limits alpha = 0 and 1 are law 9 of
+test_waffle_laws.py."""
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ F64 = torch.float64
 
 
 def golden_steps(**options):
-    """w, v, alpha after one and after two rounds of one step each, from the worked example's start."""
+    """w, v, alpha after one and after two rounds of one step each, from the worked example's
+    start."""
     net, data = quadratics(torch.tensor([[1.0, 2.0]]), torch.tensor([[2.0, 1.0]]), start=[1.0, 0.0])
     s = make_setting(net, data, Training(lr=0.1, batch_size=1), 2)
     alg = APFL(alpha=0.25, **options)
@@ -23,14 +25,23 @@ def golden_steps(**options):
     found = []
     for _ in range(2):
         state, _ = step(Setup(alg, s), state, torch.arange(1))
-        found.append((state.server["x"].clone(), state.clients["v"][0].clone(), float(state.clients["alpha"])))
+        found.append(
+            (
+                state.server["x"].clone(),
+                state.clients["v"][0].clone(),
+                float(state.clients["alpha"]),
+            )
+        )
     return found
 
 
-@pytest.mark.parametrize("mix", ["weights", "logits"])  # the same for a model that is linear in its parameters
+# the same for a model that is linear in its parameters
+@pytest.mark.parametrize("mix", ["weights", "logits"])
 def test_golden_steps(mix):
     (w1, v1, a1), (w2, v2, a2) = golden_steps(mix=mix)
-    assert [*w1.tolist(), *v1.tolist(), a1] == pytest.approx([1.1, 0.2, 0.03125, 2.025, 0.325], abs=1e-12)
+    assert [*w1.tolist(), *v1.tolist(), a1] == pytest.approx(
+        [1.1, 0.2, 0.03125, 2.025, 0.325], abs=1e-12
+    )
     golden = [1.19, 0.36, 0.0717886719, 2.0384468750, 0.2671995117]
     assert [*w2.tolist(), *v2.tolist(), a2] == pytest.approx(golden, abs=1e-9)
 
@@ -45,7 +56,8 @@ def test_golden_options():
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_a_round_step_by_step(engine, momentum):
-    """Against the definition, gradient by gradient: alpha moves at the first step only, all from the old values."""
+    """Against the definition, gradient by gradient: alpha moves at the first step only, all from
+    the old values."""
     net, data = Net(lambda: tiny_model()().double()), images()
     data = type(data)(data.x.double(), data.y, data.index, data.classes)
     t = Training(lr=0.1, batch_size=8, epochs=2, momentum=momentum, weight_decay=0.01)
@@ -53,7 +65,11 @@ def test_a_round_step_by_step(engine, momentum):
     alg = APFL(alpha=0.3, alpha_lr=5.0)
     gen = torch.Generator().manual_seed(0)
     v0 = net.w0 + 0.3 * torch.randn(3, net.size, generator=gen, dtype=F64)
-    own, up = alg.train({"x": net.w0.expand(3, -1)}, {"v": v0, "alpha": torch.full((3, 1), 0.3, dtype=F64)}, fresh(s))[:2]
+    own, up = alg.train(
+        {"x": net.w0.expand(3, -1)},
+        {"v": v0, "alpha": torch.full((3, 1), 0.3, dtype=F64)},
+        fresh(s),
+    )[:2]
 
     def update(rows, grad, k):
         w, v, a = rows["w"], rows["v"], rows["a"]
@@ -61,10 +77,22 @@ def test_a_round_step_by_step(engine, momentum):
         mw = momentum * rows["mw"] + gw + 0.01 * w
         mv = momentum * rows["mv"] + a * gm + 0.01 * v
         slope = ((v - w) * gm).sum(1, keepdim=True)
-        return {"w": w - 0.1 * mw, "v": v - 0.1 * mv, "a": (a - 5.0 * slope).clamp(0, 1) if k == 0 else a, "mw": mw, "mv": mv}
+        return {
+            "w": w - 0.1 * mw,
+            "v": v - 0.1 * mv,
+            "a": (a - 5.0 * slope).clamp(0, 1) if k == 0 else a,
+            "mw": mw,
+            "mv": mv,
+        }
 
     zero = torch.zeros_like(v0)
-    rows = {"w": net.w0.repeat(3, 1), "v": v0, "a": torch.full((3, 1), 0.3, dtype=F64), "mw": zero, "mv": zero}
+    rows = {
+        "w": net.w0.repeat(3, 1),
+        "v": v0,
+        "a": torch.full((3, 1), 0.3, dtype=F64),
+        "mw": zero,
+        "mv": zero,
+    }
     end = fresh(s).each_batch(rows, update)
     torch.testing.assert_close(up["delta"], end.rows["w"] - net.w0, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(own["v"], end.rows["v"], rtol=1e-9, atol=1e-12)
@@ -94,8 +122,14 @@ def test_what_is_evaluated(mix, where):
     losses = evaluate(Setup(alg, s), state)["loss"]
     for i in range(3):
         x, y = data.client(i, "test")
-        w, v, a = state.clients["w"][i] if where == "client" else state.server["x"], state.clients["v"][i], state.clients["alpha"][i]
-        scores = net(a * v + (1 - a) * w, x) if mix == "weights" else a * net(v, x) + (1 - a) * net(w, x)
+        w, v, a = (
+            state.clients["w"][i] if where == "client" else state.server["x"],
+            state.clients["v"][i],
+            state.clients["alpha"][i],
+        )
+        scores = (
+            net(a * v + (1 - a) * w, x) if mix == "weights" else a * net(v, x) + (1 - a) * net(w, x)
+        )
         assert float(losses[i]) == pytest.approx(float(F.cross_entropy(scores, y)), rel=1e-5)
     other = APFL(mix=mix, evaluate_on="server", alpha_lr=1.0)
     same = play(other, s)[-1][0]
@@ -111,8 +145,12 @@ def test_the_statistics_of_batch_norm_are_the_mixtures(engine):
     s = make_setting(net, data, Training(lr=0.1, batch_size=8), 1, engine)
     local = fresh(s)
     v = net.w0 + torch.randn(3, net.size, generator=torch.Generator().manual_seed(1))
-    fit = APFL(alpha=0.5).train({"x": net.w0.expand(3, -1)}, {"v": v, "alpha": torch.full((3, 1), 0.5)}, local)[2]
+    fit = APFL(alpha=0.5).train(
+        {"x": net.w0.expand(3, -1)}, {"v": v, "alpha": torch.full((3, 1), 0.5)}, local
+    )[2]
     for i in range(3):
-        module = net.load(net.build(), (v[i] + net.w0) / 2, net.b0).train()  # type: ignore[operator]
+        module = net.load(net.build(), (v[i] + net.w0) / 2, net.b0).train()
         module(data.client(i, "train")[0])
-        torch.testing.assert_close(fit.buffers[i], torch.cat([module[1].running_mean, module[1].running_var]))  # type: ignore[index]
+        torch.testing.assert_close(
+            fit.buffers[i], torch.cat([module[1].running_mean, module[1].running_var])
+        )

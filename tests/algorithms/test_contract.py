@@ -1,4 +1,5 @@
-"""What every algorithm of the registry owes its users: the checks of `pflcore.testing`, and what only we promise."""
+"""What every algorithm of the registry owes its users: the checks of `pflcore.testing`, and what
+only we promise."""
 
 from functools import cache
 from typing import Any
@@ -11,12 +12,21 @@ from pflcore import Training, evaluate
 from pflcore.algorithms import ALGORITHMS
 from pflcore.testing import Case, check
 
-OPTIONS: dict[str, dict[str, Any]] = {  # where the defaults do not fit a federation of four small clients
+# where the defaults do not fit a federation of four small clients
+OPTIONS: dict[str, dict[str, Any]] = {
     "knnper": {"k": 3},
     "fedala": {"sample": 1.0},  # else it draws, and nothing is asked of its clients' numbers
 }
 WEIGHTS = {"waffle", "weight_erosion"}  # with mixing weights in the record
-MODELS_SENT = {"fedavg": (1, 1), "fedprox": (1, 1), "scaffold": (2, 2), "waffle": (2, 2), "apfl": (1, 1), "local": (0, 0)}  # down, up
+# down, up
+MODELS_SENT = {
+    "fedavg": (1, 1),
+    "fedprox": (1, 1),
+    "scaffold": (2, 2),
+    "waffle": (2, 2),
+    "apfl": (1, 1),
+    "local": (0, 0),
+}
 
 every = pytest.mark.parametrize("name", swept())
 

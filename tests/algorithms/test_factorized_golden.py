@@ -1,4 +1,5 @@
-"""The Indian buffet process and the factorized layers against golden numbers (float64, printed to ten digits) and quadrature."""
+"""The Indian buffet process and the factorized layers against golden numbers (float64, printed to
+ten digits) and quadrature."""
 
 import torch
 from parts.factorized_golden import D, linear, near, t
@@ -12,8 +13,10 @@ def test_the_average_of_factors_is_not_the_average_of_products():
     two = linear([[0, 1], [1, 1]], [0.2, 1], [[2, 0], [1, 1]])
     near((one.weight + two.weight) / 2, [[1, 1], [0.7, 1]])
     net = Net(one)
-    mean = net.load(linear([[0, 0], [0, 0]], [0, 0], [[0, 0], [0, 0]]), (net.row(one) + net.row(two)) / 2)
-    near(mean.weight, [[0.6375, 0.525], [1.0125, 1.275]])  # type: ignore[arg-type]
+    mean = net.load(
+        linear([[0, 0], [0, 0]], [0, 0], [[0, 0], [0, 0]]), (net.row(one) + net.row(two)) / 2
+    )
+    near(mean.weight, [[0.6375, 0.525], [1.0125, 1.275]])
 
 
 def test_convolution():

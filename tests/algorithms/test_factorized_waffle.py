@@ -1,4 +1,5 @@
-"""FactorizedWaffle: what stays with the client, one step by hand, both engines, presets, evaluation, newcomers."""
+"""FactorizedWaffle: what stays with the client, one step by hand, both engines, presets,
+evaluation, newcomers."""
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from pflcore.algorithms import ALGORITHMS
 from pflcore.nn import factorize
 from pflcore.simulation.round import Setup, begin
 
-# -- privacy -----------------------------------------------------------------------------------------------------------------------
+# -- privacy -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("preset", ["recommended", "paper_literal"])
@@ -31,9 +32,12 @@ def test_beliefs_never_leave_the_client(preset):
     assert set(seen["up"]) == {"delta"} and set(seen["down"]) == {"x"}
     assert seen["up"]["delta"].shape == seen["down"]["x"].shape == (3, s.net.size)
     fresh = Spy().newcomer({}, s.net, 3)["q"][0]
-    assert s.net.size == sum(p.numel() for p in factorize(model(), (4, 3)).parameters()) and fresh.shape == (3 * 7,)
+    assert s.net.size == sum(
+        p.numel() for p in factorize(model(), (4, 3)).parameters()
+    ) and fresh.shape == (3 * 7,)
     assert (seen["new"]["q"] - fresh).abs().max() > 0.1
-    assert seen["up"]["delta"].abs().max() < 1e-290  # nothing of the beliefs' way is in what travels
+    # nothing of the beliefs' way is in what travels
+    assert seen["up"]["delta"].abs().max() < 1e-290
     assert all(k not in state for state in (seen["up"], seen["down"]) for k in ("q", "m", "v", "t"))
 
 
@@ -56,20 +60,29 @@ def test_averaging_is_of_factors_and_uniform():
 
     state = play(Spy(), s, 1)
     torch.testing.assert_close(state.server["x"], ups[0].mean(0), rtol=1e-12, atol=1e-14)
-    layers = [s.net.load(factorize(model(), (4, 3)), row)[0].weight for row in [*ups[0], state.server["x"]]]  # type: ignore[index]
-    assert (torch.stack(layers[:3]).mean(0) - layers[3]).abs().max() > 1e-3  # not the average of their products
+    layers = [
+        s.net.load(factorize(model(), (4, 3)), row)[0].weight
+        for row in [*ups[0], state.server["x"]]
+    ]
+    # not the average of their products
+    assert (torch.stack(layers[:3]).mean(0) - layers[3]).abs().max() > 1e-3
 
 
 def test_engines_agree_and_neighbours_play_no_part():
-    """Clients of different sizes step together in one engine and alone in the other; a client's way is its own."""
+    """Clients of different sizes step together in one engine and alone in the other; a client's way
+    is its own."""
     alg = FactorizedWaffle(tau_start=2.0, tau_decay=0.8)
-    a, b = (play(alg, setting(engine=e, momentum=0.5, weight_decay=1e-3), 2) for e in ("vmap", "loop"))
+    a, b = (
+        play(alg, setting(engine=e, momentum=0.5, weight_decay=1e-3), 2) for e in ("vmap", "loop")
+    )
     for k in a.clients:
         torch.testing.assert_close(a.clients[k], b.clients[k], rtol=1e-8, atol=1e-10)
     torch.testing.assert_close(a.server["x"], b.server["x"], rtol=1e-8, atol=1e-10)
     alone = play(alg, setting(momentum=0.5, weight_decay=1e-3), 1, [1])
     together = play(alg, setting(momentum=0.5, weight_decay=1e-3), 1)
-    torch.testing.assert_close(alone.clients["q"][1], together.clients["q"][1], rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(
+        alone.clients["q"][1], together.clients["q"][1], rtol=1e-9, atol=1e-11
+    )
 
 
 def test_the_temperature_falls():
@@ -77,25 +90,45 @@ def test_the_temperature_falls():
     fixed = play(FactorizedWaffle(tau=0.5), s, 1)
     falling = play(FactorizedWaffle(tau=0.5, tau_start=3.0, tau_decay=0.99), s, 1)
     fallen = play(FactorizedWaffle(tau=0.5, tau_start=0.5), s, 1)
-    assert torch.equal(fixed.server["x"], fallen.server["x"]) and not torch.equal(fixed.server["x"], falling.server["x"])
+    assert torch.equal(fixed.server["x"], fallen.server["x"]) and not torch.equal(
+        fixed.server["x"], falling.server["x"]
+    )
 
 
-# -- as users meet it --------------------------------------------------------------------------------------------------------------
+# -- as users meet it --------------------------------------------------------
 
 
 def test_a_simulation_factorizes_the_model():
-    run = Simulation("factorized_waffle", model, federation(), Training(lr=0.1, batch_size=8), rounds=2, hardware=Hardware(workers=1))
-    assert run.setting.net.names[:3] == ["0.w_a", "0.strength", "0.w_b"] and run.setting.net.names[-2:] == ["4.weight", "4.bias"]
+    run = Simulation(
+        "factorized_waffle",
+        model,
+        federation(),
+        Training(lr=0.1, batch_size=8),
+        rounds=2,
+        hardware=Hardware(workers=1),
+    )
+    assert run.setting.net.names[:3] == ["0.w_a", "0.strength", "0.w_b"] and run.setting.net.names[
+        -2:
+    ] == ["4.weight", "4.bias"]
     history = run.run()
-    assert history.stopped is None and history.rounds[-1]["bytes_up"] == 3 * 8 * run.setting.net.size
-    own = Simulation(FactorizedWaffle(ranks=(2, 3)), factorize(model(), 6), federation(), rounds=1, hardware=Hardware(workers=1))
+    assert (
+        history.stopped is None and history.rounds[-1]["bytes_up"] == 3 * 8 * run.setting.net.size
+    )
+    own = Simulation(
+        FactorizedWaffle(ranks=(2, 3)),
+        factorize(model(), 6),
+        federation(),
+        rounds=1,
+        hardware=Hardware(workers=1),
+    )
     assert strengths(own.setting.net).numel() == 12  # a model that has factors keeps them
     with pytest.raises(ValueError, match=r"^model: expected one with factorized layers"):
         begin(FactorizedWaffle(), Net(model()), 2)
 
 
 def test_it_learns_what_one_model_cannot():
-    """Half the clients with their labels turned: one model for all cannot be right, private factors can."""
+    """Half the clients with their labels turned: one model for all cannot be right, private factors
+    can."""
     data = federation((60,) * 6)
     t = Training(lr=0.1, batch_size=10, epochs=5)
 
@@ -104,7 +137,13 @@ def test_it_learns_what_one_model_cannot():
 
     def accuracy(alg, **options):
         history = Simulation(
-            ALGORITHMS[alg](**options), wide, data, t, rounds=15, evaluation=Evaluation(every=15), hardware=Hardware(workers=1)
+            ALGORITHMS[alg](**options),
+            wide,
+            data,
+            t,
+            rounds=15,
+            evaluation=Evaluation(every=15),
+            hardware=Hardware(workers=1),
         ).run()
         return float(torch.tensor(history.rounds[-1]["eval"]["accuracy"]).mean())
 
@@ -118,5 +157,8 @@ def test_clients_step_together_or_by_size():
     local = Clients(s, torch.arange(3), 1, torch.zeros(3, 0, dtype=D))
     for more in ({}, {"steps": 3}, {"batches": 2}):
         step = lambda rows, grad, k: {"x": rows["x"] - 0.1 * grad(rows["x"])}  # noqa: E731
-        ways = [local.each_batch({"x": s.net.w0.expand(3, -1)}, step, together=t, **more).rows["x"] for t in (True, False)]
+        ways = [
+            local.each_batch({"x": s.net.w0.expand(3, -1)}, step, together=t, **more).rows["x"]
+            for t in (True, False)
+        ]
         torch.testing.assert_close(*ways, rtol=1e-9, atol=1e-11)

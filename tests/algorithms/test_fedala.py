@@ -1,4 +1,5 @@
-"""FedALA against a plain torch program of its Algorithm 1 that shares no code with it, and its laws."""
+"""FedALA against a plain torch program of its Algorithm 1 that shares no code with it, and its
+laws."""
 
 import copy
 import statistics
@@ -14,7 +15,8 @@ from pflcore import Federation, Net, Training
 from pflcore.algorithms import FedAvg
 
 COHORTS = ([0, 1, 2], [0, 1], [1, 2], [0, 1, 2])
-TRAINING = Training(lr=0.3, batch_size=64, epochs=2)  # whole batches, so that no shuffle plays a part
+# whole batches, so that no shuffle plays a part
+TRAINING = Training(lr=0.3, batch_size=64, epochs=2)
 
 
 def federation():
@@ -37,7 +39,9 @@ class Person:
             return model
 
         def put():
-            for p, a, b, w in zip(list(model.parameters())[low:], mine[low:], theirs[low:], self.weights, strict=True):
+            for p, a, b, w in zip(
+                list(model.parameters())[low:], mine[low:], theirs[low:], self.weights, strict=True
+            ):
                 p.data = a.data + (b.data - a.data) * w
 
         losses: list[float] = []
@@ -47,9 +51,15 @@ class Person:
             loss = nn.functional.cross_entropy(model(x), y)
             loss.backward()
             losses.append(loss.item())
-            for i, (p, a, b) in enumerate(zip(list(model.parameters())[low:], mine[low:], theirs[low:], strict=True)):
-                self.weights[i] = torch.clip(self.weights[i] - eta * p.grad * (b.data - a.data), 0, 1)
-            if not self.fresh or (len(losses) > window and statistics.pstdev(losses[-window:]) < threshold):
+            for i, (p, a, b) in enumerate(
+                zip(list(model.parameters())[low:], mine[low:], theirs[low:], strict=True)
+            ):
+                self.weights[i] = torch.clip(
+                    self.weights[i] - eta * p.grad * (b.data - a.data), 0, 1
+                )
+            if not self.fresh or (
+                len(losses) > window and statistics.pstdev(losses[-window:]) < threshold
+            ):
                 break
         put()
         self.fresh, self.epochs = False, [*self.epochs, len(losses)]
@@ -69,7 +79,12 @@ def program(start, data, layers, **how):
                 optimizer.step()
         total = sum(len(data.client(i)[1]) for i in cohort)
         states = {i: people[i].own.state_dict() for i in cohort}
-        server.load_state_dict({k: sum(len(data.client(i)[1]) / total * s[k] for i, s in states.items()) for k in server.state_dict()})
+        server.load_state_dict(
+            {
+                k: sum(len(data.client(i)[1]) / total * s[k] for i, s in states.items())
+                for k in server.state_dict()
+            }
+        )
     served = [copy.deepcopy(p).mix(server, *data.client(i), **how) for i, p in enumerate(people)]
     return server, people, served
 
@@ -77,13 +92,16 @@ def program(start, data, layers, **how):
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
 @pytest.mark.parametrize("layers", [0, 2])
 def test_golden_fedala(layers, engine):
-    """Four rounds with absent clients: the server, theta, W, and what is evaluated; the first time takes more than `window` epochs."""
+    """Four rounds with absent clients: the server, theta, W, and what is evaluated; the first time
+    takes more than `window` epochs."""
     how = {"eta": 4.0, "window": 3, "threshold": 0.004}
     net, data = Net(lambda: tiny_model()().double(), seed=3), federation()
     alg, s = FedALA(layers=layers, sample=1.0, **how), make_setting(net, data, TRAINING, 4, engine)
     state = play(alg, s, ids=lambda r: COHORTS[r - 1])[-1][0]
     server, people, served = program(net.module, data, layers, **how)
-    assert all(p.epochs[0] > 4 and set(p.epochs[1:]) <= {1} for p in people), [p.epochs for p in people]
+    assert all(p.epochs[0] > 4 and set(p.epochs[1:]) <= {1} for p in people), [
+        p.epochs for p in people
+    ]
     view, _ = views(alg, state, s, torch.arange(3))
     torch.testing.assert_close(state.server["x"], net.row(server), rtol=1e-9, atol=1e-11)
     for i, p in enumerate(people):
@@ -95,13 +113,17 @@ def test_golden_fedala(layers, engine):
 
 
 def test_without_a_step_of_w_it_is_fedavg_and_lower_layers_are_the_servers():
-    s = make_setting(Net(lambda: tiny_model()().double()), federation(), Training(lr=0.1, batch_size=8), 3)
+    s = make_setting(
+        Net(lambda: tiny_model()().double()), federation(), Training(lr=0.1, batch_size=8), 3
+    )
     (fedala, done), (fedavg, _) = (play(a, s)[-1] for a in (FedALA(eta=0.0), FedAvg()))
     torch.testing.assert_close(fedala.server["x"], fedavg.server["x"], rtol=1e-9, atol=1e-11)
     assert done.bytes_up == done.bytes_down == 3 * 8 * s.net.size
     state = play(FedALA(layers=2), s)[-1][0]
     w, low = views(FedALA(layers=2), state, s, torch.arange(3))[0]["w"], s.net.size - 24
-    assert state.clients["W"].shape == (3, 24) and torch.equal(w[:, :low], state.server["x"][:low].expand(3, -1))
+    assert state.clients["W"].shape == (3, 24) and torch.equal(
+        w[:, :low], state.server["x"][:low].expand(3, -1)
+    )
     assert not torch.equal(w[:, low:], state.server["x"][low:].expand(3, -1))
 
 

@@ -35,10 +35,18 @@ def points(targets, lr, batch_size=100, seed=0, engine="loop", **training):
     y = torch.cat([t(c) for c in targets])
     ends = torch.arange(len(y)).split([len(c) for c in targets])
     data = Federation(
-        torch.zeros(2 * len(y), 1, dtype=torch.float64), y.repeat(2), {"train": list(ends), "test": [i + len(y) for i in ends]}
+        torch.zeros(2 * len(y), 1, dtype=torch.float64),
+        y.repeat(2),
+        {"train": list(ends), "test": [i + len(y) for i in ends]},
     )
     return make_setting(
-        Net(Point, half_squared), data, Training(lr=lr, batch_size=batch_size, **training), 10, engine=engine, workers=1, seed=seed
+        Net(Point, half_squared),
+        data,
+        Training(lr=lr, batch_size=batch_size, **training),
+        10,
+        engine=engine,
+        workers=1,
+        seed=seed,
     )
 
 
@@ -47,17 +55,26 @@ def cohort(ids, n, round=1):
 
 
 def mixed(alg, w, g, ids=None, start=None):
-    """The server's models "x" after models `w` and guidance `g` came in, and its weights "p" [N, N]."""
+    """The server's models "x" after models `w` and guidance `g` came in, and its weights "p" [N,
+    N]."""
     ids = list(range(len(w))) if ids is None else ids
     n, up = max(ids) + 1, {"w": w, "g": g}
-    state = {"x": torch.zeros(n, w.shape[1], dtype=w.dtype) if start is None else start, "seen": torch.zeros(n, dtype=torch.bool)}
+    state = {
+        "x": torch.zeros(n, w.shape[1], dtype=w.dtype) if start is None else start,
+        "seen": torch.zeros(n, dtype=torch.bool),
+    }
     _, mix = alg.update(state, up, cohort(ids, n))
-    return {"x": served(alg, state, up, cohort(ids, n))["x"], "p": matrix(mix, torch.tensor(ids), n)}
+    return {
+        "x": served(alg, state, up, cohort(ids, n))["x"],
+        "p": matrix(mix, torch.tensor(ids), n),
+    }
 
 
 def matrix(mix, ids, n):
     """The weights of a round of the clients `ids` as a matrix [N, N]."""
-    return torch.zeros(n, n, dtype=torch.float64).index_copy_(0, ids, spread(mix.weight, ids[mix.index], n))
+    return torch.zeros(n, n, dtype=torch.float64).index_copy_(
+        0, ids, spread(mix.weight, ids[mix.index], n)
+    )
 
 
 def weights_of(done, n):
@@ -65,19 +82,25 @@ def weights_of(done, n):
     return matrix(done.mix, done.cohort.ids, n)
 
 
-# golden values --------------------------------------------------------------------------------------------------------
+# golden values --------------------------------------------------------------
 
 
 def test_golden_weights_and_mixes():
     a1 = GOLDEN["A1_feddwa_basic"]
     w, g = t(a1["W"]), t(a1["G"])
     close(ops.pairwise_sqdist(g, w), a1["D2"])
-    for k, p, out in ((9, "P_full", "W_next_full"), (2, "P_top2", "W_next_top2"), (1, "P_top1", None)):
+    for k, p, out in (
+        (9, "P_full", "W_next_full"),
+        (2, "P_top2", "W_next_top2"),
+        (1, "P_top1", None),
+    ):
         state = mixed(FedDWA(k=k), w, g)
         close(state["p"], a1[p])
         if out:
             close(state["x"], a1[out])
-    assert not torch.allclose(mixed(FedDWA(k=9), w, g)["p"], t(a1["P_WRONG_power_minus1"]), atol=0.01)
+    assert not torch.allclose(
+        mixed(FedDWA(k=9), w, g)["p"], t(a1["P_WRONG_power_minus1"]), atol=0.01
+    )
 
 
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
@@ -128,10 +151,17 @@ def test_golden_guidance_epoch_against_full_gradient():
             return self
 
         def grad(self, w):
-            return torch.stack([w[i] - t([y for part in b for y in part]).mean() for i, b in enumerate(a9["batches"])])
+            return torch.stack(
+                [
+                    w[i] - t([y for part in b for y in part]).mean()
+                    for i, b in enumerate(a9["batches"])
+                ]
+            )
 
     for guidance, name in (("epoch", "epoch"), ("full_grad", "fullgrad")):
-        _, up = FedDWA(guidance=guidance).train({"x": torch.zeros(2, 1, dtype=torch.float64)}, {}, Fixed())[:2]
+        _, up = FedDWA(guidance=guidance).train(
+            {"x": torch.zeros(2, 1, dtype=torch.float64)}, {}, Fixed()
+        )[:2]
         close(up["w"][:, 0], a9["w_hat"])
         close(up["g"][:, 0], a9[f"g_{name}"])
         close(mixed(FedDWA(), up["w"], up["g"])["p"], a9[f"P_{name}"])
@@ -142,7 +172,9 @@ def test_golden_qp_of_a1():
     w, g = t(a1["W"]), t(a1["G"])
     state = mixed(FedDWAQP(k=3), w, g)
     torch.testing.assert_close(state["p"], t(a7["p_simplex"]), rtol=1e-8, atol=1e-9)
-    torch.testing.assert_close(((state["x"] - g) ** 2).sum(1), t(a7["residual_sq_QP"]), rtol=1e-8, atol=1e-12)
+    torch.testing.assert_close(
+        ((state["x"] - g) ** 2).sum(1), t(a7["residual_sq_QP"]), rtol=1e-8, atol=1e-12
+    )
     for k, want in ((3, "residual_sq_eq15"), (2, "residual_sq_top2")):
         close(((mixed(FedDWA(k=k), w, g)["x"] - g) ** 2).sum(1), a7[want])
 
@@ -152,8 +184,12 @@ def test_qp_bridge_runs_from_eq15_to_eq12():
     w, g = torch.randn(12, 30, generator=gen).double(), torch.randn(12, 30, generator=gen).double()
     start = mixed(FedDWAQP(k=4, theta=0.0, ridge=0.0), w, g)
     torch.testing.assert_close(start["p"], mixed(FedDWA(k=4), w, g)["p"], rtol=1e-8, atol=1e-10)
-    torch.testing.assert_close(mixed(FedDWAQP(k=4, theta=0.0), w, g)["p"], start["p"], rtol=1e-6, atol=1e-8)
-    residual = [((mixed(FedDWAQP(k=4, theta=theta), w, g)["x"] - g) ** 2).sum() for theta in (0.0, 0.5, 1.0)]
+    torch.testing.assert_close(
+        mixed(FedDWAQP(k=4, theta=0.0), w, g)["p"], start["p"], rtol=1e-6, atol=1e-8
+    )
+    residual = [
+        ((mixed(FedDWAQP(k=4, theta=theta), w, g)["x"] - g) ** 2).sum() for theta in (0.0, 0.5, 1.0)
+    ]
     assert residual[0] > residual[1] > residual[2]
 
 
@@ -161,14 +197,21 @@ def test_weights_follow_the_clients_and_no_frame():
     w, g = models(0, 40)
     p = mixed(FedDWA(k=6), w, g)["p"]
     order = torch.randperm(40, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(mixed(FedDWA(k=6), w[order], g[order])["p"], p[order][:, order], rtol=0, atol=0)
-    turn = torch.linalg.qr(torch.randn(50, 50, generator=torch.Generator().manual_seed(2), dtype=torch.float64)).Q
+    torch.testing.assert_close(
+        mixed(FedDWA(k=6), w[order], g[order])["p"], p[order][:, order], rtol=0, atol=0
+    )
+    turn = torch.linalg.qr(
+        torch.randn(50, 50, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    ).Q
     for move in (lambda z: z + 3.0, lambda z: z @ turn, lambda z: 1e-4 * z):
-        torch.testing.assert_close(mixed(FedDWA(k=6), move(w), move(g))["p"], p, rtol=1e-8, atol=1e-12)
+        torch.testing.assert_close(
+            mixed(FedDWA(k=6), move(w), move(g))["p"], p, rtol=1e-8, atol=1e-12
+        )
 
 
 def test_float32_weights_are_right_for_forty_close_models():
-    """Expanding the square, as torch.cdist does above 25 rows, is wrong by more than 100 percent here."""
+    """Expanding the square, as torch.cdist does above 25 rows, is wrong by more than 100 percent
+    here."""
     w, g = models(5, 40, dim=20_000, spread=1e-4, dtype=torch.float32)
     exact = mixed(FedDWA(k=5), w.double(), g.double())
     single = mixed(FedDWA(k=5), w, g)
@@ -203,14 +246,17 @@ def test_results_do_not_alias_inputs():
     assert torch.equal(w, kept)
 
 
-# rounds ---------------------------------------------------------------------------------------------------------------
+# rounds ---------------------------------------------------------------------
 
 
 def images(engine="vmap", n=6, seed=0, batch_norm=False, **training):
     gen = torch.Generator().manual_seed(seed)
     sizes = [8 + 3 * i for i in range(n)]
     total = sum(sizes)
-    x, y = torch.randn(2 * total, 1, 5, 5, generator=gen), torch.randint(0, 4, (2 * total,), generator=gen)
+    x, y = (
+        torch.randn(2 * total, 1, 5, 5, generator=gen),
+        torch.randint(0, 4, (2 * total,), generator=gen),
+    )
     index = list(torch.arange(total).split(sizes))
     data = Federation(x, y, {"train": index, "test": [i + total for i in index]}, 4)
 
@@ -224,7 +270,8 @@ def images(engine="vmap", n=6, seed=0, batch_norm=False, **training):
 
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
 def test_look_ahead_leaves_no_trace(engine):
-    """Whatever the guidance is, training, statistics and later shuffles are those of a run that never looked ahead."""
+    """Whatever the guidance is, training, statistics and later shuffles are those of a run that
+    never looked ahead."""
 
     setting = images(engine, batch_norm=True, momentum=0.5)
     ids = torch.arange(6)
@@ -259,7 +306,9 @@ def test_step_size_zero_keeps_everybody_at_home():
     state.server["seen"][:] = True
     before = state.server["x"].clone()
     state, done = step(Setup(alg, setting), state, torch.arange(6))
-    assert torch.equal(weights_of(done, 6), torch.eye(6, dtype=torch.float64)) and torch.equal(state.server["x"], before)
+    assert torch.equal(weights_of(done, 6), torch.eye(6, dtype=torch.float64)) and torch.equal(
+        state.server["x"], before
+    )
 
 
 def test_previous_guidance_uploads_one_model_and_starts_alone():
@@ -268,7 +317,8 @@ def test_previous_guidance_uploads_one_model_and_starts_alone():
     state = begin(alg, setting.net, 6)
     state, done = step(Setup(alg, setting), state, torch.arange(4))
     assert (done.bytes_up, done.bytes_down) == (4 * 4 * p, 4 * 4 * p)
-    assert torch.equal(weights_of(done, 6)[:4, :4], torch.eye(4, dtype=torch.float64))  # nobody has a previous model yet
+    # nobody has a previous model yet
+    assert torch.equal(weights_of(done, 6)[:4, :4], torch.eye(4, dtype=torch.float64))
     last = state.server["last"].clone()
     state, done = step(Setup(alg, setting), state, torch.tensor([1, 2, 5]))
     want = ops.feddwa_weights(ops.pairwise_sqdist(last[[1, 2]], state.server["last"][[1, 2, 5]]), 3)
@@ -281,7 +331,10 @@ def test_previous_guidance_uploads_one_model_and_starts_alone():
 def test_ahead_guidance_uploads_two_models():
     setting = images()
     _, done = step(Setup(FedDWA(), setting), begin(FedDWA(), setting.net, 6), torch.tensor([0, 3]))
-    assert (done.bytes_up, done.bytes_down) == (2 * 2 * 4 * setting.net.size, 2 * 4 * setting.net.size)
+    assert (done.bytes_up, done.bytes_down) == (
+        2 * 2 * 4 * setting.net.size,
+        2 * 4 * setting.net.size,
+    )
 
 
 def test_a_newcomer_starts_from_the_initial_model_or_the_mean():
@@ -304,14 +357,17 @@ def test_engines_agree_and_everybody_is_evaluated(alg):
         state = begin(alg, setting.net, 6)
         for ids in ([0, 1, 2, 3, 4, 5], [1, 3, 5]):
             state, _ = step(Setup(alg, setting), state, torch.tensor(ids))
-        found.append((state.server["x"], state.batch_norm, evaluate(Setup(alg, setting), state)["loss"]))
+        found.append(
+            (state.server["x"], state.batch_norm, evaluate(Setup(alg, setting), state)["loss"])
+        )
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     assert found[0][2].shape == (6,)
 
 
 def test_clients_of_one_task_find_each_other():
-    """Two groups with opposite labels: nearly all weight stays within a group, and the k nearest are the group."""
+    """Two groups with opposite labels: nearly all weight stays within a group, and the k nearest
+    are the group."""
     gen = torch.Generator().manual_seed(0)
     n, each = 8, 40
     x = torch.randn(n * each, 6, generator=gen)
@@ -320,7 +376,9 @@ def test_clients_of_one_task_find_each_other():
     group = torch.arange(n) // 4
     relabel = torch.stack([torch.tensor([[0, 1], [1, 0]])[g] for g in group])
     data = Federation(x, y, {"train": index}, 2, relabel)
-    setting = make_setting(Net(nn.Linear(6, 2)), data, Training(lr=0.1, batch_size=10), 10, engine="vmap", workers=1)
+    setting = make_setting(
+        Net(nn.Linear(6, 2)), data, Training(lr=0.1, batch_size=10), 10, engine="vmap", workers=1
+    )
     alg = FedDWA(k=8)
     state = begin(alg, setting.net, n)
     for _ in range(10):
@@ -334,7 +392,8 @@ def test_clients_of_one_task_find_each_other():
 @pytest.mark.parametrize("long", [1, 1000], ids=["groups", "blocks"])
 @pytest.mark.parametrize("k", [1, 5, 99])
 def test_a_search_by_groups_changes_no_bit(k, long, monkeypatch):
-    """Clusters, copies of models, a guidance that is another's model; and a cohort of many takes it by itself."""
+    """Clusters, copies of models, a guidance that is another's model; and a cohort of many takes it
+    by itself."""
     gen = torch.Generator().manual_seed(0)
     w = torch.randn(5, 67, generator=gen).repeat(8, 1) + 1e-3 * torch.randn(40, 67, generator=gen)
     w[30:35] = w[5:10]
@@ -352,7 +411,8 @@ def test_a_search_by_groups_changes_no_bit(k, long, monkeypatch):
 
 
 def test_power_and_stride_keep_the_neighbours_or_the_rule():
-    """Weights of one round by hand: power 0 is even among the same neighbours, power 2 squares; a stride makes small steps count."""
+    """Weights of one round by hand: power 0 is even among the same neighbours, power 2 squares; a
+    stride makes small steps count."""
     w = torch.tensor([[0.0], [1.0], [2.5], [9.0]], dtype=torch.float64)
     up = {"w": w, "g": w + 1e-3}
     net = Net(Point, half_squared)
@@ -361,10 +421,22 @@ def test_power_and_stride_keep_the_neighbours_or_the_rule():
         alg = FedDWA(k=3, **options)
         state = alg.init(**alg.initial(net), n=4) | {"x": w.clone()}
         _, mix = alg.update(state, up, cohort([0, 1, 2, 3], 4))
-        return spread(mix.weight, mix.index, 4), served(alg, state, up, cohort([0, 1, 2, 3], 4))["x"]
+        return spread(mix.weight, mix.index, 4), served(alg, state, up, cohort([0, 1, 2, 3], 4))[
+            "x"
+        ]
 
-    paper, even, square, far = (mixed(**o)[0] for o in ({}, {"power": 0.0}, {"power": 2.0}, {"stride": 1.0}))
-    close(even, [[1 / 3, 1 / 3, 1 / 3, 0], [1 / 3, 1 / 3, 1 / 3, 0], [1 / 3, 1 / 3, 1 / 3, 0], [0, 1 / 3, 1 / 3, 1 / 3]])
+    paper, even, square, far = (
+        mixed(**o)[0] for o in ({}, {"power": 0.0}, {"power": 2.0}, {"stride": 1.0})
+    )
+    close(
+        even,
+        [
+            [1 / 3, 1 / 3, 1 / 3, 0],
+            [1 / 3, 1 / 3, 1 / 3, 0],
+            [1 / 3, 1 / 3, 1 / 3, 0],
+            [0, 1 / 3, 1 / 3, 1 / 3],
+        ],
+    )
     assert ((paper > 0) == (even > 0)).all() and paper.diagonal().min() > 0.9999
     close(square, (paper**2 / (paper**2).sum(1, keepdim=True)).tolist())
     assert far[0, 1] == 1.0  # client 0 strides from 0 to 1, onto client 1
@@ -380,7 +452,10 @@ def test_the_guidance_can_be_served():
     target = t([1.5, 5.0])[:, None]
     ahead = target + (x - target) * 0.9**2  # one step of training, one ahead
     got = evaluate(Setup(FedDWA(k=1, serve="guidance"), s), state, "test")["loss"]
-    want = [(0.5 * ((ahead[0] - t([1.0, 2.0])) ** 2).mean()).item(), (0.5 * (ahead[1] - 5.0) ** 2).item()]
+    want = [
+        (0.5 * ((ahead[0] - t([1.0, 2.0])) ** 2).mean()).item(),
+        (0.5 * (ahead[1] - 5.0) ** 2).item(),
+    ]
     close(got, want)
     assert (got < evaluate(Setup(alg, s), state, "test")["loss"]).all()
 
@@ -393,7 +468,8 @@ def test_no_power_makes_weights_that_are_no_numbers():
     state = {k: v.clone() for k, v in alg.init(**alg.initial(net), n=6).items()}
     changes, mix = alg.update(state, {"w": w, "g": 0.5 * torch.ones_like(w) + 0.01 * w}, cohort)
     torch.testing.assert_close(mix.weight.sum(1), torch.ones(6, dtype=torch.float64))
-    torch.testing.assert_close(changes["x"].rows, w)  # everybody's nearest is its own, and has all the weight
+    # everybody's nearest is its own, and has all the weight
+    torch.testing.assert_close(changes["x"].rows, w)
 
 
 @pytest.mark.parametrize("guidance", ["previous", "current"])
@@ -408,7 +484,10 @@ def test_the_quadratic_program_refuses_a_power():
 
 
 def test_statistics_of_a_cohort_smaller_than_k_are_whole_means():
-    """Places that nothing fills have weight 0 and client 0's number, which is in the cohort, too."""
+    """Places that nothing fills have weight 0 and client 0's number, which is in the cohort,
+    too."""
     alg, setting = FedDWA(k=5), images()
     _, done = step(Setup(alg, setting), begin(alg, setting.net, 6), torch.tensor([0, 2, 3]))
-    torch.testing.assert_close(weights_of(done, 6)[[0, 2, 3]].sum(1), torch.ones(3, dtype=torch.float64))
+    torch.testing.assert_close(
+        weights_of(done, 6)[[0, 2, 3]].sum(1), torch.ones(3, dtype=torch.float64)
+    )

@@ -1,4 +1,5 @@
-"""Server optimizers, clusters, multi-task methods, kNN-Per and fine-tuning: worked examples first, then laws."""
+"""Server optimizers, clusters, multi-task methods, kNN-Per and fine-tuning: worked examples first,
+then laws."""
 
 import math
 from dataclasses import replace
@@ -9,7 +10,21 @@ import torch
 import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
-from methods import MRMTL, Ditto, Ensemble, FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi, FineTune, HypCluster, KnnPer, Mocha, QFedAvg
+from methods import (
+    MRMTL,
+    Ditto,
+    Ensemble,
+    FedAdagrad,
+    FedAdam,
+    FedAvgM,
+    FedOpt,
+    FedYogi,
+    FineTune,
+    HypCluster,
+    KnnPer,
+    Mocha,
+    QFedAvg,
+)
 from parts.motley_algorithms import D64, QUERY, Line, Z, close
 from small import make_setting, served
 
@@ -25,16 +40,31 @@ def half_squared(scores, y):
 
 def federation(clients):
     return Federation.from_arrays(
-        [(torch.tensor(x, dtype=D64).reshape(len(y), -1), torch.tensor(y, dtype=D64)) for x, y in clients],
-        test=[(torch.tensor(x, dtype=D64).reshape(len(y), -1), torch.tensor(y, dtype=D64)) for x, y in clients],
+        [
+            (torch.tensor(x, dtype=D64).reshape(len(y), -1), torch.tensor(y, dtype=D64))
+            for x, y in clients
+        ],
+        test=[
+            (torch.tensor(x, dtype=D64).reshape(len(y), -1), torch.tensor(y, dtype=D64))
+            for x, y in clients
+        ],
         dtype=None,
     )
 
 
-def setting_of(clients, w0=(0.0,), rounds=1, lr=0.1, batch_size=100, criterion=half_squared, **options):
+def setting_of(
+    clients, w0=(0.0,), rounds=1, lr=0.1, batch_size=100, criterion=half_squared, **options
+):
     fed = clients if isinstance(clients, Federation) else federation(clients)
     net = Net(lambda: Line(w0), criterion)
-    return make_setting(net, fed, Training(lr=lr, batch_size=batch_size, **options), rounds, engine="vmap", workers=1)
+    return make_setting(
+        net,
+        fed,
+        Training(lr=lr, batch_size=batch_size, **options),
+        rounds,
+        engine="vmap",
+        workers=1,
+    )
 
 
 def play(alg, setting, rounds=1, state=None):
@@ -45,7 +75,8 @@ def play(alg, setting, rounds=1, state=None):
 
 
 def classes_setting(seed=0, n=4, engine="vmap", rounds=5, val=True, **options):
-    """A small classification federation: MLP, 3 classes, clients of different sizes, splits train, val, test."""
+    """A small classification federation: MLP, 3 classes, clients of different sizes, splits train,
+    val, test."""
     gen = torch.Generator().manual_seed(seed)
     parts = []
     for i in range(n):
@@ -57,10 +88,18 @@ def classes_setting(seed=0, n=4, engine="vmap", rounds=5, val=True, **options):
             parts[-1][s] = (x, flip[x[:, :3].argmax(1)])
     net = Net(lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)))
     training = Training(**{"lr": 0.2, "batch_size": 4, **options})
-    return make_setting(net, Federation.from_arrays(parts, classes=3), training, rounds, engine=engine, workers=1, seed=3)
+    return make_setting(
+        net,
+        Federation.from_arrays(parts, classes=3),
+        training,
+        rounds,
+        engine=engine,
+        workers=1,
+        seed=3,
+    )
 
 
-# server optimizers -----------------------------------------------------------------------------------------------------------------
+# server optimizers ----------------------------------------------------------
 def trajectory(alg, deltas, x0):
     x = torch.tensor(x0, dtype=D64)
     g = {"x": x, **alg.slots(x)}
@@ -105,14 +144,23 @@ def test_two_rounds_of_two_clients(alg, expected):
     g = alg.init(**alg.initial(net), n=2)
     rounds = [([[0.3, 0.1], [-0.1, 0.5]], [10, 30]), ([[0.2, -0.4], [0.1, 0.2]], [20, 20])]
     for r, (delta, size) in enumerate(rounds):
-        g = served(alg, g, {"delta": torch.tensor(delta, dtype=D64)}, Cohort(torch.arange(2), torch.tensor(size), 2, r + 1, 2))
+        g = served(
+            alg,
+            g,
+            {"delta": torch.tensor(delta, dtype=D64)},
+            Cohort(torch.arange(2), torch.tensor(size), 2, r + 1, 2),
+        )
         close(g["x"], expected[r])
 
 
 @given(st.floats(0, 0.99), st.floats(0.01, 3), st.lists(st.floats(-5, 5), min_size=1, max_size=6))
 def test_ema_is_heavy_ball_with_a_smaller_step(beta, lr, deltas):
     a = trajectory(FedOpt(optimizer="ema", beta1=beta, server_lr=lr), [[d] for d in deltas], [0.5])
-    b = trajectory(FedOpt(optimizer="heavy_ball", beta1=beta, server_lr=lr * (1 - beta)), [[d] for d in deltas], [0.5])
+    b = trajectory(
+        FedOpt(optimizer="heavy_ball", beta1=beta, server_lr=lr * (1 - beta)),
+        [[d] for d in deltas],
+        [0.5],
+    )
     close(a, b, atol=1e-12, rtol=1e-10)
 
 
@@ -120,7 +168,9 @@ def test_ema_is_heavy_ball_with_a_smaller_step(beta, lr, deltas):
 def test_no_momentum_is_fedavg(name):
     s = classes_setting()
     plain = play(FedAvg(server_lr=0.7), s, 3).server["x"]
-    torch.testing.assert_close(play(FedOpt(optimizer=name, beta1=0.0, server_lr=0.7), s, 3).server["x"], plain)
+    torch.testing.assert_close(
+        play(FedOpt(optimizer=name, beta1=0.0, server_lr=0.7), s, 3).server["x"], plain
+    )
 
 
 def test_nothing_moves_an_adaptive_optimizer_without_updates():
@@ -157,12 +207,14 @@ def test_q_fedavg_by_hand(q, expected):
 
 def test_q_zero_is_fedavg_and_a_perfect_client_does_not_stop_the_server():
     s = classes_setting()
-    torch.testing.assert_close(play(QFedAvg(q=0.0), s, 2).server["x"], play(FedAvg(), s, 2).server["x"])
+    torch.testing.assert_close(
+        play(QFedAvg(q=0.0), s, 2).server["x"], play(FedAvg(), s, 2).server["x"]
+    )
     perfect = setting_of([([1.0, 2.0], [0.0, 0.0]), ([1.0, 2.0], [2.0, 4.0])], w0=(0.0,))
     assert abs(play(QFedAvg(q=0.5, weighting="uniform"), perfect, 1).server["x"].item()) > 1e-3
 
 
-# clusters --------------------------------------------------------------------------------------------------------------------------
+# clusters -------------------------------------------------------------------
 IFCA = [([1.0, 2.0], [1.0, 2.1]), ([1.0, -1.0, 2.0], [-1.0, 0.9, -2.2]), ([0.5, 1.5], [0.4, 1.6])]
 
 
@@ -178,15 +230,27 @@ def test_ifca_of_three_clients_by_hand():
 
 @pytest.mark.parametrize("optimizer", ["sgd", "ema", "adam"])
 def test_a_cluster_that_nobody_picks_keeps_model_and_optimizer(optimizer):
-    s, alg = setting_of(IFCA), HypCluster(k=2, optimizer=optimizer, **({"bias_correction": "keras"} if optimizer == "adam" else {}))
+    s, alg = (
+        setting_of(IFCA),
+        HypCluster(
+            k=2,
+            optimizer=optimizer,
+            **({"bias_correction": "keras"} if optimizer == "adam" else {}),
+        ),
+    )
     state = begin(alg, s.net, 3)
     state.server["x"] = torch.tensor([[0.6], [-0.4]], dtype=D64)
     state = play(alg, s, 1, state)  # both clusters move, so momentum is not zero
     before = {k: v.clone() for k, v in state.server.items()}
     state, done = step(Setup(alg, s), state, torch.tensor([0, 2]))
     for k in set(before) - {"ids", "pick", "b"}:
-        assert torch.equal(state.server[k][1], before[k][1]) and not torch.equal(state.server[k][0], before[k][0]), k
-    assert {k: v.tolist() for k, v in alg.report(state.server, done.mix, done.cohort).items()} == {"rows": [0, 2], "cluster": [0, 0]}
+        assert torch.equal(state.server[k][1], before[k][1]) and not torch.equal(
+            state.server[k][0], before[k][0]
+        ), k
+    assert {k: v.tolist() for k, v in alg.report(state.server, done.mix, done.cohort).items()} == {
+        "rows": [0, 2],
+        "cluster": [0, 0],
+    }
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "heavy_ball", "adam"])
@@ -208,7 +272,11 @@ def test_warm_start_trains_every_model_and_forgets_their_momentum():
         and warm.server["m"].any()
     )
     warm, ensemble = play(alg, s, 1, warm), play(both, s, 1, ensemble)
-    assert torch.equal(warm.server["x"], ensemble.server["x"]) and not warm.server["m"].any() and ensemble.server["m"].any()
+    assert (
+        torch.equal(warm.server["x"], ensemble.server["x"])
+        and not warm.server["m"].any()
+        and ensemble.server["m"].any()
+    )
     assert len(warm.server["x"].unique(dim=0)) == 2
 
 
@@ -217,12 +285,17 @@ def test_bytes_of_clusters():
     model = s.net.size * 4 * s.data.n
     _, out = step(Setup(HypCluster(k=3), s), begin(HypCluster(k=3), s.net, 4), torch.arange(4))
     assert (out.bytes_down, out.bytes_up) == (3 * model, model + 4)
-    _, out = step(Setup(HypCluster(k=3, warm=1), s), begin(HypCluster(k=3), s.net, 4), torch.arange(4))
+    _, out = step(
+        Setup(HypCluster(k=3, warm=1), s), begin(HypCluster(k=3), s.net, 4), torch.arange(4)
+    )
     assert (out.bytes_down, out.bytes_up) == (3 * model, 3 * model + 4)
 
 
 def test_clusters_are_found_and_kept_apart():
-    clients = [([1.0, 2.0, -1.0], [1.0, 2.0, -1.0]) if i % 2 else ([1.0, 2.0, -1.0], [-1.0, -2.0, 1.0]) for i in range(6)]
+    clients = [
+        ([1.0, 2.0, -1.0], [1.0, 2.0, -1.0]) if i % 2 else ([1.0, 2.0, -1.0], [-1.0, -2.0, 1.0])
+        for i in range(6)
+    ]
     s = setting_of(clients, rounds=60)
     alg = HypCluster(k=2, seed=1)
     state = play(alg, s, 60)
@@ -230,7 +303,7 @@ def test_clusters_are_found_and_kept_apart():
     assert evaluate(Setup(alg, s), state)["loss"].max() < 1e-5
 
 
-# personal models -------------------------------------------------------------------------------------------------------------------
+# personal models ------------------------------------------------------------
 def test_one_round_of_ditto_by_hand():
     fed = federation([([[1, 2], [-1, 0.5], [0.3, -0.7]], [1, 0, 0.5])])
     s = setting_of(fed, w0=(0.2, -0.1))
@@ -251,8 +324,11 @@ def test_ditto_without_pull_is_local_training_and_its_global_model_is_fedavg():
     for r in range(1, 4):
         rows = Clients(s, torch.arange(4), r, torch.empty(4, 0)).fit(rows).w
     assert torch.equal(state.clients["v"], rows)
-    whole = classes_setting(batch_size=100)  # one batch a client: no shuffle, so the two passes see the same
-    torch.testing.assert_close(play(Ditto(lam=0.3), whole, 2).server["x"], play(FedAvg(), whole, 2).server["x"])
+    # one batch a client: no shuffle, so the two passes see the same
+    whole = classes_setting(batch_size=100)
+    torch.testing.assert_close(
+        play(Ditto(lam=0.3), whole, 2).server["x"], play(FedAvg(), whole, 2).server["x"]
+    )
 
 
 def test_a_strong_pull_keeps_ditto_at_the_global_model():
@@ -269,15 +345,21 @@ def test_the_shared_model_of_mrmtl_is_the_mean():
     state = play(MRMTL(lam=0.3), s, 4)
     share = s.data.size().double() / s.data.size().sum()
     torch.testing.assert_close(state.server["x"], (share @ state.clients["v"].double()).float())
-    torch.testing.assert_close(play(MRMTL(lam=0.0), s, 3).clients["v"], play(Ditto(lam=0.0), s, 3).clients["v"])
+    torch.testing.assert_close(
+        play(MRMTL(lam=0.0), s, 3).clients["v"], play(Ditto(lam=0.0), s, 3).clients["v"]
+    )
 
 
-MOCHA_TASKS = [([[1, 2], [-1, 0.5], [0.3, -0.7]], [1, 0, 0.5]), ([[0.5, -1], [2, 1], [0, 1]], [0.2, 1, -0.4])]
+MOCHA_TASKS = [
+    ([[1, 2], [-1, 0.5], [0.3, -0.7]], [1, 0, 0.5]),
+    ([[0.5, -1], [2, 1], [0, 1]], [0.2, 1, -0.4]),
+]
 
 
 @pytest.mark.parametrize("matrix", ["omega", "sigma"])
 def test_mocha_reaches_the_closed_form_for_a_fixed_relation(matrix):
-    """Two quadratic tasks, one full-batch step a round: the fixed point solves H_t w_t + lam sum_j Omega_tj w_j = b_t."""
+    """Two quadratic tasks, one full-batch step a round: the fixed point solves H_t w_t + lam sum_j
+    Omega_tj w_j = b_t."""
     s = setting_of(MOCHA_TASKS, w0=(0.0, 0.0), lr=0.3, rounds=250)
     alg = Mocha(lam=0.2, outer=10_000, relation=matrix)
     omega = torch.tensor([[2.1, -0.6], [-0.6, 1.8]], dtype=D64)
@@ -286,8 +368,12 @@ def test_mocha_reaches_the_closed_form_for_a_fixed_relation(matrix):
     state = play(alg, s, 250, state)
     x = [torch.tensor(a, dtype=D64) for a, _ in MOCHA_TASKS]
     y = [torch.tensor(b, dtype=D64) for _, b in MOCHA_TASKS]
-    big = torch.block_diag(*[a.T @ a / 3 for a in x]) + 0.2 * torch.kron(omega, torch.eye(2, dtype=D64))
-    best = torch.linalg.solve(big, torch.cat([a.T @ b / 3 for a, b in zip(x, y, strict=True)])).view(2, 2)
+    big = torch.block_diag(*[a.T @ a / 3 for a in x]) + 0.2 * torch.kron(
+        omega, torch.eye(2, dtype=D64)
+    )
+    best = torch.linalg.solve(
+        big, torch.cat([a.T @ b / 3 for a, b in zip(x, y, strict=True)])
+    ).view(2, 2)
     close(state.server["w"], best, atol=1e-8)
 
 
@@ -297,7 +383,9 @@ def test_mocha_without_regulariser_is_local_training():
     for alg in (Mocha(lam=0.0), Mocha(lam=0.0, relation="sigma")):
         state = play(alg, s, 4)
         torch.testing.assert_close(state.server["w"], local)
-    assert torch.equal(play(Mocha(lam=0.0), s, 4).clients["w"], play(Mocha(lam=0.0), s, 4).server["w"])
+    assert torch.equal(
+        play(Mocha(lam=0.0), s, 4).clients["w"], play(Mocha(lam=0.0), s, 4).server["w"]
+    )
 
 
 def test_an_unstable_mocha_stops_with_a_sentence():
@@ -320,7 +408,10 @@ class Fixed(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize(("lam", "expected"), [(0.4, [0.4751798570, 0.3448201430, 0.18]), (0.9, [0.4441546782, 0.5258453218, 0.03])])
+@pytest.mark.parametrize(
+    ("lam", "expected"),
+    [(0.4, [0.4751798570, 0.3448201430, 0.18]), (0.9, [0.4441546782, 0.5258453218, 0.03])],
+)
 def test_the_mixture_with_the_shared_model(lam, expected):
     net = Net(lambda: Fixed([math.log(p) for p in (0.5, 0.2, 0.3)]))
     view = {"w": net.w0, "z": Z, "y": torch.tensor([0, 1, 1, 2, 0]), "n": torch.tensor(5)}
@@ -329,12 +420,22 @@ def test_the_mixture_with_the_shared_model(lam, expected):
 
 def test_neighbours_of_targets_and_of_signs():
     net = Net(lambda: Fixed([0.6]), half_squared)
-    view = {"w": net.w0, "z": Z, "y": torch.tensor([0.2, 0.5, 0.4, 0.9, 0.7], dtype=D64), "n": torch.tensor(5)}
+    view = {
+        "w": net.w0,
+        "z": Z,
+        "y": torch.tensor([0.2, 0.5, 0.4, 0.9, 0.7], dtype=D64),
+        "n": torch.tensor(5),
+    }
     close(KnnPer(k=3, lam=1.0).predict(view, net, QUERY), [[0.3562050358]])
     close(KnnPer(k=3, lam=0.5).predict(view, net, QUERY), [[0.4781025179]])
     net = Net(lambda: Fixed([-0.35]), "hinge")
     for labels in ([-1, 1, 1, -1, 1], [0, 1, 1, 0, 1]):
-        close(KnnPer(k=3, lam=0.9).predict({**view, "w": net.w0, "y": torch.tensor(labels)}, net, QUERY), [[0.0766906436]])
+        close(
+            KnnPer(k=3, lam=0.9).predict(
+                {**view, "w": net.w0, "y": torch.tensor(labels)}, net, QUERY
+            ),
+            [[0.0766906436]],
+        )
 
 
 def test_knn_alone_without_weight_is_fedavg_and_clients_may_be_small():
@@ -348,27 +449,51 @@ def test_knn_alone_without_weight_is_fedavg_and_clients_may_be_small():
     assert found["loss"].isfinite().all()
 
 
-# fine-tuning -----------------------------------------------------------------------------------------------------------------------
+# fine-tuning ----------------------------------------------------------------
 @pytest.mark.parametrize(
     ("choose", "val", "zero", "expected"),
     [
-        ("client", [[0.80, 0.70], [0.85, 0.72], [0.83, 0.75], [0.82, 0.65], [0.88, 0.60], [0.90, 0.55]], [0.1, 0.1], [6, 3]),
-        ("global", [[0.80, 0.70], [0.85, 0.72], [0.83, 0.75], [0.82, 0.65], [0.88, 0.60], [0.90, 0.55]], [0.1, 0.1], [3, 3]),
-        ("client", [[0.5, 0.5], [0.7, 0.5], [0.6, 0.5], [0.7, 0.5], [-math.inf, 0.5], [0.7, 0.5]], [0.6, 0.5], [2, 0]),  # ties: the earlier
+        (
+            "client",
+            [[0.80, 0.70], [0.85, 0.72], [0.83, 0.75], [0.82, 0.65], [0.88, 0.60], [0.90, 0.55]],
+            [0.1, 0.1],
+            [6, 3],
+        ),
+        (
+            "global",
+            [[0.80, 0.70], [0.85, 0.72], [0.83, 0.75], [0.82, 0.65], [0.88, 0.60], [0.90, 0.55]],
+            [0.1, 0.1],
+            [3, 3],
+        ),
+        # ties: the earlier
+        (
+            "client",
+            [[0.5, 0.5], [0.7, 0.5], [0.6, 0.5], [0.7, 0.5], [-math.inf, 0.5], [0.7, 0.5]],
+            [0.6, 0.5],
+            [2, 0],
+        ),
     ],
 )
 def test_selection_by_hand(choose, val, zero, expected, monkeypatch):
-    """Candidate c = 1 .. 6 (two step sizes, three lengths) is the row of c's; 0 is the untuned model."""
+    """Candidate c = 1 .. 6 (two step sizes, three lengths) is the row of c's; 0 is the untuned
+    model."""
     rows = [torch.full((2, 1), float(c), dtype=D64) for c in range(7)]
     table, none = torch.tensor([zero, *val], dtype=D64), torch.empty(2, 0)
     monkeypatch.setattr(
         "pflcore.algorithms.finetune.lengths",
-        lambda *_: ((c > 3, (c - 1) % 3 + 1, SimpleNamespace(w=rows[c], buffers=none)) for c in range(1, 7)),
+        lambda *_: (
+            (c > 3, (c - 1) % 3 + 1, SimpleNamespace(w=rows[c], buffers=none)) for c in range(1, 7)
+        ),
     )
-    monkeypatch.setattr("pflcore.algorithms.finetune.value", lambda local, w: table[w[:, 0].long(), torch.arange(2)])
+    monkeypatch.setattr(
+        "pflcore.algorithms.finetune.value", lambda local, w: table[w[:, 0].long(), torch.arange(2)]
+    )
     net = Net(lambda: Line((0.0,)))
     clients = SimpleNamespace(buffers=none, net=net, after=lambda fit: clients)
-    assert FineTune(choose=choose, finetune_epochs=3).tuned(rows[0], clients)[0][:, 0].tolist() == expected
+    assert (
+        FineTune(choose=choose, finetune_epochs=3).tuned(rows[0], clients)[0][:, 0].tolist()
+        == expected
+    )
 
 
 def test_no_epochs_of_fine_tuning_is_fedavg():
@@ -377,7 +502,9 @@ def test_no_epochs_of_fine_tuning_is_fedavg():
     none = evaluate(Setup(FineTune(finetune_epochs=0), s), state)
     for k, v in evaluate(Setup(FedAvg(), s), state).items():
         assert torch.equal(none[k], v), k
-    assert not torch.equal(evaluate(Setup(FineTune(finetune_epochs=8), s), state)["loss"], none["loss"])
+    assert not torch.equal(
+        evaluate(Setup(FineTune(finetune_epochs=8), s), state)["loss"], none["loss"]
+    )
 
 
 def test_the_last_layer_alone_is_trained():
@@ -396,11 +523,17 @@ def grid(choose, **options):
 
 
 def by_hand(s, state, split="val"):
-    """Each candidate's accuracy [C, N] and rows, no fine-tuning first, then every length of each step size."""
-    every = [FineTune(finetune_epochs=0), *(FineTune(finetune_lr=lr, finetune_epochs=e) for lr in (0.05, 0.5) for e in range(1, 5))]
+    """Each candidate's accuracy [C, N] and rows, no fine-tuning first, then every length of each
+    step size."""
+    every = [
+        FineTune(finetune_epochs=0),
+        *(FineTune(finetune_lr=lr, finetune_epochs=e) for lr in (0.05, 0.5) for e in range(1, 5)),
+    ]
     down = {"x": state.server["x"].expand(s.data.n, -1)}
     who = torch.arange(s.data.n)
-    rows = torch.stack([a.model(down, {}, Clients(s, who, 3, torch.empty(s.data.n, 0)))["w"] for a in every])
+    rows = torch.stack(
+        [a.model(down, {}, Clients(s, who, 3, torch.empty(s.data.n, 0)))["w"] for a in every]
+    )
     return torch.stack([evaluate(Setup(a, s), state, split)["accuracy"] for a in every]), rows, down
 
 
@@ -429,9 +562,15 @@ def test_a_client_without_validation_samples_takes_what_is_best_for_the_others()
     values = values[:, [0, 2, 3]].mean(1)
     local = Clients(lacking, torch.arange(4), 3, torch.empty(4, 0))
     for choose in ("client", "global"):
-        torch.testing.assert_close(grid(choose).model(down, {}, local)["w"][1], rows[(values == values.max()).nonzero()[0, 0], 1])
-    assert torch.equal(FineTune(margin=-2.0).model(down, {}, local)["w"][1], down["x"][1])  # it cannot show that it is better
-    nobody = lacking._replace(data=replace(s.data, index={**s.data.index, "val": [r[:0] for r in lists]}))
+        torch.testing.assert_close(
+            grid(choose).model(down, {}, local)["w"][1],
+            rows[(values == values.max()).nonzero()[0, 0], 1],
+        )
+    # it cannot show that it is better
+    assert torch.equal(FineTune(margin=-2.0).model(down, {}, local)["w"][1], down["x"][1])
+    nobody = lacking._replace(
+        data=replace(s.data, index={**s.data.index, "val": [r[:0] for r in lists]})
+    )
     with pytest.raises(ValueError, match=r"^choose: .*these clients lack.*\.$"):
         grid("client").model(down, {}, Clients(nobody, torch.arange(4), 3, torch.empty(4, 0)))
 
@@ -470,10 +609,12 @@ def test_tuning_without_a_validation_split_is_refused():
         evaluate(Setup(grid("client"), s), play(FedAvg(), s, 1))
 
 
-# all of them -----------------------------------------------------------------------------------------------------------------------
+# all of them ----------------------------------------------------------------
 def test_hinge_with_weight_decay_by_hand():
     x = torch.tensor([[1, 0.5], [-0.2, 1.5], [2, 1]], dtype=D64)
-    fed = Federation.from_arrays([(x, torch.tensor([1, 1, 0]))], test=[(x, torch.tensor([1, 1, 0]))], dtype=None)
+    fed = Federation.from_arrays(
+        [(x, torch.tensor([1, 1, 0]))], test=[(x, torch.tensor([1, 1, 0]))], dtype=None
+    )
 
     def model():
         m = nn.Linear(2, 1, dtype=D64)
@@ -483,19 +624,29 @@ def test_hinge_with_weight_decay_by_hand():
         return m
 
     net = Net(model, "hinge")
-    s = make_setting(net, fed, Training(lr=1.0, batch_size=3, weight_decay=1e-4), 1, engine="vmap", workers=1)
+    s = make_setting(
+        net, fed, Training(lr=1.0, batch_size=3, weight_decay=1e-4), 1, engine="vmap", workers=1
+    )
     loss = evaluate(Setup(FedAvg(), s), begin(FedAvg(), net, 1))
     close(loss["loss"] + 0.5e-4 * net.w0.square().sum(), [1.2266796667])
     close(loss["accuracy"], [1 / 3])
     close(net.w0 - play(FedAvg(), s, 1).server["x"], [0.4000400000, -0.3333633333, -0.3333233333])
 
 
-OURS = [n for n, a in ALGORITHMS.items() if a.__module__.rpartition(".")[2] in {"server_opt", "multitask", "cluster", "finetune", "knn"}]
+OURS = [
+    n
+    for n, a in ALGORITHMS.items()
+    if a.__module__.rpartition(".")[2] in {"server_opt", "multitask", "cluster", "finetune", "knn"}
+]
 
 
 def test_dropping_the_last_batch_keeps_a_client_with_less_than_one():
     """Motley's batches: min(n, B) samples each, what is left over is dropped."""
-    s = setting_of([([1.0, 2.0], [1.0, 2.0]), ([1.0] * 5, [1.0] * 5), ([2.0] * 8, [1.0] * 8)], batch_size=4, drop_last=True)
+    s = setting_of(
+        [([1.0, 2.0], [1.0, 2.0]), ([1.0] * 5, [1.0] * 5), ([2.0] * 8, [1.0] * 8)],
+        batch_size=4,
+        drop_last=True,
+    )
     fit = Clients(s, torch.arange(3), 1, torch.empty(3, 0)).fit(torch.zeros(3, 1, dtype=D64))
     assert fit.steps.tolist() == [1, 1, 2]
     close(fit.w[:2, 0], [0.25, 0.1])
@@ -512,18 +663,36 @@ def test_losses_of_many_clients_at_once_are_those_of_each_alone(criterion):
     fed = Federation.from_arrays(parts, classes=3 if labels else 2)
     if labels:
         fed = replace(fed, relabel=torch.stack([torch.randperm(3, generator=gen) for _ in sizes]))
-    net = Net(lambda: nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3 if labels else 1)), criterion)
+    net = Net(
+        lambda: nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3 if labels else 1)),
+        criterion,
+    )
     rows, ids = torch.randn(3, net.size, generator=gen), torch.tensor([3, 0, 1])
     found = [
-        Clients(make_setting(net, fed, Training(), 1, engine=e, workers=1), ids, 1, torch.empty(3, 0)).loss(rows) for e in ("vmap", "loop")
+        Clients(
+            make_setting(net, fed, Training(), 1, engine=e, workers=1), ids, 1, torch.empty(3, 0)
+        ).loss(rows)
+        for e in ("vmap", "loop")
     ]
     torch.testing.assert_close(*found)
     if criterion == "half_squared":
-        local = Clients(make_setting(Net(net.build, "squared"), fed, Training(), 1, engine="vmap", workers=1), ids, 1, torch.empty(3, 0))
+        local = Clients(
+            make_setting(Net(net.build, "squared"), fed, Training(), 1, engine="vmap", workers=1),
+            ids,
+            1,
+            torch.empty(3, 0),
+        )
         torch.testing.assert_close(found[0], local.loss(rows) / 2)
         start = rows[:1].expand(3, -1)
         a, b = (
-            Clients(make_setting(net, fed, Training(lr=0.1), 1, engine=e, workers=1), ids, 1, torch.empty(3, 0)).fit(start).w
+            Clients(
+                make_setting(net, fed, Training(lr=0.1), 1, engine=e, workers=1),
+                ids,
+                1,
+                torch.empty(3, 0),
+            )
+            .fit(start)
+            .w
             for e in ("vmap", "loop")
         )
         torch.testing.assert_close(a, b)

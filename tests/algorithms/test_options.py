@@ -8,15 +8,31 @@ import pytest
 from pflcore.algorithms import ALGORITHMS
 from pflcore.check import Count
 
-EDGES = {  # beside what an annotation's type forbids: values just outside of the bounds, and the last ones inside
+# beside what an annotation's type forbids: values just outside of the bounds, and the last ones
+# inside
+EDGES = {
     "apfl": [("alpha", (1.5, -0.1), (0, 1)), ("alpha_lr", (-1,), (0,))],
     "clustered_fl": [("eps1", (-1,), (0,)), ("linkage", ("average",), ("single",))],
     "ditto": [("lam", (-0.1,), (0,)), ("personal_epochs", (0,), (1,))],
-    "factorized_waffle": [("tau", (0,), (0.1,)), ("tau_decay", (0, 1.1), (1,)), ("samples", (0,), (1,)), ("eval_mode", ("x",), ("mc",))],
+    "factorized_waffle": [
+        ("tau", (0,), (0.1,)),
+        ("tau_decay", (0, 1.1), (1,)),
+        ("samples", (0,), (1,)),
+        ("eval_mode", ("x",), ("mc",)),
+    ],
     "fedala": [("window", (1,), (2,)), ("sample", (0,), (1,)), ("layers", (-1,), (0,))],
     "fedamp": [("sigma", (0,), (0.1,)), ("start", ("x",), ("u",))],
-    "fedavg": [("weighting", ("equal",), ("uniform",)), ("server_lr", (-1,), (0,)), ("defence", ("x",), ("median",))],
-    "feddwa": [("k", (0,), (1,)), ("guidance", ("gradient",), ("full_grad",)), ("power", (-1,), (0,)), ("stride", (0,), (0.1,))],
+    "fedavg": [
+        ("weighting", ("equal",), ("uniform",)),
+        ("server_lr", (-1,), (0,)),
+        ("defence", ("x",), ("median",)),
+    ],
+    "feddwa": [
+        ("k", (0,), (1,)),
+        ("guidance", ("gradient",), ("full_grad",)),
+        ("power", (-1,), (0,)),
+        ("stride", (0,), (0.1,)),
+    ],
     "feddwa_qp": [("theta", (1.5,), (1,)), ("ridge", (-1,), (0,))],
     "fedfomo": [("m", (0,), (1,)), ("epsilon", (1.1,), (1,)), ("norm", ("l3",), ("l1",))],
     "fedadam": [("beta1", (1,), (0.99,)), ("tau", (0,), (0.1,)), ("optimizer", ("x",), ("yogi",))],
@@ -31,7 +47,11 @@ EDGES = {  # beside what an annotation's type forbids: values just outside of th
     "scaffold": [("option", ("III",), ("I",))],
     "sfl": [("s", (1.1,), (1,)), ("k", (0,), (1,)), ("adjacency", ("x",), ("a.npy",))],
     "fedrep": [("private_epochs", (0,), (1,)), ("private", ((), 3), ("body",))],
-    "waffle": [("target", (-1,), (3,)), ("tie", ("x",), ("uniform",)), ("control_agg", ("x",), ("literal",))],
+    "waffle": [
+        ("target", (-1,), (3,)),
+        ("tie", ("x",), ("uniform",)),
+        ("control_agg", ("x",), ("literal",)),
+    ],
     "weight_erosion": [("p_d", (-1,), (0,)), ("size_unit", ("x",), ("epochs",))],
 }
 
@@ -39,7 +59,15 @@ EDGES = {  # beside what an annotation's type forbids: values just outside of th
 def wrong(hint):
     """Values of no use whatever the bounds."""
     if get_origin(hint) is Annotated:
-        return ["text", None, [1], float("nan"), float("inf"), True, *([2.5] if get_args(hint)[0] is int else [])]
+        return [
+            "text",
+            None,
+            [1],
+            float("nan"),
+            float("inf"),
+            True,
+            *([2.5] if get_args(hint)[0] is int else []),
+        ]
     return (
         ["unknown", None, 3]
         if get_origin(hint) is Literal
@@ -53,7 +81,9 @@ def test_an_option_of_another_kind_is_one_sentence(name):
     hints = get_type_hints(cls, include_extras=True)
     for f in fields(cls):
         for value in wrong(hints[f.name]):
-            with pytest.raises(ValueError, match=rf"^{f.name}: (expected .*, got .*|it plays no part .*)\.$"):
+            with pytest.raises(
+                ValueError, match=rf"^{f.name}: (expected .*, got .*|it plays no part .*)\.$"
+            ):
                 cls(**{f.name: value})
 
 
@@ -69,7 +99,7 @@ def test_bounds(name):
 
 def test_options_of_ones_own_class_are_checked_where_they_can_be_read():
     @dataclass(frozen=True)
-    class Mine(ALGORITHMS["ditto"]):  # type: ignore[misc]
+    class Mine(ALGORITHMS["ditto"]):
         much: Count = 3
 
     @dataclass(frozen=True)

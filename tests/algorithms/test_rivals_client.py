@@ -1,4 +1,5 @@
-"""FedDWA's rivals that work on the clients: golden values, and for each the law that its known bug breaks."""
+"""FedDWA's rivals that work on the clients: golden values, and for each the law that its known bug
+breaks."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -32,14 +33,19 @@ def one(loss, start, lr, engine, epochs=1):
         torch.zeros(2, dtype=torch.float64),
         {"train": [torch.arange(1)], "test": [torch.arange(1, 2)]},
     )
-    s = make_setting(Net(Number(), lambda scores, y: loss(scores).mean()), data, Training(lr=lr, epochs=epochs), engine=engine)
+    s = make_setting(
+        Net(Number(), lambda scores, y: loss(scores).mean()),
+        data,
+        Training(lr=lr, epochs=epochs),
+        engine=engine,
+    )
     return s, Clients(s, torch.arange(1), 1, s.net.b0.expand(1, -1))
 
 
 ENGINES = pytest.mark.parametrize("engine", ["loop", "vmap"])
 
 
-# Per-FedAvg -----------------------------------------------------------------------------------------------------------
+# Per-FedAvg -----------------------------------------------------------------
 
 
 @ENGINES
@@ -59,7 +65,8 @@ def test_golden_per_fedavg(variant, engine):
 
 
 def test_scaled_differences_are_right_in_float32():
-    """With the paper's delta the two points differ by less than float32 holds, where the gradient is small."""
+    """With the paper's delta the two points differ by less than float32 holds, where the gradient
+    is small."""
     data = images((12, 9), shape=(6,))
 
     def flat(scores, y):  # the gradient is small and the step sizes large
@@ -75,22 +82,31 @@ def test_scaled_differences_are_right_in_float32():
 
     want = played(PerFedAvg(variant="exact", alpha=5e4), wide)
     close(played(PerFedAvg(variant="hf", alpha=5e4), wide), want, 1e-3, 1e-4)
-    error = {scaled: (played(PerFedAvg(variant="hf", alpha=5e4, scaled=scaled), s) - want).norm() for scaled in (True, False)}
+    error = {
+        scaled: (played(PerFedAvg(variant="hf", alpha=5e4, scaled=scaled), s) - want).norm()
+        for scaled in (True, False)
+    }
     assert error[True] < 0.05 * error[False]
 
 
 @ENGINES
 def test_exact_products_with_batch_norm(engine):
-    """Gradient of gradient through batch norm, in both engines: as finite differences in float64 have it."""
+    """Gradient of gradient through batch norm, in both engines: as finite differences in float64
+    have it."""
 
     def build():
-        return nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 4)).double()
+        return nn.Sequential(
+            nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 4)
+        ).double()
 
     data = images((11, 8), shape=(1, 4, 4))
     data = Federation(data.x.double(), data.y, data.index, 4, data.relabel)
     s = make_setting(Net(build), data, Training(lr=0.1, batch_size=5), engine=engine)
     found = []
-    for alg in (PerFedAvg(variant="exact", alpha=0.3), PerFedAvg(variant="hf", alpha=0.3, delta=1e-6)):
+    for alg in (
+        PerFedAvg(variant="exact", alpha=0.3),
+        PerFedAvg(variant="hf", alpha=0.3, delta=1e-6),
+    ):
         state, _ = step(Setup(alg, s), begin(alg, s.net, 2), torch.arange(2))
         found.append(state.server["x"])
     close(found[0], found[1], 1e-6, 1e-7)
@@ -110,7 +126,9 @@ def test_per_fedavg_adapts_on_training_data():
             views.append(alg.model({"x": s.net.w0.expand(3, -1)}, {}, local)["w"])
         assert torch.equal(*views)
         assert not torch.equal(views[0], s.net.w0.expand(3, -1))
-    assert torch.equal(PerFedAvg(steps=0).model({"x": s.net.w0[None]}, {}, None)["w"], s.net.w0[None])
+    assert torch.equal(
+        PerFedAvg(steps=0).model({"x": s.net.w0[None]}, {}, None)["w"], s.net.w0[None]
+    )
 
 
 def test_per_fedavg_without_an_inner_step_is_fedavg():
@@ -122,14 +140,20 @@ def test_per_fedavg_without_an_inner_step_is_fedavg():
 
 def test_fine_tuning_after_fedprox():
     s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4))
-    tuned, prox = play(FineTune(mu=1.0, finetune_epochs=1), s, 2)[-1][0], play(FedProx(mu=1.0), s, 2)[-1][0]
+    tuned, prox = (
+        play(FineTune(mu=1.0, finetune_epochs=1), s, 2)[-1][0],
+        play(FedProx(mu=1.0), s, 2)[-1][0],
+    )
     assert torch.equal(tuned.server["x"], prox.server["x"])
     assert not torch.equal(prox.server["x"], play(FedAvg(), s, 2)[-1][0].server["x"])
     with pytest.raises(ValueError, match=r"^mu: "):
         FineTune(mu=-1.0)
 
 
-@pytest.mark.parametrize(("name", "optimizer"), [("K2_fedavgm_nesterov_pytorch_form", "nesterov"), ("K3_fedavgm_heavyball", "heavy_ball")])
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [("K2_fedavgm_nesterov_pytorch_form", "nesterov"), ("K3_fedavgm_heavyball", "heavy_ball")],
+)
 def test_golden_fedavgm(name, optimizer):
     k = GOLDEN[name]
     alg = FedAvgM(optimizer=optimizer, beta1=k["beta"], server_lr=k["lr"])
@@ -140,7 +164,7 @@ def test_golden_fedavgm(name, optimizer):
         close(g["x"], [w])
 
 
-# pFedMe ---------------------------------------------------------------------------------------------------------------
+# pFedMe ---------------------------------------------------------------------
 
 
 @ENGINES
@@ -157,7 +181,9 @@ def test_golden_pfedme(engine):
         state, _ = step(Setup(alg, s), begin(alg, s.net, 1), torch.arange(1))
         close(state.server["x"], [want])
     far, local = one(lambda w: (w - 2) ** 2 / 2, 0.0, 0.0, engine)
-    new, _ = PFedMe(lam=1.0, inner=400, personal_lr=0.1).train({"x": far.net.w0[None]}, {"theta": t([[0.0]])}, local)[:2]
+    new, _ = PFedMe(lam=1.0, inner=400, personal_lr=0.1).train(
+        {"x": far.net.w0[None]}, {"theta": t([[0.0]])}, local
+    )[:2]
     close(new["theta"], [[i1["theta_exact_prox"]]])
 
 
@@ -168,10 +194,16 @@ def test_pfedme_evaluates_theta_and_keeps_it_warm():
     state = begin(alg, s.net, 3)
     state, _ = step(Setup(alg, s), state, torch.arange(3))
     theta = state.clients["theta"].clone()
-    view = alg.model({"x": state.server["x"].expand(3, -1)}, state.clients, Clients(s, torch.arange(3), 1, state.batch_norm))["w"]
+    view = alg.model(
+        {"x": state.server["x"].expand(3, -1)},
+        state.clients,
+        Clients(s, torch.arange(3), 1, state.batch_norm),
+    )["w"]
     assert torch.equal(view, theta) and not torch.equal(theta, state.server["x"].expand(3, -1))
     state, _ = step(Setup(alg, s), state, torch.tensor([0, 2]))
-    assert torch.equal(state.clients["theta"][1], theta[1]) and not torch.equal(state.clients["theta"][0], theta[0])
+    assert torch.equal(state.clients["theta"][1], theta[1]) and not torch.equal(
+        state.clients["theta"][0], theta[0]
+    )
     # the second round went on from the first one's theta
     again = begin(alg, s.net, 3)
     again, _ = step(Setup(alg, s), again, torch.arange(3))
@@ -183,10 +215,12 @@ def test_pfedme_evaluates_theta_and_keeps_it_warm():
 def test_pfedme_without_a_pull_never_moves_the_shared_model():
     s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4))
     state = play(PFedMe(lam=0.0), s, 2)[-1][0]
-    assert torch.equal(state.server["x"], s.net.w0) and not torch.equal(state.clients["theta"][0], s.net.w0)
+    assert torch.equal(state.server["x"], s.net.w0) and not torch.equal(
+        state.clients["theta"][0], s.net.w0
+    )
 
 
-# FedRoD ---------------------------------------------------------------------------------------------------------------
+# FedRoD ---------------------------------------------------------------------
 
 
 def logits_net():
@@ -223,10 +257,16 @@ def test_golden_fedrod_losses():
 def test_fedrod_personal_loss_moves_the_head_alone(engine):
     """Detached: with gamma = 0 the shared part is FedAvg's, whatever the heads do."""
     s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4), engine=engine)
-    states = [play(alg, s, 3)[-1][0] for alg in (FedRoD(gamma=0.0), FedRoD(gamma=0.0, head="copy"), FedAvg())]
+    states = [
+        play(alg, s, 3)[-1][0]
+        for alg in (FedRoD(gamma=0.0), FedRoD(gamma=0.0, head="copy"), FedAvg())
+    ]
     for state in states[:2]:
         torch.testing.assert_close(state.server["x"], states[2].server["x"], rtol=1e-5, atol=1e-6)
-    assert not torch.equal(states[0].clients["h"], states[1].clients["h"]) and states[0].clients["h"].abs().sum() > 0.1
+    assert (
+        not torch.equal(states[0].clients["h"], states[1].clients["h"])
+        and states[0].clients["h"].abs().sum() > 0.1
+    )
 
 
 def test_fedrod_takes_a_model_that_knows_more_classes():
@@ -243,7 +283,9 @@ def test_fedrod_head_sees_detached_features():
     row = torch.cat([net.w0, head]).requires_grad_()
     (g,) = torch.autograd.grad(FedRoD(gamma=0.0).loss(net, row, x, y, {"n": torch.ones(4)}), row)
     generic = net.w0.clone().requires_grad_()
-    torch.testing.assert_close(g[: net.size], torch.autograd.grad(net.loss(generic, x, y), generic)[0])
+    torch.testing.assert_close(
+        g[: net.size], torch.autograd.grad(net.loss(generic, x, y), generic)[0]
+    )
     own = head.clone().requires_grad_()
     z = net.features(net.w0, x)
     ce = nn.functional.cross_entropy(net.head(net.w0, z) + net.head(own, z), y)
@@ -258,11 +300,15 @@ def test_fedrod_newcomer_predicts_as_the_generic_model_and_absent_heads_rest():
     assert done.bytes_up == 2 * 4 * s.net.size
     view = alg.model({"x": state.server["x"].expand(3, -1)}, state.clients, None)
     x = s.data.client(2, "test")[0]
-    torch.testing.assert_close(alg.predict({k: v[2] for k, v in view.items()}, s.net, x), s.net(state.server["x"], x))
+    torch.testing.assert_close(
+        alg.predict({k: v[2] for k, v in view.items()}, s.net, x), s.net(state.server["x"], x)
+    )
 
 
 def test_fedfomo_drops_candidates_without_distance_or_with_a_broken_loss():
-    new, up = fomo(FedFomo(), [0.0], [[0.0], [1.0], [2.0], [4.0]], 1.0, [1.0, torch.nan, -torch.inf, 0.8])
+    new, up = fomo(
+        FedFomo(), [0.0], [[0.0], [1.0], [2.0], [4.0]], 1.0, [1.0, torch.nan, -torch.inf, 0.8]
+    )
     close(up["a"][0], [0, 0, 0, 0])
     close(new["w"], [[4.0]])
 
@@ -286,13 +332,15 @@ def test_fedfomo_counts_the_models_it_downloads():
     assert w.shape == (4, 4) and not w[[0, 2]].any()
 
 
-# L2C ------------------------------------------------------------------------------------------------------------------
+# L2C ------------------------------------------------------------------------
 
 
 def test_golden_l2c():
     e1 = GOLDEN["E1_l2c"]
     centre = t(e1["val_center"])
-    local = SimpleNamespace(grad=lambda w, split: w - centre, fit=lambda w: SimpleNamespace(w=w.clone()))
+    local = SimpleNamespace(
+        grad=lambda w, split: w - centre, fit=lambda w: SimpleNamespace(w=w.clone())
+    )
     alg, zero = L2C(), torch.zeros(1, 3, dtype=torch.float64)
     own = {"w": t([e1["theta_old"]]), "a": t([e1["alpha"]]), "m": zero, "v": zero, "t": zero[:, :1]}
     down = {"delta": Pool(-t(e1["Delta"]), torch.arange(3)[None]), "who": torch.arange(3)[None]}
@@ -321,11 +369,14 @@ def test_l2c_with_everybody_equal_is_fedavg_at_first():
     a, _ = step(Setup(l2c, s), a, torch.arange(4))
     b, _ = step(Setup(avg, s), b, torch.arange(4))
     down = l2c.send(a.server, cohort([0, 1, 2, 3], 4))
-    torch.testing.assert_close(l2c.model(down, a.clients, None)["w"], b.server["x"].expand(4, -1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        l2c.model(down, a.clients, None)["w"], b.server["x"].expand(4, -1), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_l2c_mixes_the_updates_of_a_clients_own_last_round():
-    """However long it is absent: neither its own update nor its neighbours' are lost, and its model rests meanwhile."""
+    """However long it is absent: neither its own update nor its neighbours' are lost, and its model
+    rests meanwhile."""
     s = validated(4)
     alg = L2C()
     state = joined(alg, s)
@@ -336,14 +387,16 @@ def test_l2c_mixes_the_updates_of_a_clients_own_last_round():
         for i in range(4):
             torch.testing.assert_close(before[i], mixed[i], rtol=1e-5, atol=1e-6)
         state, _ = step(Setup(alg, s), state, torch.tensor(ids))
-        assert torch.equal(state.clients["w"][ids], before[ids])  # a round starts from the mixed model
+        # a round starts from the mixed model
+        assert torch.equal(state.clients["w"][ids], before[ids])
         logits = state.clients["a"]
         newest = state.server["delta"][-len(ids) :]
         for i in ids:
             deltas[i] = (ids, newest, state.clients["w"][i].clone())
             share = logits[i, ids].softmax(0).float()
             mixed[i] = deltas[i][2] + share @ newest
-    assert set(state.server["round"].tolist()) == {4, 5} and len(state.server["delta"]) == 4  # nothing is kept that nobody needs
+    # nothing is kept that nobody needs
+    assert set(state.server["round"].tolist()) == {4, 5} and len(state.server["delta"]) == 4
     assert state.clients["t"][:, 0].tolist() == [3, 2, 2, 1]
 
 
@@ -354,16 +407,27 @@ def test_l2c_logits_of_absent_neighbours_rest():
     for ids in ([0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2], [0, 1, 2]):
         before, state = state.clients["a"].clone(), step(Setup(alg, s), state, torch.tensor(ids))[0]
     assert before[0].abs().min() > 0
-    assert torch.equal(state.clients["a"][:, 3], before[:, 3]) and not torch.equal(state.clients["a"][0, :3], before[0, :3])
+    assert torch.equal(state.clients["a"][:, 3], before[:, 3]) and not torch.equal(
+        state.clients["a"][0, :3], before[0, :3]
+    )
 
 
 @pytest.mark.parametrize("alg", [FedFomo(m=2), L2C()])
 def test_a_simulation_holds_validation_data_out_by_itself(alg):
     data = images((20, 25, 30))
     run = Simulation(alg, tiny_model(), data, Training(lr=0.1, batch_size=8), rounds=2)
-    assert run.data.size("train").tolist() == [16, 20, 24] and run.data.size("val").tolist() == [4, 5, 6]
-    assert run.data.size("test").tolist() == [20, 25, 30] and any("held out" in note for note in run.header()["notes"])
-    assert "val" not in data.index and Simulation(alg, tiny_model(), run.data, run.training).data is run.data
+    assert run.data.size("train").tolist() == [16, 20, 24] and run.data.size("val").tolist() == [
+        4,
+        5,
+        6,
+    ]
+    assert run.data.size("test").tolist() == [20, 25, 30] and any(
+        "held out" in note for note in run.header()["notes"]
+    )
+    assert (
+        "val" not in data.index
+        and Simulation(alg, tiny_model(), run.data, run.training).data is run.data
+    )
     again = Simulation(alg, tiny_model(), data).data.index["val"]
     assert all(torch.equal(a, b) for a, b in zip(again, run.data.index["val"], strict=True))
     assert len(run.run().rounds) == 2
@@ -371,7 +435,8 @@ def test_a_simulation_holds_validation_data_out_by_itself(alg):
 
 @pytest.mark.parametrize("alg", [FedFomo(m=2), L2C()])
 def test_without_validation_data_nobody_is_drawn_anywhere(alg):
-    """A client with an empty validation split keeps its trained model (FedFomo) or its logits (L2C)."""
+    """A client with an empty validation split keeps its trained model (FedFomo) or its logits
+    (L2C)."""
     s = validated(3)
     val = [rows[:0] if i == 1 else rows for i, rows in enumerate(s.data.index["val"])]
     s = s._replace(data=replace(s.data, index={**s.data.index, "val": val}))

@@ -1,4 +1,5 @@
-"""FedDWA's rivals that mix on the server: golden values, and for each the law that its known bug breaks."""
+"""FedDWA's rivals that mix on the server: golden values, and for each the law that its known bug
+breaks."""
 
 from dataclasses import replace
 
@@ -21,7 +22,7 @@ def points(targets, lr, engine="loop", start=0.0):
     return make_setting(net, data, Training(lr=lr), rounds=10, engine=engine)
 
 
-# FedAMP ---------------------------------------------------------------------------------------------------------------
+# FedAMP ---------------------------------------------------------------------
 
 
 def test_golden_fedamp():
@@ -49,7 +50,8 @@ def test_golden_fedamp_with_too_large_a_step():
 
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
 def test_golden_fedamp_proximal_term_moves_the_model(engine):
-    """Written with detached parameters, as in a widely used library, the term has no gradient and FedAMP is local training."""
+    """Written with detached parameters, as in a widely used library, the term has no gradient and
+    FedAMP is local training."""
     from pflcore import Clients
 
     c3 = GOLDEN["C3_fedamp_prox_step"]
@@ -62,7 +64,9 @@ def test_golden_fedamp_proximal_term_moves_the_model(engine):
     close(alg.model(down, new, None)["w"], up["w"])
     s = points([c3["c"]], 0.5, engine)
     for round in range(1, 80):
-        own, _ = alg.train(down, own, Clients(s, torch.arange(1), round, s.net.b0.expand(1, -1)))[:2]
+        own, _ = alg.train(down, own, Clients(s, torch.arange(1), round, s.net.b0.expand(1, -1)))[
+            :2
+        ]
     close(own["w"], [[c3["w_star"]]])
 
 
@@ -94,7 +98,8 @@ def test_fedamp_mixes_latest_uploads_and_nobody_who_never_came():
     assert report["last"].tolist() == [3, 2, 3, 0] and int(report["rescaled"]) == 0
     assert report["weights"][3].tolist() == [0, 0, 0, 1] and not report["weights"][:3, 3].any()
     close(
-        report["weights"][0, 1], 0.1 * torch.exp(-((state.server["w"][0] - state.server["w"][1]) ** 2).sum() / 2)
+        report["weights"][0, 1],
+        0.1 * torch.exp(-((state.server["w"][0] - state.server["w"][1]) ** 2).sum() / 2),
     )  # a stale model gives too
 
 
@@ -118,7 +123,8 @@ def test_sfl_on_the_complete_graph_is_fedavg():
 
 
 def test_sfl_regularisers_have_a_gradient():
-    """The released code computes them on detached copies, so that SFL trains as if there were none."""
+    """The released code computes them on detached copies, so that SFL trains as if there were
+    none."""
     from pflcore import Clients
 
     s = points([2.0, 2.0], 0.1)
@@ -127,7 +133,9 @@ def test_sfl_regularisers_have_a_gradient():
     _, up = SFL(lam1=0.3, lam2=0.3).train(down, {}, local)[:2]
     close(up["w"], [[1 - 0.1 * ((1 - 2) + 0.3 * (1 - 0))], [1 - 0.1 * ((1 - 2) + 0.3 * (1 - 3))]])
     two = make_setting(s.net, s.data, Training(lr=0.1, epochs=2))
-    _, up = SFL(lam1=0.3, lam2=0.5).train(down, {}, Clients(two, torch.arange(2), 1, s.net.b0.expand(2, -1)))[:2]
+    _, up = SFL(lam1=0.3, lam2=0.5).train(
+        down, {}, Clients(two, torch.arange(2), 1, s.net.b0.expand(2, -1))
+    )[:2]
     w = down["x"]
     for _ in range(2):
         w = w - 0.1 * ((w - 2) + 0.3 * (w - down["u"]) + 0.5 * (w - down["x"]))
@@ -145,7 +153,9 @@ def test_sfl_with_a_graph_from_a_file_or_from_labels(tmp_path):
     u = alg.send(state.server, cohort([0, 1, 2], 3))["u"]
     close(u, [[0.2], [0.2], [0.8]])  # the row of zeros keeps its own
     np.save(tmp_path / "bare.npy", graph - np.diag(np.diag(graph)))  # a client counts itself
-    assert begin(replace(alg, adjacency=str(tmp_path / "bare.npy")), s.net, 3).server["graph"].diagonal().tolist() == [1, 1, 1]
+    assert begin(replace(alg, adjacency=str(tmp_path / "bare.npy")), s.net, 3).server[
+        "graph"
+    ].diagonal().tolist() == [1, 1, 1]
     np.save(tmp_path / "wrong.npy", graph[:2])
     with pytest.raises(ValueError, match=r"^adjacency: expected 3 x 3 numbers"):
         begin(SFL(adjacency=str(tmp_path / "wrong.npy")), s.net, 3)
@@ -163,7 +173,8 @@ def test_sfl_newcomers_hold_the_readout():
 
 
 def test_golden_nested_split_keeps_the_clients_numbers():
-    """Positions inside the cluster are not client ids: the released code, and others after it, take them for such."""
+    """Positions inside the cluster are not client ids: the released code, and others after it, take
+    them for such."""
     g3 = GOLDEN["G3_cfl_nested_index_bug"]
     parent = g3["parent"]
     cluster = torch.zeros(10, dtype=torch.long)
@@ -176,8 +187,13 @@ def test_golden_nested_split_keeps_the_clients_numbers():
     g = tree(torch.zeros(2, 2, dtype=torch.float64), cluster)
     g = served(alg, g, {"delta": delta}, cohort(list(range(10)), 10, 1))
     found = [(g["cluster"] == c).nonzero()[:, 0].tolist() for c in range(4)]
-    assert found[2:] == g3["correct"] and found[0] == [i for i in range(10) if i not in parent] and not found[1]
-    close(g["x"], [[1.0, 0.0], [0.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])  # this round's means are already those of the halves
+    assert (
+        found[2:] == g3["correct"]
+        and found[0] == [i for i in range(10) if i not in parent]
+        and not found[1]
+    )
+    # this round's means are already those of the halves
+    close(g["x"], [[1.0, 0.0], [0.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])
 
 
 def test_clustered_fl_finds_nested_groups_with_absent_clients():
@@ -190,7 +206,8 @@ def test_clustered_fl_finds_nested_groups_with_absent_clients():
         ids = [i for i in range(12) if i != round % 12] if round > 8 else list(range(12))
         state, done = step(Setup(alg, s), state, torch.tensor(ids))
     cluster = alg.report(state.server, done.mix, done.cohort)["cluster"]
-    assert len(set(cluster.tolist())) == 4 and len(state.server["x"]) == 7  # three of the tree's nodes have split
+    # three of the tree's nodes have split
+    assert len(set(cluster.tolist())) == 4 and len(state.server["x"]) == 7
     for group in range(4):
         assert len(set(cluster[group::4].tolist())) == 1
     close(state.server["x"][cluster][:, 0], target, 1e-3, 0.1)

@@ -1,4 +1,5 @@
-"""SCAFFOLD: golden values, and what its options promise. Its invariant is law 3 of test_waffle_laws.py."""
+"""SCAFFOLD: golden values, and what its options promise. Its invariant is law 3 of
+test_waffle_laws.py."""
 
 import pytest
 import torch
@@ -22,7 +23,11 @@ def test_golden_rounds(option, engine):
     net, data = quadratics(torch.tensor([[1.0], [2]]), torch.tensor([[1.0], [-2]]))
     s = make_setting(net, data, Training(lr=0.1, batch_size=1, epochs=2), 3, engine)
     for (state, _), (x, c, ci) in zip(play(Scaffold(option=option), s), GOLDEN, strict=True):
-        found = [float(state.server["x"]), float(state.server["c"]), *state.clients["c"][:, 0].tolist()]
+        found = [
+            float(state.server["x"]),
+            float(state.server["c"]),
+            *state.clients["c"][:, 0].tolist(),
+        ]
         assert found == pytest.approx([x, c, *ci], abs=1e-12)
 
 
@@ -40,15 +45,23 @@ def controls(option, training):
     net, data = Net(lambda: tiny_model()().double()), images()
     data = type(data)(data.x.double(), data.y, data.index, data.classes)
     gen = torch.Generator().manual_seed(0)
-    c, ci = torch.randn(1, net.size, generator=gen, dtype=F64), torch.randn(3, net.size, generator=gen, dtype=F64)
+    c, ci = (
+        torch.randn(1, net.size, generator=gen, dtype=F64),
+        torch.randn(3, net.size, generator=gen, dtype=F64),
+    )
     down = {"x": net.w0.expand(3, -1), "c": 0.1 * c.expand(3, -1)}
     local = Clients(make_setting(net, data, training), torch.arange(3), 1, net.b0.expand(3, -1))
     return Scaffold(option=option).train(down, {"c": 0.1 * ci}, local)[:2][0]["c"]
 
 
-@pytest.mark.parametrize("training", [Training(lr=0.1, batch_size=8, epochs=2), Training(lr=0.1, batch_size=8, weight_decay=0.1)])
+@pytest.mark.parametrize(
+    "training",
+    [Training(lr=0.1, batch_size=8, epochs=2), Training(lr=0.1, batch_size=8, weight_decay=0.1)],
+)
 def test_option_two_is_the_mean_gradient_for_plain_sgd(training):
-    torch.testing.assert_close(controls("II", training), controls("mean_grad", training), rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(
+        controls("II", training), controls("mean_grad", training), rtol=1e-9, atol=1e-11
+    )
 
 
 def test_option_two_follows_the_step_sizes_that_were_taken():
@@ -56,10 +69,13 @@ def test_option_two_follows_the_step_sizes_that_were_taken():
     torch.testing.assert_close(controls("II", t), controls("mean_grad", t), rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize(("steps", "expected"), [(1, 1.0), (2, 2.9), (40, 311.3302794647), (188, 1790.0000002248)])
+@pytest.mark.parametrize(
+    ("steps", "expected"), [(1, 1.0), (2, 2.9), (40, 311.3302794647), (188, 1790.0000002248)]
+)
 def test_with_momentum_option_two_divides_by_the_effective_steps(steps, expected):
     """A constant gradient moves a client by lr * K_eff, so option II recovers it."""
-    net, data = quadratics(torch.full((1, 1), 1e-12), torch.full((1, 1), 1e12))  # gradient -1 wherever it is
+    # gradient -1 wherever it is
+    net, data = quadratics(torch.full((1, 1), 1e-12), torch.full((1, 1), 1e12))
     s = make_setting(net, data, Training(lr=0.1, batch_size=1, epochs=steps, momentum=0.9))
     alg = Scaffold(option="II")
     state, _ = play(alg, s)[0]
@@ -80,7 +96,9 @@ def test_it_reaches_the_joint_optimum_where_fedavg_does_not(option):
     best = float((a * b).sum() / a.sum())
     net, data = quadratics(a, b)
     s = make_setting(net, data, Training(lr=0.04, batch_size=1, epochs=5), 60, "vmap")
-    assert float(play(Scaffold(option=option), s)[-1][0].server["x"]) == pytest.approx(best, abs=1e-6)
+    assert float(play(Scaffold(option=option), s)[-1][0].server["x"]) == pytest.approx(
+        best, abs=1e-6
+    )
     assert abs(float(play(FedAvg(), s)[-1][0].server["x"]) - best) > 0.05
 
 
@@ -89,6 +107,10 @@ def test_weights_by_samples_go_to_x_and_c_alike():
     s = make_setting(net, data, Training(lr=0.1, batch_size=8), 3)
     share = torch.tensor([7.0, 20, 31]) / 58
     for state, _ in play(Scaffold(weighting="samples"), s):
-        torch.testing.assert_close(state.server["c"], share @ state.clients["c"], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            state.server["c"], share @ state.clients["c"], rtol=1e-4, atol=1e-6
+        )
     first = play(FedAvg(), s, 1)[0][0]
-    torch.testing.assert_close(play(Scaffold(weighting="samples"), s, 1)[0][0].server["x"], first.server["x"])
+    torch.testing.assert_close(
+        play(Scaffold(weighting="samples"), s, 1)[0][0].server["x"], first.server["x"]
+    )

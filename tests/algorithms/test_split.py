@@ -1,4 +1,5 @@
-"""Split models against a plain torch program of each paper's algorithm, which shares no code with them, and their laws."""
+"""Split models against a plain torch program of each paper's algorithm, which shares no code with
+them, and their laws."""
 
 import copy
 import runpy
@@ -17,7 +18,11 @@ from pflcore.algorithms import ALGORITHMS, FedAvg
 from pflcore.simulation.round import Setup
 from pflcore.testing import check
 
-BODY, HEAD, NORM = ("0.weight", "0.bias", "1.weight", "1.bias"), ("3.weight", "3.bias"), ("1.weight", "1.bias")
+BODY, HEAD, NORM = (
+    ("0.weight", "0.bias", "1.weight", "1.bias"),
+    ("3.weight", "3.bias"),
+    ("1.weight", "1.bias"),
+)
 ENGINES = pytest.mark.parametrize("engine", ["loop", "vmap"])
 
 
@@ -32,7 +37,8 @@ def descend(model, x, y, names, epochs):
 
 
 def program(name, start, data):
-    """The method by whole modules: the server's parameters and each client's model for evaluation."""
+    """The method by whole modules: the server's parameters and each client's model for
+    evaluation."""
     private = {"lg_fedavg": BODY, "fedbn": NORM}.get(name, HEAD)
     shared = tuple(n for n in (*BODY, *HEAD) if n not in private)
     server = {n: p.detach().clone() for n, p in start.named_parameters() if n in shared}
@@ -54,9 +60,13 @@ def program(name, start, data):
             else:
                 descend(model, x, y, BODY if name == "fedbabu" else (*BODY, *HEAD), EPOCHS)
         even = name in ("fedrep", "fedbn")
-        n = torch.tensor([1 if even else len(data.client(i)[1]) for i in cohort], dtype=torch.float64)
+        n = torch.tensor(
+            [1 if even else len(data.client(i)[1]) for i in cohort], dtype=torch.float64
+        )
         states = [clients[i].state_dict() for i in cohort]
-        mean = {k: sum(w * s[k] for w, s in zip(n / n.sum(), states, strict=True)) for k in states[0]}
+        mean = {
+            k: sum(w * s[k] for w, s in zip(n / n.sum(), states, strict=True)) for k in states[0]
+        }
         server = {k: mean[k] for k in shared}
         if not stays:
             for c in clients:
@@ -71,13 +81,16 @@ def program(name, start, data):
 @ENGINES
 @pytest.mark.parametrize("name", ["fedper", "lg_fedavg", "fedrep", "fedbabu", "fedbn"])
 def test_golden_presets(name, engine):
-    """Three rounds, of which two lack somebody: the shared columns, the private ones and every client's own scores."""
+    """Three rounds, of which two lack somebody: the shared columns, the private ones and every
+    client's own scores."""
     options = {"fedrep": {"private_epochs": 3}, "fedbabu": {"finetune_epochs": 4}}.get(name, {})
     alg, net, data = ALGORITHMS[name](**options), Net(normed, seed=5), federation()
     s = make_setting(net, data, TRAINING, 3, engine)
     state = play(alg, s, ids=lambda r: COHORTS[r - 1])[-1][0]
     server, clients = program(name, net.module, data)
-    torch.testing.assert_close(state.server["x"], torch.cat([v.flatten() for v in server.values()]), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        state.server["x"], torch.cat([v.flatten() for v in server.values()]), rtol=1e-10, atol=1e-12
+    )
     view, local = views(alg, state, s, torch.arange(3))
     for i, model in enumerate(clients):
         torch.testing.assert_close(view["w"][i], net.row(model), rtol=1e-10, atol=1e-12)
@@ -88,7 +101,10 @@ def test_golden_presets(name, engine):
 @pytest.mark.parametrize("name", ["fedper", "fedrep", "fedbabu"])
 def test_the_kernels_of_a_chain_train_the_same(name):
     net, data = Net(lambda: tiny_model()().double()), federation()
-    runs = [play(ALGORITHMS[name](), make_setting(net, data, TRAINING, 2, engine))[-1][0] for engine in ("loop", "chain")]
+    runs = [
+        play(ALGORITHMS[name](), make_setting(net, data, TRAINING, 2, engine))[-1][0]
+        for engine in ("loop", "chain")
+    ]
     for one, other in zip(runs[0].server.values(), runs[1].server.values(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
@@ -96,15 +112,29 @@ def test_the_kernels_of_a_chain_train_the_same(name):
 def test_the_documents_fedper_is_ours():
     theirs = runpy.run_path(str(ROOT / "examples" / "own_algorithm.py"))["FedPer"]
     s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4), 3)
-    (one, done), (other, also) = (play(a, s, ids=lambda r: [0, r % 3] if r % 3 else [0])[-1] for a in (FedPer(), theirs()))
-    assert torch.equal(one.server["x"], other.server["x"]) and torch.equal(one.clients["h"], other.clients["head"]) and done == also
+    (one, done), (other, also) = (
+        play(a, s, ids=lambda r: [0, r % 3] if r % 3 else [0])[-1] for a in (FedPer(), theirs())
+    )
+    assert (
+        torch.equal(one.server["x"], other.server["x"])
+        and torch.equal(one.clients["h"], other.clients["head"])
+        and done == also
+    )
 
 
-# laws -----------------------------------------------------------------------------------------------------------------
+# laws -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("alg", "width"), [(FedPer(), 45), (FedRep(), 45), (FedBABU(), 45), (LGFedAvg(), 24), (FedBN(), 59), (Split(private="?.bias"), 55)]
+    ("alg", "width"),
+    [
+        (FedPer(), 45),
+        (FedRep(), 45),
+        (FedBABU(), 45),
+        (LGFedAvg(), 24),
+        (FedBN(), 59),
+        (Split(private="?.bias"), 55),
+    ],
 )
 def test_private_columns_never_travel(alg, width):
     """Counted are the shared columns, and batch norm's statistics where they are averaged."""
@@ -116,12 +146,19 @@ def test_private_columns_never_travel(alg, width):
 
 def test_with_everything_private_it_is_local_and_with_nothing_private_fedavg():
     s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4), 3)
-    with pytest.warns(UserWarning, match=r"^private: the whole model is private, so nothing is shared\.$"):
+    with pytest.warns(
+        UserWarning, match=r"^private: the whole model is private, so nothing is shared\.$"
+    ):
         alone = play(Split(private=("0.*", "2.*")), s)[-1][0]
     assert torch.equal(alone.clients["h"], play(LocalOnly(), s)[-1][0].clients["w"])
-    with pytest.warns(UserWarning, match=r"^private: the model has no batch_norm parameter, so all of it is shared\.$"):
+    with pytest.warns(
+        UserWarning,
+        match=r"^private: the model has no batch_norm parameter, so all of it is shared\.$",
+    ):
         all_of_it = play(FedBN(), s)[-1][0]
-    assert torch.equal(all_of_it.server["x"], play(FedAvg(weighting="uniform"), s)[-1][0].server["x"]) and all_of_it.clients["h"].shape == (
+    assert torch.equal(
+        all_of_it.server["x"], play(FedAvg(weighting="uniform"), s)[-1][0].server["x"]
+    ) and all_of_it.clients["h"].shape == (
         3,
         0,
     )
@@ -135,17 +172,22 @@ def test_a_frozen_part_never_moves_not_even_by_adamw():
     assert not state.clients and (state.server["x"] != x).all()
     view, _ = views(FedBABU(finetune_epochs=0), state, s, torch.arange(3))
     assert torch.equal(view["w"], s.net.join(state.server["x"], h.expand(3, -1)))
-    state = play(FedRep(server_lr=0.0), s)[-1][0]  # the body never moves: the heads have seen it alone
+    # the body never moves: the heads have seen it alone
+    state = play(FedRep(server_lr=0.0), s)[-1][0]
     assert torch.equal(state.server["x"], x) and (state.clients["h"] != h).all()
 
 
 def test_heads_are_trained_before_bodies():
-    """FedRep's head has not seen the body that its own round makes; trained the other way round it would have."""
+    """FedRep's head has not seen the body that its own round makes; trained the other way round it
+    would have."""
     s = make_setting(Net(tiny_model()), images(), TRAINING, 1)
     local, w0 = Clients(s, torch.arange(3), 1, s.net.b0.expand(3, -1)), s.net.w0.expand(3, -1)
     x, h = s.net.split(w0)
     new, _ = FedRep().train({"x": x}, {"h": h}, local)[:2]
-    assert torch.equal(new["h"], s.net.split(local.fit(w0, Objective(mask=s.net.mask("2.*")), stream="private").w)[1])
+    assert torch.equal(
+        new["h"],
+        s.net.split(local.fit(w0, Objective(mask=s.net.mask("2.*")), stream="private").w)[1],
+    )
 
 
 @pytest.mark.parametrize("alg", [FedPer(), FedRep(), LGFedAvg(), FedBN()])
@@ -158,7 +200,8 @@ def test_who_never_took_part_has_the_initial_private_part_and_others_statistics(
     assert evaluate(Setup(alg, s), state)["loss"].isfinite().all()
 
 
-# with batch norm, beside the table of contracts ------------------------------------------------------------------------
+# with batch norm, beside the table of contracts
+# ------------------------------------------------------------------------
 
 
 def small_normed():
@@ -176,7 +219,7 @@ def test_names_with_brackets_are_no_patterns():
             self.parts = nn.ModuleDict({"a[0]": nn.Linear(6, 5), "b": nn.Linear(5, 4)})
 
         def forward(self, x):
-            return self.parts["b"](self.parts["a[0]"](x).tanh())  # type: ignore[no-any-return]
+            return self.parts["b"](self.parts["a[0]"](x).tanh())
 
     net = Net(Odd, head="parts.b")
     assert LGFedAvg().columns(net).sum() == 35 and FedPer().columns(net).sum() == 24
@@ -185,7 +228,10 @@ def test_names_with_brackets_are_no_patterns():
 @pytest.mark.parametrize(
     ("make", "word"),
     [
-        (lambda: Split(private="fc*").initial(Net(tiny_model())), r"patterns: 'fc\*' matches no parameter; the names are 0.weight"),
+        (
+            lambda: Split(private="fc*").initial(Net(tiny_model())),
+            r"patterns: 'fc\*' matches no parameter; the names are 0.weight",
+        ),
         (lambda: FedPer().initial(Net(nn.Conv2d(1, 1, 1))), "model: found no trainable head"),
     ],
 )

@@ -1,4 +1,5 @@
-"""The laws of WAFFLE and SCAFFOLD, and their golden values; SCAFFOLD's own options are in test_scaffold.py."""
+"""The laws of WAFFLE and SCAFFOLD, and their golden values; SCAFFOLD's own options are in
+test_scaffold.py."""
 
 import math
 from dataclasses import dataclass
@@ -34,21 +35,42 @@ def printed(d, omega, psi, target, eq3=False):
 
 
 def close(a, b, atol=1e-9):
-    torch.testing.assert_close(torch.as_tensor(a, dtype=F64), torch.as_tensor(b, dtype=F64), rtol=0, atol=atol)
+    torch.testing.assert_close(
+        torch.as_tensor(a, dtype=F64), torch.as_tensor(b, dtype=F64), rtol=0, atol=atol
+    )
 
 
-# golden values --------------------------------------------------------------------------------------------------------------------
+# golden values --------------------------------------------------------------
 
 
 def test_omega_is_the_papers_sigmoid():
-    golden = {1: 0.9583535249, 2: 0.9557228829, 10: 0.9282424577, 25: 0.8320183851, 50: 0.5, 51: 0.4840054591, 75: 0.1679816149}
-    golden |= {80: 0.1278615663, 90: 0.0717575423, 94: 0.0564656650, 95: 0.0531511364, 100: 0.0391657228}
+    golden = {
+        1: 0.9583535249,
+        2: 0.9557228829,
+        10: 0.9282424577,
+        25: 0.8320183851,
+        50: 0.5,
+        51: 0.4840054591,
+        75: 0.1679816149,
+    }
+    golden |= {
+        80: 0.1278615663,
+        90: 0.0717575423,
+        94: 0.0564656650,
+        95: 0.0531511364,
+        100: 0.0391657228,
+    }
     for r, value in golden.items():
         assert Waffle().globality(r, 100) == pytest.approx((value, value), abs=5e-11)
     assert Waffle(r0=1.0).globality(50, 100)[0] == Waffle().globality(51, 100)[0]
-    assert [round(Waffle().globality(r, n)[0], 10) for r, n in ((1, 1), (1, 2), (1, 3))] == [0.0391657228, 0.5, 0.7439624913]
+    assert [round(Waffle().globality(r, n)[0], 10) for r, n in ((1, 1), (1, 2), (1, 3))] == [
+        0.0391657228,
+        0.5,
+        0.7439624913,
+    ]
     assert Waffle(do=0).globality(7, 9) == (0.5, 0.5)
-    assert Waffle(do=1e6).globality(9, 9)[0] == 0 and Waffle(do=-1e6).globality(9, 9)[0] == 1  # stable where exp overflows
+    # stable where exp overflows
+    assert Waffle(do=1e6).globality(9, 9)[0] == 0 and Waffle(do=-1e6).globality(9, 9)[0] == 1
 
 
 @dataclass(frozen=True)
@@ -66,7 +88,7 @@ class FixedDistances(Waffle):
 def sequence(d, rounds, upto=None, **options):
     """The unsmoothed and the smoothed weights of each round."""
     net, data = quadratics(torch.ones(len(d), 1), torch.zeros(len(d), 1))
-    alg = FixedDistances(d=tuple(d), **options)  # type: ignore[arg-type]
+    alg = FixedDistances(d=tuple(d), **options)
     found = play(alg, make_setting(net, data, Training(), rounds=rounds), upto)
     return [(s.server["history"][:, 0].tolist(), done.mix.weight[0].tolist()) for s, done in found]
 
@@ -84,10 +106,22 @@ def test_golden_weights_with_another_target_and_a_history():
 def test_golden_sequence_of_weights():
     found = sequence([0, 1, 2, 4], 20)
     golden = {
-        1: ([0.3809709123, 0.3756945950, 0.2433344927, 0], [0.2936569708, 0.2918981983, 0.2477781642, 0.1666666667]),
-        2: ([0.3832510461, 0.3759747969, 0.2407741570, 0], [0.3380739861, 0.3338897973, 0.2447028832, 0.0833333333]),
-        3: ([0.3864189652, 0.3763761379, 0.2372048969, 0], [0.3835469745, 0.3760151766, 0.2404378489, 0]),
-        10: ([0.5094339623, 0.3962264151, 0.0943396226, 0], [0.4704350563, 0.3895682224, 0.1399967213, 0]),
+        1: (
+            [0.3809709123, 0.3756945950, 0.2433344927, 0],
+            [0.2936569708, 0.2918981983, 0.2477781642, 0.1666666667],
+        ),
+        2: (
+            [0.3832510461, 0.3759747969, 0.2407741570, 0],
+            [0.3380739861, 0.3338897973, 0.2447028832, 0.0833333333],
+        ),
+        3: (
+            [0.3864189652, 0.3763761379, 0.2372048969, 0],
+            [0.3835469745, 0.3760151766, 0.2404378489, 0],
+        ),
+        10: (
+            [0.5094339623, 0.3962264151, 0.0943396226, 0],
+            [0.4704350563, 0.3895682224, 0.1399967213, 0],
+        ),
         14: ([0.8013139365, 0.1986860635, 0, 0], [0.7067650577, 0.2932349423, 0, 0]),
         15: ([1, 0, 0, 0], [0.8307932465, 0.1692067535, 0, 0]),
         16: ([1, 0, 0, 0], [0.9337713122, 0.0662286878, 0, 0]),
@@ -108,7 +142,8 @@ def test_golden_sequence_where_the_last_rounds_are_local_by_rule():
     assert found[18][0] == found[19][0] == [1, 0, 0, 0]
 
 
-QUADRATIC = (torch.tensor([[1.0], [2], [0.5]]), torch.tensor([[1.0], [-2], [0.5]]))  # curvatures and optima of golden 10.6 and 10.7
+# curvatures and optima of golden 10.6 and 10.7
+QUADRATIC = (torch.tensor([[1.0], [2], [0.5]]), torch.tensor([[1.0], [-2], [0.5]]))
 
 
 @pytest.mark.parametrize("option", ["mean_grad", "II"])
@@ -116,22 +151,42 @@ QUADRATIC = (torch.tensor([[1.0], [2], [0.5]]), torch.tensor([[1.0], [-2], [0.5]
 def test_golden_waffle_from_end_to_end(option, engine):
     net, data = quadratics(*QUADRATIC)
     for mode, golden_x, golden_c in (
-        ("recompute", [-0.0670122590, -0.1229759256, -0.0799527209], [0.3350612948, -0.1885619720, -0.0655578804]),
-        ("literal", [-0.0670122590, -0.1229759256, -0.1689909863], [0.3350612948, 0.2798183331, 0.2300753034]),
+        (
+            "recompute",
+            [-0.0670122590, -0.1229759256, -0.0799527209],
+            [0.3350612948, -0.1885619720, -0.0655578804],
+        ),
+        (
+            "literal",
+            [-0.0670122590, -0.1229759256, -0.1689909863],
+            [0.3350612948, 0.2798183331, 0.2300753034],
+        ),
     ):
-        alg = Waffle(control_agg=mode, option=option)  # type: ignore[arg-type]
-        found, outcomes = zip(*play(alg, make_setting(net, data, Training(lr=0.1, batch_size=1, epochs=2), 10, engine), 3), strict=True)
+        alg = Waffle(control_agg=mode, option=option)
+        found, outcomes = zip(
+            *play(
+                alg,
+                make_setting(net, data, Training(lr=0.1, batch_size=1, epochs=2), 10, engine),
+                3,
+            ),
+            strict=True,
+        )
         close([float(s.server["x"]) for s in found], golden_x)
         close([float(s.server["c"]) for s in found], golden_c)
         close(found[0].clients["c"][:, 0], [-0.95, 3.6, -0.24375])
         close(found[1].clients["c"][:, 0], [-1.0779147108, 3.8058718044, -0.2908887586])
         close(outcomes[0].mix.weight[0], [0.3898837123, 0.2222222222, 0.3878940655])
         close(outcomes[1].mix.weight[0], [0.4483573008, 0.1111111111, 0.4405315881])
-        last = [0.5109393719, 0.1596401511, 0.3294204770] if mode == "recompute" else [0.5171837661, 0.1533957569, 0.3294204770]
+        last = (
+            [0.5109393719, 0.1596401511, 0.3294204770]
+            if mode == "recompute"
+            else [0.5171837661, 0.1533957569, 0.3294204770]
+        )
         close(outcomes[2].mix.weight[0], last)
 
 
-# law 1 and 2: what a control variate is ----------------------------------------------------------------------------------------------
+# law 1 and 2: what a control variate is
+# ----------------------------------------------------------------------------------------------
 
 
 def control_state(alg, net, n, seed=3):
@@ -148,15 +203,27 @@ def test_law_1_the_new_control_variate_is_the_mean_minibatch_gradient(engine):
     down = {"x": net.w0.expand(3, -1), "c": c.expand(3, -1)}
     found = {}
     for option in ("II", "mean_grad"):
-        own, up = Scaffold(option=option).train(down, {"c": ci}, Clients(s, torch.arange(3), 1, net.b0.expand(3, -1)))[:2]
+        own, up = Scaffold(option=option).train(
+            down, {"c": ci}, Clients(s, torch.arange(3), 1, net.b0.expand(3, -1))
+        )[:2]
         found[option] = own["c"]
         torch.testing.assert_close(up["control"], own["c"] - ci)
 
     def update(rows, grad, k):
         g = grad(rows["w"])
-        return {"w": rows["w"] - 0.1 * (g - rows["ci"] + rows["c"]), "sum": rows["sum"] + g, "steps": rows["steps"] + 1}
+        return {
+            "w": rows["w"] - 0.1 * (g - rows["ci"] + rows["c"]),
+            "sum": rows["sum"] + g,
+            "steps": rows["steps"] + 1,
+        }
 
-    rows = {"w": down["x"], "c": down["c"], "ci": ci, "sum": torch.zeros_like(ci), "steps": torch.zeros(3, 1)}
+    rows = {
+        "w": down["x"],
+        "c": down["c"],
+        "ci": ci,
+        "sum": torch.zeros_like(ci),
+        "steps": torch.zeros(3, 1),
+    }
     end = Clients(s, torch.arange(3), 1, net.b0.expand(3, -1)).each_batch(rows, update).rows
     torch.testing.assert_close(found["mean_grad"], end["sum"] / end["steps"], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found["II"], found["mean_grad"], rtol=1e-5, atol=1e-5)
@@ -169,13 +236,17 @@ def test_law_2_an_update_is_the_change_of_the_control_variate():
     s = make_setting(net, data, Training(lr=lr, batch_size=8, epochs=2))
     c, ci = control_state(Scaffold(), net, 3)
     down = {"x": net.w0.expand(3, -1), "c": c.expand(3, -1)}
-    _, up = Scaffold().train(down, {"c": ci}, Clients(s, torch.arange(3), 1, net.b0.expand(3, -1)))[:2]
+    _, up = Scaffold().train(down, {"c": ci}, Clients(s, torch.arange(3), 1, net.b0.expand(3, -1)))[
+        :2
+    ]
     torch.testing.assert_close(up["delta"], -K * lr * (c + up["control"]), rtol=1e-4, atol=1e-6)
     d = ops.pairwise_sqdist(up["delta"]).sqrt()
-    torch.testing.assert_close(d, K * lr * ops.pairwise_sqdist(up["control"]).sqrt(), rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(
+        d, K * lr * ops.pairwise_sqdist(up["control"]).sqrt(), rtol=1e-4, atol=1e-7
+    )
 
 
-# law 3: SCAFFOLD's invariant ---------------------------------------------------------------------------------------------------------
+# law 3: SCAFFOLD's invariant ------------------------------------------------
 
 
 @pytest.mark.parametrize("option", ["mean_grad", "II", "I"])
@@ -183,22 +254,29 @@ def test_law_3_c_is_the_mean_of_the_clients_c(option):
     net, data = Net(tiny_model()), images((7, 20, 31, 12))
     s = make_setting(net, data, Training(lr=0.1, batch_size=8), rounds=6)
     cohorts = [[0, 1, 2, 3], [1], [0, 3], [1, 2, 3], [2], [0, 1, 2, 3]]
-    for state, _ in play(Scaffold(option=option), s, ids=lambda r: cohorts[r - 1]):  # type: ignore[arg-type]
-        torch.testing.assert_close(state.server["c"], state.clients["c"].mean(0), rtol=1e-5, atol=1e-6)
+    for state, _ in play(Scaffold(option=option), s, ids=lambda r: cohorts[r - 1]):
+        torch.testing.assert_close(
+            state.server["c"], state.clients["c"].mean(0), rtol=1e-5, atol=1e-6
+        )
 
 
 def test_law_3_the_first_round_is_uniform_fedavg():
     net, data = Net(tiny_model()), images()
     s = make_setting(net, data, Training(lr=0.1, batch_size=8))
-    assert torch.equal(play(Scaffold(), s)[0][0].server["x"], play(FedAvg(weighting="uniform"), s)[0][0].server["x"])
+    assert torch.equal(
+        play(Scaffold(), s)[0][0].server["x"],
+        play(FedAvg(weighting="uniform"), s)[0][0].server["x"],
+    )
 
 
-# law 4: WAFFLE between SCAFFOLD and local training ------------------------------------------------------------------------------------
+# law 4: WAFFLE between SCAFFOLD and local training
+# ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Forced(Waffle):
-    """WAFFLE with all weights 1/N for the first `even` rounds, and all weight on the target from then on."""
+    """WAFFLE with all weights 1/N for the first `even` rounds, and all weight on the target from
+    then on."""
 
     even: int = 0
 
@@ -213,7 +291,7 @@ class Forced(Waffle):
 def test_law_4_even_weights_are_scaffold(mode):
     net, data = Net(tiny_model()), images()
     s = make_setting(net, data, Training(lr=0.1, batch_size=8), rounds=5)
-    ours, theirs = play(Forced(even=5, control_agg=mode), s), play(Scaffold(), s)  # type: ignore[arg-type]
+    ours, theirs = play(Forced(even=5, control_agg=mode), s), play(Scaffold(), s)
     for (a, _), (b, _) in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a.server["x"], b.server["x"], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(a.server["c"], b.server["c"], rtol=1e-5, atol=1e-6)
@@ -223,7 +301,7 @@ def test_law_4_even_weights_are_scaffold(mode):
 def test_law_4_all_weight_on_the_target_is_its_local_training(mode):
     net, data = Net(tiny_model()), images()
     s = make_setting(net, data, Training(lr=0.1, batch_size=8), rounds=5)
-    ours, alone = play(Forced(target=1, control_agg=mode), s), play(LocalOnly(), s)  # type: ignore[arg-type]
+    ours, alone = play(Forced(target=1, control_agg=mode), s), play(LocalOnly(), s)
     for (a, _), (b, _) in zip(ours, alone, strict=True):
         torch.testing.assert_close(a.server["x"], b.clients["w"][1], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(a.server["c"], a.clients["c"][1], rtol=1e-5, atol=1e-6)
@@ -234,15 +312,19 @@ def test_law_4_a_change_of_weights_leaves_its_mark_on_literal_c_only():
     s = make_setting(net, data, Training(lr=0.1, batch_size=8), rounds=8)
 
     def gaps(mode):
-        return [float((st.server["c"] - st.clients["c"][0]).norm()) for st, _ in play(Forced(even=4, control_agg=mode), s)]  # type: ignore[arg-type]
+        return [
+            float((st.server["c"] - st.clients["c"][0]).norm())
+            for st, _ in play(Forced(even=4, control_agg=mode), s)
+        ]
 
     recompute, literal = gaps("recompute"), gaps("literal")
-    assert recompute[4:] == [0.0] * 4  # c is the target's c from the first local round on: local SGD one round later
+    # c is the target's c from the first local round on: local SGD one round later
+    assert recompute[4:] == [0.0] * 4
     assert literal[3] > 0.01
     assert literal[4:] == pytest.approx([literal[3]] * 4, rel=1e-4)
 
 
-# law 5 and 6: the weights ---------------------------------------------------------------------------------------------------------------
+# law 5 and 6: the weights ---------------------------------------------------
 
 
 @st.composite
@@ -271,7 +353,7 @@ def test_law_6_smoothed_weights_sum_to_one(one, rounds):
         assert math.fsum(smooth) == pytest.approx(1, abs=1e-12)
 
 
-# law 7: no NaN ------------------------------------------------------------------------------------------------------------------------
+# law 7: no NaN --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
@@ -305,16 +387,24 @@ class Broken(Waffle):
 def test_law_7_a_broken_client_is_out_of_the_round(mode):
     net, data = Net(tiny_model()), images((7, 20, 31, 12))
     s = make_setting(net, data, Training(lr=0.1, batch_size=8), rounds=10)
-    (one, _), (two, done), (_, last) = play(Broken(control_agg=mode), s, 3)  # type: ignore[arg-type]
+    (one, _), (two, done), (_, last) = play(Broken(control_agg=mode), s, 3)
     assert done.dropped == [2] and not done.void
     assert torch.equal(two.clients["c"][2], one.clients["c"][2])
     weight = done.mix.weight[0]
     assert done.cohort.ids.tolist() == [0, 1, 3] and math.fsum(weight.tolist()) == pytest.approx(1)
     if mode == "recompute":
         there = torch.tensor([0, 1, 3])
-        torch.testing.assert_close(two.server["c"], weight.float() @ two.clients["c"][there], rtol=1e-5, atol=1e-6)
-        alone = play(Broken(control_agg="recompute", who=9), s, 2, ids=lambda r: [0, 1, 2, 3] if r == 1 else there.tolist())[1][0]
-        assert all(torch.equal(two.server[k], alone.server[k]) for k in two.server)  # the same as not to have been there
+        torch.testing.assert_close(
+            two.server["c"], weight.float() @ two.clients["c"][there], rtol=1e-5, atol=1e-6
+        )
+        alone = play(
+            Broken(control_agg="recompute", who=9),
+            s,
+            2,
+            ids=lambda r: [0, 1, 2, 3] if r == 1 else there.tolist(),
+        )[1][0]
+        # the same as not to have been there
+        assert all(torch.equal(two.server[k], alone.server[k]) for k in two.server)
     assert last.mix.weight[0][2] > 0  # no ban
 
 
@@ -323,10 +413,12 @@ def test_law_7_without_the_target_the_round_is_void():
     s = make_setting(net, data, Training(lr=0.1, batch_size=8), rounds=10)
     (one, _), (two, done) = play(Broken(who=0), s, 2)
     assert done.void and done.dropped == [0] and two.void == 1
-    assert all(torch.equal(two.server[k], one.server[k]) for k in one.server) and torch.equal(two.clients["c"], one.clients["c"])
+    assert all(torch.equal(two.server[k], one.server[k]) for k in one.server) and torch.equal(
+        two.clients["c"], one.clients["c"]
+    )
 
 
-# law 9: limits of the others -------------------------------------------------------------------------------------------------------------
+# law 9: limits of the others ------------------------------------------------
 
 
 def test_law_9_fedprox():
@@ -335,7 +427,12 @@ def test_law_9_fedprox():
     for (a, _), (b, _) in zip(play(FedProx(mu=0.0), s), play(FedAvg(), s), strict=True):
         torch.testing.assert_close(a.server["x"], b.server["x"], rtol=1e-6, atol=1e-7)
     net, data = quadratics(torch.tensor([[2.0]]), torch.tensor([[3.0]]), start=[1.0])
-    golden = [play(FedProx(mu=0.5), make_setting(net, data, Training(lr=0.1, batch_size=1, epochs=e)))[0][0].server["x"] for e in (1, 2, 3)]
+    golden = [
+        play(FedProx(mu=0.5), make_setting(net, data, Training(lr=0.1, batch_size=1, epochs=e)))[0][
+            0
+        ].server["x"]
+        for e in (1, 2, 3)
+    ]
     close(torch.cat(golden), [1.4, 1.7, 1.925])
 
 
@@ -351,22 +448,27 @@ def test_law_9_apfl(mix):
     s = make_setting(net, data, Training(lr=0.1, batch_size=8, epochs=2), rounds=3)
     fedavg, local = play(FedAvg(weighting="uniform"), s), play(LocalOnly(), s)
     for alpha in (0.0, 1.0):
-        found = play(APFL(alpha=alpha, adaptive=False, mix=mix), s)  # type: ignore[arg-type]
+        found = play(APFL(alpha=alpha, adaptive=False, mix=mix), s)
         for r in range(3):
-            torch.testing.assert_close(found[r][0].server["x"], fedavg[r][0].server["x"], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                found[r][0].server["x"], fedavg[r][0].server["x"], rtol=1e-5, atol=1e-6
+            )
             expected = local[r][0].clients["w"] if alpha else net.w0.expand(3, -1)
             torch.testing.assert_close(found[r][0].clients["v"], expected, rtol=1e-5, atol=1e-6)
 
 
-# law 10: partitions ----------------------------------------------------------------------------------------------------------------------
+# law 10: partitions ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("base", ["A", "B", "C"])
 def test_law_10_the_papers_partitions(base):
-    labels = torch.arange(10).repeat_interleave(torch.tensor([40, 41, 43, 40, 47, 40, 44, 40, 52, 40]))
+    labels = torch.arange(10).repeat_interleave(
+        torch.tensor([40, 41, 43, 40, 47, 40, 44, 40, 52, 40])
+    )
     left, right = (waffle_partition(labels, 10, base=base, roll=roll) for roll in ("left", "right"))
     for part in (left, right):
-        assert torch.equal(torch.cat(part.index["train"]).sort().values, torch.arange(len(labels)))  # disjoint and exhaustive
+        # disjoint and exhaustive
+        assert torch.equal(torch.cat(part.index["train"]).sort().values, torch.arange(len(labels)))
     for i in range(10):
         assert abs(len(left.index["train"][i]) - len(right.index["train"][-i % 10])) <= 10
     shifted = waffle_partition(labels, 10, base=base, shift_seed=1, test_labels=labels).relabel
@@ -374,7 +476,8 @@ def test_law_10_the_papers_partitions(base):
     assert torch.equal(shifted.sort(1).values, torch.arange(10).expand(10, -1))
 
 
-# law 11: which c reaches the target's optimum --------------------------------------------------------------------------------------------
+# law 11: which c reaches the target's optimum
+# --------------------------------------------------------------------------------------------
 
 
 def test_law_11_only_recompute_reaches_the_targets_optimum():
@@ -384,20 +487,22 @@ def test_law_11_only_recompute_reaches_the_targets_optimum():
     s = make_setting(net, data, Training(lr=0.1, batch_size=1, epochs=5), rounds=200, engine="vmap")
     error = {}
     for mode in ("recompute", "literal"):
-        found = [st for st, _ in play(Forced(even=20, control_agg=mode), s)]  # type: ignore[arg-type]
-        error[mode] = [float((found[r - 1].server["x"] - b[0].double()).norm()) for r in (40, 100, 200)]
+        found = [st for st, _ in play(Forced(even=20, control_agg=mode), s)]
+        error[mode] = [
+            float((found[r - 1].server["x"] - b[0].double()).norm()) for r in (40, 100, 200)
+        ]
     assert error["recompute"][2] < 1e-12
     assert error["literal"][2] > 0.1
     assert error["literal"] == pytest.approx([error["literal"][2]] * 3, rel=1e-3)
 
 
-# options ----------------------------------------------------------------------------------------------------------------------------------
+# options --------------------------------------------------------------------
 
 
 def test_globalities_that_cannot_be_and_a_warning():
     for value in (-0.1, math.nan):
         with pytest.raises(ValueError, match="omega"):
-            Waffle(omega=lambda r, n, value=value: value).globality(1, 2)  # type: ignore[misc]
+            Waffle(omega=lambda r, n, value=value: value).globality(1, 2)
     with pytest.warns(UserWarning, match="omega exceeds 1"):
         assert Waffle(omega=lambda r, n: 1.5, psi=lambda r, n: 0.5).globality(1, 2) == (1.5, 0.5)
     net, data = Net(tiny_model()), images()

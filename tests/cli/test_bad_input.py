@@ -1,4 +1,5 @@
-"""The command line under hostile use: nothing of anybody's is written over, nothing is lost, wrong arguments are said before a record."""
+"""The command line under hostile use: nothing of anybody's is written over, nothing is lost, wrong
+arguments are said before a record."""
 
 import json
 import os
@@ -60,7 +61,9 @@ def test_a_seed_that_is_no_whole_number(capsys):
 def test_a_file_that_is_no_record_has_no_report(tmp_path, capsys):
     (tmp_path / "x.jsonl").write_text('{"a": 1}\n[1, 2]\nhello\n')
     assert cli.main(["report", "x.jsonl"]) == 2
-    assert "holds none" in capsys.readouterr().err and [p.name for p in tmp_path.iterdir()] == ["x.jsonl"]
+    assert "holds none" in capsys.readouterr().err and [p.name for p in tmp_path.iterdir()] == [
+        "x.jsonl"
+    ]
 
 
 def test_a_table_of_somebody_elses_stays(tmp_path, capsys):
@@ -68,7 +71,9 @@ def test_a_table_of_somebody_elses_stays(tmp_path, capsys):
     folder.mkdir()
     (folder / "table.md").write_text("my notes")
     assert cli.main([*RUN, "--out", "o"]) == 2
-    assert (folder / "table.md").read_text() == "my notes" and not (folder / "record.jsonl").exists()
+    assert (folder / "table.md").read_text() == "my notes" and not (
+        folder / "record.jsonl"
+    ).exists()
     assert cli.main([*RUN, "--out", "o", "--overwrite"]) == 0
     assert cli.main(["report", "o"]) == 0  # our own is made again
     (folder / "table.md").write_text("my notes")
@@ -79,12 +84,18 @@ def test_a_table_of_somebody_elses_stays(tmp_path, capsys):
 @pytest.mark.skipif(os.name == "nt", reason="no pipes of that kind")
 @pytest.mark.parametrize("ear", ["gone", "ascii"])
 def test_whoever_reads_along_the_files_are_whole(ear, tmp_path):
-    env = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2])} | ({"PYTHONIOENCODING": "ascii"} if ear == "ascii" else {})
+    env = (
+        os.environ
+        | {"PYTHONPATH": str(Path(cli.__file__).parents[2])}
+        | ({"PYTHONIOENCODING": "ascii"} if ear == "ascii" else {})
+    )
     read_end, write_end = os.pipe()
     if ear == "gone":
         os.close(read_end)
     argv = [sys.executable, "-m", "pflcore", *RUN, "--seeds", "2", "--out", "o"]
-    done = subprocess.run(argv, stdout=write_end, stderr=subprocess.PIPE, env=env, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        argv, stdout=write_end, stderr=subprocess.PIPE, env=env, text=True, check=False, timeout=120
+    )
     os.close(write_end)
     assert done.returncode == 0 and "Error" not in done.stderr and "Exception" not in done.stderr
     assert "±" in (tmp_path / "o" / "table.md").read_text(encoding="utf-8") and len(read("o")) == 2
@@ -94,22 +105,39 @@ def test_whoever_reads_along_the_files_are_whole(ear, tmp_path):
 
 
 def test_a_bad_plan_is_one_sentence(tmp_path, capsys):
-    old = {"data": "digits", "settings": {"a": {}}, "methods": {"m": {"algorithm": "fedavg", "options": {"lr": 1}}}}
+    old = {
+        "data": "digits",
+        "settings": {"a": {}},
+        "methods": {"m": {"algorithm": "fedavg", "options": {"lr": 1}}},
+    }
     for text in ("{", "[1]", "{}", json.dumps(old)):
         (tmp_path / "plan.json").write_text(text)
         assert cli.main(["reproduce", "plan.json", "--quiet"]) == 2
         err = capsys.readouterr().err.splitlines()
-        assert len(err) == 1 and err[0].startswith("pflcore: ") and "Error" not in err[0] and "unexpected keyword" not in err[0]
+        assert (
+            len(err) == 1
+            and err[0].startswith("pflcore: ")
+            and "Error" not in err[0]
+            and "unexpected keyword" not in err[0]
+        )
 
 
 @pytest.mark.parametrize(
     "options",
-    [["--clients", "0"], ["--steps", "-3"], ["--ratios", "-3"], ["--shadows", "0", "--ratios", "0"], ["--out", "f/x"]],
+    [
+        ["--clients", "0"],
+        ["--steps", "-3"],
+        ["--ratios", "-3"],
+        ["--shadows", "0", "--ratios", "0"],
+        ["--out", "f/x"],
+    ],
     ids=lambda o: o[0],
 )
 def test_an_attack_that_cannot_be_is_said_first(options, capsys, tmp_path):
     (tmp_path / "f").write_text("a file")
     assert cli.main(["attack", "--data", "digits", "--quiet", *options]) == 2
     err = capsys.readouterr().err
-    assert err.startswith(f"pflcore: {options[0][2:]}") and err.count("\n") == 1 and "Errno" not in err
+    assert (
+        err.startswith(f"pflcore: {options[0][2:]}") and err.count("\n") == 1 and "Errno" not in err
+    )
     assert [p.name for p in tmp_path.iterdir()] == ["f"]

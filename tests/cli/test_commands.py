@@ -1,4 +1,5 @@
-"""The command line, end to end on real images; whatever goes wrong is one sentence and never costs a record."""
+"""The command line, end to end on real images; whatever goes wrong is one sentence and never costs
+a record."""
 
 import math
 import os
@@ -28,48 +29,131 @@ def in_an_empty_folder_and_without_pictures(tmp_path, monkeypatch):
 
 
 def test_a_run_by_adamw(capsys):
-    how = ["--local-optimizer", "adamw", "--betas", "0.8", "0.99", "--eps", "1e-6", "--clip-grad", "0.5", "--lr", "0.01"]
+    how = [
+        "--local-optimizer",
+        "adamw",
+        "--betas",
+        "0.8",
+        "0.99",
+        "--eps",
+        "1e-6",
+        "--clip-grad",
+        "0.5",
+        "--lr",
+        "0.01",
+    ]
     assert cli.main(["run", "fedavgm", "--optimizer", "nesterov", *DIGITS, *how, "--out", "o"]) == 0
     (run,) = read("o")
     training = run.header["training"]
-    assert training["local_optimizer"] == "adamw" and training["betas"] == [0.8, 0.99] and training["eps"] == 1e-6
+    assert (
+        training["local_optimizer"] == "adamw"
+        and training["betas"] == [0.8, 0.99]
+        and training["eps"] == 1e-6
+    )
     assert training["clip_grad"] == 0.5 and run.header["options"]["optimizer"] == "nesterov"
     assert "AdamW" in run.header["path"]["why"] and math.isfinite(run.rounds[-1]["train_loss"])
     assert cli.main(["run", "mocha", *DIGITS, *how, "--out", "p"]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("pflcore: local_optimizer: Mocha takes its regulariser")
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .startswith("pflcore: local_optimizer: Mocha takes its regulariser")
+    )
 
 
 def test_several_algorithms_and_seeds_share_data_and_weights(capsys):
-    argv = ["compare", "--algorithms", "local", "fedavg", "apfl", *DIGITS, "--seeds", "2", "--seed", "5", "--baseline", "local"]
-    assert cli.main([*argv, "--apfl.alpha", "0.25", "--partition", "dirichlet", "--alpha", "0.3", "--out", "o"]) == 0
+    argv = [
+        "compare",
+        "--algorithms",
+        "local",
+        "fedavg",
+        "apfl",
+        *DIGITS,
+        "--seeds",
+        "2",
+        "--seed",
+        "5",
+        "--baseline",
+        "local",
+    ]
+    assert (
+        cli.main(
+            [
+                *argv,
+                "--apfl.alpha",
+                "0.25",
+                "--partition",
+                "dirichlet",
+                "--alpha",
+                "0.3",
+                "--out",
+                "o",
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "% hurt vs local" in out and "over 2 seeds" in out
     runs = read("o")
-    assert [(r.algorithm, r.header["seed"]) for r in runs] == [(a, s) for a in ("local", "fedavg", "apfl") for s in (5, 6)]
+    assert [(r.algorithm, r.header["seed"]) for r in runs] == [
+        (a, s) for a in ("local", "fedavg", "apfl") for s in (5, 6)
+    ]
     assert len({tuple(r.header["size"]) for r in runs}) == 1
-    assert runs[-1].header["options"]["alpha"] == 0.25 and runs[0].header["partition_options"]["alpha"] == 0.3
+    assert (
+        runs[-1].header["options"]["alpha"] == 0.25
+        and runs[0].header["partition_options"]["alpha"] == 0.3
+    )
     assert runs[0].rounds[0]["bytes_up"] == 0 and runs[2].sent()[-1] > 0
 
 
 def test_runs_repeat():
     for out in ("a", "b"):
-        assert cli.main(["run", "scaffold", *DIGITS, "--participation", "0.5", "--quiet", "--out", out]) == 0
+        assert (
+            cli.main(
+                ["run", "scaffold", *DIGITS, "--participation", "0.5", "--quiet", "--out", out]
+            )
+            == 0
+        )
     (a,), (b,) = read("a"), read("b")
-    assert torch.equal(a.values()[1], b.values()[1]) and [r["cohort"] for r in a.rounds] == [r["cohort"] for r in b.rounds]
+    assert torch.equal(a.values()[1], b.values()[1]) and [r["cohort"] for r in a.rounds] == [
+        r["cohort"] for r in b.rounds
+    ]
 
 
 def test_data_that_come_with_their_clients():
-    assert cli.main(["run", "fedavg", "--data", "synthetic_linear", "--n", "5", "--rounds", "2", "--lr", "0.01", "--out", "o"]) == 0
+    assert (
+        cli.main(
+            [
+                "run",
+                "fedavg",
+                "--data",
+                "synthetic_linear",
+                "--n",
+                "5",
+                "--rounds",
+                "2",
+                "--lr",
+                "0.01",
+                "--out",
+                "o",
+            ]
+        )
+        == 0
+    )
     (run,) = read("o")
     assert run.header["partition"] is None and run.header["n"] == 5
 
 
 def test_a_validation_split(capsys):
-    assert cli.main(["run", "fedavg", *DIGITS, "--val", "0.25", "--eval-split", "val", "--out", "o"]) == 0
+    assert (
+        cli.main(["run", "fedavg", *DIGITS, "--val", "0.25", "--eval-split", "val", "--out", "o"])
+        == 0
+    )
     assert "Validation accuracy" in capsys.readouterr().out
     (run,) = read("o")
     held = run.rounds[-1]["eval"]["size"]
-    assert held == [math.ceil((kept + v) / 4) for kept, v in zip(run.header["size"], held, strict=True)]
+    assert held == [
+        math.ceil((kept + v) / 4) for kept, v in zip(run.header["size"], held, strict=True)
+    ]
 
 
 def test_a_folder_is_made_below_runs_and_none_is_reused():
@@ -83,7 +167,10 @@ def test_a_record_is_only_replaced_on_demand(tmp_path, capsys):
     assert cli.main(argv) == 0
     before = (tmp_path / "o" / "record.jsonl").read_bytes()
     assert cli.main([*argv, "--rounds", "1"]) == 2
-    assert "--overwrite" in capsys.readouterr().err and (tmp_path / "o" / "record.jsonl").read_bytes() == before
+    assert (
+        "--overwrite" in capsys.readouterr().err
+        and (tmp_path / "o" / "record.jsonl").read_bytes() == before
+    )
     assert cli.main([*argv, "--rounds", "1", "--overwrite"]) == 0
     assert len(read("o")[0].rounds) == 1
 
@@ -92,7 +179,12 @@ def test_tables_and_pictures_again_from_records(tmp_path, capsys):
     for algorithm in ("local", "fedavg"):
         cli.main(["run", algorithm, *DIGITS, "--out", algorithm])
     capsys.readouterr()
-    assert cli.main(["report", "local", "fedavg", "--out", "both", "--baseline", "local", "--last", "2"]) == 0
+    assert (
+        cli.main(
+            ["report", "local", "fedavg", "--out", "both", "--baseline", "local", "--last", "2"]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "| local " in out and "| fedavg " in out and "mean of last 2" in out
     assert (tmp_path / "both" / "table.md").is_file()
@@ -104,20 +196,32 @@ BAD = {
     "an option for an algorithm": (["run", "--data", "digits"], "name of an algorithm"),
     "unknown algorithm": (["run", "wafle", *DIGITS], "got 'wafle'"),
     "nothing to compare": (["compare", *DIGITS], "algorithms: expected"),
-    "unknown algorithm to compare": (["compare", "--algorithms", "fedavg", "wafle", *DIGITS], "got 'wafle'"),
-    "unknown baseline": (["compare", "--algorithms", "fedavg", *DIGITS, "--baseline", "local"], "baseline: expected"),
+    "unknown algorithm to compare": (
+        ["compare", "--algorithms", "fedavg", "wafle", *DIGITS],
+        "got 'wafle'",
+    ),
+    "unknown baseline": (
+        ["compare", "--algorithms", "fedavg", *DIGITS, "--baseline", "local"],
+        "baseline: expected",
+    ),
     "unknown data": (["run", "fedavg", "--data", "minst"], "got 'minst'"),
     "unknown partition": (["run", "fedavg", *DIGITS, "--partition", "Z"], "got 'Z'"),
     "unknown model": (["run", "fedavg", *DIGITS, "--model", "alexnet"], "got 'alexnet'"),
     "unknown criterion": (["run", "fedavg", *DIGITS, "--criterion", "likes"], "criterion"),
     "unknown engine": (["run", "fedavg", *DIGITS, "--engine", "steam"], "engine"),
     "a model for other inputs": (["run", "fedavg", *DIGITS, "--model", "cnn"], "small"),
-    "target out of range": (["run", "waffle", *DIGITS, "--target", "4"], "target: expected a client from 0 to 3, got 4"),
+    "target out of range": (
+        ["run", "waffle", *DIGITS, "--target", "4"],
+        "target: expected a client from 0 to 3, got 4",
+    ),
     "negative target": (["run", "fedavg", *DIGITS, "--target", "-1"], "target: expected"),
     "hyper-parameter": (["run", "fedprox", *DIGITS, "--mu", "-1"], "mu"),
     "learning rate": (["run", "fedavg", *DIGITS, "--lr", "-1"], "lr: expected"),
     "no rounds": (["run", "fedavg", *DIGITS, "--rounds", "0"], "rounds"),
-    "a split that is not there": (["run", "fedavg", *DIGITS, "--eval-split", "val"], "evaluation.split"),
+    "a split that is not there": (
+        ["run", "fedavg", *DIGITS, "--eval-split", "val"],
+        "evaluation.split",
+    ),
     "a validation share": (["run", "fedavg", *DIGITS, "--val", "1"], "val: expected"),
     "no clients": (["run", "fedavg", *DIGITS, "--n", "0"], "n: expected"),
     "no seeds": (["run", "fedavg", *DIGITS, "--seeds", "0"], "seeds: expected"),
@@ -153,7 +257,24 @@ def test_a_malformed_option_ends_with_code_2(tmp_path, capsys):
 
 
 def test_a_run_that_diverges_is_a_result(capsys):
-    assert cli.main(["compare", "--algorithms", "fedavg", "local", *DIGITS, "--rounds", "6", "--lr", "1e38", "--out", "o"]) == 1
+    assert (
+        cli.main(
+            [
+                "compare",
+                "--algorithms",
+                "fedavg",
+                "local",
+                *DIGITS,
+                "--rounds",
+                "6",
+                "--lr",
+                "1e38",
+                "--out",
+                "o",
+            ]
+        )
+        == 1
+    )
     runs = read("o")
     assert "diverged" in runs[0].stopped and len(runs[0].rounds) == 3
     assert "3 of 6 rounds" in capsys.readouterr().out
@@ -179,10 +300,28 @@ def test_a_failure_in_the_middle_keeps_the_record(capsys, monkeypatch):
 
 @pytest.mark.deep("another process")
 def test_ctrl_c_leaves_a_readable_record(tmp_path):
-    argv = [sys.executable, "-m", "pflcore", "run", "fedavg", "--data", "synthetic_clusters", "--rounds", "1000000", "--out", "o"]
+    argv = [
+        sys.executable,
+        "-m",
+        "pflcore",
+        "run",
+        "fedavg",
+        "--data",
+        "synthetic_clusters",
+        "--rounds",
+        "1000000",
+        "--out",
+        "o",
+    ]
     root = os.path.dirname(os.path.dirname(pflcore.__file__))
     path = tmp_path / "o" / "record.jsonl"
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": root}, text=True)
+    process = subprocess.Popen(
+        argv,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": root},
+        text=True,
+    )
     try:
         until = time.monotonic() + 120
         while not (path.exists() and path.read_bytes().count(b"\n") > 20):
@@ -194,7 +333,9 @@ def test_ctrl_c_leaves_a_readable_record(tmp_path):
         process.kill()
     assert process.returncode == 130 and "Traceback" not in err, err
     (run,) = read(path)
-    assert len(run.rounds) >= 20 and [r["round"] for r in run.rounds] == list(range(1, len(run.rounds) + 1))
+    assert len(run.rounds) >= 20 and [r["round"] for r in run.rounds] == list(
+        range(1, len(run.rounds) + 1)
+    )
     assert run.stopped == f"Interrupted after round {len(run.rounds)} of 1000000."
     assert "| fedavg " in out and (tmp_path / "o" / "table.md").is_file()
 

@@ -1,4 +1,5 @@
-"""What people bring: arrays of any memory, files as other programs write them, ids of every kind."""
+"""What people bring: arrays of any memory, files as other programs write them, ids of every
+kind."""
 
 import json
 
@@ -13,7 +14,11 @@ from pflcore.data import Federation, federation_of, padded
 X, Y = np.arange(24, dtype=np.float32).reshape(8, 3), np.array([0, 1] * 4)
 
 
-@pytest.mark.parametrize("x", [X[::-1][::-1], X.astype(">f4"), X[:, ::-1][:, ::-1], np.asfortranarray(X)], ids=["back", "big", "rows", "f"])
+@pytest.mark.parametrize(
+    "x",
+    [X[::-1][::-1], X.astype(">f4"), X[:, ::-1][:, ::-1], np.asfortranarray(X)],
+    ids=["back", "big", "rows", "f"],
+)
 def test_arrays_of_any_memory(x):
     for given in (x, x[::-1]):
         fed = Federation.from_arrays([(given, Y)])
@@ -34,7 +39,9 @@ def test_test_samples_of_ones_own_are_neither_lost_nor_dealt_anew():
     clients = [{"train": (X, Y), "test": (X, Y)}]
     with pytest.raises(ValueError, match="client 0 brings test samples of its own: leave test out"):
         Federation.from_arrays(clients, test=[(X, Y)])
-    with pytest.raises(ValueError, match="client 0 brings test samples of its own: leave test_fraction out"):
+    with pytest.raises(
+        ValueError, match="client 0 brings test samples of its own: leave test_fraction out"
+    ):
         Federation.from_arrays(clients, test_fraction=0.5)
 
 
@@ -50,13 +57,19 @@ def test_a_seed_is_one_that_repeats(seed):
         lambda: federation_of("mnist5k", seed=seed),
     )
     for call in calls:
-        with pytest.raises(ValueError, match="seed: expected a whole number from 0 to 2\\*\\*32 - 1"):
+        with pytest.raises(
+            ValueError, match="seed: expected a whole number from 0 to 2\\*\\*32 - 1"
+        ):
             call()
 
 
-@pytest.mark.parametrize("clients", [[0.9, 1], [False, True], torch.tensor([True, False]), ["a"], [[0]]])
+@pytest.mark.parametrize(
+    "clients", [[0.9, 1], [False, True], torch.tensor([True, False]), ["a"], [[0]]]
+)
 def test_clients_are_chosen_by_number(clients):
-    with pytest.raises(ValueError, match=r"clients must be distinct ids in 0\.\.1, at least one, got "):
+    with pytest.raises(
+        ValueError, match=r"clients must be distinct ids in 0\.\.1, at least one, got "
+    ):
         Federation.from_arrays([(X, Y), (X, Y)]).subset(clients)
 
 
@@ -75,12 +88,12 @@ def test_labels_and_ids_that_cannot_be():
     with pytest.raises(ValueError, match=r"y must hold labels in 0\.\.1, got -1"):
         Federation.from_arrays([(X, np.full(8, -1))])
     with pytest.raises(ValueError, match=r"classes: expected a whole number or 'infer', got 3\.0"):
-        Federation.from_arrays([(X, Y)], classes=3.0)  # type: ignore[arg-type]
+        Federation.from_arrays([(X, Y)], classes=3.0)
     with pytest.raises(ValueError, match="client must hold whole numbers below 2"):
         Federation.from_table(X, Y, np.array([2**63] * 8, dtype=np.uint64))
 
 
-# files -------------------------------------------------------------------------------------------------------------
+# files ----------------------------------------------------------------------
 def test_a_header_is_known_and_columns_agree(tmp_path):
     def made(**files):
         at = tmp_path / f"{len(list(tmp_path.iterdir()))}"
@@ -90,13 +103,19 @@ def test_a_header_is_known_and_columns_agree(tmp_path):
         return at
 
     rows = "1,2.5,0\n3,4.5,1\n"
-    assert int(folder(made(a=b"\xef\xbb\xbf" + rows.encode())).size()[0]) == 2  # Excel marks its UTF-8
+    # Excel marks its UTF-8
+    assert int(folder(made(a=b"\xef\xbb\xbf" + rows.encode())).size()[0]) == 2
     assert folder(made(a="\ufefff,g,lab\n" + rows), target="lab").classes == 2
     numbered = folder(made(a="0,1,2\n" + rows))
-    assert int(numbered.size()[0]) == 2 and numbered.classes == 2  # pandas numbers the columns of an array
+    # pandas numbers the columns of an array
+    assert int(numbered.size()[0]) == 2 and numbered.classes == 2
     with pytest.raises(OSError, match="must hold rows of numbers"):
         folder(made(a=",2.5,0\n" + rows))
-    with pytest.raises(ValueError, match=r"b\.csv must have the columns of .*a\.csv in the same order \(f, g, y\), got g, f, y"):
+    with pytest.raises(
+        ValueError,
+        match=r"b\.csv must have the columns of .*a\.csv in the same order "
+        r"\(f, g, y\), got g, f, y",
+    ):
         folder(made(a="f,g,y\n" + rows, b="g,f,y\n" + rows))
     with pytest.raises(OSError, match="must be text in UTF-8"):
         folder(made(a="é,g,y\n".encode("latin-1") + rows.encode()))
@@ -110,7 +129,10 @@ def test_arrays_in_a_file_are_numbers(tmp_path):
 
 def test_a_user_without_test_samples(tmp_path):
     for split, of in (("train", ["u", "v"]), ("test", ["u", "v"])):
-        data = {u: {"x": [[1.0, 2.0]], "y": [1]} if (u, split) != ("v", "test") else {"x": [], "y": []} for u in of}
+        data = {
+            u: {"x": [[1.0, 2.0]], "y": [1]} if (u, split) != ("v", "test") else {"x": [], "y": []}
+            for u in of
+        }
         (tmp_path / split).mkdir()
         content = {"users": of, "num_samples": [len(data[u]["y"]) for u in of], "user_data": data}
         (tmp_path / split / "all.json").write_text(json.dumps(content))
@@ -120,12 +142,27 @@ def test_a_user_without_test_samples(tmp_path):
 def test_an_argument_of_another_kind_is_one_sentence():
     pair = (torch.randn(4, 2), torch.arange(4) % 2)
     for words, call in (
-        ("dtype: expected a torch.dtype, got 'float32'", lambda: Federation.from_arrays([pair], dtype="float32")),
-        ("test: expected each client's data in a list, got 3", lambda: Federation.from_arrays([pair], test=3)),
-        ("clients: expected clients' numbers in a list, got 0", lambda: Federation.from_arrays([pair]).subset(0)),
+        (
+            "dtype: expected a torch.dtype, got 'float32'",
+            lambda: Federation.from_arrays([pair], dtype="float32"),
+        ),
+        (
+            "test: expected each client's data in a list, got 3",
+            lambda: Federation.from_arrays([pair], test=3),
+        ),
+        (
+            "clients: expected clients' numbers in a list, got 0",
+            lambda: Federation.from_arrays([pair]).subset(0),
+        ),
         ("value: expected a finite number, got None", lambda: padded([[5, 6], [8]], value=None)),
-        ("value: expected a whole number to fill up whole numbers, got 0.5", lambda: padded([[5, 6], [8]], value=0.5)),
-        ("waffle_weights: omega must be a number", lambda: ops.waffle_weights(torch.rand(3), 0, np.array([0.5, 0.6]))),
+        (
+            "value: expected a whole number to fill up whole numbers, got 0.5",
+            lambda: padded([[5, 6], [8]], value=0.5),
+        ),
+        (
+            "waffle_weights: omega must be a number",
+            lambda: ops.waffle_weights(torch.rand(3), 0, np.array([0.5, 0.6])),
+        ),
         ("Files: paths must be names of files", lambda: ops.stream.Files([1])),
     ):
         with pytest.raises((TypeError, ValueError), match=words):

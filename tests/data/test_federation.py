@@ -1,4 +1,5 @@
-"""A federation: what it holds, how it is made from other containers, Motley's two protocols, and what it refuses."""
+"""A federation: what it holds, how it is made from other containers, Motley's two protocols, and
+what it refuses."""
 
 import math
 
@@ -32,7 +33,7 @@ def sizes(fed, split="train"):
     return fed.size(split).tolist()
 
 
-# -- what it holds -------------------------------------------------------------------------------------------------------------
+# -- what it holds -----------------------------------------------------------
 
 
 def test_clients_sizes_counts_and_labels():
@@ -40,7 +41,8 @@ def test_clients_sizes_counts_and_labels():
     assert fed.n == 2 and fed.splits == ("train", "test") and fed.shape == (2,)
     assert sizes(fed) == [2, 2] and sizes(fed, "test") == [1, 1]
     x, y = fed.client(1)
-    assert x.tolist() == [[2, 3], [6, 7]] and y.tolist() == [2, 1]  # pool labels 1, 0 through [1, 2, 0]
+    # pool labels 1, 0 through [1, 2, 0]
+    assert x.tolist() == [[2, 3], [6, 7]] and y.tolist() == [2, 1]
     assert fed.client(0, "test")[1].tolist() == [1] and fed.client(1, "test")[1].tolist() == [0]
     assert fed.counts().tolist() == [[1, 0, 1], [0, 1, 1]]
     assert fed.counts("test").tolist() == [[0, 1, 0], [1, 0, 0]]
@@ -73,19 +75,25 @@ def test_the_same_device_is_no_copy():
 def test_another_device_holds_everything():
     fed = small(truth={"group": torch.tensor([0, 1])})
     moved = fed.to("cuda")
-    assert moved.client(1)[1].is_cuda and moved.truth["group"].is_cuda and moved.to("cpu").client(1)[1].tolist() == [2, 1]
+    assert (
+        moved.client(1)[1].is_cuda
+        and moved.truth["group"].is_cuda
+        and moved.to("cpu").client(1)[1].tolist() == [2, 1]
+    )
     assert torch.equal(moved.counts(), fed.counts()) and moved.size().device.type == "cpu"
     assert moved.halves().keep(0.5).subset([1]).n == 1
 
 
 def test_regression_and_tokens():
-    fed = Federation(torch.zeros(3, 4, dtype=torch.int64), torch.rand(3, 2), {"train": index([0], [1, 2])})
+    fed = Federation(
+        torch.zeros(3, 4, dtype=torch.int64), torch.rand(3, 2), {"train": index([0], [1, 2])}
+    )
     assert fed.classes is None and fed.client(1)[1].shape == (2, 2)
     with pytest.raises(ValueError, match="counts needs labels"):
         fed.counts()
 
 
-# -- constructors --------------------------------------------------------------------------------------------------------------
+# -- constructors ------------------------------------------------------------
 
 
 def test_from_arrays_of_any_kind():
@@ -104,7 +112,9 @@ def test_from_arrays_of_any_kind():
 
 def test_from_arrays_with_splits_of_some_clients():
     pair = ([[1.0], [2.0]], [0, 1])
-    fed = Federation.from_arrays([{"train": pair}, {"train": pair, "test": pair}, {"train": pair, "val": pair}])
+    fed = Federation.from_arrays(
+        [{"train": pair}, {"train": pair, "test": pair}, {"train": pair, "val": pair}]
+    )
     assert fed.splits == ("train", "val", "test")
     assert sizes(fed, "test") == [0, 2, 0] and sizes(fed, "val") == [0, 0, 2]
 
@@ -127,9 +137,15 @@ class Squares(Dataset):
 
 def test_from_datasets():
     tensors = TensorDataset(torch.rand(4, 2), torch.tensor([0, 1, 2, 2]))
-    fed = Federation.from_datasets([Squares(), tensors, Subset(tensors, [3, 0])], test=[tensors, Squares(), Squares()])
+    fed = Federation.from_datasets(
+        [Squares(), tensors, Subset(tensors, [3, 0])], test=[tensors, Squares(), Squares()]
+    )
     assert sizes(fed) == [3, 4, 2] and sizes(fed, "test") == [4, 3, 3]
-    assert fed.client(0)[0].tolist() == [[0, 0], [1, 1], [4, 4]] and fed.client(0)[1].tolist() == [0, 1, 2]
+    assert fed.client(0)[0].tolist() == [[0, 0], [1, 1], [4, 4]] and fed.client(0)[1].tolist() == [
+        0,
+        1,
+        2,
+    ]
     assert torch.equal(fed.client(2)[0][0], tensors[3][0])
 
 
@@ -145,12 +161,14 @@ def test_from_partition_joins_the_pools():
     assert Federation.from_partition(x, y, groups).truth["group"].tolist() == [0, 0, 1, 1]
 
 
-# -- Motley's protocols --------------------------------------------------------------------------------------------------------
+# -- Motley's protocols ------------------------------------------------------
 
 
 def many(n, low=2, high=30, seed=0):
     rng = np.random.RandomState(seed)
-    return Federation.from_arrays([(rng.rand(k, 2), rng.randint(0, 3, k)) for k in rng.randint(low, high, n)], classes=3)
+    return Federation.from_arrays(
+        [(rng.rand(k, 2), rng.randint(0, 3, k)) for k in rng.randint(low, high, n)], classes=3
+    )
 
 
 def test_cross_silo_is_scikit_learns_split_called_twice():
@@ -181,7 +199,9 @@ def test_cross_silo_laws(n, test, val, seed):
 def test_a_split_outside_the_pool_stays():
     fed = many(4, 10, 20).split_samples({"train": 0.8, "test": 0.2}, 1)
     held = fed.split_samples({"train": 0.8, "val": 0.2}, 2, pool=["train"])
-    assert all(torch.equal(a, b) for a, b in zip(fed.index["test"], held.index["test"], strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(fed.index["test"], held.index["test"], strict=True)
+    )
     assert torch.equal(held.size() + held.size("val"), fed.size())
     with pytest.raises(ValueError, match="fractions must not name a split outside pool"):
         fed.split_samples({"train": 0.5, "test": 0.5}, 0, pool=["train"])
@@ -236,7 +256,9 @@ def test_a_subset_keeps_its_labels_and_truth():
     part = fed.subset([3, 0])
     assert part.n == 2 and part.truth["group"].tolist() == [1, 0]
     for new, old in ((0, 3), (1, 0)):
-        assert torch.equal(part.client(new)[0], fed.client(old)[0]) and torch.equal(part.client(new)[1], fed.client(old)[1])
+        assert torch.equal(part.client(new)[0], fed.client(old)[0]) and torch.equal(
+            part.client(new)[1], fed.client(old)[1]
+        )
 
 
 def test_standardised_by_training_samples_only():
@@ -257,7 +279,7 @@ def test_standardised_by_training_samples_only():
         assert torch.equal(other.client(i)[0], plain.client(i)[0])
 
 
-# -- bad input -----------------------------------------------------------------------------------------------------------------
+# -- bad input ---------------------------------------------------------------
 
 NAN = torch.arange(14.0).reshape(7, 2)
 NAN[3, 1] = float("nan")
@@ -265,10 +287,19 @@ INF = NAN.nan_to_num()
 INF[5, 0] = float("inf")
 BAD = [
     ({"index": {"train": []}}, "a federation needs at least one client, got none"),
-    ({"index": {"train": index([0], []), "test": index([4], [5])}}, "client 1 has no training samples: leave it out"),
-    ({"index": {"train": index([0, 2], [2])}}, "index['train'] must not overlap, but two clients, or one twice, holds sample 2"),
+    (
+        {"index": {"train": index([0], []), "test": index([4], [5])}},
+        "client 1 has no training samples: leave it out",
+    ),
+    (
+        {"index": {"train": index([0, 2], [2])}},
+        "index['train'] must not overlap, but two clients, or one twice, holds sample 2",
+    ),
     ({"index": {"train": index([0, 0], [1])}}, "holds sample 0 more than once"),
-    ({"index": {"train": index([0], [1]), "test": index([4, 4], [5])}}, "but client 0 holds sample 4 more than once"),
+    (
+        {"index": {"train": index([0], [1]), "test": index([4, 4], [5])}},
+        "but client 0 holds sample 4 more than once",
+    ),
     (
         {"index": {"train": index([0], [1]), "test": index([4], [1])}},
         "a sample must belong to one split, but sample 1 is in 'test' and another",
@@ -279,22 +310,55 @@ BAD = [
         {"index": {"train": [torch.tensor([0.0]), torch.tensor([1.0])]}},
         "index['train'][0] must be a one-dimensional int64 tensor, got torch.float32",
     ),
-    ({"index": {"train": [[0], [1]]}}, "index['train'][0] must be a one-dimensional int64 tensor, got list"),
-    ({"index": {"test": index([0])}}, "index must hold the split 'train' and may hold 'val' and 'test', got ['test']"),
+    (
+        {"index": {"train": [[0], [1]]}},
+        "index['train'][0] must be a one-dimensional int64 tensor, got list",
+    ),
+    (
+        {"index": {"test": index([0])}},
+        "index must hold the split 'train' and may hold 'val' and 'test', got ['test']",
+    ),
     ({"index": {"train": index([0], [1]), "extra": index([2], [3])}}, "got ['train', 'extra']"),
-    ({"index": {"train": index([0], [1]), "test": index([4])}}, "index['test'] must hold one list per client (2), got 1"),
-    ({"x": NAN}, "x must be finite, got NaN or Inf in sample 3, number 1 of client 1's train samples: clean the data first"),
-    ({"x": INF}, "x must be finite, got NaN or Inf in sample 5, number 0 of client 1's test samples: clean the data first"),
+    (
+        {"index": {"train": index([0], [1]), "test": index([4])}},
+        "index['test'] must hold one list per client (2), got 1",
+    ),
+    (
+        {"x": NAN},
+        "x must be finite, got NaN or Inf in sample 3, number 1 of client 1's train samples: clean "
+        "the data first",
+    ),
+    (
+        {"x": INF},
+        "x must be finite, got NaN or Inf in sample 5, number 0 of client 1's test samples: clean "
+        "the data first",
+    ),
     ({"x": torch.zeros(6, 2)}, "x and y must have one row per sample, got shapes [6, 2] and [7]"),
-    ({"x": torch.zeros(7, 2, dtype=torch.uint8)}, "x must be floating point or int64, got torch.uint8: convert it (tokens"),
-    ({"x": np.zeros((7, 2))}, "x must be a tensor, got ndarray: use Federation.from_arrays for arrays"),
-    ({"y": torch.zeros(7)}, "y must hold int64 labels where classes is given (3), got torch.float32: pass classes=None for regression"),
+    (
+        {"x": torch.zeros(7, 2, dtype=torch.uint8)},
+        "x must be floating point or int64, got torch.uint8: convert it (tokens",
+    ),
+    (
+        {"x": np.zeros((7, 2))},
+        "x must be a tensor, got ndarray: use Federation.from_arrays for arrays",
+    ),
+    (
+        {"y": torch.zeros(7)},
+        "y must hold int64 labels where classes is given (3), got torch.float32: pass classes=None "
+        "for regression",
+    ),
     ({"classes": 2, "relabel": None}, "y must hold labels in 0..1, got 0..2"),
     ({"classes": 0}, "classes must be at least 1, or None for regression, got 0"),
-    ({"relabel": torch.zeros(2, 2, dtype=torch.int64)}, "relabel must be int64 [2, 3], got torch.int64 [2, 2]"),
+    (
+        {"relabel": torch.zeros(2, 2, dtype=torch.int64)},
+        "relabel must be int64 [2, 3], got torch.int64 [2, 2]",
+    ),
     ({"relabel": torch.full((2, 3), 3)}, "relabel must map to labels in 0..2, got 3..3"),
     ({"classes": None}, "relabel needs labels, but classes is None"),
-    ({"truth": {"group": torch.zeros(3)}}, "truth['group'] must have one row per client (2), got shape [3]"),
+    (
+        {"truth": {"group": torch.zeros(3)}},
+        "truth['group'] must have one row per client (2), got shape [3]",
+    ),
 ]
 
 
@@ -306,49 +370,104 @@ def test_bad_input_is_one_sentence(change, message):
 
 
 def test_clients_may_share_a_test_set():
-    assert sizes(small(index={"train": index([0], [1]), "test": index([4, 5], [5, 4])}), "test") == [2, 2]
+    assert sizes(
+        small(index={"train": index([0], [1]), "test": index([4, 5], [5, 4])}), "test"
+    ) == [2, 2]
 
 
 PAIR = ([[1.0], [2.0]], [0, 1])
 BAD_CALLS = [
-    (lambda: Federation.from_arrays([]), "clients must hold the data of at least one client, got an empty list"),
+    (
+        lambda: Federation.from_arrays([]),
+        "clients must hold the data of at least one client, got an empty list",
+    ),
     (lambda: Federation.from_arrays([PAIR, ([], [])]), "client 1"),
-    (lambda: Federation.from_arrays([PAIR, (np.zeros((0, 1)), np.zeros(0, dtype=int))]), "client 1 has no training samples"),
-    (lambda: Federation.from_arrays([PAIR, ([[1.0, 2.0]], [0])]), "client 1 (train) has inputs of shape [2], client 0 has [1]"),
+    (
+        lambda: Federation.from_arrays([PAIR, (np.zeros((0, 1)), np.zeros(0, dtype=int))]),
+        "client 1 has no training samples",
+    ),
+    (
+        lambda: Federation.from_arrays([PAIR, ([[1.0, 2.0]], [0])]),
+        "client 1 (train) has inputs of shape [2], client 0 has [1]",
+    ),
     (
         lambda: Federation.from_arrays([PAIR, ([[1.0]], [0.5])]),
         "client 1 (train) has targets torch.float32 [], client 0 has torch.int64 []",
     ),
-    (lambda: Federation.from_arrays([([[1.0]], [0, 1])]), "client 0 (train) must have one target per input, got shapes [1, 1] and [2]"),
-    (lambda: Federation.from_arrays([([["a"]], [0])]), "x of client 0 (train) must be numbers in one array"),
-    (lambda: Federation.from_arrays([[1, 2, 3]]), "client 0 (train) must be a pair (x, y), got list"),
-    (lambda: Federation.from_arrays([PAIR], test=[]), "test must hold one entry per client (1), got 0"),
-    (lambda: Federation.from_arrays([PAIR], test=[PAIR], test_fraction=0.5), "give test or test_fraction, not both"),
-    (lambda: Federation.from_arrays([{"train": PAIR, "dev": PAIR}]), "client 0 must have splits among ['train', 'val', 'test']"),
+    (
+        lambda: Federation.from_arrays([([[1.0]], [0, 1])]),
+        "client 0 (train) must have one target per input, got shapes [1, 1] and [2]",
+    ),
+    (
+        lambda: Federation.from_arrays([([["a"]], [0])]),
+        "x of client 0 (train) must be numbers in one array",
+    ),
+    (
+        lambda: Federation.from_arrays([[1, 2, 3]]),
+        "client 0 (train) must be a pair (x, y), got list",
+    ),
+    (
+        lambda: Federation.from_arrays([PAIR], test=[]),
+        "test must hold one entry per client (1), got 0",
+    ),
+    (
+        lambda: Federation.from_arrays([PAIR], test=[PAIR], test_fraction=0.5),
+        "give test or test_fraction, not both",
+    ),
+    (
+        lambda: Federation.from_arrays([{"train": PAIR, "dev": PAIR}]),
+        "client 0 must have splits among ['train', 'val', 'test']",
+    ),
     (lambda: Federation.from_arrays([{"test": PAIR}]), "client 0 has no training samples"),
-    (lambda: Federation.from_datasets([TensorDataset(torch.zeros(0, 1), torch.zeros(0))]), "client 0 has an empty Dataset"),
-    (lambda: Federation.from_datasets([5]), "client 0 must be a torch Dataset with a length, got int"),
+    (
+        lambda: Federation.from_datasets([TensorDataset(torch.zeros(0, 1), torch.zeros(0))]),
+        "client 0 has an empty Dataset",
+    ),
+    (
+        lambda: Federation.from_datasets([5]),
+        "client 0 must be a torch Dataset with a length, got int",
+    ),
     (lambda: Federation.from_datasets([[1, 2]]), "client 0 must give pairs (x, y), got int"),
     (lambda: small().client(2), "client must be in 0..1, got 2"),
-    (lambda: small().client(0, "val"), "split must be one of ['train', 'test'] for data, got 'val'"),
-    (lambda: small().subset([0, 0]), "clients must be distinct ids in 0..1, at least one, got [0, 0]"),
+    (
+        lambda: small().client(0, "val"),
+        "split must be one of ['train', 'test'] for data, got 'val'",
+    ),
+    (
+        lambda: small().subset([0, 0]),
+        "clients must be distinct ids in 0..1, at least one, got [0, 0]",
+    ),
     (lambda: small().subset([]), "clients must be distinct ids in 0..1, at least one, got []"),
     (
         lambda: small().split_clients(1, 1, 1),
-        "train, val and test must share 2 clients with at least one to train, got train 1, val 1, test 1",
+        "train, val and test must share 2 clients with at least one to train, got train 1, val 1, "
+        "test 1",
     ),
-    (lambda: small().split_clients(-1), "train must be a number of clients or a fraction >= 0, got -1"),
+    (
+        lambda: small().split_clients(-1),
+        "train must be a number of clients or a fraction >= 0, got -1",
+    ),
     (lambda: small().keep(0), "fraction must be above 0 and at most 1, got 0"),
     (
         lambda: small().split_samples({"train": 0.5}),
-        "fractions must be of 'train' (above 0), 'val' and 'test' and add up to 1, got {'train': 0.5}",
+        "fractions must be of 'train' (above 0), 'val' and 'test' and add up to 1, got {'train': "
+        "0.5}",
     ),
     (lambda: small().split_samples({"test": 1.0}), "add up to 1, got {'test': 1.0}"),
-    (lambda: small().split_samples({"train": 0.1, "test": 0.9}), "every client has too few samples (at most 3) for the fractions"),
-    (lambda: Federation.from_arrays([([[1.0]], [0])]).halves(), "client 0 must have at least 2 samples to be halved, got 1"),
+    (
+        lambda: small().split_samples({"train": 0.1, "test": 0.9}),
+        "every client has too few samples (at most 3) for the fractions",
+    ),
+    (
+        lambda: Federation.from_arrays([([[1.0]], [0])]).halves(),
+        "client 0 must have at least 2 samples to be halved, got 1",
+    ),
     (
         lambda: Federation.from_partition(
-            torch.zeros(10, 1), torch.zeros(10).long(), PARTITIONS["iid"]([0] * 10, 2), x_test=torch.zeros(1, 1)
+            torch.zeros(10, 1),
+            torch.zeros(10).long(),
+            PARTITIONS["iid"]([0] * 10, 2),
+            x_test=torch.zeros(1, 1),
         ),
         "x_test and y_test must come together, got only x_test",
     ),

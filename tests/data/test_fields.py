@@ -1,4 +1,5 @@
-"""Inputs of several tensors, and sequences of several lengths: what the model and the loss get of them."""
+"""Inputs of several tensors, and sequences of several lengths: what the model and the loss get of
+them."""
 
 from typing import Any
 
@@ -14,7 +15,10 @@ from pflcore.data import padded
 from pflcore.simulation.round import Setup
 
 
-@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=7), min_size=1, max_size=5), st.integers(1, 9))
+@given(
+    st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=7), min_size=1, max_size=5),
+    st.integers(1, 9),
+)
 def test_padded_rows_hold_the_sequences(rows, length):
     out, mask = padded(rows, value=-1, length=length)
     assert out.shape == mask.shape == (len(rows), length)
@@ -29,7 +33,12 @@ def test_a_run_counts_the_steps_that_are_there(per_step, algorithm):
     data = federation(per_step)
     seen = {"share": lambda scores, y: float((scores.argmax(-1) == y).double().mean())}
     run = Simulation(
-        algorithm, Tagger(per_step), data, Training(lr=0.3, batch_size=8, epochs=3), rounds=5, evaluation=Evaluation(metrics=seen)
+        algorithm,
+        Tagger(per_step),
+        data,
+        Training(lr=0.3, batch_size=8, epochs=3),
+        rounds=5,
+        evaluation=Evaluation(metrics=seen),
     )
     history = run.run()
     assert history.rounds[-1]["train_loss"] < history.rounds[0]["train_loss"]
@@ -54,10 +63,15 @@ def test_one_model_for_all_is_evaluated_as_many():
     data = federation(True)
     run = Simulation("fedavg", Tagger(True), data, Training(lr=0.3, batch_size=8), rounds=2)
     run.run()
-    together = evaluate(Setup(run.algorithm, run.setting), run.state)  # type: ignore[arg-type]
-    apart = [evaluate(Setup(run.algorithm, run.setting), run.state, clients=torch.tensor([i])) for i in range(data.n)]  # type: ignore[arg-type]
+    together = evaluate(Setup(run.algorithm, run.setting), run.state)
+    apart = [
+        evaluate(Setup(run.algorithm, run.setting), run.state, clients=torch.tensor([i]))
+        for i in range(data.n)
+    ]
     for key in ("loss", "accuracy"):
-        torch.testing.assert_close(together[key], torch.stack([a[key][i] for i, a in enumerate(apart)]))
+        torch.testing.assert_close(
+            together[key], torch.stack([a[key][i] for i, a in enumerate(apart)])
+        )
 
 
 def test_made_by_all_doors_it_is_the_same():
@@ -68,14 +82,21 @@ def test_made_by_all_doors_it_is_the_same():
     index = {"train": [torch.arange(12)[s] for s in halves]}
     items = [[({k: v[j] for k, v in x.items()}, y[j]) for j in range(12)[s]] for s in halves]
     others = [
-        Federation(x, y, index, CLASSES),  # type: ignore[arg-type]
+        Federation(x, y, index, CLASSES),
         Federation.from_table(x, y, torch.tensor([0] * 5 + [1] * 7)),
         Federation.from_datasets(items),
     ]
     for other in others:
-        assert other.fields == one.fields and torch.equal(other.x, one.x) and torch.equal(other.y, one.y)
+        assert (
+            other.fields == one.fields
+            and torch.equal(other.x, one.x)
+            and torch.equal(other.y, one.y)
+        )
     small = one.subset([1])
-    assert small.fields == one.fields and "tokens [6] (int64), mask [6] (bool), age [] (float32)" in small.summary()
+    assert (
+        small.fields == one.fields
+        and "tokens [6] (int64), mask [6] (bool), age [] (float32)" in small.summary()
+    )
     assert one.to("cpu").split_samples({"train": 0.5, "test": 0.5}).fields == one.fields
 
 
@@ -84,26 +105,52 @@ def test_labels_that_are_left_out_are_counted_nowhere():
     counts = data.counts()
     for i in range(data.n):
         y = data.labels(i)
-        assert counts[i].tolist() == torch.bincount(y[y >= 0], minlength=CLASSES).tolist() and bool((y == IGNORED).any())
+        assert counts[i].tolist() == torch.bincount(y[y >= 0], minlength=CLASSES).tolist() and bool(
+            (y == IGNORED).any()
+        )
 
 
 def test_a_newcomer_brings_the_same_fields():
     data = federation(False)
-    history = Simulation("ditto", Tagger(False), data, Training(lr=0.1, batch_size=8), rounds=2).run()
+    history = Simulation(
+        "ditto", Tagger(False), data, Training(lr=0.1, batch_size=8), rounds=2
+    ).run()
     x, y, _ = sequences(9, torch.Generator().manual_seed(9))
     assert history.adapt((x, y), rounds=1).predict(x).shape == (9,)
-    with pytest.raises(ValueError, match=r"^samples: expected inputs of shape tokens \[6\] \(int64\), .*, got [^\n]*\.$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^samples: expected inputs of shape tokens \[6\] \(int64\), .*, got [^\n]*\.$",
+    ):
         history.adapt(({k: v for k, v in x.items() if k != "age"}, y))
-    with pytest.raises(ValueError, match=r"^x: expected tokens \[6\] \(int64\), .*, got the fields tokens [^\n]*\.$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^x: expected tokens \[6\] \(int64\), .*, got the fields tokens [^\n]*\.$",
+    ):
         history.predict(0, {k: v for k, v in x.items() if k != "age"})
 
 
 BAD: list[tuple[Any, Any, str]] = [
     ({}, LABELS, "must hold tensors by name, one row for each sample"),
-    ({"a": TWO, "b": torch.zeros(3)}, LABELS, "must hold one row per sample in every field, got {'a': 2, 'b': 3}"),
-    ({"a": TWO.to(torch.complex64)}, LABELS, "x['a'] must be floating point, int64 or bool, got torch.complex64"),
-    ({"a": torch.tensor([1, 2**24 + 1])}, LABELS, "must lie within +-16,777,216, which torch.float32 holds exactly, got 16,777,217"),
-    ({"a": TWO, "mask": TWO > 0}, TWO, "y must hold labels, or one target a sample, where x has a mask of its steps"),
+    (
+        {"a": TWO, "b": torch.zeros(3)},
+        LABELS,
+        "must hold one row per sample in every field, got {'a': 2, 'b': 3}",
+    ),
+    (
+        {"a": TWO.to(torch.complex64)},
+        LABELS,
+        "x['a'] must be floating point, int64 or bool, got torch.complex64",
+    ),
+    (
+        {"a": torch.tensor([1, 2**24 + 1])},
+        LABELS,
+        "must lie within +-16,777,216, which torch.float32 holds exactly, got 16,777,217",
+    ),
+    (
+        {"a": TWO, "mask": TWO > 0},
+        TWO,
+        "y must hold labels, or one target a sample, where x has a mask of its steps",
+    ),
     ({"a": TWO}, torch.tensor([0, IGNORED]), "y must hold labels in 0..0, got -100..0"),
 ]
 
@@ -117,7 +164,11 @@ def test_bad_fields_are_one_sentence(x, y, words):
 
 
 def test_clients_with_other_fields_are_named():
-    with pytest.raises(ValueError, match=r"^client 1 \(train\) has inputs a \[2\] \(float32\), client 0 has a \[3\] \(float32\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"^client 1 \(train\) has inputs a \[2\] \(float32\), "
+        r"client 0 has a \[3\] \(float32\)",
+    ):
         Federation.from_arrays([({"a": TWO}, LABELS), ({"a": TWO[:, :2]}, LABELS)])
     with pytest.raises(ValueError, match=r"client 1 .* has inputs of one tensor, client 0 has a"):
         Federation.from_arrays([({"a": TWO}, LABELS), (TWO, LABELS)])

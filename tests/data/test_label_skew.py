@@ -31,14 +31,23 @@ def test_unimodal_deals_single_class_shards(z):
     assert ((tests / sizes) - 0.2).abs().max() < 0.002
     held = np.isin(MNIST[part.index["test"][0]], classes_of(part, 0))
     assert held.all() and part.group is None
-    again, other = (partition("unimodal", MNIST, 100, z=z, seed=seed).index["train"][3] for seed in (1, 2))
-    assert torch.equal(again, part.index["train"][3]) and not torch.equal(other, part.index["train"][3])
+    again, other = (
+        partition("unimodal", MNIST, 100, z=z, seed=seed).index["train"][3] for seed in (1, 2)
+    )
+    assert torch.equal(again, part.index["train"][3]) and not torch.equal(
+        other, part.index["train"][3]
+    )
 
 
 def test_fewer_training_samples_leave_the_test_sets():
     whole, few = partition("unimodal", MNIST, 100), partition("unimodal", MNIST, 100, train=20)
-    assert all(len(r) == 20 and torch.equal(r, w[:20]) for r, w in zip(few.index["train"], whole.index["train"], strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(few.index["test"], whole.index["test"], strict=True))
+    assert all(
+        len(r) == 20 and torch.equal(r, w[:20])
+        for r, w in zip(few.index["train"], whole.index["train"], strict=True)
+    )
+    assert all(
+        torch.equal(a, b) for a, b in zip(few.index["test"], whole.index["test"], strict=True)
+    )
 
 
 def test_multimodal_is_two_populations_with_equal_shards():
@@ -48,7 +57,9 @@ def test_multimodal_is_two_populations_with_equal_shards():
     assert sizes == {270}  # 135 a shard: 5421 // 40
     for i in range(120):
         assert (classes_of(part, i) % 2 == (1 if i < 100 else 0)).all()
-    assert len(all_of(part).unique()) == 120 * 270 and part.notes == ["27600 training samples are unused: all shards have 135 samples"]
+    assert len(all_of(part).unique()) == 120 * 270 and part.notes == [
+        "27600 training samples are unused: all shards have 135 samples"
+    ]
     balanced = np.repeat(np.arange(10), 6000)
     fashion = partition("multimodal", balanced, 110, minority="fashion_mnist")
     assert {len(a) + len(b) for a, b in zip(*fashion.index.values(), strict=True)} == {332}
@@ -64,7 +75,12 @@ def test_multimodal_is_two_populations_with_equal_shards():
         ("unimodal", 5, {"test": 1.0}, r"^test must be a share"),
         ("unimodal", 5, {"train": 0}, r"^train: expected a whole number, at least 1"),
         ("multimodal", 20, {}, r"^minority_clients must lie in 1..19"),
-        ("multimodal", 30, {"minority": "letters"}, r"^minority must be one of mnist, fashion_mnist, cifar10"),
+        (
+            "multimodal",
+            30,
+            {"minority": "letters"},
+            r"^minority must be one of mnist, fashion_mnist, cifar10",
+        ),
         ("multimodal", 30, {"minority": [1, 12]}, r"^minority must leave classes on both sides"),
     ],
 )
@@ -91,15 +107,25 @@ def test_subpopulations():
 def test_info_counts_parameters(capsys):
     assert main(["info", "--model", "mlp", "--ranks", "120", "--no-bias"]) == 0
     said = capsys.readouterr().out
-    assert "158,800 parameters" in said and "120,200 parameters travel (0.757 of the model's), 360 stay with each client" in said
+    assert (
+        "158,800 parameters" in said
+        and "120,200 parameters travel (0.757 of the model's), 360 stay with each client" in said
+    )
     assert main(["info", "--model", "nothing"]) == 2
 
 
 def test_attack_prints_its_table(tmp_path, capsys):
-    small = "--clients 2 --samples 20 --rounds 1 --epochs 1 --shadows 1 --ratios 2 --steps 5 --views all own --workers 1 --quiet"
+    small = (
+        "--clients 2 --samples 20 --rounds 1 --epochs 1 --shadows 1 --ratios 2 --steps 5 --views "
+        "all own --workers 1 --quiet"
+    )
     asked = ["attack", "--data", "digits", "--out", str(tmp_path), *small.split()]
     assert main(asked) == 0
     said = capsys.readouterr().out
     assert said.count("| fedavg | upload |") == 3 and said.count("| factorized_waffle | own |") == 3
-    assert {p.name for p in tmp_path.iterdir()} >= {"fedavg.json", "factorized_waffle.json", "table.md"}
+    assert {p.name for p in tmp_path.iterdir()} >= {
+        "fedavg.json",
+        "factorized_waffle.json",
+        "table.md",
+    }
     assert main(asked) == 0 and capsys.readouterr().out == said  # what was done is not done again

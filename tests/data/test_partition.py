@@ -1,4 +1,5 @@
-"""Who gets which sample: the papers' counts, the laws every partition obeys, and what is refused."""
+"""Who gets which sample: the papers' counts, the laws every partition obeys, and what is
+refused."""
 
 import os
 from pathlib import Path
@@ -70,7 +71,10 @@ def test_counts_of_the_waffle_paper_on_mnist(kind):
 
 def test_alice_overlap_with_the_others():
     y = labels_with([1000] * 10)
-    for base, want in (("B", [1, 0.75, 0.5, 0.25, 0, 0, 0, 0.25, 0.5, 0.75]), ("C", [1, 0.6, 0.4, 0.2, 0.1, 0, 0.1, 0.2, 0.4, 0.6])):
+    for base, want in (
+        ("B", [1, 0.75, 0.5, 0.25, 0, 0, 0, 0.25, 0.5, 0.75]),
+        ("C", [1, 0.6, 0.4, 0.2, 0.1, 0, 0.1, 0.2, 0.4, 0.6]),
+    ):
         share = torch.tensor(counts(PARTITIONS[base](y, 10), y, "train")) / 1000
         assert torch.minimum(share, share[:1]).sum(1).tolist() == pytest.approx(want)
     left = torch.tensor(counts(waffle(y, 10, base="C"), y, "train"))
@@ -80,7 +84,13 @@ def test_alice_overlap_with_the_others():
 class_counts = st.lists(st.integers(1, 60), min_size=10, max_size=10)
 
 
-@given(class_counts, st.integers(1, 33), st.sampled_from("ABC"), st.sampled_from(["left", "right"]), st.integers(0, 5))
+@given(
+    class_counts,
+    st.integers(1, 33),
+    st.sampled_from("ABC"),
+    st.sampled_from(["left", "right"]),
+    st.integers(0, 5),
+)
 def test_waffle_is_disjoint_exhaustive_and_in_proportion(have, n, base, roll, seed):
     y = labels_with(have, seed)
     try:
@@ -94,9 +104,9 @@ def test_waffle_is_disjoint_exhaustive_and_in_proportion(have, n, base, roll, se
     weight = np.array(
         [
             [
-                {"A": [1] * 10, "B": [1, 1, 1, 1] + [0] * 6, "C": [0, 0, 0, 1, 2, 4, 2, 1, 0, 0]}[base][
-                    (t + (i if roll == "left" else -i)) % 10
-                ]
+                {"A": [1] * 10, "B": [1, 1, 1, 1] + [0] * 6, "C": [0, 0, 0, 1, 2, 4, 2, 1, 0, 0]}[
+                    base
+                ][(t + (i if roll == "left" else -i)) % 10]
                 for t in range(10)
             ]
             for i in range(n)
@@ -104,7 +114,8 @@ def test_waffle_is_disjoint_exhaustive_and_in_proportion(have, n, base, roll, se
     )
     column = weight.sum(0)
     used = column > 0
-    assert (got.sum(0).numpy() == np.where(used, have, 0)).all()  # every class that somebody asks for is dealt whole
+    # every class that somebody asks for is dealt whole
+    assert (got.sum(0).numpy() == np.where(used, have, 0)).all()
     want = weight * np.array(have) / np.maximum(column, 1)
     assert (np.abs(got.numpy() - want) < 1 + 1e-9).all()
     unused = [int(t) for t in np.flatnonzero(~used)]
@@ -112,7 +123,10 @@ def test_waffle_is_disjoint_exhaustive_and_in_proportion(have, n, base, roll, se
     # the test set is cut by the same fractions, in pool order
     test = torch.tensor(counts(part, np.concatenate([y, y]), "test"))
     assert torch.equal(test, got)
-    assert all(((r[1:] > r[:-1]) | (y[r[1:] - len(y)] != y[r[:-1] - len(y)])).all() for r in (x.numpy() for x in part.index["test"]))
+    assert all(
+        ((r[1:] > r[:-1]) | (y[r[1:] - len(y)] != y[r[:-1] - len(y)])).all()
+        for r in (x.numpy() for x in part.index["test"])
+    )
 
 
 @given(class_counts, st.integers(1, 3), st.sampled_from("ABC"))
@@ -129,7 +143,10 @@ def test_seeds_differ_and_the_test_set_does_not():
     y, yt = labels_with([50] * 10), labels_with([20] * 10, 1)
     a, b = (waffle(y, 10, base="C", seed=s, test_labels=yt) for s in (0, 1))
     assert sizes(a) == sizes(b)
-    assert not any(torch.equal(p.sort().values, q.sort().values) for p, q in zip(a.index["train"], b.index["train"], strict=True))
+    assert not any(
+        torch.equal(p.sort().values, q.sort().values)
+        for p, q in zip(a.index["train"], b.index["train"], strict=True)
+    )
     assert all(torch.equal(p, q) for p, q in zip(a.index["test"], b.index["test"], strict=True))
     plain = waffle(y, 10, base="A", shuffle=False)
     first = np.concatenate([np.flatnonzero(y == t)[:5] for t in range(10)])
@@ -138,7 +155,11 @@ def test_seeds_differ_and_the_test_set_does_not():
 
 def test_the_size_distributions_of_table_4():
     y = labels_with([1000] * 10)
-    for name, want in (("A", [10] * 10), ("B", [21, 6, 11, 6, 11, 6, 16, 6, 11, 6]), ("C", [10, 10, 10, 10, 20, 5, 5, 10, 10, 10])):
+    for name, want in (
+        ("A", [10] * 10),
+        ("B", [21, 6, 11, 6, 11, 6, 16, 6, 11, 6]),
+        ("C", [10, 10, 10, 10, 20, 5, 5, 10, 10, 10]),
+    ):
         assert sizes(waffle(y, 10, base="A", sizes=name)) == [100 * s for s in want]
         assert sizes(partition("iid", y, 10, sizes=name)) == [100 * s for s in want]
     twenty = sizes(waffle(y, 20, base="A", sizes="C"))
@@ -148,15 +169,24 @@ def test_the_size_distributions_of_table_4():
     assert sum(sizes(part)) == 10_000
 
 
-# -- every partition -----------------------------------------------------------------------------------------------------------
+# -- every partition ---------------------------------------------------------
 
 
-@given(st.sampled_from(list(PARTITIONS)), st.integers(1, 12), st.lists(st.integers(12, 60), min_size=10, max_size=10), st.integers(0, 3))
+@given(
+    st.sampled_from(list(PARTITIONS)),
+    st.integers(1, 12),
+    st.lists(st.integers(12, 60), min_size=10, max_size=10),
+    st.integers(0, 3),
+)
 def test_every_partition_is_disjoint_repeatable_and_in_range(name, n, have, seed):
     n = max(n, 2) if name == "multimodal" else n  # it has two kinds of clients
     y, yt = labels_with(have, seed), labels_with([h // 2 + 6 for h in have], seed + 1)
-    options = {"practical1": {"groups": min(n, 4)}, "multimodal": {"minority_clients": max(1, n // 3)}}.get(name, {})
-    own_cut = name in ("practical2", "unimodal", "multimodal")  # of both pools, or of the one for training
+    options = {
+        "practical1": {"groups": min(n, 4)},
+        "multimodal": {"minority_clients": max(1, n // 3)},
+    }.get(name, {})
+    # of both pools, or of the one for training
+    own_cut = name in ("practical2", "unimodal", "multimodal")
     part = partition(name, y, n, test_labels=yt, seed=seed, **options)
     train, test = torch.cat(part.index["train"]), torch.cat(part.index["test"])
     both = torch.cat([train, test])
@@ -166,8 +196,14 @@ def test_every_partition_is_disjoint_repeatable_and_in_range(name, n, have, seed
     assert int(both.min()) >= 0 and int(both.max()) < len(y) + len(yt)
     if not own_cut:
         assert int(train.max()) < len(y) <= int(test.min())
-    again = partition(name, torch.as_tensor(y), n, test_labels=torch.as_tensor(yt), seed=seed, **options)
-    assert all(torch.equal(p, q) for s in ("train", "test") for p, q in zip(part.index[s], again.index[s], strict=True))
+    again = partition(
+        name, torch.as_tensor(y), n, test_labels=torch.as_tensor(yt), seed=seed, **options
+    )
+    assert all(
+        torch.equal(p, q)
+        for s in ("train", "test")
+        for p, q in zip(part.index[s], again.index[s], strict=True)
+    )
     if name in ("A", "A*", "iid", "dirichlet", "pathological"):
         assert len(train) == len(y) and len(test) == len(yt)
     if name == "practical2":
@@ -198,7 +234,9 @@ def test_dirichlet_falls_back_and_says_so():
     assert total.min() == 40 and total.sum() == 6000
     assert "none of 3 draws" in part.notes[0] and "were moved" in part.notes[0]
     again = partition("practical2", y, 100, **kwargs)
-    assert all(torch.equal(p, q) for p, q in zip(part.index["train"], again.index["train"], strict=True))
+    assert all(
+        torch.equal(p, q) for p, q in zip(part.index["train"], again.index["train"], strict=True)
+    )
     assert "was accepted" in partition("practical2", y, 5).notes[0]
     same = partition("dirichlet", y, 100, test_labels=labels_with([30] * 10), **kwargs)
     assert min(sizes(same)) == 40 and min(sizes(same, "test")) >= 1
@@ -207,9 +245,13 @@ def test_dirichlet_falls_back_and_says_so():
 def test_dirichlet_gives_everybody_a_test_sample():
     y, few = labels_with([600] * 10), labels_with([1] * 10)
     for seed in range(5):
-        part = partition("dirichlet", y, 10, alpha=0.1, test_labels=few, min_size=1, max_redraws=5, seed=seed)
-        assert sizes(part, "test") == [1] * 10  # moved one by one, never from a client that has only one
-        assert "none of 5 draws" in part.notes[0]  # a draw that leaves a client untested is not accepted
+        part = partition(
+            "dirichlet", y, 10, alpha=0.1, test_labels=few, min_size=1, max_redraws=5, seed=seed
+        )
+        # moved one by one, never from a client that has only one
+        assert sizes(part, "test") == [1] * 10
+        # a draw that leaves a client untested is not accepted
+        assert "none of 5 draws" in part.notes[0]
 
 
 def test_dirichlet_pooled_split_is_four_to_one_and_all_equal_min_size_terminates():
@@ -224,7 +266,8 @@ def test_dirichlet_pooled_split_is_four_to_one_and_all_equal_min_size_terminates
 def test_dirichlet_tiny_alpha_gives_whole_classes():
     y = labels_with([50] * 10)
     part = partition("dirichlet", y, 2, alpha=1e-8, min_size=1)
-    assert {v for row in counts(part, y, "train") for v in row} <= {0, 50, 49, 1}  # one sample may move to an empty client
+    # one sample may move to an empty client
+    assert {v for row in counts(part, y, "train") for v in row} <= {0, 50, 49, 1}
 
 
 @given(st.integers(1, 30), st.integers(1, 4), st.integers(0, 9))
@@ -237,7 +280,12 @@ def test_shards_bound_the_classes_and_test_classes_match(n, k, seed):
     assert (a == b).all()  # balanced pools whose boundaries are in proportion
 
 
-@given(st.integers(1, 25), st.integers(1, 10), st.lists(st.integers(30, 90), min_size=10, max_size=10), st.integers(0, 5))
+@given(
+    st.integers(1, 25),
+    st.integers(1, 10),
+    st.lists(st.integers(30, 90), min_size=10, max_size=10),
+    st.integers(0, 5),
+)
 def test_exact_k_laws(n, k, have, seed):
     y, yt = labels_with(have, seed), labels_with([40] * 10, 1)
     part = partition("pathological", y, n, test_labels=yt, mode="exact_k", k=k, seed=seed)
@@ -265,10 +313,11 @@ def test_official_sizes_when_the_groups_do_not_divide():
     part = partition("practical1", labels_with([500] * 10), 22, mode="official")
     assert sorted(set(sizes(part)))[0] in (187, 188) and max(sizes(part)) == 246
     assert part.group.bincount().tolist() == [5, 5, 5, 7]
-    assert sizes(partition("practical1", labels_with([500] * 10), 22)) == [227] * 22  # the paper: the same size for all
+    # the paper: the same size for all
+    assert sizes(partition("practical1", labels_with([500] * 10), 22)) == [227] * 22
 
 
-# -- bad input -----------------------------------------------------------------------------------------------------------------
+# -- bad input ---------------------------------------------------------------
 
 Y = labels_with([20] * 10)
 BAD = [
@@ -279,25 +328,57 @@ BAD = [
     ("A", {"sizes": [1, "x"]}, "sizes must be proportions above 0, got [1, 'x']"),
     ("A", {"sizes": [1, 0]}, "sizes must be proportions above 0, got [1, 0]"),
     ("A", {"seed": -1}, "seed: expected a whole number from 0 to 2**32 - 1, got -1"),
-    ("A", {"labels": [0.5]}, "labels must be a non-empty list of integer labels, got float64 of shape [1]"),
+    (
+        "A",
+        {"labels": [0.5]},
+        "labels must be a non-empty list of integer labels, got float64 of shape [1]",
+    ),
     ("A", {"labels": []}, "labels must be a non-empty list"),
     ("A", {"labels": [-1, 2]}, "labels must not be negative, got -1"),
     ("A", {"classes": 5}, "labels must lie in 0..4, got 9"),
     ("A", {"n": 100, "labels": [0, 1] * 60}, "n must leave every client a training sample"),
-    ("B", {"labels": [0, 1, 2], "n": 2}, "partition B is defined for 10 classes, got 3: use A, iid or dirichlet"),
+    (
+        "B",
+        {"labels": [0, 1, 2], "n": 2},
+        "partition B is defined for 10 classes, got 3: use A, iid or dirichlet",
+    ),
     ("Z", {}, "partition must be one of A, B, C, A*, B*, iid"),
-    ("iid", {"alpha": 1}, "partition iid takes the options sizes, test_labels, seed, classes, got alpha"),
+    (
+        "iid",
+        {"alpha": 1},
+        "partition iid takes the options sizes, test_labels, seed, classes, got alpha",
+    ),
     ("dirichlet", {"alpha": 0}, "alpha: expected a finite number above 0, got 0"),
     ("dirichlet", {"alpha": float("nan")}, "alpha: expected a finite number above 0, got nan"),
     ("dirichlet", {"mode": "x"}, "mode must be 'same_proportions' or 'pooled_split', got 'x'"),
-    ("dirichlet", {"min_size": 50}, "min_size must leave enough for 10 clients of 200 samples, got 50"),
+    (
+        "dirichlet",
+        {"min_size": 50},
+        "min_size must leave enough for 10 clients of 200 samples, got 50",
+    ),
     ("dirichlet", {"max_redraws": 0}, "max_redraws: expected a whole number, at least 1, got 0"),
-    ("dirichlet", {"train_fraction": 0.7}, "train_fraction plays no part in mode 'same_proportions', got 0.7"),
+    (
+        "dirichlet",
+        {"train_fraction": 0.7},
+        "train_fraction plays no part in mode 'same_proportions', got 0.7",
+    ),
     ("dirichlet", {"train_fraction": 1.0}, "train_fraction must lie between 0 and 1, got 1.0"),
-    ("dirichlet", {"test_labels": [0, 1]}, "n must be at most the number of test samples (2), got 10"),
+    (
+        "dirichlet",
+        {"test_labels": [0, 1]},
+        "n must be at most the number of test samples (2), got 10",
+    ),
     ("pathological", {"k": 0}, "k: expected a whole number, at least 1, got 0"),
-    ("pathological", {"k": 11, "mode": "exact_k"}, "k must be at most the number of classes (10), got 11"),
-    ("pathological", {"mode": "exact_k", "n": 150, "k": 2}, "class 0 has 20 train samples for 30 owners: use fewer clients or a smaller k"),
+    (
+        "pathological",
+        {"k": 11, "mode": "exact_k"},
+        "k must be at most the number of classes (10), got 11",
+    ),
+    (
+        "pathological",
+        {"mode": "exact_k", "n": 150, "k": 2},
+        "class 0 has 20 train samples for 30 owners: use fewer clients or a smaller k",
+    ),
     ("pathological", {"k": 30}, "k must leave 10 clients non-empty shards of 200 samples, got 30"),
     ("practical1", {"groups": 11}, "groups must lie in 1..10 (the clients), got 11"),
     ("practical1", {"share": 1.5}, "share: expected a number from 0 to 1, got 1.5"),
@@ -314,7 +395,9 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("name", "change", "message"), BAD, ids=[f"{b[0]}-{'-'.join(b[1])}" for b in BAD])
+@pytest.mark.parametrize(
+    ("name", "change", "message"), BAD, ids=[f"{b[0]}-{'-'.join(b[1])}" for b in BAD]
+)
 def test_bad_input_is_one_sentence(name, change, message):
     arguments = {"labels": Y, "n": 10} | change
     with pytest.raises(ValueError) as e:
@@ -330,5 +413,7 @@ def test_options_are_listed_with_their_defaults():
 
 def test_classes_without_a_shard_are_noted():
     part = partition("unimodal", Y, 2, z=2)
-    assert part.notes == ["120 training samples are unused: there are fewer shards (4) than classes (10)"]
+    assert part.notes == [
+        "120 training samples are unused: there are fewer shards (4) than classes (10)"
+    ]
     assert partition("unimodal", Y, 10, z=2).notes == []

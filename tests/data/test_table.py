@@ -43,10 +43,18 @@ def test_a_memory_mapped_pool_stays_where_it_is(tmp_path, recwarn):
 
 def test_held_out_samples_are_those_of_the_slow_way():
     x, y, ids = table(60, 7)
-    data, lists = Federation.from_table(x, y, ids, test_fraction=0.3, seed=5), Federation.from_table(x, y, ids).index["train"]
+    data, lists = (
+        Federation.from_table(x, y, ids, test_fraction=0.3, seed=5),
+        Federation.from_table(x, y, ids).index["train"],
+    )
     for i, rows in enumerate(lists):
-        order, cut = torch.from_numpy(np.random.RandomState(5).permutation(len(rows))), -(-3 * len(rows) // 10)
-        assert torch.equal(data.index["test"][i], rows[order[:cut]]) and torch.equal(data.index["train"][i], rows[order[cut:]])
+        order, cut = (
+            torch.from_numpy(np.random.RandomState(5).permutation(len(rows))),
+            -(-3 * len(rows) // 10),
+        )
+        assert torch.equal(data.index["test"][i], rows[order[:cut]]) and torch.equal(
+            data.index["train"][i], rows[order[cut:]]
+        )
 
 
 @pytest.mark.parametrize(
@@ -91,8 +99,14 @@ def test_a_file_is_its_columns(tmp_path):
     want = Federation.from_table(x[:, :2], y, who)
     for file in ("t.parquet", "t.arrow"):
         got = Federation.from_table(tmp_path / file, "label", "who")
-        assert torch.equal(got.x, want.x) and torch.equal(got.y, want.y) and torch.equal(got.lists("train").flat, want.lists("train").flat)
-    with pytest.raises(ValueError, match=r"y must name one of the columns u, label, v, who of t\.parquet, got 'y'"):
+        assert (
+            torch.equal(got.x, want.x)
+            and torch.equal(got.y, want.y)
+            and torch.equal(got.lists("train").flat, want.lists("train").flat)
+        )
+    with pytest.raises(
+        ValueError, match=r"y must name one of the columns u, label, v, who of t\.parquet, got 'y'"
+    ):
         Federation.from_table(tmp_path / "t.parquet", client="who")
     with pytest.raises(ValueError, match="not there"):
         Federation.from_table(tmp_path / "none.parquet")

@@ -1,4 +1,5 @@
-"""A last batch of one sample, numbers of numpy, steps that no mask leaves out, and what messages advise."""
+"""A last batch of one sample, numbers of numpy, steps that no mask leaves out, and what messages
+advise."""
 
 import json
 
@@ -19,46 +20,81 @@ def normed():
 
 def federation(sizes=(5, 5, 5), **options):
     gen = torch.Generator().manual_seed(1)
-    parts = [(torch.randn(n, 6, generator=gen), torch.randint(0, 4, (n,), generator=gen)) for n in sizes]
+    parts = [
+        (torch.randn(n, 6, generator=gen), torch.randint(0, 4, (n,), generator=gen)) for n in sizes
+    ]
     return Federation.from_arrays(parts, test=parts, classes=4, **options)
 
 
 def losses(model=normed, data=None, training=None, **options):
-    run = Simulation("local", model, data or federation(), training or Training(), rounds=2, **grouped(options)).run()
+    run = Simulation(
+        "local", model, data or federation(), training or Training(), rounds=2, **grouped(options)
+    ).run()
     return run.series("loss")[1][-1]
 
 
-# batch norm -------------------------------------------------------------------------------------------------------------------
+# batch norm -----------------------------------------------------------------
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
 def test_a_last_batch_of_one_joins_the_one_before_for_batch_norm(engine):
     """Of five samples four and one are one batch of five."""
-    assert torch.equal(*(losses(training=Training(batch_size=b, epochs=2), engine=engine) for b in (4, 5)))
+    assert torch.equal(
+        *(losses(training=Training(batch_size=b, epochs=2), engine=engine) for b in (4, 5))
+    )
     sizes = federation((9, 8, 13))
     assert losses(data=sizes, training=Training(batch_size=4), engine=engine).isfinite().all()
 
 
 def test_torchs_way_is_an_option_and_stays_that_of_other_models():
-    with pytest.raises(ValueError, match=r"^data: client 0 \(5 samples, batch_size 4\) has a batch of one sample"):
+    with pytest.raises(
+        ValueError, match=r"^data: client 0 \(5 samples, batch_size 4\) has a batch of one sample"
+    ):
         losses(training=Training(batch_size=4, join_last=False))
     with pytest.raises(ValueError, match=r"^data: client 1 \(1 samples, batch_size 4\)"):
         losses(data=federation((5, 1, 5)), training=Training(batch_size=4))
-    plain = [losses(lambda: nn.Linear(6, 4), training=Training(batch_size=4, join_last=join)) for join in (True, False)]
-    assert torch.equal(*plain) and not torch.equal(plain[0], losses(lambda: nn.Linear(6, 4), training=Training(batch_size=5)))
+    plain = [
+        losses(lambda: nn.Linear(6, 4), training=Training(batch_size=4, join_last=join))
+        for join in (True, False)
+    ]
+    assert torch.equal(*plain) and not torch.equal(
+        plain[0], losses(lambda: nn.Linear(6, 4), training=Training(batch_size=5))
+    )
 
 
 def test_a_newcomers_last_sample_joins_too():
-    history = Simulation("ditto", normed, federation((8, 8)), Training(batch_size=4), rounds=1).run()
+    history = Simulation(
+        "ditto", normed, federation((8, 8)), Training(batch_size=4), rounds=1
+    ).run()
     x, y = torch.randn(5, 6), torch.arange(5) % 4
     assert history.adapt((x, y))(x).isfinite().all()
-    with pytest.raises(ValueError, match=r"^samples: client 2 \(1 samples, batch_size 4\) has a batch of one sample"):
+    with pytest.raises(
+        ValueError,
+        match=r"^samples: client 2 \(1 samples, batch_size 4\) has a batch of one sample",
+    ):
         history.adapt((x[:1], y[:1]))
 
 
-# numbers ----------------------------------------------------------------------------------------------------------------------
+# numbers --------------------------------------------------------------------
 def test_numpys_numbers_are_numbers(tmp_path):
-    training = Training(lr=np.float32(0.5), batch_size=np.int64(4), epochs=np.int64(1), schedule=lambda r, n: np.float32(1))
-    options = {"clip": np.float32(1), "evaluated": np.int64(2), "seed": np.int64(3), "participation": np.float64(0.5)}
-    run = Simulation(pflcore.FedAvg(server_lr=np.float32(0.5)), normed, federation(), training, rounds=np.int64(1), **grouped(options))
+    training = Training(
+        lr=np.float32(0.5),
+        batch_size=np.int64(4),
+        epochs=np.int64(1),
+        schedule=lambda r, n: np.float32(1),
+    )
+    options = {
+        "clip": np.float32(1),
+        "evaluated": np.int64(2),
+        "seed": np.int64(3),
+        "participation": np.float64(0.5),
+    }
+    run = Simulation(
+        pflcore.FedAvg(server_lr=np.float32(0.5)),
+        normed,
+        federation(),
+        training,
+        rounds=np.int64(1),
+        **grouped(options),
+    )
     json.dumps(run.run().header)
     run.save(tmp_path)
     again = Simulation.load(tmp_path, model=normed, data=federation(), training=training)
@@ -69,7 +105,10 @@ def test_numpys_numbers_are_numbers(tmp_path):
 @pytest.mark.parametrize("kind", [np.array, torch.tensor, set, tuple])
 def test_clients_in_any_collection(kind):
     assert Adversary("sign_flip", kind([1, 2])).clients == (1, 2)
-    assert Simulation("fedavg", normed, federation(), clients=kind([0, 2])).clients.tolist() == [0, 2]
+    assert Simulation("fedavg", normed, federation(), clients=kind([0, 2])).clients.tolist() == [
+        0,
+        2,
+    ]
 
 
 def test_labels_that_are_left_out_need_no_mask():
@@ -91,7 +130,7 @@ def test_labels_that_are_left_out_need_no_mask():
     torch.testing.assert_close(last(x, y.masked_fill(~mask, -100)), last({"x": x, "mask": mask}, y))
 
 
-# another run ------------------------------------------------------------------------------------------------------------------
+# another run ----------------------------------------------------------------
 @pytest.mark.parametrize(
     ("first", "then", "what"),
     [
@@ -105,7 +144,11 @@ def test_labels_that_are_left_out_need_no_mask():
             {"loss": nn.CrossEntropyLoss(weight=torch.ones(4) * 2)},
             "digest of the loss",
         ),
-        ({"loss": nn.CrossEntropyLoss(label_smoothing=0.1)}, {"loss": nn.CrossEntropyLoss(label_smoothing=0.5)}, "digest of"),
+        (
+            {"loss": nn.CrossEntropyLoss(label_smoothing=0.1)},
+            {"loss": nn.CrossEntropyLoss(label_smoothing=0.5)},
+            "digest of",
+        ),
     ],
 )
 def test_another_model_or_loss_does_not_go_on(tmp_path, first, then, what):
@@ -131,13 +174,18 @@ def test_a_loss_that_holds_a_function_goes_on(tmp_path):
 
     one, other = Own(), Own()  # both at once, so that they lie at two places
     Simulation("fedavg", nn.Linear(6, 4), federation(), rounds=2, loss=one).save(tmp_path)
-    assert Simulation.load(tmp_path, model=nn.Linear(6, 4), data=federation(), loss=other).state.round == 0
+    assert (
+        Simulation.load(tmp_path, model=nn.Linear(6, 4), data=federation(), loss=other).state.round
+        == 0
+    )
 
 
-# data -------------------------------------------------------------------------------------------------------------------------
+# data -----------------------------------------------------------------------
 def test_leafs_labels_in_a_column_of_signs(tmp_path):
     users = {u: {"x": [[1.0, 2.0], [3.0, 4.0]], "y": [[-1], [1]]} for u in "ab"}
-    (tmp_path / "all.json").write_text(json.dumps({"users": ["a", "b"], "num_samples": [2, 2], "user_data": users}))
+    (tmp_path / "all.json").write_text(
+        json.dumps({"users": ["a", "b"], "num_samples": [2, 2], "user_data": users})
+    )
     fed = federation_of(f"leaf:{tmp_path / 'all.json'}", fractions={})
     assert fed.y.tolist() == [0, 1, 0, 1] and fed.classes == 2
 
@@ -148,16 +196,39 @@ def test_a_table_in_pandas_order_trains_as_any_other():
     assert data.x.is_contiguous() and torch.equal(data.x, x)
 
 
-# sentences --------------------------------------------------------------------------------------------------------------------
+# sentences ------------------------------------------------------------------
 def test_what_messages_advise():
     x, y = torch.randn(8, 6), torch.arange(8) % 4
     for call, said in (
-        (lambda: Federation.from_arrays([(np.array([["a", "b"]] * 8), y)]), "it holds text: turn it into numbers first"),
+        (
+            lambda: Federation.from_arrays([(np.array([["a", "b"]] * 8), y)]),
+            "it holds text: turn it into numbers first",
+        ),
         (lambda: pflcore.ops.pairwise_sqdist([torch.ones(3)]), "torch.stack"),
-        (lambda: Simulation("fedavg", normed, Federation.from_arrays([(x, y)] * 2)), "test_fraction="),
-        (lambda: Simulation("fedavg", normed, Federation.from_arrays([(x, y + 1)] * 2, test_fraction=0.5)), "count them from 0"),
-        (lambda: Simulation("fedavg", normed, Federation.from_arrays([(x, y[:, None])] * 2, test_fraction=0.5)), r"make labels of one"),
-        (lambda: Simulation("fedavg", normed, federation(), rounds=1).run().predict(0, torch.randn(3, 7)), r"^x: expected samples \[B"),
+        (
+            lambda: Simulation("fedavg", normed, Federation.from_arrays([(x, y)] * 2)),
+            "test_fraction=",
+        ),
+        (
+            lambda: Simulation(
+                "fedavg", normed, Federation.from_arrays([(x, y + 1)] * 2, test_fraction=0.5)
+            ),
+            "count them from 0",
+        ),
+        (
+            lambda: Simulation(
+                "fedavg", normed, Federation.from_arrays([(x, y[:, None])] * 2, test_fraction=0.5)
+            ),
+            r"make labels of one",
+        ),
+        (
+            lambda: (
+                Simulation("fedavg", normed, federation(), rounds=1)
+                .run()
+                .predict(0, torch.randn(3, 7))
+            ),
+            r"^x: expected samples \[B",
+        ),
         (lambda: Simulation("FedDAW", normed, federation()), "did you mean 'feddwa'"),
     ):
         with pytest.raises((ValueError, TypeError), match=said):
@@ -179,14 +250,28 @@ def test_exports_are_as_readable_as_their_folder(tmp_path):
 
 def test_data_sets_as_they_come():
     full = torch.utils.data.TensorDataset(torch.randn(4, 2), torch.arange(4) % 2)
-    assert Federation.from_datasets([{"train": full, "test": full}] * 2).size("test").tolist() == [4, 4]
-    assert Federation.from_datasets([full] * 2, test=[full, torch.utils.data.Subset(full, [])]).size("test").tolist() == [4, 0]
+    assert Federation.from_datasets([{"train": full, "test": full}] * 2).size("test").tolist() == [
+        4,
+        4,
+    ]
+    assert Federation.from_datasets(
+        [full] * 2, test=[full, torch.utils.data.Subset(full, [])]
+    ).size("test").tolist() == [4, 0]
     for call, said in (
-        (lambda: Federation.from_arrays({"alice": (torch.ones(2, 2), torch.ones(2))}), r"give list\(clients.values\(\)\)"),
+        (
+            lambda: Federation.from_arrays({"alice": (torch.ones(2, 2), torch.ones(2))}),
+            r"give list\(clients.values\(\)\)",
+        ),
         (lambda: Federation.from_datasets([[{"x": 1, "y": 2}]]), r"take them out of it"),
         (lambda: pflcore.pack([{1: torch.ones(2)}]), "got the key 1"),
-        (lambda: Simulation("fedavg", torch.compile(nn.Linear(6, 4)), federation()), "give its _orig_mod"),
-        (lambda: Simulation("fedavg", torch.jit.script(nn.Linear(6, 4)), federation()), "scripted or traced"),
+        (
+            lambda: Simulation("fedavg", torch.compile(nn.Linear(6, 4)), federation()),
+            "give its _orig_mod",
+        ),
+        (
+            lambda: Simulation("fedavg", torch.jit.script(nn.Linear(6, 4)), federation()),
+            "scripted or traced",
+        ),
     ):
         with pytest.raises((TypeError, ValueError), match=said):
             call()

@@ -13,12 +13,25 @@ from pflcore.data import federation_of
 from pflcore.results.record import group, read
 from pflcore.results.table import table
 
-SHORT = ["--data", "digits", "--n", "3", "--rounds", "1", "--train-samples", "60", "--test-samples", "60", "--quiet"]
+SHORT = [
+    "--data",
+    "digits",
+    "--n",
+    "3",
+    "--rounds",
+    "1",
+    "--train-samples",
+    "60",
+    "--test-samples",
+    "60",
+    "--quiet",
+]
 
 
 @pytest.fixture
 def hospitals(tmp_path):
-    """Two clients' files: a column of 0 to 1 beside one of 0 to 600, and whole numbers as targets."""
+    """Two clients' files: a column of 0 to 1 beside one of 0 to 600, and whole numbers as
+    targets."""
     rng = np.random.RandomState(0)
     for name in "ab":
         x = rng.rand(30, 2) * [1, 600]
@@ -40,7 +53,8 @@ def test_every_job_is_looked_at_before_the_first_round(tmp_path, capsys):
 
 def test_a_comparison_that_fails_leaves_the_table_of_what_was_played(tmp_path, capsys, monkeypatch):
     (tmp_path / "late.py").write_text(
-        "from pflcore import FedAvg\nclass Late(FedAvg):\n    def update(self, state, up, cohort):\n        raise OSError('away')\n"
+        "from pflcore import FedAvg\nclass Late(FedAvg):\n    def update(self, state, up, "
+        "cohort):\n        raise OSError('away')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     out = tmp_path / "out"
@@ -51,9 +65,21 @@ def test_a_comparison_that_fails_leaves_the_table_of_what_was_played(tmp_path, c
 
 def test_metrics_that_were_asked_for_are_in_the_table(tmp_path, capsys):
     out = tmp_path / "out"
-    assert main(["run", "fedavg", *SHORT, "--metrics", "balanced_accuracy", "auc", "--out", str(out)]) == 0
-    (head,) = [line for line in (out / "table.md").read_text().splitlines() if line.startswith("| algorithm")]
-    assert head.index("worst decile") < head.index("auc") < head.index("balanced_accuracy") < head.index("bytes")
+    assert (
+        main(["run", "fedavg", *SHORT, "--metrics", "balanced_accuracy", "auc", "--out", str(out)])
+        == 0
+    )
+    (head,) = [
+        line
+        for line in (out / "table.md").read_text().splitlines()
+        if line.startswith("| algorithm")
+    ]
+    assert (
+        head.index("worst decile")
+        < head.index("auc")
+        < head.index("balanced_accuracy")
+        < head.index("bytes")
+    )
     (run,) = read(out)
     assert f"{run.last('balanced_accuracy').nanmean():.4f}" in (out / "table.md").read_text()
 
@@ -67,7 +93,19 @@ def test_a_half_done_folder_is_met_with_the_word_resume(tmp_path, capsys):
 
 def test_whole_numbers_may_be_targets_and_columns_may_be_scaled(hospitals, tmp_path, capsys):
     out = tmp_path / "out"
-    words = ["run", "local", "--data", hospitals, "--criterion", "squared", "--rounds", "30", "--lr", "0.1", "--quiet"]
+    words = [
+        "run",
+        "local",
+        "--data",
+        hospitals,
+        "--criterion",
+        "squared",
+        "--rounds",
+        "30",
+        "--lr",
+        "0.1",
+        "--quiet",
+    ]
     assert main([*words, "--standardize", "True", "--out", str(out)]) == 0
     (run,) = read(out)
     assert run.measure == "loss" and bool((run.last("loss") < 30).all())
@@ -76,18 +114,36 @@ def test_whole_numbers_may_be_targets_and_columns_may_be_scaled(hospitals, tmp_p
 
 
 def test_a_model_of_ones_own(tmp_path, capsys, monkeypatch):
-    (tmp_path / "mine.py").write_text("from torch import nn\ndef small():\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n")
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\ndef small():\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, "
+        "10))\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     out = tmp_path / "out"
     assert main(["run", "local", *SHORT, "--model", "mine:small", "--out", str(out)]) == 0
-    assert json.loads((out / "record.jsonl").read_text().splitlines()[0])["header"]["parameters"] == 650
+    assert (
+        json.loads((out / "record.jsonl").read_text().splitlines()[0])["header"]["parameters"]
+        == 650
+    )
     assert main(["run", "local", *SHORT, "--model", "mine:none", "--out", str(tmp_path / "b")]) == 2
     assert "model: the module 'mine' has no 'none'" in capsys.readouterr().err
 
 
 def test_a_methods_alpha_is_not_the_partitions(tmp_path, capsys):
     out = tmp_path / "out"
-    words = ["compare", "--algorithms", "local", "apfl", *SHORT, "--partition", "dirichlet", "--alpha", "0.3", "--out", str(out)]
+    words = [
+        "compare",
+        "--algorithms",
+        "local",
+        "apfl",
+        *SHORT,
+        "--partition",
+        "dirichlet",
+        "--alpha",
+        "0.3",
+        "--out",
+        str(out),
+    ]
     assert main(words) == 0
     assert "alpha=" not in (out / "table.md").read_text()
 

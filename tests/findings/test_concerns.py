@@ -18,7 +18,12 @@ def played(scale=1.0, **options):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         Simulation(
-            "fedavg", nn.Linear(4, 1), Federation.from_arrays(parts, test=parts), Training(lr=0.01), rounds=3, **grouped(options)
+            "fedavg",
+            nn.Linear(4, 1),
+            Federation.from_arrays(parts, test=parts),
+            Training(lr=0.01),
+            rounds=3,
+            **grouped(options),
         ).run()
     return [str(w.message) for w in said if w.category is RuntimeWarning]
 

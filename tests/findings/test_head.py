@@ -47,7 +47,9 @@ def federation():
     return Federation.from_arrays(pairs, classes=4, test_fraction=0.2)
 
 
-@pytest.mark.parametrize(("algorithm", "sent"), [("fedper", 56), ("fedrep", 56), ("fedbabu", 56), ("lg_fedavg", 36)])
+@pytest.mark.parametrize(
+    ("algorithm", "sent"), [("fedper", 56), ("fedrep", 56), ("fedbabu", 56), ("lg_fedavg", 36)]
+)
 @pytest.mark.parametrize("model", [HeadFirst, HeadLast, lambda: HeadFirst(True)])
 def test_the_part_that_travels(algorithm, sent, model):
     simulation = Simulation(algorithm, model, federation(), Training(), rounds=1)
@@ -65,16 +67,23 @@ def test_methods_with_features_give_one_result_in_any_order(algorithm):
         return model
 
     results = [
-        Simulation(algorithm, copied(build), federation(), Training(), rounds=2).run().rounds[-1]["eval"] for build in (HeadFirst, HeadLast)
+        Simulation(algorithm, copied(build), federation(), Training(), rounds=2)
+        .run()
+        .rounds[-1]["eval"]
+        for build in (HeadFirst, HeadLast)
     ]
     assert results[0] == results[1]
 
 
 def test_an_attribute_of_that_name_is_believed_only_until_the_model_has_met_data():
-    assert Simulation("fedper", Stem, federation(), Training(), rounds=1).run().rounds[0]["bytes_up"] == 4 * 4 * (56 + 42)
+    assert Simulation("fedper", Stem, federation(), Training(), rounds=1).run().rounds[0][
+        "bytes_up"
+    ] == 4 * 4 * (56 + 42)
 
 
 def test_without_data_it_is_asked_for():
-    with pytest.raises(ValueError, match=r"^model: .* head.*name it with Net\(..., head='name'\)\.$"):
+    with pytest.raises(
+        ValueError, match=r"^model: .* head.*name it with Net\(..., head='name'\)\.$"
+    ):
         Server("fedper", HeadFirst(), 4)
     assert Net(HeadFirst, head="classifier").head_slice == slice(0, 36)

@@ -9,7 +9,10 @@ gen = torch.Generator().manual_seed(0)
 
 
 def federation(splits):
-    made = [{s: (torch.randn(n, 6, generator=gen), torch.arange(n) % 4) for s, n in splits.items()} for _ in range(5)]
+    made = [
+        {s: (torch.randn(n, 6, generator=gen), torch.arange(n) % 4) for s, n in splits.items()}
+        for _ in range(5)
+    ]
     return Federation.from_arrays(made, classes=4)
 
 
@@ -20,14 +23,18 @@ def rows(data, split):
 def test_a_test_split_that_is_there_stays_the_test_split():
     data = federation({"train": 40, "test": 10})
     made = cross_silo(data).data
-    assert rows(made, "test") == rows(data, "test") and rows(made, "train") | rows(made, "val") == rows(data, "train")
+    assert rows(made, "test") == rows(data, "test") and rows(made, "train") | rows(
+        made, "val"
+    ) == rows(data, "train")
     assert [len(i) for i in made.index["val"]] == [8] * 5 and not made.notes  # 15 of 85 %, at least
 
 
 def test_a_validation_split_that_is_there_stays_one():
     data = federation({"train": 40, "val": 10})
     made = cross_silo(data).data
-    assert rows(made, "val") == rows(data, "val") and rows(made, "train") | rows(made, "test") == rows(data, "train")
+    assert rows(made, "val") == rows(data, "val") and rows(made, "train") | rows(
+        made, "test"
+    ) == rows(data, "train")
 
 
 def test_fractions_divide_everything_anew_and_say_so():
@@ -37,7 +44,8 @@ def test_fractions_divide_everything_anew_and_say_so():
 
 
 def test_scaffolds_control_variate_is_the_mean_of_all_after_a_client_joined():
-    """Algorithm 1 of SCAFFOLD: c is the mean of the c_i, also of more clients than the server expected."""
+    """Algorithm 1 of SCAFFOLD: c is the mean of the c_i, also of more clients than the server
+    expected."""
     data = [(torch.randn(8, 3, generator=gen), torch.randn(8, generator=gen)) for _ in range(4)]
     model = nn.Linear(3, 1, bias=False)
     server = Server("scaffold", model, 3, rounds=400)
@@ -50,4 +58,6 @@ def test_scaffolds_control_variate_is_the_mean_of_all_after_a_client_joined():
         server.aggregate({f"c{i}": clients[i].train(server.download(f"c{i}")) for i in ids})
     x, y = (torch.cat(parts).double() for parts in zip(*data, strict=True))
     best = torch.linalg.lstsq(x, y[:, None]).solution.flatten()
-    torch.testing.assert_close(server.state_dict()["state"]["server.x"].double(), best, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        server.state_dict()["state"]["server.x"].double(), best, rtol=0, atol=1e-5
+    )

@@ -12,12 +12,17 @@ from pflcore.results.table import table
 
 def federation(seed):
     gen = torch.Generator().manual_seed(seed)
-    parts = [(torch.randn(12, 3, generator=gen), torch.randint(0, 2, (12,), generator=gen)) for _ in range(3)]
+    parts = [
+        (torch.randn(12, 3, generator=gen), torch.randint(0, 2, (12,), generator=gen))
+        for _ in range(3)
+    ]
     return Federation.from_arrays(parts, test=parts, classes=2)
 
 
 def lines(data, seed, model=lambda: nn.Linear(3, 2), **options):
-    run = Simulation("fedavg", model, data, Training(lr=0.1), rounds=1, seed=seed, **grouped(options))
+    run = Simulation(
+        "fedavg", model, data, Training(lr=0.1), rounds=1, seed=seed, **grouped(options)
+    )
     return [{"header": run.header()}, *run.run().lines()]
 
 

@@ -1,4 +1,5 @@
-"""A checkpoint stands: whatever the file system says of its folder, whatever a callback wrote, whoever was there before."""
+"""A checkpoint stands: whatever the file system says of its folder, whatever a callback wrote,
+whoever was there before."""
 
 import os
 
@@ -46,18 +47,26 @@ def test_what_a_callback_adds_to_a_record_is_kept(tmp_path):
     run = Simulation("fedavg", nn.Linear(2, 2), data, Training(lr=0.1), rounds=2)
     run.run(on_round=more, checkpoint=tmp_path)
     again = Simulation.load(tmp_path, model=nn.Linear(2, 2), data=data).run()
-    assert again.rounds[0]["gap"] == 0.5 and again.rounds[0]["many"] == [0, 1] and again.rounds[0]["row"] == [1, 1]
+    assert (
+        again.rounds[0]["gap"] == 0.5
+        and again.rounds[0]["many"] == [0, 1]
+        and again.rounds[0]["row"] == [1, 1]
+    )
 
 
 def test_a_full_disk_is_a_sentence_and_no_killed_process(tmp_path, monkeypatch):
     """A mapped file that cannot grow ends the process (SIGBUS)."""
     parts = [(torch.randn(6, 2), torch.arange(6) % 2) for _ in range(3)]
     data = Federation.from_arrays(parts, test=parts)
-    run = Simulation("ditto", nn.Linear(2, 2), data, Training(lr=0.1), rounds=2, hardware=Hardware(rows=tmp_path))
+    run = Simulation(
+        "ditto", nn.Linear(2, 2), data, Training(lr=0.1), rounds=2, hardware=Hardware(rows=tmp_path)
+    )
 
     def look(round, record):
         assert run.state.round == round  # the run goes on with a copy
         monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Full", (), {"free": 100}))
 
-    with pytest.raises(OSError, match=r"rows: a copy of the (clients' rows|state) needs up to .* make room"):
+    with pytest.raises(
+        OSError, match=r"rows: a copy of the (clients' rows|state) needs up to .* make room"
+    ):
         run.run(look)

@@ -17,7 +17,15 @@ COUNTS = torch.poisson(torch.exp(0.5 * X[:, :, 0] + 0.3), generator=GEN)
 
 def evaluated(loss, model, y, **options):
     parts = [(x, t) for x, t in zip(X, y, strict=True)]
-    run = Simulation("fedavg", model, Federation.from_arrays(parts, test=parts), Training(lr=0.1), rounds=1, loss=loss, **grouped(options))
+    run = Simulation(
+        "fedavg",
+        model,
+        Federation.from_arrays(parts, test=parts),
+        Training(lr=0.1),
+        rounds=1,
+        loss=loss,
+        **grouped(options),
+    )
     return run.run().rounds[-1]["eval"]
 
 
@@ -49,12 +57,30 @@ def test_no_loss_spreads_a_column_of_scores(loss, model):
         evaluated(loss, model, COUNTS)
 
 
-@pytest.mark.parametrize("loss", [lambda s, y: ((s[:, 0] - y) ** 2).mean(), lambda s, y: ((s.view(y.shape) - y) ** 2).mean(), F.mse_loss])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda s, y: ((s[:, 0] - y) ** 2).mean(),
+        lambda s, y: ((s.view(y.shape) - y) ** 2).mean(),
+        F.mse_loss,
+    ],
+)
 def test_a_loss_that_brings_them_together_itself_is_taken(loss):
-    assert evaluated(loss, column, COUNTS)["loss"] == pytest.approx(evaluated("squared", column, COUNTS)["loss"])
+    assert evaluated(loss, column, COUNTS)["loss"] == pytest.approx(
+        evaluated("squared", column, COUNTS)["loss"]
+    )
 
 
-@pytest.mark.parametrize("loss", [nn.PoissonNLLLoss(), F.l1_loss, F.smooth_l1_loss, nn.L1Loss(), lambda s, y: (s - y).abs().mean()])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.PoissonNLLLoss(),
+        F.l1_loss,
+        F.smooth_l1_loss,
+        nn.L1Loss(),
+        lambda s, y: (s - y).abs().mean(),
+    ],
+)
 def test_whole_numbers_have_no_accuracy_and_may_have_an_error(loss):
     got = evaluated(loss, flat, COUNTS.long(), metrics=["mae"])
     assert "accuracy" not in got and min(got["mae"]) > 0
@@ -63,10 +89,14 @@ def test_whole_numbers_have_no_accuracy_and_may_have_an_error(loss):
 def test_probabilities_have_no_accuracy_by_their_sign():
     model = nn.Sequential(nn.Linear(3, 1), nn.Sigmoid(), nn.Flatten(0))
     labels = (COUNTS > 1).long()
-    assert "accuracy" not in evaluated(lambda s, y: F.binary_cross_entropy(s, y.float()), model, labels)
+    assert "accuracy" not in evaluated(
+        lambda s, y: F.binary_cross_entropy(s, y.float()), model, labels
+    )
 
 
-@pytest.mark.parametrize("loss", ["binary_cross_entropy", "hinge", lambda s, y: F.cross_entropy(s, y)])
+@pytest.mark.parametrize(
+    "loss", ["binary_cross_entropy", "hinge", lambda s, y: F.cross_entropy(s, y)]
+)
 def test_scores_of_classes_have_an_accuracy(loss):
     model = nn.Linear(3, 2) if callable(loss) else column()
     assert "accuracy" in evaluated(loss, model, (COUNTS > 1).long())

@@ -1,4 +1,5 @@
-"""LeNet-5 and an MLP in the spellings that people have are chains of layers, and train to what the plain module trains to."""
+"""LeNet-5 and an MLP in the spellings that people have are chains of layers, and train to what the
+plain module trains to."""
 
 import pytest
 import torch
@@ -14,7 +15,11 @@ class LeNet(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv1, self.conv2, self.pool = nn.Conv2d(1, 3, 5), nn.Conv2d(3, 4, 3), nn.MaxPool2d(2, 2)
+        self.conv1, self.conv2, self.pool = (
+            nn.Conv2d(1, 3, 5),
+            nn.Conv2d(3, 4, 3),
+            nn.MaxPool2d(2, 2),
+        )
         self.fc1, self.fc2, self.fc3 = nn.Linear(16, 12), nn.Linear(12, 8), nn.Linear(8, 4)
 
     def top(self, x):
@@ -50,7 +55,15 @@ class Quickstart(LeNet):  # Flower's
 class Features(LeNet):  # FL-bench's base and classifier
     def __init__(self):
         super().__init__()
-        self.base = nn.Sequential(self.conv1, nn.ReLU(), self.pool, self.conv2, nn.ReLU(inplace=True), self.pool, nn.Flatten())
+        self.base = nn.Sequential(
+            self.conv1,
+            nn.ReLU(),
+            self.pool,
+            self.conv2,
+            nn.ReLU(inplace=True),
+            self.pool,
+            nn.Flatten(),
+        )
         self.dropout = nn.Dropout(0.0)
 
     def forward(self, x):
@@ -61,9 +74,13 @@ class Blocks(LeNet):  # PFLlib's
     def __init__(self):
         super().__init__()
         self.first = nn.Sequential(
-            nn.Conv2d(1, 3, kernel_size=5, padding=0, stride=1, bias=True), nn.ReLU(inplace=True), nn.MaxPool2d((2, 2))
+            nn.Conv2d(1, 3, kernel_size=5, padding=0, stride=1, bias=True),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d((2, 2)),
         )
-        self.second = nn.Sequential(nn.Conv2d(3, 4, kernel_size=3), nn.ReLU(inplace=True), nn.MaxPool2d(kernel_size=(2, 2)))
+        self.second = nn.Sequential(
+            nn.Conv2d(3, 4, kernel_size=3), nn.ReLU(inplace=True), nn.MaxPool2d(kernel_size=(2, 2))
+        )
         self.fc = nn.Sequential(nn.Linear(16, 12), nn.ReLU(inplace=True))
         self.out = nn.Linear(12, 4)
         for unused in ("conv1", "conv2", "fc1", "fc2", "fc3"):
@@ -98,7 +115,9 @@ class MLP(nn.Module):
 
 
 WAYS = ("view", "reshape", "size", "size[0]", "shape", "len", "numel", "flatten", "normal")
-MODELS = {m.__name__: m for m in (Functions, Logarithms, Quickstart, Features, Blocks)} | {w: lambda w=w: MLP(w) for w in WAYS}
+MODELS = {m.__name__: m for m in (Functions, Logarithms, Quickstart, Features, Blocks)} | {
+    w: lambda w=w: MLP(w) for w in WAYS
+}
 
 
 def federation():
@@ -110,7 +129,14 @@ def federation():
 @pytest.mark.parametrize("name", MODELS)
 def test_it_is_a_chain(name):
     chain, plain = (
-        Simulation("fedavg", MODELS[name], federation(), Training(0.1, 4), rounds=2, hardware=Hardware(engine=engine))
+        Simulation(
+            "fedavg",
+            MODELS[name],
+            federation(),
+            Training(0.1, 4),
+            rounds=2,
+            hardware=Hardware(engine=engine),
+        )
         for engine in ("auto", "loop")
     )
     assert chain.header()["path"]["form"] == "chain", chain.header()["path"]["why"]
@@ -126,28 +152,44 @@ class Decides(nn.Module):
 
     def forward(self, x):
         y = F.relu(self.fc1(x.flatten(1)))
-        if (self.how == "batch" and len(x) > 2) or (self.how == "values" and bool(y.sum() > 1)) or (self.how == "mode" and self.training):
+        if (
+            (self.how == "batch" and len(x) > 2)
+            or (self.how == "values" and bool(y.sum() > 1))
+            or (self.how == "mode" and self.training)
+        ):
             y = torch.tanh(y)
         return self.fc2(y + x.flatten(1)[:, :10] if self.how == "detour" else y)
 
 
 @pytest.mark.parametrize("how", ["batch", "values", "mode", "detour"])
 def test_what_depends_on_more_than_the_layer_before_is_none(how):
-    assert Simulation("fedavg", lambda: Decides(how), federation(), Training(0.1, 4), rounds=1).header()["path"]["form"] != "chain"
+    assert (
+        Simulation(
+            "fedavg", lambda: Decides(how), federation(), Training(0.1, 4), rounds=1
+        ).header()["path"]["form"]
+        != "chain"
+    )
 
 
 def test_torchs_dropout_trains_as_ours():
     def model(kind):
-        return nn.Sequential(nn.Flatten(), nn.Linear(256, 10), kind(0.3), nn.ReLU(), nn.Linear(10, 4))
+        return nn.Sequential(
+            nn.Flatten(), nn.Linear(256, 10), kind(0.3), nn.ReLU(), nn.Linear(10, 4)
+        )
 
     for engine in ("auto", "loop", "vmap"):
         theirs, ours = (
             Simulation(
-                "ditto", lambda kind=kind: model(kind), federation(), Training(0.1, 4), rounds=2, hardware=Hardware(engine=engine)
+                "ditto",
+                lambda kind=kind: model(kind),
+                federation(),
+                Training(0.1, 4),
+                rounds=2,
+                hardware=Hardware(engine=engine),
             ).run()
             for kind in (nn.Dropout, Dropout)
         )
         assert torch.equal(theirs.state.server["x"], ours.state.server["x"])
     given = model(nn.Dropout)
     Simulation("fedavg", given, federation(), Training(0.1, 4), rounds=1).run()
-    assert type(given[2]) is nn.Dropout  # type: ignore[index]
+    assert type(given[2]) is nn.Dropout

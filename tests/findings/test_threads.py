@@ -1,4 +1,5 @@
-"""Several threads of one process use pflcore at the same time, and each gets what it would get alone."""
+"""Several threads of one process use pflcore at the same time, and each gets what it would get
+alone."""
 
 import random
 import threading
@@ -39,7 +40,13 @@ def test_what_is_made_in_four_threads_is_what_is_made_alone():
         return Net(lambda: nn.Sequential(*[nn.Linear(6, 6) for _ in range(8)]), seed=seed).w0
 
     def run(seed):
-        return Simulation("fedavg", small, data, Training(), rounds=2, seed=seed, hardware=Hardware(workers=1)).run().state.server["x"]
+        return (
+            Simulation(
+                "fedavg", small, data, Training(), rounds=2, seed=seed, hardware=Hardware(workers=1)
+            )
+            .run()
+            .state.server["x"]
+        )
 
     for make, count in ((weights, 60), (run, 24)):
         with ThreadPoolExecutor(4) as pool:
@@ -50,10 +57,12 @@ def test_what_is_made_in_four_threads_is_what_is_made_alone():
 def test_weights_are_those_of_manual_seed_whatever_others_draw():
     def every_kind():
         m = small()
-        nn.init.orthogonal_(m[0].weight)  # type: ignore[index]
-        nn.init.trunc_normal_(m[2].weight)  # type: ignore[index]
+        nn.init.orthogonal_(m[0].weight)
+        nn.init.trunc_normal_(m[2].weight)
         with torch.no_grad():
-            m[2].bias.copy_(torch.randn(4) + torch.rand(4) + torch.randperm(4) + torch.randint(9, (4,)))  # type: ignore[index]
+            m[2].bias.copy_(
+                torch.randn(4) + torch.rand(4) + torch.randperm(4) + torch.randint(9, (4,))
+            )
         return m
 
     with torch.random.fork_rng(devices=[]):
@@ -65,7 +74,8 @@ def test_weights_are_those_of_manual_seed_whatever_others_draw():
 
 
 def beside(work):
-    """`work()`, while another thread draws from all global generators and makes nets and simulations."""
+    """`work()`, while another thread draws from all global generators and makes nets and
+    simulations."""
     done = threading.Event()
 
     def busy():
@@ -86,7 +96,14 @@ def beside(work):
 def test_a_run_survives_what_another_thread_makes_and_draws():
     def run():
         made = [
-            Simulation("fedavg", Residual, federation(), Training(), rounds=8, hardware=Hardware(engine="loop", workers=1))
+            Simulation(
+                "fedavg",
+                Residual,
+                federation(),
+                Training(),
+                rounds=8,
+                hardware=Hardware(engine="loop", workers=1),
+            )
             for _ in range(6)
         ]
         return torch.stack([one.run().state.server["x"] for one in made])
@@ -94,12 +111,18 @@ def test_a_run_survives_what_another_thread_makes_and_draws():
     assert torch.equal(run(), beside(run))
 
 
-@pytest.mark.parametrize("draw", [np.random.rand, random.random, lambda: float(torch.rand(()))], ids=["NumPy", "Python", "torch"])
+@pytest.mark.parametrize(
+    "draw",
+    [np.random.rand, random.random, lambda: float(torch.rand(()))],
+    ids=["NumPy", "Python", "torch"],
+)
 def test_a_model_that_draws_is_refused(draw, request):
     class Noisy(nn.Linear):
         def forward(self, x):
             return super().forward(x) * draw()
 
     whose = request.node.callspec.id
-    with pytest.raises(ValueError, match=rf"^model: its forward pass draws from {whose}'s global generator"):
+    with pytest.raises(
+        ValueError, match=rf"^model: its forward pass draws from {whose}'s global generator"
+    ):
         Simulation("fedavg", lambda: Noisy(6, 4), federation(), Training())

@@ -1,4 +1,5 @@
-"""One bad client reaches nobody and ends nothing: uploads that are no numbers, no tensors, or not what was asked for."""
+"""One bad client reaches nobody and ends nothing: uploads that are no numbers, no tensors, or not
+what was asked for."""
 
 import logging
 
@@ -27,15 +28,27 @@ def models(bad, value):
 
 
 @pytest.mark.parametrize("method", ["krum", "multikrum", "clusters", "sfl"])
-@pytest.mark.parametrize(("bad", "value"), [("running_var", torch.nan), ("running_mean", torch.inf), ("running_var", -1e30)])
+@pytest.mark.parametrize(
+    ("bad", "value"),
+    [("running_var", torch.nan), ("running_mean", torch.inf), ("running_var", -1e30)],
+)
 def test_personalize_refuses_statistics_that_are_none(method, bad, value):
-    with pytest.raises(ValueError, match="uploads: client 4's model is not finite, or has a negative variance"):
+    with pytest.raises(
+        ValueError, match="uploads: client 4's model is not finite, or has a negative variance"
+    ):
         pflcore.personalize(models(bad, value), method, buffers="average")
-    assert all(v.isfinite().all() for m in pflcore.personalize(models("none", 0.0), method, buffers="average") for v in m.values())
+    assert all(
+        v.isfinite().all()
+        for m in pflcore.personalize(models("none", 0.0), method, buffers="average")
+        for v in m.values()
+    )
 
 
 def round_of(server, clients, spoil, **options):
-    return server.aggregate({i: spoil(i, client.train(server.download(i))) for i, client in enumerate(clients)}, **options)
+    return server.aggregate(
+        {i: spoil(i, client.train(server.download(i))) for i, client in enumerate(clients)},
+        **options,
+    )
 
 
 def both(name="fedavg", **options):
@@ -47,22 +60,41 @@ def test_a_negative_variance_is_dropped_and_honest_models_stay_finite():
     server, clients = both(clip=1.0)
 
     def spoil(i, reply):
-        return ({**reply[0], "@statistics": torch.full_like(reply[0]["@statistics"], -1e6)}, reply[1]) if i == 4 else reply
+        return (
+            ({**reply[0], "@statistics": torch.full_like(reply[0]["@statistics"], -1e6)}, reply[1])
+            if i == 4
+            else reply
+        )
 
     assert round_of(server, clients, spoil).dropped == [4]
     assert clients[0].model(server.download(0, "evaluation"))(PARTS[0][0]).isfinite().all()
 
 
-@pytest.mark.parametrize("layout", [torch.Tensor.to_sparse, lambda t: torch.nested.as_nested_tensor([t])])
+@pytest.mark.parametrize(
+    "layout", [torch.Tensor.to_sparse, lambda t: torch.nested.as_nested_tensor([t])]
+)
 def test_an_upload_of_another_layout_is_a_sentence_with_its_clients_name(layout):
     server, clients = both()
     with pytest.raises(ValueError, match="client 4: expected dense tensors"):
-        round_of(server, clients, lambda i, reply: ({**reply[0], "delta": layout(reply[0]["delta"])}, reply[1]) if i == 4 else reply)
+        round_of(
+            server,
+            clients,
+            lambda i, reply: (
+                ({**reply[0], "delta": layout(reply[0]["delta"])}, reply[1]) if i == 4 else reply
+            ),
+        )
 
 
 def test_statistics_that_require_gradients_are_only_numbers():
     server, clients = both("fedadam")
-    round_of(server, clients, lambda i, reply: ({**reply[0], "@statistics": reply[0]["@statistics"].requires_grad_()}, reply[1]))
+    round_of(
+        server,
+        clients,
+        lambda i, reply: (
+            {**reply[0], "@statistics": reply[0]["@statistics"].requires_grad_()},
+            reply[1],
+        ),
+    )
     assert not round_of(server, clients, lambda i, reply: reply).void
 
 
@@ -82,7 +114,9 @@ BAD = {
 def test_a_round_goes_on_without_an_upload_that_does_not_fit(how):
     server, clients = both()
     with pytest.warns(RuntimeWarning, match="client 4"):
-        outcome = round_of(server, clients, lambda i, reply: BAD[how](*reply) if i == 4 else reply, strict=False)
+        outcome = round_of(
+            server, clients, lambda i, reply: BAD[how](*reply) if i == 4 else reply, strict=False
+        )
     assert outcome.ids == [0, 1, 2, 3] and not outcome.void and server.round == 1
 
 
@@ -104,30 +138,54 @@ def test_one_malformed_reply_ends_no_flower_run(strategy, how, caplog, monkeypat
     from pflcore.interop.flower import PersonalStrategy, PflStrategy, client_app
 
     def spoilt(message):
-        (arrays,), (metrics,) = message.content.array_records.values(), message.content.metric_records.values()
+        (arrays,), (metrics,) = (
+            message.content.array_records.values(),
+            message.content.metric_records.values(),
+        )
         tensors, weight = arrays.to_torch_state_dict(), 0 if how == "samples" else 12
         first = next(k for k in tensors if not k.startswith("@"))
         if how == "shape":
             tensors[first] = tensors[first][:-1]
         tensors |= {"other": torch.ones(2)} if how == "more" else {}
-        records = {} if how == "none" else {"arrays": ArrayRecord({k: v for k, v in tensors.items() if how != "less" or k != first})}
+        records = (
+            {}
+            if how == "none"
+            else {
+                "arrays": ArrayRecord(
+                    {k: v for k, v in tensors.items() if how != "less" or k != first}
+                )
+            }
+        )
         return RecordDict({**records, "metrics": MetricRecord({**metrics, "num-examples": weight})})
 
     if strategy == "all":
-        app = client_app(lambda context: Client("fedavg", normed, PARTS[context.node_config["partition-id"]], TRAINING))
+        app = client_app(
+            lambda context: Client(
+                "fedavg", normed, PARTS[context.node_config["partition-id"]], TRAINING
+            )
+        )
         plan = PflStrategy("fedavg", normed, 4, rounds=2)
         whole, start = app, ()
     else:
-        whole, plan, start = ClientApp(), PersonalStrategy("clusters", min_available_nodes=4), (ArrayRecord(normed().state_dict()),)
+        whole, plan, start = (
+            ClientApp(),
+            PersonalStrategy("clusters", min_available_nodes=4),
+            (ArrayRecord(normed().state_dict()),),
+        )
 
         @whole.train()
         def train(message, context):
-            content = RecordDict({"arrays": message.content["arrays"], "metrics": MetricRecord({"num-examples": 12})})
+            content = RecordDict(
+                {"arrays": message.content["arrays"], "metrics": MetricRecord({"num-examples": 12})}
+            )
             return Message(content, reply_to=message)
 
         @whole.evaluate()
         def test(message, context):
-            return Message(RecordDict({"metrics": MetricRecord({"loss": 0.0, "num-examples": 12})}), reply_to=message)
+            return Message(
+                RecordDict({"metrics": MetricRecord({"loss": 0.0, "num-examples": 12})}),
+                reply_to=message,
+            )
 
     grid = Nodes(whole, range(4))
     answer = grid.send_and_receive
@@ -174,12 +232,21 @@ def resident():
         return int(file.read().split()[1]) * 4096
 
 
-@pytest.mark.parametrize(("defence", "least"), [("krum", 5), ("multi_krum", 5), ("trimmed_mean", 3)])
+@pytest.mark.parametrize(
+    ("defence", "least"), [("krum", 5), ("multi_krum", 5), ("trimmed_mean", 3)]
+)
 def test_a_client_that_is_not_finite_ends_no_defended_run(defence, least):
     data = Federation.from_arrays(PARTS[:least], test=PARTS[:least])
     algorithm = FedAvg(defence=defence, hostile=1)
     bad = {"attack": "scale", "clients": [least - 1], "strength": 1e39}
-    history = Simulation(algorithm, nn.Linear(4, 3), data, TRAINING, rounds=5, robustness=Robustness(adversary=Adversary(**bad))).run()
+    history = Simulation(
+        algorithm,
+        nn.Linear(4, 3),
+        data,
+        TRAINING,
+        rounds=5,
+        robustness=Robustness(adversary=Adversary(**bad)),
+    ).run()
     assert history.stopped is None
     assert [(r["dropped"], r["void"]) for r in history.rounds] == [([least - 1], False)] * 5
 
@@ -189,22 +256,44 @@ def test_clients_that_were_merely_absent_lower_no_defence():
     clients = [Client(server.algorithm, nn.Linear(4, 3), part, TRAINING) for part in PARTS]
     outcome = server.aggregate({i: clients[i].train(server.download(i)) for i in range(4)})
     assert outcome.void and server.round == 1
-    outcome = server.aggregate({i: client.train(server.download(i)) for i, client in enumerate(clients)})
+    outcome = server.aggregate(
+        {i: client.train(server.download(i)) for i, client in enumerate(clients)}
+    )
     assert not outcome.void
 
 
 @pytest.mark.parametrize(
-    ("count", "lost", "f"), [(11, 0, 4), (10, 1, 3), (9, 2, 3), (9, 1, 3), (8, 1, None), (8, 2, 2), (4, 4, 0), (2, 4, None)]
+    ("count", "lost", "f"),
+    [
+        (11, 0, 4),
+        (10, 1, 3),
+        (9, 2, 3),
+        (9, 1, 3),
+        (8, 1, None),
+        (8, 2, 2),
+        (4, 4, 0),
+        (2, 4, None),
+    ],
 )
 def test_as_many_may_be_hostile_as_those_who_are_left_allow(count, lost, f):
-    """Krum with f = 4: of models on a line it takes the one in the middle of the N - f - 2 nearest."""
+    """Krum with f = 4: of models on a line it takes the one in the middle of the N - f - 2
+    nearest."""
     alg = FedAvg(defence="krum", hostile=4)
     delta = torch.randn(count, 3, generator=torch.Generator().manual_seed(1))
     size = torch.ones(count, dtype=torch.long)
     cohort = Cohort(torch.arange(count), size, 20, 1, 1, lost=lost)
     if f is None:
-        with pytest.raises(Exception, match=r"defence: krum against 4 hostile clients needs 11 in a round, and round 1 has"):
+        with pytest.raises(
+            Exception,
+            match=r"defence: krum against 4 hostile clients needs 11 in a round, and round 1 has",
+        ):
             alg.defended(delta, cohort)
         return
-    far = torch.cdist(delta.double(), delta.double()).square().fill_diagonal_(torch.inf).sort(1).values
+    far = (
+        torch.cdist(delta.double(), delta.double())
+        .square()
+        .fill_diagonal_(torch.inf)
+        .sort(1)
+        .values
+    )
     assert alg.defended(delta, cohort)[1].weight.argmax() == far[:, : count - f - 2].sum(1).argmin()

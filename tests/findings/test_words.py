@@ -26,7 +26,9 @@ def test_a_command_imports_nothing_from_the_current_folder(command, tmp_path, mo
     assert sys.path == before
 
 
-def test_the_current_folder_comes_last_where_an_algorithm_of_ones_own_is_named(tmp_path, monkeypatch, capsys):
+def test_the_current_folder_comes_last_where_an_algorithm_of_ones_own_is_named(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
     main(["run", "nothing_here:Mine"])
@@ -37,7 +39,11 @@ def test_the_current_folder_comes_last_where_an_algorithm_of_ones_own_is_named(t
     ("name", "options", "sentence"),
     [
         ("fedavg", {"hostile": 3}, "hostile: expected its default beside this defence"),
-        ("fedavg", {"defence": "median", "hostile": 3}, "hostile: expected its default beside this defence"),
+        (
+            "fedavg",
+            {"defence": "median", "hostile": 3},
+            "hostile: expected its default beside this defence",
+        ),
         ("fedavgm", {"beta2": 0.5}, "beta2: expected its default beside optimizer='heavy_ball'"),
         ("fedavgm", {"tau": 0.1}, "tau: expected its default beside optimizer='heavy_ball'"),
         ("fedadagrad", {"beta2": 0.5}, "beta2: expected its default beside optimizer='adagrad'"),

@@ -1,4 +1,5 @@
-"""Every op on a GPU against its reference in float64 on the CPU, and what only a GPU can show: streams, graphs, devices, sizes."""
+"""Every op on a GPU against its reference in float64 on the CPU, and what only a GPU can show:
+streams, graphs, devices, sizes."""
 
 from collections.abc import Callable
 
@@ -19,7 +20,9 @@ few = examples(25)
 
 
 def normal(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def relative(got, want):
@@ -37,20 +40,31 @@ def shifted(t, by, gap):
     return inner.copy_(t)
 
 
-# --- the same numbers --------------------------------------------------------------------------------------------------------------
+# --- the same numbers -------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @few
-@given(m=st.sampled_from((1, 2, 17, 64, 65, 130)), n=st.sampled_from((0, 1, 17, 100)), p=st.sampled_from(SIZES),
-       by=st.sampled_from((0, 1)), gap=st.sampled_from((0, 1, 8)))  # fmt: skip
+@given(
+    m=st.sampled_from((1, 2, 17, 64, 65, 130)),
+    n=st.sampled_from((0, 1, 17, 100)),
+    p=st.sampled_from(SIZES),
+    by=st.sampled_from((0, 1)),
+    gap=st.sampled_from((0, 1, 8)),
+)
 def test_sqdist(dtype, m, n, p, by, gap):
     centre = normal(1, p)
-    a, b = (centre + 1e-3 * normal(m, p, seed=1)).to(dtype), (centre + 1e-3 * normal(n, p, seed=2)).to(dtype) if n else None
+    a, b = (
+        (centre + 1e-3 * normal(m, p, seed=1)).to(dtype),
+        (centre + 1e-3 * normal(n, p, seed=2)).to(dtype) if n else None,
+    )
     on = shifted(a, by, gap)
     got = ops.pairwise_sqdist(on, None if b is None else shifted(b, 0, gap))
-    assert relative(got, reference.pairwise_sqdist(a, b)) <= (1e-12 if dtype == torch.float64 else 1e-6)
-    assert torch.equal(got, ops.pairwise_sqdist(a.cuda(), None if b is None else b.cuda()))  # whatever the alignment, the same bits
+    assert relative(got, reference.pairwise_sqdist(a, b)) <= (
+        1e-12 if dtype == torch.float64 else 1e-6
+    )
+    # whatever the alignment, the same bits
+    assert torch.equal(got, ops.pairwise_sqdist(a.cuda(), None if b is None else b.cuda()))
     if b is None:
         moved = torch.randperm(m, generator=torch.Generator().manual_seed(3))
         assert torch.equal(ops.pairwise_sqdist(on[moved.cuda()]).cpu(), got.cpu()[moved][:, moved])
@@ -69,7 +83,11 @@ def test_sqdist_scales_and_bad_rows(scale):
 
 
 @few
-@given(n=st.sampled_from((1, 2, 17, 300, 3000)), k=st.sampled_from((1, 5, 40, 3000)), seed=st.integers(0, 99))
+@given(
+    n=st.sampled_from((1, 2, 17, 300, 3000)),
+    k=st.sampled_from((1, 5, 40, 3000)),
+    seed=st.integers(0, 99),
+)
 def test_weights(n, k, seed):
     g = torch.Generator().manual_seed(seed)
     d = torch.rand(4, n, generator=g, dtype=torch.float64)
@@ -81,65 +99,120 @@ def test_weights(n, k, seed):
     torch.testing.assert_close(got.weight.cpu(), want[0], rtol=1e-12, atol=1e-300)
     target = torch.randint(0, n, (4,), generator=g)
     got_w = ops.waffle_weights(d.cuda(), target.cuda(), 0.7, 0.6)
-    torch.testing.assert_close(got_w.cpu(), reference.waffle_weights(d, target, 0.7, 0.6, False), rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(
+        got_w.cpu(), reference.waffle_weights(d, target, 0.7, 0.6, False), rtol=1e-12, atol=1e-15
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @few
-@given(n=st.sampled_from((1, 10, 100)), m=st.sampled_from((1, 7, 100)), p=st.sampled_from(SIZES), sparse=st.booleans(),
-       base=st.sampled_from((None, 1, 2)), precise=st.booleans(), by=st.sampled_from((0, 1)), gap=st.sampled_from((0, 1, 8)))  # fmt: skip
+@given(
+    n=st.sampled_from((1, 10, 100)),
+    m=st.sampled_from((1, 7, 100)),
+    p=st.sampled_from(SIZES),
+    sparse=st.booleans(),
+    base=st.sampled_from((None, 1, 2)),
+    precise=st.booleans(),
+    by=st.sampled_from((0, 1)),
+    gap=st.sampled_from((0, 1, 8)),
+)
 def test_aggregate(dtype, n, m, p, sparse, base, precise, by, gap):
     g = torch.Generator().manual_seed(n + m)
-    updates, index = normal(n, p, dtype=dtype), torch.randint(0, n, (m, min(5, n)), generator=g) if sparse else None
+    updates, index = (
+        normal(n, p, dtype=dtype),
+        torch.randint(0, n, (m, min(5, n)), generator=g) if sparse else None,
+    )
     weight = torch.rand(m, n if index is None else index.shape[1], generator=g, dtype=torch.float64)
     start = None if base is None else normal(*([p] if base == 1 else [m, p]), seed=1, dtype=dtype)
     got = ops.aggregate(
-        shifted(updates, by, gap), weight.cuda(), None if index is None else index.cuda(), None if start is None else start.cuda(), 0.5,
+        shifted(updates, by, gap),
+        weight.cuda(),
+        None if index is None else index.cuda(),
+        None if start is None else start.cuda(),
+        0.5,
         precise=precise,
-    )  # fmt: skip
+    )
     want = torch.empty(m, p, dtype=torch.float64)
-    reference.aggregate_out(updates, weight, index, None if start is None else start.double(), 0.5, True, want)
+    reference.aggregate_out(
+        updates, weight, index, None if start is None else start.double(), 0.5, True, want
+    )
     size = float(updates.abs().double().max() * weight.abs().sum(1).max()) + 5
     eps = torch.finfo(dtype).eps + (1e-14 if precise or dtype == torch.float64 else 2e-6)
     assert got.dtype == dtype and float((got.cpu().double() - want).abs().max()) <= eps * size
 
 
 @few
-@given(n=st.sampled_from((1, 5)), b=st.sampled_from((1, 33)), i=st.sampled_from((17, 300)), f=st.sampled_from((1, 67)),
-       o=st.sampled_from((1, 65)), own=st.tuples(*[st.booleans()] * 4), learn_lam=st.booleans())  # fmt: skip
+@given(
+    n=st.sampled_from((1, 5)),
+    b=st.sampled_from((1, 33)),
+    i=st.sampled_from((17, 300)),
+    f=st.sampled_from((1, 67)),
+    o=st.sampled_from((1, 65)),
+    own=st.tuples(*[st.booleans()] * 4),
+    learn_lam=st.booleans(),
+)
 def test_rank1(n, b, i, f, o, own, learn_lam):
     shapes = [(b, i), (o, f), (f,), (f, i)]
-    inputs = [normal(*([n] if mine else []), *s, seed=k) for k, (mine, s) in enumerate(zip(own, shapes, strict=True))]
+    inputs = [
+        normal(*([n] if mine else []), *s, seed=k)
+        for k, (mine, s) in enumerate(zip(own, shapes, strict=True))
+    ]
     inputs[2][..., ::3] = 0
     need = [True, True, learn_lam, True]
     here = [t.cuda().requires_grad_(k) for t, k in zip(inputs, need, strict=True)]
     wide = [t.double() for t in inputs]
     y, want = ops.rank1_linear(*here), reference.rank1_linear(*wide)
-    torch.testing.assert_close(y.detach().cpu().double(), want, rtol=1e-4, atol=1e-5 * (float(want.abs().max()) + 1))
+    torch.testing.assert_close(
+        y.detach().cpu().double(), want, rtol=1e-4, atol=1e-5 * (float(want.abs().max()) + 1)
+    )
     grad = normal(*y.shape, seed=9)
     y.backward(grad.cuda())
-    for t, r, k in zip(here, reference.rank1_linear_backward(grad.double(), *wide, *need), need, strict=True):
+    for t, r, k in zip(
+        here, reference.rank1_linear_backward(grad.double(), *wide, *need), need, strict=True
+    ):
         assert (t.grad is not None) == k
         if t.grad is not None:
-            torch.testing.assert_close(t.grad.cpu().double(), r, rtol=1e-3, atol=1e-5 * (float(r.abs().max()) + 1))
+            torch.testing.assert_close(
+                t.grad.cpu().double(), r, rtol=1e-3, atol=1e-5 * (float(r.abs().max()) + 1)
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @few
-@given(s=st.sampled_from((1, 17)), q=st.sampled_from(SIZES), has=st.tuples(*[st.booleans()] * 4), by=st.sampled_from((0, 1)),
-       gap=st.sampled_from((0, 1)))  # fmt: skip
+@given(
+    s=st.sampled_from((1, 17)),
+    q=st.sampled_from(SIZES),
+    has=st.tuples(*[st.booleans()] * 4),
+    by=st.sampled_from((0, 1)),
+    gap=st.sampled_from((0, 1)),
+)
 def test_sgd_step(dtype, s, q, has, by, gap):
     w, grad = normal(s, q, dtype=dtype), normal(s, q, seed=1, dtype=dtype)
-    shift, anchor, buffer = (normal(s, q, seed=k, dtype=dtype) if has[k] else None for k in range(3))
+    shift, anchor, buffer = (
+        normal(s, q, seed=k, dtype=dtype) if has[k] else None for k in range(3)
+    )
     mu = torch.rand(s, dtype=dtype) if anchor is not None else 0.0
     mask = (normal(q, seed=7, dtype=dtype) > 0).to(dtype) if has[3] else None
     on = [None if t is None else shifted(t, by, gap) for t in (w, grad, shift, anchor, buffer)]
     momentum = 0.9 if has[2] else 0.0
-    there = {"mask": None if mask is None else mask.cuda(), "mu": mu.cuda() if isinstance(mu, Tensor) else mu}
-    ops.sgd_step_(on[0], on[1], 0.1, shift=on[2], anchor=on[3], momentum=momentum, buffer=on[4], weight_decay=0.01, **there)  # type: ignore[arg-type]
+    there = {
+        "mask": None if mask is None else mask.cuda(),
+        "mu": mu.cuda() if isinstance(mu, Tensor) else mu,
+    }
+    ops.sgd_step_(
+        on[0],
+        on[1],
+        0.1,
+        shift=on[2],
+        anchor=on[3],
+        momentum=momentum,
+        buffer=on[4],
+        weight_decay=0.01,
+        **there,
+    )
     ops.sgd_step_(w, grad, 0.1, shift, mask, mu, anchor, momentum, buffer, 0.01)
     tight = 1e-5 if dtype == torch.float32 else 1e-13
-    torch.testing.assert_close(on[0].cpu(), w, rtol=tight, atol=tight)  # type: ignore[union-attr]
+    torch.testing.assert_close(on[0].cpu(), w, rtol=tight, atol=tight)
 
 
 def test_empty():
@@ -152,7 +225,7 @@ def test_empty():
     assert ops.waffle_weights(zeros(0, 3), 0, 0.5).shape == (0, 3)
 
 
-# --- what only a GPU can show ------------------------------------------------------------------------------------------------------
+# --- what only a GPU can show -----------------------------------------------
 
 
 def calls():
@@ -160,17 +233,28 @@ def calls():
     a = normal(20, 40_001).cuda()
     d = ops.pairwise_sqdist(a)
     top = ops.feddwa_weights(d, 5)
-    x, w_a, lam, w_b = (normal(*s, seed=k).cuda() for k, s in enumerate([(6, 8, 50), (10, 40), (6, 40), (40, 50)]))
+    x, w_a, lam, w_b = (
+        normal(*s, seed=k).cuda() for k, s in enumerate([(6, 8, 50), (10, 40), (6, 40), (40, 50)])
+    )
     lam[:, ::2] = 0
     need = (True, True, False, True)
     return {
         "pairwise_sqdist": (ops.pairwise_sqdist, [a]),
         "pairwise_sqdist of two": (ops.pairwise_sqdist, [a, a + 1]),
         "feddwa_weights": (lambda s: ops.feddwa_weights(s, 5), [d]),
-        "waffle_weights": (lambda s, t: ops.waffle_weights(s, t, 0.7), [d.sqrt(), torch.arange(20, device="cuda")]),
+        "waffle_weights": (
+            lambda s, t: ops.waffle_weights(s, t, 0.7),
+            [d.sqrt(), torch.arange(20, device="cuda")],
+        ),
         "aggregate": (ops.aggregate, [a, torch.rand(20, 20, device="cuda", dtype=torch.float64)]),
-        "aggregate of five rows": (ops.aggregate, [a, torch.rand(5, 20, device="cuda", dtype=torch.float64)]),
-        "aggregate of one row": (ops.aggregate, [a, torch.rand(1, 20, device="cuda", dtype=torch.float64)]),
+        "aggregate of five rows": (
+            ops.aggregate,
+            [a, torch.rand(5, 20, device="cuda", dtype=torch.float64)],
+        ),
+        "aggregate of one row": (
+            ops.aggregate,
+            [a, torch.rand(1, 20, device="cuda", dtype=torch.float64)],
+        ),
         "aggregate by index": (ops.aggregate, [a, top.weight, top.index]),
         "rank1_linear": (ops.rank1_linear, [x, w_a, lam, w_b]),
         "rank1_linear_backward": (
@@ -182,9 +266,18 @@ def calls():
 
 
 NAMES = (
-    "pairwise_sqdist", "pairwise_sqdist of two", "feddwa_weights", "waffle_weights", "aggregate", "aggregate of five rows",
-    "aggregate of one row", "aggregate by index", "rank1_linear", "rank1_linear_backward", "sgd_step_",
-)  # fmt: skip
+    "pairwise_sqdist",
+    "pairwise_sqdist of two",
+    "feddwa_weights",
+    "waffle_weights",
+    "aggregate",
+    "aggregate of five rows",
+    "aggregate of one row",
+    "aggregate by index",
+    "rank1_linear",
+    "rank1_linear_backward",
+    "sgd_step_",
+)
 
 
 def outputs(result):
@@ -213,7 +306,8 @@ def test_nothing_waits_for_the_device(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_follows_the_current_stream(name):
-    """On a side stream behind a long wait: the op has been queued, has not run, and the default stream is free."""
+    """On a side stream behind a long wait: the op has been queued, has not run, and the default
+    stream is free."""
     call, inputs = calls()[name]
     want = outputs(call(*[t.clone() for t in inputs]))
     held = [t.clone() for t in inputs]
@@ -263,7 +357,11 @@ def test_another_device_than_the_current_one(name):
 
 
 def test_mixed_devices_are_refused_with_a_sentence():
-    a, cpu, half = torch.ones(3, 4, device="cuda"), torch.ones(3, 4), torch.full((3, 3), 0.5, device="cuda")
+    a, cpu, half = (
+        torch.ones(3, 4, device="cuda"),
+        torch.ones(3, 4),
+        torch.full((3, 3), 0.5, device="cuda"),
+    )
     index = torch.zeros(3, 3, dtype=torch.int64)
     for call, name in (
         (lambda: ops.pairwise_sqdist(a, cpu), "b"),
@@ -278,7 +376,8 @@ def test_mixed_devices_are_refused_with_a_sentence():
     ):
         with pytest.raises(ValueError, match=rf": {name} must be .*cpu"):
             call()
-    with pytest.raises(RuntimeError, match="expected index on cuda"):  # past the checks: the kernel's own
+    # past the checks: the kernel's own
+    with pytest.raises(RuntimeError, match="expected index on cuda"):
         OPS.aggregate.default(a, half, index, None, 1.0, False)
 
 
@@ -294,7 +393,10 @@ def test_opcheck_gradients_compile_and_vmap():
     torch.library.opcheck(OPS.feddwa_weights.default, (a.detach() ** 2, 2))
     weight = torch.rand(3, 4, dtype=torch.float64, device="cuda", requires_grad=True)
     torch.library.opcheck(OPS.aggregate.default, (a, weight, None, None, 1.0, False))
-    rank1 = [normal(*s, seed=k, dtype=torch.float64).cuda().requires_grad_() for k, s in enumerate([(2, 3, 5), (4, 6), (2, 6), (6, 5)])]
+    rank1 = [
+        normal(*s, seed=k, dtype=torch.float64).cuda().requires_grad_()
+        for k, s in enumerate([(2, 3, 5), (4, 6), (2, 6), (6, 5)])
+    ]
     torch.library.opcheck(OPS.rank1_linear.default, tuple(rank1))
     assert torch.autograd.gradcheck(ops.pairwise_sqdist, (a,))
     assert torch.autograd.gradcheck(ops.aggregate, (a, weight))
@@ -302,8 +404,13 @@ def test_opcheck_gradients_compile_and_vmap():
     x, w_a, lam, w_b = (t.detach() for t in rank1)
     mapped = torch.vmap(ops.rank1_linear, in_dims=(0, None, 0, None))(x, w_a, lam, w_b)
     torch.testing.assert_close(mapped, ops.rank1_linear(x, w_a, lam, w_b))
-    compiled = torch.compile(lambda t: ops.aggregate(t, *ops.feddwa_weights(ops.pairwise_sqdist(t), 2)), fullgraph=True)
-    torch.testing.assert_close(compiled(a.detach()), ops.aggregate(a.detach(), *ops.feddwa_weights(ops.pairwise_sqdist(a.detach()), 2)))
+    compiled = torch.compile(
+        lambda t: ops.aggregate(t, *ops.feddwa_weights(ops.pairwise_sqdist(t), 2)), fullgraph=True
+    )
+    torch.testing.assert_close(
+        compiled(a.detach()),
+        ops.aggregate(a.detach(), *ops.feddwa_weights(ops.pairwise_sqdist(a.detach()), 2)),
+    )
 
 
 def test_more_than_two_to_the_31_elements():
@@ -315,12 +422,30 @@ def test_more_than_two_to_the_31_elements():
     for i in range(3):
         a[i].fill_(0.5 * i)
     a[2, -1] = 3.0
-    want = torch.tensor([[0, 0.25 * p, p - 1 + 9.0], [0, 0, 0.25 * (p - 1) + 6.25], [0, 0, 0]], dtype=torch.float64)
+    want = torch.tensor(
+        [[0, 0.25 * p, p - 1 + 9.0], [0, 0, 0.25 * (p - 1) + 6.25], [0, 0, 0]], dtype=torch.float64
+    )
     assert relative(ops.pairwise_sqdist(a), want + want.T) <= 1e-6
-    out = ops.aggregate(a, torch.tensor([[0.0, 1.0, 2.0], [1.0, 2.0, 0.0], [1.0, 0.0, 0.0]], device="cuda"))
-    assert out[0, 0] == 2.5 and out[0, -1] == 6.5 and out[1, -1] == 1.0 and out[1, p // 2] == 1.0 and out[2].abs().max() == 0
-    out = ops.aggregate(a, torch.tensor([[0.0, 1.0, 2.0]], device="cuda").expand(9, 3) * torch.arange(9, device="cuda")[:, None])
+    out = ops.aggregate(
+        a, torch.tensor([[0.0, 1.0, 2.0], [1.0, 2.0, 0.0], [1.0, 0.0, 0.0]], device="cuda")
+    )
+    assert (
+        out[0, 0] == 2.5
+        and out[0, -1] == 6.5
+        and out[1, -1] == 1.0
+        and out[1, p // 2] == 1.0
+        and out[2].abs().max() == 0
+    )
+    out = ops.aggregate(
+        a,
+        torch.tensor([[0.0, 1.0, 2.0]], device="cuda").expand(9, 3)
+        * torch.arange(9, device="cuda")[:, None],
+    )
     assert out[:, -1].tolist() == [6.5 * i for i in range(9)] and out[8, p // 2] == 20.0
     del out
-    ops_out = ops.aggregate(a, torch.tensor([[2.0]], device="cuda").expand(3, 1), torch.tensor([[2], [1], [0]], device="cuda"))
+    ops_out = ops.aggregate(
+        a,
+        torch.tensor([[2.0]], device="cuda").expand(3, 1),
+        torch.tensor([[2], [1], [0]], device="cuda"),
+    )
     assert ops_out[0, -1] == 6.0 and ops_out[1, -1] == 1.0 and ops_out[2, -1] == 0.0

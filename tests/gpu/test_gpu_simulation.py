@@ -17,7 +17,14 @@ def data():
 
 
 def play(name, device, training):
-    run = Simulation(name, tiny_model(), data(), training, rounds=3, hardware=Hardware(engine="vmap", device=device))
+    run = Simulation(
+        name,
+        tiny_model(),
+        data(),
+        training,
+        rounds=3,
+        hardware=Hardware(engine="vmap", device=device),
+    )
     history = run.run()
     assert history.stopped is None
     return history.series("loss")[1], max(history.series("accuracy")[1].flatten().tolist())
@@ -26,7 +33,9 @@ def play(name, device, training):
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_same_losses_as_on_the_cpu(name):
     training = Training(lr=0.1, batch_size=5, epochs=2)
-    torch.testing.assert_close(play(name, "cuda", training)[0], play(name, "cpu", training)[0], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        play(name, "cuda", training)[0], play(name, "cpu", training)[0], rtol=1e-3, atol=1e-3
+    )
 
 
 def waits(name, epochs):
@@ -34,7 +43,14 @@ def waits(name, epochs):
     federation = data().to("cuda")
     algorithm = ALGORITHMS[name]()
     net = algorithm.prepare(Net(tiny_model())).to("cuda")
-    setting = make_setting(net, federation, Training(lr=0.1, batch_size=5, epochs=epochs), 3, engine="vmap", workers=None)
+    setting = make_setting(
+        net,
+        federation,
+        Training(lr=0.1, batch_size=5, epochs=epochs),
+        3,
+        engine="vmap",
+        workers=None,
+    )
     state = begin(algorithm, net, federation.n)
     for _ in range(2):
         state, _ = step(Setup(algorithm, setting), state, torch.arange(federation.n))
@@ -49,8 +65,12 @@ def waits(name, epochs):
     return sum("synchroniz" in str(w.message) for w in seen)
 
 
-# FactorizedWaffle draws its factors anew in every step, on the host; FedALA learns its weights until the losses stand still
-@pytest.mark.parametrize("name", [n for n in ALGORITHMS if n not in ("factorized_waffle", "fedala")])
+# FactorizedWaffle draws its factors anew in every step, on the host; FedALA learns its weights
+# until the losses stand still
+@pytest.mark.parametrize(
+    "name", [n for n in ALGORITHMS if n not in ("factorized_waffle", "fedala")]
+)
 def test_local_steps_do_not_wait(name):
-    """A round may look at a few numbers (who sent something that is not finite), but not more often when there are more local steps."""
+    """A round may look at a few numbers (who sent something that is not finite), but not more often
+    when there are more local steps."""
     assert waits(name, 1) == waits(name, 4)

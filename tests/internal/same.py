@@ -1,9 +1,11 @@
-"""Plays runs of every kind and keeps what came out: `python tests/internal/same.py play FILE`, before and after a change of the house;
-`python tests/internal/same.py compare BEFORE AFTER` says which of them are equal bit by bit, the engine included.
+"""Plays runs of every kind and keeps what came out: `python tests/internal/same.py play FILE`,
+before and after a change of the house; `python tests/internal/same.py compare BEFORE AFTER` says
+which of them are equal bit by bit, the engine included.
 
-`door` is the one place where names of pflcore stand, so that other names change that function and no run. Kept of a run: its engine; of
-each round the cohort, who was dropped, the training loss and what was evaluated; digests of all clients' personalized models. `--no-swap`
-plays without the layers that pflcore puts in the place of a model's own, where there are any.
+`door` is the one place where names of pflcore stand, so that other names change that function and
+no run. Kept of a run: its engine; of each round the cohort, who was dropped, the training loss and
+what was evaluated; digests of all clients' personalized models. `--no-swap` plays without the
+layers that pflcore puts in the place of a model's own, where there are any.
 """
 
 import argparse
@@ -21,26 +23,42 @@ import torch
 from torch import nn
 
 import pflcore
-from pflcore import Adversary, Client, Federation, Hardware, Net, Robustness, Server, Simulation, Training
+from pflcore import (
+    Adversary,
+    Client,
+    Federation,
+    Hardware,
+    Net,
+    Robustness,
+    Server,
+    Simulation,
+    Training,
+)
 
 KEPT = ("cohort", "dropped", "void", "train_loss", "moved", "eval")
 ROUNDS, GENERATOR = 4, torch.Generator()
 
 
-# data and models ------------------------------------------------------------------------------------------------------------------
+# data and models ------------------------------------------------------------
 def parts(shape, sizes, classes=3, seed=0, tokens=0):
     gen = GENERATOR.manual_seed(seed)
     out = []
     for i, n in enumerate(sizes):
         centre = torch.randn(classes, *shape, generator=gen) + 0.3 * i
         y = torch.randint(0, classes, (n,), generator=gen)
-        x = torch.randint(0, tokens, (n, *shape), generator=gen) if tokens else centre[y] + torch.randn(n, *shape, generator=gen)
+        x = (
+            torch.randint(0, tokens, (n, *shape), generator=gen)
+            if tokens
+            else centre[y] + torch.randn(n, *shape, generator=gen)
+        )
         out.append((x, y))
     return out
 
 
 def federation(shape, sizes=(24, 17, 40, 9, 33, 24, 12, 50), **options):
-    return Federation.from_arrays(parts(shape, sizes, **options), test=parts(shape, [15] * len(sizes), **options), classes=3)
+    return Federation.from_arrays(
+        parts(shape, sizes, **options), test=parts(shape, [15] * len(sizes), **options), classes=3
+    )
 
 
 class Residual(nn.Module):
@@ -55,7 +73,11 @@ class Residual(nn.Module):
 class Text(nn.Module):
     def __init__(self, kind=nn.GRU):
         super().__init__()
-        self.words, self.rnn, self.out = nn.Embedding(20, 6), kind(6, 8, batch_first=True), nn.Linear(8, 3)
+        self.words, self.rnn, self.out = (
+            nn.Embedding(20, 6),
+            kind(6, 8, batch_first=True),
+            nn.Linear(8, 3),
+        )
 
     def forward(self, x):
         return self.out(self.rnn(self.words(x))[0][:, -1])
@@ -70,11 +92,26 @@ def mlp():
 
 
 def cnn():
-    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 3))
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(36, 8),
+        nn.ReLU(),
+        nn.Linear(8, 3),
+    )
 
 
 def normed_cnn():
-    layers = (nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 3))
+    layers = (
+        nn.Conv2d(1, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(36, 3),
+    )
     return nn.Sequential(*layers)
 
 
@@ -83,19 +120,33 @@ def dropping():
 
 
 VECTORS, IMAGES, WORDS = {"shape": (8,)}, {"shape": (1, 8, 8)}, {"shape": (7,), "tokens": 20}
-MODELS = {linear: VECTORS, mlp: VECTORS, Residual: VECTORS, dropping: VECTORS, cnn: IMAGES, normed_cnn: IMAGES, Text: WORDS}
+MODELS = {
+    linear: VECTORS,
+    mlp: VECTORS,
+    Residual: VECTORS,
+    dropping: VECTORS,
+    cnn: IMAGES,
+    normed_cnn: IMAGES,
+    Text: WORDS,
+}
 
 
-# runs -----------------------------------------------------------------------------------------------------------------------------
+# runs -----------------------------------------------------------------------
 def door(algorithm, model, data, training, options, run):
-    """The simulation of a run: `options` are the method's own, `training` and `run` are keywords."""
+    """The simulation of a run: `options` are the method's own, `training` and `run` are
+    keywords."""
     alg = pflcore.ALGORITHMS[algorithm](**options)
     run = {"rounds": ROUNDS, "workers": 2, **run}
     groups = {"hardware": Hardware, "robustness": Robustness}
-    made = {key: cls(**{f.name: run.pop(f.name) for f in fields(cls) if f.name in run}) for key, cls in groups.items()}
+    made = {
+        key: cls(**{f.name: run.pop(f.name) for f in fields(cls) if f.name in run})
+        for key, cls in groups.items()
+    }
     if "buffers" in run:
         run["batch_norm"] = run.pop("buffers")
-    return Simulation(alg, model, data, Training(**{"lr": 0.1, "batch_size": 8, **training}), **made, **run)
+    return Simulation(
+        alg, model, data, Training(**{"lr": 0.1, "batch_size": 8, **training}), **made, **run
+    )
 
 
 def kept(history, simulation):
@@ -116,7 +167,9 @@ def digest(tensors):
 
 
 def play(algorithm, model=mlp, training=(), options=(), data=None, **run):
-    simulation = door(algorithm, model, data or federation(**MODELS[model]), dict(training), dict(options), run)
+    simulation = door(
+        algorithm, model, data or federation(**MODELS[model]), dict(training), dict(options), run
+    )
     return kept(simulation.run(), simulation)
 
 
@@ -124,7 +177,9 @@ def with_a_nan():
     data = parts((8,), [20] * 5)
     data[2][1][:] = 0
     data[2][0][:] *= 1e30
-    return play("scaffold", data=Federation.from_arrays(data, test=parts((8,), [10] * 5), classes=3))
+    return play(
+        "scaffold", data=Federation.from_arrays(data, test=parts((8,), [10] * 5), classes=3)
+    )
 
 
 def adapted():
@@ -150,12 +205,16 @@ def on_disk():
 
 
 def killed():
-    """A process that ends itself in the middle, with a checkpoint each round, and another one that goes on."""
+    """A process that ends itself in the middle, with a checkpoint each round, and another one that
+    goes on."""
     with tempfile.TemporaryDirectory() as folder:
         code = (
-            f"import os, sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import pflcore, same\n"
-            "simulation = same.door('scaffold', same.mlp, same.federation(**same.VECTORS), {}, {}, {})\n"
-            f"simulation.run(lambda r, line: os._exit(9) if r == 3 else None, pflcore.Checkpoint({folder!r}, every=1))"
+            f"import os, sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import pflcore, "
+            "same\n"
+            "simulation = same.door('scaffold', same.mlp, same.federation(**same.VECTORS), {}, {}, "
+            "{})\n"
+            "simulation.run(lambda r, line: os._exit(9) if r == 3 else None, "
+            f"pflcore.Checkpoint({folder!r}, every=1))"
         )
         subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=False, env=os.environ)
         again = Simulation.load(folder, model=mlp, data=federation(**VECTORS))
@@ -166,10 +225,18 @@ def by_messages(algorithm):
     """Server and Client, without a simulation."""
     data, alg = parts((8,), [16, 9, 30]), pflcore.ALGORITHMS[algorithm]
     server = Server(alg(), Net(mlp, seed=3), 3, rounds=2, seed=3)
-    clients = [Client(alg(), Net(mlp, seed=3), part, Training(lr=0.1, batch_size=8), seed=3) for part in data]
+    clients = [
+        Client(alg(), Net(mlp, seed=3), part, Training(lr=0.1, batch_size=8), seed=3)
+        for part in data
+    ]
     for _ in range(2):
         server.aggregate({i: client.train(server.download(i)) for i, client in enumerate(clients)})
-    return {"models": [digest(c.model(server.download(i, "evaluation")).tensors()) for i, c in enumerate(clients)]}
+    return {
+        "models": [
+            digest(c.model(server.download(i, "evaluation")).tensors())
+            for i, c in enumerate(clients)
+        ]
+    }
 
 
 def plan():
@@ -177,9 +244,29 @@ def plan():
     if not (Path(os.environ.get("PFLCORE_DATA", "nowhere")) / "school").is_dir():
         return {"models": []}
     with tempfile.TemporaryDirectory() as folder:
-        words = ["reproduce", "motley-school", "--rounds", "2", "--seeds", "1", "--methods", "Local", "Ditto", "--out", folder]
-        subprocess.run([sys.executable, "-W", "ignore", "-m", "pflcore", *words], check=True, capture_output=True)
-        lines = [json.loads(line) for file in sorted(Path(folder).rglob("*.jsonl")) for line in file.read_text().splitlines()]
+        words = [
+            "reproduce",
+            "motley-school",
+            "--rounds",
+            "2",
+            "--seeds",
+            "1",
+            "--methods",
+            "Local",
+            "Ditto",
+            "--out",
+            folder,
+        ]
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", "pflcore", *words],
+            check=True,
+            capture_output=True,
+        )
+        lines = [
+            json.loads(line)
+            for file in sorted(Path(folder).rglob("*.jsonl"))
+            for line in file.read_text().splitlines()
+        ]
         return {"rounds": [{k: r[k] for k in KEPT if k in r} for r in lines if "round" in r]}
 
 
@@ -192,7 +279,9 @@ RUNS = {
     "float64": lambda: play("scaffold", lambda: Residual().double(), data=doubled()),
     "participation": lambda: play("scaffold", participation=0.3),
     "waffle, participation": lambda: play("waffle", cnn, participation=0.3),
-    "feddwa, participation": lambda: play("feddwa", options={"guidance": "steps", "ahead": 2}, participation=0.5),
+    "feddwa, participation": lambda: play(
+        "feddwa", options={"guidance": "steps", "ahead": 2}, participation=0.5
+    ),
     "feddwa, batch norm": lambda: play("feddwa", Residual, buffers="average"),
     "ditto, batch norm": lambda: play("ditto", Residual),
     "fedbn, convolutions": lambda: play("fedbn", normed_cnn),
@@ -201,20 +290,31 @@ RUNS = {
     "sfl, words": lambda: play("sfl", Text),
     "dropout": lambda: play("apfl", dropping),
     "adamw": lambda: play("fedprox", training={"local_optimizer": "adamw", "lr": 0.01}),
-    "momentum, decay, clip_grad": lambda: play("fedavg", Residual, {"momentum": 0.5, "weight_decay": 0.01, "clip_grad": 1.0, "epochs": 2}),
-    "drop_last, one order": lambda: play("fedavg", training={"drop_last": True, "reshuffle": False}),
+    "momentum, decay, clip_grad": lambda: play(
+        "fedavg", Residual, {"momentum": 0.5, "weight_decay": 0.01, "clip_grad": 1.0, "epochs": 2}
+    ),
+    "drop_last, one order": lambda: play(
+        "fedavg", training={"drop_last": True, "reshuffle": False}
+    ),
     "clip": lambda: play("scaffold", clip=0.1),
     "two hundred samples": lambda: play("fedavg", data=federation((8,), [200] * 4)),
     "per_fedavg, exact": lambda: play("per_fedavg", options={"variant": "exact"}),
     "factorized, epochs": lambda: play("factorized_waffle", cnn, {"epochs": 3}),
-    "an attack": lambda: play("fedavg", options={"defence": "trimmed_mean"}, adversary=Adversary("noise", [1])),
-    "krum": lambda: play("ditto", options={"defence": "multi_krum"}, adversary=Adversary("sign_flip", [2])),
+    "an attack": lambda: play(
+        "fedavg", options={"defence": "trimmed_mean"}, adversary=Adversary("noise", [1])
+    ),
+    "krum": lambda: play(
+        "ditto", options={"defence": "multi_krum"}, adversary=Adversary("sign_flip", [2])
+    ),
     "a NaN client": with_a_nan,
     "adapt": adapted,
     "rows on disk": on_disk,
     "resumed": resumed,
     "killed": killed,
-    **{f"messages of {name}": (lambda name=name: by_messages(name)) for name in ("fedavg", "scaffold", "ditto", "feddwa")},
+    **{
+        f"messages of {name}": (lambda name=name: by_messages(name))
+        for name in ("fedavg", "scaffold", "ditto", "feddwa")
+    },
     "a plan": plan,
 }
 
@@ -247,9 +347,17 @@ def main():
     for name in differ:
         a, b = before[name], after.get(name) or {}
         keys = [k for k in a if a[k] != b.get(k)]
-        losses = [[r["eval"]["loss"] for r in run.get("rounds", []) if r.get("eval")] for run in (a, b)]
-        gap = max((abs(x - y) for p, q in zip(*losses, strict=False) for x, y in zip(p, q, strict=False)), default=float("nan"))
-        print(f"{name}: other {', '.join(keys)}; engine {a.get('engine')} and {b.get('engine')}; losses differ by up to {gap:.3g}")
+        losses = [
+            [r["eval"]["loss"] for r in run.get("rounds", []) if r.get("eval")] for run in (a, b)
+        ]
+        gap = max(
+            (abs(x - y) for p, q in zip(*losses, strict=False) for x, y in zip(p, q, strict=False)),
+            default=float("nan"),
+        )
+        print(
+            f"{name}: other {', '.join(keys)}; engine {a.get('engine')} and {b.get('engine')}; "
+            f"losses differ by up to {gap:.3g}"
+        )
     print(f"{len(before) - len(differ)} of {len(before)} runs are equal bit by bit")
     raise SystemExit(bool(differ))
 

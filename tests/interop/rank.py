@@ -1,4 +1,5 @@
-"""One rank of test_distributed.py: `rank.py FOLDER RANK WORLD` leaves what it got in FOLDER/RANK.pt; at the end the last rank dies."""
+"""One rank of test_distributed.py: `rank.py FOLDER RANK WORLD` leaves what it got in
+FOLDER/RANK.pt; at the end the last rank dies."""
 
 import os
 import sys
@@ -21,7 +22,10 @@ N, P = sum(COUNTS), sum(WIDTHS)
 def matrix(dtype=torch.float32, seed=0):
     """[N, P], the same on every rank: clients that differ by little."""
     gen = torch.Generator().manual_seed(seed)
-    return (torch.randn(P, generator=gen, dtype=torch.float64) + 1e-3 * torch.randn(N, P, generator=gen, dtype=torch.float64)).to(dtype)
+    return (
+        torch.randn(P, generator=gen, dtype=torch.float64)
+        + 1e-3 * torch.randn(N, P, generator=gen, dtype=torch.float64)
+    ).to(dtype)
 
 
 def answer(call, *args, **kwargs):
@@ -42,10 +46,16 @@ def laws(rank, out):
         x, y = matrix(dtype), matrix(dtype, 1)[:5]
         mine, own = x.split(COUNTS)[rank], x.split(WIDTHS, 1)[rank]
         columns = distributed.to_columns(mine)
-        out["columns", dtype], out["back", dtype] = columns, distributed.to_rows(columns, count=COUNTS[rank])
+        out["columns", dtype], out["back", dtype] = (
+            columns,
+            distributed.to_rows(columns, count=COUNTS[rank]),
+        )
         out["chosen", dtype] = distributed.to_columns(mine, width=WIDTHS[rank])
         out["equal rows", dtype] = distributed.to_rows(own)
-        out["distances", dtype], out["of odd shards", dtype] = distributed.pairwise_sqdist(columns), distributed.pairwise_sqdist(own)
+        out["distances", dtype], out["of odd shards", dtype] = (
+            distributed.pairwise_sqdist(columns),
+            distributed.pairwise_sqdist(own),
+        )
         out["of two", dtype] = distributed.pairwise_sqdist(own, y.split(WIDTHS, 1)[rank])
         out["mix", dtype] = distributed.aggregate(own, weight, base=own[0])
         out["sparse mix", dtype] = distributed.aggregate(own, weight[:, :2], index, lr=0.5)
@@ -54,7 +64,10 @@ def laws(rank, out):
     out["with NaN"] = distributed.pairwise_sqdist(x.split(WIDTHS, 1)[rank])
     out["no clients"] = distributed.pairwise_sqdist(x[:0].split(WIDTHS, 1)[rank])
     learnt = x.split(WIDTHS, 1)[rank].clone().requires_grad_()
-    out["no gradient"] = distributed.pairwise_sqdist(learnt).requires_grad or distributed.aggregate(learnt, weight).requires_grad
+    out["no gradient"] = (
+        distributed.pairwise_sqdist(learnt).requires_grad
+        or distributed.aggregate(learnt, weight).requires_grad
+    )
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for dim in (0, 1):
         sharded = distribute_tensor(matrix(), mesh, [Shard(dim)])
@@ -91,7 +104,13 @@ def mistakes(rank, out):
 if __name__ == "__main__":
     folder, rank, world = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=60),
+    )
     out: dict = {"backend": str(pflcore.backend())}
     laws(rank, out)
     mistakes(rank, out)

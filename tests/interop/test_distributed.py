@@ -1,4 +1,5 @@
-"""Matrices over three processes (rank.py) against the ops in one: the same numbers, no rank that waits for another for ever."""
+"""Matrices over three processes (rank.py) against the ops in one: the same numbers, no rank that
+waits for another for ever."""
 
 import os
 import re
@@ -15,9 +16,12 @@ import pflcore
 from pflcore.interop import distributed
 
 dist = pytest.importorskip("torch.distributed")
-pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="this torch has no Gloo")
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="this torch has no Gloo"
+)
 
-COUNTS, WIDTHS, DTYPES = (3, 0, 4), (1, 1900, 102), (torch.float32, torch.float64, torch.bfloat16)  # as in rank.py
+# as in rank.py
+COUNTS, WIDTHS, DTYPES = (3, 0, 4), (1, 1900, 102), (torch.float32, torch.float64, torch.bfloat16)
 N, P, WORLD = sum(COUNTS), sum(WIDTHS), 3
 ENVIRONMENT = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 
@@ -29,7 +33,10 @@ def ranks(tmp_path_factory):
     program = Path(__file__).with_name("rank.py")
     running = [
         subprocess.Popen(
-            [sys.executable, str(program), str(folder), str(rank), str(WORLD)], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+            [sys.executable, str(program), str(folder), str(rank), str(WORLD)],
+            env=ENVIRONMENT,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(WORLD)
     ]
@@ -45,7 +52,10 @@ def ranks(tmp_path_factory):
 
 def matrix(dtype=torch.float32, seed=0):
     gen = torch.Generator().manual_seed(seed)
-    return (torch.randn(P, generator=gen, dtype=torch.float64) + 1e-3 * torch.randn(N, P, generator=gen, dtype=torch.float64)).to(dtype)
+    return (
+        torch.randn(P, generator=gen, dtype=torch.float64)
+        + 1e-3 * torch.randn(N, P, generator=gen, dtype=torch.float64)
+    ).to(dtype)
 
 
 def same(ranks, key):
@@ -61,23 +71,37 @@ def same(ranks, key):
 def test_rows_become_columns_and_come_back(ranks, dtype):
     x = matrix(dtype)
     assert torch.equal(torch.cat([r["columns", dtype] for r in ranks], 1), x)
-    assert [r["columns", dtype].shape[1] for r in ranks] == [800, 800, P - 1600]  # whole groups of 160
-    assert all(torch.equal(r["chosen", dtype], part) for r, part in zip(ranks, x.split(WIDTHS, 1), strict=True))
-    assert all(torch.equal(r["back", dtype], part) for r, part in zip(ranks, x.split(COUNTS), strict=True))
-    assert all(torch.equal(r["equal rows", dtype], part) for r, part in zip(ranks, x.split(3), strict=True))
+    # whole groups of 160
+    assert [r["columns", dtype].shape[1] for r in ranks] == [800, 800, P - 1600]
+    assert all(
+        torch.equal(r["chosen", dtype], part)
+        for r, part in zip(ranks, x.split(WIDTHS, 1), strict=True)
+    )
+    assert all(
+        torch.equal(r["back", dtype], part) for r, part in zip(ranks, x.split(COUNTS), strict=True)
+    )
+    assert all(
+        torch.equal(r["equal rows", dtype], part) for r, part in zip(ranks, x.split(3), strict=True)
+    )
 
 
 @pytest.mark.deep("several processes")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_distances_are_those_of_one_process(ranks, dtype):
-    """Rounding of float64 where a float32 sum meets the same columns; 1e-6, the op's own, where shards cut through them."""
+    """Rounding of float64 where a float32 sum meets the same columns; 1e-6, the op's own, where
+    shards cut through them."""
     x, want = matrix(dtype), pflcore.pairwise_sqdist(matrix(dtype))
-    for key, rtol in (("distances", 1e-14), ("of odd shards", 1e-14 if dtype == torch.float64 else 2e-6)):
+    for key, rtol in (
+        ("distances", 1e-14),
+        ("of odd shards", 1e-14 if dtype == torch.float64 else 2e-6),
+    ):
         got = same(ranks, (key, dtype))
         torch.testing.assert_close(got, want, rtol=rtol, atol=0)
         assert torch.equal(got, got.T) and (got.diagonal() == 0).all()
     got = same(ranks, ("of two", dtype))
-    torch.testing.assert_close(got, pflcore.pairwise_sqdist(x, matrix(dtype, 1)[:5]), rtol=2e-6, atol=0)
+    torch.testing.assert_close(
+        got, pflcore.pairwise_sqdist(x, matrix(dtype, 1)[:5]), rtol=2e-6, atol=0
+    )
 
 
 @pytest.mark.deep("several processes")
@@ -106,7 +130,9 @@ def test_mixes_are_bit_for_bit_those_of_one_process(ranks, dtype):
 @pytest.mark.parametrize("dim", [0, 1])
 def test_dtensors(ranks, dim):
     x, weight = matrix(), torch.rand(2, N, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(same(ranks, ("DTensor", dim)), pflcore.pairwise_sqdist(x), rtol=2e-6, atol=0)
+    torch.testing.assert_close(
+        same(ranks, ("DTensor", dim)), pflcore.pairwise_sqdist(x), rtol=2e-6, atol=0
+    )
     assert torch.equal(same(ranks, ("DTensor mix", dim)), pflcore.aggregate(x, weight))
 
 
@@ -114,21 +140,32 @@ def test_dtensors(ranks, dim):
 @pytest.mark.parametrize(
     ("key", "words"),
     [
-        ("number", r"ValueError: pairwise_sqdist: the call must be .*a with 7 rows of torch.float32\) .*a with 6 rows .*on rank 2"),
+        (
+            "number",
+            r"ValueError: pairwise_sqdist: the call must be .*a with 7 rows of "
+            r"torch.float32\) .*a with 6 rows .*on rank 2",
+        ),
         ("dtype", r"ValueError: .*torch.float64 on rank 2"),
         ("text", r"(TypeError|ValueError): .*a must be a tensor, got 'text' of type str"),
         ("b", r"ValueError: .*b must be of (1|1900|102) columns like a, got"),
         ("one b", r"ValueError: .*b with 7 rows of torch.float32 on rank 2"),
         ("calls", r"ValueError: .*to_rows, columns with 7 rows of torch.float32 on rank 2"),
         ("P", r"ValueError: .*rows with 2002 columns of torch.float32 on rank 2"),
-        ("width", r"ValueError: to_columns: width must be 2003 in all over the ranks, got 3 \+ 3 \+ 3"),
+        (
+            "width",
+            r"ValueError: to_columns: width must be 2003 in all over the ranks, got 3 \+ 3 \+ 3",
+        ),
         ("one width", r"ValueError: .*a width on rank 2"),
         ("bad width", r"ValueError: .*width must be a whole number, at least 0, got -1"),
         ("meta", r"ValueError: .*backend \(.*\) can send it from, got .* on meta"),
-        ("replicated", r"ValueError: .*a must be Shard\(0\) or Shard\(1\) of \[N, P\] on a 1-D mesh, got "),
+        (
+            "replicated",
+            r"ValueError: .*a must be Shard\(0\) or Shard\(1\) of \[N, P\] on a 1-D mesh, got ",
+        ),
         (
             "no group",
-            r"ValueError: .*group must be a process group that this rank belongs to: start it by torchrun .*, got 'text' of type str",
+            r"ValueError: .*group must be a process group that this rank belongs to: start it "
+            r"by torchrun .*, got 'text' of type str",
         ),
     ],
 )
@@ -153,7 +190,9 @@ def test_nothing_is_out_of_step_after_mistakes(ranks):
 @pytest.mark.deep("several processes")
 def test_a_rank_that_dies_ends_the_others(ranks):
     for rank in ranks[:2]:
-        assert rank["death"].startswith("RuntimeError: pairwise_sqdist: another rank has ended or did not answer"), rank["death"]
+        assert rank["death"].startswith(
+            "RuntimeError: pairwise_sqdist: another rank has ended or did not answer"
+        ), rank["death"]
         assert "\n" not in rank["death"]
 
 
@@ -164,9 +203,27 @@ def test_without_a_group():
 
 @pytest.mark.deep("another process")
 def test_the_example_under_torchrun(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(ROOT / "examples" / "sharded.py")]
-    run = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=400)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(ROOT / "examples" / "sharded.py"),
+    ]
+    run = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=400,
+    )
     assert run.returncode == 0, run.stderr[-3000:]
-    assert "2 ranks, 24 clients" in run.stdout and "rank 0 sent 4.8 MB of rows, 2208 bytes of distances, 4.8 MB of rows back" in run.stdout
+    assert (
+        "2 ranks, 24 clients" in run.stdout
+        and "rank 0 sent 4.8 MB of rows, 2208 bytes of distances, 4.8 MB of rows back" in run.stdout
+    )
     off = [float(number) for number in re.findall(r"by ([\d.e+-]+),", run.stdout)]
     assert len(off) == 2 and off[0] < 1e-14 and off[1] < 1e-6

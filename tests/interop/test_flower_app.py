@@ -1,4 +1,5 @@
-"""The example is a Flower app: Flower finds its components, Ray runs them on two cores, and a simulation gives the same models."""
+"""The example is a Flower app: Flower finds its components, Ray runs them on two cores, and a
+simulation gives the same models."""
 
 import importlib
 import os
@@ -31,8 +32,10 @@ from pfl_app import apps
 from pflcore.interop.flower import client_app
 from pflcore.interop.flower.client import STATE
 
-folder, rounds, seed, played = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), eval(sys.argv[4])
-settings = {n: {"algorithm": n, "clients": 8, "rounds": rounds, "participation": p, "seed": seed, "export": str(folder / n)}
+folder, rounds, seed = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+played = eval(sys.argv[4])
+shared = {"clients": 8, "rounds": rounds, "seed": seed}
+settings = {n: shared | {"algorithm": n, "participation": p, "export": str(folder / n)}
             for n, p in played.items()}
 server = ServerApp()
 
@@ -42,7 +45,7 @@ def play(grid, context):  # all in one start of Ray
         (folder / name).mkdir()
         apps.play(grid, replace(context, run_config=config))
 
-def switch(message, context, call_next):  # a run of its own for each algorithm, as `flwr run` gives it
+def switch(message, context, call_next):  # each algorithm has its own run, as `flwr run` does
     name = message.content.config_records.get("config", {}).get("algorithm")
     if name is None:
         return call_next(message, context)
@@ -55,7 +58,8 @@ def switch(message, context, call_next):  # a run of its own for each algorithm,
     return reply
 
 backend = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0},
-           "init_args": {"num_cpus": 2, "num_gpus": 0, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}}
+           "init_args": {"num_cpus": 2, "num_gpus": 0, "include_dashboard": False,
+                         "_node_ip_address": "127.0.0.1"}}
 client = client_app(apps.one, evaluate=apps.evaluate, mods=[switch])
 run_simulation(server, client, num_supernodes=8, backend_config=backend)
 """
@@ -79,14 +83,27 @@ def test_the_app_gives_the_models_of_a_simulation(app, tmp_path):
     path = os.pathsep.join([str(APP), *filter(None, sys.path)])
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path), str(ROUNDS), str(SEED), repr(PLAYED)],
-        env={**os.environ, **quiet, "PYTHONPATH": path}, capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
+        env={**os.environ, **quiet, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     assert run.returncode == 0, run.stderr[-3000:]
     assert run.stdout.count("mean accuracy of the clients' own models") == ROUNDS * len(PLAYED)
     task = importlib.import_module("pfl_app.task")
     for name, part in PLAYED.items():
         alg = task.algorithm(name)
-        history = Simulation(alg, task.model, task.data(8), task.TRAINING, ROUNDS, part, seed=SEED, evaluation=Evaluation(every=0)).run()
+        history = Simulation(
+            alg,
+            task.model,
+            task.data(8),
+            task.TRAINING,
+            ROUNDS,
+            part,
+            seed=SEED,
+            evaluation=Evaluation(every=0),
+        ).run()
         models = [load_file(tmp_path / name / f"client-{i}.safetensors") for i in range(8)]
         for i, model in enumerate(models):
             for key, value in history.model(i).tensors().items():
@@ -101,5 +118,14 @@ def test_what_flower_looks_for_is_there(app):
     for key, kind in (("serverapp", ServerApp), ("clientapp", ClientApp)):
         module, _, name = parts[key].partition(":")
         assert isinstance(getattr(importlib.import_module(module), name), kind)
-    assert {*project["tool"]["flwr"]["app"]["config"]} == {"algorithm", "clients", "rounds", "participation", "seed", "export"}
-    assert (APP / "LICENSE").read_text() == (ROOT / "LICENSE").read_text() and "make flower" in (APP / "README.md").read_text()
+    assert {*project["tool"]["flwr"]["app"]["config"]} == {
+        "algorithm",
+        "clients",
+        "rounds",
+        "participation",
+        "seed",
+        "export",
+    }
+    assert (APP / "LICENSE").read_text() == (ROOT / "LICENSE").read_text() and "make flower" in (
+        APP / "README.md"
+    ).read_text()

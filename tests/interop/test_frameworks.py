@@ -1,4 +1,5 @@
-"""The snippets of docs/interop.md, run as they stand there inside the frameworks that they are for, where these are installed."""
+"""The snippets of docs/interop.md, run as they stand there inside the frameworks that they are for,
+where these are installed."""
 
 import re
 import subprocess
@@ -13,7 +14,9 @@ from torch import nn
 import pflcore
 
 TEXT = (ROOT / "docs" / "interop.md").read_text(encoding="utf-8")
-SNIPPETS = {name: text for text, name in re.findall(r"```python\n((?:# (\S+): .*\n)[\s\S]*?)```", TEXT)}
+SNIPPETS = {
+    name: text for text, name in re.findall(r"```python\n((?:# (\S+): .*\n)[\s\S]*?)```", TEXT)
+}
 NAMES = ("NVFlare", "APPFL", "fluke", "PFLlib", "FL-bench")
 
 
@@ -48,7 +51,9 @@ def test_appfl():
     scheduler = pytest.importorskip("appfl.algorithm.scheduler.sync_scheduler")
     omegaconf = pytest.importorskip("omegaconf")
     aggregator = personal("APPFL", BaseAggregator=base.BaseAggregator)()
-    server = scheduler.SyncScheduler(omegaconf.OmegaConf.create({"num_clients": 3}), aggregator, None)
+    server = scheduler.SyncScheduler(
+        omegaconf.OmegaConf.create({"num_clients": 3}), aggregator, None
+    )
     sent = {f"site-{i}": dict(m.state_dict()) for i, m in enumerate(models())}
     futures = {i: server.schedule(i, model) for i, model in sent.items()}
     want = pflcore.personalize(sent, "fedamp")
@@ -59,7 +64,8 @@ def test_appfl():
 
 
 def test_fluke():
-    """Models travel by its own channel; who was absent gets the server's model, later its own last one."""
+    """Models travel by its own channel; who was absent gets the server's model, later its own last
+    one."""
     server = pytest.importorskip("fluke.server")
     comm = pytest.importorskip("fluke.comm")
     clients, start = [SimpleNamespace(index=i, n_examples=4) for i in range(3)], nn.Linear(3, 2)
@@ -100,7 +106,8 @@ class Written(Personal):
 
 if __name__ == "__main__":
     import personal_job
-    recipe = CollabRecipe("personal", server=personal_job.Written(), client=personal_job.Site(), min_clients=3)
+    server, site = personal_job.Written(), personal_job.Site()
+    recipe = CollabRecipe("personal", server=server, client=site, min_clients=3)
     recipe.execute(SimEnv(num_clients=3, workspace_root={root!r}))
 """
 
@@ -109,12 +116,18 @@ def test_nvflare(tmp_path):
     """Three simulated sites, three rounds: each site got its own model back."""
     pytest.importorskip("nvflare.recipe.sim_env")
     out = tmp_path / "models.pt"
-    (tmp_path / "personal_job.py").write_text(JOB.format(snippet=SNIPPETS["NVFlare"], out=str(out), root=str(tmp_path / "work")))
+    (tmp_path / "personal_job.py").write_text(
+        JOB.format(snippet=SNIPPETS["NVFlare"], out=str(out), root=str(tmp_path / "work"))
+    )
     path = f"{tmp_path}:{ROOT}"
     done = subprocess.run(
-        [sys.executable, "personal_job.py"], cwd=tmp_path, env={"PYTHONPATH": path, "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        [sys.executable, "personal_job.py"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": path, "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert out.exists(), done.stderr[-2000:] + done.stdout[-2000:]
     want = {f"site-{i}": {"w": torch.full((3,), float(i))} for i in (1, 2, 3)}
     for _ in range(3):
@@ -123,13 +136,17 @@ def test_nvflare(tmp_path):
 
 
 def test_pfllib_and_fl_bench_by_the_attributes_that_their_sources_name():
-    """Not the frameworks: stand-ins with the attributes that the snippets use, so that at least the snippets' own lines have run."""
+    """Not the frameworks: stand-ins with the attributes that the snippets use, so that at least the
+    snippets' own lines have run."""
     sent, start = models(), nn.Linear(3, 2)
     want = pflcore.personalize(dict(enumerate(sent[:2])), "fedamp")
     cls = personal("PFLlib", Server=type("Server", (), {}))
     one, other = cls(), cls()
     received: dict[int, nn.Module] = {}
-    one.clients = [SimpleNamespace(id=i, set_parameters=lambda m, i=i: received.update({i: m})) for i in range(3)]
+    one.clients = [
+        SimpleNamespace(id=i, set_parameters=lambda m, i=i: received.update({i: m}))
+        for i in range(3)
+    ]
     one.uploaded_ids, one.uploaded_models, one.global_model = [0, 1], sent[:2], start
     one.aggregate_parameters()
     one.send_models()
@@ -140,7 +157,11 @@ def test_pfllib_and_fl_bench_by_the_attributes_that_their_sources_name():
     base = type("FedAvgServer", (), {"get_client_model_params": lambda self, client: rest})
     cls = personal("FL-bench", FedAvgServer=base)
     two, other = cls(), cls()
-    two.aggregate_client_updates({i: {"regular_model_params": dict(m.state_dict())} for i, m in enumerate(sent[:2])})
-    torch.testing.assert_close(dict(two.get_client_model_params(1)["regular_model_params"]), dict(want[1].state_dict()))
+    two.aggregate_client_updates(
+        {i: {"regular_model_params": dict(m.state_dict())} for i, m in enumerate(sent[:2])}
+    )
+    torch.testing.assert_close(
+        dict(two.get_client_model_params(1)["regular_model_params"]), dict(want[1].state_dict())
+    )
     assert two.get_client_model_params(1)["rest"] == 1 and not other.personal
     assert two.get_client_model_params(2)["regular_model_params"] is rest["regular_model_params"]

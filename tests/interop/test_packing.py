@@ -29,11 +29,11 @@ class Array:
     data: bytes
 
 
-class Record(dict):  # type: ignore[type-arg]
+class Record(dict):
     """A Flower ArrayRecord is a mapping of Arrays."""
 
 
-def flower(array):  # type: ignore[type-arg]
+def flower(array):
     data = io.BytesIO()
     np.save(data, array)
     return Array(str(array.dtype), array.shape, "numpy.ndarray", data.getvalue())
@@ -45,19 +45,26 @@ def values(shapes, dtype, seed):
 
 
 def state(arrays, torch_, seed):
-    named = OrderedDict((f"layer{i}.weight", torch.from_numpy(a.copy()) if torch_ else a) for i, a in enumerate(arrays))
+    named = OrderedDict(
+        (f"layer{i}.weight", torch.from_numpy(a.copy()) if torch_ else a)
+        for i, a in enumerate(arrays)
+    )
     named["steps"] = torch.tensor(seed) if torch_ else np.int64(seed)
     return named
 
 
 FORMS: dict[str, Any] = {
-    "row": lambda a, s: torch.from_numpy(np.concatenate([x.reshape(-1) for x in a] + [np.ones(1, a[0].dtype)])),
+    "row": lambda a, s: torch.from_numpy(
+        np.concatenate([x.reshape(-1) for x in a] + [np.ones(1, a[0].dtype)])
+    ),
     "array": lambda a, s: np.concatenate([x.reshape(-1) for x in a] + [np.ones(1, a[0].dtype)]),
     "arrays": lambda a, s: [*a, np.full((2, 2), s)],
     "tensors": lambda a, s: tuple(torch.from_numpy(x.copy()) for x in a),
     "state": lambda a, s: state(a, True, s),
     "numpy state": lambda a, s: dict(state(a, False, s)),
-    "record": lambda a, s: Record({k: flower(np.asarray(v)) for k, v in state(a, False, s).items()}),
+    "record": lambda a, s: Record(
+        {k: flower(np.asarray(v)) for k, v in state(a, False, s).items()}
+    ),
 }
 OUTER: dict[str, Any] = {
     "list": lambda models: models,
@@ -84,10 +91,18 @@ def same(a, b):
         assert a == b
 
 
-@given(st.sampled_from(sorted(FORMS)), st.sampled_from(sorted(OUTER)), SHAPES, st.sampled_from(sorted(FLOAT)), st.integers(1, 4))
+@given(
+    st.sampled_from(sorted(FORMS)),
+    st.sampled_from(sorted(OUTER)),
+    SHAPES,
+    st.sampled_from(sorted(FLOAT)),
+    st.integers(1, 4),
+)
 def test_what_is_packed_comes_back(form, outer, shapes, dtype, n):
     make, wrap = FORMS[form], OUTER[outer]
-    given, twin = (wrap([make(values(shapes, FLOAT[dtype], i), i) for i in range(n)]) for _ in range(2))
+    given, twin = (
+        wrap([make(values(shapes, FLOAT[dtype], i), i) for i in range(n)]) for _ in range(2)
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rows, packed = pack(given)
@@ -136,15 +151,21 @@ def test_running_statistics_are_mixed_like_the_models_or_left_alone(form):
     given = given if form == "module" else [m.state_dict() for m in given]
 
     def statistics(models):
-        return torch.stack([(m.state_dict() if form == "module" else m)["1.running_mean"] for m in models])
+        return torch.stack(
+            [(m.state_dict() if form == "module" else m)["1.running_mean"] for m in models]
+        )
 
     local = pack(given)
     assert torch.equal(statistics(unpack(*local)), statistics(given))
     rows, packed = pack(given, buffers="average")
     assert torch.equal(rows, local.rows)  # statistics are no part of a distance
-    torch.testing.assert_close(statistics(unpack(rows, packed)), statistics(given).mean(0).expand(3, -1))
+    torch.testing.assert_close(
+        statistics(unpack(rows, packed)), statistics(given).mean(0).expand(3, -1)
+    )
     weight = torch.tensor([[0.0, 0.5, 0.5], [1, 0, 0], [0, 0, 1]], dtype=torch.float64)
-    torch.testing.assert_close(statistics(unpack(rows, packed, weight)), weight.float() @ statistics(given))
+    torch.testing.assert_close(
+        statistics(unpack(rows, packed, weight)), weight.float() @ statistics(given)
+    )
 
 
 def test_patterns_choose_and_private_tensors_may_differ():
@@ -154,7 +175,10 @@ def test_patterns_choose_and_private_tensors_may_differ():
     rows, form = pack(given, exclude=["2.*", "extra"])
     assert list(form.columns) == ["0.weight", "0.bias", "1.weight", "1.bias"]
     back = unpack(torch.zeros_like(rows), form)
-    assert torch.equal(back[1]["2.weight"], torch.ones(7, 3)) and float(back[1]["0.weight"].abs().max()) == 0
+    assert (
+        torch.equal(back[1]["2.weight"], torch.ones(7, 3))
+        and float(back[1]["0.weight"].abs().max()) == 0
+    )
     assert list(pack(given, include="0.*").form.columns) == ["0.weight", "0.bias"]
     assert list(pack(given, include="0.*", exclude="*.bias").form.columns) == ["0.weight"]
 
@@ -173,7 +197,9 @@ def test_lazy_values_are_asked_for_one_client_at_a_time():
     rows, form = pack([{k: Logged(i, k) for k in ("a", "b")} for i in range(3)], include="a")
     assert log == [(0, "a"), (1, "a"), (2, "a")] and rows.tolist() == [[i] * 3 for i in range(3)]
     back = unpack(rows, form)
-    assert isinstance(back[1]["a"], np.ndarray) and isinstance(back[1]["b"], Logged) and len(log) == 3
+    assert (
+        isinstance(back[1]["a"], np.ndarray) and isinstance(back[1]["b"], Logged) and len(log) == 3
+    )
 
 
 def test_bfloat16_and_foreign_memory():
@@ -181,7 +207,14 @@ def test_bfloat16_and_foreign_memory():
     rows, form = pack(given)
     assert rows.dtype == torch.bfloat16
     same(unpack(rows, form), given)
-    odd = [[np.asfortranarray(np.arange(6.0).reshape(2, 3)), np.arange(4.0)[::-1], np.arange(2.0).astype(">f8")] for _ in range(2)]
+    odd = [
+        [
+            np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+            np.arange(4.0)[::-1],
+            np.arange(2.0).astype(">f8"),
+        ]
+        for _ in range(2)
+    ]
     rows, form = pack(odd)
     assert rows[0].tolist() == [0, 1, 2, 3, 4, 5, 3, 2, 1, 0, 0, 1]
     same(unpack(rows, form), odd)
@@ -219,12 +252,28 @@ def test_flowers_own_records():
 
 W = torch.ones(2)
 BAD: list[tuple[Any, dict[str, Any], str]] = [
-    ([{"w": W, "b": W}, {"w": W}], {}, "client 1: expected the tensors of client 0, got a model without 'b'"),
-    ([{"w": W}, {"w": W, "c": W}], {}, "client 1: expected the tensors of client 0, got a model with 'c'"),
+    (
+        [{"w": W, "b": W}, {"w": W}],
+        {},
+        "client 1: expected the tensors of client 0, got a model without 'b'",
+    ),
+    (
+        [{"w": W}, {"w": W, "c": W}],
+        {},
+        "client 1: expected the tensors of client 0, got a model with 'c'",
+    ),
     ([{"w": W}, {"w": torch.ones(3)}], {}, r"client 1: 'w' has shape \[3\], client 0's has \[2\]"),
-    ({"x": {"w": W}, "y": {"w": W.half()}}, {}, "client 'y': 'w' is float16 on cpu where the row is float32"),
+    (
+        {"x": {"w": W}, "y": {"w": W.half()}},
+        {},
+        "client 'y': 'w' is float16 on cpu where the row is float32",
+    ),
     ([{"w": W, "b": W.double()}], {}, "client 0: 'b' is float64 on cpu where the row is float32"),
-    ([{"w": W.to(torch.complex64)}], {}, "client 0: 'w': expected float32, float64, float16 or bfloat16"),
+    (
+        [{"w": W.to(torch.complex64)}],
+        {},
+        "client 0: 'w': expected float32, float64, float16 or bfloat16",
+    ),
     ([("a", {"w": W}), ("a", {"w": W})], {}, "expected each client once, got 'a' more than once"),
     ([net(0), net(0, 5)], {}, "client 1: '0.weight' has shape"),
     ([W, torch.ones(3)], {}, r"client 1: its row has shape \[3\]"),
@@ -232,8 +281,16 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     ([{"w": torch.ones(2).to_sparse()}], {}, "client 0: 'w': expected a dense tensor"),
     ([{"w": torch.ones(2, device="meta")}], {}, "client 0: 'w': expected a dense tensor"),
     ([nn.LazyLinear(3)], {}, "client 0: 'weight': expected a dense tensor with values"),
-    ([Record(w=Array("float32", (2,), "numpy.ndarray", b"\x93NUMPY"))], {}, "client 0: 'w': expected the bytes"),
-    ([Record(w=Array("float64", (2,), "numpy.ndarray", flower(np.ones(2)).data[:-3]))], {}, "client 0: 'w': expected the bytes"),
+    (
+        [Record(w=Array("float32", (2,), "numpy.ndarray", b"\x93NUMPY"))],
+        {},
+        "client 0: 'w': expected the bytes",
+    ),
+    (
+        [Record(w=Array("float64", (2,), "numpy.ndarray", flower(np.ones(2)).data[:-3]))],
+        {},
+        "client 0: 'w': expected the bytes",
+    ),
     ([[np.array(["a"])]], {}, "client 0: '0': numpy carries no <U1 to torch"),
     ([{"w": W}], {"include": "v*"}, r"'v\*' matches no tensor; the names are w"),
     ([{"w": W}], {"buffers": "mean"}, "buffers: expected 'local' or 'average'"),
@@ -250,7 +307,10 @@ def test_bad_uploads_are_one_sentence(uploads, options, words):
     assert str(error.value).count(". ") == 0 and str(error.value).endswith(".")
 
 
-@pytest.mark.parametrize("uploads", [3, "model", W, nn.Sequential(nn.Linear(2, 2)), [object()], [torch.ones(2, 2)], [3.0]])
+@pytest.mark.parametrize(
+    "uploads",
+    [3, "model", W, nn.Sequential(nn.Linear(2, 2)), [object()], [torch.ones(2, 2)], [3.0]],
+)
 def test_what_is_no_model_is_one_sentence(uploads):
     with pytest.raises(TypeError, match=r"uploads: expected|client 0: expected") as error:
         pack(uploads)
@@ -280,5 +340,7 @@ def test_statistics_are_mixed_by_a_row_for_each_client():
     models = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).state_dict() for _ in range(3)]
     rows, form = pack(models, buffers="average")
     for bad in (torch.ones(2, 3), torch.ones(4, 3)):
-        with pytest.raises(ValueError, match=r"weight: expected a row for each of 3 clients, got \[\d, 3\]"):
+        with pytest.raises(
+            ValueError, match=r"weight: expected a row for each of 3 clients, got \[\d, 3\]"
+        ):
             unpack(rows, form, weight=bad)

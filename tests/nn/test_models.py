@@ -49,7 +49,9 @@ def test_parameter_counts(name, shape, classes, options, parameters):
 def test_lenet_is_the_classic_one_by_default():
     kinds = [type(m) for m in model_for("lenet5", MNIST, 10).modules()]
     assert kinds.count(nn.Tanh) == 4 and kinds.count(nn.AvgPool2d) == 2 and nn.ReLU not in kinds
-    kinds = [type(m) for m in model_for("lenet5", MNIST, 10, activation="relu", pool="max").modules()]
+    kinds = [
+        type(m) for m in model_for("lenet5", MNIST, 10, activation="relu", pool="max").modules()
+    ]
     assert kinds.count(nn.ReLU) == 4 and kinds.count(nn.MaxPool2d) == 2 and nn.Tanh not in kinds
 
 
@@ -69,7 +71,12 @@ def test_batch_norm_and_dropout_are_the_same_in_both_engines(name, shape, buffer
     data = images((10, 6), shape=shape)
     alg, found = FedDWA() if buffers == "local" else FedAvg(), []
     for engine in ("loop", "vmap"):
-        s = make_setting(Net(lambda: model_for(name, shape, 4)), data, Training(lr=0.05, batch_size=4), engine=engine)
+        s = make_setting(
+            Net(lambda: model_for(name, shape, 4)),
+            data,
+            Training(lr=0.05, batch_size=4),
+            engine=engine,
+        )
         state, _ = step(Setup(alg, s, batch_norm=buffers), begin(alg, s.net, 2), torch.arange(2))
         found.append((state.server["x"], state.batch_norm, evaluate(Setup(alg, s), state)["loss"]))
         assert not torch.equal(state.batch_norm[0], s.net.b0)
@@ -101,7 +108,8 @@ def test_bad_requests_get_a_sentence():
 
 
 def test_deep_layer_aggregation_joins_each_half_with_the_one_after_it():
-    """Trees of depth 1, 2, 2 and 1 have 1, 3, 3 and 1 roots, each over two halves of its own width; the last three halve the image."""
+    """Trees of depth 1, 2, 2 and 1 have 1, 3, 3 and 1 roots, each over two halves of its own width;
+    the last three halve the image."""
     model = model_for("dla", (3, 32, 32), 10).eval()
     roots = [m for name, m in model.named_modules() if name.endswith("root")]
     assert [r[0].in_channels // r[0].out_channels for r in roots] == [2] * 8

@@ -1,4 +1,5 @@
-"""aggregate: base + lr * (weight @ updates), dense and sparse, into any dtype, against float64; what is not read and not overwritten."""
+"""aggregate: base + lr * (weight @ updates), dense and sparse, into any dtype, against float64;
+what is not read and not overwritten."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -32,35 +33,64 @@ def close(got, updates, weight, index=None, base=None, lr=1.0):
     want, size = formula(updates, weight, index, base, lr)
     assert got.dtype == (updates if base is None else base).dtype
     exact = got.dtype == F64 and updates.dtype == F64
-    rounding = F32 if got.dtype in (F32, F64) and not exact else got.dtype  # accumulated in float32, or rounded to it in the end
+    # accumulated in float32, or rounded to it in the end
+    rounding = F32 if got.dtype in (F32, F64) and not exact else got.dtype
     assert_close(got, want, "aggregate", rounding, size)
 
 
-# --- right --------------------------------------------------------------------------------------------------------------------------
+# --- right ------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", FLOATS)
 @given(st.data())
 def test_definition(dtype, data):
-    n, m, p = data.draw(st.sampled_from([1, 2, 7, 20])), data.draw(st.sampled_from([0, 1, 3, 8, 13])), data.draw(st.sampled_from(SIZES))
+    n, m, p = (
+        data.draw(st.sampled_from([1, 2, 7, 20])),
+        data.draw(st.sampled_from([0, 1, 3, 8, 13])),
+        data.draw(st.sampled_from(SIZES)),
+    )
     scale = data.draw(scales(dtype))
     updates = data.draw(matrices(st.just(n), st.just(p), dtype, scale))
     seed = data.draw(st.integers(0, 99))
     sparse = data.draw(st.booleans())
     k = data.draw(st.sampled_from([1, 2, 5, 9])) if sparse else n
-    weight = lay(randn(seed, m, k, dtype=data.draw(st.sampled_from([F32, F64]))), data.draw(st.sampled_from(LAYOUTS)))
-    index = torch.randint(0, n, (m, k), generator=torch.Generator().manual_seed(seed)) if sparse else None
-    base = {0: None, 1: randn(seed + 1, p, scale=scale), 2: lay(randn(seed + 1, m, p, scale=scale), data.draw(st.sampled_from(LAYOUTS)))}[
-        data.draw(st.sampled_from([0, 1, 2]))
-    ]
+    weight = lay(
+        randn(seed, m, k, dtype=data.draw(st.sampled_from([F32, F64]))),
+        data.draw(st.sampled_from(LAYOUTS)),
+    )
+    index = (
+        torch.randint(0, n, (m, k), generator=torch.Generator().manual_seed(seed))
+        if sparse
+        else None
+    )
+    base = {
+        0: None,
+        1: randn(seed + 1, p, scale=scale),
+        2: lay(randn(seed + 1, m, p, scale=scale), data.draw(st.sampled_from(LAYOUTS))),
+    }[data.draw(st.sampled_from([0, 1, 2]))]
     if base is not None:
         base = base.to(
-            data.draw(st.sampled_from([dtype, F64] if scale in (1e-30, 1e30) else FLOATS if abs(scale) <= 1e3 else [dtype, F32]))
+            data.draw(
+                st.sampled_from(
+                    [dtype, F64]
+                    if scale in (1e-30, 1e30)
+                    else FLOATS
+                    if abs(scale) <= 1e3
+                    else [dtype, F32]
+                )
+            )
         )
     lr = data.draw(st.sampled_from([1.0, 0.5, -0.1, 0.0, 1e-3]))
     precise = data.draw(st.booleans())
-    close(aggregate(updates, weight, index, base, lr, precise=precise), updates, weight, index, base, lr)
+    close(
+        aggregate(updates, weight, index, base, lr, precise=precise),
+        updates,
+        weight,
+        index,
+        base,
+        lr,
+    )
     into = data.draw(st.sampled_from(["contiguous", "wide rows", "off by one"]))
     out = lay(torch.full((m, p), NAN, dtype=(updates if base is None else base).dtype), into)
     assert aggregate(updates, weight, index, base, lr, out, precise) is out
@@ -75,20 +105,28 @@ def test_precise_survives_cancellation(dtype):
     one = 2.0**-13 if dtype == F16 else 1.0
     updates = torch.tensor([[one], [large], [-large]]).expand(-1, 67).to(dtype)
     weight = torch.ones(2, 3)
-    assert torch.equal(aggregate(updates, weight, precise=True), torch.full((2, 67), one, dtype=dtype))
+    assert torch.equal(
+        aggregate(updates, weight, precise=True), torch.full((2, 67), one, dtype=dtype)
+    )
     index = torch.tensor([[0, 1, 2], [2, 0, 1]])
-    assert torch.equal(aggregate(updates, weight, index, precise=True), torch.full((2, 67), one, dtype=dtype))
+    assert torch.equal(
+        aggregate(updates, weight, index, precise=True), torch.full((2, 67), one, dtype=dtype)
+    )
 
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_many_clients(dtype):
-    """The mean of 1,000 rows: the error of a float32 sum must not grow with their number as it could."""
+    """The mean of 1,000 rows: the error of a float32 sum must not grow with their number as it
+    could."""
     updates = randn(1, 1000, 521, dtype=dtype) + 1
     weight = torch.full((3, 1000), 1e-3, dtype=F64)
     want = weight @ updates.double()
     got = aggregate(updates, weight).double()
-    assert float((got - want).abs().max()) <= (3e-6 if dtype == F32 else 4e-15 if dtype == F64 else 2 * ROUND[dtype] + 3e-6) * 2
+    assert (
+        float((got - want).abs().max())
+        <= (3e-6 if dtype == F32 else 4e-15 if dtype == F64 else 2 * ROUND[dtype] + 3e-6) * 2
+    )
 
 
 @pytest.mark.usefixtures("kernels")
@@ -114,7 +152,7 @@ def test_weights_as_the_ops_give_them():
     close(aggregate(updates, *top), updates, top.weight, top.index)
 
 
-# --- laws ---------------------------------------------------------------------------------------------------------------------------
+# --- laws -------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("isa")
@@ -130,7 +168,8 @@ def test_a_single_weight_of_one_copies_the_row(dtype, n, p, seed):
 @given(dtypes, st.sampled_from([2, 7, 20]), st.sampled_from(SIZES), st.integers(0, 99))
 def test_whole_numbers_are_exact(dtype, n, p, seed):
     updates = randn(seed, n, p, scale=2).round().clamp(-3, 3).to(dtype)
-    weight = randn(seed + 1, 4, n).round().clamp(-3, 3)  # |result| <= 3 * 3 * 20 + 9, which bfloat16 holds
+    # |result| <= 3 * 3 * 20 + 9, which bfloat16 holds
+    weight = randn(seed + 1, 4, n).round().clamp(-3, 3)
     base = randn(seed + 2, p, scale=3).round().clamp(-9, 9).to(dtype)
     want = base.double() + weight @ updates.double()
     assert torch.equal(aggregate(updates, weight, base=base).double(), want)
@@ -139,7 +178,10 @@ def test_whole_numbers_are_exact(dtype, n, p, seed):
     assert torch.equal(aggregate(updates, weight[:, order], index, base).double(), want)
     twice = torch.cat([index, index], 1)  # a row named twice counts twice
     assert torch.equal(
-        aggregate(updates, torch.cat([weight[:, order], -weight[:, order]], 1), twice, base).double(), base.double().expand(4, -1)
+        aggregate(
+            updates, torch.cat([weight[:, order], -weight[:, order]], 1), twice, base
+        ).double(),
+        base.double().expand(4, -1),
     )
 
 
@@ -185,12 +227,15 @@ def test_nothing():
     assert torch.equal(aggregate(torch.zeros(3, 0), torch.ones(2, 3)), torch.zeros(2, 0))
     assert aggregate(torch.zeros(3, 5), torch.ones(0, 3)).shape == (0, 5)
     base = randn(1, 5, dtype=F32)
-    for weight, index in ((torch.ones(2, 0), None), (torch.ones(2, 0), torch.zeros(2, 0, dtype=torch.int64))):
+    for weight, index in (
+        (torch.ones(2, 0), None),
+        (torch.ones(2, 0), torch.zeros(2, 0, dtype=torch.int64)),
+    ):
         assert torch.equal(aggregate(torch.zeros(0, 5), weight, index), torch.zeros(2, 5))
         assert torch.equal(aggregate(torch.zeros(0, 5), weight, index, base), base.expand(2, -1))
 
 
-# --- out ----------------------------------------------------------------------------------------------------------------------------
+# --- out --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -215,7 +260,11 @@ def test_out_may_be_the_base_itself(dtype, sparse):
 def test_out_is_no_other_input():
     home = randn(1, 6, 6, dtype=F32)
     weight = torch.ones(2, 2)
-    for updates, out in ((home[:2], home[:2]), (home[:2], home[1:3]), (home[1:3, :3], home[:2, 2:5])):
+    for updates, out in (
+        (home[:2], home[:2]),
+        (home[:2], home[1:3]),
+        (home[1:3, :3], home[:2, 2:5]),
+    ):
         with refuses("aggregate", "out"):
             aggregate(updates, weight, out=out)
     with refuses("aggregate", "out"):
@@ -223,7 +272,8 @@ def test_out_is_no_other_input():
     for base in (home[0], home[1:3], home[::2][:2]):
         with refuses("aggregate", "out"):
             aggregate(torch.ones(2, 6), weight, base=base, out=home[:2])
-    aggregate(home[2:4], weight, base=home[4], out=home[:2])  # other rows of the same memory are fine
+    # other rows of the same memory are fine
+    aggregate(home[2:4], weight, base=home[4], out=home[:2])
     grad = torch.ones(2, 6, requires_grad=True)
     with refuses("aggregate", "out"):
         aggregate(grad, weight, out=torch.zeros(2, 6))
@@ -239,11 +289,14 @@ def test_two_views_of_one_array_share_memory():
         aggregate(head, torch.ones(2, 3), out=tail)
     with refuses("aggregate", "out"):
         aggregate(torch.ones(3, 7, dtype=F64), torch.ones(2, 3), base=head[1:], out=tail)
-    aggregate(torch.ones(3, 7, dtype=F64), torch.ones(2, 3), base=tail, out=torch.from_numpy(home[2:]))  # the base itself
+    # the base itself
+    aggregate(
+        torch.ones(3, 7, dtype=F64), torch.ones(2, 3), base=tail, out=torch.from_numpy(home[2:])
+    )
     assert torch.equal(tail, torch.full((2, 7), 4.0, dtype=F64))
 
 
-# --- gradient -----------------------------------------------------------------------------------------------------------------------
+# --- gradient ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [F32, F64])
@@ -255,16 +308,25 @@ def test_gradient(dtype, sparse, rows):
     index = torch.tensor([[0, 1, 1, 3], [3, 2, 1, 0], [2, 2, 2, 2]]) if sparse else None
     grad = randn(4, 3, 13)
     inputs = [t.clone().requires_grad_() for t in (updates, weight, base)]
-    got = torch.autograd.grad(aggregate(inputs[0], inputs[1], index, inputs[2], 0.3), inputs, grad.to(dtype))
+    got = torch.autograd.grad(
+        aggregate(inputs[0], inputs[1], index, inputs[2], 0.3), inputs, grad.to(dtype)
+    )
     wide = [t.detach().double().requires_grad_() for t in inputs]
-    picked = torch.eye(4, dtype=F64).expand(3, 4, 4) if index is None else torch.eye(4, dtype=F64)[index]
+    picked = (
+        torch.eye(4, dtype=F64).expand(3, 4, 4) if index is None else torch.eye(4, dtype=F64)[index]
+    )
     y = wide[2] + 0.3 * torch.einsum("mk,mkn,np->mp", wide[1], picked, wide[0])
     for g, w, t in zip(got, torch.autograd.grad(y, wide, grad), inputs, strict=True):
         assert g.dtype == t.dtype
-        torch.testing.assert_close(g.double(), w, rtol=1e-5 if dtype == F32 else 1e-12, atol=1e-5 if dtype == F32 else 1e-12)
+        torch.testing.assert_close(
+            g.double(),
+            w,
+            rtol=1e-5 if dtype == F32 else 1e-12,
+            atol=1e-5 if dtype == F32 else 1e-12,
+        )
 
 
-# --- bad input ----------------------------------------------------------------------------------------------------------------------
+# --- bad input --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

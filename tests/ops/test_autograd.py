@@ -1,4 +1,5 @@
-"""What autograd and torch's transforms see of the ops: version counters, forward mode, vmap, autocast, numbers that carry a gradient."""
+"""What autograd and torch's transforms see of the ops: version counters, forward mode, vmap,
+autocast, numbers that carry a gradient."""
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from pflcore import ops
 F64 = torch.float64
 
 
-# --- writing in place is seen -------------------------------------------------------------------------------------------------------
+# --- writing in place is seen -----------------------------------------------
 
 
 def changes(t, call):
@@ -34,14 +35,17 @@ def test_a_given_result_is_seen_by_autograd():
     changes(out, lambda: ops.aggregate(randn(2, 3, 5), randn(3, 2, 3), out=out))
 
 
-# --- forward mode -------------------------------------------------------------------------------------------------------------------
+# --- forward mode -----------------------------------------------------------
 
 INDEX = torch.tensor([[0, 2], [3, 3], [1, 0]])
 CASES = {
     "sqdist": (ops.pairwise_sqdist, [(3, 5), (4, 5)]),
     "sqdist of one": (ops.pairwise_sqdist, [(3, 5)]),
     "aggregate": (lambda u, w, b: ops.aggregate(u, w, None, b, 0.7), [(4, 7), (3, 4), (7,)]),
-    "aggregate by index": (lambda u, w, b: ops.aggregate(u, w, INDEX, b, 0.7), [(4, 7), (3, 2), (3, 7)]),
+    "aggregate by index": (
+        lambda u, w, b: ops.aggregate(u, w, INDEX, b, 0.7),
+        [(4, 7), (3, 2), (3, 7)],
+    ),
     "rank1": (ops.rank1_linear, [(5, 4), (3, 6), (6,), (6, 4)]),
     "rank1 of clients": (ops.rank1_linear, [(2, 5, 4), (3, 6), (2, 6), (6, 4)]),
     "rank1 of one sample": (ops.rank1_linear, [(4,), (3, 6), (6,), (6, 4)]),
@@ -54,7 +58,10 @@ def test_forward_mode(name):
     call, shapes = CASES[name]
     x, v = ([randn(10 * s + k, *shape) for k, shape in enumerate(shapes)] for s in (1, 2))
     e = 1e-6
-    want = (call(*[a + e * b for a, b in zip(x, v, strict=True)]) - call(*[a - e * b for a, b in zip(x, v, strict=True)])) / (2 * e)
+    want = (
+        call(*[a + e * b for a, b in zip(x, v, strict=True)])
+        - call(*[a - e * b for a, b in zip(x, v, strict=True)])
+    ) / (2 * e)
     value, tangent = torch.func.jvp(call, tuple(x), tuple(v))
     torch.testing.assert_close(value, call(*x))
     torch.testing.assert_close(tangent, want, rtol=1e-6, atol=1e-6)
@@ -69,12 +76,16 @@ def test_forward_mode(name):
 def test_forward_mode_is_not_dropped_in_place():
     w = randn(1, 2, 5)
     with refuses("aggregate", "out"):
-        torch.func.jvp(lambda t: ops.aggregate(t, torch.ones(2, 2), out=torch.zeros(2, 5, dtype=F64)), (w,), (w,))
+        torch.func.jvp(
+            lambda t: ops.aggregate(t, torch.ones(2, 2), out=torch.zeros(2, 5, dtype=F64)),
+            (w,),
+            (w,),
+        )
     with forward_ad.dual_level(), refuses("sgd_step_", "w"):
         ops.sgd_step_(w, w.clone(), 0.1)
 
 
-# --- what is given ------------------------------------------------------------------------------------------------------------------
+# --- what is given ----------------------------------------------------------
 
 
 def test_a_learning_rate_with_a_gradient_is_refused():
@@ -85,17 +96,23 @@ def test_a_learning_rate_with_a_gradient_is_refused():
     with refuses("sgd_step_", "lr"):
         ops.sgd_step_(torch.ones(2, 3), torch.ones(2, 3), lr)
     with torch.no_grad():
-        assert torch.allclose(ops.aggregate(torch.ones(2, 3), torch.ones(1, 2), lr=lr), torch.full((1, 3), 0.2))
+        assert torch.allclose(
+            ops.aggregate(torch.ones(2, 3), torch.ones(1, 2), lr=lr), torch.full((1, 3), 0.2)
+        )
 
 
 def test_whole_numbers_may_be_numpys():
     d = randn(1, 3, 4).square()
-    for mine, numpys in zip(ops.feddwa_weights(d, 2), ops.feddwa_weights(d, np.int64(2)), strict=True):
+    for mine, numpys in zip(
+        ops.feddwa_weights(d, 2), ops.feddwa_weights(d, np.int64(2)), strict=True
+    ):
         assert torch.equal(mine, numpys)
     assert torch.equal(ops.waffle_weights(d, np.int64(1), 0.5), ops.waffle_weights(d, 1, 0.5))
 
 
-@pytest.mark.parametrize("values", [dict(omega=1e308), dict(omega=0.5, psi=1e308), dict(omega=0.5, psi=1e101)])
+@pytest.mark.parametrize(
+    "values", [dict(omega=1e308), dict(omega=0.5, psi=1e308), dict(omega=0.5, psi=1e101)]
+)
 def test_numbers_whose_sum_is_not_finite_are_refused(values):
     with refuses("waffle_weights", next(k for k, v in values.items() if v > 1)):
         ops.waffle_weights(torch.ones(5), 0, **values)
@@ -104,7 +121,10 @@ def test_numbers_whose_sum_is_not_finite_are_refused(values):
 
 def test_meta_tensors_may_be_given_to_write_into():
     out = torch.empty(2, 5, device="meta")
-    assert ops.aggregate(torch.empty(3, 5, device="meta"), torch.empty(2, 3, device="meta"), out=out) is out
+    assert (
+        ops.aggregate(torch.empty(3, 5, device="meta"), torch.empty(2, 3, device="meta"), out=out)
+        is out
+    )
 
 
 def test_vmap_over_index_and_target():
@@ -132,12 +152,13 @@ def test_compile_with_a_number_in_a_tensor():
 def test_autocast():
     x, w_a, lam, w_b = (randn(k, *s).float() for k, s in enumerate([(5, 4), (3, 6), (6,), (6, 4)]))
     with torch.autocast("cpu", torch.bfloat16):
-        got = ops.rank1_linear(torch.nn.functional.linear(x, torch.eye(4)), w_a, lam, w_b)  # bfloat16 meets float32
+        # bfloat16 meets float32
+        got = ops.rank1_linear(torch.nn.functional.linear(x, torch.eye(4)), w_a, lam, w_b)
     assert got.dtype == torch.bfloat16
     assert torch.equal(got, ops.rank1_linear(*(t.bfloat16() for t in (x, w_a, lam, w_b))))
 
 
-# --- rows that are not finite --------------------------------------------------------------------------------------------------------
+# --- rows that are not finite -----------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -158,14 +179,17 @@ def test_a_broken_client_spoils_no_other_gradient(bad):
     assert bool(all_pairs.isnan().all())  # a loss that takes the broken pairs says so
 
 
-# --- functorch -----------------------------------------------------------------------------------------------------------------------
+# --- functorch --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["sqdist", "aggregate", "top k", "rank1"])
 def test_grad_of_a_function_is_autograds(name):
     index, b, dense, few, w_a, lam, w_b = (
         torch.tensor([[0, 2], [1, 0]]),
-        *(randn(k, *size) for k, size in enumerate([(2, 5), (2, 4), (2, 2), (3, 6), (6,), (6, 5)], start=2)),
+        *(
+            randn(k, *size)
+            for k, size in enumerate([(2, 5), (2, 4), (2, 2), (3, 6), (6,), (6, 5)], start=2)
+        ),
     )
     f = {
         "sqdist": lambda t: (ops.pairwise_sqdist(t, b) ** 2).sum(),

@@ -1,4 +1,5 @@
-"""The compiled CPU kernels where they could go wrong: tails, alignment, strides, every instruction set, any number of threads."""
+"""The compiled CPU kernels where they could go wrong: tails, alignment, strides, every instruction
+set, any number of threads."""
 
 import pytest
 import torch
@@ -12,16 +13,20 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 OPS = torch.ops.pflcore
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-# a float32 sum of some 20 terms of size 1; float64 the same; one rounding of the result for the 16-bit types
+# a float32 sum of some 20 terms of size 1; float64 the same; one rounding of the result for the
+# 16-bit types
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 def normal(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def gapped(rows, gap, shift):
-    """The same rows, `gap` elements apart and `shift` elements off a 64-byte boundary, surrounded by NaN."""
+    """The same rows, `gap` elements apart and `shift` elements off a 64-byte boundary, surrounded
+    by NaN."""
     m, p = rows.shape
     room = torch.full((16 + m * (p + gap),), float("nan"), dtype=rows.dtype)
     view = room[shift : shift + m * (p + gap)].view(m, p + gap)[:, :p]
@@ -30,10 +35,12 @@ def gapped(rows, gap, shift):
 
 
 def close(got, want, tolerance):
-    return bool(torch.allclose(got.double(), want.double(), rtol=tolerance, atol=tolerance, equal_nan=True))
+    return bool(
+        torch.allclose(got.double(), want.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
+    )
 
 
-# --- aggregate --------------------------------------------------------------------------------------------------------------------
+# --- aggregate --------------------------------------------------------------
 
 
 @given(
@@ -51,12 +58,19 @@ def close(got, want, tolerance):
 def test_aggregate_is_the_reference(n, m, p, gap, shift, dtype, base, base_dtype, precise, sparse):
     updates = gapped(normal(n, p, dtype=dtype), gap, shift)
     weight = torch.softmax(normal(m, n if not sparse else min(n, 3), seed=1), 1)
-    index = torch.randint(n, weight.shape, generator=torch.Generator().manual_seed(2)) if sparse else None  # duplicates too
+    # duplicates too
+    index = (
+        torch.randint(n, weight.shape, generator=torch.Generator().manual_seed(2))
+        if sparse
+        else None
+    )
     start = None if base is None else gapped(normal(m, p, seed=3, dtype=base_dtype), gap, shift)
     if base == 1 and start is not None:
         start = start[0]
     got = ops.aggregate(updates, weight, index, start, 0.7, precise=precise)
-    want = reference.aggregate(updates.double(), weight, index, None if start is None else start.double(), 0.7, True)
+    want = reference.aggregate(
+        updates.double(), weight, index, None if start is None else start.double(), 0.7, True
+    )
     assert got.dtype == (dtype if start is None else start.dtype)
     summed = torch.float64 if precise or torch.float64 in (dtype, got.dtype) else torch.float32
     assert close(got, want, max(TOLERANCE[got.dtype], TOLERANCE[summed]))
@@ -67,28 +81,51 @@ def test_aggregate_is_the_reference(n, m, p, gap, shift, dtype, base, base_dtype
 def test_aggregate_writes_large_results_past_the_caches_and_nothing_beside_them(sparse, shift):
     m, n, p, gap = 7, 5, 300_007, 5  # 8.4 MB: whole lines of 64 bytes, begun and ended anywhere
     updates, weight = normal(n, p), normal(m, 2 if sparse else n, seed=1)
-    index = torch.randint(n, weight.shape, generator=torch.Generator().manual_seed(2)) if sparse else None
+    index = (
+        torch.randint(n, weight.shape, generator=torch.Generator().manual_seed(2))
+        if sparse
+        else None
+    )
     base = normal(p, seed=4)
     room = torch.full((16 + m * (p + gap),), 7.0)
     out = room[shift : shift + m * (p + gap)].view(m, p + gap)[:, :p]
     assert ops.aggregate(updates, weight, index, base, 0.5, out=out) is out
-    assert close(out, reference.aggregate(updates.double(), weight.double(), index, base.double(), 0.5, True), 1e-5)
+    assert close(
+        out,
+        reference.aggregate(updates.double(), weight.double(), index, base.double(), 0.5, True),
+        1e-5,
+    )
     out.fill_(7.0)
     assert torch.equal(room, torch.full_like(room, 7.0))
 
 
-@pytest.mark.parametrize(("m", "n", "p"), [(1, 7, 400_003), (20, 20, 120_011), (13, 101, 70_001), (3, 2, 1_000_003)])
+@pytest.mark.parametrize(
+    ("m", "n", "p"), [(1, 7, 400_003), (20, 20, 120_011), (13, 101, 70_001), (3, 2, 1_000_003)]
+)
 @pytest.mark.parametrize("sparse", [False, True])
 def test_aggregate_is_bitwise_the_same_for_any_number_of_threads(m, n, p, sparse):
-    updates, weight, base = normal(n, p), normal(m, 5 if sparse else n, seed=1), normal(m, p, seed=2)
-    index = torch.randint(n, weight.shape, generator=torch.Generator().manual_seed(2)) if sparse else None
+    updates, weight, base = (
+        normal(n, p),
+        normal(m, 5 if sparse else n, seed=1),
+        normal(m, p, seed=2),
+    )
+    index = (
+        torch.randint(n, weight.shape, generator=torch.Generator().manual_seed(2))
+        if sparse
+        else None
+    )
     results = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        results += [ops.aggregate(updates, weight, index, base), ops.aggregate(updates, weight, index, base, out=torch.empty(m, p))]
+        results += [
+            ops.aggregate(updates, weight, index, base),
+            ops.aggregate(updates, weight, index, base, out=torch.empty(m, p)),
+        ]
     assert all(torch.equal(results[0], r) for r in results[1:])
     # and column by column, wherever a column stands
-    assert torch.equal(ops.aggregate(updates[:, 77:], weight, index, base[:, 77:]), results[0][:, 77:])
+    assert torch.equal(
+        ops.aggregate(updates[:, 77:], weight, index, base[:, 77:]), results[0][:, 77:]
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -99,10 +136,18 @@ def test_aggregate_does_not_read_rows_of_weight_zero(dtype):
     weight = torch.tensor([[0.25, 0.75, 0.0], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
     index = torch.tensor([[0, 1, 2], [2, 4, 2], [5, 4, 2]])
     got = ops.aggregate(updates, weight, index)
-    want = torch.stack([0.25 * updates[0].double() + 0.75 * updates[1].double(), torch.zeros(1003).double(), updates[5].double()])
+    want = torch.stack(
+        [
+            0.25 * updates[0].double() + 0.75 * updates[1].double(),
+            torch.zeros(1003).double(),
+            updates[5].double(),
+        ]
+    )
     assert close(got, want, TOLERANCE[dtype])
     assert ops.aggregate(updates, weight, index, base=updates[0])[1].equal(updates[0])
-    assert ops.aggregate(updates, weight, index, lr=0.0).isfinite().all(), "nothing is read where lr is 0"
+    assert ops.aggregate(updates, weight, index, lr=0.0).isfinite().all(), (
+        "nothing is read where lr is 0"
+    )
 
 
 def test_aggregate_shows_a_row_that_is_not_finite_where_it_counts():
@@ -147,10 +192,13 @@ def test_16_bit_floats_are_widened_and_rounded_as_torch_does(narrow):
     same = ops.aggregate(every, one)
     assert torch.equal(same.nan_to_num(nan=1.25), every.nan_to_num(nan=1.25))
     assert torch.equal(same.isnan(), every.isnan())
-    bits = torch.randint(-(2**31), 2**31, (1, 200_000), generator=torch.Generator().manual_seed(0), dtype=torch.int64).to(torch.int32)
-    ties = (every.float().view(torch.int32)[:, None] + torch.tensor([[0x1000], [0x8000], [0x0800], [-1], [1]], dtype=torch.int32)).reshape(
-        1, -1
-    )
+    bits = torch.randint(
+        -(2**31), 2**31, (1, 200_000), generator=torch.Generator().manual_seed(0), dtype=torch.int64
+    ).to(torch.int32)
+    ties = (
+        every.float().view(torch.int32)[:, None]
+        + torch.tensor([[0x1000], [0x8000], [0x0800], [-1], [1]], dtype=torch.int32)
+    ).reshape(1, -1)
     wide = torch.cat([bits, ties], 1).view(torch.float32)
     got = ops.aggregate(torch.zeros_like(wide), one, base=wide.to(narrow))
     assert torch.equal(got.nan_to_num(nan=1.25), wide.to(narrow).nan_to_num(nan=1.25))
@@ -158,13 +206,16 @@ def test_16_bit_floats_are_widened_and_rounded_as_torch_does(narrow):
     assert torch.equal(rounded.nan_to_num(nan=1.25), wide.to(narrow).nan_to_num(nan=1.25))
 
 
-# --- rank1_linear -----------------------------------------------------------------------------------------------------------------
+# --- rank1_linear -----------------------------------------------------------
 
 
 def factors(lead, b, i, f, o, active, dtype=torch.float64, shared=""):
     """x, w_a, lam, w_b; those named in `shared` (x, a, l, b) have no leading axis."""
     shapes = {"x": (b, i), "a": (o, f), "l": (f,), "b": (f, i)}
-    out = [normal(*(() if name in shared else lead), *shape, seed=k, dtype=dtype) for k, (name, shape) in enumerate(shapes.items())]
+    out = [
+        normal(*(() if name in shared else lead), *shape, seed=k, dtype=dtype)
+        for k, (name, shape) in enumerate(shapes.items())
+    ]
     mask = torch.rand(out[2].shape, generator=torch.Generator().manual_seed(9)) < active
     out[2] = torch.where(mask, out[2], 0.0)
     return out
@@ -196,12 +247,15 @@ def test_rank1_is_the_reference(
     if lead and shared == "xalb":
         inputs[0] = inputs[0].expand(*lead, b, i)  # a clients' axis of stride 0
     wide = [t.double() for t in inputs]
-    tolerance = 1e-11 if dtype == torch.float64 else 2e-4  # sums of up to 3 * 17 * 64 terms of size 1
+    # sums of up to 3 * 17 * 64 terms of size 1
+    tolerance = 1e-11 if dtype == torch.float64 else 2e-4
     want = reference.rank1_linear(*wide)
     assert close(OPS.rank1_linear(*inputs), want, tolerance)
     grad = normal(*want.shape, seed=5, dtype=dtype)
     got = OPS.rank1_linear_backward(grad, *inputs, *need)
-    for g, w, t, wanted in zip(got, reference.rank1_linear_backward(grad.double(), *wide, *need), inputs, need, strict=True):
+    for g, w, t, wanted in zip(
+        got, reference.rank1_linear_backward(grad.double(), *wide, *need), inputs, need, strict=True
+    ):
         assert g.shape == (t.shape if wanted else (0,))
         assert close(g, w, tolerance)
 
@@ -214,7 +268,12 @@ def test_rank1_is_bitwise_the_same_for_any_number_of_threads(clients, active):
     results = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        results.append((OPS.rank1_linear(*inputs), *OPS.rank1_linear_backward(grad, *inputs, True, True, False, True)))
+        results.append(
+            (
+                OPS.rank1_linear(*inputs),
+                *OPS.rank1_linear_backward(grad, *inputs, True, True, False, True),
+            )
+        )
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
@@ -236,7 +295,10 @@ def test_rank1_factors_that_are_off_are_not_used():
 @pytest.mark.parametrize("gap", [0, 1, 5])
 def test_rank1_takes_rows_of_any_stride(gap):
     inputs = factors((2,), 7, 33, 12, 10, 0.6, torch.float32)
-    apart = [t if t.dim() == 2 else torch.nn.functional.pad(t, (0, gap))[..., : t.shape[-1]] for t in inputs]
+    apart = [
+        t if t.dim() == 2 else torch.nn.functional.pad(t, (0, gap))[..., : t.shape[-1]]
+        for t in inputs
+    ]
     assert torch.equal(OPS.rank1_linear(*apart), OPS.rank1_linear(*inputs))
     grad = normal(2, 7, 10, seed=5)
     for a, b in zip(
@@ -247,7 +309,7 @@ def test_rank1_takes_rows_of_any_stride(gap):
         assert torch.equal(a, b)
 
 
-# --- sgd_step_ --------------------------------------------------------------------------------------------------------------------
+# --- sgd_step_ --------------------------------------------------------------
 
 
 @given(
@@ -286,7 +348,7 @@ def test_sgd_step_is_the_reference(
         0.1,
         correction,
         held if mask != 1 or held is None else held[0],
-        rates if prox == "rows" else prox or 0.0,  # type: ignore[arg-type]
+        rates if prox == "rows" else prox or 0.0,
         None if prox is None else anchor,
         momentum,
         buffer if momentum else None,
@@ -308,9 +370,11 @@ def test_sgd_step_is_the_reference(
     tolerance = 1e-6 if dtype == torch.float32 else 1e-14
     assert close(w, want_w, tolerance)
     assert close(buffer, want_buffer, tolerance)
-    assert w.storage_offset() == 4 % 3 and w._base is not None and w._base.isnan().sum() == w._base.numel() - s * q, (
-        "nothing beside the rows"
-    )
+    assert (
+        w.storage_offset() == 4 % 3
+        and w._base is not None
+        and w._base.isnan().sum() == w._base.numel() - s * q
+    ), "nothing beside the rows"
 
 
 def test_sgd_step_is_bitwise_the_same_for_any_number_of_threads_and_clients():
@@ -328,10 +392,14 @@ def test_sgd_step_is_bitwise_the_same_for_any_number_of_threads_and_clients():
         results.append(out)
     alone = w[1:2].clone()
     ops.sgd_step_(alone, grad[1:2], 0.1, mask=mask, mu=0.5, anchor=anchor[1:2])
-    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2]) and torch.equal(alone[0], results[0][1])
+    assert (
+        torch.equal(results[0], results[1])
+        and torch.equal(results[0], results[2])
+        and torch.equal(alone[0], results[0][1])
+    )
 
 
-# --- float16 ------------------------------------------------------------------------------------------------------------------------
+# --- float16 ----------------------------------------------------------------
 
 
 @pytest.fixture
@@ -348,10 +416,14 @@ def test_every_float16_is_read_as_it_is(flushed):
     half = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16)
     wide = half.float()
     got = ops.aggregate(half[None], torch.ones(1, 1), base=torch.zeros(1 << 16))[0]
-    assert torch.equal(got.isnan(), wide.isnan()) and torch.equal(got.nan_to_num(0.0), wide.nan_to_num(0.0))
+    assert torch.equal(got.isnan(), wide.isnan()) and torch.equal(
+        got.nan_to_num(0.0), wide.nan_to_num(0.0)
+    )
     small = half[1:0x400].contiguous()  # all positive subnormals
     want = small.double().square().sum()
-    assert abs(float(ops.pairwise_sqdist(small[None], torch.zeros_like(small)[None]) - want)) <= 1e-6 * float(want)
+    assert abs(
+        float(ops.pairwise_sqdist(small[None], torch.zeros_like(small)[None]) - want)
+    ) <= 1e-6 * float(want)
 
 
 def test_a_mean_of_small_float16_updates(flushed):
@@ -359,7 +431,7 @@ def test_a_mean_of_small_float16_updates(flushed):
     assert torch.equal(ops.aggregate(updates, torch.full((2, 4), 0.25)), updates[:2])
 
 
-# --- far from the ordinary -----------------------------------------------------------------------------------------------------------
+# --- far from the ordinary --------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [2, 9, 70])
@@ -397,7 +469,8 @@ def test_squares_that_float32_holds_badly():
 @pytest.mark.parametrize("p", [65, 71, 79, 80])
 @pytest.mark.parametrize("shift", [0, 1, 15])
 def test_large_results_leave_what_lies_between_their_rows(p, shift):
-    """Results of megabytes are written in whole cache lines: the line that a row ends in belongs to others, too."""
+    """Results of megabytes are written in whole cache lines: the line that a row ends in belongs to
+    others, too."""
     m = (8 << 20) // (4 * p) + 100
     home = torch.full((m, p + 40), 7.0)
     out = home[:, shift : shift + p]
@@ -409,28 +482,52 @@ def test_large_results_leave_what_lies_between_their_rows(p, shift):
 
 @pytest.mark.parametrize("gapped", ["w", "grad", "shift", "anchor", "mask", "buffer"])
 def test_sgd_step_with_one_row_stride_unlike_the_others(gapped):
-    t = {name: normal(3, 37, seed=k) for k, name in enumerate(("w", "grad", "shift", "anchor", "mask", "buffer"))}
+    t = {
+        name: normal(3, 37, seed=k)
+        for k, name in enumerate(("w", "grad", "shift", "anchor", "mask", "buffer"))
+    }
     want = {name: v.double() for name, v in t.items()}
-    reference.sgd_step_(want["w"], want["grad"], 0.1, want["shift"], want["mask"], 0.5, None, want["anchor"], 0.9, want["buffer"], 0.01)
+    reference.sgd_step_(
+        want["w"],
+        want["grad"],
+        0.1,
+        want["shift"],
+        want["mask"],
+        0.5,
+        None,
+        want["anchor"],
+        0.9,
+        want["buffer"],
+        0.01,
+    )
     home = torch.full((3, 45), 7.0)
     home[:, 3:40] = t[gapped]
     t[gapped] = home[:, 3:40]
-    ops.sgd_step_(t["w"], t["grad"], 0.1, t["shift"], t["mask"], 0.5, t["anchor"], 0.9, t["buffer"], 0.01)
+    ops.sgd_step_(
+        t["w"], t["grad"], 0.1, t["shift"], t["mask"], 0.5, t["anchor"], 0.9, t["buffer"], 0.01
+    )
     assert close(t["w"], want["w"], 1e-5) and close(t["buffer"], want["buffer"], 1e-5)
     assert bool((home[:, :3] == 7).all()) and bool((home[:, 40:] == 7).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rank1_a_factor_that_is_off_but_may_be_turned_on(dtype):
-    """Where lam's gradient is wanted all factors are computed; one that is off still adds nothing to the other gradients."""
-    x, w_a, lam, w_b = (normal(*s, seed=k, dtype=dtype) for k, s in enumerate([(5, 9), (7, 6), (6,), (6, 9)]))
+    """Where lam's gradient is wanted all factors are computed; one that is off still adds nothing
+    to the other gradients."""
+    x, w_a, lam, w_b = (
+        normal(*s, seed=k, dtype=dtype) for k, s in enumerate([(5, 9), (7, 6), (6,), (6, 9)])
+    )
     grad = normal(5, 7, seed=8, dtype=dtype)
     lam[2] = lam[5] = 0
     want = OPS.rank1_linear_backward(grad, x, w_a, lam, w_b, True, True, True, True)
     bad_a, bad_b = w_a.clone(), w_b.clone()
     bad_a[:, 2], bad_b[5] = torch.nan, torch.inf
     got = OPS.rank1_linear_backward(grad, x, bad_a, lam, w_b, True, True, True, True)
-    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1]) and torch.equal(got[3], want[3])
+    assert (
+        torch.equal(got[0], want[0])
+        and torch.equal(got[1], want[1])
+        and torch.equal(got[3], want[3])
+    )
     got = OPS.rank1_linear_backward(grad, x, w_a, lam, bad_b, True, True, True, True)
     assert torch.equal(got[1], want[1]) and torch.equal(got[3], want[3])
     on = lam != 0
@@ -455,4 +552,6 @@ def test_waffle_distances_that_differ_by_little_are_no_tie(gap):
     raw = (0.6 - ((d[1:] - low) / (high - low) + s) / (1 + s)).clamp(min=0)
     want = torch.cat([torch.tensor([0.6], dtype=torch.float64), raw])
     for tie in ("closed", "uniform"):
-        torch.testing.assert_close(ops.waffle_weights(d, 0, 0.6, tie=tie), want / want.sum(), rtol=1e-5, atol=1e-12)
+        torch.testing.assert_close(
+            ops.waffle_weights(d, 0, 0.6, tie=tie), want / want.sum(), rtol=1e-5, atol=1e-12
+        )

@@ -32,19 +32,29 @@ def clustered(groups, each, p, noise=1e-3, seed=0):
 
 @st.composite
 def data(draw):
-    """Clusters with noise of any size, duplicates, zeros, constant rows, rows that are not finite; few columns and many."""
-    p, n, m = draw(st.sampled_from([1, 2, 7, 67])), draw(st.integers(1, 40)), draw(st.integers(0, 9))
+    """Clusters with noise of any size, duplicates, zeros, constant rows, rows that are not finite;
+    few columns and many."""
+    p, n, m = (
+        draw(st.sampled_from([1, 2, 7, 67])),
+        draw(st.integers(1, 40)),
+        draw(st.integers(0, 9)),
+    )
     seed, groups = draw(st.integers(0, 999)), draw(st.integers(1, 9))
     gen = torch.Generator().manual_seed(seed)
     centre = torch.randn(groups, p, generator=gen, dtype=F64)
     own = torch.randint(0, groups, (n + m,), generator=gen)
-    noise, scale = draw(st.sampled_from([0.0, 1e-7, 1e-3, 1.0])), draw(st.sampled_from([1e-30, 1e-3, 1.0, 1e4]))
+    noise, scale = (
+        draw(st.sampled_from([0.0, 1e-7, 1e-3, 1.0])),
+        draw(st.sampled_from([1e-30, 1e-3, 1.0, 1e4])),
+    )
     every = scale * (centre[own] + noise * torch.randn(n + m, p, generator=gen, dtype=F64))
     if draw(st.booleans()):
         every = every.round(decimals=1)  # ties
     every[torch.rand(n + m, generator=gen) < draw(st.sampled_from([0.0, 0.5]))] = 0.0
     if draw(st.sampled_from([False, False, True])):
-        every[torch.rand(n + m, generator=gen) < 0.2, 0] = draw(st.sampled_from([torch.nan, torch.inf, 1e200]))
+        every[torch.rand(n + m, generator=gen) < 0.2, 0] = draw(
+            st.sampled_from([torch.nan, torch.inf, 1e200])
+        )
     dtype = draw(st.sampled_from([F32, F32, F64, BF16, F16]))
     place = draw(st.sampled_from(["contiguous", "wide rows", "transposed"]))
     return lay(every[n:].to(dtype), place), lay(every[:n].to(dtype), place)
@@ -55,7 +65,10 @@ def test_it_is_what_all_pairs_give(both, method, k, pivots):
     guide, rows = both
     got = nearest(guide, rows, k, method, pivots=pivots)
     want = by_all_pairs(guide, rows, k)
-    assert got.sqdist.dtype == F64 and got.index.shape == got.sqdist.shape == (len(guide), min(k, len(rows)))
+    assert got.sqdist.dtype == F64 and got.index.shape == got.sqdist.shape == (
+        len(guide),
+        min(k, len(rows)),
+    )
     assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
@@ -67,7 +80,10 @@ def test_rows_among_themselves(both, method, k):
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize(("groups", "each", "noise"), [(20, 20, 1e-3), (1, 300, 1e-3), (300, 1, 1e-3), (5, 50, 1e3), (7, 30, 0.0)])
+@pytest.mark.parametrize(
+    ("groups", "each", "noise"),
+    [(20, 20, 1e-3), (1, 300, 1e-3), (300, 1, 1e-3), (5, 50, 1e3), (7, 30, 0.0)],
+)
 def test_clusters_one_cluster_none_and_duplicates(groups, each, noise):
     guide, rows = clustered(groups, each, 521, noise)
     want = by_all_pairs(guide, rows, 10)
@@ -77,7 +93,8 @@ def test_clusters_one_cluster_none_and_duplicates(groups, each, noise):
 
 
 def test_a_group_that_only_just_holds_a_nearer_row_is_looked_into():
-    """On a line the bound by pivots (here 0 and 10) is the distance: 5.78 is nearer to 4.9 than the 4 of its own group."""
+    """On a line the bound by pivots (here 0 and 10) is the distance: 5.78 is nearer to 4.9 than the
+    4 of its own group."""
     rows = torch.tensor([0, 1, 2, 3, 4, 10, 5.78], dtype=F64)[:, None]
     for method in METHODS:
         got = nearest(torch.tensor([[4.9]], dtype=F64), rows, 1, method, pivots=2)
@@ -102,12 +119,20 @@ def pairs_taken(monkeypatch, call):
     return taken
 
 
-def test_groups_take_few_pairs_where_there_are_clusters_and_not_many_more_than_all_where_there_are_none(monkeypatch):
+def test_groups_take_few_pairs_where_there_are_clusters_and_about_all_where_there_are_none(
+    monkeypatch,
+):
     guide, rows = clustered(20, 20, 521)
     assert pairs_taken(monkeypatch, lambda: nearest(guide, rows, 10)) == 400 * 400
-    assert pairs_taken(monkeypatch, lambda: nearest(guide, rows, 10, "groups")) == 2 * 400 * 20 + 400 * 20
+    assert (
+        pairs_taken(monkeypatch, lambda: nearest(guide, rows, 10, "groups"))
+        == 2 * 400 * 20 + 400 * 20
+    )
     one, alone = clustered(1, 400, 521)
-    assert pairs_taken(monkeypatch, lambda: nearest(one, alone, 10, "groups")) <= 7 * 400 * 20 + 400 * 400
+    assert (
+        pairs_taken(monkeypatch, lambda: nearest(one, alone, 10, "groups"))
+        <= 7 * 400 * 20 + 400 * 400
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -145,7 +170,10 @@ def test_tiles_of_few_rows(monkeypatch):
     monkeypatch.setattr(stream, "BYTES", 5 * 67 * 4)
     monkeypatch.setattr(sys.modules["pflcore.ops.nearest"], "PAIRS", 36)
     for method in METHODS:
-        assert all(torch.equal(g, w) for g, w in zip(nearest(guide, rows, 5, method), want[method], strict=True))
+        assert all(
+            torch.equal(g, w)
+            for g, w in zip(nearest(guide, rows, 5, method), want[method], strict=True)
+        )
 
 
 def test_underflow_and_overflow_prove_nothing():

@@ -1,4 +1,5 @@
-"""rank1_linear: value and gradients against the dense weight in float64; inactive factors; clients' axes, stacked and under vmap."""
+"""rank1_linear: value and gradients against the dense weight in float64; inactive factors; clients'
+axes, stacked and under vmap."""
 
 import itertools
 
@@ -31,7 +32,10 @@ def inputs(
     seed=0,
 ):
     shapes = ((b, i), (o, f), (f,), (f, i))
-    x, w_a, lam, w_b = (randn(seed + n, *lead, *shape) for n, (lead, shape) in enumerate(zip(leads, shapes, strict=True)))
+    x, w_a, lam, w_b = (
+        randn(seed + n, *lead, *shape)
+        for n, (lead, shape) in enumerate(zip(leads, shapes, strict=True))
+    )
     gen = torch.Generator().manual_seed(seed)
     lam = lam * (torch.rand(lam.shape, generator=gen, dtype=F64) < active)
     return [t.to(dtype) for t in (x, w_a, lam, w_b)]
@@ -49,7 +53,8 @@ def gradients(args, call, grad):
 
 
 def check_gradients(args, seed=9):
-    """Against autograd through the dense weight in float64, the error measured by the gradient of the absolute values."""
+    """Against autograd through the dense weight in float64, the error measured by the gradient of
+    the absolute values."""
     wide = [t.double() for t in args]
     y = dense(*wide)
     grad = randn(seed, *y.shape, dtype=args[0].dtype)
@@ -61,7 +66,7 @@ def check_gradients(args, seed=9):
         assert_close(g, w, "rank1", size=s)
 
 
-# --- right --------------------------------------------------------------------------------------------------------------------------
+# --- right ------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("isa")
@@ -75,7 +80,11 @@ def test_definition_and_gradients(dtype, b, i, f, o, active, seed):
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", [F32, F64])
-@pytest.mark.parametrize("axes", list(itertools.product([False, True], repeat=4)), ids=lambda a: "".join("n" if x else "-" for x in a))
+@pytest.mark.parametrize(
+    "axes",
+    list(itertools.product([False, True], repeat=4)),
+    ids=lambda a: "".join("n" if x else "-" for x in a),
+)
 def test_clients_axis(dtype, axes):
     """An input without the clients' axis is shared, and its gradient summed."""
     args = inputs(5, 7, 6, 3, dtype, tuple((4,) if a else () for a in axes), 0.6)
@@ -122,14 +131,15 @@ def test_any_stride(dtype):
         check_gradients(other)
 
 
-# --- factors that are off -------------------------------------------------------------------------------------------------------------
+# --- factors that are off ---------------------------------------------------
 
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("lead", [(), (4,)])
 def test_factors_that_are_off_change_nothing(dtype, lead):
-    """With lambda 0 here and there: the same as without those factors, and their values, NaN even, do not count in x's gradient."""
+    """With lambda 0 here and there: the same as without those factors, and their values, NaN even,
+    do not count in x's gradient."""
     x, w_a, lam, w_b = inputs(5, 17, 12, 7, dtype, (lead, (), (), ()))
     off = torch.tensor([0, 3, 4, 11])
     on = torch.tensor([f for f in range(12) if f not in off.tolist()])
@@ -140,7 +150,10 @@ def test_factors_that_are_off_change_nothing(dtype, lead):
     grad = torch.ones_like(got)
     gx, ga, glam, gb = gradients([x, w_a, lam, w_b], rank1_linear, grad)
     sx, sa, slam, sb = gradients(small, rank1_linear, grad)
-    rough = {"rtol": 2e-2 if dtype not in (F32, F64) else 1e-4, "atol": 5e-2 if dtype not in (F32, F64) else 1e-4}
+    rough = {
+        "rtol": 2e-2 if dtype not in (F32, F64) else 1e-4,
+        "atol": 5e-2 if dtype not in (F32, F64) else 1e-4,
+    }
     for a, b in ((gx, sx), (ga[:, on], sa), (glam[on], slam), (gb[on], sb)):
         torch.testing.assert_close(a, b, **rough)
     assert bool((ga[:, off] == 0).all()) and bool((gb[off] == 0).all())
@@ -151,7 +164,9 @@ def test_factors_that_are_off_change_nothing(dtype, lead):
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("needs", [n for n in itertools.product([False, True], repeat=4) if any(n)], ids=str)
+@pytest.mark.parametrize(
+    "needs", [n for n in itertools.product([False, True], repeat=4) if any(n)], ids=str
+)
 def test_only_the_gradients_that_are_wanted(needs):
     args = inputs(5, 7, 6, 3, F64, ((4,), (), (4,), ()), 0.5)
     leaves = [t.requires_grad_(need) for t, need in zip(args, needs, strict=True)]
@@ -175,12 +190,15 @@ def test_second_derivative():
         torch.testing.assert_close(g, w)
 
 
-# --- vmap -----------------------------------------------------------------------------------------------------------------------------
+# --- vmap -------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize(
-    "axes", [a for a in itertools.product([None, 0], repeat=4) if any(v is not None for v in a)] + [(1, 2, 1, 0)], ids=str
+    "axes",
+    [a for a in itertools.product([None, 0], repeat=4) if any(v is not None for v in a)]
+    + [(1, 2, 1, 0)],
+    ids=str,
 )
 def test_vmap_forward_and_backward(axes):
     n = 4
@@ -189,7 +207,10 @@ def test_vmap_forward_and_backward(axes):
     stacked = [t if not a else t.movedim(0, a) for t, a in zip(args, axes, strict=True)]
     leaves = [t.clone().requires_grad_() for t in stacked]
     y = torch.vmap(rank1_linear, in_dims=axes)(*leaves)
-    each = [rank1_linear(*[t[c] if a is not None else t for t, a in zip(args, axes, strict=True)]) for c in range(n)]
+    each = [
+        rank1_linear(*[t[c] if a is not None else t for t, a in zip(args, axes, strict=True)])
+        for c in range(n)
+    ]
     torch.testing.assert_close(y, torch.stack(each), rtol=1e-12, atol=1e-12)
     grad = randn(8, *y.shape)
     got = torch.autograd.grad(y, leaves, grad)
@@ -206,17 +227,21 @@ def test_vmap_of_the_backward_pass(inner):
     grads = randn(8, 3, *y.shape)
     got = torch.autograd.grad(y, args, grads, is_grads_batched=True, retain_graph=True)
     for c in range(3):
-        for g, w in zip(got, torch.autograd.grad(y, args, grads[c], retain_graph=True), strict=True):
+        for g, w in zip(
+            got, torch.autograd.grad(y, args, grads[c], retain_graph=True), strict=True
+        ):
             torch.testing.assert_close(g[c], w, rtol=1e-12, atol=1e-12)
 
 
 def test_vmap_in_vmap():
     args = inputs(5, 7, 6, 3, F64, ((2, 4), (), (2, 4), ()), 0.6)
-    y = torch.vmap(torch.vmap(rank1_linear, in_dims=(0, None, 0, None)), in_dims=(0, None, 0, None))(*args)
+    y = torch.vmap(
+        torch.vmap(rank1_linear, in_dims=(0, None, 0, None)), in_dims=(0, None, 0, None)
+    )(*args)
     check(y, args)
 
 
-# --- laws -----------------------------------------------------------------------------------------------------------------------------
+# --- laws -------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("kernels")
@@ -233,12 +258,19 @@ def test_threads_change_no_bit(dtype, lead):
 @pytest.mark.parametrize("change", range(4))
 def test_linear_in_each_input(change):
     one, two = inputs(5, 7, 6, 3, seed=1), inputs(5, 7, 6, 3, seed=20)
-    mixed = [t if n != change else 2 * t - 3 * u for n, (t, u) in enumerate(zip(one, two, strict=True))]
+    mixed = [
+        t if n != change else 2 * t - 3 * u for n, (t, u) in enumerate(zip(one, two, strict=True))
+    ]
     other = [t if n != change else u for n, (t, u) in enumerate(zip(one, two, strict=True))]
-    torch.testing.assert_close(rank1_linear(*mixed), 2 * rank1_linear(*one) - 3 * rank1_linear(*other), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(
+        rank1_linear(*mixed),
+        2 * rank1_linear(*one) - 3 * rank1_linear(*other),
+        rtol=1e-11,
+        atol=1e-11,
+    )
 
 
-# --- bad input ------------------------------------------------------------------------------------------------------------------------
+# --- bad input --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -260,7 +292,12 @@ def test_linear_in_each_input(change):
     ],
 )
 def test_bad_input(change, name, kind):
-    good = {"x": torch.zeros(5, 7), "w_a": torch.zeros(3, 6), "lam": torch.zeros(6), "w_b": torch.zeros(6, 7)}
+    good = {
+        "x": torch.zeros(5, 7),
+        "w_a": torch.zeros(3, 6),
+        "lam": torch.zeros(6),
+        "w_b": torch.zeros(6, 7),
+    }
     with refuses("rank1_linear", name, kind):
         rank1_linear(**{**good, **change})
 

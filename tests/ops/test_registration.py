@@ -13,7 +13,9 @@ from pflcore import ops
 
 def leaves(*shapes):
     gen = torch.Generator().manual_seed(3)
-    return [torch.randn(*shape, generator=gen, dtype=torch.float64).requires_grad_() for shape in shapes]
+    return [
+        torch.randn(*shape, generator=gen, dtype=torch.float64).requires_grad_() for shape in shapes
+    ]
 
 
 def check_gradients(call, inputs):
@@ -45,7 +47,10 @@ def test_gradcheck_rank1_linear(lead):
 
 def test_weights_are_constants():
     (d,) = leaves((3, 3))
-    assert not ops.waffle_weights(d, 0, 0.5).requires_grad and not ops.feddwa_weights(d, 2).weight.requires_grad
+    assert (
+        not ops.waffle_weights(d, 0, 0.5).requires_grad
+        and not ops.feddwa_weights(d, 2).weight.requires_grad
+    )
 
 
 def server_step(guide, model, out):
@@ -61,15 +66,22 @@ def test_compile(dynamic):
     compiled = torch.compile(server_step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for n in (6, 9):
         guide, model = torch.randn(n, 40, generator=gen), torch.randn(n, 40, generator=gen)
-        want, got = server_step(guide, model, torch.empty_like(model)), compiled(guide, model, torch.empty_like(model))
+        want, got = (
+            server_step(guide, model, torch.empty_like(model)),
+            compiled(guide, model, torch.empty_like(model)),
+        )
         for w, g in zip(want, got, strict=True):
             torch.testing.assert_close(g, w)
 
 
 def test_compile_with_gradient():
     gen = torch.Generator().manual_seed(2)
-    inputs = [torch.randn(*s, generator=gen).requires_grad_() for s in ((4, 5, 6), (7, 3), (4, 3), (3, 6))]
-    compiled = torch.compile(lambda *t: ops.rank1_linear(*t).square().mean(), fullgraph=True, backend="aot_eager")
+    inputs = [
+        torch.randn(*s, generator=gen).requires_grad_() for s in ((4, 5, 6), (7, 3), (4, 3), (3, 6))
+    ]
+    compiled = torch.compile(
+        lambda *t: ops.rank1_linear(*t).square().mean(), fullgraph=True, backend="aot_eager"
+    )
     want = torch.autograd.grad(ops.rank1_linear(*inputs).square().mean(), inputs)
     for g, w in zip(torch.autograd.grad(compiled(*inputs), inputs), want, strict=True):
         torch.testing.assert_close(g, w)
@@ -77,8 +89,12 @@ def test_compile_with_gradient():
 
 def test_compile_with_the_default_backend():
     guide = torch.randn(5, 40, generator=torch.Generator().manual_seed(3))
-    compiled = torch.compile(lambda t: ops.aggregate(t, *ops.feddwa_weights(ops.pairwise_sqdist(t), 2)), fullgraph=True)
-    assert torch.equal(compiled(guide), ops.aggregate(guide, *ops.feddwa_weights(ops.pairwise_sqdist(guide), 2)))
+    compiled = torch.compile(
+        lambda t: ops.aggregate(t, *ops.feddwa_weights(ops.pairwise_sqdist(t), 2)), fullgraph=True
+    )
+    assert torch.equal(
+        compiled(guide), ops.aggregate(guide, *ops.feddwa_weights(ops.pairwise_sqdist(guide), 2))
+    )
 
 
 def test_compile_of_a_step_in_place():
@@ -96,24 +112,44 @@ def test_compile_of_a_step_in_place():
 def test_backend_says_what_runs():
     backend = pflcore.backend()
     assert (
-        backend.kernels == (backend.isa is not None) and backend.threads == torch.get_num_threads() and backend.torch == torch.__version__
+        backend.kernels == (backend.isa is not None)
+        and backend.threads == torch.get_num_threads()
+        and backend.torch == torch.__version__
     )
-    assert str(backend).startswith("kernels (" if backend.kernels else "references, ") and "\n" not in str(backend) and backend.why
+    assert (
+        str(backend).startswith("kernels (" if backend.kernels else "references, ")
+        and "\n" not in str(backend)
+        and backend.why
+    )
 
 
 def run(code, **environment):
-    return subprocess.run([sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=True)
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
 
 
 @pytest.mark.deep("a subprocess")
 def test_switched_off():
     out = run(
-        "import pflcore, torch; print(pflcore.backend().kernels, pflcore.pairwise_sqdist(torch.eye(2)).tolist())", PFLCORE_KERNELS="0"
+        "import pflcore, torch; print(pflcore.backend().kernels, "
+        "pflcore.pairwise_sqdist(torch.eye(2)).tolist())",
+        PFLCORE_KERNELS="0",
     )
-    assert out.stdout.split("\n")[0] == "False [[0.0, 2.0], [2.0, 0.0]]" and "Warning" not in out.stderr
+    assert (
+        out.stdout.split("\n")[0] == "False [[0.0, 2.0], [2.0, 0.0]]"
+        and "Warning" not in out.stderr
+    )
 
 
 @pytest.mark.skipif(not pflcore.backend().kernels, reason="the kernels are not loaded")
 @pytest.mark.deep("a subprocess")
 def test_instruction_set_by_environment():
-    assert run("import pflcore; print(pflcore.backend().isa)", PFLCORE_ISA="plain").stdout.strip() == "plain"
+    assert (
+        run("import pflcore; print(pflcore.backend().isa)", PFLCORE_ISA="plain").stdout.strip()
+        == "plain"
+    )

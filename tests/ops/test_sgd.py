@@ -18,7 +18,9 @@ def formula(w, grad, lr, shift, mask, mu, anchor, momentum, buffer, weight_decay
     if shift is not None:
         d = d + shift.double()
     if anchor is not None:
-        d = d + (mu.double()[:, None] if isinstance(mu, torch.Tensor) else mu) * (w - anchor.double())
+        d = d + (mu.double()[:, None] if isinstance(mu, torch.Tensor) else mu) * (
+            w - anchor.double()
+        )
     d = d + weight_decay * w
     if momentum:
         buffer = momentum * buffer.double() + d
@@ -28,11 +30,21 @@ def formula(w, grad, lr, shift, mask, mu, anchor, momentum, buffer, weight_decay
 
 @pytest.mark.usefixtures("isa")
 @given(
-    st.sampled_from([0, 1, 2, 5]), st.sampled_from([0, 1, 3, 16, 17, 257, 5003]), st.sampled_from([F32, F64]), SWITCH,
-    st.sampled_from([None, "row", "matrix"]), st.sampled_from([None, "float", "rows"]), st.sampled_from([0.0, 0.9]),
-    st.sampled_from([0.0, 0.01]), st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS[:3]), st.integers(0, 99),
-)  # fmt: skip
-def test_formula(s, q, dtype, with_shift, mask_kind, mu_kind, momentum, weight_decay, layout, written, seed):
+    st.sampled_from([0, 1, 2, 5]),
+    st.sampled_from([0, 1, 3, 16, 17, 257, 5003]),
+    st.sampled_from([F32, F64]),
+    SWITCH,
+    st.sampled_from([None, "row", "matrix"]),
+    st.sampled_from([None, "float", "rows"]),
+    st.sampled_from([0.0, 0.9]),
+    st.sampled_from([0.0, 0.01]),
+    st.sampled_from(LAYOUTS),
+    st.sampled_from(LAYOUTS[:3]),
+    st.integers(0, 99),
+)
+def test_formula(
+    s, q, dtype, with_shift, mask_kind, mu_kind, momentum, weight_decay, layout, written, seed
+):
     gen = torch.Generator().manual_seed(seed)
 
     def make(*shape, place=layout):
@@ -40,13 +52,21 @@ def test_formula(s, q, dtype, with_shift, mask_kind, mu_kind, momentum, weight_d
         return lay(t, place) if len(shape) == 2 else lay(t[None], place)[0]
 
     w, grad, shift = make(s, q, place=written), make(s, q), make(s, q) if with_shift else None
-    mask = None if mask_kind is None else (make(q) if mask_kind == "row" else make(s, q)).gt(0).to(dtype)
+    mask = (
+        None
+        if mask_kind is None
+        else (make(q) if mask_kind == "row" else make(s, q)).gt(0).to(dtype)
+    )
     anchor = None if mu_kind is None else make(s, q)
     mu = {None: 0.0, "float": 0.3, "rows": torch.rand(s, generator=gen)}[mu_kind]
     buffer = make(s, q, place=written) if momentum else None
-    want, want_buffer = formula(w, grad, 0.1, shift, mask, mu, anchor, momentum, buffer, weight_decay)
+    want, want_buffer = formula(
+        w, grad, 0.1, shift, mask, mu, anchor, momentum, buffer, weight_decay
+    )
     start, size = w.clone(), 20 * torch.ones_like(want)  # ten terms of size 2
-    assert ops.sgd_step_(w, grad, 0.1, shift, mask, mu, anchor, momentum, buffer, weight_decay) is None
+    assert (
+        ops.sgd_step_(w, grad, 0.1, shift, mask, mu, anchor, momentum, buffer, weight_decay) is None
+    )
     assert_close(w, want, "sgd", dtype, size)
     if momentum:
         assert_close(buffer, want_buffer, "sgd", dtype, size)
@@ -125,7 +145,14 @@ def test_a_row_alone_takes_the_same_step(dtype):
 def test_shared_rows_are_read():
     """An expanded anchor or shift is one row for all clients."""
     w = torch.zeros(4, 50)
-    ops.sgd_step_(w, torch.zeros(4, 50), 1.0, shift=torch.ones(1, 50).expand(4, 50), mu=1.0, anchor=torch.full((1, 50), 2.0).expand(4, 50))
+    ops.sgd_step_(
+        w,
+        torch.zeros(4, 50),
+        1.0,
+        shift=torch.ones(1, 50).expand(4, 50),
+        mu=1.0,
+        anchor=torch.full((1, 50), 2.0).expand(4, 50),
+    )
     assert (w == 1).all()  # 0 - (1 + (0 - 2))
 
 
@@ -135,22 +162,70 @@ W = torch.zeros(2, 3)
 @pytest.mark.parametrize(
     ("call", "kind", "words"),
     [
-        (lambda: ops.sgd_step_(torch.zeros(3), torch.zeros(3), 0.1), ValueError, r"w must be a matrix \[S, Q\]"),
-        (lambda: ops.sgd_step_(W.bfloat16(), W.bfloat16(), 0.1), TypeError, "w must be float32 or float64"),
-        (lambda: ops.sgd_step_(W, torch.zeros(2, 4), 0.1), ValueError, r"grad must be \[2, 3\] like w"),
+        (
+            lambda: ops.sgd_step_(torch.zeros(3), torch.zeros(3), 0.1),
+            ValueError,
+            r"w must be a matrix \[S, Q\]",
+        ),
+        (
+            lambda: ops.sgd_step_(W.bfloat16(), W.bfloat16(), 0.1),
+            TypeError,
+            "w must be float32 or float64",
+        ),
+        (
+            lambda: ops.sgd_step_(W, torch.zeros(2, 4), 0.1),
+            ValueError,
+            r"grad must be \[2, 3\] like w",
+        ),
         (lambda: ops.sgd_step_(W, W.double(), 0.1), TypeError, "grad must be torch.float32 like w"),
-        (lambda: ops.sgd_step_(W, W, 0.1, momentum=0.9), ValueError, "buffer must be .* where momentum is 0.9"),
-        (lambda: ops.sgd_step_(W, W, 0.1, mu=1.0), ValueError, "anchor must be .* where mu is given"),
-        (lambda: ops.sgd_step_(W, W, 0.1, mu=torch.ones(3), anchor=W), ValueError, r"mu must be a number or \[2\]"),
-        (lambda: ops.sgd_step_(torch.zeros(3, 2).T, W, 0.1), ValueError, "w must be of contiguous rows"),
-        (lambda: ops.sgd_step_(torch.zeros(1, 3).expand(2, -1), W, 0.1), ValueError, "w must be of rows that do not overlap"),
-        (lambda: ops.sgd_step_(W, W, 0.1, momentum=0.9, buffer=torch.zeros(3, 2).T), ValueError, "buffer must be of contiguous rows"),
+        (
+            lambda: ops.sgd_step_(W, W, 0.1, momentum=0.9),
+            ValueError,
+            "buffer must be .* where momentum is 0.9",
+        ),
+        (
+            lambda: ops.sgd_step_(W, W, 0.1, mu=1.0),
+            ValueError,
+            "anchor must be .* where mu is given",
+        ),
+        (
+            lambda: ops.sgd_step_(W, W, 0.1, mu=torch.ones(3), anchor=W),
+            ValueError,
+            r"mu must be a number or \[2\]",
+        ),
+        (
+            lambda: ops.sgd_step_(torch.zeros(3, 2).T, W, 0.1),
+            ValueError,
+            "w must be of contiguous rows",
+        ),
+        (
+            lambda: ops.sgd_step_(torch.zeros(1, 3).expand(2, -1), W, 0.1),
+            ValueError,
+            "w must be of rows that do not overlap",
+        ),
+        (
+            lambda: ops.sgd_step_(W, W, 0.1, momentum=0.9, buffer=torch.zeros(3, 2).T),
+            ValueError,
+            "buffer must be of contiguous rows",
+        ),
         (lambda: ops.sgd_step_(W, W, 0.1, shift=0.0), TypeError, "shift must be a tensor"),
-        (lambda: ops.sgd_step_(W, W, 0.1, mask=torch.ones(3, dtype=torch.bool)), TypeError, "mask must be torch.float32"),
-        (lambda: ops.sgd_step_(W, W, "fast"), TypeError, "lr must be a number, got 'fast' of type str"),
+        (
+            lambda: ops.sgd_step_(W, W, 0.1, mask=torch.ones(3, dtype=torch.bool)),
+            TypeError,
+            "mask must be torch.float32",
+        ),
+        (
+            lambda: ops.sgd_step_(W, W, "fast"),
+            TypeError,
+            "lr must be a number, got 'fast' of type str",
+        ),
         (lambda: ops.sgd_step_(W, W, 0.1, mu="x", anchor=W), TypeError, "mu must be a number"),
         (lambda: ops.sgd_step_(W.to_sparse(), W, 0.1), TypeError, "w must be a dense tensor"),
-        (lambda: ops.sgd_step_(W.clone().requires_grad_(), W, 0.1), ValueError, "w must be free of autograd"),
+        (
+            lambda: ops.sgd_step_(W.clone().requires_grad_(), W, 0.1),
+            ValueError,
+            "w must be free of autograd",
+        ),
         (lambda: ops.sgd_step_(W, W, 0.1, mask=torch.ones(2)), ValueError, "mask must be"),
     ],
 )
@@ -160,7 +235,7 @@ def test_bad_input(call, kind, words):
     assert str(error.value).startswith("sgd_step_: ") and "\n" not in str(error.value)
 
 
-# --- memory ---------------------------------------------------------------------------------------------------------------------------
+# --- memory -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["grad", "shift", "mask", "anchor", "mu", "buffer"])
@@ -168,12 +243,21 @@ def test_memory_that_meets_is_refused(name):
     """A part of w, or of the buffer, that moves while it is read."""
     home = torch.randn(7, 9, dtype=F64, generator=torch.Generator().manual_seed(0))
     w, part = home[:3], home[2, 1:4] if name == "mu" else home[1:4]
-    arguments = {"grad": torch.zeros(3, 9, dtype=F64), "anchor": torch.zeros(3, 9, dtype=F64), name: part}
+    arguments = {
+        "grad": torch.zeros(3, 9, dtype=F64),
+        "anchor": torch.zeros(3, 9, dtype=F64),
+        name: part,
+    }
     if name == "buffer":
         arguments["momentum"] = 0.9
     with refuses("sgd_step_", name):
         ops.sgd_step_(w, lr=0.1, **arguments)
-    arguments = {**arguments, "momentum": 0.9, "buffer": home[4:], name: home[4, :3] if name == "mu" else home[4:]}
+    arguments = {
+        **arguments,
+        "momentum": 0.9,
+        "buffer": home[4:],
+        name: home[4, :3] if name == "mu" else home[4:],
+    }
     if name != "buffer":
         with refuses("sgd_step_", "buffer"):
             ops.sgd_step_(w, lr=0.1, **arguments)

@@ -1,4 +1,5 @@
-"""pairwise_sqdist: exact where float32 expansions are not, the same bits for any threads and order, on every path of the kernels."""
+"""pairwise_sqdist: exact where float32 expansions are not, the same bits for any threads and order,
+on every path of the kernels."""
 
 import hypothesis.strategies as st
 import pytest
@@ -20,14 +21,15 @@ def exact(a, b=None):
 
 
 def centred(a):
-    """Distances of close rows by another road: float64 scalar products of the differences from the first row."""
+    """Distances of close rows by another road: float64 scalar products of the differences from the
+    first row."""
     d = a.double() - a[0].double()
     gram = d @ d.T
     square = gram.diagonal()
     return square[:, None] + square - 2 * gram
 
 
-# --- right --------------------------------------------------------------------------------------------------------------------------
+# --- right ------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("isa")
@@ -63,10 +65,17 @@ def test_rows_of_very_different_scale(dtype, cols):
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize(
     ("spread", "p"),
-    [(1e-4, 50_000), *(pytest.param(spread, 1_000_000, marks=pytest.mark.deep("a large model")) for spread in (1e-3, 1e-4))],
+    [
+        (1e-4, 50_000),
+        *(
+            pytest.param(spread, 1_000_000, marks=pytest.mark.deep("a large model"))
+            for spread in (1e-3, 1e-4)
+        ),
+    ],
 )
 def test_forty_clients_close_together(spread, p):
-    """What models look like after a round; |a|^2 + |b|^2 - 2ab in float32 is wrong by more than 100 % here."""
+    """What models look like after a round; |a|^2 + |b|^2 - 2ab in float32 is wrong by more than 100
+    % here."""
     gen = torch.Generator().manual_seed(5)
     a = torch.randn(p, generator=gen) * 0.05
     a = a + spread * 0.05 * torch.randn(40, p, generator=gen)
@@ -94,12 +103,13 @@ def test_more_rows_than_fit_a_cache_block(n, p):
     assert_close(pairwise_sqdist(a[-1:], b), exact_b[-1:], "sqdist", F32)
 
 
-# --- laws ---------------------------------------------------------------------------------------------------------------------------
+# --- laws -------------------------------------------------------------------
 
 
 @given(dtypes, ROWS, COLS, st.integers(0, 99), st.integers(-100, 100))
 def test_whole_numbers_are_exact_and_a_common_shift_changes_nothing(dtype, rows, cols, seed, shift):
-    a = randn(seed, rows, cols, scale=15).round().clamp(-50, 50)  # up to 150 in size, which bfloat16 holds exactly
+    # up to 150 in size, which bfloat16 holds exactly
+    a = randn(seed, rows, cols, scale=15).round().clamp(-50, 50)
     got = pairwise_sqdist(a.to(dtype))
     assert torch.equal(got, exact(a))
     assert torch.equal(pairwise_sqdist((a + shift).to(dtype)), got)
@@ -113,7 +123,9 @@ def test_order_and_place_of_the_clients_change_no_bit(dtype, data):
     cols = data.draw(COLS)
     a = data.draw(matrices(ROWS, st.just(cols), dtype))
     b = data.draw(matrices(ROWS, st.just(cols), dtype))
-    pa, pb = (torch.tensor(data.draw(st.permutations(range(len(t)))), dtype=torch.int64) for t in (a, b))
+    pa, pb = (
+        torch.tensor(data.draw(st.permutations(range(len(t)))), dtype=torch.int64) for t in (a, b)
+    )
     place = data.draw(st.sampled_from(LAYOUTS))
     assert torch.equal(pairwise_sqdist(lay(a[pa], place)), pairwise_sqdist(a)[pa][:, pa])
     assert torch.equal(pairwise_sqdist(lay(a[pa], place), b[pb]), pairwise_sqdist(a, b)[pa][:, pb])
@@ -123,7 +135,8 @@ def test_order_and_place_of_the_clients_change_no_bit(dtype, data):
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", [F32, F64])
 def test_order_of_many_clients_changes_no_bit(dtype):
-    """More rows than one window of the kernel holds, more columns than one strip: pairs change from large windows to small ones."""
+    """More rows than one window of the kernel holds, more columns than one strip: pairs change from
+    large windows to small ones."""
     a = randn(1, 133, 1031, dtype=dtype)
     got = pairwise_sqdist(a)
     assert torch.equal(pairwise_sqdist(a.flip(0)), got.flip(0, 1))
@@ -153,7 +166,8 @@ def test_a_client_that_is_not_finite_spoils_its_own_row_and_column_alone(dtype, 
     assert bool((got.diagonal() == 0).all())
     for line in (got[3, others], got[others, 3], pairwise_sqdist(a, a[others])[3]):
         assert bool(line.isnan().all() if bad != bad else (line == torch.inf).all())
-    assert bool(pairwise_sqdist(a, a)[3, 3].isnan())  # Inf - Inf: with b nothing is known of the diagonal
+    # Inf - Inf: with b nothing is known of the diagonal
+    assert bool(pairwise_sqdist(a, a)[3, 3].isnan())
 
 
 def test_no_columns_and_no_rows():
@@ -168,7 +182,7 @@ def test_one_row_for_everybody():
     assert torch.equal(pairwise_sqdist(a.expand(5, -1)), torch.zeros(5, 5, dtype=F64))
 
 
-# --- listed pairs -------------------------------------------------------------------------------------------------------------------
+# --- listed pairs -----------------------------------------------------------
 
 
 def listed(all_pairs, index):
@@ -202,9 +216,13 @@ def test_listed_pairs_have_the_bits_of_all_pairs(dtype, data):
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(("m", "n", "p", "many"), [(2, 300, 700, 290), (150, 133, 1031, 3), (3, 5, 20_011, 4), (40, 40, 3001, 129)])
+@pytest.mark.parametrize(
+    ("m", "n", "p", "many"),
+    [(2, 300, 700, 290), (150, 133, 1031, 3), (3, 5, 20_011, 4), (40, 40, 3001, 129)],
+)
 def test_a_pair_has_the_same_bits_in_every_matrix(dtype, m, n, p, many):
-    """In lists longer than a window, in parts of a matrix, in a row alone: a pair's sum depends on its columns alone."""
+    """In lists longer than a window, in parts of a matrix, in a row alone: a pair's sum depends on
+    its columns alone."""
     a, b = randn(1, m, p, dtype=dtype), randn(2, n, p, dtype=dtype)
     if dtype in (F32, F64, BF16):
         b[::2] = a[0] * (1 + 2**-7)  # close, and
@@ -214,11 +232,16 @@ def test_a_pair_has_the_same_bits_in_every_matrix(dtype, m, n, p, many):
     same_for_any_threads(lambda: pairwise_sqdist(a, b, index))
     assert torch.equal(pairwise_sqdist(a, b, index), listed(full, index))
     assert torch.equal(pairwise_sqdist(a[1:], b[1:5]), full[1:, 1:5])
-    assert torch.equal(pairwise_sqdist(a[1:2], b), full[1:2]) and torch.equal(pairwise_sqdist(a, b[1:2]), full[:, 1:2])
+    assert torch.equal(pairwise_sqdist(a[1:2], b), full[1:2]) and torch.equal(
+        pairwise_sqdist(a, b[1:2]), full[:, 1:2]
+    )
     off = ~torch.eye(m, dtype=torch.bool)
     assert torch.equal(pairwise_sqdist(a)[off], pairwise_sqdist(a, a[:])[off])
     some = slice(0, min(m, 3))
-    assert torch.equal(reference.pairwise_sqdist(a[some], b[1:5]), reference.pairwise_sqdist(a[some], b[:7])[:, 1:5])
+    assert torch.equal(
+        reference.pairwise_sqdist(a[some], b[1:5]),
+        reference.pairwise_sqdist(a[some], b[:7])[:, 1:5],
+    )
 
 
 def test_a_list_of_nobody():
@@ -228,11 +251,15 @@ def test_a_list_of_nobody():
         for other, cols in ((None, 9), (a[:0], 9), (None, 0)):
             got = call(a[:, :cols], None if other is None else other[:, :cols], index)
             assert torch.equal(got, torch.full((3, 2), torch.inf, dtype=F64))
-        assert call(a[:0], a, index[:0]).shape == (0, 2) and call(a, None, index[:, :0]).shape == (3, 0)
+        assert call(a[:0], a, index[:0]).shape == (0, 2) and call(a, None, index[:, :0]).shape == (
+            3,
+            0,
+        )
 
 
 def test_gradient_of_listed_pairs():
-    """That of the same entries of all pairs; what is padding, and a client that is NaN and in no pair, add nothing."""
+    """That of the same entries of all pairs; what is padding, and a client that is NaN and in no
+    pair, add nothing."""
     index = torch.tensor([[1, 4, -1], [0, 0, 2], [-1, -1, -1], [3, 1, 4]])
     for own in (False, True):
         a, b = randn(1, 4, 21).requires_grad_(), randn(2, 5, 21)
@@ -241,14 +268,21 @@ def test_gradient_of_listed_pairs():
         near = index.clamp(max=3) if own else index
         grad = randn(3, 4, 3)
         got = torch.autograd.grad(pairwise_sqdist(*inputs, index=near), inputs, grad)
-        dense = torch.zeros(4, 4 if own else 5, dtype=F64).scatter_add(1, near.clamp(min=0), torch.where(near < 0, 0.0, grad))
+        dense = torch.zeros(4, 4 if own else 5, dtype=F64).scatter_add(
+            1, near.clamp(min=0), torch.where(near < 0, 0.0, grad)
+        )
         want = torch.autograd.grad(pairwise_sqdist(*inputs), inputs, dense)
         for g, w in zip(got, want, strict=True):
             assert torch.equal(g, w)
     a = randn(1, 3, 5).requires_grad_()
     with torch.no_grad():
         a[2] = torch.nan
-    (got,) = torch.autograd.grad(pairwise_sqdist(a, index=torch.tensor([[1, -1], [0, 0], [-1, -1]])).nan_to_num(posinf=0).sum(), a)
+    (got,) = torch.autograd.grad(
+        pairwise_sqdist(a, index=torch.tensor([[1, -1], [0, 0], [-1, -1]]))
+        .nan_to_num(posinf=0)
+        .sum(),
+        a,
+    )
     assert bool(got.isfinite().all())
 
 
@@ -278,7 +312,7 @@ def test_bad_index(index, kind):
         pairwise_sqdist(torch.zeros(2, 3), torch.zeros(4, 3), index)
 
 
-# --- gradient -----------------------------------------------------------------------------------------------------------------------
+# --- gradient ---------------------------------------------------------------
 
 
 @given(st.sampled_from([F32, F64]), st.integers(1, 6), st.integers(1, 40), st.booleans())
@@ -293,11 +327,17 @@ def test_gradient(dtype, rows, cols, own):
     want = torch.autograd.grad(exact(a64, b64), inputs64, grad)
     for g, w in zip(got, want, strict=True):
         assert g.dtype == dtype
-        torch.testing.assert_close(g.double(), w, rtol=1e-6 if dtype == F32 else 1e-12, atol=1e-6 if dtype == F32 else 1e-11)
+        torch.testing.assert_close(
+            g.double(),
+            w,
+            rtol=1e-6 if dtype == F32 else 1e-12,
+            atol=1e-6 if dtype == F32 else 1e-11,
+        )
 
 
 def test_gradient_of_close_rows():
-    """2 (a_i - b_j) as a difference of two nearly equal products would lose everything in float32."""
+    """2 (a_i - b_j) as a difference of two nearly equal products would lose everything in
+    float32."""
     a = (1.0 + 1e-4 * randn(1, 4, 67)).float().requires_grad_()
     (got,) = torch.autograd.grad(pairwise_sqdist(a).sum(), a)
     d = a.detach().double()
@@ -305,7 +345,7 @@ def test_gradient_of_close_rows():
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-9)
 
 
-# --- bad input ----------------------------------------------------------------------------------------------------------------------
+# --- bad input --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

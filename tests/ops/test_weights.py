@@ -25,7 +25,7 @@ def near(got, want, digits=1.1e-10):
     torch.testing.assert_close(got, f64(want), rtol=0, atol=digits)
 
 
-# --- WAFFLE -------------------------------------------------------------------------------------------------------------------------
+# --- WAFFLE -----------------------------------------------------------------
 
 omegas = st.floats(0.01, 1.0)
 distances = st.one_of(  # spread over magnitudes, or close together
@@ -40,7 +40,8 @@ def sigmoid(r, rounds, steep=3.2):
 
 
 def printed(d, target, omega, psi, line6=True):
-    """Algorithm 1 as printed (line 6), or the paper's equation (3), which differs above omega = 1."""
+    """Algorithm 1 as printed (line 6), or the paper's equation (3), which differs above omega =
+    1."""
     others = torch.cat([d[:target], d[target + 1 :]])
     high, low = others.max(), others.min()
     star = low * (1 - (high - low) / high * (1 - omega))
@@ -96,8 +97,12 @@ def test_waffle_golden_other_target_and_ten_clients():
         0.2127063091,
     ]
     near(waffle_weights(d, 0, sigmoid(1, 100)), first)
-    near(waffle_weights(d, 0, sigmoid(50, 100)), [0.4285714286, 0.2857142857, *[0] * 7, 0.2857142857])
-    near(waffle_weights(d, 0, sigmoid(60, 100)), [0.5562665044, 0.2218667478, *[0] * 7, 0.2218667478])
+    near(
+        waffle_weights(d, 0, sigmoid(50, 100)), [0.4285714286, 0.2857142857, *[0] * 7, 0.2857142857]
+    )
+    near(
+        waffle_weights(d, 0, sigmoid(60, 100)), [0.5562665044, 0.2218667478, *[0] * 7, 0.2218667478]
+    )
     near(waffle_weights(d, 0, sigmoid(75, 100)), [1, *[0] * 9])
 
 
@@ -110,28 +115,41 @@ def test_waffle_is_the_printed_formula(d, omega, psi, data):
     assume((others.max() - others.min()) / others.max() >= 1e-3)
     got = waffle_weights(d, target, omega, psi)
     for line6 in (True, False):  # the same for omega <= 1
-        torch.testing.assert_close(got, printed(d, target, omega, omega if psi is None else psi, line6), rtol=0, atol=1e-11)
+        torch.testing.assert_close(
+            got, printed(d, target, omega, omega if psi is None else psi, line6), rtol=0, atol=1e-11
+        )
 
 
 @given(distances, st.floats(1.0, 4.0))
 def test_waffle_above_one_is_line_6(d, omega):
     d = f64([0, *d])
     assume((d[1:].max() - d[1:].min()) / d[1:].max() >= 1e-3)
-    torch.testing.assert_close(waffle_weights(d, 0, omega), printed(d, 0, omega, omega), rtol=0, atol=1e-11)
+    torch.testing.assert_close(
+        waffle_weights(d, 0, omega), printed(d, 0, omega, omega), rtol=0, atol=1e-11
+    )
 
 
-@given(st.lists(st.floats(0, 1e3), min_size=1, max_size=12), st.floats(0, 1), st.integers(-90, 90), st.data())
+@given(
+    st.lists(st.floats(0, 1e3), min_size=1, max_size=12),
+    st.floats(0, 1),
+    st.integers(-90, 90),
+    st.data(),
+)
 def test_waffle_laws(d, omega, power, data):
     d, n = f64(d), len(d)
     target = data.draw(st.integers(0, n - 1))
     a = waffle_weights(d, target, omega)
     assert a.dtype == F64 and bool((a >= 0).all()) and bool((a <= a[target]).all())
     assert_close(a.sum(), ONE, "weights")
-    assert torch.equal(waffle_weights(d.ldexp(torch.tensor(power)), target, omega), a) or bool((d < 1e-200).any())  # scale changes nothing
+    # scale changes nothing
+    assert torch.equal(waffle_weights(d.ldexp(torch.tensor(power)), target, omega), a) or bool(
+        (d < 1e-200).any()
+    )
     perm = torch.tensor(data.draw(st.permutations(range(n))))
     moved = waffle_weights(d[perm], int((perm == target).nonzero()), omega)
     assert_close(moved, a[perm], "weights", size=ONE)
-    d[target] = data.draw(st.sampled_from([7.0, 1e300, torch.nan, torch.inf, -1.0]))  # its own distance is not looked at
+    # its own distance is not looked at
+    d[target] = data.draw(st.sampled_from([7.0, 1e300, torch.nan, torch.inf, -1.0]))
     assert torch.equal(waffle_weights(d, target, omega), a)
 
 
@@ -146,7 +164,14 @@ def test_waffle_farthest_is_left_out_and_nearer_is_more(d, omega):
     assert bool((a[1:][order].diff() <= 0).all())
 
 
-@given(st.lists(st.one_of(st.floats(0, 100), st.sampled_from([torch.nan, torch.inf, -torch.inf])), min_size=2, max_size=9), omegas)
+@given(
+    st.lists(
+        st.one_of(st.floats(0, 100), st.sampled_from([torch.nan, torch.inf, -torch.inf])),
+        min_size=2,
+        max_size=9,
+    ),
+    omegas,
+)
 def test_waffle_absent_clients_have_no_weight(d, omega):
     d = f64([0, *d])
     here = d.isfinite()
@@ -162,23 +187,35 @@ def test_waffle_ties(n, omega):
     other = 1 - (1 - omega) / (2 - omega) / omega if omega <= 1 else (omega - (1 - omega)) / omega
     raw = f64([1.0, *[max(other, 0.0)] * (n - 1)])
     assert_close(waffle_weights(d, 0, omega), raw / raw.sum(), "weights", size=ONE)
-    assert_close(waffle_weights(d, 0, omega, tie="uniform"), torch.full((n,), 1 / n, dtype=F64), "weights")
+    assert_close(
+        waffle_weights(d, 0, omega, tie="uniform"), torch.full((n,), 1 / n, dtype=F64), "weights"
+    )
     almost = d * (1 + 1e-13 * torch.arange(n))  # rounding noise is a tie, too
     torch.testing.assert_close(waffle_weights(almost, 0, omega), raw / raw.sum(), rtol=0, atol=1e-9)
 
 
 def test_what_differs_beyond_rounding_is_no_tie():
-    """Apart by parts in 1e11: the nearest has the target's weight, the farthest none (Algorithm 1 at Omega = Psi = 1)."""
+    """Apart by parts in 1e11: the nearest has the target's weight, the farthest none (Algorithm 1
+    at Omega = Psi = 1)."""
     d = 3 * (1 + 1e-11 * f64([0, 0, 1, 2]))
-    torch.testing.assert_close(waffle_weights(d, 0, 1.0), f64([1, 1, 0.5, 0]) / 2.5, rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        waffle_weights(d, 0, 1.0), f64([1, 1, 0.5, 0]) / 2.5, rtol=0, atol=1e-4
+    )
 
 
 def test_waffle_alone_and_psi_zero():
     for n, target in ((1, 0), (4, 2)):
         want = torch.eye(n, dtype=F64)[target]
-        assert torch.equal(waffle_weights(torch.rand(n, generator=torch.Generator().manual_seed(0)), target, 0.5, 0.0), want)
-        assert torch.equal(waffle_weights(torch.full((n,), torch.nan), target, 0.5), want)  # all others absent
-    near(waffle_weights(f64([0, -1e-9, 2, 4]), 0, 0.5), [0.5, 0.5, 0, 0])  # a distance below 0 by rounding counts as 0
+        assert torch.equal(
+            waffle_weights(
+                torch.rand(n, generator=torch.Generator().manual_seed(0)), target, 0.5, 0.0
+            ),
+            want,
+        )
+        # all others absent
+        assert torch.equal(waffle_weights(torch.full((n,), torch.nan), target, 0.5), want)
+    # a distance below 0 by rounding counts as 0
+    near(waffle_weights(f64([0, -1e-9, 2, 4]), 0, 0.5), [0.5, 0.5, 0, 0])
     assert torch.equal(waffle_weights(f64([0.0, 0.0]), 1, 0.0), f64([0.0, 1.0]))
 
 
@@ -197,7 +234,9 @@ def test_waffle_rows_at_once(dtype, shape, layout):
     for row, t, a in zip(flat, goal.tolist(), got.reshape(-1, n), strict=True):
         assert torch.equal(a, waffle_weights(row.contiguous(), t, 0.6, 0.7))
     assert torch.equal(waffle_weights(d, 0, 0.6), waffle_weights(d, torch.zeros_like(target), 0.6))
-    assert torch.equal(waffle_weights(d, torch.zeros((), dtype=torch.int64), 0.6), waffle_weights(d, 0, 0.6))
+    assert torch.equal(
+        waffle_weights(d, torch.zeros((), dtype=torch.int64), 0.6), waffle_weights(d, 0, 0.6)
+    )
 
 
 def test_threads_change_no_bit():
@@ -235,7 +274,7 @@ def test_waffle_bad_input(arguments, name, kind):
         waffle_weights(**{"dist": torch.zeros(3), "target": 0, "omega": 0.5, **arguments})
 
 
-# --- FedDWA -------------------------------------------------------------------------------------------------------------------------
+# --- FedDWA -----------------------------------------------------------------
 
 
 def dense(top, n):
@@ -290,11 +329,17 @@ def test_feddwa_is_the_optimum_of_equation_14():
 
 
 cell = st.one_of(
-    st.sampled_from([0.0, 1.0, 1.0, 2.0, 4.0, torch.inf, torch.nan, -1.0, 1e-300, 1e300, 5e-324]), st.floats(0, 1e6, allow_subnormal=False)
+    st.sampled_from([0.0, 1.0, 1.0, 2.0, 4.0, torch.inf, torch.nan, -1.0, 1e-300, 1e300, 5e-324]),
+    st.floats(0, 1e6, allow_subnormal=False),
 )
 
 
-@given(st.integers(1, 40).flatmap(lambda n: st.lists(st.lists(cell, min_size=n, max_size=n), min_size=0, max_size=4)), st.integers(1, 45))
+@given(
+    st.integers(1, 40).flatmap(
+        lambda n: st.lists(st.lists(cell, min_size=n, max_size=n), min_size=0, max_size=4)
+    ),
+    st.integers(1, 45),
+)
 def test_feddwa_is_what_a_sort_gives(rows, k):
     n = len(rows[0]) if rows else 3
     d = f64(rows).view(-1, n)

@@ -1,4 +1,5 @@
-"""docs/api.md is the border: what it lists is what the public modules give, and all of it says what it takes and gives."""
+"""docs/api.md is the border: what it lists is what the public modules give, and all of it says what
+it takes and gives."""
 
 import importlib
 import importlib.util
@@ -13,7 +14,9 @@ from pflcore import Algorithm
 from pflcore.algorithms import ALGORITHMS
 
 LIST = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-SECTIONS = {m[1]: m[2] for m in re.finditer(r"^## `(pflcore[\w.]*)`\n(.*?)(?=^## |\Z)", LIST, re.M | re.S)}
+SECTIONS = {
+    m[1]: m[2] for m in re.finditer(r"^## `(pflcore[\w.]*)`\n(.*?)(?=^## |\Z)", LIST, re.M | re.S)
+}
 EXTRAS = {"pflcore.interop.flower": "flwr"}  # what is looked at only where its framework is
 LISTED = {
     module: re.findall(r"^- `(\w+)`: \S.*", text, re.M)
@@ -27,24 +30,39 @@ def is_ours(thing):
 
 
 def functions(name, thing):
-    """A function, or a class's public methods and properties, wherever in pflcore they were written."""
+    """A function, or a class's public methods and properties, wherever in pflcore they were
+    written."""
     if inspect.isfunction(thing):
         yield name, thing
     elif inspect.isclass(thing):
         for key in dir(thing):
             member = inspect.getattr_static(thing, key)
-            member = member.fget if isinstance(member, property) else getattr(member, "func", getattr(member, "__func__", member))
-            if (not key.startswith("_") or key in ("__call__", "__getitem__")) and inspect.isfunction(member) and is_ours(member):
+            member = (
+                member.fget
+                if isinstance(member, property)
+                else getattr(member, "func", getattr(member, "__func__", member))
+            )
+            if (
+                (not key.startswith("_") or key in ("__call__", "__getitem__"))
+                and inspect.isfunction(member)
+                and is_ours(member)
+            ):
                 yield f"{name}.{key}", member
 
 
-PUBLIC = {(module, name): getattr(importlib.import_module(module), name) for module, names in LISTED.items() for name in names}
+PUBLIC = {
+    (module, name): getattr(importlib.import_module(module), name)
+    for module, names in LISTED.items()
+    for name in names
+}
 PUBLIC |= {("pflcore.algorithms", cls.__name__): cls for cls in ALGORITHMS.values()}
 
 
 @pytest.mark.parametrize("module", LISTED)
 def test_the_list_is_what_a_module_gives(module):
-    assert sorted(LISTED[module]) == sorted(importlib.import_module(module).__all__), f"docs/api.md, section {module}"
+    assert sorted(LISTED[module]) == sorted(importlib.import_module(module).__all__), (
+        f"docs/api.md, section {module}"
+    )
     assert len(LISTED[module]) == len(set(LISTED[module]))
 
 
@@ -58,11 +76,19 @@ def test_what_is_public_says_what_it_is(module):
     for (where, name), thing in PUBLIC.items():
         if where != module or not (inspect.isclass(thing) or inspect.isfunction(thing)):
             continue
-        generated = inspect.isclass(thing) and (thing.__doc__ or "").startswith(f"{thing.__name__}(")  # by dataclass or NamedTuple
+        # by dataclass or NamedTuple
+        generated = inspect.isclass(thing) and (thing.__doc__ or "").startswith(
+            f"{thing.__name__}("
+        )
         silent += [name] if not thing.__doc__ or generated else []
         for full, function in functions(name, thing):
-            inherited = getattr(inspect.getmodule(function), "__name__", "") != getattr(thing, "__module__", "")
-            told = inspect.isclass(thing) and issubclass(thing, Algorithm) and thing is not Algorithm  # once, by the protocol
+            inherited = getattr(inspect.getmodule(function), "__name__", "") != getattr(
+                thing, "__module__", ""
+            )
+            # once, by the protocol
+            told = (
+                inspect.isclass(thing) and issubclass(thing, Algorithm) and thing is not Algorithm
+            )
             if not inherited and not told and not inspect.getdoc(function):
                 silent.append(full)
     assert silent == [], "without a docstring"
@@ -75,7 +101,11 @@ def test_what_is_public_is_annotated(module):
         if where == module:
             for full, function in functions(name, thing):
                 signature = inspect.signature(function)
-                bare += [f"{full}({p})" for p, v in signature.parameters.items() if p not in ("self", "cls") and v.annotation is v.empty]
+                bare += [
+                    f"{full}({p})"
+                    for p, v in signature.parameters.items()
+                    if p not in ("self", "cls") and v.annotation is v.empty
+                ]
                 bare += [f"{full} ->"] if signature.return_annotation is signature.empty else []
     assert bare == [], "without an annotation"
 

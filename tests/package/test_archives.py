@@ -1,4 +1,5 @@
-"""What is given away: the source archive holds every kernel file, the wheel holds the plans and no benchmark, and it runs by itself."""
+"""What is given away: the source archive holds every kernel file, the wheel holds the plans and no
+benchmark, and it runs by itself."""
 
 import os
 import shutil
@@ -10,20 +11,34 @@ import zipfile
 import pytest
 from places import ROOT
 
-KERNELS = {str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*") if p.suffix in {".h", ".cpp", ".cuh", ".cu"}}
+KERNELS = {
+    str(p.relative_to(ROOT))
+    for p in (ROOT / "csrc").rglob("*")
+    if p.suffix in {".h", ".cpp", ".cuh", ".cu"}
+}
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """The folder of an archive and a wheel, made from a copy of the sources without torch's part of the build."""
+    """The folder of an archive and a wheel, made from a copy of the sources without torch's part of
+    the build."""
     folder = tmp_path_factory.mktemp("package")
     for name in ("csrc", "pflcore", "bench"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        shutil.copytree(
+            ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.so", "__pycache__")
+        )
     for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / name)
     code = "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
     env = {**os.environ, "PFLCORE_EXT": "0"}
-    run = subprocess.run([sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert run.returncode == 0, run.stderr[-2000:]
     return folder / "dist"
 
@@ -47,7 +62,12 @@ def test_the_wheel_holds_no_benchmark_and_no_paper_and_runs(built, tmp_path):
     plays = ["run", "fedavg", "--data", "digits", "--rounds", "1", "--quiet", "--out", "out"]
     for command, code in ((["reproduce", "--list"], 2), (plays, 0)):
         run = subprocess.run(
-            [sys.executable, "-m", "pflcore", *command], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+            [sys.executable, "-m", "pflcore", *command],
+            cwd=tmp_path,
+            env=env,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert run.returncode == code, run.stderr[-2000:]
         assert code == 0 or "in a checkout of pflcore" in run.stderr

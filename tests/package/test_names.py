@@ -1,4 +1,5 @@
-"""The tests stand on what docs/api.md lists and so outlive what is behind it; what must look inside is in tests/internal, and is little."""
+"""The tests stand on what docs/api.md lists and so outlive what is behind it; what must look inside
+is in tests/internal, and is little."""
 
 import ast
 import re
@@ -7,13 +8,18 @@ import tokenize
 from places import ROOT
 
 TESTS = ROOT / "tests"
-LOOK_INSIDE = {TESTS / "conftest.py", TESTS / "package" / "test_api.py"}  # the suites themselves, and the border's own test
+# the suites themselves, and the border's own test
+LOOK_INSIDE = {TESTS / "conftest.py", TESTS / "package" / "test_api.py"}
 
 
 def listed():
     """Each public module, and each public name with its module."""
     names, module = set(), ""
-    for section, name in re.findall(r"^(?:## `(pflcore[\w.]*)`|- `(\w+)`)", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.M):
+    for section, name in re.findall(
+        r"^(?:## `(pflcore[\w.]*)`|- `(\w+)`)",
+        (ROOT / "docs" / "api.md").read_text(encoding="utf-8"),
+        re.M,
+    ):
         module = section or module
         names.add(f"{module}.{name}" if name else module)
     return names
@@ -35,14 +41,27 @@ def test_tests_import_public_names():
     public, found = listed(), []
     for path in TESTS.rglob("*.py"):
         if not internal(path) and path not in LOOK_INSIDE:
-            found += [f"{path.name}: {n}" for n in imported(path) if n.split(".")[0] == "pflcore" and n not in public]
+            found += [
+                f"{path.name}: {n}"
+                for n in imported(path)
+                if n.split(".")[0] == "pflcore" and n not in public
+            ]
     assert not found
 
 
 def test_a_quarter_of_the_tests_at_most_looks_inside():
-    aside = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    aside = {
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+        tokenize.ENDMARKER,
+    }
     size = {True: 0, False: 0}
     for path in TESTS.rglob("*.py"):
         with tokenize.open(path) as file:
-            size[internal(path)] += sum(t.type not in aside for t in tokenize.generate_tokens(file.readline))
+            size[internal(path)] += sum(
+                t.type not in aside for t in tokenize.generate_tokens(file.readline)
+            )
     assert 0 < size[True] <= sum(size.values()) / 4

@@ -1,4 +1,5 @@
-"""What the README shows is run, and its table of algorithms is the code's; where it is not, the test prints the right one."""
+"""What the README shows is run, and its table of algorithms is the code's; where it is not, the
+test prints the right one."""
 
 import inspect
 import re
@@ -13,8 +14,13 @@ README = (ROOT / "README.md").read_text()
 
 def algorithms_table():
     """Name and first docstring line of every algorithm, as Markdown."""
-    rows = [(name, inspect.getdoc(cls).split("\n\n")[0].replace("\n", " ").replace("|", "\\|")) for name, cls in ALGORITHMS.items()]
-    return "\n".join(["| name | what it is |", "|---|---|", *(f"| `{name}` | {first} |" for name, first in rows)])
+    rows = [
+        (name, inspect.getdoc(cls).split("\n\n")[0].replace("\n", " ").replace("|", "\\|"))
+        for name, cls in ALGORITHMS.items()
+    ]
+    return "\n".join(
+        ["| name | what it is |", "|---|---|", *(f"| `{name}` | {first} |" for name, first in rows)]
+    )
 
 
 def test_the_table_of_algorithms_is_the_codes():

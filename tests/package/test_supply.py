@@ -1,4 +1,5 @@
-"""Nothing is run that came as data, nothing is fetched that was not asked for, and what goes by a name is what was published by it."""
+"""Nothing is run that came as data, nothing is fetched that was not asked for, and what goes by a
+name is what was published by it."""
 
 import ast
 import os
@@ -8,8 +9,20 @@ import sys
 import pytest
 from places import ROOT
 
-SOURCES = [p for room in ("pflcore", "bench", "examples") for p in sorted((ROOT / room).rglob("*.py"))]
-CODE_FROM_DATA = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "yaml"}
+SOURCES = [
+    p for room in ("pflcore", "bench", "examples") for p in sorted((ROOT / room).rglob("*.py"))
+]
+CODE_FROM_DATA = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "marshal",
+    "shelve",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "yaml",
+}
 NETWORK = {
     "socket",
     "urllib",
@@ -38,13 +51,24 @@ def called(node):
 
 
 def option(node, name):
-    return next((k.value.value for k in node.keywords if k.arg == name and isinstance(k.value, ast.Constant)), None)
+    return next(
+        (
+            k.value.value
+            for k in node.keywords
+            if k.arg == name and isinstance(k.value, ast.Constant)
+        ),
+        None,
+    )
 
 
 def test_no_file_imports_what_unpickles_or_opens_connections():
     found = []
-    for path, node in nodes((ast.Import, ast.ImportFrom)):  # type: ignore[arg-type]
-        names = [a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None) or ""]
+    for path, node in nodes((ast.Import, ast.ImportFrom)):
+        names = (
+            [a.name for a in node.names]
+            if isinstance(node, ast.Import)
+            else [getattr(node, "module", None) or ""]
+        )
         found += [(path.name, n) for n in names if n.split(".")[0] in CODE_FROM_DATA | NETWORK]
     assert not found
 
@@ -55,13 +79,26 @@ def test_files_are_read_without_running_what_is_in_them():
         assert isinstance(node, ast.Call)
         name = called(node)
         where = f"{path.relative_to(ROOT)}:{node.lineno}"
-        assert name not in ("eval", "exec", "compile", "__import__", "torch.hub.load", "torch.jit.load", "pd.read_pickle"), where
+        assert name not in (
+            "eval",
+            "exec",
+            "compile",
+            "__import__",
+            "torch.hub.load",
+            "torch.jit.load",
+            "pd.read_pickle",
+        ), where
         if name in ("torch.load", "np.load", "numpy.load"):
-            safe = option(node, "weights_only") is True if name == "torch.load" else option(node, "allow_pickle") is False
+            safe = (
+                option(node, "weights_only") is True
+                if name == "torch.load"
+                else option(node, "allow_pickle") is False
+            )
             assert safe, where
             loads += 1
         if any(k.arg == "download" and getattr(k.value, "value", True) for k in node.keywords):
-            assert path.name == "sources.py", where  # the one place where something is fetched, through torchvision
+            # the one place where something is fetched, through torchvision
+            assert path.name == "sources.py", where
     assert loads >= 4  # or this test reads nothing
 
 
@@ -73,17 +110,30 @@ class Nothing(socket.socket):
             raise RuntimeError("the network was used")
         super().__init__(*a, **k)
 def refuse(*a, **k): raise RuntimeError("the network was used")
-socket.socket, socket.create_connection, socket.getaddrinfo, socket.gethostbyname = Nothing, refuse, refuse, refuse
+socket.socket = Nothing
+socket.create_connection = socket.getaddrinfo = socket.gethostbyname = refuse
 def hook(event, args):
-    if event in ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname") and "AF_UNIX" not in str(args):
+    network = ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname")
+    if event in network and "AF_UNIX" not in str(args):
         refuse()
 sys.addaudithook(hook)
 """
 
 
 def offline(code, tmp_path):
-    env = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT))}
-    return subprocess.run([sys.executable, "-c", OFFLINE + code], capture_output=True, text=True, cwd=tmp_path, env=env, check=False)
+    env = {
+        **os.environ,
+        "HOME": str(tmp_path),
+        "PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT)),
+    }
+    return subprocess.run(
+        [sys.executable, "-c", OFFLINE + code],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=env,
+        check=False,
+    )
 
 
 @pytest.mark.deep("a subprocess")
@@ -98,18 +148,24 @@ def test_importing_everything_and_a_run_need_no_network(tmp_path):
         "for name in names:\n"
         "    if flower or '.flower' not in name: importlib.import_module(name)\n"
         "from pflcore.cli import main\n"
-        "sys.argv = ['pflcore', 'run', 'feddwa', '--data', 'digits', '--n', '4', '--rounds', '1', '--out', 'made']\n"
+        "sys.argv = ['pflcore', 'run', 'feddwa', '--data', 'digits', '--n', '4', '--rounds', '1', "
+        "'--out', 'made']\n"
         "main()\n"
         "print('fetched nothing,', len(names), 'modules')",
         tmp_path,
     )
-    assert done.returncode == 0 and "fetched nothing" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.returncode == 0 and "fetched nothing" in done.stdout, (
+        done.stdout[-2000:] + done.stderr[-2000:]
+    )
     assert (tmp_path / "made").is_dir() and not (tmp_path / ".cache" / "pflcore").exists()
 
 
 @pytest.mark.deep("a subprocess")
 def test_a_data_set_that_must_be_fetched_is_one_sentence_without_a_network(tmp_path):
-    code = "from pflcore.data import load\ntry: load('cifar10', '.')\nexcept (OSError, ImportError) as e: print('said:', e)"
+    code = (
+        "from pflcore.data import load\ntry: load('cifar10', '.')\nexcept (OSError, ImportError) "
+        "as e: print('said:', e)"
+    )
     done = offline(code, tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     (said,) = [line for line in done.stdout.splitlines() if line.startswith("said:")]

@@ -1,4 +1,5 @@
-"""That what the project says of its own tests is so: named tests exist, and no entry of the table of faults is stale."""
+"""That what the project says of its own tests is so: named tests exist, and no entry of the table
+of faults is stale."""
 
 import ast
 import re
@@ -45,7 +46,11 @@ def test_a_test_that_is_not_there_would_be_noticed():
 
 @pytest.mark.parametrize(("doc", "least"), [("determinism", 15), ("capabilities", 90)])
 def test_every_line_names_its_proof(doc, least):
-    rows = [line for line in (ROOT / "docs" / f"{doc}.md").read_text(encoding="utf-8").splitlines() if line.startswith("| ")][1:]
+    rows = [
+        line
+        for line in (ROOT / "docs" / f"{doc}.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("| ")
+    ][1:]
     rows = [row for row in rows if not row.startswith("| **")]  # headings
     assert len(rows) >= least and all(named(row) for row in rows)
 
@@ -73,7 +78,9 @@ def test_a_fault_is_found_by_its_syntax_and_a_stale_one_is_noticed():
 
 def test_fresh_faults_keep_clear_of_messages():
     drawn = faults.fresh(5, "any")
-    assert drawn == faults.fresh(5, "any") and all(f["source"] != (ROOT / f["where"]).read_text() for f in drawn)
+    assert drawn == faults.fresh(5, "any") and all(
+        f["source"] != (ROOT / f["where"]).read_text() for f in drawn
+    )
     source = "def f(x):\n    if x > 1:\n        raise ValueError(f'{x + 1}')\n    return x * 2\n"
     assert faults.messages(source) == {2, 3}
 
@@ -102,7 +109,11 @@ def test_figures_are_counted_and_a_broken_test_is_told(tmp_path, capfd):
     assert trust.tested(str(tests)) == ({"passed": 2, "skipped": 1}, 7, True)
     assert trust.tested(str(tests), "-k", "test_c")[2] is False  # nothing has passed
     tests.write_text(tests.read_text() + "def test_d(): assert 0\ndef test_e(none): pass\n")
-    assert trust.tested(str(tests)) == ({"passed": 2, "skipped": 1, "failed": 1, "error": 1}, 7, False)
+    assert trust.tested(str(tests)) == (
+        {"passed": 2, "skipped": 1, "failed": 1, "error": 1},
+        7,
+        False,
+    )
     assert "assert 0" in capfd.readouterr().out
 
 
@@ -110,4 +121,6 @@ def test_other_numbers_are_other_draws():
     """The same clients in another order: each draws by its number, so the run is another one."""
     s = make_setting(Net(tiny_model()), images((20, 20)), Training(lr=0.1, batch_size=4))
     turned = s._replace(data=s.data.subset([1, 0]))
-    assert not torch.equal(play(FedAvg(), s, 1)[0][0].server["x"], play(FedAvg(), turned, 1)[0][0].server["x"])
+    assert not torch.equal(
+        play(FedAvg(), s, 1)[0][0].server["x"], play(FedAvg(), turned, 1)[0][0].server["x"]
+    )

@@ -7,7 +7,12 @@ from small import images
 
 from pflcore import Federation
 
-ADAMW: dict[str, Any] = {"lr": 0.01, "batch_size": 10, "local_optimizer": "adamw", "weight_decay": 0.1}
+ADAMW: dict[str, Any] = {
+    "lr": 0.01,
+    "batch_size": 10,
+    "local_optimizer": "adamw",
+    "weight_decay": 0.1,
+}
 
 
 def federation(sizes=(7, 20, 31)):

@@ -12,14 +12,24 @@ N, BAD = 10, (8, 9)
 
 def run(data, algorithm="fedavg", **options):
     options = grouped({"rounds": 10, "every": 10, "workers": 1} | options)
-    return Simulation(algorithm, options.pop("model", lambda: nn.Linear(8, 4)), data, TRAINING, **options)
+    return Simulation(
+        algorithm, options.pop("model", lambda: nn.Linear(8, 4)), data, TRAINING, **options
+    )
 
 
 def defence(name, f=2):
-    beside = {"hostile": f} if name in ("krum", "multi_krum", "trimmed_mean") else {"root": 0} if name == "fltrust" else {}
+    beside = (
+        {"hostile": f}
+        if name in ("krum", "multi_krum", "trimmed_mean")
+        else {"root": 0}
+        if name == "fltrust"
+        else {}
+    )
     return {"defence": name, **beside}
 
 
 def updates(s=9, p=7, dtype=torch.float64):
     gen = torch.Generator().manual_seed(3)
-    return torch.randn(p, generator=gen, dtype=dtype) + 0.3 * torch.randn(s, p, generator=gen, dtype=dtype)
+    return torch.randn(p, generator=gen, dtype=dtype) + 0.3 * torch.randn(
+        s, p, generator=gen, dtype=dtype
+    )

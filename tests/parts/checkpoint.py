@@ -13,7 +13,9 @@ OPTIONS: dict[str, Any] = {"rounds": 4, "participation": 0.6}
 
 
 def make(name="fedavg", **options):
-    return Simulation(name, tiny_model(), DATA, **grouped({"training": TRAINING, **OPTIONS, **options}))
+    return Simulation(
+        name, tiny_model(), DATA, **grouped({"training": TRAINING, **OPTIONS, **options})
+    )
 
 
 def broken_off(simulation, after):

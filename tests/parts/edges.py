@@ -17,4 +17,10 @@ def normal(sizes=(8, 20, 32, 12), engine="loop", **training):
     """Clients and a model with batch norm, in float64."""
     data = images(sizes)
     data = Federation(data.x.double(), data.y, data.index, 4, data.relabel)
-    return make_setting(Net(normed, seed=1), data, Training(**{"lr": 0.1, "batch_size": 8, **training}), rounds=10, engine=engine)
+    return make_setting(
+        Net(normed, seed=1),
+        data,
+        Training(**{"lr": 0.1, "batch_size": 8, **training}),
+        rounds=10,
+        engine=engine,
+    )

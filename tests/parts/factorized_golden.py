@@ -12,10 +12,12 @@ def t(*values):
 
 
 def near(got, want, atol=5e-10):
-    torch.testing.assert_close(torch.as_tensor(got, dtype=D), torch.as_tensor(want, dtype=D), rtol=1e-7, atol=atol)
+    torch.testing.assert_close(
+        torch.as_tensor(got, dtype=D), torch.as_tensor(want, dtype=D), rtol=1e-7, atol=atol
+    )
 
 
-# -- layers ------------------------------------------------------------------------------------------------------------------------
+# -- layers ------------------------------------------------------------------
 
 
 def linear(w_a, strength, w_b):

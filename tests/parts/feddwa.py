@@ -11,18 +11,23 @@ def t(values):
 
 
 def close(got, want, rtol=1e-9):
-    torch.testing.assert_close(torch.as_tensor(got, dtype=torch.float64), t(want), rtol=rtol, atol=1e-12)
+    torch.testing.assert_close(
+        torch.as_tensor(got, dtype=torch.float64), t(want), rtol=rtol, atol=1e-12
+    )
 
 
 def dense(top, n):
     return torch.zeros(len(top.index), n, dtype=torch.float64).scatter(1, top.index, top.weight)
 
 
-# what the weights must obey -------------------------------------------------------------------------------------------
+# what the weights must obey
+# -------------------------------------------------------------------------------------------
 
 
 def models(seed, m, dim=50, spread=1e-3, dtype=torch.float64):
     gen = torch.Generator().manual_seed(seed)
     centre = torch.randn(dim, generator=gen, dtype=torch.float64)
     w = centre + spread * torch.randn(m, dim, generator=gen, dtype=torch.float64)
-    return w.to(dtype), (w + spread * torch.randn(m, dim, generator=gen, dtype=torch.float64)).to(dtype)
+    return w.to(dtype), (w + spread * torch.randn(m, dim, generator=gen, dtype=torch.float64)).to(
+        dtype
+    )

@@ -28,13 +28,21 @@ def app(*mods, seen=None, drop=""):
         client = ctx.node_config["partition-id"]
         state = moved(message.content["arrays"].to_torch_state_dict(), client)
         arrays = ArrayRecord({k: v for k, v in state.items() if k != drop})
-        return Message(RecordDict({"arrays": arrays, "metrics": MetricRecord({"num-examples": client + 1})}), reply_to=message)
+        return Message(
+            RecordDict({"arrays": arrays, "metrics": MetricRecord({"num-examples": client + 1})}),
+            reply_to=message,
+        )
 
     @made.evaluate()
     def test(message, ctx):
         if seen is not None:
-            seen.setdefault(ctx.node_config["partition-id"], []).append(message.content["arrays"].to_torch_state_dict())
-        return Message(RecordDict({"metrics": MetricRecord({"loss": 0.0, "num-examples": 1})}), reply_to=message)
+            seen.setdefault(ctx.node_config["partition-id"], []).append(
+                message.content["arrays"].to_torch_state_dict()
+            )
+        return Message(
+            RecordDict({"metrics": MetricRecord({"loss": 0.0, "num-examples": 1})}),
+            reply_to=message,
+        )
 
     return made
 

@@ -17,5 +17,10 @@ def model():
 
 def maker(alg, net=model):
     return lambda context: Client(
-        alg, net, DATA.subset([int(context.node_config["partition-id"])]), TRAINING, seed=SEED, hardware=Hardware("loop", 1)
+        alg,
+        net,
+        DATA.subset([int(context.node_config["partition-id"])]),
+        TRAINING,
+        seed=SEED,
+        hardware=Hardware("loop", 1),
     )

@@ -2,12 +2,24 @@
 
 import torch
 
-CUDA = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB of which 12.00 MiB is free."
+CUDA = (
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB of "
+    "which 12.00 MiB is free."
+)
 KINDS = {
     "on a GPU": (torch.OutOfMemoryError(CUDA), "20.00 MiB"),
-    "of cuBLAS": (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), ""),
+    "of cuBLAS": (
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        "",
+    ),
     "of a kernel": (RuntimeError("CUDA error: out of memory"), ""),
-    "on a CPU": (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 3072 bytes."), "3.0 KiB"),
+    "on a CPU": (
+        RuntimeError(
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 3072 "
+            "bytes."
+        ),
+        "3.0 KiB",
+    ),
     "of Python": (MemoryError(), ""),
 }
 

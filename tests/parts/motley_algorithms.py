@@ -7,7 +7,9 @@ D64 = torch.float64
 
 
 def close(a, b, atol=5e-10, rtol=1e-7):
-    torch.testing.assert_close(torch.as_tensor(a, dtype=D64), torch.as_tensor(b, dtype=D64), atol=atol, rtol=rtol)
+    torch.testing.assert_close(
+        torch.as_tensor(a, dtype=D64), torch.as_tensor(b, dtype=D64), atol=atol, rtol=rtol
+    )
 
 
 class Line(nn.Module):
@@ -23,6 +25,6 @@ class Line(nn.Module):
         return self.head(x)
 
 
-# kNN-Per ---------------------------------------------------------------------------------------------------------------------------
+# kNN-Per --------------------------------------------------------------------
 Z = torch.tensor([[0, 0], [1, 0], [0, 2], [3, 1], [2, 2]], dtype=D64)
 QUERY = torch.tensor([[0.5, 0.25]], dtype=D64)

@@ -12,7 +12,11 @@ def federation(shape=(6,), y=None, tokens=False):
     gen = torch.Generator().manual_seed(0)
     clients = []
     for n in (9, 14, 7):
-        x = torch.randint(0, 5, (n, *shape), generator=gen) if tokens else torch.randn(n, *shape, generator=gen)
+        x = (
+            torch.randint(0, 5, (n, *shape), generator=gen)
+            if tokens
+            else torch.randn(n, *shape, generator=gen)
+        )
         target = torch.randint(0, 4, (n,), generator=gen) if y is None else y(gen, n)
         clients.append({"train": (x, target), "test": (x[:4] + 0, target[:4])})
     return Federation.from_arrays(clients)
@@ -38,7 +42,14 @@ def same_as_by_hand(build, data, engine="auto"):
     """One FedAvg round of one step of each client against the module trained by hand."""
     torch.manual_seed(1)
     model = build()
-    run = Simulation("fedavg", model, data, Training(lr=0.1, batch_size=20), rounds=1, hardware=Hardware(workers=1, engine=engine))
+    run = Simulation(
+        "fedavg",
+        model,
+        data,
+        Training(lr=0.1, batch_size=20),
+        rounds=1,
+        hardware=Hardware(workers=1, engine=engine),
+    )
     want, size = torch.zeros(run.setting.net.size), data.size().double()
     for i in range(data.n):
         mine = copy.deepcopy(model).train()

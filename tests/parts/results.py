@@ -28,7 +28,18 @@ def line(r, accuracy, **more):
 
 def a_run(algorithm="waffle", seed=0, rounds=12, shift=0.0, target=1, **header):
     """Client c's accuracy in round r is shift + r/100 + c/10."""
-    lines = [{"header": {"algorithm": algorithm, "data": "digits", "n": N, "target": target, "seed": seed, **header}}]
+    lines = [
+        {
+            "header": {
+                "algorithm": algorithm,
+                "data": "digits",
+                "n": N,
+                "target": target,
+                "seed": seed,
+                **header,
+            }
+        }
+    ]
     for r in range(1, rounds + 1):
         weights = torch.full((N,), 1 / N) if target is not None else torch.eye(N)
         accuracy = shift + r / 100 + torch.arange(N) / 10
@@ -44,5 +55,9 @@ def write(path, lines):
 
 
 def cells(text, algorithm):
-    rows = [[c.strip() for c in row.strip("|").split("|")] for row in text.splitlines() if row.startswith("| ")]
+    rows = [
+        [c.strip() for c in row.strip("|").split("|")]
+        for row in text.splitlines()
+        if row.startswith("| ")
+    ]
     return dict(zip(rows[0], next(r for r in rows if r[0] == algorithm), strict=True))

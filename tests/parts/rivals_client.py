@@ -15,14 +15,19 @@ def t(values):
 
 
 def close(got, want, rtol=1e-8, atol=1e-10):
-    torch.testing.assert_close(torch.as_tensor(got, dtype=torch.float64), torch.as_tensor(want, dtype=torch.float64), rtol=rtol, atol=atol)
+    torch.testing.assert_close(
+        torch.as_tensor(got, dtype=torch.float64),
+        torch.as_tensor(want, dtype=torch.float64),
+        rtol=rtol,
+        atol=atol,
+    )
 
 
 def cohort(ids, n, round=1):
     return Cohort(torch.tensor(ids), torch.ones(len(ids), dtype=torch.long), n, round, 100)
 
 
-# FedFomo --------------------------------------------------------------------------------------------------------------
+# FedFomo --------------------------------------------------------------------
 
 
 class Losses:
@@ -41,6 +46,12 @@ class Losses:
 
 def fomo(alg, previous, candidates, before, after):
     rows = t(candidates)
-    local = Losses({tuple(map(float, c)): l for c, l in zip([previous, *candidates], [before, *after], strict=True)}, len(candidates))
+    local = Losses(
+        {
+            tuple(map(float, c)): l
+            for c, l in zip([previous, *candidates], [before, *after], strict=True)
+        },
+        len(candidates),
+    )
     index = torch.arange(len(candidates) - 1)[None]
     return alg.train({"w": Pool(rows, index)}, {"w": rows[-1:], "old": t([previous])}, local)[:2]

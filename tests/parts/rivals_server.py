@@ -14,7 +14,12 @@ def t(values):
 
 
 def close(got, want, rtol=1e-8, atol=1e-10):
-    torch.testing.assert_close(torch.as_tensor(got, dtype=torch.float64), torch.as_tensor(want, dtype=torch.float64), rtol=rtol, atol=atol)
+    torch.testing.assert_close(
+        torch.as_tensor(got, dtype=torch.float64),
+        torch.as_tensor(want, dtype=torch.float64),
+        rtol=rtol,
+        atol=atol,
+    )
 
 
 def cohort(ids, n, round=1):
@@ -31,4 +36,9 @@ def mixing(alg, w):
 
 def tree(x, cluster):
     """Clustered FL's state of clusters that have not split."""
-    return {"x": x, "way": torch.zeros_like(x), "child": torch.full((len(x),), -1), "cluster": cluster}
+    return {
+        "x": x,
+        "way": torch.zeros_like(x),
+        "child": torch.full((len(x),), -1),
+        "cluster": cluster,
+    }

@@ -14,7 +14,13 @@ def lines(n=1500, k=3):
     report = {"rows": torch.arange(n), "index": index, "weight": weight}
     yield {"header": {"algorithm": "feddwa", "n": n, "size": [15] * n}}
     moved = [None if i == 3 else 1.5 for i in range(n)]
-    line = {"cohort": list(range(n)), "moved": moved, "dropped": [3], "report": report, "eval": {"loss": loss, "size": [1] * n}}
+    line = {
+        "cohort": list(range(n)),
+        "moved": moved,
+        "dropped": [3],
+        "report": report,
+        "eval": {"loss": loss, "size": [1] * n},
+    }
     for r in (1, 2):
         yield {"round": r, **line}
 

@@ -6,7 +6,8 @@ from small import images
 from pflcore import Federation, Training
 
 LR, EPOCHS, COHORTS = 0.3, 2, ([0, 1, 2], [1], [0, 2])
-TRAINING = Training(lr=LR, batch_size=64, epochs=EPOCHS)  # whole batches, so that no shuffle plays a part
+# whole batches, so that no shuffle plays a part
+TRAINING = Training(lr=LR, batch_size=64, epochs=EPOCHS)
 
 
 def normed():

@@ -16,12 +16,19 @@ def federation(n=12, seed=0, size=20, relabel=False):
         x = torch.randn(size + i, 4, generator=gen)
         parts.append((x, x[:, :3].argmax(1) if i % 2 else x[:, 1:].argmax(1)))
     fed = Federation.from_arrays(parts, classes=3)
-    return replace(fed, relabel=torch.stack([torch.randperm(3, generator=gen) for _ in range(n)])) if relabel else fed
+    return (
+        replace(fed, relabel=torch.stack([torch.randperm(3, generator=gen) for _ in range(n)]))
+        if relabel
+        else fed
+    )
 
 
 def model():
     return Net(lambda: nn.Linear(4, 3))
 
 
-PROTOCOLS = {"silo": lambda: cross_silo(federation()), "device": lambda: cross_device(federation(), 0.5, 0.25, 0.25)}
+PROTOCOLS = {
+    "silo": lambda: cross_silo(federation()),
+    "device": lambda: cross_device(federation(), 0.5, 0.25, 0.25),
+}
 TRAINING = Training(lr=0.3, batch_size=8)

@@ -12,4 +12,10 @@ class Mine(FedAvg):
 
 
 def simulation(algorithm="fedavg", data=None, **options):
-    return Simulation(algorithm, tiny_model(), images() if data is None else data, TRAINING, **grouped({"rounds": 3, **options}))
+    return Simulation(
+        algorithm,
+        tiny_model(),
+        images() if data is None else data,
+        TRAINING,
+        **grouped({"rounds": 3, **options}),
+    )

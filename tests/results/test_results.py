@@ -16,7 +16,12 @@ from pflcore.results.record import Record, group, read
 
 def test_a_record_comes_back(tmp_path):
     (run,) = read(write(tmp_path / "deep" / "record.jsonl", a_run()))
-    assert run.algorithm == "waffle" and run.target == 1 and len(run.rounds) == 12 and run.stopped is None
+    assert (
+        run.algorithm == "waffle"
+        and run.target == 1
+        and len(run.rounds) == 12
+        and run.stopped is None
+    )
     rounds, mean = run.curve()
     assert rounds == list(range(1, 13)) and mean[-1] == pytest.approx(0.27)
     assert run.curve(client=3)[1][0] == pytest.approx(0.31)
@@ -25,7 +30,13 @@ def test_a_record_comes_back(tmp_path):
 
 
 def test_numbers_that_are_not_finite_are_strict_json(tmp_path):
-    path = write(tmp_path / "r.jsonl", [{"header": {"f": math.sqrt}}, line(1, [0.5, math.nan, math.inf, None], train_loss=math.nan)])
+    path = write(
+        tmp_path / "r.jsonl",
+        [
+            {"header": {"f": math.sqrt}},
+            line(1, [0.5, math.nan, math.inf, None], train_loss=math.nan),
+        ],
+    )
     for text in path.read_text().splitlines():
         json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
     (run,) = read(path)
@@ -59,7 +70,12 @@ def test_a_killed_writer_leaves_every_line_it_wrote(tmp_path):
         os._exit(9)
     """
     path = tmp_path / "r.jsonl"
-    assert subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(path)], check=False).returncode == 9
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code), str(path)], check=False
+        ).returncode
+        == 9
+    )
     assert [r["round"] for r in read(path)[0].rounds] == [1, 2, 3]
 
 
@@ -108,13 +124,24 @@ def test_seeds_become_mean_and_std():
 
 
 def test_namesakes_are_told_apart_by_what_differs():
-    runs = group([*a_run(options={"tie": "closed", "k": 5}), *a_run(options={"tie": "open", "k": 5})])
+    runs = group(
+        [*a_run(options={"tie": "closed", "k": 5}), *a_run(options={"tie": "open", "k": 5})]
+    )
     assert list(report.label(runs)) == ["waffle (tie=closed)", "waffle (tie=open)"]
 
 
 def test_other_conditions_are_not_other_seeds():
-    runs = group([*a_run(participation=1.0), *a_run(participation=0.2, seed=1), *a_run(participation=0.2, seed=2)])
-    assert {k: len(v) for k, v in report.label(runs).items()} == {"waffle (participation=1.0)": 1, "waffle (participation=0.2)": 2}
+    runs = group(
+        [
+            *a_run(participation=1.0),
+            *a_run(participation=0.2, seed=1),
+            *a_run(participation=0.2, seed=2),
+        ]
+    )
+    assert {k: len(v) for k, v in report.label(runs).items()} == {
+        "waffle (participation=1.0)": 1,
+        "waffle (participation=0.2)": 2,
+    }
 
 
 @pytest.mark.parametrize("what", ["data_seed", "train_samples", "test_samples", "val"])
@@ -124,8 +151,16 @@ def test_other_cuts_of_the_data_are_not_other_seeds(what):
 
 
 def test_hurt_is_against_the_baseline_of_the_same_seed():
-    """Of the same seed nobody is worse off; against the other seed's everybody would be in the second run."""
-    runs = group([line for s in (0, 1) for name in ("local", "fedavg") for line in a_run(name, seed=s, shift=(1 - s) / 10)])
+    """Of the same seed nobody is worse off; against the other seed's everybody would be in the
+    second run."""
+    runs = group(
+        [
+            line
+            for s in (0, 1)
+            for name in ("local", "fedavg")
+            for line in a_run(name, seed=s, shift=(1 - s) / 10)
+        ]
+    )
     assert cells(report.table(runs, baseline="local"), "fedavg")["% hurt vs local"] == "0.0 ± 0.0"
 
 
@@ -174,7 +209,9 @@ def test_a_run_that_is_here_twice_is_no_second_seed():
     )
     assert "over 2 seeds (waffle 1)" in report.table(once)
     assert (
-        report.table(twice).replace("\nwaffle, seed 0: the same run is here 2 times, and counts once.", "").split()
+        report.table(twice)
+        .replace("\nwaffle, seed 0: the same run is here 2 times, and counts once.", "")
+        .split()
         == report.table(once).split()
     )
 
@@ -190,7 +227,10 @@ def test_clients_that_are_worse_off_than_with_a_baseline():
         one["eval"]["accuracy"] = one["eval"]["accuracy"] - torch.tensor([0.01, 0, -0.01, 0])
     runs = group([*a_run("local"), *worse])
     text = report.table(runs, baseline="local")
-    assert cells(text, "fedavg")["% hurt vs local"] == "25.0" and cells(text, "local")["% hurt vs local"] == "0.0"
+    assert (
+        cells(text, "fedavg")["% hurt vs local"] == "25.0"
+        and cells(text, "local")["% hurt vs local"] == "0.0"
+    )
     with pytest.raises(ValueError, match="baseline"):
         report.table(runs, baseline="ditto")
 
@@ -200,14 +240,22 @@ def test_a_run_that_stopped_says_so():
     lines[2]["void"] = True
     lines[3]["dropped"] = [0, 2]
     text = report.table(group(lines))
-    assert cells(text, "waffle")["note"] == "stopped after round 3, 1 void rounds, 2 times a client was dropped"
+    assert (
+        cells(text, "waffle")["note"]
+        == "stopped after round 3, 1 void rounds, 2 times a client was dropped"
+    )
     assert "Everybody diverged three rounds in a row." in text
 
 
 def test_what_a_method_held_out_stands_in_its_row():
-    lines = a_run("fedfomo", notes=["20% of each client's training samples are held out for validation"])
+    lines = a_run(
+        "fedfomo", notes=["20% of each client's training samples are held out for validation"]
+    )
     text = report.table(group([*a_run(), *lines]))
-    assert cells(text, "fedfomo")["note"] == "20% of its training samples held out" and cells(text, "waffle")["note"] == ""
+    assert (
+        cells(text, "fedfomo")["note"] == "20% of its training samples held out"
+        and cells(text, "waffle")["note"] == ""
+    )
 
 
 def test_a_regression_is_told_by_its_loss():
@@ -218,22 +266,38 @@ def test_a_regression_is_told_by_its_loss():
     assert cells(text, "mocha")["best\\*"] == "0.00083" and "Test loss" in text
 
 
-@pytest.mark.parametrize(("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 30, "3.0 GiB"), (1 << 52, "4096.0 TiB")])
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (3 << 30, "3.0 GiB"),
+        (1 << 52, "4096.0 TiB"),
+    ],
+)
 def test_bytes_for_people(size, text):
     assert report.human(size) == text
 
 
 def test_other_models_are_not_other_seeds():
     runs = group(
-        a_run("fedavg", 0, parameters=36) + a_run("fedavg", 0, shift=0.1, parameters=836) + a_run("fedavg", 1, shift=0.1, parameters=836)
+        a_run("fedavg", 0, parameters=36)
+        + a_run("fedavg", 0, shift=0.1, parameters=836)
+        + a_run("fedavg", 1, shift=0.1, parameters=836)
     )
     text = report.table(runs)
     assert cells(text, "fedavg (parameters=36)")["final"] == "27.00"
-    assert cells(text, "fedavg (parameters=836)")["final"] == "37.00 ± 0.00" and "the same run" not in text
+    assert (
+        cells(text, "fedavg (parameters=836)")["final"] == "37.00 ± 0.00"
+        and "the same run" not in text
+    )
 
 
 def test_a_whole_run_counts_before_one_that_was_interrupted():
-    runs = group([*a_run(rounds=1), {"stopped": "Interrupted.", "unfinished": True}, *a_run(rounds=12)])
+    runs = group(
+        [*a_run(rounds=1), {"stopped": "Interrupted.", "unfinished": True}, *a_run(rounds=12)]
+    )
     text = report.table(runs)
     assert cells(text, "waffle")["final"] == "27.00" and "is here 2 times, and counts once" in text
 
@@ -258,7 +322,9 @@ def test_names_with_dots_have_side_files_of_their_own(tmp_path):
         lines = a_run(rounds=1)
         lines[1]["eval"] = {"accuracy": torch.full((1500,), value), "size": torch.ones(1500)}
         write(tmp_path / f"{name}.jsonl", lines)
-    assert [read(tmp_path / f"run.0.{i}.jsonl")[0].last("accuracy").mean().item() for i in (1, 2)] == [1.0, 2.0]
+    assert [
+        read(tmp_path / f"run.0.{i}.jsonl")[0].last("accuracy").mean().item() for i in (1, 2)
+    ] == [1.0, 2.0]
 
 
 def test_blocks_of_a_matrix_are_means_over_rows():
@@ -286,5 +352,13 @@ def test_runs_of_other_data_share_no_curve_and_no_comparison():
     assert set(report.label(runs)) == {"fedavg (partition=A)", "fedavg (partition=C)"}
     runs = group([*a_run("fedavg", data_seed=0, shift=-0.1), *a_run("local", data_seed=7)])
     assert set(report.label(runs)) == {"fedavg (data_seed=0)", "local (data_seed=7)"}
-    assert cells(report.table(runs, baseline="local"), "fedavg (data_seed=0)").get("% hurt vs local", "-") == "-"
-    assert set(report.label(group([*a_run("fedavg"), *a_run("local", parameters=7)]))) == {"fedavg", "local"}
+    assert (
+        cells(report.table(runs, baseline="local"), "fedavg (data_seed=0)").get(
+            "% hurt vs local", "-"
+        )
+        == "-"
+    )
+    assert set(report.label(group([*a_run("fedavg"), *a_run("local", parameters=7)]))) == {
+        "fedavg",
+        "local",
+    }

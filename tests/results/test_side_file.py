@@ -9,17 +9,27 @@ from pflcore.results.record import Record, read
 
 def test_long_lists_come_back_as_they_were(tmp_path):
     path = written(tmp_path / "record.jsonl", lines())
-    assert max(map(len, path.read_text().splitlines())) < 700 and (tmp_path / "record.arrays").stat().st_size > 1500 * 8
+    assert (
+        max(map(len, path.read_text().splitlines())) < 700
+        and (tmp_path / "record.arrays").stat().st_size > 1500 * 8
+    )
     (run,) = read(path)
     head, first, _ = lines()
     got = run.rounds[1]
-    assert run.header == head["header"] and got["cohort"] == first["cohort"] and got["moved"] == first["moved"] and got["dropped"] == [3]
+    assert (
+        run.header == head["header"]
+        and got["cohort"] == first["cohort"]
+        and got["moved"] == first["moved"]
+        and got["dropped"] == [3]
+    )
     assert all(type(i) is int for i in got["cohort"][:3])
     assert got["eval"]["loss"] == [None if v != v else v for v in first["eval"]["loss"]]
     (w,) = run.weights([2])[1]
     want = torch.zeros(1500, 1500, dtype=torch.float64)
     for i in range(1500):
-        want[i].index_put_((first["report"]["index"][i],), first["report"]["weight"][i], accumulate=True)
+        want[i].index_put_(
+            (first["report"]["index"][i],), first["report"]["weight"][i], accumulate=True
+        )
     torch.testing.assert_close(w, want)
     (coarse,) = run.weights([2], most=100)[1]
     torch.testing.assert_close(coarse, want.view(100, 15, 100, 15).sum(3).mean(1))

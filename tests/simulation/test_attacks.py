@@ -1,4 +1,5 @@
-"""Attacks do what their papers say, defences give what their formulas and other libraries give, and whoever cannot take one says so."""
+"""Attacks do what their papers say, defences give what their formulas and other libraries give, and
+whoever cannot take one says so."""
 
 import json
 import math
@@ -28,7 +29,7 @@ def sentence(error):
     assert text.endswith(".") and text.count(". ") == 0 and "\n" not in text, text
 
 
-# attacks ------------------------------------------------------------------------------------------------------------------------------
+# attacks --------------------------------------------------------------------
 def test_flipped_labels_are_the_bad_ones_alone(data):
     poisoned = run(data, adversary=Adversary("label_flip", BAD)).data
     for i in range(N):
@@ -36,12 +37,19 @@ def test_flipped_labels_are_the_bad_ones_alone(data):
         assert torch.equal(poisoned.labels(i), want)
     turned = images()  # whose clients permute their labels already
     assert turned.relabel is not None
-    assert torch.equal(run(turned, model=tiny_model(), adversary=Adversary("label_flip", [1])).data.labels(1), 3 - turned.labels(1))
+    assert torch.equal(
+        run(turned, model=tiny_model(), adversary=Adversary("label_flip", [1])).data.labels(1),
+        3 - turned.labels(1),
+    )
 
 
 def test_an_attacked_run_goes_on_from_its_checkpoint(data, tmp_path):
     pytest.importorskip("safetensors")
-    options: dict[str, Any] = {"rounds": 4, "adversary": Adversary("noise", BAD), "algorithm": FedAvg(**defence("trimmed_mean"))}
+    options: dict[str, Any] = {
+        "rounds": 4,
+        "adversary": Adversary("noise", BAD),
+        "algorithm": FedAvg(**defence("trimmed_mean")),
+    }
     whole = run(data, **options)
     whole.run()
 
@@ -58,14 +66,21 @@ def test_an_attacked_run_goes_on_from_its_checkpoint(data, tmp_path):
         run(data, **options).run(crash, Checkpoint(tmp_path, every=2))
     rest = Simulation.load(tmp_path, model=lambda: nn.Linear(8, 4), data=data)
     rest.run()
-    assert rest.robustness.adversary == options["adversary"] and torch.equal(rest.state.server["x"], whole.state.server["x"])
+    assert rest.robustness.adversary == options["adversary"] and torch.equal(
+        rest.state.server["x"], whole.state.server["x"]
+    )
     with pytest.raises(ValueError, match=r"another run: (adversary|evaluation)"):
         run(data, **{**options, "adversary": None}).restore(tmp_path)
 
 
-@pytest.mark.parametrize("name", swept(set(ALGORITHMS) - {"local"}, ("fedavg", "scaffold", "factorized_waffle")))
+@pytest.mark.parametrize(
+    "name", swept(set(ALGORITHMS) - {"local"}, ("fedavg", "scaffold", "factorized_waffle"))
+)
 def test_every_algorithm_can_be_attacked(name, data):
-    quiet, loud = (run(data, name, rounds=1, model=tiny_model(8), adversary=a) for a in (None, Adversary("scale", BAD, 1e4)))
+    quiet, loud = (
+        run(data, name, rounds=1, model=tiny_model(8), adversary=a)
+        for a in (None, Adversary("scale", BAD, 1e4))
+    )
     record = loud.run().rounds[0]
     quiet.run()
     assert min(record["moved"][i] for i in BAD) > 100 > max(record["moved"][:8]), record["moved"]
@@ -101,14 +116,20 @@ def test_numbers_have_no_labels_to_flip():
 def test_server_optimizers_and_personal_models_take_one_too(data):
     adversary = Adversary("inner_product", BAD)
     for name in ("fedavgm", "fedadam", "fedprox", "ditto"):
-        plain, kept = (run(data, ALGORITHMS[name](**o), adversary=adversary) for o in ({}, defence("median")))
+        plain, kept = (
+            run(data, ALGORITHMS[name](**o), adversary=adversary) for o in ({}, defence("median"))
+        )
         kept.run(), plain.run()
-        assert kept.evaluate("test")["loss"].nanmean() < plain.evaluate("test")["loss"].nanmean(), name
+        assert kept.evaluate("test")["loss"].nanmean() < plain.evaluate("test")["loss"].nanmean(), (
+            name
+        )
     assert FedAvgM(defence="krum").defence == "krum"
 
 
 def test_without_a_defence_nothing_changed(data):
-    assert not FedAvg().traits.required and FedAvg(defence="fltrust", root=3).traits.required == (3,)
+    assert not FedAvg().traits.required and FedAvg(defence="fltrust", root=3).traits.required == (
+        3,
+    )
     whole = run(data, FedAvg(**defence("fltrust")), participation=0.3, rounds=3)
     assert all(0 in r["cohort"] for r in whole.run().rounds) and whole.header()["target"] is None
 
@@ -116,17 +137,34 @@ def test_without_a_defence_nothing_changed(data):
 def takes_a_defence(cls):
     try:
         cls(defence="median")
-    except (ValueError, TypeError) as e:  # it has the option, without a choice; or it has no such option
-        assert str(e) == "defence: expected None, got 'median'." or "unexpected keyword argument 'defence'" in str(e)
+    except (
+        ValueError,
+        TypeError,
+    ) as e:  # it has the option, without a choice; or it has no such option
+        assert (
+            str(e) == "defence: expected None, got 'median'."
+            or "unexpected keyword argument 'defence'" in str(e)
+        )
         return False
     return True
 
 
 def test_who_does():
     taken = {n for n, c in ALGORITHMS.items() if takes_a_defence(c)}
-    assert {"fedavg", "fedadam", "fedprox", "ditto", "mrmtl", "finetune", "per_fedavg", "scaffold"} <= taken
+    assert {
+        "fedavg",
+        "fedadam",
+        "fedprox",
+        "ditto",
+        "mrmtl",
+        "finetune",
+        "per_fedavg",
+        "scaffold",
+    } <= taken
     assert not taken & {"waffle", "feddwa", "fedamp", "hypcluster", "ensemble", "local", "qfedavg"}
-    assert not takes_a_defence(type("Own", (Algorithm,), {})) and not takes_a_defence(type("Child", (Waffle,), {}))
+    assert not takes_a_defence(type("Own", (Algorithm,), {})) and not takes_a_defence(
+        type("Child", (Waffle,), {})
+    )
 
 
 @pytest.mark.parametrize(
@@ -151,7 +189,8 @@ def test_too_few_clients_for_a_defence_end_the_run_with_a_sentence(data):
         with pytest.warns(RuntimeWarning, match="stopped early"):
             history = run(data, FedAvg(**defence(name, f))).run()
         assert history.stopped is not None and history.stopped.startswith(
-            f"Rounds 1 to 3 were void: defence: {name} against {f} hostile clients needs 11 in a round"
+            f"Rounds 1 to 3 were void: defence: {name} against {f} hostile clients needs 11 in a "
+            "round"
         )
         assert history.stopped.count(". ") == 0
 
@@ -160,7 +199,9 @@ def test_running_statistics_are_no_way_around_a_defence(data):
     def model():
         return nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
 
-    with pytest.raises(ValueError, match=r"^batch_norm: this FedAvg knows 'local' statistics, got 'average'") as e:
+    with pytest.raises(
+        ValueError, match=r"^batch_norm: this FedAvg knows 'local' statistics, got 'average'"
+    ) as e:
         run(data, FedAvg(defence="median"), model=model, batch_norm="average")
     sentence(e)
     simulation = run(data, FedAvg(defence="median"), model=model, rounds=2)
@@ -168,19 +209,34 @@ def test_running_statistics_are_no_way_around_a_defence(data):
     assert not torch.equal(simulation.state.batch_norm[0], simulation.state.batch_norm[1])
 
 
-# the command line -----------------------------------------------------------------------------------------------------------------------
+# the command line -----------------------------------------------------------
 def test_the_command_line_poisons_and_defends(tmp_path, capsys):
     pytest.importorskip("tyro")
     from pflcore.cli import main
 
     base = ["run", "fedavg", "--data", "synthetic_clusters", "--rounds", "2", "--quiet", "--out"]
-    words = ["--poison", "inner_product", "--bad", "1", "2", "--poison-strength", "5", "--defence", "trimmed_mean", "--hostile", "2"]
+    words = [
+        "--poison",
+        "inner_product",
+        "--bad",
+        "1",
+        "2",
+        "--poison-strength",
+        "5",
+        "--defence",
+        "trimmed_mean",
+        "--hostile",
+        "2",
+    ]
     assert main([*base, str(tmp_path), *words]) == 0
     head = json.loads((tmp_path / "record.jsonl").read_text().splitlines()[0])["header"]
     assert head["adversary"] == {"attack": "inner_product", "clients": [1, 2], "strength": 5.0}
     assert head["options"]["defence"] == "trimmed_mean" and head["options"]["hostile"] == 2
     assert "inner_product by clients 1, 2" in capsys.readouterr().out
-    for wrong, word in ((["--bad", "1"], "poison: expected an attack"), (["--poison", "noise"], "poison: expected an attack")):
+    for wrong, word in (
+        (["--bad", "1"], "poison: expected an attack"),
+        (["--poison", "noise"], "poison: expected an attack"),
+    ):
         assert main([*base, str(tmp_path / "new"), *wrong]) == 2
         assert word in capsys.readouterr().err
     assert main([*base, str(tmp_path / "new"), "--poison", "noise", "--bad", "99"]) == 2
@@ -189,7 +245,23 @@ def test_the_command_line_poisons_and_defends(tmp_path, capsys):
 
 
 def test_the_trusted_client_joins_beside_those_who_may_take_part(data):
-    cohorts = [r["cohort"] for r in run(data, FedAvg(**defence("fltrust")), clients=[1, 2, 3], rounds=3).run().rounds]
+    cohorts = [
+        r["cohort"]
+        for r in run(data, FedAvg(**defence("fltrust")), clients=[1, 2, 3], rounds=3).run().rounds
+    ]
     assert cohorts == [[0, 1, 2, 3]] * 3
-    some = [r["cohort"] for r in run(data, FedAvg(**defence("fltrust")), clients=[1, 2, 3, 4], participation=0.5, rounds=8).run().rounds]
-    assert all(len(c) == 3 and c[0] == 0 for c in some) and {i for c in some for i in c} == {0, 1, 2, 3, 4}
+    some = [
+        r["cohort"]
+        for r in run(
+            data, FedAvg(**defence("fltrust")), clients=[1, 2, 3, 4], participation=0.5, rounds=8
+        )
+        .run()
+        .rounds
+    ]
+    assert all(len(c) == 3 and c[0] == 0 for c in some) and {i for c in some for i in c} == {
+        0,
+        1,
+        2,
+        3,
+        4,
+    }

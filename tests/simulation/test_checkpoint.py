@@ -1,4 +1,5 @@
-"""Checkpoints: a run that went on is the run that was never broken; whatever happens to a file is one sentence and costs nothing whole."""
+"""Checkpoints: a run that went on is the run that was never broken; whatever happens to a file is
+one sentence and costs nothing whole."""
 
 import json
 import math
@@ -21,7 +22,18 @@ from small import SIX, grouped, images, swept, tiny_model
 from torch import nn
 
 from examples import examples
-from pflcore import Checkpoint, EarlyStopping, Evaluation, FedAvg, Hardware, History, Simulation, Stop, Training, for_everyone
+from pflcore import (
+    Checkpoint,
+    EarlyStopping,
+    Evaluation,
+    FedAvg,
+    Hardware,
+    History,
+    Simulation,
+    Stop,
+    Training,
+    for_everyone,
+)
 from pflcore.algorithms import ALGORITHMS
 from pflcore.results.record import Record
 from pflcore.simulation import checkpoint
@@ -45,23 +57,34 @@ def sentence(error):
 
 def tensors_of(simulation):
     s = simulation.state
-    return {**{f"g.{k}": v for k, v in s.server.items()}, **{f"own.{k}": v for k, v in s.clients.items()}, "b": s.batch_norm, "j": s.seen}
+    return {
+        **{f"g.{k}": v for k, v in s.server.items()},
+        **{f"own.{k}": v for k, v in s.clients.items()},
+        "b": s.batch_norm,
+        "j": s.seen,
+    }
 
 
-# the same run -----------------------------------------------------------------------------------------------------------------
+# the same run ---------------------------------------------------------------
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", swept(quick=(*SIX, "clustered_fl")))
 def test_two_rounds_and_two_more_are_four(name, tmp_path):
-    options = {"first": 1, "relative": True, "eps1": 10.0} if name == "clustered_fl" else {}  # it splits on both sides of the break
+    # it splits on both sides of the break
+    options = {"first": 1, "relative": True, "eps1": 10.0} if name == "clustered_fl" else {}
     algorithm = ALGORITHMS[name](**options)
     whole = make(algorithm)
     history = unbroken(whole, tmp_path)
     rest = Simulation.load(tmp_path, model=tiny_model(), data=DATA)
     went_on = rest.run()
-    assert without_seconds(went_on.rounds) == without_seconds(history.rounds) and len(went_on.rounds) == 4
+    assert (
+        without_seconds(went_on.rounds) == without_seconds(history.rounds)
+        and len(went_on.rounds) == 4
+    )
     assert went_on.stopped == history.stopped and rest.state.round == 4
     one, two = tensors_of(whole), tensors_of(rest)
-    assert one.keys() == two.keys() and all(torch.equal(one[k], two[k]) and one[k].dtype == two[k].dtype for k in one)
+    assert one.keys() == two.keys() and all(
+        torch.equal(one[k], two[k]) and one[k].dtype == two[k].dtype for k in one
+    )
     x = DATA.client(1, "test")[0]
     assert torch.equal(history.model(1)(x), went_on.model(1)(x))
 
@@ -78,16 +101,33 @@ def test_batch_norm_clip_and_evaluation_options_go_on(tmp_path):
     def model():
         return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
 
-    options = grouped({"clip": 0.3, "every": 3, "train_loss": True, "clients": [0, 1, 2, 3], "seed": 5, "metrics": ("f1",), "rounds": 5})
+    options = grouped(
+        {
+            "clip": 0.3,
+            "every": 3,
+            "train_loss": True,
+            "clients": [0, 1, 2, 3],
+            "seed": 5,
+            "metrics": ("f1",),
+            "rounds": 5,
+        }
+    )
     for policy in ("local", "average"):
-        history = unbroken(Simulation("fedavg", model, DATA, TRAINING, batch_norm=policy, **options), tmp_path)
-        assert without_seconds(Simulation.load(tmp_path, model=model, data=DATA).run().rounds) == without_seconds(history.rounds)
+        history = unbroken(
+            Simulation("fedavg", model, DATA, TRAINING, batch_norm=policy, **options), tmp_path
+        )
+        assert without_seconds(
+            Simulation.load(tmp_path, model=model, data=DATA).run().rounds
+        ) == without_seconds(history.rounds)
 
 
 def test_functions_are_given_again(tmp_path):
     training = Training(lr=0.1, schedule=lambda round, rounds: 1 / round)
-    options: dict[str, Any] = {"training": training, "evaluation": Evaluation(metrics={"first": lambda scores, y: float(scores[0, 0])})}
-    algorithm = ALGORITHMS["waffle"](omega=lambda round, rounds: 0.5)  # type: ignore[call-arg]
+    options: dict[str, Any] = {
+        "training": training,
+        "evaluation": Evaluation(metrics={"first": lambda scores, y: float(scores[0, 0])}),
+    }
+    algorithm = ALGORITHMS["waffle"](omega=lambda round, rounds: 0.5)
     history = unbroken(make(algorithm, loss=nn.functional.cross_entropy, **options), tmp_path)
     given_: dict[str, Any] = {"algorithm": algorithm, **options}
     for key in given_:
@@ -96,10 +136,16 @@ def test_functions_are_given_again(tmp_path):
                 tmp_path,
                 model=tiny_model(),
                 data=DATA,
-                **{k: v for k, v in {**given_, "loss": nn.functional.cross_entropy}.items() if k != key},
+                **{
+                    k: v
+                    for k, v in {**given_, "loss": nn.functional.cross_entropy}.items()
+                    if k != key
+                },
             )
         sentence(e)
-    again = Simulation.load(tmp_path, model=tiny_model(), data=DATA, loss=nn.functional.cross_entropy, **given_).run()
+    again = Simulation.load(
+        tmp_path, model=tiny_model(), data=DATA, loss=nn.functional.cross_entropy, **given_
+    ).run()
     assert without_seconds(again.rounds) == without_seconds(history.rounds)
     with pytest.raises(ValueError, match=r"^loss: ") as e:
         Simulation.load(tmp_path, model=tiny_model(), data=DATA, **given_)
@@ -108,12 +154,26 @@ def test_functions_are_given_again(tmp_path):
 
 @dataclass(frozen=True)
 class Odd(FedAvg):
-    """State of every dtype and shape, some of it one memory, one key there only from the second round on."""
+    """State of every dtype and shape, some of it one memory, one key there only from the second
+    round on."""
 
     def init(self, x0, n):
-        dtypes = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.float16, torch.bfloat16, torch.complex64)
+        dtypes = (
+            torch.bool,
+            torch.uint8,
+            torch.int8,
+            torch.int16,
+            torch.int32,
+            torch.float16,
+            torch.bfloat16,
+            torch.complex64,
+        )
         g = {str(d): torch.arange(6).view(2, 3).to(d).T for d in dtypes}
-        more = {"none": torch.empty(0, 3), "cube": torch.ones(2, 3, 4, dtype=torch.float64), "one": torch.tensor(7)}
+        more = {
+            "none": torch.empty(0, 3),
+            "cube": torch.ones(2, 3, 4, dtype=torch.float64),
+            "one": torch.tensor(7),
+        }
         return {"x": x0, "a.b/c": torch.tensor(math.nan), "empty": torch.empty(3, 0), **g, **more}
 
     def update(self, state, up, cohort):
@@ -133,20 +193,33 @@ def test_every_dtype_and_shape_comes_back(tmp_path):
     assert list(one) == list(two) or set(one) == set(two)
     for k in one:
         assert one[k].shape == two[k].shape and one[k].dtype == two[k].dtype, k
-        assert torch.equal(one[k].nan_to_num(), two[k].nan_to_num()) if one[k].is_floating_point() else torch.equal(one[k], two[k]), k
+        assert (
+            torch.equal(one[k].nan_to_num(), two[k].nan_to_num())
+            if one[k].is_floating_point()
+            else torch.equal(one[k], two[k])
+        ), k
     with pytest.raises(TypeError, match="complex128") as e:
         checkpoint.save(tmp_path, {"z": torch.zeros(1, dtype=torch.complex128)}, {})
     sentence(e)
-    assert Simulation.load(tmp_path, model=tiny_model(), data=DATA, algorithm=Odd).state.round == 2  # what stood there stands
+    # what stood there stands
+    assert Simulation.load(tmp_path, model=tiny_model(), data=DATA, algorithm=Odd).state.round == 2
 
 
 def test_numbers_that_are_not_finite_come_back_in_the_records(tmp_path):
-    lonely = replace(DATA, index={**DATA.index, "test": [DATA.index["test"][0], *[torch.empty(0, dtype=torch.long)] * 4]})
+    lonely = replace(
+        DATA,
+        index={
+            **DATA.index,
+            "test": [DATA.index["test"][0], *[torch.empty(0, dtype=torch.long)] * 4],
+        },
+    )
     simulation = Simulation("fedavg", tiny_model(), lonely, TRAINING, **OPTIONS)
     broken_off(simulation, 2)
     simulation.save(tmp_path)
     rounds = Simulation.load(tmp_path, model=tiny_model(), data=lonely).run().rounds
-    assert math.isnan(rounds[0]["eval"]["loss"][1]) and without_seconds(rounds[:2]) == without_seconds(simulation.history.rounds)
+    assert math.isnan(rounds[0]["eval"]["loss"][1]) and without_seconds(
+        rounds[:2]
+    ) == without_seconds(simulation.history.rounds)
 
 
 @dataclass(frozen=True)
@@ -165,14 +238,21 @@ class Spoils(FedAvg):
 
 @pytest.mark.filterwarnings("ignore")
 def test_void_rounds_are_counted_over_the_break(tmp_path):
-    """The run ends at the third void round in a row, wherever it was broken off, and names the same culprit."""
+    """The run ends at the third void round in a row, wherever it was broken off, and names the same
+    culprit."""
     options = {"rounds": 9, "participation": 1.0}
     history = make(Spoils, **options).run()
-    assert history.stopped and "rounds 4 to 6 were void" in history.stopped and "client 1's update was" in history.stopped
+    assert (
+        history.stopped
+        and "rounds 4 to 6 were void" in history.stopped
+        and "client 1's update was" in history.stopped
+    )
     for after in (2, 3, 4, 5):
         saved(tmp_path, after, name=Spoils, **options)
         again = Simulation.load(tmp_path, model=tiny_model(), data=DATA, algorithm=Spoils).run()
-        assert again.stopped == history.stopped and without_seconds(again.rounds) == without_seconds(history.rounds)
+        assert again.stopped == history.stopped and without_seconds(
+            again.rounds
+        ) == without_seconds(history.rounds)
 
 
 def test_early_stopping_remembers_the_rounds_before(tmp_path):
@@ -182,18 +262,26 @@ def test_early_stopping_remembers_the_rounds_before(tmp_path):
     with pytest.warns(RuntimeWarning, match="Stopped early after round 4"):
         whole = make(rounds=9).run(watch())
     with pytest.warns(RuntimeWarning, match="Stopped early after round 4"):
-        again = Simulation.load(saved(tmp_path, after=3, rounds=9), model=tiny_model(), data=DATA).run(watch())
-    assert without_seconds(again.rounds) == without_seconds(whole.rounds) and again.stopped == whole.stopped
+        again = Simulation.load(
+            saved(tmp_path, after=3, rounds=9), model=tiny_model(), data=DATA
+        ).run(watch())
+    assert (
+        without_seconds(again.rounds) == without_seconds(whole.rounds)
+        and again.stopped == whole.stopped
+    )
 
 
 def test_a_run_leaves_checkpoints_as_it_was_told(tmp_path, monkeypatch):
     at = []
-    monkeypatch.setattr("pflcore.simulation.loop.Simulation._save", lambda run, keeper: at.append(run.state.round))
+    monkeypatch.setattr(
+        "pflcore.simulation.loop.Simulation._save", lambda run, keeper: at.append(run.state.round)
+    )
     make(rounds=7).run(checkpoint=Checkpoint(tmp_path, every=3, minutes=0))
     assert at == [0, 3, 6, 7]  # the beginning and the end in any case
     at.clear()
     clock = iter(range(0, 10**6, 40))
-    monkeypatch.setattr(checkpoint.time, "monotonic", lambda: float(next(clock)))  # 40 seconds a look
+    # 40 seconds a look
+    monkeypatch.setattr(checkpoint.time, "monotonic", lambda: float(next(clock)))
     keeper = Checkpoint(tmp_path, minutes=2)
     keeper._since = 0.0
     make(rounds=9).run(checkpoint=keeper)
@@ -217,7 +305,8 @@ def test_a_run_that_raised_goes_on_from_its_checkpoint(tmp_path):
     seen: list[int] = []
     again = simulation.run(lambda round, _: seen.append(round), checkpoint=tmp_path)
     assert seen == [3, 4, 5] and without_seconds(again.rounds) == without_seconds(history.rounds)
-    over = Simulation.load(tmp_path, model=tiny_model(), data=DATA).run()  # it had ended: nothing is played again
+    # it had ended: nothing is played again
+    over = Simulation.load(tmp_path, model=tiny_model(), data=DATA).run()
     assert without_seconds(over.rounds) == without_seconds(history.rounds)
 
 
@@ -241,16 +330,24 @@ def test_runs_for_everyone_go_on(tmp_path):
             raise RuntimeError("power cut")
 
     with pytest.raises(RuntimeError, match="power cut"):
-        for_everyone("waffle", tiny_model(), DATA, TRAINING, on_round=die, checkpoint=keeper, **OPTIONS)
+        for_everyone(
+            "waffle", tiny_model(), DATA, TRAINING, on_round=die, checkpoint=keeper, **OPTIONS
+        )
     played = []
     again = for_everyone(
-        "waffle", tiny_model(), DATA, TRAINING, on_round=lambda t, r, _: played.append((t, r)), checkpoint=keeper, **OPTIONS
+        "waffle",
+        tiny_model(),
+        DATA,
+        TRAINING,
+        on_round=lambda t, r, _: played.append((t, r)),
+        checkpoint=keeper,
+        **OPTIONS,
     )
     assert without_seconds(again.rounds) == without_seconds(history.rounds)
     assert played == [(2, 3), (2, 4), *((t, r) for t in (3, 4) for r in range(1, 5))]
 
 
-# another run ------------------------------------------------------------------------------------------------------------------
+# another run ----------------------------------------------------------------
 def test_what_differs_is_named(tmp_path):
     saved(tmp_path, name="ditto")
     other = {
@@ -258,21 +355,29 @@ def test_what_differs_is_named(tmp_path):
         "training samples": (images((8, 20, 30, 12, 9)), tiny_model()),
         "digest of the samples": (images((8, 20, 30, 9, 12), seed=1), tiny_model()),
         "0.weight": (DATA, lambda: nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 4))),
-        "0.weight is": (DATA, lambda: nn.Sequential(__import__("collections").OrderedDict(first=nn.Linear(6, 4)))),
+        "0.weight is": (
+            DATA,
+            lambda: nn.Sequential(__import__("collections").OrderedDict(first=nn.Linear(6, 4))),
+        ),
         "what is not trained": (DATA, frozen),
     }
     for word, (data, model) in other.items():
         with pytest.raises(ValueError, match=f"another run: .*{word}") as e:
             Simulation.load(tmp_path, model=model, data=data)
         sentence(e)
-    for word, options in {"seed": {"seed": 3}, "rounds": {"rounds": 9}, "lam": {"algorithm": ALGORITHMS["ditto"](lam=7.0)}}.items():
+    for word, options in {
+        "seed": {"seed": 3},
+        "rounds": {"rounds": 9},
+        "lam": {"algorithm": ALGORITHMS["ditto"](lam=7.0)},
+    }.items():
         with pytest.raises(ValueError, match=f"another run: .*{word}") as e:
             Simulation.load(tmp_path, model=tiny_model(), data=DATA, **options)
         sentence(e)
     with pytest.raises(ValueError, match="another run: criterion") as e:
         Simulation.load(tmp_path, model=tiny_model(), data=DATA, loss=nn.NLLLoss())
     sentence(e)
-    Simulation.load(tmp_path, model=tiny_model(), data=DATA, hardware=Hardware(workers=1))  # which never changes a result
+    # which never changes a result
+    Simulation.load(tmp_path, model=tiny_model(), data=DATA, hardware=Hardware(workers=1))
     with pytest.warns(UserWarning, match="last digits"):
         Simulation.load(tmp_path, model=tiny_model(), data=DATA, hardware=Hardware(engine="loop"))
 
@@ -290,7 +395,7 @@ def test_a_folder_without_a_checkpoint_is_one_sentence(tmp_path):
         sentence(e)
 
 
-# damaged files ----------------------------------------------------------------------------------------------------------------
+# damaged files --------------------------------------------------------------
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     return saved(tmp_path_factory.mktemp("whole"), name="waffle")
@@ -320,9 +425,17 @@ def test_an_altered_checkpoint_is_refused_or_is_what_it_was(whole, which, how, a
         try:
             new, other = checkpoint.load(whole)
         except ValueError as e:
-            assert str(e).startswith("checkpoint: ") and str(e).count("\n") == 0 and "damaged" in str(e)
+            assert (
+                str(e).startswith("checkpoint: ")
+                and str(e).count("\n") == 0
+                and "damaged" in str(e)
+            )
         else:  # white space, for instance
-            assert other == facts and new.keys() == tensors.keys() and all(torch.equal(new[k], tensors[k]) for k in tensors)
+            assert (
+                other == facts
+                and new.keys() == tensors.keys()
+                and all(torch.equal(new[k], tensors[k]) for k in tensors)
+            )
     finally:
         path.write_bytes(before)
 
@@ -383,7 +496,10 @@ def test_a_run_outlives_a_full_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", full)
     simulation = make()
     with pytest.warns(RuntimeWarning, match=r"No space left.*The run goes on\.$"):
-        again = simulation.run(lambda round, _: wanted.clear() if round == 2 else None, checkpoint=Checkpoint(tmp_path, every=1))
+        again = simulation.run(
+            lambda round, _: wanted.clear() if round == 2 else None,
+            checkpoint=Checkpoint(tmp_path, every=1),
+        )
     assert without_seconds(again.rounds) == without_seconds(history.rounds)
     assert Simulation.load(tmp_path, model=tiny_model(), data=DATA).state.round == 1
     assert not list(tmp_path.glob("*.part"))
@@ -391,16 +507,28 @@ def test_a_run_outlives_a_full_disk(tmp_path, monkeypatch):
 
 def test_only_the_last_checkpoint_and_no_leavings_stay(tmp_path):
     (tmp_path / "checkpoint-notes.safetensors").write_text("the user's own")
-    (tmp_path / "checkpoint-0123456789abcdef.safetensors.part").write_text("of a process that was killed")
+    (tmp_path / "checkpoint-0123456789abcdef.safetensors.part").write_text(
+        "of a process that was killed"
+    )
     make().run(checkpoint=Checkpoint(tmp_path, every=1))
     names = sorted(p.name for p in tmp_path.iterdir())
-    assert names[0] == ".lock" and "checkpoint-notes.safetensors" in names and checkpoint.NAME in names and len(names) == 4
+    assert (
+        names[0] == ".lock"
+        and "checkpoint-notes.safetensors" in names
+        and checkpoint.NAME in names
+        and len(names) == 4
+    )
 
 
-# one run a folder -------------------------------------------------------------------------------------------------------------
+# one run a folder -----------------------------------------------------------
 def test_two_runs_in_one_folder_are_refused_until_the_first_has_died(tmp_path):
-    code = "import fcntl, sys, time; f = open(sys.argv[1], 'ab'); fcntl.flock(f, fcntl.LOCK_EX); print('in', flush=True); time.sleep(60)"
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / ".lock")], stdout=subprocess.PIPE, text=True) as owner:
+    code = (
+        "import fcntl, sys, time; f = open(sys.argv[1], 'ab'); fcntl.flock(f, fcntl.LOCK_EX); "
+        "print('in', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / ".lock")], stdout=subprocess.PIPE, text=True
+    ) as owner:
         assert owner.stdout is not None and owner.stdout.readline() == "in\n"
         for attempt in (lambda: make().save(tmp_path), lambda: make().run(checkpoint=tmp_path)):
             with pytest.raises(ValueError, match="another run is writing into") as e:
@@ -418,7 +546,7 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path):
     sentence(e)
 
 
-# records ----------------------------------------------------------------------------------------------------------------------
+# records --------------------------------------------------------------------
 def test_a_record_is_cut_back_to_its_mark(tmp_path):
     path = tmp_path / "record.jsonl"
     with Record(path) as record:
@@ -435,7 +563,9 @@ def test_a_record_is_cut_back_to_its_mark(tmp_path):
     assert path.read_bytes() == kept + b'{"round":3}\n' and later["bytes"] == path.stat().st_size
     for text in (kept[:-5], b"x" + kept[1:]):
         path.write_bytes(text)
-        with pytest.raises(ValueError, match="not the record that its checkpoint was made with") as e:
+        with pytest.raises(
+            ValueError, match="not the record that its checkpoint was made with"
+        ) as e:
             Record(path, mark=mark)
         sentence(e)
         assert path.read_bytes() == text
@@ -462,15 +592,23 @@ def test_a_report_of_more_than_a_thousand_numbers(tmp_path, name):
     def run(folder=None):
         algorithm = ALGORITHMS[name](k=30) if name == "feddwa" else name
         simulation = Simulation(algorithm, tiny_model(), data, TRAINING, rounds=4)
-        return simulation.run(checkpoint=folder and Checkpoint(folder, every=1)) if folder is None else broken_off_at(simulation, 2, folder)
+        return (
+            simulation.run(checkpoint=folder and Checkpoint(folder, every=1))
+            if folder is None
+            else broken_off_at(simulation, 2, folder)
+        )
 
     whole, began = run(), run(tmp_path)
     gone_on = Simulation.load(tmp_path, model=tiny_model(), data=data).run()
     assert len(began.rounds) == 2 and len(gone_on.rounds) == 4
     for a, b in zip(whole.rounds, gone_on.rounds, strict=True):
-        assert list(a["report"]) == list(b["report"]) and any(isinstance(v, torch.Tensor) for v in a["report"].values())
+        assert list(a["report"]) == list(b["report"]) and any(
+            isinstance(v, torch.Tensor) for v in a["report"].values()
+        )
         for k, v in a["report"].items():
-            assert torch.equal(torch.as_tensor(v), torch.as_tensor(b["report"][k])) and type(v) is type(b["report"][k])
+            assert torch.equal(torch.as_tensor(v), torch.as_tensor(b["report"][k])) and type(
+                v
+            ) is type(b["report"][k])
 
 
 def broken_off_at(simulation, round, folder):
@@ -499,7 +637,9 @@ def test_a_run_that_had_stopped_early_stops_again(tmp_path):
         first = run.run(EarlyStopping(patience=2))
     run.save(tmp_path)
     with pytest.warns(RuntimeWarning, match="stopped early"):
-        again = Simulation.load(tmp_path, model=tiny_model(), data=DATA).run(EarlyStopping(patience=2))
+        again = Simulation.load(tmp_path, model=tiny_model(), data=DATA).run(
+            EarlyStopping(patience=2)
+        )
     assert len(again.rounds) == len(first.rounds) < 9 and again.stopped is not None
 
 
@@ -519,7 +659,10 @@ def test_a_number_of_evaluated_clients_goes_on(tmp_path):
     simulation.save(tmp_path)
     history = Simulation.load(tmp_path, model=tiny_model(), data=simulation.data).run()
     assert [len(r["eval"]["accuracy"]) for r in history.rounds] == [2] * len(history.rounds)
-    assert len({str(r["eval"]["clients"]) for r in history.rounds}) == 1 and len(history.rounds) == simulation.rounds
+    assert (
+        len({str(r["eval"]["clients"]) for r in history.rounds}) == 1
+        and len(history.rounds) == simulation.rounds
+    )
 
 
 def test_what_is_saved_has_each_round_once(tmp_path):
@@ -527,7 +670,12 @@ def test_what_is_saved_has_each_round_once(tmp_path):
 
     def rounds_of(name, saved):
         saved.save(tmp_path / name)
-        return [r["round"] for r in Simulation.load(tmp_path / name, model=tiny_model(), data=simulation.data).run().rounds]
+        return [
+            r["round"]
+            for r in Simulation.load(tmp_path / name, model=tiny_model(), data=simulation.data)
+            .run()
+            .rounds
+        ]
 
     def keep(round, record):
         if round == 2:
@@ -540,4 +688,9 @@ def test_what_is_saved_has_each_round_once(tmp_path):
     assert rounds_of("put back", simulation) == want
     simulation.restore(tmp_path / "two")
     assert rounds_of("restored", simulation) == want
-    assert rounds_of("loaded", Simulation.load(tmp_path / "two", model=tiny_model(), data=simulation.data)) == want
+    assert (
+        rounds_of(
+            "loaded", Simulation.load(tmp_path / "two", model=tiny_model(), data=simulation.data)
+        )
+        == want
+    )

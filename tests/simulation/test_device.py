@@ -1,4 +1,5 @@
-"""`device="cuda"` without a GPU: every algorithm on a pretended one (tests/pretend_gpu.py) that refuses to mix devices and counts waits."""
+"""`device="cuda"` without a GPU: every algorithm on a pretended one (tests/pretend_gpu.py) that
+refuses to mix devices and counts waits."""
 
 from collections import Counter
 
@@ -13,7 +14,8 @@ from pflcore import Hardware, Net, Simulation, Training, ops, step
 from pflcore.algorithms import ALGORITHMS
 from pflcore.simulation.round import Setup, begin
 
-DIFFERENT = ("fedavg", "scaffold", "feddwa", "hypcluster", "apfl", "fedrod", "knnper")  # one of each family, for the slower model
+# one of each family, for the slower model
+DIFFERENT = ("fedavg", "scaffold", "feddwa", "hypcluster", "apfl", "fedrod", "knnper")
 
 
 class Convolutions(nn.Module):
@@ -21,7 +23,11 @@ class Convolutions(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv, self.norm, self.head = nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.Linear(12, 4)
+        self.conv, self.norm, self.head = (
+            nn.Conv2d(1, 3, 3, padding=1),
+            nn.BatchNorm2d(3),
+            nn.Linear(12, 4),
+        )
 
     def forward(self, x):
         return self.head(torch.max_pool2d(torch.relu(self.norm(self.conv(x))), 2).flatten(1))
@@ -34,28 +40,44 @@ def data(convolutions):
 def play(name, convolutions, device):
     model = Convolutions if convolutions else tiny_model()
     run = Simulation(
-        name, model, data(convolutions), Training(lr=0.05, batch_size=5), rounds=2, hardware=Hardware(engine="vmap", device=device)
+        name,
+        model,
+        data(convolutions),
+        Training(lr=0.05, batch_size=5),
+        rounds=2,
+        hardware=Hardware(engine="vmap", device=device),
     )
-    run.history = run.run()  # type: ignore[attr-defined]
+    run.history = run.run()
     return run
 
 
 @pytest.mark.parametrize(
     ("name", "convolutions"),
     [(n, False) for n in SIX]
-    + [pytest.param(n, False, marks=pytest.mark.deep("all algorithms")) for n in sorted(set(ALGORITHMS) - set(SIX))]
+    + [
+        pytest.param(n, False, marks=pytest.mark.deep("all algorithms"))
+        for n in sorted(set(ALGORITHMS) - set(SIX))
+    ]
     + [(n, True) for n in DIFFERENT],
 )
 def test_everything_is_on_the_device(name, convolutions):
     want = play(name, convolutions, "cpu")
     with pretended_gpu() as gpu:
         got = play(name, convolutions, str(gpu))
-        assert got.history.stopped is None  # type: ignore[attr-defined]
-        rows = {f"g.{k}": v for k, v in got.state.server.items()} | {f"own.{k}": v for k, v in got.state.clients.items()}
-        large = {k: v.device.type for k, v in rows.items() if v.dim() and v.shape[-1] == got.setting.net.size}
+        assert got.history.stopped is None
+        rows = {f"g.{k}": v for k, v in got.state.server.items()} | {
+            f"own.{k}": v for k, v in got.state.clients.items()
+        }
+        large = {
+            k: v.device.type
+            for k, v in rows.items()
+            if v.dim() and v.shape[-1] == got.setting.net.size
+        }
         assert set(large.values()) <= {"cuda"}, f"rows of parameters that left the device: {large}"
     for key in ("loss", "accuracy"):
-        torch.testing.assert_close(got.history.series(key)[1], want.history.series(key)[1], rtol=1e-3, atol=1e-3)  # type: ignore[attr-defined]
+        torch.testing.assert_close(
+            got.history.series(key)[1], want.history.series(key)[1], rtol=1e-3, atol=1e-3
+        )
 
 
 def linear():
@@ -65,7 +87,14 @@ def linear():
 def waits_of_a_round(name, model, epochs, gpu):
     algorithm = ALGORITHMS[name]()
     net, federation = algorithm.prepare(Net(model)).to(gpu), data(model is Convolutions).to(gpu)
-    setting = make_setting(net, federation, Training(lr=0.05, batch_size=3, epochs=epochs), 3, engine="vmap", workers=None)
+    setting = make_setting(
+        net,
+        federation,
+        Training(lr=0.05, batch_size=3, epochs=epochs),
+        3,
+        engine="vmap",
+        workers=None,
+    )
     state = begin(algorithm, net, federation.n)
     for _ in range(2):
         waits.clear()
@@ -79,13 +108,15 @@ MODELS = {"MLP": tiny_model(), "linear": linear, "convolutions": Convolutions}
 @pytest.mark.deep("all algorithms, under a profiler of waits")
 @pytest.mark.parametrize(
     ("name", "model"),
-    # FactorizedWaffle draws its factors anew in every step, on the host; FedALA learns its weights until the losses stand still
+    # FactorizedWaffle draws its factors anew in every step, on the host; FedALA learns its weights
+    # until the losses stand still
     [(n, "MLP") for n in ALGORITHMS if n not in ("factorized_waffle", "fedala")]
     + [(n, m) for n in ("fedavg", "scaffold", "apfl") for m in ("linear", "convolutions")],
 )
 def test_a_round_hardly_waits_for_the_device(name, model):
-    """The host looks at a few numbers (who sent something that is not finite, how far each update goes, the losses, whether the server's
-    state is finite, small tables of the server's): once each, however many the local steps. On its way to the device nothing waits."""
+    """The host looks at a few numbers (who sent something that is not finite, how far each update
+    goes, the losses, whether the server's state is finite, small tables of the server's): once
+    each, however many the local steps. On its way to the device nothing waits."""
     with pretended_gpu() as gpu:
         one, three = (waits_of_a_round(name, MODELS[model], epochs, gpu) for epochs in (1, 3))
     assert one == three, "local steps wait"
@@ -95,7 +126,11 @@ def test_a_round_hardly_waits_for_the_device(name, model):
 
 def test_two_devices_in_one_op_are_refused_with_a_sentence():
     with pretended_gpu() as gpu:
-        a, cpu, half = torch.ones(3, 4, device=gpu), torch.ones(3, 4), torch.full((3, 3), 0.5, device=gpu)
+        a, cpu, half = (
+            torch.ones(3, 4, device=gpu),
+            torch.ones(3, 4),
+            torch.full((3, 3), 0.5, device=gpu),
+        )
         index = torch.zeros(3, 3, dtype=torch.int64)
         for call, name in (
             (lambda: ops.pairwise_sqdist(a, cpu), "b"),
@@ -114,5 +149,7 @@ def test_two_devices_in_one_op_are_refused_with_a_sentence():
 
 def test_no_gpu_is_said_in_a_sentence(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match=r"device: got 'cuda', but torch .* sees no GPU here; use device='cpu'"):
+    with pytest.raises(
+        ValueError, match=r"device: got 'cuda', but torch .* sees no GPU here; use device='cpu'"
+    ):
         Simulation("fedavg", tiny_model(), images(), hardware=Hardware(device="cuda"))

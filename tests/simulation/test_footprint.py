@@ -14,11 +14,20 @@ from pflcore import Federation, Simulation, Training
 from pflcore.algorithms import ALGORITHMS
 
 N, WIDTH, STATUS = 8, 6000, Path("/proc/self/status")
-OPTIONS = {"hypcluster": {"k": 3}, "ensemble": {"k": 3}, "fedfomo": {"m": 3}, "factorized_waffle": {"ranks": (100,)}}
+OPTIONS = {
+    "hypcluster": {"k": 3},
+    "ensemble": {"k": 3},
+    "fedfomo": {"m": 3},
+    "factorized_waffle": {"ranks": (100,)},
+}
 
 
 def model(conv=False, width=WIDTH):
-    first = [nn.Conv2d(1, 2, 3, padding=1), nn.Flatten(), nn.Linear(800, width // 2)] if conv else [nn.Linear(400, width)]
+    first = (
+        [nn.Conv2d(1, 2, 3, padding=1), nn.Flatten(), nn.Linear(800, width // 2)]
+        if conv
+        else [nn.Linear(400, width)]
+    )
     return nn.Sequential(*first, nn.ReLU(), nn.Linear(width // 2 if conv else width, 4))
 
 
@@ -27,18 +36,28 @@ def resident(key):
 
 
 def played(name, participation, engine, workers, send):
-    """In a fresh process, since a fork grows into what its parent's allocator keeps: the estimate, and by how much the peak grew."""
+    """In a fresh process, since a fork grows into what its parent's allocator keeps: the estimate,
+    and by how much the peak grew."""
     torch.set_num_threads(1)
     gen = torch.Generator().manual_seed(0)
-    x, y = torch.randn(N * 12, 1, 20, 20, generator=gen), torch.randint(0, 4, (N * 12,), generator=gen)
+    x, y = (
+        torch.randn(N * 12, 1, 20, 20, generator=gen),
+        torch.randint(0, 4, (N * 12,), generator=gen),
+    )
     x = x if engine == "loop" else x.flatten(1)
-    split = {s: list((torch.arange(N * 4) + i * N * 4).split(4)) for i, s in enumerate(("train", "val", "test"))}
+    split = {
+        s: list((torch.arange(N * 4) + i * N * 4).split(4))
+        for i, s in enumerate(("train", "val", "test"))
+    }
     data = Federation(x, y, split, 4)
     algorithm = ALGORITHMS[name](**OPTIONS.get(name, {}))
-    small = grouped(dict(rounds=2, seed=0, workers=workers, engine=engine, participation=participation))
+    small = grouped(
+        dict(rounds=2, seed=0, workers=workers, engine=engine, participation=participation)
+    )
     training = Training(lr=0.01, batch_size=4)
     made = partial(model, engine == "loop")
-    Simulation(algorithm, made(width=8), data, training, **small).run()  # what a first run allocates for good
+    # what a first run allocates for good
+    Simulation(algorithm, made(width=8), data, training, **small).run()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = resident("VmRSS")
     simulation = Simulation(algorithm, made(), data, training, **small | {"rounds": 3})
@@ -59,10 +78,15 @@ def ratio(*case):
 
 
 @pytest.mark.deep("another process")
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not tell a process's peak")
-@pytest.mark.parametrize("case", [("fedavg", 1.0, "auto", 1), ("ditto", 0.5, "auto", 1), ("scaffold", 1.0, "loop", 2)])
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="the system does not tell a process's peak"
+)
+@pytest.mark.parametrize(
+    "case", [("fedavg", 1.0, "auto", 1), ("ditto", 0.5, "auto", 1), ("scaffold", 1.0, "loop", 2)]
+)
 def test_the_estimate_is_near_the_peak(case):
-    """Within 1.5 for every algorithm when this file was last run by `python`; an allocator's mood has its share in it."""
+    """Within 1.5 for every algorithm when this file was last run by `python`; an allocator's mood
+    has its share in it."""
     assert 1 / 1.7 < ratio(*case)[0] < 1.7
 
 

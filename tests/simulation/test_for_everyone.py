@@ -19,12 +19,23 @@ def test_each_clients_numbers_are_those_of_its_own_run(algorithm):
     data, training = images(), Training(lr=0.1, batch_size=8)
     seen: list[tuple[int, int]] = []
     history = for_everyone(
-        algorithm, tiny_model(), data, training, on_round=lambda t, r, record: seen.append((t, r)), rounds=3, evaluation=Evaluation(every=2)
+        algorithm,
+        tiny_model(),
+        data,
+        training,
+        on_round=lambda t, r, record: seen.append((t, r)),
+        rounds=3,
+        evaluation=Evaluation(every=2),
     )
     assert seen == [(t, r) for t in range(3) for r in (1, 2, 3)]
     alone = [
         Simulation(
-            type(algorithm)(**{**vars(algorithm), "target": t}), tiny_model(), data, training, rounds=3, evaluation=Evaluation(every=2)
+            type(algorithm)(**{**vars(algorithm), "target": t}),
+            tiny_model(),
+            data,
+            training,
+            rounds=3,
+            evaluation=Evaluation(every=2),
         ).run()
         for t in range(3)
     ]
@@ -32,16 +43,30 @@ def test_each_clients_numbers_are_those_of_its_own_run(algorithm):
     for r in range(3):
         record = history.rounds[r]
         assert record["report"]["weights"] == [a.rounds[r]["report"]["weights"] for a in alone]
-        assert record["bytes_up"] == sum(a.rounds[r]["bytes_up"] for a in alone) and record["cohort"] == [0, 1, 2]
+        assert record["bytes_up"] == sum(a.rounds[r]["bytes_up"] for a in alone) and record[
+            "cohort"
+        ] == [0, 1, 2]
         if record["eval"]:
-            assert record["eval"]["accuracy"] == [a.rounds[r]["eval"]["accuracy"][t] for t, a in enumerate(alone)]
-    assert history.header["target"] is None and history.header["made_for"] == "each client" and history.stopped is None
+            assert record["eval"]["accuracy"] == [
+                a.rounds[r]["eval"]["accuracy"][t] for t, a in enumerate(alone)
+            ]
+    assert (
+        history.header["target"] is None
+        and history.header["made_for"] == "each client"
+        and history.stopped is None
+    )
     json.dumps(list(history.lines()))
 
 
 def test_a_diverged_run_is_named():
-    history = for_everyone(Waffle(), tiny_model(), images(), Training(lr=1e200, batch_size=8), rounds=5)
-    assert history.stopped is not None and "target 0: The run diverged" in history.stopped and len(history.rounds) == 3
+    history = for_everyone(
+        Waffle(), tiny_model(), images(), Training(lr=1e200, batch_size=8), rounds=5
+    )
+    assert (
+        history.stopped is not None
+        and "target 0: The run diverged" in history.stopped
+        and len(history.rounds) == 3
+    )
     assert all(r["void"] for r in history.rounds)
 
 
@@ -52,7 +77,8 @@ def test_a_method_without_a_target_is_refused():
 
 @pytest.mark.parametrize("options", [{"participation": 0.5}, {}])
 def test_weights_have_a_row_for_each_target_whoever_took_part(options):
-    """Cohorts are the targets' own, and client 1 drops out: without it the run made for it has no weights."""
+    """Cohorts are the targets' own, and client 1 drops out: without it the run made for it has no
+    weights."""
     data = images((6, 7, 8, 9))
     x = data.x.clone()
     if not options:
@@ -60,13 +86,23 @@ def test_weights_have_a_row_for_each_target_whoever_took_part(options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         history = for_everyone(
-            Waffle(), lambda: torch.nn.Linear(6, 4), replace(data, x=x), Training(lr=0.1, batch_size=8), rounds=2, **options
+            Waffle(),
+            lambda: torch.nn.Linear(6, 4),
+            replace(data, x=x),
+            Training(lr=0.1, batch_size=8),
+            rounds=2,
+            **options,
         )
-    for record, (_, weights) in zip(history.rounds, zip(*group(history.lines())[0].weights(), strict=True), strict=True):
+    for record, (_, weights) in zip(
+        history.rounds, zip(*group(history.lines())[0].weights(), strict=True), strict=True
+    ):
         assert list(record["report"]) == ["weights"] and weights.shape == (4, 4)
         sums = weights.sum(1)
         if options:
-            assert torch.allclose(sums, torch.ones(4, dtype=sums.dtype)) and int((weights > 0).sum(1).max()) < 4
+            assert (
+                torch.allclose(sums, torch.ones(4, dtype=sums.dtype))
+                and int((weights > 0).sum(1).max()) < 4
+            )
         elif record["round"] == 2:  # in round 1 its update is finite, if barely
             assert weights[1].isnan().all() and weights[[0, 2, 3], 1].eq(0).all()
             assert torch.allclose(sums[[0, 2, 3]], torch.ones(3, dtype=sums.dtype))
@@ -78,7 +114,9 @@ def test_who_ran_away_is_named_whoever_took_part():
     x = data.x.clone()
     x[data.index["train"][5]] *= 200
     linear, far = torch.nn.Linear(6, 4), replace(data, x=x)
-    history = for_everyone(WeightErosion(), linear, far, Training(lr=0.01, batch_size=5), rounds=1, participation=0.5)
+    history = for_everyone(
+        WeightErosion(), linear, far, Training(lr=0.01, batch_size=5), rounds=1, participation=0.5
+    )
     record = history.rounds[0]
     assert record["cohort"] == list(range(8)) and record["moved"].index(max(record["moved"])) == 5
     (run,) = group(history.lines())

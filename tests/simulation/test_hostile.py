@@ -1,4 +1,5 @@
-"""Bad clients, bad numbers, bad arguments: nothing of it improves a table, and each is said in one sentence."""
+"""Bad clients, bad numbers, bad arguments: nothing of it improves a table, and each is said in one
+sentence."""
 
 import copy
 import math
@@ -33,14 +34,21 @@ def model():
 
 
 def made(name):
-    """The algorithm for a model that is nothing but a head, of which the bias is private where a part is."""
+    """The algorithm for a model that is nothing but a head, of which the bias is private where a
+    part is."""
     kind = ALGORITHMS[name]
     return kind(**({"private": "*bias"} if getattr(kind, "private", "") == "head" else {}))
 
 
 def run(data, algorithm="fedavg", **options):
     options = grouped({"rounds": 3, "workers": 1} | options)
-    return Simulation(algorithm, options.pop("model", model), data, Training(lr=options.pop("lr", 0.1), batch_size=10), **options)
+    return Simulation(
+        algorithm,
+        options.pop("model", model),
+        data,
+        Training(lr=options.pop("lr", 0.1), batch_size=10),
+        **options,
+    )
 
 
 class Far(FedAvg):
@@ -58,11 +66,14 @@ def sentence(error):
     return text
 
 
-# losses and accuracies ----------------------------------------------------------------------------------------------------------------
+# losses and accuracies ------------------------------------------------------
 def test_a_model_that_answers_nan_is_wrong():
     scores = torch.tensor([[torch.nan, torch.nan], [0.0, 1.0], [torch.nan, 9.0]])
     assert metrics.right(scores, torch.tensor([0, 1, 1])).tolist() == [False, True, False]
-    assert metrics.right(torch.tensor([torch.nan, -1.0]), torch.tensor([0, 0])).tolist() == [False, True]
+    assert metrics.right(torch.tensor([torch.nan, -1.0]), torch.tensor([0, 0])).tolist() == [
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
@@ -78,7 +89,12 @@ def test_whole_numbers_are_no_labels_to_a_squared_error():
     fed = Federation.from_arrays(parts, test=parts, classes=None)
     for engine in ("loop", "vmap"):
         s = Simulation(
-            "fedavg", Net(lambda: nn.Linear(2, 1), "squared"), fed, Training(lr=0.01), rounds=1, hardware=Hardware(engine=engine)
+            "fedavg",
+            Net(lambda: nn.Linear(2, 1), "squared"),
+            fed,
+            Training(lr=0.01),
+            rounds=1,
+            hardware=Hardware(engine=engine),
         )
         assert set(s.evaluate("test")) == {"loss", "size"}
 
@@ -88,14 +104,19 @@ def test_what_stopped_a_run_is_said(data):
         run(data, lr=1e38, rounds=9).run()
 
 
-# a run's end --------------------------------------------------------------------------------------------------------------------------
+# a run's end ----------------------------------------------------------------
 def test_void_rounds_at_the_end_are_a_sentence(data):
     history = run(data, lr=1e38, rounds=2).run()
-    assert [r["void"] for r in history.rounds] == [False, True] and "round 2 was void" in history.stopped
+    assert [r["void"] for r in history.rounds] == [
+        False,
+        True,
+    ] and "round 2 was void" in history.stopped
 
 
 def test_a_run_cut_short_says_so(tmp_path):
-    lines = [{"header": {"algorithm": "fedavg", "rounds": 150}}] + [{"round": r, "eval": {"accuracy": [0.5]}} for r in range(1, 65)]
+    lines = [{"header": {"algorithm": "fedavg", "rounds": 150}}] + [
+        {"round": r, "eval": {"accuracy": [0.5]}} for r in range(1, 65)
+    ]
     text = table(group(lines))
     assert "| 64 of 150 rounds" in text and "of 64" not in text
 
@@ -118,15 +139,29 @@ def test_other_signals_end_a_run_like_ctrl_c(tmp_path, number):
         str(tmp_path),
         "--quiet",
     ]
-    code = "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); from pflcore.cli import main; sys.exit(main())"
-    process = subprocess.Popen([sys.executable, "-c", code, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    code = (
+        "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); from pflcore.cli "
+        "import main; sys.exit(main())"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     record = tmp_path / "record.jsonl"
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not (record.is_file() and record.read_bytes().count(b"\n") > 3):
+    while time.monotonic() < deadline and not (
+        record.is_file() and record.read_bytes().count(b"\n") > 3
+    ):
         time.sleep(0.05)
     process.send_signal(getattr(signal, number))
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and "of 1000000 rounds" in out and (tmp_path / "table.md").read_text() == out.removesuffix("\n")
+    assert (
+        process.returncode == 130
+        and "of 1000000 rounds" in out
+        and (tmp_path / "table.md").read_text() == out.removesuffix("\n")
+    )
     assert "Interrupted" in err and read(tmp_path)[0].stopped.startswith("Interrupted after round")
 
 
@@ -138,13 +173,18 @@ def test_an_error_in_a_callback_keeps_the_history(data):
     s = run(data)
     with pytest.raises(KeyError) as e:
         s.run(on_round)
-    assert [r["round"] for r in e.value.history.rounds] == [1, 2] and e.value.history.state.round == 2
+    assert [r["round"] for r in e.value.history.rounds] == [
+        1,
+        2,
+    ] and e.value.history.state.round == 2
 
 
-# huge but finite ----------------------------------------------------------------------------------------------------------------------
+# huge but finite ------------------------------------------------------------
 @pytest.mark.parametrize("cls", ["fedadam", "fedyogi", "fedadagrad"])
 def test_a_servers_second_moment_never_becomes_infinite(data, cls):
-    kind = type("Spoilt", (ALGORITHMS[cls],), {"train": lambda *args: _far(ALGORITHMS[cls], *args, 1e25)})
+    kind = type(
+        "Spoilt", (ALGORITHMS[cls],), {"train": lambda *args: _far(ALGORITHMS[cls], *args, 1e25)}
+    )
     s = run(data, kind(), rounds=9)
     history = s.run()
     assert [r["void"] for r in history.rounds] == [False, True, True, True]
@@ -175,7 +215,11 @@ def test_who_moved_far_is_in_the_record_and_in_the_table(data):
 
 def test_a_clipped_update_is_as_long_as_allowed(data):
     free, held = (run(data, Far(), rounds=2, clip=c).run() for c in (None, 0.5))
-    assert held.rounds[1]["clipped"] == [2] and held.header["clip"] == 0.5 and free.rounds[1]["clipped"] == []
+    assert (
+        held.rounds[1]["clipped"] == [2]
+        and held.header["clip"] == 0.5
+        and free.rounds[1]["clipped"] == []
+    )
     assert float(free.state.server["x"].norm()) > 1e8 > 10 > float(held.state.server["x"].norm())
     assert "the updates of 1 client were clipped" in table(group(held.lines()))
     one = run(data, clip=0.01, rounds=1, participation=0.25)
@@ -189,13 +233,16 @@ def test_every_method_takes_a_clip(name, data):
     fed, clip, alg = held_out(data), 1e-3, made(name)
     loose, wide = (run(fed, alg, rounds=2, every=0, clip=c) for c in (None, 1e30))
     a, b = loose.run().state, wide.run().state
-    assert all(torch.equal(a.server[k], b.server[k]) for k in a.server)  # a limit that nobody meets changes nothing
+    # a limit that nobody meets changes nothing
+    assert all(torch.equal(a.server[k], b.server[k]) for k in a.server)
     history = run(fed, alg, rounds=2, every=0, clip=clip).run()
-    assert history.stopped is None and all(bool(r["clipped"]) == (name != "local") for r in history.rounds)
+    assert history.stopped is None and all(
+        bool(r["clipped"]) == (name != "local") for r in history.rounds
+    )
     assert all(bool(r["moved"]) == (name != "local") for r in history.rounds)
 
 
-# states -------------------------------------------------------------------------------------------------------------------------------
+# states ---------------------------------------------------------------------
 def test_what_a_caller_holds_never_changes(data):
     start = run(data, "ditto", rounds=2).run().state
     kept = copy.deepcopy(start)
@@ -204,7 +251,9 @@ def test_what_a_caller_holds_never_changes(data):
     s = run(data, "ditto", rounds=3)
     s.run(lambda r, record: seen.append((s.state, copy.deepcopy(s.state))))
     for one, two in [(start, kept), (results[0].state, results[1].state), *seen]:
-        assert all(torch.equal(one.clients[k], two.clients[k]) for k in two.clients) and torch.equal(one.server["x"], two.server["x"])
+        assert all(
+            torch.equal(one.clients[k], two.clients[k]) for k in two.clients
+        ) and torch.equal(one.server["x"], two.server["x"])
     again = run(data, "ditto", rounds=3).run().state
     assert torch.equal(again.clients["v"], s.state.clients["v"])  # looking changes nothing
 
@@ -213,7 +262,11 @@ def test_a_warm_start_of_something_else_is_refused(data):
     state = run(data, "ditto").run().state
     other = synthetic_clusters(n=5, groups=1, samples=20, classes=3, dim=5, held_out=20)
     wide = lambda: nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))  # noqa: E731
-    cases = [("scaffold", data, model, "Scaffold"), ("ditto", other, model, "5 clients"), ("ditto", data, wide, "shape")]
+    cases = [
+        ("scaffold", data, model, "Scaffold"),
+        ("ditto", other, model, "5 clients"),
+        ("ditto", data, wide, "shape"),
+    ]
     for name, fed, build, word in cases:
         with pytest.raises(ValueError, match=r"^warm_start: .*" + word) as e:
             run(fed, name, model=build, rounds=9, warm_start=state)
@@ -222,7 +275,7 @@ def test_a_warm_start_of_something_else_is_refused(data):
         run(data, "ditto", rounds=3, warm_start=state)
 
 
-# arguments ----------------------------------------------------------------------------------------------------------------------------
+# arguments ------------------------------------------------------------------
 BAD = {
     "clients": {"clients": [1, 1, 1]},
     "evaluation.clients": {"evaluated": [0, 9]},
@@ -274,10 +327,17 @@ def test_a_class_in_the_place_of_an_instance(data):
 
 @pytest.mark.parametrize("name", swept(set(ALGORITHMS) - {"factorized_waffle"}))
 def test_options_that_play_no_part_change_nothing_and_the_others_do(name):
-    fed = held_out(synthetic_clusters(n=4, groups=2, samples=20, classes=3, dim=5, held_out=20).keep(0.7, [0, 1]))
+    fed = held_out(
+        synthetic_clusters(n=4, groups=2, samples=20, classes=3, dim=5, held_out=20).keep(
+            0.7, [0, 1]
+        )
+    )
     algorithm = made(name)
     base = run(fed, algorithm).run()
-    for key, value in (("server_lr", 0.5), ("weighting", "uniform" if vars(algorithm).get("weighting") == "samples" else "samples")):
+    for key, value in (
+        ("server_lr", 0.5),
+        ("weighting", "uniform" if vars(algorithm).get("weighting") == "samples" else "samples"),
+    ):
         if key not in vars(algorithm):
             continue
         try:
@@ -288,7 +348,7 @@ def test_options_that_play_no_part_change_nothing_and_the_others_do(name):
         assert not torch.equal(base.series("loss")[1], other.series("loss")[1])
 
 
-# data ---------------------------------------------------------------------------------------------------------------------------------
+# data -----------------------------------------------------------------------
 def test_data_errors_name_the_client_and_the_remedy():
     x, y = torch.randn(4, 3), torch.tensor([0, 1, 0, 1])
     bad = x.clone()
@@ -303,7 +363,9 @@ def test_data_errors_name_the_client_and_the_remedy():
         with pytest.raises((ValueError, TypeError), match=word) as e:
             Federation.from_arrays(parts)
         sentence(e)
-    assert Federation.from_arrays([(torch.zeros(4, 3, dtype=torch.int32), y)]).x.dtype == torch.int64
+    assert (
+        Federation.from_arrays([(torch.zeros(4, 3, dtype=torch.int32), y)]).x.dtype == torch.int64
+    )
     for fraction in (math.nan, 1.0, -0.5):
         with pytest.raises(ValueError, match="test_fraction"):
             Federation.from_arrays([(x, y)], test_fraction=fraction)
@@ -316,7 +378,9 @@ def test_data_errors_name_the_client_and_the_remedy():
 
 def test_a_client_with_one_sample_keeps_it():
     parts = [(torch.randn(k, 3), torch.arange(k) % 2) for k in (10, 1, 10)]
-    fed = Simulation("l2c", nn.Linear(3, 2), Federation.from_arrays(parts, test=parts, classes=2)).data
+    fed = Simulation(
+        "l2c", nn.Linear(3, 2), Federation.from_arrays(parts, test=parts, classes=2)
+    ).data
     assert fed.size("train").tolist() == [8, 1, 8] and fed.size("val").tolist() == [2, 0, 2]
     with pytest.raises(ValueError, match="too few samples"):
         one = [(torch.randn(1, 3), torch.tensor([0]))]
@@ -335,5 +399,12 @@ def test_a_download_folder_is_no_federation(tmp_path):
 
 
 def test_an_infinite_loss_is_no_very_large_number():
-    fed = Federation.from_arrays([(torch.randn(6, 2), torch.randn(6) * by) for by in (1.0, 1e25)], test_fraction=0.5)
-    assert Simulation(FedAvg(), torch.nn.Linear(2, 1), fed, Training(1e-3), rounds=1).evaluate("test")["loss"][1] == math.inf
+    fed = Federation.from_arrays(
+        [(torch.randn(6, 2), torch.randn(6) * by) for by in (1.0, 1e25)], test_fraction=0.5
+    )
+    assert (
+        Simulation(FedAvg(), torch.nn.Linear(2, 1), fed, Training(1e-3), rounds=1).evaluate("test")[
+            "loss"
+        ][1]
+        == math.inf
+    )

@@ -25,7 +25,12 @@ def made(**options):
     torch.manual_seed(0)
     data = synthetic_clusters(n=4, groups=1, samples=20, classes=3, dim=5, held_out=20)
     return Simulation(
-        "scaffold", nn.Linear(5, 3), data, Training(lr=0.1, batch_size=10), rounds=ROUNDS, **grouped({"workers": 1, **options})
+        "scaffold",
+        nn.Linear(5, 3),
+        data,
+        Training(lr=0.1, batch_size=10),
+        rounds=ROUNDS,
+        **grouped({"workers": 1, **options}),
     )
 
 
@@ -94,9 +99,15 @@ def test_no_checkpoint_is_left_without_its_evaluation(tmp_path, round):
 
     simulation = made(metrics={"m": metric})
     assert simulation.run(checkpoint=Checkpoint(tmp_path, every=1, minutes=0)).interrupted
-    made_of = {"model": nn.Linear(5, 3), "data": simulation.data, "evaluation": Evaluation(metrics={"m": metric})}
+    made_of = {
+        "model": nn.Linear(5, 3),
+        "data": simulation.data,
+        "evaluation": Evaluation(metrics={"m": metric}),
+    }
     rounds = Simulation.load(tmp_path, **made_of).run().rounds
-    assert [r["round"] for r in rounds] == [1, 2, 3, 4, 5] and all(r["eval"]["m"] == [1.0] * 4 for r in rounds)
+    assert [r["round"] for r in rounds] == [1, 2, 3, 4, 5] and all(
+        r["eval"]["m"] == [1.0] * 4 for r in rounds
+    )
 
 
 @pytest.mark.parametrize("when", ["before the line", "after the line"])
@@ -115,7 +126,11 @@ def test_a_record_says_what_its_stop_says(tmp_path, monkeypatch, when):
     with record.Record(path) as file:
         file.run(simulation.header(), simulation.run)
     (run,) = record.read(path)
-    assert [r["round"] for r in run.rounds] == [1, 2, 3] and run.stopped == f"Interrupted after round 3 of {ROUNDS}."
+    assert [r["round"] for r in run.rounds] == [
+        1,
+        2,
+        3,
+    ] and run.stopped == f"Interrupted after round 3 of {ROUNDS}."
 
 
 def test_another_thread_gets_no_signals_and_may_run():

@@ -1,4 +1,5 @@
-"""What a machine may do to a run: folders that cannot be written, two runs in one, a full disk, a clock that jumps, hours of rounds."""
+"""What a machine may do to a run: folders that cannot be written, two runs in one, a full disk, a
+clock that jumps, hours of rounds."""
 
 import ast
 import json
@@ -29,12 +30,21 @@ def data():
 
 def make(data, algorithm="fedavg", **options):
     return Simulation(
-        algorithm, lambda: nn.Linear(5, 3), data, Training(lr=0.1, batch_size=10), **grouped({"workers": 1, "rounds": 3, **options})
+        algorithm,
+        lambda: nn.Linear(5, 3),
+        data,
+        Training(lr=0.1, batch_size=10),
+        **grouped({"workers": 1, "rounds": 3, **options}),
     )
 
 
 def sentence(text):
-    assert text.endswith(".") and text.count(". ") == 0 and "\n" not in text and "Traceback" not in text, text
+    assert (
+        text.endswith(".")
+        and text.count(". ") == 0
+        and "\n" not in text
+        and "Traceback" not in text
+    ), text
 
 
 def command(capsys, *argv):
@@ -45,13 +55,18 @@ def command(capsys, *argv):
     return code, capsys.readouterr().err.strip()
 
 
-# folders --------------------------------------------------------------------------------------------------------------------------------
+# folders --------------------------------------------------------------------
 def unwritable(tmp_path):
-    """Below a file; below the kernel's own files, where not even root may make one; and, but for root, in a folder without the right."""
+    """Below a file; below the kernel's own files, where not even root may make one; and, but for
+    root, in a folder without the right."""
     (tmp_path / "file").write_text("mine")
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o555)
-    return [tmp_path / "file" / "run", *([Path("/proc/run")] if os.path.isdir("/proc/self") else []), *([closed] if os.getuid() else [])]
+    return [
+        tmp_path / "file" / "run",
+        *([Path("/proc/run")] if os.path.isdir("/proc/self") else []),
+        *([closed] if os.getuid() else []),
+    ]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no such rights")
@@ -81,7 +96,7 @@ def test_two_runs_in_one_folder(data, tmp_path, capsys):
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == kept
 
 
-# a full disk ----------------------------------------------------------------------------------------------------------------------------
+# a full disk ----------------------------------------------------------------
 def test_a_disk_that_becomes_full_ends_a_command_with_one_sentence(tmp_path, capsys):
     """By a limit on the size of files, which the kernel answers as it answers on a full disk."""
     resource = pytest.importorskip("resource")
@@ -89,14 +104,29 @@ def test_a_disk_that_becomes_full_ends_a_command_with_one_sentence(tmp_path, cap
     kept = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (6000, kept[1]))
-        code, said = command(capsys, *COMMAND[:4], "--rounds", "400", "--quiet", "--checkpoint-minutes", "0", "--out", str(tmp_path))
+        code, said = command(
+            capsys,
+            *COMMAND[:4],
+            "--rounds",
+            "400",
+            "--quiet",
+            "--checkpoint-minutes",
+            "0",
+            "--out",
+            str(tmp_path),
+        )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, kept)
     last = said.splitlines()[-1]
-    assert code == 1 and "failed: File too large; the record up to there is" in last and "--resume" in last, said
+    assert (
+        code == 1
+        and "failed: File too large; the record up to there is" in last
+        and "--resume" in last
+    ), said
     sentence(last)
     lines = (tmp_path / "record.jsonl").read_text().split("\n")
-    assert len(lines) > 3 and all(json.loads(line) for line in lines[:-1])  # all but the one that the disk cut off
+    # all but the one that the disk cut off
+    assert len(lines) > 3 and all(json.loads(line) for line in lines[:-1])
 
 
 @pytest.mark.deep("another process")
@@ -113,11 +143,13 @@ def test_nowhere_to_print_to(tmp_path):
             cwd=ROOT,
             check=False,
         )
-    assert done.returncode != 0 and "Traceback" not in done.stderr and "No space left" in done.stderr, done.stderr
+    assert (
+        done.returncode != 0 and "Traceback" not in done.stderr and "No space left" in done.stderr
+    ), done.stderr
     assert (tmp_path / "table.md").read_text().startswith("### ")
 
 
-# time -----------------------------------------------------------------------------------------------------------------------------------
+# time -----------------------------------------------------------------------
 def test_a_clock_that_jumps_changes_nothing(data, tmp_path, monkeypatch):
     plain = make(data).run()
     now = [2e9]
@@ -130,22 +162,33 @@ def test_a_clock_that_jumps_changes_nothing(data, tmp_path, monkeypatch):
     monkeypatch.setattr(time, "time_ns", lambda: int(1e9 * backwards()))
     history = make(data).run(checkpoint=Checkpoint(tmp_path, minutes=1e-9))
     assert all(0 <= r["seconds"] < 60 for r in history.rounds) and len(history.rounds) == 3
-    assert history.state is not None and plain.state is not None and torch.equal(history.state.server["x"], plain.state.server["x"])
+    assert (
+        history.state is not None
+        and plain.state is not None
+        and torch.equal(history.state.server["x"], plain.state.server["x"])
+    )
     assert (tmp_path / "checkpoint.json").exists()
 
 
 def test_nothing_measures_a_duration_by_a_clock_that_can_jump():
-    jumping = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("datetime", "utcnow"), ("datetime", "today")}
+    jumping = {
+        ("time", "time"),
+        ("time", "time_ns"),
+        ("datetime", "now"),
+        ("datetime", "utcnow"),
+        ("datetime", "today"),
+    }
     used = [
         f"{path.name}:{node.lineno}"
         for path in (ROOT / "pflcore").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and (getattr(node.value, "id", getattr(node.value, "attr", "")), node.attr) in jumping
+        if isinstance(node, ast.Attribute)
+        and (getattr(node.value, "id", getattr(node.value, "attr", "")), node.attr) in jumping
     ]
     assert used == []
 
 
-# hours ----------------------------------------------------------------------------------------------------------------------------------
+# hours ----------------------------------------------------------------------
 def anonymous():
     """This process' own memory, bytes: RssAnon."""
     with open("/proc/self/status") as status:
@@ -156,7 +199,8 @@ def anonymous():
 @linux
 @pytest.mark.parametrize("name", ["fedavg", "waffle"])
 def test_memory_does_not_grow_with_rounds(data, name):
-    """1,500 rounds that nobody keeps the records of: at a round a minute they are a day and more."""
+    """1,500 rounds that nobody keeps the records of: at a round a minute they are a day and
+    more."""
     seen = {}
     for record in make(data, name, rounds=1500, every=50).iterate():
         if record.get("round") in (300, 1500):

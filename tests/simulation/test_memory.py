@@ -1,4 +1,5 @@
-"""Memory that runs out, on a GPU or beside it: one sentence, the record whole, the state that of the last round."""
+"""Memory that runs out, on a GPU or beside it: one sentence, the record whole, the state that of
+the last round."""
 
 import copy
 
@@ -23,7 +24,15 @@ def normed():
 
 def simulation(algorithm="scaffold", model=None, **options):
     data, training = held_out(images((6, 9, 7))), Training(lr=0.1, batch_size=3)
-    return Simulation(algorithm, model or tiny_model(), data, training, rounds=4, hardware=Hardware(workers=1), **options)
+    return Simulation(
+        algorithm,
+        model or tiny_model(),
+        data,
+        training,
+        rounds=4,
+        hardware=Hardware(workers=1),
+        **options,
+    )
 
 
 def same(a, b):
@@ -36,26 +45,51 @@ def test_a_round_that_fails_leaves_no_trace_and_the_run_goes_on(kind, monkeypatc
     error, asked = KINDS[kind]
     whole = simulation().run()
     run = simulation()
-    monkeypatch.setattr(ALGORITHMS["scaffold"], "update", fails(ALGORITHMS["scaffold"].update, 3, error))
+    monkeypatch.setattr(
+        ALGORITHMS["scaffold"], "update", fails(ALGORITHMS["scaffold"].update, 3, error)
+    )
     seen = []
     history = run.run(lambda r, line: seen.append(r))
-    assert history.failed and [r["round"] for r in history.rounds] == seen == [1, 2] and run.state.round == 2
-    assert history.stopped.startswith("Out of memory in round 3") and history.stopped.count(". ") == asked.count(". ") == 0
-    assert asked in history.stopped and "participation" in history.stopped and "device='cpu'" not in history.stopped
+    assert (
+        history.failed
+        and [r["round"] for r in history.rounds] == seen == [1, 2]
+        and run.state.round == 2
+    )
+    assert (
+        history.stopped.startswith("Out of memory in round 3")
+        and history.stopped.count(". ") == asked.count(". ") == 0
+    )
+    assert (
+        asked in history.stopped
+        and "participation" in history.stopped
+        and "device='cpu'" not in history.stopped
+    )
     assert list(history.lines())[-1] == {"stopped": history.stopped}
     rest = run.run()  # the same simulation, a moment later
     assert not rest.failed and [r["round"] for r in rest.rounds] == [3, 4]
-    assert same(run.state.server, whole.state.server) and same(run.state.clients, whole.state.clients)
+    assert same(run.state.server, whole.state.server) and same(
+        run.state.clients, whole.state.clients
+    )
     for got, want in zip(history.rounds + rest.rounds, whole.rounds, strict=True):
-        assert {k: v for k, v in got.items() if k != "seconds"} == {k: v for k, v in want.items() if k != "seconds"}
+        assert {k: v for k, v in got.items() if k != "seconds"} == {
+            k: v for k, v in want.items() if k != "seconds"
+        }
 
 
 def test_a_round_that_cannot_be_evaluated_is_still_a_round(monkeypatch):
     run = simulation("fedavg")
-    monkeypatch.setattr("pflcore.simulation.loop.evaluate", fails(evaluate, 2, torch.OutOfMemoryError(CUDA)))
+    monkeypatch.setattr(
+        "pflcore.simulation.loop.evaluate", fails(evaluate, 2, torch.OutOfMemoryError(CUDA))
+    )
     history = run.run()
-    assert history.failed and "in the evaluation after round 2, when 20.00 MiB more were asked for" in history.stopped
-    assert [(r["round"], r["eval"] is None) for r in history.rounds] == [(1, False), (2, True)] and run.state.round == 2
+    assert (
+        history.failed
+        and "in the evaluation after round 2, when 20.00 MiB more were asked for" in history.stopped
+    )
+    assert [(r["round"], r["eval"] is None) for r in history.rounds] == [
+        (1, False),
+        (2, True),
+    ] and run.state.round == 2
 
 
 def test_other_errors_come_through(monkeypatch):
@@ -65,9 +99,13 @@ def test_other_errors_come_through(monkeypatch):
 
 
 def test_a_federation_that_does_not_fit_is_said_before_the_first_round(monkeypatch):
-    monkeypatch.setattr("pflcore.simulation.loop.begin", fails(None, 1, torch.OutOfMemoryError(CUDA)))
+    monkeypatch.setattr(
+        "pflcore.simulation.loop.begin", fails(None, 1, torch.OutOfMemoryError(CUDA))
+    )
     with pytest.raises(
-        MemoryError, match=r"^Out of memory before the first round, with [\d.]+ KiB of data, when 20.00 MiB more .* needs about"
+        MemoryError,
+        match=r"^Out of memory before the first round, with [\d.]+ KiB of data, when 20.00 MiB "
+        r"more .* needs about",
     ):
         simulation()
 
@@ -93,7 +131,10 @@ def copied(state):
 @pytest.mark.parametrize(
     ("name", "options"),
     [(n, {}) for n in SIX]
-    + [pytest.param(n, {}, marks=pytest.mark.deep("all algorithms")) for n in sorted(set(ALGORITHMS) - set(SIX))]
+    + [
+        pytest.param(n, {}, marks=pytest.mark.deep("all algorithms"))
+        for n in sorted(set(ALGORITHMS) - set(SIX))
+    ]
     + [("feddwa", {"model": normed, "batch_norm": "average"}), (FedDWA(guidance="previous"), {})],
 )
 def test_wherever_the_servers_memory_ends_the_round_never_was(name, options, monkeypatch):
@@ -112,14 +153,22 @@ def test_wherever_the_servers_memory_ends_the_round_never_was(name, options, mon
     for at in range(1, 1000):
         mode = Refuse(at)
         try:
-            run.state, _ = step(Setup(run.algorithm, run.setting, batch_norm=run.batch_norm), run.state, torch.arange(3))
+            run.state, _ = step(
+                Setup(run.algorithm, run.setting, batch_norm=run.batch_norm),
+                run.state,
+                torch.arange(3),
+            )
             break
         except torch.OutOfMemoryError:
             pass
         finally:
             mode.__exit__(None, None, None)
         for old, new in zip(before, copied(run.state), strict=True):
-            assert same(old, new) if isinstance(old, dict) else torch.equal(torch.as_tensor(old), torch.as_tensor(new)), f"request {at}"
+            assert (
+                same(old, new)
+                if isinstance(old, dict)
+                else torch.equal(torch.as_tensor(old), torch.as_tensor(new))
+            ), f"request {at}"
     assert at > 1 or name == "local"
     assert run.state.round == 3
 
@@ -136,10 +185,19 @@ def test_on_the_command_line(tmp_path, monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert err.count("Out of memory in round 2") == 1 and "Traceback" not in err
     first, second = read("o")
-    assert [r["round"] for r in first.rounds] == [1] and first.stopped.startswith("Out of memory in round 2")
-    assert len(second.rounds) == 3 and second.stopped is None and "| local" in out  # the others had their turn
+    assert [r["round"] for r in first.rounds] == [1] and first.stopped.startswith(
+        "Out of memory in round 2"
+    )
+    # the others had their turn
+    assert len(second.rounds) == 3 and second.stopped is None and "| local" in out
 
-    monkeypatch.setattr("pflcore.simulation.loop.begin", fails(None, 1, torch.OutOfMemoryError(CUDA)))
+    monkeypatch.setattr(
+        "pflcore.simulation.loop.begin", fails(None, 1, torch.OutOfMemoryError(CUDA))
+    )
     assert cli.main(["run", "fedavg", *common, "--out", "p"]) == 2
     err = capsys.readouterr().err
-    assert err.startswith("pflcore: Out of memory before the first round") and err.count("\n") == 1 and not (tmp_path / "p").exists()
+    assert (
+        err.startswith("pflcore: Out of memory before the first round")
+        and err.count("\n") == 1
+        and not (tmp_path / "p").exists()
+    )

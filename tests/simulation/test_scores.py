@@ -1,4 +1,5 @@
-"""What scores stand for: one a label, one for each class, a number; in training, in what is measured, and in what a model predicts."""
+"""What scores stand for: one a label, one for each class, a number; in training, in what is
+measured, and in what a model predicts."""
 
 import pickle
 
@@ -35,7 +36,9 @@ def steps(classes=2, length=5, mask=False):
 
 
 def last(model, data, rounds=20, **options):
-    history = Simulation("fedavg", model, data, TRAINING, rounds=rounds, **grouped({"every": 1000, **options})).run()
+    history = Simulation(
+        "fedavg", model, data, TRAINING, rounds=rounds, **grouped({"every": 1000, **options})
+    ).run()
     return history.rounds[-1]["eval"], history.model(0)
 
 
@@ -45,30 +48,45 @@ def test_one_score_a_step_is_measured_and_predicted_by_its_sign(loss, shape):
     found, model = last(lambda: Steps(last=shape), steps(), loss=loss, metrics=["f1"])
     assert min(found["accuracy"]) > 0.9 and min(found["f1"]) > 0.9
     x = torch.randn(7, 5, 4)
-    assert torch.equal(model.predict(x), (model(x).reshape(7, 5) > 0).long()) and model.returns == "logits"
+    assert (
+        torch.equal(model.predict(x), (model(x).reshape(7, 5) > 0).long())
+        and model.returns == "logits"
+    )
 
 
 @pytest.mark.parametrize(("classes", "length"), [(4, 4), (3, 5), (3, 1)])
 def test_metrics_of_steps_are_those_of_their_labels(classes, length):
-    found, model = last(lambda: Steps(classes), steps(classes, length), 40, metrics=["auc", "f1", "balanced_accuracy"])
+    found, model = last(
+        lambda: Steps(classes),
+        steps(classes, length),
+        40,
+        metrics=["auc", "f1", "balanced_accuracy"],
+    )
     assert all(min(found[k]) > 0.85 for k in ("accuracy", "auc", "f1", "balanced_accuracy")), found
     assert model.predict(torch.randn(6, length, 4)).shape == (6, length)
 
 
 @pytest.mark.parametrize("loss", ["squared", "half_squared", "hinge"])
 def test_steps_that_a_mask_leaves_out_count_in_no_loss(loss):
-    with pytest.raises(ValueError, match=r"^criterion: '\w+' would count the steps that the mask leaves out; .*\.$"):
+    with pytest.raises(
+        ValueError, match=r"^criterion: '\w+' would count the steps that the mask leaves out; .*\.$"
+    ):
         last(Steps, steps(mask=True), loss=loss)
 
 
-@pytest.mark.parametrize("loss", [nn.L1Loss(), nn.HuberLoss(), nn.MSELoss(reduction="mean"), nn.functional.l1_loss])
+@pytest.mark.parametrize(
+    "loss", [nn.L1Loss(), nn.HuberLoss(), nn.MSELoss(reduction="mean"), nn.functional.l1_loss]
+)
 def test_no_loss_spreads_columns_over_rows(loss):
     x = torch.randn(40, 3)
     data = Federation.from_arrays([(x, 2 * x[:, 0])] * 2, test_fraction=0.25)
     if isinstance(loss, nn.MSELoss):  # which is pflcore's by name
         assert max(last(nn.Linear(3, 1), data, loss=loss)[0]["loss"]) < 0.1
         return
-    with pytest.raises(ValueError, match=r"^criterion: \w+ would spread scores \[\d+, 1\] over targets \[\d+\]; .*\.$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^criterion: \w+ would spread scores \[\d+, 1\] over targets \[\d+\]; .*\.$",
+    ):
         last(nn.Linear(3, 1), data, loss=loss)
     flat = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
     assert max(last(flat, data, 60, loss=loss)[0]["loss"]) < 0.5
@@ -77,39 +95,69 @@ def test_no_loss_spreads_columns_over_rows(loss):
 def test_hinge_takes_two_classes():
     x = torch.randn(60, 3)
     data = Federation.from_arrays([(x, torch.arange(60) % 10)], test_fraction=0.25)
-    with pytest.raises(ValueError, match=r"^criterion: 'hinge' takes two classes, and these labels go from 0 to 9; .*\.$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^criterion: 'hinge' takes two classes, and these labels go from 0 to 9; .*\.$",
+    ):
         last(nn.Linear(3, 1), data, loss="hinge")
 
 
 def test_what_a_model_predicts_is_what_its_targets_were():
     x = torch.randn(80, 3)
     several, ratings = (x > 0).long(), (3 * x[:, 0]).round().clamp(-9, 9).long() + 9
-    found, model = last(nn.Linear(3, 3), Federation.from_arrays([(x, several)], test_fraction=0.25), loss="binary_cross_entropy")
+    found, model = last(
+        nn.Linear(3, 3),
+        Federation.from_arrays([(x, several)], test_fraction=0.25),
+        loss="binary_cross_entropy",
+    )
     assert torch.equal(model.predict(x), (model(x) > 0).long()) and min(found["accuracy"]) > 0.8
-    found, model = last(nn.Linear(3, 1), Federation.from_arrays([(x, ratings)], test_fraction=0.25), loss="squared", metrics=["mae"])
+    found, model = last(
+        nn.Linear(3, 1),
+        Federation.from_arrays([(x, ratings)], test_fraction=0.25),
+        loss="squared",
+        metrics=["mae"],
+    )
     torch.testing.assert_close(model.predict(x), model(x)[:, 0])
     assert model.returns == "values" and found["mae"][0] < 1
     assert model.predict(x.numpy()[::-1]).shape == (80,)
     double = model.double()
     assert double.predict(x.double()).dtype == torch.float64
-    with pytest.raises(ValueError, match=r"^x: expected samples \[B, ...\], got shape \[3\]; for one sample give x\[None\]\.$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^x: expected samples \[B, ...\], got shape \[3\]; for one sample give x\[None\]\.$",
+    ):
         model.predict(x[0])
     with pytest.raises(TypeError, match=r"^x must be numbers in one array, got str"):
         model.predict("a")
 
 
 def test_neighbours_vote_with_one_label_a_sample():
-    with pytest.raises(ValueError, match=r"^data: kNN-Per's neighbours vote .* targets are one for each step"):
+    with pytest.raises(
+        ValueError, match=r"^data: kNN-Per's neighbours vote .* targets are one for each step"
+    ):
         Simulation("knnper", lambda: Steps(3), steps(3), TRAINING, rounds=1).run()
     x = torch.randn(60, 3)
     data = Federation.from_arrays([(x, x[:, 0])] * 2, test_fraction=0.25)
-    assert Simulation("knnper", nn.Linear(3, 1), data, TRAINING, rounds=1).run().model(0).returns == "values"
+    assert (
+        Simulation("knnper", nn.Linear(3, 1), data, TRAINING, rounds=1).run().model(0).returns
+        == "values"
+    )
 
 
 def test_every_methods_model_is_kept_by_pickle():
     x = torch.randn(60, 3)
     data = Federation.from_arrays([(x, (x[:, 0] > 0).long())] * 2, test_fraction=0.25)
-    model = Simulation("factorized_waffle", nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 2)), data, TRAINING, rounds=1).run().model(0)
+    model = (
+        Simulation(
+            "factorized_waffle",
+            nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 2)),
+            data,
+            TRAINING,
+            rounds=1,
+        )
+        .run()
+        .model(0)
+    )
     assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
 
 

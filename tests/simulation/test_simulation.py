@@ -21,9 +21,15 @@ def model():
 
 
 def test_a_record_counts_what_travels(data):
-    history = Simulation("fedavg", model, data, Training(lr=0.1), rounds=3, evaluation=Evaluation(every=2)).run()
+    history = Simulation(
+        "fedavg", model, data, Training(lr=0.1), rounds=3, evaluation=Evaluation(every=2)
+    ).run()
     size = 650 * 4
-    assert [r["bytes_down"] for r in history.rounds] == [4 * size] * 3 == [r["bytes_up"] for r in history.rounds]
+    assert (
+        [r["bytes_down"] for r in history.rounds]
+        == [4 * size] * 3
+        == [r["bytes_up"] for r in history.rounds]
+    )
     assert [r["round"] for r in history.rounds if r["eval"]] == [2, 3]  # every second, and the last
     rounds, accuracy = history.series()
     assert rounds == [2, 3] and accuracy.shape == (2, 4)
@@ -35,17 +41,39 @@ def test_a_run_goes_on_from_a_state_as_if_it_had_not_stopped(data):
     rounds = half.iterate()
     for _ in range(3):
         next(rounds)
-    rest = Simulation("waffle", model, data, Training(lr=0.1), rounds=6, warm_start=half.state).run()
+    rest = Simulation(
+        "waffle", model, data, Training(lr=0.1), rounds=6, warm_start=half.state
+    ).run()
     assert [r["round"] for r in rest.rounds] == [4, 5, 6]
     assert torch.equal(rest.state.server["x"], whole.state.server["x"])
 
 
 @pytest.mark.parametrize("name", ["l2c", "clustered_fl"])
 def test_a_server_whose_state_has_grown_is_a_warm_start(data, name):
-    algorithm = pflcore.ALGORITHMS[name](**({"first": 0, "eps1": 10.0, "eps2": 0.0} if name == "clustered_fl" else {}))
-    state = Simulation(algorithm, model, data, Training(lr=0.1), rounds=1, evaluation=Evaluation(every=0)).run().state
+    algorithm = pflcore.ALGORITHMS[name](
+        **({"first": 0, "eps1": 10.0, "eps2": 0.0} if name == "clustered_fl" else {})
+    )
+    state = (
+        Simulation(
+            algorithm, model, data, Training(lr=0.1), rounds=1, evaluation=Evaluation(every=0)
+        )
+        .run()
+        .state
+    )
     assert (
-        len(Simulation(algorithm, model, data, Training(lr=0.1), rounds=2, warm_start=state, evaluation=Evaluation(every=0)).run().rounds)
+        len(
+            Simulation(
+                algorithm,
+                model,
+                data,
+                Training(lr=0.1),
+                rounds=2,
+                warm_start=state,
+                evaluation=Evaluation(every=0),
+            )
+            .run()
+            .rounds
+        )
         == 1
     )
 
@@ -53,7 +81,11 @@ def test_a_server_whose_state_has_grown_is_a_warm_start(data, name):
 def test_divergence_ends_a_run_with_a_sentence_and_the_record_intact(data):
     history = Simulation("fedavg", model, data, Training(lr=1e38), rounds=50).run()
     assert history.stopped and "diverged" in history.stopped and "learning rate" in history.stopped
-    assert len(history.rounds) < 50 and all(r["void"] for r in history.rounds[-3:]) and history.rounds[-1]["dropped"] == [0, 1, 2, 3]
+    assert (
+        len(history.rounds) < 50
+        and all(r["void"] for r in history.rounds[-3:])
+        and history.rounds[-1]["dropped"] == [0, 1, 2, 3]
+    )
     assert all(bool(v.isfinite().all()) for v in history.state.server.values())
 
 
@@ -75,14 +107,31 @@ def test_bad_arguments_are_one_sentence(data):
 
 
 def test_a_run_of_many_rounds_ends_with_the_last():
-    parts = [(torch.randn(4, 2, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 0, 1]))] * 2
-    run = Simulation("local", nn.Linear(2, 2), Federation.from_arrays(parts, test=parts), rounds=260, evaluation=Evaluation(every=0))
+    parts = [
+        (torch.randn(4, 2, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 0, 1]))
+    ] * 2
+    run = Simulation(
+        "local",
+        nn.Linear(2, 2),
+        Federation.from_arrays(parts, test=parts),
+        rounds=260,
+        evaluation=Evaluation(every=0),
+    )
     assert len(run.run().rounds) == run.state.round == 260
 
 
 def test_a_state_that_is_put_back_is_not_changed():
-    parts = [(torch.randn(6, 2, generator=torch.Generator().manual_seed(i)), torch.tensor([0, 1] * 3)) for i in range(3)]
-    run = Simulation("ditto", nn.Linear(2, 2), Federation.from_arrays(parts, test=parts), Training(lr=0.5), rounds=3)
+    parts = [
+        (torch.randn(6, 2, generator=torch.Generator().manual_seed(i)), torch.tensor([0, 1] * 3))
+        for i in range(3)
+    ]
+    run = Simulation(
+        "ditto",
+        nn.Linear(2, 2),
+        Federation.from_arrays(parts, test=parts),
+        Training(lr=0.5),
+        rounds=3,
+    )
     next(rounds := run.iterate())
     first = run.state
     kept = {k: v.clone() for k, v in first.clients.items()}

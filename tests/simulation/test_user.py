@@ -1,4 +1,5 @@
-"""What a user brings (an algorithm, a loss, metrics, a schedule, callbacks), and what comes out (tables, events, models, newcomers)."""
+"""What a user brings (an algorithm, a loss, metrics, a schedule, callbacks), and what comes out
+(tables, events, models, newcomers)."""
 
 import copy
 import csv
@@ -13,16 +14,35 @@ from methods import APFL, Ditto, Waffle
 from parts.user import TRAINING, Mine, simulation
 from small import SIX, images, swept, tiny_model
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    ExponentialLR,
+    LambdaLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    StepLR,
+)
 
-from pflcore import EarlyStopping, Evaluation, FedAvg, Federation, Net, Objective, Simulation, Stop, Training, for_everyone, tune
+from pflcore import (
+    EarlyStopping,
+    Evaluation,
+    FedAvg,
+    Federation,
+    Net,
+    Objective,
+    Simulation,
+    Stop,
+    Training,
+    for_everyone,
+    tune,
+)
 from pflcore.metrics import auc, balanced_accuracy, f1, mae, r2, rmse
 
 
 @pytest.fixture
 def package(monkeypatch):
     module = types.ModuleType("mine")
-    module.Mine, module.number = Mine, 3  # type: ignore[attr-defined]
+    module.Mine, module.number = Mine, 3
     monkeypatch.setitem(sys.modules, "mine", module)
     return module
 
@@ -30,18 +50,35 @@ def package(monkeypatch):
 def targets():
     gen = torch.Generator().manual_seed(0)
     x = [torch.randn(20, 6, generator=gen) for _ in range(3)]
-    return Federation.from_arrays([(v, v @ torch.arange(6.0) / 6 + 0.1 * i) for i, v in enumerate(x)], test_fraction=0.4)
+    return Federation.from_arrays(
+        [(v, v @ torch.arange(6.0) / 6 + 0.1 * i) for i, v in enumerate(x)], test_fraction=0.4
+    )
 
 
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ("fedavgg", "expected one of fedavg, .* or 'package.module:Class' for one of your own, got 'fedavgg'"),
+        (
+            "fedavgg",
+            "expected one of fedavg, .* or 'package.module:Class' for one of your own, got "
+            "'fedavgg'",
+        ),
         ("no_such_module:Mine", "there is no module 'no_such_module' to import from here"),
         ("mine:Yours", "the module 'mine' has no 'Yours'"),
-        ("mine:number", "expected 'mine:number' to be a class derived from pflcore.Algorithm, got int"),
-        (3, "expected a name, a class derived from pflcore.Algorithm or an instance of one, got int"),
-        (nn.Linear, "expected a name, a class derived from pflcore.Algorithm or an instance of one, got Linear"),
+        (
+            "mine:number",
+            "expected 'mine:number' to be a class derived from pflcore.Algorithm, got int",
+        ),
+        (
+            3,
+            "expected a name, a class derived from pflcore.Algorithm or an instance of one, got "
+            "int",
+        ),
+        (
+            nn.Linear,
+            "expected a name, a class derived from pflcore.Algorithm or an instance of one, got "
+            "Linear",
+        ),
     ],
 )
 def test_what_is_no_algorithm_is_one_sentence(package, given, sentence):
@@ -51,11 +88,14 @@ def test_what_is_no_algorithm_is_one_sentence(package, given, sentence):
 
 
 def test_tuning_asks_for_roles():
-    with pytest.raises(TypeError, match=r"protocol: expected cross_silo\(data\) or cross_device\(data\), .* got Federation"):
-        tune(images(), tiny_model(), "fedavg", TRAINING, {}, rounds=1)  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError,
+        match=r"protocol: expected cross_silo\(data\) or cross_device\(data\), .* got Federation",
+    ):
+        tune(images(), tiny_model(), "fedavg", TRAINING, {}, rounds=1)
 
 
-# shared and private columns ---------------------------------------------------------------------------------------------------------
+# shared and private columns -------------------------------------------------
 
 
 @pytest.mark.parametrize("patterns", [(), ("0.*",), ("*.bias",), ("*",)])
@@ -66,15 +106,24 @@ def test_split_and_join_are_inverse(patterns):
     mask = net.mask(*(patterns or ("2.*",)))
     assert torch.equal(private, rows[:, mask]) and torch.equal(shared, rows[:, ~mask])
     assert torch.equal(net.join(shared, private, *patterns), rows)
-    assert torch.equal(net.join(shared[0], private, *patterns)[1:, ~mask], rows[0, ~mask].expand(2, -1))  # one body, several heads
-    assert torch.equal(torch.vmap(lambda r: net.join(*net.split(r, *patterns), *patterns))(rows), rows)
+    # one body, several heads
+    assert torch.equal(
+        net.join(shared[0], private, *patterns)[1:, ~mask], rows[0, ~mask].expand(2, -1)
+    )
+    assert torch.equal(
+        torch.vmap(lambda r: net.join(*net.split(r, *patterns), *patterns))(rows), rows
+    )
 
 
 def test_split_and_join_refuse_what_does_not_fit():
     net = Net(tiny_model())
     with pytest.raises(ValueError, match=r"patterns: 'fc\.\*' matches no parameter"):
         net.split(net.w0, "fc.*")
-    with pytest.raises(ValueError, match="shared and private: expected 35 and 24 columns, got 24 and 35; give join the patterns"):
+    with pytest.raises(
+        ValueError,
+        match="shared and private: expected 35 and 24 columns, got 24 and 35; "
+        "give join the patterns",
+    ):
         net.join(*reversed(net.split(net.w0)))
 
 
@@ -93,25 +142,40 @@ def test_a_bool_mask_is_a_mask(engine):
     assert simulation(Masked, rounds=1, engine=engine).run().stopped is None
 
 
-# a loss -----------------------------------------------------------------------------------------------------------------------------
+# a loss ---------------------------------------------------------------------
 
 
 def test_a_loss_is_a_name_a_function_or_a_module():
     by_default = simulation().run()
-    for loss in ("cross_entropy", F.cross_entropy, nn.CrossEntropyLoss(), lambda scores, y: F.cross_entropy(scores, y)):
+    for loss in (
+        "cross_entropy",
+        F.cross_entropy,
+        nn.CrossEntropyLoss(),
+        lambda scores, y: F.cross_entropy(scores, y),
+    ):
         history = simulation(loss=loss).run()
         assert torch.allclose(history.series("loss")[1], by_default.series("loss")[1], rtol=1e-5)
     weighted = simulation(loss=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 1.0, 1.0])))
-    assert not torch.allclose(weighted.run().series("loss")[1], by_default.series("loss")[1], rtol=1e-2)
-    assert by_default.header["criterion"] == "cross_entropy" and weighted.header()["criterion"].startswith("CrossEntropyLoss ")
+    assert not torch.allclose(
+        weighted.run().series("loss")[1], by_default.series("loss")[1], rtol=1e-2
+    )
+    assert by_default.header["criterion"] == "cross_entropy" and weighted.header()[
+        "criterion"
+    ].startswith("CrossEntropyLoss ")
 
 
 @pytest.mark.parametrize(
     ("loss", "sentence"),
     [
         ("entropy", "expected one of cross_entropy, .* got 'entropy'"),
-        (nn.CrossEntropyLoss, r"expected a loss, got the class CrossEntropyLoss; write CrossEntropyLoss\(\)"),
-        (nn.CrossEntropyLoss(reduction="none"), r"expected the mean over a batch, got CrossEntropyLoss\(reduction='none'\)"),
+        (
+            nn.CrossEntropyLoss,
+            r"expected a loss, got the class CrossEntropyLoss; write CrossEntropyLoss\(\)",
+        ),
+        (
+            nn.CrossEntropyLoss(reduction="none"),
+            r"expected the mean over a batch, got CrossEntropyLoss\(reduction='none'\)",
+        ),
         (nn.Linear(2, 1), "Linear has parameters, which nothing would train"),
         (0.5, "expected one of cross_entropy, .* got 0.5"),
     ],
@@ -128,7 +192,7 @@ def test_a_net_has_its_own_loss():
         Simulation("fedavg", Net(tiny_model()), images(), loss="cross_entropy")
 
 
-# metrics ----------------------------------------------------------------------------------------------------------------------------
+# metrics --------------------------------------------------------------------
 
 
 def test_metrics_are_those_of_scikit_learn():
@@ -143,21 +207,32 @@ def test_metrics_are_those_of_scikit_learn():
     two, label = scores[:, :2], (y > 0).long()
     assert auc(two, label) == pytest.approx(metrics.roc_auc_score(label, two.softmax(1)[:, 1]))
     assert f1(two, label) == metrics.f1_score(label, two.argmax(1))
-    assert auc(two[:, :1], 2 * label - 1) == metrics.roc_auc_score(label, two[:, 0])  # one score, labels -1 and 1
+    # one score, labels -1 and 1
+    assert auc(two[:, :1], 2 * label - 1) == metrics.roc_auc_score(label, two[:, 0])
     t = torch.randn(60, generator=gen)
     assert mae(scores[:, :1], t) == pytest.approx(metrics.mean_absolute_error(t, scores[:, 0]))
-    assert rmse(scores[:, :1], t) == pytest.approx(metrics.mean_squared_error(t, scores[:, 0]) ** 0.5)
+    assert rmse(scores[:, :1], t) == pytest.approx(
+        metrics.mean_squared_error(t, scores[:, 0]) ** 0.5
+    )
     assert r2(scores[:, :1], t) == pytest.approx(metrics.r2_score(t, scores[:, 0]))
 
 
 def test_a_metric_without_a_value_is_nan():
     pytest.importorskip("sklearn")
     one_class = torch.zeros(4, dtype=torch.long)
-    nans = auc(torch.randn(4, 2), one_class), f1(torch.tensor([[1.0, 0.0]] * 4), one_class), r2(torch.randn(1), torch.randn(1))
+    nans = (
+        auc(torch.randn(4, 2), one_class),
+        f1(torch.tensor([[1.0, 0.0]] * 4), one_class),
+        r2(torch.randn(1), torch.randn(1)),
+    )
     assert all(v != v for v in nans)
     scores = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
-    present = [auc(scores.softmax(1)[:, c : c + 1] - 0.5, (torch.tensor([0, 0, 0, 1, 1, 1]) == c).long()) for c in (0, 1)]
-    assert auc(scores, torch.tensor([0, 0, 0, 1, 1, 1])) == pytest.approx(sum(present) / 2)  # class 2, which nobody has, does not count
+    present = [
+        auc(scores.softmax(1)[:, c : c + 1] - 0.5, (torch.tensor([0, 0, 0, 1, 1, 1]) == c).long())
+        for c in (0, 1)
+    ]
+    # class 2, which nobody has, does not count
+    assert auc(scores, torch.tensor([0, 0, 0, 1, 1, 1])) == pytest.approx(sum(present) / 2)
 
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "knnper", "apfl"])
@@ -177,7 +252,14 @@ def test_a_run_records_metrics_per_client(algorithm):
 
 def test_a_run_records_metrics_of_values():
     pytest.importorskip("sklearn")
-    values = Simulation("fedavg", nn.Linear(6, 1), targets(), TRAINING, rounds=20, evaluation=Evaluation(metrics=["mae", "r2"]))
+    values = Simulation(
+        "fedavg",
+        nn.Linear(6, 1),
+        targets(),
+        TRAINING,
+        rounds=20,
+        evaluation=Evaluation(metrics=["mae", "r2"]),
+    )
     assert min(values.run().rounds[-1]["eval"]["r2"]) > 0.5
 
 
@@ -186,33 +268,56 @@ def test_a_metric_that_breaks_says_for_whom():
         return 1 / (len(y) - 20)
 
     run = simulation(metrics=[broken])
-    with pytest.raises(ValueError, match="metrics: 'broken' failed for client 1 with ZeroDivisionError: division by zero"):
+    with pytest.raises(
+        ValueError,
+        match="metrics: 'broken' failed for client 1 with ZeroDivisionError: division by zero",
+    ):
         run.run()
 
 
-# a schedule -------------------------------------------------------------------------------------------------------------------------
+# a schedule -----------------------------------------------------------------
 
 
 def test_a_schedule_of_torchs_gives_its_rates():
     def rates(schedule, rounds=4, lr=0.1):
         return [Training(lr=lr, schedule=schedule).lr_at(r, rounds) for r in range(1, rounds + 1)]
 
-    assert rates(lambda optimizer: StepLR(optimizer, 2, 0.5)) == pytest.approx([0.1, 0.1, 0.05, 0.05])
+    assert rates(lambda optimizer: StepLR(optimizer, 2, 0.5)) == pytest.approx(
+        [0.1, 0.1, 0.05, 0.05]
+    )
     assert rates(lambda o: ExponentialLR(o, 0.5)) == pytest.approx([0.1, 0.05, 0.025, 0.0125])
-    assert rates(lambda o: CosineAnnealingLR(o, T_max=2, eta_min=0.02), 3) == pytest.approx([0.1, 0.06, 0.02])  # eta_min is no multiplier
-    assert rates(lambda o: OneCycleLR(o, 0.4, total_steps=4, cycle_momentum=False))[0] == pytest.approx(0.4 / 25)
+    # eta_min is no multiplier
+    assert rates(lambda o: CosineAnnealingLR(o, T_max=2, eta_min=0.02), 3) == pytest.approx(
+        [0.1, 0.06, 0.02]
+    )
+    assert rates(lambda o: OneCycleLR(o, 0.4, total_steps=4, cycle_momentum=False))[
+        0
+    ] == pytest.approx(0.4 / 25)
     with pytest.raises(ValueError, match="schedule: torch's scheduler ends after round 4 of 5"):
         rates(lambda o: OneCycleLR(o, 0.4, total_steps=3, cycle_momentum=False), 5)
     factors = [1, 0.5, 0.25]
-    assert rates(lambda o: LambdaLR(o, lambda step: factors[step]), 3) == pytest.approx([0.1, 0.05, 0.025])  # no step beyond the last
-    with pytest.raises(ValueError, match="schedule: torch's scheduler ends after round 3 of 4: list index out of range"):
+    # no step beyond the last
+    assert rates(lambda o: LambdaLR(o, lambda step: factors[step]), 3) == pytest.approx(
+        [0.1, 0.05, 0.025]
+    )
+    with pytest.raises(
+        ValueError,
+        match="schedule: torch's scheduler ends after round 3 of 4: list index out of range",
+    ):
         rates(lambda o: LambdaLR(o, lambda step: factors[step]))
     assert rates(lambda r, n: 1 - r / n) == pytest.approx([0.075, 0.05, 0.025, 0])
     a = simulation().run()
     slow = Simulation(
-        "fedavg", tiny_model(), images(), Training(lr=0.1, batch_size=8, schedule=lambda o: StepLR(o, 1, 0.0)), rounds=3
+        "fedavg",
+        tiny_model(),
+        images(),
+        Training(lr=0.1, batch_size=8, schedule=lambda o: StepLR(o, 1, 0.0)),
+        rounds=3,
     ).run()
-    assert slow.rounds[0]["eval"] == a.rounds[0]["eval"] and slow.rounds[1]["eval"] == slow.rounds[2]["eval"]
+    assert (
+        slow.rounds[0]["eval"] == a.rounds[0]["eval"]
+        and slow.rounds[1]["eval"] == slow.rounds[2]["eval"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -220,23 +325,37 @@ def test_a_schedule_of_torchs_gives_its_rates():
     [
         (ReduceLROnPlateau, "ReduceLROnPlateau looks at results"),
         (lambda o: ReduceLROnPlateau(o), "ReduceLROnPlateau looks at results"),
-        (ExponentialLR, "expected a function of .* missing 1 required positional argument: 'gamma'"),
-        (ExponentialLR(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0), 0.5), "got a ExponentialLR that has an optimizer"),
+        (
+            ExponentialLR,
+            "expected a function of .* missing 1 required positional argument: 'gamma'",
+        ),
+        (
+            ExponentialLR(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0), 0.5),
+            "got a ExponentialLR that has an optimizer",
+        ),
         (lambda o: None, "it made NoneType"),
         (lambda r, n: None, "in round 1 it gave NoneType"),
-        (lambda r, n: -1.0, "expected a finite step size >= 0 in every round, got -0.1 in round 1 of 3"),
+        (
+            lambda r, n: -1.0,
+            "expected a finite step size >= 0 in every round, got -0.1 in round 1 of 3",
+        ),
         (lambda r, n: 1 / (r - 2), "for round 2 of 3 it raised ZeroDivisionError"),
-        (lambda o: OneCycleLR(o, 0.1, total_steps=9), "this scheduler of torch's moves the momentum too"),
+        (
+            lambda o: OneCycleLR(o, 0.1, total_steps=9),
+            "this scheduler of torch's moves the momentum too",
+        ),
         (lambda o: OneCycleLR(o, 0.1, total_steps=-9), "torch's scheduler was not made"),
         (0.9, "expected a function of"),
     ],
 )
 def test_what_is_no_schedule_is_said_before_the_first_round(schedule, sentence):
-    with pytest.raises((ValueError, TypeError), match=f"^schedule: .*{sentence}|^schedule: {sentence}"):
+    with pytest.raises(
+        (ValueError, TypeError), match=f"^schedule: .*{sentence}|^schedule: {sentence}"
+    ):
         Simulation("fedavg", tiny_model(), images(), Training(schedule=schedule), rounds=3)
 
 
-# callbacks --------------------------------------------------------------------------------------------------------------------------
+# callbacks ------------------------------------------------------------------
 
 
 def test_a_callback_that_raises_loses_nothing():
@@ -250,15 +369,19 @@ def test_a_callback_that_raises_loses_nothing():
 
     with pytest.raises(KeyError) as e:
         run.run([callback, lambda r, record: None])
-    kept = e.value.history  # type: ignore[attr-defined]
-    assert kept is run.history and [r["round"] for r in kept.rounds] == [1, 2, 3] and "KeyError in round 3" in kept.stopped
+    kept = e.value.history
+    assert (
+        kept is run.history
+        and [r["round"] for r in kept.rounds] == [1, 2, 3]
+        and "KeyError in round 3" in kept.stopped
+    )
     assert kept.model(0) is not None
     rest = run.run()
-    assert [r["round"] for r in rest.rounds] == [4, 5] and [r["eval"] for r in kept.rounds + rest.rounds] == [
-        r["eval"] for r in whole.rounds
-    ]
+    assert [r["round"] for r in rest.rounds] == [4, 5] and [
+        r["eval"] for r in kept.rounds + rest.rounds
+    ] == [r["eval"] for r in whole.rounds]
     with pytest.raises(TypeError, match="on_round: expected a function"):
-        run.run(3)  # type: ignore[arg-type]
+        run.run(3)
 
 
 def test_stop_ends_a_run_with_its_sentence():
@@ -280,17 +403,21 @@ def test_early_stopping():
     for round in (1, 2, 4):
         stop(round, record(next(values)))
     stop(5, {"eval": None})
-    with pytest.raises(Stop, match=r"Stopped early after round 6: accuracy 0\.5 of round 2 stood for 2 evaluations"):
+    with pytest.raises(
+        Stop, match=r"Stopped early after round 6: accuracy 0\.5 of round 2 stood for 2 evaluations"
+    ):
         stop(6, record(next(values)))
     stop(1, record(0.1))  # the next run
     assert stop.best == 0.1 and stop.round == 1
     with pytest.raises(ValueError, match="key: expected one of accuracy, got 'auc'"):
         EarlyStopping(key="auc")(1, record(0.3))
-    frozen = Simulation("fedavg", tiny_model(), images(), Training(lr=0.0), rounds=20).run(EarlyStopping(patience=3))
+    frozen = Simulation("fedavg", tiny_model(), images(), Training(lr=0.0), rounds=20).run(
+        EarlyStopping(patience=3)
+    )
     assert len(frozen.rounds) == 4 and frozen.stopped is not None
 
 
-# what comes out ---------------------------------------------------------------------------------------------------------------------
+# what comes out -------------------------------------------------------------
 
 
 def test_a_history_as_a_table(tmp_path):
@@ -301,19 +428,27 @@ def test_a_history_as_a_table(tmp_path):
         rounds = list(csv.DictReader(file))
     with open(tmp_path / "clients.csv") as file:
         clients = list(csv.DictReader(file))
-    assert [r["round"] for r in rounds] == ["1", "2", "3"] and rounds[0]["mean_accuracy"] == "" and rounds[0]["clients"] == "2"
+    assert (
+        [r["round"] for r in rounds] == ["1", "2", "3"]
+        and rounds[0]["mean_accuracy"] == ""
+        and rounds[0]["clients"] == "2"
+    )
     assert float(rounds[1]["mean_accuracy"]) == pytest.approx(history.series()[1][0].mean().item())
-    assert [(c["round"], c["client"]) for c in clients] == [(str(r), str(i)) for r in (2, 3) for i in range(3)]
-    assert [c["took_part"] == "True" for c in clients[:3]] == [i in history.rounds[1]["cohort"] for i in range(3)]
+    assert [(c["round"], c["client"]) for c in clients] == [
+        (str(r), str(i)) for r in (2, 3) for i in range(3)
+    ]
+    assert [c["took_part"] == "True" for c in clients[:3]] == [
+        i in history.rounds[1]["cohort"] for i in range(3)
+    ]
     with pytest.raises(ValueError, match="per: expected 'round' or 'client', got 'seed'"):
-        history.to_csv(tmp_path / "x.csv", per="seed")  # type: ignore[arg-type]
+        history.to_csv(tmp_path / "x.csv", per="seed")
     with pytest.raises(ValueError, match="path: expected a file that can be written"):
         history.to_csv(tmp_path / "nowhere" / "x.csv")
     pandas = pytest.importorskip("pandas")
     frame = history.to_pandas("client")
-    assert isinstance(frame, pandas.DataFrame) and frame.groupby("round")["accuracy"].mean()[3] == pytest.approx(
-        history.series()[1][1].mean().item()
-    )
+    assert isinstance(frame, pandas.DataFrame) and frame.groupby("round")["accuracy"].mean()[
+        3
+    ] == pytest.approx(history.series()[1][1].mean().item())
 
 
 @pytest.mark.parametrize("algorithm", swept(quick=(*SIX, "fedrod", "knnper", "hypcluster")))
@@ -322,7 +457,9 @@ def test_a_clients_model_is_what_was_evaluated(algorithm):
     history, data = run.run(), run.data
     for i in range(data.n):
         x, y = data.client(i, "test")
-        assert (history.predict(i, x.numpy()) == y).double().mean().item() == pytest.approx(history.rounds[-1]["eval"]["accuracy"][i])
+        assert (history.predict(i, x.numpy()) == y).double().mean().item() == pytest.approx(
+            history.rounds[-1]["eval"]["accuracy"][i]
+        )
     model = history.model(1)
     assert isinstance(model, nn.Module)
     again = copy.deepcopy(model)
@@ -335,13 +472,17 @@ def test_a_model_of_its_own_class():
     history = run.run()
     module = history.model(1).module()
     x, _ = run.data.client(1, "test")
-    assert isinstance(module, nn.Sequential) and torch.equal(module(x), history.model(1)(x)) and not module.training
+    assert (
+        isinstance(module, nn.Sequential)
+        and torch.equal(module(x), history.model(1)(x))
+        and not module.training
+    )
     pickle.dumps(module)
     with pytest.raises(ValueError, match="module: APFL predicts with more than one model"):
         simulation(APFL, rounds=1).run().model(0).module()
     for client in (3, -1, "0", True):
         with pytest.raises(ValueError, match="client: expected a number from 0 to 2, got"):
-            history.model(client)  # type: ignore[arg-type]
+            history.model(client)
     with pytest.raises(ValueError, match=r"x: expected samples \[B, ...\]"):
         history.predict(0, 1.0)
 
@@ -365,7 +506,9 @@ def test_batch_norm_predicts_with_the_clients_statistics():
     history = Simulation("ditto", model, data, TRAINING, rounds=2).run()
     for i in range(3):
         x, y = data.client(i, "test")
-        assert (history.predict(i, x) == y).double().mean() == pytest.approx(history.rounds[-1]["eval"]["accuracy"][i])
+        assert (history.predict(i, x) == y).double().mean() == pytest.approx(
+            history.rounds[-1]["eval"]["accuracy"][i]
+        )
         assert torch.allclose(history.model(i).module()(x), history.model(i)(x))
 
 
@@ -374,7 +517,9 @@ def test_a_model_for_everyone():
     history = for_everyone(Waffle, tiny_model(), data, TRAINING, rounds=2)
     for i in range(3):
         x, y = data.client(i, "test")
-        assert (history.predict(i, x) == y).double().mean() == pytest.approx(history.rounds[-1]["eval"]["accuracy"][i])
+        assert (history.predict(i, x) == y).double().mean() == pytest.approx(
+            history.rounds[-1]["eval"]["accuracy"][i]
+        )
     with pytest.raises(ValueError, match="client: expected a number from 0 to 2"):
         history.model(3)
     with pytest.raises(ValueError, match="adapt: expected the history that"):
@@ -402,7 +547,9 @@ def test_a_newcomer_is_personalized_by_the_algorithms_rule():
     test = everybody.client(3, "test")
 
     def right(algorithm, rounds=5):
-        history = Simulation(algorithm, tiny_model(), few, Training(lr=0.3, batch_size=8), rounds=8).run()
+        history = Simulation(
+            algorithm, tiny_model(), few, Training(lr=0.3, batch_size=8), rounds=8
+        ).run()
         return (history.adapt((x, y), rounds).predict(test[0]) == test[1]).double().mean().item()
 
     shared = right("fedavg")
@@ -415,7 +562,9 @@ def test_a_newcomer_that_does_not_fit_is_one_sentence():
     history = simulation(rounds=1).run()
     with pytest.raises(ValueError, match=r"samples: expected inputs of shape \(6,\)"):
         history.adapt((torch.randn(9, 5), torch.zeros(9, dtype=torch.long)))
-    with pytest.raises(ValueError, match="samples: expected those of one client, got a federation of 3"):
+    with pytest.raises(
+        ValueError, match="samples: expected those of one client, got a federation of 3"
+    ):
         history.adapt(images())
     with pytest.raises(ValueError, match="rounds: expected a whole number, at least 0, got -1"):
         history.adapt(images().client(0), rounds=-1)

@@ -4,7 +4,18 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from methods import APFL, FactorizedWaffle, FedDWA, LocalOnly, Mocha, PerFedAvg, PFedMe, QFedAvg, Scaffold, Waffle
+from methods import (
+    APFL,
+    FactorizedWaffle,
+    FedDWA,
+    LocalOnly,
+    Mocha,
+    PerFedAvg,
+    PFedMe,
+    QFedAvg,
+    Scaffold,
+    Waffle,
+)
 from parts.adamw import ADAMW, build, federation
 from small import images, make_setting, play
 from torch import Tensor
@@ -27,7 +38,9 @@ def batches(s, client, round):
         return net.loss(w, x, y)
 
     pool = make_setting(s.net, s.data, s.training, s.rounds)
-    Clients(pool, torch.tensor([client]), round, torch.empty(1, 0)).fit(s.net.w0[None], Objective(loss=loss))
+    Clients(pool, torch.tensor([client]), round, torch.empty(1, 0)).fit(
+        s.net.w0[None], Objective(loss=loss)
+    )
     return seen
 
 
@@ -55,7 +68,10 @@ def test_every_round_is_an_optimizer_of_torchs(engine):
     ],
 )  # fmt: skip
 def test_a_method_that_rests_on_sgd_refuses_adamw(alg):
-    with pytest.raises(ValueError, match=rf"^local_optimizer: {type(alg).__name__} .*; take local_optimizer='sgd'\.$"):
+    with pytest.raises(
+        ValueError,
+        match=rf"^local_optimizer: {type(alg).__name__} .*; take local_optimizer='sgd'\.$",
+    ):
         Simulation(alg, build, federation(), Training(**ADAMW))
     s = made(Training(**ADAMW))
     net = alg.prepare(s.net)
@@ -63,9 +79,21 @@ def test_a_method_that_rests_on_sgd_refuses_adamw(alg):
         step(Setup(alg, s._replace(net=net)), begin(alg, net, 3), torch.arange(3))
 
 
-@pytest.mark.parametrize("alg", [Scaffold(option="I"), FedDWA(guidance="full_grad"), APFL(), PFedMe(), PerFedAvg(), FactorizedWaffle()])
+@pytest.mark.parametrize(
+    "alg",
+    [
+        Scaffold(option="I"),
+        FedDWA(guidance="full_grad"),
+        APFL(),
+        PFedMe(),
+        PerFedAvg(),
+        FactorizedWaffle(),
+    ],
+)
 def test_a_method_of_whole_gradients_refuses_clipping(alg):
-    with pytest.raises(ValueError, match=rf"^clip_grad: {type(alg).__name__} .*leave clip_grad out"):
+    with pytest.raises(
+        ValueError, match=rf"^clip_grad: {type(alg).__name__} .*leave clip_grad out"
+    ):
         Simulation(alg, build, federation(), Training(clip_grad=1.0))
 
 
@@ -74,14 +102,26 @@ def test_option_ii_with_clipping_is_the_mean_of_the_clipped_gradients():
     one, two = (play(Scaffold(option=o), s, 2)[-1][0] for o in ("mean_grad", "II"))
     torch.testing.assert_close(one.clients["c"], two.clients["c"], rtol=1e-9, atol=1e-12)
     assert not torch.allclose(
-        one.clients["c"], play(Scaffold(), made(Training(lr=0.1, batch_size=10, weight_decay=0.1)), 2)[-1][0].clients["c"]
+        one.clients["c"],
+        play(Scaffold(), made(Training(lr=0.1, batch_size=10, weight_decay=0.1)), 2)[-1][0].clients[
+            "c"
+        ],
     )
 
 
-@pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"mocha", "apfl", "pfedme", "per_fedavg", "qfedavg", "factorized_waffle"}))
+@pytest.mark.parametrize(
+    "name",
+    sorted(
+        set(ALGORITHMS) - {"mocha", "apfl", "pfedme", "per_fedavg", "qfedavg", "factorized_waffle"}
+    ),
+)
 def test_the_others_train_by_adamw(name):
     simulation = Simulation(
-        name, Net(lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))), images(), Training(**ADAMW), rounds=2
+        name,
+        Net(lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))),
+        images(),
+        Training(**ADAMW),
+        rounds=2,
     )
     assert simulation.run().rounds[-1]["eval"]["loss"]
 

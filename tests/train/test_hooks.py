@@ -37,7 +37,9 @@ def linear():
 
 
 def conv():
-    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(8, 4)).double()
+    return nn.Sequential(
+        nn.Conv2d(1, 2, 3), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(8, 4)
+    ).double()
 
 
 def norm():
@@ -45,7 +47,9 @@ def norm():
 
 
 def dropout():
-    return nn.Sequential(nn.Linear(6, 8), Dropout(0.5), nn.Tanh(), Dropout(0.25), nn.Linear(8, 4)).double()
+    return nn.Sequential(
+        nn.Linear(6, 8), Dropout(0.5), nn.Tanh(), Dropout(0.25), nn.Linear(8, 4)
+    ).double()
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -59,7 +63,8 @@ CHAINS = [name for name in MODELS if name != "batch norm"]
 
 
 def custom_loss(net, w, x, y, extra):
-    """A row with two columns more than the model has; the columns and the client's own numbers enter the loss."""
+    """A row with two columns more than the model has; the columns and the client's own numbers
+    enter the loss."""
     z = net(w[: net.size], x) * (1 + w[net.size :].square().sum())
     return F.cross_entropy(z + extra["shift"], y) + 0.01 * w[-1]
 
@@ -68,11 +73,20 @@ CASES: dict[str, tuple[Training, dict[str, Any]]] = {
     "plain": (Training(lr=0.1, batch_size=20, epochs=2), {}),
     "drop_last": (Training(lr=0.1, batch_size=6, epochs=2, drop_last=True), {}),
     "no reshuffle": (Training(lr=0.1, batch_size=20, epochs=3, reshuffle=False), {}),
-    "schedule": (Training(lr=0.1, batch_size=20, schedule=lambda r, n: 0.5**r), {"mean_grad": True}),
-    "momentum": (Training(lr=0.1, batch_size=20, epochs=3, momentum=0.9, weight_decay=0.01), {"mean_grad": True}),
+    "schedule": (
+        Training(lr=0.1, batch_size=20, schedule=lambda r, n: 0.5**r),
+        {"mean_grad": True},
+    ),
+    "momentum": (
+        Training(lr=0.1, batch_size=20, epochs=3, momentum=0.9, weight_decay=0.01),
+        {"mean_grad": True},
+    ),
     "steps": (Training(lr=0.1, batch_size=20), {"steps": 5, "mean_grad": True}),
     "one step": (Training(lr=0.1, batch_size=20, epochs=3), {"steps": 1}),
-    "own lr and epochs": (Training(lr=0.1, batch_size=20), {"lr": 0.03, "epochs": 2, "stream": "other"}),
+    "own lr and epochs": (
+        Training(lr=0.1, batch_size=20),
+        {"lr": 0.03, "epochs": 2, "stream": "other"},
+    ),
     "mask": (Training(lr=0.1, batch_size=20), {"mask": "head"}),
     "masks": (Training(lr=0.1, batch_size=20), {"mask": "each"}),
     "shift": (Training(lr=0.1, batch_size=20), {"shift": True, "mean_grad": True}),
@@ -83,11 +97,25 @@ CASES: dict[str, tuple[Training, dict[str, Any]]] = {
     ),
     "loss": (Training(lr=0.1, batch_size=20, epochs=2), {"loss": custom_loss}),
     "adamw": (
-        Training(lr=0.01, batch_size=20, epochs=3, weight_decay=0.1, local_optimizer="adamw", betas=(0.8, 0.95), eps=1e-6),
+        Training(
+            lr=0.01,
+            batch_size=20,
+            epochs=3,
+            weight_decay=0.1,
+            local_optimizer="adamw",
+            betas=(0.8, 0.95),
+            eps=1e-6,
+        ),
         {"shift": True, "prox": 0.3, "mean_grad": True},
     ),
-    "adamw, masked": (Training(lr=0.01, batch_size=20, epochs=2, local_optimizer="adamw"), {"mask": "each", "mean_grad": True}),
-    "adamw, loss": (Training(lr=0.01, batch_size=20, local_optimizer="adamw", clip_grad=0.4), {"loss": custom_loss}),
+    "adamw, masked": (
+        Training(lr=0.01, batch_size=20, epochs=2, local_optimizer="adamw"),
+        {"mask": "each", "mean_grad": True},
+    ),
+    "adamw, loss": (
+        Training(lr=0.01, batch_size=20, local_optimizer="adamw", clip_grad=0.4),
+        {"loss": custom_loss},
+    ),
     "clip": (Training(lr=0.1, batch_size=20, epochs=2, clip_grad=0.4), {}),
     "clip, all": (
         Training(lr=0.1, batch_size=20, epochs=2, clip_grad=0.4, momentum=0.5, weight_decay=0.1),
@@ -126,14 +154,16 @@ def fitted(engine, model, case, workers=2, dtype=torch.float64):
 
 def same(a, b, **tolerance):
     """Two fits, or tuples of tensors."""
-    for u, v in zip(*((*x.rows.values(), *x[1:]) if hasattr(x, "rows") else x for x in (a, b)), strict=True):
+    for u, v in zip(
+        *((*x.rows.values(), *x[1:]) if hasattr(x, "rows") else x for x in (a, b)), strict=True
+    ):
         if tolerance:
             torch.testing.assert_close(u, v, **tolerance)
         else:
             assert torch.equal(u, v)
 
 
-# the two engines ----------------------------------------------------------------------------------------------------------------------
+# the two engines ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -167,7 +197,12 @@ def test_the_number_of_workers_changes_no_bit(engine, model):
 @pytest.mark.unless(lambda engine, model: engine == "chain" and model not in CHAINS)
 def test_the_others_change_nothing(engine, model):
     build, shape = MODELS[model]
-    s = make_setting(Net(build), federation(shape=shape), Training(lr=0.1, batch_size=20, epochs=2), engine=engine)
+    s = make_setting(
+        Net(build),
+        federation(shape=shape),
+        Training(lr=0.1, batch_size=20, epochs=2),
+        engine=engine,
+    )
     whole = cohort(s)
     every = whole.fit(s.net.w0.repeat(3, 1))
     for ids in ([1], [2, 0]):
@@ -176,7 +211,7 @@ def test_the_others_change_nothing(engine, model):
         same(found, [every.w[ids], *(v[ids] for v in every[1:])], rtol=1e-9, atol=1e-12)
 
 
-# what a step is -----------------------------------------------------------------------------------------------------------------------
+# what a step is -------------------------------------------------------------
 
 
 def recorded(s, ids=(0, 1, 2), round=1, **o):
@@ -188,7 +223,11 @@ def recorded(s, ids=(0, 1, 2), round=1, **o):
         return net.loss(w, x, y)
 
     pool = make_setting(s.net, s.data, s.training, s.rounds, engine="loop", workers=1, seed=s.seed)
-    cohort(pool, ids, round).fit(s.net.w0.repeat(len(ids), 1), Objective(loss=loss, extra={"at": torch.arange(len(ids))}), **o)
+    cohort(pool, ids, round).fit(
+        s.net.w0.repeat(len(ids), 1),
+        Objective(loss=loss, extra={"at": torch.arange(len(ids))}),
+        **o,
+    )
     return seen
 
 
@@ -200,7 +239,10 @@ def optimizer_of(t, module):
 
 @pytest.mark.parametrize("engine", ["loop", "vmap", "chain"])
 @pytest.mark.parametrize("model", ["mlp", "conv", "batch norm"])
-@pytest.mark.parametrize("case", ["plain", "momentum", "mask", "shift", "prox", "adamw", "adamw, masked", "clip", "clip, all"])
+@pytest.mark.parametrize(
+    "case",
+    ["plain", "momentum", "mask", "shift", "prox", "adamw", "adamw, masked", "clip", "clip, all"],
+)
 @pytest.mark.unless(lambda engine, model: engine == "chain" and model not in CHAINS)
 def test_a_step_is_that_of_torch_optim(engine, model, case):
     build, shape = MODELS[model]
@@ -221,7 +263,9 @@ def test_a_step_is_that_of_torch_optim(engine, model, case):
             loss.backward()
             losses.append(float(loss.detach()))
             if training.clip_grad is not None:
-                norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), training.clip_grad)))
+                norms.append(
+                    float(nn.utils.clip_grad_norm_(module.parameters(), training.clip_grad))
+                )
             w = net.row(module)
             g = torch.cat([p.grad.reshape(-1) for p in module.parameters() if p.grad is not None])
             total += g + (training.weight_decay * w if training.local_optimizer == "sgd" else 0)
@@ -234,7 +278,9 @@ def test_a_step_is_that_of_torch_optim(engine, model, case):
                 p.grad = g[at : at + p.numel()].view_as(p)
                 at += p.numel()
             optimizer.step()
-            net.load(module, torch.where(mask[i] > 0 if mask.dim() > 1 else mask > 0, net.row(module), w))
+            net.load(
+                module, torch.where(mask[i] > 0 if mask.dim() > 1 else mask > 0, net.row(module), w)
+            )
         torch.testing.assert_close(done.w[i], net.row(module))
         assert max(norms) > (training.clip_grad or 0)
         assert float(done.loss[i]) == pytest.approx(sum(losses) / len(losses))
@@ -242,7 +288,9 @@ def test_a_step_is_that_of_torch_optim(engine, model, case):
         if "grad" in done.rows:
             torch.testing.assert_close(done.grad[i], total / len(batches))
         floats = [b.reshape(-1) for b in module.buffers() if b.is_floating_point()]
-        torch.testing.assert_close(done.buffers[i], torch.cat(floats) if floats else local.buffers[i])
+        torch.testing.assert_close(
+            done.buffers[i], torch.cat(floats) if floats else local.buffers[i]
+        )
 
 
 @pytest.mark.parametrize("engine", ["loop", "vmap", "chain"])
@@ -259,7 +307,12 @@ def test_where_the_mask_is_zero_nothing_moves(engine, case):
 @pytest.mark.unless(lambda engine, model: engine == "chain" and model not in CHAINS)
 def test_each_batch_with_an_sgd_step_is_fit(engine, model):
     build, shape = MODELS[model]
-    s = make_setting(Net(build), federation(shape=shape), Training(lr=0.1, batch_size=20, epochs=2), engine=engine)
+    s = make_setting(
+        Net(build),
+        federation(shape=shape),
+        Training(lr=0.1, batch_size=20, epochs=2),
+        engine=engine,
+    )
     clients = cohort(s)
     steps: list[int] = []
 
@@ -268,7 +321,10 @@ def test_each_batch_with_an_sgd_step_is_fit(engine, model):
         return {"w": rows["w"] - 0.1 * grad(rows["w"]), "count": rows["count"] + 1}
 
     start = s.net.w0.repeat(3, 1)
-    found, want = clients.each_batch({"w": start, "count": torch.zeros(3)}, update), clients.fit(start)
+    found, want = (
+        clients.each_batch({"w": start, "count": torch.zeros(3)}, update),
+        clients.fit(start),
+    )
     same([found.w, *found[1:]], want, rtol=1e-9, atol=1e-12)
     assert found.rows["count"].tolist() == [2, 2, 4] and sorted(set(steps)) == [0, 1, 2, 3]
 
@@ -284,7 +340,12 @@ def test_the_minibatches_of_one_step_are_drawn_apart():
     def update(rows, grad, k):
         return {"w": rows["w"] - 0.1 * (grad(rows["w"]) + grad(rows["w"], 1) + grad(rows["w"], 2))}
 
-    cohort(s).each_batch({"w": s.net.w0.repeat(3, 1)}, update, Objective(loss=loss, extra={"at": torch.arange(3)}), batches=3)
+    cohort(s).each_batch(
+        {"w": s.net.w0.repeat(3, 1)},
+        update,
+        Objective(loss=loss, extra={"at": torch.arange(3)}),
+        batches=3,
+    )
     mine = [x for at, _, x in seen if at == 2]
     assert [len(x) for x in mine] == [20] * 3 + [11] * 3 + [20] * 3 + [11] * 3
     for which in range(3):
@@ -293,14 +354,19 @@ def test_the_minibatches_of_one_step_are_drawn_apart():
     assert not torch.equal(mine[0].sort().values, mine[1].sort().values)
 
 
-# which batches ------------------------------------------------------------------------------------------------------------------------
+# which batches --------------------------------------------------------------
 
 
 def numbered(sizes=SIZES):
     """Every sample's x is its own number."""
     total = sum(sizes)
     x = torch.arange(total, dtype=torch.float64)[:, None].expand(-1, 6)
-    data = Federation(x.clone(), torch.arange(total) % 4, {"train": list(torch.arange(total).split(list(sizes)))}, 4)
+    data = Federation(
+        x.clone(),
+        torch.arange(total) % 4,
+        {"train": list(torch.arange(total).split(list(sizes)))},
+        4,
+    )
     return make_setting(Net(mlp), data, Training(lr=0.0, batch_size=20, epochs=3))
 
 
@@ -308,12 +374,15 @@ def test_batches_are_cut_as_a_data_loader_cuts_them():
     s = numbered()
     for i, batches in enumerate(recorded(s)):
         pairs = list(zip(*s.data.client(i, "train"), strict=True))
-        loader = torch.utils.data.DataLoader(pairs, batch_size=20, shuffle=True)  # type: ignore[arg-type]
+        loader = torch.utils.data.DataLoader(pairs, batch_size=20, shuffle=True)
         expected = [len(y) for _ in range(3) for _, y in loader]
         assert [len(y) for _, y in batches] == expected
         per_epoch = len(expected) // 3
         own = s.data.index["train"][i].double()
-        orders = [torch.cat([x[:, 0] for x, _ in batches[e * per_epoch : (e + 1) * per_epoch]]) for e in range(3)]
+        orders = [
+            torch.cat([x[:, 0] for x, _ in batches[e * per_epoch : (e + 1) * per_epoch]])
+            for e in range(3)
+        ]
         for order in orders:
             assert torch.equal(order.sort().values, own)
             assert not torch.equal(order, own)
@@ -344,7 +413,11 @@ def test_shuffles_belong_to_seed_round_client_and_stream():
 
 def test_every_order_is_as_likely():
     s = numbered((3,))
-    orders = [tuple(step[0][:, 0].tolist()) for r in range(1, 7) for step in recorded(s, [0], r, epochs=100)[0]]
+    orders = [
+        tuple(step[0][:, 0].tolist())
+        for r in range(1, 7)
+        for step in recorded(s, [0], r, epochs=100)[0]
+    ]
     assert len(orders) == 600
     counts = [orders.count(o) for o in set(orders)]
     assert len(counts) == 6 and min(counts) > 70 and max(counts) < 130
@@ -358,16 +431,27 @@ def test_a_client_too_small_for_drop_last_has_one_batch():
 
 def test_an_empty_client_is_refused():
     with pytest.raises(ValueError, match="client 1 has no training samples"):
-        Federation(torch.zeros(3, 6), torch.zeros(3, dtype=torch.long), {"train": [torch.arange(3), torch.arange(0)]}, 4)
+        Federation(
+            torch.zeros(3, 6),
+            torch.zeros(3, dtype=torch.long),
+            {"train": [torch.arange(3), torch.arange(0)]},
+            4,
+        )
 
 
 def test_training_options_are_checked():
-    for bad in ({"lr": -1.0}, {"batch_size": 0}, {"epochs": 0}, {"momentum": 1.0}, {"weight_decay": -0.1}):
+    for bad in (
+        {"lr": -1.0},
+        {"batch_size": 0},
+        {"epochs": 0},
+        {"momentum": 1.0},
+        {"weight_decay": -0.1},
+    ):
         with pytest.raises(ValueError, match=next(iter(bad))):
-            Training(**bad)  # type: ignore[arg-type]
+            Training(**bad)
 
 
-# threads ------------------------------------------------------------------------------------------------------------------------------
+# threads --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("engine", ["loop", "vmap", "chain"])
@@ -411,7 +495,7 @@ def test_dropout_of_channels_is_refused():
     Net(nn.Sequential(nn.Linear(6, 8), nn.Dropout1d(0.0), nn.Linear(8, 4)))
 
 
-# float buffers ------------------------------------------------------------------------------------------------------------------------
+# float buffers --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
@@ -420,47 +504,79 @@ def test_training_writes_nothing_and_statistics_are_the_clients_own_or_averaged(
     clients, start = cohort(s), s.net.w0.repeat(3, 1)
     done = clients.fit(start)
     clients.each_batch({"w": start}, lambda r, grad, taken: {"w": r["w"].sub_(0.1 * grad(r["w"]))})
-    assert torch.equal(clients.buffers, s.net.b0.repeat(3, 1)) and torch.equal(start, s.net.w0.repeat(3, 1))
-    assert torch.equal(clients.after(done).buffers, done.buffers) and (done.buffers != s.net.b0).any(1).all()
+    assert torch.equal(clients.buffers, s.net.b0.repeat(3, 1)) and torch.equal(
+        start, s.net.w0.repeat(3, 1)
+    )
+    assert (
+        torch.equal(clients.after(done).buffers, done.buffers)
+        and (done.buffers != s.net.b0).any(1).all()
+    )
     same(clients.fit(start), done)
-    own, _ = step(Setup(FedAvg(), s, batch_norm="local"), begin(FedAvg(), s.net, 3), torch.tensor([0, 2]))
-    assert torch.equal(own.batch_norm[1], s.net.b0) and torch.allclose(own.batch_norm[[0, 2]], done.buffers[[0, 2]])
-    shared, _ = step(Setup(FedAvg(), s, batch_norm="average"), begin(FedAvg(), s.net, 3), torch.tensor([0, 2]))
+    own, _ = step(
+        Setup(FedAvg(), s, batch_norm="local"), begin(FedAvg(), s.net, 3), torch.tensor([0, 2])
+    )
+    assert torch.equal(own.batch_norm[1], s.net.b0) and torch.allclose(
+        own.batch_norm[[0, 2]], done.buffers[[0, 2]]
+    )
+    shared, _ = step(
+        Setup(FedAvg(), s, batch_norm="average"), begin(FedAvg(), s.net, 3), torch.tensor([0, 2])
+    )
     mean = torch.tensor([7, 31], dtype=torch.float64) / 38 @ done.buffers[[0, 2]]
     torch.testing.assert_close(shared.batch_norm, mean.expand(3, -1))
 
 
-# looking ------------------------------------------------------------------------------------------------------------------------------
+# looking --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("engine", ["loop", "vmap", "chain"])
 def test_loss_grad_features_and_scores_are_the_whole_splits(engine):
     build = mlp if engine == "chain" else norm
-    s = make_setting(Net(build), federation(sizes=(3, 600, 31)), Training(lr=0.1, batch_size=20), engine=engine)
+    s = make_setting(
+        Net(build), federation(sizes=(3, 600, 31)), Training(lr=0.1, batch_size=20), engine=engine
+    )
     local = cohort(s)
     done = local.fit(s.net.w0.repeat(3, 1))
     rows, local = done.w, local.after(done)
     for split in ("train", "test"):
-        losses, grads, (z, labels) = local.loss(rows, split), local.grad(rows, split), local.features(rows, split)
-        found = local.scores({"w": rows, "b": torch.arange(3)}, split, lambda model, net, x: net(model["w"], x) + model["b"])
+        losses, grads, (z, labels) = (
+            local.loss(rows, split),
+            local.grad(rows, split),
+            local.features(rows, split),
+        )
+        found = local.scores(
+            {"w": rows, "b": torch.arange(3)},
+            split,
+            lambda model, net, x: net(model["w"], x) + model["b"],
+        )
         for i in range(3):
             x, y = s.data.client(i, split)
             module = s.net.load(build(), rows[i], local.buffers[i]).eval()
             value = F.cross_entropy(module(x), y)
             torch.testing.assert_close(losses[i], value.detach())
-            if engine == "chain" or split == "test":  # with batch norm, the gradient on "train" is that of training
-                want = torch.cat([g.reshape(-1) for g in torch.autograd.grad(value, list(module.parameters()))])
+            # with batch norm, the gradient on "train" is that of training
+            if engine == "chain" or split == "test":
+                want = torch.cat(
+                    [g.reshape(-1) for g in torch.autograd.grad(value, list(module.parameters()))]
+                )
                 torch.testing.assert_close(grads[i], want)
-            torch.testing.assert_close(z[i, : len(y)], module[:-1](x).detach())  # type: ignore[index]
-            assert torch.equal(labels[i, : len(y)], y) and (labels[i, len(y) :] == -1).all() and (z[i, len(y) :] == 0).all()
+            torch.testing.assert_close(z[i, : len(y)], module[:-1](x).detach())
+            assert (
+                torch.equal(labels[i, : len(y)], y)
+                and (labels[i, len(y) :] == -1).all()
+                and (z[i, len(y) :] == 0).all()
+            )
             torch.testing.assert_close(found[i][0], module(x).detach() + i)
             assert torch.equal(found[i][1], y)
     with pytest.raises(ValueError, match="split: this federation has train, test, not 'val'"):
         local.loss(rows, "val")
-    assert torch.equal(local.size, s.data.size()) and torch.equal(local.counts, s.data.counts()) and not local.has("val")
+    assert (
+        torch.equal(local.size, s.data.size())
+        and torch.equal(local.counts, s.data.counts())
+        and not local.has("val")
+    )
 
 
-# an op of ours inside the model -------------------------------------------------------------------------------------------------------
+# an op of ours inside the model ---------------------------------------------
 
 
 def factorized(net, w, x, y, extra):
@@ -476,7 +592,9 @@ def dense(net, w, x, y, extra):
 
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
 def test_a_factorized_model_trains_in_both_engines(engine):
-    s = make_setting(Net(mlp), federation(), Training(lr=0.1, batch_size=20, epochs=3), engine=engine)
+    s = make_setting(
+        Net(mlp), federation(), Training(lr=0.1, batch_size=20, epochs=3), engine=engine
+    )
     start = torch.randn(3, 33, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     ours, theirs = (
         cohort(s).fit(start, Objective(loss=factorized), mean_grad=True),
@@ -488,7 +606,13 @@ def test_a_factorized_model_trains_in_both_engines(engine):
 
 def test_learning_happens():
     for engine in ("loop", "vmap"):
-        s = make_setting(Net(tiny_model()), images((60, 80), seed=1), Training(lr=0.3, batch_size=20, epochs=2), 20, engine)
+        s = make_setting(
+            Net(tiny_model()),
+            images((60, 80), seed=1),
+            Training(lr=0.3, batch_size=20, epochs=2),
+            20,
+            engine,
+        )
         local = Clients(s, torch.arange(2), 1, s.net.b0.expand(2, -1))
         w = local.fit(s.net.w0.repeat(2, 1), epochs=30).w
         assert (local.loss(w) < 0.3 * local.loss(s.net.w0.repeat(2, 1))).all()

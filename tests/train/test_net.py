@@ -10,7 +10,9 @@ from pflcore import Net
 
 
 def small():
-    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(32, 5), nn.ReLU(), nn.Linear(5, 3))
+    return nn.Sequential(
+        nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(32, 5), nn.ReLU(), nn.Linear(5, 3)
+    )
 
 
 class Tied(nn.Module):
@@ -24,7 +26,7 @@ class Tied(nn.Module):
         self.head = nn.Linear(4, 2)
 
     def forward(self, x):
-        return self.head(self.decode(torch.tanh(self.code(x))))  # type: ignore[no-any-return]
+        return self.head(self.decode(torch.tanh(self.code(x))))
 
 
 @pytest.mark.parametrize("build", [small, Tied, Buffered])
@@ -45,11 +47,16 @@ def test_rows_and_modules_round_trip(build):
 @pytest.mark.parametrize("build", [small, Tied])
 def test_gradients_are_the_modules(build):
     net, module = Net(build), build()
-    x, y = (torch.randn(6, 1, 6, 6) if build is small else torch.randn(6, 4)), torch.randint(0, 2, (6,))
+    x, y = (
+        (torch.randn(6, 1, 6, 6) if build is small else torch.randn(6, 4)),
+        torch.randint(0, 2, (6,)),
+    )
     w = net.row(module).requires_grad_()
     (g,) = torch.autograd.grad(net.loss(w, x, y), w)
     F.cross_entropy(module(x), y).backward()
-    torch.testing.assert_close(g, torch.cat([p.grad.reshape(-1) for p in module.parameters() if p.grad is not None]))
+    torch.testing.assert_close(
+        g, torch.cat([p.grad.reshape(-1) for p in module.parameters() if p.grad is not None])
+    )
 
 
 def test_row_and_load_copy():
@@ -70,16 +77,21 @@ def test_init_is_seeded_and_leaves_the_global_state():
         state = torch.random.get_rng_state()
         assert torch.equal(net.init(3), net.init(3)) and not torch.equal(net.init(3), net.init(4))
         assert torch.equal(torch.random.get_rng_state(), state)
-    assert torch.equal(Net(small).w0, Net(small).init(0)) and torch.equal(Net(small, seed=5).w0, Net(small).init(5))
+    assert torch.equal(Net(small).w0, Net(small).init(0)) and torch.equal(
+        Net(small, seed=5).w0, Net(small).init(5)
+    )
     module = small()
     assert torch.equal(Net(module).w0, Net(small).row(module))  # a module keeps its weights
 
 
 def test_a_frozen_parameter_is_no_part_of_the_row():
     module = small()
-    module[0].weight.requires_grad_(False)  # type: ignore[index, union-attr, operator]
+    module[0].weight.requires_grad_(False)
     net = Net(module)
-    assert net.size == sum(p.numel() for p in module.parameters()) - 18 and "0.weight" not in net.slices
+    assert (
+        net.size == sum(p.numel() for p in module.parameters()) - 18
+        and "0.weight" not in net.slices
+    )
     x = torch.randn(2, 1, 6, 6)
     assert torch.equal(net(net.w0, x), module(x))
 
@@ -89,7 +101,9 @@ def test_masks_by_name():
     assert net.mask("5.*").sum() == 18 and net.mask("5.*")[-18:].all()
     assert torch.equal(net.mask("0.weight", "0.bias"), net.mask("0.*")) and net.mask("*").all()
     assert net.mask("*.bias").sum() == 2 + 5 + 3
-    with pytest.raises(ValueError, match=r"patterns: 'head.\*' matches no parameter; the names are 0.weight"):
+    with pytest.raises(
+        ValueError, match=r"patterns: 'head.\*' matches no parameter; the names are 0.weight"
+    ):
         net.mask("head.*")
 
 
@@ -110,7 +124,9 @@ def test_the_head_may_be_named_or_be_everything():
     assert (net.head_slice.start, net.head_slice.stop) == (20, 20 + 165)
     whole = Net(nn.Linear(4, 3))
     x = torch.randn(2, 4)
-    assert torch.equal(whole.features(whole.w0, x), x) and torch.equal(whole.head(whole.w0, x), whole(whole.w0, x))
+    assert torch.equal(whole.features(whole.w0, x), x) and torch.equal(
+        whole.head(whole.w0, x), whole(whole.w0, x)
+    )
     with pytest.raises(ValueError, match="head: the model has no submodule 'top'"):
         Net(small, head="top")
     with pytest.raises(ValueError, match="found no trainable head"):
@@ -120,7 +136,9 @@ def test_the_head_may_be_named_or_be_everything():
 def test_a_net_is_a_function_under_vmap():
     net = Net(small)
     rows, x = torch.stack([net.init(i) for i in range(3)]), torch.randn(3, 4, 1, 6, 6)
-    torch.testing.assert_close(torch.vmap(net)(rows, x), torch.stack([net(r, xi) for r, xi in zip(rows, x, strict=True)]))
+    torch.testing.assert_close(
+        torch.vmap(net)(rows, x), torch.stack([net(r, xi) for r, xi in zip(rows, x, strict=True)])
+    )
 
 
 def test_what_is_no_model_is_refused_in_a_sentence():
@@ -134,7 +152,7 @@ def test_what_is_no_model_is_refused_in_a_sentence():
         (nn.BatchNorm1d(2, momentum=None), "give it a momentum"),
     ):
         with pytest.raises((ValueError, TypeError), match=words):
-            Net(build)  # type: ignore[arg-type]
+            Net(build)
     with pytest.raises(ValueError, match="criterion"):
         Net(nn.Linear(2, 2), criterion="nll")
     net = Net(nn.Linear(2, 2))
@@ -149,7 +167,10 @@ class Silent(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.body, self.last = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 5)), nn.Linear(5, 3)
+        self.body, self.last = (
+            nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 5)),
+            nn.Linear(5, 3),
+        )
         self.reset_parameters()
 
     def reset_parameters(self):
@@ -161,12 +182,18 @@ class Silent(nn.Module):
 
 def test_a_parent_has_the_last_word_on_its_childrens_start():
     net = Net(Silent())
-    assert not net.init(3)[net.slices["last.weight"]].any() and net.init(3)[net.slices["body.2.weight"]].any()
-    plain = nn.Sequential(nn.Linear(4, 5), nn.Sequential(nn.Linear(5, 5), nn.Tanh()), nn.Linear(5, 3))
+    assert (
+        not net.init(3)[net.slices["last.weight"]].any()
+        and net.init(3)[net.slices["body.2.weight"]].any()
+    )
+    plain = nn.Sequential(
+        nn.Linear(4, 5), nn.Sequential(nn.Linear(5, 5), nn.Tanh()), nn.Linear(5, 3)
+    )
     torch.manual_seed(7)
     for m in (plain[0], plain[1][0], plain[2]):
         m.reset_parameters()
-    assert torch.equal(Net(plain).init(7), Net(plain).row(plain))  # in the order in which they stand
+    # in the order in which they stand
+    assert torch.equal(Net(plain).init(7), Net(plain).row(plain))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""The path that trains a model is the model: what may be written out, what must not, and what is said where it may not."""
+"""The path that trains a model is the model: what may be written out, what must not, and what is
+said where it may not."""
 
 import copy
 import dataclasses
@@ -36,7 +37,14 @@ class Tokens(nn.Module):
 
 def pools():
     pool = hooked(nn.MaxPool2d(2))
-    return nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), pool, nn.Conv2d(2, 2, 3, padding=1), pool, nn.Flatten(), nn.Linear(8, 4))
+    return nn.Sequential(
+        nn.Conv2d(1, 2, 3, padding=1),
+        pool,
+        nn.Conv2d(2, 2, 3, padding=1),
+        pool,
+        nn.Flatten(),
+        nn.Linear(8, 4),
+    )
 
 
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
@@ -53,15 +61,22 @@ def test_what_vmap_cannot_carry_trains_on_threads_and_the_record_says_why():
         return Rnn(lambda i, o, **options: nn.LSTM(i, 9, proj_size=o, **options))
 
     run = same_as_by_hand(build, federation((7, 6)))
-    assert run.header()["path"]["engine"] == "loop" and "with an LSTM" in run.header()["path"]["why"]
-    with pytest.raises(ValueError, match=r"^engine: 'vmap' cannot train this model: .*; take 'auto' or 'loop'\.$"):
+    assert (
+        run.header()["path"]["engine"] == "loop" and "with an LSTM" in run.header()["path"]["why"]
+    )
+    with pytest.raises(
+        ValueError, match=r"^engine: 'vmap' cannot train this model: .*; take 'auto' or 'loop'\.$"
+    ):
         Simulation("fedavg", build(), federation((7, 6)), hardware=Hardware(engine="vmap"))
 
 
 def test_a_padding_row_is_not_trained():
     data = federation((7,), tokens=True)
     run = same_as_by_hand(Tokens, data)
-    assert run.header()["path"]["engine"] == "loop" and "its gradient is another in training mode" in run.header()["path"]["why"]
+    assert (
+        run.header()["path"]["engine"] == "loop"
+        and "its gradient is another in training mode" in run.header()["path"]["why"]
+    )
     with pytest.raises(ValueError, match=r"^engine: 'vmap' cannot train this model: its gradient"):
         Simulation("fedavg", Tokens(), data, hardware=Hardware(engine="vmap"))
 
@@ -75,7 +90,9 @@ def test_hooks_of_pooling_and_layers_used_twice_stay():
 def test_sequences_into_a_linear_layer():
     run = same_as_by_hand(lambda: Own(lambda m, x: m.layer(x).mean(1)), federation((7, 6)))
     assert run.header()["path"]["form"] == "vmap"
-    run = same_as_by_hand(lambda: nn.Sequential(nn.Linear(6, 2), nn.Flatten(), nn.Linear(14, 4)), federation((7, 6)))
+    run = same_as_by_hand(
+        lambda: nn.Sequential(nn.Linear(6, 2), nn.Flatten(), nn.Linear(14, 4)), federation((7, 6))
+    )
     assert run.header()["path"]["form"] == "vmap"
 
 
@@ -88,15 +105,30 @@ TARGETS: dict[str, tuple[int, str, Callable[[torch.Generator, int], Tensor]]] = 
     "[n, 1]": (1, "squared", real(1)),
     "[n, 3]": (3, "squared", real(3)),
     "[n, 3], half": (3, "half_squared", real(3)),
-    "several labels": (4, "binary_cross_entropy", lambda gen, n: (torch.rand(n, 4, generator=gen) < 0.5).float()),
-    "several integer labels": (4, "binary_cross_entropy", lambda gen, n: torch.randint(0, 2, (n, 4), generator=gen)),
-    "yes or no": (1, "binary_cross_entropy", lambda gen, n: torch.randint(0, 2, (n,), generator=gen)),
+    "several labels": (
+        4,
+        "binary_cross_entropy",
+        lambda gen, n: (torch.rand(n, 4, generator=gen) < 0.5).float(),
+    ),
+    "several integer labels": (
+        4,
+        "binary_cross_entropy",
+        lambda gen, n: torch.randint(0, 2, (n, 4), generator=gen),
+    ),
+    "yes or no": (
+        1,
+        "binary_cross_entropy",
+        lambda gen, n: torch.randint(0, 2, (n,), generator=gen),
+    ),
     "soft labels": (4, "cross_entropy", lambda gen, n: torch.rand(n, 4, generator=gen).softmax(1)),
 }
 BODIES: dict[str, tuple[Callable[[int], nn.Module], tuple[int, ...]]] = {
     "linear": (lambda k: nn.Linear(6, k), (6,)),
     "mlp": (lambda k: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, k)), (6,)),
-    "conv": (lambda k: nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, k)), (1, 4, 4)),
+    "conv": (
+        lambda k: nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, k)),
+        (1, 4, 4),
+    ),
 }
 
 
@@ -108,7 +140,14 @@ def test_targets_of_every_kind_on_every_path(target, body):
     ends = []
     for engine in ("loop", "vmap"):
         net = Net(lambda: build(outputs), criterion, seed=3)
-        run = Simulation("fedavg", net, data, Training(lr=0.1, batch_size=4), rounds=2, hardware=Hardware(workers=1, engine=engine))
+        run = Simulation(
+            "fedavg",
+            net,
+            data,
+            Training(lr=0.1, batch_size=4),
+            rounds=2,
+            hardware=Hardware(workers=1, engine=engine),
+        )
         history = run.run()
         assert all(torch.tensor(history.rounds[-1]["eval"]["loss"]).isfinite())
         ends.append((run.state.server["x"], torch.tensor(history.rounds[-1]["eval"]["loss"])))
@@ -141,7 +180,14 @@ class Average(nn.Module):
 def test_a_buffer_is_what_the_forward_made_of_it(how, engine):
     data, built = federation(), Average(how).double()
     data = dataclasses.replace(data, x=data.x.double())
-    history = Simulation("local", built, data, Training(0.1, 100, epochs=3), rounds=1, hardware=Hardware(engine=engine)).run()
+    history = Simulation(
+        "local",
+        built,
+        data,
+        Training(0.1, 100, epochs=3),
+        rounds=1,
+        hardware=Hardware(engine=engine),
+    ).run()
     model, (x, y) = copy.deepcopy(built).train(), data.client(0)
     step = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(3):  # all samples are one batch
@@ -175,7 +221,14 @@ class Counted(nn.Module):
 @pytest.mark.parametrize("where", ["buffer", "attribute", "cache"])
 def test_what_one_client_leaves_to_the_next_is_refused(where, engine):
     with pytest.raises(ValueError, match="nothing that another pass has changed"):
-        Simulation("fedavg", Counted(where), federation(), Training(0.1, 4), rounds=1, hardware=Hardware(engine=engine))
+        Simulation(
+            "fedavg",
+            Counted(where),
+            federation(),
+            Training(0.1, 4),
+            rounds=1,
+            hardware=Hardware(engine=engine),
+        )
 
 
 def test_sparse_gradients_are_refused():

@@ -33,7 +33,7 @@ def hooked():
 def given():
     m = nn.Linear(6, 4)
     before = m.forward
-    m.forward = lambda x: 2 * before(x)  # type: ignore[method-assign]
+    m.forward = lambda x: 2 * before(x)
     return m
 
 
@@ -46,34 +46,131 @@ def old_norm():
 WORDS = torch.arange(24 * 6).view(24, 6) % 9
 BINARY = torch.arange(24) % 2
 REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
-    "too few outputs": (lambda: nn.Linear(6, 3), {}, r"model: it has 3 output\(s\), and the labels go from 0 to 3; give it 4"),
-    "one output": (lambda: nn.Linear(6, 1), {"y": BINARY}, r"model: it has 1 output.*loss='binary_cross_entropy' or 'hinge'"),
-    "width": (lambda: nn.Linear(5, 4), {}, r"model: Linear has in_features=5, and got an input of shape \[8, 6\]"),
-    "inner width": (lambda: nn.Sequential(nn.Linear(6, 5), nn.Linear(4, 4)), {}, r"model: layer '1' \(Linear\) has in_features=4"),
+    "too few outputs": (
+        lambda: nn.Linear(6, 3),
+        {},
+        r"model: it has 3 output\(s\), and the labels go from 0 to 3; give it 4",
+    ),
+    "one output": (
+        lambda: nn.Linear(6, 1),
+        {"y": BINARY},
+        r"model: it has 1 output.*loss='binary_cross_entropy' or 'hinge'",
+    ),
+    "width": (
+        lambda: nn.Linear(5, 4),
+        {},
+        r"model: Linear has in_features=5, and got an input of shape \[8, 6\]",
+    ),
+    "inner width": (
+        lambda: nn.Sequential(nn.Linear(6, 5), nn.Linear(4, 4)),
+        {},
+        r"model: layer '1' \(Linear\) has in_features=4",
+    ),
     "no image": (lambda: nn.Conv2d(1, 2, 3), {}, r"model: Conv2d has in_channels=1"),
-    "a double model": (lambda: nn.Linear(6, 4).double(), {}, r"data: x is torch.float32 and the model's parameters are torch.float64"),
-    "a half model": (lambda: nn.Linear(6, 4).half(), {"x": torch.zeros(24, 6).half(), "dtype": None}, r"model: its parameters are torch.float16, in which"),  # noqa: E501
-    "half data": (lambda: nn.Linear(6, 4), {"x": torch.zeros(24, 6).half(), "dtype": None}, r"data: x is torch.float16 and the model"),
-    "tokens": (lambda: nn.Linear(6, 4), {"x": WORDS}, r"data: x holds integers \(torch.int64\), and Linear takes numbers"),
-    "unknown tokens": (lambda: nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(18, 4)), {"x": WORDS}, r"data: x holds tokens from 0 to 8, .* knows 0 to 4"),  # noqa: E501
-    "numbers as tokens": (lambda: nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(18, 4)), {}, r"data: layer '0' \(Embedding\) takes integers"),  # noqa: E501
-    "a tuple": (lambda: Own(lambda z, t: (z, z)), {}, r"model: expected its forward pass to give one tensor of scores, got a tuple"),
-    "no batch": (lambda: Own(lambda z, t: z.sum(0)), {}, r"model: expected one row of scores for each of 8 samples, got shape \[4\]"),
-    "sequence": (lambda: Own(lambda z, t: z), {"y": torch.arange(48).view(24, 2) % 4}, r"model: 'cross_entropy' takes scores \[B, C\]"),
-    "squared": (lambda: Net(nn.Linear(6, 4), "squared"), {}, r"criterion: 'squared' compares outputs and targets one by one, and the model gives 4 for 1"),  # noqa: E501
-    "real labels": (lambda: Net(nn.Linear(6, 4)), {"y": torch.rand(24)}, r"criterion: 'cross_entropy' takes int64 labels, or probabilities"),  # noqa: E501
-    "no probability": (lambda: Net(nn.Linear(6, 1), "binary_cross_entropy"), {"y": torch.arange(24.0)}, r"criterion: 'binary_cross_entropy' takes targets from 0 to 1"),  # noqa: E501
-    "criterion": (lambda: Net(nn.Linear(6, 4), lambda s, y: F.cross_entropy(s, y, reduction="none")), {}, r"criterion: expected one number for a batch, got shape \[8\]"),  # noqa: E501
-    "criterion that fails": (lambda: Net(nn.Linear(6, 4), lambda s, y: s @ y), {}, r"criterion: it fails on scores of shape \[8, 4\] and targets of shape \[8\]"),  # noqa: E501
-    "no gradient": (lambda: Own(lambda z, t: z.detach()), {}, r"model: the loss depends on no trainable parameter"),
-    "dropout": (lambda: Own(lambda z, t: F.dropout(z, 0.5, t)), {}, r"model: its forward pass draws from torch's global generator.*pflcore.nn.Dropout"),  # noqa: E501
-    "noise": (lambda: Own(lambda z, t: z + torch.randn_like(z)), {}, r"model: its forward pass draws from torch's global generator"),
-    "numpy": (lambda: Own(lambda z, t: z * np.random.rand()), {}, r"model: its forward pass draws from NumPy's global generator"),
-    "python": (lambda: Own(lambda z, t: z * random.random()), {}, r"model: its forward pass draws from Python's global generator"),
+    "a double model": (
+        lambda: nn.Linear(6, 4).double(),
+        {},
+        r"data: x is torch.float32 and the model's parameters are torch.float64",
+    ),
+    "a half model": (
+        lambda: nn.Linear(6, 4).half(),
+        {"x": torch.zeros(24, 6).half(), "dtype": None},
+        r"model: its parameters are torch.float16, in which",
+    ),
+    "half data": (
+        lambda: nn.Linear(6, 4),
+        {"x": torch.zeros(24, 6).half(), "dtype": None},
+        r"data: x is torch.float16 and the model",
+    ),
+    "tokens": (
+        lambda: nn.Linear(6, 4),
+        {"x": WORDS},
+        r"data: x holds integers \(torch.int64\), and Linear takes numbers",
+    ),
+    "unknown tokens": (
+        lambda: nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(18, 4)),
+        {"x": WORDS},
+        r"data: x holds tokens from 0 to 8, .* knows 0 to 4",
+    ),
+    "numbers as tokens": (
+        lambda: nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(18, 4)),
+        {},
+        r"data: layer '0' \(Embedding\) takes integers",
+    ),
+    "a tuple": (
+        lambda: Own(lambda z, t: (z, z)),
+        {},
+        r"model: expected its forward pass to give one tensor of scores, got a tuple",
+    ),
+    "no batch": (
+        lambda: Own(lambda z, t: z.sum(0)),
+        {},
+        r"model: expected one row of scores for each of 8 samples, got shape \[4\]",
+    ),
+    "sequence": (
+        lambda: Own(lambda z, t: z),
+        {"y": torch.arange(48).view(24, 2) % 4},
+        r"model: 'cross_entropy' takes scores \[B, C\]",
+    ),
+    "squared": (
+        lambda: Net(nn.Linear(6, 4), "squared"),
+        {},
+        r"criterion: 'squared' compares outputs and targets one by one, and the model gives 4 for "
+        r"1",
+    ),
+    "real labels": (
+        lambda: Net(nn.Linear(6, 4)),
+        {"y": torch.rand(24)},
+        r"criterion: 'cross_entropy' takes int64 labels, or probabilities",
+    ),
+    "no probability": (
+        lambda: Net(nn.Linear(6, 1), "binary_cross_entropy"),
+        {"y": torch.arange(24.0)},
+        r"criterion: 'binary_cross_entropy' takes targets from 0 to 1",
+    ),
+    "criterion": (
+        lambda: Net(nn.Linear(6, 4), lambda s, y: F.cross_entropy(s, y, reduction="none")),
+        {},
+        r"criterion: expected one number for a batch, got shape \[8\]",
+    ),
+    "criterion that fails": (
+        lambda: Net(nn.Linear(6, 4), lambda s, y: s @ y),
+        {},
+        r"criterion: it fails on scores of shape \[8, 4\] and targets of shape \[8\]",
+    ),
+    "no gradient": (
+        lambda: Own(lambda z, t: z.detach()),
+        {},
+        r"model: the loss depends on no trainable parameter",
+    ),
+    "dropout": (
+        lambda: Own(lambda z, t: F.dropout(z, 0.5, t)),
+        {},
+        r"model: its forward pass draws from torch's global generator.*pflcore.nn.Dropout",
+    ),
+    "noise": (
+        lambda: Own(lambda z, t: z + torch.randn_like(z)),
+        {},
+        r"model: its forward pass draws from torch's global generator",
+    ),
+    "numpy": (
+        lambda: Own(lambda z, t: z * np.random.rand()),
+        {},
+        r"model: its forward pass draws from NumPy's global generator",
+    ),
+    "python": (
+        lambda: Own(lambda z, t: z * random.random()),
+        {},
+        r"model: its forward pass draws from Python's global generator",
+    ),
     "gradient hook": (hooked, {}, r"model: parameter 'weight' has a gradient hook"),
     "a forward of its own": (given, {}, r"model: Linear was given a forward of its own"),
-    "weight_norm": (old_norm, {}, r"build: the model cannot be copied.*parametrizations.weight_norm"),
-}  # fmt: skip
+    "weight_norm": (
+        old_norm,
+        {},
+        r"build: the model cannot be copied.*parametrizations.weight_norm",
+    ),
+}
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -89,18 +186,37 @@ def test_one_sentence(name):
 def test_batch_norm_takes_the_rest():
     model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
     for sizes, options in (((8, 9, 7), {"drop_last": True, "join_last": False}), ((8, 10, 7), {})):
-        assert len(Simulation("fedavg", model, federation(sizes=sizes), Training(batch_size=4, **options), rounds=1).run().rounds) == 1
+        assert (
+            len(
+                Simulation(
+                    "fedavg",
+                    model,
+                    federation(sizes=sizes),
+                    Training(batch_size=4, **options),
+                    rounds=1,
+                )
+                .run()
+                .rounds
+            )
+            == 1
+        )
 
 
 def test_pflcores_own_dropout_is_no_draw():
     model = nn.Sequential(nn.Linear(6, 5), Dropout(0.5), nn.Linear(5, 4))
-    first, second = (Simulation("fedavg", model, federation(torch.ones(24, 6)), rounds=2).run() for _ in range(2))
-    assert torch.equal(first.state.server["x"], second.state.server["x"])  # type: ignore[union-attr]
+    first, second = (
+        Simulation("fedavg", model, federation(torch.ones(24, 6)), rounds=2).run() for _ in range(2)
+    )
+    assert torch.equal(first.state.server["x"], second.state.server["x"])
 
 
 def test_modes_of_torch():
     data, model = federation(), nn.Linear(6, 4)
-    for mode, sentence in ((torch.inference_mode(), "inference_mode"), (torch.no_grad(), "no_grad"), (torch.autocast("cpu"), "autocast")):
+    for mode, sentence in (
+        (torch.inference_mode(), "inference_mode"),
+        (torch.no_grad(), "no_grad"),
+        (torch.autocast("cpu"), "autocast"),
+    ):
         with mode, pytest.raises(ValueError, match=f"^torch: .*{sentence}"):
             Simulation("fedavg", model, data)
     run = Simulation("fedavg", model, data, rounds=1)
@@ -108,24 +224,40 @@ def test_modes_of_torch():
         run.run()
     torch.set_default_device("meta")
     try:
-        with pytest.raises(ValueError, match=r"^torch: the default device is meta; call torch.set_default_device\('cpu'\)"):
+        with pytest.raises(
+            ValueError,
+            match=r"^torch: the default device is meta; call torch.set_default_device\('cpu'\)",
+        ):
             Simulation("fedavg", model, data)
     finally:
         torch.set_default_device(None)
     torch.set_default_dtype(torch.float64)
     try:
-        with pytest.raises(TypeError, match=r"^data: x is torch.float32 and the model's parameters are torch.float64"):
+        with pytest.raises(
+            TypeError,
+            match=r"^data: x is torch.float32 and the model's parameters are torch.float64",
+        ):
             Simulation("fedavg", lambda: nn.Linear(6, 4), data)
         wide = federation(torch.randn(24, 6), dtype=torch.float64)
         for algorithm in ("fedavg", "apfl", "feddwa"):
-            assert Simulation(algorithm, lambda: nn.Linear(6, 4), wide, rounds=2).run().rounds[-1]["train_loss"] > 0
+            assert (
+                Simulation(algorithm, lambda: nn.Linear(6, 4), wide, rounds=2)
+                .run()
+                .rounds[-1]["train_loss"]
+                > 0
+            )
     finally:
         torch.set_default_dtype(torch.float32)
 
 
 def test_data():
-    with pytest.raises(TypeError, match=r"^x must be a dense tensor, got torch.sparse_coo: convert it with x.to_dense\(\)"):
-        Federation(torch.zeros(2, 2).to_sparse(), torch.zeros(2).long(), {"train": [torch.arange(2)]})
+    with pytest.raises(
+        TypeError,
+        match=r"^x must be a dense tensor, got torch.sparse_coo: convert it with x.to_dense\(\)",
+    ):
+        Federation(
+            torch.zeros(2, 2).to_sparse(), torch.zeros(2).long(), {"train": [torch.arange(2)]}
+        )
     assert federation(WORDS.int()).x.dtype == torch.int64
     with pytest.raises(TypeError, match="tokens: to int64"):
         federation(WORDS.byte())
@@ -136,7 +268,13 @@ def test_clients_by_number(key):
     data, model = federation(), nn.Linear(6, 4)
 
     def run(ids):
-        return Simulation("fedavg", model, data, rounds=1, **({key: ids} if key == "clients" else {"evaluation": Evaluation(clients=ids)}))
+        return Simulation(
+            "fedavg",
+            model,
+            data,
+            rounds=1,
+            **({key: ids} if key == "clients" else {"evaluation": Evaluation(clients=ids)}),
+        )
 
     assert run([0, 2]).run().rounds
     for wrong in ([1, 1, 1], [0, 3], [-1], [], [0.5], [True, False, True]):
@@ -155,7 +293,11 @@ def test_options():
     ):
         with pytest.raises(ValueError, match=f"^{sentence}"):
             Hardware(**options)
-    with pytest.raises(TypeError, match=r"^criterion: expected a loss, got the class CrossEntropyLoss; write CrossEntropyLoss\(\)"):
+    with pytest.raises(
+        TypeError,
+        match=r"^criterion: expected a loss, got the class CrossEntropyLoss; write "
+        r"CrossEntropyLoss\(\)",
+    ):
         Net(model, nn.CrossEntropyLoss)
     from pflcore.algorithms import ALGORITHMS
 
@@ -167,6 +309,24 @@ def test_on_the_command_line_nothing_is_written(words, tmp_path, monkeypatch, ca
     pytest.importorskip("tyro")
     pytest.importorskip("sklearn")
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["run", "fedavg", "--data", "digits", "--n", "3", "--rounds", "1", "--quiet", "--out", "o", *words]) == 2
+    assert (
+        cli.main(
+            [
+                "run",
+                "fedavg",
+                "--data",
+                "digits",
+                "--n",
+                "3",
+                "--rounds",
+                "1",
+                "--quiet",
+                "--out",
+                "o",
+                *words,
+            ]
+        )
+        == 2
+    )
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "Traceback" not in said and not (tmp_path / "o").exists()

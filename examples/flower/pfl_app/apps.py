@@ -18,17 +18,33 @@ server = ServerApp()
 def play(grid: Grid, context: Context) -> None:
     c = context.run_config
     strategy = PflStrategy(
-        task.algorithm(c["algorithm"]), task.model, c["clients"], rounds=c["rounds"], seed=c["seed"], fraction_train=c["participation"]
+        task.algorithm(c["algorithm"]),
+        task.model,
+        c["clients"],
+        rounds=c["rounds"],
+        seed=c["seed"],
+        fraction_train=c["participation"],
     )
     told = {"algorithm": c["algorithm"]}
-    result = strategy.start(grid, train_config=ConfigRecord(told), evaluate_config=ConfigRecord(told))
+    result = strategy.start(
+        grid, train_config=ConfigRecord(told), evaluate_config=ConfigRecord(told)
+    )
     for round, scores in result.evaluate_metrics_clientapp.items():
-        print(f"{c['algorithm']}, round {round:2}: mean accuracy of the clients' own models {scores['accuracy']:.2f}")
+        print(
+            f"{c['algorithm']}, round {round:2}: mean accuracy of the clients' own models "
+            f"{scores['accuracy']:.2f}"
+        )
 
 
 def one(context: Context) -> Client:
     c, number = context.run_config, context.node_config["partition-id"]
-    return Client(task.algorithm(c["algorithm"]), task.model, task.data(c["clients"]).subset([number]), task.TRAINING, seed=c["seed"])
+    return Client(
+        task.algorithm(c["algorithm"]),
+        task.model,
+        task.data(c["clients"]).subset([number]),
+        task.TRAINING,
+        seed=c["seed"],
+    )
 
 
 def evaluate(model: Personalized, context: Context) -> dict[str, float]:
@@ -36,7 +52,9 @@ def evaluate(model: Personalized, context: Context) -> dict[str, float]:
     c, number = context.run_config, context.node_config["partition-id"]
     x, y = task.data(c["clients"]).client(number, "test")
     if c["export"]:
-        safetensors.torch.save_file(model.tensors(), Path(c["export"]) / f"client-{number}.safetensors")
+        safetensors.torch.save_file(
+            model.tensors(), Path(c["export"]) / f"client-{number}.safetensors"
+        )
     return {"size": len(y), "accuracy": (model.predict(x) == y).double().mean().item()}
 
 

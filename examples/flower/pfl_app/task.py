@@ -1,4 +1,5 @@
-"""What is trained on what: eight clients, of whom the last four name two classes the other way round."""
+"""What is trained on what: eight clients, of whom the last four name two classes the other way
+round."""
 
 from functools import lru_cache
 

@@ -38,29 +38,40 @@ def client_app(
     folder: str | os.PathLike[str] | None = None,
     mods: list[Any] | None = None,
 ) -> ClientApp:
-    """The ClientApp of `PflStrategy`: `client_app(lambda context: pflcore.Client("ditto", model, data_of(context), training))`.
+    """The ClientApp of `PflStrategy`: `client_app(lambda context: pflcore.Client("ditto", model,
+    data_of(context), training))`.
 
-    `make` gives the `pflcore.Client` of a node, by its `context.node_config` and `context.run_config`; it may be called more than once for
-    one. `evaluate(model, context)` gives numbers by name ("size": the samples that they stand for) and may save the model; without one they
-    are the loss, and for classes the accuracy, on the client's test samples. `client_id`: which client a node is, a string or a whole
-    number; by default its "partition-id". What the algorithm keeps at a client is in `Context.state`, which a simulation carries to the
-    worker and back for each message; with `folder` it is in a file there, on the client's machine, and its name is in the state.
+    `make` gives the `pflcore.Client` of a node, by its `context.node_config` and
+    `context.run_config`; it may be called more than once for one. `evaluate(model, context)` gives
+    numbers by name ("size": the samples that they stand for) and may save the model; without one
+    they are the loss, and for classes the accuracy, on the client's test samples. `client_id`:
+    which client a node is, a string or a whole number; by default its "partition-id". What the
+    algorithm keeps at a client is in `Context.state`, which a simulation carries to the worker and
+    back for each message; with `folder` it is in a file there, on the client's machine, and its
+    name is in the state.
     """
     app = ClientApp(mods=mods or [])
 
-    made: dict[tuple[int, int], tuple[Client, dict[str, Any]]] = {}  # with the state that a new one has
+    # with the state that a new one has
+    made: dict[tuple[int, int], tuple[Client, dict[str, Any]]] = {}
 
     def opened(context: Context) -> Client:
         key = context.run_id, context.node_id
         client, state = made.pop(key) if key in made else (make(context), {})
         if not isinstance(client, Client):
-            raise TypeError(f"make: expected a function of a Context that gives a pflcore.Client, it gave {type(client).__name__}.")
+            raise TypeError(
+                "make: expected a function of a Context that gives a pflcore.Client, it gave "
+                f"{type(client).__name__}."
+            )
         made[key] = client, state or client.state_dict()
         if len(made) > AT_HAND:
             del made[next(iter(made))]  # who was needed longest ago
         kept = context.state.config_records.get(STATE)
         if kept is not None:
-            state = torch.load(Path(kept["file"]) if "file" in kept else io.BytesIO(kept["bytes"]), weights_only=True)
+            state = torch.load(
+                Path(kept["file"]) if "file" in kept else io.BytesIO(kept["bytes"]),
+                weights_only=True,
+            )
         client.load_state_dict(state or made[key][1])
         return client
 
@@ -78,7 +89,9 @@ def client_app(
 
     @app.query("pflcore")  # type: ignore[untyped-decorator]
     def who(message: Message, context: Context) -> Message:
-        return Message(RecordDict({"config": ConfigRecord({"client": client_id(context)})}), reply_to=message)
+        return Message(
+            RecordDict({"config": ConfigRecord({"client": client_id(context)})}), reply_to=message
+        )
 
     @app.train()  # type: ignore[untyped-decorator]
     def train(message: Message, context: Context) -> Message:
@@ -86,13 +99,22 @@ def client_app(
         client = opened(context)
         upload, samples = client.train(record.to_torch_state_dict())
         keep(client, context)
-        return Message(RecordDict({key: record_of(upload), "metrics": MetricRecord({"num-examples": samples})}), reply_to=message)
+        return Message(
+            RecordDict(
+                {key: record_of(upload), "metrics": MetricRecord({"num-examples": samples})}
+            ),
+            reply_to=message,
+        )
 
     @app.evaluate()  # type: ignore[untyped-decorator]
     def test(message: Message, context: Context) -> Message:
         download = only_record(message, "the server's message")[1].to_torch_state_dict()
         client = opened(context)
-        found = client.evaluate(download) if evaluate is None else evaluate(client.model(download), context)
+        found = (
+            client.evaluate(download)
+            if evaluate is None
+            else evaluate(client.model(download), context)
+        )
         found = {"num-examples": found.pop("size", 1), **found}
         return Message(RecordDict({"metrics": MetricRecord(found)}), reply_to=message)
 

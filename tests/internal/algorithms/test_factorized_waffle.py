@@ -1,4 +1,5 @@
-"""FactorizedWaffle: what stays with the client, one step by hand, both engines, presets, evaluation, newcomers."""
+"""FactorizedWaffle: what stays with the client, one step by hand, both engines, presets,
+evaluation, newcomers."""
 
 from dataclasses import replace
 
@@ -16,17 +17,22 @@ from pflcore.algorithms.factorized_waffle import BOUNDS
 from pflcore.simulation.round import Setup
 from pflcore.train.random import client_seeds, uniforms
 
-# -- one round by hand -------------------------------------------------------------------------------------------------------------
+# -- one round by hand -------------------------------------------------------
 
 
 def by_hand(alg, s, client):
-    """One client's first round, whole batches, written with autograd on the objective: its row and beliefs afterwards."""
+    """One client's first round, whole batches, written with autograd on the objective: its row and
+    beliefs afterwards."""
     at, sizes = strengths(s.net), [4, 3]
     q = alg.newcomer({}, s.net, 1)["q"][0].clone()
     w, (x, y) = s.net.w0.clone(), s.data.client(client)
     m, v = torch.zeros_like(q), torch.zeros_like(q)
     steps = s.training.epochs
-    u = ((uniforms(client_seeds([client], s.seed, 1, "beliefs"), steps * 14) * (1 - 2e-4)) + 1e-4).double().view(steps, 2, 7)
+    u = (
+        ((uniforms(client_seeds([client], s.seed, 1, "beliefs"), steps * 14) * (1 - 2e-4)) + 1e-4)
+        .double()
+        .view(steps, 2, 7)
+    )
     alpha = torch.tensor([4.0] * 4 + [3.0] * 3, dtype=D)
     for k in range(steps):
         w, q = w.detach().requires_grad_(), q.detach().requires_grad_()
@@ -36,7 +42,11 @@ def by_hand(alg, s, client):
         p = torch.cat([part.cumprod(0) for part in v_sample.split(sizes)])
         pi = logit.sigmoid()
         kl_b = pi * (pi / p).log() + (1 - pi) * ((1 - pi) / (1 - p)).log()
-        kl_v = -(1 - alpha / c) * (torch.digamma(d + 1) + ibp.EULER) + (c * d / alpha).log() - (d - 1) / d
+        kl_v = (
+            -(1 - alpha / c) * (torch.digamma(d + 1) + ibp.EULER)
+            + (c * d / alpha).log()
+            - (d - 1) / d
+        )
         row = w.index_copy(0, at, w[at] * b)
         weight = 0.01 if alg.preset == "recommended" else 1.0
         objective = F.cross_entropy(s.net(row, x), y) + weight * (kl_b + kl_v).sum() / len(y)
@@ -76,7 +86,7 @@ def test_beliefs_stay_within_bounds_and_weak_kl_moves_them_more():
     assert moved(FactorizedWaffle(preset="paper_literal")) < 0.05 < 0.2 < moved(FactorizedWaffle())
 
 
-# -- evaluation --------------------------------------------------------------------------------------------------------------------
+# -- evaluation --------------------------------------------------------------
 
 
 def test_evaluation_modes():
@@ -98,14 +108,27 @@ def test_evaluation_modes():
         torch.testing.assert_close(evaluate(Setup(other, s), state)["accuracy"][1], want)
     u = (torch.arange(100_000, dtype=D) + 0.5) / 100_000
     want = torch.sigmoid((state.clients["q"][0, 0] + u.logit()) * 1.5).mean()
-    view = replace(alg, eval_mode="relaxed_mean").model({"x": state.server["x"].expand(3, -1)}, state.clients, local)
+    view = replace(alg, eval_mode="relaxed_mean").model(
+        {"x": state.server["x"].expand(3, -1)}, state.clients, local
+    )
     torch.testing.assert_close(view["b"][0, 0, 0], want, rtol=1e-4, atol=0)
-    few, many = (evaluate(Setup(replace(alg, eval_mode="mc", samples=n), s), state)["loss"] for n in (1, 400))
+    few, many = (
+        evaluate(Setup(replace(alg, eval_mode="mc", samples=n), s), state)["loss"] for n in (1, 400)
+    )
     assert few.shape == many.shape == (3,) and not torch.equal(few, many)
     x, _ = s.data.client(0, "test")
-    view = replace(alg, eval_mode="mc", samples=5).model({"x": state.server["x"].expand(3, -1)}, state.clients, local)
-    mean = torch.stack([s.net(state.server["x"].index_copy(0, at, state.server["x"][at] * b), x).softmax(1) for b in view["b"][0]]).mean(0)
-    torch.testing.assert_close(alg.predict({k: v[0] for k, v in view.items()}, s.net, x).softmax(1), mean)
+    view = replace(alg, eval_mode="mc", samples=5).model(
+        {"x": state.server["x"].expand(3, -1)}, state.clients, local
+    )
+    mean = torch.stack(
+        [
+            s.net(state.server["x"].index_copy(0, at, state.server["x"][at] * b), x).softmax(1)
+            for b in view["b"][0]
+        ]
+    ).mean(0)
+    torch.testing.assert_close(
+        alg.predict({k: v[0] for k, v in view.items()}, s.net, x).softmax(1), mean
+    )
 
 
 def test_clients_that_never_trained():
@@ -126,6 +149,11 @@ def test_clients_that_never_trained():
         assert torch.equal(ways[:2], b("all")[:2])  # those who trained keep their beliefs
     for name in ("all", "adapt"):
         evaluate(Setup(replace(alg, never=name), s), state)
-    assert all(torch.equal(v, before.clients[k]) for k, v in state.clients.items()) and torch.equal(state.server["x"], before.server["x"])
-    found = {n: evaluate(Setup(replace(alg, never=n, adapt_epochs=30), s), state, "train")["loss"][2] for n in ("prior", "adapt")}
+    assert all(torch.equal(v, before.clients[k]) for k, v in state.clients.items()) and torch.equal(
+        state.server["x"], before.server["x"]
+    )
+    found = {
+        n: evaluate(Setup(replace(alg, never=n, adapt_epochs=30), s), state, "train")["loss"][2]
+        for n in ("prior", "adapt")
+    }
     assert found["adapt"] < found["prior"]  # the dictionary frozen, the beliefs fitted

@@ -8,14 +8,16 @@ from pflcore import ops
 from pflcore.algorithms.feddwa import strided
 from pflcore.algorithms.qp import inner_products, simplex_qp
 
-# the exact problem ----------------------------------------------------------------------------------------------------
+# the exact problem ----------------------------------------------------------
 
 
 def w_matrix(g, models):
     return inner_products(ops.pairwise_sqdist(g[None], models)[0], ops.pairwise_sqdist(models))
 
 
-@pytest.mark.parametrize("name", ["B1_qp_interior", "B2_qp_singular_but_unique", "B3_qp_eq13_negative"])
+@pytest.mark.parametrize(
+    "name", ["B1_qp_interior", "B2_qp_singular_but_unique", "B3_qp_eq13_negative"]
+)
 @pytest.mark.parametrize("ridge", [0.0, 1e-10])
 def test_golden_qp(name, ridge):
     b = GOLDEN[name]
@@ -34,13 +36,21 @@ def kkt(w, p):
     slope = w @ p / w.diagonal().max()
     mu = p @ slope
     worst = (mu - slope).clamp(min=0).max()
-    return max(float(worst), float(((slope - mu).abs() * (p > 1e-9)).max()), float((-p).clamp(min=0).max()), abs(float(p.sum()) - 1))
+    return max(
+        float(worst),
+        float(((slope - mu).abs() * (p > 1e-9)).max()),
+        float((-p).clamp(min=0).max()),
+        abs(float(p.sum()) - 1),
+    )
 
 
 @pytest.mark.parametrize("seed", range(25))
 def test_qp_satisfies_kkt_and_beats_eq15(seed):
     gen = torch.Generator().manual_seed(seed)
-    m, dim = int(torch.randint(1, 45, (), generator=gen)), int(torch.randint(1, 60, (), generator=gen))
+    m, dim = (
+        int(torch.randint(1, 45, (), generator=gen)),
+        int(torch.randint(1, 60, (), generator=gen)),
+    )
     scale = 10.0 ** float(torch.randint(-6, 4, (), generator=gen))
     models = 1 + scale * torch.randn(m, dim, generator=gen, dtype=torch.float64)
     g = 1 + scale * torch.randn(dim, generator=gen, dtype=torch.float64) * (0.1 if seed % 2 else 2)
@@ -57,9 +67,12 @@ def test_qp_satisfies_kkt_and_beats_eq15(seed):
 
 
 def test_qp_picks_the_shortest_of_several_optima():
-    torch.testing.assert_close(simplex_qp(torch.diag(t([0, 0, 1]))), t([0.5, 0.5, 0.0]), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        simplex_qp(torch.diag(t([0, 0, 1]))), t([0.5, 0.5, 0.0]), rtol=0, atol=1e-5
+    )
     close(simplex_qp(torch.zeros(3, 3)), [1 / 3] * 3)
-    one = simplex_qp(w_matrix(t([-5.0]), t([[1.0], [2.0], [3.0]])))  # dependent models, rank 1, and yet one optimum
+    # dependent models, rank 1, and yet one optimum
+    one = simplex_qp(w_matrix(t([-5.0]), t([[1.0], [2.0], [3.0]])))
     close(one, [1.0, 0.0, 0.0])
 
 
@@ -72,10 +85,15 @@ def test_qp_says_what_is_wrong():
         simplex_qp(torch.eye(2), -1.0)
 
 
-# beside the paper -----------------------------------------------------------------------------------------------------
+# beside the paper -----------------------------------------------------------
 
 
 def test_a_strided_guidance_is_as_far_as_the_nearest_other():
-    w, guide = torch.tensor([[0.0, 0.0], [3.0, 4.0], [3.0, 5.0]]), torch.tensor([[0.01, 0.0], [3.0, 9.0], [3.0, 5.0]])
-    close(strided(guide, w, 0.5), [[2.5, 0.0], [3.0, 4.5], [3.0, 5.0]])  # who does not move has no direction
-    close(strided(guide[:1], w[:1], 0.5), guide[:1].tolist(), rtol=1e-6)  # and alone there is no other
+    w, guide = (
+        torch.tensor([[0.0, 0.0], [3.0, 4.0], [3.0, 5.0]]),
+        torch.tensor([[0.01, 0.0], [3.0, 9.0], [3.0, 5.0]]),
+    )
+    # who does not move has no direction
+    close(strided(guide, w, 0.5), [[2.5, 0.0], [3.0, 4.5], [3.0, 5.0]])
+    # and alone there is no other
+    close(strided(guide[:1], w[:1], 0.5), guide[:1].tolist(), rtol=1e-6)

@@ -1,4 +1,5 @@
-"""Fine points of the methods that only unequal clients, a second round or a second minibatch can show."""
+"""Fine points of the methods that only unequal clients, a second round or a second minibatch can
+show."""
 
 import torch
 from parts.fine_points import t, three
@@ -17,12 +18,17 @@ def test_models_of_an_ensemble_shuffle_apart():
 
 def test_shares_are_of_the_cohort_and_sum_to_one():
     size = torch.tensor([1, 2, 5])
-    assert Cohort(torch.tensor([0, 3, 7]), size, 10, 1, 5).mean().weight.tolist() == [[0.125, 0.25, 0.625]]
-    assert Cohort(torch.tensor([0, 7]), size[:2], 10, 1, 5).mean("uniform").weight.tolist() == [[0.5, 0.5]]
+    assert Cohort(torch.tensor([0, 3, 7]), size, 10, 1, 5).mean().weight.tolist() == [
+        [0.125, 0.25, 0.625]
+    ]
+    assert Cohort(torch.tensor([0, 7]), size[:2], 10, 1, 5).mean("uniform").weight.tolist() == [
+        [0.5, 0.5]
+    ]
 
 
 def test_a_clipped_update_takes_its_control_variate_along():
-    """An update of length 5 is cut to 1, one of .5 stays; so do their control variates, by the same factor."""
+    """An update of length 5 is cut to 1, one of .5 stays; so do their control variates, by the same
+    factor."""
     up = {"delta": t([[3.0, 4], [0.3, 0.4]]), "control": t([[2.0, 2], [1, 1]])}
     cohort = Cohort(torch.arange(2), torch.ones(2, dtype=torch.long), 2)
     trained = Trained(cohort, {}, up, {}, {}, torch.empty(2, 0), torch.zeros(2))

@@ -1,4 +1,5 @@
-"""Server optimizers, clusters, multi-task methods, kNN-Per and fine-tuning: worked examples first, then laws."""
+"""Server optimizers, clusters, multi-task methods, kNN-Per and fine-tuning: worked examples first,
+then laws."""
 
 import pytest
 import torch
@@ -78,7 +79,8 @@ def test_relations_of_two_tasks():
 
 
 def test_the_stability_criterion_is_the_spectral_radius():
-    """W -> (I - diag(e) Omega) W is what an exchange does to the regulariser; criterion below 2 iff its radius is below 1."""
+    """W -> (I - diag(e) Omega) W is what an exchange does to the regulariser; criterion below 2 iff
+    its radius is below 1."""
     gen = torch.Generator().manual_seed(0)
     seen = set()
     for lr in (0.001, 0.01, 0.1, 0.3):
@@ -114,10 +116,15 @@ def test_the_vote_of_three_neighbours(kernel, expected):
 
 def test_far_points_few_points_and_equal_points():
     far = torch.tensor([[800.0], [801.0], [803.0]], dtype=D64)
-    close(neighbours(torch.zeros(1, 1, dtype=D64), far, 3, 3)[0], [[0.7053845127, 0.2594964603, 0.0351190270]])
+    close(
+        neighbours(torch.zeros(1, 1, dtype=D64), far, 3, 3)[0],
+        [[0.7053845127, 0.2594964603, 0.0351190270]],
+    )
     for kernel in ("exp", "inverse", "gauss_dim"):
         for scale in (1e-20, 1.0, 1e12):
-            weight, near = neighbours(QUERY.float() * scale, Z.float() * scale, torch.tensor(2), 10, kernel)
+            weight, near = neighbours(
+                QUERY.float() * scale, Z.float() * scale, torch.tensor(2), 10, kernel
+            )
             assert weight.isfinite().all() and weight[near >= 2].abs().sum() == 0
             close(weight.sum(1), [1.0])
     weight, near = neighbours(Z[:1], Z[[0, 1, 0]], 3, 3, "inverse")

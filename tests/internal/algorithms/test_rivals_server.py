@@ -1,4 +1,5 @@
-"""FedDWA's rivals that mix on the server: golden values, and for each the law that its known bug breaks."""
+"""FedDWA's rivals that mix on the server: golden values, and for each the law that its known bug
+breaks."""
 
 import pytest
 import torch
@@ -15,9 +16,13 @@ from pflcore.algorithms.sfl import nearest, smoothing
 
 
 def test_gallery_is_exact_for_forty_close_models():
-    """Expanding the square is off by more than 100 percent here, above 25 rows as torch.cdist does it."""
+    """Expanding the square is off by more than 100 percent here, above 25 rows as torch.cdist does
+    it."""
     gen = torch.Generator().manual_seed(0)
-    w = (torch.randn(5000, generator=gen, dtype=torch.float64) + 1e-4 * torch.randn(40, 5000, generator=gen, dtype=torch.float64)).float()
+    w = (
+        torch.randn(5000, generator=gen, dtype=torch.float64)
+        + 1e-4 * torch.randn(40, 5000, generator=gen, dtype=torch.float64)
+    ).float()
     net = Net(nn.Linear(4999, 1))
     g = {k: v.clone() for k, v in latest_models(net.w0, 40).items()}
     for ids in ([*range(0, 40, 2)], [*range(1, 40, 2)]):
@@ -26,7 +31,9 @@ def test_gallery_is_exact_for_forty_close_models():
     close(g["norm2"], (w.double() ** 2).sum(1), 1e-6)
     xi = HeurFedAMP(sigma=5.0).mixing(g["sqdist"], g["norm2"], everybody(40))
     cosine = torch.nn.functional.cosine_similarity(w.double()[:, None], w.double()[None], dim=2)
-    want = (5 * cosine).masked_fill(torch.eye(40, dtype=torch.bool), -torch.inf).softmax(1) * (1 - 1 / 40)
+    want = (5 * cosine).masked_fill(torch.eye(40, dtype=torch.bool), -torch.inf).softmax(1) * (
+        1 - 1 / 40
+    )
     close(xi - xi.diagonal().diag(), want, 1e-7)
 
 
@@ -40,7 +47,7 @@ def test_golden_heurfedamp():
     close(ops.aggregate(w, xi), c4["U"])
 
 
-# SFL ------------------------------------------------------------------------------------------------------------------
+# SFL ------------------------------------------------------------------------
 
 
 def test_golden_sfl():
@@ -68,7 +75,7 @@ def test_sfl_neighbours_are_the_nearest():
     assert not nearest(d, 2, usable)[:, 2].any()
 
 
-# Clustered FL ---------------------------------------------------------------------------------------------------------
+# Clustered FL ---------------------------------------------------------------
 
 
 def similarity(rows):
@@ -119,7 +126,12 @@ def test_single_linkage_has_the_least_largest_similarity_across(seed):
 def test_clusters_of_two_stay_and_clusters_without_anybody_keep_their_model():
     alg = ClusteredFL(relative=True, first=0, eps1=1.0)
     x = t([[1.0], [2.0]])
-    g = served(alg, tree(x, torch.tensor([0, 0, 1, 1, 1])), {"delta": t([[1.0], [-1.0]])}, cohort([0, 1], 5, 9))
+    g = served(
+        alg,
+        tree(x, torch.tensor([0, 0, 1, 1, 1])),
+        {"delta": t([[1.0], [-1.0]])},
+        cohort([0, 1], 5, 9),
+    )
     assert g["cluster"].tolist() == [0, 0, 1, 1, 1]
     close(g["x"], [[1.0], [2.0]])
     zero = cosines(torch.zeros(2, 2), torch.zeros(2))

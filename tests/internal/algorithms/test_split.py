@@ -1,4 +1,5 @@
-"""Split models against a plain torch program of each paper's algorithm, which shares no code with them, and their laws."""
+"""Split models against a plain torch program of each paper's algorithm, which shares no code with
+them, and their laws."""
 
 import warnings
 
@@ -17,7 +18,9 @@ from pflcore.simulation.grow import grown
 @pytest.mark.parametrize("alg", [FedPer(), FedRep(), LGFedAvg(), FedBABU(), FedBN()])
 def test_a_newcomer_learns_its_own_part_and_gets_the_others(alg):
     data = federation()
-    history = Simulation(alg, normed, data.subset([0, 1]), TRAINING, rounds=2, hardware=Hardware(workers=1)).run()
+    history = Simulation(
+        alg, normed, data.subset([0, 1]), TRAINING, rounds=2, hardware=Hardware(workers=1)
+    ).run()
     state, everybody = grown(alg, copied(history.state), history.model(0).net, 2)
     assert not everybody and len(state.clients.get("h", state.batch_norm)) == 3
     model = history.adapt(data.client(2), rounds=3)

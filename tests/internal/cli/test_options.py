@@ -8,7 +8,17 @@ from typing import Literal
 
 import pytest
 
-from pflcore.cli.options import Group, Option, comments, of_dataclass, of_function, of_words, parse, peek, simple
+from pflcore.cli.options import (
+    Group,
+    Option,
+    comments,
+    of_dataclass,
+    of_function,
+    of_words,
+    parse,
+    peek,
+    simple,
+)
 
 
 @dataclass(frozen=True)
@@ -31,12 +41,22 @@ class Derived(Base):
     table: dict[str, int] = field(default_factory=dict)
 
 
-def cut(labels: object, *, sizes: str | Sequence[float] | None = None, alpha: float = 0.1, hidden: Sequence[int] = (200,)) -> None:
+def cut(
+    labels: object,
+    *,
+    sizes: str | Sequence[float] | None = None,
+    alpha: float = 0.1,
+    hidden: Sequence[int] = (200,),
+) -> None:
     """A function with options."""
 
 
 def test_the_comments_beside_fields_are_their_help():
-    assert comments(Derived) == {"kind": "which # of them", "rates": "several", "curve": "not for a command line"}
+    assert comments(Derived) == {
+        "kind": "which # of them",
+        "rates": "several",
+        "curve": "not for a command line",
+    }
     assert comments(int) == {}
 
 
@@ -54,7 +74,14 @@ def test_fields_of_all_bases_become_options_and_functions_do_not():
 
 @pytest.mark.parametrize(
     ("kind", "is_simple"),
-    [(int, True), (float | None, True), (Literal["a"], True), (tuple[int, ...], True), (Callable[[], int], False), (list[int], False)],
+    [
+        (int, True),
+        (float | None, True),
+        (Literal["a"], True),
+        (tuple[int, ...], True),
+        (Callable[[], int], False),
+        (list[int], False),
+    ],
 )
 def test_what_can_be_typed_on_a_command_line(kind, is_simple):
     assert simple(kind) is is_simple
@@ -63,8 +90,16 @@ def test_what_can_be_typed_on_a_command_line(kind, is_simple):
 def test_options_of_a_function_take_words_where_its_types_are_mixed():
     defaults = {"sizes": None, "alpha": 0.1, "hidden": (200,)}
     options = of_function(partial(cut, alpha=0.1), defaults)
-    assert [(o.name, o.default) for o in options] == [("sizes", None), ("alpha", 0.1), ("hidden", None)]
-    assert of_words({"sizes": ("A",), "alpha": 0.5, "hidden": ("300",)}, defaults) == {"sizes": "A", "alpha": 0.5, "hidden": [300]}
+    assert [(o.name, o.default) for o in options] == [
+        ("sizes", None),
+        ("alpha", 0.1),
+        ("hidden", None),
+    ]
+    assert of_words({"sizes": ("A",), "alpha": 0.5, "hidden": ("300",)}, defaults) == {
+        "sizes": "A",
+        "alpha": 0.5,
+        "hidden": [300],
+    }
     assert of_words({"sizes": ("1", "2.5"), "hidden": None}, defaults) == {"sizes": [1, 2.5]}
 
 
@@ -72,11 +107,25 @@ def test_parsing_gives_values_by_group():
     pytest.importorskip("tyro")
     groups = [
         Group("run", "", [Option("n", int, 3), Option("out", Path | None, None)]),
-        Group("weight-erosion", "About.", [Option("n", float, 0.5), Option("fast", bool, True)], prefix=True),
+        Group(
+            "weight-erosion",
+            "About.",
+            [Option("n", float, 0.5), Option("fast", bool, True)],
+            prefix=True,
+        ),
         Group("empty", "", []),
     ]
-    got = parse("prog", "About.", groups, ["--n", "4", "--weight-erosion.n", "0.25", "--weight-erosion.no-fast"])
-    assert got == {"run": {"n": 4, "out": None}, "weight-erosion": {"n": 0.25, "fast": False}, "empty": {}}
+    got = parse(
+        "prog",
+        "About.",
+        groups,
+        ["--n", "4", "--weight-erosion.n", "0.25", "--weight-erosion.no-fast"],
+    )
+    assert got == {
+        "run": {"n": 4, "out": None},
+        "weight-erosion": {"n": 0.25, "fast": False},
+        "empty": {},
+    }
 
 
 def test_looking_ahead_at_an_option():

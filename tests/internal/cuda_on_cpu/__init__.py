@@ -1,7 +1,7 @@
 """The CUDA kernels on the CPU: builds driver.cpp with the C++ compiler and calls it with tensors.
 
-Every buffer handed over has NaN before it, so that a stray read poisons the result and a stray write is seen, and behind it a page that may
-not be touched at all.
+Every buffer handed over has NaN before it, so that a stray read poisons the result and a stray
+write is seen, and behind it a page that may not be touched at all.
 """
 
 import ctypes
@@ -26,8 +26,26 @@ def compiler():
 
 def build(folder):
     target = folder / "cuda_on_cpu.so"
-    flags = ["-std=c++17", "-O1", "-g0", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
-    command = [str(compiler()), *flags, f"-I{HERE}", f"-I{KERNELS}", str(HERE / "driver.cpp"), "-o", str(target)]
+    flags = [
+        "-std=c++17",
+        "-O1",
+        "-g0",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-Wno-unknown-pragmas",
+        "-shared",
+        "-fPIC",
+    ]
+    command = [
+        str(compiler()),
+        *flags,
+        f"-I{HERE}",
+        f"-I{KERNELS}",
+        str(HERE / "driver.cpp"),
+        "-o",
+        str(target),
+    ]
     subprocess.run(command, check=True)
     lib = ctypes.CDLL(str(target))
     lib.fenced.argtypes, lib.fenced.restype = [c_int64, POINTER(c_int64)], c_void_p
@@ -53,7 +71,17 @@ def build(folder):
         c_void_p,
         c_int64,
     ]
-    lib.waffle.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_double, c_double, c_int, c_void_p]
+    lib.waffle.argtypes = [
+        c_void_p,
+        c_int64,
+        c_int64,
+        c_void_p,
+        c_int64,
+        c_double,
+        c_double,
+        c_int,
+        c_void_p,
+    ]
     lib.feddwa.argtypes = [c_int, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p]
     lib.aggregate.argtypes = [
         *[c_int] * 3,
@@ -71,15 +99,31 @@ def build(folder):
     pairs = [c_void_p, c_int64]
     for name in ("float", "double"):
         getattr(lib, f"rank1_{name}").argtypes = [POINTER(c_int64), *[c_void_p] * 5]
-        getattr(lib, f"rank1_backward_{name}").argtypes = [POINTER(c_int64), POINTER(c_int64), *[c_void_p] * 9]
+        getattr(lib, f"rank1_backward_{name}").argtypes = [
+            POINTER(c_int64),
+            POINTER(c_int64),
+            *[c_void_p] * 9,
+        ]
         getattr(lib, f"sgd_{name}").argtypes = [
-            *[c_int64] * 2, *pairs, *pairs, c_double, *pairs, *pairs, c_double, c_void_p, *pairs, c_double, *pairs, c_double,
-        ]  # fmt: skip
+            *[c_int64] * 2,
+            *pairs,
+            *pairs,
+            c_double,
+            *pairs,
+            *pairs,
+            c_double,
+            c_void_p,
+            *pairs,
+            c_double,
+            *pairs,
+            c_double,
+        ]
     return lib
 
 
 class Fence:
-    """Pages of memory with a forbidden one behind them; given back when the last tensor in them is gone."""
+    """Pages of memory with a forbidden one behind them; given back when the last tensor in them is
+    gone."""
 
     def __init__(self, size):
         real = c_int64()
@@ -94,9 +138,11 @@ class Fence:
 
 
 def guarded(t, shift=None, gap=0):
-    """A copy of t [R, C] with NaN before it and between its rows, `gap` elements, and a fence that no access can pass behind it.
+    """A copy of t [R, C] with NaN before it and between its rows, `gap` elements, and a fence that
+    no access can pass behind it.
 
-    With `shift` the first row starts so many elements off a 16-byte boundary, which may leave less than 16 bytes of NaN before the fence.
+    With `shift` the first row starts so many elements off a 16-byte boundary, which may leave less
+    than 16 bytes of NaN before the fence.
     """
     bad = float("nan") if t.is_floating_point() else -(1 << 40)
     (rows, cols), size = t.shape, t.element_size()
@@ -111,11 +157,17 @@ def guarded(t, shift=None, gap=0):
 
 def intact(inner):
     """Is everything around a guarded tensor still untouched?"""
-    memory = torch.as_strided(inner, (inner.untyped_storage().nbytes() // inner.element_size(),), (1,), 0).clone()
+    memory = torch.as_strided(
+        inner, (inner.untyped_storage().nbytes() // inner.element_size(),), (1,), 0
+    ).clone()
     torch.as_strided(memory, inner.shape, inner.stride(), inner.storage_offset()).fill_(
         float("nan") if memory.is_floating_point() else -(1 << 40)
     )
-    return bool(memory.isnan().all()) if memory.is_floating_point() else bool((memory == -(1 << 40)).all())
+    return (
+        bool(memory.isnan().all())
+        if memory.is_floating_point()
+        else bool((memory == -(1 << 40)).all())
+    )
 
 
 def pointer(t):
@@ -154,7 +206,11 @@ class Kernels:
         """`most`: rows of a per grid, if not as many as a grid holds."""
         n = (a if b is None else b).shape[0]
         listed = -1 if index is None else index.shape[1]
-        out = guarded(torch.full((a.shape[0], n if index is None else listed), float("nan"), dtype=torch.float64))
+        out = guarded(
+            torch.full(
+                (a.shape[0], n if index is None else listed), float("nan"), dtype=torch.float64
+            )
+        )
         kind, p = DTYPES[a.dtype], a.shape[1]
         rows = pointer(a), stride(a), a.shape[0], b is None, pointer(b), stride(b), n
         self.check(self.lib.sqdist(kind, *rows, p, pointer(out), most, pointer(index), listed))
@@ -165,7 +221,19 @@ class Kernels:
         rows, n = dist.shape
         out = guarded(torch.full((rows, n), float("nan"), dtype=torch.float64))
         step = int(target.numel() > 1)
-        self.check(self.lib.waffle(pointer(dist), rows, n, pointer(target), step, omega, psi, uniform_ties, pointer(out)))
+        self.check(
+            self.lib.waffle(
+                pointer(dist),
+                rows,
+                n,
+                pointer(target),
+                step,
+                omega,
+                psi,
+                uniform_ties,
+                pointer(out),
+            )
+        )
         assert intact(out)
         return out.clone()
 
@@ -174,7 +242,11 @@ class Kernels:
         weight = guarded(torch.full((m, kept), float("nan"), dtype=torch.float64))
         index = guarded(torch.full((m, kept), -1))
         wide = sqdist.dtype == torch.float64
-        self.check(self.lib.feddwa(wide, pointer(sqdist), stride(sqdist), m, n, kept, pointer(weight), pointer(index)))
+        self.check(
+            self.lib.feddwa(
+                wide, pointer(sqdist), stride(sqdist), m, n, kept, pointer(weight), pointer(index)
+            )
+        )
         assert intact(weight) and intact(index)
         return weight.clone(), index.clone()
 
@@ -183,15 +255,34 @@ class Kernels:
         (n, p), (m, k) = updates.shape, weight.shape
         self.check(
             self.lib.aggregate(
-                DTYPES[updates.dtype], DTYPES[out.dtype], wide, n, p, m, k, pointer(updates), stride(updates), pointer(weight),
-                index is not None, pointer(index), pointer(base), stride(base), lr, pointer(out), stride(out),
+                DTYPES[updates.dtype],
+                DTYPES[out.dtype],
+                wide,
+                n,
+                p,
+                m,
+                k,
+                pointer(updates),
+                stride(updates),
+                pointer(weight),
+                index is not None,
+                pointer(index),
+                pointer(base),
+                stride(base),
+                lr,
+                pointer(out),
+                stride(out),
             )
-        )  # fmt: skip
+        )
 
     @staticmethod
     def _rank1(x, w_a, lam, w_b):
-        n = next((t.shape[0] for t, own in ((x, 2), (w_a, 2), (lam, 1), (w_b, 2)) if t.dim() > own), 1)
-        batch = [t.stride(0) if t.dim() > own else 0 for t, own in ((x, 2), (w_a, 2), (lam, 1), (w_b, 2))]
+        n = next(
+            (t.shape[0] for t, own in ((x, 2), (w_a, 2), (lam, 1), (w_b, 2)) if t.dim() > own), 1
+        )
+        batch = [
+            t.stride(0) if t.dim() > own else 0 for t, own in ((x, 2), (w_a, 2), (lam, 1), (w_b, 2))
+        ]
         sizes = [n, x.shape[-2], x.shape[-1], w_b.shape[-2], w_a.shape[-2], *batch]
         return {torch.float32: "float", torch.float64: "double"}[x.dtype], sizes, n
 
@@ -213,7 +304,10 @@ class Kernels:
         call = getattr(self.lib, f"rank1_backward_{name}")
         self.check(call(packed, shared, *map(pointer, (grad, x, w_a, lam, w_b, *flat))))
         assert all(g is None or intact(g) for g in flat)
-        return tuple(None if g is None else g.reshape(t.shape) for g, t in zip(flat, (x, w_a, lam, w_b), strict=True))
+        return tuple(
+            None if g is None else g.reshape(t.shape)
+            for g, t in zip(flat, (x, w_a, lam, w_b), strict=True)
+        )
 
     def sgd_step_(
         self, w, grad, lr, shift, mask, mu, mu_rows,
@@ -227,7 +321,17 @@ class Kernels:
 
         self.check(
             call(
-                *w.shape, *rows(w), *rows(grad), lr, *rows(shift), *rows(mask), mu, pointer(mu_rows), *rows(anchor), momentum, *rows(held),
+                *w.shape,
+                *rows(w),
+                *rows(grad),
+                lr,
+                *rows(shift),
+                *rows(mask),
+                mu,
+                pointer(mu_rows),
+                *rows(anchor),
+                momentum,
+                *rows(held),
                 weight_decay,
             )
-        )  # fmt: skip
+        )

@@ -1,4 +1,5 @@
-"""Inputs of several tensors, and sequences of several lengths: what the model and the loss get of them."""
+"""Inputs of several tensors, and sequences of several lengths: what the model and the loss get of
+them."""
 
 import pytest
 import torch
@@ -28,7 +29,11 @@ def test_training_is_a_loop_over_the_sequences_as_they_are(per_step, engine):
     torch.manual_seed(0)
     module, training = Tagger(per_step), Training(lr=0.3, batch_size=100, epochs=2)
     setting = prepared(Net(module), data, training, engine, workers=1)
-    got = Clients(setting, torch.arange(data.n), 1, torch.zeros(data.n, 0)).fit(setting.net.w0.expand(data.n, -1)).w
+    got = (
+        Clients(setting, torch.arange(data.n), 1, torch.zeros(data.n, 0))
+        .fit(setting.net.w0.expand(data.n, -1))
+        .w
+    )
     for i in range(data.n):
         rows, y = data.client(i)
         assert data.fields is not None
@@ -37,22 +42,30 @@ def test_training_is_a_loop_over_the_sequences_as_they_are(per_step, engine):
         for _ in range(2):
             model.zero_grad()
             each = []
-            for j in range(len(y)):  # one sequence at a time, cut to its length: no padding, no mask
+            # one sequence at a time, cut to its length: no padding, no mask
+            for j in range(len(y)):
                 t = int(x["mask"][j].sum())
                 one = {k: v[j : j + 1, :t] if v.dim() > 1 else v[j : j + 1] for k, v in x.items()}
-                each.append(F.cross_entropy(model(one), y[j : j + 1, :t] if per_step else y[j : j + 1]))
+                each.append(
+                    F.cross_entropy(model(one), y[j : j + 1, :t] if per_step else y[j : j + 1])
+                )
             torch.stack(each).mean().backward()
             with torch.no_grad():
                 for p in model.parameters():
-                    p -= 0.3 * p.grad  # type: ignore[operator]
+                    p -= 0.3 * p.grad
         torch.testing.assert_close(got[i], setting.net.row(model), rtol=1e-4, atol=1e-6)
 
 
 def test_cross_entropy_of_whole_sequences_is_torchs():
-    scores, y = torch.randn(5, CLASSES, STEPS, dtype=torch.float64), torch.randint(CLASSES, (5, STEPS))
+    scores, y = (
+        torch.randn(5, CLASSES, STEPS, dtype=torch.float64),
+        torch.randint(CLASSES, (5, STEPS)),
+    )
     torch.testing.assert_close(cross_entropy(scores, y), F.cross_entropy(scores, y))
     y[2, 1:] = IGNORED
-    want = torch.stack([F.cross_entropy(s[None], t[None]) for s, t in zip(scores, y, strict=True)]).mean()
+    want = torch.stack(
+        [F.cross_entropy(s[None], t[None]) for s, t in zip(scores, y, strict=True)]
+    ).mean()
     torch.testing.assert_close(cross_entropy(scores, y), want)
     y[3] = IGNORED  # a sequence without a step has no loss, and no gradient that is none
     assert bool(cross_entropy(scores.requires_grad_(), y).isfinite())

@@ -22,18 +22,31 @@ def test_the_table_has_every_way_to_evaluate():
     }
     rows = groups.rows_of(plan, runs)
     assert [r["method"] for r in rows] == ["A", "A, mean"]
-    assert [rows[0]["ours"][k] for k in ("accuracy", "majority", "minority", "gap")] == pytest.approx([220 / 3, 85, 50, 35])
+    assert [
+        rows[0]["ours"][k] for k in ("accuracy", "majority", "minority", "gap")
+    ] == pytest.approx([220 / 3, 85, 50, 35])
     assert rows[0]["std"]["minority"] == pytest.approx(10) and rows[1]["ours"]["variance"] == 0
     text = groups.table(plan, rows)
-    assert "| A | 7 | 73.33 ± 3.33 | 85.00 ± 0.00 | 50.00 ± 10.00 | 35.00 ± 10.00 |" in text and "| 95.41 | 2.07 |" in text
+    assert (
+        "| A | 7 | 73.33 ± 3.33 | 85.00 ± 0.00 | 50.00 ± 10.00 | 35.00 ± 10.00 |" in text
+        and "| 95.41 | 2.07 |" in text
+    )
     assert "| A, mean | 7 | 50.00 ± 0.00 |" in text
 
 
 @pytest.mark.parametrize("name", ["factorized-table1", "factorized-fashion", "factorized-cifar"])
 def test_the_plans(name):
     plan = load(name)
-    assert plan["options"]["rounds"] == 100 and plan["options"]["participation"] == 0.1 and plan["training"]["epochs"] == 5
-    assert set(plan["reported"]["unimodal"]) <= set(plan["methods"]) and {"Local", "FT", "Ditto"} <= set(plan["methods"])
+    assert (
+        plan["options"]["rounds"] == 100
+        and plan["options"]["participation"] == 0.1
+        and plan["training"]["epochs"] == 5
+    )
+    assert set(plan["reported"]["unimodal"]) <= set(plan["methods"]) and {
+        "Local",
+        "FT",
+        "Ditto",
+    } <= set(plan["methods"])
 
 
 def test_reproduce_plays_and_goes_on(tmp_path, capsys):
@@ -44,19 +57,39 @@ def test_reproduce_plays_and_goes_on(tmp_path, capsys):
         "options": {"data": "digits", "n": 12, "rounds": 2, "participation": 0.5, "model": "mlp"},
         "training": {"lr": 0.1, "batch_size": 16},
         "model_options": {"hidden": [12]},
-        "settings": {"multimodal": {"partition": "multimodal", "partition_options": {"minority_clients": 2}}},
+        "settings": {
+            "multimodal": {"partition": "multimodal", "partition_options": {"minority_clients": 2}}
+        },
         "methods": {
             "FedAvg": {"algorithm": "fedavg"},
             "WAFFLe": {"algorithm": "factorized_waffle", "options": ranks},
-            "WAFFLe, mean": {"algorithm": "factorized_waffle", "options": {**ranks, "eval_mode": "mean"}, "state_of": "WAFFLe"},
+            "WAFFLe, mean": {
+                "algorithm": "factorized_waffle",
+                "options": {**ranks, "eval_mode": "mean"},
+                "state_of": "WAFFLe",
+            },
         },
     }
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    asked = ["reproduce", str(tmp_path / "plan.json"), "--out", str(tmp_path / "out"), "--workers", "1", "--quiet"]
+    asked = [
+        "reproduce",
+        str(tmp_path / "plan.json"),
+        "--out",
+        str(tmp_path / "out"),
+        "--workers",
+        "1",
+        "--quiet",
+    ]
     assert main(asked) == 0
     first = (tmp_path / "out" / "table.md").read_text()
     assert "| WAFFLe, mean |" in first and "| minority |" in first
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "out").rglob("*.jsonl")}
-    assert main(asked) == 0 and {p: p.stat().st_mtime_ns for p in before} == before and len(before) == 3
+    assert (
+        main(asked) == 0
+        and {p: p.stat().st_mtime_ns for p in before} == before
+        and len(before) == 3
+    )
     rows = json.loads((tmp_path / "out" / "result.json").read_text())["rows"]
-    assert [r["method"] for r in rows] == ["FedAvg", "WAFFLe", "WAFFLe, mean"] and rows[1]["parameters"] < rows[0]["parameters"]
+    assert [r["method"] for r in rows] == ["FedAvg", "WAFFLe", "WAFFLe, mean"] and rows[1][
+        "parameters"
+    ] < rows[0]["parameters"]

@@ -1,4 +1,5 @@
-"""Who gets which sample: the papers' counts, the laws every partition obeys, and what is refused."""
+"""Who gets which sample: the papers' counts, the laws every partition obeys, and what is
+refused."""
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from pflcore.data.dirichlet import _proportions, counts_of, cuts_of
 from pflcore.data.label_skew import dominant_classes
 from pflcore.data.partition import concept_shift
 
-# -- concept shift -------------------------------------------------------------------------------------------------------------
+# -- concept shift -----------------------------------------------------------
 
 
 @given(st.integers(1, 30), st.integers(2, 20), st.integers(0, 1000))
@@ -20,7 +21,8 @@ def test_concept_shift_laws(n, classes, seed):
     assert relabel.shape == (n, classes)
     assert torch.equal(relabel[0], torch.arange(classes))  # Alice
     assert (relabel.sort(1).values == torch.arange(classes)).all()  # bijections
-    assert torch.equal(concept_shift(n + 3, classes, seed)[:n], relabel)  # a client's own does not depend on N
+    # a client's own does not depend on N
+    assert torch.equal(concept_shift(n + 3, classes, seed)[:n], relabel)
 
 
 def test_concept_shift_is_independent_per_client_and_of_the_seed():
@@ -30,13 +32,17 @@ def test_concept_shift_is_independent_per_client_and_of_the_seed():
     assert not torch.equal(a.relabel, PARTITIONS["A*"](y, 10, shift_seed=1).relabel)
     assert len({tuple(r) for r in a.relabel.tolist()}) == 10
     assert PARTITIONS["A"](y, 10).relabel is None
-    plain, shifted = PARTITIONS["B"](y, 10, seed=4), PARTITIONS["B*"](y, 10, seed=4)  # samples are assigned by their true class
-    assert all(torch.equal(p, q) for p, q in zip(plain.index["train"], shifted.index["train"], strict=True))
+    # samples are assigned by their true class
+    plain, shifted = PARTITIONS["B"](y, 10, seed=4), PARTITIONS["B*"](y, 10, seed=4)
+    assert all(
+        torch.equal(p, q) for p, q in zip(plain.index["train"], shifted.index["train"], strict=True)
+    )
     fixed = (concept_shift(2000, 10, 0)[1:] == torch.arange(10)).float().sum(1)
-    assert abs(float(fixed.mean()) - 1) < 0.1  # uniform permutations: one fixed point each on average, none forced away
+    # uniform permutations: one fixed point each on average, none forced away
+    assert abs(float(fixed.mean()) - 1) < 0.1
 
 
-# -- Dirichlet -----------------------------------------------------------------------------------------------------------------
+# -- Dirichlet ---------------------------------------------------------------
 
 
 def test_golden_dirichlet_cut():
@@ -46,9 +52,15 @@ def test_golden_dirichlet_cut():
 
 
 def test_practical2_draws_like_the_released_code():
-    """Classes per client and the share of draws that give everybody 20 samples, measured on that code: 60,000 balanced samples."""
+    """Classes per client and the share of draws that give everybody 20 samples, measured on that
+    code: 60,000 balanced samples."""
     totals = np.full(10, 6000)
-    for n, alpha, held, accepted in ((100, 0.07, 3.4, 0.002), (100, 0.1, 4.2, 0.08), (20, 0.07, 4.1, 0.76), (20, 0.1, 5.0, 0.93)):
+    for n, alpha, held, accepted in (
+        (100, 0.07, 3.4, 0.002),
+        (100, 0.1, 4.2, 0.08),
+        (20, 0.07, 4.1, 0.76),
+        (20, 0.1, 5.0, 0.93),
+    ):
         rng = np.random.RandomState(0)
         draws = [counts_of(_proportions(totals, n, alpha, True, rng), totals) for _ in range(150)]
         assert all((d.sum(1) == totals).all() for d in draws)
@@ -56,7 +68,7 @@ def test_practical2_draws_like_the_released_code():
         assert abs(np.mean([d.sum(0).min() >= 20 for d in draws]) - accepted) < 0.1
 
 
-# -- practical setting 1 -------------------------------------------------------------------------------------------------------
+# -- practical setting 1 -----------------------------------------------------
 
 
 def test_golden_groups_of_the_official_code():
@@ -67,7 +79,8 @@ def test_golden_groups_of_the_official_code():
         part = partition("practical1", y, 20, mode=mode, seed=2)
         assert part.group.tolist() == [i // 5 for i in range(20)]
         got = np.array(counts(part, y, "train")).reshape(4, 5, 10).sum(1)
-        assert [np.flatnonzero(row > 400).tolist() for row in got] == want  # 200 a class come from the common part
+        # 200 a class come from the common part
+        assert [np.flatnonzero(row > 400).tolist() for row in got] == want
         assert sizes(part) == [1000] * 20
 
 
@@ -78,7 +91,8 @@ def test_paper_mode_is_four_fifths_dominant_and_equal_within_what_there_is():
     for i, row in enumerate(got):
         dominant = dominant_classes(10, 4)[i // 5]
         rest = np.delete(row, dominant)
-        assert rest.sum() < 200 and row[dominant].sum() > 800  # 80 % and their part of the common 20 %
+        # 80 % and their part of the common 20 %
+        assert rest.sum() < 200 and row[dominant].sum() > 800
     assert part.notes == []
     # shared classes 2 and 7 are scarce: their two groups split them evenly
     by_group = got.reshape(4, 5, 10).sum(1)

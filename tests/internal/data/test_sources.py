@@ -1,4 +1,5 @@
-"""Where data comes from: image sets by name, data with clients of its own, made-up data with known answers."""
+"""Where data comes from: image sets by name, data with clients of its own, made-up data with known
+answers."""
 
 import gzip
 import struct
@@ -20,7 +21,8 @@ def write_idx(path, a, squeeze=gzip.compress):
 
 @pytest.fixture
 def tiny_mnist(tmp_path, monkeypatch):
-    """Twenty training and ten test images in MNIST's files; two of them not gzipped. They need not be the published ones here."""
+    """Twenty training and ten test images in MNIST's files; two of them not gzipped. They need not
+    be the published ones here."""
     monkeypatch.delitem(DIGESTS, "mnist")
     rng = np.random.RandomState(0)
     at = tmp_path / "mnist"
@@ -32,7 +34,7 @@ def tiny_mnist(tmp_path, monkeypatch):
     return tmp_path
 
 
-# -- image sets ----------------------------------------------------------------------------------------------------------------
+# -- image sets --------------------------------------------------------------
 
 
 def test_idx_files_are_read_and_normalised(tiny_mnist):
@@ -40,7 +42,9 @@ def test_idx_files_are_read_and_normalised(tiny_mnist):
     assert source.x_train.shape == (20, 1, 28, 28) and source.x_train.dtype == torch.float32
     assert source.y_test.tolist() == list(range(10)) and source.y_test.dtype == torch.int64
     raw = read_idx(tiny_mnist / "mnist" / f"{IDX_FILES[0]}.gz")
-    torch.testing.assert_close(source.x_train[:, 0], (torch.from_numpy(raw.copy()).float() / 255 - 0.1307) / 0.3081)
+    torch.testing.assert_close(
+        source.x_train[:, 0], (torch.from_numpy(raw.copy()).float() / 255 - 0.1307) / 0.3081
+    )
 
 
 def test_the_data_folder_is_named_by_the_environment(tiny_mnist, monkeypatch):
@@ -50,14 +54,21 @@ def test_the_data_folder_is_named_by_the_environment(tiny_mnist, monkeypatch):
 
 
 def test_other_data_do_not_go_by_a_name(tiny_mnist, monkeypatch, tmp_path):
-    """Files in the right format are not enough: Fashion-MNIST's would load as MNIST, and so would a part of either."""
+    """Files in the right format are not enough: Fashion-MNIST's would load as MNIST, and so would a
+    part of either."""
     at = tiny_mnist / "mnist"
     arrays = [read_idx(next(p for p in (at / f"{f}.gz", at / f) if p.is_file())) for f in IDX_FILES]
     mine = [digest_of(a) for a in arrays]
     monkeypatch.setitem(DIGESTS, "mnist", mine)
-    assert len(load("mnist", tiny_mnist).y_train) == 20  # packed or not, these are the published ones
+    # packed or not, these are the published ones
+    assert len(load("mnist", tiny_mnist).y_train) == 20
     monkeypatch.setitem(DIGESTS, "mnist", mine[::-1])
-    sentence(OSError, lambda: load("mnist", tiny_mnist), "must hold the published files of 'mnist', got others", mine[0])
+    sentence(
+        OSError,
+        lambda: load("mnist", tiny_mnist),
+        "must hold the published files of 'mnist', got others",
+        mine[0],
+    )
     monkeypatch.setitem(DIGESTS, "fashion_mnist", mine)
     sentence(OSError, lambda: load("mnist", tiny_mnist), "got those of 'fashion_mnist'")
     cells(tmp_path / "school" / "school.mat", [(np.ones((3, 28)), [1.0, 2.0, 3.0])])
@@ -76,8 +87,17 @@ def test_a_stratified_part_of_a_source(tiny_mnist):
 
 def test_samples_out_of_range(tiny_mnist):
     source = load("mnist", tiny_mnist)
-    sentence(ValueError, lambda: source.sample(train=21), "train must lie in 1..20, the samples there are, got 21")
-    sentence(ValueError, lambda: federation_of(source, "B", classes=3), "partition B takes the options roll, sizes, shuffle", "got classes")
+    sentence(
+        ValueError,
+        lambda: source.sample(train=21),
+        "train must lie in 1..20, the samples there are, got 21",
+    )
+    sentence(
+        ValueError,
+        lambda: federation_of(source, "B", classes=3),
+        "partition B takes the options roll, sizes, shuffle",
+        "got classes",
+    )
     sentence(
         ValueError,
         lambda: federation_of(source, fractions={"train": 1}),
@@ -89,17 +109,36 @@ def test_broken_and_missing_image_files(tiny_mnist):
     at = tiny_mnist / "mnist"
     labels = at / f"{IDX_FILES[1]}.gz"
     write_idx(labels, np.zeros(19))
-    sentence(OSError, lambda: load("mnist", tiny_mnist), "data 'mnist' must have one label per image, got 20 and 19")
+    sentence(
+        OSError,
+        lambda: load("mnist", tiny_mnist),
+        "data 'mnist' must have one label per image, got 20 and 19",
+    )
     labels.write_bytes(labels.read_bytes()[:-9])
-    sentence(OSError, lambda: load("mnist", tiny_mnist), str(labels), "must be a complete gzip file")
+    sentence(
+        OSError, lambda: load("mnist", tiny_mnist), str(labels), "must be a complete gzip file"
+    )
     labels.write_bytes(b"<html>")
-    sentence(OSError, lambda: load("mnist", tiny_mnist), str(labels), "must be a complete gzip file")
+    sentence(
+        OSError, lambda: load("mnist", tiny_mnist), str(labels), "must be a complete gzip file"
+    )
     labels.write_bytes(gzip.compress(b"<html>"))
-    sentence(OSError, lambda: load("mnist", tiny_mnist), str(labels), "must be an IDX file of unsigned bytes, got the head 3c68746d")
+    sentence(
+        OSError,
+        lambda: load("mnist", tiny_mnist),
+        str(labels),
+        "must be an IDX file of unsigned bytes, got the head 3c68746d",
+    )
     labels.write_bytes(gzip.compress(struct.pack(">4BI", 0, 0, 8, 1, 20) + b"abc"))
-    sentence(OSError, lambda: load("mnist", tiny_mnist), "must hold 20 bytes for its shape [20], got 3")
+    sentence(
+        OSError, lambda: load("mnist", tiny_mnist), "must hold 20 bytes for its shape [20], got 3"
+    )
     labels.unlink()
-    sentence(OSError, lambda: load("mnist", tiny_mnist), "must hold the four IDX files of mnist, but train-labels-idx1-ubyte is missing")
+    sentence(
+        OSError,
+        lambda: load("mnist", tiny_mnist),
+        "must hold the four IDX files of mnist, but train-labels-idx1-ubyte is missing",
+    )
 
 
 def test_federation_is_what_comes_back(tiny_mnist):

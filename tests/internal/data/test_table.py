@@ -12,7 +12,9 @@ from pflcore.data.ragged import Ragged
 def test_clients_without_samples_are_counted_and_an_index_outside_is_said():
     x, y = torch.zeros(3, 2), torch.zeros(3)
     begin = torch.tensor([0, 1, *[1] * 7, 3])
-    with pytest.raises(ValueError, match=r"7 clients have no training samples \(1, 2, 3, 4, 5, \.\.\.\)"):
+    with pytest.raises(
+        ValueError, match=r"7 clients have no training samples \(1, 2, 3, 4, 5, \.\.\.\)"
+    ):
         Federation(x, y, {"train": Ragged(torch.arange(3), begin)})
     with pytest.raises(ValueError, match=r"index\['train'\]\[1\] must lie in 0\.\.2, got 2\.\.3"):
         Federation(x, y, {"train": [torch.tensor([0, 1]), torch.tensor([2, 3])]})
@@ -21,9 +23,19 @@ def test_clients_without_samples_are_counted_and_an_index_outside_is_said():
 def test_lists_of_some_clients_and_of_slices():
     lists = [torch.arange(3), torch.arange(0), torch.tensor([7, 5])]
     ragged = Ragged.of(lists)
-    assert [r.tolist() for r in ragged] == [r.tolist() for r in lists] == [ragged[i].tolist() for i in range(3)]
+    assert (
+        [r.tolist() for r in ragged]
+        == [r.tolist() for r in lists]
+        == [ragged[i].tolist() for i in range(3)]
+    )
     assert [r.tolist() for r in ragged.take(torch.tensor([2, 0, 1]))] == [[7, 5], [0, 1, 2], []]
-    assert [r.tolist() for r in ragged[1:]] == [[], [7, 5]] and ragged.owner().tolist() == [0, 0, 0, 2, 2]
+    assert [r.tolist() for r in ragged[1:]] == [[], [7, 5]] and ragged.owner().tolist() == [
+        0,
+        0,
+        0,
+        2,
+        2,
+    ]
     with pytest.raises(IndexError):
         ragged[3]
 
@@ -34,6 +46,15 @@ def test_one_large_client_costs_nothing_for_the_others():
     begin = torch.cat([torch.zeros(1, dtype=torch.int64), size.cumsum(0)])
     n = int(begin[-1])
     began = time.process_time()
-    data = Federation(torch.zeros(n, 1), torch.zeros(n, dtype=torch.int64), {"train": Ragged(torch.arange(n), begin)}, 1)
-    assert data.size()[0] == 300_000 and data.counts().sum() == n and data.split_samples({"train": 0.5, "test": 0.5}).n == 100_000
+    data = Federation(
+        torch.zeros(n, 1),
+        torch.zeros(n, dtype=torch.int64),
+        {"train": Ragged(torch.arange(n), begin)},
+        1,
+    )
+    assert (
+        data.size()[0] == 300_000
+        and data.counts().sum() == n
+        and data.split_samples({"train": 0.5, "test": 0.5}).n == 100_000
+    )
     assert time.process_time() - began < 5

@@ -1,4 +1,5 @@
-"""One line keeps tensors with their client, in an app that knows nothing of it, under a server that knows nothing of it."""
+"""One line keeps tensors with their client, in an app that knows nothing of it, under a server that
+knows nothing of it."""
 
 import numpy as np
 import pytest
@@ -18,7 +19,11 @@ def test_private_values_do_not_travel():
     grid = Nodes(app(keep_private("2.*")), range(N))
     run(grid)
     start = net().state_dict()
-    sent = [m.content["arrays"].to_torch_state_dict() for m in grid.answered if m.metadata.message_type == "train"]
+    sent = [
+        m.content["arrays"].to_torch_state_dict()
+        for m in grid.answered
+        if m.metadata.message_type == "train"
+    ]
     assert len(sent) == N * ROUNDS
     for state in sent:
         assert list(state) == list(start)
@@ -28,7 +33,11 @@ def test_private_values_do_not_travel():
 
 
 def test_what_does_not_fit_is_one_sentence():
-    with pytest.raises(ValueError, match=r"expected the names of the private tensors, as in keep_private\('head\.\*'\), got none"):
+    with pytest.raises(
+        ValueError,
+        match=r"expected the names of the private tensors, as in keep_private\('head\.\*'\), got "
+        r"none",
+    ):
         keep_private()
     with pytest.raises(ValueError, match="patterns: expected a name or a list of names"):
         keep_private(3)
@@ -37,22 +46,41 @@ def test_what_does_not_fit_is_one_sentence():
     run_(message(arrays=ok), ctx)
     before = ctx.state[PRIVATE]
     for given, kept, words in (
-        (message(arrays={"body": [1.0]}), context(7), r"'head\*' matches no tensor of the model; its tensors are body"),
-        (message(arrays=ok, more=ok), ctx, "the server's message: expected one ArrayRecord, the model, got 'arrays', 'more'"),
+        (
+            message(arrays={"body": [1.0]}),
+            context(7),
+            r"'head\*' matches no tensor of the model; its tensors are body",
+        ),
+        (
+            message(arrays=ok, more=ok),
+            ctx,
+            "the server's message: expected one ArrayRecord, the model, got 'arrays', 'more'",
+        ),
         (message(), ctx, "expected one ArrayRecord, the model, got none"),
-        (message(arrays={**ok, "head": [1.0]}), ctx, r"this client keeps 'head' of shape \[2\], the server sends shape \[1\]"),
-        (message(arrays={"body": [1.0], "head2": [1.0]}), ctx, r"this client keeps 'head' of shape \[2\], the server sends none"),
+        (
+            message(arrays={**ok, "head": [1.0]}),
+            ctx,
+            r"this client keeps 'head' of shape \[2\], the server sends shape \[1\]",
+        ),
+        (
+            message(arrays={"body": [1.0], "head2": [1.0]}),
+            ctx,
+            r"this client keeps 'head' of shape \[2\], the server sends none",
+        ),
     ):
         with pytest.raises(ValueError, match=words) as error:
             run_(given, kept)
         assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match="the app's reply is without 'head'; it must send the whole model"):
+    with pytest.raises(
+        ValueError, match="the app's reply is without 'head'; it must send the whole model"
+    ):
         app(keep_private("head*"), drop="head")(message(arrays=ok), ctx)
     assert ctx.state[PRIVATE] is before
 
 
 def test_a_tensor_of_bytes_that_numpy_has_no_numbers_for_is_kept_as_it_is():
-    """bfloat16 as other code puts it into a record: two bytes a number, of which nothing is computed here."""
+    """bfloat16 as other code puts it into a record: two bytes a number, of which nothing is
+    computed here."""
     ctx, raw = context(7, {"partition-id": 1}), np.frombuffer(b"\x80\x3f\x00\x40", dtype="V2")
     from flwr.app import Array
 
@@ -64,4 +92,6 @@ def test_a_tensor_of_bytes_that_numpy_has_no_numbers_for_is_kept_as_it_is():
 
     given = Message(RecordDict({"arrays": ArrayRecord({"head": Array(raw)})}), 7, "train")
     reply = app_(given, ctx)
-    assert reply.content["arrays"]["head"].data == ctx.state[PRIVATE]["head"].data == Array(raw).data
+    assert (
+        reply.content["arrays"]["head"].data == ctx.state[PRIVATE]["head"].data == Array(raw).data
+    )

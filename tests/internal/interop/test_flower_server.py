@@ -1,4 +1,5 @@
-"""In Flower every algorithm gives what a simulation gives; every client its own model; what does not fit is one sentence."""
+"""In Flower every algorithm gives what a simulation gives; every client its own model; what does
+not fit is one sentence."""
 
 import pytest
 from nodes import Nodes
@@ -11,7 +12,9 @@ pytest.importorskip("flwr")
 
 
 def test_a_state_in_a_folder_does_not_travel(tmp_path):
-    far, near = (Nodes(client_app(maker("ditto"), folder=f), range(N)) for f in (tmp_path / "new", None))
+    far, near = (
+        Nodes(client_app(maker("ditto"), folder=f), range(N)) for f in (tmp_path / "new", None)
+    )
     results = [PflStrategy("ditto", model, N, rounds=2, seed=SEED).start(g) for g in (far, near)]
     assert results[0].evaluate_metrics_clientapp == results[1].evaluate_metrics_clientapp
     assert set(results[0].evaluate_metrics_clientapp[2]) == {"loss", "accuracy"}

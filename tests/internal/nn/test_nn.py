@@ -29,12 +29,14 @@ def test_the_right_share_is_kept_and_scaled(p):
         y = module(x)
     kept = y != 0
     assert abs(float(kept.double().mean()) - (1 - p)) < 5 * (p * (1 - p) / x.numel()) ** 0.5
-    assert (abs(kept.double().mean(0) - (1 - p)) < 6 * (p * (1 - p) / 100) ** 0.5).all()  # in every column
+    # in every column
+    assert (abs(kept.double().mean(0) - (1 - p)) < 6 * (p * (1 - p) / 100) ** 0.5).all()
     torch.testing.assert_close(y[kept], x[kept] / (1 - p))
 
 
 def test_layers_steps_and_clients_draw_apart():
-    seeds = [0, 1, 2, 3, -1, -(2**63), 2**63 - 1, 1 << 40]  # a client's steps are successive numbers
+    # a client's steps are successive numbers
+    seeds = [0, 1, 2, 3, -1, -(2**63), 2**63 - 1, 1 << 40]
     masks = [mask(s, layer, 4000) for s in seeds for layer in (1, 2, 3)]
     for a, b in itertools.combinations(masks, 2):
         agree = float((a == b).double().mean())
@@ -61,7 +63,11 @@ def test_the_hash_is_splitmix64():
         assert int(mixed(torch.tensor(signed))) % 2**64 == reference(state)
     assert reference(1234567) == 6457827717110365317  # the published first output for this seed
     draws = uniform(torch.tensor(1), 0, (10_000,))
-    assert int(draws.min()) >= 0 and int(draws.max()) < 2**24 and abs(float(draws.double().mean()) / 2**24 - 0.5) < 0.02
+    assert (
+        int(draws.min()) >= 0
+        and int(draws.max()) < 2**24
+        and abs(float(draws.double().mean()) / 2**24 - 0.5) < 0.02
+    )
 
 
 def test_vmap_gives_each_row_its_own_mask():
@@ -70,7 +76,7 @@ def test_vmap_gives_each_row_its_own_mask():
 
     def one(x, seed):
         with forward_mode(True, seed=seed):
-            return module(x)  # type: ignore[no-any-return]
+            return module(x)
 
     found = torch.vmap(one)(torch.ones(3, 5, 7), seeds)
     assert torch.equal(found, torch.stack([one(torch.ones(5, 7), s) for s in seeds]))

@@ -1,4 +1,5 @@
-"""How the kernels are built: what a failed build says, and for which cards CUDA kernels are made where no card is seen."""
+"""How the kernels are built: what a failed build says, and for which cards CUDA kernels are made
+where no card is seen."""
 
 import importlib.util
 import os
@@ -35,13 +36,25 @@ def script(path, *lines):
 @pytest.mark.skipif(not shutil.which("c++"), reason="no C++ compiler to fail")
 @pytest.mark.parametrize("want", ["auto", "cpu"])
 def test_a_failed_build_names_its_cause(tmp_path, want):
-    """Not "error compiling objects", nor a compiler that is missing: what the compiler itself says, to whoever asks later, too."""
+    """Not "error compiling objects", nor a compiler that is missing: what the compiler itself says,
+    to whoever asks later, too."""
     for module in ("setuptools", "ninja"):
         pytest.importorskip(module)
     broken = script(
-        tmp_path / "c++", 'case "$*" in *--version*|*-dumpfullversion*) exec c++ "$@";; esac', "echo '<>: error: no room left' >&2; exit 1"
+        tmp_path / "c++",
+        'case "$*" in *--version*|*-dumpfullversion*) exec c++ "$@";; esac',
+        "echo '<>: error: no room left' >&2; exit 1",
     )
-    command = [sys.executable, "setup.py", "-q", "build", "--build-base", tmp_path / "b", "--build-lib", tmp_path / "lib"]
+    command = [
+        sys.executable,
+        "setup.py",
+        "-q",
+        "build",
+        "--build-base",
+        tmp_path / "b",
+        "--build-lib",
+        tmp_path / "lib",
+    ]
     environment = {
         **os.environ,
         "CXX": broken,
@@ -50,31 +63,48 @@ def test_a_failed_build_names_its_cause(tmp_path, want):
         "PFLCORE_KERNELS": "1",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
     last = done.stderr.strip().splitlines()[-1]
     assert "<>: error: no room left" in last, done.stderr[-2000:]
     assert (done.returncode == 0) == (want == "auto")
     if want == "auto":
         ask = [sys.executable, "-c", "import pflcore; print(pflcore.backend())"]
         environment["PYTHONPATH"] = str(tmp_path / "lib")
-        said = subprocess.run(ask, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
+        said = subprocess.run(
+            ask, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+        ).stdout
         assert said.startswith("references, ") and "no room left" in said
 
 
 @pytest.mark.deep("a compiler")
 @pytest.mark.skipif(not shutil.which("c++"), reason="no C++ compiler")
 def test_kernels_without_the_module(tmp_path):
-    """Where Python's headers are missing, say; the compiler here has no other sources than empty ones."""
+    """Where Python's headers are missing, say; the compiler here has no other sources than empty
+    ones."""
     for module in ("setuptools", "ninja"):
         pytest.importorskip(module)
     (tmp_path / "empty.cpp").touch()
     headless = script(
         tmp_path / "c++",
-        'case "$*" in *module.cpp*) echo "<>: fatal error: Python.h: no such file" >&2; exit 1;; esac',
-        'for word in "$@"; do shift; case "$word" in *.cpp) word=' + str(tmp_path / "empty.cpp") + ';; esac; set -- "$@" "$word"; done',
+        'case "$*" in *module.cpp*) '
+        'echo "<>: fatal error: Python.h: no such file" >&2; exit 1;; esac',
+        'for word in "$@"; do shift; case "$word" in *.cpp) word='
+        + str(tmp_path / "empty.cpp")
+        + ';; esac; set -- "$@" "$word"; done',
         f'exec {shutil.which("c++")} "$@"',
     )
-    command = [sys.executable, "setup.py", "-q", "build", "--build-base", tmp_path / "b", "--build-lib", tmp_path / "lib"]
+    command = [
+        sys.executable,
+        "setup.py",
+        "-q",
+        "build",
+        "--build-base",
+        tmp_path / "b",
+        "--build-lib",
+        tmp_path / "lib",
+    ]
     environment = {
         **os.environ,
         "CXX": headless,
@@ -82,10 +112,14 @@ def test_kernels_without_the_module(tmp_path):
         "PFLCORE_EXT": "cpu",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
     assert done.returncode == 0 and "pflcore: built CPU kernels" in done.stderr, done.stderr[-2000:]
     assert "module of facts cannot be built here: <>: fatal error: Python.h" in done.stderr
-    assert {p.name for p in (tmp_path / "lib" / "pflcore").iterdir() if p.suffix in (".so", ".failed")} == {"lib_pflcore.so"}
+    assert {
+        p.name for p in (tmp_path / "lib" / "pflcore").iterdir() if p.suffix in (".so", ".failed")
+    } == {"lib_pflcore.so"}
 
 
 def test_a_wheel_without_the_module_is_for_every_python(setup, monkeypatch):
@@ -95,15 +129,27 @@ def test_a_wheel_without_the_module_is_for_every_python(setup, monkeypatch):
     for module in (True, False):
         monkeypatch.setattr(setup, "MODULE", module)
         given = setup.extension()
-        assert [ext.name for ext in given["ext_modules"]] == ["pflcore.lib_pflcore", "pflcore._C"][: 1 + module]
-        wheel = given["cmdclass"]["bdist_wheel"](Distribution({"name": "pflcore", "ext_modules": given["ext_modules"]}))
+        assert [ext.name for ext in given["ext_modules"]] == ["pflcore.lib_pflcore", "pflcore._C"][
+            : 1 + module
+        ]
+        wheel = given["cmdclass"]["bdist_wheel"](
+            Distribution({"name": "pflcore", "ext_modules": given["ext_modules"]})
+        )
         wheel.finalize_options()
         python, abi, platform = wheel.get_tag()
-        assert platform != "any" and (python.startswith("cp") if module else (python, abi) == ("py3", "none"))
+        assert platform != "any" and (
+            python.startswith("cp") if module else (python, abi) == ("py3", "none")
+        )
 
 
 @pytest.mark.parametrize(
-    "code", [None, "void torch_of_another_time(); const char* pflcore_built() { torch_of_another_time(); return 0; }", ""]
+    "code",
+    [
+        None,
+        "void torch_of_another_time(); const char* pflcore_built() { torch_of_another_time(); "
+        "return 0; }",
+        "",
+    ],
 )
 def test_a_library_that_does_not_fit_is_refused_in_one_sentence(code, tmp_path, monkeypatch):
     """No library at all, one that needs what this torch has not, one of something else."""
@@ -118,8 +164,15 @@ def test_a_library_that_does_not_fit_is_refused_in_one_sentence(code, tmp_path, 
         compiler = shutil.which("c++") or pytest.skip("no C++ compiler")
         subprocess.run([compiler, "-shared", "-fPIC", source, "-o", file], check=True)
     kernels, why, fix = library._load()
-    assert kernels is None and fix == library.BUILD and why.startswith("the kernels do not load beside this torch (") and "\n" not in why
-    assert str(file) in why and ({None: "", "": "pflcore_built"}.get(code, "torch_of_another_time") in why)
+    assert (
+        kernels is None
+        and fix == library.BUILD
+        and why.startswith("the kernels do not load beside this torch (")
+        and "\n" not in why
+    )
+    assert str(file) in why and (
+        {None: "", "": "pflcore_built"}.get(code, "torch_of_another_time") in why
+    )
 
 
 @pytest.mark.parametrize("version", ["2.9.1+cpu", "3.0.0", "1.13"])
@@ -131,14 +184,26 @@ def test_a_torch_outside_of_the_range_gets_references(version, monkeypatch):
 
 def test_the_cause_is_the_first_complaint(setup, tmp_path):
     log = tmp_path / "log"
-    log.write_text("[1/2] c++ -Werror x.cpp\nx.cpp:3: error: 'y' was not declared\nx.cpp:9: error: another\nninja: build stopped\n")
-    assert setup.cause(RuntimeError("Error compiling objects"), log) == "x.cpp:3: error: 'y' was not declared"
+    log.write_text(
+        "[1/2] c++ -Werror x.cpp\nx.cpp:3: error: 'y' was not declared\nx.cpp:9: error: "
+        "another\nninja: build stopped\n"
+    )
+    assert (
+        setup.cause(RuntimeError("Error compiling objects"), log)
+        == "x.cpp:3: error: 'y' was not declared"
+    )
     log.write_text("")
-    assert setup.cause(RuntimeError("no luck\nat all"), log) == "no luck" and setup.cause(KeyError(), log) == "KeyError"
+    assert (
+        setup.cause(RuntimeError("no luck\nat all"), log) == "no luck"
+        and setup.cause(KeyError(), log) == "KeyError"
+    )
 
 
 def test_cards_that_the_compiler_knows(setup, tmp_path):
-    script(tmp_path / "bin" / "nvcc", "echo compute_50; echo compute_75; echo compute_80; echo compute_90; echo compute_120")
+    script(
+        tmp_path / "bin" / "nvcc",
+        "echo compute_50; echo compute_75; echo compute_80; echo compute_90; echo compute_120",
+    )
     assert setup.card_list(str(tmp_path)) == "7.5;8.0;9.0;12.0+PTX"
     script(tmp_path / "bin" / "nvcc", "exit 1")
     assert setup.card_list(str(tmp_path)) == "8.0;9.0+PTX"
@@ -157,4 +222,6 @@ def test_cuda_is_compiled_where_a_card_is_seen_or_it_is_asked_for(setup, monkeyp
     if asks not in (None, "card"):
         monkeypatch.setenv(asks, "1")
     sources = setup.extension()["ext_modules"][0].sources
-    assert any(name.endswith(".cu") for name in sources) == (want == "cuda" or (want == "auto" and asks is not None))
+    assert any(name.endswith(".cu") for name in sources) == (
+        want == "cuda" or (want == "auto" and asks is not None)
+    )

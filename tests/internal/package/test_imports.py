@@ -1,4 +1,5 @@
-"""The rooms of the house: which may import which, that no two files need each other, and what importing pflcore pulls in."""
+"""The rooms of the house: which may import which, that no two files need each other, and what
+importing pflcore pulls in."""
 
 import ast
 import subprocess
@@ -9,7 +10,8 @@ import pytest
 from places import ROOT
 
 PACKAGE = ROOT / "pflcore"
-ROOMS: dict[str, set[str]] = {  # from the ground up: each room, and the rooms below it that it imports
+# from the ground up: each room, and the rooms below it that it imports
+ROOMS: dict[str, set[str]] = {
     "check": set(),
     "ops": {"check"},
     "metrics": {"check"},
@@ -22,7 +24,17 @@ ROOMS: dict[str, set[str]] = {  # from the ground up: each room, and the rooms b
     "interop": {"check", "ops", "data", "train", "algorithms", "simulation"},
     "testing": {"check", "data", "train", "algorithms", "simulation"},
     "tuning": {"check", "metrics", "data", "train", "algorithms", "results", "simulation"},
-    "cli": {"check", "ops", "data", "metrics", "nn", "train", "algorithms", "results", "simulation"},
+    "cli": {
+        "check",
+        "ops",
+        "data",
+        "metrics",
+        "nn",
+        "train",
+        "algorithms",
+        "results",
+        "simulation",
+    },
     "__main__": {"cli"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -30,21 +42,30 @@ DOOR = PACKAGE / "__init__.py"
 
 
 def name_of(path):
-    return ".".join(("pflcore", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+    return ".".join(("pflcore", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(
+        ".__init__"
+    )
 
 
 MODULES = {name_of(p): p for p in FILES}
 
 
 def imported(path, lazy=True):
-    """The modules of pflcore that a file imports, type checking aside; `lazy`: inside functions too."""
+    """The modules of pflcore that a file imports, type checking aside; `lazy`: inside functions
+    too."""
     tree = ast.parse(path.read_text())
-    package = name_of(path).split(".") if path.name == "__init__.py" else name_of(path).split(".")[:-1]
+    package = (
+        name_of(path).split(".") if path.name == "__init__.py" else name_of(path).split(".")[:-1]
+    )
     names: set[str] = set()
     todo: list[ast.AST] = [tree]
     while todo:
         node = todo.pop()
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+        if (
+            isinstance(node, ast.If)
+            and isinstance(node.test, ast.Name)
+            and node.test.id == "TYPE_CHECKING"
+        ):
             continue
         if isinstance(node, ast.FunctionDef) and not lazy:
             continue
@@ -53,7 +74,10 @@ def imported(path, lazy=True):
         elif isinstance(node, ast.ImportFrom):
             base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
             module = ".".join(p for p in (base, node.module) if p)
-            names |= {f"{module}.{a.name}" if f"{module}.{a.name}" in MODULES else module for a in node.names}
+            names |= {
+                f"{module}.{a.name}" if f"{module}.{a.name}" in MODULES else module
+                for a in node.names
+            }
         todo += ast.iter_child_nodes(node)
     return {n for n in names if n in MODULES} - {"pflcore"}
 
@@ -74,7 +98,9 @@ def test_a_room_imports_what_it_may_and_nothing_else(name):
 
 def test_no_room_imports_one_above_it():
     order = list(ROOMS)
-    assert not [(a, b) for a, allowed in ROOMS.items() for b in allowed if order.index(b) >= order.index(a)]
+    assert not [
+        (a, b) for a, allowed in ROOMS.items() for b in allowed if order.index(b) >= order.index(a)
+    ]
 
 
 def test_no_two_files_need_each_other():
@@ -105,18 +131,38 @@ def test_importing_pflcore_pulls_in_no_extra():
         "tensorboard",
     )
     code = (
-        "import sys, torch; before = set(sys.modules)  # torch itself takes tqdm where there is one\n"
-        "import pflcore, pflcore.interop.lowrank, pflcore.nn.models, pflcore.results.table, pflcore.nn\n"
+        "import sys, torch; before = set(sys.modules)  # torch itself takes tqdm where there is "
+        "one\n"
+        "import pflcore, pflcore.interop.lowrank, pflcore.nn.models, pflcore.results.table, "
+        "pflcore.nn\n"
         "import pflcore.simulation.callbacks, pflcore.testing\n"
         f"print([m for m in {heavy!r} if m in sys.modules and m not in before])"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=PACKAGE.parent,
+        check=False,
+    )
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "[]"
 
 
 @pytest.mark.deep("a subprocess")
 def test_flowers_room_says_what_it_needs():
-    code = "import sys; sys.modules['flwr'] = None\nimport pflcore.interop\nimport pflcore.interop.flower"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=False)
-    assert run.stderr.splitlines()[-1] == "ImportError: pflcore.interop.flower needs Flower; pip install 'pflcore[flower]'."
+    code = (
+        "import sys; sys.modules['flwr'] = None\nimport pflcore.interop\nimport "
+        "pflcore.interop.flower"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=PACKAGE.parent,
+        check=False,
+    )
+    assert (
+        run.stderr.splitlines()[-1]
+        == "ImportError: pflcore.interop.flower needs Flower; pip install 'pflcore[flower]'."
+    )

@@ -15,8 +15,12 @@ def test_what_a_package_brings_is_what_was_published(name, monkeypatch):
 
 
 def test_every_data_set_that_is_read_by_a_name_has_a_digest_or_a_reason():
-    """torchvision compares what it downloads with md5 sums of its own; Vehicle and FEMNIST are made by each user's own scripts."""
-    through_torchvision, made_by_users = {"cifar10", "cifar100", "emnist", "emnist_balanced", "emnist_letters"}, {"vehicle", "femnist"}
+    """torchvision compares what it downloads with md5 sums of its own; Vehicle and FEMNIST are made
+    by each user's own scripts."""
+    through_torchvision, made_by_users = (
+        {"cifar10", "cifar100", "emnist", "emnist_balanced", "emnist_letters"},
+        {"vehicle", "femnist"},
+    )
     assert {*SOURCES, *(n for n in FEDERATIONS if not n.startswith("synthetic"))} == {
         *sources.DIGESTS
     } | through_torchvision | made_by_users

@@ -1,4 +1,5 @@
-"""That what the project says of its own tests is so: named tests exist, and no entry of the table of faults is stale."""
+"""That what the project says of its own tests is so: named tests exist, and no entry of the table
+of faults is stale."""
 
 import numpy as np
 
@@ -12,11 +13,13 @@ DRAWN = [245, 302, 253, 125]
 
 
 def test_random_numbers_are_these_on_every_machine():
-    """Written down once: a function of the key alone, whatever the machine, the process and Python's hash seed."""
+    """Written down once: a function of the key alone, whatever the machine, the process and
+    Python's hash seed."""
     assert seed_of("a", 1, 2.5) == SEED
     seeds = client_seeds(np.array([0, 1, 7]), 0, 3, "fit", 0)
     assert seeds.tolist() == SEEDS
     assert shuffles(seeds, [5, 4, 3]).tolist() == SHUFFLES
     assert [round(float(v), 7) for v in uniforms(seeds, 2).flatten()] == UNIFORMS
     assert drawn(1000, 4, 0, 1, "cohort").tolist() == DRAWN
-    assert drawn(16, 4, 0, 1, "cohort").tolist() == [3, 4, 0, 9]  # a quarter of them: all are put in order
+    # a quarter of them: all are put in order
+    assert drawn(16, 4, 0, 1, "cohort").tolist() == [3, 4, 0, 9]

@@ -1,4 +1,5 @@
-"""Motley's metrics against hand values, and whole small plans: what is chosen, what is kept, what is said."""
+"""Motley's metrics against hand values, and whole small plans: what is chosen, what is kept, what
+is said."""
 
 import json
 import math
@@ -23,7 +24,14 @@ from pflcore.simulation.round import Setup, begin
 
 DEVICE = complete(
     {
-        "options": {"data": "synthetic_clusters", "n": 16, "model": "linear", "rounds": 6, "participation": 0.5, "eval_every": 2},
+        "options": {
+            "data": "synthetic_clusters",
+            "n": 16,
+            "model": "linear",
+            "rounds": 6,
+            "participation": 0.5,
+            "eval_every": 2,
+        },
         "settings": {
             "device": {
                 "partition_options": {"groups": 2, "classes": 3},
@@ -47,7 +55,13 @@ DEVICE = complete(
                 "grid": {"finetune_epochs": [0, 2, 6]},
                 "vary": {"finetune_epochs": [1, 3], "finetune_lr": [0.01, 0.1]},
             },
-            "HypCluster": {"algorithm": "hypcluster", "before": "FedAvg", "options": {"warm": 2}, "grid": {"k": [2, 3]}, "vary": {}},
+            "HypCluster": {
+                "algorithm": "hypcluster",
+                "before": "FedAvg",
+                "options": {"warm": 2},
+                "grid": {"k": [2, 3]},
+                "vary": {},
+            },
             "kNN": {
                 "algorithm": "knnper",
                 "state_of": "FedAvg",
@@ -60,12 +74,22 @@ DEVICE = complete(
 )
 SILO = complete(
     {
-        "options": {"data": "synthetic_linear", "n": 6, "model": "linear", "criterion": "half_squared", "rounds": 8, "eval_every": 0},
+        "options": {
+            "data": "synthetic_linear",
+            "n": 6,
+            "model": "linear",
+            "criterion": "half_squared",
+            "rounds": 8,
+            "eval_every": 0,
+        },
         "seeds": [1, 2],
         "settings": {
             "silo": {
                 "partition_options": {"groups": 2},
-                "protocol": {"kind": "cross-silo", "fractions": {"train": 0.6, "val": 0.2, "test": 0.2}},
+                "protocol": {
+                    "kind": "cross-silo",
+                    "fractions": {"train": 0.6, "val": 0.2, "test": 0.2},
+                },
             }
         },
         "model_options": {"zero": True},
@@ -100,15 +124,24 @@ def played(plan, folder, draw=False, **choice):
     return made, {r["method"]: r for r in rows}, verdicts(plan, rows)
 
 
-# metrics ---------------------------------------------------------------------------------------------------------------------------
+# metrics --------------------------------------------------------------------
 def test_a_summary_by_hand():
     nan = math.nan
     before = torch.tensor([0.9, 0.8, 0.7, 0.6, 0.95, 0.5, 0.85, 0.75, 0.65, 0.55, nan])
     after = torch.tensor([0.92, 0.8, 0.75, 0.58, 0.97, 0.6, 0.8, 0.9, 0.66, 0.55, nan])
     found = table.summary(after.double(), before.double())
-    assert found == pytest.approx({"mean": 0.753, "std": 0.1429020644, "hurt": 20, "worst_decile": 0.55, "percentile": 0.577}, abs=1e-6)
-    loss = table.summary(torch.tensor([0.1, 0.4, 0.2, 0.3]), torch.tensor([0.2, 0.3, 0.2, 0.2]), higher_is_better=False)
-    assert (loss["hurt"], loss["worst_decile"]) == (50, pytest.approx(0.4)) and loss["percentile"] == pytest.approx(0.37)
+    assert found == pytest.approx(
+        {"mean": 0.753, "std": 0.1429020644, "hurt": 20, "worst_decile": 0.55, "percentile": 0.577},
+        abs=1e-6,
+    )
+    loss = table.summary(
+        torch.tensor([0.1, 0.4, 0.2, 0.3]),
+        torch.tensor([0.2, 0.3, 0.2, 0.2]),
+        higher_is_better=False,
+    )
+    assert (loss["hurt"], loss["worst_decile"]) == (50, pytest.approx(0.4)) and loss[
+        "percentile"
+    ] == pytest.approx(0.37)
 
 
 class Majority(nn.Module):
@@ -129,11 +162,14 @@ def majority_setting():
 
     parts = [(torch.ones(8, 1), torch.full((8,), i % 2)) for i in range(8)]
     p = cross_device(Federation.from_arrays(parts, classes=2), 2, 2, 4)
-    return p, make_setting(Net(Majority), p.data, Training(lr=1.0, batch_size=8), 1, engine="vmap", workers=1)
+    return p, make_setting(
+        Net(Majority), p.data, Training(lr=1.0, batch_size=8), 1, engine="vmap", workers=1
+    )
 
 
 def test_in_and_out_of_distribution_by_hand():
-    """Fine-tuned, each client answers with its own label: all right at home, right half of the time on everybody's samples."""
+    """Fine-tuned, each client answers with its own label: all right at home, right half of the time
+    on everybody's samples."""
     p, setting = majority_setting()
     own = p.report % 2
     state = begin(FedAvg(), setting.net, 8)
@@ -143,8 +179,11 @@ def test_in_and_out_of_distribution_by_hand():
     for value, point in zip((0, 2), points, strict=True):
         assert point.value == value and point.own.isnan().sum() == 4
     torch.testing.assert_close(points[1].own[p.report], torch.ones(4, dtype=torch.float64))
-    torch.testing.assert_close(points[1].others[p.report], torch.where(own == 1, pool, 1 - pool).double())
-    assert points[0].own[p.report].tolist() == (1 - own).tolist()  # without tuning: scores tie at 0, and the first class is taken
+    torch.testing.assert_close(
+        points[1].others[p.report], torch.where(own == 1, pool, 1 - pool).double()
+    )
+    # without tuning: scores tie at 0, and the first class is taken
+    assert points[0].own[p.report].tolist() == (1 - own).tolist()
     with pytest.raises(ValueError, match=r"^option: .*\.$"):
         study.vary(Setup(FedAvg(), setting), state, p, "server_lr", (1,))
 
@@ -153,7 +192,9 @@ def test_results_on_validation_are_those_of_the_clients_who_choose():
     p, setting = majority_setting()
     state = begin(FedAvg(), setting.net, 8)
     values = study.results(Setup(FineTune(finetune_epochs=2), setting), state, p, "val")
-    assert (~values.isnan()).nonzero()[:, 0].tolist() == p.choose.tolist() and values[p.choose].tolist() == [1.0] * 2
+    assert (~values.isnan()).nonzero()[:, 0].tolist() == p.choose.tolist() and values[
+        p.choose
+    ].tolist() == [1.0] * 2
 
 
 def test_smaller_personalization_sets_reach_the_algorithm():
@@ -166,58 +207,99 @@ def test_smaller_personalization_sets_reach_the_algorithm():
             return super().model(down, own, clients)
 
     found = study.by_size(Setup(Spy(lam=1.0), setting), begin(FedAvg(), setting.net, 8), p)
-    assert seen == [[4] * 4, [2] * 4, [1] * 4] and all(v[p.report].tolist() == [1.0] * 4 for v in found.values())
+    assert seen == [[4] * 4, [2] * 4, [1] * 4] and all(
+        v[p.report].tolist() == [1.0] * 4 for v in found.values()
+    )
 
 
 def test_who_picks_which_cluster():
     _, setting = majority_setting()
     state = begin(HypCluster(k=2), setting.net, 8)
     state.server["x"] = torch.tensor([[5.0, 0.0], [0.0, 5.0]])
-    assert picks(Setup(HypCluster(k=2), setting), state, torch.arange(8)).tolist() == [i % 2 for i in range(8)]
+    assert picks(Setup(HypCluster(k=2), setting), state, torch.arange(8)).tolist() == [
+        i % 2 for i in range(8)
+    ]
     state, _ = step(Setup(HypCluster(k=2), setting), state, torch.arange(8))
     assert state.server["pick"].tolist() == [i % 2 for i in range(8)]
 
 
-# plans -----------------------------------------------------------------------------------------------------------------------------
+# plans ----------------------------------------------------------------------
 @pytest.mark.deep("a whole plan, with its pictures")
 def test_a_cross_device_plan_from_grid_to_pictures(tmp_path):
     made, rows, _ = played(DEVICE, tmp_path, draw=True)
-    assert list(rows) == ["FedAvg", "Local", "FT", "HypCluster", "kNN"] and json.loads((tmp_path / "result.json").read_text())["rows"]
+    assert (
+        list(rows) == ["FedAvg", "Local", "FT", "HypCluster", "kNN"]
+        and json.loads((tmp_path / "result.json").read_text())["rows"]
+    )
     for name in ("FT", "kNN", "HypCluster", "Local"):
-        assert 0 <= rows[name]["hurt"] <= 100 and rows[name]["tuned"] == list(DEVICE["methods"][name]["grid"])
-    assert rows["Local"]["models"] == 0 and rows["FT"]["models"] == rows["FedAvg"]["models"] == 2 * 6 * 4 / 8
+        assert 0 <= rows[name]["hurt"] <= 100 and rows[name]["tuned"] == list(
+            DEVICE["methods"][name]["grid"]
+        )
+    assert (
+        rows["Local"]["models"] == 0
+        and rows["FT"]["models"] == rows["FedAvg"]["models"] == 2 * 6 * 4 / 8
+    )
     assert 100 / 3 <= rows["HypCluster"]["largest"] <= 100 and rows["FT"]["largest"] is None
-    assert rows["FT"]["final"] > rows["FedAvg"]["final"]  # two groups that disagree on the labels' names
+    # two groups that disagree on the labels' names
+    assert rows["FT"]["final"] > rows["FedAvg"]["final"]
     assert [r["evaluations"] for r in rows.values()] == [3, 1, 3, 3, 3]
     text = (tmp_path / "table.md").read_text()
-    assert "MiB to 98 %" in text and "| FT |" in text and "finetune_epochs" in text and "best" not in text
+    assert (
+        "MiB to 98 %" in text
+        and "| FT |" in text
+        and "finetune_epochs" in text
+        and "best" not in text
+    )
     runs = {m: r[0] for (_, m, _), r in made.runs.items()}
     seen = runs["HypCluster"].evaluations[-1]["eval"]
-    assert [c >= 0 for c in seen["cluster"]] == [v is not None for v in seen["accuracy"]] and sum(c >= 0 for c in seen["cluster"]) == 4
+    assert [c >= 0 for c in seen["cluster"]] == [v is not None for v in seen["accuracy"]] and sum(
+        c >= 0 for c in seen["cluster"]
+    ) == 4
     assert rows["HypCluster"]["largest"] == 100 * metrics.largest_share(seen["cluster"])
     simulation, p = made.simulation(made.first["device", "HypCluster", ""])
     state = made.states(made.first["device", "HypCluster", ""])[-1][3]
     ours = picks(simulation.setup, state, p.report).tolist()
-    assert [c for c in seen["cluster"] if c >= 0] == ours and ours != picks(simulation.setup, state, p.train[:4]).tolist()
+    assert [c for c in seen["cluster"] if c >= 0] == ours and ours != picks(
+        simulation.setup, state, p.train[:4]
+    ).tolist()
     pytest.importorskip("matplotlib")
     pictures = {f.name.removeprefix("device-") for f in tmp_path.glob("device-*.png")}
-    studies = {"distributions.png", "sizes.png", "FT-finetune_epochs.png", "FT-finetune_lr.png", "kNN-lam.png"}
+    studies = {
+        "distributions.png",
+        "sizes.png",
+        "FT-finetune_epochs.png",
+        "FT-finetune_lr.png",
+        "kNN-lam.png",
+    }
     assert pictures == {"curves.png", "boxes.png", "deltas.png", "cost.png", *studies}
     numbers = json.loads((tmp_path / "studies.json").read_text())["device"]
-    assert set(numbers["distributions"]) == {"FedAvg", "FT", "HypCluster", "kNN"} and set(numbers["sizes"]["FT"]) == {"1.0", "0.5", "0.25"}
+    assert set(numbers["distributions"]) == {"FedAvg", "FT", "HypCluster", "kNN"} and set(
+        numbers["sizes"]["FT"]
+    ) == {"1.0", "0.5", "0.25"}
 
 
 def test_studies_take_the_buffers_of_the_run(tmp_path, monkeypatch):
     asked, real = [], study.evaluate
-    monkeypatch.setattr(study, "evaluate", lambda *args: asked.append(args[0].batch_norm) or real(*args))
-    methods = {m: {k: v for k, v in DEVICE["methods"][m].items() if k != "grid"} for m in ("FedAvg", "FT")}
-    played({**DEVICE, "options": {**DEVICE["options"], "buffers": "local"}, "methods": methods}, tmp_path, draw=True)
+    monkeypatch.setattr(
+        study, "evaluate", lambda *args: asked.append(args[0].batch_norm) or real(*args)
+    )
+    methods = {
+        m: {k: v for k, v in DEVICE["methods"][m].items() if k != "grid"} for m in ("FedAvg", "FT")
+    }
+    played(
+        {**DEVICE, "options": {**DEVICE["options"], "buffers": "local"}, "methods": methods},
+        tmp_path,
+        draw=True,
+    )
     assert len(asked) > 6 and set(asked) == {"local"}
 
 
 def test_a_run_along_the_way_is_what_a_shorter_run_ends_with(tmp_path):
     """Evaluations between are of the states of then, for those who build upon them too."""
-    plan = {**DEVICE, "methods": {m: {**DEVICE["methods"][m], "grid": {}} for m in ("FedAvg", "FT")}}
+    plan = {
+        **DEVICE,
+        "methods": {m: {**DEVICE["methods"][m], "grid": {}} for m in ("FedAvg", "FT")},
+    }
     long = played(plan, tmp_path / "a")[0]
     short = played({**plan, "options": plan["options"] | {"rounds": 2}}, tmp_path / "b")[0]
     for key, (run,) in short.runs.items():
@@ -247,11 +329,21 @@ def test_a_plan_goes_on_where_it_stopped(tmp_path, monkeypatch):
             played(SILO, tmp_path / "b")
     cut = tmp_path / "b" / "records" / "silo" / "FedAvg-seed2.jsonl"
     assert read(cut)[0].unfinished and len(read(cut)[0].rounds) == 5
-    before = {f: f.stat().st_mtime_ns for f in (tmp_path / "b" / "records").rglob("*") if f.is_file() and f != cut}
-    assert {f.name for f in before} == {"Local-seed1.jsonl", "Local-seed2.jsonl", "FedAvg-seed1.jsonl", "FedAvg-seed1.pt"}
+    before = {
+        f: f.stat().st_mtime_ns
+        for f in (tmp_path / "b" / "records").rglob("*")
+        if f.is_file() and f != cut
+    }
+    assert {f.name for f in before} == {
+        "Local-seed1.jsonl",
+        "Local-seed2.jsonl",
+        "FedAvg-seed1.jsonl",
+        "FedAvg-seed1.pt",
+    }
     _, again, _ = played(SILO, tmp_path / "b")
     assert {f: f.stat().st_mtime_ns for f in before} == before and told(again) == told(whole)
-    (cut.parent / "FedAvg-seed1.pt").unlink()  # without its states a run that others build upon is not whole
+    # without its states a run that others build upon is not whole
+    (cut.parent / "FedAvg-seed1.pt").unlink()
     _, again, _ = played(SILO, tmp_path / "b")
     assert told(again) == told(whole) and (cut.parent / "FedAvg-seed1.pt").is_file()
 
@@ -260,7 +352,8 @@ def test_a_run_without_its_last_evaluation_is_not_whole(tmp_path):
     _, whole, _ = played(SILO, tmp_path)
     cut = tmp_path / "records" / "silo" / "Local-seed2.jsonl"
     *lines, last = cut.read_text().splitlines()
-    cut.write_text("\n".join([*lines, json.dumps(json.loads(last) | {"eval": None})]) + "\n")  # Ctrl-C came in it
+    # Ctrl-C came in it
+    cut.write_text("\n".join([*lines, json.dumps(json.loads(last) | {"eval": None})]) + "\n")
     _, again, _ = played(SILO, tmp_path)
     assert told(again) == told(whole) and read(cut)[0].rounds[-1]["eval"]
 
@@ -274,7 +367,10 @@ def test_a_run_that_diverged_is_over_and_one_that_broke_is_not(tmp_path, monkeyp
         "methods": {m: SILO["methods"][m] for m in ("Local", "FedAvg", "FT")},
     }
     _, rows, _ = played(plan, tmp_path)
-    assert all(r["stopped"] and "rounds: The run diverged" in (tmp_path / "table.md").read_text() for r in rows.values())
+    assert all(
+        r["stopped"] and "rounds: The run diverged" in (tmp_path / "table.md").read_text()
+        for r in rows.values()
+    )
     calls = []
     monkeypatch.setattr(Simulation, "run", lambda self, *a: calls.append(self.name))
     played(plan, tmp_path)
@@ -294,59 +390,110 @@ def test_a_run_that_diverged_is_over_and_one_that_broke_is_not(tmp_path, monkeyp
         {"options": {**SILO["options"], "participation": 0.5}},
         {"options": {**SILO["options"], "criterion": "squared"}},
         {"training": {"lr": 0.01, "batch_size": 16}},
-        {"methods": {**SILO["methods"], "FedAvg": {"algorithm": "fedavg", "options": {"server_lr": 0.5}}}},
+        {
+            "methods": {
+                **SILO["methods"],
+                "FedAvg": {"algorithm": "fedavg", "options": {"server_lr": 0.5}},
+            }
+        },
         {"settings": {"silo": {**SILO["settings"]["silo"], "protocol": {"kind": "cross-silo"}}}},
     ],
 )
 def test_a_digest_counts_all_that_a_run_depends_on(change):
     """What a method builds upon with it: another server_lr of FedAvg is another fine-tuning."""
-    a, b = ({(t.method, t.job.options.seed): t.digest for t in tasks(p)} for p in (SILO, {**SILO, **change}))
+    a, b = (
+        {(t.method, t.job.options.seed): t.digest for t in tasks(p)}
+        for p in (SILO, {**SILO, **change})
+    )
     assert len(set(a.values())) == len(a)
     assert {m for (m, s) in a if a[m, s] != b[m, s]} >= {"FedAvg", "FT"}
-    assert {t.method: t.digest for t in tasks(SILO)} == {t.method: t.digest for t in tasks(SILO, workers=1)}
+    assert {t.method: t.digest for t in tasks(SILO)} == {
+        t.method: t.digest for t in tasks(SILO, workers=1)
+    }
 
 
 def test_what_must_hold_is_checked(tmp_path):
     made, rows, checks = played(SILO, tmp_path)
-    assert [good for good, _ in checks] == [True] * 6 and {r["measure"] for r in rows.values()} == {"loss"}
-    assert all(run.last().isfinite().all() and len(run.last()) == 6 for runs in made.runs.values() for run in runs)
+    assert [good for good, _ in checks] == [True] * 6 and {r["measure"] for r in rows.values()} == {
+        "loss"
+    }
+    assert all(
+        run.last().isfinite().all() and len(run.last()) == 6
+        for runs in made.runs.values()
+        for run in runs
+    )
     assert rows["Local"]["models"] == 0 and rows["Local"]["seeds"] == 2
     after = [r.last() for r in made.runs["silo", "FT", ""]]
     means = [v.mean().item() for v in after]
-    assert rows["FT"]["by_seed"] == pytest.approx(means) and rows["FT"]["final_std"] == pytest.approx(abs(means[0] - means[1]) / 2)
+    assert rows["FT"]["by_seed"] == pytest.approx(means) and rows["FT"][
+        "final_std"
+    ] == pytest.approx(abs(means[0] - means[1]) / 2)
     assert rows["FT"]["std"] == pytest.approx(sum(v.std(correction=0).item() for v in after) / 2)
-    worse = {**SILO, "expected": {"silo": {"Local": 0.5}}, "checks": {"tolerance": 1e-9, "below": {"Local": ["FedAvg"]}}}
+    worse = {
+        **SILO,
+        "expected": {"silo": {"Local": 0.5}},
+        "checks": {"tolerance": 1e-9, "below": {"Local": ["FedAvg"]}},
+    }
     _, _, checks = played(worse, tmp_path, methods=["Local", "FedAvg"])
-    assert [good for good, _ in checks] == [False, False] and (tmp_path / "table.md").read_text().count("FAILS") == 2
+    assert [good for good, _ in checks] == [False, False] and (
+        tmp_path / "table.md"
+    ).read_text().count("FAILS") == 2
     _, _, checks = played(worse, tmp_path, methods=["Local", "FedAvg"], seeds=1)
     assert len(checks) == 1  # numbers are means over all of the plan's seeds
 
 
 def test_hurt_is_against_the_same_run_of_the_baseline(tmp_path):
-    """Every client keeps its loss, small in one run and large in the other: nobody is hurt, but against the other run all would be."""
+    """Every client keeps its loss, small in one run and large in the other: nobody is hurt, but
+    against the other run all would be."""
     made, _, _ = played(SILO, tmp_path, methods=["FT"])
     for runs in made.runs.values():
         for run, loss in zip(runs, (0.1, 0.9), strict=True):
             run.rounds[-1]["eval"]["loss"] = [loss] * 6
     rows = {r["method"]: r for r in rows_of(SILO, made.runs)}
-    assert rows["FT"]["hurt"] == 0 and rows["FT"]["std"] == pytest.approx(0) and rows["FT"]["final_std"] == pytest.approx(0.4)
+    assert (
+        rows["FT"]["hurt"] == 0
+        and rows["FT"]["std"] == pytest.approx(0)
+        and rows["FT"]["final_std"] == pytest.approx(0.4)
+    )
 
 
 def test_pictures_of_one_model_for_a_target(tmp_path):
-    """WAFFLE's Fig. 3 and 4: its weights by round, and the target's curves with a band over the seeds, from the records alone."""
+    """WAFFLE's Fig. 3 and 4: its weights by round, and the target's curves with a band over the
+    seeds, from the records alone."""
     pytest.importorskip("matplotlib")
-    methods = {"WAFFLE": {"algorithm": "waffle"}, "APFL": {"algorithm": "apfl"}, "Local": {"algorithm": "local"}}
+    methods = {
+        "WAFFLE": {"algorithm": "waffle"},
+        "APFL": {"algorithm": "apfl"},
+        "Local": {"algorithm": "local"},
+    }
     options = {"data": "synthetic_clusters", "n": 4, "model": "linear", "rounds": 4, "target": 1}
     settings = {"a": {"partition_options": {"groups": 2, "classes": 3}}}
-    plan = complete({"options": options, "settings": settings, "methods": methods, "training": {"lr": 0.1}, "seeds": [0, 1]})
+    plan = complete(
+        {
+            "options": options,
+            "settings": settings,
+            "methods": methods,
+            "training": {"lr": 0.1},
+            "seeds": [0, 1],
+        }
+    )
     reproduce(plan, tmp_path, quiet=True)
     made = {p.name for p in tmp_path.glob("a-*.png")}
-    assert {"a-curves.png", "a-weights-by-round.png", "a-boxes.png"} <= made and "a-weights.png" not in made
+    assert {
+        "a-curves.png",
+        "a-weights-by-round.png",
+        "a-boxes.png",
+    } <= made and "a-weights.png" not in made
 
 
 def test_states_of_a_method_with_a_grid_are_those_of_the_chosen_point(tmp_path):
     fedavg = {"algorithm": "fedavgm", "grid": {"training.lr": [1e-6, 0.3]}}
-    ft = {"algorithm": "finetune", "state_of": "FedAvg", "before": "FedAvg", "options": {"finetune_epochs": 0}}
+    ft = {
+        "algorithm": "finetune",
+        "state_of": "FedAvg",
+        "before": "FedAvg",
+        "options": {"finetune_epochs": 0},
+    }
     plan = complete({**DEVICE, "methods": {"FedAvg": fedavg, "FT": ft}})
     made = reproduce(plan, tmp_path, quiet=True, draw=False)
     ((best,), (same,)) = made.runs.values()
@@ -374,11 +521,28 @@ def test_a_method_brings_those_it_builds_upon(tmp_path):
         ({"methods": {}}, "plan: expected methods and settings"),
         ({"options": {"speed": 1}}, "options: .*speed"),
         ({"methods": {"A": {"algorithm": "nothing"}}}, "algorithm: .*nothing"),
-        ({"methods": {"A": {"algorithm": "fedavg", "per_client": True}}}, "method 'A': .*per_client"),
-        ({"methods": {"A": {"algorithm": "fedavg", "options": {"speed": 1}}}}, "method 'A': .*speed"),
-        ({"methods": {"A": {"algorithm": "fedavg", "state_of": "B"}, "B": {"algorithm": "fedavg"}}}, "method 'A': .*above it.*'B'"),
+        (
+            {"methods": {"A": {"algorithm": "fedavg", "per_client": True}}},
+            "method 'A': .*per_client",
+        ),
+        (
+            {"methods": {"A": {"algorithm": "fedavg", "options": {"speed": 1}}}},
+            "method 'A': .*speed",
+        ),
+        (
+            {
+                "methods": {
+                    "A": {"algorithm": "fedavg", "state_of": "B"},
+                    "B": {"algorithm": "fedavg"},
+                }
+            },
+            "method 'A': .*above it.*'B'",
+        ),
         ({"settings": {"a": {"protocol": {"kind": "cross-town"}}}}, "protocol: .*cross-town"),
-        ({"settings": {"a": {"protocol": {"kind": "cross-silo", "train": 3}}}}, "protocol of 'a': .*train"),
+        (
+            {"settings": {"a": {"protocol": {"kind": "cross-silo", "train": 3}}}},
+            "protocol of 'a': .*train",
+        ),
         ({"settings": {"a": {"protocol": "cross-silo"}}}, "protocol: .*'cross-silo'"),
         ({"settings": ["a"]}, r"settings: expected a dict, got \['a'\]"),
         ({"methods": {"A": "fedavg"}}, "method 'A': expected a dict, got 'fedavg'"),
@@ -409,15 +573,20 @@ def test_school_splits_are_those_of_the_paper():
 
             n = int(whole.size()[i])
             order = np.random.RandomState(seed).permutation(n)[: math.ceil(0.15 * n)]
-            assert torch.equal(p.data.index["test"][i], whole.index["train"][i][torch.from_numpy(order)])
+            assert torch.equal(
+                p.data.index["test"][i], whole.index["train"][i][torch.from_numpy(order)]
+            )
         assert seed in (100, 1100) and (int(p.data.size().min()), p.data.n) == (14, 139)
 
 
 def test_data_with_a_test_split_of_its_own_is_divided_by_each_runs_seed():
-    """By the protocol alone: all of a client's samples in cross-silo, those in "train" in cross-device."""
+    """By the protocol alone: all of a client's samples in cross-silo, those in "train" in
+    cross-device."""
     silo = [t.protocol().data for t in tasks(SILO, methods=["Local"])]
     own = federation_of("synthetic_linear", n=6, groups=2)
-    assert own.splits == ("train", "test") and all(int(sum(d.size(s)[0] for s in d.splits)) == 260 for d in silo)
+    assert own.splits == ("train", "test") and all(
+        int(sum(d.size(s)[0] for s in d.splits)) == 260 for d in silo
+    )
     assert not torch.equal(silo[0].index["test"][0], silo[1].index["test"][0])
     (task,) = tasks(DEVICE, methods=["FedAvg"])
     device = task.protocol().data
@@ -426,12 +595,23 @@ def test_data_with_a_test_split_of_its_own_is_divided_by_each_runs_seed():
 
 def test_fewer_rounds_keep_the_warm_parts():
     plan, said = shortened(load("motley-school"), 60)
-    assert plan["methods"]["HypCluster"]["options"]["warm"] == 12 and plan["methods"]["MOCHA, omega"]["rounds"] == 120
-    assert said == ["HypCluster: 12 warm rounds of 60, as 100 of 501."] and not plan["expected"] and not plan["checks"]
+    assert (
+        plan["methods"]["HypCluster"]["options"]["warm"] == 12
+        and plan["methods"]["MOCHA, omega"]["rounds"] == 120
+    )
+    assert (
+        said == ["HypCluster: 12 warm rounds of 60, as 100 of 501."]
+        and not plan["expected"]
+        and not plan["checks"]
+    )
     assert load("motley-school")["methods"]["HypCluster"]["options"]["warm"] == 100
     own = {name: {**s, "rounds": 40} for name, s in SILO["settings"].items()}
-    short, _ = shortened(complete({**SILO, "options": {**SILO["options"], "rounds": 20}, "settings": own}), 5)
-    assert {t.job.options.rounds for t in tasks(short, methods=["Local"])} == {10}, "settings with rounds of their own, too"
+    short, _ = shortened(
+        complete({**SILO, "options": {**SILO["options"], "rounds": 20}, "settings": own}), 5
+    )
+    assert {t.job.options.rounds for t in tasks(short, methods=["Local"])} == {10}, (
+        "settings with rounds of their own, too"
+    )
 
 
 def test_the_command_line_plays_a_plan(tmp_path, capsys):
@@ -439,17 +619,34 @@ def test_the_command_line_plays_a_plan(tmp_path, capsys):
 
     plan = tmp_path / "small.json"
     plan.write_text(json.dumps(SILO))
-    args = ["reproduce", str(plan), "--out", str(tmp_path / "out"), "--quiet", "--seeds", "3", "--rounds", "4", "--methods", "FT", "Local"]
+    args = [
+        "reproduce",
+        str(plan),
+        "--out",
+        str(tmp_path / "out"),
+        "--quiet",
+        "--seeds",
+        "3",
+        "--rounds",
+        "4",
+        "--methods",
+        "FT",
+        "Local",
+    ]
     assert main(args) == 0
     said = capsys.readouterr()
     assert "| FT |" in said.out and "3 seed(s)" in said.out and "4 rounds" in said.out
     plan.write_text(json.dumps({**SILO, "checks": {"below": {"FT": ["FedAvg"]}}}))
-    assert main(["reproduce", str(plan), "--out", str(tmp_path / "o"), "--quiet", "--methods", "FT"]) == 1
+    assert (
+        main(["reproduce", str(plan), "--out", str(tmp_path / "o"), "--quiet", "--methods", "FT"])
+        == 1
+    )
     assert "FAILS: FedAvg below FT" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("given", "seeds", "want"), [([1, 3], None, [1, 3]), ([1, 3], 1, [1]), ([1, 3], 4, [1, 3, 5, 7]), ([0], 3, [0, 1, 2])]
+    ("given", "seeds", "want"),
+    [([1, 3], None, [1, 3]), ([1, 3], 1, [1]), ([1, 3], 4, [1, 3, 5, 7]), ([0], 3, [0, 1, 2])],
 )
 def test_further_seeds_go_on_as_the_plans_do(given, seeds, want):
     assert seeds_of(given, seeds) == want
@@ -457,11 +654,16 @@ def test_further_seeds_go_on_as_the_plans_do(given, seeds, want):
 
 @pytest.mark.deep("a whole table of a paper")
 def test_school_of_the_first_split(tmp_path):
-    """Local .0124 and MOCHA .01205 are what an independent program gives for seed 100; the whole table takes `pflcore reproduce`."""
+    """Local .0124 and MOCHA .01205 are what an independent program gives for seed 100; the whole
+    table takes `pflcore reproduce`."""
     try:
         federation_of("school")
     except (OSError, ImportError):
         pytest.skip("PFLCORE_DATA is where school.mat would lie")
-    _, rows, checks = played(load("motley-school"), tmp_path, seeds=1, methods=["Local", "FedAvg + FT", "MOCHA, omega"])
-    assert rows["Local"]["final"] == pytest.approx(0.0124, abs=1e-4) and rows["MOCHA, omega"]["final"] == pytest.approx(0.01205, abs=5e-5)
+    _, rows, checks = played(
+        load("motley-school"), tmp_path, seeds=1, methods=["Local", "FedAvg + FT", "MOCHA, omega"]
+    )
+    assert rows["Local"]["final"] == pytest.approx(0.0124, abs=1e-4) and rows["MOCHA, omega"][
+        "final"
+    ] == pytest.approx(0.01205, abs=5e-5)
     assert [good for good, _ in checks] == [True] * 3  # FT and MOCHA below Local, FedAvg above

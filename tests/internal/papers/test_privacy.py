@@ -33,13 +33,15 @@ def federation(n=2, m=30):
     return Federation(x, y, {"train": index[:n], "test": index[n:]}, 3)
 
 
-# -- measures ----------------------------------------------------------------------------------------------------------------------
+# -- measures ----------------------------------------------------------------
 
 
 def test_accuracy_and_f1():
     score = torch.tensor([1.0] * 40 + [0.0] * 10 + [1.0] * 12 + [0.0] * 38)
     got = privacy.measures(score, torch.arange(100) < 50)
-    assert got["accuracy"] == pytest.approx(0.78) and got["f1"] == pytest.approx(0.7843137255, rel=1e-9)
+    assert got["accuracy"] == pytest.approx(0.78) and got["f1"] == pytest.approx(
+        0.7843137255, rel=1e-9
+    )
 
 
 def test_auc_and_true_positives_against_counting():
@@ -51,40 +53,62 @@ def test_auc_and_true_positives_against_counting():
     got = privacy.measures(score, member)
     assert got["auc"] == pytest.approx(pairs.mean().item())
     allowed = int(0.01 * len(out))
-    best = max(float((inside > t).double().mean()) for t in score.unique() if int((out > t).sum()) <= allowed)
+    best = max(
+        float((inside > t).double().mean())
+        for t in score.unique()
+        if int((out > t).sum()) <= allowed
+    )
     assert got["tpr"] == pytest.approx(best)
     low, high = privacy.intervals(score, member)["auc"]
     assert low < got["auc"] < high < low + 0.15
 
 
-# -- what travels ------------------------------------------------------------------------------------------------------------------
+# -- what travels ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["fedavg", "feddwa", "waffle", "scaffold", "ditto", "fedfomo", "factorized_waffle"])
+@pytest.mark.parametrize(
+    "name", ["fedavg", "feddwa", "waffle", "scaffold", "ditto", "fedfomo", "factorized_waffle"]
+)
 def test_the_upload_is_the_clients_model(name):
     alg = ALGORITHMS[name]()
-    data = federation() if not alg.traits.needs_val else federation().split_samples({"train": 0.8, "val": 0.2}, pool=("train",))
-    got = privacy.intercept(alg, model, data, Training(lr=0.3, batch_size=10, epochs=20), 3, workers=1)
+    data = (
+        federation()
+        if not alg.traits.needs_val
+        else federation().split_samples({"train": 0.8, "val": 0.2}, pool=("train",))
+    )
+    got = privacy.intercept(
+        alg, model, data, Training(lr=0.3, batch_size=10, epochs=20), 3, workers=1
+    )
     assert got.row.shape == (2, got.net.size) and not torch.equal(got.row[0], got.row[1])
     right = [
-        (got.net(row, x).argmax(1) == y).float().mean() for row, (x, y) in zip(got.row, (data.client(i) for i in range(2)), strict=True)
+        (got.net(row, x).argmax(1) == y).float().mean()
+        for row, (x, y) in zip(got.row, (data.client(i) for i in range(2)), strict=True)
     ]
     assert min(right) > 0.8  # it knows its own noise by heart
 
 
 def test_an_upload_without_a_model_is_refused():
-    with pytest.raises(ValueError, match=r"^algorithm: its upload \(nothing\) shows no client's model"):
+    with pytest.raises(
+        ValueError, match=r"^algorithm: its upload \(nothing\) shows no client's model"
+    ):
         privacy.intercept(ALGORITHMS["local"](), model, federation(), Training(), 1, workers=1)
     with pytest.raises(ValueError, match=r"^training: client\(s\) \[0, 1\] sent updates"):
         privacy.intercept(
-            ALGORITHMS["fedavg"](), lambda: nn.Sequential(model(), nn.Linear(3, 3)), federation(), Training(lr=1e30), 3, workers=1
+            ALGORITHMS["fedavg"](),
+            lambda: nn.Sequential(model(), nn.Linear(3, 3)),
+            federation(),
+            Training(lr=1e30),
+            3,
+            workers=1,
         )
 
 
 def test_views_of_a_dictionary():
     alg = FactorizedWaffle(ranks=(10,), lr_var=1.0)
     data = federation()
-    got = privacy.intercept(alg, model, data, Training(lr=0.1, batch_size=10, epochs=10), 3, workers=1)
+    got = privacy.intercept(
+        alg, model, data, Training(lr=0.1, batch_size=10, epochs=10), 3, workers=1
+    )
     at, known = strengths(got.net), noise(60)
     seen = privacy.views(alg, got, known)
     b = {k: rows[:, at] / got.row[:, at] for k, rows in seen.items()}
@@ -101,7 +125,8 @@ def test_views_of_a_dictionary():
 
 
 def test_an_update_betrays_the_factors_that_were_used():
-    """A factor with b = 0 gets no gradient: whoever has the download and the upload reads b off their difference."""
+    """A factor with b = 0 gets no gradient: whoever has the download and the upload reads b off
+    their difference."""
     net = Net(lambda: factorize(model(), 10))
     used = torch.tensor([1.0, 0, 1, 1, 0, 1, 1, 1, 0, 1])
     at, x, y = strengths(net), *noise(40)
@@ -114,12 +139,19 @@ def test_an_update_betrays_the_factors_that_were_used():
     assert torch.equal(found > 0.2, used > 0) and bool((found[used == 0] == 0).all())
 
 
-# -- membership --------------------------------------------------------------------------------------------------------------------
+# -- membership --------------------------------------------------------------
 
 
 def attack(algorithm, rounds, lr, **more):
     t = Training(lr=lr, batch_size=10, epochs=10)
-    size: dict[str, Any] = {"clients": 2, "samples": 40, "shadows": 2, "ratios": 6, "workers": 1, **more}
+    size: dict[str, Any] = {
+        "clients": 2,
+        "samples": 40,
+        "shadows": 2,
+        "ratios": 6,
+        "workers": 1,
+        **more,
+    }
     found = privacy.membership(algorithm, model, noise(2000), 3, t, rounds=rounds, **size).verdicts
     return {(v.view, v.attack): v for v in found}
 
@@ -129,7 +161,11 @@ def test_members_of_an_overfitted_model_are_found():
     assert set(found) == {("upload", "shadow models"), ("upload", "LiRA")}
     for verdict in found.values():
         assert verdict.train > 0.9 and verdict.test < 0.6
-        assert verdict.value["auc"] > 0.9 and verdict.value["accuracy"] > 0.8 and verdict.value["f1"] > 0.8
+        assert (
+            verdict.value["auc"] > 0.9
+            and verdict.value["accuracy"] > 0.8
+            and verdict.value["f1"] > 0.8
+        )
 
 
 def test_a_model_that_learned_nothing_gives_nothing_away():
@@ -139,16 +175,29 @@ def test_a_model_that_learned_nothing_gives_nothing_away():
 
 
 def test_every_view_of_a_dictionary_is_attacked():
-    found = attack(FactorizedWaffle(ranks=(20,)), 2, 0.3, samples=20, shadows=1, ratios=2, names=("random", "adaptive", "own"))
+    found = attack(
+        FactorizedWaffle(ranks=(20,)),
+        2,
+        0.3,
+        samples=20,
+        shadows=1,
+        ratios=2,
+        names=("random", "adaptive", "own"),
+    )
     assert len(found) == 6 and {view for view, _ in found} == {"random", "adaptive", "own"}
-    assert found["own", "LiRA"].train > found["random", "LiRA"].train  # what never travels knows the client's data best
+    # what never travels knows the client's data best
+    assert found["own", "LiRA"].train > found["random", "LiRA"].train
 
 
 def test_lira_is_the_likelihood_ratio():
     gen = torch.Generator().manual_seed(0)
     inside = torch.rand(200, 300, generator=gen) < 0.5
     centre = torch.randn(300, generator=gen)
-    shadow = centre + torch.where(inside, 1.0, 0.0) + torch.randn(200, 300, generator=gen) * torch.where(inside, 0.5, 0.8)
+    shadow = (
+        centre
+        + torch.where(inside, 1.0, 0.0)
+        + torch.randn(200, 300, generator=gen) * torch.where(inside, 0.5, 0.8)
+    )
     target = centre + 0.3
     normal = torch.distributions.Normal
     want = normal(centre + 1, 0.5).log_prob(target) - normal(centre, 0.8).log_prob(target)
@@ -171,19 +220,29 @@ def test_a_class_that_the_shadows_hardly_know():
 
     z, y, member = records(400, 10)
     score = privacy.shokri(records(400, 10), (z, y), 3)
-    assert privacy.measures(score, member)["auc"] > 0.9 and privacy.measures(score[:10], member[:10])["auc"] > 0.9
+    assert (
+        privacy.measures(score, member)["auc"] > 0.9
+        and privacy.measures(score[:10], member[:10])["auc"] > 0.9
+    )
 
 
 def test_too_few_samples_are_refused():
-    with pytest.raises(ValueError, match=r"^samples: expected at most 11 of these data a client, got 400"):
-        privacy.membership(ALGORITHMS["fedavg"](), model, noise(200), 3, Training(), clients=2, samples=400)
+    with pytest.raises(
+        ValueError, match=r"^samples: expected at most 11 of these data a client, got 400"
+    ):
+        privacy.membership(
+            ALGORITHMS["fedavg"](), model, noise(200), 3, Training(), clients=2, samples=400
+        )
 
 
-# -- inversion ---------------------------------------------------------------------------------------------------------------------
+# -- inversion ---------------------------------------------------------------
 
 
 def test_model_inversion_step_by_step():
-    w, bias = torch.tensor([[0.5, -0.3, 0.2], [-0.4, 0.6, 0.1]], dtype=D), torch.tensor([0.1, -0.2], dtype=D)
+    w, bias = (
+        torch.tensor([[0.5, -0.3, 0.2], [-0.4, 0.6, 0.1]], dtype=D),
+        torch.tensor([0.1, -0.2], dtype=D),
+    )
 
     def scores(x):
         return x @ w.T + bias
@@ -195,13 +254,18 @@ def test_model_inversion_step_by_step():
         ([-0.0663545269, 0.0663545269, -0.0073727252], None),
     ]
     for steps, (x, p) in enumerate(want):
-        got, sure = privacy.invert(scores, torch.zeros(1, 3, dtype=D), torch.tensor([1]), steps=steps)
+        got, sure = privacy.invert(
+            scores, torch.zeros(1, 3, dtype=D), torch.tensor([1]), steps=steps
+        )
         torch.testing.assert_close(got[0], torch.tensor(x, dtype=D), rtol=1e-7, atol=5e-10)
         if p is not None:
             torch.testing.assert_close(sure, torch.tensor([p], dtype=D), rtol=1e-7, atol=5e-10)
     got, sure = privacy.invert(scores, torch.zeros(2, 3, dtype=D), torch.tensor([0, 1]), lr=2.0)
-    assert bool((sure >= 0.99).all()) and bool((sure < 0.995).all())  # it stops where the model is confident
-    held, _ = privacy.invert(scores, torch.zeros(1, 3, dtype=D), torch.tensor([1]), low=-0.01, high=0.01)
+    # it stops where the model is confident
+    assert bool((sure >= 0.99).all()) and bool((sure < 0.995).all())
+    held, _ = privacy.invert(
+        scores, torch.zeros(1, 3, dtype=D), torch.tensor([1]), low=-0.01, high=0.01
+    )
     assert held.abs().max() <= 0.01
 
 
@@ -210,9 +274,16 @@ def test_inversion_of_a_linear_model_finds_the_classes_means():
     mean = torch.randn(4, 64, generator=gen)
     y = torch.arange(2000) % 4
     x = mean[y] + torch.randn(2000, 64, generator=gen)
-    data, start = Federation(x, y, {"train": [torch.arange(2000)]}, 4), model_for("linear", (64,), 4, zero=True)
-    got = privacy.intercept(ALGORITHMS["fedavg"](), start, data, Training(lr=0.05, batch_size=200), 3, workers=1)
-    made, sure = privacy.invert(lambda x: got.net(got.row[0], x), torch.zeros(4, 64), torch.arange(4), lr=1.0)
+    data, start = (
+        Federation(x, y, {"train": [torch.arange(2000)]}, 4),
+        model_for("linear", (64,), 4, zero=True),
+    )
+    got = privacy.intercept(
+        ALGORITHMS["fedavg"](), start, data, Training(lr=0.05, batch_size=200), 3, workers=1
+    )
+    made, sure = privacy.invert(
+        lambda x: got.net(got.row[0], x), torch.zeros(4, 64), torch.arange(4), lr=1.0
+    )
     shown = mean - mean.mean(0)  # a softmax model knows differences between classes alone
     assert sure.min() > 0.98
     assert torch.cosine_similarity(made, shown).min() > 0.9
@@ -221,9 +292,16 @@ def test_inversion_of_a_linear_model_finds_the_classes_means():
 def test_likeness():
     gen = torch.Generator().manual_seed(0)
     a = torch.rand(3, 1, 16, 16, generator=gen)
-    same, other = privacy.likeness(a, a, 1.0), privacy.likeness(a, torch.rand(3, 1, 16, 16, generator=gen), 1.0)
+    same, other = (
+        privacy.likeness(a, a, 1.0),
+        privacy.likeness(a, torch.rand(3, 1, 16, 16, generator=gen), 1.0),
+    )
     assert same == pytest.approx({"correlation": 1, "ssim": 1, "mse": 0}, abs=1e-5)
-    assert abs(other["correlation"]) < 0.2 and other["ssim"] < 0.3 and other["mse"] == pytest.approx(1 / 6, rel=0.1)
+    assert (
+        abs(other["correlation"]) < 0.2
+        and other["ssim"] < 0.3
+        and other["mse"] == pytest.approx(1 / 6, rel=0.1)
+    )
     assert privacy.likeness(-2 * a, a, 1.0)["correlation"] == pytest.approx(-1)
 
 
@@ -237,13 +315,26 @@ def test_members_as_numbers_and_bounds_of_two_kinds():
     assert privacy.measures(score, member) == privacy.measures(score, member.bool())
     assert privacy.intervals(score, member) == privacy.intervals(score, member.bool())
     start = torch.zeros(2, 3)
-    one = privacy.invert(lambda x: 50 * x, start, torch.tensor([0, 1]), steps=3, low=-0.1, high=torch.full((3,), 0.2))
-    other = privacy.invert(lambda x: 50 * x, start, torch.tensor([0, 1]), steps=3, low=torch.full((3,), -0.1), high=0.2)
+    one = privacy.invert(
+        lambda x: 50 * x, start, torch.tensor([0, 1]), steps=3, low=-0.1, high=torch.full((3,), 0.2)
+    )
+    other = privacy.invert(
+        lambda x: 50 * x, start, torch.tensor([0, 1]), steps=3, low=torch.full((3,), -0.1), high=0.2
+    )
     assert torch.equal(one[0], other[0]) and float(one[0].max()) == pytest.approx(0.2)
 
 
-@pytest.mark.parametrize("option", [{"clients": 0}, {"rounds": 0}, {"shadows": -1}, {"ratios": -1}, {"seed": -1}])
+@pytest.mark.parametrize(
+    "option", [{"clients": 0}, {"rounds": 0}, {"shadows": -1}, {"ratios": -1}, {"seed": -1}]
+)
 def test_numbers_of_an_attack_are_checked_first(option):
     (name,) = option
     with pytest.raises(ValueError, match=f"^{name}: expected a whole number"):
-        privacy.membership(ALGORITHMS["fedavg"](), model, (torch.zeros(9, 2), torch.zeros(9, dtype=torch.int64)), 2, Training(), **option)
+        privacy.membership(
+            ALGORITHMS["fedavg"](),
+            model,
+            (torch.zeros(9, 2), torch.zeros(9, dtype=torch.int64)),
+            2,
+            Training(),
+            **option,
+        )

@@ -14,8 +14,22 @@ from pflcore.results.record import group, plain, read
 
 
 def test_plain_turns_everything_into_json():
-    value = plain({"t": torch.ones(2, dtype=torch.long), "p": (1, 2.5), 3: {"x": torch.tensor(math.inf)}, "f": math.sqrt, "s": {"a"}})
-    assert json.loads(json.dumps(value)) == {"t": [1, 1], "p": [1, 2.5], "3": {"x": None}, "f": "sqrt", "s": ["a"]}
+    value = plain(
+        {
+            "t": torch.ones(2, dtype=torch.long),
+            "p": (1, 2.5),
+            3: {"x": torch.tensor(math.inf)},
+            "f": math.sqrt,
+            "s": {"a"},
+        }
+    )
+    assert json.loads(json.dumps(value)) == {
+        "t": [1, 1],
+        "p": [1, 2.5],
+        "3": {"x": None},
+        "f": "sqrt",
+        "s": ["a"],
+    }
 
 
 def test_runs_without_a_round_or_an_evaluation():
@@ -26,7 +40,9 @@ def test_runs_without_a_round_or_an_evaluation():
 
 def test_every_picture(tmp_path):
     pytest.importorskip("matplotlib")
-    runs = group([*a_run(), *a_run(seed=1, shift=0.1), *a_run("local"), *a_run("feddwa", target=None)])
+    runs = group(
+        [*a_run(), *a_run(seed=1, shift=0.1), *a_run("local"), *a_run("feddwa", target=None)]
+    )
     names = {p.name for p in pictures.draw(runs, tmp_path, baseline="local")}
     assert names == {"curves.png", "weights.png", "similarity.png", "clients.png", "deltas.png"}
     for name in names:
@@ -36,8 +52,15 @@ def test_every_picture(tmp_path):
 def test_pictures_of_little(tmp_path):
     pytest.importorskip("matplotlib")
     assert pictures.draw(group([{"header": {}}]), tmp_path) == []
-    one_client = [{"header": {"algorithm": "fedavg", "n": 1}}, line(1, [math.nan], report={}), line(2, [0.5])]
-    assert {p.name for p in pictures.draw(group(one_client), tmp_path)} == {"curves.png", "clients.png"}
+    one_client = [
+        {"header": {"algorithm": "fedavg", "n": 1}},
+        line(1, [math.nan], report={}),
+        line(2, [0.5]),
+    ]
+    assert {p.name for p in pictures.draw(group(one_client), tmp_path)} == {
+        "curves.png",
+        "clients.png",
+    }
 
 
 def test_the_target_stands_in_the_middle():
@@ -67,6 +90,8 @@ def test_without_matplotlib_one_sentence_says_how_to_get_it(tmp_path, monkeypatc
 
 def test_numbers_of_numpy_are_numbers(tmp_path):
     np = pytest.importorskip("numpy")
-    assert plain([np.int64(3), np.float32(0.5), np.array(2), np.array([1, 2]), np.float64("nan")]) == [3, 0.5, 2, [1, 2], None]
+    assert plain(
+        [np.int64(3), np.float32(0.5), np.array(2), np.array([1, 2]), np.float64("nan")]
+    ) == [3, 0.5, 2, [1, 2], None]
     (run,) = read(write(tmp_path / "record.jsonl", a_run(target=np.int64(1))))
     assert run.target == 1

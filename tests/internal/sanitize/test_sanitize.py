@@ -1,4 +1,5 @@
-"""The CPU kernels under the address, undefined-behaviour and thread sanitizers, driven by a plain C++ program (tests/internal/sanitize)."""
+"""The CPU kernels under the address, undefined-behaviour and thread sanitizers, driven by a plain
+C++ program (tests/internal/sanitize)."""
 
 import os
 import shutil
@@ -12,16 +13,29 @@ from places import ROOT
 KINDS = {"address": "address,undefined", "thread": "thread"}
 COMPILER = shutil.which(os.environ.get("CXX", "g++").split()[0]) or shutil.which("c++")
 
-pytestmark = [pytest.mark.deep("a compiler"), pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")]
+pytestmark = [
+    pytest.mark.deep("a compiler"),
+    pytest.mark.skipif(COMPILER is None, reason="no C++ compiler"),
+]
 
 
 def build(kind, to, *defines):
     """The program built with a sanitizer, or why it cannot be."""
-    flags = ["-std=c++20", "-O0", "-g1", "-w", f"-fsanitize={KINDS[kind]}", "-fno-sanitize-recover=all", "-pthread"]
+    flags = [
+        "-std=c++20",
+        "-O0",
+        "-g1",
+        "-w",
+        f"-fsanitize={KINDS[kind]}",
+        "-fno-sanitize-recover=all",
+        "-pthread",
+    ]
     empty = to / "empty.cpp"
     empty.write_text("int main() {}\n")
     assert COMPILER is not None
-    probe = subprocess.run([COMPILER, *flags, str(empty), "-o", str(to / "empty")], capture_output=True, text=True)
+    probe = subprocess.run(
+        [COMPILER, *flags, str(empty), "-o", str(to / "empty")], capture_output=True, text=True
+    )
     if probe.returncode or subprocess.run([to / "empty"], capture_output=True).returncode:
         return f"the compiler has no runtime for -fsanitize={KINDS[kind]}"
     program = to / "kernels"
@@ -51,15 +65,26 @@ def test_kernels_are_clean(programs, kind):
     assert "plain" in done.stdout
 
 
-@pytest.mark.parametrize(("kind", "fault", "said"), [("address", "short", "AddressSanitizer"), ("thread", "race", "data race")])
+@pytest.mark.parametrize(
+    ("kind", "fault", "said"),
+    [("address", "short", "AddressSanitizer"), ("thread", "race", "data race")],
+)
 def test_the_sanitizer_sees_a_fault(programs, kind, fault, said):
-    """A row one element short, and a result written by two threads: or the test above could not fail.
+    """A row one element short, and a result written by two threads: or the test above could not
+    fail.
 
-    Without AVX: gcc's thread sanitizer does not see stores of 32 bytes. How work is cut into pieces is the same on every instruction set.
+    Without AVX: gcc's thread sanitizer does not see stores of 32 bytes. How work is cut into pieces
+    is the same on every instruction set.
     """
     program = programs[kind]
     if isinstance(program, str):
         pytest.skip(program)
-    done = subprocess.run([program, fault], capture_output=True, text=True, timeout=600, env={**os.environ, "PFLCORE_ISA": "plain"})
+    done = subprocess.run(
+        [program, fault],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "PFLCORE_ISA": "plain"},
+    )
     assert done.returncode != 0
     assert said in done.stderr

@@ -1,4 +1,5 @@
-"""Attacks do what their papers say, defences give what their formulas and other libraries give, and whoever cannot take one says so."""
+"""Attacks do what their papers say, defences give what their formulas and other libraries give, and
+whoever cannot take one says so."""
 
 from itertools import product
 
@@ -19,7 +20,7 @@ from pflcore.results.table import table
 from pflcore.simulation.accept import Trained
 from pflcore.simulation.attacks import STRENGTH, Adversary
 
-DEFENCES = Defence.__args__  # type: ignore[attr-defined]
+DEFENCES = Defence.__args__
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +43,10 @@ def sent(attack, rows, bad, strength=None, **more):
     s = len(rows)
     cohort = Cohort(torch.arange(s), torch.ones(s).long(), s, 1, 1)
     gen = torch.Generator().manual_seed(0)
-    trained = Trained(cohort, {}, {"delta": rows, **more}, {}, {}, torch.empty(s, 0), torch.zeros(s))
-    return Adversary(attack, bad, strength).send(trained, Traits(), {}, gen).up  # type: ignore[arg-type]
+    trained = Trained(
+        cohort, {}, {"delta": rows, **more}, {}, {}, torch.empty(s, 0), torch.zeros(s)
+    )
+    return Adversary(attack, bad, strength).send(trained, Traits(), {}, gen).up
 
 
 def test_each_attack_is_its_formula():
@@ -62,41 +65,63 @@ def test_each_attack_is_its_formula():
     torch.testing.assert_close(sent("sign_flip", rows, (2, 5), 3.0)["delta"][bad], -3 * rows[bad])
     wide = updates(4, 40_000)
     noise = (sent("noise", wide, (1,))["delta"] - wide)[1]
-    assert float(noise.square().mean().sqrt() / wide[1].square().mean().sqrt()) == pytest.approx(10, rel=0.02)
+    assert float(noise.square().mean().sqrt() / wide[1].square().mean().sqrt()) == pytest.approx(
+        10, rel=0.02
+    )
 
 
 def test_an_uploaded_model_is_attacked_as_an_update_and_a_control_variate_by_itself():
     rows, control = updates(), updates(9, 7) + 1
     got = sent("sign_flip", rows, (4,), control=control)
-    assert torch.equal(got["control"][4], -control[4]) and torch.equal(got["control"][:4], control[:4])
+    assert torch.equal(got["control"][4], -control[4]) and torch.equal(
+        got["control"][:4], control[:4]
+    )
     held = updates(9, 7) * 2
     cohort = Cohort(torch.arange(9), torch.ones(9).long(), 9, 1, 1)
     trained = Trained(cohort, {}, {"w": rows}, {}, {}, torch.empty(9, 0), torch.zeros(9))
-    out = Adversary("sign_flip", [4]).send(trained, Traits(models={"w": "server.w"}), {"w": held}, torch.Generator()).up
+    out = (
+        Adversary("sign_flip", [4])
+        .send(trained, Traits(models={"w": "server.w"}), {"w": held}, torch.Generator())
+        .up
+    )
     torch.testing.assert_close(out["w"][4], held[4] - (rows[4] - held[4]))
-    every = sent("inner_product", rows, tuple(range(9)))["delta"]  # nobody is honest: they take their own
+    # nobody is honest: they take their own
+    every = sent("inner_product", rows, tuple(range(9)))["delta"]
     torch.testing.assert_close(every, (-10 * rows.mean(0)).expand(9, -1))
 
 
 @pytest.mark.parametrize("attack", ["label_flip", *STRENGTH])
 def test_an_attacked_run_repeats_itself_and_says_what_it_is(data, attack):
-    one, two, clean = (run(data, rounds=2, every=1, adversary=a) for a in (*[Adversary(attack, BAD)] * 2, None))
+    one, two, clean = (
+        run(data, rounds=2, every=1, adversary=a) for a in (*[Adversary(attack, BAD)] * 2, None)
+    )
     h, again, without = one.run(), two.run(), clean.run()
-    assert torch.equal(one.state.server["x"], two.state.server["x"]) and not torch.equal(one.state.server["x"], clean.state.server["x"])
-    assert h.header["adversary"] == {"attack": attack, "clients": [*BAD], "strength": STRENGTH.get(attack)}
+    assert torch.equal(one.state.server["x"], two.state.server["x"]) and not torch.equal(
+        one.state.server["x"], clean.state.server["x"]
+    )
+    assert h.header["adversary"] == {
+        "attack": attack,
+        "clients": [*BAD],
+        "strength": STRENGTH.get(attack),
+    }
     assert "adversary" not in without.header
     assert torch.equal(h.series("size")[1][0] > 0, torch.tensor([i not in BAD for i in range(N)]))
-    assert f"{attack} by clients 8, 9" in table(group(h.lines())) and " by client" not in table(group(without.lines()))
+    assert f"{attack} by clients 8, 9" in table(group(h.lines())) and " by client" not in table(
+        group(without.lines())
+    )
     assert again.series("loss")[1].nansum() == h.series("loss")[1].nansum()
 
 
-# defences -----------------------------------------------------------------------------------------------------------------------------
+# defences -------------------------------------------------------------------
 def test_each_defence_is_its_formula():
     for s in (9, 8):
         rows, n = updates(s), updates(s).numpy()
         np.testing.assert_allclose(mean_of("median", rows), np.median(n, 0))
         np.testing.assert_allclose(mean_of("trimmed_mean", rows), np.sort(n, 0)[2:-2].mean(0))
-        score = [sorted(((n[i] - n[j]) ** 2).sum() for j in range(s) if j != i)[: s - 4] for i in range(s)]
+        score = [
+            sorted(((n[i] - n[j]) ** 2).sum() for j in range(s) if j != i)[: s - 4]
+            for i in range(s)
+        ]
         order = np.argsort([sum(x) for x in score])
         np.testing.assert_allclose(mean_of("krum", rows), n[order[0]])
         np.testing.assert_allclose(mean_of("multi_krum", rows), n[order[: s - 2]].mean(0))
@@ -129,11 +154,22 @@ def test_figures_of_byzfl_on_the_same_updates():
     for s, f in ((9, 2), (20, 4)):
         rows = updates(s, 200)
         rows[:f] += 3
-        peers = {"trimmed_mean": byzfl.TrMean(f), "krum": byzfl.Krum(f), "multi_krum": byzfl.MultiKrum(f)}
-        peers |= {"median": byzfl.Median()} if s % 2 else {}  # of an even number it takes the lower one of the middle
+        peers = {
+            "trimmed_mean": byzfl.TrMean(f),
+            "krum": byzfl.Krum(f),
+            "multi_krum": byzfl.MultiKrum(f),
+        }
+        # of an even number it takes the lower one of the middle
+        peers |= {"median": byzfl.Median()} if s % 2 else {}
         for name, peer in peers.items():
             want = peer(rows)  # some of them in float32
-            torch.testing.assert_close(mean_of(name, rows, f), want.double(), rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+            torch.testing.assert_close(
+                mean_of(name, rows, f),
+                want.double(),
+                rtol=1e-5,
+                atol=1e-6,
+                msg=lambda m, name=name: f"{name}: {m}",
+            )
 
 
 def test_figures_of_flower_on_the_same_updates():
@@ -144,11 +180,23 @@ def test_figures_of_flower_on_the_same_updates():
         rows = updates(s, 200)
         rows[:f] += 3
         results = [([row.numpy()], 1) for row in rows]
-        np.testing.assert_allclose(mean_of("median", rows), flower.aggregate_median(results)[0], rtol=1e-6)
-        np.testing.assert_allclose(mean_of("trimmed_mean", rows, f), flower.aggregate_trimmed_avg(results, f / s)[0], rtol=1e-6)
-        assert np.isin(mean_of("krum", rows, f)[0], rows[f:, 0]) and np.isin(flower.aggregate_krum(results, f, 0)[0][0], rows[f:, 0])
-        np.testing.assert_allclose(mean_of("krum", rows, f), flower.aggregate_krum(results, f, 0)[0], rtol=1e-6)
-        np.testing.assert_allclose(mean_of("multi_krum", rows, f), flower.aggregate_krum(results, f, s - f)[0], rtol=1e-6)
+        np.testing.assert_allclose(
+            mean_of("median", rows), flower.aggregate_median(results)[0], rtol=1e-6
+        )
+        np.testing.assert_allclose(
+            mean_of("trimmed_mean", rows, f),
+            flower.aggregate_trimmed_avg(results, f / s)[0],
+            rtol=1e-6,
+        )
+        assert np.isin(mean_of("krum", rows, f)[0], rows[f:, 0]) and np.isin(
+            flower.aggregate_krum(results, f, 0)[0][0], rows[f:, 0]
+        )
+        np.testing.assert_allclose(
+            mean_of("krum", rows, f), flower.aggregate_krum(results, f, 0)[0], rtol=1e-6
+        )
+        np.testing.assert_allclose(
+            mean_of("multi_krum", rows, f), flower.aggregate_krum(results, f, s - f)[0], rtol=1e-6
+        )
 
 
 def test_krum_finds_the_outlier_among_models_that_differ_little():
@@ -165,18 +213,25 @@ def test_defences_hold_where_the_mean_does_not(data, attack):
     clean, broken = accuracy(run(data)), accuracy(run(data, adversary=adversary))
     assert broken < clean - 0.2
     for name, method in product(set(DEFENCES) - {"clip"}, (FedAvg, Scaffold)):
-        assert accuracy(run(data, method(**defence(name)), adversary=adversary)) > clean - 0.1, (name, method)
+        assert accuracy(run(data, method(**defence(name)), adversary=adversary)) > clean - 0.1, (
+            name,
+            method,
+        )
 
 
 @pytest.mark.parametrize("name", ["median", "multi_krum"])
 def test_scaffold_defends_both_of_its_means(name):
-    """A client is good in what it says of its update, and bad in its control variate, or the other way round."""
+    """A client is good in what it says of its update, and bad in its control variate, or the other
+    way round."""
     alg, rows = Scaffold(server_lr=0.5, **defence(name)), updates()
     ids = torch.arange(len(rows))
     cohort = Cohort(ids, torch.ones_like(ids), 12, 1, 1)
     up = {"delta": rows, "control": rows.flip(0) + 1}
     up["delta"][0], up["control"][5] = 1e6, -1e6
-    g = {k: torch.linspace(0, i, rows.shape[1], dtype=torch.float64) for i, k in enumerate(("x", "c"), 1)}
+    g = {
+        k: torch.linspace(0, i, rows.shape[1], dtype=torch.float64)
+        for i, k in enumerate(("x", "c"), 1)
+    }
     new = served(alg, dict(g), up, cohort)
     torch.testing.assert_close(new["x"], g["x"] + 0.5 * mean_of(name, up["delta"]))
     torch.testing.assert_close(new["c"], g["c"] + 9 / 12 * mean_of(name, up["control"]))
@@ -186,14 +241,19 @@ def test_scaffold_defends_both_of_its_means(name):
 def test_a_server_without_a_simulation_defends_itself(data):
     alg = FedAvg(**defence("multi_krum", 1))
     net = Net(lambda: nn.Linear(8, 4))
-    server, clients = Server(alg, net, 5, rounds=1), [Client(alg, net, data.subset([i]), TRAINING) for i in range(5)]
+    server, clients = (
+        Server(alg, net, 5, rounds=1),
+        [Client(alg, net, data.subset([i]), TRAINING) for i in range(5)],
+    )
     uploads = {i: c.train(server.download(i)) for i, c in enumerate(clients)}
     deltas = torch.stack([up["delta"] for up, _ in uploads.values()])
     uploads[3][0]["delta"].fill_(1e30)
     before = server.state_dict()["state"]["server.x"]
     server.aggregate(uploads)
     deltas[3] = 1e30
-    torch.testing.assert_close(server.state_dict()["state"]["server.x"] - before, mean_of("multi_krum", deltas, 1))
+    torch.testing.assert_close(
+        server.state_dict()["state"]["server.x"] - before, mean_of("multi_krum", deltas, 1)
+    )
 
 
 @pytest.mark.parametrize("length", [0.0, 1e-30])
@@ -211,4 +271,6 @@ def test_columns_are_sorted_whatever_their_number(s):
     assert torch.equal(torch.stack(defences.ascending(rows)), rows.sort(0).values)
     many = rows.repeat(1, defences.BLOCK // 40)
     found = defences.defended("median", many, torch.full((1, s), 1 / s), 0, 0)[0]
-    assert torch.equal(found, many.sort(0).values[(s - 1) // 2 : s - (s - 1) // 2].mean(0, keepdim=True))
+    assert torch.equal(
+        found, many.sort(0).values[(s - 1) // 2 : s - (s - 1) // 2].mean(0, keepdim=True)
+    )

@@ -1,4 +1,5 @@
-"""Checkpoints: a run that went on is the run that was never broken; whatever happens to a file is one sentence and costs nothing whole."""
+"""Checkpoints: a run that went on is the run that was never broken; whatever happens to a file is
+one sentence and costs nothing whole."""
 
 import json
 import multiprocessing
@@ -19,15 +20,25 @@ from pflcore.simulation import checkpoint
 from pflcore.simulation.personal import own_way
 
 
-# damaged files ----------------------------------------------------------------------------------------------------------------
+# damaged files --------------------------------------------------------------
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     return saved(tmp_path_factory.mktemp("whole"), name="waffle")
 
 
-# the command line -------------------------------------------------------------------------------------------------------------
+# the command line -----------------------------------------------------------
 SMALL = ["--data", "synthetic_linear", "--n", "5", "--lr", "0.01", "--quiet"]
-COMPARE = ["compare", "--algorithms", "fedavg", "ditto", *SMALL, "--participation", "0.5", "--rounds", "15"]
+COMPARE = [
+    "compare",
+    "--algorithms",
+    "fedavg",
+    "ditto",
+    *SMALL,
+    "--participation",
+    "0.5",
+    "--rounds",
+    "15",
+]
 
 
 @pytest.fixture
@@ -43,7 +54,8 @@ def lines_of(folder):
 
 @pytest.fixture
 def forks():
-    """Processes that start in milliseconds, because theirs is a parent that has imported everything and computed nothing."""
+    """Processes that start in milliseconds, because theirs is a parent that has imported everything
+    and computed nothing."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         pytest.skip("no fork here")
     context = multiprocessing.get_context("forkserver")
@@ -64,11 +76,17 @@ def test_a_run_killed_twenty_times_is_the_run_that_was_not(tmp_path, no_pictures
         record = folder / "record.jsonl"
         while True:
             every = str(rng.choice((1, 2, 5)))
-            child = forks.Process(target=cli.main, args=([*COMPARE, "--out", str(folder), "--resume", "--checkpoint-every", every],))
+            child = forks.Process(
+                target=cli.main,
+                args=([*COMPARE, "--out", str(folder), "--resume", "--checkpoint-every", every],),
+            )
             child.start()
             more = rng.randrange(1, 8)
             start = record.read_bytes().count(b"\n") if record.exists() else 0
-            while child.is_alive() and (record.read_bytes().count(b"\n") if record.exists() else 0) < start + more:
+            while (
+                child.is_alive()
+                and (record.read_bytes().count(b"\n") if record.exists() else 0) < start + more
+            ):
                 time.sleep(0.002)
             time.sleep(rng.random() * 0.01)
             child.kill()
@@ -83,7 +101,9 @@ def test_a_run_killed_twenty_times_is_the_run_that_was_not(tmp_path, no_pictures
     assert len(seen) > 5, "the kills came at the same places"
 
 
-def test_resume_begins_where_there_is_nothing_and_is_done_where_all_is(tmp_path, no_pictures, capsys):
+def test_resume_begins_where_there_is_nothing_and_is_done_where_all_is(
+    tmp_path, no_pictures, capsys
+):
     argv = ["run", "fedavg", *SMALL, "--rounds", "3", "--out", str(tmp_path), "--resume"]
     assert cli.main(argv) == 0
     before = (tmp_path / "record.jsonl").read_bytes()
@@ -105,10 +125,23 @@ def test_resume_begins_where_there_is_nothing_and_is_done_where_all_is(tmp_path,
 
 @pytest.mark.parametrize("damage", ["checkpoint", "record"])
 def test_a_damaged_folder_is_left_as_it_is(damage, tmp_path, no_pictures, capsys, monkeypatch):
-    argv = ["run", "fedavg", *SMALL, "--rounds", "9", "--out", str(tmp_path), "--resume", "--checkpoint-every", "2"]
+    argv = [
+        "run",
+        "fedavg",
+        *SMALL,
+        "--rounds",
+        "9",
+        "--out",
+        str(tmp_path),
+        "--resume",
+        "--checkpoint-every",
+        "2",
+    ]
     interrupt(monkeypatch, 5)
     assert cli.main(argv) == 130
-    (path,) = tmp_path.glob("checkpoint-*") if damage == "checkpoint" else [tmp_path / "record.jsonl"]
+    (path,) = (
+        tmp_path.glob("checkpoint-*") if damage == "checkpoint" else [tmp_path / "record.jsonl"]
+    )
     path.write_bytes(path.read_bytes().replace(b"0", b"1"))
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     monkeypatch.undo()
@@ -116,7 +149,9 @@ def test_a_damaged_folder_is_left_as_it_is(damage, tmp_path, no_pictures, capsys
     capsys.readouterr()
     assert cli.main(argv) == 2
     err = capsys.readouterr().err
-    assert err.count("\n") == 1 and ("damaged" if damage == "checkpoint" else "not the record") in err, err
+    assert (
+        err.count("\n") == 1 and ("damaged" if damage == "checkpoint" else "not the record") in err
+    ), err
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
@@ -133,7 +168,18 @@ def interrupt(monkeypatch, round):
 
 
 def test_ctrl_c_and_a_run_for_each_client_go_on(tmp_path, no_pictures, monkeypatch):
-    argv = ["run", "waffle", *SMALL, "--target", "all", "--rounds", "4", "--checkpoint-every", "1", "--resume"]
+    argv = [
+        "run",
+        "waffle",
+        *SMALL,
+        "--target",
+        "all",
+        "--rounds",
+        "4",
+        "--checkpoint-every",
+        "1",
+        "--resume",
+    ]
     assert cli.main([*argv, "--out", str(tmp_path / "whole")]) == 0
     from pflcore import step as real
 
@@ -161,9 +207,12 @@ def test_a_second_command_in_the_folder_is_refused(tmp_path, no_pictures, capsys
     assert cli.main(argv) == 0 and len(read(tmp_path)[0].rounds) == 2
 
 
-# models -----------------------------------------------------------------------------------------------------------------------
+# models ---------------------------------------------------------------------
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["fedavg", "feddwa", "finetune", "hypcluster", "apfl", "fedrod", "knnper", "factorized_waffle"])
+@pytest.mark.parametrize(
+    "name",
+    ["fedavg", "feddwa", "finetune", "hypcluster", "apfl", "fedrod", "knnper", "factorized_waffle"],
+)
 def test_exported_models_predict_what_the_history_does(name, tmp_path):
     from safetensors.torch import load_file
 
@@ -173,7 +222,11 @@ def test_exported_models_predict_what_the_history_does(name, tmp_path):
     history = Simulation(name, model, DATA, TRAINING, **OPTIONS).run()
     history.export(tmp_path / "models")
     manifest = json.loads((tmp_path / "models" / "manifest.json").read_text())
-    assert manifest["method"] == name and manifest["predict"] and [c["client"] for c in manifest["clients"]] == [0, 1, 2, 3, 4]
+    assert (
+        manifest["method"] == name
+        and manifest["predict"]
+        and [c["client"] for c in manifest["clients"]] == [0, 1, 2, 3, 4]
+    )
     for entry in manifest["clients"]:
         tensors = load_file(tmp_path / "models" / entry["file"])
         assert {k: list(v.shape) for k, v in tensors.items()} == entry["tensors"]
@@ -184,7 +237,9 @@ def test_exported_models_predict_what_the_history_does(name, tmp_path):
             one.load_state_dict(tensors)
             assert torch.allclose(one.eval()(x).detach(), want, atol=1e-6)
             continue
-        statistics = torch.cat([tensors.pop(f"statistics.{n}").flatten() for n in kept.net.buffer_names])
+        statistics = torch.cat(
+            [tensors.pop(f"statistics.{n}").flatten() for n in kept.net.buffer_names]
+        )
         view: dict[str, Any] = {}
         for k, v in ((k, tensors[k]) for k in entry["tensors"] if k in tensors):
             key, _, parameter = k.partition(".")
@@ -192,4 +247,6 @@ def test_exported_models_predict_what_the_history_does(name, tmp_path):
         view = {k: torch.cat(v) if len(v) > 1 or v[0].dim() == 1 else v[0] for k, v in view.items()}
         again = type(kept)(kept.algorithm, kept.net, view, statistics, kept.classes)
         assert torch.equal(again(x).detach(), want)
-        assert manifest["returns"] == kept.returns and manifest["predict"] == type(kept.algorithm).predict.__doc__.replace("        ", "")
+        assert manifest["returns"] == kept.returns and manifest["predict"] == type(
+            kept.algorithm
+        ).predict.__doc__.replace("        ", "")

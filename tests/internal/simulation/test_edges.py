@@ -1,4 +1,5 @@
-"""The edges of the algorithms: batch norm's statistics, clients who come late or never, draws, step sizes of 0."""
+"""The edges of the algorithms: batch norm's statistics, clients who come late or never, draws, step
+sizes of 0."""
 
 import pytest
 import torch
@@ -26,12 +27,27 @@ from pflcore.simulation.round import policy
 def test_each_method_has_its_policy_and_only_what_it_knows():
     net = normal().net
     served = {n for n, c in ALGORITHMS.items() if c().traits.batch_norm[0] == "average"}
-    assert {"fedavg", "scaffold", "waffle", "weight_erosion", "clustered_fl", "finetune", "fedrod", "sfl", "per_fedavg"} <= served
-    assert {n for n, c in ALGORITHMS.items() if c().traits.batch_norm[0] == "rule"} == {"hypcluster", "ensemble"}
+    assert {
+        "fedavg",
+        "scaffold",
+        "waffle",
+        "weight_erosion",
+        "clustered_fl",
+        "finetune",
+        "fedrod",
+        "sfl",
+        "per_fedavg",
+    } <= served
+    assert {n for n, c in ALGORITHMS.items() if c().traits.batch_norm[0] == "rule"} == {
+        "hypcluster",
+        "ensemble",
+    }
     assert policy(FedDWA(), net) == "local" and policy(FedDWA(), net, "average") == "average"
     for alg in (APFL(), Ditto(), LocalOnly(), PFedMe(), Mocha(), L2C()):
         assert policy(alg, net) == "local"
-        with pytest.raises(ValueError, match=r"^batch_norm: this \w+ knows 'local' statistics, got 'average'\.$"):
+        with pytest.raises(
+            ValueError, match=r"^batch_norm: this \w+ knows 'local' statistics, got 'average'\.$"
+        ):
             policy(alg, net, "average")
         assert policy(alg, Net(tiny_model()), "average")  # nothing to average
     with pytest.raises(ValueError, match=r"^batch_norm: this HypCluster knows 'rule'"):
@@ -59,6 +75,11 @@ def test_no_centre_of_a_zero_started_model_is_zero_and_seeds_follow_the_run():
 
     rows = centres(Net(lambda: Zero(5, 3), seed=4), 3)
     assert rows.any(1).all() and len(rows.unique(dim=0)) == 3
-    a, b = (Simulation(HypCluster(k=2), tiny_model(), images(), seed=seed).state.server["x"] for seed in (0, 1))
+    a, b = (
+        Simulation(HypCluster(k=2), tiny_model(), images(), seed=seed).state.server["x"]
+        for seed in (0, 1)
+    )
     assert not torch.equal(a, b)
-    assert torch.equal(Simulation(HypCluster(k=2, seed=0), tiny_model(), images(), seed=1).state.server["x"], a)
+    assert torch.equal(
+        Simulation(HypCluster(k=2, seed=0), tiny_model(), images(), seed=1).state.server["x"], a
+    )

@@ -1,4 +1,5 @@
-"""Bad clients, bad numbers, bad arguments: nothing of it improves a table, and each is said in one sentence."""
+"""Bad clients, bad numbers, bad arguments: nothing of it improves a table, and each is said in one
+sentence."""
 
 import math
 
@@ -39,7 +40,9 @@ def test_a_diverged_client_never_improves_a_table(tmp_path):
     assert got.curve() == ([1, 2], [2.0, math.inf])  # the client without samples is left out
     row = next(line for line in table([got]).splitlines() if line.startswith("| fedavg"))
     cells = [c.strip() for c in row.split("|")]
-    assert cells[2:7] == ["2.00000", "-", "-", "-", "-"] and cells[-2] == "1 client has no finite loss"
+    assert (
+        cells[2:7] == ["2.00000", "-", "-", "-", "-"] and cells[-2] == "1 client has no finite loss"
+    )
     from pflcore.results import pictures
 
     pytest.importorskip("matplotlib")
@@ -64,4 +67,8 @@ def test_an_uploaded_model_is_measured_from_its_own_clients_last_one():
     up = {"w": torch.tensor([[0.0, 2.0], [3.0, 5.0], [50.0, 7.0]])}
     cohort = Cohort(torch.tensor([0, 2, 3]), torch.ones(3, dtype=torch.long), 4)
     trained = Trained(cohort, {}, up, {}, {}, torch.empty(3, 0), torch.zeros(3))
-    assert update_norms(trained, Traits(models={"w": "server.w"}), {"w": held}).tolist() == [2.0, 1.0, 7.0]
+    assert update_norms(trained, Traits(models={"w": "server.w"}), {"w": held}).tolist() == [
+        2.0,
+        1.0,
+        7.0,
+    ]

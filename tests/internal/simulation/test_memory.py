@@ -1,4 +1,5 @@
-"""Memory that runs out, on a GPU or beside it: one sentence, the record whole, the state that of the last round."""
+"""Memory that runs out, on a GPU or beside it: one sentence, the record whole, the state that of
+the last round."""
 
 import pytest
 import torch
@@ -15,15 +16,26 @@ def test_it_is_recognised(kind):
 
 
 def test_other_errors_are_not_it():
-    assert not any(map(memory.ran_out, (RuntimeError("expected 3 rows"), ValueError("out of memory of a text"), KeyboardInterrupt())))
+    assert not any(
+        map(
+            memory.ran_out,
+            (
+                RuntimeError("expected 3 rows"),
+                ValueError("out of memory of a text"),
+                KeyboardInterrupt(),
+            ),
+        )
+    )
 
 
 def test_what_the_card_has_is_said(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 << 30, 80 << 30))
     said = memory.sentence("in round 7", 5 << 30, "20.00 MiB", "cuda:1")
     assert said == (
-        "Out of memory in round 7, when 20.00 MiB more were asked for: the run needs about 5.0 GiB beside data and activations, and "
-        "cuda:1 has 80.0 GiB, of which 3.0 GiB are free; let fewer clients take part in a round (participation), make the batches "
+        "Out of memory in round 7, when 20.00 MiB more were asked for: the run needs about 5.0 GiB "
+        "beside data and activations, and "
+        "cuda:1 has 80.0 GiB, of which 3.0 GiB are free; let fewer clients take part in a round "
+        "(participation), make the batches "
         "(batch_size) or the model smaller, or use device='cpu'."
     )
     monkeypatch.setattr(torch.cuda, "mem_get_info", fails(None, 1, RuntimeError("no driver")))

@@ -1,4 +1,5 @@
-"""Very many clients: a round costs its cohort, rows may be on disk, and neither changes a result."""
+"""Very many clients: a round costs its cohort, rows may be on disk, and neither changes a
+result."""
 
 import json
 import os
@@ -28,14 +29,26 @@ def many(n, each=3):
     x, y = torch.randn(n * each, 4, generator=gen), torch.randint(0, 2, (n * each,), generator=gen)
     place = torch.arange(n * each).view(n, each)
     index = {"train": place[:, 1:], "test": place[:, :1]}
-    return Federation(x, y, {s: Ragged(p.reshape(-1), torch.arange(n + 1) * p.shape[1]) for s, p in index.items()}, 2)
+    return Federation(
+        x,
+        y,
+        {s: Ragged(p.reshape(-1), torch.arange(n + 1) * p.shape[1]) for s, p in index.items()},
+        2,
+    )
 
 
 def simulation(name, data, **options):
-    return Simulation(name, lambda: nn.Linear(4, 2), data, Training(lr=0.1, batch_size=2), **grouped({"rounds": 4, **options}))
+    return Simulation(
+        name,
+        lambda: nn.Linear(4, 2),
+        data,
+        Training(lr=0.1, batch_size=2),
+        **grouped({"rounds": 4, **options}),
+    )
 
 
-# a round costs its cohort ----------------------------------------------------------------------------------------------
+# a round costs its cohort
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "ditto", "feddwa", "waffle", "hypcluster"])
@@ -48,7 +61,9 @@ def test_nothing_in_a_round_or_its_record_is_as_long_as_the_federation(name):
     assert len(record["cohort"]) == 10 and live.peak < n and len(json.dumps(plain(record))) < 5000
 
 
-@pytest.mark.parametrize(("n", "count"), [(10, 10), (10, 9), (12, 3), (13, 3), (1000, 7), (10**12, 50)])
+@pytest.mark.parametrize(
+    ("n", "count"), [(10, 10), (10, 9), (12, 3), (13, 3), (1000, 7), (10**12, 50)]
+)
 def test_draws_are_distinct_and_their_own(n, count):
     a, b = drawn(n, count, 1, "x"), drawn(n, count, 2, "x")
     assert len(a.unique()) == len(a) == count and int(a.min()) >= 0 and int(a.max()) < n
@@ -59,41 +74,65 @@ def test_draws_are_distinct_and_their_own(n, count):
 def test_every_client_is_drawn_as_often(n, count):
     times = Counter(i for key in range(4000) for i in drawn(n, count, key).tolist())
     expected = 4000 * count / n
-    assert sum((times[i] - expected) ** 2 / (expected * (1 - count / n)) for i in range(n)) < 30  # chi squared, 8 degrees: p < 3e-4
+    # chi squared, 8 degrees: p < 3e-4
+    assert sum((times[i] - expected) ** 2 / (expected * (1 - count / n)) for i in range(n)) < 30
 
 
 def test_a_number_of_clients_is_evaluated_as_a_list_of_them_is():
     data = many(50)
     some = simulation("ditto", data, evaluated=6)
     given = simulation("ditto", data, evaluated=some.looked_at.tolist())
-    assert len(some.looked_at) == 6 and not torch.equal(some.looked_at, simulation("ditto", data, evaluated=6, seed=1).looked_at)
+    assert len(some.looked_at) == 6 and not torch.equal(
+        some.looked_at, simulation("ditto", data, evaluated=6, seed=1).looked_at
+    )
     for a, b in zip(some.iterate(), given.iterate(), strict=True):
         ids = a["eval"]["clients"]
         assert ids == some.looked_at.tolist() and len(b["eval"]["loss"]) == 50
-        assert all(a["eval"][k] == [b["eval"][k][i] for i in ids] for k in ("loss", "accuracy", "size"))
-    with pytest.raises(ValueError, match=r"clients: expected .* a whole number, at least 1.*, got 0"):
+        assert all(
+            a["eval"][k] == [b["eval"][k][i] for i in ids] for k in ("loss", "accuracy", "size")
+        )
+    with pytest.raises(
+        ValueError, match=r"clients: expected .* a whole number, at least 1.*, got 0"
+    ):
         simulation("fedavg", data, evaluated=0)
 
 
 def test_means_and_rows_of_some_clients():
     history = simulation("fedavg", many(50), evaluated=6).run()
-    found, ids = rows(history.header, history.rounds, "client"), history.rounds[0]["eval"]["clients"]
-    assert [r["client"] for r in found[:6]] == ids and "mean_clients" not in rows(history.header, history.rounds)[0]
+    found, ids = (
+        rows(history.header, history.rounds, "client"),
+        history.rounds[0]["eval"]["clients"],
+    )
+    assert [r["client"] for r in found[:6]] == ids and "mean_clients" not in rows(
+        history.header, history.rounds
+    )[0]
     run = group(history.lines())[0]
     assert run.curve(ids[2])[1][-1] == history.rounds[-1]["eval"]["accuracy"][2]
 
 
 def test_weights_of_those_who_took_part_alone_are_read_as_everybodys():
-    """WAFFLE's report is a list of N, or of the cohort; and a run for each client has one for each."""
+    """WAFFLE's report is a list of N, or of the cohort; and a run for each client has one for
+    each."""
     data, some = many(6), {"participation": 0.5, "rounds": 2, "every": 0}
     history = simulation("waffle", data, **some).run()
     run = group(history.lines())[0]
-    cohort, weight = history.rounds[-1]["cohort"], torch.tensor(history.rounds[-1]["report"]["weight"], dtype=torch.float64)
+    cohort, weight = (
+        history.rounds[-1]["cohort"],
+        torch.tensor(history.rounds[-1]["report"]["weight"], dtype=torch.float64),
+    )
     want = torch.zeros(6, dtype=torch.float64).index_copy_(0, torch.tensor(cohort), weight)
-    assert history.rounds[-1]["report"].keys() == {"index", "weight"} and torch.equal(run.weights()[1][-1], want)
-    each = group(for_everyone("waffle", lambda: nn.Linear(4, 2), data, Training(lr=0.1, batch_size=2), **grouped(some)).lines())[0]
+    assert history.rounds[-1]["report"].keys() == {"index", "weight"} and torch.equal(
+        run.weights()[1][-1], want
+    )
+    each = group(
+        for_everyone(
+            "waffle", lambda: nn.Linear(4, 2), data, Training(lr=0.1, batch_size=2), **grouped(some)
+        ).lines()
+    )[0]
     alone = group(simulation(Waffle(target=4), data, **some).run().lines())[0]
-    assert torch.equal(each.weights()[1][-1][0], want) and torch.equal(each.weights()[1][-1][4], alone.weights()[1][-1])
+    assert torch.equal(each.weights()[1][-1][0], want) and torch.equal(
+        each.weights()[1][-1][4], alone.weights()[1][-1]
+    )
     whole = simulation("waffle", data, rounds=1, every=0).run()
     assert len(whole.rounds[0]["report"]["weights"]) == 6
 
@@ -103,7 +142,11 @@ def test_a_void_round_leaves_the_weights_of_earlier_rounds():
     before = huge.state.server["history"].clone()
     with pytest.warns(RuntimeWarning, match="the server's x would not be finite"):
         state = huge.run().state
-    assert state.void == 1 and torch.equal(state.server["history"], before) and not torch.equal(_once(many(6)), before)
+    assert (
+        state.void == 1
+        and torch.equal(state.server["history"], before)
+        and not torch.equal(_once(many(6)), before)
+    )
 
 
 def _once(data):
@@ -113,11 +156,13 @@ def _once(data):
 def test_records_of_two_streams_stand_in_no_table():
     history = simulation("fedavg", many(8), rounds=1).run()
     old = {**history.header, "stream": 1, "seed": 5}
-    with pytest.raises(ValueError, match="stream: expected runs of one version of the random streams, got 1 and 3"):
+    with pytest.raises(
+        ValueError, match="stream: expected runs of one version of the random streams, got 1 and 3"
+    ):
         table(group([*history.lines(), {"header": old}, *history.rounds]))
 
 
-# rows on disk ----------------------------------------------------------------------------------------------------------
+# rows on disk ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["ditto", "scaffold", "feddwa"])
@@ -127,9 +172,15 @@ def test_rows_on_disk_change_nothing(name, tmp_path):
     first, second = a.run(), b.run()
     keep = [{k: v for k, v in r.items() if k != "seconds"} for r in first.rounds]
     assert keep == [{k: v for k, v in r.items() if k != "seconds"} for r in second.rounds]
-    assert first.header["rows"] == "memory" and second.header["rows"] == "disk" and os.listdir(tmp_path) == []
+    assert (
+        first.header["rows"] == "memory"
+        and second.header["rows"] == "disk"
+        and os.listdir(tmp_path) == []
+    )
     at = first.state.seen
-    assert all(torch.equal(v[at], second.state.clients[k][at]) for k, v in first.state.clients.items())
+    assert all(
+        torch.equal(v[at], second.state.clients[k][at]) for k, v in first.state.clients.items()
+    )
     assert all(torch.equal(v, second.state.server[k]) for k, v in first.state.server.items())
     x = data.x[:5]
     assert all(torch.equal(first.model(i)(x), second.model(i)(x)) for i in (0, 7, 39))
@@ -152,7 +203,9 @@ def test_a_snapshot_on_disk_does_not_change(tmp_path):
     seen = run.state
     before = seen.clients["v"].clone()
     next(play)
-    assert torch.equal(seen.clients["v"], before) and not torch.equal(run.state.clients["v"], before)
+    assert torch.equal(seen.clients["v"], before) and not torch.equal(
+        run.state.clients["v"], before
+    )
 
 
 def test_many_clients_are_evaluated_in_parts(tmp_path, monkeypatch):
@@ -167,32 +220,49 @@ def test_a_full_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
         free = 100
 
     monkeypatch.setattr(on_disk.shutil, "disk_usage", lambda folder: Full)
-    with pytest.raises(memory.RunTooLarge, match=r"rows: the clients' rows may take .* on disk, and .* has 100 B free"):
+    with pytest.raises(
+        memory.RunTooLarge,
+        match=r"rows: the clients' rows may take .* on disk, and .* has 100 B free",
+    ):
         simulation("ditto", many(40), rows=tmp_path)
     assert os.listdir(tmp_path) == []
-    with pytest.raises(ValueError, match="rows: expected 'auto', 'memory' or a folder, got 'nowhere'"):
+    with pytest.raises(
+        ValueError, match="rows: expected 'auto', 'memory' or a folder, got 'nowhere'"
+    ):
         simulation("ditto", many(40), rows="nowhere")
 
 
-def test_a_disk_that_becomes_full_ends_the_run_with_a_sentence_and_the_state_of_the_last_round(tmp_path, monkeypatch):
+def test_a_disk_that_becomes_full_ends_the_run_with_a_sentence_and_the_state_of_the_last_round(
+    tmp_path, monkeypatch
+):
     run = simulation("ditto", many(40), rows=tmp_path, participation=0.2)
 
     def fill(round, record):
-        monkeypatch.setattr(on_disk.shutil, "disk_usage", lambda folder: type("Full", (), {"free": 100}))
+        monkeypatch.setattr(
+            on_disk.shutil, "disk_usage", lambda folder: type("Full", (), {"free": 100})
+        )
 
-    with pytest.raises(OSError, match=r"rows: this round's rows need up to .* on disk, and .* has 100 B free; make room") as told:
+    with pytest.raises(
+        OSError,
+        match=r"rows: this round's rows need up to .* on disk, and .* has 100 B free; make room",
+    ) as told:
         run.run(fill)
     assert len(told.value.history.rounds) == 1 and run._state.round == 1
     monkeypatch.undo()
     rest = run.run()
     whole = simulation("ditto", many(40), participation=0.2).run()
-    assert [r["round"] for r in rest.rounds] == [2, 3, 4] and rest.rounds[-1]["eval"] == whole.rounds[-1]["eval"]
+    assert [r["round"] for r in rest.rounds] == [2, 3, 4] and rest.rounds[-1][
+        "eval"
+    ] == whole.rounds[-1]["eval"]
 
 
 def test_a_newcomer_meets_fresh_rows_of_those_who_never_took_part(tmp_path):
     data, x = many(12), torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
     new = (torch.ones(4, 4), torch.tensor([0, 1, 0, 1]))
-    a, b = (simulation("fedamp", data, rows=where, participation=0.2, every=0).run().adapt(new, 2) for where in ("memory", tmp_path))
+    a, b = (
+        simulation("fedamp", data, rows=where, participation=0.2, every=0).run().adapt(new, 2)
+        for where in ("memory", tmp_path)
+    )
     assert torch.equal(a(x), b(x))
 
 
@@ -203,7 +273,8 @@ def test_what_does_not_fit_goes_to_disk_by_itself(monkeypatch):
 
 
 def test_a_checkpoint_of_rows_on_disk_goes_on_there_and_in_memory(tmp_path):
-    """Only the rows of clients that were seen are in it; the others' are a fresh client's wherever the run goes on."""
+    """Only the rows of clients that were seen are in it; the others' are a fresh client's wherever
+    the run goes on."""
     data, training = images((8, 20, 30, 9, 12)), Training(lr=0.1, batch_size=5)
 
     def run(where):
@@ -230,10 +301,14 @@ def test_a_checkpoint_of_rows_on_disk_goes_on_there_and_in_memory(tmp_path):
         rest.run()
         assert torch.equal(rest.state.server["x"], whole.state.server["x"])
         ids = rest.state.seen
-        assert all(torch.equal(rest.state.clients[k][ids], whole.state.clients[k][ids]) for k in whole.state.clients)
+        assert all(
+            torch.equal(rest.state.clients[k][ids], whole.state.clients[k][ids])
+            for k in whole.state.clients
+        )
 
 
-# what ten thousand numbers are made of ---------------------------------------------------------------------------------
+# what ten thousand numbers are made of
+# ---------------------------------------------------------------------------------
 
 
 def test_the_farthest_of_many_updates():

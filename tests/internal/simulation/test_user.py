@@ -1,4 +1,5 @@
-"""What a user brings (an algorithm, a loss, metrics, a schedule, callbacks), and what comes out (tables, events, models, newcomers)."""
+"""What a user brings (an algorithm, a loss, metrics, a schedule, callbacks), and what comes out
+(tables, events, models, newcomers)."""
 
 import sys
 import types
@@ -20,29 +21,48 @@ from pflcore.train.losses import CRITERIA, loss_of, squared
 @pytest.fixture
 def package(monkeypatch):
     module = types.ModuleType("mine")
-    module.Mine, module.number = Mine, 3  # type: ignore[attr-defined]
+    module.Mine, module.number = Mine, 3
     monkeypatch.setitem(sys.modules, "mine", module)
     return module
 
 
-# an algorithm -----------------------------------------------------------------------------------------------------------------------
+# an algorithm ---------------------------------------------------------------
 
 
 def test_an_algorithm_by_name_class_instance_or_place(package):
-    assert isinstance(algorithm_of("ditto"), Ditto) and isinstance(algorithm_of(Ditto, lam=0.5), Ditto)
+    assert isinstance(algorithm_of("ditto"), Ditto) and isinstance(
+        algorithm_of(Ditto, lam=0.5), Ditto
+    )
     mine = Mine()
-    assert algorithm_of(mine) is mine and class_of("mine:Mine") is Mine and name_of("mine:Mine") == name_of(mine) == "Mine"
+    assert (
+        algorithm_of(mine) is mine
+        and class_of("mine:Mine") is Mine
+        and name_of("mine:Mine") == name_of(mine) == "Mine"
+    )
     assert name_of(Ditto) == name_of("ditto") == "ditto"
     for given in (Mine, mine, "mine:Mine"):
         assert simulation(given, rounds=1).run().header["algorithm"] == "Mine"
-    tuned = tune(cross_silo(images((20, 30))), tiny_model(), Mine, TRAINING, {"server_lr": [0.5, 1.0]}, rounds=1)
+    tuned = tune(
+        cross_silo(images((20, 30))),
+        tiny_model(),
+        Mine,
+        TRAINING,
+        {"server_lr": [0.5, 1.0]},
+        rounds=1,
+    )
     assert type(tuned.best.candidate.algorithm) is Mine
     assert len(for_everyone("waffle", tiny_model(), images(), TRAINING, rounds=1).rounds) == 1
 
 
 def test_torchs_losses_with_default_options_take_the_fast_path():
-    assert loss_of(nn.CrossEntropyLoss()) is CRITERIA["cross_entropy"] and loss_of(nn.MSELoss()) is squared is loss_of(F.mse_loss)
-    for loss in (nn.CrossEntropyLoss(label_smoothing=0.1), nn.CrossEntropyLoss(weight=torch.ones(4)), nn.CrossEntropyLoss(ignore_index=1)):
+    assert loss_of(nn.CrossEntropyLoss()) is CRITERIA["cross_entropy"] and loss_of(
+        nn.MSELoss()
+    ) is squared is loss_of(F.mse_loss)
+    for loss in (
+        nn.CrossEntropyLoss(label_smoothing=0.1),
+        nn.CrossEntropyLoss(weight=torch.ones(4)),
+        nn.CrossEntropyLoss(ignore_index=1),
+    ):
         assert loss_of(loss) is loss
     scores, y = torch.randn(5, 1), torch.randn(5)
     assert loss_of(nn.MSELoss())(scores, y) == F.mse_loss(scores[:, 0], y)  # not [5, 1] against [5]
@@ -69,7 +89,10 @@ def test_a_history_as_events(tmp_path):
     from pflcore.results.export import scalars
 
     history = simulation().run()
-    assert scalars(history.rounds[0], clients=True)["eval/accuracy/client 1"] == history.rounds[0]["eval"]["accuracy"][1]
+    assert (
+        scalars(history.rounds[0], clients=True)["eval/accuracy/client 1"]
+        == history.rounds[0]["eval"]["accuracy"][1]
+    )
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -80,4 +103,6 @@ def test_a_history_as_events(tmp_path):
     for name in ("after", "during"):
         events = EventAccumulator(str(tmp_path / name)).Reload()
         assert [e.step for e in events.Scalars("eval/accuracy")] == [1, 2, 3]
-        assert events.Scalars("eval/accuracy")[-1].value == pytest.approx(history.series()[1][-1].mean().item())
+        assert events.Scalars("eval/accuracy")[-1].value == pytest.approx(
+            history.series()[1][-1].mean().item()
+        )

@@ -15,7 +15,8 @@ from pflcore.train.losses import CRITERIA
 def test_buffers_are_a_row_of_their_own():
     net = Net(Buffered)
     assert net.buffer_names == ["seen", "norm.running_mean", "norm.running_var"]
-    assert net.b0.tolist() == [0] + [0] * 4 + [1] * 4  # the integer ones, table and num_batches_tracked, are no model
+    # the integer ones, table and num_batches_tracked, are no model
+    assert net.b0.tolist() == [0] + [0] * 4 + [1] * 4
     x = torch.randn(8, 4) + 2
     with forward_mode(True, net.b0):
         net(net.w0, x)
@@ -23,7 +24,9 @@ def test_buffers_are_a_row_of_their_own():
         assert after is not None
     module = net.load(Buffered(), net.w0, net.b0).train()
     module(x)
-    torch.testing.assert_close(after, torch.cat([module.seen, module.norm.running_mean, module.norm.running_var]))  # type: ignore[list-item, union-attr]
+    torch.testing.assert_close(
+        after, torch.cat([module.seen, module.norm.running_mean, module.norm.running_var])
+    )
     assert net.b0.tolist() == [0] * 5 + [1] * 4 and context.buffers is None
     with forward_mode(False, after):
         scores = net(net.w0, x)

@@ -1,4 +1,5 @@
-"""The path that trains a model is the model: what may be written out, what must not, and what is said where it may not."""
+"""The path that trains a model is the model: what may be written out, what must not, and what is
+said where it may not."""
 
 import warnings
 from collections.abc import Callable
@@ -56,12 +57,30 @@ VECTORS: dict[str, Case] = {  # model, engine, form
     "low rank": (LowRank, "vmap", "vmap"),
     "a subclass of ReLU": (lambda: nn.Sequential(nn.Linear(6, 4), Leaky()), "vmap", "vmap"),
     "forward hook": (lambda: nn.Sequential(hooked(nn.Linear(6, 4))), "vmap", "vmap"),
-    "pre-hook": (lambda: nn.Sequential(hooked(nn.Linear(6, 4), "register_forward_pre_hook", lambda m, x: (2 * x[0],))), "vmap", "vmap"),
+    "pre-hook": (
+        lambda: nn.Sequential(
+            hooked(nn.Linear(6, 4), "register_forward_pre_hook", lambda m, x: (2 * x[0],))
+        ),
+        "vmap",
+        "vmap",
+    ),
     "hook of the whole": (lambda: hooked(nn.Sequential(nn.Linear(6, 4))), "vmap", "vmap"),
-    "training only": (lambda: Own(lambda m, x: m.relu(m.layer(x)) if m.training else m.layer(x)), "vmap", "vmap"),
-    "weight norm": (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 4))), "vmap", "vmap"),
+    "training only": (
+        lambda: Own(lambda m, x: m.relu(m.layer(x)) if m.training else m.layer(x)),
+        "vmap",
+        "vmap",
+    ),
+    "weight norm": (
+        lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 4))),
+        "vmap",
+        "vmap",
+    ),
     "spectral norm": (lambda: nn.Sequential(spectral_norm(nn.Linear(6, 4))), "loop", "module"),
-    "if": (lambda: Own(lambda m, x: m.layer(x) if x.mean() > 0 else 2 * m.layer(x)), "loop", "module"),
+    "if": (
+        lambda: Own(lambda m, x: m.layer(x) if x.mean() > 0 else 2 * m.layer(x)),
+        "loop",
+        "module",
+    ),
 }
 
 
@@ -69,27 +88,42 @@ VECTORS: dict[str, Case] = {  # model, engine, form
 def test_what_trains_is_the_model(name):
     build, engine, form = VECTORS[name]
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", "pflcore")  # a form that does not apply is no form that differs
+        # a form that does not apply is no form that differs
+        warnings.filterwarnings("error", "pflcore")
         run = same_as_by_hand(build, federation())
     assert (run.header()["path"]["engine"], run.header()["path"]["form"]) == (engine, form)
-    assert run.header()["path"] == {"engine": engine, "form": form, "why": run.header()["path"]["why"]} and run.header()["engine"] == engine
+    assert (
+        run.header()["path"] == {"engine": engine, "form": form, "why": run.header()["path"]["why"]}
+        and run.header()["engine"] == engine
+    )
 
 
-# the proof itself ---------------------------------------------------------------------------------------------------------------------
+# the proof itself -----------------------------------------------------------
 
 
 def test_a_wrong_form_is_found_told_and_not_used(monkeypatch):
     right = clients.chain_grad
     monkeypatch.setattr(clients, "chain_grad", lambda *a: (1.001 * right(*a)[0], right(*a)[1]))
     build = lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))  # noqa: E731
-    with pytest.warns(UserWarning, match="^pflcore: the chain that stands for this model is not the model: its gradient is another"):
+    with pytest.warns(
+        UserWarning,
+        match="^pflcore: the chain that stands for this model is not the model: its gradient is "
+        "another",
+    ):
         run = same_as_by_hand(build, federation())
-    assert run.header()["path"]["form"] == "vmap" and "not the model" in run.header()["path"]["why"] and run.setting.engine.chain is None
+    assert (
+        run.header()["path"]["form"] == "vmap"
+        and "not the model" in run.header()["path"]["why"]
+        and run.setting.engine.chain is None
+    )
 
 
 @pytest.mark.parametrize("size", [1e-6, 1e-3])
 def test_the_trial_sees_small_differences(size):
-    net, data = Net(lambda: nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))), federation()
+    net, data = (
+        Net(lambda: nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))),
+        federation(),
+    )
     chain = find_chain(net, data)
     engines = Engine("loop"), Engine("vmap"), Engine("loop", chain)
     exact, own = trials(net, data)
@@ -104,7 +138,8 @@ def test_the_trial_sees_small_differences(size):
 
 
 def test_the_chain_names_what_it_calls():
-    assert [int(kind) for kind in compiled(Net(repeated()), (6,)).program[:, 0]] == [0, 3, 0, 3, 0]  # a repeated layer stands twice
+    # a repeated layer stands twice
+    assert [int(kind) for kind in compiled(Net(repeated()), (6,)).program[:, 0]] == [0, 3, 0, 3, 0]
     torch.nn.modules.module.register_module_forward_hook(handle := lambda m, x, y: None)
     try:
         with pytest.raises(NoChain, match="a hook"):
@@ -116,7 +151,15 @@ def test_the_chain_names_what_it_calls():
 
 @pytest.mark.parametrize(("width", "engine"), [(64, "vmap"), (1024, "loop")])
 def test_wide_models_train_client_after_client_on_a_cpu(width, engine):
-    net = Net(lambda: nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width), nn.Linear(width, 300), nn.ReLU(), nn.Linear(300, 4)))
+    net = Net(
+        lambda: nn.Sequential(
+            nn.Linear(6, width),
+            nn.BatchNorm1d(width),
+            nn.Linear(width, 300),
+            nn.ReLU(),
+            nn.Linear(300, 4),
+        )
+    )
     found = prepared(net, federation(), Training()).engine
     assert found.name == engine and (f"{net.size} weights" in found.why) is (engine == "loop")
     assert prepared(net, federation(), Training(), "vmap").engine.name == "vmap"
@@ -131,7 +174,9 @@ def test_the_global_generators_are_left_alone():
 
 def test_a_chain_with_dropout_is_a_chain():
     model = nn.Sequential(nn.Linear(6, 5), Dropout(0.5), nn.Linear(5, 4))
-    data = Federation(torch.ones(24, 6), torch.arange(24) % 4, {"train": list(torch.arange(24).split(8))}, 4)
+    data = Federation(
+        torch.ones(24, 6), torch.arange(24) % 4, {"train": list(torch.arange(24).split(8))}, 4
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert choose(Net(model), data, Training())[1].chain is not None

@@ -11,7 +11,10 @@ from pflcore.nn.mode import forward_mode
 from pflcore.train.recurrent import write_out
 
 KINDS = [(nn.GRU, {}), (nn.LSTM, {}), (nn.RNN, {}), (nn.RNN, {"nonlinearity": "relu"})]
-SHAPES = [dict(zip(("bidirectional", "bias", "batch_first"), c, strict=True)) for c in itertools.product((False, True), repeat=3)]
+SHAPES = [
+    dict(zip(("bidirectional", "bias", "batch_first"), c, strict=True))
+    for c in itertools.product((False, True), repeat=3)
+]
 
 
 def pair(kind, **options):
@@ -31,14 +34,24 @@ def test_it_is_torchs_own(kind, more, options):
     with forward_mode(True, torch.empty(0), torch.tensor(0), alone=False):
         got, found = other(x)
     torch.testing.assert_close((got, found), (want, states), rtol=0, atol=1e-14)
-    weight = torch.randn(want.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    for a, b in zip(*(torch.autograd.grad((y * weight).sum(), list(m.parameters())) for y, m in ((want, own), (got, other))), strict=True):
+    weight = torch.randn(
+        want.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
+    )
+    for a, b in zip(
+        *(
+            torch.autograd.grad((y * weight).sum(), list(m.parameters()))
+            for y, m in ((want, own), (got, other))
+        ),
+        strict=True,
+    ):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
 def test_many_clients_at_once():
     own, other = pair(nn.GRU, batch_first=True)
-    rows = {n: torch.stack([p.detach() * c for c in (1.0, 0.5, 2.0)]) for n, p in own.named_parameters()}
+    rows = {
+        n: torch.stack([p.detach() * c for c in (1.0, 0.5, 2.0)]) for n, p in own.named_parameters()
+    }
     x = torch.randn(3, 4, 6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     with forward_mode(True, torch.empty(0), torch.tensor(0), alone=False):
         got = torch.vmap(lambda w, x: torch.func.functional_call(other, w, (x,))[0])(rows, x)
@@ -57,7 +70,9 @@ def test_what_is_not_written_out_is_torchs_own():
     ):
         own, other = pair(kind, **options)
         with forward_mode(True, torch.empty(0), torch.tensor(0), alone=False):
-            assert torch.equal(torch.as_tensor(other(*args)[0][0]), torch.as_tensor(own(*args)[0][0]))
+            assert torch.equal(
+                torch.as_tensor(other(*args)[0][0]), torch.as_tensor(own(*args)[0][0])
+            )
     own, other = pair(nn.GRU)
     with forward_mode(True, torch.empty(0), torch.tensor(0), alone=True):
         assert torch.equal(other(x)[0], own(x)[0])
