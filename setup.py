@@ -151,7 +151,10 @@ def extension():
     if not any(map(shutil.which, [os.environ.get("CXX", "c++").split()[0], "g++", "clang++"])):
         return pure("no C++ compiler was found")
 
-    sources = ["csrc/library.cpp", *sorted(glob.glob("csrc/cpu/*.cpp"))]
+    sources = [
+        "csrc/library.cpp",
+        *sorted(glob.glob("csrc/cpu/*.cpp") + glob.glob("csrc/chain/*.cpp")),
+    ]
     cuda_sources = sorted(glob.glob("csrc/cuda/*.cu"))
     defines = ["-DTORCH_TARGET_VERSION=0x020a000000000000"]
     plain = ["-O3", "-g0", "-fvisibility=hidden"]

@@ -1,4 +1,5 @@
-// What the kernels' library says of itself, in C, to every Python. Its ops register themselves when it is loaded (torch.ops.load_library).
+// What the kernels' library says of itself, in C, to every Python. Its ops register themselves when
+// it is loaded (torch.ops.load_library).
 #include <torch/headeronly/version.h>
 
 #include "cpu/isa.h"

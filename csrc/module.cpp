@@ -1,5 +1,5 @@
-// pflcore._C: what this machine can do, and what the module was built with, for benchmarks. The kernels do without it (library.cpp), and it
-// without them: it shares nothing with their library.
+// pflcore._C: what this machine can do, and what the module was built with, for benchmarks. The
+// kernels do without it (library.cpp), and it without them: it shares nothing with their library.
 #include <pybind11/pybind11.h>
 #include <torch/headeronly/version.h>
 
@@ -12,14 +12,21 @@ PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
   namespace cpu = pflcore::cpu;
   m.doc() = "What this machine can do, and what the module was built with.";
   m.attr("torch_version") = TORCH_VERSION;
-  m.def("best_isa", [] { return std::string(cpu::name(cpu::best_isa())); }, "The best instruction set of this machine.");
-  m.def("limits", [](int threads, int64_t bytes) {
-    const cpu::Limits limits = [&] {
-      pybind11::gil_scoped_release release;
-      return cpu::limits(threads, bytes);
-    }();
-    pybind11::dict out;
-    out["read"] = limits.read, out["write"] = limits.write, out["fma"] = limits.fma, out["sub_fma"] = limits.sub_fma;
-    return out;
-  }, pybind11::arg("threads"), pybind11::arg("bytes"), "This machine's limits: bytes read and written a second, float32 operations a second.");
+  m.def(
+      "best_isa", [] { return std::string(cpu::name(cpu::best_isa())); },
+      "The best instruction set of this machine.");
+  m.def(
+      "limits",
+      [](int threads, int64_t bytes) {
+        const cpu::Limits limits = [&] {
+          pybind11::gil_scoped_release release;
+          return cpu::limits(threads, bytes);
+        }();
+        pybind11::dict out;
+        out["read"] = limits.read, out["write"] = limits.write, out["fma"] = limits.fma,
+        out["sub_fma"] = limits.sub_fma;
+        return out;
+      },
+      pybind11::arg("threads"), pybind11::arg("bytes"),
+      "This machine's limits: bytes read and written a second, float32 operations a second.");
 }

@@ -270,7 +270,7 @@ def tried(fault, place, reached):
     """The suite that kills it, "survived", or "broken" where it cannot be tried."""
     path, kernels = (
         path_of(fault) if fault["kind"] != "fresh" else ROOT / fault["where"],
-        fault["where"].startswith("csrc/cpu"),
+        fault["where"].startswith(("csrc/cpu", "csrc/chain")),
     )
     here, source = place / path.relative_to(ROOT), path.read_text(encoding="utf-8")
     first, last, text = (

@@ -11,11 +11,14 @@ struct AggregateOnCpu : OnCpu {
   void operator()(const Aggregate& q) const {
     if (q.sparse)
       for (int64_t i = 0; i < q.m * q.k; ++i)
-        PFL_CHECK(q.index[i] >= 0 && q.index[i] < q.n, "aggregate: index holds ", q.index[i], ", expected 0 to ", q.n - 1);
-    cpu::aggregate(q, TorchParallel{TorchParallel::worthwhile});   // it cuts little work into one piece itself
+        PFL_CHECK(q.index[i] >= 0 && q.index[i] < q.n, "aggregate: index holds ", q.index[i],
+                  ", expected 0 to ", q.n - 1);
+    cpu::aggregate(
+        q, TorchParallel{TorchParallel::worthwhile});  // it cuts little work into one piece itself
   }
   static void ready(const Tensor& out) {
-    const size_t bytes = static_cast<size_t>(out.numel()) * static_cast<size_t>(cpu::size_of(dtype_of(out, "aggregate")));
+    const size_t bytes = static_cast<size_t>(out.numel()) *
+                         static_cast<size_t>(cpu::size_of(dtype_of(out, "aggregate")));
     cpu::touch_fresh(out.mutable_data_ptr(), bytes, TorchParallel{static_cast<double>(bytes)});
   }
 };

@@ -9,15 +9,17 @@
 
 namespace pflcore {
 
-// Where a call runs, as cuda::Call is on a GPU: the dispatcher has seen to it that all tensors are here.
+// Where a call runs, as cuda::Call is on a GPU: the dispatcher has seen to it that all tensors are
+// here.
 struct OnCpu {
   OnCpu(const Tensor&, const char*) {}
   template <class T>
   void same(const T&, const char*) const {}
 };
 
-// Runs `body(begin, end)` over pieces 0..n-1 on torch's intra-op threads, each thread taking the next free piece, so that a busy core
-// does not hold up the others. Little work stays on the calling thread: opening a parallel region costs more than it saves.
+// Runs `body(begin, end)` over pieces 0..n-1 on torch's intra-op threads, each thread taking the
+// next free piece, so that a busy core does not hold up the others. Little work stays on the
+// calling thread: opening a parallel region costs more than it saves.
 struct TorchParallel {
   double work;  // roughly: scalar operations
   static constexpr double worthwhile = 4e5;
@@ -25,7 +27,8 @@ struct TorchParallel {
   template <class Body>
   void operator()(int64_t n, const Body& body) const {
     if (n <= 0) return;
-    const int64_t threads = n == 1 || work < worthwhile ? 1 : std::min<int64_t>(n, torch::stable::get_num_threads());
+    const int64_t threads =
+        n == 1 || work < worthwhile ? 1 : std::min<int64_t>(n, torch::stable::get_num_threads());
     if (threads == 1) return body(0, n);
     std::atomic<int64_t> next{0};
     torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) {

@@ -1,4 +1,5 @@
-// Which instruction set the CPU kernels use: chosen at run time, forced by PFLCORE_ISA=plain|avx2|avx512 (tests do).
+// Which instruction set the CPU kernels use: chosen at run time, forced by
+// PFLCORE_ISA=plain|avx2|avx512 (tests do).
 #pragma once
 #include <cstdlib>
 #include <cstring>
@@ -17,21 +18,24 @@ namespace cpu {
 
 enum class Isa { plain = 0, avx2 = 1, avx512 = 2 };
 
-inline const char* name(Isa isa) { return isa == Isa::avx512 ? "avx512" : isa == Isa::avx2 ? "avx2" : "plain"; }
+inline const char* name(Isa isa) {
+  return isa == Isa::avx512 ? "avx512" : isa == Isa::avx2 ? "avx2" : "plain";
+}
 
 inline Isa best_isa() {
 #if PFL_X86
   __builtin_cpu_init();
   if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))) return Isa::plain;
-  const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                    __builtin_cpu_supports("avx512dq");
+  const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   return wide ? Isa::avx512 : Isa::avx2;
 #else
   return Isa::plain;
 #endif
 }
 
-// The name's instruction set, or the best one this machine has where it lacks that one or the name is unknown.
+// The name's instruction set, or the best one this machine has where it lacks that one or the name
+// is unknown.
 inline Isa isa_from(const char* wanted) {
   const Isa best = best_isa();
   if (wanted == nullptr) return best;

@@ -16,7 +16,8 @@ struct Rank1OnCpu : OnCpu {
   void backward(const Rank1<T>& q, const Tensor&, const T* grad, const Rank1Grads<T>& out) const {
     cpu::rank1_backward(q, grad, out, parallel);
   }
-  static constexpr TorchParallel parallel{TorchParallel::worthwhile};   // the kernels cut little work into one piece themselves
+  static constexpr TorchParallel parallel{
+      TorchParallel::worthwhile};  // the kernels cut little work into one piece themselves
 };
 
 }  // namespace

@@ -1,7 +1,8 @@
-// y = ((x w_b^T) * lam) w_a^T, a linear layer made of rank-1 factors, batched over clients. Knows nothing of torch.
+// y = ((x w_b^T) * lam) w_a^T, a linear layer made of rank-1 factors, batched over clients. Knows
+// nothing of torch.
 //
-// The factors whose lam is not 0 are gathered once, as pointers to their rows of w_b and of w_a transposed. What is left is two small
-// dense products, and their gradients, over those rows alone.
+// The factors whose lam is not 0 are gathered once, as pointers to their rows of w_b and of w_a
+// transposed. What is left is two small dense products, and their gradients, over those rows alone.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -17,15 +18,16 @@ namespace pflcore::cpu {
 
 namespace rank1_detail {
 
-#ifdef PFL_SMALL_PIECES              // tests: all paths at small sizes
+#ifdef PFL_SMALL_PIECES  // tests: all paths at small sizes
 constexpr double kPieceWork = 1e3, kAloneWork = 2e3;
 #else
-constexpr double kPieceWork = 1e6;   // multiply-adds of a piece: some ten microseconds
-constexpr double kAloneWork = 4e6;   // less is not worth another thread
+constexpr double kPieceWork = 1e6;  // multiply-adds of a piece: some ten microseconds
+constexpr double kAloneWork = 4e6;  // less is not worth another thread
 #endif
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-// The same to an odd number of `to`: rows a power of two apart would fall into a few sets of the cache.
+// The same to an odd number of `to`: rows a power of two apart would fall into a few sets of the
+// cache.
 inline int64_t round_up_odd(int64_t n, int64_t to) { return ((n + to - 1) / to | 1) * to; }
 
 template <class T, class P>
@@ -38,7 +40,8 @@ std::vector<T*> row_pointers(P data, int64_t rows, int64_t stride) {
 // Rows whose length is a whole number of vectors: the rows themselves, or copies padded with 0.
 template <class T>
 struct Padded {
-  Padded(int64_t rows, int64_t width, int64_t lanes) : width(width), padded(round_up(width, lanes)), copies(padded == width ? 0 : rows * padded) {
+  Padded(int64_t rows, int64_t width, int64_t lanes)
+      : width(width), padded(round_up(width, lanes)), copies(padded == width ? 0 : rows * padded) {
     row.reserve(rows);
   }
   void add(const T* from) {
@@ -55,7 +58,8 @@ struct Padded {
   std::vector<const T*> row;
 };
 
-// One client's inputs, or those of all clients where they share every factor (then their batches are one long batch).
+// One client's inputs, or those of all clients where they share every factor (then their batches
+// are one long batch).
 template <class Gemm, class T>
 struct Gathered {
   Gathered(const Rank1<T>& q, int64_t client, bool together, bool all_factors)
@@ -93,14 +97,14 @@ struct Gathered {
     return out;
   }
 
-  int64_t rows;                   // of x and y
-  std::vector<int64_t> active;    // the factors that count
-  int64_t count, stride;          // how many, and the row stride of what has one column for each
-  int64_t outputs;                // padded to whole vectors
-  Padded<T> x, w_b;               // rows of the batch, rows of the active factors
-  Scratch<T> transposed;          // [f, outputs]: w_a^T
-  std::vector<const T*> w_a;      // its rows of the active factors
-  Scratch<T> lam;                 // [stride], 0 after the last factor
+  int64_t rows;                 // of x and y
+  std::vector<int64_t> active;  // the factors that count
+  int64_t count, stride;        // how many, and the row stride of what has one column for each
+  int64_t outputs;              // padded to whole vectors
+  Padded<T> x, w_b;             // rows of the batch, rows of the active factors
+  Scratch<T> transposed;        // [f, outputs]: w_a^T
+  std::vector<const T*> w_a;    // its rows of the active factors
+  Scratch<T> lam;               // [stride], 0 after the last factor
 };
 
 // rows * lam, column by column. A factor that is off gives 0 whatever it holds.
@@ -110,60 +114,77 @@ void scale(T* rows, int64_t n, const Gathered<Gemm, T>& in) {
 }
 
 template <class Gemm, class T>
-void forward_rows(const Rank1<T>& q, const Gathered<Gemm, T>& in, T* y, int64_t begin, int64_t end) {
+void forward_rows(const Rank1<T>& q, const Gathered<Gemm, T>& in, T* y, int64_t begin,
+                  int64_t end) {
   const int64_t rows = end - begin;
   Scratch<T> hidden(rows * in.stride);
-  Gemm::dots(rows, in.count, in.x.padded, in.x.row.data() + begin, in.w_b.row.data(), hidden.data, in.stride);
+  Gemm::dots(rows, in.count, in.x.padded, in.x.row.data() + begin, in.w_b.row.data(), hidden.data,
+             in.stride);
   scale(hidden.data, rows, in);
-  Gemm::outer(rows, q.o, in.count, hidden.data, in.stride, 1, in.w_a.data(), row_pointers<T>(y + begin * q.o, rows, q.o).data(), false);
+  Gemm::outer(rows, q.o, in.count, hidden.data, in.stride, 1, in.w_a.data(),
+              row_pointers<T>(y + begin * q.o, rows, q.o).data(), false);
 }
 
 // What the second half of the backward pass needs of the first: [rows, stride] each.
 template <class Gemm, class T>
 struct Between {
   Between(const Rank1<T>& q, const Gathered<Gemm, T>& in, const T* grad_rows, bool want_lam)
-      : grad(in.rows, q.o, Gemm::lanes), scaled(in.rows * in.stride), back(in.rows * in.stride), dot(want_lam ? in.rows * in.stride : 0) {
+      : grad(in.rows, q.o, Gemm::lanes),
+        scaled(in.rows * in.stride),
+        back(in.rows * in.stride),
+        dot(want_lam ? in.rows * in.stride : 0) {
     for (int64_t r = 0; r < in.rows; r++) grad.add(grad_rows + r * q.o);
   }
   Padded<T> grad;
-  Scratch<T> scaled;   // hidden * lam
-  Scratch<T> back;     // (grad w_a) * lam
-  Scratch<T> dot;      // hidden * (grad w_a)
+  Scratch<T> scaled;  // hidden * lam
+  Scratch<T> back;    // (grad w_a) * lam
+  Scratch<T> dot;     // hidden * (grad w_a)
 };
 
 template <class Gemm, class T>
-void backward_rows(const Rank1<T>& q, const Gathered<Gemm, T>& in, const Rank1Grads<T>& out, const Between<Gemm, T>& mid, bool add_x,
-                   int64_t begin, int64_t end) {
+void backward_rows(const Rank1<T>& q, const Gathered<Gemm, T>& in, const Rank1Grads<T>& out,
+                   const Between<Gemm, T>& mid, bool add_x, int64_t begin, int64_t end) {
   const int64_t at = begin * in.stride, rows = end - begin;
   T *const scaled = mid.scaled.data + at, *const back = mid.back.data + at;
-  if (out.w_a || out.lam) Gemm::dots(rows, in.count, in.x.padded, in.x.row.data() + begin, in.w_b.row.data(), scaled, in.stride);
-  Gemm::dots(rows, in.count, in.outputs, mid.grad.row.data() + begin, in.w_a.data(), back, in.stride);
+  if (out.w_a || out.lam)
+    Gemm::dots(rows, in.count, in.x.padded, in.x.row.data() + begin, in.w_b.row.data(), scaled,
+               in.stride);
+  Gemm::dots(rows, in.count, in.outputs, mid.grad.row.data() + begin, in.w_a.data(), back,
+             in.stride);
   if (out.lam)
     for (int64_t r = 0; r < rows; r++)
-      for (int64_t k = r * in.stride; k < r * in.stride + in.count; k++) mid.dot[at + k] = scaled[k] * back[k];
+      for (int64_t k = r * in.stride; k < r * in.stride + in.count; k++)
+        mid.dot[at + k] = scaled[k] * back[k];
   if (out.w_a) scale(scaled, rows, in);
   scale(back, rows, in);
   if (out.x)
-    Gemm::outer(rows, q.i, in.count, back, in.stride, 1, in.w_b.row.data(), row_pointers<T>(out.x + begin * q.i, rows, q.i).data(), add_x);
+    Gemm::outer(rows, q.i, in.count, back, in.stride, 1, in.w_b.row.data(),
+                row_pointers<T>(out.x + begin * q.i, rows, q.i).data(), add_x);
 }
 
-struct Add {   // which gradients are added to what is there
+struct Add {  // which gradients are added to what is there
   bool w_a, lam, w_b;
 };
 
-// The gradients of w_a, w_b and lam for the factors' share part .. part + 1 of `parts`: some active ones, and those off before them.
+// The gradients of w_a, w_b and lam for the factors' share part .. part + 1 of `parts`: some active
+// ones, and those off before them.
 template <class Gemm, class T>
-void backward_factors(const Rank1<T>& q, const Gathered<Gemm, T>& in, const Rank1Grads<T>& out, const Between<Gemm, T>& mid, Add add,
-                      int64_t part, int64_t parts) {
+void backward_factors(const Rank1<T>& q, const Gathered<Gemm, T>& in, const Rank1Grads<T>& out,
+                      const Between<Gemm, T>& mid, Add add, int64_t part, int64_t parts) {
   const int64_t begin = in.count * part / parts, end = in.count * (part + 1) / parts;
-  const int64_t first = begin > 0 ? in.active[begin - 1] + 1 : 0, last = part + 1 == parts ? q.f : end > 0 ? in.active[end - 1] + 1 : 0;
+  const int64_t first = begin > 0 ? in.active[begin - 1] + 1 : 0,
+                last = part + 1 == parts ? q.f
+                       : end > 0         ? in.active[end - 1] + 1
+                                         : 0;
   // The rows [last - first, width] of a gradient: products where a factor is active, 0 elsewhere.
   const auto fill = [&](T* grad, int64_t width, const T* columns, const T* const* rows, bool keep) {
     std::vector<T*> to;
     for (int64_t f = first, k = begin; f < last; f++) {
       T* const row = grad + (f - first) * width;
-      if (k < end && in.active[k] == f) to.push_back(row), k++;
-      else if (!keep) std::fill(row, row + width, T(0));
+      if (k < end && in.active[k] == f)
+        to.push_back(row), k++;
+      else if (!keep)
+        std::fill(row, row + width, T(0));
     }
     Gemm::outer(end - begin, width, in.rows, columns + begin, 1, in.stride, rows, to.data(), keep);
   };
@@ -179,7 +200,8 @@ void backward_factors(const Rank1<T>& q, const Gathered<Gemm, T>& in, const Rank
     }
   }
   if (out.lam)
-    for (int64_t f = first; f < last; f++) {   // every factor is gathered where this gradient is wanted
+    for (int64_t f = first; f < last;
+         f++) {  // every factor is gathered where this gradient is wanted
       T sum = add.lam ? out.lam[f] : T(0);
       for (int64_t r = 0; r < in.rows; r++) sum += mid.dot[r * in.stride + f];
       out.lam[f] = sum;
@@ -187,16 +209,20 @@ void backward_factors(const Rank1<T>& q, const Gathered<Gemm, T>& in, const Rank
 }
 
 inline int64_t pieces(double work, int64_t most) {
-  return work < kAloneWork ? 1 : std::max<int64_t>(1, std::min(most, static_cast<int64_t>(work / kPieceWork)));
+  return work < kAloneWork
+             ? 1
+             : std::max<int64_t>(1, std::min(most, static_cast<int64_t>(work / kPieceWork)));
 }
 
 template <class Gemm, class T, class Parallel>
 void forward(const Rank1<T>& q, T* y, const Parallel& parallel) {
-  if (q.n == 1 || (q.w_a_shared && q.lam_shared && q.w_b_shared)) {   // one long batch
+  if (q.n == 1 || (q.w_a_shared && q.lam_shared && q.w_b_shared)) {  // one long batch
     const Gathered<Gemm, T> in(q, 0, true, false);
-    const int64_t parts = pieces(static_cast<double>(in.rows) * in.count * (q.i + q.o), (in.rows + 3) / 4);
+    const int64_t parts =
+        pieces(static_cast<double>(in.rows) * in.count * (q.i + q.o), (in.rows + 3) / 4);
     parallel(parts, [&, parts](int64_t begin, int64_t end) {
-      for (int64_t part = begin; part < end; part++) forward_rows(q, in, y, in.rows * part / parts, in.rows * (part + 1) / parts);
+      for (int64_t part = begin; part < end; part++)
+        forward_rows(q, in, y, in.rows * part / parts, in.rows * (part + 1) / parts);
     });
     return;
   }
@@ -208,34 +234,45 @@ void forward(const Rank1<T>& q, T* y, const Parallel& parallel) {
 }
 
 template <class Gemm, class T, class Parallel>
-void backward(const Rank1<T>& q, const T* grad, const Rank1Grads<T>& out, const Parallel& parallel) {
+void backward(const Rank1<T>& q, const T* grad, const Rank1Grads<T>& out,
+              const Parallel& parallel) {
   const bool want_lam = out.lam != nullptr;
-  if (q.n == 1 || (q.w_a_shared && q.lam_shared && q.w_b_shared && !(q.x_shared && out.x))) {   // one long batch
+  if (q.n == 1 ||
+      (q.w_a_shared && q.lam_shared && q.w_b_shared && !(q.x_shared && out.x))) {  // one long batch
     const Gathered<Gemm, T> in(q, 0, true, want_lam);
     const Between<Gemm, T> mid(q, in, grad, want_lam);
     const double work = 2.0 * in.rows * in.count * (q.i + q.o);
     const int64_t row_parts = pieces(work, (in.rows + 3) / 4), factor_parts = pieces(work, 64);
     parallel(row_parts, [&, row_parts](int64_t begin, int64_t end) {
       for (int64_t part = begin; part < end; part++)
-        backward_rows(q, in, out, mid, false, in.rows * part / row_parts, in.rows * (part + 1) / row_parts);
+        backward_rows(q, in, out, mid, false, in.rows * part / row_parts,
+                      in.rows * (part + 1) / row_parts);
     });
     parallel(factor_parts, [&, factor_parts](int64_t begin, int64_t end) {
-      for (int64_t part = begin; part < end; part++) backward_factors(q, in, out, mid, Add{}, part, factor_parts);
+      for (int64_t part = begin; part < end; part++)
+        backward_factors(q, in, out, mid, Add{}, part, factor_parts);
     });
     return;
   }
-  // Client by client. Gradients of shared inputs are added up in the clients' order, so these runs have one piece.
-  const bool sums = (q.x_shared && out.x) || (q.w_a_shared && out.w_a) || (q.lam_shared && want_lam) || (q.w_b_shared && out.w_b);
+  // Client by client. Gradients of shared inputs are added up in the clients' order, so these runs
+  // have one piece.
+  const bool sums = (q.x_shared && out.x) || (q.w_a_shared && out.w_a) ||
+                    (q.lam_shared && want_lam) || (q.w_b_shared && out.w_b);
   const int64_t parts = sums ? 1 : pieces(4.0 * q.n * q.b * q.f * (q.i + q.o), q.n);
   parallel(parts, [&, parts](int64_t begin, int64_t end) {
     for (int64_t c = q.n * begin / parts; c < q.n * end / parts; c++) {
-      const auto at = [c](T* p, bool shared, int64_t size) { return p && !shared ? p + c * size : p; };
-      const Rank1Grads<T> own{at(out.x, q.x_shared, q.b * q.i), at(out.w_a, q.w_a_shared, q.o * q.f), at(out.lam, q.lam_shared, q.f),
+      const auto at = [c](T* p, bool shared, int64_t size) {
+        return p && !shared ? p + c * size : p;
+      };
+      const Rank1Grads<T> own{at(out.x, q.x_shared, q.b * q.i),
+                              at(out.w_a, q.w_a_shared, q.o * q.f), at(out.lam, q.lam_shared, q.f),
                               at(out.w_b, q.w_b_shared, q.f * q.i)};
       const Gathered<Gemm, T> in(q, c, false, want_lam);
       const Between<Gemm, T> mid(q, in, grad + c * q.b * q.o, want_lam);
       backward_rows(q, in, own, mid, q.x_shared && c > 0, 0, q.b);
-      backward_factors(q, in, own, mid, Add{q.w_a_shared && c > 0, q.lam_shared && c > 0, q.w_b_shared && c > 0}, 0, 1);
+      backward_factors(q, in, own, mid,
+                       Add{q.w_a_shared && c > 0, q.lam_shared && c > 0, q.w_b_shared && c > 0}, 0,
+                       1);
     }
   });
 }
@@ -256,9 +293,10 @@ void rank1_forward(const Rank1<T>& q, T* y, const Parallel& parallel) {
 
 // grad [n, b, o], contiguous.
 template <class T, class Parallel>
-void rank1_backward(const Rank1<T>& q, const T* grad, const Rank1Grads<T>& out, const Parallel& parallel) {
+void rank1_backward(const Rank1<T>& q, const T* grad, const Rank1Grads<T>& out,
+                    const Parallel& parallel) {
   namespace d = rank1_detail;
-  if (q.n == 0) {   // nobody adds to the gradient of what clients share
+  if (q.n == 0) {  // nobody adds to the gradient of what clients share
     const auto zero = [](T* p, bool shared, int64_t size) {
       if (p && shared) std::fill(p, p + size, T(0));
     };

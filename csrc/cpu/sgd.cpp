@@ -10,7 +10,8 @@ struct SgdOnCpu : OnCpu {
   using OnCpu::OnCpu;
   template <class T>
   void operator()(const Sgd<T>& step) const {
-    cpu::sgd_step(step, TorchParallel{4.0 * static_cast<double>(step.s) * static_cast<double>(step.q)});
+    cpu::sgd_step(step,
+                  TorchParallel{4.0 * static_cast<double>(step.s) * static_cast<double>(step.q)});
   }
 };
 

@@ -1,5 +1,5 @@
-// One step of SGD on flat rows with every correction fused: each array is read once, w and buffer are written once.
-// Knows nothing of torch.
+// One step of SGD on flat rows with every correction fused: each array is read once, w and buffer
+// are written once. Knows nothing of torch.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -24,19 +24,15 @@ struct Row {
 template <class T>
 Row<T> row_of(const Sgd<T>& a, int64_t s, const T* grad, T* buffer) {
   const auto at = [s](const T* p, int64_t stride) { return p ? p + s * stride : p; };
-  return {a.w + s * a.w_row,
-          grad,
-          at(a.shift, a.shift_row),
-          at(a.mask, a.mask_row),
-          at(a.anchor, a.anchor_row),
-          buffer,
-          static_cast<T>(a.lr),
-          static_cast<T>(a.mu_rows ? a.mu_rows[s] : a.mu),
-          static_cast<T>(a.momentum),
-          static_cast<T>(a.weight_decay)};
+  return {a.w + s * a.w_row,          grad,
+          at(a.shift, a.shift_row),   at(a.mask, a.mask_row),
+          at(a.anchor, a.anchor_row), buffer,
+          static_cast<T>(a.lr),       static_cast<T>(a.mu_rows ? a.mu_rows[s] : a.mu),
+          static_cast<T>(a.momentum), static_cast<T>(a.weight_decay)};
 }
 
-// `count` vectors from element c on. The tests on the pointers are the same for a whole row: predicted, and shared by the vectors.
+// `count` vectors from element c on. The tests on the pointers are the same for a whole row:
+// predicted, and shared by the vectors.
 template <class V, int count, class T>
 PFL_INLINE void step(const Row<T>& a, int64_t c) {
   constexpr int64_t lanes = sizeof(V) / sizeof(T);
@@ -46,34 +42,29 @@ PFL_INLINE void step(const Row<T>& a, int64_t c) {
     load(w[i], a.w + c + i * lanes);
     load(d[i], a.grad + c + i * lanes);
   }
-  if (a.shift)
-    PFL_UNROLL
-    for (int i = 0; i < count; i++) {
-      load(t, a.shift + c + i * lanes);
-      d[i] += t;
-    }
-  if (a.anchor)
-    PFL_UNROLL
-    for (int i = 0; i < count; i++) {
-      load(t, a.anchor + c + i * lanes);
-      d[i] += a.mu * (w[i] - t);
-    }
-  if (a.decay != 0)
-    PFL_UNROLL
-    for (int i = 0; i < count; i++) d[i] += a.decay * w[i];
-  if (a.buffer)
-    PFL_UNROLL
-    for (int i = 0; i < count; i++) {
-      load(t, a.buffer + c + i * lanes);
-      d[i] += a.momentum * t;
-      store(a.buffer + c + i * lanes, d[i]);
-    }
-  if (a.mask)
-    PFL_UNROLL
-    for (int i = 0; i < count; i++) {
-      load(t, a.mask + c + i * lanes);
-      d[i] *= t;
-    }
+  if (a.shift) PFL_UNROLL
+  for (int i = 0; i < count; i++) {
+    load(t, a.shift + c + i * lanes);
+    d[i] += t;
+  }
+  if (a.anchor) PFL_UNROLL
+  for (int i = 0; i < count; i++) {
+    load(t, a.anchor + c + i * lanes);
+    d[i] += a.mu * (w[i] - t);
+  }
+  if (a.decay != 0) PFL_UNROLL
+  for (int i = 0; i < count; i++) d[i] += a.decay * w[i];
+  if (a.buffer) PFL_UNROLL
+  for (int i = 0; i < count; i++) {
+    load(t, a.buffer + c + i * lanes);
+    d[i] += a.momentum * t;
+    store(a.buffer + c + i * lanes, d[i]);
+  }
+  if (a.mask) PFL_UNROLL
+  for (int i = 0; i < count; i++) {
+    load(t, a.mask + c + i * lanes);
+    d[i] *= t;
+  }
   PFL_UNROLL
   for (int i = 0; i < count; i++) {
     w[i] -= a.lr * d[i];
@@ -99,19 +90,26 @@ PFL_INLINE void pieces(const Sgd<T>& a, int64_t begin, int64_t end) {
   const int64_t strips = (a.q + kStrip - 1) / kStrip;
   int64_t s = begin / strips, strip = begin % strips;
   for (int64_t piece = begin; piece < end; piece++) {
-    const Row<T> r = row_of(a, s, a.grad + s * a.grad_row, a.buffer ? a.buffer + s * a.buffer_row : nullptr);
+    const Row<T> r =
+        row_of(a, s, a.grad + s * a.grad_row, a.buffer ? a.buffer + s * a.buffer_row : nullptr);
     row<bytes, T>(r, strip * kStrip, std::min(a.q, (strip + 1) * kStrip));
     if (++strip == strips) strip = 0, s++;
   }
 }
 
 template <class T>
-void pieces_plain(const Sgd<T>& a, int64_t begin, int64_t end) { pieces<16, T>(a, begin, end); }
+void pieces_plain(const Sgd<T>& a, int64_t begin, int64_t end) {
+  pieces<16, T>(a, begin, end);
+}
 #if PFL_X86
 template <class T>
-PFL_AVX2 void pieces_avx2(const Sgd<T>& a, int64_t begin, int64_t end) { pieces<32, T>(a, begin, end); }
+PFL_AVX2 void pieces_avx2(const Sgd<T>& a, int64_t begin, int64_t end) {
+  pieces<32, T>(a, begin, end);
+}
 template <class T>
-PFL_AVX512 void pieces_avx512(const Sgd<T>& a, int64_t begin, int64_t end) { pieces<64, T>(a, begin, end); }
+PFL_AVX512 void pieces_avx512(const Sgd<T>& a, int64_t begin, int64_t end) {
+  pieces<64, T>(a, begin, end);
+}
 #endif
 
 }  // namespace sgd_detail
@@ -120,19 +118,21 @@ template <class T, class Parallel>
 void sgd_step(Sgd<T> a, const Parallel& parallel) {
   if (a.s == 0 || a.q == 0) return;
   const auto whole = [&](const T* p, int64_t stride) { return !p || stride == a.q; };
-  if (!(a.mu_rows && a.anchor) && a.w_row == a.q && a.grad_row == a.q && whole(a.shift, a.shift_row) && whole(a.mask, a.mask_row) &&
-      whole(a.anchor, a.anchor_row) && whole(a.buffer, a.buffer_row)) {
-    a.q *= a.s;   // rows without gaps are one long row: no tails in between
+  if (!(a.mu_rows && a.anchor) && a.w_row == a.q && a.grad_row == a.q &&
+      whole(a.shift, a.shift_row) && whole(a.mask, a.mask_row) && whole(a.anchor, a.anchor_row) &&
+      whole(a.buffer, a.buffer_row)) {
+    a.q *= a.s;  // rows without gaps are one long row: no tails in between
     a.s = 1;
     a.mu_rows = nullptr;
   }
-  parallel(a.s * ((a.q + sgd_detail::kStrip - 1) / sgd_detail::kStrip), [&a](int64_t begin, int64_t end) {
+  parallel(a.s * ((a.q + sgd_detail::kStrip - 1) / sgd_detail::kStrip),
+           [&a](int64_t begin, int64_t end) {
 #if PFL_X86
-    if (isa() == Isa::avx512) return sgd_detail::pieces_avx512(a, begin, end);
-    if (isa() == Isa::avx2) return sgd_detail::pieces_avx2(a, begin, end);
+             if (isa() == Isa::avx512) return sgd_detail::pieces_avx512(a, begin, end);
+             if (isa() == Isa::avx2) return sgd_detail::pieces_avx2(a, begin, end);
 #endif
-    sgd_detail::pieces_plain(a, begin, end);
-  });
+             sgd_detail::pieces_plain(a, begin, end);
+           });
 }
 
 }  // namespace pflcore::cpu

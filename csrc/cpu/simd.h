@@ -1,9 +1,10 @@
 // Vectors for kernels that are written once and compiled for several instruction sets.
 //
-// A kernel body is a PFL_INLINE template over the vector's size in bytes. It names no instruction set; the functions that
-// call it carry PFL_AVX512, PFL_AVX2 or nothing, and the body is inlined into them and compiled for that set.
-// Vectors are GCC/clang vector extensions, so the same body builds on ARM. They are passed by reference only: a vector
-// argument passed by value changes the ABI between functions of different instruction sets.
+// A kernel body is a PFL_INLINE template over the vector's size in bytes. It names no instruction
+// set; the functions that call it carry PFL_AVX512, PFL_AVX2 or nothing, and the body is inlined
+// into them and compiled for that set. Vectors are GCC/clang vector extensions, so the same body
+// builds on ARM. They are passed by reference only: a vector argument passed by value changes the
+// ABI between functions of different instruction sets.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -31,24 +32,34 @@ inline int64_t size_of(Dtype t) { return t == Dtype::f64 ? 8 : t == Dtype::f32 ?
 #endif
 
 template <class T, int bytes>
-struct vector_of { typedef T type __attribute__((vector_size(bytes))); };
+struct vector_of {
+  typedef T type __attribute__((vector_size(bytes)));
+};
 template <class T, int bytes>
 using Vec = typename vector_of<T, bytes>::type;
 
 template <class V, class T>
-PFL_INLINE void load(V& v, const T* p) { __builtin_memcpy(&v, p, sizeof(V)); }
+PFL_INLINE void load(V& v, const T* p) {
+  __builtin_memcpy(&v, p, sizeof(V));
+}
 template <class V, class T>
-PFL_INLINE void store(T* p, const V& v) { __builtin_memcpy(p, &v, sizeof(V)); }
+PFL_INLINE void store(T* p, const V& v) {
+  __builtin_memcpy(p, &v, sizeof(V));
+}
 
-// A store that goes past the caches; p is aligned to the vector's size. fence() after the last one of a thread.
+// A store that goes past the caches; p is aligned to the vector's size. fence() after the last one
+// of a thread.
 template <class V, class T>
 PFL_INLINE void stream(T* p, const V& v) {
 #if defined(__clang__)
   __builtin_nontemporal_store(v, reinterpret_cast<V*>(p));
 #elif PFL_X86
-  if constexpr (sizeof(V) == 64) asm volatile("vmovntps %1, %0" : "=m"(*reinterpret_cast<V*>(p)) : "v"(v));
-  else if constexpr (sizeof(V) == 32) asm volatile("vmovntps %1, %0" : "=m"(*reinterpret_cast<V*>(p)) : "x"(v));
-  else asm volatile("movntps %1, %0" : "=m"(*reinterpret_cast<V*>(p)) : "x"(v));
+  if constexpr (sizeof(V) == 64)
+    asm volatile("vmovntps %1, %0" : "=m"(*reinterpret_cast<V*>(p)) : "v"(v));
+  else if constexpr (sizeof(V) == 32)
+    asm volatile("vmovntps %1, %0" : "=m"(*reinterpret_cast<V*>(p)) : "x"(v));
+  else
+    asm volatile("movntps %1, %0" : "=m"(*reinterpret_cast<V*>(p)) : "x"(v));
 #else
   store(p, v);
 #endif
@@ -70,13 +81,15 @@ PFL_INLINE void widen(Vec<float, bytes>& v, const Vec<uint16_t, bytes / 2>& h, H
   using U = Vec<uint32_t, bytes>;
   const U x = __builtin_convertvector(h, U);
   const U magnitude = (x & 0x7fffu) << 13;
-  const U one_up = magnitude + 0x38800000u;   // 2^-14 + a subnormal: no float32 subnormal on the way, which a processor may flush to zero
+  const U one_up = magnitude + 0x38800000u;  // 2^-14 + a subnormal: no float32 subnormal on the
+                                             // way, which a processor may flush to zero
   Vec<float, bytes> f;
   __builtin_memcpy(&f, &one_up, sizeof f);
   f -= 0x1p-14f;
   U subnormal;
   __builtin_memcpy(&subnormal, &f, sizeof subnormal);
-  const U small = U(magnitude < 0x00800000u), large = U(magnitude >= 0x0f800000u);   // infinity and NaN keep the largest exponent
+  const U small = U(magnitude < 0x00800000u),
+          large = U(magnitude >= 0x0f800000u);  // infinity and NaN keep the largest exponent
   U u = (small & subnormal) | (~small & (magnitude + 0x38000000u)) | (large & 0x7f800000u);
   u |= (x & 0x8000u) << 16;
   __builtin_memcpy(&v, &u, sizeof v);
@@ -101,7 +114,8 @@ PFL_INLINE void narrow(Vec<uint16_t, bytes / 2>& h, const Vec<float, bytes>& v, 
   const U normal = (x + 0xc8000fffu + ((x >> 13) & 1u)) >> 13;
   Vec<float, bytes> f;
   __builtin_memcpy(&f, &x, sizeof f);
-  f += 0.5f;   // shifts a subnormal's bits to the end of the mantissa, rounded to even by the addition
+  f += 0.5f;  // shifts a subnormal's bits to the end of the mantissa, rounded to even by the
+              // addition
   U subnormal;
   __builtin_memcpy(&subnormal, &f, sizeof subnormal);
   subnormal -= 0x3f000000u;
@@ -110,8 +124,9 @@ PFL_INLINE void narrow(Vec<uint16_t, bytes / 2>& h, const Vec<float, bytes>& v, 
   h = __builtin_convertvector(r | sign, Vec<uint16_t, bytes / 2>);
 }
 
-// total[..] += v. GCC splits the conversion in two when it is inlined into another instruction set, hence the instruction by name; clang
-// takes no vector in assembly that the function around it has no registers for, and converts in one instruction anyway.
+// total[..] += v. GCC splits the conversion in two when it is inlined into another instruction set,
+// hence the instruction by name; clang takes no vector in assembly that the function around it has
+// no registers for, and converts in one instruction anyway.
 template <int bytes>
 PFL_INLINE void add_wide(double* total, const Vec<float, bytes>& v) {
   Vec<double, bytes> d[2];

@@ -1,12 +1,15 @@
-// out[i][j] = sum over the columns of (a_i - b_j)^2: differences first, float64 totals. Knows nothing of torch.
+// out[i][j] = sum over the columns of (a_i - b_j)^2: differences first, float64 totals. Knows
+// nothing of torch.
 //
-// Columns are walked in blocks that fit the second-level cache with all their rows; a block's pairs are taken 4 x 4 in registers while the
-// next block is prefetched. A float32 sum meets at most 16 roundings before it is flushed to float64, so that constant rows, whose errors all
-// point one way, keep a relative error below 1e-6 (sqdist_tile.h). A pair whose sum is not finite or below 1e-30 is done again in
-// float64.
+// Columns are walked in blocks that fit the second-level cache with all their rows; a block's pairs
+// are taken 4 x 4 in registers while the next block is prefetched. A float32 sum meets at most 16
+// roundings before it is flushed to float64, so that constant rows, whose errors all point one way,
+// keep a relative error below 1e-6 (sqdist_tile.h). A pair whose sum is not finite or below 1e-30
+// is done again in float64.
 //
-// The order in which a pair is summed depends on the number of columns and the type alone: not on the threads, not on where the pair stands, and
-// not on how many rows there are. So listed pairs, and tiles of a matrix that is taken in parts, have the very bits of all pairs.
+// The order in which a pair is summed depends on the number of columns and the type alone: not on
+// the threads, not on where the pair stands, and not on how many rows there are. So listed pairs,
+// and tiles of a matrix that is taken in parts, have the very bits of all pairs.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -24,38 +27,47 @@
 namespace pflcore::cpu {
 namespace sqdist_detail {
 
-constexpr int64_t kBand = 16;         // rows whose strips stay in the first-level cache
-constexpr int64_t kMacro = 128;       // rows of a window on either side
-constexpr int64_t kBlockBytes = 160 << 10;  // of a column block: with the next one it stays in the second-level cache
-constexpr int64_t kMany = 48;         // rows from which on pages and cache sets run short
+constexpr int64_t kBand = 16;    // rows whose strips stay in the first-level cache
+constexpr int64_t kMacro = 128;  // rows of a window on either side
+constexpr int64_t kBlockBytes =
+    160 << 10;  // of a column block: with the next one it stays in the second-level cache
+constexpr int64_t kMany = 48;             // rows from which on pages and cache sets run short
 constexpr int64_t kStretch = 2 * kGroup;  // columns between two totals of float64 lanes
 constexpr int64_t kUnit = 2 * kStretch;   // a chunk of columns is so many units
-constexpr int64_t kSkew = 16;         // elements between packed rows, so that they do not fall into the same cache sets
-constexpr double kTiny = 1e-30;       // below it float32 squares may have underflowed
+constexpr int64_t kSkew =
+    16;  // elements between packed rows, so that they do not fall into the same cache sets
+constexpr double kTiny = 1e-30;  // below it float32 squares may have underflowed
 
 inline int64_t up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
-// Rows of In, read as rows of T: in place where they are T already, else (and in a last, short block) by a copy padded with zeros.
+// Rows of In, read as rows of T: in place where they are T already, else (and in a last, short
+// block) by a copy padded with zeros.
 template <class In, class T>
 struct Rows {
   const In* data;
-  int64_t row;         // elements from one row to the next
-  const int64_t* index = nullptr;  // row r is the data's row index[r]; negative: any, its results are dropped
+  int64_t row;  // elements from one row to the next
+  const int64_t* index =
+      nullptr;  // row r is the data's row index[r]; negative: any, its results are dropped
 
-  const In* at(int64_t r) const { return data + (index ? std::max<int64_t>(index[r], 0) : r) * row; }
+  const In* at(int64_t r) const {
+    return data + (index ? std::max<int64_t>(index[r], 0) : r) * row;
+  }
 
   // Is a copy needed whatever the speed?
   bool must_copy(int64_t width) const { return !std::is_same_v<In, T> || width % kGroup != 0; }
 
-  // Many rows are read many times: then it pays to copy those that start off the cache lines, or all in the same cache sets.
+  // Many rows are read many times: then it pays to copy those that start off the cache lines, or
+  // all in the same cache sets.
   bool better_copied(int64_t rows) const {
-    const auto at = reinterpret_cast<uintptr_t>(data) % 64, step = static_cast<uintptr_t>(row) * sizeof(In);
+    const auto at = reinterpret_cast<uintptr_t>(data) % 64,
+               step = static_cast<uintptr_t>(row) * sizeof(In);
     return rows >= kMany && (at != 0 || step % 64 != 0 || step % 4096 == 0);
   }
 
-  // at[i] = row first + i (the last one again up to whole tiles), columns [c, c + width), padded to whole groups; packed: room
-  // for a copy.
-  void block(int64_t first, int64_t many, int64_t tile, int64_t c, int64_t width, bool copy, T* packed, const T** at) const {
+  // at[i] = row first + i (the last one again up to whole tiles), columns [c, c + width), padded to
+  // whole groups; packed: room for a copy.
+  void block(int64_t first, int64_t many, int64_t tile, int64_t c, int64_t width, bool copy,
+             T* packed, const T** at) const {
     const int64_t padded = up(width, kGroup);
     for (int64_t i = 0; i < up(many, tile); ++i) {
       if (i >= many) {
@@ -70,71 +82,88 @@ struct Rows {
         }
       }
       T* to = packed + i * (padded + kSkew);
-      if constexpr (std::is_same_v<In, T>) std::memcpy(to, from, sizeof(T) * width);
-      else for (int64_t k = 0; k < width; ++k) to[k] = convert<T>(from[k]);
+      if constexpr (std::is_same_v<In, T>)
+        std::memcpy(to, from, sizeof(T) * width);
+      else
+        for (int64_t k = 0; k < width; ++k) to[k] = convert<T>(from[k]);
       std::fill(to + width, to + padded, T(0));
       at[i] = to;
     }
   }
 };
 
-// Columns are cut into chunks that depend on their number alone. A chunk is summed apart (so that threads need not wait for one another), and the
-// chunks' sums are added up in order.
+// Columns are cut into chunks that depend on their number alone. A chunk is summed apart (so that
+// threads need not wait for one another), and the chunks' sums are added up in order.
 struct Plan {
   int64_t m, n, p;
   bool symmetric;
   const int64_t* index;  // [m, listed] rows of b for each row of a, or nullptr
   int64_t listed;
-  int64_t block;        // columns of a block, whole stretches
-  int64_t strip;        // columns of a block that all register blocks take before the next ones
+  int64_t block;  // columns of a block, whole stretches
+  int64_t strip;  // columns of a block that all register blocks take before the next ones
   int64_t chunk, chunks;
-  int64_t together;     // chunks that are summed at a time
-  int64_t run;          // blocks of one chunk between two barriers
+  int64_t together;  // chunks that are summed at a time
+  int64_t run;       // blocks of one chunk between two barriers
 
-  int64_t right() const { return index ? listed : n; }   // columns of the result
-  int64_t rows() const { return std::min(index ? 1 : m, kMacro) + (symmetric && !index && m <= kMacro ? 0 : std::min(right(), kMacro)); }   // that a window reads
+  int64_t right() const { return index ? listed : n; }  // columns of the result
+  int64_t rows() const {
+    return std::min(index ? 1 : m, kMacro) +
+           (symmetric && !index && m <= kMacro ? 0 : std::min(right(), kMacro));
+  }  // that a window reads
   int64_t end(int64_t k) const { return std::min(p, (k + 1) * chunk); }
 };
 
-inline Plan plan_for(int64_t m, int64_t n, int64_t p, bool symmetric, const int64_t* index, int64_t listed, int64_t windows, int64_t size) {
+inline Plan plan_for(int64_t m, int64_t n, int64_t p, bool symmetric, const int64_t* index,
+                     int64_t listed, int64_t windows, int64_t size) {
   Plan plan{m, n, p, symmetric, index, listed, 0, 0, 0, 0, 1, 1};
-  const int64_t units = (p + kUnit - 1) / kUnit, most = std::clamp<int64_t>(std::max(units / 32, std::min<int64_t>(units, 16)), 1, 64);
+  const int64_t units = (p + kUnit - 1) / kUnit,
+                most =
+                    std::clamp<int64_t>(std::max(units / 32, std::min<int64_t>(units, 16)), 1, 64);
   plan.chunk = (units + most - 1) / most * kUnit, plan.chunks = (p + plan.chunk - 1) / plan.chunk;
-  plan.block = std::clamp<int64_t>(kBlockBytes / (plan.rows() * size) / kStretch * kStretch, kStretch, std::min(16 * kGroup, plan.chunk));
-  // short strips stay in the first-level cache; many rows are more pages than the processor remembers, to be looked up anew for each strip
+  plan.block = std::clamp<int64_t>(kBlockBytes / (plan.rows() * size) / kStretch * kStretch,
+                                   kStretch, std::min(16 * kGroup, plan.chunk));
+  // short strips stay in the first-level cache; many rows are more pages than the processor
+  // remembers, to be looked up anew for each strip
   plan.strip = size == 4 && plan.rows() < kMany ? kGroup : kStretch;
   // enough pieces for many threads, partial results of 32 MB at most
   const int64_t room = (32 << 20) / (8 * m * plan.right());
   plan.together = std::clamp<int64_t>(std::min(room, 64 / windows), 1, plan.chunks);
   plan.run = (plan.chunk + plan.block - 1) / plan.block;
-  // with several windows the blocks between two barriers should stay in the last-level cache, where the other windows find them
-  if (windows > 1) plan.run = std::clamp<int64_t>((8 << 20) / (plan.together * (m + n) * plan.block * size), 1, plan.run);
+  // with several windows the blocks between two barriers should stay in the last-level cache, where
+  // the other windows find them
+  if (windows > 1)
+    plan.run =
+        std::clamp<int64_t>((8 << 20) / (plan.together * (m + n) * plan.block * size), 1, plan.run);
   return plan;
 }
 
-// A window of at most kMacro x kMacro pairs, cut into register blocks whose 16 sums lie together: sums[first + t * 16 + i * 4 + j].
+// A window of at most kMacro x kMacro pairs, cut into register blocks whose 16 sums lie together:
+// sums[first + t * 16 + i * 4 + j].
 struct Window {
-  int64_t i0, j0, mi, nj;   // first row and number of rows on either side
+  int64_t i0, j0, mi, nj;  // first row and number of rows on either side
   bool diagonal;
-  int64_t first;            // of its sums
+  int64_t first;  // of its sums
 
   int64_t down() const { return (mi + kTile - 1) / kTile; }
   int64_t across() const { return (nj + kTile - 1) / kTile; }
   int64_t tiles() const { return diagonal ? down() * (down() + 1) / 2 : down() * across(); }
 
-  // The register blocks, band by band of rows, in a band column by column: the band stays in the first-level cache, and the pages of the
-  // columns' rows are looked up once for all its blocks.
+  // The register blocks, band by band of rows, in a band column by column: the band stays in the
+  // first-level cache, and the pages of the columns' rows are looked up once for all its blocks.
   template <class Body>
   void each(const Body& body) const {
     int64_t t = 0;
     for (int64_t i0 = 0; i0 < mi; i0 += kBand)
       for (int64_t j = diagonal ? i0 : 0; j < nj; j += kTile)
-        for (int64_t i = i0; i < std::min(diagonal ? std::min(mi, j + kTile) : mi, i0 + kBand); i += kTile) body(t++, i, j);
+        for (int64_t i = i0; i < std::min(diagonal ? std::min(mi, j + kTile) : mi, i0 + kBand);
+             i += kTile)
+          body(t++, i, j);
   }
 };
 
 // All pairs; or for each row its list, less what is negative at its end.
-inline std::vector<Window> windows_of(int64_t m, int64_t n, bool symmetric, const int64_t* index, int64_t listed) {
+inline std::vector<Window> windows_of(int64_t m, int64_t n, bool symmetric, const int64_t* index,
+                                      int64_t listed) {
   std::vector<Window> out;
   int64_t first = 0;
   const auto add = [&](int64_t i0, int64_t j0, int64_t mi, int64_t nj, bool diagonal) {
@@ -150,18 +179,20 @@ inline std::vector<Window> windows_of(int64_t m, int64_t n, bool symmetric, cons
     }
   } else {
     for (int64_t i = 0; i < m; i += kMacro)
-      for (int64_t j = symmetric ? i : 0; j < n; j += kMacro) add(i, j, std::min(kMacro, m - i), n - j, symmetric && i == j);
+      for (int64_t j = symmetric ? i : 0; j < n; j += kMacro)
+        add(i, j, std::min(kMacro, m - i), n - j, symmetric && i == j);
   }
   return out;
 }
 
-// Fetches the rows' next block from memory while this one is worked on: some cache lines of a row before each register block, for bursts would
-// hold up the loads. The hint is for all caches: one for the second level alone is often dropped.
+// Fetches the rows' next block from memory while this one is worked on: some cache lines of a row
+// before each register block, for bursts would hold up the loads. The hint is for all caches: one
+// for the second level alone is often dropped.
 struct Ahead {
   static constexpr int64_t kPiece = 512;  // bytes
-  const char* row[2 * kMacro];  // first byte of each row's next block
-  int64_t rows = 0, bytes = 0;  // of a row
-  int64_t r = 0, at = 0;        // the next one
+  const char* row[2 * kMacro];            // first byte of each row's next block
+  int64_t rows = 0, bytes = 0;            // of a row
+  int64_t r = 0, at = 0;                  // the next one
 
   int64_t pieces() const { return rows * ((bytes + kPiece - 1) / kPiece); }
   void fetch(int64_t pieces) {
@@ -185,31 +216,39 @@ struct Worker {
   const T* at_a[kMacro] = {};
   const T* at_b[kMacro] = {};
 
-  // Adds the pairs of a window over one column block; fetches the next block meanwhile where there is `another`, and it is whole.
+  // Adds the pairs of a window over one column block; fetches the next block meanwhile where there
+  // is `another`, and it is whole.
   void operator()(const Window& w, int64_t c, int64_t width, bool another, double* sums) {
     const int64_t columns = up(width, kGroup);
-    const int64_t rows = plan.index ? 0 : w.mi + (w.diagonal ? 0 : w.nj);   // a list's rows are read once
+    const int64_t rows =
+        plan.index ? 0 : w.mi + (w.diagonal ? 0 : w.nj);  // a list's rows are read once
     const bool copy_a = a.better_copied(rows), copy_b = b.better_copied(rows);
-    if (!room && (copy_a || copy_b || a.must_copy(width))) room = std::make_unique<Scratch<T>>(plan.rows() * (plan.block + kSkew));
+    if (!room && (copy_a || copy_b || a.must_copy(width)))
+      room = std::make_unique<Scratch<T>>(plan.rows() * (plan.block + kSkew));
     T* const packed = room ? room->data : nullptr;
     a.block(w.i0, w.mi, w.mi == 1 && !w.diagonal ? 1 : kTile, c, width, copy_a, packed, at_a);
-    if (!w.diagonal) b.block(w.j0, w.nj, kTile, c, width, copy_b, packed + w.mi * (plan.block + kSkew), at_b);
+    if (!w.diagonal)
+      b.block(w.j0, w.nj, kTile, c, width, copy_b, packed + w.mi * (plan.block + kSkew), at_b);
     const T* const* right = w.diagonal ? at_a : at_b;
 
     Ahead ahead;
     if (another) {
       const auto add = [&](const Rows<In, T>& rows, int64_t first, int64_t many) {
-        for (int64_t i = 0; i < many; ++i) ahead.row[ahead.rows++] = reinterpret_cast<const char*>(rows.at(first + i) + c + plan.block);
+        for (int64_t i = 0; i < many; ++i)
+          ahead.row[ahead.rows++] =
+              reinterpret_cast<const char*>(rows.at(first + i) + c + plan.block);
       };
       add(a, w.i0, w.mi);
       if (!w.diagonal) add(b, w.j0, w.nj);
       ahead.bytes = plan.block * static_cast<int64_t>(sizeof(In));
     }
-    const int64_t turns = w.tiles() * (up(columns, plan.strip) / plan.strip), pieces = (ahead.pieces() + turns - 1) / turns;
+    const int64_t turns = w.tiles() * (up(columns, plan.strip) / plan.strip),
+                  pieces = (ahead.pieces() + turns - 1) / turns;
     for (int64_t from = 0; from < columns; from += plan.strip)
       w.each([&](int64_t t, int64_t i, int64_t j) {
         ahead.fetch(pieces);
-        const TileArgs<T> args{at_a + i, right + j, from, std::min(columns, from + plan.strip), sums + w.first + t * kTile * kTile};
+        const TileArgs<T> args{at_a + i, right + j, from, std::min(columns, from + plan.strip),
+                               sums + w.first + t * kTile * kTile};
         (w.diagonal && i == j ? triangle : w.mi == 1 ? one : four)(args);
       });
   }
@@ -217,7 +256,8 @@ struct Worker {
 
 // Calls body(result, i, j) for the pairs of a register block: i, j from its corner.
 template <class Body>
-void each_pair(const Plan& plan, const Window& w, int64_t ti, int64_t tj, double* out, const Body& body) {
+void each_pair(const Plan& plan, const Window& w, int64_t ti, int64_t tj, double* out,
+               const Body& body) {
   for (int64_t i = ti; i < std::min(w.mi, ti + kTile); ++i)
     for (int64_t j = tj; j < std::min(w.nj, tj + kTile); ++j)
       if (!(w.diagonal && i >= j) && !(plan.index && plan.index[w.j0 + j] < 0))
@@ -225,12 +265,14 @@ void each_pair(const Plan& plan, const Window& w, int64_t ti, int64_t tj, double
 }
 
 template <Kind kind, class In, class T, class Parallel>
-void all_pairs(const Rows<In, T>& a, const Rows<In, T>& b, const Plan& plan, const std::vector<Window>& windows, double* out,
-               const Parallel& parallel) {
-  const int64_t many = static_cast<int64_t>(windows.size()), size = windows.back().first + windows.back().tiles() * kTile * kTile;
+void all_pairs(const Rows<In, T>& a, const Rows<In, T>& b, const Plan& plan,
+               const std::vector<Window>& windows, double* out, const Parallel& parallel) {
+  const int64_t many = static_cast<int64_t>(windows.size()),
+                size = windows.back().first + windows.back().tiles() * kTile * kTile;
   std::vector<double> sums(size * plan.together);
   const TileFunction<T> four = tile_for<kind, kTile, T>(isa()), one = tile_for<kind, 1, T>(isa());
-  const TileFunction<T> triangle = tile_for<kind == Kind::wide ? Kind::wide : Kind::triangle, kTile, T>(isa());
+  const TileFunction<T> triangle =
+      tile_for<kind == Kind::wide ? Kind::wide : Kind::triangle, kTile, T>(isa());
   for (int64_t k0 = 0; k0 < plan.chunks; k0 += plan.together) {
     const int64_t chunks = std::min(plan.together, plan.chunks - k0);
     if (k0) std::fill(sums.begin(), sums.end(), 0.0);
@@ -238,9 +280,11 @@ void all_pairs(const Rows<In, T>& a, const Rows<In, T>& b, const Plan& plan, con
       parallel(chunks * many, [&](int64_t begin, int64_t end) {
         Worker<In, T> work{a, b, plan, four, one, triangle};
         for (int64_t piece = begin; piece < end; ++piece) {
-          const int64_t k = piece / many, first = (k0 + k) * plan.chunk + wave, last = std::min(plan.end(k0 + k), first + plan.run * plan.block);
+          const int64_t k = piece / many, first = (k0 + k) * plan.chunk + wave,
+                        last = std::min(plan.end(k0 + k), first + plan.run * plan.block);
           for (int64_t c = first; c < last; c += plan.block)
-            work(windows[piece % many], c, std::min(plan.block, last - c), c + 2 * plan.block <= last, sums.data() + k * size);
+            work(windows[piece % many], c, std::min(plan.block, last - c),
+                 c + 2 * plan.block <= last, sums.data() + k * size);
         }
       });
     parallel(many, [&](int64_t begin, int64_t end) {
@@ -248,7 +292,8 @@ void all_pairs(const Rows<In, T>& a, const Rows<In, T>& b, const Plan& plan, con
         windows[v].each([&](int64_t t, int64_t ti, int64_t tj) {
           const double* sum = sums.data() + windows[v].first + t * kTile * kTile;
           each_pair(plan, windows[v], ti, tj, out, [&](double& value, int64_t i, int64_t j) {
-            for (int64_t k = 0; k < chunks; ++k) value = k0 + k ? value + sum[k * size + i * kTile + j] : sum[i * kTile + j];
+            for (int64_t k = 0; k < chunks; ++k)
+              value = k0 + k ? value + sum[k * size + i * kTile + j] : sum[i * kTile + j];
           });
         });
     });
@@ -257,23 +302,30 @@ void all_pairs(const Rows<In, T>& a, const Rows<In, T>& b, const Plan& plan, con
 
 inline bool suspect(double value) { return !(value >= kTiny && value <= 1.7976931348623157e308); }
 
-// Does the suspect pairs again in float64, register block by register block; the other pairs keep their value.
+// Does the suspect pairs again in float64, register block by register block; the other pairs keep
+// their value.
 template <class In, class Parallel>
-void again(const Rows<In, float>& a, const Rows<In, float>& b, const Plan& plan, const std::vector<Window>& windows, double* out,
-           const Parallel& parallel) {
-  struct Block { const Window* w; int64_t i, j; };
+void again(const Rows<In, float>& a, const Rows<In, float>& b, const Plan& plan,
+           const std::vector<Window>& windows, double* out, const Parallel& parallel) {
+  struct Block {
+    const Window* w;
+    int64_t i, j;
+  };
   std::vector<Block> blocks;
   for (const Window& w : windows)
     w.each([&](int64_t, int64_t i, int64_t j) {
       bool bad = false;
-      each_pair(plan, w, i, j, out, [&](double& value, int64_t, int64_t) { bad |= suspect(value); });
+      each_pair(plan, w, i, j, out,
+                [&](double& value, int64_t, int64_t) { bad |= suspect(value); });
       if (bad) blocks.push_back({&w, i, j});
     });
   if (blocks.empty()) return;
   constexpr int64_t square = kTile * kTile;
-  const int64_t many = static_cast<int64_t>(blocks.size()), split = many < 64 ? plan.chunks : 1;  // how the work is cut, not how it is summed
+  const int64_t many = static_cast<int64_t>(blocks.size()),
+                split = many < 64 ? plan.chunks : 1;  // how the work is cut, not how it is summed
   std::vector<double> sums(many * split * square);
-  const TileFunction<float> four = tile_for<Kind::wide, kTile, float>(isa()), one = tile_for<Kind::wide, 1, float>(isa());
+  const TileFunction<float> four = tile_for<Kind::wide, kTile, float>(isa()),
+                            one = tile_for<Kind::wide, 1, float>(isa());
   parallel(many * split, [&](int64_t begin, int64_t end) {
     Scratch<float> packed(2 * kTile * (kStretch + kSkew));
     const float *at_a[kTile], *at_b[kTile];
@@ -281,12 +333,15 @@ void again(const Rows<In, float>& a, const Rows<In, float>& b, const Plan& plan,
       const Block at = blocks[piece / split];
       const int64_t rows = at.w->mi == 1 ? 1 : kTile;
       double* sum = sums.data() + piece * square;
-      for (int64_t k = split == 1 ? 0 : piece % split; k < (split == 1 ? plan.chunks : piece % split + 1); ++k) {
+      for (int64_t k = split == 1 ? 0 : piece % split;
+           k < (split == 1 ? plan.chunks : piece % split + 1); ++k) {
         double in_chunk[square] = {};
         for (int64_t c = k * plan.chunk; c < plan.end(k); c += kStretch) {
           const int64_t width = std::min(kStretch, plan.end(k) - c);
-          a.block(at.w->i0 + at.i, std::min(kTile, at.w->mi - at.i), rows, c, width, false, packed.data, at_a);
-          b.block(at.w->j0 + at.j, std::min(kTile, at.w->nj - at.j), kTile, c, width, false, packed.data + kTile * (kStretch + kSkew), at_b);
+          a.block(at.w->i0 + at.i, std::min(kTile, at.w->mi - at.i), rows, c, width, false,
+                  packed.data, at_a);
+          b.block(at.w->j0 + at.j, std::min(kTile, at.w->nj - at.j), kTile, c, width, false,
+                  packed.data + kTile * (kStretch + kSkew), at_b);
           (rows == 1 ? one : four)({at_a, at_b, 0, up(width, kGroup), in_chunk});
         }
         for (int64_t s = 0; s < square; ++s) sum[s] += in_chunk[s];
@@ -294,24 +349,30 @@ void again(const Rows<In, float>& a, const Rows<In, float>& b, const Plan& plan,
     }
   });
   for (int64_t t = 0; t < many; ++t)
-    each_pair(plan, *blocks[t].w, blocks[t].i, blocks[t].j, out, [&](double& value, int64_t i, int64_t j) {
-      if (!suspect(value)) return;
-      value = 0;
-      for (int64_t k = 0; k < split; ++k) value += sums[(t * split + k) * square + i * kTile + j];
-    });
+    each_pair(plan, *blocks[t].w, blocks[t].i, blocks[t].j, out,
+              [&](double& value, int64_t i, int64_t j) {
+                if (!suspect(value)) return;
+                value = 0;
+                for (int64_t k = 0; k < split; ++k)
+                  value += sums[(t * split + k) * square + i * kTile + j];
+              });
 }
 
 template <class In, class T, class Parallel>
-void sqdist_typed(const In* a, int64_t a_row, int64_t m, const In* b, int64_t b_row, int64_t n, int64_t p, double* out,
-                  const Parallel& parallel, const int64_t* index, int64_t listed) {
+void sqdist_typed(const In* a, int64_t a_row, int64_t m, const In* b, int64_t b_row, int64_t n,
+                  int64_t p, double* out, const Parallel& parallel, const int64_t* index,
+                  int64_t listed) {
   const bool symmetric = b == nullptr;
   if (!symmetric && !index && n == 1 && m > 1)
-    return sqdist_typed<In, T>(b, b_row, n, a, a_row, m, p, out, parallel, nullptr, 0);  // (a - b)^2 = (b - a)^2
+    return sqdist_typed<In, T>(b, b_row, n, a, a_row, m, p, out, parallel, nullptr,
+                               0);  // (a - b)^2 = (b - a)^2
   const std::vector<Window> windows = windows_of(m, n, symmetric, index, listed);
   if (!windows.empty()) {
     const Rows<In, T> rows_a{a, a_row}, rows_b{symmetric ? a : b, symmetric ? a_row : b_row, index};
-    const Plan plan = plan_for(m, n, p, symmetric, index, listed, static_cast<int64_t>(windows.size()), sizeof(T));
-    all_pairs<std::is_same_v<T, double> ? Kind::wide : Kind::narrow>(rows_a, rows_b, plan, windows, out, parallel);
+    const Plan plan = plan_for(m, n, p, symmetric, index, listed,
+                               static_cast<int64_t>(windows.size()), sizeof(T));
+    all_pairs<std::is_same_v<T, double> ? Kind::wide : Kind::narrow>(rows_a, rows_b, plan, windows,
+                                                                     out, parallel);
     if constexpr (std::is_same_v<T, float>) again(rows_a, rows_b, plan, windows, out, parallel);
   }
   if (!symmetric) return;
@@ -327,25 +388,33 @@ void sqdist_typed(const In* a, int64_t a_row, int64_t m, const In* b, int64_t b_
 
 }  // namespace sqdist_detail
 
-// out [m, n] <- sum((a_i - b_j)^2). a [m, p], b [n, p], rows a_row and b_row elements apart; b == nullptr: b is a, n == m, and the
-// diagonal is exactly 0. With an index [m, listed], entries below n: out [m, listed] of the pairs (i, index[i, l]) alone; negative: infinity.
+// out [m, n] <- sum((a_i - b_j)^2). a [m, p], b [n, p], rows a_row and b_row elements apart; b ==
+// nullptr: b is a, n == m, and the diagonal is exactly 0. With an index [m, listed], entries below
+// n: out [m, listed] of the pairs (i, index[i, l]) alone; negative: infinity.
 template <class Parallel>
-void sqdist(Dtype dtype, const void* a, int64_t a_row, int64_t m, const void* b, int64_t b_row, int64_t n, int64_t p, double* out,
-            const Parallel& parallel, const int64_t* index = nullptr, int64_t listed = 0) {
+void sqdist(Dtype dtype, const void* a, int64_t a_row, int64_t m, const void* b, int64_t b_row,
+            int64_t n, int64_t p, double* out, const Parallel& parallel,
+            const int64_t* index = nullptr, int64_t listed = 0) {
   const int64_t size = m * (index ? listed : n);
-  for (int64_t k = 0; k < size && index; ++k) out[k] = index[k] < 0 ? std::numeric_limits<double>::infinity() : 0;
+  for (int64_t k = 0; k < size && index; ++k)
+    out[k] = index[k] < 0 ? std::numeric_limits<double>::infinity() : 0;
   if (p == 0 && !index) std::fill(out, out + size, 0.0);
   if (p == 0 || size == 0) return;  // rows without columns may have no address
   const auto run = [&](auto in, auto as) {
     using In = decltype(in);
-    sqdist_detail::sqdist_typed<In, decltype(as)>(static_cast<const In*>(a), a_row, m, static_cast<const In*>(b), b_row, n, p, out, parallel,
-                                                  index, listed);
+    sqdist_detail::sqdist_typed<In, decltype(as)>(static_cast<const In*>(a), a_row, m,
+                                                  static_cast<const In*>(b), b_row, n, p, out,
+                                                  parallel, index, listed);
   };
   switch (dtype) {
-    case Dtype::f32: return run(float{}, float{});
-    case Dtype::f64: return run(double{}, double{});
-    case Dtype::f16: return run(Half{}, float{});
-    case Dtype::bf16: return run(BFloat16{}, float{});
+    case Dtype::f32:
+      return run(float{}, float{});
+    case Dtype::f64:
+      return run(double{}, double{});
+    case Dtype::f16:
+      return run(Half{}, float{});
+    case Dtype::bf16:
+      return run(BFloat16{}, float{});
   }
 }
 

@@ -1,7 +1,9 @@
-// Register blocks of squared distances: 4 x 4 pairs of rows over a strip of columns, for each instruction set. Knows nothing of torch.
+// Register blocks of squared distances: 4 x 4 pairs of rows over a strip of columns, for each
+// instruction set. Knows nothing of torch.
 //
-// A float32 lane takes 10 products. Then the lanes are folded into one another until the sums of the 16 pairs lie side by side, and are added
-// to float64 totals, and a block costs the same over few columns as over many. So a square meets 16 roundings of 2^-24 at most: its difference's,
+// A float32 lane takes 10 products. Then the lanes are folded into one another until the sums of
+// the 16 pairs lie side by side, and are added to float64 totals, and a block costs the same over
+// few columns as over many. So a square meets 16 roundings of 2^-24 at most: its difference's,
 // which counts twice, 10 in its lane and, with 16 lanes, 4 of folds. That is 9.6e-7.
 #pragma once
 #include <algorithm>
@@ -19,12 +21,14 @@ namespace sqdist_detail {
 #pragma GCC diagnostic ignored "-Wpsabi"
 #endif
 
-constexpr int64_t kTile = 4;     // rows of a register block
-constexpr int kProducts = 10;    // in a float32 lane before it is folded and flushed
-constexpr int64_t kGroup = 160;  // columns that every instruction set takes in whole flushes: 10 products in 16 lanes
+constexpr int64_t kTile = 4;   // rows of a register block
+constexpr int kProducts = 10;  // in a float32 lane before it is folded and flushed
+constexpr int64_t kGroup =
+    160;  // columns that every instruction set takes in whole flushes: 10 products in 16 lanes
 
-// Where lane k of a fold comes from: groups of 2 * half lanes of x, then of y (numbered on from x's), give the first half of their lanes.
-// Groups within 128 bits stay there: x's and y's take turns, and one cheap instruction does it.
+// Where lane k of a fold comes from: groups of 2 * half lanes of x, then of y (numbered on from
+// x's), give the first half of their lanes. Groups within 128 bits stay there: x's and y's take
+// turns, and one cheap instruction does it.
 template <int lanes, int half>
 constexpr int source(int k) {
   constexpr int width = half < 4 ? 4 : lanes, groups = width / (2 * half);
@@ -37,17 +41,20 @@ template <int half, class F, int... k>
 PFL_INLINE void fold(F& x, const F& y, std::integer_sequence<int, k...>) {
   constexpr int lanes = sizeof...(k);
 #if defined(__clang__)
-  x = __builtin_shufflevector(x, y, source<lanes, half>(k)...) + __builtin_shufflevector(x, y, (source<lanes, half>(k) + half)...);
+  x = __builtin_shufflevector(x, y, source<lanes, half>(k)...) +
+      __builtin_shufflevector(x, y, (source<lanes, half>(k) + half)...);
 #else
   typedef int Lanes __attribute__((vector_size(sizeof(F))));
-  x = __builtin_shuffle(x, y, Lanes{source<lanes, half>(k)...}) + __builtin_shuffle(x, y, Lanes{source<lanes, half>(k) + half...});
+  x = __builtin_shuffle(x, y, Lanes{source<lanes, half>(k)...}) +
+      __builtin_shuffle(x, y, Lanes{source<lanes, half>(k) + half...});
 #endif
 }
 
-// sum[i][j] += the lanes of acc[i][j], by two shuffles and an addition for each vector. acc is used up.
+// sum[i][j] += the lanes of acc[i][j], by two shuffles and an addition for each vector. acc is used
+// up.
 template <int bytes, int rows>
 PFL_INLINE void flush(Vec<float, bytes> (&acc)[rows][kTile], double* sum) {
-  constexpr int together = bytes / 16;   // rows whose sums fill a vector
+  constexpr int together = bytes / 16;  // rows whose sums fill a vector
   constexpr std::make_integer_sequence<int, bytes / 4> lanes{};
   PFL_UNROLL
   for (int i = 0; i < rows; i += together) {
@@ -80,18 +87,22 @@ PFL_INLINE double sum_lanes(const Vec<double, bytes>& v) {
   }
 }
 
-// One vector of columns of rows x kTile pairs. triangle: b is a, and only j > i is computed. (The first product is added to zero like the others:
-// of d * d + e * e compilers may fuse either product with the sum, and would not choose alike in each kind of block.)
+// One vector of columns of rows x kTile pairs. triangle: b is a, and only j > i is computed. (The
+// first product is added to zero like the others: of d * d + e * e compilers may fuse either
+// product with the sum, and would not choose alike in each kind of block.)
 template <bool triangle, int rows, int room, class F>
-PFL_INLINE void step(F (&acc)[room][kTile], const float* const* a, const float* const* b, int64_t at) {
+PFL_INLINE void step(F (&acc)[room][kTile], const float* const* a, const float* const* b,
+                     int64_t at) {
   F x[rows];
   PFL_UNROLL
   for (int i = 0; i < rows; ++i) load(x[i], a[i] + at);
   PFL_UNROLL
   for (int j = 0; j < kTile; ++j) {
     F y;
-    if constexpr (triangle) y = x[j];
-    else load(y, b[j] + at);
+    if constexpr (triangle)
+      y = x[j];
+    else
+      load(y, b[j] + at);
     PFL_UNROLL
     for (int i = 0; i < rows; ++i) {
       if (triangle && i >= j) continue;
@@ -103,12 +114,17 @@ PFL_INLINE void step(F (&acc)[room][kTile], const float* const* a, const float* 
 
 // sum[i][j] += sum over columns [begin, end), whole groups, of (a_i - b_j)^2 in float32 lanes.
 template <int bytes, bool triangle, int rows>
-PFL_INLINE void tile(const float* const* a, const float* const* b, int64_t begin, int64_t end, double* sum) {
-  constexpr int lanes = bytes / 4, room = std::max(rows, bytes / 16), folds = bytes == 64 ? 4 : bytes == 32 ? 3 : 2;
+PFL_INLINE void tile(const float* const* a, const float* const* b, int64_t begin, int64_t end,
+                     double* sum) {
+  constexpr int lanes = bytes / 4, room = std::max(rows, bytes / 16),
+                folds = bytes == 64   ? 4
+                        : bytes == 32 ? 3
+                                      : 2;
   static_assert((2 + kProducts + folds) * 0x1p-24 < 1e-6, "the relative error that is promised");
   for (int64_t c = begin; c < end; c += lanes * kProducts) {
     Vec<float, bytes> acc[room][kTile] = {};
-    for (int64_t at = c; at < c + lanes * kProducts; at += lanes) step<triangle, rows>(acc, a, b, at);
+    for (int64_t at = c; at < c + lanes * kProducts; at += lanes)
+      step<triangle, rows>(acc, a, b, at);
     flush<bytes>(acc, sum);
   }
 }
@@ -124,7 +140,8 @@ constexpr int kAtOnce = bytes == 64 ? 4 : 2;
 
 // The same in float64 lanes: for float64 rows, and for pairs of float32 rows that are done again.
 template <int bytes, int rows, class T>
-PFL_INLINE void tile_wide(const T* const* a, const T* const* b, int64_t begin, int64_t end, double* sum) {
+PFL_INLINE void tile_wide(const T* const* a, const T* const* b, int64_t begin, int64_t end,
+                          double* sum) {
   constexpr int lanes = bytes / 8;
   using D = Vec<double, bytes>;
   D total[rows][kTile] = {};
@@ -146,9 +163,8 @@ PFL_INLINE void tile_wide(const T* const* a, const T* const* b, int64_t begin, i
     }
   }
   PFL_UNROLL
-  for (int i = 0; i < rows; ++i)
-    PFL_UNROLL
-    for (int j = 0; j < kTile; ++j) sum[i * kTile + j] += sum_lanes<bytes>(total[i][j]);
+  for (int i = 0; i < rows; ++i) PFL_UNROLL
+  for (int j = 0; j < kTile; ++j) sum[i * kTile + j] += sum_lanes<bytes>(total[i][j]);
 }
 
 // Which lanes: the type of the rows and that of the sums.
@@ -156,7 +172,7 @@ enum class Kind { narrow, triangle, wide };
 
 template <class T>
 struct TileArgs {
-  const T* const* a;   // rows of one register block, `rows` and kTile of them
+  const T* const* a;  // rows of one register block, `rows` and kTile of them
   const T* const* b;
   int64_t begin, end;  // columns
   double* sum;
@@ -169,18 +185,25 @@ PFL_INLINE void run_tile(const TileArgs<T>& q) {
   } else {
     constexpr bool triangle = kind == Kind::triangle;
     constexpr int at_once = triangle ? rows : std::min(rows, kAtOnce<bytes>);
-    for (int i = 0; i < rows; i += at_once) tile<bytes, triangle, at_once>(q.a + i, q.b, q.begin, q.end, q.sum + i * kTile);
+    for (int i = 0; i < rows; i += at_once)
+      tile<bytes, triangle, at_once>(q.a + i, q.b, q.begin, q.end, q.sum + i * kTile);
   }
 }
 
 #if PFL_X86
 template <Kind kind, int rows, class T>
-PFL_AVX512 void tile_avx512(const TileArgs<T>& q) { run_tile<64, kind, rows>(q); }
+PFL_AVX512 void tile_avx512(const TileArgs<T>& q) {
+  run_tile<64, kind, rows>(q);
+}
 template <Kind kind, int rows, class T>
-PFL_AVX2 void tile_avx2(const TileArgs<T>& q) { run_tile<32, kind, rows>(q); }
+PFL_AVX2 void tile_avx2(const TileArgs<T>& q) {
+  run_tile<32, kind, rows>(q);
+}
 #endif
 template <Kind kind, int rows, class T>
-void tile_plain(const TileArgs<T>& q) { run_tile<16, kind, rows>(q); }
+void tile_plain(const TileArgs<T>& q) {
+  run_tile<16, kind, rows>(q);
+}
 
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic pop

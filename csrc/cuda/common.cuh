@@ -1,5 +1,6 @@
-// What every kernel shares: dtypes, 16-byte accesses, copies that run beside the arithmetic, the launch. Knows nothing of torch.
-// With PFLCORE_CUDA_ON_CPU the same kernels are compiled by a plain C++ compiler and run block by block (tests/internal/cuda_on_cpu).
+// What every kernel shares: dtypes, 16-byte accesses, copies that run beside the arithmetic, the
+// launch. Knows nothing of torch. With PFLCORE_CUDA_ON_CPU the same kernels are compiled by a plain
+// C++ compiler and run block by block (tests/internal/cuda_on_cpu).
 #pragma once
 #include <cfloat>
 #include <cmath>
@@ -32,15 +33,19 @@ constexpr Dtype dtype_of = std::is_same_v<T, float>    ? Dtype::f32
                            : std::is_same_v<T, __half> ? Dtype::f16
                                                        : Dtype::bf16;
 
-inline int64_t bytes_of(Dtype dtype) { return dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : 2; }
+inline int64_t bytes_of(Dtype dtype) {
+  return dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : 2;
+}
 
-// May rows that start at `base` and lie `row` elements apart be read 16 bytes at a time? A null pointer asks for nothing.
+// May rows that start at `base` and lie `row` elements apart be read 16 bytes at a time? A null
+// pointer asks for nothing.
 inline bool aligned16(const void* base, int64_t row, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(base) % 16 == 0 && (row * bytes) % 16 == 0;
 }
 
-// How many bytes of dynamic shared memory a kernel may ask for in a launch, at most `wanted`: 48 KiB everywhere, more where the card has more and
-// the kernel says so. No work for the device: it may be called while a graph is captured.
+// How many bytes of dynamic shared memory a kernel may ask for in a launch, at most `wanted`: 48
+// KiB everywhere, more where the card has more and the kernel says so. No work for the device: it
+// may be called while a graph is captured.
 inline int64_t shared_for(const void* kernel, int64_t wanted) {
 #ifdef PFLCORE_CUDA_ON_CPU
   (void)kernel;
@@ -49,10 +54,14 @@ inline int64_t shared_for(const void* kernel, int64_t wanted) {
   int device = 0, most = 0;
   constexpr int64_t always = 48 * 1024;
   if (wanted <= always || cudaGetDevice(&device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess || most <= always)
+      cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) !=
+          cudaSuccess ||
+      most <= always)
     return always;
   const int64_t bytes = wanted < most ? wanted : most;
-  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)) == cudaSuccess) return bytes;
+  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                           static_cast<int>(bytes)) == cudaSuccess)
+    return bytes;
   cudaGetLastError();  // it is no error of the launch
   return always;
 #endif
@@ -64,17 +73,22 @@ inline int64_t multiprocessors() {
   return 2;
 #else
   int device = 0, count = 0;
-  if (cudaGetDevice(&device) == cudaSuccess && cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess && count > 0)
+  if (cudaGetDevice(&device) == cudaSuccess &&
+      cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess &&
+      count > 0)
     return count;
   return 128;
 #endif
 }
 
 #ifndef PFLCORE_CUDA_ON_CPU
-// Right after each launch, so that an error is that of this kernel (or of earlier work that has failed meanwhile).
+// Right after each launch, so that an error is that of this kernel (or of earlier work that has
+// failed meanwhile).
 inline void launched(const char* where) {
   const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess) throw std::runtime_error(std::string("pflcore: a CUDA kernel could not be launched (") + where + "): " + cudaGetErrorString(error));
+  if (error != cudaSuccess)
+    throw std::runtime_error(std::string("pflcore: a CUDA kernel could not be launched (") + where +
+                             "): " + cudaGetErrorString(error));
 }
 #endif
 
@@ -94,25 +108,35 @@ struct Convert<To, __half> {
 };
 template <class To>
 struct Convert<To, __nv_bfloat16> {
-  static __device__ __forceinline__ To run(__nv_bfloat16 v) { return static_cast<To>(__bfloat162float(v)); }
+  static __device__ __forceinline__ To run(__nv_bfloat16 v) {
+    return static_cast<To>(__bfloat162float(v));
+  }
 };
 template <class From>
 struct Convert<__half, From> {
-  static __device__ __forceinline__ __half run(From v) { return __float2half_rn(static_cast<float>(v)); }
+  static __device__ __forceinline__ __half run(From v) {
+    return __float2half_rn(static_cast<float>(v));
+  }
 };
 template <class From>
 struct Convert<__nv_bfloat16, From> {
-  static __device__ __forceinline__ __nv_bfloat16 run(From v) { return __float2bfloat16_rn(static_cast<float>(v)); }
+  static __device__ __forceinline__ __nv_bfloat16 run(From v) {
+    return __float2bfloat16_rn(static_cast<float>(v));
+  }
 };
 template <class To, class From>
-__device__ __forceinline__ To convert(From v) { return Convert<To, From>::run(v); }
+__device__ __forceinline__ To convert(From v) {
+  return Convert<To, From>::run(v);
+}
 
 // ---- neighbours of one type in registers: 16 bytes, unless a number is said ----
 template <class T>
 constexpr int per16 = 16 / static_cast<int>(sizeof(T));
 
 template <class T, int kCount = per16<T>>
-struct alignas(kCount * sizeof(T)) Pack { T v[kCount]; };
+struct alignas(kCount * sizeof(T)) Pack {
+  T v[kCount];
+};
 
 // One access of 8 or 16 bytes whatever T is.
 template <int kCount, class T>
@@ -147,22 +171,30 @@ __device__ __forceinline__ void store_pack(T* p, const Pack<T, kCount>& value) {
 }
 
 template <class T>
-__device__ __forceinline__ Pack<T> load16(const T* p) { return load_pack<per16<T>>(p); }
+__device__ __forceinline__ Pack<T> load16(const T* p) {
+  return load_pack<per16<T>>(p);
+}
 template <class T>
-__device__ __forceinline__ void store16(T* p, const Pack<T>& value) { store_pack<per16<T>>(p, value); }
+__device__ __forceinline__ void store16(T* p, const Pack<T>& value) {
+  store_pack<per16<T>>(p, value);
+}
 
 // ---- global to shared memory beside the arithmetic ----
-// kBytes (4, 8 or 16) to `shared`, of which the first `valid` come from `global` and the rest are zero.
+// kBytes (4, 8 or 16) to `shared`, of which the first `valid` come from `global` and the rest are
+// zero.
 template <int kBytes>
 __device__ __forceinline__ void copy_async(void* shared, const void* global, int valid) {
 #ifdef PFLCORE_CUDA_ON_CPU
   cuda_on_cpu::copy_async(shared, global, kBytes, valid);
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(global), "n"(kBytes), "r"(valid) : "memory");
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(global), "n"(kBytes),
+               "r"(valid)
+               : "memory");
 #else
   for (int i = 0; i < kBytes; ++i)
-    static_cast<unsigned char*>(shared)[i] = i < valid ? static_cast<const unsigned char*>(global)[i] : 0;
+    static_cast<unsigned char*>(shared)[i] =
+        i < valid ? static_cast<const unsigned char*>(global)[i] : 0;
 #endif
 }
 
@@ -187,21 +219,29 @@ __device__ __forceinline__ void copy_wait() {
 // ---- reductions over a block, in one fixed order ----
 struct Sum {
   template <class T>
-  __device__ T operator()(T a, T b) const { return a + b; }
+  __device__ T operator()(T a, T b) const {
+    return a + b;
+  }
 };
 struct Max {
   template <class T>
-  __device__ T operator()(T a, T b) const { return a < b ? b : a; }
+  __device__ T operator()(T a, T b) const {
+    return a < b ? b : a;
+  }
 };
 struct Min {
   template <class T>
-  __device__ T operator()(T a, T b) const { return b < a ? b : a; }
+  __device__ T operator()(T a, T b) const {
+    return b < a ? b : a;
+  }
 };
 
-// The same total in every thread. `scratch` holds one T per warp; all threads of the block take part; blockDim.x is a multiple of 32.
+// The same total in every thread. `scratch` holds one T per warp; all threads of the block take
+// part; blockDim.x is a multiple of 32.
 template <class T, class Op>
 __device__ T block_reduce(T value, T* scratch, Op op) {
-  for (int step = 16; step > 0; step /= 2) value = op(value, __shfl_xor_sync(0xffffffffu, value, step));
+  for (int step = 16; step > 0; step /= 2)
+    value = op(value, __shfl_xor_sync(0xffffffffu, value, step));
   const int warps = static_cast<int>(blockDim.x) / 32;
   __syncthreads();  // scratch may still be read from the reduction before
   if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = value;

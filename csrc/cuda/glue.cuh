@@ -1,4 +1,5 @@
-// What the CUDA glue of every op shares: the device, torch's current stream on it, tensors on one device, workspaces.
+// What the CUDA glue of every op shares: the device, torch's current stream on it, tensors on one
+// device, workspaces.
 #pragma once
 #include <cuda_runtime.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -10,8 +11,9 @@
 
 namespace pflcore::cuda {
 
-// For the time of a call the tensor's device is the current one, and work goes to the stream that torch has there: no other stream is touched
-// and nothing waits, so that a call can be captured in a CUDA graph. Temporaries come from torch's allocator, which knows about both.
+// For the time of a call the tensor's device is the current one, and work goes to the stream that
+// torch has there: no other stream is touched and nothing waits, so that a call can be captured in
+// a CUDA graph. Temporaries come from torch's allocator, which knows about both.
 class Call {
  public:
   Call(const Tensor& t, const char* op) : op_(op), device_(device_of(t, op)), guard_(device_) {
@@ -23,18 +25,22 @@ class Call {
   cudaStream_t stream() const { return stream_; }
 
   void same(const Tensor& t, const char* name) const {
-    PFL_CHECK(t.is_cuda() && t.get_device_index() == device_, op_, ": expected ", name, " on cuda:", device_, " like the first argument, got ",
+    PFL_CHECK(t.is_cuda() && t.get_device_index() == device_, op_, ": expected ", name,
+              " on cuda:", device_, " like the first argument, got ",
               t.is_cuda() ? text("cuda:", t.get_device_index()) : std::string("another device"));
   }
   void same(const OptionalTensor& t, const char* name) const {
     if (t) same(*t, name);
   }
 
-  Tensor workspace(const Tensor& like, int64_t bytes) const { return make(like, {bytes}, ScalarType::Byte); }
+  Tensor workspace(const Tensor& like, int64_t bytes) const {
+    return make(like, {bytes}, ScalarType::Byte);
+  }
 
  private:
   static int32_t device_of(const Tensor& t, const char* op) {
-    PFL_CHECK(t.is_cuda(), op, ": expected all tensors on one GPU, got the first on another device");
+    PFL_CHECK(t.is_cuda(), op,
+              ": expected all tensors on one GPU, got the first on another device");
     return t.get_device_index();
   }
 

@@ -9,11 +9,15 @@ namespace {
 struct SgdOnCuda : cuda::Call {
   using Call::Call;
   template <class T>
-  void operator()(const Sgd<T>& step) const { cuda::sgd_step(step, stream()); }
+  void operator()(const Sgd<T>& step) const {
+    cuda::sgd_step(step, stream());
+  }
 };
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(pflcore, CUDA, m) { m.impl("sgd_step_", TORCH_BOX(&sgd_step<SgdOnCuda>)); }
+STABLE_TORCH_LIBRARY_IMPL(pflcore, CUDA, m) {
+  m.impl("sgd_step_", TORCH_BOX(&sgd_step<SgdOnCuda>));
+}
 
 }  // namespace pflcore

@@ -1,4 +1,5 @@
-// One step of SGD on flat rows with every correction fused: each array is read once, w and buffer are written once. Knows nothing of torch.
+// One step of SGD on flat rows with every correction fused: each array is read once, w and buffer
+// are written once. Knows nothing of torch.
 #pragma once
 #include "common.cuh"
 
@@ -9,7 +10,9 @@ constexpr int kSgdThreads = 256;
 template <class T, bool kAligned>
 __device__ __forceinline__ void sgd_at(const Sgd<T>& a, int64_t row, int64_t c, T mu) {
   constexpr int kWide = kAligned ? per16<T> : 1;
-  struct Lane { T v[kWide]; };
+  struct Lane {
+    T v[kWide];
+  };
   const auto load = [&](const T* from, int64_t stride) {
     Lane out;
     const T* const at = from + row * stride + c;
@@ -31,7 +34,8 @@ __device__ __forceinline__ void sgd_at(const Sgd<T>& a, int64_t row, int64_t c, 
       *at = value.v[0];
     }
   };
-  const T lr = static_cast<T>(a.lr), decay = static_cast<T>(a.weight_decay), momentum = static_cast<T>(a.momentum);
+  const T lr = static_cast<T>(a.lr), decay = static_cast<T>(a.weight_decay),
+          momentum = static_cast<T>(a.momentum);
   Lane w = load(a.w, a.w_row), d = load(a.grad, a.grad_row);
   if (a.shift) {
     const Lane shift = load(a.shift, a.shift_row);
@@ -56,11 +60,13 @@ __device__ __forceinline__ void sgd_at(const Sgd<T>& a, int64_t row, int64_t c, 
   store(a.w, a.w_row, w);
 }
 
-// Rows along y, columns along x. The columns that fill no pack go one by one, to the first threads of the row.
+// Rows along y, columns along x. The columns that fill no pack go one by one, to the first threads
+// of the row.
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(kSgdThreads) sgd_kernel(Sgd<T> a) {
   constexpr int kWide = kAligned ? per16<T> : 1;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kSgdThreads, first = static_cast<int64_t>(blockIdx.x) * kSgdThreads + threadIdx.x;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kSgdThreads,
+                first = static_cast<int64_t>(blockIdx.x) * kSgdThreads + threadIdx.x;
   const int64_t packs = a.q / kWide;
   for (int64_t row = blockIdx.y; row < a.s; row += gridDim.y) {
     const T mu = static_cast<T>(a.mu_rows ? a.mu_rows[row] : a.mu);
@@ -73,15 +79,19 @@ template <class T>
 void sgd_step(Sgd<T> a, cudaStream_t stream) {
   if (a.s == 0 || a.q == 0) return;
   const auto whole = [&](const T* p, int64_t row) { return !p || row == a.q; };
-  if (!(a.mu_rows && a.anchor) && a.w_row == a.q && a.grad_row == a.q && whole(a.shift, a.shift_row) && whole(a.mask, a.mask_row) &&
-      whole(a.anchor, a.anchor_row) && whole(a.buffer, a.buffer_row)) {
+  if (!(a.mu_rows && a.anchor) && a.w_row == a.q && a.grad_row == a.q &&
+      whole(a.shift, a.shift_row) && whole(a.mask, a.mask_row) && whole(a.anchor, a.anchor_row) &&
+      whole(a.buffer, a.buffer_row)) {
     a.q *= a.s;  // rows without gaps are one long row: aligned whatever the length of each was
     a.s = 1;
     a.w_row = a.grad_row = a.shift_row = a.mask_row = a.anchor_row = a.buffer_row = a.q;
     a.mu_rows = nullptr;
   }
-  const auto fits = [&](const T* p, int64_t row) { return !p || aligned16(p, a.s > 1 ? row : 0, sizeof(T)); };
-  const bool aligned = fits(a.w, a.w_row) && fits(a.grad, a.grad_row) && fits(a.shift, a.shift_row) && fits(a.mask, a.mask_row) &&
+  const auto fits = [&](const T* p, int64_t row) {
+    return !p || aligned16(p, a.s > 1 ? row : 0, sizeof(T));
+  };
+  const bool aligned = fits(a.w, a.w_row) && fits(a.grad, a.grad_row) &&
+                       fits(a.shift, a.shift_row) && fits(a.mask, a.mask_row) &&
                        fits(a.anchor, a.anchor_row) && fits(a.buffer, a.buffer_row);
   const int64_t packs = ceil_div(a.q, aligned ? per16<T> : 1);
   const dim3 grid(grid_for(ceil_div(packs, kSgdThreads)), grid_for(a.s, 65535));

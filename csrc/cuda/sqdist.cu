@@ -17,6 +17,8 @@ struct SqdistOnCuda : cuda::Call {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(pflcore, CUDA, m) { m.impl("pairwise_sqdist", TORCH_BOX(&pairwise_sqdist<SqdistOnCuda>)); }
+STABLE_TORCH_LIBRARY_IMPL(pflcore, CUDA, m) {
+  m.impl("pairwise_sqdist", TORCH_BOX(&pairwise_sqdist<SqdistOnCuda>));
+}
 
 }  // namespace pflcore

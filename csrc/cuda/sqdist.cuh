@@ -1,38 +1,43 @@
-// out[i][j] = sum over the columns of (a_i - b_j)^2: differences first, float64 totals. Knows nothing of torch.
+// out[i][j] = sum over the columns of (a_i - b_j)^2: differences first, float64 totals. Knows
+// nothing of torch.
 //
-// There are few rows and very many columns, so the columns are split over the blocks and the partial sums are added up by a second
-// kernel in a fixed order: no atomics, the same bits every time. The split depends on the sizes alone, never on the card, and every pair
-// of rows is summed by the same schedule, so that results follow the rows when these are permuted.
+// There are few rows and very many columns, so the columns are split over the blocks and the
+// partial sums are added up by a second kernel in a fixed order: no atomics, the same bits every
+// time. The split depends on the sizes alone, never on the card, and every pair of rows is summed
+// by the same schedule, so that results follow the rows when these are permuted.
 //
-// A block holds a window of at most 64 rows of a against 64 of b. A thread owns 4 x 4 pairs (rows ti + r * groups_a, tj + s * groups_b) and
-// every `lanes`-th 16-byte pack of the staged columns: 8 packs read from shared memory for 64 (double: 32) differences and squares. A float32 lane
-// takes 8 additions before it is flushed to float64, so a pair's error stays below (8 + 2) * 2^-24 = 6e-7 for every input.
+// A block holds a window of at most 64 rows of a against 64 of b. A thread owns 4 x 4 pairs (rows
+// ti + r * groups_a, tj + s * groups_b) and every `lanes`-th 16-byte pack of the staged columns: 8
+// packs read from shared memory for 64 (double: 32) differences and squares. A float32 lane takes 8
+// additions before it is flushed to float64, so a pair's error stays below (8 + 2) * 2^-24 = 6e-7
+// for every input.
 #pragma once
 #include "common.cuh"
 
 namespace pflcore::cuda {
 
-constexpr int kSqdistWindow = 64;        // rows of a block's window
+constexpr int kSqdistWindow = 64;  // rows of a block's window
 constexpr int kSqdistThreads = 256;
 constexpr int kSqdistShared = 48 * 1024;  // what every card gives without asking
 constexpr int kSqdistPacksLog2 = 3;       // packs of a row staged at a time, at least
-constexpr int64_t kSqdistBlocks = 2048;  // enough to fill any card several times
+constexpr int64_t kSqdistBlocks = 2048;   // enough to fill any card several times
 constexpr int64_t kSqdistMost = int64_t{65535} * kSqdistWindow;
-constexpr double kSqdistTiny = 1e-30;    // below it float32 squares may have underflowed
+constexpr double kSqdistTiny = 1e-30;  // below it float32 squares may have underflowed
 
 struct SqdistPlan {
   int64_t m, n, p;
-  int64_t pairs;       // m * n: entries of one partial result
+  int64_t pairs;  // m * n: entries of one partial result
   bool symmetric;
   bool a_aligned, b_aligned;
-  int lanes_log2;      // lanes = threads that share a tile of 4 x 4 pairs, a power of two up to 32
-  int packs_log2;      // packs = 16-byte packs of a row staged at a time
-  int pitch;           // packs from one staged row to the next: the padding keeps 8 neighbouring threads on 32 different banks
-  int stages;          // staged column chunks: one in use, the others on their way
+  int lanes_log2;  // lanes = threads that share a tile of 4 x 4 pairs, a power of two up to 32
+  int packs_log2;  // packs = 16-byte packs of a row staged at a time
+  int pitch;   // packs from one staged row to the next: the padding keeps 8 neighbouring threads on
+               // 32 different banks
+  int stages;  // staged column chunks: one in use, the others on their way
   int stage_bytes;
   int threads;
-  int64_t chunk;       // columns of a stage
-  int64_t per_split;   // columns of a block, a multiple of chunk
+  int64_t chunk;      // columns of a stage
+  int64_t per_split;  // columns of a block, a multiple of chunk
   int64_t splits;
 };
 
@@ -44,8 +49,10 @@ inline SqdistPlan sqdist_plan(const Sqdist& q) {
   if (plan.pairs == 0) return plan;
   plan.a_aligned = aligned16(q.a, q.a_row, bytes_of(q.dtype));
   plan.b_aligned = plan.symmetric ? plan.a_aligned : aligned16(q.b, q.b_row, bytes_of(q.dtype));
-  const int64_t rows_a = plan.m < kSqdistWindow ? plan.m : kSqdistWindow, rows_b = plan.n < kSqdistWindow ? plan.n : kSqdistWindow;
-  const int64_t windows_a = ceil_div(plan.m, kSqdistWindow), windows_b = ceil_div(plan.n, kSqdistWindow);
+  const int64_t rows_a = plan.m < kSqdistWindow ? plan.m : kSqdistWindow,
+                rows_b = plan.n < kSqdistWindow ? plan.n : kSqdistWindow;
+  const int64_t windows_a = ceil_div(plan.m, kSqdistWindow),
+                windows_b = ceil_div(plan.n, kSqdistWindow);
   const bool one_triangle = plan.symmetric && windows_a == 1;
   const int64_t groups_a = ceil_div(rows_a, 4), groups_b = ceil_div(rows_b, 4);
   const int64_t tiles = one_triangle ? groups_a * (groups_a + 1) / 2 : groups_a * groups_b;
@@ -55,15 +62,18 @@ inline SqdistPlan sqdist_plan(const Sqdist& q) {
     plan.packs_log2 = lanes > 4 ? plan.lanes_log2 + 1 : kSqdistPacksLog2;
     plan.pitch = (1 << plan.packs_log2) + (lanes < 8 ? lanes : 0);
     plan.stage_bytes = static_cast<int>(rows) * plan.pitch * 16;
-    if (lanes == 1 || (tiles * lanes <= kSqdistThreads && 2 * plan.stage_bytes <= kSqdistShared)) break;
+    if (lanes == 1 || (tiles * lanes <= kSqdistThreads && 2 * plan.stage_bytes <= kSqdistShared))
+      break;
   }
   plan.stages = 4 * plan.stage_bytes <= kSqdistShared ? 4 : 2;
   plan.threads = static_cast<int>(ceil_div(tiles << plan.lanes_log2, 32) * 32);
   plan.chunk = static_cast<int64_t>(q.dtype == Dtype::f64 ? 2 : 4) << plan.packs_log2;
   const int64_t chunks = ceil_div(plan.p, plan.chunk);
-  const int64_t window_pairs = plan.symmetric ? windows_a * (windows_a + 1) / 2 : windows_a * windows_b;
+  const int64_t window_pairs =
+      plan.symmetric ? windows_a * (windows_a + 1) / 2 : windows_a * windows_b;
   int64_t splits = kSqdistBlocks / window_pairs;
-  const int64_t worth = plan.p / (16 * rows);  // a block writes rows^2 doubles: let it read clearly more than that
+  const int64_t worth =
+      plan.p / (16 * rows);  // a block writes rows^2 doubles: let it read clearly more than that
   splits = splits < worth ? splits : worth;
   splits = splits < chunks ? splits : chunks;
   if (splits < 1) splits = 1;
@@ -72,7 +82,8 @@ inline SqdistPlan sqdist_plan(const Sqdist& q) {
   return plan;
 }
 
-// `most`: rows of a that one grid holds; more are done in parts. A single partial sum needs no memory beside the result's.
+// `most`: rows of a that one grid holds; more are done in parts. A single partial sum needs no
+// memory beside the result's.
 inline int64_t sqdist_workspace(const Sqdist& q, int64_t most = kSqdistMost) {
   if (q.m > most && !q.symmetric) {
     Sqdist part = q, rest = q;
@@ -81,20 +92,29 @@ inline int64_t sqdist_workspace(const Sqdist& q, int64_t most = kSqdistMost) {
     return some > last ? some : last;
   }
   const SqdistPlan plan = sqdist_plan(q);
-  return plan.splits > 1 ? plan.splits * (q.listed < 0 ? plan.pairs : q.m * q.listed) * static_cast<int64_t>(sizeof(double)) : 0;
+  return plan.splits > 1 ? plan.splits * (q.listed < 0 ? plan.pairs : q.m * q.listed) *
+                               static_cast<int64_t>(sizeof(double))
+                         : 0;
 }
 
-// A float32 result that cannot be trusted: overflow, NaN, or so small that squares may have underflowed.
-__device__ __forceinline__ bool sqdist_suspect(double value) { return !(value >= kSqdistTiny && value <= DBL_MAX); }
+// A float32 result that cannot be trusted: overflow, NaN, or so small that squares may have
+// underflowed.
+__device__ __forceinline__ bool sqdist_suspect(double value) {
+  return !(value >= kSqdistTiny && value <= DBL_MAX);
+}
 
-// Stages `packs` packs of each of `rows` rows, zeros from column `end` on. S is the staged type: float, or double where T is double.
+// Stages `packs` packs of each of `rows` rows, zeros from column `end` on. S is the staged type:
+// float, or double where T is double.
 template <class T, class S>
-__device__ __forceinline__ void sqdist_stage(S* to, int pitch, int packs_log2, const T* from, int64_t row_stride, int rows, bool aligned,
+__device__ __forceinline__ void sqdist_stage(S* to, int pitch, int packs_log2, const T* from,
+                                             int64_t row_stride, int rows, bool aligned,
                                              int64_t column, int64_t end) {
   constexpr int kWide = per16<S>, kLoad = per16<T>;
   const int threads = static_cast<int>(blockDim.x);
   if (aligned) {
-    constexpr int kPacks = kLoad / kWide;  // staged packs that one 16-byte access of T fills: 1, or 2 for the half types
+    constexpr int kPacks =
+        kLoad /
+        kWide;  // staged packs that one 16-byte access of T fills: 1, or 2 for the half types
     const int per_row_log2 = kPacks == 2 ? packs_log2 - 1 : packs_log2;
     for (int e = static_cast<int>(threadIdx.x); e < rows << per_row_log2; e += threads) {
       const int row = e >> per_row_log2, access = e & ((1 << per_row_log2) - 1);
@@ -102,7 +122,10 @@ __device__ __forceinline__ void sqdist_stage(S* to, int pitch, int packs_log2, c
       S* const dst = to + (static_cast<int64_t>(row) * pitch + access * kPacks) * kWide;
       const T* const src = from + row * row_stride + (left > 0 ? c : 0);
       if constexpr (kPacks == 1) {
-        copy_async<16>(dst, src, left >= kLoad ? 16 : left > 0 ? static_cast<int>(left * static_cast<int64_t>(sizeof(T))) : 0);
+        copy_async<16>(dst, src,
+                       left >= kLoad ? 16
+                       : left > 0    ? static_cast<int>(left * static_cast<int64_t>(sizeof(T)))
+                                     : 0);
       } else {
         Pack<T> in;
         if (left >= kLoad) {
@@ -134,24 +157,32 @@ __device__ __forceinline__ void sqdist_stage(S* to, int pitch, int packs_log2, c
   }
 }
 
-// One block: one window of pairs, one piece of the columns -> partial[split][i][j]. C is the type of the differences: float with flushes, or
-// double. With kRedo only pairs whose float32 result in `out` is suspect are done, and a block without any returns at once. kOneLane: no two
-// threads share a tile, as where there are many rows; arithmetic is the bottleneck then, and all places in shared memory become constants.
+// One block: one window of pairs, one piece of the columns -> partial[split][i][j]. C is the type
+// of the differences: float with flushes, or double. With kRedo only pairs whose float32 result in
+// `out` is suspect are done, and a block without any returns at once. kOneLane: no two threads
+// share a tile, as where there are many rows; arithmetic is the bottleneck then, and all places in
+// shared memory become constants.
 template <class T, class S, class C, bool kRedo, bool kOneLane>
 __global__ void __launch_bounds__(kSqdistThreads, 2)
-    sqdist_partial(const T* __restrict__ a, int64_t a_row, const T* __restrict__ b, int64_t b_row, SqdistPlan plan, const double* out,
-                   double* partial) {
+    sqdist_partial(const T* __restrict__ a, int64_t a_row, const T* __restrict__ b, int64_t b_row,
+                   SqdistPlan plan, const double* out, double* partial) {
   constexpr int kWide = per16<S>;
-  const int64_t row_a = static_cast<int64_t>(blockIdx.y) * kSqdistWindow, row_b = static_cast<int64_t>(blockIdx.x) * kSqdistWindow;
+  const int64_t row_a = static_cast<int64_t>(blockIdx.y) * kSqdistWindow,
+                row_b = static_cast<int64_t>(blockIdx.x) * kSqdistWindow;
   if (plan.symmetric && row_a > row_b) return;
   const bool triangle = plan.symmetric && row_a == row_b;
-  const int rows_a = static_cast<int>(plan.m - row_a < kSqdistWindow ? plan.m - row_a : kSqdistWindow);
-  const int rows_b = static_cast<int>(plan.n - row_b < kSqdistWindow ? plan.n - row_b : kSqdistWindow);
+  const int rows_a =
+      static_cast<int>(plan.m - row_a < kSqdistWindow ? plan.m - row_a : kSqdistWindow);
+  const int rows_b =
+      static_cast<int>(plan.n - row_b < kSqdistWindow ? plan.n - row_b : kSqdistWindow);
   const int groups_a = (rows_a + 3) / 4, groups_b = (rows_b + 3) / 4;
 
-  const int lanes_log2 = kOneLane ? 0 : plan.lanes_log2, packs_log2 = kOneLane ? kSqdistPacksLog2 : plan.packs_log2;
-  const int lanes = 1 << lanes_log2, packs = 1 << packs_log2, pitch = kOneLane ? packs + 1 : plan.pitch;
-  const int lane = static_cast<int>(threadIdx.x) & (lanes - 1), tile = static_cast<int>(threadIdx.x) >> lanes_log2;
+  const int lanes_log2 = kOneLane ? 0 : plan.lanes_log2,
+            packs_log2 = kOneLane ? kSqdistPacksLog2 : plan.packs_log2;
+  const int lanes = 1 << lanes_log2, packs = 1 << packs_log2,
+            pitch = kOneLane ? packs + 1 : plan.pitch;
+  const int lane = static_cast<int>(threadIdx.x) & (lanes - 1),
+            tile = static_cast<int>(threadIdx.x) >> lanes_log2;
   int ti = 0, tj = 0;
   if (triangle) {  // tiles row by row of the upper triangle
     tj = tile;
@@ -183,19 +214,24 @@ __global__ void __launch_bounds__(kSqdistThreads, 2)
   const int chunks = static_cast<int>((end - begin + plan.chunk - 1) / plan.chunk);
   const auto stage = [&](int k) {
     if (k < chunks) {
-      S* const to = reinterpret_cast<S*>(shared + static_cast<int64_t>(k % plan.stages) * plan.stage_bytes);
+      S* const to =
+          reinterpret_cast<S*>(shared + static_cast<int64_t>(k % plan.stages) * plan.stage_bytes);
       const int64_t column = begin + k * plan.chunk;
-      sqdist_stage<T, S>(to, pitch, packs_log2, a + row_a * a_row, a_row, rows_a, plan.a_aligned, column, end);
+      sqdist_stage<T, S>(to, pitch, packs_log2, a + row_a * a_row, a_row, rows_a, plan.a_aligned,
+                         column, end);
       if (!triangle)
-        sqdist_stage<T, S>(to + static_cast<int64_t>(rows_a) * pitch * kWide, pitch, packs_log2, b + row_b * b_row, b_row, rows_b,
-                           plan.b_aligned, column, end);
+        sqdist_stage<T, S>(to + static_cast<int64_t>(rows_a) * pitch * kWide, pitch, packs_log2,
+                           b + row_b * b_row, b_row, rows_b, plan.b_aligned, column, end);
     }
-    copy_commit();  // a group for every chunk, empty ones too, so that the count of groups to wait for is constant
+    copy_commit();  // a group for every chunk, empty ones too, so that the count of groups to wait
+                    // for is constant
   };
 
-  int from_a[4], from_b[4];  // where my rows stand in a stage; rows past the end repeat the last one, their results are dropped
+  int from_a[4], from_b[4];  // where my rows stand in a stage; rows past the end repeat the last
+                             // one, their results are dropped
   for (int r = 0; r < 4; ++r) {
-    const int i = ti + r * groups_a < rows_a ? ti + r * groups_a : rows_a - 1, j = tj + r * groups_b < rows_b ? tj + r * groups_b : rows_b - 1;
+    const int i = ti + r * groups_a < rows_a ? ti + r * groups_a : rows_a - 1,
+              j = tj + r * groups_b < rows_b ? tj + r * groups_b : rows_b - 1;
     from_a[r] = i * pitch * kWide;
     from_b[r] = (j + (triangle ? 0 : rows_a)) * pitch * kWide;
   }
@@ -203,12 +239,16 @@ __global__ void __launch_bounds__(kSqdistThreads, 2)
   double total[4][4] = {};
   for (int k = 0; k < plan.stages - 1; ++k) stage(k);
   for (int k = 0; k < chunks; ++k) {
-    if (plan.stages == 2) copy_wait<0>();
-    else copy_wait<2>();
-    __syncthreads();  // chunk k is there for all, and nobody reads the buffer any more that the next one goes to
+    if (plan.stages == 2)
+      copy_wait<0>();
+    else
+      copy_wait<2>();
+    __syncthreads();  // chunk k is there for all, and nobody reads the buffer any more that the
+                      // next one goes to
     stage(k + plan.stages - 1);
     if (!active) continue;
-    const S* const now = reinterpret_cast<const S*>(shared + static_cast<int64_t>(k % plan.stages) * plan.stage_bytes);
+    const S* const now = reinterpret_cast<const S*>(shared + static_cast<int64_t>(k % plan.stages) *
+                                                                 plan.stage_bytes);
 #pragma unroll(kOneLane ? 4 : 1)
     for (int pack = lane; pack < packs; pack += 2 * lanes) {
       C sum[4][4] = {};
@@ -242,7 +282,8 @@ __global__ void __launch_bounds__(kSqdistThreads, 2)
 #pragma unroll
     for (int s = 0; s < 4; ++s) {
       double value = total[r][s];
-      for (int step = lanes / 2; step > 0; step /= 2) value += __shfl_xor_sync(0xffffffffu, value, step);
+      for (int step = lanes / 2; step > 0; step /= 2)
+        value += __shfl_xor_sync(0xffffffffu, value, step);
       if (lane == 0 && (wanted >> (4 * r + s) & 1)) {
         int64_t i = ti + r * groups_a, j = tj + s * groups_b;
         if (triangle && i > j) {
@@ -254,10 +295,12 @@ __global__ void __launch_bounds__(kSqdistThreads, 2)
     }
 }
 
-// Adds the partial sums up and mirrors a symmetric result: a column of 32 neighbouring pairs per block, blockDim.y threads to a pair. A single
-// partial sum lies in `out` already, so that after a redo nothing shows which were done again: all are mirrored once more.
+// Adds the partial sums up and mirrors a symmetric result: a column of 32 neighbouring pairs per
+// block, blockDim.y threads to a pair. A single partial sum lies in `out` already, so that after a
+// redo nothing shows which were done again: all are mirrored once more.
 template <bool kRedo>
-__global__ void __launch_bounds__(1024) sqdist_total(const double* partial, SqdistPlan plan, double* out) {
+__global__ void __launch_bounds__(1024)
+    sqdist_total(const double* partial, SqdistPlan plan, double* out) {
   __shared__ double sums[32][33];
   const int64_t pair = static_cast<int64_t>(blockIdx.x) * 32 + threadIdx.x;
   const int64_t i = pair / plan.n, j = pair % plan.n;
@@ -266,7 +309,8 @@ __global__ void __launch_bounds__(1024) sqdist_total(const double* partial, Sqdi
   if (kRedo) active = active && !zero && (plan.splits == 1 || sqdist_suspect(out[pair]));
   double sum = 0;
   if (active && !zero)
-    for (int64_t s = threadIdx.y; s < plan.splits; s += blockDim.y) sum += partial[s * plan.pairs + pair];
+    for (int64_t s = threadIdx.y; s < plan.splits; s += blockDim.y)
+      sum += partial[s * plan.pairs + pair];
   sums[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
   if (threadIdx.y != 0 || !active) return;
@@ -277,29 +321,37 @@ __global__ void __launch_bounds__(1024) sqdist_total(const double* partial, Sqdi
 
 // A pack of a row's columns, zeros from `end` on.
 template <class S, class T>
-__device__ __forceinline__ Pack<S> sqdist_pack(const T* row, bool aligned, int64_t column, int64_t end) {
+__device__ __forceinline__ Pack<S> sqdist_pack(const T* row, bool aligned, int64_t column,
+                                               int64_t end) {
   constexpr int kWide = per16<S>;
   Pack<S> out;
   if (aligned && column + kWide <= end) {
     const Pack<T, kWide> in = load_pack<kWide>(row + column);
     for (int c = 0; c < kWide; ++c) out.v[c] = convert<S>(in.v[c]);
   } else {
-    for (int c = 0; c < kWide; ++c) out.v[c] = column + c < end ? convert<S>(row[column + c]) : S(0);
+    for (int c = 0; c < kWide; ++c)
+      out.v[c] = column + c < end ? convert<S>(row[column + c]) : S(0);
   }
   return out;
 }
 
-// Listed pairs: `lanes` threads to a pair, which take its columns as sqdist_partial does under the plan of all pairs, so the bits are the same.
+// Listed pairs: `lanes` threads to a pair, which take its columns as sqdist_partial does under the
+// plan of all pairs, so the bits are the same.
 template <class T, class S, class C, bool kRedo>
 __global__ void __launch_bounds__(kSqdistThreads)
-    sqdist_listed(const T* __restrict__ a, int64_t a_row, const T* __restrict__ b, int64_t b_row, SqdistPlan plan, const int64_t* index,
-                  int64_t listed, const double* out, double* partial) {
+    sqdist_listed(const T* __restrict__ a, int64_t a_row, const T* __restrict__ b, int64_t b_row,
+                  SqdistPlan plan, const int64_t* index, int64_t listed, const double* out,
+                  double* partial) {
   constexpr int kWide = per16<S>;
-  const int lanes = 1 << plan.lanes_log2, packs = 1 << plan.packs_log2, lane = static_cast<int>(threadIdx.x) & (lanes - 1);
-  const int64_t pair = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) >> plan.lanes_log2;
+  const int lanes = 1 << plan.lanes_log2, packs = 1 << plan.packs_log2,
+            lane = static_cast<int>(threadIdx.x) & (lanes - 1);
+  const int64_t pair =
+      (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) >> plan.lanes_log2;
   const bool active = pair < plan.m * listed && !(kRedo && !sqdist_suspect(out[pair]));
   const int64_t i = active ? pair / listed : 0, j = active ? index[pair] : 0;
-  double total = j < 0 ? static_cast<double>(INFINITY) : j < plan.n ? 0.0 : static_cast<double>(NAN);
+  double total = j < 0        ? static_cast<double>(INFINITY)
+                 : j < plan.n ? 0.0
+                              : static_cast<double>(NAN);
   if (active && j >= 0 && j < plan.n && !(plan.symmetric && i == j)) {
     const int64_t begin = static_cast<int64_t>(blockIdx.y) * plan.per_split;
     const int64_t end = begin + plan.per_split < plan.p ? begin + plan.per_split : plan.p;
@@ -310,7 +362,8 @@ __global__ void __launch_bounds__(kSqdistThreads)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int64_t at = column + (pack + half * lanes) * kWide;
-          const Pack<S> va = sqdist_pack<S>(x, plan.a_aligned, at, end), vb = sqdist_pack<S>(y, plan.b_aligned, at, end);
+          const Pack<S> va = sqdist_pack<S>(x, plan.a_aligned, at, end),
+                        vb = sqdist_pack<S>(y, plan.b_aligned, at, end);
 #pragma unroll
           for (int c = 0; c < kWide; ++c) {
             const C d = static_cast<C>(va.v[c]) - static_cast<C>(vb.v[c]);
@@ -320,7 +373,8 @@ __global__ void __launch_bounds__(kSqdistThreads)
         total += static_cast<double>(sum);
       }
   }
-  for (int step = lanes / 2; step > 0; step /= 2) total += __shfl_xor_sync(0xffffffffu, total, step);
+  for (int step = lanes / 2; step > 0; step /= 2)
+    total += __shfl_xor_sync(0xffffffffu, total, step);
   if (lane == 0 && active) partial[blockIdx.y * plan.m * listed + pair] = total;
 }
 
@@ -331,21 +385,28 @@ void sqdist_launch(const Sqdist& q, SqdistPlan plan, cudaStream_t stream) {
   const T* const b = plan.symmetric ? a : static_cast<const T*>(q.b);
   const int64_t b_row = plan.symmetric ? q.a_row : q.b_row;
   if (q.listed >= 0) {
-    const dim3 grid(static_cast<unsigned>(ceil_div((q.m * q.listed) << plan.lanes_log2, kSqdistThreads)), static_cast<unsigned>(plan.splits));
+    const dim3 grid(
+        static_cast<unsigned>(ceil_div((q.m * q.listed) << plan.lanes_log2, kSqdistThreads)),
+        static_cast<unsigned>(plan.splits));
     auto* const kernel = &sqdist_listed<T, S, C, kRedo>;
-    PFLCORE_LAUNCH(kernel, grid, kSqdistThreads, 0, stream, a, q.a_row, b, b_row, plan, q.index, q.listed, q.out, partial);
+    PFLCORE_LAUNCH(kernel, grid, kSqdistThreads, 0, stream, a, q.a_row, b, b_row, plan, q.index,
+                   q.listed, q.out, partial);
     plan.symmetric = false, plan.n = q.listed, plan.pairs = q.m * q.listed;
   } else if (plan.splits > 0) {
-    const dim3 grid(static_cast<unsigned>(ceil_div(plan.n, kSqdistWindow)), static_cast<unsigned>(ceil_div(plan.m, kSqdistWindow)),
+    const dim3 grid(static_cast<unsigned>(ceil_div(plan.n, kSqdistWindow)),
+                    static_cast<unsigned>(ceil_div(plan.m, kSqdistWindow)),
                     static_cast<unsigned>(plan.splits));
     constexpr bool kOften = std::is_same_v<C, float>;  // worth a second copy of the code
-    auto* const kernel = kOften && plan.lanes_log2 == 0 ? &sqdist_partial<T, S, C, kRedo, kOften> : &sqdist_partial<T, S, C, kRedo, false>;
-    PFLCORE_LAUNCH(kernel, grid, plan.threads, plan.stages * plan.stage_bytes, stream, a, q.a_row, b, b_row, plan, q.out, partial);
+    auto* const kernel = kOften && plan.lanes_log2 == 0 ? &sqdist_partial<T, S, C, kRedo, kOften>
+                                                        : &sqdist_partial<T, S, C, kRedo, false>;
+    PFLCORE_LAUNCH(kernel, grid, plan.threads, plan.stages * plan.stage_bytes, stream, a, q.a_row,
+                   b, b_row, plan, q.out, partial);
   }
   int ways = 1;
   while (ways < 32 && ways * 8 < plan.splits) ways *= 2;
   auto* const total = &sqdist_total<kRedo>;
-  PFLCORE_LAUNCH(total, static_cast<unsigned>(ceil_div(plan.pairs, 32)), dim3(32, static_cast<unsigned>(ways)), 0, stream, partial, plan, q.out);
+  PFLCORE_LAUNCH(total, static_cast<unsigned>(ceil_div(plan.pairs, 32)),
+                 dim3(32, static_cast<unsigned>(ways)), 0, stream, partial, plan, q.out);
 }
 
 template <class T>
@@ -357,7 +418,8 @@ void sqdist_float(const Sqdist& q, const SqdistPlan& plan, cudaStream_t stream) 
 inline void sqdist(const Sqdist& q, cudaStream_t stream, int64_t most = kSqdistMost) {
   SqdistPlan plan = sqdist_plan(q);
   if ((q.listed < 0 ? plan.pairs : q.m * q.listed) == 0) return;
-  if (q.listed >= 0 && plan.splits == 0) plan.splits = 1;  // without a column there is still infinity to be written
+  if (q.listed >= 0 && plan.splits == 0)
+    plan.splits = 1;  // without a column there is still infinity to be written
   if (plan.m > most && !plan.symmetric) {
     for (int64_t row = 0; row < q.m; row += most) {
       Sqdist part = q;
@@ -370,10 +432,14 @@ inline void sqdist(const Sqdist& q, cudaStream_t stream, int64_t most = kSqdistM
     return;
   }
   switch (q.dtype) {
-    case Dtype::f32: return sqdist_float<float>(q, plan, stream);
-    case Dtype::f64: return sqdist_launch<double, double, double, false>(q, plan, stream);
-    case Dtype::f16: return sqdist_float<__half>(q, plan, stream);
-    case Dtype::bf16: return sqdist_float<__nv_bfloat16>(q, plan, stream);
+    case Dtype::f32:
+      return sqdist_float<float>(q, plan, stream);
+    case Dtype::f64:
+      return sqdist_launch<double, double, double, false>(q, plan, stream);
+    case Dtype::f16:
+      return sqdist_float<__half>(q, plan, stream);
+    case Dtype::bf16:
+      return sqdist_float<__nv_bfloat16>(q, plan, stream);
   }
 }
 

@@ -1,4 +1,5 @@
-// The two rules that turn distances into mixing weights, in float64, one block per row. Knows nothing of torch.
+// The two rules that turn distances into mixing weights, in float64, one block per row. Knows
+// nothing of torch.
 #pragma once
 #include "common.cuh"
 
@@ -15,7 +16,8 @@ __device__ __forceinline__ double distance(T v) {
   return d < 0 ? 0 : d;
 }
 
-// WAFFLE's CalcWeights (Beaussart et al. 2021, Algorithm 1) in its division-safe form. A target outside [0, n) makes a row of NaN.
+// WAFFLE's CalcWeights (Beaussart et al. 2021, Algorithm 1) in its division-safe form. A target
+// outside [0, n) makes a row of NaN.
 template <class Row>
 __global__ void __launch_bounds__(kWeightsThreads) waffle_kernel(Row q) {
   __shared__ double scratch[kWeightsThreads / 32];
@@ -46,7 +48,9 @@ __global__ void __launch_bounds__(kWeightsThreads) waffle_kernel(Row q) {
       if (!alone) {
         const double t = tied ? 0.0 : (distance(dist[i]) - low) / gap;
         const double ratio = alike ? 0.0 : q.omega <= 1 ? (t + s) / (1 + s) : t + s;
-        raw = i == target ? q.psi : !(fabs(dist[i]) <= DBL_MAX) || ratio >= q.psi ? 0 : q.psi - ratio;
+        raw = i == target                                     ? q.psi
+              : !(fabs(dist[i]) <= DBL_MAX) || ratio >= q.psi ? 0
+                                                              : q.psi - ratio;
       }
       weight[i] = raw;
       sum += raw;
@@ -62,8 +66,9 @@ inline void waffle_weights(const Waffle& q, cudaStream_t stream) {
   PFLCORE_LAUNCH(kernel, weights_grid(q.rows), kWeightsThreads, 0, stream, q);
 }
 
-// The k nearest by (distance, index), weighted by 1 / squared distance (FedDWA, Liu et al. 2023, Eq. 15 and 8). An entry's place is the number of
-// entries before it: n^2 comparisons in shared memory, no sort, no iteration that depends on the data.
+// The k nearest by (distance, index), weighted by 1 / squared distance (FedDWA, Liu et al. 2023,
+// Eq. 15 and 8). An entry's place is the number of entries before it: n^2 comparisons in shared
+// memory, no sort, no iteration that depends on the data.
 template <class T>
 __global__ void __launch_bounds__(kWeightsThreads) feddwa_kernel(Feddwa<T> q) {
   constexpr int kTile = 1024;
@@ -84,7 +89,8 @@ __global__ void __launch_bounds__(kWeightsThreads) feddwa_kernel(Feddwa<T> q) {
       for (int64_t start = 0; start < q.n; start += kTile) {
         const int count = static_cast<int>(q.n - start < kTile ? q.n - start : kTile);
         __syncthreads();
-        for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x)) tile[i] = far(dist[start + i]);
+        for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x))
+          tile[i] = far(dist[start + i]);
         __syncthreads();
         for (int i = 0; i < count; ++i) place += tile[i] < d || (tile[i] == d && start + i < mine);
       }
@@ -96,7 +102,8 @@ __global__ void __launch_bounds__(kWeightsThreads) feddwa_kernel(Feddwa<T> q) {
     double sum = 0;
     for (int64_t i = threadIdx.x; i < q.k; i += blockDim.x) {
       const double d = weight[i];
-      const double raw = nearest == 0 || nearest > DBL_MAX ? (d == nearest ? 1.0 : 0.0) : nearest / d;
+      const double raw =
+          nearest == 0 || nearest > DBL_MAX ? (d == nearest ? 1.0 : 0.0) : nearest / d;
       weight[i] = raw;
       sum += raw;
     }

@@ -17,28 +17,37 @@ using OptionalTensor = std::optional<Tensor>;
 
 inline Dtype dtype_of(const Tensor& t, const char* op) {
   switch (t.scalar_type()) {
-    case ScalarType::Float: return Dtype::f32;
-    case ScalarType::Double: return Dtype::f64;
-    case ScalarType::Half: return Dtype::f16;
-    case ScalarType::BFloat16: return Dtype::bf16;
-    default: break;
+    case ScalarType::Float:
+      return Dtype::f32;
+    case ScalarType::Double:
+      return Dtype::f64;
+    case ScalarType::Half:
+      return Dtype::f16;
+    case ScalarType::BFloat16:
+      return Dtype::bf16;
+    default:
+      break;
   }
   PFL_CHECK(false, op, ": expected a float16, bfloat16, float32 or float64 tensor");
   return Dtype::f32;
 }
 
-// torch's C interface says no more than that a call failed. Where all it has to do is to find memory, we know why, and say so.
+// torch's C interface says no more than that a call failed. Where all it has to do is to find
+// memory, we know why, and say so.
 template <class Allocate>
 Tensor allocated(int64_t elements, const Allocate& allocate) {
   try {
     return allocate();
   } catch (const std::exception&) {
-    throw std::runtime_error(text("out of memory (or an earlier error of the device): there is no room for ", elements, " more elements"));
+    throw std::runtime_error(
+        text("out of memory (or an earlier error of the device): there is no room for ", elements,
+             " more elements"));
   }
 }
 
 template <class Sizes = std::initializer_list<int64_t>>
-Tensor make(const Tensor& like, const Sizes& sizes, std::optional<ScalarType> dtype = std::nullopt) {
+Tensor make(const Tensor& like, const Sizes& sizes,
+            std::optional<ScalarType> dtype = std::nullopt) {
   int64_t elements = 1;
   for (const int64_t size : sizes) elements *= size;
   return allocated(elements, [&] { return torch::stable::new_empty(like, sizes, dtype); });
@@ -49,7 +58,9 @@ inline Tensor dense(const Tensor& t) {
 }
 
 inline Tensor converted(const Tensor& t, ScalarType dtype) {
-  return t.scalar_type() == dtype ? t : allocated(t.numel(), [&] { return torch::stable::to(t, dtype); });
+  return t.scalar_type() == dtype
+             ? t
+             : allocated(t.numel(), [&] { return torch::stable::to(t, dtype); });
 }
 
 // A tensor whose last dimension is contiguous: itself, or a copy.
@@ -61,9 +72,13 @@ inline Tensor rows(const Tensor& t) {
 inline Tensor dense_as(const Tensor& t, ScalarType dtype) { return dense(converted(t, dtype)); }
 
 template <class T>
-const T* data(const Tensor& t) { return static_cast<const T*>(t.const_data_ptr()); }
+const T* data(const Tensor& t) {
+  return static_cast<const T*>(t.const_data_ptr());
+}
 template <class T>
-T* mutable_data(const Tensor& t) { return static_cast<T*>(t.mutable_data_ptr()); }
+T* mutable_data(const Tensor& t) {
+  return static_cast<T*>(t.mutable_data_ptr());
+}
 
 inline int64_t row_stride(const Tensor& t) { return t.size(0) > 1 ? t.stride(0) : t.size(1); }
 

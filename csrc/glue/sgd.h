@@ -7,11 +7,13 @@ namespace pflcore {
 template <class T>
 struct SgdArgs {
   OptionalTensor grad, shift, mask, anchor, mu_rows;
-  Sgd<T> step{};   // without its gradient and its buffer, which `learn` adds
+  Sgd<T> step{};  // without its gradient and its buffer, which `learn` adds
 
   template <class Device>
-  SgdArgs(const Device& device, const char* op, const Tensor& w, double lr, const OptionalTensor& shift_in, const OptionalTensor& mask_in,
-          double mu, const OptionalTensor& mu_rows_in, const OptionalTensor& anchor_in, double momentum, double weight_decay)
+  SgdArgs(const Device& device, const char* op, const Tensor& w, double lr,
+          const OptionalTensor& shift_in, const OptionalTensor& mask_in, double mu,
+          const OptionalTensor& mu_rows_in, const OptionalTensor& anchor_in, double momentum,
+          double weight_decay)
       : shift(read(device, op, w, shift_in, "shift")),
         mask(read(device, op, w, mask_in, "mask", true)),
         anchor(read(device, op, w, anchor_in, "anchor")) {
@@ -31,7 +33,8 @@ struct SgdArgs {
   }
 
   template <class Device>
-  void learn(const Device& device, const char* op, const Tensor& w, const Tensor& grad_in, const OptionalTensor& buffer) {
+  void learn(const Device& device, const char* op, const Tensor& w, const Tensor& grad_in,
+             const OptionalTensor& buffer) {
     PFL_CHECK(step.momentum == 0 || buffer, op, ": expected a buffer where momentum is not 0");
     grad = read(device, op, w, grad_in, "grad");
     step.grad = at(grad), step.grad_row = stride(grad);
@@ -44,15 +47,18 @@ struct SgdArgs {
 
  private:
   static void written(const char* op, const Tensor& t) {
-    PFL_CHECK(t.size(1) <= 1 || t.stride(1) == 1, op, ": expected w and buffer with contiguous rows");
+    PFL_CHECK(t.size(1) <= 1 || t.stride(1) == 1, op,
+              ": expected w and buffer with contiguous rows");
   }
   template <class Device>
-  static OptionalTensor read(const Device& device, const char* op, const Tensor& w, const OptionalTensor& t, const char* name, bool one_row = false) {
+  static OptionalTensor read(const Device& device, const char* op, const Tensor& w,
+                             const OptionalTensor& t, const char* name, bool one_row = false) {
     if (!t) return t;
     device.same(*t, name);
     const bool fits = (t->dim() == 2 && t->size(0) == w.size(0) && t->size(1) == w.size(1)) ||
                       (one_row && t->dim() == 1 && t->size(0) == w.size(1));
-    PFL_CHECK(fits && t->scalar_type() == w.scalar_type(), op, ": expected ", name, " of w's shape and dtype");
+    PFL_CHECK(fits && t->scalar_type() == w.scalar_type(), op, ": expected ", name,
+              " of w's shape and dtype");
     return rows(*t);
   }
   static const T* at(const OptionalTensor& t) { return t ? data<T>(*t) : nullptr; }
@@ -61,13 +67,16 @@ struct SgdArgs {
 
 // The op "sgd_step_": a Device is what `device(step)` runs on.
 template <class Device>
-void sgd_step(const Tensor& w, const Tensor& grad, double lr, const OptionalTensor& shift, const OptionalTensor& mask, double mu,
-              const OptionalTensor& mu_rows, const OptionalTensor& anchor, double momentum, const OptionalTensor& buffer, double weight_decay) {
+void sgd_step(const Tensor& w, const Tensor& grad, double lr, const OptionalTensor& shift,
+              const OptionalTensor& mask, double mu, const OptionalTensor& mu_rows,
+              const OptionalTensor& anchor, double momentum, const OptionalTensor& buffer,
+              double weight_decay) {
   constexpr const char* op = "sgd_step_";
   PFL_CHECK(w.dim() == 2, op, ": expected w [S, Q]");
   const Device device(w, op);
   const auto run = [&](auto zero) {
-    SgdArgs<decltype(zero)> args(device, op, w, lr, shift, mask, mu, mu_rows, anchor, momentum, weight_decay);
+    SgdArgs<decltype(zero)> args(device, op, w, lr, shift, mask, mu, mu_rows, anchor, momentum,
+                                 weight_decay);
     args.learn(device, op, w, grad, buffer);
     device(args.step);
   };

@@ -5,13 +5,15 @@
 namespace pflcore {
 
 template <class Device>
-Tensor pairwise_sqdist(const Tensor& a_in, const OptionalTensor& b_in, const OptionalTensor& index_in) {
+Tensor pairwise_sqdist(const Tensor& a_in, const OptionalTensor& b_in,
+                       const OptionalTensor& index_in) {
   constexpr const char* op = "pairwise_sqdist";
   PFL_CHECK(a_in.dim() == 2, op, ": expected a [M, P]");
   const Device device(a_in, op);
   device.same(b_in, "b"), device.same(index_in, "index");
   const Tensor a = rows(a_in), b = b_in ? rows(*b_in) : a;
-  PFL_CHECK(b.dim() == 2 && b.size(1) == a.size(1), op, ": expected a [M, P] and b [N, P] with the same P");
+  PFL_CHECK(b.dim() == 2 && b.size(1) == a.size(1), op,
+            ": expected a [M, P] and b [N, P] with the same P");
   PFL_CHECK(b.scalar_type() == a.scalar_type(), op, ": expected a and b of one dtype");
 
   Sqdist q{};
@@ -22,7 +24,9 @@ Tensor pairwise_sqdist(const Tensor& a_in, const OptionalTensor& b_in, const Opt
   q.p = a.size(1);
   Tensor index = a;
   if (index_in) {
-    PFL_CHECK(index_in->dim() == 2 && index_in->size(0) == q.m && index_in->scalar_type() == ScalarType::Long, op, ": expected index [M, L] int64");
+    PFL_CHECK(index_in->dim() == 2 && index_in->size(0) == q.m &&
+                  index_in->scalar_type() == ScalarType::Long,
+              op, ": expected index [M, L] int64");
     index = dense(*index_in), q.index = data<int64_t>(index), q.listed = index.size(1);
   }
   const Tensor out = make(a, {q.m, q.across()}, ScalarType::Double);

@@ -18,7 +18,7 @@
 #define PFL_SMALL_PIECES
 #endif
 #include "cpu/aggregate.h"
-#include "cpu/chain.h"
+#include "chain/chain.h"
 #include "cpu/rank1.h"
 #include "cpu/roofline.h"
 #include "cpu/sgd.h"

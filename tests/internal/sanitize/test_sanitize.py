@@ -40,7 +40,8 @@ def build(kind, to, *defines):
         return f"the compiler has no runtime for -fsanitize={KINDS[kind]}"
     program = to / "kernels"
     csrc, here = ROOT / "csrc", Path(__file__).parent
-    files = [here / "kernels.cpp", *sorted((csrc / "cpu").glob("chain_*.cpp"))]
+    isas = sorted(p for p in (csrc / "chain").glob("*.cpp") if p.stem != "chain")
+    files = [here / "kernels.cpp", *isas]
     source = [*flags, *defines, "-DPFL_SMALL_PIECES", "-I", str(csrc), *map(str, files)]
     done = subprocess.run([COMPILER, *source, "-o", str(program)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]

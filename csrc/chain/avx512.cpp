@@ -1,9 +1,9 @@
-#include "isa.h"
+#include "../cpu/isa.h"
 #if PFL_X86
 #define PFL_CHAIN_TARGET PFL_AVX512
 #define PFL_CHAIN_NAME ChainAvx512
 #define PFL_CHAIN_BYTES 64
-#include "chain_worker.h"
+#include "worker.h"
 
 namespace pflcore::cpu {
 template struct ChainRun<float, ChainAvx512<float>>;

@@ -1,13 +1,15 @@
-// Whole local training, gradients and evaluation of models that are a chain of layers, many clients in one call. A client is always one thread's
-// work, and all that it needs (row, activations, gradients) stays in its core's caches. Its weights are turned into the kernels' own layout once,
-// and back at the end. Results depend neither on the threads nor on who else takes part. Knows nothing of torch.
+// Whole local training, gradients and evaluation of models that are a chain of layers, many clients
+// in one call. A client is always one thread's work, and all that it needs (row, activations,
+// gradients) stays in its core's caches. Its weights are turned into the kernels' own layout once,
+// and back at the end. Results depend neither on the threads nor on who else takes part. Knows
+// nothing of torch.
 #pragma once
 #include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <vector>
 
-#include "sgd.h"
+#include "../cpu/sgd.h"
 
 namespace pflcore::cpu {
 
@@ -20,16 +22,17 @@ struct ChainLayer {
   enum Kind : int64_t { linear, conv, pool, act, flatten, dropout, norm, scale };
   int64_t kind;
   double field[8];
-  // linear: outputs, weight, bias (-1: none)            conv: outputs, kernel h, w, stride, padding h, w, weight, bias
-  // pool: 1 maximum or 2 mean, kernel h, w, stride h, w act: 1 ReLU, 2 tanh, 3 sigmoid, 4 GELU                 dropout: p
-  // norm: groups, features per weight, eps, weight, bias scale: place of the factors
+  // linear: outputs, weight, bias (-1: none)            conv: outputs, kernel h, w, stride, padding
+  // h, w, weight, bias pool: 1 maximum or 2 mean, kernel h, w, stride h, w act: 1 ReLU, 2 tanh, 3
+  // sigmoid, 4 GELU                 dropout: p norm: groups, features per weight, eps, weight, bias
+  // scale: place of the factors
   int64_t operator[](int i) const { return static_cast<int64_t>(field[i]); }
 };
 
 struct ChainProgram {
   std::vector<ChainLayer> layers;
-  int64_t c, h, w;   // of one input
-  int64_t q;         // a row's length
+  int64_t c, h, w;  // of one input
+  int64_t q;        // a row's length
   bool same(const ChainProgram& o) const {
     return c == o.c && h == o.h && w == o.w && q == o.q && layers.size() == o.layers.size() &&
            std::memcmp(layers.data(), o.layers.data(), layers.size() * sizeof(ChainLayer)) == 0;
@@ -39,55 +42,62 @@ struct ChainProgram {
 // Samples of a pool, and what the clients call their labels.
 template <class T>
 struct ChainData {
-  const T* x; int64_t x_row, pool;
-  const int64_t* label;                            // [pool] classes, or
-  const T* value;                                  // [pool] numbers
-  const int64_t* relabel; int64_t names;           // [s, names]; nullptr: as they are
+  const T* x;
+  int64_t x_row, pool;
+  const int64_t* label;  // [pool] classes, or
+  const T* value;        // [pool] numbers
+  const int64_t* relabel;
+  int64_t names;  // [s, names]; nullptr: as they are
 };
 
 template <class T>
 struct ChainSgd {
-  Sgd<T> sgd;                                      // its gradient and its buffer are made here
+  Sgd<T> sgd;  // its gradient and its buffer are made here
   ChainProgram program;
   chain::Loss loss_kind;
   ChainData<T> data;
-  const int64_t* order; int64_t passes, longest;   // [s, passes, longest] places in the pool
-  const int64_t *size, *steps;                     // [s] samples of each client, steps it takes
+  const int64_t* order;
+  int64_t passes, longest;      // [s, passes, longest] places in the pool
+  const int64_t *size, *steps;  // [s] samples of each client, steps it takes
   int64_t batch;
   bool drop_last;
-  const int64_t* seeds;                            // [s, passes], for dropout; nullptr: no dropout
-  double clip;                                     // the largest norm of a gradient; infinite: any
-  T* grad_sum;                                     // [s, q], added to; nullptr: not asked for
-  double* loss;                                    // [s] sum of the batches' mean losses
+  const int64_t* seeds;  // [s, passes], for dropout; nullptr: no dropout
+  double clip;           // the largest norm of a gradient; infinite: any
+  T* grad_sum;           // [s, q], added to; nullptr: not asked for
+  double* loss;          // [s] sum of the batches' mean losses
 };
 
 template <class T>
 struct ChainGrad {
-  const T* w; int64_t s, w_row;
+  const T* w;
+  int64_t s, w_row;
   ChainProgram program;
   chain::Loss loss_kind;
   ChainData<T> data;
-  const int64_t* order; int64_t longest;           // [s, longest]
-  const int64_t* size;                             // [s]
-  const int64_t* seeds;                            // [s]; nullptr: evaluation mode
-  T* grad;                                         // [s, q]
-  double* loss;                                    // [s] mean losses
+  const int64_t* order;
+  int64_t longest;       // [s, longest]
+  const int64_t* size;   // [s]
+  const int64_t* seeds;  // [s]; nullptr: evaluation mode
+  T* grad;               // [s, q]
+  double* loss;          // [s] mean losses
 };
 
 template <class T>
 struct ChainEval {
-  const T* w; int64_t s, w_row;                    // w_row 0: one model for all
+  const T* w;
+  int64_t s, w_row;  // w_row 0: one model for all
   ChainProgram program;
   chain::Loss loss_kind;
   ChainData<T> data;
-  const int64_t *order, *begin;                    // [n] places, client after client; [s + 1] where each one's begin
-  double* loss;                                    // [n]
-  uint8_t* right;                                  // [n]
-  T* scores; int64_t classes;                      // [n, classes]; nullptr: not asked for
+  const int64_t *order, *begin;  // [n] places, client after client; [s + 1] where each one's begin
+  double* loss;                  // [n]
+  uint8_t* right;                // [n]
+  T* scores;
+  int64_t classes;  // [n, classes]; nullptr: not asked for
 };
 
-// The kernels of an instruction set, and what one client's training, gradient and evaluation are on it: chain_worker.h has them, and a file for
-// each set compiles them, which takes long.
+// The kernels of an instruction set, and what one client's training, gradient and evaluation are on
+// it: worker.h has them, and a file for each set compiles them, which takes long.
 template <class T>
 struct ChainPlain;
 template <class T>
@@ -98,10 +108,12 @@ template <class T, class Kernels>
 struct ChainRun {
   static bool train(const ChainSgd<T>& a, int64_t s);
   static bool grad(const ChainGrad<T>& a, int64_t s);
-  static bool evaluate(const ChainEval<T>& a, int64_t s, int64_t first, int64_t last);   // samples of the list, all of client s, or from s on
+  static bool evaluate(const ChainEval<T>& a, int64_t s, int64_t first,
+                       int64_t last);  // samples of the list, all of client s, or from s on
 };
 
-// `f(ChainRun<...>{})` of the instruction set that runs; float64 has no form of its own for AVX-512.
+// `f(ChainRun<...>{})` of the instruction set that runs; float64 has no form of its own for
+// AVX-512.
 template <class T, class F>
 void chain_on_isa(const F& f) {
 #if PFL_X86
@@ -112,7 +124,8 @@ void chain_on_isa(const F& f) {
   f(ChainRun<T, ChainPlain<T>>{});
 }
 
-// Each is false where a place or a label is out of range, or a client takes more steps than it has batches: rows are then of no use.
+// Each is false where a place or a label is out of range, or a client takes more steps than it has
+// batches: rows are then of no use.
 template <class T, class Parallel>
 bool chain_sgd(const ChainSgd<T>& a, const Parallel& parallel) {
   std::atomic<bool> fine{true};
@@ -137,8 +150,10 @@ bool chain_grad(const ChainGrad<T>& a, const Parallel& parallel) {
 }
 template <class T, class Parallel>
 bool chain_eval(const ChainEval<T>& a, const Parallel& parallel) {
-  struct Part { int64_t s, first, last; };
-  constexpr int64_t most = 512;   // samples of a part
+  struct Part {
+    int64_t s, first, last;
+  };
+  constexpr int64_t most = 512;  // samples of a part
   std::vector<Part> parts;
   for (int64_t s = 0; s < (a.w_row == 0 ? 1 : a.s); s++) {
     const int64_t end = a.begin[a.w_row == 0 ? a.s : s + 1];

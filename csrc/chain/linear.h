@@ -1,20 +1,23 @@
 // Linear layers of a chain. Values between layers lie [feature][sample].
 //
-// The usual form keeps its weights [in][out], so that forward is scalar times vector, and the gradient to the input and the step pass over them
-// once. A first layer with few outputs keeps them as the row has them, [out][in], and reads the samples where they are.
+// The usual form keeps its weights [in][out], so that forward is scalar times vector, and the
+// gradient to the input and the step pass over them once. A first layer with few outputs keeps them
+// as the row has them, [out][in], and reads the samples where they are.
 #pragma once
-#include "chain_tile.h"
-#include "small_gemm.h"
+#include "tile.h"
+#include "../cpu/small_gemm.h"
 
 namespace pflcore::cpu::chain {
 
 struct Linear {
   int64_t in, out, act, batch;
-  bool back;        // whether the input's gradient is wanted
-  bool narrow;      // a first layer with few outputs
-  int64_t high;     // `out` in whole vectors; narrow: `in`
+  bool back;     // whether the input's gradient is wanted
+  bool narrow;   // a first layer with few outputs
+  int64_t high;  // `out` in whole vectors; narrow: `in`
 
-  void plan(int64_t samples, bool wants, int64_t vector) { batch = samples, back = wants, high = up(narrow ? in : out, vector); }
+  void plan(int64_t samples, bool wants, int64_t vector) {
+    batch = samples, back = wants, high = up(narrow ? in : out, vector);
+  }
   int64_t weights() const { return narrow ? out * high : in * high; }
   int64_t by_sample() const { return narrow ? 0 : batch * high; }
 };
@@ -48,10 +51,11 @@ PFL_FN void linear_forward(const Linear& q, const T* x, const T* w, const T* bia
   turn<bytes>(y, q.batch, [&](int64_t b) PFL_LAMBDA { return z + b * q.high; }, q.batch, q.out);
 }
 
-// From the gradient dy of what came out: dx where wanted, and the gradients, a few rows of the weights after another. `dz` is space like z, zeros
-// behind the outputs.
+// From the gradient dy of what came out: dx where wanted, and the gradients, a few rows of the
+// weights after another. `dz` is space like z, zeros behind the outputs.
 template <class T, int bytes>
-PFL_FN void linear_backward(const Linear& q, const T* x, const T* z, const T* dy, const T* w, const Into<T>& into, T* dw, T* db, T* dx, T* dz) {
+PFL_FN void linear_backward(const Linear& q, const T* x, const T* z, const T* dy, const T* w,
+                            const Into<T>& into, T* dw, T* db, T* dx, T* dz) {
   using V = Vec<T, bytes>;
   constexpr int64_t lanes = bytes / sizeof(T);
   constexpr int most = Tile<T, bytes>::across, six = Tile<T, bytes>::six;
@@ -62,7 +66,7 @@ PFL_FN void linear_backward(const Linear& q, const T* x, const T* z, const T* dy
       load(g, dz + b * q.high + o);
       load(value, z + b * q.high + o);
       slope<T>(q.act, g, value);
-      keep_first<T>(g, q.out - o);   // z may be NaN behind the outputs
+      keep_first<T>(g, q.out - o);  // z may be NaN behind the outputs
       store(dz + b * q.high + o, g);
     }
   split(q.in, six, [&](int64_t f, int64_t rows) PFL_LAMBDA {
@@ -104,7 +108,8 @@ PFL_FN void linear_backward(const Linear& q, const T* x, const T* z, const T* dy
   }
 }
 
-// ---- a first layer with few outputs: x are the samples, zeros behind their features; y and dy plain ----
+// ---- a first layer with few outputs: x are the samples, zeros behind their features; y and dy
+// plain ----
 
 template <class T, int bytes>
 PFL_FN void narrow_forward(const Linear& q, const T* const* x, const T* w, const T* bias, T* y) {
@@ -120,7 +125,8 @@ PFL_FN void narrow_forward(const Linear& q, const T* const* x, const T* w, const
 }
 
 template <class T, int bytes>
-PFL_FN void narrow_backward(const Linear& q, const T* const* x, const T* dy, bool add, T* dw, T* db) {
+PFL_FN void narrow_backward(const Linear& q, const T* const* x, const T* dy, bool add, T* dw,
+                            T* db) {
   constexpr int64_t few = 16;
   T* rows[few];
   for (int64_t o0 = 0; o0 < q.out; o0 += few) {

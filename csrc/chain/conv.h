@@ -1,47 +1,58 @@
 // Convolution with activation and 2x2 pooling in its registers.
 //
-// Images of a batch lie [channel][row][phase][column / phases][sample], zeros around them: a vector holds neighbouring columns of all samples, so
-// that no lane is lost to an image's width, and a tap is a shift of the address. With pooling or stride 2 the even and the odd columns lie apart
-// (two phases): the four outputs of a window are then four vectors of one tile, and pooling is a comparison of registers; the convolution's own
-// output is never stored. Between layers values lie plain: [channel][row][column][sample].
+// Images of a batch lie [channel][row][phase][column / phases][sample], zeros around them: a vector
+// holds neighbouring columns of all samples, so that no lane is lost to an image's width, and a tap
+// is a shift of the address. With pooling or stride 2 the even and the odd columns lie apart (two
+// phases): the four outputs of a window are then four vectors of one tile, and pooling is a
+// comparison of registers; the convolution's own output is never stored. Between layers values lie
+// plain: [channel][row][column][sample].
 #pragma once
 #include <vector>
 
-#include "chain_tile.h"
+#include "tile.h"
 
 namespace pflcore::cpu::chain {
 
 enum Mode : int64_t { kNoPool, kMax, kMean };
 
-constexpr int64_t kNear = 24 << 10;   // bytes of slopes that leave the first-level cache room for the rest
+constexpr int64_t kNear =
+    24 << 10;  // bytes of slopes that leave the first-level cache room for the rest
 
 struct Conv {
-  int64_t c, h, w, o, kh, kw, stride, ph, pw, pool, act;   // `ph`, `pw`: zeros on each side
-  int64_t batch, tile;                                 // outputs of a tile: the weights lie in packs of so many
-  bool back;                                           // whether the input's gradient is wanted
-  bool kept;                                           // whether the four values of a window are kept: a mean of what needs its own slope
-  int64_t phases, outs;                                // of the input's columns; outputs of a window along one axis: 2 where pooled
-  int64_t hq, wq, taps;                                // what it gives; weights of one output
-  int64_t row, line, plane, lanes, vectors, columns;   // of the input: one phase of a row, a row, a channel; of an output row
-  int64_t d_lead, d_row, d_line, d_plane;              // of the slopes, zeros between their rows
-  std::vector<Pair> at;                                // [taps] into the input
-  std::vector<Pair> back_at[2][2];                     // by parity of row and column: [kernel row, kernel column, output] into the slopes
-  std::vector<int64_t> w_at, w_step;                   // [o] where its weights lie
+  int64_t c, h, w, o, kh, kw, stride, ph, pw, pool, act;  // `ph`, `pw`: zeros on each side
+  int64_t batch, tile;  // outputs of a tile: the weights lie in packs of so many
+  bool back;            // whether the input's gradient is wanted
+  bool kept;  // whether the four values of a window are kept: a mean of what needs its own slope
+  int64_t phases,
+      outs;  // of the input's columns; outputs of a window along one axis: 2 where pooled
+  int64_t hq, wq, taps;  // what it gives; weights of one output
+  int64_t row, line, plane, lanes, vectors,
+      columns;  // of the input: one phase of a row, a row, a channel; of an output row
+  int64_t d_lead, d_row, d_line, d_plane;  // of the slopes, zeros between their rows
+  std::vector<Pair> at;                    // [taps] into the input
+  std::vector<Pair> back_at[2][2];    // by parity of row and column: [kernel row, kernel column,
+                                      // output] into the slopes
+  std::vector<int64_t> w_at, w_step;  // [o] where its weights lie
 
-  void plan(int64_t samples, bool wants, int64_t vector, int64_t rows) {   // lanes of a vector, outputs of a tile
+  void plan(int64_t samples, bool wants, int64_t vector,
+            int64_t rows) {  // lanes of a vector, outputs of a tile
     batch = samples, back = wants, tile = rows;
     outs = pool ? 2 : 1, phases = stride * outs, kept = pool == kMean && act > kRelu;
-    hq = ((h + 2 * ph - kh) / stride + 1) / outs, wq = ((w + 2 * pw - kw) / stride + 1) / outs, taps = c * kh * kw;
+    hq = ((h + 2 * ph - kh) / stride + 1) / outs, wq = ((w + 2 * pw - kw) / stride + 1) / outs,
+    taps = c * kh * kw;
     columns = (w + 2 * pw + phases - 1) / phases;
     row = up(columns * batch, vector), line = phases * row, plane = (h + 2 * ph) * line;
     lanes = wq * batch, vectors = up(lanes, vector) / vector;
     const int64_t behind = back ? (kw - 1 + phases - 1) / phases : 0;
-    d_lead = up(behind * batch, vector), d_row = up(back ? std::max(columns, wq + behind) * batch : lanes, vector), d_line = outs * d_row;
+    d_lead = up(behind * batch, vector),
+    d_row = up(back ? std::max(columns, wq + behind) * batch : lanes, vector),
+    d_line = outs * d_row;
     d_plane = (back ? hq * outs : outs) * d_line;
     at.clear();
     for (int64_t ch = 0; ch < c; ch++)
       for (int64_t i = 0; i < kh; i++)
-        for (int64_t j = 0; j < kw; j++) at.push_back(pair(in(ch, i, j), pool ? in(ch, i, j + 1) : in(ch, i, j) + vector));
+        for (int64_t j = 0; j < kw; j++)
+          at.push_back(pair(in(ch, i, j), pool ? in(ch, i, j + 1) : in(ch, i, j) + vector));
     for (int64_t pu = 0; back && pu < stride; pu++)
       for (int64_t e = 0; e < phases; e++) {
         auto& t = back_at[pu][e];
@@ -50,17 +61,25 @@ struct Conv {
           for (int64_t j = e % stride; j < kw; j += stride)
             for (int64_t out = 0; out < o; out++) {
               const int64_t x = (e - j) / stride, phase = (x % outs + outs) % outs;
-              const int64_t to = out * d_plane - i / stride * d_line + phase * d_row + (x - phase) / outs * batch;
+              const int64_t to =
+                  out * d_plane - i / stride * d_line + phase * d_row + (x - phase) / outs * batch;
               t.push_back(pair(to, to + vector));
             }
       }
     w_at.resize(o), w_step.resize(o);
-    for (int64_t t = 0, tiles = (o + tile - 1) / tile; t < tiles; t++)   // as `split` cuts them
-      for (int64_t o0 = o * t / tiles, end = o * (t + 1) / tiles, r = o0; r < end; r++) w_at[r] = o0 * taps + r - o0, w_step[r] = end - o0;
+    for (int64_t t = 0, tiles = (o + tile - 1) / tile; t < tiles; t++)  // as `split` cuts them
+      for (int64_t o0 = o * t / tiles, end = o * (t + 1) / tiles, r = o0; r < end; r++)
+        w_at[r] = o0 * taps + r - o0, w_step[r] = end - o0;
   }
-  static Pair pair(int64_t a, int64_t b) { return {static_cast<int32_t>(a), static_cast<int32_t>(b)}; }
-  int64_t in(int64_t ch, int64_t y, int64_t x) const { return ch * plane + y * line + x % phases * row + x / phases * batch; }
-  int64_t in_size(int64_t vector) const { return c * plane + (kw / phases + 2) * batch + 4 * vector; }
+  static Pair pair(int64_t a, int64_t b) {
+    return {static_cast<int32_t>(a), static_cast<int32_t>(b)};
+  }
+  int64_t in(int64_t ch, int64_t y, int64_t x) const {
+    return ch * plane + y * line + x % phases * row + x / phases * batch;
+  }
+  int64_t in_size(int64_t vector) const {
+    return c * plane + (kw / phases + 2) * batch + 4 * vector;
+  }
   int64_t slope_size(int64_t vector) const { return d_lead + o * d_plane + 8 * vector; }
   int64_t weights() const { return o * taps; }
   int64_t mask_size(int64_t vector) const { return pool ? o * hq * vectors * vector : 0; }
@@ -71,7 +90,8 @@ struct Conv {
 template <class T>
 struct ConvSpace {
   T *in, *d, *kept, *part, *sums, *turned, *wide;
-  uint8_t* mask;   // a byte for each pooled output: bit s where its slope goes to element s of the window
+  uint8_t*
+      mask;  // a byte for each pooled output: bit s where its slope goes to element s of the window
 };
 
 // Plain values into the padded, split layout.
@@ -79,27 +99,34 @@ template <class T, int bytes>
 PFL_FN void conv_import(const Conv& q, const T* x, T* in) {
   for (int64_t ch = 0; ch < q.c; ch++)
     for (int64_t y = 0; y < q.h; y++)
-      for (int64_t i = 0; i < q.w; i++, x += q.batch) copy<bytes>(in + q.in(ch, y + q.ph, i + q.pw), x, q.batch);
+      for (int64_t i = 0; i < q.w; i++, x += q.batch)
+        copy<bytes>(in + q.in(ch, y + q.ph, i + q.pw), x, q.batch);
 }
 
-// The pooled value of a window z0 z1 / z2 z3 and the bits of where its slope goes: a maximum's to the first of equals, NaN wins. Where the four have
-// to be kept there is no value yet.
+// The pooled value of a window z0 z1 / z2 z3 and the bits of where its slope goes: a maximum's to
+// the first of equals, NaN wins. Where the four have to be kept there is no value yet.
 template <class T, int bytes>
-PFL_FN void window(const Conv& q, Vec<T, bytes> (&z)[4], Vec<T, bytes>& top, uint8_t* mask, T* kept) {
+PFL_FN void window(const Conv& q, Vec<T, bytes> (&z)[4], Vec<T, bytes>& top, uint8_t* mask,
+                   T* kept) {
   using I = decltype(z[0] < z[1]);
   constexpr int lanes = bytes / sizeof(T);
   I bits;
   if (q.pool == kMax) {
     top = z[0];
     bits = I{} + 1;
-    PFL_EACH(s, 3, const I later = (z[s + 1] > top) | (z[s + 1] != z[s + 1]); top = later ? z[s + 1] : top; bits = later ? I{} + (2 << s) : bits);
+    PFL_EACH(s, 3, const I later = (z[s + 1] > top) | (z[s + 1] != z[s + 1]);
+             top = later ? z[s + 1] : top; bits = later ? I{} + (2 << s) : bits);
     if (q.act == kRelu) top = top < 0 ? Vec<T, bytes>{} : top;
   } else if (q.kept) {
     PFL_EACH(s, 4, store(kept + s * lanes, z[s]));
     return;
   } else {
     bits = I{};
-    PFL_EACH(s, 4, if (q.act == kRelu) { bits |= z[s] <= 0 ? I{} : I{} + (1 << s); z[s] = z[s] < 0 ? Vec<T, bytes>{} : z[s]; } else bits |= I{} + (1 << s));
+    PFL_EACH(
+        s, 4, if (q.act == kRelu) {
+          bits |= z[s] <= 0 ? I{} : I{} + (1 << s);
+          z[s] = z[s] < 0 ? Vec<T, bytes>{} : z[s];
+        } else bits |= I{} + (1 << s));
     top = (((z[0] + z[1]) + z[2]) + z[3]) * T(.25);
   }
   const Vec<uint8_t, lanes> few = __builtin_convertvector(bits, Vec<uint8_t, lanes>);
@@ -107,7 +134,8 @@ PFL_FN void window(const Conv& q, Vec<T, bytes> (&z)[4], Vec<T, bytes>& top, uin
 }
 
 template <class T, int bytes>
-PFL_FN void conv_row(const Conv& q, const ConvSpace<T>& s, const T* w, const T* bias, T* y, int64_t yq) {
+PFL_FN void conv_row(const Conv& q, const ConvSpace<T>& s, const T* w, const T* bias, T* y,
+                     int64_t yq) {
   using V = Vec<T, bytes>;
   constexpr int64_t lanes = bytes / sizeof(T);
   constexpr int four = Tile<T, bytes>::four;
@@ -134,7 +162,8 @@ PFL_FN void conv_row(const Conv& q, const ConvSpace<T>& s, const T* w, const T* 
             PFL_TILE(fill(acc[r][j], bias[o0 + r]));
             outer_at<R, N>(acc, wt, R, q.at.data(), q.taps, base + v0 * lanes, 2 * lanes);
             PFL_TILE(if (q.act == kRelu) acc[r][j] = acc[r][j] < 0 ? V{} : acc[r][j];
-                     store_first(to + r * q.hq * q.lanes + (v0 + j) * lanes, acc[r][j], q.lanes - (v0 + j) * lanes));
+                     store_first(to + r * q.hq * q.lanes + (v0 + j) * lanes, acc[r][j],
+                                 q.lanes - (v0 + j) * lanes));
           });
         });
       }
@@ -148,7 +177,9 @@ PFL_FN void conv_forward(const Conv& q, const ConvSpace<T>& s, const T* w, const
   constexpr int64_t lanes = bytes / sizeof(T);
   for (int64_t yq = 0; yq < q.hq; yq++) {
     conv_row<T, bytes>(q, s, w, bias, y, yq);
-    for (int64_t o = 0; o < q.o && q.act > kRelu; o++)   // what takes more than a comparison: not in the tiles, each of which would have its code
+    for (int64_t o = 0; o < q.o && q.act > kRelu;
+         o++)  // what takes more than a comparison: not in the tiles, each of which would have its
+               // code
       for (int64_t v = 0; v < q.vectors; v++) {
         T* const to = y + (o * q.hq + yq) * q.lanes + v * lanes;
         V value{}, z;
@@ -170,9 +201,11 @@ PFL_FN void conv_forward(const Conv& q, const ConvSpace<T>& s, const T* w, const
   }
 }
 
-// The slopes of output rows y0 .. y1 before pooling and activation, from the gradient dy of what came out; the biases' [o][lanes] are added to.
+// The slopes of output rows y0 .. y1 before pooling and activation, from the gradient dy of what
+// came out; the biases' [o][lanes] are added to.
 template <class T, int bytes, bool pooled>
-PFL_FN void conv_slopes(const Conv& q, const ConvSpace<T>& s, const T* y, const T* dy, int64_t y0, int64_t y1) {
+PFL_FN void conv_slopes(const Conv& q, const ConvSpace<T>& s, const T* y, const T* dy, int64_t y0,
+                        int64_t y1) {
   using V = Vec<T, bytes>;
   using I = decltype(V{} < V{});
   constexpr int lanes = bytes / sizeof(T);
@@ -187,18 +220,20 @@ PFL_FN void conv_slopes(const Conv& q, const ConvSpace<T>& s, const T* y, const 
         load(g, dy + from + v * lanes);
         load(value, y + from + v * lanes);
         if (q.pool != kMean) slope<T>(q.act, g, value);
-        keep_first<T>(g, q.lanes - v * lanes);   // what lies behind is the next row's
+        keep_first<T>(g, q.lanes - v * lanes);  // what lies behind is the next row's
         if constexpr (pooled) {
           if (q.pool == kMean) g *= T(.25);
           if (q.kept) {
-            PFL_EACH(e, 4, V part = g; load(value, s.kept + ((at + v) * 4 + e) * lanes); slope<T>(q.act, part, value);
-                     keep_first<T>(part, q.lanes - v * lanes); store(to + e * q.d_row + v * lanes, part); sum += part);
+            PFL_EACH(e, 4, V part = g; load(value, s.kept + ((at + v) * 4 + e) * lanes);
+                     slope<T>(q.act, part, value); keep_first<T>(part, q.lanes - v * lanes);
+                     store(to + e * q.d_row + v * lanes, part); sum += part);
             continue;
           }
           Vec<uint8_t, lanes> few;
           __builtin_memcpy(&few, s.mask + (at + v) * lanes, lanes);
           const I bits = __builtin_convertvector(few, I);
-          PFL_EACH(e, 4, const V part = (bits & (1 << e)) != 0 ? g : V{}; store(to + e * q.d_row + v * lanes, part); sum += part);
+          PFL_EACH(e, 4, const V part = (bits & (1 << e)) != 0 ? g : V{};
+                   store(to + e * q.d_row + v * lanes, part); sum += part);
         } else {
           store(to + v * lanes, g);
           sum += g;
@@ -209,34 +244,46 @@ PFL_FN void conv_slopes(const Conv& q, const ConvSpace<T>& s, const T* y, const 
   }
 }
 
-// The gradient of the weights, once the slopes of all rows were seen: rows y0 .. y1 now; `part` keeps the sums in the making. In pieces whose
-// slopes stay in the first-level cache while all taps go over them.
+// The gradient of the weights, once the slopes of all rows were seen: rows y0 .. y1 now; `part`
+// keeps the sums in the making. In pieces whose slopes stay in the first-level cache while all taps
+// go over them.
 template <class T, int bytes>
-PFL_FN void conv_update(const Conv& q, const ConvSpace<T>& s, int64_t y0, int64_t y1, const Into<T>& into, T* w) {
+PFL_FN void conv_update(const Conv& q, const ConvSpace<T>& s, int64_t y0, int64_t y1,
+                        const Into<T>& into, T* w) {
   using V = Vec<T, bytes>;
   constexpr int64_t lanes = bytes / sizeof(T);
   constexpr int four = Tile<T, bytes>::four;
-  const int64_t windows = q.outs * q.outs, most = std::max<int64_t>(1, kNear / (four * windows * bytes));
-  const int64_t wide = std::min(q.vectors, most), some_rows = std::max<int64_t>(1, most / q.vectors);
+  const int64_t windows = q.outs * q.outs,
+                most = std::max<int64_t>(1, kNear / (four * windows * bytes));
+  const int64_t wide = std::min(q.vectors, most),
+                some_rows = std::max<int64_t>(1, most / q.vectors);
   split(q.o, four, [&](int64_t o0, int64_t rows) PFL_LAMBDA {
     fixed<four>(rows, [&](auto R_) PFL_LAMBDA {
       constexpr int R = R_;
       T* const mine = s.part + (q.back ? 0 : o0 * q.taps * lanes);
       for (int64_t y = y0; y < y1; y += some_rows)
         split(q.vectors, wide, [&](int64_t v0, int64_t vectors) PFL_LAMBDA {
-          const bool begin = y == 0 && v0 == 0, end = std::min(y1, y + some_rows) == q.hq && v0 + vectors == q.vectors;
+          const bool begin = y == 0 && v0 == 0,
+                     end = std::min(y1, y + some_rows) == q.hq && v0 + vectors == q.vectors;
           split(q.taps, 4, [&](int64_t k0, int64_t across) PFL_LAMBDA {
             fixed<4>(across, [&](auto N_) PFL_LAMBDA {
               constexpr int N = N_;
               V acc[R][N];
               T* const kept = mine + k0 * R * lanes;
-              if (begin) clear(acc);
-              else PFL_TILE(load(acc[r][j], kept + (r * N + j) * lanes));
+              if (begin)
+                clear(acc);
+              else
+                PFL_TILE(load(acc[r][j], kept + (r * N + j) * lanes));
               for (int64_t yq = y; yq < std::min(y1, y + some_rows); yq++)
                 for (int64_t e = 0; e < windows; e++) {
                   const T* x[N];
-                  PFL_EACH(j, N, x[j] = s.in + (q.phases * yq + e / 2) * q.line + (e % 2 ? q.at[k0 + j].b : q.at[k0 + j].a) + v0 * lanes);
-                  dots_on<R, N>(acc, s.d + q.d_lead + o0 * q.d_plane + (yq - y0) * q.outs * q.d_line + e * q.d_row + v0 * lanes, q.d_plane, x, vectors);
+                  PFL_EACH(j, N,
+                           x[j] = s.in + (q.phases * yq + e / 2) * q.line +
+                                  (e % 2 ? q.at[k0 + j].b : q.at[k0 + j].a) + v0 * lanes);
+                  dots_on<R, N>(acc,
+                                s.d + q.d_lead + o0 * q.d_plane + (yq - y0) * q.outs * q.d_line +
+                                    e * q.d_row + v0 * lanes,
+                                q.d_plane, x, vectors);
                 }
               if (end) {
                 T sum[32], *to = w + o0 * q.taps + k0 * R;
@@ -252,8 +299,9 @@ PFL_FN void conv_update(const Conv& q, const ConvSpace<T>& s, int64_t y0, int64_
   });
 }
 
-// The gradient of the input, plain. `turned` [o * taps] holds the weights by input channel, `wide` a row of a tile of them. Taps that meet only
-// zeros above, below or beside the slopes are left out, tile by tile.
+// The gradient of the input, plain. `turned` [o * taps] holds the weights by input channel, `wide`
+// a row of a tile of them. Taps that meet only zeros above, below or beside the slopes are left
+// out, tile by tile.
 template <class T, int bytes>
 PFL_FN void conv_back(const Conv& q, const ConvSpace<T>& s, const T* w, T* dx) {
   using V = Vec<T, bytes>;
@@ -268,22 +316,27 @@ PFL_FN void conv_back(const Conv& q, const ConvSpace<T>& s, const T* w, T* dx) {
         for (int64_t i = pu; i < q.kh; i += q.stride)
           for (int64_t j = pe; j < q.kw; j += q.stride)
             for (int64_t o = 0; o < q.o; o++)
-              for (int64_t r = 0; r < rows; r++) *t++ = w[q.w_at[o] + (((c0 + r) * q.kh + i) * q.kw + j) * q.w_step[o]];
+              for (int64_t r = 0; r < rows; r++)
+                *t++ = w[q.w_at[o] + (((c0 + r) * q.kh + i) * q.kw + j) * q.w_step[o]];
       });
     }
   const int64_t vectors = up(q.columns * q.batch, lanes) / lanes;
   for (int64_t y = 0; y < q.h; y++) {
-    const int64_t u = y + q.ph, pu = u % q.stride, uy = u / q.stride, rows_k = (q.kh - pu + q.stride - 1) / q.stride;
-    const int64_t low = std::max<int64_t>(0, uy - q.hq * q.outs + 1), high = std::min(rows_k, uy + 1);
+    const int64_t u = y + q.ph, pu = u % q.stride, uy = u / q.stride,
+                  rows_k = (q.kh - pu + q.stride - 1) / q.stride;
+    const int64_t low = std::max<int64_t>(0, uy - q.hq * q.outs + 1),
+                  high = std::min(rows_k, uy + 1);
     for (int64_t e = 0; e < q.phases; e++) {
       const int64_t pe = e % q.stride, columns_k = (q.kw - pe + q.stride - 1) / q.stride;
-      const auto shift = [&](int64_t j) PFL_LAMBDA { return floor_div((e - pe) / q.stride - j, q.outs); };
+      const auto shift = [&](int64_t j)
+                             PFL_LAMBDA { return floor_div((e - pe) / q.stride - j, q.outs); };
       split(q.c, two, [&](int64_t c0, int64_t rows) PFL_LAMBDA {
         fixed<two>(rows, [&](auto R_) PFL_LAMBDA {
           split(vectors, 2, [&](int64_t v0, int64_t across) PFL_LAMBDA {
             fixed<2>(across, [&](auto N_) PFL_LAMBDA {
               constexpr int R = R_, N = N_;
-              const int64_t left = v0 * lanes / q.batch, right = std::min(q.columns - 1, ((v0 + N) * lanes - 1) / q.batch);
+              const int64_t left = v0 * lanes / q.batch,
+                            right = std::min(q.columns - 1, ((v0 + N) * lanes - 1) / q.batch);
               int64_t j0 = 0, j1 = columns_k;
               while (j0 < j1 && left + shift(j0) >= q.wq) j0++;
               while (j0 < j1 && right + shift(j1 - 1) < 0) j1--;
@@ -291,7 +344,8 @@ PFL_FN void conv_back(const Conv& q, const ConvSpace<T>& s, const T* w, T* dx) {
               clear(acc);
               for (int64_t i = low; i < high; i++) {
                 const int64_t k = (i * columns_k + j0) * q.o;
-                outer_at<R, N>(acc, packs[pu][pe] + c0 * rows_k * columns_k * q.o + k * R, R, q.back_at[pu][e].data() + k, (j1 - j0) * q.o,
+                outer_at<R, N>(acc, packs[pu][pe] + c0 * rows_k * columns_k * q.o + k * R, R,
+                               q.back_at[pu][e].data() + k, (j1 - j0) * q.o,
                                s.d + q.d_lead + uy * q.d_line + v0 * lanes, 0);
               }
               PFL_TILE(store(s.wide + (r * vectors + v0 + j) * lanes, acc[r][j]));
@@ -300,7 +354,9 @@ PFL_FN void conv_back(const Conv& q, const ConvSpace<T>& s, const T* w, T* dx) {
           for (int64_t r = 0; r < rows; r++)
             for (int64_t i = 0; i < q.columns; i++) {
               const int64_t x = q.phases * i + e - q.pw;
-              if (x >= 0 && x < q.w) copy<bytes>(dx + (((c0 + r) * q.h + y) * q.w + x) * q.batch, s.wide + r * vectors * lanes + i * q.batch, q.batch);
+              if (x >= 0 && x < q.w)
+                copy<bytes>(dx + (((c0 + r) * q.h + y) * q.w + x) * q.batch,
+                            s.wide + r * vectors * lanes + i * q.batch, q.batch);
             }
         });
       });
@@ -308,15 +364,20 @@ PFL_FN void conv_back(const Conv& q, const ConvSpace<T>& s, const T* w, T* dx) {
   }
 }
 
-// dx may be nullptr; into: what happens to the gradients, whose places are dw and db (db may be nullptr).
+// dx may be nullptr; into: what happens to the gradients, whose places are dw and db (db may be
+// nullptr).
 template <class T, int bytes>
-PFL_FN void conv_backward(const Conv& q, const ConvSpace<T>& s, const T* y, const T* dy, const T* w, const Into<T>& into, T* dw, T* db, T* dx) {
+PFL_FN void conv_backward(const Conv& q, const ConvSpace<T>& s, const T* y, const T* dy, const T* w,
+                          const Into<T>& into, T* dw, T* db, T* dx) {
   using V = Vec<T, bytes>;
   constexpr int64_t lanes = bytes / sizeof(T);
   zero(s.sums, q.o * lanes);
-  for (int64_t y0 = 0, some = q.back ? q.hq : 1; y0 < q.hq; y0 += some) {   // the first layer's, row by row: its slopes stay near
-    if (q.pool) conv_slopes<T, bytes, true>(q, s, y, dy, y0, y0 + some);
-    else conv_slopes<T, bytes, false>(q, s, y, dy, y0, y0 + some);
+  for (int64_t y0 = 0, some = q.back ? q.hq : 1; y0 < q.hq;
+       y0 += some) {  // the first layer's, row by row: its slopes stay near
+    if (q.pool)
+      conv_slopes<T, bytes, true>(q, s, y, dy, y0, y0 + some);
+    else
+      conv_slopes<T, bytes, false>(q, s, y, dy, y0, y0 + some);
     if (q.back) conv_back<T, bytes>(q, s, w, dx);
     conv_update<T, bytes>(q, s, y0, y0 + some, into, dw);
   }

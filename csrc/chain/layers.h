@@ -1,8 +1,9 @@
-// The small layers of a chain, on plain values [feature][sample], forward and backward: activations, pooling, dropout, norms, a scale; the losses.
-// Arrays have room for a few vectors behind their end; a vector that reaches into the next feature is stored before that one is.
+// The small layers of a chain, on plain values [feature][sample], forward and backward:
+// activations, pooling, dropout, norms, a scale; the losses. Arrays have room for a few vectors
+// behind their end; a vector that reaches into the next feature is stored before that one is.
 #pragma once
 #include "chain.h"
-#include "chain_tile.h"
+#include "tile.h"
 
 namespace pflcore::cpu::chain {
 
@@ -17,8 +18,10 @@ PFL_FN void act_forward(int64_t act, const T* x, T* y, int64_t n) {
       activate<T, bytes>(act, v);
     } else {
       V e = v * T(0.70710678118654752440);
-      if constexpr (sizeof(T) == 8) lane_by_lane(e, [](double t) { return std::erf(t); });
-      else error_function<bytes>(e);
+      if constexpr (sizeof(T) == 8)
+        lane_by_lane(e, [](double t) { return std::erf(t); });
+      else
+        error_function<bytes>(e);
       v = v * T(.5) * (T(1) + e);
     }
     store(y + i, v);
@@ -36,8 +39,10 @@ PFL_FN void act_backward(int64_t act, const T* x, const T* y, const T* dy, T* dx
     } else {
       load(v, x + i);
       V e = v * T(0.70710678118654752440), bell = v * v * T(-.5);
-      if constexpr (sizeof(T) == 8) lane_by_lane(e, [](double t) { return std::erf(t); });
-      else error_function<bytes>(e);
+      if constexpr (sizeof(T) == 8)
+        lane_by_lane(e, [](double t) { return std::erf(t); });
+      else
+        error_function<bytes>(e);
       exponential<T, bytes>(bell);
       g *= T(.5) * (T(1) + e) + v * bell * T(0.39894228040143267794);
     }
@@ -57,14 +62,17 @@ PFL_FN void pool_forward(const Pool& q, const T* x, T* y) {
   using V = Vec<T, bytes>;
   const int64_t ho = q.ho(), wo = q.wo();
   for (int64_t p = 0; p < q.c * ho * wo; p++) {
-    const T* from = x + ((p / (ho * wo) * q.h + p / wo % ho * q.sh) * q.w + p % wo * q.sw) * q.batch;
+    const T* from =
+        x + ((p / (ho * wo) * q.h + p / wo % ho * q.sh) * q.w + p % wo * q.sw) * q.batch;
     for (int64_t b = 0; b < q.batch; b += bytes / sizeof(T)) {
       V top, v;
       load(top, from + b);
       for (int64_t k = 1; k < q.kh * q.kw; k++) {
         load(v, from + (k / q.kw * q.w + k % q.kw) * q.batch + b);
-        if (q.mode == kMax) top = ((v > top) | (v != v)) ? v : top;
-        else top += v;
+        if (q.mode == kMax)
+          top = ((v > top) | (v != v)) ? v : top;
+        else
+          top += v;
       }
       if (q.mode == kMean) top /= static_cast<T>(q.kh * q.kw);
       store(y + p * q.batch + b, top);
@@ -102,7 +110,8 @@ PFL_FN void pool_backward(const Pool& q, const T* x, const T* dy, T* dx) {
   }
 }
 
-// ---- dropout: the mask of pflcore.nn.Dropout, a hash of the step's seed, the layer and the place [sample][feature] ----
+// ---- dropout: the mask of pflcore.nn.Dropout, a hash of the step's seed, the layer and the place
+// [sample][feature] ----
 constexpr uint64_t kGolden = 0x9E3779B97F4A7C15u;
 PFL_FN uint64_t mixed(uint64_t z) {
   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
@@ -111,12 +120,14 @@ PFL_FN uint64_t mixed(uint64_t z) {
 }
 // factor [feature][sample]: 1 / (1 - p) or 0; samples `first` and on of the step's batch.
 template <class T>
-PFL_FN void dropout_factors(uint64_t seed, int64_t layer, int64_t threshold, T scale, int64_t features, int64_t first, int64_t batch, T* factor) {
+PFL_FN void dropout_factors(uint64_t seed, int64_t layer, int64_t threshold, T scale,
+                            int64_t features, int64_t first, int64_t batch, T* factor) {
   const uint64_t key = mixed(seed + static_cast<uint64_t>(layer) * kGolden);
   for (int64_t f = 0; f < features; f++)
     for (int64_t b = 0; b < batch; b++) {
       const uint64_t place = static_cast<uint64_t>((first + b) * features + f);
-      factor[f * batch + b] = static_cast<int64_t>(mixed(key + place * kGolden) >> 40) >= threshold ? scale : T(0);
+      factor[f * batch + b] =
+          static_cast<int64_t>(mixed(key + place * kGolden) >> 40) >= threshold ? scale : T(0);
     }
 }
 template <class T, int bytes>
@@ -130,20 +141,24 @@ PFL_FN void multiply(const T* x, const T* factor, T* y, int64_t n) {
   }
 }
 
-// ---- a factor for each feature: what stands between the two products of a rank-1 factorized layer; 0 is 0 whatever it meets ----
+// ---- a factor for each feature: what stands between the two products of a rank-1 factorized
+// layer; 0 is 0 whatever it meets ----
 template <class T, int bytes>
 PFL_FN void scale_features(int64_t features, int64_t batch, const T* lam, const T* x, T* y) {
   Vec<T, bytes> v;
   for (int64_t f = 0; f < features; f++)
     for (int64_t b = 0; b < batch; b += bytes / sizeof(T)) {
       load(v, x + f * batch + b);
-      if (lam[f] != 0) v *= lam[f];
-      else v = Vec<T, bytes>{};
+      if (lam[f] != 0)
+        v *= lam[f];
+      else
+        v = Vec<T, bytes>{};
       store(y + f * batch + b, v);
     }
 }
 template <class T, int bytes>
-PFL_FN void scale_backward(int64_t features, int64_t batch, const T* x, const T* dy, const Into<T>& into, T* dlam) {
+PFL_FN void scale_backward(int64_t features, int64_t batch, const T* x, const T* dy,
+                           const Into<T>& into, T* dlam) {
   Vec<T, bytes> v, g;
   for (int64_t f = 0; f < features; f++) {
     Vec<T, bytes> sum{};
@@ -160,7 +175,8 @@ PFL_FN void scale_backward(int64_t features, int64_t batch, const T* x, const T*
 
 // ---- group norm and layer norm: the features of a group are normalized sample by sample ----
 struct Norm {
-  int64_t features, groups, per, batch;   // `per`: neighbouring features that share a weight and a bias
+  int64_t features, groups, per,
+      batch;  // `per`: neighbouring features that share a weight and a bias
   double eps;
   bool affine;
   int64_t group() const { return features / groups; }
@@ -168,11 +184,12 @@ struct Norm {
 
 // stats [groups][2][batch and a vector]: mean and 1 / deviation.
 template <class T, int bytes>
-PFL_FN void norm_forward(const Norm& q, const T* x, const T* weight, const T* bias, T* stats, T* y) {
+PFL_FN void norm_forward(const Norm& q, const T* x, const T* weight, const T* bias, T* stats,
+                         T* y) {
   using V = Vec<T, bytes>;
   constexpr int64_t lanes = bytes / sizeof(T);
   const int64_t wide = up(q.batch, lanes);
-  for (int64_t g = 0; g < q.groups; g++)   // all statistics first: y may reach over a group's end
+  for (int64_t g = 0; g < q.groups; g++)  // all statistics first: y may reach over a group's end
     for (int64_t b = 0; b < q.batch; b += lanes) {
       V mean{}, square{}, v;
       const T* from = x + g * q.group() * q.batch + b;
@@ -204,7 +221,8 @@ PFL_FN void norm_forward(const Norm& q, const T* x, const T* weight, const T* bi
 
 // dx may be nullptr. weight, bias and their gradients are of one layout.
 template <class T, int bytes>
-PFL_FN void norm_backward(const Norm& q, const T* x, const T* stats, const T* dy, const T* weight, const Into<T>& into, T* dweight, T* dbias, T* dx) {
+PFL_FN void norm_backward(const Norm& q, const T* x, const T* stats, const T* dy, const T* weight,
+                          const Into<T>& into, T* dweight, T* dbias, T* dx) {
   using V = Vec<T, bytes>;
   constexpr int64_t lanes = bytes / sizeof(T);
   const int64_t wide = up(q.batch, lanes), n = q.group();
@@ -252,10 +270,12 @@ PFL_FN void norm_backward(const Norm& q, const T* x, const T* stats, const T* dy
 }
 
 // ---- losses ----
-// scores [classes][batch] with targets [batch] -> each sample's loss [batch], whether it is right [batch], and the slopes of the losses times
-// `share` [classes][batch], which may be the scores' own place; loss, right and slope may be nullptr.
+// scores [classes][batch] with targets [batch] -> each sample's loss [batch], whether it is right
+// [batch], and the slopes of the losses times `share` [classes][batch], which may be the scores'
+// own place; loss, right and slope may be nullptr.
 template <class T, int bytes>
-PFL_FN void losses(Loss kind, int64_t classes, int64_t batch, T share, const T* score, const T* target, T* loss, uint8_t* right, T* slope) {
+PFL_FN void losses(Loss kind, int64_t classes, int64_t batch, T share, const T* score,
+                   const T* target, T* loss, uint8_t* right, T* slope) {
   using V = Vec<T, bytes>;
   using I = decltype(V{} < V{});
   constexpr int64_t lanes = bytes / sizeof(T);
@@ -273,7 +293,8 @@ PFL_FN void losses(Loss kind, int64_t classes, int64_t batch, T share, const T* 
       load(top, score + b);
       for (int c = 1; c < classes; c++) {
         load(s, score + c * batch + b);
-        const I later = (s > top) | ((s != s) & (top == top));   // the first of equals, NaN above all
+        const I later =
+            (s > top) | ((s != s) & (top == top));  // the first of equals, NaN above all
         top = later ? s : top;
         best = later ? I{} + c : best;
       }
@@ -305,8 +326,8 @@ PFL_FN void losses(Loss kind, int64_t classes, int64_t batch, T share, const T* 
       if (kind == Loss::hinge) {
         const V margin = T(1) - sign * s;
         value = margin < 0 ? V{} : margin;
-        g = margin <= 0 ? V{} : -sign * share;   // as relu: none on the very edge
-      } else if (kind == Loss::binary_cross_entropy) {   // log(1 + e^s) - y s, without overflow
+        g = margin <= 0 ? V{} : -sign * share;          // as relu: none on the very edge
+      } else if (kind == Loss::binary_cross_entropy) {  // log(1 + e^s) - y s, without overflow
         V e = s < 0 ? s : -s, soft;
         exponential<T, bytes>(e);
         soft = e;

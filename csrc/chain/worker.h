@@ -1,0 +1,763 @@
+// One thread's work on a chain: the plan of a batch (which layers share a kernel, where everything
+// lies), and a client's steps. Included once for each instruction set.
+#pragma once
+#include <cstddef>
+#include <limits>
+#include <map>
+#include <memory>
+#include <new>
+#include <stdexcept>
+
+#include "chain.h"
+#include "conv.h"
+#include "layers.h"
+#include "linear.h"
+#include "../cpu/scratch.h"
+#include "../cpu/small_gemm.h"
+
+namespace pflcore::cpu {
+
+namespace chain {
+
+constexpr int64_t kSlack = 64;  // elements behind an array that vectors may reach into
+constexpr int64_t kFar = int64_t{1} << 31;
+constexpr int64_t kMost = int64_t{1} << 26;  // bytes that a thread keeps for activations and slopes
+
+struct Block {
+  int64_t kind, act;
+  int64_t c, h, w;  // of the input
+  int64_t features() const { return c * h * w; }
+  int64_t row_w = -1, row_b = -1;  // in a row; -1: none
+  int64_t w_at = 0, b_at = 0;      // in the private layout
+  int64_t outs = 0, random = 0;    // numbers of its bias; its number among the random layers
+  double p = 0;
+  bool back = false;  // whether the input's gradient is wanted
+  Conv conv{};
+  Linear linear{};
+  Pool pool{};
+  Norm norm{};
+};
+
+inline void demand(bool fits) {
+  if (!fits)
+    throw std::invalid_argument(
+        "the program's layers do not fit each other, the samples or the rows");
+}
+
+// The blocks of a program for one size of batch: layers, with what follows taken into their
+// registers.
+struct Plan {
+  std::vector<Block> blocks;
+  int64_t features, classes, batch, weights = 0;  // `weights`: of the private layout
+  bool narrow = false, has_conv = false;
+
+  Plan(const ChainProgram& program, int64_t samples, int64_t vector, int64_t tile)
+      : features(program.c * program.h * program.w), batch(samples) {
+    int64_t c = program.c, h = program.h, w = program.w, random = 0;
+    const auto& layers = program.layers;
+    demand(c > 0 && h > 0 && w > 0 && c < kFar && h < kFar && w < kFar && features < kFar);
+    const auto inside = [&](int64_t at, int64_t n) {
+      demand(at >= 0 && n > 0 && n <= program.q && at <= program.q - n);
+    };
+    const auto take = [&](Block& b, int64_t matrix, int64_t numbers, int64_t private_matrix,
+                          int64_t row_w, int64_t row_b) {
+      inside(row_w, matrix);
+      if (row_b >= 0) inside(row_b, numbers);
+      b.row_w = row_w, b.row_b = row_b, b.outs = numbers, b.w_at = weights,
+      b.b_at = weights + up(private_matrix, vector);
+      weights = b.b_at + up(numbers, vector);
+    };
+    bool weighted = false;  // something before has weights
+    for (size_t i = 0; i < layers.size(); i++) {
+      const ChainLayer& l = layers[i];
+      const auto next = [&](size_t ahead, int64_t kind) {
+        return i + ahead < layers.size() && layers[i + ahead].kind == kind;
+      };
+      const auto fusable = [&] { return next(1, ChainLayer::act) && layers[i + 1][0] < kGelu; };
+      const auto halves = [&] {
+        if (!next(1, ChainLayer::pool)) return false;
+        const ChainLayer& p = layers[i + 1];
+        return p[1] == 2 && p[2] == 2 && p[3] == 2 && p[4] == 2;
+      };
+      Block b{};
+      b.kind = l.kind, b.c = c, b.h = h, b.w = w, b.back = weighted;
+      for (double f : l.field) demand(f > -2 && f < 1e15);
+      switch (l.kind) {
+        case ChainLayer::flatten:
+          c = c * h * w, h = w = 1;
+          continue;
+        case ChainLayer::linear: {
+          Linear& q = b.linear;
+          q.in = b.features(), q.out = l[0], q.act = kNone;
+          demand(h == 1 && w == 1 && q.out > 0 && q.out < kFar);
+          q.narrow = blocks.empty() && q.out <= vector;
+          if (!q.narrow && fusable()) q.act = layers[++i][0];
+          q.plan(batch, b.back, vector);
+          take(b, q.in * q.out, q.out, q.weights(), l[1], l[2]);
+          narrow = narrow || q.narrow;
+          c = q.out;
+          break;
+        }
+        case ChainLayer::conv: {
+          Conv& q = b.conv;
+          q.c = c, q.h = h, q.w = w, q.o = l[0], q.kh = l[1], q.kw = l[2], q.stride = l[3],
+          q.ph = l[4], q.pw = l[5];
+          demand(q.o > 0 && q.kh > 0 && q.kw > 0 && (q.stride == 1 || q.stride == 2) && q.ph >= 0 &&
+                 q.pw >= 0 && q.ph < kFar && q.pw < kFar);
+          demand(h + 2 * q.ph >= q.kh && w + 2 * q.pw >= q.kw);
+          q.pool = kNoPool, q.act = kNone;
+          const bool windows =
+              q.stride == 1 && h + 2 * q.ph > q.kh && w + 2 * q.pw > q.kw;  // room for one of 2x2
+          if (fusable()) q.act = layers[++i][0];
+          if (windows && halves()) q.pool = layers[++i][0];
+          if (q.pool == kMax && q.act == kNone && fusable()) q.act = layers[++i][0];
+          q.plan(batch, b.back, vector, tile);
+          demand(static_cast<double>(q.o) * static_cast<double>(q.d_plane) < kFar &&
+                 static_cast<double>(q.c) * static_cast<double>(q.plane) < kFar);
+          take(b, q.weights(), q.o, q.weights(), l[6], l[7]);
+          has_conv = true;
+          c = q.o, h = q.hq, w = q.wq;
+          break;
+        }
+        case ChainLayer::pool: {
+          b.pool = {c, h, w, l[0], l[1], l[2], l[3], l[4], batch};
+          const Pool& q = b.pool;
+          demand((q.mode == kMax || q.mode == kMean) && q.kh > 0 && q.kw > 0 && q.sh > 0 &&
+                 q.sw > 0 && q.kh <= h && q.kw <= w);
+          h = q.ho(), w = q.wo();
+          break;
+        }
+        case ChainLayer::act:
+          b.act = l[0];
+          demand(b.act >= kRelu && b.act <= kGelu);
+          break;
+        case ChainLayer::dropout:
+          b.p = l.field[0], b.random = random++;
+          demand(b.p >= 0 && b.p <= 1);
+          break;
+        case ChainLayer::norm:
+          b.norm = {b.features(), l[0], l[1], batch, l.field[2], l[3] >= 0};
+          demand(l[0] > 0 && l[1] > 0 && b.norm.features % l[0] == 0 &&
+                 b.norm.features % l[1] == 0 && (l[3] >= 0) == (l[4] >= 0));
+          if (b.norm.affine)
+            take(b, b.norm.features / l[1], b.norm.features / l[1], b.norm.features / l[1], l[3],
+                 l[4]);
+          break;
+        case ChainLayer::scale:
+          demand(h == 1 && w == 1);
+          take(b, c, c, c, l[0], -1);
+          break;
+        default:
+          demand(false);
+      }
+      weighted = weighted || b.row_w >= 0;
+      blocks.push_back(b);
+    }
+    classes = c;
+    demand(h == 1 && w == 1 && !blocks.empty() && weighted);
+  }
+};
+
+template <class T>
+struct Aligned {  // memory that begins at a cache line
+  using value_type = T;
+  Aligned() = default;
+  template <class U>
+  Aligned(const Aligned<U>&) {}
+  T* allocate(size_t n) {
+    return static_cast<T*>(::operator new(n * sizeof(T), std::align_val_t(64)));
+  }
+  void deallocate(T* p, size_t) { ::operator delete(p, std::align_val_t(64)); }
+  bool operator==(const Aligned&) const { return true; }
+};
+template <class T>
+using Numbers = std::vector<T, Aligned<T>>;
+
+template <class T>
+struct Space {                         // of one block
+  T *y, *dy, *d, *z, *factor, *stats;  // `d`: slopes or dz
+  ConvSpace<T> conv;
+};
+
+// A thread's memory and its plans for one program; K is the kernels of an instruction set.
+template <class T, class K>
+class Worker {
+ public:
+  static constexpr int64_t lanes = K::bytes / sizeof(T);
+
+  explicit Worker(const ChainProgram& program) : program_(program), layout_(plan_of(program, 1)) {
+    for (most_ = layout_.has_conv ? 32 : 128; most_ > 1 && bytes_of(most_) > kMost;)
+      most_ /= 2;  // more leave the second-level cache
+  }
+  Worker(const Worker&) = delete;
+
+  struct Lease {  // gives memory back where even a single sample's is too much to keep
+    Worker& worker;
+    ~Lease() {
+      if (worker.arena_.bytes > kMost) worker.now_ = nullptr, worker.arena_ = {};
+    }
+    Worker* operator->() { return &worker; }
+  };
+
+  // This thread's, made anew for another program.
+  static Lease mine(const ChainProgram& program) {
+    Shelf::mine();  // made first, so that it outlives the worker, which gives its memory back to it
+    thread_local std::unique_ptr<Worker> worker;
+    if (!worker || !worker->program_.same(program) || !kKeepScratch)
+      worker = std::make_unique<Worker>(program);
+    return {*worker};
+  }
+
+  bool train(const ChainSgd<T>& a, int64_t s) {
+    const Sgd<T>& g = a.sgd;
+    const int64_t n = a.size[s], size = std::min(a.batch, n), q = program_.q;
+    if (n < 0 || n > a.longest) return false;
+    if (n == 0) return a.steps[s] == 0;
+    const int64_t cuts = a.drop_last ? n / size : (n + size - 1) / size;
+    if (a.steps[s] > cuts * a.passes) return false;
+    begin(g.w + s * g.w_row);
+    const auto own = [&](Numbers<T>& to, const T* from, int64_t row) -> const T* {
+      if (!from) return nullptr;
+      read(to, from + s * row);
+      return to.data();
+    };
+    sgd_detail::Row<T> row{w_.data(),
+                           nullptr,
+                           own(shift_, g.shift, g.shift_row),
+                           own(mask_, g.mask, g.mask_row),
+                           own(anchor_, g.anchor, g.anchor_row),
+                           nullptr,
+                           static_cast<T>(g.lr),
+                           static_cast<T>(g.mu_rows ? g.mu_rows[s] : g.mu),
+                           static_cast<T>(g.momentum),
+                           static_cast<T>(g.weight_decay)};
+    if (g.momentum != 0) velocity_.assign(layout_.weights, T(0)), row.buffer = velocity_.data();
+    if (a.grad_sum) sum_.assign(layout_.weights, T(0));
+    const bool clipped = a.clip < std::numeric_limits<double>::infinity();
+    const bool plain = !(row.shift || row.mask || row.anchor || row.buffer || row.decay != 0 ||
+                         clipped || a.grad_sum || layout_.narrow);
+    const bool direct = plain && size <= most();  // gradients move the weights as they are made
+    double total = 0;
+    bool fine = true;
+    for (int64_t k = 0; k < a.steps[s] && fine; k++) {
+      const int64_t pass = k / cuts, first = k % cuts * size, count = std::min(size, n - first);
+      const int64_t* const place = a.order + (s * a.passes + pass) * a.longest + first;
+      seed_ = a.seeds ? static_cast<uint64_t>(a.seeds[s * a.passes + pass]) +
+                            static_cast<uint64_t>(k % cuts)
+                      : 0;
+      double loss = 0;
+      fine = gradient(a.data, a.loss_kind, s, place, count, std::min(size, n - first - count),
+                      a.seeds != nullptr, direct, row.lr, loss);
+      total += loss;
+      if (direct || !fine) continue;
+      if (clipped) clip(a.clip);
+      for (int64_t i = 0; a.grad_sum && i < layout_.weights; i++)
+        sum_[i] += g_[i] + row.decay * w_[i];
+      row.grad = g_.data();
+      K::step(row, layout_.weights);
+    }
+    write(w_, g.w + s * g.w_row, false);
+    if (a.grad_sum) write(sum_, a.grad_sum + s * q, true);
+    a.loss[s] = total;
+    return fine;
+  }
+
+  bool grad(const ChainGrad<T>& a, int64_t s) {
+    const int64_t n = a.size[s];
+    if (n < 0 || n > a.longest) return false;
+    std::fill_n(a.grad + s * program_.q, program_.q, T(0));
+    a.loss[s] = 0;
+    if (n == 0) return true;
+    begin(a.w + s * a.w_row);
+    seed_ = a.seeds ? static_cast<uint64_t>(a.seeds[s]) : 0;
+    if (!gradient(a.data, a.loss_kind, s, a.order + s * a.longest, n, 0, a.seeds != nullptr, false,
+                  T(0), a.loss[s]))
+      return false;
+    write(g_, a.grad + s * program_.q, false);
+    return true;
+  }
+
+  // Samples first .. last of the list, all of client s (one model: whoever's).
+  bool evaluate(const ChainEval<T>& a, int64_t s, int64_t first, int64_t last) {
+    if (first >= last) return true;
+    read(w_, a.w + s * a.w_row);
+    int64_t owner = s;
+    for (int64_t at = first; at < last;) {
+      int64_t some = most();
+      while (some > last - at) some /= 2;  // few sizes, so few plans
+      Plan& plan = use(some);
+      if (a.scores && a.classes != plan.classes) return false;
+      for (int64_t i = 0; i < some; i++) {
+        while (a.w_row == 0 && at + i >= a.begin[owner + 1]) owner++;
+        if (!find(a.data, a.loss_kind, owner, a.order + at + i, i, last - at - i)) return false;
+      }
+      gather();
+      forward(false, 0);
+      const T* score = space_.back().y;
+      K::losses(a.loss_kind, plan.classes, some, T(0), score, target_.data(), loss_.data(),
+                a.right + at, nullptr);
+      for (int64_t i = 0; i < some; i++) a.loss[at + i] = loss_[i];
+      for (int64_t c = 0; a.scores && c < plan.classes; c++)
+        for (int64_t i = 0; i < some; i++)
+          a.scores[(at + i) * plan.classes + c] = score[c * some + i];
+      at += some;
+    }
+    return true;
+  }
+
+ private:
+  static Plan plan_of(const ChainProgram& program, int64_t batch) {
+    return Plan(program, batch, lanes, K::tile);
+  }
+
+  int64_t most() const { return most_; }  // samples at once
+
+  int64_t bytes_of(int64_t batch) {
+    Plan plan = plan_of(program_, batch);
+    now_ = &plan;
+    arena_.begin();
+    lay();
+    now_ = nullptr;
+    return arena_.used;
+  }
+
+  // Makes the plan of `batch` samples the one that the memory is laid out for.
+  Plan& use(int64_t batch) {
+    if (now_ && now_->batch == batch) return *now_;
+    auto& plan = plans_[batch];
+    if (!plan) plan = std::make_unique<Plan>(plan_of(program_, batch));
+    now_ = plan.get();
+    arena_.begin();
+    lay();  // the first time to count
+    arena_.grow();
+    lay();
+    return *now_;
+  }
+
+  struct Arena {  // one block of memory, every array at a cache line
+    std::unique_ptr<Scratch<std::byte>> memory;
+    int64_t used = 0, bytes = 0;
+    std::vector<std::unique_ptr<Scratch<std::byte>>>
+        apart;  // where a sanitizer watches: every array by itself
+    void begin() { used = 0, counting = true; }
+    void grow() {
+      apart.clear();
+      if (kKeepScratch && used > bytes) {
+        bytes = used;
+        memory.reset();
+        memory = std::make_unique<Scratch<std::byte>>(bytes);
+        std::memset(memory->data, 0,
+                    bytes);  // nothing that vectors may reach into is ever undefined
+      }
+      used = 0, counting = false;
+    }
+    template <class U>
+    U* take(int64_t n, bool zero = false) {
+      if (!kKeepScratch && !counting) {
+        apart.push_back(std::make_unique<Scratch<std::byte>>(n * sizeof(U)));
+        std::memset(apart.back()->data, 0, n * sizeof(U));
+        return reinterpret_cast<U*>(apart.back()->data);
+      }
+      U* p = counting ? nullptr : reinterpret_cast<U*>(memory->data + used);
+      if (zero && !counting) std::fill_n(p, n, U(0));
+      used += up(n * sizeof(U), 64) + 64;  // neighbours do not begin in one set of the cache
+      return p;
+    }
+    bool counting = true;
+  };
+
+  void lay() {
+    const Plan& plan = *now_;
+    const int64_t batch = plan.batch;
+    space_.assign(plan.blocks.size(), {});
+    samples_ =
+        plan.narrow ? arena_.template take<T>(batch * up(plan.features, lanes), true) : nullptr;
+    x_ = plan.narrow ? nullptr : arena_.template take<T>(plan.features * batch + kSlack);
+    for (size_t i = 0; i < plan.blocks.size(); i++) {
+      const Block& b = plan.blocks[i];
+      Space<T>& s = space_[i];
+      const Conv& q = b.conv;
+      int64_t outs = b.features();
+      if (b.kind == ChainLayer::conv) {
+        s.conv.in = arena_.template take<T>(q.in_size(lanes), true),
+        s.conv.d = arena_.template take<T>(q.slope_size(lanes), true);
+        s.conv.part =
+            arena_.template take<T>((q.back ? std::min(q.o, q.tile) : q.o) * q.taps * lanes);
+        s.conv.turned = arena_.template take<T>(q.back ? q.weights() : 0);
+        s.conv.wide =
+            arena_.template take<T>(q.back ? K::wide * up(q.columns * batch, lanes) + kSlack : 0);
+        s.conv.sums = arena_.template take<T>(q.o * lanes);
+        s.conv.mask = arena_.template take<uint8_t>(q.mask_size(lanes)),
+        s.conv.kept = arena_.template take<T>(q.kept_size(lanes));
+        outs = q.o * q.hq * q.wq;
+      } else if (b.kind == ChainLayer::linear) {
+        s.z = arena_.template take<T>(b.linear.by_sample()),
+        s.d = arena_.template take<T>(b.linear.by_sample(), true);
+        outs = b.linear.out;
+      } else if (b.kind == ChainLayer::pool) {
+        outs = b.c * b.pool.ho() * b.pool.wo();
+      } else if (b.kind == ChainLayer::dropout) {
+        s.factor = arena_.template take<T>(outs * batch + kSlack);
+      } else if (b.kind == ChainLayer::norm) {
+        s.stats = arena_.template take<T>(b.norm.groups * 2 * up(batch, lanes));
+      }
+      s.y = arena_.template take<T>(outs * batch + kSlack),
+      s.dy = arena_.template take<T>(outs * batch + kSlack);
+    }
+    at_.resize(batch), target_.resize(batch + kSlack), loss_.resize(batch + kSlack);
+  }
+
+  // Sample i of a batch, with its label; false where it is not there. `left`: places behind this
+  // one that will be seen.
+  bool find(const ChainData<T>& data, Loss kind, int64_t s, const int64_t* place, int64_t i,
+            int64_t left) {
+    const int64_t p = place[0];
+    if (p < 0 || p >= data.pool) return false;
+    if (left > kAhead) {  // shuffled: no prefetcher can guess it
+      const char* ahead = reinterpret_cast<const char*>(data.x + place[kAhead] * data.x_row);
+      for (int64_t byte = 0; byte < std::min<int64_t>(layout_.features * sizeof(T), 256);
+           byte += 64)
+        __builtin_prefetch(ahead + byte);
+    }
+    if (data.label) {
+      int64_t y = data.label[p];
+      if (data.relabel) {
+        if (y < 0 || y >= data.names) return false;
+        y = data.relabel[s * data.names + y];
+      }
+      if (kind == Loss::cross_entropy && (y < 0 || y >= layout_.classes)) return false;
+      target_[i] = static_cast<T>(y);
+    } else {
+      target_[i] = data.value[p];
+    }
+    at_[i] = data.x + p * data.x_row;
+    return true;
+  }
+  static constexpr int64_t kAhead = 16;
+
+  void gather() {
+    const int64_t f = layout_.features;
+    if (!layout_.narrow) return K::gather(at_.data(), now_->batch, f, x_);
+    if (f % lanes == 0) return;  // read where they are
+    for (int64_t i = 0; i < now_->batch; i++) {
+      T* const to = samples_ + i * up(f, lanes);
+      K::copy(to, at_[i], f);
+      at_[i] = to;
+    }
+  }
+
+  // The gradient of the batch's mean loss, into g_, or `direct`ly into the weights; `ahead`: places
+  // behind the batch that come next.
+  bool gradient(const ChainData<T>& data, Loss kind, int64_t s, const int64_t* place, int64_t count,
+                int64_t ahead, bool train, bool direct, T lr, double& loss) {
+    const int64_t tiles = (count + most() - 1) / most(), tile = (count + tiles - 1) / tiles;
+    for (int64_t first = 0; first < count; first += tile) {
+      const int64_t some = std::min(tile, count - first);
+      Plan& plan = use(some);
+      for (int64_t i = 0; i < some; i++)
+        if (!find(data, kind, s, place + first + i, i,
+                  count - first - i + (layout_.narrow ? std::max<int64_t>(ahead, 0) : 0)))
+          return false;
+      gather();
+      if (!layout_.narrow)
+        fetch(data, place + first + some, std::min(some, count - first - some + ahead));
+      forward(train, first);
+      T* const slope = space_.back().dy;
+      K::losses(kind, plan.classes, some, T(1) / static_cast<T>(count), space_.back().y,
+                target_.data(), loss_.data(), nullptr, slope);
+      T sum = 0;
+      for (int64_t i = 0; i < some; i++) sum += loss_[i];
+      loss += static_cast<double>(sum) / static_cast<double>(count);
+      backward(Into<T>{direct, first > 0, lr}, direct ? w_.data() : g_.data(), train);
+    }
+    return true;
+  }
+  void fetch(const ChainData<T>& data, const int64_t* place, int64_t count) const {
+    for (int64_t i = 0; i < count; i++) {
+      if (place[i] < 0 || place[i] >= data.pool) continue;
+      const char* from = reinterpret_cast<const char*>(data.x + place[i] * data.x_row);
+      for (int64_t byte = 0; byte < static_cast<int64_t>(layout_.features * sizeof(T)); byte += 64)
+        __builtin_prefetch(from + byte, 0, 2);
+    }
+  }
+
+  void forward(bool train, int64_t first) {
+    const Plan& plan = *now_;
+    const T* x = x_;
+    for (size_t i = 0; i < plan.blocks.size(); i++) {
+      const Block& b = plan.blocks[i];
+      Space<T>& s = space_[i];
+      const T *w = w_.data() + b.w_at, *bias = w_.data() + b.b_at;
+      const int64_t n = b.features() * plan.batch;
+      switch (b.kind) {
+        case ChainLayer::linear:
+          if (b.linear.narrow)
+            K::narrow_forward(b.linear, at_.data(), w, bias, s.y);
+          else
+            K::linear_forward(b.linear, x, w, bias, s.z, s.y);
+          break;
+        case ChainLayer::conv:
+          K::conv_forward(b.conv, s.conv, x, w, bias, s.y);
+          break;
+        case ChainLayer::pool:
+          K::pool_forward(b.pool, x, s.y);
+          break;
+        case ChainLayer::act:
+          K::act_forward(b.act, x, s.y, n);
+          break;
+        case ChainLayer::dropout:
+          if (!train) {
+            std::copy_n(x, n, s.y);
+            break;
+          }
+          K::factors(seed_, b.random, std::llrint(b.p * (1 << 24)),
+                     b.p == 1 ? T(0) : static_cast<T>(1 / (1 - b.p)), b.features(), first,
+                     plan.batch, s.factor);
+          K::multiply(x, s.factor, s.y, n);
+          break;
+        case ChainLayer::norm:
+          K::norm_forward(b.norm, x, w, bias, s.stats, s.y);
+          break;
+        default:
+          K::scale_features(b.features(), plan.batch, w, x, s.y);
+          break;
+      }
+      x = s.y;
+    }
+  }
+
+  void backward(const Into<T>& into, T* to, bool train) {
+    const Plan& plan = *now_;
+    for (size_t i = plan.blocks.size(); i-- > 0;) {
+      const Block& b = plan.blocks[i];
+      Space<T>& s = space_[i];
+      const T *x = i ? space_[i - 1].y : x_, *w = w_.data() + b.w_at;
+      T* const dx = i && b.back ? space_[i - 1].dy : nullptr;
+      T *const dw = to + b.w_at, *const db = b.row_b >= 0 ? to + b.b_at : nullptr;
+      const int64_t n = b.features() * plan.batch;
+      if (!dx && b.row_w < 0) break;  // nothing before it has weights
+      switch (b.kind) {
+        case ChainLayer::linear:
+          if (b.linear.narrow)
+            K::narrow_backward(b.linear, at_.data(), s.dy, into.add, dw, db);
+          else
+            K::linear_backward(b.linear, x, s.z, s.dy, w, into, dw, db, dx, s.d);
+          break;
+        case ChainLayer::conv:
+          K::conv_backward(b.conv, s.conv, s.y, s.dy, w, into, dw, db, dx);
+          break;
+        case ChainLayer::pool:
+          K::pool_backward(b.pool, x, s.dy, dx);
+          break;
+        case ChainLayer::act:
+          K::act_backward(b.act, x, s.y, s.dy, dx, n);
+          break;
+        case ChainLayer::dropout:
+          if (train)
+            K::multiply(s.dy, s.factor, dx, n);
+          else
+            std::copy_n(s.dy, n, dx);
+          break;
+        case ChainLayer::norm:
+          K::norm_backward(b.norm, x, s.stats, s.dy, w, into, dw, db, dx);
+          break;
+        default:
+          if (dx) K::scale_features(b.features(), plan.batch, w, s.dy, dx);
+          K::scale_backward(b.features(), plan.batch, x, s.dy, into, dw);
+          break;
+      }
+    }
+  }
+
+  void clip(double norm) {
+    double sum = 0;
+    for (const Block& b : layout_.blocks)
+      if (b.row_w >= 0)
+        for (int64_t i = b.w_at; i < b.b_at + b.outs; i++)
+          sum += static_cast<double>(g_[i]) * static_cast<double>(g_[i]);
+    const double factor = norm / (std::sqrt(sum) + 1e-6);  // as torch.nn.utils.clip_grad_norm_
+    if (!(factor >= 1))
+      for (T& g : g_) g *= static_cast<T>(factor);
+  }
+
+  void begin(const T* row) {
+    read(w_, row);
+    g_.assign(layout_.weights, T(0));
+  }
+
+  // A row into the private layout: convolutions by tile, linear layers [in][out], every row of
+  // whole vectors with zeros behind.
+  void read(Numbers<T>& to, const T* row) {
+    to.assign(layout_.weights, T(0));  // the places between, too: another client's may be NaN
+    for (const Block& b : layout_.blocks) {
+      if (b.row_w < 0) continue;
+      const T* const from = row + b.row_w;
+      T* const mine = to.data() + b.w_at;
+      const Conv& q = b.conv;
+      const Linear& l = b.linear;
+      if (b.kind == ChainLayer::conv) {
+        for (int64_t o = 0; o < q.o; o++)
+          for (int64_t k = 0; k < q.taps; k++)
+            mine[q.w_at[o] + k * q.w_step[o]] = from[o * q.taps + k];
+      } else if (b.kind == ChainLayer::linear && l.narrow) {
+        for (int64_t o = 0; o < l.out; o++) K::copy(mine + o * l.high, from + o * l.in, l.in);
+      } else if (b.kind == ChainLayer::linear) {
+        K::turn(mine, l.high, from, l.in, l.out, l.in);
+      } else {
+        std::copy_n(from, b.outs, mine);
+      }
+      if (b.row_b >= 0) std::copy_n(row + b.row_b, b.outs, to.data() + b.b_at);
+    }
+  }
+  void write(const Numbers<T>& from, T* row, bool add) {
+    if (add) spare_.assign(program_.q, T(0));
+    T* const to = add ? spare_.data() : row;
+    for (const Block& b : layout_.blocks) {
+      if (b.row_w < 0) continue;
+      T* const theirs = to + b.row_w;
+      const T* const mine = from.data() + b.w_at;
+      const Conv& q = b.conv;
+      const Linear& l = b.linear;
+      if (b.kind == ChainLayer::conv) {
+        for (int64_t o = 0; o < q.o; o++)
+          for (int64_t k = 0; k < q.taps; k++)
+            theirs[o * q.taps + k] = mine[q.w_at[o] + k * q.w_step[o]];
+      } else if (b.kind == ChainLayer::linear && l.narrow) {
+        for (int64_t o = 0; o < l.out; o++) std::copy_n(mine + o * l.high, l.in, theirs + o * l.in);
+      } else if (b.kind == ChainLayer::linear) {
+        K::turn(theirs, l.in, mine, l.high, l.in, l.out);
+      } else {
+        std::copy_n(mine, b.outs, theirs);
+      }
+      if (b.row_b >= 0) std::copy_n(from.data() + b.b_at, b.outs, to + b.row_b);
+    }
+    for (int64_t i = 0; add && i < program_.q; i++) row[i] += spare_[i];
+  }
+
+  ChainProgram program_;
+  Plan layout_;  // whose blocks say where the weights lie; every plan's do
+  std::map<int64_t, std::unique_ptr<Plan>> plans_;
+  Plan* now_ = nullptr;
+  int64_t most_ = 1;
+  Arena arena_;
+  std::vector<Space<T>> space_;
+  T *x_ = nullptr, *samples_ = nullptr;
+  std::vector<const T*> at_;
+  Numbers<T> target_, loss_, w_, g_, shift_, mask_, anchor_, velocity_, sum_, spare_;
+  uint64_t seed_ = 0;
+};
+
+}  // namespace chain
+
+// The compiled forms of the kernels.
+#define PFL_CHAIN_KERNELS(NAME, BYTES)                                                             \
+  template <class T>                                                                               \
+  struct NAME {                                                                                    \
+    static constexpr int bytes = BYTES;                                                            \
+    static constexpr int64_t tile = chain::Tile<T, BYTES>::four,                                   \
+                             wide = chain::Tile<T, BYTES>::two;                                    \
+    PFL_CHAIN_TARGET static void conv_forward(const chain::Conv& q, const chain::ConvSpace<T>& s,  \
+                                              const T* x, const T* w, const T* bias, T* y) {       \
+      chain::conv_import<T, BYTES>(q, x, s.in);                                                    \
+      chain::conv_forward<T, BYTES>(q, s, w, bias, y);                                             \
+    }                                                                                              \
+    PFL_CHAIN_TARGET static void conv_backward(const chain::Conv& q, const chain::ConvSpace<T>& s, \
+                                               const T* y, const T* dy, const T* w,                \
+                                               const chain::Into<T>& into, T* dw, T* db, T* dx) {  \
+      chain::conv_backward<T, BYTES>(q, s, y, dy, w, into, dw, db, dx);                            \
+    }                                                                                              \
+    PFL_CHAIN_TARGET static void linear_forward(const chain::Linear& q, const T* x, const T* w,    \
+                                                const T* bias, T* z, T* y) {                       \
+      chain::linear_forward<T, BYTES>(q, x, w, bias, z, y);                                        \
+    }                                                                                              \
+    PFL_CHAIN_TARGET static void linear_backward(const chain::Linear& q, const T* x, const T* z,   \
+                                                 const T* dy, const T* w,                          \
+                                                 const chain::Into<T>& into, T* dw, T* db, T* dx,  \
+                                                 T* dz) {                                          \
+      chain::linear_backward<T, BYTES>(q, x, z, dy, w, into, dw, db, dx, dz);                      \
+    }                                                                                              \
+    PFL_CHAIN_TARGET static void narrow_forward(const chain::Linear& q, const T* const* x,         \
+                                                const T* w, const T* bias, T* y) {                 \
+      chain::narrow_forward<T, BYTES>(q, x, w, bias, y);                                           \
+    }                                                                                              \
+    PFL_CHAIN_TARGET static void narrow_backward(const chain::Linear& q, const T* const* x,        \
+                                                 const T* dy, bool add, T* dw, T* db) {            \
+      chain::narrow_backward<T, BYTES>(q, x, dy, add, dw, db);                                     \
+    }                                                                                              \
+    PFL_CHAIN_TARGET static void pool_forward(const chain::Pool& q, const T* x, T* y) {            \
+      chain::pool_forward<T, BYTES>(q, x, y);                                                      \
+    }                                                                                              \
+    PFL_CHAIN_TARGET static void pool_backward(const chain::Pool& q, const T* x, const T* dy,      \
+                                               T* dx) {                                            \
+      chain::pool_backward<T, BYTES>(q, x, dy, dx);                                                \
+    }                                                                                              \
+    PFL_CHAIN_TARGET static void act_forward(int64_t act, const T* x, T* y, int64_t n) {           \
+      chain::act_forward<T, BYTES>(act, x, y, n);                                                  \
+    }                                                                                              \
+    PFL_CHAIN_TARGET static void act_backward(int64_t act, const T* x, const T* y, const T* dy,    \
+                                              T* dx, int64_t n) {                                  \
+      chain::act_backward<T, BYTES>(act, x, y, dy, dx, n);                                         \
+    }                                                                                              \
+    PFL_CHAIN_TARGET static void factors(uint64_t seed, int64_t layer, int64_t threshold, T scale, \
+                                         int64_t features, int64_t first, int64_t batch, T* to) {  \
+      chain::dropout_factors<T>(seed, layer, threshold, scale, features, first, batch, to);        \
+    }                                                                                              \
+    PFL_CHAIN_TARGET static void multiply(const T* x, const T* factor, T* y, int64_t n) {          \
+      chain::multiply<T, BYTES>(x, factor, y, n);                                                  \
+    }                                                                                              \
+    PFL_CHAIN_TARGET static void norm_forward(const chain::Norm& q, const T* x, const T* w,        \
+                                              const T* b, T* stats, T* y) {                        \
+      chain::norm_forward<T, BYTES>(q, x, w, b, stats, y);                                         \
+    }                                                                                              \
+    PFL_CHAIN_TARGET static void norm_backward(const chain::Norm& q, const T* x, const T* stats,   \
+                                               const T* dy, const T* w,                            \
+                                               const chain::Into<T>& into, T* dw, T* db, T* dx) {  \
+      chain::norm_backward<T, BYTES>(q, x, stats, dy, w, into, dw, db, dx);                        \
+    }                                                                                              \
+    PFL_CHAIN_TARGET static void scale_features(int64_t features, int64_t batch, const T* lam,     \
+                                                const T* x, T* y) {                                \
+      chain::scale_features<T, BYTES>(features, batch, lam, x, y);                                 \
+    }                                                                                              \
+    PFL_CHAIN_TARGET static void scale_backward(int64_t features, int64_t batch, const T* x,       \
+                                                const T* dy, const chain::Into<T>& into,           \
+                                                T* dlam) {                                         \
+      chain::scale_backward<T, BYTES>(features, batch, x, dy, into, dlam);                         \
+    }                                                                                              \
+    PFL_CHAIN_TARGET static void losses(chain::Loss kind, int64_t classes, int64_t batch, T share, \
+                                        const T* score, const T* target, T* loss, uint8_t* right,  \
+                                        T* slope) {                                                \
+      chain::losses<T, BYTES>(kind, classes, batch, share, score, target, loss, right, slope);     \
+    }                                                                                              \
+    PFL_CHAIN_TARGET static void gather(const T* const* at, int64_t batch, int64_t features,       \
+                                        T* x) {                                                    \
+      chain::turn<BYTES>(x, batch, [at](int64_t i) PFL_LAMBDA { return at[i]; }, batch, features); \
+    }                                                                                              \
+    PFL_CHAIN_TARGET static void turn(T* to, int64_t to_row, const T* from, int64_t from_row,      \
+                                      int64_t rows, int64_t cols) {                                \
+      chain::turn<BYTES>(                                                                          \
+          to, to_row, [=](int64_t i) PFL_LAMBDA { return from + i * from_row; }, rows, cols);      \
+    }                                                                                              \
+    PFL_CHAIN_TARGET static void copy(T* to, const T* from, int64_t n) {                           \
+      chain::copy<BYTES>(to, from, n);                                                             \
+    }                                                                                              \
+    PFL_CHAIN_TARGET static void step(const sgd_detail::Row<T>& row, int64_t n) {                  \
+      sgd_detail::row<BYTES, T>(row, 0, n);                                                        \
+    }                                                                                              \
+  };
+PFL_CHAIN_KERNELS(PFL_CHAIN_NAME, PFL_CHAIN_BYTES)
+#undef PFL_CHAIN_KERNELS
+
+template <class T, class K>
+bool ChainRun<T, K>::train(const ChainSgd<T>& a, int64_t s) {
+  return chain::Worker<T, K>::mine(a.program)->train(a, s);
+}
+template <class T, class K>
+bool ChainRun<T, K>::grad(const ChainGrad<T>& a, int64_t s) {
+  return chain::Worker<T, K>::mine(a.program)->grad(a, s);
+}
+template <class T, class K>
+bool ChainRun<T, K>::evaluate(const ChainEval<T>& a, int64_t s, int64_t first, int64_t last) {
+  return chain::Worker<T, K>::mine(a.program)->evaluate(a, s, first, last);
+}
+
+}  // namespace pflcore::cpu
