@@ -157,7 +157,7 @@ def extension():
     ]
     cuda_sources = sorted(glob.glob("csrc/cuda/*.cu"))
     defines = ["-DTORCH_TARGET_VERSION=0x020a000000000000"]
-    plain = ["-O3", "-g0", "-fvisibility=hidden"]
+    plain = ["-O3", "-g0", "-fvisibility=hidden", "-Wno-psabi"]
     cxx = [*plain, *defines]
     link = ["-Wl,-s"] if sys.platform == "linux" else []
     asked = (

@@ -1,11 +1,9 @@
 #include "../cpu/isa.h"
 #if PFL_X86
 #define PFL_CHAIN_TARGET PFL_AVX512
-#define PFL_CHAIN_NAME ChainAvx512
-#define PFL_CHAIN_BYTES 64
 #include "worker.h"
 
 namespace pflcore::cpu {
-template struct ChainRun<float, ChainAvx512<float>>;
+template struct ChainRun<float, 64>;
 }  // namespace pflcore::cpu
 #endif

@@ -24,8 +24,7 @@ cpu::chain::Loss loss_of(const char* op, const std::string& name) {
   return Loss::hinge;
 }
 
-const int64_t* whole(const Tensor& t) { return static_cast<const int64_t*>(t.const_data_ptr()); }
-const int64_t* whole(const OptionalTensor& t) { return t ? whole(*t) : nullptr; }
+const int64_t* whole(const OptionalTensor& t) { return t ? data<int64_t>(*t) : nullptr; }
 OptionalTensor whole_numbers(const OptionalTensor& t) {
   OptionalTensor out;
   if (t) out = dense_as(*t, ScalarType::Long);
@@ -34,8 +33,9 @@ OptionalTensor whole_numbers(const OptionalTensor& t) {
 
 // What all three ops take: the program, the samples and their labels; checked, and held for as long
 // as the kernel runs.
-template <class T>
+template <class T_>
 struct ChainArgs {
+  using T = T_;
   Tensor x, y;
   OptionalTensor relabel;
   cpu::ChainProgram program{};
@@ -54,7 +54,7 @@ struct ChainArgs {
               ": expected w [S, Q] with contiguous rows");
     const Tensor table = dense_as(program_in, ScalarType::Double);
     PFL_CHECK(table.dim() == 2 && table.size(1) == 9, op, ": expected a program [layers, 9]");
-    const double* from = static_cast<const double*>(table.const_data_ptr());
+    const double* from = pflcore::data<double>(table);
     program.layers.resize(table.size(0));
     for (ChainLayer& l : program.layers) {
       l.kind = static_cast<int64_t>(*from++);
@@ -85,166 +85,131 @@ struct ChainArgs {
     const bool one = !program.layers.empty() && outputs == 1;
     PFL_CHECK(loss == cpu::chain::Loss::cross_entropy ? labels : one, op,
               ": expected int64 labels for cross entropy, one output for the others");
-    data = {static_cast<const T*>(x.const_data_ptr()),
-            features,
-            n,
-            nullptr,
-            nullptr,
-            whole(relabel),
+    data = {pflcore::data<T>(x),           features, n, nullptr, nullptr, whole(relabel),
             relabel ? relabel->size(1) : 0};
     if (labels)
       data.label = whole(y);
     else
-      data.value = static_cast<const T*>(y.const_data_ptr());
+      data.value = pflcore::data<T>(y);
   }
 };
+
+// f(ChainArgs of w's type).
+template <class F, class... Args>
+auto typed(const char* op, const Tensor& w, const F& f, const Args&... args) {
+  return float_or_double(op, w,
+                         [&](auto zero) { return f(ChainArgs<decltype(zero)>(op, w, args...)); });
+}
 
 constexpr const char* kRange =
     ": a label or a place in the pool is out of range, or a client takes more steps than it has "
     "batches";
 
-template <class T>
-Tensor sgd_typed(const Tensor& w, const ChainArgs<T>& args, const Tensor& order_in,
-                 const Tensor& size_in, const Tensor& steps_in, int64_t batch, bool drop_last,
-                 const OptionalTensor& seeds_in, const Sgd<T>& sgd, double clip,
-                 const OptionalTensor& grad_sum) {
-  constexpr const char* op = "chain_sgd_";
-  const int64_t s = w.size(0), q = w.size(1);
-  const Tensor order = dense_as(order_in, ScalarType::Long),
-               size = dense_as(size_in, ScalarType::Long),
-               steps = dense_as(steps_in, ScalarType::Long);
-  const OptionalTensor seeds = whole_numbers(seeds_in);
-  PFL_CHECK(order.dim() == 3 && order.size(0) == s, op, ": expected order [S, passes, n]");
-  PFL_CHECK(size.numel() == s && steps.numel() == s, op,
-            ": expected a size and a number of steps for each client");
-  PFL_CHECK(batch >= 1, op, ": expected a batch size of at least 1");
-  PFL_CHECK(!seeds || seeds->numel() == s * order.size(1), op, ": expected seeds [S, passes]");
-  cpu::ChainSgd<T> a{};
-  a.sgd = sgd, a.program = args.program, a.loss_kind = args.loss, a.data = args.data;
-  a.order = whole(order), a.passes = order.size(1), a.longest = order.size(2);
-  a.size = whole(size), a.steps = whole(steps), a.batch = batch, a.drop_last = drop_last,
-  a.seeds = whole(seeds), a.clip = clip;
-  if (grad_sum) {
-    PFL_CHECK(grad_sum->is_contiguous() && grad_sum->numel() == s * q &&
-                  grad_sum->scalar_type() == w.scalar_type(),
-              op, ": expected a contiguous grad_sum of w's shape and dtype");
-    a.grad_sum = static_cast<T*>(grad_sum->mutable_data_ptr());
-  }
-  Tensor loss = make(w, {s}, ScalarType::Double);
-  a.loss = static_cast<double*>(loss.mutable_data_ptr());
-  torch::stable::zero_(loss);
-  PFL_CHECK(cpu::chain_sgd(a, TorchParallel{3 * args.work * static_cast<double>(order.numel())}),
-            op, kRange);
-  return loss;
-}
-
 Tensor chain_sgd_cpu(const Tensor& w, const Tensor& program, const std::string& criterion,
                      int64_t c, int64_t h, int64_t width, const Tensor& x, const Tensor& y,
-                     const OptionalTensor& relabel, const Tensor& order, const Tensor& size,
-                     const Tensor& steps, int64_t batch, bool drop_last,
-                     const OptionalTensor& seeds, double lr, const OptionalTensor& shift,
+                     const OptionalTensor& relabel, const Tensor& order_in, const Tensor& size_in,
+                     const Tensor& steps_in, int64_t batch, bool drop_last,
+                     const OptionalTensor& seeds_in, double lr, const OptionalTensor& shift,
                      const OptionalTensor& mask, double mu, const OptionalTensor& mu_rows,
                      const OptionalTensor& anchor, double momentum, double weight_decay,
                      double clip, const OptionalTensor& grad_sum) {
   constexpr const char* op = "chain_sgd_";
-  const auto run = [&](auto zero) {
-    using T = decltype(zero);
-    const ChainArgs<T> args(op, w, program, criterion, c, h, width, x, y, relabel);
+  const auto run = [&](const auto& args) {
+    using T = typename std::decay_t<decltype(args)>::T;
+    const int64_t s = w.size(0), q = w.size(1);
+    const Tensor order = dense_as(order_in, ScalarType::Long),
+                 size = dense_as(size_in, ScalarType::Long),
+                 steps = dense_as(steps_in, ScalarType::Long);
+    const OptionalTensor seeds = whole_numbers(seeds_in);
+    PFL_CHECK(order.dim() == 3 && order.size(0) == s, op, ": expected order [S, passes, n]");
+    PFL_CHECK(size.numel() == s && steps.numel() == s, op,
+              ": expected a size and a number of steps for each client");
+    PFL_CHECK(batch >= 1, op, ": expected a batch size of at least 1");
+    PFL_CHECK(!seeds || seeds->numel() == s * order.size(1), op, ": expected seeds [S, passes]");
     const SgdArgs<T> sgd(OnCpu(w, op), op, w, lr, shift, mask, mu, mu_rows, anchor, momentum,
                          weight_decay);
-    return sgd_typed<T>(w, args, order, size, steps, batch, drop_last, seeds, sgd.step, clip,
-                        grad_sum);
+    cpu::ChainSgd<T> a{};
+    a.sgd = sgd.step, a.program = args.program, a.loss_kind = args.loss, a.data = args.data;
+    a.order = whole(order), a.passes = order.size(1), a.longest = order.size(2);
+    a.size = whole(size), a.steps = whole(steps), a.batch = batch, a.drop_last = drop_last,
+    a.seeds = whole(seeds), a.clip = clip;
+    if (grad_sum) {
+      PFL_CHECK(grad_sum->is_contiguous() && grad_sum->numel() == s * q &&
+                    grad_sum->scalar_type() == w.scalar_type(),
+                op, ": expected a contiguous grad_sum of w's shape and dtype");
+      a.grad_sum = mutable_data<T>(*grad_sum);
+    }
+    Tensor loss = make(w, {s}, ScalarType::Double);
+    a.loss = mutable_data<double>(loss);
+    torch::stable::zero_(loss);
+    PFL_CHECK(cpu::chain_sgd(a, TorchParallel{3 * args.work * static_cast<double>(order.numel())}),
+              op, kRange);
+    return loss;
   };
-  if (w.scalar_type() == ScalarType::Float) return run(float{});
-  PFL_CHECK(w.scalar_type() == ScalarType::Double, op, ": expected float32 or float64");
-  return run(double{});
-}
-
-template <class T>
-std::tuple<Tensor, Tensor> grad_typed(const Tensor& w, const ChainArgs<T>& args,
-                                      const Tensor& order_in, const Tensor& size_in,
-                                      const OptionalTensor& seeds_in) {
-  constexpr const char* op = "chain_grad";
-  const int64_t s = w.size(0);
-  const Tensor order = dense_as(order_in, ScalarType::Long),
-               size = dense_as(size_in, ScalarType::Long);
-  const OptionalTensor seeds = whole_numbers(seeds_in);
-  PFL_CHECK(order.dim() == 2 && order.size(0) == s && size.numel() == s, op,
-            ": expected order [S, n] and a size for each client");
-  PFL_CHECK(!seeds || seeds->numel() == s, op, ": expected seeds [S]");
-  Tensor grad = make(w, {s, w.size(1)}), loss = make(w, {s}, ScalarType::Double);
-  cpu::ChainGrad<T> a{};
-  a.w = static_cast<const T*>(w.const_data_ptr()), a.s = s, a.w_row = row_stride(w);
-  a.program = args.program, a.loss_kind = args.loss, a.data = args.data;
-  a.order = whole(order), a.longest = order.size(1), a.size = whole(size), a.seeds = whole(seeds);
-  a.grad = static_cast<T*>(grad.mutable_data_ptr()),
-  a.loss = static_cast<double*>(loss.mutable_data_ptr());
-  PFL_CHECK(cpu::chain_grad(a, TorchParallel{3 * args.work * static_cast<double>(order.numel())}),
-            op, kRange);
-  return {grad, loss};
+  return typed(op, w, run, program, criterion, c, h, width, x, y, relabel);
 }
 
 std::tuple<Tensor, Tensor> chain_grad_cpu(const Tensor& w, const Tensor& program,
                                           const std::string& criterion, int64_t c, int64_t h,
                                           int64_t width, const Tensor& x, const Tensor& y,
-                                          const OptionalTensor& relabel, const Tensor& order,
-                                          const Tensor& size, const OptionalTensor& seeds) {
-  const auto run = [&](auto zero) {
-    using T = decltype(zero);
-    return grad_typed<T>(
-        w, ChainArgs<T>("chain_grad", w, program, criterion, c, h, width, x, y, relabel), order,
-        size, seeds);
+                                          const OptionalTensor& relabel, const Tensor& order_in,
+                                          const Tensor& size_in, const OptionalTensor& seeds_in) {
+  constexpr const char* op = "chain_grad";
+  const auto run = [&](const auto& args) -> std::tuple<Tensor, Tensor> {
+    using T = typename std::decay_t<decltype(args)>::T;
+    const int64_t s = w.size(0);
+    const Tensor order = dense_as(order_in, ScalarType::Long),
+                 size = dense_as(size_in, ScalarType::Long);
+    const OptionalTensor seeds = whole_numbers(seeds_in);
+    PFL_CHECK(order.dim() == 2 && order.size(0) == s && size.numel() == s, op,
+              ": expected order [S, n] and a size for each client");
+    PFL_CHECK(!seeds || seeds->numel() == s, op, ": expected seeds [S]");
+    Tensor grad = make(w, {s, w.size(1)}), loss = make(w, {s}, ScalarType::Double);
+    cpu::ChainGrad<T> a{};
+    a.w = data<T>(w), a.s = s, a.w_row = row_stride(w);
+    a.program = args.program, a.loss_kind = args.loss, a.data = args.data;
+    a.order = whole(order), a.longest = order.size(1), a.size = whole(size), a.seeds = whole(seeds);
+    a.grad = mutable_data<T>(grad), a.loss = mutable_data<double>(loss);
+    PFL_CHECK(cpu::chain_grad(a, TorchParallel{3 * args.work * static_cast<double>(order.numel())}),
+              op, kRange);
+    return {grad, loss};
   };
-  if (w.scalar_type() == ScalarType::Float) return run(float{});
-  PFL_CHECK(w.scalar_type() == ScalarType::Double, "chain_grad: expected float32 or float64");
-  return run(double{});
-}
-
-template <class T>
-std::tuple<Tensor, Tensor, Tensor> eval_typed(const Tensor& w, const ChainArgs<T>& args,
-                                              const Tensor& order_in, const Tensor& begin_in,
-                                              int64_t classes) {
-  constexpr const char* op = "chain_eval";
-  const Tensor order = dense_as(order_in, ScalarType::Long),
-               begin = dense_as(begin_in, ScalarType::Long);
-  const int64_t s = w.size(0), n = order.numel();
-  PFL_CHECK(order.dim() == 1 && begin.numel() == s + 1, op,
-            ": expected order [n] and begin [S + 1]");
-  for (int64_t i = 0; i <= s; i++)
-    PFL_CHECK(i == s ? whole(begin)[i] == n
-                     : whole(begin)[i] <= whole(begin)[i + 1] && whole(begin)[0] == 0,
-              op, ": expected begin to rise from 0 to the number of places");
-  PFL_CHECK(classes >= 0, op, ": expected no negative number of classes");
-  Tensor loss = make(w, {n}, ScalarType::Double), right = make(w, {n}, ScalarType::Bool),
-         scores = make(w, {classes ? n : 0, classes});
-  cpu::ChainEval<T> a{};
-  a.w = static_cast<const T*>(w.const_data_ptr()), a.s = s;
-  a.w_row = s > 1 ? w.stride(0) : w.size(1);
-  a.program = args.program, a.loss_kind = args.loss, a.data = args.data;
-  a.order = whole(order), a.begin = whole(begin);
-  a.classes = classes;
-  a.loss = static_cast<double*>(loss.mutable_data_ptr()),
-  a.right = static_cast<uint8_t*>(right.mutable_data_ptr());
-  a.scores = classes ? static_cast<T*>(scores.mutable_data_ptr()) : nullptr;
-  PFL_CHECK(cpu::chain_eval(a, TorchParallel{args.work * static_cast<double>(n)}), op, kRange);
-  return {loss, right, scores};
+  return typed(op, w, run, program, criterion, c, h, width, x, y, relabel);
 }
 
 std::tuple<Tensor, Tensor, Tensor> chain_eval_cpu(const Tensor& w, const Tensor& program,
                                                   const std::string& criterion, int64_t c,
                                                   int64_t h, int64_t width, const Tensor& x,
                                                   const Tensor& y, const OptionalTensor& relabel,
-                                                  const Tensor& order, const Tensor& begin,
+                                                  const Tensor& order_in, const Tensor& begin_in,
                                                   int64_t classes) {
-  const auto run = [&](auto zero) {
-    using T = decltype(zero);
-    return eval_typed<T>(
-        w, ChainArgs<T>("chain_eval", w, program, criterion, c, h, width, x, y, relabel), order,
-        begin, classes);
+  constexpr const char* op = "chain_eval";
+  const auto run = [&](const auto& args) -> std::tuple<Tensor, Tensor, Tensor> {
+    using T = typename std::decay_t<decltype(args)>::T;
+    const Tensor order = dense_as(order_in, ScalarType::Long),
+                 begin = dense_as(begin_in, ScalarType::Long);
+    const int64_t s = w.size(0), n = order.numel();
+    PFL_CHECK(order.dim() == 1 && begin.numel() == s + 1, op,
+              ": expected order [n] and begin [S + 1]");
+    const int64_t* const starts = whole(begin);
+    for (int64_t i = 0; i <= s; i++)
+      PFL_CHECK(i == s ? starts[i] == n : starts[i] <= starts[i + 1] && starts[0] == 0, op,
+                ": expected begin to rise from 0 to the number of places");
+    PFL_CHECK(classes >= 0, op, ": expected no negative number of classes");
+    Tensor loss = make(w, {n}, ScalarType::Double), right = make(w, {n}, ScalarType::Bool),
+           scores = make(w, {classes ? n : 0, classes});
+    cpu::ChainEval<T> a{};
+    a.w = data<T>(w), a.s = s;
+    a.w_row = s > 1 ? w.stride(0) : w.size(1);
+    a.program = args.program, a.loss_kind = args.loss, a.data = args.data;
+    a.order = whole(order), a.begin = whole(begin);
+    a.classes = classes;
+    a.loss = mutable_data<double>(loss), a.right = mutable_data<uint8_t>(right);
+    a.scores = classes ? mutable_data<T>(scores) : nullptr;
+    PFL_CHECK(cpu::chain_eval(a, TorchParallel{args.work * static_cast<double>(n)}), op, kRange);
+    return {loss, right, scores};
   };
-  if (w.scalar_type() == ScalarType::Float) return run(float{});
-  PFL_CHECK(w.scalar_type() == ScalarType::Double, "chain_eval: expected float32 or float64");
-  return run(double{});
+  return typed(op, w, run, program, criterion, c, h, width, x, y, relabel);
 }
 
 }  // namespace

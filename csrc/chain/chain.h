@@ -96,15 +96,9 @@ struct ChainEval {
   int64_t classes;  // [n, classes]; nullptr: not asked for
 };
 
-// The kernels of an instruction set, and what one client's training, gradient and evaluation are on
-// it: worker.h has them, and a file for each set compiles them, which takes long.
-template <class T>
-struct ChainPlain;
-template <class T>
-struct ChainAvx2;
-template <class T>
-struct ChainAvx512;
-template <class T, class Kernels>
+// What one client's training, gradient and evaluation are on vectors of so many bytes: worker.h has
+// them, and a file for each set compiles them, which takes long.
+template <class T, int bytes>
 struct ChainRun {
   static bool train(const ChainSgd<T>& a, int64_t s);
   static bool grad(const ChainGrad<T>& a, int64_t s);
@@ -118,35 +112,34 @@ template <class T, class F>
 void chain_on_isa(const F& f) {
 #if PFL_X86
   if constexpr (sizeof(T) == 4)
-    if (isa() == Isa::avx512) return f(ChainRun<T, ChainAvx512<T>>{});
-  if (isa() != Isa::plain) return f(ChainRun<T, ChainAvx2<T>>{});
+    if (isa() == Isa::avx512) return f(ChainRun<T, 64>{});
+  if (isa() != Isa::plain) return f(ChainRun<T, 32>{});
 #endif
-  f(ChainRun<T, ChainPlain<T>>{});
+  f(ChainRun<T, 16>{});
+}
+
+// one(run, i) for i < n on any threads; false where one of them is.
+template <class T, class Parallel, class One>
+bool chain_all(int64_t n, const Parallel& parallel, const One& one) {
+  std::atomic<bool> fine{true};
+  chain_on_isa<T>([&](auto run) {
+    parallel(n, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++)
+        if (!one(run, i)) fine = false;
+    });
+  });
+  return fine;
 }
 
 // Each is false where a place or a label is out of range, or a client takes more steps than it has
 // batches: rows are then of no use.
 template <class T, class Parallel>
 bool chain_sgd(const ChainSgd<T>& a, const Parallel& parallel) {
-  std::atomic<bool> fine{true};
-  chain_on_isa<T>([&](auto run) {
-    parallel(a.sgd.s, [&](int64_t begin, int64_t end) {
-      for (int64_t s = begin; s < end; s++)
-        if (!run.train(a, s)) fine = false;
-    });
-  });
-  return fine;
+  return chain_all<T>(a.sgd.s, parallel, [&](auto run, int64_t s) { return run.train(a, s); });
 }
 template <class T, class Parallel>
 bool chain_grad(const ChainGrad<T>& a, const Parallel& parallel) {
-  std::atomic<bool> fine{true};
-  chain_on_isa<T>([&](auto run) {
-    parallel(a.s, [&](int64_t begin, int64_t end) {
-      for (int64_t s = begin; s < end; s++)
-        if (!run.grad(a, s)) fine = false;
-    });
-  });
-  return fine;
+  return chain_all<T>(a.s, parallel, [&](auto run, int64_t s) { return run.grad(a, s); });
 }
 template <class T, class Parallel>
 bool chain_eval(const ChainEval<T>& a, const Parallel& parallel) {
@@ -163,14 +156,9 @@ bool chain_eval(const ChainEval<T>& a, const Parallel& parallel) {
       parts.push_back({owner, at, std::min(end, at + most)});
     }
   }
-  std::atomic<bool> fine{true};
-  chain_on_isa<T>([&](auto run) {
-    parallel(static_cast<int64_t>(parts.size()), [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; i++)
-        if (!run.evaluate(a, parts[i].s, parts[i].first, parts[i].last)) fine = false;
-    });
+  return chain_all<T>(static_cast<int64_t>(parts.size()), parallel, [&](auto run, int64_t i) {
+    return run.evaluate(a, parts[i].s, parts[i].first, parts[i].last);
   });
-  return fine;
 }
 
 }  // namespace pflcore::cpu

@@ -172,9 +172,11 @@ PFL_FN void conv_row(const Conv& q, const ConvSpace<T>& s, const T* w, const T* 
 }
 
 template <class T, int bytes>
-PFL_FN void conv_forward(const Conv& q, const ConvSpace<T>& s, const T* w, const T* bias, T* y) {
+PFL_KERNEL void conv_forward(const Conv& q, const ConvSpace<T>& s, const T* x, const T* w,
+                             const T* bias, T* y) {
   using V = Vec<T, bytes>;
   constexpr int64_t lanes = bytes / sizeof(T);
+  conv_import<T, bytes>(q, x, s.in);
   for (int64_t yq = 0; yq < q.hq; yq++) {
     conv_row<T, bytes>(q, s, w, bias, y, yq);
     for (int64_t o = 0; o < q.o && q.act > kRelu;
@@ -367,8 +369,8 @@ PFL_FN void conv_back(const Conv& q, const ConvSpace<T>& s, const T* w, T* dx) {
 // dx may be nullptr; into: what happens to the gradients, whose places are dw and db (db may be
 // nullptr).
 template <class T, int bytes>
-PFL_FN void conv_backward(const Conv& q, const ConvSpace<T>& s, const T* y, const T* dy, const T* w,
-                          const Into<T>& into, T* dw, T* db, T* dx) {
+PFL_KERNEL void conv_backward(const Conv& q, const ConvSpace<T>& s, const T* y, const T* dy,
+                              const T* w, const Into<T>& into, T* dw, T* db, T* dx) {
   using V = Vec<T, bytes>;
   constexpr int64_t lanes = bytes / sizeof(T);
   zero(s.sums, q.o * lanes);

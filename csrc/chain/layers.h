@@ -9,7 +9,7 @@ namespace pflcore::cpu::chain {
 
 // ---- activations ----
 template <class T, int bytes>
-PFL_FN void act_forward(int64_t act, const T* x, T* y, int64_t n) {
+PFL_KERNEL void act_forward(int64_t act, const T* x, T* y, int64_t n) {
   using V = Vec<T, bytes>;
   for (int64_t i = 0; i < n; i += bytes / sizeof(T)) {
     V v;
@@ -28,7 +28,7 @@ PFL_FN void act_forward(int64_t act, const T* x, T* y, int64_t n) {
   }
 }
 template <class T, int bytes>
-PFL_FN void act_backward(int64_t act, const T* x, const T* y, const T* dy, T* dx, int64_t n) {
+PFL_KERNEL void act_backward(int64_t act, const T* x, const T* y, const T* dy, T* dx, int64_t n) {
   using V = Vec<T, bytes>;
   for (int64_t i = 0; i < n; i += bytes / sizeof(T)) {
     V g, v;
@@ -58,7 +58,7 @@ struct Pool {
 };
 
 template <class T, int bytes>
-PFL_FN void pool_forward(const Pool& q, const T* x, T* y) {
+PFL_KERNEL void pool_forward(const Pool& q, const T* x, T* y) {
   using V = Vec<T, bytes>;
   const int64_t ho = q.ho(), wo = q.wo();
   for (int64_t p = 0; p < q.c * ho * wo; p++) {
@@ -80,7 +80,7 @@ PFL_FN void pool_forward(const Pool& q, const T* x, T* y) {
   }
 }
 template <class T, int bytes>
-PFL_FN void pool_backward(const Pool& q, const T* x, const T* dy, T* dx) {
+PFL_KERNEL void pool_backward(const Pool& q, const T* x, const T* dy, T* dx) {
   using V = Vec<T, bytes>;
   using I = decltype(V{} < V{});
   const int64_t ho = q.ho(), wo = q.wo();
@@ -119,9 +119,9 @@ PFL_FN uint64_t mixed(uint64_t z) {
   return z ^ (z >> 31);
 }
 // factor [feature][sample]: 1 / (1 - p) or 0; samples `first` and on of the step's batch.
-template <class T>
-PFL_FN void dropout_factors(uint64_t seed, int64_t layer, int64_t threshold, T scale,
-                            int64_t features, int64_t first, int64_t batch, T* factor) {
+template <class T, int bytes>
+PFL_KERNEL void dropout_factors(uint64_t seed, int64_t layer, int64_t threshold, T scale,
+                                int64_t features, int64_t first, int64_t batch, T* factor) {
   const uint64_t key = mixed(seed + static_cast<uint64_t>(layer) * kGolden);
   for (int64_t f = 0; f < features; f++)
     for (int64_t b = 0; b < batch; b++) {
@@ -131,7 +131,7 @@ PFL_FN void dropout_factors(uint64_t seed, int64_t layer, int64_t threshold, T s
     }
 }
 template <class T, int bytes>
-PFL_FN void multiply(const T* x, const T* factor, T* y, int64_t n) {
+PFL_KERNEL void multiply(const T* x, const T* factor, T* y, int64_t n) {
   Vec<T, bytes> v, f;
   for (int64_t i = 0; i < n; i += bytes / sizeof(T)) {
     load(v, x + i);
@@ -144,7 +144,7 @@ PFL_FN void multiply(const T* x, const T* factor, T* y, int64_t n) {
 // ---- a factor for each feature: what stands between the two products of a rank-1 factorized
 // layer; 0 is 0 whatever it meets ----
 template <class T, int bytes>
-PFL_FN void scale_features(int64_t features, int64_t batch, const T* lam, const T* x, T* y) {
+PFL_KERNEL void scale_features(int64_t features, int64_t batch, const T* lam, const T* x, T* y) {
   Vec<T, bytes> v;
   for (int64_t f = 0; f < features; f++)
     for (int64_t b = 0; b < batch; b += bytes / sizeof(T)) {
@@ -157,8 +157,8 @@ PFL_FN void scale_features(int64_t features, int64_t batch, const T* lam, const 
     }
 }
 template <class T, int bytes>
-PFL_FN void scale_backward(int64_t features, int64_t batch, const T* x, const T* dy,
-                           const Into<T>& into, T* dlam) {
+PFL_KERNEL void scale_backward(int64_t features, int64_t batch, const T* x, const T* dy,
+                               const Into<T>& into, T* dlam) {
   Vec<T, bytes> v, g;
   for (int64_t f = 0; f < features; f++) {
     Vec<T, bytes> sum{};
@@ -184,8 +184,8 @@ struct Norm {
 
 // stats [groups][2][batch and a vector]: mean and 1 / deviation.
 template <class T, int bytes>
-PFL_FN void norm_forward(const Norm& q, const T* x, const T* weight, const T* bias, T* stats,
-                         T* y) {
+PFL_KERNEL void norm_forward(const Norm& q, const T* x, const T* weight, const T* bias, T* stats,
+                             T* y) {
   using V = Vec<T, bytes>;
   constexpr int64_t lanes = bytes / sizeof(T);
   const int64_t wide = up(q.batch, lanes);
@@ -221,8 +221,8 @@ PFL_FN void norm_forward(const Norm& q, const T* x, const T* weight, const T* bi
 
 // dx may be nullptr. weight, bias and their gradients are of one layout.
 template <class T, int bytes>
-PFL_FN void norm_backward(const Norm& q, const T* x, const T* stats, const T* dy, const T* weight,
-                          const Into<T>& into, T* dweight, T* dbias, T* dx) {
+PFL_KERNEL void norm_backward(const Norm& q, const T* x, const T* stats, const T* dy,
+                              const T* weight, const Into<T>& into, T* dweight, T* dbias, T* dx) {
   using V = Vec<T, bytes>;
   constexpr int64_t lanes = bytes / sizeof(T);
   const int64_t wide = up(q.batch, lanes), n = q.group();
@@ -274,8 +274,8 @@ PFL_FN void norm_backward(const Norm& q, const T* x, const T* stats, const T* dy
 // [batch], and the slopes of the losses times `share` [classes][batch], which may be the scores'
 // own place; loss, right and slope may be nullptr.
 template <class T, int bytes>
-PFL_FN void losses(Loss kind, int64_t classes, int64_t batch, T share, const T* score,
-                   const T* target, T* loss, uint8_t* right, T* slope) {
+PFL_KERNEL void losses(Loss kind, int64_t classes, int64_t batch, T share, const T* score,
+                       const T* target, T* loss, uint8_t* right, T* slope) {
   using V = Vec<T, bytes>;
   using I = decltype(V{} < V{});
   constexpr int64_t lanes = bytes / sizeof(T);

@@ -24,7 +24,7 @@ struct Linear {
 
 // z by sample, y plain.
 template <class T, int bytes>
-PFL_FN void linear_forward(const Linear& q, const T* x, const T* w, const T* bias, T* z, T* y) {
+PFL_KERNEL void linear_forward(const Linear& q, const T* x, const T* w, const T* bias, T* z, T* y) {
   using V = Vec<T, bytes>;
   constexpr int64_t lanes = bytes / sizeof(T);
   constexpr int two = Tile<T, bytes>::two;
@@ -54,8 +54,8 @@ PFL_FN void linear_forward(const Linear& q, const T* x, const T* w, const T* bia
 // From the gradient dy of what came out: dx where wanted, and the gradients, a few rows of the
 // weights after another. `dz` is space like z, zeros behind the outputs.
 template <class T, int bytes>
-PFL_FN void linear_backward(const Linear& q, const T* x, const T* z, const T* dy, const T* w,
-                            const Into<T>& into, T* dw, T* db, T* dx, T* dz) {
+PFL_KERNEL void linear_backward(const Linear& q, const T* x, const T* z, const T* dy, const T* w,
+                                const Into<T>& into, T* dw, T* db, T* dx, T* dz) {
   using V = Vec<T, bytes>;
   constexpr int64_t lanes = bytes / sizeof(T);
   constexpr int most = Tile<T, bytes>::across, six = Tile<T, bytes>::six;
@@ -112,7 +112,8 @@ PFL_FN void linear_backward(const Linear& q, const T* x, const T* z, const T* dy
 // plain ----
 
 template <class T, int bytes>
-PFL_FN void narrow_forward(const Linear& q, const T* const* x, const T* w, const T* bias, T* y) {
+PFL_KERNEL void narrow_forward(const Linear& q, const T* const* x, const T* w, const T* bias,
+                               T* y) {
   constexpr int64_t few = 16;
   const T* rows[few];
   for (int64_t o0 = 0; o0 < q.out; o0 += few) {
@@ -125,8 +126,8 @@ PFL_FN void narrow_forward(const Linear& q, const T* const* x, const T* w, const
 }
 
 template <class T, int bytes>
-PFL_FN void narrow_backward(const Linear& q, const T* const* x, const T* dy, bool add, T* dw,
-                            T* db) {
+PFL_KERNEL void narrow_backward(const Linear& q, const T* const* x, const T* dy, bool add, T* dw,
+                                T* db) {
   constexpr int64_t few = 16;
   T* rows[few];
   for (int64_t o0 = 0; o0 < q.out; o0 += few) {

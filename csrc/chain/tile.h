@@ -18,17 +18,15 @@
 #include "../cpu/isa.h"
 #include "../cpu/simd.h"
 
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wpsabi"
-#endif
-
 // Everything here is compiled for one instruction set a file: PFL_CHAIN_TARGET is its attribute. It
 // stands on every function and every lambda, for GCC makes poor code of vectors in a function of
 // another set even where that is inlined into one that has them.
 #if !defined(PFL_CHAIN_TARGET)
 #define PFL_CHAIN_TARGET
 #endif
+#define PFL_KERNEL \
+  PFL_CHAIN_TARGET  // what a worker calls: templates over the vectors' size, so that no two files
+// have the same one
 #define PFL_LAMBDA __attribute__((always_inline)) PFL_CHAIN_TARGET
 #define PFL_FN_MEMBER inline __attribute__((always_inline)) PFL_CHAIN_TARGET
 #define PFL_FN static PFL_FN_MEMBER
@@ -437,7 +435,3 @@ struct Into {
 };
 
 }  // namespace pflcore::cpu::chain
-
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic pop
-#endif

@@ -179,11 +179,16 @@ struct Space {                         // of one block
   ConvSpace<T> conv;
 };
 
-// A thread's memory and its plans for one program; K is the kernels of an instruction set.
-template <class T, class K>
+template <class T, int bytes>
+PFL_KERNEL void descend(const sgd_detail::Row<T>& row, int64_t n) {
+  sgd_detail::row<bytes, T>(row, 0, n);
+}
+
+// A thread's memory and its plans for one program, on vectors of so many bytes.
+template <class T, int bytes>
 class Worker {
  public:
-  static constexpr int64_t lanes = K::bytes / sizeof(T);
+  static constexpr int64_t lanes = bytes / sizeof(T);
 
   explicit Worker(const ChainProgram& program) : program_(program), layout_(plan_of(program, 1)) {
     for (most_ = layout_.has_conv ? 32 : 128; most_ > 1 && bytes_of(most_) > kMost;)
@@ -194,7 +199,7 @@ class Worker {
   struct Lease {  // gives memory back where even a single sample's is too much to keep
     Worker& worker;
     ~Lease() {
-      if (worker.arena_.bytes > kMost) worker.now_ = nullptr, worker.arena_ = {};
+      if (worker.arena_.held > kMost) worker.now_ = nullptr, worker.arena_ = {};
     }
     Worker* operator->() { return &worker; }
   };
@@ -254,7 +259,7 @@ class Worker {
       for (int64_t i = 0; a.grad_sum && i < layout_.weights; i++)
         sum_[i] += g_[i] + row.decay * w_[i];
       row.grad = g_.data();
-      K::step(row, layout_.weights);
+      descend<T, bytes>(row, layout_.weights);
     }
     write(w_, g.w + s * g.w_row, false);
     if (a.grad_sum) write(sum_, a.grad_sum + s * q, true);
@@ -294,8 +299,8 @@ class Worker {
       gather();
       forward(false, 0);
       const T* score = space_.back().y;
-      K::losses(a.loss_kind, plan.classes, some, T(0), score, target_.data(), loss_.data(),
-                a.right + at, nullptr);
+      losses<T, bytes>(a.loss_kind, plan.classes, some, T(0), score, target_.data(), loss_.data(),
+                       a.right + at, nullptr);
       for (int64_t i = 0; i < some; i++) a.loss[at + i] = loss_[i];
       for (int64_t c = 0; a.scores && c < plan.classes; c++)
         for (int64_t i = 0; i < some; i++)
@@ -307,7 +312,7 @@ class Worker {
 
  private:
   static Plan plan_of(const ChainProgram& program, int64_t batch) {
-    return Plan(program, batch, lanes, K::tile);
+    return Plan(program, batch, lanes, Tile<T, bytes>::four);
   }
 
   int64_t most() const { return most_; }  // samples at once
@@ -336,18 +341,18 @@ class Worker {
 
   struct Arena {  // one block of memory, every array at a cache line
     std::unique_ptr<Scratch<std::byte>> memory;
-    int64_t used = 0, bytes = 0;
+    int64_t used = 0, held = 0;
     std::vector<std::unique_ptr<Scratch<std::byte>>>
         apart;  // where a sanitizer watches: every array by itself
     void begin() { used = 0, counting = true; }
     void grow() {
       apart.clear();
-      if (kKeepScratch && used > bytes) {
-        bytes = used;
+      if (kKeepScratch && used > held) {
+        held = used;
         memory.reset();
-        memory = std::make_unique<Scratch<std::byte>>(bytes);
+        memory = std::make_unique<Scratch<std::byte>>(held);
         std::memset(memory->data, 0,
-                    bytes);  // nothing that vectors may reach into is ever undefined
+                    held);  // nothing that vectors may reach into is ever undefined
       }
       used = 0, counting = false;
     }
@@ -384,8 +389,8 @@ class Worker {
         s.conv.part =
             arena_.template take<T>((q.back ? std::min(q.o, q.tile) : q.o) * q.taps * lanes);
         s.conv.turned = arena_.template take<T>(q.back ? q.weights() : 0);
-        s.conv.wide =
-            arena_.template take<T>(q.back ? K::wide * up(q.columns * batch, lanes) + kSlack : 0);
+        s.conv.wide = arena_.template take<T>(
+            q.back ? Tile<T, bytes>::two * up(q.columns * batch, lanes) + kSlack : 0);
         s.conv.sums = arena_.template take<T>(q.o * lanes);
         s.conv.mask = arena_.template take<uint8_t>(q.mask_size(lanes)),
         s.conv.kept = arena_.template take<T>(q.kept_size(lanes));
@@ -435,13 +440,16 @@ class Worker {
   }
   static constexpr int64_t kAhead = 16;
 
-  void gather() {
+  PFL_KERNEL void gather() {
     const int64_t f = layout_.features;
-    if (!layout_.narrow) return K::gather(at_.data(), now_->batch, f, x_);
+    if (!layout_.narrow) {
+      const int64_t n = now_->batch;
+      return turn<bytes>(x_, n, [&](int64_t i) PFL_LAMBDA { return at_[i]; }, n, f);
+    }
     if (f % lanes == 0) return;  // read where they are
     for (int64_t i = 0; i < now_->batch; i++) {
       T* const to = samples_ + i * up(f, lanes);
-      K::copy(to, at_[i], f);
+      copy<bytes>(to, at_[i], f);
       at_[i] = to;
     }
   }
@@ -463,8 +471,8 @@ class Worker {
         fetch(data, place + first + some, std::min(some, count - first - some + ahead));
       forward(train, first);
       T* const slope = space_.back().dy;
-      K::losses(kind, plan.classes, some, T(1) / static_cast<T>(count), space_.back().y,
-                target_.data(), loss_.data(), nullptr, slope);
+      losses<T, bytes>(kind, plan.classes, some, T(1) / static_cast<T>(count), space_.back().y,
+                       target_.data(), loss_.data(), nullptr, slope);
       T sum = 0;
       for (int64_t i = 0; i < some; i++) sum += loss_[i];
       loss += static_cast<double>(sum) / static_cast<double>(count);
@@ -492,34 +500,34 @@ class Worker {
       switch (b.kind) {
         case ChainLayer::linear:
           if (b.linear.narrow)
-            K::narrow_forward(b.linear, at_.data(), w, bias, s.y);
+            narrow_forward<T, bytes>(b.linear, at_.data(), w, bias, s.y);
           else
-            K::linear_forward(b.linear, x, w, bias, s.z, s.y);
+            linear_forward<T, bytes>(b.linear, x, w, bias, s.z, s.y);
           break;
         case ChainLayer::conv:
-          K::conv_forward(b.conv, s.conv, x, w, bias, s.y);
+          conv_forward<T, bytes>(b.conv, s.conv, x, w, bias, s.y);
           break;
         case ChainLayer::pool:
-          K::pool_forward(b.pool, x, s.y);
+          pool_forward<T, bytes>(b.pool, x, s.y);
           break;
         case ChainLayer::act:
-          K::act_forward(b.act, x, s.y, n);
+          act_forward<T, bytes>(b.act, x, s.y, n);
           break;
         case ChainLayer::dropout:
           if (!train) {
             std::copy_n(x, n, s.y);
             break;
           }
-          K::factors(seed_, b.random, std::llrint(b.p * (1 << 24)),
-                     b.p == 1 ? T(0) : static_cast<T>(1 / (1 - b.p)), b.features(), first,
-                     plan.batch, s.factor);
-          K::multiply(x, s.factor, s.y, n);
+          dropout_factors<T, bytes>(seed_, b.random, std::llrint(b.p * (1 << 24)),
+                                    b.p == 1 ? T(0) : static_cast<T>(1 / (1 - b.p)), b.features(),
+                                    first, plan.batch, s.factor);
+          multiply<T, bytes>(x, s.factor, s.y, n);
           break;
         case ChainLayer::norm:
-          K::norm_forward(b.norm, x, w, bias, s.stats, s.y);
+          norm_forward<T, bytes>(b.norm, x, w, bias, s.stats, s.y);
           break;
         default:
-          K::scale_features(b.features(), plan.batch, w, x, s.y);
+          scale_features<T, bytes>(b.features(), plan.batch, w, x, s.y);
           break;
       }
       x = s.y;
@@ -539,31 +547,31 @@ class Worker {
       switch (b.kind) {
         case ChainLayer::linear:
           if (b.linear.narrow)
-            K::narrow_backward(b.linear, at_.data(), s.dy, into.add, dw, db);
+            narrow_backward<T, bytes>(b.linear, at_.data(), s.dy, into.add, dw, db);
           else
-            K::linear_backward(b.linear, x, s.z, s.dy, w, into, dw, db, dx, s.d);
+            linear_backward<T, bytes>(b.linear, x, s.z, s.dy, w, into, dw, db, dx, s.d);
           break;
         case ChainLayer::conv:
-          K::conv_backward(b.conv, s.conv, s.y, s.dy, w, into, dw, db, dx);
+          conv_backward<T, bytes>(b.conv, s.conv, s.y, s.dy, w, into, dw, db, dx);
           break;
         case ChainLayer::pool:
-          K::pool_backward(b.pool, x, s.dy, dx);
+          pool_backward<T, bytes>(b.pool, x, s.dy, dx);
           break;
         case ChainLayer::act:
-          K::act_backward(b.act, x, s.y, s.dy, dx, n);
+          act_backward<T, bytes>(b.act, x, s.y, s.dy, dx, n);
           break;
         case ChainLayer::dropout:
           if (train)
-            K::multiply(s.dy, s.factor, dx, n);
+            multiply<T, bytes>(s.dy, s.factor, dx, n);
           else
             std::copy_n(s.dy, n, dx);
           break;
         case ChainLayer::norm:
-          K::norm_backward(b.norm, x, s.stats, s.dy, w, into, dw, db, dx);
+          norm_backward<T, bytes>(b.norm, x, s.stats, s.dy, w, into, dw, db, dx);
           break;
         default:
-          if (dx) K::scale_features(b.features(), plan.batch, w, s.dy, dx);
-          K::scale_backward(b.features(), plan.batch, x, s.dy, into, dw);
+          if (dx) scale_features<T, bytes>(b.features(), plan.batch, w, s.dy, dx);
+          scale_backward<T, bytes>(b.features(), plan.batch, x, s.dy, into, dw);
           break;
       }
     }
@@ -587,7 +595,7 @@ class Worker {
 
   // A row into the private layout: convolutions by tile, linear layers [in][out], every row of
   // whole vectors with zeros behind.
-  void read(Numbers<T>& to, const T* row) {
+  PFL_KERNEL void read(Numbers<T>& to, const T* row) {
     to.assign(layout_.weights, T(0));  // the places between, too: another client's may be NaN
     for (const Block& b : layout_.blocks) {
       if (b.row_w < 0) continue;
@@ -600,16 +608,17 @@ class Worker {
           for (int64_t k = 0; k < q.taps; k++)
             mine[q.w_at[o] + k * q.w_step[o]] = from[o * q.taps + k];
       } else if (b.kind == ChainLayer::linear && l.narrow) {
-        for (int64_t o = 0; o < l.out; o++) K::copy(mine + o * l.high, from + o * l.in, l.in);
+        for (int64_t o = 0; o < l.out; o++) copy<bytes>(mine + o * l.high, from + o * l.in, l.in);
       } else if (b.kind == ChainLayer::linear) {
-        K::turn(mine, l.high, from, l.in, l.out, l.in);
+        turn<bytes>(
+            mine, l.high, [&](int64_t o) PFL_LAMBDA { return from + o * l.in; }, l.out, l.in);
       } else {
         std::copy_n(from, b.outs, mine);
       }
       if (b.row_b >= 0) std::copy_n(row + b.row_b, b.outs, to.data() + b.b_at);
     }
   }
-  void write(const Numbers<T>& from, T* row, bool add) {
+  PFL_KERNEL void write(const Numbers<T>& from, T* row, bool add) {
     if (add) spare_.assign(program_.q, T(0));
     T* const to = add ? spare_.data() : row;
     for (const Block& b : layout_.blocks) {
@@ -625,7 +634,8 @@ class Worker {
       } else if (b.kind == ChainLayer::linear && l.narrow) {
         for (int64_t o = 0; o < l.out; o++) std::copy_n(mine + o * l.high, l.in, theirs + o * l.in);
       } else if (b.kind == ChainLayer::linear) {
-        K::turn(theirs, l.in, mine, l.high, l.in, l.out);
+        turn<bytes>(
+            theirs, l.in, [&](int64_t i) PFL_LAMBDA { return mine + i * l.high; }, l.in, l.out);
       } else {
         std::copy_n(mine, b.outs, theirs);
       }
@@ -649,115 +659,17 @@ class Worker {
 
 }  // namespace chain
 
-// The compiled forms of the kernels.
-#define PFL_CHAIN_KERNELS(NAME, BYTES)                                                             \
-  template <class T>                                                                               \
-  struct NAME {                                                                                    \
-    static constexpr int bytes = BYTES;                                                            \
-    static constexpr int64_t tile = chain::Tile<T, BYTES>::four,                                   \
-                             wide = chain::Tile<T, BYTES>::two;                                    \
-    PFL_CHAIN_TARGET static void conv_forward(const chain::Conv& q, const chain::ConvSpace<T>& s,  \
-                                              const T* x, const T* w, const T* bias, T* y) {       \
-      chain::conv_import<T, BYTES>(q, x, s.in);                                                    \
-      chain::conv_forward<T, BYTES>(q, s, w, bias, y);                                             \
-    }                                                                                              \
-    PFL_CHAIN_TARGET static void conv_backward(const chain::Conv& q, const chain::ConvSpace<T>& s, \
-                                               const T* y, const T* dy, const T* w,                \
-                                               const chain::Into<T>& into, T* dw, T* db, T* dx) {  \
-      chain::conv_backward<T, BYTES>(q, s, y, dy, w, into, dw, db, dx);                            \
-    }                                                                                              \
-    PFL_CHAIN_TARGET static void linear_forward(const chain::Linear& q, const T* x, const T* w,    \
-                                                const T* bias, T* z, T* y) {                       \
-      chain::linear_forward<T, BYTES>(q, x, w, bias, z, y);                                        \
-    }                                                                                              \
-    PFL_CHAIN_TARGET static void linear_backward(const chain::Linear& q, const T* x, const T* z,   \
-                                                 const T* dy, const T* w,                          \
-                                                 const chain::Into<T>& into, T* dw, T* db, T* dx,  \
-                                                 T* dz) {                                          \
-      chain::linear_backward<T, BYTES>(q, x, z, dy, w, into, dw, db, dx, dz);                      \
-    }                                                                                              \
-    PFL_CHAIN_TARGET static void narrow_forward(const chain::Linear& q, const T* const* x,         \
-                                                const T* w, const T* bias, T* y) {                 \
-      chain::narrow_forward<T, BYTES>(q, x, w, bias, y);                                           \
-    }                                                                                              \
-    PFL_CHAIN_TARGET static void narrow_backward(const chain::Linear& q, const T* const* x,        \
-                                                 const T* dy, bool add, T* dw, T* db) {            \
-      chain::narrow_backward<T, BYTES>(q, x, dy, add, dw, db);                                     \
-    }                                                                                              \
-    PFL_CHAIN_TARGET static void pool_forward(const chain::Pool& q, const T* x, T* y) {            \
-      chain::pool_forward<T, BYTES>(q, x, y);                                                      \
-    }                                                                                              \
-    PFL_CHAIN_TARGET static void pool_backward(const chain::Pool& q, const T* x, const T* dy,      \
-                                               T* dx) {                                            \
-      chain::pool_backward<T, BYTES>(q, x, dy, dx);                                                \
-    }                                                                                              \
-    PFL_CHAIN_TARGET static void act_forward(int64_t act, const T* x, T* y, int64_t n) {           \
-      chain::act_forward<T, BYTES>(act, x, y, n);                                                  \
-    }                                                                                              \
-    PFL_CHAIN_TARGET static void act_backward(int64_t act, const T* x, const T* y, const T* dy,    \
-                                              T* dx, int64_t n) {                                  \
-      chain::act_backward<T, BYTES>(act, x, y, dy, dx, n);                                         \
-    }                                                                                              \
-    PFL_CHAIN_TARGET static void factors(uint64_t seed, int64_t layer, int64_t threshold, T scale, \
-                                         int64_t features, int64_t first, int64_t batch, T* to) {  \
-      chain::dropout_factors<T>(seed, layer, threshold, scale, features, first, batch, to);        \
-    }                                                                                              \
-    PFL_CHAIN_TARGET static void multiply(const T* x, const T* factor, T* y, int64_t n) {          \
-      chain::multiply<T, BYTES>(x, factor, y, n);                                                  \
-    }                                                                                              \
-    PFL_CHAIN_TARGET static void norm_forward(const chain::Norm& q, const T* x, const T* w,        \
-                                              const T* b, T* stats, T* y) {                        \
-      chain::norm_forward<T, BYTES>(q, x, w, b, stats, y);                                         \
-    }                                                                                              \
-    PFL_CHAIN_TARGET static void norm_backward(const chain::Norm& q, const T* x, const T* stats,   \
-                                               const T* dy, const T* w,                            \
-                                               const chain::Into<T>& into, T* dw, T* db, T* dx) {  \
-      chain::norm_backward<T, BYTES>(q, x, stats, dy, w, into, dw, db, dx);                        \
-    }                                                                                              \
-    PFL_CHAIN_TARGET static void scale_features(int64_t features, int64_t batch, const T* lam,     \
-                                                const T* x, T* y) {                                \
-      chain::scale_features<T, BYTES>(features, batch, lam, x, y);                                 \
-    }                                                                                              \
-    PFL_CHAIN_TARGET static void scale_backward(int64_t features, int64_t batch, const T* x,       \
-                                                const T* dy, const chain::Into<T>& into,           \
-                                                T* dlam) {                                         \
-      chain::scale_backward<T, BYTES>(features, batch, x, dy, into, dlam);                         \
-    }                                                                                              \
-    PFL_CHAIN_TARGET static void losses(chain::Loss kind, int64_t classes, int64_t batch, T share, \
-                                        const T* score, const T* target, T* loss, uint8_t* right,  \
-                                        T* slope) {                                                \
-      chain::losses<T, BYTES>(kind, classes, batch, share, score, target, loss, right, slope);     \
-    }                                                                                              \
-    PFL_CHAIN_TARGET static void gather(const T* const* at, int64_t batch, int64_t features,       \
-                                        T* x) {                                                    \
-      chain::turn<BYTES>(x, batch, [at](int64_t i) PFL_LAMBDA { return at[i]; }, batch, features); \
-    }                                                                                              \
-    PFL_CHAIN_TARGET static void turn(T* to, int64_t to_row, const T* from, int64_t from_row,      \
-                                      int64_t rows, int64_t cols) {                                \
-      chain::turn<BYTES>(                                                                          \
-          to, to_row, [=](int64_t i) PFL_LAMBDA { return from + i * from_row; }, rows, cols);      \
-    }                                                                                              \
-    PFL_CHAIN_TARGET static void copy(T* to, const T* from, int64_t n) {                           \
-      chain::copy<BYTES>(to, from, n);                                                             \
-    }                                                                                              \
-    PFL_CHAIN_TARGET static void step(const sgd_detail::Row<T>& row, int64_t n) {                  \
-      sgd_detail::row<BYTES, T>(row, 0, n);                                                        \
-    }                                                                                              \
-  };
-PFL_CHAIN_KERNELS(PFL_CHAIN_NAME, PFL_CHAIN_BYTES)
-#undef PFL_CHAIN_KERNELS
-
-template <class T, class K>
-bool ChainRun<T, K>::train(const ChainSgd<T>& a, int64_t s) {
-  return chain::Worker<T, K>::mine(a.program)->train(a, s);
+template <class T, int bytes>
+bool ChainRun<T, bytes>::train(const ChainSgd<T>& a, int64_t s) {
+  return chain::Worker<T, bytes>::mine(a.program)->train(a, s);
 }
-template <class T, class K>
-bool ChainRun<T, K>::grad(const ChainGrad<T>& a, int64_t s) {
-  return chain::Worker<T, K>::mine(a.program)->grad(a, s);
+template <class T, int bytes>
+bool ChainRun<T, bytes>::grad(const ChainGrad<T>& a, int64_t s) {
+  return chain::Worker<T, bytes>::mine(a.program)->grad(a, s);
 }
-template <class T, class K>
-bool ChainRun<T, K>::evaluate(const ChainEval<T>& a, int64_t s, int64_t first, int64_t last) {
-  return chain::Worker<T, K>::mine(a.program)->evaluate(a, s, first, last);
+template <class T, int bytes>
+bool ChainRun<T, bytes>::evaluate(const ChainEval<T>& a, int64_t s, int64_t first, int64_t last) {
+  return chain::Worker<T, bytes>::mine(a.program)->evaluate(a, s, first, last);
 }
 
 }  // namespace pflcore::cpu

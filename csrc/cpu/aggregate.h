@@ -62,11 +62,6 @@ struct Plan {
   }  // rows of x
 };
 
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wpsabi"
-#endif
-
 // Rows of register blocks: 32 vector registers hold 6 x 4 sums, 16 hold 6 x 2.
 template <int bytes>
 constexpr int kMaxBlock = 6;
@@ -472,10 +467,6 @@ template <class A>
 PFL_AVX512 void columns_avx512(const Plan<A>& plan, int64_t begin, int64_t end) {
   columns<64, A>(plan, begin, end);
 }
-#endif
-
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic pop
 #endif
 
 template <class A>

@@ -26,11 +26,6 @@ namespace roofline_detail {
 constexpr int kChains =
     12;  // independent sums: more than latency times units, fewer than registers
 
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wpsabi"
-#endif
-
 template <int bytes>
 PFL_INLINE void read(const float* p, int64_t n, float* sink) {
   using V = Vec<float, bytes>;
@@ -104,10 +99,6 @@ PFL_LIMITS(Avx2, 32, PFL_AVX2)
 PFL_LIMITS(Avx512, 64, PFL_AVX512)
 #endif
 #undef PFL_LIMITS
-
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic pop
-#endif
 
 // Seconds of the fastest of some runs of body(thread) on `threads` threads.
 template <class Body>

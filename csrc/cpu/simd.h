@@ -26,11 +26,6 @@ namespace pflcore::cpu {
 
 inline int64_t size_of(Dtype t) { return t == Dtype::f64 ? 8 : t == Dtype::f32 ? 4 : 2; }
 
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wpsabi"
-#endif
-
 template <class T, int bytes>
 struct vector_of {
   typedef T type __attribute__((vector_size(bytes)));
@@ -184,9 +179,5 @@ PFL_INLINE void store_as(T* p, const Vec<A, bytes>& v) {
     store_as<bytes / 2, float>(p, f);
   }
 }
-
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic pop
-#endif
 
 }  // namespace pflcore::cpu

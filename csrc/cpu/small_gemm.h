@@ -11,11 +11,6 @@
 
 namespace pflcore::cpu {
 
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wpsabi"
-#endif
-
 #if defined(__has_builtin)
 #if __has_builtin(__builtin_shufflevector)
 #define PFL_SHUFFLE 1
@@ -268,10 +263,6 @@ PFL_INLINE void transpose(T* to, int64_t to_row, const T* from, int64_t from_row
   edge(0, i, cols / large * large, cols);
   edge(i, rows, 0, cols);
 }
-
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic pop
-#endif
 
 // The three compiled forms.
 #define PFL_SMALL_GEMM(NAME, BYTES, TARGET)                                                      \

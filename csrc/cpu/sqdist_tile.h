@@ -16,11 +16,6 @@
 namespace pflcore::cpu {
 namespace sqdist_detail {
 
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wpsabi"
-#endif
-
 constexpr int64_t kTile = 4;   // rows of a register block
 constexpr int kProducts = 10;  // in a float32 lane before it is folded and flushed
 constexpr int64_t kGroup =
@@ -204,10 +199,6 @@ template <Kind kind, int rows, class T>
 void tile_plain(const TileArgs<T>& q) {
   run_tile<16, kind, rows>(q);
 }
-
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic pop
-#endif
 
 template <class T>
 using TileFunction = void (*)(const TileArgs<T>&);

@@ -80,6 +80,14 @@ T* mutable_data(const Tensor& t) {
   return static_cast<T*>(t.mutable_data_ptr());
 }
 
+// run(a zero of the tensor's type).
+template <class Run>
+auto float_or_double(const char* op, const Tensor& t, const Run& run) {
+  if (t.scalar_type() == ScalarType::Float) return run(float{});
+  PFL_CHECK(t.scalar_type() == ScalarType::Double, op, ": expected float32 or float64");
+  return run(double{});
+}
+
 inline int64_t row_stride(const Tensor& t) { return t.size(0) > 1 ? t.stride(0) : t.size(1); }
 
 }  // namespace pflcore

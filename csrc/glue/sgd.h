@@ -74,15 +74,12 @@ void sgd_step(const Tensor& w, const Tensor& grad, double lr, const OptionalTens
   constexpr const char* op = "sgd_step_";
   PFL_CHECK(w.dim() == 2, op, ": expected w [S, Q]");
   const Device device(w, op);
-  const auto run = [&](auto zero) {
+  float_or_double(op, w, [&](auto zero) {
     SgdArgs<decltype(zero)> args(device, op, w, lr, shift, mask, mu, mu_rows, anchor, momentum,
                                  weight_decay);
     args.learn(device, op, w, grad, buffer);
     device(args.step);
-  };
-  if (w.scalar_type() == ScalarType::Float) return run(float{});
-  PFL_CHECK(w.scalar_type() == ScalarType::Double, op, ": expected float32 or float64");
-  run(double{});
+  });
 }
 
 }  // namespace pflcore
