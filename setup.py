@@ -1,5 +1,5 @@
-"""Builds the kernels against the torch that is installed; without torch or a compiler, the package
-is pure Python.
+"""Builds the kernels against the torch of the environment that pip was called in, with build
+isolation and without; without torch or a compiler, the package is pure Python.
 
 They are one library, `pflcore/lib_pflcore.so`, that knows nothing of Python; beside it stands a
 small module for this Python, `pflcore._C`. PFLCORE_EXT=auto (default) builds what can be built; =0
@@ -9,22 +9,22 @@ PFLCORE_MODULE=0 leaves the module away: a wheel is then for every Python.
 """
 
 import glob
+import importlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from site import getusersitepackages
 
 from setuptools import setup
 
 WANT = os.environ.get("PFLCORE_EXT", "auto").lower()
 MODULE = os.environ.get("PFLCORE_MODULE", "1") != "0"
-HINT = (
-    "for the kernels: `pip install --no-build-isolation .` where torch >= 2.10 and a C++ compiler "
-    "are installed"
-)
+HINT = "for the kernels: `pip install .` again where torch >= 2.10 and a C++ compiler are installed"
 
 
 def say(line):
@@ -43,6 +43,21 @@ def torch_version(torch):
         int("".join(ch for ch in part if ch.isdigit()) or 0)
         for part in torch.__version__.split("+")[0].split(".")[:2]
     )
+
+
+def seen_torch():
+    """Lets torch be imported where build isolation hides it: from the environment that pip or uv
+    was called in. pip keeps that one's prefix; uv has its folder on the path, or finds .venv."""
+    with suppress(ImportError):
+        return importlib.import_module("torch")
+    path = [os.path.dirname(folder) for folder in os.environ.get("PATH", "").split(os.pathsep)]
+    python = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    libs = [os.path.join(home, "lib", python, "site-packages") for home in [*path, ".venv"] if home]
+    for folder in [*map(sysconfig.get_path, ("purelib", "platlib")), getusersitepackages(), *libs]:
+        if folder and os.path.exists(os.path.join(folder, "torch", "version.py")):
+            sys.path.append(folder)  # behind the build's own packages
+            break
+    return importlib.import_module("torch")
 
 
 def cuda_home(cpp_extension, torch):
@@ -141,7 +156,7 @@ def extension():
     if WANT == "0":
         return pure("PFLCORE_EXT=0")
     try:
-        import torch
+        torch = seen_torch()
         from setuptools.command.bdist_wheel import bdist_wheel
         from torch.utils import cpp_extension
     except ImportError as error:
