@@ -4,7 +4,7 @@ BIN := .venv/bin
 WITH_PATH := PATH="$(CURDIR)/$(BIN):$$PATH"
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 
-.PHONY: demo test test-deep lint build portability wheel sharded flower lora gpu attack trust bench clean
+.PHONY: demo test test-deep lint build portability wheels sharded flower lora gpu attack trust bench clean
 
 # torch comes first: the kernels are built against the torch that is there; ninja, on the path, compiles files side by side
 .venv/tools: pyproject.toml
@@ -45,9 +45,9 @@ lint: build
 portability:
 	.ci/portability
 
-# one wheel of the CPU kernels for every Python and every torch >= 2.10, and tries of it: gigabytes of downloads
-wheel: build
-	.ci/wheel
+# wheels of the CPU kernels for x86-64 and aarch64, each for every Python and every torch >= 2.10, and tries of them: gigabytes of downloads
+wheels: build
+	.ci/wheels
 
 # a personalized server step over two processes, held to one process
 sharded: build

@@ -42,16 +42,14 @@
 namespace pflcore::cpu::chain {
 
 template <class T, int bytes>
-struct Tile {  // rows of the tiles with four, and with two vectors across: 32 vector registers, or
-               // 16
+struct Tile {  // rows of the tiles with four, and with two vectors across
   static constexpr int lanes = bytes / sizeof(T);
 #ifdef PFL_SMALL_PIECES  // for a sanitizer, which compiles every tile for long
   static constexpr int four = 2, two = 2, six = 2, across = 2;
 #else
-  static constexpr int four = bytes == 64 ? 6 : 2, two = bytes == 64 ? 12 : 6;
-  static constexpr int six = 6, across = bytes == 64
-                                             ? 4
-                                             : 2;  // rows and vectors of a linear gradient's tile
+  static constexpr int four = kRoomy<bytes> ? 6 : 2, two = kRoomy<bytes> ? 12 : 6;
+  static constexpr int six = 6;  // rows of a linear gradient's tile, and vectors across
+  static constexpr int across = kRoomy<bytes> ? 4 : 2;
 #endif
 };
 

@@ -66,7 +66,7 @@ struct Plan {
 template <int bytes>
 constexpr int kMaxBlock = 6;
 template <int bytes>
-constexpr int kAcross = bytes == 64 ? 4 : 2;
+constexpr int kAcross = kRoomy<bytes> ? 4 : 2;
 
 template <int bytes, class A, class T>
 PFL_INLINE void pack_row(A* to, const T* from, int64_t width, int64_t ahead) {

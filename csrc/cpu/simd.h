@@ -33,6 +33,15 @@ struct vector_of {
 template <class T, int bytes>
 using Vec = typename vector_of<T, bytes>::type;
 
+// Do tiles of sums for 32 vector registers fit? AVX-512 and NEON have them; others have 16.
+#if defined(__aarch64__)
+template <int bytes>
+constexpr bool kRoomy = true;
+#else
+template <int bytes>
+constexpr bool kRoomy = bytes == 64;
+#endif
+
 template <class V, class T>
 PFL_INLINE void load(V& v, const T* p) {
   __builtin_memcpy(&v, p, sizeof(V));

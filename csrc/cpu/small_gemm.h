@@ -88,7 +88,7 @@ PFL_INLINE void dots_tile(int cols, int64_t k, const T* const* a, const T* const
 template <int bytes, class T>
 PFL_INLINE void dots_rows(int64_t rows, int cols, int64_t k, const T* const* a, const T* const* b,
                           T* c, int64_t c_row) {
-  if constexpr (bytes == 64) {
+  if constexpr (kRoomy<bytes>) {
     if (rows == 4) return dots_tile<bytes, 4, T>(cols, k, a, b, c, c_row);
     if (rows == 3) return dots_tile<bytes, 3, T>(cols, k, a, b, c, c_row);
   }
@@ -101,7 +101,7 @@ template <int bytes, class T>
 PFL_INLINE void dots(int64_t rows, int64_t cols, int64_t k, const T* const* a, const T* const* b,
                      T* c, int64_t c_row) {
   // 64 rows of a and 32 of b fit the second-level cache, 8 rows of a the first-level one.
-  constexpr int64_t tile = bytes == 64 ? 4 : 2, near = 8, far = 64, panel = 32;
+  constexpr int64_t tile = kRoomy<bytes> ? 4 : 2, near = 8, far = 64, panel = 32;
   for (int64_t block = 0; block < rows; block += far)
     for (int64_t first = 0; first < cols; first += panel)
       for (int64_t r0 = block; r0 < std::min(rows, block + far); r0 += near) {
@@ -179,7 +179,7 @@ PFL_INLINE void outer_rows(int64_t rows, int64_t k, const T* a, int64_t a_row, i
 template <int bytes, class T>
 PFL_INLINE void outer(int64_t rows, int64_t width, int64_t k, const T* a, int64_t a_row,
                       int64_t a_step, const T* const* b, T* const* c, bool add) {
-  constexpr int64_t lanes = bytes / sizeof(T), most = bytes == 64 ? 4 : 2;
+  constexpr int64_t lanes = bytes / sizeof(T), most = kRoomy<bytes> ? 4 : 2;
   int64_t column = 0;
   for (; column + (most - 1) * lanes < width; column += most * lanes)
     outer_rows<bytes, most, T>(rows, k, a, a_row, a_step, b, column, c, width, add);

@@ -124,14 +124,9 @@ PFL_INLINE void tile(const float* const* a, const float* const* b, int64_t begin
   }
 }
 
-// Rows whose sums with kTile others fit the registers: 32 with AVX-512 and on ARM, else 16.
-#if defined(__aarch64__)
+// Rows whose sums with kTile others fit the registers.
 template <int bytes>
-constexpr int kAtOnce = 4;
-#else
-template <int bytes>
-constexpr int kAtOnce = bytes == 64 ? 4 : 2;
-#endif
+constexpr int kAtOnce = kRoomy<bytes> ? 4 : 2;
 
 // The same in float64 lanes: for float64 rows, and for pairs of float32 rows that are done again.
 template <int bytes, int rows, class T>

@@ -69,7 +69,7 @@ class Backend:
     """What runs the ops. `str()` of it is one line."""
 
     kernels: bool  # compiled kernels are loaded
-    isa: str | None  # "plain", "avx2" or "avx512": the path of the CPU kernels
+    isa: str | None  # "plain", "avx2", "avx512" or "neon": the path of the CPU kernels
     cuda: bool  # CUDA kernels were built
     threads: int  # torch's intra-op threads
     torch: str

@@ -55,6 +55,7 @@ struct Threads {
 std::mt19937 dice(1);
 int failures = 0;
 
+FILE* numbers = nullptr;   // where plain results are written, for another machine's to be compared with
 bool front = false;   // where in its pages a buffer lies
 int made = 0;
 
@@ -107,6 +108,11 @@ void same(const char* what, int64_t size, const std::function<void(T*, const Thr
   Numbers<T> one(size, false), three(size, false);
   run(one.data.get(), Threads{1});
   run(three.data.get(), Threads{3});
+  if (numbers && sizeof(T) > 2) {
+    std::fprintf(numbers, "%s\t", what);
+    for (int64_t i = 0; i < size; i++) std::fprintf(numbers, "%.9g ", static_cast<double>(one.data[i]));
+    std::fprintf(numbers, "\n");
+  }
   if (!(one == three)) {
     failures++;
     std::printf("%s (%s): 1 and 3 threads differ\n", what, name(isa()));
@@ -411,10 +417,12 @@ int drive_fault(const std::string& fault) {
 }  // namespace
 
 int main(int count, char** words) {
-  if (count > 1 && std::string(words[1]) != "front") return drive_fault(words[1]);
-  front = count > 1;
+  const std::string how = count > 1 ? words[1] : "";
+  if (how == "numbers") numbers = std::fopen(words[2], "w");
+  else if (count > 1 && how != "front") return drive_fault(how);
+  front = how == "front";
   for (Isa wanted : {Isa::plain, Isa::avx2, Isa::avx512}) {
-    if (wanted > best_isa()) continue;
+    if (wanted > (numbers ? Isa::plain : best_isa())) continue;
     isa_slot() = wanted;
     drive_sqdist();
     drive_tiny();
