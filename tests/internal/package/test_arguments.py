@@ -110,6 +110,7 @@ TABLE = {
     metrics.weighted_mean: ({"values": [1.0], "weight": [1.0]}, {"weight": [[1.0, 2.0], [-1.0]]}),
     metrics.hurt: ({"after": [1.0], "before": [1.0]}, {"after": VECTOR, "before": VECTOR}),
     metrics.largest_share: ({}, {"cluster": VECTOR}),
+    metrics.paper_cell: ({}, {"shares": VECTOR}),
     interop.pack: (
         {"uploads": DICTS},
         {"uploads": [[], [{}], [None], [{"a": "text"}]], "include": ["unknown"]},
@@ -221,7 +222,7 @@ def public():
     module, text = "", (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     for section, name in re.findall(r"^(?:## `(pflcore[\w.]*)`|- `(\w+)`)", text, re.M):
         module = section or module
-        if name and not module.endswith(("flower", "distributed", "check", "reference")):
+        if name and not module.endswith(("flower", "distributed", "check", "reference", "cli")):
             yield getattr(importlib.import_module(module), name)
     yield from ALGORITHMS.values()
 
