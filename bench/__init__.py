@@ -11,36 +11,30 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-Name = Literal[
-    "all",
-    "sqdist",
-    "nearest",
-    "aggregate",
-    "weights",
-    "rank1",
-    "sgd",
-    "chain",
-    "factorized",
-    "rounds",
-    "scale",
+import torch
+
+from bench import table
+from bench.problem import parsed
+
+Op = Literal[
+    "sqdist", "nearest", "aggregate", "weights", "rank1", "sgd", "chain", "factorized", "rounds"
 ]
+OPS = Op.__args__  # type: ignore[attr-defined]
 Work = Literal["flute-lr", "pfllib-mnist", "blazefl-cnn"]
-OPS = ("sqdist", "nearest", "aggregate", "weights", "rank1", "sgd", "chain", "factorized", "rounds")
 
 
 @dataclass(frozen=True)
 class Options:
     """What is timed, and for how long."""
 
-    op: tuple[Name, ...] = ("all",)  # which ops
-    # in the place of ops: rounds that others have published times of, side by side with them
+    op: tuple[Literal["all", "scale"] | Op, ...] = ("all",)  # which ops
+    # instead of ops: rounds that others have published times of, side by side with them
     workload: tuple[Work, ...] = ()
     rounds: int | None = None  # of a workload; default: its own
     quick: bool = False  # small sizes only, about a minute
@@ -53,41 +47,41 @@ class Options:
 
 
 def suite(name: str) -> ModuleType:
-    """The module of an op: `PROVIDERS`, `sizes(quick)` and `problem(size)`."""
+    """The module of an op: `sizes(quick)` and `problem(size)`."""
     return importlib.import_module(f"bench.{name}")
 
 
 def run(options: Options) -> int:
     """Prints the table, a line as soon as it is measured."""
-    import torch
-
-    from bench import table
+    from bench import published, scale
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     for path in (options.json, options.markdown, options.plot):
         if path is not None and not path.parent.is_dir():
             raise ValueError(f"expected a file in an existing folder, got {str(path)!r}.")
+    measured: Any
     if "scale" in options.op:
-        from bench import scale
-
-        found = scale.run(options.quick, options.seconds, options.plot)
-        if options.json is not None:
-            options.json.write_text(json.dumps(found, indent=1) + "\n")
-        return 0
-    machine = table.Machine.measure(128 if options.quick else 512)
-    if options.workload:
-        from bench import published
-
-        print("\n".join(machine.lines()), flush=True)
-        rows, said = published.run(options.workload, options.rounds, machine)
-        return written(
-            options,
-            table.as_json(machine, rows),
-            "\n".join([*machine.lines(), "```", *said, "```", ""]),
+        measured, text = scale.run(options.quick, options.seconds, options.plot)
+    else:
+        machine = table.Machine.measure(128 if options.quick else 512)
+        played = (
+            published.run(options.workload, options.rounds, machine)
+            if options.workload
+            else ops(options, machine)
         )
-    print("\n".join(machine.lines()), "", table.line(table.HEADINGS), sep="\n", flush=True)
-    rows = []
+        measured, text = machine.with_rows(played.rows), played.text()
+    if options.json is not None:
+        options.json.write_text(json.dumps(measured, indent=1) + "\n")
+    if options.markdown is not None:
+        options.markdown.write_text(text)
+    return 0
+
+
+def ops(options: Options, machine: table.Machine) -> table.Rows:
+    """Each op at each size."""
+    shown = [c for c in table.COLUMNS if c not in ("limit_ms", "published")]
+    printed = table.Rows(*shown, about=machine.lines())
     rates: dict[tuple[str, str], float] = {}
     budget = min(options.seconds, 0.2) if options.quick else options.seconds
     patience = min(options.patience, 3.0) if options.quick else options.patience
@@ -96,48 +90,14 @@ def run(options: Options) -> int:
         for size in module.sizes(options.quick):
             problem = module.problem(size)
             if problem is None:
-                print(
-                    table.line(
-                        (
-                            name,
-                            table.size_of(size),
-                            "",
-                            "",
-                            "",
-                            "",
-                            "",
-                            "",
-                            "",
-                            "not enough free memory",
-                        )
-                    )
-                )
+                printed.row(table.Row(name, size, "", note="not enough free memory"))
                 continue
-            for row in table.measure(problem, machine, budget, patience, rates):
-                rows.append(row)
-                print(table.line(table.cells(row)), flush=True)
+            for row in table.measure(problem, machine.limits, budget, patience, rates):
+                printed.row(row)
             del problem
-    return written(options, table.as_json(machine, rows), table.markdown(machine, rows))
-
-
-def written(options: Options, measured: Any, text: str) -> int:
-    if options.json is not None:
-        options.json.write_text(json.dumps(measured, indent=1) + "\n")
-    if options.markdown is not None:
-        options.markdown.write_text(text)
-    return 0
+    return printed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
-    from pflcore.cli.options import Group, of_dataclass, parse
-
-    group = Group("bench", "", of_dataclass(Options)[0])
-    got = parse(
-        "pflcore bench",
-        "Times the ops beside torch, numpy, scipy and scikit-learn, and beside the machine's "
-        "limit.",
-        [group],
-        sys.argv[1:] if argv is None else argv,
-    )
-    return run(Options(**got["bench"]))
+    return run(parsed(Options, "pflcore bench", __doc__, argv))

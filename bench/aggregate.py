@@ -14,15 +14,6 @@ from bench.problem import Problem, fits, models, relative
 from pflcore import ops
 from pflcore.ops import reference
 
-PROVIDERS = (
-    "pflcore",
-    "pflcore, fresh result",
-    "reference",
-    "torch.mm",
-    "torch.mm, fresh result",
-    "embedding_bag",
-    "numpy",
-)
 NEIGHBOURS = 5
 
 

@@ -7,395 +7,217 @@ times. Times are medians over CUDA events. Run `python -m bench.gpu`; `--quick` 
 only, `--json FILE` to keep the measurements.
 """
 
-import argparse
-import functools
+from __future__ import annotations
+
+import itertools
 import json
-import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import pflcore
-from pflcore import ops
-from pflcore.simulation.round import Setup
+from bench import table
+from bench.problem import Problem, parsed
+from pflcore import Evaluation, Hardware, Simulation, Training, ops
+from pflcore.data import Federation
+from pflcore.nn.models import cnn
 
-GIB = 1 << 30
+CARD = torch.device("cuda")
+SIZES = ((20, 61_706), (10, 10**6), (100, 10**6), (10, 10**7), (100, 10**7))
+FIELDS = ("op", "size", "provider", "ms", "limit_ms", "of_limit", "slower", "note")
+Call = Callable[[], Any]
 
 
-def milliseconds(call: Callable[[], Any], budget: float = 0.5) -> float:
-    """The median time of a call on the device, after a warm-up, within about `budget` seconds."""
-    call()
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    repeats = int(max(5, min(50, budget / max(time.perf_counter() - began, 1e-5))))
-    marks = [
-        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-        for _ in range(repeats)
-    ]
-    for start, end in marks:
-        start.record()
+def timed(call: Callable[[], Any], budget: float) -> tuple[list[float], Any]:
+    """Seconds of each call on the card, after two that warm it, within about `budget` seconds."""
+
+    def finished() -> None:
         call()
-        end.record()
+        torch.cuda.synchronize()
+
+    finished()
+    repeats = int(max(5, min(50, budget / max(table.clock(finished)[0], 1e-5))))
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        call()
+        mark.record()
     torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in marks)  # type: ignore[no-any-return]
+    return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)], None
 
 
-@dataclass
-class Card:
-    """What this card does, measured now."""
-
-    name: str
-    bytes_per_ms: float  # read and written by a copy
-    instructions_per_ms: float  # float32: a fused multiply-add is one
-
-    @staticmethod
-    def measure() -> "Card":
-        torch.backends.cuda.matmul.allow_tf32 = False
-        size = min(2 * GIB, torch.cuda.mem_get_info()[0] // 8)
-        a = torch.empty(size // 4, device="cuda")
-        b = torch.empty_like(a)
-        copied = 2 * size / milliseconds(functools.partial(b.copy_, a))
-        m = torch.randn(8192, 8192, device="cuda")
-        return Card(torch.cuda.get_device_name(), copied, 8192.0**3 / milliseconds(lambda: m @ m))
-
-    def limit(self, moved: float, instructions: float = 0.0) -> float:
-        return max(moved / self.bytes_per_ms, instructions / self.instructions_per_ms)
+def limits() -> dict[str, float]:
+    """What this card does, measured now: bytes that a copy reads and writes, and float32 additions
+    and multiplications in the instructions of `Problem.mix`."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    size = min(2 << 30, torch.cuda.mem_get_info()[0] // 8)
+    a = torch.empty(size // 4, device=CARD)
+    b = torch.empty_like(a)
+    moved = 2 * size / min(timed(lambda: b.copy_(a), 0.5)[0])
+    m = torch.randn(8192, 8192, device=CARD)
+    instructions = 8192.0**3 / min(timed(lambda: m @ m, 0.5)[0])
+    return {"read": moved, "write": moved, "fma": 2 * instructions, "sub_fma": 1.5 * instructions}
 
 
-@dataclass
-class Row:
-    what: str
-    sizes: str
-    ms: float
-    limit_ms: float | None
-    torch_ms: float | None
-    torch_call: str
-
-    def cells(self) -> list[str]:
-        share = "" if self.limit_ms is None else f"{self.limit_ms / self.ms:.2f}"
-        other = (
-            ""
-            if self.torch_ms is None
-            else f"{self.torch_ms:.3f} ({self.torch_ms / self.ms:.1f}x) {self.torch_call}"
-        )
-        return [
-            self.what,
-            self.sizes,
-            f"{self.ms:.3f}",
-            "" if self.limit_ms is None else f"{self.limit_ms:.3f}",
-            share,
-            other,
-        ]
+def fits(*elements: int) -> bool:
+    return sum(elements) * 5.2 < torch.cuda.mem_get_info()[0]
 
 
-def fits(*shapes: tuple[int, int], size: int = 4) -> bool:
-    return sum(m * p for m, p in shapes) * size * 1.3 < torch.cuda.mem_get_info()[0]
-
-
-def timed(
-    what: str,
-    sizes: str,
-    limit: float | None,
-    call: Callable[..., Any],
-    args: Sequence[Any],
-    other: Callable[..., Any] | None = None,
-    name: str = "",
-) -> Row:
-    """Time `call(*args)`, and the best torch call `other(*args)`, called `name`, beside it."""
-    row = Row(what, sizes, milliseconds(lambda: call(*args)), limit, None, name)
-    if other is not None:
-        best = other
-        try:
-            row.torch_ms = milliseconds(lambda: best(*args))
-        except torch.OutOfMemoryError:
-            row.torch_call = f"{name}: out of memory"
-    torch.cuda.empty_cache()
-    print("| " + " | ".join(row.cells()) + " |", flush=True)
-    return row
-
-
-def bench_distances(card: Card, a: Tensor, sizes: str) -> list[Row]:
-    n, p = a.shape
-    pairs, same = n * (n - 1) / 2, ops.pairwise_sqdist
-    rows = [
-        timed(
-            "pairwise_sqdist",
-            sizes,
-            card.limit(4.0 * n * p, 2 * pairs * p),
-            same,
-            [a],
-            lambda a: a @ a.T,
-            "a @ a.T (no distances yet)",
-        ),
-        timed(
-            "pairwise_sqdist bfloat16",
-            sizes,
-            card.limit(2.0 * n * p, 2 * pairs * p),
-            same,
-            [a.bfloat16()],
-        ),
-    ]
-    if n >= 100 and fits((n, p), (n, p)):
-        limit = card.limit(8.0 * n * p, 2.0 * n * n * p)
-        exact = functools.partial(torch.cdist, compute_mode="donot_use_mm_for_euclid_dist")
-        rows.append(
-            timed("pairwise_sqdist of two", sizes, limit, same, [a, a + 1], exact, "cdist, exact")
-        )
-    return rows
-
-
-def bench_aggregate(card: Card, a: Tensor, sizes: str) -> list[Row]:
-    n, p = a.shape
-    out, top = torch.empty_like(a), ops.feddwa_weights(torch.rand(n, n, device="cuda"), 5)
-    one, full = torch.rand(1, n, device="cuda"), torch.rand(n, n, device="cuda")
-    dense = torch.zeros(n, n, device="cuda").scatter_(1, top.index, top.weight.float())
-    both = card.limit(8.0 * n * p)
-    return [
-        timed(
-            "aggregate, one row",
-            sizes,
-            card.limit(4.0 * (n + 1) * p),
-            ops.aggregate,
-            [a, one],
-            lambda a, w: w @ a,
-            "w @ a",
-        ),
-        timed(
-            "aggregate, top 5",
-            sizes,
-            both,
-            lambda a, d: ops.aggregate(a, *top, out=out),
-            [a, dense],
-            lambda a, d: torch.mm(d, a, out=out),
-            "mm",
-        ),
-        timed(
-            "aggregate, N rows",
-            sizes,
-            card.limit(8.0 * n * p, 1.0 * n * n * p),
-            lambda a, w: ops.aggregate(a, w, out=out),
-            [a, full],
-            lambda a, w: torch.mm(w, a, out=out),
-            "mm",
-        ),
-    ]
-
-
-def bench_sgd(card: Card, a: Tensor, sizes: str) -> list[Row]:
-    s, q = a.shape
-    g, c = torch.randn_like(a), torch.randn_like(a)
-    return [
-        timed(
-            "sgd_step_",
-            sizes,
-            card.limit(12.0 * s * q),
-            lambda w, g: ops.sgd_step_(w, g, 1e-9),
-            [a, g],
-            lambda w, g: w.add_(g, alpha=-1e-9),
-            "add_",
-        ),
-        timed(
-            "sgd_step_, shift and prox",
-            sizes,
-            card.limit(16.0 * s * q),
-            lambda w, g: ops.sgd_step_(w, g, 1e-9, shift=c, mu=0.1, anchor=c),
-            [a, g],
-            lambda w, g: w.sub_(1e-9 * (g + c + 0.1 * (w - c))),
-            "eager",
-        ),
-    ]
-
-
-def bench_weights() -> list[Row]:
-    d, target = (
-        torch.rand(100, 100, device="cuda", dtype=torch.float64),
-        torch.arange(100, device="cuda"),
+def problem(
+    op: str, size: dict[str, Any], moved: float, work: float, ours: Call, **others: Call
+) -> Problem:
+    """`moved` bytes and `work` additions and multiplications; without either it has no limit."""
+    calls = {"pflcore": ours, **others}
+    mix = "sub_fma" if "sqdist" in op else "fma"
+    return Problem(
+        op, size, calls, lambda got: None, int(moved), 0, float(work or bool(moved)), mix
     )
-    return [
-        timed(
-            "feddwa_weights",
-            "M=N=100 K=5",
-            None,
-            lambda d: ops.feddwa_weights(d, 5),
-            [d],
-            lambda d: d.topk(5, largest=False),
-            "topk",
-        ),
-        timed(
-            "waffle_weights",
-            "100 rows, N=100",
-            None,
-            lambda d: ops.waffle_weights(d, target, 0.7),
-            [d],
-        ),
-    ]
 
 
-def whole(x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor) -> Tensor:
-    """rank1_linear by two matrix products, all factors."""
-    return ((x @ w_b.T) * lam[:, None]) @ w_a.T
+def distances(a: Tensor, size: dict[str, Any]) -> Iterator[Problem]:
+    (n, p), op = a.shape, "pairwise_sqdist"
+    half, work = a.bfloat16(), 1.5 * n * (n - 1) * p
+    product: dict[str, Call] = {"a @ a.T (no distances yet)": lambda: a @ a.T}
+    yield problem(op, size, 4 * n * p, work, lambda: ops.pairwise_sqdist(a), **product)
+    yield problem(f"{op} bfloat16", size, 2 * n * p, work, lambda: ops.pairwise_sqdist(half))
+    if n >= 100 and fits(n * p, n * p):
+        b, exact = a + 1, partial(torch.cdist, compute_mode="donot_use_mm_for_euclid_dist")
+        two, direct = partial(ops.pairwise_sqdist, a, b), partial(exact, a, b)
+        yield problem(
+            f"{op} of two", size, 8 * n * p, 3 * n * n * p, two, **{"exact cdist": direct}
+        )
 
 
-def with_backward(
-    function: Callable[..., Tensor], x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor
-) -> None:
-    x, w_a, w_b = (t.detach().requires_grad_() for t in (x, w_a, w_b))
-    function(x, w_a, lam, w_b).sum().backward()
+def mixes(a: Tensor, size: dict[str, Any]) -> Iterator[Problem]:
+    (n, p), out, full = a.shape, torch.empty_like(a), torch.rand(2 * [len(a)], device=CARD)
+    one, top = full[:1].clone(), ops.feddwa_weights(full, 5)
+    dense = torch.zeros_like(full).scatter_(1, top.index, top.weight.float())
+    mix, mm, move = partial(ops.aggregate, out=out), partial(torch.mm, out=out), 8 * n * p
+    few, whole = (lambda: mm(dense, a)), (lambda: mm(full, a))
+    first = {"w @ a": lambda: one @ a}
+    yield problem("aggregate, one row", size, move / 2, 0, lambda: ops.aggregate(a, one), **first)
+    yield problem("aggregate, top 5", size, move, 0, lambda: mix(a, *top), mm=few)
+    yield problem("aggregate, N rows", size, move, 2 * n * n * p, lambda: mix(a, full), mm=whole)
 
 
-def bench_rank1(card: Card) -> list[Row]:
-    rows: list[Row] = []
+def steps(a: Tensor, size: dict[str, Any]) -> Iterator[Problem]:
+    g, c, step = torch.randn_like(a), torch.randn_like(a), partial(ops.sgd_step_, lr=1e-9)
+    plain, moved = partial(a.add_, alpha=-1e-9), 4 * a.numel()
+    yield problem("sgd_step_", size, 3 * moved, 0, lambda: step(a, g), add_=lambda: plain(g))
+    yield problem(
+        "sgd_step_, shift and prox",
+        size,
+        4 * moved,
+        0,
+        lambda: step(a, g, shift=c, mu=0.1, anchor=c),
+        eager=lambda: a.sub_(1e-9 * (g + c + 0.1 * (a - c))),
+    )
+
+
+def weights() -> Iterator[Problem]:
+    d = torch.rand(100, 100, device=CARD, dtype=torch.float64)
+    near, target = partial(d.topk, 5, largest=False), torch.arange(100, device=CARD)
+    size = {"M=N": 100, "K": 5}
+    yield problem("feddwa_weights", size, 0, 0, lambda: ops.feddwa_weights(d, 5), topk=near)
+    yield problem("waffle_weights", {"N": 100}, 0, 0, lambda: ops.waffle_weights(d, target, 0.7))
+
+
+def rank1() -> Iterator[Problem]:
+    """30 % of the factors are active."""
     for n, b, i, f, o in ((20, 32, 800, 120, 500), (100, 32, 1600, 200, 384)):
-        x, w_a, w_b = (
-            torch.randn(n, b, i, device="cuda"),
-            torch.randn(o, f, device="cuda"),
-            torch.randn(f, i, device="cuda"),
-        )
-        inputs = [
-            x,
-            w_a,
-            torch.randn(n, f, device="cuda") * (torch.rand(n, f, device="cuda") < 0.3),
-            w_b,
-        ]
-        sizes = f"N={n} B={b} {i}->{f}->{o}, 30% active"
-        limit = card.limit(4.0 * n * b * (i + o), 0.3 * n * b * f * (i + o))
-        rows.append(
-            timed(
-                "rank1_linear",
-                sizes,
-                limit,
-                ops.rank1_linear,
-                inputs,
-                whole,
-                "two matmuls, all factors",
-            )
-        )
-        ours, theirs = (
-            functools.partial(with_backward, ops.rank1_linear),
-            functools.partial(with_backward, whole),
-        )
-        rows.append(
-            timed(
-                "rank1_linear and backward",
-                sizes,
-                None,
-                ours,
-                inputs,
-                theirs,
-                "autograd, all factors",
-            )
-        )
-    return rows
+        x = torch.randn(n, b, i, device=CARD)
+        w_a, w_b = torch.randn(o, f, device=CARD), torch.randn(f, i, device=CARD)
+        lam = torch.randn(n, f, device=CARD) * (torch.rand(n, f, device=CARD) < 0.3)
+        size = {"N": n, "B": b, "I": i, "F": f, "O": o}
+
+        def ours(x: Tensor, w_a: Tensor, w_b: Tensor, lam: Tensor = lam) -> Tensor:
+            return ops.rank1_linear(x, w_a, lam, w_b)
+
+        def whole(x: Tensor, w_a: Tensor, w_b: Tensor, lam: Tensor = lam) -> Tensor:
+            return ((x @ w_b.T) * lam[:, None]) @ w_a.T
+
+        def forward(layer: Callable[..., Tensor], given: Any = (x, w_a, w_b)) -> Tensor:
+            return layer(*given)
+
+        def backward(layer: Callable[..., Tensor], given: Any = (x, w_a, w_b)) -> None:
+            layer(*(t.detach().requires_grad_() for t in given)).sum().backward()  # type: ignore[no-untyped-call]
+
+        moved, work = 4 * n * b * (i + o), 0.6 * n * b * f * (i + o)
+        for more, call, limited in (("", forward, 1), (" and backward", backward, 0)):
+            dense: dict[str, Call] = {"two matmuls, all factors": partial(call, whole)}
+            both = {**size, "backward": int(call is backward)}
+            op, ours_, bound = f"rank1_linear{more}", partial(call, ours), limited * moved
+            yield problem(op, both, bound, limited * work, ours_, **dense)
 
 
-def bench_ops(card: Card, quick: bool) -> list[Row]:
-    rows: list[Row] = []
-    for n, p in (
-        (20, 61_706),
-        (10, 1_000_000),
-        (100, 1_000_000),
-        (10, 10_000_000),
-        (100, 10_000_000),
-    ):
-        if (quick and p > 1_000_000) or not fits((n, p), (n, p), (n, p)):
-            continue
-        a, sizes = torch.randn(n, p, device="cuda"), f"N={n} P={p:,}"
-        rows += (
-            bench_distances(card, a, sizes)
-            + bench_aggregate(card, a, sizes)
-            + bench_sgd(card, a, sizes)
-        )
-        del a
-    return rows + bench_weights() + bench_rank1(card)
+def server_step(s: int, p: int) -> Iterator[Problem]:
+    w, out = torch.randn(s, p, device=CARD), torch.empty(s, p, device=CARD)
+    g = w + 1e-3 * torch.randn(s, p, device=CARD)
 
-
-def bench_server_step(quick: bool) -> list[Row]:
-    s, p = (100, 1_000_000) if quick else (100, 10_000_000)
-    if not fits((s, p), (s, p), (s, p)):
-        return []
-    w, out = torch.randn(s, p, device="cuda"), torch.empty(s, p, device="cuda")
-    g = w + 1e-3 * torch.randn(s, p, device="cuda")
-
-    def server(g: Tensor, w: Tensor) -> Tensor:
+    def server() -> Tensor:
         return ops.aggregate(w, *ops.feddwa_weights(ops.pairwise_sqdist(g, w), 5), out=out)
 
-    return [timed("FedDWA server step", f"S={s} P={p:,} K=5 (goal: 15 ms)", None, server, [g, w])]
+    yield problem("FedDWA server step", {"S": s, "P": p, "goal in ms": 15}, 0, 0, server)
 
 
-def bench_round() -> list[Row]:
-    """One LeNet-5 round of 100 clients, 600 samples each, B = 32: the vmap engine, and one client
-    after another on the same card."""
-    from pflcore.algorithms import ALGORITHMS
-    from pflcore.data.federation import Federation
-    from pflcore.simulation.round import begin, step
-    from pflcore.train import Engine, Setting, Workers
-    from pflcore.train.net import Net
-    from pflcore.train.training import Training
-
-    class LeNet(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.c1, self.c2 = torch.nn.Conv2d(1, 6, 5, padding=2), torch.nn.Conv2d(6, 16, 5)
-            self.head = torch.nn.Sequential(
-                torch.nn.Linear(400, 120),
-                torch.nn.ReLU(),
-                torch.nn.Linear(120, 84),
-                torch.nn.ReLU(),
-                torch.nn.Linear(84, 10),
-            )
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = F.max_pool2d(F.relu(self.c1(x)), 2)
-            return self.head(F.max_pool2d(F.relu(self.c2(x)), 2).flatten(1))  # type: ignore[no-any-return]
-
-    n, size = 100, 600
-    pool = torch.randn(n * size, 1, 28, 28), torch.randint(0, 10, (n * size,))
-    index = list(torch.arange(n * size).split(size))
-    data = Federation(*pool, {"train": index, "test": index}, 10).to("cuda")
-    net = Net(LeNet()).to("cuda")
-    setting = Setting(net, data, Training(lr=0.01, batch_size=32), Engine("vmap"), Workers(), 0, 3)
-    algorithm = ALGORITHMS["fedavg"]()
-    state = begin(algorithm, net, n)
-
-    def round_() -> None:
-        step(Setup(algorithm, setting), state, torch.arange(n))
-
-    models = [LeNet().cuda() for _ in range(n)]
+def whole_round(n: int = 100, count: int = 600) -> Iterator[Problem]:
+    """One round of 100 clients of LeNet-5's size, 600 samples each, B = 32: the vmap engine, and
+    one client after another on the same card."""
+    pool = torch.randn(n * count, 1, 28, 28), torch.randint(0, 10, (n * count,))
+    index = list(torch.arange(n * count).split(count))
+    data = Federation(*pool, {"train": index}, 10).to(CARD)
+    build = partial(cnn, (1, 28, 28), 10, channels=(6, 16), hidden=(120, 84), padding=(2, 0))
+    simulation = Simulation(
+        "fedavg",
+        build,
+        data,
+        Training(0.01, 32),
+        rounds=10**6,
+        hardware=Hardware("vmap", device=str(CARD)),
+        evaluation=Evaluation(every=0, split="train"),
+    )
+    rounds = simulation.iterate()
 
     def one_by_one() -> None:
-        for i, model in enumerate(models[:10]):  # a tenth of the clients: it takes long enough
+        for i in range(n):
+            model = build().to(CARD)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
             for batch in data.index["train"][i].split(32):
                 optimizer.zero_grad()
-                F.cross_entropy(model(data.x[batch]), data.y[batch]).backward()
+                F.cross_entropy(model(data.x[batch]), data.y[batch]).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
 
-    row = Row(
-        "LeNet-5 round, 100 clients",
-        "600 samples each, B=32",
-        milliseconds(round_),
-        None,
-        None,
-        "one after another (goal: 20x)",
-    )
-    row.torch_ms = 10 * milliseconds(one_by_one)
-    print("| " + " | ".join(row.cells()) + " |", flush=True)
-    return [row]
+    after: dict[str, Call] = {"one after another": one_by_one}
+    size = {"N": n, "n": count, "B": 32, "backward": 1}
+    yield problem("LeNet-5 round", size, 0, 0, lambda: next(rounds), **after)
+
+
+def problems(quick: bool) -> Iterator[Problem]:
+    for n, p in SIZES[: 3 if quick else None]:
+        for part in (distances, mixes, steps) if fits(n * p, n * p, n * p) else ():
+            yield from part(torch.randn(n, p, device=CARD), {"N": n, "P": p})
+    yield from itertools.chain(weights(), rank1())
+    s, p = SIZES[2 if quick else -1]
+    if fits(s * p, s * p, s * p):
+        yield from server_step(s, p)
+    if not quick:
+        yield from whole_round()
+
+
+@dataclass(frozen=True)
+class Options:
+    quick: bool = False  # small sizes only
+    json: Path | None = None  # write the measurements to this file
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--quick", action="store_true", help="small sizes only")
-    options.add_argument("--json", help="write the measurements to this file")
-    asked = options.parse_args()
+    asked = parsed(Options, "python -m bench.gpu", __doc__, None)
     if not torch.cuda.is_available():
         sys.exit(f"bench.gpu: torch {torch.__version__} sees no GPU here; nothing was measured.")
     if not ops.backend().cuda:
@@ -404,33 +226,14 @@ def main() -> None:
             "Nothing was measured."
         )
     torch.manual_seed(0)
-    card = Card.measure()
-    print(
-        f"{card.name}, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}, CUDA "
-        f"{torch.version.cuda}, pflcore {pflcore.__version__}"
-    )
-    print(
-        f"Measured limits: copy {card.bytes_per_ms / 1e9:.2f} TB/s, float32 "
-        f"{card.instructions_per_ms / 1e9:.1f} T instructions/s\n"
-    )
-    print(
-        "| what | sizes | ms | limit, ms | share of the limit | torch, ms (times ours) |\n| --- | "
-        "--- | --- | --- | --- | --- |"
-    )
-    rows = bench_ops(card, asked.quick) + bench_server_step(asked.quick)
-    if not asked.quick:
-        rows += bench_round()
+    machine = replace(table.Machine.measure(1), cpu=torch.cuda.get_device_name(), limits=limits())
+    printed = table.Rows(*FIELDS, about=machine.lines())
+    for case in problems(asked.quick):
+        for row in table.measure(case, machine.limits, 0.5, float("inf"), {}, timed):
+            printed.row(row)
+        torch.cuda.empty_cache()
     if asked.json:
-        with open(asked.json, "w") as file:
-            json.dump(
-                {
-                    "card": asdict(card),
-                    "torch": torch.__version__,
-                    "rows": [asdict(r) for r in rows],
-                },
-                file,
-                indent=1,
-            )
+        asked.json.write_text(json.dumps(machine.with_rows(printed.rows), indent=1))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ inputs    (default) bad uploads, messages and drop-outs tried on every algorithm
 many were lost; a minute
 attacks   accuracy under attack by defence: 10 clients of MNIST's 5,000-image subset, 2 of them bad;
 some minutes
-waffle    a target's accuracy with 1 to 4 bad agents of 10, under WAFFLE, Algorithm and SCAFFOLD;
+waffle    a target's accuracy with 1 to 4 bad agents of 10, under WAFFLE, FedAvg and SCAFFOLD;
 some minutes
 
 The last two are means over N seeds of the split and the run (default 1); the first of them with its
@@ -18,12 +18,23 @@ import argparse
 import sys
 import warnings
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
+import pytest
 import torch
 from torch import nn
 
-from pflcore import ALGORITHMS, Algorithm, Evaluation, Hardware, Robustness, Simulation, Training
+from bench.table import Table, markdown
+from pflcore import (
+    ALGORITHMS,
+    Algorithm,
+    Evaluation,
+    FedAvg,
+    Hardware,
+    Robustness,
+    Simulation,
+    Training,
+)
 from pflcore.algorithms.defences import COUNTING, Defence
 from pflcore.data import Federation, federation_of
 from pflcore.simulation.attacks import Adversary, Attack
@@ -37,7 +48,6 @@ TARGET, NEAREST = 0, (1, 9, 2, 8)
 HOLDS, POINTS = "multi_krum", 5.0
 CLIP = 1.0
 BAD_CLIENTS = Path(__file__).parent.parent / "tests" / "simulation" / "test_bad_clients.py"
-Table = list[list[str]]
 
 
 def model() -> nn.Module:
@@ -49,47 +59,36 @@ def played(
     data: list[Federation],  # one for each seed
     attack: str | None,
     bad: tuple[int, ...],
+    look: list[int],
     absent: bool = False,
     clip: float | None = None,
 ) -> torch.Tensor:  # [seeds, 2]
-    """The honest clients' mean accuracy in percent (the target's alone, where there is one to look
-    at), and the share of the server's weights that the bad ones had, mean over rounds."""
-    return torch.tensor(
-        [_one(algorithm, d, seed, attack, bad, absent, clip) for seed, d in enumerate(data)],
-        dtype=torch.float64,
-    )
+    """The mean accuracy in percent of the clients `look`, and the share of the server's weights
+    that the bad ones had, mean over rounds."""
+    out = []
+    for seed, federation in enumerate(data):
+        run = Simulation(
+            algorithm,
+            model,
+            federation,
+            TRAINING,
+            ROUNDS,
+            clients=honest(bad) if absent else None,
+            seed=seed,
+            evaluation=Evaluation(every=ROUNDS, clients=look),
+            robustness=Robustness(clip, Adversary(attack, bad) if attack else None),  # type: ignore[arg-type]
+            hardware=Hardware(workers=1),
+        )
+        history = run.run()
+        weights = torch.tensor([shares(r["report"]) for r in history.rounds], dtype=torch.float64)
+        accuracy = history.series()[1]
+        last = float(accuracy[-1].nanmean()) if len(accuracy) else 0.0
+        out.append([100 * last, 100 * float(weights[:, list(bad)].sum(1).mean())])
+    return torch.tensor(out, dtype=torch.float64)
 
 
-def _one(
-    algorithm: Algorithm,
-    data: Federation,
-    seed: int,
-    attack: str | None,
-    bad: tuple[int, ...],
-    absent: bool,
-    clip: float | None,
-) -> tuple[float, float]:
-    honest = [i for i in range(N) if i not in bad]
-    run = Simulation(
-        algorithm,
-        model,
-        data,
-        TRAINING,
-        ROUNDS,
-        clients=honest if absent else None,
-        seed=seed,
-        evaluation=Evaluation(
-            every=ROUNDS, clients=[TARGET] if data.name.endswith(" C") else honest
-        ),
-        robustness=Robustness(clip=clip, adversary=Adversary(attack, bad) if attack else None),  # type: ignore[arg-type]
-        hardware=Hardware(workers=1),
-    )
-    history = run.run()
-    weights = torch.tensor([shares(r["report"]) for r in history.rounds], dtype=torch.float64)
-    accuracy = history.series()[1]
-    return 100 * float(accuracy[-1].nanmean()) if len(accuracy) else 0.0, 100 * float(
-        weights[:, list(bad)].sum(1).mean()
-    )
+def honest(bad: tuple[int, ...]) -> list[int]:
+    return [i for i in range(N) if i not in bad]
 
 
 def shares(report: dict[str, list[float]]) -> list[float]:
@@ -98,67 +97,63 @@ def shares(report: dict[str, list[float]]) -> list[float]:
     return report.get("weights") or ([few.get(i, 0.0) for i in range(N)] if few else [1 / N] * N)
 
 
-def attacks(seeds: int = 1, bad: tuple[int, ...] = BAD) -> tuple[Table, int]:
-    """Accuracy by attack and defence, and how often the defence that must hold did not."""
-    data = [federation_of("mnist5k", "A", N, seed) for seed in range(seeds)]
-    beside: dict[str, dict[str, int]] = {
-        **{d: {"hostile": len(bad)} for d in COUNTING},
-        "fltrust": {"root": 0},
-    }
+def cuts(cut: str, seeds: int) -> list[Federation]:
+    return [federation_of("mnist5k", cut, N, seed) for seed in range(seeds)]
+
+
+def attacks(seeds: int = 1, bad: tuple[int, ...] = BAD) -> int:
+    """Accuracy by attack and defence; gives how often the defence that must hold did not."""
+    data, lost, clean = cuts("A", seeds), 0, 0.0
+    beside = {**{d: {"hostile": len(bad)} for d in COUNTING}, "fltrust": {"root": 0}}
     options = [{}, *({"defence": d, **beside.get(d, {})} for d in DEFENCES)]
-    table, lost, clean = [["attack", "none", *DEFENCES]], 0, 0.0
+    table = Table("attack", "none", *DEFENCES)
     for attack in (None, *ATTACKS):
-        row = [played(Algorithm(**o), data, attack, bad)[:, 0] for o in options]
+        row = [played(FedAvg(**o), data, attack, bad, honest(bad))[:, 0] for o in options]
         clean = clean or float(row[0].mean())
         lost += float(row[1 + DEFENCES.index(HOLDS)].mean()) < clean - POINTS
         spread = [f" ± {v.std(correction=0):.1f}" if seeds > 1 else "" for v in row]
-        table.append(
-            [
-                attack or "nobody attacks",
-                *(f"{v.mean():.1f}{s}" for v, s in zip(row, spread, strict=True)),
-            ]
-        )
-        print(table[-1], file=sys.stderr, flush=True)
-    return table, lost
-
-
-def waffle(seeds: int = 1) -> tuple[Table, Table]:
-    """The target's accuracy by attack, algorithm and number of bad agents; WAFFLE's weights of the
-    bad agents."""
-    data, names = (
-        [federation_of("mnist5k", "C", N, seed) for seed in range(seeds)],
-        ("waffle", "fedavg", "scaffold"),
+        cells = (f"{v.mean():.1f}{s}" for v, s in zip(row, spread, strict=True))
+        table.add(attack or "nobody attacks", *cells)
+    print(
+        f"\nattacks x defences: {len(ATTACKS)} x {len(DEFENCES)}, lost with {HOLDS}: {lost}",
+        flush=True,
     )
+    return lost
+
+
+def waffle(seeds: int = 1) -> int:
+    """The target's accuracy by attack, algorithm and number of bad agents; and WAFFLE's weights of
+    the bad agents."""
+    data, names = cuts("C", seeds), ("waffle", "fedavg", "scaffold")
     counts = range(1, len(NEAREST) + 1)
-    table = [["attack", *(f"{name}, {b}" for name in names for b in (0, *counts))]]
-    share = [["attack", *(f"{b} bad" for b in counts)]]
-    clean = {name: played(ALGORITHMS[name](), data, None, ()).mean(0)[0] for name in names}
+
+    def mean(name: str, attack: str | None, bad: tuple[int, ...], **more: Any) -> list[float]:
+        found = played(ALGORITHMS[name](), data, attack, bad, [TARGET], **more)
+        return found.mean(0).tolist()  # type: ignore[no-any-return]
+
+    clean = {name: f"{mean(name, None, ())[0]:.0f}" for name in names}
+    table = Table("attack", *(f"{name}, {b}" for name in names for b in (0, *counts)))
+    shares = [" | ".join(["attack", *(f"{b} bad" for b in counts)])]
     for attack, clip in ((None, None), *((a, None) for a in ATTACKS), ("scale", CLIP)):
         label = f"{attack}, clip={clip:g}" if clip else attack
-        row, weights = [label or "they are absent"], [label or "they are honest"]
+        cells, weights = [], []
         for name in names:
-            row.append(f"{clean[name]:.0f}")
+            cells.append(clean[name])
             for b in counts:
-                accuracy, weight = played(
-                    ALGORITHMS[name](), data, attack, NEAREST[:b], absent=attack is None, clip=clip
-                ).mean(0)
-                row.append(f"{accuracy:.0f}")
+                absent = attack is None
+                found = mean(name, attack, NEAREST[:b], absent=absent, clip=clip)
+                cells.append(f"{found[0]:.0f}")
                 if name == "waffle":
-                    weight = (
-                        weight
-                        if attack
-                        else played(ALGORITHMS[name](), data, None, NEAREST[:b]).mean(0)[1]
-                    )
-                    weights.append(f"{weight:.1f}")
-        table.append(row)
-        share.append(weights)
-        print(row, weights, file=sys.stderr, flush=True)
-    return table, share
+                    seen = mean(name, None, NEAREST[:b]) if absent else found
+                    weights.append(f"{seen[1]:.1f}")
+        table.add(label or "they are absent", *cells)
+        shares.append(" | ".join([label or "they are honest", *weights]))
+    print("", *markdown(shares), sep="\n")
+    return 0
 
 
-def inputs() -> tuple[dict[str, int], int]:
+def inputs(seeds: int = 1) -> int:
     """Bad inputs tried by the tests, by kind, and how many tests found that something was lost."""
-    import pytest
 
     class Lost:
         count = 0
@@ -170,24 +165,17 @@ def inputs() -> tuple[dict[str, int], int]:
         def pytest_sessionfinish(self, session: pytest.Session) -> None:
             self.tried = dict(session.items[0].module.TRIED)  # type: ignore[attr-defined]
 
-    lost = Lost()
-    if (
-        status := pytest.main(
-            ["-q", "--no-header", "-p", "no:cacheprovider", str(BAD_CLIENTS)], plugins=[lost]
-        )
-    ) not in (0, 1):
+    lost, words = Lost(), ["-q", "--no-header", "-p", "no:cacheprovider", str(BAD_CLIENTS)]
+    status = pytest.main(words, plugins=[lost])
+    if status not in (0, 1):
         raise SystemExit(f"{BAD_CLIENTS}: its tests cannot be run, pytest ends with {status}.")
-    return lost.tried, lost.count
-
-
-def markdown(table: Table) -> str:
-    head, *rows = ["| " + " | ".join(row) + " |" for row in table]
-    return "\n".join([head, "|:---|" + "---:|" * (len(table[0]) - 1), *rows])
+    kinds = ", ".join(f"{k} {v}" for k, v in lost.tried.items())
+    print(f"bad inputs tried: {sum(lost.tried.values())} ({kinds}), lost: {lost.count}")
+    return lost.count
 
 
 def main(argv: list[str]) -> int:
     warnings.simplefilter("ignore")
-    failures = 0
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -196,26 +184,10 @@ def main(argv: list[str]) -> int:
     given = parser.parse_args(argv)
     if given.seeds < 1:
         parser.error(f"--seeds: expected a number of at least 1, got {given.seeds}.")
-    for what in given.what:
-        if what == "inputs":
-            tried, lost = inputs()
-            print(
-                f"bad inputs tried: {sum(tried.values())} "
-                f"({', '.join(f'{k} {v}' for k, v in tried.items())}), lost: {lost}"
-            )
-        elif what == "attacks":
-            table, lost = attacks(given.seeds)
-            print(
-                f"{markdown(table)}\n\nattacks x defences: {len(ATTACKS)} x {len(DEFENCES)}, lost "
-                f"with {HOLDS}: {lost}"
-            )
-        elif what == "waffle":
-            print("\n\n".join(map(markdown, waffle(given.seeds))))
-            lost = 0
-        else:
-            raise SystemExit(f"expected inputs, attacks or waffle, got {what!r}.")
-        failures += lost
-    return int(failures > 0)
+    parts = {"inputs": inputs, "attacks": attacks, "waffle": waffle}
+    if unknown := [w for w in given.what if w not in parts]:
+        raise SystemExit(f"expected inputs, attacks or waffle, got {unknown[0]!r}.")
+    return int(sum(parts[what](given.seeds) for what in given.what) > 0)
 
 
 if __name__ == "__main__":

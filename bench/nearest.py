@@ -11,7 +11,6 @@ import torch
 from bench.problem import Problem, fits, optional
 from pflcore import ops
 
-PROVIDERS = ("pflcore", "all pairs", "torch.cdist, direct", "scikit-learn")
 K = 10
 
 

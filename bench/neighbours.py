@@ -7,7 +7,6 @@ mixes by what the Gram matrix says.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.problem import parsed
+from bench.table import Table
 from pflcore import metrics, ops
 from pflcore.algorithms.feddwa import FedDWA
 from pflcore.data import federation_of
@@ -28,6 +29,10 @@ CUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "practical 1": ("practical1", {"groups": 4}),
     "iid": ("iid", {}),
 }
+HEAD = (
+    "clients hold | rounds with other neighbours | clients with others | weight moved | distance "
+    "off (median) | exact | Gram float32 | difference by seed"
+)
 
 
 def gram(a: Tensor, b: Tensor) -> Tensor:
@@ -54,86 +59,52 @@ class Asked(FedDWA):
         ]
         others = (a.index.sort(1).values != b.index.sort(1).values).any(1)
         off = (near - exact).abs() / exact.clamp(min=1e-30)
-        self.seen.append(
-            (
-                int(others.sum()),
-                float((mixes[0] - mixes[1]).abs().sum(1).mean() / 2),
-                float(off.median()),
-            )
-        )
+        moved = (mixes[0] - mixes[1]).abs().sum(1).mean() / 2
+        self.seen.append((int(others.sum()), float(moved), float(off.median())))
         return (b if self.by_gram else a)[:2]
 
 
-def rows(
-    data: str, rounds: int, lr: float, seeds: int, samples: int | None, model: str
-) -> list[list[str]]:
-    """A row for each cut of the data."""
-    out = []
-    for name, (cut, options) in CUTS.items():
-        fed = federation_of(data, cut, 20, 0, train_samples=samples, **options)
-        seen: list[tuple[int, float, float]] = []
-        final: dict[bool, list[float]] = {False: [], True: []}
-        for seed in range(seeds):
-            for by_gram in (False, True):
-                alg = Asked(by_gram=by_gram)
-                net = partial(model_for, model, fed.shape, fed.classes)
-                run = Simulation(alg, net, fed, Training(lr, 20), rounds=rounds, seed=seed)
-                values = [
-                    metrics.mean(torch.tensor(r["eval"]["accuracy"]))
-                    for r in run.run().rounds
-                    if r["eval"]
-                ]
-                final[by_gram].append(100 * sum(values[-5:]) / len(values[-5:]))
-                seen += [] if by_gram else alg.seen
-        others, moved, off = (torch.tensor(v, dtype=torch.float64) for v in zip(*seen, strict=True))
-        gap = [b - a for a, b in zip(final[False], final[True], strict=True)]
-        out.append(
-            [
-                name,
-                f"{int((others > 0).sum())} of {len(seen)}",
-                f"{100 * others.mean() / 20:.1f} %",
-                f"{100 * moved.mean():.1f} %",
-                f"{off.median():.1e}",
-                f"{metrics.mean(final[False]):.2f}",
-                f"{metrics.mean(final[True]):.2f}",
-                " ".join(f"{g:+.2f}" for g in gap),
-            ]
-        )
-    return out
+@dataclass(frozen=True)
+class Options:
+    data: str = "mnist5k"
+    model: str = "lenet5"
+    rounds: int = 30
+    lr: float = 0.01
+    seeds: int = 3
+    samples: int | None = None  # training samples of all clients together; default: all there are
+
+
+def row(name: str, asked: Options) -> str:
+    """What the two runs of each seed say on one cut of the data."""
+    cut, options = CUTS[name]
+    fed = federation_of(asked.data, cut, 20, 0, train_samples=asked.samples, **options)
+    seen: list[tuple[int, float, float]] = []
+    final: dict[bool, list[float]] = {False: [], True: []}
+    for seed in range(asked.seeds):
+        for by_gram in (False, True):
+            alg = Asked(by_gram=by_gram)
+            net = partial(model_for, asked.model, fed.shape, fed.classes)
+            run = Simulation(alg, net, fed, Training(asked.lr, 20), asked.rounds, seed=seed)
+            final[by_gram].append(100 * float(run.run().series()[1][-5:].nanmean()))
+            seen += [] if by_gram else alg.seen
+    others, moved, off = torch.tensor(seen, dtype=torch.float64).unbind(1)
+    gap = " ".join(f"{b - a:+.2f}" for a, b in zip(final[False], final[True], strict=True))
+    return (
+        f"{name} | {int((others > 0).sum())} of {len(seen)} | {100 * others.mean() / 20:.1f} % | "
+        f"{100 * moved.mean():.1f} % | {off.median():.1e} | {metrics.mean(final[False]):.2f} | "
+        f"{metrics.mean(final[True]):.2f} | {gap}"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        "python -m bench.neighbours",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--data", default="mnist5k")
-    parser.add_argument("--model", default="lenet5")
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--lr", type=float, default=0.01)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument(
-        "--samples",
-        type=int,
-        help="training samples of all clients together; default: all there are",
-    )
-    got = parser.parse_args(argv)
-    head = [
-        "clients hold",
-        "rounds with other neighbours",
-        "clients with others",
-        "weight moved",
-        "distance off (median)",
-    ]
-    head += ["exact", "Gram float32", "difference by seed"]
-    print(
+    got = parsed(Options, "python -m bench.neighbours", __doc__, argv)
+    about = (
         f"{got.data}, {got.model}, 20 clients, k = 5, lr {got.lr}, {got.rounds} rounds, "
-        f"{got.seeds} seeds; accuracy: the last five rounds\n"
+        f"{got.seeds} seeds; accuracy: the last five rounds"
     )
-    print("| " + " | ".join(head) + " |\n|" + "---|" * len(head))
-    for row in rows(got.data, got.rounds, got.lr, got.seeds, got.samples, got.model):
-        print("| " + " | ".join(row) + " |", flush=True)
+    table = Table(HEAD, about=[about])
+    for name in CUTS:
+        table.add(row(name, got))
 
 
 if __name__ == "__main__":

@@ -3,12 +3,13 @@ do at best."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 FREE = 0.6  # of the machine's free memory may be used by one problem
 
 Call = Callable[[], Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,19 @@ class Absent(ImportError):
 
 
 def optional(module: str, extra: str) -> ModuleType:
-    """A module that only a comparison needs."""
+    """A module that only a comparison or a command line needs."""
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise Absent(
-            f"{module.partition('.')[0]} is not installed; to compare with it: pip install {extra}."
-        ) from None
+        name = module.partition(".")[0]
+        raise Absent(f"{name} is not installed; get it with: pip install {extra}.") from None
+
+
+def parsed(cls: type[T], prog: str, about: str | None, argv: Sequence[str] | None) -> T:
+    """A command's options: a dataclass, whose comments are their help. `--help` and a malformed
+    option end the program (SystemExit 0 and 2)."""
+    cli = optional("tyro", "'pflcore[cli]'").cli
+    return cli(cls, prog=prog, description=about, args=argv)  # type: ignore[no-any-return]
 
 
 def seconds_of(problem: Problem, provider: str, rates: dict[tuple[str, str], float]) -> float:
@@ -69,19 +77,13 @@ def seconds_of(problem: Problem, provider: str, rates: dict[tuple[str, str], flo
     return problem.operations / rate if rate else 0.0
 
 
-def free_bytes() -> int:
-    """Memory that may be used: what the system calls available, where it says so."""
-    try:
-        with open("/proc/meminfo") as file:
-            return next(
-                int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable")
-            )
-    except (OSError, StopIteration):
-        return 8 << 30
-
-
-def fits(*elements: int, bytes_each: int = 4) -> bool:
-    return sum(elements) * bytes_each <= FREE * free_bytes()
+def fits(*elements: int) -> bool:
+    """Whether so many float32 numbers fit into what the system calls available, where it says
+    so."""
+    free = 8 << 30
+    with contextlib.suppress(OSError, StopIteration), open("/proc/meminfo") as file:
+        free = 1024 * next(int(line.split()[1]) for line in file if line.startswith("MemAvail"))
+    return 4 * sum(elements) <= FREE * free
 
 
 def models(n: int, p: int, apart: float = 1e-3, seed: int = 0) -> Tensor:

@@ -3,10 +3,8 @@ pfl in one run on one machine."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,24 +12,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench import peers, table
 from bench.problem import Absent, Measured, Problem
-from bench.workload import WORKLOADS, Workload, federation, is_real, test, train
-from pflcore import Evaluation
-from pflcore.simulation import Simulation
-from pflcore.train.training import Training
+from bench.workload import WORKLOADS, Workload, federation, is_real, plain_loop, test
+from pflcore import Evaluation, Simulation, Training
+from pflcore.train.workers import one_thread
 
-HEADINGS = (
-    "workload",
-    "evaluation",
-    "by",
-    "ms a round",
-    "GFLOP/s",
-    "limit, ms",
-    "of limit",
-    "times ours",
-    "a round as published",
-    "",
-)
-WIDTHS = (14, 10, 12, 11, 8, 10, 8, 10, 48, 0)
+FIELDS = (
+    "op", "size", "provider", "ms", "gflop_per_s", "limit_ms", "of_limit", "slower", "published",
+    "note",
+)  # fmt: skip
 
 
 def title(w: Workload) -> str:
@@ -39,21 +27,20 @@ def title(w: Workload) -> str:
     sizes = w.sizes
     return (
         f"{w.name}: {w.model} on {what}, {w.n} clients of {min(sizes)} to {max(sizes)} samples, "
-        f"{w.cohort} a round, "
-        f"{w.epochs} epoch(s) in batches of {w.batch}, lr {w.lr:g}; medians of {w.rounds} rounds."
+        f"{w.cohort} a round, {w.epochs} epoch(s) in batches of {w.batch}, lr {w.lr:g}; medians of "
+        f"{w.rounds} rounds."
     )
 
 
 def problem(w: Workload) -> Problem:
     """A round; its least time is the arithmetic of the model over the rate of multiply-adds."""
-    mine = dict(w.published)
     calls: dict[str, Callable[[], Measured]] = {
         "pflcore": lambda: ours(w),
         "plain loop": lambda: plain(w),
         "flwr": lambda: peers.flower(w),
         "pfl": lambda: peers.apple(w),
     }
-    calls |= {who: published for who in mine if who not in calls}
+    calls |= {who: published for who in w.published if who not in calls}
     forward, step = flops(w)
     # of a cohort of mean size
     once = w.samples * w.cohort / w.n * w.epochs * step + w.tests * forward * w.evaluate
@@ -80,10 +67,15 @@ def flops(w: Workload) -> tuple[float, float]:
 
 @torch.enable_grad()  # as a user would
 def ours(w: Workload) -> Measured:
-    training = Training(lr=w.lr, batch_size=w.batch, epochs=w.epochs)
-    how: dict[str, Any] = {"rounds": w.rounds + 1, "participation": w.cohort / w.n}
-    look = Evaluation(every=int(w.evaluate))
-    simulation = Simulation("fedavg", w.build, federation(w), training, evaluation=look, **how)
+    simulation = Simulation(
+        "fedavg",
+        w.build,
+        federation(w),
+        Training(lr=w.lr, batch_size=w.batch, epochs=w.epochs),
+        rounds=w.rounds + 1,
+        participation=w.cohort / w.n,
+        evaluation=Evaluation(every=int(w.evaluate)),
+    )
     rounds = simulation.iterate()
     next(rounds)
     if not w.evaluate:  # the last round of a run is evaluated in any case
@@ -92,84 +84,33 @@ def ours(w: Workload) -> Measured:
 
 
 def plain(w: Workload) -> Measured:
-    """What one writes without a framework: one nn.Module, torch.optim.SGD, one client after
-    another, on one thread."""
-    model = w.build()
-    state = {k: v.clone() for k, v in model.state_dict().items()}
-    gen = torch.Generator().manual_seed(0)
-    size = torch.tensor(w.sizes, dtype=torch.float64)
+    """`plain_loop` on the workload's cohorts, with its evaluation."""
+    model, gen = w.build(), torch.Generator().manual_seed(0)
+    train, size = plain_loop(model, w), torch.tensor(w.sizes, dtype=torch.float64)
 
+    @one_thread()
     def round() -> None:
         cohort = torch.randperm(w.n, generator=gen)[: w.cohort]
-        total = {k: torch.zeros_like(v) for k, v in state.items()}
-        for i in cohort.tolist():
-            model.load_state_dict(state)
-            train(model, w, i)
-            for k, v in model.state_dict().items():
-                total[k].add_(v, alpha=float(size[i] / size[cohort].sum()))
-        state.update(total)
-        model.load_state_dict(state)
-        if w.evaluate:
-            for i in range(w.n):
-                test(model, w, i)
+        train(cohort.tolist(), (size[cohort] / size[cohort].sum()).tolist())
+        for i in range(w.n if w.evaluate else 0):
+            test(model, w, i)
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        round()
-        return clocked(round, w.rounds)
-    finally:
-        torch.set_num_threads(threads)
+    round()
+    return clocked(round, w.rounds)
 
 
 def clocked(call: Callable[[], object], times: int) -> Measured:
-    seconds = Measured()
-    for _ in range(times):
-        began = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - began)
-    return seconds
+    return Measured(table.clock(call)[0] for _ in range(times))
 
 
-def cells(w: Workload, row: table.Row, limit: float | None) -> tuple[str, ...]:
-    def number(value: float | None, pattern: str) -> str:
-        return "" if value is None else format(value, pattern)
-
-    return (
-        w.name,
-        "yes" if w.evaluate else "no",
-        row.provider,
-        number(row.ms, ".1f"),
-        number(row.gflop_per_s, ".1f"),
-        number(None if limit is None else 1e3 * limit, ".2f"),
-        number(row.of_limit, ".3f"),
-        number(row.slower, ".2f"),
-        row.published or "",
-        row.note,
-    )
-
-
-def run(
-    names: tuple[str, ...], rounds: int | None, machine: table.Machine
-) -> tuple[list[table.Row], list[str]]:
-    """Prints the table of each workload, with and without evaluation, and gives its rows and what
-    was printed."""
-    rows: list[table.Row] = []
-    said: list[str] = []
-
-    def say(text: str) -> None:
-        said.append(text)
-        print(text, flush=True)
-
-    for name in names:
-        whole = WORKLOADS[name]
-        say(f"\n{title(replace(whole, rounds=rounds or whole.rounds))}")
-        say(table.line(HEADINGS, WIDTHS))
+def run(names: tuple[str, ...], rounds: int | None, machine: table.Machine) -> table.Rows:
+    """Prints the table of the workloads, with and without evaluation."""
+    whole = [replace(WORKLOADS[n], rounds=rounds or WORKLOADS[n].rounds) for n in names]
+    printed = table.Rows(*FIELDS, about=[*machine.lines(), *map(title, whole)])
+    for w in whole:
         for evaluate in (False, True):
-            w = replace(whole, rounds=rounds or whole.rounds, evaluate=evaluate)
-            case = problem(w)
-            for row in table.measure(case, machine, 0.0, float("inf"), {}):
-                row.published = dict(w.published).get(row.provider, "")
-                rows.append(row)
-                say(table.line(cells(w, row, case.limit(machine.limits)), WIDTHS))
-    return rows, said
+            case = problem(replace(w, evaluate=evaluate))
+            for row in table.measure(case, machine.limits, 0.0, float("inf"), {}):
+                row.published = w.published.get(row.provider, "")
+                printed.row(row)
+    return printed

@@ -14,7 +14,6 @@ from torch import Tensor
 from bench.problem import Problem, relative
 from pflcore import ops
 
-PROVIDERS = ("pflcore", "F.linear twice", "dense weight")
 INPUTS, OUTPUTS, FACTORS = 784, 200, 120  # the network of the WAFFLe paper
 
 

@@ -4,21 +4,14 @@ Flower and pfl beside it."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
-
-import torch
-import torch.nn as nn
 
 from bench import peers
 from bench.problem import Problem
-from bench.workload import BATCH, LR, MODELS, Workload, epoch
-from pflcore import Evaluation
-from pflcore.data import Federation
-from pflcore.simulation import Simulation
-from pflcore.train.training import Training
+from bench.workload import MODELS, Workload, federation, plain_loop
+from pflcore import Evaluation, Simulation, Training
 
-PROVIDERS = ("pflcore", "plain loop", "flwr", "pfl")
 FAMILIES = (
     "fedavg",
     "fedadam",
@@ -36,66 +29,23 @@ FAMILIES = (
 def sizes(quick: bool) -> Iterator[dict[str, Any]]:
     """N clients of `images` made-up images of 1 x 28 x 28, batches of 20, one epoch."""
     for name, model, n in itertools.product(FAMILIES, MODELS, (10,) if quick else (10, 20, 100)):
-        yield {
-            "algorithm": name,
-            "model": model,
-            "N": n,
-            "images": 100 if quick or n > 20 else 1000,
-        }
-
-
-def made_up(model: str, n: int, count: int) -> Workload:
-    """What the frameworks are given: n clients of `count` images each, everybody in every round."""
-    return Workload("rounds", model, "made up", n, n, n * count, n)
-
-
-def plain_loop(
-    model: nn.Module, clients: list[tuple[torch.Tensor, torch.Tensor]]
-) -> Callable[[], Any]:
-    """What one writes without a framework: one nn.Module, torch.optim.SGD, one client after
-    another, on one thread."""
-    state = {k: v.clone() for k, v in model.state_dict().items()}
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-
-    def round() -> dict[str, torch.Tensor]:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        total = {k: torch.zeros_like(v) for k, v in state.items()}
-        for x, y in clients:
-            model.load_state_dict(state)
-            epoch(model, optimizer, x, y)
-            for k, v in model.state_dict().items():
-                total[k].add_(v, alpha=1 / len(clients))
-        state.update(total)
-        torch.set_num_threads(threads)
-        return total
-
-    return round
+        images = 100 if quick or n > 20 else 1000
+        yield {"algorithm": name, "model": model, "N": n, "images": images}
 
 
 def problem(size: dict[str, Any]) -> Problem:
-    gen = torch.Generator().manual_seed(0)
+    """Of a client's images a tenth is for testing; everybody takes part in every round."""
     n, images = size["N"], size["images"]
-    clients = [
-        (torch.randn(images, 1, 28, 28, generator=gen), torch.randint(10, (images,), generator=gen))
-        for _ in range(n)
-    ]
-    data = Federation.from_arrays(clients, test_fraction=0.1)
-    build = MODELS[size["model"]]
+    w = Workload("rounds", size["model"], "made up", n, n, n * images * 9 // 10, n)
+    training, silent = Training(lr=w.lr, batch_size=w.batch), Evaluation(every=0)
     run = Simulation(
-        size["algorithm"],
-        build,
-        data,
-        Training(lr=LR, batch_size=BATCH),
-        rounds=10_000,
-        evaluation=Evaluation(every=0),
+        size["algorithm"], w.build, federation(w), training, rounds=10_000, evaluation=silent
     )
     rounds = run.iterate()
     providers: dict[str, Any] = {"pflcore": lambda: next(rounds)}
     if size["algorithm"] == "fedavg":
-        own = [data.client(i, "train") for i in range(n)]
-        providers["plain loop"] = plain_loop(build(), own)
-        count = len(own[0][0])
-        providers["flwr"] = lambda: peers.flower(made_up(size["model"], n, count))
-        providers["pfl"] = lambda: peers.apple(made_up(size["model"], n, count))
+        plain = plain_loop(w.build(), w)
+        providers["plain loop"] = lambda: plain(range(n), [1 / n] * n)
+        providers["flwr"] = lambda: peers.flower(w)
+        providers["pfl"] = lambda: peers.apple(w)
     return Problem("round", size, providers, lambda got: None)

@@ -13,7 +13,6 @@ from bench.problem import Problem, relative
 from pflcore import ops
 from pflcore.ops import reference
 
-PROVIDERS = ("pflcore", "torch")
 LR, MU = 0.01, 0.1
 
 

@@ -14,19 +14,6 @@ from bench.problem import Problem, fits, models, optional
 from pflcore import ops
 from pflcore.ops import reference
 
-PROVIDERS = (
-    "pflcore",
-    "pflcore, two operands",
-    "reference",
-    "torch.cdist, direct",
-    "torch.cdist, mm",
-    "torch.pdist",
-    "Gram float32",
-    "Gram float64",
-    "scipy cdist",
-    "scikit-learn",
-)
-
 
 def sizes(quick: bool) -> Iterator[dict[str, int]]:
     for n, p in itertools.product((10, 20, 100, 1000), (62_006, 1_000_000, 10_000_000)):

@@ -8,7 +8,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -16,6 +16,9 @@ import torch
 
 import pflcore
 from bench.problem import Absent, Measured, Problem, seconds_of
+from pflcore.results.table import _markdown
+
+Timer = Callable[[Callable[[], Any], float], tuple[list[float], Any]]
 
 
 def measure_limits(threads: int, size: int) -> dict[str, float]:
@@ -37,11 +40,68 @@ class Row:
     runs: int = 0
     gb_per_s: float | None = None  # bytes that must move, over the time taken
     gflop_per_s: float | None = None
-    of_limit: float | None = None  # the least time this machine needs, over the time taken
+    limit_ms: float | None = None  # the least time this machine needs
+    of_limit: float | None = None  # that time, over the time taken
     error: float | None = None  # relative, against float64
     slower: float | None = None  # times pflcore's time; below 1: pflcore loses here
     note: str = ""
-    published: str | None = None  # a round's time as its authors say
+    published: str = ""  # a round's time as its authors say
+
+
+# fields of a row: their headings, and how they are written
+COLUMNS = {
+    "op": ("op", ""),
+    "size": ("size", ""),
+    "provider": ("provider", ""),
+    "ms": ("ms", ".3f"),
+    "gb_per_s": ("GB/s", ".1f"),
+    "gflop_per_s": ("GFLOP/s", ".1f"),
+    "limit_ms": ("limit, ms", ".3f"),
+    "of_limit": ("of limit", ".3f"),
+    "error": ("error", ".0e"),
+    "slower": ("times ours", ".2f"),
+    "published": ("as published", ""),
+    "note": ("", ""),
+}
+
+
+def markdown(rows: Iterable[str]) -> list[str]:
+    """Rows, each as "one cell | another", as the lines of a Markdown table."""
+    return _markdown([row.split(" | ") for row in rows])
+
+
+class Table:
+    """Rows, each as "one cell | another", that are printed as soon as they are known; `text()` is
+    all of them as Markdown, under the sentences `about`."""
+
+    def __init__(self, *head: str, about: Sequence[str] = ()) -> None:
+        self.about, self.lines, self.width = [*about, ""], list[str](), [0] * 100
+        print(*self.about, sep="\n")
+        self.add(*head)
+        print("|" + "---|" * len(self.width), flush=True)
+
+    def add(self, *row: str) -> None:
+        self.lines.append(" | ".join(row))
+        cells = self.lines[-1].split(" | ")
+        self.width = [*map(max, self.width, map(len, cells))]
+        print(f"| {' | '.join(map(str.ljust, cells, self.width))} |", flush=True)
+
+    def text(self) -> str:
+        return "\n".join([*self.about, *markdown(self.lines), ""])
+
+
+class Rows(Table):
+    """A table of these fields of rows, which it keeps."""
+
+    def __init__(self, *fields: str, about: Sequence[str] = ()) -> None:
+        super().__init__(*(COLUMNS[f][0] for f in fields), about=about)
+        self.fields, self.rows = fields, list[Row]()
+
+    def row(self, row: Row) -> None:
+        self.rows.append(row)
+        values = vars(row) | {"size": size_of(row.size)}
+        cells = ((values[f], COLUMNS[f][1]) for f in self.fields)
+        self.add(*("" if value is None else format(value, form) for value, form in cells))
 
 
 @dataclass
@@ -60,34 +120,27 @@ class Machine:
     @staticmethod
     def measure(megabytes: int = 512) -> Machine:
         threads, backend = torch.get_num_threads(), pflcore.backend()
-        limits = measure_limits(threads, megabytes << 20) if backend.kernels else {}
+        now = datetime.datetime.now(datetime.timezone.utc)
         return Machine(
-            cpu=processor(),
-            threads=threads,
-            isa=backend.isa,
-            limits=limits,
-            versions={
-                "pflcore": pflcore.__version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
-            date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-            load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+            processor(),
+            threads,
+            backend.isa,
+            measure_limits(threads, megabytes << 20) if backend.kernels else {},
+            {n: importlib.import_module(n).__version__ for n in ("pflcore", "torch")},
+            now.strftime("%Y-%m-%d %H:%M UTC"),
+            os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         )
 
     def lines(self) -> list[str]:
         versions = ", ".join(f"{k} {v}" for k, v in self.versions.items())
-        out = [
-            f"{self.cpu}, {self.threads} threads, {self.isa or 'no kernels'}; {versions}; "
-            f"{self.date}"
-        ]
+        isa = self.isa or "no kernels"
+        out = [f"{self.cpu}, {self.threads} threads, {isa}; {versions}; {self.date}"]
         if self.limits:
             g = {k: v / 1e9 for k, v in self.limits.items()}
             out.append(
                 f"Limits measured now: reading {g['read']:.1f} GB/s, writing past the caches "
-                f"{g['write']:.1f} GB/s, "
-                f"multiply-add {g['fma']:.0f} GFLOP/s, subtract and multiply-add "
-                f"{g['sub_fma']:.0f} GFLOP/s."
+                f"{g['write']:.1f} GB/s, multiply-add {g['fma']:.0f} GFLOP/s, subtract and "
+                f"multiply-add {g['sub_fma']:.0f} GFLOP/s."
             )
         if self.load is not None and self.load > 0.5:
             out.append(
@@ -95,15 +148,24 @@ class Machine:
             )
         return out
 
+    def with_rows(self, rows: Sequence[Row]) -> dict[str, Any]:
+        return {"machine": asdict(self), "rows": [asdict(r) for r in rows]}
+
 
 def processor() -> str:
     try:
         with open("/proc/cpuinfo") as file:
-            return next(
-                line.split(":")[1].strip() for line in file if line.startswith("model name")
-            )
+            names = (line.split(":")[1].strip() for line in file if line.startswith("model name"))
+            return next(names)
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
+
+
+def clock(call: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds that a call takes, and its result."""
+    began = time.perf_counter()
+    result = call()
+    return time.perf_counter() - began, result
 
 
 def timed(call: Callable[[], Any], budget: float) -> tuple[list[float], Any]:
@@ -112,32 +174,29 @@ def timed(call: Callable[[], Any], budget: float) -> tuple[list[float], Any]:
 
     A call that gives back `Measured` seconds has timed itself.
     """
-    began = time.perf_counter()
-    result = call()
+    first, result = clock(call)
     if isinstance(result, Measured):
         return list(result), result
-    first = time.perf_counter() - began
     if first > budget:
         return [first], result
     seconds: list[float] = []
     while len(seconds) < 3 or (sum(seconds) < budget and len(seconds) < 1000):
-        began = time.perf_counter()
-        result = call()
-        seconds.append(time.perf_counter() - began)
+        spent, result = clock(call)
+        seconds.append(spent)
     return seconds, result
 
 
 def measure(
     problem: Problem,
-    machine: Machine,
+    limits: Mapping[str, float],
     budget: float,
     patience: float,
     rates: dict[tuple[str, str], float],
+    timer: Timer | None = None,
 ) -> Iterator[Row]:
     """A row for each provider, pflcore's first. What would take longer than `patience` seconds is
     left out, with a note."""
-    limit = problem.limit(machine.limits)
-    ours = None
+    limit, ours = problem.limit(limits), None
     for provider, call in problem.providers.items():
         row = Row(problem.op, dict(problem.size), provider)
         expected = seconds_of(problem, provider, rates)
@@ -146,8 +205,8 @@ def measure(
             yield row
             continue
         try:
-            with torch.no_grad() if not problem.size.get("backward") else torch.enable_grad():
-                seconds, result = timed(call, budget)
+            with torch.set_grad_enabled(bool(problem.size.get("backward"))):
+                seconds, result = (timer or timed)(call, budget)
                 row.error = problem.error(result)
                 del result
         except (Absent, MemoryError, RuntimeError) as error:
@@ -157,14 +216,14 @@ def measure(
             row.note = str(error).splitlines()[0][:120]
             yield row
             continue
-        median = statistics.median(seconds)
+        median, work = statistics.median(seconds), problem.costs.get(provider, 1.0)
         row.ms, row.runs = 1e3 * median, len(seconds)
         if problem.operations:
             rates[problem.op, provider] = problem.operations / median
             row.gb_per_s = (problem.reads + problem.writes) / median / 1e9
-            row.gflop_per_s = problem.operations * problem.costs.get(provider, 1.0) / median / 1e9
+            row.gflop_per_s = problem.operations * work / median / 1e9
         if limit:
-            row.of_limit = limit * problem.costs.get(provider, 1.0) / median
+            row.limit_ms, row.of_limit = 1e3 * limit, limit * work / median
         if provider == "pflcore":
             ours = median
         elif ours:
@@ -174,58 +233,5 @@ def measure(
         yield row
 
 
-HEADINGS = (
-    "op",
-    "size",
-    "provider",
-    "ms",
-    "GB/s",
-    "GFLOP/s",
-    "of limit",
-    "error",
-    "times ours",
-    "",
-)
-
-
 def size_of(size: Mapping[str, Any]) -> str:
     return " ".join(str(v) if isinstance(v, str) else f"{k}={v}" for k, v in size.items())
-
-
-def cells(row: Row) -> tuple[str, ...]:
-    def number(value: float | None, pattern: str) -> str:
-        return "" if value is None else format(value, pattern)
-
-    ms = "" if row.ms is None else f"{row.ms:.3f}" if row.ms < 10 else f"{row.ms:.1f}"
-    return (
-        row.op,
-        size_of(row.size),
-        row.provider,
-        ms,
-        number(row.gb_per_s, ".1f"),
-        number(row.gflop_per_s, ".1f"),
-        number(row.of_limit, ".2f"),
-        number(row.error, ".0e"),
-        number(row.slower, ".2f"),
-        row.note,
-    )
-
-
-def line(
-    texts: tuple[str, ...], widths: tuple[int, ...] = (14, 38, 22, 9, 7, 8, 8, 6, 10, 0)
-) -> str:
-    return " ".join(
-        t.ljust(w) if i < 3 or not w else t.rjust(w)
-        for i, (t, w) in enumerate(zip(texts, widths, strict=True))
-    ).rstrip()
-
-
-def markdown(machine: Machine, rows: list[Row]) -> str:
-    """The same as a Markdown table."""
-    out = [*machine.lines(), "", "| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
-    out += ["| " + " | ".join(cells(r)) + " |" for r in rows]
-    return "\n".join(out) + "\n"
-
-
-def as_json(machine: Machine, rows: list[Row]) -> dict[str, Any]:
-    return {"machine": asdict(machine), "rows": [asdict(r) for r in rows]}

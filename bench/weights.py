@@ -12,7 +12,6 @@ from bench.problem import Problem, relative
 from pflcore import ops
 from pflcore.ops import reference
 
-PROVIDERS = ("pflcore", "reference", "torch")
 RULES = ("feddwa", "waffle")
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pflcore.data import Federation, sources
 from pflcore.nn.models import cnn, lenet5, linear, mlp
+from pflcore.train.workers import one_thread
 
 BATCH, LR = 20, 0.005
 FOLDERS = {"mnist": "mnist", "cifar10": "cifar-10-batches-py"}
@@ -48,8 +49,9 @@ class Workload:
     epochs: int = 1
     rounds: int = 4  # timed ones, after the first
     power: float = 0.0  # sizes go by rank^-power; 0: all alike
+    # who needs how long for a round, as they say
+    published: Mapping[str, str] = field(default_factory=dict, hash=False)
     evaluate: bool = False  # everybody's test samples, after each round
-    published: tuple[tuple[str, str], ...] = ()  # who needs how long for a round, as they say
 
     def build(self) -> nn.Module:
         return (MODELS | PUBLISHED)[self.model]()
@@ -66,55 +68,29 @@ WORKLOADS = {
     w.name: w
     for w in (
         Workload(
-            "flute-lr",
-            "logistic regression",
-            "mnist",
-            1000,
-            10,
-            60_000,
-            10_000,
-            10,
-            0.03,
+            "flute-lr", "logistic regression", "mnist", 1000, 10, 60_000, 10_000, 10, 0.03,
             rounds=100,
             power=0.6,
-            published=(
-                ("flwr", "18.1 s (1.0, CPU)"),
-                ("FLUTE", "2.0 s (CPU), .86 s (GPU)"),
-                ("FedML", "1.9 s (GPU)"),
-            ),
+            published={
+                "flwr": "18.1 s (1.0, CPU)",
+                "FLUTE": "2.0 s (CPU), .86 s (GPU)",
+                "FedML": "1.9 s (GPU)",
+            },
         ),
         Workload(
-            "pfllib-mnist",
-            "cnn",
-            "mnist",
-            20,
-            20,
-            52_500,
-            10_000,
-            10,
-            0.005,
+            "pfllib-mnist", "cnn", "mnist", 20, 20, 52_500, 10_000, 10,
             rounds=5,
-            published=(("PFLlib", "17 to 18 s, evaluation included (RTX 5090)"),),
+            published={"PFLlib": "17 to 18 s, evaluation included (RTX 5090)"},
         ),
         Workload(
-            "blazefl-cnn",
-            "tutorial cnn",
-            "cifar10",
-            100,
-            100,
-            50_000,
-            10_000,
-            50,
-            0.1,
-            5,
-            rounds=5,
-            published=(
-                ("flwr", "76, 42, 13 s (1, 2, 16 workers and 4 RTX 6000)"),
-                ("BlazeFL", "34, 19, 5.0 s (1, 2, 16 threads and 4 RTX 6000)"),
-            ),
+            "blazefl-cnn", "tutorial cnn", "cifar10", 100, 100, 50_000, 10_000, 50, 0.1, 5, 5,
+            published={
+                "flwr": "76, 42, 13 s (1, 2, 16 workers and 4 RTX 6000)",
+                "BlazeFL": "34, 19, 5.0 s (1, 2, 16 threads and 4 RTX 6000)",
+            },
         ),
     )
-}
+}  # fmt: skip
 
 
 def is_real(data: str) -> bool:
@@ -122,32 +98,26 @@ def is_real(data: str) -> bool:
     downloaded for a benchmark."""
     if data == "cifar10" and importlib.util.find_spec("torchvision") is None:
         return False
-    return (
-        data in FOLDERS
-        and (Path(os.environ.get("PFLCORE_DATA", "/nowhere")) / FOLDERS[data]).is_dir()
-    )
+    folder = Path(os.environ.get("PFLCORE_DATA", "/nowhere"))
+    return data in FOLDERS and (folder / FOLDERS[data]).is_dir()
 
 
 @functools.lru_cache(2)
 def pool(data: str, samples: int, tests: int) -> tuple[Tensor, Tensor]:
     """`samples` training and then `tests` test images x [n, ...], and their labels y [n]."""
-    if is_real(data):
-        source = sources.load(data)
-        if samples > len(source.x_train) or tests > len(source.x_test):
-            raise ValueError(
-                f"{data}: expected {samples} and {tests} images, it has {len(source.x_train)} and "
-                f"{len(source.x_test)}."
-            )
-        order = torch.randperm(len(source.x_train), generator=torch.Generator().manual_seed(0))[
-            :samples
-        ]
-        return torch.cat([source.x_train[order], source.x_test[:tests]]), torch.cat(
-            [source.y_train[order], source.y_test[:tests]]
+    gen = torch.Generator().manual_seed(0)
+    if not is_real(data):
+        n, shape = samples + tests, SHAPES.get(data, SHAPES["mnist"])
+        return torch.randn(n, *shape, generator=gen), torch.randint(10, (n,), generator=gen)
+    source = sources.load(data)
+    there = len(source.x_train), len(source.x_test)
+    if samples > there[0] or tests > there[1]:
+        raise ValueError(
+            f"{data}: expected {samples} and {tests} images, it has {there[0]} and {there[1]}."
         )
-    gen, n = torch.Generator().manual_seed(0), samples + tests
-    return torch.randn(n, *SHAPES.get(data, SHAPES["mnist"]), generator=gen), torch.randint(
-        10, (n,), generator=gen
-    )
+    order = torch.randperm(there[0], generator=gen)[:samples]
+    x = torch.cat([source.x_train[order], source.x_test[:tests]])
+    return x, torch.cat([source.y_train[order], source.y_test[:tests]])
 
 
 @functools.lru_cache(4)
@@ -176,6 +146,25 @@ def train(model: nn.Module, w: Workload, client: int) -> int:
     for _ in range(w.epochs):
         epoch(model, optimizer, x, y, w.batch)
     return len(x)
+
+
+def plain_loop(model: nn.Module, w: Workload) -> Callable[[Sequence[int], Sequence[float]], None]:
+    """What one writes without a framework: one nn.Module, torch.optim.SGD, one client after
+    another, on one thread. A round of these clients with these shares in the mean."""
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+
+    @one_thread()
+    def round(cohort: Sequence[int], share: Sequence[float]) -> None:
+        total = {k: torch.zeros_like(v) for k, v in state.items()}
+        for i, s in zip(cohort, share, strict=True):
+            model.load_state_dict(state)
+            train(model, w, i)
+            for k, v in model.state_dict().items():
+                total[k].add_(v, alpha=s)
+        state.update(total)
+        model.load_state_dict(state)
+
+    return round
 
 
 @torch.no_grad()

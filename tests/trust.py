@@ -76,7 +76,7 @@ def faults():
 
 def bad_inputs():
     count, _, good = tested(
-        "tests/package/test_arguments.py",
+        "tests/internal/package/test_arguments.py",
         "tests/cli/test_bad_input.py",
         "tests/package/test_supply.py",
     )

@@ -3,140 +3,103 @@ reconstructions beside the originals."""
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 
 from bench.papers import privacy
-from pflcore.check import refuse
+from bench.problem import parsed
+from bench.table import markdown
+from pflcore.check import Count, Whole, check_fields
 from pflcore.cli.experiment import algorithm
-from pflcore.data import SOURCES, Federation, Source, load
-from pflcore.nn.models import MODELS, model_for
+from pflcore.data import Federation, Source, load
+from pflcore.nn.models import model_for
 from pflcore.train import Net, Training
+
+SHAPE = ("activation", "pool", "bias")
+PLAYED = ("clients", "samples", "rounds", "shadows", "ratios", "seed", "workers")
+ASIDE = ("algorithms", "workers", "out", "quiet")  # change no result
+LIKENESS = ("confidence", "oracle", "correlation", "ssim", "mse")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Attacks what travels: membership inference and model inversion against uploads."""
+
+    algorithms: tuple[str, ...] = ("fedavg", "factorized_waffle")  # whose uploads are attacked
+    data: str = "fashion_mnist"  # images, cut at random among clients
+    model: str = "mlp"
+    activation: Literal["tanh", "relu"] | None = None  # of lenet5, as pool and bias are
+    pool: Literal["avg", "max"] | None = None
+    bias: bool = True
+    ranks: tuple[int, ...] = ()  # factors of factorized layers; default: 3 for 5 outputs
+    clients: Count = 4
+    samples: Count = 1000  # training samples of a client
+    rounds: Count = 20
+    epochs: Count = 5
+    batch_size: Count = 20
+    lr: float = 0.1
+    shadows: Whole = 3  # shadow federations on other data
+    ratios: Whole = 16  # federations for LiRA; 0: without
+    views: tuple[privacy.View, ...] = privacy.VIEWS  # of a factorized upload
+    steps: Whole = 5000  # of model inversion; 0: without
+    seed: int = 0
+    workers: int | None = None
+    out: Path = Path("runs/attack")  # folder of the results, table.md and the pictures
+    quiet: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not (self.shadows or self.ratios):
+            raise ValueError(
+                "shadows, ratios: expected at least one federation for one of them, got none."
+            )
 
 
 def main(argv: Sequence[str]) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser("pflcore attack", description=__doc__)
-    parser.add_argument(
-        "--algorithms",
-        nargs="+",
-        default=["fedavg", "factorized_waffle"],
-        help="whose uploads are attacked",
-    )
-    parser.add_argument(
-        "--data",
-        default="fashion_mnist",
-        choices=sorted(SOURCES),
-        help="images, cut at random among clients",
-    )
-    parser.add_argument("--model", default="mlp", choices=sorted(MODELS))
-    parser.add_argument(
-        "--activation", choices=("tanh", "relu"), help="of lenet5, as --pool and --no-bias are"
-    )
-    parser.add_argument("--pool", choices=("avg", "max"))
-    parser.add_argument("--no-bias", dest="bias", action="store_false", default=None)
-    parser.add_argument(
-        "--ranks",
-        nargs="+",
-        type=int,
-        default=[],
-        help="factors of factorized layers; default: 3 for 5 outputs",
-    )
-    parser.add_argument("--clients", type=int, default=4)
-    parser.add_argument("--samples", type=int, default=1000, help="training samples of a client")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--batch-size", type=int, default=20)
-    parser.add_argument("--lr", type=float, default=0.1)
-    parser.add_argument("--shadows", type=int, default=3, help="shadow federations on other data")
-    parser.add_argument("--ratios", type=int, default=16, help="federations for LiRA; 0: without")
-    parser.add_argument(
-        "--views",
-        nargs="+",
-        default=list(privacy.VIEWS),
-        choices=privacy.VIEWS,
-        help="of a factorized upload",
-    )
-    parser.add_argument("--steps", type=int, default=5000, help="of model inversion; 0: without")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int)
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("runs/attack"),
-        help="folder of attack.json, table.md and the pictures",
-    )
-    parser.add_argument("--quiet", action="store_true")
-    got = parser.parse_args(argv)
-    least = {"clients": 1, "samples": 1, "rounds": 1, "shadows": 0, "ratios": 0, "steps": 0}
-    for option, at_least in least.items():
-        if getattr(got, option) < at_least:
-            refuse(option, f"a whole number, at least {at_least}", getattr(got, option))
-    if not (got.shadows or got.ratios):
-        raise ValueError(
-            "shadows, ratios: expected at least one federation for one of them, got none."
-        )
-    hypers = {
-        n: {"ranks": tuple(got.ranks)} if n == "factorized_waffle" else {} for n in got.algorithms
-    }
-    attacked = {n: algorithm(n, h) for n, h in hypers.items()}
+    got = parsed(Options, "pflcore attack", __doc__, argv)
+    ranks = {"factorized_waffle": {"ranks": tuple(got.ranks)}}
+    attacked = {n: algorithm(n, ranks.get(n)) for n in got.algorithms}
     training = Training(lr=got.lr, batch_size=got.batch_size, epochs=got.epochs)
     source = load(got.data)
-    pool = source.x_train, source.y_train
-    say = (lambda text: None) if got.quiet else lambda text: print(text, flush=True)
-    options: dict[str, Any] = {
-        k: getattr(got, k)
-        for k in ("clients", "samples", "rounds", "shadows", "ratios", "seed", "workers")
-    }
     try:
         got.out.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise ValueError(
             f"out: expected a folder that can be written, got {got.out} ({e.strerror})."
         ) from None
-    shape = {
-        k: getattr(got, k) for k in ("activation", "pool", "bias") if getattr(got, k) is not None
-    }
-
-    def make() -> nn.Module:
-        return model_for(got.model, tuple(source.x_train.shape[1:]), source.classes, **shape)
-
+    shape = {k: getattr(got, k) for k in SHAPE if getattr(got, k) not in (None, True)}
+    make = partial(model_for, got.model, tuple(source.x_train.shape[1:]), source.classes, **shape)
+    options: dict[str, Any] = {k: getattr(got, k) for k in PLAYED}
+    asked = {k: str(v) for k, v in vars(got).items() if k not in ASIDE}
+    say = (lambda text: None) if got.quiet else partial(print, flush=True)
     oracle: Callable[[Tensor], Tensor] | None = None
     results: dict[str, Any] = {}
     for name, alg in attacked.items():
         done = got.out / f"{name}.json"
-        settings = {
-            k: str(v)
-            for k, v in vars(got).items()
-            if k not in ("algorithms", "workers", "out", "quiet")
-        }
         # an interrupted command goes on here
-        if done.exists() and json.loads(done.read_text())["asked"] == settings:
-            results[name] = json.loads(done.read_text())
+        results[name] = json.loads(done.read_text()) if done.exists() else {}
+        if results[name].get("asked") == asked:
             continue
-        result = privacy.membership(
+        pool = source.x_train, source.y_train
+        found = privacy.membership(
             alg, make, pool, source.classes, training, names=got.views, say=say, **options
         )
-        results[name] = {"asked": settings, "membership": [v._asdict() for v in result.verdicts]}
+        results[name] = {"asked": asked, "membership": [v._asdict() for v in found.verdicts]}
         if got.steps:
             oracle = oracle or judge(source, make, training, got.seed, got.workers)
-            upload, mine = result.upload, result.game.candidates[0][result.game.member[0]]
-            rows = {
-                view: r[0]
-                for view, r in privacy.views(alg, upload, result.known, got.seed, got.views).items()
-            }
-            x, y = pool[0][mine], pool[1][mine]
-            results[name]["inversion"] = inversion(
-                upload.net, rows, x, y, source, oracle, got.steps, got.out / f"{name}.png"
-            )
+            seen = privacy.views(alg, found.upload, found.known, got.seed, got.views)
+            mine = found.game.candidates[0][found.game.member[0]]
+            models = {view: partial(found.upload.net, rows[0]) for view, rows in seen.items()}
+            samples, path = (pool[0][mine], pool[1][mine]), got.out / f"{name}.png"
+            results[name]["inversion"] = inversion(models, samples, source, oracle, got.steps, path)
         done.write_text(json.dumps(results[name]) + "\n", encoding="utf-8")
         (got.out / "table.md").write_text(table(results), encoding="utf-8")
     print(table(results))
@@ -152,18 +115,16 @@ def judge(
 ) -> Callable[[Tensor], Tensor]:
     """A model of the adversary's own, trained on data of nobody here: it says what a reconstruction
     looks like to a stranger."""
-    n = len(source.y_test)
-    data = Federation(source.x_test, source.y_test, {"train": [torch.arange(n)]}, source.classes)
+    index = {"train": [torch.arange(len(source.y_test))]}
+    data = Federation(source.x_test, source.y_test, index, source.classes)
     net = Net(make, seed=seed + 99)
     upload = privacy.intercept(algorithm("fedavg"), net, data, training, 1, seed + 99, workers)
-    return lambda x: net(upload.row[0], x)
+    return partial(net, upload.row[0])
 
 
 def inversion(
-    net: Net,
-    rows: Mapping[str, Tensor],
-    x: Tensor,
-    y: Tensor,
+    models: Mapping[str, Callable[[Tensor], Tensor]],
+    samples: privacy.Samples,
     source: Source,
     oracle: Callable[[Tensor], Tensor],
     steps: int,
@@ -173,21 +134,19 @@ def inversion(
     images; draws them into `path`."""
     mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in (source.mean, source.std))
     low, high = -mean / std, (1 - mean) / std
-    classes = [c for c in range(source.classes) if bool((y == c).any())]
-    real = torch.stack([x[y == c].mean(0) for c in classes])
-    targets = torch.tensor(classes)
+    x, y = samples
+    targets = y.unique()
+    real = torch.stack([x[y == c].mean(0) for c in targets])
     out, pictures = {}, {"class mean": real}
-    for view, row in rows.items():
+    for view, model in models.items():
         start = low.expand_as(real).clone()
-        made, sure = privacy.invert(
-            partial(net, row), start, targets, steps=steps, low=low, high=high
-        )
+        made, sure = privacy.invert(model, start, targets, steps=steps, low=low, high=high)
         with torch.no_grad():
-            p = oracle(made).softmax(1)
+            said = oracle(made).softmax(1).argmax(1)
         out[view] = {
             **privacy.likeness(made * std + mean, real * std + mean, 1.0),
             "confidence": float(sure.mean()),
-            "oracle": float((p.argmax(1) == targets).double().mean()),
+            "oracle": float((said == targets).double().mean()),
         }
         pictures[view] = made
     try:
@@ -201,35 +160,27 @@ def inversion(
 
 def table(results: Mapping[str, Any]) -> str:
     """Markdown: membership inference with 95 % intervals, then model inversion."""
-    lines = [
-        "| upload of | seen as | attack | accuracy | F1 | AUC | TPR at 1 % FPR | right on members "
-        "| on others |",
-        "|:---|:---|:---|" + "---:|" * 6,
+    rows = [
+        "upload of | seen as | attack | accuracy | F1 | AUC | TPR at 1 % FPR | right on members | "
+        "on others"
+    ]
+    images = [
+        "upload of | seen as | own confidence | a stranger sees the class | correlation | SSIM | "
+        "MSE"
     ]
     for name, result in results.items():
         for v in result["membership"]:
-            cells = [
-                f"{100 * v['value'][k]:.1f} ({100 * v['interval'][k][0]:.1f} to "
-                f"{100 * v['interval'][k][1]:.1f})"
-                for k in ("accuracy", "f1", "auc", "tpr")
-            ]
-            lines.append(
-                f"| {name} | {v['view']} | {v['attack']} | {' | '.join(cells)} | "
-                f"{100 * v['train']:.1f} | {100 * v['test']:.1f} |"
+            low_high = v["interval"]
+            cells = " | ".join(
+                f"{100 * x:.1f} ({100 * low_high[k][0]:.1f} to {100 * low_high[k][1]:.1f})"
+                for k, x in v["value"].items()
             )
-    if any("inversion" in r for r in results.values()):
-        keys = ("confidence", "oracle", "correlation", "ssim", "mse")
-        lines += [
-            "",
-            "| upload of | seen as | own confidence | a stranger sees the class | correlation | "
-            "SSIM | MSE |",
-            "|:---|:---|" + "---:|" * 5,
-        ]
-        for name, result in results.items():
-            for view, v in result.get("inversion", {}).items():
-                lines.append(
-                    f"| {name} | {view} | " + " | ".join(f"{v[k]:.3f}" for k in keys) + " |"
-                )
+            right = f"{100 * v['train']:.1f} | {100 * v['test']:.1f}"
+            rows.append(f"{name} | {v['view']} | {v['attack']} | {cells} | {right}")
+        for view, v in result.get("inversion", {}).items():
+            cells = " | ".join(f"{v[k]:.3f}" for k in LIKENESS)
+            images.append(f"{name} | {view} | {cells}")
+    lines = markdown(rows) + (["", *markdown(images)] if len(images) > 1 else [])
     return (
         "\n".join(lines)
         + "\n\nIn percent, with 95 % intervals over samples; images against the client's mean "

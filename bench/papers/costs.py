@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from bench.table import markdown
 from pflcore.algorithms import Algorithm
 from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
@@ -65,10 +66,8 @@ def cost(
     net = model if isinstance(model, Net) else Net(model)
     each = batch_size + -(-batch_size // 4) if algorithm.traits.needs_val else batch_size
     gen = torch.Generator().manual_seed(0)
-    x, y = (
-        torch.randn(n * each, *shape, generator=gen),
-        torch.randint(0, classes, (n * each,), generator=gen),
-    )
+    x = torch.randn(n * each, *shape, generator=gen)
+    y = torch.randint(0, classes, (n * each,), generator=gen)
     data = Federation(x, y, {"train": list(torch.arange(n * each).split(each))}, classes)
     data = held_out(data) if algorithm.traits.needs_val else data
     s = Setting(
@@ -80,15 +79,9 @@ def cost(
     with FlopCounterMode(display=False, custom_mapping=_own_ops()) as counter:
         algorithm, spent = _with_counter(algorithm, counter)
         state, done = step(Setup(algorithm, s), state, torch.arange(n))
-    row = net.size * net.w0.element_size()
-    client, server = spent["train"] / n * samples / each, spent["send"] + spent["update"]
-    return Cost(
-        done.bytes_down / n / row,
-        done.bytes_up / n / row,
-        (done.bytes_down + done.bytes_up) / n,
-        client,
-        server,
-    )
+    row, (down, up) = net.size * net.w0.element_size(), (done.bytes_down / n, done.bytes_up / n)
+    client = spent["train"] / n * samples / each
+    return Cost(down / row, up / row, down + up, client, spent["send"] + spent["update"])
 
 
 def _with_counter(
@@ -129,15 +122,13 @@ def _own_ops() -> dict[Any, Any]:
 def table(costs: dict[str, Cost], samples: int) -> str:
     """Markdown: traffic in models and MiB, operations per client and round."""
     base = next(iter(costs.values())).client
-    lines = [
-        f"| method | models down | models up | MiB | FLOPs for {samples:,} samples | of the first "
-        "| server FLOPs |",
-        "|:---|---:|---:|---:|---:|---:|---:|",
+    rows = [
+        f"method | models down | models up | MiB | FLOPs for {samples:,} samples | of the first | "
+        "server FLOPs"
     ]
-    for name, c in costs.items():
-        cells = (
-            f"{c.models_down:.2f} | {c.models_up:.2f} | {c.bytes / MIB:.2f} | {c.client:.2e} | "
-            f"{c.client / base:.2f} | {c.server:.1e}"
-        )
-        lines.append(f"| {name} | {cells} |")
-    return "\n".join(lines) + "\n"
+    rows += [
+        f"{name} | {c.models_down:.2f} | {c.models_up:.2f} | {c.bytes / MIB:.2f} | "
+        f"{c.client:.2e} | {c.client / base:.2f} | {c.server:.1e}"
+        for name, c in costs.items()
+    ]
+    return "\n".join([*markdown(rows), ""])

@@ -42,11 +42,11 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
-from pflcore.cli.experiment import Job, Options, federation, jobs
+from pflcore.cli.experiment import Job, Options, described, federation, jobs
 from pflcore.data import CROSS_SILO, SOURCES, TABULAR
 from pflcore.data.roles import Protocol, cross_device, cross_silo, everybody
 from pflcore.results.record import plain, slug
@@ -55,37 +55,17 @@ from pflcore.train.random import STREAM
 
 PLANS = Path(__file__).resolve().parent / "plans"
 EMPTY: dict[str, Any] = {
-    "about": "",
-    "paper": "",
-    "takes": "",
-    "options": {},
-    "training": {},
-    "model_options": {},
+    **dict.fromkeys(("about", "paper", "takes"), ""),
+    **{k: {} for k in ("options", "training", "model_options", "settings", "methods", "costs")},
+    **{k: {} for k in ("equal_compute", "reported", "expected", "checks")},
     "seeds": [0],
-    "settings": {},
-    "methods": {},
-    "equal_compute": {},
-    "reported": {},
-    "expected": {},
-    "checks": {},
     "against": None,
-    "costs": {},
     "groups": False,
     "like": None,
 }
-METHOD = {
-    "algorithm",
-    "options",
-    "training",
-    "grid",
-    "state_of",
-    "before",
-    "rounds",
-    "looks_ahead",
-    "vary",
-    "sizes",
-}
-OF_SETTING = {"training", "model_options", "partition_options", "method_options", "protocol"}
+TRAINED = {"algorithm", "options", "training", "grid", "before", "rounds", "looks_ahead"}
+METHOD = TRAINED | {"state_of", "vary", "sizes"}
+OF_SETTING = ("partition_options", "protocol", "training", "model_options", "method_options")
 CHECKS = {"tolerance", "hurt", "largest", "below", "above"}
 PROTOCOL = {"cross-silo": {"fractions"}, "cross-device": {"train", "val", "test", "seed"}}
 
@@ -118,57 +98,32 @@ class Task:
 
     @property
     def digest(self) -> str:
-        """What the run is, short, so that a record of something else is never taken for it. Only
-        what differs from the defaults counts."""
-        j = self.job
-        given = [
-            {k: v for k, v in vars(o).items() if v != vars(type(o)())[k] and k != "workers"}
-            for o in (j.options, j.training)
-        ]
-        what = [
-            j.algorithm,
-            *given,
-            dict(j.hyper),
-            dict(self.cut),
-            dict(self.shape),
-            dict(self.roles),
-            self.base and self.base.digest,
-            STREAM,
-        ]
-        return hashlib.blake2b(
-            json.dumps(plain(what), sort_keys=True).encode(), digest_size=8
-        ).hexdigest()
+        """What the run is, short, so that a record of something else is never taken for it."""
+        what = described([self.job], self.cut, self.shape)
+        base = self.base and self.base.digest
+        words = json.dumps(plain([what, dict(self.roles), base, STREAM]), sort_keys=True)
+        return hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
 
     def at(self, point: Mapping[str, Any]) -> Task:
         """The run at a grid's point."""
-        training = {
-            k.removeprefix("training."): v for k, v in point.items() if k.startswith("training.")
-        }
-        hyper = {k: v for k, v in point.items() if not k.startswith("training.")}
-        job = replace(
-            self.job,
-            training=replace(self.job.training, **training),
-            hyper={**self.job.hyper, **hyper},
-        )
-        return replace(self, job=job, grid={})
+        prefix = "training."
+        training = {k.removeprefix(prefix): v for k, v in point.items() if k.startswith(prefix)}
+        hyper = {k: v for k, v in point.items() if not k.startswith(prefix)}
+        how, hyper = replace(self.job.training, **training), {**self.job.hyper, **hyper}
+        return replace(self, job=replace(self.job, training=how, hyper=hyper), grid={})
 
     def protocol(self) -> Protocol:
         """Its data, and who trains, chooses and is reported."""
-        options, how = self.job.options, {k: v for k, v in self.roles.items() if k != "kind"}
-        if not self.roles:
+        options, how = self.job.options, dict(self.roles)
+        if not how:
             return everybody(federation(options, self.cut))
         # what comes with its clients is divided by the protocol, with the run's seed, and
         # standardised only then
-        cut = (
-            self.cut
-            if options.data in SOURCES
-            else {**self.cut, "fractions": {}, "standardize": False}
-        )
-        data, scaled = federation(options, cut), options.data in TABULAR
-        if self.roles["kind"] == "cross-silo":
-            return cross_silo(
-                data, how.get("fractions", CROSS_SILO), options.seed, standardize=scaled
-            )
+        whole = {} if options.data in SOURCES else {"fractions": {}, "standardize": False}
+        data, scaled = federation(options, {**self.cut, **whole}), options.data in TABULAR
+        if how.pop("kind") == "cross-silo":
+            fractions = how.get("fractions", CROSS_SILO)
+            return cross_silo(data, fractions, options.seed, standardize=scaled)
         return cross_device(data, **how, standardize=scaled)
 
 
@@ -192,74 +147,59 @@ def load(name: str) -> dict[str, Any]:
 def complete(plan: Mapping[str, Any]) -> dict[str, Any]:
     """The plan with every key. ValueError in one sentence for a key that is unknown or missing, or
     a name that nothing bears."""
-    if isinstance(plan, Mapping) and plan.get("like"):
+    plan = {} if not isinstance(plan, Mapping) else plan
+    if plan.get("like"):
         if plan["like"] not in plans():  # by name alone, so that no plan is like itself
             raise ValueError(f"like: expected one of {', '.join(plans())}, got {plan['like']!r}.")
         base = load(plan["like"])
-        plan = {
-            **base,
-            "takes": "",
-            **plan,
-            "options": {**base["options"], **plan.get("options", {})},
-        }
-    if (
-        not isinstance(plan, Mapping)
-        or not plan.get("methods")
-        or not (plan.get("settings") or plan.get("costs"))
-    ):
+        options = {**base["options"], **plan.get("options", {})}
+        plan = {**base, "takes": "", **plan, "options": options}
+    if not plan.get("methods") or not (plan.get("settings") or plan.get("costs")):
         raise ValueError(
             "plan: expected methods and settings (or methods and costs), got neither; see "
             "bench.papers.plan."
         )
+    own = {f.name for f in fields(Options)} - {"seed", "seeds"}
     _known("plan", plan, EMPTY)
     plan = {**EMPTY, **plan}
-    for key in [key for key, empty in EMPTY.items() if empty == {}]:
-        _known(key, plan[key], plan[key])
-    if not (
-        isinstance(plan["seeds"], list | tuple)
-        and plan["seeds"]
-        and all(type(s) is int for s in plan["seeds"])
-    ):
-        raise ValueError(
-            f"seeds: expected a list of whole numbers, at least one, got {plan['seeds']!r}."
-        )
-    own = {f.name for f in fields(Options)} - {"seed", "seeds"}
-    _known("options", plan["options"], own)
+    for key, empty in EMPTY.items():
+        if empty == {}:
+            known = {"options": own, "checks": CHECKS}
+            _known(key, plan[key], known.get(key, plan[key]))
+    seeds = plan["seeds"]
+    if not (isinstance(seeds, list | tuple) and seeds and all(type(s) is int for s in seeds)):
+        raise ValueError(f"seeds: expected a list of whole numbers, at least one, got {seeds!r}.")
+    _check_methods(plan["methods"])
+    for what in ("methods", "settings"):
+        for _, group in groupby(sorted(plan[what], key=slug), slug):
+            if len(names := list(group)) > 1:
+                names_ = " and ".join(names)
+                raise ValueError(f"{what}: {names_} would share their records' names; rename one.")
+    for what in CHECKS - {"tolerance"}:
+        _known(f"{what} of checks", plan["checks"].get(what, {}), plan["methods"])
+    for name, s in plan["settings"].items():
+        _known(f"setting {name!r}", s, own | {*OF_SETTING})
+        _known(f"method_options of {name!r}", s.get("method_options", {}), plan["methods"])
+        if (roles := s.get("protocol")) is not None:
+            kind = roles.get("kind") if isinstance(roles, Mapping) else None
+            if kind not in PROTOCOL:
+                kinds = " or ".join(PROTOCOL)
+                raise ValueError(f"protocol: expected the kind {kinds}, got {roles!r} in {name!r}.")
+            _known(f"protocol of {name!r}", roles, {"kind", *PROTOCOL[kind]})
+    return dict(plan)
+
+
+def _check_methods(methods: Mapping[str, Any]) -> None:
     above: dict[str, Any] = {}
-    for name, m in plan["methods"].items():
+    for name, m in methods.items():
         _known(f"method {name!r}", m, METHOD)
-        for key in ("state_of", "before"):
-            if key in m and (m[key] not in above or "state_of" in above[m[key]]):
+        for key in {"state_of", "before"} & {*m}:
+            if "state_of" in above.get(m[key], {"state_of": None}):
                 raise ValueError(
                     f"method {name!r}: expected {key} to be a method above it that is trained "
                     f"itself, got {m[key]!r}."
                 )
         above[name] = m
-    for what in ("methods", "settings"):
-        twice = [
-            names
-            for _, group in groupby(sorted(plan[what], key=slug), slug)
-            if len(names := list(group)) > 1
-        ]
-        if twice:
-            raise ValueError(
-                f"{what}: {' and '.join(twice[0])} would share their records' names; rename one."
-            )
-    _known("checks", plan["checks"], CHECKS)
-    for what in CHECKS - {"tolerance"}:
-        _known(f"{what} of checks", plan["checks"].get(what, {}), plan["methods"])
-    for name, s in plan["settings"].items():
-        _known(f"setting {name!r}", s, own | OF_SETTING)
-        _known(f"method_options of {name!r}", s.get("method_options", {}), plan["methods"])
-        roles = s.get("protocol")
-        if roles is not None:
-            if not isinstance(roles, Mapping) or roles.get("kind") not in PROTOCOL:
-                raise ValueError(
-                    f"protocol: expected the kind {' or '.join(PROTOCOL)}, got {roles!r} in "
-                    f"{name!r}."
-                )
-            _known(f"protocol of {name!r}", roles, {"kind", *PROTOCOL[roles["kind"]]})
-    return plan
 
 
 def _known(what: str, got: Mapping[str, Any], keys: Any) -> None:
@@ -280,29 +220,22 @@ def shortened(plan: Mapping[str, Any], rounds: int) -> tuple[dict[str, Any], lis
         raise ValueError(f"rounds: expected at least 1, got {rounds}.")
     planned, methods, said = plan["options"].get("rounds", Options.rounds), {}, []
 
-    def own(part: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            **part,
-            **(
-                {"rounds": max(1, round(part["rounds"] * rounds / planned))}
-                if part.get("rounds")
-                else {}
-            ),
-        }
+    def own(part: Mapping[str, Any], key: str = "rounds", least: int = 1) -> dict[str, Any]:
+        """The part with this number, if it has one, in proportion."""
+        if not part.get(key):
+            return dict(part)
+        return {**part, key: max(least, round(part[key] * rounds / planned))}
 
     for name, m in plan["methods"].items():
-        warm = m.get("options", {}).get("warm")
         methods[name] = own(m)
-        if warm:
-            methods[name]["options"] = m["options"] | {"warm": round(warm * rounds / planned)}
+        if warm := m.get("options", {}).get("warm"):
+            options = methods[name]["options"] = own(m["options"], "warm", 0)
             said.append(
-                f"{name}: {round(warm * rounds / planned)} warm rounds of {rounds}, as {warm} of "
-                f"{planned}."
+                f"{name}: {options['warm']} warm rounds of {rounds}, as {warm} of {planned}."
             )
-    settings = {name: own(s) for name, s in plan["settings"].items()}
     whole = {
         "options": plan["options"] | {"rounds": rounds},
-        "settings": settings,
+        "settings": {name: own(s) for name, s in plan["settings"].items()},
         "methods": methods,
         "expected": {},
         "checks": {},
@@ -341,7 +274,7 @@ def tasks(
     seeds: int | None = None,
     methods: Sequence[str] | None = None,
     settings: Sequence[str] | None = None,
-    equal: bool = False,
+    equal_compute: bool = False,
     **options: Any,
 ) -> list[Task]:
     """The runs of a plan, setting by setting; every name and option checked before the first is
@@ -350,66 +283,43 @@ def tasks(
     bases = {m.get("state_of") for m in plan["methods"].values()}
     for setting in chosen("settings", plan, settings):
         own = dict(plan["settings"][setting])
-        cut, roles, common, shape, theirs = (
-            own.pop(k, None) or {}
-            for k in (
-                "partition_options",
-                "protocol",
-                "training",
-                "model_options",
-                "method_options",
-            )
-        )
+        cut, roles, common, shape, theirs = (own.pop(k, None) or {} for k in OF_SETTING)
+        asked = Options(**{**plan["options"], **own, **options})
         shape = {**plan["model_options"], **shape}
         trained: dict[tuple[str, str, int], Task] = {}
         for method in wanted:
             m = plan["methods"][method]
             base = m.get("state_of")
-            asked = Options(**{**plan["options"], **own, **options})
             rounds = plan["methods"][base or method].get("rounds", asked.rounds)
-            asked = replace(asked, rounds=rounds, eval_every=asked.eval_every or max(1, rounds))
+            of_run = replace(asked, rounds=rounds, eval_every=asked.eval_every or max(1, rounds))
             variants = {"": m.get("training", {})}
-            if equal and plan["equal_compute"] and not m.get("looks_ahead"):
+            if equal_compute and plan["equal_compute"] and not m.get("looks_ahead"):
                 variants["equal compute"] = {**variants[""], **plan["equal_compute"]}
-            hyper = {
-                k: tuple(v) if isinstance(v, list) else v
-                for k, v in {**m.get("options", {}), **theirs.get(method, {})}.items()
-            }
-            for variant, training in variants.items():
-                for seed in seeds_of(plan["seeds"], seeds):
-                    try:
-                        how = Training(**{**plan["training"], **common, **training})
-                        (job,) = jobs(
-                            [m["algorithm"]],
-                            replace(asked, seed=seed),
-                            how,
-                            {m["algorithm"]: hyper},
-                        )
-                    except TypeError as e:
-                        raise ValueError(
-                            f"options: {method!r} does not take these ({e})."
-                        ) from None
-                    except ValueError as e:
-                        raise ValueError(f"method {method!r}: {e}") from None
-                    keeps = not base and (method in bases or "vary" in m or "sizes" in m)
-                    task = Task(
-                        method,
-                        setting,
-                        variant,
-                        job,
-                        cut,
-                        shape,
-                        roles,
-                        m.get("grid", {}),
-                        keeps=keeps,
-                    )
-                    trained[method, variant, seed] = task
-                    out.append(
-                        replace(
-                            task,
-                            base=trained.get((base, variant, seed), trained.get((base, "", seed))),
-                        )
-                        if base
-                        else task
-                    )
+            given = {**m.get("options", {}), **theirs.get(method, {})}
+            hyper = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+            keeps = not base and (method in bases or "vary" in m or "sizes" in m)
+            part = (cut, shape, roles, m.get("grid", {}))
+            for variant, seed in product(variants, seeds_of(plan["seeds"], seeds)):
+                training = {**plan["training"], **common, **variants[variant]}
+                job = _job(method, m["algorithm"], replace(of_run, seed=seed), training, hyper)
+                of_base = trained.get((base, variant, seed), trained.get((base, "", seed)))
+                task = Task(method, setting, variant, job, *part, base=of_base, keeps=keeps)
+                trained[method, variant, seed] = task
+                out.append(task)
     return out
+
+
+def _job(
+    method: str,
+    name: str,
+    options: Options,
+    training: Mapping[str, Any],
+    hyper: Mapping[str, Any],
+) -> Job:
+    """One checked run. ValueError, which names the method."""
+    try:
+        return jobs([name], options, Training(**training), {name: hyper})[0]
+    except TypeError as e:
+        raise ValueError(f"options: {method!r} does not take these ({e}).") from None
+    except ValueError as e:
+        raise ValueError(f"method {method!r}: {e}") from None

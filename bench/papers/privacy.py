@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -92,15 +92,10 @@ def intercept(
 def uploaded(up: Mapping[str, Tensor], down: Tensor | None, size: int) -> Tensor:
     """The models [S, P] that an upload shows: as sent ("w"), or the received model and its change
     ("delta")."""
-    for key in ("w", "delta"):
+    for key, start in (("w", 0), ("delta", down)):
         v = up.get(key)
-        if (
-            v is not None
-            and v.dim() == 2
-            and v.shape[1] == size
-            and (key == "w" or down is not None)
-        ):
-            return v if key == "w" or down is None else down + v
+        if v is not None and start is not None and v.dim() == 2 and v.shape[1] == size:
+            return v + start
     raise ValueError(
         f"algorithm: its upload ({', '.join(up) or 'nothing'}) shows no client's model; choose one "
         "whose clients send a model."
@@ -108,7 +103,8 @@ def uploaded(up: Mapping[str, Tensor], down: Tensor | None, size: int) -> Tensor
 
 
 Samples = tuple[Tensor, Tensor]
-VIEWS = ("all", "prior", "random", "adaptive", "trace", "own")
+View = Literal["all", "prior", "random", "adaptive", "trace", "own"]
+VIEWS: tuple[View, ...] = get_args(View)
 
 
 @one_thread()
@@ -151,14 +147,12 @@ def fit_scores(
     """The scores b [F] in (0, 1) with which the dictionary `row` [P] suits these samples best, by
     Adam."""
     logit = torch.zeros(len(at), dtype=row.dtype, requires_grad=True)
-    m, v = torch.zeros_like(row[at]), torch.zeros_like(row[at])
-    for k in range(1, steps + 1):
-        (g,) = torch.autograd.grad(
-            net.loss(row.index_copy(0, at, row[at] * logit.sigmoid()), *known), logit
-        )
-        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
-        with torch.no_grad():
-            logit -= lr * (m / (1 - 0.9**k)) / ((v / (1 - 0.999**k)).sqrt() + 1e-8)
+    optimizer = torch.optim.Adam([logit], lr)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = net.loss(row.index_copy(0, at, row[at] * logit.sigmoid()), *known)
+        (logit.grad,) = torch.autograd.grad(loss, logit)
+        optimizer.step()
     return logit.detach().sigmoid()
 
 
@@ -174,12 +168,8 @@ def trace(net: Net, upload: Upload) -> Tensor:
             for p in ("w_a", "w_b")
         )
         size = (w_a.norm(dim=1) * w_b.norm(dim=2)).sqrt()
-        usual = (
-            size.sort(1, descending=True)
-            .values[:, : (size.shape[1] + 1) // 2]
-            .median(1, keepdim=True)
-            .values
-        )
+        upper = size.topk((size.shape[1] + 1) // 2, 1).values
+        usual = upper.median(1, keepdim=True).values
         trace.append((size / usual.clamp(min=1e-30)).clamp(max=1))
     return torch.cat(trace, 1)
 
@@ -213,18 +203,13 @@ def intervals(
 ) -> dict[str, tuple[float, float]]:
     """95 % intervals of `measures`, by resampling members and others, each among themselves."""
     rng, member = np.random.RandomState(seed), member.bool()
-    groups = [member.nonzero()[:, 0].numpy(), (~member).nonzero()[:, 0].numpy()]
-    intervals = []
+    groups = [side.nonzero()[:, 0].numpy() for side in (member, ~member)]
+    drawn = []
     for _ in range(draws):
         at = torch.from_numpy(np.concatenate([g[rng.randint(len(g), size=len(g))] for g in groups]))
-        intervals.append(measures(score[at], member[at], threshold))
-    return {
-        k: (
-            float(np.percentile([f[k] for f in intervals], 2.5)),
-            float(np.percentile([f[k] for f in intervals], 97.5)),
-        )
-        for k in intervals[0]
-    }
+        drawn.append(measures(score[at], member[at], threshold))
+    limits = {k: np.percentile([d[k] for d in drawn], [2.5, 97.5]).tolist() for k in drawn[0]}
+    return {k: (low, high) for k, (low, high) in limits.items()}
 
 
 # -- membership inference ----------------------------------------------------
@@ -256,12 +241,8 @@ class Game:
 def logits(net: Net, rows: Tensor, x: Tensor, candidates: Tensor) -> Tensor:
     """Each client's model on its candidates: [N, 2 m, C]."""
     with torch.no_grad():
-        return torch.stack(
-            [
-                torch.cat([net(r, x[part]) for part in c.split(250)])
-                for r, c in zip(rows, candidates, strict=True)
-            ]
-        )
+        each = zip(rows, candidates, strict=True)
+        return torch.stack([torch.cat([net(r, x[at]) for at in c.split(250)]) for r, c in each])
 
 
 @one_thread()
@@ -329,12 +310,9 @@ def lira(shadow: Tensor, inside: Tensor, target: Tensor) -> Tensor:
     """
 
     def normal(side: Tensor) -> tuple[Tensor, Tensor]:
-        count = side.sum(0)
-        mean = torch.where(
-            count > 0,
-            (shadow * side).sum(0) / count.clamp(min=1),
-            (shadow * side).sum() / side.sum().clamp(min=1),
-        )
+        count, inside = side.sum(0), shadow * side
+        all_ = inside.sum() / side.sum().clamp(min=1)
+        mean = torch.where(count > 0, inside.sum(0) / count.clamp(min=1), all_)
         free = (count - 1).clamp(min=0).sum().clamp(min=1)  # each candidate's mean takes one
         return mean, ((((shadow - mean) ** 2) * side).sum() / free).sqrt().clamp(min=1e-6)
 
@@ -414,49 +392,35 @@ def membership(
         }
 
     target = Game.draw(blocks[0], seed)
+    shadow = [Game.draw(b, seed + i) for i, b in enumerate(blocks[1:], 1)]
+    ratio = [Game.draw(blocks[0], seed + 1000 + i) for i in range(ratios)]
     upload, traces = played(target, 0)
-    shadow = [
-        (g, played(g, i)[1])
-        for i, g in enumerate((Game.draw(b, seed + i) for i, b in enumerate(blocks[1:], 1)), 1)
-    ]
-    ratio = [
-        (g, played(g, i)[1])
-        for i, g in enumerate(
-            (Game.draw(blocks[0], seed + 1000 + i) for i in range(ratios)), 1 + shadows
-        )
-    ]
-    labels, member = y[target.candidates].flatten(), target.member.flatten()
+    of_shadow = [played(g, i)[1] for i, g in enumerate(shadow, 1)]
+    of_ratio = [played(g, i)[1] for i, g in enumerate(ratio, 1 + shadows)]
+
+    def flat(games: Sequence[Game]) -> tuple[Tensor, Tensor]:
+        """Labels and membership of their candidates: [games, n]."""
+        labels = torch.stack([y[g.candidates].flatten() for g in games])
+        return labels, torch.stack([g.member.flatten() for g in games])
+
+    (labels,), (member,) = flat([target])
     out = []
     for view, z in traces.items():
         z = z.flatten(0, 1)
         right = (z.argmax(1) == labels).double()
         tries: dict[str, tuple[Tensor, float]] = {}
         if shadow:
-            parts = [
-                (seen[view].flatten(0, 1), y[g.candidates].flatten(), g.member.flatten())
-                for g, seen in shadow
-            ]
-            records = (
-                torch.cat([p[0] for p in parts]),
-                torch.cat([p[1] for p in parts]),
-                torch.cat([p[2] for p in parts]),
-            )
-            tries["shadow models"] = shokri(records, (z, labels), classes, seed), 0.5
+            of_all, inside = (v.flatten() for v in flat(shadow))
+            scores = torch.cat([seen[view].flatten(0, 1) for seen in of_shadow])
+            guessed = shokri((scores, of_all, inside), (z, labels), classes, seed)
+            tries["shadow models"] = guessed, 0.5
         if ratio:
-            phi = torch.stack([confidence(s[view].flatten(0, 1), labels) for _, s in ratio])
-            tries["LiRA"] = (
-                lira(
-                    phi, torch.stack([g.member.flatten() for g, _ in ratio]), confidence(z, labels)
-                ),
-                0.0,
-            )
+            phi = torch.stack([confidence(s[view].flatten(0, 1), labels) for s in of_ratio])
+            tries["LiRA"] = lira(phi, flat(ratio)[1], confidence(z, labels)), 0.0
         for attack, (score, threshold) in tries.items():
             value = measures(score, member, threshold), intervals(score, member, threshold)
-            out.append(
-                Verdict(
-                    view, attack, *value, float(right[member].mean()), float(right[~member].mean())
-                )
-            )
+            sides = (float(right[side].mean()) for side in (member, ~member))
+            out.append(Verdict(view, attack, *value, *sides))
     return Attacked(out, upload, target, (x[known], y[known]))
 
 
@@ -484,15 +448,10 @@ def invert(
     (The paper prints "c <= gamma" with gamma = .99, true from the start; p >= .99 is what it
     means.)
     """
-    low, high = (
-        None if bound is None else torch.as_tensor(bound).to(start) for bound in (low, high)
-    )  # type: ignore[assignment]
     x, at = start.clone(), torch.arange(len(targets))
     best, least = x.clone(), torch.full((len(targets),), torch.inf, dtype=start.dtype)
-    idle, active = (
-        torch.zeros(len(targets), dtype=torch.long),
-        torch.ones(len(targets), dtype=torch.bool),
-    )
+    idle, active = torch.zeros_like(at), torch.ones_like(at, dtype=torch.bool)
+    bounds = [None if b is None else torch.as_tensor(b).to(start) for b in (low, high)]
     for k in range(steps + 1):
         x = x.detach().requires_grad_()
         cost = 1 - scores(x).softmax(1)[at, targets]
@@ -505,8 +464,8 @@ def invert(
         if k == steps or not active.any():
             break
         moved = x - lr * g
-        if low is not None or high is not None:
-            moved = moved.clamp(low, high)
+        if bounds != [None, None]:
+            moved = moved.clamp(*bounds)
         x = torch.where(active.view(-1, *[1] * (x.dim() - 1)), moved, x)
     return best, 1 - least
 

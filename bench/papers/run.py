@@ -8,9 +8,9 @@ per method and setting, `table.md` shows them.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from bench.papers import costs, study
 from bench.papers.plan import EMPTY, chosen, load, plans, shortened, tasks
 from bench.papers.runs import Reproduction, write
 from bench.papers.table import rows_of, verdicts
+from bench.problem import parsed
 from pflcore.cli.experiment import algorithm
 from pflcore.nn.models import model_for
 from pflcore.results.progress import Progress
@@ -39,14 +40,10 @@ def count(plan: Mapping[str, Any], folder: Path) -> None:
         ("MiB per client and round", lambda x: x.bytes / costs.MIB),
         ("FLOPs per client and round", lambda x: x.client),
     ):
-        paper, what = (
-            plan["reported"].get(setting, {}),
-            {"setting": setting, "data": f"{name}, {net.size:,} parameters"},
-        )
-        rows += [
-            {"method": m, "final": value(x), "paper": paper.get(m), "seeds": 1} | what
-            for m, x in each.items()
-        ]
+        paper, data = plan["reported"].get(setting, {}), f"{name}, {net.size:,} parameters"
+        for m, x in each.items():
+            row = {"method": m, "final": value(x), "paper": paper.get(m), "seeds": 1}
+            rows.append(row | {"setting": setting, "data": data})
     write(folder, plan, rows, f"{plan['about']}\n\n{costs.table(each, c.get('samples', 2500))}")
 
 
@@ -89,52 +86,43 @@ def reproduce(
     return made
 
 
+OWN = ("list", "rounds", "out", "quiet")  # of the command; the others choose tasks
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is taken of a plan, and what goes before it."""
+
+    list: bool = False  # every plan, with the data that it needs and how long it takes
+    data: str | None = None  # another data set than the plan's
+    rounds: int | None = None  # rounds of each run
+    seeds: int | None = None  # runs of each method
+    # rounds between evaluations of all clients; 0: after the last one only
+    eval_every: int | None = None
+    methods: tuple[str, ...] | None = None  # these only, by the plan's names
+    settings: tuple[str, ...] | None = None  # these only, by the plan's names
+    # beside it, methods that do not look ahead with as much local work
+    equal_compute: bool = False
+    out: Path | None = None  # folder of the results; default: runs/reproduce/NAME-DATA
+    workers: int | None = None  # threads; never changes a result
+    device: str | None = None  # cpu or cuda
+    quiet: bool = False  # no progress bar
+
+
 def main(argv: Sequence[str]) -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        "pflcore reproduce",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "name", nargs="?", help=f"a plan: {', '.join(plans())}, or the path of a .json file"
-    )
-    parser.add_argument(
-        "--list",
-        action="store_true",
-        help="every plan, with the data that it needs and how long it takes",
-    )
-    parser.add_argument("--data", help="another data set than the plan's")
-    parser.add_argument("--rounds", type=int, help="rounds of each run")
-    parser.add_argument("--seeds", type=int, help="runs of each method")
-    parser.add_argument(
-        "--eval-every",
-        type=int,
-        help="rounds between evaluations of all clients; 0: after the last one only",
-    )
-    parser.add_argument("--methods", nargs="+", help="these only, by the plan's names")
-    parser.add_argument("--settings", nargs="+", help="these only, by the plan's names")
-    parser.add_argument(
-        "--equal-compute",
-        action="store_true",
-        help="beside it, methods that do not look ahead with as much local work",
-    )
-    parser.add_argument(
-        "--out", type=Path, help="folder of the results; default: runs/reproduce/NAME-DATA"
-    )
-    parser.add_argument("--workers", type=int, help="threads; never changes a result")
-    parser.add_argument("--device", help="cpu or cuda")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    got = parser.parse_args(argv)
+    """The command line: the plan's name or the path of a .json file, and options."""
+    words = list(argv)
+    name = words.pop(0) if words and not words[0].startswith("-") else None
+    got = parsed(Asked, "pflcore reproduce NAME", __doc__, words)
     if got.list:
         print(listed())
         return 0
-    if got.name is None:
+    if name is None:
         raise ValueError(
             f"name: expected one of {', '.join(plans())}, or a .json file, got none; --list says "
             "what they are."
         )
-    plan = load(got.name)
+    plan = load(name)
     if got.equal_compute and not plan["equal_compute"]:
         raise ValueError(
             "equal_compute: this plan does not say what equal computation is; leave it out."
@@ -145,29 +133,14 @@ def main(argv: Sequence[str]) -> int:
     data = got.data or plan["options"].get("data")
     if got.data is not None:
         plan |= {k: EMPTY[k] for k in ("expected", "checks")}  # they are of the plan as it stands
-    folder = got.out or Path("runs") / "reproduce" / "-".join(
-        filter(None, (Path(got.name).stem, data))
-    )
+    folder = got.out or Path("runs") / "reproduce" / "-".join(filter(None, (Path(name).stem, data)))
+    good = True
     if plan["costs"]:
-        count(
-            plan
-            | {"methods": {m: plan["methods"][m] for m in chosen("methods", plan, got.methods)}},
-            folder,
-        )
-        good = True
+        names = chosen("methods", plan, got.methods)
+        count({**plan, "methods": {m: plan["methods"][m] for m in names}}, folder)
     else:
-        given = {
-            k: getattr(got, k)
-            for k in ("data", "eval_every", "workers", "device")
-            if getattr(got, k) is not None
-        }
-        choice = {
-            "seeds": got.seeds,
-            "methods": got.methods,
-            "settings": got.settings,
-            "equal": got.equal_compute,
-        }
-        made = reproduce(plan, folder, quiet=got.quiet, **choice, **given)
+        given = {k: v for k, v in vars(got).items() if k not in OWN and v is not None}
+        made = reproduce(plan, folder, quiet=got.quiet, **given)
         good = all(holds for holds, _ in verdicts(plan, rows_of(plan, made.runs)))
     print((folder / "table.md").read_text(encoding="utf-8"))
     return 0 if good else 1

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import platform
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +17,7 @@ from torch import Tensor
 from bench.papers import groups
 from bench.papers.plan import Task
 from bench.papers.table import rows_of, table, verdicts
+from bench.table import clock, processor
 from pflcore.algorithms.hypcluster import Ensemble, HypCluster, losses
 from pflcore.cli.experiment import algorithm, model, net
 from pflcore.data.roles import Protocol, held_out
@@ -44,7 +42,7 @@ class Reproduction:
         self.first: dict[tuple[str, str, str], Task] = {}
         # all of them, by key and seed
         self.tasks: dict[tuple[tuple[str, str, str], int], Task] = {}
-        self.protocols: dict[str, Protocol] = {}
+        self.protocols: dict[tuple[str, int | None], Protocol] = {}
         self.kept: dict[Path, list[tuple[int, int, int, State]]] = {}
 
     def play(self, todo: Sequence[Task]) -> list[dict[str, Any]]:
@@ -74,31 +72,25 @@ class Reproduction:
     def protocol(self, task: Task) -> Protocol:
         """The task's data and roles, made once; with a target, that client alone is reported, and
         trains where it is alone anyway."""
-        seed = task.job.options.seed if task.roles.get("kind") == "cross-silo" else None
-        name = json.dumps(plain([task.setting, seed]))
-        if name not in self.protocols:
-            # the others are over
-            self.protocols = {
-                k: v for k, v in self.protocols.items() if json.loads(k)[0] == task.setting
-            }
-            self.protocols[name] = task.protocol()
-        p, target = self.protocols[name], task.job.options.target
-        if not isinstance(target, int):
+        options = task.job.options
+        of = task.setting, options.seed if task.roles.get("kind") == "cross-silo" else None
+        if of not in self.protocols:
+            # the other settings are over
+            kept = {k: v for k, v in self.protocols.items() if k[0] == task.setting}
+            self.protocols = {**kept, of: task.protocol()}
+        p = self.protocols[of]
+        if not isinstance(options.target, int):
             return p
-        one = torch.tensor([target])
-        return replace(
-            p, choose=one, report=one, train=one if task.job.algorithm == "local" else p.train
-        )
+        one = torch.tensor([options.target])
+        train = one if task.job.algorithm == "local" else p.train
+        return replace(p, choose=one, report=one, train=train)
 
     def simulation(self, task: Task) -> tuple[Simulation, Protocol]:
         """The task's simulation, not begun, and its protocol."""
-        p = self.protocol(task)
-        job = replace(
-            task.job, options=replace(task.job.options, rounds=max(1, task.job.options.rounds))
-        )
-        return job.simulation(
-            p.data, model(job.options, p.data, task.shape), clients=p.train, reported=p.report
-        ), p
+        p, options = self.protocol(task), task.job.options
+        job = replace(task.job, options=replace(options, rounds=max(1, options.rounds)))
+        make = model(options, p.data, task.shape)
+        return job.simulation(p.data, make, clients=p.train, reported=p.report), p
 
     def tuned(self, group: list[Task]) -> list[Task]:
         """The runs of a method, one for each seed, at the point of its grid that is best on
@@ -117,12 +109,13 @@ class Reproduction:
                 replace(p, data=held_out(p.data, t.job.options.seed))
                 for t, p in zip(group, searched, strict=True)
             ]
+        nets = [
+            net(t.job.options, p.data, model(options, p.data, t.shape))
+            for t, p in zip(group, searched, strict=True)
+        ]
         tuned = tune(
             searched,
-            [
-                net(t.job.options, p.data, model(options, p.data, t.shape))
-                for t, p in zip(group, searched, strict=True)
-            ],
+            nets,
             algorithm(task.job.algorithm, task.job.hyper, options.target),
             task.job.training,
             task.grid,
@@ -148,25 +141,21 @@ class Reproduction:
             self.progress.skip(0 if task.base else rounds)
             return run
         simulation, p = self.simulation(task)
-        ours: dict[str, Any] = {
+        ours = {
             "digest": task.digest,
             "method": task.method,
             "setting": task.setting,
             "variant": task.variant,
             "protocol": task.roles,
-        }
-        ours |= {
             "partition_options": task.cut,
             "model_options": task.shape,
             "takes_part": len(p.train),
             "rounds": rounds,
         }
-        ours |= (
-            {"group": p.data.truth["group"].tolist()}
-            if self.plan["groups"] and "group" in p.data.truth
-            else {}
-        )
-        ours |= {"data_seed": "each run's seed"} if task.roles.get("kind") == "cross-silo" else {}
+        if self.plan["groups"] and "group" in p.data.truth:
+            ours["group"] = p.data.truth["group"].tolist()
+        if task.roles.get("kind") == "cross-silo":
+            ours["data_seed"] = "each run's seed"
         states: list[tuple[int, int, int, State]] = []
         sent = {"bytes_down": 0, "bytes_up": 0}
 
@@ -198,13 +187,8 @@ class Reproduction:
             raise MemoryError(history.stopped)
         if task.keeps:
             part = (self.folder / task.path).with_suffix(".part")
-            torch.save(
-                {
-                    "digest": task.digest,
-                    "states": [(*at, dict(vars(state))) for *at, state in states],
-                },
-                part,
-            )
+            saved = [(*at, dict(vars(state))) for *at, state in states]
+            torch.save({"digest": task.digest, "states": saved}, part)
             part.replace(part.with_suffix(".pt"))
         return read(self.folder / task.path)[0]
 
@@ -220,11 +204,8 @@ class Reproduction:
                 f"out: {path} holds a run with other options; name another folder, or take that "
                 "file away."
             )
-        over = (
-            bool(run.rounds)
-            and run.rounds[-1]["round"] == task.job.options.rounds
-            and bool(run.rounds[-1].get("eval"))
-        )
+        last = run.rounds[-1] if run.rounds else {}
+        over = last.get("round") == task.job.options.rounds and last.get("eval")
         if not over and (run.stopped is None or run.unfinished):
             return None
         return run if not task.keeps or self.states(task) or not run.evaluations else None
@@ -257,19 +238,11 @@ def later(
     algorithm's way."""
     history = History(simulation.header())
     for round, down, up, state in states:
-        began = time.perf_counter()
         simulation.state = state
-        values = evaluate(
-            simulation.setup, state, simulation.evaluation.split, p.report, simulation.measures
-        )
-        line = {
-            "round": round,
-            "cohort": [],
-            "void": False,
-            "bytes_down": down,
-            "bytes_up": up,
-            "seconds": time.perf_counter() - began,
-        }
+        look = simulation.evaluation.split, p.report, simulation.measures
+        seconds, values = clock(lambda: evaluate(simulation.setup, simulation.state, *look))  # noqa: B023
+        sent = {"bytes_down": down, "bytes_up": up}
+        line = {"round": round, "cohort": [], "void": False, **sent, "seconds": seconds}
         history.rounds.append(line | {"eval": {k: v.tolist() for k, v in values.items()}})
         on_round(round, history.rounds[-1])
     if not states:
@@ -289,18 +262,9 @@ def write(
         "plan": plan["about"],
         "paper": plan["paper"],
         "date": time.strftime("%Y-%m-%d"),
-        "machine": machine(),
+        "machine": f"{processor()}, {os.cpu_count()} cores, torch {torch.__version__}",
         "rows": rows,
+        "checks": [{"holds": good, "what": what} for good, what in checks],
     }
-    about["checks"] = [{"holds": good, "what": what} for good, what in checks]
     (folder / "result.json").write_text(json.dumps(plain(about), indent=1) + "\n", encoding="utf-8")
     (folder / "table.md").write_text(text, encoding="utf-8")
-
-
-def machine() -> str:
-    """Processor, cores and torch, in words."""
-    name = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        line = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
-        name = line[1] if line else name
-    return f"{name}, {os.cpu_count()} cores, torch {torch.__version__}"

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from bench.papers.runs import Reproduction
+from bench.papers.table import curve
 from pflcore import metrics
 from pflcore.data.roles import Protocol
-from pflcore.results.record import Run, plain, slug
+from pflcore.results.record import plain, slug
 from pflcore.simulation.evaluate import evaluate
 from pflcore.simulation.round import Setup, State
 
@@ -61,10 +62,7 @@ def vary(
 
 
 def by_size(
-    setup: Setup,
-    state: State,
-    protocol: Protocol,
-    fractions: Sequence[float] = (1.0, 0.5, 0.25),
+    setup: Setup, state: State, protocol: Protocol, fractions: Sequence[float] = (1.0, 0.5, 0.25)
 ) -> dict[float, Tensor]:
     """Results with the first part of each reported client's personalization set, its test samples
     unchanged (Motley, Fig. 7c)."""
@@ -88,55 +86,37 @@ def draw(made: Reproduction, rows: Sequence[Mapping[str, Any]]) -> list[Path]:
         }
         if not runs:
             continue
-        stem, first = made.folder / slug(setting), {m: r[0] for m, r in runs.items()}
+        stem, first = f"{made.folder / slug(setting)}", {m: r[0] for m, r in runs.items()}
         measure = next(iter(first.values())).measure
-        up, unit = measure == "accuracy", measure
         last = {m: r.last(measure) for m, r in first.items()}
-        curves = {m: [metrics.mean(v) for v in r.values(measure)[1]] for m, r in first.items()}
-        if any(len(c) > 1 for c in curves.values()):
+        if any(len(r.evaluations) > 1 for r in first.values()):
             named = [
                 replace(r, header=r.header | {"algorithm": m, "options": {}})
                 for m, all_ in runs.items()
                 for r in all_
             ]
-            at = {
-                m: [s for s, line in zip(r.sent(), r.rounds, strict=True) if line["eval"]]
-                for m, r in first.items()
-            }
-            out += [
-                pictures.curves(named, f"{stem}-curves.png"),
-                pictures.weights(named, f"{stem}-weights-by-round.png"),
-            ]
-            out += [
-                tradeoffs.cost({m: (at[m], c) for m, c in curves.items()}, f"{stem}-cost.png", unit)
-            ]
-        out += [
-            mixing.heat_maps(first, f"{stem}-weights.png"),
-            mixing.neighbours(first, f"{stem}-neighbours.png"),
-        ]
-        out += [
-            tradeoffs.boxes(
-                {m: torch.cat([r.last(measure) for r in all_]) for m, all_ in runs.items()},
-                f"{stem}-boxes.png",
-                unit,
-            )
-        ]
+            out.append(pictures.curves(named, f"{stem}-curves.png"))
+            out.append(pictures.weights(named, f"{stem}-weights-by-round.png"))
+            spent = {}
+            for m, r in first.items():
+                _, sent, means = zip(*curve(r, measure), strict=True)
+                spent[m] = list(sent), list(means)
+            out.append(tradeoffs.cost(spent, f"{stem}-cost.png", measure))
+        out.append(mixing.heat_maps(first, f"{stem}-weights.png"))
+        out.append(mixing.neighbours(first, f"{stem}-neighbours.png"))
+        of_all = {m: torch.cat([r.last(measure) for r in all_]) for m, all_ in runs.items()}
+        out.append(tradeoffs.boxes(of_all, f"{stem}-boxes.png", measure))
         before = {m: b for m in first if (b := made.plan["methods"][m].get("before")) in first}
         if before:
             size = torch.tensor(next(iter(first.values())).header["size"])
             gains = {m: last[m] - last[b] for m, b in before.items()}
-            out += [
-                tradeoffs.deltas(size, gains, f"{stem}-deltas.png", unit, "up" if up else "down")
-            ]
+            better = "up" if measure == "accuracy" else "down"
+            out.append(tradeoffs.deltas(size, gains, f"{stem}-deltas.png", measure, better))
         studies[setting] = _trained(
-            made, setting, first, {m: last[before.get(m, m)] for m in first}, up, out
+            made, setting, {m: last[before.get(m, m)] for m in first}, measure, out
         )
-    if made.plan["against"]:
-        out.append(
-            mixing.against(
-                rows, made.plan["against"], made.folder / f"against-{made.plan['against']}.png"
-            )
-        )
+    if option := made.plan["against"]:
+        out.append(mixing.against(rows, option, made.folder / f"against-{option}.png"))
     (made.folder / "studies.json").write_text(json.dumps(plain(studies)) + "\n", encoding="utf-8")
     return [p for p in out if p]
 
@@ -144,18 +124,17 @@ def draw(made: Reproduction, rows: Sequence[Mapping[str, Any]]) -> list[Path]:
 def _trained(
     made: Reproduction,
     setting: str,
-    first: Mapping[str, Run],
     before: Mapping[str, Tensor],
-    up: bool,
+    unit: str,
     out: list[Path | None],
 ) -> dict[str, Any]:
     """The studies of trained states; their pictures are added to `out`."""
     from pflcore.results import tradeoffs
 
-    stem, unit = made.folder / slug(setting), "accuracy" if up else "loss"
+    stem = made.folder / slug(setting)
     spread: dict[str, list[tuple[Any, float, float]]] = {}
     fewer: dict[str, dict[float, Tensor]] = {}
-    for method in first:
+    for method in before:
         m, task = made.plan["methods"][method], made.first[setting, method, ""]
         states = made.states(task.base or task) if "vary" in m or "sizes" in m else []
         if not states:
@@ -166,30 +145,18 @@ def _trained(
             fewer[method] = by_size(setup, state, p)
         for option, choices in m.get("vary", {}).items():
             points = vary(setup, state, p, option, choices)
-            by = [
-                (q.value, metrics.mean(q.own), metrics.hurt(q.own, before[method], up))
-                for q in points
-            ]
-            out.append(
-                tradeoffs.option(
-                    by,
-                    f"{stem}-{slug(method)}-{option}.png",
-                    option,
-                    unit,
-                    log=option.endswith("lr"),
-                )
-            )
+            means = [(q.value, metrics.mean(q.own), metrics.mean(q.others)) for q in points]
+            hurt = [metrics.hurt(q.own, before[method], unit == "accuracy") for q in points]
+            by = [(value, own, h) for (value, own, _), h in zip(means, hurt, strict=True)]
+            path = f"{stem}-{slug(method)}-{option}.png"
+            out.append(tradeoffs.option(by, path, option, unit, log=option.endswith("lr")))
             if option != "finetune_lr":
-                spread[method] = [
-                    (q.value, metrics.mean(q.own), metrics.mean(q.others)) for q in points
-                ]
+                spread[method] = means
         if "vary" in m and method not in spread:
             other = replace(p, data=p.out_of_distribution())
             own, others = (metrics.mean(results(setup, state, q)) for q in (p, other))
             spread[method] = [(method, own, others)]
     out += [tradeoffs.distributions(spread, f"{stem}-distributions.png", unit)] if spread else []
     out += [tradeoffs.sizes(fewer, f"{stem}-sizes.png", unit)] if fewer else []
-    return {
-        "distributions": spread,
-        "sizes": {m: {str(f): metrics.mean(v) for f, v in by.items()} for m, by in fewer.items()},
-    }
+    sizes = {m: {str(f): metrics.mean(v) for f, v in by.items()} for m, by in fewer.items()}
+    return {"distributions": spread, "sizes": sizes}

@@ -166,3 +166,10 @@ def test_flowers_room_says_what_it_needs():
         run.stderr.splitlines()[-1]
         == "ImportError: pflcore.interop.flower needs Flower; pip install 'pflcore[flower]'."
     )
+
+
+def test_the_picture_of_the_rooms_is_current():
+    done = subprocess.run(
+        [sys.executable, ROOT / ".ci" / "rooms.py"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() in (ROOT / "CONTRIBUTING.md").read_text()

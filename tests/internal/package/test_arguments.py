@@ -1,0 +1,270 @@
+"""A wrong argument is answered with one sentence of pflcore's own, which names it: by its
+annotation, and where that says nothing or too little, by `TABLE`."""
+
+import importlib
+import inspect
+import math
+import re
+import traceback
+import typing
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from places import ROOT
+from small import images, make_setting, tiny_model
+
+import pflcore
+from pflcore import (
+    Adversary,
+    Evaluation,
+    Federation,
+    Hardware,
+    Net,
+    Robustness,
+    Simulation,
+    Training,
+    interop,
+    metrics,
+    ops,
+)
+from pflcore.algorithms import ALGORITHMS, FedAvg
+from pflcore.algorithms.lookup import narrowed
+from pflcore.check import ANYTHING, of_hint
+from pflcore.data import federation_of, load, options_of, padded, partition
+from pflcore.interop import distributed, lowrank
+from pflcore.nn import factorize
+from pflcore.nn.models import model_for
+from pflcore.results.record import read
+from pflcore.simulation import checkpoint
+from pflcore.simulation.round import Setup, State, begin
+
+WORDS, ROWS, LABELS = ["a", "b"], torch.arange(12.0).reshape(4, 3), torch.tensor([0, 1, 1, 0])
+TENSOR = ["text", WORDS, 3]
+FLOATS = [*TENSOR, ROWS.long(), ROWS.to(torch.complex64), ROWS.to_sparse()]
+MATRIX = [*FLOATS, ROWS[0], ROWS[None]]
+NUMBER = ["text", WORDS, ROWS]
+RATE = [*NUMBER, -1.0, float("nan")]
+COUNT = ["3", WORDS, -1, 0, 2.5, True]
+NAME = ["unknown", WORDS, 3]
+INDEX = ["text", 3, ROWS, *(torch.full((4, 2), i) for i in (-1, 99)), torch.zeros(3).long()]
+IDS = [[99], [0, 0], [[0]], []]
+DATA, DICTS = images(), [tiny_model()().state_dict() for _ in range(4)]
+MIX = {"updates": MATRIX, "weight": [*MATRIX, torch.ones(4, 7)], "index": INDEX, "base": FLOATS}
+SETUP = Setup(FedAvg(), make_setting(Net(tiny_model()), DATA, Training(), workers=1))
+RUN = {"algorithm": "fedavg", "model": tiny_model(), "data": DATA, "rounds": 1}
+VECTOR = ["text", None, WORDS, 3, ROWS]
+PAIR = ({"scores": torch.rand(4), "y": LABELS}, dict.fromkeys(("scores", "y"), TENSOR))
+LAYER = {"x": ROWS, "w_a": torch.rand(2, 5), "lam": torch.rand(5), "w_b": torch.rand(5, 3)}
+EMPTY = State({}, {}, torch.zeros(3, 0), torch.zeros(3, dtype=torch.bool))
+LORA = {"states": [{"q.lora_A.weight": ROWS[:2], "q.lora_B.weight": ROWS}] * 3}
+
+# callable: what it takes, and what is wrong for an argument
+TABLE = {
+    ops.pairwise_sqdist: ({"a": ROWS}, {"a": MATRIX, "b": [*FLOATS, ROWS[:, :2], ROWS.double()]}),
+    ops.aggregate: (
+        {"updates": ROWS, "weight": torch.ones(4, 4)},
+        {**MIX, "lr": NUMBER, "out": [ROWS[:2]]},
+    ),
+    ops.feddwa_weights: ({"sqdist": torch.rand(4, 4), "k": 2}, {"sqdist": MATRIX, "k": COUNT}),
+    ops.waffle_weights: (
+        {"dist": ROWS[0], "target": 0, "omega": 0.5},
+        {
+            "dist": FLOATS,
+            "target": ["text", None, -1, 9, 2.5],
+            "omega": RATE,
+            "psi": RATE,
+            "tie": NAME,
+        },
+    ),
+    ops.rank1_linear: (
+        LAYER,
+        {
+            "x": FLOATS,
+            "w_a": MATRIX,
+            "lam": [*FLOATS, torch.rand(4)],
+            "w_b": [*MATRIX, torch.rand(5, 2)],
+        },
+    ),
+    ops.sgd_step_: (
+        {"w": ROWS.clone(), "grad": ROWS, "lr": 0.1},
+        {
+            "w": MATRIX,
+            **{k: [*FLOATS[2:], ROWS[:2, :2]] for k in ("grad", "shift", "buffer")},
+            "mask": [ROWS[0, :2]],
+            **{k: NUMBER for k in ("lr", "momentum", "weight_decay")},
+        },
+    ),
+    distributed.pairwise_sqdist: ({"a": ROWS}, {"a": MATRIX, "b": [ROWS[:, :2]], "group": NAME}),
+    distributed.aggregate: ({"updates": ROWS, "weight": torch.ones(4, 4)}, MIX),
+    distributed.to_columns: ({"rows": ROWS}, {"rows": MATRIX, "group": NAME, "width": COUNT[:3]}),
+    distributed.to_rows: (
+        {"columns": ROWS},
+        {"columns": MATRIX, "group": NAME, "count": COUNT[:3]},
+    ),
+    **dict.fromkeys((metrics.auc, metrics.f1, metrics.balanced_accuracy, metrics.right), PAIR),
+    **dict.fromkeys((metrics.mae, metrics.rmse, metrics.r2), PAIR),
+    **dict.fromkeys((metrics.best, metrics.final, metrics.last_mean), ({}, {"curve": VECTOR})),
+    **dict.fromkeys((metrics.count, metrics.mean, metrics.std), ({}, {"values": VECTOR})),
+    metrics.weighted_mean: ({"values": [1.0], "weight": [1.0]}, {"weight": [[1.0, 2.0], [-1.0]]}),
+    metrics.hurt: ({"after": [1.0], "before": [1.0]}, {"after": VECTOR, "before": VECTOR}),
+    metrics.largest_share: ({}, {"cluster": VECTOR}),
+    metrics.paper_cell: ({}, {"shares": VECTOR}),
+    interop.pack: (
+        {"uploads": DICTS},
+        {"uploads": [[], [{}], [None], [{"a": "text"}]], "include": ["unknown"]},
+    ),
+    interop.personalize: ({"uploads": DICTS}, {"uploads": [[], [3]], "method": NAME}),
+    interop.Client: (
+        {"model": tiny_model(), "algorithm": "fedavg", "data": (ROWS, LABELS)},
+        {"data": TENSOR, "algorithm": NAME},
+    ),
+    lowrank.pack: (LORA, {"scale": [[1.0], [float("nan")] * 3]}),
+    Simulation: (
+        RUN,
+        {
+            "algorithm": NAME,
+            "clients": [*IDS, 3],
+            "warm_start": [EMPTY],
+            "hardware": [Hardware(device="cuda:99"), Hardware(device="mps")],
+            "evaluation": [
+                *(Evaluation(split=name) for name in ("unknown", "val")),
+                *(Evaluation(clients=ids) for ids in ([99], [0, 0], [])),
+                Evaluation(metrics=["unknown"]),
+            ],
+            "robustness": [Robustness(adversary=Adversary("noise", i)) for i in ([99], range(3))],
+        },
+    ),
+    pflcore.step: ({"setup": SETUP, "state": begin(FedAvg(), SETUP.setting.net, 3)}, {"ids": IDS}),
+    pflcore.tune: (
+        {
+            "protocol": pflcore.cross_silo(DATA),
+            "net": Net(tiny_model()),
+            "algorithm": "fedavg",
+            "training": Training(),
+            "rounds": 1,
+        },
+        {"grid": [{"unknown": [1]}, {"training.lr": 3}, {"training.lr": []}]},
+    ),
+    checkpoint.load: ({}, {"folder": ["nowhere"]}),
+    read: ({}, {"path": ["nowhere"]}),
+    Federation: (
+        {"x": DATA.x, "y": DATA.y, "index": DATA.index},
+        {
+            "y": [DATA.y[:3]],
+            "index": [{}, {"train": 3}, {"train": [ROWS]}, {"train": [torch.tensor([999])]}],
+            "relabel": [torch.zeros(2, 2)],
+        },
+    ),
+    Federation.from_arrays: ({}, {"clients": [[], [ROWS], [(ROWS, LABELS[:2])], [("a", "b")]]}),
+    Federation.from_datasets: ({}, {"clients": [[], [3]]}),
+    pflcore.cross_silo: ({"data": DATA}, {"fractions": [{"train": -1.0}, {"train": float("nan")}]}),
+    federation_of: ({"data": "digits"}, {"data": NAME, "partition": ["unknown"]}),
+    padded: ({}, {"sequences": [WORDS, [3], []]}),
+    load: ({}, {"name": NAME}),
+    options_of: ({}, {"name": NAME}),
+    partition: ({"name": "iid", "labels": LABELS, "n": 2}, {"name": NAME, "labels": TENSOR}),
+    model_for: (
+        {"name": "mlp", "shape": (1, 8, 8), "classes": 3},
+        {"name": NAME, "shape": [(0, 3), (-1,)]},
+    ),
+    factorize: ({"module": tiny_model()()}, {"ranks": [0, -1, [1, 2, 3]], "head": ["unknown"]}),
+}
+JUNK = ["text", None, ["a", "b"], 3, -1, 0, 2.5, math.nan, True, object(), torch.ones(4, 3)]
+# what a dataclass must be given
+GOOD = {
+    "Adversary": {"attack": "noise", "clients": [1]},
+    "Federation": {"x": DATA.x, "y": DATA.y, "index": DATA.index},
+    "Simulation": {"algorithm": "fedavg", "model": tiny_model(), "data": DATA},
+    "Case": {"given": FedAvg()},
+    "Checkpoint": {"folder": "nowhere"},
+}
+
+
+FOREIGN = re.compile(r"Traceback|object is not|unsupported|has no attribute|object of type", re.I)
+# where a sentence says more than the argument's name
+ALIAS = {
+    **dict.fromkeys(("uploads", "states", "data", "clients"), r"client \d"),
+    "method": "algorithm",
+    "hardware": "device",
+    "evaluation": "metrics|split",
+    "robustness": "adversary",
+    "name": "data|partition|model",
+}
+
+
+def fault(f, name, value):
+    """What is wrong with the answer to one wrong argument."""
+    try:
+        f(**{**TABLE[f][0], name: value})
+    except (ValueError, TypeError) as error:
+        text, place = str(error), Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+        if ROOT / "pflcore" not in place.parents or FOREIGN.search(text):
+            return f"not our words: {text}"
+        if not re.search(rf"\b({name}|{ALIAS.get(name, name)})\b", text):
+            return f"does not name it: {text}"
+        return f"not one sentence: {text}" if re.search(r"\n|[.!?] [A-Z]", text) else None
+    return "taken without a word"
+
+
+@pytest.mark.parametrize("f", TABLE, ids=lambda f: f"{f.__module__}.{f.__qualname__}")
+def test_a_wrong_argument_is_named_in_one_sentence(f, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tried = [
+        (name, value, fault(f, name, value)) for name in TABLE[f][1] for value in TABLE[f][1][name]
+    ]
+    assert not [t for t in tried if t[2]]
+
+
+def public():
+    """Callables of docs/api.md, and the algorithms."""
+    module, text = "", (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    for section, name in re.findall(r"^(?:## `(pflcore[\w.]*)`|- `(\w+)`)", text, re.M):
+        module = section or module
+        if name and not module.endswith(("flower", "distributed", "check", "reference", "cli")):
+            yield getattr(importlib.import_module(module), name)
+    yield from ALGORITHMS.values()
+
+
+def kinds(f):
+    """The checked arguments of a callable, by name."""
+    call = f.__init__ if inspect.isclass(f) else f
+    if hasattr(call, "__wrapped__"):
+        hints = typing.get_type_hints(call, include_extras=True)
+    elif is_dataclass(f) and hasattr(f, "__post_init__"):
+        hints = typing.get_type_hints(f, include_extras=True)
+        hints = {x.name: hints[x.name] for x in fields(f) if x.init and x.name not in narrowed(f)}
+    else:
+        return {}
+    if f is Federation:  # it checks by itself
+        return {}
+    given = {name: of_hint(h) for name, h in hints.items() if name != "return"}
+    return {name: kind for name, kind in given.items() if kind is not ANYTHING}
+
+
+FOUND = {f: kinds(f) for f in public() if inspect.isclass(f) or inspect.isfunction(f)}
+CASES = [pytest.param(f, k, id=f"{f.__module__}.{f.__qualname__}") for f, k in FOUND.items() if k]
+
+
+@pytest.mark.parametrize(("f", "given"), CASES)
+def test_what_an_annotation_does_not_allow_is_refused(f, given):
+    for name, kind in given.items():
+        for value in [v for v in JUNK if not kind.fits(v)]:
+            with pytest.raises(ValueError, match=rf"^{name}: expected [^\n]*, got [^\n]*\.$"):
+                f(**{**GOOD.get(f.__name__, {}), name: value})
+
+
+# made by pflcore, not by its users
+GIVEN = {
+    *("Backend", "Basis", "Clients", "ClientGroups", "Cohort", "Fit", "Form", "History", "Layout"),
+    *("Mix", "Nearest", "Objective", "Outcome", "Packed", "Partition", "Personalized", "Pool"),
+    *("Rows", "Run", "ServerRule", "Setup", "Source", "State", "TopK", "Traits", "apply"),
+}
+
+
+def test_every_public_callable_is_checked():
+    unchecked = [f for f, found in FOUND.items() if not found and f not in TABLE]
+    for f in unchecked:
+        simple = inspect.isclass(f) and issubclass(f, (Exception, FedAvg.__base__))
+        assert f.__name__ in GIVEN or simple or not inspect.signature(f).parameters, f
