@@ -54,17 +54,15 @@ class Options:
     out: Path = Path("runs/attack")  # folder of the results, table.md and the pictures
     quiet: bool = False
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if not (self.shadows or self.ratios):
-            raise ValueError(
-                "shadows, ratios: expected at least one federation for one of them, got none."
-            )
-
 
 def main(argv: Sequence[str]) -> int:
     """The command line."""
     got = parsed(Options, "pflcore attack", __doc__, argv)
+    check_fields(got)
+    if not (got.shadows or got.ratios):
+        raise ValueError(
+            "shadows, ratios: expected at least one federation for one of them, got none."
+        )
     ranks = {"factorized_waffle": {"ranks": tuple(got.ranks)}}
     attacked = {n: algorithm(n, ranks.get(n)) for n in got.algorithms}
     training = Training(lr=got.lr, batch_size=got.batch_size, epochs=got.epochs)

@@ -1,0 +1,328 @@
+"""`make demo`: the four systems in three minutes, and one page to look at, runs/demo/index.html.
+
+Every part is a run on real data, a table and a picture. The page holds the pictures itself, the
+commands to go on with, and a sentence on what to look at.
+"""
+
+from __future__ import annotations
+
+import html
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+
+import pflcore
+from pflcore import Evaluation, Federation, History, Simulation, Training
+from pflcore.data import federation_of
+from pflcore.nn.models import model_for
+
+PAGE = Path("runs/demo/index.html")
+# Okabe and Ito's colours, which colour-blind readers can tell apart
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+SHAPE = (1, 28, 28)
+STYLE = """body { font: 16px/1.5 sans-serif; max-width: 50em; margin: 2em auto; padding: 0 1em }
+table { border-collapse: collapse } td, th { padding: .2em .8em; border-bottom: 1px solid #ccc }
+td + td, th + th { text-align: right } svg { max-width: 100%; height: auto }
+code { background: #f3f3f3; padding: .1em .3em }"""
+
+
+class Part(NamedTuple):
+    """A part of the page."""
+
+    name: str
+    title: str
+    look: str  # what to look at
+    table: Sequence[Sequence[str]]  # its first row is the head
+    figure: Figure
+    command: str  # to go on with
+
+
+def method(name: str, **options: Any) -> Any:
+    """An algorithm with options of its own."""
+    return pflcore.ALGORITHMS[name](**options)  # type: ignore[call-arg]
+
+
+def played(
+    methods: Mapping[str, Any], model: Callable[[], Any], data: Federation, *how: Any, **more: Any
+) -> dict[str, History]:
+    """A run of each method, by its name in the table."""
+    runs = {}
+    for name, alg in methods.items():
+        print(f"  {name}", flush=True)
+        training, rounds = how
+        runs[name] = Simulation(alg, model, data, training, rounds=rounds, **more).run()
+    return runs
+
+
+def here(name: str) -> bool:
+    """Is this data set in the folder that PFLCORE_DATA names?"""
+    return (Path(os.environ.get("PFLCORE_DATA", "data")) / name).exists()
+
+
+def drawn(panels: int = 1) -> tuple[Figure, list[Axes]]:
+    """An empty picture with panels side by side."""
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    axes = [figure.add_subplot(1, panels, k + 1) for k in range(panels)]
+    for each in axes:
+        each.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def curves(axes: Axes, lines: Mapping[str, tuple[Sequence[int], Tensor]], unit: str) -> None:
+    """Lines over the rounds, each with its name where it ends; names do not overlap."""
+    for k, (x, y) in enumerate(lines.values()):
+        axes.plot(x, y, color=COLOURS[k])
+    axes.set(xlabel="round", ylabel=unit)
+    axes.margins(x=0.02)
+    low, high = axes.get_ylim()
+    gap, top = 0.065 * (high - low), high
+    for name in sorted(lines, key=lambda name: -float(lines[name][1][-1])):
+        x, y = lines[name]
+        top = min(top - gap, float(y[-1]))
+        colour = COLOURS[list(lines).index(name)]
+        axes.annotate(name, (x[-1], top), (5, -3), textcoords="offset points", color=colour)
+
+
+def means(runs: Mapping[str, History], of: Any) -> dict[str, tuple[Sequence[int], Tensor]]:
+    """What `of` makes of the accuracies [T, N], in percent, for each run."""
+    series = {name: run.series() for name, run in runs.items()}
+    return {name: (rounds, 100 * of(values)) for name, (rounds, values) in series.items()}
+
+
+def rows(
+    head: Sequence[str], numbers: Mapping[str, Iterable[float]], form: str = ".1f"
+) -> list[list[str]]:
+    """A table."""
+    return [[*head], *([name, *(format(v, form) for v in line)] for name, line in numbers.items())]
+
+
+def waffle() -> Part:
+    """One target, and methods that train for it or for all."""
+    names = ("local", "fedavg", "scaffold", "weight_erosion", "waffle", "apfl")
+    data = federation_of("mnist5k", "C")
+    runs = played(
+        {n: n for n in names}, partial(model_for, "lenet5", SHAPE, 10), data, Training(), 50
+    )
+    target = means(runs, lambda v: v[:, 0].unfold(0, 5, 1).mean(1))
+    target = {name: (rounds[4:], values) for name, (rounds, values) in target.items()}
+    figure, (axes,) = drawn()
+    curves(axes, target, "client 0, percent, mean of five rounds")
+    return Part(
+        "waffle",
+        "WAFFLE: one client among ten whose data differ",
+        "Client 0 has 400 training images, and neighbours share some of its classes. WAFFLE starts "
+        "with the average of all and ends with what helps client 0.",
+        rows(
+            ("algorithm", "client 0, last five rounds, %", "best five rounds, %"),
+            {n: (float(y[-1]), float(y.max())) for n, (_, y) in target.items()},
+        ),
+        figure,
+        "pflcore compare --algorithms waffle fedavg local --partition 'A*' --rounds 100",
+    )
+
+
+def feddwa() -> Part:
+    """Groups of clients that find each other."""
+    fashion = here("fashion_mnist")
+    few: dict[str, Any] = {"train_samples": 3000, "test_samples": 3000} if fashion else {}
+    data = federation_of("fashion_mnist" if fashion else "mnist5k", "practical1", 20, **few)
+    methods = {"Local": "local", "FedAvg": "fedavg", "FedDWA": method("feddwa", k=5)}
+    training = Training(lr=0.05, batch_size=20)
+    runs = played(methods, partial(model_for, "lenet5", SHAPE, 10), data, training, 30)
+    figure, (left, right) = drawn(2)
+    curves(left, means(runs, lambda v: v.mean(1)), "test accuracy, mean of clients, percent")
+    report = runs["FedDWA"].rounds[-1]["report"]
+    weight = torch.zeros(data.n, data.n)
+    weight.scatter_(1, torch.tensor(report["index"]), torch.tensor(report["weight"]))
+    shown = right.imshow(weight, cmap="Blues", vmin=0)
+    figure.colorbar(shown, ax=right, label="weight in the last round")
+    ticks = range(0, data.n, 5)
+    right.set(xlabel="whose model", ylabel="for client", xticks=ticks, yticks=ticks)
+    last = {n: y[-1] for n, (_, y) in ((n, r.series()) for n, r in runs.items())}
+    return Part(
+        "feddwa",
+        "FedDWA: a model for each of 20 clients",
+        "Clients 0 to 4, 5 to 9, ... share their main classes, which nobody told the server: the "
+        "weights of the last round (right) show the groups that it found.",
+        rows(
+            ("algorithm", "mean, %", "worst client, %"),
+            {n: (100 * float(v.mean()), 100 * float(v.min())) for n, v in last.items()},
+        ),
+        figure,
+        "pflcore compare --algorithms local fedavg feddwa --data fashion_mnist "
+        "--partition practical1 --n 20",
+    )
+
+
+def cars() -> Federation:
+    """Cars of 13 model years, a natural split that comes with mlxtend: miles per gallon / 50 from
+    seven standardized facts."""
+    from mlxtend.data import autompg_data
+
+    x, y = (torch.as_tensor(v, dtype=torch.float32) for v in autompg_data())
+    year = x[:, 5]
+    x = (x - x.mean(0)) / x.std(0)
+    years = [year == value for value in year.unique()]
+    return Federation.from_arrays([(x[mine], y[mine] / 50) for mine in years], name="cars")
+
+
+def motley() -> Part:
+    """What personalization gives each client, and whom it hurts."""
+    school = here("school")
+    data = pflcore.cross_silo(federation_of("school") if school else cars(), seed=100).data
+    ema = {"optimizer": "ema", "server_lr": 10}
+    methods = {
+        "Local": "local",
+        "HypCluster": method("hypcluster", k=3, warm=100, **ema),
+        "Ditto": method("ditto", lam=1, personal_lr=0.01, **ema),
+    }
+    paper = {"Local": ".0121", "HypCluster": ".0112", "Ditto": ".0114"} if school else {}
+    losses = {}
+    for name, alg in methods.items():
+        training = Training(lr=0.001 if name == "Ditto" else 0.01, batch_size=32, drop_last=True)
+        runs = played(
+            {name: alg},
+            partial(model_for, "linear", data.shape, None, zero=True),
+            data,
+            training,
+            501,
+            evaluation=Evaluation(every=501),
+            loss="half_squared",
+        )
+        losses[name] = runs[name].series("loss")[1][-1]
+    figure, (axes,) = drawn()
+    order = losses["Local"].argsort()
+    for k, (name, loss) in enumerate(losses.items()):
+        axes.plot(loss[order], "." if k else "-", color=COLOURS[k], label=name)
+    axes.set(xlabel="client, by its error alone", ylabel="test error", yscale="log")
+    axes.legend(frameon=False)
+    what = "139 schools" if school else "cars of 13 model years"
+    table = [["method", "mean error", "worst tenth", "hurt, % of clients"] + ["paper"] * school]
+    for name, loss in losses.items():
+        tenth = pflcore.metrics.worst_decile(-loss)
+        hurt = pflcore.metrics.hurt(loss, losses["Local"], higher_is_better=False)
+        numbers = [f"{float(loss.mean()):.4f}", f"{-float(tenth):.4f}", f"{float(hurt):.0f}"]
+        table.append([name, *numbers, *([paper[name]] if school else [])])
+    return Part(
+        "motley",
+        f"Motley: linear regression on {what}",
+        "A better mean is not better for all: points above the line are clients that would have "
+        "done better alone.",
+        table,
+        figure,
+        "pflcore reproduce motley-school",
+    )
+
+
+def factorized() -> Part:
+    """A majority, and a minority with classes of its own."""
+    data = federation_of("mnist5k", "multimodal", 30, minority_clients=5)
+    methods = {
+        "FedAvg": method("fedavg", weighting="uniform"),
+        "WAFFLe": method("factorized_waffle", ranks=(80,)),
+    }
+    model = partial(model_for, "mlp", SHAPE, 10, bias=False)
+    training = Training(lr=0.04, batch_size=10, epochs=5)
+    runs = played(methods, model, data, training, 60, evaluation=Evaluation(every=3))
+    groups = {"majority": slice(0, 25), "minority": slice(25, 30)}
+    lines = {
+        f"{n}, {g}": line
+        for g, own in groups.items()
+        for n, line in means(runs, lambda v, own=own: v[:, own].mean(1)).items()
+    }
+    figure, (axes,) = drawn()
+    curves(axes, lines, "test accuracy, percent")
+    return Part(
+        "factorized",
+        "WAFFLe by weight factorization: the minority",
+        "25 clients share five digits, 5 clients the other five. One model for all forgets the "
+        "few; a dictionary of rank-1 factors, of which each client chooses its own, does not.",
+        rows(
+            ("method", "majority, %", "minority, %"),
+            {n: [float(lines[f"{n}, {g}"][1][-1]) for g in groups] for n in runs},
+        ),
+        figure,
+        "pflcore reproduce factorized-table1",
+    )
+
+
+def distances() -> Part:
+    """Exact distances beside the expanded square."""
+    far = torch.tensor([1e-1, 1e-2, 1e-3, 1e-4, 1e-5])
+    error: dict[str, list[float]] = {"pflcore": [], "torch.cdist": []}
+    start = torch.randn(1, 100_000, generator=torch.Generator().manual_seed(0))
+    for gap in far:
+        models = start + gap * torch.randn(50, 100_000, generator=torch.Generator().manual_seed(1))
+        wide = models.double()
+        want = torch.stack([(wide - one).square().sum(1) for one in wide])
+        off = ~torch.eye(50, dtype=torch.bool)
+        for name, got in {
+            "pflcore": pflcore.pairwise_sqdist(models),
+            "torch.cdist": torch.cdist(models, models).double().square(),
+        }.items():
+            error[name].append(float(((got - want).abs() / want)[off].max()))
+    figure, (axes,) = drawn()
+    for k, (name, values) in enumerate(error.items()):
+        axes.loglog(far, values, "o-", color=COLOURS[k])
+        axes.annotate(
+            name, (far[0], values[0]), (6, -3), textcoords="offset points", color=COLOURS[k]
+        )
+    axes.axhline(1, color="#999999", linestyle=":")
+    axes.set(
+        xlabel="how far the clients' models are apart, per weight", ylabel="largest relative error"
+    )
+    return Part(
+        "distances",
+        "Exact distances",
+        "The closer the models of the clients, the more of their distance the expanded square "
+        "loses; above the dotted line nothing is left of it.",
+        rows(("distances by", *(f"{gap:.0e} apart" for gap in far.tolist())), error, ".0e"),
+        figure,
+        "pflcore bench --op sqdist",
+    )
+
+
+def fragment(part: Part) -> str:
+    """The part in HTML."""
+    path = PAGE.with_name(f"{part.name}.svg")
+    part.figure.savefig(path)
+    part.figure.savefig(path.with_suffix(".png"), dpi=200)
+    svg = path.read_text(encoding="utf-8")
+    head, *body = part.table
+    table = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
+    for line in body:
+        table += "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in line)
+    return (
+        f"<h2>{html.escape(part.title)}</h2><p>{html.escape(part.look)}</p>"
+        f"{svg[svg.index('<svg') :]}<table><tr>{table}</table>"
+        f"<p>Go on with <code>{html.escape(part.command)}</code></p>"
+    )
+
+
+def main() -> None:
+    """Plays the parts and writes the page."""
+    began, parts = time.monotonic(), []
+    PAGE.parent.mkdir(parents=True, exist_ok=True)
+    for part in (waffle, feddwa, motley, factorized, distances):
+        print(f"{part.__name__}: {part.__doc__}", flush=True)
+        parts.append(fragment(part()))
+    took = f"{time.monotonic() - began:.0f} s, {pflcore.backend()}"
+    PAGE.write_text(
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>pflcore</title>'
+        f"<style>{STYLE}</style><h1>pflcore: what its four systems do</h1>"
+        f"{''.join(parts)}<p>{html.escape(took)}</p></html>\n",
+        encoding="utf-8",
+    )
+    print(f"{took}\nOpen {PAGE.resolve().as_uri()} in a browser.")
+
+
+if __name__ == "__main__":
+    main()
