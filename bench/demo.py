@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from matplotlib.axes import Axes
+from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -142,7 +143,7 @@ def feddwa() -> Part:
     report = runs["FedDWA"].rounds[-1]["report"]
     weight = torch.zeros(data.n, data.n)
     weight.scatter_(1, torch.tensor(report["index"]), torch.tensor(report["weight"]))
-    shown = right.imshow(weight, cmap="Blues", vmin=0)
+    shown = right.imshow(weight, cmap="Blues", norm=PowerNorm(0.5, 0, 1))  # small weights show
     figure.colorbar(shown, ax=right, label="weight in the last round")
     ticks = range(0, data.n, 5)
     right.set(xlabel="whose model", ylabel="for client", xticks=ticks, yticks=ticks)
@@ -167,7 +168,9 @@ def cars() -> Federation:
     seven standardized facts."""
     from mlxtend.data import autompg_data
 
-    x, y = (torch.as_tensor(v, dtype=torch.float32) for v in autompg_data())
+    # its last column, the name, is no number
+    facts, y = (torch.as_tensor(v, dtype=torch.float32) for v in autompg_data())
+    x = facts[:, :7]
     year = x[:, 5]
     x = (x - x.mean(0)) / x.std(0)
     years = [year == value for value in year.unique()]
