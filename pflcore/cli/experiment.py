@@ -104,7 +104,8 @@ def partition_of(data: str, partition: str | None) -> Choice | None:
     if data not in SOURCES:
         return None
     name = partition or "A"
-    return Choice(name, PARTITIONS.get(name, options_of), options_of(name))
+    options = options_of(name)
+    return Choice(name, PARTITIONS[name].rule, options)
 
 
 def model_of(name: str) -> Choice | None:

@@ -23,6 +23,7 @@ FEDERATIONS: dict[str, Callable[..., Federation]] = {
     "synthetic_clusters": synthetic.synthetic_clusters,
 }
 TABULAR = ("school", "vehicle")  # each client's features have scales of their own
+_partition = partition  # where an argument has this name
 CROSS_SILO = {"train": 0.7, "val": 0.15, "test": 0.15}  # Motley's split of a client's own samples
 
 __all__ = [
@@ -101,7 +102,8 @@ def federation_of(
     source = (load(data, root) if isinstance(data, str) else data).sample(
         train_samples, test_samples, seed
     )
-    part = PARTITIONS[name](
+    part = _partition(
+        name,
         source.y_train,
         10 if n is None else n,
         test_labels=source.y_test,

@@ -1,35 +1,30 @@
-"""What the partitions share: the result, a checked pool of labels, exact cuts, reproducible random
-streams."""
+"""What partitions share: checked labels, the one cutter, the result.
+
+A partition says how many samples of each class every client gets; `deal` hands them out. All else,
+shards and groups of clients, is made of its lists.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
-from itertools import pairwise
-from numbers import Real
 from typing import Annotated, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pflcore.check import Kind
 
-Ints = NDArray[np.int64]
+from .ragged import Ints, Ragged, starts
+
+Random = np.random.RandomState
 Weights = Annotated[
     str | Sequence[float], Kind("a name or a list of proportions", lambda v: hasattr(v, "__iter__"))
 ]
 Classes = Annotated[
     str | Sequence[int], Kind("a name or a list of classes", lambda v: hasattr(v, "__iter__"))
 ]
-
-SIZES: dict[str, list[int]] = {  # WAFFLE paper, Table 4, in hundredths; cycled beyond ten agents
-    "A": [10] * 10,
-    "B": [21, 6, 11, 6, 11, 6, 16, 6, 11, 6],
-    "C": [10, 10, 10, 10, 20, 5, 5, 10, 10, 10],
-}
 
 
 @dataclass(frozen=True)
@@ -43,98 +38,120 @@ class Partition:
     group: Tensor | None = None
 
 
-class Pool:
-    """Labels checked once: numpy int64 ``train`` and ``test``, the number of classes, where the
-    test pool starts."""
+@dataclass(frozen=True)
+class Labels:
+    """The labels [n] of each pool, where its samples are counted from, and for whom they are."""
 
-    def __init__(self, labels: Any, test_labels: Any, n: int, classes: int | None) -> None:
-        self.train = _labels(labels, "labels")
-        self.has_test = test_labels is not None
-        self.test = (
-            _labels(test_labels, "test_labels") if self.has_test else np.zeros(0, dtype=np.int64)
+    pools: dict[str, tuple[Ints, int]]  # split -> labels, offset
+    n: int
+    classes: int
+
+    @classmethod
+    def of(cls, labels: Any, test_labels: Any, n: int, classes: int | None) -> Labels:
+        """ValueError where these are no labels, or too few for n clients."""
+        train = _labels(labels, "labels")
+        need(n >= 1, f"n must be at least one client, got {n}")
+        need(
+            n <= len(train),
+            f"n must be at most the number of training samples ({len(train)}), got {n}",
         )
-        self.n, self.offset = n, len(self.train)
-        if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1:
-            raise ValueError(f"n must be at least one client, got {n!r}")
-        if n > len(self.train):
-            raise ValueError(
-                f"n must be at most the number of training samples ({len(self.train)}), got {n}"
-            )
-        top = int(max(self.train.max(), self.test.max() if len(self.test) else 0))
-        self.classes = top + 1 if classes is None else classes
-        if top >= self.classes:
-            raise ValueError(f"labels must lie in 0..{self.classes - 1}, got {top}")
+        pools = {"train": (train, 0)}
+        if test_labels is not None:
+            pools["test"] = _labels(test_labels, "test_labels"), len(train)
+        top = max(int(y.max()) for y, _ in pools.values())
+        classes = top + 1 if classes is None else classes
+        need(top < classes, f"labels must lie in 0..{classes - 1}, got {top}")
+        return cls(pools, n, classes)
+
+    @property
+    def train(self) -> Ints:
+        return self.pools["train"][0]
+
+    def by_class(self, y: Ints, rng: Random | None) -> list[Ints]:
+        """The positions in `y` of each class, shuffled by `rng`, or in their order."""
+        rows = [np.flatnonzero(y == c) for c in range(self.classes)]
+        return rows if rng is None else [rng.permutation(r) for r in rows]
+
+    def each(self, cut: Callable[[Ints, str], Ragged]) -> dict[str, Ragged]:
+        """Every pool cut by `cut(labels, split)`, counted through all pools."""
+        lists = {s: (cut(y, s), offset) for s, (y, offset) in self.pools.items()}
+        return {s: Ragged(cut.flat + offset, cut.begin) for s, (cut, offset) in lists.items()}
 
     def finish(
-        self, index: dict[str, list[Ints]], notes: Sequence[str] = (), group: Ints | None = None
+        self, index: dict[str, Ragged], notes: Sequence[str] = (), group: Ints | None = None
     ) -> Partition:
-        empty = [i for i, rows in enumerate(index["train"]) if len(rows) == 0]
-        if empty:
-            raise ValueError(
-                f"n must leave every client a training sample, but with n={self.n} client "
-                f"{empty[0]} gets none: use fewer clients"
-            )
-        lists = {
-            s: [torch.from_numpy(np.ascontiguousarray(r, dtype=np.int64)) for r in rows]
-            for s, rows in index.items()
-        }
+        """ValueError where a client has nothing to train on."""
+        none = np.flatnonzero(index["train"].size == 0)[:1].tolist()
+        need(
+            not none,
+            f"n must leave every client a training sample, but with n={self.n} client "
+            f"{none and none[0]} gets none: use fewer clients",
+        )
+        lists = {s: list(rows) for s, rows in index.items()}
         return Partition(
             lists, None, list(notes), None if group is None else torch.from_numpy(group)
         )
 
 
-def _labels(labels: Any, what: str) -> Ints:
+def need(fits: Any, sentence: str) -> None:
+    """ValueError with this sentence where it does not fit."""
+    if not fits:
+        raise ValueError(sentence)
+
+
+def one_of(name: str, value: str, choices: Sequence[str]) -> None:
+    need(value in choices, f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}")
+
+
+def _labels(labels: Any, name: str) -> Ints:
     a = labels.detach().cpu().numpy() if isinstance(labels, Tensor) else np.asarray(labels)
-    if a.ndim != 1 or a.size == 0 or a.dtype.kind not in "iu":
-        raise ValueError(
-            f"{what} must be a non-empty list of integer labels, got {a.dtype} of shape "
-            f"{list(a.shape)}"
-        )
-    if int(a.min()) < 0:
-        raise ValueError(f"{what} must not be negative, got {int(a.min())}")
+    need(
+        a.ndim == 1 and a.size and a.dtype.kind in "iu",
+        f"{name} must be a non-empty list of integer labels, got {a.dtype} of shape "
+        f"{list(a.shape)}",
+    )
+    need(int(a.min()) >= 0, f"{name} must not be negative, got {int(a.min())}")
     return a.astype(np.int64)
 
 
-def rng_of(seed: int, what: str) -> np.random.RandomState:
-    """A stream of its own for each recipe, so that two recipes with one seed do not share their
-    draws."""
-    return np.random.RandomState([int(seed), *what.encode()])
+def deal(rows: Sequence[Ints], counts: Ints) -> Ragged:
+    """Of the samples `rows` of each class, the first counts[c, 0] to client 0, and so on.
+
+    counts: [C, N]. A client has its classes in order; samples beyond the counts are unused.
+    """
+    classes, n = counts.shape
+    owner = np.repeat(np.tile(np.arange(n), classes), counts.ravel())
+    dealt = [r[:k] for r, k in zip(rows, counts.sum(1), strict=True)]
+    return Ragged.grouped(np.concatenate(dealt), owner, n)
 
 
-def by_class(labels: Ints, classes: int, rng: np.random.RandomState | None) -> list[Ints]:
-    """The indices of each class, shuffled if there is an ``rng``, else in pool order."""
-    rows = [np.flatnonzero(labels == t) for t in range(classes)]
-    return rows if rng is None else [rng.permutation(r) for r in rows]
+def in_proportion(totals: Sequence[int], weights: Any) -> Ints:
+    """Counts [C, N] in exact proportion to whole weights [C, N]: total * cumsum // sum, then diff.
+
+    Every sample is dealt, but for a class whose weights are all 0. Python's integers: no overflow.
+    """
+    up = np.cumsum(np.asarray(weights, dtype=object), axis=1)
+    at = np.asarray(totals, dtype=object)[:, None] * up // np.maximum(up[:, -1:], 1)
+    counts: Ints = np.diff(at, prepend=0).astype(np.int64)
+    return counts
 
 
-def cut(rows: Ints, weight: Sequence[Any]) -> list[Ints]:
-    """Cut ``rows`` in proportion to exact weights: piece i is ``len * cum_{i-1} // den`` to ``len *
-    cum_i // den``; all 0: nothing."""
-    den, cum, at = sum(weight), 0, [0]
-    for w in weight:
-        cum += w
-        at.append(len(rows) * cum // den if den else 0)
-    return [rows[a:b] for a, b in pairwise(at)]
+def even(total: int, parts: int) -> Ints:
+    """`total` in equal parts [parts]; the first ones get one more where it does not divide."""
+    size: Ints = total // parts + (np.arange(parts) < total % parts)
+    return size
 
 
-def cut_classes(
-    by_class: Sequence[Ints], weight: Sequence[Sequence[Any]], offset: int = 0
-) -> list[Ints]:
-    """Each class cut by its own column of ``weight`` [N][C] (ints or Fractions), then gathered per
-    client."""
-    pieces = [cut(rows, [w[t] for w in weight]) for t, rows in enumerate(by_class)]
-    return [np.concatenate([p[i] for p in pieces]) + offset for i in range(len(weight))]
+def deal_shards(rows: Ints, sizes: Ints, table: Ints) -> Ragged:
+    """`rows` [m] in shards of these sizes [S]; client i gets the shards table[i]: [N, k]."""
+    shards = Ragged(torch.from_numpy(rows), starts(torch.from_numpy(sizes)))
+    return shards.take(torch.from_numpy(table.ravel())).every(table.shape[1])
 
 
-def shares(sizes: str | Sequence[float] | None, n: int) -> list[Fraction]:
-    if sizes is None:
-        return [Fraction(1)] * n
-    if isinstance(sizes, str) and sizes not in SIZES:
-        raise ValueError(
-            f"sizes must be one of {list(SIZES)} or a list of proportions, got {sizes!r}"
-        )
-    values = SIZES[sizes] if isinstance(sizes, str) else list(sizes)
-    if not values or not all(isinstance(v, Real) and 0 < v < float("inf") for v in values):
-        raise ValueError(f"sizes must be proportions above 0, got {values}")
-    # str: 0.1 means one tenth, not its float
-    return [Fraction(str(values[i % len(values)])) for i in range(n)]
+def cut_in_two(lists: Ragged, first: Callable[[int], int], rng: Random) -> tuple[Ragged, Ragged]:
+    """Each client's samples shuffled and cut: the first `first(n_i)` of them, and the others."""
+    rows = [torch.from_numpy(rng.permutation(r.numpy())) for r in lists]
+    at = [first(len(r)) for r in rows]
+    head = [r[:a] for r, a in zip(rows, at, strict=True)]
+    tail = [r[a:] for r, a in zip(rows, at, strict=True)]
+    return Ragged.of(head), Ragged.of(tail)

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pflcore.check import Count, Positive, Seed32, Share, checked
+from pflcore.check import Count, Positive, Share, checked
 
-from .cuts import Ints, Partition, Pool, by_class, rng_of
+from .cuts import Labels, Partition, Random, cut_in_two, deal, need, one_of
+from .ragged import Ints
 
 Floats = NDArray[np.float64]
 
 
 @checked
 def dirichlet(
-    labels: Any,
-    n: int,
+    labels: Labels,
+    rng: Random,
     *,
-    test_labels: Any = None,
-    seed: Seed32 = 0,
-    classes: Count | None = None,
     alpha: Positive = 0.5,
     mode: str = "same_proportions",
     balance: bool = False,
@@ -42,93 +39,83 @@ def dirichlet(
     until that holds, at most ``max_redraws`` times; then the best draw is kept and single samples
     move from the largest client to the smallest. ``notes`` says which it was.
     """
-    pool, rng = Pool(labels, test_labels, n, classes), rng_of(seed, "dirichlet")
-    if mode not in ("same_proportions", "pooled_split"):
-        raise ValueError(f"mode must be 'same_proportions' or 'pooled_split', got {mode!r}")
-    if not 0 < train_fraction < 1:
-        raise ValueError(f"train_fraction must lie between 0 and 1, got {train_fraction}")
-    if train_fraction != 0.8 and mode != "pooled_split":
-        raise ValueError(
-            f"train_fraction plays no part in mode {mode!r}, got {train_fraction}: leave it out, "
-            "or take mode 'pooled_split'"
-        )
-    pooled = mode == "pooled_split"
-    every = np.concatenate([pool.train, pool.test]) if pooled else pool.train
-    least = 2 if pooled else 1  # one to train on, one to test on
-    floor = (
-        max(least, min(20, len(every) // (2 * n)))
-        if min_size is None
-        else max(least, int(min_size))
+    one_of("mode", mode, ("same_proportions", "pooled_split"))
+    need(
+        0 < train_fraction < 1,
+        f"train_fraction must lie between 0 and 1, got {train_fraction}",
     )
-    if floor * n > len(every):
-        raise ValueError(
-            f"min_size must leave enough for {n} clients of {len(every)} samples, got {floor}: use "
-            "fewer clients"
-        )
-    totals = np.bincount(every, minlength=pool.classes)
-    tests = np.bincount(pool.test, minlength=pool.classes) if pool.has_test and not pooled else None
-    if tests is not None and tests.sum() < n:
-        raise ValueError(f"n must be at most the number of test samples ({tests.sum()}), got {n}")
+    pooled, pools, n = mode == "pooled_split", [y for y, _ in labels.pools.values()], labels.n
+    need(
+        pooled or train_fraction == 0.8,
+        f"train_fraction plays no part in mode {mode!r}, got {train_fraction}: leave it out, "
+        "or take mode 'pooled_split'",
+    )
+    every = np.concatenate(pools) if pooled else labels.train
+    least = 2 if pooled else 1  # one to train on, one to test on
+    floor = max(least, min(20, len(every) // (2 * n)) if min_size is None else min_size)
+    need(
+        floor * n <= len(every),
+        f"min_size must leave enough for {n} clients of {len(every)} samples, got {floor}: use "
+        "fewer clients",
+    )
+    totals = np.bincount(every, minlength=labels.classes)
+    tests = None if pooled or len(pools) == 1 else np.bincount(pools[1], minlength=labels.classes)
+    if tests is not None:
+        enough = f"n must be at most the number of test samples ({tests.sum()}), got {n}"
+        need(tests.sum() >= n, enough)
 
-    best, best_least, tries = None, -1, 0
-    while tries < max_redraws and best_least < floor:
-        tries += 1
-        p = _proportions(totals, n, alpha, balance, rng)
-        held = counts_of(p, totals)
-        smallest = int(held.sum(0).min())
-        if tests is not None and counts_of(p, tests).sum(0).min() == 0:
-            # a client without a test sample is not accepted either
-            smallest = min(smallest, floor - 1)
-        if smallest > best_least:
-            best, best_least = p, smallest
-    assert best is not None
-    held, moved = counts_of(best, totals), 0
-    moved += _lift(held, floor)
-    index = {"train": _deal(by_class(every, pool.classes, rng), held)}
+    def smallest(p: Floats) -> int:
+        least = int(counts_of(p, totals).sum(0).min())
+        untested = tests is not None and counts_of(p, tests).sum(0).min() == 0
+        return min(least, floor - 1) if untested else least
+
+    draws = (_proportions(totals, n, alpha, balance, rng) for _ in range(max_redraws))
+    p, least, tries = _first(draws, smallest, floor)
+    held = counts_of(p, totals)
+    moved = _lift(held, floor)
+    index = {"train": deal(labels.by_class(every, rng), held)}
     if pooled:
-        whole = [rng.permutation(rows) for rows in index["train"]]
-        at = [min(max(1, int(train_fraction * len(rows) + 1e-9)), len(rows) - 1) for rows in whole]
-        index = {
-            "train": [r[:a] for r, a in zip(whole, at, strict=True)],
-            "test": [r[a:] for r, a in zip(whole, at, strict=True)],
-        }
-    elif tests is not None:
-        held_test = counts_of(best, tests)
-        moved += _lift(held_test, 1, like=held)
-        index["test"] = [
-            rows + pool.offset for rows in _deal(by_class(pool.test, pool.classes, rng), held_test)
-        ]
-    wanted = f"Dirichlet({alpha:g}), at least {floor} samples per client"
-    if best_least >= floor:
-        note = f"{wanted}: draw {tries} of at most {max_redraws} was accepted"
-    else:
-        note = (
-            f"{wanted}: none of {tries} draws gave that, so the best was kept and {moved} samples "
-            "were moved from the largest clients"
+        index["train"], index["test"] = cut_in_two(
+            index["train"], lambda k: min(max(1, int(train_fraction * k + 1e-9)), k - 1), rng
         )
-    return pool.finish(index, notes=[note])
+    elif tests is not None:
+        few = counts_of(p, tests)
+        moved += _lift(few, 1, like=held)
+        index["test"] = deal([r + len(every) for r in labels.by_class(pools[1], rng)], few)
+    wanted = f"Dirichlet({alpha:g}), at least {floor} samples per client"
+    accepted = f"{wanted}: draw {tries} of at most {max_redraws} was accepted"
+    best = (
+        f"{wanted}: none of {tries} draws gave that, so the best was kept and {moved} samples "
+        "were moved from the largest clients"
+    )
+    return labels.finish(index, [accepted if least >= floor else best])
 
 
-def cuts_of(p: Floats, n_c: int) -> Ints:
-    """floor(cumsum(p) * n_c) without the last: where a class of ``n_c`` samples is cut for the
-    proportions ``p`` [N]."""
-    return np.floor(np.cumsum(p)[:-1] * n_c).astype(np.int64).clip(0, n_c)
+def _first(
+    draws: Iterator[Floats], smallest: Callable[[Floats], int], floor: int
+) -> tuple[Floats, int, int]:
+    """The first draw [C, N] with `floor` samples for every client, or the best; its fewest samples,
+    how many draws."""
+    best, least, tries = np.zeros((0, 0)), -1, 0
+    for p in draws:
+        tries += 1
+        size = smallest(p)
+        if size > least:
+            best, least = p, size
+        if least >= floor:
+            break
+    return best, least, tries
 
 
 def counts_of(p: Floats, totals: Ints) -> Ints:
-    """How many samples of each class each client gets: p [C, N], totals [C] -> [C, N]; the rows add
-    up to ``totals``."""
-    return np.stack(
-        [
-            np.diff(cuts_of(row, int(t)), prepend=0, append=int(t))
-            for row, t in zip(p, totals, strict=True)
-        ]
-    )
+    """Samples [C, N] for proportions p [C, N], cut at floor(cumsum(p) n_c); the rows add up to
+    totals [C]."""
+    at = np.floor(np.cumsum(p, axis=1)[:, :-1] * totals[:, None]).astype(np.int64)
+    at = at.clip(0, totals[:, None])
+    return np.diff(at, prepend=0, append=totals[:, None])
 
 
-def _proportions(
-    totals: Ints, n: int, alpha: float, balance: bool, rng: np.random.RandomState
-) -> Floats:
+def _proportions(totals: Ints, n: int, alpha: float, balance: bool, rng: Random) -> Floats:
     size, rows = np.zeros(n), []
     for n_c in totals:
         p = rng.dirichlet(np.full(n, alpha))
@@ -142,7 +129,7 @@ def _proportions(
                 kept = room if room.sum() else np.ones(n)
             p = kept / kept.sum()
         rows.append(p)
-        size += np.diff(cuts_of(p, int(n_c)), prepend=0, append=int(n_c))
+        size += counts_of(p[None], np.array([n_c]))[0]
     return np.stack(rows)
 
 
@@ -170,9 +157,3 @@ def _lift(held: Ints, floor: int, like: Ints | None = None) -> int:
         held[c, giver] -= 1
         held[c, to] += 1
         moved += 1
-
-
-def _deal(by_class: Sequence[Ints], held: Ints) -> list[Ints]:
-    """Index lists per client from the class lists and the counts [C, N]."""
-    pieces = [np.split(rows, np.cumsum(h)[:-1]) for rows, h in zip(by_class, held, strict=True)]
-    return [np.concatenate([p[i] for p in pieces]) for i in range(held.shape[1])]

@@ -1,31 +1,38 @@
-"""The FedDWA paper's label skews: a few classes per client (pathological), and dominant classes by
-group (practical setting 1)."""
+"""Label skew: a few classes per client, dominant classes by group (FedDWA's settings), and WAFFLe's
+single-class shards in one population or in two (Hao et al. 2020, appendix B)."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
+import torch
 
-from pflcore.check import Count, Seed32, Share, checked
+from pflcore.check import Count, Share, checked
 
-from .cuts import Ints, Partition, Pool, by_class, rng_of
+from .cuts import (
+    Classes,
+    Labels,
+    Partition,
+    Random,
+    cut_in_two,
+    deal,
+    deal_shards,
+    even,
+    need,
+    one_of,
+)
+from .ragged import Ints, Ragged, starts
 
-# -- a few classes per client
-# --------------------------------------------------------------------------------------------------
+MINORITY: dict[str, tuple[int, ...]] = {  # classes of the minority
+    "mnist": (0, 2, 4, 6, 8),  # even digits
+    "fashion_mnist": (0, 5, 6, 7, 9),  # footwear and shirts; the pullover counts as none
+    "cifar10": (0, 1, 8, 9),  # vehicles
+}
 
 
 @checked
-def pathological(
-    labels: Any,
-    n: int,
-    *,
-    test_labels: Any = None,
-    seed: Seed32 = 0,
-    classes: Count | None = None,
-    mode: str = "shards",
-    k: Count = 2,
-) -> Partition:
+def pathological(labels: Labels, rng: Random, *, mode: str = "shards", k: Count = 2) -> Partition:
     """A few classes per client.
 
     mode "shards" (FedDWA's released code): the label-sorted pool is cut into k N equal shards and
@@ -35,89 +42,57 @@ def pathological(
     takes the same number q of samples of each of its classes, q = min over owned classes of
     floor(n_c / owners_c). The rest is unused.
     """
-    pool, rng = Pool(labels, test_labels, n, classes), rng_of(seed, "pathological")
-    if mode not in ("shards", "exact_k"):
-        raise ValueError(f"mode must be 'shards' or 'exact_k', got {mode!r}")
-    pools = {"train": (pool.train, 0)} | (
-        {"test": (pool.test, pool.offset)} if pool.has_test else {}
-    )
+    one_of("mode", mode, ("shards", "exact_k"))
+    n, number = labels.n, labels.n * k
     if mode == "exact_k":
-        if k > pool.classes:
-            raise ValueError(f"k must be at most the number of classes ({pool.classes}), got {k}")
-        owned = _owners(n, k, pool.classes, rng)
-        index, notes = {}, []
-        for split, (y, offset) in pools.items():
-            index[split], unused = _equal_shares(y, owned, pool.classes, split, rng)
-            index[split] = [rows + offset for rows in index[split]]
-            if unused:
-                notes.append(
-                    f"{unused} {split} samples are unused: every client takes the same number of "
-                    f"each of its {k} classes"
-                )
-        return pool.finish(index, notes=notes)
-    if n * k > len(pool.train):
-        raise ValueError(
-            f"k must leave {n} clients non-empty shards of {len(pool.train)} samples, got {k}"
+        need(
+            k <= labels.classes,
+            f"k must be at most the number of classes ({labels.classes}), got {k}",
         )
-    deal = rng.permutation(n * k).reshape(n, k)
-    index = {}
-    for split, (y, offset) in pools.items():
-        cut = shards(y, n * k, pool.classes, rng)
-        index[split] = [np.concatenate([cut[s] for s in row]) + offset for row in deal]
-    return pool.finish(index)
-
-
-def shards(
-    y: Ints, number: int, classes: int, rng: np.random.RandomState | None = None
-) -> list[Ints]:
-    """The label-sorted indices in ``number`` equal pieces (to one sample); within a class in the
-    order of ``rng``, else of the pool."""
-    return np.array_split(np.concatenate(by_class(y, classes, rng)), number)
-
-
-def _owners(n: int, k: int, classes: int, rng: np.random.RandomState) -> list[Ints]:
-    """k distinct classes per client, always those with the fewest owners so far (ties at random):
-    counts stay within one."""
-    owners, rows = np.zeros(classes), []
-    for _ in range(n):
-        mine = np.lexsort((rng.permutation(classes), owners))[:k]
-        owners[mine] += 1
-        rows.append(np.sort(mine))
-    return rows
-
-
-def _equal_shares(
-    y: Ints, owned: list[Ints], classes: int, split: str, rng: np.random.RandomState
-) -> tuple[list[Ints], int]:
-    owners = np.bincount(np.concatenate(owned), minlength=classes)
-    have = np.bincount(y, minlength=classes)
-    quota = np.where(owners > 0, have // np.maximum(owners, 1), have.max() + 1)
-    q, poorest = int(quota.min()), int(quota.argmin())
-    if q == 0:
-        raise ValueError(
-            f"class {poorest} has {have[poorest]} {split} samples for {owners[poorest]} owners: "
-            "use fewer clients or a smaller k"
+        owned = _owners(n, k, labels.classes, rng)
+        index = labels.each(lambda y, split: _equal(labels, y, split, owned, rng))
+        unused = {s: len(y) - len(index[s].flat) for s, (y, _) in labels.pools.items()}
+        why = f"every client takes the same number of each of its {k} classes"
+        return labels.finish(
+            index, [f"{m} {s} samples are unused: {why}" for s, m in unused.items() if m]
         )
-    rows, taken = by_class(y, classes, rng), np.zeros(classes, dtype=np.int64)
-    index = []
-    for mine in owned:
-        index.append(np.concatenate([rows[c][taken[c] : taken[c] + q] for c in mine]))
-        taken[mine] += q
-    return index, int(len(y) - taken.sum())
+    size = len(labels.train)
+    need(number <= size, f"k must leave {n} clients non-empty shards of {size} samples, got {k}")
+    table = rng.permutation(number).reshape(n, k)
+
+    def cut(y: Ints, split: str) -> Ragged:
+        rows = np.concatenate(labels.by_class(y, rng))
+        return deal_shards(rows, even(len(y), number), table)
+
+    return labels.finish(labels.each(cut))
 
 
-# -- dominant classes by group
-# -------------------------------------------------------------------------------------------------
+def _owners(n: int, k: int, classes: int, rng: Random) -> Ints:
+    """k distinct classes per client, those with the fewest owners so far: 0 or 1, [C, N]."""
+    owned = np.zeros((classes, n), dtype=np.int64)
+    for i in range(n):
+        owned[np.lexsort((rng.permutation(classes), owned.sum(1)))[:k], i] = 1
+    return owned
+
+
+def _equal(labels: Labels, y: Ints, split: str, owned: Ints, rng: Random) -> Ragged:
+    """The same number of samples of each owned class for every client."""
+    owners, have = owned.sum(1), np.bincount(y, minlength=labels.classes)
+    quota = np.where(owners > 0, have // np.maximum(owners, 1), len(y) + 1)
+    poorest = int(quota.argmin())
+    need(
+        quota[poorest] > 0,
+        f"class {poorest} has {have[poorest]} {split} samples for {owners[poorest]} owners: "
+        "use fewer clients or a smaller k",
+    )
+    return deal(labels.by_class(y, rng), quota[poorest] * owned)
 
 
 @checked
 def practical1(
-    labels: Any,
-    n: int,
+    labels: Labels,
+    rng: Random,
     *,
-    test_labels: Any = None,
-    seed: Seed32 = 0,
-    classes: Count | None = None,
     mode: str = "paper",
     groups: Count = 4,
     dominant: Count | None = None,
@@ -134,98 +109,183 @@ def practical1(
     group's clients, the rest dealt to all; the last group takes the N mod G clients left over, so
     sizes differ then. The test pool is cut the same way.
     """
-    pool, rng = Pool(labels, test_labels, n, classes), rng_of(seed, "practical1")
-    if mode not in ("paper", "official"):
-        raise ValueError(f"mode must be 'paper' or 'official', got {mode!r}")
-    if groups > n:
-        raise ValueError(f"groups must lie in 1..{n} (the clients), got {groups}")
-    if dominant is not None and dominant > pool.classes:
-        raise ValueError(f"dominant must lie in 1..{pool.classes} (the classes), got {dominant}")
-    at = np.arange(n)
-    group = at * groups // n if mode == "paper" else np.minimum(at // (n // groups), groups - 1)
-    pools = {"train": (pool.train, 0)} | (
-        {"test": (pool.test, pool.offset)} if pool.has_test else {}
+    one_of("mode", mode, ("paper", "official"))
+    n, classes = labels.n, labels.classes
+    need(groups <= n, f"groups must lie in 1..{n} (the clients), got {groups}")
+    need(
+        dominant is None or dominant <= classes,
+        f"dominant must lie in 1..{classes} (the classes), got {dominant}",
     )
-    index, notes = {}, []
-    for split, (y, offset) in pools.items():
+    i, notes = np.arange(n), []
+    group = i * groups // n if mode == "paper" else np.minimum(i // (n // groups), groups - 1)
+    owned = dominant_classes(classes, groups, dominant)
+
+    def cut(y: Ints, split: str) -> Ragged:
         if mode == "official":
-            rows = _blocks(y, group, groups, share, pool.classes, rng)
-        else:
-            rows, short = _dominated(
-                y, group, dominant_classes(pool.classes, groups, dominant), share, pool.classes, rng
+            return _blocks(y, group, share, rng)
+        lists, short = _dominated(labels, y, [owned[g] for g in group], share, rng)
+        if short:
+            notes.append(
+                f"{short} {split} samples come from other classes: the dominant ones ran dry"
             )
-            if short:
-                notes.append(
-                    f"{short} {split} samples come from other classes: the dominant ones ran dry"
-                )
-        index[split] = [r + offset for r in rows]
-    return pool.finish(index, notes=notes, group=group.astype(np.int64))
+        return lists
+
+    return labels.finish(labels.each(cut), notes, group)
 
 
 def dominant_classes(classes: int, groups: int, dominant: int | None = None) -> list[list[int]]:
     """The dominant classes of each group in mode "paper"."""
-    q = (
-        dominant
-        if dominant is not None
-        else (min(3, classes) if classes <= 10 else max(1, classes // 5))
-    )
+    q = dominant or (min(3, classes) if classes <= 10 else max(1, classes // 5))
     return [[(j * classes // groups + d) % classes for d in range(q)] for j in range(groups)]
 
 
-def _blocks(
-    y: Ints, group: Ints, groups: int, share: float, classes: int, rng: np.random.RandomState
-) -> list[Ints]:
-    order = rng.permutation(len(y))
-    at = int(share * len(y) + 1e-9)
-    head = order[:at]
-    common = np.array_split(order[at:], len(group))
-    blocks = np.array_split(head[np.argsort(y[head], kind="stable")], groups)
-    out: list[Ints] = []
-    for j, block in enumerate(blocks):
-        members = np.flatnonzero(group == j)
-        for i, piece in zip(
-            members, np.array_split(rng.permutation(block), len(members)), strict=True
-        ):
-            out.append(np.concatenate([piece, common[i]]))
-    return out
+def _blocks(y: Ints, group: Ints, share: float, rng: Random) -> Ragged:
+    """Blocks of the label-sorted head of the pool by group, and equal parts of its tail."""
+    order, members = rng.permutation(len(y)), np.bincount(group)
+    head, tail = np.split(order, [int(share * len(y) + 1e-9)])
+    head = head[np.argsort(y[head], kind="stable")]
+    size = even(len(head), len(members))  # of the groups' blocks
+    rows = np.concatenate([rng.permutation(b) for b in np.split(head, size.cumsum()[:-1])])
+    counts = np.concatenate([even(int(b), int(m)) for b, m in zip(size, members, strict=True)])
+    return deal([rows, tail], np.stack([counts, even(len(tail), len(group))]))
 
 
 def _dominated(
-    y: Ints,
-    group: Ints,
-    owned: list[list[int]],
-    share: float,
-    classes: int,
-    rng: np.random.RandomState,
-) -> tuple[list[Ints], int]:
-    n = len(group)
-    size = len(y) // n
+    labels: Labels, y: Ints, owned: list[list[int]], share: float, rng: Random
+) -> tuple[Ragged, int]:
+    """Equal lists, and how many samples came from other classes than the dominant ones."""
+    n, size = len(owned), len(y) // len(owned)
     own = int(share * size + 0.5)
-    rows = by_class(y, classes, rng)
-    # The part from all classes first, in the pool's class proportions: else the dominant part could
-    # use a class up.
-    rank = np.concatenate([(np.arange(len(r)) + 0.5) / max(len(r), 1) for r in rows])
-    every = np.concatenate(rows)[np.argsort(rank, kind="stable")]
-    common = rng.permutation(every[: n * (size - own)]).reshape(n, size - own)
+    rows = labels.by_class(y, rng)
+    # The common part first, in the pool's class proportions, so that no class is used up before.
+    common = rng.permutation(_interleaved(rows)[: n * (size - own)]).reshape(n, size - own)
     used = np.zeros(len(y), dtype=bool)
     used[common.reshape(-1)] = True
-    supply = [[int(v) for v in r if not used[v]] for r in rows]
-    mine: list[list[int]] = [[] for _ in range(n)]
-    taken = np.zeros((n, classes), dtype=np.int64)
+    supply = [r[~used[r]].tolist() for r in rows]
+    mine: list[list[int]] = [[] for _ in owned]
+    taken = np.zeros((n, labels.classes), dtype=np.int64).tolist()
     for _ in range(own):  # one sample each per pass, so that a scarce class is shared fairly
-        for i in range(n):
-            able = [c for c in owned[group[i]] if supply[c]]
+        for i, classes in enumerate(owned):
+            able = [c for c in classes if supply[c]]
             if able:
-                c = min(able, key=lambda c: (taken[i, c], -len(supply[c])))
+                c = min((taken[i][c], -len(supply[c]), at) for at, c in enumerate(able))[2]
+                c = able[c]
                 mine[i].append(supply[c].pop())
-                taken[i, c] += 1
+                taken[i][c] += 1
     left = rng.permutation([v for s in supply for v in s]).tolist()
-    short = 0
-    for part in mine:
-        gap = own - len(part)
-        part += [left.pop() for _ in range(gap)]
-        short += gap
-    return [
-        np.concatenate([np.asarray(m, dtype=np.int64), c])
-        for m, c in zip(mine, common, strict=True)
-    ], short
+    short = sum(own - len(m) for m in mine)
+    for m in mine:
+        m += [left.pop() for _ in range(own - len(m))]
+    dealt = np.concatenate([np.array(mine, dtype=np.int64).reshape(n, own), common], axis=1)
+    return deal_shards(dealt.reshape(-1), np.full(n, size), np.arange(n)[:, None]), short
+
+
+def _interleaved(rows: Sequence[Ints]) -> Ints:
+    """The samples of all classes in one order of which every prefix is in their proportion."""
+    rank = np.concatenate([(np.arange(len(r)) + 0.5) / max(len(r), 1) for r in rows])
+    return np.concatenate(rows)[np.argsort(rank, kind="stable")]
+
+
+@checked
+def unimodal(
+    labels: Labels,
+    rng: Random,
+    *,
+    z: Count = 2,
+    test: Share = 0.2,
+    train: Count | None = None,
+) -> Partition:
+    """Each class cut evenly into its part of N z shards (the first classes get one more where that
+    does not divide), z dealt to a client.
+
+    A client may get two shards of one class, so it holds at most z classes. ``test``: the share of
+    a client's samples that is held out. ``train``: use so many of the others only, whose test sets
+    stay.
+    """
+    classes, n = labels.classes, labels.n
+    lists = _population(labels, range(classes), n, z, None, rng)
+    why = f"there are fewer shards ({n * z}) than classes ({classes})"
+    return _tested(labels, lists, test, train, rng, why, None)
+
+
+@checked
+def multimodal(
+    labels: Labels,
+    rng: Random,
+    *,
+    z: Count = 2,
+    minority: Classes = "mnist",
+    minority_clients: Count = 20,
+    test: Share = 0.2,
+    train: Count | None = None,
+) -> Partition:
+    """The same within two groups of classes and clients: ``group`` [N] is 0 for the majority, 1 for
+    the last ``minority_clients``.
+
+    ``minority``: the classes of the minority, or the paper's for "mnist" (even digits),
+    "fashion_mnist" (footwear and shirts), "cifar10" (vehicles). All shards are of one size, the
+    largest that every class can give; what is left over is unused.
+    """
+    need(
+        not isinstance(minority, str) or minority in MINORITY,
+        f"minority must be one of {', '.join(MINORITY)}, or a list of classes, got {minority!r}",
+    )
+    n, few = labels.n, sorted(set(MINORITY[minority] if isinstance(minority, str) else minority))
+    some = [c for c in range(labels.classes) if c not in few]
+    need(
+        few and some and min(few) >= 0 and max(few) < labels.classes,
+        f"minority must leave classes on both sides of 0..{labels.classes - 1}, got {few}",
+    )
+    need(
+        minority_clients < n,
+        f"minority_clients must lie in 1..{n - 1} of the {n} clients, got {minority_clients}",
+    )
+    modes = [(some, n - minority_clients), (few, minority_clients)]
+    have = np.bincount(labels.train, minlength=labels.classes)
+    counts = [(have[classes], even(k * z, len(classes))) for classes, k in modes]
+    size = min(int((h[c > 0] // c[c > 0]).min()) for h, c in counts)
+    need(
+        size > 0,
+        f"n must leave every shard a sample, but with n={n} and z={z} some class has too few: "
+        "use fewer clients",
+    )
+    parts = [_population(labels, classes, k, z, size, rng) for classes, k in modes]
+    lists = Ragged(torch.cat([p.flat for p in parts]), starts(torch.cat([p.size for p in parts])))
+    group = (np.arange(n) >= n - minority_clients).astype(np.int64)
+    return _tested(labels, lists, test, train, rng, f"all shards have {size} samples", group)
+
+
+def _population(
+    labels: Labels, classes: Sequence[int], n: int, z: int, size: int | None, rng: Random
+) -> Ragged:
+    """These classes' shards, even ones or of `size`, z to each of n clients at random."""
+    rows = labels.by_class(labels.train, rng)
+    sizes, flat = [], []
+    for c, k in zip(classes, even(n * z, len(classes)).tolist(), strict=True):
+        need(
+            len(rows[c]) >= k,
+            f"n must leave every shard a sample, but class {c} has {len(rows[c])} for {k} "
+            "shards: use fewer clients",
+        )
+        sizes.append(even(len(rows[c]), k) if size is None and k else np.full(k, size or 0))
+        flat.append(rows[c][: sizes[-1].sum()])
+    table = rng.permutation(n * z).reshape(n, z)
+    return deal_shards(np.concatenate(flat), np.concatenate(sizes), table)
+
+
+def _tested(
+    labels: Labels,
+    lists: Ragged,
+    test: float,
+    train: int | None,
+    rng: Random,
+    why: str,
+    group: Ints | None,
+) -> Partition:
+    need(0 < test < 1, f"test must be a share in (0, 1) of each client's samples, got {test}")
+    held, rest = cut_in_two(lists, lambda k: max(1, int(test * k + 0.5)), rng)
+    unused = len(labels.train) - len(lists.flat)
+    notes = [f"{unused} training samples are unused: {why}"] if unused else []
+    if train is not None:
+        rest = Ragged.of([r[:train] for r in rest])
+    return labels.finish({"train": rest, "test": held}, notes, group)

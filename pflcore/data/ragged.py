@@ -6,8 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+Ints = NDArray[np.int64]
 
 
 class Ragged(Sequence[Tensor]):
@@ -47,6 +51,16 @@ class Ragged(Sequence[Tensor]):
         for ids, rows in parts:
             flat[(begin[ids][:, None] + torch.arange(rows.shape[1])).to(flat.device)] = rows
         return cls(flat, begin)
+
+    @classmethod
+    def grouped(cls, rows: Ints, owner: Ints, n: int) -> Ragged:
+        """Samples `rows` [m] to their owners [m] in 0..n-1, each client's in the order given."""
+        size = torch.from_numpy(np.bincount(owner, minlength=n))
+        return cls(torch.from_numpy(rows[np.argsort(owner, kind="stable")]), starts(size))
+
+    def every(self, k: int) -> Ragged:
+        """Each k lists joined to one: N / k lists."""
+        return Ragged(self.flat, self.begin[::k])
 
     def __len__(self) -> int:
         return len(self.size)

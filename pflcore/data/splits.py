@@ -4,7 +4,7 @@ held out (cross-silo)."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
 from typing import Annotated, NamedTuple, TypeVar
@@ -19,6 +19,7 @@ from .checks import SPLITS
 from .pool import Pool, Scaling
 from .ragged import Ragged, starts
 
+Rule = Callable[[int], dict[str, Tensor]]  # of n samples: the positions of each split
 P = TypeVar("P", bound=Pool)  # a federation stays one
 STANDARDIZED = "features standardised by each client's own training statistics"
 
@@ -108,13 +109,12 @@ def halves(
             f"client {int(ids[i])} must have at least 2 samples to be halved, got "
             f"{int(mine.size[i])}: leave it out (subset)"
         )
-    parts: dict[str, list[tuple[Tensor, Tensor]]] = {"train": [], "test": []}
-    for at, rows in _alike(mine):
-        n = rows.shape[1]
-        rows = rows[:, _permutation(n, seed, fed)]
-        parts["train"].append((at, rows[:, : n // 2]))
-        parts["test"].append((at, rows[:, n // 2 :]))
-    new = {s: Ragged.of_parts(len(ids), p) for s, p in parts.items()}
+
+    def rule(n: int) -> dict[str, Tensor]:
+        order = _permutation(n, seed, fed)
+        return {"train": order[: n // 2], "test": order[n // 2 :]}
+
+    new = _dealt(mine, rule)
     index = {
         s: fed.lists(s) if s in fed.index else _none(fed, fed.n)
         for s in SPLITS
@@ -162,25 +162,28 @@ def split_samples(
             "fractions must be of 'train' (above 0), 'val' and 'test' and add up to 1, got "
             f"{dict(fractions)}"
         )
-    parts: dict[str, list[tuple[Tensor, Tensor]]] = {s: [] for s in SPLITS if want[s] > 0}
-    lists, small = _joined(fed, pool), torch.zeros(fed.n, dtype=torch.bool)
-    for mine, rows in _alike(lists):
-        for split, share in (("test", want["test"]), ("val", want["val"] / (1 - want["test"]))):
+    shares = {"test": want["test"], "val": want["val"] / (1 - want["test"])}
+    lists, short = _joined(fed, pool), set()
+
+    def rule(n: int) -> dict[str, Tensor]:
+        rest, dealt = torch.arange(n, device=fed.device), {}
+        for split, share in shares.items():
             if share == 0:
                 continue
-            order, cut = _permutation(rows.shape[1], seed, fed), math.ceil(share * rows.shape[1])
-            if cut >= rows.shape[1]:
-                small[mine] = True
+            order, cut = _permutation(len(rest), seed, fed), math.ceil(share * len(rest))
+            if cut >= len(rest):
+                short.add(n)
                 cut = 0
-            parts[split].append((mine, rows[:, order[:cut]]))
-            rows = rows[:, order[cut:]]
-        parts["train"].append((mine, rows))
+            dealt[split], rest = rest[order[:cut]], rest[order[cut:]]
+        return {**dealt, "train": rest}
+
+    index = _dealt(lists, rule)
+    small = torch.isin(lists.size, torch.tensor(sorted(short), dtype=torch.int64))
     if bool(small.all()):
         raise ValueError(
             f"every client has too few samples (at most {int(lists.size.max())}) for the fractions "
             f"{dict(fractions)}"
         )
-    index = {s: Ragged.of_parts(fed.n, p) for s, p in parts.items()}
     kept = {s: fed.index[s] for s in fed.splits if pool is not None and s not in pool}
     if set(kept) & set(index):
         raise ValueError(
@@ -259,6 +262,15 @@ def _alike(lists: Ragged) -> Iterator[tuple[Tensor, Tensor]]:
     for n in lists.size.unique().tolist():
         mine = (lists.size == n).nonzero()[:, 0]
         yield mine, lists.flat[(lists.begin[mine][:, None] + torch.arange(n)).to(lists.flat.device)]
+
+
+def _dealt(lists: Ragged, rule: Rule) -> dict[str, Ragged]:
+    """Each client's samples dealt by a rule, clients with as many at once."""
+    parts: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    for mine, rows in _alike(lists):
+        for split, positions in rule(rows.shape[1]).items():
+            parts.setdefault(split, []).append((mine, rows[:, positions]))
+    return {s: Ragged.of_parts(len(lists), parts[s]) for s in SPLITS if s in parts}
 
 
 def _exchanged(old: Ragged, ids: Tensor, new: Ragged) -> Ragged:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from pflcore.data import PARTITIONS, Federation, federation_of
+from pflcore.data import Federation, federation_of, partition
 
 
 def index(*lists):
@@ -151,13 +151,13 @@ def test_from_datasets():
 
 def test_from_partition_joins_the_pools():
     x, y = torch.rand(40, 3), torch.arange(40) % 10
-    part = PARTITIONS["A*"](y[:30], 3, test_labels=y[30:], shift_seed=2)
+    part = partition("A*", y[:30], 3, test_labels=y[30:], shift_seed=2)
     fed = Federation.from_partition(x[:30], y[:30], part, x_test=x[30:], y_test=y[30:])
     assert torch.equal(fed.x, x) and fed.classes == 10
     assert int(fed.size().sum()) == 30 and int(fed.size("test").sum()) == 10
     assert torch.equal(fed.client(0)[1], y[fed.index["train"][0]])
     assert torch.equal(fed.client(1, "test")[1], part.relabel[1][y[fed.index["test"][1]]])
-    groups = PARTITIONS["practical1"](y, 4, groups=2)
+    groups = partition("practical1", y, 4, groups=2)
     assert Federation.from_partition(x, y, groups).truth["group"].tolist() == [0, 0, 1, 1]
 
 
@@ -466,7 +466,7 @@ BAD_CALLS = [
         lambda: Federation.from_partition(
             torch.zeros(10, 1),
             torch.zeros(10).long(),
-            PARTITIONS["iid"]([0] * 10, 2),
+            partition("iid", [0] * 10, 2),
             x_test=torch.zeros(1, 1),
         ),
         "x_test and y_test must come together, got only x_test",

@@ -60,7 +60,7 @@ def test_counts_of_the_waffle_paper_on_mnist(kind):
     y, yt = mnist_labels(kind)
     both = torch.cat([torch.as_tensor(y), torch.as_tensor(yt)])
     for (base, roll), want in GOLDEN.items():
-        part = PARTITIONS[base](y, 10, test_labels=yt, roll=roll, seed=3)
+        part = partition(base, y, 10, test_labels=yt, roll=roll, seed=3)
         assert sizes(part) == want, (base, roll)
         assert counts(part, both, "train")[0] == ALICE[base]
         assert counts(part, both, "test")[0] == ALICE_TEST[base]
@@ -75,7 +75,7 @@ def test_alice_overlap_with_the_others():
         ("B", [1, 0.75, 0.5, 0.25, 0, 0, 0, 0.25, 0.5, 0.75]),
         ("C", [1, 0.6, 0.4, 0.2, 0.1, 0, 0.1, 0.2, 0.4, 0.6]),
     ):
-        share = torch.tensor(counts(PARTITIONS[base](y, 10), y, "train")) / 1000
+        share = torch.tensor(counts(partition(base, y, 10), y, "train")) / 1000
         assert torch.minimum(share, share[:1]).sum(1).tolist() == pytest.approx(want)
     left = torch.tensor(counts(waffle(y, 10, base="C"), y, "train"))
     assert int(left[1].argmax()) == 4  # Table 2: agent 1 of C peaks at label 4
