@@ -103,7 +103,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 # why a test may be skipped, and whether this machine is of that kind
-# -----------------------------------------------------------------
 
 DATA = os.environ.get("PFLCORE_DATA")
 LACKS = {  # a word in the reason of a skip -> whether it is so
@@ -113,6 +112,7 @@ LACKS = {  # a word in the reason of a skip -> whether it is so
     "PFLCORE_DATA": DATA is None
     or not all((Path(DATA) / name).is_dir() for name in ("mnist", "fashion_mnist", "school")),
     "/proc": not Path("/proc/self/clear_refs").exists(),
+    "chromium": not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))),
     "POSIX": os.name == "nt",
     "Gloo": not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
 }
@@ -156,7 +156,6 @@ def pytest_terminal_summary(
 
 
 # the instruction sets of this machine, and the references
-# ---------------------------------------------------------------------------
 
 
 def paths() -> list[object]:

@@ -201,7 +201,6 @@ def test_who_never_took_part_has_the_initial_private_part_and_others_statistics(
 
 
 # with batch norm, beside the table of contracts
-# ------------------------------------------------------------------------
 
 
 def small_normed():

@@ -186,7 +186,6 @@ def test_golden_waffle_from_end_to_end(option, engine):
 
 
 # law 1 and 2: what a control variate is
-# ----------------------------------------------------------------------------------------------
 
 
 def control_state(alg, net, n, seed=3):
@@ -270,7 +269,6 @@ def test_law_3_the_first_round_is_uniform_fedavg():
 
 
 # law 4: WAFFLE between SCAFFOLD and local training
-# ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -478,7 +476,6 @@ def test_law_10_the_papers_partitions(base):
 
 
 # law 11: which c reaches the target's optimum
-# --------------------------------------------------------------------------------------------
 
 
 def test_law_11_only_recompute_reaches_the_targets_optimum():

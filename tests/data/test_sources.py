@@ -152,8 +152,7 @@ def test_every_partition_of_mnist5k(partition, mnist5k):
     assert (fed.relabel is not None) == partition.endswith("*")
 
 
-# -- data with clients of its own
-# ----------------------------------------------------------------------------------------------
+# data with clients of its own
 
 
 def test_school_facts():
@@ -280,7 +279,7 @@ def test_a_folder_of_npz_files(tmp_path):
     )
 
 
-# -- made-up data ------------------------------------------------------------
+# made-up data ------------------------------------------------------------
 
 
 def test_synthetic_linear_has_its_optimum():

@@ -1,7 +1,9 @@
 """What is given away: the source archive holds every kernel file, the wheel holds the plans and no
 benchmark, and it runs by itself."""
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -72,3 +74,31 @@ def test_the_wheel_holds_no_benchmark_and_no_paper_and_runs(built, tmp_path):
         assert run.returncode == code, run.stderr[-2000:]
         assert code == 0 or "in a checkout of pflcore" in run.stderr
     assert (tmp_path / "out" / "record.jsonl").is_file()
+
+
+@pytest.mark.deep("pip makes the package's metadata")
+def test_pip_brings_four_packages_and_no_more(built):
+    """Without extras."""
+    command = ["install", "--dry-run", "--no-index", "--no-build-isolation", "--quiet"]
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            *command,
+            "--report",
+            "-",
+            "--force-reinstall",
+            "--no-deps",
+            ".",
+        ],
+        cwd=built.parent,
+        env={**os.environ, "PFLCORE_EXT": "0"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (pflcore,) = json.loads(run.stdout)["install"]
+    needs = [r for r in pflcore["metadata"]["requires_dist"] if "extra ==" not in r]
+    names = {re.match(r"[\w-]+", r)[0] for r in needs}
+    assert names == {"torch", "numpy", "safetensors", "annotated-types"}

@@ -21,7 +21,6 @@ def dense(top, n):
 
 
 # what the weights must obey
-# -------------------------------------------------------------------------------------------
 
 
 def models(seed, m, dim=50, spread=1e-3, dtype=torch.float64):

@@ -41,7 +41,6 @@ def close(a, b, rtol=1e-9, atol=1e-12):
 
 
 # batch norm's statistics
-# ------------------------------------------------------------------------------------------------
 
 
 class Watched:
@@ -172,7 +171,6 @@ def test_a_gradient_with_batch_norm_is_that_of_training(engine):
 
 
 # clients who come late or never
-# -----------------------------------------------------------------------------------------
 
 
 def lines(n=6, lr=0.3, **training):
@@ -359,7 +357,6 @@ def test_shuffles_of_several_batches_a_step_do_not_depend_on_who_is_there(engine
 
 
 # step sizes, options that play no part
-# ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("alg", [Scaffold(option="II"), QFedAvg(q=1.0)])

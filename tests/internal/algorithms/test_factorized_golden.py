@@ -50,8 +50,7 @@ def divergence(logit, log_c, log_d):
     return kl_b(logit, log_v(U["v"], c, d).cumsum(0)) + kl_v(c, d, ALPHA)
 
 
-# -- Kumaraswamy and the divergences
-# -----------------------------------------------------------------------------------------------
+# Kumaraswamy and the divergences
 
 
 def test_kumaraswamy_samples_and_moments():

@@ -223,8 +223,7 @@ def close(got, want, dtype, size):
     assert_close(got, want, "chain", dtype, torch.as_tensor(size, dtype=F64).expand_as(want))
 
 
-# --- the reference is autograd through the module
-# ---------------------------------------------------------------------------------
+# the reference is autograd through the module
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -244,7 +243,7 @@ def test_the_reference_is_the_module(model):
         assert float(losses[i]) == pytest.approx(loss.item())
 
 
-# --- values -----------------------------------------------------------------
+# values -----------------------------------------------------------------
 
 SWITCH = st.sampled_from([False, True])
 
@@ -405,7 +404,7 @@ def test_without_seeds_nothing_is_dropped():
     close(got[1], want[1], F32, want[1])
 
 
-# --- laws -------------------------------------------------------------------
+# laws -------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("kernels")
@@ -554,7 +553,7 @@ def test_no_steps_and_no_samples_change_nothing():
     assert (grad[0] == 0).all() and loss[0] == 0 and (grad[1] != 0).any()
 
 
-# --- guards -----------------------------------------------------------------
+# guards -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
+from torch.utils._pytree import tree_leaves
 from ugly import randn
 
 from pflcore import ops
@@ -142,9 +143,27 @@ def test_every_op_has_a_sample():
     assert named == {name for name, _ in samples()}
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments"), [pytest.param(n, a, id=f"{n} {k}") for k, (n, a) in enumerate(samples())]
+)
+def test_a_device_without_float64_goes_by_the_cpu(name, arguments):
+    """What such a device runs gives the op's results, as float32 where they are float64, and
+    writes where the op writes; here the CPU takes that device's part."""
+    op = getattr(torch.ops.pflcore, name).default
+    of = [a.detach() if isinstance(a, torch.Tensor) else a for a in arguments]
+    ours, theirs = ([a.clone() if isinstance(a, torch.Tensor) else a for a in of] for _ in range(2))
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        want, got = op(*theirs), library.by_cpu(op)(*ours)
+    for a, b in zip(tree_leaves((want, theirs)), tree_leaves((got, ours)), strict=True):
+        if isinstance(a, torch.Tensor):
+            torch.testing.assert_close(b, a.to(b.dtype), rtol=0, atol=0, equal_nan=True)
+    assert all(t.dtype != torch.float64 for t in tree_leaves(got) if isinstance(t, torch.Tensor))
+
+
 def test_references_warn_once(monkeypatch):
     monkeypatch.setattr(library, "on_references", True)
-    with pytest.warns(UserWarning, match="pip install --no-build-isolation"):
+    with pytest.warns(UserWarning, match="pip install --force-reinstall"):
         ops.feddwa_weights(torch.ones(2, 2), 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

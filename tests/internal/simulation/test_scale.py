@@ -48,7 +48,6 @@ def simulation(name, data, **options):
 
 
 # a round costs its cohort
-# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "ditto", "feddwa", "waffle", "hypcluster"])
@@ -308,7 +307,6 @@ def test_a_checkpoint_of_rows_on_disk_goes_on_there_and_in_memory(tmp_path):
 
 
 # what ten thousand numbers are made of
-# ---------------------------------------------------------------------------------
 
 
 def test_the_farthest_of_many_updates():

@@ -1,0 +1,71 @@
+"""The page of `make demo`: whole in one file, with four systems and the distances, and no complaint
+of a browser."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+from places import ROOT
+
+pytestmark = [
+    pytest.mark.deep("the four systems on real data, for a minute"),
+    pytest.mark.xdist_group("demo"),
+]
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("demo")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-m", "bench.demo"], cwd=folder, env=env, check=True)
+    return folder / "runs/demo/index.html"
+
+
+class Outside(HTMLParser):
+    """The headings, and what a page would load from elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.loads, self.heads, self.tag = [], [], ""
+
+    def handle_starttag(self, tag, attrs):
+        self.tag = tag
+        self.loads += [v for k, v in attrs if k in ("src", "data") or (tag, k) == ("link", "href")]
+
+    def handle_data(self, data):
+        if self.tag == "h2" and data.strip():
+            self.heads.append(data.strip())
+
+
+def test_the_page_holds_all_that_it_shows(page):
+    text, seen = page.read_text(), Outside()
+    seen.feed(text)
+    assert not [load for load in seen.loads if not load.startswith("data:")]
+    assert len(seen.heads) == text.count("<svg") == 5, seen.heads
+    assert "nan" not in re.findall(r"<td>(.*?)</td>", text)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs a browser, chromium")
+def test_a_browser_has_no_complaint(page, tmp_path):
+    bad = tmp_path / "bad.html"
+    bad.write_text("<script>nothing()</script>")
+    look = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+    said = [
+        subprocess.run(
+            [*look, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", file.as_uri()],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        ).stderr
+        for file in (bad, page)
+    ]
+    assert ":CONSOLE" in said[0]  # the browser would say so
+    assert ":CONSOLE" not in said[1], said[1]
