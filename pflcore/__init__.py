@@ -1,75 +1,41 @@
-"""pflcore: a compact algorithm core for personalized federated learning."""
+"""pflcore: a compact algorithm core for personalized federated learning.
 
-from pflcore.algorithms import ALGORITHMS, Algorithm, FedAvg, Stop
-from pflcore.data import Federation
-from pflcore.data.roles import cross_device, cross_silo
-from pflcore.interop import Client, Server, pack, personalize, unpack
-from pflcore.ops import (
-    Backend,
-    TopK,
-    aggregate,
-    backend,
-    feddwa_weights,
-    pairwise_sqdist,
-    rank1_linear,
-    waffle_weights,
-)
-from pflcore.ops import __version__ as __version__
-from pflcore.simulation import (
-    Evaluation,
-    Hardware,
-    History,
-    Robustness,
-    Simulation,
-    for_everyone,
-)
-from pflcore.simulation.attacks import Adversary
-from pflcore.simulation.callbacks import EarlyStopping, TensorBoard
-from pflcore.simulation.checkpoint import Checkpoint
-from pflcore.simulation.evaluate import evaluate
-from pflcore.simulation.personal import Personalized
-from pflcore.simulation.round import step
-from pflcore.train import Clients, Fit, Net, Objective, Training
-from pflcore.tuning import tune
+A name is loaded when it is first asked for, so that `import pflcore.ops` is the ops alone. Which
+names there are, and where each comes from, is written once, in `__init__.pyi`, which type checkers
+and editors read, too.
+"""
 
-__all__ = [
-    "ALGORITHMS",
-    "Adversary",
-    "Algorithm",
-    "Backend",
-    "Checkpoint",
-    "Client",
-    "Clients",
-    "EarlyStopping",
-    "Evaluation",
-    "FedAvg",
-    "Federation",
-    "Fit",
-    "Hardware",
-    "History",
-    "Net",
-    "Objective",
-    "Personalized",
-    "Robustness",
-    "Server",
-    "Simulation",
-    "Stop",
-    "TensorBoard",
-    "TopK",
-    "Training",
-    "aggregate",
-    "backend",
-    "cross_device",
-    "cross_silo",
-    "evaluate",
-    "feddwa_weights",
-    "for_everyone",
-    "pack",
-    "pairwise_sqdist",
-    "personalize",
-    "rank1_linear",
-    "step",
-    "tune",
-    "unpack",
-    "waffle_weights",
-]
+import ast
+import importlib
+from pathlib import Path
+from typing import Any
+
+_stub = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+_homes = {
+    alias.name: str(node.module)
+    for node in _stub.body
+    if isinstance(node, ast.ImportFrom)
+    for alias in node.names
+}
+__all__ = sorted(_homes.keys() - {"__version__"})
+
+
+def __getattr__(name: str) -> Any:
+    room = f"{__name__}.{name}"
+    try:
+        if name in _homes:
+            value = getattr(importlib.import_module(_homes[name]), name)
+        elif name.startswith("_"):
+            raise ModuleNotFoundError(name=room)
+        else:
+            value = importlib.import_module(room)
+    except ModuleNotFoundError as error:
+        if error.name != room:
+            raise
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_homes})

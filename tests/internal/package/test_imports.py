@@ -150,6 +150,16 @@ def test_importing_pflcore_pulls_in_no_extra():
 
 
 @pytest.mark.deep("a subprocess")
+def test_importing_the_ops_loads_the_ops_alone():
+    code = "import sys, torch, pflcore.ops; print(*[m for m in sys.modules if 'pflcore' in m])"
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=True
+    )
+    loaded = set(run.stdout.split())
+    assert {room(m) for m in loaded - {"pflcore"}} <= {"ops", "check"} and len(loaded) <= 15
+
+
+@pytest.mark.deep("a subprocess")
 def test_flowers_room_says_what_it_needs():
     code = (
         "import sys; sys.modules['flwr'] = None\nimport pflcore.interop\nimport "

@@ -1,0 +1,73 @@
+from pflcore.algorithms import ALGORITHMS, Algorithm, FedAvg, Stop
+from pflcore.data import Federation
+from pflcore.data.roles import cross_device, cross_silo
+from pflcore.interop import Client, Server, pack, personalize, unpack
+from pflcore.ops import (
+    Backend,
+    TopK,
+    aggregate,
+    backend,
+    feddwa_weights,
+    pairwise_sqdist,
+    rank1_linear,
+    waffle_weights,
+)
+from pflcore.ops import __version__ as __version__
+from pflcore.simulation import (
+    Evaluation,
+    Hardware,
+    History,
+    Robustness,
+    Simulation,
+    for_everyone,
+)
+from pflcore.simulation.attacks import Adversary
+from pflcore.simulation.callbacks import EarlyStopping, TensorBoard
+from pflcore.simulation.checkpoint import Checkpoint
+from pflcore.simulation.evaluate import evaluate
+from pflcore.simulation.personal import Personalized
+from pflcore.simulation.round import step
+from pflcore.train import Clients, Fit, Net, Objective, Training
+from pflcore.tuning import tune
+
+__all__ = [
+    "ALGORITHMS",
+    "Adversary",
+    "Algorithm",
+    "Backend",
+    "Checkpoint",
+    "Client",
+    "Clients",
+    "EarlyStopping",
+    "Evaluation",
+    "FedAvg",
+    "Federation",
+    "Fit",
+    "Hardware",
+    "History",
+    "Net",
+    "Objective",
+    "Personalized",
+    "Robustness",
+    "Server",
+    "Simulation",
+    "Stop",
+    "TensorBoard",
+    "TopK",
+    "Training",
+    "aggregate",
+    "backend",
+    "cross_device",
+    "cross_silo",
+    "evaluate",
+    "feddwa_weights",
+    "for_everyone",
+    "pack",
+    "pairwise_sqdist",
+    "personalize",
+    "rank1_linear",
+    "step",
+    "tune",
+    "unpack",
+    "waffle_weights",
+]
