@@ -1,4 +1,4 @@
-"""The fused step of local training: `sgd_step_` beside the torch calls it stands for, with a
+"""The fused step of local training: `sgd_step_` beside the torch calls that it replaces, with a
 correction and a proximal term."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What clients train in the benchmarks of whole rounds, whoever runs the round; and the workloads
+"""What clients train in the benchmarks of whole rounds, in any runtime; and the workloads
 that others have published times of."""
 
 from __future__ import annotations

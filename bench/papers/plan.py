@@ -1,5 +1,4 @@
-"""Plans of reproductions: what a table of a paper takes, as a small JSON file, and the runs that it
-stands for.
+"""Plans of reproductions: what a table of a paper takes, as a small JSON file, and its runs.
 
 A plan has the keys
 `like`           a plan by name, whose keys it takes over where it has none itself; of `options`

@@ -282,7 +282,7 @@ class Worker {
     return true;
   }
 
-  // Samples first .. last of the list, all of client s (one model: whoever's).
+  // Samples first .. last of the list, all of client s (one model: anybody's).
   bool evaluate(const ChainEval<T>& a, int64_t s, int64_t first, int64_t last) {
     if (first >= last) return true;
     read(w_, a.w + s * a.w_row);

@@ -176,7 +176,7 @@ def factorize(
     alpha: Positive | None = None,
     head: str | None = None,
 ) -> nn.Module:
-    """A copy of `module` with freshly drawn factors in the place of every linear layer and
+    """A copy of `module` with freshly drawn factors instead of every linear layer and
     convolution but the head.
 
     `ranks`: the number of factors of each layer in the order of `named_modules`, or one for all; ()

@@ -143,7 +143,7 @@ def span(t: Tensor | None) -> tuple[int, int] | None:
 
 
 def meet(a: tuple[int, int] | None, b: tuple[int, int] | None) -> bool:
-    """Two spans overlap. They are addresses, whoever owns the memory: two wrappings of one numpy
+    """Two spans overlap. They are addresses, since the owner may differ: two wrappings of one numpy
     array have two storages."""
     return a is not None and b is not None and a[0] < b[1] and b[0] < a[1]
 

@@ -3,7 +3,7 @@
 
 Each stands in its op's file and is the op's default body, so it runs wherever no kernel is
 registered, and the tests hold the kernels against it. Its arguments have been checked. Here they
-are together, under their ops' names, for whoever compares.
+are together, under their ops' names, for comparisons.
 """
 
 from .aggregate import reference as aggregate

@@ -37,7 +37,7 @@ Bar = Annotated[
 
 
 def meter(progress: Progress | bool | None) -> Progress | None:
-    """What is told how far it is; True is a bar of tqdm's on stderr. ImportError without tqdm."""
+    """The function that a call reports to. True is a bar of tqdm's; ImportError without tqdm."""
     if not isinstance(progress, bool):
         return progress
     try:

@@ -1,7 +1,7 @@
 """Which models are a chain of layers that the kernels train whole, and the program that one is.
 
 The calls of a private copy's own `forward` are recorded, in this thread alone, with the shapes that
-go in and come out; layers are told by exact types, functions by what they do. Anything else (a
+go in and come out; layers are known by exact types, functions by what they do. Anything else (a
 subclass, a hook, a tied or a frozen weight, a pass that differs between training and evaluation or
 between sizes of the batch) leaves the model to the engines. Whether the chain is the model, the
 trial says (`choose`).
