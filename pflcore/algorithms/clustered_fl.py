@@ -45,10 +45,13 @@ class ClusteredFL(Undefended, FedAvg):
     """
 
     weighting: Weighting = "uniform"
+    # a cluster is split where its mean update is shorter than this
     eps1: NonNegative = 0.4
+    # and its longest update is longer than this
     eps2: NonNegative = 1.6
-    relative: bool = False  # eps1 times the largest norm in the place of eps1; no eps2
+    relative: bool = False  # eps1 is a share of the longest update; no eps2
     first: Whole = 20  # rounds before the first split
+    # of the bipartition: complete, as in the authors' code, or single
     linkage: Literal["complete", "single"] = "complete"
     gamma: NonNegative = 0.0  # least separation of the two halves; 0: not asked for
 

@@ -35,8 +35,11 @@ class FedAMP(Algorithm):
     Deviation: the paper has everybody in every round. `server_lr` and `weighting` play no part.
     """
 
+    # scale of the squared distances: larger, and all clients attract alike
     sigma: Positive = 1.0
+    # step size of the attraction: others weigh alpha / sigma, the pull is lam / alpha
     alpha: Positive = 1.0
+    # strength of the pull towards u_i
     lam: NonNegative = 0.1
     start: Literal["own", "u"] = "own"  # where local training starts: the client's own model, or u
     self_weight: Literal["safe", "literal"] = "safe"  # never negative, or 1 minus the rest
@@ -96,6 +99,7 @@ class HeurFedAMP(FedAMP):
     mixes itself.
     """
 
+    # sharpness of the softmax of cosines
     sigma: Positive = 5.0
     xi_self: Share = 0.0  # xi_ii; 0: 1 / N
 

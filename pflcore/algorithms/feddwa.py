@@ -68,6 +68,8 @@ class FedDWA(Algorithm):
     """
 
     k: Count = 5  # how many models are mixed, at most the cohort
+    # the client's guidance model: trained for epochs or steps, along whole gradients, or its
+    # previous or current model
     guidance: Literal["epoch", "steps", "full_grad", "previous", "current"] = "epoch"
     ahead: Count = 1  # epochs, minibatches or gradient steps of the guidance
     # a newcomer's model: the common one, or the mean so far

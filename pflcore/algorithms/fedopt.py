@@ -41,11 +41,13 @@ class FedOpt(FedAvg):
     `torch.optim.Adam`.
     """
 
+    # the server's: sgd, heavy_ball, nesterov, ema, adagrad, adam or yogi
     optimizer: Optimizer = "sgd"
     beta1: Momentum = 0.9  # momentum
     beta2: Momentum = 0.99  # second moment (adam, yogi)
     tau: Positive = 1e-3  # added to sqrt(v)
     v0: NonNegative | None = None  # where v starts; None: tau^2, as in the paper (Motley's code: 0)
+    # of Adam's moments: none, as in the paper; keras or torch, as those libraries do
     bias_correction: Literal["none", "keras", "torch"] = "none"
 
     def __post_init__(self) -> None:

@@ -50,6 +50,8 @@ class FineTune(FedOpt):
     finetune_lr: NonNegative | None = None  # step size; default: the run's
     finetune_epochs: Whole = 5  # epochs, or the most that are tried
     layers: str = "all"  # "all", "last", or a pattern of parameter names such as "fc*"
+    # who chooses step size and epochs on validation data: fixed, all clients together, or each
+    # client
     choose: Literal["fixed", "global", "client"] = "fixed"
     lr_grid: tuple[float, ...] = ()  # step sizes to choose from; default: finetune_lr alone
     zero: bool = True  # no fine-tuning is a candidate too (Motley's silo code: not)

@@ -39,6 +39,7 @@ class KnnPer(FedOpt):
 
     k: Count = 10  # neighbours
     lam: Share = 0.5  # 0: the shared model alone, 1: the neighbours alone
+    # a neighbour's vote at distance d: exp(-d), 1 / d, or exp(-d^2 / D)
     kernel: Kernel = "exp"
 
     @property

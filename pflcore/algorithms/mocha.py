@@ -52,6 +52,7 @@ class Mocha(Algorithm):
     # how much of I / N is mixed into Sigma: Omega's condition is <= N / delta
     delta: Fraction = 0.01
     outer: Count = 2  # rounds between two updates of Omega
+    # what relates the tasks: omega, or sigma in its stead, as in Motley's code
     relation: Literal["omega", "sigma"] = "omega"
 
     traits = Traits(

@@ -37,11 +37,12 @@ class PerFedAvg(FedAvg):
     exact variant's H v.
     """
 
+    # first-order, Hessian-free (finite differences) or exact
     variant: Literal["fo", "hf", "exact"] = "fo"
     alpha: NonNegative | None = None  # the inner step size; None: the run's
     beta: NonNegative | None = None  # the outer step size; None: the run's
     delta: Positive = 1e-3  # of the finite difference
-    scaled: bool = True  # delta / |v| in the place of delta
+    scaled: bool = True  # delta / |v| instead of delta
     steps: Whole = 1  # inner steps at evaluation
 
     @property

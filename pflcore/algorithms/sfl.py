@@ -40,8 +40,11 @@ class SFL(Algorithm):
     adjacency: str = "knn_models"  # "knn_models", "oracle_labels" or the path of a .npy file
     k: Count = 5  # neighbours beside itself
     layers: Count = 3  # L
+    # share of the graph's means in X'; 0: nothing is smoothed
     s: Share = 1.0
+    # strength of the pull towards the smoothed model u_i
     lam1: NonNegative = 0.3
+    # strength of the pull towards the readout x
     lam2: NonNegative = 0.3
 
     traits = Traits(models={"w": "server.w"})

@@ -49,23 +49,25 @@ def simple(kind: Any) -> bool:
 
 
 def comments(cls: type) -> dict[str, str]:
-    """The comment beside each field of a class, by field name; nothing where the source is not at
-    hand."""
+    """The comment beside each field of a class, or on the lines above it, by field name; nothing
+    where the source is not at hand."""
     try:
         source = textwrap.dedent(inspect.getsource(cls))
         body = ast.parse(source).body[0]
         tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
     except (OSError, TypeError, SyntaxError):
         return {}
-    beside = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
+    said = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
     assert isinstance(body, ast.ClassDef)
-    return {
-        node.target.id: beside[node.end_lineno or node.lineno]
-        for node in body.body
-        if isinstance(node, ast.AnnAssign)
-        and isinstance(node.target, ast.Name)
-        and (node.end_lineno or node.lineno) in beside
-    }
+    found: dict[str, str] = {}
+    for node in body.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            end, first = node.end_lineno or node.lineno, node.lineno
+            while first - 1 in said:
+                first -= 1
+            above = " ".join(said.pop(line) for line in range(first, node.lineno))
+            found[node.target.id] = said.pop(end, above)
+    return {name: text for name, text in found.items() if text}
 
 
 def of_dataclass(

@@ -34,11 +34,16 @@ class Training:
     sentence.
     """
 
+    # step size of round 1
     lr: NonNegative = 0.1
+    # samples of a minibatch
     batch_size: Count = 32
+    # local epochs of a round
     epochs: Count = 1
     momentum: Momentum = 0.0  # its buffer starts at zero in every round
+    # added to the gradient as weight_decay * w; AdamW: decoupled
     weight_decay: NonNegative = 0.0
+    # leave out the last minibatch where it is smaller than the others
     drop_last: bool = False
     # where a model (batch norm) cannot train on one sample, a last batch of one joins the one
     # before it

@@ -8,6 +8,8 @@ from typing import Literal
 
 import pytest
 
+from pflcore.algorithms import ALGORITHMS
+from pflcore.cli.experiment import Options
 from pflcore.cli.options import (
     Group,
     Option,
@@ -15,10 +17,13 @@ from pflcore.cli.options import (
     of_dataclass,
     of_function,
     of_words,
+    options_of,
     parse,
     peek,
     simple,
 )
+from pflcore.cli.play import Output
+from pflcore.train import Training
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,9 @@ class Derived(Base):
     """Something."""
 
     kind: Literal["a", "b"] = "a"  # which # of them
+    # what takes more
+    # than a line
+    long: int = 0
     where: Path | None = None
     rates: tuple[int, ...] = (
         1,
@@ -54,10 +62,16 @@ def cut(
 def test_the_comments_beside_fields_are_their_help():
     assert comments(Derived) == {
         "kind": "which # of them",
+        "long": "what takes more than a line",
         "rates": "several",
         "curve": "not for a command line",
     }
     assert comments(int) == {}
+
+
+@pytest.mark.parametrize("cls", [Options, Output, Training, *ALGORITHMS.values()])
+def test_every_option_has_help(cls):
+    assert [option.name for option in options_of(cls)[1] if not option.help] == []
 
 
 def test_fields_of_all_bases_become_options_and_functions_do_not():
@@ -66,6 +80,7 @@ def test_fields_of_all_bases_become_options_and_functions_do_not():
         ("server_lr", 1.0, "step size"),
         ("untold", 3, ""),
         ("kind", "a", "which # of them"),
+        ("long", 0, "what takes more than a line"),
         ("where", None, ""),
         ("rates", (1, 2), "several"),
     ]
