@@ -4,9 +4,9 @@ each client alone which of them it uses."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn as nn
@@ -23,6 +23,7 @@ from pflcore.train import Clients, Fit, Net
 from pflcore.train.losses import REGRESSION, binary_cross_entropy, hinge
 from pflcore.train.random import client_seeds, uniforms
 
+S = TypeVar("S", bound=Any)  # a run's state
 BOUNDS = (7.0, 9.0, 9.0)  # of |logit|, |log c| and |log d|
 WHY = "moves its dictionary by steps of SGD along one gradient with the beliefs'"
 
@@ -37,7 +38,9 @@ class FactorizedWaffle(FedAvg):
     t [1] · down: x [S, P] · up: delta [S, P] (1 model; q stays).
     A step draws b (binary concrete) and v (Kumaraswamy), and moves x and q by the gradient of
     NLL(minibatch) + kl_weight (KL_b + KL_v) / n_i (Eqs. 12 and 13). Evaluated is the server's
-    dictionary with the client's own scores. A model without factorized layers gets them, in the
+    dictionary with the client's own scores; `dictionary="cached"` takes the one that the client
+    downloaded in its last round (section 2.3, for clients without a connection; client: x [P],
+    too). A model without factorized layers gets them, in the
     place of all layers but the head: see `pflcore.nn.factorize`.
     Presets: "paper_literal" is the text's one SGD for everything and the full KL: scores then
     hardly move from the prior, and the method stays near FedAvg. "recommended" gives the beliefs an
@@ -62,6 +65,7 @@ class FactorizedWaffle(FedAvg):
     tau_decay: Fraction = 0.99  # its factor for each of the client's steps, down to tau
     eval_mode: Literal["thr_soft", "mean", "relaxed_mean", "hard", "mc"] = "thr_soft"  # pi if >= .5
     samples: Count = 10  # of "mc"
+    dictionary: Literal["current", "cached"] = "current"  # at evaluation: a client's last download
     never: Literal["all", "prior", "adapt"] = "all"  # who never trained: "adapt" its beliefs first
     adapt_epochs: Count = 5  # of "adapt": beliefs alone, the dictionary frozen
 
@@ -91,22 +95,52 @@ class FactorizedWaffle(FedAvg):
         c = torch.cat(alphas)
         q = torch.cat([pi.logit(), c.log(), torch.zeros_like(c)])[None].to(net.w0)
         zero = torch.zeros_like(q)
-        return {"q": q, "m": zero, "v": zero, "t": zero[:, :1]}
+        cached = {"x": down["x"]} if self.dictionary == "cached" else {}
+        return {"q": q, "m": zero, "v": zero, "t": zero[:, :1], **cached}
 
     def alphas(self, net: Net) -> list[Tensor]:
         """The prior's alpha for each layer's factors, float64 [F] each."""
         sizes = [m.factors for m in factorized_layers(net.module).values()]
         return [torch.full((f,), self.alpha or float(f), dtype=torch.float64) for f in sizes]
 
+    def widened(self, state: S, old: Net, new: Net) -> S:
+        """A run's state with as many factors as the net `new` has, in no layer fewer than `old`:
+        "increasing server-side capacity" (section 2.2). The columns of W_a for new factors start
+        at 0, so that everybody's model stays what it is; W_b, r and the clients' beliefs in them
+        are a newcomer's."""
+        few, many = ([m.factors for m in factorized_layers(n.module).values()] for n in (old, new))
+        if old.names != new.names or any(a > b for a, b in zip(few, many, strict=True)):
+            raise ValueError(
+                f"new: expected the same layers with at least {few} factors, got {many}; give "
+                "larger ranks."
+            )
+        x = new.w0.clone()
+        for name, size in zip(old.names, old.shapes, strict=True):
+            whole = x[new.slices[name]].view(new.shapes[new.names.index(name)])
+            if name.endswith("w_a"):
+                whole.zero_()
+            whole[tuple(map(slice, size))] = state.server["x"][old.slices[name]].view(size)
+        first = [sum(many[:i]) for i in range(len(many))]
+        places = torch.cat([torch.arange(f) + b for f, b in zip(few, first, strict=True)])
+        clients = {}
+        for key, row in self.newcomer({"x": x[None]}, new, 1).items():
+            clients[key] = row.repeat(len(state.seen), 1)
+            if key in ("q", "m", "v"):
+                mine = state.clients[key].unflatten(1, (3, -1))
+                clients[key].unflatten(1, (3, -1))[:, :, places] = mine
+        clients["t"] = state.clients["t"].clone()
+        return replace(state, server={"x": x}, clients=clients)
+
     def train(self, down: Payload, own: Tensors, clients: Clients) -> tuple[Tensors, Tensors, Fit]:
         fit = self.learn(down["x"], own, clients)
-        return {k: fit.rows[k] for k in own}, {"delta": fit.rows["x"] - down["x"]}, fit
+        kept = {k: fit.rows[k] if k != "x" else down["x"] for k in own}
+        return kept, {"delta": fit.rows["x"] - down["x"]}, fit
 
     def learn(self, x: Tensor, own: Tensors, clients: Clients, alone: int | None = None) -> Fit:
         """The rows x [S, P] and beliefs after local training; `alone`: so many epochs of the
         beliefs, and x stays."""
         t, at = clients.setting.training, strengths(clients.net)
-        rows = {"x": x, **own, "noise": self.noise(clients, alone or t.epochs, len(at)).to(x)}
+        rows = {**own, "x": x, "noise": self.noise(clients, alone or t.epochs, len(at)).to(x)}
         rows["n"] = clients.size.to(x)[:, None]
         if t.momentum:
             rows["momentum"] = torch.zeros_like(x)
@@ -171,7 +205,9 @@ class FactorizedWaffle(FedAvg):
             part.clamp_(-bound, bound)
 
     def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
-        x, q, new = down["x"], own["q"], own["t"][:, 0] == 0
+        q, new = own["q"], own["t"][:, 0] == 0
+        x: Tensor = down["x"]
+        x = torch.where(new[:, None], x, own.get("x", x))
         if self.never == "adapt" and new.any():
             some = {k: v[new] for k, v in own.items()}
             learned = self.learn(x[new], some, clients.take(new), self.adapt_epochs)

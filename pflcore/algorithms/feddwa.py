@@ -24,7 +24,7 @@ from pflcore.algorithms.protocol import (
 from pflcore.algorithms.qp import inner_products, simplex_qp
 from pflcore.check import Count, NonNegative, Positive, Share
 from pflcore.data.ragged import onto
-from pflcore.train import Clients, Fit
+from pflcore.train import Clients, Fit, Net
 
 MANY = 1000  # clients of a cohort from which on the nearest are looked for in blocks, by groups
 LONG = 1 << 10  # where rows are so long that a pair costs
@@ -44,8 +44,9 @@ class FedDWA(Algorithm):
     authors' code as many as a round has),
     "steps" so many minibatches, "full_grad" takes so many full-batch gradient steps (Eq. 16),
     "previous" is the model of the client's last
-    round (App. C.6, cached by the server; a client without one keeps its own model). Nothing of the
-    look ahead stays with the client.
+    round (App. C.6, cached by the server, its case ii; a client without one keeps its own model),
+    "kept" the same, cached by the client, which uploads both (case i: client: last [P] and whether
+    it has one [1]). Nothing of the look ahead stays with the client.
     "current" (section 4.1) is the trained model itself: its distance to itself is 0, so Eq. 15
     gives it (and exact copies) the whole
     weight, and FedDWA is Local. So it nearly is with one step of "full_grad" at the paper's step
@@ -69,8 +70,8 @@ class FedDWA(Algorithm):
 
     k: Count = 5  # how many models are mixed, at most the cohort
     # the client's guidance model: trained for epochs or steps, along whole gradients, or its
-    # previous or current model
-    guidance: Literal["epoch", "steps", "full_grad", "previous", "current"] = "epoch"
+    # previous model (the server's copy, or kept by the client) or current one
+    guidance: Literal["epoch", "steps", "full_grad", "previous", "kept", "current"] = "epoch"
     ahead: Count = 1  # epochs, minibatches or gradient steps of the guidance
     # a newcomer's model: the common one, or the mean so far
     first: Literal["init", "mean"] = "init"
@@ -81,7 +82,7 @@ class FedDWA(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.serve == "guidance" and self.guidance in ("previous", "current"):
+        if self.serve == "guidance" and self.guidance in ("previous", "kept", "current"):
             raise ValueError(
                 "serve: 'guidance' is trained ahead of a client's model; "
                 f"guidance={self.guidance!r} trains nothing, use 'mix'."
@@ -110,8 +111,16 @@ class FedDWA(Algorithm):
         ids = onto(cohort.ids, x.device)
         return {"x": torch.where(seen[ids, None], x[ids], first)}
 
+    def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
+        x = down["x"]
+        return {"last": x, "has": torch.zeros_like(x[:, :1])} if self.guidance == "kept" else {}
+
     def train(self, down: Payload, own: Tensors, clients: Clients) -> tuple[Tensors, Tensors, Fit]:
         fit = clients.fit(down["x"])
+        if self.guidance == "kept":
+            last = torch.where(own["has"] > 0, own["last"], fit.w)
+            kept = {"last": fit.w.clone(), "has": torch.ones_like(own["has"])}
+            return kept, {"w": fit.w, "g": last}, fit
         if self.guidance in ("previous", "current"):
             return own, {"w": fit.w}, fit
         return own, {"w": fit.w, "g": self.look_ahead(fit.w, clients.after(fit))}, fit

@@ -16,6 +16,7 @@ from pflcore.check import NonNegative, Whole, refuse
 from pflcore.data.ragged import onto
 from pflcore.metrics import right
 from pflcore.train import Clients, Fit, Net, Objective
+from pflcore.train.clients import Predict, by_row
 
 AT_EVALUATION = (
     "finetune_lr",
@@ -154,15 +155,17 @@ def lengths(
             yield i, epoch, fit
 
 
-def value(clients: Clients, rows: Tensor, split: str = "val") -> Tensor:
-    """How good each client's model is on `split`: accuracy, or minus the loss where there is none.
-    float64 [S].
+def value(
+    clients: Clients, rows: Tensor | Tensors, split: str = "val", predict: Predict = by_row
+) -> Tensor:
+    """How good each client's model, a row of `rows` [S, P] or of several tensors, is on `split`:
+    accuracy, or minus the loss where there is none. float64 [S].
 
     A model whose outputs hold a NaN counts as worst, minus infinity; a client without samples of
     `split` has NaN.
     """
-    data = clients.setting.data
-    some = torch.zeros(len(rows), dtype=torch.bool)
+    data, model = clients.setting.data, rows if isinstance(rows, dict) else {"w": rows}
+    some = torch.zeros(len(clients.ids), dtype=torch.bool)
     if clients.has(split):
         some = data.size(split)[clients.ids] > 0
     if not some.any():
@@ -171,13 +174,16 @@ def value(clients: Clients, rows: Tensor, split: str = "val") -> Tensor:
             "lack; make one with Federation.split_samples, or choose on validation clients with "
             "pflcore.tuning."
         )
-    at = onto(some, rows.device)
-    seen, mine = (clients, rows) if some.all() else (clients.take(some), rows[at])
+    w, seen = model["w"], clients
+    at = onto(some, w.device)
+    if not some.all():
+        seen, model = clients.take(some), {k: v[at] for k, v in model.items()}
     if data.y.is_floating_point() or not clients.net.scores_classes:
-        values = -seen.loss(mine, split).double().nan_to_num(torch.inf, torch.inf)
+        loss = seen.measure(model, split, predict)[0].to(w)
+        values = -loss.double().nan_to_num(torch.inf, torch.inf)
     else:
-        values = torch.stack([_accuracy(*pair) for pair in seen.scores({"w": mine}, split)])
-    return values.new_full((len(rows),), torch.nan).masked_scatter(at, values)
+        values = torch.stack([_accuracy(*pair) for pair in seen.scores(model, split, predict)])
+    return values.new_full((len(w),), torch.nan).masked_scatter(at, values)
 
 
 def _accuracy(scores: Tensor, y: Tensor) -> Tensor:

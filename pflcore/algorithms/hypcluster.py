@@ -51,10 +51,15 @@ def centres(net: Net, k: int, seed: int | None = None) -> Tensor:
                         generator=gen,
                     )
                     rows[j, net.slices[name]] = draw.reshape(-1).to(rows)
-    if len(rows.unique(dim=0)) < k:
+    return distinct(rows)
+
+
+def distinct(rows: Tensor) -> Tensor:
+    """The models [k, P]; ValueError where two are equal."""
+    if len(rows.unique(dim=0)) < len(rows):
         raise ValueError(
-            f"k: this model starts equal {k} times, and equal centres never part; give it a random "
-            "initialisation."
+            f"k: this model starts equal {len(rows)} times, and equal centres never part; give it "
+            "a random initialisation."
         )
     return rows
 
@@ -105,13 +110,18 @@ class Ensemble(Undefended, FedOpt):
         every = torch.arange(self.k).expand(len(cohort.ids), -1)
         return {key: Pool(state[key], every) for key in ("x", "b")}
 
+    def models(self, down: Payload, net: Net) -> Tensor:
+        """The models [k, P] that a client was sent."""
+        rows: Tensor = down["x"].rows
+        return rows
+
     def train(self, down: Payload, own: Tensors, clients: Clients) -> tuple[Tensors, Tensors, Fit]:
-        rows, b = down["x"].rows, down["b"].rows
+        rows, b = self.models(down, clients.net), down["b"].rows
         up, fit = fit_all(rows, b, clients)
         return own, {"pick": numbers(losses(rows, b, clients)), **up}, fit
 
     def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
-        rows, b = down["x"].rows, down["b"].rows
+        rows, b = self.models(down, clients.net), down["b"].rows
         pick = losses(rows, b, clients).argmin(1)
         return {"w": rows[pick], "batch_norm": b[pick]}
 
@@ -138,19 +148,56 @@ class HypCluster(Ensemble):
     is dropped at the end (Motley).
     A model that nobody picked is left as it was, optimizer state included. Ties go to the lower
     number. HypCluster(k=1) is FedAvg.
+    `shared` layers are common to all models, the mean of everybody's (weight sharing: IFCA, section
+    5; Motley, section 4.2, observation 2): they travel once, and the k models differ in the others.
     Deviation: for evaluation clients pick anew, on their training data (Motley's silo code uses the
     last round's pick).
     """
 
     warm: Whole = 0  # rounds of independent FedAvg before the clustering
+    shared: str = ""  # parameters that all models share: a pattern of names such as "conv*"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shared and (self.warm or self.bias_correction != "none"):
+            raise ValueError(
+                "shared: k independent runs (warm) have no common layers, nor have clusters of "
+                "several ages a common bias correction; take warm=0 and bias_correction='none'."
+            )
 
     def starts(self, net: Net) -> Tensor:
-        return centres(net, self.k, self.seed)
+        rows = centres(net, self.k, self.seed)
+        return distinct(torch.where(self.common(net), rows[0], rows)) if self.shared else rows
+
+    def common(self, net: Net) -> Tensor:
+        """Which parameters all models share: bool [P]."""
+        return net.mask(self.shared).to(net.w0.device)
+
+    def initial(self, net: Net) -> Tensors:
+        start = super().initial(net)
+        return start | ({"common": self.common(net)} if self.shared else {})
+
+    def init(
+        self, x0: Tensor, n: int, b0: Tensor | None = None, common: Tensor | None = None
+    ) -> Tensors:
+        return super().init(x0, n, b0) | ({} if common is None else {"common": common})
+
+    def send(self, state: Tensors, cohort: Cohort) -> Payload:
+        down = super().send(state, cohort)
+        if "common" in state:
+            x, common = state["x"], state["common"]
+            down["x"] = down["x"]._replace(rows=x[:, ~common])
+            down["common"] = x[0, common].expand(len(cohort.ids), -1)
+        return down
+
+    def models(self, down: Payload, net: Net) -> Tensor:
+        rows = super().models(down, net)
+        return net.join(rows, down["common"][0], self.shared) if self.shared else rows
 
     def train(self, down: Payload, own: Tensors, clients: Clients) -> tuple[Tensors, Tensors, Fit]:
         if clients.round <= self.warm:
             return super().train(down, own, clients)
-        rows, b = down["x"].rows, down["b"].rows
+        rows, b = self.models(down, clients.net), down["b"].rows
         pick = numbers(losses(rows, b, clients))
         start = rows[pick.long()]
         fit = replace(clients, buffers=b[pick.long()]).fit(start)
@@ -165,9 +212,14 @@ class HypCluster(Ensemble):
         mix = F.one_hot(pick, self.k).T * share  # [k, S]
         total = mix.sum(1, keepdim=True)
         mean, live = Mix(mix / total.clamp(min=1e-300)), onto(total[:, 0] > 0, state["x"].device)
-        new = self.improve(state, mean.of(up["delta"])) | {"b": averaged(up["b"], mean)}
+        delta, common = mean.of(up["delta"]), state.get("common")
+        if common is not None:
+            whole = cohort.mean(self.weighting).of(up["delta"])
+            delta = torch.where(common, whole, delta)
+        new = self.improve(state, delta) | {"b": averaged(up["b"], mean)}
         for key, value in new.items():  # a model that nobody picked is left as it was
             some = live.view(-1, *[1] * (value.dim() - 1))
+            some = some | common if common is not None and key in ("x", "m", "v") else some
             new[key] = torch.where(some, value, state[key])
         return {**new, "pick": Rows(cohort.ids, pick)}, None
 

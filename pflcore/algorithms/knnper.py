@@ -12,8 +12,9 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore.algorithms.fedopt import FedOpt
+from pflcore.algorithms.finetune import value
 from pflcore.algorithms.protocol import Payload, Tensors, Traits
-from pflcore.check import Count, Share
+from pflcore.check import Count, Share, Whole
 from pflcore.data.ragged import onto
 from pflcore.train import Clients, Net
 from pflcore.train.losses import binary_cross_entropy, cross_entropy, hinge
@@ -35,16 +36,21 @@ class KnnPer(FedOpt):
     binary cross entropy: of their labels, mixed with the score's probability, and given as a
     logit. Of equally near samples the earlier ones vote. A client with fewer than k samples
     uses all of them. lam = 0 is FedAvg.
+    Acceptance (Motley, section 4.3, observation 1, and the remark of 4.1): a client with less than
+    `min_size` samples, or whose accuracy (or minus its loss) on its validation split does not beat
+    x's by more than `margin`, stays with p_x; without validation samples none beats it.
     """
 
     k: Count = 10  # neighbours
     lam: Share = 0.5  # 0: the shared model alone, 1: the neighbours alone
     # a neighbour's vote at distance d: exp(-d), 1 / d, or exp(-d^2 / D)
     kernel: Kernel = "exp"
+    min_size: Whole = 0  # clients with fewer training samples keep x
+    margin: float | None = None  # by how much p must beat x on the validation split
 
     @property
     def traits(self) -> Traits:
-        late = ("k", "lam", "kernel")
+        late = ("k", "lam", "kernel", "min_size", "margin")
         return super().traits._replace(returns="probabilities", late=late)
 
     def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
@@ -57,7 +63,14 @@ class KnnPer(FedOpt):
                 "data: kNN-Per's neighbours vote with a label a sample, and these targets are "
                 f"{what}; give int64 labels [n]."
             )
-        return {"w": down["x"], "z": z.flatten(2), "y": y, "n": onto(clients.size, y.device)}
+        n = onto(clients.size, y.device)
+        model = {"w": down["x"], "z": z.flatten(2), "y": y, "n": n}
+        if self.min_size or self.margin is not None:
+            model["lam"] = z.new_full((len(z),), self.lam).masked_fill(n < self.min_size, 0.0)
+        if self.margin is not None:
+            gain = value(clients, model, predict=self.predict) - value(clients, down["x"])
+            model["lam"] = model["lam"].masked_fill(~(gain > self.margin), 0.0)
+        return model
 
     def predict(self, model: Tensors, net: Net, x: Tensor) -> Tensor:
         """`(1 - lam) p + lam q`: p are w's probabilities (for numbers its scores), q is the mean of
@@ -65,18 +78,19 @@ class KnnPer(FedOpt):
         weighted as the option kernel says."""
         features = net.features(model["w"], x).flatten(1)
         weight, near = neighbours(features, model["z"], model["n"], self.k, self.kernel)  # [B, k]
+        lam = model.get("lam", self.lam)
         scores, labels = net(model["w"], x), model["y"][near]
         votes = net.scores_classes and net.criterion not in (hinge, binary_cross_entropy)
         if votes and not labels.is_floating_point():
             one_hot = F.one_hot(labels.clamp(min=0), scores.shape[1])
             vote = (weight[..., None] * one_hot).sum(1)
-            return (1 - self.lam) * scores.softmax(1) + self.lam * vote.to(scores)
+            return (1 - lam) * scores.softmax(1) + lam * vote.to(scores)
         values = torch.where(labels > 0, 1.0, -1.0) if net.criterion is hinge else labels
         weight = weight.view(*weight.shape, *[1] * (labels.dim() - 2))
         mean = (weight * values).sum(1).view_as(scores)
         if net.criterion is not binary_cross_entropy:
-            return (1 - self.lam) * scores + self.lam * mean.to(scores)
-        p = (1 - self.lam) * scores.double().sigmoid() + self.lam * mean
+            return (1 - lam) * scores + lam * mean.to(scores)
+        p = (1 - lam) * scores.double().sigmoid() + lam * mean
         return p.logit(eps=1e-12).to(scores)
 
 

@@ -9,7 +9,7 @@ from methods import FactorizedWaffle
 from parts.factorized_waffle import D, federation, model, play, setting
 from torch import Tensor
 
-from pflcore import Clients, Evaluation, Hardware, Net, Simulation, Training, step
+from pflcore import Clients, Evaluation, Hardware, Net, Simulation, Training, evaluate, step
 from pflcore.algorithms import ALGORITHMS
 from pflcore.nn import factorize
 from pflcore.simulation.round import Setup, begin
@@ -46,6 +46,46 @@ def test_the_server_keeps_nothing_but_the_dictionary():
     state, done = step(Setup(alg, s), begin(alg, s.net, 3), torch.arange(3))
     assert set(state.server) == {"x"} and set(state.clients) == {"q", "m", "v", "t"}
     assert not alg.report(state.server, done.mix, done.cohort)
+
+
+def test_a_cached_dictionary_is_the_clients_last_download():
+    """Section 2.3, without a connection: evaluated as if the server had stood still since."""
+    s, alg = setting(), FactorizedWaffle(dictionary="cached")
+    setup, sent = Setup(alg, s), []
+    state = begin(alg, s.net, 3)
+    for ids in ([0, 1], [1], [1]):
+        sent.append(state.server["x"].clone())
+        state, _ = step(setup, state, torch.tensor(ids))
+    found = evaluate(setup, state)["loss"]
+    now = state.server["x"]
+    # client 0 was there in round 1, client 1 in all three, client 2 never
+    for i, x in enumerate((sent[0], sent[2], now)):
+        state.server["x"] = x
+        assert found[i] == evaluate(Setup(FactorizedWaffle(), s), state)["loss"][i]
+    assert len({v.sum().item() for v in (*sent[1:], now)}) == 3
+
+
+def test_a_server_with_more_factors_serves_what_it_served_and_goes_on():
+    """New factors add nothing at first, even where they are on; then they learn."""
+    few, many = (
+        Simulation(
+            FactorizedWaffle(ranks=ranks),
+            model,
+            federation(),
+            Training(lr=0.1, epochs=2),
+            rounds=rounds,
+        )
+        for ranks, rounds in (((4, 3), 2), ((7, 3), 4))
+    )
+    few.run()
+    before, was = few.evaluate("test")["loss"], few.state.server["x"].clone()
+    many.state = many.algorithm.widened(few.state, few.setting.net, many.setting.net)
+    torch.testing.assert_close(many.evaluate("test")["loss"], before, rtol=1e-12, atol=1e-14)
+    history = many.run()
+    assert len(history.rounds) == 2 and torch.equal(few.state.server["x"], was)
+    assert history.state.clients["t"].max() == 2 * few.state.clients["t"].max()
+    with pytest.raises(ValueError, match=r"^new: expected the same layers with at least \[7, 3\]"):
+        few.algorithm.widened(history.state, many.setting.net, few.setting.net)
 
 
 def test_averaging_is_of_factors_and_uniform():

@@ -328,6 +328,19 @@ def test_previous_guidance_uploads_one_model_and_starts_alone():
     assert torch.equal(state.server["last"][0], last[0])
 
 
+def test_a_last_model_kept_by_the_client_is_the_servers_copy_and_is_uploaded():
+    """App. C.6: case i gives what case ii gives, for one more model of traffic."""
+    setting, ends = images(), []
+    for guidance in ("kept", "previous"):
+        setup = Setup(FedDWA(guidance=guidance, k=3), setting)
+        state = begin(setup.algorithm, setting.net, 6)
+        for ids in ([0, 1, 2, 3], [1, 2, 5], [0, 1, 2, 3, 4, 5]):
+            state, done = step(setup, state, torch.tensor(ids))
+        ends.append((state.server["x"], done.bytes_up, done.bytes_down))
+    (kept, up, down), (cached, one, same) = ends
+    assert torch.equal(kept, cached) and (up, down) == (2 * one, same)
+
+
 def test_ahead_guidance_uploads_two_models():
     setting = images()
     _, done = step(Setup(FedDWA(), setting), begin(FedDWA(), setting.net, 6), torch.tensor([0, 3]))

@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
@@ -52,11 +53,29 @@ def federation(clients):
     )
 
 
+class Slope(nn.Module):
+    """w x + b."""
+
+    def __init__(self):
+        super().__init__()
+        self.w, self.b = (nn.Parameter(torch.randn(1, dtype=D64)) for _ in range(2))
+
+    def forward(self, x):
+        return self.w * x + self.b
+
+
 def setting_of(
-    clients, w0=(0.0,), rounds=1, lr=0.1, batch_size=100, criterion=half_squared, **options
+    clients,
+    w0=(0.0,),
+    rounds=1,
+    lr=0.1,
+    batch_size=100,
+    criterion=half_squared,
+    model=None,
+    **options,
 ):
     fed = clients if isinstance(clients, Federation) else federation(clients)
-    net = Net(lambda: Line(w0), criterion)
+    net = Net(model or (lambda: Line(w0)), criterion)
     return make_setting(
         net,
         fed,
@@ -280,6 +299,39 @@ def test_warm_start_trains_every_model_and_forgets_their_momentum():
     assert len(warm.server["x"].unique(dim=0)) == 2
 
 
+def test_shared_layers_are_everybodys_mean_and_the_others_their_clusters():
+    """y = w x + b with one w for all: a round by hand, in numpy."""
+    s = setting_of(IFCA, lr=0.1, model=Slope)
+    alg = HypCluster(k=2, shared="w")
+    state = begin(alg, s.net, 3)
+    assert torch.equal(state.server["x"][0, 0], state.server["x"][1, 0])
+    start = np.array([[0.3, 0.6], [0.3, -0.9]])
+    state.server["x"] = torch.from_numpy(start.copy())
+    moved, pick = [], []
+    for x, y in ((np.array(x), np.array(y)) for x, y in IFCA):
+        losses = [((w * x + b - y) ** 2).mean() for w, b in start]
+        pick.append(int(np.argmin(losses)))
+        gap = start[pick[-1], 0] * x + start[pick[-1], 1] - y
+        moved.append(-0.1 * np.array([(gap * x).mean(), gap.mean()]))
+    share = np.array([len(x) for x, _ in IFCA]) / sum(len(x) for x, _ in IFCA)
+    want = np.add(start, [share @ np.array(moved)[:, 0], 0])
+    for j in set(pick):
+        mine = share * (np.array(pick) == j)
+        want[j, 1] += mine @ np.array(moved)[:, 1] / mine.sum()
+    state, done = step(Setup(alg, s), state, torch.arange(3))
+    assert state.server["pick"].tolist() == pick and len(set(pick)) == 2
+    close(state.server["x"], want.tolist())
+    assert done.bytes_down == 3 * 8 * (2 + 1)  # two b and one w
+
+
+def test_shared_layers_need_one_age():
+    for options in ({"warm": 2}, {"optimizer": "adam", "bias_correction": "torch"}):
+        with pytest.raises(ValueError, match=r"^shared: .*; take warm=0 and"):
+            HypCluster(shared="w", **options)
+    with pytest.raises(ValueError, match=r"^k: this model starts equal 2 times"):
+        HypCluster(shared="*").initial(classes_setting().net)  # nothing is left to differ in
+
+
 def test_bytes_of_clusters():
     s = classes_setting()
     model = s.net.size * 4 * s.data.n
@@ -447,6 +499,25 @@ def test_knn_alone_without_weight_is_fedavg_and_clients_may_be_small():
     small = s._replace(data=s.data.keep(0.2))  # 2 to 4 samples a client, k = 10
     found = evaluate(Setup(KnnPer(lam=1.0, k=10), small), state)
     assert found["loss"].isfinite().all()
+
+
+@pytest.mark.parametrize("margin", [None, 0.0, 0.2])
+def test_knnper_is_accepted_where_it_beats_the_shared_model(margin):
+    """Small clients, and those whose validation samples do not speak for it, stay with x: what
+    each gets is what kNN-Per gives, or FedAvg."""
+    s = classes_setting(n=4)
+    state = play(FedAvg(), s, 1)
+    plain, alg = KnnPer(k=3, lam=0.8), KnnPer(k=3, lam=0.8, min_size=14, margin=margin)
+    on = {
+        split: [evaluate(Setup(a, s), state, split)["accuracy"] for a in (FedAvg(), plain, alg)]
+        for split in ("val", "test")
+    }
+    gain = on["val"][1] - on["val"][0]
+    taken = s.data.size("train") >= 14
+    taken &= True if margin is None else gain > margin
+    assert not taken.all() and (margin == 0.2 or taken.any())
+    for old, new, got in on.values():
+        assert torch.equal(got, torch.where(taken, new, old))
 
 
 # fine-tuning ----------------------------------------------------------------
