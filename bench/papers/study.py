@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bench.papers.runs import Reproduction
 from bench.papers.table import curve
-from pflcore import metrics
+from pflcore import FedAvg, metrics
 from pflcore.data.roles import Protocol
 from pflcore.results.record import plain, slug
 from pflcore.simulation.evaluate import evaluate
@@ -67,6 +67,21 @@ def by_size(
     """Results with the first part of each reported client's personalization set, its test samples
     unchanged (Motley, Fig. 7c)."""
     return {f: results(setup, state, protocol.keep(f)) for f in fractions}
+
+
+def by_evaluation(
+    setup: Setup, state: State, protocol: Protocol, fractions: Sequence[float] = (1.0, 0.25)
+) -> dict[float, Tensor]:
+    """What personalization changes for each client, measured on the first part of its test samples
+    (Motley, Fig. 3d): of fewer samples more clients seem hurt."""
+    tests, plain = protocol.data.lists("test"), setup._replace(algorithm=FedAvg())
+    found = {}
+    for f in fractions:
+        few = tests.take(torch.arange(len(tests)), (f * tests.size.double()).ceil().long())
+        part = replace(protocol.data, index={**protocol.data.index, "test": few})
+        p = replace(protocol, data=part)
+        found[f] = results(setup, state, p) - results(plain, state, p)
+    return found
 
 
 def draw(made: Reproduction, rows: Sequence[Mapping[str, Any]]) -> list[Path]:
@@ -143,6 +158,15 @@ def _trained(
         setup, state = simulation.setup, states[-1][3]
         if m.get("sizes"):
             fewer[method] = by_size(setup, state, p)
+        if m.get("sizes") and "state_of" in m:
+            gains = {
+                f"{f:.0%} of the test samples": g for f, g in by_evaluation(setup, state, p).items()
+            }
+            path, better = (
+                f"{stem}-{slug(method)}-tests.png",
+                "up" if unit == "accuracy" else "down",
+            )
+            out.append(tradeoffs.deltas(p.data.size("test"), gains, path, unit, better))
         for option, choices in m.get("vary", {}).items():
             points = vary(setup, state, p, option, choices)
             means = [(q.value, metrics.mean(q.own), metrics.mean(q.others)) for q in points]

@@ -3,6 +3,7 @@ is said."""
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -173,6 +174,24 @@ def test_smaller_personalization_sets_reach_the_algorithm():
     found = study.by_size(Setup(Spy(lam=1.0), setting), state, p)
     assert seen == [[4] * 4, [2] * 4, [1] * 4]
     assert all(v[p.report].tolist() == [1.0] * 4 for v in found.values())
+
+
+def test_smaller_test_sets_show_other_changes():
+    """A client whose first test sample alone is of its own label loses by an answer that is right
+    for that one, and seems to gain where that one alone is looked at."""
+    p, setting, state = majority_setting()
+    y, test = p.data.y.clone(), p.data.lists("test")
+    for i in p.report.tolist():
+        y[test[i]] = torch.where(torch.arange(len(test[i])) == 0, i % 2, 1 - i % 2)
+    p = replace(p, data=replace(p.data, y=y))
+    setup = Setup(FineTune(finetune_epochs=2), setting._replace(data=p.data))
+    found = study.by_evaluation(setup, state, p, (1.0, 0.25))
+    count = int(test.size[p.report[0]])
+    for f, n in ((1.0, count), (0.25, -(-count // 4))):
+        # untuned, everybody is given the first class; tuned, its own
+        right = [[1 if i % 2 == 0 else n - 1, 1] for i in p.report.tolist()]
+        want = [(tuned - before) / n for before, tuned in right]
+        assert found[f][p.report].tolist() == pytest.approx(want)
 
 
 def test_who_picks_which_cluster():
