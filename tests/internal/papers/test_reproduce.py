@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 from methods import L2C, FedDWA, FedFomo, Mocha
+from places import ROOT
 
 from bench.papers import costs, runs
 from bench.papers import plan as plans
@@ -233,6 +234,15 @@ def test_a_plan_is_like_one_that_is_there(like, tmp_path, monkeypatch):
     (tmp_path / "self.json").write_text(json.dumps({"like": like}))
     with pytest.raises(ValueError, match=r"^like: expected one of factorized-alpha, .*, got "):
         plans.load("self.json")
+
+
+def test_the_table_of_tables_names_every_plan_and_no_other():
+    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    rows = text.split("## Papers, table by table")[1].split("## ")[0]
+    third = [line.split("|")[3] for line in rows.splitlines() if line.startswith("| ")][1:]
+    named = {word.split()[0] for cell in third for word in re.findall(r"`([a-z][^`]*)`", cell)}
+    aside = {"pflcore", "python", 'guidance="kept"'}
+    assert named - aside == set(plans.plans()) - {"waffle-relu"}  # a variant, told of below
 
 
 @pytest.mark.parametrize("name", plans.plans())
