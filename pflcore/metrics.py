@@ -1,7 +1,7 @@
 """What the papers report, as pure functions on one number per client (or per round).
 
 A vector holds one value per client, unweighted: each client counts once however many samples it has
-(Motley, section 4). A NaN stands for a client without a value, a client without test samples for
+(Motley, section 4). A NaN is a client without a value, a client without test samples for
 instance: it is left out, and a vector with nothing left gives NaN, never an error. An infinite
 value, a loss that diverged, stays in: means and deviations are infinite with it. Standard
 deviations are the population's (ddof = 0), as in both papers, so N = 1 gives 0. Means are taken in

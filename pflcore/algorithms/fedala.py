@@ -26,7 +26,7 @@ class FedALA(FedAvg):
 
     server: x [P] · client: theta [P], W [Q], begun [1] · down: x (1 model) · up: delta = theta - x
     (1 model).
-    W stands for the last `layers` parameter tensors (Q columns); the lower layers are x's (Eq. 4).
+    W is of the last `layers` parameter tensors (Q columns); the lower layers are x's (Eq. 4).
     On a random part `sample` of a client's samples, drawn once a round,
     W <- clip(W - eta * grad f_i(start) * (x - theta), 0, 1) for each minibatch (Eq. 5), from W = 1:
     the first time until the last `window` losses have a standard deviation below `threshold`, and

@@ -21,7 +21,7 @@ class FedAvg(Algorithm):
     `x <- x + server_lr * sum_i share_i delta_i`; `weighting` is "samples" (the paper's n_i / n) or
     "uniform".
 
-    `defence` puts something else in the place of the mean, with `hostile` = f bad clients in a
+    `defence` takes something else than the mean, with `hostile` = f bad clients in a
     round of S; d_i are the updates. All but "clip" give every client one voice, since the number of
     its samples is its own word.
     "clip": sum_i share_i d_i min(1, M / |d_i|), M the median of the norms (Sun et al. 2019 with M

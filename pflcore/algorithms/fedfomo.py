@@ -73,7 +73,7 @@ class FedFomo(Algorithm):
         seed = int(torch.randint(1 << 62, (1,), generator=cohort.generator))
         picked = []
         for i in range(min(self.m, int(free.sum(1).max()))):
-            # a client's own, whoever else is there
+            # a client's own, independent of the others
             draws = uniforms(client_seeds(ids.tolist(), seed, i), n + 1)
             p = state["p"][ids].masked_fill(~free, -torch.inf)
             # chance decides among equals

@@ -16,7 +16,7 @@ BASE = "a class derived from pflcore.Algorithm"
 
 
 def class_of(algorithm: str | type[Algorithm]) -> type[Algorithm]:
-    """The class that a name, in any case, or "package.module:Class" stands for. ValueError or
+    """The class of a name, in any case, or of "package.module:Class". ValueError or
     TypeError in one sentence.
 
     >>> class_of("ditto").__name__

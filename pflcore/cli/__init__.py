@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # whoever read along has gone; what was to be written is written
+    except BrokenPipeError:  # the reader has gone; what was to be written is written
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -138,7 +138,7 @@ def _signals() -> Iterator[None]:
     try:
         yield
     finally:
-        INTERRUPTED.clear()  # whoever called from Python goes on
+        INTERRUPTED.clear()  # a caller from Python goes on
         for number, handler in kept.items():
             signal.signal(number, handler)
 

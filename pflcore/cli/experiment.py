@@ -1,5 +1,5 @@
 """An experiment by names: the federation, the model and the runs that `pflcore run` and `pflcore
-compare` stand for."""
+compare` play."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def net(options: Options, data: Federation, make: Callable[[], nn.Module]) -> Ne
 
 
 def model_name(options: Options, data: Federation) -> str:
-    """The model that "auto" stands for: lenet5 for 28 x 28 and 32 x 32 images, linear for vectors,
+    """The model of "auto": lenet5 for 28 x 28 and 32 x 32 images, linear for vectors,
     else mlp."""
     if options.model != "auto":
         return options.model
@@ -353,7 +353,7 @@ class Job:
 def described(
     todo: Sequence[Job], cut: Mapping[str, Any], shape: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What some jobs compute, but for where: two descriptions that are equal stand for the same
+    """What some jobs compute, but for where: two descriptions that are equal give the same
     numbers."""
     options = {
         k: v for k, v in asdict(todo[0].options).items() if k not in ("device", "engine", "workers")

@@ -370,7 +370,7 @@ def _write_report(runs: Sequence[Run], folder: Path, output: Output) -> None:
     except ImportError as e:
         print(f"{e} Then: pflcore report {folder}", file=sys.stderr)
         made = []
-    print(text)  # when all is written: whoever reads along may have gone
+    print(text)  # when all is written: a reader may have gone
     print(
         f"In {folder}: {', '.join(p.name for p in [folder / 'table.md', *made])}", file=sys.stderr
     )

@@ -1,5 +1,5 @@
-"""Index lists of many clients as one flat tensor with offsets: as long as their samples, whoever is
-the largest."""
+"""Index lists of many clients as one flat tensor with offsets: as long as their samples, with no
+padding to the largest."""
 
 from __future__ import annotations
 

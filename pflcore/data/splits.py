@@ -274,7 +274,7 @@ def _dealt(lists: Ragged, rule: Rule) -> dict[str, Ragged]:
 
 
 def _exchanged(old: Ragged, ids: Tensor, new: Ragged) -> Ragged:
-    """`old` with the lists `new` in the place of those of the clients `ids`."""
+    """`old` with the lists `new` for the clients `ids`."""
     which = torch.arange(len(old)).index_copy(0, ids, len(old) + torch.arange(len(ids)))
     return Ragged(torch.cat([old.flat, new.flat]), starts(torch.cat([old.size, new.size]))).take(
         which

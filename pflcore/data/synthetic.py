@@ -88,8 +88,8 @@ def synthetic_clusters(
 
     Centres are drawn on a sphere of radius ``separation``, clouds have unit variance. Client i
     belongs to group i mod groups; group g calls cloud c ``(c + g) mod classes`` (``relabel``),
-    hence groups <= classes. truth: "group" [N], "centre" [N, C, dim] (the same for all). Whoever
-    ignores the groups scores about 1/groups at best.
+    hence groups <= classes. truth: "group" [N], "centre" [N, C, dim] (the same for all). A
+    model that ignores the groups scores about 1/groups at best.
     """
     _at_least(n=n, samples=samples, classes=classes, dim=dim, groups=groups, held_out=held_out)
     if groups > classes:

@@ -147,7 +147,7 @@ class Server:
         return number
 
     def leave(self, client_id: Hashable) -> None:
-        """Forgets who has a number, for good: whoever comes by this id later is a newcomer. What
+        """Forgets who has a number, for good: a later client of this id is a newcomer. What
         the method holds of it, stays."""
         self._gone.append(self._known(client_id))
         del self._numbers[client_id]

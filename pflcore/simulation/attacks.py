@@ -1,4 +1,4 @@
-"""Bad clients who mean it: what a listed set of them sends in the place of its honest update."""
+"""Bad clients who mean it: what a listed set of them sends instead of its honest update."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Adversary:
         return trained._replace(up=up)
 
     def _sent(self, mine: Tensor, others: Tensor, gen: torch.Generator) -> Tensor:
-        """What is sent in the place of the updates `mine` [B, P], `others` [H, P] being the honest
+        """What is sent instead of the updates `mine` [B, P], `others` [H, P] being the honest
         clients'."""
         s = self.strength or 0.0
         if self.attack in ("little", "inner_product"):

@@ -60,7 +60,7 @@ class Checkpoint:
     every: Whole = 0  # rounds
     minutes: NonNegative = 10.0
     note: Callable[[], Facts] | None = None  # what the caller, who holds the lock, wants to know
-    # later, in the place of the records
+    # later, instead of the records
     _since: float = field(default_factory=time.monotonic, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -113,7 +113,7 @@ def lock(folder: str | Path) -> Iterator[None]:
 @checked
 def save(folder: str | Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
     """Writes `tensors` (any shape and device; they may share memory) and `facts` (what JSON can
-    hold, and NaN) into `folder`, in the place of the checkpoint that is there. OSError in one
+    hold, and NaN) into `folder`, instead of the checkpoint that is there. OSError in one
     sentence where it cannot be written: then the earlier one stands."""
     folder, name, digest, placed = Path(folder), None, None, False
     try:

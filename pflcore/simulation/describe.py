@@ -75,7 +75,7 @@ def header(run: Any) -> Record:
 
 
 def identity(run: Any) -> Record:
-    """Which run it is, as a checkpoint says it: whoever has the same gives the same numbers;
+    """Which run it is, as a checkpoint says it: runs of the same give the same numbers;
     "machine" and "made_with" may be other when it goes on."""
     net, engine = run.setting.net, run.setting.engine
     conditions = (

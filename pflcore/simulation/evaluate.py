@@ -32,8 +32,8 @@ def evaluate(
     "accuracy" [N], and each of `metrics` [N].
 
     A client without samples of `split`, or not among `clients` (ids; default: all), is not looked
-    at: NaN, and size 0. A loss that is not finite is infinite, never NaN: whoever takes a mean
-    meets it. There is an accuracy where the criterion scores classes.
+    at: NaN, and size 0. A loss that is not finite is infinite, never NaN: a mean
+    shows it. There is an accuracy where the criterion scores classes.
     """
     n = setup.setting.data.n
     values = measured(setup, state, split, torch.arange(n) if clients is None else clients, metrics)

@@ -16,7 +16,7 @@ def grown(alg: Algorithm, state: State, net: Net, n: int) -> tuple[State, bool]:
     """A copy of the state with a newcomer, client n, and whether the server keeps a model for each
     client.
 
-    What has rows or columns for the clients is told by its shape: a federation with one more client
+    What has rows or columns for the clients shows by its shape: a federation with one more client
     has more of them. The newcomer's batch norm starts from the mean of the others' statistics.
     """
     few, many = (flat(begin(alg, net, m, clients=bool(state.clients))) for m in (n, n + 1))

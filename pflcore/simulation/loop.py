@@ -191,7 +191,7 @@ class Simulation:
 
     @property
     def state(self) -> State:
-        """The state as it is now: a snapshot, whoever holds it never sees it change."""
+        """The state as it is now: a snapshot, which never changes."""
         self._held = True
         return self._state
 
@@ -264,7 +264,7 @@ class Simulation:
         if outcome is None:
             return None, {}, error
         far = farthest(outcome.ids, outcome.moved)
-        if far is not None:  # before the record is given: whoever gets it may save
+        if far is not None:  # before the record is given: its reader may save
             self._outlier = max(self._outlier or (0.0, 0, 0), (far[1], far[0], round))
         return outcome, self._line(round, began, outcome, report, seen), error
 
@@ -392,7 +392,7 @@ class Simulation:
 
     # checkpoints --------------------------------------------------------------------------------
     def save(self, folder: str | Path) -> None:
-        """Leaves a checkpoint in `folder`, in the place of one that is there: the state as it is
+        """Leaves a checkpoint in `folder`, instead of one that is there: the state as it is
         now, the records of `run` so far, and what the run is. OSError where it cannot be written,
         ValueError where another run is in the folder."""
         with lock(folder):
@@ -443,7 +443,7 @@ class Simulation:
 
     def _keep_if_due(self, keeper: Checkpoint | None, record: Record) -> None:
         round = record["round"]
-        broke_off = self._due(round) and not record["eval"]  # whoever goes on evaluates it
+        broke_off = self._due(round) and not record["eval"]  # a run that goes on evaluates it
         if keeper is None or self._state.void or broke_off:  # void: it may be about to end
             return
         if keeper.due(round) or (round >= self.rounds and keeper.note is None):

@@ -30,7 +30,7 @@ from pflcore.train import Clients, Net
 from pflcore.train.choose import check_single
 from pflcore.train.losses import binary_cross_entropy, hinge
 
-ONE_BY_ONE = hinge, binary_cross_entropy  # losses to which each score stands for itself
+ONE_BY_ONE = hinge, binary_cross_entropy  # losses of each score alone
 BATCH = 125  # samples of one forward pass
 ONE_MODEL = (
     "model.load_state_dict(safetensors.torch.load_file(file)) into a model of the run's class; "
@@ -40,7 +40,7 @@ ONE_MODEL = (
 
 class Personalized(nn.Module):
     """One client's personalized model: `model(x)` gives scores, `model.predict(x)` the labels or
-    values that they stand for.
+    values that they mean.
 
     It is what the algorithm evaluates: of APFL the mixture, of kNN-Per the shared model with the
     client's neighbours, of FedRoD both heads. Batch norm uses the client's statistics, dropout is

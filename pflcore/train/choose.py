@@ -299,8 +299,7 @@ class Judge:
         if wrong is None:
             return chain
         said = (
-            f"the chain that stands for this model is not the model: {wrong}; the general path "
-            "trains it"
+            f"the chain found for this model is not the model: {wrong}; the general path trains it"
         )
         self.reasons.append(said)
         if "off by" in wrong:  # it gives other numbers, rather than none

@@ -49,6 +49,20 @@ def test_tests_import_public_names():
     assert not found
 
 
+def test_plain_words_stand_in_code_and_docs():
+    """Turns of phrase that a second reader has to untangle."""
+    tics = re.compile(r"\bwhoever\b|\bin the place of\b|\bstands? for\b|\b(is|are) told\b", re.I)
+    rooms = ("pflcore", "bench", "csrc", "examples", "docs")
+    kinds = (".py", ".md", ".h", ".cpp", ".cu", ".cuh")
+    paths = [p for r in rooms for p in (ROOT / r).rglob("*") if p.suffix in kinds]
+    found = [
+        f"{p.relative_to(ROOT)}: {m[0]}"
+        for p in [*paths, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+        for m in tics.finditer(p.read_text(encoding="utf-8"))
+    ]
+    assert not found
+
+
 def test_a_quarter_of_the_tests_at_most_looks_inside():
     aside = {
         tokenize.COMMENT,

@@ -43,7 +43,7 @@ def client_app(
 
     `make` gives the `pflcore.Client` of a node, by its `context.node_config` and
     `context.run_config`; it may be called more than once for one. `evaluate(model, context)` gives
-    numbers by name ("size": the samples that they stand for) and may save the model; without one
+    numbers by name ("size": the samples that they are of) and may save the model; without one
     they are the loss, and for classes the accuracy, on the client's test samples. `client_id`:
     which client a node is, a string or a whole number; by default its "partition-id". What the
     algorithm keeps at a client is in `Context.state`, which a simulation carries to the worker and

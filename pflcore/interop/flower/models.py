@@ -64,7 +64,7 @@ class PersonalStrategy(FedAvg):  # type: ignore[misc]
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Makes everybody's next model; gives the mean, as FedAvg does."""
-        # whoever came first, the bits are the same
+        # the bits do not depend on who came first
         replies = sorted(replies, key=lambda m: m.metadata.src_node_id)
         replies = usable(replies, self.weighted_by_key)
         pairs = [

@@ -107,8 +107,7 @@ def test_a_wrong_form_is_found_told_and_not_used(monkeypatch):
     build = lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))  # noqa: E731
     with pytest.warns(
         UserWarning,
-        match="^pflcore: the chain that stands for this model is not the model: its gradient is "
-        "another",
+        match="^pflcore: the chain found for this model is not the model: its gradient is another",
     ):
         run = same_as_by_hand(build, federation())
     assert (
