@@ -24,10 +24,9 @@ import pflcore
 from pflcore import Evaluation, Federation, History, Simulation, Training
 from pflcore.data import federation_of
 from pflcore.nn.models import model_for
+from pflcore.results.canvas import COLOURS, lines
 
 PAGE = Path("runs/demo/index.html")
-# Okabe and Ito's colours, which colour-blind readers can tell apart
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 SHAPE = (1, 28, 28)
 STYLE = """body { font: 16px/1.5 sans-serif; max-width: 50em; margin: 2em auto; padding: 0 1em }
 table { border-collapse: collapse } td, th { padding: .2em .8em; border-bottom: 1px solid #ccc }
@@ -77,19 +76,10 @@ def drawn(panels: int = 1) -> tuple[Figure, list[Axes]]:
     return figure, axes
 
 
-def curves(axes: Axes, lines: Mapping[str, tuple[Sequence[int], Tensor]], unit: str) -> None:
-    """Lines over the rounds, each with its name where it ends; names do not overlap."""
-    for k, (x, y) in enumerate(lines.values()):
-        axes.plot(x, y, color=COLOURS[k])
+def curves(axes: Axes, series: Mapping[str, tuple[Sequence[int], Tensor]], unit: str) -> None:
+    """Lines over the rounds, each with its name where it ends."""
+    lines(axes, {name: (x, y.tolist()) for name, (x, y) in series.items()})
     axes.set(xlabel="round", ylabel=unit)
-    axes.margins(x=0.02)
-    low, high = axes.get_ylim()
-    gap, top = 0.065 * (high - low), high
-    for name in sorted(lines, key=lambda name: -float(lines[name][1][-1])):
-        x, y = lines[name]
-        top = min(top - gap, float(y[-1]))
-        colour = COLOURS[list(lines).index(name)]
-        axes.annotate(name, (x[-1], top), (5, -3), textcoords="offset points", color=colour)
 
 
 def means(runs: Mapping[str, History], of: Any) -> dict[str, tuple[Sequence[int], Tensor]]:

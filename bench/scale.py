@@ -80,16 +80,16 @@ def growth(rows: list[dict[str, Any]]) -> str:
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Time, memory and record against the number of clients, a line for each algorithm."""
-    from pflcore.results.pictures import _figure, _save, _tidy
+    from pflcore.results.canvas import figure_of, save, tidy
 
-    figure, axes = _figure(13, 4, 3)
+    figure, axes = figure_of(13, 4, 3)
     units = {"least": "ms a round", "rss": "RssAnon, MB", "bytes": "bytes of record a round"}
     for axis, (key, unit) in zip(axes, units.items(), strict=True):
         for name, mine in by_algorithm(rows).items():
             axis.loglog([r["n"] for r in mine], [r[key] for r in mine], marker="o", label=name)
-        _tidy(axis, "", "clients", unit)
+        tidy(axis, "", "clients", unit)
     axes[0].legend(fontsize=8, frameon=False)
-    _save(figure, path)
+    save(figure, path)
 
 
 def one(name: str, n: int, seconds: float) -> dict[str, Any]:

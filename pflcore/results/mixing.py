@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pflcore.results.pictures import COLOURS, MOST, _client_ticks, _figure, _save, _tidy
+from pflcore.results.canvas import MOST, client_ticks, figure_of, lines, save, tidy
 from pflcore.results.record import Run
 
 
@@ -74,32 +74,30 @@ def _grid(
     if not rows:
         return None
     wide = max(map(len, rows.values()))
-    figure, _ = _figure(2.9 * wide, 3.0 * len(rows))
+    figure, _ = figure_of(2.9 * wide, 3.0 * len(rows))
     figure.clear()
     for i, (name, panels) in enumerate(rows.items()):
         for j, (r, w) in enumerate(panels):
             axis = figure.add_subplot(len(rows), wide, i * wide + j + 1)
             axis.imshow(shown(w).numpy(), cmap="Blues", vmin=0, interpolation="nearest")
             for side in (axis.xaxis, axis.yaxis):
-                _client_ticks(side, torch.arange(len(w)))
+                client_ticks(side, torch.arange(len(w)))
                 side.set_tick_params(labelsize=5)
             axis.set_title(f"{name}, round {r}", fontsize=9)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def against(rows: Sequence[Mapping[str, Any]], option: str, path: str | Path) -> Path | None:
     """Accuracy against an option of the algorithm (Figs. 2 and 3: `k`, `ahead`), a line for each
     setting, from a result's rows."""
-    lines: dict[str, list[tuple[float, float]]] = {}
+    found: dict[str, list[tuple[float, float]]] = {}
     for r in rows:
         if option in r["options"] and r["best"] is not None:
-            lines.setdefault(r["setting"], []).append((r["options"][option], r["best"]))
-    if not lines:
+            found.setdefault(r["setting"], []).append((r["options"][option], r["best"]))
+    if not found:
         return None
-    figure, (axis,) = _figure(5.6, 4.2)
-    for i, (name, points) in enumerate(lines.items()):
-        x, y = zip(*sorted(points), strict=True)
-        axis.plot(x, y, marker="o", label=name, color=COLOURS[i % len(COLOURS)])
-    _tidy(axis, "", option, "test accuracy, %")
-    axis.legend(fontsize=8, frameon=False)
-    return _save(figure, path)
+    figure, (axis,) = figure_of(5.6, 4.2)
+    series = {name: tuple(zip(*sorted(points), strict=True)) for name, points in found.items()}
+    lines(axis, series, marker="o")  # type: ignore[arg-type]
+    tidy(axis, "", option, "test accuracy, %")
+    return save(figure, path)

@@ -1,50 +1,17 @@
-"""PNGs of runs. matplotlib is imported here, when a picture is asked for, and never touches a
-caller's own figures (no pyplot)."""
+"""Pictures of runs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from pflcore import metrics
+from pflcore.results.canvas import COLOURS, MOST, client_ticks, figure_of, lines, look, save, tidy
 from pflcore.results.record import Run, find, label
 from pflcore.results.table import split_of
-
-# distinct for the colour-blind too
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
-MOST = 1000  # rows and columns of a picture; of more clients, blocks
-STYLES = ("-", "--", "-.", ":")
-
-
-def _figure(width: float, height: float, panels: int = 1) -> tuple[Any, list[Any]]:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError(
-            "Pictures need matplotlib, which is not installed; get it with: pip install "
-            "'pflcore[plot]'."
-        ) from None
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, list(figure.subplots(1, panels, squeeze=False)[0])
-
-
-def _save(figure: Any, path: str | Path) -> Path:
-    figure.savefig(path, dpi=130)
-    return Path(path)
-
-
-def _tidy(axis: Any, title: str, x: str, y: str) -> None:
-    axis.set_title(title, fontsize=10)
-    axis.set_xlabel(x)
-    axis.set_ylabel(y)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(alpha=0.25, linewidth=0.6)
 
 
 def _scale(run: Run) -> tuple[float, str]:
@@ -59,7 +26,7 @@ def _scale(run: Run) -> tuple[float, str]:
 def grid(rows: Mapping[str, Tensor], path: str | Path) -> Path:
     """Images [K, C, H, W] with values in 0..1, a named row of K each."""
     count = max(len(v) for v in rows.values())
-    figure, axes = _figure(0.9 * count + 1.2, len(rows), 1)
+    figure, axes = figure_of(0.9 * count + 1.2, len(rows), 1)
     axes[0].remove()
     for i, (name, images) in enumerate(rows.items()):
         for k, image in enumerate(images):
@@ -69,7 +36,7 @@ def grid(rows: Mapping[str, Tensor], path: str | Path) -> Path:
             axis.set_yticks([])
             if k == 0:
                 axis.set_ylabel(name, fontsize=8)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def curves(runs: Sequence[Run], path: str | Path) -> Path:
@@ -77,45 +44,27 @@ def curves(runs: Sequence[Run], path: str | Path) -> Path:
     is one; a band is ± std over seeds."""
     groups, (scale, unit) = label(runs), _scale(runs[0])
     targets: list[int | None] = [None, *sorted({r.target for r in runs if r.target is not None})]
-    figure, axes = _figure(5.6 * len(targets), 4.2, len(targets))
+    figure, axes = figure_of(5.6 * len(targets), 4.2, len(targets))
     for axis, client in zip(axes, targets, strict=True):
+        series = {}
         for i, (name, members) in enumerate(groups.items()):
             seeds = [dict(zip(*r.curve(client, runs[0].measure), strict=True)) for r in members]
             rounds = sorted({r for s in seeds for r in s})
             at = [[scale * s[r] for s in seeds if r in s] for r in rounds]
-            mean, std = (
-                torch.tensor([metrics.mean(v) for v in at]),
-                torch.tensor([metrics.std(v) for v in at]),
-            )
-            line = {
-                "color": COLOURS[i % len(COLOURS)],
-                "linestyle": STYLES[i // len(COLOURS) % len(STYLES)],
-            }
-            axis.plot(
-                rounds,
-                mean.tolist(),
-                label=name,
-                linewidth=1.6,
-                marker="o" if len(rounds) == 1 else None,
-                **line,
-            )
+            mean, std = ([f(v) for v in at] for f in (metrics.mean, metrics.std))
+            series[name] = rounds, mean
             if len(members) > 1:
-                axis.fill_between(
-                    rounds,
-                    (mean - std).tolist(),
-                    (mean + std).tolist(),
-                    alpha=0.18,
-                    linewidth=0,
-                    color=line["color"],
-                )
-        _tidy(
+                low, high = ([m + k * d for m, d in zip(mean, std, strict=True)] for k in (-1, 1))
+                band = {"alpha": 0.18, "linewidth": 0, "color": look(i)["color"]}
+                axis.fill_between(rounds, low, high, **band)
+        lines(axis, series)
+        tidy(
             axis,
             "mean over clients" if client is None else f"client {client}, the target",
             "round",
             unit,
         )
-    axes[-1].legend(fontsize=8, frameon=False)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def order(n: int, target: int | None) -> Tensor:
@@ -155,7 +104,7 @@ def weights(runs: Sequence[Run], path: str | Path) -> Path | None:
     ]
     if not shown:
         return None
-    figure, axes = _figure(5.4 * len(shown), 3.8, len(shown))
+    figure, axes = figure_of(5.4 * len(shown), 3.8, len(shown))
     for axis, (name, run) in zip(axes, shown, strict=True):
         rounds, w = by_round(run)
         ids = order(w.shape[1], run.target)
@@ -167,8 +116,9 @@ def weights(runs: Sequence[Run], path: str | Path) -> Path | None:
             w[:, ids].T.numpy(),
             cmap="Blues",
             vmin=0,
+            rasterized=True,
         )
-        _client_ticks(axis.yaxis, ids)
+        client_ticks(axis.yaxis, ids)
         axis.set_title(
             name if run.target is None else f"{name}, target {run.target} in the middle",
             fontsize=10,
@@ -176,14 +126,7 @@ def weights(runs: Sequence[Run], path: str | Path) -> Path | None:
         axis.set_xlabel("round")
         axis.set_ylabel("client")
         figure.colorbar(image, ax=axis, label="weight")
-    return _save(figure, path)
-
-
-def _client_ticks(axis: Any, ids: Tensor) -> None:
-    step = max(1, -(-len(ids) // 20))
-    axis.set_ticks(
-        list(range(0, len(ids), step)), [str(i) for i in ids[::step].tolist()], fontsize=7
-    )
+    return save(figure, path)
 
 
 def similarity(runs: Sequence[Run], path: str | Path) -> Path | None:
@@ -196,17 +139,17 @@ def similarity(runs: Sequence[Run], path: str | Path) -> Path | None:
             shown.append((name, rounds[-1], weights[-1], members[0].header.get("n")))
     if not shown:
         return None
-    figure, axes = _figure(4.6 * len(shown), 4.0, len(shown))
+    figure, axes = figure_of(4.6 * len(shown), 4.0, len(shown))
     for axis, (name, r, w, n) in zip(axes, shown, strict=True):
         image = axis.imshow(w.numpy(), cmap="Blues", vmin=0, interpolation="nearest", aspect="auto")
         block = -(-(n or 1) // MOST)
-        _client_ticks(axis.xaxis, torch.arange(w.shape[1]) * block)
-        _client_ticks(axis.yaxis, torch.arange(w.shape[0]) * block)
+        client_ticks(axis.xaxis, torch.arange(w.shape[1]) * block)
+        client_ticks(axis.yaxis, torch.arange(w.shape[0]) * block)
         axis.set_title(f"{name}, round {r}", fontsize=10)
         axis.set_xlabel("gives (client)")
         axis.set_ylabel("receives (model)")
         figure.colorbar(image, ax=axis, label="weight")
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def clients(runs: Sequence[Run], path: str | Path) -> Path:
@@ -217,7 +160,7 @@ def clients(runs: Sequence[Run], path: str | Path) -> Path:
         torch.cat([scale * r.last(runs[0].measure) for r in members]) for members in groups.values()
     ]
     values = [v[v.isfinite()] for v in values]
-    figure, (axis,) = _figure(1.6 + 1.1 * len(groups), 4.0)
+    figure, (axis,) = figure_of(1.6 + 1.1 * len(groups), 4.0)
     axis.boxplot(
         [v.tolist() for v in values],
         widths=0.5,
@@ -236,8 +179,8 @@ def clients(runs: Sequence[Run], path: str | Path) -> Path:
                 markersize=5,
             )
     axis.set_xticks(range(1, len(groups) + 1), list(groups), rotation=20, ha="right", fontsize=8)
-    _tidy(axis, "clients at the last evaluation", "", unit)
-    return _save(figure, path)
+    tidy(axis, "clients at the last evaluation", "", unit)
+    return save(figure, path)
 
 
 def deltas(runs: Sequence[Run], baseline: str, path: str | Path) -> Path | None:
@@ -262,7 +205,7 @@ def deltas(runs: Sequence[Run], baseline: str, path: str | Path) -> Path | None:
         size = [size[i] for i in some]
     if not size:
         return None
-    figure, (axis,) = _figure(5.6, 4.2)
+    figure, (axis,) = figure_of(5.6, 4.2)
     for name, run in others:
         gain = scale * (run.last(runs[0].measure) - base.last(runs[0].measure))
         axis.plot(
@@ -277,10 +220,8 @@ def deltas(runs: Sequence[Run], baseline: str, path: str | Path) -> Path | None:
     axis.axhline(0, color="0.4", linewidth=0.8)
     axis.legend(fontsize=8, frameon=False)
     which = "training samples" if base.header.get("size") else "test samples"
-    _tidy(
-        axis, f"each client against {baseline}", f"{which} of the client", f"difference of {unit}"
-    )
-    return _save(figure, path)
+    tidy(axis, f"each client against {baseline}", f"{which} of the client", f"difference of {unit}")
+    return save(figure, path)
 
 
 def draw(runs: Sequence[Run], folder: str | Path, baseline: str | None = None) -> list[Path]:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from pflcore import metrics
-from pflcore.results.pictures import COLOURS, _figure, _save, _tidy
+from pflcore.results.canvas import COLOURS, figure_of, lines, save, tidy
 
 
 def _values(v: Tensor) -> list[float]:
@@ -20,7 +20,7 @@ def _values(v: Tensor) -> list[float]:
 def boxes(groups: Mapping[str, Tensor], path: str | Path, unit: str) -> Path:
     """A box per method over its clients, whiskers to the extremes within 1.5 quartile distances
     (Fig. 2)."""
-    figure, (axis,) = _figure(1.6 + 1.1 * len(groups), 4.0)
+    figure, (axis,) = figure_of(1.6 + 1.1 * len(groups), 4.0)
     axis.boxplot(
         [_values(v) for v in groups.values()],
         widths=0.5,
@@ -28,8 +28,8 @@ def boxes(groups: Mapping[str, Tensor], path: str | Path, unit: str) -> Path:
         flierprops={"markersize": 3},
     )
     axis.set_xticks(range(1, len(groups) + 1), list(groups), rotation=20, ha="right", fontsize=8)
-    _tidy(axis, "clients", "", f"test {unit}")
-    return _save(figure, path)
+    tidy(axis, "clients", "", f"test {unit}")
+    return save(figure, path)
 
 
 def deltas(
@@ -37,7 +37,7 @@ def deltas(
 ) -> Path:
     """Each client's change against the number of samples it personalizes with, a panel per method
     (Fig. 3b, c)."""
-    figure, axes = _figure(3.6 * len(groups), 3.4, len(groups))
+    figure, axes = figure_of(3.6 * len(groups), 3.4, len(groups))
     for axis, (name, delta) in zip(axes, groups.items(), strict=True):
         keep = ~delta.isnan()
         worse = delta < 0 if better == "up" else delta > 0
@@ -53,13 +53,13 @@ def deltas(
                 label="hurt" if flag else None,
             )
         axis.axhline(0, color="0.4", linewidth=0.8)
-        _tidy(
+        tidy(
             axis,
             f"{name}: {100 * (worse & keep).sum().item() / max(1, int(keep.sum())):.0f} % hurt",
             "samples of the client",
             f"change of {unit}",
         )
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def option(
@@ -71,7 +71,7 @@ def option(
 ) -> Path:
     """Mean over clients and percent hurt by an option's value: they need not agree on the best one
     (Fig. 4c, 7a, b)."""
-    figure, (axis,) = _figure(4.8, 3.6)
+    figure, (axis,) = figure_of(4.8, 3.6)
     x, mean, hurt = ([float(p[i]) for p in points] for i in range(3))
     (left,) = axis.plot(x, mean, "o-", color=COLOURS[0], label=unit)
     other = axis.twinx()
@@ -81,8 +81,8 @@ def option(
     if log:
         axis.set_xscale("log")
     axis.legend(handles=[left, right], fontsize=8, frameon=False)
-    _tidy(axis, "", name, f"mean {unit}")
-    return _save(figure, path)
+    tidy(axis, "", name, f"mean {unit}")
+    return save(figure, path)
 
 
 def distributions(
@@ -90,12 +90,12 @@ def distributions(
 ) -> Path:
     """In- against out-of-distribution results, a line per method with its option's values along it
     (Fig. 5)."""
-    figure, (axis,) = _figure(5.4, 4.4)
-    for i, (name, points) in enumerate(series.items()):
-        own, others = [p[1] for p in points], [p[2] for p in points]
-        axis.plot(
-            others, own, marker="o", markersize=4, label=name, color=COLOURS[i % len(COLOURS)]
-        )
+    figure, (axis,) = figure_of(5.4, 4.4)
+    pairs = {
+        name: ([p[2] for p in points], [p[1] for p in points]) for name, points in series.items()
+    }
+    lines(axis, pairs, marker="o", markersize=4)
+    for points in series.values():
         for label, x, y in points if len(points) > 1 else ():
             axis.annotate(
                 f"{label:g}" if isinstance(label, float | int) else str(label),
@@ -104,48 +104,38 @@ def distributions(
                 xytext=(3, 2),
                 textcoords="offset points",
             )
-    axis.legend(fontsize=8, frameon=False)
-    _tidy(
+    tidy(
         axis,
         "clients' own distribution against everybody's",
         f"{unit} out of distribution",
         f"{unit} in distribution",
     )
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def sizes(series: Mapping[str, Mapping[float, Tensor]], path: str | Path, unit: str) -> Path:
     """Mean over clients by the part of the personalization set that is used (Fig. 7c)."""
-    figure, (axis,) = _figure(4.8, 3.6)
-    for i, (name, by) in enumerate(series.items()):
-        part = sorted(by)
-        axis.plot(
-            [100 * p for p in part],
-            [metrics.mean(by[p]) for p in part],
-            "o-",
-            markersize=4,
-            label=name,
-            color=COLOURS[i % len(COLOURS)],
-        )
-    axis.legend(fontsize=8, frameon=False)
-    _tidy(axis, "", "personalization set used, %", f"mean {unit}")
-    return _save(figure, path)
+    figure, (axis,) = figure_of(4.8, 3.6)
+    parts = {name: sorted(by) for name, by in series.items()}
+    means = {
+        n: ([100 * p for p in ps], [metrics.mean(series[n][p]) for p in ps])
+        for n, ps in parts.items()
+    }
+    lines(axis, means, marker="o", markersize=4)
+    tidy(axis, "", "personalization set used, %", f"mean {unit}")
+    return save(figure, path)
 
 
 def cost(
     series: Mapping[str, tuple[Sequence[float], Sequence[float]]], path: str | Path, unit: str
 ) -> Path:
     """Mean over clients by what was sent so far (Fig. 6b, c)."""
-    figure, (axis,) = _figure(5.4, 4.0)
-    for i, (name, (sent, mean)) in enumerate(series.items()):
-        axis.plot(
-            [s / 2**20 for s in sent],
-            list(mean),
-            "o-",
-            markersize=3,
-            label=name,
-            color=COLOURS[i % len(COLOURS)],
-        )
-    axis.legend(fontsize=8, frameon=False)
-    _tidy(axis, "", "sent down and up by all clients, MiB", f"mean {unit}")
-    return _save(figure, path)
+    figure, (axis,) = figure_of(5.4, 4.0)
+    lines(
+        axis,
+        {name: ([s / 2**20 for s in sent], mean) for name, (sent, mean) in series.items()},
+        marker="o",
+        markersize=3,
+    )
+    tidy(axis, "", "sent down and up by all clients, MiB", f"mean {unit}")
+    return save(figure, path)

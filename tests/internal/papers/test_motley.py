@@ -230,7 +230,14 @@ def test_a_cross_device_plan_from_grid_to_pictures(tmp_path):
     assert len(picked) == 4 and picked == ours != others
     pytest.importorskip("matplotlib")
     pictures = {f.stem.removeprefix("device-") for f in tmp_path.glob("device-*.png")}
-    studies = {"distributions", "sizes", "FT-finetune_epochs", "FT-finetune_lr", "kNN-lam"}
+    studies = {
+        "distributions",
+        "sizes",
+        "FT-finetune_epochs",
+        "FT-finetune_lr",
+        "FT-tests",
+        "kNN-lam",
+    }
     assert pictures == {"curves", "boxes", "deltas", "cost", *studies}
     numbers = json.loads((tmp_path / "studies.json").read_text())["device"]
     assert set(numbers["distributions"]) == {"FedAvg", "FT", "HypCluster", "kNN"}
