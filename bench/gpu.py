@@ -146,7 +146,7 @@ def rank1() -> Iterator[Problem]:
             return layer(*given)
 
         def backward(layer: Callable[..., Tensor], given: Any = (x, w_a, w_b)) -> None:
-            layer(*(t.detach().requires_grad_() for t in given)).sum().backward()  # type: ignore[no-untyped-call]
+            layer(*(t.detach().requires_grad_() for t in given)).sum().backward()  # type: ignore
 
         moved, work = 4 * n * b * (i + o), 0.6 * n * b * f * (i + o)
         for more, call, limited in (("", forward, 1), (" and backward", backward, 0)):
@@ -190,7 +190,7 @@ def whole_round(n: int = 100, count: int = 600) -> Iterator[Problem]:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
             for batch in data.index["train"][i].split(32):
                 optimizer.zero_grad()
-                F.cross_entropy(model(data.x[batch]), data.y[batch]).backward()  # type: ignore[no-untyped-call]
+                F.cross_entropy(model(data.x[batch]), data.y[batch]).backward()  # type: ignore
                 optimizer.step()
 
     after: dict[str, Call] = {"one after another": one_by_one}

@@ -76,7 +76,7 @@ def played(
             clients=honest(bad) if absent else None,
             seed=seed,
             evaluation=Evaluation(every=ROUNDS, clients=look),
-            robustness=Robustness(clip, Adversary(attack, bad) if attack else None),  # type: ignore[arg-type]
+            robustness=Robustness(clip, Adversary(attack, bad) if attack else None),  # type: ignore
             hardware=Hardware(workers=1),
         )
         history = run.run()

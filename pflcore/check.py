@@ -135,7 +135,7 @@ def _of_fields(cls: type) -> dict[str, Kind]:
     ):  # of somebody's own class, in a function for instance: what it inherits is checked
         if cls.__module__.startswith("pflcore."):
             raise
-        return _of_fields(cls.__base__) if is_dataclass(cls.__base__) else {}  # type: ignore[arg-type]
+        return _of_fields(cls.__base__) if is_dataclass(cls.__base__) else {}  # type: ignore
     return {f.name: of_hint(hints[f.name]) for f in fields(cls)}  # type: ignore[arg-type]
 
 

@@ -218,7 +218,7 @@ def bytes_to_reach(
     """Bytes sent up to the first value that reaches `goal` (at least, or at most where lower is
     better); None if never.
 
-    `sent` is cumulative and has one entry per value of `curve`.
+    `sent` [T] is cumulative and has one entry per value of `curve` [T].
     """
     v = vector(curve, "curve")
     _same_length("sent", sent, "curve", v)
@@ -380,8 +380,8 @@ def _classes(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def auc(scores: Tensor, y: Tensor) -> float:
-    """Area under the ROC curve; of several classes the mean of one against the rest, over those
-    that some samples have and some lack."""
+    """Area under the ROC curve of scores [n] or [n, C] and labels [n]; of several classes the mean
+    of one against the rest, over those that some samples have and some lack."""
     scores, _, y = _classes(scores, y)
     if scores.dim() > 1 and not (
         (scores >= 0).all() and torch.allclose(scores.sum(1), scores.new_ones(()))
@@ -400,8 +400,8 @@ def auc(scores: Tensor, y: Tensor) -> float:
 
 
 def f1(scores: Tensor, y: Tensor) -> float:
-    """F1: of class 1 where there are two, else the unweighted mean over the classes that samples
-    have or were given."""
+    """F1 of scores [n] or [n, C] and labels [n]: of class 1 where there are two, else the
+    unweighted mean over the classes that samples have or were given."""
     scores, won, y = _classes(scores, y)
     labels = (
         [1] if scores.dim() == 1 else [c for c in torch.cat([y, won]).unique().tolist() if c >= 0]
@@ -414,26 +414,27 @@ def f1(scores: Tensor, y: Tensor) -> float:
 
 
 def balanced_accuracy(scores: Tensor, y: Tensor) -> float:
-    """The mean over the classes that samples have of the share of them that is right."""
+    """The mean over the classes that samples have of the share of them that is right, by scores [n]
+    or [n, C] and labels [n]."""
     _, won, y = _classes(scores, y)
     return mean([(won[y == c] == c).double().mean().item() for c in y.unique()])
 
 
 def mae(scores: Tensor, y: Tensor) -> float:
-    """Mean absolute error."""
+    """Mean absolute error of scores [n, ...] against targets of as many elements."""
     _check_pair(scores, y)
     return (scores.reshape(y.shape).double() - y.double()).abs().mean().item()
 
 
 def rmse(scores: Tensor, y: Tensor) -> float:
-    """Root of the mean squared error."""
+    """Root of the mean squared error of scores [n, ...] against targets of as many elements."""
     _check_pair(scores, y)
     return (scores.reshape(y.shape).double() - y.double()).square().mean().sqrt().item()
 
 
 def r2(scores: Tensor, y: Tensor) -> float:
-    """Coefficient of determination; NaN for fewer than two samples; of several outputs the
-    unweighted mean."""
+    """Coefficient of determination of scores [n, ...] for targets of as many elements; NaN for
+    fewer than two samples; of several outputs the unweighted mean."""
     _check_pair(scores, y)
     y, scores = y.double().cpu(), scores.detach().reshape(y.shape).double().cpu()
     return (

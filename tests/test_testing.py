@@ -316,7 +316,9 @@ def test_averaged_statistics_are_everybodys():
     class Own(FedAvg):
         traits = Traits(batch_norm=("local", "average"))
 
-    model = lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))  # noqa: E731
+    def model():
+        return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
+
     check(FedAvg, model=model)
     check(Own, model=model)
 

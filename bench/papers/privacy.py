@@ -288,7 +288,8 @@ def _attack_model(f: Tensor, member: Tensor, seed: int, steps: int = 200) -> nn.
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=1e-4)
     for _ in range(steps):
         optimizer.zero_grad()
-        F.binary_cross_entropy_with_logits(model(f)[:, 0], member.to(f.dtype)).backward()  # type: ignore[no-untyped-call]
+        loss = F.binary_cross_entropy_with_logits(model(f)[:, 0], member.to(f.dtype))
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     return model
 

@@ -240,7 +240,8 @@ def later(
     for round, down, up, state in states:
         simulation.state = state
         look = simulation.evaluation.split, p.report, simulation.measures
-        seconds, values = clock(lambda: evaluate(simulation.setup, simulation.state, *look))  # noqa: B023
+        setup = simulation.setup
+        seconds, values = clock(lambda: evaluate(setup, simulation.state, *look))  # noqa: B023
         sent = {"bytes_down": down, "bytes_up": up}
         line = {"round": round, "cohort": [], "void": False, **sent, "seconds": seconds}
         history.rounds.append(line | {"eval": {k: v.tolist() for k, v in values.items()}})

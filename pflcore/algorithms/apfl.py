@@ -88,8 +88,8 @@ class APFL(FedAvg):
         return {**new, "w": w} if self.evaluate_on == "client" else new, {"delta": w - x}, fit
 
     def joint_loss(self, net: Net, row: Tensor, x: Tensor, y: Tensor, extra: Tensors) -> Tensor:
-        """Its gradient in w is that of w's loss, in v and alpha that of the mixture's; `row` [2 P +
-        1] is w | v | alpha."""
+        """Its gradient in w is that of w's loss, in v and alpha that of the mixture's; `row`
+        [2 P + 1] is w | v | alpha."""
         w, v, alpha = row.split([net.size, net.size, 1])
         before = context.buffers
         own = net.loss(w, x, y)
@@ -97,7 +97,7 @@ class APFL(FedAvg):
         return own + net.criterion(self.mixed(net, w.detach(), v, alpha, x), y)
 
     def mixed(self, net: Net, w: Tensor, v: Tensor, alpha: Tensor, x: Tensor) -> Tensor:
-        """The mixture's scores."""
+        """The mixture's scores on `x` [B, ...]."""
         if self.mix == "weights":
             return net(alpha * v + (1 - alpha) * w, x)
         return alpha * net(v, x) + (1 - alpha) * net(w, x)
@@ -107,6 +107,6 @@ class APFL(FedAvg):
         return {"w": w, "v": own["v"], "alpha": own["alpha"]}
 
     def predict(self, model: Tensors, net: Net, x: Tensor) -> Tensor:
-        """Scores of the model `alpha v + (1 - alpha) w`; where the option mix is "logits", the same
-        mixture of both models' scores."""
+        """Scores of the model `alpha v + (1 - alpha) w` [P]; where the option mix is "logits", the
+        same mixture of both models' scores."""
         return self.mixed(net, model["w"], model["v"], model["alpha"], x)

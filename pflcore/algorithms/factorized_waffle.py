@@ -191,7 +191,7 @@ class FactorizedWaffle(FedAvg):
         return b, b * (1 - b) / tau, slope.mul_(weight / rows["n"])
 
     def move(self, rows: Tensors, slope: Tensor, lr: float) -> None:
-        """The beliefs one step on, within their bounds, in place."""
+        """The beliefs one step on along `slope` [s, 3 F], within their bounds, in place."""
         q, m, v, t = (rows[k] for k in "qmvt")
         preset = "adam" if self.preset == "recommended" else "sgd"
         if (self.optimizer or preset) == "adam":
@@ -232,8 +232,9 @@ class FactorizedWaffle(FedAvg):
         return ibp.concrete(logit[:, None], noise, self.tau)
 
     def predict(self, model: Tensors, net: Net, x: Tensor) -> Tensor:
-        """The factorized model w, its layers' `strength` times a row of b: the logarithm of the
-        probabilities' mean over the rows; of numbers their mean, of single labels its logit."""
+        """The factorized model w [P], its layers' `strength` times a row of b [samples, F]: the
+        logarithm of the probabilities' mean over the rows; of numbers their mean, of single labels
+        its logit."""
         at, w = strengths(net), model["w"]
         each = [net(w.index_copy(0, at, w[at] * b), x) for b in model["b"]]
         scores, numbers = torch.stack(each), net.criterion in (*REGRESSION, hinge)

@@ -88,7 +88,7 @@ class FedALA(FedAvg):
         return start, {"W": W, "begun": begun}
 
     def step(self, rows: Tensors, grad: Callable[..., Tensor], taken: Tensor) -> Tensors:
-        """Eq. 5."""
+        """Eq. 5, for rows W [s, Q]."""
         return {"W": (rows["W"] - self.eta * grad(rows["W"])).clamp(0, 1)}
 
     def loss(self, net: Net, W: Tensor, x: Tensor, y: Tensor, extra: Tensors) -> Tensor:

@@ -94,7 +94,7 @@ class FedOpt(FedAvg):
         return {"x": x + lr * step, "m": m, "v": v, "t": t}
 
     def second(self, v: Tensor, square: Tensor) -> Tensor:
-        """The second moment after one more square."""
+        """The second moment v [..., P] after one more square [..., P]."""
         if self.optimizer == "adam":
             return self.beta2 * v + (1 - self.beta2) * square
         if self.optimizer == "adagrad":

@@ -61,7 +61,7 @@ class FedRoD(FedAvg):
         return {"h": h}, {"delta": w - x}, fit
 
     def loss(self, net: Net, w: Tensor, x: Tensor, y: Tensor, extra: Tensors) -> Tensor:
-        """The sum of both losses at a row [x | h]."""
+        """The sum of both losses at a row x | h [P + H]."""
         w, h = w[: net.size], w[net.size :]
         z = net.features(w, x)
         generic, personal = net.head(w, z), net.head(h, z.detach())
@@ -78,8 +78,8 @@ class FedRoD(FedAvg):
         return {"w": down["x"], "h": own["h"]}
 
     def predict(self, model: Tensors, net: Net, x: Tensor) -> Tensor:
-        """The scores of w plus those that its head gives, with the parameters h, on the same
-        features."""
+        """The scores of w [P] plus those that its head gives, with the parameters h [H], on the
+        same features."""
         z = net.features(model["w"], x)
         return net.head(model["w"], z) + net.head(model["h"], z)
 

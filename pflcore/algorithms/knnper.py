@@ -74,8 +74,8 @@ class KnnPer(FedOpt):
 
     def predict(self, model: Tensors, net: Net, x: Tensor) -> Tensor:
         """`(1 - lam) p + lam q`: p are w's probabilities (for numbers its scores), q is the mean of
-        the labels y of the k nearest of z's first n rows to the features of x (what w's head sees),
-        weighted as the option kernel says."""
+        the labels y of the k nearest of the first n rows of z [n_max, H] to the features of x (what
+        w's head sees), weighted as the option kernel says."""
         features = net.features(model["w"], x).flatten(1)
         weight, near = neighbours(features, model["z"], model["n"], self.k, self.kernel)  # [B, k]
         lam = model.get("lam", self.lam)

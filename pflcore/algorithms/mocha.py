@@ -105,7 +105,7 @@ class Mocha(Algorithm):
         return changes, None
 
     def check(self, omega: Tensor, lr: Tensor, lr_sum: Tensor, round: int) -> None:
-        """Stop where the next exchanges would amplify W."""
+        """Stop where the next exchanges would amplify W, by omega [N, N] and step sizes [N]."""
         o = omega.diagonal()
         shrink = lr * self.lam * o
         e = (1 - (1 - shrink) ** (lr_sum / lr.clamp(min=1e-300)).round()) / o

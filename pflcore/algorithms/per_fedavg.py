@@ -102,5 +102,6 @@ def along(net: Net, w: Tensor, x: Tensor, y: Tensor, extra: Tensors) -> Tensor:
     row, v = w.detach().split(net.size)
     # what these passes do to the statistics stays inside
     with forward_mode(context.train, context.buffers, context.seed):
-        product: Tensor = torch.func.vjp(torch.func.grad(lambda u: net.loss(u, x, y)), row)[1](v)[0]  # type: ignore[misc]
+        slope = torch.func.grad(lambda u: net.loss(u, x, y))
+        product: Tensor = torch.func.vjp(slope, row)[1](v)[0]  # type: ignore[misc]
     return (w[: net.size] * product).sum()

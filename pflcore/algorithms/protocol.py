@@ -114,7 +114,8 @@ Changes = dict[str, Tensor | Rows]
 
 
 def apply(state: Tensors, changes: Mapping[str, Tensor | Rows]) -> Tensors:
-    """The state after `changes`. Rows are written in place: the state that went in is used up."""
+    """The state [...] after `changes`. Rows are written in place: the state that went in is used
+    up."""
     writes = [  # all that takes memory comes first: then everything is written, or nothing
         (state[k], onto(new.ids, state[k].device), new.rows.to(state[k]))
         for k, new in changes.items()

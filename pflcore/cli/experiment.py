@@ -79,7 +79,7 @@ class Options:
     @property
     def hardware(self) -> Hardware:
         """Where it runs. ValueError for what is none."""
-        return Hardware(self.engine, self.workers, self.device)  # type: ignore[arg-type]  # it says which there are
+        return Hardware(self.engine, self.workers, self.device)  # type: ignore
 
 
 def choices() -> dict[str, str]:

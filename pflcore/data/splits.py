@@ -37,7 +37,7 @@ class ClientGroups(NamedTuple):
 def subset(
     fed: P, clients: Annotated[Sequence[int] | Tensor, some("clients' numbers in a list")]
 ) -> P:
-    """Only these clients, renumbered 0.. in the given order; the pool is shared."""
+    """Only these clients [S], renumbered 0.. in the given order; the pool is shared."""
     ids = _ids(fed, clients)
     index = {s: fed.lists(s).take(torch.tensor(ids)) for s in fed.splits}
     rows = torch.tensor(ids, device=fed.device)
@@ -95,7 +95,7 @@ def halves(
     seed: Seed32 = 13,
     pool: Sequence[str] | None = None,
 ) -> P:
-    """Personalization and evaluation halves of these clients' (None: all clients') samples.
+    """Personalization and evaluation halves of these clients' [S] (None: all clients') samples.
 
     The client's samples of the splits in ``pool`` (None: all it has) are shuffled once by ``seed``;
     the first floor(n/2) become its "train" list (personalization), the others its "test" list
@@ -131,7 +131,7 @@ def halves(
 
 def keep(fed: P, fraction: float, clients: Sequence[int] | Tensor | None = None) -> P:
     """The first ``fraction`` of each training list, rounded up: keep(.25) is part of keep(.5).
-    Other splits stay."""
+    Other splits, and those of clients other than `clients` [S], stay."""
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction must be above 0 and at most 1, got {fraction}")
     lists, size = fed.lists("train"), fed.size()

@@ -71,8 +71,8 @@ class Client:
         # state and statistics in it, until the server says whether it took the upload
 
     def train(self, download: Mapping[str, Tensor]) -> tuple[Tensors, int]:
-        """This client's work of a round: its upload, a dict of tensors, and its number of training
-        samples, for `Server.aggregate`."""
+        """This client's work of a round: its upload, a dict of tensors [1, ...], and its number of
+        training samples, for `Server.aggregate`."""
         with one_thread():
             down, own, about, clients = self._opened(download)
             if about.round != about.done + 1:
@@ -88,15 +88,16 @@ class Client:
         return packed(up, about, statistics), int(clients.size[0])
 
     def model(self, download: Mapping[str, Tensor]) -> Personalized:
-        """The personalized model, from `Server.download(client_id, "evaluation")`."""
+        """The personalized model, from `Server.download(client_id, "evaluation")`, a dict of
+        tensors [1, ...]."""
         model, clients = self._personalized(download)
         row = {k: v[0] for k, v in model.items()}
         classes = self.data.classes
         return Personalized(self.algorithm, clients.net, row, clients.buffers[0], classes)
 
     def evaluate(self, download: Mapping[str, Tensor], split: str = "test") -> dict[str, float]:
-        """The personalized model on this client's own samples: "loss", for classes "accuracy", and
-        "size", how many they are."""
+        """The personalized model of a download [1, ...] on this client's own samples: "loss", for
+        classes "accuracy", and "size", how many they are."""
         size = int(self.data.size(split)[0]) if split in self.data.index else 0
         if not size:
             raise ValueError(

@@ -143,7 +143,8 @@ class _Chosen:
         self.include, self.exclude = (
             (p,) if isinstance(p, str) else tuple(p) for p in (include, exclude)
         )
-        self.idle, self.names = {*self.include, *self.exclude}, []  # type: tuple[set[str], list[str]]
+        self.idle: set[str] = {*self.include, *self.exclude}
+        self.names: list[str] = []
 
     def __call__(self, name: str) -> bool:
         hits = {p for p in (*self.include, *self.exclude) if fnmatchcase(name, p)}

@@ -30,6 +30,7 @@ class Dropout(nn.Module):
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
+        """`x` [...] with elements dropped, as `nn.Dropout`."""
         if not self.training or self.p == 0:
             return x
         if context.seed is None:

@@ -239,7 +239,8 @@ def _like(name: str, m: nn.Module, factors: int, init: Init, alpha: float | None
             m.padding,
             m.dilation,
         )
-        new = FactorizedConv2d(*shape, m.bias is not None, init, alpha, m.weight.dtype)  # type: ignore[arg-type]
+        bias, dtype = m.bias is not None, m.weight.dtype
+        new = FactorizedConv2d(*shape, bias, init, alpha, dtype)  # type: ignore[arg-type]
     return new.to(m.weight.device)
 
 

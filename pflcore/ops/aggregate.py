@@ -182,13 +182,13 @@ def check_out(
 
 # [M, P]
 def reference(
-    updates: Tensor,
-    weight: Tensor,
-    index: Tensor | None,
-    base: Tensor | None,
+    updates: Tensor,  # [N, P]
+    weight: Tensor,  # [M, N], or [M, K] with index
+    index: Tensor | None,  # [M, K] int64
+    base: Tensor | None,  # [P] or [M, P]
     lr: float,
     precise: bool,
-) -> Tensor:
+) -> Tensor:  # [M, P]
     """The same into a fresh result of base's dtype, or else of updates'."""
     out = updates.new_empty(
         weight.shape[0], updates.shape[1], dtype=updates.dtype if base is None else base.dtype

@@ -64,7 +64,7 @@ def nearest(
     )
     expect(n > 0, op, "rows", "at least one row", "none")
     for name, value, low in (("k", k, 1), ("pivots", pivots, 0)):
-        fine = (value is None and name != "k") or (is_int(value) and value >= low)  # type: ignore[operator]
+        fine = (value is None and name != "k") or (is_int(value) and value >= low)  # type: ignore
         expect(
             fine,
             op,

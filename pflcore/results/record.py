@@ -108,7 +108,7 @@ class Record:
             )
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.path, "wb" if mark is None else "r+b", buffering=0)  # noqa: SIM115 (closed by close())
+            self._file = open(self.path, "wb" if mark is None else "r+b", buffering=0)  # noqa: SIM115
             if mark is None:
                 self.side.unlink(missing_ok=True)
             else:
@@ -168,7 +168,7 @@ class Record:
         if numbers is None:
             return value
         if self._arrays is None:
-            self._arrays = open(self.side, "ab")  # noqa: SIM115 (closed by close())
+            self._arrays = open(self.side, "ab")  # noqa: SIM115
         at = self._arrays.seek(0, os.SEEK_END)
         np.save(self._arrays, numbers, allow_pickle=False)
         self._arrays.flush()

@@ -52,7 +52,7 @@ class Adversary:
         object.__setattr__(self, "strength", self.strength or STRENGTH.get(self.attack))
 
     def honest(self, n: int) -> Tensor:
-        """The other clients' ids, ascending, of n. ValueError where a bad one is not there, or
+        """The other clients' ids [H], ascending, of n. ValueError where a bad one is not there, or
         nobody else is."""
         bad = ids_of("adversary", list(self.clients), n)
         assert bad is not None

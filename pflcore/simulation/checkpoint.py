@@ -112,7 +112,7 @@ def lock(folder: str | Path) -> Iterator[None]:
 
 @checked
 def save(folder: str | Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Writes `tensors` (any shape and device; they may share memory) and `facts` (what JSON can
+    """Writes `tensors` ([...], on any device; they may share memory) and `facts` (what JSON can
     hold, and NaN) into `folder`, instead of the checkpoint that is there. OSError in one
     sentence where it cannot be written: then the earlier one stands."""
     folder, name, digest, placed = Path(folder), None, None, False
@@ -148,7 +148,7 @@ def save(folder: str | Path, tensors: Mapping[str, Tensor], facts: Mapping[str, 
 
 @checked
 def load(folder: str | Path) -> tuple[dict[str, Tensor], Facts]:
-    """The tensors, on the CPU, and the facts of the checkpoint in `folder`. ValueError in one
+    """The tensors [...], on the CPU, and the facts of the checkpoint in `folder`. ValueError in one
     sentence where there is none, or where one byte of it is not what was written."""
     facts = _facts(Path(folder) / NAME)
     if facts["format"] != FORMAT:

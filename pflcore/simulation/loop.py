@@ -316,8 +316,9 @@ class Simulation:
         return f"The run diverged: {which} void, because {why}; {what}."
 
     def evaluate(self, split: str) -> dict[str, Tensor]:
-        """Each client's personalized model as it is now: see `pflcore.evaluate`. Where
-        `evaluation.clients` was a number, the values of those alone, whose ids are in "clients"."""
+        """Each client's personalized model as it is now, values [N] float64: see
+        `pflcore.evaluate`. Where `evaluation.clients` was a number, the values of those alone,
+        whose ids are in "clients"."""
         measures = self.measures if split == self.evaluation.split else None
         if isinstance(self.evaluation.clients, int) and self.looked_at is not None:
             return measured(self.setup, self._state, split, self.looked_at, measures)

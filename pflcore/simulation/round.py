@@ -295,8 +295,8 @@ def load_state_dict(alg: Algorithm, begun: State, tensors: Tensors, round: int, 
 def sample(
     setup: Setup, round: Count, participation: Fraction = 1.0, among: Tensor | None = None
 ) -> Tensor:
-    """The ids of this round's cohort, ascending: max(1, floor(participation * n + 0.5)) of the n
-    clients `among` (ids, ascending; default: all), the required ones in any case."""
+    """The ids [S] of this round's cohort, int64, ascending: max(1, floor(participation * n + 0.5))
+    of the n clients `among` (ids, ascending; default: all), the required ones in any case."""
     s, required = setup.setting, setup.algorithm.traits.required
     n = s.data.n if among is None else len(among)
     m = max(1, int(participation * n + 0.5))

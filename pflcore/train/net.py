@@ -329,7 +329,7 @@ class Net:
         return leaves
 
     def on_leaves(self, x: Tensor) -> Tensor:
-        """Scores of the model with the parameters that `leaves` bound."""
+        """Scores of the model with the parameters that `leaves` bound on a batch `x` [B, ...]."""
         return self._forward(self._bound("whole"), x)
 
     def features(self, row: Tensor, x: Tensor) -> Tensor:
@@ -363,7 +363,7 @@ class Net:
     @property
     def classes(self) -> int:
         """How many scores the head gives."""
-        return int(self.module.get_submodule(self.head_name or "").out_features)  # type: ignore[arg-type]
+        return int(self.module.get_submodule(self.head_name or "").out_features)  # type: ignore
 
     @property
     def has_conv(self) -> bool:
@@ -371,7 +371,7 @@ class Net:
         return any(isinstance(m, nn.modules.conv._ConvNd) for m in self.module.modules())
 
     def loss(self, row: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        """The criterion's value for one batch: a scalar."""
+        """The criterion's value for the model `row` [P] on one batch [B, ...]: a scalar []."""
         return self.criterion(self(row, x), y)
 
     # inside -----------------------------------------------------------------

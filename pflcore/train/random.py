@@ -42,7 +42,8 @@ class OwnDraws(TorchDispatchMode):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self.seed, self.used = seed, {}  # type: tuple[int, dict[str, torch.Generator]]  # by the kind of device
+        self.seed = seed
+        self.used: dict[str, torch.Generator] = {}  # by the kind of device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

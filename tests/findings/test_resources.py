@@ -56,7 +56,10 @@ def test_models_of_more_than_65536_weights_train_one_by_one(width, engine):
 
 def trained(send):
     torch.set_num_threads(1)
-    resident = lambda: int(re.search(r"VmRSS:\s+(\d+)", STATUS.read_text())[1]) >> 10  # type: ignore[index]  # noqa: E731
+
+    def resident():
+        return int(re.search(r"VmRSS:\s+(\d+)", STATUS.read_text())[1]) >> 10
+
     layers = [
         nn.Conv2d(3, 32, 3, padding=1),
         nn.ReLU(),

@@ -113,3 +113,19 @@ def test_what_is_public_is_annotated(module):
 def test_constants_are_tables():
     tables = [thing for thing in PUBLIC.values() if not (inspect.isclass(thing) or callable(thing))]
     assert tables and all(isinstance(t, dict) and not isinstance(t, torch.Tensor) for t in tables)
+
+
+@pytest.mark.parametrize("module", LISTED)
+def test_what_takes_or_gives_a_tensor_says_its_shape(module):
+    """In the docstring, or in a comment beside the argument: "[N, P]"."""
+    silent = []
+    for (where, name), thing in PUBLIC.items():
+        for full, function in functions(name, thing) if where == module else ():
+            signature = inspect.signature(function)
+            hints = [p.annotation for p in signature.parameters.values()]
+            if re.search(r"\bTensor\b", str([*hints, signature.return_annotation])):
+                head = inspect.getsource(inspect.unwrap(function)).split('"""')[0]
+                said = [inspect.getdoc(function) or "", *re.findall(r"#.*", head)]
+                if not re.search(r"\[[\w .,:+*-]*\]", " ".join(said)):
+                    silent.append(full)
+    assert silent == [], "without a shape"
