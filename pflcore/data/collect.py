@@ -173,23 +173,15 @@ class Collected(Pool):
     @classmethod
     @checked
     def from_datasets(
-        cls,
-        clients: Clients,
-        *,
-        test: Clients | None = None,
-        test_fraction: float = 0.0,
-        seed: Seed32 = 0,
-        classes: Classes = "infer",
-        dtype: torch.dtype | None = torch.float32,
-        name: str = "data",
+        cls, clients: Clients, *, test: Clients | None = None, **options: Any
     ) -> Self:
         """One torch ``Dataset`` of ``(x, y)`` pairs per client, read once into memory (so a random
         transform is drawn once).
 
-        Options as in :meth:`from_arrays`; ``test`` is a list of Datasets.
+        ``test`` is a list of Datasets; other options are those of :meth:`from_arrays`.
         """
         if isinstance(clients, Mapping):
-            return cls.from_arrays(clients, name=name)  # says that a list is wanted
+            return cls.from_arrays(clients, **options)  # says that a list is wanted
         pairs = [
             {s: _read(part, f"client {i} ({s})") for s, part in d.items()}
             if isinstance(d, Mapping)
@@ -201,14 +193,7 @@ class Collected(Pool):
             if test is None
             else [_read(d, f"client {i} (test)") if len(d) else {} for i, d in enumerate(test)]
         )
-        how: dict[str, Any] = {
-            "test_fraction": test_fraction,
-            "seed": seed,
-            "classes": classes,
-            "dtype": dtype,
-            "name": name,
-        }
-        return cls.from_arrays(pairs, test=tests, **how)
+        return cls.from_arrays(pairs, test=tests, **options)
 
 
 def _read(dataset: Any, who: str) -> tuple[Any, Tensor]:

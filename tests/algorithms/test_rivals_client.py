@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from doors import held_out
 from methods import L2C, FedAvgM, FedFomo, FedProx, FedRoD, FineTune, PerFedAvg, PFedMe
-from parts.rivals_client import GOLDEN, close, cohort, fomo, t
+from parts.rivals import GOLDEN, close, cohort, fomo, t
 from small import images, joined, make_setting, play, served, tiny_model
 
 from pflcore import Clients, Federation, Net, Simulation, Training, step

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from methods import SFL, ClusteredFL, FedAMP, HeurFedAMP, LocalOnly
-from parts.rivals_server import GOLDEN, close, cohort, mixing, t, tree
+from parts.rivals import GOLDEN, close, cohort, mixing, t, tree
 from small import make_setting, quadratics, served
 
 from pflcore import Training, ops, step

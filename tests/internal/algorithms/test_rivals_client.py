@@ -3,7 +3,7 @@ breaks."""
 
 import torch
 from methods import FedFomo
-from parts.rivals_client import GOLDEN, close, cohort, fomo, t
+from parts.rivals import GOLDEN, close, cohort, fomo, t
 
 from pflcore.algorithms import Pool
 from pflcore.algorithms.fedfomo import mixing_weights

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn as nn
 from methods import ClusteredFL, HeurFedAMP
-from parts.rivals_server import GOLDEN, close, cohort, everybody, mixing, t, tree
+from parts.rivals import GOLDEN, close, cohort, everybody, mixing, t, tree
 from small import served
 
 from pflcore import Net, ops

@@ -1,10 +1,11 @@
-"""What the tests of rivals client share."""
+"""What the tests of rivals share."""
 
 from types import SimpleNamespace
 
 import torch
 from places import golden
 
+from pflcore import ops
 from pflcore.algorithms import Cohort, Pool
 
 GOLDEN = golden("feddwa_family")
@@ -25,6 +26,24 @@ def close(got, want, rtol=1e-8, atol=1e-10):
 
 def cohort(ids, n, round=1):
     return Cohort(torch.tensor(ids), torch.ones(len(ids), dtype=torch.long), n, round, 100)
+
+
+def everybody(n):
+    return torch.ones(n, dtype=torch.bool)
+
+
+def mixing(alg, w):
+    return alg.mixing(ops.pairwise_sqdist(w), (w.double() ** 2).sum(1), everybody(len(w)))
+
+
+def tree(x, cluster):
+    """Clustered FL's state of clusters that have not split."""
+    return {
+        "x": x,
+        "way": torch.zeros_like(x),
+        "child": torch.full((len(x),), -1),
+        "cluster": cluster,
+    }
 
 
 # FedFomo --------------------------------------------------------------------
