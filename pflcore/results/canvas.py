@@ -12,6 +12,8 @@ from torch import Tensor
 # Okabe and Ito's, distinct for the colour-blind too
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
 STYLES = ("-", "--", "-.", ":")
+# of a name beside its line
+OFFSET: dict[str, Any] = {"textcoords": "offset points", "annotation_clip": False, "fontsize": 8}
 MOST = 1000  # rows and columns of a picture; of more clients, blocks
 
 
@@ -60,12 +62,12 @@ def lines(
         axis.plot(x, y, **{"linewidth": 1.6, "marker": marker, **look(i), **how})
     low, high = axis.get_ylim()
     gap, top = 0.05 * (high - low), high + 0.05 * (high - low)
-    names, offset = list(series), {"textcoords": "offset points", "annotation_clip": False}
+    names = list(series)
     for name in sorted(filter(lambda n: len(series[n][0]), names), key=lambda n: -series[n][1][-1]):
         x, y = series[name]
         top = min(top - gap, y[-1])
         colour = look(names.index(name))["color"]
-        axis.annotate(name, (x[-1], top), (6, -3), color=colour, fontsize=8, **offset)
+        axis.annotate(name, (x[-1], top), (6, -3), color=colour, **OFFSET)
 
 
 def client_ticks(axis: Any, ids: Tensor) -> None:

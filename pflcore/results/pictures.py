@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pflcore import metrics
-from pflcore.results.canvas import COLOURS, MOST, client_ticks, figure_of, lines, look, save, tidy
+from pflcore.results.canvas import (
+    COLOURS,
+    MOST,
+    OFFSET,
+    client_ticks,
+    figure_of,
+    lines,
+    look,
+    save,
+    tidy,
+)
 from pflcore.results.record import Run, find, label
 from pflcore.results.table import split_of
 
@@ -58,6 +69,7 @@ def curves(runs: Sequence[Run], path: str | Path) -> Path:
                 band = {"alpha": 0.18, "linewidth": 0, "color": look(i)["color"]}
                 axis.fill_between(rounds, low, high, **band)
         lines(axis, series)
+        mark_chance(axis, runs[0])
         tidy(
             axis,
             "mean over clients" if client is None else f"client {client}, the target",
@@ -65,6 +77,14 @@ def curves(runs: Sequence[Run], path: str | Path) -> Path:
             unit,
         )
     return save(figure, path)
+
+
+def mark_chance(axis: Any, run: Run) -> None:
+    """A dotted line where guessing is, if the axis reaches so far."""
+    classes = run.header.get("classes")
+    if run.measure == "accuracy" and classes and axis.get_ylim()[0] <= 100 / classes:
+        axis.axhline(100 / classes, color="0.4", linestyle=":", linewidth=0.9)
+        axis.annotate("chance", (axis.get_xlim()[1], 100 / classes), (3, -3), color="0.4", **OFFSET)
 
 
 def order(n: int, target: int | None) -> Tensor:

@@ -50,6 +50,7 @@ def header(run: Any) -> Record:
         "clients": None if run.among is None else run.among.tolist(),
         "eval_clients": looked_at,
         "n": data.n,
+        "classes": data.classes,
         "size": setting.data.size("train").tolist(),
         "notes": list(data.notes),
         "parameters": net.size,

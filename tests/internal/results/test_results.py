@@ -8,9 +8,21 @@ import pytest
 import torch
 from parts.results import N, a_run, cells, line, write
 
-from pflcore.results import pictures
+from pflcore.results import canvas, pictures
 from pflcore.results import table as report
 from pflcore.results.record import group, plain, read
+
+
+@pytest.mark.parametrize(("classes", "marked"), [(10, 1), (2, 1), (20, 0), (None, 0)])
+def test_chance_is_marked_where_the_axis_reaches_it(classes, marked):
+    """Of accuracies between 8 and 60 percent."""
+    pytest.importorskip("matplotlib")
+    (axis,) = canvas.figure_of(4, 3)[1]
+    canvas.lines(axis, {"a": ([1, 2], [8.0, 60.0])})
+    (run,) = group(a_run())
+    run.header["classes"] = classes
+    pictures.mark_chance(axis, run)
+    assert len(axis.lines) == 1 + marked and len(axis.texts) == 1 + marked
 
 
 def test_plain_turns_everything_into_json():
