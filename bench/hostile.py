@@ -35,7 +35,7 @@ from pflcore import (
     Simulation,
     Training,
 )
-from pflcore.algorithms.defences import COUNTING, Defence
+from pflcore.algorithms.fedavg import COUNTING, Defence
 from pflcore.data import Federation, federation_of
 from pflcore.simulation.attacks import Adversary, Attack
 

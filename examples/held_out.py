@@ -6,7 +6,7 @@ from torch import nn
 
 from pflcore import Federation, Net, Training, cross_device, tune
 from pflcore.algorithms import FedAvg
-from pflcore.algorithms.finetune import FineTune
+from pflcore.algorithms.adaptation import FineTune
 from pflcore.metrics import hurt, mean
 from pflcore.simulation.evaluate import evaluate
 

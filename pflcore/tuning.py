@@ -22,7 +22,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pflcore.algorithms.finetune import FineTune, layer_mask, lengths, value
+from pflcore.algorithms.adaptation import FineTune, layer_mask, lengths, value
 from pflcore.algorithms.lookup import algorithm_of
 from pflcore.algorithms.protocol import Algorithm, Tensors
 from pflcore.check import ANYTHING, Fraction, Model, Seed, Whole, checked, shown

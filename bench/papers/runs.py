@@ -18,7 +18,7 @@ from bench.papers import groups
 from bench.papers.plan import Task
 from bench.papers.table import rows_of, table, verdicts
 from bench.table import clock, processor
-from pflcore.algorithms.hypcluster import Ensemble, HypCluster, losses
+from pflcore.algorithms.clusters import Ensemble, HypCluster, losses
 from pflcore.cli.experiment import algorithm, model, net
 from pflcore.data.roles import Protocol, held_out
 from pflcore.results.progress import Progress

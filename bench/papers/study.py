@@ -89,7 +89,7 @@ def draw(made: Reproduction, rows: Sequence[Mapping[str, Any]]) -> list[Path]:
     neighbours, weights by round where there is one model, clients in boxes, gains by size, cost,
     and the studies that the plan asks for (studies.json has their numbers); and results against the
     plan's option."""
-    from pflcore.results import mixing, pictures, tradeoffs
+    from pflcore.results import pictures, tradeoffs
 
     out: list[Path | None] = []
     studies: dict[str, Any] = {}
@@ -117,8 +117,8 @@ def draw(made: Reproduction, rows: Sequence[Mapping[str, Any]]) -> list[Path]:
                 _, sent, means = zip(*curve(r, measure), strict=True)
                 spent[m] = list(sent), list(means)
             out.append(tradeoffs.cost(spent, f"{stem}-cost.png", measure))
-        out.append(mixing.heat_maps(first, f"{stem}-weights.png"))
-        out.append(mixing.neighbours(first, f"{stem}-neighbours.png"))
+        out.append(pictures.heat_maps(first, f"{stem}-weights.png"))
+        out.append(pictures.neighbours(first, f"{stem}-neighbours.png"))
         of_all = {m: torch.cat([r.last(measure) for r in all_]) for m, all_ in runs.items()}
         out.append(tradeoffs.boxes(of_all, f"{stem}-boxes.png", measure))
         before = {m: b for m in first if (b := made.plan["methods"][m].get("before")) in first}
@@ -131,7 +131,7 @@ def draw(made: Reproduction, rows: Sequence[Mapping[str, Any]]) -> list[Path]:
             made, setting, {m: last[before.get(m, m)] for m in first}, measure, out
         )
     if option := made.plan["against"]:
-        out.append(mixing.against(rows, option, made.folder / f"against-{option}.png"))
+        out.append(pictures.against(rows, option, made.folder / f"against-{option}.png"))
     (made.folder / "studies.json").write_text(json.dumps(plain(studies)) + "\n", encoding="utf-8")
     return [p for p in out if p]
 

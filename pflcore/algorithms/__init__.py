@@ -6,26 +6,13 @@
 
 from __future__ import annotations
 
-from pflcore.algorithms.apfl import APFL
-from pflcore.algorithms.clustered_fl import ClusteredFL
-from pflcore.algorithms.ditto import MRMTL, Ditto
+from pflcore.algorithms.adaptation import FineTune, KnnPer, PerFedAvg
+from pflcore.algorithms.clusters import ClusteredFL, Ensemble, HypCluster
 from pflcore.algorithms.factorized_waffle import FactorizedWaffle
-from pflcore.algorithms.fedala import FedALA
-from pflcore.algorithms.fedamp import FedAMP, HeurFedAMP
-from pflcore.algorithms.fedavg import FedAvg
+from pflcore.algorithms.fedavg import FedAvg, LocalOnly, QFedAvg
 from pflcore.algorithms.feddwa import FedDWA, FedDWAQP
-from pflcore.algorithms.fedfomo import FedFomo
 from pflcore.algorithms.fedopt import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi
-from pflcore.algorithms.fedprox import FedProx
-from pflcore.algorithms.fedrod import FedRoD
-from pflcore.algorithms.finetune import FineTune
-from pflcore.algorithms.hypcluster import Ensemble, HypCluster
-from pflcore.algorithms.knnper import KnnPer
-from pflcore.algorithms.l2c import L2C
-from pflcore.algorithms.local_only import LocalOnly
-from pflcore.algorithms.mocha import Mocha
-from pflcore.algorithms.per_fedavg import PerFedAvg
-from pflcore.algorithms.pfedme import PFedMe
+from pflcore.algorithms.mixtures import APFL, L2C, FedALA, FedFomo
 from pflcore.algorithms.protocol import (
     Algorithm,
     Changes,
@@ -41,12 +28,10 @@ from pflcore.algorithms.protocol import (
     Void,
     apply,
 )
-from pflcore.algorithms.qfedavg import QFedAvg
-from pflcore.algorithms.scaffold import Scaffold
-from pflcore.algorithms.sfl import SFL
-from pflcore.algorithms.split import FedBABU, FedBN, FedPer, FedRep, LGFedAvg
-from pflcore.algorithms.waffle import Waffle
-from pflcore.algorithms.weight_erosion import WeightErosion
+from pflcore.algorithms.proximal import MRMTL, Ditto, FedProx, PFedMe
+from pflcore.algorithms.relations import SFL, FedAMP, HeurFedAMP, Mocha
+from pflcore.algorithms.split import FedBABU, FedBN, FedPer, FedRep, FedRoD, LGFedAvg
+from pflcore.algorithms.waffle import Scaffold, Waffle, WeightErosion
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedavg": FedAvg,

@@ -1,8 +1,16 @@
 """WAFFLe: weights anonymized by factorization. The server knows a dictionary of weight factors,
-each client alone which of them it uses."""
+each client alone which of them it uses.
+
+The prior is the Indian buffet process over a layer's F factors: v_k ~ Beta(alpha, 1),
+b_k ~ Bernoulli(v_1 ... v_k), so later factors are rarer. Beliefs, mean field: b_k ~
+Bernoulli(sigmoid(l_k)), v_k ~ Kumaraswamy(c_k, d_k), whose distribution function is
+1 - (1 - v^c)^d. Functions of it are elementwise or run along the last axis, [..., F], in the
+inputs' dtype, and are differentiable.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +21,6 @@ import torch.nn as nn
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.algorithms import ibp
 from pflcore.algorithms.fedavg import FedAvg
 from pflcore.algorithms.protocol import Payload, Tensors, Traits
 from pflcore.check import Count, Fraction, NonNegative, Positive, Weighting
@@ -22,6 +29,64 @@ from pflcore.nn.factorized import Init, factorize, factorized_layers
 from pflcore.train import Clients, Fit, Net
 from pflcore.train.losses import REGRESSION, binary_cross_entropy, hinge
 from pflcore.train.random import client_seeds, uniforms
+
+EULER = 0.5772156649015329
+# a product of v's stays this far below 1 (in its logarithm), where the divergence would be infinite
+NEAR_ONE = -1e-6
+
+
+def prior_mean(alpha: float, factors: int) -> Tensor:
+    """The prior's probability of each factor, (alpha / (alpha + 1))^k, within [.001, .999]:
+    float64 [F]."""
+    k = torch.arange(1, factors + 1, dtype=torch.float64)
+    return ((alpha / (alpha + 1)) ** k).clamp(0.001, 0.999)
+
+
+def log1mexp(x: Tensor) -> Tensor:
+    """log(1 - exp(x)) for x < 0, exact to rounding at both ends, and its gradient too."""
+    far = torch.log1p(-torch.exp(x.clamp(max=-math.log(2))))
+    return torch.where(x > -math.log(2), torch.log(-torch.expm1(x)), far)
+
+
+def harmonic(d: Tensor) -> Tensor:
+    """H_d = psi(d + 1) + Euler's constant; E[log v] = -H_d / c."""
+    return torch.digamma(d + 1) + EULER
+
+
+def kl_slope(
+    logit: Tensor, log_c: Tensor, log_d: Tensor, log_rest: Tensor, alpha: Tensor, sizes: list[int]
+) -> Tensor:
+    """The gradient of both divergences in (logit, log c, log d), [s, 3 F], written out: autograd
+    takes three times as long. They are KL(Bernoulli(sigmoid(logit)) || Bernoulli(v_1 ... v_k)) and
+    KL(Kumaraswamy(c, d) || Beta(alpha, 1)) (Nalisnick and Smyth 2017).
+
+    Arguments are [s, F], layers of `sizes` factors side by side; `log_rest` is log(1 - u) of the
+    draws of v = (1 - (1 - u)^(1/d))^(1/c).
+    """
+    pi, c, d = logit.sigmoid(), log_c.exp(), log_d.exp()
+    s = log_rest / d
+    log_v = log1mexp(s) / c
+    log_p = along(log_v, sizes).clamp_(max=NEAR_ONE)
+    logit_p = log_p - log1mexp(log_p)
+    by_p = ((1 - pi) * logit_p.exp() - pi) * (log_p < NEAR_ONE)  # at the bound nothing moves
+    by_v = along(by_p.flip(1), sizes[::-1]).flip(1)  # v_k is part of every later p
+    rest = 1 - alpha / c
+    by_c = 1 - alpha * harmonic(d) / c - by_v * log_v
+    by_s = by_v * s / (c * torch.expm1(s)) * s.exp()
+    by_d = 1 - 1 / d - rest * d * torch.polygamma(1, d + 1) - by_s
+    return torch.cat([pi * (1 - pi) * (logit - logit_p), by_c, by_d], 1)
+
+
+def along(values: Tensor, sizes: list[int]) -> Tensor:
+    """Sums over the factors up to each, layer by layer: [s, F]."""
+    return torch.cat([part.cumsum(1) for part in values.split(sizes, 1)], 1)
+
+
+def concrete(logit: Tensor, noise: Tensor, tau: float | Tensor) -> Tensor:
+    """A binary concrete sample, the soft b, for `noise` = logit u with u uniform on (0, 1)
+    (Maddison et al. 2017)."""
+    return torch.sigmoid((logit + noise) / tau)
+
 
 S = TypeVar("S", bound=Any)  # a run's state
 BOUNDS = (7.0, 9.0, 9.0)  # of |logit|, |log c| and |log d|
@@ -91,7 +156,7 @@ class FactorizedWaffle(FedAvg):
 
     def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
         alphas = self.alphas(net)
-        pi = torch.cat([ibp.prior_mean(float(a[0]), len(a)) for a in alphas])
+        pi = torch.cat([prior_mean(float(a[0]), len(a)) for a in alphas])
         c = torch.cat(alphas)
         q = torch.cat([pi.logit(), c.log(), torch.zeros_like(c)])[None].to(net.w0)
         zero = torch.zeros_like(q)
@@ -181,10 +246,10 @@ class FactorizedWaffle(FedAvg):
         if self.tau_start is not None:
             tau = (self.tau_start * self.tau_decay ** (rows["t"] - 1)).clamp(min=self.tau)
         (logit, log_c, log_d), (noise_b, u_v) = rows["q"].chunk(3, 1), noise.unbind(1)
-        b = ibp.concrete(logit, noise_b, tau)
+        b = concrete(logit, noise_b, tau)
         alphas, rest = self.alphas(net), torch.log1p(-u_v)
         sizes, alpha = [len(a) for a in alphas], torch.cat(alphas).to(b)
-        slope = ibp.kl_slope(logit, log_c, log_d, rest, alpha, sizes)
+        slope = kl_slope(logit, log_c, log_d, rest, alpha, sizes)
         weight = self.kl_weight
         if weight is None:
             weight = 0.01 if self.preset == "recommended" else 1.0
@@ -226,10 +291,10 @@ class FactorizedWaffle(FedAvg):
             return simple[self.eval_mode]
         if self.eval_mode == "relaxed_mean":
             u = (torch.arange(256, dtype=pi.dtype, device=pi.device) + 0.5) / 256
-            return ibp.concrete(logit[:, None, :, None], u.logit(), self.tau).mean(3)
+            return concrete(logit[:, None, :, None], u.logit(), self.tau).mean(3)
         u = drawn(clients, "scores", self.samples * logit.shape[1]).to(pi)
         noise = u.logit().unflatten(1, (self.samples, -1))
-        return ibp.concrete(logit[:, None], noise, self.tau)
+        return concrete(logit[:, None], noise, self.tau)
 
     def predict(self, model: Tensors, net: Net, x: Tensor) -> Tensor:
         """The factorized model w [P], its layers' `strength` times a row of b [samples, F]: the

@@ -14,7 +14,16 @@ from torch import nn
 
 from pflcore.algorithms import ALGORITHMS, Algorithm
 from pflcore.algorithms.lookup import algorithm_of, class_of, imported, name_of, narrowed
-from pflcore.check import Count, Fraction, Momentum, Positive, Seed32, Whole, check_fields
+from pflcore.check import (
+    Count,
+    Fraction,
+    Momentum,
+    Positive,
+    Seed32,
+    Whole,
+    check_fields,
+    device_of,
+)
 from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES, Federation, federation_of, options_of
 from pflcore.nn.models import MODELS, model_for
 from pflcore.simulation import (
@@ -25,7 +34,6 @@ from pflcore.simulation import (
     Simulation,
     for_everyone,
 )
-from pflcore.simulation.arguments import device_of
 from pflcore.simulation.attacks import Adversary, Attack
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.train import Training

@@ -7,14 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pflcore.check import Count, Seed32, checked, shown
-
-from . import natural, synthetic
-from .cuts import Partition
-from .federation import Federation
-from .fields import padded
-from .partition import PARTITIONS, options_of, partition
-from .sources import SOURCES, Source, load
-from .splits import ClientGroups
+from pflcore.data import natural, synthetic
+from pflcore.data.cuts import Partition
+from pflcore.data.federation import Federation
+from pflcore.data.fields import padded
+from pflcore.data.partition import PARTITIONS, options_of, partition
+from pflcore.data.sources import SOURCES, Source, load
+from pflcore.data.splits import ClientGroups
 
 FEDERATIONS: dict[str, Callable[..., Federation]] = {
     **natural.FEDERATIONS,

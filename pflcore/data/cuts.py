@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from pflcore.check import Kind
-
-from .ragged import Ints, Ragged, starts
+from pflcore.data.ragged import Ints, Ragged, starts
 
 Random = np.random.RandomState
 Weights = Annotated[

@@ -8,9 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pflcore.check import Count, Positive, Share, checked
-
-from .cuts import Labels, Partition, Random, cut_in_two, deal, need, one_of
-from .ragged import Ints
+from pflcore.data.cuts import Labels, Partition, Random, cut_in_two, deal, need, one_of
+from pflcore.data.ragged import Ints
 
 Floats = NDArray[np.float64]
 

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from pflcore.check import Count, Share, checked
-
-from .cuts import (
+from pflcore.data.cuts import (
     Classes,
     Labels,
     Partition,
@@ -22,7 +21,7 @@ from .cuts import (
     need,
     one_of,
 )
-from .ragged import Ints, Ragged, starts
+from pflcore.data.ragged import Ints, Ragged, starts
 
 MINORITY: dict[str, tuple[int, ...]] = {  # classes of the minority
     "mnist": (0, 2, 4, 6, 8),  # even digits

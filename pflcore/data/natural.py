@@ -16,9 +16,8 @@ import numpy as np
 import torch
 
 from pflcore.check import shown
-
-from .federation import Federation
-from .sources import DIGESTS, check, digest_of, package
+from pflcore.data.federation import Federation
+from pflcore.data.sources import DIGESTS, check, digest_of, package
 
 Where = str | os.PathLike[str]
 Classes = int | Literal["infer"] | None

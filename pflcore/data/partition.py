@@ -23,11 +23,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pflcore.check import Count, Seed32, checked
-
-from .cuts import Labels, Partition, Random, Weights, deal, in_proportion, need, one_of
-from .dirichlet import dirichlet
-from .label_skew import multimodal, pathological, practical1, unimodal
-from .ragged import Ints, Ragged
+from pflcore.data.cuts import Labels, Partition, Random, Weights, deal, in_proportion, need, one_of
+from pflcore.data.dirichlet import dirichlet
+from pflcore.data.label_skew import multimodal, pathological, practical1, unimodal
+from pflcore.data.ragged import Ints, Ragged
 
 # WAFFLE paper, section 5.1: agent 0's share of each label; numerators
 BASES: dict[str, list[int]] = {

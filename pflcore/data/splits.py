@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from pflcore.check import Seed32, checked, shown, some
-
-from .checks import SPLITS
-from .pool import Pool, Scaling
-from .ragged import Ragged, starts
+from pflcore.data.pool import SPLITS, Pool, Scaling
+from pflcore.data.ragged import Ragged, starts
 
 Rule = Callable[[int], dict[str, Tensor]]  # of n samples: the positions of each split
 P = TypeVar("P", bound=Pool)  # a federation stays one

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .federation import Federation
+from pflcore.data.federation import Federation
 
 
 def synthetic_linear(

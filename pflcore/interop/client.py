@@ -12,16 +12,14 @@ from torch import Tensor
 
 from pflcore.algorithms.lookup import algorithm_of, name_of
 from pflcore.algorithms.protocol import Algorithm, Payload, Tensors, check_training
-from pflcore.check import Buffers, Model, Seed, checked
+from pflcore.check import Buffers, Model, Seed, checked, device_of
 from pflcore.data.federation import Federation
 from pflcore.data.ragged import Ragged
 from pflcore.data.roles import held_out, one_client
 from pflcore.interop.wire import About, net_of, opened, packed
 from pflcore.simulation.accept import finite_rows, nearer
-from pflcore.simulation.arguments import device_of
 from pflcore.simulation.evaluate import one_by_one
-from pflcore.simulation.grow import larger
-from pflcore.simulation.personal import Personalized
+from pflcore.simulation.personal import Personalized, larger
 from pflcore.simulation.round import policy
 from pflcore.simulation.settings import Hardware
 from pflcore.train import Clients, Training, prepared

@@ -17,9 +17,8 @@ from pflcore.algorithms.protocol import Algorithm, Cohort, Tensors
 from pflcore.check import Buffers, Count, Model, Positive, Seed, checked, refuse
 from pflcore.interop.wire import STATISTICS, About, method_number, net_of, opened, packed
 from pflcore.simulation.accept import Outcome, Trained, accept
-from pflcore.simulation.grow import grown
-from pflcore.simulation.round import begin, commit, flat, policy, serve, unflat
-from pflcore.simulation.start import check_start
+from pflcore.simulation.personal import grown
+from pflcore.simulation.round import begin, check_start, commit, flat, policy, serve, unflat
 from pflcore.train import memory
 
 SAMPLES = 2**40  # of one client; the sum over clients is a whole number of 64 bits

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from pflcore.algorithms.protocol import Tensors, Traits
-from pflcore.check import Ids, Positive, check_fields
+from pflcore.check import Ids, Positive, check_fields, ids_of
 from pflcore.data.federation import Federation
 from pflcore.data.ragged import onto
 from pflcore.simulation.accept import Trained, origins
-from pflcore.simulation.arguments import ids_of
 
 __all__ = ["Adversary"]
 Attack = Literal["label_flip", "sign_flip", "scale", "noise", "little", "inner_product"]

@@ -18,13 +18,12 @@ from torch import Tensor, nn
 
 from pflcore.algorithms.lookup import algorithm_of, name_of
 from pflcore.algorithms.protocol import Algorithm, Stop, check_training
-from pflcore.check import A_MODEL, Count, Fraction, Seed, check
+from pflcore.check import A_MODEL, Count, Fraction, Seed, check, device_of, ids_of
 from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
 from pflcore.metrics import human, metrics_of
 from pflcore.simulation import checkpoint as store
 from pflcore.simulation.accept import Outcome, farthest
-from pflcore.simulation.arguments import device_of, ids_of
 from pflcore.simulation.checkpoint import Checkpoint, lock
 from pflcore.simulation.describe import Record, as_lists, header, identity, memory_line, round_to
 from pflcore.simulation.evaluate import evaluate, measured
@@ -32,9 +31,8 @@ from pflcore.simulation.footprint import folder_for, peak_bytes
 from pflcore.simulation.history import History
 from pflcore.simulation.interrupts import unbroken
 from pflcore.simulation.personal import Models
-from pflcore.simulation.round import Setup, State, begin, copied, policy, sample, step
+from pflcore.simulation.round import Setup, State, begin, check_start, copied, policy, sample, step
 from pflcore.simulation.settings import Evaluation, Hardware, Robustness
-from pflcore.simulation.start import check_start
 from pflcore.train import Engine, Net, Setting, Training, memory, prepared
 from pflcore.train.choose import check_modes
 from pflcore.train.losses import Loss, default_loss

@@ -1,5 +1,6 @@
 """The models that a run leaves: one client's as an `nn.Module`, whatever its method calls a model;
-and that of a client who comes later."""
+and that of a client who comes later, for whom the state grows by one.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +18,43 @@ from torch import Tensor, nn
 
 from pflcore.algorithms.protocol import Algorithm, Changes, Rows, Tensors
 from pflcore.check import Whole, checked, shown
-from pflcore.data.collect import inputs, tensor
-from pflcore.data.federation import Federation
+from pflcore.data.federation import Federation, inputs, tensor
 from pflcore.data.roles import held_out, one_client
 from pflcore.nn.mode import forward_mode
 from pflcore.simulation.accept import finite_rows
 from pflcore.simulation.checkpoint import replacing, write_tensors
 from pflcore.simulation.evaluate import own_way, personalized
-from pflcore.simulation.grow import grown
-from pflcore.simulation.round import Setup, State, commit, step, train
+from pflcore.simulation.round import Setup, State, begin, commit, flat, step, train, unflat
 from pflcore.train import Clients, Net
 from pflcore.train.choose import check_single
 from pflcore.train.losses import binary_cross_entropy, hinge
+
+
+def grown(alg: Algorithm, state: State, net: Net, n: int) -> tuple[State, bool]:
+    """A copy of the state with a newcomer, client n, and whether the server keeps a model for each
+    client.
+
+    What has rows or columns for the clients shows by its shape: a federation with one more client
+    has more of them. The newcomer's batch norm starts from the mean of the others' statistics.
+    """
+    few, many = (flat(begin(alg, net, m, clients=bool(state.clients))) for m in (n, n + 1))
+    models = [k for k, v in many.items() if k.startswith("server.") and v.shape[-1:] == (net.size,)]
+    everybody = any(many[k].shape != few[k].shape for k in models)
+    new = flat(replace(state, server=alg.grow(state.server, n)))
+    for key, old in new.items():
+        grows = key in many and many[key].shape[:1] > (0,) and many[key].shape != few[key].shape
+        new[key] = larger(old, many[key]) if grows else old.clone()
+    new["batch_norm"][n] = state.batch_norm.mean(0)
+    return unflat(new, state.round, state.void), everybody
+
+
+def larger(old: Tensor, large: Tensor) -> Tensor:
+    """A copy of `large`, a first tensor of more clients, with `old` in its first rows and
+    columns."""
+    new = torch.empty_like(large, dtype=old.dtype, device=old.device).copy_(large)
+    new[tuple(slice(length) for length in old.shape)] = old
+    return new
+
 
 ONE_BY_ONE = hinge, binary_cross_entropy  # losses of each score alone
 BATCH = 125  # samples of one forward pass

@@ -551,13 +551,14 @@ def test_selection_by_hand(choose, val, zero, expected, monkeypatch):
     rows = [torch.full((2, 1), float(c), dtype=D64) for c in range(7)]
     table, none = torch.tensor([zero, *val], dtype=D64), torch.empty(2, 0)
     monkeypatch.setattr(
-        "pflcore.algorithms.finetune.lengths",
+        "pflcore.algorithms.adaptation.lengths",
         lambda *_: (
             (c > 3, (c - 1) % 3 + 1, SimpleNamespace(w=rows[c], buffers=none)) for c in range(1, 7)
         ),
     )
     monkeypatch.setattr(
-        "pflcore.algorithms.finetune.value", lambda local, w: table[w[:, 0].long(), torch.arange(2)]
+        "pflcore.algorithms.adaptation.value",
+        lambda local, w: table[w[:, 0].long(), torch.arange(2)],
     )
     net = Net(lambda: Line((0.0,)))
     clients = SimpleNamespace(buffers=none, net=net, after=lambda fit: clients)

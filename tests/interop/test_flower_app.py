@@ -30,7 +30,7 @@ from flwr.serverapp import ServerApp
 from flwr.simulation import run_simulation
 from pfl_app import apps
 from pflcore.interop.flower import client_app
-from pflcore.interop.flower.client import STATE
+from pflcore.interop.flower import STATE
 
 folder, rounds, seed = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 played = eval(sys.argv[4])

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from parts.factorized_golden import D, linear, near, t
 from scipy import integrate, stats
 
-from pflcore.algorithms import ibp
+from pflcore.algorithms import factorized_waffle as ibp
 
 
 def log_v(u, c, d):

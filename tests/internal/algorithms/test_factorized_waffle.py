@@ -12,7 +12,7 @@ from parts.factorized_waffle import D, play, setting
 from small import copied
 
 from pflcore import Clients, evaluate
-from pflcore.algorithms import ibp
+from pflcore.algorithms import factorized_waffle as ibp
 from pflcore.algorithms.factorized_waffle import BOUNDS
 from pflcore.simulation.round import Setup
 from pflcore.train.random import client_seeds, uniforms

@@ -8,7 +8,7 @@ from methods import FedALA
 from small import images, make_setting, tiny_model
 
 from pflcore import Clients, Net, Simulation, Training
-from pflcore.algorithms.fedala import sampled
+from pflcore.algorithms.mixtures import sampled
 
 # whole batches, so that no shuffle plays a part
 TRAINING = Training(lr=0.3, batch_size=64, epochs=2)

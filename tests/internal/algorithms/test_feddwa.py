@@ -5,8 +5,7 @@ import torch
 from parts.feddwa import GOLDEN, close, dense, t
 
 from pflcore import ops
-from pflcore.algorithms.feddwa import strided
-from pflcore.algorithms.qp import inner_products, simplex_qp
+from pflcore.algorithms.feddwa import inner_products, simplex_qp, strided
 
 # the exact problem ----------------------------------------------------------
 

@@ -5,7 +5,7 @@ import torch
 from parts.fine_points import t, three
 
 from pflcore.algorithms import Cohort, Traits
-from pflcore.algorithms.hypcluster import fit_all
+from pflcore.algorithms.clusters import fit_all
 from pflcore.simulation.accept import Trained, accept
 
 

@@ -11,9 +11,9 @@ from parts.motley_algorithms import D64, QUERY, Line, Z, close
 
 from pflcore import Net
 from pflcore.algorithms import Stop
-from pflcore.algorithms.hypcluster import centres
-from pflcore.algorithms.knnper import neighbours
-from pflcore.algorithms.mocha import relation
+from pflcore.algorithms.adaptation import neighbours
+from pflcore.algorithms.clusters import centres
+from pflcore.algorithms.relations import relation
 
 
 @pytest.mark.parametrize("k", [2, 3, 5])

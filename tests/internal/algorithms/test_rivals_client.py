@@ -6,7 +6,7 @@ from methods import FedFomo
 from parts.rivals import GOLDEN, close, cohort, fomo, t
 
 from pflcore.algorithms import Pool
-from pflcore.algorithms.fedfomo import mixing_weights
+from pflcore.algorithms.mixtures import mixing_weights
 from pflcore.simulation.accept import nbytes
 
 

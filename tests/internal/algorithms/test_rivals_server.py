@@ -10,9 +10,8 @@ from small import served
 
 from pflcore import Net, ops
 from pflcore.algorithms import apply
-from pflcore.algorithms._latest import latest_models, with_uploads
-from pflcore.algorithms.clustered_fl import across, bipartition, cosines
-from pflcore.algorithms.sfl import nearest, smoothing
+from pflcore.algorithms.clusters import across, bipartition, cosines
+from pflcore.algorithms.relations import latest_models, nearest, smoothing, with_uploads
 
 
 def test_gallery_is_exact_for_forty_close_models():

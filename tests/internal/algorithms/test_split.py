@@ -12,7 +12,7 @@ from small import copied
 
 from pflcore import Hardware, Simulation
 from pflcore.simulation import footprint
-from pflcore.simulation.grow import grown
+from pflcore.simulation.personal import grown
 
 
 @pytest.mark.parametrize("alg", [FedPer(), FedRep(), LGFedAvg(), FedBABU(), FedBN()])

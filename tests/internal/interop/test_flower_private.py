@@ -9,8 +9,7 @@ from flwr.clientapp import ClientApp
 from nodes import Nodes, context
 from parts.flower_private import ROUNDS, N, app, message, net, run
 
-from pflcore.interop.flower import keep_private
-from pflcore.interop.flower.private import PRIVATE
+from pflcore.interop.flower import PRIVATE, keep_private
 
 pytest.importorskip("flwr")
 

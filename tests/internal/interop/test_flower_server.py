@@ -5,8 +5,7 @@ import pytest
 from nodes import Nodes
 from parts.flower_server import SEED, N, maker, model
 
-from pflcore.interop.flower import PflStrategy, client_app
-from pflcore.interop.flower.client import STATE
+from pflcore.interop.flower import STATE, PflStrategy, client_app
 
 pytest.importorskip("flwr")
 

@@ -17,7 +17,7 @@ from bench.papers import run as reproduce
 from pflcore import Net, Simulation, cli
 from pflcore.algorithms import FedAvg
 from pflcore.cli.experiment import algorithm, model_of, partition_of
-from pflcore.results import mixing as figures
+from pflcore.results import pictures as figures
 from pflcore.results.record import group, read
 
 pytest.importorskip("sklearn")

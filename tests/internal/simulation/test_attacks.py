@@ -13,8 +13,8 @@ from small import served
 from torch import nn
 
 from pflcore import Client, FedAvg, Net, Server
-from pflcore.algorithms import Cohort, Traits, defences
-from pflcore.algorithms.defences import Defence, defended
+from pflcore.algorithms import Cohort, Traits
+from pflcore.algorithms.fedavg import BLOCK, Defence, ascending, defended
 from pflcore.results.record import group
 from pflcore.results.table import table
 from pflcore.simulation.accept import Trained
@@ -268,9 +268,9 @@ def test_an_upload_of_next_to_nothing_is_trusted_by_nobody(length):
 @pytest.mark.parametrize("s", [1, 2, 3, 5, 8, 13, 33])
 def test_columns_are_sorted_whatever_their_number(s):
     rows = torch.randn(s, 50, generator=torch.Generator().manual_seed(s))
-    assert torch.equal(torch.stack(defences.ascending(rows)), rows.sort(0).values)
-    many = rows.repeat(1, defences.BLOCK // 40)
-    found = defences.defended("median", many, torch.full((1, s), 1 / s), 0, 0)[0]
+    assert torch.equal(torch.stack(ascending(rows)), rows.sort(0).values)
+    many = rows.repeat(1, BLOCK // 40)
+    found = defended("median", many, torch.full((1, s), 1 / s), 0, 0)[0]
     assert torch.equal(
         found, many.sort(0).values[(s - 1) // 2 : s - (s - 1) // 2].mean(0, keepdim=True)
     )

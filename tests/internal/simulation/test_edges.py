@@ -19,8 +19,8 @@ from small import images, tiny_model
 
 from pflcore import Net, Simulation
 from pflcore.algorithms import ALGORITHMS
-from pflcore.algorithms.hypcluster import centres
-from pflcore.algorithms.knnper import neighbours
+from pflcore.algorithms.adaptation import neighbours
+from pflcore.algorithms.clusters import centres
 from pflcore.simulation.round import policy
 
 

@@ -1,0 +1,396 @@
+"""One shared model, made each client's own at evaluation: fine-tuning; kNN-Per, by a vote of the
+client's own nearest samples; and Per-FedAvg, which trains a start one step from everybody.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from pflcore import ops
+from pflcore.algorithms.fedavg import FedAvg
+from pflcore.algorithms.fedopt import FedOpt
+from pflcore.algorithms.protocol import Payload, Tensors, Traits, plain_steps
+from pflcore.check import Count, NonNegative, Positive, Share, Whole, refuse
+from pflcore.data.ragged import onto
+from pflcore.metrics import right
+from pflcore.nn.mode import context, forward_mode
+from pflcore.train import Clients, Fit, Net, Objective
+from pflcore.train.clients import Predict, by_row
+from pflcore.train.losses import binary_cross_entropy, cross_entropy, hinge
+
+AT_EVALUATION = (
+    "finetune_lr",
+    "finetune_epochs",
+    "layers",
+    "choose",
+    "lr_grid",
+    "zero",
+    "min_size",
+    "margin",
+)
+
+
+@dataclass(frozen=True)
+class FineTune(FedOpt):
+    """FedAvg + fine-tuning (Wang et al. 2019; Yu et al. 2020; Motley, section 4.1).
+
+    server: x [P] and the optimizer's state · client: nothing · down: x (1 model) · up: delta (1
+    model). Trains as `FedOpt`; every evaluation fine-tunes x on each client's training data by the
+    run's optimizer, all layers or the last one, and throws the result away.
+    `choose="fixed"` takes `finetune_epochs` epochs. "client" and "global" try each step size of
+    `lr_grid` with 1 .. `finetune_epochs` epochs and keep what is best on the clients' validation
+    split, for each client or for all clients together (mean over clients); ties go to the earlier
+    candidate, 0 epochs first. A client without validation samples takes what is best for all the
+    others together. Momentum and AdamW's moments start at zero in every epoch.
+    Acceptance (the remark of section 4.1): a client with less than `min_size` samples, or whose
+    validation value does not beat x's by more than `margin` (without validation samples it cannot),
+    keeps x.
+    """
+
+    mu: NonNegative = 0.0  # FedProx's pull towards x while x is trained: FedProx + fine-tuning
+    finetune_lr: NonNegative | None = None  # step size; default: the run's
+    finetune_epochs: Whole = 5  # epochs, or the most that are tried
+    layers: str = "all"  # "all", "last", or a pattern of parameter names such as "fc*"
+    # who chooses step size and epochs on validation data: fixed, all clients together, or each
+    # client
+    choose: Literal["fixed", "global", "client"] = "fixed"
+    lr_grid: tuple[float, ...] = ()  # step sizes to choose from; default: finetune_lr alone
+    zero: bool = True  # no fine-tuning is a candidate too (Motley's silo code: not)
+    min_size: Whole = 0  # clients with fewer training samples keep x
+    margin: float | None = None  # by how much a tuned model must beat x on the validation split
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.choose != "fixed" and self.finetune_epochs < 1:
+            refuse("finetune_epochs", "at least 1 to choose from", self.finetune_epochs)
+        if self.choose == "fixed" and self.lr_grid:
+            raise ValueError(
+                "lr_grid: nothing chooses from it with choose='fixed'; set finetune_lr, or "
+                "choose='client' or 'global'."
+            )
+
+    @property
+    def traits(self) -> Traits:
+        return super().traits._replace(late=AT_EVALUATION)
+
+    def train(self, down: Payload, own: Tensors, clients: Clients) -> tuple[Tensors, Tensors, Fit]:
+        x = down["x"]
+        fit = clients.fit(x, Objective(prox=(self.mu, x) if self.mu else None))
+        return own, {"delta": fit.w.sub_(x)}, fit
+
+    def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
+        x = down["x"]
+        if not self.finetune_epochs:
+            return {"w": x}
+        w, batch_norm = self.tuned(x, clients)
+        keep = onto(clients.size, x.device) < self.min_size
+        if self.margin is not None:
+            tuned = value(replace(clients, buffers=batch_norm), w)
+            keep = keep | ~(tuned > value(clients, x) + self.margin)
+        keep = keep[:, None]
+        batch_norm = torch.where(keep, clients.buffers, batch_norm)
+        return {"w": torch.where(keep, x, w), "batch_norm": batch_norm}
+
+    def tuned(self, x: Tensor, clients: Clients) -> tuple[Tensor, Tensor]:
+        """The fine-tuned models [S, P], or the best candidate of each client (or of all together)
+        on the validation split; and their batch norm's statistics."""
+        lrs, mask = self.lr_grid or (self.finetune_lr,), layer_mask(clients.net, self.layers)
+        tried = (fit for *_, fit in lengths(clients, x, lrs, self.finetune_epochs, mask))
+        if self.choose == "fixed":
+            last = deque(tried, 1)[0]
+            return last.w, last.buffers
+        w, batch_norm = x, clients.buffers
+        best = self.judged(value(clients, x))
+        best = best if self.zero else torch.full_like(best, -torch.inf)
+        for fit in tried:
+            now = self.judged(value(clients.after(fit), fit.w))
+            better = (now > best)[:, None]
+            best = torch.maximum(now, best)
+            w = torch.where(better, fit.w, w)
+            batch_norm = torch.where(better, fit.buffers, batch_norm)
+        return w, batch_norm
+
+    def judged(self, values: Tensor) -> Tensor:
+        """What counts for each client [S]: its own value, or the mean where all choose together or
+        it has none."""
+        everybody = values.nanmean().expand(len(values))
+        if self.choose == "global":
+            return everybody
+        return torch.where(values.isnan(), everybody, values)
+
+
+def layer_mask(net: Net, layers: str) -> Tensor | None:
+    """Which parameters "all", "last" or a pattern of names leaves free: bool [P] on the CPU, None
+    for all."""
+    if layers == "all":
+        return None
+    if layers != "last":
+        return net.mask(layers)
+    mask = torch.zeros(net.size, dtype=torch.bool)
+    mask[net.head_slice] = True
+    return mask
+
+
+def lengths(
+    clients: Clients,
+    start: Tensor,
+    lrs: tuple[float | None, ...],
+    epochs: int,
+    mask: Tensor | None = None,
+) -> Iterator[tuple[int, int, Fit]]:
+    """(which lr, epochs so far, what they made of `start` [S, P]) after every epoch of fine-tuning
+    with every step size.
+
+    With frozen layers batch norm's statistics stay frozen as well.
+    """
+    shuffles = clients.setting.training.reshuffle
+    for i, lr in enumerate(lrs):
+        now, rows = clients, start
+        for epoch in range(1, epochs + 1):
+            stream = f"finetune {epoch}" if shuffles else "finetune"
+            fit = now.fit(rows, Objective(mask=mask), epochs=1, lr=lr, stream=stream)
+            if mask is not None:
+                fit = fit._replace(buffers=clients.buffers)
+            now, rows = clients.after(fit), fit.w
+            yield i, epoch, fit
+
+
+def value(
+    clients: Clients, rows: Tensor | Tensors, split: str = "val", predict: Predict = by_row
+) -> Tensor:
+    """How good each client's model, a row of `rows` [S, P] or of several tensors, is on `split`:
+    accuracy, or minus the loss where there is none. float64 [S].
+
+    A model whose outputs hold a NaN counts as worst, minus infinity; a client without samples of
+    `split` has NaN.
+    """
+    data, model = clients.setting.data, rows if isinstance(rows, dict) else {"w": rows}
+    some = torch.zeros(len(clients.ids), dtype=torch.bool)
+    if clients.has(split):
+        some = data.size(split)[clients.ids] > 0
+    if not some.any():
+        raise ValueError(
+            f"choose: fine-tuning is tuned on the clients' {split!r} split, which these clients "
+            "lack; make one with Federation.split_samples, or choose on validation clients with "
+            "pflcore.tuning."
+        )
+    w, seen = model["w"], clients
+    at = onto(some, w.device)
+    if not some.all():
+        seen, model = clients.take(some), {k: v[at] for k, v in model.items()}
+    if data.y.is_floating_point() or not clients.net.scores_classes:
+        loss = seen.measure(model, split, predict)[0].to(w)
+        values = -loss.double().nan_to_num(torch.inf, torch.inf)
+    else:
+        values = torch.stack([_accuracy(*pair) for pair in seen.scores(model, split, predict)])
+    return values.new_full((len(w),), torch.nan).masked_scatter(at, values)
+
+
+def _accuracy(scores: Tensor, y: Tensor) -> Tensor:
+    return torch.where(scores.isnan().any(), -torch.inf, right(scores, y).double().mean())
+
+
+Kernel = Literal["exp", "inverse", "gauss_dim"]
+
+
+@dataclass(frozen=True)
+class KnnPer(FedOpt):
+    """kNN-Per (Marfoq et al. 2022, equations 6 and 7): `p = lam p_knn + (1 - lam) p_x`
+    on probabilities.
+
+    server: x [P] and the optimizer's state · client: nothing · down: x (1 model) · up: delta (1
+    model). Trains as `FedOpt`; for evaluation each client stores what the head sees of its
+    training samples. p_knn weighs the labels of the k nearest (Euclidean distance d) by
+    `kernel`: "exp" exp(-d) (the paper), "inverse" 1 / d (an exact match takes all; Motley's
+    silo code), "gauss_dim" exp(-d^2 / D) (the authors' code). Targets instead of classes: the
+    weighted mean of the neighbours' targets; hinge loss: of their signs, mixed with the score;
+    binary cross entropy: of their labels, mixed with the score's probability, and given as a
+    logit. Of equally near samples the earlier ones vote. A client with fewer than k samples
+    uses all of them. lam = 0 is FedAvg.
+    Acceptance (Motley, section 4.3, observation 1, and the remark of 4.1): a client with less than
+    `min_size` samples, or whose accuracy (or minus its loss) on its validation split does not beat
+    x's by more than `margin`, stays with p_x; without validation samples none beats it.
+    """
+
+    k: Count = 10  # neighbours
+    lam: Share = 0.5  # 0: the shared model alone, 1: the neighbours alone
+    # a neighbour's vote at distance d: exp(-d), 1 / d, or exp(-d^2 / D)
+    kernel: Kernel = "exp"
+    min_size: Whole = 0  # clients with fewer training samples keep x
+    margin: float | None = None  # by how much p must beat x on the validation split
+
+    @property
+    def traits(self) -> Traits:
+        late = ("k", "lam", "kernel", "min_size", "margin")
+        return super().traits._replace(returns="probabilities", late=late)
+
+    def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
+        z, y = clients.features(down["x"])  # [S, n, H], [S, n]: short clients are padded
+        criterion = clients.net.criterion
+        labels = criterion is cross_entropy or isinstance(criterion, nn.CrossEntropyLoss)
+        if y.dim() > 2 and labels:
+            what = "probabilities" if y.is_floating_point() else "one for each step"
+            raise ValueError(
+                "data: kNN-Per's neighbours vote with a label a sample, and these targets are "
+                f"{what}; give int64 labels [n]."
+            )
+        n = onto(clients.size, y.device)
+        model = {"w": down["x"], "z": z.flatten(2), "y": y, "n": n}
+        if self.min_size or self.margin is not None:
+            model["lam"] = z.new_full((len(z),), self.lam).masked_fill(n < self.min_size, 0.0)
+        if self.margin is not None:
+            gain = value(clients, model, predict=self.predict) - value(clients, down["x"])
+            model["lam"] = model["lam"].masked_fill(~(gain > self.margin), 0.0)
+        return model
+
+    def predict(self, model: Tensors, net: Net, x: Tensor) -> Tensor:
+        """`(1 - lam) p + lam q`: p are w's probabilities (for numbers its scores), q is the mean of
+        the labels y of the k nearest of the first n rows of z [n_max, H] to the features of x (what
+        w's head sees), weighted as the option kernel says."""
+        features = net.features(model["w"], x).flatten(1)
+        weight, near = neighbours(features, model["z"], model["n"], self.k, self.kernel)  # [B, k]
+        lam = model.get("lam", self.lam)
+        scores, labels = net(model["w"], x), model["y"][near]
+        votes = net.scores_classes and net.criterion not in (hinge, binary_cross_entropy)
+        if votes and not labels.is_floating_point():
+            one_hot = F.one_hot(labels.clamp(min=0), scores.shape[1])
+            vote = (weight[..., None] * one_hot).sum(1)
+            return (1 - lam) * scores.softmax(1) + lam * vote.to(scores)
+        values = torch.where(labels > 0, 1.0, -1.0) if net.criterion is hinge else labels
+        weight = weight.view(*weight.shape, *[1] * (labels.dim() - 2))
+        mean = (weight * values).sum(1).view_as(scores)
+        if net.criterion is not binary_cross_entropy:
+            return (1 - lam) * scores + lam * mean.to(scores)
+        p = (1 - lam) * scores.double().sigmoid() + lam * mean
+        return p.logit(eps=1e-12).to(scores)
+
+
+def neighbours(
+    queries: Tensor, store: Tensor, n: Tensor | int, k: int, kernel: Kernel = "exp"
+) -> tuple[Tensor, Tensor]:
+    """Weights [B, k'] float64, summing to 1, and places [B, k'] of the k' = min(k, n) nearest of
+    the first `n` rows of `store` [n_max, H].
+
+    Weights are a softmax of -d: exp(-d) itself is 0 / 0 for far points. Places past `n` come with
+    weight 0.
+    """
+    square = ops.pairwise_sqdist(queries, store)  # [B, n_max] float64, exact where points coincide
+    square[:, torch.arange(len(store), device=store.device) >= n] = torch.inf
+    square, near = smallest(square.nan_to_num(torch.inf, torch.inf), min(k, len(store)))
+    if kernel == "inverse":
+        same = square == 0
+        weight = torch.where(same.any(1, keepdim=True), same.double(), square.rsqrt())
+        return weight / weight.sum(1, keepdim=True), near
+    far = square.sqrt() if kernel == "exp" else square / store.shape[1]
+    return torch.softmax(-far, 1), near
+
+
+def smallest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k smallest of each row of `values` [B, n] and their places, ascending by (value, place):
+    `topk` leaves open which of equals it takes, and that depends on n. A stable sort of everything
+    costs 30 times as much."""
+    last = values.topk(k, dim=1, largest=False).values.amax(1, keepdim=True)
+    less, equal = values < last, values == last
+    taken = less | (equal & (equal.cumsum(1) <= k - less.sum(1, keepdim=True)))
+    place = taken.nonzero()[:, 1].view(-1, k)
+    found, order = values.gather(1, place).sort(dim=1, stable=True)
+    return found, place.gather(1, order)
+
+
+@dataclass(frozen=True)
+class PerFedAvg(FedAvg):
+    """Fallah et al. 2020, Algorithm 1: w minimises sum_i share_i f_i(w - alpha grad f_i(w)).
+
+    server: x [P] · client: nothing · down: x [S, P] · up: delta [S, P] (1 model). The server is
+    FedAvg's.
+    A local step takes minibatches D, D', D'' of independent shuffles: u = w - alpha grad f(w; D), v
+    = grad f(u; D'), then
+    w <- w - beta v ("fo"), w - beta (v - alpha (grad f(w + delta v; D'') - grad f(w - delta v;
+    D'')) / (2 delta)) ("hf"), or
+    w - beta (v - alpha H(w; D'') v) ("exact", by automatic differentiation; on every engine alike).
+    Evaluated is x after `steps` such inner steps on the client's training data, never on test data.
+    Deviations: `scaled` divides delta by |v|, because w + delta v and w - delta v are equal in
+    float32 where v is small (False is the
+    paper's); clients weigh by their samples (the paper: alike; `weighting="uniform"`). alpha and
+    beta are the run's learning rate unless
+    given; its momentum and weight decay play no part. With batch norm each of the gradients updates
+    the statistics, but for the
+    exact variant's H v.
+    """
+
+    # first-order, Hessian-free (finite differences) or exact
+    variant: Literal["fo", "hf", "exact"] = "fo"
+    alpha: NonNegative | None = None  # the inner step size; None: the run's
+    beta: NonNegative | None = None  # the outer step size; None: the run's
+    delta: Positive = 1e-3  # of the finite difference
+    scaled: bool = True  # delta / |v| instead of delta
+    steps: Whole = 1  # inner steps at evaluation
+
+    @property
+    def traits(self) -> Traits:
+        why = "takes its paper's own steps of SGD"
+        return super().traits._replace(only_sgd=why, no_clip_grad=why)
+
+    def train(self, down: Payload, own: Tensors, clients: Clients) -> tuple[Tensors, Tensors, Fit]:
+        plain_steps(self, clients)
+        alpha, beta = (clients.lr if v is None else v for v in (self.alpha, self.beta))
+
+        def update(rows: Tensors, grad: Callable[..., Tensor], taken: Tensor) -> Tensors:
+            w = rows["w"]
+            v = grad(w - alpha * grad(w), 1)
+            return {"w": w - beta * (v - alpha * self.curvature(w, v, grad))}
+
+        x, objective = down["x"], Objective()
+        if self.variant == "exact":
+            # torch 2.15 refuses gradients of gradients through batch norm under vmap
+            objective = Objective(loss=along, alone=bool(clients.net.buffer_names))
+        batches = 2 if self.variant == "fo" else 3
+        fit = clients.each_batch({"w": x}, update, objective, batches=batches)
+        return own, {"delta": fit.w - x}, fit
+
+    def curvature(self, w: Tensor, v: Tensor, grad: Callable[..., Tensor]) -> Tensor:
+        """H v [s, P] on the step's third minibatch, as the variant has it."""
+        if self.variant == "fo":
+            return torch.zeros_like(v)
+        if self.variant == "exact":
+            return grad(torch.cat([w, v], 1), 2)[:, : w.shape[1]]
+        delta: Tensor | float = self.delta
+        if self.scaled:
+            delta = self.delta / v.norm(dim=1, keepdim=True).clamp(min=1e-30)
+        return (grad(w + delta * v, 2) - grad(w - delta * v, 2)) / (2 * delta)
+
+    def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
+        if not self.steps:
+            return {"w": down["x"]}
+        alpha = clients.lr if self.alpha is None else self.alpha
+
+        def update(rows: Tensors, grad: Callable[..., Tensor], taken: Tensor) -> Tensors:
+            return {"w": rows["w"] - alpha * grad(rows["w"])}
+
+        fit = clients.each_batch({"w": down["x"]}, update, steps=self.steps, stream="adapt")
+        return {"w": fit.w, "batch_norm": fit.buffers}
+
+
+def along(net: Net, w: Tensor, x: Tensor, y: Tensor, extra: Tensors) -> Tensor:
+    """The loss at w [P]; for a row [w | v] of twice the length a number whose gradient in w is H(w)
+    v.
+
+    H v is made inside, gradient of gradient: differentiating a gradient from outside `vmap` is
+    wrong for batch norm (torch 2.13).
+    """
+    if len(w) == net.size:
+        return net.loss(w, x, y)
+    row, v = w.detach().split(net.size)
+    # what these passes do to the statistics stays inside
+    with forward_mode(context.train, context.buffers, context.seed):
+        slope = torch.func.grad(lambda u: net.loss(u, x, y))
+        product: Tensor = torch.func.vjp(slope, row)[1](v)[0]  # type: ignore[misc]
+    return (w[: net.size] * product).sum()
