@@ -150,7 +150,7 @@ def cause(error, path):
     return (complaints or str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def extension():
+def extension():  # noqa: C901, PLR0911 (a plan, read once)
     if WANT not in ("0", "cpu", "cuda", "auto"):
         raise SystemExit(f"pflcore: PFLCORE_EXT is {WANT!r}, expected 0, cpu, cuda or auto")
     if WANT == "0":

@@ -140,7 +140,7 @@ def _of_fields(cls: type) -> dict[str, Kind]:
 
 
 @functools.cache
-def of_hint(hint: Any) -> Kind:
+def of_hint(hint: Any) -> Kind:  # noqa: PLR0911 (a kind of hint each)
     """The kind of values that an annotation allows; anything where it says nothing of one value."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
@@ -159,7 +159,7 @@ def of_hint(hint: Any) -> Kind:
     return PLAIN.get(origin or hint) or _instance(origin or hint)
 
 
-def _within(kind: Kind, said: Any) -> Kind:
+def _within(kind: Kind, said: Any) -> Kind:  # noqa: PLR0911 (a kind of hint each)
     """`kind` with what one more piece of its annotation says."""
     if isinstance(said, Kind):
         return said

@@ -173,7 +173,7 @@ def candidates(algorithm: Algorithm, training: Training, grid: Grid) -> list[Can
 
 
 @checked
-def tune(
+def tune(  # noqa: PLR0913 (a run's, and a grid's)
     protocol: Annotated[Protocol | Sequence[Protocol], ANYTHING],  # a sentence of its own says more
     net: Model | Sequence[Net],
     algorithm: Algorithm | type[Algorithm] | str,

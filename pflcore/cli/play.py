@@ -24,6 +24,7 @@ from pflcore.algorithms.lookup import class_of, name_of, narrowed
 from pflcore.cli import experiment
 from pflcore.cli.experiment import Job
 from pflcore.cli.options import Group, Option, of_function, of_words, options_of, parse, peek
+from pflcore.data import Federation
 from pflcore.metrics import human
 from pflcore.results import pictures, table
 from pflcore.results.progress import Progress
@@ -84,13 +85,13 @@ def compare(argv: Sequence[str]) -> int:
 
 def _play(command: str, names: list[str], argv: Sequence[str]) -> int:
     one = command == "run"
-    choices = {
+    said = {
         o: (peek(argv, f"--{o}") or [getattr(experiment.Options, o)])[0]
         for o in ("data", "partition", "model")
     }
     chosen = {
-        "partition": experiment.partition_of(choices["data"], choices["partition"]),
-        "model": experiment.model_of(choices["model"]),
+        "partition": experiment.partition_of(said["data"], said["partition"]),
+        "model": experiment.model_of(said["model"]),
     }
     groups = [
         Group("run", *options_of(experiment.Options, choices=experiment.choices())),
@@ -98,47 +99,13 @@ def _play(command: str, names: list[str], argv: Sequence[str]) -> int:
         Group("output", *options_of(Output)),
     ]
     if not one:
-        groups.insert(
-            0,
-            Group(
-                "compare",
-                "",
-                [Option("algorithms", tuple[str, ...], tuple(names), f"any of {KNOWN}")],
-            ),
-        )
+        asked = Option("algorithms", tuple[str, ...], tuple(names), f"any of {KNOWN}")
+        groups.insert(0, Group("compare", "", [asked]))
     for what, choice in chosen.items():
         if choice and choice.defaults:
-            groups.append(
-                Group(f"{what} {choice.name}", "", of_function(choice.function, choice.defaults))
-            )
-    taken = {o.name for g in groups for o in g.options}
-    hypers: dict[str, dict[str, str]] = {}  # algorithm -> option -> hyper-parameter
-    for name in names:
-        cls, title = class_of(name), name_of(name)
-        if title in {g.title for g in groups}:
-            raise ValueError(
-                f"algorithms: expected different names, got {title!r} twice; rename one of the "
-                "classes."
-            )
-        new = {
-            f.name: f"{title}_{f.name}"
-            for f in fields(cls)
-            if f.name in (taken if one else ("target",))
-        }
-        about, options = options_of(cls, new)
-        groups.append(
-            Group(
-                title,
-                about,
-                [o for o in options if o.name not in (*narrowed(cls), new.get("target"))],
-                prefix=not one,
-            )
-        )  # the run has --target
-        hypers[name] = {
-            o.name: next((k for k, v in new.items() if v == o.name), o.name)
-            for o in groups[-1].options
-        }
-
+            own = of_function(choice.function, choice.defaults)
+            groups.append(Group(f"{what} {choice.name}", "", own))
+    hypers = _add_algorithms(groups, names, one)
     about = f"{inspect.getdoc(run if one else compare)}\n\nAlgorithms: {KNOWN}."
     if not one:
         about += (
@@ -153,22 +120,42 @@ def _play(command: str, names: list[str], argv: Sequence[str]) -> int:
         name: {to: got[name_of(name)][option] for option, to in options.items()}
         for name, options in hypers.items()
     }
-    todo = experiment.jobs(
-        names, experiment.Options(**got["run"]), Training(**got["training"]), hyper
+    options, training = experiment.Options(**got["run"]), Training(**got["training"])
+    todo = experiment.jobs(names, options, training, hyper)
+    cut, shape = (
+        of_words(got.get(f"{w} {c.name}", {}), c.defaults) if c else {} for w, c in chosen.items()
     )
-    own = {
-        w: of_words(got.get(f"{w} {c.name}", {}), c.defaults) if c else {}
-        for w, c in chosen.items()
-    }
-    return _record(todo, own["partition"], own["model"], Output(**got["output"]))
+    return _record(todo, cut, shape, Output(**got["output"]))
+
+
+def _add_algorithms(groups: list[Group], names: list[str], one: bool) -> dict[str, dict[str, str]]:
+    """Adds the algorithms' own options to the groups, under other names where theirs are taken;
+    algorithm -> option -> hyper-parameter."""
+    taken = {o.name for g in groups for o in g.options} if one else {"target"}
+    hypers: dict[str, dict[str, str]] = {}
+    for name in names:
+        cls, title = class_of(name), name_of(name)
+        if title in {g.title for g in groups}:
+            raise ValueError(
+                f"algorithms: expected different names, got {title!r} twice; rename one of the "
+                "classes."
+            )
+        new = {f.name: f"{title}_{f.name}" for f in fields(cls) if f.name in taken}
+        about, options = options_of(cls, new)
+        aside = {*narrowed(cls), new.get("target")}  # the run has --target
+        own = [o for o in options if o.name not in aside]
+        groups.append(Group(title, about, own, prefix=not one))
+        back = {v: k for k, v in new.items()}
+        hypers[name] = {o.name: back.get(o.name, o.name) for o in own}
+    return hypers
 
 
 def _record(
     todo: Sequence[Job], cut: Mapping[str, Any], shape: Mapping[str, Any], output: Output
 ) -> int:
-    options = todo[0].options
+    options, names = todo[0].options, [name_of(j.algorithm) for j in todo]
     _check_output(output)
-    if output.baseline is not None and output.baseline not in {name_of(j.algorithm) for j in todo}:
+    if output.baseline is not None and output.baseline not in names:
         raise ValueError(
             f"baseline: expected one of the algorithms that run, got {output.baseline!r}."
         )
@@ -177,26 +164,12 @@ def _record(
     data = experiment.federation(options, cut)
     model = experiment.model(options, data, shape)
     resume = output.resume and _checkpoint(output.out or Path(), output).exists
-    first: Simulation | None = None
-    plans = [data.summary()]
     # what is wrong is said before a record is opened
-    for job in (j for j in todo[::-1] if j.options.seed == options.seed and not resume):
-        try:
-            first = None  # the next one needs the memory
-            first = job.simulation(data, model)
-            plans.insert(1, f"{_plan(job, job.header(first))}\n{first.where()}")
-        except MemoryError as e:
-            plans.insert(1, f"{job.name}: {e}")
-            if len({j.algorithm for j in todo}) == 1:  # there is no other that may fit
-                raise
+    first, plans = (None, []) if resume else _tried(todo, data, model)
     if output.dry_run:
-        print("\n".join(plans))
+        print("\n".join([data.summary(), *plans]))
         return 0
-    interrupted = failed = broken = False
-    total = sum(j.length(data.n) for j in todo)
-    folder = output.out or _new_folder(
-        [name_of(j.algorithm) for j in todo], options.data, options.partition or ""
-    )
+    folder = output.out or _new_folder(names, options.data, options.partition or "")
     with contextlib.ExitStack() as held:
         held.enter_context(checkpoint.lock(folder))
         command = describe.facts_of(
@@ -207,61 +180,147 @@ def _record(
             first = todo[start].simulation(data, model)
             first.restore(folder)
         record = held.enter_context(Record(folder / "record.jsonl", output.overwrite, mark))
-        progress = held.enter_context(Progress(total, output.quiet))
+        progress = held.enter_context(Progress(sum(j.length(data.n) for j in todo), output.quiet))
         progress.say(f"{data.summary()}\nRecord: {record.path}")
-        targets = folder / "checkpoint-targets"  # of a run for each client
+        own = {"partition_options": cut, "model_options": shape}
+        runs = _Runs(todo, data, model, own, command, output, folder, record, progress)
+        try:
+            status = runs.play(start, first, begun, resume)
+        except RunFailed:  # a table of what there is, where that can be written
+            with contextlib.suppress(Exception):
+                _write_report(read(record.path), folder, output)
+            raise
+    _write_report(read(record.path), folder, output)
+    return status
 
-        def stands(job: int) -> dict[str, Any]:
-            return {"command": command, "job": job, "record": record.mark()}
 
-        for i, job in enumerate(todo):
-            if i < start:
-                progress.skip(job.length(data.n))
-                continue
+def _tried(
+    todo: Sequence[Job], data: Federation, model: Callable[[], Any]
+) -> tuple[Simulation | None, list[str]]:
+    """The first job's simulation, and each algorithm's plan in words."""
+    first, plans = None, list[str]()
+    for job in [j for j in todo if j.options.seed == todo[0].options.seed][::-1]:
+        first = None  # the next one needs the memory
+        try:
+            first = job.simulation(data, model)
+            plans.insert(0, f"{_plan(job.header(first))}\n{first.where()}")
+        except MemoryError as e:
+            plans.insert(0, f"{job.name}: {e}")
+            if len({j.algorithm for j in todo}) == 1:  # there is no other that may fit
+                raise
+    return first, plans
+
+
+@dataclass
+class _Runs:
+    """The jobs of a command, played one after the other into one record."""
+
+    todo: Sequence[Job]
+    data: Federation
+    model: Callable[[], Any]
+    own: dict[str, Any]  # of the header, beside what a job says
+    command: Mapping[str, Any]  # what is played, for who goes on
+    output: Output
+    folder: Path
+    record: Record
+    progress: Progress
+
+    def play(self, start: int, first: Simulation | None, begun: bool, resume: bool) -> int:
+        """The jobs from `start` on; `first`, where it is there already, is the simulation of that
+        one, which may have `begun`. Gives the command's exit code."""
+        failed = interrupted = broken = False
+        for job in self.todo[:start]:
+            self.progress.skip(job.length(self.data.n))
+        for i in range(start, len(self.todo)):
             try:
-                if not (resume and i == start):
-                    _between(folder, stands(i))
-                    _remove(targets)
-                try:
-                    simulation, first = first or job.simulation(data, model), None
-                except MemoryError as e:  # the next one may fit
-                    progress.say(f"{job.name}: {e}")
-                    progress.skip(job.length(data.n))
-                    failed = True
-                    continue
-                head = job.header(simulation) | {"partition_options": cut, "model_options": shape}
-                if i in (0, start) or job.algorithm != todo[i - 1].algorithm:
-                    progress.say(_plan(job, head))
-                keeper = _checkpoint(targets if job.for_each else folder, output)
-                keeper.note = None if job.for_each else functools.partial(stands, i)
-                history = _one(
-                    job, simulation, model, None if begun else head, record, progress, keeper
-                )
-                interrupted, failed, broken = (
-                    history.interrupted,
-                    failed or history.stopped is not None,
-                    history.failed,
-                )
-                begun = False
-                del simulation, history  # the next one needs the memory
+                if i > start or not resume:
+                    self.stand(i)
+                history = self.one(i, first, begun, i == start)
+                failed = failed or history is None or history.stopped is not None
+                interrupted = history is not None and history.interrupted
+                broken = history.failed if history is not None else broken
+                if history is not None:
+                    begun = False
+                first = history = None  # the next one needs the memory
             except KeyboardInterrupt:
                 interrupted = True
-            except RunFailed:
-                # a table of what there is, where that can be written
-                with contextlib.suppress(Exception):
-                    _write_report(read(record.path), folder, output)
-                raise
             if interrupted:
-                progress.say(
+                self.progress.say(
                     "Interrupted; the record is whole up to here, and --resume goes on from the "
                     "last checkpoint."
                 )
-                break
-        if not (interrupted or broken):
-            _between(folder, stands(len(todo)))
-            _remove(targets)
-    _write_report(read(record.path), folder, output)
-    return 130 if interrupted else 1 if failed else 0
+                return 130
+        if not broken:
+            self.stand(len(self.todo))
+        return 1 if failed else 0
+
+    @property
+    def targets(self) -> Path:
+        """The folder of a run for each client."""
+        return self.folder / "checkpoint-targets"
+
+    def note(self, job: int) -> dict[str, Any]:
+        """Where the command stands."""
+        return {"command": self.command, "job": job, "record": self.record.mark()}
+
+    def stand(self, job: int) -> None:
+        """Says in the folder that the command stands before a job. Where it cannot be written that
+        is a warning: the checkpoint before it stands."""
+        try:
+            checkpoint.save(self.folder, {}, {"run": None, "note": self.note(job)})
+        except OSError as e:
+            warnings.warn(str(e), RuntimeWarning, stacklevel=2)
+        if self.targets.exists():  # renamed first, so that it is never there in part
+            gone = self.targets.with_name(f".{self.targets.name}-{os.getpid()}")
+            shutil.rmtree(self.targets.replace(gone), ignore_errors=True)
+
+    def one(self, i: int, made: Simulation | None, begun: bool, plan: bool) -> History | None:
+        """Plays a job; None where it does not fit into memory, as the next one may. Whatever ends
+        it, the record holds every round that was played and says why it is not whole."""
+        job = self.todo[i]
+        try:
+            simulation = made or job.simulation(self.data, self.model)
+        except MemoryError as e:
+            self.progress.say(f"{job.name}: {e}")
+            self.progress.skip(job.length(self.data.n))
+            return None
+        head = job.header(simulation) | self.own
+        if plan or job.algorithm != self.todo[i - 1].algorithm:
+            self.progress.say(_plan(head))
+        keeper = _checkpoint(self.targets if job.for_each else self.folder, self.output)
+        keeper.note = None if job.for_each else functools.partial(self.note, i)
+        self.progress.name(job.name)
+        played = 0
+
+        def step(_: int, line: dict[str, Any]) -> None:
+            nonlocal played
+            played += 1
+            self.progress.step(line)
+
+        def play(on_round: Callable[[int, dict[str, Any]], None]) -> History:
+            if not job.for_each:
+                return simulation.run(on_round, keeper)
+            # a round's record needs all the clients' runs
+            history = job.play(simulation, self.model, step, keeper)
+            for line in history.rounds:
+                self.record.write(line)
+            return history
+
+        try:
+            with warnings.catch_warnings():  # it is said below
+                warnings.filterwarnings("ignore", ".*stopped early: ", RuntimeWarning)
+                history: History = self.record.run(None if begun else head, play, step)
+        except Exception as e:
+            why = f"{type(e).__name__}: {first_line(e)}; the record up to there is"
+            rest = ""
+            if isinstance(e, OSError):  # a full disk, most of all
+                why = f"{e.strerror or e}; the record up to there is"
+                rest = ", and --resume goes on from the last checkpoint"
+            raise RunFailed(f"{job.name} failed: {why} {self.record.path}{rest}.") from e
+        if history.stopped:
+            self.progress.say(f"{job.name}: {history.stopped}")
+        self.progress.skip(job.length(self.data.n) - played)
+        return history
 
 
 def _checkpoint(folder: Path, output: Output) -> Checkpoint:
@@ -288,70 +347,6 @@ def _standing(folder: Path, command: Mapping[str, Any]) -> tuple[int, Mapping[st
             "or another folder."
         )
     return note["job"], note["record"], facts["run"] is not None
-
-
-def _between(folder: Path, note: Mapping[str, Any]) -> None:
-    """Says in the folder that a command stands between two runs. One that cannot be written is a
-    warning: the one before it stands."""
-    try:
-        checkpoint.save(folder, {}, {"run": None, "note": note})
-    except OSError as e:
-        warnings.warn(str(e), RuntimeWarning, stacklevel=2)
-
-
-def _remove(folder: Path) -> None:
-    """Removes a folder of ours, so that it is never there in part."""
-    if folder.exists():
-        shutil.rmtree(
-            folder.replace(folder.with_name(f".{folder.name}-{os.getpid()}")), ignore_errors=True
-        )
-
-
-def _one(
-    job: Job,
-    simulation: Simulation,
-    model: Callable[[], Any],
-    head: Mapping[str, Any] | None,
-    record: Record,
-    progress: Progress,
-    keeper: Checkpoint,
-) -> History:
-    """Plays one job; whatever ends it, the record holds every round that was played and says why it
-    is not whole. `head`: None where the record has it, because the run goes on."""
-    progress.name(job.name)
-    played = 0
-
-    def step(_: int, line: dict[str, Any]) -> None:
-        nonlocal played
-        played += 1
-        progress.step(line)
-
-    def play(on_round: Callable[[int, dict[str, Any]], None]) -> History:
-        if not job.for_each:
-            return simulation.run(on_round, keeper)
-        # a round's record needs all the clients' runs
-        history = job.play(simulation, model, step, keeper)
-        for line in history.rounds:
-            record.write(line)
-        return history
-
-    try:
-        with warnings.catch_warnings():
-            # it is said below
-            warnings.filterwarnings("ignore", ".*stopped early: ", RuntimeWarning)
-            history: History = record.run(head, play, step)
-    except Exception as e:
-        why = f"{type(e).__name__}: {first_line(e)}; the record up to there is {record.path}"
-        if isinstance(e, OSError):  # a full disk, most of all
-            why = (
-                f"{e.strerror or e}; the record up to there is {record.path}, and --resume goes "
-                "on from the last checkpoint"
-            )
-        raise RunFailed(f"{job.name} failed: {why}.") from e
-    if history.stopped:
-        progress.say(f"{job.name}: {history.stopped}")
-    progress.skip(job.length(simulation.data.n) - played)
-    return history
 
 
 def _write_report(runs: Sequence[Run], folder: Path, output: Output) -> None:
@@ -472,7 +467,7 @@ def _check_folder(folder: Path, output: Output) -> None:
         )
 
 
-def _plan(job: Job, head: Mapping[str, Any]) -> str:
+def _plan(head: Mapping[str, Any]) -> str:
     return (
         f"{head['algorithm']}: {head['parameters']:,} parameters, {head['rounds']} rounds, engine "
         f"{head['engine']}, "

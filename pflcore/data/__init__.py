@@ -43,7 +43,7 @@ __all__ = [
 
 
 @checked
-def federation_of(
+def federation_of(  # noqa: PLR0913 (the command line's)
     data: str | Source = "mnist5k",
     partition: str | None = None,
     n: int | None = None,

@@ -15,7 +15,7 @@ Floats = NDArray[np.float64]
 
 
 @checked
-def dirichlet(
+def dirichlet(  # noqa: PLR0913 (the recipe's options)
     labels: Labels,
     rng: Random,
     *,

@@ -118,59 +118,29 @@ class Collected(Pool):
             raise ValueError("give test or test_fraction, not both")
         if not 0 <= test_fraction < 1:
             raise ValueError(f"test_fraction must be at least 0 and below 1, got {test_fraction}")
-        xs: list[Tensor] = []
-        ys: list[Tensor] = []
-        index: dict[str, list[Tensor]] = {}
-        start, fields = 0, None
-        for i, entry in enumerate(clients):
-            parts = dict(entry) if isinstance(entry, Mapping) else {"train": entry}
-            brought = sorted(set(parts) - {"train"})
-            if (test_fraction and brought) or (test is not None and "test" in brought):
-                option = "test_fraction" if test_fraction else "test"
-                raise ValueError(
-                    f"client {i} brings {' and '.join(brought)} samples of its own: leave {option} "
-                    "out"
-                )
-            if test is not None and test[i] != {}:
-                parts["test"] = test[i]
-            if not set(parts) <= set(SPLITS):
-                raise ValueError(
-                    f"client {i} must have splits among {list(SPLITS)}, got {list(parts)}"
-                )
-            for split, pair in parts.items():
-                x, y, mine = _pair(pair, f"client {i} ({split})", dtype)
-                if xs and mine != fields:
-                    raise ValueError(
-                        f"client {i} ({split}) has inputs {mine or 'of one tensor'}, client 0 has "
-                        f"{fields or 'one tensor'}"
-                    )
-                fields = mine
-                if xs and x.shape[1:] != xs[0].shape[1:]:
-                    raise ValueError(
-                        f"client {i} ({split}) has inputs of shape {list(x.shape[1:])}, client 0 "
-                        f"has {list(xs[0].shape[1:])}"
-                    )
-                if ys and (y.shape[1:] != ys[0].shape[1:] or y.dtype != ys[0].dtype):
-                    raise ValueError(
-                        f"client {i} ({split}) has targets {_kind(y)}, client 0 has {_kind(ys[0])}"
-                    )
-                xs.append(x)
-                ys.append(y)
-                lists = index.setdefault(split, [])
-                # earlier clients without this split
-                lists += [torch.empty(0, dtype=torch.int64)] * (i - len(lists))
-                lists.append(torch.arange(start, start + len(x)))
-                start += len(x)
-        for lists in index.values():
-            lists += [torch.empty(0, dtype=torch.int64)] * (len(clients) - len(lists))
-        index.setdefault("train", [torch.empty(0, dtype=torch.int64)] * len(clients))
-        y = torch.cat(ys)
-        fed = cls(torch.cat(xs), y, index, infer(classes, y), None, name, fields=fields)
-        return (
-            split_samples(fed, {"train": 1 - test_fraction, "test": test_fraction}, seed)
-            if test_fraction
-            else fed
-        )
+        parts = [
+            (i, split, *_pair(pair, f"client {i} ({split})", dtype))
+            for i, entry in enumerate(clients)
+            for split, pair in _splits(i, entry, test, test_fraction).items()
+        ]
+        size = {s: torch.zeros(len(clients), dtype=torch.int64) for s in ("train", *SPLITS)}
+        lists: dict[str, list[Tensor]] = {s: [] for s in size}
+        start = 0
+        for i, split, x, y, fields in parts:
+            _check_alike(f"client {i} ({split})", (x, y, fields), parts[0][2:])
+            size[split][i] = len(x)
+            lists[split].append(torch.arange(start, start + len(x)))
+            start += len(x)
+        none = torch.empty(0, dtype=torch.int64)
+        index = {
+            s: Ragged(torch.cat(rows or [none]), starts(size[s]))
+            for s, rows in lists.items()
+            if rows or s == "train"
+        }
+        x, y = torch.cat([p[2] for p in parts]), torch.cat([p[3] for p in parts])
+        fed = cls(x, y, index, infer(classes, y), None, name, fields=parts[0][4])
+        fractions = {"train": 1 - test_fraction, "test": test_fraction}
+        return split_samples(fed, fractions, seed) if test_fraction else fed
 
     @classmethod
     @checked
@@ -196,6 +166,35 @@ class Collected(Pool):
             else [_read(d, f"client {i} (test)") if len(d) else {} for i, d in enumerate(test)]
         )
         return cls.from_arrays(pairs, test=tests, **options)
+
+
+def _splits(i: int, entry: Any, test: Any, test_fraction: float) -> dict[str, Any]:
+    """A client's pairs by split."""
+    parts = dict(entry) if isinstance(entry, Mapping) else {"train": entry}
+    brought = sorted(set(parts) - {"train"})
+    if (test_fraction and brought) or (test is not None and "test" in brought):
+        option = "test_fraction" if test_fraction else "test"
+        raise ValueError(
+            f"client {i} brings {' and '.join(brought)} samples of its own: leave {option} out"
+        )
+    if test is not None and test[i] != {}:
+        parts["test"] = test[i]
+    if not set(parts) <= set(SPLITS):
+        raise ValueError(f"client {i} must have splits among {list(SPLITS)}, got {list(parts)}")
+    return parts
+
+
+def _check_alike(who: str, sample: Sequence[Any], first: Sequence[Any]) -> None:
+    """Whether x, y and fields are of the first client's kind."""
+    (x, y, fields), (x0, y0, fields0) = sample, first
+    if fields != fields0:
+        mine, theirs = fields or "of one tensor", fields0 or "one tensor"
+        raise ValueError(f"{who} has inputs {mine}, client 0 has {theirs}")
+    if x.shape[1:] != x0.shape[1:]:
+        mine, theirs = list(x.shape[1:]), list(x0.shape[1:])
+        raise ValueError(f"{who} has inputs of shape {mine}, client 0 has {theirs}")
+    if y.shape[1:] != y0.shape[1:] or y.dtype != y0.dtype:
+        raise ValueError(f"{who} has targets {_kind(y)}, client 0 has {_kind(y0)}")
 
 
 def _read(dataset: Any, who: str) -> tuple[Any, Tensor]:
@@ -334,7 +333,7 @@ class Tabled(Collected):
 
     @classmethod
     @checked
-    def from_table(
+    def from_table(  # noqa: PLR0913 (as from_arrays)
         cls,
         x: Any,
         y: Any = None,

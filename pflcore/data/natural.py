@@ -156,42 +156,7 @@ def folder(
     ``classes=None`` reads them as regression targets.
     """
     base = Path(path)
-    if not base.is_dir():
-        raise FileNotFoundError(
-            f"path must be a folder with one .csv or .npz file per client, got {base}"
-        )
-    parts = (
-        {s: base / s for s in ("train", "val", "test") if (base / s).is_dir()}
-        if (base / "train").is_dir()
-        else {"train": base}
-    )
-    files = {
-        s: {f.stem: f for f in sorted(p.iterdir(), key=_natural) if f.suffix in (".csv", ".npz")}
-        for s, p in parts.items()
-    }
-    if not files["train"]:
-        raise FileNotFoundError(
-            f"{parts['train']} must hold one .csv or .npz file per client, got none"
-        )
-    for split, part in parts.items():
-        known = {*files[split].values(), *parts.values()}
-        stray = [
-            f.name
-            for f in sorted(part.iterdir())
-            if f not in known and not f.name.startswith((".", "README", "LICENSE"))
-        ]
-        if stray:
-            raise ValueError(
-                f"{part} must hold the clients' .csv or .npz files and nothing else, got "
-                f"{stray[0]}: give them a folder"
-            )
-    for of in files.values():
-        strange = [stem for stem in of if stem not in files["train"]]
-        if strange:
-            raise ValueError(
-                f"{of[strange[0]]} must belong to a client in {parts['train']}, got no file of "
-                "that name there"
-            )
+    files = _client_files(base)
     clients: list[dict[str, Any]] = [{} for _ in files["train"]]
     headers: dict[tuple[str, ...], Path] = {}
     for split, of in files.items():
@@ -209,18 +174,48 @@ def folder(
             f"{b} must have the columns of {a} in the same order ({', '.join(one)}), got "
             f"{', '.join(two)}"
         )
-    pairs = [pair for c in clients for pair in c.values()]
-    whole = classes is not None and all(np.array_equal(y, np.round(y)) for _, y in pairs)
+    targets = [y for c in clients for _, y in c.values()]
+    whole = classes is not None and all(np.array_equal(y, np.round(y)) for y in targets)
     kind = np.int64 if whole else np.float32
     typed = [
-        {
-            s: (np.asarray(x, dtype=np.float32), np.asarray(y).astype(kind))
-            for s, (x, y) in c.items()
-        }
+        {s: (np.asarray(x, np.float32), np.asarray(y).astype(kind)) for s, (x, y) in c.items()}
         for c in clients
     ]
     fed = Federation.from_arrays(typed, classes=classes if whole else None, name=name or base.name)
     return replace(fed, names=tuple(files["train"]))
+
+
+def _client_files(base: Path) -> dict[str, dict[str, Path]]:
+    """The clients' files by split and name; ValueError for a file that is no client's."""
+    if not base.is_dir():
+        raise FileNotFoundError(
+            f"path must be a folder with one .csv or .npz file per client, got {base}"
+        )
+    parts = {s: base / s for s in ("train", "val", "test") if (base / s).is_dir()}
+    parts = parts if "train" in parts else {"train": base}
+    files: dict[str, dict[str, Path]] = {}
+    for split, part in parts.items():
+        mine, stray = {}, []
+        for f in sorted(part.iterdir(), key=_natural):
+            if f.suffix in (".csv", ".npz"):
+                mine[f.stem] = f
+            elif f not in parts.values() and not f.name.startswith((".", "README", "LICENSE")):
+                stray.append(f.name)
+        if not mine and split == "train":
+            raise FileNotFoundError(f"{part} must hold one .csv or .npz file per client, got none")
+        if stray:
+            raise ValueError(
+                f"{part} must hold the clients' .csv or .npz files and nothing else, got "
+                f"{stray[0]}: give them a folder"
+            )
+        files[split] = mine
+        strange = [f for stem, f in mine.items() if stem not in files["train"]]
+        if strange:
+            raise ValueError(
+                f"{strange[0]} must belong to a client in {parts['train']}, got no file of that "
+                "name there"
+            )
+    return files
 
 
 def read_cells(path: Path, data: str) -> tuple[list[Any], list[Any]]:

@@ -23,20 +23,7 @@ def check_pool(
     x: Tensor, y: Tensor, classes: int | None, index: Mapping[str, Sequence[Tensor]]
 ) -> None:
     for what, t in (("x", x), ("y", y)):
-        if not isinstance(t, Tensor):
-            raise TypeError(
-                f"{what} must be a tensor, got {type(t).__name__}: use Federation.from_arrays for "
-                "arrays"
-            )
-        if t.layout != torch.strided:
-            raise TypeError(
-                f"{what} must be a dense tensor, got {t.layout}: convert it with {what}.to_dense()"
-            )
-        if not (t.is_floating_point() or t.dtype == torch.int64):
-            raise TypeError(
-                f"{what} must be floating point or int64, got {t.dtype}: convert it (tokens: to "
-                "int64, images: to float, then normalise)"
-            )
+        _check_kind_of(what, t)
     if x.dim() < 1 or y.dim() < 1 or len(x) != len(y):
         raise ValueError(
             f"x and y must have one row per sample, got shapes {list(x.shape)} and {list(y.shape)}"
@@ -45,18 +32,35 @@ def check_pool(
         raise ValueError(f"x and y must be on one device, got {x.device} and {y.device}")
     for what, t in (("x", x), ("y", y)):
         # min and max keep NaN and Inf and need no mask as large as the pool
-        if (
-            t.is_floating_point()
-            and t.numel()
-            and not bool(torch.isfinite(torch.stack(torch.aminmax(t))).all())
-        ):
-            bad = int((~torch.isfinite(t)).reshape(len(t), -1).any(1).nonzero()[0])
+        finite = not (t.is_floating_point() and t.numel()) or torch.stack(t.aminmax()).isfinite()
+        if finite is not True and not bool(finite.all()):
+            bad = int((~t.isfinite()).reshape(len(t), -1).any(1).nonzero()[0])
             raise ValueError(
                 f"{what} must be finite, got NaN or Inf in sample {bad}{_owner(bad, index)}: clean "
                 "the data first"
             )
-    if classes is None:
-        return
+    if classes is not None:
+        _check_labels(y, classes)
+
+
+def _check_kind_of(what: str, t: Any) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(
+            f"{what} must be a tensor, got {type(t).__name__}: use Federation.from_arrays for "
+            "arrays"
+        )
+    if t.layout != torch.strided:
+        raise TypeError(
+            f"{what} must be a dense tensor, got {t.layout}: convert it with {what}.to_dense()"
+        )
+    if not (t.is_floating_point() or t.dtype == torch.int64):
+        raise TypeError(
+            f"{what} must be floating point or int64, got {t.dtype}: convert it (tokens: to "
+            "int64, images: to float, then normalise)"
+        )
+
+
+def _check_labels(y: Tensor, classes: int) -> None:
     if classes < 1:
         raise ValueError(f"classes must be at least 1, or None for regression, got {classes}")
     if y.dtype != torch.int64:
@@ -64,15 +68,15 @@ def check_pool(
             f"y must hold int64 labels where classes is given ({classes}), got {y.dtype}: pass "
             "classes=None for regression"
         )
-    if y.numel() and int(y.min()) == -1 and int(y.max()) <= 1 and not bool((y == 0).any()):
+    labels = y[y != IGNORED] if y.dim() > 1 else y
+    low, high = (int(v) for v in labels.aminmax()) if labels.numel() else (0, 0)
+    if low == -1 and high <= 1 and not bool((y == 0).any()):
         raise ValueError(
             "y must hold labels in 0..1, got -1 and 1: pass (y > 0) as integers, which hinge takes "
             "too"
         )
-    labels = y[y != IGNORED] if y.dim() > 1 else y
-    low = int(labels.min()) if labels.numel() else 0
-    if y.numel() and (low < 0 or int(y.max()) >= classes):
-        raise ValueError(f"y must hold labels in 0..{classes - 1}, got {low}..{int(y.max())}")
+    if low < 0 or high >= classes:
+        raise ValueError(f"y must hold labels in 0..{classes - 1}, got {low}..{high}")
 
 
 def _owner(sample: int, index: Mapping[str, Sequence[Tensor]]) -> str:

@@ -318,7 +318,7 @@ SOURCES: dict[str, Callable[[Path | None], Source]] = {
 # -- shared pieces -----------------------------------------------------------
 
 
-def _images(
+def _images(  # noqa: PLR0913 (torchvision's)
     name: str,
     x: Any,
     y: Any,

@@ -13,7 +13,7 @@ from torch import Tensor
 from pflcore.data.federation import Federation
 
 
-def synthetic_linear(
+def synthetic_linear(  # noqa: PLR0913 (the recipe's options)
     n: int = 10,
     samples: int = 60,
     dim: int = 5,
@@ -73,7 +73,7 @@ def synthetic_quadratic(
     return _known(fed, curvature=a, optimum=b)
 
 
-def synthetic_clusters(
+def synthetic_clusters(  # noqa: PLR0913 (the recipe's options)
     n: int = 10,
     groups: int = 2,
     samples: int = 60,

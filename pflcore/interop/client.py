@@ -38,7 +38,7 @@ class Client:
     """
 
     @checked
-    def __init__(
+    def __init__(  # noqa: PLR0913 (what a run has)
         self,
         algorithm: Algorithm | type[Algorithm] | str,
         model: Model,

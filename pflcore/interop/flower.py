@@ -256,21 +256,8 @@ def keep_private(*patterns: str) -> Mod:
         if kind == MessageType.QUERY:
             return call_next(message, context)
         key, came = only_record(message, "the server's message")
-        names = [n for n in came if any(fnmatchcase(n, p) for p in patterns)]
-        for p in patterns:
-            if not any(fnmatchcase(n, p) for n in names):
-                raise ValueError(
-                    f"keep_private: {p!r} matches no tensor of the model; its tensors are "
-                    f"{', '.join(came)}."
-                )
         kept = context.state.array_records.get(PRIVATE, {})
-        for n in kept:
-            if n not in names or kept[n].shape != came[n].shape:
-                got = f"shape {list(came[n].shape)}" if n in came else "none"
-                raise ValueError(
-                    f"keep_private: this client keeps {n!r} of shape {list(kept[n].shape)}, the "
-                    f"server sends {got}."
-                )
+        names = _private(came, kept, patterns)
         message.content = RecordDict({**message.content, key: ArrayRecord({**came, **kept})})
         reply = call_next(message, context)
         if kind == MessageType.TRAIN and reply.has_content():
@@ -288,6 +275,26 @@ def keep_private(*patterns: str) -> Mod:
         return reply
 
     return mod
+
+
+def _private(came: ArrayRecord, kept: ArrayRecord, patterns: Sequence[str]) -> list[str]:
+    """The names in `came` that match; ValueError where a pattern matches none, or `kept` are
+    others."""
+    names = [n for n in came if any(fnmatchcase(n, p) for p in patterns)]
+    for p in patterns:
+        if not any(fnmatchcase(n, p) for n in names):
+            raise ValueError(
+                f"keep_private: {p!r} matches no tensor of the model; its tensors are "
+                f"{', '.join(came)}."
+            )
+    for n in kept:
+        if n not in names or kept[n].shape != came[n].shape:
+            got = f"shape {list(came[n].shape)}" if n in came else "none"
+            raise ValueError(
+                f"keep_private: this client keeps {n!r} of shape {list(kept[n].shape)}, the "
+                f"server sends {got}."
+            )
+    return names
 
 
 class PersonalStrategy(FedAvg):  # type: ignore[misc]

@@ -78,7 +78,7 @@ Models = Annotated[
 
 
 @checked
-def personalize(
+def personalize(  # noqa: PLR0913 (what a mix has)
     uploads: Any,
     method: Method | type[Algorithm] | str = "fedamp",
     *,

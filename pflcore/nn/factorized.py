@@ -129,7 +129,7 @@ class FactorizedConv2d(_Factorized):
     """`nn.Conv2d` (groups 1, zeros around) whose kernel, as a matrix [O, I kh kw], is factorized
     (appendix A)."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (as nn.Conv2d)
         self,
         in_channels: Count,
         out_channels: Count,

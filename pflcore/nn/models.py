@@ -56,7 +56,7 @@ def mlp(
     return nn.Sequential(*layers, nn.Linear(widths[-1], classes, bias=bias))
 
 
-def cnn(
+def cnn(  # noqa: PLR0913 (the papers' variants)
     shape: Shape,
     classes: int,
     *,

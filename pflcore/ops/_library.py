@@ -125,7 +125,7 @@ class Backend:
 LIBRARY = Path(__file__).parent.parent / "lib_pflcore.so"
 
 
-def _load() -> tuple[Any, str, str | None]:
+def _load() -> tuple[Any, str, str | None]:  # noqa: PLR0911 (a reason each)
     if os.environ.get("PFLCORE_KERNELS", "1") == "0":
         return None, "PFLCORE_KERNELS=0 leaves the kernels unloaded", None
     version = [

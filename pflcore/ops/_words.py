@@ -2,7 +2,7 @@
 and what came."""
 
 from numbers import Integral
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,18 +19,17 @@ def shape(t: Any) -> str:
     return f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device}"
 
 
-def expect(
-    ok: bool,
-    op: str,
-    name: str,
-    wanted: str,
-    came: str,
-    do: str = "",
-    kind: type[Exception] = ValueError,
-) -> None:
-    """Raise `kind` with one sentence unless `ok`."""
+def refuse(
+    op: str, name: str, wanted: str, came: str, do: str = "", kind: type[Exception] = ValueError
+) -> NoReturn:
+    """Raises `kind` with the one form of sentence."""
+    raise kind(f"{op}: {name} must be {wanted}, got {came}{'; ' + do if do else ''}.")
+
+
+def expect(ok: bool, op: str, name: str, wanted: str, came: str, do: str = "") -> None:
+    """Refuses unless `ok`; where calls are many ask first, since the words take time."""
     if not ok:
-        raise kind(f"{op}: {name} must be {wanted}, got {came}{'; ' + do if do else ''}.")
+        refuse(op, name, wanted, came, do)
 
 
 def is_int(value: Any) -> bool:
@@ -42,52 +41,24 @@ def number(op: str, name: str, value: Any) -> None:
     """`value` is a real number, or a tensor of one."""
     if type(value) is float or type(value) is int:
         return
-    fine = isinstance(value, int | float | torch.SymInt | torch.SymFloat) and not isinstance(
-        value, bool
-    )
-    fine = (
-        fine
-        or (isinstance(value, Tensor) and value.dim() == 0)
-        or (hasattr(value, "__float__") and not isinstance(value, Tensor | bool))
-    )
-    expect(fine, op, name, "a number", shape(value), kind=TypeError)
+    one = isinstance(value, torch.SymInt | torch.SymFloat) or hasattr(value, "__float__")
+    if isinstance(value, bool) or not one or (isinstance(value, Tensor) and value.dim()):
+        refuse(op, name, "a number", shape(value), kind=TypeError)
     if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
-        expect(
-            False,
-            op,
-            name,
-            "a number",
-            "a tensor that requires grad, which it would not get",
-            f"use {name}.item()",
-        )
+        came = "a tensor that requires grad, which it would not get"
+        refuse(op, name, "a number", came, f"use {name}.item()")
 
 
 def floating(op: str, name: str, t: Any) -> None:
     """`t` is a floating-point tensor."""
     if not isinstance(t, Tensor):
-        expect(
-            False,
-            op,
-            name,
-            "a tensor",
-            shape(t),
-            "use torch.as_tensor, or torch.stack of several",
-            TypeError,
-        )
+        remedy = "use torch.as_tensor, or torch.stack of several"
+        refuse(op, name, "a tensor", shape(t), remedy, TypeError)
     if t.layout is not torch.strided:
-        expect(
-            False, op, name, "a dense tensor", str(t.layout), f"use {name}.to_dense()", TypeError
-        )
+        refuse(op, name, "a dense tensor", str(t.layout), f"use {name}.to_dense()", TypeError)
     if t.dtype not in FLOATS:
-        expect(
-            False,
-            op,
-            name,
-            "float32, float64, float16 or bfloat16",
-            shape(t),
-            f"use {name}.float()",
-            TypeError,
-        )
+        wanted = "float32, float64, float16 or bfloat16"
+        refuse(op, name, wanted, shape(t), f"use {name}.float()", TypeError)
 
 
 def matrix(op: str, name: str, t: Any, wanted: str) -> None:
@@ -101,24 +72,34 @@ def matrix(op: str, name: str, t: Any, wanted: str) -> None:
 def check_same(op: str, name: str, a: Tensor, other: str, b: Tensor) -> None:
     """`a` and `b` have one dtype and one device."""
     if a.dtype is not b.dtype:
-        expect(
-            False,
-            op,
-            other,
-            f"{a.dtype} like {name}",
-            shape(b),
-            f"use {other}.to({name}.dtype)",
-            TypeError,
-        )
+        wanted, remedy = f"{a.dtype} like {name}", f"use {other}.to({name}.dtype)"
+        refuse(op, other, wanted, shape(b), remedy, TypeError)
     if a.device != b.device:
-        expect(
-            False,
-            op,
-            other,
-            f"on {a.device} like {name}",
-            shape(b),
-            f"use {other}.to({name}.device)",
-        )
+        beside(op, name, a, other, b)
+
+
+def beside(op: str, name: str, a: Tensor, other: str, b: Tensor) -> None:
+    """`b` is on the device of `a`."""
+    if a.device != b.device:
+        remedy = f"use {other}.to({name}.device)"
+        refuse(op, other, f"on {a.device} like {name}", shape(b), remedy)
+
+
+def whole(op: str, name: str, a: Tensor, other: str, b: Any) -> None:
+    """`b` is an int64 tensor on the device of `a`."""
+    if not isinstance(b, Tensor) or b.dtype != torch.int64:
+        refuse(op, other, "an int64 tensor", shape(b), kind=TypeError)
+    beside(op, name, a, other, b)
+
+
+def apart(op: str, name: str, t: Tensor) -> None:
+    """Its rows can be written: contiguous, and none on another's memory."""
+    if t.numel() and t.shape[1] > 1 and t.stride(1) != 1:
+        came = f"strides {list(t.stride())}"
+        refuse(op, name, "of contiguous rows", came, f"use {name}.contiguous()")
+    if t.numel() and t.shape[0] > 1 and t.stride(0) < t.shape[1]:
+        came = f"strides {list(t.stride())}"
+        refuse(op, name, "of rows that do not overlap", came, f"use {name}.clone()")
 
 
 def concrete(t: Tensor) -> bool:

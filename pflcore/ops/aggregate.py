@@ -7,7 +7,21 @@ import torch
 from torch import Tensor
 
 from ._library import BUDGET, changed, define, forward_mode, lib, nothing, warn_once
-from ._words import concrete, expect, floating, matrix, meet, number, same_view, shape, span
+from ._words import (
+    apart,
+    beside,
+    concrete,
+    expect,
+    floating,
+    matrix,
+    meet,
+    number,
+    refuse,
+    same_view,
+    shape,
+    span,
+    whole,
+)
 
 
 def aggregate(
@@ -50,62 +64,22 @@ def check_aggregate(updates: Any, weight: Any, index: Any, base: Any, lr: Any, o
     matrix(op, "weight", weight, "[M, N]" if index is None else "[M, K]")
     n, p = updates.shape
     m, k = weight.shape
-    if weight.device != updates.device:
-        expect(
-            False,
-            op,
-            "weight",
-            f"on {updates.device} like updates",
-            shape(weight),
-            "use weight.to(updates.device)",
-        )
-    if index is None:
-        if k != n:
-            expect(
-                False,
-                op,
-                "weight",
-                f"[M, {n}], a column for each row of updates",
-                shape(weight),
-                "or give index",
-            )
-    else:
-        expect(
-            isinstance(index, Tensor) and index.dtype == torch.int64,
-            op,
-            "index",
-            "an int64 tensor",
-            shape(index),
-            kind=TypeError,
-        )
-        expect(
-            index.shape == weight.shape,
-            op,
-            "index",
-            f"{list(weight.shape)} like weight",
-            shape(index),
-        )
-        expect(
-            index.device == updates.device,
-            op,
-            "index",
-            f"on {updates.device} like updates",
-            shape(index),
-        )
+    beside(op, "updates", updates, "weight", weight)
+    if index is not None:
+        whole(op, "updates", updates, "index", index)
+        fits = index.shape == weight.shape
+        expect(fits, op, "index", f"{list(weight.shape)} like weight", shape(index))
         if concrete(index) and m and k:
             low, high = index.aminmax()
             if low < 0 or high >= n:
-                expect(False, op, "index", f"from 0 to {n - 1}", f"{int(low)} to {int(high)}")
+                refuse(op, "index", f"from 0 to {n - 1}", f"{int(low)} to {int(high)}")
+    elif k != n:
+        wanted = f"[M, {n}], a column for each row of updates"
+        refuse(op, "weight", wanted, shape(weight), "or give index")
     if base is not None:
         floating(op, "base", base)
-        fits = base.shape == (p,) or base.shape == (m, p)
-        expect(
-            fits and base.device == updates.device,
-            op,
-            "base",
-            f"[{p}] or [{m}, {p}] on {updates.device}",
-            shape(base),
-        )
+        if base.shape not in ((p,), (m, p)) or base.device != updates.device:
+            refuse(op, "base", f"[{p}] or [{m}, {p}] on {updates.device}", shape(base))
     if out is not None:
         check_out(updates, weight, index, base, out)
 
@@ -116,68 +90,31 @@ def check_out(
     """The `out` of aggregate."""
     op, wanted = "aggregate", [weight.shape[0], updates.shape[1]]
     dtype = updates.dtype if base is None else base.dtype
-    fits = (
-        isinstance(out, Tensor)
-        and list(out.shape) == wanted
-        and out.dtype == dtype
-        and out.device == updates.device
-    )
-    expect(
-        fits,
-        op,
-        "out",
-        f"{wanted} {str(dtype).removeprefix('torch.')} on {updates.device}",
-        shape(out),
-    )
+    like = isinstance(out, Tensor) and (out.dtype, out.device) == (dtype, updates.device)
+    if not like or list(out.shape) != wanted:
+        kind = f"{str(dtype).removeprefix('torch.')} on {updates.device}"
+        refuse(op, "out", f"{wanted} {kind}", shape(out))
     if forward_mode():
-        expect(
-            False, op, "out", "None in forward-mode differentiation", "a tensor", "leave out away"
-        )
-    if out.numel() == 0:
+        refuse(op, "out", "None in forward-mode differentiation", "a tensor", "leave out away")
+    if not out.numel():
         return
-    if not torch.compiler.is_compiling() and (out.is_neg() or out.is_conj()):
-        expect(
-            False,
-            op,
-            "out",
-            "memory that holds its numbers as they are",
-            "the negative of other numbers",
-        )
-    rows = out.stride(1) == 1 or out.shape[1] == 1
-    apart = out.shape[0] == 1 or out.stride(0) >= out.shape[1]
-    expect(
-        rows and apart,
-        op,
-        "out",
-        "of contiguous rows that do not overlap",
-        f"strides {list(out.stride())}",
-        "use torch.empty",
-    )
-    if torch.compiler.is_compiling():
+    traced = torch.compiler.is_compiling()
+    if not traced and (out.is_neg() or out.is_conj()):
+        held = "memory that holds its numbers as they are"
+        refuse(op, "out", held, "the negative of other numbers")
+    apart(op, "out", out)
+    if traced:
         return
-    if torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (updates, weight, base, out)
-    ):
-        expect(
-            False,
-            op,
-            "out",
-            "None where a gradient is wanted",
-            "inputs that require grad",
-            "leave out away or use torch.no_grad()",
-        )
+    some = any(t is not None and t.requires_grad for t in (updates, weight, base, out))
+    if some and torch.is_grad_enabled():
+        came, remedy = "inputs that require grad", "leave out away or use torch.no_grad()"
+        refuse(op, "out", "None where a gradient is wanted", came, remedy)
     mine = span(out)
     for name, t in (("updates", updates), ("weight", weight), ("index", index)):
         if meet(mine, span(t)):
-            expect(False, op, "out", "memory of its own", f"memory of {name}")
-    if base is not None and meet(mine, span(base)):
-        expect(
-            same_view(out, base),
-            op,
-            "out",
-            "memory of its own or base itself",
-            "a part of base's memory",
-        )
+            refuse(op, "out", "memory of its own", f"memory of {name}")
+    if base is not None and meet(mine, span(base)) and not same_view(out, base):
+        refuse(op, "out", "memory of its own or base itself", "a part of base's memory")
 
 
 # [M, P]

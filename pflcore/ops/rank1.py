@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from ._library import define, forward_mode, lib, warn_once
-from ._words import check_same, expect, floating, shape
+from ._words import check_same, floating, refuse, shape
 
 NARROW = (torch.float32, torch.float16, torch.bfloat16)  # what autocast may cast
 
 
-def rank1_linear(
+def rank1_linear(  # noqa: PLR0911 (a path each)
     x: Tensor,  # [..., B, I]
     w_a: Tensor,  # [O, F] or [..., O, F]
     lam: Tensor,  # [F] or [..., F]
@@ -73,15 +73,15 @@ def check_rank1(x: Any, w_a: Any, lam: Any, w_b: Any) -> tuple[int, ...]:
     ):
         floating(op, name, t)
         if t.dim() < own:
-            expect(False, op, name, wanted, shape(t))
+            refuse(op, name, wanted, shape(t))
         if t is not x:
             check_same(op, "x", x, name, t)
     if w_b.shape[-1] != x.shape[-1]:
-        expect(False, op, "w_b", f"[F, {x.shape[-1]}] for the inputs of x", shape(w_b))
+        refuse(op, "w_b", f"[F, {x.shape[-1]}] for the inputs of x", shape(w_b))
     if w_a.shape[-1] != w_b.shape[-2]:
-        expect(False, op, "w_a", f"[O, {w_b.shape[-2]}] for the factors of w_b", shape(w_a))
+        refuse(op, "w_a", f"[O, {w_b.shape[-2]}] for the factors of w_b", shape(w_a))
     if lam.shape[-1] != w_b.shape[-2]:
-        expect(False, op, "lam", f"[..., {w_b.shape[-2]}] for the factors of w_b", shape(lam))
+        refuse(op, "lam", f"[..., {w_b.shape[-2]}] for the factors of w_b", shape(lam))
     leads = (x.shape[:-2], w_a.shape[:-2], lam.shape[:-1], w_b.shape[:-2])
     if not any(leads):
         return ()

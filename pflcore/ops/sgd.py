@@ -1,13 +1,25 @@
 """sgd_step_: one SGD step on flat rows, in place and in one pass."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._library import changed, define, forward_mode, nothing, warn_once
-from ._words import check_same, expect, matrix, meet, number, same_view, shape, span
+from ._words import (
+    apart,
+    beside,
+    check_same,
+    expect,
+    matrix,
+    meet,
+    number,
+    refuse,
+    same_view,
+    shape,
+    span,
+)
 
 
 def sgd_step_(
@@ -68,109 +80,60 @@ def check_sgd(
         number(op, name, value)
     matrix(op, "w", w, "[S, Q]")
     if w.dtype not in (torch.float32, torch.float64):
-        expect(False, op, "w", "float32 or float64", shape(w), kind=TypeError)
-    for name, t in (
-        ("grad", grad),
-        ("shift", shift),
-        ("anchor", anchor),
-        ("buffer", buffer),
-        ("mask", mask),
-    ):
-        if t is None and name != "grad":
-            continue
-        if not isinstance(t, Tensor) or t.layout is not torch.strided:
-            expect(False, op, name, "a tensor of rows, dense", shape(t), kind=TypeError)
-        if t.shape != w.shape and not (t is mask and t.shape == w.shape[1:]):
-            expect(False, op, name, f"{list(w.shape)} like w", shape(t))
-        check_same(op, "w", w, name, t)
-    for name, t in (("w", w), ("buffer", buffer)):
-        if t is not None and t.numel() and t.shape[1] > 1 and t.stride(1) != 1:
-            expect(
-                False,
-                op,
-                name,
-                "of contiguous rows",
-                f"strides {list(t.stride())}",
-                f"use {name}.contiguous()",
-            )
-        if t is not None and t.numel() and t.shape[0] > 1 and t.stride(0) < t.shape[1]:
-            expect(
-                False,
-                op,
-                name,
-                "of rows that do not overlap",
-                f"strides {list(t.stride())}",
-                f"use {name}.clone()",
-            )
-    if momentum and buffer is None:
-        expect(
-            False,
-            op,
-            "buffer",
-            f"{list(w.shape)} where momentum is {momentum}",
-            "None",
-            "use torch.zeros_like(w)",
-        )
-    if not (isinstance(mu, Tensor) and mu.dim()):
-        number(op, "mu", mu)
-    else:
-        expect(mu.shape == w.shape[:1], op, "mu", f"a number or [{w.shape[0]}]", shape(mu))
-        expect(
-            mu.device == w.device,
-            op,
-            "mu",
-            f"on {w.device} like w",
-            shape(mu),
-            "use mu.to(w.device)",
-        )
-    has_mu = isinstance(mu, Tensor) or mu != 0
-    if has_mu and anchor is None:
-        expect(False, op, "anchor", f"{list(w.shape)} where mu is given", "None")
-    if (
-        torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-        and (w.requires_grad or grad.requires_grad)
-    ):
-        expect(
-            False, op, "w", "free of autograd", "a tensor that requires grad", "use torch.no_grad()"
-        )
+        refuse(op, "w", "float32 or float64", shape(w), kind=TypeError)
+    _check_rows(op, w, "grad", grad)
+    for name, t in (("shift", shift), ("anchor", anchor), ("buffer", buffer), ("mask", mask)):
+        if t is not None:
+            _check_rows(op, w, name, t)
+    apart(op, "w", w)
+    if buffer is not None:
+        apart(op, "buffer", buffer)
+    elif momentum:
+        wanted = f"{list(w.shape)} where momentum is {momentum}"
+        refuse(op, "buffer", wanted, "None", "use torch.zeros_like(w)")
+    _check_mu(op, w, mu)
+    if anchor is None and (isinstance(mu, Tensor) or mu != 0):
+        refuse(op, "anchor", f"{list(w.shape)} where mu is given", "None")
     if forward_mode():
-        expect(
-            False,
-            op,
-            "w",
-            "free of forward-mode differentiation",
-            "a step inside of it",
-            "write the step in plain torch",
-        )
-    if torch.compiler.is_compiling():
-        return
+        wanted, remedy = "free of forward-mode differentiation", "write the step in plain torch"
+        refuse(op, "w", wanted, "a step inside of it", remedy)
+    if not torch.compiler.is_compiling():
+        _check_memory(op, w, buffer, (grad, shift, mask, anchor, mu))
+
+
+def _check_mu(op: str, w: Tensor, mu: Any) -> None:
+    """`mu` is a number, or one for each row."""
+    if not (isinstance(mu, Tensor) and mu.dim()):
+        return number(op, "mu", mu)
+    expect(mu.shape == w.shape[:1], op, "mu", f"a number or [{w.shape[0]}]", shape(mu))
+    beside(op, "w", w, "mu", mu)
+
+
+def _check_rows(op: str, w: Tensor, name: str, t: Any) -> None:
+    """`t` has w's shape, dtype and device; a mask may be one row for all."""
+    if not isinstance(t, Tensor) or t.layout is not torch.strided:
+        refuse(op, name, "a tensor of rows, dense", shape(t), kind=TypeError)
+    if t.shape != w.shape and not (name == "mask" and t.shape == w.shape[1:]):
+        refuse(op, name, f"{list(w.shape)} like w", shape(t))
+    check_same(op, "w", w, name, t)
+
+
+def _check_memory(op: str, w: Tensor, buffer: Tensor | None, others: Sequence[Any]) -> None:
+    """No gradient is wanted; the buffer shares no memory with the other tensors, w none with a part
+    of one."""
+    if torch.is_grad_enabled() and (w.requires_grad or others[0].requires_grad):
+        came = "a tensor that requires grad"
+        refuse(op, "w", "free of autograd", came, "use torch.no_grad()")
     row, velocity = span(w), span(buffer)
-    for name, t in (
-        ("grad", grad),
-        ("shift", shift),
-        ("mask", mask),
-        ("anchor", anchor),
-        ("mu", mu),
-    ):
-        if t is None or type(t) is float:
-            continue
-        other = span(t)
+    for name, t in zip(("grad", "shift", "mask", "anchor", "mu"), others, strict=True):
+        other = span(t) if isinstance(t, Tensor) else None
         if meet(row, other) and not same_view(w, t):
-            expect(
-                False,
-                op,
-                name,
-                "memory of its own or w itself",
-                "a part of w's memory",
-                f"use {name}.clone()",
-            )
+            wanted, came = "memory of its own or w itself", "a part of w's memory"
+            refuse(op, name, wanted, came, f"use {name}.clone()")
         if meet(velocity, other):
-            expect(
-                False, op, "buffer", "memory of its own", f"memory of {name}", "use buffer.clone()"
-            )
+            refuse(op, "buffer", "memory of its own", f"memory of {name}", "use buffer.clone()")
     if meet(velocity, row):
-        expect(False, op, "buffer", "memory of its own", "memory of w", "use buffer.clone()")
+        refuse(op, "buffer", "memory of its own", "memory of w", "use buffer.clone()")
 
 
 def corrected(

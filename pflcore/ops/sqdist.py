@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._library import BUDGET, define, forward_mode, lib, warn_once
-from ._words import check_same, concrete, expect, matrix, shape
+from ._words import check_same, concrete, expect, matrix, refuse, shape, whole
 
 LEAF = 1 << 12  # columns that the reference folds at a time
 
@@ -41,7 +41,7 @@ def pairwise_sqdist(
         matrix("pairwise_sqdist", "b", b, "[N, P]")
         check_same("pairwise_sqdist", "a", a, "b", b)
         if b.shape[1] != a.shape[1]:
-            expect(False, "pairwise_sqdist", "b", f"P = {a.shape[1]} columns like a", shape(b))
+            refuse("pairwise_sqdist", "b", f"P = {a.shape[1]} columns like a", shape(b))
     if index is not None:
         check_index(index, a, (a if b is None else b).shape[0])
     warn_once()
@@ -60,39 +60,12 @@ def pairwise_sqdist(
 def check_index(index: Any, a: Tensor, n: int) -> None:
     """The `index` of pairwise_sqdist."""
     op = "pairwise_sqdist"
-    expect(
-        isinstance(index, Tensor) and index.dtype == torch.int64,
-        op,
-        "index",
-        "an int64 tensor",
-        shape(index),
-        kind=TypeError,
-    )
-    expect(
-        index.dim() == 2 and index.shape[0] == a.shape[0],
-        op,
-        "index",
-        f"[{a.shape[0]}, L], a list for each row of a",
-        shape(index),
-    )
-    expect(
-        index.device == a.device,
-        op,
-        "index",
-        f"on {a.device} like a",
-        shape(index),
-        f"use index.to('{a.device}')",
-    )
-    if concrete(index) and index.numel():
-        high = int(index.max())
-        expect(
-            high < n,
-            op,
-            "index",
-            f"below {n}, the number of rows",
-            str(high),
-            "use a negative number for padding",
-        )
+    whole(op, "a", a, "index", index)
+    fits = index.dim() == 2 and index.shape[0] == a.shape[0]
+    expect(fits, op, "index", f"[{a.shape[0]}, L], a list for each row of a", shape(index))
+    if concrete(index) and index.numel() and int(index.max()) >= n:
+        wanted, remedy = f"below {n}, the number of rows", "use a negative number for padding"
+        refuse(op, "index", wanted, str(int(index.max())), remedy)
 
 
 def reference(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pflcore.check import Kind, Names, are_names, checked, some
 
-from ._words import expect, matrix, meet, same_view, shape, span
+from ._words import expect, matrix, meet, refuse, same_view, shape, span
 from .aggregate import aggregate as aggregate_op
 from .aggregate import check_aggregate, check_out
 from .sqdist import pairwise_sqdist as sqdist_op
@@ -167,13 +167,8 @@ class Files:
                     f"{str(r.dtype).removeprefix('torch.')} {s}"
                     for r, s in ((self._first, self._shapes), (row, shapes))
                 )
-                expect(
-                    False,
-                    "Files",
-                    "paths",
-                    f"files of {wanted} like the first",
-                    f"{got} in {self.paths[number]}",
-                )
+                came = f"{got} in {self.paths[number]}"
+                refuse("Files", "paths", f"files of {wanted} like the first", came)
             picked.append(row)
         return torch.stack(picked) if picked else self._first.new_empty(0, self.shape[1])
 
@@ -217,16 +212,10 @@ def take(
 def check_rows(op: str, name: str, rows: Any) -> Tensor:
     """`rows` is a matrix or something with a shape [N, P] and slices; returns an empty slice of it:
     its dtype, device and P."""
-    if not isinstance(rows, Tensor):
-        fine = hasattr(rows, "__getitem__") and len(getattr(rows, "shape", ())) == 2
-        expect(
-            fine,
-            op,
-            name,
-            "a tensor, or rows with a shape [N, P] and slices",
-            shape(rows),
-            kind=TypeError,
-        )
+    fine = hasattr(rows, "__getitem__") and len(getattr(rows, "shape", ())) == 2
+    if not fine and not isinstance(rows, Tensor):
+        wanted = "a tensor, or rows with a shape [N, P] and slices"
+        refuse(op, name, wanted, shape(rows), kind=TypeError)
     none = block(rows, 0, 0)
     matrix(op, name, none, "[N, P]")
     return none
@@ -464,8 +453,7 @@ def _dense(
         if progress:
             progress(done, n)
     if total is None:
-        expect(False, "aggregate", "updates", "at least one row", "none")
-    assert total is not None
+        refuse("aggregate", "updates", "at least one row", "none")
     if n > CHUNK:
         total = total.to(wide)
         total = (total if base is None else base.to(wide) + total).to(dtype)

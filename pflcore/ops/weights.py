@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._library import define, warn_once
-from ._words import concrete, expect, floating, is_int, matrix, shape
+from ._words import concrete, expect, floating, is_int, matrix, refuse, shape, whole
 
 
 class TopK(NamedTuple):
@@ -65,7 +65,7 @@ def feddwa_weights(
         k = k if isinstance(k, int | torch.SymInt) else int(k)  # numpy's
     matrix("feddwa_weights", "sqdist", sqdist, "[M, N]")
     if sqdist.shape[1] == 0:
-        expect(False, "feddwa_weights", "sqdist", "at least one column", shape(sqdist))
+        refuse("feddwa_weights", "sqdist", "at least one column", shape(sqdist))
     warn_once()
     return TopK(*_feddwa(sqdist.detach() if sqdist.requires_grad else sqdist, k))
 
@@ -80,39 +80,21 @@ def check_waffle(dist: Any, target: Any, omega: float, psi: float, tie: str) -> 
         try:
             fine = 0 <= value <= 1e100  # so that a sum of them is finite
         except (TypeError, RuntimeError, ValueError):
-            expect(False, op, name, "a number", shape(value), kind=TypeError)
+            refuse(op, name, "a number", shape(value), kind=TypeError)
         expect(fine, op, name, "a number from 0 to 1e100", repr(value))
     expect(tie in ("closed", "uniform"), op, "tie", "'closed' or 'uniform'", repr(tie))
-    if isinstance(target, Tensor):
-        expect(
-            target.dtype == torch.int64,
-            op,
-            "target",
-            "an int or an int64 tensor",
-            shape(target),
-            kind=TypeError,
-        )
-        expect(
-            target.device == dist.device, op, "target", f"on {dist.device} like dist", shape(target)
-        )
-        fits = target.dim() == 0 or target.shape == dist.shape[:-1]
-        expect(
-            fits, op, "target", f"one for each row of dist, {list(dist.shape[:-1])}", shape(target)
-        )
-        if concrete(target) and target.numel():
-            low, high = (int(v) for v in target.aminmax())
-            expect(low >= 0 and high < n, op, "target", f"from 0 to {n - 1}", f"{low} to {high}")
-        return target
-    expect(
-        is_int(target),
-        op,
-        "target",
-        "an int or an int64 tensor",
-        f"{target!r}"[:60],
-        kind=TypeError,
-    )
-    expect(0 <= target < n, op, "target", f"from 0 to {n - 1}", str(target))
-    return torch.full((), int(target), dtype=torch.int64, device=dist.device)
+    if is_int(target):
+        target = torch.full((), int(target), dtype=torch.int64, device=dist.device)
+    elif not isinstance(target, Tensor):
+        refuse(op, "target", "an int or an int64 tensor", f"{target!r}"[:60], kind=TypeError)
+    whole(op, "dist", dist, "target", target)
+    if target.dim() and target.shape != dist.shape[:-1]:
+        refuse(op, "target", f"one for each row of dist, {list(dist.shape[:-1])}", shape(target))
+    if concrete(target) and target.numel():
+        low, high = (int(v) for v in target.aminmax())
+        expect(low >= 0 and high < n, op, "target", f"from 0 to {n - 1}", f"{low} to {high}")
+    at: Tensor = target
+    return at
 
 
 def waffle_reference(

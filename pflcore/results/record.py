@@ -59,7 +59,7 @@ CONDITIONS = (
 )
 
 
-def plain(value: Any) -> Any:
+def plain(value: Any) -> Any:  # noqa: PLR0911 (a kind of value each)
     """`value` as JSON can hold it: dataclasses as dicts, tensors and tuples as lists, numbers that
     are not finite as None, the rest by its name."""
     if value is None or isinstance(value, bool | int | str):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from pflcore import metrics
 from pflcore.check import Count, checked
@@ -58,103 +58,76 @@ def table(runs: Sequence[Run], last: Count = 10, baseline: str | None = None) ->
 
 def _table(name: str, runs: Sequence[Run], last: int, baseline: str | None) -> str:
     measure = next((r.measure for r in runs if r.evaluations), "accuracy")
-    up = measure == "accuracy"
     groups, repeated = one_of_each_seed(label(runs))
-    columns = _columns(runs, measure, up, last)
-    asked = sorted(
-        {k for r in runs for e in r.evaluations[-1:] for k in e["eval"]}
-        - {"size", "clients", "loss", "accuracy", measure}
-    )
-    base = find(groups, baseline) if baseline else None
-    rows = [
-        [
-            "algorithm",
-            *columns,
-            *asked,
-            *([f"% hurt vs {baseline}"] if base else []),
-            "bytes sent",
-            "note",
-        ]
-    ]
-    for algorithm, members in groups.items():
-        row = [
-            algorithm,
-            *(
-                _cell([f(r) for r in members], 100.0 if up else 1.0, 2 if up else 5)
-                for f in columns.values()
-            ),
-        ]
-        done = [r for r in members if r.evaluations]
-        row += [
-            _cell([metrics.mean(r.last(k)) for r in done if k in r.evaluations[-1]["eval"]], 1.0, 4)
-            for k in asked
-        ]
-        if base:
-            of_seed = {b.header.get("seed"): b for b in reversed(base)}
-            row.append(
-                _cell(
-                    [_hurt(r, of_seed.get(r.header.get("seed")), measure) for r in members], 1.0, 1
-                )
-            )
-        row.append(human(metrics.mean([float((r.sent() or [0])[-1]) for r in members])))
-        row.append("; ".join(dict.fromkeys(n for n in map(_note, members) if n)))
-        rows.append(row)
-
-    length = max((r.rounds[-1]["round"] for r in runs if r.rounds), default=0)
-    counts = {name: len(members) for name, members in groups.items()}
-    seeds = max(counts.values())
-    fewer = ", ".join(f"{name} {k}" for name, k in counts.items() if k < seeds)
-    split = split_of(runs[0])
-    said = (
-        f"{split.capitalize()} {'accuracy in percent' if up else 'loss'}, mean over clients "
-        "unless a client is named"
-    )
-    lines = [
-        f"### {name}, {length} rounds",
-        "",
-        said
-        + (
-            f"; mean ± std over {seeds} seeds{f' ({fewer})' if fewer else ''}."
-            if seeds > 1
-            else "."
-        ),
-        "",
-        *_markdown(rows),
-        "",
-    ]
+    split, seeds = split_of(runs[0]), max(map(len, groups.values()))
+    fewer = ", ".join(f"{k} {len(m)}" for k, m in groups.items() if len(m) < seeds)
+    said = "accuracy in percent" if measure == "accuracy" else "loss"
+    spread = f"; mean ± std over {seeds} seeds{f' ({fewer})' if fewer else ''}"
     optimistic = " (optimistic, as in the papers)" if split == "test" else ""
-    lines.append(
+    lines = [
+        f"### {name}, {max((r.rounds[-1]['round'] for r in runs if r.rounds), default=0)} rounds",
+        "",
+        f"{split.capitalize()} {said}, mean over clients unless a client is named"
+        f"{spread if seeds > 1 else ''}.",
+        "",
+        *_markdown(_rows(runs, groups, measure, last, baseline)),
+        "",
         f"\\* the best round, selected on {split} data{optimistic}; std and worst decile: at the "
-        "last evaluation."
-    )
+        "last evaluation.",
+    ]
+    return "\n".join([*lines, *_remarks(groups, repeated)]) + "\n"
+
+
+def _rows(
+    runs: Sequence[Run],
+    groups: dict[str, list[Run]],
+    measure: str,
+    last: int,
+    baseline: str | None,
+) -> list[list[str]]:
+    """The table's heading and a row for each algorithm."""
+    up = measure == "accuracy"
+    columns = _columns(runs, measure, up, last)
+    seen = {k for r in runs for e in r.evaluations[-1:] for k in e["eval"]}
+    asked = sorted(seen - {"size", "clients", "loss", "accuracy", measure})
+    base = find(groups, baseline) if baseline else None
+    of_seed = {b.header.get("seed"): b for b in reversed(base or [])}
+    hurt = [f"% hurt vs {baseline}"] if base else []
+    rows = [["algorithm", *columns, *asked, *hurt, "bytes sent", "note"]]
+    for algorithm, members in groups.items():
+        scale, digits = (100.0, 2) if up else (1.0, 5)
+        row = [_cell([f(r) for r in members], scale, digits) for f in columns.values()]
+        for k in asked:
+            done = [r for r in members if r.evaluations and k in r.evaluations[-1]["eval"]]
+            row.append(_cell([metrics.mean(r.last(k)) for r in done], 1.0, 4))
+        if base:
+            lost = [_hurt(r, of_seed.get(r.header.get("seed")), measure) for r in members]
+            row.append(_cell(lost, 1.0, 1))
+        sent = human(metrics.mean([float((r.sent() or [0])[-1]) for r in members]))
+        notes = "; ".join(dict.fromkeys(n for n in map(_note, members) if n))
+        rows.append([algorithm, *row, sent, notes])
+    return rows
+
+
+def _remarks(
+    groups: dict[str, list[Run]], repeated: dict[str, list[tuple[int, int]]]
+) -> Iterator[str]:
+    """What stands below the table."""
     made_for = {name: m[0].header.get("made_for") for name, m in groups.items()}
-    for_one = [(name, client) for name, client in made_for.items() if isinstance(client, int)]
+    for_one = [f"{k} for client {c}" for k, c in made_for.items() if isinstance(c, int)]
     for_each = [name for name, client in made_for.items() if client == "each client"]
     if for_one:
-        lines.append(
-            "\nMade for one client, whose columns count: "
-            + ", ".join(f"{name} for client {c}" for name, c in for_one)
-            + "."
-        )
+        yield f"\nMade for one client, whose columns count: {', '.join(for_one)}."
     if for_each:
-        lines.append(f"\nMade for each client in a run of its own: {', '.join(for_each)}.")
+        yield f"\nMade for each client in a run of its own: {', '.join(for_each)}."
     for algorithm, members in groups.items():
-        far = [(r.header.get("seed", "?"), far_movers(r)) for r in members]
-        lines += [
-            f"\n{algorithm}, seed {seed}, moved far: {whom}; look at the data or set clip."
-            for seed, whom in far
-            if whom
-        ]
-        lines += [
-            f"\n{algorithm}, seed {seed}: the same run is here {k} times, and counts once."
-            for seed, k in repeated[algorithm]
-        ]
-        lines += [
-            f"\n{algorithm}, seed {r.header.get('seed', '?')}, stopped: {r.stopped}"
-            for r in members
-            if r.stopped
-        ]
-    return "\n".join(lines) + "\n"
+        who = [(f"\n{algorithm}, seed {r.header.get('seed', '?')}", r) for r in members]
+        for run, r in who:
+            if whom := far_movers(r):
+                yield f"{run}, moved far: {whom}; look at the data or set clip."
+        for seed, k in repeated[algorithm]:
+            yield (f"\n{algorithm}, seed {seed}: the same run is here {k} times, and counts once.")
+        yield from (f"{run}, stopped: {r.stopped}" for run, r in who if r.stopped)
 
 
 def _hurt(run: Run, base: Run | None, measure: str) -> float:

@@ -138,7 +138,7 @@ def as_lists(value: Tensor) -> Any:
     return value.tolist() if value.numel() <= LONG else value.detach().cpu().clone()
 
 
-def facts_of(value: Any) -> Any:
+def facts_of(value: Any) -> Any:  # noqa: PLR0911 (a kind of value each)
     """`value` as JSON holds it; functions by their names, {"function": name}."""
     if is_dataclass(value) and not isinstance(value, type):
         value = {f.name: getattr(value, f.name) for f in fields(value)}

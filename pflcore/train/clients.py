@@ -138,7 +138,7 @@ class Clients:
         plan = Plan(epochs, steps, 1, stream, together=steps is None)
         return self._train(rows, work, objective, plan, objective.terms(w))
 
-    def each_batch(
+    def each_batch(  # noqa: PLR0913 (by name, all but two)
         self,
         rows: Tensors,  # [S, ...]
         update: Update,

@@ -94,7 +94,7 @@ def cut(terms: Tensors, clients: Any) -> Tensors:
 MODEL = Objective()  # the run's own loss alone
 
 
-def gradients(
+def gradients(  # noqa: PLR0913 (one call for two engines)
     net: Net,
     rows: Tensor,  # [s, Q]
     x: Tensor,  # [s, B, ...]
