@@ -62,7 +62,7 @@ def sgd_step_(
     changed(w, buffer if momentum else None)
 
 
-def check_sgd(
+def check_sgd(  # noqa: C901 (it asks before it calls: calls take time)
     w: Any,
     grad: Any,
     lr: Any,
@@ -91,7 +91,8 @@ def check_sgd(
     elif momentum:
         wanted = f"{list(w.shape)} where momentum is {momentum}"
         refuse(op, "buffer", wanted, "None", "use torch.zeros_like(w)")
-    _check_mu(op, w, mu)
+    if type(mu) is not float:
+        _check_mu(op, w, mu)
     if anchor is None and (isinstance(mu, Tensor) or mu != 0):
         refuse(op, "anchor", f"{list(w.shape)} where mu is given", "None")
     if forward_mode():
@@ -126,7 +127,9 @@ def _check_memory(op: str, w: Tensor, buffer: Tensor | None, others: Sequence[An
         refuse(op, "w", "free of autograd", came, "use torch.no_grad()")
     row, velocity = span(w), span(buffer)
     for name, t in zip(("grad", "shift", "mask", "anchor", "mu"), others, strict=True):
-        other = span(t) if isinstance(t, Tensor) else None
+        if t is None or type(t) is float:
+            continue
+        other = span(t)
         if meet(row, other) and not same_view(w, t):
             wanted, came = "memory of its own or w itself", "a part of w's memory"
             refuse(op, name, wanted, came, f"use {name}.clone()")

@@ -84,8 +84,9 @@ def check_waffle(dist: Any, target: Any, omega: float, psi: float, tie: str) -> 
         expect(fine, op, name, "a number from 0 to 1e100", repr(value))
     expect(tie in ("closed", "uniform"), op, "tie", "'closed' or 'uniform'", repr(tie))
     if is_int(target):
-        target = torch.full((), int(target), dtype=torch.int64, device=dist.device)
-    elif not isinstance(target, Tensor):
+        expect(0 <= target < n, op, "target", f"from 0 to {n - 1}", str(target))
+        return torch.full((), int(target), dtype=torch.int64, device=dist.device)
+    if not isinstance(target, Tensor):
         refuse(op, "target", "an int or an int64 tensor", f"{target!r}"[:60], kind=TypeError)
     whole(op, "dist", dist, "target", target)
     if target.dim() and target.shape != dist.shape[:-1]:
