@@ -8,12 +8,46 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from pflcore import Evaluation, Federation, Hardware, Net, Objective, Robustness, Simulation, step
+from pflcore import (
+    Evaluation,
+    Federation,
+    Hardware,
+    Net,
+    Objective,
+    Robustness,
+    Simulation,
+    Training,
+    step,
+)
 from pflcore.algorithms import ALGORITHMS, Cohort, FedAvg, apply
 from pflcore.simulation.round import Setup, State, begin
 
+F64 = torch.float64
 Tensors = dict[str, Tensor]
 Setting = Any  # what stays the same over a run: `Simulation(...).setting`
+
+
+def t(values):
+    return torch.tensor(values, dtype=F64)
+
+
+def near(got, want, rtol=1e-9, atol=1e-12):
+    """Equal but for rounding in float64."""
+    got, want = (torch.as_tensor(v, dtype=F64) for v in (got, want))
+    torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
+
+
+def some(n, round=1, ids=None):
+    """A cohort of clients with one sample each."""
+    who = torch.arange(n) if ids is None else torch.tensor(ids)
+    return Cohort(who, torch.ones_like(who), n, round, 100)
+
+
+def lines(n=6, lr=0.3, **training):
+    """Clients whose losses are squares around 1 to 2."""
+    b = torch.linspace(1, 2, n, dtype=F64)[:, None]
+    net, data = quadratics(torch.ones_like(b), b, [0.0])
+    return make_setting(net, data, Training(lr=lr, **training), rounds=100)
 
 
 class Scale(nn.Module):

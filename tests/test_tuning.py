@@ -10,10 +10,12 @@ import torch
 import torch.nn as nn
 from methods import Ditto, FineTune, KnnPer, Mocha
 from parts.tuning import PROTOCOLS, TRAINING, federation, model
-from small import make_setting
+from small import images, make_setting, tiny_model
 
 from pflcore import (
     Evaluation,
+    FedAvg,
+    Federation,
     Hardware,
     Net,
     Simulation,
@@ -23,8 +25,7 @@ from pflcore import (
     step,
     tune,
 )
-from pflcore.algorithms import FedAvg, Traits
-from pflcore.data import Federation
+from pflcore.algorithms import Traits
 from pflcore.simulation.round import Setup, begin, sample
 
 
@@ -476,3 +477,11 @@ def test_two_searches_in_one_folder(tmp_path):
             tune(p, model(), FedAvg(), TRAINING, **search)
 
     tune(p, model(), FedAvg(), TRAINING, **search, say=another)
+
+
+def test_tuning_asks_for_roles():
+    with pytest.raises(
+        TypeError,
+        match=r"protocol: expected cross_silo\(data\) or cross_device\(data\), .* got Federation",
+    ):
+        tune(images(), tiny_model(), "fedavg", TRAINING, {}, rounds=1)

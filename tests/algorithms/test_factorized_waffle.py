@@ -202,3 +202,23 @@ def test_clients_step_together_or_by_size():
             for t in (True, False)
         ]
         torch.testing.assert_close(*ways, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("loss", "width"), [("squared", 2), ("binary_cross_entropy", 2), ("cross_entropy", 3)]
+)
+def test_sampled_models_are_averaged_as_their_loss_has_it(loss, width):
+    alg = FactorizedWaffle(eval_mode="mc", ranks=(4,))
+    net = alg.prepare(
+        Net(lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, width)), loss)
+    )
+    b, x = torch.rand(3, 4), torch.randn(7, 5)
+    at = strengths(net)
+    each = torch.stack([net(net.w0.index_copy(0, at, net.w0[at] * row), x) for row in b])
+    want = {
+        "squared": each.mean(0),
+        "binary_cross_entropy": each.sigmoid().mean(0).logit(),
+        "cross_entropy": each.softmax(2).mean(0).log(),
+    }[loss]
+    got = alg.predict({"w": net.w0, "b": b}, net, x)
+    torch.testing.assert_close(got.log_softmax(1) if loss == "cross_entropy" else got, want)

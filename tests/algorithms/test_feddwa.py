@@ -6,9 +6,16 @@ import pytest
 import torch
 import torch.nn as nn
 from doors import spread
-from methods import FedDWA, FedDWAQP
-from parts.feddwa import GOLDEN, close, dense, models, t
-from small import make_setting, served
+from methods import (
+    FedDWA,
+    FedDWAQP,
+    LocalOnly,
+)
+from parts.feddwa import GOLDEN, dense, models
+from parts.fine_points import three
+from small import F64, make_setting, near, play, served, t, tiny_model
+from small import images as small_images
+from small import near as close
 
 from pflcore import Clients, Federation, Net, Training, evaluate, ops, step
 from pflcore.algorithms import Cohort
@@ -504,3 +511,46 @@ def test_statistics_of_a_cohort_smaller_than_k_are_whole_means():
     torch.testing.assert_close(
         weights_of(done, 6)[[0, 2, 3]].sum(1), torch.ones(3, dtype=torch.float64)
     )
+
+
+def test_the_full_gradient_guidance_decays_as_training_does():
+    """With one batch a client the guidance is one more epoch of training, momentum from zero and
+    weight decay included."""
+    s = make_setting(
+        Net(lambda: tiny_model()().double()),
+        _double(small_images((6, 7))),
+        Training(lr=0.1, batch_size=32, momentum=0.5, weight_decay=0.3),
+    )
+    local = Clients(s, torch.arange(2), 1, torch.empty(2, 0))
+    w = s.net.w0.expand(2, -1)
+    near(FedDWA(guidance="full_grad", ahead=3).look_ahead(w, local), local.fit(w, epochs=3).w)
+
+
+def test_the_current_model_as_guidance_is_local_training():
+    s = make_setting(
+        Net(tiny_model()), small_images((9, 12, 15)), Training(lr=0.1, batch_size=4), rounds=3
+    )
+    alone, local = play(FedDWA(guidance="current"), s)[-1], play(LocalOnly(), s)[-1]
+    mix = alone[1].mix
+    assert torch.equal(alone[0].server["x"], local[0].clients["w"])
+    assert torch.equal(spread(mix.weight, mix.index, 3), torch.eye(3, dtype=F64))
+    assert alone[1].bytes_up == 3 * s.net.size * 4
+
+
+def _double(data):
+    return Federation(data.x.double(), data.y, data.index, 4, data.relabel)
+
+
+def test_feddwas_look_ahead_takes_a_shuffle_of_its_own():
+    s, local = three()
+    w = s.net.w0.expand(3, -1)
+    ahead = FedDWA().look_ahead(w, local)
+    assert not any(torch.equal(a, b) for a, b in zip(ahead, local.fit(w).w, strict=True))
+    # an epoch from the same place, all the same
+    torch.testing.assert_close(ahead, local.fit(w).w, atol=0.2, rtol=0)
+
+
+def test_weights_of_a_cohort_smaller_than_k_keep_the_first_clients():
+    """Places that nothing fills have weight 0 and client 0's number."""
+    p, near = t([[0.75, 0.25, 0, 0], [1, 0, 0, 0]]), torch.tensor([[0, 2, 0, 0], [2, 0, 0, 0]])
+    assert spread(p, near, 3).tolist() == [[0.75, 0, 0.25], [0, 0, 1]]

@@ -27,11 +27,10 @@ from methods import (
     QFedAvg,
 )
 from parts.motley_algorithms import D64, QUERY, Line, Z, close
-from small import make_setting, served
+from small import lines, make_setting, served
 
-from pflcore import Clients, Net, Training, evaluate, step
+from pflcore import Clients, Federation, Net, Simulation, Training, evaluate, step
 from pflcore.algorithms import ALGORITHMS, Cohort, FedAvg, Stop
-from pflcore.data import Federation
 from pflcore.simulation.round import Setup, begin
 
 
@@ -768,3 +767,72 @@ def test_losses_of_many_clients_at_once_are_those_of_each_alone(criterion):
             for e in ("vmap", "loop")
         )
         torch.testing.assert_close(a, b)
+
+
+def test_mochas_first_relation_is_checked_too():
+    from pflcore.algorithms import Stop
+
+    with pytest.raises(Stop, match=r"^MOCHA is unstable from round 1 on"):
+        play(Mocha(lam=2.0, outer=50), lines(lr=0.5), 1)
+
+
+def binary(floats=False, width=1):
+    """Clients whose tests are their training samples, with labels 0 and 1 (so many at once)."""
+    gen = torch.Generator().manual_seed(0)
+    x = [3 * torch.randn(20, 6, generator=gen) for _ in range(3)]
+    y = [(v[:, :width] > 0).squeeze(1) for v in x]
+    labels = [v.float() if floats else v.long() for v in y]
+    return Federation.from_arrays(
+        [{"train": pair, "test": pair} for pair in zip(x, labels, strict=True)]
+    )
+
+
+@pytest.mark.parametrize(("floats", "width"), [(False, 1), (True, 1), (True, 3)])
+def test_knnper_mixes_probabilities_of_binary_labels(floats, width):
+    data = binary(floats, width)
+    made = {
+        lam: Simulation(
+            KnnPer(k=1, lam=lam),
+            lambda: nn.Linear(6, width),
+            data,
+            Training(lr=0.1),
+            rounds=1,
+            loss="binary_cross_entropy",
+        ).run()
+        for lam in (0.0, 0.4, 1.0)
+    }
+    shared = Simulation(
+        "fedavg",
+        lambda: nn.Linear(6, width),
+        data,
+        Training(lr=0.1),
+        rounds=1,
+        loss="binary_cross_entropy",
+    ).run()
+    x, y = data.client(0, "test")
+    # each sample's nearest neighbour is itself
+    assert max(made[1.0].rounds[0]["eval"]["loss"]) < 1e-9
+    torch.testing.assert_close(made[0.0].model(0)(x), shared.model(0)(x))
+    p = 0.6 * shared.model(0)(x).sigmoid() + 0.4 * y.view(20, width)
+    torch.testing.assert_close(made[0.4].model(0)(x).sigmoid(), p)
+
+
+def test_knnper_takes_several_targets():
+    gen = torch.Generator().manual_seed(0)
+    pair = torch.randn(9, 6, generator=gen), torch.randn(9, 2, generator=gen)
+    data = Federation.from_arrays([{"train": pair, "test": pair}])
+    history = Simulation(
+        KnnPer(k=1, lam=1.0), lambda: nn.Linear(6, 2), data, Training(lr=0.1), rounds=1
+    ).run()
+    torch.testing.assert_close(history.model(0)(pair[0]), pair[1])
+
+
+def test_knnper_refuses_probabilities_as_labels():
+    gen = torch.Generator().manual_seed(0)
+    pair = torch.randn(9, 6, generator=gen), torch.rand(9, 4, generator=gen).softmax(1)
+    data = Federation.from_arrays([{"train": pair, "test": pair}])
+    run = Simulation(
+        KnnPer(k=1), lambda: nn.Linear(6, 4), data, Training(lr=0.1), rounds=1, loss="cross_entropy"
+    )
+    with pytest.raises(ValueError, match=r"^data: kNN-Per's neighbours vote with a label"):
+        run.run()

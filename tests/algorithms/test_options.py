@@ -1,9 +1,13 @@
 """Options are what their annotations say, of every algorithm."""
 
+import sys
+import types
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 import pytest
+from parts.user import Mine, simulation
+from torch import nn
 
 from pflcore.algorithms import ALGORITHMS
 from pflcore.check import Count
@@ -111,3 +115,43 @@ def test_options_of_ones_own_class_are_checked_where_they_can_be_read():
             cls(lam=-1)
     with pytest.raises(ValueError, match=r"^much: expected a whole number, at least 1, got 0\.$"):
         Mine(much=0)
+
+
+@pytest.fixture
+def package(monkeypatch):
+    module = types.ModuleType("mine")
+    module.Mine, module.number = Mine, 3
+    monkeypatch.setitem(sys.modules, "mine", module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (
+            "fedavgg",
+            "expected one of fedavg, .* or 'package.module:Class' for one of your own, got "
+            "'fedavgg'",
+        ),
+        ("no_such_module:Mine", "there is no module 'no_such_module' to import from here"),
+        ("mine:Yours", "the module 'mine' has no 'Yours'"),
+        (
+            "mine:number",
+            "expected 'mine:number' to be a class derived from pflcore.Algorithm, got int",
+        ),
+        (
+            3,
+            "expected a name, a class derived from pflcore.Algorithm or an instance of one, got "
+            "int",
+        ),
+        (
+            nn.Linear,
+            "expected a name, a class derived from pflcore.Algorithm or an instance of one, got "
+            "Linear",
+        ),
+    ],
+)
+def test_what_is_no_algorithm_is_one_sentence(package, given, sentence):
+    with pytest.raises((ValueError, TypeError), match=f"^algorithm: {sentence}") as e:
+        simulation(given)
+    assert str(e.value).count(". ") == 0

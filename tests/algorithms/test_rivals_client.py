@@ -1,6 +1,7 @@
 """FedDWA's rivals that work on the clients: golden values, and for each the law that its known bug
 breaks."""
 
+import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,12 +9,35 @@ import pytest
 import torch
 import torch.nn as nn
 from doors import held_out
-from methods import L2C, FedAvgM, FedFomo, FedProx, FedRoD, FineTune, PerFedAvg, PFedMe
-from parts.rivals import GOLDEN, close, cohort, fomo, t
-from small import images, joined, make_setting, play, served, tiny_model
+from methods import (
+    L2C,
+    FedAvgM,
+    FedFomo,
+    FedProx,
+    FedRoD,
+    FineTune,
+    KnnPer,
+    PerFedAvg,
+    PFedMe,
+)
+from parts.rivals import GOLDEN, close, cohort, fomo
+from small import (
+    F64,
+    images,
+    joined,
+    lines,
+    make_setting,
+    near,
+    play,
+    quadratics,
+    served,
+    some,
+    t,
+    tiny_model,
+)
 
-from pflcore import Clients, Federation, Net, Simulation, Training, step
-from pflcore.algorithms import FedAvg, Pool
+from pflcore import Clients, Evaluation, Federation, Net, Simulation, Training, step
+from pflcore.algorithms import Cohort, FedAvg, Pool
 from pflcore.simulation.round import Setup, begin
 
 
@@ -451,3 +475,211 @@ def test_without_validation_data_nobody_is_drawn_anywhere(alg):
         assert not state.clients["a"][1].any() and state.clients["a"][0].abs().max() > 0
     with pytest.raises(ValueError, match=r"^split: .*'val'"):
         play(alg, make_setting(s.net, images(), s.training), 2)
+
+
+def test_pfedme_can_restart_at_w():
+    s = lines()
+    keep, restart = (
+        PFedMe(lam=1.0, personal_lr=0.05),
+        PFedMe(lam=1.0, personal_lr=0.05, theta="restart"),
+    )
+    one, other = play(keep, s, 1)[-1][0], play(restart, s, 1)[-1][0]
+    assert torch.equal(one.clients["theta"], other.clients["theta"])  # the first round is the same
+    other.clients["theta"] += 7.0
+    again = step(Setup(restart, s), other, torch.arange(6))[0].clients["theta"]
+    near(
+        again,
+        step(Setup(restart, s), play(restart, s, 1)[-1][0], torch.arange(6))[0].clients["theta"],
+    )
+    assert not torch.allclose(again, step(Setup(keep, s), one, torch.arange(6))[0].clients["theta"])
+    with pytest.raises(ValueError, match=r"^theta: expected 'keep' or 'restart'"):
+        PFedMe(theta="reset")
+
+
+def test_what_fedfomo_draws_for_a_client_does_not_depend_on_the_others():
+    alg = FedFomo(m=2, epsilon=0.5)
+    g = {
+        "w": torch.zeros(9, 3),
+        "seen": torch.ones(9, dtype=torch.bool),
+        "p": torch.zeros(9, 9, dtype=F64),
+    }
+    sent = []
+    for ids in ([0, 3, 7], [3], list(range(9))):
+        cohort = Cohort(torch.tensor(ids), torch.ones(len(ids)), 9, 1, 9)
+        sent.append(alg.send(g, cohort)["w"].index[ids.index(3)].tolist())
+    assert sent[0] == sent[1] == sent[2]
+
+
+@pytest.mark.parametrize("alg", [PerFedAvg(), PFedMe()])
+def test_momentum_that_plays_no_part_is_said(alg):
+    plain, other = (
+        make_setting(Net(tiny_model()), images(), Training(lr=0.1, **t))
+        for t in ({}, {"momentum": 0.9, "weight_decay": 0.1})
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(Setup(alg, plain), begin(alg, plain.net, 3), torch.arange(3))
+    with pytest.warns(UserWarning, match=r"momentum=0\.9 and weight_decay=0\.1 play no part\.$"):
+        step(Setup(alg, other), begin(alg, other.net, 3), torch.arange(3))
+
+
+def test_fedfomo_explores_by_the_whole_share_in_the_first_round():
+    g = {
+        "w": torch.zeros(5, 3),
+        "seen": torch.ones(5, dtype=torch.bool),
+        "p": torch.arange(25, dtype=torch.float64).view(5, 5),
+    }
+    alg = FedFomo(m=1, epsilon=1.0, decay=1.0)
+    picks = {
+        r: {int(alg.send(g, some(5, r, [0])._replace(seed=i))["w"].index) for i in range(60)}
+        for r in (1, 2, 9)
+    }
+    assert picks == {1: {1, 2, 3, 4}, 2: {4}, 9: {4}}
+
+
+def test_fedfomos_affinities_add_up_over_the_rounds():
+    net, _ = quadratics(t([[1.0], [2]]), t([[1.0], [2]]))
+    alg = FedFomo()
+    state = begin(alg, net, 2)
+    first, second = t([[0.0, 2], [-1, 0]]), t([[0.0, 5]])
+    g = served(
+        alg, state.server, {"w": torch.zeros(2, 1, dtype=torch.float64), "a": first}, some(2)
+    )
+    g = served(alg, g, {"w": torch.zeros(1, 1, dtype=torch.float64), "a": second}, some(2, 2, [0]))
+    assert g["p"].tolist() == [[0, 7], [-1, 0]] and g["found"].tolist() == [[0, 5], [0, 0]]
+
+
+def test_the_minibatches_of_per_fedavg_are_independent():
+    """Two samples with optima of their own, one a minibatch: two orders for D and two for D' make
+    four ways to go, D' = D only two."""
+    net, data = quadratics(t([[1.0]]), t([[0.0]]), start=[3.0], rows=2, noise=1.0)
+    s = make_setting(net, data, Training(lr=0.3, batch_size=1))
+    ways = set()
+    for round in range(1, 60):
+        up = PerFedAvg().train(
+            {"x": net.w0[None]}, {}, Clients(s, torch.arange(1), round, net.b0[None])
+        )[:2][1]
+        ways.add(round_off(up["delta"]))
+    assert len(ways) == 4
+
+
+def round_off(x):
+    return round(float(x), 9)
+
+
+def test_fedfomo_does_not_take_a_model_that_was_not_sent():
+    """Row 0 would be the best for everybody, but -1 is nobody's number."""
+    net, data = quadratics(t([[1.0], [1]]), t([[0.0], [0]]), rows=4)
+    data = replace(data, index={"train": data.index["train"], "val": data.index["test"]})
+    local = Clients(
+        make_setting(net, data, Training(lr=0.0)), torch.arange(2), 2, net.b0.expand(2, -1)
+    )
+    rows, index = t([[0.0], [2]]), torch.tensor([[1], [-1]])
+    own, up = FedFomo().train(
+        {"w": Pool(rows, index)}, {"w": t([[4.0], [4]]), "old": t([[4.0], [4]])}, local
+    )[:2]
+    assert own["w"][:, 0].tolist() == [2, 4] and up["a"][1].tolist() == [0, 0]
+
+
+def test_fedrod_and_knnper_go_by_the_runs_loss():
+    """FedRoD trains by it; kNN-Per with lam = 0 is FedAvg by any loss."""
+    losses = {
+        "plain": None,
+        "smooth": nn.CrossEntropyLoss(label_smoothing=0.3),
+        "weights": nn.CrossEntropyLoss(t([1.0, 5, 5, 1]).float()),
+    }
+    runs = {
+        k: Simulation("fedrod", tiny_model(), images(), Training(lr=0.1), rounds=2, loss=v).run()
+        for k, v in losses.items()
+    }
+    assert not any(
+        torch.equal(runs["plain"].state.server["x"], runs[k].state.server["x"])
+        for k in ("smooth", "weights")
+    )
+    for loss in losses.values():
+        given = [
+            Simulation(a, tiny_model(), images(), Training(lr=0.1), rounds=2, loss=loss)
+            .run()
+            .rounds[-1]["eval"]["loss"]
+            for a in (KnnPer(lam=0.0), FedAvg())
+        ]
+        assert given[0] == pytest.approx(given[1], rel=1e-5)
+    with pytest.raises(ValueError, match=r"^loss: FedRoD balances the scores of classes"):
+        Simulation(
+            "fedrod",
+            lambda: nn.Linear(6, 1),
+            binary(),
+            Training(lr=0.1),
+            rounds=1,
+            loss="binary_cross_entropy",
+        ).run()
+
+
+def binary(floats=False, width=1):
+    """Clients whose tests are their training samples, with labels 0 and 1 (so many at once)."""
+    gen = torch.Generator().manual_seed(0)
+    x = [3 * torch.randn(20, 6, generator=gen) for _ in range(3)]
+    y = [(v[:, :width] > 0).squeeze(1) for v in x]
+    labels = [v.float() if floats else v.long() for v in y]
+    return Federation.from_arrays(
+        [{"train": pair, "test": pair} for pair in zip(x, labels, strict=True)]
+    )
+
+
+def test_per_fedavgs_evaluation_takes_plain_steps_too():
+    plain, other = (
+        Simulation(
+            PerFedAvg(steps=3),
+            tiny_model(),
+            images(),
+            Training(lr=0.3, batch_size=4, **o),
+            rounds=2,
+        )
+        for o in ({}, {"momentum": 0.9, "weight_decay": 0.5})
+    )
+    first = plain.run()
+    with pytest.warns(UserWarning, match="play no part"):
+        second = other.run()
+    assert torch.equal(first.model(1).get_buffer("view_w"), second.model(1).get_buffer("view_w"))
+
+
+class Ends(nn.Module):
+    """Models whose head is not the last that they do, or not their own."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.e, self.h = kind, nn.Linear(4, 4), nn.Linear(4, 4)
+        self.head = (
+            nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))
+            if kind == "statistics"
+            else nn.Linear(4, 4 if kind == "tied" else 3)
+        )
+        if kind == "tied":
+            self.head.weight = self.e.weight
+
+    def forward(self, x):
+        y = self.head(torch.tanh(self.e(x)))
+        return (
+            y.relu()
+            if self.kind == "after"
+            else y + self.h(x)[:, :3]
+            if self.kind == "beside"
+            else y
+        )
+
+
+@pytest.mark.parametrize("kind", ["tied", "after", "beside", "statistics", "plain"])
+def test_fedrods_head_is_the_last_that_the_model_does(kind):
+    x = torch.randn(12, 4)
+    fed = Federation.from_arrays(
+        [(x, torch.arange(12) % 3), (x + 1, torch.arange(12) % 3)],
+        classes=4 if kind == "tied" else 3,
+    )
+    run = Simulation(
+        "fedrod", Ends(kind), fed, Training(0.1, 4), rounds=1, evaluation=Evaluation(split="train")
+    )
+    if kind == "plain":
+        assert not run.run().stopped
+    else:
+        with pytest.raises(ValueError, match=r"^model: FedRoD adds a second head's scores"):
+            run.run()

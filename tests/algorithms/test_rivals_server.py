@@ -6,12 +6,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from methods import SFL, ClusteredFL, FedAMP, HeurFedAMP, LocalOnly
-from parts.rivals import GOLDEN, close, cohort, mixing, t, tree
-from small import make_setting, quadratics, served
+from methods import (
+    SFL,
+    ClusteredFL,
+    FedAMP,
+    HeurFedAMP,
+    LocalOnly,
+)
+from parts.fine_points import three
+from parts.rivals import GOLDEN, close, cohort, mixing, tree
+from small import F64, images, make_setting, near, play, quadratics, served, t, tiny_model
 
-from pflcore import Training, ops, step
-from pflcore.algorithms import FedAvg
+from pflcore import Clients, Simulation, Training, ops, step
+from pflcore.algorithms import Cohort, FedAvg
 from pflcore.simulation.round import Setup, begin
 
 
@@ -52,7 +59,6 @@ def test_golden_fedamp_with_too_large_a_step():
 def test_golden_fedamp_proximal_term_moves_the_model(engine):
     """Written with detached parameters, as in a widely used library, the term has no gradient and
     FedAMP is local training."""
-    from pflcore import Clients
 
     c3 = GOLDEN["C3_fedamp_prox_step"]
     s = points([c3["c"]], 0.01, engine)
@@ -125,7 +131,6 @@ def test_sfl_on_the_complete_graph_is_fedavg():
 def test_sfl_regularisers_have_a_gradient():
     """The released code computes them on detached copies, so that SFL trains as if there were
     none."""
-    from pflcore import Clients
 
     s = points([2.0, 2.0], 0.1)
     local = Clients(s, torch.arange(2), 1, s.net.b0.expand(2, -1))
@@ -221,3 +226,94 @@ def test_clustered_fl_before_the_first_split_is_fedavg():
         a, _ = step(Setup(cfl, s), a, torch.arange(3))
         b, _ = step(Setup(avg, s), b, torch.arange(3))
     assert torch.equal(a.server["x"][0], b.server["x"]) and len(a.server["x"]) == 1
+
+
+def test_clustered_fl_finds_two_kinds_though_most_are_absent_when_it_splits():
+    kind = torch.arange(40) % 2
+    gen = torch.Generator().manual_seed(1)
+    b = (20.0 * kind + 0.3 * torch.randn(40, generator=gen)).double()[:, None]
+    net, data = quadratics(torch.ones_like(b), b, [10.0])
+    s = make_setting(net, data, Training(lr=0.3), rounds=60)
+    alg = ClusteredFL(eps1=1.0, eps2=1.0, first=3)
+    order = [torch.randperm(40, generator=gen)[:8].tolist() for _ in range(60)]
+    state, done = play(alg, s, 60, lambda r: order[r - 1])[-1]
+    cluster = alg.report(state.server, done.mix, done.cohort)["cluster"]
+    assert (
+        len(set(cluster.tolist())) == 2
+        and len({(int(k), int(c)) for k, c in zip(kind, cluster, strict=True)}) == 2
+    )
+    near(state.server["x"][cluster][:, 0], 20.0 * kind, 0, 1.0)
+
+
+def test_the_inner_nodes_of_the_tree_keep_the_model_they_split_at():
+    alg, x = ClusteredFL(relative=True, first=0), torch.zeros(1, 2, dtype=F64)
+    g = {
+        "x": x,
+        "way": x.clone(),
+        "child": torch.tensor([-1]),
+        "cluster": torch.zeros(6, dtype=torch.long),
+    }
+    delta = torch.tensor([[1.0, 0], [1, 0], [-1, 0], [-1, 0]], dtype=F64)
+
+    def cohort(ids):
+        return Cohort(torch.tensor(ids), torch.ones(len(ids)), 6, 5, 9)
+
+    g = served(alg, g, {"delta": delta}, cohort([0, 1, 2, 3]))
+    assert g["cluster"].tolist() == [1, 1, 2, 2, 0, 0] and g["child"].tolist() == [1, -1, -1]
+    assert alg.send(g, cohort([4, 0]))["x"].tolist() == [[0, 0], [1, 0]]
+    g = served(alg, g, {"delta": torch.tensor([[-0.2, 0.1], [0.5, 0]], dtype=F64)}, cohort([4, 0]))
+    assert g["cluster"].tolist() == [1, 1, 2, 2, 2, 0]
+    near(g["x"], [[0, 0], [1.5, 0], [-1, 0]])  # client 4's update was from another model
+
+
+def test_who_has_never_come_mixes_nobody_and_gives_nothing():
+    sqdist, norm2 = t([[0, 1, 2], [1, 0, 2], [2, 2, 0]]), t([1.0, 2, 3])
+    for alg in (FedAMP(sigma=4.0), HeurFedAMP()):
+        xi = alg.mixing(sqdist, norm2, torch.tensor([True, True, False]))
+        assert (
+            xi[2].tolist() == [0, 0, 1]
+            and xi[:2, 2].tolist() == [0, 0]
+            and bool((xi[:2, :2] > 0).all())
+        )
+
+
+def test_clustered_fl_weighs_unequal_clients_alike():
+    s, _ = three()
+    (state, _), (uniform, _), (sized, _) = (
+        play(a, s, 1)[0] for a in (ClusteredFL(), FedAvg(weighting="uniform"), FedAvg())
+    )
+    torch.testing.assert_close(state.server["x"][0], uniform.server["x"])
+    assert not torch.allclose(uniform.server["x"], sized.server["x"])
+
+
+def test_fedamps_pull_is_lam_over_alpha():
+    """One step of .1 at (w - 1)^2 / 2 from w = 3 with u = 5: 3 - .1 (2 + (.6 / 2) (3 - 5)) =
+    2.86."""
+    net, data = quadratics(t([[1.0]]), t([[1.0]]), start=[3.0])
+    local = Clients(
+        make_setting(net, data, Training(lr=0.1, batch_size=1)), torch.arange(1), 1, net.b0[None]
+    )
+    own, _ = FedAMP(lam=0.6, alpha=2.0).train({"u": t([[5.0]])}, {"w": t([[3.0]])}, local)[:2]
+    torch.testing.assert_close(own["w"], t([[2.86]]))
+
+
+def test_a_newcomer_finds_its_cluster():
+    """Two kinds of clients, whose labels differ by one: who comes later is served the model of its
+    kind, not the one before they parted."""
+    data = images((30,) * 6)
+    run = Simulation(
+        ClusteredFL(eps1=0.9, relative=True, first=1),
+        tiny_model(),
+        data,
+        Training(lr=0.3, batch_size=10),
+        rounds=6,
+    )
+    history = run.run()
+    cluster = run.state.server["cluster"]
+    assert len(set(cluster.tolist())) > 1
+    for kind in (0, 1):
+        x, y = data.client(kind, "test")
+        fresh = history.adapt((x, y), rounds=4).get_buffer("view_w")
+        same = [torch.equal(fresh, row) for row in run.state.server["x"]]
+        home = same.index(True)
+        assert run.state.server["child"][home] == -1 and home in cluster[kind::2].tolist()

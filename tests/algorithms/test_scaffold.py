@@ -3,10 +3,14 @@ test_waffle_laws.py."""
 
 import pytest
 import torch
-from methods import LocalOnly, Scaffold
-from small import images, make_setting, play, quadratics, tiny_model
+from methods import (
+    LocalOnly,
+    Scaffold,
+    Waffle,
+)
+from small import images, make_setting, play, quadratics, t, tiny_model
 
-from pflcore import Clients, Net, Training
+from pflcore import Clients, Evaluation, Net, Robustness, Simulation, Training
 from pflcore.algorithms import FedAvg
 
 F64 = torch.float64
@@ -114,3 +118,36 @@ def test_weights_by_samples_go_to_x_and_c_alike():
     torch.testing.assert_close(
         play(Scaffold(weighting="samples"), s, 1)[0][0].server["x"], first.server["x"]
     )
+
+
+def test_weight_decay_is_part_of_scaffolds_full_gradient():
+    """The loss is a (m - b)^2 / 2 and decay adds .5 m: at m = .5 the gradients are 1 (.5 - 1) + .25
+    and 2 (.5 + 2) + .25."""
+    net, data = quadratics(t([[1.0], [2]]), t([[1.0], [-2]]), start=[0.5])
+    s = make_setting(net, data, Training(lr=0.1, batch_size=1, weight_decay=0.5))
+    state, _ = play(Scaffold(option="I"), s)[0]
+    torch.testing.assert_close(state.clients["c"][:, 0], t([-0.25, 5.25]))
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [Scaffold(), Scaffold(option="II"), Waffle(control_agg="literal", omega=lambda r, of: 1.0)],
+)
+def test_a_clipped_round_leaves_scaffold_its_optimum(algorithm):
+    """What the server did not take of a control variate the client does not keep, so c is their
+    mean, and x goes where it would."""
+    net, data = quadratics(t([[1.0], [2], [4]]), t([[9.0], [-2], [3]]))
+    run = Simulation(
+        algorithm,
+        net,
+        data,
+        Training(lr=0.05, batch_size=1, epochs=3),
+        rounds=200,
+        robustness=Robustness(clip=0.5),
+        evaluation=Evaluation(every=0),
+    )
+    history = run.run()
+    assert history.rounds[0]["clipped"] and not history.rounds[150]["clipped"]
+    if type(algorithm) is Scaffold:
+        torch.testing.assert_close(run.state.server["c"], run.state.clients["c"].mean(0))
+        torch.testing.assert_close(run.state.server["x"], t([(9.0 - 4 + 12) / 7]))

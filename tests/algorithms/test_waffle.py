@@ -6,17 +6,22 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.nn as nn
 from doors import waffle_partition
 from hypothesis import given
 from hypothesis import strategies as st
-from methods import APFL, FedProx, LocalOnly, Scaffold, Waffle
-from small import images, make_setting, play, quadratics, served, tiny_model
+from methods import (
+    APFL,
+    FedProx,
+    LocalOnly,
+    Scaffold,
+    Waffle,
+)
+from small import F64, images, make_setting, play, quadratics, served, tiny_model
 
 from pflcore import Clients, Net, Training, ops, step
 from pflcore.algorithms import Cohort, FedAvg
 from pflcore.simulation.round import Setup, begin
-
-F64 = torch.float64
 
 
 def weights(d, omega, psi=None, target=0, tie="closed"):
@@ -514,3 +519,24 @@ def test_a_target_who_is_not_asked_makes_a_plain_error():
     state = begin(Waffle(target=2), net, 3)
     with pytest.raises(ValueError, match="target"):
         step(Setup(Waffle(target=2), s), state, torch.tensor([0, 1]))
+
+
+def test_absence_is_no_unlikeness_for_waffle():
+    """Equal clients, a quarter of 12 a round: attended rounds alone count, so the target's weight
+    is what one round gives it."""
+    n, gen = 12, torch.Generator().manual_seed(0)
+    alg, net = Waffle(target=0, omega=lambda r, rounds: 0.9), Net(nn.Linear(8, 1))
+    g = begin(alg, net, n).server
+    smoothed, alone = [], []
+    for round in range(1, 61):
+        ids = torch.cat(
+            [torch.tensor([0]), 1 + torch.randperm(n - 1, generator=gen)[:2].sort().values]
+        )
+        up = {"delta": torch.randn(3, net.size, generator=gen), "control": torch.zeros(3, net.size)}
+        cohort = Cohort(ids, torch.ones(3), n, round, 1000)
+        weights = alg.update(g, up, cohort)[1].weight[0]
+        g = served(alg, g, up, cohort)
+        assert float(weights.sum()) == pytest.approx(1)
+        smoothed.append(float(weights[0]))
+        alone.append(float(g["history"][0, 0]) * n / 3)
+    assert sum(smoothed) / 60 == pytest.approx(sum(alone) / 60, abs=0.03)

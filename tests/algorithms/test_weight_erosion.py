@@ -7,14 +7,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from methods import LocalOnly, WeightErosion
-from small import images, make_setting, play, quadratics, served, tiny_model
+from methods import (
+    LocalOnly,
+    WeightErosion,
+)
+from small import F64, images, make_setting, play, quadratics, served, tiny_model
 
 from pflcore import Clients, Net, Training
 from pflcore.algorithms import Cohort, FedAvg
 from pflcore.simulation.round import begin
-
-F64 = torch.float64
 
 
 @dataclass(frozen=True)
@@ -198,3 +199,15 @@ def test_an_absent_client_keeps_its_weight():
     )
     # those who are there share the whole weight
     assert torch.equal(two.server["x"], without[1][0].server["x"])
+
+
+@pytest.mark.parametrize("growth", [0.0, 1.0, 4.0])
+def test_calibrated_erosion_ends_at_80_percent_however_distances_grow(growth):
+    alg, net = WeightErosion(), quadratics(torch.ones(4, 1), torch.zeros(4, 1))[0]
+    g, gone = begin(alg, net, 4).server, None
+    for round in range(1, 51):
+        far = torch.tensor([0.0, 1.0, 2.0, 3.0], dtype=F64)[:, None] * (1 + growth * round / 50)
+        cohort = Cohort(torch.arange(4), torch.ones(4), 4, round, 50)
+        g = served(alg, g, {"delta": 1 + far, "passes": torch.zeros(4, dtype=torch.long)}, cohort)
+        gone = round if gone is None and g["alpha"][2] < 1e-9 else gone
+    assert gone == 40 and g["alpha"][1] > 0

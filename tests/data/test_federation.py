@@ -1,16 +1,27 @@
 """A federation: what it holds, how it is made from other containers, Motley's two protocols, and
 what it refuses."""
 
+import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from pflcore.data import Federation, federation_of, partition
+from pflcore import (
+    Client,
+    Federation,
+    Server,
+    Simulation,
+    Training,
+    cross_silo,
+)
+from pflcore.data import federation_of, partition
 
 
 def index(*lists):
@@ -479,3 +490,162 @@ def test_bad_calls_are_one_sentence(call, message):
     with pytest.raises((ValueError, TypeError)) as e:
         call()
     assert message in str(e.value) and "\n" not in str(e.value)
+
+
+def federation(seed):
+    gen = torch.Generator().manual_seed(seed)
+    parts = [
+        (torch.randn(12, 3, generator=gen), torch.randint(0, 2, (12,), generator=gen))
+        for _ in range(3)
+    ]
+    return Federation.from_arrays(parts, test=parts, classes=2)
+
+
+def test_what_standardized_data_were_scaled_by_is_kept():
+    data = federation(0).standardized()
+    x = federation(0).client(0)[0]
+    scaling = data.scaling
+    torch.testing.assert_close(
+        ((x - scaling.mean[0]) / scaling.deviation[0]).float(), data.client(0)[0]
+    )
+    assert torch.equal(data.subset([2, 0]).scaling.mean, scaling.mean[[2, 0]])
+
+
+def test_clients_keep_their_names():
+    data = Federation.from_table(
+        np.eye(4, dtype=np.float32), np.arange(4) % 2, ["north", "south", "north", "south"]
+    )
+    assert data.names == ("north", "south") and data.subset([1]).names == ("south",)
+
+
+def test_names_and_scaling_are_exported(tmp_path):
+    pytest.importorskip("safetensors")
+    data = replace(federation(0).standardized(), names=("a", "b", "c"))
+    Simulation("fedavg", nn.Linear(3, 2), data, Training(), rounds=1).run().export(tmp_path)
+    told = json.loads((tmp_path / "manifest.json").read_text())["clients"][1]
+    assert (
+        told["name"] == "b"
+        and told["mean"] == data.scaling.mean[1].tolist()
+        and len(told["deviation"]) == 3
+    )
+
+
+def test_a_name_for_each_client():
+    with pytest.raises(
+        ValueError, match=r"^names must be a string for each client \(3\), got \('a',\)$"
+    ):
+        replace(federation(0), names=("a",))
+
+
+gen = torch.Generator().manual_seed(0)
+
+
+def federation_held_out(splits):
+    made = [
+        {s: (torch.randn(n, 6, generator=gen), torch.arange(n) % 4) for s, n in splits.items()}
+        for _ in range(5)
+    ]
+    return Federation.from_arrays(made, classes=4)
+
+
+def rows(data, split):
+    return set(data.lists(split).flat.tolist())
+
+
+def test_a_test_split_that_is_there_stays_the_test_split():
+    data = federation_held_out({"train": 40, "test": 10})
+    made = cross_silo(data).data
+    assert rows(made, "test") == rows(data, "test") and rows(made, "train") | rows(
+        made, "val"
+    ) == rows(data, "train")
+    assert [len(i) for i in made.index["val"]] == [8] * 5 and not made.notes  # 15 of 85 %, at least
+
+
+def test_a_validation_split_that_is_there_stays_one():
+    data = federation_held_out({"train": 40, "val": 10})
+    made = cross_silo(data).data
+    assert rows(made, "val") == rows(data, "val") and rows(made, "train") | rows(
+        made, "test"
+    ) == rows(data, "train")
+
+
+def test_fractions_divide_everything_anew_and_say_so():
+    data = federation_held_out({"train": 40, "test": 10})
+    made = cross_silo(data, {"train": 0.5, "val": 0.2, "test": 0.3}).data
+    assert made.size("test").tolist() == [15] * 5 and "test were divided anew" in made.notes[-1]
+
+
+def test_scaffolds_control_variate_is_the_mean_of_all_after_a_client_joined():
+    """Algorithm 1 of SCAFFOLD: c is the mean of the c_i, also of more clients than the server
+    expected."""
+    data = [(torch.randn(8, 3, generator=gen), torch.randn(8, generator=gen)) for _ in range(4)]
+    model = nn.Linear(3, 1, bias=False)
+    server = Server("scaffold", model, 3, rounds=400)
+    training = Training(lr=0.1, batch_size=8)
+    clients = [Client("scaffold", model, d, training, loss="squared") for d in data]
+    for r in range(400):
+        ids = range(3 if r < 5 else 4)
+        for i in ids:
+            server.join(f"c{i}")
+        server.aggregate({f"c{i}": clients[i].train(server.download(f"c{i}")) for i in ids})
+    x, y = (torch.cat(parts).double() for parts in zip(*data, strict=True))
+    best = torch.linalg.lstsq(x, y[:, None]).solution.flatten()
+    torch.testing.assert_close(
+        server.state_dict()["state"]["server.x"].double(), best, rtol=0, atol=1e-5
+    )
+
+
+def sentence(error):
+    text = str(error.value)
+    assert text.count(". ") == 0 and "\n" not in text
+    return text
+
+
+# data -----------------------------------------------------------------------
+def test_data_errors_name_the_client_and_the_remedy():
+    x, y = torch.randn(4, 3), torch.tensor([0, 1, 0, 1])
+    bad = x.clone()
+    bad[2, 1] = torch.nan
+    ragged = [[1.0, 2.0], [1.0]], [0, 1]
+    for parts, word in [
+        ([(x, y), (bad, y)], "client 1"),
+        ([(x, 2 * y - 1)], r"\(y > 0\)"),
+        ([ragged], "pad them"),
+        ([([{"a": 1}], [0])], "dict"),
+    ]:
+        with pytest.raises((ValueError, TypeError), match=word) as e:
+            Federation.from_arrays(parts)
+        sentence(e)
+    assert (
+        Federation.from_arrays([(torch.zeros(4, 3, dtype=torch.int32), y)]).x.dtype == torch.int64
+    )
+    for fraction in (math.nan, 1.0, -0.5):
+        with pytest.raises(ValueError, match="test_fraction"):
+            Federation.from_arrays([(x, y)], test_fraction=fraction)
+    fed = Federation.from_arrays([(x, y)] * 4)
+    with pytest.raises(ValueError, match="fractions"):
+        fed.split_samples({"train": math.nan, "test": 0.5})
+    with pytest.raises(ValueError, match="val"):
+        fed.split_clients(0.5, math.nan, 0.5)
+
+
+def test_a_client_with_one_sample_keeps_it():
+    parts = [(torch.randn(k, 3), torch.arange(k) % 2) for k in (10, 1, 10)]
+    fed = Simulation(
+        "l2c", nn.Linear(3, 2), Federation.from_arrays(parts, test=parts, classes=2)
+    ).data
+    assert fed.size("train").tolist() == [8, 1, 8] and fed.size("val").tolist() == [2, 0, 2]
+    with pytest.raises(ValueError, match="too few samples"):
+        one = [(torch.randn(1, 3), torch.tensor([0]))]
+        Simulation("l2c", nn.Linear(3, 2), Federation.from_arrays(one, test=one, classes=2))
+
+
+def test_a_download_folder_is_no_federation(tmp_path):
+    (tmp_path / "a.csv").write_text("1,0\n2,1\n")
+    (tmp_path / "b.csv").write_text("1,0\n2,1\n")
+    (tmp_path / "README.md").write_text("about")
+    assert federation_of(f"folder:{tmp_path}", fractions={"train": 0.5, "test": 0.5}).n == 2
+    (tmp_path / "holiday.jpg").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"holiday\.jpg") as e:
+        federation_of(f"folder:{tmp_path}")
+    sentence(e)

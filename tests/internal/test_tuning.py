@@ -3,10 +3,12 @@ resume."""
 
 import pytest
 import torch
+from doors import synthetic_clusters
 from methods import FineTune
 from parts.tuning import PROTOCOLS, TRAINING, model
+from torch import nn
 
-from pflcore import evaluate, tune
+from pflcore import ALGORITHMS, Training, cross_silo, evaluate, tune
 from pflcore.tuning import candidates, finetuning_curve
 
 
@@ -47,3 +49,34 @@ def test_all_lengths_of_fine_tuning_come_from_one_pass():
     curve = finetuning_curve(both, state, "val", p.choose)
     assert curve.shape == (2, 6, 12) and torch.equal(curve[0, 0].isnan(), curve[1, 3].isnan())
     torch.testing.assert_close(curve[1, 5], tuned.trials[-1].values[0], equal_nan=True)
+
+
+@pytest.fixture(scope="module")
+def data():
+    return synthetic_clusters(n=4, groups=1, samples=20, classes=3, dim=5, held_out=20)
+
+
+def sentence(error):
+    text = str(error.value)
+    assert text.count(". ") == 0 and "\n" not in text
+    return text
+
+
+def test_tuning_takes_names_and_functions_and_refuses_what_changes_nothing(data):
+    p = cross_silo(data, {"train": 0.6, "val": 0.2, "test": 0.2})
+    tuned = tune(
+        p,
+        lambda: nn.Linear(5, 3),
+        "fedavg",
+        Training(batch_size=10),
+        {"training.lr": [0.1, 1e-6]},
+        2,
+    )
+    assert tuned.best.candidate.training.lr == 0.1
+    with pytest.raises(TypeError, match=r"^protocol: .*cross_silo") as e:
+        tune(data, lambda: nn.Linear(5, 3), "fedavg", Training(), {}, 2)
+    sentence(e)
+    for key, word in (("server_lr", "is no option of LocalOnly"), ("lr", "training.lr")):
+        with pytest.raises(ValueError, match=word) as e:
+            candidates(ALGORITHMS["local"](), Training(), {key: [0.1, 0.2]})
+        sentence(e)

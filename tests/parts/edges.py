@@ -1,12 +1,9 @@
 """What the tests of edges share."""
 
-import torch
 import torch.nn as nn
 from small import images, make_setting
 
 from pflcore import Federation, Net, Training
-
-F64 = torch.float64
 
 
 def normed():

@@ -6,16 +6,6 @@ from places import golden
 GOLDEN = golden("feddwa_family")
 
 
-def t(values):
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def close(got, want, rtol=1e-9):
-    torch.testing.assert_close(
-        torch.as_tensor(got, dtype=torch.float64), t(want), rtol=rtol, atol=1e-12
-    )
-
-
 def dense(top, n):
     return torch.zeros(len(top.index), n, dtype=torch.float64).scatter(1, top.index, top.weight)
 

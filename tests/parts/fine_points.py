@@ -6,10 +6,6 @@ from small import images, make_setting, tiny_model
 from pflcore import Clients, Net, Training
 
 
-def t(values):
-    return torch.tensor(values, dtype=torch.float64)
-
-
 def three(training=None):
     """Three clients of 7, 20 and 31 samples, and what a hook of the first round is given."""
     data = images()

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import torch
 from places import golden
+from small import near, t
 
 from pflcore import ops
 from pflcore.algorithms import Cohort, Pool
@@ -11,17 +12,8 @@ from pflcore.algorithms import Cohort, Pool
 GOLDEN = golden("feddwa_family")
 
 
-def t(values):
-    return torch.tensor(values, dtype=torch.float64)
-
-
 def close(got, want, rtol=1e-8, atol=1e-10):
-    torch.testing.assert_close(
-        torch.as_tensor(got, dtype=torch.float64),
-        torch.as_tensor(want, dtype=torch.float64),
-        rtol=rtol,
-        atol=atol,
-    )
+    near(got, want, rtol, atol)
 
 
 def cohort(ids, n, round=1):

@@ -1,5 +1,6 @@
 """Records survive what happens to files, and tables say what the records hold."""
 
+import csv
 import json
 import math
 import subprocess
@@ -9,9 +10,18 @@ import textwrap
 import pytest
 import torch
 from parts.results import N, a_run, cells, line, write
+from parts.user import simulation
+from small import grouped
+from torch import nn
 
+from pflcore import (
+    Federation,
+    Simulation,
+    Training,
+)
 from pflcore.results import table as report
 from pflcore.results.record import Record, group, read
+from pflcore.results.table import table
 
 
 def test_a_record_comes_back(tmp_path):
@@ -362,3 +372,82 @@ def test_runs_of_other_data_share_no_curve_and_no_comparison():
         "fedavg",
         "local",
     }
+
+
+def federation(seed):
+    gen = torch.Generator().manual_seed(seed)
+    parts = [
+        (torch.randn(12, 3, generator=gen), torch.randint(0, 2, (12,), generator=gen))
+        for _ in range(3)
+    ]
+    return Federation.from_arrays(parts, test=parts, classes=2)
+
+
+def lines(data, seed, model=lambda: nn.Linear(3, 2), **options):
+    run = Simulation(
+        "fedavg", model, data, Training(lr=0.1), rounds=1, seed=seed, **grouped(options)
+    )
+    return [{"header": run.header()}, *run.run().lines()]
+
+
+class Rectified(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 2)
+
+
+class Squashed(Rectified):
+    """Another model of the same size."""
+
+
+def smoothed(much, seed):
+    return lines(federation(0), seed, loss=nn.CrossEntropyLoss(label_smoothing=much))
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        lambda: lines(federation(0), 0) + lines(federation(1), 1),
+        lambda: lines(federation(0), 0) + lines(federation(0), 1, clients=[0]),
+        lambda: lines(federation(0), 0) + lines(federation(0), 1, evaluated=[0]),
+        lambda: lines(federation(0), 0, Rectified) + lines(federation(0), 1, Squashed),
+        lambda: smoothed(0.1, 0) + smoothed(0.3, 1),
+    ],
+    ids=["data", "clients", "evaluated", "model", "loss"],
+)
+def test_other_data_clients_or_losses_are_no_other_seeds_of_one_run(runs):
+    assert "seeds" not in table(group(runs()))
+
+
+def test_seeds_of_one_run_are_seeds():
+    assert "over 2 seeds" in table(group(lines(federation(0), 0) + lines(federation(0), 1)))
+
+
+def test_a_history_as_a_table(tmp_path):
+    history = simulation(every=2, participation=0.7).run()
+    history.to_csv(tmp_path / "rounds.csv")
+    history.to_csv(tmp_path / "clients.csv", per="client")
+    with open(tmp_path / "rounds.csv") as file:
+        rounds = list(csv.DictReader(file))
+    with open(tmp_path / "clients.csv") as file:
+        clients = list(csv.DictReader(file))
+    assert (
+        [r["round"] for r in rounds] == ["1", "2", "3"]
+        and rounds[0]["mean_accuracy"] == ""
+        and rounds[0]["clients"] == "2"
+    )
+    assert float(rounds[1]["mean_accuracy"]) == pytest.approx(history.series()[1][0].mean().item())
+    assert [(c["round"], c["client"]) for c in clients] == [
+        (str(r), str(i)) for r in (2, 3) for i in range(3)
+    ]
+    assert [c["took_part"] == "True" for c in clients[:3]] == [
+        i in history.rounds[1]["cohort"] for i in range(3)
+    ]
+    with pytest.raises(ValueError, match="per: expected 'round' or 'client', got 'seed'"):
+        history.to_csv(tmp_path / "x.csv", per="seed")
+    with pytest.raises(ValueError, match="path: expected a file that can be written"):
+        history.to_csv(tmp_path / "nowhere" / "x.csv")
+    pandas = pytest.importorskip("pandas")
+    frame = history.to_pandas("client")
+    assert isinstance(frame, pandas.DataFrame) and frame.groupby("round")["accuracy"].mean()[
+        3
+    ] == pytest.approx(history.series()[1][1].mean().item())

@@ -5,8 +5,19 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from parts.net import Buffered
+from parts.user import simulation
+from small import tiny_model
+from torch import Tensor
 
-from pflcore import Net
+from pflcore import (
+    FedAvg,
+    Federation,
+    Net,
+    Objective,
+    Server,
+    Simulation,
+    Training,
+)
 
 
 def small():
@@ -207,3 +218,128 @@ def test_a_parent_has_the_last_word_on_its_childrens_start():
 def test_what_is_no_finished_model_is_one_sentence(build, error, words):
     with pytest.raises(error, match=f"^build: .*{words}"):
         Net(build)
+
+
+class HeadFirst(nn.Module):
+    """The classifier (36 parameters) is registered before the encoder (56)."""
+
+    def __init__(self, logarithms=False):
+        super().__init__()
+        self.logarithms = logarithms
+        self.classifier, self.encoder = nn.Linear(8, 4), nn.Sequential(nn.Linear(6, 8), nn.ReLU())
+
+    def forward(self, x):
+        scores: Tensor = self.classifier(self.encoder(x))
+        return F.log_softmax(scores, 1) if self.logarithms else scores
+
+
+class HeadLast(HeadFirst):
+    """The same in the usual order."""
+
+    def __init__(self):
+        super().__init__()
+        first = self._modules.pop("classifier")
+        self._modules["classifier"] = first
+
+
+class Stem(HeadFirst):
+    """An attribute `head` that is not the head."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return super().forward(self.head(x))
+
+
+def federation():
+    gen = torch.Generator().manual_seed(0)
+    pairs = [(torch.randn(20, 6, generator=gen), torch.arange(20) % 4) for _ in range(4)]
+    return Federation.from_arrays(pairs, classes=4, test_fraction=0.2)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "sent"), [("fedper", 56), ("fedrep", 56), ("fedbabu", 56), ("lg_fedavg", 36)]
+)
+@pytest.mark.parametrize("model", [HeadFirst, HeadLast, lambda: HeadFirst(True)])
+def test_the_part_that_travels(algorithm, sent, model):
+    simulation = Simulation(algorithm, model, federation(), Training(), rounds=1)
+    assert simulation.run().rounds[0]["bytes_up"] == 4 * 4 * sent
+    private = "encoder" if algorithm == "lg_fedavg" else "classifier"
+    assert all(name.startswith(private) for name in simulation.header()["private"])
+
+
+@pytest.mark.parametrize("algorithm", ["knnper", "fedrod"])
+def test_methods_with_features_give_one_result_in_any_order(algorithm):
+    def copied(build):
+        model = build()
+        for n, p in model.named_parameters():
+            nn.init.constant_(p, 0.01 * len(n)) if p.dim() == 1 else nn.init.eye_(p)
+        return model
+
+    results = [
+        Simulation(algorithm, copied(build), federation(), Training(), rounds=2)
+        .run()
+        .rounds[-1]["eval"]
+        for build in (HeadFirst, HeadLast)
+    ]
+    assert results[0] == results[1]
+
+
+def test_an_attribute_of_that_name_is_believed_only_until_the_model_has_met_data():
+    assert Simulation("fedper", Stem, federation(), Training(), rounds=1).run().rounds[0][
+        "bytes_up"
+    ] == 4 * 4 * (56 + 42)
+
+
+def test_without_data_it_is_asked_for():
+    with pytest.raises(
+        ValueError, match=r"^model: .* head.*name it with Net\(..., head='name'\)\.$"
+    ):
+        Server("fedper", HeadFirst(), 4)
+    assert Net(HeadFirst, head="classifier").head_slice == slice(0, 36)
+
+
+@pytest.mark.parametrize("patterns", [(), ("0.*",), ("*.bias",), ("*",)])
+def test_split_and_join_are_inverse(patterns):
+    net = Net(tiny_model())
+    rows = torch.arange(3.0 * net.size).view(3, net.size)
+    shared, private = net.split(rows, *patterns)
+    mask = net.mask(*(patterns or ("2.*",)))
+    assert torch.equal(private, rows[:, mask]) and torch.equal(shared, rows[:, ~mask])
+    assert torch.equal(net.join(shared, private, *patterns), rows)
+    # one body, several heads
+    assert torch.equal(
+        net.join(shared[0], private, *patterns)[1:, ~mask], rows[0, ~mask].expand(2, -1)
+    )
+    assert torch.equal(
+        torch.vmap(lambda r: net.join(*net.split(r, *patterns), *patterns))(rows), rows
+    )
+
+
+def test_split_and_join_refuse_what_does_not_fit():
+    net = Net(tiny_model())
+    with pytest.raises(ValueError, match=r"patterns: 'fc\.\*' matches no parameter"):
+        net.split(net.w0, "fc.*")
+    with pytest.raises(
+        ValueError,
+        match="shared and private: expected 35 and 24 columns, got 24 and 35; "
+        "give join the patterns",
+    ):
+        net.join(*reversed(net.split(net.w0)))
+
+
+@pytest.mark.parametrize("engine", ["auto", "vmap"])
+def test_a_bool_mask_is_a_mask(engine):
+    class Masked(FedAvg):
+        def train(self, down, own, clients):
+            mask = clients.net.mask("2.*")
+            fit = clients.fit(down["x"], Objective(mask=mask))
+            w = fit.w
+            assert torch.equal(w, clients.fit(down["x"], Objective(mask=mask.to(w.dtype))).w)
+            assert torch.equal(w[:, ~mask], down["x"][:, ~mask])
+            assert not torch.equal(w[:, mask], down["x"][:, mask])
+            return own, {"delta": w - down["x"]}, fit
+
+    assert simulation(Masked, rounds=1, engine=engine).run().stopped is None

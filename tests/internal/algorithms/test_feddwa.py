@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from parts.feddwa import GOLDEN, close, dense, t
+from parts.feddwa import GOLDEN, dense
+from small import near as close
+from small import t
 
 from pflcore import ops
 from pflcore.algorithms.feddwa import inner_products, simplex_qp, strided

@@ -6,13 +6,18 @@ import torch
 import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
-from methods import Mocha
+from methods import (
+    HypCluster,
+    Mocha,
+)
+from parts.fine_points import three
 from parts.motley_algorithms import D64, QUERY, Line, Z, close
+from small import F64, images, tiny_model
 
-from pflcore import Net
+from pflcore import Net, Simulation
 from pflcore.algorithms import Stop
 from pflcore.algorithms.adaptation import neighbours
-from pflcore.algorithms.clusters import centres
+from pflcore.algorithms.clusters import centres, fit_all
 from pflcore.algorithms.relations import relation
 
 
@@ -141,3 +146,41 @@ def test_weights_of_neighbours_sum_to_one_and_fall_with_distance(n, k, seed):
         assert (near[weight > 0] < n).all()
         d = torch.cdist(query.double(), store.double()).gather(1, near)
         assert (weight.diff(dim=1)[d.diff(dim=1) > 0] <= 1e-12).all()
+
+
+@pytest.mark.parametrize("k", [1, 3, 5])
+def test_ties_among_neighbours_do_not_depend_on_the_padding(k):
+    gen = torch.Generator().manual_seed(3)
+    store = torch.randint(0, 2, (40, 3), generator=gen).double()
+    queries = torch.randint(0, 2, (6, 3), generator=gen).double()
+    weight, near = neighbours(queries, store, 40, k)
+    d = ((queries[:, None] - store) ** 2).sum(2)
+    assert near.tolist() == d.sort(dim=1, stable=True).indices[:, :k].tolist()
+    for padded in (64, 200, 999):
+        wide = torch.cat([store, torch.zeros(padded - 40, 3, dtype=F64)])
+        again = neighbours(queries, wide, 40, k)
+        assert torch.equal(again[1], near) and torch.equal(again[0], weight)
+
+
+def test_no_centre_of_a_zero_started_model_is_zero_and_seeds_follow_the_run():
+    class Zero(nn.Linear):
+        def reset_parameters(self):
+            nn.init.zeros_(self.weight), nn.init.zeros_(self.bias)
+
+    rows = centres(Net(lambda: Zero(5, 3), seed=4), 3)
+    assert rows.any(1).all() and len(rows.unique(dim=0)) == 3
+    a, b = (
+        Simulation(HypCluster(k=2), tiny_model(), images(), seed=seed).state.server["x"]
+        for seed in (0, 1)
+    )
+    assert not torch.equal(a, b)
+    assert torch.equal(
+        Simulation(HypCluster(k=2, seed=0), tiny_model(), images(), seed=1).state.server["x"], a
+    )
+
+
+def test_models_of_an_ensemble_shuffle_apart():
+    """Two that start equal go different ways."""
+    s, local = three()
+    delta = fit_all(s.net.w0.expand(2, -1), s.net.b0.expand(2, -1), local)[0]["delta"]
+    assert not any(torch.equal(a, b) for a, b in delta)

@@ -3,7 +3,8 @@ breaks."""
 
 import torch
 from methods import FedFomo
-from parts.rivals import GOLDEN, close, cohort, fomo, t
+from parts.rivals import GOLDEN, close, cohort, fomo
+from small import t
 
 from pflcore.algorithms import Pool
 from pflcore.algorithms.mixtures import mixing_weights

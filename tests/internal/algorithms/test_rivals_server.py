@@ -5,11 +5,11 @@ import pytest
 import torch
 import torch.nn as nn
 from methods import ClusteredFL, HeurFedAMP
-from parts.rivals import GOLDEN, close, cohort, everybody, mixing, t, tree
-from small import served
+from parts.rivals import GOLDEN, close, cohort, everybody, mixing, tree
+from small import served, t
 
 from pflcore import Net, ops
-from pflcore.algorithms import apply
+from pflcore.algorithms import Cohort, apply
 from pflcore.algorithms.clusters import across, bipartition, cosines
 from pflcore.algorithms.relations import latest_models, nearest, smoothing, with_uploads
 
@@ -135,3 +135,13 @@ def test_clusters_of_two_stay_and_clusters_without_anybody_keep_their_model():
     close(g["x"], [[1.0], [2.0]])
     zero = cosines(torch.zeros(2, 2), torch.zeros(2))
     assert not zero.any()
+
+
+def test_shares_are_of_the_cohort_and_sum_to_one():
+    size = torch.tensor([1, 2, 5])
+    assert Cohort(torch.tensor([0, 3, 7]), size, 10, 1, 5).mean().weight.tolist() == [
+        [0.125, 0.25, 0.625]
+    ]
+    assert Cohort(torch.tensor([0, 7]), size[:2], 10, 1, 5).mean("uniform").weight.tolist() == [
+        [0.5, 0.5]
+    ]

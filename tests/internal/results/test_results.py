@@ -7,10 +7,12 @@ import sys
 import pytest
 import torch
 from parts.results import N, a_run, cells, line, write
+from parts.user import simulation
 
 from pflcore.results import canvas, pictures
 from pflcore.results import table as report
-from pflcore.results.record import group, plain, read
+from pflcore.results.record import Record, group, plain, read
+from pflcore.results.table import table
 
 
 @pytest.mark.parametrize(("classes", "marked"), [(10, 1), (2, 1), (20, 0), (None, 0)])
@@ -107,3 +109,44 @@ def test_numbers_of_numpy_are_numbers(tmp_path):
     ) == [3, 0.5, 2, [1, 2], None]
     (run,) = read(write(tmp_path / "record.jsonl", a_run(target=np.int64(1))))
     assert run.target == 1
+
+
+def test_a_history_as_events(tmp_path):
+    from pflcore.results.export import scalars
+
+    history = simulation().run()
+    assert (
+        scalars(history.rounds[0], clients=True)["eval/accuracy/client 1"]
+        == history.rounds[0]["eval"]["accuracy"][1]
+    )
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from pflcore import TensorBoard
+
+    history.to_tensorboard(tmp_path / "after")
+    simulation().run(TensorBoard(tmp_path / "during"))
+    for name in ("after", "during"):
+        events = EventAccumulator(str(tmp_path / name)).Reload()
+        assert [e.step for e in events.Scalars("eval/accuracy")] == [1, 2, 3]
+        assert events.Scalars("eval/accuracy")[-1].value == pytest.approx(
+            history.series()[1][-1].mean().item()
+        )
+
+
+def test_a_diverged_client_never_improves_a_table(tmp_path):
+    with Record(tmp_path / "r.jsonl") as record:
+        record.write({"header": {"algorithm": "fedavg", "n": 3, "rounds": 2, "seed": 0}})
+        record.write({"round": 1, "eval": {"loss": [1.0, 3.0, math.nan], "size": [5, 5, 0]}})
+        record.write({"round": 2, "eval": {"loss": [1.0, math.inf, math.nan], "size": [5, 5, 0]}})
+    (got,) = read(tmp_path / "r.jsonl")
+    assert got.curve() == ([1, 2], [2.0, math.inf])  # the client without samples is left out
+    row = next(line for line in table([got]).splitlines() if line.startswith("| fedavg"))
+    cells = [c.strip() for c in row.split("|")]
+    assert (
+        cells[2:7] == ["2.00000", "-", "-", "-", "-"] and cells[-2] == "1 client has no finite loss"
+    )
+    from pflcore.results import pictures
+
+    pytest.importorskip("matplotlib")
+    assert len(pictures.draw([got], tmp_path)) == 2

@@ -9,7 +9,7 @@ import torch
 from doors import synthetic_clusters
 from methods import Scaffold
 from parts.attacks import BAD, TRAINING, N, defence, run, updates
-from small import served
+from small import served, t
 from torch import nn
 
 from pflcore import Client, FedAvg, Net, Server
@@ -17,7 +17,7 @@ from pflcore.algorithms import Cohort, Traits
 from pflcore.algorithms.fedavg import BLOCK, Defence, ascending, defended
 from pflcore.results.record import group
 from pflcore.results.table import table
-from pflcore.simulation.accept import Trained
+from pflcore.simulation.accept import Trained, accept, update_norms
 from pflcore.simulation.attacks import STRENGTH, Adversary
 
 DEFENCES = Defence.__args__
@@ -274,3 +274,26 @@ def test_columns_are_sorted_whatever_their_number(s):
     assert torch.equal(
         found, many.sort(0).values[(s - 1) // 2 : s - (s - 1) // 2].mean(0, keepdim=True)
     )
+
+
+def test_an_uploaded_model_is_measured_from_its_own_clients_last_one():
+    held = torch.tensor([[0.0, 0.0], [9.0, 9.0], [3.0, 4.0], [50.0, 0.0]])
+    up = {"w": torch.tensor([[0.0, 2.0], [3.0, 5.0], [50.0, 7.0]])}
+    cohort = Cohort(torch.tensor([0, 2, 3]), torch.ones(3, dtype=torch.long), 4)
+    trained = Trained(cohort, {}, up, {}, {}, torch.empty(3, 0), torch.zeros(3))
+    assert update_norms(trained, Traits(models={"w": "server.w"}), {"w": held}).tolist() == [
+        2.0,
+        1.0,
+        7.0,
+    ]
+
+
+def test_a_clipped_update_takes_its_control_variate_along():
+    """An update of length 5 is cut to 1, one of .5 stays; so do their control variates, by the same
+    factor."""
+    up = {"delta": t([[3.0, 4], [0.3, 0.4]]), "control": t([[2.0, 2], [1, 1]])}
+    cohort = Cohort(torch.arange(2), torch.ones(2, dtype=torch.long), 2)
+    trained = Trained(cohort, {}, up, {}, {}, torch.empty(2, 0), torch.zeros(2))
+    cut = accept(trained, Traits(clipped=("control",)), {}, 1.0)[0].up
+    torch.testing.assert_close(cut["delta"], t([[0.6, 0.8], [0.3, 0.4]]))
+    torch.testing.assert_close(cut["control"], t([[0.4, 0.4], [1, 1]]))

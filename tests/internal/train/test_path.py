@@ -16,6 +16,7 @@ from pflcore.nn import Dropout
 from pflcore.train import Engine, clients, prepared
 from pflcore.train.chain import NoChain, compiled, find_chain
 from pflcore.train.choose import choose, trials
+from pflcore.train.losses import CRITERIA, loss_of, squared
 
 
 class Scaled(nn.Linear):
@@ -195,3 +196,17 @@ def test_what_a_forward_keeps_is_no_symbol():
     compiled(net, (6,))
     assert "kept" not in vars(net.module) and net.module.training
     assert net.module(torch.ones(2, 6)).shape == (2, 4)
+
+
+def test_torchs_losses_with_default_options_take_the_fast_path():
+    assert loss_of(nn.CrossEntropyLoss()) is CRITERIA["cross_entropy"] and loss_of(
+        nn.MSELoss()
+    ) is squared is loss_of(F.mse_loss)
+    for loss in (
+        nn.CrossEntropyLoss(label_smoothing=0.1),
+        nn.CrossEntropyLoss(weight=torch.ones(4)),
+        nn.CrossEntropyLoss(ignore_index=1),
+    ):
+        assert loss_of(loss) is loss
+    scores, y = torch.randn(5, 1), torch.randn(5)
+    assert loss_of(nn.MSELoss())(scores, y) == F.mse_loss(scores[:, 0], y)  # not [5, 1] against [5]

@@ -12,8 +12,11 @@ from pflcore import Adversary, Client, Federation, Robustness, Server, Simulatio
 from pflcore.algorithms import Cohort, FedAvg
 
 GEN = torch.Generator().manual_seed(0)
+
+
 PARTS = [(torch.randn(12, 4, generator=GEN), torch.arange(12) % 3) for _ in range(5)]
-DATA = Federation.from_arrays(PARTS, test=PARTS)
+
+
 TRAINING = Training(lr=0.1, batch_size=4)
 
 

@@ -1,14 +1,112 @@
-"""What scores stand for: one a label, one for each class, a number; in training, in what is
-measured, and in what a model predicts."""
+"""Losses of scores [B, 1] and targets [B], and an accuracy only where classes are scored."""
 
 import pickle
+from functools import partial
 
 import pytest
 import torch
-import torch.nn as nn
-from small import grouped
+import torch.nn.functional as F
+from parts.user import simulation
+from small import grouped, images, make_setting, near, tiny_model
+from torch import nn
 
-from pflcore import Federation, Simulation, Training
+from pflcore import Clients, Federation, Net, Simulation, Training
+
+GEN = torch.Generator().manual_seed(0)
+
+
+X = torch.randn(3, 24, 3, generator=GEN)
+
+
+COUNTS = torch.poisson(torch.exp(0.5 * X[:, :, 0] + 0.3), generator=GEN)
+
+
+def evaluated(loss, model, y, **options):
+    parts = [(x, t) for x, t in zip(X, y, strict=True)]
+    run = Simulation(
+        "fedavg",
+        model,
+        Federation.from_arrays(parts, test=parts),
+        Training(lr=0.1),
+        rounds=1,
+        loss=loss,
+        **grouped(options),
+    )
+    return run.run().rounds[-1]["eval"]
+
+
+def column():
+    return nn.Linear(3, 1)
+
+
+def zero():
+    model = nn.Linear(3, 1)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    return model
+
+
+def flat():
+    return nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.PoissonNLLLoss(), F.poisson_nll_loss, nn.KLDivLoss(), nn.HuberLoss(), F.l1_loss,
+        partial(F.huber_loss, delta=2.0), lambda s, y: ((s - y) ** 2).mean(),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("model", [column, zero])
+def test_no_loss_spreads_a_column_of_scores(loss, model):
+    with pytest.raises(ValueError, match=r"would spread scores \[\d+, 1\] over targets \[\d+\]"):
+        evaluated(loss, model, COUNTS)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda s, y: ((s[:, 0] - y) ** 2).mean(),
+        lambda s, y: ((s.view(y.shape) - y) ** 2).mean(),
+        F.mse_loss,
+    ],
+)
+def test_a_loss_that_brings_them_together_itself_is_taken(loss):
+    assert evaluated(loss, column, COUNTS)["loss"] == pytest.approx(
+        evaluated("squared", column, COUNTS)["loss"]
+    )
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.PoissonNLLLoss(),
+        F.l1_loss,
+        F.smooth_l1_loss,
+        nn.L1Loss(),
+        lambda s, y: (s - y).abs().mean(),
+    ],
+)
+def test_whole_numbers_have_no_accuracy_and_may_have_an_error(loss):
+    got = evaluated(loss, flat, COUNTS.long(), metrics=["mae"])
+    assert "accuracy" not in got and min(got["mae"]) > 0
+
+
+def test_probabilities_have_no_accuracy_by_their_sign():
+    model = nn.Sequential(nn.Linear(3, 1), nn.Sigmoid(), nn.Flatten(0))
+    labels = (COUNTS > 1).long()
+    assert "accuracy" not in evaluated(
+        lambda s, y: F.binary_cross_entropy(s, y.float()), model, labels
+    )
+
+
+@pytest.mark.parametrize(
+    "loss", ["binary_cross_entropy", "hinge", lambda s, y: F.cross_entropy(s, y)]
+)
+def test_scores_of_classes_have_an_accuracy(loss):
+    model = nn.Linear(3, 2) if callable(loss) else column()
+    assert "accuracy" in evaluated(loss, model, (COUNTS > 1).long())
+
 
 TRAINING = Training(lr=0.5, batch_size=10)
 
@@ -168,3 +266,67 @@ def test_a_dataset_is_read_by_its_own_getitem():
             return x + 100, y
 
     assert Federation.from_datasets([Moved(torch.randn(10, 3), torch.arange(10) % 2)]).x.mean() > 90
+
+
+def test_losses_of_double_models_are_double():
+    data = _double(images((7, 11, 13)))
+    s = make_setting(Net(lambda: nn.Linear(6, 4).double()), data, Training(), engine="vmap")
+    local = Clients(s, torch.arange(3), 1, torch.empty(3, 0))
+    want = [
+        nn.functional.cross_entropy(
+            s.net(s.net.w0, data.x[data.index["train"][i]]), data.labels(i, "train")
+        )
+        for i in range(3)
+    ]
+    near(local.loss(s.net.w0.expand(3, -1)), torch.stack(want).detach(), 1e-13, 1e-15)
+
+
+def _double(data):
+    return Federation(data.x.double(), data.y, data.index, 4, data.relabel)
+
+
+def test_a_loss_is_a_name_a_function_or_a_module():
+    by_default = simulation().run()
+    for loss in (
+        "cross_entropy",
+        F.cross_entropy,
+        nn.CrossEntropyLoss(),
+        lambda scores, y: F.cross_entropy(scores, y),
+    ):
+        history = simulation(loss=loss).run()
+        assert torch.allclose(history.series("loss")[1], by_default.series("loss")[1], rtol=1e-5)
+    weighted = simulation(loss=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 1.0, 1.0])))
+    assert not torch.allclose(
+        weighted.run().series("loss")[1], by_default.series("loss")[1], rtol=1e-2
+    )
+    assert by_default.header["criterion"] == "cross_entropy" and weighted.header()[
+        "criterion"
+    ].startswith("CrossEntropyLoss ")
+
+
+@pytest.mark.parametrize(
+    ("loss", "sentence"),
+    [
+        ("entropy", "expected one of cross_entropy, .* got 'entropy'"),
+        (
+            nn.CrossEntropyLoss,
+            r"expected a loss, got the class CrossEntropyLoss; write CrossEntropyLoss\(\)",
+        ),
+        (
+            nn.CrossEntropyLoss(reduction="none"),
+            r"expected the mean over a batch, got CrossEntropyLoss\(reduction='none'\)",
+        ),
+        (nn.Linear(2, 1), "Linear has parameters, which nothing would train"),
+        (0.5, "expected one of cross_entropy, .* got 0.5"),
+    ],
+)
+def test_what_is_no_loss_is_one_sentence(loss, sentence):
+    with pytest.raises((ValueError, TypeError), match=f"^criterion: {sentence}"):
+        Net(tiny_model(), loss)
+    with pytest.raises((ValueError, TypeError), match=f"^(loss|criterion): {sentence}"):
+        simulation(loss=loss)
+
+
+def test_a_net_has_its_own_loss():
+    with pytest.raises(ValueError, match="loss: this Net has a loss of its own"):
+        Simulation("fedavg", Net(tiny_model()), images(), loss="cross_entropy")

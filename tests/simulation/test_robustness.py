@@ -3,11 +3,6 @@ sentence."""
 
 import copy
 import math
-import os
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 
 import pytest
@@ -17,10 +12,17 @@ from methods import Ditto, FedAdam
 from small import grouped, swept
 from torch import nn
 
-from pflcore import ALGORITHMS, Hardware, Net, Simulation, Training, metrics
+from pflcore import (
+    ALGORITHMS,
+    Hardware,
+    Net,
+    Simulation,
+    Training,
+    metrics,
+)
 from pflcore.algorithms import FedAvg
-from pflcore.data import Federation, federation_of
-from pflcore.results.record import group, read
+from pflcore.data import Federation
+from pflcore.results.record import group
 from pflcore.results.table import table
 
 
@@ -111,72 +113,6 @@ def test_void_rounds_at_the_end_are_a_sentence(data):
         False,
         True,
     ] and "round 2 was void" in history.stopped
-
-
-def test_a_run_cut_short_says_so(tmp_path):
-    lines = [{"header": {"algorithm": "fedavg", "rounds": 150}}] + [
-        {"round": r, "eval": {"accuracy": [0.5]}} for r in range(1, 65)
-    ]
-    text = table(group(lines))
-    assert "| 64 of 150 rounds" in text and "of 64" not in text
-
-
-@pytest.mark.deep("another process")
-@pytest.mark.skipif(os.name == "nt", reason="no such signals")
-@pytest.mark.parametrize("number", ["SIGTERM", "SIGHUP"])
-def test_other_signals_end_a_run_like_ctrl_c(tmp_path, number):
-    pytest.importorskip("tyro")
-    argv = [
-        "run",
-        "fedavg",
-        "--data",
-        "synthetic_clusters",
-        "--rounds",
-        "1000000",
-        "--eval-every",
-        "1000",
-        "--out",
-        str(tmp_path),
-        "--quiet",
-    ]
-    code = (
-        "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); from pflcore.cli "
-        "import main; sys.exit(main())"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *argv],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    record = tmp_path / "record.jsonl"
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not (
-        record.is_file() and record.read_bytes().count(b"\n") > 3
-    ):
-        time.sleep(0.05)
-    process.send_signal(getattr(signal, number))
-    out, err = process.communicate(timeout=60)
-    assert (
-        process.returncode == 130
-        and "of 1000000 rounds" in out
-        and (tmp_path / "table.md").read_text() == out.removesuffix("\n")
-    )
-    assert "Interrupted" in err and read(tmp_path)[0].stopped.startswith("Interrupted after round")
-
-
-def test_an_error_in_a_callback_keeps_the_history(data):
-    def on_round(r, record):
-        if r == 2:
-            raise KeyError("mine")
-
-    s = run(data)
-    with pytest.raises(KeyError) as e:
-        s.run(on_round)
-    assert [r["round"] for r in e.value.history.rounds] == [
-        1,
-        2,
-    ] and e.value.history.state.round == 2
 
 
 # huge but finite ------------------------------------------------------------
@@ -348,56 +284,6 @@ def test_options_that_play_no_part_change_nothing_and_the_others_do(name):
         assert not torch.equal(base.series("loss")[1], other.series("loss")[1])
 
 
-# data -----------------------------------------------------------------------
-def test_data_errors_name_the_client_and_the_remedy():
-    x, y = torch.randn(4, 3), torch.tensor([0, 1, 0, 1])
-    bad = x.clone()
-    bad[2, 1] = torch.nan
-    ragged = [[1.0, 2.0], [1.0]], [0, 1]
-    for parts, word in [
-        ([(x, y), (bad, y)], "client 1"),
-        ([(x, 2 * y - 1)], r"\(y > 0\)"),
-        ([ragged], "pad them"),
-        ([([{"a": 1}], [0])], "dict"),
-    ]:
-        with pytest.raises((ValueError, TypeError), match=word) as e:
-            Federation.from_arrays(parts)
-        sentence(e)
-    assert (
-        Federation.from_arrays([(torch.zeros(4, 3, dtype=torch.int32), y)]).x.dtype == torch.int64
-    )
-    for fraction in (math.nan, 1.0, -0.5):
-        with pytest.raises(ValueError, match="test_fraction"):
-            Federation.from_arrays([(x, y)], test_fraction=fraction)
-    fed = Federation.from_arrays([(x, y)] * 4)
-    with pytest.raises(ValueError, match="fractions"):
-        fed.split_samples({"train": math.nan, "test": 0.5})
-    with pytest.raises(ValueError, match="val"):
-        fed.split_clients(0.5, math.nan, 0.5)
-
-
-def test_a_client_with_one_sample_keeps_it():
-    parts = [(torch.randn(k, 3), torch.arange(k) % 2) for k in (10, 1, 10)]
-    fed = Simulation(
-        "l2c", nn.Linear(3, 2), Federation.from_arrays(parts, test=parts, classes=2)
-    ).data
-    assert fed.size("train").tolist() == [8, 1, 8] and fed.size("val").tolist() == [2, 0, 2]
-    with pytest.raises(ValueError, match="too few samples"):
-        one = [(torch.randn(1, 3), torch.tensor([0]))]
-        Simulation("l2c", nn.Linear(3, 2), Federation.from_arrays(one, test=one, classes=2))
-
-
-def test_a_download_folder_is_no_federation(tmp_path):
-    (tmp_path / "a.csv").write_text("1,0\n2,1\n")
-    (tmp_path / "b.csv").write_text("1,0\n2,1\n")
-    (tmp_path / "README.md").write_text("about")
-    assert federation_of(f"folder:{tmp_path}", fractions={"train": 0.5, "test": 0.5}).n == 2
-    (tmp_path / "holiday.jpg").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"holiday\.jpg") as e:
-        federation_of(f"folder:{tmp_path}")
-    sentence(e)
-
-
 def test_an_infinite_loss_is_no_very_large_number():
     fed = Federation.from_arrays(
         [(torch.randn(6, 2), torch.randn(6) * by) for by in (1.0, 1e25)], test_fraction=0.5
@@ -408,3 +294,25 @@ def test_an_infinite_loss_is_no_very_large_number():
         ][1]
         == math.inf
     )
+
+
+def test_an_error_in_a_callback_keeps_the_history(data):
+    def on_round(r, record):
+        if r == 2:
+            raise KeyError("mine")
+
+    s = run(data)
+    with pytest.raises(KeyError) as e:
+        s.run(on_round)
+    assert [r["round"] for r in e.value.history.rounds] == [
+        1,
+        2,
+    ] and e.value.history.state.round == 2
+
+
+def test_a_run_cut_short_says_so(tmp_path):
+    lines = [{"header": {"algorithm": "fedavg", "rounds": 150}}] + [
+        {"round": r, "eval": {"accuracy": [0.5]}} for r in range(1, 65)
+    ]
+    text = table(group(lines))
+    assert "| 64 of 150 rounds" in text and "of 64" not in text

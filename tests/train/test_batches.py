@@ -6,11 +6,11 @@ import json
 import numpy as np
 import pytest
 import torch
-from small import grouped
+from small import grouped, images, make_setting, tiny_model
 from torch import nn
 
 import pflcore
-from pflcore import Adversary, Federation, Simulation, Training
+from pflcore import Adversary, Clients, Federation, Net, Simulation, Training
 from pflcore.data import federation_of
 
 
@@ -291,3 +291,43 @@ def test_a_leaf_file_that_is_none_is_a_sentence(tmp_path, wrong):
     (tmp_path / "all.json").write_text(json.dumps(right | wrong))
     with pytest.raises(OSError, match=r"all\.json must have"):
         federation_of(f"leaf:{tmp_path / 'all.json'}")
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+def test_shuffles_of_several_batches_a_step_do_not_depend_on_who_is_there(engine):
+    s = make_setting(
+        Net(tiny_model()), images((5, 12, 31)), Training(lr=0.1, batch_size=4), engine=engine
+    )
+
+    def update(rows, grad, k):
+        return {"w": rows["w"] - 0.1 * (grad(rows["w"]) + 2 * grad(rows["w"], 1))}
+
+    def moved(ids):
+        local = Clients(s, torch.tensor(ids), 1, torch.empty(len(ids), 0))
+        return local.each_batch(
+            {"w": s.net.w0.expand(len(ids), -1)}, update, steps=7, batches=2
+        ).rows["w"]
+
+    torch.testing.assert_close(
+        moved([0, 1, 2]), torch.cat([moved([i]) for i in range(3)]), rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("engine", ["chain", "loop", "vmap"])
+def test_several_minibatches_a_step_do_not_depend_on_the_company(engine):
+    data = images()
+    s = make_setting(Net(tiny_model()), data, Training(lr=0.1, batch_size=4), 2, engine)
+
+    def played(ids):
+        local = Clients(s, torch.tensor(ids), 1, s.net.b0.expand(len(ids), -1))
+        start = {"w": s.net.w0.expand(len(ids), -1)}
+        return local.each_batch(
+            start,
+            lambda r, grad, k: {"w": r["w"] - 0.1 * grad(r["w"]) - 0.2 * grad(r["w"], 1)},
+            batches=2,
+            steps=5,
+        ).rows["w"]
+
+    together = played([0, 1, 2])
+    for i in range(3):
+        torch.testing.assert_close(together[i], played([i])[0], rtol=1e-5, atol=1e-6)

@@ -1,0 +1,46 @@
+"""What a user brings (an algorithm, a loss, metrics, a schedule, callbacks), and what comes out
+(tables, events, models, newcomers)."""
+
+import sys
+import types
+
+import pytest
+from methods import Ditto
+from parts.user import TRAINING, Mine, simulation
+from small import images, tiny_model
+
+from pflcore import cross_silo, for_everyone, tune
+from pflcore.algorithms.lookup import algorithm_of, class_of, name_of
+
+
+@pytest.fixture
+def package(monkeypatch):
+    module = types.ModuleType("mine")
+    module.Mine, module.number = Mine, 3
+    monkeypatch.setitem(sys.modules, "mine", module)
+    return module
+
+
+def test_an_algorithm_by_name_class_instance_or_place(package):
+    assert isinstance(algorithm_of("ditto"), Ditto) and isinstance(
+        algorithm_of(Ditto, lam=0.5), Ditto
+    )
+    mine = Mine()
+    assert (
+        algorithm_of(mine) is mine
+        and class_of("mine:Mine") is Mine
+        and name_of("mine:Mine") == name_of(mine) == "Mine"
+    )
+    assert name_of(Ditto) == name_of("ditto") == "ditto"
+    for given in (Mine, mine, "mine:Mine"):
+        assert simulation(given, rounds=1).run().header["algorithm"] == "Mine"
+    tuned = tune(
+        cross_silo(images((20, 30))),
+        tiny_model(),
+        Mine,
+        TRAINING,
+        {"server_lr": [0.5, 1.0]},
+        rounds=1,
+    )
+    assert type(tuned.best.candidate.algorithm) is Mine
+    assert len(for_everyone("waffle", tiny_model(), images(), TRAINING, rounds=1).rounds) == 1
