@@ -6,8 +6,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from parts.user import TRAINING, simulation
+from torch import nn
 
-from pflcore import metrics
+from pflcore import (
+    Evaluation,
+    Federation,
+    Simulation,
+    metrics,
+)
+from pflcore.metrics import auc, balanced_accuracy, f1, mae, r2, rmse
 
 NAN = math.nan
 BASE = [0.9, 0.8, 0.7, 0.6, 0.95, 0.5, 0.85, 0.75, 0.65, 0.55]
@@ -216,3 +224,91 @@ def test_scores_of_other_samples_are_refused():
         metrics.r2(numbers.bfloat16(), torch.arange(6.0)) == 1.0
         and metrics.auc(numbers - 2.5, torch.arange(6) // 3) == 1.0
     )
+
+
+def targets():
+    gen = torch.Generator().manual_seed(0)
+    x = [torch.randn(20, 6, generator=gen) for _ in range(3)]
+    return Federation.from_arrays(
+        [(v, v @ torch.arange(6.0) / 6 + 0.1 * i) for i, v in enumerate(x)], test_fraction=0.4
+    )
+
+
+def test_metrics_are_those_of_scikit_learn():
+    metrics = pytest.importorskip("sklearn.metrics")
+    gen = torch.Generator().manual_seed(0)
+    scores, y = torch.randn(60, 3, generator=gen), torch.randint(0, 3, (60,), generator=gen)
+    p, won = scores.softmax(1).double(), scores.argmax(1)
+    ovr = metrics.roc_auc_score(y, p, multi_class="ovr")
+    assert auc(scores, y) == pytest.approx(ovr) == auc(p, y)
+    assert f1(scores, y) == metrics.f1_score(y, won, average="macro")
+    assert balanced_accuracy(scores, y) == pytest.approx(metrics.balanced_accuracy_score(y, won))
+    two, label = scores[:, :2], (y > 0).long()
+    assert auc(two, label) == pytest.approx(metrics.roc_auc_score(label, two.softmax(1)[:, 1]))
+    assert f1(two, label) == metrics.f1_score(label, two.argmax(1))
+    # one score, labels -1 and 1
+    assert auc(two[:, :1], 2 * label - 1) == metrics.roc_auc_score(label, two[:, 0])
+    t = torch.randn(60, generator=gen)
+    assert mae(scores[:, :1], t) == pytest.approx(metrics.mean_absolute_error(t, scores[:, 0]))
+    assert rmse(scores[:, :1], t) == pytest.approx(
+        metrics.mean_squared_error(t, scores[:, 0]) ** 0.5
+    )
+    assert r2(scores[:, :1], t) == pytest.approx(metrics.r2_score(t, scores[:, 0]))
+
+
+def test_a_metric_without_a_value_is_nan():
+    pytest.importorskip("sklearn")
+    one_class = torch.zeros(4, dtype=torch.long)
+    nans = (
+        auc(torch.randn(4, 2), one_class),
+        f1(torch.tensor([[1.0, 0.0]] * 4), one_class),
+        r2(torch.randn(1), torch.randn(1)),
+    )
+    assert all(v != v for v in nans)
+    scores = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+    present = [
+        auc(scores.softmax(1)[:, c : c + 1] - 0.5, (torch.tensor([0, 0, 0, 1, 1, 1]) == c).long())
+        for c in (0, 1)
+    ]
+    # class 2, which nobody has, does not count
+    assert auc(scores, torch.tensor([0, 0, 0, 1, 1, 1])) == pytest.approx(sum(present) / 2)
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "knnper", "apfl"])
+def test_a_run_records_metrics_per_client(algorithm):
+    pytest.importorskip("sklearn")
+
+    def share_right(scores, y):
+        return (scores.argmax(1) == y).double().mean()
+
+    history = simulation(algorithm, metrics=["auc", share_right]).run()
+    seen = history.rounds[-1]["eval"]
+    assert seen["share_right"] == pytest.approx(seen["accuracy"]) and len(seen["auc"]) == 3
+    assert history.header["metrics"] == ["auc", "share_right"]
+    named = simulation(metrics={"zero": lambda s, y: 0}).run()
+    assert named.series("zero")[1].tolist() == [[0, 0, 0]] * 3
+
+
+def test_a_run_records_metrics_of_values():
+    pytest.importorskip("sklearn")
+    values = Simulation(
+        "fedavg",
+        nn.Linear(6, 1),
+        targets(),
+        TRAINING,
+        rounds=20,
+        evaluation=Evaluation(metrics=["mae", "r2"]),
+    )
+    assert min(values.run().rounds[-1]["eval"]["r2"]) > 0.5
+
+
+def test_a_metric_that_breaks_says_for_whom():
+    def broken(scores, y):
+        return 1 / (len(y) - 20)
+
+    run = simulation(metrics=[broken])
+    with pytest.raises(
+        ValueError,
+        match="metrics: 'broken' failed for client 1 with ZeroDivisionError: division by zero",
+    ):
+        run.run()

@@ -1,5 +1,4 @@
-"""The edges of the algorithms: batch norm's statistics, clients who come late or never, draws, step
-sizes of 0."""
+"""Batch norm's running statistics: averaged as the models are mixed, local, or a cluster's own."""
 
 import pytest
 import torch

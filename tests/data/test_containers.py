@@ -241,3 +241,12 @@ def test_one_token_a_sample_and_a_padding_row():
         .isfinite()
         .all()
     )
+
+
+def test_a_dataset_is_read_by_its_own_getitem():
+    class Moved(torch.utils.data.TensorDataset):
+        def __getitem__(self, i):
+            x, y = super().__getitem__(i)
+            return x + 100, y
+
+    assert Federation.from_datasets([Moved(torch.randn(10, 3), torch.arange(10) % 2)]).x.mean() > 90

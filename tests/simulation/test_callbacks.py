@@ -1,5 +1,4 @@
-"""What a user brings (an algorithm, a loss, metrics, a schedule, callbacks), and what comes out
-(tables, events, models, newcomers)."""
+"""What is called after every round: it may stop a run, and costs nothing where it fails."""
 
 import pytest
 from doors import synthetic_clusters

@@ -1,5 +1,4 @@
-"""What a user brings (an algorithm, a loss, metrics, a schedule, callbacks), and what comes out
-(tables, events, models, newcomers)."""
+"""The models that a run leaves: of its clients, of a newcomer, as modules and as files."""
 
 import copy
 import pickle
@@ -12,13 +11,11 @@ from small import SIX, images, swept, tiny_model
 from torch import nn
 
 from pflcore import (
-    Evaluation,
     Federation,
     Simulation,
     Training,
     for_everyone,
 )
-from pflcore.metrics import auc, balanced_accuracy, f1, mae, r2, rmse
 
 
 def targets():
@@ -27,86 +24,6 @@ def targets():
     return Federation.from_arrays(
         [(v, v @ torch.arange(6.0) / 6 + 0.1 * i) for i, v in enumerate(x)], test_fraction=0.4
     )
-
-
-def test_metrics_are_those_of_scikit_learn():
-    metrics = pytest.importorskip("sklearn.metrics")
-    gen = torch.Generator().manual_seed(0)
-    scores, y = torch.randn(60, 3, generator=gen), torch.randint(0, 3, (60,), generator=gen)
-    p, won = scores.softmax(1).double(), scores.argmax(1)
-    ovr = metrics.roc_auc_score(y, p, multi_class="ovr")
-    assert auc(scores, y) == pytest.approx(ovr) == auc(p, y)
-    assert f1(scores, y) == metrics.f1_score(y, won, average="macro")
-    assert balanced_accuracy(scores, y) == pytest.approx(metrics.balanced_accuracy_score(y, won))
-    two, label = scores[:, :2], (y > 0).long()
-    assert auc(two, label) == pytest.approx(metrics.roc_auc_score(label, two.softmax(1)[:, 1]))
-    assert f1(two, label) == metrics.f1_score(label, two.argmax(1))
-    # one score, labels -1 and 1
-    assert auc(two[:, :1], 2 * label - 1) == metrics.roc_auc_score(label, two[:, 0])
-    t = torch.randn(60, generator=gen)
-    assert mae(scores[:, :1], t) == pytest.approx(metrics.mean_absolute_error(t, scores[:, 0]))
-    assert rmse(scores[:, :1], t) == pytest.approx(
-        metrics.mean_squared_error(t, scores[:, 0]) ** 0.5
-    )
-    assert r2(scores[:, :1], t) == pytest.approx(metrics.r2_score(t, scores[:, 0]))
-
-
-def test_a_metric_without_a_value_is_nan():
-    pytest.importorskip("sklearn")
-    one_class = torch.zeros(4, dtype=torch.long)
-    nans = (
-        auc(torch.randn(4, 2), one_class),
-        f1(torch.tensor([[1.0, 0.0]] * 4), one_class),
-        r2(torch.randn(1), torch.randn(1)),
-    )
-    assert all(v != v for v in nans)
-    scores = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
-    present = [
-        auc(scores.softmax(1)[:, c : c + 1] - 0.5, (torch.tensor([0, 0, 0, 1, 1, 1]) == c).long())
-        for c in (0, 1)
-    ]
-    # class 2, which nobody has, does not count
-    assert auc(scores, torch.tensor([0, 0, 0, 1, 1, 1])) == pytest.approx(sum(present) / 2)
-
-
-@pytest.mark.parametrize("algorithm", ["fedavg", "knnper", "apfl"])
-def test_a_run_records_metrics_per_client(algorithm):
-    pytest.importorskip("sklearn")
-
-    def share_right(scores, y):
-        return (scores.argmax(1) == y).double().mean()
-
-    history = simulation(algorithm, metrics=["auc", share_right]).run()
-    seen = history.rounds[-1]["eval"]
-    assert seen["share_right"] == pytest.approx(seen["accuracy"]) and len(seen["auc"]) == 3
-    assert history.header["metrics"] == ["auc", "share_right"]
-    named = simulation(metrics={"zero": lambda s, y: 0}).run()
-    assert named.series("zero")[1].tolist() == [[0, 0, 0]] * 3
-
-
-def test_a_run_records_metrics_of_values():
-    pytest.importorskip("sklearn")
-    values = Simulation(
-        "fedavg",
-        nn.Linear(6, 1),
-        targets(),
-        TRAINING,
-        rounds=20,
-        evaluation=Evaluation(metrics=["mae", "r2"]),
-    )
-    assert min(values.run().rounds[-1]["eval"]["r2"]) > 0.5
-
-
-def test_a_metric_that_breaks_says_for_whom():
-    def broken(scores, y):
-        return 1 / (len(y) - 20)
-
-    run = simulation(metrics=[broken])
-    with pytest.raises(
-        ValueError,
-        match="metrics: 'broken' failed for client 1 with ZeroDivisionError: division by zero",
-    ):
-        run.run()
 
 
 @pytest.mark.parametrize("algorithm", swept(quick=(*SIX, "fedrod", "knnper", "hypcluster")))
@@ -228,3 +145,23 @@ def test_a_newcomer_that_does_not_fit_is_one_sentence():
         history.adapt(images().client(0), rounds=-1)
     with pytest.raises(ValueError, match="model: this history holds no models"):
         type(history)({}).model(0)
+
+
+TRAINING = Training(lr=0.5, batch_size=10)
+
+
+def test_every_methods_model_is_kept_by_pickle():
+    x = torch.randn(60, 3)
+    data = Federation.from_arrays([(x, (x[:, 0] > 0).long())] * 2, test_fraction=0.25)
+    model = (
+        Simulation(
+            "factorized_waffle",
+            nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 2)),
+            data,
+            TRAINING,
+            rounds=1,
+        )
+        .run()
+        .model(0)
+    )
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))

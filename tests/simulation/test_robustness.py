@@ -1,5 +1,5 @@
-"""Bad clients, bad numbers, bad arguments: nothing of it improves a table, and each is said in one
-sentence."""
+"""What a run bears of bad clients, numbers and arguments: none improves a table, each is said in
+one sentence."""
 
 import copy
 import math

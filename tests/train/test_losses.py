@@ -1,6 +1,6 @@
-"""Losses of scores [B, 1] and targets [B], and an accuracy only where classes are scored."""
+"""Losses and what scores stand for: one a label, one for each class, a number; in training, in what
+is measured, and in what a model predicts."""
 
-import pickle
 from functools import partial
 
 import pytest
@@ -240,32 +240,6 @@ def test_neighbours_vote_with_one_label_a_sample():
         Simulation("knnper", nn.Linear(3, 1), data, TRAINING, rounds=1).run().model(0).returns
         == "values"
     )
-
-
-def test_every_methods_model_is_kept_by_pickle():
-    x = torch.randn(60, 3)
-    data = Federation.from_arrays([(x, (x[:, 0] > 0).long())] * 2, test_fraction=0.25)
-    model = (
-        Simulation(
-            "factorized_waffle",
-            nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 2)),
-            data,
-            TRAINING,
-            rounds=1,
-        )
-        .run()
-        .model(0)
-    )
-    assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
-
-
-def test_a_dataset_is_read_by_its_own_getitem():
-    class Moved(torch.utils.data.TensorDataset):
-        def __getitem__(self, i):
-            x, y = super().__getitem__(i)
-            return x + 100, y
-
-    assert Federation.from_datasets([Moved(torch.randn(10, 3), torch.arange(10) % 2)]).x.mean() > 90
 
 
 def test_losses_of_double_models_are_double():

@@ -1,5 +1,4 @@
-"""What a user brings (an algorithm, a loss, metrics, a schedule, callbacks), and what comes out
-(tables, events, models, newcomers)."""
+"""Step sizes over the rounds, from functions and from torch's schedulers."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""Several threads of one process use pflcore at the same time, and each gets what it would get
-alone."""
+"""Threads, cores and memory: several threads use pflcore at once, each as if alone, and training
+takes what it may."""
 
 import multiprocessing
 import os

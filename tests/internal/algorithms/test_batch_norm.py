@@ -1,5 +1,4 @@
-"""The edges of the algorithms: batch norm's statistics, clients who come late or never, draws, step
-sizes of 0."""
+"""What a method may do with batch norm's running statistics."""
 
 import pytest
 from methods import (

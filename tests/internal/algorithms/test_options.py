@@ -1,5 +1,4 @@
-"""What a user brings (an algorithm, a loss, metrics, a schedule, callbacks), and what comes out
-(tables, events, models, newcomers)."""
+"""An algorithm as users name it."""
 
 import sys
 import types
