@@ -147,9 +147,6 @@ def test_a_newcomer_that_does_not_fit_is_one_sentence():
         type(history)({}).model(0)
 
 
-TRAINING = Training(lr=0.5, batch_size=10)
-
-
 def test_every_methods_model_is_kept_by_pickle():
     x = torch.randn(60, 3)
     data = Federation.from_arrays([(x, (x[:, 0] > 0).long())] * 2, test_fraction=0.25)
