@@ -203,7 +203,8 @@ def _tried(
         first = None  # the next one needs the memory
         try:
             first = job.simulation(data, model)
-            plans.insert(0, f"{_plan(job.header(first))}\n{first.where()}")
+            where = describe.memory_line(first.setup, first.peak_bytes())
+            plans.insert(0, f"{_plan(job.header(first))}\n{where}")
         except MemoryError as e:
             plans.insert(0, f"{job.name}: {e}")
             if len({j.algorithm for j in todo}) == 1:  # there is no other that may fit

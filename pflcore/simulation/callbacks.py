@@ -10,7 +10,7 @@ anything else ends it too, and nothing is lost: the rounds up to there are in `s
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,26 @@ from pflcore.metrics import mean
 from pflcore.results.export import scalars, summary_writer
 
 __all__ = ["EarlyStopping", "Stop", "TensorBoard"]
+Callback = Callable[[int, dict[str, Any]], None]
 LOWER = {"loss", "train_loss", "mae", "rmse"}  # where less is better
 HIGHER = {"accuracy", "auc", "balanced_accuracy", "f1", "r2"}
+
+
+def listed(on_round: Callback | Sequence[Callback] | None) -> Sequence[Callback]:
+    """The callbacks in a list. TypeError in one sentence for what is none."""
+    callbacks = [on_round] if callable(on_round) else on_round or []
+    if not (isinstance(callbacks, Sequence) and all(map(callable, callbacks))):
+        raise TypeError(
+            f"on_round: expected a function of (round, record), or several in a list, got "
+            f"{on_round!r}."
+        )
+    return callbacks
+
+
+def resume(callbacks: Sequence[Callback], rounds: Sequence[dict[str, Any]]) -> None:
+    """Shows those who want them the records of the rounds before a run goes on."""
+    for callback in callbacks if rounds else ():
+        getattr(callback, "resume", lambda rounds: None)(rounds)
 
 
 @checked

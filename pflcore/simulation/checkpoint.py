@@ -24,13 +24,12 @@ import torch
 from torch import Tensor
 
 from pflcore.algorithms import ALGORITHMS
-from pflcore.algorithms.protocol import Algorithm
 from pflcore.check import NonNegative, Whole, check, checked
 from pflcore.simulation.attacks import Adversary
 from pflcore.simulation.describe import difference
-from pflcore.simulation.round import Setup, State, load_state_dict, state_dict
+from pflcore.simulation.round import Setup, State, begin, load_state_dict, state_dict
 from pflcore.simulation.settings import Evaluation, Hardware, Robustness
-from pflcore.train import Net, Training
+from pflcore.train import Training
 
 try:
     import fcntl
@@ -312,17 +311,22 @@ def check_same(folder: str | Path, there: Facts, here: Facts) -> None:
         )
 
 
-def net_of(net: Net, tensors: Mapping[str, Tensor]) -> Net:
-    """A net of one's own that starts where the run's did."""
-    own = net.to(net.w0.device)
-    own.w0, own.b0 = (tensors[f"net.{k}"].to(net.w0.device) for k in ("w0", "b0"))
-    return own
-
-
-def state_of(alg: Algorithm, begun: State, tensors: Mapping[str, Tensor], facts: Facts) -> State:
-    """The state that a checkpoint holds; `begun` is a fresh one of the run, and is used up."""
+def restored(
+    folder: str | Path, setup: Setup, identity: Facts
+) -> tuple[Setup, State, tuple[float, int, int] | None, list[Record]]:
+    """What a run, which `identity` describes, takes up from its checkpoint: where it started, its
+    state, the farthest update so far and the records. ValueError where it is another run's."""
+    tensors, facts = load(folder)
+    check_same(folder, facts["run"], identity)
+    like = setup.setting.net
+    net = like.to(like.w0.device)  # one of its own, that starts where the run did
+    net.w0, net.b0 = (tensors[f"net.{k}"].to(like.w0.device) for k in ("w0", "b0"))
+    setup = setup._replace(setting=setup.setting._replace(net=net))
+    begun = begin(setup.algorithm, net, setup.setting.data.n, setup.folder)
     own = {k: v for k, v in tensors.items() if k.partition(".")[0] not in ("net", "report")}
-    return load_state_dict(alg, begun, own, facts["round"], facts["void"])
+    state = load_state_dict(setup.algorithm, begun, own, facts["round"], facts["void"])
+    outlier = facts["outlier"] and tuple(facts["outlier"])
+    return setup, state, outlier, records_of(tensors, facts)
 
 
 def records_of(tensors: Mapping[str, Tensor], facts: Facts) -> list[Record]:

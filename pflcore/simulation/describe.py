@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -17,8 +18,9 @@ from pflcore.data.ragged import Ragged
 from pflcore.metrics import human
 from pflcore.ops import __version__, backend
 from pflcore.results.record import LONG, plain
+from pflcore.simulation.accept import Outcome
 from pflcore.simulation.footprint import row_bytes
-from pflcore.simulation.round import Setup
+from pflcore.simulation.round import Setup, State
 from pflcore.train import Engine, Net
 from pflcore.train.losses import loss_name
 from pflcore.train.random import STREAM
@@ -105,6 +107,51 @@ def identity(run: Any) -> Record:
             "path": [engine.name, form_of(engine)],
         },
     }
+
+
+def round_line(
+    run: Any, round: int, began: float, outcome: Outcome, report: Record, seen: Record | None
+) -> Record:
+    """A round's record."""
+    moved = outcome.moved and [None if v is None else round_to(v, 3) for v in outcome.moved]
+    return {
+        "round": round,
+        "algorithm": run.name,
+        "engine": run.setting.engine.name,
+        "seed": run.seed,
+        "seconds": round_to(time.perf_counter() - began),
+        "cohort": outcome.ids,
+        "dropped": outcome.dropped,
+        "void": outcome.void,
+        "bytes_down": outcome.bytes_down,
+        "bytes_up": outcome.bytes_up,
+        "train_loss": outcome.train_loss,
+        "moved": moved,
+        "clipped": outcome.clipped,
+        "report": report,
+        "eval": seen,
+    }
+
+
+def why_void(
+    lr: float, state: State, outcome: Outcome, outlier: tuple[float, int, int] | None
+) -> str:
+    """Why a run ends after void rounds, in one sentence; the outlier: how far, who, when."""
+    last, first = state.round, state.round - state.void + 1
+    which = f"round {last} was" if first == last else f"rounds {first} to {last} were"
+    if outcome.why is not None:
+        return f"{which.capitalize()} void: {outcome.why}"
+    why = f"client(s) {outcome.dropped} sent updates that are not finite"
+    if outcome.spoilt:
+        why = f"the server's {', '.join(outcome.spoilt)} would not be finite"
+    what = f"lower the learning rate ({lr})"
+    if outlier is not None:
+        far, client, when = outlier
+        what = (
+            f"client {client}'s update was {far:.3g} times the median in round {when}: look at its "
+            "data or set clip"
+        )
+    return f"The run diverged: {which} void, because {why}; {what}."
 
 
 def private_names(alg: Split, net: Net) -> list[str]:

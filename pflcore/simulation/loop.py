@@ -13,34 +13,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from pflcore.algorithms.lookup import algorithm_of, name_of
 from pflcore.algorithms.protocol import Algorithm, Stop, check_training
 from pflcore.check import A_MODEL, Count, Fraction, Seed, check, device_of, ids_of
 from pflcore.data.federation import Federation
-from pflcore.data.roles import held_out
-from pflcore.metrics import human, metrics_of
+from pflcore.metrics import metrics_of
 from pflcore.simulation import checkpoint as store
 from pflcore.simulation.accept import Outcome, farthest
+from pflcore.simulation.callbacks import Callback, listed, resume
 from pflcore.simulation.checkpoint import Checkpoint, lock
-from pflcore.simulation.describe import Record, as_lists, header, identity, memory_line, round_to
+from pflcore.simulation.describe import Record, as_lists, header, identity, round_line, why_void
 from pflcore.simulation.evaluate import evaluate, measured
-from pflcore.simulation.footprint import folder_for, peak_bytes
+from pflcore.simulation.footprint import peak_bytes
 from pflcore.simulation.history import History
 from pflcore.simulation.interrupts import unbroken
 from pflcore.simulation.personal import Models
-from pflcore.simulation.round import Setup, State, begin, check_start, copied, policy, sample, step
+from pflcore.simulation.round import State, copied, sample, step
 from pflcore.simulation.settings import Evaluation, Hardware, Robustness
-from pflcore.train import Engine, Net, Setting, Training, memory, prepared
+from pflcore.simulation.start import data_of, looked_at, placed, warn_of_strangers
+from pflcore.train import Net, Training, memory
 from pflcore.train.choose import check_modes
-from pflcore.train.losses import Loss, default_loss
-from pflcore.train.random import drawn
-from pflcore.train.workers import Workers
+from pflcore.train.losses import Loss
 
 VOID_ROUNDS = 3  # so many void rounds in a row end a run: same data, same lr, it will not recover
-Callback = Callable[[int, Record], None]
 
 
 @dataclass
@@ -68,115 +65,21 @@ class Simulation:
     def __post_init__(self) -> None:
         check(self)
         check_modes()
-        self.algorithm = algorithm_of(self.algorithm)
-        check_training(self._algorithm, self.training)
-        adversary = self.robustness.adversary
-        if adversary is not None:
-            self.data = adversary.poisoned(self.data)
-        if self._algorithm.traits.needs_val:
-            self.data = held_out(self.data, self.seed)
-        if self.evaluation.split not in self.data.index:
-            raise ValueError(
-                f"evaluation.split: the federation has {', '.join(self.data.index)}, not "
-                f"{self.evaluation.split!r}; make it with test_fraction=, or split_samples()."
-            )
+        alg = self.algorithm = algorithm_of(self.algorithm)
+        check_training(alg, self.training)
+        self.data = data_of(self)
         self.clients = self.among = ids_of("clients", self.clients, self.data.n)
-        self.looked_at = self._looked_at()
+        self.looked_at = looked_at(self)
         self.history: History | None = None  # of the last call of `run`
         self._earlier: list[Record] = []  # the rounds before those of `history`
         self._came_from: Path | None = None  # the checkpoint's folder
         self._outlier: tuple[float, int, int] | None = None  # how far, who, when: the farthest
-        self._start(device_of(self.hardware.device))
+        self.setup, self._state = placed(self, device_of(self.hardware.device))
+        self._held = False  # does somebody outside hold the state, so that a copy must go on?
+        warn_of_strangers(self, self._state)
         self.measures = metrics_of(self.evaluation.metrics, self.setting.net.scores_classes)
 
-    def _looked_at(self) -> Tensor | None:
-        """The ids of those who are evaluated, ascending; None: everybody. So many are drawn of
-        those with samples."""
-        asked, n, adversary = self.evaluation.clients, self.data.n, self.robustness.adversary
-        honest = torch.arange(n) if adversary is None else adversary.honest(n)
-        if asked is None:
-            return None if adversary is None else honest
-        if not isinstance(asked, int):
-            return ids_of("evaluation.clients", asked, n)
-        have = honest[self.data.size(self.evaluation.split)[honest] > 0]
-        return (
-            have[drawn(len(have), min(asked, len(have)), self.seed, "eval_clients")].sort().values
-        )
-
-    def _net(self) -> Net:
-        model = self.model
-        if isinstance(model, Net) and self.loss is not None:
-            raise ValueError(
-                "loss: this Net has a loss of its own; give it to the Net, Net(model, loss), or "
-                "give the bare model."
-            )
-        if not isinstance(model, Net):
-            model = Net(model, self.loss or default_loss(self.data.y), seed=self.seed)
-        net = self._algorithm.prepare(model)
-        policy(self._algorithm, net, self.batch_norm)
-        return net
-
-    def _start(self, device: str) -> None:
-        """Everything to its device, and the state before the first round."""
-        net, request = self._net(), None
-        self.training.lr_at(1, self.rounds)  # so that a schedule that fails does so now
-        try:
-            self._place(net, device)
-        except (MemoryError, RuntimeError) as error:
-            if not memory.ran_out(error) or isinstance(error, memory.RunTooLarge):
-                raise
-            request = memory.request_of(error)  # the error itself holds what it made
-        if request is not None:
-            memory.give_back(device)
-            data = human(self.data.x.nbytes + self.data.y.nbytes)
-            run = Setting(net, self.data, self.training, Engine("loop"), Workers(1))
-            peak = peak_bytes(Setup(self._algorithm, run), self.participation)
-            where = f"before the first round, with {data} of data"
-            raise MemoryError(memory.sentence(where, peak, request, device))
-        if self._state.round >= self.rounds:
-            raise ValueError(
-                f"rounds: expected more than the {self._state.round} that the warm start has "
-                f"played, got {self.rounds}."
-            )
-        self._warn_of_strangers()
-
-    def _place(self, net: Net, device: str) -> None:
-        hardware, alg, data = self.hardware, self._algorithm, self.data
-        if device != "cpu":
-            net, data = net.to(device), data.to(device)
-        setting = prepared(
-            net, data, self.training, hardware.engine, hardware.workers, self.seed, self.rounds
-        )
-        setup = Setup(alg, setting, self.robustness, self.batch_norm)
-        folder = folder_for(setup, hardware.rows, self.participation, self.warm_start is None)
-        self.setup = setup._replace(folder=folder)
-        memory.refuse(self.peak_bytes(), device)
-        if self.warm_start is None:
-            self._state = begin(alg, setting.net, data.n, folder)
-        else:
-            check_start(self.warm_start, alg, setting.net, data.n)
-            self._state = copied(self.setup, self.warm_start)
-        self._held = False  # does somebody outside hold the state, so that a copy must go on?
-
-    def _warn_of_strangers(self) -> None:
-        if self.among is None or not self._state.clients:
-            return
-        who = torch.arange(self.data.n) if self.looked_at is None else self.looked_at
-        left_out = int((~torch.isin(who, self.among)).sum())
-        if left_out:
-            warnings.warn(
-                f"{self.name} keeps a state for each client, and {left_out} of those who are "
-                "evaluated never take part: they get what a newcomer is; in such a setting take a "
-                "method without client state.",
-                stacklevel=5,
-            )
-
     # what it is ---------------------------------------------------------------------------------
-    @property
-    def _algorithm(self) -> Algorithm:
-        assert isinstance(self.algorithm, Algorithm)  # whatever it was given as
-        return self.algorithm
-
     @property
     def setting(self) -> Any:
         """What training needs, see `pflcore.train.Setting`."""
@@ -185,7 +88,7 @@ class Simulation:
     @property
     def name(self) -> str:
         """What the algorithm is called in records."""
-        return name_of(self._algorithm)
+        return name_of(self.setup.algorithm)
 
     @property
     def state(self) -> State:
@@ -200,10 +103,6 @@ class Simulation:
     def peak_bytes(self) -> int:
         """An estimate of the run's peak memory beside data and activations."""
         return peak_bytes(self.setup, self.participation)
-
-    def where(self) -> str:
-        """One line: where the clients' rows are, and the memory that the run needs at its peak."""
-        return memory_line(self.setup, self.peak_bytes())
 
     def header(self) -> Record:
         """What the run is, as the first line of its record says it."""
@@ -225,10 +124,12 @@ class Simulation:
             if error is not None:
                 memory.give_back(self.hardware.device)
                 where = f"in {'round' if outcome is None else 'the evaluation after round'} {round}"
-                yield {"stopped": self._out_of_memory(where, error), "failed": True}
+                said = memory.sentence(where, self.peak_bytes(), error, self.hardware.device)
+                yield {"stopped": said, "failed": True}
                 return
             if self._state.void and (self._state.void >= VOID_ROUNDS or round >= self.rounds):
-                yield {"stopped": self._why_void(round, outcome)}
+                assert outcome is not None
+                yield {"stopped": why_void(self.training.lr, self._state, outcome, self._outlier)}
                 return
 
     def _played(
@@ -246,9 +147,9 @@ class Simulation:
             ids = sample(self.setup, round, self.participation, self.among)
             self._state, outcome = step(self.setup, self._state, ids)
             if outcome.cohort is not None and not outcome.void:  # a void round changed nothing
-                said = self._algorithm.report(self._state.server, outcome.mix, outcome.cohort)
+                said = self.setup.algorithm.report(self._state.server, outcome.mix, outcome.cohort)
                 report = {k: as_lists(v) for k, v in said.items()}
-            if self._due(round):
+            if self.evaluation.due(round, self.rounds):
                 seen = {k: v.tolist() for k, v in self.evaluate(self.evaluation.split).items()}
                 if self.evaluation.train_loss:
                     seen["train_loss"] = self.evaluate("train")["loss"].tolist()
@@ -264,54 +165,7 @@ class Simulation:
         far = farthest(outcome.ids, outcome.moved)
         if far is not None:  # before the record is given: its reader may save
             self._outlier = max(self._outlier or (0.0, 0, 0), (far[1], far[0], round))
-        return outcome, self._line(round, began, outcome, report, seen), error
-
-    def _line(
-        self, round: int, began: float, outcome: Outcome, report: Record, seen: Record | None
-    ) -> Record:
-        moved = outcome.moved and [None if v is None else round_to(v, 3) for v in outcome.moved]
-        return {
-            "round": round,
-            "algorithm": self.name,
-            "engine": self.setting.engine.name,
-            "seed": self.seed,
-            "seconds": round_to(time.perf_counter() - began),
-            "cohort": outcome.ids,
-            "dropped": outcome.dropped,
-            "void": outcome.void,
-            "bytes_down": outcome.bytes_down,
-            "bytes_up": outcome.bytes_up,
-            "train_loss": outcome.train_loss,
-            "moved": moved,
-            "clipped": outcome.clipped,
-            "report": report,
-            "eval": seen,
-        }
-
-    def _due(self, round: int) -> bool:
-        every = self.evaluation.every
-        return bool(every) and (round % every == 0 or round == self.rounds)
-
-    def _out_of_memory(self, where: str, request: str) -> str:
-        return memory.sentence(where, self.peak_bytes(), request, self.hardware.device)
-
-    def _why_void(self, round: int, outcome: Outcome | None) -> str:
-        assert outcome is not None
-        first = round - self._state.void + 1
-        which = f"round {round} was" if first == round else f"rounds {first} to {round} were"
-        if outcome.why is not None:
-            return f"{which.capitalize()} void: {outcome.why}"
-        why = f"client(s) {outcome.dropped} sent updates that are not finite"
-        if outcome.spoilt:
-            why = f"the server's {', '.join(outcome.spoilt)} would not be finite"
-        what = f"lower the learning rate ({self.training.lr})"
-        if self._outlier is not None:
-            far, client, when = self._outlier
-            what = (
-                f"client {client}'s update was {far:.3g} times the median in round {when}: look "
-                "at its data or set clip"
-            )
-        return f"The run diverged: {which} void, because {why}; {what}."
+        return outcome, round_line(self, round, began, outcome, report, seen), error
 
     def evaluate(self, split: str) -> dict[str, Tensor]:
         """Each client's personalized model as it is now, values [N] float64: see
@@ -339,12 +193,7 @@ class Simulation:
         `history` and in the simulation's, and another `run()` goes on from them.
         """
         check_modes()
-        callbacks = [on_round] if callable(on_round) else on_round or []
-        if not (isinstance(callbacks, Sequence) and all(map(callable, callbacks))):
-            raise TypeError(
-                "on_round: expected a function of (round, record), or several in a list, got "
-                f"{on_round!r}."
-            )
+        callbacks = listed(on_round)
         keeper = Checkpoint(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint
         mine = keeper is not None and keeper.note is None
         with lock(keeper.folder) if keeper is not None and mine else nullcontext():
@@ -358,8 +207,7 @@ class Simulation:
         history = self.history = History(self.header(), rounds if restored else [])
         start = self._state.round - len(history.rounds)
         try:
-            for callback in callbacks if history.rounds else ():
-                getattr(callback, "resume", lambda rounds: None)(history.rounds)
+            resume(callbacks, history.rounds)
             for record in self.iterate():
                 if "stopped" in record:
                     history.stopped = record["stopped"]
@@ -425,15 +273,9 @@ class Simulation:
     def restore(self, folder: str | Path) -> None:
         """Takes up the checkpoint in `folder`, which must be one of this very run. ValueError in
         one sentence where it is not."""
-        tensors, facts = store.load(folder)
-        store.check_same(folder, facts["run"], identity(self))
-        net = store.net_of(self.setting.net, tensors)
-        self.setup = self.setup._replace(setting=self.setting._replace(net=net))
-        begun = begin(self._algorithm, net, self.data.n, self.setup.folder)
-        self._state = store.state_of(self._algorithm, begun, tensors, facts)
-        self._held, self.history = False, None
-        self._outlier = facts["outlier"] and tuple(facts["outlier"])
-        self._earlier, self._came_from = store.records_of(tensors, facts), Path(folder)
+        kept = store.restored(folder, self.setup, identity(self))
+        self.setup, self._state, self._outlier, self._earlier = kept
+        self._held, self.history, self._came_from = False, None, Path(folder)
 
     def _played_before(self) -> list[Record]:
         """The records of the rounds up to the state as it is now."""
@@ -442,7 +284,8 @@ class Simulation:
 
     def _keep_if_due(self, keeper: Checkpoint | None, record: Record) -> None:
         round = record["round"]
-        broke_off = self._due(round) and not record["eval"]  # a run that goes on evaluates it
+        # a run that goes on evaluates it
+        broke_off = self.evaluation.due(round, self.rounds) and not record["eval"]
         if keeper is None or self._state.void or broke_off:  # void: it may be about to end
             return
         if keeper.due(round) or (round >= self.rounds and keeper.note is None):
@@ -455,6 +298,5 @@ class Simulation:
             warnings.warn(f"{e} The run goes on.", RuntimeWarning, stacklevel=4)
 
     def _save(self, keeper: Checkpoint) -> None:
-        store.save_run(
-            keeper, self.setup, self._state, identity(self), self._outlier, self._played_before()
-        )
+        what, rounds = identity(self), self._played_before()
+        store.save_run(keeper, self.setup, self._state, what, self._outlier, rounds)

@@ -32,6 +32,10 @@ class Evaluation:
     def __post_init__(self) -> None:
         check(self)
 
+    def due(self, round: int, rounds: int) -> bool:
+        """Whether `round`, from 1, of so many is evaluated."""
+        return self.every > 0 and (round % self.every == 0 or round == rounds)
+
 
 @dataclass(frozen=True)
 class Robustness:

@@ -100,7 +100,7 @@ def test_other_errors_come_through(monkeypatch):
 
 def test_a_federation_that_does_not_fit_is_said_before_the_first_round(monkeypatch):
     monkeypatch.setattr(
-        "pflcore.simulation.loop.begin", fails(None, 1, torch.OutOfMemoryError(CUDA))
+        "pflcore.simulation.start.begin", fails(None, 1, torch.OutOfMemoryError(CUDA))
     )
     with pytest.raises(
         MemoryError,
@@ -192,7 +192,7 @@ def test_on_the_command_line(tmp_path, monkeypatch, capsys):
     assert len(second.rounds) == 3 and second.stopped is None and "| local" in out
 
     monkeypatch.setattr(
-        "pflcore.simulation.loop.begin", fails(None, 1, torch.OutOfMemoryError(CUDA))
+        "pflcore.simulation.start.begin", fails(None, 1, torch.OutOfMemoryError(CUDA))
     )
     assert cli.main(["run", "fedavg", *common, "--out", "p"]) == 2
     err = capsys.readouterr().err

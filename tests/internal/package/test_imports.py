@@ -183,3 +183,11 @@ def test_the_picture_of_the_rooms_is_current():
         [sys.executable, ROOT / ".ci" / "rooms.py"], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() in (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def test_the_loop_is_thin():
+    tree = ast.parse((PACKAGE / "simulation" / "loop.py").read_text())
+    (simulation,) = (n for n in tree.body if isinstance(n, ast.ClassDef))
+    assert sum(isinstance(n, ast.AnnAssign) for n in simulation.body) <= 14
+    bare = ast.unparse(tree).splitlines()  # one statement a line, docstrings with it
+    assert len(bare) <= 300
