@@ -19,6 +19,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from bench.papers.runs import load_states
 from examples import examples
 from pflcore import pack
 from pflcore.results.record import Record, read
@@ -328,7 +329,7 @@ def test_damaged_states_of_a_grid_are_one_sentence(damage, tmp_path_factory):
     torch.save({"g": dict(TENSORS), "round": 3}, path)
     path.write_bytes(damaged(path.read_bytes(), damage))
     try:
-        saved = checkpoint.load_states(path)
+        saved = load_states(path)
     except ValueError as e:
         assert one_sentence(e) and "remove it" in str(e)
     else:

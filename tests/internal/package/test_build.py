@@ -32,40 +32,37 @@ def script(path, *lines):
     return str(path)
 
 
+def built(tmp_path, compiler, **environment):
+    """A build by another compiler into tmp_path / "lib", and its environment."""
+    for module in ("setuptools", "ninja"):
+        pytest.importorskip(module)
+    command = [sys.executable, "setup.py", "-q", "build", "--build-base", tmp_path / "b"]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "CXX": compiler, "CC": compiler, "PATH": path, **environment}
+    done = subprocess.run(
+        [*command, "--build-lib", tmp_path / "lib"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    return done, environment
+
+
 @pytest.mark.deep("a compiler")
 @pytest.mark.skipif(not shutil.which("c++"), reason="no C++ compiler to fail")
 @pytest.mark.parametrize("want", ["auto", "cpu"])
 def test_a_failed_build_names_its_cause(tmp_path, want):
     """Not "error compiling objects", nor a compiler that is missing: what the compiler itself says,
     to whoever asks later, too."""
-    for module in ("setuptools", "ninja"):
-        pytest.importorskip(module)
     broken = script(
         tmp_path / "c++",
         'case "$*" in *--version*|*-dumpfullversion*) exec c++ "$@";; esac',
         "echo '<>: error: no room left' >&2; exit 1",
     )
-    command = [
-        sys.executable,
-        "setup.py",
-        "-q",
-        "build",
-        "--build-base",
-        tmp_path / "b",
-        "--build-lib",
-        tmp_path / "lib",
-    ]
-    environment = {
-        **os.environ,
-        "CXX": broken,
-        "CC": broken,
-        "PFLCORE_EXT": want,
-        "PFLCORE_KERNELS": "1",
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    }
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300
-    )
+    done, environment = built(tmp_path, broken, PFLCORE_EXT=want, PFLCORE_KERNELS="1")
     last = done.stderr.strip().splitlines()[-1]
     assert "<>: error: no room left" in last, done.stderr[-2000:]
     assert (done.returncode == 0) == (want == "auto")
@@ -83,8 +80,6 @@ def test_a_failed_build_names_its_cause(tmp_path, want):
 def test_kernels_without_the_module(tmp_path):
     """Where Python's headers are missing, say; the compiler here has no other sources than empty
     ones."""
-    for module in ("setuptools", "ninja"):
-        pytest.importorskip(module)
     (tmp_path / "empty.cpp").touch()
     headless = script(
         tmp_path / "c++",
@@ -95,26 +90,7 @@ def test_kernels_without_the_module(tmp_path):
         + ';; esac; set -- "$@" "$word"; done',
         f'exec {shutil.which("c++")} "$@"',
     )
-    command = [
-        sys.executable,
-        "setup.py",
-        "-q",
-        "build",
-        "--build-base",
-        tmp_path / "b",
-        "--build-lib",
-        tmp_path / "lib",
-    ]
-    environment = {
-        **os.environ,
-        "CXX": headless,
-        "CC": headless,
-        "PFLCORE_EXT": "cpu",
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    }
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300
-    )
+    done, _ = built(tmp_path, headless, PFLCORE_EXT="cpu")
     assert done.returncode == 0 and "pflcore: built CPU kernels" in done.stderr, done.stderr[-2000:]
     assert "module of facts cannot be built here: <>: fatal error: Python.h" in done.stderr
     assert {

@@ -11,13 +11,12 @@ import torch.nn as nn
 from methods import L2C, FedDWA, FedFomo, Mocha
 from places import ROOT
 
-from bench.papers import costs, runs
+from bench.papers import costs, figures, runs
 from bench.papers import plan as plans
 from bench.papers import run as reproduce
 from pflcore import Net, Simulation, cli
 from pflcore.algorithms import FedAvg
 from pflcore.cli.experiment import algorithm, model_of, partition_of
-from pflcore.results import pictures as figures
 from pflcore.results.record import group, read
 
 pytest.importorskip("sklearn")
