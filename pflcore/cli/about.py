@@ -24,7 +24,6 @@ EXTRAS = {
     "cli": ("tyro", "tqdm"),
     "data": ("torchvision", "mlxtend", "sklearn", "scipy"),
     "plot": ("matplotlib",),
-    "table": ("pyarrow",),
 }
 
 

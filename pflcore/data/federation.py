@@ -7,7 +7,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -349,18 +348,18 @@ class Tabled(Collected):
         whole numbers or strings.
 
         Arrays or tensors, memory-mapped ones too (with ``dtype=None``, or of that dtype, they stay
-        where they are). Or ``x`` is the path of a Parquet or Arrow file, ``y`` and ``client`` name
-        two of its columns (default "y", "client"), and the others are the inputs; that needs
-        pyarrow. Clients are numbered in the order of their ids, which are in ``truth["client"]``
-        where they are numbers. Other options as in :meth:`from_arrays`. A million clients of 20
-        samples take seconds.
+        where they are). Or ``x`` is a data frame, as ``pandas.read_parquet`` gives it, ``y`` and
+        ``client`` name two of its columns (default "y", "client"), and the others are the inputs.
+        Clients are numbered in the order of their ids, which are in ``truth["client"]`` where they
+        are numbers. Other options as in :meth:`from_arrays`. A million clients of 20 samples take
+        seconds.
         """
-        if isinstance(x, str | Path):
-            x, y, client = _columns(Path(x), y, client)
+        if hasattr(x, "columns"):
+            x, y, client = _columns(x, y or "y", client or "client")
         if y is None or client is None:
             raise TypeError(
-                "from_table needs y and client, one value per sample, or the names of a file's "
-                "columns"
+                "from_table needs y and client, one value per sample, or a data frame with columns "
+                "of these names"
             )
         with warnings.catch_warnings():
             # a pool is never written to
@@ -429,59 +428,28 @@ def _by_client(client: Any, count: int) -> tuple[Any, Any, Any]:
     return order, np.diff(np.append(first, count)), ids[first]
 
 
-def _columns(path: Path, y: Any, client: Any) -> tuple[Any, Any, Any]:
-    """A Parquet or Arrow (Feather) file: two columns by name, and all others as x."""
-    y, client = "y" if y is None else y, "client" if client is None else client
-    try:
-        from pyarrow import ArrowException, feather, parquet
-    except ImportError:
-        raise ImportError(
-            "from_table reads files with pyarrow, which is not installed; get it with: pip install "
-            "'pflcore[table]'."
-        ) from None
-    try:
-        table = (parquet if path.suffix in (".parquet", ".pq") else feather).read_table(str(path))
-    except (OSError, ArrowException) as e:
-        what = (
-            "which is not there"
-            if not path.exists()
-            else f"which is none ({str(e).splitlines()[0]})"
-        )
-        raise ValueError(
-            f"x must be a Parquet (.parquet) or Arrow file, got {path}, {what}"
-        ) from None
+def _columns(frame: Any, y: str, client: str) -> tuple[Any, Any, Any]:
+    """A data frame's columns: two by name, and all others as x [n, D]."""
+    names = list(frame.columns)
     for what, column in (("y", y), ("client", client)):
-        if column not in table.column_names:
+        if column not in names:
             raise ValueError(
-                f"{what} must name one of the columns {', '.join(table.column_names)} of "
-                f"{path.name}, got {column!r}"
+                f"{what} must name one of the columns {', '.join(map(str, names))}, got {column!r}"
             )
-    # pandas' row numbers are no inputs
-    numbers = (table.schema.pandas_metadata or {}).get("index_columns", [])
-    others = [
-        c
-        for c in table.column_names
-        if c not in (y, client, *(n for n in numbers if isinstance(n, str)))
-    ]
+    others = {c: np.asarray(frame[c]) for c in names if c not in (y, client)}
     if not others:
         raise ValueError(
-            f"{path.name} must have columns beside {y!r} and {client!r}, got none: what are the "
-            "inputs?"
+            f"x must have columns beside {y!r} and {client!r}, got none: what are the inputs?"
         )
-    for c in others:
-        kind = table[c].to_numpy().dtype
-        if kind.kind not in "fiub":
+    for c, v in others.items():
+        if v.dtype.kind not in "fiub":
             raise ValueError(
-                f"{path.name} must hold numbers beside {client!r}, got {kind} in the column {c!r}: "
-                "encode it, or leave it out"
+                f"x must hold numbers beside {client!r}, got {v.dtype} in the column {c!r}: encode "
+                "it, or leave it out"
             )
-    x = np.empty(
-        (len(table), len(others)),
-        np.float32 if all(str(table[c].type) == "float" for c in others) else np.float64,
-    )
-    for j, c in enumerate(others):
-        x[:, j] = table[c].to_numpy()
-    return x, table[y].to_numpy(), table[client].to_numpy()
+    half = all(v.dtype == np.float32 for v in others.values())
+    x = np.stack([*others.values()], 1, dtype=np.float32 if half else np.float64)
+    return x, np.asarray(frame[y]), np.asarray(frame[client])
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,7 +1,5 @@
 """Federations from one table of samples, and index lists as one flat tensor."""
 
-import builtins
-
 import numpy as np
 import pytest
 import torch
@@ -74,42 +72,19 @@ def test_ids_that_are_none(client, said):
         Federation.from_table(x, y, client)
 
 
-def test_without_pyarrow_a_file_is_one_sentence(monkeypatch, tmp_path):
-    real = builtins.__import__
-
-    def none(name, *rest):
-        if name.startswith("pyarrow"):
-            raise ImportError(name)
-        return real(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", none)
-    with pytest.raises(ImportError, match=r"pflcore\[table\]"):
-        Federation.from_table(tmp_path / "x.parquet")
-
-
-def test_a_file_is_its_columns(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import feather, parquet
-
+def test_a_data_frame_is_its_columns():
+    pandas = pytest.importorskip("pandas")
     x, y, ids = table()
     who = np.array(["b", "a", "d", "c"])[ids]
-    columns = pyarrow.table({"u": x[:, 0], "label": y, "v": x[:, 1], "who": who})
-    parquet.write_table(columns, tmp_path / "t.parquet")
-    feather.write_feather(columns, tmp_path / "t.arrow")
+    frame = pandas.DataFrame({"u": x[:, 0], "label": y, "v": x[:, 1], "who": who})
     want = Federation.from_table(x[:, :2], y, who)
-    for file in ("t.parquet", "t.arrow"):
-        got = Federation.from_table(tmp_path / file, "label", "who")
-        assert (
-            torch.equal(got.x, want.x)
-            and torch.equal(got.y, want.y)
-            and torch.equal(got.lists("train").flat, want.lists("train").flat)
-        )
-    with pytest.raises(
-        ValueError, match=r"y must name one of the columns u, label, v, who of t\.parquet, got 'y'"
+    got = Federation.from_table(frame, "label", "who")
+    assert torch.equal(got.x, want.x) and torch.equal(got.y, want.y)
+    assert torch.equal(got.lists("train").flat, want.lists("train").flat)
+    for bad, names, said in (
+        (frame, {"client": "who"}, "y must name one of the columns u, label, v, who, got 'y'"),
+        (frame[["label", "who"]], {"y": "label", "client": "who"}, "got none: what are the inputs"),
+        (frame, {"y": "label", "client": "u"}, "must hold numbers .* in the column 'who'"),
     ):
-        Federation.from_table(tmp_path / "t.parquet", client="who")
-    with pytest.raises(ValueError, match="not there"):
-        Federation.from_table(tmp_path / "none.parquet")
-    (tmp_path / "bad.parquet").write_text("no")
-    with pytest.raises(ValueError, match="which is none"):
-        Federation.from_table(tmp_path / "bad.parquet")
+        with pytest.raises(ValueError, match=said):
+            Federation.from_table(bad, **names)
