@@ -100,39 +100,9 @@ class Net:
         self.criterion = loss_of(criterion, "criterion")
         self.build, self.seed = build, seed
         self.fields: Fields | None = None  # what `reading` gave its module
-        if isinstance(build, nn.Module):
-            self.module = _copied(build)
-        elif callable(build):
-            self.module = self._made(seed)
-        else:
-            raise TypeError(
-                "build: expected an nn.Module or a function that makes one, got "
-                f"{type(build).__name__}."
-            )
-        if any(is_lazy(p) for p in (*self.module.parameters(), *self.module.buffers())):
-            raise ValueError(
-                "build: the model has lazy layers, whose sizes are not known yet; give it a batch "
-                "first, or name the sizes."
-            )
-        for m in self.module.modules():
-            if type(m) is nn.Dropout:
-                m.__class__ = Dropout  # type: ignore[assignment]
-        refuse_random(self.module)
-        # hooks of parameters do not survive a copy
-        refuse_detours(build if isinstance(build, nn.Module) else self.module)
-        trainable = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
-        if not trainable:
-            raise ValueError(
-                "build: the model has no trainable parameter; set requires_grad on what should be "
-                "trained."
-            )
-        dtypes = {p.dtype for p in trainable.values()}
-        if len(dtypes) > 1:
-            raise ValueError(
-                f"build: parameters have dtypes {sorted(map(str, dtypes))}; convert the model to "
-                "one, for example model.float()."
-            )
-        self.dtype = dtypes.pop()
+        self.module = self._module()
+        trainable = _trainable(self.module)
+        self.dtype = next(iter(trainable.values())).dtype
         self.names = list(trainable)
         self.shapes = [p.shape for p in trainable.values()]
         self.sizes = [p.numel() for p in trainable.values()]
@@ -162,6 +132,31 @@ class Net:
         # does the model give one score for each label? once a batch was seen
         self.one_score = False
         self._threads = threading.local()
+
+    def _module(self) -> nn.Module:
+        """A module of the net's own, with what it may hold."""
+        build = self.build
+        if isinstance(build, nn.Module):
+            module = _copied(build)
+        elif callable(build):
+            module = self._made(self.seed)
+        else:
+            raise TypeError(
+                "build: expected an nn.Module or a function that makes one, got "
+                f"{type(build).__name__}."
+            )
+        if any(is_lazy(p) for p in (*module.parameters(), *module.buffers())):
+            raise ValueError(
+                "build: the model has lazy layers, whose sizes are not known yet; give it a batch "
+                "first, or name the sizes."
+            )
+        for m in module.modules():
+            if type(m) is nn.Dropout:
+                m.__class__ = Dropout  # type: ignore[assignment]
+        refuse_random(module)
+        # hooks of parameters do not survive a copy
+        refuse_detours(build if isinstance(build, nn.Module) else module)
+        return module
 
     @property
     def scores_classes(self) -> bool:
@@ -536,6 +531,23 @@ def _last(module: nn.Module, name: str = "") -> str | None:
         if any(isinstance(part, nn.Linear) for part in m.modules()):
             return _last(m, f"{name}.{child}".lstrip("."))
     return None
+
+
+def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are trained, at least one, of one dtype."""
+    trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
+    dtypes = {p.dtype for p in trainable.values()}
+    if not trainable:
+        raise ValueError(
+            "build: the model has no trainable parameter; set requires_grad on what should be "
+            "trained."
+        )
+    if len(dtypes) > 1:
+        raise ValueError(
+            f"build: parameters have dtypes {sorted(map(str, dtypes))}; convert the model to one, "
+            "for example model.float()."
+        )
+    return trainable
 
 
 def refuse_random(module: nn.Module) -> None:
