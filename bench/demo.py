@@ -164,7 +164,7 @@ def cars() -> Federation:
     year = x[:, 5]
     x = (x - x.mean(0)) / x.std(0)
     years = [year == value for value in year.unique()]
-    return Federation.from_arrays([(x[mine], y[mine] / 50) for mine in years], name="cars")
+    return Federation.from_clients([(x[mine], y[mine] / 50) for mine in years], name="cars")
 
 
 def motley() -> Part:

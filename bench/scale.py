@@ -99,7 +99,7 @@ def one(name: str, n: int, seconds: float) -> dict[str, Any]:
     y = torch.randint(0, 2, (n * SAMPLES,), generator=gen)
     places = torch.arange(n * SAMPLES).view(n, SAMPLES)
     index = {"train": places[:, :10], "test": places[:, 10:]}
-    lists = {s: Ragged(p.reshape(-1), torch.arange(n + 1) * p.shape[1]) for s, p in index.items()}
+    lists = {s: Ragged(p.reshape(-1), torch.full((n,), p.shape[1])) for s, p in index.items()}
     play = Simulation(
         name,
         lambda: torch.nn.Linear(INPUTS, 2),

@@ -18,7 +18,7 @@ def my_clients() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(x, (x[:, 0] > (i % 5 - 2) / 2).long()) for i, x in enumerate(points)]
 
 
-protocol = cross_device(Federation.from_arrays(my_clients()), train=40, val=10, test=10)
+protocol = cross_device(Federation.from_clients(my_clients()), train=40, val=10, test=10)
 net = Net(lambda: nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 2)))
 grid = {"finetune_lr": [0.05, 0.5], "finetune_epochs": [0, 1, 5, 20]}
 tuned = tune(

@@ -29,7 +29,7 @@ def my_logger(round: int, record: dict) -> None:
         )
 
 
-data = Federation.from_datasets(my_clients(), test_fraction=0.25)
+data = Federation.from_clients(my_clients()).split(test=0.25)
 for name in ("fedavg", "waffle"):
     simulation = Simulation(
         name, my_model, data, Training(lr=0.5, batch_size=16, epochs=2), rounds=30

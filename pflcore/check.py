@@ -70,6 +70,12 @@ def refuse(name: str, expected: str, got: Any) -> NoReturn:
     raise ValueError(f"{name}: expected {expected}, got {shown(got)}.")
 
 
+def need(fits: Any, name: str, expected: str, got: Any) -> None:
+    """Refuses an argument that does not fit."""
+    if not fits:
+        refuse(name, expected, got)
+
+
 def checked(thing: F) -> F:
     """A function, or a class's `__init__`, that checks what it is given by its annotations; a
     default is not checked.
@@ -337,6 +343,7 @@ NonNegative = Annotated[float, at.Ge(0), FINITE, at.doc("a finite number >= 0")]
 Positive = Annotated[float, at.Gt(0), FINITE, at.doc("a finite number above 0")]
 Share = Annotated[float, at.Interval(ge=0, le=1), at.doc("a number from 0 to 1")]
 Fraction = Annotated[float, at.Interval(gt=0, le=1), at.doc("a number above 0, at most 1")]
+Part = Annotated[float, at.Interval(gt=0, lt=1), FINITE, at.doc("a number above 0 and below 1")]
 Momentum = Annotated[float, at.Interval(ge=0, lt=1), at.doc("a number from 0 to below 1")]
 Weighting = Literal["samples", "uniform"]
 Ids = Annotated[Sequence[int], Kind("a list of clients' numbers", _are_ids)]

@@ -673,4 +673,4 @@ def _gaussians(first: int) -> Federation:
                 (y + i % 2) % 3,
             )
         clients.append(splits)
-    return Federation.from_arrays(clients, classes=3, dtype=None)
+    return Federation.from_clients(clients, classes=3, dtype=None)

@@ -201,3 +201,8 @@ def fit(clients, start, **options):
     """`clients.fit` with the terms of its objective among the options."""
     terms = {k: options.pop(k) for k in Objective._fields if k in options}
     return clients.fit(start, Objective(**terms), **options)
+
+
+def with_test(train, test):
+    """Clients' samples to train on, and those to be tested on."""
+    return [{"train": a, "test": b} for a, b in zip(train, test, strict=True)]

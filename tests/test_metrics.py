@@ -229,9 +229,9 @@ def test_scores_of_other_samples_are_refused():
 def targets():
     gen = torch.Generator().manual_seed(0)
     x = [torch.randn(20, 6, generator=gen) for _ in range(3)]
-    return Federation.from_arrays(
-        [(v, v @ torch.arange(6.0) / 6 + 0.1 * i) for i, v in enumerate(x)], test_fraction=0.4
-    )
+    return Federation.from_clients(
+        [(v, v @ torch.arange(6.0) / 6 + 0.1 * i) for i, v in enumerate(x)]
+    ).split(test=0.4)
 
 
 def test_metrics_are_those_of_scikit_learn():

@@ -8,7 +8,7 @@ each by itself
 `settings`       name -> what is its own: options, "training", "model_options", "partition_options",
 "method_options" (method -> options),
                  and "protocol" where samples or clients are held out as in Motley:
-                 {"kind": "cross-silo", "fractions"} (a split for each seed), {"kind":
+                 {"kind": "cross-silo", "val", "test"} (a split for each seed), {"kind":
                  "cross-device", "train", "val", "test", "seed"}. Without one everybody trains and
                  is tested on its test samples. With the option "target" that client alone is
                  tested, and Local trains nobody else.
@@ -46,8 +46,8 @@ from pathlib import Path
 from typing import Any
 
 from pflcore.cli.experiment import Job, Options, described, federation, jobs
-from pflcore.data import CROSS_SILO, SOURCES, TABULAR
-from pflcore.data.roles import Protocol, cross_device, cross_silo, everybody
+from pflcore.data import SOURCES, TABULAR
+from pflcore.data.roles import SHARES, Protocol, cross_device, cross_silo, everybody
 from pflcore.results.record import plain, slug
 from pflcore.train import Training
 from pflcore.train.random import STREAM
@@ -66,7 +66,7 @@ TRAINED = {"algorithm", "options", "training", "grid", "before", "rounds", "look
 METHOD = TRAINED | {"state_of", "vary", "sizes"}
 OF_SETTING = ("partition_options", "protocol", "training", "model_options", "method_options")
 CHECKS = {"tolerance", "hurt", "largest", "below", "above"}
-PROTOCOL = {"cross-silo": {"fractions"}, "cross-device": {"train", "val", "test", "seed"}}
+PROTOCOL = {"cross-silo": {"val", "test"}, "cross-device": {"train", "val", "test", "seed"}}
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,7 @@ class Task:
         whole = {} if options.data in SOURCES else {"fractions": {}, "standardize": False}
         data, scaled = federation(options, {**self.cut, **whole}), options.data in TABULAR
         if how.pop("kind") == "cross-silo":
-            fractions = how.get("fractions", CROSS_SILO)
-            return cross_silo(data, fractions, options.seed, standardize=scaled)
+            return cross_silo(data, **(how or SHARES), seed=options.seed, standardize=scaled)
         return cross_device(data, **how, standardize=scaled)
 
 

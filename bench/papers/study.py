@@ -7,8 +7,10 @@ Everything here is evaluation: nothing is trained on the server, and nothing is 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +19,9 @@ from torch import Tensor
 
 from bench.papers.runs import Reproduction
 from bench.papers.table import curve
-from pflcore import FedAvg, metrics
+from pflcore import FedAvg, Federation, metrics
 from pflcore.data.roles import Protocol
+from pflcore.data.splits import permutation
 from pflcore.results.record import plain, slug
 from pflcore.simulation.evaluate import evaluate
 from pflcore.simulation.round import Setup, State
@@ -44,6 +47,25 @@ def results(setup: Setup, state: State, protocol: Protocol, split: str = "test")
     return values.get("accuracy", values["loss"])
 
 
+def out_of_distribution(protocol: Protocol, size: int = 1000, seed: int = 13) -> Federation:
+    """Everybody reported is evaluated on one sample, drawn without replacement from all their test
+    samples (Motley, section 4.1).
+
+    Where clients label differently (`relabel`), each sample keeps the label that its owner gives
+    it.
+    """
+    data, mine = protocol.data, protocol.report.tolist()
+    y = data.y.clone()
+    for split in data.splits:
+        for i, rows in enumerate(data.index[split]):
+            y[rows] = data.labels(i, split)
+    pool = torch.cat([data.index["test"][i] for i in mine]).unique()
+    pool = pool[permutation(len(pool), seed)[:size].to(pool.device)].sort().values
+    test = [pool if i in mine else pool[:0] for i in range(data.n)]
+    name = f"{data.name}, out of distribution"
+    return replace(data, y=y, relabel=None, index={**data.index, "test": test}, name=name)
+
+
 def vary(
     setup: Setup, state: State, protocol: Protocol, option: str, choices: Sequence[Any]
 ) -> list[Point]:
@@ -56,7 +78,7 @@ def vary(
             "option: expected one that can be varied after training "
             f"({', '.join(late) or 'none'}), got {option!r}."
         )
-    other = replace(protocol, data=protocol.out_of_distribution())
+    other = replace(protocol, data=out_of_distribution(protocol))
     made = [(c, setup._replace(algorithm=replace(setup.algorithm, **{option: c}))) for c in choices]
     return [Point(c, *(results(s, state, p) for p in (protocol, other))) for c, s in made]
 
@@ -69,17 +91,19 @@ def by_size(
     return {f: results(setup, state, protocol.keep(f)) for f in fractions}
 
 
+def _first(fraction: float, n: int) -> dict[str, Tensor]:
+    return {"test": torch.arange(math.ceil(fraction * n))}
+
+
 def by_evaluation(
     setup: Setup, state: State, protocol: Protocol, fractions: Sequence[float] = (1.0, 0.25)
 ) -> dict[float, Tensor]:
     """What personalization changes for each client, measured on the first part of its test samples
     (Motley, Fig. 3d): of fewer samples more clients seem hurt."""
-    tests, plain = protocol.data.lists("test"), setup._replace(algorithm=FedAvg())
-    found = {}
+    plain, found = setup._replace(algorithm=FedAvg()), {}
     for f in fractions:
-        few = tests.take(torch.arange(len(tests)), (f * tests.size.double()).ceil().long())
-        part = replace(protocol.data, index={**protocol.data.index, "test": few})
-        p = replace(protocol, data=part)
+        first = partial(_first, f)
+        p = replace(protocol, data=protocol.data.dealt(first, of=("test",)))
         found[f] = results(setup, state, p) - results(plain, state, p)
     return found
 
@@ -178,7 +202,7 @@ def _trained(
             if option != "finetune_lr":
                 spread[method] = means
         if "vary" in m and method not in spread:
-            other = replace(p, data=p.out_of_distribution())
+            other = replace(p, data=out_of_distribution(p))
             own, others = (metrics.mean(results(setup, state, q)) for q in (p, other))
             spread[method] = [(method, own, others)]
     out += [figures.distributions(spread, f"{stem}-distributions.png", unit)] if spread else []

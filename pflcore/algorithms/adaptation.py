@@ -179,7 +179,7 @@ def value(
     if not some.any():
         raise ValueError(
             f"choose: fine-tuning is tuned on the clients' {split!r} split, which these clients "
-            "lack; make one with Federation.split_samples, or choose on validation clients with "
+            "lack; make one with Federation.split, or choose on validation clients with "
             "pflcore.tuning."
         )
     w, seen = model["w"], clients

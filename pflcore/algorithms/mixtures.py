@@ -27,8 +27,7 @@ from pflcore.algorithms.protocol import (
     Traits,
 )
 from pflcore.check import Count, Fraction, NonNegative, Share, Weighting, Whole
-from pflcore.data.federation import Federation
-from pflcore.data.ragged import Ragged, onto, starts
+from pflcore.data.ragged import Ragged, onto
 from pflcore.nn.mode import context
 from pflcore.train import Clients, Fit, Net, Objective, Setting
 from pflcore.train.random import client_seeds, shuffles, uniforms
@@ -206,11 +205,6 @@ class FedALA(FedAvg):
         return net.loss(torch.cat([extra["low"], extra["theta"] + extra["gap"] * W]), x, y)
 
 
-class _Part(Federation):
-    def __post_init__(self) -> None:
-        """Nothing is checked: it is a part of one that was."""
-
-
 def sampled(clients: Clients, fraction: float) -> Setting:
     """The setting with a random `fraction` of each of these clients' training samples (at least
     one) in this round, and nobody else's."""
@@ -228,9 +222,7 @@ def sampled(clients: Clients, fraction: float) -> Setting:
     places = (lists.begin[:-1, None] + order)[torch.arange(order.shape[1]) < count[:, None]]
     size = torch.zeros(data.n, dtype=torch.int64).index_copy(0, ids, count)
     flat = lists.flat[onto(places, lists.flat.device)]
-    index = {"train": Ragged(flat, starts(size))}
-    args = (data.x, data.y, index, data.classes, data.relabel, data.name)
-    return setting._replace(data=_Part(*args, fields=data.fields))
+    return setting._replace(data=data._with(index={"train": Ragged(flat, size)}))
 
 
 @dataclass(frozen=True)

@@ -159,9 +159,7 @@ def federation(options: Options, cut: Mapping[str, Any] | None = None) -> Federa
                 stacklevel=2,
             )
     if options.val:
-        data = data.split_samples(
-            {"train": 1 - options.val, "val": options.val}, options.data_seed, pool=("train",)
-        )
+        data = data.split(val=options.val, seed=options.data_seed)
     if isinstance(options.target, int) and not 0 <= options.target < data.n:
         raise ValueError(f"target: expected a client from 0 to {data.n - 1}, got {options.target}.")
     return data

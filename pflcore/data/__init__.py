@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from pflcore.check import Count, Seed32, checked, shown
+from pflcore.check import Count, Seed32, checked, need, shown
 from pflcore.data import natural, synthetic
 from pflcore.data.cuts import Partition
 from pflcore.data.federation import Federation
-from pflcore.data.fields import padded
+from pflcore.data.inputs import padded
 from pflcore.data.partition import PARTITIONS, options_of, partition
+from pflcore.data.roles import SHARES
 from pflcore.data.sources import SOURCES, Source, load
-from pflcore.data.splits import ClientGroups
+from pflcore.data.splits import ClientGroups, HeldOut
 
 FEDERATIONS: dict[str, Callable[..., Federation]] = {
     **natural.FEDERATIONS,
@@ -22,11 +25,9 @@ FEDERATIONS: dict[str, Callable[..., Federation]] = {
     "synthetic_clusters": synthetic.synthetic_clusters,
 }
 TABULAR = ("school", "vehicle")  # each client's features have scales of their own
-_partition = partition  # where an argument has this name
-CROSS_SILO = {"train": 0.7, "val": 0.15, "test": 0.15}  # Motley's split of a client's own samples
+_cut = partition  # where an argument has this name
 
 __all__ = [
-    "CROSS_SILO",
     "FEDERATIONS",
     "PARTITIONS",
     "SOURCES",
@@ -46,89 +47,63 @@ __all__ = [
 def federation_of(  # noqa: PLR0913 (the command line's)
     data: str | Source = "mnist5k",
     partition: str | None = None,
-    n: int | None = None,
+    n: Count | None = None,
     seed: Seed32 = 0,
     shift_seed: Seed32 = 0,
     *,
     root: str | os.PathLike[str] | None = None,
     train_samples: Count | None = None,
     test_samples: Count | None = None,
-    fractions: Mapping[str, float] | None = None,
+    fractions: Mapping[str, HeldOut] | None = None,
     standardize: bool | None = None,
     **options: Any,
 ) -> Federation:
     """A federation from the names of a data set and of a partition.
 
-    data        a pool that a partition cuts (``SOURCES``, or a :class:`Source`), or data that comes
-    with its clients (``FEDERATIONS``,
-                ``"leaf:PATH"``, ``"folder:PATH"``)
-    partition   one of ``PARTITIONS`` (None: "A"), with ``options`` from ``options_of(partition)``;
-    data with clients takes none
-    n           clients: 10 where a partition makes them; the first n where the data brings them
-    (None: all)
-    seed        of the partition or of the split; shift_seed: of the label permutations of A* and B*
-    root        the data folder (None: the one PFLCORE_DATA names)
+    data          a pool that a partition cuts (``SOURCES``, or a :class:`Source`), or data that
+                  comes with its clients (``FEDERATIONS``, ``"leaf:PATH"``, ``"folder:PATH"``)
+    partition     one of ``PARTITIONS`` (None: "A"), with ``options`` from
+                  ``options_of(partition)``; data with clients takes none
+    n             clients: 10 where a partition makes them; the first n where the data brings them
+                  (None: all)
+    seed          of the partition or of the split; shift_seed: of the label permutations of A*, B*
+    root          the data folder (None: the one PFLCORE_DATA names)
     train_samples, test_samples   use a stratified part of the pools only
-    fractions   data with clients: the split of each client's samples (None: 70 / 15 / 15 where the
-    data has no test split; {}: as it comes) standardize data with clients: features by each
-    client's training statistics (None: for school and vehicle)
+    fractions     data with clients: "val" and "test" of each client's samples (None: .15 each where
+                  the data has no test split; {}: as it comes)
+    standardize   data with clients: features by each client's training statistics (None: for school
+                  and vehicle)
 
     ValueError (a name, an option), ImportError (a package), OSError (a file): one sentence each.
     """
     if isinstance(data, str) and data not in SOURCES:
-        if partition is not None or train_samples is not None or test_samples is not None:
-            given = "partition" if partition is not None else "train_samples and test_samples"
-            _known(data)
-            raise ValueError(
-                f"{given} cannot be chosen for {data!r}, which comes with its clients: leave it out"
-            )
-        return _with_clients(data, n, seed, root, fractions, standardize, options)
-    if fractions is not None or standardize is not None:
-        raise ValueError(
-            "fractions and standardize are for data that comes with its clients: use "
-            "split_samples() or standardized()"
-        )
+        samples = partition or train_samples or test_samples
+        fed = _with_clients(data, n, seed, root, options)
+        need(not samples, "partition and samples", f"none, as {data} has clients", samples)
+        if fractions or (fractions is None and "test" not in fed.index):
+            shares = dict(SHARES if fractions is None else fractions)
+            fit = set(shares) <= {"val", "test"}
+            need(fit, "fractions", "shares of 'val' and 'test' of each client's samples", shares)
+            val, test = shares.get("val", 0.0), shares.get("test", 0.0)
+            fed = fed.split(val=val, test=test, seed=seed, of=None)
+        scaled = data in TABULAR if standardize is None else standardize
+        return fed.standardize() if scaled else fed
+    none = fractions is None and standardize is None
+    need(none, "fractions and standardize", f"none, as a partition cuts {data!r}", fractions)
     name = partition or "A"
-    unknown = sorted(set(options) - set(options_of(name)))
-    if unknown:
-        raise ValueError(
-            f"partition {name} takes the options {', '.join(options_of(name))}, got "
-            f"{', '.join(unknown)}"
-        )
-    cut = [f"{k}={shown(v)}" for k, v in sorted(options.items()) if v != options_of(name)[k]]
-    if "shift_seed" in options_of(name):
+    defaults = options_of(name)
+    cut = [f"{k}={shown(v)}" for k, v in sorted(options.items()) if v != defaults.get(k)]
+    if "shift_seed" in defaults:
         options = {**options, "shift_seed": shift_seed}
-    source = (load(data, root) if isinstance(data, str) else data).sample(
+    s = (load(data, root) if isinstance(data, str) else data).sample(
         train_samples, test_samples, seed
     )
-    part = _partition(
-        name,
-        source.y_train,
-        10 if n is None else n,
-        test_labels=source.y_test,
-        seed=seed,
-        classes=source.classes,
-        **options,
-    )
-    return Federation.from_partition(
-        source.x_train,
-        source.y_train,
-        part,
-        x_test=source.x_test,
-        y_test=source.y_test,
-        classes=source.classes,
-        name=" ".join([source.name, name, *cut]),  # runs on other cuts are no seeds of one
-    )
-
-
-def _known(data: str) -> None:
-    if data not in FEDERATIONS and not data.startswith(
-        tuple(prefix for prefix, _ in natural.READERS)
-    ):
-        raise ValueError(
-            f"data must be one of {', '.join([*SOURCES, *FEDERATIONS])}, leaf:PATH or folder:PATH, "
-            f"got {data!r}"
-        )
+    need("classes" not in options, name, f"the options {', '.join(defaults)}", "classes")
+    same: dict[str, Any] = {"classes": s.classes}
+    part = _cut(name, s.y_train, n or 10, test_labels=s.y_test, seed=seed, **same, **options)
+    title = " ".join([s.name, name, *cut])  # runs on other cuts are no seeds of one
+    pools: dict[str, Any] = {"x_test": s.x_test, "y_test": s.y_test}
+    return Federation.from_partition(s.x_train, s.y_train, part, **pools, **same, name=title)
 
 
 def _with_clients(
@@ -136,33 +111,19 @@ def _with_clients(
     n: int | None,
     seed: int,
     root: str | os.PathLike[str] | None,
-    fractions: Mapping[str, float] | None,
-    standardize: bool | None,
-    options: dict[str, Any],
+    options: Mapping[str, Any],
 ) -> Federation:
-    _known(data)
-    if data.startswith("synthetic"):
-        more = (
-            {}
-            if data == "synthetic_quadratic"
-            else {"seed": seed, **({} if n is None else {"n": n})}
-        )
-        make, args = FEDERATIONS[data], {**more, **options}
-    elif data in FEDERATIONS:
-        make, args = FEDERATIONS[data], {"root": root, **options}
-    else:
-        prefix, make = next((p, f) for p, f in natural.READERS if data.startswith(p))
-        args = {"path": data[len(prefix) :], **options}
-    try:
-        fed = make(**args)
-    except TypeError as e:
-        if "unexpected keyword" in str(e):
-            raise ValueError(f"options for {data!r}: {e}") from e
-        raise
-    if n is not None and n != fed.n:
-        if not 1 <= n <= fed.n:
-            raise ValueError(f"n must lie in 1..{fed.n}, the clients of {data!r}, got {n}")
-        fed = fed.subset(range(n))
-    if fractions or (fractions is None and "test" not in fed.index):
-        fed = fed.split_samples(CROSS_SILO if fractions is None else fractions, seed)
-    return fed.standardized() if (data in TABULAR if standardize is None else standardize) else fed
+    """Data that has clients, by what it takes; the first n of them."""
+    prefix = next((p for p in natural.READERS if data.startswith(p)), "")
+    names = ", ".join([*SOURCES, *FEDERATIONS, "leaf:PATH", "folder:PATH"])
+    need(prefix or data in FEDERATIONS, "data", f"one of {names}", data)
+    make = FEDERATIONS.get(data) or partial(natural.READERS[prefix], data[len(prefix) :])
+    own = inspect.signature(make).parameters
+    unknown = sorted(set(options) - set(own))
+    need(not unknown, data, f"the options {', '.join(own)}", ", ".join(unknown))
+    given = {**({} if n is None else {"n": n}), "seed": seed, "root": root}
+    fed = make(**{k: v for k, v in given.items() if k in own}, **options)
+    if n is None or n == fed.n:
+        return fed
+    need(n <= fed.n, "n", f"at most the {fed.n} clients of {data}", n)
+    return fed.subset(range(n))

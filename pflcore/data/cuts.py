@@ -1,65 +1,57 @@
 """What partitions share: checked labels, the one cutter, the result.
 
 A partition says how many samples of each class every client gets; `deal` hands them out. All else,
-shards and groups of clients, is made of its lists.
+shards and groups of clients, is made of its lists. Random choices come from numpy's RandomState,
+whose streams are frozen: a partition with its seed is the same on every machine and in every
+release.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pflcore.check import Kind
-from pflcore.data.ragged import Ints, Ragged, starts
+from pflcore.check import Count, checked, need
+from pflcore.data.ragged import Ints, Ragged
 
 Random = np.random.RandomState
-Weights = Annotated[
-    str | Sequence[float], Kind("a name or a list of proportions", lambda v: hasattr(v, "__iter__"))
-]
-Classes = Annotated[
-    str | Sequence[int], Kind("a name or a list of classes", lambda v: hasattr(v, "__iter__"))
-]
 
 
 @dataclass(frozen=True)
 class Partition:
-    """index: split -> N index lists; relabel [N, C] or None; group [N] where the recipe has groups;
-    notes: sentences for the record."""
+    """Who holds which sample, counted through cat(labels, test_labels)."""
 
-    index: dict[str, list[Tensor]]
-    relabel: Tensor | None = None
-    notes: list[str] = field(default_factory=list)
-    group: Tensor | None = None
+    index: Mapping[str, Sequence[Tensor]]  # split -> N lists
+    relabel: Tensor | None = None  # [N, C]
+    group: Tensor | None = None  # [N], where the recipe has groups of clients
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what was counted on the way
 
 
 @dataclass(frozen=True)
 class Labels:
-    """The labels [n] of each pool, where its samples are counted from, and for whom they are."""
+    """The labels [n] of each pool, how far its samples are counted on, and for whom they are."""
 
-    pools: dict[str, tuple[Ints, int]]  # split -> labels, offset
+    pools: Mapping[str, tuple[Ints, int]]  # split -> labels, offset
     n: int
     classes: int
 
     @classmethod
-    def of(cls, labels: Any, test_labels: Any, n: int, classes: int | None) -> Labels:
+    @checked
+    def of(cls, labels: Any, test_labels: Any, n: Count, classes: Count | None) -> Labels:
         """ValueError where these are no labels, or too few for n clients."""
         train = _labels(labels, "labels")
-        need(n >= 1, f"n must be at least one client, got {n}")
-        need(
-            n <= len(train),
-            f"n must be at most the number of training samples ({len(train)}), got {n}",
-        )
+        need(n <= len(train), "n", f"at most as many as the {len(train)} training samples", n)
         pools = {"train": (train, 0)}
         if test_labels is not None:
             pools["test"] = _labels(test_labels, "test_labels"), len(train)
         top = max(int(y.max()) for y, _ in pools.values())
         classes = top + 1 if classes is None else classes
-        need(top < classes, f"labels must lie in 0..{classes - 1}, got {top}")
+        need(top < classes, "labels", f"labels in 0..{classes - 1}", top)
         return cls(pools, n, classes)
 
     @property
@@ -74,43 +66,15 @@ class Labels:
     def each(self, cut: Callable[[Ints, str], Ragged]) -> dict[str, Ragged]:
         """Every pool cut by `cut(labels, split)`, counted through all pools."""
         lists = {s: (cut(y, s), offset) for s, (y, offset) in self.pools.items()}
-        return {s: Ragged(cut.flat + offset, cut.begin) for s, (cut, offset) in lists.items()}
-
-    def finish(
-        self, index: dict[str, Ragged], notes: Sequence[str] = (), group: Ints | None = None
-    ) -> Partition:
-        """ValueError where a client has nothing to train on."""
-        none = np.flatnonzero(index["train"].size == 0)[:1].tolist()
-        need(
-            not none,
-            f"n must leave every client a training sample, but with n={self.n} client "
-            f"{none and none[0]} gets none: use fewer clients",
-        )
-        lists = {s: list(rows) for s, rows in index.items()}
-        return Partition(
-            lists, None, list(notes), None if group is None else torch.from_numpy(group)
-        )
-
-
-def need(fits: Any, sentence: str) -> None:
-    """ValueError with this sentence where it does not fit."""
-    if not fits:
-        raise ValueError(sentence)
-
-
-def one_of(name: str, value: str, choices: Sequence[str]) -> None:
-    need(value in choices, f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}")
+        return {s: Ragged(cut.flat + offset, cut.size) for s, (cut, offset) in lists.items()}
 
 
 def _labels(labels: Any, name: str) -> Ints:
     a = labels.detach().cpu().numpy() if isinstance(labels, Tensor) else np.asarray(labels)
-    need(
-        a.ndim == 1 and a.size and a.dtype.kind in "iu",
-        f"{name} must be a non-empty list of integer labels, got {a.dtype} of shape "
-        f"{list(a.shape)}",
-    )
-    need(int(a.min()) >= 0, f"{name} must not be negative, got {int(a.min())}")
-    return a.astype(np.int64)
+    fits = a.ndim == 1 and a.size and a.dtype.kind in "iu" and int(a.min()) >= 0
+    need(fits, name, "whole numbers [n] of at least 0", labels)
+    whole: Ints = a.astype(np.int64)
+    return whole
 
 
 def deal(rows: Sequence[Ints], counts: Ints) -> Ragged:
@@ -124,7 +88,7 @@ def deal(rows: Sequence[Ints], counts: Ints) -> Ragged:
     return Ragged.grouped(np.concatenate(dealt), owner, n)
 
 
-def in_proportion(totals: Sequence[int], weights: Any) -> Ints:
+def in_proportion(totals: Sequence[int] | Ints, weights: Any) -> Ints:
     """Counts [C, N] in exact proportion to whole weights [C, N]: total * cumsum // sum, then diff.
 
     Every sample is dealt, but for a class whose weights are all 0. Python's integers: no overflow.
@@ -143,7 +107,7 @@ def even(total: int, parts: int) -> Ints:
 
 def deal_shards(rows: Ints, sizes: Ints, table: Ints) -> Ragged:
     """`rows` [m] in shards of these sizes [S]; client i gets the shards table[i]: [N, k]."""
-    shards = Ragged(torch.from_numpy(rows), starts(torch.from_numpy(sizes)))
+    shards = Ragged(torch.from_numpy(rows), torch.from_numpy(sizes))
     return shards.take(torch.from_numpy(table.ravel())).every(table.shape[1])
 
 
@@ -151,6 +115,13 @@ def cut_in_two(lists: Ragged, first: Callable[[int], int], rng: Random) -> tuple
     """Each client's samples shuffled and cut: the first `first(n_i)` of them, and the others."""
     rows = [torch.from_numpy(rng.permutation(r.numpy())) for r in lists]
     at = [first(len(r)) for r in rows]
-    head = [r[:a] for r, a in zip(rows, at, strict=True)]
-    tail = [r[a:] for r, a in zip(rows, at, strict=True)]
-    return Ragged.of(head), Ragged.of(tail)
+    pairs = [r.tensor_split([a]) for r, a in zip(rows, at, strict=True)]
+    one, two = zip(*pairs, strict=True)
+    return Ragged.of(one), Ragged.of(two)
+
+
+def interleaved(rows: Sequence[Ints]) -> Ints:
+    """The samples of all classes in one order of which every prefix is in their proportion."""
+    rank = np.concatenate([(np.arange(len(r)) + 0.5) / max(len(r), 1) for r in rows])
+    order: Ints = np.concatenate(rows)[np.argsort(rank, kind="stable")]
+    return order

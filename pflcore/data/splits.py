@@ -1,25 +1,27 @@
-"""Motley's two protocols as functions of a federation: clients held out (cross-device) and samples
-held out (cross-silo)."""
+"""The one splitter: samples held out, personalization sets, groups of clients.
+
+A rule says for n samples which of their positions go to which split. Clients with as many samples
+are dealt at once, by one permutation.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from numbers import Integral
-from typing import Annotated, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
-from pflcore.check import Seed32, checked, shown, some
-from pflcore.data.pool import SPLITS, Pool, Scaling
-from pflcore.data.ragged import Ragged, starts
+from pflcore.check import Fraction, Momentum, NonNegative, Seed32, checked, need
+from pflcore.data.ragged import Ragged
+from pflcore.data.samples import SPLITS, Samples, Scaling
 
 Rule = Callable[[int], dict[str, Tensor]]  # of n samples: the positions of each split
-P = TypeVar("P", bound=Pool)  # a federation stays one
-STANDARDIZED = "features standardised by each client's own training statistics"
+Split = Literal["train", "val", "test"]
+HeldOut = Momentum  # a share of samples, below 1
 
 
 class ClientGroups(NamedTuple):
@@ -31,249 +33,199 @@ class ClientGroups(NamedTuple):
     test: Tensor
 
 
-@checked
-def subset(
-    fed: P, clients: Annotated[Sequence[int] | Tensor, some("clients' numbers in a list")]
-) -> P:
-    """Only these clients [S], renumbered 0.. in the given order; the pool is shared."""
-    ids = _ids(fed, clients)
-    index = {s: fed.lists(s).take(torch.tensor(ids)) for s in fed.splits}
-    rows = torch.tensor(ids, device=fed.device)
-    relabel = None if fed.relabel is None else fed.relabel[rows]
-    names = None if fed.names is None else tuple(fed.names[i] for i in ids)
-    scaling = None if fed.scaling is None else Scaling(*(v[torch.tensor(ids)] for v in fed.scaling))
-    truth = {k: v[rows.to(v.device)] for k, v in fed.truth.items()}
-    return replace(fed, index=index, relabel=relabel, truth=truth, names=names, scaling=scaling)
+class Splits(Samples):
+    """A federation's other federations: samples dealt anew, some clients, scaled features."""
 
+    @checked
+    def split(
+        self,
+        *,
+        val: HeldOut = 0.0,
+        test: HeldOut = 0.0,
+        seed: Seed32 = 0,
+        of: Sequence[Split] | None = ("train",),
+    ) -> Self:
+        """Holds out these shares of each client's samples of the splits `of` (None: all): Motley's
+        cross-silo setting.
 
-@checked
-def split_clients(
-    fed: Pool, train: float = 0.8, val: float = 0.1, test: float = 0.1, seed: Seed32 = 13
-) -> ClientGroups:
-    """Split the clients at random (Motley's cross-device setting).
+        Test samples go first, ceil(test * n); then validation, ceil(val / (1 - test) * rest); each
+        by a fresh permutation from `seed`. That is `train_test_split(random_state=seed)` of
+        scikit-learn called twice, as the Motley code does, index for index. A client who would have
+        none left to train on keeps them all. ValueError where no client has enough, or where a
+        split that is to be made exists outside `of`.
+        """
+        need(test + val < 1, "val and test", "shares below 1 together", [val, test])
+        wanted = {"test": test, "val": val / (1 - test)}
+        wanted = {s: share for s, share in wanted.items() if share > 0}
+        outside = [s for s in wanted if s in self.index and of is not None and s not in of]
+        need(not outside, "of", f"{outside} too, which exist, or None for all splits", of)
 
-    Each of ``train``, ``val``, ``test`` is a number of clients (int) or a fraction of them (float);
-    one permutation by ``seed``: its first ids are validation clients, the next test clients, then
-    training clients. Fractions that add up to 1 use every client:
-    validation and test are rounded to the nearest number, training gets the rest.
-    """
-    given = {"train": train, "val": val, "test": test}
-    for key, value in given.items():
-        if not value >= 0:
-            raise ValueError(f"{key} must be a number of clients or a fraction >= 0, got {value}")
-    number = {
-        k: int(v) if isinstance(v, Integral) else math.floor(v * fed.n + 0.5)
-        for k, v in given.items()
-    }
-    if (
-        not isinstance(train, Integral)
-        and abs(sum(v for v in given.values() if not isinstance(v, Integral)) - 1) < 1e-9
-    ):
-        number["train"] = fed.n - number["val"] - number["test"]
-    if sum(number.values()) > fed.n or number["train"] < 1:
-        got = ", ".join(f"{k} {number[k]}" for k in given)
-        raise ValueError(
-            f"train, val and test must share {fed.n} clients with at least one to train, got {got}"
+        def rule(n: int) -> dict[str, Tensor]:
+            rest, dealt = torch.arange(n), {}
+            for split, share in wanted.items():
+                order, cut = permutation(len(rest), seed), math.ceil(share * len(rest))
+                cut = cut if cut < len(rest) else 0
+                dealt[split], rest = rest[order[:cut]], rest[order[cut:]]
+            return {**dealt, "train": rest}
+
+        new = self.dealt(rule, of=of)
+        missing = [s for s in wanted if s not in new.index]
+        need(not missing, "val and test", f"a client with enough samples for {missing}", wanted)
+        return new
+
+    @checked
+    def halves(
+        self,
+        clients: Any = None,
+        seed: Seed32 = 13,
+        of: Sequence[Split] | None = None,
+        scored: Literal["val", "test"] = "test",
+    ) -> Self:
+        """Personalization halves ("train", floor(n / 2)) and evaluation halves (`scored`) of these
+        clients' [S] (None: all clients') samples of the splits `of` (None: all).
+
+        By one permutation from `seed`; they have nothing else then, and the other clients stay.
+        Nothing but scoring may look at an evaluation half. ValueError for a client with fewer than
+        two samples.
+        """
+        ids, size = self._ids(clients), self._joined(of).size
+        few = ids[size[ids] < 2][:5].tolist()
+        need(not few, "clients", "at least 2 samples each, to be halved; leave out", few)
+
+        def rule(n: int) -> dict[str, Tensor]:
+            order = permutation(n, seed)
+            none = dict.fromkeys(("val", "test"), order[:0])
+            return {**none, "train": order[: n // 2], scored: order[n // 2 :]}
+
+        return self.dealt(rule, clients, of)
+
+    @checked
+    def keep(self, fraction: Fraction, clients: Any = None) -> Self:
+        """The first `fraction` of each training list, rounded up: keep(.25) is part of keep(.5).
+        Other splits, and those of clients other than `clients` [S], stay."""
+
+        def rule(n: int) -> dict[str, Tensor]:
+            return {"train": torch.arange(max(1, math.ceil(fraction * n - 1e-9)))}
+
+        return self.dealt(rule, clients, ("train",))
+
+    def dealt(self, rule: Rule, clients: Any = None, of: Sequence[str] | None = None) -> Self:
+        """These clients' [S] samples of the splits `of` (None: all) dealt anew by a rule, a
+        function of their number n -> {split: positions [k] in 0..n-1}.
+
+        What the rule names or deals from is replaced; other splits and other clients stay. A split
+        that is left with no sample at all is none.
+        """
+        ids, lists = self._ids(clients), self._joined(of).take(self._ids(clients))
+        chosen = torch.zeros(self.n, dtype=torch.bool).index_fill(0, ids, True)
+        parts: dict[str, list[tuple[Tensor, Tensor]]] = {s: [] for s in SPLITS}
+        flat = lists.flat.cpu()
+        for n in lists.size.unique().tolist():
+            same = (lists.size == n).nonzero()[:, 0]
+            for split, positions in rule(n).items():
+                rows = flat[lists.begin[same, None] + positions]  # [m, k]
+                parts[split].append((rows.flatten(), ids[same].repeat_interleave(len(positions))))
+        for s in self.splits:
+            replaced = parts[s] or of is None or s in of
+            if not (replaced and clients is None):
+                owner, rows = self.index[s].owner().cpu(), self.index[s].flat.cpu()
+                stay = ~chosen[owner] if replaced else owner >= 0
+                parts[s].append((rows[stay], owner[stay]))
+        index = {s: _grouped(parts[s], self.n) for s in SPLITS if parts[s]}
+        index = {s: v.to(self.device) for s, v in index.items() if len(v.flat) or s == "train"}
+        new = self._with(index=index)
+        new._check_index()  # clients who shared test samples may share training samples now
+        return new
+
+    def subset(self, clients: Any) -> Self:
+        """Only these clients [S], renumbered 0.. in the given order; the pool is shared."""
+        ids = self._ids(clients)
+
+        def rows(t: Tensor) -> Tensor:
+            return t[ids.to(t.device)]
+
+        return self._with(
+            index={s: lists.take(ids) for s, lists in self.index.items()},
+            relabel=None if self.relabel is None else rows(self.relabel),
+            truth={k: rows(v) for k, v in self.truth.items()},
+            names=None if self.names is None else tuple(self.names[i] for i in ids.tolist()),
+            scaling=None if self.scaling is None else Scaling(*map(rows, self.scaling)),
         )
-    order = torch.from_numpy(np.random.RandomState(seed).permutation(fed.n))
-    val_ids, test_ids, train_ids = (
-        order[: number["val"]],
-        order[number["val"] :][: number["test"]],
-        order[number["val"] + number["test"] :],
-    )
-    return ClientGroups(
-        train_ids[: number["train"]].sort().values, val_ids.sort().values, test_ids.sort().values
-    )
+
+    @checked
+    def split_clients(
+        self,
+        train: NonNegative = 0.8,
+        val: NonNegative = 0.1,
+        test: NonNegative = 0.1,
+        seed: Seed32 = 13,
+    ) -> ClientGroups:
+        """Split the clients at random (Motley's cross-device setting): numbers of them (int) or
+        fractions (float).
+
+        One permutation by `seed`: its first ids are validation clients, the next test clients, then
+        training clients. Fractions that add up to 1 use every client: the training group takes what
+        rounding leaves.
+        """
+        given = {"train": train, "val": val, "test": test}
+        shares = [v for v in given.values() if isinstance(v, float)]
+        k = {
+            s: math.floor(v * self.n + 0.5) if isinstance(v, float) else v for s, v in given.items()
+        }
+        if isinstance(train, float) and abs(sum(shares) - 1) < 1e-9:
+            k["train"] = self.n - k["val"] - k["test"]
+        left = self.n - sum(k.values())
+        fit = left >= 0 and k["train"] >= 1
+        need(fit, "train, val and test", f"{self.n} clients in all, one to train at least", k)
+        groups = permutation(self.n, seed).split([k["val"], k["test"], k["train"], left])
+        return ClientGroups(*(groups[i].sort().values for i in (2, 0, 1)))
+
+    def standardize(self) -> Self:
+        """Each client's features by the mean and deviation (ddof 0) of its own *training* samples;
+        a new pool, and `scaling` keeps the statistics.
+
+        A feature that is constant there is shifted only. Statistics of other clients, or of
+        held-out samples, never enter.
+        """
+        plain = self.x.is_floating_point() and self.fields is None
+        need(plain, "x", "floats in one tensor, to be standardized", self.fields or self.x)
+        lists, x = self._joined(None), self.x.clone()
+        shared = int(torch.bincount(lists.flat).max()) > 1
+        need(not shared, "index", "samples of one client each, to be standardized", "shared ones")
+        mean, scale = (torch.empty(self.n, *self.shape, dtype=torch.float64) for _ in range(2))
+        for i, (train, rows) in enumerate(zip(self.index["train"], lists, strict=True)):
+            known = self.x[train].double()
+            m, std = known.mean(0), known.std(0, correction=0)
+            s = torch.where((known == known[0]).all(0), 1.0, std)
+            x[rows] = ((self.x[rows].double() - m) / s).to(x.dtype)
+            mean[i], scale[i] = m, s
+        return self._with(x=x, scaling=Scaling(mean, scale))
+
+    def _ids(self, clients: Any) -> Tensor:
+        """Distinct clients [S], in the given order, on the CPU; None: all."""
+        if clients is None:
+            return torch.arange(self.n)
+        given = clients.cpu() if isinstance(clients, Tensor) else clients
+        ids = np.asarray(given if hasattr(given, "__len__") else [])
+        whole = ids.ndim == 1 and ids.dtype.kind in "iu" and len(ids)
+        fits = whole and ids.min() >= 0 and ids.max() < self.n and len(np.unique(ids)) == len(ids)
+        need(fits, "clients", f"distinct ids in 0..{self.n - 1}, at least one", clients)
+        return torch.from_numpy(ids.astype(np.int64))
+
+    def _joined(self, of: Sequence[str] | None) -> Ragged:
+        """Each client's samples of these splits (None: all) one after the other."""
+        lists = [self.lists(s) for s in (self.splits if of is None else of)]
+        if len(lists) == 1:
+            return lists[0]
+        return _grouped([(v.flat.cpu(), v.owner().cpu()) for v in lists], self.n).to(self.device)
 
 
-@checked
-def halves(
-    fed: P,
-    clients: Sequence[int] | Tensor | None = None,
-    seed: Seed32 = 13,
-    pool: Sequence[str] | None = None,
-) -> P:
-    """Personalization and evaluation halves of these clients' [S] (None: all clients') samples.
-
-    The client's samples of the splits in ``pool`` (None: all it has) are shuffled once by ``seed``;
-    the first floor(n/2) become its "train" list (personalization), the others its "test" list
-    (evaluation); it has no "val". Other clients stay as they are. Nothing but scoring may look at
-    an evaluation half.
-    """
-    ids = torch.tensor(_ids(fed, range(fed.n) if clients is None else clients))
-    mine = _joined(fed, pool).take(ids)
-    for i in (mine.size < 2).nonzero()[:1, 0].tolist():
-        raise ValueError(
-            f"client {int(ids[i])} must have at least 2 samples to be halved, got "
-            f"{int(mine.size[i])}: leave it out (subset)"
-        )
-
-    def rule(n: int) -> dict[str, Tensor]:
-        order = _permutation(n, seed, fed)
-        return {"train": order[: n // 2], "test": order[n // 2 :]}
-
-    new = _dealt(mine, rule)
-    index = {
-        s: fed.lists(s) if s in fed.index else _none(fed, fed.n)
-        for s in SPLITS
-        if s in fed.index or s == "test"
-    }
-    return replace(
-        fed,
-        index={
-            s: _exchanged(lists, ids, new.get(s, _none(fed, len(ids))))
-            for s, lists in index.items()
-        },
-    )
+def _grouped(parts: list[tuple[Tensor, Tensor]], n: int) -> Ragged:
+    """Lists from pieces of samples [m] and their owners [m]."""
+    rows, owner = map(torch.cat, zip(*parts, strict=True))
+    return Ragged.grouped(rows.numpy(), owner.numpy(), n)
 
 
-def keep(fed: P, fraction: float, clients: Sequence[int] | Tensor | None = None) -> P:
-    """The first ``fraction`` of each training list, rounded up: keep(.25) is part of keep(.5).
-    Other splits, and those of clients other than `clients` [S], stay."""
-    if not 0 < fraction <= 1:
-        raise ValueError(f"fraction must be above 0 and at most 1, got {fraction}")
-    lists, size = fed.lists("train"), fed.size()
-    ids = torch.tensor(_ids(fed, range(fed.n) if clients is None else clients))
-    size = size.index_copy(
-        0, ids, (fraction * size[ids].double() - 1e-9).ceil().clamp(min=1).long()
-    )
-    return replace(fed, index={**fed.index, "train": lists.take(torch.arange(fed.n), size)})
-
-
-@checked
-def split_samples(
-    fed: P, fractions: Mapping[str, float], seed: Seed32 = 100, pool: Sequence[str] | None = None
-) -> P:
-    """Split each client's own samples (Motley's cross-silo setting).
-
-    ``fractions``: of "train", "val", "test", adding up to 1. ``pool``: the splits whose samples are
-    divided anew (None: all). Test samples go first, ceil(test * n); then validation, ceil(val / (1
-    - test) * rest); each by a fresh permutation from ``seed``. That is
-    ``train_test_split(random_state=seed)`` of scikit-learn called twice, as the Motley code does,
-    index for index. A client with so few samples that a split would leave it none to train on has
-    none in that split; a note counts them. ValueError where no client has enough.
-    """
-    want = {s: float(fractions.get(s, 0.0)) for s in SPLITS}
-    adds_up = all(v >= 0 for v in want.values()) and abs(sum(want.values()) - 1) <= 1e-9
-    if set(fractions) - set(SPLITS) or not adds_up or want["train"] == 0:
-        raise ValueError(
-            "fractions must be of 'train' (above 0), 'val' and 'test' and add up to 1, got "
-            f"{dict(fractions)}"
-        )
-    shares = {"test": want["test"], "val": want["val"] / (1 - want["test"])}
-    lists, short = _joined(fed, pool), set()
-
-    def rule(n: int) -> dict[str, Tensor]:
-        rest, dealt = torch.arange(n, device=fed.device), {}
-        for split, share in shares.items():
-            if share == 0:
-                continue
-            order, cut = _permutation(len(rest), seed, fed), math.ceil(share * len(rest))
-            if cut >= len(rest):
-                short.add(n)
-                cut = 0
-            dealt[split], rest = rest[order[:cut]], rest[order[cut:]]
-        return {**dealt, "train": rest}
-
-    index = _dealt(lists, rule)
-    small = torch.isin(lists.size, torch.tensor(sorted(short), dtype=torch.int64))
-    if bool(small.all()):
-        raise ValueError(
-            f"every client has too few samples (at most {int(lists.size.max())}) for the fractions "
-            f"{dict(fractions)}"
-        )
-    kept = {s: fed.index[s] for s in fed.splits if pool is not None and s not in pool}
-    if set(kept) & set(index):
-        raise ValueError(
-            f"fractions must not name a split outside pool {list(pool or [])}, got "
-            f"{sorted(set(kept) & set(index))}"
-        )
-    note = (
-        f"{int(small.sum())} of {fed.n} clients have too few samples for every split: they lack "
-        "validation or test samples"
-    )
-    return replace(
-        fed, index={**kept, **index}, notes=[*fed.notes, note] if bool(small.any()) else fed.notes
-    )
-
-
-def standardized(fed: P) -> P:
-    """Each client's features shifted and scaled by its own *training* statistics (ddof 0).
-
-    A feature that is constant on the client's training samples is shifted only. Statistics of other
-    clients, or of held-out samples, never enter.
-    """
-    if not fed.x.is_floating_point() or fed.fields is not None:
-        raise TypeError(f"standardized needs floating inputs, got {fed.fields or fed.x.dtype}")
-    x = fed.x.clone()
-    owner, scaling = torch.full((len(x),), -1, device=x.device), []
-    for i in range(fed.n):
-        rows = torch.cat([fed.index[s][i] for s in fed.splits])
-        if bool(((owner[rows] >= 0) & (owner[rows] != i)).any()):
-            raise ValueError(
-                f"standardized needs samples of one client each, but client {i} shares some with "
-                "another"
-            )
-        owner[rows] = i
-        train = fed.x[fed.index["train"][i]].double()
-        mean, std = train.mean(0), train.std(0, correction=0)
-        scale = torch.where((train == train[0]).all(0), 1.0, std)
-        x[rows] = ((fed.x[rows].double() - mean) / scale).to(x.dtype)
-        scaling.append((mean.cpu(), scale.cpu()))
-    kept = Scaling(*map(torch.stack, zip(*scaling, strict=True)))
-    return replace(fed, x=x, notes=[*fed.notes, STANDARDIZED], scaling=kept)
-
-
-def _ids(fed: Pool, clients: Sequence[int] | Tensor) -> list[int]:
-    given = clients.cpu().numpy() if isinstance(clients, Tensor) else np.asarray(list(clients))
-    ids: list[int] = given.tolist() if given.ndim == 1 and given.dtype.kind in "iu" else []
-    if not ids or min(ids) < 0 or max(ids) >= fed.n or len(set(ids)) != len(ids):
-        raise ValueError(
-            f"clients must be distinct ids in 0..{fed.n - 1}, at least one, got {shown(clients)}"
-        )
-    return ids
-
-
-def _joined(fed: Pool, pool: Sequence[str] | None) -> Ragged:
-    """Each client's samples of these splits (None: all) one after the other."""
-    lists = [fed.lists(s) for s in (fed.splits if pool is None else pool)]
-    if len(lists) == 1:
-        return lists[0]
-    order = torch.cat([one.owner() for one in lists]).sort(stable=True).indices
-    size = torch.stack([one.size for one in lists]).sum(0)
-    return Ragged(torch.cat([one.flat for one in lists])[order], starts(size))
-
-
-def _permutation(n: int, seed: int, fed: Pool) -> Tensor:
-    return torch.from_numpy(np.random.RandomState(seed).permutation(n)).to(fed.device)
-
-
-def _none(fed: Pool, n: int) -> Ragged:
-    return Ragged(
-        torch.empty(0, dtype=torch.int64, device=fed.device), torch.zeros(n + 1, dtype=torch.int64)
-    )
-
-
-def _alike(lists: Ragged) -> Iterator[tuple[Tensor, Tensor]]:
-    """Clients [m] with as many samples, which one permutation serves, and their lists [m,
-    length]."""
-    for n in lists.size.unique().tolist():
-        mine = (lists.size == n).nonzero()[:, 0]
-        yield mine, lists.flat[(lists.begin[mine][:, None] + torch.arange(n)).to(lists.flat.device)]
-
-
-def _dealt(lists: Ragged, rule: Rule) -> dict[str, Ragged]:
-    """Each client's samples dealt by a rule, clients with as many at once."""
-    parts: dict[str, list[tuple[Tensor, Tensor]]] = {}
-    for mine, rows in _alike(lists):
-        for split, positions in rule(rows.shape[1]).items():
-            parts.setdefault(split, []).append((mine, rows[:, positions]))
-    return {s: Ragged.of_parts(len(lists), parts[s]) for s in SPLITS if s in parts}
-
-
-def _exchanged(old: Ragged, ids: Tensor, new: Ragged) -> Ragged:
-    """`old` with the lists `new` for the clients `ids`."""
-    which = torch.arange(len(old)).index_copy(0, ids, len(old) + torch.arange(len(ids)))
-    return Ragged(torch.cat([old.flat, new.flat]), starts(torch.cat([old.size, new.size]))).take(
-        which
-    )
+def permutation(n: int, seed: int) -> Tensor:
+    """numpy's frozen stream: the same on every machine."""
+    return torch.from_numpy(np.random.RandomState(seed).permutation(n))

@@ -186,16 +186,10 @@ class Client:
         return model, replace(clients, buffers=model.pop("batch_norm", clients.buffers))
 
 
-class _Alone(Federation):
-    """A federation of which one client's data are here: its draws are those of its number."""
-
-    def __post_init__(self) -> None:
-        """Nothing is checked: that the others have no samples is no fault."""
-
-
 def alone(one: Federation, number: int, n: int) -> Federation:
-    """The federation of n clients as the client `number` sees it, who has data of its own only."""
-    after = (torch.arange(n + 1) > number).long()  # where lists begin, in lengths of the one
-    index = {k: Ragged(rows[0], len(rows[0]) * after) for k, rows in one.index.items()}
+    """The federation of n clients as the client `number` sees it, who has data of its own only; its
+    draws are those of its number."""
+    mine = (torch.arange(n) == number).long()
+    index = {k: Ragged(rows[0], len(rows[0]) * mine) for k, rows in one.index.items()}
     relabel = None if one.relabel is None else one.relabel.expand(n, -1)
-    return _Alone(one.x, one.y, index, one.classes, relabel, one.name, fields=one.fields)
+    return one._with(index=index, relabel=relabel)

@@ -37,7 +37,6 @@ LONG = 1000  # entries from which a list is no part of a line
 OnRound = Callable[[int, dict[str, Any]], None]
 PARTS = ("model_options", "training", "options")
 # ends the note of a federation that was cut so
-HELD_OUT = "of each client's training samples are held out for validation"
 # times the cohort's median update: honest clients with many times the data of the others stay below
 OUTLIER = 20.0
 CUT = ("data_seed", "train_samples", "test_samples", "val")  # which of the data the run saw
@@ -274,8 +273,8 @@ class Run:
     def held_out(self) -> str:
         """What the method kept from its own training for validation, in words; "" where it trains
         on all samples as others do."""
-        notes = [str(n) for n in self.header.get("notes") or [] if str(n).endswith(HELD_OUT)]
-        return notes[-1].partition(" of ")[0] + " of its training samples held out" if notes else ""
+        share = (self.header.get("facts") or {}).get("held out for validation")
+        return f"{share:.0%} of its training samples held out" if share else ""
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:

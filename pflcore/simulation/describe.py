@@ -54,7 +54,7 @@ def header(run: Any) -> Record:
         "n": data.n,
         "classes": data.classes,
         "size": setting.data.size("train").tolist(),
-        "notes": list(data.notes),
+        "facts": plain(dict(data.facts)),
         "parameters": net.size,
         "rounds": run.rounds,
         "participation": run.participation,
@@ -205,7 +205,7 @@ def facts_of(value: Any) -> Any:  # noqa: PLR0911 (a kind of value each)
 def of_data(data: Federation) -> Record:
     """Which federation it is."""
     content = {
-        f.name: getattr(data, f.name) for f in fields(data) if f.name not in ("name", "notes")
+        f.name: getattr(data, f.name) for f in fields(data) if f.name not in ("name", "facts")
     }
     size = data.size("train").tolist()
     return {

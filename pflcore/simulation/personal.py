@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from pflcore.algorithms.protocol import Algorithm, Changes, Rows, Tensors
 from pflcore.check import Whole, checked, shown
-from pflcore.data.federation import Federation, inputs, tensor
+from pflcore.data.federation import Federation
+from pflcore.data.inputs import inputs, tensor
 from pflcore.data.roles import held_out, one_client
 from pflcore.nn.mode import forward_mode
 from pflcore.simulation.accept import finite_rows

@@ -32,7 +32,7 @@ def data_of(run: Any) -> Federation:
     if split not in data.index:
         raise ValueError(
             f"evaluation.split: the federation has {', '.join(data.index)}, not {split!r}; make it "
-            "with test_fraction=, or split_samples()."
+            "with split(test=0.2)."
         )
     return data
 

@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from pflcore.data.federation import Federation
-from pflcore.data.fields import IGNORED
+from pflcore.data.inputs import IGNORED
 from pflcore.train import memory
 from pflcore.train.losses import CRITERIA, loss_name, spreads
 from pflcore.train.net import Net
@@ -70,7 +70,7 @@ def of_dtypes(net: Net, data: Federation) -> Iterator[str]:
         if t.is_floating_point() and t.dtype != net.dtype:
             yield (
                 f"data: {what} is {t.dtype} and the model's parameters are {net.dtype}; give both "
-                f"one dtype, for example by model.to({t.dtype}) or Federation.from_arrays(..., "
+                f"one dtype, for example by model.to({t.dtype}) or Federation.from_clients(..., "
                 f"dtype={net.dtype})."
             )
 

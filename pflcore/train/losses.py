@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pflcore.data.fields import IGNORED
+from pflcore.data.inputs import IGNORED
 from pflcore.metrics import right
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from pflcore.check import Seed, checked
-from pflcore.data.fields import Fields
+from pflcore.data.inputs import Fields
 from pflcore.nn import Dropout
 from pflcore.nn.mode import context
 from pflcore.train.losses import LOGITS, REGRESSION, Loss, loss_of

@@ -27,7 +27,7 @@ from methods import (
     QFedAvg,
 )
 from parts.motley_algorithms import D64, QUERY, Line, Z, close
-from small import lines, make_setting, served
+from small import lines, make_setting, served, with_test
 
 from pflcore import Clients, Federation, Net, Simulation, Training, evaluate, step
 from pflcore.algorithms import ALGORITHMS, Cohort, FedAvg, Stop
@@ -39,15 +39,17 @@ def half_squared(scores, y):
 
 
 def federation(clients):
-    return Federation.from_arrays(
-        [
-            (torch.tensor(x, dtype=D64).reshape(len(y), -1), torch.tensor(y, dtype=D64))
-            for x, y in clients
-        ],
-        test=[
-            (torch.tensor(x, dtype=D64).reshape(len(y), -1), torch.tensor(y, dtype=D64))
-            for x, y in clients
-        ],
+    return Federation.from_clients(
+        with_test(
+            [
+                (torch.tensor(x, dtype=D64).reshape(len(y), -1), torch.tensor(y, dtype=D64))
+                for x, y in clients
+            ],
+            [
+                (torch.tensor(x, dtype=D64).reshape(len(y), -1), torch.tensor(y, dtype=D64))
+                for x, y in clients
+            ],
+        ),
         dtype=None,
     )
 
@@ -108,7 +110,7 @@ def classes_setting(seed=0, n=4, engine="vmap", rounds=5, val=True, **options):
     training = Training(**{"lr": 0.2, "batch_size": 4, **options})
     return make_setting(
         net,
-        Federation.from_arrays(parts, classes=3),
+        Federation.from_clients(parts, classes=3),
         training,
         rounds,
         engine=engine,
@@ -683,8 +685,8 @@ def test_tuning_without_a_validation_split_is_refused():
 # all of them ----------------------------------------------------------------
 def test_hinge_with_weight_decay_by_hand():
     x = torch.tensor([[1, 0.5], [-0.2, 1.5], [2, 1]], dtype=D64)
-    fed = Federation.from_arrays(
-        [(x, torch.tensor([1, 1, 0]))], test=[(x, torch.tensor([1, 1, 0]))], dtype=None
+    fed = Federation.from_clients(
+        with_test([(x, torch.tensor([1, 1, 0]))], [(x, torch.tensor([1, 1, 0]))]), dtype=None
     )
 
     def model():
@@ -731,7 +733,7 @@ def test_losses_of_many_clients_at_once_are_those_of_each_alone(criterion):
     for n in sizes:
         x = torch.randn(n, 5, generator=gen)
         parts.append((x, torch.randint(0, 3 if labels else 2, (n,), generator=gen)))
-    fed = Federation.from_arrays(parts, classes=3 if labels else 2)
+    fed = Federation.from_clients(parts, classes=3 if labels else 2)
     if labels:
         fed = replace(fed, relabel=torch.stack([torch.randperm(3, generator=gen) for _ in sizes]))
     net = Net(
@@ -782,7 +784,7 @@ def binary(floats=False, width=1):
     x = [3 * torch.randn(20, 6, generator=gen) for _ in range(3)]
     y = [(v[:, :width] > 0).squeeze(1) for v in x]
     labels = [v.float() if floats else v.long() for v in y]
-    return Federation.from_arrays(
+    return Federation.from_clients(
         [{"train": pair, "test": pair} for pair in zip(x, labels, strict=True)]
     )
 
@@ -820,7 +822,7 @@ def test_knnper_mixes_probabilities_of_binary_labels(floats, width):
 def test_knnper_takes_several_targets():
     gen = torch.Generator().manual_seed(0)
     pair = torch.randn(9, 6, generator=gen), torch.randn(9, 2, generator=gen)
-    data = Federation.from_arrays([{"train": pair, "test": pair}])
+    data = Federation.from_clients([{"train": pair, "test": pair}])
     history = Simulation(
         KnnPer(k=1, lam=1.0), lambda: nn.Linear(6, 2), data, Training(lr=0.1), rounds=1
     ).run()
@@ -830,7 +832,7 @@ def test_knnper_takes_several_targets():
 def test_knnper_refuses_probabilities_as_labels():
     gen = torch.Generator().manual_seed(0)
     pair = torch.randn(9, 6, generator=gen), torch.rand(9, 4, generator=gen).softmax(1)
-    data = Federation.from_arrays([{"train": pair, "test": pair}])
+    data = Federation.from_clients([{"train": pair, "test": pair}])
     run = Simulation(
         KnnPer(k=1), lambda: nn.Linear(6, 4), data, Training(lr=0.1), rounds=1, loss="cross_entropy"
     )

@@ -445,9 +445,8 @@ def test_a_simulation_holds_validation_data_out_by_itself(alg):
         5,
         6,
     ]
-    assert run.data.size("test").tolist() == [20, 25, 30] and any(
-        "held out" in note for note in run.header()["notes"]
-    )
+    assert run.data.size("test").tolist() == [20, 25, 30]
+    assert run.header()["facts"] == {"held out for validation": 0.2}
     assert (
         "val" not in data.index
         and Simulation(alg, tiny_model(), run.data, run.training).data is run.data
@@ -621,7 +620,7 @@ def binary(floats=False, width=1):
     x = [3 * torch.randn(20, 6, generator=gen) for _ in range(3)]
     y = [(v[:, :width] > 0).squeeze(1) for v in x]
     labels = [v.float() if floats else v.long() for v in y]
-    return Federation.from_arrays(
+    return Federation.from_clients(
         [{"train": pair, "test": pair} for pair in zip(x, labels, strict=True)]
     )
 
@@ -671,7 +670,7 @@ class Ends(nn.Module):
 @pytest.mark.parametrize("kind", ["tied", "after", "beside", "statistics", "plain"])
 def test_fedrods_head_is_the_last_that_the_model_does(kind):
     x = torch.randn(12, 4)
-    fed = Federation.from_arrays(
+    fed = Federation.from_clients(
         [(x, torch.arange(12) % 3), (x + 1, torch.arange(12) % 3)],
         classes=4 if kind == "tied" else 3,
     )

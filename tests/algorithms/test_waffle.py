@@ -468,12 +468,9 @@ def test_law_10_the_papers_partitions(base):
     labels = torch.arange(10).repeat_interleave(
         torch.tensor([40, 41, 43, 40, 47, 40, 44, 40, 52, 40])
     )
-    left, right = (waffle_partition(labels, 10, base=base, roll=roll) for roll in ("left", "right"))
-    for part in (left, right):
-        # disjoint and exhaustive
-        assert torch.equal(torch.cat(part.index["train"]).sort().values, torch.arange(len(labels)))
-    for i in range(10):
-        assert abs(len(left.index["train"][i]) - len(right.index["train"][-i % 10])) <= 10
+    part = waffle_partition(labels, 10, base=base)
+    # disjoint and exhaustive
+    assert torch.equal(torch.cat(part.index["train"]).sort().values, torch.arange(len(labels)))
     shifts = "A*" if base == "C" else f"{base}*"
     shifted = waffle_partition(labels, 10, base=shifts, shift_seed=1, test_labels=labels).relabel
     assert shifted is not None and torch.equal(shifted[0], torch.arange(10))

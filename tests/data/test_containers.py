@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from doors import folder, leaf
+from small import with_test
 from torch import nn
 
 from pflcore import Evaluation, Federation, Simulation, Training, ops
@@ -23,39 +24,29 @@ X, Y = np.arange(24, dtype=np.float32).reshape(8, 3), np.array([0, 1] * 4)
 )
 def test_arrays_of_any_memory(x):
     for given in (x, x[::-1]):
-        fed = Federation.from_arrays([(given, Y)])
+        fed = Federation.from_clients([(given, Y)])
         assert fed.x.tolist() == given.tolist()
 
 
 @pytest.mark.parametrize("kind", [str, object])
 def test_words_in_an_array_are_named(kind):
-    with pytest.raises(TypeError, match=r"a sample is a .*: turn it into numbers first"):
-        Federation.from_arrays([(X, np.array(["cat", "dog"] * 4, dtype=kind))])
+    with pytest.raises(ValueError, match=r"y of client 0 .*turn images and words into numbers"):
+        Federation.from_clients([(X, np.array(["cat", "dog"] * 4, dtype=kind))])
 
 
 def test_clients_from_a_generator():
-    assert Federation.from_arrays((X, Y) for _ in range(3)).n == 3
-
-
-def test_test_samples_of_ones_own_are_neither_lost_nor_dealt_anew():
-    clients = [{"train": (X, Y), "test": (X, Y)}]
-    with pytest.raises(ValueError, match="client 0 brings test samples of its own: leave test out"):
-        Federation.from_arrays(clients, test=[(X, Y)])
-    with pytest.raises(
-        ValueError, match="client 0 brings test samples of its own: leave test_fraction out"
-    ):
-        Federation.from_arrays(clients, test_fraction=0.5)
+    assert Federation.from_clients((X, Y) for _ in range(3)).n == 3
 
 
 @pytest.mark.parametrize("seed", [None, 1.7, -1, 2**32])
 def test_a_seed_is_one_that_repeats(seed):
-    fed = Federation.from_arrays([(X, Y)])
+    fed = Federation.from_clients([(X, Y)])
     calls = (
-        lambda: fed.split_samples({"train": 0.5, "test": 0.5}, seed=seed),
+        lambda: fed.split(test=0.5, seed=seed, of=None),
         lambda: fed.halves(seed=seed),
         lambda: fed.split_clients(1, 0, 0, seed=seed),
-        lambda: Federation.from_arrays([(X, Y)], test_fraction=0.5, seed=seed),
-        lambda: Federation.from_table(X, Y, Y, test_fraction=0.5, seed=seed),
+        lambda: Federation.from_clients([(X, Y)]).split(test=0.5, seed=seed),
+        lambda: Federation.from_table(X, Y, Y).split(test=0.5, seed=seed),
         lambda: federation_of("mnist5k", seed=seed),
     )
     for call in calls:
@@ -70,28 +61,28 @@ def test_a_seed_is_one_that_repeats(seed):
 )
 def test_clients_are_chosen_by_number(clients):
     with pytest.raises(
-        ValueError, match=r"clients must be distinct ids in 0\.\.1, at least one, got "
+        ValueError, match=r"clients: expected distinct ids in 0\.\.1, at least one, got "
     ):
-        Federation.from_arrays([(X, Y), (X, Y)]).subset(clients)
+        Federation.from_clients([(X, Y), (X, Y)]).subset(clients)
 
 
 def test_numbers_of_numpy_are_numbers():
-    fed = Federation.from_arrays([(X, Y)] * 4)
+    fed = Federation.from_clients([(X, Y)] * 4)
     assert [len(g) for g in fed.split_clients(np.int64(2), np.int64(1), np.int64(1))] == [2, 1, 1]
     assert fed.subset(np.array([2, 0])).n == 2 and fed.subset([torch.tensor(3)]).n == 1
 
 
 def test_a_share_is_what_it_says_in_decimals():
-    fed = Federation.from_arrays([(np.zeros((100, 1), np.float32), np.zeros(100, np.int64))])
+    fed = Federation.from_clients([(np.zeros((100, 1), np.float32), np.zeros(100, np.int64))])
     assert [int(fed.keep(f).size()[0]) for f in (0.07, 0.55, 0.071, 1e-12)] == [7, 55, 8, 1]
 
 
 def test_labels_and_ids_that_cannot_be():
-    with pytest.raises(ValueError, match=r"y must hold labels in 0\.\.1, got -1"):
-        Federation.from_arrays([(X, np.full(8, -1))])
-    with pytest.raises(ValueError, match=r"classes: expected a whole number or 'infer', got 3\.0"):
-        Federation.from_arrays([(X, Y)], classes=3.0)
-    with pytest.raises(ValueError, match="client must hold whole numbers below 2"):
+    with pytest.raises(ValueError, match="y: expected int64 labels in"):
+        Federation.from_clients([(X, np.full(8, -1))])
+    with pytest.raises(ValueError, match="classes: expected a whole number, at least 1 or 'infer'"):
+        Federation.from_clients([(X, Y)], classes=3.0)
+    with pytest.raises(ValueError, match="client: expected a whole number or a string"):
         Federation.from_table(X, Y, np.array([2**63] * 8, dtype=np.uint64))
 
 
@@ -111,21 +102,20 @@ def test_a_header_is_known_and_columns_agree(tmp_path):
     numbered = folder(made(a="0,1,2\n" + rows))
     # pandas numbers the columns of an array
     assert int(numbered.size()[0]) == 2 and numbered.classes == 2
-    with pytest.raises(OSError, match="must hold rows of numbers"):
+    with pytest.raises(OSError, match="expected rows of numbers"):
         folder(made(a=",2.5,0\n" + rows))
     with pytest.raises(
         ValueError,
-        match=r"b\.csv must have the columns of .*a\.csv in the same order "
-        r"\(f, g, y\), got g, f, y",
+        match=r"b\.csv: expected the columns of other files, \('f', 'g', 'y'\), got \('g', 'f'",
     ):
         folder(made(a="f,g,y\n" + rows, b="g,f,y\n" + rows))
-    with pytest.raises(OSError, match="must be text in UTF-8"):
+    with pytest.raises(OSError, match="expected rows of numbers in UTF-8"):
         folder(made(a="é,g,y\n".encode("latin-1") + rows.encode()))
 
 
 def test_arrays_in_a_file_are_numbers(tmp_path):
     np.savez(tmp_path / "a.npz", x=X, y=np.array(["cat"] * 8))
-    with pytest.raises(OSError, match="must hold arrays of numbers, got <U3 in y"):
+    with pytest.raises(OSError, match="expected arrays of numbers x and y"):
         folder(tmp_path)
 
 
@@ -146,19 +136,15 @@ def test_an_argument_of_another_kind_is_one_sentence():
     for words, call in (
         (
             "dtype: expected a torch.dtype, got 'float32'",
-            lambda: Federation.from_arrays([pair], dtype="float32"),
+            lambda: Federation.from_clients([pair], dtype="float32"),
         ),
         (
-            "test: expected each client's data in a list, got 3",
-            lambda: Federation.from_arrays([pair], test=3),
-        ),
-        (
-            "clients: expected clients' numbers in a list, got 0",
-            lambda: Federation.from_arrays([pair]).subset(0),
+            "clients: expected distinct ids in 0..0, at least one, got 0",
+            lambda: Federation.from_clients([pair]).subset(0),
         ),
         ("value: expected a finite number, got None", lambda: padded([[5, 6], [8]], value=None)),
         (
-            "value: expected a whole number to fill up whole numbers, got 0.5",
+            "value: expected a whole number, as the sequences are, got 0.5",
             lambda: padded([[5, 6], [8]], value=0.5),
         ),
         (
@@ -202,7 +188,7 @@ def test_no_engine_trains_an_embedding_on_its_padding():
     def model():
         return nn.Sequential(nn.Embedding(30, 8, padding_idx=0), nn.Flatten(), nn.Linear(72, 2))
 
-    data = Federation.from_arrays(
+    data = Federation.from_clients(
         [{"train": client(), "test": client()} for _ in range(6)], classes=2
     )
     history = Simulation("fedavg", model, data, Training(lr=0.5, batch_size=5), rounds=2).run()
@@ -211,9 +197,11 @@ def test_no_engine_trains_an_embedding_on_its_padding():
 
 @pytest.mark.parametrize("name", ["client", "clients", "round", "seed"])
 def test_a_metric_is_not_called_like_a_column_of_the_record(name):
-    data = Federation.from_arrays(
-        [(torch.randn(4, 2), torch.arange(4) % 2)] * 2,
-        test=[(torch.randn(4, 2), torch.arange(4) % 2)] * 2,
+    data = Federation.from_clients(
+        with_test(
+            [(torch.randn(4, 2), torch.arange(4) % 2)] * 2,
+            [(torch.randn(4, 2), torch.arange(4) % 2)] * 2,
+        )
     )
     with pytest.raises(ValueError, match=f"metrics: '{name}' is recorded anyway"):
         Simulation(
@@ -230,7 +218,7 @@ def test_one_token_a_sample_and_a_padding_row():
         (torch.randint(0, 5, (12,), generator=gen), torch.randint(0, 2, (12,), generator=gen))
         for _ in range(3)
     ]
-    data = Federation.from_arrays(parts, test=parts, classes=2)
+    data = Federation.from_clients(with_test(parts, parts), classes=2)
     model = nn.Sequential(nn.Embedding(5, 4, padding_idx=0), nn.Linear(4, 2))
     assert (
         Simulation("fedavg", model, data, Training(lr=0.1), rounds=1)
@@ -247,4 +235,4 @@ def test_a_dataset_is_read_by_its_own_getitem():
             x, y = super().__getitem__(i)
             return x + 100, y
 
-    assert Federation.from_datasets([Moved(torch.randn(10, 3), torch.arange(10) % 2)]).x.mean() > 90
+    assert Federation.from_clients([Moved(torch.randn(10, 3), torch.arange(10) % 2)]).x.mean() > 90

@@ -31,12 +31,9 @@ def mnist_labels(kind):
 
 
 GOLDEN = {
-    ("A", "left"): [5996, 6000, 5999, 6001, 6001, 5998, 6000, 6000, 5999, 6006],
-    ("A", "right"): [5996, 6000, 5999, 6001, 6001, 5998, 6000, 6000, 5999, 6006],
-    ("B", "left"): [6186, 6144, 6115, 5997, 5996, 5864, 5861, 5829, 5838, 6170],
-    ("B", "right"): [6186, 6169, 5838, 5827, 5862, 5863, 5996, 5998, 6116, 6145],
-    ("C", "left"): [5758, 5834, 6028, 6133, 6281, 6089, 6036, 5968, 5996, 5877],
-    ("C", "right"): [5758, 5873, 5996, 5967, 6035, 6089, 6281, 6134, 6030, 5837],
+    "A": [5996, 6000, 5999, 6001, 6001, 5998, 6000, 6000, 5999, 6006],
+    "B": [6186, 6144, 6115, 5997, 5996, 5864, 5861, 5829, 5838, 6170],
+    "C": [5758, 5834, 6028, 6133, 6281, 6089, 6036, 5968, 5996, 5877],
 }
 STEPS = {  # ceil(n_i / 32)
     "A": [188] * 10,
@@ -59,13 +56,12 @@ ALICE_TEST = {
 def test_counts_of_the_waffle_paper_on_mnist(kind):
     y, yt = mnist_labels(kind)
     both = torch.cat([torch.as_tensor(y), torch.as_tensor(yt)])
-    for (base, roll), want in GOLDEN.items():
-        part = partition(base, y, 10, test_labels=yt, roll=roll, seed=3)
-        assert sizes(part) == want, (base, roll)
+    for base, want in GOLDEN.items():
+        part = partition(base, y, 10, test_labels=yt, seed=3)
+        assert sizes(part) == want, base
         assert counts(part, both, "train")[0] == ALICE[base]
         assert counts(part, both, "test")[0] == ALICE_TEST[base]
-        if roll == "left":
-            assert [-(-s // 32) for s in sizes(part)] == STEPS[base]
+        assert [-(-s // 32) for s in sizes(part)] == STEPS[base]
     assert [sum(ALICE_TEST[b]) for b in "ABC"] == [996, 1038, 946]
 
 
@@ -88,15 +84,14 @@ class_counts = st.lists(st.integers(1, 60), min_size=10, max_size=10)
     class_counts,
     st.integers(1, 33),
     st.sampled_from("ABC"),
-    st.sampled_from(["left", "right"]),
     st.integers(0, 5),
 )
-def test_waffle_is_disjoint_exhaustive_and_in_proportion(have, n, base, roll, seed):
+def test_waffle_is_disjoint_exhaustive_and_in_proportion(have, n, base, seed):
     y = labels_with(have, seed)
     try:
-        part = waffle(y, n, base=base, roll=roll, seed=seed, test_labels=y)
+        part = waffle(y, n, base=base, seed=seed, test_labels=y)
     except ValueError as e:  # few samples, many agents
-        assert "gets none" in str(e) or "at most the number" in str(e)
+        assert str(e).startswith("n: expected ")
         return
     rows = torch.cat(part.index["train"]).tolist()
     assert len(set(rows)) == len(rows)
@@ -106,7 +101,7 @@ def test_waffle_is_disjoint_exhaustive_and_in_proportion(have, n, base, roll, se
             [
                 {"A": [1] * 10, "B": [1, 1, 1, 1] + [0] * 6, "C": [0, 0, 0, 1, 2, 4, 2, 1, 0, 0]}[
                     base
-                ][(t + (i if roll == "left" else -i)) % 10]
+                ][(t + i) % 10]
                 for t in range(10)
             ]
             for i in range(n)
@@ -119,7 +114,7 @@ def test_waffle_is_disjoint_exhaustive_and_in_proportion(have, n, base, roll, se
     want = weight * np.array(have) / np.maximum(column, 1)
     assert (np.abs(got.numpy() - want) < 1 + 1e-9).all()
     unused = [int(t) for t in np.flatnonzero(~used)]
-    assert (str(unused) in part.notes[0]) if unused else part.notes == []
+    assert part.facts == ({"unused classes": unused} if unused else {})
     # the test set is cut by the same fractions, in pool order
     test = torch.tensor(counts(part, np.concatenate([y, y]), "test"))
     assert torch.equal(test, got)
@@ -127,16 +122,6 @@ def test_waffle_is_disjoint_exhaustive_and_in_proportion(have, n, base, roll, se
         ((r[1:] > r[:-1]) | (y[r[1:] - len(y)] != y[r[:-1] - len(y)])).all()
         for r in (x.numpy() for x in part.index["test"])
     )
-
-
-@given(class_counts, st.integers(1, 3), st.sampled_from("ABC"))
-def test_left_and_right_are_the_same_agents_mirrored(have, k, base):
-    y, n = labels_with(have), 10 * k
-    left, right = (waffle(np.repeat(y, 10 * k), n, base=base, roll=r) for r in ("left", "right"))
-    y = np.repeat(y, 10 * k)
-    a, b = (np.array(counts(p, y, "train")) for p in (left, right))
-    mirror = [(-i) % 10 + 10 * (i // 10) for i in range(n)]
-    assert np.abs(a - b[mirror]).max() <= 1  # rounding only
 
 
 def test_seeds_differ_and_the_test_set_does_not():
@@ -217,7 +202,7 @@ def test_dirichlet_same_proportions_on_the_test_pool():
     both = np.concatenate([y, yt])
     a, b = (np.array(counts(part, both, s)) for s in ("train", "test"))
     assert np.abs(a / 2 - b).max() <= 1.5
-    assert "was accepted" in part.notes[0]
+    assert not part.facts["moved samples"]
 
 
 def test_dirichlet_alpha_and_the_number_of_classes_per_client():
@@ -228,16 +213,16 @@ def test_dirichlet_alpha_and_the_number_of_classes_per_client():
 
 def test_dirichlet_falls_back_and_says_so():
     y = labels_with([600] * 10)
-    kwargs = {"alpha": 0.05, "min_size": 40, "max_redraws": 3, "seed": 1}
+    kwargs = {"alpha": 0.05, "min_size": 40, "seed": 1}
     part = partition("practical2", y, 100, **kwargs)
     total = np.array(sizes(part)) + np.array(sizes(part, "test"))
     assert total.min() == 40 and total.sum() == 6000
-    assert "none of 3 draws" in part.notes[0] and "were moved" in part.notes[0]
+    assert part.facts["draws"] == 100 and part.facts["moved samples"] > 0
     again = partition("practical2", y, 100, **kwargs)
     assert all(
         torch.equal(p, q) for p, q in zip(part.index["train"], again.index["train"], strict=True)
     )
-    assert "was accepted" in partition("practical2", y, 5).notes[0]
+    assert not partition("practical2", y, 5).facts["moved samples"]
     same = partition("dirichlet", y, 100, test_labels=labels_with([30] * 10), **kwargs)
     assert min(sizes(same)) == 40 and min(sizes(same, "test")) >= 1
 
@@ -245,13 +230,11 @@ def test_dirichlet_falls_back_and_says_so():
 def test_dirichlet_gives_everybody_a_test_sample():
     y, few = labels_with([600] * 10), labels_with([1] * 10)
     for seed in range(5):
-        part = partition(
-            "dirichlet", y, 10, alpha=0.1, test_labels=few, min_size=1, max_redraws=5, seed=seed
-        )
+        part = partition("dirichlet", y, 10, alpha=0.1, test_labels=few, min_size=1, seed=seed)
         # moved one by one, never from a client that has only one
         assert sizes(part, "test") == [1] * 10
         # a draw that leaves a client untested is not accepted
-        assert "none of 5 draws" in part.notes[0]
+        assert part.facts["draws"] == 100
 
 
 def test_dirichlet_pooled_split_is_four_to_one_and_all_equal_min_size_terminates():
@@ -259,7 +242,7 @@ def test_dirichlet_pooled_split_is_four_to_one_and_all_equal_min_size_terminates
     part = partition("practical2", y, 10)
     for a, b in zip(sizes(part), sizes(part, "test"), strict=True):
         assert a == int(0.8 * (a + b) + 1e-9)
-    tight = partition("dirichlet", y, 10, alpha=0.1, min_size=100, max_redraws=1)
+    tight = partition("dirichlet", y, 10, alpha=0.1, min_size=100)
     assert sizes(tight) == [100] * 10
 
 
@@ -298,7 +281,7 @@ def test_exact_k_laws(n, k, have, seed):
         q = min(supply[c] // owners[c] for c in range(10) if owners[c])
         assert set(got[got > 0].tolist()) == {q}  # the same amount of every class, for everybody
         spare = sum(supply) - int(got.sum())
-        assert not spare or any(f"{spare} {split} samples" in note for note in part.notes)
+        assert part.facts.get(f"unused {split} samples", 0) == spare
     train, test = (np.array(counts(part, both, s)) > 0 for s in ("train", "test"))
     assert (train == test).all()
 
@@ -306,7 +289,7 @@ def test_exact_k_laws(n, k, have, seed):
 def test_mnist_runs_dry_and_says_so():
     part = partition("practical1", labels_with(MNIST), 20)
     assert sizes(part) == [3000] * 20
-    assert "ran dry" in part.notes[0]
+    assert part.facts["train samples of other classes"] > 0
 
 
 def test_official_sizes_when_the_groups_do_not_divide():
@@ -320,100 +303,66 @@ def test_official_sizes_when_the_groups_do_not_divide():
 # -- bad input ---------------------------------------------------------------
 
 Y = labels_with([20] * 10)
-BAD = [
-    ("A", {"n": 0}, "n must be at least one client, got 0"),
-    ("A", {"n": 201}, "n must be at most the number of training samples (200), got 201"),
-    ("A", {"roll": "up"}, "roll must be 'left' or 'right', got 'up'"),
-    ("A", {"sizes": "D"}, "sizes must be one of ['A', 'B', 'C'] or a list of proportions, got 'D'"),
-    ("A", {"sizes": [1, "x"]}, "sizes must be proportions above 0, got [1, 'x']"),
-    ("A", {"sizes": [1, 0]}, "sizes must be proportions above 0, got [1, 0]"),
-    ("A", {"seed": -1}, "seed: expected a whole number from 0 to 2**32 - 1, got -1"),
-    (
-        "A",
-        {"labels": [0.5]},
-        "labels must be a non-empty list of integer labels, got float64 of shape [1]",
-    ),
-    ("A", {"labels": []}, "labels must be a non-empty list"),
-    ("A", {"labels": [-1, 2]}, "labels must not be negative, got -1"),
-    ("A", {"classes": 5}, "labels must lie in 0..4, got 9"),
-    ("A", {"n": 100, "labels": [0, 1] * 60}, "n must leave every client a training sample"),
-    (
-        "B",
-        {"labels": [0, 1, 2], "n": 2},
-        "partition B is defined for 10 classes, got 3: use A, iid or dirichlet",
-    ),
-    ("Z", {}, "partition must be one of A, B, C, A*, B*, iid"),
-    (
-        "iid",
-        {"alpha": 1},
-        "partition iid takes the options sizes, test_labels, seed, classes, got alpha",
-    ),
-    ("dirichlet", {"alpha": 0}, "alpha: expected a finite number above 0, got 0"),
-    ("dirichlet", {"alpha": float("nan")}, "alpha: expected a finite number above 0, got nan"),
-    ("dirichlet", {"mode": "x"}, "mode must be 'same_proportions' or 'pooled_split', got 'x'"),
-    (
-        "dirichlet",
-        {"min_size": 50},
-        "min_size must leave enough for 10 clients of 200 samples, got 50",
-    ),
-    ("dirichlet", {"max_redraws": 0}, "max_redraws: expected a whole number, at least 1, got 0"),
-    (
-        "dirichlet",
-        {"train_fraction": 0.7},
-        "train_fraction plays no part in mode 'same_proportions', got 0.7",
-    ),
-    ("dirichlet", {"train_fraction": 1.0}, "train_fraction must lie between 0 and 1, got 1.0"),
-    (
-        "dirichlet",
-        {"test_labels": [0, 1]},
-        "n must be at most the number of test samples (2), got 10",
-    ),
-    ("pathological", {"k": 0}, "k: expected a whole number, at least 1, got 0"),
-    (
-        "pathological",
-        {"k": 11, "mode": "exact_k"},
-        "k must be at most the number of classes (10), got 11",
-    ),
-    (
-        "pathological",
-        {"mode": "exact_k", "n": 150, "k": 2},
-        "class 0 has 20 train samples for 30 owners: use fewer clients or a smaller k",
-    ),
-    ("pathological", {"k": 30}, "k must leave 10 clients non-empty shards of 200 samples, got 30"),
-    ("practical1", {"groups": 11}, "groups must lie in 1..10 (the clients), got 11"),
-    ("practical1", {"share": 1.5}, "share: expected a number from 0 to 1, got 1.5"),
-    ("practical1", {"dominant": 0}, "dominant: expected a whole number, at least 1, got 0"),
-    ("practical1", {"mode": "x"}, "mode must be 'paper' or 'official', got 'x'"),
-    ("practical1", {"groups": 2.5}, "groups: expected a whole number, at least 1, got 2.5"),
-    ("pathological", {"k": 2.0}, "k: expected a whole number, at least 1, got 2.0"),
-    ("dirichlet", {"alpha": "0.5"}, "alpha: expected a finite number above 0, got '0.5'"),
-    ("dirichlet", {"min_size": 2.7}, "min_size: expected a whole number, at least 1, got 2.7"),
-    ("unimodal", {"z": 0}, "z: expected a whole number, at least 1, got 0"),
-    ("multimodal", {"minority": 3}, "minority: expected a name or a list of classes, got 3"),
-    ("iid", {"sizes": 3}, "sizes: expected a name or a list of proportions, got 3"),
-    ("iid", {"seed": 1.7}, "seed: expected a whole number from 0 to 2**32 - 1, got 1.7"),
+BAD = [  # and what the sentence is about
+    ("A", {"n": 0}, "n"),
+    ("A", {"n": 201}, "n"),
+    ("A", {"sizes": "D"}, "sizes"),
+    ("A", {"sizes": [1, "x"]}, "sizes"),
+    ("A", {"sizes": [1, 0]}, "sizes"),
+    ("A", {"seed": -1}, "seed"),
+    ("A", {"labels": [0.5]}, "labels"),
+    ("A", {"labels": []}, "labels"),
+    ("A", {"labels": [-1, 2]}, "labels"),
+    ("A", {"classes": 5}, "labels"),
+    ("A", {"n": 100, "labels": [0, 1] * 60}, "n"),
+    ("B", {"labels": [0, 1, 2], "n": 2}, "partition"),
+    ("Z", {}, "partition"),
+    ("iid", {"alpha": 1}, "partition iid"),
+    ("iid", {"sizes": 3}, "sizes"),
+    ("iid", {"seed": 1.7}, "seed"),
+    ("dirichlet", {"alpha": 0}, "alpha"),
+    ("dirichlet", {"alpha": float("nan")}, "alpha"),
+    ("dirichlet", {"mode": "x"}, "mode"),
+    ("dirichlet", {"min_size": 50}, "min_size"),
+    ("dirichlet", {"min_size": 2.7}, "min_size"),
+    ("dirichlet", {"train_fraction": 0.7}, "train_fraction"),
+    ("dirichlet", {"train_fraction": 1.0}, "train_fraction"),
+    ("dirichlet", {"test_labels": [0, 1]}, "n"),
+    ("pathological", {"k": 0}, "k"),
+    ("pathological", {"k": 11, "mode": "exact_k"}, "k"),
+    ("pathological", {"mode": "exact_k", "n": 150, "k": 2}, "k and n"),
+    ("pathological", {"k": 30}, "k"),
+    ("practical1", {"groups": 11}, "groups"),
+    ("practical1", {"groups": 2.5}, "groups"),
+    ("practical1", {"share": 1.5}, "share"),
+    ("practical1", {"dominant": 0}, "dominant"),
+    ("practical1", {"mode": "x"}, "mode"),
+    ("unimodal", {"z": 0}, "z"),
+    ("unimodal", {"test": 1.0}, "test"),
+    ("unimodal", {"train": 0}, "train"),
+    ("multimodal", {"minority": 3}, "minority"),
+    ("multimodal", {}, "minority_clients"),
+    ("multimodal", {"n": 30, "minority": "letters"}, "minority"),
+    ("multimodal", {"n": 30, "minority": [1, 12]}, "minority"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "message"), BAD, ids=[f"{b[0]}-{'-'.join(b[1])}" for b in BAD]
+    ("name", "change", "about"), BAD, ids=[f"{b[0]}-{'-'.join(b[1])}" for b in BAD]
 )
-def test_bad_input_is_one_sentence(name, change, message):
+def test_bad_input_is_one_sentence(name, change, about):
     arguments = {"labels": Y, "n": 10} | change
-    with pytest.raises(ValueError) as e:
+    with pytest.raises(ValueError, match=rf"^{about}: expected [^\n]+, got [^\n]+\.$"):
         partition(name, arguments.pop("labels"), arguments.pop("n"), **arguments)
-    assert message in str(e.value) and "\n" not in str(e.value)
 
 
 def test_options_are_listed_with_their_defaults():
-    assert options_of("A") == {"roll": "left", "sizes": None, "shuffle": True}
+    assert options_of("A") == {"sizes": None, "shuffle": True}
     assert options_of("B*")["shift_seed"] == 0
     assert options_of("practical2")["alpha"] == 0.1 and options_of("dirichlet")["alpha"] == 0.5
 
 
 def test_classes_without_a_shard_are_noted():
     part = partition("unimodal", Y, 2, z=2)
-    assert part.notes == [
-        "120 training samples are unused: there are fewer shards (4) than classes (10)"
-    ]
-    assert partition("unimodal", Y, 10, z=2).notes == []
+    assert part.facts == {"unused train samples": 120}
+    assert partition("unimodal", Y, 10, z=2).facts == {}

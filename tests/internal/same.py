@@ -55,9 +55,14 @@ def parts(shape, sizes, classes=3, seed=0, tokens=0):
     return out
 
 
+def with_test(train, test):
+    return [{"train": a, "test": b} for a, b in zip(train, test, strict=True)]
+
+
 def federation(shape, sizes=(24, 17, 40, 9, 33, 24, 12, 50), **options):
-    return Federation.from_arrays(
-        parts(shape, sizes, **options), test=parts(shape, [15] * len(sizes), **options), classes=3
+    return Federation.from_clients(
+        with_test(parts(shape, sizes, **options), parts(shape, [15] * len(sizes), **options)),
+        classes=3,
     )
 
 
@@ -178,7 +183,7 @@ def with_a_nan():
     data[2][1][:] = 0
     data[2][0][:] *= 1e30
     return play(
-        "scaffold", data=Federation.from_arrays(data, test=parts((8,), [10] * 5), classes=3)
+        "scaffold", data=Federation.from_clients(with_test(data, parts((8,), [10] * 5)), classes=3)
     )
 
 

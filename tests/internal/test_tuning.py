@@ -63,7 +63,7 @@ def sentence(error):
 
 
 def test_tuning_takes_names_and_functions_and_refuses_what_changes_nothing(data):
-    p = cross_silo(data, {"train": 0.6, "val": 0.2, "test": 0.2})
+    p = cross_silo(data, val=0.2, test=0.2)
     tuned = tune(
         p,
         lambda: nn.Linear(5, 3),

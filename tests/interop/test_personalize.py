@@ -8,6 +8,7 @@ import pytest
 import torch
 from methods import Ensemble, FedAMP
 from parts.personalize import N, P, rows
+from small import with_test
 from torch import nn
 
 from pflcore import Federation, Net, Simulation, Training, pairwise_sqdist, personalize
@@ -210,7 +211,7 @@ def at_zero():
 
 def test_an_ensemble_starts_where_fedavg_does():
     """A model that starts at zero does so in each of the k runs."""
-    data = Federation.from_arrays(PARTS, test=PARTS, classes=2)
+    data = Federation.from_clients(with_test(PARTS, PARTS), classes=2)
     assert (
         not Simulation(Ensemble(k=3), at_zero, data, Training(), rounds=1).state.server["x"].any()
     )

@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from small import with_test
 from torch import nn
 
 import pflcore
@@ -239,7 +240,7 @@ def resident():
     ("defence", "least"), [("krum", 5), ("multi_krum", 5), ("trimmed_mean", 3)]
 )
 def test_a_client_that_is_not_finite_ends_no_defended_run(defence, least):
-    data = Federation.from_arrays(PARTS[:least], test=PARTS[:least])
+    data = Federation.from_clients(with_test(PARTS[:least], PARTS[:least]))
     algorithm = FedAvg(defence=defence, hostile=1)
     bad = {"attack": "scale", "clients": [least - 1], "strength": 1e39}
     history = Simulation(

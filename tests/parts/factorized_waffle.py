@@ -28,7 +28,7 @@ def federation(sizes=(9, 20, 31), seed=4):
         clients.append(
             {"train": (x[:n], (y[:n] + i % 2) % 3), "test": (x[n:], (y[n:] + i % 2) % 3)}
         )
-    return Federation.from_arrays(clients, classes=3, dtype=None)
+    return Federation.from_clients(clients, classes=3, dtype=None)
 
 
 def setting(data=None, engine="vmap", ranks=(4, 3), **training):

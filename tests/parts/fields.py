@@ -50,8 +50,8 @@ def sequences(n, gen):
 def federation(per_step, clients=4):
     gen = torch.Generator().manual_seed(3)
     made = [sequences(8 + 3 * i, gen) for i in range(clients)]
-    return Federation.from_arrays(
-        [(x, steps if per_step else y) for x, y, steps in made], test_fraction=0.25
+    return Federation.from_clients([(x, steps if per_step else y) for x, y, steps in made]).split(
+        test=0.25
     )
 
 

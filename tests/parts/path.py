@@ -19,7 +19,7 @@ def federation(shape=(6,), y=None, tokens=False):
         )
         target = torch.randint(0, 4, (n,), generator=gen) if y is None else y(gen, n)
         clients.append({"train": (x, target), "test": (x[:4] + 0, target[:4])})
-    return Federation.from_arrays(clients)
+    return Federation.from_clients(clients)
 
 
 class Own(nn.Module):

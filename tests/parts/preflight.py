@@ -12,6 +12,6 @@ def federation(x=None, y=None, sizes=(8, 8, 8), **options):
     x = torch.randn(total, 6, generator=GEN) if x is None else x
     y = torch.arange(total) % 4 if y is None else y
     pairs = zip(x.split(list(sizes)), y.split(list(sizes)), strict=True)
-    return Federation.from_arrays(
+    return Federation.from_clients(
         [{"train": (x, y), "test": (x[:2], y[:2])} for x, y in pairs], **options
     )

@@ -15,7 +15,7 @@ def federation(n=12, seed=0, size=20, relabel=False):
     for i in range(n):
         x = torch.randn(size + i, 4, generator=gen)
         parts.append((x, x[:, :3].argmax(1) if i % 2 else x[:, 1:].argmax(1)))
-    fed = Federation.from_arrays(parts, classes=3)
+    fed = Federation.from_clients(parts, classes=3)
     return (
         replace(fed, relabel=torch.stack([torch.randperm(3, generator=gen) for _ in range(n)]))
         if relabel

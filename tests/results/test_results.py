@@ -11,7 +11,7 @@ import pytest
 import torch
 from parts.results import N, a_run, cells, line, write
 from parts.user import simulation
-from small import grouped
+from small import grouped, with_test
 from torch import nn
 
 from pflcore import (
@@ -258,9 +258,7 @@ def test_a_run_that_stopped_says_so():
 
 
 def test_what_a_method_held_out_stands_in_its_row():
-    lines = a_run(
-        "fedfomo", notes=["20% of each client's training samples are held out for validation"]
-    )
+    lines = a_run("fedfomo", facts={"held out for validation": 0.2})
     text = report.table(group([*a_run(), *lines]))
     assert (
         cells(text, "fedfomo")["note"] == "20% of its training samples held out"
@@ -380,7 +378,7 @@ def federation(seed):
         (torch.randn(12, 3, generator=gen), torch.randint(0, 2, (12,), generator=gen))
         for _ in range(3)
     ]
-    return Federation.from_arrays(parts, test=parts, classes=2)
+    return Federation.from_clients(with_test(parts, parts), classes=2)
 
 
 def lines(data, seed, model=lambda: nn.Linear(3, 2), **options):

@@ -10,7 +10,7 @@ import torch
 from doors import synthetic_clusters
 from methods import FedAvgM, Waffle
 from parts.attacks import BAD, N, defence, run
-from small import images, swept, tiny_model
+from small import images, swept, tiny_model, with_test
 from torch import nn
 
 from pflcore import ALGORITHMS, FedAvg, Simulation
@@ -107,7 +107,7 @@ def test_an_adversary_that_cannot_be(data, options, words):
 
 def test_numbers_have_no_labels_to_flip():
     parts = [(torch.randn(8, 2), torch.randn(8)) for _ in range(3)]
-    numbers = Federation.from_arrays(parts, test=parts)
+    numbers = Federation.from_clients(with_test(parts, parts))
     with pytest.raises(ValueError, match=r"^adversary: label_flip needs labels") as e:
         run(numbers, model=lambda: nn.Linear(2, 1), adversary=Adversary("label_flip", [1]))
     sentence(e)

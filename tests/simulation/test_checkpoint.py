@@ -19,7 +19,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from parts.checkpoint import DATA, OPTIONS, TRAINING, broken_off, make, saved
-from small import SIX, grouped, images, swept, tiny_model
+from small import SIX, grouped, images, swept, tiny_model, with_test
 from torch import nn
 
 from examples import examples
@@ -726,7 +726,7 @@ def test_what_a_link_points_to_is_not_written_over(tmp_path):
 
 def test_what_a_callback_adds_to_a_record_is_kept(tmp_path):
     parts = [(torch.randn(6, 2), torch.arange(6) % 2) for _ in range(2)]
-    data = Federation.from_arrays(parts, test=parts)
+    data = Federation.from_clients(with_test(parts, parts))
 
     def more(round, record):
         record["gap"], record["many"], record["row"] = np.float32(0.5), np.arange(2), torch.ones(2)
@@ -744,7 +744,7 @@ def test_what_a_callback_adds_to_a_record_is_kept(tmp_path):
 def test_a_full_disk_is_a_sentence_and_no_killed_process(tmp_path, monkeypatch):
     """A mapped file that cannot grow ends the process (SIGBUS)."""
     parts = [(torch.randn(6, 2), torch.arange(6) % 2) for _ in range(3)]
-    data = Federation.from_arrays(parts, test=parts)
+    data = Federation.from_clients(with_test(parts, parts))
     run = Simulation(
         "ditto", nn.Linear(2, 2), data, Training(lr=0.1), rounds=2, hardware=Hardware(rows=tmp_path)
     )

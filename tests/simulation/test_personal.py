@@ -21,9 +21,9 @@ from pflcore import (
 def targets():
     gen = torch.Generator().manual_seed(0)
     x = [torch.randn(20, 6, generator=gen) for _ in range(3)]
-    return Federation.from_arrays(
-        [(v, v @ torch.arange(6.0) / 6 + 0.1 * i) for i, v in enumerate(x)], test_fraction=0.4
-    )
+    return Federation.from_clients(
+        [(v, v @ torch.arange(6.0) / 6 + 0.1 * i) for i, v in enumerate(x)]
+    ).split(test=0.4)
 
 
 @pytest.mark.parametrize("algorithm", swept(quick=(*SIX, "fedrod", "knnper", "hypcluster")))
@@ -67,7 +67,7 @@ def test_values_are_predicted_as_values():
     history = Simulation("fedavg", nn.Linear(6, 1), data, TRAINING, rounds=2).run()
     x, y = data.client(0, "test")
     assert history.predict(0, x).shape == y.shape
-    labels = Federation.from_arrays([(v, (v[:, 0] > 0).long()) for v in (x, -x)], test_fraction=0.5)
+    labels = Federation.from_clients([(v, (v[:, 0] > 0).long()) for v in (x, -x)]).split(test=0.5)
     history = Simulation("fedavg", nn.Linear(6, 1), labels, TRAINING, rounds=9, loss="hinge").run()
     x, y = labels.client(0, "test")
     assert (history.predict(0, x) == y).double().mean() == history.rounds[-1]["eval"]["accuracy"][0]
@@ -137,9 +137,7 @@ def test_a_newcomer_that_does_not_fit_is_one_sentence():
     history = simulation(rounds=1).run()
     with pytest.raises(ValueError, match=r"samples: expected inputs of shape \(6,\)"):
         history.adapt((torch.randn(9, 5), torch.zeros(9, dtype=torch.long)))
-    with pytest.raises(
-        ValueError, match="samples: expected those of one client, got a federation of 3"
-    ):
+    with pytest.raises(ValueError, match="samples: expected those of one client, got Federation"):
         history.adapt(images())
     with pytest.raises(ValueError, match="rounds: expected a whole number, at least 0, got -1"):
         history.adapt(images().client(0), rounds=-1)
@@ -149,7 +147,7 @@ def test_a_newcomer_that_does_not_fit_is_one_sentence():
 
 def test_every_methods_model_is_kept_by_pickle():
     x = torch.randn(60, 3)
-    data = Federation.from_arrays([(x, (x[:, 0] > 0).long())] * 2, test_fraction=0.25)
+    data = Federation.from_clients([(x, (x[:, 0] > 0).long())] * 2).split(test=0.25)
     model = (
         Simulation(
             "factorized_waffle",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from doors import held_out, synthetic_clusters
 from methods import Ditto, FedAdam
-from small import grouped, swept
+from small import grouped, swept, with_test
 from torch import nn
 
 from pflcore import (
@@ -88,7 +88,7 @@ def test_a_loss_that_is_not_finite_spoils_the_mean_and_is_counted(data, engine):
 
 def test_whole_numbers_are_no_labels_to_a_squared_error():
     parts = [(torch.randn(8, 2), torch.arange(8)) for _ in range(2)]
-    fed = Federation.from_arrays(parts, test=parts, classes=None)
+    fed = Federation.from_clients(with_test(parts, parts), classes=None)
     for engine in ("loop", "vmap"):
         s = Simulation(
             "fedavg",
@@ -285,9 +285,9 @@ def test_options_that_play_no_part_change_nothing_and_the_others_do(name):
 
 
 def test_an_infinite_loss_is_no_very_large_number():
-    fed = Federation.from_arrays(
-        [(torch.randn(6, 2), torch.randn(6) * by) for by in (1.0, 1e25)], test_fraction=0.5
-    )
+    fed = Federation.from_clients(
+        [(torch.randn(6, 2), torch.randn(6) * by) for by in (1.0, 1e25)]
+    ).split(test=0.5)
     assert (
         Simulation(FedAvg(), torch.nn.Linear(2, 1), fed, Training(1e-3), rounds=1).evaluate("test")[
             "loss"

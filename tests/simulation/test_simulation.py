@@ -16,7 +16,7 @@ from methods import (
     Waffle,
 )
 from parts.fine_points import three
-from small import grouped, images, lines, make_setting, near, play, tiny_model
+from small import grouped, images, lines, make_setting, near, play, tiny_model, with_test
 from torch import nn
 
 import pflcore
@@ -128,7 +128,7 @@ def test_a_run_of_many_rounds_ends_with_the_last():
     run = Simulation(
         "local",
         nn.Linear(2, 2),
-        Federation.from_arrays(parts, test=parts),
+        Federation.from_clients(with_test(parts, parts)),
         rounds=260,
         evaluation=Evaluation(every=0),
     )
@@ -143,7 +143,7 @@ def test_a_state_that_is_put_back_is_not_changed():
     run = Simulation(
         "ditto",
         nn.Linear(2, 2),
-        Federation.from_arrays(parts, test=parts),
+        Federation.from_clients(with_test(parts, parts)),
         Training(lr=0.5),
         rounds=3,
     )
@@ -169,7 +169,7 @@ def played(scale=1.0, **options):
         Simulation(
             "fedavg",
             nn.Linear(4, 1),
-            Federation.from_arrays(parts, test=parts),
+            Federation.from_clients(with_test(parts, parts)),
             Training(lr=0.01),
             rounds=3,
             **grouped(options),
@@ -188,7 +188,7 @@ def test_a_client_that_is_dropped_in_every_round_is_named_once():
 
 def test_a_loss_of_infinity_is_named():
     parts = [(x, y * (1e30 if i == 2 else 1)) for i, (x, y) in enumerate(PARTS)]
-    data = Federation.from_arrays(PARTS, test=parts)
+    data = Federation.from_clients(with_test(PARTS, parts))
     with pytest.warns(RuntimeWarning, match=r"the last loss of client\(s\) \[2\] is inf"):
         Simulation("fedavg", nn.Linear(4, 1), data, Training(lr=0.01), rounds=2).run()
 
@@ -257,7 +257,7 @@ def test_a_client_of_one_sample_does_not_end_the_run(name):
         4,
         5,
     ]
-    assert any("too few samples" in note for note in run.data.notes)
+    assert "clients without val samples: 1" in run.data.summary()
     assert len(run.run().rounds) == 3
 
 

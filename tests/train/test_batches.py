@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from small import grouped, images, make_setting, tiny_model
+from small import grouped, images, make_setting, tiny_model, with_test
 from torch import nn
 
 import pflcore
@@ -23,7 +23,7 @@ def federation(sizes=(5, 5, 5), **options):
     parts = [
         (torch.randn(n, 6, generator=gen), torch.randint(0, 4, (n,), generator=gen)) for n in sizes
     ]
-    return Federation.from_arrays(parts, test=parts, classes=4, **options)
+    return Federation.from_clients(with_test(parts, parts), classes=4, **options)
 
 
 def losses(model=normed, data=None, training=None, **options):
@@ -125,7 +125,9 @@ def test_labels_that_are_left_out_need_no_mask():
             return self.layer(x["x"] if isinstance(x, dict) else x).view(-1, 2, 5)
 
     def last(x, y):
-        return losses(Steps, Federation.from_arrays([(x, y)] * 2, test=[(x, y)] * 2, classes=2))
+        return losses(
+            Steps, Federation.from_clients(with_test([(x, y)] * 2, [(x, y)] * 2), classes=2)
+        )
 
     torch.testing.assert_close(last(x, y.masked_fill(~mask, -100)), last({"x": x, "mask": mask}, y))
 
@@ -201,23 +203,23 @@ def test_what_messages_advise():
     x, y = torch.randn(8, 6), torch.arange(8) % 4
     for call, said in (
         (
-            lambda: Federation.from_arrays([(np.array([["a", "b"]] * 8), y)]),
-            "it holds text: turn it into numbers first",
+            lambda: Federation.from_clients([(np.array([["a", "b"]] * 8), y)]),
+            "turn images and words into numbers",
         ),
         (lambda: pflcore.ops.pairwise_sqdist([torch.ones(3)]), "torch.stack"),
         (
-            lambda: Simulation("fedavg", normed, Federation.from_arrays([(x, y)] * 2)),
-            "test_fraction=",
+            lambda: Simulation("fedavg", normed, Federation.from_clients([(x, y)] * 2)),
+            r"split\(test=0\.2\)",
         ),
         (
             lambda: Simulation(
-                "fedavg", normed, Federation.from_arrays([(x, y + 1)] * 2, test_fraction=0.5)
+                "fedavg", normed, Federation.from_clients([(x, y + 1)] * 2).split(test=0.5)
             ),
             "count them from 0",
         ),
         (
             lambda: Simulation(
-                "fedavg", normed, Federation.from_arrays([(x, y[:, None])] * 2, test_fraction=0.5)
+                "fedavg", normed, Federation.from_clients([(x, y[:, None])] * 2).split(test=0.5)
             ),
             r"make labels of one",
         ),
@@ -250,19 +252,19 @@ def test_exports_are_as_readable_as_their_folder(tmp_path):
 
 def test_data_sets_as_they_come():
     full = torch.utils.data.TensorDataset(torch.randn(4, 2), torch.arange(4) % 2)
-    assert Federation.from_datasets([{"train": full, "test": full}] * 2).size("test").tolist() == [
+    assert Federation.from_clients([{"train": full, "test": full}] * 2).size("test").tolist() == [
         4,
         4,
     ]
-    assert Federation.from_datasets(
-        [full] * 2, test=[full, torch.utils.data.Subset(full, [])]
+    assert Federation.from_clients(
+        with_test([full] * 2, [full, torch.utils.data.Subset(full, [])])
     ).size("test").tolist() == [4, 0]
     for call, said in (
         (
-            lambda: Federation.from_arrays({"alice": (torch.ones(2, 2), torch.ones(2))}),
-            r"give list\(clients.values\(\)\)",
+            lambda: Federation.from_clients({"alice": (torch.ones(2, 2), torch.ones(2))}),
+            "of a dict give its values",
         ),
-        (lambda: Federation.from_datasets([[{"x": 1, "y": 2}]]), r"take them out of it"),
+        (lambda: Federation.from_clients([[{"x": 1, "y": 2}]]), "a Dataset of pairs"),
         (lambda: pflcore.pack([{1: torch.ones(2)}]), "got the key 1"),
         (
             lambda: Simulation("fedavg", torch.compile(nn.Linear(6, 4)), federation()),
@@ -289,7 +291,7 @@ def test_a_model_whose_net_was_made_by_a_lambda_is_kept(tmp_path):
 def test_a_leaf_file_that_is_none_is_a_sentence(tmp_path, wrong):
     right = {"users": ["a"], "num_samples": [1], "user_data": {"a": {"x": [[1.0]], "y": [1]}}}
     (tmp_path / "all.json").write_text(json.dumps(right | wrong))
-    with pytest.raises(OSError, match=r"all\.json must have"):
+    with pytest.raises(OSError, match=r"all\.json: expected LEAF"):
         federation_of(f"leaf:{tmp_path / 'all.json'}")
 
 

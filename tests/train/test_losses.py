@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from parts.user import simulation
-from small import grouped, images, make_setting, near, tiny_model
+from small import grouped, images, make_setting, near, tiny_model, with_test
 from torch import nn
 
 from pflcore import Clients, Federation, Net, Simulation, Training
@@ -26,7 +26,7 @@ def evaluated(loss, model, y, **options):
     run = Simulation(
         "fedavg",
         model,
-        Federation.from_arrays(parts, test=parts),
+        Federation.from_clients(with_test(parts, parts)),
         Training(lr=0.1),
         rounds=1,
         loss=loss,
@@ -130,7 +130,7 @@ def steps(classes=2, length=5, mask=False):
         y = x[..., :classes].argmax(-1) if classes > 2 else (x[..., 0] > 0).long()
         seen = torch.arange(length) < torch.randint(1, length + 1, (40, 1), generator=gen)
         clients.append(({"x": x, "mask": seen}, y) if mask else (x, y))
-    return Federation.from_arrays(clients, test_fraction=0.25)
+    return Federation.from_clients(clients).split(test=0.25)
 
 
 def last(model, data, rounds=20, **options):
@@ -177,7 +177,7 @@ def test_steps_that_a_mask_leaves_out_count_in_no_loss(loss):
 )
 def test_no_loss_spreads_columns_over_rows(loss):
     x = torch.randn(40, 3)
-    data = Federation.from_arrays([(x, 2 * x[:, 0])] * 2, test_fraction=0.25)
+    data = Federation.from_clients([(x, 2 * x[:, 0])] * 2).split(test=0.25)
     if isinstance(loss, nn.MSELoss):  # which is pflcore's by name
         assert max(last(nn.Linear(3, 1), data, loss=loss)[0]["loss"]) < 0.1
         return
@@ -192,7 +192,7 @@ def test_no_loss_spreads_columns_over_rows(loss):
 
 def test_hinge_takes_two_classes():
     x = torch.randn(60, 3)
-    data = Federation.from_arrays([(x, torch.arange(60) % 10)], test_fraction=0.25)
+    data = Federation.from_clients([(x, torch.arange(60) % 10)]).split(test=0.25)
     with pytest.raises(
         ValueError,
         match=r"^criterion: 'hinge' takes two classes, and these labels go from 0 to 9; .*\.$",
@@ -205,13 +205,13 @@ def test_what_a_model_predicts_is_what_its_targets_were():
     several, ratings = (x > 0).long(), (3 * x[:, 0]).round().clamp(-9, 9).long() + 9
     found, model = last(
         nn.Linear(3, 3),
-        Federation.from_arrays([(x, several)], test_fraction=0.25),
+        Federation.from_clients([(x, several)]).split(test=0.25),
         loss="binary_cross_entropy",
     )
     assert torch.equal(model.predict(x), (model(x) > 0).long()) and min(found["accuracy"]) > 0.8
     found, model = last(
         nn.Linear(3, 1),
-        Federation.from_arrays([(x, ratings)], test_fraction=0.25),
+        Federation.from_clients([(x, ratings)]).split(test=0.25),
         loss="squared",
         metrics=["mae"],
     )
@@ -225,7 +225,7 @@ def test_what_a_model_predicts_is_what_its_targets_were():
         match=r"^x: expected samples \[B, ...\], got shape \[3\]; for one sample give x\[None\]\.$",
     ):
         model.predict(x[0])
-    with pytest.raises(TypeError, match=r"^x must be numbers in one array, got str"):
+    with pytest.raises(ValueError, match=r"^x: expected numbers in one array .*, got 'a'"):
         model.predict("a")
 
 
@@ -235,7 +235,7 @@ def test_neighbours_vote_with_one_label_a_sample():
     ):
         Simulation("knnper", lambda: Steps(3), steps(3), TRAINING, rounds=1).run()
     x = torch.randn(60, 3)
-    data = Federation.from_arrays([(x, x[:, 0])] * 2, test_fraction=0.25)
+    data = Federation.from_clients([(x, x[:, 0])] * 2).split(test=0.25)
     assert (
         Simulation("knnper", nn.Linear(3, 1), data, TRAINING, rounds=1).run().model(0).returns
         == "values"

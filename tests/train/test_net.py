@@ -256,7 +256,7 @@ class Stem(HeadFirst):
 def federation():
     gen = torch.Generator().manual_seed(0)
     pairs = [(torch.randn(20, 6, generator=gen), torch.arange(20) % 4) for _ in range(4)]
-    return Federation.from_arrays(pairs, classes=4, test_fraction=0.2)
+    return Federation.from_clients(pairs, classes=4).split(test=0.2)
 
 
 @pytest.mark.parametrize(

@@ -353,7 +353,7 @@ MODELS = {m.__name__: m for m in (Functions, Logarithms, Quickstart, Features, B
 def pictures():
     gen = torch.Generator().manual_seed(0)
     pairs = [(torch.randn(12, 1, 16, 16, generator=gen), torch.arange(12) % 4) for _ in range(3)]
-    return Federation.from_arrays(pairs, classes=4, test_fraction=0.25)
+    return Federation.from_clients(pairs, classes=4).split(test=0.25)
 
 
 @pytest.mark.parametrize("name", MODELS)

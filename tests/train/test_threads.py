@@ -20,7 +20,7 @@ from pflcore import Evaluation, Federation, Hardware, Net, Simulation, Training
 def federation():
     gen = torch.Generator().manual_seed(0)
     pairs = [(torch.randn(12, 6, generator=gen), torch.arange(12) % 4) for _ in range(4)]
-    return Federation.from_arrays(pairs, classes=4, test_fraction=0.2)
+    return Federation.from_clients(pairs, classes=4).split(test=0.2)
 
 
 def small():
@@ -138,7 +138,7 @@ STATUS = Path("/proc/self/status")
 def federation_resources(*shape, clients=3):
     gen = torch.Generator().manual_seed(0)
     pairs = [(torch.randn(32, *shape, generator=gen), torch.arange(32) % 4) for _ in range(clients)]
-    return Federation.from_arrays({"train": p, "test": p} for p in pairs)
+    return Federation.from_clients({"train": p, "test": p} for p in pairs)
 
 
 @pytest.mark.skipif(

@@ -22,7 +22,7 @@ def data(clients: int) -> Federation:
     generator = torch.Generator().manual_seed(0)
     points = [torch.randn(200, 2, generator=generator) for _ in range(clients)]
     labels = [((x[:, 0] * x[:, 1] > 0) ^ (i >= clients // 2)).long() for i, x in enumerate(points)]
-    return Federation.from_arrays(list(zip(points, labels, strict=True)), test_fraction=0.25)
+    return Federation.from_clients(zip(points, labels, strict=True)).split(test=0.25)
 
 
 def algorithm(name: str) -> FedAvg:

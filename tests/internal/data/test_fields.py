@@ -8,7 +8,7 @@ from doors import IGNORED
 from parts.fields import CLASSES, STEPS, TWO, Tagger, federation, sequences
 
 from pflcore import Clients, Net, Training
-from pflcore.data.fields import Fields, joined
+from pflcore.data.inputs import Fields, joined
 from pflcore.train import prepared
 from pflcore.train.losses import cross_entropy
 

@@ -92,7 +92,7 @@ def test_paper_mode_is_four_fifths_dominant_and_equal_within_what_there_is():
         rest = np.delete(row, dominant)
         # 80 % and their part of the common 20 %
         assert rest.sum() < 200 and row[dominant].sum() > 800
-    assert part.notes == []
+    assert not part.facts
     # shared classes 2 and 7 are scarce: their two groups split them evenly
     by_group = got.reshape(4, 5, 10).sum(1)
     assert abs(by_group[0, 2] - by_group[1, 2]) <= 60 and abs(by_group[2, 7] - by_group[3, 7]) <= 60

@@ -11,7 +11,7 @@ from doors import school
 from parts.sources import cells, sentence
 
 from pflcore.data import Federation, federation_of, load
-from pflcore.data.sources import DIGESTS, IDX_FILES, digest_of, read_idx
+from pflcore.data.sources import IDX_FILES, SOURCES, digest_of, read_idx
 
 
 def write_idx(path, a, squeeze=gzip.compress):
@@ -23,7 +23,7 @@ def write_idx(path, a, squeeze=gzip.compress):
 def tiny_mnist(tmp_path, monkeypatch):
     """Twenty training and ten test images in MNIST's files; two of them not gzipped. They need not
     be the published ones here."""
-    monkeypatch.delitem(DIGESTS, "mnist")
+    monkeypatch.setitem(SOURCES, "mnist", SOURCES["mnist"]._replace(digest=None))
     rng = np.random.RandomState(0)
     at = tmp_path / "mnist"
     at.mkdir()
@@ -57,22 +57,23 @@ def test_other_data_do_not_go_by_a_name(tiny_mnist, monkeypatch, tmp_path):
     """Files in the right format are not enough: Fashion-MNIST's would load as MNIST, and so would a
     part of either."""
     at = tiny_mnist / "mnist"
-    arrays = [read_idx(next(p for p in (at / f"{f}.gz", at / f) if p.is_file())) for f in IDX_FILES]
-    mine = [digest_of(a) for a in arrays]
-    monkeypatch.setitem(DIGESTS, "mnist", mine)
+    a, b, c, d = (
+        read_idx(next(p for p in (at / f"{f}.gz", at / f) if p.is_file())) for f in IDX_FILES
+    )
+    mine = digest_of(a, b, c, d)
+
+    def published(name, digest):
+        monkeypatch.setitem(SOURCES, name, SOURCES[name]._replace(digest=digest))
+
+    published("mnist", mine)
     # packed or not, these are the published ones
     assert len(load("mnist", tiny_mnist).y_train) == 20
-    monkeypatch.setitem(DIGESTS, "mnist", mine[::-1])
-    sentence(
-        OSError,
-        lambda: load("mnist", tiny_mnist),
-        "must hold the published files of 'mnist', got others",
-        mine[0],
-    )
-    monkeypatch.setitem(DIGESTS, "fashion_mnist", mine)
+    published("mnist", mine[::-1])
+    sentence(OSError, lambda: load("mnist", tiny_mnist), "files of 'mnist', got those of 'others'")
+    published("fashion_mnist", mine)
     sentence(OSError, lambda: load("mnist", tiny_mnist), "got those of 'fashion_mnist'")
     cells(tmp_path / "school" / "school.mat", [(np.ones((3, 28)), [1.0, 2.0, 3.0])])
-    sentence(OSError, lambda: school(tmp_path), "must hold the published files of 'school'")
+    sentence(OSError, lambda: school(tmp_path), "expected the published files of 'school'")
 
 
 def test_a_stratified_part_of_a_source(tiny_mnist):
@@ -87,58 +88,30 @@ def test_a_stratified_part_of_a_source(tiny_mnist):
 
 def test_samples_out_of_range(tiny_mnist):
     source = load("mnist", tiny_mnist)
-    sentence(
-        ValueError,
-        lambda: source.sample(train=21),
-        "train must lie in 1..20, the samples there are, got 21",
-    )
-    sentence(
-        ValueError,
-        lambda: federation_of(source, "B", classes=3),
-        "partition B takes the options roll, sizes, shuffle",
-        "got classes",
-    )
-    sentence(
-        ValueError,
-        lambda: federation_of(source, fractions={"train": 1}),
-        "fractions and standardize are for data that comes with its clients",
-    )
+    for call, said in (
+        (lambda: source.sample(train=21), "train: expected at most the 20 samples there are"),
+        (lambda: federation_of(source, "B", classes=3), "B: expected the options sizes, shuffle"),
+        (
+            lambda: federation_of(source, fractions={"val": 0.5}),
+            "fractions and standardize: exp",
+        ),
+    ):
+        sentence(ValueError, call, said)
 
 
 def test_broken_and_missing_image_files(tiny_mnist):
     at = tiny_mnist / "mnist"
     labels = at / f"{IDX_FILES[1]}.gz"
-    write_idx(labels, np.zeros(19))
-    sentence(
-        OSError,
-        lambda: load("mnist", tiny_mnist),
-        "data 'mnist' must have one label per image, got 20 and 19",
-    )
-    labels.write_bytes(labels.read_bytes()[:-9])
-    sentence(
-        OSError, lambda: load("mnist", tiny_mnist), str(labels), "must be a complete gzip file"
-    )
-    labels.write_bytes(b"<html>")
-    sentence(
-        OSError, lambda: load("mnist", tiny_mnist), str(labels), "must be a complete gzip file"
-    )
-    labels.write_bytes(gzip.compress(b"<html>"))
-    sentence(
-        OSError,
-        lambda: load("mnist", tiny_mnist),
-        str(labels),
-        "must be an IDX file of unsigned bytes, got the head 3c68746d",
-    )
-    labels.write_bytes(gzip.compress(struct.pack(">4BI", 0, 0, 8, 1, 20) + b"abc"))
-    sentence(
-        OSError, lambda: load("mnist", tiny_mnist), "must hold 20 bytes for its shape [20], got 3"
-    )
-    labels.unlink()
-    sentence(
-        OSError,
-        lambda: load("mnist", tiny_mnist),
-        "must hold the four IDX files of mnist, but train-labels-idx1-ubyte is missing",
-    )
+    whole = labels.read_bytes()
+    for broken in (
+        whole[:-9],
+        b"<html>",
+        gzip.compress(b"<html>"),
+        gzip.compress(struct.pack(">4BI", 0, 0, 8, 1, 20) + b"abc"),
+        None,
+    ):
+        labels.write_bytes(broken) if broken else labels.unlink()
+        sentence(OSError, lambda: load("mnist", tiny_mnist), "'mnist' can be neither read from")
 
 
 def test_federation_is_what_comes_back(tiny_mnist):

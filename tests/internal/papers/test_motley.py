@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn as nn
 from methods import FineTune, HypCluster, KnnPer
+from parts.tuning import federation
 from small import make_setting
 
 from bench.papers import study, table
@@ -69,7 +70,7 @@ DEVICE = complete(
     }
 )
 LINEAR = {"data": "synthetic_linear", "n": 6, "model": "linear", "criterion": "half_squared"}
-THIRDS = {"kind": "cross-silo", "fractions": {"train": 0.6, "val": 0.2, "test": 0.2}}
+THIRDS = {"kind": "cross-silo", "val": 0.2, "test": 0.2}
 TUNED = {"choose": "client", "finetune_epochs": 8, "lr_grid": [0.05, 0.2]}
 SILO = complete(
     {
@@ -136,7 +137,7 @@ class Majority(nn.Module):
 def majority_setting():
     """Clients 0 .. 7 hold constant inputs; all but the even ones' labels are 1."""
     parts = [(torch.ones(8, 1), torch.full((8,), i % 2)) for i in range(8)]
-    p = cross_device(Federation.from_arrays(parts, classes=2), 2, 2, 4)
+    p = cross_device(Federation.from_clients(parts, classes=2), 2, 2, 4)
     training = Training(lr=1.0, batch_size=8)
     setting = make_setting(Net(Majority), p.data, training, engine="vmap", workers=1)
     return p, setting, begin(FedAvg(), setting.net, 8)
@@ -147,7 +148,7 @@ def test_in_and_out_of_distribution_by_hand():
     on everybody's samples."""
     p, setting, state = majority_setting()
     own = (p.report % 2).double()
-    pool = p.out_of_distribution().client(int(p.report[0]), "test")[1].double().mean()
+    pool = study.out_of_distribution(p).client(int(p.report[0]), "test")[1].double().mean()
     assert pool.item() == pytest.approx(own.mean().item())
     before, tuned = study.vary(Setup(FineTune(), setting), state, p, "finetune_epochs", (0, 2))
     assert (before.value, tuned.value) == (0, 2) and tuned.own.isnan().sum() == 4
@@ -160,6 +161,26 @@ def test_in_and_out_of_distribution_by_hand():
     chosen = study.results(Setup(FineTune(finetune_epochs=2), setting), state, p, "val")
     assert (~chosen.isnan()).nonzero()[:, 0].tolist() == p.choose.tolist()
     assert chosen[p.choose].tolist() == [1.0] * 2
+
+
+@pytest.mark.parametrize("relabel", [False, True])
+def test_the_out_of_distribution_pool_comes_from_evaluation_halves_alone(relabel):
+    p = cross_device(federation(relabel=relabel), 6, 3, 3)
+    ood = study.out_of_distribution(p, size=10)
+    halves = {
+        j: (i, int(y))
+        for i in p.report.tolist()
+        for j, y in zip(p.data.index["test"][i].tolist(), p.data.labels(i, "test"), strict=True)
+    }
+    pools = [ood.index["test"][i].tolist() for i in p.report.tolist()]
+    assert pools[0] == pools[1] == pools[2] and len(pools[0]) == 10 and set(pools[0]) <= set(halves)
+    x, y = ood.client(int(p.report[0]), "test")
+    assert torch.equal(x, p.data.x[pools[0]]) and y.tolist() == [halves[j][1] for j in pools[0]]
+    for i in (int(p.train[0]), int(p.report[0])):
+        assert torch.equal(ood.client(i, "train")[1], p.data.client(i, "train")[1])
+    assert len(study.out_of_distribution(p, size=10**6).index["test"][int(p.report[0])]) == len(
+        halves
+    )
 
 
 def test_smaller_personalization_sets_reach_the_algorithm():
@@ -456,7 +477,7 @@ def test_a_name_that_is_none_of_the_plans_is_refused():
 @pytest.fixture
 def whole_school():
     try:
-        return federation_of("school", fractions={"train": 1.0}, standardize=False)
+        return federation_of("school", fractions={}, standardize=False)
     except (OSError, ImportError):
         pytest.skip("PFLCORE_DATA is where school.mat would lie")
 

@@ -74,7 +74,7 @@ def test_the_upload_is_the_clients_model(name):
     data = (
         federation()
         if not alg.traits.needs_val
-        else federation().split_samples({"train": 0.8, "val": 0.2}, pool=("train",))
+        else federation().split(val=0.2, seed=100, of=("train",))
     )
     got = privacy.intercept(
         alg, model, data, Training(lr=0.3, batch_size=10, epochs=20), 3, workers=1

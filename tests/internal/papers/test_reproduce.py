@@ -96,7 +96,7 @@ def test_rows_records_and_table(tmp_path, capsys):
     said = capsys.readouterr().out
     assert all(words in said for words in ("| FedDWA ", "92.97", "selected on test data"))
     for r in records:
-        noted = any("held out" in note for note in r.header["notes"])
+        noted = "held out for validation" in r.header["facts"]
         assert noted == (r.algorithm == "fedfomo")
 
 

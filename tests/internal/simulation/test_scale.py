@@ -32,7 +32,7 @@ def many(n, each=3):
     return Federation(
         x,
         y,
-        {s: Ragged(p.reshape(-1), torch.arange(n + 1) * p.shape[1]) for s, p in index.items()},
+        {s: Ragged(p.reshape(-1), torch.full((n,), p.shape[1])) for s, p in index.items()},
         2,
     )
 
