@@ -84,8 +84,10 @@ class Federation(Splits):
             same = f"inputs and targets {_said(kinds[0])}, as client {owner[0]} has"
             need(kind == kinds[0], f"client {i}", same, _said(kind))
         size = [len(y) for y in ys]
-        who, where = np.repeat(owner, size), np.repeat(splits, size)
-        rows = {s: np.flatnonzero(where == s) for s in SPLITS if s == "train" or s in splits}
+        where = np.repeat(np.array([SPLITS.index(s) for s in splits], np.int8), size)
+        who = np.repeat(owner, size)
+        rows = {s: np.flatnonzero(where == i) for i, s in enumerate(SPLITS)}
+        rows = {s: r for s, r in rows.items() if s == "train" or s in splits}
         index = {s: Ragged.grouped(r, who[r], owner[-1] + 1) for s, r in rows.items()}
         y = torch.cat(ys)
         return cls(torch.cat(xs), y, index, infer(classes, y), name=name, fields=fields[0])

@@ -100,10 +100,12 @@ class Samples:
         lists = self.lists(split) if clients is None else self.lists(split).take(clients)
         y = self.y[lists.flat].reshape(len(lists.flat), -1)
         owner = lists.owner()[:, None].expand_as(y)
-        owner, y = owner[y != IGNORED], y[y != IGNORED]  # masked steps have no label
+        if self.y.dim() > 1:  # masked steps have no label
+            owner, y = owner[y != IGNORED], y[y != IGNORED]
         if self.relabel is not None:
             y = self.relabel[owner if clients is None else onto(clients, self.device)[owner], y]
-        counts = torch.bincount(owner * self.classes + y, minlength=len(lists) * self.classes)
+        place = (owner * self.classes + y).flatten()
+        counts = torch.bincount(place, minlength=len(lists) * self.classes)
         return counts.view(-1, self.classes).cpu()
 
     def labels(self, i: int, split: str = "train") -> Tensor:
