@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bench.problem import Problem, fits, models, relative
+from bench.problem import Problem, fits, generator, models, on_cpu, relative
 from pflcore import ops
 from pflcore.ops import reference
 
@@ -31,14 +31,12 @@ def problem(size: dict[str, int]) -> Problem | None:
     if not fits(n * p, 2 * m * p):
         return None
     x = models(n, p)
-    gen = torch.Generator().manual_seed(1)
+    gen = generator(1)
     full = torch.softmax(torch.randn(m, n, generator=gen), 1)
     sparse = k < n
     weight, index = full.topk(k, 1) if sparse else (full, None)
     weight = weight / weight.sum(1, keepdim=True)
     out = torch.ones(m, p)  # touched, so that no provider pays for the page faults of the others
-    out_rows, x_rows = out.numpy(), x.numpy()
-
     look = torch.randint(p, (1000,), generator=gen)  # columns that are checked
     dense = (
         weight.double()
@@ -58,7 +56,7 @@ def problem(size: dict[str, int]) -> Problem | None:
     if index is None:
         providers["torch.mm"] = lambda: torch.mm(weight, x, out=out)
         providers["torch.mm, fresh result"] = lambda: weight @ x
-        providers["numpy"] = lambda: weight.numpy().dot(x_rows, out=out_rows)
+        providers |= on_cpu({"numpy": lambda: weight.numpy().dot(x.numpy(), out=out.numpy())})
     else:
         chosen = index
         # what a code base without a sparse form does

@@ -78,18 +78,31 @@ def seconds_of(problem: Problem, provider: str, rates: dict[tuple[str, str], flo
 
 
 def fits(*elements: int) -> bool:
-    """Whether so many float32 numbers fit into what the system calls available, where it says
-    so."""
+    """Whether so many float32 numbers fit into what the system (or the card) calls available,
+    where it says so."""
     free = 8 << 30
-    with contextlib.suppress(OSError, StopIteration), open("/proc/meminfo") as file:
-        free = 1024 * next(int(line.split()[1]) for line in file if line.startswith("MemAvail"))
+    if torch.get_default_device().type == "cuda":
+        free = torch.cuda.mem_get_info()[0]
+    else:
+        with contextlib.suppress(OSError, StopIteration), open("/proc/meminfo") as file:
+            free = 1024 * next(int(line.split()[1]) for line in file if line.startswith("MemAvail"))
     return 4 * sum(elements) <= FREE * free
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    """Draws on the device of a problem: the CPU, or a card inside `torch.device("cuda")`."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+
+def on_cpu(calls: Mapping[str, Call]) -> Mapping[str, Call]:
+    """Calls that no card knows: none of them where the problem is on one."""
+    return calls if torch.get_default_device().type == "cpu" else {}
 
 
 def models(n: int, p: int, apart: float = 1e-3, seed: int = 0) -> Tensor:
     """n client models of p parameters after a round, [n, p]: weights of size 1 that differ by
     `apart`."""
-    gen = torch.Generator().manual_seed(seed)
+    gen = generator(seed)
     rows = torch.randn(n, p, generator=gen).mul_(apart)
     return rows.add_(torch.randn(p, generator=gen))
 

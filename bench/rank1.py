@@ -11,32 +11,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.problem import Problem, relative
+from bench.problem import Problem, generator, relative
 from pflcore import ops
-
-INPUTS, OUTPUTS, FACTORS = 784, 200, 120  # the network of the WAFFLe paper
 
 
 def sizes(quick: bool) -> Iterator[dict[str, Any]]:
-    """active: how many of the 120 factors have lam != 0; backward: gradients of x and both factors,
-    too."""
-    for active, backward, b in itertools.product(
-        (36, 120), (0, 1), (10, 64) if quick else (10, 20, 32, 64)
-    ):
-        yield {"B": b, "active": active, "backward": backward}
+    """The network of the WAFFLe paper; active: how many of the 120 factors have lam != 0; backward:
+    gradients of x and both factors, too."""
+    paper = {"I": 784, "F": 120, "O": 200}
+    batches = (10, 64) if quick else (10, 20, 32, 64)
+    for active, backward, b in itertools.product((36, 120), (0, 1), batches):
+        yield {"B": b, **paper, "active": active, "backward": backward}
 
 
 def problem(size: dict[str, Any]) -> Problem:
-    b, active, backward = size["B"], size["active"], bool(size["backward"])
-    gen = torch.Generator().manual_seed(0)
-    x, w_a, w_b = (
+    """With "N" in the size so many clients, each with a lam of its own."""
+    b, i, f, o = (size[letter] for letter in "BIFO")
+    n, active, backward, gen = size.get("N"), size["active"], bool(size["backward"]), generator()
+    many = () if n is None else (n,)
+    x, w_a, w_b, grad = (
         torch.randn(*shape, generator=gen)
-        for shape in ((b, INPUTS), (OUTPUTS, FACTORS), (FACTORS, INPUTS))
+        for shape in ((*many, b, i), (o, f), (f, i), (*many, b, o))
     )
-    lam = torch.zeros(FACTORS)
-    lam[torch.randperm(FACTORS, generator=gen)[:active]] = 1.1
-    grad = torch.randn(b, OUTPUTS, generator=gen)
+    lam = torch.zeros(*many, f)
+    lam[..., torch.randperm(f, generator=gen)[:active]] = 1.1
     inputs = [t.requires_grad_(backward) for t in (x, w_a, w_b)]
+
+    def dense(lam: Tensor) -> Tensor:
+        return lam if n is None else lam[:, None]
 
     def call(layer: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[], Any]:
         if not backward:
@@ -45,7 +47,7 @@ def problem(size: dict[str, Any]) -> Problem:
 
     with torch.enable_grad():
         wide = [t.detach().double().requires_grad_() for t in inputs]
-        y = F.linear(F.linear(wide[0], wide[2]) * lam.double(), wide[1])
+        y = F.linear(F.linear(wide[0], wide[2]) * dense(lam.double()), wide[1])
         wants = torch.autograd.grad(y, wide, grad.double()) if backward else (y.detach(),)
 
     def error(got: Any) -> float:
@@ -53,17 +55,19 @@ def problem(size: dict[str, Any]) -> Problem:
             relative(g.detach(), w) for g, w in zip(got if backward else (got,), wants, strict=True)
         )
 
-    passes = 3 if backward else 1  # the backward pass takes each of the two products twice
+    each, passes = n or 1, 3 if backward else 1  # backward takes each of the two products twice
+    calls: dict[str, Any] = {
+        "pflcore": call(lambda x, a, w: ops.rank1_linear(x, a, lam, w)),
+        "F.linear twice": call(lambda x, a, w: F.linear(F.linear(x, w) * dense(lam), a)),
+    }
+    if n is None:
+        calls["dense weight"] = call(lambda x, a, w: F.linear(x, (a * lam) @ w))
     return Problem(
         "rank1_linear",
         size,
-        {
-            "pflcore": call(lambda x, a, w: ops.rank1_linear(x, a, lam, w)),
-            "F.linear twice": call(lambda x, a, w: F.linear(F.linear(x, w) * lam, a)),
-            "dense weight": call(lambda x, a, w: F.linear(x, (a * lam) @ w)),
-        },
+        calls,
         error,
-        reads=4 * (b * INPUTS + active * (INPUTS + OUTPUTS)),
-        writes=4 * (b * OUTPUTS + (b * INPUTS + FACTORS * (INPUTS + OUTPUTS) if backward else 0)),
-        operations=2.0 * b * active * (INPUTS + OUTPUTS) * passes,
+        reads=4 * (each * b * i + active * (i + o)),
+        writes=4 * (each * b * o + (each * b * i + f * (i + o) if backward else 0)),
+        operations=2.0 * each * b * active * (i + o) * passes,
     )

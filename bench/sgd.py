@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bench.problem import Problem, relative
+from bench.problem import Problem, generator, relative
 from pflcore import ops
 from pflcore.ops import reference
 
@@ -28,7 +28,7 @@ def sizes(quick: bool) -> Iterator[dict[str, int]]:
 
 def problem(size: dict[str, int]) -> Problem:
     s, q, full = size["S"], size["Q"], bool(size["corrected"])
-    gen = torch.Generator().manual_seed(0)
+    gen = generator()
     start, grad, shift, anchor = (torch.randn(s, q, generator=gen) for _ in range(4))
     w = start.clone()
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.problem import Problem, fits, models, optional
+from bench.problem import Problem, fits, models, on_cpu, optional
 from pflcore import ops
 from pflcore.ops import reference
 
@@ -23,7 +23,7 @@ def sizes(quick: bool) -> Iterator[dict[str, int]]:
 
 def exact(x: Tensor, pairs: list[tuple[int, int]]) -> Tensor:
     """[pairs] in float64, a strip at a time."""
-    total = torch.zeros(len(pairs), dtype=torch.float64)
+    total = torch.zeros(len(pairs), dtype=torch.float64, device=x.device)
     for strip in x.split(1 << 18, 1):
         total += torch.stack(
             [(strip[i].double() - strip[j].double()).square().sum() for i, j in pairs]
@@ -55,6 +55,14 @@ def problem(size: dict[str, int]) -> Problem | None:
         worst = float(((got.double() - want) / want).abs().max())
         return math.inf if math.isnan(worst) else worst
 
+    def scipy() -> Any:
+        cdist = optional("scipy.spatial.distance", "scipy").cdist
+        return cdist(x.numpy(), x.numpy(), "sqeuclidean")
+
+    def sklearn() -> Any:
+        distances = optional("sklearn.metrics.pairwise", "scikit-learn").euclidean_distances
+        return distances(x.numpy(), squared=True)
+
     return Problem(
         "sqdist",
         size,
@@ -71,12 +79,7 @@ def problem(size: dict[str, int]) -> Problem | None:
             "torch.pdist": lambda: torch.pdist(x).square(),
             "Gram float32": lambda: gram(x),
             "Gram float64": lambda: gram(x.double()),
-            "scipy cdist": lambda: optional("scipy.spatial.distance", "scipy").cdist(
-                x.numpy(), x.numpy(), "sqeuclidean"
-            ),
-            "scikit-learn": lambda: optional(
-                "sklearn.metrics.pairwise", "scikit-learn"
-            ).euclidean_distances(x.numpy(), squared=True),
+            **on_cpu({"scipy cdist": scipy, "scikit-learn": sklearn}),
         },
         error,
         reads=4 * n * p,

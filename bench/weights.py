@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bench.problem import Problem, relative
+from bench.problem import Problem, generator, relative
 from pflcore import ops
 from pflcore.ops import reference
 
@@ -23,7 +23,7 @@ def sizes(quick: bool) -> Iterator[dict[str, Any]]:
 
 def problem(size: dict[str, Any]) -> Problem:
     n = size["N"]
-    sqdist = ops.pairwise_sqdist(torch.randn(n, 50, generator=torch.Generator().manual_seed(0)))
+    sqdist = ops.pairwise_sqdist(torch.randn(n, 50, generator=generator()))
     if size["rule"] == "waffle":
         dist, target, omega, psi = sqdist[0].sqrt(), torch.tensor(0), 0.6, 0.7
         return Problem(

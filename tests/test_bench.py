@@ -23,6 +23,21 @@ def made(**changes):
     )
 
 
+def test_the_problems_of_a_card_are_right_on_the_cpu(monkeypatch):
+    from bench import gpu
+
+    monkeypatch.setattr(gpu, "CARD", torch.device("cpu"))
+    monkeypatch.setattr(gpu, "LARGE", {"rank1": [{**k, "B": 2} for k in gpu.LARGE["rank1"][:2]]})
+    monkeypatch.setattr(gpu, "models", lambda n, p, seed: problem.models(n, 500, seed=seed))
+    for name in gpu.OPS:  # their own sizes are tried below
+        monkeypatch.setattr(bench.suite(name), "sizes", lambda quick: [])
+    monkeypatch.setattr(gpu, "whole_round", lambda whole=gpu.whole_round: whole(2, 64))
+    for case in gpu.problems(False):
+        for call in case.providers.values():
+            with torch.enable_grad():
+                assert (case.error(call()) or 0.0) < 1e-4, case.op
+
+
 @pytest.mark.parametrize("name", OPS)
 def test_every_provider_is_right(name):
     """At a small size, where all are there; Gram's float32 distances are what the bench shows to be
