@@ -22,7 +22,7 @@ build: .venv/ready
 
 # the four systems on real data in three minutes: tables and pictures on one page, runs/demo/index.html
 demo: build
-	$(BIN)/python -m bench.demo
+	$(BIN)/python examples/demo.py
 
 # every law at small size, in minutes; ORDER=--randomly-seed=N shuffles the tests
 ORDER ?= -p no:randomly

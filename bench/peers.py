@@ -24,7 +24,9 @@ from bench.problem import Absent, Measured, optional
 
 
 def flower(w: workload.Workload) -> Measured:
-    """`run_simulation` with one CPU for each client."""
+    """`run_simulation` with one CPU for each client, without evaluation."""
+    if w.evaluate:
+        raise Absent("not measured: an evaluation is a task of Ray's for every client")
     quiet = {
         "FLWR_TELEMETRY_ENABLED": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -40,15 +42,11 @@ def flower(w: workload.Workload) -> Measured:
     optional("ray", "'flwr[simulation]'")
     client, marks = client_app.ClientApp(), [0.0]
 
-    def received(message: Any) -> torch.nn.Module:
+    @client.train()  # type: ignore[untyped-decorator]
+    def train(message: Any, context: Any) -> Any:
         torch.set_num_threads(1)
         net = w.build()
         net.load_state_dict(message.content["arrays"].to_torch_state_dict())
-        return net
-
-    @client.train()  # type: ignore[untyped-decorator]
-    def train(message: Any, context: Any) -> Any:
-        net = received(message)
         count = workload.train(net, w, int(context.node_config["partition-id"]))
         reply = {
             "arrays": app.ArrayRecord(net.state_dict()),
@@ -56,35 +54,17 @@ def flower(w: workload.Workload) -> Measured:
         }
         return app.Message(content=app.RecordDict(reply), reply_to=message)
 
-    @client.evaluate()  # type: ignore[untyped-decorator]
-    def test(message: Any, context: Any) -> Any:
-        loss, accuracy, count = workload.test(
-            received(message), w, int(context.node_config["partition-id"])
-        )
-        reply = {
-            "metrics": app.MetricRecord({"loss": loss, "accuracy": accuracy, "num-examples": count})
-        }
-        return app.Message(content=app.RecordDict(reply), reply_to=message)
-
     class Clocked(strategy.FedAvg):  # type: ignore[misc, name-defined]
         def aggregate_train(self, server_round: int, replies: Any) -> Any:
             result = super().aggregate_train(server_round, replies)
-            if not w.evaluate:
-                marks.append(time.perf_counter())
-            return result
-
-        def aggregate_evaluate(self, server_round: int, replies: Any) -> Any:
-            result = super().aggregate_evaluate(server_round, replies)
-            if w.evaluate:
-                marks.append(time.perf_counter())
+            marks.append(time.perf_counter())
             return result
 
     def serve(grid: Any, context: Any) -> None:
-        least = {"min_train_nodes": w.cohort, "min_available_nodes": w.n, "min_evaluate_nodes": w.n}
-        share = {"fraction_train": w.cohort / w.n, "fraction_evaluate": float(w.evaluate)}
-        Clocked(**least, **share).start(
-            grid, app.ArrayRecord(w.build().state_dict()), num_rounds=w.rounds + 1
-        )
+        least = {"min_train_nodes": w.cohort, "min_available_nodes": w.n}
+        share = {"fraction_train": w.cohort / w.n, "fraction_evaluate": 0.0}
+        start = app.ArrayRecord(w.build().state_dict())
+        Clocked(**least, **share).start(grid, start, num_rounds=w.rounds + 1)
 
     server = server_app.ServerApp()
     server.main()(serve)
@@ -130,16 +110,8 @@ def apple(w: workload.Workload) -> Measured:
             return F.cross_entropy(self.net(x), y)
 
         def metrics(self, x: Tensor, y: Tensor) -> dict[str, Any]:
-            with torch.no_grad():
-                scores = self.net(x)
-                loss, hits = (
-                    float(F.cross_entropy(scores, y, reduction="sum")),
-                    int((scores.argmax(1) == y).sum()),
-                )
-            return {
-                "loss": metrics.Weighted(loss, len(x)),
-                "accuracy": metrics.Weighted(hits, len(x)),
-            }
+            found = zip(("loss", "accuracy"), workload.scored(self.net, x, y), strict=True)
+            return {name: metrics.Weighted(len(x) * v, len(x)) for name, v in found}
 
     class Clock(callback.TrainingProcessCallback):  # type: ignore[misc, name-defined]
         def after_central_iteration(self, *args: Any, **words: Any) -> tuple[bool, Any]:

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench import peers, table
 from bench.problem import Absent, Measured, Problem
-from bench.workload import WORKLOADS, Workload, federation, is_real, plain_loop, test
+from bench.workload import WORKLOADS, Workload, federation, is_real, plain_loop, scored
 from pflcore import Evaluation, Simulation, Training
 from pflcore.train.workers import one_thread
 
@@ -93,7 +93,7 @@ def plain(w: Workload) -> Measured:
         cohort = torch.randperm(w.n, generator=gen)[: w.cohort]
         train(cohort.tolist(), (size[cohort] / size[cohort].sum()).tolist())
         for i in range(w.n if w.evaluate else 0):
-            test(model, w, i)
+            scored(model, *federation(w).client(i, "test"))
 
     round()
     return clocked(round, w.rounds)

@@ -24,7 +24,7 @@ BROWSER = next(
 def page(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo")
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-m", "bench.demo"], cwd=folder, env=env, check=True)
+    subprocess.run([sys.executable, ROOT / "examples" / "demo.py"], cwd=folder, env=env, check=True)
     return folder / "runs/demo/index.html"
 
 
