@@ -9,12 +9,14 @@ installed, and prints the test accuracy of each round. PFLlib plays twice in one
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+
+from bench.problem import parsed
 
 ROOT = Path(__file__).parents[1]
 
@@ -78,32 +80,23 @@ def played(
     return [float(v) for v in re.findall(accuracy, done.stdout)]
 
 
+@dataclass(frozen=True)
+class Options:
+    pfllib: Path | None = None  # a checkout of PFLlib
+    fl_bench: Path | None = None  # a checkout of FL-bench
+
+
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        "python -m bench.frameworks",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--pfllib", type=Path)
-    parser.add_argument("--fl-bench", type=Path)
-    got = parser.parse_args()
+    got = parsed(Options, "python -m bench.frameworks", __doc__, None)
+    pfllib = got.pfllib and got.pfllib / "system"
     for framework, program, folder, accuracy in (
-        (
-            "PFLlib",
-            PFLLIB,
-            got.pfllib and got.pfllib / "system",
-            r"Averaged Test Accuracy: ([\d.]+)",
-        ),
+        ("PFLlib", PFLLIB, pfllib, r"Averaged Test Accuracy: ([\d.]+)"),
         ("FL-bench", FL_BENCH, got.fl_bench, r"\"accuracy\": \"([\d.]+)%"),
     ):
         for personal in (False, True) if folder else ():
-            print(
-                framework,
-                "personalize" if personal else "FedAvg",
-                *played(framework, program, folder, personal, accuracy),
-                flush=True,
-            )
+            found = played(framework, program, folder, personal, accuracy)
+            print(framework, "personalize" if personal else "FedAvg", *found, flush=True)
 
 
 if __name__ == "__main__":

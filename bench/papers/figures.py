@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pflcore import metrics
 from pflcore.results.canvas import COLOURS, MOST, client_ticks, figure_of, lines, save, tidy
 from pflcore.results.record import Run
 
@@ -24,56 +23,19 @@ def nearest(weights: Tensor, k: int) -> Tensor:
     return torch.zeros_like(weights, dtype=torch.bool).scatter_(1, order, True) & (weights > 0)
 
 
-def within(weights: Tensor, group: Tensor) -> tuple[float, float]:
-    """The mean mixing weight [N, N] within the groups [N] of clients, and between them."""
-    same = group[:, None] == group
-    return weights[same].mean().item(), weights[~same].mean().item()
+def of_rounds(run: Run, count: int = 4) -> list[tuple[int, Tensor]]:
+    """The [N, N] weights of the first round that has any, the last one and some between, closer
+    together early on."""
+    found = [(r, w) for r in run.weighted() for w in run.weights([r], MOST)[1]]
+    found = [(r, w) for r, w in found if w.ndim == 2 and bool(w.any())]
+    at = {round((len(found) - 1) * (i / (count - 1)) ** 2) for i in range(count)}
+    return [found[i] for i in sorted(at)] if found else []
 
 
-def of_rounds(run: Run, rounds: Sequence[int] | None, count: int = 4) -> list[tuple[int, Tensor]]:
-    """The [N, N] weights of these rounds; by default of the first, the last and some between,
-    closer together early on."""
-    if rounds is None:
-        found = [r for r in run.weighted() if _any(run, r)]
-        at = (
-            sorted({round((len(found) - 1) * (i / (count - 1)) ** 2) for i in range(count)})
-            if found
-            else []
-        )
-        rounds = [found[i] for i in at]
-    return [
-        (r, w)
-        for r, w in zip(*run.weights(rounds, MOST), strict=True)
-        if w.ndim == 2 and bool(w.any())
-    ]
-
-
-def _any(run: Run, round: int) -> bool:
-    _, (w,) = run.weights([round], MOST)
-    return w.ndim == 2 and bool(w.any())
-
-
-def heat_maps(
-    runs: Mapping[str, Run], path: str | Path, rounds: Sequence[int] | None = None
-) -> Path | None:
-    """The mixing weights over time (Fig. 4): a row of panels for each method, a panel for each
-    round."""
-    return _grid(runs, path, rounds, lambda w: w)
-
-
-def neighbours(
-    runs: Mapping[str, Run], path: str | Path, k: int = 5, rounds: Sequence[int] | None = None
-) -> Path | None:
-    """Which are the k nearest of each client (Fig. 1): a row of panels for each method, a panel for
-    each round."""
-    return _grid(runs, path, rounds, lambda w: nearest(w, k).double())
-
-
-def _grid(
-    runs: Mapping[str, Run], path: str | Path, rounds: Sequence[int] | None, shown: Any
-) -> Path | None:
-    rows = {name: of_rounds(run, rounds) for name, run in runs.items()}
-    rows = {name: panels for name, panels in rows.items() if panels}
+def heat_maps(runs: Mapping[str, Run], path: str | Path, k: int | None = None) -> Path | None:
+    """The mixing weights over time (Fig. 4), or with `k` which are each client's k nearest (Fig.
+    1): a row of panels for each method, a panel for each round."""
+    rows = {name: panels for name, run in runs.items() if (panels := of_rounds(run))}
     if not rows:
         return None
     wide = max(map(len, rows.values()))
@@ -82,7 +44,8 @@ def _grid(
     for i, (name, panels) in enumerate(rows.items()):
         for j, (r, w) in enumerate(panels):
             axis = figure.add_subplot(len(rows), wide, i * wide + j + 1)
-            axis.imshow(shown(w).numpy(), cmap="Blues", vmin=0, interpolation="nearest")
+            shown = w if k is None else nearest(w, k).double()
+            axis.imshow(shown.numpy(), cmap="Blues", vmin=0, interpolation="nearest")
             for side in (axis.xaxis, axis.yaxis):
                 client_ticks(side, torch.arange(len(w)))
                 side.set_tick_params(labelsize=5)
@@ -90,19 +53,18 @@ def _grid(
     return save(figure, path)
 
 
-def against(rows: Sequence[Mapping[str, Any]], option: str, path: str | Path) -> Path | None:
-    """Accuracy against an option of the algorithm (Figs. 2 and 3: `k`, `ahead`), a line for each
-    setting, from a result's rows."""
-    found: dict[str, list[tuple[float, float]]] = {}
-    for r in rows:
-        if option in r["options"] and r["best"] is not None:
-            found.setdefault(r["setting"], []).append((r["options"][option], r["best"]))
-    if not found:
+def curves(
+    series: Mapping[str, Sequence[tuple[float, float]]], path: str | Path, x: str, y: str
+) -> Path | None:
+    """A line of points (x, y) for each name: a mean over clients against an option of the
+    algorithm (FedDWA's Figs. 2 and 3), the part of the personalization set that is used (Motley's
+    Fig. 7c), or what was sent (Fig. 6b, c)."""
+    if not series:
         return None
-    figure, (axis,) = figure_of(5.6, 4.2)
-    series = {name: tuple(zip(*sorted(points), strict=True)) for name, points in found.items()}
-    lines(axis, series, marker="o")  # type: ignore[arg-type]
-    tidy(axis, "", option, "test accuracy, %")
+    figure, (axis,) = figure_of(5.4, 4.0)
+    columns = {name: tuple(zip(*points, strict=True)) for name, points in series.items()}
+    lines(axis, columns, marker="o", markersize=4)  # type: ignore[arg-type]
+    tidy(axis, "", x, y)
     return save(figure, path)
 
 
@@ -203,34 +165,6 @@ def distributions(
         f"{unit} out of distribution",
         f"{unit} in distribution",
     )
-    return save(figure, path)
-
-
-def sizes(series: Mapping[str, Mapping[float, Tensor]], path: str | Path, unit: str) -> Path:
-    """Mean over clients by the part of the personalization set that is used (Fig. 7c)."""
-    figure, (axis,) = figure_of(4.8, 3.6)
-    parts = {name: sorted(by) for name, by in series.items()}
-    means = {
-        n: ([100 * p for p in ps], [metrics.mean(series[n][p]) for p in ps])
-        for n, ps in parts.items()
-    }
-    lines(axis, means, marker="o", markersize=4)
-    tidy(axis, "", "personalization set used, %", f"mean {unit}")
-    return save(figure, path)
-
-
-def cost(
-    series: Mapping[str, tuple[Sequence[float], Sequence[float]]], path: str | Path, unit: str
-) -> Path:
-    """Mean over clients by what was sent so far (Fig. 6b, c)."""
-    figure, (axis,) = figure_of(5.4, 4.0)
-    lines(
-        axis,
-        {name: ([s / 2**20 for s in sent], mean) for name, (sent, mean) in series.items()},
-        marker="o",
-        markersize=3,
-    )
-    tidy(axis, "", "sent down and up by all clients, MiB", f"mean {unit}")
     return save(figure, path)
 
 

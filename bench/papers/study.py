@@ -137,13 +137,14 @@ def draw(made: Reproduction, rows: Sequence[Mapping[str, Any]]) -> list[Path]:
             ]
             out.append(pictures.curves(named, f"{stem}-curves.png"))
             out.append(pictures.weights(named, f"{stem}-weights-by-round.png"))
-            spent = {}
-            for m, r in first.items():
-                _, sent, means = zip(*curve(r, measure), strict=True)
-                spent[m] = list(sent), list(means)
-            out.append(figures.cost(spent, f"{stem}-cost.png", measure))
+            spent = {
+                m: [(sent / 2**20, mean) for _, sent, mean in curve(r, measure)]
+                for m, r in first.items()
+            }
+            what = "sent down and up by all clients, MiB"
+            out.append(figures.curves(spent, f"{stem}-cost.png", what, f"mean {measure}"))
         out.append(figures.heat_maps(first, f"{stem}-weights.png"))
-        out.append(figures.neighbours(first, f"{stem}-neighbours.png"))
+        out.append(figures.heat_maps(first, f"{stem}-neighbours.png", k=5))
         of_all = {m: torch.cat([r.last(measure) for r in all_]) for m, all_ in runs.items()}
         out.append(figures.boxes(of_all, f"{stem}-boxes.png", measure))
         before = {m: b for m in first if (b := made.plan["methods"][m].get("before")) in first}
@@ -156,7 +157,13 @@ def draw(made: Reproduction, rows: Sequence[Mapping[str, Any]]) -> list[Path]:
             made, setting, {m: last[before.get(m, m)] for m in first}, measure, out
         )
     if option := made.plan["against"]:
-        out.append(figures.against(rows, option, made.folder / f"against-{option}.png"))
+        found: dict[str, list[tuple[float, float]]] = {}
+        for r in rows:
+            if option in r["options"] and r["best"] is not None:
+                found.setdefault(r["setting"], []).append((r["options"][option], r["best"]))
+        by = {setting: sorted(points) for setting, points in found.items()}
+        path = made.folder / f"against-{option}.png"
+        out.append(figures.curves(by, path, option, "test accuracy, %"))
     (made.folder / "studies.json").write_text(json.dumps(plain(studies)) + "\n", encoding="utf-8")
     return [p for p in out if p]
 
@@ -206,6 +213,10 @@ def _trained(
             own, others = (metrics.mean(results(setup, state, q)) for q in (p, other))
             spread[method] = [(method, own, others)]
     out += [figures.distributions(spread, f"{stem}-distributions.png", unit)] if spread else []
-    out += [figures.sizes(fewer, f"{stem}-sizes.png", unit)] if fewer else []
+    parts = {
+        m: sorted((100 * f, metrics.mean(v)) for f, v in by.items()) for m, by in fewer.items()
+    }
+    what = "personalization set used, %"
+    out.append(figures.curves(parts, f"{stem}-sizes.png", what, f"mean {unit}"))
     sizes = {m: {str(f): metrics.mean(v) for f, v in by.items()} for m, by in fewer.items()}
     return {"distributions": spread, "sizes": sizes}

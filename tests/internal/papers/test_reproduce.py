@@ -336,7 +336,7 @@ def weighted(rounds=6, n=8):
     return group(lines)[0]
 
 
-def test_nearest_and_within():
+def test_the_nearest_and_the_rounds_that_are_shown():
     w = torch.tensor(
         [[0.5, 0.3, 0.2, 0.0], [0.25, 0.25, 0.25, 0.25], [0.0, 0.0, 1.0, 0.0], [0.1, 0.4, 0.4, 0.1]]
     )
@@ -346,26 +346,20 @@ def test_nearest_and_within():
         [0, 0, 1, 0],
         [0, 1, 1, 0],
     ]
-    inside, between = figures.within(torch.eye(4) * 0.5 + 0.1, torch.tensor([0, 0, 1, 1]))
-    assert inside == pytest.approx(0.35) and between == pytest.approx(0.1)
-    assert [r for r, _ in figures.of_rounds(weighted(), None)] == [1, 2, 3, 6]
-    assert [r for r, _ in figures.of_rounds(weighted(), [2, 5])] == [2, 5]
+    assert [r for r, _ in figures.of_rounds(weighted())] == [1, 2, 3, 6]
 
 
 def test_pictures(tmp_path):
     pytest.importorskip("matplotlib")
     runs = {"FedDWA": weighted(), "none": group([{"header": {}}])[0]}
-    rows = [{"setting": "a", "options": {"k": k}, "best": 80.0 + k} for k in (1, 5, 3)] + [
-        {"setting": "b", "options": {}, "best": 1.0}
-    ]
     made = [
         figures.heat_maps(runs, tmp_path / "w.png"),
-        figures.neighbours(runs, tmp_path / "n.png", k=4),
-        figures.against(rows, "k", tmp_path / "k.png"),
+        figures.heat_maps(runs, tmp_path / "n.png", k=4),
+        figures.curves({"a": [(1.0, 2.0), (3.0, 4.0)]}, tmp_path / "k.png", "k", "accuracy"),
     ]
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in made)
     assert figures.heat_maps({"none": runs["none"]}, tmp_path / "x.png") is None
-    assert figures.against(rows, "ahead", tmp_path / "x.png") is None
+    assert figures.curves({}, tmp_path / "x.png", "k", "accuracy") is None
 
 
 # what a method's fate leaves to the others -----------------------------------
