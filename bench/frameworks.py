@@ -94,7 +94,9 @@ def main() -> None:
         ("PFLlib", PFLLIB, pfllib, r"Averaged Test Accuracy: ([\d.]+)"),
         ("FL-bench", FL_BENCH, got.fl_bench, r"\"accuracy\": \"([\d.]+)%"),
     ):
-        for personal in (False, True) if folder else ():
+        if folder is None:
+            continue
+        for personal in (False, True):
             found = played(framework, program, folder, personal, accuracy)
             print(framework, "personalize" if personal else "FedAvg", *found, flush=True)
 
