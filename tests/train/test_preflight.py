@@ -9,10 +9,20 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from parts.preflight import federation
 
 from pflcore import Evaluation, Federation, Hardware, Net, Simulation, Training, cli
 from pflcore.nn import Dropout
+
+GEN = torch.Generator().manual_seed(0)
+
+
+def federation(x=None, y=None, sizes=(8, 8, 8), **options):
+    total = sum(sizes)
+    x = torch.randn(total, 6, generator=GEN) if x is None else x
+    y = torch.arange(total) % 4 if y is None else y
+    pairs = zip(x.split(list(sizes)), y.split(list(sizes)), strict=True)
+    both = [{"train": (x, y), "test": (x[:2], y[:2])} for x, y in pairs]
+    return Federation.from_clients(both, **options)
 
 
 class Own(nn.Module):
@@ -183,30 +193,20 @@ def test_one_sentence(name):
     assert said.endswith(".") and "\n" not in said and ". " not in said.replace("nn. ", "")
 
 
-def test_batch_norm_takes_the_rest():
-    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
-    for sizes, options in (((8, 9, 7), {"drop_last": True, "join_last": False}), ((8, 10, 7), {})):
-        assert (
-            len(
-                Simulation(
-                    "fedavg",
-                    model,
-                    federation(sizes=sizes),
-                    Training(batch_size=4, **options),
-                    rounds=1,
-                )
-                .run()
-                .rounds
-            )
-            == 1
-        )
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [((8, 9, 7), {"drop_last": True, "join_last": False}), ((8, 10, 7), {})],
+)
+def test_batch_norm_takes_the_rest(sizes, options):
+    model, training = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5)), Training(0.1, 4, **options)
+    run = Simulation("fedavg", model, federation(y=None, sizes=sizes), training, rounds=1).run()
+    assert len(run.rounds) == 1
 
 
 def test_pflcores_own_dropout_is_no_draw():
     model = nn.Sequential(nn.Linear(6, 5), Dropout(0.5), nn.Linear(5, 4))
-    first, second = (
-        Simulation("fedavg", model, federation(torch.ones(24, 6)), rounds=2).run() for _ in range(2)
-    )
+    data = federation(torch.ones(24, 6))
+    first, second = (Simulation("fedavg", model, data, rounds=2).run() for _ in range(2))
     assert torch.equal(first.state.server["x"], second.state.server["x"])
 
 
@@ -224,28 +224,16 @@ def test_modes_of_torch():
         run.run()
     torch.set_default_device("meta")
     try:
-        with pytest.raises(
-            ValueError,
-            match=r"^torch: the default device is meta; call torch.set_default_device\('cpu'\)",
-        ):
+        with pytest.raises(ValueError, match=r"^torch: the default device is meta; call torch.set"):
             Simulation("fedavg", model, data)
     finally:
         torch.set_default_device(None)
     torch.set_default_dtype(torch.float64)
     try:
-        with pytest.raises(
-            TypeError,
-            match=r"^data: x is torch.float32 and the model's parameters are torch.float64",
-        ):
-            Simulation("fedavg", lambda: nn.Linear(6, 4), data)
         wide = federation(torch.randn(24, 6), dtype=torch.float64)
         for algorithm in ("fedavg", "apfl", "feddwa"):
-            assert (
-                Simulation(algorithm, lambda: nn.Linear(6, 4), wide, rounds=2)
-                .run()
-                .rounds[-1]["train_loss"]
-                > 0
-            )
+            run = Simulation(algorithm, lambda: nn.Linear(6, 4), wide, rounds=2).run()
+            assert run.rounds[-1]["train_loss"] > 0
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -265,24 +253,18 @@ def test_clients_by_number(key):
     data, model = federation(), nn.Linear(6, 4)
 
     def run(ids):
-        return Simulation(
-            "fedavg",
-            model,
-            data,
-            rounds=1,
-            **({key: ids} if key == "clients" else {"evaluation": Evaluation(clients=ids)}),
-        )
+        given = {"clients": ids} if key == "clients" else {"evaluation": Evaluation(clients=ids)}
+        return Simulation("fedavg", model, data, rounds=1, **given)
 
     assert run([0, 2]).run().rounds
     for wrong in ([1, 1, 1], [0, 3], [-1], [], [0.5], [True, False, True]):
-        with pytest.raises(ValueError, match=f"^({key}|{key.split('.')[-1]}): expected"):
+        with pytest.raises(ValueError, match=f"^({key}|clients): expected"):
             run(wrong)
 
 
 def test_options():
-    data, model = federation(), nn.Linear(6, 4)
     with pytest.raises(ValueError, match=r"^rounds: expected a whole number, at least 1, got nan"):
-        Simulation("fedavg", model, data, rounds=float("nan"))
+        Simulation("fedavg", nn.Linear(6, 4), federation(), rounds=float("nan"))
     for options, sentence in (
         ({"workers": -1}, "workers: expected a whole number, from 1 to"),
         ({"workers": 100_000}, "workers: expected a whole number, from 1 to"),
@@ -290,40 +272,14 @@ def test_options():
     ):
         with pytest.raises(ValueError, match=f"^{sentence}"):
             Hardware(**options)
-    with pytest.raises(
-        TypeError,
-        match=r"^criterion: expected a loss, got the class CrossEntropyLoss; write "
-        r"CrossEntropyLoss\(\)",
-    ):
-        Net(model, nn.CrossEntropyLoss)
-    from pflcore.algorithms import ALGORITHMS
-
-    assert Simulation(ALGORITHMS["ditto"], model, data).name == "ditto"
 
 
-@pytest.mark.parametrize("words", [["--criterion", "squared"], ["--engine", "pool"]])
+@pytest.mark.parametrize("words", ["--criterion squared", "--engine pool"])
 def test_on_the_command_line_nothing_is_written(words, tmp_path, monkeypatch, capsys):
     pytest.importorskip("tyro")
     pytest.importorskip("sklearn")
     monkeypatch.chdir(tmp_path)
-    assert (
-        cli.main(
-            [
-                "run",
-                "fedavg",
-                "--data",
-                "digits",
-                "--n",
-                "3",
-                "--rounds",
-                "1",
-                "--quiet",
-                "--out",
-                "o",
-                *words,
-            ]
-        )
-        == 2
-    )
+    run = f"run fedavg --data digits --n 3 --rounds 1 --quiet --out o {words}"
+    assert cli.main(run.split()) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "Traceback" not in said and not (tmp_path / "o").exists()

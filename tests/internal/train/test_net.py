@@ -5,11 +5,26 @@ import threading
 import pytest
 import torch
 import torch.nn as nn
-from parts.net import Buffered
 
 from pflcore import Net
 from pflcore.nn.mode import context, forward_mode
 from pflcore.train.losses import CRITERIA
+
+
+class Buffered(nn.Module):
+    """Batch norm, a float buffer that training changes, and an integer one."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.out = nn.Linear(4, 2)
+        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("table", torch.arange(4))
+
+    def forward(self, x):
+        if self.training:
+            self.seen += x.mean()
+        return self.out(self.norm(x[:, self.table]))
 
 
 def test_buffers_are_a_row_of_their_own():
