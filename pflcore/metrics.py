@@ -258,12 +258,7 @@ def metrics_of(
 ) -> dict[str, Metric]:
     """Functions of one client's (scores, labels) by name: of `CLASS_METRICS` for labels
     (`classes`), of `VALUE_METRICS` for targets, or one's own, which goes by its `__name__` or by
-    its key. ValueError, TypeError or ImportError in one sentence."""
-    if isinstance(metrics, str) or not isinstance(metrics, Mapping | Sequence):
-        raise TypeError(
-            "metrics: expected a list such as ['auc', my_function] or a dict of functions by "
-            f"name, got {metrics!r}."
-        )
+    its key. ValueError or ImportError in one sentence."""
     out: dict[str, Metric] = {}
     pairs = metrics.items() if isinstance(metrics, Mapping) else zip(metrics, metrics, strict=True)
     for key, metric in pairs:
@@ -274,7 +269,6 @@ def metrics_of(
                 "leave it out or rename it."
             )
         out[name] = _by_name(metric, classes) if isinstance(metric, str) else metric
-        need(callable(out[name]), "metrics", "a name or a function of (scores, labels)", metric)
     return out
 
 

@@ -240,3 +240,20 @@ def test_a_metric_that_breaks_says_for_whom():
         match="metrics: 'broken' failed for client 1 with ZeroDivisionError: division by zero",
     ):
         run.run()
+
+
+@pytest.mark.parametrize(
+    ("metrics", "sentence"),
+    [
+        (["acc"], "for labels there are auc, f1, balanced_accuracy, or a function of .* got 'acc'"),
+        (["mae"], "'mae' is for targets"),
+        ("auc", "expected a list, .* got 'auc'"),
+        ([3], r"expected a list, each a string or a function .* got \[3\]"),
+        ({"loss": min}, "'loss' is recorded anyway"),
+        (["f1", f1], "'f1' is there twice"),
+    ],
+)
+def test_what_is_no_metric_is_one_sentence(metrics, sentence):
+    pytest.importorskip("sklearn")
+    with pytest.raises((ValueError, TypeError), match=f"^metrics: .*{sentence}"):
+        simulation(metrics=metrics)

@@ -15,6 +15,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.modules.utils import _pair
 
 from pflcore import ops
 from pflcore.check import Count, Kind, Positive, checked, of_hint, refuse
@@ -138,8 +139,7 @@ class FactorizedConv2d(_Factorized):
         dtype: torch.dtype | None = None,
     ) -> None:
         self.in_channels, self.out_channels = in_channels, out_channels
-        square = isinstance(kernel_size, int)
-        self.kernel_size = (kernel_size, kernel_size) if square else tuple(kernel_size)
+        self.kernel_size = _pair(kernel_size)
         self.stride, self.padding, self.dilation = stride, padding, dilation
         size = in_channels * self.kernel_size[0] * self.kernel_size[1]
         super().__init__(out_channels, size, factors, bias, init, alpha, dtype)
@@ -201,7 +201,7 @@ def factorize(
 
 
 def _like(name: str, m: Any, factors: int, init: Init, alpha: float | None) -> nn.Module:
-    rest = (m.bias is not None, init, alpha, m.weight.dtype)
+    rest: Any = (m.bias is not None, init, alpha, m.weight.dtype)
     if isinstance(m, nn.Linear):
         linear = FactorizedLinear(m.in_features, m.out_features, factors, *rest)
         return linear.to(m.weight.device)

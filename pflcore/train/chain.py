@@ -151,25 +151,21 @@ class _Recorder(TorchFunctionMode):
         self.copy = copy.deepcopy(net.module)
         self.names = {id(p): n for n, p in self.copy.named_parameters() if n in net.slices}
         for m in self.copy.modules():
-            if type(m) in OWN:
-                m.forward = partial(self.own, m, m.forward)
-
-    def own(self, m: nn.Module, forward: Callable[..., Tensor], *given: Any) -> Tensor:
-        """One of pflcore's layers."""
-        with torch._C.DisableTorchFunction():
-            return self.note(type(m), OWN[type(m)], forward, given, {}, m)
+            if type(m) in OWN:  # pflcore's layers are taken whole
+                m.forward = partial(self.note, OWN[type(m)], m.forward, (m,))
 
     def note(
-        self, name: Any, known: Any, f: Callable[..., Tensor], args: Any, options: Any, *more: Any
+        self, known: Any, f: Callable[..., Tensor], more: Any, *args: Any, **options: Any
     ) -> Tensor:
+        name = getattr(f, "__name__", str(f))
         follows = bool(args) and args[0] is self.last
-        name = getattr(name, "__name__", str(name))
         expect(follows, f"layers that do not follow one another, at {name}")
         expect(known, name)
-        into, out = tuple(self.last.shape[1:]), f(*args, **options)
-        call = Call(into, tuple(out.shape[1:]), self.place)
-        self.lines += known(call, *more, *args[1:], **options)
-        self.numbers += out[0].numel()
+        with torch._C.DisableTorchFunction():  # what is done here is no part of the model
+            out = f(*args, **options)
+            call = Call(tuple(self.last.shape[1:]), tuple(out.shape[1:]), self.place)
+            self.lines += known(call, *more, *args[1:], **options)
+            self.numbers += out[0].numel()
         self.last = out
         return out
 
@@ -187,7 +183,7 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         if function in ASKS:
             return function(*args)
-        return self.note(function, KNOWN.get(function), function, args, kwargs or {})
+        return self.note(KNOWN.get(function), function, (), *args, **(kwargs or {}))
 
 
 def recorded(net: Net, shape: Shape, train: bool, batch: int) -> _Recorder:
@@ -240,20 +236,8 @@ def _conv(
     yield "conv", outputs, *kernel, _pair(stride)[0], above, left, c.at(weight), c.at(bias)
 
 
-def _largest(
-    c: Call,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil_mode: bool = False,
-    return_indices: bool = False,
-) -> Lines:
-    odd = ceil_mode or return_indices or _pair(dilation) != (1, 1)
-    return _pool(1, kernel_size, stride, padding, odd)
-
-
-def _mean(
+def _pool(  # noqa: PLR0913 (torch's of both kinds)
+    kind: int,
     c: Call,
     kernel_size: Any,
     stride: Any = None,
@@ -261,14 +245,13 @@ def _mean(
     ceil_mode: bool = False,
     count_include_pad: bool = True,
     divisor_override: int | None = None,
+    dilation: Any = 1,
+    return_indices: bool = False,
 ) -> Lines:
-    return _pool(2, kernel_size, stride, padding, ceil_mode or divisor_override)
-
-
-def _pool(kind: int, window: Any, step: Any, padding: Any, odd: Any) -> Lines:
-    plain = not odd and _pair(padding) == (0, 0)
+    plain = not (ceil_mode or divisor_override or return_indices) and _pair(dilation) == (1, 1)
+    plain = plain and _pair(padding) == (0, 0)
     expect(plain, "pooling with padding, gaps, indices, a divisor or ceil_mode")
-    yield "pool", kind, *_pair(window), *_pair(step or window)
+    yield "pool", kind, *_pair(kernel_size), *_pair(stride or kernel_size)
 
 
 def _whole(c: Call, output_size: Any) -> Lines:
@@ -321,13 +304,13 @@ VIEWS = (
 KNOWN: dict[Any, Callable[..., Lines]] = {
     F.linear: _linear,
     F.conv2d: _conv,
-    F.avg_pool2d: _mean,
+    F.avg_pool2d: partial(_pool, 2),
     F.adaptive_avg_pool2d: _whole,
     F.group_norm: _group_norm,
     F.layer_norm: _layer_norm,
     F.gelu: partial(_act, 4),
     **dict.fromkeys(VIEWS, _view),
-    **dict.fromkeys((torch.max_pool2d, F.max_pool2d), _largest),
+    **dict.fromkeys((torch.max_pool2d, F.max_pool2d), partial(_pool, 1)),
     **dict.fromkeys((torch.log_softmax, F.log_softmax, Tensor.log_softmax), _log_softmax),
     **dict.fromkeys((torch.relu, F.relu, F.relu_, Tensor.relu_, Tensor.relu), partial(_act, 1)),
     **dict.fromkeys((torch.tanh, Tensor.tanh), partial(_act, 2)),

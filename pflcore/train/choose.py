@@ -198,9 +198,9 @@ def trial(net: Net, data: Federation) -> Trial:
     batches = Batches(made, how, (0, 0), clients.ids.numpy(), Plan(1), False)
     order, seeds = batches.order[:, 0], batches.seeds[:, 0]
     draws, module = torch.Generator().manual_seed(0), copy.deepcopy(net.module)
-    spread = [net.w0[s].square().mean().sqrt().mul(0.5).add(0.01) for s in net.slices.values()]
     noise = torch.randn(len(sizes), net.size, generator=draws, dtype=torch.float64).to(net.w0)
-    scale = [v.expand(n) for v, n in zip(spread, net.sizes, strict=True)]
+    parts = net.w0.split(net.sizes)
+    scale = [p.square().mean().sqrt().mul(0.5).add(0.01).expand(len(p)) for p in parts]
     found = Trial(clients, net.w0 + noise * torch.cat(scale), {}, {})
     for train, mode in ((True, "training"), (False, "evaluation")):
         answers = []

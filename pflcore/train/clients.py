@@ -232,7 +232,13 @@ class Clients:
         net = self.net
         classes = net.scores_classes and not self.setting.data.y.is_floating_point()
         if self.setting.engine.chain is not None and predict is by_row:
-            loss, hits = self._by_chain(model["w"], split)
+
+            def look(w: Tensor, pool: tuple[Any, ...], own: Ragged) -> Tensor:
+                losses, hits, _ = chain_eval(w, *pool, own.flat, own.begin, 0)
+                return torch.stack([losses, (hits & ~losses.isnan()).double()])  # NaN is no answer
+
+            both = torch.cat(self._by_chain(model["w"], self.places(split), look), 1)
+            loss, hits = (self._means(values, split) for values in both)
             return loss, hits if classes else None
         pairs = self.scores(model, split, predict)
         z, y = (torch.cat(each) for each in zip(*pairs, strict=True))
@@ -255,10 +261,9 @@ class Clients:
         seed = onto(torch.from_numpy(seeds), w.device)
         labels = self.labels(split).split(lists.size.tolist())
 
-        def by_kernels(part: slice) -> Tensor:
-            own = lists[part]
+        def by_kernels(w: Tensor, pool: tuple[Any, ...], own: Ragged) -> Tensor:
             index = pad_sequence(list(own), batch_first=True)
-            return chain_grad(w[part], *self._pool(part), index, own.size, None)[0]
+            return chain_grad(w, *pool, index, own.size, None)[0]
 
         def by_engine(i: int) -> Tensor:
             one, at, n = slice(i, i + 1), lists[i], len(labels[i])
@@ -270,7 +275,7 @@ class Clients:
             return total
 
         if setting.engine.chain is not None:
-            return torch.cat(setting.workers.map(by_kernels, self._parts(lists)))
+            return torch.cat(self._by_chain(w, lists, by_kernels))
         return torch.stack(setting.workers.map(by_engine, range(len(lists))))
 
     # inside ---------------------------------------------------------------------------------------
@@ -328,27 +333,20 @@ class Clients:
         data = self.setting.data
         return None if data.relabel is None else data.relabel[onto(self.ids, data.device)]
 
-    def _pool(self, s: slice) -> tuple[Any, ...]:
-        """The first arguments of the chain's kernels, for some of the clients."""
-        data, relabel, chain = self.setting.data, self._relabel, self.setting.engine.chain
+    def _by_chain(
+        self, w: Tensor, lists: Ragged, f: Callable[[Tensor, tuple[Any, ...], Ragged], Tensor]
+    ) -> list[Tensor]:
+        """`f(rows, the kernels' first arguments, places)` of some of the clients at a time, with
+        about as many samples each."""
+        chain, data, relabel = self.setting.engine.chain, self.setting.data, self._relabel
         assert chain is not None
-        return (*chain.head, data.x, data.y, None if relabel is None else relabel[s])
-
-    def _parts(self, lists: Ragged) -> list[slice]:
-        """The cohort for a few calls of the chain's kernels, about as many samples each."""
         count, n = len(self.ids), len(lists.flat)
         parts = min(count, PARTS if n * self.net.size >= 1 << 24 else 1)
         inner = torch.searchsorted(lists.begin, torch.arange(1, parts) * n // parts)
-        return [slice(a, b) for a, b in pairwise([0, *inner.tolist(), count]) if a < b]
 
-    def _by_chain(self, w: Tensor, split: str) -> tuple[Tensor, Tensor]:
-        """Losses and shares of right answers by the kernels."""
-        lists = self.places(split)
+        def look(s: slice) -> Tensor:
+            own = None if relabel is None else relabel[s]
+            return f(w[s], (*chain.head, data.x, data.y, own), lists[s])
 
-        def look(part: slice) -> Tensor:
-            own = lists[part]
-            losses, right, _ = chain_eval(w[part], *self._pool(part), own.flat, own.begin, 0)
-            return torch.stack([losses, (right & ~losses.isnan()).double()])  # NaN is no answer
-
-        both = torch.cat(self.setting.workers.map(look, self._parts(lists)), 1)
-        return self._means(both[0], split), self._means(both[1], split)
+        cuts = pairwise([0, *inner.tolist(), count])
+        return self.setting.workers.map(look, [slice(a, b) for a, b in cuts if a < b])

@@ -103,7 +103,7 @@ def gradients(  # noqa: PLR0913 (one call for two engines)
     """Losses [s], gradients [s, Q], buffers [s, b] by autograd: of all under vmap, or of one."""
 
     def loss(
-        w: Tensor, x: Tensor, y: Tensor, buffers: Tensor, seed: Tensor, extra: Tensors
+        extra: Tensors, w: Tensor, x: Tensor, y: Tensor, buffers: Tensor, seed: Tensor
     ) -> tuple[Tensor, Tensor]:
         with forward_mode(train, buffers, seed, alone=not vmap):
             value = net.loss(w, x, y) if own is None else own(net, w, x, y, extra)
@@ -112,9 +112,9 @@ def gradients(  # noqa: PLR0913 (one call for two engines)
     w = rows.detach().requires_grad_()
     given = (w, x, y, buffers, seeds)
     if vmap:
-        losses, after = torch.vmap(loss)(*given, extra)
+        losses, after = torch.vmap(loss)(extra, *given)
     else:
-        one = loss(*(t[0] for t in given), {k: v[0] for k, v in extra.items()})
+        one = loss({k: v[0] for k, v in extra.items()}, *(t[0] for t in given))
         losses, after = (t[None] for t in one)
     (g,) = torch.autograd.grad(losses.sum(), w)
     return losses.detach(), g, after

@@ -198,7 +198,8 @@ def of_layer(
     name: str, m: nn.Module, inputs: Any, data: Federation, e: BaseException
 ) -> Iterator[str]:
     """Why the forward pass failed in the layer `m`."""
-    shape, given = list(data.shape), next(iter(inputs), None)
+    given: Any = next(iter(inputs), None)
+    shape = list(data.shape)
     if not isinstance(given, Tensor):
         yield (
             f"model: its forward pass fails on samples of shape {shape} ({data.x.dtype}): "

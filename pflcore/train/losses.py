@@ -112,14 +112,14 @@ def loss_of(loss: Loss, name: str = "loss") -> Callable[[Tensor, Tensor], Tensor
             f"{name}: expected the mean over a batch, got "
             f"{type(loss).__name__}(reduction={loss.reduction!r})."
         )
-    default = type(loss) in OURS and {**vars(type(loss)()), "training": loss.training}
-    return OURS[type(loss)] if default == vars(loss) else loss
+    ours = OURS.get(type(loss))
+    default = ours and {**vars(type(loss)()), "training": loss.training}
+    return ours if ours and default == vars(loss) else loss
 
 
 def loss_name(criterion: Callable[[Tensor, Tensor], Tensor]) -> str:
     """What a criterion is called in records."""
-    ours = {f: name for name, f in CRITERIA.items()}
-    return ours.get(criterion) or getattr(criterion, "__name__", type(criterion).__name__)
+    return str(getattr(criterion, "__name__", type(criterion).__name__))
 
 
 def spreads(criterion: Callable[[Tensor, Tensor], Tensor], scores: Tensor, y: Tensor) -> bool:

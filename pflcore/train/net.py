@@ -396,8 +396,9 @@ def _stop(head: nn.Module, given: tuple[Tensor]) -> None:
 
 
 def _reset(m: nn.Module) -> None:
-    if hasattr(m, "reset_parameters"):
-        m.reset_parameters()
+    own: Any = getattr(m, "reset_parameters", None)
+    if own is not None:
+        own()
     elif any(p.requires_grad for p in m.parameters(recurse=False)):
         raise ValueError(
             f"model: {type(m).__name__} holds parameters but has no reset_parameters(); give Net a "

@@ -32,7 +32,7 @@ def test_the_right_share_is_kept_and_scaled(p):
     assert (abs(kept.double().mean(0) - (1 - p)) < 6 * off / 10).all()
     torch.testing.assert_close(y[kept], x[kept] / (1 - p))
     (g,) = torch.autograd.grad(y.sum(), x)  # gradients pass where values do
-    torch.testing.assert_close(g, kept / (1 - p))
+    torch.testing.assert_close(g, kept.to(x) / (1 - p))
 
 
 def test_layers_steps_and_clients_draw_apart():

@@ -7,7 +7,6 @@ from small import make_setting
 
 from pflcore import Clients, Federation, Net, Training
 from pflcore.algorithms import FedAvg
-from pflcore.metrics import f1, metrics_of
 from pflcore.simulation.evaluate import one_by_one
 from pflcore.train.losses import CRITERIA
 
@@ -77,20 +76,3 @@ def test_one_model_for_all_is_one_pass_over_all_samples(engine, model, relabel, 
     torch.testing.assert_close(loss, want[0].double(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(hits, want[1], rtol=0, atol=1e-12)
     torch.testing.assert_close(local.loss(row.expand(4, -1)), want[0], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("metrics", "sentence"),
-    [
-        (["acc"], "for labels there are auc, f1, balanced_accuracy, or a function of .* got 'acc'"),
-        (["mae"], "'mae' is for targets"),
-        ("auc", r"expected a list such as \['auc', my_function\]"),
-        ([3], r"expected a name or a function of \(scores, labels\), got 3"),
-        ({"loss": min}, "'loss' is recorded anyway"),
-        (["f1", f1], "'f1' is there twice"),
-    ],
-)
-def test_what_is_no_metric_is_one_sentence(metrics, sentence):
-    pytest.importorskip("sklearn")
-    with pytest.raises((ValueError, TypeError), match=f"^metrics: .*{sentence}"):
-        metrics_of(metrics, classes=True)

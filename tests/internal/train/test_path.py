@@ -134,11 +134,15 @@ def test_the_chain_names_what_it_calls():
 def test_wide_models_train_client_after_client_on_a_cpu(width, engine):
     one = (nn.Linear(6, width), nn.BatchNorm1d(width), nn.Linear(width, 300), nn.ReLU())
     net = Net(nn.Sequential(*one, nn.Linear(300, 4)))
-    before = torch.get_rng_state()
     found = prepared(net, federation(), Training()).engine
-    assert torch.equal(before, torch.get_rng_state())
     assert found.name == engine and (f"{net.size} weights" in found.why) is (engine == "loop")
     assert prepared(net, federation(), Training(), "vmap").engine.name == "vmap"
+
+
+def test_the_global_generators_are_left_alone():
+    net, before = Net(mlp), torch.get_rng_state()
+    prepared(net, federation(), Training())
+    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_a_chain_with_dropout_is_a_chain():
