@@ -18,7 +18,7 @@ import annotated_types as at
 import torch
 from torch import Tensor
 
-from pflcore.check import ANYTHING, Count, Fraction, checked, shown
+from pflcore.check import ANYTHING, Count, Fraction, checked, need, refuse, shown
 
 __all__ = [
     "auc",
@@ -33,7 +33,6 @@ __all__ = [
     "last_mean",
     "mae",
     "mean",
-    "paper_cell",
     "percentile",
     "r2",
     "right",
@@ -57,36 +56,25 @@ class Point(NamedTuple):
 
 def vector(values: Vector, name: str = "values") -> Tensor:
     """`values` as a float64 vector on the CPU, `[n]`; None becomes NaN."""
-    if isinstance(values, Tensor):
-        out = values.detach().to("cpu", torch.float64)
-    else:
-        try:
-            out = torch.tensor(
-                [math.nan if v is None else float(v) for v in values], dtype=torch.float64
-            )
-        except (TypeError, ValueError):
-            raise ValueError(
-                f"{name}: expected a vector of numbers, got {shown(values)}."
-            ) from None
+    try:
+        numbers = values
+        if not isinstance(values, Tensor):
+            numbers = [math.nan if v is None else float(v) for v in values]
+        out = torch.as_tensor(numbers, dtype=torch.float64, device="cpu").detach()
+    except (TypeError, ValueError):
+        out = torch.empty(())
     if out.ndim != 1:
-        raise ValueError(
-            f"{name}: expected a vector with one value per client, got shape {tuple(out.shape)}; "
-            "pass one row of it."
-        )
+        refuse(name, "a vector of numbers, one per client", values)
     return out
 
 
-def _kept(values: Vector, name: str = "values") -> Tensor:
-    out = vector(values, name)
+def _kept(values: Vector) -> Tensor:
+    out = vector(values)
     return out[~out.isnan()]
 
 
-def _same_length(name: str, given: Sequence[int] | Tensor, other_name: str, other: Tensor) -> None:
-    if len(given) != len(other):
-        raise ValueError(
-            f"{name}: expected as many entries as {other_name} has ({len(other)}), got "
-            f"{len(given)}; pass vectors that match."
-        )
+def _same_length(name: str, given: Sequence[Any] | Tensor, other: Tensor) -> None:
+    need(len(given) == len(other), name, f"{len(other)} entries, as the other vector has", given)
 
 
 def count(values: Vector) -> int:
@@ -96,8 +84,7 @@ def count(values: Vector) -> int:
 
 def mean(values: Vector) -> float:
     """Mean over clients, each counted once."""
-    kept = _kept(values)
-    return kept.mean().item() if len(kept) else math.nan
+    return _kept(values).mean().item()
 
 
 def std(values: Vector) -> float:
@@ -112,13 +99,9 @@ def weighted_mean(values: Vector, weight: Vector) -> float:
     """Mean weighted by `weight` (samples per client), over the clients that have both a value and a
     positive weight."""
     v, w = vector(values), vector(weight, "weight")
-    _same_length("weight", w, "values", v)
-    if (w < 0).any():
-        raise ValueError(
-            f"weight: expected numbers >= 0, got {w.min().item():g}; pass numbers of samples."
-        )
+    _same_length("weight", w, v)
     keep = ~v.isnan() & (w > 0)
-    return ((v[keep] * w[keep]).sum() / w[keep].sum()).item() if keep.any() else math.nan
+    return ((v[keep] * w[keep]).sum() / w[keep].sum()).item()
 
 
 @checked
@@ -126,8 +109,6 @@ def worst_decile(values: Vector, share: Fraction = 0.1, higher_is_better: bool =
     """Mean of the worst `ceil(share * n)` clients, at least one (n counts the clients that have a
     value)."""
     kept = _kept(values)
-    if not len(kept):
-        return math.nan
     # 0.1 * 30 is 3.0000000000000004 in floating point
     k = max(1, math.ceil(share * len(kept) - 1e-9))
     return kept.sort(descending=not higher_is_better).values[:k].mean().item()
@@ -135,15 +116,14 @@ def worst_decile(values: Vector, share: Fraction = 0.1, higher_is_better: bool =
 
 @checked
 def percentile(values: Vector, q: Percent = 10.0) -> float:
-    """The q-th percentile over clients, linearly interpolated; q in [0, 100]."""
-    kept = _kept(values)
+    """The q-th percentile over clients, linearly interpolated; q in [0, 100]. Beside an infinite
+    value nothing is interpolated."""
+    kept = _kept(values).sort().values
     if not len(kept):
         return math.nan
-    ends = torch.stack(
-        [torch.quantile(kept, q / 100, interpolation=side) for side in ("lower", "higher")]
-    ).sum()
-    # beside an infinite value nothing is interpolated
-    return (torch.quantile(kept, q / 100) if ends.isfinite() else ends).item()
+    place = q / 100 * (len(kept) - 1)
+    low, high = kept[math.floor(place)].item(), kept[math.ceil(place)].item()
+    return low if low == high else low + (high - low) * (place % 1)
 
 
 def hurt(after: Vector, before: Vector, higher_is_better: bool = True) -> float:
@@ -153,11 +133,11 @@ def hurt(after: Vector, before: Vector, higher_is_better: bool = True) -> float:
     it is hurt.
     """
     a, b = vector(after, "after"), vector(before, "before")
-    _same_length("after", a, "before", b)
+    _same_length("after", a, b)
     keep = ~b.isnan()
     a, b = a[keep], b[keep]
     worse = (a < b if higher_is_better else a > b) | a.isnan()
-    return 100 * worse.double().mean().item() if len(b) else math.nan
+    return 100 * worse.double().mean().item()
 
 
 def subpopulations(values: Vector, group: Tensor | Sequence[int]) -> dict[str, float]:
@@ -168,7 +148,7 @@ def subpopulations(values: Vector, group: Tensor | Sequence[int]) -> dict[str, f
     2020, Table 2).
     """
     v, g = vector(values), vector(group, "group")
-    _same_length("group", g, "values", v)
+    _same_length("group", g, v)
     major, minor = mean(v[g == 0]), mean(v[g == 1])
     return {"majority": major, "minority": minor, "gap": major - minor, "variance": std(v) ** 2}
 
@@ -185,10 +165,9 @@ def best(curve: Vector, higher_is_better: bool = True) -> Point:
     """Best value over rounds, at the first round that has it. On test data this selects on test
     data: label it so."""
     v = vector(curve, "curve")
-    have = (~v.isnan()).nonzero()[:, 0]
-    if not len(have):
+    if v.isnan().all():
         return Point(math.nan, -1)
-    i = int(have[v[have].argmax() if higher_is_better else v[have].argmin()])
+    i = int((v if higher_is_better else -v).nan_to_num(-math.inf, math.inf, -math.inf).argmax())
     return Point(v[i].item(), i)
 
 
@@ -207,7 +186,7 @@ def last_mean(curve: Vector, rounds: Vector | None = None, k: Count = 10) -> flo
     if not len(v):
         return math.nan
     at = torch.arange(len(v), dtype=torch.float64) if rounds is None else vector(rounds, "rounds")
-    _same_length("rounds", at, "curve", v)
+    _same_length("rounds", at, v)
     return mean(v[at > at[-1] - k])
 
 
@@ -221,39 +200,31 @@ def bytes_to_reach(
     `sent` [T] is cumulative and has one entry per value of `curve` [T].
     """
     v = vector(curve, "curve")
-    _same_length("sent", sent, "curve", v)
+    _same_length("sent", sent, v)
     reached = (v >= goal if higher_is_better else v <= goal).nonzero()
     return int(sent[int(reached[0])]) if len(reached) else None
-
-
-def truncate_percent(share: float) -> float:
-    """A share as a percent cut off (not rounded) after two decimals, as the WAFFLE paper's tables
-    do: 0.97999 -> 97.99.
-
-    The tolerance of 1e-9 percent keeps a share such as 0.29, whose percent is 28.999999999999996 in
-    floating point, at 29.00.
-    """
-    return math.floor(share * 1e4 + 1e-7) / 100 if math.isfinite(share) else share
-
-
-def paper_cell(shares: Vector) -> str:
-    """`"97.99 ± 0.26"`: mean and population standard deviation over seeds in percent, both
-    truncated (WAFFLE paper, Table 1)."""
-    shares = vector(shares, "shares")
-    return f"{truncate_percent(mean(shares)):.2f} ± {truncate_percent(std(shares)):.2f}"
 
 
 def _check_pair(scores: Tensor, y: Tensor, classes: bool = False) -> None:
     if not (isinstance(scores, Tensor) and isinstance(y, Tensor)):
         raise ValueError(f"scores and y: expected two tensors, got {shown(scores)} and {shown(y)}.")
-    one_each = scores.numel() == y.numel() and (
-        scores.shape[:1] == y.shape[:1] or scores.shape[:-1] == y.shape
-    )
-    if not one_each and not (classes and scores.shape[:-1] == y.shape):
-        raise ValueError(
-            f"scores and y: expected scores for each of y, got shapes {list(scores.shape)} and "
-            f"{list(y.shape)}."
-        )
+    each = scores.shape[:-1] == y.shape
+    if not (each and classes):
+        fits = scores.numel() == y.numel() and (each or scores.shape[:1] == y.shape[:1])
+        shapes = f"shapes {list(scores.shape)} and {list(y.shape)}"
+        need(fits, "scores and y", "scores for each of y", shapes)
+
+
+def _won(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """The class [...] that the scores say, below 0 where one is NaN, and the labels [...] from 0;
+    by the largest of `scores` [..., C], or of one score by its sign."""
+    _check_pair(scores, y, True)
+    lost = -(1 << 60)
+    if scores.dim() > y.dim() and scores.shape[-1] > 1:
+        # of scores with a NaN, argmax takes the NaN's place
+        return scores.argmax(-1).masked_fill(scores.isnan().any(-1), lost), y
+    one = scores.reshape(y.shape)
+    return (one > 0).long().masked_fill(one.isnan(), lost), (y > 0).long()
 
 
 def right(scores: Tensor, y: Tensor) -> Tensor:
@@ -262,12 +233,8 @@ def right(scores: Tensor, y: Tensor) -> Tensor:
 
     A score of 0 says the negative class, be its label 0 or -1.
     """
-    _check_pair(scores, y, True)
-    if scores.dim() > y.dim() and scores.shape[-1] > 1:
-        # of scores with a NaN, argmax takes the NaN's place
-        return (scores.argmax(-1) == y) & ~scores.isnan().any(-1)
-    one = scores.reshape(y.shape)
-    return ((one > 0) == (y > 0)) & ~one.isnan()
+    won, labels = _won(scores, y)
+    return won == labels
 
 
 def human(size: float) -> str:
@@ -291,34 +258,17 @@ def metrics_of(
 ) -> dict[str, Metric]:
     """Functions of one client's (scores, labels) by name: of `CLASS_METRICS` for labels
     (`classes`), of `VALUE_METRICS` for targets, or one's own, which goes by its `__name__` or by
-    its key. ValueError, TypeError or ImportError in one sentence."""
-    if isinstance(metrics, str) or not isinstance(metrics, Mapping | Sequence):
-        raise TypeError(
-            "metrics: expected a list such as ['auc', my_function] or a dict of functions by "
-            f"name, got {metrics!r}."
-        )
+    its key. ValueError or ImportError in one sentence."""
     out: dict[str, Metric] = {}
-    for key, metric in (
-        metrics.items() if isinstance(metrics, Mapping) else ((None, m) for m in metrics)
-    ):
-        name = str(
-            key
-            or (
-                metric
-                if isinstance(metric, str)
-                else getattr(metric, "__name__", type(metric).__name__)
-            )
-        )
+    pairs = metrics.items() if isinstance(metrics, Mapping) else zip(metrics, metrics, strict=True)
+    for key, metric in pairs:
+        name = key if isinstance(key, str) else getattr(key, "__name__", type(key).__name__)
         if name in RECORDED or name in out:
             raise ValueError(
                 f"metrics: {name!r} is {'there twice' if name in out else 'recorded anyway'}; "
                 "leave it out or rename it."
             )
         out[name] = _by_name(metric, classes) if isinstance(metric, str) else metric
-        if not callable(out[name]):
-            raise TypeError(
-                f"metrics: expected a name or a function of (scores, labels), got {metric!r}."
-            )
     return out
 
 
@@ -341,15 +291,11 @@ def measured_by(
 def _by_name(name: str, classes: bool) -> Metric:
     known, other = (CLASS_METRICS, VALUE_METRICS) if classes else (VALUE_METRICS, CLASS_METRICS)
     if name not in known:
-        what = "labels" if classes else "continuous targets"
-        why = (
-            f", and {name!r} is for {'targets' if classes else 'labels'}"
-            if name in other
-            else f", got {name!r}"
-        )
+        kinds = ("labels", "targets") if classes else ("targets", "labels")
+        why = f"and {name!r} is for {kinds[1]}" if name in other else f"got {name!r}"
         raise ValueError(
-            f"metrics: for {what} there are {', '.join(known)}, or a function of (scores, "
-            f"labels){why}."
+            f"metrics: for {kinds[0]} there are {', '.join(known)}, or a function of (scores, "
+            f"labels), {why}."
         )
     _sklearn()
     return known[name]
@@ -366,82 +312,70 @@ def _sklearn() -> Any:
     return sklearn.metrics
 
 
-def _classes(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(scores of class 1 [n] or of each class [n, C], the class that wins [n], -1 where a score is
-    NaN, labels from 0 [n]), samples and positions in one row."""
-    _check_pair(scores, y, True)
-    scores = scores.detach()
-    if scores.dim() > y.dim() and scores.shape[-1] > 1:
-        scores, y = scores.reshape(-1, scores.shape[-1]).double().cpu(), y.reshape(-1).cpu()
-        won = scores.argmax(1).masked_fill(scores.isnan().any(1), -1)
-        return (scores[:, 1] - scores[:, 0] if scores.shape[1] == 2 else scores), won, y
-    scores, y = scores.reshape(-1).double().cpu(), (y.reshape(-1) > 0).long().cpu()
-    return scores, (scores > 0).long().masked_fill(scores.isnan(), -1), y
-
-
 def auc(scores: Tensor, y: Tensor) -> float:
     """Area under the ROC curve of scores [n] or [n, C] and labels [n]; of several classes the mean
     of one against the rest, over those that some samples have and some lack."""
-    scores, _, y = _classes(scores, y)
-    if scores.dim() > 1 and not (
+    labels = _won(scores, y)[1].reshape(-1).cpu()
+    scores = scores.detach().reshape(len(labels), -1).double().cpu()
+    several = scores.shape[1]
+    if several == 2:
+        scores = scores[:, 1:] - scores[:, :1]
+    elif several > 2 and not (
         (scores >= 0).all() and torch.allclose(scores.sum(1), scores.new_ones(()))
     ):
         # logits of different samples are comparable between samples only as probabilities
         scores = scores.softmax(1)
     if not scores.isfinite().all():
         return math.nan
-    columns = {1: scores} if scores.dim() == 1 else dict(enumerate(scores.T))
+    columns = {1: scores} if several < 3 else dict(enumerate(scores.T))
     areas = [
-        _sklearn().roc_auc_score(y == c, s)
+        _sklearn().roc_auc_score(labels == c, s)
         for c, s in columns.items()
-        if 0 < int((y == c).sum()) < len(y)
+        if 0 < int((labels == c).sum()) < len(labels)
     ]
-    return float(sum(areas) / len(areas)) if areas else math.nan
+    return mean(areas)
 
 
 def f1(scores: Tensor, y: Tensor) -> float:
     """F1 of scores [n] or [n, C] and labels [n]: of class 1 where there are two, else the
     unweighted mean over the classes that samples have or were given."""
-    scores, won, y = _classes(scores, y)
-    labels = (
-        [1] if scores.dim() == 1 else [c for c in torch.cat([y, won]).unique().tolist() if c >= 0]
-    )
-    return (
-        float(_sklearn().f1_score(y, won, labels=labels, average="macro", zero_division=math.nan))
-        if len(y)
-        else math.nan
-    )
+    won, labels = (v.reshape(-1).cpu() for v in _won(scores, y))
+    single = scores.numel() <= 2 * y.numel()
+    classes = [1] if single else [c for c in torch.cat([labels, won]).unique().tolist() if c >= 0]
+    how: Any = {"labels": classes, "average": "macro", "zero_division": math.nan}
+    return float(_sklearn().f1_score(labels, won, **how)) if len(labels) else math.nan
 
 
 def balanced_accuracy(scores: Tensor, y: Tensor) -> float:
     """The mean over the classes that samples have of the share of them that is right, by scores [n]
     or [n, C] and labels [n]."""
-    _, won, y = _classes(scores, y)
-    return mean([(won[y == c] == c).double().mean().item() for c in y.unique()])
+    won, labels = (v.reshape(-1) for v in _won(scores, y))
+    return mean([(won[labels == c] == c).double().mean().item() for c in labels.unique()])
+
+
+def _errors(scores: Tensor, y: Tensor) -> Tensor:
+    _check_pair(scores, y)
+    return scores.detach().reshape(y.shape).double() - y.double()
 
 
 def mae(scores: Tensor, y: Tensor) -> float:
     """Mean absolute error of scores [n, ...] against targets of as many elements."""
-    _check_pair(scores, y)
-    return (scores.reshape(y.shape).double() - y.double()).abs().mean().item()
+    return _errors(scores, y).abs().mean().item()
 
 
 def rmse(scores: Tensor, y: Tensor) -> float:
     """Root of the mean squared error of scores [n, ...] against targets of as many elements."""
-    _check_pair(scores, y)
-    return (scores.reshape(y.shape).double() - y.double()).square().mean().sqrt().item()
+    return _errors(scores, y).square().mean().sqrt().item()
 
 
 def r2(scores: Tensor, y: Tensor) -> float:
     """Coefficient of determination of scores [n, ...] for targets of as many elements; NaN for
     fewer than two samples; of several outputs the unweighted mean."""
-    _check_pair(scores, y)
-    y, scores = y.double().cpu(), scores.detach().reshape(y.shape).double().cpu()
-    return (
-        float(_sklearn().r2_score(y, scores))
-        if len(y) > 1 and scores.isfinite().all()
-        else math.nan
-    )
+    finite = bool(_errors(scores, y).isfinite().all())
+    if len(y) < 2 or not finite:
+        return math.nan
+    found, targets = (v.detach().reshape(y.shape).double().cpu() for v in (scores, y))
+    return float(_sklearn().r2_score(targets, found))
 
 
 CLASS_METRICS: dict[str, Metric] = {"auc": auc, "f1": f1, "balanced_accuracy": balanced_accuracy}

@@ -9,12 +9,7 @@ from hypothesis import strategies as st
 from parts.user import TRAINING, simulation
 from torch import nn
 
-from pflcore import (
-    Evaluation,
-    Federation,
-    Simulation,
-    metrics,
-)
+from pflcore import Evaluation, Federation, Simulation, metrics
 from pflcore.metrics import auc, balanced_accuracy, f1, mae, r2, rmse
 
 NAN = math.nan
@@ -36,6 +31,9 @@ def test_mean_and_variance_of_seven_accuracies():
     accuracy = [96, 97, 95, 98, 94, 70, 60]
     assert metrics.mean(accuracy) == pytest.approx(87.1428571429)
     assert metrics.std(accuracy) ** 2 == pytest.approx(204.6938775510)
+    assert metrics.weighted_mean([0.5, 1.0], [10, 30]) == pytest.approx(0.875)
+    assert metrics.largest_share(torch.tensor([0, 1, 0])) == pytest.approx(2 / 3)
+    assert metrics.largest_share([0, -1, 1, 1, -1]) == pytest.approx(2 / 3)
 
 
 def test_lower_is_better_for_an_error():
@@ -51,13 +49,11 @@ def test_worst_decile_counts_clients_rounded_up(clients, k):
     assert metrics.worst_decile(values.flip(0)) == pytest.approx((k - 1) / 2)
 
 
+ONE_EACH = (metrics.mean, metrics.std, metrics.worst_decile, metrics.percentile)
+
+
 def test_one_client():
-    assert (
-        metrics.mean([0.5]),
-        metrics.std([0.5]),
-        metrics.worst_decile([0.5]),
-        metrics.percentile([0.5]),
-    ) == (0.5, 0, 0.5, 0.5)
+    assert [f([0.5]) for f in ONE_EACH] == [0.5, 0, 0.5, 0.5]
     assert metrics.largest_share([3]) == 1
 
 
@@ -69,32 +65,16 @@ def test_clients_without_a_value_are_left_out():
     assert metrics.worst_decile(values) == pytest.approx(0.2)
     assert metrics.weighted_mean(values, [1, 5, 5, 3]) == pytest.approx(0.35)
     for nothing in ([], [NAN], torch.full((3,), NAN)):
-        for f in (
-            metrics.mean,
-            metrics.std,
-            metrics.worst_decile,
-            metrics.percentile,
-            metrics.final,
-            metrics.last_mean,
-        ):
+        for f in (*ONE_EACH, metrics.final, metrics.last_mean):
             assert math.isnan(f(nothing)), f
         assert metrics.best(nothing).at == -1
-    assert (
-        math.isnan(metrics.largest_share([]))
-        and math.isnan(metrics.hurt([], []))
-        and math.isnan(metrics.weighted_mean([0.5], [0.0]))
-    )
+    empty = (metrics.largest_share([]), metrics.hurt([], []), metrics.weighted_mean([0.5], [0.0]))
+    assert all(map(math.isnan, empty))
 
 
 def test_hurt_is_strict_and_counts_a_lost_model():
     assert metrics.hurt([0.5, 0.5], [0.5, 0.5]) == 0
     assert metrics.hurt([NAN, 0.6, NAN], [0.5, 0.5, NAN]) == 50
-
-
-def test_weighted_mean_and_largest_cluster():
-    assert metrics.weighted_mean([0.5, 1.0], [10, 30]) == pytest.approx(0.875)
-    assert metrics.largest_share(torch.tensor([0, 1, 0])) == pytest.approx(2 / 3)
-    assert metrics.largest_share([0, -1, 1, 1, -1]) == pytest.approx(2 / 3)
 
 
 def test_curves_over_rounds():
@@ -107,35 +87,6 @@ def test_curves_over_rounds():
     assert metrics.last_mean(curve, rounds=[5, 10, 15, 20, 25], k=10) == pytest.approx(0.75)
     assert metrics.bytes_to_reach(curve, [1, 2, 3, 4, 5], 0.8) == 2
     assert metrics.bytes_to_reach(curve, [1, 2, 3, 4, 5], 0.9) is None
-
-
-@pytest.mark.parametrize(
-    ("share", "percent"),
-    [
-        (0.97999, 97.99),
-        (0.979999999, 97.99),
-        (0.29, 29.0),
-        (0.57, 57.0),
-        (1.0, 100.0),
-        (0.0, 0.0),
-        (975 / 996, 97.89),
-        (1009 / 1038, 97.2),
-    ],
-)
-def test_truncation_as_in_the_paper(share, percent):
-    assert metrics.truncate_percent(share) == pytest.approx(percent, abs=1e-12)
-
-
-def test_truncation_keeps_every_exact_percent():
-    for i in range(10_001):
-        assert metrics.truncate_percent(i / 10_000) == i / 100
-
-
-def test_a_cell_of_the_paper():
-    # mean 4881 / 4980 = 98.0120.. %, deviations -3.2, -1.2, -.2, 1.8, 2.8 of 996: sqrt(4.56) / 996
-    # = 0.2144.. %
-    assert metrics.paper_cell([k / 996 for k in (973, 975, 976, 978, 979)]) == "98.01 ± 0.21"
-    assert metrics.paper_cell([NAN]) == "nan ± nan"
 
 
 @given(shares)
@@ -158,6 +109,9 @@ def test_nobody_is_hurt_by_their_own_baseline_and_the_order_of_clients_does_not_
     assert metrics.worst_decile(values) == pytest.approx(metrics.worst_decile(values[::-1]))
 
 
+ONES = torch.ones(4)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -165,11 +119,13 @@ def test_nobody_is_hurt_by_their_own_baseline_and_the_order_of_clients_does_not_
         (lambda: metrics.hurt([1.0], [1.0, 2.0]), "after: expected"),
         (lambda: metrics.worst_decile([1.0], share=0), "share: expected"),
         (lambda: metrics.percentile([1.0], 101), "q: expected"),
-        (lambda: metrics.weighted_mean([1.0], [-1.0]), "weight: expected numbers"),
-        (lambda: metrics.weighted_mean([1.0], [1.0, 2.0]), "weight: expected as many"),
+        (lambda: metrics.weighted_mean([1.0], [1.0, 2.0]), "weight: expected"),
         (lambda: metrics.last_mean([1.0], k=0), "k: expected"),
         (lambda: metrics.last_mean([1.0], rounds=[1.0, 2.0]), "rounds: expected"),
         (lambda: metrics.bytes_to_reach([1.0], [], 0.5), "sent: expected"),
+        (lambda: metrics.subpopulations([1.0, 2.0], ["a", "b"]), "group: expected a vector"),
+        (lambda: metrics.right(ONES[None], ONES), "scores and y: expected scores for each of y"),
+        (lambda: metrics.right(ONES.view(2, 2), ONES), "scores and y: expected scores for each"),
     ],
 )
 def test_bad_input_is_one_sentence(call, words):
@@ -178,13 +134,17 @@ def test_bad_input_is_one_sentence(call, words):
     assert "\n" not in str(e.value) and str(e.value).endswith(".")
 
 
-def test_a_percentile_among_infinite_losses():
-    inf = math.inf
-    assert (
-        metrics.percentile([1, inf, inf], 100) == inf
-        and metrics.percentile([1, 2, 3, inf, inf], 90) == inf
-    )
-    assert metrics.percentile([1, 2, inf], 50) == 2 and metrics.percentile([1, 2, inf], 75) == inf
+@pytest.mark.parametrize(
+    ("values", "q", "want"),
+    [
+        ([1, math.inf, math.inf], 100, math.inf),
+        ([1, 2, 3, math.inf, math.inf], 90, math.inf),
+        ([1, 2, math.inf], 50, 2),
+        ([1, 2, math.inf], 75, math.inf),
+    ],
+)
+def test_a_percentile_among_infinite_losses(values, q, want):
+    assert metrics.percentile(values, q) == want
 
 
 def test_a_score_that_is_not_a_number_wins_no_class():
@@ -201,37 +161,13 @@ def test_a_score_that_is_not_a_number_wins_no_class():
     assert math.isnan(metrics.f1(torch.empty(0, 3), torch.empty(0, dtype=torch.int64)))
 
 
-def test_groups_are_numbers():
-    with pytest.raises(ValueError, match=r"^group: expected a vector of numbers"):
-        metrics.subpopulations([1.0, 2.0], ["a", "b"])
-
-
-def test_scores_of_other_samples_are_refused():
-    for scores, y in (
-        (torch.tensor([[1.0, 2.0, -1.0, 3.0]]), torch.tensor([1, 1, 0, 1])),
-        (torch.randn(2, 3), torch.zeros(6).long()),
-    ):
-        with pytest.raises(ValueError, match=r"^scores and y: expected scores for each of y"):
-            metrics.right(scores, y)
-    assert (
-        metrics.right(torch.tensor([1.0]), torch.tensor(1))
-        and metrics.right(torch.tensor([[1.0], [-1.0]]), torch.tensor([1, 0])).all()
-    )
-    assert metrics.paper_cell([math.inf, 1.0]) == "inf ± inf"
+def test_scores_may_be_a_column_and_of_any_dtype():
+    assert metrics.right(torch.tensor([1.0]), torch.tensor(1))
+    assert metrics.right(torch.tensor([[1.0], [-1.0]]), torch.tensor([1, 0])).all()
     pytest.importorskip("sklearn")
     numbers = torch.arange(6.0, requires_grad=True)
-    assert (
-        metrics.r2(numbers.bfloat16(), torch.arange(6.0)) == 1.0
-        and metrics.auc(numbers - 2.5, torch.arange(6) // 3) == 1.0
-    )
-
-
-def targets():
-    gen = torch.Generator().manual_seed(0)
-    x = [torch.randn(20, 6, generator=gen) for _ in range(3)]
-    return Federation.from_clients(
-        [(v, v @ torch.arange(6.0) / 6 + 0.1 * i) for i, v in enumerate(x)]
-    ).split(test=0.4)
+    assert r2(numbers.bfloat16(), torch.arange(6.0)) == 1.0
+    assert auc(numbers - 2.5, torch.arange(6) // 3) == 1.0
 
 
 def test_metrics_are_those_of_scikit_learn():
@@ -259,19 +195,14 @@ def test_metrics_are_those_of_scikit_learn():
 def test_a_metric_without_a_value_is_nan():
     pytest.importorskip("sklearn")
     one_class = torch.zeros(4, dtype=torch.long)
-    nans = (
-        auc(torch.randn(4, 2), one_class),
-        f1(torch.tensor([[1.0, 0.0]] * 4), one_class),
-        r2(torch.randn(1), torch.randn(1)),
-    )
-    assert all(v != v for v in nans)
-    scores = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
-    present = [
-        auc(scores.softmax(1)[:, c : c + 1] - 0.5, (torch.tensor([0, 0, 0, 1, 1, 1]) == c).long())
-        for c in (0, 1)
-    ]
+    certain = torch.tensor([[1.0, 0.0]] * 4)
+    values = (auc(certain, one_class), f1(certain, one_class), r2(torch.ones(1), torch.ones(1)))
+    assert all(map(math.isnan, values))
+    scores, y = torch.randn(6, 3), torch.tensor([0, 0, 0, 1, 1, 1])
+    shares = scores.softmax(1)
+    present = [auc(shares[:, c : c + 1] - 0.5, (y == c).long()) for c in (0, 1)]
     # class 2, which nobody has, does not count
-    assert auc(scores, torch.tensor([0, 0, 0, 1, 1, 1])) == pytest.approx(sum(present) / 2)
+    assert auc(scores, y) == pytest.approx(sum(present) / 2)
 
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "knnper", "apfl"])
@@ -291,15 +222,12 @@ def test_a_run_records_metrics_per_client(algorithm):
 
 def test_a_run_records_metrics_of_values():
     pytest.importorskip("sklearn")
-    values = Simulation(
-        "fedavg",
-        nn.Linear(6, 1),
-        targets(),
-        TRAINING,
-        rounds=20,
-        evaluation=Evaluation(metrics=["mae", "r2"]),
-    )
-    assert min(values.run().rounds[-1]["eval"]["r2"]) > 0.5
+    x = torch.randn(3, 20, 6)
+    y = x @ torch.arange(6.0) / 6 + torch.tensor([[0.0], [0.1], [0.2]])
+    data = Federation.from_clients(list(zip(x, y, strict=True))).split(test=0.4)
+    look = Evaluation(metrics=["mae", "r2"])
+    run = Simulation("fedavg", nn.Linear(6, 1), data, TRAINING, rounds=20, evaluation=look).run()
+    assert min(run.rounds[-1]["eval"]["r2"]) > 0.5
 
 
 def test_a_metric_that_breaks_says_for_whom():
@@ -312,3 +240,20 @@ def test_a_metric_that_breaks_says_for_whom():
         match="metrics: 'broken' failed for client 1 with ZeroDivisionError: division by zero",
     ):
         run.run()
+
+
+@pytest.mark.parametrize(
+    ("metrics", "sentence"),
+    [
+        (["acc"], "for labels there are auc, f1, balanced_accuracy, or a function of .* got 'acc'"),
+        (["mae"], "'mae' is for targets"),
+        ("auc", "expected a list, .* got 'auc'"),
+        ([3], r"expected a list, each a string or a function .* got \[3\]"),
+        ({"loss": min}, "'loss' is recorded anyway"),
+        (["f1", f1], "'f1' is there twice"),
+    ],
+)
+def test_what_is_no_metric_is_one_sentence(metrics, sentence):
+    pytest.importorskip("sklearn")
+    with pytest.raises((ValueError, TypeError), match=f"^metrics: .*{sentence}"):
+        simulation(metrics=metrics)

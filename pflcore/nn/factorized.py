@@ -15,9 +15,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.modules.utils import _pair
 
 from pflcore import ops
-from pflcore.check import Count, Kind, Positive, checked, of_hint
+from pflcore.check import Count, Kind, Positive, checked, of_hint, refuse
 
 Init = Literal["match", "ibpwf"]
 ONE = of_hint(Count)
@@ -47,17 +48,12 @@ class _Factorized(nn.Module):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        self.factors, self.init, self.alpha = (
-            factors,
-            init,
-            float(factors if alpha is None else alpha),
-        )
-        self.w_a = nn.Parameter(torch.empty(outputs, factors, dtype=dtype))
-        self.strength = nn.Parameter(torch.empty(factors, dtype=dtype))
-        self.w_b = nn.Parameter(torch.empty(factors, inputs, dtype=dtype))
-        self.register_parameter(
-            "bias", nn.Parameter(torch.empty(outputs, dtype=dtype)) if bias else None
-        )
+        self.factors, self.init = factors, init
+        self.alpha = float(factors if alpha is None else alpha)
+        sizes = {"w_a": (outputs, factors), "strength": (factors,), "w_b": (factors, inputs)}
+        for name, shape in (sizes | {"bias": (outputs,)}).items():
+            value = nn.Parameter(torch.empty(shape, dtype=dtype))
+            self.register_parameter(name, value if bias or name in sizes else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -111,10 +107,9 @@ class FactorizedLinear(_Factorized):
         super().__init__(out_features, in_features, factors, bias, init, alpha, dtype)
 
     def forward(self, x: Tensor) -> Tensor:  # [..., I] -> [..., O]
-        y: Tensor = ops.rank1_linear(
-            x.reshape(-1, x.shape[-1]), self.w_a, self.strength, self.w_b
-        ).unflatten(0, x.shape[:-1] or (1,))
-        y = y if x.dim() > 1 else y[0]
+        rows = x.reshape(-1, x.shape[-1])
+        y = ops.rank1_linear(rows, self.w_a, self.strength, self.w_b)
+        y = y.view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:
@@ -144,21 +139,15 @@ class FactorizedConv2d(_Factorized):
         dtype: torch.dtype | None = None,
     ) -> None:
         self.in_channels, self.out_channels = in_channels, out_channels
-        self.kernel_size = (
-            (kernel_size, kernel_size) if isinstance(kernel_size, int) else tuple(kernel_size)
-        )
+        self.kernel_size = _pair(kernel_size)
         self.stride, self.padding, self.dilation = stride, padding, dilation
         size = in_channels * self.kernel_size[0] * self.kernel_size[1]
         super().__init__(out_channels, size, factors, bias, init, alpha, dtype)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, I, H, W] -> [B, O, H', W']
+        kernel = self.weight.view(self.out_channels, self.in_channels, *self.kernel_size)
         how: Any = (self.stride, self.padding, self.dilation)
-        return F.conv2d(
-            x,
-            self.weight.view(self.out_channels, self.in_channels, *self.kernel_size),
-            self.bias,
-            *how,
-        )
+        return F.conv2d(x, kernel, self.bias, *how)
 
     def extra_repr(self) -> str:
         return (
@@ -186,24 +175,17 @@ def factorize(
     """
     module = copy.deepcopy(module)
     if head is not None and head not in dict(module.named_modules()):
-        raise ValueError(
-            "head: expected one of the model's modules "
-            f"{', '.join(n for n, _ in module.named_children())}, got {head!r}."
-        )
-    layers = [n for n, m in module.named_modules() if type(m) in (nn.Linear, nn.Conv2d)]
+        children = ", ".join(n for n, _ in module.named_children())
+        refuse("head", f"one of the model's modules {children}", head)
+    layers = {n: m for n, m in module.named_modules() if type(m) in (nn.Linear, nn.Conv2d)}
     if head is None:
-        head = next(
-            (n for n in reversed(layers) if isinstance(module.get_submodule(n), nn.Linear)), None
-        )
-    layers = [n for n in layers if n != head and not n.startswith(f"{head}.")]
+        head = next((n for n in reversed(layers) if isinstance(layers[n], nn.Linear)), None)
+    layers = {n: m for n, m in layers.items() if n != head and not n.startswith(f"{head}.")}
     given = [ranks] if isinstance(ranks, int) else list(ranks)
     if len(given) not in (0, 1, len(layers)):
-        raise ValueError(
-            "ranks: expected one number of factors, or one for each of the layers "
-            f"{', '.join(layers)}, got {len(given)} of them."
-        )
-    for i, name in enumerate(layers):
-        m: Any = module.get_submodule(name)
+        each = f"one number of factors, or one for each of the layers {', '.join(layers)}"
+        refuse("ranks", each, ranks)
+    for i, (name, m) in enumerate(layers.items()):
         if sum(p is m.weight for other in module.modules() for p in other._parameters.values()) > 1:
             raise ValueError(
                 f"module: {name} shares its weight with another layer, which factors cannot; untie "
@@ -218,30 +200,19 @@ def factorize(
     return module
 
 
-def _like(name: str, m: nn.Module, factors: int, init: Init, alpha: float | None) -> nn.Module:
+def _like(name: str, m: Any, factors: int, init: Init, alpha: float | None) -> nn.Module:
+    rest: Any = (m.bias is not None, init, alpha, m.weight.dtype)
     if isinstance(m, nn.Linear):
-        new: nn.Module = FactorizedLinear(
-            m.in_features, m.out_features, factors, m.bias is not None, init, alpha, m.weight.dtype
+        linear = FactorizedLinear(m.in_features, m.out_features, factors, *rest)
+        return linear.to(m.weight.device)
+    if m.groups != 1 or m.padding_mode != "zeros":
+        raise ValueError(
+            f"module: the convolution {name} has groups or pads with other things than zeros, "
+            "which cannot be factorized."
         )
-    else:
-        assert isinstance(m, nn.Conv2d)
-        if m.groups != 1 or m.padding_mode != "zeros":
-            raise ValueError(
-                f"module: the convolution {name} has groups or pads with other things than zeros, "
-                "which cannot be factorized."
-            )
-        shape = (
-            m.in_channels,
-            m.out_channels,
-            m.kernel_size,
-            factors,
-            m.stride,
-            m.padding,
-            m.dilation,
-        )
-        bias, dtype = m.bias is not None, m.weight.dtype
-        new = FactorizedConv2d(*shape, bias, init, alpha, dtype)  # type: ignore[arg-type]
-    return new.to(m.weight.device)
+    size = (m.in_channels, m.out_channels, m.kernel_size)
+    made = FactorizedConv2d(*size, factors, m.stride, m.padding, m.dilation, *rest)
+    return made.to(m.weight.device)
 
 
 def factorized_layers(module: nn.Module) -> dict[str, _Factorized]:

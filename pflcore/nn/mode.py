@@ -30,15 +30,11 @@ def forward_mode(
     alone: bool = False,
 ) -> Iterator[None]:
     """Forward passes inside run in this mode; the caller's comes back afterwards."""
-    before = context.train, context.buffers, context.seed, context.layer, context.alone
-    context.train, context.buffers, context.seed, context.layer, context.alone = (
-        train,
-        buffers,
-        seed,
-        0,
-        alone,
-    )
+    mine = vars(context)  # of this thread
+    before = dict(mine)
+    mine.update(train=train, buffers=buffers, seed=seed, layer=0, alone=alone)
     try:
         yield
     finally:
-        context.train, context.buffers, context.seed, context.layer, context.alone = before
+        mine.clear()
+        mine.update(before)

@@ -2,25 +2,26 @@
 
 Every entry of `MODELS` is called with the shape of one input, the number of outputs and its own
 options, and returns an `nn.Module`. None of them knows anything of federated learning;
-`pflcore.flat.Net` finds the head (the last linear layer) by itself.
+`pflcore.Net` finds the head (the last linear layer) by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import torch.nn as nn
 
-from pflcore.check import Count, checked, many, of_hint
+from pflcore.check import Count, checked, many, need, of_hint
 from pflcore.nn import Dropout
 
 __all__ = ["MODELS", "model_for"]
 Shape = Sequence[int]  # of one input: (features,) or (channels, height, width)
 SIZES = many(of_hint(Count), "the sizes of one input, each at least 1")
-
+Activation = Literal["relu", "tanh", "sigmoid"]
+Pool = Literal["max", "avg"]
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "sigmoid": nn.Sigmoid}
 POOLS: dict[str, type[nn.Module]] = {"max": nn.MaxPool2d, "avg": nn.AvgPool2d}
 
@@ -38,24 +39,25 @@ def linear(shape: Shape, classes: int, *, bias: bool = True, zero: bool = False)
     return model
 
 
+@checked
 def mlp(
     shape: Shape,
     classes: int,
     *,
     hidden: Sequence[int] = (200,),
-    activation: str = "relu",
+    activation: Activation = "relu",
     bias: bool = True,
 ) -> nn.Module:
     """Hidden layers of these widths. On 28 x 28 inputs with 10 classes: 159,010 parameters, 158,800
     without bias."""
-    act = _chosen("activation", activation, ACTIVATIONS)
     widths = [prod(shape), *hidden]
     layers: list[nn.Module] = [nn.Flatten()]
     for a, b in zip(widths, hidden, strict=False):
-        layers += [nn.Linear(a, b, bias=bias), act()]
+        layers += [nn.Linear(a, b, bias=bias), ACTIVATIONS[activation]()]
     return nn.Sequential(*layers, nn.Linear(widths[-1], classes, bias=bias))
 
 
+@checked
 def cnn(  # noqa: PLR0913 (the papers' variants)
     shape: Shape,
     classes: int,
@@ -64,8 +66,8 @@ def cnn(  # noqa: PLR0913 (the papers' variants)
     kernel: int = 5,
     hidden: Sequence[int] = (512,),
     padding: int | Sequence[int] | str = 0,
-    activation: str = "relu",
-    pool: str = "max",
+    activation: Activation = "relu",
+    pool: Pool = "max",
     bias: bool = True,
 ) -> nn.Module:
     """Blocks of convolution, activation and 2 x 2 pooling, then linear layers.
@@ -73,40 +75,36 @@ def cnn(  # noqa: PLR0913 (the papers' variants)
     `padding` is one number for all convolutions, one for each, or "same". The default is the CNN of
     McMahan et al. 2017 without padding: 582,026 parameters on MNIST.
     """
-    if len(shape) != 3:
-        raise ValueError(
-            "shape: a convolutional model needs inputs (channels, height, width), got "
-            f"{tuple(shape)}; use linear or mlp."
-        )
-    act, pooling = _chosen("activation", activation, ACTIVATIONS), _chosen("pool", pool, POOLS)
-    pads = (
-        [kernel // 2 if padding == "same" else padding] * len(channels)
-        if isinstance(padding, int | str)
-        else list(padding)
-    )
-    if len(pads) != len(channels) or not all(isinstance(p, int) for p in pads):
-        raise ValueError(
-            f"padding: expected a number, one number for each of the {len(channels)} convolutions, "
-            f"or 'same', got {padding!r}."
-        )
-    sides = [int(s) for s in shape[1:]]
+    if padding == "same":
+        padding = kernel // 2
+    pads = [padding] * len(channels) if isinstance(padding, int) else [*padding]
+    each = len(pads) == len(channels) and all(isinstance(p, int) for p in pads)
+    need(each, "padding", f"a number, one for each of {len(channels)} layers, or 'same'", padding)
+    sides = _sides(shape, kernel, pads)
     layers: list[nn.Module] = []
-    before = int(shape[0])
-    for width, pad in zip(channels, pads, strict=True):
-        layers += [nn.Conv2d(before, width, kernel, padding=int(pad), bias=bias), act(), pooling(2)]
-        before, sides = width, [(s + 2 * int(pad) - kernel + 1) // 2 for s in sides]
-    if min(sides) < 1:
-        raise ValueError(
-            f"shape: inputs of {tuple(shape)} are too small for {len(channels)} convolutions of "
-            f"size {kernel} with pooling."
-        )
-    return nn.Sequential(
-        *layers, mlp((before, *sides), classes, hidden=hidden, activation=activation, bias=bias)
-    )
+    for before, width, pad in zip([shape[0], *channels], channels, pads, strict=False):
+        layers += [nn.Conv2d(before, width, kernel, padding=pad, bias=bias)]
+        layers += [ACTIVATIONS[activation](), POOLS[pool](2)]
+    top = mlp((channels[-1], *sides), classes, hidden=hidden, activation=activation, bias=bias)
+    return nn.Sequential(*layers, top)
+
+
+def _sides(shape: Shape, kernel: int, pads: Iterable[int]) -> list[int]:
+    """Height and width behind convolutions with these borders, each with 2 x 2 pooling."""
+    sides = list(shape[1:])
+    for pad in pads:
+        sides = [(s + 2 * pad - kernel + 1) // 2 for s in sides]
+    need(min(sides) > 0, "shape", "inputs large enough for all convolutions and pooling", shape)
+    return sides
 
 
 def lenet5(
-    shape: Shape, classes: int, *, activation: str = "tanh", pool: str = "avg", bias: bool = True
+    shape: Shape,
+    classes: int,
+    *,
+    activation: Activation = "tanh",
+    pool: Pool = "avg",
+    bias: bool = True,
 ) -> nn.Module:
     """LeCun et al. 1989/1998: 6 and 16 channels of 5 x 5, then 120, 84. 61,706 parameters on MNIST
     (padded by 2), 62,006 on CIFAR-10.
@@ -169,29 +167,12 @@ def cifar_cnn(shape: Shape, classes: int, *, dropout: float = 0.5) -> nn.Module:
 
     Then 512, dropout, ReLU. 1,204,874 parameters with 10 classes, 1,251,044 with 100.
     """
-    if len(shape) != 3:
-        raise ValueError(
-            "shape: a convolutional model needs inputs (channels, height, width), got "
-            f"{tuple(shape)}; use linear or mlp."
-        )
+    sides = _sides(shape, 3, (0, 0))
     layers: list[nn.Module] = []
-    before, sides = int(shape[0]), [int(s) for s in shape[1:]]
-    for width in (32, 64):
+    for before, width in ((shape[0], 32), (32, 64)):
         layers += [nn.Conv2d(before, width, 3), nn.ReLU(), nn.MaxPool2d(2), nn.BatchNorm2d(width)]
-        before, sides = width, [(s - 2) // 2 for s in sides]
-    if min(sides) < 1:
-        raise ValueError(
-            f"shape: inputs of {tuple(shape)} are too small for two convolutions of size 3 with "
-            "pooling."
-        )
-    return nn.Sequential(
-        *layers,
-        nn.Flatten(),
-        nn.Linear(64 * prod(sides), 512),
-        Dropout(dropout),
-        nn.ReLU(),
-        nn.Linear(512, classes),
-    )
+    top = (nn.Linear(64 * prod(sides), 512), Dropout(dropout), nn.ReLU(), nn.Linear(512, classes))
+    return nn.Sequential(*layers, nn.Flatten(), *top)
 
 
 class _Residual(nn.Module):
@@ -204,14 +185,9 @@ class _Residual(nn.Module):
         self.bn1 = nn.BatchNorm2d(width)
         self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(width)
+        around = (nn.Conv2d(before, width, 1, stride, bias=False), nn.BatchNorm2d(width))
         same = before == width and stride == 1
-        self.around = (
-            nn.Identity()
-            if same
-            else nn.Sequential(
-                nn.Conv2d(before, width, 1, stride, bias=False), nn.BatchNorm2d(width)
-            )
-        )
+        self.around = nn.Identity() if same else nn.Sequential(*around)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.relu(self.bn1(self.conv1(x)))
@@ -225,22 +201,10 @@ def resnet8(shape: Shape, classes: int) -> nn.Module:
     A 3 x 3 convolution of 16 and 3 x 3 pooling of stride 2, then residual blocks of 16, 32 and 64;
     Kaiming initialisation.
     """
-    if len(shape) != 3:
-        raise ValueError(
-            "shape: a convolutional model needs inputs (channels, height, width), got "
-            f"{tuple(shape)}; use linear or mlp."
-        )
+    first = nn.Conv2d(shape[0], 16, 3, 1, 1, bias=False)
     model = nn.Sequential(
-        nn.Sequential(
-            nn.Conv2d(int(shape[0]), 16, 3, 1, 1, bias=False),
-            nn.BatchNorm2d(16),
-            nn.ReLU(),
-            nn.MaxPool2d(3, 2, 1),
-        ),
-        *(
-            _Residual(before, width, stride)
-            for before, width, stride in ((16, 16, 1), (16, 32, 2), (32, 64, 2))
-        ),
+        nn.Sequential(first, nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(3, 2, 1)),
+        *(_Residual(16, 16, 1), _Residual(16, 32, 2), _Residual(32, 64, 2)),
         nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()),
         nn.Linear(64, classes),
     )
@@ -252,11 +216,8 @@ def resnet8(shape: Shape, classes: int) -> nn.Module:
 
 def _convolved(before: int, width: int, kernel: int) -> nn.Module:
     """A convolution that keeps the size, batch norm, ReLU."""
-    return nn.Sequential(
-        nn.Conv2d(before, width, kernel, padding=kernel // 2, bias=False),
-        nn.BatchNorm2d(width),
-        nn.ReLU(),
-    )
+    layer = nn.Conv2d(before, width, kernel, padding=kernel // 2, bias=False)
+    return nn.Sequential(layer, nn.BatchNorm2d(width), nn.ReLU())
 
 
 class _Aggregated(nn.Module):
@@ -265,12 +226,12 @@ class _Aggregated(nn.Module):
 
     def __init__(self, before: int, width: int, depth: int, stride: int) -> None:
         super().__init__()
-        half = (
-            _Residual
-            if depth == 1
-            else lambda before, width, stride: _Aggregated(before, width, depth - 1, stride)
-        )
-        self.first, self.second = half(before, width, stride), half(width, width, 1)
+        if depth == 1:
+            self.first: nn.Module = _Residual(before, width, stride)
+            self.second: nn.Module = _Residual(width, width, 1)
+        else:
+            self.first = _Aggregated(before, width, depth - 1, stride)
+            self.second = _Aggregated(width, width, depth - 1, 1)
         self.root = _convolved(2 * width, width, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -287,36 +248,19 @@ def dla(shape: Shape, classes: int) -> nn.Module:
     depths 1, 2, 2 and 1; the last three halve the image. 15,142,970 parameters on CIFAR-10. WAFFLE
     (Beaussart et al. 2021) has "DLA" there without saying which.
     """
-    if len(shape) != 3:
-        raise ValueError(
-            "shape: a convolutional model needs inputs (channels, height, width), got "
-            f"{tuple(shape)}; use linear or mlp."
-        )
-    start = (
-        _convolved(before, width, 3) for before, width in ((int(shape[0]), 16), (16, 16), (16, 32))
-    )
-    trees = (
-        _Aggregated(*sizes)
-        for sizes in ((32, 64, 1, 1), (64, 128, 2, 2), (128, 256, 2, 2), (256, 512, 1, 2))
-    )
-    return nn.Sequential(
-        *start, *trees, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, classes)
-    )
+    start = (_convolved(shape[0], 16, 3), _convolved(16, 16, 3), _convolved(16, 32, 3))
+    sizes = ((32, 64, 1, 1), (64, 128, 2, 2), (128, 256, 2, 2), (256, 512, 1, 2))
+    trees = (_Aggregated(*size) for size in sizes)
+    top = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, classes))
+    return nn.Sequential(*start, *trees, *top)
 
 
-MODELS: dict[str, Callable[..., nn.Module]] = {
-    "cifar_cnn": cifar_cnn,
-    "cifar_cnn_small": cifar_cnn_small,
-    "cnn": cnn,
-    "dla": dla,
-    "emnist_cnn_2048": emnist_cnn_2048,
-    "fmnist_cnn": fmnist_cnn,
-    "lenet5": lenet5,
-    "linear": linear,
-    "mlp": mlp,
-    "resnet8": resnet8,
-    "sattler_cnn": sattler_cnn,
-}
+FLAT: list[Callable[..., nn.Module]] = [linear, mlp]  # all others take images
+IMAGES: list[Callable[..., nn.Module]] = [
+    *(cifar_cnn, cifar_cnn_small, cnn, dla, emnist_cnn_2048, fmnist_cnn, lenet5, resnet8),
+    sattler_cnn,
+]
+MODELS = {f.__name__: f for f in sorted(FLAT + IMAGES, key=lambda f: f.__name__)}
 
 
 @checked
@@ -327,13 +271,12 @@ def model_for(
     regression)."""
     if name not in MODELS:
         raise ValueError(f"model: {name!r} is none of {', '.join(MODELS)}.")
+    if len(shape) != 3 and MODELS[name] not in FLAT:
+        raise ValueError(
+            "shape: a convolutional model needs inputs (channels, height, width), got "
+            f"{tuple(shape)}; use linear or mlp."
+        )
     try:
         return MODELS[name](tuple(shape), 1 if classes is None else classes, **options)
     except TypeError as error:
         raise ValueError(f"model: {name} does not take these options: {error}.") from error
-
-
-def _chosen(what: str, name: str, table: dict[str, type[nn.Module]]) -> type[nn.Module]:
-    if name not in table:
-        raise ValueError(f"{what}: expected one of {', '.join(table)}, got {name!r}.")
-    return table[name]

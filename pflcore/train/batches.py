@@ -6,7 +6,6 @@ who else trains, on the engine, or on the number of workers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cached_property, lru_cache, partial
 from itertools import groupby, product
 from typing import NamedTuple
@@ -33,20 +32,14 @@ class Plan(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The next minibatch of the clients [a, b) of a chunk: samples [first, last) of an epoch."""
+    """The next minibatch of some clients of a chunk: samples [first, last) of an epoch."""
 
-    a: int
-    b: int
+    clients: slice  # of the chunk's rows
     epoch: int
     epochs: int  # that these clients train
     place: int  # of the minibatch in its epoch
     first: int
     last: int
-
-    @property
-    def clients(self) -> slice:
-        """Of the chunk's rows."""
-        return slice(self.a, self.b)
 
 
 @lru_cache(maxsize=4096)
@@ -64,8 +57,8 @@ def steps_of(
     cuts = [max(1, n // size if training.drop_last else -(-n // size)) for n in sizes]
     if join and not training.drop_last:
         cuts = [c - (c > 1 and n % size == 1) for n, c in zip(sizes, cuts, strict=True)]
-    steps, whole = plan.steps, plan.epochs or training.epochs
-    takes = [c * whole if steps is None else steps for c in cuts]
+    whole = plan.epochs or training.epochs
+    takes = [c * whole if plan.steps is None else plan.steps for c in cuts]
     epochs = [-(-t // c) for t, c in zip(takes, cuts, strict=True)]
 
     def kind(place: int, i: int) -> tuple[int, int, int]:
@@ -75,15 +68,15 @@ def steps_of(
         last = sizes[i] if rest else (place + 1) * size
         return epochs[i], last, 0 if plan.together else sizes[i]
 
-    def found() -> Iterator[Step]:
-        for epoch, place in product(range(max(epochs)), range(cuts[0])):
-            first, clients = place * size, range(len(sizes))
-            on = [i for i in clients if place < cuts[i] and epoch * cuts[i] + place < takes[i]]
-            for (own, last, _), group in groupby(on, partial(kind, place)):
-                some = list(group)  # neighbours, since they are sorted by size
-                yield Step(some[0], some[-1] + 1, epoch, own, place, first, last)
-
-    return list(found()), torch.tensor(cuts), torch.tensor(takes)
+    steps = []
+    for epoch, place in product(range(max(epochs)), range(cuts[0])):
+        done = [epoch * c + place for c in cuts]
+        on = [i for i, c in enumerate(cuts) if place < c and done[i] < takes[i]]
+        for (own, last, _), group in groupby(on, partial(kind, place)):
+            some = list(group)  # neighbours, since they are sorted by size
+            clients = slice(some[0], some[-1] + 1)
+            steps.append(Step(clients, epoch, own, place, place * size, last))
+    return steps, torch.tensor(cuts), torch.tensor(takes)
 
 
 class Batches:
@@ -99,17 +92,16 @@ class Batches:
         ragged: bool,
         join: bool = False,
     ) -> None:
-        lists = data.lists("train")
-        self.size = lists.size[torch.from_numpy(ids)]
-        self.steps, self.cuts, self.taken = steps_of(
-            tuple(self.size.tolist()), training, plan, ragged, join
-        )
+        lists, at = data.lists("train"), torch.from_numpy(ids)
+        self.size, begin = lists.size[at], lists.begin[at][:, None]
+        sizes = tuple(self.size.tolist())
+        self.steps, self.cuts, self.taken = steps_of(sizes, training, plan, ragged, join)
         passes = range(plan.batches * self.steps[-1].epochs)  # the smallest client's, the most
-        begin, orders = lists.begin[torch.from_numpy(ids)][:, None], []
-        for p in passes:
-            fixed = (key[0], 0, plan.stream, 0)  # one order for the whole run
-            words = client_seeds(ids, *(*key, plan.stream, p) if training.reshuffle else fixed)
-            orders.append(torch.from_numpy(shuffles(words, self.size.numpy())).add_(begin))
+        fixed = (key[0], 0, plan.stream, 0)  # one order for the whole run
+        keys = [(*key, plan.stream, p) if training.reshuffle else fixed for p in passes]
+        orders = [torch.from_numpy(shuffles(client_seeds(ids, *k), sizes)) for k in keys]
+        for each in orders:
+            each.add_(begin)
         order = orders[0][:, None] if len(orders) == 1 else torch.stack(orders, 1)
         self.order = lists.flat.take(onto(order, lists.flat.device))  # [s, passes, longest]
         self._key = ids, (*key, plan.stream, "noise"), data.y.device

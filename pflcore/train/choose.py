@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,7 +25,7 @@ from pflcore.data.federation import Federation
 from pflcore.nn.mode import forward_mode
 from pflcore.train import fits, memory
 from pflcore.train.batches import Batches, Plan
-from pflcore.train.chain import find_chain
+from pflcore.train.chain import Chain, find_chain
 from pflcore.train.clients import Clients, Setting
 from pflcore.train.engines import Engine
 from pflcore.train.fits import Unfit
@@ -34,7 +33,6 @@ from pflcore.train.net import Net
 from pflcore.train.training import Training
 from pflcore.train.workers import Workers, one_thread
 
-ENGINES = ("auto", "chain", "loop", "vmap")
 WIDE = 1 << 16  # weights from which, on a CPU, clients are trained faster one by one
 LARGE = 1 << 19  # weights beyond which float64 copies would cost too much: the model's own dtype
 SIZES = (5, 5, 2, 2)  # samples of the trial's clients; batch norm takes no batch of one
@@ -45,15 +43,13 @@ def choose(
     net: Net,
     data: Federation,
     training: Training,
-    engine: str = "auto",
+    engine: str = "auto",  # or "chain", "loop", "vmap"
 ) -> tuple[Net, Engine]:
     """The net for these data and what trains it; Unfit, in one sentence, where nothing can."""
-    if engine not in ENGINES:
-        raise Unfit(f"engine: expected one of {', '.join(ENGINES)}, got {engine!r}.")
     with one_thread():
         net = net.reading(data.fields)
         check(net, data, training)
-        chosen = Judge(net, data, trials(net, data)).choose(engine)
+        chosen = judged(net, data, trials(net, data), engine)
     if chosen.chain is not None and training.local_optimizer != "sgd":
         more = "it gives the gradients, and AdamW takes its steps in torch"
         chosen = chosen._replace(why=f"{chosen.why}; {more}")
@@ -104,40 +100,30 @@ def check_single(net: Net, data: Federation, training: Training) -> None:
 def passed(net: Net, data: Federation, x: Tensor, y: Tensor, train: bool) -> Tensor:
     """The loss of one batch by a copy of the module, its backward pass tried."""
     module = copy.deepcopy(net.module).train(train)
-    called: list[str] = []  # layers in the order of their calls
-    inside: tuple[Any, Any, Any] = ("", module, None)  # the layer at work: name, module, input
+    called: list[tuple[str, nn.Module, Any]] = [("", module, (None,))]  # name, layer, input
 
-    def at(name: str) -> Callable[[nn.Module, Any], None]:
-        def enter(m: nn.Module, given: Any) -> None:
-            nonlocal inside
-            inside = name, m, given[0] if given else None
-            called.append(name)
-
-        return enter
+    def enter(name: str, m: nn.Module, given: Any) -> None:
+        called.append((name, m, given))
 
     for name, m in module.named_modules():
         if not m._modules or isinstance(m, nn.Linear):
-            m.register_forward_pre_hook(at(name))
+            m.register_forward_pre_hook(partial(enter, name))
     seed = torch.zeros((), dtype=torch.int64, device=x.device)
     with forward_mode(train, None, seed), torch.enable_grad():
-        try:
+        with fits.said_as(lambda e: next(fits.of_layer(*called[-1], data, e))):
             scores = module(x)
-        except Exception as e:
-            if isinstance(e, Unfit) or memory.ran_out(e):
-                raise
-            raise Unfit(next(fits.of_layer(*inside, data, e))) from e
         fits.refuse_first(fits.of_scores(net, data, scores, y))
         net.one_score = scores.numel() == y.numel()
-        with fits.said_as(fits.of_criterion(net, scores, y)):
+        with fits.said_as(partial(fits.of_criterion, net, scores, y)):
             loss = net.criterion(scores, y)
         fits.refuse_first(fits.of_loss(loss))
     if train:
         own = dict(module.named_parameters())
-        with fits.said_as("model: its backward pass fails: {}."):
+        with fits.said_as(lambda e: f"model: its backward pass fails: {fits.first_line(e)}."):
             grads = torch.autograd.grad(loss.sum(), [own[n] for n in net.names], allow_unused=True)
         fits.refuse_first(fits.of_gradients(grads))
         used = [n for n, g in zip(net.names, grads, strict=True) if g is not None]
-        net.see(used, called)
+        net.see(used, [name for name, _, _ in called[1:]])
     return loss.detach()
 
 
@@ -212,9 +198,9 @@ def trial(net: Net, data: Federation) -> Trial:
     batches = Batches(made, how, (0, 0), clients.ids.numpy(), Plan(1), False)
     order, seeds = batches.order[:, 0], batches.seeds[:, 0]
     draws, module = torch.Generator().manual_seed(0), copy.deepcopy(net.module)
-    spread = [net.w0[s].square().mean().sqrt().mul(0.5).add(0.01) for s in net.slices.values()]
     noise = torch.randn(len(sizes), net.size, generator=draws, dtype=torch.float64).to(net.w0)
-    scale = [v.expand(n) for v, n in zip(spread, net.sizes, strict=True)]
+    parts = net.w0.split(net.sizes)
+    scale = [p.square().mean().sqrt().mul(0.5).add(0.01).expand(len(p)) for p in parts]
     found = Trial(clients, net.w0 + noise * torch.cat(scale), {}, {})
     for train, mode in ((True, "training"), (False, "evaluation")):
         answers = []
@@ -250,67 +236,61 @@ def padded(x: Tensor, module: nn.Module) -> Tensor:
     return x
 
 
-@dataclass
-class Judge:
-    """Compares engines with the module, and collects what there is to say."""
+def wrong(tried: list[Trial], engine: Engine) -> str | None:
+    """Where an engine differs from the module, or what it raises; None: nowhere."""
+    try:
+        return next((w for t in tried if (w := t.difference(engine))), None)
+    except Exception as e:
+        if memory.ran_out(e):
+            raise
+        return fits.first_line(e)
 
-    net: Net
-    data: Federation
-    trials: list[Trial]
-    reasons: list[str] = field(default_factory=list)
 
-    def choose(self, asked: str) -> Engine:
-        loop, net = Engine("loop"), self.net
-        wrong = self.wrong(loop) or self.wrong(loop)  # a count of passes is in step once
-        if wrong:
-            raise Unfit(
-                "model: as a function of its parameters it is not what the module computes: "
-                f"{wrong}; its forward must use the parameters where they are registered, and "
-                "nothing that another pass has changed."
-            )
-        if asked == "loop":
-            return loop
-        chain = None if asked == "vmap" else self.chain()
-        if chain is None and asked == "chain":
-            raise Unfit(
-                f"engine: 'chain' cannot train this model: {self.reasons[-1]}; take 'auto'."
-            )
-        lstm = any(isinstance(m, nn.LSTM) for m in net.module.modules())
-        what = "with convolutions" if net.has_conv else "with an LSTM" if lstm else ""
-        what = what or (f"of {net.size} weights" if net.size > WIDE else "")
-        slow = f"a model {what}, on a CPU" if what else ""
-        if asked == "vmap" or net.w0.device.type != "cpu" or not slow:
-            wrong = self.wrong(Engine("vmap"))
-            slow = f"vmap cannot train this model: {wrong}" if wrong else ""
-        if wrong and asked == "vmap":
-            raise Unfit(f"engine: 'vmap' cannot train this model: {wrong}; take 'auto' or 'loop'.")
-        why = "asked for" if asked == "vmap" else slow or "all clients take a step at once"
-        if chain is not None:
-            why = "a chain of layers that the kernels know"
-        return Engine("loop" if slow else "vmap", chain, "; ".join([why, *self.reasons]))
-
-    def chain(self) -> Any:
-        """The model's chain, where it has one and that is the model."""
-        chain = find_chain(self.net, self.data)
-        if isinstance(chain, str):
-            self.reasons.append(f"no chain of layers that the kernels know: {chain}")
-            return None
-        wrong = self.wrong(Engine("loop", chain))
-        if wrong is None:
-            return chain
-        said = (
-            f"the chain found for this model is not the model: {wrong}; the general path trains it"
+def judged(net: Net, data: Federation, tried: list[Trial], asked: str) -> Engine:
+    """The engine that is asked for, or the fastest of those that are the module."""
+    loop = Engine("loop")
+    differs = wrong(tried, loop) or wrong(tried, loop)  # a count of passes is in step once
+    if differs:
+        raise Unfit(
+            "model: as a function of its parameters it is not what the module computes: "
+            f"{differs}; its forward must use the parameters where they are registered, and "
+            "nothing that another pass has changed."
         )
-        self.reasons.append(said)
-        if "off by" in wrong:  # it gives other numbers, rather than none
-            warnings.warn(f"pflcore: {said}.", UserWarning, stacklevel=5)
-        return None
+    if asked == "loop":
+        return loop
+    chain = None if asked == "vmap" else chain_of(net, data, tried)
+    if isinstance(chain, str) and asked == "chain":
+        raise Unfit(f"engine: 'chain' cannot train this model: {chain}; take 'auto'.")
+    slow = "" if asked == "vmap" else slow_under_vmap(net)
+    differs = None if slow else wrong(tried, Engine("vmap"))
+    if differs:
+        slow = f"vmap cannot train this model: {differs}"
+    if differs and asked == "vmap":
+        raise Unfit(f"engine: 'vmap' cannot train this model: {differs}; take 'auto' or 'loop'.")
+    name = "loop" if slow else "vmap"
+    if isinstance(chain, Chain):
+        return Engine(name, chain, "a chain of layers that the kernels know")
+    why = "asked for" if asked == "vmap" else slow or "all clients take a step at once"
+    return Engine(name, None, why if chain is None else f"{why}; {chain}")
 
-    def wrong(self, engine: Engine) -> str | None:
-        """Where an engine differs from the module, or what it raises; None: nowhere."""
-        try:
-            return next((w for t in self.trials if (w := t.difference(engine))), None)
-        except Exception as e:
-            if memory.ran_out(e):
-                raise
-            return fits.first_line(e)
+
+def slow_under_vmap(net: Net) -> str:
+    """Why one client after another is trained faster, or nothing."""
+    lstm = any(isinstance(m, nn.LSTM) for m in net.module.modules())
+    what = "with convolutions" if net.has_conv else "with an LSTM" if lstm else ""
+    what = what or (f"of {net.size} weights" if net.size > WIDE else "")
+    return f"a model {what}, on a CPU" if what and net.w0.device.type == "cpu" else ""
+
+
+def chain_of(net: Net, data: Federation, tried: list[Trial]) -> Chain | str:
+    """The model's chain, or in a few words why it has none that is the model."""
+    chain = find_chain(net, data)
+    if isinstance(chain, str):
+        return f"no chain of layers that the kernels know: {chain}"
+    differs = wrong(tried, Engine("loop", chain))
+    if differs is None:
+        return chain
+    said = f"the chain found for this model is not the model: {differs}; the general path trains it"
+    if "off by" in differs:  # it gives other numbers, rather than none
+        warnings.warn(f"pflcore: {said}.", UserWarning, stacklevel=5)
+    return said

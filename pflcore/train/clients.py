@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from pflcore.nn.mode import forward_mode
 from pflcore.ops.chain import chain_eval, chain_grad
 from pflcore.train.batches import Batches, Plan
 from pflcore.train.engines import MODEL, Chunk, Engine, Objective, Tensors, cut, gradients, train
-from pflcore.train.fits import refuse_first
+from pflcore.train.fits import Unfit
 from pflcore.train.losses import CRITERIA, shares_right
 from pflcore.train.net import Net
 from pflcore.train.random import client_seeds
@@ -159,9 +159,12 @@ class Clients:
         """
 
         def work(chunk: Chunk, mine: Tensors, _: Tensors) -> None:
-            for step in chunk.batches.steps:
+            batches = chunk.batches
+            for step in batches.steps:
                 seen = {k: v[step.clients] for k, v in mine.items()}
-                for k, v in update(seen, chunk.look(step), chunk.batches.number(step)).items():
+                for k, v in update(
+                    seen, partial(chunk.gradient, step), batches.number(step)
+                ).items():
                     mine[k][step.clients] = v
 
         plan = Plan(epochs, steps, batches, stream, together)
@@ -175,12 +178,10 @@ class Clients:
         """Where each client's samples of a split are in the pool."""
         data = self.setting.data
         if not self.has(split):
-            have = ", ".join(data.index)
-            fault = (
-                f"split: this federation has {have}, not {split!r}; split the clients' samples "
-                "first."
+            raise Unfit(
+                f"split: this federation has {', '.join(data.index)}, not {split!r}; split the "
+                "clients' samples first."
             )
-            refuse_first(iter([fault]))
         return data.lists(split).take(self.ids)
 
     def labels(self, split: str) -> Tensor:
@@ -192,9 +193,11 @@ class Clients:
         own = self._relabel.index_select(0, lists.owner())
         return own.gather(1, y.view(len(y), -1)).view_as(y)
 
-    def outputs(self, model: Tensors, split: str, f: Predict) -> Tensor:
-        """`f(one client's model, net, x)` on all its samples in evaluation mode: [n, ...], client
-        after client. Where all have one model, batches do not end with a client."""
+    def scores(
+        self, model: Tensors, split: str, predict: Predict = by_row
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Each client's scores [n, ...] in evaluation mode and labels [n, ...]. Where all have one
+        model, batches do not end with a client."""
         lists, net, x = self.places(split), self.net, self.setting.data.x
         found = [(0, lists.flat)] if self._have_one(model) else enumerate(lists)
         parts = [(i, part) for i, places in found for part in places.split(EVAL_BATCH)]
@@ -203,15 +206,9 @@ class Clients:
             i, places = part
             own = {k: v[i] for k, v in model.items()}
             with torch.no_grad(), forward_mode(False, self.buffers[i], alone=True):
-                return f(own, net, x.index_select(0, places))
+                return predict(own, net, x.index_select(0, places))
 
-        return torch.cat(self.setting.workers.map(look, parts))
-
-    def scores(
-        self, model: Tensors, split: str, predict: Predict = by_row
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Each client's scores [n, ...] and labels [n, ...]."""
-        size, z = self.places(split).size.tolist(), self.outputs(model, split, predict)
+        z, size = torch.cat(self.setting.workers.map(look, parts)), lists.size.tolist()
         return list(zip(z.split(size), self.labels(split).split(size), strict=True))
 
     def features(self, w: Tensor, split: str = "train") -> tuple[Tensor, Tensor]:
@@ -235,7 +232,13 @@ class Clients:
         net = self.net
         classes = net.scores_classes and not self.setting.data.y.is_floating_point()
         if self.setting.engine.chain is not None and predict is by_row:
-            loss, hits = self._by_chain(model["w"], split)
+
+            def look(w: Tensor, pool: tuple[Any, ...], own: Ragged) -> Tensor:
+                losses, hits, _ = chain_eval(w, *pool, own.flat, own.begin, 0)
+                return torch.stack([losses, (hits & ~losses.isnan()).double()])  # NaN is no answer
+
+            both = torch.cat(self._by_chain(model["w"], self.places(split), look), 1)
+            loss, hits = (self._means(values, split) for values in both)
             return loss, hits if classes else None
         pairs = self.scores(model, split, predict)
         z, y = (torch.cat(each) for each in zip(*pairs, strict=True))
@@ -251,19 +254,19 @@ class Clients:
         With batch norm, and on "train", it is the mean over minibatches in training mode, as they
         lie, no last one of a single sample: training normalizes by the batch.
         """
-        lists, y, setting = self.places(split), self.labels(split), self.setting
+        lists, setting = self.places(split), self.setting
         train = split == "train" and bool(self.net.buffer_names)
         batch = setting.training.batch_size if train else EVAL_BATCH
         seeds = client_seeds(self.ids.numpy(), setting.seed, self.round, "grad").view(np.int64)
-        seed, labels = onto(torch.from_numpy(seeds), w.device), y.split(lists.size.tolist())
+        seed = onto(torch.from_numpy(seeds), w.device)
+        labels = self.labels(split).split(lists.size.tolist())
 
-        def by_kernels(part: slice) -> Tensor:
-            own = lists[part]
+        def by_kernels(w: Tensor, pool: tuple[Any, ...], own: Ragged) -> Tensor:
             index = pad_sequence(list(own), batch_first=True)
-            return chain_grad(w[part], *self._pool(part), index, own.size, None)[0]
+            return chain_grad(w, *pool, index, own.size, None)[0]
 
         def by_engine(i: int) -> Tensor:
-            one, at, n = slice(i, i + 1), lists[i], int(lists.size[i])
+            one, at, n = slice(i, i + 1), lists[i], len(labels[i])
             total, cuts = torch.zeros_like(w[i]), [*range(batch, n - (train and n > 1), batch), n]
             for k, (a, b) in enumerate(pairwise([0, *cuts] if n else [])):
                 x, buffers = setting.data.x.index_select(0, at[a:b]), self.buffers[one].clone()
@@ -272,7 +275,7 @@ class Clients:
             return total
 
         if setting.engine.chain is not None:
-            return torch.cat(setting.workers.map(by_kernels, self._parts(lists)))
+            return torch.cat(self._by_chain(w, lists, by_kernels))
         return torch.stack(setting.workers.map(by_engine, range(len(lists))))
 
     # inside ---------------------------------------------------------------------------------------
@@ -288,27 +291,19 @@ class Clients:
         """`work(chunk, its clients' rows, their terms)` on every chunk of the cohort."""
         setting, device, count = self.setting, self.buffers.device, len(self.ids)
         engine, relabel = objective.engine(setting.engine), self._relabel
-        whole = torch.contiguous_format
-        out = {k: torch.empty_like(v, memory_format=whole) for k, v in rows.items()}
-        done = Fit(
-            out, self.buffers.clone(), *torch.zeros(2, count, dtype=torch.float64, device=device)
-        )
+        sums = torch.zeros(2, count, dtype=torch.float64, device=device)
+        done = Fit({k: v.new_empty(v.shape) for k, v in rows.items()}, self.buffers.clone(), *sums)
 
         def run(pos: Tensor) -> None:
-            at = onto(pos, device)
-
-            def mine(tensors: Tensors) -> Tensors:
-                return {k: v[onto(pos, v.device)] for k, v in tensors.items()}
-
-            key, ragged = (setting.seed, self.round), engine.chain is not None
-            which = (key, self.ids[pos].numpy(), plan, ragged, self.net.joins)
+            at, key = onto(pos, device), (setting.seed, self.round)
+            mine, extra = ({k: v[at] for k, v in d.items()} for d in (rows, objective.extra))
+            which = (key, self.ids[pos].numpy(), plan, engine.chain is not None, self.net.joins)
             batches = Batches(setting.data, setting.training, *which)
             own = (batches, None if relabel is None else relabel[at], self.buffers[at], engine)
-            chunk = Chunk(self.net, setting.data, *own, objective.loss, mine(objective.extra))
-            trained = mine(rows)
-            work(chunk, trained, cut(terms, at))
-            for k, v in trained.items():
-                out[k][onto(pos, v.device)] = v
+            chunk = Chunk(self.net, setting.data, *own, objective.loss, extra)
+            work(chunk, mine, cut(terms, at))
+            for k, v in mine.items():
+                done.rows[k][at] = v
             done.buffers[at], done.steps[at] = chunk.buffers, onto(batches.taken, device).double()
             done.loss[at] = chunk.losses / done.steps[at]
 
@@ -330,10 +325,7 @@ class Clients:
         """Each client's mean [S] float64 of values [n] of its samples."""
         size = onto(self.setting.data.size(split)[self.ids], values.device)
         owner = torch.arange(len(size), device=size.device).repeat_interleave(size)
-        return (
-            values.new_zeros(len(size), dtype=torch.float64).index_add_(0, owner, values.double())
-            / size
-        )
+        return values.new_zeros(len(size)).double().index_add_(0, owner, values.double()) / size
 
     @cached_property
     def _relabel(self) -> Tensor | None:
@@ -341,28 +333,20 @@ class Clients:
         data = self.setting.data
         return None if data.relabel is None else data.relabel[onto(self.ids, data.device)]
 
-    def _pool(self, s: slice) -> tuple[Any, ...]:
-        """The first arguments of the chain's kernels, for some of the clients."""
-        data, relabel = self.setting.data, self._relabel
-        own = None if relabel is None else relabel[s]
-        chain = self.setting.engine.chain
-        return (*(() if chain is None else chain.head), data.x, data.y, own)
-
-    def _parts(self, lists: Ragged) -> list[slice]:
-        """The cohort for a few calls of the chain's kernels, about as many samples each."""
+    def _by_chain(
+        self, w: Tensor, lists: Ragged, f: Callable[[Tensor, tuple[Any, ...], Ragged], Tensor]
+    ) -> list[Tensor]:
+        """`f(rows, the kernels' first arguments, places)` of some of the clients at a time, with
+        about as many samples each."""
+        chain, data, relabel = self.setting.engine.chain, self.setting.data, self._relabel
+        assert chain is not None
         count, n = len(self.ids), len(lists.flat)
         parts = min(count, PARTS if n * self.net.size >= 1 << 24 else 1)
         inner = torch.searchsorted(lists.begin, torch.arange(1, parts) * n // parts)
-        return [slice(a, b) for a, b in pairwise([0, *inner.tolist(), count]) if a < b]
 
-    def _by_chain(self, w: Tensor, split: str) -> tuple[Tensor, Tensor]:
-        """Losses and shares of right answers by the kernels."""
-        lists = self.places(split)
+        def look(s: slice) -> Tensor:
+            own = None if relabel is None else relabel[s]
+            return f(w[s], (*chain.head, data.x, data.y, own), lists[s])
 
-        def look(part: slice) -> Tensor:
-            own = lists[part]
-            losses, right, _ = chain_eval(w[part], *self._pool(part), own.flat, own.begin, 0)
-            return torch.stack([losses, (right & ~losses.isnan()).double()])  # NaN is no answer
-
-        both = torch.cat(self.setting.workers.map(look, self._parts(lists)), 1)
-        return self._means(both[0], split), self._means(both[1], split)
+        cuts = pairwise([0, *inner.tolist(), count])
+        return self.setting.workers.map(look, [slice(a, b) for a, b in cuts if a < b])

@@ -38,11 +38,6 @@ class Engine(NamedTuple):
     chain: Chain | None = None  # what the kernels train; the engine does the rest
     why: str = "asked for"
 
-    @property
-    def form(self) -> str:
-        """What trains: "chain" (kernels), "vmap" or "module"."""
-        return "chain" if self.chain is not None else "vmap" if self.name == "vmap" else "module"
-
     def chunks(self, clients: int, width: int, samples: int, most: int = 16) -> int:
         """Into how many chunks a cohort's rows of `width` are cut; no matter how many workers.
 
@@ -76,9 +71,8 @@ class Objective(NamedTuple):
         """What is added to the gradients at `w` [S, Q], [S, ...], as `ops.sgd_step_` names it."""
         terms: Tensors = {}
         if self.prox is not None:
-            mu = self.prox[0]
-            mu = mu.to(w).reshape(-1) if isinstance(mu, Tensor) else w.new_full((1,), mu)
-            terms |= {"mu": mu.expand(len(w)), "anchor": self.prox[1]}
+            mu = torch.as_tensor(self.prox[0], dtype=w.dtype, device=w.device)
+            terms = {"mu": mu.reshape(-1).expand(len(w)), "anchor": self.prox[1]}
         if self.shift is not None:
             terms["shift"] = self.shift
         if self.mask is not None:
@@ -109,18 +103,18 @@ def gradients(  # noqa: PLR0913 (one call for two engines)
     """Losses [s], gradients [s, Q], buffers [s, b] by autograd: of all under vmap, or of one."""
 
     def loss(
-        w: Tensor, x: Tensor, y: Tensor, buffers: Tensor, seed: Tensor, extra: Tensors
+        extra: Tensors, w: Tensor, x: Tensor, y: Tensor, buffers: Tensor, seed: Tensor
     ) -> tuple[Tensor, Tensor]:
         with forward_mode(train, buffers, seed, alone=not vmap):
             value = net.loss(w, x, y) if own is None else own(net, w, x, y, extra)
             return value, buffers if context.buffers is None else context.buffers
 
     w = rows.detach().requires_grad_()
+    given = (w, x, y, buffers, seeds)
     if vmap:
-        losses, after = torch.vmap(loss)(w, x, y, buffers, seeds, extra)
+        losses, after = torch.vmap(loss)(extra, *given)
     else:
-        first = {k: v[0] for k, v in extra.items()}
-        one = loss(w[0], x[0], y[0], buffers[0], seeds[0], first)
+        one = loss({k: v[0] for k, v in extra.items()}, *(t[0] for t in given))
         losses, after = (t[None] for t in one)
     (g,) = torch.autograd.grad(losses.sum(), w)
     return losses.detach(), g, after
@@ -143,17 +137,18 @@ class Chunk:
         self.losses = torch.zeros(len(self.buffers), dtype=torch.float64, device=self.data.device)
         self.leaves: list[Tensor] = []
         self._epoch: int | None = None
+        self._looked: Step | None = None
 
-    def samples(self, step: Step, which: int) -> tuple[Tensor, Tensor]:
+    def samples(self, step: Step, which: int = 0) -> tuple[Tensor, Tensor]:
         """x [s, B, ...] and the clients' own labels y [s, B, ...] of a minibatch."""
-        epoch, x = step.epoch + which * step.epochs, self.data.x
-        whole = self.batches.order[:, epoch]
-        if whole.numel() * x[0].nbytes > EPOCH_BYTES:
-            return self.gathered(self.batches.places(step, which), step.clients)
+        s, epoch, b = step.clients, step.epoch + which * step.epochs, self.batches
+        whole = b.order[:, epoch]
+        if whole.numel() * self.data.x[0].nbytes > EPOCH_BYTES:
+            return self.gathered(b.places(step, which), s)
         if self._epoch != epoch:
             self._epoch, self._samples = epoch, self.gathered(whole, slice(None))
         x, y = self._samples
-        return x[step.clients, step.first : step.last], y[step.clients, step.first : step.last]
+        return x[s, step.first : step.last], y[s, step.first : step.last]
 
     def gathered(self, at: Tensor, clients: slice) -> tuple[Tensor, Tensor]:
         """The samples and the clients' own labels at some places [s, n] of the pool."""
@@ -163,32 +158,23 @@ class Chunk:
             y = self.relabel[clients].gather(1, y.flatten(1)).view_as(y)
         return x, y
 
-    def gradient(self, w: Tensor, step: Step, which: int = 0) -> tuple[Tensor, Tensor]:
-        """Losses [s] and gradients [s, Q] at `w` [s, Q] on a step's `which`-th minibatch."""
+    def gradient(self, step: Step, w: Tensor, which: int = 0) -> Tensor:
+        """The gradients [s, Q] at `w` [s, Q] on a step's `which`-th minibatch; its first look at
+        the first one is the step's loss."""
         s, chain, b = step.clients, self.engine.chain, self.batches
         if chain is not None:
             seeds = b.seeds_of(step, which) if chain.dropout else None
             given = (b.places(step, which), b.count(step), seeds)
             g, losses = chain_grad(w.detach(), *self.pool(s), *given)
-            return losses, g
-        extra, vmap = {k: v[s] for k, v in self.extra.items()}, self.engine.name == "vmap"
-        x, y = self.samples(step, which)
-        how = (b.seeds_of(step, which), vmap, True, self.loss, extra)
-        losses, g, self.buffers[s] = gradients(self.net, w, x, y, self.buffers[s], *how)
-        return losses, g
-
-    def look(self, step: Step) -> Callable[..., Tensor]:
-        """`grad(w, which=0)` of a step; its first value on the first minibatch is the loss."""
-        seen: list[bool] = []
-
-        def grad(w: Tensor, which: int = 0) -> Tensor:
-            losses, g = self.gradient(w, step, which)
-            if which == 0 and not seen:
-                self.losses[step.clients] += losses
-                seen.append(True)
-            return g
-
-        return grad
+        else:
+            extra, vmap = {k: v[s] for k, v in self.extra.items()}, self.engine.name == "vmap"
+            batch = (*self.samples(step, which), self.buffers[s], b.seeds_of(step, which))
+            found = gradients(self.net, w, *batch, vmap, True, self.loss, extra)
+            losses, g, self.buffers[s] = found
+        if which == 0 and self._looked is not step:
+            self._looked = step
+            self.losses[s] += losses
+        return g
 
     def pool(self, s: slice = slice(None)) -> tuple[Any, ...]:
         """The first arguments of the chain's kernels, for some of the clients."""
@@ -198,7 +184,7 @@ class Chunk:
 
     def on_leaves(self, step: Step) -> tuple[Tensor, ...]:
         """The gradient by parameters, at the row whose views `leaves` are: one client's."""
-        (x, y), seeds = self.samples(step, 0), self.batches.seeds_of(step)
+        (x, y), seeds = self.samples(step), self.batches.seeds_of(step)
         with forward_mode(True, self.buffers[0], seeds[0], alone=True):
             loss = self.net.criterion(self.net.on_leaves(x[0]), y[0])
             self.buffers[0] = self.buffers[0] if context.buffers is None else context.buffers
@@ -237,7 +223,7 @@ def train(
                 continue
             g = torch.cat([p.reshape(-1) for p in found], out=space[0])[None]
         else:
-            g = chunk.look(step)(w[s])
+            g = chunk.gradient(step, w[s])
         g = g if t.clip_grad is None else clipped(g, t.clip_grad)
         if grads is not None:
             grads[s] += g

@@ -82,27 +82,28 @@ def of_scores(net: Net, data: Federation, scores: Any, y: Tensor) -> Iterator[st
             "model: expected its forward pass to give one tensor of scores, got a "
             f"{type(scores).__name__}; return the scores alone."
         )
-    if scores.shape[:1] != y.shape[:1]:
+    shape, targets = list(scores.shape), list(y.shape)
+    if shape[:1] != targets[:1]:
         yield (
-            f"model: expected one row of scores for each of {len(y)} samples, got shape "
-            f"{list(scores.shape)}; keep the batch as the first axis."
+            f"model: expected one row of scores for each of {len(y)} samples, got shape {shape}; "
+            "keep the batch as the first axis."
         )
-    name = {f: name for name, f in CRITERIA.items()}.get(net.criterion)
-    if name == "cross_entropy":
-        yield from (
-            _of_probabilities(scores, y) if y.is_floating_point() else _of_classes(data, scores, y)
-        )
-    elif name is not None:
+    name = loss_name(net.criterion)
+    if net.criterion not in CRITERIA.values():
+        if scores.numel() == y.numel() and shape != targets and spreads(net.criterion, scores, y):
+            yield (
+                f"criterion: {name} would spread scores {shape} over targets {targets}; give the "
+                "targets the scores' shape, or return scores of theirs."
+            )
+    elif name != "cross_entropy":
         yield from _of_numbers(name, data, scores, y)
-    elif (
-        scores.shape != y.shape
-        and scores.numel() == y.numel()
-        and spreads(net.criterion, scores, y)
-    ):
+    elif not y.is_floating_point():
+        yield from _of_classes(data, scores, y)
+    elif shape != targets:
         yield (
-            f"criterion: {loss_name(net.criterion)} would spread scores {list(scores.shape)} over "
-            f"targets {list(y.shape)}; give the targets the scores' shape, or return scores of "
-            "theirs."
+            f"criterion: 'cross_entropy' takes int64 labels, or probabilities of the scores' shape "
+            f"{shape}, and the targets are {y.dtype} of shape {targets}; give labels as integers, "
+            "or take loss='squared' for numbers."
         )
 
 
@@ -129,15 +130,6 @@ def _of_numbers(name: str, data: Federation, scores: Tensor, y: Tensor) -> Itera
         yield (
             "criterion: 'binary_cross_entropy' takes targets from 0 to 1, and these go from "
             f"{low:g} to {high:g}."
-        )
-
-
-def _of_probabilities(scores: Tensor, y: Tensor) -> Iterator[str]:
-    if y.shape != scores.shape:
-        yield (
-            "criterion: 'cross_entropy' takes int64 labels, or probabilities of the scores' "
-            f"shape {list(scores.shape)}, and the targets are {y.dtype} of shape {list(y.shape)}; "
-            "give labels as integers, or take loss='squared' for numbers."
         )
 
 
@@ -171,12 +163,12 @@ def _of_classes(data: Federation, scores: Tensor, y: Tensor) -> Iterator[str]:
         )
 
 
-def of_criterion(net: Net, scores: Tensor, y: Tensor) -> str:
-    """What is said where the criterion fails."""
+def of_criterion(net: Net, scores: Tensor, y: Tensor, e: BaseException) -> str:
+    """Why the criterion failed."""
     remedy = "; take loss='binary_cross_entropy'" if "BCE" in type(net.criterion).__name__ else ""
     return (
         f"criterion: it fails on scores of shape {list(scores.shape)} and targets of shape "
-        f"{list(y.shape)} ({y.dtype}): {{}}{remedy}."
+        f"{list(y.shape)} ({y.dtype}): {first_line(e)}{remedy}."
     )
 
 
@@ -203,9 +195,10 @@ def of_gradients(grads: Iterable[Tensor | None]) -> Iterator[str]:
 
 
 def of_layer(
-    name: str, m: nn.Module, given: Any, data: Federation, e: BaseException
+    name: str, m: nn.Module, inputs: Any, data: Federation, e: BaseException
 ) -> Iterator[str]:
     """Why the forward pass failed in the layer `m`."""
+    given: Any = next(iter(inputs), None)
     shape = list(data.shape)
     if not isinstance(given, Tensor):
         yield (
@@ -229,27 +222,22 @@ def of_layer(
             f"data: x holds integers ({data.x.dtype}), and {layer} takes numbers; convert x to "
             "float, or begin the model with nn.Embedding."
         )
-    elif wants is None:
-        yield (
-            f"model: {layer} fails on an input of shape {list(given.shape)}, from samples of shape "
-            f"{shape}: {first_line(e)}."
-        )
-    yield (
-        f"model: {layer} has {wants}, and got an input of shape {list(given.shape)}, from samples "
-        f"of shape {shape}; make the model for samples of that shape."
-    )
+    on = f"an input of shape {list(given.shape)}, from samples of shape {shape}"
+    if wants is None:
+        yield f"model: {layer} fails on {on}: {first_line(e)}."
+    yield f"model: {layer} has {wants}, and got {on}; make the model for samples of that shape."
 
 
 @contextmanager
-def said_as(sentence: str) -> Iterator[None]:
-    """What fails inside is raised as `sentence`, "{}" being what the library says; what was said
-    already and running out of memory come through."""
+def said_as(sentence: Callable[[Exception], str]) -> Iterator[None]:
+    """What fails inside is raised as `sentence`; what was said already and running out of memory
+    come through."""
     try:
         yield
     except Exception as e:
         if isinstance(e, Unfit) or memory.ran_out(e):
             raise
-        raise Unfit(sentence.replace("{}", first_line(e))) from e
+        raise Unfit(sentence(e)) from e
 
 
 def drawn_by(f: Callable[[], Tensor]) -> str:

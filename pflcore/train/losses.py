@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import annotated_types as at
 import torch
@@ -23,17 +23,15 @@ def cross_entropy(scores: Tensor, y: Tensor) -> Tensor:
     """
     if y.dim() < 2 or y.is_floating_point():
         return F.cross_entropy(scores, y)
-    steps = F.cross_entropy(
-        scores.movedim(1, -1).flatten(0, -2), y.flatten(), reduction="none", ignore_index=IGNORED
-    )
-    return mean_of_steps(steps.view(y.shape), y)
+    flat = scores.movedim(1, -1).flatten(0, -2)
+    steps = F.cross_entropy(flat, y.flatten(), reduction="none", ignore_index=IGNORED)
+    return of_steps(steps.view(y.shape), y).mean()
 
 
-def mean_of_steps(values: Tensor, y: Tensor) -> Tensor:
-    """The mean over samples of each one's mean over the steps that count: `values` [B, T, ...],
-    labels `y` of that shape."""
+def of_steps(values: Tensor, y: Tensor) -> Tensor:
+    """The mean of each sample's `values` [B, ...] over the labels of that shape that count: [B]."""
     counts = (y != IGNORED).flatten(1)
-    return ((values.flatten(1) * counts).sum(1) / counts.sum(1).clamp(min=1)).mean()
+    return (values.flatten(1) * counts).sum(1) / counts.sum(1).clamp(min=1)
 
 
 def hinge(scores: Tensor, y: Tensor) -> Tensor:
@@ -71,16 +69,14 @@ LOGITS = (
 )
 
 
-CRITERIA: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "cross_entropy": cross_entropy,
-    "squared": squared,
-    "half_squared": half_squared,
-    "hinge": hinge,
-    "binary_cross_entropy": binary_cross_entropy,
-}
+NAMED = (cross_entropy, squared, half_squared, hinge, binary_cross_entropy)
+CRITERIA: dict[str, Callable[[Tensor, Tensor], Tensor]] = {f.__name__: f for f in NAMED}
 
-# as torch makes them by default, they are ours by name
-PLAIN = {nn.CrossEntropyLoss: "cross_entropy", nn.MSELoss: "squared"}
+# torch's, as it makes them by default
+OURS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    **dict.fromkeys((nn.CrossEntropyLoss, F.cross_entropy), cross_entropy),
+    **dict.fromkeys((nn.MSELoss, F.mse_loss), squared),
+}
 A_LOSS = f"one of {', '.join(CRITERIA)}, a function of (scores, y) or an nn.Module"
 Loss = Annotated[str | Callable[[Tensor, Tensor], Tensor], at.doc(A_LOSS)]
 
@@ -94,23 +90,18 @@ def loss_of(loss: Loss, name: str = "loss") -> Callable[[Tensor, Tensor], Tensor
     """A function of (scores, y) [B, ...] -> the batch's mean loss, from a name of `CRITERIA`, a
     function or an `nn.Module` such as `nn.CrossEntropyLoss(weight=w)`. ValueError or TypeError in
     one sentence that begins with `name`."""
-    if isinstance(loss, str):
-        if loss not in CRITERIA:
-            raise ValueError(f"{name}: expected {A_LOSS}, got {loss!r}.")
+    if isinstance(loss, str) and loss in CRITERIA:
         return CRITERIA[loss]
     if isinstance(loss, type):
         raise TypeError(
             f"{name}: expected a loss, got the class {loss.__name__}; write {loss.__name__}()."
         )
     if not callable(loss):
-        raise TypeError(
-            f"{name}: expected one of {', '.join(CRITERIA)}, a function of (scores, y) or an "
-            f"nn.Module, got {loss!r}."
-        )
+        raise TypeError(f"{name}: expected {A_LOSS}, got {loss!r}.")
     if not isinstance(loss, nn.Module):
         # [B, 1] against [B] would be spread to [B, B]; a batch's mean over steps is no mean over
         # samples
-        return squared if loss is F.mse_loss else cross_entropy if loss is F.cross_entropy else loss
+        return OURS.get(loss, loss)
     if any(p.requires_grad for p in loss.parameters()):
         raise ValueError(
             f"{name}: {type(loss).__name__} has parameters, which nothing would train; make them a "
@@ -121,27 +112,14 @@ def loss_of(loss: Loss, name: str = "loss") -> Callable[[Tensor, Tensor], Tensor
             f"{name}: expected the mean over a batch, got "
             f"{type(loss).__name__}(reduction={loss.reduction!r})."
         )
-    plain = PLAIN.get(type(loss))
-    return CRITERIA[plain] if plain and _same_options(loss) else loss
-
-
-def _same_options(loss: nn.Module) -> bool:
-    """Whether a loss module is as its class makes it without arguments."""
-    default = type(loss)()
-    names = getattr(loss, "__constants__", [])
-    return (
-        all(getattr(loss, n) == getattr(default, n) for n in names)
-        and not list(loss.buffers())
-        and not loss._forward_hooks
-    )
+    ours = OURS.get(type(loss))
+    default = ours and {**vars(type(loss)()), "training": loss.training}
+    return ours if ours and default == vars(loss) else loss
 
 
 def loss_name(criterion: Callable[[Tensor, Tensor], Tensor]) -> str:
     """What a criterion is called in records."""
-    return next(
-        (k for k, v in CRITERIA.items() if v is criterion),
-        getattr(criterion, "__name__", type(criterion).__name__),
-    )
+    return str(getattr(criterion, "__name__", type(criterion).__name__))
 
 
 def spreads(criterion: Callable[[Tensor, Tensor], Tensor], scores: Tensor, y: Tensor) -> bool:
@@ -149,12 +127,10 @@ def spreads(criterion: Callable[[Tensor, Tensor], Tensor], scores: Tensor, y: Te
     another than in the targets' shape."""
     drawn = torch.rand(scores.shape, generator=torch.Generator().manual_seed(0)).to(scores)
     try:
-        one, other = (
-            torch.as_tensor(criterion(s, y)).double() for s in (drawn, drawn.view(y.shape))
-        )
+        one, other = (torch.as_tensor(criterion(s, y)) for s in (drawn, drawn.view(y.shape)))
+        return not torch.allclose(one, other, rtol=1e-4, equal_nan=True)
     except Exception:  # it wants the scores as they are
         return False
-    return one.shape != other.shape or not torch.allclose(one, other, rtol=1e-4, equal_nan=True)
 
 
 def by_place(scores: Tensor, y: Tensor) -> Tensor:
@@ -168,9 +144,8 @@ def by_place(scores: Tensor, y: Tensor) -> Tensor:
 def shares_right(scores: Tensor, y: Tensor) -> Tensor:
     """Which share of its labels [B, ...] each sample's `scores` [B, C, ...] get right, of those
     that count: [B] float64."""
-    hits = right(by_place(scores, y), y).double().view(len(y), -1)
-    counts = (y != IGNORED).view(len(y), -1)
-    return (hits * counts).sum(1) / counts.sum(1).clamp(min=1)
+    hits = right(by_place(scores, y), y).double()
+    return of_steps(hits.view(len(y), -1), y.view(len(y), -1))
 
 
 def that_count(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

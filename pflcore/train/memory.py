@@ -8,6 +8,7 @@ import ctypes
 import gc
 import os
 import re
+from pathlib import Path
 
 import torch
 
@@ -27,13 +28,9 @@ def ran_out(error: BaseException) -> bool:
 def request_of(error: BaseException) -> str:
     """What the last, refused request was for, where the error says it: "20.00 MiB", or nothing."""
     size = re.search(r"[Tt]ried to allocate ([\d.]+ ?[KMGT]?i?B|\d+ bytes)", str(error))
-    return (
-        human(int(size[1].split()[0]))
-        if size and size[1].endswith("bytes")
-        else size[1]
-        if size
-        else ""
-    )
+    if size is None:
+        return ""
+    return human(int(size[1].split()[0])) if size[1].endswith("bytes") else size[1]
 
 
 def give_back(device: str) -> None:
@@ -55,8 +52,8 @@ def capacity(device: str) -> int | None:
         limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
         # a container's
         for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-            with contextlib.suppress(OSError, ValueError), open(file) as text:
-                limits.append(int(text.read()))
+            with contextlib.suppress(OSError, ValueError):
+                limits.append(int(Path(file).read_text()))
         return min(limits)
     return None
 

@@ -17,19 +17,20 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pflcore.check import need
+
 # the version of the random streams: runs of one version, seed and setting are the same run
 STREAM = 3
 U64 = npt.NDArray[np.uint64]
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 # clients of up to 16.7 million samples; 40 random bits decide their order
-POSITION_BITS = np.uint64(24)
+POSITION_BITS = 24
 
 
 def seed_of(*key: object) -> int:
     """A 63-bit seed from any key, the same on every machine and in every process."""
-    return (
-        int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
-    )
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 class OwnDraws(TorchDispatchMode):
@@ -50,12 +51,8 @@ class OwnDraws(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
             # a fresh tensor's have it in an overload
             if all(a.name != "generator" for a in func._schema.arguments):
-                name = func._overloadname
-                func = getattr(
-                    func.overloadpacket,
-                    "generator" if name == "default" else f"{name}_generator",
-                    func,
-                )
+                name = f"{func._overloadname}_generator".removeprefix("default_")
+                func = getattr(func.overloadpacket, name, func)
             if any(a.name == "generator" for a in func._schema.arguments[len(args) :]):
                 like = [a.device for a in args if isinstance(a, Tensor)]
                 kind = torch.device(like[0] if like else kwargs.get("device") or "cpu").type
@@ -74,14 +71,9 @@ def generator_of(*key: object) -> torch.Generator:
 def mix64(z: U64) -> U64:
     """splitmix64's finalizer (Steele, Lea, Flood 2014): a bijection of 64-bit words whose output
     bits look independent."""
-    z = z ^ (z >> np.uint64(30))
-    for factor, shift in (
-        (np.uint64(0xBF58476D1CE4E5B9), np.uint64(27)),
-        (np.uint64(0x94D049BB133111EB), np.uint64(31)),
-    ):
-        z *= factor
-        z ^= z >> shift
-    return z
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
 
 
 def client_seeds(ids: Sequence[int] | npt.NDArray[np.int64], *key: object) -> U64:
@@ -100,19 +92,13 @@ def shuffles(seeds: U64, sizes: Sequence[int] | npt.NDArray[np.int64]) -> npt.ND
 
     Random keys are sorted with their positions in the low bits.
     """
-    size = np.asarray(sizes, np.int64)
+    size, most = np.asarray(sizes, np.int64), (1 << POSITION_BITS) - 1
     longest = int(size.max())
-    if longest >> int(POSITION_BITS):
-        raise ValueError(
-            f"sizes: a client has {longest} samples, more than the {(1 << int(POSITION_BITS)) - 1} "
-            "that a shuffle can number."
-        )
-    low = np.uint64((1 << int(POSITION_BITS)) - 1)
-    position = np.arange(longest, dtype=np.uint64)
+    need(longest <= most, "sizes", f"at most {most} samples of a client", longest)
+    low, outside = np.uint64(most), np.arange(longest) >= size[:, None]
     keys = words(seeds, longest)
     keys &= ~low
-    keys |= position
-    outside = np.arange(longest) >= size[:, None]
+    keys |= np.arange(longest, dtype=np.uint64)
     np.putmask(keys, outside, ~np.uint64(0))  # sorts behind everybody's own
     keys.sort(axis=1)
     keys &= low
@@ -137,7 +123,5 @@ def drawn(n: int, count: int, *key: object) -> Tensor:
 
 def uniforms(seeds: U64, count: int) -> Tensor:
     """`count` numbers per seed, uniform on the open interval (0, 1), float32 [S, count]."""
-    return torch.from_numpy(
-        ((words(seeds, count) >> np.uint64(40)).astype(np.float32) + np.float32(0.5))
-        * np.float32(2.0**-24)
-    )
+    high = (words(seeds, count) >> np.uint64(40)).astype(np.float32)
+    return torch.from_numpy((high + np.float32(0.5)) * np.float32(2.0**-24))

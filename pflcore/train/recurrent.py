@@ -22,44 +22,34 @@ State = tuple[Tensor, ...]  # h [B, H], and an LSTM's c [B, H]
 
 class _WrittenOut(nn.RNNBase):
     def forward(self, x: Any, hx: Any = None) -> Any:
-        if (
-            context.alone
-            or hx is not None
-            or not isinstance(x, Tensor)
-            or x.dim() != 3
-            or self.dropout
-            or self.proj_size
-        ):
+        plain = isinstance(x, Tensor) and x.dim() == 3 and hx is None
+        if context.alone or not plain or self.dropout or self.proj_size:
             return super().forward(x, hx)
-        x, last = x.transpose(0, 1) if self.batch_first else x, []  # [T, B, I]
+        last = []
+        x = x.transpose(0, 1) if self.batch_first else x  # [T, B, I]
         for layer in range(self.num_layers):
-            both = [
-                self._pass(x, f"_l{layer}{way}", bool(way))
-                for way in ("", "_reverse")[: 1 + self.bidirectional]
-            ]
+            both = [self._pass(x, f"_l{layer}")]
+            if self.bidirectional:
+                both.append(self._pass(x, f"_l{layer}_reverse"))
             x = torch.cat([y for y, _ in both], 2)
             last += [state for _, state in both]
         # [layers x ways, B, H]
         states = tuple(torch.stack(each) for each in zip(*last, strict=True))
-        return x.transpose(0, 1) if self.batch_first else x, states if len(states) > 1 else states[
-            0
-        ]
+        x = x.transpose(0, 1) if self.batch_first else x
+        return x, states if len(states) > 1 else states[0]
 
-    def _pass(self, x: Tensor, suffix: str, back: bool) -> tuple[Tensor, State]:
+    def _pass(self, x: Tensor, suffix: str) -> tuple[Tensor, State]:
         """One way through the sequence: h after each step [T, B, H], and the state after the
         last."""
-        wi, wh, bi, bh = (
-            getattr(self, name + suffix, None)
-            for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-        )
-        inputs, found = F.linear(x, wi, bi).unbind(0), []  # type: ignore[arg-type]
-        state: State = (x.new_zeros(x.shape[1], self.hidden_size),) * (
-            2 if self.mode == "LSTM" else 1
-        )
-        for given in reversed(inputs) if back else inputs:
+        names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        wi, wh, bi, bh = (getattr(self, name + suffix, None) for name in names)
+        way = -1 if suffix.endswith("reverse") else 1
+        state: State = (x.new_zeros(x.shape[1], self.hidden_size),) * (1 + (self.mode == "LSTM"))
+        found = []
+        for given in F.linear(x, wi, bi).unbind(0)[::way]:  # type: ignore[arg-type]
             state = self.cell(given, F.linear(state[0], wh, bh), state)  # type: ignore[arg-type]
             found.append(state[0])
-        return torch.stack(found[::-1] if back else found), state
+        return torch.stack(found[::way]), state
 
     def cell(self, x: Tensor, h: Tensor, state: State) -> State:
         """The next state, from what the gates have of the input and of the last state, each with
@@ -94,5 +84,4 @@ def write_out(module: nn.Module) -> None:
     """Let recurrent layers inside `module`, which nobody else may hold, change their class; their
     parameters stay."""
     for m in module.modules():
-        if type(m) in WRITTEN_OUT:
-            m.__class__ = WRITTEN_OUT[type(m)]
+        m.__class__ = WRITTEN_OUT.get(type(m), type(m))

@@ -59,9 +59,8 @@ class Workers:
 
 def cores() -> int:
     """How many of the machine's cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    bound = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if bound else os.cpu_count() or 1
 
 
 @contextmanager

@@ -12,11 +12,8 @@ def federation(shape=(6,), y=None, tokens=False):
     gen = torch.Generator().manual_seed(0)
     clients = []
     for n in (9, 14, 7):
-        x = (
-            torch.randint(0, 5, (n, *shape), generator=gen)
-            if tokens
-            else torch.randn(n, *shape, generator=gen)
-        )
+        x = torch.randn(n, *shape, generator=gen)
+        x = torch.randint(0, 5, x.shape, generator=gen) if tokens else x
         target = torch.randint(0, 4, (n,), generator=gen) if y is None else y(gen, n)
         clients.append({"train": (x, target), "test": (x[:4] + 0, target[:4])})
     return Federation.from_clients(clients)
@@ -25,9 +22,9 @@ def federation(shape=(6,), y=None, tokens=False):
 class Own(nn.Module):
     """A layer and a function of (itself, x)."""
 
-    def __init__(self, f, layer=None):
+    def __init__(self, f):
         super().__init__()
-        self.layer, self.f, self.relu = layer or nn.Linear(6, 4), f, nn.ReLU()
+        self.layer, self.f, self.relu = nn.Linear(6, 4), f, nn.ReLU()
 
     def forward(self, x):
         return self.f(self, x)
@@ -38,18 +35,19 @@ def hooked(m, how="register_forward_hook", hook=lambda m, x, y: 2 * y):
     return m
 
 
-def same_as_by_hand(build, data, engine="auto"):
-    """One FedAvg round of one step of each client against the module trained by hand."""
+def played(model, data=None, engine="auto", rounds=1, training=None, algorithm="fedavg"):
+    """A simulation on one worker, before its first round."""
+    hardware, data = Hardware(workers=1, engine=engine), data or federation()
+    how = training or Training(lr=0.1, batch_size=20)
+    return Simulation(algorithm, model, data, how, rounds=rounds, hardware=hardware)
+
+
+def same_as_by_hand(build, data=None, engine="auto"):
+    """What trained in one FedAvg round of one step of each client, and why: engine, form, why. The
+    model is that of the module trained by hand."""
     torch.manual_seed(1)
-    model = build()
-    run = Simulation(
-        "fedavg",
-        model,
-        data,
-        Training(lr=0.1, batch_size=20),
-        rounds=1,
-        hardware=Hardware(workers=1, engine=engine),
-    )
+    model, data = build(), data or federation()
+    run = played(model, data, engine)
     want, size = torch.zeros(run.setting.net.size), data.size().double()
     for i in range(data.n):
         mine = copy.deepcopy(model).train()
@@ -60,4 +58,4 @@ def same_as_by_hand(build, data, engine="auto"):
         want += run.setting.net.row(mine) * float(size[i] / size.sum())
     run.run()
     torch.testing.assert_close(run.state.server["x"], want, rtol=1e-4, atol=1e-6)
-    return run
+    return tuple(run.header()["path"].values())

@@ -1,7 +1,6 @@
 """What cannot be trained is refused in one sentence before anything is written."""
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,10 +8,20 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from parts.preflight import federation
 
-from pflcore import Evaluation, Federation, Hardware, Net, Simulation, Training, cli
+from pflcore import Evaluation, Federation, Hardware, Net, Simulation, Training
 from pflcore.nn import Dropout
+
+GEN = torch.Generator().manual_seed(0)
+
+
+def federation(x=None, y=None, sizes=(8, 8, 8), **options):
+    total = sum(sizes)
+    x = torch.randn(total, 6, generator=GEN) if x is None else x
+    y = torch.arange(total) % 4 if y is None else y
+    pairs = zip(x.split(list(sizes)), y.split(list(sizes)), strict=True)
+    both = [{"train": (x, y), "test": (x[:2], y[:2])} for x, y in pairs]
+    return Federation.from_clients(both, **options)
 
 
 class Own(nn.Module):
@@ -45,168 +54,139 @@ def old_norm():
 
 WORDS = torch.arange(24 * 6).view(24, 6) % 9
 BINARY = torch.arange(24) % 2
-REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
+REFUSED: dict[str, tuple[Any, ...]] = {  # model, sentence, data
     "too few outputs": (
         lambda: nn.Linear(6, 3),
-        {},
         r"model: it has 3 output\(s\), and the labels go from 0 to 3; give it 4",
     ),
     "one output": (
         lambda: nn.Linear(6, 1),
-        {"y": BINARY},
         r"model: it has 1 output.*loss='binary_cross_entropy' or 'hinge'",
+        {"y": BINARY},
     ),
     "width": (
         lambda: nn.Linear(5, 4),
-        {},
         r"model: Linear has in_features=5, and got an input of shape \[8, 6\]",
     ),
     "inner width": (
         lambda: nn.Sequential(nn.Linear(6, 5), nn.Linear(4, 4)),
-        {},
         r"model: layer '1' \(Linear\) has in_features=4",
     ),
-    "no image": (lambda: nn.Conv2d(1, 2, 3), {}, r"model: Conv2d has in_channels=1"),
+    "no image": (lambda: nn.Conv2d(1, 2, 3), r"model: Conv2d has in_channels=1"),
     "a double model": (
         lambda: nn.Linear(6, 4).double(),
-        {},
         r"data: x is torch.float32 and the model's parameters are torch.float64",
     ),
     "a half model": (
         lambda: nn.Linear(6, 4).half(),
-        {"x": torch.zeros(24, 6).half(), "dtype": None},
         r"model: its parameters are torch.float16, in which",
+        {"x": torch.zeros(24, 6).half(), "dtype": None},
     ),
     "half data": (
         lambda: nn.Linear(6, 4),
-        {"x": torch.zeros(24, 6).half(), "dtype": None},
         r"data: x is torch.float16 and the model",
+        {"x": torch.zeros(24, 6).half(), "dtype": None},
     ),
     "tokens": (
         lambda: nn.Linear(6, 4),
-        {"x": WORDS},
         r"data: x holds integers \(torch.int64\), and Linear takes numbers",
+        {"x": WORDS},
     ),
     "unknown tokens": (
         lambda: nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(18, 4)),
-        {"x": WORDS},
         r"data: x holds tokens from 0 to 8, .* knows 0 to 4",
+        {"x": WORDS},
     ),
     "numbers as tokens": (
         lambda: nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(18, 4)),
-        {},
         r"data: layer '0' \(Embedding\) takes integers",
     ),
     "a tuple": (
         lambda: Own(lambda z, t: (z, z)),
-        {},
         r"model: expected its forward pass to give one tensor of scores, got a tuple",
     ),
     "no batch": (
         lambda: Own(lambda z, t: z.sum(0)),
-        {},
         r"model: expected one row of scores for each of 8 samples, got shape \[4\]",
     ),
     "sequence": (
         lambda: Own(lambda z, t: z),
-        {"y": torch.arange(48).view(24, 2) % 4},
         r"model: 'cross_entropy' takes scores \[B, C\]",
+        {"y": torch.arange(48).view(24, 2) % 4},
     ),
     "squared": (
         lambda: Net(nn.Linear(6, 4), "squared"),
-        {},
         r"criterion: 'squared' compares outputs and targets one by one, and the model gives 4 for "
         r"1",
     ),
     "real labels": (
         lambda: Net(nn.Linear(6, 4)),
-        {"y": torch.rand(24)},
         r"criterion: 'cross_entropy' takes int64 labels, or probabilities",
+        {"y": torch.rand(24)},
     ),
     "no probability": (
         lambda: Net(nn.Linear(6, 1), "binary_cross_entropy"),
-        {"y": torch.arange(24.0)},
         r"criterion: 'binary_cross_entropy' takes targets from 0 to 1",
+        {"y": torch.arange(24.0)},
     ),
     "criterion": (
         lambda: Net(nn.Linear(6, 4), lambda s, y: F.cross_entropy(s, y, reduction="none")),
-        {},
         r"criterion: expected one number for a batch, got shape \[8\]",
     ),
     "criterion that fails": (
         lambda: Net(nn.Linear(6, 4), lambda s, y: s @ y),
-        {},
         r"criterion: it fails on scores of shape \[8, 4\] and targets of shape \[8\]",
     ),
     "no gradient": (
         lambda: Own(lambda z, t: z.detach()),
-        {},
         r"model: the loss depends on no trainable parameter",
     ),
     "dropout": (
         lambda: Own(lambda z, t: F.dropout(z, 0.5, t)),
-        {},
         r"model: its forward pass draws from torch's global generator.*pflcore.nn.Dropout",
     ),
     "noise": (
         lambda: Own(lambda z, t: z + torch.randn_like(z)),
-        {},
         r"model: its forward pass draws from torch's global generator",
     ),
     "numpy": (
         lambda: Own(lambda z, t: z * np.random.rand()),
-        {},
         r"model: its forward pass draws from NumPy's global generator",
     ),
     "python": (
         lambda: Own(lambda z, t: z * random.random()),
-        {},
         r"model: its forward pass draws from Python's global generator",
     ),
-    "gradient hook": (hooked, {}, r"model: parameter 'weight' has a gradient hook"),
-    "a forward of its own": (given, {}, r"model: Linear was given a forward of its own"),
-    "weight_norm": (
-        old_norm,
-        {},
-        r"build: the model cannot be copied.*parametrizations.weight_norm",
-    ),
+    "gradient hook": (hooked, r"model: parameter 'weight' has a gradient hook"),
+    "a forward of its own": (given, r"model: Linear was given a forward of its own"),
+    "weight_norm": (old_norm, r"build: the model cannot be copied.*parametrizations.weight_norm"),
 }
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", REFUSED)
 def test_one_sentence(name):
-    build, options, sentence = REFUSED[name]
+    build, sentence, *data = REFUSED[name]
     with pytest.raises((ValueError, TypeError), match=f"^{sentence}") as e:
-        Simulation("fedavg", build(), federation(**options), Training(batch_size=8))
+        Simulation("fedavg", build(), federation(**dict(*data)), Training(batch_size=8))
     said = str(e.value)
     assert said.endswith(".") and "\n" not in said and ". " not in said.replace("nn. ", "")
 
 
-def test_batch_norm_takes_the_rest():
-    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
-    for sizes, options in (((8, 9, 7), {"drop_last": True, "join_last": False}), ((8, 10, 7), {})):
-        assert (
-            len(
-                Simulation(
-                    "fedavg",
-                    model,
-                    federation(sizes=sizes),
-                    Training(batch_size=4, **options),
-                    rounds=1,
-                )
-                .run()
-                .rounds
-            )
-            == 1
-        )
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [((8, 9, 7), {"drop_last": True, "join_last": False}), ((8, 10, 7), {})],
+)
+def test_batch_norm_takes_the_rest(sizes, options):
+    model, training = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5)), Training(0.1, 4, **options)
+    run = Simulation("fedavg", model, federation(sizes=sizes), training, rounds=1).run()
+    assert len(run.rounds) == 1
 
 
 def test_pflcores_own_dropout_is_no_draw():
     model = nn.Sequential(nn.Linear(6, 5), Dropout(0.5), nn.Linear(5, 4))
-    first, second = (
-        Simulation("fedavg", model, federation(torch.ones(24, 6)), rounds=2).run() for _ in range(2)
-    )
+    data = federation(torch.ones(24, 6))
+    first, second = (Simulation("fedavg", model, data, rounds=2).run() for _ in range(2))
     assert torch.equal(first.state.server["x"], second.state.server["x"])
 
 
@@ -224,28 +204,16 @@ def test_modes_of_torch():
         run.run()
     torch.set_default_device("meta")
     try:
-        with pytest.raises(
-            ValueError,
-            match=r"^torch: the default device is meta; call torch.set_default_device\('cpu'\)",
-        ):
+        with pytest.raises(ValueError, match=r"^torch: the default device is meta; call torch.set"):
             Simulation("fedavg", model, data)
     finally:
         torch.set_default_device(None)
     torch.set_default_dtype(torch.float64)
     try:
-        with pytest.raises(
-            TypeError,
-            match=r"^data: x is torch.float32 and the model's parameters are torch.float64",
-        ):
-            Simulation("fedavg", lambda: nn.Linear(6, 4), data)
         wide = federation(torch.randn(24, 6), dtype=torch.float64)
         for algorithm in ("fedavg", "apfl", "feddwa"):
-            assert (
-                Simulation(algorithm, lambda: nn.Linear(6, 4), wide, rounds=2)
-                .run()
-                .rounds[-1]["train_loss"]
-                > 0
-            )
+            run = Simulation(algorithm, lambda: nn.Linear(6, 4), wide, rounds=2).run()
+            assert run.rounds[-1]["train_loss"] > 0
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -265,24 +233,18 @@ def test_clients_by_number(key):
     data, model = federation(), nn.Linear(6, 4)
 
     def run(ids):
-        return Simulation(
-            "fedavg",
-            model,
-            data,
-            rounds=1,
-            **({key: ids} if key == "clients" else {"evaluation": Evaluation(clients=ids)}),
-        )
+        given = {"clients": ids} if key == "clients" else {"evaluation": Evaluation(clients=ids)}
+        return Simulation("fedavg", model, data, rounds=1, **given)
 
     assert run([0, 2]).run().rounds
     for wrong in ([1, 1, 1], [0, 3], [-1], [], [0.5], [True, False, True]):
-        with pytest.raises(ValueError, match=f"^({key}|{key.split('.')[-1]}): expected"):
+        with pytest.raises(ValueError, match=f"^({key}|clients): expected"):
             run(wrong)
 
 
 def test_options():
-    data, model = federation(), nn.Linear(6, 4)
     with pytest.raises(ValueError, match=r"^rounds: expected a whole number, at least 1, got nan"):
-        Simulation("fedavg", model, data, rounds=float("nan"))
+        Simulation("fedavg", nn.Linear(6, 4), federation(), rounds=float("nan"))
     for options, sentence in (
         ({"workers": -1}, "workers: expected a whole number, from 1 to"),
         ({"workers": 100_000}, "workers: expected a whole number, from 1 to"),
@@ -290,40 +252,3 @@ def test_options():
     ):
         with pytest.raises(ValueError, match=f"^{sentence}"):
             Hardware(**options)
-    with pytest.raises(
-        TypeError,
-        match=r"^criterion: expected a loss, got the class CrossEntropyLoss; write "
-        r"CrossEntropyLoss\(\)",
-    ):
-        Net(model, nn.CrossEntropyLoss)
-    from pflcore.algorithms import ALGORITHMS
-
-    assert Simulation(ALGORITHMS["ditto"], model, data).name == "ditto"
-
-
-@pytest.mark.parametrize("words", [["--criterion", "squared"], ["--engine", "pool"]])
-def test_on_the_command_line_nothing_is_written(words, tmp_path, monkeypatch, capsys):
-    pytest.importorskip("tyro")
-    pytest.importorskip("sklearn")
-    monkeypatch.chdir(tmp_path)
-    assert (
-        cli.main(
-            [
-                "run",
-                "fedavg",
-                "--data",
-                "digits",
-                "--n",
-                "3",
-                "--rounds",
-                "1",
-                "--quiet",
-                "--out",
-                "o",
-                *words,
-            ]
-        )
-        == 2
-    )
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "Traceback" not in said and not (tmp_path / "o").exists()

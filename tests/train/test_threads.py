@@ -17,10 +17,19 @@ from torch import Tensor, nn
 from pflcore import Evaluation, Federation, Hardware, Net, Simulation, Training
 
 
-def federation():
+def federation(*shape, clients=4, n=12):
     gen = torch.Generator().manual_seed(0)
-    pairs = [(torch.randn(12, 6, generator=gen), torch.arange(12) % 4) for _ in range(4)]
-    return Federation.from_clients(pairs, classes=4).split(test=0.2)
+    y = torch.arange(n) % 4
+    pairs = [(torch.randn(n, *(shape or (6,)), generator=gen), y) for _ in range(clients)]
+    return Federation.from_clients([{"train": p, "test": p} for p in pairs])
+
+
+def prepared(model, data=None, rounds=1, seed=0, engine="auto", **options):
+    hardware = Hardware(workers=1, engine=engine)
+    data = data or federation()
+    return Simulation(
+        "fedavg", model, data, Training(), rounds, seed=seed, hardware=hardware, **options
+    )
 
 
 def small():
@@ -44,15 +53,9 @@ def test_what_is_made_in_four_threads_is_what_is_made_alone():
         return Net(lambda: nn.Sequential(*[nn.Linear(6, 6) for _ in range(8)]), seed=seed).w0
 
     def run(seed):
-        return (
-            Simulation(
-                "fedavg", small, data, Training(), rounds=2, seed=seed, hardware=Hardware(workers=1)
-            )
-            .run()
-            .state.server["x"]
-        )
+        return prepared(small, data, 2, seed).run().state.server["x"]
 
-    for make, count in ((weights, 60), (run, 24)):
+    for make, count in ((weights, 30), (run, 12)):
         with ThreadPoolExecutor(4) as pool:
             together = list(pool.map(make, range(count)))
         assert all(torch.equal(make(seed), got) for seed, got in enumerate(together))
@@ -64,9 +67,8 @@ def test_weights_are_those_of_manual_seed_whatever_others_draw():
         nn.init.orthogonal_(m[0].weight)
         nn.init.trunc_normal_(m[2].weight)
         with torch.no_grad():
-            m[2].bias.copy_(
-                torch.randn(4) + torch.rand(4) + torch.randperm(4) + torch.randint(9, (4,))
-            )
+            drawn = torch.randn(4) + torch.rand(4) + torch.randperm(4) + torch.randint(9, (4,))
+            m[2].bias.copy_(drawn)
         return m
 
     with torch.random.fork_rng(devices=[]):
@@ -86,7 +88,7 @@ def beside(work):
         data = federation()
         while not done.is_set():
             torch.rand(1), np.random.rand(), random.random()
-            Simulation("fedavg", Residual, data, Training(), rounds=1)
+            prepared(Residual, data)
 
     other = threading.Thread(target=busy)
     other.start()
@@ -99,17 +101,7 @@ def beside(work):
 
 def test_a_run_survives_what_another_thread_makes_and_draws():
     def run():
-        made = [
-            Simulation(
-                "fedavg",
-                Residual,
-                federation(),
-                Training(),
-                rounds=8,
-                hardware=Hardware(engine="loop", workers=1),
-            )
-            for _ in range(6)
-        ]
+        made = [prepared(Residual, rounds=8, engine="loop") for _ in range(4)]
         return torch.stack([one.run().state.server["x"] for one in made])
 
     assert torch.equal(run(), beside(run))
@@ -126,19 +118,12 @@ def test_a_model_that_draws_is_refused(draw, request):
             return super().forward(x) * draw()
 
     whose = request.node.callspec.id
-    with pytest.raises(
-        ValueError, match=rf"^model: its forward pass draws from {whose}'s global generator"
-    ):
-        Simulation("fedavg", lambda: Noisy(6, 4), federation(), Training())
+    said = rf"^model: its forward pass draws from {whose}'s global generator"
+    with pytest.raises(ValueError, match=said):
+        prepared(lambda: Noisy(6, 4))
 
 
 STATUS = Path("/proc/self/status")
-
-
-def federation_resources(*shape, clients=3):
-    gen = torch.Generator().manual_seed(0)
-    pairs = [(torch.randn(32, *shape, generator=gen), torch.arange(32) % 4) for _ in range(clients)]
-    return Federation.from_clients({"train": p, "test": p} for p in pairs)
 
 
 @pytest.mark.skipif(
@@ -148,15 +133,8 @@ def test_there_are_as_many_workers_as_cores_that_may_be_used():
     allowed, before = os.sched_getaffinity(0), set(threading.enumerate())
     os.sched_setaffinity(0, {min(allowed)})
     try:
-        simulation = Simulation(
-            "fedavg",
-            nn.Linear(6, 4),
-            federation_resources(6),
-            Training(),
-            rounds=1,
-            hardware=Hardware(engine="loop"),
-        )
-        simulation.run()
+        hardware = Hardware(engine="loop")
+        Simulation("fedavg", nn.Linear(6, 4), federation(), rounds=1, hardware=hardware).run()
     finally:
         os.sched_setaffinity(0, allowed)
     assert len(set(threading.enumerate()) - before) <= 1
@@ -166,12 +144,7 @@ def test_there_are_as_many_workers_as_cores_that_may_be_used():
 def test_models_of_more_than_65536_weights_train_one_by_one(width, engine):
     """Steps of many such models at once fall out of the caches: up to twice a plain loop's time."""
     model = nn.Sequential(nn.Linear(784, width), nn.LeakyReLU(), nn.Linear(width, 4))
-    assert (
-        Simulation("fedavg", model, federation_resources(784), Training(), rounds=1).header()[
-            "path"
-        ]["engine"]
-        == engine
-    )
+    assert prepared(model, federation(784)).header()["path"]["engine"] == engine
 
 
 def trained(send):
@@ -180,28 +153,15 @@ def trained(send):
     def resident():
         return int(re.search(r"VmRSS:\s+(\d+)", STATUS.read_text())[1]) >> 10
 
-    layers = [
-        nn.Conv2d(3, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(32, 64, 3, padding=1),
-        nn.ReLU(),
-    ]
-    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 4))
-    simulation = Simulation(
-        "fedavg",
-        model,
-        federation_resources(3, 128, 128, clients=1),
-        Training(0.01, 32),
-        rounds=1,
-        hardware=Hardware(workers=1),
-        evaluation=Evaluation(every=0),
-    )
+    convolutions = (nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 64, 3, padding=1))
+    first = (convolutions[0], nn.ReLU(), nn.MaxPool2d(2), convolutions[1], nn.ReLU())
+    model = nn.Sequential(*first, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 4))
+    data = federation(3, 128, 128, clients=1, n=32)
+    simulation = prepared(model, data, evaluation=Evaluation(every=0))
     before = resident()
     simulation.run()
-    send.send(
-        (simulation.header()["path"]["form"], resident() - before, simulation.peak_bytes() >> 20)
-    )
+    form = simulation.header()["path"]["form"]
+    send.send((form, resident() - before, simulation.peak_bytes() >> 20))
 
 
 @pytest.mark.deep("a process of its own")

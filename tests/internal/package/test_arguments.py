@@ -110,7 +110,6 @@ TABLE = {
     metrics.weighted_mean: ({"values": [1.0], "weight": [1.0]}, {"weight": [[1.0, 2.0], [-1.0]]}),
     metrics.hurt: ({"after": [1.0], "before": [1.0]}, {"after": VECTOR, "before": VECTOR}),
     metrics.largest_share: ({}, {"cluster": VECTOR}),
-    metrics.paper_cell: ({}, {"shares": VECTOR}),
     interop.pack: (
         {"uploads": DICTS},
         {"uploads": [[], [{}], [None], [{"a": "text"}]], "include": ["unknown"]},

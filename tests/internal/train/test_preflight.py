@@ -2,7 +2,7 @@
 
 import pytest
 import torch.nn as nn
-from parts.preflight import federation
+from small import images
 
 from pflcore import Simulation
 from pflcore.train import memory
@@ -15,4 +15,4 @@ def test_a_run_that_cannot_fit_is_refused_with_the_number(monkeypatch):
         match=r"^memory: the run needs about [\d.]+ KiB beside data and activations, and cpu has "
         r"1000 B; let",
     ):
-        Simulation("local", nn.Linear(6, 4), federation())
+        Simulation("local", nn.Linear(6, 4), images())

@@ -11,10 +11,9 @@ from pflcore.nn.mode import forward_mode
 from pflcore.train.recurrent import write_out
 
 KINDS = [(nn.GRU, {}), (nn.LSTM, {}), (nn.RNN, {}), (nn.RNN, {"nonlinearity": "relu"})]
-SHAPES = [
-    dict(zip(("bidirectional", "bias", "batch_first"), c, strict=True))
-    for c in itertools.product((False, True), repeat=3)
-]
+NAMES = ("bidirectional", "bias", "batch_first")
+SHAPES = [dict(zip(NAMES, c, strict=True)) for c in itertools.product((False, True), repeat=3)]
+X = torch.randn(4, 6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
 def pair(kind, **options):
@@ -25,54 +24,52 @@ def pair(kind, **options):
     return own, other
 
 
+def called(module, *given, alone=False):
+    with forward_mode(True, torch.empty(0), torch.tensor(0), alone=alone):
+        return module(*given)
+
+
 @pytest.mark.parametrize("options", SHAPES, ids=str)
 @pytest.mark.parametrize(("kind", "more"), KINDS)
 def test_it_is_torchs_own(kind, more, options):
     own, other = pair(kind, **more, **options)
-    x = torch.randn(4, 6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    want, states = own(x)
-    with forward_mode(True, torch.empty(0), torch.tensor(0), alone=False):
-        got, found = other(x)
-    torch.testing.assert_close((got, found), (want, states), rtol=0, atol=1e-14)
-    weight = torch.randn(
-        want.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
-    )
-    for a, b in zip(
-        *(
-            torch.autograd.grad((y * weight).sum(), list(m.parameters()))
-            for y, m in ((want, own), (got, other))
-        ),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    want, got = own(X), called(other, X)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-14)
+    weight = torch.randn(want[0].shape, dtype=torch.float64)
+    grads = [
+        torch.autograd.grad((y * weight).sum(), list(m.parameters()))
+        for m, (y, _) in ((own, want), (other, got))
+    ]
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-12)
 
 
 def test_many_clients_at_once():
     own, other = pair(nn.GRU, batch_first=True)
-    rows = {
-        n: torch.stack([p.detach() * c for c in (1.0, 0.5, 2.0)]) for n, p in own.named_parameters()
-    }
-    x = torch.randn(3, 4, 6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    with forward_mode(True, torch.empty(0), torch.tensor(0), alone=False):
-        got = torch.vmap(lambda w, x: torch.func.functional_call(other, w, (x,))[0])(rows, x)
+    scale = torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64)
+    rows = {n: torch.stack([p.detach() * c for c in scale]) for n, p in own.named_parameters()}
+    x = torch.stack([X, X + 1, X - 1])
+
+    def one(w, x):
+        return called(lambda: torch.func.functional_call(other, w, (x,))[0])
+
+    got = torch.vmap(one)(rows, x)
     for i in range(3):
         want = torch.func.functional_call(own, {n: w[i] for n, w in rows.items()}, (x[i],))[0]
         torch.testing.assert_close(got[i], want, rtol=0, atol=1e-14)
 
 
-def test_what_is_not_written_out_is_torchs_own():
-    x = torch.randn(4, 6, 3, dtype=torch.float64)
-    for kind, options, args in (
-        (nn.LSTM, {"proj_size": 2}, (x,)),
-        (nn.GRU, {}, (x[0],)),
-        (nn.GRU, {}, (x, torch.ones(2, 6, 5, dtype=torch.float64))),
-        (nn.GRU, {}, (nn.utils.rnn.pack_padded_sequence(x, [4, 3, 3, 2, 1, 1]),)),
-    ):
-        own, other = pair(kind, **options)
-        with forward_mode(True, torch.empty(0), torch.tensor(0), alone=False):
-            assert torch.equal(
-                torch.as_tensor(other(*args)[0][0]), torch.as_tensor(own(*args)[0][0])
-            )
-    own, other = pair(nn.GRU)
-    with forward_mode(True, torch.empty(0), torch.tensor(0), alone=True):
-        assert torch.equal(other(x)[0], own(x)[0])
+@pytest.mark.parametrize(
+    ("kind", "options", "given"),
+    [
+        (nn.LSTM, {"proj_size": 2}, (X,)),
+        (nn.GRU, {}, (X[0],)),
+        (nn.GRU, {}, (X, torch.ones(2, 6, 5, dtype=torch.float64))),
+        (nn.GRU, {}, (nn.utils.rnn.pack_padded_sequence(X, [4, 3, 3, 2, 1, 1]),)),
+    ],
+)
+def test_what_is_not_written_out_is_torchs_own(kind, options, given):
+    own, other = pair(kind, **options)
+    got, want = called(other, *given)[0], own(*given)[0]
+    assert torch.equal(torch.as_tensor(got[0]), torch.as_tensor(want[0]))
+    one, its = pair(nn.GRU)
+    assert torch.equal(called(its, X, alone=True)[0], one(X)[0])
