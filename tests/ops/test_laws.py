@@ -128,9 +128,6 @@ VALUES = {
     ops.nearest: {
         "guide": [z(3)],
         "rows": [z(0, 3), z(2, 4)],
-        "k": [0, 1.5, True],
-        "method": ["fast"],
-        "pivots": [-1],
     },
 }
 SEVERAL = [  # wrong beside one another
