@@ -149,11 +149,16 @@ def _formula(
 
 
 def reference(
-    updates: Tensor, weight: Tensor, index: Tensor | None, base: Tensor | None, *how: Any
+    updates: Tensor,
+    weight: Tensor,
+    index: Tensor | None,
+    base: Tensor | None,
+    lr: float,
+    precise: bool,
 ) -> Tensor:  # [M, P]
     """The same into a fresh result of base's dtype, or else of updates'."""
     out = _fake(updates, weight, index, base)
-    reference_out(updates, weight, index, base, *how, out)
+    reference_out(updates, weight, index, base, lr, precise, out)
     return out
 
 

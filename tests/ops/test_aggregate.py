@@ -228,27 +228,3 @@ def test_out_may_be_other_rows_of_the_same_memory():
     with torch.no_grad():
         aggregate(grad, PAIR, out=torch.zeros(2, 6))
     assert aggregate(meta, PAIR.to("meta"), out=meta.clone()).is_meta
-
-
-# --- gradient ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [F32, F64])
-@pytest.mark.parametrize("sparse", [False, True])
-@pytest.mark.parametrize("rows", [1, 2])
-def test_gradient(dtype, sparse, rows):
-    updates, weight = randn(1, 4, 13, dtype=dtype), randn(2, 3, 4, dtype=F64)
-    base = randn(3, *((3, 13) if rows == 2 else (13,)), dtype=dtype)
-    index = torch.tensor([[0, 1, 1, 3], [3, 2, 1, 0], [2, 2, 2, 2]]) if sparse else None
-    grad = randn(4, 3, 13)
-    inputs = [t.clone().requires_grad_() for t in (updates, weight, base)]
-    got = torch.autograd.grad(
-        aggregate(inputs[0], inputs[1], index, inputs[2], 0.3), inputs, grad.to(dtype)
-    )
-    wide = [t.detach().double().requires_grad_() for t in inputs]
-    picked = wide[0][torch.arange(4).expand(3, 4) if index is None else index]  # [3, 4, 13]
-    y = wide[2] + 0.3 * (wide[1][..., None] * picked).sum(1)
-    tight = 1e-5 if dtype == F32 else 1e-12
-    for g, w, t in zip(got, torch.autograd.grad(y, wide, grad), inputs, strict=True):
-        assert g.dtype == t.dtype
-        torch.testing.assert_close(g.double(), w, rtol=tight, atol=tight)

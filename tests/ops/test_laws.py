@@ -54,44 +54,25 @@ GOOD = {  # what is right, of each op
     ops.sgd_step_: {"w": W, "grad": W, "lr": 0.1},
     ops.nearest: {"guide": z(2, 3), "rows": z(2, 3), "k": 1},
 }
-# what is wrong, by the argument that the sentence names
+# what is wrong, by the argument that the sentence names; more of it in tests/internal/package
 TYPES = {
-    ops.pairwise_sqdist: {
-        "a": [[[1.0]], z(2, 3, dtype=INT)],
-        "b": [z(2, 3, dtype=F16)],
-        "index": [[[0]], z(2, 1)],
-    },
-    ops.aggregate: {
-        "updates": [[[1.0]], z(3, 5, dtype=INT)],
-        "weight": [z(2, 3, dtype=INT)],
-        "index": [z(2, 3)],
-        "base": [z(5, dtype=INT)],
-    },
-    ops.waffle_weights: {
-        "dist": [[1.0, 2.0], z(3, dtype=INT)],
-        "target": [1.0, True, z(1, dtype=torch.int32)],
-        "omega": ["1"],
-    },
-    ops.feddwa_weights: {"sqdist": [[[1.0]], z(2, 3, dtype=INT)]},
-    ops.rank1_linear: {
-        "x": [[1.0], z(5, 7, dtype=INT)],
-        "w_a": [z(3, 6, dtype=F64)],
-        "lam": [z(6, dtype=F16)],
-    },
+    ops.pairwise_sqdist: {"a": [[[1.0]]], "b": [z(2, 3, dtype=F16)], "index": [[[0]], z(2, 1)]},
+    ops.aggregate: {"weight": [z(2, 3, dtype=INT)], "index": [z(2, 3)], "base": [z(5, dtype=INT)]},
+    ops.waffle_weights: {"target": [1.0, True, z(1, dtype=torch.int32)], "omega": ["1"]},
+    ops.feddwa_weights: {"sqdist": [[[1.0]]]},
+    ops.rank1_linear: {"w_a": [z(3, 6, dtype=F64)], "lam": [z(6, dtype=F16)]},
     ops.sgd_step_: {
-        "w": [W.bfloat16(), W.to_sparse()],
+        "w": [W.bfloat16()],
         "grad": [W.double()],
         "shift": [0.0],
         "mask": [z(3, dtype=torch.bool)],
-        "lr": ["fast"],
         "mu": ["x"],
     },
     ops.nearest: {"rows": [z(2, 3, dtype=F64), [[1.0]]]},
 }
 VALUES = {
     ops.pairwise_sqdist: {
-        "a": [z(3)],
-        "b": [z(2, 4), z(3), z(2, 3, **META)],
+        "b": [z(2, 4), z(2, 3, **META)],
         "index": [
             *(z(*s, dtype=INT) for s in ((2,), (3, 1))),
             torch.tensor([[0], [4]]),
@@ -99,8 +80,7 @@ VALUES = {
         ],
     },
     ops.aggregate: {
-        "updates": [z(3)],
-        "weight": [z(3), z(2, 4), z(2, 3, **META)],
+        "weight": [z(2, 4), z(2, 3, **META)],
         "index": [z(2, 2, dtype=INT), torch.full((2, 3), 3), torch.full((2, 3), -1)],
         "base": [z(4), z(1, 5)],
         "out": [z(2, 4), z(2, 5, dtype=F64), z(5, 2).T, z(1, 5).expand(2, -1)],
@@ -108,27 +88,23 @@ VALUES = {
     ops.waffle_weights: {
         "dist": [z(2, 0), z()],
         "target": [3, -1, z(1, dtype=INT)],
-        "omega": [-0.1, torch.nan, 1e308],
+        "omega": [torch.nan, 1e308],
         "psi": [torch.inf, -1, 1e101],
-        "tie": ["even"],
     },
-    ops.feddwa_weights: {"sqdist": [z(3), z(3, 0)], "k": [0, -1, 1.0, True]},
+    ops.feddwa_weights: {"sqdist": [z(3, 0)], "k": [True]},
     ops.rank1_linear: {
         "x": [z()],
-        "w_a": [z(3), z(3, 5)],
+        "w_a": [z(3, 5)],
         "lam": [z(5), z(6, **META)],
         "w_b": [z(7)],
     },
     ops.sgd_step_: {
-        "w": [z(3), z(3, 2).T, z(1, 3).expand(2, -1), W.clone().requires_grad_()],
+        "w": [z(3, 2).T, z(1, 3).expand(2, -1), W.clone().requires_grad_()],
         "grad": [z(2, 4)],
         "mask": [torch.ones(2)],
         "buffer": [z(3, 2).T],
     },
-    ops.nearest: {
-        "guide": [z(3)],
-        "rows": [z(0, 3), z(2, 4)],
-    },
+    ops.nearest: {"guide": [z(3)], "rows": [z(0, 3), z(2, 4)]},
 }
 SEVERAL = [  # wrong beside one another
     (ops.aggregate, "out", {"out": z(2, 5), "base": z(5, dtype=F64)}),
