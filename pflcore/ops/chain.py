@@ -197,8 +197,8 @@ def sgd_reference(w: Tensor, *args: Any) -> Tensor:  # [S] float64, the sum of b
         index = order[some, epoch].gather(1, place.to(device))
         weight = (inside.double() / inside.sum(1, keepdim=True)).to(w)
         rows = w[some]
-        mixes = None if seeds is None else seeds[some, epoch] + turn.to(device)
-        grad, value = head.gradient(rows, some, index, weight, mixes)
+        own_seeds = None if seeds is None else seeds[some, epoch] + turn.to(device)
+        grad, value = head.gradient(rows, some, index, weight, own_seeds)
         loss[some] += value.double()
         if clip < float("inf"):
             grad = clipped(grad, clip)
