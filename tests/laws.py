@@ -151,7 +151,9 @@ def aggregate(on, dtype, draw):
     close_mix(got, updates, weight, index, base, lr)
     out = on.put(torch.full_like(got.cpu(), torch.nan), draw, write=True)
     assert on.ops.aggregate(*there, lr, out, precise) is out and intact(out)
-    close_mix(out, updates, weight, index, base, lr)
+    plain = reference.aggregate(updates, weight, index, base, lr, precise)
+    for result in (out, plain):
+        close_mix(result, updates, weight, index, base, lr)
 
 
 # --- rank1_linear -----------------------------------------------------------

@@ -62,7 +62,7 @@ TYPES = {
     ops.feddwa_weights: {"sqdist": [[[1.0]]]},
     ops.rank1_linear: {"w_a": [z(3, 6, dtype=F64)], "lam": [z(6, dtype=F16)]},
     ops.sgd_step_: {
-        "w": [W.bfloat16()],
+        "w": [W.bfloat16(), W.to_sparse()],
         "grad": [W.double()],
         "shift": [0.0],
         "mask": [z(3, dtype=torch.bool)],
