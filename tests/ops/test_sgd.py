@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from laws import stepped
 from tolerance import F32, F64
-from ugly import randn, refuses
+from ugly import intact, lay, randn, refuses
 
 from pflcore import ops
 
@@ -20,6 +21,20 @@ def test_like_torch_optim():
         theirs.grad = grad
         optimizer.step()
     torch.testing.assert_close(ours, theirs.detach())
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("gapped", range(6))
+def test_one_row_stride_unlike_the_others(gapped):
+    t = [randn(k, 3, 37, dtype=F32) for k in range(6)]
+    wide = [x.double() for x in t]
+    t[gapped] = lay(t[gapped], "wide rows")
+    w, grad, shift, mask, anchor, buffer = t
+    ops.sgd_step_(w, grad, 0.1, shift, mask, 0.5, anchor, 0.9, buffer, 0.01)
+    want = stepped(*wide[:2], 0.1, *wide[2:4], 0.5, wide[4], 0.9, wide[5], 0.01)
+    for got, value in zip((w, buffer), want, strict=True):
+        torch.testing.assert_close(got.double(), value, rtol=1e-5, atol=1e-5)
+        assert intact(got)
 
 
 @pytest.mark.parametrize("dtype", [F32, F64])
